@@ -1,0 +1,1 @@
+"""Paged, continuously batched sampling."""

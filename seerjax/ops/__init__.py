@@ -1,0 +1,1 @@
+"""Operations whose result for a row never depends on the other rows."""

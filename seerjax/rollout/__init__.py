@@ -1,0 +1,1 @@
+"""Which request runs where and when, and what is kept of it."""
