@@ -1,0 +1,629 @@
+"""The journal of a run: every finished rollout and chunk, with all that its recomputation needs.
+
+One record a line, in a file that only grows:
+
+  {"crc32":"8 hex digits","record":{...}}
+
+The checksum covers the bytes of the record. The first record is the header (format, run settings,
+numerics fingerprint); the others are rollouts, chunks, and new epochs of the numerics. A record is on
+disk before `append` returns. A kill in the middle of one leaves a torn tail, which the next `open`
+cuts off: what it held is sampled again, to the same bits.
+
+Log-probabilities are base64 of little-endian float32, so that not one bit is lost; token ids are plain
+numbers, so that a person can read them.
+
+Nothing here reads a clock or a device.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterator, Mapping
+import dataclasses
+import errno
+import json
+import math
+import os
+import pathlib
+from typing import Any, NamedTuple
+import zlib
+
+import numpy as np
+
+from seerjax import numerics
+from seerjax.types import Completion, Request, Rollout, SamplingParams, Verdict
+
+FILE_NAME = "journal.jsonl"
+FORMAT = 1
+
+_PREFIX = b'{"crc32":"%08x","record":'
+_PREFIX_LENGTH = len(_PREFIX % 0)
+_SUFFIX = b"}\n"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Chunk:
+  """A finished part of a rollout that is still running.
+
+  Attributes:
+    request: what was asked.
+    start: index of the chunk's first token among the generated ones.
+    tokens: generated ids of this chunk.
+    behaviour_logprobs: f32[t], nats, as in `Completion`.
+    raw_logprobs: f32[t], nats, as in `Completion`.
+    policy_version: of the weights that sampled every token.
+  """
+
+  request: Request
+  start: int
+  tokens: tuple[int, ...]
+  behaviour_logprobs: np.ndarray
+  raw_logprobs: np.ndarray
+  policy_version: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Entry:
+  """One finished rollout where the journal keeps it.
+
+  Attributes:
+    step: of the run.
+    group: index of the group in the step.
+    member: index of the rollout in the group.
+    epoch: which of the journal's fingerprints holds for it.
+    problem_id: of the problem, "" if not given.
+    prompt_text: what the prompt's tokens say, for readers; "" if not given.
+    rollout: the record itself.
+  """
+
+  step: int
+  group: int
+  member: int
+  epoch: int
+  problem_id: str
+  prompt_text: str
+  rollout: Rollout
+
+
+class Header(NamedTuple):
+  """What holds for a whole journal.
+
+  Attributes:
+    settings: the run's settings, JSON.
+    fingerprints: one by epoch; see `numerics.fingerprint`.
+  """
+
+  settings: dict[str, Any]
+  fingerprints: tuple[dict[str, str], ...]
+
+
+# Records.
+
+
+def to_record(rollout: Rollout) -> dict[str, Any]:
+  """Returns `rollout` as JSON values; `from_record` gives back an equal one, bit by bit."""
+  completion, verdict = rollout.completion, rollout.verdict
+  return {
+    "request": _request_record(rollout.request),
+    "completion": {
+      "request_id": completion.request_id,
+      "tokens": [int(token) for token in completion.tokens],
+      "behaviour_logprobs": _floats_text(completion.behaviour_logprobs, "behaviour_logprobs"),
+      "raw_logprobs": _floats_text(completion.raw_logprobs, "raw_logprobs"),
+      "text": completion.text,
+      "finish_reason": completion.finish_reason,
+      "policy_version": int(completion.policy_version),
+    },
+    "verdict": {
+      "reward": _number(verdict.reward),
+      "correct": bool(verdict.correct),
+      "well_formed": bool(verdict.well_formed),
+      "answer": verdict.answer,
+    },
+  }
+
+
+def from_record(record: Mapping[str, Any]) -> Rollout:
+  """Returns the rollout that `to_record` was given."""
+  completion, verdict = record["completion"], record["verdict"]
+  return Rollout(
+    request=_request(record["request"]),
+    completion=Completion(
+      request_id=completion["request_id"],
+      tokens=tuple(completion["tokens"]),
+      behaviour_logprobs=_floats(completion["behaviour_logprobs"]),
+      raw_logprobs=_floats(completion["raw_logprobs"]),
+      text=completion["text"],
+      finish_reason=completion["finish_reason"],
+      policy_version=completion["policy_version"],
+    ),
+    verdict=Verdict(
+      reward=float(verdict["reward"]),
+      correct=verdict["correct"],
+      well_formed=verdict["well_formed"],
+      answer=verdict["answer"],
+    ),
+  )
+
+
+def _request_record(request: Request) -> dict[str, Any]:
+  sampling = request.sampling
+  return {
+    "request_id": request.request_id,
+    "prompt": [int(token) for token in request.prompt],
+    "seed": int(request.seed),
+    "group_id": request.group_id,
+    "sampling": {
+      "temperature": _number(sampling.temperature),
+      "top_k": int(sampling.top_k),
+      "top_p": _number(sampling.top_p),
+      "min_p": _number(sampling.min_p),
+      "logit_bias": [[int(token), _number(bias)] for token, bias in sampling.logit_bias],
+      "max_tokens": int(sampling.max_tokens),
+      "stop_token_ids": [int(token) for token in sampling.stop_token_ids],
+      "stop_strings": list(sampling.stop_strings),
+    },
+  }
+
+
+def _request(record: Mapping[str, Any]) -> Request:
+  sampling = record["sampling"]
+  return Request(
+    request_id=record["request_id"],
+    prompt=tuple(record["prompt"]),
+    seed=record["seed"],
+    group_id=record["group_id"],
+    sampling=SamplingParams(
+      temperature=float(sampling["temperature"]),
+      top_k=sampling["top_k"],
+      top_p=float(sampling["top_p"]),
+      min_p=float(sampling["min_p"]),
+      logit_bias=tuple((token, float(bias)) for token, bias in sampling["logit_bias"]),
+      max_tokens=sampling["max_tokens"],
+      stop_token_ids=tuple(sampling["stop_token_ids"]),
+      stop_strings=tuple(sampling["stop_strings"]),
+    ),
+  )
+
+
+def _chunk_record(chunk: Chunk) -> dict[str, Any]:
+  return {
+    "request": _request_record(chunk.request),
+    "start": int(chunk.start),
+    "tokens": [int(token) for token in chunk.tokens],
+    "behaviour_logprobs": _floats_text(chunk.behaviour_logprobs, "behaviour_logprobs"),
+    "raw_logprobs": _floats_text(chunk.raw_logprobs, "raw_logprobs"),
+    "policy_version": int(chunk.policy_version),
+  }
+
+
+def _chunk(record: Mapping[str, Any]) -> Chunk:
+  return Chunk(
+    request=_request(record["request"]),
+    start=record["start"],
+    tokens=tuple(record["tokens"]),
+    behaviour_logprobs=_floats(record["behaviour_logprobs"]),
+    raw_logprobs=_floats(record["raw_logprobs"]),
+    policy_version=record["policy_version"],
+  )
+
+
+def _number(value: float) -> float | str:
+  # JSON has no infinity, and -inf is the usual bias of a forbidden token; float() reads these words.
+  value = float(value)
+  return value if math.isfinite(value) else repr(value)
+
+
+def _floats_text(values: np.ndarray, name: str) -> str:
+  array = np.asarray(values)
+  if array.dtype != np.float32 or array.ndim != 1:
+    raise ValueError(
+      f"journal: got {name} of dtype {array.dtype} and shape {array.shape}, expected float32[t];"
+      " store what the engine returned, uncast."
+    )
+  return base64.b64encode(array.astype("<f4").tobytes()).decode()
+
+
+def _floats(text: str) -> np.ndarray:
+  return np.frombuffer(base64.b64decode(text, validate=True), "<f4").astype(np.float32)
+
+
+# Lines.
+
+
+def _line(record: Mapping[str, Any]) -> bytes:
+  # Escaped to ASCII: a decoded text may hold lone surrogates, which UTF-8 cannot.
+  data = json.dumps(record, allow_nan=False, separators=(",", ":")).encode()
+  return _PREFIX % zlib.crc32(data) + data + _SUFFIX
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+  """Returns the record of a line, None if the line is torn or altered."""
+  data = line[_PREFIX_LENGTH : -len(_SUFFIX)]
+  if line != _PREFIX % zlib.crc32(data) + data + _SUFFIX:
+    return None
+  return json.loads(data)
+
+
+def _scan(path: pathlib.Path) -> Iterator[tuple[int, int, dict[str, Any]]]:
+  """Yields (start, end, record) of each whole record; stops before a torn tail.
+
+  Raises:
+    ValueError: if a record that is not the last is damaged.
+  """
+  with open(path, "rb") as file:
+    start = 0
+    number = 0
+    for line in file:
+      number += 1
+      record = _parse(line)
+      if record is None:
+        if file.read(1):
+          raise ValueError(
+            f"{path}: got a damaged record in line {number} (byte {start}) with others behind it,"
+            " expected damage in the last one only; restore the file, or cut it before that byte"
+            " and resume from an earlier checkpoint."
+          )
+        return
+      yield start, start + len(line), record
+      start += len(line)
+
+
+def read(path: str | os.PathLike) -> tuple[Header, Iterator[Entry]]:
+  """Returns a journal's header and its finished rollouts, in the order of writing.
+
+  Rollouts that a later epoch of the numerics replaced are left out.
+  Changes nothing, and may read the journal of a run that is still going.
+
+  Raises:
+    ValueError: if the file is no journal or is damaged before its end.
+  """
+  path = pathlib.Path(path)
+  header = _header(path)
+  epochs = [record for _, _, record in _scan(path) if record["kind"] == "epoch"]
+  fingerprints = [header["fingerprint"]] + [epoch["fingerprint"] for epoch in epochs]
+
+  def entries() -> Iterator[Entry]:
+    epoch = 0
+    for _, _, record in _scan(path):
+      epoch += record["kind"] == "epoch"
+      if record["kind"] == "rollout":
+        # A later epoch sampled the steps after its own again.
+        if all(record["step"] <= later["step"] for later in epochs[epoch:]):
+          yield _entry(record, epoch)
+
+  return Header(header["settings"], tuple(fingerprints)), entries()
+
+
+def _header(path: pathlib.Path) -> dict[str, Any]:
+  _, _, record = next(_scan(path), (0, 0, {}))
+  if record.get("kind") != "header" or record.get("format") != FORMAT:
+    raise ValueError(
+      f"{path}: got {_short(record)} as the first record, expected a journal's header of format"
+      f" {FORMAT}; choose another file, or start a new run directory."
+    )
+  return record
+
+
+def _entry(record: Mapping[str, Any], epoch: int) -> Entry:
+  return Entry(
+    step=record["step"],
+    group=record["group"],
+    member=record["member"],
+    epoch=epoch,
+    problem_id=record["problem_id"],
+    prompt_text=record["prompt_text"],
+    rollout=from_record(record["rollout"]),
+  )
+
+
+def _short(value: Any) -> str:
+  text = repr(value)
+  return text if len(text) <= 100 else text[:97] + "..."
+
+
+# The journal.
+
+
+class Journal:
+  """An open journal: append, and look up by (step, group, member). One writer at a time.
+
+  Memory holds one file offset a record; records themselves are read when asked for.
+
+  What is appended twice must be equal: a resumed run that samples a step again thereby checks itself
+  against the bits of the run before the kill.
+  """
+
+  def __init__(
+    self,
+    path: str | os.PathLike,
+    *,
+    fingerprint: Mapping[str, str],
+    settings: Mapping[str, Any],
+    accept_new_numerics: bool = False,
+    resume_step: int = -1,
+  ):
+    """Opens a journal, or starts one.
+
+    Args:
+      path: the file; its directory is made if it is not there.
+      fingerprint: of this run's numerics.
+      settings: of this run, JSON: all that must stay the same for its journal to be continued.
+      accept_new_numerics: on another fingerprint, start a new epoch and keep both. Rollouts of steps
+        after `resume_step` then no longer count: they are sampled again, to other bits.
+      resume_step: the last step that the run had finished.
+
+    Raises:
+      ValueError: if the file is damaged before its end or no journal, if a setting or the
+        fingerprint differs (both values are named), or if the settings are not JSON.
+      OSError: if the file cannot be written.
+    """
+    self.path = pathlib.Path(path)
+    self._index: dict[tuple[int, int, int], tuple[int, int]] = {}
+    self._chunks: dict[tuple[int, int, int], list[int]] = {}
+    self._end = 0
+    self.truncated_bytes = 0
+    settings = _plain_settings(settings)
+    fingerprint = dict(fingerprint)
+    self.path.parent.mkdir(parents=True, exist_ok=True)
+    self._descriptor: int | None = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+      self._load()
+      if self._end == 0:
+        # A kill while the header was written leaves a torn header alone, never one with rollouts.
+        self._write(
+          {"kind": "header", "format": FORMAT, "settings": settings, "fingerprint": fingerprint}
+        )
+        self.fingerprints = [fingerprint]
+      else:
+        header = _header(self.path)
+        _require_equal_settings(self.path, header["settings"], settings)
+        if self.fingerprints[-1] != fingerprint:
+          if not accept_new_numerics:
+            numerics.require_same(self.fingerprints[-1], fingerprint, what=str(self.path))
+          epoch = {"kind": "epoch", "step": int(resume_step), "fingerprint": fingerprint}
+          self._write(epoch)
+          self._begin_epoch(epoch)
+    except BaseException:
+      self.close()
+      raise
+
+  def append(
+    self,
+    step: int,
+    group: int,
+    member: int,
+    rollout: Rollout,
+    *,
+    problem_id: str = "",
+    prompt_text: str = "",
+  ) -> bool:
+    """Puts a finished rollout on disk.
+
+    Args:
+      step: of the run.
+      group: index of the group in the step.
+      member: index of the rollout in the group.
+      rollout: what is kept.
+      problem_id: of the problem.
+      prompt_text: what the prompt's tokens say, for readers.
+
+    Returns:
+      False if an equal record was there already, and nothing was written.
+
+    Raises:
+      ValueError: if another rollout is there under the same three numbers; names what differs.
+      OSError: if the disk is full; the journal then ends with the record before.
+    """
+    record = {
+      "kind": "rollout",
+      "step": int(step),
+      "group": int(group),
+      "member": int(member),
+      "problem_id": problem_id,
+      "prompt_text": prompt_text,
+      "rollout": to_record(rollout),
+    }
+    key = (int(step), int(group), int(member))
+    if key in self._index:
+      stored = self._read(self._index[key][0])
+      if differing := _first_difference(stored, record):
+        where, was, now = differing
+        raise ValueError(
+          f"{self.path}: got another rollout for step {step}, group {group}, member {member}:"
+          f" {where} was {_short(was)} and is {_short(now)}, expected equal bits; the run was"
+          " changed, or the contract is broken: start a new run directory, or replay the request."
+        )
+      return False
+    self._index[key] = (self._write(record), len(self.fingerprints) - 1)
+    return True
+
+  def append_chunk(self, step: int, group: int, member: int, chunk: Chunk) -> bool:
+    """Puts a finished chunk of a running rollout on disk.
+
+    A chunk may begin before the end of the journalled ones, where a resumed run divides otherwise; the
+    tokens that they share must have equal bits, and only what is new is written.
+
+    Returns:
+      False if nothing was new.
+
+    Raises:
+      ValueError: if the chunk leaves a gap, or has other bits than the journalled ones.
+      OSError: as for `append`.
+    """
+    key = (int(step), int(group), int(member))
+    stored = self.chunks(*key)
+    known = sum(len(part.tokens) for part in stored)
+    where = f"{self.path}: got a chunk for step {step}, group {group}, member {member}"
+    if chunk.start > known:
+      raise ValueError(
+        f"{where} that starts at token {chunk.start}, expected at most token {known}, where the"
+        " journalled ones end; append chunks in their order."
+      )
+    shared = min(known - chunk.start, len(chunk.tokens))
+    rows = slice(chunk.start, chunk.start + shared)
+    for name in ("tokens", "behaviour_logprobs", "raw_logprobs") if shared else ():
+      was = np.concatenate([np.asarray(vars(part)[name]) for part in stored])[rows]
+      now = np.asarray(vars(chunk)[name])[:shared]
+      # As bytes, for NaN equals itself and -0.0 does not equal 0.0.
+      if was.tobytes() != now.astype(was.dtype).tobytes():
+        at = next(i for i in range(shared) if was[i].tobytes() != now[i].tobytes())
+        raise ValueError(
+          f"{where} whose {name} at token {chunk.start + at} was {was[at]} and is {now[at]}, expected"
+          " equal bits; the run was changed, or the contract is broken: replay the request."
+        )
+    if shared == len(chunk.tokens):
+      return False
+    rest = dataclasses.replace(
+      chunk,
+      start=known,
+      tokens=tuple(chunk.tokens[shared:]),
+      behaviour_logprobs=chunk.behaviour_logprobs[shared:],
+      raw_logprobs=chunk.raw_logprobs[shared:],
+    )
+    offset = self._write(
+      {
+        "kind": "chunk",
+        "step": key[0],
+        "group": key[1],
+        "member": key[2],
+        "chunk": _chunk_record(rest),
+      }
+    )
+    self._chunks.setdefault(key, []).append(offset)
+    return True
+
+  def lookup(self, step: int, group: int, member: int) -> Entry | None:
+    """Returns the finished rollout of these three numbers, None if there is none."""
+    if (step, group, member) not in self._index:
+      return None
+    offset, epoch = self._index[step, group, member]
+    return _entry(self._read(offset), epoch)
+
+  def chunks(self, step: int, group: int, member: int) -> tuple[Chunk, ...]:
+    """Returns the journalled chunks of a rollout, in order, without gaps."""
+    offsets = self._chunks.get((step, group, member), ())
+    return tuple(_chunk(self._read(offset)["chunk"]) for offset in offsets)
+
+  def keys(self) -> tuple[tuple[int, int, int], ...]:
+    """Returns (step, group, member) of every finished rollout, ascending."""
+    return tuple(sorted(self._index))
+
+  def close(self) -> None:
+    """Closes the file; may be called twice."""
+    if self._descriptor is not None:
+      os.close(self._descriptor)
+      self._descriptor = None
+
+  def __enter__(self) -> Journal:
+    return self
+
+  def __exit__(self, *_: object) -> None:
+    self.close()
+
+  def _load(self) -> None:
+    self.fingerprints: list[dict[str, str]] = []
+    for start, end, record in _scan(self.path):
+      kind = record.get("kind")
+      if not self.fingerprints:
+        self.fingerprints.append(_header(self.path)["fingerprint"])
+      elif kind == "epoch":
+        self._begin_epoch(record)
+      else:
+        key = (record["step"], record["group"], record["member"])
+        if kind == "rollout":
+          self._index[key] = (start, len(self.fingerprints) - 1)
+        else:
+          self._chunks.setdefault(key, []).append(start)
+      self._end = end
+    assert self._descriptor is not None
+    size = os.fstat(self._descriptor).st_size
+    if self._end == 0 and size and not _may_be_torn_header(self.path):
+      _header(self.path)  # Refuses: this is some other file, and not ours to cut.
+    self.truncated_bytes = size - self._end
+    if self.truncated_bytes:
+      os.ftruncate(self._descriptor, self._end)
+      os.fsync(self._descriptor)
+
+  def _begin_epoch(self, record: Mapping[str, Any]) -> None:
+    self.fingerprints.append(record["fingerprint"])
+    self._index = {key: at for key, at in self._index.items() if key[0] <= record["step"]}
+    self._chunks = {key: at for key, at in self._chunks.items() if key[0] <= record["step"]}
+
+  def _write(self, record: Mapping[str, Any]) -> int:
+    """Appends a record, waits for the disk, and returns the record's offset."""
+    if self._descriptor is None:
+      raise ValueError(
+        f"{self.path}: got a record for a closed journal, expected an open one; append before close."
+      )
+    line = _line(record)
+    start = self._end
+    try:
+      done = 0
+      while done < len(line):
+        done += os.pwrite(self._descriptor, line[done:], start + done)
+      os.fsync(self._descriptor)
+    except OSError as error:
+      os.ftruncate(self._descriptor, start)
+      if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        raise
+      raise OSError(
+        error.errno,
+        f"journal: got '{os.strerror(error.errno)}' writing {len(line)} bytes to {self.path},"
+        " expected room for them; free some space and resume: every earlier record is still there",
+      ) from error
+    self._end = start + len(line)
+    return start
+
+  def _read(self, offset: int) -> dict[str, Any]:
+    with open(self.path, "rb") as file:
+      file.seek(offset)
+      record = _parse(file.readline())
+    if record is None:
+      raise ValueError(
+        f"{self.path}: got a damaged record at byte {offset}, expected the one that was written"
+        " there; another process changed the file: restore it."
+      )
+    return record
+
+
+def _may_be_torn_header(path: pathlib.Path) -> bool:
+  with open(path, "rb") as file:
+    first = file.read(_PREFIX_LENGTH)
+  start = b'{"crc32":"'
+  return first.startswith(start) or start.startswith(first) or not first.strip(b"\0")
+
+
+def _plain_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+  try:
+    return json.loads(json.dumps(dict(settings), allow_nan=False))
+  except (TypeError, ValueError) as error:
+    raise ValueError(
+      f"journal: got settings that are not JSON ({error}), expected strings, finite numbers, lists"
+      " and dicts; convert them first."
+    ) from error
+
+
+def _require_equal_settings(
+  path: pathlib.Path, stored: Mapping[str, Any], current: Mapping[str, Any]
+) -> None:
+  differing = [
+    f"{name} was {_short(stored.get(name))} and is {_short(current.get(name))}"
+    for name in sorted(set(stored) | set(current))
+    if name not in stored or name not in current or stored[name] != current[name]
+  ]
+  if differing:
+    raise ValueError(
+      f"{path}: got other run settings ({'; '.join(differing)}), expected those the journal began"
+      " with; restore them, or start a new run directory."
+    )
+
+
+def _first_difference(stored: Any, current: Any, where: str = "") -> tuple[str, Any, Any] | None:
+  if isinstance(stored, dict) and isinstance(current, dict):
+    for name in sorted(set(stored) | set(current)):
+      found = _first_difference(stored.get(name), current.get(name), f"{where}.{name}".strip("."))
+      if found:
+        return found
+    return None
+  return None if stored == current else (where, stored, current)
