@@ -1,0 +1,468 @@
+"""One decoder for Qwen3, Qwen2.5 and Llama 3: parameters, and the one forward.
+
+    rows x:  embed -> [ attention inputs -> write pages -> attend -> after attention ] x layers -> head
+
+`forward` serves prefill chunks, decoding, verification and training: flat token rows, a segment
+table and pages go in; hidden rows and pages come out. `head` turns hidden rows into tokens and
+scores; the engine lets it sample, the trainer hands it the tokens, and both run one tile program.
+
+Parameters are a plain pytree. Every dimension that the `model` mesh axis may shard has its logical
+slabs in front (r = `reduction_shards`): one slab holds whole key/value heads with their queries.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+from flax import nnx
+import jax
+from jax import lax
+import jax.numpy as jnp
+import numpy as np
+
+from seerjax import numerics as numerics_lib
+from seerjax import parallel
+from seerjax.array_typing import Array, Float, Int, PRNGKeyArray
+from seerjax.ops import attention, linear, logprobs, norms, rotary, sampling, tiles
+from seerjax.types import SamplingRows, TokenBatch, TokenScores
+
+Params = dict[str, Any]
+Pages = tuple[tuple[Array, Array], ...]  # Per layer: keys, values f[k, m, z, c].
+
+FAMILIES = ("qwen3", "qwen2", "llama")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TransformerConfig:
+  """Shape of one decoder.
+
+  Attributes:
+    family: "qwen3" (norms on queries and keys), "qwen2" (biases on q, k, v) or "llama".
+    vocab_size: rows of the embedding.
+    hidden_size: d.
+    intermediate_size: features inside the gated MLP.
+    num_layers: decoder blocks.
+    num_heads: query heads.
+    num_kv_heads: key/value heads; `num_heads / num_kv_heads` queries share one.
+    head_dim: c.
+    norm_eps: of every RMS norm.
+    rotary: of every layer.
+    is_tied: the head reads the embedding table.
+    max_context: positions the model was made for; longer prompts are refused.
+  """
+
+  family: str
+  vocab_size: int
+  hidden_size: int
+  intermediate_size: int
+  num_layers: int
+  num_heads: int
+  num_kv_heads: int
+  head_dim: int
+  norm_eps: float = 1e-6
+  rotary: rotary.RotaryConfig
+  is_tied: bool = True
+  max_context: int = 4096
+
+  def __post_init__(self):
+    if self.family not in FAMILIES:
+      raise ValueError(
+        f"TransformerConfig.family: got {self.family!r}, expected one of {FAMILIES}; other families"
+        " are not built yet."
+      )
+    if self.num_heads % self.num_kv_heads:
+      raise ValueError(
+        f"TransformerConfig.num_heads: got {self.num_heads} query heads for {self.num_kv_heads}"
+        " key/value heads, expected a multiple; check config.json."
+      )
+    if self.rotary.head_dim != self.head_dim:
+      raise ValueError(
+        f"TransformerConfig.rotary.head_dim: got {self.rotary.head_dim}, expected"
+        f" head_dim={self.head_dim}; make them equal."
+      )
+
+  @property
+  def group(self) -> int:
+    """Query heads of one key/value head."""
+    return self.num_heads // self.num_kv_heads
+
+
+def largest_shards(config: TransformerConfig) -> int:
+  """Returns the largest power of two, at most 8, that divides every sharded dimension."""
+  sizes = (config.num_kv_heads, config.intermediate_size, config.vocab_size)
+  return max(r for r in (1, 2, 4, 8) if all(size % r == 0 for size in sizes))
+
+
+def check_shards(config: TransformerConfig, numerics: numerics_lib.NumericsConfig) -> None:
+  """Refuses slabs that do not divide the model.
+
+  Raises:
+    ValueError: naming the dimension and both numbers.
+  """
+  shards = numerics.reduction_shards
+  for field in ("num_kv_heads", "intermediate_size", "vocab_size"):
+    size = dataclasses.asdict(config)[field]
+    if size % shards:
+      raise ValueError(
+        f"NumericsConfig.reduction_shards: got {shards}, expected a divisor of {field}={size};"
+        f" use reduction_shards={largest_shards(config)} for this model."
+      )
+
+
+def shapes(config: TransformerConfig, reduction_shards: int) -> Params:
+  """Returns every parameter's shape (f32), as `jax.ShapeDtypeStruct`s: the layout of `Params`."""
+  r, d, c = reduction_shards, config.hidden_size, config.head_dim
+  q_columns = config.num_heads // r * c
+  kv_columns = config.num_kv_heads // r * c
+  inner = config.intermediate_size // r
+
+  def f32(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+  layer = {
+    "attention_norm": f32(d),
+    "qkv": f32(r, d, q_columns + 2 * kv_columns),  # Columns: queries, keys, values of the slab.
+    "out": f32(r, q_columns, d),
+    "mlp_norm": f32(d),
+    "gate_up": f32(r, d, 2 * inner),  # Columns: gate, up of the slab.
+    "down": f32(r, inner, d),
+  }
+  if config.family == "qwen2":
+    layer["qkv_bias"] = f32(r, q_columns + 2 * kv_columns)
+  if config.family == "qwen3":
+    layer["query_norm"] = f32(c)
+    layer["key_norm"] = f32(c)
+  params = {
+    "embed": f32(config.vocab_size, d),
+    "layers": [dict(layer) for _ in range(config.num_layers)],
+    "final_norm": f32(d),
+  }
+  if not config.is_tied:
+    params["head"] = f32(r, config.vocab_size // r, d)
+  return params
+
+
+def init(
+  key: PRNGKeyArray, config: TransformerConfig, numerics: numerics_lib.NumericsConfig
+) -> Params:
+  """Returns f32 master weights: normal with deviation 0.02, norms at one, biases at zero.
+
+  Args:
+    key: consumed.
+    config: shape.
+    numerics: `reduction_shards` decides the layout; the same key gives other values under another.
+  """
+  check_shards(config, numerics)
+  layout = shapes(config, numerics.reduction_shards)
+  paths, structure = jax.tree_util.tree_flatten_with_path(layout)
+  residual_scale = (2 * config.num_layers) ** -0.5
+
+  def leaf(index: int, path, shape) -> Array:
+    name = path[-1].key
+    if name.endswith("norm"):
+      return jnp.ones(shape.shape, shape.dtype)
+    if name == "qkv_bias":
+      return jnp.zeros(shape.shape, shape.dtype)
+    scale = 0.02 * (residual_scale if name in ("out", "down") else 1.0)
+    return jnp.float32(scale) * jax.random.normal(jax.random.fold_in(key, index), shape.shape)
+
+  leaves = [leaf(index, path, shape) for index, (path, shape) in enumerate(paths)]
+  return structure.unflatten(leaves)
+
+
+@functools.partial(jax.jit, static_argnums=(1,))
+def compute_params(master: Params, numerics: numerics_lib.NumericsConfig) -> Params:
+  """Returns the weights that engine and trainer both run: the master's, rounded once."""
+  return jax.tree.map(lambda leaf: leaf.astype(numerics.dtype), master)
+
+
+def partition_specs(config: TransformerConfig, reduction_shards: int) -> Params:
+  """Returns where each parameter lives on the mesh: slabs over `model`, the rest everywhere."""
+  sharded = jax.P(parallel.MODEL_AXIS)
+  names = ("qkv", "qkv_bias", "out", "gate_up", "down", "head")
+  return jax.tree_util.tree_map_with_path(
+    lambda path, _: sharded if path[-1].key in names else jax.P(), shapes(config, reduction_shards)
+  )
+
+
+def empty_pages(
+  config: TransformerConfig,
+  numerics: numerics_lib.NumericsConfig,
+  *,
+  num_pages: int,
+  page_size: int,
+) -> Pages:
+  """Returns zeroed pages of one instance; page 0 is the dump page of padding.
+
+  Raises:
+    ValueError: if pages do not fill splits exactly.
+  """
+  if numerics.kv_split % page_size:
+    raise ValueError(
+      f"page_size: got {page_size}, expected a divisor of kv_split={numerics.kv_split}; a split is"
+      " read page by page."
+    )
+  shape = (config.num_kv_heads, num_pages, page_size, config.head_dim)
+  return tuple(
+    (jnp.zeros(shape, numerics.dtype), jnp.zeros(shape, numerics.dtype))
+    for _ in range(config.num_layers)
+  )
+
+
+def _attention_inputs(config: TransformerConfig, weights: Params, rows: Any, one: Array):
+  """f[n, d] -> queries f[n, k, g, c], keys and values f[n, k, c] of the local slabs."""
+  x, cos, sin = rows
+  normed = norms.rms_norm_rows(x, weights["attention_norm"], config.norm_eps)
+  qkv = linear.columns(normed, weights["qkv"], one)
+  if "qkv_bias" in weights:
+    qkv = qkv + weights["qkv_bias"][:, None, :]
+  num_slabs, num_rows, num_columns = qkv.shape
+  kv_columns = num_columns // (config.group + 2)
+
+  def heads(part: Array) -> Array:
+    """f[r, n, h * c] -> f[n, r * h, c]"""
+    return jnp.swapaxes(part, 0, 1).reshape(num_rows, -1, config.head_dim)
+
+  q, k, v = jnp.split(qkv, (num_columns - 2 * kv_columns, num_columns - kv_columns), axis=-1)
+  q, k, v = heads(q), heads(k), heads(v)
+  if "query_norm" in weights:
+    q = norms.rms_norm_rows(q, weights["query_norm"], config.norm_eps)
+    k = norms.rms_norm_rows(k, weights["key_norm"], config.norm_eps)
+  q, k = rotary.rotate_rows(q, cos, sin), rotary.rotate_rows(k, cos, sin)
+  del num_slabs
+  return q.reshape(num_rows, -1, config.group, config.head_dim), k, v
+
+
+def _after_attention(
+  config: TransformerConfig, axis: str | None, weights: Params, rows: Any, one: Array
+) -> Array:
+  """Output projection and gated MLP, each added to the residual stream: f[n, d] -> f[n, d]."""
+  x, mixed = rows
+  num_rows, num_slabs = x.shape[0], weights["out"].shape[0]
+  by_slab = jnp.swapaxes(mixed.reshape(num_rows, num_slabs, -1), 0, 1)
+  x = x + linear.contract(by_slab, weights["out"], one, axis)
+  normed = norms.rms_norm_rows(x, weights["mlp_norm"], config.norm_eps)
+  return x + _mlp(normed, weights["gate_up"], weights["down"], one, axis)
+
+
+def _mlp(x: Array, gate_up: Array, down: Array, one: Array, axis: str | None) -> Array:
+  """silu(x @ gate) * (x @ up) @ down, slab by slab in one loop."""
+
+  def slab(x: Array, weights: tuple[Array, Array]) -> Array:
+    gate_up, down = weights
+    gate, up = jnp.split(linear.dot(x, gate_up), 2, axis=-1)
+    inner = (jax.nn.silu(gate) * up).astype(x.dtype)
+    return linear.dot(inner, down)
+
+  if gate_up.shape[0] == 1 and axis is None:
+    return slab(x, (gate_up[0], down[0])).astype(x.dtype)
+  partials = tiles.map_slabs(slab, x, (gate_up, down), one)
+  return parallel.tree_sum(parallel.gather_slabs(partials, axis)).astype(x.dtype)
+
+
+def forward(
+  params: Params,
+  batch: TokenBatch,
+  pages: Pages,
+  *,
+  config: TransformerConfig,
+  numerics: numerics_lib.NumericsConfig,
+  axis: str | None = None,
+) -> tuple[Float[Array, "n d"], Pages]:
+  """Runs every row through every layer.
+
+  Args:
+    params: `compute_params` of the master weights; under `shard_map` this device's slabs.
+    batch: rows and segments.
+    pages: keys and values of all sequences; the rows' own are written before they are read.
+    config: shape of the model.
+    numerics: what decides bits.
+    axis: mesh axis of the slabs, None on one device.
+
+  Returns:
+    (hidden rows f[n, d] before the final norm, pages with the rows' keys and values).
+  """
+  if numerics.implementation == "pallas":
+    raise NotImplementedError(
+      "forward: got implementation='pallas', expected 'tiled' or 'untiled' (this release holds no"
+      " kernels); use NumericsConfig(implementation='tiled')."
+    )
+  cos, sin = rotary.table(batch.positions, batch.num_rows, config.rotary, numerics)
+  segment_rows = attention.segment_rows(batch, numerics)
+  x = params["embed"][batch.tokens]
+  inputs = functools.partial(_attention_inputs, config)
+  outputs = functools.partial(_after_attention, config, axis)
+  new_pages = []
+  for weights, (k_pages, v_pages) in zip(params["layers"], pages, strict=True):
+    q, k, v = tiles.map_rows(inputs, weights, (x, cos, sin), batch.num_rows, numerics)
+    k_pages = attention.write_pages(k_pages, k, batch.slots, batch.num_rows)
+    v_pages = attention.write_pages(v_pages, v, batch.slots, batch.num_rows)
+    mixed = attention.attend(q, k_pages, v_pages, batch, segment_rows, numerics)
+    x = tiles.map_rows(outputs, weights, (x, mixed), batch.num_rows, numerics)
+    new_pages.append((k_pages, v_pages))
+  return x, tuple(new_pages)
+
+
+def logits_rows(
+  config: TransformerConfig, axis: str | None, weights: Params, hidden: Array, one: Array
+) -> Float[Array, "n v"]:
+  """Final norm and vocabulary product: f[n, d] -> f32[n, v]. For use on the rows of one tile."""
+  normed = norms.rms_norm_rows(hidden, weights["final_norm"], config.norm_eps)
+  slabs = weights["head"]  # f[r, v / r, d]
+
+  def slab(x: Array, rows: Array) -> Array:
+    return lax.dot_general(
+      x,
+      rows,
+      (((1,), (1,)), ((), ())),
+      precision=lax.Precision.HIGHEST,
+      preferred_element_type=jnp.float32,
+    )
+
+  if slabs.shape[0] == 1 and axis is None:
+    return slab(normed, slabs[0])
+  parts = parallel.gather_slabs(tiles.map_slabs(slab, normed, slabs, one), axis)
+  return jnp.swapaxes(parts, 0, 1).reshape(hidden.shape[0], -1)
+
+
+def head(
+  params: Params,
+  hidden: Float[Array, "n d"],
+  forced: Int[Array, "n"],
+  sampling_rows: SamplingRows,
+  seeds: Array,
+  positions: Int[Array, "n"],
+  num_rows: Array,
+  key: PRNGKeyArray,
+  *,
+  config: TransformerConfig,
+  numerics: numerics_lib.NumericsConfig,
+  axis: str | None = None,
+) -> tuple[Int[Array, "n"], TokenScores]:
+  """Samples the next token of each row, or takes the given one, and scores it.
+
+  The engine and the trainer both call this, and both use all of what it returns: an output that
+  XLA could remove would change the program around it, and with it the bits.
+
+  Args:
+    params: as for `forward`.
+    hidden: f[n, d], rows of `forward`.
+    forced: i32[n], the token to score; -1 samples one.
+    sampling_rows: how each row is processed.
+    seeds: u32[n], each row's request seed.
+    positions: i32[n], absolute position of the token that is sampled or scored.
+    num_rows: i32[], valid rows.
+    key: the run's sampling key; folded, never consumed.
+    config: shape of the model.
+    numerics: what decides bits.
+    axis: mesh axis of the slabs, None on one device.
+
+  Returns:
+    (tokens i32[n], their scores).
+  """
+  table = params["head"] if "head" in params else None
+  if table is None:
+    whole = params["embed"].reshape(numerics.reduction_shards, -1, config.hidden_size)
+    table = parallel.local_part(whole, axis)
+  weights = {"final_norm": params["final_norm"], "head": table, "key": jax.random.key_data(key)}
+  is_wanted = (forced < 0) & (sampling_rows.temperature > 0)
+
+  def tile(weights, rows, one):
+    hidden, forced, sampling_rows, seeds, positions, is_wanted = rows
+    logits = logits_rows(config, axis, weights, hidden, one)
+    processed = sampling.processed_rows(logits, sampling_rows)
+    key = jax.random.wrap_key_data(weights["key"])
+    noise = sampling.noise_rows(key, seeds, positions, is_wanted, config.vocab_size)
+    chosen = sampling.choose_rows(lax.stop_gradient(processed), noise)
+    tokens = jnp.where(forced >= 0, forced, chosen)
+    return tokens, logprobs.score_rows(logits, processed, tokens)
+
+  rows = (hidden, forced, sampling_rows, seeds, positions, is_wanted)
+  return tiles.map_rows(tile, weights, rows, num_rows, numerics)
+
+
+class Transformer(nnx.Module):
+  """The decoder as a Flax module, for those who build with NNX.
+
+  Holds the master weights as `nnx.Param`s under `params`; `nnx.split(module)` or `pure_params`
+  gives the pytree that `forward`, the engine and the trainer take.
+  """
+
+  def __init__(
+    self,
+    config: TransformerConfig,
+    numerics: numerics_lib.NumericsConfig,
+    *,
+    rngs: nnx.Rngs,
+  ):
+    self.config = config
+    self.numerics = numerics
+    self.params = nnx.data(jax.tree.map(nnx.Param, init(rngs.params(), config, numerics)))
+
+  def pure_params(self) -> Params:
+    """Returns the master weights as a plain pytree."""
+    return jax.tree.map(
+      lambda leaf: leaf[...], self.params, is_leaf=lambda leaf: isinstance(leaf, nnx.Param)
+    )
+
+  def __call__(self, tokens: Int[Array, "b t"]) -> Float[Array, "b t v"]:
+    """Returns f32[b, t, v], logits of whole sequences."""
+    return logits_of(
+      compute_params(self.pure_params(), self.numerics),
+      tokens,
+      config=self.config,
+      numerics=self.numerics,
+    )
+
+
+def sequences_batch(
+  batch_size: int, length: int, numerics: numerics_lib.NumericsConfig, page_size: int
+) -> tuple[TokenBatch, int]:
+  """Returns (TokenBatch of equal whole sequences with tokens left zero, number of pages), numpy."""
+  per_split = numerics.kv_split // page_size
+  width = -(-length // numerics.kv_split) * per_split
+  query_tile = numerics.query_tile
+  per_sequence = -(-length // query_tile)
+  rows = np.arange(batch_size * length, dtype=np.int32)
+  sequence, position = rows // length, rows % length
+  segment = np.arange(batch_size * per_sequence, dtype=np.int32)
+  segment_sequence, first = segment // per_sequence, segment % per_sequence * query_tile
+  batch = TokenBatch(
+    tokens=np.zeros_like(rows),
+    positions=position,
+    slots=((1 + sequence * width + position // page_size) * page_size + position % page_size),
+    num_rows=np.int32(len(rows)),
+    segment_start=segment_sequence * length + first,
+    segment_length=np.minimum(length - first, query_tile).astype(np.int32),
+    page_table=(
+      1 + segment_sequence[:, None] * width + np.arange(width, dtype=np.int32)[None, :]
+    ).astype(np.int32),
+    num_segments=np.int32(len(segment)),
+  )
+  return batch, 1 + batch_size * width
+
+
+def logits_of(
+  params: Params,
+  tokens: Int[Array, "b t"],
+  *,
+  config: TransformerConfig,
+  numerics: numerics_lib.NumericsConfig,
+) -> Float[Array, "b t v"]:
+  """Returns f32[b, t, v], logits of whole sequences of one length (`params` in compute dtype)."""
+  batch_size, length = tokens.shape
+  page_size = min(numerics.kv_split, 64)
+  batch, num_pages = sequences_batch(batch_size, length, numerics, page_size)
+  batch = jax.tree.map(jnp.asarray, batch)._replace(tokens=tokens.reshape(-1))
+  pages = empty_pages(config, numerics, num_pages=num_pages, page_size=page_size)
+  hidden, _ = forward(params, batch, pages, config=config, numerics=numerics)
+  table = params["head"] if "head" in params else None
+  if table is None:
+    table = params["embed"].reshape(numerics.reduction_shards, -1, config.hidden_size)
+  weights = {"final_norm": params["final_norm"], "head": table}
+  logits = tiles.map_rows(
+    functools.partial(logits_rows, config, None), weights, hidden, batch.num_rows, numerics
+  )
+  return logits.reshape(batch_size, length, -1)

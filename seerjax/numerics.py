@@ -1,0 +1,105 @@
+"""Everything that decides bits, in one record, and its fingerprint.
+
+Two runs may be compared bit by bit if and only if their fingerprints are equal (DESIGN: the contract).
+Nothing here depends on a batch; whatever may change without moving a bit lives elsewhere.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+
+Implementation = Literal["tiled", "pallas", "untiled"]
+IMPLEMENTATIONS = ("tiled", "pallas", "untiled")
+DTYPES = ("float32", "bfloat16")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NumericsConfig:
+  """The numerics of one run.
+
+  Attributes:
+    implementation: "tiled" is the portable invariant path; "pallas" asks for the GPU kernels;
+      "untiled" is plain XLA, whose rows depend on the batch (to measure what invariance costs).
+    row_tile: rows of the one compiled tile program of token-wise work. 16 suits small batches, 64
+      training-heavy runs.
+    query_tile: positions of one attention segment.
+    slot_tile: segments that attention reads at a time.
+    kv_split: positions of one split of the key/value reduction, aligned to absolute positions.
+    reduction_shards: logical slabs of every dimension a mesh may shard; contractions over them are
+      added as one balanced binary tree.
+    compute_dtype: of weights and activations; sums are always float32.
+  """
+
+  implementation: Implementation = "tiled"
+  row_tile: int = 16
+  query_tile: int = 8
+  slot_tile: int = 8
+  kv_split: int = 256
+  reduction_shards: int = 8
+  compute_dtype: str = "float32"
+
+  def __post_init__(self):
+    if self.implementation not in IMPLEMENTATIONS:
+      raise ValueError(
+        f"NumericsConfig.implementation: got {self.implementation!r}, expected one of"
+        f" {IMPLEMENTATIONS}; 'tiled' runs everywhere."
+      )
+    if self.compute_dtype not in DTYPES:
+      raise ValueError(
+        f"NumericsConfig.compute_dtype: got {self.compute_dtype!r}, expected one of {DTYPES};"
+        " 'float32' is usual on CPU."
+      )
+    for field in ("row_tile", "query_tile", "slot_tile", "kv_split", "reduction_shards"):
+      value = getattr(self, field)
+      if value < 1 or value & (value - 1):
+        raise ValueError(
+          f"NumericsConfig.{field}: got {value}, expected a power of two; the defaults are"
+          " row_tile=16, query_tile=8, slot_tile=8, kv_split=256, reduction_shards=8."
+        )
+
+  @property
+  def dtype(self) -> jnp.dtype:
+    """The compute dtype as JAX names it."""
+    return jnp.dtype(self.compute_dtype)
+
+
+def fingerprint(numerics: NumericsConfig) -> dict[str, str]:
+  """Returns every value that decides bits, with the JAX version, the device kind and one digest.
+
+  Stored with checkpoints and journals; see `checkpoint` for what a mismatch refuses.
+  """
+  values = {field: str(value) for field, value in dataclasses.asdict(numerics).items()}
+  values["jax_version"] = jax.__version__
+  values["device_kind"] = jax.devices()[0].device_kind
+  values["digest"] = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
+  return values
+
+
+def require_same(stored: dict[str, str], current: dict[str, str], *, what: str) -> None:
+  """Refuses to mix two numerics.
+
+  Args:
+    stored: fingerprint found with `what`.
+    current: fingerprint of this run.
+    what: what is being resumed, for the message.
+
+  Raises:
+    ValueError: naming every field that differs, with both values.
+  """
+  fields = sorted((set(stored) | set(current)) - {"digest"})
+  differing = [
+    f"{field} was {stored.get(field)!r} and is {current.get(field)!r}"
+    for field in fields
+    if stored.get(field) != current.get(field)
+  ]
+  if differing:
+    raise ValueError(
+      f"{what}: got another numerics fingerprint ({'; '.join(differing)}), expected the same one;"
+      " restore those settings, or pass --accept_new_numerics to start a new epoch at this step."
+    )

@@ -1,0 +1,350 @@
+"""Attention of segments over pages, in splits of fixed size merged in order.
+
+One unit of work is (segment, key/value head): `query_tile` positions x g query heads against the
+pages of the segment's sequence, read `kv_split` positions at a time.
+
+    positions   0        kv_split     2 kv_split
+    splits      |---- 0 ----|---- 1 ----|-- 2 .. masked
+                 (m, l, acc)  (m, l, acc)               each with its own maximum, from zero
+                      `--merge--'                       left fold, ascending
+
+The partition follows absolute positions, never a batch or a length, and a fully masked split merges
+as exactly nothing. Decoding (one live row), verification (1 + drafts), prefill and training (full
+segments) are therefore one program with one set of bits.
+
+Sources: Milakov & Gimelshein 2018, https://arxiv.org/abs/1805.02867; flash-decoding; He et al. 2025
+(Thinking Machines) for fixed split sizes.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+
+from seerjax import numerics as numerics_lib
+from seerjax.array_typing import Array, Float, Int
+from seerjax.ops import tiles
+from seerjax.types import TokenBatch
+
+# A masked score. Finite, so that a fully masked row subtracts equal numbers instead of inf - inf.
+MASKED = -1e30
+
+
+class Partial(NamedTuple):
+  """A softmax sum over some keys: f32[..., q] maximum, f32[..., q] sum, f32[..., q, c] weighted values."""
+
+  maximum: Array
+  total: Array
+  weighted: Array
+
+
+class SegmentRows(NamedTuple):
+  """Where rows and segments meet; computed once per forward.
+
+  Attributes:
+    row_of: i32[s, q], row of each segment position; past the end of a segment it repeats row 0.
+    position_of: i32[s, q], absolute position of each, -1 where there is none.
+    place_of: i32[n], flat place (segment * query_tile + offset) of each row.
+  """
+
+  row_of: Int[Array, "s q"]
+  position_of: Int[Array, "s q"]
+  place_of: Int[Array, "n"]
+
+
+def segment_rows(batch: TokenBatch, numerics: numerics_lib.NumericsConfig) -> SegmentRows:
+  """Returns the maps between rows and segments. Segments lie in the order of their rows."""
+  num_segments, num_rows = batch.segment_start.shape[0], batch.tokens.shape[0]
+  offsets = jnp.arange(numerics.query_tile, dtype=jnp.int32)
+  live = offsets[None, :] < batch.segment_length[:, None]
+  row_of = jnp.where(live, batch.segment_start[:, None] + offsets[None, :], 0)
+  position_of = jnp.where(live, batch.positions[row_of], -1)
+  # Padding segments start past every row, so that the search never finds them.
+  used = jnp.arange(num_segments, dtype=jnp.int32) < batch.num_segments
+  start = jnp.where(used, batch.segment_start, num_rows)
+  rows = jnp.arange(num_rows, dtype=jnp.int32)
+  segment = jnp.searchsorted(start, rows, side="right").astype(jnp.int32) - 1
+  segment = jnp.clip(segment, 0, num_segments - 1)
+  offset = jnp.clip(rows - start[segment], 0, numerics.query_tile - 1)
+  return SegmentRows(row_of, position_of, segment * numerics.query_tile + offset)
+
+
+def split_partial(
+  q: Float[Array, "z q c"],
+  k: Float[Array, "z x c"],
+  v: Float[Array, "z x c"],
+  visible: Array,
+) -> Partial:
+  """Returns the softmax sum of one split, with its own maximum.
+
+  Args:
+    q: f[z, q, c], scaled queries of z segments.
+    k: f[z, x, c], keys of the split.
+    v: f[z, x, c].
+    visible: bool[z, q, x].
+  """
+  batched = (((2,), (2,)), ((0,), (0,)))
+  scores = lax.dot_general(
+    q, k, batched, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32
+  )
+  scores = jnp.where(visible, scores, jnp.float32(MASKED))
+  maximum = jnp.max(scores, axis=-1)
+  weights = jnp.where(visible, jnp.exp(scores - maximum[..., None]), jnp.float32(0))
+  weighted = lax.dot_general(
+    weights.astype(v.dtype),
+    v,
+    (((2,), (1,)), ((0,), (0,))),
+    precision=lax.Precision.HIGHEST,
+    preferred_element_type=jnp.float32,
+  )
+  return Partial(maximum, jnp.sum(weights, axis=-1), weighted)
+
+
+def merge(left: Partial, right: Partial) -> Partial:
+  """Returns the sum over both key sets. `right` fully masked leaves `left` as it is, bit for bit."""
+  maximum = jnp.maximum(left.maximum, right.maximum)
+  left_scale = jnp.exp(left.maximum - maximum)
+  right_scale = jnp.exp(right.maximum - maximum)
+  return Partial(
+    maximum,
+    left.total * left_scale + right.total * right_scale,
+    left.weighted * left_scale[..., None] + right.weighted * right_scale[..., None],
+  )
+
+
+def attend(
+  q: Float[Array, "n k g c"],
+  k_pages: Float[Array, "k m z c"],
+  v_pages: Float[Array, "k m z c"],
+  batch: TokenBatch,
+  rows: SegmentRows,
+  numerics: numerics_lib.NumericsConfig,
+) -> Float[Array, "n k g c"]:
+  """Causal attention of every row over its own sequence's pages.
+
+  Args:
+    q: f[n, k, g, c], queries by key/value head; scaled by 1 / sqrt(c) here, in float32.
+    k_pages: f[k, m, z, c], keys by head, page and offset; the rows' own keys are already written.
+    v_pages: f[k, m, z, c].
+    batch: rows and segments.
+    rows: `segment_rows(batch)`.
+    numerics: "tiled" reads splits; "untiled" takes one softmax over the whole page table.
+
+  Returns:
+    f[n, k, g, c] in q's dtype. The gradient assumes the training layout of pages: row j of a
+    micro-batch's sequences owns pages 1 + j * p to (j + 1) * p, where p is the page table's width.
+  """
+  if numerics.implementation == "untiled":
+    return _dense(q, k_pages, v_pages, batch, rows)
+  return _attend(numerics, q, k_pages, v_pages, batch, rows)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(numerics, q, k_pages, v_pages, batch, rows):
+  return _split_attention(numerics, q, k_pages, v_pages, batch, rows)
+
+
+def _split_attention(numerics, q, k_pages, v_pages, batch, rows):
+  _, num_heads, group, head_dim = q.shape
+  num_pages, page_size = k_pages.shape[1:3]
+  query_tile, slot_tile, split = numerics.query_tile, numerics.slot_tile, numerics.kv_split
+  pages_per_split = split // page_size
+  num_segments = rows.row_of.shape[0]
+  padding = -num_segments % slot_tile
+  row_of = jnp.pad(rows.row_of, ((0, padding), (0, 0)))
+  position_of = jnp.pad(rows.position_of, ((0, padding), (0, 0)), constant_values=-1)
+  page_table = jnp.pad(batch.page_table, ((0, padding), (0, 0)))
+  # Heads and pages as one leading axis: a page of a head is one contiguous block.
+  k_blocks = k_pages.reshape(num_heads * num_pages, page_size, head_dim)
+  v_blocks = v_pages.reshape(num_heads * num_pages, page_size, head_dim)
+  one = tiles.traced_one(batch.num_rows)
+  scale = jnp.float32(head_dim**-0.5)
+  queries = q[row_of]  # f[s, query_tile, k, g, c]
+
+  def tile_body(tile: Array, out: Array) -> Array:
+    first = tile * slot_tile
+
+    def tile_of(x: Array) -> Array:
+      return lax.dynamic_slice_in_dim(x, first, slot_tile, 0)
+
+    tile_queries, tile_positions, tile_pages = (
+      tile_of(queries),
+      tile_of(position_of),
+      tile_of(page_table),
+    )
+    num_splits = jnp.max(tile_positions) // split + 1
+    row_positions = jnp.repeat(tile_positions, group, axis=1)[:, :, None]
+
+    def head_body(head: Array, out: Array) -> Array:
+      q_head = lax.dynamic_index_in_dim(tile_queries, head, 2, False)
+      q_head = (q_head.astype(jnp.float32) * scale).astype(q.dtype)
+      q_head = q_head.reshape(slot_tile, query_tile * group, head_dim)
+
+      def split_body(index: Array, total: Partial) -> Partial:
+        pages = lax.dynamic_slice_in_dim(tile_pages, index * pages_per_split, pages_per_split, 1)
+        blocks = pages + head * num_pages
+
+        def read(source: Array) -> Array:
+          # Page numbers come from our own page tables; a clamped gather would cost a pass.
+          part = source.at[blocks].get(mode="promise_in_bounds")
+          return part.reshape(slot_tile, split, head_dim)
+
+        key_positions = index * split + jnp.arange(split, dtype=jnp.int32)
+        visible = key_positions[None, None, :] <= row_positions
+        return merge(total, split_partial(q_head, read(k_blocks), read(v_blocks), visible))
+
+      shape = (slot_tile, query_tile * group)
+      nothing = Partial(
+        jnp.full(shape, MASKED, jnp.float32),
+        jnp.zeros(shape, jnp.float32),
+        jnp.zeros((*shape, head_dim), jnp.float32),
+      )
+      total = lax.fori_loop(jnp.int32(0), num_splits, split_body, nothing)
+      # Rows without a position see nothing: 0 / 1.
+      mean = total.weighted / jnp.where(total.total > 0, total.total, 1.0)[..., None]
+      mean = mean.astype(q.dtype).reshape(slot_tile, query_tile, 1, group, head_dim)
+      zero = jnp.int32(0)
+      return lax.dynamic_update_slice(out, mean, (first, zero, head, zero, zero))
+
+    return lax.fori_loop(jnp.int32(0), jnp.int32(num_heads) * one, head_body, out)
+
+  num_tiles = (batch.num_segments + (slot_tile - 1)) // slot_tile
+  out = lax.fori_loop(jnp.int32(0), num_tiles, tile_body, jnp.zeros_like(queries))
+  return out.reshape(-1, num_heads, group, head_dim)[rows.place_of]
+
+
+def _attend_forward(numerics, q, k_pages, v_pages, batch, rows):
+  out = _split_attention(numerics, q, k_pages, v_pages, batch, rows)
+  return out, (q, k_pages, v_pages, batch)
+
+
+def _attend_backward(numerics, residuals, gradient):
+  """Dense causal attention per sequence, in float32: exact gradients, one fixed order."""
+  del numerics
+  q, k_pages, v_pages, batch = residuals
+  num_heads, num_pages, page_size, head_dim = k_pages.shape
+  pages_per_sequence = batch.page_table.shape[1]
+  num_sequences = (num_pages - 1) // pages_per_sequence
+  length = pages_per_sequence * page_size
+  live = jnp.arange(q.shape[0], dtype=jnp.int32) < batch.num_rows
+  # Padding rows are written to the dump page 0, which no sequence owns.
+  slots = jnp.where(live, batch.slots, 0)
+
+  def by_sequence(x: Array) -> Array:
+    """f[n, ...] -> f32[b, length, ...] at each row's slot."""
+    x = jnp.where(live.reshape(-1, *(1,) * (x.ndim - 1)), x, jnp.zeros((), x.dtype))
+    whole = jnp.zeros((num_pages * page_size, *x.shape[1:]), jnp.float32)
+    whole = whole.at[slots].set(x.astype(jnp.float32))
+    return whole[page_size:].reshape(num_sequences, length, *x.shape[1:])
+
+  def from_sequence(x: Array) -> Array:
+    whole = x.reshape(num_sequences * length, *x.shape[2:])
+    rows = whole[jnp.maximum(slots - page_size, 0)]
+    return jnp.where(live.reshape(-1, *(1,) * (rows.ndim - 1)), rows, jnp.float32(0))
+
+  def pages_by_sequence(pages: Array) -> Array:
+    return pages[:, 1:].reshape(num_heads, num_sequences, length, head_dim).astype(jnp.float32)
+
+  scale = jnp.float32(head_dim**-0.5)
+  positions = jnp.arange(length, dtype=jnp.int32)
+  visible = positions[None, None, :] <= positions[:, None, None]  # [q, 1 (group), x]
+
+  def one_sequence(inputs):
+    q, gradient, k, v = inputs  # f32[t, k, g, c] twice, f32[k, t, c] twice
+    scores = jnp.einsum("qkgc,kxc->kqgx", q * scale, k)
+    scores = jnp.where(visible[None], scores, jnp.float32(MASKED))
+    weights = jax.nn.softmax(scores, axis=-1)
+    grad_weights = jnp.einsum("qkgc,kxc->kqgx", gradient, v)
+    grad_v = jnp.einsum("kqgx,qkgc->kxc", weights, gradient)
+    inner = jnp.sum(weights * grad_weights, axis=-1, keepdims=True)
+    grad_scores = weights * (grad_weights - inner)
+    grad_q = jnp.einsum("kqgx,kxc->qkgc", grad_scores, k) * scale
+    grad_k = jnp.einsum("kqgx,qkgc->kxc", grad_scores, q * scale)
+    return grad_q, grad_k, grad_v
+
+  k_seq, v_seq = (jnp.swapaxes(pages_by_sequence(p), 0, 1) for p in (k_pages, v_pages))
+  grad_q, grad_k, grad_v = lax.map(
+    one_sequence, (by_sequence(q), by_sequence(gradient), k_seq, v_seq)
+  )
+
+  def to_pages(x: Array) -> Array:
+    x = jnp.swapaxes(x, 0, 1).reshape(num_heads, num_pages - 1, page_size, head_dim)
+    return jnp.pad(x, ((0, 0), (1, 0), (0, 0), (0, 0))).astype(k_pages.dtype)
+
+  return from_sequence(grad_q).astype(q.dtype), to_pages(grad_k), to_pages(grad_v), None, None
+
+
+_attend.defvjp(_attend_forward, _attend_backward)
+
+
+def write_pages(
+  pages: Float[Array, "k m z c"], values: Float[Array, "n k c"], slots: Int[Array, "n"], num_rows: Array
+) -> Float[Array, "k m z c"]:
+  """Returns the pages with the first `num_rows` rows' keys (or values) at their slots."""
+  return _write_pages(pages, values, slots, num_rows)
+
+
+@jax.custom_vjp
+def _write_pages(pages, values, slots, num_rows):
+  num_heads, _, page_size, head_dim = pages.shape
+
+  def body(row: Array, pages: Array) -> Array:
+    update = lax.dynamic_index_in_dim(values, row, 0, False).astype(pages.dtype)
+    slot = slots[row]
+    zero = jnp.int32(0)
+    where = (zero, slot // page_size, slot % page_size, zero)
+    return lax.dynamic_update_slice(pages, update.reshape(num_heads, 1, 1, head_dim), where)
+
+  return lax.fori_loop(jnp.int32(0), num_rows, body, pages)
+
+
+def _write_pages_forward(pages, values, slots, num_rows):
+  return _write_pages(pages, values, slots, num_rows), (slots, num_rows, values)
+
+
+def _write_pages_backward(residuals, gradient):
+  slots, num_rows, values = residuals
+  num_heads, num_pages, page_size, head_dim = gradient.shape
+  flat = gradient.reshape(num_heads, num_pages * page_size, head_dim)
+  live = jnp.arange(slots.shape[0], dtype=jnp.int32) < num_rows
+  rows = jnp.swapaxes(flat[:, slots], 0, 1).astype(values.dtype)
+  rows = jnp.where(live[:, None, None], rows, jnp.zeros((), rows.dtype))
+  # Padding rows aim past the last slot, where a scatter drops them.
+  kept = flat.at[:, jnp.where(live, slots, num_pages * page_size)].set(0, mode="drop")
+  return kept.reshape(gradient.shape), rows, None, None
+
+
+_write_pages.defvjp(_write_pages_forward, _write_pages_backward)
+
+
+def _dense(q, k_pages, v_pages, batch, rows):
+  """One softmax over every page of the table: plain XLA, whose bits follow lengths and batches."""
+  num_heads, _, page_size, head_dim = k_pages.shape
+  num_segments, query_tile = rows.row_of.shape
+  length = batch.page_table.shape[1] * page_size
+  queries = q[rows.row_of] * jnp.asarray(head_dim**-0.5, q.dtype)
+  k, v = (p[:, batch.page_table].reshape(num_heads, num_segments, length, head_dim)
+          for p in (k_pages, v_pages))
+  scores = jnp.einsum("sqkgc,ksxc->ksqgx", queries, k, preferred_element_type=jnp.float32)
+  visible = jnp.arange(length, dtype=jnp.int32)[None, None, :] <= rows.position_of[:, :, None]
+  scores = jnp.where(visible[None, :, :, None, :], scores, jnp.float32(MASKED))
+  weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
+  out = jnp.einsum("ksqgx,ksxc->sqkgc", weights, v).astype(q.dtype)
+  return out.reshape(num_segments * query_tile, *q.shape[1:])[rows.place_of]
+
+
+def attention_reference(
+  q: Float[Array, "t k g c"], k: Float[Array, "t k c"], v: Float[Array, "t k c"]
+) -> Float[Array, "t k g c"]:
+  """The definition, for one whole sequence, in float32."""
+  q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
+  scores = jnp.einsum("qkgc,xkc->kgqx", q, k, precision=lax.Precision.HIGHEST)
+  scores = scores / jnp.sqrt(jnp.float32(q.shape[-1]))
+  length = q.shape[0]
+  causal = jnp.tril(jnp.ones((length, length), bool))
+  weights = jax.nn.softmax(jnp.where(causal[None, None], scores, -jnp.inf), axis=-1)
+  return jnp.einsum("kgqx,xkc->qkgc", weights, v, precision=lax.Precision.HIGHEST)

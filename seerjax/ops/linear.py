@@ -1,0 +1,61 @@
+"""Matrix products over slabs.
+
+    columns   y[r] = x @ w[r]                   output columns in r slabs, kept apart
+    contract  y = sum_r x[r] @ w[r]             contraction in r slabs, added as one binary tree
+
+Operands are in the compute dtype, sums in float32, rounded once. Called on the rows of one tile
+(see `tiles.map_rows`), these are the whole story of a product's bits.
+"""
+
+from __future__ import annotations
+
+from jax import lax
+import jax.numpy as jnp
+
+from seerjax import parallel
+from seerjax.array_typing import Array, Float
+from seerjax.ops import tiles
+
+
+def dot(x: Float[Array, "n a"], w: Float[Array, "a e"]) -> Float[Array, "n e"]:
+  """Returns f32[n, e], `x @ w` with float32 sums."""
+  return lax.dot_general(
+    x,
+    w,
+    (((x.ndim - 1,), (0,)), ((), ())),
+    precision=lax.Precision.HIGHEST,
+    preferred_element_type=jnp.float32,
+  )
+
+
+def columns(
+  x: Float[Array, "n d"], w: Float[Array, "r d e"], one: Array
+) -> Float[Array, "r n e"]:
+  """Returns f[r, n, e] in x's dtype: the product's columns, slab by slab."""
+  if w.shape[0] == 1:
+    return dot(x, w[0]).astype(x.dtype)[None]
+  return tiles.map_slabs(lambda x, w: dot(x, w).astype(x.dtype), x, w, one)
+
+
+def contract(
+  x: Float[Array, "r n e"], w: Float[Array, "r e d"], one: Array, axis: str | None
+) -> Float[Array, "n d"]:
+  """Returns f[n, d] in x's dtype: partial products in float32, added in the fixed tree.
+
+  Args:
+    x: f[r, n, e], the local slabs of the contracted dimension.
+    w: f[r, e, d].
+    one: `tiles.traced_one`.
+    axis: mesh axis the slabs are sharded over, None on one device.
+  """
+  if w.shape[0] == 1 and axis is None:
+    return dot(x[0], w[0]).astype(x.dtype)
+  partials = tiles.map_slabs(lambda _, xw: dot(*xw), (), (x, w), one)
+  return parallel.tree_sum(parallel.gather_slabs(partials, axis)).astype(x.dtype)
+
+
+def linear_reference(x: Float[Array, "n d"], w: Float[Array, "d e"]) -> Float[Array, "n e"]:
+  """The definition, in float32."""
+  return jnp.matmul(
+    x.astype(jnp.float32), w.astype(jnp.float32), precision=lax.Precision.HIGHEST
+  )

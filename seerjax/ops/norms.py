@@ -1,0 +1,50 @@
+"""Root-mean-square norm.
+
+  y = x / sqrt(mean(x ** 2) + eps) * scale
+
+Source: Zhang & Sennrich 2019, https://arxiv.org/abs/1910.07467.
+"""
+
+from __future__ import annotations
+
+from jax import lax
+import jax.numpy as jnp
+
+from seerjax import numerics as numerics_lib
+from seerjax.array_typing import Array, Float
+from seerjax.ops import tiles
+
+
+def rms_norm_rows(
+  x: Float[Array, "... d"], scale: Float[Array, "d"], eps: float
+) -> Float[Array, "... d"]:
+  """Norms the last axis: statistics in float32, rounded to x's dtype before the scale is applied.
+
+  Published Llama and Qwen checkpoints round there too. For use on the rows of one tile.
+  """
+  x32 = x.astype(jnp.float32)
+  variance = jnp.mean(x32 * x32, axis=-1, keepdims=True)
+  normed = (x32 * lax.rsqrt(variance + jnp.float32(eps))).astype(x.dtype)
+  return normed * scale.reshape((1,) * (x.ndim - 1) + scale.shape)
+
+
+def rms_norm(
+  x: Float[Array, "n d"],
+  scale: Float[Array, "d"],
+  *,
+  eps: float = 1e-6,
+  numerics: numerics_lib.NumericsConfig,
+) -> Float[Array, "n d"]:
+  """Returns f[n, d] in x's dtype; a row's bits depend on that row alone, also under `grad`."""
+  return tiles.map_rows(
+    lambda scale, x, _: rms_norm_rows(x, scale, eps), scale, x, jnp.int32(x.shape[0]), numerics
+  )
+
+
+def rms_norm_reference(
+  x: Float[Array, "n d"], scale: Float[Array, "d"], *, eps: float = 1e-6
+) -> Float[Array, "n d"]:
+  """The definition, in float32."""
+  x32 = x.astype(jnp.float32)
+  variance = jnp.mean(x32 * x32, axis=-1, keepdims=True)
+  return x32 / jnp.sqrt(variance + jnp.float32(eps)) * scale.astype(jnp.float32)[None, :]

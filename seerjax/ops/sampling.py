@@ -1,0 +1,162 @@
+"""The next token of a row: a pure function of (logits, sampling parameters, seed, position).
+
+  z     = (logits + bias) / temperature, entries outside the filters dropped
+  token = argmax(z + gumbel(key, seed, position))
+
+The noise is counter-based, so no schedule can shift it; the argmax runs on z itself, never on
+normalised probabilities, whose bits would depend on one more sum. Ties go to the lowest id.
+
+Sources: Gumbel-max: Maddison et al. 2014, https://arxiv.org/abs/1411.0030; top-p: Holtzman et al.
+2019, https://arxiv.org/abs/1904.09751; min-p: Nguyen et al. 2024, https://arxiv.org/abs/2407.01082.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+import numpy as np
+
+from seerjax.array_typing import Array, Float, Int, PRNGKeyArray
+from seerjax.types import SamplingParams, SamplingRows
+
+# Fixed, because the width of an array may decide how XLA lays out the sums behind it.
+MAX_LOGIT_BIAS = 16
+# Stands for minus infinity: finite, so that 0 * DROPPED is 0 in an entropy.
+DROPPED = -1e30
+
+
+def sampling_rows(params: Sequence[SamplingParams]) -> SamplingRows:
+  """Returns sampling parameters as arrays, one row each (numpy).
+
+  Raises:
+    ValueError: if a request biases more than `MAX_LOGIT_BIAS` tokens.
+  """
+  count = len(params)
+  bias_ids = np.full((count, MAX_LOGIT_BIAS), -1, np.int32)
+  bias_values = np.zeros((count, MAX_LOGIT_BIAS), np.float32)
+  for row, one in enumerate(params):
+    if len(one.logit_bias) > MAX_LOGIT_BIAS:
+      raise ValueError(
+        f"SamplingParams.logit_bias: got {len(one.logit_bias)} entries, expected at most"
+        f" {MAX_LOGIT_BIAS}; bias fewer tokens."
+      )
+    for column, (token, value) in enumerate(one.logit_bias):
+      bias_ids[row, column], bias_values[row, column] = token, value
+  return SamplingRows(
+    temperature=np.asarray([p.temperature for p in params], np.float32),
+    top_k=np.asarray([p.top_k for p in params], np.int32),
+    top_p=np.asarray([p.top_p for p in params], np.float32),
+    min_p=np.asarray([p.min_p for p in params], np.float32),
+    bias_ids=bias_ids,
+    bias_values=bias_values,
+  )
+
+
+def _is_filtered(sampling: SamplingRows) -> Array:
+  return (sampling.top_k > 0) | (sampling.top_p < 1.0) | (sampling.min_p > 0.0)
+
+
+def _biased_rows(logits: Array, sampling: SamplingRows) -> Array:
+  rows = jnp.arange(logits.shape[0], dtype=jnp.int32)[:, None]
+  # An unused entry aims past the vocabulary, where a scatter drops it.
+  ids = jnp.where(sampling.bias_ids >= 0, sampling.bias_ids, logits.shape[1])
+  return logits.at[rows, ids].add(sampling.bias_values, mode="drop")
+
+
+def _kept_rows(scaled: Array, sampling: SamplingRows) -> Array:
+  """bool[n, v]: entries inside top-k, top-p and min-p; True everywhere on unfiltered rows."""
+  vocabulary = scaled.shape[1]
+  ordered = -jnp.sort(-scaled, axis=-1)
+  k = jnp.where(sampling.top_k > 0, sampling.top_k, vocabulary)
+  last = jnp.clip(k - 1, 0, vocabulary - 1)
+  in_top_k = jnp.arange(vocabulary, dtype=jnp.int32)[None, :] <= last[:, None]
+  lowest_k = jnp.take_along_axis(ordered, last[:, None], axis=1)
+  weights = jnp.where(in_top_k, jnp.exp(ordered - ordered[:, :1]), jnp.float32(0))
+  probabilities = weights / jnp.sum(weights, axis=-1, keepdims=True)
+  before = jnp.cumsum(probabilities, axis=-1) - probabilities
+  count = jnp.sum((before < sampling.top_p[:, None]) & in_top_k, axis=-1, dtype=jnp.int32)
+  lowest_p = jnp.take_along_axis(ordered, jnp.maximum(count - 1, 0)[:, None], axis=1)
+  lowest_min_p = ordered[:, :1] + jnp.log(sampling.min_p)[:, None]  # log 0 keeps all.
+  lowest = jnp.maximum(jnp.maximum(lowest_k, lowest_p), lowest_min_p)
+  return (scaled >= lowest) | ~_is_filtered(sampling)[:, None]
+
+
+def processed_rows(logits: Float[Array, "n v"], sampling: SamplingRows) -> Float[Array, "n v"]:
+  """Returns z: biased, tempered, `DROPPED` outside the filters. For use on the rows of one tile.
+
+  Rows at temperature 0 are left at temperature 1: their token is the argmax and their
+  log-probability is that of the biased softmax. The rare paths stand behind `cond`s, so a row's
+  common path has one program, whoever shares its tile.
+  """
+  biased = lax.cond(
+    jnp.any(sampling.bias_ids >= 0), _biased_rows, lambda logits, _: logits, logits, sampling
+  )
+  temperature = jnp.where(sampling.temperature > 0, sampling.temperature, jnp.float32(1))
+  scaled = biased / temperature[:, None]
+  kept = lax.cond(
+    jnp.any(_is_filtered(sampling)),
+    _kept_rows,
+    lambda scaled, _: jnp.ones(scaled.shape, bool),
+    lax.stop_gradient(scaled),
+    sampling,
+  )
+  return jnp.where(kept, scaled, jnp.float32(DROPPED))
+
+
+def noise_rows(
+  key: PRNGKeyArray, seeds: Array, positions: Int[Array, "n"], is_wanted: Array, vocabulary: int
+) -> Float[Array, "n v"]:
+  """Returns Gumbel noise f32[n, v] from `fold_in(fold_in(key, seed), position)`; 0 if unwanted.
+
+  Args:
+    key: the engine's key; not consumed, only folded.
+    seeds: u32[n].
+    positions: i32[n], of the token to be sampled, counted from the sequence's start.
+    is_wanted: bool[n].
+    vocabulary: v.
+  """
+
+  def draw(seed, position):
+    folded = jax.random.fold_in(jax.random.fold_in(key, seed), position)
+    return jax.random.gumbel(folded, (vocabulary,), jnp.float32)
+
+  noise = lax.cond(
+    jnp.any(is_wanted),
+    lambda: jax.vmap(draw)(seeds, positions),
+    lambda: jnp.zeros((seeds.shape[0], vocabulary), jnp.float32),
+  )
+  return jnp.where(is_wanted[:, None], noise, jnp.float32(0))
+
+
+def choose_rows(processed: Float[Array, "n v"], noise: Float[Array, "n v"]) -> Int[Array, "n"]:
+  """Returns i32[n], the argmax of `processed + noise`; ties go to the lowest id."""
+  noisy = jnp.where(processed > DROPPED, processed + noise, jnp.float32(DROPPED))
+  return jnp.argmax(noisy, axis=-1).astype(jnp.int32)
+
+
+def sample_reference(
+  logits: np.ndarray, params: SamplingParams, noise: np.ndarray
+) -> int:
+  """The definition for one row, in numpy float64: f[v] logits and noise to a token id."""
+  z = np.asarray(logits, np.float64).copy()
+  for token, value in params.logit_bias:
+    z[token] += value
+  if params.temperature == 0:
+    return int(np.argmax(z))
+  z = z / params.temperature
+  order = np.argsort(-z, kind="stable")
+  kept = np.ones(z.shape, bool)
+  if params.top_k:
+    kept &= z >= z[order[min(params.top_k, len(z)) - 1]]
+  if params.top_p < 1:
+    ranked = order[: params.top_k or None]
+    p = np.exp(z[ranked] - z.max())
+    p /= p.sum()
+    count = max(int(np.sum(np.cumsum(p) - p < params.top_p)), 1)
+    kept &= z >= z[ranked[count - 1]]
+  if params.min_p > 0:
+    kept &= z >= z.max() + np.log(params.min_p)
+  return int(np.argmax(np.where(kept, z + np.asarray(noise, np.float64), -np.inf)))

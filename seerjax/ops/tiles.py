@@ -1,0 +1,245 @@
+"""Row tiles and slabs: the two loops that make a row's bits independent of everything around it.
+
+    map_rows   one compiled program of `row_tile` rows, run ceil(num_rows / row_tile) times
+    map_slabs  one program of one slab of a sharded dimension, run once per local slab
+
+Both trip counts are traced, also where they are known: XLA inlines a loop of one trip and fuses its
+body with the neighbours, which moves bits. Both are `custom_vjp`s whose forward is the loop and
+whose backward is the plain gradient of the whole, so a value under `grad` has the value's bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+import functools
+from typing import Any
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+
+from seerjax import numerics as numerics_lib
+from seerjax.array_typing import Array
+
+# Rows per chunk of a backward pass: bounds its memory (a head of 150 k entries: 0.3 GiB in f32).
+BACKWARD_ROWS = 512
+
+RowFunction = Callable[[Any, Any, Array], Any]
+SlabFunction = Callable[[Any, Any], Any]
+
+
+def traced_one(anchor: Array) -> Array:
+  """Returns i32[] 1 as a value that XLA cannot know: `anchor` (i32[]) is never negative.
+
+  Loop bounds are multiplied by it, so that no loop is ever known to run once.
+  """
+  return jnp.where(anchor >= 0, jnp.int32(1), jnp.int32(0))
+
+
+def _is_float(leaf: Any) -> bool:
+  return jnp.issubdtype(leaf.dtype, jnp.floating)
+
+
+def _split_floats(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+  """Returns the float leaves, and the function that puts new ones back among the others."""
+  leaves, structure = jax.tree.flatten(tree)
+  floats = [leaf for leaf in leaves if _is_float(leaf)]
+
+  def rebuild(new_floats: list[Any]) -> Any:
+    source = iter(new_floats)
+    return structure.unflatten([next(source) if _is_float(leaf) else leaf for leaf in leaves])
+
+  return floats, rebuild
+
+
+def _with_zero_rows(leaf: Array, count: int) -> Array:
+  if count == 0:
+    return leaf
+  return jnp.concatenate([leaf, jnp.zeros((count, *leaf.shape[1:]), leaf.dtype)])
+
+
+def _tiled(function: RowFunction, row_tile: int, weights: Any, rows: Any, num_rows: Array) -> Any:
+  """The loop itself. Output rows beyond the last tile are zero."""
+  count = jax.tree.leaves(rows)[0].shape[0]
+  padding = -count % row_tile
+  rows = jax.tree.map(lambda leaf: _with_zero_rows(leaf, padding), rows)
+  one = traced_one(num_rows)
+
+  def tile(start: Array) -> Any:
+    return jax.tree.map(lambda leaf: lax.dynamic_slice_in_dim(leaf, start, row_tile, 0), rows)
+
+  shapes = jax.eval_shape(lambda: function(weights, tile(jnp.int32(0)), one))
+  empty = jax.tree.map(lambda s: jnp.zeros((count + padding, *s.shape[1:]), s.dtype), shapes)
+
+  def body(index: Array, out: Any) -> Any:
+    start = index * row_tile
+    update = function(weights, tile(start), one)
+    return jax.tree.map(
+      lambda whole, part: lax.dynamic_update_slice_in_dim(whole, part, start, 0), out, update
+    )
+
+  num_tiles = (num_rows + (row_tile - 1)) // row_tile
+  out = lax.fori_loop(jnp.int32(0), num_tiles, body, empty)
+  return jax.tree.map(lambda leaf: leaf[:count], out)
+
+
+def map_rows(
+  function: RowFunction,
+  weights: Any,
+  rows: Any,
+  num_rows: Array,
+  numerics: numerics_lib.NumericsConfig,
+) -> Any:
+  """Applies a row-wise function to every row, in tiles of `numerics.row_tile` rows.
+
+  Args:
+    function: `(weights, rows, one) -> outputs`, where every leaf of `rows` and of the outputs has
+      rows leading, and output row i depends on input row i alone. `one` is `traced_one`.
+    weights: pytree shared by all rows.
+    rows: pytree of `[n, ...]`.
+    num_rows: i32[], rows that are computed; the rest of the output is zero from the next multiple
+      of `row_tile` on, and unspecified (but finite) before it.
+    numerics: "tiled" loops; "untiled" calls `function` once on all rows.
+
+  Returns:
+    Pytree of `[n, ...]`. Gradients reach the float leaves of `weights` and `rows` from the first
+    `num_rows` rows only.
+  """
+  if numerics.implementation == "untiled":
+    return function(weights, rows, traced_one(num_rows))
+  return _map_rows(function, numerics.row_tile, weights, rows, num_rows)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _map_rows(function: RowFunction, row_tile: int, weights: Any, rows: Any, num_rows: Array):
+  return _tiled(function, row_tile, weights, rows, num_rows)
+
+
+def _map_rows_forward(function, row_tile, weights, rows, num_rows):
+  out = _tiled(function, row_tile, weights, rows, num_rows)
+  return out, (weights, rows, num_rows)
+
+
+def _map_rows_backward(function, row_tile, residuals, cotangent):
+  del row_tile
+  weights, rows, num_rows = residuals
+  count = jax.tree.leaves(rows)[0].shape[0]
+  one = traced_one(num_rows)
+  weight_floats, rebuild_weights = _split_floats(weights)
+
+  def chunk_gradient(rows_chunk: Any, cotangent_chunk: Any, first: Array):
+    row_floats, rebuild_rows = _split_floats(rows_chunk)
+
+    def floats_only(weight_floats, row_floats):
+      out = function(rebuild_weights(weight_floats), rebuild_rows(row_floats), one)
+      return [leaf for leaf in jax.tree.leaves(out) if _is_float(leaf)]
+
+    outputs, pull = jax.vjp(floats_only, weight_floats, row_floats)
+    live = first + jnp.arange(outputs[0].shape[0], dtype=jnp.int32) < num_rows
+
+    def masked(leaf: Array) -> Array:
+      shape = (live.shape[0],) + (1,) * (leaf.ndim - 1)
+      return jnp.where(live.reshape(shape), leaf, jnp.zeros((), leaf.dtype))
+
+    wanted = [masked(leaf) for leaf in cotangent_chunk if leaf.dtype != jax.dtypes.float0]
+    return pull(wanted)
+
+  cotangents = jax.tree.leaves(cotangent)
+  if count <= BACKWARD_ROWS:
+    weight_gradient, row_gradient = chunk_gradient(rows, cotangents, jnp.int32(0))
+  else:
+    num_chunks = -(-count // BACKWARD_ROWS)
+    padding = num_chunks * BACKWARD_ROWS - count
+
+    def chunks(leaf: Array) -> Array:
+      return _with_zero_rows(leaf, padding).reshape(num_chunks, BACKWARD_ROWS, *leaf.shape[1:])
+
+    float_cotangents = [chunks(leaf) for leaf in cotangents if leaf.dtype != jax.dtypes.float0]
+
+    def body(total, chunk):
+      rows_chunk, cotangent_chunk, first = chunk
+      weight_part, row_part = chunk_gradient(rows_chunk, cotangent_chunk, first)
+      total = [a + part.astype(a.dtype) for a, part in zip(total, weight_part, strict=True)]
+      return total, row_part
+
+    zeros = [jnp.zeros(leaf.shape, jnp.float32) for leaf in weight_floats]
+    firsts = jnp.arange(num_chunks, dtype=jnp.int32) * BACKWARD_ROWS
+    scanned = (jax.tree.map(chunks, rows), float_cotangents, firsts)
+    weight_gradient, row_gradient = lax.scan(body, zeros, scanned)
+    weight_gradient = [
+      part.astype(leaf.dtype) for part, leaf in zip(weight_gradient, weight_floats, strict=True)
+    ]
+    row_gradient = [
+      leaf.reshape(num_chunks * BACKWARD_ROWS, *leaf.shape[2:])[:count] for leaf in row_gradient
+    ]
+  return _place(weights, weight_gradient), _place(rows, row_gradient), None
+
+
+def _place(tree: Any, float_gradients: list[Any]) -> Any:
+  """Returns `tree`'s structure with gradients at its float leaves and None (zero) elsewhere."""
+  leaves, structure = jax.tree.flatten(tree)
+  source = iter(float_gradients)
+  return structure.unflatten([next(source) if _is_float(leaf) else None for leaf in leaves])
+
+
+_map_rows.defvjp(_map_rows_forward, _map_rows_backward)
+
+
+def map_slabs(function: SlabFunction, shared: Any, slabs: Any, one: Array) -> Any:
+  """Applies a function to every local slab of a sharded dimension, each at one fixed shape.
+
+  Args:
+    function: `(shared, slab) -> outputs`.
+    shared: pytree that every slab sees whole.
+    slabs: pytree of `[r, ...]`, the local slabs.
+    one: `traced_one`.
+
+  Returns:
+    Pytree of `[r, ...]`: equal bits however many of the slabs are local. A model with one logical
+    slab in all is not looped.
+  """
+  return _map_slabs(function, shared, slabs, one)
+
+
+def _looped_slabs(function: SlabFunction, shared: Any, slabs: Any, one: Array) -> Any:
+  count = jax.tree.leaves(slabs)[0].shape[0]
+
+  def slab(index: Array) -> Any:
+    return jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, index, 0, False), slabs)
+
+  shapes = jax.eval_shape(lambda: function(shared, slab(jnp.int32(0))))
+  empty = jax.tree.map(lambda s: jnp.zeros((count, *s.shape), s.dtype), shapes)
+
+  def body(index: Array, out: Any) -> Any:
+    update = function(shared, slab(index))
+    return jax.tree.map(
+      lambda whole, part: lax.dynamic_update_index_in_dim(whole, part, index, 0), out, update
+    )
+
+  return lax.fori_loop(jnp.int32(0), jnp.int32(count) * one, body, empty)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _map_slabs(function: SlabFunction, shared: Any, slabs: Any, one: Array) -> Any:
+  return _looped_slabs(function, shared, slabs, one)
+
+
+def _map_slabs_forward(function, shared, slabs, one):
+  return _looped_slabs(function, shared, slabs, one), (shared, slabs)
+
+
+def _map_slabs_backward(function, residuals, cotangent):
+  shared, slabs = residuals
+  shared_floats, rebuild_shared = _split_floats(shared)
+  slab_floats, rebuild_slabs = _split_floats(slabs)
+
+  def whole(shared_floats, slab_floats):
+    shared = rebuild_shared(shared_floats)
+    return jax.vmap(lambda slab: function(shared, slab))(rebuild_slabs(slab_floats))
+
+  _, pull = jax.vjp(whole, shared_floats, slab_floats)
+  shared_gradient, slab_gradient = pull(cotangent)
+  return _place(shared, shared_gradient), _place(slabs, slab_gradient), None
+
+
+_map_slabs.defvjp(_map_slabs_forward, _map_slabs_backward)

@@ -1,0 +1,291 @@
+"""Records that cross rooms, in the order of the data.
+
+problem -> prompt -> request -> TokenBatch (rows and segments) -> completion -> verdict -> rollout
+-> group -> train batch -> params, policy_version -> the engine again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from seerjax.array_typing import Array, Float, Int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Problem:
+  """One thing to solve.
+
+  Attributes:
+    problem_id: unique within its task and split; equal ids mean equal problems.
+    prompt: the whole user text, `context` and `question` included.
+    context: the part that may be read before the question is known (may be empty).
+    question: the part that asks.
+    answer: the reference answer as text (an exact rational such as "7/2", a target, ...).
+    num_steps: reasoning steps of the reference solution, a proxy of the answer's length; 0 if unknown.
+    solution: a worked reference solution (pretraining reads it; no verdict does); may be empty.
+  """
+
+  problem_id: str
+  prompt: str
+  context: str = ""
+  question: str = ""
+  answer: str = ""
+  num_steps: int = 0
+  solution: str = ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+  """How one request is sampled. With its seed and its prompt, this decides the text.
+
+  The filters apply in this order: `logit_bias`, `temperature`, `top_k`, `top_p`, `min_p`.
+
+  Attributes:
+    temperature: 0 is greedy (the argmax of the biased logits); else logits are divided by it.
+    top_k: keep the k most likely tokens; 0 keeps all. Ties at the border are kept.
+    top_p: keep the smallest set of most likely tokens whose probability reaches it; 1 keeps all.
+    min_p: drop tokens less likely than `min_p` times the most likely one; 0 drops none.
+    logit_bias: pairs (token id, bias) added to the logits.
+    max_tokens: most tokens generated.
+    stop_token_ids: generation ends with the first of these; it is kept as the last token.
+    stop_strings: generation ends once the decoded text contains one of these.
+  """
+
+  temperature: float = 1.0
+  top_k: int = 0
+  top_p: float = 1.0
+  min_p: float = 0.0
+  logit_bias: tuple[tuple[int, float], ...] = ()
+  max_tokens: int = 256
+  stop_token_ids: tuple[int, ...] = ()
+  stop_strings: tuple[str, ...] = ()
+
+  def __post_init__(self):
+    def refuse(field: str, got: object, expected: str, fix: str):
+      raise ValueError(f"SamplingParams.{field}: got {got}, expected {expected}; {fix}.")
+
+    if not (0.0 <= self.temperature < float("inf")):
+      refuse("temperature", self.temperature, "0 <= temperature < inf", "0 is greedy, 1 is usual")
+    if self.top_k < 0:
+      refuse("top_k", self.top_k, "top_k >= 0", "0 keeps every token")
+    if not (0.0 < self.top_p <= 1.0):
+      refuse("top_p", self.top_p, "0 < top_p <= 1", "1 keeps every token")
+    if not (0.0 <= self.min_p <= 1.0):
+      refuse("min_p", self.min_p, "0 <= min_p <= 1", "0 drops no token")
+    if self.max_tokens < 1:
+      refuse("max_tokens", self.max_tokens, "max_tokens >= 1", "raise it")
+    if any(not text for text in self.stop_strings):
+      refuse("stop_strings", self.stop_strings, "strings of at least one character", "drop ''")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Request:
+  """What the engine is asked for.
+
+  Attributes:
+    request_id: unique among the engine's live requests.
+    prompt: token ids, at least one.
+    sampling: see `SamplingParams`.
+    seed: the request's own seed; together with the engine's key and a position it fixes the noise.
+    group_id: requests of one group share a prompt and are placed on one instance.
+  """
+
+  request_id: str
+  prompt: tuple[int, ...]
+  sampling: SamplingParams = SamplingParams()
+  seed: int = 0
+  group_id: str = ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Completion:
+  """What the engine answers.
+
+  Attributes:
+    request_id: of the request.
+    tokens: generated ids, a stop id included.
+    behaviour_logprobs: f32[t], of each token under the processed distribution (bias, temperature,
+      filters), in nats.
+    raw_logprobs: f32[t], of each token under softmax(logits).
+    text: decoded tokens, special tokens dropped and cut before a stop string; "" without a tokenizer.
+    finish_reason: "stop" (a stop id or string), "length" (max_tokens), or "" while it runs.
+    policy_version: of the weights that sampled every token.
+  """
+
+  request_id: str
+  tokens: tuple[int, ...]
+  behaviour_logprobs: np.ndarray
+  raw_logprobs: np.ndarray
+  text: str
+  finish_reason: str
+  policy_version: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Verdict:
+  """A task's judgement of one text.
+
+  Attributes:
+    reward: what the trainer maximises.
+    correct: the answer is right.
+    well_formed: an answer could be read from the text at all.
+    answer: the answer as read, "" if none.
+  """
+
+  reward: float
+  correct: bool
+  well_formed: bool
+  answer: str = ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rollout:
+  """One request's whole life: what was asked, said and judged."""
+
+  request: Request
+  completion: Completion
+  verdict: Verdict
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RolloutGroup:
+  """All rollouts of one problem, ordered by member.
+
+  Attributes:
+    group_index: the group's place in its step; the training batch is sorted by it.
+    problem: what was asked.
+    rollouts: by member index, never by completion time.
+  """
+
+  group_index: int
+  problem: Problem
+  rollouts: tuple[Rollout, ...]
+
+  @property
+  def rewards(self) -> np.ndarray:
+    """f32[g]."""
+    return np.asarray([r.verdict.reward for r in self.rollouts], np.float32)
+
+
+class Task(Protocol):
+  """Where prompts come from and what a good answer is. Problems are a pure function of (split, index)."""
+
+  name: str
+
+  def num_problems(self, split: str) -> int:
+    """Returns how many problems `split` ("train" or "heldout") has."""
+    ...
+
+  def problem(self, split: str, index: int) -> Problem:
+    """Returns problem `index`; equal arguments give equal problems on every machine."""
+    ...
+
+  def verdict(self, problem: Problem, text: str) -> Verdict:
+    """Judges a completion's text. Never raises on any text."""
+    ...
+
+
+class TokenBatch(NamedTuple):
+  """Flat token rows and the segments that attention sees: the input of the one forward.
+
+  A segment is up to `query_tile` consecutive positions of one sequence. Rows beyond `num_rows` and
+  segments beyond `num_segments` are padding: they are never computed, and what they hold is zero.
+  Every array lives on one instance; the engine stacks instances in front.
+
+  Attributes:
+    tokens: i32[n].
+    positions: i32[n], absolute position of each row in its sequence.
+    slots: i32[n], flat index `page * page_size + offset` where the row's key and value are written.
+    num_rows: i32[], valid rows.
+    segment_start: i32[s], first row of the segment.
+    segment_length: i32[s], valid rows of the segment, 0 for padding.
+    page_table: i32[s, p], pages of the segment's sequence by position // page_size.
+    num_segments: i32[], valid segments.
+  """
+
+  tokens: Int[Array, "n"]
+  positions: Int[Array, "n"]
+  slots: Int[Array, "n"]
+  num_rows: Int[Array, ""]
+  segment_start: Int[Array, "s"]
+  segment_length: Int[Array, "s"]
+  page_table: Int[Array, "s p"]
+  num_segments: Int[Array, ""]
+
+
+class SamplingRows(NamedTuple):
+  """Sampling parameters of rows, as arrays (see `SamplingParams`).
+
+  Attributes:
+    temperature: f32[n], 0 is greedy.
+    top_k: i32[n], 0 keeps all.
+    top_p: f32[n].
+    min_p: f32[n].
+    bias_ids: i32[n, e], -1 for unused entries.
+    bias_values: f32[n, e].
+  """
+
+  temperature: Float[Array, "n"]
+  top_k: Int[Array, "n"]
+  top_p: Float[Array, "n"]
+  min_p: Float[Array, "n"]
+  bias_ids: Int[Array, "n e"]
+  bias_values: Float[Array, "n e"]
+
+
+class TokenScores(NamedTuple):
+  """What the head says of one given token a row; nats.
+
+  Attributes:
+    logprob: f32[n], under the processed distribution.
+    raw_logprob: f32[n], under softmax(logits).
+    entropy: f32[n], of the processed distribution.
+  """
+
+  logprob: Float[Array, "n"]
+  raw_logprob: Float[Array, "n"]
+  entropy: Float[Array, "n"]
+
+
+class TrainBatch(NamedTuple):
+  """Packed micro-batches: leading axis m is the micro-batch, whose order is fixed by (group, member).
+
+  A row is an input token; its target is the next token of the same sequence. `loss_mask` is True
+  where the target was generated by the policy.
+
+  Attributes:
+    tokens: TokenBatch with leading m on every field; its pages are scratch, written by the forward.
+    targets: i32[m, n].
+    loss_mask: bool[m, n].
+    sequence_index: i32[m, n], index of the row's rollout in (group, member) order; -1 on padding.
+    advantages: f32[m, n], the rollout's advantage on every row of it (0 on padding).
+    behaviour_logprobs: f32[m, n], the engine's, at loss rows; 0 elsewhere.
+    raw_logprobs: f32[m, n], the engine's raw ones, at loss rows; 0 elsewhere.
+    sampling: SamplingRows with leading m.
+  """
+
+  tokens: TokenBatch
+  targets: Any
+  loss_mask: Any
+  sequence_index: Any
+  advantages: Any
+  behaviour_logprobs: Any
+  raw_logprobs: Any
+  sampling: SamplingRows
+
+
+class TrainState(NamedTuple):
+  """Everything the optimiser owns.
+
+  Attributes:
+    params: master weights, f32, as `models.transformer.init` lays them out.
+    opt_state: optax state.
+    step: i32[], optimiser steps taken.
+  """
+
+  params: Any
+  opt_state: Any
+  step: Any
