@@ -1,0 +1,187 @@
+# Shell functions that launch/local.sh and launch/test.sh share: find a Python, make an environment
+# from the locked versions, choose a platform. To be sourced, with ROOT set to the checkout.
+#
+# Bash 3.2 suffices (macOS ships nothing newer). Messages go to stderr, so that the output of an
+# experiment may be piped. An environment holds its state in a folder `seerjax`: one stamp for each
+# lock that it holds, the checksum of that lock.
+
+# Versions that have a lock, newest first.
+PYTHON_MINORS="3.13 3.12 3.11"
+
+say() { printf 'seerjax: %s\n' "$*" >&2; }
+fail() {
+  say "$@"
+  exit 1
+}
+
+# python_candidates: prints the interpreters to try, best first, one a line.
+#
+# PATH is searched whole, because its first python3.12 may be a pyenv shim that only says that no
+# such version is selected here.
+python_candidates() {
+  local minor path
+  if [ -n "${SEERJAX_PYTHON:-}" ]; then
+    printf '%s\n' "$SEERJAX_PYTHON"
+    return
+  fi
+  for minor in ${1:-$PYTHON_MINORS}; do
+    type -aP "python$minor" || :
+    for path in "${PYENV_ROOT:-${HOME:-}/.pyenv}/versions/$minor".*/bin/python; do
+      [ -x "$path" ] && printf '%s\n' "$path"
+    done
+  done
+  type -aP python3 || :
+  type -aP python || :
+}
+
+# find_python [MINOR]: prints "MINOR PATH" of the newest Python that can make an environment.
+#
+# Returns 1 after saying what was wrong with each candidate. With MINOR, only that version counts.
+find_python() {
+  local minors=${1:-$PYTHON_MINORS} candidate minor missing package complaints=""
+  while IFS= read -r candidate; do
+    minor=$("$candidate" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null) || {
+      [ -z "${SEERJAX_PYTHON:-}" ] || complaints="$complaints
+  $candidate does not run: set SEERJAX_PYTHON to a Python interpreter, or unset it"
+      continue
+    }
+    case " $minors " in
+      *" $minor "*) ;;
+      *)
+        complaints="$complaints
+  $candidate is Python $minor, expected one of: $minors"
+        continue
+        ;;
+    esac
+    missing=""
+    # ensurepip and venv are packages of their own on Debian and Ubuntu.
+    "$candidate" -c 'import venv, ensurepip' 2>/dev/null || missing="python$minor-venv"
+    if [ -n "$missing" ]; then
+      package="apt install $missing"
+      complaints="$complaints
+  $candidate has no venv or ensurepip: $package"
+      continue
+    fi
+    printf '%s %s\n' "$minor" "$candidate"
+    return 0
+  done <<EOF
+$(python_candidates "$minors")
+EOF
+  say "got no Python that can make an environment, expected one of $minors with venv and ensurepip;" \
+    "install one, or name one with SEERJAX_PYTHON=/path/to/python.${complaints:+ Tried:$complaints}"
+  return 1
+}
+
+# environment DIR PYTHON LOCK...: leaves DIR holding every package of the locks, at their versions.
+#
+# Does nothing when DIR already does. Packages are installed without resolving anything: a lock is
+# whole. Byte code is left to the first import, which compiles what is used and no more.
+environment() {
+  local dir=$1 python=$2 lock stamp identity log
+  shift 2
+  identity=$("$python" -c 'import sys; print(sys.version.split()[0], sys.base_prefix)')" for $ROOT"
+  if [ -e "$dir" ] && [ "$(cat "$dir/seerjax/identity" 2>/dev/null)" != "$identity" ]; then
+    [ -d "$dir/seerjax" ] || fail "$dir exists and was not made by launch/; move it away."
+    say "making $dir again: another Python, or another place"
+    rm -rf "$dir" || fail "cannot remove $dir; remove it by hand."
+  fi
+  if [ ! -e "$dir/seerjax/identity" ]; then
+    # The folder comes before the environment, so that an interrupted run is recognised as ours.
+    mkdir -p "$dir/seerjax" || fail "cannot write in $ROOT; clone into a folder that you may write to."
+    say "making $dir with $python"
+    "$python" -m venv "$dir" || fail "$python -m venv failed; SEERJAX_PYTHON names another Python."
+    "$dir/bin/python" - "$ROOT" <<'EOF' || fail "cannot write in $dir."
+import pathlib, sys, sysconfig
+pathlib.Path(sysconfig.get_path("purelib"), "seerjax_checkout.pth").write_text(sys.argv[1] + "\n")
+EOF
+    printf '%s\n' "$identity" >"$dir/seerjax/identity"
+  fi
+  for lock in "$@"; do
+    stamp="$dir/seerjax/$(basename "$lock")"
+    [ "$(cat "$stamp" 2>/dev/null)" = "$(cksum <"$lock")" ] && continue
+    pip_install "$dir" "$(grep -c '==' "$lock") packages of $(basename "$lock")" --no-deps -r "$lock" ||
+      return 1
+    cksum <"$lock" >"$stamp"
+  done
+}
+
+# pip_install DIR WHAT PIP_ARGUMENT...: runs pip quietly; shows its last lines if it fails.
+pip_install() {
+  local dir=$1 what=$2 started=$SECONDS log
+  shift 2
+  log="$dir/seerjax/pip.log"
+  printf 'seerjax: installing %s ...' "$what" >&2
+  if "$dir/bin/python" -m pip install --quiet --no-input --no-compile --disable-pip-version-check \
+    "$@" >"$log" 2>&1; then
+    printf ' %d s\n' $((SECONDS - started)) >&2
+  else
+    printf ' failed\n' >&2
+    tail -n 15 "$log" >&2
+    say "pip could not install $what; the whole log is $log"
+    return 1
+  fi
+}
+
+# detect_platform: prints cuda, tpu or cpu.
+#
+# /dev/vfio alone does not mean a TPU (any device can be passed through), so the PCI vendor is read.
+detect_platform() {
+  local path
+  if nvidia-smi -L 2>/dev/null | grep -q '^GPU'; then
+    printf 'cuda\n'
+    return
+  fi
+  for path in /dev/nvidia[0-9]*; do
+    [ -e "$path" ] && printf 'cuda\n' && return
+  done
+  for path in /dev/accel[0-9]*; do
+    [ -e "$path" ] && printf 'tpu\n' && return
+  done
+  if [ -d /dev/vfio ] && grep -qs '^0x1ae0' /sys/bus/pci/devices/*/vendor; then
+    printf 'tpu\n'
+    return
+  fi
+  printf 'cpu\n'
+}
+
+# platform_extra PLATFORM: prints the extra of JAX that PLATFORM needs, nothing for cpu.
+#
+# CUDA 13 needs driver 580 or newer; older ones, and unknown ones, get CUDA 12.
+platform_extra() {
+  local driver
+  case $1 in
+    cpu) ;;
+    tpu) printf 'tpu\n' ;;
+    cuda)
+      driver=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | head -n 1)
+      driver=${driver%%.*}
+      case $driver in
+        '' | *[!0-9]*) driver=0 ;;
+      esac
+      if [ "$driver" -ge 580 ]; then printf 'cuda13\n'; else printf 'cuda12\n'; fi
+      ;;
+    *) fail "--platform: got '$1', expected cpu, cuda or tpu; leave it away to detect it." ;;
+  esac
+}
+
+# install_platform DIR LOCK EXTRA: adds JAX's plugin for EXTRA, at the lock's version of JAX.
+install_platform() {
+  local dir=$1 lock=$2 extra=$3 version
+  [ -n "$extra" ] || return 0
+  version=$(sed -n 's/^jax==//p' "$lock")
+  [ "$(cat "$dir/seerjax/platform-$extra" 2>/dev/null)" = "$version" ] && return 0
+  pip_install "$dir" "jax[$extra] $version" "jax[$extra]==$version" -c "$lock" || return 1
+  printf '%s\n' "$version" >"$dir/seerjax/platform-$extra"
+}
+
+# export_platform DIR PLATFORM: tells JAX where to run, and where to keep compiled programs.
+#
+# The cache lies in the environment: it then needs no writable home and goes when that goes.
+export_platform() {
+  case $2 in
+    cpu) export JAX_PLATFORMS="${JAX_PLATFORMS:-cpu}" ;;
+    *) export JAX_PLATFORMS="${JAX_PLATFORMS:-$2,cpu}" ;;
+  esac
+  export JAX_COMPILATION_CACHE_DIR="${JAX_COMPILATION_CACHE_DIR:-$1/seerjax/compiled}"
+  export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="${JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS:-0.2}"
+}

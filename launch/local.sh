@@ -1,0 +1,94 @@
+#!/usr/bin/env bash
+# Makes the environment if need be, then runs an experiment on this machine.
+set -euo pipefail
+
+ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+# shellcheck source=launch/environment.sh
+source "$ROOT/launch/environment.sh"
+
+usage() {
+  cat <<'EOF'
+usage: bash launch/local.sh [--platform=cpu|cuda|tpu] [--dry-run] [experiments.NAME] [--flags]
+
+Makes .venv in the checkout with the newest Python it can find (3.13, 3.12 or 3.11), installs the
+locked versions, and runs `python -m experiments.NAME --flags`. Without a name it runs the main job,
+experiments.grpo. The second time, nothing is installed.
+
+  --platform=P   instead of what is detected (an NVIDIA GPU, a TPU, else the CPU)
+  --dry-run      says what would be done, and does nothing
+  --help         this text; after a name, the experiment's own
+
+  SEERJAX_PYTHON=/path/to/python           uses that interpreter
+  JAX_COMPILATION_CACHE_DIR=/path          keeps compiled programs there, not in .venv
+EOF
+  local file
+  printf '\nexperiments:'
+  for file in "$ROOT"/experiments/*.py; do
+    case $(basename "$file" .py) in
+      __init__ | '*') ;;
+      *) printf ' %s' "experiments.$(basename "$file" .py)" ;;
+    esac
+  done
+  printf '\n'
+}
+
+name="" platform="" dry_run=""
+flags=()
+while [ $# -gt 0 ]; do
+  case $1 in
+    --platform=*) platform=${1#*=} ;;
+    --platform)
+      [ $# -gt 1 ] || fail "--platform: got nothing, expected cpu, cuda or tpu; write --platform=cpu."
+      platform=$2
+      shift
+      ;;
+    --dry-run) dry_run=yes ;;
+    --help | -h)
+      if [ -z "$name" ]; then
+        usage
+        exit 0
+      fi
+      flags+=("$1")
+      ;;
+    -*) flags+=("$1") ;;
+    *)
+      if [ -z "$name" ] && [ ${#flags[@]} -eq 0 ]; then name=$1; else flags+=("$1"); fi
+      ;;
+  esac
+  shift
+done
+
+name=${name:-experiments.grpo}
+case $name in
+  experiments.*) ;;
+  *) fail "got the experiment '$name', expected experiments.NAME; bash launch/local.sh --help lists them." ;;
+esac
+file="$ROOT/$(printf '%s' "$name" | tr . /).py"
+[ -f "$file" ] || fail "got the experiment '$name', expected one that exists ($file does not);" \
+  "bash launch/local.sh --help lists them."
+
+platform=${platform:-$(detect_platform)}
+extra=$(platform_extra "$platform")
+found=$(find_python)
+minor=${found%% *}
+python=${found#* }
+lock="$ROOT/launch/locks/runtime-$minor.txt"
+
+if [ -n "$dry_run" ]; then
+  printf 'python %s\nlock %s\nplatform %s\nextra %s\nrun %s\n' \
+    "$python" "$lock" "$platform" "${extra:-none}" "$name${flags[*]+ ${flags[*]}}"
+  exit 0
+fi
+
+environment "$ROOT/.venv" "$python" "$lock"
+install_platform "$ROOT/.venv" "$lock" "$extra"
+export_platform "$ROOT/.venv" "$platform"
+say "Python $minor, JAX $(sed -n 's/^jax==//p' "$lock"), $platform; environment ready after $SECONDS s"
+
+# We stay where the user is, so that paths in flags mean what they say; from outside the checkout,
+# modules that lie there (a task of one's own) can be imported too.
+case $PWD/ in
+  "$ROOT"/*) ;;
+  *) export PYTHONPATH="$ROOT:${PYTHONPATH:-$PWD}" ;;
+esac
+exec "$ROOT/.venv/bin/python" -P -m "$name" ${flags[@]+"${flags[@]}"}

@@ -1,0 +1,246 @@
+#!/usr/bin/env bash
+# Runs every check: style, types, tests, the built wheel, and the tests again on Python 3.11.
+set -uo pipefail
+
+ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+# shellcheck source=launch/environment.sh
+source "$ROOT/launch/environment.sh"
+cd "$ROOT" || exit 1
+
+# The oldest Python that we support, and what is tested on the newest alone: experiments are the
+# same lines on both, and cost minutes.
+OLDEST=3.11
+NEWEST_ONLY="tests/experiments"
+WORKERS=${SEERJAX_TEST_WORKERS:-2}
+
+usage() {
+  cat <<'EOF'
+usage: bash launch/test.sh [--long] [pytest arguments]
+
+Without arguments: ruff, pyright, the whole suite, the built wheel with every example, all on the
+newest Python that is found; then contract and unit tests, and parity with Hugging Face where torch
+can be installed, on Python 3.11. With arguments: pytest with them on the newest Python, no more.
+
+  --long   runs the tests marked `long`, one after the other. What passed is kept in .long/; when
+           started again at the same sources, only what is missing runs.
+  --help   this text
+
+  SEERJAX_TEST_SEED=N       repeats a run (each run prints its seed)
+  SEERJAX_TEST_WORKERS=N    processes of pytest (2); 0 runs in one
+  SEERJAX_PYTHON=/path      tests on that interpreter alone
+EOF
+}
+
+long=""
+case ${1:-} in
+  --help | -h)
+    usage
+    exit 0
+    ;;
+  --long)
+    long=yes
+    shift
+    ;;
+esac
+
+# One seed for this run, hypothesis included, so that one number repeats all of it.
+SEERJAX_TEST_SEED=${SEERJAX_TEST_SEED:-$((RANDOM * 32768 + RANDOM))}
+export SEERJAX_TEST_SEED
+export JAX_PLATFORMS=cpu
+# A cached executable would hide a program that no longer compiles.
+unset JAX_COMPILATION_CACHE_DIR
+
+summary="" failures=0
+
+# stage NAME COMMAND...: runs a check, remembers its result and its seconds.
+stage() {
+  local name=$1 started=$SECONDS verdict=ok
+  shift
+  printf '\n== %s\n' "$name"
+  "$@" || {
+    verdict=FAILED
+    failures=$((failures + 1))
+  }
+  summary="$summary  $(printf '%-6s %5d s  %s' "$verdict" $((SECONDS - started)) "$name")
+"
+  [ "$verdict" = ok ]
+}
+
+finish() {
+  printf '\n== summary (seed %s)\n%s' "$SEERJAX_TEST_SEED" "$summary"
+  if [ "$failures" -eq 0 ]; then
+    printf 'test.sh: passed in %d s\n' "$SECONDS"
+    exit 0
+  fi
+  printf 'test.sh: %d stage(s) FAILED in %d s; SEERJAX_TEST_SEED=%s repeats this run\n' \
+    "$failures" "$SECONDS" "$SEERJAX_TEST_SEED"
+  exit 1
+}
+
+# environment_for MINOR DIR PYTHON
+environment_for() {
+  environment "$2" "$3" "launch/locks/runtime-$1.txt" "launch/locks/dev-$1.txt"
+}
+
+# parity MINOR DIR: adds torch and transformers where this machine can install and import them.
+#
+# Not a failure where it cannot: the parity tests then skip, and say so.
+parity() {
+  [ -f "launch/locks/parity-$1.txt" ] || return 0
+  if ! environment "$2" "$3" "launch/locks/parity-$1.txt" ||
+    ! "$2/bin/python" -c 'import torch, transformers' 2>/dev/null; then
+    say "parity tests will skip: no CPU build of torch could be installed for Python $1"
+    "$2/bin/python" -m pip uninstall --quiet --yes torch transformers >/dev/null 2>&1
+    rm -f "$2/seerjax/parity-$1.txt"
+  fi
+}
+
+# run_pytest DIR ARGUMENT...
+run_pytest() {
+  local dir=$1
+  shift
+  # A test file stays in one process, so that its programs are compiled once.
+  "$dir/bin/python" -m pytest -n "$WORKERS" --dist loadfile --hypothesis-seed="$SEERJAX_TEST_SEED" \
+    -q -rs --durations=5 "$@"
+}
+
+run_oldest() {
+  local skip ignored=()
+  for skip in $NEWEST_ONLY; do ignored+=("--ignore=$skip"); done
+  run_pytest "$1" "${ignored[@]}"
+}
+
+# built_wheel DIR MINOR: installs the built wheel, and nothing else of this checkout, then runs every
+# example against it.
+#
+# The wheel's environment has no pip and no packages of its own: a .pth file lends it the installed
+# dependencies of DIR, which takes no time and no network. A folder named by a .pth file is searched
+# for packages, but its own .pth files are not read; so the one with which DIR finds this checkout
+# does not count, and `import seerjax` can only find the wheel.
+built_wheel() {
+  local dir=$1 work python example status=0
+  work=$(mktemp -d) || return 1
+  python="$work/venv/bin/python"
+  mkdir "$work/source" && cp -R pyproject.toml LICENSE THIRD_PARTY.md seerjax pallas_kernels "$work/source" &&
+    { [ ! -f README.md ] || cp README.md "$work/source"; } &&
+    "$dir/bin/python" -m pip wheel --quiet --disable-pip-version-check --no-deps --no-index \
+      --no-build-isolation -w "$work/dist" "$work/source" &&
+    "$dir/bin/python" -m venv --without-pip "$work/venv" &&
+    "$dir/bin/python" -m pip --python "$python" install --quiet --disable-pip-version-check \
+      --no-deps --no-index "$work"/dist/seerjax-*.whl &&
+    "$dir/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))' >"$work/lend.pth" &&
+    cp "$work/lend.pth" "$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" &&
+    (cd "$work" && "$python" -I - "$ROOT" <<'EOF') || status=1
+import pathlib, sys
+import pallas_kernels, seerjax
+
+for package in (pallas_kernels, seerjax):
+  place = pathlib.Path(package.__file__)
+  assert pathlib.Path(sys.prefix) in place.parents, f"{place} is not the wheel's"
+for name in seerjax.__all__:
+  getattr(seerjax, name)
+print("the wheel imports:", seerjax.__version__)
+EOF
+  if [ $status -eq 0 ] && [ -d examples ]; then
+    for example in examples/*.py examples/*.ipynb; do
+      [ -f "$example" ] || continue
+      printf '%s\n' "-- $example"
+      (cd "$work" && "$python" -I - "$ROOT/$example" <<'EOF') || status=1
+import json, pathlib, runpy, sys
+
+# A notebook is its code cells, one after the other.
+path = pathlib.Path(sys.argv[1])
+if path.suffix == ".ipynb":
+  cells = json.loads(path.read_text())["cells"]
+  source = "\n\n".join("".join(c["source"]) for c in cells if c["cell_type"] == "code")
+  path = pathlib.Path(path.stem + "_notebook.py")
+  path.write_text(source)
+sys.argv = [str(path)]
+runpy.run_path(str(path), run_name="__main__")
+EOF
+      [ $status -eq 0 ] || break
+    done
+  fi
+  rm -rf "$work"
+  return $status
+}
+
+# run_long DIR: runs each test marked `long` that has not passed yet at these sources.
+run_long() {
+  local dir=$1 sources done_file tests test left=0 status=0
+  shift
+  # Uncommitted lines and new files count: a result belongs to the very sources that gave it.
+  sources=$(git rev-parse --short=12 HEAD)-$(git ls-files -coz --exclude-standard |
+    xargs -0 cksum 2>/dev/null | cksum | cut -d' ' -f1)
+  mkdir -p .long || return 1
+  done_file=".long/$sources.txt"
+  touch "$done_file"
+  tests=$("$dir/bin/python" -m pytest -m long --collect-only -q "$@" 2>&1)
+  case $? in
+    0 | 5) ;;
+    *)
+      printf '%s\n' "$tests"
+      return 1
+      ;;
+  esac
+  tests=$(printf '%s\n' "$tests" | grep '::')
+  [ -n "$tests" ] || {
+    printf 'no test is marked long\n'
+    return 0
+  }
+  while IFS= read -r test; do
+    if grep -qxF -- "$test" "$done_file"; then
+      printf 'passed before: %s\n' "$test"
+      continue
+    fi
+    # --timeout=0: how long a long test may take is its own affair.
+    if "$dir/bin/python" -m pytest -m long -q -rs --timeout=0 --hypothesis-profile=long \
+      --hypothesis-seed="$SEERJAX_TEST_SEED" "$test" </dev/null; then
+      printf '%s\n' "$test" >>"$done_file"
+    else
+      status=1
+      left=$((left + 1))
+    fi
+  done <<EOF
+$tests
+EOF
+  printf '%d of %d long tests passed; %s\n' "$(wc -l <"$done_file")" "$(printf '%s\n' "$tests" | wc -l)" "$done_file"
+  return $status
+}
+
+found=$(find_python) || exit 1
+minor=${found%% *}
+python=${found#* }
+newest="$ROOT/.venv"
+
+stage "environment, Python $minor" environment_for "$minor" "$newest" "$python" || finish
+
+if [ -n "$long" ]; then
+  stage "long tests" run_long "$newest" "$@"
+  finish
+fi
+if [ $# -gt 0 ]; then
+  stage "pytest $*, Python $minor" run_pytest "$newest" "$@"
+  finish
+fi
+
+stage "ruff" "$newest/bin/python" -m ruff check .
+stage "pyright" "$newest/bin/python" -m pyright --pythonpath "$newest/bin/python"
+stage "parity packages, Python $minor" parity "$minor" "$newest" "$python"
+stage "tests, Python $minor" run_pytest "$newest"
+stage "wheel and examples, Python $minor" built_wheel "$newest"
+
+if [ "$minor" != "$OLDEST" ]; then
+  if [ -z "${SEERJAX_PYTHON:-}" ] && found=$(find_python "$OLDEST" 2>/dev/null); then
+    python=${found#* }
+    oldest="$ROOT/.venv-$OLDEST"
+    if stage "environment, Python $OLDEST" environment_for "$OLDEST" "$oldest" "$python"; then
+      stage "parity packages, Python $OLDEST" parity "$OLDEST" "$oldest" "$python"
+      stage "contract and unit tests, Python $OLDEST" run_oldest "$oldest"
+    fi
+  else
+    summary="$summary  $(printf '%-6s %5d s  %s' skipped 0 "Python $OLDEST: none found")
+"
+  fi
+fi
+finish
