@@ -1,0 +1,123 @@
+"""The nano model's tokenizer and the text it is pretrained on.
+
+Claim: none; `experiments/pretrain_nano.py` reads this. Rebuilds the shipped tokenizer, to the same
+bytes, by
+  python -m experiments.nano_corpus --directory=seerjax/models/nano
+and prints token lengths of the main task. CPU, about 20 seconds.
+"""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from collections.abc import Iterator
+
+import numpy as np
+import tokenizers
+from absl import app, flags
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from seerjax.models import tokenizer as tokenizer_lib
+from seerjax.tasks import base, countdown, word_problems
+
+COUNTDOWN_RATE = 0.15
+VOCAB_SIZE = 512  # All of it: no padded id that a model could ever sample.
+TRAINING_DOCUMENTS = 20_000
+PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+
+# A word or a run of signs with the space before it, one digit, or white space.
+PIECES = r" ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+"
+
+CHAT_TEMPLATE = (
+  "{% for message in messages %}"
+  "{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}"
+  "{% endfor %}"
+  "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+
+
+def documents(seed: int, *, countdown_rate: float = COUNTDOWN_RATE) -> Iterator[tuple[str, str]]:
+  """Yields (prompt, solution) without end; equal seeds give equal texts.
+
+  A document to learn from is `chat(prompt) + solution + "<|im_end|>"`. Problems come from the
+  tasks' "pretrain" splits, which nothing else reads.
+  """
+  draws = base.Draws("nano_corpus", seed)
+  words = word_problems.WordProblems()
+  numbers = countdown.Countdown()
+  while True:
+    task = numbers if draws.chance(countdown_rate) else words
+    problem = task.problem("pretrain", draws.below(task.num_problems("pretrain")))
+    yield problem.prompt, problem.solution
+
+
+def train_tokenizer(directory: str | pathlib.Path, *, seed: int = 0) -> tokenizer_lib.Tokenizer:
+  """Trains nano's byte-level BPE, writes its two files and returns it as read back."""
+  backend = tokenizers.Tokenizer(models.BPE())
+  backend.pre_tokenizer = pre_tokenizers.Sequence(
+    [
+      pre_tokenizers.Split(tokenizers.Regex(PIECES), behavior="isolated"),
+      pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+    ]
+  )
+  backend.decoder = decoders.ByteLevel()
+  trainer = trainers.BpeTrainer(
+    vocab_size=VOCAB_SIZE,
+    special_tokens=[PAD, START, END],
+    initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+    show_progress=False,
+  )
+
+  def texts() -> Iterator[str]:
+    for index, (prompt, solution) in enumerate(documents(seed)):
+      if index == TRAINING_DOCUMENTS:
+        return
+      # The roles of the template, so that each is one token.
+      yield f"user\n{prompt}"
+      yield f"assistant\n{solution}"
+
+  backend.train_from_iterator(texts(), trainer)
+  directory = pathlib.Path(directory)
+  directory.mkdir(parents=True, exist_ok=True)
+  backend.save(str(directory / "tokenizer.json"))
+  config = dict(
+    tokenizer_class="PreTrainedTokenizerFast",
+    bos_token=None,
+    eos_token=END,
+    pad_token=PAD,
+    unk_token=None,
+    clean_up_tokenization_spaces=False,
+    model_max_length=1024,
+    chat_template=CHAT_TEMPLATE,
+  )
+  (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
+  return tokenizer_lib.load(directory)
+
+
+def lengths(
+  tokenizer: tokenizer_lib.Tokenizer, split: str, count: int = 3000
+) -> tuple[np.ndarray, np.ndarray]:
+  """Returns (prompt, solution) lengths i64[count] in tokens, chat and end token included."""
+  task = word_problems.WordProblems()
+  stride = task.num_problems(split) // count
+  problems = [task.problem(split, index * stride) for index in range(count)]
+  prompts = [len(tokenizer.encode(tokenizer.chat(p.prompt))) for p in problems]
+  solutions = [len(tokenizer.encode(p.solution)) + 1 for p in problems]
+  return np.asarray(prompts), np.asarray(solutions)
+
+
+def main(argv: list[str]) -> None:
+  del argv
+  tokenizer = train_tokenizer(flags.FLAGS.directory)
+  print(f"{tokenizer.vocab_size} tokens in {flags.FLAGS.directory}")
+  for split in ("train", "heldout"):
+    for name, values in zip(("prompt", "solution"), lengths(tokenizer, split), strict=True):
+      print(
+        f"{split:8s} {name:9s} mean {values.mean():6.1f}  median {np.median(values):5.0f}"
+        f"  p99 {np.quantile(values, 0.99):5.0f}  max {values.max():4d}"
+      )
+
+
+if __name__ == "__main__":
+  flags.DEFINE_string("directory", "seerjax/models/nano", "Where to write the tokenizer.")
+  app.run(main)
