@@ -211,28 +211,38 @@ def empty_pages(
   )
 
 
-def _attention_inputs(config: TransformerConfig, weights: Params, rows: Any, one: Array):
+def _attention_inputs(
+  config: TransformerConfig, axis: str | None, weights: Params, rows: Any, one: Array
+):
   """f[n, d] -> queries f[n, k, g, c], keys and values f[n, k, c] of the local slabs."""
   x, cos, sin = rows
+  num_rows, c = x.shape[0], config.head_dim
   normed = norms.rms_norm_rows(x, weights["attention_norm"], config.norm_eps)
-  qkv = linear.columns(normed, weights["qkv"], one)
-  if "qkv_bias" in weights:
-    qkv = qkv + weights["qkv_bias"][:, None, :]
-  num_slabs, num_rows, num_columns = qkv.shape
-  kv_columns = num_columns // (config.group + 2)
 
-  def heads(part: Array) -> Array:
-    """f[r, n, h * c] -> f[n, r * h, c]"""
-    return jnp.swapaxes(part, 0, 1).reshape(num_rows, -1, config.head_dim)
+  def slab(shared, weights):
+    # Norms and rotation of the heads belong in here: outside, the number of local heads would
+    # shape their sums.
+    normed, cos, sin, head_norms = shared
+    qkv = linear.dot(normed, weights["qkv"]).astype(normed.dtype)
+    if "qkv_bias" in weights:
+      qkv = qkv + weights["qkv_bias"][None, :]
+    num_kv_heads = qkv.shape[1] // (c * (config.group + 2))
+    heads = qkv.reshape(num_rows, -1, c)
+    first_key, first_value = num_kv_heads * config.group, num_kv_heads * (config.group + 1)
+    q, k, v = heads[:, :first_key], heads[:, first_key:first_value], heads[:, first_value:]
+    if head_norms:
+      q = norms.rms_norm_rows(q, head_norms["query_norm"], config.norm_eps)
+      k = norms.rms_norm_rows(k, head_norms["key_norm"], config.norm_eps)
+    q, k = rotary.rotate_rows(q, cos, sin), rotary.rotate_rows(k, cos, sin)
+    return q.reshape(num_rows, num_kv_heads, config.group, c), k, v
 
-  q, k, v = jnp.split(qkv, (num_columns - 2 * kv_columns, num_columns - kv_columns), axis=-1)
-  q, k, v = heads(q), heads(k), heads(v)
-  if "query_norm" in weights:
-    q = norms.rms_norm_rows(q, weights["query_norm"], config.norm_eps)
-    k = norms.rms_norm_rows(k, weights["key_norm"], config.norm_eps)
-  q, k = rotary.rotate_rows(q, cos, sin), rotary.rotate_rows(k, cos, sin)
-  del num_slabs
-  return q.reshape(num_rows, -1, config.group, config.head_dim), k, v
+  head_norms = {name: weights[name] for name in ("query_norm", "key_norm") if name in weights}
+  slabs = {name: weights[name] for name in ("qkv", "qkv_bias") if name in weights}
+  by_slab = tiles.map_slabs(slab, (normed, cos, sin, head_norms), slabs, one, axis)
+  # f[r, n, k / r, ...] -> f[n, k, ...]
+  return jax.tree.map(
+    lambda part: jnp.swapaxes(part, 0, 1).reshape(num_rows, -1, *part.shape[3:]), by_slab
+  )
 
 
 def _after_attention(
@@ -256,9 +266,7 @@ def _mlp(x: Array, gate_up: Array, down: Array, one: Array, axis: str | None) ->
     inner = (jax.nn.silu(gate) * up).astype(x.dtype)
     return linear.dot(inner, down)
 
-  if gate_up.shape[0] == 1 and axis is None:
-    return slab(x, (gate_up[0], down[0])).astype(x.dtype)
-  partials = tiles.map_slabs(slab, x, (gate_up, down), one)
+  partials = tiles.map_slabs(slab, x, (gate_up, down), one, axis)
   return parallel.tree_sum(parallel.gather_slabs(partials, axis)).astype(x.dtype)
 
 
@@ -292,7 +300,7 @@ def forward(
   cos, sin = rotary.table(batch.positions, batch.num_rows, config.rotary, numerics)
   segment_rows = attention.segment_rows(batch, numerics)
   x = params["embed"][batch.tokens]
-  inputs = functools.partial(_attention_inputs, config)
+  inputs = functools.partial(_attention_inputs, config, axis)
   outputs = functools.partial(_after_attention, config, axis)
   new_pages = []
   for weights, (k_pages, v_pages) in zip(params["layers"], pages, strict=True):
@@ -321,9 +329,7 @@ def logits_rows(
       preferred_element_type=jnp.float32,
     )
 
-  if slabs.shape[0] == 1 and axis is None:
-    return slab(normed, slabs[0])
-  parts = parallel.gather_slabs(tiles.map_slabs(slab, normed, slabs, one), axis)
+  parts = parallel.gather_slabs(tiles.map_slabs(slab, normed, slabs, one, axis), axis)
   return jnp.swapaxes(parts, 0, 1).reshape(hidden.shape[0], -1)
 
 

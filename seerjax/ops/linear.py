@@ -29,12 +29,10 @@ def dot(x: Float[Array, "n a"], w: Float[Array, "a e"]) -> Float[Array, "n e"]:
 
 
 def columns(
-  x: Float[Array, "n d"], w: Float[Array, "r d e"], one: Array
+  x: Float[Array, "n d"], w: Float[Array, "r d e"], one: Array, axis: str | None
 ) -> Float[Array, "r n e"]:
   """Returns f[r, n, e] in x's dtype: the product's columns, slab by slab."""
-  if w.shape[0] == 1:
-    return dot(x, w[0]).astype(x.dtype)[None]
-  return tiles.map_slabs(lambda x, w: dot(x, w).astype(x.dtype), x, w, one)
+  return tiles.map_slabs(lambda x, w: dot(x, w).astype(x.dtype), x, w, one, axis)
 
 
 def contract(
@@ -48,9 +46,7 @@ def contract(
     one: `tiles.traced_one`.
     axis: mesh axis the slabs are sharded over, None on one device.
   """
-  if w.shape[0] == 1 and axis is None:
-    return dot(x[0], w[0]).astype(x.dtype)
-  partials = tiles.map_slabs(lambda _, xw: dot(*xw), (), (x, w), one)
+  partials = tiles.map_slabs(lambda _, xw: dot(*xw), (), (x, w), one, axis)
   return parallel.tree_sum(parallel.gather_slabs(partials, axis)).astype(x.dtype)
 
 

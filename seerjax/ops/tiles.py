@@ -185,7 +185,9 @@ def _place(tree: Any, float_gradients: list[Any]) -> Any:
 _map_rows.defvjp(_map_rows_forward, _map_rows_backward)
 
 
-def map_slabs(function: SlabFunction, shared: Any, slabs: Any, one: Array) -> Any:
+def map_slabs(
+  function: SlabFunction, shared: Any, slabs: Any, one: Array, axis: str | None
+) -> Any:
   """Applies a function to every local slab of a sharded dimension, each at one fixed shape.
 
   Args:
@@ -193,11 +195,15 @@ def map_slabs(function: SlabFunction, shared: Any, slabs: Any, one: Array) -> An
     shared: pytree that every slab sees whole.
     slabs: pytree of `[r, ...]`, the local slabs.
     one: `traced_one`.
+    axis: mesh axis of the slabs, None on one device.
 
   Returns:
-    Pytree of `[r, ...]`: equal bits however many of the slabs are local. A model with one logical
-    slab in all is not looped.
+    Pytree of `[r, ...]`: equal bits however many of the slabs are local. The single slab of a model
+    that no mesh may shard is not looped.
   """
+  if axis is None and jax.tree.leaves(slabs)[0].shape[0] == 1:
+    out = function(shared, jax.tree.map(lambda leaf: leaf[0], slabs))
+    return jax.tree.map(lambda leaf: leaf[None], out)
   return _map_slabs(function, shared, slabs, one)
 
 
