@@ -1,0 +1,500 @@
+"""The policy loss of one packed micro-batch, and what it reports.
+
+Rows are tokens. With A the advantage and w the weight of a row, the loss is a plain sum
+
+  loss = sum_rows w * ( -objective + kl_coefficient * kl - entropy_bonus * entropy )
+  objective = tis * ( bound * A  if the ratio left [1 - clip_low, 1 + clip_high] on A's side
+                      ratio * A  else )
+  ratio = exp(logprobs - old_logprobs)                      (all but GSPO)
+  ratio = exp(mean of the same over the row's sequence)     (GSPO)
+
+and the aggregation decides the weight, whose denominators count the *whole* batch and are passed
+in:
+
+  "sequence_mean"    1 / (sequences * length of the row's sequence)    GRPO, GSPO
+  "token_mean"       1 / tokens                                        DAPO
+  "constant_length"  1 / (sequences * max_tokens)                      Dr. GRPO
+  "sequence_sum"     1 / sequences                                     RLOO
+
+so the losses, gradients and metric sums of micro-batches add up to those of the batch. A length is
+that of the generated part. The rows of a sequence stand side by side. All sums are float32. Nothing
+here scatters, forward or backward, so no result depends on the order of atomic adds on a GPU.
+
+Sources: Shao et al. 2024 (GRPO), https://arxiv.org/abs/2402.03300; Liu et al. 2025 (Dr. GRPO),
+https://arxiv.org/abs/2503.20783; Yu et al. 2025 (DAPO), https://arxiv.org/abs/2503.14476; Zheng et
+al. 2025 (GSPO), https://arxiv.org/abs/2507.18071; Ahmadian et al. 2024 (RLOO),
+https://arxiv.org/abs/2402.14740; Schulman et al. 2017 (PPO), https://arxiv.org/abs/1707.06347.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, NamedTuple
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+
+from seerjax.array_typing import Array, Float, TokenLogprobs
+from seerjax.types import TrainBatch
+
+ALGORITHMS = ("grpo", "dr_grpo", "dapo", "gspo", "rloo")
+AGGREGATIONS = ("sequence_mean", "token_mean", "constant_length", "sequence_sum")
+KL_ESTIMATORS = ("k1", "k2", "k3")
+
+# Log-ratios are held within this before `exp` (e^20 is 5e8): a token that the old policy held for
+# impossible then gives a huge ratio without gradient, where it would give inf and a NaN gradient.
+LOG_RATIO_LIMIT = 20.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LossConfig:
+  """The objective. The functions `grpo`, `dr_grpo`, `dapo`, `gspo` and `rloo` return usual ones.
+
+  Attributes:
+    algorithm: one of `ALGORITHMS`. It decides the advantage (`advantages.for_algorithm`) and, for
+      "gspo", that the ratio is one number per sequence; all else is said by the fields below.
+    clip_low: the ratio counts down to 1 - clip_low; 1 never clips.
+    clip_high: the ratio counts up to 1 + clip_high; inf never clips.
+    aggregation: one of `AGGREGATIONS`: how rows are weighed, see the module.
+    max_tokens: the constant length of "constant_length", in tokens; other aggregations ignore it.
+    kl_coefficient: weight of the KL to the reference policy; 0 needs no `reference_logprobs`.
+    kl_estimator: of that KL. As a *loss*, "k1" has an expected gradient of zero when the tokens are
+      the policy's own, "k2" the gradient of KL(policy || reference), "k3" that of
+      KL(reference || policy); as a *number*, "k1" and "k3" are unbiased for
+      KL(policy || reference).
+    entropy_bonus: weight of the entropy, in loss units per nat; 0 is off.
+    tis_cap: rows are weighed by min(exp(old_logprobs - behaviour_logprobs), tis_cap), a constant to
+      the gradient, which corrects for an engine whose log-probabilities differ from the trainer's.
+      None is off: the tiled path has nothing to correct.
+  """
+
+  algorithm: str = "grpo"
+  clip_low: float = 0.2
+  clip_high: float = 0.2
+  aggregation: str = "sequence_mean"
+  max_tokens: int = 0
+  kl_coefficient: float = 0.0
+  kl_estimator: str = "k3"
+  entropy_bonus: float = 0.0
+  tis_cap: float | None = None
+
+  def __post_init__(self):
+    def refuse(field: str, got: object, expected: str, fix: str):
+      raise ValueError(f"LossConfig.{field}: got {got!r}, expected {expected}; {fix}.")
+
+    if self.algorithm not in ALGORITHMS:
+      refuse("algorithm", self.algorithm, f"one of {ALGORITHMS}", "'grpo' is usual")
+    if self.aggregation not in AGGREGATIONS:
+      refuse("aggregation", self.aggregation, f"one of {AGGREGATIONS}", "'token_mean' is usual")
+    if self.kl_estimator not in KL_ESTIMATORS:
+      refuse("kl_estimator", self.kl_estimator, f"one of {KL_ESTIMATORS}", "'k3' is usual")
+    if not 0.0 <= self.clip_low <= 1.0:
+      refuse("clip_low", self.clip_low, "0 <= clip_low <= 1", "0.2 is usual, 1 never clips")
+    if not self.clip_high >= 0.0:
+      refuse("clip_high", self.clip_high, "clip_high >= 0", "0.2 is usual, inf never clips")
+    if self.aggregation == "constant_length" and self.max_tokens < 1:
+      refuse(
+        "max_tokens",
+        self.max_tokens,
+        "max_tokens >= 1 with aggregation='constant_length'",
+        "pass SamplingParams.max_tokens",
+      )
+    if not 0.0 <= self.kl_coefficient < math.inf:
+      refuse("kl_coefficient", self.kl_coefficient, "0 <= kl_coefficient < inf", "0 is off")
+    if not 0.0 <= self.entropy_bonus < math.inf:
+      refuse("entropy_bonus", self.entropy_bonus, "0 <= entropy_bonus < inf", "0 is off")
+    if self.tis_cap is not None and not self.tis_cap > 0.0:
+      refuse("tis_cap", self.tis_cap, "tis_cap > 0 or None", "2 is usual, None is off")
+    if self.tis_cap is not None and self.algorithm == "gspo":
+      refuse(
+        "tis_cap",
+        self.tis_cap,
+        "None with algorithm='gspo' (its ratio belongs to a sequence, this weight to a token)",
+        "set tis_cap=None or another algorithm",
+      )
+
+
+def grpo(*, kl_coefficient: float = 0.0, tis_cap: float | None = None) -> LossConfig:
+  """Returns GRPO: symmetric clip, mean over each sequence, then over sequences.
+
+  The paper has kl_coefficient = 0.04 with k3, which needs a reference policy's log-probabilities.
+  """
+  return LossConfig(algorithm="grpo", kl_coefficient=kl_coefficient, tis_cap=tis_cap)
+
+
+def dr_grpo(*, max_tokens: int, tis_cap: float | None = None) -> LossConfig:
+  """Returns Dr. GRPO: no deviation in the advantage, no length of its own in the denominator.
+
+  Args:
+    max_tokens: the generation budget, in tokens: the constant that replaces each length.
+    tis_cap: see `LossConfig`.
+  """
+  return LossConfig(
+    algorithm="dr_grpo", aggregation="constant_length", max_tokens=max_tokens, tis_cap=tis_cap
+  )
+
+
+def dapo(*, tis_cap: float | None = None) -> LossConfig:
+  """Returns DAPO: a higher upper clip, mean over all tokens, no KL.
+
+  Its other two parts act on rewards: `advantages.informative` and `advantages.overlong_penalty`.
+  """
+  return LossConfig(algorithm="dapo", clip_high=0.28, aggregation="token_mean", tis_cap=tis_cap)
+
+
+def gspo() -> LossConfig:
+  """Returns GSPO: one length-normalised ratio per sequence, with the paper's narrow clip."""
+  return LossConfig(algorithm="gspo", clip_low=3e-4, clip_high=4e-4)
+
+
+def rloo(*, kl_coefficient: float = 0.0, tis_cap: float | None = None) -> LossConfig:
+  """Returns RLOO: REINFORCE on whole sequences, with the leave-one-out baseline and no clip."""
+  return LossConfig(
+    algorithm="rloo",
+    clip_low=1.0,
+    clip_high=math.inf,
+    aggregation="sequence_sum",
+    kl_coefficient=kl_coefficient,
+    tis_cap=tis_cap,
+  )
+
+
+class LossRows(NamedTuple):
+  """What the loss reads of a micro-batch: the part of `TrainBatch` that foreign loops can fill in.
+
+  Attributes:
+    loss_mask: bool[n], True on rows whose target was generated by the policy.
+    sequence_index: i32[n], equal on the rows of one sequence, which stand side by side; negative on
+      padding.
+    advantages: f32[n], the rollout's advantage on each of its rows.
+    behaviour_logprobs: f32[n], of the policy that sampled. May be None where `old_logprobs` is
+      passed and `LossConfig.tis_cap` is None, since nothing else reads it.
+  """
+
+  loss_mask: Any
+  sequence_index: Any
+  advantages: Any
+  behaviour_logprobs: Any
+
+
+class Denominators(NamedTuple):
+  """What the sums of one optimiser step are divided by.
+
+  Attributes:
+    num_sequences: f32[], sequences in the whole batch.
+    num_tokens: f32[], generated tokens in the whole batch.
+  """
+
+  num_sequences: Float[Array, ""]
+  num_tokens: Float[Array, ""]
+
+
+class LossMetrics(NamedTuple):
+  """Scalars of one micro-batch that combine over micro-batches (`add_metrics`).
+
+  Attributes:
+    sums: f32[] each, over rows of the loss; "num_tokens" counts the rows.
+    maxima: f32[] each, over rows of the loss; 0 where there is none.
+  """
+
+  sums: dict[str, Array]
+  maxima: dict[str, Array]
+
+
+def denominators(batch: TrainBatch | LossRows) -> Denominators:
+  """Counts the sequences and generated tokens of a whole batch.
+
+  Integers are counted, so the result does not depend on the order of the sum nor on how the batch
+  was cut into micro-batches. Call it on everything that one optimiser step sees.
+
+  Args:
+    batch: with any number of leading axes before n; the rows of a sequence stand side by side, as
+      `packing.pack` lays them.
+
+  Returns:
+    Denominators; f32, exact up to 2^24 tokens.
+  """
+  index = jnp.asarray(batch.sequence_index)
+  before = jnp.concatenate([jnp.full_like(index[..., :1], -1), index[..., :-1]], axis=-1)
+  is_first = (index >= 0) & (index != before)
+  return Denominators(
+    num_sequences=jnp.sum(is_first, dtype=jnp.int32).astype(jnp.float32),
+    num_tokens=jnp.sum(jnp.asarray(batch.loss_mask), dtype=jnp.int32).astype(jnp.float32),
+  )
+
+
+def policy_loss(
+  logprobs: TokenLogprobs,
+  entropy: TokenLogprobs,
+  rows: TrainBatch | LossRows,
+  config: LossConfig,
+  denominators: Denominators,
+  *,
+  old_logprobs: TokenLogprobs | None = None,
+  reference_logprobs: TokenLogprobs | None = None,
+) -> tuple[Float[Array, ""], LossMetrics]:
+  """Returns one micro-batch's share of the loss, and its metrics.
+
+  Rows outside `rows.loss_mask` may hold anything, NaN included; they get a gradient of exactly 0.
+
+  Args:
+    logprobs: f32[n], log-probabilities of the targets under the policy that learns, nats.
+    entropy: f32[n], of the policy at each row, nats.
+    rows: one micro-batch: `TrainBatch` without its leading axis, or `LossRows`.
+    config: the objective.
+    denominators: of the whole batch of this optimiser step.
+    old_logprobs: f32[n], of the targets under the weights the ratio is taken to. None takes
+      `rows.behaviour_logprobs`, which is right for the first step on a batch; with `tis_cap` it
+      takes `logprobs` themselves, held constant (the first step's ratio is then 1 and `tis_cap`
+      alone accounts for the engine). Later mini-batches pass what the trainer computed with the
+      weights that sampled.
+    reference_logprobs: f32[n], of the targets under the reference policy.
+
+  Returns:
+    f32[], to be added over micro-batches; and `LossMetrics` with the sums "num_tokens", "ratio",
+    "clipped_low", "clipped_high", "entropy", "kl_old" (k3 of old to new), with a reference
+    "kl_reference", with `tis_cap` "tis_weight" and "tis_capped"; and the maximum "ratio".
+
+  Raises:
+    ValueError: if `kl_coefficient > 0` without `reference_logprobs`, or `behaviour_logprobs` is
+      needed and None.
+  """
+  if config.kl_coefficient > 0.0 and reference_logprobs is None:
+    raise ValueError(
+      f"policy_loss: got kl_coefficient={config.kl_coefficient} and no reference_logprobs, expected"
+      " f32[n] of the reference policy; pass them or set LossConfig.kl_coefficient=0."
+    )
+  needs_behaviour = config.tis_cap is not None or old_logprobs is None
+  if needs_behaviour and rows.behaviour_logprobs is None:
+    raise ValueError(
+      f"policy_loss: got rows.behaviour_logprobs=None with tis_cap={config.tis_cap} and"
+      f" old_logprobs {'absent' if old_logprobs is None else 'given'}, expected f32[n]; pass"
+      " old_logprobs and set LossConfig.tis_cap=None, or pass the engine's log-probabilities."
+    )
+  mask = jnp.asarray(rows.loss_mask)
+  sequence_index = jnp.asarray(rows.sequence_index)
+  advantages = jnp.where(mask, rows.advantages, 0.0)
+  # Masked before any arithmetic: what stands on other rows must not reach a gradient, not even as
+  # 0 * inf.
+  logprobs = jnp.where(mask, logprobs, 0.0)
+  entropy = jnp.where(mask, entropy, 0.0)
+  if old_logprobs is not None:
+    old = jnp.where(mask, old_logprobs, 0.0)
+  elif config.tis_cap is not None:
+    old = logprobs
+  else:
+    old = jnp.where(mask, rows.behaviour_logprobs, 0.0)
+  old = lax.stop_gradient(old)
+
+  lengths = _sequence_lengths(mask, sequence_index)
+
+  log_ratio = logprobs - old
+  if config.algorithm == "gspo":
+    log_ratio = _sequence_sums(log_ratio, sequence_index) / lengths
+  ratio = jnp.exp(jnp.clip(log_ratio, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
+  low, high = 1.0 - config.clip_low, 1.0 + config.clip_high
+  is_low = mask & (advantages < 0.0) & (ratio < low)
+  is_high = mask & (advantages > 0.0) & (ratio > high)
+  # A choice and not min(ratio * A, clip(ratio) * A): equal in value, but the gradient at ratio == 1
+  # and at the bounds is that of the formula, where `min` and `clip` would share it at ties.
+  kept = jnp.where(is_low, low, jnp.where(is_high, high, ratio))
+  objective = kept * advantages
+
+  sums = {}
+  if config.tis_cap is not None:
+    gap = old - jnp.where(mask, rows.behaviour_logprobs, 0.0)
+    raw_weight = jnp.exp(jnp.clip(gap, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
+    weight = lax.stop_gradient(jnp.minimum(raw_weight, config.tis_cap))
+    objective = objective * weight
+    sums["tis_weight"] = _masked_sum(weight, mask)
+    sums["tis_capped"] = _masked_sum(raw_weight > config.tis_cap, mask)
+
+  per_row = -objective - config.entropy_bonus * entropy
+  if reference_logprobs is not None:
+    kl = kl_estimate(config.kl_estimator, logprobs, jnp.where(mask, reference_logprobs, 0.0))
+    per_row = per_row + config.kl_coefficient * kl
+    sums["kl_reference"] = _masked_sum(kl, mask)
+  weights = _row_weights(config, denominators, lengths)
+  loss = jnp.sum(jnp.where(mask, per_row * weights, 0.0))
+
+  sums |= {
+    "num_tokens": _masked_sum(mask, mask),
+    "ratio": _masked_sum(ratio, mask),
+    "clipped_low": _masked_sum(is_low, mask),
+    "clipped_high": _masked_sum(is_high, mask),
+    "entropy": _masked_sum(entropy, mask),
+    "kl_old": _masked_sum(kl_k3(old, logprobs), mask),
+  }
+  maxima = {"ratio": jnp.max(jnp.where(mask, ratio, 0.0))}
+  return loss, jax.tree.map(lax.stop_gradient, LossMetrics(sums=sums, maxima=maxima))
+
+
+def rollout_gap(
+  logprobs: TokenLogprobs,
+  raw_logprobs: TokenLogprobs,
+  rows: TrainBatch,
+) -> LossMetrics:
+  """Compares the engine's log-probabilities with the trainer's, with the weights that sampled.
+
+  On the tiled path every number but "num_tokens" is exactly 0.0. Kept apart from `policy_loss`, so
+  that the program which computes `logprobs` need never see the engine's.
+
+  Args:
+    logprobs: f32[n], the trainer's, of the processed distribution.
+    raw_logprobs: f32[n], the trainer's, of softmax(logits).
+    rows: one micro-batch of a `TrainBatch`.
+
+  Returns:
+    `LossMetrics` with the sums "num_tokens", "kl" and "raw_kl" (k1 of KL(rollout || trainer), on
+    the sampled tokens), "kl_k3"; and the maxima "abs_logprob_gap" and "abs_raw_logprob_gap".
+  """
+  mask = jnp.asarray(rows.loss_mask)
+  behaviour = jnp.where(mask, rows.behaviour_logprobs, 0.0)
+  raw_behaviour = jnp.where(mask, rows.raw_logprobs, 0.0)
+  logprobs = jnp.where(mask, logprobs, 0.0)
+  raw_logprobs = jnp.where(mask, raw_logprobs, 0.0)
+  return LossMetrics(
+    sums={
+      "num_tokens": _masked_sum(mask, mask),
+      "kl": jnp.sum(kl_k1(behaviour, logprobs)),
+      "kl_k3": jnp.sum(kl_k3(behaviour, logprobs)),
+      "raw_kl": jnp.sum(kl_k1(raw_behaviour, raw_logprobs)),
+    },
+    maxima={
+      "abs_logprob_gap": jnp.max(jnp.abs(behaviour - logprobs)),
+      "abs_raw_logprob_gap": jnp.max(jnp.abs(raw_behaviour - raw_logprobs)),
+    },
+  )
+
+
+def add_metrics(left: LossMetrics, right: LossMetrics) -> LossMetrics:
+  """Combines the metrics of two micro-batches."""
+  return LossMetrics(
+    sums=jax.tree.map(jnp.add, left.sums, right.sums),
+    maxima=jax.tree.map(jnp.maximum, left.maxima, right.maxima),
+  )
+
+
+def summarise(metrics: LossMetrics) -> dict[str, Array]:
+  """Returns one flat dict: sums as means over tokens, maxima as `max_...`, and `num_tokens`.
+
+  A fraction such as "clipped_high" is of tokens. No token at all gives 0 everywhere.
+  """
+  count = metrics.sums["num_tokens"]
+  summary = {
+    name: value / jnp.maximum(count, 1.0)
+    for name, value in metrics.sums.items()
+    if name != "num_tokens"
+  }
+  summary |= {f"max_{name}": value for name, value in metrics.maxima.items()}
+  return summary | {"num_tokens": count}
+
+
+def kl_k1(logprobs: Array, other_logprobs: Array) -> Array:
+  """Estimates KL(p || q) per token by log p - log q: unbiased, of either sign, high variance.
+
+  Args:
+    logprobs: f32[...], of tokens sampled from p, under p, nats.
+    other_logprobs: f32[...], of the same tokens under q, nats.
+
+  Returns:
+    f32[...], nats; exactly 0 where the two are equal.
+
+  Source: Schulman 2020, http://joschu.net/blog/kl-approx.html.
+  """
+  return logprobs - other_logprobs
+
+
+def kl_k2(logprobs: Array, other_logprobs: Array) -> Array:
+  """Estimates KL(p || q) per token by (log p - log q)^2 / 2: never negative, biased, low variance.
+
+  Arguments, result and source as `kl_k1`.
+  """
+  difference = logprobs - other_logprobs
+  return 0.5 * difference * difference
+
+
+def kl_k3(logprobs: Array, other_logprobs: Array) -> Array:
+  """Estimates KL(p || q) per token by q/p - 1 - log(q/p): unbiased and never negative.
+
+  Arguments, result and source as `kl_k1`. The log-ratio is held within `LOG_RATIO_LIMIT`.
+  """
+  log_ratio = jnp.clip(other_logprobs - logprobs, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+  # expm1(x) - x, and not exp(x) - 1 - x: the difference is x^2 / 2 where x is small.
+  return jnp.expm1(log_ratio) - log_ratio
+
+
+def kl_estimate(estimator: str, logprobs: Array, other_logprobs: Array) -> Array:
+  """Returns `kl_k1`, `kl_k2` or `kl_k3` of its arguments, as `LossConfig.kl_estimator` says."""
+  match estimator:
+    case "k1":
+      return kl_k1(logprobs, other_logprobs)
+    case "k2":
+      return kl_k2(logprobs, other_logprobs)
+    case "k3":
+      return kl_k3(logprobs, other_logprobs)
+    case _:
+      raise ValueError(
+        f"kl_estimate: got {estimator!r}, expected one of {KL_ESTIMATORS}; 'k3' is usual."
+      )
+
+
+def _row_weights(config: LossConfig, denominators: Denominators, lengths: Array) -> Array:
+  """Returns f32[n] or f32[], the weight of a row in the loss (see the module)."""
+  match config.aggregation:
+    case "sequence_mean":
+      return 1.0 / (jnp.maximum(denominators.num_sequences, 1.0) * lengths)
+    case "token_mean":
+      return 1.0 / jnp.maximum(denominators.num_tokens, 1.0)
+    case "constant_length":
+      return 1.0 / (jnp.maximum(denominators.num_sequences, 1.0) * config.max_tokens)
+    case _:  # "sequence_sum": LossConfig admits no other.
+      return 1.0 / jnp.maximum(denominators.num_sequences, 1.0)
+
+
+@jax.custom_vjp
+def _sequence_sums(values: Array, sequence_index: Array) -> Array:
+  """Returns at each row the sum of `values` over the rows of its sequence: f32[n].
+
+  A running sum that starts anew with each sequence, by a tree of fixed shape, of which every row
+  reads the entry at its sequence's last row. (A one-hot matmul has as fixed an order, but XLA:CPU
+  stores its n^2 mask: 1 GiB at n = 16384.)
+  """
+  is_new = sequence_index[1:] != sequence_index[:-1]
+  edge = jnp.ones((1,), jnp.bool_)
+
+  def combine(left, right):
+    (left_sum, left_is_new), (right_sum, right_is_new) = left, right
+    total = jnp.where(right_is_new, right_sum, left_sum + right_sum)
+    return total, left_is_new | right_is_new
+
+  running, _ = lax.associative_scan(combine, (values, jnp.concatenate([edge, is_new])))
+  rows = jnp.arange(values.shape[0], dtype=jnp.int32)
+  is_last = jnp.concatenate([is_new, edge])
+  last_row = lax.cummin(jnp.where(is_last, rows, values.shape[0] - 1), reverse=True)
+  return running[last_row]
+
+
+def _sequence_sums_forward(values: Array, sequence_index: Array) -> tuple[Array, Array]:
+  return _sequence_sums(values, sequence_index), sequence_index
+
+
+def _sequence_sums_backward(sequence_index: Array, cotangent: Array) -> tuple[Array, None]:
+  # "Of one sequence" is symmetric, so the transpose is the map itself; by hand, because autodiff
+  # of the gather would scatter.
+  return _sequence_sums(cotangent, sequence_index), None
+
+
+_sequence_sums.defvjp(_sequence_sums_forward, _sequence_sums_backward)
+
+
+def _sequence_lengths(mask: Array, sequence_index: Array) -> Array:
+  """Returns at each row the number of loss rows in its sequence, at least 1: f32[n]."""
+  return jnp.maximum(_sequence_sums(mask.astype(jnp.float32), sequence_index), 1.0)
+
+
+def _masked_sum(values: Array, mask: Array) -> Array:
+  """Returns the sum over loss rows: f32[]."""
+  return jnp.sum(jnp.where(mask, values.astype(jnp.float32), 0.0))

@@ -1,0 +1,381 @@
+"""Groups of rollouts in, micro-batches of fixed shape out.
+
+A rollout of prompt p0 p1 p2 and completion c0 c1 becomes one sequence of four rows: the last token
+needs no row, since nothing follows it.
+
+  row            0    1    2    3
+  token          p0   p1   p2   c0
+  position       0    1    2    3
+  target         p1   p2   c0   c1
+  loss_mask      .    .    x    x
+  behaviour      0    0    l0   l1      (l0, l1: the engine's log-probabilities of c0, c1)
+
+Sequences are taken by (group_index, member), never by completion, and laid side by side (next-fit:
+a sequence that does not fit opens the next micro-batch, and none is revisited). So the rows of the
+whole batch read in (group, member) order, and a sequence never crosses a micro-batch. Each sequence
+is cut into segments of `query_tile` positions from position 0. Its pages are counted up from 1
+inside its micro-batch; page 0 belongs to nobody and takes what padding rows would write.
+
+  rows       | a0 a1 a2 a3 a4 | b0 b1 b2 | padding |        query_tile = 4, page_size = 2
+  segments   | 0         | 1  | 2        |
+  slots      | 2  3  4  5  6  | 8  9  10 | 0  0  0 |        a: pages 1 2 3, b: pages 4 5
+
+Every shape follows from the arguments, not from the data: one program serves all batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+import math
+from typing import Any, NamedTuple
+
+from jax.typing import ArrayLike
+import numpy as np
+
+from seerjax.numerics import NumericsConfig
+from seerjax.types import Rollout, RolloutGroup, SamplingRows, TokenBatch, TrainBatch
+
+
+class Layout(NamedTuple):
+  """The static shapes of one micro-batch.
+
+  Attributes:
+    num_rows: n, rows.
+    max_sequences: most sequences.
+    max_sequence_tokens: most tokens of a sequence, prompt and completion.
+    num_segments: s, a bound for any sequences within the two above, a multiple of `slot_tile`.
+    pages_per_sequence: p, entries of a page-table row; p * page_size is a multiple of `kv_split`.
+    num_pages: scratch pages the forward must provide, the unowned page 0 included.
+  """
+
+  num_rows: int
+  max_sequences: int
+  max_sequence_tokens: int
+  num_segments: int
+  pages_per_sequence: int
+  num_pages: int
+
+
+def layout(
+  *,
+  numerics: NumericsConfig,
+  page_size: int,
+  rows_per_micro_batch: int,
+  max_sequences: int | None = None,
+  max_sequence_tokens: int | None = None,
+) -> Layout:
+  """Returns the shapes that `pack` gives with the same arguments.
+
+  Sequences of r_1 + ... + r_k <= n rows have at most (n + k (query_tile - 1)) / query_tile
+  segments, and likewise pages.
+
+  Args:
+    numerics: `row_tile`, `query_tile`, `slot_tile` and `kv_split` are read.
+    page_size: positions of one page.
+    rows_per_micro_batch: rows, a multiple of `row_tile`.
+    max_sequences: most sequences in a micro-batch; None allows one per 4 segments' worth of rows.
+    max_sequence_tokens: most tokens of one sequence; None allows what fits, which is
+      rows_per_micro_batch + 1.
+
+  Returns:
+    Layout.
+
+  Raises:
+    ValueError: if a number is below its least, or rows are no multiple of `row_tile`.
+  """
+  if page_size < 1:
+    raise ValueError(f"pack: got page_size={page_size}, expected page_size >= 1; 16 is usual.")
+  if rows_per_micro_batch < 1 or rows_per_micro_batch % numerics.row_tile:
+    below = rows_per_micro_batch // numerics.row_tile * numerics.row_tile
+    raise ValueError(
+      f"pack: got rows_per_micro_batch={rows_per_micro_batch}, expected a positive multiple of"
+      f" NumericsConfig.row_tile={numerics.row_tile}; use {below + numerics.row_tile}."
+    )
+  if max_sequences is None:
+    max_sequences = max(1, rows_per_micro_batch // (4 * numerics.query_tile))
+  if max_sequences < 1:
+    raise ValueError(
+      f"pack: got max_sequences={max_sequences}, expected max_sequences >= 1; None derives it."
+    )
+  if max_sequence_tokens is None:
+    max_sequence_tokens = rows_per_micro_batch + 1
+  if not 2 <= max_sequence_tokens <= rows_per_micro_batch + 1:
+    raise ValueError(
+      f"pack: got max_sequence_tokens={max_sequence_tokens}, expected between 2 and"
+      f" rows_per_micro_batch + 1 = {rows_per_micro_batch + 1} (the last token needs no row); raise"
+      " rows_per_micro_batch or lower max_sequence_tokens."
+    )
+  # A sequence has a row, so more sequences than rows cannot be.
+  num_sequences = min(max_sequences, rows_per_micro_batch)
+
+  def at_most(unit: int) -> int:
+    return (rows_per_micro_batch + num_sequences * (unit - 1)) // unit
+
+  pages = -(-(max_sequence_tokens - 1) // page_size)
+  return Layout(
+    num_rows=rows_per_micro_batch,
+    max_sequences=max_sequences,
+    max_sequence_tokens=max_sequence_tokens,
+    num_segments=_round_up(at_most(numerics.query_tile), numerics.slot_tile),
+    pages_per_sequence=_round_up(pages, math.lcm(page_size, numerics.kv_split) // page_size),
+    num_pages=1 + at_most(page_size),
+  )
+
+
+def pack(
+  groups: Sequence[RolloutGroup],
+  advantages: ArrayLike,
+  *,
+  numerics: NumericsConfig,
+  page_size: int,
+  rows_per_micro_batch: int,
+  max_sequences: int | None = None,
+  max_sequence_tokens: int | None = None,
+  num_biases: int = 0,
+  num_micro_batches: int | None = None,
+) -> TrainBatch:
+  """Packs rollouts into micro-batches, by (group_index, member).
+
+  Args:
+    groups: in any order; `group_index` unique.
+    advantages: f32[b, g], row i for `groups[i]`, by member.
+    numerics: see `layout`.
+    page_size: see `layout`.
+    rows_per_micro_batch: see `layout`.
+    max_sequences: see `layout`.
+    max_sequence_tokens: see `layout`.
+    num_biases: e, entries of `SamplingRows.bias_ids`.
+    num_micro_batches: m; None makes as many as are needed, more adds empty ones, so that m need
+      not change from batch to batch.
+
+  Returns:
+    TrainBatch of NumPy arrays with leading m. `SamplingRows` holds the request's parameters on loss
+    rows and neutral ones (temperature 1, no filter, no bias) elsewhere: a prompt token may lie
+    outside its own request's filter, and its log-probability, though unused, should be finite.
+
+  Raises:
+    ValueError: if there is no group, indices repeat, advantages do not fit the groups or are not
+      finite, a sequence is too long, has no prompt or no completion, its log-probabilities are not
+      one finite number a token, it has more logit biases than `num_biases`, or more micro-batches
+      are needed than `num_micro_batches`; and as `layout`.
+  """
+  shapes = layout(
+    numerics=numerics,
+    page_size=page_size,
+    rows_per_micro_batch=rows_per_micro_batch,
+    max_sequences=max_sequences,
+    max_sequence_tokens=max_sequence_tokens,
+  )
+  ordered = _ordered(groups, advantages)
+  for _, rollout, _ in ordered:
+    _check_rollout(rollout, shapes, num_biases)
+  micro_batches = _next_fit([_num_rows(rollout) for _, rollout, _ in ordered], shapes)
+  num_needed = len(micro_batches)
+  if num_micro_batches is not None and num_needed > num_micro_batches:
+    raise ValueError(
+      f"pack: got {len(ordered)} rollouts that need {num_needed} micro-batches, expected at most"
+      f" num_micro_batches={num_micro_batches}; raise num_micro_batches, rows_per_micro_batch"
+      f"={rows_per_micro_batch} or max_sequences={shapes.max_sequences}."
+    )
+  batch = _empty(num_micro_batches or num_needed, shapes, num_biases)
+  for m, members in enumerate(micro_batches):
+    row, segment, page = 0, 0, 1
+    for index in members:
+      _, rollout, advantage = ordered[index]
+      num_rows = _num_rows(rollout)
+      rows = slice(row, row + num_rows)
+      _write_sequence(batch, (m, rows), rollout, index, advantage)
+
+      pages = np.arange(page, page + -(-num_rows // page_size), dtype=np.int32)
+      positions = np.arange(num_rows, dtype=np.int32)
+      batch.tokens.positions[m, rows] = positions
+      batch.tokens.slots[m, rows] = (
+        pages[positions // page_size] * page_size + positions % page_size
+      )
+      starts = np.arange(0, num_rows, numerics.query_tile, dtype=np.int32)
+      segments = slice(segment, segment + starts.size)
+      batch.tokens.segment_start[m, segments] = row + starts
+      batch.tokens.segment_length[m, segments] = np.minimum(num_rows - starts, numerics.query_tile)
+      batch.tokens.page_table[m, segments, : pages.size] = pages
+      row, segment, page = rows.stop, segments.stop, page + pages.size
+    batch.tokens.num_rows[m] = row
+    batch.tokens.num_segments[m] = segment
+    assert segment <= shapes.num_segments and page <= shapes.num_pages
+  return batch
+
+
+def unpack(values: ArrayLike, batch: TrainBatch) -> list[np.ndarray]:
+  """Returns what `values` holds for each rollout's generated tokens, the inverse of `pack`.
+
+  `unpack(batch.targets, batch)` are the completions' tokens.
+
+  Args:
+    values: [m, n, ...], one entry a row.
+    batch: from `pack`.
+
+  Returns:
+    One array [t, ...] per rollout in (group, member) order, t its generated tokens.
+  """
+  values = np.asarray(values)
+  mask = np.asarray(batch.loss_mask).ravel()
+  index = np.asarray(batch.sequence_index).ravel()[mask]
+  flat = values.reshape(mask.size, *values.shape[2:])[mask]
+  order = np.argsort(index, kind="stable")
+  bounds = np.searchsorted(index[order], np.arange(1, index.max(initial=0) + 1))
+  return np.split(flat[order], bounds)
+
+
+def _ordered(
+  groups: Sequence[RolloutGroup], advantages: ArrayLike
+) -> list[tuple[int, Rollout, np.float32]]:
+  """Returns (group_index, rollout, advantage) by (group_index, member), or refuses."""
+  values = np.asarray(advantages, np.float32)
+  if not groups:
+    raise ValueError("pack: got no groups, expected at least one; skip the step instead.")
+  if values.ndim != 2 or values.shape[0] != len(groups):
+    raise ValueError(
+      f"pack: got advantages of shape {values.shape} for {len(groups)} groups, expected"
+      " [groups, members]; compute them from the same groups."
+    )
+  indices = [group.group_index for group in groups]
+  if len(set(indices)) != len(indices):
+    twice = sorted({index for index in indices if indices.count(index) > 1})
+    raise ValueError(
+      f"pack: got group_index {twice} more than once, expected unique ones (they fix the order);"
+      " number the groups of a step from 0."
+    )
+  ordered = []
+  for i in sorted(range(len(groups)), key=lambda i: indices[i]):
+    rollouts = groups[i].rollouts
+    if len(rollouts) != values.shape[1]:
+      raise ValueError(
+        f"pack: got {len(rollouts)} rollouts in group_index {indices[i]}, expected"
+        f" {values.shape[1]} as advantages of shape {values.shape} have; complete the group or"
+        " leave it out."
+      )
+    if not np.isfinite(values[i]).all():
+      member = int(np.flatnonzero(~np.isfinite(values[i]))[0])
+      raise ValueError(
+        f"pack: got advantage {values[i, member]} for group_index {indices[i]}, member {member},"
+        " expected a finite number; look at its reward."
+      )
+    ordered += [(indices[i], *pair) for pair in zip(rollouts, values[i], strict=True)]
+  return ordered
+
+
+def _check_rollout(rollout: Rollout, shapes: Layout, num_biases: int) -> None:
+  """Refuses a rollout that cannot be packed."""
+  request, completion = rollout.request, rollout.completion
+  name = f"pack: request {request.request_id!r}:"
+  num_prompt, num_generated = len(request.prompt), len(completion.tokens)
+  if not num_prompt or not num_generated:
+    raise ValueError(
+      f"{name} got {num_prompt} prompt and {num_generated} generated tokens, expected at least one"
+      " of each; leave its group out."
+    )
+  if num_prompt + num_generated > shapes.max_sequence_tokens:
+    raise ValueError(
+      f"{name} got {num_prompt} prompt + {num_generated} generated tokens, expected at most"
+      f" max_sequence_tokens={shapes.max_sequence_tokens} with rows_per_micro_batch="
+      f"{shapes.num_rows} (a sequence never crosses a micro-batch); raise rows_per_micro_batch"
+      f" (and max_sequence_tokens where set) to {num_prompt + num_generated - 1} rows or more, or"
+      " lower SamplingParams.max_tokens."
+    )
+  for field, logprobs in (
+    ("behaviour_logprobs", np.asarray(completion.behaviour_logprobs)),
+    ("raw_logprobs", np.asarray(completion.raw_logprobs)),
+  ):
+    if logprobs.shape != (num_generated,) or not np.isfinite(logprobs).all():
+      num_bad = int(np.sum(~np.isfinite(logprobs)))
+      raise ValueError(
+        f"{name} got {field} of shape {logprobs.shape} with {num_bad} values that are not finite,"
+        f" expected {num_generated} finite numbers, one a generated token; report what the engine"
+        " returned."
+      )
+  if len(request.sampling.logit_bias) > num_biases:
+    raise ValueError(
+      f"{name} got {len(request.sampling.logit_bias)} logit biases, expected at most"
+      f" num_biases={num_biases}; raise num_biases."
+    )
+
+
+def _next_fit(num_rows: Sequence[int], shapes: Layout) -> list[range]:
+  """Returns for each micro-batch the indices of its sequences."""
+  micro_batches, first, used = [], 0, 0
+  for index, rows in enumerate(num_rows):
+    if used + rows > shapes.num_rows or index - first == shapes.max_sequences:
+      micro_batches.append(range(first, index))
+      first, used = index, 0
+    used += rows
+  return [*micro_batches, range(first, len(num_rows))]
+
+
+def _write_sequence(
+  batch: TrainBatch, rows: tuple[int, slice], rollout: Rollout, index: int, advantage: np.float32
+) -> None:
+  """Fills in what is known a row at a time; `rows` is (micro-batch, rows of the sequence)."""
+  m, span = rows
+  request, completion = rollout.request, rollout.completion
+  tokens = np.asarray((*request.prompt, *completion.tokens), np.int32)
+  batch.tokens.tokens[rows] = tokens[:-1]
+  batch.targets[rows] = tokens[1:]
+  batch.sequence_index[rows] = index
+  batch.advantages[rows] = advantage
+
+  generated = (m, slice(span.start + len(request.prompt) - 1, span.stop))
+  batch.loss_mask[generated] = True
+  batch.behaviour_logprobs[generated] = completion.behaviour_logprobs
+  batch.raw_logprobs[generated] = completion.raw_logprobs
+  sampling = request.sampling
+  batch.sampling.temperature[generated] = sampling.temperature
+  batch.sampling.top_k[generated] = sampling.top_k
+  batch.sampling.top_p[generated] = sampling.top_p
+  batch.sampling.min_p[generated] = sampling.min_p
+  for e, (token, bias) in enumerate(sampling.logit_bias):
+    batch.sampling.bias_ids[*generated, e] = token
+    batch.sampling.bias_values[*generated, e] = bias
+
+
+def _empty(m: int, shapes: Layout, num_biases: int) -> TrainBatch:
+  """Returns m micro-batches of padding."""
+  n, s, p = shapes.num_rows, shapes.num_segments, shapes.pages_per_sequence
+
+  # Any: the records are typed as device arrays, and these are filled in on the host first.
+  def full(value: int, *shape: int, dtype: type = np.int32) -> Any:
+    return np.full((m, *shape), value, dtype)
+
+  return TrainBatch(
+    tokens=TokenBatch(
+      tokens=full(0, n),
+      positions=full(0, n),
+      slots=full(0, n),
+      num_rows=full(0),
+      segment_start=full(0, s),
+      segment_length=full(0, s),
+      page_table=full(0, s, p),
+      num_segments=full(0),
+    ),
+    targets=full(0, n),
+    loss_mask=full(False, n, dtype=np.bool_),
+    sequence_index=full(-1, n),
+    advantages=full(0, n, dtype=np.float32),
+    behaviour_logprobs=full(0, n, dtype=np.float32),
+    raw_logprobs=full(0, n, dtype=np.float32),
+    sampling=SamplingRows(
+      temperature=full(1, n, dtype=np.float32),
+      top_k=full(0, n),
+      top_p=full(1, n, dtype=np.float32),
+      min_p=full(0, n, dtype=np.float32),
+      bias_ids=full(-1, n, num_biases),
+      bias_values=full(0, n, num_biases, dtype=np.float32),
+    ),
+  )
+
+
+def _num_rows(rollout: Rollout) -> int:
+  """Rows of a sequence: every token but the last."""
+  return len(rollout.request.prompt) + len(rollout.completion.tokens) - 1
+
+
+def _round_up(value: int, multiple: int) -> int:
+  return -(-value // multiple) * multiple

@@ -1,0 +1,363 @@
+"""Packing: by hand, by property, and what it refuses."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from hypothesis import given, settings, strategies as st
+import jax
+import numpy as np
+import pytest
+
+from seerjax import types
+from seerjax.numerics import NumericsConfig
+from seerjax.trainer import losses, packing
+
+NUMERICS = NumericsConfig(row_tile=4, query_tile=4, slot_tile=2, kv_split=8, reduction_shards=1)
+PLAIN = types.SamplingParams()
+SIZES = {"numerics": NUMERICS, "page_size": 2, "rows_per_micro_batch": 12}
+
+
+def rollout(prompt, tokens, *, name="r", sampling=PLAIN):
+  """A rollout whose log-probabilities can be read off its tokens."""
+  return types.Rollout(
+    request=types.Request(request_id=name, prompt=tuple(prompt), sampling=sampling),
+    completion=types.Completion(
+      request_id=name,
+      tokens=tuple(tokens),
+      behaviour_logprobs=-np.asarray(tokens, np.float32) / 16,
+      raw_logprobs=-np.asarray(tokens, np.float32) / 8,
+      text="",
+      finish_reason="stop",
+      policy_version=0,
+    ),
+    verdict=types.Verdict(reward=0.0, correct=False, well_formed=False),
+  )
+
+
+def group(index, *rollouts):
+  return types.RolloutGroup(
+    group_index=index, problem=types.Problem(problem_id=str(index), prompt=""), rollouts=rollouts
+  )
+
+
+def random_groups(seed, num_groups, group_size, max_rows):
+  """Groups of random lengths, every token of the batch a different number."""
+  rng = np.random.default_rng(seed)
+  groups, token = [], 1
+  for index in rng.permutation(3 * num_groups)[:num_groups]:
+    num_prompt = int(rng.integers(1, max_rows))
+    rollouts = []
+    for member in range(group_size):
+      num_generated = int(rng.integers(1, max_rows + 1 - num_prompt + 1))
+      ids = range(token, token + num_prompt + num_generated)
+      sampling = types.SamplingParams(
+        temperature=float(rng.integers(1, 5)) / 4,
+        logit_bias=((member, 0.5),) * int(rng.integers(3)),
+      )
+      rollouts.append(
+        rollout(ids[:num_prompt], ids[num_prompt:], name=f"{index}/{member}", sampling=sampling)
+      )
+      token = ids[-1] + 1
+    groups.append(group(int(index), *rollouts))
+  return groups, rng.normal(size=(num_groups, group_size)).astype(np.float32)
+
+
+@st.composite
+def cases(draw):
+  numerics = NumericsConfig(
+    row_tile=4,
+    query_tile=draw(st.sampled_from([1, 4, 8])),
+    slot_tile=draw(st.sampled_from([1, 4])),
+    kv_split=draw(st.sampled_from([8, 16])),
+    reduction_shards=1,
+  )
+  rows = draw(st.sampled_from([8, 20, 32]))
+  sizes = {
+    "numerics": numerics,
+    "page_size": draw(st.sampled_from([1, 3, 8, 32])),
+    "rows_per_micro_batch": rows,
+    "max_sequences": draw(st.sampled_from([None, 1, 3, 100])),
+    "max_sequence_tokens": draw(st.sampled_from([None, 9])),
+  }
+  max_rows = rows if sizes["max_sequence_tokens"] is None else 8
+  groups, advantages = random_groups(
+    draw(st.integers(0, 2**31)), draw(st.integers(1, 4)), draw(st.integers(1, 4)), max_rows
+  )
+  return groups, advantages, sizes
+
+
+def assert_same(left, right):
+  jax.tree.map(np.testing.assert_array_equal, left, right)
+
+
+def test_hand_computed():
+  """The drawing in the module: a has five rows, b three, c does not fit beside them."""
+  a = rollout([10, 11, 12], [13, 14, 15], name="a")
+  b = rollout([10, 11, 12], [20], name="b")
+  c = rollout([30, 31], [32, 33, 34, 35], name="c", sampling=types.SamplingParams(temperature=0.5))
+  d = rollout([30, 31], [40], name="d")
+  batch = packing.pack(
+    [group(7, c, d), group(3, a, b)],
+    np.asarray([[-1, -2], [0.5, 0.25]], np.float32),
+    **SIZES,
+    max_sequences=2,
+    num_micro_batches=3,
+  )
+  tokens = batch.tokens
+  pad = [0] * 4
+  np.testing.assert_array_equal(tokens.tokens[0], [10, 11, 12, 13, 14, 10, 11, 12, *pad])
+  np.testing.assert_array_equal(batch.targets[0], [11, 12, 13, 14, 15, 11, 12, 20, *pad])
+  np.testing.assert_array_equal(tokens.positions[0], [0, 1, 2, 3, 4, 0, 1, 2, *pad])
+  np.testing.assert_array_equal(tokens.slots[0], [2, 3, 4, 5, 6, 8, 9, 10, *pad])
+  np.testing.assert_array_equal(batch.loss_mask[0], [0, 0, 1, 1, 1, 0, 0, 1, *pad])
+  np.testing.assert_array_equal(batch.sequence_index[0], [0] * 5 + [1] * 3 + [-1] * 4)
+  np.testing.assert_array_equal(batch.advantages[0], [0.5] * 5 + [0.25] * 3 + pad)
+  np.testing.assert_array_equal(
+    batch.behaviour_logprobs[0] * -16, [0, 0, 13, 14, 15, 0, 0, 20, *pad]
+  )
+  np.testing.assert_array_equal(batch.raw_logprobs[0] * -8, [0, 0, 13, 14, 15, 0, 0, 20, *pad])
+  np.testing.assert_array_equal(tokens.num_rows, [8, 7, 0])
+  np.testing.assert_array_equal(tokens.num_segments, [3, 3, 0])
+  np.testing.assert_array_equal(tokens.segment_start[0], [0, 4, 5, 0])
+  np.testing.assert_array_equal(tokens.segment_length[0], [4, 1, 3, 0])
+  pages = [[1, 2, 3, 0], [1, 2, 3, 0], [4, 5, 0, 0], pad]
+  np.testing.assert_array_equal(tokens.page_table[0, :, :4], pages)
+  np.testing.assert_array_equal(tokens.tokens[1], [30, 31, 32, 33, 34, 30, 31, *[0] * 5])
+  np.testing.assert_array_equal(batch.sampling.temperature[1], [1, 0.5, 0.5, 0.5, 0.5] + [1] * 7)
+  assert not batch.loss_mask[2].any() and (batch.sequence_index[2] == -1).all()
+
+
+def test_layout_hand_computed():
+  # At most 2 sequences in 12 rows: floor((12 + 2 * 3) / 4) segments, floor((12 + 2) / 2) pages.
+  assert packing.layout(**SIZES, max_sequences=2) == packing.Layout(
+    num_rows=12,
+    max_sequences=2,
+    max_sequence_tokens=13,
+    num_segments=4,
+    pages_per_sequence=8,  # 6 pages hold 12 positions; a split of 8 positions has 4.
+    num_pages=8,
+  )
+
+
+def test_page_larger_than_a_split_is_a_whole_number_of_splits():
+  sizes = SIZES | {"page_size": 32}
+  assert packing.layout(**sizes).pages_per_sequence == 1
+  sizes = SIZES | {"page_size": 3}  # Pages of 3 and splits of 8 meet at 24 positions.
+  assert packing.layout(**sizes).pages_per_sequence == 8
+
+
+@settings(max_examples=60, deadline=None)
+@given(cases())
+def test_every_generated_token_is_a_target_once_with_its_logprobs(case):
+  groups, advantages, sizes = case
+  batch = packing.pack(groups, advantages, **sizes, num_biases=2)
+  order = np.argsort([g.group_index for g in groups])
+  rollouts = [r for i in order for r in groups[i].rollouts]
+  unpacked = [
+    packing.unpack(values, batch)
+    for values in (
+      batch.targets, batch.behaviour_logprobs, batch.raw_logprobs, batch.advantages,
+      batch.sampling.temperature, batch.sampling.bias_values,
+    )
+  ]  # fmt: skip
+  assert [len(values) for values in unpacked] == [len(rollouts)] * len(unpacked)
+  for r, advantage, targets, behaviour, raw, advantage_rows, temperature, bias in zip(
+    rollouts, advantages[order].ravel(), *unpacked, strict=True
+  ):
+    np.testing.assert_array_equal(targets, r.completion.tokens)
+    np.testing.assert_array_equal(behaviour, r.completion.behaviour_logprobs)
+    np.testing.assert_array_equal(raw, r.completion.raw_logprobs)
+    assert (advantage_rows == advantage).all()
+    assert (temperature == r.request.sampling.temperature).all()
+    assert ((bias != 0).sum(axis=1) == len(r.request.sampling.logit_bias)).all()
+  assert not batch.behaviour_logprobs[~batch.loss_mask].any()
+  assert (batch.sampling.temperature[~batch.loss_mask] == 1).all()
+  assert (batch.sampling.bias_ids[~batch.loss_mask] == -1).all()
+  assert losses.denominators(batch) == (
+    len(rollouts), sum(len(r.completion.tokens) for r in rollouts)
+  )  # fmt: skip
+
+
+@settings(max_examples=60, deadline=None)
+@given(cases())
+def test_sequences_segments_and_pages_are_laid_out_as_promised(case):
+  groups, advantages, sizes = case
+  batch = packing.pack(groups, advantages, **sizes, num_biases=2)
+  shapes = packing.layout(**sizes)
+  by_index = sorted(groups, key=lambda g: g.group_index)
+  rollouts = [r for g in by_index for r in g.rollouts]
+  seen = []
+  for m in range(batch.targets.shape[0]):
+    tokens = types.TokenBatch(*(field[m] for field in batch.tokens))
+    valid = np.arange(shapes.num_rows) < tokens.num_rows
+    index = batch.sequence_index[m]
+    assert (index[valid] >= 0).all() and (index[~valid] == -1).all()
+    for field in (tokens.tokens, tokens.positions, tokens.slots, batch.targets[m]):
+      assert not field[~valid].any()
+    sequences = list(dict.fromkeys(index[valid].tolist()))
+    assert len(sequences) <= shapes.max_sequences
+    seen += sequences
+
+    owners = {}
+    for sequence in sequences:
+      rows = np.flatnonzero(index == sequence)
+      request, completion = rollouts[sequence].request, rollouts[sequence].completion
+      whole = np.asarray((*request.prompt, *completion.tokens))
+      assert (np.diff(rows) == 1).all()
+      np.testing.assert_array_equal(tokens.tokens[rows], whole[:-1])
+      np.testing.assert_array_equal(batch.targets[m, rows], whole[1:])
+      np.testing.assert_array_equal(tokens.positions[rows], np.arange(rows.size))
+      for page in set(tokens.slots[rows] // sizes["page_size"]):
+        assert 0 < page < shapes.num_pages and owners.setdefault(page, sequence) == sequence
+    assert len(set(tokens.slots[valid])) == tokens.num_rows
+
+    covered = []
+    query_tile = sizes["numerics"].query_tile
+    assert tokens.segment_start.shape == (shapes.num_segments,)
+    assert not tokens.segment_length[tokens.num_segments :].any()
+    assert not tokens.page_table[tokens.num_segments :].any()
+    for s in range(tokens.num_segments):
+      start, length = int(tokens.segment_start[s]), int(tokens.segment_length[s])
+      rows = np.arange(start, start + length)
+      covered += rows.tolist()
+      assert 1 <= length <= query_tile and tokens.positions[start] % query_tile == 0
+      assert len(set(index[rows])) == 1
+      # A segment reaches every earlier position of its sequence through its own page-table row.
+      earlier = np.arange(tokens.positions[rows[-1]] + 1)
+      pages = tokens.page_table[s, earlier // sizes["page_size"]]
+      first = np.flatnonzero(index == index[start])[0]
+      np.testing.assert_array_equal(
+        pages * sizes["page_size"] + earlier % sizes["page_size"], tokens.slots[first + earlier]
+      )
+    assert covered == list(range(tokens.num_rows))
+  assert seen == list(range(len(rollouts)))  # Each in one micro-batch, in (group, member) order.
+  positions = shapes.pages_per_sequence * sizes["page_size"]
+  assert positions % sizes["numerics"].kv_split == 0
+  assert positions >= shapes.max_sequence_tokens - 1
+
+
+@settings(max_examples=25, deadline=None)
+@given(cases(), st.randoms(use_true_random=False))
+def test_order_of_arrival_changes_nothing(case, random):
+  groups, advantages, sizes = case
+  order = random.sample(range(len(groups)), len(groups))
+  shuffled = packing.pack([groups[i] for i in order], advantages[order], **sizes, num_biases=2)
+  assert_same(shuffled, packing.pack(groups, advantages, **sizes, num_biases=2))
+
+
+def test_member_order_does_change_the_batch():
+  """The twin: order by member is what the batch is a function of."""
+  groups, advantages = random_groups(0, 1, 3, 6)
+  turned = dataclasses.replace(groups[0], rollouts=groups[0].rollouts[::-1])
+  left = packing.pack(groups, advantages, **SIZES, num_biases=2)
+  right = packing.pack([turned], advantages, **SIZES, num_biases=2)
+  assert not np.array_equal(left.tokens.tokens, right.tokens.tokens)
+
+
+def test_bounds_hold_and_are_reached_by_the_worst_case():
+  """Sequences one row longer than a segment and a page waste the most."""
+  sizes = SIZES | {"rows_per_micro_batch": 20, "page_size": 4}
+  groups = [group(0, *[rollout([1] * 5, [2]) for _ in range(4)])]  # 4 x 5 rows.
+  batch = packing.pack(groups, np.zeros((1, 4)), **sizes, max_sequences=4)
+  shapes = packing.layout(**sizes, max_sequences=4)
+  assert batch.tokens.num_segments[0] == shapes.num_segments == 8
+  assert batch.tokens.slots.max() // 4 + 1 == shapes.num_pages == 9
+
+
+def test_longest_sequence_fits_exactly():
+  batch = packing.pack([group(0, rollout([1], range(12)))], np.zeros((1, 1)), **SIZES)
+  assert batch.tokens.num_rows.tolist() == [12]
+
+
+def test_shapes_do_not_depend_on_the_data():
+  shapes = set()
+  for seed in range(3):
+    groups, advantages = random_groups(seed, 3, 2, 9)
+    batch = packing.pack(groups, advantages, **SIZES, num_biases=2, num_micro_batches=9)
+    shapes.add(tuple(leaf.shape for leaf in jax.tree.leaves(batch)))
+  assert len(shapes) == 1
+
+
+def test_dtypes_are_those_of_the_records():
+  batch = packing.pack([group(0, rollout([1], [2]))], np.zeros((1, 1)), **SIZES, num_biases=1)
+  assert {leaf.dtype.name for leaf in batch.tokens} == {"int32"}
+  assert batch.loss_mask.dtype == np.bool_ and batch.targets.dtype == np.int32
+  for field in (batch.advantages, batch.behaviour_logprobs, batch.raw_logprobs):
+    assert field.dtype == np.float32
+  assert [leaf.dtype.name for leaf in batch.sampling] == [
+    "float32", "int32", "float32", "float32", "int32", "float32"
+  ]  # fmt: skip
+
+
+def test_unpack_keeps_trailing_axes():
+  groups, advantages = random_groups(1, 2, 2, 6)
+  batch = packing.pack(groups, advantages, **SIZES, num_biases=2)
+  pairs = np.stack([batch.targets, batch.targets + 1], axis=-1)
+  for pair, targets in zip(
+    packing.unpack(pairs, batch), packing.unpack(batch.targets, batch), strict=True
+  ):
+    np.testing.assert_array_equal(pair, np.stack([targets, targets + 1], axis=-1))
+
+
+ONE = [group(0, rollout([1, 2], [3]))]
+ZERO = np.zeros((1, 1), np.float32)
+
+
+@pytest.mark.parametrize(
+  ("changes", "message"),
+  [
+    ({"page_size": 0}, r"got page_size=0, expected page_size >= 1"),
+    ({"rows_per_micro_batch": 10}, r"rows_per_micro_batch=10, expected a pos.*row_tile=4; use 12"),
+    ({"rows_per_micro_batch": 0}, r"rows_per_micro_batch=0, expected a positive multiple"),
+    ({"max_sequences": 0}, r"got max_sequences=0, expected max_sequences >= 1"),
+    ({"max_sequence_tokens": 14}, r"got max_sequence_tokens=14, expected between 2 and .* = 13"),
+    ({"max_sequence_tokens": 1}, r"got max_sequence_tokens=1, expected between 2"),
+  ],
+)
+def test_layout_refuses(changes, message):
+  with pytest.raises(ValueError, match=message):
+    packing.pack(ONE, ZERO, **(SIZES | changes))
+
+
+@pytest.mark.parametrize(
+  ("groups", "advantages", "changes", "message"),
+  [
+    ([], np.zeros((0, 1)), {}, r"got no groups, expected at least one"),
+    (ONE, np.zeros((2, 1)), {}, r"advantages of shape \(2, 1\) for 1 groups"),
+    (ONE, np.zeros(1), {}, r"advantages of shape \(1,\) for 1 groups, expected \[groups, mem"),
+    (ONE * 2, np.zeros((2, 1)), {}, r"got group_index \[0\] more than once, expected unique"),
+    (ONE, np.zeros((1, 3)), {}, r"got 1 rollouts in group_index 0, expected 3"),
+    (ONE, np.full((1, 1), np.nan), {}, r"advantage nan for group_index 0, member 0, expected a f"),
+    (
+      [group(0, rollout([1] * 10, [2] * 4, name="long"))], ZERO, {},
+      r"request 'long': got 10 prompt \+ 4 generated tokens, expected at most"
+      r" max_sequence_tokens=13 with rows_per_micro_batch=12.*raise rows_per_micro_batch .* to 13 ",
+    ),
+    (ONE, ZERO, {"max_sequence_tokens": 2}, r"expected at most max_sequence_tokens=2"),
+    ([group(0, rollout([1], []))], ZERO, {}, r"got 1 prompt and 0 generated tokens"),
+    ([group(0, rollout([], [1]))], ZERO, {}, r"got 0 prompt and 1 generated tokens"),
+    (
+      [group(0, rollout([1], [2], sampling=types.SamplingParams(logit_bias=((0, 1.0),))))],
+      ZERO, {},
+      r"got 1 logit biases, expected at most num_biases=0; raise num_biases",
+    ),
+    (
+      [group(0, *[rollout([1], [2] * 8)] * 3)], np.zeros((1, 3)), {"num_micro_batches": 2},
+      r"got 3 rollouts that need 3 micro-batches, expected at most num_micro_batches=2",
+    ),
+  ],
+)  # fmt: skip
+def test_pack_refuses(groups, advantages, changes, message):
+  with pytest.raises(ValueError, match=message):
+    packing.pack(groups, advantages, **(SIZES | changes))
+
+
+@pytest.mark.parametrize("field", ["behaviour_logprobs", "raw_logprobs"])
+@pytest.mark.parametrize("bad", [[-1.0], [-1.0, np.nan]])
+def test_logprobs_that_are_not_one_finite_number_a_token_are_refused(field, bad):
+  good = rollout([1], [2, 3], name="x")
+  completion = dataclasses.replace(good.completion, **{field: np.asarray(bad, np.float32)})
+  broken = dataclasses.replace(good, completion=completion)
+  with pytest.raises(ValueError, match=rf"request 'x': got {field} of shape .*expected 2 finite"):
+    packing.pack([group(0, broken)], ZERO, **SIZES)
