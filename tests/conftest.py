@@ -1,0 +1,80 @@
+"""Settings that hold for every test. They come before the first import of JAX and of our packages.
+
+Eight virtual CPU devices, so that meshes are real. Rank promotion raises, everywhere; dtype
+promotion is strict in the folders of `STRICT` (and not elsewhere, because optax needs the standard
+one). jaxtyping and beartype check every annotation of ours while it traces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+import os
+import pathlib
+import secrets
+
+os.environ["JAX_PLATFORMS"] = os.environ.get("SEERJAX_TEST_PLATFORMS", "cpu")
+
+import hypothesis
+import jax
+from jaxtyping import install_import_hook
+import pytest
+
+jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+# The hook stays for the whole session: it must see each of our modules when it is first imported.
+IMPORT_HOOK = install_import_hook(["seerjax", "pallas_kernels"], "beartype.beartype")
+
+TESTS = pathlib.Path(__file__).parent
+STRICT = ("contract", "engine", "models", "ops", "pallas_kernels")
+
+# Compiling makes first examples slow, so no deadline. Examples are drawn afresh each time:
+# launch/test.sh prints the seed that repeats them.
+hypothesis.settings.register_profile("default", max_examples=20, deadline=None, print_blob=True)
+hypothesis.settings.register_profile("long", max_examples=500, deadline=None, print_blob=True)
+hypothesis.settings.load_profile("default")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+  """Draws the session's seed once; pytest's worker processes inherit it."""
+  os.environ.setdefault("SEERJAX_TEST_SEED", str(secrets.randbelow(2**30)))
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+  return (
+    f"seerjax: JAX {jax.__version__}, SEERJAX_TEST_SEED={os.environ['SEERJAX_TEST_SEED']}"
+    " (set it to repeat this session)"
+  )
+
+
+def pytest_terminal_summary(terminalreporter, exitstatus: int) -> None:
+  """Prints the seed again where -q hid it and something failed."""
+  if exitstatus not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
+    terminalreporter.write_line(
+      f"SEERJAX_TEST_SEED={os.environ['SEERJAX_TEST_SEED']} repeats this session"
+    )
+
+
+@pytest.fixture(scope="session")
+def seed() -> int:
+  """A fresh seed of this session, in [0, 2**30); equal in all processes of pytest."""
+  return int(os.environ["SEERJAX_TEST_SEED"])
+
+
+@pytest.fixture
+def strict_promotion() -> Iterator[None]:
+  """Strict dtype promotion around one test, for folders that are not strict as a whole."""
+  with jax.numpy_dtype_promotion("strict"):
+    yield
+
+
+@pytest.fixture(autouse=True)
+def promotion_of_the_folder(request: pytest.FixtureRequest) -> Iterator[None]:
+  """Strict dtype promotion where `STRICT` says so; `@pytest.mark.standard_promotion` opts out."""
+  folder = request.path.relative_to(TESTS).parts[0]
+  opted_out = request.node.get_closest_marker("standard_promotion") is not None
+  mode = "strict" if folder in STRICT and not opted_out else "standard"
+  if "strict_promotion" in request.fixturenames:
+    mode = "strict"
+  with jax.numpy_dtype_promotion(mode):
+    yield

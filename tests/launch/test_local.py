@@ -1,0 +1,152 @@
+"""launch/local.sh, as far as it goes without installing anything."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[2]
+MINOR = "{}.{}".format(*sys.version_info[:2])
+
+
+@pytest.fixture
+def checkout(tmp_path: pathlib.Path) -> pathlib.Path:
+  """A checkout with two experiments, in a path with spaces."""
+  root = tmp_path / "a checkout"
+  shutil.copytree(ROOT / "launch", root / "launch")
+  (root / "experiments").mkdir()
+  for name in ("grpo", "other"):
+    (root / "experiments" / f"{name}.py").write_text("")
+  return root
+
+
+def run(checkout: pathlib.Path, *arguments: str, **environment: str) -> tuple[int, str]:
+  """Runs local.sh with this Python; returns its exit status and all that it wrote."""
+  done = subprocess.run(
+    ["bash", str(checkout / "launch" / "local.sh"), *arguments],
+    env=os.environ | {"SEERJAX_PYTHON": sys.executable} | environment,
+    stdout=subprocess.PIPE,
+    stderr=subprocess.STDOUT,
+    text=True,
+    check=False,
+  )
+  return done.returncode, done.stdout
+
+
+def test_help_lists_the_experiments(checkout: pathlib.Path):
+  status, text = run(checkout, "--help")
+  assert status == 0
+  assert "experiments: experiments.grpo experiments.other" in text
+
+
+def test_no_argument_runs_the_main_job(checkout: pathlib.Path):
+  status, text = run(checkout, "--dry-run", "--platform=cpu")
+  assert status == 0
+  assert f"python {sys.executable}\n" in text
+  assert f"launch/locks/runtime-{MINOR}.txt\n" in text
+  assert "platform cpu\nextra none\nrun experiments.grpo\n" in text
+
+
+def test_flags_go_to_the_experiment(checkout: pathlib.Path):
+  _, text = run(checkout, "--dry-run", "experiments.other", "--config.steps=3", "--platform", "tpu")
+  assert "platform tpu\nextra tpu\nrun experiments.other --config.steps=3\n" in text
+  _, text = run(checkout, "--dry-run", "--config.steps=3")
+  assert "run experiments.grpo --config.steps=3\n" in text
+
+
+def test_cuda_is_chosen_by_the_driver(checkout: pathlib.Path, tmp_path: pathlib.Path):
+  tools = tmp_path / "tools"
+  tools.mkdir()
+  for driver, extra in (("570.86.15", "cuda12"), ("580.65.06", "cuda13"), ("", "cuda12")):
+    tool = tools / "nvidia-smi"
+    tool.write_text(f'#!/bin/sh\n[ "$1" = -L ] && echo "GPU 0: some" && exit\necho "{driver}"\n')
+    tool.chmod(0o755)
+    _, text = run(checkout, "--dry-run", PATH=f"{tools}:{os.environ['PATH']}")
+    assert f"platform cuda\nextra {extra}\n" in text
+
+
+def test_an_unknown_platform_is_refused(checkout: pathlib.Path):
+  status, text = run(checkout, "--dry-run", "--platform=gpu")
+  assert status == 1
+  assert "--platform: got 'gpu', expected cpu, cuda or tpu; leave it away to detect it." in text
+
+
+def test_a_platform_without_a_name_is_refused(checkout: pathlib.Path):
+  status, text = run(checkout, "--platform")
+  assert status == 1
+  assert "--platform: got nothing, expected cpu, cuda or tpu" in text
+
+
+def test_an_unknown_experiment_is_refused_before_anything_is_installed(checkout: pathlib.Path):
+  status, text = run(checkout, "experiments.grop")
+  assert status == 1
+  assert "got the experiment 'experiments.grop', expected one that exists" in text
+  status, text = run(checkout, "grpo")
+  assert status == 1
+  assert "got the experiment 'grpo', expected experiments.NAME" in text
+  assert not (checkout / ".venv").exists()
+
+
+def write_python(path: pathlib.Path, body: str) -> str:
+  path.write_text(f"#!/bin/sh\n{body}\n")
+  path.chmod(0o755)
+  return str(path)
+
+
+def test_a_python_without_venv_is_named_with_its_package(checkout, tmp_path):
+  # Answers for its version and fails to import, as Debian's python3 does without python3-venv.
+  body = 'case "$2" in *version*) echo 3.12 ;; *) exit 1 ;; esac'
+  python = write_python(tmp_path / "python", body)
+  status, text = run(checkout, "--dry-run", SEERJAX_PYTHON=python)
+  assert status == 1
+  assert "has no venv or ensurepip: apt install python3.12-venv" in text
+
+
+def test_a_python_without_a_lock_is_refused(checkout, tmp_path):
+  python = write_python(tmp_path / "python", "echo 3.10")
+  status, text = run(checkout, "--dry-run", SEERJAX_PYTHON=python)
+  assert status == 1
+  assert f"{python} is Python 3.10, expected one of: 3.13 3.12 3.11" in text
+
+
+def test_a_python_that_does_not_run_is_refused(checkout, tmp_path):
+  status, text = run(checkout, "--dry-run", SEERJAX_PYTHON=str(tmp_path / "none"))
+  assert status == 1
+  assert "does not run: set SEERJAX_PYTHON to a Python interpreter, or unset it" in text
+
+
+def test_a_strange_venv_is_left_alone(checkout: pathlib.Path):
+  (checkout / ".venv").mkdir()
+  (checkout / ".venv" / "mine").write_text("")
+  status, text = run(checkout, "--platform=cpu")
+  assert status == 1
+  assert "exists and was not made by launch/; move it away." in text
+  assert (checkout / ".venv" / "mine").exists()
+
+
+@pytest.mark.parametrize("minor", ["3.11", "3.12", "3.13"])
+def test_locks_hold_what_the_project_asks_for(minor: str):
+  def read(kind: str) -> dict[str, str]:
+    lines = (ROOT / "launch" / "locks" / f"{kind}-{minor}.txt").read_text().splitlines()
+    pins = [line.split("==") for line in lines if not line.startswith("#")]
+    assert all(len(pin) == 2 for pin in pins), "every line is NAME==VERSION"
+    return {re.sub("[-_.]+", "-", name).lower(): version for name, version in pins}
+
+  project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+  runtime, dev = read("runtime"), read("dev")
+  assert not set(runtime) & set(dev)
+
+  def names(requirements: list[str]) -> set[str]:
+    return {re.sub("[-_.]+", "-", re.split("[<>=\\[]", r)[0]).lower() for r in requirements}
+
+  assert names(project["dependencies"]) <= set(runtime)
+  assert names(project["optional-dependencies"]["dev"]) <= set(runtime) | set(dev)
+  assert runtime["jax"].startswith("0.10." if minor == "3.11" else "0.12.")
+  assert "pytest" not in runtime

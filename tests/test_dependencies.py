@@ -1,0 +1,241 @@
+"""Who may import whom (DESIGN: the house), read from the source of every module.
+
+Imports inside functions count as well, and those for type checkers: a shared record belongs in
+`types`, a neighbour is handed in as a callable.
+"""
+
+from __future__ import annotations
+
+import ast
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[1]
+PACKAGES = ("seerjax", "pallas_kernels")
+
+# Each step may import the steps before it.
+STEPS: tuple[tuple[str, ...], ...] = (
+  ("array_typing", "pallas_kernels"),
+  ("numerics", "types"),
+  ("parallel", "metrics", "ops", "checkpoint", "search", "tasks", "report"),
+  ("models",),
+  ("engine", "trainer"),
+  ("speculation", "rollout"),
+  ("sleep", "simulate"),
+  ("rl", "ttt"),
+  ("experiments",),
+  ("launch",),
+)
+# Within a step, only these. Engine and trainer, side by side, have never heard of each other.
+BESIDE = {
+  "types": {"numerics"},
+  "ops": {"parallel"},
+  "checkpoint": {"parallel", "metrics"},
+  "report": {"metrics"},
+  "rollout": {"speculation"},
+  "ttt": {"rl"},
+}
+ROOMS = tuple(room for step in STEPS for room in step)
+# The simulator and the engine run the same lines of these, so they know no JAX.
+HOST_ONLY = ("rollout/scheduler.py", "speculation/suffix_tree.py", "speculation/budget.py")
+HOST_ONLY_IMPORTS = {"numpy", "numba", "seerjax"}
+HOST_ONLY_ROOMS = {"types", "rollout", "speculation"}
+CLOCKS = {"time", "datetime"}
+
+
+def allowed_rooms(room: str) -> set[str]:
+  """Returns the rooms that `room` may import, itself included."""
+  step = next(i for i, rooms in enumerate(STEPS) if room in rooms)
+  return {r for rooms in STEPS[:step] for r in rooms} | BESIDE.get(room, set()) | {room}
+
+
+def room_of(module: str) -> str:
+  """Returns the room of a dotted name of ours: "seerjax.ops.tiles" lies in "ops"."""
+  parts = module.split(".")
+  return parts[1] if parts[0] == "seerjax" and len(parts) > 1 else parts[0]
+
+
+def imports(tree: ast.AST, module: str) -> set[str]:
+  """Returns every dotted name that a module imports; a relative one is made absolute."""
+  found = set()
+  for node in ast.walk(tree):
+    if isinstance(node, ast.Import):
+      found |= {alias.name for alias in node.names}
+    elif isinstance(node, ast.ImportFrom):
+      base = module.split(".")[: -node.level] if node.level else []
+      source = ".".join([*base, *([node.module] if node.module else [])])
+      found |= {f"{source}.{alias.name}" for alias in node.names}
+  return found
+
+
+def complaints(source: str, path: str) -> list[str]:
+  """Returns what is wrong with the imports and look-ups of one module, as sentences.
+
+  Args:
+    source: of the module.
+    path: from the root of the repository, such as "seerjax/ops/tiles.py".
+  """
+  module = path.removesuffix(".py").replace("/", ".")
+  tree = ast.parse(source)
+  names = imports(tree, module)
+  tops = {name.split(".")[0] for name in names}
+  room = room_of(module)
+  within = path.removeprefix("seerjax/")
+  found = []
+
+  def complain(got: set[str], expected: str, fix: str) -> None:
+    if got:
+      found.append(f"{path}: got {', '.join(sorted(got))}; expected {expected}; {fix}.")
+
+  if path == "seerjax/__init__.py":
+    room = "experiments"  # The front door shows every room of the library.
+  if room not in ROOMS:
+    complain(
+      {f"the room {room!r}"},
+      f"one of {', '.join(ROOMS)}",
+      "put the module into one of them, or give its room a step in tests/test_dependencies.py",
+    )
+    return found
+  ours = {n for n in names if n.split(".")[0] in (*PACKAGES, "experiments") and n != "seerjax"}
+  stray = {room_of(name) for name in ours} & set(ROOMS) - allowed_rooms(room)
+  complain(
+    {f"an import of {name!r}" for name in stray},
+    f"imports of {', '.join(sorted(allowed_rooms(room)))} only",
+    "move the shared record to seerjax/types.py, or pass a callable in",
+  )
+  if room == "pallas_kernels":
+    # The benchmark is a program of its own, with flags and tables.
+    known = {"jax", "pallas_kernels", *sys.stdlib_module_names}
+    known |= {"absl", "numpy"} if path == "pallas_kernels/bench.py" else set()
+    complain(
+      tops - known,
+      "imports of jax and the standard library only",
+      "kernels are used without SeerJAX: write it with jax.numpy",
+    )
+  if within in HOST_ONLY:
+    rooms = {room_of(n) for n in ours} & set(ROOMS) - HOST_ONLY_ROOMS
+    complain(
+      (tops - HOST_ONLY_IMPORTS - sys.stdlib_module_names) | rooms,
+      "imports of numpy, numba and seerjax.types only",
+      "the simulator runs these lines without JAX: pass numbers in",
+    )
+  if room in ("rollout", "speculation"):
+    complain(
+      {f"the clock {name!r}" for name in tops & CLOCKS},
+      "no clock",
+      "a decision may only follow step numbers and exchanged numbers: measure in the caller, and"
+      " broadcast",
+    )
+  private = {n for n in names if n == "jax._src" or n.startswith("jax._src.")}
+  defaults = set()
+  for node in ast.walk(tree):
+    if isinstance(node, ast.Attribute) and ast.unparse(node).startswith("jax._src"):
+      private.add(ast.unparse(node))
+    if isinstance(node, ast.Call) and ast.unparse(node.func) == "getattr":
+      if len(node.args) + len(node.keywords) > 2:
+        defaults.add(f"{ast.unparse(node)} in line {node.lineno}")
+  complain(private, "public names of JAX", "JAX changes the private ones without notice")
+  complain(
+    defaults,
+    "attributes that are known to exist",
+    "read the field, or make the absent case a value of it",
+  )
+  return found
+
+
+def sources() -> list[pathlib.Path]:
+  return [p for name in (*PACKAGES, "experiments") for p in sorted((ROOT / name).rglob("*.py"))]
+
+
+@pytest.mark.parametrize("path", sources(), ids=lambda p: p.relative_to(ROOT).as_posix())
+def test_imports_run_one_way(path: pathlib.Path):
+  found = complaints(path.read_text(), path.relative_to(ROOT).as_posix())
+  assert not found, "\n".join(found)
+
+
+def test_every_room_stands_in_one_step():
+  assert len(ROOMS) == len(set(ROOMS))
+  for room, others in BESIDE.items():
+    step = next(rooms for rooms in STEPS if room in rooms)
+    assert others <= set(step)
+    assert not any(room in BESIDE.get(other, set()) for other in others), f"{room} is in a ring"
+
+
+@pytest.mark.parametrize(
+  "path, source, expected",
+  [
+    (
+      "seerjax/ops/norms.py",
+      "def f():\n  from seerjax import engine",
+      "seerjax/ops/norms.py: got an import of 'engine'; expected imports of",
+    ),
+    ("seerjax/trainer/step.py", "import seerjax.engine.pages", "got an import of 'engine'"),
+    ("seerjax/engine/engine.py", "from seerjax.trainer import step", "got an import of 'trainer'"),
+    ("seerjax/models/lora.py", "from ..engine import pages", "move the shared record to"),
+    ("seerjax/rl.py", "from experiments import grpo", "got an import of 'experiments'"),
+    ("seerjax/types.py", "from seerjax.ops import tiles", "or pass a callable in."),
+    ("seerjax/helpers.py", "", "got the room 'helpers'; expected one of array_typing"),
+    ("pallas_kernels/matmul.py", "import numpy as np", "expected imports of jax and the standard"),
+    ("pallas_kernels/matmul.py", "from seerjax import types", "got an import of 'types'"),
+    ("seerjax/rollout/scheduler.py", "import jax.numpy as jnp", "got jax; expected imports of"),
+    ("seerjax/rollout/scheduler.py", "from seerjax import ops", "expected imports of numpy, numba"),
+    ("seerjax/speculation/budget.py", "import time", "got the clock 'time'; expected no clock"),
+    ("seerjax/rollout/divided.py", "from datetime import datetime", "got the clock 'datetime'"),
+    ("seerjax/ops/tiles.py", "from jax._src import core", "expected public names of JAX"),
+    ("seerjax/ops/tiles.py", "import jax\njax._src.core.x", "got jax._src"),
+    (
+      "seerjax/ops/tiles.py",
+      "x = getattr(a, 'b', None)",
+      "got getattr(a, 'b', None) in line 1; expected attributes that are known to exist",
+    ),
+  ],
+)
+def test_what_breaks_the_house_is_named(path: str, source: str, expected: str):
+  found = complaints(source, path)
+  assert any(expected in sentence for sentence in found), found
+
+
+@pytest.mark.parametrize(
+  "path, source",
+  [
+    ("seerjax/ops/norms.py", "import jax\nfrom seerjax import numerics, parallel\ngetattr(a, 'b')"),
+    ("seerjax/rl.py", "from seerjax import engine, trainer, rollout"),
+    ("seerjax/rollout/scheduler.py", "import heapq\nimport numpy as np\nfrom seerjax import types"),
+    ("pallas_kernels/bench.py", "from absl import app\nimport jax\nimport time"),
+  ],
+)
+def test_what_keeps_the_house_is_let_in(path: str, source: str):
+  assert complaints(source, path) == []
+
+
+def test_importing_everything_touches_no_device():
+  program = f"""
+import importlib, pathlib
+root = pathlib.Path({str(ROOT)!r})
+for package in {PACKAGES!r}:
+  for path in sorted((root / package).rglob("*.py")):
+    parts = path.relative_to(root).with_suffix("").parts
+    # __main__ and the benchmark are programs.
+    if parts[-1] not in ("__main__", "bench"):
+      importlib.import_module(".".join(p for p in parts if p != "__init__"))
+import jax
+# Refused, or without effect, once a backend exists.
+jax.config.update("jax_num_cpu_devices", 3)
+print(jax.device_count())
+"""
+  done = subprocess.run(
+    [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False
+  )
+  assert done.returncode == 0, done.stderr
+  assert done.stdout.split() == ["3"]
+
+
+def test_importing_the_package_alone_imports_no_jax():
+  program = "import sys, seerjax, pallas_kernels; print(sys.modules.keys() & {'jax', 'numpy'})"
+  done = subprocess.run(
+    [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
+  )
+  assert done.stdout.split() == ["set()"]

@@ -1,0 +1,64 @@
+"""The settings of tests/conftest.py are in force."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import warnings
+
+from hypothesis import given, strategies as st
+import jax
+from jax import dtypes
+import jax.numpy as jnp
+import jaxtyping
+import pytest
+
+from seerjax import numerics
+
+
+def test_there_are_eight_devices():
+  assert jax.device_count() == 8
+
+
+def test_rank_promotion_raises():
+  with pytest.raises(ValueError, match="rank_promotion"):
+    jnp.add(jnp.ones((2, 3)), jnp.ones(3))
+
+
+def test_dtype_promotion_is_standard_here():
+  assert (jnp.ones(2, jnp.bfloat16) + jnp.ones(2, jnp.float32)).dtype == jnp.float32
+
+
+def test_dtype_promotion_is_strict_where_asked(strict_promotion: None):
+  with pytest.raises(dtypes.TypePromotionError):
+    jnp.add(jnp.ones(2, jnp.bfloat16), jnp.ones(2, jnp.float32))
+
+
+@given(st.integers(0, 3))
+def test_settings_go_with_hypothesis(value: int):
+  assert value in range(4)
+
+
+def test_annotations_are_checked():
+  with pytest.raises(jaxtyping.TypeCheckError):
+    numerics.require_same("no mapping", {}, what="this")  # pyright: ignore[reportArgumentType]
+
+
+def test_the_seed_is_stable_in_a_session(seed: int):
+  assert 0 <= seed < 2**30
+
+
+def test_warnings_from_our_packages_are_errors():
+  # As a module of ours would give it: the filter reads the name of the module.
+  with pytest.raises(UserWarning, match="from us"):
+    warnings.warn_explicit("from us", UserWarning, "linear.py", 1, module="seerjax.ops.linear")
+  with pytest.warns(UserWarning, match="from them"):
+    warnings.warn_explicit("from them", UserWarning, "core.py", 1, module="elsewhere")
+
+
+def test_a_seed_repeats_a_session():
+  program = "import os; os.environ['SEERJAX_TEST_SEED'] = '7'; import pytest, sys;"
+  program += f" sys.exit(pytest.main(['-p', 'no:cacheprovider', '--co', {__file__!r}]))"
+  command = [sys.executable, "-c", program]
+  done = subprocess.run(command, capture_output=True, text=True, check=False)
+  assert "SEERJAX_TEST_SEED=7" in done.stdout, done.stdout + done.stderr
