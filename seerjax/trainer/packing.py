@@ -13,12 +13,13 @@ needs no row, since nothing follows it.
 Sequences are taken by (group_index, member), never by completion, and laid side by side (next-fit:
 a sequence that does not fit opens the next micro-batch, and none is revisited). So the rows of the
 whole batch read in (group, member) order, and a sequence never crosses a micro-batch. Each sequence
-is cut into segments of `query_tile` positions from position 0. Its pages are counted up from 1
-inside its micro-batch; page 0 belongs to nobody and takes what padding rows would write.
+is cut into segments of `query_tile` positions from position 0. Sequence j of a micro-batch owns the
+p pages 1 + j p to (j + 1) p, used or not: the gradient of attention reads them as a dense block.
+Page 0 belongs to nobody and takes what padding rows would write.
 
-  rows       | a0 a1 a2 a3 a4 | b0 b1 b2 | padding |        query_tile = 4, page_size = 2
+  rows       | a0 a1 a2 a3 a4 | b0 b1 b2 | padding |        query_tile = 4, page_size = 2, p = 8
   segments   | 0         | 1  | 2        |
-  slots      | 2  3  4  5  6  | 8  9  10 | 0  0  0 |        a: pages 1 2 3, b: pages 4 5
+  slots      | 2  3  4  5  6  | 18 19 20 | 0  0  0 |        a: pages 1 to 8, b: pages 9 to 16
 
 Every shape follows from the arguments, not from the data: one program serves all batches.
 """
@@ -26,7 +27,6 @@ Every shape follows from the arguments, not from the data: one program serves al
 from __future__ import annotations
 
 from collections.abc import Sequence
-import math
 from typing import Any, NamedTuple
 
 from jax.typing import ArrayLike
@@ -45,7 +45,7 @@ class Layout(NamedTuple):
     max_sequence_tokens: most tokens of a sequence, prompt and completion.
     num_segments: s, a bound for any sequences within the two above, a multiple of `slot_tile`.
     pages_per_sequence: p, entries of a page-table row; p * page_size is a multiple of `kv_split`.
-    num_pages: scratch pages the forward must provide, the unowned page 0 included.
+    num_pages: scratch pages the forward must provide: 1 + max_sequences * p.
   """
 
   num_rows: int
@@ -67,13 +67,15 @@ def layout(
   """Returns the shapes that `pack` gives with the same arguments.
 
   Sequences of r_1 + ... + r_k <= n rows have at most (n + k (query_tile - 1)) / query_tile
-  segments, and likewise pages.
+  segments.
 
   Args:
     numerics: `row_tile`, `query_tile`, `slot_tile` and `kv_split` are read.
-    page_size: positions of one page.
+    page_size: positions of one page, a divisor of `kv_split`.
     rows_per_micro_batch: rows, a multiple of `row_tile`.
-    max_sequences: most sequences in a micro-batch; None allows one per 4 segments' worth of rows.
+    max_sequences: most sequences in a micro-batch. Scratch pages and the gradient of attention cost
+      as much as this many sequences of the greatest length, be they there or not. None allows twice
+      as many as fit at that length.
     max_sequence_tokens: most tokens of one sequence; None allows what fits, which is
       rows_per_micro_batch + 1.
 
@@ -81,21 +83,19 @@ def layout(
     Layout.
 
   Raises:
-    ValueError: if a number is below its least, or rows are no multiple of `row_tile`.
+    ValueError: if a number is out of range, rows are no multiple of `row_tile`, or pages do not
+      fill a split exactly.
   """
-  if page_size < 1:
-    raise ValueError(f"pack: got page_size={page_size}, expected page_size >= 1; 16 is usual.")
+  if page_size < 1 or numerics.kv_split % page_size:
+    raise ValueError(
+      f"pack: got page_size={page_size}, expected a divisor of NumericsConfig.kv_split="
+      f"{numerics.kv_split}; a split is read page by page, 16 is usual."
+    )
   if rows_per_micro_batch < 1 or rows_per_micro_batch % numerics.row_tile:
     below = rows_per_micro_batch // numerics.row_tile * numerics.row_tile
     raise ValueError(
       f"pack: got rows_per_micro_batch={rows_per_micro_batch}, expected a positive multiple of"
       f" NumericsConfig.row_tile={numerics.row_tile}; use {below + numerics.row_tile}."
-    )
-  if max_sequences is None:
-    max_sequences = max(1, rows_per_micro_batch // (4 * numerics.query_tile))
-  if max_sequences < 1:
-    raise ValueError(
-      f"pack: got max_sequences={max_sequences}, expected max_sequences >= 1; None derives it."
     )
   if max_sequence_tokens is None:
     max_sequence_tokens = rows_per_micro_batch + 1
@@ -105,20 +105,25 @@ def layout(
       f" rows_per_micro_batch + 1 = {rows_per_micro_batch + 1} (the last token needs no row); raise"
       " rows_per_micro_batch or lower max_sequence_tokens."
     )
+  if max_sequences is None:
+    max_sequences = max(1, 2 * rows_per_micro_batch // (max_sequence_tokens - 1))
+  if max_sequences < 1:
+    raise ValueError(
+      f"pack: got max_sequences={max_sequences}, expected max_sequences >= 1; None derives it."
+    )
   # A sequence has a row, so more sequences than rows cannot be.
-  num_sequences = min(max_sequences, rows_per_micro_batch)
-
-  def at_most(unit: int) -> int:
-    return (rows_per_micro_batch + num_sequences * (unit - 1)) // unit
-
-  pages = -(-(max_sequence_tokens - 1) // page_size)
+  max_sequences = min(max_sequences, rows_per_micro_batch)
+  query_tile = numerics.query_tile
+  segments = (rows_per_micro_batch + max_sequences * (query_tile - 1)) // query_tile
+  splits = -(-(max_sequence_tokens - 1) // numerics.kv_split)
+  pages_per_sequence = splits * (numerics.kv_split // page_size)
   return Layout(
     num_rows=rows_per_micro_batch,
     max_sequences=max_sequences,
     max_sequence_tokens=max_sequence_tokens,
-    num_segments=_round_up(at_most(numerics.query_tile), numerics.slot_tile),
-    pages_per_sequence=_round_up(pages, math.lcm(page_size, numerics.kv_split) // page_size),
-    num_pages=1 + at_most(page_size),
+    num_segments=-(-segments // numerics.slot_tile) * numerics.slot_tile,
+    pages_per_sequence=pages_per_sequence,
+    num_pages=1 + max_sequences * pages_per_sequence,
   )
 
 
@@ -180,24 +185,22 @@ def pack(
   batch = _empty(num_micro_batches or num_needed, shapes, num_biases)
   for m, members in enumerate(micro_batches):
     row, segment, page = 0, 0, 1
+    width = shapes.pages_per_sequence
     for index in members:
       _, rollout, advantage = ordered[index]
       num_rows = _num_rows(rollout)
       rows = slice(row, row + num_rows)
       _write_sequence(batch, (m, rows), rollout, index, advantage)
 
-      pages = np.arange(page, page + -(-num_rows // page_size), dtype=np.int32)
       positions = np.arange(num_rows, dtype=np.int32)
       batch.tokens.positions[m, rows] = positions
-      batch.tokens.slots[m, rows] = (
-        pages[positions // page_size] * page_size + positions % page_size
-      )
+      batch.tokens.slots[m, rows] = page * page_size + positions  # Its pages are consecutive.
       starts = np.arange(0, num_rows, numerics.query_tile, dtype=np.int32)
       segments = slice(segment, segment + starts.size)
       batch.tokens.segment_start[m, segments] = row + starts
       batch.tokens.segment_length[m, segments] = np.minimum(num_rows - starts, numerics.query_tile)
-      batch.tokens.page_table[m, segments, : pages.size] = pages
-      row, segment, page = rows.stop, segments.stop, page + pages.size
+      batch.tokens.page_table[m, segments] = np.arange(page, page + width)
+      row, segment, page = rows.stop, segments.stop, page + width
     batch.tokens.num_rows[m] = row
     batch.tokens.num_segments[m] = segment
     assert segment <= shapes.num_segments and page <= shapes.num_pages
@@ -375,7 +378,3 @@ def _empty(m: int, shapes: Layout, num_biases: int) -> TrainBatch:
 def _num_rows(rollout: Rollout) -> int:
   """Rows of a sequence: every token but the last."""
   return len(rollout.request.prompt) + len(rollout.completion.tokens) - 1
-
-
-def _round_up(value: int, multiple: int) -> int:
-  return -(-value // multiple) * multiple
