@@ -1,0 +1,824 @@
+"""Hugging Face model directories in and out: config.json and safetensors.
+
+    q_proj [h c, d], k_proj, v_proj  <->  qkv      f32[r, d, queries | keys | values of the slab]
+    o_proj [d, h c]                  <->  out      f32[r, h c / r, d]
+    gate_proj, up_proj               <->  gate_up  f32[r, d, gate | up of the slab]
+    down_proj                        <->  down     f32[r, e / r, d]
+    lm_head [v, d]                   <->  head     f32[r, v / r, d]
+
+A directory comes from strangers: whatever its files claim is checked before it is used, and refused
+by the name of the file, field or tensor that is wrong. Nothing is ever unpickled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+import contextlib
+import itertools
+import json
+import os
+import pathlib
+import re
+import shutil
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import safetensors
+import safetensors.numpy
+
+from seerjax import numerics as numerics_lib
+from seerjax.models import tokenizer as tokenizer_lib, transformer
+from seerjax.ops import rotary
+
+CONFIG_FILE = "config.json"
+WEIGHTS_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+GENERATION_FILE = "generation_config.json"
+ARCHITECTURES = {
+  "qwen3": "Qwen3ForCausalLM",
+  "qwen2": "Qwen2ForCausalLM",
+  "llama": "LlamaForCausalLM",
+}
+READABLE_DTYPES = ("F32", "BF16", "F16")  # Each converts to float32 without loss.
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+HUB_PATTERNS = ("*.safetensors", "*.json", "*.jinja")
+MAX_SHARD_BYTES = 4 * 2**30  # Bounds the memory of `save` too: one shard is held at a time.
+# Old Llama checkpoints hold this buffer; it follows from config.json.
+IGNORED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+# What each kind of scaling may say. None: any value; else the values that change nothing.
+_ROPE_COMMON = {
+  "rope_type": None,
+  "type": None,
+  "rope_theta": None,
+  "partial_rotary_factor": (None, 1, 1.0),
+}
+_ROPE_FIELDS: dict[str, dict[str, Any]] = {
+  "none": {},
+  "linear": {"factor": None},
+  "llama3": {
+    "factor": None,
+    "low_freq_factor": None,
+    "high_freq_factor": None,
+    "original_max_position_embeddings": None,
+  },
+  "yarn": {
+    "factor": None,
+    "original_max_position_embeddings": None,
+    "beta_fast": None,
+    "beta_slow": None,
+    "attention_factor": None,
+    "mscale": (None,),
+    "mscale_all_dim": (None,),
+    "truncate": (None, True),
+  },
+}
+
+
+class _Leaf(NamedTuple):
+  """Where one parameter lies in a checkpoint.
+
+  Attributes:
+    kind: "plain", "columns" (output features in slabs), "bias", "rows" (input features in slabs)
+      or "table" (rows of the vocabulary in slabs).
+    tensors: (name, shape) of the checkpoint's tensors, side by side in the slab's last axis.
+  """
+
+  kind: Literal["plain", "columns", "bias", "rows", "table"]
+  tensors: tuple[tuple[str, tuple[int, ...]], ...]
+
+
+def _plan(config: transformer.TransformerConfig) -> list[tuple[tuple[Any, ...], _Leaf]]:
+  """Returns (path in `Params`, where it lies) of every parameter, in the checkpoint's order."""
+  d, c, inner = config.hidden_size, config.head_dim, config.intermediate_size
+  q_size, kv_size = config.num_heads * c, config.num_kv_heads * c
+  plan: list[tuple[tuple[Any, ...], _Leaf]] = [
+    (("embed",), _Leaf("plain", (("model.embed_tokens.weight", (config.vocab_size, d)),)))
+  ]
+  for index in range(config.num_layers):
+    prefix = f"model.layers.{index}."
+    attention, mlp = prefix + "self_attn.", prefix + "mlp."
+    heads = (("q_proj", q_size), ("k_proj", kv_size), ("v_proj", kv_size))
+    leaves = {
+      "attention_norm": _Leaf("plain", ((prefix + "input_layernorm.weight", (d,)),)),
+      "qkv": _Leaf("columns", tuple((f"{attention}{n}.weight", (size, d)) for n, size in heads)),
+      "out": _Leaf("rows", ((attention + "o_proj.weight", (d, q_size)),)),
+      "mlp_norm": _Leaf("plain", ((prefix + "post_attention_layernorm.weight", (d,)),)),
+      "gate_up": _Leaf(
+        "columns", ((mlp + "gate_proj.weight", (inner, d)), (mlp + "up_proj.weight", (inner, d)))
+      ),
+      "down": _Leaf("rows", ((mlp + "down_proj.weight", (d, inner)),)),
+    }
+    if config.family == "qwen2":
+      leaves["qkv_bias"] = _Leaf(
+        "bias", tuple((f"{attention}{name}.bias", (size,)) for name, size in heads)
+      )
+    if config.family == "qwen3":
+      leaves["query_norm"] = _Leaf("plain", ((attention + "q_norm.weight", (c,)),))
+      leaves["key_norm"] = _Leaf("plain", ((attention + "k_norm.weight", (c,)),))
+    plan.extend((("layers", index, name), leaf) for name, leaf in leaves.items())
+  plan.append((("final_norm",), _Leaf("plain", (("model.norm.weight", (d,)),))))
+  if not config.is_tied:
+    plan.append((("head",), _Leaf("table", (("lm_head.weight", (config.vocab_size, d)),))))
+  return plan
+
+
+def _to_slabs(kind: str, tensor: np.ndarray, shards: int) -> np.ndarray:
+  """Returns a view of one checkpoint tensor in our layout."""
+  if kind == "columns":  # [r e, d] -> [r, d, e]
+    return np.swapaxes(tensor.reshape(shards, -1, tensor.shape[1]), 1, 2)
+  if kind == "rows":  # [d, r e] -> [r, e, d]
+    return tensor.T.reshape(shards, -1, tensor.shape[0])
+  if kind == "plain":
+    return tensor
+  return tensor.reshape(shards, -1, *tensor.shape[1:])  # "bias" and "table".
+
+
+def _from_slabs(kind: str, part: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+  """The inverse of `_to_slabs`."""
+  if kind == "columns":
+    return np.swapaxes(part, 1, 2).reshape(shape)
+  if kind == "rows":
+    return part.reshape(shape[1], shape[0]).T
+  return part.reshape(shape)
+
+
+# Configuration.
+
+
+def _read_object(path: pathlib.Path) -> dict[str, Any]:
+  try:
+    value = json.loads(path.read_bytes().decode("utf-8"))
+  except FileNotFoundError as error:
+    raise FileNotFoundError(
+      f"{path}: got no such file, expected a Hugging Face model directory; check the path."
+    ) from error
+  except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+    raise ValueError(
+      f"{path}: got text that is not JSON ({error}), expected an object; download it again."
+    ) from error
+  if not isinstance(value, dict):
+    raise ValueError(
+      f"{path}: got a JSON {type(value).__name__}, expected an object; download it again."
+    )
+  return value
+
+
+class _Fields:
+  """One JSON object whose fields are read, checked and refused by name."""
+
+  def __init__(self, path: pathlib.Path, values: Mapping[str, Any], prefix: str = ""):
+    self.path, self.values, self.prefix = path, values, prefix
+
+  def refuse(self, field: str, expected: str, fix: str) -> ValueError:
+    got = repr(self.values[field]) if field in self.values else "nothing"
+    return ValueError(f"{self.path}: {self.prefix}{field}: got {got}, expected {expected}; {fix}.")
+
+  def get(self, field: str) -> Any:
+    """Returns the field's value, None where it is missing."""
+    return self.values[field] if field in self.values else None
+
+  def whole(self, field: str, default: int | None = None) -> int:
+    value = self.get(field)
+    if value is None and default is not None:
+      return default
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+      raise self.refuse(field, "a whole number of at least 1", "correct the file")
+    return value
+
+  def number(self, field: str, default: float | None = None) -> float:
+    value = self.get(field)
+    if value is None and default is not None:
+      return default
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 0 < value < float("inf"):
+      raise self.refuse(field, "a positive number", "correct the file")
+    return float(value)
+
+  def flag(self, field: str) -> bool:
+    value = self.get(field)
+    if value is not None and not isinstance(value, bool):
+      raise self.refuse(field, "true or false", "correct the file")
+    return bool(value)
+
+
+def load_config(directory: str | os.PathLike[str]) -> transformer.TransformerConfig:
+  """Reads config.json, in the spellings of transformers 4 and 5.
+
+  Raises:
+    FileNotFoundError: if there is no config.json.
+    ValueError: naming the field that is missing, malformed, or asks for what we do not compute.
+  """
+  path = pathlib.Path(directory) / CONFIG_FILE
+  fields = _Fields(path, _read_object(path))
+  family = _family(fields)
+  _refuse_unsupported(fields, family)
+  hidden_size, num_heads = fields.whole("hidden_size"), fields.whole("num_attention_heads")
+  default_head_dim = 128 if family == "qwen3" else max(hidden_size // num_heads, 1)
+  head_dim = fields.whole("head_dim", default_head_dim)
+  max_context = fields.whole("max_position_embeddings")
+  return transformer.TransformerConfig(
+    family=family,
+    vocab_size=fields.whole("vocab_size"),
+    hidden_size=hidden_size,
+    intermediate_size=fields.whole("intermediate_size"),
+    num_layers=fields.whole("num_hidden_layers"),
+    num_heads=num_heads,
+    num_kv_heads=fields.whole("num_key_value_heads", num_heads),
+    head_dim=head_dim,
+    norm_eps=fields.number("rms_norm_eps", 1e-6),
+    rotary=_rotary(fields, head_dim, max_context),
+    is_tied=fields.flag("tie_word_embeddings"),
+    max_context=max_context,
+  )
+
+
+def _family(fields: _Fields) -> str:
+  family, architectures = fields.get("model_type"), fields.get("architectures")
+  by_architecture = {architecture: family for family, architecture in ARCHITECTURES.items()}
+  if architectures is not None:
+    is_known = isinstance(architectures, list) and len(architectures) == 1
+    if not is_known or str(architectures[0]) not in by_architecture:
+      raise fields.refuse(
+        "architectures",
+        f"one of {sorted(by_architecture)}",
+        "other architectures are not built yet",
+      )
+    family = by_architecture[architectures[0]] if family is None else family
+  if family not in transformer.FAMILIES:
+    raise fields.refuse(
+      "model_type", f"one of {transformer.FAMILIES}", "other families are not built yet"
+    )
+  if architectures is not None and by_architecture[architectures[0]] != family:
+    raise fields.refuse(
+      "architectures", f"[{ARCHITECTURES[family]!r}] for model_type {family!r}", "correct the file"
+    )
+  return family
+
+
+def _refuse_unsupported(fields: _Fields, family: str) -> None:
+  fix = "this release does not compute it; choose another checkpoint"
+  if fields.get("hidden_act") not in (None, "silu"):
+    raise fields.refuse("hidden_act", "'silu'", fix)
+  for field in ("quantization_config", "compression_config"):
+    if fields.get(field) is not None:
+      raise fields.refuse(field, "none", "use the checkpoint in bfloat16 or float32")
+  # Qwen2's biases on queries, keys and values are part of its family, whatever this field says.
+  biases = ("mlp_bias",) if family == "qwen2" else ("attention_bias", "mlp_bias")
+  for field in biases:
+    if fields.flag(field):
+      raise fields.refuse(field, "false", fix)
+  if fields.get("dual_chunk_attention_config") is not None:
+    raise fields.refuse("dual_chunk_attention_config", "none", fix)
+  if fields.get("partial_rotary_factor") not in (None, 1):
+    raise fields.refuse("partial_rotary_factor", "1", fix)
+  layer_types = fields.get("layer_types")
+  if layer_types is not None and (
+    not isinstance(layer_types, list) or any(kind != "full_attention" for kind in layer_types)
+  ):
+    raise fields.refuse("layer_types", "'full_attention' in every layer", fix)
+  if layer_types is None and fields.flag("use_sliding_window"):
+    is_reached = fields.whole("num_hidden_layers") > fields.whole("max_window_layers", 28)
+    if fields.get("sliding_window") is not None and is_reached:
+      raise fields.refuse("use_sliding_window", "false", fix)
+
+
+def _rotary(fields: _Fields, head_dim: int, max_context: int) -> rotary.RotaryConfig:
+  """Reads rope_parameters (transformers 5) or rope_theta and rope_scaling (transformers 4)."""
+  found = []
+  for name in ("rope_parameters", "rope_scaling"):
+    value = fields.get(name)
+    if value is None:
+      continue
+    if not isinstance(value, dict):
+      raise fields.refuse(name, "an object", "correct the file")
+    rope = _Fields(fields.path, value, f"{name}.")
+    found.append((name, _scaled_rotary(fields, rope, head_dim, max_context)))
+  if not found:
+    return rotary.RotaryConfig(head_dim=head_dim, base=fields.number("rope_theta", 10_000.0))
+  if len(found) == 2 and found[0][1] != found[1][1]:
+    raise fields.refuse(
+      "rope_scaling", f"what rope_parameters says, {found[0][1]}", "remove one of the two"
+    )
+  return found[0][1]
+
+
+def _scaled_rotary(
+  fields: _Fields, rope: _Fields, head_dim: int, max_context: int
+) -> rotary.RotaryConfig:
+  kind_field = "rope_type" if "rope_type" in rope.values else "type"
+  kind = rope.get(kind_field)
+  scaling = "none" if kind in (None, "default") else kind
+  if not isinstance(scaling, str) or scaling not in _ROPE_FIELDS or kind == "none":
+    names = ["default", *(name for name in _ROPE_FIELDS if name != "none")]
+    raise rope.refuse(kind_field, f"one of {names}", "other kinds of scaling are not built yet")
+  known = _ROPE_COMMON | _ROPE_FIELDS[scaling]
+  for field, value in rope.values.items():
+    if field not in known:
+      raise rope.refuse(
+        field, f"only {sorted(known)} with the kind {kind!r}", "this release does not compute it"
+      )
+    allowed = known[field]
+    if allowed is not None and not any(value is a or value == a for a in allowed):
+      raise rope.refuse(field, f"{allowed[-1]}", "this release does not compute it")
+  base = rope.number("rope_theta", fields.number("rope_theta", 10_000.0))
+  if "rope_theta" in fields.values and base != fields.number("rope_theta"):
+    raise rope.refuse(
+      "rope_theta", f"the {fields.number('rope_theta')} of rope_theta", "remove one of the two"
+    )
+  if scaling == "none":
+    return rotary.RotaryConfig(head_dim=head_dim, base=base)
+  factor = rope.number("factor")
+  if scaling == "linear":
+    return rotary.RotaryConfig(head_dim=head_dim, base=base, scaling="linear", factor=factor)
+  original_context = rope.whole("original_max_position_embeddings", max_context)
+  if scaling == "llama3":
+    low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
+    if high <= low:
+      raise rope.refuse("high_freq_factor", f"more than low_freq_factor={low}", "correct the file")
+    return rotary.RotaryConfig(
+      head_dim=head_dim,
+      base=base,
+      scaling="llama3",
+      factor=factor,
+      original_context=original_context,
+      low_frequency_factor=low,
+      high_frequency_factor=high,
+    )
+  has_factor = rope.get("attention_factor") is not None
+  return rotary.RotaryConfig(
+    head_dim=head_dim,
+    base=base,
+    scaling="yarn",
+    factor=factor,
+    original_context=original_context,
+    beta_fast=rope.number("beta_fast", 32.0),
+    beta_slow=rope.number("beta_slow", 1.0),
+    attention_factor=rope.number("attention_factor") if has_factor else None,
+  )
+
+
+def _config_object(
+  config: transformer.TransformerConfig, dtype: str, eos_ids: tuple[int, ...]
+) -> dict[str, Any]:
+  """Returns config.json as both transformers 4 and 5 read it."""
+  turn = config.rotary
+  scaling: dict[str, Any] = {}
+  if turn.scaling != "none":
+    scaling |= {"rope_type": turn.scaling, "factor": turn.factor}
+  if turn.scaling in ("llama3", "yarn"):
+    scaling["original_max_position_embeddings"] = turn.original_context
+  if turn.scaling == "llama3":
+    scaling["low_freq_factor"] = turn.low_frequency_factor
+    scaling["high_freq_factor"] = turn.high_frequency_factor
+  if turn.scaling == "yarn":
+    scaling |= {"beta_fast": turn.beta_fast, "beta_slow": turn.beta_slow}
+    if turn.attention_factor is not None:
+      scaling["attention_factor"] = turn.attention_factor
+  values = {
+    "architectures": [ARCHITECTURES[config.family]],
+    "attention_dropout": 0.0,
+    "bos_token_id": None,
+    "dtype": dtype,
+    # Explicit, because Llama's default is id 2.
+    "eos_token_id": list(eos_ids) if len(eos_ids) > 1 else (eos_ids[0] if eos_ids else None),
+    "head_dim": config.head_dim,
+    "hidden_act": "silu",
+    "hidden_size": config.hidden_size,
+    "intermediate_size": config.intermediate_size,
+    "max_position_embeddings": config.max_context,
+    "model_type": config.family,
+    "num_attention_heads": config.num_heads,
+    "num_hidden_layers": config.num_layers,
+    "num_key_value_heads": config.num_kv_heads,
+    "rms_norm_eps": config.norm_eps,
+    "rope_parameters": {"rope_type": "default", "rope_theta": turn.base} | scaling,
+    "rope_scaling": scaling or None,
+    "rope_theta": turn.base,
+    "tie_word_embeddings": config.is_tied,
+    "torch_dtype": dtype,
+    "use_cache": True,
+    "vocab_size": config.vocab_size,
+  }
+  if config.family != "qwen2":
+    values["attention_bias"] = False
+  if config.family == "llama":
+    values["mlp_bias"] = False
+  else:
+    values |= {"sliding_window": None, "use_sliding_window": False}
+  return values
+
+
+# Weights, in.
+
+
+class _Checkpoint:
+  """Open safetensors files of one directory: a tensor's place, dtype and shape by its name."""
+
+  def __init__(self, directory: pathlib.Path, stack: contextlib.ExitStack):
+    self.file_of: dict[str, str] = {}
+    self._files: dict[str, Any] = {}
+    index = _weight_map(directory)
+    for name in sorted(set(index.values())) if index else [WEIGHTS_FILE]:
+      path = directory / name
+      if not path.is_file():
+        raise FileNotFoundError(
+          f"{path}: got no such file, expected the shard that {INDEX_FILE} names; download it again."
+        )
+      try:
+        self._files[name] = stack.enter_context(safetensors.safe_open(path, framework="numpy"))
+      except safetensors.SafetensorError as error:
+        raise ValueError(
+          f"{path}: got a file that is no whole safetensors file ({error}; it has"
+          f" {path.stat().st_size} bytes), expected one; it may be truncated, download it again."
+        ) from error
+      for tensor in self._files[name].keys():  # noqa: SIM118 (not a mapping)
+        if index and (tensor not in index or index[tensor] != name):
+          raise ValueError(
+            f"{path}: got the tensor {tensor!r}, expected only those that {INDEX_FILE} places there;"
+            " the files do not belong together."
+          )
+        self.file_of[tensor] = name
+    for tensor, name in (index or {}).items():
+      if tensor not in self.file_of:
+        raise ValueError(
+          f"{directory / name}: got no tensor {tensor!r}, expected it by {INDEX_FILE}; the files do"
+          " not belong together."
+        )
+    self.directory = directory
+
+  def read(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
+    """Returns one tensor as finite f32.
+
+    Raises:
+      ValueError: by the tensor's name, on another shape or dtype, or on NaN and infinities.
+    """
+    file = self._files[self.file_of[name]]
+    where = f"{self.directory / self.file_of[name]}: {name}"
+    part = file.get_slice(name)
+    if tuple(part.get_shape()) != shape:
+      raise ValueError(
+        f"{where}: got shape {tuple(part.get_shape())}, expected {shape} by {CONFIG_FILE}; the two"
+        " files do not belong together."
+      )
+    if part.get_dtype() not in READABLE_DTYPES:
+      raise ValueError(
+        f"{where}: got dtype {part.get_dtype()}, expected one of {READABLE_DTYPES}; use an"
+        " unquantised checkpoint."
+      )
+    tensor = file.get_tensor(name).astype(np.float32)
+    if not np.isfinite(tensor).all():
+      count = int(tensor.size - np.isfinite(tensor).sum())
+      raise ValueError(
+        f"{where}: got {count} entries that are NaN or infinite, expected finite weights; the file"
+        " is corrupt, or its training diverged."
+      )
+    return tensor
+
+
+def _weight_map(directory: pathlib.Path) -> dict[str, str]:
+  """Returns the index's file of each tensor; {} for a directory with one weights file."""
+  if (directory / WEIGHTS_FILE).is_file():
+    return {}
+  path = directory / INDEX_FILE
+  if not path.is_file():
+    pickles = sorted(file.name for pattern in PICKLES for file in directory.glob(pattern))
+    if pickles:
+      raise ValueError(
+        f"{directory}: got weights as pickles only ({pickles[0]}), which run code when they are"
+        f" read, expected {WEIGHTS_FILE}; convert to safetensors."
+      )
+    raise FileNotFoundError(
+      f"{directory}: got neither {WEIGHTS_FILE} nor {INDEX_FILE}, expected the weights; check the"
+      " path, or download them."
+    )
+  weight_map = _Fields(path, _read_object(path)).get("weight_map")
+  if not isinstance(weight_map, dict) or not weight_map:
+    raise ValueError(
+      f"{path}: weight_map: got {type(weight_map).__name__}, expected an object of tensor names and"
+      " files; download it again."
+    )
+  for tensor, name in weight_map.items():
+    is_plain = isinstance(name, str) and re.fullmatch(r"[\w-][\w.-]*\.safetensors", name)
+    if not is_plain:
+      raise ValueError(
+        f"{path}: weight_map[{tensor!r}]: got {name!r}, expected the plain name of a .safetensors"
+        " file beside it; do not trust this directory."
+      )
+  return weight_map
+
+
+def _names(names: set[str]) -> str:
+  listed = ", ".join(sorted(names)[:5])
+  return listed + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+def load(
+  directory: str | os.PathLike[str],
+  numerics: numerics_lib.NumericsConfig,
+  dtype: Any = jnp.float32,
+) -> tuple[transformer.Params, transformer.TransformerConfig]:
+  """Reads a model directory into our layout, tensor by tensor from mapped files.
+
+  Args:
+    directory: holds config.json and safetensors.
+    numerics: `reduction_shards` decides the layout.
+    dtype: of the parameters; bfloat16 and float16 checkpoints reach float32 without loss.
+
+  Returns:
+    (master weights, the model's configuration). Memory beyond the result: one parameter.
+
+  Raises:
+    FileNotFoundError: if config.json or the weights are missing.
+    ValueError: naming the file, field or tensor that is wrong.
+  """
+  directory = pathlib.Path(directory)
+  config = load_config(directory)
+  transformer.check_shards(config, numerics)
+  layout = transformer.shapes(config, numerics.reduction_shards)
+  plan = _plan(config)
+  expected = {name: shape for _, leaf in plan for name, shape in leaf.tensors}
+  params: transformer.Params = {"layers": [{} for _ in range(config.num_layers)]}
+  with contextlib.ExitStack() as stack:
+    checkpoint = _Checkpoint(directory, stack)
+    found = {name for name in checkpoint.file_of if not IGNORED.fullmatch(name)}
+    if missing := set(expected) - found:
+      raise ValueError(
+        f"{directory}: got no tensor {_names(missing)}, expected all {len(expected)} of {CONFIG_FILE};"
+        " download it again, or check num_hidden_layers and tie_word_embeddings."
+      )
+    if config.is_tied and "lm_head.weight" in found:
+      _require_tied(checkpoint, expected["model.embed_tokens.weight"])
+      found -= {"lm_head.weight"}
+    if unexpected := found - set(expected):
+      raise ValueError(
+        f"{directory}: got the tensors {_names(unexpected)}, expected none of them in a model of"
+        f" family {config.family!r} with {config.num_layers} layers; check {CONFIG_FILE}."
+      )
+    for leaf_path, leaf in plan:
+      owner: Any = params
+      shape: Any = layout
+      for key in leaf_path[:-1]:
+        owner, shape = owner[key], shape[key]
+      shape = shape[leaf_path[-1]].shape
+      whole, first = np.empty(shape, np.float32), 0
+      for name, tensor_shape in leaf.tensors:
+        tensor = checkpoint.read(name, tensor_shape)
+        part = _to_slabs(leaf.kind, tensor, numerics.reduction_shards)
+        whole[..., first : first + part.shape[-1]] = part
+        first += part.shape[-1]
+      owner[leaf_path[-1]] = jnp.asarray(whole.astype(dtype))
+  return params, config
+
+
+def _require_tied(checkpoint: _Checkpoint, shape: tuple[int, ...]) -> None:
+  head = checkpoint.read("lm_head.weight", shape)
+  if not np.array_equal(head, checkpoint.read("model.embed_tokens.weight", shape)):
+    raise ValueError(
+      f"{checkpoint.directory}: lm_head.weight: got other values than model.embed_tokens.weight,"
+      " expected equal ones with tie_word_embeddings=true; set it to false, or remove the tensor."
+    )
+
+
+# Weights, out.
+
+
+def save(
+  directory: str | os.PathLike[str],
+  params: transformer.Params,
+  config: transformer.TransformerConfig,
+  *,
+  dtype: Literal["bfloat16", "float32"] = "bfloat16",
+  tokenizer: tokenizer_lib.Tokenizer | None = None,
+  max_shard_bytes: int = MAX_SHARD_BYTES,
+  overwrite: bool = False,
+) -> None:
+  """Writes a model directory that `load` and transformers read; equal weights give equal bytes.
+
+  Everything is written to a directory beside it, flushed to disk and renamed, so that a kill leaves
+  either no directory (or the old one), or the whole new one.
+
+  Args:
+    directory: is made.
+    params: weights in our layout, of any `reduction_shards`.
+    config: of the model.
+    dtype: of the tensors; float32 masters are rounded to nearest even.
+    tokenizer: its files are written too, and its `eos_ids` as generation_config.json.
+    max_shard_bytes: larger models become several files and an index.
+    overwrite: replace a model directory that is there; its other files go too.
+
+  Raises:
+    FileExistsError: if the directory holds something and may not be replaced.
+    OSError: if the disk has too little free space, with both numbers.
+    ValueError: if `params` is not laid out for `config`, or on another dtype.
+  """
+  directory = pathlib.Path(os.path.abspath(directory))
+  if dtype not in numerics_lib.DTYPES:
+    raise ValueError(
+      f"save: got dtype={dtype!r}, expected one of {numerics_lib.DTYPES}; 'bfloat16' is usual."
+    )
+  _check_layout(params, config)
+  _check_target(directory, overwrite)
+  directory.parent.mkdir(parents=True, exist_ok=True)
+  plan = _plan(config)
+  item_bytes = 2 if dtype == "bfloat16" else 4
+  sizes = {
+    name: int(np.prod(shape, dtype=np.int64)) * item_bytes
+    for _, leaf in plan
+    for name, shape in leaf.tensors
+  }
+  token_files = {} if tokenizer is None else tokenizer.files
+  # Headers and JSON files: far below 1 KiB a tensor.
+  others = 2**16 + 1024 * len(sizes) + sum(len(content) for content in token_files.values())
+  _require_space(directory.parent, sum(sizes.values()) + others)
+
+  partial = directory.parent / f".{directory.name}.partial.{os.getpid()}"
+  shutil.rmtree(partial, ignore_errors=True)
+  partial.mkdir()
+  try:
+    _write_weights(partial, params, plan, sizes, dtype, max_shard_bytes)
+    eos_ids = () if tokenizer is None else tokenizer.eos_ids
+    _write_json(partial / CONFIG_FILE, _config_object(config, dtype, eos_ids))
+    if tokenizer is not None:
+      tokenizer.save(partial)
+      if GENERATION_FILE not in tokenizer.files and eos_ids:
+        _write_json(partial / GENERATION_FILE, {"eos_token_id": list(eos_ids)})
+    for path in (*partial.iterdir(), partial):
+      _flush(path)
+    _place(partial, directory)
+  finally:
+    shutil.rmtree(partial, ignore_errors=True)
+
+
+def _check_layout(
+  params: transformer.Params, config: transformer.TransformerConfig
+) -> None:
+  layers = params["layers"] if "layers" in params else []
+  shards = layers[0]["down"].shape[0] if layers and "down" in layers[0] else 1
+  flat_expected = jax.tree_util.tree_flatten_with_path(transformer.shapes(config, shards))[0]
+  flat_found = jax.tree_util.tree_flatten_with_path(params)[0]
+  expected = {jax.tree_util.keystr(path): leaf.shape for path, leaf in flat_expected}
+  found = {jax.tree_util.keystr(path): leaf.shape for path, leaf in flat_found}
+  for path in sorted(set(expected) | set(found)):
+    if path not in expected or path not in found or expected[path] != found[path]:
+      got = found[path] if path in found else "nothing"
+      wanted = expected[path] if path in expected else "nothing"
+      raise ValueError(
+        f"save: params{path}: got {got}, expected {wanted} with {shards} slabs; pass the"
+        " configuration that the parameters were made for."
+      )
+
+
+def _check_target(directory: pathlib.Path, overwrite: bool) -> None:
+  if not directory.exists():
+    return
+  if not directory.is_dir():
+    raise FileExistsError(f"{directory}: got a file, expected no file there; choose another path.")
+  if not any(directory.iterdir()):
+    return
+  if not overwrite:
+    raise FileExistsError(
+      f"{directory}: got a directory with files in it, expected none; choose another path, or pass"
+      " overwrite=True."
+    )
+  if not (directory / CONFIG_FILE).is_file():
+    raise FileExistsError(
+      f"{directory}: got a directory without {CONFIG_FILE}, expected a model directory to overwrite;"
+      " choose another path."
+    )
+
+
+def _require_space(parent: pathlib.Path, needed_bytes: int) -> None:
+  free_bytes = shutil.disk_usage(parent).free
+  if free_bytes < needed_bytes:
+    raise OSError(
+      f"{parent}: got {free_bytes / 2**30:.2f} GiB of free space, expected at least"
+      f" {needed_bytes / 2**30:.2f} GiB for the model; free some, or choose another disk."
+    )
+
+
+def _shards_of(sizes: Mapping[str, int], max_shard_bytes: int) -> list[list[str]]:
+  """Returns tensor names by file, in order; a tensor larger than the limit has its own."""
+  shards: list[list[str]] = [[]]
+  total = 0
+  for name, size in sizes.items():
+    if shards[-1] and total + size > max_shard_bytes:
+      shards.append([])
+      total = 0
+    shards[-1].append(name)
+    total += size
+  return shards
+
+
+def _tensors(
+  params: transformer.Params, plan: list[tuple[tuple[Any, ...], _Leaf]], dtype: np.dtype
+) -> Iterator[tuple[str, np.ndarray]]:
+  """Yields every tensor of the checkpoint, in the plan's order."""
+  for path, leaf in plan:
+    whole: Any = params
+    for key in path:
+      whole = whole[key]
+    whole, first = np.asarray(whole), 0
+    widths = _widths(leaf, whole)
+    for (name, shape), width in zip(leaf.tensors, widths, strict=True):
+      part = whole[..., first : first + width]
+      first += width
+      yield name, np.ascontiguousarray(_from_slabs(leaf.kind, part, shape).astype(dtype))
+
+
+def _widths(leaf: _Leaf, whole: np.ndarray) -> list[int]:
+  """Returns how many of the last axis each tensor of a leaf fills."""
+  if leaf.kind in ("columns", "bias"):
+    return [shape[0] // whole.shape[0] for _, shape in leaf.tensors]
+  return [whole.shape[-1]]
+
+
+def _write_weights(
+  directory: pathlib.Path,
+  params: transformer.Params,
+  plan: list[tuple[tuple[Any, ...], _Leaf]],
+  sizes: Mapping[str, int],
+  dtype: str,
+  max_shard_bytes: int,
+) -> None:
+  shards = _shards_of(sizes, max_shard_bytes)
+  numpy_dtype = np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else np.float32)
+  tensors = _tensors(params, plan, numpy_dtype)
+  weight_map = {}
+  for number, names in enumerate(shards, start=1):
+    file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+    file = WEIGHTS_FILE if len(shards) == 1 else file
+    content = dict(itertools.islice(tensors, len(names)))
+    safetensors.numpy.save_file(content, directory / file, metadata={"format": "pt"})
+    weight_map.update(dict.fromkeys(names, file))
+  if len(shards) > 1:
+    metadata = {"total_size": sum(sizes.values())}
+    _write_json(directory / INDEX_FILE, {"metadata": metadata, "weight_map": weight_map})
+
+
+def _write_json(path: pathlib.Path, value: Mapping[str, Any]) -> None:
+  path.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _flush(path: pathlib.Path) -> None:
+  descriptor = os.open(path, os.O_RDONLY)
+  try:
+    os.fsync(descriptor)
+  finally:
+    os.close(descriptor)
+
+
+def _place(partial: pathlib.Path, directory: pathlib.Path) -> None:
+  """Renames `partial` to `directory`; an old directory is moved aside first and then removed."""
+  old = directory.parent / f".{directory.name}.old.{os.getpid()}"
+  shutil.rmtree(old, ignore_errors=True)
+  if directory.exists():
+    directory.rename(old)
+  partial.rename(directory)
+  _flush(directory.parent)
+  shutil.rmtree(old, ignore_errors=True)
+
+
+# The Hub.
+
+
+def resolve(name_or_path: str | os.PathLike[str]) -> pathlib.Path:
+  """Returns the directory of a model: a local one, or a Hub id's, downloaded into the Hub's cache.
+
+  Args:
+    name_or_path: a directory (which wins), or an id such as "Qwen/Qwen3-0.6B".
+
+  Raises:
+    FileNotFoundError: if there is no such directory, or the Hub cannot be asked or refuses.
+    ImportError: if a Hub id is given and `huggingface_hub` is not installed.
+  """
+  path = pathlib.Path(name_or_path).expanduser()
+  if path.is_dir():
+    return path
+  name = str(name_or_path)
+  if not HUB_ID.fullmatch(name):
+    raise FileNotFoundError(
+      f"resolve: got {name!r}, which is no directory, expected a model directory or a Hub id such as"
+      " 'Qwen/Qwen3-0.6B'; check the path."
+    )
+  try:
+    import huggingface_hub  # Lazy: only Hub ids need it, and importing it takes long.
+  except ImportError as error:
+    raise ImportError(
+      f"resolve: got the Hub id {name!r} without huggingface_hub, expected it to be installed; run"
+      " `pip install huggingface_hub`, or pass a local directory."
+    ) from error
+  try:
+    return pathlib.Path(
+      huggingface_hub.snapshot_download(name, allow_patterns=list(HUB_PATTERNS))
+    )
+  except OSError as error:  # Every failure of the Hub and of the network is one.
+    raise FileNotFoundError(
+      f"resolve: got no answer with the files of {name!r} from the Hub"
+      f" ({type(error).__name__}: {error}), expected a local directory or a reachable Hub; check the"
+      " name and the network, log in for a gated model, or pass the path of a download."
+    ) from error

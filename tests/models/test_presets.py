@@ -1,0 +1,72 @@
+"""The presets are the published models: their parameter counts are the published ones."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+
+from seerjax import numerics as numerics_lib
+from seerjax.models import presets, transformer
+from seerjax.ops import rotary
+
+# Parameters by the safetensors metadata of each repository; tied heads count once.
+PARAMETERS = {
+  "qwen3-0.6b": 596_049_920,
+  "qwen3-1.7b": 1_720_574_976,
+  "qwen3-4b": 4_022_468_096,
+  "qwen3-8b": 8_190_735_360,
+  "qwen3-14b": 14_768_307_200,
+  "qwen3-32b": 32_762_123_264,
+  "qwen2.5-0.5b": 494_032_768,
+  "qwen2.5-1.5b": 1_543_714_304,
+  "qwen2.5-3b": 3_085_938_688,
+  "qwen2.5-7b": 7_615_616_512,
+  "llama-3.2-1b": 1_235_814_400,
+  "llama-3.2-3b": 3_212_749_824,
+  "llama-3.1-8b": 8_030_261_248,
+}
+
+
+def count(config: transformer.TransformerConfig, shards: int) -> int:
+  leaves = jax.tree.leaves(transformer.shapes(config, shards))
+  return sum(int(np.prod(leaf.shape, dtype=np.int64)) for leaf in leaves)
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_parameter_count_is_the_published_one(name):
+  config = presets.get(name)
+  assert count(config, 1) == PARAMETERS[name]
+  assert count(config, presets.REDUCTION_SHARDS[name]) == PARAMETERS[name]
+
+
+def test_every_preset_but_nano_has_a_published_count():
+  assert set(PARAMETERS) == set(presets.CONFIGS) - {"nano"}
+
+
+@pytest.mark.parametrize("name", presets.CONFIGS)
+def test_every_preset_divides_into_its_slabs(name):
+  shards = presets.REDUCTION_SHARDS[name]
+  numerics = numerics_lib.NumericsConfig(reduction_shards=shards)
+  transformer.check_shards(presets.get(name), numerics)
+  assert shards == (2 if name in ("qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-3b") else
+                    4 if name == "qwen2.5-7b" else 8)
+
+
+def test_nano_is_small_and_divides_by_eight():
+  config = presets.nano()
+  assert config == presets.get("nano")
+  assert config.rotary == rotary.RotaryConfig(head_dim=16, base=10_000.0)
+  assert count(config, 8) <= 3_900_000
+  sizes = (config.num_heads, config.num_kv_heads, config.hidden_size, config.intermediate_size)
+  assert not any(size % 8 for size in (*sizes, config.vocab_size))
+
+
+def test_presets_cannot_be_changed():
+  with pytest.raises(TypeError, match="does not support item assignment"):
+    presets.CONFIGS["nano"] = presets.nano()
+
+
+def test_an_unknown_name_is_refused():
+  with pytest.raises(ValueError, match="presets.get: got 'gpt-2', expected one of .*'qwen3-8b'"):
+    presets.get("gpt-2")
