@@ -10,10 +10,6 @@ import ast
 import pathlib
 import tomllib
 
-import pytest
-
-import seerjax
-
 ROOT = pathlib.Path(__file__).parents[1]
 COMMITTED = ROOT / "tests" / "public_api.txt"
 
@@ -106,6 +102,8 @@ def test_the_public_api_is_the_committed_one():
 
 
 def test_every_public_name_is_there():
+  import seerjax  # Here, so that this file runs as a program where nothing is installed.
+
   names, homes, _ = front_door()
   assert names == sorted(set(names))
   assert set(homes) <= set(names)
@@ -115,6 +113,10 @@ def test_every_public_name_is_there():
 
 
 def test_an_unknown_name_is_refused():
+  import pytest
+
+  import seerjax
+
   with pytest.raises(AttributeError, match="got the attribute 'Sheduler', expected one of"):
     seerjax.Sheduler  # noqa: B018 - reading it is the test
 
