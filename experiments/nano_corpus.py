@@ -8,13 +8,13 @@ and prints token lengths of the main task. CPU, about 20 seconds.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 import json
 import pathlib
-from collections.abc import Iterator
 
+from absl import app, flags
 import numpy as np
 import tokenizers
-from absl import app, flags
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from seerjax.models import tokenizer as tokenizer_lib

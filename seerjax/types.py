@@ -7,7 +7,7 @@ problem -> prompt -> request -> TokenBatch (rows and segments) -> completion -> 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -170,10 +170,14 @@ class RolloutGroup:
     return np.asarray([r.verdict.reward for r in self.rollouts], np.float32)
 
 
+@runtime_checkable
 class Task(Protocol):
   """Where prompts come from and what a good answer is. Problems are a pure function of (split, index)."""
 
-  name: str
+  @property
+  def name(self) -> str:
+    """For logs and messages; a plain attribute will do."""
+    ...
 
   def num_problems(self, split: str) -> int:
     """Returns how many problems `split` ("train" or "heldout") has."""

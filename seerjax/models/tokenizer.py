@@ -7,12 +7,12 @@ program from a stranger: it runs in jinja2's immutable sandbox.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 import dataclasses
 import datetime
 import json
 import os
 import pathlib
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jinja2
@@ -156,7 +156,7 @@ class Tokenizer:
           f"Tokenizer.chat: got message {index} with the keys {sorted(message)}, expected 'role'"
           " and 'content'; add the role."
         )
-      if message["role"] == "user" and not (message["content"] if "content" in message else ""):
+      if message["role"] == "user" and not message.get("content"):
         raise ValueError(
           f"Tokenizer.chat: got an empty user message at index {index}, expected at least one"
           " character; a prompt must not be empty."
@@ -276,16 +276,16 @@ def _read_json(directory: pathlib.Path, files: Mapping[str, bytes], name: str) -
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
   special = {}
   for role in SPECIAL_TOKENS:
-    token = config[role] if role in config else None
+    token = config.get(role)
     if isinstance(token, dict):
-      token = token["content"] if "content" in token else None
+      token = token.get("content")
     if isinstance(token, str):
       special[role] = token
   return special
 
 
 def _configured_template(directory: pathlib.Path, config: Mapping[str, Any]) -> str:
-  template = config["chat_template"] if "chat_template" in config else ""
+  template = config.get("chat_template")
   if isinstance(template, list):
     # Several named templates; a plain chat is the one named "default".
     named = {t["name"]: t["template"] for t in template if {"name", "template"} <= set(t)}
@@ -311,7 +311,7 @@ def _eos_ids(
   special_tokens: Mapping[str, str],
   generation: Mapping[str, Any],
 ) -> tuple[int, ...]:
-  found = generation["eos_token_id"] if "eos_token_id" in generation else None
+  found = generation.get("eos_token_id")
   ids = found if isinstance(found, list) else [] if found is None else [found]
   if any(not isinstance(i, int) or isinstance(i, bool) or i < 0 for i in ids):
     raise ValueError(

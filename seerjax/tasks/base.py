@@ -7,7 +7,9 @@ numpy nor `random` promises the same numbers from one version to the next.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 import dataclasses
+from fractions import Fraction
 import hashlib
 import importlib
 import json
@@ -16,9 +18,7 @@ import os
 import pathlib
 import re
 import sys
-from collections.abc import Callable, Sequence
-from fractions import Fraction
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from seerjax.types import Problem, Task, Verdict
 
@@ -269,7 +269,7 @@ def function_task(name: str, path: str | os.PathLike[str], reward: Reward) -> Fu
   """
   problems = []
   for index, row in enumerate(read_rows(path, ("prompt",))):
-    answer = row["answer"] if "answer" in row else ""
+    answer = row.get("answer", "")
     problems.append(
       Problem(
         problem_id=f"{name}-{index}",
@@ -357,13 +357,13 @@ def _outside_task(name: str, path: str | os.PathLike[str] | None) -> Task:
       f"tasks.load: got {name!r}, but {module_name!r} has no {attribute!r}, expected a task class,"
       f" a task or a reward function; it has {sorted(k for k in vars(module) if k[:1] != '_')}."
     )
-  found = vars(module)[attribute]
+  found: Any = vars(module)[attribute]
   if isinstance(found, type):
     found = found() if path is None else found(path)
   elif callable(found) and not hasattr(found, "problem"):
-    return _with_prompts(name, path, found)
-  missing = [m for m in ("name", "num_problems", "problem", "verdict") if not hasattr(found, m)]
-  if missing:
+    return _with_prompts(name, path, cast(Reward, found))
+  if not isinstance(found, Task):
+    missing = [m for m in ("name", "num_problems", "problem", "verdict") if not hasattr(found, m)]
     raise ValueError(
       f"tasks.load: got {name!r} without {missing}, expected a task with name, num_problems,"
       " problem and verdict; see seerjax.types.Task."

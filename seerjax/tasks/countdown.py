@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import re
 from fractions import Fraction
+import re
 
 from seerjax.tasks import base
 from seerjax.types import Problem, Verdict

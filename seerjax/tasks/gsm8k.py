@@ -10,10 +10,10 @@ Source: Cobbe et al. 2021, https://arxiv.org/abs/2110.14168; data under the MIT 
 from __future__ import annotations
 
 import dataclasses
+from fractions import Fraction
 import os
 import pathlib
 import re
-from fractions import Fraction
 
 from seerjax.tasks import base
 from seerjax.types import Problem, Verdict
@@ -22,7 +22,7 @@ MAX_READ = 20_000  # Characters of a text's end that are searched for an answer.
 
 # Digits in groups of three or in one run, decimals (also without a leading zero), or a fraction.
 _NUMBER = re.compile(
-  r"(?P<sign>-)?\s?[$€£]?\s?"
+  r"(?P<sign>-?[$€£]\s?-?|-)?"
   r"(?:(?P<whole>[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.(?P<decimals>[0-9]+))?"
   r"|\.(?P<bare>[0-9]+))"
   r"(?:\s?/\s?(?P<denominator>[0-9]+))?",
@@ -41,9 +41,9 @@ def _numbers(text: str) -> list[Fraction]:
   text = _LATEX_FRACTION.sub(lambda m: f"{m[1]}{m[2]}/{m[3]}".replace("--", ""), text)
   found = []
   for match in _NUMBER.finditer(text):
-    # In "12-7" or "x-7" the sign is an operation, not the number's own.
-    before = text[: match.start()].rstrip()[-1:]
-    is_negative = match["sign"] is not None and not (before.isalnum() or before in tuple(")]}"))
+    # In "12-7" or "x-7" the sign is an operation, in "- 7" a bullet; neither is the number's own.
+    before = text[max(0, match.start() - 1) : match.start()]
+    is_negative = "-" in (match["sign"] or "") and not (before.isalnum() or before in tuple(")]}"))
     whole = (match["whole"] or "0").replace(",", "")
     decimals = match["decimals"] or match["bare"] or ""
     denominator = match["denominator"] or "1"
@@ -82,7 +82,7 @@ def extract(text: str) -> Fraction | None:
     # Only what stands on the mark's own line is the answer; chatter may follow.
     line = tail.strip().partition("\n")[0]
     boxed = _last_boxed(line)
-    numbers = _numbers(line if boxed is None else boxed)
+    numbers = _numbers(line.rpartition("=")[2] if boxed is None else boxed)
     if numbers:
       return numbers[0]
     text = head

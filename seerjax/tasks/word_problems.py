@@ -458,14 +458,17 @@ def _joined(first: Chain, second: Chain, operator: str) -> Chain:
 
 
 def _question(
-  teller: _Teller, context: Context, number: int
+  teller: _Teller, context: Context, number: int, order: base.Draws
 ) -> tuple[str, tuple[str, ...], Fraction]:
-  """Returns (question, solution lines, answer) of question `number` of the context."""
+  """Returns (question, solution lines, answer) of question `number` of the context.
+
+  `order` is drawn alike for all questions of a context, which keeps them different.
+  """
   draws = teller.draws
   if context.kind == "story":
     chain = context.chains[0]
     extras = ["goal", "price"] + ["share"] * (chain.value >= 4)
-    what = "now" if number == 0 else draws.choice(extras)
+    what = ("now", *order.sample(extras, 2))[number]
     words: dict[str, object] = dict(p=chain.person)
     if what == "goal":
       wanted = chain.value + draws.between(2, teller.max_operand)
@@ -485,6 +488,7 @@ def _question(
       line = f"{chain.value}/{count}={base.number_text(answer)}"
       return teller.ask("share", k=count, **words), (*chain.lines, line), answer
     return teller.ask("now", **words), chain.lines, Fraction(chain.value)
+  joins = order.sample((("both", "+"), ("difference", "-")), 2)
   if context.kind == "trade":
     first, second = context.chains
     if number < 2 and context.chains[number].lines:
@@ -492,14 +496,14 @@ def _question(
       return teller.ask("now", p=chain.person), chain.lines, Fraction(chain.value)
   else:
     # A person from the second on: the first one's number is told, not reasoned.
-    if number != 1:
-      chain = context.chains[-1] if number == 0 else draws.choice(context.chains[1:])
+    if number == 0 or (number == 2 and len(context.chains) > 2):
+      chain = context.chains[-1] if number == 0 else draws.choice(context.chains[1:-1])
       return teller.ask("now", p=chain.person), chain.lines, Fraction(chain.value)
     first, second = draws.sample(context.chains, 2)
   if first.value < second.value:
     first, second = second, first
   words = dict(p=first.person, q=second.person)
-  what, operator = ("both", "+") if draws.chance(0.5) else ("difference", "-")
+  what, operator = joins[number == 2]
   joined = _joined(first, second, operator)
   return teller.ask(what, **words), joined.lines, Fraction(joined.value)
 
@@ -556,7 +560,8 @@ class WordProblems:
     else:
       context = _story(teller, events, is_long)
     teller.draws = base.Draws(self.name, split, context_index, number)
-    question, lines, answer = _question(teller, context, number)
+    order = base.Draws(self.name, split, context_index, "order")
+    question, lines, answer = _question(teller, context, number, order)
     final = base.number_text(answer)
     return Problem(
       problem_id=f"{self.name}-{split}-{context_index}-{number}",

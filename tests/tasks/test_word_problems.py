@@ -1,0 +1,227 @@
+"""Word problems: what they ask, what their solutions say, and which splits they belong to."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from fractions import Fraction
+import json
+import pathlib
+import re
+import string
+
+import hypothesis
+from hypothesis import strategies as st
+import pytest
+
+from seerjax.tasks import base, word_problems
+from seerjax.types import Problem
+
+TASK = word_problems.WordProblems()
+GOLDEN = pathlib.Path(__file__).parent / "word_problems_golden.json"
+
+
+def problems(split: str, count: int) -> list[Problem]:
+  stride = TASK.num_problems(split) // count
+  return [TASK.problem(split, index * stride) for index in range(count)]
+
+
+def words(text: str) -> set[str]:
+  return set(re.findall("[A-Za-z]+", text))
+
+
+def as_pattern(form: str) -> re.Pattern[str]:
+  """A form as a pattern of the sentences that it makes."""
+  person, thing, number = "[A-Z][a-z]+", "[a-z]+", "[0-9]+"
+  slots = dict(p=person, q=person, o=thing, x=thing, n=number, k=number)
+  pieces = string.Formatter().parse(form)
+  return re.compile("".join(re.escape(text) + (slots[slot] if slot else "")
+                            for text, slot, _, _ in pieces))  # fmt: skip
+
+
+def test_problems_are_the_same_on_every_machine():
+  golden = json.loads(GOLDEN.read_text())
+  assert len(golden) >= 6
+  for entry in golden:
+    assert dataclasses.asdict(TASK.problem(entry["split"], entry["index"])) == entry["problem"]
+
+
+def test_every_solution_is_judged_correct_and_every_line_is_true():
+  for split in word_problems.SPLITS:
+    for problem in problems(split, 400):
+      verdict = TASK.verdict(problem, problem.solution)
+      assert verdict.correct and verdict.well_formed and verdict.answer == problem.answer
+      *lines, last = problem.solution.split("\n")
+      assert last == f"#### {problem.answer}"
+      assert len(lines) == problem.num_steps >= 1
+      for line in lines:
+        left, _, right = line.partition("=")
+        first, sign, second = re.fullmatch(r"(\d+)([-+*/])(\d+)", left).groups()
+        value = {
+          "+": lambda a, b: a + b,
+          "-": lambda a, b: a - b,
+          "*": lambda a, b: a * b,
+          "/": lambda a, b: a / b,
+        }[sign](Fraction(first), Fraction(second))
+        assert value == base.read_number(right) and value >= 0, line
+      assert base.read_number(lines[-1].partition("=")[2]) == base.read_number(problem.answer)
+
+
+def test_a_story_told_by_hand():
+  # The numbers of a story's prompt, taken in order, give the lines of its solution.
+  config = dataclasses.replace(
+    TASK.config, trade_weight=0, people_weight=0, distractor_rate=0.0, scale_rate=0.0,
+    repeat_rate=0.0, long_repeat_rate=0.0, long_rate=0.0,
+  )  # fmt: skip
+  task = word_problems.WordProblems(config=config)
+  for index in range(300):
+    problem = task.problem("train", index)
+    if "boxes" in problem.context:
+      continue
+    told = [int(n) for n in re.findall(r"\d+", problem.context)]
+    value = told[0]
+    for sentence, number in zip(problem.context.split(". ")[1:], told[1:], strict=True):
+      is_loss = re.search("sells|loses|takes|to a friend|gives a friend", sentence)
+      value += -number if is_loss else number
+    assert problem.answer == str(value)
+
+
+def test_context_and_question_make_the_prompt_and_contexts_are_shared():
+  for split in word_problems.SPLITS:
+    for index in range(50):
+      group = TASK.questions(split, index)
+      assert len({problem.context for problem in group}) == 1
+      assert len({problem.problem_id for problem in group}) == len(group) == 3
+      assert len({problem.prompt for problem in group}) == 3
+      for number, problem in enumerate(group):
+        assert problem.prompt == f"{problem.context} {problem.question}"
+        assert problem.question.endswith("?")
+        assert problem == TASK.problem(split, index + number * TASK.num_contexts(split))
+
+
+def test_all_kinds_of_questions_are_asked_in_every_split():
+  kinds = ("now", "goal", "share", "price", "both", "difference")
+  for split, forms in (
+    ("train", word_problems.TRAIN_FORMS),
+    ("heldout", word_problems.HELDOUT_FORMS),
+  ):
+    found = collections.Counter(
+      kind
+      for problem in problems(split, 1000)
+      for kind in kinds
+      if any(as_pattern(form).fullmatch(problem.question) for form in forms[kind])
+    )
+    assert set(found) == set(kinds)
+    assert sum(found.values()) >= 1000
+
+
+def test_heldout_forms_are_unseen_but_made_of_seen_words():
+  train, heldout = word_problems.TRAIN_FORMS, word_problems.HELDOUT_FORMS
+  assert train.keys() == heldout.keys()
+  train_patterns = [as_pattern(form) for forms in train.values() for form in forms]
+  example = dict(p="Ana", q="Ben", o="pens", x="cups", n=12, k=3)
+  for forms in heldout.values():
+    for form in forms:
+      assert not any(p.fullmatch(form.format(**example)) for p in train_patterns), form
+  of_train = set().union(*(words(re.sub("{.}", "", f)) for fs in train.values() for f in fs))
+  of_heldout = set().union(*(words(re.sub("{.}", "", f)) for fs in heldout.values() for f in fs))
+  assert of_heldout <= of_train
+
+
+def test_splits_are_disjoint():
+  prompts = {split: {p.prompt for p in problems(split, 1500)} for split in word_problems.SPLITS}
+  assert all(len(found) > 1450 for found in prompts.values())
+  assert not prompts["heldout"] & (prompts["train"] | prompts["pretrain"])
+  assert len(prompts["train"] & prompts["pretrain"]) < 3  # Very short ones may meet by chance.
+
+
+def test_heldout_numbers_are_larger():
+  def told(split: str) -> list[int]:
+    return [int(n) for p in problems(split, 1000) for n in re.findall(r"\d+", p.context)]
+
+  train, heldout = told("train"), told("heldout")
+  assert max(train) == 40 and max(heldout) == 56
+  assert sum(heldout) / len(heldout) > 1.2 * sum(train) / len(train)
+
+
+def test_lengths_have_a_long_tail_and_belong_to_the_context():
+  steps = sorted(problem.num_steps for problem in problems("train", 2000))
+  assert 2 <= steps[1000] <= 4
+  assert steps[1960] >= 3.5 * steps[1000]
+  assert 20 <= steps[-1] <= TASK.config.max_steps + 4
+  groups = [[p.num_steps for p in TASK.questions("train", i)] for i in range(500)]
+  mean = sum(map(sum, groups)) / (3 * len(groups))
+  between = sum((sum(g) / 3 - mean) ** 2 for g in groups) / len(groups)
+  total = sum((s - mean) ** 2 for g in groups for s in g) / (3 * len(groups))
+  assert between > 0.6 * total
+
+
+def test_some_answers_are_fractions_but_few():
+  share = sum("/" in problem.answer for problem in problems("train", 3000)) / 3000
+  assert 0.001 < share < 0.05
+
+
+@pytest.mark.parametrize("split", word_problems.SPLITS)
+def test_knobs_at_their_limits_make_sound_problems(split):
+  for config in (
+    word_problems.WordProblemsConfig(max_operand=4, max_total=8, scale_rate=1.0),
+    word_problems.WordProblemsConfig(distractor_rate=1.0, repeat_rate=1.0, long_rate=1.0),
+    word_problems.WordProblemsConfig(people_weight=0, story_weight=0, mean_steps=1.0),
+    word_problems.WordProblemsConfig(mean_steps=24.0, trade_weight=0, unseen_rate=0.0),
+    word_problems.WordProblemsConfig(max_steps=1, mean_steps=1.0, long_mean_steps=1.0),
+  ):
+    task = word_problems.WordProblems(config=config)
+    for index in range(100):
+      for problem in task.questions(split, index):
+        assert task.verdict(problem, problem.solution).correct
+        assert problem.num_steps <= 2 * config.max_steps + 2
+        # Nobody is ever left with nothing or less; only a difference may be 0.
+        assert "=0\n" not in problem.solution.rpartition("\n")[0]
+        assert "=-" not in problem.solution
+
+
+@hypothesis.given(st.text(max_size=400))
+def test_verdict_never_raises(text):
+  problem = TASK.problem("train", 0)
+  for said in (
+    text,
+    f"{text}#### {text}",
+    (text + "#### 7") * 20,
+    "#### " + "7" * 10_000,
+    text * 30,
+  ):
+    TASK.verdict(problem, said)
+
+
+@pytest.mark.parametrize(
+  ("change", "message"),
+  [
+    (dict(max_operand=3), "max_operand: got 3, expected at least 4"),
+    (dict(max_total=79), r"max_total: got 79, expected at least 2 \* max_operand = 80"),
+    (dict(heldout_scale=0.5), "heldout_scale: got 0.5, expected 1 <= heldout_scale <= 10"),
+    (dict(max_steps=0), "max_steps: got 0, expected 1 <= max_steps <= 100"),
+    (dict(mean_steps=0.5), "mean_steps: got 0.5, expected 1 <= mean_steps <= max_steps = 24"),
+    (dict(long_mean_steps=25.0), "long_mean_steps: got 25.0, expected 1 <= long_mean_steps"),
+    (dict(scale_rate=1.5), "scale_rate: got 1.5, expected a probability"),
+    (dict(trade_weight=-1), "trade_weight: got -1, expected a weight >= 0"),
+    (dict(num_train=2), "num_train: got 2, expected at least 3 problems"),
+    (
+      dict(story_weight=0, trade_weight=0, people_weight=0),
+      "story_weight: got 0, expected one weight above 0",
+    ),
+  ],
+)
+def test_impossible_knobs_are_refused(change, message):
+  with pytest.raises(ValueError, match=message):
+    word_problems.WordProblemsConfig(**change)
+
+
+def test_unknown_splits_and_indices_are_refused():
+  with pytest.raises(ValueError, match="word_problems: got split 'test', expected one of"):
+    TASK.problem("test", 0)
+  with pytest.raises(
+    ValueError, match="got problem index -1 of split 'train', expected 0 <= index"
+  ):
+    TASK.problem("train", -1)
+  with pytest.raises(ValueError, match="got problem index 100000 of split 'train'"):
+    TASK.questions("train", 100_000)
