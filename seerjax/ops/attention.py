@@ -138,14 +138,13 @@ def attend(
     f[n, k, g, c] in q's dtype. The gradient assumes the training layout of pages: row j of a
     micro-batch's sequences owns pages 1 + j * p to (j + 1) * p, where p is the page table's width.
   """
-  if numerics.implementation == "untiled":
-    return _dense(q, k_pages, v_pages, batch, rows)
   return _attend(numerics, q, k_pages, v_pages, batch, rows)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(numerics, q, k_pages, v_pages, batch, rows):
-  return _split_attention(numerics, q, k_pages, v_pages, batch, rows)
+  read = _dense if numerics.implementation == "untiled" else _split_attention
+  return read(numerics, q, k_pages, v_pages, batch, rows)
 
 
 def _split_attention(numerics, q, k_pages, v_pages, batch, rows):
@@ -218,7 +217,7 @@ def _split_attention(numerics, q, k_pages, v_pages, batch, rows):
 
 
 def _attend_forward(numerics, q, k_pages, v_pages, batch, rows):
-  out = _split_attention(numerics, q, k_pages, v_pages, batch, rows)
+  out = _attend(numerics, q, k_pages, v_pages, batch, rows)
   return out, (q, k_pages, v_pages, batch)
 
 
@@ -321,8 +320,9 @@ def _write_pages_backward(residuals, gradient):
 _write_pages.defvjp(_write_pages_forward, _write_pages_backward)
 
 
-def _dense(q, k_pages, v_pages, batch, rows):
+def _dense(numerics, q, k_pages, v_pages, batch, rows):
   """One softmax over every page of the table: plain XLA, whose bits follow lengths and batches."""
+  del numerics
   num_heads, _, page_size, head_dim = k_pages.shape
   num_segments, query_tile = rows.row_of.shape
   length = batch.page_table.shape[1] * page_size

@@ -1,0 +1,188 @@
+"""The compiled engine step: copy pages, run rows, sample.
+
+One program per row bucket. Row, segment, sample and copy counts are traced, so a bucket costs
+memory, not time: what is not used is not computed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+import numpy as np
+
+from seerjax import numerics as numerics_lib
+from seerjax import parallel
+from seerjax.array_typing import Array, Int, PRNGKeyArray
+from seerjax.models import transformer
+from seerjax.types import SamplingRows, TokenBatch, TokenScores
+
+
+class StepInputs(NamedTuple):
+  """One step of every instance; a leading instance axis on every field (numpy on the way in).
+
+  Attributes:
+    batch: rows and segments.
+    sample_rows: i32[i, b], row whose next token is sampled.
+    sampling: by sample.
+    seeds: u32[i, b], request seeds by sample.
+    positions: i32[i, b], position of the token that is sampled.
+    num_samples: i32[i].
+    copies: i32[i, b, 2], (from, to) pages copied before anything is written.
+    num_copies: i32[i].
+  """
+
+  batch: TokenBatch
+  sample_rows: Int[Array, "i b"]
+  sampling: SamplingRows
+  seeds: Array
+  positions: Int[Array, "i b"]
+  num_samples: Int[Array, "i"]
+  copies: Int[Array, "i b 2"]
+  num_copies: Int[Array, "i"]
+
+
+def copy_pages(pages: transformer.Pages, copies: Array, num_copies: Array) -> transformer.Pages:
+  """Copies whole pages inside one instance, in order; pages f[k, m, z, c], copies i32[b, 2]."""
+
+  def body(index: Array, pages: transformer.Pages) -> transformer.Pages:
+    source, target = copies[index, 0], copies[index, 1]
+
+    def copy(whole: Array) -> Array:
+      part = lax.dynamic_index_in_dim(whole, source, 1)
+      return lax.dynamic_update_slice_in_dim(whole, part, target, 1)
+
+    return jax.tree.map(copy, pages)
+
+  return lax.fori_loop(jnp.int32(0), num_copies, body, pages)
+
+
+def instance_step(
+  params: transformer.Params,
+  pages: transformer.Pages,
+  inputs: StepInputs,
+  key: PRNGKeyArray,
+  *,
+  config: transformer.TransformerConfig,
+  numerics: numerics_lib.NumericsConfig,
+  axis: str | None,
+) -> tuple[transformer.Pages, Int[Array, "b"], TokenScores]:
+  """One step of one instance (no instance axis): new pages, sampled tokens i32[b], their scores."""
+  pages = copy_pages(pages, inputs.copies, inputs.num_copies)
+  hidden, pages = transformer.forward(
+    params, inputs.batch, pages, config=config, numerics=numerics, axis=axis
+  )
+  tokens, scores = transformer.head(
+    params,
+    hidden[inputs.sample_rows],
+    jnp.full(inputs.sample_rows.shape, -1, jnp.int32),
+    inputs.sampling,
+    inputs.seeds,
+    inputs.positions,
+    inputs.num_samples,
+    key,
+    config=config,
+    numerics=numerics,
+    axis=axis,
+  )
+  return pages, tokens, scores
+
+
+@dataclasses.dataclass(frozen=True)
+class Runner:
+  """Places weights and pages on the mesh and runs steps.
+
+  Attributes:
+    config: shape of the model.
+    numerics: what decides bits.
+    mesh: `parallel.make_mesh`.
+    max_programs: row buckets; one trace more is a retrace nobody wanted, and fails.
+  """
+
+  config: transformer.TransformerConfig
+  numerics: numerics_lib.NumericsConfig
+  mesh: jax.sharding.Mesh
+  max_programs: int
+
+  @property
+  def num_instances(self) -> int:
+    """Instances of the mesh."""
+    return self.mesh.shape[parallel.INSTANCE_AXIS]
+
+  @property
+  def _axis(self) -> str | None:
+    return parallel.MODEL_AXIS if self.mesh.shape[parallel.MODEL_AXIS] > 1 else None
+
+  def _sharding(self, *spec: str | None) -> jax.sharding.NamedSharding:
+    return jax.sharding.NamedSharding(self.mesh, jax.P(*spec))
+
+  def place_params(self, params: transformer.Params) -> transformer.Params:
+    """Returns the weights on the mesh: slabs over `model`, copies for every instance."""
+    specs = transformer.partition_specs(self.config, self.numerics.reduction_shards)
+    return jax.tree.map(
+      lambda leaf, spec: jax.device_put(leaf, jax.sharding.NamedSharding(self.mesh, spec)),
+      params,
+      specs,
+      is_leaf=lambda leaf: isinstance(leaf, jax.Array | np.ndarray),
+    )
+
+  def empty_pages(self, num_pages: int, page_size: int) -> Any:
+    """Returns zeroed pages f[i, k, m, z, c] of every layer."""
+    one = jax.eval_shape(
+      lambda: transformer.empty_pages(
+        self.config, self.numerics, num_pages=num_pages, page_size=page_size
+      )
+    )
+    sharding = self._sharding(parallel.INSTANCE_AXIS, parallel.MODEL_AXIS)
+    make = jax.jit(
+      lambda: jax.tree.map(lambda s: jnp.zeros((self.num_instances, *s.shape), s.dtype), one),
+      out_shardings=sharding,
+    )
+    return make()
+
+  @functools.cached_property
+  def _program(self):
+    local = functools.partial(
+      instance_step, config=self.config, numerics=self.numerics, axis=self._axis
+    )
+
+    num_traces = 0
+
+    def step(params, pages, inputs, key):
+      nonlocal num_traces
+      num_traces += 1
+      assert num_traces <= self.max_programs, (
+        f"engine step: got trace {num_traces}, expected one for each of {self.max_programs} row"
+        " buckets; an input changed its shape or type"
+      )
+      pages, inputs = jax.tree.map(lambda leaf: leaf[0], (pages, inputs))
+      out = local(params, pages, inputs, key)
+      return jax.tree.map(lambda leaf: leaf[None], out)
+
+    if self.mesh.size > 1:
+      by_instance = jax.P(parallel.INSTANCE_AXIS)
+      page_spec = jax.P(parallel.INSTANCE_AXIS, parallel.MODEL_AXIS)
+      specs = transformer.partition_specs(self.config, self.numerics.reduction_shards)
+      # Replication over `model` is ours to keep: gathered slabs are added in one order everywhere.
+      step = jax.shard_map(
+        step,
+        mesh=self.mesh,
+        in_specs=(specs, page_spec, by_instance, jax.P()),
+        out_specs=(page_spec, by_instance, by_instance),
+        check_vma=False,
+      )
+    return jax.jit(step, donate_argnums=(1,))
+
+  def step(
+    self, params: transformer.Params, pages: Any, inputs: StepInputs, key: PRNGKeyArray
+  ) -> tuple[Any, Any, TokenScores]:
+    """Runs one step. `pages` is donated.
+
+    Returns:
+      (pages, tokens i32[i, b], scores f32[i, b]), on the devices.
+    """
+    return self._program(params, pages, inputs, key)
