@@ -1,0 +1,403 @@
+"""Everything a run is, on disk: arrays through Orbax, the rest as one JSON file beside them.
+
+  checkpoints/
+    step_00000012/          published: complete, on disk, never changed again
+      checkpoint.json       format, step, host state, numerics fingerprints, leaves, checksums of files
+      state/                Orbax: every array, named by its path in the tree
+    .incoming_00000016/     a save that is going on, or was killed; never read
+
+A save fills `.incoming_*`, waits for the disk, and gives the directory its name in one rename, so that
+whoever looks sees a whole checkpoint or none. A restore checks, before any array is read, the
+fingerprint, the checksum of every file, and every leaf's shape and dtype.
+
+The directory is on a local or shared POSIX file system and has one run at a time writing to it. Only the
+write itself is collective: on several hosts every process calls `save` and `restore` alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+import hashlib
+import json
+import os
+import pathlib
+import re
+import shutil
+from typing import Any, NamedTuple
+
+import jax
+from jax.experimental import multihost_utils
+import jax.numpy as jnp
+import numpy as np
+from orbax.checkpoint import v1 as ocp
+
+from seerjax import numerics
+
+FORMAT = 1
+DESCRIPTION = "checkpoint.json"
+ARRAYS = "state"
+
+_PUBLISHED = re.compile(r"step_(\d{8,})")
+_HIDDEN = (".incoming_", ".removed_")
+
+
+class Epoch(NamedTuple):
+  """A stretch of a run under one numerics fingerprint.
+
+  Attributes:
+    step: the step after which it began.
+    fingerprint: see `numerics.fingerprint`.
+  """
+
+  step: int
+  fingerprint: dict[str, str]
+
+
+class Restored(NamedTuple):
+  """What a checkpoint holds.
+
+  Attributes:
+    step: it was saved at.
+    state: pytree of arrays, bit for bit.
+    host_state: JSON, as it was given.
+    epochs: all numerics of the run so far, the one of this checkpoint last.
+  """
+
+  step: int
+  state: Any
+  host_state: dict[str, Any]
+  epochs: tuple[Epoch, ...]
+
+
+def steps(directory: str | os.PathLike) -> tuple[int, ...]:
+  """Returns the steps that have a published checkpoint, ascending; empty without a directory."""
+  directory = pathlib.Path(directory)
+  if not directory.is_dir():
+    return ()
+  names = (_PUBLISHED.fullmatch(path.name) for path in directory.iterdir())
+  return tuple(sorted(int(match[1]) for match in names if match))
+
+
+def latest_step(directory: str | os.PathLike) -> int | None:
+  """Returns the highest step with a published checkpoint, None if there is none."""
+  return max(steps(directory), default=None)
+
+
+def save(
+  directory: str | os.PathLike,
+  step: int,
+  state: Any,
+  *,
+  host_state: Mapping[str, Any],
+  fingerprint: Mapping[str, str],
+  accept_new_numerics: bool = False,
+  keep_latest: int = 3,
+  keep_every: int = 0,
+) -> pathlib.Path:
+  """Publishes a checkpoint, then removes those that are no longer kept.
+
+  Args:
+    directory: of all the run's checkpoints.
+    step: of this one.
+    state: pytree of arrays: parameters, optax state, typed PRNG keys.
+    host_state: what is no array (data position, counters, metrics offset, config), as JSON.
+    fingerprint: of the run's numerics.
+    accept_new_numerics: if the checkpoint before has another fingerprint, keep both.
+    keep_latest: how many of the newest are kept, at least 1.
+    keep_every: steps that are multiples of it are kept as well; 0 for none.
+
+  Returns:
+    The published directory.
+
+  Raises:
+    ValueError: if the step is there already, the host state would not survive JSON, a leaf is no
+      array, or the fingerprint differs from the checkpoint's before (both values are named).
+    OSError: if the disk is full; earlier checkpoints are untouched.
+  """
+  directory = pathlib.Path(directory).absolute()
+  if keep_latest < 1 or keep_every < 0:
+    raise ValueError(
+      f"checkpoint.save: got keep_latest={keep_latest} and keep_every={keep_every}, expected at"
+      " least 1 and at least 0; keep_latest=3, keep_every=0 are usual."
+    )
+  target = _path(directory, step)
+  if target.exists():
+    raise ValueError(
+      f"checkpoint.save: got step {step}, which {target} holds already, expected a new step; resume"
+      " from the latest one, or choose another directory."
+    )
+  _require_json(host_state, "host_state")
+  leaves = _leaves(state, "checkpoint.save: state")
+  epochs = _continue_epochs(directory, step, dict(fingerprint), accept_new_numerics)
+
+  incoming = directory / f".incoming_{step:08d}"
+  try:
+    if jax.process_index() == 0:
+      directory.mkdir(parents=True, exist_ok=True)
+      for path in directory.iterdir():
+        if path.name.startswith(_HIDDEN):
+          shutil.rmtree(path)
+      incoming.mkdir()
+    _barrier("checkpoint_directory")
+    # A flat dict: what is on disk does not depend on how containers are spelled. Orbax takes no
+    # arrays without elements; for those the description is enough.
+    ocp.save(incoming / ARRAYS, {name: leaf for name, leaf in leaves.items() if leaf.size})
+    _barrier("checkpoint_arrays")
+    if jax.process_index() == 0:
+      description = {
+        "format": FORMAT,
+        "step": int(step),
+        "host_state": dict(host_state),
+        "epochs": [epoch._asdict() for epoch in epochs],
+        "leaves": {name: _shape_word(leaf) for name, leaf in leaves.items()},
+        "files": {
+          str(path.relative_to(incoming)): {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+          for path in _files(incoming)
+        },
+      }
+      description["sha256"] = _json_sha256(description)
+      (incoming / DESCRIPTION).write_text(json.dumps(description, indent=1, allow_nan=False) + "\n")
+      _to_disk(incoming)
+      os.rename(incoming, target)
+      _sync(directory)
+      _remove_old(directory, keep_latest, keep_every)
+  except BaseException:
+    if jax.process_index() == 0:
+      shutil.rmtree(incoming, ignore_errors=True)
+    raise
+  _barrier("checkpoint_published")
+  return target
+
+
+def restore(
+  directory: str | os.PathLike,
+  abstract_state: Any,
+  *,
+  fingerprint: Mapping[str, str],
+  step: int | None = None,
+  accept_new_numerics: bool = False,
+) -> Restored:
+  """Reads a checkpoint back, bit for bit.
+
+  Args:
+    directory: of all the run's checkpoints.
+    abstract_state: pytree of arrays or `jax.ShapeDtypeStruct`; where a leaf has a sharding, the
+      array is placed by it, else on the first device. numpy leaves come back as numpy arrays.
+    fingerprint: of this run's numerics.
+    step: which one; the latest by default.
+    accept_new_numerics: take the checkpoint under another fingerprint; the result's epochs end with
+      this run's, and so do those of later saves that accept it too.
+
+  Returns:
+    See `Restored`.
+
+  Raises:
+    ValueError: if the checkpoint is not there, truncated or altered (the file is named), of other
+      numerics (both values are named), or of other leaves, shapes or dtypes (each leaf is named).
+  """
+  directory = pathlib.Path(directory).absolute()
+  if step is None:
+    step = latest_step(directory)
+  if step is None or not _path(directory, step).is_dir():
+    raise ValueError(
+      f"checkpoint.restore: got step {step} of {directory}, expected one of {steps(directory)};"
+      " choose another step or directory, or start a new run."
+    )
+  path = _path(directory, step)
+  description = _describe(path)
+  epochs = tuple(Epoch(**epoch) for epoch in description["epochs"])
+  if epochs[-1].fingerprint != dict(fingerprint):
+    if not accept_new_numerics:
+      numerics.require_same(epochs[-1].fingerprint, dict(fingerprint), what=str(path))
+    epochs += (Epoch(step, dict(fingerprint)),)
+  wanted = _leaves(abstract_state, "checkpoint.restore: abstract_state")
+  _require_equal_leaves(path, description["leaves"], wanted)
+  _require_whole(path, description["files"])
+  abstract = {name: _placed(leaf) for name, leaf in wanted.items() if np.prod(leaf.shape)}
+  arrays = ocp.load(path / ARRAYS, abstract)
+  for name, leaf in wanted.items():
+    if name not in arrays:
+      arrays[name] = (np if isinstance(leaf, np.ndarray) else jnp).zeros(leaf.shape, leaf.dtype)
+  structure = jax.tree.structure(abstract_state)
+  state = jax.tree.unflatten(structure, [arrays[name] for name in wanted])
+  return Restored(description["step"], state, description["host_state"], epochs)
+
+
+def _path(directory: pathlib.Path, step: int) -> pathlib.Path:
+  return directory / f"step_{step:08d}"
+
+
+def _leaves(tree: Any, what: str) -> dict[str, Any]:
+  """Returns the leaves by their path, "params/layers/0/weight"."""
+  result = {}
+  for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+    name = jax.tree_util.keystr(path, simple=True, separator="/")
+    if isinstance(leaf, np.generic):
+      leaf = np.asarray(leaf)
+    if not isinstance(leaf, (jax.Array, np.ndarray, jax.ShapeDtypeStruct)):
+      raise ValueError(
+        f"{what}: got {type(leaf).__name__} {leaf!r} at {name!r}, expected an array; put it into"
+        " host_state, or make it an array."
+      )
+    if name in result:
+      raise ValueError(
+        f"{what}: got two leaves that are both named {name!r}, expected distinct paths; rename one."
+      )
+    result[name] = leaf
+  return result
+
+
+def _shape_word(leaf: Any) -> str:
+  return f"{leaf.dtype}[{', '.join(map(str, leaf.shape))}]"
+
+
+def _placed(leaf: Any) -> Any:
+  if isinstance(leaf, np.ndarray):
+    return leaf
+  sharding = leaf.sharding or jax.sharding.SingleDeviceSharding(jax.devices()[0])
+  return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+
+def _continue_epochs(
+  directory: pathlib.Path, step: int, fingerprint: dict[str, str], accept_new_numerics: bool
+) -> tuple[Epoch, ...]:
+  """Returns the epochs of the checkpoint before `step`, with this one's if it is another."""
+  before = max((other for other in steps(directory) if other < step), default=None)
+  if before is None:
+    return (Epoch(0, fingerprint),)
+  path = _path(directory, before)
+  epochs = tuple(Epoch(**epoch) for epoch in _describe(path)["epochs"])
+  if epochs[-1].fingerprint == fingerprint:
+    return epochs
+  if not accept_new_numerics:
+    numerics.require_same(epochs[-1].fingerprint, fingerprint, what=str(path))
+  return (*epochs, Epoch(before, fingerprint))
+
+
+def _require_json(value: Any, where: str) -> None:
+  """Refuses what would come back from JSON as something else: tuples, int keys, NaN, arrays."""
+  if value is None or isinstance(value, (str, bool, int)):
+    if type(value) in (str, bool, int, type(None)):
+      return
+  elif isinstance(value, float):
+    if type(value) is float and np.isfinite(value):
+      return
+  elif isinstance(value, Mapping):
+    for key, item in value.items():
+      if not isinstance(key, str):
+        raise ValueError(
+          f"checkpoint.save: got the key {key!r} in {where}, expected a string; convert it."
+        )
+      _require_json(item, f"{where}[{key!r}]")
+    return
+  elif isinstance(value, list):
+    for index, item in enumerate(value):
+      _require_json(item, f"{where}[{index}]")
+    return
+  raise ValueError(
+    f"checkpoint.save: got {type(value).__name__} {value!r} at {where}, expected JSON that comes back"
+    " equal (str, bool, int, finite float, None, list, dict); convert it."
+  )
+
+
+def _require_equal_leaves(
+  path: pathlib.Path, stored: Mapping[str, str], wanted: Mapping[str, Any]
+) -> None:
+  current = {name: _shape_word(leaf) for name, leaf in wanted.items()}
+  differing = [
+    f"{name}: got {stored.get(name, 'nothing')}, expected {current.get(name, 'nothing')}"
+    for name in sorted(set(stored) | set(current))
+    if stored.get(name) != current.get(name)
+  ]
+  if differing:
+    more = f" and {len(differing) - 8} more" if len(differing) > 8 else ""
+    raise ValueError(
+      f"{path}: got other leaves than this run has ({'; '.join(differing[:8])}{more}); build the"
+      " model and the optimiser as the run that saved it did."
+    )
+
+
+def _describe(path: pathlib.Path) -> dict[str, Any]:
+  file = path / DESCRIPTION
+  try:
+    description = json.loads(file.read_text())
+    digest = description.pop("sha256")
+    found = _json_sha256(description)
+  except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+    raise ValueError(
+      f"{file}: got a file that cannot be read ({error!r}), expected the description of a"
+      " checkpoint; the file is truncated or missing: resume from another step."
+    ) from error
+  if found != digest:
+    raise ValueError(
+      f"{file}: got contents of sha256 {found[:16]}, expected {digest[:16]}; the file was altered:"
+      " resume from another step."
+    )
+  if description["format"] != FORMAT:
+    raise ValueError(
+      f"{file}: got format {description['format']}, expected {FORMAT}; use the version of seerjax"
+      " that saved it."
+    )
+  return description
+
+
+def _require_whole(path: pathlib.Path, files: Mapping[str, Mapping[str, Any]]) -> None:
+  for name, expected in files.items():
+    file = path / name
+    if not file.is_file():
+      raise ValueError(
+        f"{file}: got no file, expected {expected['bytes']} bytes; the checkpoint is incomplete:"
+        " resume from another step."
+      )
+    size = file.stat().st_size
+    if size != expected["bytes"]:
+      raise ValueError(
+        f"{file}: got {size} bytes, expected {expected['bytes']}; the file is truncated: resume from"
+        " another step."
+      )
+    if (found := _sha256(file)) != expected["sha256"]:
+      raise ValueError(
+        f"{file}: got contents of sha256 {found[:16]}, expected {expected['sha256'][:16]}; the file"
+        " was altered: resume from another step."
+      )
+
+
+def _files(directory: pathlib.Path) -> list[pathlib.Path]:
+  return sorted(path for path in directory.rglob("*") if path.is_file())
+
+
+def _sha256(path: pathlib.Path) -> str:
+  with open(path, "rb") as file:
+    return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _json_sha256(value: Any) -> str:
+  text = json.dumps(value, sort_keys=True, allow_nan=False)
+  return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _to_disk(directory: pathlib.Path) -> None:
+  for path in [*directory.rglob("*"), directory]:
+    _sync(path)
+
+
+def _sync(path: pathlib.Path) -> None:
+  descriptor = os.open(path, os.O_RDONLY)
+  try:
+    os.fsync(descriptor)
+  finally:
+    os.close(descriptor)
+
+
+def _remove_old(directory: pathlib.Path, keep_latest: int, keep_every: int) -> None:
+  for step in steps(directory)[:-keep_latest]:
+    if not keep_every or step % keep_every:
+      # Out of sight in one rename: half a checkpoint is never seen, not even while it goes.
+      removed = directory / f".removed_{step:08d}"
+      os.rename(_path(directory, step), removed)
+      shutil.rmtree(removed)
+
+
+def _barrier(name: str) -> None:
+  if jax.process_count() > 1:
+    multihost_utils.sync_global_devices(name)
