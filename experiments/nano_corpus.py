@@ -51,7 +51,9 @@ def documents(seed: int, *, countdown_rate: float = COUNTDOWN_RATE) -> Iterator[
     yield problem.prompt, problem.solution
 
 
-def train_tokenizer(directory: str | pathlib.Path, *, seed: int = 0) -> tokenizer_lib.Tokenizer:
+def train_tokenizer(
+  directory: str | pathlib.Path, *, seed: int = 0, num_documents: int = TRAINING_DOCUMENTS
+) -> tokenizer_lib.Tokenizer:
   """Trains nano's byte-level BPE, writes its two files and returns it as read back."""
   backend = tokenizers.Tokenizer(models.BPE())
   backend.pre_tokenizer = pre_tokenizers.Sequence(
@@ -70,7 +72,7 @@ def train_tokenizer(directory: str | pathlib.Path, *, seed: int = 0) -> tokenize
 
   def texts() -> Iterator[str]:
     for index, (prompt, solution) in enumerate(documents(seed)):
-      if index == TRAINING_DOCUMENTS:
+      if index == num_documents:
         return
       # The roles of the template, so that each is one token.
       yield f"user\n{prompt}"

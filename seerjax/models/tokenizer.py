@@ -101,12 +101,13 @@ class Tokenizer:
       ValueError: if the text has no token.
     """
     try:
-      ids = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+      text.encode("utf-8")  # `tokenizers` would only say that it got no str.
     except UnicodeEncodeError as error:
       raise ValueError(
         f"Tokenizer.encode: got text with a lone surrogate at offset {error.start}, expected"
         " characters that UTF-8 can hold; replace it."
       ) from error
+    ids = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
     if not ids:
       raise ValueError(
         f"Tokenizer.encode: got {text[:40]!r}, which has no token, expected at least one; a prompt"
@@ -360,9 +361,18 @@ def _to_json(
   )
 
 
+class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
+  """Raises where jinja2 hands out an undefined value, which prints as nothing."""
+
+  def unsafe_undefined(self, obj: Any, attribute: str) -> Any:
+    raise jinja2.exceptions.SecurityError(
+      f"access to attribute {attribute!r} of {type(obj).__name__!r} object is unsafe"
+    )
+
+
 def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
   # Block trimming and these names are what templates written for Hugging Face count on.
-  environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+  environment = _Sandbox(
     trim_blocks=True,
     lstrip_blocks=True,
     extensions=[_Generation, "jinja2.ext.loopcontrols"],

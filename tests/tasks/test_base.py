@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from fractions import Fraction
 
 import hypothesis
@@ -38,12 +39,12 @@ half_a_task.problem = None
 
 
 @pytest.fixture
-def outside(tmp_path, monkeypatch):
+def outside(tmp_path):
   """A folder of the user's own, as the current directory."""
   (tmp_path / "outside_task_module.py").write_text(MY_TASK)
   (tmp_path / "prompts.jsonl").write_text('{"prompt": "say a", "answer": 3}\n\n{"prompt": "b"}\n')
-  monkeypatch.chdir(tmp_path)
-  return tmp_path
+  with contextlib.chdir(tmp_path):
+    yield tmp_path
 
 
 def test_draws_are_the_same_on_every_machine():

@@ -1,0 +1,165 @@
+"""Countdown: an expression is parsed, never run, and its value is exact."""
+
+from __future__ import annotations
+
+import dataclasses
+from fractions import Fraction
+import json
+import pathlib
+import re
+
+import hypothesis
+from hypothesis import strategies as st
+import pytest
+
+from seerjax.tasks import countdown
+from seerjax.types import Problem
+
+TASK = countdown.Countdown()
+
+
+def test_problems_are_the_same_on_every_machine():
+  golden = json.loads((pathlib.Path(__file__).parent / "countdown_golden.json").read_text())
+  assert len(golden) >= 6
+  for entry in golden:
+    assert dataclasses.asdict(TASK.problem(entry["split"], entry["index"])) == entry["problem"]
+
+
+@pytest.mark.parametrize("split", countdown.SPLITS)
+def test_every_problem_has_a_solution_and_every_line_is_true(split):
+  for index in range(250):
+    problem = TASK.problem(split, index)
+    assert TASK.verdict(problem, problem.solution).correct
+    for first, sign, second, result in re.findall(r"(\d+)([-+*/])(\d+)=(\d+)", problem.solution):
+      value = {
+        "+": int(first) + int(second),
+        "-": int(first) - int(second),
+        "*": int(first) * int(second),
+        "/": Fraction(int(first), int(second)),
+      }[sign]
+      assert value == int(result) > 0
+
+
+def test_heldout_has_a_number_that_train_never_has():
+  for index in range(300):
+    given = [int(n) for n in re.findall(r"\d+", TASK.problem("heldout", index).answer)][1:]
+    assert max(given) > TASK.config.max_number
+    given = [int(n) for n in re.findall(r"\d+", TASK.problem("train", index).answer)][1:]
+    assert max(given) <= TASK.config.max_number
+
+
+def test_solutions_show_between_no_and_many_failed_tries():
+  tries = [TASK.problem("train", i).solution.count("\n") for i in range(500)]
+  assert min(tries) == 1 and max(tries) == TASK.config.max_attempts + 1
+
+
+@pytest.mark.parametrize(
+  ("expression", "value"),
+  [
+    ("3*7+25", Fraction(46)),
+    ("25 + 7*3", Fraction(46)),
+    ("(25-7)/3", Fraction(6)),
+    ("7/3", Fraction(7, 3)),
+    ("7/3/25", Fraction(7, 75)),
+    ("3", Fraction(3)),
+    ("((3))", Fraction(3)),
+    ("3+3", None),
+    ("7+4", None),
+    ("25/(7-7)", None),
+    ("25/(3-7+4)", None),
+    ("-3+7", None),
+    ("+3", None),
+    ("3**7", None),
+    ("7//3", None),
+    ("3.0+7", None),
+    ("3+", None),
+    ("", None),
+    ("()", None),
+    ("3(7)", None),
+    ("007", None),
+    ("3, 7", None),
+    ("__import__('os')", None),
+    ("3 if 7 else 25", None),
+    ("3\x00", None),
+    ("3\n+7", None),
+    ("３+7", None),
+    ("(" * 60 + "3" + ")" * 60, Fraction(3)),
+    ("(" * 64 + "3" + ")" * 64, None),
+    ("9" * 10_000, None),
+  ],
+)
+def test_evaluate_by_hand(expression, value):
+  assert countdown.evaluate(expression, (3, 7, 25)) == value
+
+
+def test_a_number_given_twice_may_be_used_twice():
+  assert countdown.evaluate("5*5", (5, 5)) == 25
+  assert countdown.evaluate("5*5*5", (5, 5)) is None
+  assert countdown.evaluate("4/(5-5)", (4, 5, 5)) is None
+
+
+@pytest.mark.parametrize(
+  ("text", "reward", "well_formed"),
+  [
+    ("3*7=21, 21+25=46\n#### 3*7+25", 1.0, True),
+    ("#### 25+3*7 \n", 1.0, True),
+    ("#### 25+7", 0.0, True),
+    ("#### 46", 0.0, False),
+    ("#### 3*7+25 = 46", 0.0, False),
+    ("3*7+25", 0.0, False),
+    ("#### 3*7+25\n#### 3*7+25", 0.0, False),
+    ("####", 0.0, False),
+  ],
+)
+def test_verdict_by_hand(text, reward, well_formed):
+  verdict = TASK.verdict(Problem(problem_id="p", prompt="?", answer="46 = 3 7 25"), text)
+  assert (verdict.reward, verdict.well_formed) == (reward, well_formed)
+
+
+@hypothesis.given(st.text(max_size=300), st.text("0123456789+-*/() ", max_size=140))
+def test_verdict_never_raises(words, expression):
+  problem = TASK.problem("train", 0)
+  for text in (
+    words,
+    f"#### {words}",
+    f"#### {expression}",
+    words * 40,
+    f"{words}####{expression}",
+  ):
+    TASK.verdict(problem, text)
+
+
+@pytest.mark.parametrize(
+  ("change", "message"),
+  [
+    (dict(min_numbers=1), "min_numbers: got 1, expected 2 <= min_numbers <= max_numbers"),
+    (dict(min_numbers=5), "min_numbers: got 5, expected 2 <= min_numbers <= max_numbers"),
+    (dict(max_numbers=7), "max_numbers: got 7, expected at most 6"),
+    (dict(max_number=3), "max_number: got 3, expected at least 4"),
+    (dict(max_target=40), r"max_target: got 40, expected at least 2 \* max_number = 50"),
+    (dict(max_attempts=-1), "max_attempts: got -1, expected at least 0"),
+    (dict(num_heldout=0), "num_heldout: got 0, expected at least 1 problem"),
+  ],
+)
+def test_impossible_knobs_are_refused(change, message):
+  with pytest.raises(ValueError, match=message):
+    countdown.CountdownConfig(**change)
+
+
+def test_knobs_at_their_limits_make_sound_problems():
+  for config in (
+    countdown.CountdownConfig(max_number=4, max_target=8, max_numbers=6),
+    countdown.CountdownConfig(min_numbers=2, max_numbers=2, max_attempts=0),
+  ):
+    task = dataclasses.replace(TASK, config=config)
+    for split in countdown.SPLITS:
+      for index in range(100):
+        problem = task.problem(split, index)
+        assert task.verdict(problem, problem.solution).correct
+
+
+def test_unknown_splits_and_indices_are_refused():
+  with pytest.raises(ValueError, match="countdown: got split 'test', expected one of"):
+    TASK.num_problems("test")
+  with pytest.raises(ValueError, match="got problem index 30000 of split 'heldout'"):
+    TASK.problem("heldout", 30_000)

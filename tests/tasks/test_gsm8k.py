@@ -1,0 +1,152 @@
+"""GSM8K: the original file format, and answers as people and models write them."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+import json
+
+import hypothesis
+from hypothesis import strategies as st
+import pytest
+
+from seerjax import tasks
+from seerjax.tasks import gsm8k
+
+ROWS = [
+  {
+    "question": "Ida has 2 boxes of 600 pins and 34 more. How many pins has she?",
+    "answer": "The boxes hold 2*600=<<2*600=1200>>1200 pins.\nIn all 1200+34=1234.\n#### 1,234",
+  },
+  {"question": "Half of 5 apples?", "answer": "5/2=2.5\n#### 2.5"},
+]
+
+
+def write(path, rows):
+  path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.mark.parametrize(
+  ("text", "value"),
+  [
+    ("#### 1,234", 1234),
+    ("#### $1,234.50", Fraction(2469, 2)),
+    ("#### -3", -3),
+    ("#### -$3.50", Fraction(-7, 2)),
+    ("#### $-3.50", Fraction(-7, 2)),
+    ("#### \u22125", -5),
+    ("#### 20%", 20),
+    ("#### 3/4", Fraction(3, 4)),
+    ("####15", 15),
+    ("#### 15.", 15),
+    ("#### .5", Fraction(1, 2)),
+    ("#### 15 apples\nI hope that helps, all 3 of you", 15),
+    ("#### 5 + 7 = 12", 12),
+    ("#### 7\nwait\n#### 8", 8),
+    ("#### \\boxed{9}", 9),
+    ("####\n19", 19),
+    ("#### none, but earlier 7", 7),
+    ("first 7, so\n####", 7),
+    ("so \\boxed{1{,}234} it is 5", 1234),
+    ("\\boxed{\\frac{3}{4}}", Fraction(3, 4)),
+    ("\\boxed{-\\dfrac{3}{4}}", Fraction(-3, 4)),
+    ("\\boxed{\\$12.50}", Fraction(25, 2)),
+    ("\\boxed{x = 12}", 12),
+    ("\\boxed{1} and \\boxed{\\text{all } 2}", 2),
+    ("\\boxed{7", 7),
+    ("The answer is 42.", 42),
+    ("The answer is -42", -42),
+    ("12-7", 7),
+    ("12 - 7", 7),
+    ("- 5 apples", 5),
+    ("between 3 and 1,000,000", 1_000_000),
+    ("1,2,3", 3),
+    ("5/0", 5),
+    ("about 12.5% of it", Fraction(25, 2)),
+    ("no number", None),
+    ("", None),
+    ("٣", None),
+    ("9" * 41, None),
+    ("9" * 30_000, None),
+    ("\x00 4 \x00", 4),
+  ],
+)
+def test_extract_by_hand(text, value):
+  assert gsm8k.extract(text) == value
+
+
+@hypothesis.given(st.text(max_size=300), st.text("0123456789,.$%/-#{}\\boxedfrac \n", max_size=300))
+def test_verdict_never_raises(words, pieces):
+  problem = gsm8k.Problem(problem_id="p", prompt="?", answer="7")
+  task = gsm8k.Gsm8k(train=(problem,), heldout=())
+  for text in (words, pieces, words + pieces, f"#### {pieces}", f"\\boxed{{{pieces}", pieces * 80):
+    verdict = task.verdict(problem, text)
+    assert verdict.well_formed or not verdict.correct
+
+
+@hypothesis.given(st.integers(-(10**12), 10**12))
+def test_integers_are_read_back_in_every_dress(number):
+  for text in (f"#### {number}", f"#### {number:,}", f"so \\boxed{{{number:,}}}.", f"is {number}."):
+    assert gsm8k.extract(text) == number
+
+
+def test_a_directory_gives_both_splits(tmp_path):
+  write(tmp_path / "train.jsonl", ROWS)
+  write(tmp_path / "test.jsonl", ROWS[1:])
+  task = tasks.load("gsm8k", path=tmp_path)
+  assert (task.num_problems("train"), task.num_problems("heldout")) == (2, 1)
+  problem = task.problem("train", 0)
+  assert (problem.problem_id, problem.answer, problem.num_steps) == ("gsm8k-train-0", "1234", 2)
+  assert problem.prompt == f"{ROWS[0]['question']}\n{gsm8k.INSTRUCTION}"
+  assert task.problem("heldout", 0).answer == "5/2"
+  for index in range(2):
+    problem = task.problem("train", index)
+    assert task.verdict(problem, problem.solution).correct
+  assert task.verdict(task.problem("train", 0), "It is 1234 pins").correct
+  assert not task.verdict(task.problem("train", 0), "#### 1235").correct
+  assert not task.verdict(task.problem("train", 0), "none").well_formed
+
+
+def test_one_file_is_split_every_tenth(tmp_path):
+  rows = [{"question": f"{i}?", "answer": f"#### {i}"} for i in range(20)]
+  write(tmp_path / "all.jsonl", rows)
+  task = gsm8k.load(tmp_path / "all.jsonl", instruction="")
+  assert [task.problem("heldout", i).answer for i in range(2)] == ["9", "19"]
+  assert task.num_problems("train") == 18
+  assert task.problem("train", 3).prompt == "3?"
+
+
+def test_missing_files_are_refused_by_name(tmp_path):
+  write(tmp_path / "train.jsonl", ROWS)
+  with pytest.raises(
+    FileNotFoundError, match=r"test\.jsonl: got no such file, expected JSON lines"
+  ):
+    gsm8k.load(tmp_path)
+  with pytest.raises(FileNotFoundError, match=r"absent\.jsonl: got no such file"):
+    gsm8k.load(tmp_path / "absent.jsonl")
+
+
+@pytest.mark.parametrize(
+  ("line", "message"),
+  [
+    ('{"question": "a"', "line 3: got text that is not JSON"),
+    ('{"question": "a"}', r"line 3: got the keys \('question',\), expected 'answer' among them"),
+    ('{"question": "", "answer": "#### 1"}', "line 3: got question='', expected a string"),
+    ('{"question": "a", "answer": "seven"}', "row 3: got the answer 'seven', expected it to end"),
+    ('{"question": "a", "answer": "#### seven"}', "row 3: got the answer '#### seven', expected"),
+  ],
+)
+def test_bad_rows_are_refused_by_line(tmp_path, line, message):
+  write(tmp_path / "rows.jsonl", ROWS)
+  with (tmp_path / "rows.jsonl").open("a") as file:
+    file.write(line + "\n")
+  with pytest.raises(ValueError, match=message):
+    gsm8k.load(tmp_path / "rows.jsonl")
+
+
+def test_unknown_splits_and_indices_are_refused(tmp_path):
+  write(tmp_path / "rows.jsonl", ROWS)
+  task = gsm8k.load(tmp_path / "rows.jsonl")
+  with pytest.raises(ValueError, match="gsm8k: got split 'test', expected one of"):
+    task.num_problems("test")
+  with pytest.raises(ValueError, match="gsm8k: got problem index 2 of split 'train'"):
+    task.problem("train", 2)
