@@ -1,0 +1,195 @@
+"""The report holds a run in one page, says what is true of it, and never runs a model's text."""
+
+from __future__ import annotations
+
+import html.parser
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from seerjax import metrics, report
+from seerjax.rollout import journal
+from seerjax.types import Completion, Request, Rollout, SamplingParams, Verdict
+
+NUM_STEPS = 60
+EVIL = "</pre><script>alert('pwned')</script><img src=x onerror=alert(1)>\ud800 & 3 < 4"
+
+
+def make_run(directory: pathlib.Path, *, gap: float = 0.0, text: str = "", steps=NUM_STEPS) -> None:
+  """Writes what a run of `steps` steps would leave."""
+  rng = np.random.default_rng(0)
+  with metrics.Writer(directory, console="off", tensorboard=False) as writer:
+    for step in range(steps):
+      done = step / steps
+      length = 70 + 55 * done + rng.normal(0, 4)
+      writer.write(
+        step,
+        {
+          "rollout/reward_mean": 0.42 + 0.3 * done**0.7 + rng.normal(0, 0.025),
+          "rollout/accuracy": 0.4 + 0.3 * done**0.7 + rng.normal(0, 0.025),
+          "rollout/length_mean": length,
+          "rollout/length_p99": 2.6 * length + rng.normal(0, 12),
+          "rollout/tokens_per_second": 4000 + rng.normal(0, 150),
+          "contract/kl": gap if step == 7 else 0.0,
+          "contract/max_abs_logprob_gap": gap if step == 7 else 0.0,
+          "train/loss": rng.normal(0, 0.01),
+          "train/grad_norm": float("nan") if step == 9 else 0.6 + rng.gamma(2, 0.1),
+          "train/entropy": 0.55 - 0.2 * done + rng.normal(0, 0.01),
+          "train/learning_rate": 1e-5,
+        },
+      )
+  metrics.write_summary(
+    directory / "summary.json",
+    dict(accuracy_before=0.431, accuracy_after=0.697, max_abs_logprob_gap=gap, kl_max=gap,
+         tokens_per_second=4012.7, length_mean=121.3, length_p99=334.0, seconds=388.4,
+         optimizer_steps=steps),
+  )  # fmt: skip
+  config = {"model": "nano", "trainer": {"learning_rate": 1e-5, "group_size": 8}, "note": text}
+  (directory / "config.json").write_text(json.dumps(config))
+  fingerprint = {"implementation": "tiled", "row_tile": "16", "kv_split": "256", "digest": "7d1c"}
+  with journal.Journal(directory / "journal.jsonl", fingerprint=fingerprint, settings={}) as book:
+    for step, mean in ((0, 60), (1, 61), (steps - 1, 110)):
+      for group in range(6):
+        for member in range(4):
+          count = int(np.clip(rng.lognormal(np.log(mean), 0.5), 5, 400))
+          logprobs = -rng.random(count).astype(np.float32)
+          book.append(
+            step, group, member,
+            Rollout(
+              request=Request(request_id="r", prompt=(1, 2), sampling=SamplingParams()),
+              completion=Completion(
+                request_id="r", tokens=tuple(range(count)), behaviour_logprobs=logprobs,
+                raw_logprobs=logprobs, policy_version=step, finish_reason="stop",
+                text=text or "Start with 12 pencils.\n12 - 5 = 7\n7 + 9 = 16\nThe answer is 16."),
+              verdict=Verdict(
+                reward=float((group + step) % 3 > 0), correct=(group + step) % 3 > 0,
+                well_formed=True, answer=text or "16"),
+            ),
+            prompt_text=text or "Mira has 12 pencils. She gives 5 away and buys 9. How many now?",
+          )  # fmt: skip
+
+
+class Tags(html.parser.HTMLParser):
+  """Collects what a browser would see of a page."""
+
+  def __init__(self, page: str):
+    super().__init__()
+    self.tags: list[tuple[str, dict]] = []
+    self.text = ""
+    self.feed(page)
+
+  def handle_starttag(self, tag, attrs):
+    self.tags.append((tag, dict(attrs)))
+
+  def handle_data(self, data):
+    self.text += data
+
+
+@pytest.fixture
+def page(tmp_path) -> str:
+  make_run(tmp_path / "grpo-nano")
+  path = report.render(tmp_path / "grpo-nano")
+  assert path == tmp_path / "grpo-nano/report.html"
+  return path.read_text()
+
+
+def test_every_section_is_there(page):
+  for text in (
+    "grpo-nano", "43.1 → 69.7 %", "+26.6 points", "On-policy, to the bit", "Learning", "Reward",
+    "Accuracy", "Response lengths", "Transcripts", "Step 0", f"Step {NUM_STEPS - 1}",
+    "Numerics fingerprint", "kv_split", "trainer.learning_rate", "train/learning_rate",
+    "Mira has 12 pencils", "✓ correct", "✗ wrong", "1 values are not finite",
+  ):  # fmt: skip
+    assert text in page, text
+
+
+def test_the_page_asks_for_nothing(page):
+  for tag, attributes in Tags(page).tags:
+    assert tag not in ("script", "link", "img", "iframe", "object", "embed")
+    assert not {"src", "href"} & attributes.keys()
+    assert not any(name.startswith("on") for name in attributes)
+  assert "url(" not in page and "@import" not in page and "http://" not in page
+  assert len(page) < 400_000
+
+
+def test_exact_zeros_are_said_in_words(page):
+  text = Tags(page).text
+  assert "KL(rollout ‖ trainer) is exactly 0.0 at every one of 60 recorded steps." in text
+  assert "gap| is exactly 0.0 at every one of 60 recorded steps." in text
+
+
+def test_a_gap_is_said_with_its_step(tmp_path):
+  make_run(tmp_path, gap=1e-7)
+  text = Tags(report.render(tmp_path).read_text()).text
+  assert "is not zero at 1 of 60 recorded steps: at most 1e-07 nats, at step 7." in text
+  assert "Equal bits are not shown" in text and "is exactly 0.0" not in text
+
+
+@pytest.mark.parametrize(
+  ("values", "expected"),
+  [
+    ([0.0, -0.0], "is exactly 0.0 at every one of 2"),
+    ([0.0, float("nan")], "at most nan nats, at step 1"),
+    ([-2.0, 1.0], "at most -2 nats, at step 0"),
+    ([], "was not recorded"),
+  ],
+)
+def test_the_sentence_of_a_promised_zero(values, expected):
+  points = (np.arange(len(values)), np.array(values))
+  held, sentence = report.gap_sentence("It", points)
+  assert expected in sentence and held == ("exactly" in sentence)
+
+
+def test_text_of_models_stays_text(tmp_path):
+  make_run(tmp_path, text=EVIL)
+  page = report.render(tmp_path).read_text()
+  seen = Tags(page)
+  assert not {"script", "img"} & {tag for tag, _ in seen.tags}
+  assert "<script>alert('pwned')</script>" in seen.text and "& 3 < 4" in seen.text
+  assert "<script" not in page
+
+
+def test_a_run_that_has_just_begun_is_rendered(tmp_path):
+  (tmp_path / "summary.json").write_text("{}")
+  assert "SeerJAX" in report.render(tmp_path).read_text()
+  (tmp_path / "metrics.jsonl").write_text('{"step": 0, "train/loss": "NaN", "a/b": "NaN"}\n')
+  assert "1 values are not finite" in report.render(tmp_path).read_text()
+  (tmp_path / "metrics.jsonl").write_text('{"step": 0, "train/loss": 2.0, "contract/kl": 0.0}\n')
+  page = report.render(tmp_path).read_text()
+  assert "was not recorded, so nothing is claimed" in page and "<b>2</b>" in page
+
+
+def test_points_lie_where_the_numbers_say():
+  frame = report._Frame((0.0, 10.0), (0.0, 1.0))
+  assert frame.x(0.0) == report.LEFT and frame.x(10.0) == report.WIDTH - report.RIGHT
+  assert frame.y(0.0) == report.HEIGHT - report.BOTTOM and frame.y(1.0) == report.TOP
+
+
+def test_ticks_are_round_and_inside():
+  np.testing.assert_allclose(report.ticks(0.0, 0.93), [0.0, 0.25, 0.5, 0.75])
+  np.testing.assert_allclose(report.ticks(-3.0, 17.0), [0.0, 5.0, 10.0, 15.0])
+  assert report.ticks(2.0, 2.0) == [2.0]
+
+
+def test_directories_and_files_that_are_no_run_are_refused(tmp_path):
+  with pytest.raises(ValueError, match=r"holds none of metrics.jsonl, summary.json"):
+    report.render(tmp_path)
+  (tmp_path / "summary.json").write_text("{")
+  with pytest.raises(ValueError, match=re.escape("summary.json, which is not JSON")):
+    report.render(tmp_path)
+
+
+def test_it_runs_from_the_command_line(tmp_path):
+  make_run(tmp_path, steps=3)
+  environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+  command = [sys.executable, "-m", "seerjax.report"]
+  result = subprocess.run([*command, str(tmp_path)], capture_output=True, text=True, env=environment)
+  assert result.stdout.strip() == str(tmp_path / "report.html"), result.stderr
+  result = subprocess.run(command, capture_output=True, text=True, env=environment)
+  assert result.returncode == 1 and "usage: python -m seerjax.report" in result.stderr
