@@ -180,7 +180,7 @@ class _Fields:
 
   def get(self, field: str) -> Any:
     """Returns the field's value, None where it is missing."""
-    return self.values[field] if field in self.values else None
+    return self.values.get(field)
 
   def whole(self, field: str, default: int | None = None) -> int:
     value = self.get(field)
@@ -194,8 +194,9 @@ class _Fields:
     value = self.get(field)
     if value is None and default is not None:
       return default
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not 0 < value < float("inf"):
+    if (
+      not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < float("inf")
+    ):
       raise self.refuse(field, "a positive number", "correct the file")
     return float(value)
 
@@ -427,7 +428,8 @@ class _Checkpoint:
       path = directory / name
       if not path.is_file():
         raise FileNotFoundError(
-          f"{path}: got no such file, expected the shard that {INDEX_FILE} names; download it again."
+          f"{path}: got no such file, expected the shard that {INDEX_FILE} names; download it"
+          " again."
         )
       try:
         self._files[name] = stack.enter_context(safetensors.safe_open(path, framework="numpy"))
@@ -439,8 +441,8 @@ class _Checkpoint:
       for tensor in self._files[name].keys():  # noqa: SIM118 (not a mapping)
         if index and (tensor not in index or index[tensor] != name):
           raise ValueError(
-            f"{path}: got the tensor {tensor!r}, expected only those that {INDEX_FILE} places there;"
-            " the files do not belong together."
+            f"{path}: got the tensor {tensor!r}, expected only those that {INDEX_FILE} places"
+            " there; the files do not belong together."
           )
         self.file_of[tensor] = name
     for tensor, name in (index or {}).items():
@@ -548,8 +550,8 @@ def load(
     found = {name for name in checkpoint.file_of if not IGNORED.fullmatch(name)}
     if missing := set(expected) - found:
       raise ValueError(
-        f"{directory}: got no tensor {_names(missing)}, expected all {len(expected)} of {CONFIG_FILE};"
-        " download it again, or check num_hidden_layers and tie_word_embeddings."
+        f"{directory}: got no tensor {_names(missing)}, expected all {len(expected)} of"
+        f" {CONFIG_FILE}; download it again, or check num_hidden_layers and tie_word_embeddings."
       )
     if config.is_tied and "lm_head.weight" in found:
       _require_tied(checkpoint, expected["model.embed_tokens.weight"])
@@ -592,7 +594,7 @@ def save(
   params: transformer.Params,
   config: transformer.TransformerConfig,
   *,
-  dtype: Literal["bfloat16", "float32"] = "bfloat16",
+  dtype: str = "bfloat16",
   tokenizer: tokenizer_lib.Tokenizer | None = None,
   max_shard_bytes: int = MAX_SHARD_BYTES,
   overwrite: bool = False,
@@ -606,7 +608,7 @@ def save(
     directory: is made.
     params: weights in our layout, of any `reduction_shards`.
     config: of the model.
-    dtype: of the tensors; float32 masters are rounded to nearest even.
+    dtype: of the tensors, "bfloat16" (masters are rounded to nearest even) or "float32".
     tokenizer: its files are written too, and its `eos_ids` as generation_config.json.
     max_shard_bytes: larger models become several files and an index.
     overwrite: replace a model directory that is there; its other files go too.
@@ -654,10 +656,8 @@ def save(
     shutil.rmtree(partial, ignore_errors=True)
 
 
-def _check_layout(
-  params: transformer.Params, config: transformer.TransformerConfig
-) -> None:
-  layers = params["layers"] if "layers" in params else []
+def _check_layout(params: transformer.Params, config: transformer.TransformerConfig) -> None:
+  layers = params.get("layers", [])
   shards = layers[0]["down"].shape[0] if layers and "down" in layers[0] else 1
   flat_expected = jax.tree_util.tree_flatten_with_path(transformer.shapes(config, shards))[0]
   flat_found = jax.tree_util.tree_flatten_with_path(params)[0]
@@ -665,8 +665,8 @@ def _check_layout(
   found = {jax.tree_util.keystr(path): leaf.shape for path, leaf in flat_found}
   for path in sorted(set(expected) | set(found)):
     if path not in expected or path not in found or expected[path] != found[path]:
-      got = found[path] if path in found else "nothing"
-      wanted = expected[path] if path in expected else "nothing"
+      got = found.get(path, "nothing")
+      wanted = expected.get(path, "nothing")
       raise ValueError(
         f"save: params{path}: got {got}, expected {wanted} with {shards} slabs; pass the"
         " configuration that the parameters were made for."
@@ -687,8 +687,8 @@ def _check_target(directory: pathlib.Path, overwrite: bool) -> None:
     )
   if not (directory / CONFIG_FILE).is_file():
     raise FileExistsError(
-      f"{directory}: got a directory without {CONFIG_FILE}, expected a model directory to overwrite;"
-      " choose another path."
+      f"{directory}: got a directory without {CONFIG_FILE}, expected a model directory to"
+      " overwrite; choose another path."
     )
 
 
@@ -802,8 +802,8 @@ def resolve(name_or_path: str | os.PathLike[str]) -> pathlib.Path:
   name = str(name_or_path)
   if not HUB_ID.fullmatch(name):
     raise FileNotFoundError(
-      f"resolve: got {name!r}, which is no directory, expected a model directory or a Hub id such as"
-      " 'Qwen/Qwen3-0.6B'; check the path."
+      f"resolve: got {name!r}, which is no directory, expected a model directory or a Hub id such"
+      " as 'Qwen/Qwen3-0.6B'; check the path."
     )
   try:
     import huggingface_hub  # Lazy: only Hub ids need it, and importing it takes long.
@@ -813,12 +813,10 @@ def resolve(name_or_path: str | os.PathLike[str]) -> pathlib.Path:
       " `pip install huggingface_hub`, or pass a local directory."
     ) from error
   try:
-    return pathlib.Path(
-      huggingface_hub.snapshot_download(name, allow_patterns=list(HUB_PATTERNS))
-    )
+    return pathlib.Path(huggingface_hub.snapshot_download(name, allow_patterns=list(HUB_PATTERNS)))
   except OSError as error:  # Every failure of the Hub and of the network is one.
     raise FileNotFoundError(
       f"resolve: got no answer with the files of {name!r} from the Hub"
-      f" ({type(error).__name__}: {error}), expected a local directory or a reachable Hub; check the"
-      " name and the network, log in for a gated model, or pass the path of a download."
+      f" ({type(error).__name__}: {error}), expected a local directory or a reachable Hub; check"
+      " the name and the network, log in for a gated model, or pass the path of a download."
     ) from error

@@ -49,8 +49,13 @@ def test_every_preset_divides_into_its_slabs(name):
   shards = presets.REDUCTION_SHARDS[name]
   numerics = numerics_lib.NumericsConfig(reduction_shards=shards)
   transformer.check_shards(presets.get(name), numerics)
-  assert shards == (2 if name in ("qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-3b") else
-                    4 if name == "qwen2.5-7b" else 8)
+  assert shards == (
+    2
+    if name in ("qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-3b")
+    else 4
+    if name == "qwen2.5-7b"
+    else 8
+  )
 
 
 def test_nano_is_small_and_divides_by_eight():
