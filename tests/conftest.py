@@ -16,14 +16,16 @@ os.environ["JAX_PLATFORMS"] = os.environ.get("SEERJAX_TEST_PLATFORMS", "cpu")
 
 import hypothesis
 import jax
-from jaxtyping import install_import_hook
+import jaxtyping
 import pytest
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 # The hook stays for the whole session: it must see each of our modules when it is first imported.
-IMPORT_HOOK = install_import_hook(["seerjax", "pallas_kernels"], "beartype.beartype")
+IMPORT_HOOK = jaxtyping.install_import_hook(
+  ["seerjax", "pallas_kernels"], "annotation_checker.checker"
+)
 
 TESTS = pathlib.Path(__file__).parent
 STRICT = ("contract", "engine", "models", "ops", "pallas_kernels")
@@ -59,6 +61,14 @@ def pytest_terminal_summary(terminalreporter, exitstatus: int) -> None:
 def seed() -> int:
   """A fresh seed of this session, in [0, 2**30); equal in all processes of pytest."""
   return int(os.environ["SEERJAX_TEST_SEED"])
+
+
+@pytest.fixture
+def unchecked_annotations() -> Iterator[None]:
+  """No check of annotations around one test: for a refusal of ours that the check forestalls."""
+  jaxtyping.config.update("jaxtyping_disable", True)
+  yield
+  jaxtyping.config.update("jaxtyping_disable", False)
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import jaxtyping
 import pytest
 
-from seerjax import numerics
+from seerjax import numerics, types
 
 
 def test_there_are_eight_devices():
@@ -42,6 +42,15 @@ def test_settings_go_with_hypothesis(value: int):
 def test_annotations_are_checked():
   with pytest.raises(jaxtyping.TypeCheckError):
     numerics.require_same("no mapping", {}, what="this")  # pyright: ignore[reportArgumentType]
+
+
+def test_an_int_is_welcome_where_a_float_is_asked_for():
+  assert types.SamplingParams(temperature=1).temperature == 1
+
+
+def test_annotations_can_be_left_unchecked(unchecked_annotations: None):
+  with pytest.raises(TypeError, match="not iterable"):
+    numerics.require_same(7, {}, what="this")  # pyright: ignore[reportArgumentType]
 
 
 def test_the_seed_is_stable_in_a_session(seed: int):
