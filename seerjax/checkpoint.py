@@ -2,16 +2,17 @@
 
   checkpoints/
     step_00000012/          published: complete, on disk, never changed again
-      checkpoint.json       format, step, host state, numerics fingerprints, leaves, checksums of files
+      checkpoint.json       format, step, host state, numerics fingerprints, leaves, checksums
       state/                Orbax: every array, named by its path in the tree
     .incoming_00000016/     a save that is going on, or was killed; never read
 
-A save fills `.incoming_*`, waits for the disk, and gives the directory its name in one rename, so that
-whoever looks sees a whole checkpoint or none. A restore checks, before any array is read, the
+A save fills `.incoming_*`, waits for the disk, and gives the directory its name in one rename, so
+that whoever looks sees a whole checkpoint or none. A restore checks, before any array is read, the
 fingerprint, the checksum of every file, and every leaf's shape and dtype.
 
-The directory is on a local or shared POSIX file system and has one run at a time writing to it. Only the
-write itself is collective: on several hosts every process calls `save` and `restore` alike.
+The directory is on a local or shared POSIX file system and has one run at a time writing to it.
+Only the write itself is collective: on several hosts every process calls `save` and `restore`
+alike.
 """
 
 from __future__ import annotations
@@ -141,7 +142,7 @@ def save(
     _barrier("checkpoint_directory")
     # A flat dict: what is on disk does not depend on how containers are spelled. Orbax takes no
     # arrays without elements; for those the description is enough.
-    ocp.save(incoming / ARRAYS, {name: leaf for name, leaf in leaves.items() if leaf.size})
+    ocp.save(str(incoming / ARRAYS), {name: leaf for name, leaf in leaves.items() if leaf.size})
     _barrier("checkpoint_arrays")
     if jax.process_index() == 0:
       description = {
@@ -214,7 +215,7 @@ def restore(
   _require_equal_leaves(path, description["leaves"], wanted)
   _require_whole(path, description["files"])
   abstract = {name: _placed(leaf) for name, leaf in wanted.items() if np.prod(leaf.shape)}
-  arrays = ocp.load(path / ARRAYS, abstract)
+  arrays = ocp.load(str(path / ARRAYS), abstract)
   for name, leaf in wanted.items():
     if name not in arrays:
       arrays[name] = (np if isinstance(leaf, np.ndarray) else jnp).zeros(leaf.shape, leaf.dtype)
@@ -295,7 +296,8 @@ def _require_json(value: Any, where: str) -> None:
       _require_json(item, f"{where}[{index}]")
     return
   raise ValueError(
-    f"checkpoint.save: got {type(value).__name__} {value!r} at {where}, expected JSON that comes back"
+    f"checkpoint.save: got {type(value).__name__} {value!r} at {where}, expected JSON that comes"
+    " back"
     " equal (str, bool, int, finite float, None, list, dict); convert it."
   )
 
@@ -352,7 +354,8 @@ def _require_whole(path: pathlib.Path, files: Mapping[str, Mapping[str, Any]]) -
     size = file.stat().st_size
     if size != expected["bytes"]:
       raise ValueError(
-        f"{file}: got {size} bytes, expected {expected['bytes']}; the file is truncated: resume from"
+        f"{file}: got {size} bytes, expected {expected['bytes']}; the file is truncated: resume"
+        " from"
         " another step."
       )
     if (found := _sha256(file)) != expected["sha256"]:

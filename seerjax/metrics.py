@@ -1,7 +1,7 @@
 """One writer for a run's numbers, and the masked means they are made of.
 
-A step's numbers are one flat dict of scalars named `room/thing` ("train/loss", "rollout/reward_mean").
-The writer puts each dict into three places:
+A step's numbers are one flat dict of scalars named `room/thing` ("train/loss",
+"rollout/reward_mean"). The writer puts each dict into three places:
 
   metrics.jsonl   one JSON object a line, the record that everything else (report, resume) reads
   the console     one line a step, or a progress bar on a terminal
@@ -12,6 +12,9 @@ Only process 0 writes; on the others the same calls do nothing, so that callers 
 metrics.jsonl is strict JSON (RFC 8259, https://www.rfc-editor.org/rfc/rfc8259), which has no NaN:
 non-finite values are the strings "NaN", "Infinity" and "-Infinity", and `read` turns them back.
 """
+
+# Classes of protocol buffers are made at run time, where a type checker cannot see them.
+# pyright: reportAttributeAccessIssue=false
 
 from __future__ import annotations
 
@@ -36,7 +39,7 @@ import rich.progress
 from tensorboardX import record_writer
 from tensorboardX.proto import event_pb2, summary_pb2
 
-from seerjax.array_typing import Array, Bool, Shaped
+from seerjax.array_typing import Array, Shaped
 
 FILE_NAME = "metrics.jsonl"
 TENSORBOARD_DIRECTORY = "tensorboard"
@@ -50,7 +53,7 @@ Scalar = Any  # int, float, bool, or anything with shape () that float() accepts
 
 
 def masked_sum(
-  values: Shaped[Array, "..."], mask: Bool[Array, "..."], *, axis: int | None = None
+  values: Shaped[Array, "..."], mask: Shaped[Array, "..."], *, axis: int | None = None
 ) -> Array:
   """Returns the sum of `values` where `mask` is True, in f32; 0.0 where the mask is empty.
 
@@ -73,7 +76,7 @@ def masked_sum(
 
 
 def masked_mean(
-  values: Shaped[Array, "..."], mask: Bool[Array, "..."], *, axis: int | None = None
+  values: Shaped[Array, "..."], mask: Shaped[Array, "..."], *, axis: int | None = None
 ) -> Array:
   """Returns the mean of `values` where `mask` is True, in f32; 0.0 where the mask is empty.
 
@@ -86,7 +89,7 @@ def masked_mean(
 
 def masked_max(
   values: Shaped[Array, "..."],
-  mask: Bool[Array, "..."],
+  mask: Shaped[Array, "..."],
   *,
   axis: int | None = None,
   empty: float = 0.0,
@@ -159,7 +162,8 @@ def decode_number(value: Any) -> Any:
 def write_summary(path: str | os.PathLike, summary: Mapping[str, Any]) -> None:
   """Writes `summary` as strict JSON, all of it or nothing; on process 0 only.
 
-  A reader never sees half a file: the text goes to a neighbour, reaches the disk, and takes the name.
+  A reader never sees half a file: the text goes to a neighbour, reaches the disk, and takes the
+  name.
 
   Raises:
     OSError: if the disk is full; the file that was there before is untouched.
@@ -231,9 +235,9 @@ def _lines(path: pathlib.Path, data: bytes) -> list[tuple[dict[str, Any], int]]:
 class Writer:
   """Appends a run's numbers to its directory. Use as a context manager, or call `close`.
 
-  After a kill, `Writer(directory, resume_step=k)` leaves metrics.jsonl as it was when step `k` ended:
-  a torn last line and every line of a later step are dropped, so that the resumed run's file is
-  that of a run which was never interrupted. Write all of a step's numbers before its checkpoint.
+  After a kill, `Writer(directory, resume_step=k)` leaves metrics.jsonl as it was when step `k`
+  ended: a torn last line and every line of a later step are dropped, so that the resumed run's file
+  is that of a run which was never interrupted. Write all of a step's numbers before its checkpoint.
   """
 
   def __init__(
@@ -252,8 +256,8 @@ class Writer:
     Args:
       directory: of the run; made if it is not there.
       resume_step: the last step whose numbers are kept, None for a new run.
-      console: "line" prints one line a `write`, "progress" draws a bar, "auto" draws it on a terminal
-        and prints lines elsewhere.
+      console: "line" prints one line a `write`, "progress" draws a bar, "auto" draws it on a
+        terminal and prints lines elsewhere.
       console_names: what the console shows, in this order; empty shows everything.
       total_steps: the end of the progress bar.
       tensorboard: whether to write TensorBoard events.
@@ -285,7 +289,8 @@ class Writer:
     if tensorboard:
       events = self.path.parent / TENSORBOARD_DIRECTORY
       events.mkdir(exist_ok=True)
-      # One file a start: TensorBoard drops what an earlier file holds beyond the session's first step.
+      # One file a start: TensorBoard drops what an earlier file holds beyond the session's first
+      # step.
       name = f"events.out.tfevents.{time.time_ns():020d}.seerjax"
       self._events = record_writer.RecordWriter(str(events / name))
       self._event(event_pb2.Event(wall_time=time.time(), file_version="brain.Event:2"))
@@ -321,8 +326,8 @@ class Writer:
 
     Raises:
       ValueError: for a step that goes back, a name of another form, or a value that is no scalar.
-      OSError: if the disk is full; the file then ends with the last whole line, and the same step may
-        be written again.
+      OSError: if the disk is full; the file then ends with the last whole line, and the same step
+        may be written again.
     """
     if step < self._last_step:
       raise ValueError(
@@ -340,7 +345,8 @@ class Writer:
     for name, value in numbers.items():
       if isinstance(value, str) or value is None or isinstance(value, (dict, list)):
         raise ValueError(
-          f"metrics.write: got {_short(scalars[name])} for {name!r}, expected a number; text belongs"
+          f"metrics.write: got {_short(scalars[name])} for {name!r}, expected a number; text"
+          " belongs"
           " in the summary."
         )
       if not math.isfinite(value) and name not in self._warned:

@@ -9,11 +9,12 @@ It reads what a run leaves in its directory, each if it is there:
   config.json      the settings, and "fingerprint" if it has one
   journal.jsonl    lengths and transcripts      (seerjax.rollout.journal)
 
-The page has no script and no outside resource. Pictures are inline SVG that takes its colours from the
-page, so that they follow a light or a dark screen. All text of models, tasks and settings is escaped.
+The page has no script and no outside resource. Pictures are inline SVG that takes its colours from
+the page, so that they follow a light or a dark screen. All text of models, tasks and settings is
+escaped.
 
-A section is a function from `Run` to HTML (empty if the run has nothing for it); `SECTIONS` is their
-order on the page.
+A section is a function from `Run` to HTML (empty if the run has nothing for it); `SECTIONS` is
+their order on the page.
 """
 
 from __future__ import annotations
@@ -210,7 +211,7 @@ def number(value: Any) -> str:
 
 
 def gap_sentence(what: str, points: Points | None) -> tuple[bool, str]:
-  """Returns whether a promised zero held, and the sentence that says so; of steps that are recorded."""
+  """Returns whether a promised zero held at all recorded steps, and the sentence that says so."""
   if points is None or not len(points[1]):
     return False, f"{what} was not recorded, so nothing is claimed."
   steps, values = points
@@ -245,8 +246,10 @@ def ticks(low: float, high: float, count: int = 4) -> list[float]:
 class _Frame:
   """The mapping of data to a picture's points, and its axes."""
 
-  def __init__(self, x_range: tuple[float, float], y_range: tuple[float, float]):
-    self.x_range, self.y_range = x_range, y_range
+  def __init__(
+    self, x_range: tuple[float, float], y_range: tuple[float, float], height: float = HEIGHT
+  ):
+    self.x_range, self.y_range, self.height = x_range, y_range, height
 
   def x(self, value: float) -> float:
     low, high = self.x_range
@@ -254,7 +257,9 @@ class _Frame:
 
   def y(self, value: float) -> float:
     low, high = self.y_range
-    return HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * (value - low) / ((high - low) or 1.0)
+    return (
+      self.height - BOTTOM - (self.height - TOP - BOTTOM) * (value - low) / ((high - low) or 1.0)
+    )
 
   def axes(self, x_label: str, y_text: Callable[[float], str]) -> str:
     parts = []
@@ -268,21 +273,20 @@ class _Frame:
     for value in ticks(*self.x_range, count=5):
       if value == int(value):
         parts.append(
-          f'<text class="tick" x="{self.x(value):.1f}" y="{HEIGHT - 9}" text-anchor="middle">'
+          f'<text class="tick" x="{self.x(value):.1f}" y="{self.height - 9}" text-anchor="middle">'
           f"{value:.0f}</text>"
         )
     parts.append(
-      f'<text class="tick" x="{WIDTH - RIGHT}" y="{HEIGHT - 9}" text-anchor="end">'
+      f'<text class="tick" x="{WIDTH - RIGHT}" y="{self.height - 9}" text-anchor="end">'
       f"{escape(x_label)}</text>"
     )
     return "".join(parts)
 
-
-def _svg(label: str, body: str) -> str:
-  return (
-    f'<svg viewBox="0 0 {WIDTH:.0f} {HEIGHT:.0f}" role="img" aria-label="{escape(label)}">'
-    f"{body}</svg>"
-  )
+  def svg(self, label: str, body: str) -> str:
+    return (
+      f'<svg viewBox="0 0 {WIDTH:.0f} {self.height:.0f}" role="img" aria-label="{escape(label)}">'
+      f"{body}</svg>"
+    )
 
 
 def _smooth(values: np.ndarray) -> np.ndarray:
@@ -306,7 +310,7 @@ def line_chart(chart: Chart, run: Run) -> str:
   lost = sum(len(v) for _, _, v in curves) - sum(len(v) for _, _, v in finite)
 
   def text(value: float) -> str:
-    return f"{100 * value:.4g} %" if chart.is_percent else number(float(value))
+    return f"{round(100 * value, 1):g} %" if chart.is_percent else number(float(value))
 
   picture = ""
   if finite:
@@ -318,9 +322,12 @@ def line_chart(chart: Chart, run: Run) -> str:
     margin = 0.08 * (high - low) or 0.1 * abs(high) or 1.0
     low = 0.0 if 0.0 <= low <= 0.6 * high else low - margin
     last_step = max(float(every_step.max()), float(every_step.min()) + 1)
-    frame = _Frame((float(every_step.min()), last_step), (low, high + margin))
-    parts = [frame.axes("step", (lambda v: "0.0" if v == 0 else "") if chart.is_contract and not
-      every_value.any() else text)]  # fmt: skip
+    # A line that is flat by promise needs little room, and no scale but its zero.
+    is_flat = chart.is_contract and not every_value.any()
+    frame = _Frame(
+      (float(every_step.min()), last_step), (low, high + margin), 110.0 if is_flat else HEIGHT
+    )
+    parts = [frame.axes("step", (lambda v: "0.0" if v == 0 else "") if is_flat else text)]
     for i, steps, values in finite:
       smooth = _smooth(values)
       if len(values) >= 40:
@@ -335,13 +342,15 @@ def line_chart(chart: Chart, run: Run) -> str:
           f'<circle class="hit c{i}" cx="{frame.x(step):.1f}" cy="{frame.y(value):.1f}" r="5">'
           f"<title>step {step:.0f}: {escape(text(value))}</title></circle>"
         )
-    picture = _svg(chart.title, "".join(parts))
+    picture = frame.svg(chart.title, "".join(parts))
   heads = []
   for i, _, values in finite:
     label = f"{escape(chart.labels[i])} " if chart.labels and len(chart.names) > 1 else ""
-    ends = text(values[-1]) if values[0] == values[-1] else f"{text(values[0])} → {text(values[-1])}"
+    ends = (
+      text(values[-1]) if values[0] == values[-1] else f"{text(values[0])} → {text(values[-1])}"
+    )
     heads.append(f'<span class="key k{i}">{label}<b>{escape(ends)}</b></span>')
-  note = escape(chart.note) + (f" · {lost} values are not finite" if lost else "")
+  note = escape(chart.note) + (f" · not finite: {lost}" if lost else "")
   return (
     f'<figure><figcaption><h3>{escape(chart.title)}</h3><div class="keys">{"".join(heads)}</div>'
     f'</figcaption>{picture}<p class="note">{note}</p></figure>'
@@ -369,14 +378,14 @@ def histogram(samples: Sequence[tuple[str, np.ndarray]]) -> str:
         parts.append(
           f'<rect class="bar c{i}" x="{x + 0.5:.1f}" y="{y:.1f}" rx="1.5"'
           f' width="{frame.x(high) - x - 1:.1f}" height="{frame.y(0.0) - y:.1f}"><title>'
-          f"{escape(label)}: {100 * part:.3g} % have {low:.0f} to {high - 1:.0f} tokens</title></rect>"
+          f"{escape(label)}: {100 * part:.3g} % have {low:.0f} to {high - 1:.0f}"
+          " tokens</title></rect>"
         )
     mean = frame.x(float(values.mean()))
     parts.append(
-      f'<line class="mean c{i}" x1="{mean:.1f}" x2="{mean:.1f}" y1="{TOP}"'
-      f' y2="{HEIGHT - BOTTOM}"/>'
+      f'<line class="mean c{i}" x1="{mean:.1f}" x2="{mean:.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/>'
     )
-  return _svg("Histogram of response lengths", "".join(parts))
+  return frame.svg("Histogram of response lengths", "".join(parts))
 
 
 # Sections.
@@ -482,12 +491,13 @@ def transcripts_section(run: Run) -> str:
   if not run.first:
     return ""
   columns = "".join(
-    f'<div><h3>Step {entries[0].step}</h3>{"".join(map(transcript, _sample(entries)))}</div>'
+    f"<div><h3>Step {entries[0].step}</h3>{''.join(map(transcript, _sample(entries)))}</div>"
     for entries in (run.first, run.last)
     if entries
   )
   return (
-    '<h2>Transcripts</h2><p class="lead">The first member of each of the step\'s first groups: nobody'
+    '<h2>Transcripts</h2><p class="lead">The first member of each of the step\'s first groups:'
+    " nobody"
     f' picked them.</p><div class="grid2">{columns}</div>'
   )
 
@@ -596,7 +606,7 @@ h3 { font-size: 14px; font-weight: 600; margin: 0; }
 .grid2 { grid-template-columns: repeat(auto-fit, minmax(min(460px, 100%), 1fr)); }
 .grid3 { grid-template-columns: repeat(auto-fill, minmax(min(370px, 100%), 1fr)); }
 .grid2 > *, .grid3 > * { min-width: 0; }
-.wide { align-items: stretch; }
+.wide, .grid3 { align-items: stretch; }
 figure { margin: 0; padding: 14px 16px 10px; }
 figure.center { display: flex; flex-direction: column; justify-content: center; }
 figcaption { display: flex; flex-wrap: wrap; justify-content: space-between; gap: 2px 12px;
@@ -617,7 +627,8 @@ svg { display: block; width: 100%; height: auto; }
 .line.c1, .raw.c1 { stroke: var(--c1); }
 .dot, .bar { fill: var(--c0); } .dot.c1, .bar.c1 { fill: var(--c1); }
 .bar { opacity: 0.55; } .bar:hover { opacity: 0.85; }
-.mean { stroke: var(--c0); stroke-width: 1.5; stroke-dasharray: 4 3; } .mean.c1 { stroke: var(--c1); }
+.mean { stroke: var(--c0); stroke-width: 1.5; stroke-dasharray: 4 3; }
+.mean.c1 { stroke: var(--c1); }
 .hit { fill: var(--c0); opacity: 0; } .hit.c1 { fill: var(--c1); } .hit:hover { opacity: 1; }
 .banner { border-radius: 10px; padding: 13px 18px; margin-bottom: 14px; }
 .banner.good { background: var(--good-page); } .banner.bad { background: var(--bad-page); }
@@ -627,8 +638,8 @@ article.good { border-left-color: var(--good); }
 .facts { display: flex; flex-wrap: wrap; gap: 2px 12px; font-size: 13px; align-items: baseline; }
 .facts b { color: var(--bad); } article.good .facts b { color: var(--good); }
 .facts span { color: var(--soft); font-variant-numeric: tabular-nums; }
-.facts .answer { color: var(--ink); border: 1px solid var(--rule); border-radius: 5px; padding: 0 7px;
-  max-width: 16em; overflow: hidden; text-overflow: ellipsis; white-space: nowrap; }
+.facts .answer { color: var(--ink); border: 1px solid var(--rule); border-radius: 5px;
+  padding: 0 7px; max-width: 16em; overflow: hidden; text-overflow: ellipsis; white-space: nowrap; }
 pre { margin: 10px 0 0; white-space: pre-wrap; overflow-wrap: anywhere; max-height: 17em;
   overflow-y: auto; font: 12.5px/1.55 ui-monospace, SFMono-Regular, Menlo, Consolas,
   "DejaVu Sans Mono", monospace; }

@@ -142,9 +142,11 @@ def test_other_leaves_are_refused_by_path(tmp_path):
   with pytest.raises(ValueError, match="other leaves than this run has") as caught:
     restore(tmp_path, wanted)
   for text in (
-    "a/v: got nothing, expected float32[1]", "a/w: got float32[2, 3], expected float32[3, 2]",
-    "b: got float32[2], expected bfloat16[2]", "k: got key<fry>[], expected key<rbg>[]",
-  ):  # fmt: skip
+    "a/v: got nothing, expected float32[1]",
+    "a/w: got float32[2, 3], expected float32[3, 2]",
+    "b: got float32[2], expected bfloat16[2]",
+    "k: got key<fry>[], expected key<rbg>[]",
+  ):
     assert text in str(caught.value)
 
 
@@ -177,8 +179,10 @@ def test_damage_of_any_file_is_refused_by_its_name(tmp_path):
     altered = bytearray(whole)
     altered[len(whole) // 2] ^= 1
     for damage, message in (
-      (whole[:-1], "truncated"), (bytes(altered), "altered|cannot be read"), (None, "got no file|missing"),
-    ):  # fmt: skip
+      (whole[:-1], "truncated"),
+      (bytes(altered), "altered|cannot be read"),
+      (None, "got no file|missing"),
+    ):
       file.unlink()
       if damage is not None:
         file.write_bytes(damage)
@@ -207,9 +211,11 @@ def test_another_format_is_refused(tmp_path):
 def start_python(code: str, *arguments: object) -> subprocess.Popen:
   return subprocess.Popen(
     [sys.executable, "-c", textwrap.dedent(code), *map(str, arguments)],
-    stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    stdout=subprocess.PIPE,
+    stderr=subprocess.PIPE,
+    text=True,
     env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-  )  # fmt: skip
+  )
 
 
 def test_kill_minus_nine_at_any_moment_leaves_whole_checkpoints(tmp_path):

@@ -60,8 +60,10 @@ def test_reductions_are_f32_under_strict_promotion():
       values = jnp.arange(1, 5).astype(dtype)
       mask = jnp.array([True, True, False, False])
       for function, expected in (
-        (metrics.masked_sum, 3.0), (metrics.masked_mean, 1.5), (metrics.masked_max, 2.0),
-      ):  # fmt: skip
+        (metrics.masked_sum, 3.0),
+        (metrics.masked_mean, 1.5),
+        (metrics.masked_max, 2.0),
+      ):
         result = jax.jit(function)(values, mask)
         assert result.dtype == jnp.float32 and result == expected
 
@@ -84,8 +86,11 @@ def test_lines_are_sorted_strict_json(tmp_path):
   lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
   assert lines[0] == '{"step": 0, "rollout/reward": 0.3333333333333333, "train/loss": 0.5}'
   assert strict(lines[1]) == {
-    "step": 1, "train/loss": 1.5, "train/skipped": False, "train/tokens": 3,
-  }  # fmt: skip
+    "step": 1,
+    "train/loss": 1.5,
+    "train/skipped": False,
+    "train/tokens": 3,
+  }
 
 
 def test_non_finite_numbers_are_words_and_warned_of_once(tmp_path, caplog):
@@ -172,9 +177,11 @@ def run_with_file_limit(directory, limit: int, code: str) -> subprocess.Complete
     """
   return subprocess.run(
     [sys.executable, "-c", textwrap.dedent(start) + textwrap.dedent(code), str(directory)],
-    capture_output=True, text=True, timeout=60,
+    capture_output=True,
+    text=True,
+    timeout=60,
     env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-  )  # fmt: skip
+  )
 
 
 def test_a_full_disk_is_said_and_costs_no_finished_line(tmp_path):

@@ -46,10 +46,18 @@ def make_run(directory: pathlib.Path, *, gap: float = 0.0, text: str = "", steps
       )
   metrics.write_summary(
     directory / "summary.json",
-    dict(accuracy_before=0.431, accuracy_after=0.697, max_abs_logprob_gap=gap, kl_max=gap,
-         tokens_per_second=4012.7, length_mean=121.3, length_p99=334.0, seconds=388.4,
-         optimizer_steps=steps),
-  )  # fmt: skip
+    dict(
+      accuracy_before=0.431,
+      accuracy_after=0.697,
+      max_abs_logprob_gap=gap,
+      kl_max=gap,
+      tokens_per_second=4012.7,
+      length_mean=121.3,
+      length_p99=334.0,
+      seconds=388.4,
+      optimizer_steps=steps,
+    ),
+  )
   config = {"model": "nano", "trainer": {"learning_rate": 1e-5, "group_size": 8}, "note": text}
   (directory / "config.json").write_text(json.dumps(config))
   fingerprint = {"implementation": "tiled", "row_tile": "16", "kv_split": "256", "digest": "7d1c"}
@@ -60,19 +68,29 @@ def make_run(directory: pathlib.Path, *, gap: float = 0.0, text: str = "", steps
           count = int(np.clip(rng.lognormal(np.log(mean), 0.5), 5, 400))
           logprobs = -rng.random(count).astype(np.float32)
           book.append(
-            step, group, member,
+            step,
+            group,
+            member,
             Rollout(
               request=Request(request_id="r", prompt=(1, 2), sampling=SamplingParams()),
               completion=Completion(
-                request_id="r", tokens=tuple(range(count)), behaviour_logprobs=logprobs,
-                raw_logprobs=logprobs, policy_version=step, finish_reason="stop",
-                text=text or "Start with 12 pencils.\n12 - 5 = 7\n7 + 9 = 16\nThe answer is 16."),
+                request_id="r",
+                tokens=tuple(range(count)),
+                behaviour_logprobs=logprobs,
+                raw_logprobs=logprobs,
+                policy_version=step,
+                finish_reason="stop",
+                text=text or "Start with 12 pencils.\n12 - 5 = 7\n7 + 9 = 16\nThe answer is 16.",
+              ),
               verdict=Verdict(
-                reward=float((group + step) % 3 > 0), correct=(group + step) % 3 > 0,
-                well_formed=True, answer=text or "16"),
+                reward=float((group + step) % 3 > 0),
+                correct=(group + step) % 3 > 0,
+                well_formed=True,
+                answer=text or "16",
+              ),
             ),
             prompt_text=text or "Mira has 12 pencils. She gives 5 away and buys 9. How many now?",
-          )  # fmt: skip
+          )
 
 
 class Tags(html.parser.HTMLParser):
@@ -101,11 +119,26 @@ def page(tmp_path) -> str:
 
 def test_every_section_is_there(page):
   for text in (
-    "grpo-nano", "43.1 → 69.7 %", "+26.6 points", "On-policy, to the bit", "Learning", "Reward",
-    "Accuracy", "Response lengths", "Transcripts", "Step 0", f"Step {NUM_STEPS - 1}",
-    "Numerics fingerprint", "kv_split", "trainer.learning_rate", "train/learning_rate",
-    "Mira has 12 pencils", "✓ correct", "✗ wrong", "1 values are not finite",
-  ):  # fmt: skip
+    "grpo-nano",
+    "43.1 → 69.7 %",
+    "+26.6 points",
+    "On-policy, to the bit",
+    "Learning",
+    "Reward",
+    "Accuracy",
+    "Response lengths",
+    "Transcripts",
+    "Step 0",
+    f"Step {NUM_STEPS - 1}",
+    "Numerics fingerprint",
+    "kv_split",
+    "trainer.learning_rate",
+    "train/learning_rate",
+    "Mira has 12 pencils",
+    "✓ correct",
+    "✗ wrong",
+    "not finite: 1",
+  ):
     assert text in page, text
 
 
@@ -159,7 +192,7 @@ def test_a_run_that_has_just_begun_is_rendered(tmp_path):
   (tmp_path / "summary.json").write_text("{}")
   assert "SeerJAX" in report.render(tmp_path).read_text()
   (tmp_path / "metrics.jsonl").write_text('{"step": 0, "train/loss": "NaN", "a/b": "NaN"}\n')
-  assert "1 values are not finite" in report.render(tmp_path).read_text()
+  assert "not finite: 1" in report.render(tmp_path).read_text()
   (tmp_path / "metrics.jsonl").write_text('{"step": 0, "train/loss": 2.0, "contract/kl": 0.0}\n')
   page = report.render(tmp_path).read_text()
   assert "was not recorded, so nothing is claimed" in page and "<b>2</b>" in page
@@ -189,7 +222,9 @@ def test_it_runs_from_the_command_line(tmp_path):
   make_run(tmp_path, steps=3)
   environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
   command = [sys.executable, "-m", "seerjax.report"]
-  result = subprocess.run([*command, str(tmp_path)], capture_output=True, text=True, env=environment)
+  result = subprocess.run(
+    [*command, str(tmp_path)], capture_output=True, text=True, env=environment
+  )
   assert result.stdout.strip() == str(tmp_path / "report.html"), result.stderr
   result = subprocess.run(command, capture_output=True, text=True, env=environment)
   assert result.returncode == 1 and "usage: python -m seerjax.report" in result.stderr

@@ -5,12 +5,12 @@ One record a line, in a file that only grows:
   {"crc32":"8 hex digits","record":{...}}
 
 The checksum covers the bytes of the record. The first record is the header (format, run settings,
-numerics fingerprint); the others are rollouts, chunks, and new epochs of the numerics. A record is on
-disk before `append` returns. A kill in the middle of one leaves a torn tail, which the next `open`
-cuts off: what it held is sampled again, to the same bits.
+numerics fingerprint); the others are rollouts, chunks, and new epochs of the numerics. A record is
+on disk before `append` returns. A kill in the middle of one leaves a torn tail, which the next
+`open` cuts off: what it held is sampled again, to the same bits.
 
-Log-probabilities are base64 of little-endian float32, so that not one bit is lost; token ids are plain
-numbers, so that a person can read them.
+Log-probabilities are base64 of little-endian float32, so that not one bit is lost; token ids are
+plain numbers, so that a person can read them.
 
 Nothing here reads a clock or a device.
 """
@@ -209,7 +209,8 @@ def _chunk(record: Mapping[str, Any]) -> Chunk:
 
 
 def _number(value: float) -> float | str:
-  # JSON has no infinity, and -inf is the usual bias of a forbidden token; float() reads these words.
+  # JSON has no infinity, and -inf is the usual bias of a forbidden token; float() reads these
+  # words.
   value = float(value)
   return value if math.isfinite(value) else repr(value)
 
@@ -253,9 +254,7 @@ def _scan(path: pathlib.Path) -> Iterator[tuple[int, int, dict[str, Any]]]:
   """
   with open(path, "rb") as file:
     start = 0
-    number = 0
-    for line in file:
-      number += 1
+    for number, line in enumerate(file, 1):
       record = _parse(line)
       if record is None:
         if file.read(1):
@@ -330,8 +329,8 @@ class Journal:
 
   Memory holds one file offset a record; records themselves are read when asked for.
 
-  What is appended twice must be equal: a resumed run that samples a step again thereby checks itself
-  against the bits of the run before the kill.
+  What is appended twice must be equal: a resumed run that samples a step again thereby checks
+  itself against the bits of the run before the kill.
   """
 
   def __init__(
@@ -349,8 +348,8 @@ class Journal:
       path: the file; its directory is made if it is not there.
       fingerprint: of this run's numerics.
       settings: of this run, JSON: all that must stay the same for its journal to be continued.
-      accept_new_numerics: on another fingerprint, start a new epoch and keep both. Rollouts of steps
-        after `resume_step` then no longer count: they are sampled again, to other bits.
+      accept_new_numerics: on another fingerprint, start a new epoch and keep both. Rollouts of
+        steps after `resume_step` then no longer count: they are sampled again, to other bits.
       resume_step: the last step that the run had finished.
 
     Raises:
@@ -441,8 +440,8 @@ class Journal:
   def append_chunk(self, step: int, group: int, member: int, chunk: Chunk) -> bool:
     """Puts a finished chunk of a running rollout on disk.
 
-    A chunk may begin before the end of the journalled ones, where a resumed run divides otherwise; the
-    tokens that they share must have equal bits, and only what is new is written.
+    A chunk may begin before the end of the journalled ones, where a resumed run divides otherwise;
+    the tokens that they share must have equal bits, and only what is new is written.
 
     Returns:
       False if nothing was new.
@@ -469,8 +468,9 @@ class Journal:
       if was.tobytes() != now.astype(was.dtype).tobytes():
         at = next(i for i in range(shared) if was[i].tobytes() != now[i].tobytes())
         raise ValueError(
-          f"{where} whose {name} at token {chunk.start + at} was {was[at]} and is {now[at]}, expected"
-          " equal bits; the run was changed, or the contract is broken: replay the request."
+          f"{where} whose {name} at token {chunk.start + at} was {was[at]} and is {now[at]},"
+          " expected equal bits; the run was changed, or the contract is broken: replay the"
+          " request."
         )
     if shared == len(chunk.tokens):
       return False
@@ -554,7 +554,8 @@ class Journal:
     """Appends a record, waits for the disk, and returns the record's offset."""
     if self._descriptor is None:
       raise ValueError(
-        f"{self.path}: got a record for a closed journal, expected an open one; append before close."
+        f"{self.path}: got a record for a closed journal, expected an open one; append before"
+        " close."
       )
     line = _line(record)
     start = self._end

@@ -30,10 +30,16 @@ def make_rollout(seed: int = 0, length: int = 5, **verdict) -> Rollout:
     seed=2**63 + seed,
     group_id="g",
     sampling=SamplingParams(
-      temperature=0.7, top_k=3, top_p=0.9, min_p=0.1, logit_bias=((4, float("-inf")), (5, 0.25)),
-      max_tokens=9, stop_token_ids=(2,), stop_strings=("</s>",),
+      temperature=0.7,
+      top_k=3,
+      top_p=0.9,
+      min_p=0.1,
+      logit_bias=((4, float("-inf")), (5, 0.25)),
+      max_tokens=9,
+      stop_token_ids=(2,),
+      stop_strings=("</s>",),
     ),
-  )  # fmt: skip
+  )
   completion = Completion(
     request_id=request.request_id,
     tokens=tuple(int(token) for token in rng.integers(0, 99, length)),
@@ -228,9 +234,13 @@ def make_chunk(start: int, stop: int, flip: int = -1) -> journal.Chunk:
   if flip >= 0:
     logprobs.view(np.uint32)[flip] ^= 1
   return journal.Chunk(
-    request=make_rollout().request, start=start, tokens=tuple(range(start, stop)),
-    behaviour_logprobs=logprobs[start:stop], raw_logprobs=logprobs[start:stop] * 2, policy_version=1,
-  )  # fmt: skip
+    request=make_rollout().request,
+    start=start,
+    tokens=tuple(range(start, stop)),
+    behaviour_logprobs=logprobs[start:stop],
+    raw_logprobs=logprobs[start:stop] * 2,
+    policy_version=1,
+  )
 
 
 def test_chunks_join_without_gaps_whatever_their_borders(tmp_path):
@@ -261,9 +271,11 @@ def test_a_closed_journal_takes_no_record(tmp_path):
 def run_python(code: str, *arguments: object) -> subprocess.CompletedProcess:
   return subprocess.run(
     [sys.executable, "-c", textwrap.dedent(code), *map(str, arguments)],
-    capture_output=True, text=True, timeout=60,
+    capture_output=True,
+    text=True,
+    timeout=60,
     env=os.environ | {"PYTHONPATH": PYTHONPATH},
-  )  # fmt: skip
+  )
 
 
 def test_a_full_disk_is_said_and_costs_no_record(tmp_path):
@@ -299,9 +311,10 @@ def test_kill_minus_nine_leaves_every_acknowledged_record(tmp_path):
     """
   process = subprocess.Popen(
     [sys.executable, "-c", textwrap.dedent(code), str(tmp_path / "j")],
-    stdout=subprocess.PIPE, text=True,
+    stdout=subprocess.PIPE,
+    text=True,
     env=os.environ | {"PYTHONPATH": PYTHONPATH},
-  )  # fmt: skip
+  )
   acknowledged = [process.stdout.readline() for _ in range(5)]
   process.send_signal(signal.SIGKILL)
   acknowledged += process.stdout.readlines()
