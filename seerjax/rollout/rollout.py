@@ -1,0 +1,162 @@
+"""Problems in, judged groups out: one step's rollouts through any sampler of completions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+import dataclasses
+import hashlib
+import math
+
+from seerjax.models import tokenizer as tokenizer_lib
+from seerjax.types import Completion, Problem, Request, Rollout, RolloutGroup, SamplingParams, Task
+
+# (group, member) -> the rollout if it is known already (from a journal), else None.
+Known = Callable[[int, int], Rollout | None]
+Generate = Callable[[Sequence[Request]], Iterable[Completion]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RolloutConfig:
+  """What one step samples.
+
+  Attributes:
+    groups_per_step: problems.
+    group_size: rollouts of each problem.
+    temperature: see `SamplingParams`, like the rest.
+    top_k: 0 keeps all.
+    top_p: 1 keeps all.
+    min_p: 0 drops none.
+    max_tokens: most generated tokens of a rollout.
+  """
+
+  groups_per_step: int = 32
+  group_size: int = 8
+  temperature: float = 1.0
+  top_k: int = 0
+  top_p: float = 1.0
+  min_p: float = 0.0
+  max_tokens: int = 256
+
+  def __post_init__(self):
+    if self.groups_per_step < 1 or self.group_size < 2:
+      raise ValueError(
+        f"RolloutConfig: got groups_per_step={self.groups_per_step}, group_size={self.group_size},"
+        " expected at least 1 and 2 (a group's advantages compare its members); 32 and 8 are usual."
+      )
+
+  def sampling(self, stop_token_ids: Sequence[int]) -> SamplingParams:
+    """Returns the parameters of every request."""
+    return SamplingParams(
+      temperature=self.temperature,
+      top_k=self.top_k,
+      top_p=self.top_p,
+      min_p=self.min_p,
+      max_tokens=self.max_tokens,
+      stop_token_ids=tuple(stop_token_ids),
+    )
+
+
+def request_seed(*numbers: int) -> int:
+  """Returns a seed in [0, 2**32) from what names a request: run seed, step, group, member."""
+  digest = hashlib.blake2b(repr(numbers).encode(), digest_size=4).digest()
+  return int.from_bytes(digest, "little")
+
+
+def problem_index(position: int, num_problems: int, seed: int) -> int:
+  """Returns which problem stands at a place of the endless order of a seed.
+
+  Every problem comes once before any comes twice: a walk with a stride coprime to the count.
+  """
+  offset = request_seed(seed, 0) % num_problems
+  stride = request_seed(seed, 1) % num_problems or 1
+  while math.gcd(stride, num_problems) != 1:
+    stride += 1
+  return (offset + position * stride) % num_problems
+
+
+def prompt_tokens(problem: Problem, tokenizer: tokenizer_lib.Tokenizer) -> tuple[int, ...]:
+  """Returns the problem as one user turn and the start of the answer."""
+  text = tokenizer.chat([{"role": "user", "content": problem.prompt}])
+  return tuple(tokenizer.encode(text))
+
+
+def group_requests(
+  problem: Problem,
+  *,
+  group: int,
+  step: int,
+  config: RolloutConfig,
+  tokenizer: tokenizer_lib.Tokenizer,
+  seed: int,
+) -> list[Request]:
+  """Returns a group's requests, by member; their names and seeds follow from their place alone."""
+  prompt = prompt_tokens(problem, tokenizer)
+  sampling = config.sampling(tokenizer.eos_ids)
+  return [
+    Request(
+      request_id=f"{step}/{group}/{member}",
+      prompt=prompt,
+      sampling=sampling,
+      seed=request_seed(seed, step, group, member),
+      group_id=f"{step}/{group}",
+    )
+    for member in range(config.group_size)
+  ]
+
+
+def sample_groups(
+  problems: Sequence[Problem],
+  *,
+  first_group: int,
+  step: int,
+  generate: Generate,
+  task: Task,
+  config: RolloutConfig,
+  tokenizer: tokenizer_lib.Tokenizer,
+  seed: int,
+  known: Known,
+  on_rollout: Callable[[int, int, Problem, Rollout], None],
+) -> list[RolloutGroup]:
+  """Samples and judges one group a problem.
+
+  Args:
+    problems: one a group.
+    first_group: index of the first group in its step.
+    step: of the run.
+    generate: yields completions of requests in any order.
+    task: judges.
+    config: what is sampled.
+    tokenizer: makes the prompts.
+    seed: of the run.
+    known: rollouts that need not be sampled again.
+    on_rollout: called with (group, member, problem, rollout) as each one finishes.
+
+  Returns:
+    Groups by index, members by number, whatever the order in which they finished.
+  """
+  places: dict[str, tuple[int, int, Problem, Request]] = {}
+  finished: dict[tuple[int, int], Rollout] = {}
+  for group, problem in enumerate(problems, start=first_group):
+    requests = group_requests(
+      problem, group=group, step=step, config=config, tokenizer=tokenizer, seed=seed
+    )
+    for member, request in enumerate(requests):
+      rollout = known(group, member)
+      if rollout is None:
+        places[request.request_id] = (group, member, problem, request)
+      else:
+        finished[group, member] = rollout
+  for completion in generate([request for *_, request in places.values()]):
+    group, member, problem, request = places[completion.request_id]
+    verdict = task.verdict(problem, completion.text)
+    rollout = Rollout(request=request, completion=completion, verdict=verdict)
+    finished[group, member] = rollout
+    on_rollout(group, member, problem, rollout)
+  return [
+    RolloutGroup(
+      group_index=group,
+      problem=problem,
+      rollouts=tuple(finished[group, member] for member in range(config.group_size)),
+    )
+    for group, problem in enumerate(problems, start=first_group)
+  ]
