@@ -20,11 +20,11 @@ PACKAGES = ("seerjax", "pallas_kernels")
 STEPS: tuple[tuple[str, ...], ...] = (
   ("array_typing", "pallas_kernels"),
   ("numerics", "types"),
-  ("parallel", "metrics", "ops", "checkpoint", "search", "tasks", "report"),
+  ("parallel", "metrics", "ops", "checkpoint", "search", "tasks"),
   ("models",),
   ("engine", "trainer"),
   ("speculation", "rollout"),
-  ("sleep", "simulate"),
+  ("sleep", "simulate", "report"),
   ("rl", "ttt"),
   ("experiments",),
   ("launch",),
@@ -34,7 +34,6 @@ BESIDE = {
   "types": {"numerics"},
   "ops": {"parallel"},
   "checkpoint": {"parallel", "metrics"},
-  "report": {"metrics"},
   "rollout": {"speculation"},
   "ttt": {"rl"},
 }
