@@ -28,7 +28,7 @@ RowFunction = Callable[[Any, Any, Array], Any]
 SlabFunction = Callable[[Any, Any], Any]
 
 
-def traced_one(anchor: Array) -> Array:
+def traced_one(anchor: Any) -> Array:
   """Returns i32[] 1 as a value that XLA cannot know: `anchor` (i32[]) is never negative.
 
   Loop bounds are multiplied by it, so that no loop is ever known to run once.
@@ -61,7 +61,7 @@ def _with_zero_rows(leaf: Array, count: int) -> Array:
 def _tiled(function: RowFunction, row_tile: int, weights: Any, rows: Any, num_rows: Array) -> Any:
   """The loop itself. Output rows beyond the last tile are zero."""
   count = jax.tree.leaves(rows)[0].shape[0]
-  padding = -count % row_tile
+  padding = -count % row_tile if count else row_tile  # No rows: one tile of shapes, never run.
   rows = jax.tree.map(lambda leaf: _with_zero_rows(leaf, padding), rows)
   one = traced_one(num_rows)
 

@@ -1,0 +1,386 @@
+"""One forward: its bits follow a row, never what is around it, nor a gradient, nor a mesh."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+from flax import nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from seerjax import numerics as numerics_lib, parallel
+from seerjax.models import transformer
+from seerjax.ops import attention, norms, rotary, sampling
+from seerjax.types import SamplingParams
+
+NUMERICS = numerics_lib.NumericsConfig(row_tile=4, query_tile=4, slot_tile=2, kv_split=16)
+BFLOAT16 = dataclasses.replace(NUMERICS, compute_dtype="bfloat16")
+UNTILED = dataclasses.replace(NUMERICS, implementation="untiled")
+QWEN3 = transformer.TransformerConfig(
+  family="qwen3",
+  vocab_size=48,
+  hidden_size=24,
+  intermediate_size=32,
+  num_layers=2,
+  num_heads=16,
+  num_kv_heads=8,
+  head_dim=6,
+  rotary=rotary.RotaryConfig(head_dim=6),
+  max_context=64,
+)
+QWEN2 = dataclasses.replace(QWEN3, family="qwen2", is_tied=False)
+LLAMA = dataclasses.replace(QWEN3, family="llama", norm_eps=1e-5, is_tied=False)
+FAMILIES = dict(qwen3=QWEN3, qwen2=QWEN2, llama=LLAMA)
+
+
+@functools.cache
+def params_of(config, numerics):
+  """Weights large enough that every part matters, in the compute dtype; norms around one."""
+  rng = np.random.default_rng(3)
+
+  def leaf(path, shape):
+    noise = 0.15 * rng.standard_normal(shape.shape)
+    return jnp.asarray(noise + ("norm" in path[-1].key), jnp.float32)
+
+  layout = transformer.shapes(config, numerics.reduction_shards)
+  master = jax.tree_util.tree_map_with_path(leaf, layout)
+  return transformer.compute_params(master, numerics)
+
+
+@functools.cache
+def compiled_logits(config, numerics):
+  return jax.jit(functools.partial(transformer.logits_of, config=config, numerics=numerics))
+
+
+def tokens_of(batch_size, length, seed=0):
+  return jnp.asarray(
+    np.random.default_rng(seed).integers(0, QWEN3.vocab_size, (batch_size, length)), jnp.int32
+  )
+
+
+def logits_of(config, numerics, tokens):
+  return np.asarray(compiled_logits(config, numerics)(params_of(config, numerics), tokens))
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def logits_reference(params, tokens, config):
+  """The decoder as published, in float32, for one whole sequence."""
+  length, c, d = tokens.shape[0], config.head_dim, config.hidden_size
+  group = config.num_heads // config.num_kv_heads
+  params = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), params)
+  angles = jnp.arange(length)[:, None].astype(jnp.float32)
+  angles = angles * jnp.asarray(rotary.frequencies(config.rotary)[0])[None, :]
+  cos, sin = jnp.cos(angles), jnp.sin(angles)
+  matmul = functools.partial(jnp.matmul, precision="highest")
+
+  def norm(x, scale):
+    flat = norms.rms_norm_reference(x.reshape(-1, x.shape[-1]), scale, eps=config.norm_eps)
+    return flat.reshape(x.shape)
+
+  x = params["embed"][tokens]
+  for layer in params["layers"]:
+    normed = norm(x, layer["attention_norm"])
+    parts = []
+    for index, slab in enumerate(layer["qkv"]):
+      qkv = matmul(normed, slab)
+      if config.family == "qwen2":
+        qkv = qkv + layer["qkv_bias"][index][None]
+      heads = qkv.reshape(length, -1, c)
+      kv = heads.shape[1] // (group + 2)
+      parts.append((heads[:, : kv * group], heads[:, kv * group : -kv], heads[:, -kv:]))
+    q, k, v = (jnp.concatenate(part, axis=1) for part in zip(*parts))
+    if config.family == "qwen3":
+      q, k = norm(q, layer["query_norm"]), norm(k, layer["key_norm"])
+    q, k = rotary.rotate_rows(q, cos, sin), rotary.rotate_rows(k, cos, sin)
+    mixed = attention.attention_reference(q.reshape(length, -1, group, c), k, v)
+    x = x + matmul(mixed.reshape(length, -1), layer["out"].reshape(-1, d))
+    normed = norm(x, layer["mlp_norm"])
+    down = jnp.zeros_like(x)
+    for gate_up, slab in zip(layer["gate_up"], layer["down"]):
+      gate, up = jnp.split(matmul(normed, gate_up), 2, axis=-1)
+      down = down + matmul(jax.nn.silu(gate) * up, slab)
+    x = x + down
+  table = params["head"].reshape(-1, d) if "head" in params else params["embed"]
+  return matmul(norm(x, params["final_norm"]), table.T)
+
+
+# Agreement.
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen2"])
+def test_logits_and_gradients_are_the_definitions(family):
+  config = FAMILIES[family]
+  params, tokens = params_of(config, NUMERICS), tokens_of(1, 19)[0]
+  weights = jnp.asarray(np.random.default_rng(5).standard_normal((19, 48)), jnp.float32)
+
+  def loss(params, function):
+    logits = function(params)
+    return jnp.sum(jnp.tanh(logits / 10) * weights), logits
+
+  def ours(params):
+    return transformer.logits_of(params, tokens[None], config=config, numerics=NUMERICS)[0]
+
+  def reference(params):
+    return logits_reference(params, tokens, config)
+
+  gradient = jax.jit(jax.value_and_grad(loss, has_aux=True), static_argnums=1)
+  (_, found), found_gradient = gradient(params, ours)
+  (_, expected), expected_gradient = gradient(params, reference)
+  scale = float(jnp.max(jnp.abs(expected)))
+  np.testing.assert_allclose(found, expected, atol=1e-5 * scale, rtol=0)
+  for path, leaf in jax.tree_util.tree_flatten_with_path(expected_gradient)[0]:
+    got = found_gradient
+    for key in path:
+      got = got[key.key if hasattr(key, "key") else key.idx]
+    size = float(jnp.max(jnp.abs(leaf)))
+    assert size > 0
+    np.testing.assert_allclose(
+      got, leaf, atol=5e-5 * size, rtol=0, err_msg=jax.tree_util.keystr(path)
+    )
+  # The value under a gradient has the value's bits.
+  np.testing.assert_array_equal(found, logits_of(config, NUMERICS, tokens[None])[0])
+
+
+@pytest.mark.parametrize("length", [1, 3, 4, 5])
+def test_any_length_agrees_with_the_definition(length):
+  params, tokens = params_of(QWEN3, NUMERICS), tokens_of(1, length, seed=length)
+  expected = np.asarray(logits_reference(params, tokens[0], QWEN3))
+  found = logits_of(QWEN3, NUMERICS, tokens)[0]
+  np.testing.assert_allclose(found, expected, atol=1e-5 * np.abs(expected).max(), rtol=0)
+  # Causal: a longer sequence says the same of its beginning, bit for bit.
+  longer = jnp.concatenate([tokens, tokens_of(1, 17 - length, seed=99)], axis=1)
+  np.testing.assert_array_equal(logits_of(QWEN3, NUMERICS, longer)[0, :length], found)
+
+
+def test_bfloat16_follows_float32():
+  tokens = tokens_of(2, 17)
+  params = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), params_of(QWEN3, BFLOAT16))
+  expected = np.stack([logits_reference(params, line, QWEN3) for line in tokens])
+  found = logits_of(QWEN3, BFLOAT16, tokens)
+  assert found.dtype == np.float32
+  assert np.abs(found - expected).max() < 0.05 * np.abs(expected).max()
+
+
+# Bits.
+
+
+@pytest.mark.parametrize("numerics", [NUMERICS, BFLOAT16], ids=["f32", "bf16"])
+def test_rows_are_equal_alone_in_a_batch_and_permuted(numerics):
+  tokens = tokens_of(4, 17)
+  whole = logits_of(QWEN3, numerics, tokens)
+  order = np.array([2, 0, 3, 1])
+  np.testing.assert_array_equal(logits_of(QWEN3, numerics, tokens[order]), whole[order])
+  np.testing.assert_array_equal(logits_of(QWEN3, numerics, tokens[:1]), whole[:1])
+  np.testing.assert_array_equal(logits_of(QWEN3, numerics, tokens[2:]), whole[2:])
+
+
+def stacked_rows(params, tokens, num_rows, numerics):
+  """Hidden rows of sequences of one position each: as many rows as tokens."""
+  batch, num_pages = transformer.sequences_batch(tokens.shape[0], 1, numerics, numerics.kv_split)
+  batch = jax.tree.map(jnp.asarray, batch)
+  batch = batch._replace(tokens=tokens, num_rows=num_rows, num_segments=num_rows)
+  pages = transformer.empty_pages(QWEN3, numerics, num_pages=num_pages, page_size=numerics.kv_split)
+  return transformer.forward(params, batch, pages, config=QWEN3, numerics=numerics)[0]
+
+
+@pytest.mark.parametrize("num_tiles", [1, 2, 3])
+def test_a_stacked_network_has_equal_rows_in_any_number_of_tiles(num_tiles):
+  params, tokens = params_of(QWEN3, NUMERICS), tokens_of(1, 12)[0]
+  run = jax.jit(functools.partial(stacked_rows, numerics=NUMERICS))
+  whole = np.asarray(run(params, tokens, jnp.int32(12)))
+  count = num_tiles * NUMERICS.row_tile
+  for live in (count, count - 1, count - 3):
+    # Fewer live rows of one program, and a program of as many rows.
+    found = np.asarray(run(params, tokens, jnp.int32(live)))
+    np.testing.assert_array_equal(found[:live], whole[:live])
+  np.testing.assert_array_equal(run(params, tokens[:count], jnp.int32(count)), whole[:count])
+
+  def loss(params):
+    hidden = stacked_rows(params, tokens[:count], jnp.int32(count), NUMERICS)
+    return jnp.sum(hidden * hidden), hidden
+
+  (_, under_gradient), _ = jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
+  np.testing.assert_array_equal(under_gradient, whole[:count])
+
+
+def test_no_rows_at_all_write_nothing():
+  params, tokens = params_of(QWEN3, NUMERICS), tokens_of(1, 12)[0]
+  run = jax.jit(functools.partial(stacked_rows, numerics=NUMERICS))
+  found = run(params, tokens, jnp.int32(0))
+  np.testing.assert_array_equal(found, np.zeros_like(found))
+
+
+def test_the_untiled_path_agrees_but_its_bits_follow_the_batch():
+  # The twin that must fail: were it equal too, the tests above would show nothing.
+  tokens = tokens_of(8, 17)
+  whole = logits_of(QWEN3, UNTILED, tokens)
+  tiled = logits_of(QWEN3, NUMERICS, tokens)
+  np.testing.assert_allclose(whole, tiled, atol=1e-5 * np.abs(tiled).max(), rtol=0)
+  pieces = [logits_of(QWEN3, UNTILED, tokens[:n]) for n in (1, 2, 3, 5)]
+  short = logits_of(QWEN3, UNTILED, tokens[:, :1])
+  assert (
+    any((piece != whole[: len(piece)]).any() for piece in pieces) or (short != whole[:, :1]).any()
+  )
+
+
+# Meshes.
+
+SAMPLING = [
+  SamplingParams(temperature=0),
+  SamplingParams(temperature=0.7, top_k=9),
+  SamplingParams(logit_bias=((3, 2.0),)),
+  SamplingParams(top_p=0.8, min_p=0.01),
+]
+
+
+def scored_forward(params, pages, batch, rows, *, config, numerics, axis=None):
+  """Hidden rows and pages of the forward, tokens and scores of the head."""
+  hidden, pages = transformer.forward(
+    params, batch, pages, config=config, numerics=numerics, axis=axis
+  )
+  count = hidden.shape[0]
+  seeds = jnp.arange(count, dtype=jnp.uint32)
+  forced = jnp.where(jnp.arange(count, dtype=jnp.int32) % 3 == 0, batch.tokens, -1)
+  scored = transformer.head(
+    params,
+    hidden,
+    forced,
+    rows,
+    seeds,
+    batch.positions,
+    batch.num_rows,
+    jax.random.key(8),
+    config=config,
+    numerics=numerics,
+    axis=axis,
+  )
+  return (hidden, scored), pages
+
+
+@pytest.mark.parametrize(
+  ("config", "numerics", "sizes"),
+  [(QWEN3, NUMERICS, (1, 2, 8)), (QWEN2, BFLOAT16, (2, 8))],
+  ids=["qwen3-f32", "qwen2-bf16"],
+)
+def test_a_mesh_changes_no_bit(config, numerics, sizes):
+  params, length = params_of(config, numerics), 6
+  batch, num_pages = transformer.sequences_batch(2, length, numerics, 8)
+  batch = jax.tree.map(jnp.asarray, batch)._replace(tokens=tokens_of(2, length).reshape(-1))
+  pages = transformer.empty_pages(config, numerics, num_pages=num_pages, page_size=8)
+  rows = jax.tree.map(jnp.asarray, sampling.sampling_rows(SAMPLING * 3))
+  run = functools.partial(scored_forward, config=config, numerics=numerics)
+  specs = transformer.partition_specs(config, 8)
+  expected = jax.jit(run)(params, pages, batch, rows)
+  for model_shards in sizes:
+    sharded = jax.shard_map(
+      functools.partial(run, axis="model"),
+      mesh=parallel.make_mesh(model_shards=model_shards),
+      in_specs=(specs, jax.P("model"), jax.P(), jax.P()),
+      out_specs=(jax.P(), jax.P("model")),
+      check_vma=False,
+    )
+    found = jax.jit(sharded)(params, pages, batch, rows)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+def test_specs_have_the_tree_of_the_parameters():
+  for config in FAMILIES.values():
+    specs, shapes = transformer.partition_specs(config, 8), transformer.shapes(config, 8)
+    by_leaf = jax.tree.map(
+      lambda spec, shape: (spec, shape.shape),
+      specs,
+      shapes,
+      is_leaf=lambda leaf: isinstance(leaf, jax.P),
+    )
+    for spec, shape in jax.tree.leaves(by_leaf, is_leaf=lambda leaf: isinstance(leaf, tuple)):
+      if spec == jax.P("model"):
+        assert shape[0] == 8
+
+
+# Parameters and the module.
+
+
+def test_init_has_the_layout_and_is_a_function_of_its_key():
+  numerics = dataclasses.replace(NUMERICS, reduction_shards=4)
+  first = transformer.init(jax.random.key(0), QWEN2, numerics)
+  again = transformer.init(jax.random.key(0), QWEN2, numerics)
+  other = transformer.init(jax.random.key(1), QWEN2, numerics)
+  layout = transformer.shapes(QWEN2, 4)
+  assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), first) == jax.tree.map(
+    lambda leaf: (leaf.shape, leaf.dtype), layout
+  )
+  jax.tree.map(np.testing.assert_array_equal, first, again)
+  assert (first["embed"] != other["embed"]).any()
+  assert (first["final_norm"] == 1).all() and (first["layers"][0]["qkv_bias"] == 0).all()
+  assert 0.015 < float(jnp.std(first["layers"][1]["gate_up"])) < 0.025
+
+
+def test_the_module_says_what_the_function_says():
+  module = transformer.Transformer(QWEN3, NUMERICS, rngs=nnx.Rngs(params=5))
+  tokens = tokens_of(1, 5)
+  params = module.pure_params()
+  jax.tree.map(np.testing.assert_array_equal, params, jax.tree.map(jnp.asarray, params))
+  compute = transformer.compute_params(params, NUMERICS)
+  expected = compiled_logits(QWEN3, NUMERICS)(compute, tokens)
+  found = nnx.jit(lambda module, tokens: module(tokens))(module, tokens)
+  np.testing.assert_array_equal(found, expected)
+
+
+def test_largest_shards_by_hand():
+  assert transformer.largest_shards(QWEN3) == 8
+  assert transformer.largest_shards(dataclasses.replace(QWEN3, vocab_size=44)) == 4
+  assert transformer.largest_shards(dataclasses.replace(QWEN3, intermediate_size=6)) == 2
+  assert transformer.largest_shards(dataclasses.replace(QWEN3, num_kv_heads=1)) == 1
+
+
+# Refusals.
+
+
+@pytest.mark.parametrize(
+  ("changes", "message"),
+  [
+    (dict(family="gpt2"), "TransformerConfig.family: got 'gpt2', expected one of"),
+    (dict(num_heads=12), "TransformerConfig.num_heads: got 12 query heads for 8 key/value heads"),
+    (dict(head_dim=8), "TransformerConfig.rotary.head_dim: got 6, expected head_dim=8"),
+  ],
+)
+def test_a_shape_that_cannot_be_is_refused(changes, message):
+  with pytest.raises(ValueError, match=message):
+    dataclasses.replace(QWEN3, **changes)
+
+
+@pytest.mark.parametrize(
+  ("changes", "message"),
+  [
+    (dict(num_kv_heads=4), "got 8, expected a divisor of num_kv_heads=4; use reduction_shards=4"),
+    (dict(intermediate_size=36), "expected a divisor of intermediate_size=36"),
+    (dict(vocab_size=50), "expected a divisor of vocab_size=50; use reduction_shards=2"),
+  ],
+)
+def test_slabs_that_do_not_divide_are_refused(changes, message):
+  with pytest.raises(ValueError, match=message):
+    transformer.init(jax.random.key(0), dataclasses.replace(QWEN3, **changes), NUMERICS)
+
+
+def test_pages_that_do_not_fill_a_split_are_refused():
+  with pytest.raises(ValueError, match="page_size: got 12, expected a divisor of kv_split=16"):
+    transformer.empty_pages(QWEN3, NUMERICS, num_pages=2, page_size=12)
+
+
+def test_kernels_that_are_not_there_are_refused():
+  numerics = dataclasses.replace(NUMERICS, implementation="pallas")
+  with pytest.raises(NotImplementedError, match="got implementation='pallas', expected 'tiled' or"):
+    transformer.logits_of(
+      params_of(QWEN3, NUMERICS), tokens_of(1, 2), config=QWEN3, numerics=numerics
+    )
+
+
+def test_meshes_that_cannot_be_are_refused():
+  with pytest.raises(ValueError, match="num_instances=3 x model_shards=4 = 12 devices, expected"):
+    parallel.make_mesh(num_instances=3, model_shards=4)
+  with pytest.raises(ValueError, match="got 3 devices, expected a divisor of reduction_shards=8"):
+    parallel.local_slabs(8, 3)
+  assert parallel.local_slabs(8, 2) == 4
