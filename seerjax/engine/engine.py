@@ -13,19 +13,16 @@ from __future__ import annotations
 import collections
 from collections.abc import Callable, Iterable, Sequence
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from seerjax import numerics as numerics_lib
-from seerjax import parallel
+from seerjax import numerics as numerics_lib, parallel
 from seerjax.array_typing import PRNGKeyArray
-from seerjax.engine import pages as pages_lib
-from seerjax.engine import runner as runner_lib
-from seerjax.models import tokenizer as tokenizer_lib
-from seerjax.models import transformer
+from seerjax.engine import pages as pages_lib, runner as runner_lib
+from seerjax.models import tokenizer as tokenizer_lib, transformer
 from seerjax.ops import sampling
 from seerjax.types import Completion, Request, SamplingRows, TokenBatch
 
@@ -69,8 +66,12 @@ class EngineConfig:
       )
 
 
+# Beyond any logit, and far from what overflows a float32 or means `sampling.DROPPED`.
+MAX_ABS_BIAS = 1e6
+
+
 class Update(NamedTuple):
-  """What one step said of one request: new tokens, their text, and why it ended ("" if it did not)."""
+  """What one step said of one request: new tokens, their text, why it ended ("" if it did not)."""
 
   request_id: str
   tokens: tuple[int, ...]
@@ -101,15 +102,17 @@ class Counters:
   waits: int = 0
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class _Sequence:
-  """A request on its way. `tokens` is prompt and answer; the first `num_written` have their keys."""
+  """A request on its way. `tokens` is prompt and answer; `num_written` of them have their keys."""
 
   request: Request
   tokens: list[int]
   instance: int
   stream: tokenizer_lib.TextStream | None
   pages: list[int] = dataclasses.field(default_factory=list)
+  # i32[p], `pages` as a row of the page table.
+  page_row: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.int32))
   num_written: int = 0
   logprobs: list[float] = dataclasses.field(default_factory=list)
   raw_logprobs: list[float] = dataclasses.field(default_factory=list)
@@ -126,7 +129,7 @@ class _Sequence:
 
 
 class _Work(NamedTuple):
-  """`count` rows of a sequence from its first unwritten position on; row 0 of them is `first_row`."""
+  """`count` rows of a sequence from its first unwritten position on, at `first_row` of the step."""
 
   sequence: _Sequence
   count: int
@@ -151,6 +154,7 @@ class Engine:
     tokenizer: tokenizer_lib.Tokenizer | None = None,
     mesh: jax.sharding.Mesh | None = None,
     policy_version: int = 0,
+    runner: runner_lib.Runner | None = None,
   ):
     """Makes an engine.
 
@@ -163,6 +167,12 @@ class Engine:
       tokenizer: needed for stop strings and text.
       mesh: `parallel.make_mesh`; one device if None.
       policy_version: of `params`.
+      runner: compiled programs to share with other engines of the same model, numerics and mesh;
+        its own if None.
+
+    Raises:
+      ValueError: if slabs do not divide the model, pages do not fill splits exactly, or `runner`
+        was made for something else.
     """
     transformer.check_shards(model, numerics)
     if numerics.kv_split % config.page_size:
@@ -175,8 +185,16 @@ class Engine:
     self.config = config
     self.tokenizer = tokenizer
     self.counters = Counters()
-    mesh = parallel.make_mesh() if mesh is None else mesh
-    self._runner = runner_lib.Runner(model, numerics, mesh, len(config.row_buckets))
+    if runner is None:
+      mesh = parallel.make_mesh() if mesh is None else mesh
+      runner = runner_lib.Runner(model, numerics, mesh, len(config.row_buckets))
+    elif (runner.config, runner.numerics) != (model, numerics) or mesh not in (None, runner.mesh):
+      raise ValueError(
+        f"Engine.runner: got one of {runner.numerics} for a {runner.config.family} model of"
+        f" {runner.config.num_layers} layers on {runner.mesh.size} device(s), expected the engine's"
+        " own model, numerics and mesh; share a Runner only between equals."
+      )
+    self._runner = runner
     self._params = self._runner.place_params(params)
     self.policy_version = policy_version
     self._key = key
@@ -205,13 +223,14 @@ class Engine:
     """Adds a request.
 
     Raises:
-      ValueError: if it is empty, already here, too long for the context, or can never fit in memory.
+      ValueError: if it is empty, already here, too long for the context, can never fit in memory,
+        or asks for what this engine or model does not have.
     """
     what = f"request {request.request_id!r}"
     if request.request_id in self._live:
       raise ValueError(f"{what}: got an id that is still running, expected a new one; rename it.")
     if not request.prompt:
-      raise ValueError(f"{what}: got an empty prompt, expected at least one token; add a BOS token.")
+      raise ValueError(f"{what}: got an empty prompt, expected one token or more; add a BOS token.")
     low, high = min(request.prompt), max(request.prompt)
     if low < 0 or high >= self.model.vocab_size:
       raise ValueError(
@@ -224,7 +243,8 @@ class Engine:
     if len(request.prompt) + 1 > context:
       raise ValueError(
         f"{what}: got a prompt of {len(request.prompt)} tokens, expected fewer than the context of"
-        f" {context}; shorten it or raise EngineConfig.max_context (model: {self.model.max_context})."
+        f" {context}; shorten it or raise EngineConfig.max_context (the model's is"
+        f" {self.model.max_context})."
       )
     if len(request.prompt) + request.sampling.max_tokens > context:
       raise ValueError(
@@ -243,6 +263,13 @@ class Engine:
         f"{what}: got stop_strings without a tokenizer, expected Engine(tokenizer=...); use"
         " stop_token_ids or pass one."
       )
+    for token, bias in request.sampling.logit_bias:
+      if not 0 <= token < self.model.vocab_size or not abs(bias) <= MAX_ABS_BIAS:
+        raise ValueError(
+          f"{what}: got logit_bias ({token}, {bias}), expected a token id from 0 to"
+          f" {self.model.vocab_size - 1} and a bias from -{MAX_ABS_BIAS:g} to {MAX_ABS_BIAS:g}; the"
+          " lowest forbids a token."
+        )
     sampling.sampling_rows([request.sampling])  # Refuses what cannot become a row.
     instance = self._instance_for(request)
     stream = None if self.tokenizer is None else self.tokenizer.stream()
@@ -292,26 +319,36 @@ class Engine:
     """Runs requests to their ends and returns them in the order given.
 
     Args:
-      requests: submitted at once.
-      on_step: called with each step's updates, for streaming and progress.
+      requests: submitted at once, all or none.
+      on_step: called with each step's updates, for streaming and progress. It may cancel requests;
+        they are left out of what is returned.
+
+    Raises:
+      ValueError: as `submit`.
     """
     requests = list(requests)
-    for request in requests:
-      self.submit(request)
-    wanted = {request.request_id for request in requests}
-    done: dict[str, Completion] = {}
-    others: list[Completion] = []
-    while len(done) < len(wanted):
+    others = self.poll()  # Of earlier requests, which may have had the same ids.
+    wanted: dict[str, Completion | None] = {}
+    try:
+      for request in requests:
+        self.submit(request)
+        wanted[request.request_id] = None
+    except ValueError:
+      for request_id in wanted:
+        self.cancel(request_id)
+      self._finished = others
+      raise
+    while any(request_id in self._live for request_id in wanted):
       updates = self.step()
       if on_step is not None:
         on_step(updates)
       for completion in self.poll():
         if completion.request_id in wanted:
-          done[completion.request_id] = completion
+          wanted[completion.request_id] = completion
         else:
           others.append(completion)
     self._finished.extend(others)
-    return [done[request.request_id] for request in requests]
+    return [completion for completion in wanted.values() if completion is not None]
 
   def set_params(self, params: transformer.Params, policy_version: int) -> None:
     """Replaces the weights and drops every page written with the old ones.
@@ -350,9 +387,10 @@ class Engine:
       ValueError: if there is no such request.
     """
     sequence = self._sequence(request_id, "cancel")
-    self.preempt(request_id)
-    self._waiting[sequence.instance].remove(sequence)
-    del self._live[request_id]
+    running, waiting = self._running[sequence.instance], self._waiting[sequence.instance]
+    (running if sequence in running else waiting).remove(sequence)
+    self._drop_pages(sequence)
+    self._leave(request_id)
 
   def plan(self) -> str:
     """Returns one line that says what was allocated."""
@@ -414,14 +452,21 @@ class Engine:
         if hit.copy_from is not None:
           pool.hold(hit.copy_from)
         needed = self._pages_for(sequence.request) - len(hit.pages)
+        if needed > pool.num_available and hit.copy_from is not None:
+          # The page to copy may be the very one that is missing: with nobody running, waiting for
+          # another would be forever.
+          pool.release(hit.copy_from)
+          hit = pages_lib.PrefixHit(hit.pages, None, len(hit.pages) * self.config.page_size)
         if needed > pool.num_available:
-          for page in hit.pages + (() if hit.copy_from is None else (hit.copy_from,)):
+          for page in hit.pages:
             pool.release(page)
           self.counters.waits += 1
           break
         waiting.popleft()
         fresh = pool.take(needed)
         sequence.pages = [*hit.pages, *fresh]
+        sequence.page_row = np.zeros(self._table_width, np.int32)
+        sequence.page_row[: len(sequence.pages)] = sequence.pages
         sequence.num_written = hit.num_tokens
         if hit.copy_from is not None:
           self._copies[instance].append((hit.copy_from, fresh[0]))
@@ -435,7 +480,7 @@ class Engine:
       waiting.extendleft(reversed(held_back))
 
   def _plan(self, instance: int) -> list[_Work]:
-    """Shares a step's rows out: one for every sequence that decodes, the rest to prompts in order."""
+    """Shares a step's rows out: one for all that decode, the rest to prompts in order."""
     running = self._running[instance]
     budget = self.config.row_buckets[-1]
     pending = [(sequence, len(sequence.tokens) - sequence.num_written) for sequence in running]
@@ -469,27 +514,36 @@ class Engine:
   ) -> tuple[runner_lib.StepInputs, list[_Sequence]]:
     tile, size, width = self.numerics.query_tile, self.config.page_size, self._table_width
     most = self.config.max_sequences
-    tokens, positions, slots = (np.zeros(bucket, np.int32) for _ in range(3))
-    starts, segment_lengths = np.zeros(bucket, np.int32), np.zeros(bucket, np.int32)
-    table = np.zeros((bucket, width), np.int32)
-    sample_rows, sample_positions = np.zeros(most, np.int32), np.zeros(most, np.int32)
-    seeds = np.zeros(most, np.uint32)
+    # Any: the records are typed as device arrays, and these are filled in on the host first.
+    zeros: Any = np.zeros
+    int32: Any = np.int32
+    tokens, positions, slots = (zeros(bucket, np.int32) for _ in range(3))
+    starts, segment_lengths = zeros(bucket, np.int32), zeros(bucket, np.int32)
+    table = zeros((bucket, width), np.int32)
+    sample_rows, sample_positions = zeros(most, np.int32), zeros(most, np.int32)
+    seeds = zeros(most, np.uint32)
     sampled: list[_Sequence] = []
     num_segments = num_rows = 0
     for sequence, count, row in chunks:
       first = sequence.num_written
-      rows = slice(row, row + count)
-      where = np.arange(first, first + count, dtype=np.int32)
-      pages = np.asarray(sequence.pages, np.int32)
-      tokens[rows] = sequence.tokens[first : first + count]
-      positions[rows] = where
-      slots[rows] = pages[where // size] * size + where % size
-      in_chunk = np.arange(0, count, tile, dtype=np.int32)
-      segments = slice(num_segments, num_segments + len(in_chunk))
-      starts[segments] = row + in_chunk
-      segment_lengths[segments] = np.minimum(count - in_chunk, tile)
-      table[segments, : len(pages)] = pages[None, :]
-      num_segments += len(in_chunk)
+      if count == 1:  # Nearly all chunks; the general case below costs ten times as much.
+        tokens[row], positions[row] = sequence.tokens[first], first
+        slots[row] = sequence.pages[first // size] * size + first % size
+        starts[num_segments], segment_lengths[num_segments] = row, 1
+        table[num_segments] = sequence.page_row
+        num_segments += 1
+      else:
+        rows = slice(row, row + count)
+        where = np.arange(first, first + count, dtype=np.int32)
+        tokens[rows] = sequence.tokens[first : first + count]
+        positions[rows] = where
+        slots[rows] = sequence.page_row[where // size] * size + where % size
+        in_chunk = np.arange(0, count, tile, dtype=np.int32)
+        segments = slice(num_segments, num_segments + len(in_chunk))
+        starts[segments] = row + in_chunk
+        segment_lengths[segments] = np.minimum(count - in_chunk, tile)
+        table[segments] = sequence.page_row[None, :]
+        num_segments += len(in_chunk)
       num_rows += count
       if first + count == len(sequence.tokens):
         sample_rows[len(sampled)] = row + count - 1
@@ -500,13 +554,13 @@ class Engine:
       tokens=tokens,
       positions=positions,
       slots=slots,
-      num_rows=np.int32(num_rows),
+      num_rows=int32(num_rows),
       segment_start=starts,
       segment_length=segment_lengths,
       page_table=table,
-      num_segments=np.int32(num_segments),
+      num_segments=int32(num_segments),
     )
-    copy_rows = np.zeros((most, 2), np.int32)
+    copy_rows = zeros((most, 2), np.int32)
     copy_rows[: len(copies)] = np.asarray(copies, np.int32).reshape(-1, 2)
     inputs = runner_lib.StepInputs(
       batch=batch,
@@ -514,9 +568,9 @@ class Engine:
       sampling=self._sampling_rows(sampled),
       seeds=seeds,
       positions=sample_positions,
-      num_samples=np.int32(len(sampled)),
+      num_samples=int32(len(sampled)),
       copies=copy_rows,
-      num_copies=np.int32(len(copies)),
+      num_copies=int32(len(copies)),
     )
     return inputs, sampled
 
@@ -583,7 +637,7 @@ class Engine:
       self._pools[sequence.instance].remember(written, sequence.pages)
     self._running[sequence.instance].remove(sequence)
     self._drop_pages(sequence)
-    del self._live[request.request_id]
+    self._leave(request.request_id)
     self._finished.append(
       Completion(
         request_id=request.request_id,
@@ -595,6 +649,9 @@ class Engine:
         policy_version=self.policy_version,
       )
     )
+
+  def _leave(self, request_id: str) -> None:
+    del self._live[request_id]
     if not self._live:
       self._group_instance.clear()
 

@@ -15,8 +15,7 @@ from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
-from seerjax import numerics as numerics_lib
-from seerjax import parallel
+from seerjax import numerics as numerics_lib, parallel
 from seerjax.array_typing import Array, Int, PRNGKeyArray
 from seerjax.models import transformer
 from seerjax.types import SamplingRows, TokenBatch, TokenScores
