@@ -24,7 +24,7 @@ from seerjax.array_typing import PRNGKeyArray
 from seerjax.engine import pages as pages_lib, runner as runner_lib
 from seerjax.models import tokenizer as tokenizer_lib, transformer
 from seerjax.ops import sampling
-from seerjax.types import Completion, Request, SamplingRows, TokenBatch
+from seerjax.types import Completion, Request, SamplingParams, SamplingRows, TokenBatch
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -110,6 +110,7 @@ class _Sequence:
   tokens: list[int]
   instance: int
   stream: tokenizer_lib.TextStream | None
+  sampling: SamplingRows  # One row.
   pages: list[int] = dataclasses.field(default_factory=list)
   # i32[p], `pages` as a row of the page table.
   page_row: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.int32))
@@ -210,6 +211,8 @@ class Engine:
     ]
     self._running: list[list[_Sequence]] = [[] for _ in self._pools]
     self._copies: list[list[tuple[int, int]]] = [[] for _ in self._pools]
+    # Greedy and unfiltered: a tile is spared the noise and the sort if all its rows are.
+    self._unused_row = sampling.sampling_rows([SamplingParams(temperature=0.0)])
     self._live: dict[str, _Sequence] = {}
     self._group_instance: dict[str, int] = {}
     self._finished: list[Completion] = []
@@ -270,10 +273,10 @@ class Engine:
           f" {self.model.vocab_size - 1} and a bias from -{MAX_ABS_BIAS:g} to {MAX_ABS_BIAS:g}; the"
           " lowest forbids a token."
         )
-    sampling.sampling_rows([request.sampling])  # Refuses what cannot become a row.
+    row = sampling.sampling_rows([request.sampling])  # Refuses what cannot become a row.
     instance = self._instance_for(request)
     stream = None if self.tokenizer is None else self.tokenizer.stream()
-    sequence = _Sequence(request, list(request.prompt), instance, stream)
+    sequence = _Sequence(request, list(request.prompt), instance, stream, row)
     self._live[request.request_id] = sequence
     self._waiting[instance].append(sequence)
 
@@ -575,15 +578,10 @@ class Engine:
     return inputs, sampled
 
   def _sampling_rows(self, sampled: Sequence[_Sequence]) -> SamplingRows:
-    rows = sampling.sampling_rows([sequence.request.sampling for sequence in sampled])
-    most = self.config.max_sequences
-
-    def padded(values: np.ndarray) -> np.ndarray:
-      whole = np.zeros((most, *values.shape[1:]), values.dtype)
-      whole[: len(values)] = values
-      return whole
-
-    return jax.tree.map(padded, rows)
+    rows = [sequence.sampling for sequence in sampled]
+    rows += [self._unused_row] * (self.config.max_sequences - len(rows))
+    columns: Any = (np.concatenate(column) for column in zip(*rows, strict=True))
+    return SamplingRows(*columns)
 
   def _remember_prompts(self, work: Sequence[Sequence[_Work]]) -> None:
     if not self.config.reuse_prefixes:

@@ -137,11 +137,8 @@ class Runner:
       )
     )
     sharding = self._sharding(parallel.INSTANCE_AXIS, parallel.MODEL_AXIS)
-    make = jax.jit(
-      lambda: jax.tree.map(lambda s: jnp.zeros((self.num_instances, *s.shape), s.dtype), one),
-      out_shardings=sharding,
-    )
-    return make()
+    shape = (self.num_instances,)
+    return jax.tree.map(lambda s: jnp.zeros(shape + s.shape, s.dtype, device=sharding), one)
 
   @functools.cached_property
   def _program(self):

@@ -1,0 +1,105 @@
+"""A two-layer model and engines over it, whose compiled programs all tests of a process share."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import numpy as np
+
+from seerjax import numerics as numerics_lib, parallel
+from seerjax.engine import engine as engine_lib, runner as runner_lib
+from seerjax.models import transformer
+from seerjax.ops import rotary
+
+CONFIG = transformer.TransformerConfig(
+  family="qwen3",
+  vocab_size=64,
+  hidden_size=32,
+  intermediate_size=32,
+  num_layers=2,
+  num_heads=16,
+  num_kv_heads=8,
+  head_dim=8,
+  rotary=rotary.RotaryConfig(head_dim=8),
+)
+NUMERICS = numerics_lib.NumericsConfig(
+  row_tile=4, query_tile=4, slot_tile=2, kv_split=16, reduction_shards=8
+)
+BFLOAT16 = numerics_lib.NumericsConfig(
+  row_tile=4, query_tile=4, slot_tile=2, kv_split=16, reduction_shards=8, compute_dtype="bfloat16"
+)
+
+
+@functools.cache
+def params(numerics: numerics_lib.NumericsConfig, seed: int = 0) -> transformer.Params:
+  """Random weights, large enough for distributions that are neither flat nor certain."""
+  master = transformer.init(jax.random.key(seed), CONFIG, numerics)
+  return transformer.compute_params(jax.tree.map(lambda leaf: leaf * 5, master), numerics)
+
+
+@functools.cache
+def runner(
+  numerics: numerics_lib.NumericsConfig, num_instances: int = 1, model_shards: int = 1
+) -> runner_lib.Runner:
+  """One for all engines of one kind; how often they trace is the engine tests' concern."""
+  mesh = parallel.make_mesh(num_instances=num_instances, model_shards=model_shards)
+  return runner_lib.Runner(CONFIG, numerics, mesh, max_programs=64)
+
+
+def make_engine(
+  config: engine_lib.EngineConfig,
+  numerics: numerics_lib.NumericsConfig = NUMERICS,
+  *,
+  num_instances: int = 1,
+  model_shards: int = 1,
+  kind: type[engine_lib.Engine] = engine_lib.Engine,
+) -> engine_lib.Engine:
+  """Returns an engine of `kind` with nothing in it."""
+  return kind(
+    CONFIG,
+    params(numerics),
+    numerics=numerics,
+    config=config,
+    key=jax.random.key(11),
+    runner=runner(numerics, num_instances, model_shards),
+  )
+
+
+# One request at a time, prompts in chunks of 16, nothing reused.
+ALONE = engine_lib.EngineConfig(
+  page_size=16,
+  num_pages=5,
+  max_sequences=1,
+  max_context=64,
+  row_buckets=(16,),
+  reuse_prefixes=False,
+)
+
+
+@functools.cache
+def alone(numerics: numerics_lib.NumericsConfig, prompt, sampling, seed: int):
+  """Returns the completion of a request that has a plain engine for itself."""
+  engine = _plain_engine(numerics)
+  request = engine_lib.Request(request_id="alone", prompt=prompt, sampling=sampling, seed=seed)
+  return engine.generate([request])[0]
+
+
+@functools.cache
+def _plain_engine(numerics: numerics_lib.NumericsConfig) -> engine_lib.Engine:
+  return make_engine(ALONE, numerics)
+
+
+def bits(values: np.ndarray) -> list[int]:
+  """f32[t] -> their bit patterns, so that == means equal bits (and NaN equals itself)."""
+  return np.asarray(values, np.float32).view(np.uint32).tolist()
+
+
+def same(left, right, first: int = 0) -> bool:
+  """Whether `left` has the tokens and both log-probabilities of `right` from `first` on, by bit."""
+  return (
+    left.tokens == right.tokens[first:]
+    and bits(left.behaviour_logprobs) == bits(right.behaviour_logprobs[first:])
+    and bits(left.raw_logprobs) == bits(right.raw_logprobs[first:])
+    and left.finish_reason == right.finish_reason
+  )
