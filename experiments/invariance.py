@@ -1,0 +1,508 @@
+"""Does a batch change what is said? The Thinking Machines experiments at our scale.
+
+Claim: on the tiled path 1,000 completions of one prompt inside random batches are one completion,
+to the last bit of every log-probability, greedy or sampled; on-policy KL is flat 0.0. On plain XLA
+(untiled) bits differ, and KL is not 0.
+Command: bash launch/local.sh experiments.invariance --workdir=runs/invariance
+  one part:      --part=a,d          (a greedy, b sampled, c on-policy training, d the price)
+  another model: --model=PATH_OR_HUB_ID (a Qwen3 with the article's own prompt, for example), with
+                 --prompt="Tell me about Richard Feynman" --max_tokens=1000
+Hardware: 2 CPU cores, about 20 minutes for all parts. Numbers: docs/results/invariance.md
+
+Source: He et al. 2025, Defeating Nondeterminism in LLM Inference (Thinking Machines).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+import dataclasses
+import json
+import math
+import pathlib
+import time
+from typing import Any
+
+from absl import app, flags
+import jax
+import numpy as np
+
+from experiments import generate, grpo
+from seerjax import metrics, numerics as numerics_lib, rl
+from seerjax.engine import engine as engine_lib
+from seerjax.models import transformer
+from seerjax.rollout import rollout as rollout_lib
+from seerjax.tasks import base
+from seerjax.trainer import losses
+from seerjax.types import Completion, Request, SamplingParams
+
+PARTS = ("a", "b", "c", "d")
+FEYNMAN = "Tell me about Richard Feynman"
+# Engines whose batches differ in shape as well: (most sequences, row buckets).
+ENGINES = ((8, (1, 2, 8, 64)), (64, (16, 64, 256)))
+
+Say = Callable[[str], None]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class InvarianceConfig:
+  """Sizes of the experiments.
+
+  Attributes:
+    model: "nano", a Hugging Face directory, or a Hub id.
+    prompt: of (a) and (b); a word problem if empty.
+    completions: of the one prompt, for each path and part.
+    max_tokens: longest completion in (a) and (b).
+    temperature: of (b).
+    rl_steps: optimiser steps of (c).
+    rl_groups: problems of a step of (c).
+    batch_sizes: of (d).
+    decode_steps: timed at once in (d).
+    repetitions: of (d), the paths taking turns.
+    seed: of prompts, batches and samples.
+  """
+
+  model: str = "nano"
+  prompt: str = ""
+  completions: int = 1000
+  max_tokens: int = 128
+  temperature: float = 1.0
+  rl_steps: int = 6
+  rl_groups: int = 8
+  batch_sizes: tuple[int, ...] = (1, 2, 4, 8, 16, 64, 128)
+  decode_steps: int = 16
+  repetitions: int = 5
+  seed: int = 0
+
+
+def paths(config: InvarianceConfig) -> dict[str, numerics_lib.NumericsConfig]:
+  """Returns the numerics that are compared: the shipped ones, one slab, and plain XLA."""
+  _, numerics = generate.load(config.model)
+  one = dataclasses.replace(numerics, reduction_shards=1)
+  return {
+    "tiled": numerics,
+    "tiled, 1 slab": one,
+    "untiled": dataclasses.replace(one, implementation="untiled"),
+  }
+
+
+# (a) and (b): one prompt in random company.
+
+
+def probe_prompt(config: InvarianceConfig, policy: rl.Policy) -> tuple[int, ...]:
+  """Returns the one prompt's tokens."""
+  text = config.prompt or base.load("word_problems", path=None).problem("heldout", 0).prompt
+  return generate.prompt_tokens(policy, text)
+
+
+def random_batches(
+  config: InvarianceConfig,
+  numerics: numerics_lib.NumericsConfig,
+  *,
+  temperature: float,
+  name: str,
+  say: Say,
+) -> list[Completion]:
+  """Returns the one prompt's completions, each sampled while random others were running.
+
+  An engine, the number of probes, the others' prompts, lengths and parameters, and the steps at
+  which everything arrives are drawn anew for each batch.
+  """
+  policy = grpo.load_policy(config.model, numerics)
+  prompt = probe_prompt(config, policy)
+  rng = np.random.default_rng(config.seed)
+  context = len(prompt) + config.max_tokens
+  page_size = min(32, numerics.kv_split)
+  engines = [
+    engine_lib.Engine(
+      policy.model,
+      transformer.compute_params(policy.params, numerics),
+      numerics=numerics,
+      config=engine_lib.EngineConfig(
+        page_size=page_size,
+        num_pages=most * math.ceil(context / page_size) + 1,
+        max_sequences=most,
+        max_context=context,
+        row_buckets=buckets,
+        reuse_prefixes=False,
+      ),
+      key=jax.random.key(config.seed),
+      tokenizer=policy.tokenizer,
+    )
+    for most, buckets in ENGINES
+  ]
+  probe = SamplingParams(
+    temperature=temperature,
+    max_tokens=config.max_tokens,
+    stop_token_ids=policy.tokenizer.eos_ids,
+  )
+  completions: list[Completion] = []
+  batch, told = 0, time.monotonic()
+  while len(completions) < config.completions:
+    engine = engines[int(rng.integers(len(engines)))]
+    most = engine.config.max_sequences
+    num_probes = int(rng.integers(1, most + 1))
+    num_probes = min(num_probes, config.completions - len(completions))
+    num_others = int(rng.integers(0, most - num_probes + 1))
+    requests = [
+      Request(request_id=f"probe/{batch}/{i}", prompt=prompt, sampling=probe, seed=config.seed)
+      for i in range(num_probes)
+    ]
+    for i in range(num_others):
+      length = int(rng.integers(1, len(prompt) + 1))
+      other = SamplingParams(
+        temperature=float(rng.choice([0.0, 0.7, 1.0])),
+        max_tokens=int(rng.integers(1, config.max_tokens + 1)),
+      )
+      tokens = tuple(int(t) for t in rng.integers(0, policy.tokenizer.vocab_size, length))
+      requests.append(
+        Request(request_id=f"other/{batch}/{i}", prompt=tokens, sampling=other, seed=i)
+      )
+    order = [requests[i] for i in rng.permutation(len(requests))]
+    while order or engine.num_unfinished:
+      for _ in range(int(rng.integers(0, 9)) if order else 0):
+        if order:
+          engine.submit(order.pop())
+      engine.step()
+    completions += [c for c in engine.poll() if c.request_id.startswith("probe/")]
+    batch += 1
+    if time.monotonic() - told > 10:
+      told = time.monotonic()
+      say(f"  {name}: {len(completions)} of {config.completions} completions, {batch} batches")
+  return completions
+
+
+def differences(completions: list[Completion]) -> dict[str, Any]:
+  """Returns how many different completions there are, and where they first part.
+
+  Keys: completions, distinct_tokens (token sequences), most_common (how often the most frequent of
+  them came), first_divergence (first token index at which any two differ, None if none does),
+  distinct_bits (patterns of both log-probabilities and tokens), first_bit_divergence.
+  """
+  tokens = [completion.tokens for completion in completions]
+  bits = [
+    np.stack(
+      [
+        np.asarray(completion.tokens, np.int32).view(np.uint32),
+        np.asarray(completion.behaviour_logprobs, np.float32).view(np.uint32),
+        np.asarray(completion.raw_logprobs, np.float32).view(np.uint32),
+      ],
+      axis=1,
+    )
+    for completion in completions
+  ]
+  counts: dict[tuple[int, ...], int] = {}
+  for sequence in tokens:
+    counts[sequence] = counts.get(sequence, 0) + 1
+  return dict(
+    completions=len(completions),
+    distinct_tokens=len(counts),
+    most_common=max(counts.values()),
+    first_divergence=_first_difference([np.asarray(sequence)[:, None] for sequence in tokens]),
+    distinct_bits=len({part.tobytes() for part in bits}),
+    first_bit_divergence=_first_difference(bits),
+    length=float(np.mean([len(sequence) for sequence in tokens])),
+  )
+
+
+def _first_difference(rows: list[np.ndarray]) -> int | None:
+  """Returns the first index at which any array differs from the first one (or ends), else None."""
+  first = rows[0]
+  found = []
+  for other in rows[1:]:
+    shared = min(len(first), len(other))
+    differing = np.flatnonzero(np.any(first[:shared] != other[:shared], axis=1))
+    if len(differing):
+      found.append(int(differing[0]))
+    elif len(first) != len(other):
+      found.append(shared)
+  return min(found, default=None)
+
+
+def one_prompt(config: InvarianceConfig, part: str, say: Say) -> dict[str, Any]:
+  """Parts (a), greedy, and (b), sampled with one seed, on the tiled and the untiled path."""
+  temperature = 0.0 if part == "a" else config.temperature
+  results = {}
+  for name, numerics in paths(config).items():
+    if name == "tiled, 1 slab":
+      continue
+    begin = time.monotonic()
+    completions = random_batches(config, numerics, temperature=temperature, name=name, say=say)
+    results[name] = differences(completions) | dict(seconds=time.monotonic() - begin)
+    say(f"  {name}: {results[name]['distinct_tokens']} distinct completions")
+  return results
+
+
+# (c): on-policy training.
+
+
+def on_policy(config: InvarianceConfig, directory: pathlib.Path, say: Say) -> dict[str, Any]:
+  """Part (c): a short run on each path; KL and largest log-probability gap of every step."""
+  results = {}
+  for name, numerics in paths(config).items():
+    if name == "tiled, 1 slab":
+      continue
+    run = rl.RunConfig(
+      model=config.model,
+      seed=config.seed,
+      num_steps=config.rl_steps,
+      checkpoint_every=config.rl_steps,
+      numerics=numerics,
+      engine=engine_lib.EngineConfig(
+        page_size=min(32, numerics.kv_split),
+        num_pages=64 * 12 + 1,
+        max_sequences=64,
+        max_context=384,
+        row_buckets=(8, 64, 256),
+      ),
+      rollout=rollout_lib.RolloutConfig(
+        groups_per_step=config.rl_groups, group_size=8, max_tokens=config.max_tokens
+      ),
+      trainer=rl.TrainerConfig(rows_per_micro_batch=2048),
+      loss=losses.dapo(),
+      optimizer=dataclasses.replace(grpo.main_job().optimizer, warmup_steps=0),
+      evaluation=rl.EvaluationConfig(num_problems=8),
+    )
+    policy = grpo.load_policy(config.model, numerics)
+    place = directory / f"rl_{name}"
+    rl.train(
+      run, policy, base.load(run.task, path=None), place, say=lambda line: say(f"  {line}")
+    )
+    rows = [row for row in metrics.read(place / "metrics.jsonl") if "contract/kl" in row]
+    results[name] = {
+      key: [float(metrics.decode_number(row[f"contract/{key}"])) for row in rows]
+      for key in ("kl", "raw_kl", "max_abs_logprob_gap", "max_abs_raw_logprob_gap")
+    }
+    largest = max(results[name]["max_abs_logprob_gap"])
+    say(f"  {name}: largest |log-probability gap| {largest}")
+  return results
+
+
+# (d): the price.
+
+
+def price(config: InvarianceConfig, say: Say) -> dict[str, Any]:
+  """Part (d): decoded tokens/s by batch size and path; the paths take turns, medians are kept.
+
+  Every sequence decodes from the same position on, and the context is no longer than needed: plain
+  XLA's attention reads all of it.
+  """
+  prompt_length, context = 32, 128
+  results: dict[str, Any] = {name: {} for name in paths(config)}
+  for size in config.batch_sizes:
+    engines = {}
+    for name, numerics in paths(config).items():
+      policy = grpo.load_policy(config.model, numerics)
+      page_size = min(32, numerics.kv_split)
+      engines[name] = engine_lib.Engine(
+        policy.model,
+        transformer.compute_params(policy.params, numerics),
+        numerics=numerics,
+        config=engine_lib.EngineConfig(
+          page_size=page_size,
+          num_pages=size * (context // page_size) + 1,
+          max_sequences=size,
+          max_context=context,
+          row_buckets=(size, 2 * max(size, 64)),
+        ),
+        key=jax.random.key(config.seed),
+      )
+    seconds: dict[str, list[float]] = {name: [] for name in engines}
+    for repetition in range(config.repetitions + 1):
+      for name, engine in list(engines.items())[:: 1 if repetition % 2 else -1]:
+        elapsed = _time_decoding(config, engine, size, prompt_length, context)
+        if repetition:  # The first round compiles.
+          seconds[name].append(elapsed)
+    for name, values in seconds.items():
+      rates = size * config.decode_steps / np.asarray(values)
+      results[name][size] = dict(
+        median=float(np.median(rates)), lowest=float(rates.min()), highest=float(rates.max())
+      )
+    say(
+      f"  batch {size}: "
+      + ", ".join(f"{name} {results[name][size]['median']:,.0f} tokens/s" for name in engines)
+    )
+  return results
+
+
+def _time_decoding(
+  config: InvarianceConfig, engine: engine_lib.Engine, size: int, prompt_length: int, context: int
+) -> float:
+  """Returns the seconds of `decode_steps` steps in which all sequences decode."""
+  sampling = SamplingParams(max_tokens=context - prompt_length)
+  for index in range(size):
+    prompt = tuple((7 * index + 3 * place) % engine.model.vocab_size for place in range(prompt_length))
+    engine.submit(Request(request_id=str(index), prompt=prompt, sampling=sampling, seed=index))
+  while len(engine.step()) < size:  # Until every prompt is in.
+    pass
+  begin = time.perf_counter()
+  for _ in range(config.decode_steps):
+    engine.step()
+  elapsed = time.perf_counter() - begin
+  for index in range(size):
+    engine.cancel(str(index))
+  return elapsed
+
+
+# What is told.
+
+
+def tables(results: dict[str, Any]) -> str:
+  """Returns all parts' results as Markdown."""
+  sections = []
+  for part, title in (("a", "(a) temperature 0"), ("b", "(b) sampled, one seed")):
+    if part not in results:
+      continue
+    lines = [
+      f"**{title}: one prompt inside random batches**\n",
+      "| path | completions | distinct completions | first differing token | distinct bit patterns"
+      " of the log-probabilities | first differing bits at token |",
+      "|---|---|---|---|---|---|",
+    ]
+    for name, row in results[part].items():
+      lines.append(
+        f"| {name} | {row['completions']:,} | {row['distinct_tokens']:,} |"
+        f" {_place(row['first_divergence'])} | {row['distinct_bits']:,} |"
+        f" {_place(row['first_bit_divergence'])} |"
+      )
+    sections.append("\n".join(lines))
+  if "c" in results:
+    names = list(results["c"])
+    lines = [
+      "**(c) on-policy training: KL(rollout, trainer) before each step, nats**\n",
+      "| step | " + " | ".join(f"{name}: KL | {name}: largest gap" for name in names) + " |",
+      "|---|" + "---|---|" * len(names),
+    ]
+    for step in range(len(results["c"][names[0]]["kl"])):
+      cells = [
+        f"{results['c'][name]['kl'][step]:.3g} | {results['c'][name]['max_abs_logprob_gap'][step]:.3g}"
+        for name in names
+      ]
+      lines.append(f"| {step + 1} | " + " | ".join(cells) + " |")
+    sections.append("\n".join(lines))
+  if "d" in results:
+    names = list(results["d"])
+    lines = [
+      "**(d) the price: decoded tokens/s, median (range); one device**\n",
+      "| batch | " + " | ".join(names) + " | tiled / untiled | tiled, 1 slab / untiled |",
+      "|---|" + "---|" * (len(names) + 2),
+    ]
+    for size in results["d"][names[0]]:
+      rows = {name: results["d"][name][size] for name in names}
+      cells = [f"{r['median']:,.0f} ({r['lowest']:,.0f} to {r['highest']:,.0f})" for r in rows.values()]
+      plain = rows["untiled"]["median"]
+      ratios = [f"{rows[name]['median'] / plain:.2f}" for name in ("tiled", "tiled, 1 slab")]
+      lines.append(f"| {size} | " + " | ".join(cells + ratios) + " |")
+    sections.append("\n".join(lines))
+  return "\n\n".join(sections) + "\n"
+
+
+def _place(index: int | None) -> str:
+  return "none" if index is None else str(index)
+
+
+def picture(results: dict[str, Any], path: pathlib.Path) -> None:
+  """Draws one panel for each part: distinct bits (a, b), gaps (c), tokens/s (d)."""
+  import matplotlib
+
+  matplotlib.use("Agg")
+  from matplotlib import pyplot
+
+  figure, row = pyplot.subplots(
+    1, len(results), figsize=(3.6 * len(results), 3.2), squeeze=False, layout="constrained"
+  )
+  for axes, (part, values) in zip(row[0], results.items(), strict=True):
+    if part in ("a", "b"):
+      names = list(values)
+      for offset, (key, label) in enumerate(
+        (("distinct_tokens", "token sequences"), ("distinct_bits", "bit patterns"))
+      ):
+        heights = [values[name][key] for name in names]
+        bars = axes.bar([i + 0.4 * offset for i in range(len(names))], heights, 0.38, label=label)
+        axes.bar_label(bars, fontsize=8)
+      axes.set_xticks([i + 0.2 for i in range(len(names))], names)
+      axes.set_yscale("symlog", linthresh=1)
+      axes.margins(y=0.25)
+      axes.set_title(f"({part}) distinct completions", fontsize=9)
+      axes.legend(fontsize=7)
+    elif part == "c":
+      for name, rows in values.items():
+        axes.plot(range(1, len(rows["kl"]) + 1), rows["max_abs_logprob_gap"], "o-", label=name)
+      axes.set_title("(c) largest |log-probability gap|, nats", fontsize=9)
+      axes.set_xlabel("step")
+      axes.set_yscale("symlog", linthresh=1e-8)
+      axes.legend(fontsize=7)
+    else:
+      for name, sizes in values.items():
+        axes.plot(list(sizes), [size["median"] for size in sizes.values()], "o-", label=name)
+      axes.set_title("(d) decoded tokens/s", fontsize=9)
+      axes.set_xlabel("batch")
+      axes.set_xscale("log", base=2)
+      axes.set_yscale("log")
+      axes.legend(fontsize=7)
+  figure.savefig(path, dpi=80)
+  pyplot.close(figure)
+
+
+def run(
+  config: InvarianceConfig, parts: tuple[str, ...], directory: pathlib.Path, say: Say
+) -> dict[str, Any]:
+  """Runs parts; writes results.json, table.md and invariance.png after each.
+
+  Raises:
+    ValueError: for a part that is none.
+  """
+  if unknown := [part for part in parts if part not in PARTS]:
+    raise ValueError(
+      f"--part: got {', '.join(unknown)}, expected some of {', '.join(PARTS)}; --part=a,d runs two."
+    )
+  directory.mkdir(parents=True, exist_ok=True)
+  results: dict[str, Any] = {}
+  for part in parts:
+    say(f"part {part}")
+    if part in ("a", "b"):
+      results[part] = one_prompt(config, part, say)
+    elif part == "c":
+      results[part] = on_policy(config, directory, say)
+    else:
+      results[part] = price(config, say)
+    record = dict(config=dataclasses.asdict(config), device=jax.devices()[0].device_kind)
+    record |= dict(jax_version=jax.__version__, results=results)
+    (directory / "results.json").write_text(json.dumps(record, indent=1) + "\n")
+    (directory / "table.md").write_text(tables(results))
+    picture(results, directory / "invariance.png")
+  say("\n" + tables(results))
+  say(f"written to {directory}")
+  return results
+
+
+def main(argv: list[str]) -> None:
+  del argv
+  args = flags.FLAGS
+  config = InvarianceConfig(
+    model=args.model,
+    prompt=args.prompt,
+    completions=args.completions,
+    max_tokens=args.max_tokens,
+    rl_steps=args.rl_steps,
+    repetitions=args.repetitions,
+    seed=args.seed,
+  )
+  run(
+    config,
+    tuple(args.part),
+    pathlib.Path(args.workdir),
+    lambda line: print(line, flush=True),
+  )
+
+
+if __name__ == "__main__":
+  flags.DEFINE_list("part", list(PARTS), "Which experiments: a, b, c, d.")
+  flags.DEFINE_string("model", "nano", "nano, a Hugging Face directory, or a Hub id.")
+  flags.DEFINE_string("prompt", "", f"Of a and b; a word problem if empty, or {FEYNMAN!r}.")
+  flags.DEFINE_integer("completions", 1000, "Of the one prompt, in each of a and b.", 2)
+  flags.DEFINE_integer("max_tokens", 128, "Longest completion.", 1)
+  flags.DEFINE_integer("rl_steps", 6, "Steps of c.", 1)
+  flags.DEFINE_integer("repetitions", 5, "Of d.", 1)
+  flags.DEFINE_integer("seed", 0, "Of everything random.")
+  flags.DEFINE_string("workdir", "runs/invariance", "Takes numbers, tables and the picture.")
+  app.run(main)
