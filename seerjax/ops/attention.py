@@ -35,7 +35,7 @@ MASKED = -1e30
 
 
 class Partial(NamedTuple):
-  """A softmax sum over some keys: f32[..., q] maximum, f32[..., q] sum, f32[..., q, c] weighted values."""
+  """A softmax sum over some keys: f32[..., q] maximum and sum, f32[..., q, c] weighted values."""
 
   maximum: Array
   total: Array
@@ -105,7 +105,7 @@ def split_partial(
 
 
 def merge(left: Partial, right: Partial) -> Partial:
-  """Returns the sum over both key sets. `right` fully masked leaves `left` as it is, bit for bit."""
+  """Returns the sum over both key sets; a fully masked one leaves the other's bits as they are."""
   maximum = jnp.maximum(left.maximum, right.maximum)
   left_scale = jnp.exp(left.maximum - maximum)
   right_scale = jnp.exp(right.maximum - maximum)
@@ -281,7 +281,10 @@ _attend.defvjp(_attend_forward, _attend_backward)
 
 
 def write_pages(
-  pages: Float[Array, "k m z c"], values: Float[Array, "n k c"], slots: Int[Array, "n"], num_rows: Array
+  pages: Float[Array, "k m z c"],
+  values: Float[Array, "n k c"],
+  slots: Int[Array, "n"],
+  num_rows: Array,
 ) -> Float[Array, "k m z c"]:
   """Returns the pages with the first `num_rows` rows' keys (or values) at their slots."""
   return _write_pages(pages, values, slots, num_rows)

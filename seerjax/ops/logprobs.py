@@ -39,7 +39,7 @@ def score_rows(
 
   Args:
     logits: f32[n, v], raw.
-    processed: f32[n, v], after bias, temperature and filters; dropped entries hold a large negative.
+    processed: f32[n, v], after bias, temperature and filters; dropped entries are far below.
     tokens: i32[n].
   """
   raw_normaliser, _ = log_normaliser_rows(logits)

@@ -1,0 +1,340 @@
+"""Attention over pages: the definition; bits that follow a row's own sequence and nothing else."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from seerjax import numerics as numerics_lib
+from seerjax.ops import attention
+from seerjax.types import TokenBatch
+
+NUMERICS = numerics_lib.NumericsConfig(row_tile=4, query_tile=4, slot_tile=2, kv_split=16)
+UNTILED = dataclasses.replace(NUMERICS, implementation="untiled")
+HEADS, HEAD_DIM = 2, 6
+
+
+def batch_of(pieces, *, rows, segments, width, page_size, pages_of=None):
+  """Lays pieces of sequences side by side.
+
+  Args:
+    pieces: (sequence, first position, positions) each; a piece is cut into segments from its start.
+    rows: of the batch, with padding.
+    segments: likewise.
+    width: pages of one page-table row.
+    page_size: positions of one page.
+    pages_of: sequence -> its pages; sequence j owns 1 + j * width onwards if None (the layout that
+      gradients assume).
+  """
+  if pages_of is None:
+    pages_of = lambda j: 1 + j * width + np.arange(width)
+  positions, slots, table, starts, lengths = [], [], [], [], []
+  for sequence, first, count in pieces:
+    pages = np.asarray(pages_of(sequence))
+    for offset in range(0, count, NUMERICS.query_tile):
+      starts.append(len(positions) + offset)
+      lengths.append(min(NUMERICS.query_tile, count - offset))
+      table.append(pages)
+    place = np.arange(first, first + count)
+    positions.extend(place)
+    slots.extend(pages[place // page_size] * page_size + place % page_size)
+
+  def padded(values, size):
+    values = np.asarray(values, np.int32)
+    return jnp.asarray(np.pad(values, [(0, size - len(values))] + [(0, 0)] * (values.ndim - 1)))
+
+  return TokenBatch(
+    tokens=jnp.zeros(rows, jnp.int32),
+    positions=padded(positions, rows),
+    slots=padded(slots, rows),
+    num_rows=jnp.int32(len(positions)),
+    segment_start=padded(starts, segments),
+    segment_length=padded(lengths, segments),
+    page_table=padded(np.reshape(table, (len(table), width)), segments),
+    num_segments=jnp.int32(len(starts)),
+  )
+
+
+def sequence_of(length, group, dtype=jnp.float32, seed=0):
+  """Queries f[t, k, g, c], keys and values f[t, k, c]."""
+  rng = np.random.default_rng(seed)
+  shapes = (length, HEADS, group, HEAD_DIM), (length, HEADS, HEAD_DIM), (length, HEADS, HEAD_DIM)
+  return tuple(jnp.asarray(rng.standard_normal(shape), dtype) for shape in shapes)
+
+
+def rows_of(sequences, pieces, rows):
+  """Queries, keys and values of a batch's rows; padding rows hold what must not matter."""
+  parts = [
+    [x[first : first + count] for x in sequences[sequence]] for sequence, first, count in pieces
+  ]
+  joined = [jnp.concatenate(x) for x in zip(*parts)]
+  missing = rows - joined[0].shape[0]
+  return [
+    jnp.concatenate([x, jnp.full((missing, *x.shape[1:]), 77, x.dtype)]) for x in joined
+  ]
+
+
+@functools.partial(jax.jit, static_argnums=(6,))
+def run(q, k, v, k_pages, v_pages, batch, numerics):
+  """Writes and attends: what one layer does."""
+  k_pages = attention.write_pages(k_pages, k, batch.slots, batch.num_rows)
+  v_pages = attention.write_pages(v_pages, v, batch.slots, batch.num_rows)
+  rows = attention.segment_rows(batch, numerics)
+  return attention.attend(q, k_pages, v_pages, batch, rows, numerics), k_pages, v_pages
+
+
+def pages_like(num_pages, page_size, dtype=jnp.float32, fill=0.0):
+  return jnp.full((HEADS, num_pages, page_size, HEAD_DIM), fill, dtype)
+
+
+def attend(sequences, pieces, *, rows, segments, width=3, page_size=16, pages_of=None,
+           num_pages=13, fill=0.0, numerics=NUMERICS):
+  """Rows of one batch on fresh pages, which hold `fill`; live rows only."""
+  batch = batch_of(
+    pieces, rows=rows, segments=segments, width=width, page_size=page_size, pages_of=pages_of
+  )
+  q, k, v = rows_of(sequences, pieces, rows)
+  pages = pages_like(num_pages, page_size, q.dtype, fill)
+  out, _, _ = run(q, k, v, pages, pages, batch, numerics)
+  return np.asarray(out)[: int(batch.num_rows)]
+
+
+# Agreement.
+
+
+@pytest.mark.parametrize(
+  ("group", "dtype", "numerics"),
+  [
+    (1, "float32", NUMERICS),
+    (2, "bfloat16", NUMERICS),
+    (4, "float32", NUMERICS),
+    (2, "float32", UNTILED),
+  ],
+  ids=["1-f32", "2-bf16", "4-f32", "untiled"],
+)
+def test_packed_sequences_and_their_gradients_are_the_definitions(group, dtype, numerics):
+  # 1, tile - 1, tile, tile + 1 positions, and up to three splits.
+  lengths = (1, 3, 4, 5, 41)
+  sequences = [sequence_of(n, group, dtype, seed=n) for n in lengths]
+  pieces = [(j, 0, n) for j, n in enumerate(lengths)]
+  batch = batch_of(pieces, rows=64, segments=20, width=6, page_size=8)
+  q, k, v = rows_of(sequences, pieces, 64)
+  pages = pages_like(1 + len(lengths) * 6, 8, dtype)
+  weights = jnp.asarray(np.random.default_rng(9).standard_normal(q.shape), jnp.float32)
+  live = jnp.arange(64) < batch.num_rows
+
+  @jax.jit
+  def ours(args):
+    out, _, _ = run(*args, pages, pages, batch, numerics)
+    out = jnp.where(live[:, None, None, None], out.astype(jnp.float32), 0.0)
+    return jnp.sum(out * weights), out
+
+  @jax.jit
+  def reference(args):
+    parts, first = [], 0
+    for n in lengths:
+      parts.append(attention.attention_reference(*(x[first : first + n] for x in args)))
+      first += n
+    out = jnp.concatenate([*parts, jnp.zeros((64 - first, *q.shape[1:]))])
+    return jnp.sum(out * weights), out
+
+  (_, found), gradient = jax.value_and_grad(ours, has_aux=True)((q, k, v))
+  exact = tuple(x.astype(jnp.float32) for x in (q, k, v))
+  (_, expected), expected_gradient = jax.value_and_grad(reference, has_aux=True)(exact)
+  value, slope = (2e-6, 1e-5) if dtype == "float32" else (2e-2, 4e-2)
+  atol = value * float(jnp.max(jnp.abs(expected)))
+  np.testing.assert_allclose(found, expected, rtol=0, atol=atol)
+  for got, want in zip(gradient, expected_gradient):
+    assert got.dtype == jnp.dtype(dtype)
+    atol = slope * float(jnp.max(jnp.abs(want)))
+    np.testing.assert_allclose(got.astype(jnp.float32), want, rtol=0, atol=atol)
+  if numerics is NUMERICS:
+    # The value under a gradient has the value's bits.
+    np.testing.assert_array_equal(ours((q, k, v))[1], found)
+
+
+def test_no_rows_give_nothing():
+  batch = batch_of([(0, 0, 1)], rows=8, segments=4, width=3, page_size=16)
+  batch = batch._replace(num_rows=jnp.int32(0), num_segments=jnp.int32(0),
+                         segment_length=jnp.zeros(4, jnp.int32))
+  q, k, v = sequence_of(8, 2)
+  out, k_pages, _ = run(q, k, v, pages_like(4, 16), pages_like(4, 16), batch, NUMERICS)
+  np.testing.assert_array_equal(out, np.zeros_like(out))
+  np.testing.assert_array_equal(k_pages, pages_like(4, 16))
+
+
+# Splits.
+
+
+def partial_of(seed, visible):
+  rng = np.random.default_rng(seed)
+  q, k, v = (jnp.asarray(rng.standard_normal((2, n, HEAD_DIM)), jnp.float32) for n in (3, 8, 8))
+  return attention.split_partial(q, k, v, jnp.broadcast_to(visible, (2, 3, 8)))
+
+
+def test_a_fully_masked_split_contributes_nothing_bit_for_bit():
+  some = partial_of(0, jnp.arange(8) < 5)
+  nothing = partial_of(1, jnp.zeros(8, bool))
+  for merged in (attention.merge(some, nothing), attention.merge(nothing, some)):
+    for found, wanted in zip(merged, some):
+      np.testing.assert_array_equal(found, wanted)
+  empty = attention.merge(nothing, nothing)
+  np.testing.assert_array_equal(empty.total, jnp.zeros((2, 3)))
+  np.testing.assert_array_equal(empty.weighted, jnp.zeros((2, 3, HEAD_DIM)))
+
+
+def test_merging_by_hand():
+  def one(maximum, total, value):
+    return attention.Partial(
+      jnp.float32([maximum]), jnp.float32([total]), jnp.float32([[total * value]])
+    )
+
+  # exp(0) of value 2 and three of exp(-log 2) of value 10: (1 * 2 + 1.5 * 10) / 2.5.
+  merged = attention.merge(one(0.0, 1.0, 2.0), one(-np.log(2.0), 3.0, 10.0))
+  np.testing.assert_allclose(merged.total, [2.5], rtol=1e-6)
+  np.testing.assert_allclose(merged.weighted[0] / merged.total, [17 / 2.5], rtol=1e-6)
+
+
+# Bits.
+
+LENGTH = 41  # Two whole splits and a third one begun.
+
+
+@pytest.mark.parametrize(
+  ("group", "dtype"), [(1, "float32"), (2, "bfloat16"), (4, "float32")], ids=str
+)
+def test_bits_follow_no_neighbour_placement_page_size_or_cut(group, dtype):
+  mine = sequence_of(LENGTH, group, dtype)
+  others = [sequence_of(n, group, dtype, seed=n) for n in (7, 48, 16)]
+  sequences = [mine, *others]
+  alone = attend(sequences, [(0, 0, LENGTH)], rows=48, segments=12)
+
+  neighbours = [(1, 0, 7), (0, 0, LENGTH), (2, 0, 48), (3, 0, 16)]
+  among = attend(sequences, neighbours, rows=112, segments=30)
+  np.testing.assert_array_equal(among[7 : 7 + LENGTH], alone)
+  # Another slot of the slot tile.
+  moved = attend(sequences, [(1, 0, 1), (0, 0, LENGTH)], rows=48, segments=12)
+  np.testing.assert_array_equal(moved[1:], alone)
+  # Other pages, in any order.
+  scattered = attend(
+    sequences, [(0, 0, LENGTH)], rows=48, segments=12, pages_of=lambda _: [9, 2, 6]
+  )
+  np.testing.assert_array_equal(scattered, alone)
+  # Smaller pages.
+  small = attend(
+    sequences, [(0, 0, LENGTH)], rows=48, segments=12, width=12, page_size=4, num_pages=40
+  )
+  np.testing.assert_array_equal(small, alone)
+  # A wider page table; and no wider than needed, where a single split is all there is.
+  wide = attend(
+    sequences, [(0, 0, LENGTH)], rows=48, segments=12, width=6,
+    pages_of=lambda _: [1, 2, 3, 0, 0, 0],
+  )
+  np.testing.assert_array_equal(wide, alone)
+  short = attend(sequences, [(0, 0, 9)], rows=12, segments=3, width=1)
+  np.testing.assert_array_equal(short, alone[:9])
+  single = attend(sequences, [(0, 0, 3)], rows=4, segments=1, width=1)
+  np.testing.assert_array_equal(single, alone[:3])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_decode_verification_and_chunks_are_prefill(dtype):
+  mine, other = sequence_of(LENGTH, 2, dtype), sequence_of(LENGTH, 2, dtype, seed=1)
+  whole = attend([mine], [(0, 0, LENGTH)], rows=48, segments=12)
+  for step in (1, 4, 7):  # Decode, verification of a segment, chunks cut at odd places.
+    k_pages = v_pages = pages_like(13, 16, dtype)
+    outs = []
+    for first in range(0, LENGTH, step):
+      count = min(step, LENGTH - first)
+      pieces = [(1, first, count), (0, first, count)]
+      batch = batch_of(pieces, rows=16, segments=4, width=3, page_size=16)
+      q, k, v = rows_of([mine, other], pieces, 16)
+      out, k_pages, v_pages = run(q, k, v, k_pages, v_pages, batch, NUMERICS)
+      outs.append(np.asarray(out)[count : 2 * count])
+    np.testing.assert_array_equal(np.concatenate(outs), whole, err_msg=f"{step} rows a step")
+
+
+@pytest.mark.parametrize("fill", [1e4, -3e37])
+def test_what_invisible_pages_hold_changes_nothing(fill):
+  mine = sequence_of(LENGTH, 2)
+  clean = attend([mine], [(0, 0, LENGTH)], rows=48, segments=12)
+  np.testing.assert_array_equal(
+    attend([mine], [(0, 0, LENGTH)], rows=48, segments=12, fill=fill), clean
+  )
+
+
+def test_a_bit_of_a_visible_key_changes_the_rows_that_see_it():
+  # The twin that must fail: were it equal too, the tests above would show nothing.
+  q, k, v = sequence_of(LENGTH, 2)
+  clean = attend([(q, k, v)], [(0, 0, LENGTH)], rows=48, segments=12)
+  flipped = jax.lax.bitcast_convert_type(
+    jax.lax.bitcast_convert_type(v, jnp.int32).at[20].set(
+      jax.lax.bitcast_convert_type(v[20], jnp.int32) ^ 1
+    ),
+    jnp.float32,
+  )
+  found = attend([(q, k, flipped)], [(0, 0, LENGTH)], rows=48, segments=12)
+  np.testing.assert_array_equal(found[:20], clean[:20])
+  assert np.any(found[20:] != clean[20:])
+
+
+def test_a_split_that_follows_the_length_changes_bits():
+  # Another twin: splits of 16 against splits of 8.
+  mine = sequence_of(LENGTH, 2)
+  clean = attend([mine], [(0, 0, LENGTH)], rows=48, segments=12)
+  other = dataclasses.replace(NUMERICS, kv_split=8)
+  found = attend([mine], [(0, 0, LENGTH)], rows=48, segments=12, page_size=8, width=6,
+                 num_pages=40, numerics=other)
+  np.testing.assert_allclose(found, clean, rtol=1e-5, atol=1e-6)
+  assert np.any(found != clean)
+
+
+# Pages.
+
+
+@pytest.mark.parametrize("count", [0, 1, 3, 5])
+def test_rows_are_written_to_their_slots_and_nowhere_else(count):
+  values = sequence_of(5, 1)[1]
+  slots = jnp.asarray([9, 4, 31, 8, 17], jnp.int32)
+  pages = pages_like(5, 8, fill=-1.0)
+  written = jax.jit(attention.write_pages)(pages, values, slots, jnp.int32(count))
+  expected = np.array(pages).reshape(HEADS, 40, HEAD_DIM)
+  for row in range(count):
+    expected[:, int(slots[row])] = values[row]
+  np.testing.assert_array_equal(written, expected.reshape(pages.shape))
+
+
+@pytest.mark.parametrize("count", [0, 3, 5])
+def test_the_gradient_of_written_pages_goes_to_what_they_hold(count):
+  values = sequence_of(5, 1)[1]
+  slots = jnp.asarray([9, 4, 31, 8, 17], jnp.int32)
+  pages = pages_like(5, 8)
+  weights = jnp.asarray(np.random.default_rng(3).standard_normal(pages.shape), jnp.float32)
+
+  def loss(pages, values):
+    return jnp.sum(attention.write_pages(pages, values, slots, jnp.int32(count)) * weights)
+
+  def reference(pages, values):
+    flat = pages.reshape(HEADS, 40, HEAD_DIM)
+    flat = flat.at[:, slots[:count]].set(jnp.swapaxes(values[:count], 0, 1))
+    return jnp.sum(flat.reshape(pages.shape) * weights)
+
+  found = jax.jit(jax.grad(loss, (0, 1)))(pages, values)
+  expected = jax.jit(jax.grad(reference, (0, 1)))(pages, values)
+  for got, want in zip(found, expected):
+    np.testing.assert_array_equal(got, want)
+
+
+def test_places_of_rows_and_segments_by_hand():
+  batch = batch_of([(0, 2, 5), (1, 0, 1)], rows=8, segments=4, width=3, page_size=16)
+  rows = attention.segment_rows(batch, NUMERICS)
+  np.testing.assert_array_equal(
+    rows.position_of, [[2, 3, 4, 5], [6, -1, -1, -1], [0, -1, -1, -1], [-1, -1, -1, -1]]
+  )
+  np.testing.assert_array_equal(rows.row_of[:3], [[0, 1, 2, 3], [4, 0, 0, 0], [5, 0, 0, 0]])
+  np.testing.assert_array_equal(rows.place_of[:6], [0, 1, 2, 3, 4, 8])

@@ -1,0 +1,209 @@
+"""The next token of a row: the definition, filters by hand, counter-based noise."""
+
+from __future__ import annotations
+
+import hypothesis
+from hypothesis import strategies
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from seerjax.ops import sampling
+from seerjax.types import SamplingParams
+
+VOCABULARY = 23
+KEY = jax.random.key(11)
+PLAIN = SamplingParams()
+# The probabilities 0.4, 0.3, 0.2, 0.1 of four tokens, out of order.
+BY_HAND = np.log(np.asarray([0.2, 0.4, 0.1, 0.3], np.float32))
+
+
+@jax.jit
+def process(logits, rows):
+  return sampling.processed_rows(logits, rows)
+
+
+@jax.jit
+def sample(logits, rows, noise):
+  return sampling.choose_rows(sampling.processed_rows(logits, rows), noise)
+
+
+@jax.jit
+def noise_of(seeds, positions, is_wanted):
+  return sampling.noise_rows(KEY, seeds, positions, is_wanted, VOCABULARY)
+
+
+def logits_of(count, seed=0):
+  rng = np.random.default_rng(seed)
+  return jnp.asarray(2 * rng.standard_normal((count, VOCABULARY)), jnp.float32)
+
+
+def kept(logits, params):
+  """Ids that the filters leave of one row."""
+  z = process(jnp.asarray(logits)[None], sampling.sampling_rows([params]))
+  return np.flatnonzero(np.asarray(z[0]) > sampling.DROPPED).tolist()
+
+
+params_strategy = strategies.builds(
+  SamplingParams,
+  temperature=strategies.sampled_from([0.0, 0.3, 1.0, 2.5]),
+  top_k=strategies.sampled_from([0, 1, 2, 7, VOCABULARY, 999]),
+  top_p=strategies.sampled_from([0.05, 0.41, 0.83, 1.0]),
+  min_p=strategies.sampled_from([0.0, 0.07, 0.6, 1.0]),
+  logit_bias=strategies.lists(
+    strategies.tuples(strategies.integers(0, VOCABULARY - 1), strategies.sampled_from([-3.0, 1.7])),
+    max_size=3,
+  ).map(tuple),
+)
+
+
+@hypothesis.given(
+  strategies.lists(params_strategy, min_size=8, max_size=8), strategies.integers(0, 999)
+)
+def test_tokens_are_the_definitions(params, seed):
+  logits = logits_of(8, seed)
+  noise = np.random.default_rng(seed + 1).gumbel(size=(8, VOCABULARY)).astype(np.float32)
+  noise[[one.temperature == 0 for one in params]] = 0
+  found = sample(logits, sampling.sampling_rows(params), jnp.asarray(noise))
+  expected = [
+    sampling.sample_reference(np.asarray(logits[row]), params[row], noise[row]) for row in range(8)
+  ]
+  assert np.asarray(found).tolist() == expected
+
+
+# Filters by hand.
+
+
+@pytest.mark.parametrize(
+  ("params", "expected"),
+  [
+    (PLAIN, [0, 1, 2, 3]),
+    (SamplingParams(top_k=1), [1]),
+    (SamplingParams(top_k=3), [0, 1, 3]),
+    (SamplingParams(top_k=9), [0, 1, 2, 3]),
+    (SamplingParams(top_p=0.39), [1]),
+    (SamplingParams(top_p=0.41), [1, 3]),  # 0.4 does not reach it; 0.7 does.
+    (SamplingParams(top_p=0.71), [0, 1, 3]),
+    (SamplingParams(top_p=0.95), [0, 1, 2, 3]),
+    (SamplingParams(min_p=0.26), [0, 1, 3]),  # 0.26 * 0.4 = 0.104.
+    (SamplingParams(min_p=1.0), [1]),
+    # Among the two that top-k leaves, the first holds 4/7.
+    (SamplingParams(top_k=2, top_p=0.57), [1]),
+    (SamplingParams(top_k=2, top_p=0.58), [1, 3]),
+    # At temperature 2 probabilities are as their roots: 0.325, 0.282, 0.230, 0.163.
+    (SamplingParams(temperature=2.0, top_p=0.41), [1, 3]),
+    (SamplingParams(temperature=2.0, top_p=0.32), [1]),
+    (SamplingParams(temperature=2.0, min_p=0.6), [0, 1, 3]),
+    (SamplingParams(logit_bias=((2, 9.0),), top_k=2), [1, 2]),
+  ],
+)
+def test_filters_by_hand(params, expected):
+  assert kept(BY_HAND, params) == expected
+
+
+def test_ties_at_the_border_are_kept():
+  assert kept(np.asarray([1.0, 0.0, 1.0, 1.0], np.float32), SamplingParams(top_k=2)) == [0, 2, 3]
+
+
+def test_a_kept_logit_is_biased_and_tempered_and_a_dropped_one_is_defined():
+  params = SamplingParams(temperature=0.5, top_k=2, logit_bias=((1, 1.0), (3, -0.5)))
+  z = process(jnp.asarray(BY_HAND)[None], sampling.sampling_rows([params]))[0]
+  assert float(z[1]) == float((np.float32(BY_HAND[1]) + np.float32(1)) / np.float32(0.5))
+  assert float(z[2]) == np.float32(sampling.DROPPED)
+
+
+def test_greedy_takes_the_highest_biased_logit():
+  logits = logits_of(5)
+  plain = sampling.sampling_rows([SamplingParams(temperature=0)] * 5)
+  zeros = jnp.zeros_like(logits)
+  np.testing.assert_array_equal(sample(logits, plain, zeros), np.argmax(logits, axis=1))
+  biased = sampling.sampling_rows([SamplingParams(temperature=0, logit_bias=((4, 99.0),))] * 5)
+  np.testing.assert_array_equal(sample(logits, biased, zeros), np.full(5, 4))
+  # Left at temperature 1: its log-probability is that of the softmax.
+  np.testing.assert_array_equal(process(logits, plain), logits)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_ties_go_to_the_lowest_id(temperature):
+  logits = jnp.zeros((1, VOCABULARY)).at[0, jnp.asarray([6, 3, 19])].set(1.0)
+  rows = sampling.sampling_rows([SamplingParams(temperature=temperature)])
+  assert int(sample(logits, rows, jnp.zeros_like(logits))[0]) == 3
+
+
+# Rows and their neighbours.
+
+
+def test_neighbours_with_filters_change_no_bit_of_a_row_without():
+  logits = logits_of(4)
+  wild = SamplingParams(temperature=0.7, top_k=4, top_p=0.8, min_p=0.01, logit_bias=((2, 1.5),))
+  quiet = SamplingParams(temperature=0.9)
+  alone = process(logits, sampling.sampling_rows([quiet] * 4))
+  for place in range(4):
+    params = [quiet] * 4
+    params[place] = wild
+    found = process(logits, sampling.sampling_rows(params))
+    others = [row for row in range(4) if row != place]
+    np.testing.assert_array_equal(found[jnp.asarray(others)], alone[jnp.asarray(others)])
+    # And the filtered row is what it is among its like.
+    together = process(logits, sampling.sampling_rows([wild] * 4))
+    np.testing.assert_array_equal(found[place], together[place])
+
+
+def test_noise_follows_key_seed_and_position_alone():
+  seeds = jnp.asarray([5, 5, 2**32 - 1, 7], jnp.uint32)
+  positions = jnp.asarray([3, 4, 3, 0], jnp.int32)
+  everyone = jnp.ones(4, bool)
+  noise = np.asarray(noise_of(seeds, positions, everyone))
+  for row in range(4):
+    folded = jax.random.fold_in(jax.random.fold_in(KEY, seeds[row]), positions[row])
+    np.testing.assert_array_equal(noise[row], jax.random.gumbel(folded, (VOCABULARY,)))
+  assert len({tuple(line) for line in noise}) == 4
+  order = np.asarray([2, 0, 3, 1])
+  np.testing.assert_array_equal(noise_of(seeds[order], positions[order], everyone), noise[order])
+  # Rows that want none get zeros, and change nothing for the rest.
+  some = jnp.asarray([True, False, True, False])
+  found = np.asarray(noise_of(seeds, positions, some))
+  np.testing.assert_array_equal(found[[0, 2]], noise[[0, 2]])
+  np.testing.assert_array_equal(found[[1, 3]], np.zeros((2, VOCABULARY), np.float32))
+  np.testing.assert_array_equal(
+    noise_of(seeds, positions, ~everyone), np.zeros((4, VOCABULARY), np.float32)
+  )
+
+
+def test_frequencies_are_the_probabilities():
+  count = 4000
+  logits = jnp.broadcast_to(jnp.asarray(BY_HAND), (count, 4))
+  noise = sampling.noise_rows(
+    KEY, jnp.arange(count, dtype=jnp.uint32), jnp.zeros(count, jnp.int32), jnp.ones(count, bool), 4
+  )
+  found = sample(logits, sampling.sampling_rows([PLAIN] * count), noise)
+  frequencies = np.bincount(np.asarray(found), minlength=4) / count
+  # Four standard deviations of a frequency, at most 0.008 each.
+  np.testing.assert_allclose(frequencies, np.exp(BY_HAND), atol=0.032)
+
+
+# Refusals.
+
+
+def test_too_many_biases_are_refused():
+  params = SamplingParams(logit_bias=tuple((token, 1.0) for token in range(17)))
+  with pytest.raises(ValueError, match="logit_bias: got 17 entries, expected at most 16; bias"):
+    sampling.sampling_rows([PLAIN, params])
+
+
+@pytest.mark.parametrize(
+  ("changes", "message"),
+  [
+    (dict(temperature=-1.0), "SamplingParams.temperature: got -1.0, expected 0 <= temperature"),
+    (dict(temperature=float("nan")), "SamplingParams.temperature: got nan"),
+    (dict(top_k=-1), "SamplingParams.top_k: got -1, expected top_k >= 0; 0 keeps every token"),
+    (dict(top_p=0.0), "SamplingParams.top_p: got 0.0, expected 0 < top_p <= 1"),
+    (dict(min_p=1.1), "SamplingParams.min_p: got 1.1, expected 0 <= min_p <= 1"),
+    (dict(max_tokens=0), "SamplingParams.max_tokens: got 0, expected max_tokens >= 1"),
+    (dict(stop_strings=("a", "")), "SamplingParams.stop_strings: got .*, expected strings of at"),
+  ],
+)
+def test_parameters_out_of_range_are_refused(changes, message):
+  with pytest.raises(ValueError, match=message):
+    SamplingParams(**changes)
