@@ -1,0 +1,165 @@
+"""The trainer's own program gives the engine's log-probabilities, bit for bit.
+
+Requests of every kind are sampled in a crowded engine, packed next to others in several orders, and
+scored under `value_and_grad`, by a program that never sees the engine's numbers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+import optax
+import pytest
+import tiny_model
+
+from seerjax import parallel
+from seerjax.engine.engine import EngineConfig
+from seerjax.ops import sampling as sampling_lib
+from seerjax.trainer import losses, packing, step
+from seerjax.types import Problem, Request, Rollout, RolloutGroup, SamplingParams, Verdict
+
+SIZES = EngineConfig(
+  page_size=8, num_pages=40, max_sequences=6, max_context=64, row_buckets=(6, 24)
+)
+LAYOUT = {
+  "page_size": 8,
+  "rows_per_micro_batch": 96,
+  "max_sequences": 5,
+  "max_sequence_tokens": 64,
+}
+SAMPLING = (
+  SamplingParams(max_tokens=20),
+  SamplingParams(max_tokens=20, temperature=0.0),
+  SamplingParams(max_tokens=9, temperature=0.7, top_k=9),
+  SamplingParams(max_tokens=20, top_p=0.8, stop_token_ids=(3, 4)),
+  SamplingParams(max_tokens=16, temperature=1.5, min_p=0.05, logit_bias=((7, 2.5), (9, -4.0))),
+)
+
+
+@functools.cache
+def sample(numerics) -> list[list[tuple[Request, object]]]:
+  """Two members of each kind of group, from one crowded engine."""
+  rng = np.random.default_rng(1)
+  groups = [
+    [
+      Request(
+        request_id=f"{group}-{member}",
+        prompt=tuple(prompt),
+        sampling=sampling,
+        seed=int(rng.integers(2**32)),
+        group_id=str(group),
+      )
+      for member in range(2)
+    ]
+    for group, sampling in enumerate(SAMPLING)
+    for prompt in [rng.integers(0, 64, int(rng.integers(2, 40))).tolist()]
+  ]
+  engine = tiny_model.make_engine(SIZES, numerics)
+  completions = {
+    completion.request_id: completion
+    for completion in engine.generate([request for group in groups for request in group])
+  }
+  return [[(request, completions[request.request_id]) for request in group] for group in groups]
+
+
+def pack(sampled, order, numerics):
+  """Packs the groups in an order."""
+  groups = [
+    RolloutGroup(
+      group_index=place,
+      problem=Problem(problem_id=str(place), prompt=""),
+      rollouts=tuple(
+        Rollout(
+          request=request,
+          completion=completion,
+          verdict=Verdict(reward=float(member), correct=False, well_formed=False),
+        )
+        for member, (request, completion) in enumerate(sampled[index])
+      ),
+    )
+    for place, index in enumerate(order)
+  ]
+  advantages = np.tile(np.asarray([-1.0, 1.0], np.float32), (len(groups), 1))
+  return packing.pack(
+    groups, advantages, numerics=numerics, num_biases=sampling_lib.MAX_LOGIT_BIAS, **LAYOUT
+  )
+
+
+@functools.cache
+def trainer(numerics, num_instances: int = 1) -> step.Trainer:
+  layout = packing.layout(numerics=numerics, **LAYOUT)
+  return step.Trainer(
+    model=tiny_model.CONFIG,
+    numerics=numerics,
+    loss=losses.grpo(),
+    optimizer=optax.sgd(1e-3),
+    mesh=parallel.make_mesh(num_instances=num_instances),
+    num_pages=layout.num_pages,
+    page_size=LAYOUT["page_size"],
+  )
+
+
+@pytest.mark.parametrize(
+  "numerics", [tiny_model.NUMERICS, tiny_model.BFLOAT16], ids=["f32", "bf16"]
+)
+def test_scores_under_grad_are_the_engines_in_every_packing(numerics, seed):
+  sampled = sample(numerics)
+  rng = np.random.default_rng(seed)
+  orders = [np.arange(len(sampled)), *(rng.permutation(len(sampled)) for _ in range(3))]
+  packings = set()
+  for order in orders:
+    batch = pack(sampled, order, numerics)
+    packings.add(np.asarray(batch.tokens.tokens).tobytes())
+    gradient, _, scores = trainer(numerics).gradient(
+      tiny_model.params(numerics), batch, losses.denominators(batch), None
+    )
+    assert step.rollout_gap(scores, batch) == {
+      "kl": 0.0,
+      "raw_kl": 0.0,
+      "max_abs_logprob_gap": 0.0,
+      "max_abs_raw_logprob_gap": 0.0,
+    }, f"order {order}"
+    mask = np.asarray(batch.loss_mask)
+    assert mask.sum() == sum(len(c.tokens) for group in sampled for _, c in group)
+    for ours, engines in (
+      (scores.logprob, batch.behaviour_logprobs),
+      (scores.raw_logprob, batch.raw_logprobs),
+    ):
+      # 0.0 == -0.0, so the gap alone would not tell these two apart.
+      assert tiny_model.bits(ours[mask]) == tiny_model.bits(engines[mask])
+    assert all(np.isfinite(np.asarray(leaf)).all() for leaf in jax.tree.leaves(gradient))
+    assert any(np.any(np.asarray(leaf)) for leaf in jax.tree.leaves(gradient))
+  assert len(packings) > 1
+
+
+@pytest.mark.long
+def test_two_instances_and_another_row_tile_in_turn():
+  # The engine on the same other numerics each time: the tile is theirs to share.
+  for numerics, num_instances in (
+    (tiny_model.NUMERICS, 2),
+    (dataclasses.replace(tiny_model.NUMERICS, row_tile=16, query_tile=8, kv_split=32), 1),
+    (dataclasses.replace(tiny_model.BFLOAT16, reduction_shards=1), 2),
+  ):
+    sampled = sample(numerics)
+    batch = pack(sampled, range(len(sampled)), numerics)
+    _, _, scores = trainer(numerics, num_instances).gradient(
+      tiny_model.params(numerics), batch, losses.denominators(batch), None
+    )
+    gap = step.rollout_gap(scores, batch)
+    assert gap["max_abs_logprob_gap"] == gap["max_abs_raw_logprob_gap"] == 0.0
+
+
+def test_other_weights_open_the_gap():
+  numerics = tiny_model.NUMERICS
+  sampled = sample(numerics)
+  batch = pack(sampled, range(len(sampled)), numerics)
+  _, _, scores = trainer(numerics).gradient(
+    jax.tree.map(lambda leaf: leaf * np.float32(1.0001), tiny_model.params(numerics)),
+    batch,
+    losses.denominators(batch),
+    None,
+  )
+  assert step.rollout_gap(scores, batch)["max_abs_logprob_gap"] > 0.0

@@ -1,0 +1,203 @@
+"""What the contract does not care about, and its twins: what must change bits does.
+
+A comparison that cannot fail proves nothing. So each thing that the contract rests on is broken on
+purpose here, and the same comparison as in test_schedules.py has to notice.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny_model
+
+from seerjax.engine import engine as engine_lib
+from seerjax.types import Request, SamplingParams
+
+SIZES = engine_lib.EngineConfig(
+  page_size=8,
+  num_pages=26,
+  max_sequences=4,
+  max_context=64,
+  row_buckets=(16,),
+  reuse_prefixes=False,
+)
+
+
+def requests(count: int, max_tokens: int = 20) -> list[Request]:
+  rng = np.random.default_rng(5)
+  return [
+    Request(
+      request_id=str(index),
+      prompt=tuple(rng.integers(0, 64, int(rng.integers(4, 30))).tolist()),
+      sampling=SamplingParams(max_tokens=max_tokens),
+      seed=index,
+    )
+    for index in range(count)
+  ]
+
+
+def alone(request: Request, numerics=tiny_model.NUMERICS):
+  return tiny_model.alone(numerics, request.prompt, request.sampling, request.seed)
+
+
+class Disturbed(engine_lib.Engine):
+  """An engine whose step inputs pass through `disturb(inputs, work)` (numpy in, numpy out)."""
+
+  disturb = staticmethod(lambda inputs, work: inputs)
+
+  def _inputs(self, work):
+    inputs, sampled = super()._inputs(work)
+    return self.disturb(inputs, work), sampled
+
+
+def disturbed(disturb) -> list:
+  """Completions of four requests under an engine so disturbed."""
+  engine = tiny_model.make_engine(SIZES, kind=Disturbed)
+  engine.disturb = disturb
+  return engine.generate(requests(4))
+
+
+def num_differing(completions, numerics=tiny_model.NUMERICS) -> int:
+  wanted = [alone(request, numerics) for request in requests(len(completions))]
+  return sum(not tiny_model.same(c, w) for c, w in zip(completions, wanted, strict=True))
+
+
+def by_id(completions) -> list:
+  return sorted(completions, key=lambda completion: int(completion.request_id))
+
+
+# What changes nothing.
+
+
+def test_an_engine_left_in_peace_says_what_each_request_says_alone():
+  assert num_differing(disturbed(lambda inputs, work: inputs)) == 0
+
+
+def test_what_padding_rows_hold_changes_nothing():
+  rng = np.random.default_rng(0)
+
+  def fill(values, live, high):
+    """Random integers in all entries behind the first `live`."""
+    values[0, live:] = rng.integers(0, high, values[0, live:].shape)
+
+  def scribble(inputs, work):
+    del work
+    batch, sampling = inputs.batch, inputs.sampling
+    rows, segments = int(batch.num_rows[0]), int(batch.num_segments[0])
+    samples, copies = int(inputs.num_samples[0]), int(inputs.num_copies[0])
+    fill(batch.tokens, rows, 64)
+    fill(batch.positions, rows, 64)
+    fill(batch.slots, rows, SIZES.num_pages * SIZES.page_size)
+    fill(batch.segment_start, segments, batch.tokens.shape[1])
+    fill(batch.segment_length, segments, 5)
+    fill(batch.page_table, segments, SIZES.num_pages)
+    fill(inputs.sample_rows, samples, batch.tokens.shape[1])
+    fill(inputs.positions, samples, 64)
+    fill(inputs.seeds, samples, 2**32)
+    fill(inputs.copies, copies, SIZES.num_pages)
+    sampling.temperature[0, samples:] = rng.choice([0.0, 0.5, 2.0])
+    sampling.top_p[0, samples:] = rng.choice([0.2, 1.0])
+    fill(sampling.top_k, samples, 10)
+    fill(sampling.bias_ids, samples, 64)
+    sampling.bias_values[0, samples:] = 3.0
+    return inputs
+
+  assert num_differing(disturbed(scribble)) == 0
+
+
+@pytest.mark.parametrize(
+  "numerics", [tiny_model.NUMERICS, tiny_model.BFLOAT16], ids=["f32", "bf16"]
+)
+def test_what_unwritten_memory_holds_changes_nothing(numerics):
+  engine = tiny_model.make_engine(SIZES, numerics)
+  for request in requests(4):
+    engine.submit(request)
+  while engine.num_unfinished:
+    engine.step()
+    is_written = np.zeros((SIZES.num_pages, SIZES.page_size), bool)
+    for sequence in engine._running[0]:
+      positions = np.arange(sequence.num_written)
+      pages = np.asarray(sequence.pages)[positions // SIZES.page_size]
+      is_written[pages, positions % SIZES.page_size] = True
+    written = jnp.asarray(is_written)[None, None, :, :, None]
+    engine._pages = jax.tree.map(
+      lambda leaf, written=written: jnp.where(written, leaf, jnp.asarray(1e30, leaf.dtype)),
+      engine._pages,
+    )
+  assert num_differing(by_id(engine.poll()), numerics) == 0
+
+
+# The twins.
+
+
+def flip_lowest_bit(engine, page: int, offset: int) -> None:
+  """Flips the lowest mantissa bit of one key in layer 0, head 0."""
+  (keys, values), *others = engine._pages
+  old = np.asarray(keys)[0, 0, page, offset, 0]
+  new = (old.view(np.uint32) ^ np.uint32(1)).view(np.float32)
+  keys = keys.at[0, 0, page, offset, 0].set(new)
+  engine._pages = ((keys, values), *others)
+
+
+def test_one_flipped_mantissa_bit_in_a_page_is_noticed():
+  # A bit far behind the point may be rounded away, so not every flip shows; some have to.
+  noticed = 0
+  for offset in range(4):
+    engine = tiny_model.make_engine(SIZES)
+    for request in requests(4):
+      engine.submit(request)
+    engine.step()
+    while any(sequence.is_prefilling for sequence in engine._running[0]):
+      engine.step()
+    for sequence in engine._running[0]:
+      flip_lowest_bit(engine, sequence.pages[0], offset)
+    while engine.num_unfinished:
+      engine.step()
+    noticed += num_differing(by_id(engine.poll()))
+  assert noticed > 0
+
+
+def test_a_page_table_that_points_at_another_page_is_noticed():
+  def swap(inputs, work):
+    for chunk in work[0]:
+      if chunk.sequence.num_written >= 2 * SIZES.page_size:
+        segments = inputs.batch.segment_start[0] == chunk.first_row
+        table = inputs.batch.page_table[0]
+        table[segments, :2] = table[segments, 1::-1]
+    return inputs
+
+  assert num_differing(disturbed(swap)) > 0
+
+
+def test_noise_used_for_two_tokens_is_noticed():
+  def repeat(inputs, work):
+    del work
+    return inputs._replace(positions=inputs.positions - inputs.positions % 2)
+
+  completions = disturbed(repeat)
+  wanted = [alone(request) for request in requests(4)]
+  assert all(c.tokens != w.tokens for c, w in zip(completions, wanted, strict=True))
+
+
+def test_a_split_that_follows_the_sequence_is_noticed():
+  # Sequences beyond 8 positions are cut at 8 instead of 16.
+  shorter = dataclasses.replace(tiny_model.NUMERICS, kv_split=8)
+  engine = tiny_model.make_engine(SIZES, shorter)
+  completions = engine.generate(requests(4))
+  assert num_differing(completions) > 0
+  # One split is one split, whatever its length: nothing else differs between the two.
+  request = Request(
+    request_id="short", prompt=(1, 2, 3), sampling=SamplingParams(max_tokens=5), seed=1
+  )
+  assert tiny_model.same(engine.generate([request])[0], alone(request))
+
+
+def test_the_untiled_path_is_noticed():
+  untiled = dataclasses.replace(tiny_model.NUMERICS, implementation="untiled")
+  completions = tiny_model.make_engine(SIZES, untiled).generate(requests(4))
+  # Against itself, alone: its bits follow the batch.
+  assert num_differing(completions, untiled) > 0
