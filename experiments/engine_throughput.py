@@ -208,7 +208,9 @@ def their_answer(
     return int(wanted[rows].sum())
 
   def static() -> int:
-    order = np.argsort(wanted, kind="stable") if settings.get("is_sorted") else np.arange(len(wanted))
+    order = np.arange(len(wanted))
+    if settings.get("is_sorted"):
+      order = np.argsort(wanted, kind="stable")
     size = settings["batch_size"] or len(wanted)
     return sum(static_batch(order[first : first + size]) for first in range(0, len(order), size))
 
@@ -310,7 +312,7 @@ def missing_packages() -> list[str]:
 def measure(
   names: list[str], workload: Workload, repetitions: int, say: Callable[[str], None]
 ) -> dict[str, Any]:
-  """Returns, by peer, its seconds in each repetition, tokens and peak memory, or why it has none."""
+  """Returns, by peer, its seconds, tokens/s and peak memory, or why it has none."""
   texts = prompts(workload)
   useful = int(forced_lengths(workload).sum())
   results: dict[str, Any] = {}
@@ -344,7 +346,9 @@ def measure(
     if "seconds" in result:
       rates = useful / np.asarray(result["seconds"])
       result |= dict(
-        tokens_per_second=float(np.median(rates)), lowest=float(rates.min()), highest=float(rates.max())
+        tokens_per_second=float(np.median(rates)),
+        lowest=float(rates.min()),
+        highest=float(rates.max()),
       )
   return results
 
@@ -394,8 +398,9 @@ def picture(results: dict[str, Any], path: pathlib.Path) -> None:
   figure, axes = pyplot.subplots(figsize=(7, 0.5 + 0.45 * len(rows)))
   for place, (name, result) in enumerate(reversed(rows.items())):
     color = "tab:gray" if PEERS[name].needs_torch else "tab:blue"
-    axes.barh(place, result["tokens_per_second"], color=color)
-    axes.text(result["tokens_per_second"], place, f" {result['tokens_per_second']:,.0f}", va="center")
+    rate = result["tokens_per_second"]
+    axes.barh(place, rate, color=color)
+    axes.text(rate, place, f" {rate:,.0f}", va="center")
   axes.set_yticks(range(len(rows)), [PEERS[name].label for name in reversed(rows)], fontsize=8)
   axes.set_xlabel("useful tokens/s")
   axes.margins(x=0.15)

@@ -22,7 +22,7 @@ import pathlib
 import time
 from typing import Any
 
-from absl import app, flags
+from absl import app, flags, logging
 import jax
 import numpy as np
 
@@ -330,7 +330,8 @@ def _time_decoding(
   """Returns the seconds of `decode_steps` steps in which all sequences decode."""
   sampling = SamplingParams(max_tokens=context - prompt_length)
   for index in range(size):
-    prompt = tuple((7 * index + 3 * place) % engine.model.vocab_size for place in range(prompt_length))
+    places = range(prompt_length)
+    prompt = tuple((7 * index + 3 * place) % engine.model.vocab_size for place in places)
     engine.submit(Request(request_id=str(index), prompt=prompt, sampling=sampling, seed=index))
   while len(engine.step()) < size:  # Until every prompt is in.
     pass
@@ -374,8 +375,9 @@ def tables(results: dict[str, Any]) -> str:
     ]
     for step in range(len(results["c"][names[0]]["kl"])):
       cells = [
-        f"{results['c'][name]['kl'][step]:.3g} | {results['c'][name]['max_abs_logprob_gap'][step]:.3g}"
+        f"{results['c'][name][key][step]:.3g}"
         for name in names
+        for key in ("kl", "max_abs_logprob_gap")
       ]
       lines.append(f"| {step + 1} | " + " | ".join(cells) + " |")
     sections.append("\n".join(lines))
@@ -388,7 +390,10 @@ def tables(results: dict[str, Any]) -> str:
     ]
     for size in results["d"][names[0]]:
       rows = {name: results["d"][name][size] for name in names}
-      cells = [f"{r['median']:,.0f} ({r['lowest']:,.0f} to {r['highest']:,.0f})" for r in rows.values()]
+      cells = [
+        f"{row['median']:,.0f} ({row['lowest']:,.0f} to {row['highest']:,.0f})"
+        for row in rows.values()
+      ]
       plain = rows["untiled"]["median"]
       ratios = [f"{rows[name]['median'] / plain:.2f}" for name in ("tiled", "tiled, 1 slab")]
       lines.append(f"| {size} | " + " | ".join(cells + ratios) + " |")
@@ -478,6 +483,7 @@ def run(
 def main(argv: list[str]) -> None:
   del argv
   args = flags.FLAGS
+  logging.set_verbosity(logging.WARNING)  # Orbax tells of every file.
   config = InvarianceConfig(
     model=args.model,
     prompt=args.prompt,

@@ -1,0 +1,414 @@
+"""Computes any sampled token of a run again, from its journal, and compares bits.
+
+Claim: equal bits, for every token of every run, on any machine of the run's kind; where they are
+not equal, the first layer that differs is named.
+Command: bash launch/local.sh experiments.replay --run=runs/grpo --request=STEP/GROUP/MEMBER
+  one token:     --token=K
+  see it fail:   --perturb=LAYER flips the highest mantissa bit of one weight of that layer
+Hardware: 2 CPU cores, a few seconds and one compilation.
+Exit code: 0 equal bits, 1 other bits, 2 it cannot be told.
+
+A token follows from (prompt and the tokens before it, sampling parameters, request seed, the run's
+key, the weights of its policy version). The run sampled it one row at a time among strangers; here
+the whole answer is one piece of prefill. If the bits are not those of the journal, the answer is
+computed a second time, token by token and with the checkpoint's own weights, and the hidden rows of
+the two are compared layer by layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+import dataclasses
+import functools
+import json
+import pathlib
+import sys
+from typing import Any, NamedTuple
+
+from absl import app, flags, logging
+import jax
+import jax.numpy as jnp
+import ml_collections
+import numpy as np
+
+from experiments import configuration, grpo
+from seerjax import checkpoint, numerics as numerics_lib, rl
+from seerjax.models import transformer
+from seerjax.ops import sampling
+from seerjax.rollout import journal as journal_lib
+from seerjax.trainer import step as step_lib
+from seerjax.types import Rollout, SamplingRows, TokenBatch, TrainState
+
+PAGE_SIZE = 32
+
+
+class Recorded(NamedTuple):
+  """What a run left of one request.
+
+  Attributes:
+    config: of the run.
+    model: its shape.
+    master: f32 weights that sampled the request.
+    rollout: from the journal.
+    weights_from: where the weights were found, for people.
+  """
+
+  config: rl.RunConfig
+  model: transformer.TransformerConfig
+  master: transformer.Params
+  rollout: Rollout
+  weights_from: str
+
+
+class Finding(NamedTuple):
+  """What came out.
+
+  Attributes:
+    is_equal: every compared token and log-probability has the journal's bits.
+    text: for people.
+    layer: the first layer whose rows differ between the two computations (0 is the embedding), None
+      if none does or none was looked for.
+  """
+
+  is_equal: bool
+  text: str
+  layer: int | None
+
+
+def read_config(directory: pathlib.Path) -> rl.RunConfig:
+  """Returns a run's settings.
+
+  Raises:
+    ValueError: if there is no run.
+  """
+  path = directory / "config.json"
+  if not path.is_file():
+    raise ValueError(
+      f"--run: got {directory}, which has no config.json, expected a run's directory; correct it."
+    )
+  stored = json.loads(path.read_text())
+  values = {field.name: stored[field.name] for field in dataclasses.fields(rl.RunConfig)}
+  return configuration.from_flags(rl.RunConfig, ml_collections.ConfigDict(values))
+
+
+def place_of(request: str) -> tuple[int, int, int]:
+  """Returns (step, group, member) of "STEP/GROUP/MEMBER".
+
+  Raises:
+    ValueError: if it is not three numbers.
+  """
+  parts = request.split("/")
+  if len(parts) != 3 or not all(part.isdigit() for part in parts):
+    raise ValueError(
+      f"--request: got {request!r}, expected STEP/GROUP/MEMBER, such as 3/0/5; the first step is 0."
+    )
+  step, group, member = map(int, parts)
+  return step, group, member
+
+
+def find(directory: pathlib.Path, request: str) -> Recorded:
+  """Reads one request of a run, and the weights that sampled it.
+
+  Raises:
+    ValueError: if the run, the request or the weights are not there, or if they belong to other
+      numerics than this machine's.
+  """
+  config = read_config(directory)
+  place = place_of(request)
+  header, entries = journal_lib.read(directory / journal_lib.FILE_NAME)
+  known: dict[int, int] = {}
+  entry = None
+  for candidate in entries:
+    known[candidate.step] = known.get(candidate.step, 0) + 1
+    if (candidate.step, candidate.group, candidate.member) == place:
+      entry = candidate
+  if entry is None:
+    there = ", ".join(f"{step} ({count} rollouts)" for step, count in sorted(known.items()))
+    raise ValueError(
+      f"--request: got {request}, which {directory / journal_lib.FILE_NAME} does not hold, expected"
+      f" one of its steps {there or 'none'}; correct the numbers."
+    )
+  recorded, here = header.fingerprints[entry.epoch], numerics_lib.fingerprint(config.numerics)
+  if recorded != here:
+    differing = ", ".join(
+      f"{field} was {recorded.get(field)!r} and is {here.get(field)!r}"
+      for field in sorted(set(recorded) | set(here))
+      if recorded.get(field) != here.get(field) and field != "digest"
+    )
+    raise ValueError(
+      f"--run: got a request of another numerics fingerprint ({differing}), expected this one's;"
+      " replay it where its values hold: bits of two numerics may not be compared."
+    )
+  policy = grpo.load_policy(config.model, config.numerics)
+  version = entry.rollout.completion.policy_version
+  kept = checkpoint.steps(directory / "checkpoints")
+  if version in kept:
+    master, source = _weights(config, policy, directory, version, recorded), f"checkpoint {version}"
+  elif version == 0:
+    master, source = policy.params, f"the model {config.model!r}, as it is now"
+  else:
+    steps = sorted(step for step in known if step in kept or step == 0)
+    raise ValueError(
+      f"--request: got {request}, sampled by policy version {version}, whose checkpoint is not kept"
+      f" ({', '.join(map(str, kept)) or 'none'} are); expected a request of the steps"
+      f" {', '.join(map(str, steps)) or 'none'}, or a run with --config.checkpoint_every=1."
+    )
+  return Recorded(config, policy.model, master, entry.rollout, source)
+
+
+def _weights(
+  config: rl.RunConfig,
+  policy: rl.Policy,
+  directory: pathlib.Path,
+  version: int,
+  fingerprint: dict[str, str],
+) -> transformer.Params:
+  """Returns the master weights of a checkpoint."""
+  optimizer = step_lib.make_optimizer(config.optimizer)
+  abstract = jax.eval_shape(
+    lambda: TrainState(policy.params, optimizer.init(policy.params), jnp.int32(0))
+  )
+  restored = checkpoint.restore(
+    directory / "checkpoints", abstract, fingerprint=fingerprint, step=version
+  )
+  return restored.state.params
+
+
+def perturbed(master: transformer.Params, layer: int) -> transformer.Params:
+  """Returns the weights with the highest mantissa bit of one entry flipped.
+
+  Args:
+    master: f32.
+    layer: 1 to the number of layers; the largest entry of its last matrix is changed.
+
+  Raises:
+    ValueError: if there is no such layer.
+  """
+  layers = master["layers"]
+  if not 1 <= layer <= len(layers):
+    raise ValueError(f"--perturb: got layer {layer}, expected 1 to {len(layers)}; choose another.")
+  weight = np.array(layers[layer - 1]["down"])
+  bits = weight.view(np.uint32).reshape(-1)
+  bits[int(np.argmax(np.abs(weight)))] ^= np.uint32(1 << 22)
+  changed = {**layers[layer - 1], "down": jnp.asarray(weight)}
+  return {**master, "layers": [*layers[: layer - 1], changed, *layers[layer:]]}
+
+
+# Two ways to compute one sequence.
+
+
+def _table(model_tokens: int, numerics: numerics_lib.NumericsConfig) -> tuple[int, int]:
+  """Returns (page size, pages) of a sequence."""
+  page_size = min(PAGE_SIZE, numerics.kv_split)
+  splits = -(-model_tokens // numerics.kv_split)
+  return page_size, splits * (numerics.kv_split // page_size)
+
+
+def rows_batch(
+  tokens: np.ndarray, first: int, total: int, numerics: numerics_lib.NumericsConfig
+) -> TokenBatch:
+  """Returns the rows of positions `first` on of one sequence of `total` positions, pages from 1."""
+  count, tile = len(tokens), numerics.query_tile
+  _, width = _table(total, numerics)
+  starts = np.arange(0, count, tile, dtype=np.int32)
+  positions = np.arange(first, first + count, dtype=np.int32)
+  page_size, _ = _table(total, numerics)
+  return TokenBatch(
+    tokens=tokens.astype(np.int32),
+    positions=positions,
+    slots=(1 + positions // page_size) * page_size + positions % page_size,
+    num_rows=np.int32(count),
+    segment_start=starts,
+    segment_length=np.minimum(count - starts, tile).astype(np.int32),
+    page_table=np.tile(1 + np.arange(width, dtype=np.int32), (len(starts), 1)),
+    num_segments=np.int32(len(starts)),
+  )
+
+
+def _forward(model: transformer.TransformerConfig, numerics: numerics_lib.NumericsConfig):
+  return jax.jit(functools.partial(transformer.forward, config=model, numerics=numerics))
+
+
+def _shortened(params: transformer.Params, depth: int) -> transformer.Params:
+  """Returns the weights of the first `depth` layers: their forward ends with that layer's rows."""
+  return {**params, "layers": params["layers"][:depth]}
+
+
+def in_one_piece(
+  model: transformer.TransformerConfig,
+  numerics: numerics_lib.NumericsConfig,
+  params: transformer.Params,
+  tokens: np.ndarray,
+) -> np.ndarray:
+  """Returns f[t, d], hidden rows of a sequence that is prefilled whole."""
+  page_size, width = _table(len(tokens), numerics)
+  model = dataclasses.replace(model, num_layers=len(params["layers"]))
+  pages = transformer.empty_pages(model, numerics, num_pages=1 + width, page_size=page_size)
+  batch = jax.tree.map(jnp.asarray, rows_batch(tokens, 0, len(tokens), numerics))
+  hidden, _ = _forward(model, numerics)(params, batch, pages)
+  return np.asarray(hidden)
+
+
+def token_by_token(
+  model: transformer.TransformerConfig,
+  numerics: numerics_lib.NumericsConfig,
+  params: transformer.Params,
+  tokens: np.ndarray,
+) -> np.ndarray:
+  """Returns f[t, d], hidden rows of a sequence that is decoded from its first token on."""
+  page_size, width = _table(len(tokens), numerics)
+  model = dataclasses.replace(model, num_layers=len(params["layers"]))
+  pages = transformer.empty_pages(model, numerics, num_pages=1 + width, page_size=page_size)
+  step = _forward(model, numerics)
+  rows = []
+  for position in range(len(tokens)):
+    batch = rows_batch(tokens[position : position + 1], position, len(tokens), numerics)
+    hidden, pages = step(params, jax.tree.map(jnp.asarray, batch), pages)
+    rows.append(np.asarray(hidden)[0])
+  return np.stack(rows)
+
+
+def first_differing_layer(
+  model: transformer.TransformerConfig,
+  numerics: numerics_lib.NumericsConfig,
+  params: transformer.Params,
+  other_params: transformer.Params,
+  tokens: np.ndarray,
+) -> tuple[int, int] | None:
+  """Compares `params` in one piece with `other_params` token by token.
+
+  Returns:
+    (layer, position) of the first rows that differ, layer 0 being the embedding and layer l the
+    output of the l-th; None if all are equal.
+  """
+  for depth in range(len(params["layers"]) + 1):
+    if depth == 0:
+      left = np.asarray(params["embed"][tokens])
+      right = np.asarray(other_params["embed"][tokens])
+    else:
+      left = in_one_piece(model, numerics, _shortened(params, depth), tokens)
+      right = token_by_token(model, numerics, _shortened(other_params, depth), tokens)
+    differing = [i for i in range(len(tokens)) if left[i].tobytes() != right[i].tobytes()]
+    if differing:
+      return depth, differing[0]
+  return None
+
+
+def sample_again(
+  recorded: Recorded, params: transformer.Params, positions: range
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+  """Samples the tokens at some places of the answer, each after the journal's tokens before it.
+
+  Returns:
+    (tokens i32[n], log-probabilities f32[n], raw ones f32[n]).
+  """
+  request, numerics = recorded.rollout.request, recorded.config.numerics
+  whole = np.asarray(request.prompt + recorded.rollout.completion.tokens, np.int32)
+  start = len(request.prompt)
+  hidden = in_one_piece(recorded.model, numerics, params, whole[: start + positions[-1]])
+  rows = np.asarray([start + place - 1 for place in positions])
+  count = len(rows)
+  parameters = sampling.sampling_rows([request.sampling] * count)
+
+  head = jax.jit(functools.partial(transformer.head, config=recorded.model, numerics=numerics))
+  tokens, scores = head(
+    params,
+    jnp.asarray(hidden[rows]),
+    jnp.full((count,), -1, jnp.int32),
+    SamplingRows(*map(jnp.asarray, parameters)),
+    jnp.full((count,), request.seed, jnp.uint32),
+    jnp.asarray(rows + 1, jnp.int32),
+    jnp.int32(count),
+    jax.random.key(recorded.config.seed),
+  )
+  return np.asarray(tokens), np.asarray(scores.logprob), np.asarray(scores.raw_logprob)
+
+
+def replay(
+  directory: pathlib.Path, request: str, *, token: int | None = None, perturb: int | None = None
+) -> Finding:
+  """Recomputes one token of a request, or all of them.
+
+  Args:
+    directory: of the run.
+    request: "STEP/GROUP/MEMBER".
+    token: index in the answer; all if None.
+    perturb: flips a bit of this layer's weights first.
+
+  Raises:
+    ValueError: if it cannot be told; see `find`.
+  """
+  recorded = find(directory, request)
+  completion, numerics = recorded.rollout.completion, recorded.config.numerics
+  length = len(completion.tokens)
+  if token is not None and not 0 <= token < length:
+    raise ValueError(
+      f"--token: got {token}, expected 0 to {length - 1}, the tokens of request {request}; leave it"
+      " away to replay all."
+    )
+  positions = range(length) if token is None else range(token, token + 1)
+  own = transformer.compute_params(recorded.master, numerics)
+  params = own
+  if perturb is not None:
+    params = transformer.compute_params(perturbed(recorded.master, perturb), numerics)
+  tokens, logprobs, raw = sample_again(recorded, params, positions)
+  wanted = np.asarray(completion.tokens, np.int32)[list(positions)]
+  records = (
+    ("token", tokens, wanted),
+    ("log-probability", logprobs, completion.behaviour_logprobs[list(positions)]),
+    ("raw log-probability", raw, completion.raw_logprobs[list(positions)]),
+  )
+  places = [
+    (place, name, now[i], was[i])
+    for i, place in enumerate(positions)
+    for name, now, was in records
+    if now[i].tobytes() != was[i].tobytes()
+  ]
+  what = (
+    f"request {request}, {len(positions)} of {length} tokens, weights of {recorded.weights_from}"
+  )
+  if not places:
+    return Finding(True, f"equal bits: {what}", None)
+  place, name, now, was = places[0]
+  text = f"other bits: {what}\n{name} of token {place} was {was!s} and is {now!s}"
+  sequence = np.asarray(recorded.rollout.request.prompt + completion.tokens, np.int32)
+  sequence = sequence[: len(recorded.rollout.request.prompt) + place]
+  found = first_differing_layer(recorded.model, numerics, params, own, sequence)
+  if found is None:
+    return Finding(
+      False,
+      f"{text}\nno layer differs between prefill in one piece and token by token: the journal's"
+      " bits come from other weights, another key or another sampler than these",
+      None,
+    )
+  layer, position = found
+  where = "the embedding" if layer == 0 else f"layer {layer} of {recorded.model.num_layers}"
+  return Finding(
+    False,
+    f"{text}\nthe first rows that differ between prefill in one piece and token by token come out"
+    f" of {where}, at position {position}",
+    layer,
+  )
+
+
+def main(argv: list[str], say: Callable[[str], Any] = print) -> None:
+  del argv
+  args = flags.FLAGS
+  logging.set_verbosity(logging.WARNING)  # Orbax tells of every file.
+  try:
+    finding = replay(
+      pathlib.Path(args.run), args.request, token=args.token, perturb=args.perturb
+    )
+  except (ValueError, FileNotFoundError) as error:
+    print(error, file=sys.stderr)
+    sys.exit(2)
+  say(finding.text)
+  sys.exit(0 if finding.is_equal else 1)
+
+
+if __name__ == "__main__":
+  flags.DEFINE_string("run", "runs/grpo", "A run's directory.")
+  flags.DEFINE_string("request", "0/0/0", "STEP/GROUP/MEMBER, counted from 0.")
+  flags.DEFINE_integer("token", None, "Index in the answer; all tokens if not given.")
+  flags.DEFINE_integer("perturb", None, "Flips one bit of this layer's weights (1 is the first).")
+  app.run(main)
