@@ -25,7 +25,7 @@ STEPS: tuple[tuple[str, ...], ...] = (
   ("engine", "trainer"),
   ("speculation", "rollout"),
   ("sleep", "simulate", "report"),
-  ("rl", "ttt"),
+  ("rl", "ttt", "self_test"),
   ("experiments",),
   ("launch",),
 )
