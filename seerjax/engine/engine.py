@@ -176,7 +176,7 @@ class Engine:
         was made for something else.
     """
     transformer.check_shards(model, numerics)
-    if numerics.kv_split % config.page_size:
+    if config.page_size < 1 or numerics.kv_split % config.page_size:
       raise ValueError(
         f"EngineConfig.page_size: got {config.page_size}, expected a divisor of"
         f" kv_split={numerics.kv_split}; a split is read page by page."

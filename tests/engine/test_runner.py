@@ -1,0 +1,70 @@
+"""The compiled step's parts: copies, placement, empty memory."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny_model
+
+from seerjax import parallel
+from seerjax.engine import runner as runner_lib
+
+
+def test_pages_are_copied_in_order_and_padding_copies_nothing():
+  # Two heads, four pages of one position; page m of head k holds 10 k + m.
+  start = np.asarray([[0, 1, 2, 3], [10, 11, 12, 13]], np.float32)[:, :, None, None]
+  pages = ((jnp.asarray(start), jnp.asarray(100 + start)),)
+  copies = jnp.asarray([[1, 2], [2, 3], [3, 1]], jnp.int32)
+  copy = jax.jit(runner_lib.copy_pages)
+  for count, wanted in (
+    (0, [0, 1, 2, 3]),
+    (1, [0, 1, 1, 3]),
+    (2, [0, 1, 1, 1]),  # The second copy reads what the first wrote.
+  ):
+    ((keys, values),) = copy(pages, copies, jnp.int32(count))
+    np.testing.assert_array_equal(keys[:, :, 0, 0], [wanted, [10 + page for page in wanted]])
+    np.testing.assert_array_equal(values, keys + 100)
+
+
+@pytest.mark.parametrize("num_instances, model_shards", [(1, 1), (2, 1), (2, 4)])
+def test_empty_pages_are_zero_and_lie_where_the_mesh_says(num_instances, model_shards):
+  runner = tiny_model.runner(tiny_model.NUMERICS, num_instances, model_shards)
+  assert runner.num_instances == num_instances
+  layers = runner.empty_pages(5, 8)
+  assert len(layers) == tiny_model.CONFIG.num_layers
+  for leaf in jax.tree.leaves(layers):
+    assert leaf.shape == (num_instances, 8, 5, 8, 8) and leaf.dtype == jnp.float32
+    assert {shard.data.shape for shard in leaf.addressable_shards} == {
+      (1, 8 // model_shards, 5, 8, 8)
+    }
+    np.testing.assert_array_equal(leaf, 0)
+
+
+def test_empty_pages_have_the_compute_dtype():
+  leaves = jax.tree.leaves(tiny_model.runner(tiny_model.BFLOAT16).empty_pages(3, 16))
+  assert {leaf.dtype for leaf in leaves} == {jnp.dtype("bfloat16")}
+
+
+def test_pages_that_do_not_fill_a_split_are_refused():
+  with pytest.raises(ValueError, match="page_size: got 5, expected a divisor of kv_split=16"):
+    tiny_model.runner(tiny_model.NUMERICS).empty_pages(5, 5)
+
+
+def test_weights_keep_their_values_and_slabs_are_spread_over_the_model_axis():
+  params = tiny_model.params(tiny_model.NUMERICS)
+  placed = tiny_model.runner(tiny_model.NUMERICS, 2, 4).place_params(params)
+  jax.tree.map(np.testing.assert_array_equal, placed, params)
+  layer = placed["layers"][0]
+  assert {shard.data.shape[0] for shard in layer["qkv"].addressable_shards} == {2}
+  assert placed["embed"].sharding.is_fully_replicated
+  assert layer["attention_norm"].sharding.is_fully_replicated
+
+
+def test_a_runner_is_equal_to_one_of_the_same_things():
+  # Engines compare what a shared runner was made for.
+  mesh = parallel.make_mesh()
+  one = runner_lib.Runner(tiny_model.CONFIG, tiny_model.NUMERICS, mesh, 1)
+  assert one == runner_lib.Runner(tiny_model.CONFIG, tiny_model.NUMERICS, mesh, 1)
+  assert one != runner_lib.Runner(tiny_model.CONFIG, tiny_model.BFLOAT16, mesh, 1)
