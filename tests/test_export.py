@@ -1,0 +1,151 @@
+"""The engine step and the train step lower for TPU and CUDA on this host, nano's and an 8B model's.
+
+Shapes alone: no weight of these models is ever allocated. Exported is not run: what these programs
+do on such a machine is for a test on that machine to say.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from seerjax import parallel
+from seerjax.engine import runner
+from seerjax.models import presets, transformer
+from seerjax.numerics import NumericsConfig
+from seerjax.trainer import losses, packing, step
+from seerjax.types import SamplingRows, TokenBatch, TrainBatch, TrainState
+
+PLATFORMS = ("tpu", "cuda")
+PAGE_SIZE = 64
+BIASES = 16
+NUMERICS = NumericsConfig(row_tile=64, compute_dtype="bfloat16")
+
+
+def models():
+  """(name, shape): nano, and Qwen3-8B with fewer layers; the whole of it is a long test."""
+  whole = presets.get("qwen3-8b")
+  nano = dataclasses.replace(
+    presets.get("qwen3-0.6b"),
+    vocab_size=512,
+    hidden_size=256,
+    intermediate_size=768,
+    num_layers=4,
+    num_heads=16,
+    num_kv_heads=8,
+    head_dim=16,
+    rotary=dataclasses.replace(presets.get("qwen3-0.6b").rotary, head_dim=16),
+  )
+  return [
+    pytest.param(nano, id="nano"),
+    pytest.param(dataclasses.replace(whole, num_layers=4), id="qwen3-8b-of-4-layers"),
+    pytest.param(whole, id="qwen3-8b", marks=pytest.mark.long),
+  ]
+
+
+def i32(*shape):
+  return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+
+def f32(*shape):
+  return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def token_batch(*lead, rows, segments, width):
+  return TokenBatch(
+    tokens=i32(*lead, rows),
+    positions=i32(*lead, rows),
+    slots=i32(*lead, rows),
+    num_rows=i32(*lead),
+    segment_start=i32(*lead, segments),
+    segment_length=i32(*lead, segments),
+    page_table=i32(*lead, segments, width),
+    num_segments=i32(*lead),
+  )
+
+
+def sampling_rows(*lead):
+  return SamplingRows(
+    f32(*lead), i32(*lead), f32(*lead), f32(*lead), i32(*lead, BIASES), f32(*lead, BIASES)
+  )
+
+
+def params_like(model, dtype):
+  layout = transformer.shapes(model, NUMERICS.reduction_shards)
+  return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), layout)
+
+
+def export(function, platform, *args):
+  exported = jax.export.export(jax.jit(function), platforms=[platform])(*args)
+  assert exported.platforms == (platform,)
+  assert len(exported.mlir_module_serialized) > 10_000
+  return exported
+
+
+@pytest.mark.parametrize("model", models())
+def test_the_engine_step_exports(model):
+  samples, width = 128, 64
+  inputs = runner.StepInputs(
+    batch=token_batch(rows=512, segments=256, width=width),
+    sample_rows=i32(samples),
+    sampling=sampling_rows(samples),
+    seeds=jax.ShapeDtypeStruct((samples,), jnp.uint32),
+    positions=i32(samples),
+    num_samples=i32(),
+    copies=i32(samples, 2),
+    num_copies=i32(),
+  )
+  pages = jax.eval_shape(
+    lambda: transformer.empty_pages(model, NUMERICS, num_pages=1024, page_size=PAGE_SIZE)
+  )
+  key = jax.eval_shape(lambda: jax.random.key(0))
+  function = functools.partial(
+    runner.instance_step, config=model, numerics=NUMERICS, axis=None
+  )
+  for platform in PLATFORMS:
+    exported = export(function, platform, params_like(model, NUMERICS.dtype), pages, inputs, key)
+    assert exported.out_avals[-1].shape == (samples,)
+
+
+@pytest.mark.parametrize("model", models())
+def test_the_train_step_exports(model):
+  layout = packing.layout(
+    numerics=NUMERICS, page_size=PAGE_SIZE, rows_per_micro_batch=1024, max_sequence_tokens=513
+  )
+  trainer = step.Trainer(
+    model,
+    NUMERICS,
+    losses.dapo(),
+    step.make_optimizer(step.OptimizerConfig(warmup_steps=2)),
+    parallel.make_mesh(),
+    layout.num_pages,
+    PAGE_SIZE,
+  )
+  rows = layout.num_rows
+  micro = step.MicroBatch(
+    batch=TrainBatch(
+      tokens=token_batch(
+        1, rows=rows, segments=layout.num_segments, width=layout.pages_per_sequence
+      ),
+      targets=i32(1, rows),
+      loss_mask=jax.ShapeDtypeStruct((1, rows), jnp.bool),
+      sequence_index=i32(1, rows),
+      advantages=f32(1, rows),
+      behaviour_logprobs=None,
+      raw_logprobs=None,
+      sampling=sampling_rows(1, rows),
+    ),
+    old_logprobs=f32(1, rows),
+    is_first=jax.ShapeDtypeStruct((1,), jnp.bool),
+  )
+  counts = losses.Denominators(f32(), f32())
+  master = params_like(model, jnp.float32)
+  state = jax.eval_shape(trainer.init, master)
+  assert isinstance(state, TrainState)
+  for platform in PLATFORMS:
+    export(trainer._gradient, platform, params_like(model, NUMERICS.dtype), micro, counts)
+    export(trainer._update, platform, state, master)
