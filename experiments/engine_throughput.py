@@ -279,7 +279,6 @@ class Process:
       [sys.executable, "-P", "-m", "experiments.engine_throughput", "--serve"],
       stdin=subprocess.PIPE,
       stdout=subprocess.PIPE,
-      stderr=subprocess.PIPE if sys.stderr is None else None,
       text=True,
       env={**os.environ, "PYTHONPATH": path, "JAX_PLATFORMS": "cpu"},
     )
@@ -300,8 +299,10 @@ class Process:
   def close(self) -> None:
     """Lets the process end."""
     assert self._process.stdin is not None
+    assert self._process.stdout is not None
     self._process.stdin.close()
     self._process.wait()
+    self._process.stdout.close()
 
 
 def missing_packages() -> list[str]:

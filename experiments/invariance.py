@@ -252,7 +252,7 @@ def on_policy(config: InvarianceConfig, directory: pathlib.Path, say: Say) -> di
         num_pages=64 * 12 + 1,
         max_sequences=64,
         max_context=384,
-        row_buckets=(8, 64, 256),
+        row_buckets=(64, 256),
       ),
       rollout=rollout_lib.RolloutConfig(
         groups_per_step=config.rl_groups, group_size=8, max_tokens=config.max_tokens

@@ -87,8 +87,15 @@ def read_config(directory: pathlib.Path) -> rl.RunConfig:
       f"--run: got {directory}, which has no config.json, expected a run's directory; correct it."
     )
   stored = json.loads(path.read_text())
-  values = {field.name: stored[field.name] for field in dataclasses.fields(rl.RunConfig)}
+  values = {field.name: _frozen(stored[field.name]) for field in dataclasses.fields(rl.RunConfig)}
   return configuration.from_flags(rl.RunConfig, ml_collections.ConfigDict(values))
+
+
+def _frozen(value: Any) -> Any:
+  """Returns JSON with tuples where it has lists, as the dataclasses have them."""
+  if isinstance(value, dict):
+    return {name: _frozen(part) for name, part in value.items()}
+  return tuple(map(_frozen, value)) if isinstance(value, list) else value
 
 
 def place_of(request: str) -> tuple[int, int, int]:

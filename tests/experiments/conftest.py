@@ -1,0 +1,55 @@
+"""A model small enough to try every experiment in seconds, and a run of it."""
+
+from __future__ import annotations
+
+import pathlib
+import shutil
+
+import jax
+import pytest
+
+from experiments import generate, grpo, invariance
+from seerjax.models import huggingface, tokenizer as tokenizer_lib, transformer
+from seerjax.ops import rotary
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
+  """The directory of a random model of two layers that reads nano's tokens."""
+  directory = tmp_path_factory.mktemp("tiny") / "model"
+  model = transformer.TransformerConfig(
+    family="qwen3",
+    vocab_size=512,
+    hidden_size=64,
+    intermediate_size=128,
+    num_layers=2,
+    num_heads=8,
+    num_kv_heads=8,
+    head_dim=8,
+    rotary=rotary.RotaryConfig(head_dim=8, base=10_000.0),
+    max_context=512,
+  )
+  numerics = grpo.main_job().numerics
+  params = transformer.init(jax.random.key(0), model, numerics)
+  # At the usual scale of an initialisation every distribution is nearly uniform.
+  params = jax.tree.map(lambda leaf: leaf * 4 if leaf.ndim > 1 else leaf, params)
+  huggingface.save(directory, params, model, tokenizer=tokenizer_lib.load(generate.NANO))
+  return str(directory)
+
+
+@pytest.fixture(scope="session")
+def trained(
+  tiny: str, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[pathlib.Path, dict[str, dict[str, list[float]]]]:
+  """Part c on the tiny model: a directory with the two runs, and what they logged."""
+  directory = tmp_path_factory.mktemp("trained")
+  config = invariance.InvarianceConfig(model=tiny, rl_steps=2, rl_groups=1, max_tokens=12)
+  return directory, invariance.on_policy(config, directory, lambda line: None)
+
+
+@pytest.fixture
+def run_copy(
+  trained: tuple[pathlib.Path, dict[str, dict[str, list[float]]]], tmp_path: pathlib.Path
+) -> pathlib.Path:
+  """A copy of the tiled run that a test may damage."""
+  return pathlib.Path(shutil.copytree(trained[0] / "rl_tiled", tmp_path / "run"))

@@ -1,0 +1,80 @@
+"""The experiments on invariance, at a size of seconds, and the twin that must see a difference."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+
+import numpy as np
+import pytest
+
+from experiments import invariance
+from seerjax.types import Completion
+
+
+def completion(tokens: tuple[int, ...], logprobs: list[float]) -> Completion:
+  values = np.asarray(logprobs, np.float32)
+  return Completion(
+    request_id="probe",
+    tokens=tokens,
+    behaviour_logprobs=values,
+    raw_logprobs=values,
+    text="",
+    finish_reason="length",
+    policy_version=0,
+  )
+
+
+def test_differences_by_hand():
+  same = completion((1, 2, 3), [-1.0, -2.0, -3.0])
+  other = completion((1, 2, 4), [-1.0, -2.0, -3.0])
+  shorter = completion((1,), [-1.0])
+  found = invariance.differences([same, same, other, shorter])
+  assert found["completions"] == 4
+  assert found["distinct_tokens"] == found["distinct_bits"] == 3
+  assert found["most_common"] == 2
+  assert found["first_divergence"] == 1  # The shorter one ends before token 1.
+  found = invariance.differences([same, same])
+  assert (found["distinct_tokens"], found["distinct_bits"]) == (1, 1)
+  assert found["first_divergence"] is found["first_bit_divergence"] is None
+
+
+def test_one_flipped_bit_of_a_log_probability_is_seen():
+  same = completion((1, 2), [-1.0, -2.0])
+  values = same.behaviour_logprobs.copy()
+  values.view(np.uint32)[1] ^= 1
+  found = invariance.differences([same, dataclasses.replace(same, behaviour_logprobs=values)])
+  assert (found["distinct_tokens"], found["first_divergence"]) == (1, None)
+  assert (found["distinct_bits"], found["first_bit_divergence"]) == (2, 1)
+
+
+def test_one_prompt_in_random_company_and_its_price(tiny: str, tmp_path: pathlib.Path):
+  config = invariance.InvarianceConfig(
+    model=tiny, completions=24, max_tokens=8, batch_sizes=(2,), decode_steps=2, repetitions=1
+  )
+  lines: list[str] = []
+  results = invariance.run(config, ("b", "d"), tmp_path, lines.append)
+  tiled, untiled = results["b"]["tiled"], results["b"]["untiled"]
+  assert tiled["completions"] == untiled["completions"] == 24
+  assert (tiled["distinct_tokens"], tiled["distinct_bits"]) == (1, 1)
+  assert untiled["distinct_bits"] > 1  # The twin: plain XLA follows the batch.
+  assert set(results["d"]) == {"tiled", "tiled, 1 slab", "untiled"}
+  assert all(sizes[2]["median"] > 0 for sizes in results["d"].values())
+  text = (tmp_path / "table.md").read_text()
+  assert "| tiled | 24 | 1 | none | 1 | none |" in text
+  assert text in "\n".join(lines)
+  assert json.loads((tmp_path / "results.json").read_text())["config"]["completions"] == 24
+  assert (tmp_path / "invariance.png").stat().st_size > 1000
+
+
+def test_training_is_on_policy_to_the_bit(trained):
+  _, results = trained
+  assert results["tiled"] == {key: [0.0, 0.0] for key in results["tiled"]}
+  assert max(results["untiled"]["max_abs_logprob_gap"]) > 0
+  assert "| 2 | 0 | 0 |" in invariance.tables({"c": results})
+
+
+def test_a_part_that_is_none_is_refused(tmp_path: pathlib.Path):
+  with pytest.raises(ValueError, match=r"--part: got e, expected some of a, b, c, d"):
+    invariance.run(invariance.InvarianceConfig(), ("a", "e"), tmp_path, print)
