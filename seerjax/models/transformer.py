@@ -180,11 +180,22 @@ def compute_params(master: Params, numerics: numerics_lib.NumericsConfig) -> Par
 
 def partition_specs(config: TransformerConfig, reduction_shards: int) -> Params:
   """Returns where each parameter lives on the mesh: slabs over `model`, the rest everywhere."""
-  sharded = jax.P(parallel.MODEL_AXIS)
-  names = ("qkv", "qkv_bias", "out", "gate_up", "down", "head")
-  return jax.tree_util.tree_map_with_path(
-    lambda path, _: sharded if path[-1].key in names else jax.P(), shapes(config, reduction_shards)
-  )
+  return specs_of(shapes(config, reduction_shards))
+
+
+def specs_of(params: Params) -> Params:
+  """As `partition_specs`, for weights that may have adapters beside them (`models.lora`)."""
+  slabs = ("qkv", "qkv_bias", "out", "gate_up", "down", "head")
+  slabs_of_adapters = (
+    ("qkv_lora", "b"), ("gate_up_lora", "b"), ("out_lora", "a"), ("down_lora", "a")
+  )  # fmt: skip
+
+  def spec(path, _):
+    names = tuple(key.key for key in path if isinstance(key, jax.tree_util.DictKey))
+    is_slab = names[-1] in slabs or names[-2:] in slabs_of_adapters
+    return jax.P(parallel.MODEL_AXIS) if is_slab else jax.P()
+
+  return jax.tree_util.tree_map_with_path(spec, params)
 
 
 def empty_pages(
@@ -222,8 +233,11 @@ def _attention_inputs(
   def slab(shared, weights):
     # Norms and rotation of the heads belong in here: outside, the number of local heads would
     # shape their sums.
-    normed, cos, sin, head_norms = shared
-    qkv = linear.dot(normed, weights["qkv"]).astype(normed.dtype)
+    normed, cos, sin, head_norms, low = shared
+    qkv = linear.dot(normed, weights["qkv"])
+    if low is not None:
+      qkv = qkv + linear.dot(low, weights["qkv_lora"])
+    qkv = qkv.astype(normed.dtype)
     if "qkv_bias" in weights:
       qkv = qkv + weights["qkv_bias"][None, :]
     num_kv_heads = qkv.shape[1] // (c * (config.group + 2))
@@ -238,7 +252,11 @@ def _attention_inputs(
 
   head_norms = {name: weights[name] for name in ("query_norm", "key_norm") if name in weights}
   slabs = {name: weights[name] for name in ("qkv", "qkv_bias") if name in weights}
-  by_slab = tiles.map_slabs(slab, (normed, cos, sin, head_norms), slabs, one, axis)
+  low = None
+  if "qkv_lora" in weights:
+    low = _low_rank(linear.dot(normed, weights["qkv_lora"]["a"]), weights["qkv_lora"], x.dtype)
+    slabs["qkv_lora"] = weights["qkv_lora"]["b"]
+  by_slab = tiles.map_slabs(slab, (normed, cos, sin, head_norms, low), slabs, one, axis)
   # f[r, n, k / r, ...] -> f[n, k, ...]
   return jax.tree.map(
     lambda part: jnp.swapaxes(part, 0, 1).reshape(num_rows, -1, *part.shape[3:]), by_slab
@@ -252,22 +270,61 @@ def _after_attention(
   x, mixed = rows
   num_rows, num_slabs = x.shape[0], weights["out"].shape[0]
   by_slab = jnp.swapaxes(mixed.reshape(num_rows, num_slabs, -1), 0, 1)
-  x = x + linear.contract(by_slab, weights["out"], one, axis)
+  if "out_lora" in weights:
+    both = tiles.map_slabs(
+      lambda _, slab: (linear.dot(slab[0], slab[1]), linear.dot(slab[0], slab[2])),
+      (),
+      (by_slab, weights["out"], weights["out_lora"]["a"]),
+      one,
+      axis,
+    )
+    x = x + _adapted_sum(*both, weights["out_lora"], x.dtype, axis)
+  else:
+    x = x + linear.contract(by_slab, weights["out"], one, axis)
   normed = norms.rms_norm_rows(x, weights["mlp_norm"], config.norm_eps)
-  return x + _mlp(normed, weights["gate_up"], weights["down"], one, axis)
+  return x + _mlp(normed, weights, one, axis)
 
 
-def _mlp(x: Array, gate_up: Array, down: Array, one: Array, axis: str | None) -> Array:
+def _mlp(x: Array, weights: Params, one: Array, axis: str | None) -> Array:
   """silu(x @ gate) * (x @ up) @ down, slab by slab in one loop."""
+  slabs, low = {name: weights[name] for name in ("gate_up", "down")}, None
+  if "gate_up_lora" in weights:
+    adapter = weights["gate_up_lora"]
+    low = _low_rank(linear.dot(x, adapter["a"]), adapter, x.dtype)
+    slabs["gate_up_lora"] = adapter["b"]
+  if "down_lora" in weights:
+    slabs["down_lora"] = weights["down_lora"]["a"]
 
-  def slab(x: Array, weights: tuple[Array, Array]) -> Array:
-    gate_up, down = weights
-    gate, up = jnp.split(linear.dot(x, gate_up), 2, axis=-1)
+  def slab(shared: tuple[Array, Array | None], weights: Params) -> Any:
+    x, low = shared
+    gate_up = linear.dot(x, weights["gate_up"])
+    if low is not None:
+      gate_up = gate_up + linear.dot(low, weights["gate_up_lora"])
+    gate, up = jnp.split(gate_up, 2, axis=-1)
     inner = (jax.nn.silu(gate) * up).astype(x.dtype)
-    return linear.dot(inner, down)
+    if "down_lora" in weights:
+      return linear.dot(inner, weights["down"]), linear.dot(inner, weights["down_lora"])
+    return linear.dot(inner, weights["down"])
 
-  partials = tiles.map_slabs(slab, x, (gate_up, down), one, axis)
+  partials = tiles.map_slabs(slab, (x, low), slabs, one, axis)
+  if "down_lora" in weights:
+    return _adapted_sum(*partials, weights["down_lora"], x.dtype, axis)
   return parallel.tree_sum(parallel.gather_slabs(partials, axis)).astype(x.dtype)
+
+
+def _low_rank(product: Array, adapter: Params, dtype: jnp.dtype) -> Array:
+  """f32[n, rank] x @ A to what meets B: scaled in float32, then rounded once."""
+  return (product * adapter["scale"]).astype(dtype)
+
+
+def _adapted_sum(
+  partials: Array, low: Array, adapter: Params, dtype: jnp.dtype, axis: str | None
+) -> Array:
+  """Adds the slabs' partial x @ W and x @ A in the tree, then the low-rank term: f[n, d]."""
+  whole, low = (
+    parallel.tree_sum(parallel.gather_slabs(part, axis)) for part in (partials, low)
+  )
+  return (whole + linear.dot(_low_rank(low, adapter, dtype), adapter["b"])).astype(dtype)
 
 
 def forward(

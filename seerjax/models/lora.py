@@ -1,0 +1,232 @@
+"""Low-rank adapters: y = x @ W + scale * (x @ A) @ B, with W frozen and never merged.
+
+The engine and the trainer both run the weights that `attach` returns, through the same tile
+programs, so they see the same bits; a merged weight would be rounded once more. `merge` is for
+export alone.
+
+  qkv, gate_up   A f[d, rank] is whole everywhere, B f[r, rank, columns] lies in W's slabs
+  out, down      A f[r, rows, rank] lies in W's slabs and its partial products join W's in the tree,
+                 B f[rank, d] is whole everywhere
+
+B starts at zero. x @ W is then followed by the addition of an exact zero, so the start says what
+the base says; equal as numbers, that is, for -0.0 + 0.0 is 0.0.
+
+Training owns the adapter, whose leaves are float32 masters like any others:
+
+  base    = compute_params(master weights)                       once
+  params  = attach(base, adapter, scale)                         each step; engine and trainer
+  trained, frozen = partition(params)                            differentiate `trained` alone
+
+Source: Hu et al. 2021, https://arxiv.org/abs/2106.09685.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from seerjax import numerics as numerics_lib
+from seerjax.array_typing import PRNGKeyArray
+from seerjax.models import transformer
+from seerjax.models.transformer import Params, TransformerConfig
+
+Adapter = dict[str, Any]
+
+TARGETS = ("qkv", "out", "gate_up", "down")
+# Their output columns are in slabs; the others' contraction is.
+COLUMN_TARGETS = ("qkv", "gate_up")
+
+
+def shapes(
+  config: TransformerConfig,
+  numerics: numerics_lib.NumericsConfig,
+  rank: int,
+  targets: Sequence[str] = TARGETS,
+) -> Adapter:
+  """Returns the layout of an adapter, `{"layers": [{target: {"a", "b"}}]}`, as f32 shapes.
+
+  Raises:
+    ValueError: if the rank or a target cannot be.
+  """
+  unknown = [name for name in targets if name not in TARGETS]
+  if unknown or not targets or len(set(targets)) != len(targets):
+    raise ValueError(
+      f"lora targets: got {tuple(targets)}, expected at least one of {TARGETS}, each once; all four"
+      " are usual."
+    )
+  smallest = min(config.hidden_size, config.num_heads * config.head_dim, config.intermediate_size)
+  if not 1 <= rank <= smallest:
+    raise ValueError(
+      f"lora rank: got {rank}, expected 1 <= rank <= {smallest}, the smallest dimension of the"
+      " adapted weights; 8 to 64 is usual."
+    )
+  transformer.check_shards(config, numerics)
+  layout = transformer.shapes(config, numerics.reduction_shards)
+
+  def f32(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+  def pair(name: str, weight: jax.ShapeDtypeStruct) -> dict[str, jax.ShapeDtypeStruct]:
+    slabs, rows, columns = weight.shape
+    if name in COLUMN_TARGETS:
+      return {"a": f32(rows, rank), "b": f32(slabs, rank, columns)}
+    return {"a": f32(slabs, rows, rank), "b": f32(rank, columns)}
+
+  return {
+    "layers": [{name: pair(name, layer[name]) for name in targets} for layer in layout["layers"]]
+  }
+
+
+def init(
+  key: PRNGKeyArray,
+  config: TransformerConfig,
+  numerics: numerics_lib.NumericsConfig,
+  rank: int,
+  targets: Sequence[str] = TARGETS,
+) -> Adapter:
+  """Returns f32 master adapters: A normal with deviation 1 / sqrt(its inputs), B zero.
+
+  Args:
+    key: consumed.
+    config: shape of the model.
+    numerics: `reduction_shards` decides the layout.
+    rank: columns of A.
+    targets: weights that get an adapter, of `TARGETS`.
+
+  Raises:
+    ValueError: if the rank or a target cannot be.
+  """
+  layout = shapes(config, numerics, rank, targets)
+  paths, structure = jax.tree_util.tree_flatten_with_path(layout)
+
+  def leaf(index: int, path, shape: jax.ShapeDtypeStruct):
+    if path[-1].key == "b":
+      return jnp.zeros(shape.shape, shape.dtype)
+    num_inputs = shape.size // rank
+    noise = jax.random.normal(jax.random.fold_in(key, index), shape.shape, shape.dtype)
+    return jnp.float32(num_inputs**-0.5) * noise
+
+  return structure.unflatten([leaf(i, path, shape) for i, (path, shape) in enumerate(paths)])
+
+
+def attach(params: Params, adapter: Adapter, scale: float) -> Params:
+  """Returns the weights with the adapter beside them, as `transformer.forward` runs them.
+
+  Args:
+    params: the base, in compute dtype (`transformer.compute_params`); not copied.
+    adapter: f32 masters, rounded to the base's dtype here.
+    scale: of the low-rank term, usually alpha / rank. Kept in float32 and applied to x @ A before
+      that is rounded, so it rounds no weight.
+
+  Returns:
+    Params with `{"a", "b", "scale"}` under "qkv_lora", "out_lora", "gate_up_lora", "down_lora".
+
+  Raises:
+    ValueError: if the layers or shapes are not those of the base.
+  """
+  _check(params, adapter)
+
+  def layer(weights: Params, adapters: Adapter) -> Params:
+    attached = {
+      f"{name}_lora": {
+        "a": pair["a"].astype(weights[name].dtype),
+        "b": pair["b"].astype(weights[name].dtype),
+        "scale": jnp.float32(scale),
+      }
+      for name, pair in adapters.items()
+    }
+    return {**weights, **attached}
+
+  layers = [layer(*both) for both in zip(params["layers"], adapter["layers"], strict=True)]
+  return {**params, "layers": layers}
+
+
+def merge(params: Params, adapter: Adapter, scale: float) -> Params:
+  """Returns plain weights W + scale * A @ B, summed in float32, rounded to each weight's dtype.
+
+  For export alone: the sum is rounded where `attach` keeps two terms, so its bits are others.
+
+  Args:
+    params: as for `attach`, in any dtype; the f32 masters lose least.
+    adapter: f32 masters.
+    scale: of the low-rank term.
+  """
+  _check(params, adapter)
+
+  def merged(weight: Any, a: Any, b: Any) -> Any:
+    product = jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)  # Broadcasts over the slabs.
+    return (weight.astype(jnp.float32) + jnp.float32(scale) * product).astype(weight.dtype)
+
+  def layer(weights: Params, adapters: Adapter) -> Params:
+    new = {n: merged(weights[n], *_by_slab(n, pair)) for n, pair in adapters.items()}
+    return {**weights, **new}
+
+  layers = [layer(*both) for both in zip(params["layers"], adapter["layers"], strict=True)]
+  return {**params, "layers": layers}
+
+
+def _by_slab(name: str, pair: Adapter) -> tuple[Any, Any]:
+  """A and B with a slab axis on both, of size one where they are whole."""
+  if name in COLUMN_TARGETS:
+    return pair["a"][None], pair["b"]
+  return pair["a"], pair["b"][None]
+
+
+def partition(params: Params) -> tuple[Any, Any]:
+  """Returns (what learns, what is frozen) of the weights that a step runs.
+
+  With adapters, what learns has the structure of the adapter, so its gradient fits an optimiser of
+  the f32 masters; without, everything learns.
+  """
+  trained = [
+    {
+      name.removesuffix("_lora"): {"a": weights[name]["a"], "b": weights[name]["b"]}
+      for name in weights
+      if name.endswith("_lora")
+    }
+    for weights in params["layers"]
+  ]
+  if not any(trained):
+    return params, None
+  return {"layers": trained}, params
+
+
+def combine(trained: Any, frozen: Any) -> Params:
+  """Puts the two parts of `partition` together again."""
+  if frozen is None:
+    return trained
+
+  def layer(weights: Params, adapters: Adapter) -> Params:
+    scales = {name: weights[f"{name}_lora"]["scale"] for name in adapters}
+    return weights | {
+      f"{name}_lora": {**pair, "scale": scales[name]} for name, pair in adapters.items()
+    }
+
+  layers = [layer(*both) for both in zip(frozen["layers"], trained["layers"], strict=True)]
+  return {**frozen, "layers": layers}
+
+
+def _check(params: Params, adapter: Adapter) -> None:
+  found, expected = len(adapter["layers"]), len(params["layers"])
+  if found != expected:
+    raise ValueError(
+      f"lora adapter: got {found} layers, expected the base's {expected}; it was made for another"
+      " model."
+    )
+  for index, (weights, adapters) in enumerate(
+    zip(params["layers"], adapter["layers"], strict=True)
+  ):
+    for name, pair in adapters.items():
+      a, b = _by_slab(name, pair)
+      slabs, rows, columns = weights[name].shape
+      wide = 1 if name in COLUMN_TARGETS else slabs
+      fits = a.shape[:2] == (wide, rows) and b.shape[2] == columns and a.shape[2] == b.shape[1]
+      if not fits or b.shape[0] != (slabs if name in COLUMN_TARGETS else 1):
+        raise ValueError(
+          f"lora adapter: got layers[{index}][{name!r}] with a {pair['a'].shape} and b"
+          f" {pair['b'].shape}, expected those of a weight {weights[name].shape}; make it with the"
+          " same model and NumericsConfig.reduction_shards."
+        )
