@@ -1,0 +1,244 @@
+"""One optimiser step: scores have the forward's bits; devices and orders change none of any."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from seerjax import parallel, types
+from seerjax.models import transformer
+from seerjax.numerics import NumericsConfig
+from seerjax.ops import rotary, sampling
+from seerjax.trainer import losses, packing, step
+
+NUMERICS = NumericsConfig(row_tile=8, query_tile=4, slot_tile=2, kv_split=16, reduction_shards=1)
+MODEL = transformer.TransformerConfig(
+  family="qwen3",
+  vocab_size=32,
+  hidden_size=16,
+  intermediate_size=16,
+  num_layers=2,
+  num_heads=2,
+  num_kv_heads=1,
+  head_dim=8,
+  rotary=rotary.RotaryConfig(head_dim=8),
+)
+SIZES = {
+  "numerics": NUMERICS,
+  "page_size": 4,
+  "rows_per_micro_batch": 32,
+  "max_sequences": 3,
+  "max_sequence_tokens": 25,
+}
+GOOD = 5  # The token that the toy reward likes.
+
+
+@functools.cache
+def trainer_of(num_instances=1):
+  return step.Trainer(
+    MODEL,
+    NUMERICS,
+    losses.dapo(),
+    step.make_optimizer(step.OptimizerConfig(learning_rate=0.02)),
+    parallel.make_mesh(num_instances=num_instances),
+    packing.layout(**SIZES).num_pages,
+    SIZES["page_size"],
+  )
+
+
+def master_of():
+  return jax.tree.map(lambda x: 8 * x, transformer.init(jax.random.key(0), MODEL, NUMERICS))
+
+
+def groups_of(num_groups=3, seed=0):
+  """Groups of two rollouts of random tokens; zeros for the engine's numbers."""
+  rng = np.random.default_rng(seed)
+  groups = []
+  for index in range(num_groups):
+    prompt = tuple(rng.integers(0, MODEL.vocab_size, 3).tolist())
+    rollouts = []
+    for _ in range(2):
+      tokens = tuple(rng.integers(0, MODEL.vocab_size, int(rng.integers(4, 15))).tolist())
+      zeros = np.zeros(len(tokens), np.float32)
+      rollouts.append(
+        types.Rollout(
+          request=types.Request(request_id="", prompt=prompt),
+          completion=types.Completion(
+            request_id="", tokens=tokens, behaviour_logprobs=zeros, raw_logprobs=zeros, text="",
+            finish_reason="stop", policy_version=0,
+          ),
+          verdict=types.Verdict(
+            reward=float(np.mean(np.equal(tokens, GOOD))), correct=False, well_formed=True
+          ),
+        )
+      )  # fmt: skip
+    problem = types.Problem(problem_id=str(index), prompt="")
+    groups.append(types.RolloutGroup(group_index=index, problem=problem, rollouts=tuple(rollouts)))
+  return groups
+
+
+def values_of(groups):
+  """Plus and minus one, by group index and member."""
+  return np.asarray([[1.0, -1.0] if g.group_index % 2 else [-1.0, 1.0] for g in groups], np.float32)
+
+
+def packed(groups):
+  batch = packing.pack(groups, values_of(groups), **SIZES)
+  assert batch.targets.shape[0] > 1
+  return batch
+
+
+def gradient_of(batch, *, num_instances=1, old_logprobs=None, params=None):
+  params = master_of() if params is None else params
+  return trainer_of(num_instances).gradient(
+    params, batch, losses.denominators(batch), old_logprobs
+  )
+
+
+def assert_equal_bits(found, expected):
+  jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+@jax.jit
+def scores_alone(params, tokens, targets):
+  """The engine's functions on one sequence, without a gradient."""
+  count = tokens.shape[0]
+  rows, num_pages = transformer.sequences_batch(1, count, NUMERICS, 16)
+  rows = jax.tree.map(jnp.asarray, rows)._replace(tokens=tokens)
+  pages = transformer.empty_pages(MODEL, NUMERICS, num_pages=num_pages, page_size=16)
+  hidden, _ = transformer.forward(params, rows, pages, config=MODEL, numerics=NUMERICS)
+  params_rows = sampling.sampling_rows([types.SamplingParams()] * count)
+  return transformer.head(
+    params,
+    hidden,
+    targets,
+    jax.tree.map(jnp.asarray, params_rows),
+    jnp.zeros(count, jnp.uint32),
+    rows.positions + 1,
+    rows.num_rows,
+    jax.random.key(3),
+    config=MODEL,
+    numerics=NUMERICS,
+  )[1]
+
+
+def test_scores_have_the_bits_of_a_forward_without_gradient_of_each_sequence_alone():
+  batch = packed(groups_of())
+  _, _, scores = gradient_of(batch)
+  found = packing.unpack(scores.logprob, batch)
+  rollouts = [rollout for group in groups_of() for rollout in group.rollouts]
+  for got, rollout in zip(found, rollouts, strict=True):
+    tokens = [*rollout.request.prompt, *rollout.completion.tokens]
+    # Padded behind, where nothing before it looks.
+    whole = jnp.asarray(tokens + [0] * (18 - len(tokens)), jnp.int32)
+    alone = np.asarray(scores_alone(master_of(), whole[:-1], whole[1:]).logprob)
+    last = len(tokens) - 1
+    np.testing.assert_array_equal(got, alone[last - len(rollout.completion.tokens) : last])
+
+
+@pytest.mark.parametrize("count", range(1, 10))
+def test_values_one_by_one_are_added_as_a_list_of_them(count):
+  rng = np.random.default_rng(count)
+  values = [
+    {"w": jnp.asarray(rng.standard_normal(7) * 10.0 ** rng.integers(-3, 4), jnp.float32)}
+    for _ in range(count)
+  ]
+  total = step.TreeSum()
+  for value in values:
+    total.add(value)
+  expected = parallel.tree_sum_list([value["w"] for value in values])
+  np.testing.assert_array_equal(total.total()["w"], expected)
+
+
+def test_the_number_of_instances_changes_no_bit():
+  batch = packed(groups_of())
+  one, one_numbers, one_scores = gradient_of(batch)
+  two, two_numbers, two_scores = gradient_of(batch, num_instances=2)
+  assert any(bool(jnp.any(leaf != 0)) for leaf in jax.tree.leaves(one))
+  assert_equal_bits(two, one)
+  assert_equal_bits(two_scores, one_scores)
+  assert_equal_bits(two_numbers, one_numbers)
+
+
+def test_the_order_of_completion_changes_no_bit_of_the_weights():
+  groups = groups_of()
+  states = []
+  for order in ([0, 1, 2], [2, 0, 1]):
+    trainer = trainer_of()
+    gradient, _, _ = gradient_of(packed([groups[i] for i in order]))
+    state, norms = trainer.update(trainer.init(master_of()), gradient)
+    states.append(state)
+    assert int(state.step) == 1
+    assert all(float(value) > 0 for value in norms.values())
+  assert_equal_bits(states[1], states[0])
+  changed = jax.tree.map(lambda a, b: bool(jnp.any(a != b)), states[0].params, master_of())
+  assert all(jax.tree.leaves(changed))
+
+
+def test_a_few_steps_make_good_tokens_likelier():
+  groups = groups_of(4, seed=2)
+  trainer, state = trainer_of(), trainer_of().init(master_of())
+  batch = packed(groups)
+  values = packing.unpack(batch.advantages, batch)
+  liked = []
+  for _ in range(4):
+    gradient, _, scores = gradient_of(batch, params=state.params)
+    rows = packing.unpack(scores.logprob, batch)
+    liked.append(sum(float(np.sum(a * b)) for a, b in zip(values, rows, strict=True)))
+    state, _ = trainer.update(state, gradient)
+  assert liked == sorted(liked) and liked[-1] > liked[0] + 1.0
+
+
+def test_later_mini_batches_take_their_ratio_to_the_old_logprobs():
+  batch = packed(groups_of())
+  first, first_numbers, scores = gradient_of(batch)
+  again, again_numbers, _ = gradient_of(batch, old_logprobs=scores.logprob)
+  assert float(first_numbers["ratio"]) == float(again_numbers["ratio"]) == 1.0
+  assert_equal_bits(again, first)
+  # Tokens that were half as likely before: a ratio of two, clipped where it may not grow further.
+  _, numbers, _ = gradient_of(batch, old_logprobs=scores.logprob - np.float32(np.log(2)))
+  np.testing.assert_allclose(float(numbers["ratio"]), 2.0, rtol=1e-5)
+  assert float(numbers["clipped_high"]) > 0
+
+
+def test_the_gap_to_the_engine_is_zero_where_bits_are_equal_and_seen_where_one_is_not():
+  batch = packed(groups_of())
+  _, _, scores = gradient_of(batch)
+  mask = np.asarray(batch.loss_mask)
+  same = batch._replace(
+    behaviour_logprobs=np.where(mask, scores.logprob, 0),
+    raw_logprobs=np.where(mask, scores.raw_logprob, 0),
+  )
+  assert set(step.rollout_gap(scores, same).values()) == {0.0}
+  place = tuple(np.argwhere(mask)[3])
+  other = same.behaviour_logprobs.copy()
+  other[place] = np.nextafter(other[place], np.float32(0))
+  gap = step.rollout_gap(scores, same._replace(behaviour_logprobs=other))
+  assert gap["max_abs_logprob_gap"] > 0 and gap["kl"] != 0
+  assert gap["max_abs_raw_logprob_gap"] == 0 and gap["raw_kl"] == 0
+
+
+@pytest.mark.parametrize(
+  ("changes", "message"),
+  [
+    (dict(learning_rate=0.0), "OptimizerConfig.learning_rate: got 0.0, expected a positive number"),
+    (dict(max_gradient_norm=-1.0), "OptimizerConfig.max_gradient_norm: got -1.0, expected a pos"),
+  ],
+)
+def test_an_optimizer_that_cannot_be_is_refused(changes, message):
+  with pytest.raises(ValueError, match=message):
+    step.OptimizerConfig(**changes)
+
+
+def test_the_learning_rate_warms_up():
+  optimizer = step.make_optimizer(step.OptimizerConfig(learning_rate=0.1, warmup_steps=4))
+  params = {"w": jnp.ones(3)}
+  state, sizes = optimizer.init(params), []
+  for _ in range(6):
+    updates, state = optimizer.update({"w": jnp.ones(3)}, state, params)
+    sizes.append(float(jnp.max(jnp.abs(updates["w"]))))
+  np.testing.assert_allclose(sizes, [0, 0.025, 0.05, 0.075, 0.1, 0.1], atol=1e-4)
