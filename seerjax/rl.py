@@ -187,7 +187,7 @@ def train(
     )
     state, first, before = restored.state, restored.step, restored.host_state["before"]
     say(f"resumed after step {first} of {config.num_steps}")
-  metrics.write_summary(directory / "config.json", settings | {"numerics_fingerprint": fingerprint})
+  metrics.write_summary(directory / "config.json", settings | {"fingerprint": fingerprint})
 
   engine = engine_lib.Engine(
     policy.model,
@@ -204,7 +204,7 @@ def train(
     directory,
     resume_step=first if resume else None,
     total_steps=config.num_steps,
-    console_names=("rollout/reward", "rollout/length", "rollout/tokens_per_second", "gap/kl"),
+    console_names=("rollout/reward_mean", "rollout/length_mean", "rollout/tokens_per_second", "contract/kl"),
   )
   journal = journal_lib.Journal(
     directory / "journal.jsonl",
@@ -250,7 +250,7 @@ def train(
     except KeyboardInterrupt:
       save(step)
       raise Interrupted(f"stopped after step {step} of {config.num_steps}; --resume goes on") from None
-  written = [row for row in metrics.read(directory / "metrics.jsonl") if "gap/kl" in row]
+  written = [row for row in metrics.read(directory / "metrics.jsonl") if "contract/kl" in row]
   summary = summarise(before, after, written) | dict(
     seconds=time.monotonic() - started,
     compile_seconds=compile_clock.seconds,
@@ -287,7 +287,7 @@ def circle(
   numbers |= {
     "rollout/seconds": sampled_at - begin,
     "rollout/tokens_per_second": num_sampled / max(sampled_at - begin, 1e-9),
-    "trainer/seconds": end - sampled_at,
+    "train/seconds": end - sampled_at,
   }
   return state, numbers
 
@@ -390,13 +390,13 @@ def learn(
     first_scores.append(scores)
     if index == 0:
       first_gradient = gradient
-      numbers |= {f"trainer/{name}": float(value) for name, value in summary.items()}
+      numbers |= {f"train/{name}": float(value) for name, value in summary.items()}
   gaps = [step_lib.rollout_gap(s, b) for s, b in zip(first_scores, batches, strict=True)]
   numbers |= {
-    "gap/kl": max((gap["kl"] for gap in gaps), key=abs),
-    "gap/raw_kl": max((gap["raw_kl"] for gap in gaps), key=abs),
-    "gap/max_abs_logprob": max(gap["max_abs_logprob_gap"] for gap in gaps),
-    "gap/max_abs_raw_logprob": max(gap["max_abs_raw_logprob_gap"] for gap in gaps),
+    "contract/kl": max((gap["kl"] for gap in gaps), key=abs),
+    "contract/raw_kl": max((gap["raw_kl"] for gap in gaps), key=abs),
+    "contract/max_abs_logprob_gap": max(gap["max_abs_logprob_gap"] for gap in gaps),
+    "contract/max_abs_raw_logprob_gap": max(gap["max_abs_raw_logprob_gap"] for gap in gaps),
   }
   for index, batch in enumerate(batches):
     gradient = first_gradient
@@ -405,9 +405,9 @@ def learn(
       gradient, summary, _ = trainer.gradient(
         params, batch, losses.denominators(batch), first_scores[index].logprob
       )
-      numbers |= {f"trainer/later_{name}": float(value) for name, value in summary.items()}
+      numbers |= {f"train/later_{name}": float(value) for name, value in summary.items()}
     state, norms = trainer.update(state, gradient)
-    numbers |= {f"trainer/{name}": float(value) for name, value in norms.items()}
+    numbers |= {f"train/{name}": float(value) for name, value in norms.items()}
   return state, numbers
 
 
@@ -503,10 +503,10 @@ def summarise(
     accuracy_well_formed_after=after["accuracy_well_formed"],
     ended_before=before["ended"],
     ended_after=after["ended"],
-    max_abs_logprob_gap=max(highest("gap/max_abs_logprob"), highest("gap/max_abs_raw_logprob")),
-    kl_max=max(highest("gap/kl"), highest("gap/raw_kl")),
+    max_abs_logprob_gap=max(highest("contract/max_abs_logprob_gap"), highest("contract/max_abs_raw_logprob_gap")),
+    kl_max=max(highest("contract/kl"), highest("contract/raw_kl")),
     tokens_per_second=mean("rollout/tokens_per_second"),
-    length_mean=mean("rollout/length"),
+    length_mean=mean("rollout/length_mean"),
     length_p99=max((row["rollout/length_p99"] for row in rows), default=0.0),
   )
 
@@ -516,12 +516,12 @@ def _rollout_numbers(groups: Sequence[RolloutGroup]) -> dict[str, float]:
   lengths = np.asarray([len(rollout.completion.tokens) for rollout in rollouts])
   spread = [float(np.ptp(group.rewards)) > 0 for group in groups]
   return {
-    "rollout/reward": float(np.mean([r.verdict.reward for r in rollouts], dtype=np.float64)),
-    "rollout/correct": float(np.mean([r.verdict.correct for r in rollouts])),
+    "rollout/reward_mean": float(np.mean([r.verdict.reward for r in rollouts], dtype=np.float64)),
+    "rollout/accuracy": float(np.mean([r.verdict.correct for r in rollouts])),
     "rollout/well_formed": float(np.mean([r.verdict.well_formed for r in rollouts])),
     "rollout/ended": float(np.mean([r.completion.finish_reason == "stop" for r in rollouts])),
     "rollout/informative_groups": float(np.mean(spread)),
-    "rollout/length": float(lengths.mean()),
+    "rollout/length_mean": float(lengths.mean()),
     "rollout/length_p99": float(np.quantile(lengths, 0.99)),
   }
 

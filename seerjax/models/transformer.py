@@ -423,7 +423,7 @@ def head(
     axis: mesh axis of the slabs, None on one device.
 
   Returns:
-    (tokens i32[n], their scores).
+    (tokens i32[n], their scores). A gradient is that of the scores of forced tokens.
   """
   table = params["head"] if "head" in params else None
   if table is None:
@@ -442,8 +442,16 @@ def head(
     tokens = jnp.where(forced >= 0, forced, chosen)
     return tokens, logprobs.score_rows(logits, processed, tokens)
 
+  def given(weights, rows, one):
+    # What a gradient may reach: scores of given tokens. Drawing noise again would cost more than
+    # the rest, at run time and at compile time.
+    hidden, forced, sampling_rows, *_ = rows
+    logits = logits_rows(config, axis, weights, hidden, one)
+    processed = sampling.processed_rows(logits, sampling_rows)
+    return logprobs.score_rows(logits, processed, jnp.maximum(forced, 0))
+
   rows = (hidden, forced, sampling_rows, seeds, positions, is_wanted)
-  return tiles.map_rows(tile, weights, rows, num_rows, numerics)
+  return tiles.map_rows(tile, weights, rows, num_rows, numerics, gradient_of=given)
 
 
 class Transformer(nnx.Module):

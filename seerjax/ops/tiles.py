@@ -91,6 +91,8 @@ def map_rows(
   rows: Any,
   num_rows: Array,
   numerics: numerics_lib.NumericsConfig,
+  *,
+  gradient_of: RowFunction | None = None,
 ) -> Any:
   """Applies a row-wise function to every row, in tiles of `numerics.row_tile` rows.
 
@@ -102,6 +104,8 @@ def map_rows(
     num_rows: i32[], rows that are computed; the rest of the output is zero from the next multiple
       of `row_tile` on, and unspecified (but finite) before it.
     numerics: "tiled" loops; "untiled" calls `function` once on all rows.
+    gradient_of: what the backward pass differentiates in its place, where part of `function` is
+      dear and has no gradient. Its float outputs are those of `function`, in their order.
 
   Returns:
     Pytree of `[n, ...]`. Gradients reach the float leaves of `weights` and `rows` from the first
@@ -111,21 +115,30 @@ def map_rows(
     return function(weights, rows, traced_one(num_rows))
   # A count that is known while tracing would give a known trip count.
   num_rows = lax.optimization_barrier(num_rows)
-  return _map_rows(function, numerics.row_tile, weights, rows, num_rows)
+  functions = (function, function if gradient_of is None else gradient_of)
+  return _map_rows(functions, numerics.row_tile, weights, rows, num_rows)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _map_rows(function: RowFunction, row_tile: int, weights: Any, rows: Any, num_rows: Array):
+def _map_rows(
+  functions: tuple[RowFunction, RowFunction],
+  row_tile: int,
+  weights: Any,
+  rows: Any,
+  num_rows: Array,
+):
+  function, _ = functions
   return _tiled(function, row_tile, weights, rows, num_rows)
 
 
-def _map_rows_forward(function, row_tile, weights, rows, num_rows):
-  out = _tiled(function, row_tile, weights, rows, num_rows)
+def _map_rows_forward(functions, row_tile, weights, rows, num_rows):
+  out = _tiled(functions[0], row_tile, weights, rows, num_rows)
   return out, (weights, rows, num_rows)
 
 
-def _map_rows_backward(function, row_tile, residuals, cotangent):
+def _map_rows_backward(functions, row_tile, residuals, cotangent):
   del row_tile
+  _, function = functions
   weights, rows, num_rows = residuals
   count = jax.tree.leaves(rows)[0].shape[0]
   one = traced_one(num_rows)

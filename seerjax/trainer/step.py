@@ -147,7 +147,7 @@ class Trainer:
       updates, opt_state = self.optimizer.update(gradient, state.opt_state, state.params)
       params = optax.apply_updates(state.params, updates)
       norms = dict(
-        gradient_norm=optax.global_norm(gradient), update_norm=optax.global_norm(updates)
+        grad_norm=optax.global_norm(gradient), update_norm=optax.global_norm(updates)
       )
       return TrainState(params, opt_state, state.step + 1), norms
 
@@ -172,6 +172,7 @@ class Trainer:
       (f32 gradient, {"loss": ...} and summarised loss metrics, scores f32[m, n]).
     """
     num_micro, num_rows = batch.targets.shape
+    params = jax.device_put(params, jax.sharding.NamedSharding(self.mesh, jax.P()))
     width = self.mesh.shape[parallel.INSTANCE_AXIS]
     zeros = np.zeros((num_micro, num_rows), np.float32)
     micro = MicroBatch(
