@@ -10,6 +10,7 @@ import typing
 from typing import Any, TypeVar
 
 import ml_collections
+from ml_collections import config_dict
 
 T = TypeVar("T")
 
@@ -27,13 +28,13 @@ def to_flags(config: Any) -> ml_collections.ConfigDict:
 def from_flags(kind: type[T], values: ml_collections.ConfigDict) -> T:
   """Returns the dataclass that the flags describe; its own checks refuse what cannot be."""
   hints = typing.get_type_hints(kind)
-  arguments = {}
+  arguments: dict[str, Any] = {}
   for name, value in values.items():
     nested = dataclasses.is_dataclass(hints[name])
-    arguments[name] = from_flags(hints[name], value) if nested else value
+    arguments[name] = from_flags(hints[name], typing.cast(Any, value)) if nested else value
   return kind(**arguments)
 
 
 def _flag_value(value: Any) -> Any:
   # A field that may be None takes a number on the command line.
-  return ml_collections.config_dict.placeholder(float) if value is None else value
+  return config_dict.placeholder(float) if value is None else value

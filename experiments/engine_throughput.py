@@ -177,8 +177,8 @@ def their_answer(
   Static batches are padded on the left and run until their longest answer is there; no token ends
   an answer. Continuous batching is told every length beforehand.
   """
-  import torch
-  import transformers
+  import torch  # pyright: ignore[reportMissingImports]
+  import transformers  # pyright: ignore[reportMissingImports]
 
   from experiments import generate
 

@@ -14,8 +14,6 @@ Hardware: 2 CPU cores, 3 GiB. Numbers: docs/results/grpo.md
 
 from __future__ import annotations
 
-import dataclasses
-import os
 import pathlib
 import sys
 
@@ -24,15 +22,12 @@ import jax
 import ml_collections.config_flags
 
 from experiments import configuration
-from seerjax import numerics as numerics_lib
-from seerjax import report, rl, self_test
+from seerjax import numerics as numerics_lib, report, rl, self_test
 from seerjax.engine import engine as engine_lib
-from seerjax.models import huggingface, transformer
-from seerjax.models import tokenizer as tokenizer_lib
+from seerjax.models import huggingface, tokenizer as tokenizer_lib, transformer
 from seerjax.rollout import rollout as rollout_lib
 from seerjax.tasks import base
-from seerjax.trainer import losses
-from seerjax.trainer import step as step_lib
+from seerjax.trainer import losses, step as step_lib
 
 
 def main_job() -> rl.RunConfig:

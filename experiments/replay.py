@@ -220,7 +220,8 @@ def rows_batch(
   starts = np.arange(0, count, tile, dtype=np.int32)
   positions = np.arange(first, first + count, dtype=np.int32)
   page_size, _ = _table(total, numerics)
-  return TokenBatch(
+  # Any: the records are typed as device arrays, and this one is made on the host.
+  fields: dict[str, Any] = dict(
     tokens=tokens.astype(np.int32),
     positions=positions,
     slots=(1 + positions // page_size) * page_size + positions % page_size,
@@ -230,6 +231,7 @@ def rows_batch(
     page_table=np.tile(1 + np.arange(width, dtype=np.int32), (len(starts), 1)),
     num_segments=np.int32(len(starts)),
   )
+  return TokenBatch(**fields)
 
 
 def _forward(model: transformer.TransformerConfig, numerics: numerics_lib.NumericsConfig):
@@ -313,7 +315,7 @@ def sample_again(
   whole = np.asarray(request.prompt + recorded.rollout.completion.tokens, np.int32)
   start = len(request.prompt)
   hidden = in_one_piece(recorded.model, numerics, params, whole[: start + positions[-1]])
-  rows = np.asarray([start + place - 1 for place in positions])
+  rows = start - 1 + np.asarray(positions)
   count = len(rows)
   parameters = sampling.sampling_rows([request.sampling] * count)
 

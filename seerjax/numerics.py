@@ -1,6 +1,6 @@
 """Everything that decides bits, in one record, and its fingerprint.
 
-Two runs may be compared bit by bit if and only if their fingerprints are equal (DESIGN: the contract).
+Two runs may be compared bit by bit if and only if their fingerprints are equal (the contract).
 Nothing here depends on a batch; whatever may change without moving a bit lives elsewhere.
 """
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -107,7 +108,8 @@ def _rows(
     missing = [(0, capacity - len(values))] + [(0, 0)] * (values.ndim - 1)
     return np.pad(values.astype(np.int32), missing)
 
-  return TokenBatch(
+  # Any: the records are typed as device arrays, and this one is made on the host.
+  fields: dict[str, Any] = dict(
     tokens=padded(tokens[row]),
     positions=padded(position),
     slots=padded(page * numerics.kv_split + position % numerics.kv_split),
@@ -117,6 +119,7 @@ def _rows(
     page_table=padded(1 + sequence[starts][:, None] * width + np.arange(width)[None, :]),
     num_segments=np.int32(len(starts)),
   )
+  return TokenBatch(**fields)
 
 
 @functools.cache

@@ -1,6 +1,6 @@
 """One decoder for Qwen3, Qwen2.5 and Llama 3: parameters, and the one forward.
 
-    rows x:  embed -> [ attention inputs -> write pages -> attend -> after attention ] x layers -> head
+    embed -> [ attention inputs -> write pages -> attend -> after attention ] x layers -> head
 
 `forward` serves prefill chunks, decoding, verification and training: flat token rows, a segment
 table and pages go in; hidden rows and pages come out. `head` turns hidden rows into tokens and
@@ -22,8 +22,7 @@ from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
-from seerjax import numerics as numerics_lib
-from seerjax import parallel
+from seerjax import numerics as numerics_lib, parallel
 from seerjax.array_typing import Array, Float, Int, PRNGKeyArray
 from seerjax.ops import attention, linear, logprobs, norms, rotary, sampling, tiles
 from seerjax.types import SamplingRows, TokenBatch, TokenScores
@@ -271,14 +270,14 @@ def _after_attention(
   num_rows, num_slabs = x.shape[0], weights["out"].shape[0]
   by_slab = jnp.swapaxes(mixed.reshape(num_rows, num_slabs, -1), 0, 1)
   if "out_lora" in weights:
-    both = tiles.map_slabs(
+    partials, low = tiles.map_slabs(
       lambda _, slab: (linear.dot(slab[0], slab[1]), linear.dot(slab[0], slab[2])),
       (),
       (by_slab, weights["out"], weights["out_lora"]["a"]),
       one,
       axis,
     )
-    x = x + _adapted_sum(*both, weights["out_lora"], x.dtype, axis)
+    x = x + _adapted_sum(partials, low, weights["out_lora"], x.dtype, axis)
   else:
     x = x + linear.contract(by_slab, weights["out"], one, axis)
   normed = norms.rms_norm_rows(x, weights["mlp_norm"], config.norm_eps)
@@ -308,7 +307,7 @@ def _mlp(x: Array, weights: Params, one: Array, axis: str | None) -> Array:
 
   partials = tiles.map_slabs(slab, (x, low), slabs, one, axis)
   if "down_lora" in weights:
-    return _adapted_sum(*partials, weights["down_lora"], x.dtype, axis)
+    return _adapted_sum(partials[0], partials[1], weights["down_lora"], x.dtype, axis)
   return parallel.tree_sum(parallel.gather_slabs(partials, axis)).astype(x.dtype)
 
 
@@ -425,7 +424,7 @@ def head(
   Returns:
     (tokens i32[n], their scores). A gradient is that of the scores of forced tokens.
   """
-  table = params["head"] if "head" in params else None
+  table = params.get("head")
   if table is None:
     whole = params["embed"].reshape(numerics.reduction_shards, -1, config.hidden_size)
     table = parallel.local_part(whole, axis)
@@ -500,7 +499,8 @@ def sequences_batch(
   sequence, position = rows // length, rows % length
   segment = np.arange(batch_size * per_sequence, dtype=np.int32)
   segment_sequence, first = segment // per_sequence, segment % per_sequence * query_tile
-  batch = TokenBatch(
+  # Any: the records are typed as device arrays, and this one is made on the host.
+  fields: dict[str, Any] = dict(
     tokens=np.zeros_like(rows),
     positions=position,
     slots=((1 + sequence * width + position // page_size) * page_size + position % page_size),
@@ -512,7 +512,7 @@ def sequences_batch(
     ).astype(np.int32),
     num_segments=np.int32(len(segment)),
   )
-  return batch, 1 + batch_size * width
+  return TokenBatch(**fields), 1 + batch_size * width
 
 
 def logits_of(
@@ -529,7 +529,7 @@ def logits_of(
   batch = jax.tree.map(jnp.asarray, batch)._replace(tokens=tokens.reshape(-1))
   pages = empty_pages(config, numerics, num_pages=num_pages, page_size=page_size)
   hidden, _ = forward(params, batch, pages, config=config, numerics=numerics)
-  table = params["head"] if "head" in params else None
+  table = params.get("head")
   if table is None:
     table = params["embed"].reshape(numerics.reduction_shards, -1, config.hidden_size)
   weights = {"final_norm": params["final_norm"], "head": table}

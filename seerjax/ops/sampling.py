@@ -13,6 +13,7 @@ Sources: Gumbel-max: Maddison et al. 2014, https://arxiv.org/abs/1411.0030; top-
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 from jax import lax
@@ -45,7 +46,8 @@ def sampling_rows(params: Sequence[SamplingParams]) -> SamplingRows:
       )
     for column, (token, value) in enumerate(one.logit_bias):
       bias_ids[row, column], bias_values[row, column] = token, value
-  return SamplingRows(
+  # Any: the records are typed as device arrays, and this one is made on the host.
+  fields: dict[str, Any] = dict(
     temperature=np.asarray([p.temperature for p in params], np.float32),
     top_k=np.asarray([p.top_k for p in params], np.int32),
     top_p=np.asarray([p.top_p for p in params], np.float32),
@@ -53,6 +55,7 @@ def sampling_rows(params: Sequence[SamplingParams]) -> SamplingRows:
     bias_ids=bias_ids,
     bias_values=bias_values,
   )
+  return SamplingRows(**fields)
 
 
 def _is_filtered(sampling: SamplingRows) -> Array:
