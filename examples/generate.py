@@ -1,0 +1,68 @@
+"""The engine on the small model that the package ships: one prompt, four answers, equal bits.
+
+Four requests ask the same question with seeds 0 to 3. The first is then asked again alone, by an
+engine of another page size: its text and its log-probabilities are the same, to the bit, because
+they follow from (weights, prompt, sampling parameters, seed) and from nothing else. The right
+answer is 29; nano often gets questions of this length wrong, which is where reinforcement learning
+begins.
+
+  python examples/generate.py
+
+Takes about ten seconds on two CPU cores, nearly all of it compilation. The last line reads `True`.
+"""
+
+from __future__ import annotations
+
+import pathlib
+
+import jax
+import numpy as np
+
+from seerjax import NumericsConfig, Request, SamplingParams
+from seerjax.engine import engine as engine_lib
+from seerjax.models import huggingface, tokenizer as tokenizer_lib, transformer
+from seerjax.types import Completion
+
+QUESTION = (
+  "Leo starts with 4 boxes of 7 eggs. Then for 5 days Leo gets 6 eggs each day. Later a friend"
+  " gives 14 eggs to Leo. Then Leo loses 43 eggs. How many eggs does Leo have in the end?"
+)
+NANO = pathlib.Path(huggingface.__file__).parent / "nano"
+NUMERICS = NumericsConfig(query_tile=4, kv_split=64)
+
+
+def ask(seeds: list[int], page_size: int) -> list[Completion]:
+  """Returns one answer a seed, all sampled side by side by an engine of their own."""
+  params, model = huggingface.load(NANO, NUMERICS)
+  tokenizer = tokenizer_lib.load(NANO)
+  engine = engine_lib.Engine(
+    model,
+    transformer.compute_params(params, NUMERICS),
+    numerics=NUMERICS,
+    config=engine_lib.EngineConfig(
+      page_size=page_size, num_pages=256, max_sequences=4, max_context=256, row_buckets=(64,)
+    ),
+    key=jax.random.key(0),
+    tokenizer=tokenizer,
+  )
+  prompt = tuple(tokenizer.encode(tokenizer.chat(QUESTION)))
+  sampling = SamplingParams(max_tokens=96, stop_token_ids=tokenizer.eos_ids)
+  return engine.generate(
+    Request(request_id=str(seed), prompt=prompt, sampling=sampling, seed=seed) for seed in seeds
+  )
+
+
+def main() -> bool:
+  """Prints the answers; returns whether the one that was asked alone has equal bits."""
+  answers = ask([0, 1, 2, 3], page_size=32)
+  for answer in answers:
+    total = float(np.sum(answer.behaviour_logprobs, dtype=np.float64))
+    print(f"seed {answer.request_id}: {answer.text!r}, {total:.3f} nats, {answer.finish_reason}")
+  (alone,) = ask([0], page_size=16)
+  return alone.tokens == answers[0].tokens and np.array_equal(
+    alone.behaviour_logprobs, answers[0].behaviour_logprobs
+  )
+
+
+if __name__ == "__main__":
+  print(main())
