@@ -12,25 +12,22 @@ that sampled are, to the bit, those that learn.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+import contextlib
 import dataclasses
-import json
 import pathlib
 import resource
 import time
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from seerjax import checkpoint, metrics, parallel
-from seerjax import numerics as numerics_lib
-from seerjax.engine import engine as engine_lib
-from seerjax.models import tokenizer as tokenizer_lib
-from seerjax.models import transformer
-from seerjax.rollout import journal as journal_lib
-from seerjax.rollout import rollout as rollout_lib
-from seerjax.trainer import advantages, losses, packing
-from seerjax.trainer import step as step_lib
+from seerjax import checkpoint, metrics, numerics as numerics_lib, parallel
+from seerjax.engine import engine as engine_lib, runner as runner_lib
+from seerjax.models import lora, tokenizer as tokenizer_lib, transformer
+from seerjax.rollout import journal as journal_lib, rollout as rollout_lib
+from seerjax.trainer import advantages, losses, packing, step as step_lib
 from seerjax.types import Completion, Problem, Request, Rollout, RolloutGroup, Task, TrainState
 
 
@@ -73,6 +70,13 @@ class EvaluationConfig:
   temperature: float = 0.0
   every: int = 0
 
+  def __post_init__(self):
+    if self.num_problems < 1 or self.every < 0:
+      raise ValueError(
+        f"EvaluationConfig: got num_problems={self.num_problems}, every={self.every}, expected at"
+        " least 1 and 0; 1024 and 0 (before and after alone) are usual."
+      )
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunConfig:
@@ -86,6 +90,9 @@ class RunConfig:
     num_steps: rounds of the circle.
     num_instances: devices that sample and learn side by side; changes no bit.
     checkpoint_every: steps.
+    lora_rank: columns of the low-rank adapters that learn in place of the weights; 0 is full
+      fine-tuning.
+    lora_alpha: adapters count alpha / rank times.
     numerics: what decides bits.
     engine: sizes of the engine.
     rollout: what a step samples.
@@ -102,6 +109,8 @@ class RunConfig:
   num_steps: int = 40
   num_instances: int = 1
   checkpoint_every: int = 10
+  lora_rank: int = 0
+  lora_alpha: float = 16.0
   numerics: numerics_lib.NumericsConfig = numerics_lib.NumericsConfig()
   engine: engine_lib.EngineConfig = engine_lib.EngineConfig()
   rollout: rollout_lib.RolloutConfig = rollout_lib.RolloutConfig()
@@ -109,6 +118,25 @@ class RunConfig:
   loss: losses.LossConfig = losses.LossConfig()
   optimizer: step_lib.OptimizerConfig = step_lib.OptimizerConfig()
   evaluation: EvaluationConfig = EvaluationConfig()
+
+  def __post_init__(self):
+    for field, least in (
+      ("num_steps", 0), ("num_instances", 1), ("checkpoint_every", 1), ("lora_rank", 0)
+    ):  # fmt: skip
+      if vars(self)[field] < least:
+        raise ValueError(
+          f"RunConfig.{field}: got {vars(self)[field]}, expected at least {least}; raise it."
+        )
+    if not self.lora_alpha > 0:
+      raise ValueError(
+        f"RunConfig.lora_alpha: got {self.lora_alpha}, expected a positive number; 16 is usual."
+      )
+    if self.trainer.num_mini_batches > self.rollout.groups_per_step:
+      raise ValueError(
+        f"TrainerConfig.num_mini_batches: got {self.trainer.num_mini_batches}, expected at most"
+        f" RolloutConfig.groups_per_step={self.rollout.groups_per_step} (a group is not divided);"
+        " lower it or sample more groups."
+      )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,6 +160,20 @@ class Interrupted(Exception):
   """The run was stopped by Ctrl-C after its last whole step was saved."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Programs:
+  """A run's compiled programs. Runs of one shape in one process may share them."""
+
+  made_for: tuple[Any, ...]
+  trainer: step_lib.Trainer
+  runner: runner_lib.Runner
+
+
+# Settings that the journal does not hold a resumed run to: the first three move no bit, and the
+# fingerprint speaks for the last.
+FREE_SETTINGS = ("num_steps", "num_instances", "checkpoint_every", "numerics")
+
+
 def train(
   config: RunConfig,
   policy: Policy,
@@ -141,6 +183,7 @@ def train(
   resume: bool = False,
   accept_new_numerics: bool = False,
   say: Callable[[str], None] = print,
+  programs: Programs | None = None,
 ) -> Result:
   """Runs the circle.
 
@@ -152,31 +195,31 @@ def train(
     resume: carry on from the latest checkpoint; finished rollouts are read from the journal.
     accept_new_numerics: resume under another fingerprint, as a new epoch.
     say: takes lines for people.
+    programs: of `make_programs` for an equal config and model; its own if None.
 
   Returns:
     The final state and summary.
 
   Raises:
     Interrupted: on Ctrl-C.
-    ValueError: for what cannot work, before anything is computed.
+    ValueError: for what cannot work, before anything is computed; and for a text that the task
+      cannot judge (the run can be resumed).
   """
+  check_directory(directory, resume=resume)
   started = time.monotonic()
   compile_clock = CompileClock()
-  settings = json.loads(json.dumps(dataclasses.asdict(config)))
+  settings = metrics.encode(dataclasses.asdict(config))
   fingerprint = numerics_lib.fingerprint(config.numerics)
-  directory.mkdir(parents=True, exist_ok=True)
-  mesh = parallel.make_mesh(num_instances=config.num_instances)
-  layout = _layout(config)
-  trainer = step_lib.Trainer(
-    policy.model,
-    config.numerics,
-    config.loss,
-    step_lib.make_optimizer(config.optimizer),
-    mesh,
-    layout.num_pages,
-    config.engine.page_size,
-  )
-  state, first, before = trainer.init(policy.params), 0, {}
+  if programs is None:
+    programs = make_programs(config, policy.model)
+  elif programs.made_for != _programs_key(config, policy.model):
+    raise ValueError(
+      "train.programs: got programs of another config or model, expected make_programs of these;"
+      " share them only between equals."
+    )
+  trainer = programs.trainer
+  state, first, before = initial_state(config, policy), 0, {}
+  base = frozen_weights(config, policy)
   if resume:
     abstract = jax.eval_shape(lambda: state)
     restored = checkpoint.restore(
@@ -185,34 +228,9 @@ def train(
       fingerprint=fingerprint,
       accept_new_numerics=accept_new_numerics,
     )
-    state, first, before = restored.state, restored.step, restored.host_state["before"]
+    state, first = restored.state, restored.step
+    before = restored.host_state["before"] or _accuracy_before(directory)
     say(f"resumed after step {first} of {config.num_steps}")
-  metrics.write_summary(directory / "config.json", settings | {"fingerprint": fingerprint})
-
-  engine = engine_lib.Engine(
-    policy.model,
-    transformer.compute_params(state.params, config.numerics),
-    numerics=config.numerics,
-    config=config.engine,
-    key=jax.random.key(config.seed),
-    tokenizer=policy.tokenizer,
-    mesh=mesh,
-    policy_version=first,
-  )
-  say(engine.plan())
-  writer = metrics.Writer(
-    directory,
-    resume_step=first if resume else None,
-    total_steps=config.num_steps,
-    console_names=("rollout/reward_mean", "rollout/length_mean", "rollout/tokens_per_second", "contract/kl"),
-  )
-  journal = journal_lib.Journal(
-    directory / "journal.jsonl",
-    fingerprint=fingerprint,
-    settings={name: value for name, value in settings.items() if name != "num_steps"},
-    accept_new_numerics=accept_new_numerics,
-    resume_step=first,
-  )
 
   def save(step: int) -> None:
     if checkpoint.latest_step(directory / "checkpoints") != step:
@@ -225,23 +243,59 @@ def train(
         accept_new_numerics=accept_new_numerics,
       )
 
-  step, rows = first, []
-  with writer, journal:
+  step = first
+  with contextlib.ExitStack() as files:
+    journal = files.enter_context(
+      journal_lib.Journal(
+        directory / "journal.jsonl",
+        fingerprint=fingerprint,
+        settings={name: settings[name] for name in settings if name not in FREE_SETTINGS},
+        accept_new_numerics=accept_new_numerics,
+        # The journal counts steps from 0: what step `first` sampled is not of a whole step yet.
+        resume_step=first - 1,
+      )
+    )
+    metrics.write_summary(directory / "config.json", settings | {"fingerprint": fingerprint})
+    engine = engine_lib.Engine(
+      policy.model,
+      running_weights(config, state.params, base),
+      numerics=config.numerics,
+      config=config.engine,
+      key=jax.random.key(config.seed),
+      tokenizer=policy.tokenizer,
+      policy_version=first,
+      runner=programs.runner,
+    )
+    say(engine.plan())
+    writer = files.enter_context(
+      metrics.Writer(
+        directory,
+        resume_step=first if resume else None,
+        total_steps=config.num_steps,
+        console_names=(
+          "rollout/reward_mean",
+          "rollout/length_mean",
+          "rollout/tokens_per_second",
+          "contract/kl",
+        ),
+      )
+    )
     try:
       if not before:
+        # At once, so that from here on a kill can be resumed.
+        save(0)
         say(f"held-out accuracy on {config.evaluation.num_problems} problems, before:")
         before = evaluate(config, engine, task)
         say(f"  {describe(before)}")
         writer.write(0, {f"heldout/{name}": value for name, value in before.items()})
-        save(0)
       while step < config.num_steps:
-        state, numbers = circle(config, engine, trainer, task, journal, state, step)
-        step += 1
-        rows.append(numbers)
-        if config.evaluation.every and step % config.evaluation.every == 0:
+        new_state, numbers = circle(config, engine, trainer, task, journal, state, step, base)
+        if config.evaluation.every and (step + 1) % config.evaluation.every == 0:
           accuracy = evaluate(config, engine, task)
           numbers |= {f"heldout/{name}": value for name, value in accuracy.items()}
-        writer.write(step, numbers)
+        writer.write(step + 1, numbers)
+        # Together, and after its numbers: whenever Ctrl-C comes, what is saved is a whole step.
+        state, step = new_state, step + 1
         if step % config.checkpoint_every == 0 or step == config.num_steps:
           save(step)
       say(f"held-out accuracy on {config.evaluation.num_problems} problems, after:")
@@ -249,7 +303,8 @@ def train(
       say(f"  {describe(after)}")
     except KeyboardInterrupt:
       save(step)
-      raise Interrupted(f"stopped after step {step} of {config.num_steps}; --resume goes on") from None
+      message = f"stopped after step {step} of {config.num_steps}; --resume goes on"
+      raise Interrupted(message) from None
   written = [row for row in metrics.read(directory / "metrics.jsonl") if "contract/kl" in row]
   summary = summarise(before, after, written) | dict(
     seconds=time.monotonic() - started,
@@ -262,6 +317,114 @@ def train(
   return Result(state, summary)
 
 
+def check_directory(directory: pathlib.Path, *, resume: bool) -> None:
+  """Refuses a directory that cannot be begun or resumed.
+
+  Raises:
+    ValueError: if a new run would meet another one, or there is nothing to resume.
+  """
+  latest = checkpoint.latest_step(directory / "checkpoints")
+  numbers = directory / metrics.FILE_NAME
+  if resume and latest is None:
+    raise ValueError(
+      f"{directory}: got no checkpoint to resume, expected one under {directory / 'checkpoints'};"
+      " start a new run without --resume, or name the run's directory with --workdir."
+    )
+  if not resume and (latest is not None or (numbers.is_file() and numbers.stat().st_size)):
+    found = "its numbers" if latest is None else f"a checkpoint after step {latest}"
+    raise ValueError(
+      f"{directory}: got the directory of another run ({found}), expected none; carry on with"
+      " --resume, choose another --workdir, or remove it."
+    )
+
+
+def _accuracy_before(directory: pathlib.Path) -> dict[str, float]:
+  """Reads the first evaluation back; empty if it was not finished."""
+  path = directory / metrics.FILE_NAME
+  rows = [row for row in metrics.read(path) if row["step"] == 0] if path.is_file() else []
+  return {
+    name.removeprefix("heldout/"): value
+    for row in rows
+    for name, value in row.items()
+    if name.startswith("heldout/")
+  }
+
+
+def make_programs(config: RunConfig, model: transformer.TransformerConfig) -> Programs:
+  """Returns what a run compiles; nothing is compiled before it is first used."""
+  mesh = parallel.make_mesh(num_instances=config.num_instances)
+  trainer = step_lib.Trainer(
+    model,
+    config.numerics,
+    config.loss,
+    step_lib.make_optimizer(config.optimizer),
+    mesh,
+    _layout(config).num_pages,
+    config.engine.page_size,
+  )
+  runner = runner_lib.Runner(model, config.numerics, mesh, len(config.engine.row_buckets))
+  return Programs(_programs_key(config, model), trainer, runner)
+
+
+def _programs_key(config: RunConfig, model: transformer.TransformerConfig) -> tuple[Any, ...]:
+  return (
+    model,
+    config.num_instances,
+    config.lora_rank,
+    config.numerics,
+    config.engine,
+    config.trainer.rows_per_micro_batch,
+    config.loss,
+    config.optimizer,
+  )
+
+
+def initial_state(config: RunConfig, policy: Policy) -> TrainState:
+  """Returns the state of a run that has not learnt: of all weights, or of fresh adapters."""
+  params = policy.params
+  if config.lora_rank:
+    key = jax.random.key(rollout_lib.request_seed(config.seed, -2))
+    params = lora.init(key, policy.model, config.numerics, config.lora_rank)
+  optimizer = step_lib.make_optimizer(config.optimizer)
+  return TrainState(params, optimizer.init(params), jnp.int32(0))
+
+
+def frozen_weights(config: RunConfig, policy: Policy) -> transformer.Params | None:
+  """Returns the policy's first weights in compute dtype, None if the run does not need them.
+
+  They are the base under adapters, and the reference policy of `LossConfig.kl_coefficient`.
+  """
+  if not config.lora_rank and not config.loss.kl_coefficient:
+    return None
+  # On the whole mesh at once, so that no step has to copy them there.
+  mesh = parallel.make_mesh(num_instances=config.num_instances)
+  whole = jax.sharding.NamedSharding(mesh, jax.P())
+  return jax.device_put(transformer.compute_params(policy.params, config.numerics), whole)
+
+
+def running_weights(
+  config: RunConfig, params: Any, base: transformer.Params | None
+) -> transformer.Params:
+  """Returns what engine and trainer both run.
+
+  Args:
+    config: the run.
+    params: f32 masters of what learns (`TrainState.params`).
+    base: of `frozen_weights`.
+  """
+  if not config.lora_rank:
+    return transformer.compute_params(params, config.numerics)
+  assert base is not None
+  return lora.attach(base, params, config.lora_alpha / config.lora_rank)
+
+
+def exported_weights(config: RunConfig, policy: Policy, state: TrainState) -> transformer.Params:
+  """Returns plain f32 weights of what was learnt, adapters merged; for other programs to load."""
+  if not config.lora_rank:
+    return state.params
+  return lora.merge(policy.params, state.params, config.lora_alpha / config.lora_rank)
+
+
 def circle(
   config: RunConfig,
   engine: engine_lib.Engine,
@@ -270,6 +433,7 @@ def circle(
   journal: journal_lib.Journal,
   state: TrainState,
   step: int,
+  base: transformer.Params | None,
 ) -> tuple[TrainState, dict[str, float]]:
   """One round: sample, judge, learn, publish. Returns the new state and the round's numbers."""
   begin = time.monotonic()
@@ -278,11 +442,9 @@ def circle(
   sampled_at = time.monotonic()
   numbers = _rollout_numbers(groups)
   num_sampled = engine.counters.sampled_tokens - sampled_before
-  state, learned = learn(config, trainer, engine.tokenizer, state, groups)
+  state, learned = learn(config, trainer, state, groups, base)
   numbers |= learned
-  engine.set_params(
-    transformer.compute_params(state.params, config.numerics), policy_version=step + 1
-  )
+  engine.set_params(running_weights(config, state.params, base), policy_version=step + 1)
   end = time.monotonic()
   numbers |= {
     "rollout/seconds": sampled_at - begin,
@@ -350,9 +512,7 @@ def sample(
   return sorted(chosen, key=lambda group: group.group_index)
 
 
-def completions(
-  engine: engine_lib.Engine, requests: Sequence[Request]
-) -> Iterator[Completion]:
+def completions(engine: engine_lib.Engine, requests: Sequence[Request]) -> Iterator[Completion]:
   """Yields completions as they finish."""
   for request in requests:
     engine.submit(request)
@@ -364,12 +524,19 @@ def completions(
 def learn(
   config: RunConfig,
   trainer: step_lib.Trainer,
-  tokenizer: tokenizer_lib.Tokenizer | None,
   state: TrainState,
   groups: Sequence[RolloutGroup],
+  base: transformer.Params | None = None,
 ) -> tuple[TrainState, dict[str, float]]:
-  """Takes the optimiser steps of one batch of groups; returns the new state and its numbers."""
-  del tokenizer
+  """Takes the optimiser steps of one batch of groups; returns the new state and its numbers.
+
+  Args:
+    config: the run.
+    trainer: its programs.
+    state: with the weights that sampled.
+    groups: judged.
+    base: of `frozen_weights`.
+  """
   rewards = np.stack([group.rewards for group in groups])
   if config.trainer.overlong_buffer:
     lengths = np.asarray([[len(r.completion.tokens) for r in g.rollouts] for g in groups])
@@ -378,15 +545,21 @@ def learn(
     )
   values = advantages.for_algorithm(config.loss.algorithm, rewards)
   parts = np.array_split(np.arange(len(groups)), config.trainer.num_mini_batches)
-  batches = [pack(config, [groups[i] for i in part], values[part]) for part in parts]
-  sampling_params = transformer.compute_params(state.params, config.numerics)
+  batches = [pack(config, [groups[i] for i in part.tolist()], values[part]) for part in parts]
+  sampling_params = running_weights(config, state.params, base)
+  references: list[np.ndarray | None] = [None] * len(batches)
+  if config.loss.kl_coefficient:
+    assert base is not None
+    references = [trainer.scores(base, batch).logprob for batch in batches]
 
   # With the weights that sampled, over the whole batch, before any update.
   first_scores = []
   first_gradient, numbers = None, {}
   for index, batch in enumerate(batches):
     counts = losses.denominators(batch)
-    gradient, summary, scores = trainer.gradient(sampling_params, batch, counts, None)
+    gradient, summary, scores = trainer.gradient(
+      sampling_params, batch, counts, None, references[index]
+    )
     first_scores.append(scores)
     if index == 0:
       first_gradient = gradient
@@ -401,9 +574,10 @@ def learn(
   for index, batch in enumerate(batches):
     gradient = first_gradient
     if index:
-      params = transformer.compute_params(state.params, config.numerics)
+      params = running_weights(config, state.params, base)
+      counts = losses.denominators(batch)
       gradient, summary, _ = trainer.gradient(
-        params, batch, losses.denominators(batch), first_scores[index].logprob
+        params, batch, counts, first_scores[index].logprob, references[index]
       )
       numbers |= {f"train/later_{name}": float(value) for name, value in summary.items()}
     state, norms = trainer.update(state, gradient)
@@ -454,7 +628,8 @@ def evaluate(config: RunConfig, engine: engine_lib.Engine, task: Task) -> dict[s
     requests.append(request)
   verdicts, lengths, ended = [], [], []
   for completion in completions(engine, requests):
-    verdicts.append(task.verdict(problems[completion.request_id], completion.text))
+    problem = problems[completion.request_id]
+    verdicts.append(rollout_lib.judge(task, problem, completion.text))
     lengths.append(len(completion.tokens))
     ended.append(completion.finish_reason == "stop")
   correct = np.asarray([verdict.correct for verdict in verdicts], np.float64)
@@ -503,7 +678,9 @@ def summarise(
     accuracy_well_formed_after=after["accuracy_well_formed"],
     ended_before=before["ended"],
     ended_after=after["ended"],
-    max_abs_logprob_gap=max(highest("contract/max_abs_logprob_gap"), highest("contract/max_abs_raw_logprob_gap")),
+    max_abs_logprob_gap=max(
+      highest("contract/max_abs_logprob_gap"), highest("contract/max_abs_raw_logprob_gap")
+    ),
     kl_max=max(highest("contract/kl"), highest("contract/raw_kl")),
     tokens_per_second=mean("rollout/tokens_per_second"),
     length_mean=mean("rollout/length_mean"),
@@ -533,6 +710,6 @@ class CompileClock:
     self.seconds = 0.0
     jax.monitoring.register_event_duration_secs_listener(self._hear)
 
-  def _hear(self, event: str, duration: float, **_: Any) -> None:
+  def _hear(self, event: str, duration_secs: float, **_: Any) -> None:
     if event == "/jax/core/compile/backend_compile_duration":
-      self.seconds += duration
+      self.seconds += duration_secs

@@ -121,7 +121,7 @@ class Runner:
 
   def place_params(self, params: transformer.Params) -> transformer.Params:
     """Returns the weights on the mesh: slabs over `model`, copies for every instance."""
-    specs = transformer.partition_specs(self.config, self.numerics.reduction_shards)
+    specs = transformer.specs_of(params)
     return jax.tree.map(
       lambda leaf, spec: jax.device_put(leaf, jax.sharding.NamedSharding(self.mesh, spec)),
       params,
@@ -162,15 +162,19 @@ class Runner:
     if self.mesh.size > 1:
       by_instance = jax.P(parallel.INSTANCE_AXIS)
       page_spec = jax.P(parallel.INSTANCE_AXIS, parallel.MODEL_AXIS)
-      specs = transformer.partition_specs(self.config, self.numerics.reduction_shards)
-      # Replication over `model` is ours to keep: gathered slabs are added in one order everywhere.
-      step = jax.shard_map(
-        step,
-        mesh=self.mesh,
-        in_specs=(specs, page_spec, by_instance, jax.P()),
-        out_specs=(page_spec, by_instance, by_instance),
-        check_vma=False,
-      )
+
+      def spread(params, pages, inputs, key):
+        # Replication over `model` is ours to keep: gathered slabs are added in one order on all.
+        return jax.shard_map(
+          step,
+          mesh=self.mesh,
+          # Of these very weights: adapters may stand beside them.
+          in_specs=(transformer.specs_of(params), page_spec, by_instance, jax.P()),
+          out_specs=(page_spec, by_instance, by_instance),
+          check_vma=False,
+        )(params, pages, inputs, key)
+
+      return jax.jit(spread, donate_argnums=(1,))
     return jax.jit(step, donate_argnums=(1,))
 
   def step(

@@ -8,7 +8,16 @@ import hashlib
 import math
 
 from seerjax.models import tokenizer as tokenizer_lib
-from seerjax.types import Completion, Problem, Request, Rollout, RolloutGroup, SamplingParams, Task
+from seerjax.types import (
+  Completion,
+  Problem,
+  Request,
+  Rollout,
+  RolloutGroup,
+  SamplingParams,
+  Task,
+  Verdict,
+)
 
 # (group, member) -> the rollout if it is known already (from a journal), else None.
 Known = Callable[[int, int], Rollout | None]
@@ -104,6 +113,29 @@ def group_requests(
   ]
 
 
+def judge(task: Task, problem: Problem, text: str) -> Verdict:
+  """Returns the task's verdict.
+
+  Raises:
+    ValueError: if the task raises, or rewards with anything but a finite number; names the problem.
+  """
+  try:
+    verdict = task.verdict(problem, text)
+  except Exception as error:
+    raise ValueError(
+      f"{task.name}: got {type(error).__name__} ({error}) while judging problem"
+      f" {problem.problem_id!r}, text {text[:80]!r}, expected a Verdict on any text; mend the task"
+      " and resume: what was judged before is kept."
+    ) from error
+  if not math.isfinite(verdict.reward):
+    raise ValueError(
+      f"{task.name}: got reward {verdict.reward} for problem {problem.problem_id!r}, text"
+      f" {text[:80]!r}, expected a finite number (one NaN would reach every weight); mend the task"
+      " and resume: what was judged before is kept."
+    )
+  return verdict
+
+
 def sample_groups(
   problems: Sequence[Problem],
   *,
@@ -133,6 +165,9 @@ def sample_groups(
 
   Returns:
     Groups by index, members by number, whatever the order in which they finished.
+
+  Raises:
+    ValueError: if the task cannot judge a text; see `judge`.
   """
   places: dict[str, tuple[int, int, Problem, Request]] = {}
   finished: dict[tuple[int, int], Rollout] = {}
@@ -148,7 +183,7 @@ def sample_groups(
         finished[group, member] = rollout
   for completion in generate([request for *_, request in places.values()]):
     group, member, problem, request = places[completion.request_id]
-    verdict = task.verdict(problem, completion.text)
+    verdict = judge(task, problem, completion.text)
     rollout = Rollout(request=request, completion=completion, verdict=verdict)
     finished[group, member] = rollout
     on_rollout(group, member, problem, rollout)

@@ -19,10 +19,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from seerjax import numerics as numerics_lib
-from seerjax import parallel
+from seerjax import numerics as numerics_lib, parallel
 from seerjax.array_typing import Array
-from seerjax.models import transformer
+from seerjax.models import lora, transformer
 from seerjax.trainer import losses
 from seerjax.types import TokenScores, TrainBatch, TrainState
 
@@ -70,12 +69,16 @@ def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
   )
 
 
+BY_INSTANCE = jax.P(parallel.INSTANCE_AXIS)
+
+
 class MicroBatch(NamedTuple):
   """What the gradient program sees of a `TrainBatch`: everything but the engine's numbers."""
 
   batch: TrainBatch  # Its behaviour_logprobs and raw_logprobs are None.
   old_logprobs: Any  # f32[n], of the weights that sampled; read unless is_first.
   is_first: Any  # bool[], the weights are those that sampled.
+  reference_logprobs: Any = None  # f32[n], of the reference policy; None without one.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,16 +104,19 @@ class Trainer:
   page_size: int
 
   def init(self, params: transformer.Params) -> TrainState:
-    """Returns the state of a run that has not learnt yet. `params` are f32 masters."""
+    """Returns the state of a run that has not learnt yet.
+
+    `params` are the f32 masters of what learns: all weights, or an adapter of `models.lora`.
+    """
     return TrainState(params, self.optimizer.init(params), jnp.int32(0))
 
   @functools.cached_property
   def _gradient(self):
-    """(params, MicroBatch [i, ...], denominators) -> gradients, loss metrics, tokens, scores [i, ...]."""
+    """(params, MicroBatch [i, ...], denominators) -> gradients, metrics, tokens, scores."""
 
-    def loss(params, micro: MicroBatch, denominators):
+    def loss(trained, frozen, micro: MicroBatch, denominators):
       tokens, scores = score(
-        params,
+        lora.combine(trained, frozen),
         micro.batch,
         model=self.model,
         numerics=self.numerics,
@@ -120,35 +126,56 @@ class Trainer:
       current = jax.lax.stop_gradient(scores.logprob)
       old = jnp.where(micro.is_first, current, micro.old_logprobs)
       value, metrics = losses.policy_loss(
-        scores.logprob, scores.entropy, micro.batch, self.loss, denominators, old_logprobs=old
+        scores.logprob,
+        scores.entropy,
+        micro.batch,
+        self.loss,
+        denominators,
+        old_logprobs=old,
+        reference_logprobs=micro.reference_logprobs,
       )
       return value, (value, metrics, tokens, scores)
 
     def one(params, micro, denominators):
       micro = jax.tree.map(lambda leaf: leaf[0], micro)
-      gradient, aux = jax.grad(loss, has_aux=True)(params, micro, denominators)
+      trained, frozen = lora.partition(params)
+      gradient, aux = jax.grad(loss, has_aux=True)(trained, frozen, micro, denominators)
       gradient = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), gradient)
       return jax.tree.map(lambda leaf: leaf[None], (gradient, *aux))
 
-    if self.mesh.size > 1:
-      by_instance = jax.P(parallel.INSTANCE_AXIS)
-      one = jax.shard_map(
-        one,
-        mesh=self.mesh,
-        in_specs=(jax.P(), by_instance, jax.P()),
-        out_specs=by_instance,
-        check_vma=False,
+    return jax.jit(self._spread(one, jax.P(), BY_INSTANCE, jax.P()))
+
+  @functools.cached_property
+  def _score(self):
+    """(params, TrainBatch [i, ...]) -> tokens, scores [i, ...]; no gradient."""
+
+    def one(params, batch):
+      out = score(
+        params,
+        jax.tree.map(lambda leaf: leaf[0], batch),
+        model=self.model,
+        numerics=self.numerics,
+        num_pages=self.num_pages,
+        page_size=self.page_size,
       )
-    return jax.jit(one)
+      return jax.tree.map(lambda leaf: leaf[None], out)
+
+    return jax.jit(self._spread(one, jax.P(), BY_INSTANCE))
+
+  def _spread(self, function: Any, *in_specs: jax.P) -> Any:
+    """Returns a function of one instance as one of the whole mesh."""
+    if self.mesh.size == 1:
+      return function
+    return jax.shard_map(
+      function, mesh=self.mesh, in_specs=in_specs, out_specs=BY_INSTANCE, check_vma=False
+    )
 
   @functools.cached_property
   def _update(self):
     def update(state: TrainState, gradient):
       updates, opt_state = self.optimizer.update(gradient, state.opt_state, state.params)
       params = optax.apply_updates(state.params, updates)
-      norms = dict(
-        grad_norm=optax.global_norm(gradient), update_norm=optax.global_norm(updates)
-      )
+      norms = dict(grad_norm=optax.tree.norm(gradient), update_norm=optax.tree.norm(updates))
       return TrainState(params, opt_state, state.step + 1), norms
 
     return jax.jit(update)
@@ -159,17 +186,23 @@ class Trainer:
     batch: TrainBatch,
     denominators: losses.Denominators,
     old_logprobs: np.ndarray | None,
+    reference_logprobs: np.ndarray | None = None,
   ) -> tuple[Any, dict[str, Array], TokenScores]:
     """Returns the gradient of a whole batch, its metrics and its scores.
 
     Args:
-      params: in compute dtype.
+      params: in compute dtype; with adapters beside them (`models.lora`) these alone learn.
       batch: from `packing.pack`, m micro-batches.
       denominators: of everything that this optimiser step sees.
       old_logprobs: f32[m, n], of the weights that sampled; None if these are they.
+      reference_logprobs: f32[m, n], of the reference policy (`scores` with its weights); needed
+        if `LossConfig.kl_coefficient` is not 0.
 
     Returns:
-      (f32 gradient, {"loss": ...} and summarised loss metrics, scores f32[m, n]).
+      (f32 gradient of what learns, {"loss": ...} and summarised loss metrics, scores f32[m, n]).
+
+    Raises:
+      ValueError: if the loss needs `reference_logprobs` and they are None.
     """
     num_micro, num_rows = batch.targets.shape
     params = jax.device_put(params, jax.sharding.NamedSharding(self.mesh, jax.P()))
@@ -179,11 +212,14 @@ class Trainer:
       batch._replace(behaviour_logprobs=None, raw_logprobs=None),
       zeros if old_logprobs is None else old_logprobs,
       np.full(num_micro, old_logprobs is None),
+      reference_logprobs,
     )
     total, values, metrics, scores = TreeSum(), [], [], []
     mismatches = 0
     for first in range(0, num_micro, width):
-      part = jax.tree.map(lambda leaf, first=first: _padded(leaf[first : first + width], width), micro)
+      part = jax.tree.map(
+        lambda leaf, first=first: _padded(leaf[first : first + width], width), micro
+      )
       out = self._gradient(params, part, denominators)
       live = min(width, num_micro - first)
       gradient, value, metric, tokens, part_scores = out
@@ -200,6 +236,30 @@ class Trainer:
     summary["loss"] = parallel.tree_sum_list([jnp.asarray(value) for value in values])
     stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *scores)
     return total.total(), summary, stacked
+
+  def scores(self, params: transformer.Params, batch: TrainBatch) -> TokenScores:
+    """Scores a whole batch without a gradient, by the program that `gradient` differentiates.
+
+    Args:
+      params: in compute dtype.
+      batch: from `packing.pack`, m micro-batches.
+
+    Returns:
+      f32[m, n]; bit for bit what `gradient` gives for the same weights.
+    """
+    num_micro = batch.targets.shape[0]
+    params = jax.device_put(params, jax.sharding.NamedSharding(self.mesh, jax.P()))
+    width = self.mesh.shape[parallel.INSTANCE_AXIS]
+    seen = batch._replace(behaviour_logprobs=None, raw_logprobs=None)
+    parts = []
+    for first in range(0, num_micro, width):
+      part = jax.tree.map(
+        lambda leaf, first=first: _padded(leaf[first : first + width], width), seen
+      )
+      live = min(width, num_micro - first)
+      _, scores = jax.device_get(self._score(params, part))
+      parts.append(jax.tree.map(lambda leaf, live=live: leaf[:live], scores))
+    return jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)
 
   def update(self, state: TrainState, gradient: Any) -> tuple[TrainState, dict[str, Array]]:
     """Applies one gradient; returns the new state and the norms of gradient and update."""

@@ -1,0 +1,602 @@
+"""The circle: what a run writes, and that nothing that stops or reshapes it changes a bit of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import os
+import pathlib
+import shutil
+import signal
+import subprocess
+import sys
+import zlib
+
+import jax
+import numpy as np
+import pytest
+
+from seerjax import checkpoint, metrics, numerics as numerics_lib, parallel, rl
+from seerjax.engine import engine as engine_lib, runner as runner_lib
+from seerjax.models import lora, tokenizer as tokenizer_lib, transformer
+from seerjax.ops import rotary
+from seerjax.rollout import journal as journal_lib, rollout as rollout_lib
+from seerjax.trainer import losses, step as step_lib
+from seerjax.types import Problem, Verdict
+
+TESTS = pathlib.Path(__file__).parent
+NANO = pathlib.Path(transformer.__file__).parent / "nano"
+MODEL = transformer.TransformerConfig(
+  family="qwen3",
+  vocab_size=512,
+  hidden_size=16,
+  intermediate_size=16,
+  num_layers=1,
+  num_heads=2,
+  num_kv_heads=1,
+  head_dim=8,
+  rotary=rotary.RotaryConfig(head_dim=8),
+)
+NUMERICS = numerics_lib.NumericsConfig(
+  row_tile=8, query_tile=4, slot_tile=2, kv_split=16, reduction_shards=1
+)
+CONFIG = rl.RunConfig(
+  model="tiny",
+  task="vowels",
+  num_steps=4,
+  checkpoint_every=2,
+  numerics=NUMERICS,
+  engine=engine_lib.EngineConfig(
+    page_size=8, num_pages=64, max_sequences=4, max_context=48, row_buckets=(16,)
+  ),
+  rollout=rollout_lib.RolloutConfig(groups_per_step=2, group_size=2, max_tokens=6),
+  trainer=rl.TrainerConfig(rows_per_micro_batch=64),
+  loss=losses.dapo(),
+  optimizer=step_lib.OptimizerConfig(learning_rate=0.01),
+  evaluation=rl.EvaluationConfig(num_problems=4),
+)
+PER_STEP = 4  # Rollouts of a step, and problems of an evaluation.
+# Numbers that clocks decide.
+TIMES = ("rollout/seconds", "rollout/tokens_per_second", "train/seconds")
+
+
+class Vowels:
+  """Likes vowels. Counts what it judges, and can stop the world at one of its verdicts."""
+
+  name = "vowels"
+
+  def __init__(self, stop_at: int = -1, stop=None):
+    self.num_verdicts = 0
+    self.verdicts: list[Verdict] = []
+    self.stop_at = stop_at
+    self.stop = stop
+
+  def num_problems(self, split: str) -> int:
+    return {"train": 7, "heldout": 5}[split]
+
+  def problem(self, split: str, index: int) -> Problem:
+    return Problem(problem_id=f"{split}-{index}", prompt=f"{index}?")
+
+  def reward(self, text: str) -> float:
+    return sum(letter in "aeiou" for letter in text) / 8
+
+  def verdict(self, problem: Problem, text: str) -> Verdict:
+    self.num_verdicts += 1
+    if self.num_verdicts == self.stop_at:
+      return self.stop()
+    reward = self.reward(text)
+    verdict = Verdict(reward=reward, correct=reward > 0.2, well_formed=len(text) % 2 == 0)
+    self.verdicts.append(verdict)
+    return verdict
+
+
+class Coin(Vowels):
+  """Rewards few texts, so that most groups say nothing."""
+
+  def reward(self, text: str) -> float:
+    return float(zlib.crc32(text.encode()) % 5 == 0)
+
+
+def interrupt():
+  raise KeyboardInterrupt
+
+
+def kill():
+  os.kill(os.getpid(), signal.SIGKILL)
+
+
+@functools.cache
+def policy() -> rl.Policy:
+  master = transformer.init(jax.random.key(0), MODEL, NUMERICS)
+  master = jax.tree.map(lambda leaf: leaf * 4 if leaf.ndim > 1 else leaf, master)
+  return rl.Policy(MODEL, tokenizer_lib.load(NANO), master)
+
+
+@functools.cache
+def runner(num_instances, numerics, has_adapters):
+  del has_adapters  # Other weights, another program.
+  return runner_lib.Runner(MODEL, numerics, parallel.make_mesh(num_instances=num_instances), 1)
+
+
+@functools.cache
+def programs(config: rl.RunConfig) -> rl.Programs:
+  made = rl.make_programs(config, MODEL)
+  shared = runner(config.num_instances, config.numerics, config.lora_rank > 0)
+  return dataclasses.replace(made, runner=shared)
+
+
+def programs_of(config: rl.RunConfig) -> rl.Programs:
+  """Compiled once for all configs that differ in what is not compiled."""
+  return programs(
+    dataclasses.replace(
+      CONFIG,
+      **{
+        name: vars(config)[name]
+        for name in ("num_instances", "lora_rank", "numerics", "loss", "optimizer")
+      },
+    )
+  )
+
+
+def train(
+  directory, task=None, *, config=CONFIG, resume=False, accept_new_numerics=False, **changes
+):
+  config = dataclasses.replace(config, **changes)
+  return rl.train(
+    config,
+    policy(),
+    Vowels() if task is None else task,
+    pathlib.Path(directory),
+    resume=resume,
+    accept_new_numerics=accept_new_numerics,
+    say=lambda line: None,
+    programs=programs_of(config),
+  )
+
+
+def rows_of(directory, *, without=TIMES):
+  rows = metrics.read(pathlib.Path(directory) / "metrics.jsonl")
+  return [{name: row[name] for name in row if name not in without} for row in rows]
+
+
+def assert_equal_bits(found, expected):
+  jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+  """An uninterrupted run: (directory, result, task)."""
+  directory, task = tmp_path_factory.mktemp("whole") / "run", Vowels()
+  return directory, train(directory, task), task
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory):
+  """A run that Ctrl-C met in its third step, whose first two of four rollouts were judged."""
+  directory = tmp_path_factory.mktemp("stopped") / "run"
+  task = Vowels(stop_at=3 * PER_STEP + 3, stop=interrupt)
+  with pytest.raises(rl.Interrupted, match=r"stopped after step 2 of 4; --resume goes on"):
+    train(directory, task, checkpoint_every=10)
+  assert checkpoint.steps(directory / "checkpoints") == (0, 2)
+  return directory
+
+
+@pytest.fixture
+def stopped_copy(stopped, tmp_path):
+  return pathlib.Path(shutil.copytree(stopped, tmp_path / "run"))
+
+
+# What a run writes.
+
+
+def test_a_run_writes_its_files_and_keeps_its_promise(whole):
+  directory, result, task = whole
+  assert {path.name for path in directory.iterdir()} == {
+    "checkpoints", "config.json", "journal.jsonl", "metrics.jsonl", "summary.json", "tensorboard"
+  }  # fmt: skip
+  assert checkpoint.latest_step(directory / "checkpoints") == 4
+  rows = rows_of(directory)
+  assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
+  for row in rows[1:]:
+    for name in ("kl", "raw_kl", "max_abs_logprob_gap", "max_abs_raw_logprob_gap"):
+      assert row[f"contract/{name}"] == 0.0
+    assert row["train/ratio"] == 1.0
+  assert any(row["train/update_norm"] > 0 for row in rows[1:])
+  assert task.num_verdicts == 6 * PER_STEP
+  summary = json.loads((directory / "summary.json").read_text())
+  assert summary["max_abs_logprob_gap"] == summary["kl_max"] == 0.0
+  assert summary["optimizer_steps"] == int(result.state.step) == 4
+  assert {
+    "accuracy_before", "accuracy_after", "tokens_per_second", "length_mean", "length_p99",
+    "seconds", "compile_seconds", "peak_memory_gib", "numerics",
+  } <= set(summary)  # fmt: skip
+  header, entries = journal_lib.read(directory / "journal.jsonl")
+  assert len(list(entries)) == 4 * PER_STEP
+  assert header.settings["seed"] == 0
+  config = json.loads((directory / "config.json").read_text())
+  assert config["rollout"]["max_tokens"] == 6 and config["fingerprint"] == summary["numerics"]
+
+
+def test_evaluation_counts_what_the_task_said(whole):
+  directory, _, task = whole
+  first = rows_of(directory)[0]
+  verdicts = task.verdicts[:PER_STEP]
+  correct = np.asarray([verdict.correct for verdict in verdicts], float)
+  formed = np.asarray([verdict.well_formed for verdict in verdicts], float)
+  np.testing.assert_allclose(first["heldout/accuracy"], correct.mean())
+  np.testing.assert_allclose(first["heldout/standard_error"], correct.std() / 2)
+  np.testing.assert_allclose(first["heldout/well_formed"], formed.mean())
+  assert 0 < first["heldout/length"] <= 6
+  assert f"{first['heldout/accuracy']:.1%} correct" in rl.describe(
+    {name.removeprefix("heldout/"): value for name, value in first.items()}
+  )
+
+
+def test_a_summary_by_hand():
+  before = dict(
+    accuracy=0.5, standard_error=0.03, well_formed=0.9, accuracy_well_formed=0.55, ended=1.0
+  )
+  after = dict(
+    accuracy=0.7, standard_error=0.04, well_formed=1.0, accuracy_well_formed=0.7, ended=0.9
+  )
+  row = {
+    "contract/kl": 0.0, "contract/raw_kl": 0.0, "contract/max_abs_logprob_gap": 0.0,
+    "contract/max_abs_raw_logprob_gap": 0.0, "rollout/tokens_per_second": 100.0,
+    "rollout/length_mean": 8.0, "rollout/length_p99": 20.0,
+  }  # fmt: skip
+  other = row | {
+    "contract/kl": -0.25, "contract/max_abs_raw_logprob_gap": 0.5,
+    "rollout/tokens_per_second": 300.0, "rollout/length_p99": 10.0,
+  }  # fmt: skip
+  summary = rl.summarise(before, after, [row, other])
+  np.testing.assert_allclose(summary["gain"], 0.2)
+  np.testing.assert_allclose(summary["gain_interval_95"], [0.2 - 1.96 * 0.05, 0.2 + 1.96 * 0.05])
+  assert summary["kl_max"] == 0.25 and summary["max_abs_logprob_gap"] == 0.5
+  assert summary["tokens_per_second"] == 200.0 and summary["length_p99"] == 20.0
+  assert rl.summarise(before, after, [])["kl_max"] == 0.0
+
+
+# What stops a run changes no bit of it.
+
+
+@pytest.mark.parametrize("num_instances", [1, 2])
+def test_after_ctrl_c_the_run_goes_on_to_the_same_bits(whole, stopped_copy, num_instances):
+  directory, expected, _ = whole
+  task = Vowels()
+  result = train(stopped_copy, task, resume=True, num_instances=num_instances)
+  assert_equal_bits(result.state, expected.state)
+  assert rows_of(stopped_copy) == rows_of(directory)
+  # The first evaluation is not repeated, nor are the two rollouts that were judged.
+  assert task.num_verdicts == 3 * PER_STEP - 2
+
+
+def test_two_instances_change_no_bit(whole, tmp_path):
+  directory, expected, _ = whole
+  result = train(tmp_path / "run", num_instances=2)
+  assert_equal_bits(result.state, expected.state)
+  assert rows_of(tmp_path / "run") == rows_of(directory)
+
+
+def test_after_kill_the_journal_is_read_and_the_bits_are_the_same(whole, tmp_path):
+  directory, expected, _ = whole
+  done = subprocess.run(
+    [sys.executable, "-c", "import sys, test_rl; test_rl.run_until_killed(sys.argv[1])"]
+    + [str(tmp_path / "run")],
+    cwd=TESTS.parent,
+    env=os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (TESTS.parent, TESTS)))},
+    capture_output=True,
+    text=True,
+    check=False,
+  )
+  assert done.returncode == -signal.SIGKILL, done.stderr
+  assert checkpoint.steps(tmp_path / "run" / "checkpoints") == (0,)
+  task = Vowels()
+  result = train(tmp_path / "run", task, resume=True)
+  assert_equal_bits(result.state, expected.state)
+  assert rows_of(tmp_path / "run") == rows_of(directory)
+  # Nothing of the two whole steps is sampled again, nor the one rollout of the third.
+  assert task.num_verdicts == 3 * PER_STEP - 1
+  rates = [row["rollout/tokens_per_second"] for row in rows_of(tmp_path / "run", without=())[1:]]
+  assert rates[:2] == [0.0, 0.0] and min(rates[2:]) > 0.0
+
+
+def run_until_killed(directory: str) -> None:
+  """Runs in a process of its own; dies in the third step, with one of its rollouts judged."""
+  train(directory, Vowels(stop_at=3 * PER_STEP + 2, stop=kill), checkpoint_every=10)
+
+
+def test_a_kill_in_the_first_evaluation_can_be_resumed(whole, tmp_path):
+  with pytest.raises(ValueError, match="while judging problem 'heldout-"):
+    train(tmp_path / "run", Vowels(stop_at=2, stop=lambda: 1 / 0))
+  task = Vowels()
+  train(tmp_path / "run", task, resume=True, num_steps=1)
+  assert task.num_verdicts == 3 * PER_STEP
+  assert rows_of(tmp_path / "run") == rows_of(whole[0])[:2]
+
+
+# Whom a run refuses.
+
+
+def test_the_directory_of_a_run_is_refused_before_any_work(whole):
+  directory, task = whole[0], Vowels()
+  before = {path: path.read_bytes() for path in directory.iterdir() if path.is_file()}
+  with pytest.raises(ValueError, match=r"got the directory of another run \(a checkpoint after st"):
+    train(directory, task, seed=5)
+  assert task.num_verdicts == 0
+  assert before == {path: path.read_bytes() for path in directory.iterdir() if path.is_file()}
+
+
+def test_numbers_without_a_checkpoint_are_another_run_too(tmp_path):
+  (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n')
+  with pytest.raises(ValueError, match=r"another run \(its numbers\), expected none; carry on wi"):
+    rl.check_directory(tmp_path, resume=False)
+  rl.check_directory(tmp_path / "new", resume=False)
+
+
+def test_nothing_to_resume_is_refused(tmp_path):
+  with pytest.raises(ValueError, match=r"got no checkpoint to resume, expected one under .*check"):
+    train(tmp_path / "run", resume=True)
+  assert not (tmp_path / "run").exists()
+
+
+def test_other_settings_are_refused_with_both_values(stopped_copy):
+  config = (stopped_copy / "config.json").read_bytes()
+  with pytest.raises(ValueError, match="got other run settings .seed was 0 and is 3"):
+    train(stopped_copy, resume=True, seed=3)
+  assert (stopped_copy / "config.json").read_bytes() == config
+
+
+def test_other_numerics_are_refused_with_both_values_or_begin_an_epoch(stopped_copy):
+  other = dataclasses.replace(NUMERICS, kv_split=8)
+  with pytest.raises(ValueError, match=r"kv_split was '16' and is '8'.*--accept_new_numerics"):
+    train(stopped_copy, resume=True, numerics=other)
+  train(stopped_copy, resume=True, numerics=other, accept_new_numerics=True)
+  rows = rows_of(stopped_copy)
+  assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
+  # Were a rollout of the old numerics left in the third step, it would show here.
+  assert all(row["contract/max_abs_logprob_gap"] == 0.0 for row in rows[1:])
+  header, _ = journal_lib.read(stopped_copy / "journal.jsonl")
+  assert [fingerprint["kv_split"] for fingerprint in header.fingerprints] == ["16", "8"]
+
+
+def test_programs_of_another_config_are_refused(tmp_path):
+  config = dataclasses.replace(CONFIG, loss=losses.grpo())
+  with pytest.raises(ValueError, match=r"train.programs: got programs of another config or model"):
+    rl.train(config, policy(), Vowels(), tmp_path, programs=programs_of(CONFIG))
+
+
+@pytest.mark.parametrize(
+  ("stop", "message"),
+  [
+    (
+      lambda: 1 / 0,
+      r"vowels: got ZeroDivisionError \(division by zero\) while judging problem 'tr",
+    ),
+    (
+      lambda: Verdict(reward=float("nan"), correct=False, well_formed=False),
+      r"vowels: got reward nan for problem 'train-\d', text .*, expected a finite number",
+    ),
+  ],
+)
+def test_a_task_that_cannot_judge_is_named_and_nothing_is_lost(whole, tmp_path, stop, message):
+  directory, expected, _ = whole
+  with pytest.raises(ValueError, match=message):
+    train(tmp_path / "run", Vowels(stop_at=2 * PER_STEP + 3, stop=stop))
+  _, entries = journal_lib.read(tmp_path / "run" / "journal.jsonl")
+  assert len(list(entries)) == PER_STEP + 2
+  result = train(tmp_path / "run", resume=True)
+  assert_equal_bits(result.state, expected.state)
+  assert rows_of(tmp_path / "run") == rows_of(directory)
+
+
+@pytest.mark.parametrize(
+  ("kind", "changes", "message"),
+  [
+    (rl.TrainerConfig, dict(num_mini_batches=0), "TrainerConfig.num_mini_batches: got 0, expected"),
+    (rl.TrainerConfig, dict(max_rounds=0), "TrainerConfig.max_rounds: got 0, expected at least 1"),
+    (rl.EvaluationConfig, dict(num_problems=0), "EvaluationConfig: got num_problems=0, every=0"),
+    (rl.RunConfig, dict(num_steps=-1), "RunConfig.num_steps: got -1, expected at least 0"),
+    (rl.RunConfig, dict(checkpoint_every=0), "RunConfig.checkpoint_every: got 0, expected at lea"),
+    (rl.RunConfig, dict(num_instances=0), "RunConfig.num_instances: got 0, expected at least 1"),
+    (rl.RunConfig, dict(lora_rank=-1), "RunConfig.lora_rank: got -1, expected at least 0"),
+    (rl.RunConfig, dict(lora_alpha=0.0), "RunConfig.lora_alpha: got 0.0, expected a positive"),
+    (
+      rl.RunConfig,
+      dict(trainer=rl.TrainerConfig(num_mini_batches=33)),
+      "num_mini_batches: got 33, expected at most RolloutConfig.groups_per_step=32",
+    ),
+  ],
+)
+def test_a_config_that_cannot_be_is_refused(kind, changes, message):
+  with pytest.raises(ValueError, match=message):
+    kind(**changes)
+
+
+# One step, taken apart.
+
+
+@functools.cache
+def engine():
+  return engine_lib.Engine(
+    MODEL,
+    transformer.compute_params(policy().params, NUMERICS),
+    numerics=NUMERICS,
+    config=CONFIG.engine,
+    key=jax.random.key(0),
+    tokenizer=policy().tokenizer,
+    runner=runner(1, NUMERICS, False),
+  )
+
+
+def groups_of(*, count=2, is_shuffled=False):
+  task = Vowels()
+
+  def generate(requests):
+    finished = list(rl.completions(engine(), requests))
+    return finished[::-2] + finished[-2::-2] if is_shuffled else finished
+
+  return rollout_lib.sample_groups(
+    [task.problem("train", index) for index in range(count)],
+    first_group=0,
+    step=0,
+    generate=generate,
+    task=task,
+    config=CONFIG.rollout,
+    tokenizer=policy().tokenizer,
+    seed=0,
+    known=lambda group, member: None,
+    on_rollout=lambda *_: None,
+  )
+
+
+def learn(groups, config=CONFIG):
+  state = rl.initial_state(config, policy())
+  base = rl.frozen_weights(config, policy())
+  return rl.learn(config, programs_of(config).trainer, state, groups, base)
+
+
+def test_the_order_of_completion_changes_no_bit_of_the_weights():
+  state, numbers = learn(groups_of())
+  shuffled, shuffled_numbers = learn(groups_of(is_shuffled=True))
+  assert_equal_bits(shuffled, state)
+  assert shuffled_numbers == numbers
+  assert numbers["train/update_norm"] > 0
+
+
+def test_later_mini_batches_log_their_ratio_under_another_name():
+  config = dataclasses.replace(
+    CONFIG, trainer=dataclasses.replace(CONFIG.trainer, num_mini_batches=2)
+  )
+  state, numbers = learn(groups_of(), config)
+  assert int(state.step) == 2
+  assert numbers["contract/kl"] == numbers["contract/max_abs_logprob_gap"] == 0.0
+  assert numbers["train/ratio"] == 1.0 and numbers["train/kl_old"] == 0.0
+  assert numbers["train/later_ratio"] != 1.0 and numbers["train/later_kl_old"] > 0.0
+
+
+def short(rollout):
+  completion = rollout.completion
+  cut = dataclasses.replace(
+    completion,
+    tokens=completion.tokens[:2],
+    behaviour_logprobs=completion.behaviour_logprobs[:2],
+    raw_logprobs=completion.raw_logprobs[:2],
+  )
+  return dataclasses.replace(rollout, completion=cut)
+
+
+def test_answers_near_the_limit_lose_reward():
+  nothing = Verdict(reward=0.0, correct=False, well_formed=False)
+  groups = [
+    dataclasses.replace(
+      group,
+      rollouts=tuple(
+        dataclasses.replace(rollout, verdict=nothing)
+        for rollout in (group.rollouts[0], short(group.rollouts[1]))
+      ),
+    )
+    for group in groups_of()
+  ]
+  _, numbers = learn(groups)
+  assert numbers["train/update_norm"] == 0.0
+  config = dataclasses.replace(
+    CONFIG, trainer=dataclasses.replace(CONFIG.trainer, overlong_buffer=4)
+  )
+  _, numbers = learn(groups, config)
+  assert numbers["train/update_norm"] > 0.0
+
+
+def test_rounds_replace_groups_that_say_nothing(tmp_path):
+  config = dataclasses.replace(CONFIG, trainer=dataclasses.replace(CONFIG.trainer, max_rounds=3))
+  found, num_taken = [], []
+  for turn in range(2):
+    path = tmp_path / f"{turn}.jsonl"
+    with journal_lib.Journal(path, fingerprint={}, settings={}) as journal:
+      found.append([rl.sample(config, engine(), Coin(), journal, step) for step in range(4)])
+      # Known rollouts give the same groups, whatever round they are of.
+      task = Coin()
+      known = [rl.sample(config, engine(), task, journal, step) for step in range(4)]
+      assert task.num_verdicts == 0
+      taken = journal.keys()
+      num_taken.append([sum(at == step for at, *_ in taken) for step in range(4)])
+    names = [
+      [[rollout.completion.tokens for rollout in g.rollouts] for groups in part for g in groups]
+      for part in (found[-1], known)
+    ]
+    assert names[0] == names[1]
+  indices = [[[g.group_index for g in groups] for groups in part] for part in found]
+  assert indices[0] == indices[1] and num_taken[0] == num_taken[1]
+  assert all(len(groups) == 2 for groups in found[0])
+  assert all(part == sorted(part) for part in indices[0])
+  assert max(num_taken[0]) > PER_STEP and max(num_taken[0]) <= 3 * PER_STEP
+  # A step keeps what it found, before it fills up with the rest.
+  for groups, taken in zip(found[0], num_taken[0], strict=True):
+    spread = [np.ptp(group.rewards) > 0 for group in groups]
+    assert all(spread) or taken > PER_STEP
+
+
+# What learns, and what it is held to.
+
+
+def test_the_reference_is_the_policy_of_the_start_also_after_a_resume(tmp_path):
+  loss = losses.grpo(kl_coefficient=0.5)
+  expected = train(tmp_path / "whole", loss=loss, num_steps=2)
+  rows = rows_of(tmp_path / "whole")[1:]
+  assert rows[0]["train/kl_reference"] == 0.0 < rows[1]["train/kl_reference"]
+  train(tmp_path / "parts", loss=loss, num_steps=1)
+  result = train(tmp_path / "parts", loss=loss, num_steps=2, resume=True)
+  assert_equal_bits(result.state, expected.state)
+  free, _ = learn(groups_of(), dataclasses.replace(CONFIG, loss=loss))
+  held, numbers = rl.learn(
+    dataclasses.replace(CONFIG, loss=loss),
+    programs_of(dataclasses.replace(CONFIG, loss=loss)).trainer,
+    rl.initial_state(CONFIG, policy()),
+    groups_of(),
+    jax.tree.map(lambda leaf: leaf * np.float32(1.1), policy().params),
+  )
+  assert numbers["train/kl_reference"] > 0.0
+  with pytest.raises(AssertionError):
+    assert_equal_bits(held.params, free.params)
+
+
+def test_adapters_learn_beside_frozen_weights(tmp_path):
+  changes = dict(lora_rank=2, loss=losses.grpo(kl_coefficient=0.1), checkpoint_every=1)
+  expected = train(tmp_path / "whole", num_steps=3, **changes)
+  rows = rows_of(tmp_path / "whole")[1:]
+  for row in rows:
+    assert row["contract/kl"] == row["contract/raw_kl"] == 0.0
+    assert row["contract/max_abs_logprob_gap"] == row["contract/max_abs_raw_logprob_gap"] == 0.0
+  # A fresh adapter says what the reference says.
+  assert rows[0]["train/kl_reference"] == 0.0 < rows[2]["train/kl_reference"]
+  start = rl.initial_state(dataclasses.replace(CONFIG, **changes), policy())
+  assert jax.tree.structure(expected.state.params) == jax.tree.structure(
+    lora.shapes(MODEL, NUMERICS, 2)
+  )
+  pair, first = (state.params["layers"][0]["qkv"] for state in (expected.state, start))
+  assert np.any(np.asarray(pair["b"])) and not np.any(np.asarray(first["b"]))
+  assert np.any(np.asarray(pair["a"]) != np.asarray(first["a"]))
+  # Resumed, and on two instances: the same bits.
+  train(tmp_path / "parts", num_steps=1, **changes)
+  result = train(tmp_path / "parts", num_steps=3, resume=True, num_instances=2, **changes)
+  assert_equal_bits(result.state, expected.state)
+  config = dataclasses.replace(CONFIG, **changes)
+  merged = rl.exported_weights(config, policy(), expected.state)
+  assert jax.tree.structure(merged) == jax.tree.structure(policy().params)
+  by_hand = 8.0 * (np.asarray(pair["a"])[None] @ np.asarray(pair["b"]))
+  np.testing.assert_allclose(
+    merged["layers"][0]["qkv"] - policy().params["layers"][0]["qkv"], by_hand, atol=1e-6
+  )
+
+
+def test_full_fine_tuning_exports_its_masters(whole):
+  state = whole[1].state
+  assert rl.exported_weights(CONFIG, policy(), state) is state.params
+
+
+def test_what_never_clips_is_written_as_json(tmp_path):
+  optimizer = step_lib.OptimizerConfig(max_gradient_norm=float("inf"))
+  train(tmp_path / "run", loss=losses.rloo(), optimizer=optimizer, num_steps=1)
+  config = json.loads((tmp_path / "run" / "config.json").read_text())
+  assert config["loss"]["clip_high"] == config["optimizer"]["max_gradient_norm"] == "Infinity"
+  assert rows_of(tmp_path / "run")[1]["contract/kl"] == 0.0
