@@ -36,12 +36,12 @@ def main_job() -> rl.RunConfig:
     num_steps=40,
     num_instances=2,
     checkpoint_every=10,
-    numerics=numerics_lib.NumericsConfig(row_tile=16, query_tile=4, kv_split=64),
+    numerics=numerics_lib.NumericsConfig(query_tile=4, slot_tile=32, kv_split=256),
     engine=engine_lib.EngineConfig(
-      page_size=32, num_pages=1024, max_sequences=64, max_context=576, row_buckets=(64, 512)
+      page_size=32, num_pages=640, max_sequences=64, max_context=512, row_buckets=(64, 512)
     ),
-    rollout=rollout_lib.RolloutConfig(groups_per_step=32, group_size=8, max_tokens=288),
-    trainer=rl.TrainerConfig(rows_per_micro_batch=4096),
+    rollout=rollout_lib.RolloutConfig(groups_per_step=32, group_size=8, max_tokens=240),
+    trainer=rl.TrainerConfig(rows_per_micro_batch=2048, sequences_per_micro_batch=32),
     loss=losses.dapo(),
     optimizer=step_lib.OptimizerConfig(learning_rate=5e-4, warmup_steps=2),
     evaluation=rl.EvaluationConfig(num_problems=1024),
@@ -58,18 +58,23 @@ def load_policy(name: str, numerics: numerics_lib.NumericsConfig) -> rl.Policy:
 
 
 def main(argv: list[str]) -> None:
-  del argv
   args = flags.FLAGS
-  config = configuration.from_flags(rl.RunConfig, args.config)
-  if jax.default_backend() == "cpu":
-    # Before the first use of a device: one virtual CPU device an instance.
-    pass
-  print(self_test.describe(config.numerics), flush=True)
-  if args.bitwise:
-    self_test.require(config.numerics)
   directory = pathlib.Path(args.workdir)
-  task = base.load(config.task, path=config.task_path or None)
-  policy = load_policy(config.model, config.numerics)
+  try:
+    if argv[1:]:
+      raise ValueError(f"grpo: got {argv[1:]}, expected flags alone; write --config.name=value.")
+    config = configuration.from_flags(rl.RunConfig, args.config)
+    rl.check_directory(directory, resume=args.resume)
+    task = base.load(config.task, path=config.task_path or None)
+    # Before the first use of a device: one virtual CPU device an instance.
+    jax.config.update("jax_num_cpu_devices", config.num_instances)
+    policy = load_policy(config.model, config.numerics)
+    print(self_test.describe(config.numerics), flush=True)
+    if args.bitwise:
+      self_test.require(config.numerics)
+  except (ValueError, FileNotFoundError) as error:
+    print(error, file=sys.stderr)
+    sys.exit(2)
   try:
     result = rl.train(
       config,
@@ -84,7 +89,10 @@ def main(argv: list[str]) -> None:
     print(stopped)
     sys.exit(130)
   huggingface.save(
-    directory / "model", result.state.params, policy.model, tokenizer=policy.tokenizer
+    directory / "model",
+    rl.exported_weights(config, policy, result.state),
+    policy.model,
+    tokenizer=policy.tokenizer,
   )
   page = report.render(directory)
   for name in (
@@ -97,6 +105,10 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
+  try:
+    configuration.check_names(main_job(), sys.argv[1:])
+  except ValueError as misspelt:
+    sys.exit(str(misspelt))
   ml_collections.config_flags.DEFINE_config_dict("config", configuration.to_flags(main_job()))
   flags.DEFINE_string("workdir", "runs/grpo", "Everything the run writes goes here.")
   flags.DEFINE_bool("resume", False, "Carry on from the latest checkpoint in --workdir.")

@@ -21,6 +21,8 @@ from seerjax.models import tokenizer as tokenizer_lib
 from seerjax.tasks import base, countdown, word_problems
 
 COUNTDOWN_RATE = 0.15
+LARGE_RATE = 0.5
+LARGE = word_problems.WordProblemsConfig(max_operand=99, max_total=400)
 VOCAB_SIZE = 512  # All of it: no padded id that a model could ever sample.
 TRAINING_DOCUMENTS = 20_000
 PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
@@ -36,17 +38,28 @@ CHAT_TEMPLATE = (
 )
 
 
-def documents(seed: int, *, countdown_rate: float = COUNTDOWN_RATE) -> Iterator[tuple[str, str]]:
+def documents(
+  seed: int,
+  *,
+  countdown_rate: float = COUNTDOWN_RATE,
+  large_rate: float = LARGE_RATE,
+) -> Iterator[tuple[str, str]]:
   """Yields (prompt, solution) without end; equal seeds give equal texts.
 
   A document to learn from is `chat(prompt) + solution + "<|im_end|>"`. Problems come from the
-  tasks' "pretrain" splits, which nothing else reads.
+  tasks' "pretrain" splits, which nothing else reads. A share `large_rate` of the word problems has
+  operands up to 99, so that no digit is new in any place; reinforcement learning trains on operands
+  up to 40 and the held-out problems go further.
   """
   draws = base.Draws("nano_corpus", seed)
   words = word_problems.WordProblems()
+  large = word_problems.WordProblems(config=LARGE)
   numbers = countdown.Countdown()
   while True:
-    task = numbers if draws.chance(countdown_rate) else words
+    if draws.chance(countdown_rate):
+      task = numbers
+    else:
+      task = large if large_rate and draws.chance(large_rate) else words
     problem = task.problem("pretrain", draws.below(task.num_problems("pretrain")))
     yield problem.prompt, problem.solution
 

@@ -43,6 +43,7 @@ class PretrainConfig:
     tokens_per_batch: rows of a batch times their length.
     learning_rate: peak, after a linear warm-up over the first 2 %; cosine to a tenth of it.
     prompt_weight: weight of prompt tokens in the loss; answer tokens weigh 1.
+    large_rate: share of word problems with operands up to 99.
     seed: of weights and documents.
   """
 
@@ -50,6 +51,7 @@ class PretrainConfig:
   tokens_per_batch: int = 6144
   learning_rate: float = 3e-3
   prompt_weight: float = 0.1
+  large_rate: float = nano_corpus.LARGE_RATE
   seed: int = 0
 
 
@@ -59,7 +61,8 @@ def batches(
   """Yields (tokens i32[b, t], weights f32[b, t] of each token as a target), without end."""
   waiting: dict[int, list[tuple[list[int], int]]] = collections.defaultdict(list)
   end = tokenizer.encode(nano_corpus.END)
-  for prompt, solution in nano_corpus.documents(config.seed):
+  documents = nano_corpus.documents(config.seed, large_rate=config.large_rate)
+  for prompt, solution in documents:
     head = tokenizer.encode(tokenizer.chat([{"role": "user", "content": prompt}]))
     ids = head + tokenizer.encode(solution) + end
     length = next((length for length in LENGTHS if len(ids) <= length), None)
@@ -112,7 +115,12 @@ def make_step(model: transformer.TransformerConfig, optimizer: optax.GradientTra
 def main(argv: list[str]) -> None:
   del argv
   args = flags.FLAGS
-  config = PretrainConfig(num_tokens=args.num_tokens, seed=args.seed)
+  config = PretrainConfig(
+    num_tokens=args.num_tokens,
+    learning_rate=args.learning_rate,
+    large_rate=args.large_rate,
+    seed=args.seed,
+  )
   directory = pathlib.Path(args.directory)
   model, numerics = presets.nano(), numerics_for(LENGTHS[0])
   tokenizer = tokenizer_lib.load(pathlib.Path(transformer.__file__).parent / "nano")
@@ -123,7 +131,10 @@ def main(argv: list[str]) -> None:
   optimizer = optax.chain(
     optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.98, weight_decay=0.05)
   )
-  params = transformer.init(jax.random.key(config.seed), model, numerics)
+  if args.start:
+    params, _ = huggingface.load(pathlib.Path(args.start), numerics)
+  else:
+    params = transformer.init(jax.random.key(config.seed), model, numerics)
   opt_state, first = optimizer.init(params), 0
   fingerprint = numerics_lib.fingerprint(numerics)
   checkpoints = directory / "checkpoints"
@@ -161,5 +172,8 @@ def main(argv: list[str]) -> None:
 if __name__ == "__main__":
   flags.DEFINE_string("directory", "/tmp/seerjax-nano", "Checkpoints and the result go here.")
   flags.DEFINE_integer("num_tokens", PretrainConfig.num_tokens, "Budget.", lower_bound=1)
+  flags.DEFINE_float("learning_rate", PretrainConfig.learning_rate, "Peak.")
+  flags.DEFINE_float("large_rate", PretrainConfig.large_rate, "Share of problems up to 99.")
+  flags.DEFINE_string("start", "", "A model directory to carry on from, with a new schedule.")
   flags.DEFINE_integer("seed", 0, "Weights and documents.")
   app.run(main)

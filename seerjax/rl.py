@@ -37,6 +37,7 @@ class TrainerConfig:
 
   Attributes:
     rows_per_micro_batch: rows of one gradient program.
+    sequences_per_micro_batch: most sequences in it; scratch pages are kept for so many.
     num_mini_batches: optimiser steps on one batch of rollouts; the first is exactly on-policy.
     max_rounds: DAPO's dynamic sampling: groups whose rewards are all equal are replaced by the next
       problems' for at most this many rounds; 1 keeps every group.
@@ -44,7 +45,8 @@ class TrainerConfig:
       reward linearly; 0 is off.
   """
 
-  rows_per_micro_batch: int = 4096
+  rows_per_micro_batch: int = 2048
+  sequences_per_micro_batch: int = 32
   num_mini_batches: int = 1
   max_rounds: int = 1
   overlong_buffer: int = 0
@@ -373,7 +375,7 @@ def _programs_key(config: RunConfig, model: transformer.TransformerConfig) -> tu
     config.lora_rank,
     config.numerics,
     config.engine,
-    config.trainer.rows_per_micro_batch,
+    _layout(config),
     config.loss,
     config.optimizer,
   )
@@ -598,6 +600,7 @@ def _packing_arguments(config: RunConfig) -> dict[str, Any]:
     page_size=config.engine.page_size,
     rows_per_micro_batch=rows,
     max_sequence_tokens=longest,
+    max_sequences=config.trainer.sequences_per_micro_batch,
   )
 
 

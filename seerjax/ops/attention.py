@@ -32,6 +32,8 @@ from seerjax.types import TokenBatch
 
 # A masked score. Finite, so that a fully masked row subtracts equal numbers instead of inf - inf.
 MASKED = -1e30
+# Query positions that the gradient takes at a time.
+BACKWARD_BLOCK = 64
 
 
 class Partial(NamedTuple):
@@ -222,8 +224,10 @@ def _attend_forward(numerics, q, k_pages, v_pages, batch, rows):
 
 
 def _attend_backward(numerics, residuals, gradient):
-  """Dense causal attention per sequence, in float32: exact gradients, one fixed order."""
-  del numerics
+  """Causal attention of each sequence against all its pages, block by block of queries, float32.
+
+  Exact gradients in one fixed order; time follows the lengths that are there.
+  """
   q, k_pages, v_pages, batch = residuals
   num_heads, num_pages, page_size, head_dim = k_pages.shape
   pages_per_sequence = batch.page_table.shape[1]
@@ -249,25 +253,48 @@ def _attend_backward(numerics, residuals, gradient):
     return pages[:, 1:].reshape(num_heads, num_sequences, length, head_dim).astype(jnp.float32)
 
   scale = jnp.float32(head_dim**-0.5)
-  positions = jnp.arange(length, dtype=jnp.int32)
-  visible = positions[None, None, :] <= positions[:, None, None]  # [q, 1 (group), x]
-
-  def one_sequence(inputs):
-    q, gradient, k, v = inputs  # f32[t, k, g, c] twice, f32[k, t, c] twice
-    scores = jnp.einsum("qkgc,kxc->kqgx", q * scale, k)
-    scores = jnp.where(visible[None], scores, jnp.float32(MASKED))
-    weights = jax.nn.softmax(scores, axis=-1)
-    grad_weights = jnp.einsum("qkgc,kxc->kqgx", gradient, v)
-    grad_v = jnp.einsum("kqgx,qkgc->kxc", weights, gradient)
-    inner = jnp.sum(weights * grad_weights, axis=-1, keepdims=True)
-    grad_scores = weights * (grad_weights - inner)
-    grad_q = jnp.einsum("kqgx,kxc->qkgc", grad_scores, k) * scale
-    grad_k = jnp.einsum("kqgx,qkgc->kxc", grad_scores, q * scale)
-    return grad_q, grad_k, grad_v
-
+  block = min(BACKWARD_BLOCK, numerics.kv_split)  # Divides the length.
+  # f32[b]; positions of a sequence are contiguous from 0, so its last one tells its length.
+  lengths = jnp.zeros((num_sequences * length + page_size,), jnp.int32).at[slots].set(1)
+  lengths = jnp.sum(lengths[page_size:].reshape(num_sequences, length), axis=1, dtype=jnp.int32)
+  q_seq, gradient_seq = by_sequence(q), by_sequence(gradient)  # f32[b, t, k, g, c]
   k_seq, v_seq = (jnp.swapaxes(pages_by_sequence(p), 0, 1) for p in (k_pages, v_pages))
-  grad_q, grad_k, grad_v = lax.map(
-    one_sequence, (by_sequence(q), by_sequence(gradient), k_seq, v_seq)
+  key_positions = jnp.arange(length, dtype=jnp.int32)
+
+  def add_to(whole: Array, part: Array, sequence: Array) -> Array:
+    old = lax.dynamic_index_in_dim(whole, sequence, 0, False)
+    return lax.dynamic_update_index_in_dim(whole, old + part, sequence, 0)
+
+  def sequence_body(sequence: Array, totals):
+    k, v = k_seq[sequence], v_seq[sequence]
+
+    def block_body(index: Array, totals):
+      grad_q, grad_k, grad_v = totals
+      first = index * block
+      zero = jnp.int32(0)
+      start, size = (sequence, first, zero, zero, zero), (1, block, *q_seq.shape[2:])
+      q_block = lax.dynamic_slice(q_seq, start, size)[0]
+      gradient_block = lax.dynamic_slice(gradient_seq, start, size)[0]
+      positions = first + jnp.arange(block, dtype=jnp.int32)
+      visible = key_positions[None, None, None, :] <= positions[None, :, None, None]
+      scores = jnp.einsum("qkgc,kxc->kqgx", q_block * scale, k)
+      weights = jax.nn.softmax(jnp.where(visible, scores, jnp.float32(MASKED)), axis=-1)
+      grad_weights = jnp.einsum("qkgc,kxc->kqgx", gradient_block, v)
+      inner = jnp.sum(weights * grad_weights, axis=-1, keepdims=True)
+      grad_scores = weights * (grad_weights - inner)
+      part = jnp.einsum("kqgx,kxc->qkgc", grad_scores, k) * scale
+      return (
+        lax.dynamic_update_slice(grad_q, part[None], start),
+        add_to(grad_k, jnp.einsum("kqgx,qkgc->kxc", grad_scores, q_block * scale), sequence),
+        add_to(grad_v, jnp.einsum("kqgx,qkgc->kxc", weights, gradient_block), sequence),
+      )
+
+    num_blocks = (lengths[sequence] + (block - 1)) // block
+    return lax.fori_loop(jnp.int32(0), num_blocks, block_body, totals)
+
+  totals = jnp.zeros_like(q_seq), jnp.zeros_like(k_seq), jnp.zeros_like(v_seq)
+  grad_q, grad_k, grad_v = lax.fori_loop(
+    jnp.int32(0), jnp.int32(num_sequences), sequence_body, totals
   )
 
   def to_pages(x: Array) -> Array:
