@@ -13,6 +13,8 @@ Takes a few seconds on a CPU. The last line reads `seerjax`.
 
 from __future__ import annotations
 
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -94,4 +96,6 @@ def main() -> str:
 
 
 if __name__ == "__main__":
-  print(main())
+  text = main()
+  print(text)
+  sys.exit(text != WORD)

@@ -67,4 +67,6 @@ def main() -> bool:
 
 
 if __name__ == "__main__":
-  print("jax imported:", main())
+  is_imported = main()
+  print("jax imported:", is_imported)
+  sys.exit(is_imported)
