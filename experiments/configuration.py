@@ -5,7 +5,9 @@ Claim: none; every experiment's flags go through here.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 import dataclasses
+import difflib
 import typing
 from typing import Any, TypeVar
 
@@ -25,12 +27,48 @@ def to_flags(config: Any) -> ml_collections.ConfigDict:
   return ml_collections.ConfigDict(values).lock()
 
 
+def check_names(config: Any, arguments: Sequence[str]) -> None:
+  """Refuses `--config.field` on a command line if there is no such field.
+
+  Raises:
+    ValueError: naming the fields that there are.
+  """
+  for argument in arguments:
+    name = argument.lstrip("-").partition("=")[0]
+    if not argument.startswith("-") or not name.startswith("config."):
+      continue
+    at = config
+    for part in name.split(".")[1:]:
+      names = (
+        [field.name for field in dataclasses.fields(at)] if dataclasses.is_dataclass(at) else []
+      )
+      if part not in names:
+        near = difflib.get_close_matches(part, names, n=1)
+        fix = f"did you mean {near[0]!r}?" if near else "correct the spelling."
+        raise ValueError(f"--{name}: got {part!r}, expected one of {names}; {fix}")
+      at = vars(at)[part]
+
+
 def from_flags(kind: type[T], values: ml_collections.ConfigDict) -> T:
-  """Returns the dataclass that the flags describe; its own checks refuse what cannot be."""
+  """Returns the dataclass that the flags describe; its own checks refuse what cannot be.
+
+  Infinity may also be written as strict JSON has it, "Infinity", so that a run's config.json reads.
+
+  Raises:
+    ValueError: for a name that the dataclass does not have.
+  """
   hints = typing.get_type_hints(kind)
+  unknown = sorted(set(values) - set(hints))
+  if unknown:
+    raise ValueError(
+      f"{kind.__name__}: got {', '.join(unknown)}, expected fields of {sorted(hints)}; correct the"
+      " spelling."
+    )
   arguments: dict[str, Any] = {}
   for name, value in values.items():
     nested = dataclasses.is_dataclass(hints[name])
+    if not nested and hints[name] in (float, float | None) and isinstance(value, str):
+      value = float(value)
     arguments[name] = from_flags(hints[name], typing.cast(Any, value)) if nested else value
   return kind(**arguments)
 

@@ -1,4 +1,4 @@
-"""THE MAIN JOB: a small reasoning model learns word problems by reinforcement.
+r"""THE MAIN JOB: a small reasoning model learns word problems by reinforcement.
 
 Claim: on 2 CPU cores and within ten minutes, installation included, the shipped nano model gains at
 least ten points of held-out accuracy (unseen sentence forms, larger numbers), and the
@@ -28,6 +28,7 @@ from seerjax.models import huggingface, tokenizer as tokenizer_lib, transformer
 from seerjax.rollout import rollout as rollout_lib
 from seerjax.tasks import base
 from seerjax.trainer import losses, step as step_lib
+from seerjax.types import Task
 
 
 def main_job() -> rl.RunConfig:
@@ -57,6 +58,24 @@ def load_policy(name: str, numerics: numerics_lib.NumericsConfig) -> rl.Policy:
   return rl.Policy(model, tokenizer_lib.load(directory), params)
 
 
+def prepare(
+  config: rl.RunConfig, directory: pathlib.Path, *, resume: bool, bitwise: bool
+) -> tuple[Task, rl.Policy]:
+  """Returns the task and the policy of a run, and says whether rows are invariant here.
+
+  Raises:
+    ValueError: if the directory, the task, the model or, with `bitwise`, this backend will not do.
+    FileNotFoundError: if the task's file is not there.
+  """
+  rl.check_directory(directory, resume=resume)
+  task = base.load(config.task, path=config.task_path or None)
+  policy = load_policy(config.model, config.numerics)
+  print(self_test.describe(config.numerics), flush=True)
+  if bitwise:
+    self_test.require(config.numerics)
+  return task, policy
+
+
 def main(argv: list[str]) -> None:
   args = flags.FLAGS
   directory = pathlib.Path(args.workdir)
@@ -64,14 +83,9 @@ def main(argv: list[str]) -> None:
     if argv[1:]:
       raise ValueError(f"grpo: got {argv[1:]}, expected flags alone; write --config.name=value.")
     config = configuration.from_flags(rl.RunConfig, args.config)
-    rl.check_directory(directory, resume=args.resume)
-    task = base.load(config.task, path=config.task_path or None)
     # Before the first use of a device: one virtual CPU device an instance.
     jax.config.update("jax_num_cpu_devices", config.num_instances)
-    policy = load_policy(config.model, config.numerics)
-    print(self_test.describe(config.numerics), flush=True)
-    if args.bitwise:
-      self_test.require(config.numerics)
+    task, policy = prepare(config, directory, resume=args.resume, bitwise=args.bitwise)
   except (ValueError, FileNotFoundError) as error:
     print(error, file=sys.stderr)
     sys.exit(2)
@@ -108,7 +122,8 @@ if __name__ == "__main__":
   try:
     configuration.check_names(main_job(), sys.argv[1:])
   except ValueError as misspelt:
-    sys.exit(str(misspelt))
+    print(misspelt, file=sys.stderr)
+    sys.exit(2)
   ml_collections.config_flags.DEFINE_config_dict("config", configuration.to_flags(main_job()))
   flags.DEFINE_string("workdir", "runs/grpo", "Everything the run writes goes here.")
   flags.DEFINE_bool("resume", False, "Carry on from the latest checkpoint in --workdir.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 import dataclasses
 import functools
 import json
@@ -11,6 +12,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from typing import Any
 import zlib
 
 import jax
@@ -51,7 +53,7 @@ CONFIG = rl.RunConfig(
     page_size=8, num_pages=64, max_sequences=4, max_context=48, row_buckets=(16,)
   ),
   rollout=rollout_lib.RolloutConfig(groups_per_step=2, group_size=2, max_tokens=6),
-  trainer=rl.TrainerConfig(rows_per_micro_batch=64),
+  trainer=rl.TrainerConfig(rows_per_micro_batch=64, sequences_per_micro_batch=4),
   loss=losses.dapo(),
   optimizer=step_lib.OptimizerConfig(learning_rate=0.01),
   evaluation=rl.EvaluationConfig(num_problems=4),
@@ -66,7 +68,7 @@ class Vowels:
 
   name = "vowels"
 
-  def __init__(self, stop_at: int = -1, stop=None):
+  def __init__(self, stop_at: int = -1, stop: Callable[[], Any] = lambda: None):
     self.num_verdicts = 0
     self.verdicts: list[Verdict] = []
     self.stop_at = stop_at
@@ -561,7 +563,8 @@ def test_the_reference_is_the_policy_of_the_start_also_after_a_resume(tmp_path):
 
 
 def test_adapters_learn_beside_frozen_weights(tmp_path):
-  changes = dict(lora_rank=2, loss=losses.grpo(kl_coefficient=0.1), checkpoint_every=1)
+  loss = losses.grpo(kl_coefficient=0.1)
+  changes: dict[str, Any] = dict(lora_rank=2, loss=loss, checkpoint_every=1)
   expected = train(tmp_path / "whole", num_steps=3, **changes)
   rows = rows_of(tmp_path / "whole")[1:]
   for row in rows:

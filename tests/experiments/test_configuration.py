@@ -1,0 +1,123 @@
+"""Dataclasses become flags and come back; what no dataclass has is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from absl import flags
+import ml_collections
+from ml_collections import config_flags
+import pytest
+
+from experiments import configuration, grpo
+from seerjax import rl
+from seerjax.trainer import losses
+
+
+def parsed(config, *arguments):
+  """The config after a command line."""
+  values = flags.FlagValues()
+  line = ["program", *arguments]
+  config_flags.DEFINE_config_dict(
+    "config", configuration.to_flags(config), flag_values=values, sys_argv=line
+  )
+  values(line)
+  return configuration.from_flags(type(config), values.config)
+
+
+@dataclasses.dataclass(frozen=True)
+class Inner:
+  sizes: tuple[int, ...] = (4, 8)
+  cap: float | None = None
+  rate: float = 0.5
+
+
+@dataclasses.dataclass(frozen=True)
+class Outer:
+  count: int = 3
+  name: str = "a"
+  is_on: bool = False
+  inner: Inner = Inner()
+
+  def __post_init__(self):
+    if self.count < 0:
+      raise ValueError(f"Outer.count: got {self.count}, expected at least 0; raise it.")
+
+
+def test_what_is_not_said_stays():
+  assert parsed(Outer()) == Outer()
+  assert parsed(grpo.main_job()) == grpo.main_job()
+  assert hash(parsed(grpo.main_job())) == hash(grpo.main_job())
+
+
+def test_nested_fields_are_overridden_by_dots():
+  found = parsed(Outer(), "--config.inner.rate=1e-4", "--config.count=7", "--config.is_on=true")
+  assert found == Outer(count=7, is_on=True, inner=Inner(rate=1e-4))
+
+
+def test_an_int_is_welcome_where_a_float_is():
+  assert parsed(Outer(), "--config.inner.rate=2").inner.rate == 2.0
+
+
+def test_tuples_stay_tuples():
+  assert parsed(Outer(), "--config.inner.sizes=(16, 32, 64)").inner.sizes == (16, 32, 64)
+  job = parsed(grpo.main_job(), "--config.engine.row_buckets=(64,)")
+  assert job.engine.row_buckets == (64,)
+
+
+def test_none_stays_none_or_takes_a_number():
+  assert parsed(Outer(), "--config.inner.rate=2").inner.cap is None
+  assert parsed(Outer(), "--config.inner.cap=2").inner.cap == 2.0
+
+
+def test_infinity_is_read_from_flags_and_from_json():
+  job = parsed(grpo.main_job(), "--config.loss.clip_high=inf")
+  assert job.loss.clip_high == float("inf")
+  stored = configuration.to_flags(losses.dapo()).to_dict() | {"clip_high": "Infinity"}
+  found = configuration.from_flags(losses.LossConfig, ml_collections.ConfigDict(stored))
+  assert found == dataclasses.replace(losses.dapo(), clip_high=float("inf"))
+
+
+@pytest.mark.parametrize(
+  ("argument", "message"),
+  [
+    (
+      "--config.cuont=4",
+      r"--config.cuont: got 'cuont', expected one of .*; did you mean 'count'\?",
+    ),
+    ("-config.inner.raet", r"'raet', expected one of \['sizes', 'cap', 'rate'\]; did you mean 'r"),
+    ("--config.inner.deep.rate=4", r"got 'deep', expected one of .*; correct the spelling."),
+    ("--config.count.rate=4", r"--config.count.rate: got 'rate', expected one of \[\]; correct"),
+  ],
+)
+def test_a_misspelt_field_is_refused(argument, message):
+  with pytest.raises(ValueError, match=message):
+    configuration.check_names(Outer(), ["--workdir=x", argument])
+  with pytest.raises((AttributeError, KeyError, flags.Error)):
+    parsed(Outer(), argument)
+
+
+def test_fields_that_are_there_are_welcome():
+  line = ["--config.inner.rate=4", "--config.count", "4", "config.cuont", "--resume"]
+  configuration.check_names(Outer(), line)
+
+
+def test_a_value_of_another_type_is_refused():
+  with pytest.raises(flags.IllegalFlagValueError, match="flag --config.count=many"):
+    parsed(Outer(), "--config.count=many")
+
+
+def test_the_dataclass_refuses_what_cannot_be():
+  with pytest.raises(ValueError, match="Outer.count: got -1, expected at least 0"):
+    parsed(Outer(), "--config.count=-1")
+
+
+def test_a_name_from_elsewhere_is_refused():
+  values = ml_collections.ConfigDict({"count": 1, "colour": 2})
+  with pytest.raises(ValueError, match="Outer: got colour, expected fields of .'count', 'inner'"):
+    configuration.from_flags(Outer, values)
+
+
+def test_adapters_are_a_flag():
+  assert parsed(grpo.main_job(), "--config.lora_rank=8").lora_rank == 8
+  assert isinstance(parsed(grpo.main_job()), rl.RunConfig)

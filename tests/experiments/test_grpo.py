@@ -1,0 +1,95 @@
+"""The main job's command: what it writes at a size of seconds, and what it refuses beforehand."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from experiments import grpo
+from seerjax.models import huggingface
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+  return subprocess.run(
+    [sys.executable, "-m", "experiments.grpo", *arguments],
+    capture_output=True,
+    text=True,
+    cwd=ROOT,
+    env={**os.environ, "JAX_PLATFORMS": "cpu"},
+    check=False,
+  )
+
+
+def test_a_small_run_of_the_command_with_adapters(tiny: str, tmp_path: pathlib.Path):
+  done = command(
+    f"--config.model={tiny}",
+    f"--workdir={tmp_path / 'run'}",
+    "--config.num_steps=1",
+    "--config.lora_rank=4",
+    "--config.rollout.groups_per_step=1",
+    "--config.rollout.group_size=2",
+    "--config.rollout.max_tokens=4",
+    "--config.evaluation.num_problems=2",
+    "--config.engine.max_sequences=4",
+    "--config.engine.row_buckets=(64,)",
+    "--config.trainer.rows_per_micro_batch=512",
+  )
+  assert done.returncode == 0, done.stderr
+  assert "max_abs_logprob_gap      0.0" in done.stdout
+  assert "held-out accuracy on 2 problems, before:" in done.stdout
+  summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+  assert summary["optimizer_steps"] == 1 and summary["kl_max"] == 0.0
+  assert (tmp_path / "run" / "report.html").stat().st_size > 1000
+  # What is exported is a plain model, adapters merged.
+  params, model = huggingface.load(tmp_path / "run" / "model", grpo.main_job().numerics)
+  assert model.num_layers == len(params["layers"]) == 2
+  assert set(params["layers"][0]) == set(
+    huggingface.load(tiny, grpo.main_job().numerics)[0]["layers"][0]
+  )
+
+
+def test_a_misspelt_flag_is_refused_with_the_nearest_name():
+  done = command("--config.optimizer.learning_rat=1")
+  assert done.returncode == 2
+  assert done.stderr.startswith("--config.optimizer.learning_rat: got 'learning_rat', expected one")
+  assert "did you mean 'learning_rate'?" in done.stderr
+
+
+def test_help_says_what_it_is_and_what_it_takes():
+  done = command("--helpshort")
+  assert done.stdout.startswith("THE MAIN JOB")
+  assert "--workdir" in done.stdout and "--[no]resume" in done.stdout
+
+
+@pytest.mark.parametrize(
+  ("changes", "message"),
+  [
+    (
+      dict(task="gsm8k"),
+      "gsm8k: got no path, expected the original JSON lines; set --config",
+    ),
+    (dict(task="words"), "tasks.load: got name 'words', expected 'word_problems', 'countdown'"),
+    (
+      dict(model="/nowhere"),
+      "resolve: got '/nowhere', which is no directory, expected a model d",
+    ),
+  ],
+)
+def test_what_is_not_there_is_refused(changes, message, tmp_path):
+  config = dataclasses.replace(grpo.main_job(), **changes)
+  with pytest.raises((ValueError, FileNotFoundError), match=message):
+    grpo.prepare(config, tmp_path / "run", resume=False, bitwise=True)
+  assert not (tmp_path / "run").exists()
+
+
+def test_there_must_be_something_to_resume(tmp_path):
+  with pytest.raises(ValueError, match=r"got no checkpoint to resume, expected one under"):
+    grpo.prepare(grpo.main_job(), tmp_path, resume=True, bitwise=True)
