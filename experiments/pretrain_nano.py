@@ -27,8 +27,7 @@ import optax
 import rich.progress
 
 from experiments import nano_corpus
-from seerjax import checkpoint
-from seerjax import numerics as numerics_lib
+from seerjax import checkpoint, numerics as numerics_lib
 from seerjax.models import huggingface, presets, tokenizer as tokenizer_lib, transformer
 
 LENGTHS = (64, 96, 128, 192, 256, 384)  # Longer documents are left out: below one in a thousand.

@@ -12,6 +12,8 @@ import re
 
 import pytest
 
+from experiments import configuration, grpo
+
 ROOT = pathlib.Path(__file__).parents[1]
 PAGES = (
   "README.md", "CONTRIBUTING.md", "seerjax/models/nano/README.md", "pallas_kernels/README.md"
@@ -78,6 +80,12 @@ def signatures(source: str, wanted: set[str] | None = None) -> dict[str, object]
             members.append((member.name, shape(member)))
       found[node.name] = members
   return {name: found[name] for name in found if wanted is None or name in wanted}
+
+
+def test_the_flags_of_the_readme_exist():
+  flags = re.findall(r"--config\.[a-z_.]+=[^\s`]+", (ROOT / "README.md").read_text())
+  assert len(flags) > 5
+  configuration.check_names(grpo.main_job(), flags)
 
 
 def test_rooms_have_settled_signatures():
