@@ -549,10 +549,15 @@ def learn(
   parts = np.array_split(np.arange(len(groups)), config.trainer.num_mini_batches)
   batches = [pack(config, [groups[i] for i in part.tolist()], values[part]) for part in parts]
   sampling_params = running_weights(config, state.params, base)
-  references: list[np.ndarray | None] = [None] * len(batches)
+  references: list[Any] = [None] * len(batches)  # f32[m, n] each, or None.
   if config.loss.kl_coefficient:
     assert base is not None
-    references = [trainer.scores(base, batch).logprob for batch in batches]
+    reference = base
+    if config.lora_rank:
+      # Adapters that say nothing: scored by the program that scores those that learn, so that a
+      # fresh one is at a distance of exactly zero.
+      reference = running_weights(config, jax.tree.map(jnp.zeros_like, state.params), base)
+    references = [trainer.scores(reference, batch).logprob for batch in batches]
 
   # With the weights that sampled, over the whole batch, before any update.
   first_scores = []
