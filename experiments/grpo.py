@@ -17,7 +17,7 @@ from __future__ import annotations
 import pathlib
 import sys
 
-from absl import app, flags
+from absl import app, flags, logging
 import jax
 import ml_collections.config_flags
 
@@ -77,6 +77,7 @@ def prepare(
 
 
 def main(argv: list[str]) -> None:
+  logging.set_verbosity(logging.WARNING)  # Checkpoints would tell of every file.
   args = flags.FLAGS
   directory = pathlib.Path(args.workdir)
   try:
