@@ -3,8 +3,8 @@
 Claim: 1.1 M parameters, from scratch, reach 35-65 % on held-out word problems and end nearly every
 answer by themselves, within a budget of tokens that two CPU cores take in about half an hour; what
 is left to learn is left to reinforcement learning.
-Command: bash launch/local.sh experiments.pretrain_nano --directory=/tmp/nano
-Hardware: 2 CPU cores, about 30 minutes. Numbers: docs/results/nano.md
+Command: the two that the model card (seerjax/models/nano/README.md) gives, one after the other.
+Hardware: 2 CPU cores, 15 to 30 minutes each. Numbers: docs/results/nano.md
 
 Runs `untiled`, since nothing here is compared bit by bit. Documents are batched by length, one a
 row, so that a position means the same here as it does in the engine.
@@ -46,7 +46,7 @@ class PretrainConfig:
     seed: of weights and documents.
   """
 
-  num_tokens: int = 24_000_000
+  num_tokens: int = 14_000_000
   tokens_per_batch: int = 6144
   learning_rate: float = 3e-3
   prompt_weight: float = 0.1

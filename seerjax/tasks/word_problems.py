@@ -8,8 +8,8 @@ A context tells of people and the things they have; several questions are asked 
 
 The number of reasoning steps belongs to the problem, so lengths correlate within a group. The split
 "heldout" tells the same things in sentence forms that no other split uses (made of words they do
-use) and with larger numbers. "pretrain" is drawn like "train" but apart from it, so that
-reinforcement learning starts on problems that were never shown. All templates are ours.
+use) and with larger numbers. "pretrain" knows the plain forms alone; "train" mixes them with others
+that were never shown, which is what reinforcement learning has to learn. All templates are ours.
 """
 
 from __future__ import annotations
@@ -131,7 +131,8 @@ TRAIN_FORMS: dict[str, tuple[str, ...]] = {
     "Now how many more {o} than {q} does {p} have?",
   ),
 }
-HELDOUT_FORMS: dict[str, tuple[str, ...]] = {
+# Never seen in pretraining; shared out below.
+UNSEEN_FORMS: dict[str, tuple[str, ...]] = {
   "start": (
     "{p} has {n} {o} at first.",
     "At first {p} starts with {n} {o}.",
@@ -187,6 +188,9 @@ HELDOUT_FORMS: dict[str, tuple[str, ...]] = {
   "both": ("In all, how many {o} do {p} and {q} have?", "Now how many {o} do {p} and {q} have?"),
   "difference": ("In the end, how many more {o} does {p} have than {q}?",),
 }
+# Every other one is practised by reinforcement, the rest is held out.
+PRACTICE_FORMS = {what: forms[0::2] for what, forms in UNSEEN_FORMS.items() if len(forms) > 1}
+HELDOUT_FORMS = {what: forms[1::2] or forms for what, forms in UNSEEN_FORMS.items()}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -198,6 +202,7 @@ class WordProblemsConfig:
     max_total: largest number of things anyone has in train.
     heldout_scale: both limits are multiplied by this in "heldout".
     unseen_rate: probability that a held-out sentence has an unseen form; the question always has.
+    practice_rate: probability that a training sentence has a form that pretraining never showed.
     mean_steps: mean number of events of an ordinary context.
     long_rate: probability of a long context.
     long_mean_steps: mean number of events of a long context.
@@ -215,6 +220,7 @@ class WordProblemsConfig:
   max_total: int = 150
   heldout_scale: float = 1.4
   unseen_rate: float = 1.0
+  practice_rate: float = 0.75
   mean_steps: float = 3.5
   long_rate: float = 0.12
   long_mean_steps: float = 10.0
@@ -322,13 +328,18 @@ class _Teller:
     self.things = draws.sample(OBJECTS, len(OBJECTS))
 
   def say(self, what: str, **words: object) -> str:
-    unseen = self.split == "heldout" and self.draws.chance(self.config.unseen_rate)
-    form = self.draws.choice((HELDOUT_FORMS if unseen else TRAIN_FORMS)[what])
-    return form.format(o=self.things[0], **words)
+    return self.draws.choice(self._forms(what)).format(o=self.things[0], **words)
 
   def ask(self, what: str, **words: object) -> str:
-    forms = HELDOUT_FORMS if self.split == "heldout" else TRAIN_FORMS
-    return self.draws.choice(forms[what]).format(o=self.things[0], **words)
+    forms = HELDOUT_FORMS[what] if self.split == "heldout" else self._forms(what)
+    return self.draws.choice(forms).format(o=self.things[0], **words)
+
+  def _forms(self, what: str) -> tuple[str, ...]:
+    if self.split == "heldout" and self.draws.chance(self.config.unseen_rate):
+      return HELDOUT_FORMS[what]
+    if self.split == "train" and self.draws.chance(self.config.practice_rate):
+      return PRACTICE_FORMS.get(what, TRAIN_FORMS[what])
+    return TRAIN_FORMS[what]
 
   def distract(self, person: str) -> list[str]:
     if not self.draws.chance(self.config.distractor_rate):
