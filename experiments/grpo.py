@@ -41,7 +41,7 @@ def main_job() -> rl.RunConfig:
     engine=engine_lib.EngineConfig(
       page_size=32, num_pages=640, max_sequences=64, max_context=512, row_buckets=(64, 512)
     ),
-    rollout=rollout_lib.RolloutConfig(groups_per_step=32, group_size=8, max_tokens=240),
+    rollout=rollout_lib.RolloutConfig(groups_per_step=32, group_size=8, max_tokens=216),
     trainer=rl.TrainerConfig(rows_per_micro_batch=2048, sequences_per_micro_batch=32),
     loss=losses.dapo(),
     optimizer=step_lib.OptimizerConfig(learning_rate=5e-4, warmup_steps=2),
