@@ -146,6 +146,11 @@ def find(directory: pathlib.Path, request: str) -> Recorded:
       f"--run: got a request of another numerics fingerprint ({differing}), expected this one's;"
       " replay it where its values hold: bits of two numerics may not be compared."
     )
+  if config.lora_rank:
+    raise ValueError(
+      f"--run: got a run of adapters (lora_rank={config.lora_rank}), expected one that trained all"
+      " weights (lora_rank=0); adapters cannot be replayed yet."
+    )
   policy = grpo.load_policy(config.model, config.numerics)
   version = entry.rollout.completion.policy_version
   kept = checkpoint.steps(directory / "checkpoints")

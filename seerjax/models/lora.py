@@ -8,8 +8,9 @@ export alone.
   out, down      A f[r, rows, rank] lies in W's slabs and its partial products join W's in the tree,
                  B f[rank, d] is whole everywhere
 
-B starts at zero. x @ W is then followed by the addition of an exact zero, so the start says what
-the base says; equal as numbers, that is, for -0.0 + 0.0 is 0.0.
+B starts at zero, so x @ W is followed by the addition of an exact zero and the start says what the
+base says. Bits are promised between two runs of one program with adapters, not between a program
+with and one without them: XLA may fuse the two differently.
 
 Training owns the adapter, whose leaves are float32 masters like any others:
 

@@ -65,6 +65,15 @@ def test_other_numerics_are_refused(run_copy: pathlib.Path):
     replay.replay(run_copy, "0/0/0")
 
 
+def test_a_run_of_adapters_is_refused(run_copy: pathlib.Path):
+  path = run_copy / "config.json"
+  values = json.loads(path.read_text())
+  values["lora_rank"] = 2
+  path.write_text(json.dumps(values))
+  with pytest.raises(ValueError, match=r"got a run of adapters \(lora_rank=2\), expected one that"):
+    replay.replay(run_copy, "0/0/0")
+
+
 def test_what_is_not_there_is_refused(trained, tmp_path: pathlib.Path):
   run = trained[0] / "rl_tiled"
   with pytest.raises(ValueError, match=r"--run: got .*, which has no config.json, expected"):
