@@ -41,7 +41,9 @@ def main_job() -> rl.RunConfig:
     engine=engine_lib.EngineConfig(
       page_size=32, num_pages=640, max_sequences=64, max_context=512, row_buckets=(64, 512)
     ),
-    rollout=rollout_lib.RolloutConfig(groups_per_step=48, group_size=8, temperature=1.2, max_tokens=216),
+    rollout=rollout_lib.RolloutConfig(
+      groups_per_step=48, group_size=8, temperature=1.2, max_tokens=216
+    ),
     trainer=rl.TrainerConfig(rows_per_micro_batch=2048, sequences_per_micro_batch=32),
     loss=losses.dapo(),
     optimizer=step_lib.OptimizerConfig(learning_rate=1e-4, warmup_steps=2),
