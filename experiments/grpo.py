@@ -1,6 +1,6 @@
 r"""THE MAIN JOB: a small reasoning model learns word problems by reinforcement.
 
-Claim: on 2 CPU cores, the log-probabilities that sampled are, to the bit, those of the trainer's own
+Claim: on 2 CPU cores the log-probabilities that sampled are, to the bit, those of the trainer's own
 packed program under `value_and_grad`: KL and gap exactly 0.0 in every step. The aim for what it
 learns, ten points of held-out accuracy within ten minutes, is not reached yet: see the numbers.
 Command: bash launch/local.sh
