@@ -226,6 +226,10 @@ def map_slabs(
 
 def _looped_slabs(function: SlabFunction, shared: Any, slabs: Any, one: Array) -> Any:
   count = jax.tree.leaves(slabs)[0].shape[0]
+  if count == 1:
+    # Slicing the only slab is the identity: XLA then takes the body out of the loop and fuses it
+    # with its neighbours (seen with JAX 0.10.2). The second slab is never computed.
+    slabs = jax.tree.map(lambda leaf: _with_zero_rows(leaf, 1), slabs)
 
   def slab(index: Array) -> Any:
     return jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, index, 0, False), slabs)

@@ -59,9 +59,11 @@ def logits_of(params, tokens, numerics):
 def test_an_adapter_that_has_not_learnt_says_what_the_base_says(numerics):
   base = transformer.compute_params(master_of(), numerics)
   params = lora.attach(base, adapter_of(is_zero=True), SCALE)
-  np.testing.assert_array_equal(
-    logits_of(params, tokens_of(2, 9), numerics), logits_of(base, tokens_of(2, 9), numerics)
-  )
+  attached = np.asarray(logits_of(params, tokens_of(2, 9), numerics), np.float32)
+  plain = np.asarray(logits_of(base, tokens_of(2, 9), numerics), np.float32)
+  # Two programs: XLA may fuse them differently (JAX 0.10.2 does), so bits are not promised here.
+  tolerance = 1e-5 if numerics is NUMERICS else 2e-2
+  np.testing.assert_allclose(attached, plain, rtol=0, atol=tolerance * np.abs(plain).max())
 
 
 @pytest.mark.parametrize("targets", [lora.TARGETS, ("qkv",), ("out",), ("gate_up",), ("down",)])
