@@ -7,6 +7,8 @@
 Everything a step does is a function of (config, step): which problems, which seeds, which tokens,
 which gradient. That is why a killed run resumes to the same bits, and why the log-probabilities
 that sampled are, to the bit, those that learn.
+
+Read on from `train`: `circle` is one round of it, `sample` and `learn` are its halves.
 """
 
 from __future__ import annotations
@@ -14,8 +16,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 import contextlib
 import dataclasses
+import functools
 import pathlib
-import resource
 import time
 from typing import Any
 
@@ -23,8 +25,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from seerjax import checkpoint, metrics, numerics as numerics_lib, parallel
+from seerjax import checkpoint, evaluation, metrics, numerics as numerics_lib, parallel, summary
 from seerjax.engine import engine as engine_lib, runner as runner_lib
+from seerjax.evaluation import EvaluationConfig
 from seerjax.models import lora, tokenizer as tokenizer_lib, transformer
 from seerjax.rollout import journal as journal_lib, rollout as rollout_lib
 from seerjax.trainer import advantages, losses, packing, step as step_lib
@@ -56,28 +59,6 @@ class TrainerConfig:
       value = dataclasses.asdict(self)[field]
       if value < 1:
         raise ValueError(f"TrainerConfig.{field}: got {value}, expected at least 1; 1 is usual.")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class EvaluationConfig:
-  """What is measured before and after.
-
-  Attributes:
-    num_problems: of the held-out split, each answered once.
-    temperature: 0 is greedy.
-    every: steps between two evaluations besides the first and the last; 0 for none.
-  """
-
-  num_problems: int = 1024
-  temperature: float = 0.0
-  every: int = 0
-
-  def __post_init__(self):
-    if self.num_problems < 1 or self.every < 0:
-      raise ValueError(
-        f"EvaluationConfig: got num_problems={self.num_problems}, every={self.every}, expected at"
-        " least 1 and 0; 1024 and 0 (before and after alone) are usual."
-      )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -174,6 +155,10 @@ class Programs:
 # Settings that the journal does not hold a resumed run to: the first three move no bit, and the
 # fingerprint speaks for the last.
 FREE_SETTINGS = ("num_steps", "num_instances", "checkpoint_every", "numerics")
+# What the progress bar shows.
+CONSOLE_NAMES = (
+  "rollout/reward_mean", "rollout/length_mean", "rollout/tokens_per_second", "contract/kl"
+)  # fmt: skip
 
 
 def train(
@@ -208,8 +193,7 @@ def train(
       cannot judge (the run can be resumed).
   """
   check_directory(directory, resume=resume)
-  started = time.monotonic()
-  compile_clock = CompileClock()
+  clock = summary.RunClock()
   settings = metrics.encode(dataclasses.asdict(config))
   fingerprint = numerics_lib.fingerprint(config.numerics)
   if programs is None:
@@ -220,19 +204,18 @@ def train(
       " share them only between equals."
     )
   trainer = programs.trainer
-  state, first, before = initial_state(config, policy), 0, {}
+  state, step, before = initial_state(config, policy), 0, {}
   base = frozen_weights(config, policy)
   if resume:
-    abstract = jax.eval_shape(lambda: state)
     restored = checkpoint.restore(
       directory / "checkpoints",
-      abstract,
+      jax.eval_shape(lambda: state),
       fingerprint=fingerprint,
       accept_new_numerics=accept_new_numerics,
     )
-    state, first = restored.state, restored.step
+    state, step = restored.state, restored.step
     before = restored.host_state["before"] or _accuracy_before(directory)
-    say(f"resumed after step {first} of {config.num_steps}")
+    say(f"resumed after step {step} of {config.num_steps}")
 
   def save(step: int) -> None:
     if checkpoint.latest_step(directory / "checkpoints") != step:
@@ -245,7 +228,6 @@ def train(
         accept_new_numerics=accept_new_numerics,
       )
 
-  step = first
   with contextlib.ExitStack() as files:
     journal = files.enter_context(
       journal_lib.Journal(
@@ -253,8 +235,8 @@ def train(
         fingerprint=fingerprint,
         settings={name: settings[name] for name in settings if name not in FREE_SETTINGS},
         accept_new_numerics=accept_new_numerics,
-        # The journal counts steps from 0: what step `first` sampled is not of a whole step yet.
-        resume_step=first - 1,
+        # The journal counts steps from 0: what step `step` sampled is not of a whole step yet.
+        resume_step=step - 1,
       )
     )
     metrics.write_summary(directory / "config.json", settings | {"fingerprint": fingerprint})
@@ -265,21 +247,16 @@ def train(
       config=config.engine,
       key=jax.random.key(config.seed),
       tokenizer=policy.tokenizer,
-      policy_version=first,
+      policy_version=step,
       runner=programs.runner,
     )
     say(engine.plan())
     writer = files.enter_context(
       metrics.Writer(
         directory,
-        resume_step=first if resume else None,
+        resume_step=step if resume else None,
         total_steps=config.num_steps,
-        console_names=(
-          "rollout/reward_mean",
-          "rollout/length_mean",
-          "rollout/tokens_per_second",
-          "contract/kl",
-        ),
+        console_names=CONSOLE_NAMES,
       )
     )
     try:
@@ -287,13 +264,13 @@ def train(
         # At once, so that from here on a kill can be resumed.
         save(0)
         say(f"held-out accuracy on {config.evaluation.num_problems} problems, before:")
-        before = evaluate(config, engine, task)
-        say(f"  {describe(before)}")
+        before = accuracy_of(config, engine, task)
+        say(f"  {evaluation.describe(before)}")
         writer.write(0, {f"heldout/{name}": value for name, value in before.items()})
       while step < config.num_steps:
         new_state, numbers = circle(config, engine, trainer, task, journal, state, step, base)
         if config.evaluation.every and (step + 1) % config.evaluation.every == 0:
-          accuracy = evaluate(config, engine, task)
+          accuracy = accuracy_of(config, engine, task)
           numbers |= {f"heldout/{name}": value for name, value in accuracy.items()}
         writer.write(step + 1, numbers)
         # Together, and after its numbers: whenever Ctrl-C comes, what is saved is a whole step.
@@ -301,130 +278,17 @@ def train(
         if step % config.checkpoint_every == 0 or step == config.num_steps:
           save(step)
       say(f"held-out accuracy on {config.evaluation.num_problems} problems, after:")
-      after = evaluate(config, engine, task)
-      say(f"  {describe(after)}")
+      after = accuracy_of(config, engine, task)
+      say(f"  {evaluation.describe(after)}")
     except KeyboardInterrupt:
       save(step)
       message = f"stopped after step {step} of {config.num_steps}; --resume goes on"
       raise Interrupted(message) from None
   written = [row for row in metrics.read(directory / "metrics.jsonl") if "contract/kl" in row]
-  summary = summarise(before, after, written) | dict(
-    seconds=time.monotonic() - started,
-    compile_seconds=compile_clock.seconds,
-    peak_memory_gib=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
-    optimizer_steps=int(state.step),
-    numerics=fingerprint,
-  )
-  metrics.write_summary(directory / "summary.json", summary)
-  return Result(state, summary)
-
-
-def check_directory(directory: pathlib.Path, *, resume: bool) -> None:
-  """Refuses a directory that cannot be begun or resumed.
-
-  Raises:
-    ValueError: if a new run would meet another one, or there is nothing to resume.
-  """
-  latest = checkpoint.latest_step(directory / "checkpoints")
-  numbers = directory / metrics.FILE_NAME
-  if resume and latest is None:
-    raise ValueError(
-      f"{directory}: got no checkpoint to resume, expected one under {directory / 'checkpoints'};"
-      " start a new run without --resume, or name the run's directory with --workdir."
-    )
-  if not resume and (latest is not None or (numbers.is_file() and numbers.stat().st_size)):
-    found = "its numbers" if latest is None else f"a checkpoint after step {latest}"
-    raise ValueError(
-      f"{directory}: got the directory of another run ({found}), expected none; carry on with"
-      " --resume, choose another --workdir, or remove it."
-    )
-
-
-def _accuracy_before(directory: pathlib.Path) -> dict[str, float]:
-  """Reads the first evaluation back; empty if it was not finished."""
-  path = directory / metrics.FILE_NAME
-  rows = [row for row in metrics.read(path) if row["step"] == 0] if path.is_file() else []
-  return {
-    name.removeprefix("heldout/"): value
-    for row in rows
-    for name, value in row.items()
-    if name.startswith("heldout/")
-  }
-
-
-def make_programs(config: RunConfig, model: transformer.TransformerConfig) -> Programs:
-  """Returns what a run compiles; nothing is compiled before it is first used."""
-  mesh = parallel.make_mesh(num_instances=config.num_instances)
-  trainer = step_lib.Trainer(
-    model,
-    config.numerics,
-    config.loss,
-    step_lib.make_optimizer(config.optimizer),
-    mesh,
-    _layout(config).num_pages,
-    config.engine.page_size,
-  )
-  runner = runner_lib.Runner(model, config.numerics, mesh, len(config.engine.row_buckets))
-  return Programs(_programs_key(config, model), trainer, runner)
-
-
-def _programs_key(config: RunConfig, model: transformer.TransformerConfig) -> tuple[Any, ...]:
-  return (
-    model,
-    config.num_instances,
-    config.lora_rank,
-    config.numerics,
-    config.engine,
-    _layout(config),
-    config.loss,
-    config.optimizer,
-  )
-
-
-def initial_state(config: RunConfig, policy: Policy) -> TrainState:
-  """Returns the state of a run that has not learnt: of all weights, or of fresh adapters."""
-  params = policy.params
-  if config.lora_rank:
-    key = jax.random.key(rollout_lib.request_seed(config.seed, -2))
-    params = lora.init(key, policy.model, config.numerics, config.lora_rank)
-  optimizer = step_lib.make_optimizer(config.optimizer)
-  return TrainState(params, optimizer.init(params), jnp.int32(0))
-
-
-def frozen_weights(config: RunConfig, policy: Policy) -> transformer.Params | None:
-  """Returns the policy's first weights in compute dtype, None if the run does not need them.
-
-  They are the base under adapters, and the reference policy of `LossConfig.kl_coefficient`.
-  """
-  if not config.lora_rank and not config.loss.kl_coefficient:
-    return None
-  # On the whole mesh at once, so that no step has to copy them there.
-  mesh = parallel.make_mesh(num_instances=config.num_instances)
-  whole = jax.sharding.NamedSharding(mesh, jax.P())
-  return jax.device_put(transformer.compute_params(policy.params, config.numerics), whole)
-
-
-def running_weights(
-  config: RunConfig, params: Any, base: transformer.Params | None
-) -> transformer.Params:
-  """Returns what engine and trainer both run.
-
-  Args:
-    config: the run.
-    params: f32 masters of what learns (`TrainState.params`).
-    base: of `frozen_weights`.
-  """
-  if not config.lora_rank:
-    return transformer.compute_params(params, config.numerics)
-  assert base is not None
-  return lora.attach(base, params, config.lora_alpha / config.lora_rank)
-
-
-def exported_weights(config: RunConfig, policy: Policy, state: TrainState) -> transformer.Params:
-  """Returns plain f32 weights of what was learnt, adapters merged; for other programs to load."""
-  if not config.lora_rank:
-    return state.params
-  return lora.merge(policy.params, state.params, config.lora_alpha / config.lora_rank)
+  numbers = summary.of_run(before, after, written) | clock.read()
+  numbers |= dict(optimizer_steps=int(state.step), numerics=fingerprint)
+  metrics.write_summary(directory / "summary.json", numbers)
+  return Result(state, numbers)
 
 
 def circle(
@@ -442,7 +306,7 @@ def circle(
   sampled_before = engine.counters.sampled_tokens
   groups = sample(config, engine, task, journal, step)
   sampled_at = time.monotonic()
-  numbers = _rollout_numbers(groups)
+  numbers = summary.of_rollouts(groups)
   num_sampled = engine.counters.sampled_tokens - sampled_before
   state, learned = learn(config, trainer, state, groups, base)
   numbers |= learned
@@ -495,7 +359,7 @@ def sample(
       [task.problem("train", index) for index in indices],
       first_group=taken,
       step=step,
-      generate=lambda requests: completions(engine, requests),
+      generate=functools.partial(completions, engine),
       task=task,
       config=config.rollout,
       tokenizer=engine.tokenizer,
@@ -564,13 +428,13 @@ def learn(
   first_gradient, numbers = None, {}
   for index, batch in enumerate(batches):
     counts = losses.denominators(batch)
-    gradient, summary, scores = trainer.gradient(
+    gradient, means, scores = trainer.gradient(
       sampling_params, batch, counts, None, references[index]
     )
     first_scores.append(scores)
     if index == 0:
       first_gradient = gradient
-      numbers |= {f"train/{name}": float(value) for name, value in summary.items()}
+      numbers |= {f"train/{name}": float(value) for name, value in means.items()}
   gaps = [step_lib.rollout_gap(s, b) for s, b in zip(first_scores, batches, strict=True)]
   numbers |= {
     "contract/kl": max((gap["kl"] for gap in gaps), key=abs),
@@ -583,10 +447,10 @@ def learn(
     if index:
       params = running_weights(config, state.params, base)
       counts = losses.denominators(batch)
-      gradient, summary, _ = trainer.gradient(
+      gradient, means, _ = trainer.gradient(
         params, batch, counts, first_scores[index].logprob, references[index]
       )
-      numbers |= {f"train/later_{name}": float(value) for name, value in summary.items()}
+      numbers |= {f"train/later_{name}": float(value) for name, value in means.items()}
     state, norms = trainer.update(state, gradient)
     numbers |= {f"train/{name}": float(value) for name, value in norms.items()}
   return state, numbers
@@ -595,6 +459,94 @@ def learn(
 def pack(config: RunConfig, groups: Sequence[RolloutGroup], values: np.ndarray) -> Any:
   """Returns the groups as one `TrainBatch` of the run's fixed shapes."""
   return packing.pack(groups, values, **_packing_arguments(config))
+
+
+def accuracy_of(config: RunConfig, engine: engine_lib.Engine, task: Task) -> dict[str, float]:
+  """Returns held-out accuracy with the engine's weights; see `evaluation.evaluate`."""
+  assert engine.tokenizer is not None
+  return evaluation.evaluate(
+    config.evaluation,
+    generate=functools.partial(completions, engine),
+    task=task,
+    tokenizer=engine.tokenizer,
+    max_tokens=config.rollout.max_tokens,
+    seed=config.seed,
+  )
+
+
+# What learns, and what engine and trainer run of it.
+
+
+def initial_state(config: RunConfig, policy: Policy) -> TrainState:
+  """Returns the state of a run that has not learnt: of all weights, or of fresh adapters."""
+  params = policy.params
+  if config.lora_rank:
+    key = jax.random.key(rollout_lib.request_seed(config.seed, -2))
+    params = lora.init(key, policy.model, config.numerics, config.lora_rank)
+  optimizer = step_lib.make_optimizer(config.optimizer)
+  return TrainState(params, optimizer.init(params), jnp.int32(0))
+
+
+def frozen_weights(config: RunConfig, policy: Policy) -> transformer.Params | None:
+  """Returns the policy's first weights in compute dtype, None if the run does not need them.
+
+  They are the base under adapters, and the reference policy of `LossConfig.kl_coefficient`.
+  """
+  if not config.lora_rank and not config.loss.kl_coefficient:
+    return None
+  # On the whole mesh at once, so that no step has to copy them there.
+  mesh = parallel.make_mesh(num_instances=config.num_instances)
+  whole = jax.sharding.NamedSharding(mesh, jax.P())
+  return jax.device_put(transformer.compute_params(policy.params, config.numerics), whole)
+
+
+def running_weights(
+  config: RunConfig, params: Any, base: transformer.Params | None
+) -> transformer.Params:
+  """Returns what engine and trainer both run.
+
+  Args:
+    config: the run.
+    params: f32 masters of what learns (`TrainState.params`).
+    base: of `frozen_weights`.
+  """
+  if not config.lora_rank:
+    return transformer.compute_params(params, config.numerics)
+  assert base is not None
+  return lora.attach(base, params, config.lora_alpha / config.lora_rank)
+
+
+def exported_weights(config: RunConfig, policy: Policy, state: TrainState) -> transformer.Params:
+  """Returns plain f32 weights of what was learnt, adapters merged; for other programs to load."""
+  if not config.lora_rank:
+    return state.params
+  return lora.merge(policy.params, state.params, config.lora_alpha / config.lora_rank)
+
+
+# Compiled programs and their sizes.
+
+
+def make_programs(config: RunConfig, model: transformer.TransformerConfig) -> Programs:
+  """Returns what a run compiles; nothing is compiled before it is first used."""
+  mesh = parallel.make_mesh(num_instances=config.num_instances)
+  trainer = step_lib.Trainer(
+    model,
+    config.numerics,
+    config.loss,
+    step_lib.make_optimizer(config.optimizer),
+    mesh,
+    _layout(config).num_pages,
+    config.engine.page_size,
+  )
+  runner = runner_lib.Runner(model, config.numerics, mesh, len(config.engine.row_buckets))
+  return Programs(_programs_key(config, model), trainer, runner)
+
+
+def _programs_key(config: RunConfig, model: transformer.TransformerConfig) -> tuple[Any, ...]:
+  return (
+    model, config.num_instances, config.lora_rank, config.numerics, config.engine, _layout(config),
+    config.loss, config.optimizer,
+  )  # fmt: skip
 
 
 def _packing_arguments(config: RunConfig) -> dict[str, Any]:
@@ -613,111 +565,33 @@ def _layout(config: RunConfig) -> packing.Layout:
   return packing.layout(**_packing_arguments(config))
 
 
-def evaluate(config: RunConfig, engine: engine_lib.Engine, task: Task) -> dict[str, float]:
-  """Returns held-out accuracy: fractions of problems, and the accuracy's standard error.
+# A run's directory.
 
-  Keys: accuracy, standard_error, well_formed (an answer could be read), ended (by itself),
-  accuracy_well_formed (correct among well-formed), length (mean tokens).
+
+def check_directory(directory: pathlib.Path, *, resume: bool) -> None:
+  """Refuses a directory that cannot be begun or resumed.
+
+  Raises:
+    ValueError: if a new run would meet another one, or there is nothing to resume.
   """
-  assert engine.tokenizer is not None
-  count = min(config.evaluation.num_problems, task.num_problems("heldout"))
-  problems = {}
-  requests = []
-  for place in range(count):
-    index = rollout_lib.problem_index(place, task.num_problems("heldout"), config.seed)
-    problem = task.problem("heldout", index)
-    one = rollout_lib.RolloutConfig(
-      temperature=config.evaluation.temperature, max_tokens=config.rollout.max_tokens
+  latest = checkpoint.latest_step(directory / "checkpoints")
+  numbers = directory / metrics.FILE_NAME
+  if resume and latest is None:
+    raise ValueError(
+      f"{directory}: got no checkpoint to resume, expected one under {directory / 'checkpoints'};"
+      " start a new run without --resume, or name the run's directory with --workdir."
     )
-    request = rollout_lib.group_requests(
-      problem, group=place, step=-1, config=one, tokenizer=engine.tokenizer, seed=config.seed
-    )[0]
-    problems[request.request_id] = problem
-    requests.append(request)
-  verdicts, lengths, ended = [], [], []
-  for completion in completions(engine, requests):
-    problem = problems[completion.request_id]
-    verdicts.append(rollout_lib.judge(task, problem, completion.text))
-    lengths.append(len(completion.tokens))
-    ended.append(completion.finish_reason == "stop")
-  correct = np.asarray([verdict.correct for verdict in verdicts], np.float64)
-  formed = np.asarray([verdict.well_formed for verdict in verdicts], np.float64)
-  return dict(
-    accuracy=float(correct.mean()),
-    standard_error=float(correct.std() / np.sqrt(count)),
-    well_formed=float(formed.mean()),
-    ended=float(np.mean(ended)),
-    accuracy_well_formed=float(correct.sum() / max(formed.sum(), 1.0)),
-    length=float(np.mean(lengths)),
-  )
+  if not resume and (latest is not None or (numbers.is_file() and numbers.stat().st_size)):
+    found = "its numbers" if latest is None else f"a checkpoint after step {latest}"
+    raise ValueError(
+      f"{directory}: got the directory of another run ({found}), expected none; carry on with"
+      " --resume, choose another --workdir, or remove it."
+    )
 
 
-def describe(accuracy: dict[str, float]) -> str:
-  """Returns one line for people."""
-  return (
-    f"{accuracy['accuracy']:.1%} correct (standard error {accuracy['standard_error']:.1%}),"
-    f" {accuracy['accuracy_well_formed']:.1%} of the well-formed {accuracy['well_formed']:.1%},"
-    f" {accuracy['ended']:.1%} ended by themselves, {accuracy['length']:.1f} tokens on average"
-  )
-
-
-def summarise(
-  before: dict[str, float], after: dict[str, float], rows: Sequence[dict[str, Any]]
-) -> dict[str, Any]:
-  """Returns the numbers of summary.json that come from accuracies and metrics."""
-  gain = after["accuracy"] - before["accuracy"]
-  # The two evaluations answer the same problems; unpaired errors are the wider interval.
-  error = float(np.hypot(after["standard_error"], before["standard_error"]))
-
-  def highest(name: str) -> float:
-    return max((abs(metrics.decode_number(row[name])) for row in rows), default=0.0)
-
-  def mean(name: str) -> float:
-    return float(np.mean([row[name] for row in rows])) if rows else 0.0
-
-  return dict(
-    accuracy_before=before["accuracy"],
-    accuracy_after=after["accuracy"],
-    gain=gain,
-    gain_interval_95=[gain - 1.96 * error, gain + 1.96 * error],
-    well_formed_before=before["well_formed"],
-    well_formed_after=after["well_formed"],
-    accuracy_well_formed_before=before["accuracy_well_formed"],
-    accuracy_well_formed_after=after["accuracy_well_formed"],
-    ended_before=before["ended"],
-    ended_after=after["ended"],
-    max_abs_logprob_gap=max(
-      highest("contract/max_abs_logprob_gap"), highest("contract/max_abs_raw_logprob_gap")
-    ),
-    kl_max=max(highest("contract/kl"), highest("contract/raw_kl")),
-    tokens_per_second=mean("rollout/tokens_per_second"),
-    length_mean=mean("rollout/length_mean"),
-    length_p99=max((row["rollout/length_p99"] for row in rows), default=0.0),
-  )
-
-
-def _rollout_numbers(groups: Sequence[RolloutGroup]) -> dict[str, float]:
-  rollouts = [rollout for group in groups for rollout in group.rollouts]
-  lengths = np.asarray([len(rollout.completion.tokens) for rollout in rollouts])
-  spread = [float(np.ptp(group.rewards)) > 0 for group in groups]
-  return {
-    "rollout/reward_mean": float(np.mean([r.verdict.reward for r in rollouts], dtype=np.float64)),
-    "rollout/accuracy": float(np.mean([r.verdict.correct for r in rollouts])),
-    "rollout/well_formed": float(np.mean([r.verdict.well_formed for r in rollouts])),
-    "rollout/ended": float(np.mean([r.completion.finish_reason == "stop" for r in rollouts])),
-    "rollout/informative_groups": float(np.mean(spread)),
-    "rollout/length_mean": float(lengths.mean()),
-    "rollout/length_p99": float(np.quantile(lengths, 0.99)),
-  }
-
-
-class CompileClock:
-  """Adds up the seconds XLA compiles in this process, from its making on."""
-
-  def __init__(self):
-    self.seconds = 0.0
-    jax.monitoring.register_event_duration_secs_listener(self._hear)
-
-  def _hear(self, event: str, duration_secs: float, **_: Any) -> None:
-    if event == "/jax/core/compile/backend_compile_duration":
-      self.seconds += duration_secs
+def _accuracy_before(directory: pathlib.Path) -> dict[str, float]:
+  """Reads the first evaluation back; empty if it was not finished."""
+  path = directory / metrics.FILE_NAME
+  rows = [row for row in metrics.read(path) if row["step"] == 0] if path.is_file() else []
+  named = [(name, value) for row in rows for name, value in row.items()]
+  return {name.removeprefix("heldout/"): v for name, v in named if name.startswith("heldout/")}

@@ -24,7 +24,7 @@ STEPS: tuple[tuple[str, ...], ...] = (
   ("models",),
   ("engine", "trainer"),
   ("speculation", "rollout"),
-  ("sleep", "simulate", "report"),
+  ("sleep", "simulate", "report", "evaluation", "summary"),
   ("rl", "ttt", "self_test"),
   ("experiments",),
   ("launch",),

@@ -1,0 +1,100 @@
+"""Held-out accuracy: each problem answered once, by any sampler of completions.
+
+    held-out problems -> one request each -> completions -> verdicts -> fractions
+
+Which problems, and which seeds, follow from the run's seed alone, so that evaluations before and
+after learning answer the same ones.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from seerjax.models import tokenizer as tokenizer_lib
+from seerjax.rollout import rollout as rollout_lib
+from seerjax.types import Task
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EvaluationConfig:
+  """What is measured before and after.
+
+  Attributes:
+    num_problems: of the held-out split, each answered once.
+    temperature: 0 is greedy.
+    every: steps between two evaluations besides the first and the last; 0 for none.
+  """
+
+  num_problems: int = 1024
+  temperature: float = 0.0
+  every: int = 0
+
+  def __post_init__(self):
+    if self.num_problems < 1 or self.every < 0:
+      raise ValueError(
+        f"EvaluationConfig: got num_problems={self.num_problems}, every={self.every}, expected at"
+        " least 1 and 0; 1024 and 0 (before and after alone) are usual."
+      )
+
+
+def evaluate(
+  config: EvaluationConfig,
+  *,
+  generate: rollout_lib.Generate,
+  task: Task,
+  tokenizer: tokenizer_lib.Tokenizer,
+  max_tokens: int,
+  seed: int,
+) -> dict[str, float]:
+  """Returns held-out accuracy: fractions of problems, and the accuracy's standard error.
+
+  Args:
+    config: how many problems, at which temperature.
+    generate: requests to completions, in any order.
+    task: poses and judges.
+    tokenizer: of the policy.
+    max_tokens: most generated tokens of an answer.
+    seed: of the run.
+
+  Returns:
+    accuracy, standard_error, well_formed (an answer could be read), ended (by itself),
+    accuracy_well_formed (correct among well-formed), length (mean tokens).
+  """
+  count = min(config.num_problems, task.num_problems("heldout"))
+  one = rollout_lib.RolloutConfig(temperature=config.temperature, max_tokens=max_tokens)
+  problems, requests = {}, []
+  for place in range(count):
+    index = rollout_lib.problem_index(place, task.num_problems("heldout"), seed)
+    problem = task.problem("heldout", index)
+    request = rollout_lib.group_requests(
+      problem, group=place, step=-1, config=one, tokenizer=tokenizer, seed=seed
+    )[0]
+    problems[request.request_id] = problem
+    requests.append(request)
+  verdicts, lengths, ended = [], [], []
+  for completion in generate(requests):
+    problem = problems[completion.request_id]
+    verdicts.append(rollout_lib.judge(task, problem, completion.text))
+    lengths.append(len(completion.tokens))
+    ended.append(completion.finish_reason == "stop")
+  correct = np.asarray([verdict.correct for verdict in verdicts], np.float64)
+  formed = np.asarray([verdict.well_formed for verdict in verdicts], np.float64)
+  return dict(
+    accuracy=float(correct.mean()),
+    standard_error=float(correct.std() / np.sqrt(count)),
+    well_formed=float(formed.mean()),
+    ended=float(np.mean(ended)),
+    accuracy_well_formed=float(correct.sum() / max(formed.sum(), 1.0)),
+    length=float(np.mean(lengths)),
+  )
+
+
+def describe(accuracy: dict[str, float]) -> str:
+  """Returns one line for people."""
+  return (
+    f"{accuracy['accuracy']:.1%} correct (standard error {accuracy['standard_error']:.1%}),"
+    f" {accuracy['accuracy_well_formed']:.1%} of the well-formed {accuracy['well_formed']:.1%},"
+    f" {accuracy['ended']:.1%} ended by themselves, {accuracy['length']:.1f} tokens on average"
+  )
