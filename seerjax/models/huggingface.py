@@ -1,4 +1,4 @@
-"""Hugging Face model directories in and out: config.json and safetensors.
+"""Hugging Face model directories in and out: config.json (`huggingface_config`) and safetensors.
 
     q_proj [h c, d], k_proj, v_proj  <->  qkv      f32[r, d, queries | keys | values of the slab]
     o_proj [d, h c]                  <->  out      f32[r, h c / r, d]
@@ -30,18 +30,12 @@ import safetensors
 import safetensors.numpy
 
 from seerjax import numerics as numerics_lib
-from seerjax.models import tokenizer as tokenizer_lib, transformer
-from seerjax.ops import rotary
+from seerjax.models import huggingface_config, tokenizer as tokenizer_lib, transformer
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 GENERATION_FILE = "generation_config.json"
-ARCHITECTURES = {
-  "qwen3": "Qwen3ForCausalLM",
-  "qwen2": "Qwen2ForCausalLM",
-  "llama": "LlamaForCausalLM",
-}
 READABLE_DTYPES = ("F32", "BF16", "F16")  # Each converts to float32 without loss.
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 HUB_PATTERNS = ("*.safetensors", "*.json", "*.jinja")
@@ -50,33 +44,18 @@ MAX_SHARD_BYTES = 4 * 2**30  # Bounds the memory of `save` too: one shard is hel
 IGNORED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
-# What each kind of scaling may say. None: any value; else the values that change nothing.
-_ROPE_COMMON = {
-  "rope_type": None,
-  "type": None,
-  "rope_theta": None,
-  "partial_rotary_factor": (None, 1, 1.0),
-}
-_ROPE_FIELDS: dict[str, dict[str, Any]] = {
-  "none": {},
-  "linear": {"factor": None},
-  "llama3": {
-    "factor": None,
-    "low_freq_factor": None,
-    "high_freq_factor": None,
-    "original_max_position_embeddings": None,
-  },
-  "yarn": {
-    "factor": None,
-    "original_max_position_embeddings": None,
-    "beta_fast": None,
-    "beta_slow": None,
-    "attention_factor": None,
-    "mscale": (None,),
-    "mscale_all_dim": (None,),
-    "truncate": (None, True),
-  },
-}
+
+def load_config(directory: str | os.PathLike[str]) -> transformer.TransformerConfig:
+  """Reads config.json, in the spellings of transformers 4 and 5.
+
+  Raises:
+    FileNotFoundError: if there is no config.json.
+    ValueError: naming the field that is missing, malformed, or asks for what we do not compute.
+  """
+  return huggingface_config.read(pathlib.Path(directory) / CONFIG_FILE)
+
+
+# Where each parameter lies.
 
 
 class _Leaf(NamedTuple):
@@ -147,274 +126,65 @@ def _from_slabs(kind: str, part: np.ndarray, shape: tuple[int, ...]) -> np.ndarr
   return part.reshape(shape)
 
 
-# Configuration.
+# Weights, in.
 
 
-def _read_object(path: pathlib.Path) -> dict[str, Any]:
-  try:
-    value = json.loads(path.read_bytes().decode("utf-8"))
-  except FileNotFoundError as error:
-    raise FileNotFoundError(
-      f"{path}: got no such file, expected a Hugging Face model directory; check the path."
-    ) from error
-  except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-    raise ValueError(
-      f"{path}: got text that is not JSON ({error}), expected an object; download it again."
-    ) from error
-  if not isinstance(value, dict):
-    raise ValueError(
-      f"{path}: got a JSON {type(value).__name__}, expected an object; download it again."
-    )
-  return value
+def load(
+  directory: str | os.PathLike[str],
+  numerics: numerics_lib.NumericsConfig,
+  dtype: Any = jnp.float32,
+) -> tuple[transformer.Params, transformer.TransformerConfig]:
+  """Reads a model directory into our layout, tensor by tensor from mapped files.
 
+  Args:
+    directory: holds config.json and safetensors.
+    numerics: `reduction_shards` decides the layout.
+    dtype: of the parameters; bfloat16 and float16 checkpoints reach float32 without loss.
 
-class _Fields:
-  """One JSON object whose fields are read, checked and refused by name."""
-
-  def __init__(self, path: pathlib.Path, values: Mapping[str, Any], prefix: str = ""):
-    self.path, self.values, self.prefix = path, values, prefix
-
-  def refuse(self, field: str, expected: str, fix: str) -> ValueError:
-    got = repr(self.values[field]) if field in self.values else "nothing"
-    return ValueError(f"{self.path}: {self.prefix}{field}: got {got}, expected {expected}; {fix}.")
-
-  def get(self, field: str) -> Any:
-    """Returns the field's value, None where it is missing."""
-    return self.values.get(field)
-
-  def whole(self, field: str, default: int | None = None) -> int:
-    value = self.get(field)
-    if value is None and default is not None:
-      return default
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-      raise self.refuse(field, "a whole number of at least 1", "correct the file")
-    return value
-
-  def number(self, field: str, default: float | None = None) -> float:
-    value = self.get(field)
-    if value is None and default is not None:
-      return default
-    if (
-      not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < float("inf")
-    ):
-      raise self.refuse(field, "a positive number", "correct the file")
-    return float(value)
-
-  def flag(self, field: str) -> bool:
-    value = self.get(field)
-    if value is not None and not isinstance(value, bool):
-      raise self.refuse(field, "true or false", "correct the file")
-    return bool(value)
-
-
-def load_config(directory: str | os.PathLike[str]) -> transformer.TransformerConfig:
-  """Reads config.json, in the spellings of transformers 4 and 5.
+  Returns:
+    (master weights, the model's configuration). Memory beyond the result: one parameter.
 
   Raises:
-    FileNotFoundError: if there is no config.json.
-    ValueError: naming the field that is missing, malformed, or asks for what we do not compute.
+    FileNotFoundError: if config.json or the weights are missing.
+    ValueError: naming the file, field or tensor that is wrong.
   """
-  path = pathlib.Path(directory) / CONFIG_FILE
-  fields = _Fields(path, _read_object(path))
-  family = _family(fields)
-  _refuse_unsupported(fields, family)
-  hidden_size, num_heads = fields.whole("hidden_size"), fields.whole("num_attention_heads")
-  default_head_dim = 128 if family == "qwen3" else max(hidden_size // num_heads, 1)
-  head_dim = fields.whole("head_dim", default_head_dim)
-  max_context = fields.whole("max_position_embeddings")
-  return transformer.TransformerConfig(
-    family=family,
-    vocab_size=fields.whole("vocab_size"),
-    hidden_size=hidden_size,
-    intermediate_size=fields.whole("intermediate_size"),
-    num_layers=fields.whole("num_hidden_layers"),
-    num_heads=num_heads,
-    num_kv_heads=fields.whole("num_key_value_heads", num_heads),
-    head_dim=head_dim,
-    norm_eps=fields.number("rms_norm_eps", 1e-6),
-    rotary=_rotary(fields, head_dim, max_context),
-    is_tied=fields.flag("tie_word_embeddings"),
-    max_context=max_context,
-  )
-
-
-def _family(fields: _Fields) -> str:
-  family, architectures = fields.get("model_type"), fields.get("architectures")
-  by_architecture = {architecture: family for family, architecture in ARCHITECTURES.items()}
-  if architectures is not None:
-    is_known = isinstance(architectures, list) and len(architectures) == 1
-    if not is_known or str(architectures[0]) not in by_architecture:
-      raise fields.refuse(
-        "architectures",
-        f"one of {sorted(by_architecture)}",
-        "other architectures are not built yet",
+  directory = pathlib.Path(directory)
+  config = load_config(directory)
+  transformer.check_shards(config, numerics)
+  layout = transformer.shapes(config, numerics.reduction_shards)
+  plan = _plan(config)
+  expected = {name: shape for _, leaf in plan for name, shape in leaf.tensors}
+  params: transformer.Params = {"layers": [{} for _ in range(config.num_layers)]}
+  with contextlib.ExitStack() as stack:
+    checkpoint = _Checkpoint(directory, stack)
+    found = {name for name in checkpoint.file_of if not IGNORED.fullmatch(name)}
+    if missing := set(expected) - found:
+      raise ValueError(
+        f"{directory}: got no tensor {_names(missing)}, expected all {len(expected)} of"
+        f" {CONFIG_FILE}; download it again, or check num_hidden_layers and tie_word_embeddings."
       )
-    family = by_architecture[architectures[0]] if family is None else family
-  if family not in transformer.FAMILIES:
-    raise fields.refuse(
-      "model_type", f"one of {transformer.FAMILIES}", "other families are not built yet"
-    )
-  if architectures is not None and by_architecture[architectures[0]] != family:
-    raise fields.refuse(
-      "architectures", f"[{ARCHITECTURES[family]!r}] for model_type {family!r}", "correct the file"
-    )
-  return family
-
-
-def _refuse_unsupported(fields: _Fields, family: str) -> None:
-  fix = "this release does not compute it; choose another checkpoint"
-  if fields.get("hidden_act") not in (None, "silu"):
-    raise fields.refuse("hidden_act", "'silu'", fix)
-  for field in ("quantization_config", "compression_config"):
-    if fields.get(field) is not None:
-      raise fields.refuse(field, "none", "use the checkpoint in bfloat16 or float32")
-  # Qwen2's biases on queries, keys and values are part of its family, whatever this field says.
-  biases = ("mlp_bias",) if family == "qwen2" else ("attention_bias", "mlp_bias")
-  for field in biases:
-    if fields.flag(field):
-      raise fields.refuse(field, "false", fix)
-  if fields.get("dual_chunk_attention_config") is not None:
-    raise fields.refuse("dual_chunk_attention_config", "none", fix)
-  if fields.get("partial_rotary_factor") not in (None, 1):
-    raise fields.refuse("partial_rotary_factor", "1", fix)
-  layer_types = fields.get("layer_types")
-  if layer_types is not None and (
-    not isinstance(layer_types, list) or any(kind != "full_attention" for kind in layer_types)
-  ):
-    raise fields.refuse("layer_types", "'full_attention' in every layer", fix)
-  if layer_types is None and fields.flag("use_sliding_window"):
-    is_reached = fields.whole("num_hidden_layers") > fields.whole("max_window_layers", 28)
-    if fields.get("sliding_window") is not None and is_reached:
-      raise fields.refuse("use_sliding_window", "false", fix)
-
-
-def _rotary(fields: _Fields, head_dim: int, max_context: int) -> rotary.RotaryConfig:
-  """Reads rope_parameters (transformers 5) or rope_theta and rope_scaling (transformers 4)."""
-  found = []
-  for name in ("rope_parameters", "rope_scaling"):
-    value = fields.get(name)
-    if value is None:
-      continue
-    if not isinstance(value, dict):
-      raise fields.refuse(name, "an object", "correct the file")
-    rope = _Fields(fields.path, value, f"{name}.")
-    found.append((name, _scaled_rotary(fields, rope, head_dim, max_context)))
-  if not found:
-    return rotary.RotaryConfig(head_dim=head_dim, base=fields.number("rope_theta", 10_000.0))
-  if len(found) == 2 and found[0][1] != found[1][1]:
-    raise fields.refuse(
-      "rope_scaling", f"what rope_parameters says, {found[0][1]}", "remove one of the two"
-    )
-  return found[0][1]
-
-
-def _scaled_rotary(
-  fields: _Fields, rope: _Fields, head_dim: int, max_context: int
-) -> rotary.RotaryConfig:
-  kind_field = "rope_type" if "rope_type" in rope.values else "type"
-  kind = rope.get(kind_field)
-  scaling = "none" if kind in (None, "default") else kind
-  if not isinstance(scaling, str) or scaling not in _ROPE_FIELDS or kind == "none":
-    names = ["default", *(name for name in _ROPE_FIELDS if name != "none")]
-    raise rope.refuse(kind_field, f"one of {names}", "other kinds of scaling are not built yet")
-  known = _ROPE_COMMON | _ROPE_FIELDS[scaling]
-  for field, value in rope.values.items():
-    if field not in known:
-      raise rope.refuse(
-        field, f"only {sorted(known)} with the kind {kind!r}", "this release does not compute it"
+    if config.is_tied and "lm_head.weight" in found:
+      _require_tied(checkpoint, expected["model.embed_tokens.weight"])
+      found -= {"lm_head.weight"}
+    if unexpected := found - set(expected):
+      raise ValueError(
+        f"{directory}: got the tensors {_names(unexpected)}, expected none of them in a model of"
+        f" family {config.family!r} with {config.num_layers} layers; check {CONFIG_FILE}."
       )
-    allowed = known[field]
-    if allowed is not None and not any(value is a or value == a for a in allowed):
-      raise rope.refuse(field, f"{allowed[-1]}", "this release does not compute it")
-  base = rope.number("rope_theta", fields.number("rope_theta", 10_000.0))
-  if "rope_theta" in fields.values and base != fields.number("rope_theta"):
-    raise rope.refuse(
-      "rope_theta", f"the {fields.number('rope_theta')} of rope_theta", "remove one of the two"
-    )
-  if scaling == "none":
-    return rotary.RotaryConfig(head_dim=head_dim, base=base)
-  factor = rope.number("factor")
-  if scaling == "linear":
-    return rotary.RotaryConfig(head_dim=head_dim, base=base, scaling="linear", factor=factor)
-  original_context = rope.whole("original_max_position_embeddings", max_context)
-  if scaling == "llama3":
-    low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
-    if high <= low:
-      raise rope.refuse("high_freq_factor", f"more than low_freq_factor={low}", "correct the file")
-    return rotary.RotaryConfig(
-      head_dim=head_dim,
-      base=base,
-      scaling="llama3",
-      factor=factor,
-      original_context=original_context,
-      low_frequency_factor=low,
-      high_frequency_factor=high,
-    )
-  has_factor = rope.get("attention_factor") is not None
-  return rotary.RotaryConfig(
-    head_dim=head_dim,
-    base=base,
-    scaling="yarn",
-    factor=factor,
-    original_context=original_context,
-    beta_fast=rope.number("beta_fast", 32.0),
-    beta_slow=rope.number("beta_slow", 1.0),
-    attention_factor=rope.number("attention_factor") if has_factor else None,
-  )
-
-
-def _config_object(
-  config: transformer.TransformerConfig, dtype: str, eos_ids: tuple[int, ...]
-) -> dict[str, Any]:
-  """Returns config.json as both transformers 4 and 5 read it."""
-  turn = config.rotary
-  scaling: dict[str, Any] = {}
-  if turn.scaling != "none":
-    scaling |= {"rope_type": turn.scaling, "factor": turn.factor}
-  if turn.scaling in ("llama3", "yarn"):
-    scaling["original_max_position_embeddings"] = turn.original_context
-  if turn.scaling == "llama3":
-    scaling["low_freq_factor"] = turn.low_frequency_factor
-    scaling["high_freq_factor"] = turn.high_frequency_factor
-  if turn.scaling == "yarn":
-    scaling |= {"beta_fast": turn.beta_fast, "beta_slow": turn.beta_slow}
-    if turn.attention_factor is not None:
-      scaling["attention_factor"] = turn.attention_factor
-  values = {
-    "architectures": [ARCHITECTURES[config.family]],
-    "attention_dropout": 0.0,
-    "bos_token_id": None,
-    "dtype": dtype,
-    # Explicit, because Llama's default is id 2.
-    "eos_token_id": list(eos_ids) if len(eos_ids) > 1 else (eos_ids[0] if eos_ids else None),
-    "head_dim": config.head_dim,
-    "hidden_act": "silu",
-    "hidden_size": config.hidden_size,
-    "intermediate_size": config.intermediate_size,
-    "max_position_embeddings": config.max_context,
-    "model_type": config.family,
-    "num_attention_heads": config.num_heads,
-    "num_hidden_layers": config.num_layers,
-    "num_key_value_heads": config.num_kv_heads,
-    "rms_norm_eps": config.norm_eps,
-    "rope_parameters": {"rope_type": "default", "rope_theta": turn.base} | scaling,
-    "rope_scaling": scaling or None,
-    "rope_theta": turn.base,
-    "tie_word_embeddings": config.is_tied,
-    "torch_dtype": dtype,
-    "use_cache": True,
-    "vocab_size": config.vocab_size,
-  }
-  if config.family != "qwen2":
-    values["attention_bias"] = False
-  if config.family == "llama":
-    values["mlp_bias"] = False
-  else:
-    values |= {"sliding_window": None, "use_sliding_window": False}
-  return values
-
-
-# Weights, in.
+    for leaf_path, leaf in plan:
+      owner: Any = params
+      shape: Any = layout
+      for key in leaf_path[:-1]:
+        owner, shape = owner[key], shape[key]
+      shape = shape[leaf_path[-1]].shape
+      whole, first = np.empty(shape, np.float32), 0
+      for name, tensor_shape in leaf.tensors:
+        tensor = checkpoint.read(name, tensor_shape)
+        part = _to_slabs(leaf.kind, tensor, numerics.reduction_shards)
+        whole[..., first : first + part.shape[-1]] = part
+        first += part.shape[-1]
+      owner[leaf_path[-1]] = jnp.asarray(whole.astype(dtype))
+  return params, config
 
 
 class _Checkpoint:
@@ -498,7 +268,7 @@ def _weight_map(directory: pathlib.Path) -> dict[str, str]:
       f"{directory}: got neither {WEIGHTS_FILE} nor {INDEX_FILE}, expected the weights; check the"
       " path, or download them."
     )
-  weight_map = _Fields(path, _read_object(path)).get("weight_map")
+  weight_map = huggingface_config.read_object(path).get("weight_map")
   if not isinstance(weight_map, dict) or not weight_map:
     raise ValueError(
       f"{path}: weight_map: got {type(weight_map).__name__}, expected an object of tensor names and"
@@ -517,64 +287,6 @@ def _weight_map(directory: pathlib.Path) -> dict[str, str]:
 def _names(names: set[str]) -> str:
   listed = ", ".join(sorted(names)[:5])
   return listed + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-
-
-def load(
-  directory: str | os.PathLike[str],
-  numerics: numerics_lib.NumericsConfig,
-  dtype: Any = jnp.float32,
-) -> tuple[transformer.Params, transformer.TransformerConfig]:
-  """Reads a model directory into our layout, tensor by tensor from mapped files.
-
-  Args:
-    directory: holds config.json and safetensors.
-    numerics: `reduction_shards` decides the layout.
-    dtype: of the parameters; bfloat16 and float16 checkpoints reach float32 without loss.
-
-  Returns:
-    (master weights, the model's configuration). Memory beyond the result: one parameter.
-
-  Raises:
-    FileNotFoundError: if config.json or the weights are missing.
-    ValueError: naming the file, field or tensor that is wrong.
-  """
-  directory = pathlib.Path(directory)
-  config = load_config(directory)
-  transformer.check_shards(config, numerics)
-  layout = transformer.shapes(config, numerics.reduction_shards)
-  plan = _plan(config)
-  expected = {name: shape for _, leaf in plan for name, shape in leaf.tensors}
-  params: transformer.Params = {"layers": [{} for _ in range(config.num_layers)]}
-  with contextlib.ExitStack() as stack:
-    checkpoint = _Checkpoint(directory, stack)
-    found = {name for name in checkpoint.file_of if not IGNORED.fullmatch(name)}
-    if missing := set(expected) - found:
-      raise ValueError(
-        f"{directory}: got no tensor {_names(missing)}, expected all {len(expected)} of"
-        f" {CONFIG_FILE}; download it again, or check num_hidden_layers and tie_word_embeddings."
-      )
-    if config.is_tied and "lm_head.weight" in found:
-      _require_tied(checkpoint, expected["model.embed_tokens.weight"])
-      found -= {"lm_head.weight"}
-    if unexpected := found - set(expected):
-      raise ValueError(
-        f"{directory}: got the tensors {_names(unexpected)}, expected none of them in a model of"
-        f" family {config.family!r} with {config.num_layers} layers; check {CONFIG_FILE}."
-      )
-    for leaf_path, leaf in plan:
-      owner: Any = params
-      shape: Any = layout
-      for key in leaf_path[:-1]:
-        owner, shape = owner[key], shape[key]
-      shape = shape[leaf_path[-1]].shape
-      whole, first = np.empty(shape, np.float32), 0
-      for name, tensor_shape in leaf.tensors:
-        tensor = checkpoint.read(name, tensor_shape)
-        part = _to_slabs(leaf.kind, tensor, numerics.reduction_shards)
-        whole[..., first : first + part.shape[-1]] = part
-        first += part.shape[-1]
-      owner[leaf_path[-1]] = jnp.asarray(whole.astype(dtype))
-  return params, config
 
 
 def _require_tied(checkpoint: _Checkpoint, shape: tuple[int, ...]) -> None:
@@ -644,7 +356,7 @@ def save(
   try:
     _write_weights(partial, params, plan, sizes, dtype, max_shard_bytes)
     eos_ids = () if tokenizer is None else tokenizer.eos_ids
-    _write_json(partial / CONFIG_FILE, _config_object(config, dtype, eos_ids))
+    _write_json(partial / CONFIG_FILE, huggingface_config.to_object(config, dtype, eos_ids))
     if tokenizer is not None:
       tokenizer.save(partial)
       if GENERATION_FILE not in tokenizer.files and eos_ids:

@@ -15,47 +15,15 @@ import ml_dtypes
 import numpy as np
 import pytest
 import safetensors.numpy
+from small_configs import CONFIGS, QWEN2, QWEN3
 import tokenizers
 import tokenizers.models
 import tokenizers.pre_tokenizers
 
 from seerjax import numerics as numerics_lib
-from seerjax.models import huggingface, presets, tokenizer as tokenizer_lib, transformer
-from seerjax.ops import rotary
+from seerjax.models import huggingface, tokenizer as tokenizer_lib, transformer
 
 NUMERICS = numerics_lib.NumericsConfig(reduction_shards=2)
-QWEN3 = transformer.TransformerConfig(
-  family="qwen3",
-  vocab_size=12,
-  hidden_size=6,
-  intermediate_size=8,
-  num_layers=2,
-  num_heads=4,
-  num_kv_heads=2,
-  head_dim=4,
-  rotary=rotary.RotaryConfig(head_dim=4, base=1000.0),
-  is_tied=False,
-  max_context=64,
-)
-QWEN2 = dataclasses.replace(QWEN3, family="qwen2", is_tied=True)
-LLAMA = dataclasses.replace(
-  QWEN3,
-  family="llama",
-  norm_eps=1e-5,
-  rotary=rotary.RotaryConfig(
-    head_dim=4, base=1000.0, scaling="llama3", factor=8.0, original_context=16
-  ),
-)
-YARN = dataclasses.replace(
-  QWEN3,
-  rotary=rotary.RotaryConfig(
-    head_dim=4, base=1e6, scaling="yarn", factor=4.0, original_context=16, attention_factor=1.25
-  ),
-)
-LINEAR = dataclasses.replace(
-  QWEN3, rotary=rotary.RotaryConfig(head_dim=4, scaling="linear", factor=2.0)
-)
-CONFIGS = dict(qwen3=QWEN3, qwen2=QWEN2, llama=LLAMA, yarn=YARN, linear=LINEAR)
 
 
 def random_params(config, shards=2, seed=0):
@@ -78,17 +46,6 @@ def saved(tmp_path):
   """A small Qwen3 directory in float32."""
   huggingface.save(tmp_path / "model", random_params(QWEN3), QWEN3, dtype="float32")
   return tmp_path / "model"
-
-
-def edit_config(directory, **changes):
-  path = directory / "config.json"
-  values = json.loads(path.read_text())
-  for field, value in changes.items():
-    if value is ...:
-      values.pop(field)
-    else:
-      values[field] = value
-  path.write_text(json.dumps(values))
 
 
 def edit_weights(directory, change):
@@ -202,14 +159,6 @@ def test_the_tokenizer_and_its_stop_ids_travel_along(generation, tmp_path):
   assert contents(tmp_path / "1") == contents(tmp_path / "2")
 
 
-def test_presets_survive_their_own_config_file(tmp_path):
-  # Only the shape is written: the file that `save` makes, without the gigabytes.
-  for name, config in presets.CONFIGS.items():
-    values = huggingface._config_object(config, "bfloat16", ())
-    (tmp_path / "config.json").write_text(json.dumps(values))
-    assert huggingface.load_config(tmp_path) == config, name
-
-
 def test_a_head_that_repeats_the_embedding_is_no_surprise(tmp_path):
   params = random_params(QWEN2)
   huggingface.save(tmp_path / "model", params, QWEN2, dtype="float32")
@@ -305,127 +254,7 @@ def test_another_dtype_is_refused(tmp_path):
     huggingface.save(tmp_path / "model", random_params(QWEN3), QWEN3, dtype="float16")
 
 
-# Configurations.
-
-
-def test_old_and_new_spellings_mean_the_same(saved):
-  scaling = dict(factor=4.0, original_max_position_embeddings=32)
-  expected = rotary.RotaryConfig(
-    head_dim=4, base=5e5, scaling="yarn", factor=4.0, original_context=32
-  )
-  new = dict(rope_theta=..., rope_scaling=...)
-  edit_config(saved, **new, rope_parameters=dict(scaling, rope_type="yarn", rope_theta=5e5))
-  assert huggingface.load_config(saved).rotary == expected
-  for spelling in ("rope_type", "type"):
-    old = dict(scaling, **{spelling: "yarn"})
-    edit_config(saved, rope_theta=500000, rope_scaling=old, rope_parameters=None)
-    assert huggingface.load_config(saved).rotary == expected
-
-
-def test_defaults_of_missing_fields(saved):
-  missing = ("head_dim", "num_key_value_heads", "rms_norm_eps", "tie_word_embeddings")
-  edit_config(saved, **dict.fromkeys(missing, ...), rope_parameters=..., rope_theta=...)
-  config = huggingface.load_config(saved)
-  assert (config.head_dim, config.num_kv_heads, config.norm_eps) == (128, 4, 1e-6)
-  assert config.is_tied is False and config.rotary.base == 10_000.0
-  edit_config(saved, model_type="llama", architectures=..., hidden_size=24)
-  assert huggingface.load_config(saved).head_dim == 6
-  edit_config(saved, model_type=..., architectures=["Qwen2ForCausalLM"])
-  assert huggingface.load_config(saved).family == "qwen2"
-
-
-def test_a_sliding_window_that_is_never_reached_is_fine(saved):
-  edit_config(saved, use_sliding_window=True, sliding_window=8, max_window_layers=2)
-  assert huggingface.load_config(saved) == QWEN3
-  edit_config(saved, use_sliding_window=False, sliding_window=8, max_window_layers=1)
-  assert huggingface.load_config(saved) == QWEN3
-
-
-YARN_ROPE = dict(rope_type="yarn", factor=4.0)
-LLAMA3_ROPE = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
-
-
-@pytest.mark.parametrize(
-  ("changes", "message"),
-  [
-    (dict(model_type="gpt2", architectures=...), "model_type: got 'gpt2', expected one of"),
-    (dict(model_type=..., architectures=...), "model_type: got nothing, expected one of"),
-    (dict(architectures=["Qwen3ForSequenceClassification"]), "architectures: got ['Qwen3ForS"),
-    (dict(architectures=["LlamaForCausalLM"]), "expected ['Qwen3ForCausalLM'] for model_type"),
-    (dict(hidden_act="gelu"), "hidden_act: got 'gelu', expected 'silu'"),
-    (dict(quantization_config={"quant_method": "fp8"}), "quantization_config: got {'quant_method"),
-    (dict(attention_bias=True), "attention_bias: got True, expected false"),
-    (dict(mlp_bias=True), "mlp_bias: got True, expected false"),
-    (dict(mlp_bias="no"), "mlp_bias: got 'no', expected true or false"),
-    (dict(dual_chunk_attention_config={}), "dual_chunk_attention_config: got {}, expected none"),
-    (dict(partial_rotary_factor=0.5), "partial_rotary_factor: got 0.5, expected 1"),
-    (
-      dict(use_sliding_window=True, sliding_window=8, max_window_layers=1),
-      "use_sliding_window: got True, expected false",
-    ),
-    (dict(layer_types=["sliding_attention", "full_attention"]), "layer_types: got ['sliding"),
-    (dict(hidden_size=...), "hidden_size: got nothing, expected a whole number of at least 1"),
-    (dict(vocab_size=0), "vocab_size: got 0, expected a whole number"),
-    (dict(num_hidden_layers=2.0), "num_hidden_layers: got 2.0, expected a whole number"),
-    (dict(num_attention_heads=True), "num_attention_heads: got True, expected a whole number"),
-    (dict(rms_norm_eps="1e-6"), "rms_norm_eps: got '1e-6', expected a positive number"),
-    (dict(max_position_embeddings=...), "max_position_embeddings: got nothing"),
-    (dict(rope_scaling="yarn"), "rope_scaling: got 'yarn', expected an object"),
-    (dict(rope_parameters={"rope_type": "dynamic"}), "rope_parameters.rope_type: got 'dynamic'"),
-    (dict(rope_parameters={"rope_type": ["yarn"]}), "rope_parameters.rope_type: got ['yarn']"),
-    (dict(rope_scaling={"type": "longrope"}), "rope_scaling.type: got 'longrope', expected one of"),
-    (dict(rope_scaling={"mrope_section": [1]}), "rope_scaling.mrope_section: got [1], expected"),
-    (
-      dict(rope_parameters={"full_attention": {}}),
-      "rope_parameters.full_attention: got {}, expected only",
-    ),
-    (
-      dict(rope_parameters=YARN_ROPE | {"truncate": False}),
-      "rope_parameters.truncate: got False, expected True",
-    ),
-    (
-      dict(rope_parameters=YARN_ROPE | {"mscale": 0.7}),
-      "rope_parameters.mscale: got 0.7, expected None",
-    ),
-    (
-      dict(rope_parameters={"partial_rotary_factor": 0.25}),
-      "rope_parameters.partial_rotary_factor: got 0.25, expected 1",
-    ),
-    (dict(rope_parameters={"rope_type": "yarn"}), "rope_parameters.factor: got nothing"),
-    (dict(rope_parameters=YARN_ROPE | {"factor": -1}), "rope_parameters.factor: got -1"),
-    (
-      dict(rope_parameters=LLAMA3_ROPE | {"high_freq_factor": 1.0}),
-      "rope_parameters.high_freq_factor: got 1.0, expected more than low_freq_factor=1.0",
-    ),
-    (
-      dict(rope_parameters={"rope_theta": 7.0}),
-      "rope_parameters.rope_theta: got 7.0, expected the 1000.0 of rope_theta",
-    ),
-    (
-      dict(rope_scaling=YARN_ROPE),
-      "rope_scaling: got {'rope_type': 'yarn', 'factor': 4.0}, expected what rope_parameters says",
-    ),
-  ],
-)
-def test_what_we_do_not_compute_is_refused_by_field(saved, changes, message):
-  edit_config(saved, **changes)
-  with pytest.raises(ValueError, match=re.escape(message)):
-    huggingface.load_config(saved)
-
-
-@pytest.mark.parametrize(
-  ("text", "message"),
-  [
-    (b"{", "got text that is not JSON"),
-    (b"\xff\xfe", "got text that is not JSON"),
-    (b"[1]", "got a JSON list, expected an object"),
-    (b"[" * 100_000, "got text that is not JSON"),
-  ],
-)
-def test_a_config_that_is_no_object_is_refused(saved, text, message):
-  (saved / "config.json").write_bytes(text)
-  with pytest.raises(ValueError, match=rf"config.json: {message}"):
-    huggingface.load_config(saved)
+# Weights.
 
 
 def test_a_missing_config_is_refused(tmp_path):
@@ -437,9 +266,6 @@ def test_slabs_that_do_not_divide_the_model_are_refused(saved):
   numerics = dataclasses.replace(NUMERICS, reduction_shards=8)
   with pytest.raises(ValueError, match="got 8, expected a divisor of num_kv_heads=2"):
     huggingface.load(saved, numerics)
-
-
-# Weights.
 
 
 def test_a_missing_tensor_is_named(saved):
