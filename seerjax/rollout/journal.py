@@ -21,6 +21,7 @@ import base64
 from collections.abc import Iterator, Mapping
 import dataclasses
 import errno
+import fcntl
 import json
 import math
 import os
@@ -325,7 +326,10 @@ def _short(value: Any) -> str:
 
 
 class Journal:
-  """An open journal: append, and look up by (step, group, member). One writer at a time.
+  """An open journal: append, and look up by (step, group, member).
+
+  It has one writer at a time: a second is refused until the first closes it or its process ends,
+  however that ends. Readers (`read`) need not wait.
 
   Memory holds one file offset a record; records themselves are read when asked for.
 
@@ -353,8 +357,9 @@ class Journal:
       resume_step: the last step that the run had finished.
 
     Raises:
-      ValueError: if the file is damaged before its end or no journal, if a setting or the
-        fingerprint differs (both values are named), or if the settings are not JSON.
+      ValueError: if another writer has it open, if the file is damaged before its end or no
+        journal, if a setting or the fingerprint differs (both values are named), or if the settings
+        are not JSON.
       OSError: if the file cannot be written.
     """
     self.path = pathlib.Path(path)
@@ -367,6 +372,7 @@ class Journal:
     self.path.parent.mkdir(parents=True, exist_ok=True)
     self._descriptor: int | None = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
     try:
+      _lock(self._descriptor, self.path)  # Before anything is read: `_load` cuts a torn tail off.
       self._load()
       if self._end == 0:
         # A kill while the header was written leaves a torn header alone, never one with rollouts.
@@ -586,6 +592,17 @@ class Journal:
         " there; another process changed the file: restore it."
       )
     return record
+
+
+def _lock(descriptor: int, path: pathlib.Path) -> None:
+  # The kernel keeps the lock with the open file, and drops it when that is closed or killed.
+  try:
+    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+  except BlockingIOError as error:
+    raise ValueError(
+      f"{path}: got a journal that another writer has open, expected one writer at a time; wait for"
+      " that run to end or stop it, or choose another directory."
+    ) from error
 
 
 def _may_be_torn_header(path: pathlib.Path) -> bool:

@@ -268,6 +268,26 @@ def test_a_closed_journal_takes_no_record(tmp_path):
     book.append(0, 0, 0, make_rollout())
 
 
+def test_a_second_writer_is_refused_until_the_first_closes(tmp_path):
+  path = tmp_path / "j"
+  with open_journal(path) as book:
+    book.append(0, 0, 0, make_rollout())
+    before = path.read_bytes() + b"half a rec"  # As if the first were in the middle of a record.
+    path.write_bytes(before)
+    message = r"j: got a journal that another writer has open, expected one writer at .* or choose"
+    with pytest.raises(ValueError, match=message):
+      open_journal(path)
+    assert path.read_bytes() == before
+    header, _ = journal.read(path)  # Readers need not wait.
+    assert header.settings == SETTINGS
+  with open_journal(path) as book:
+    assert book.keys() == ((0, 0, 0),)
+  # One that was refused holds nothing.
+  with pytest.raises(ValueError, match="seed was 3 and is 4"):
+    open_journal(path, settings=SETTINGS | {"seed": 4})
+  open_journal(path).close()
+
+
 def run_python(code: str, *arguments: object) -> subprocess.CompletedProcess:
   return subprocess.run(
     [sys.executable, "-c", textwrap.dedent(code), *map(str, arguments)],
@@ -316,6 +336,8 @@ def test_kill_minus_nine_leaves_every_acknowledged_record(tmp_path):
     env=os.environ | {"PYTHONPATH": PYTHONPATH},
   )
   acknowledged = [process.stdout.readline() for _ in range(5)]
+  with pytest.raises(ValueError, match="another writer has open"):
+    open_journal(tmp_path / "j")
   process.send_signal(signal.SIGKILL)
   acknowledged += process.stdout.readlines()
   process.wait()
