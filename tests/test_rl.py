@@ -18,31 +18,20 @@ import zlib
 import jax
 import numpy as np
 import pytest
+import tiny_model
 
-from seerjax import checkpoint, metrics, numerics as numerics_lib, parallel, rl
+from seerjax import checkpoint, metrics, parallel, rl
 from seerjax.engine import engine as engine_lib, runner as runner_lib
 from seerjax.models import lora, tokenizer as tokenizer_lib, transformer
-from seerjax.ops import rotary
 from seerjax.rollout import journal as journal_lib, rollout as rollout_lib
 from seerjax.trainer import losses, step as step_lib
 from seerjax.types import Problem, Verdict
 
 TESTS = pathlib.Path(__file__).parent
 NANO = pathlib.Path(transformer.__file__).parent / "nano"
-MODEL = transformer.TransformerConfig(
-  family="qwen3",
-  vocab_size=512,
-  hidden_size=16,
-  intermediate_size=16,
-  num_layers=1,
-  num_heads=2,
-  num_kv_heads=1,
-  head_dim=8,
-  rotary=rotary.RotaryConfig(head_dim=8),
-)
-NUMERICS = numerics_lib.NumericsConfig(
-  row_tile=8, query_tile=4, slot_tile=2, kv_split=16, reduction_shards=1
-)
+# Its words are nano's.
+MODEL = dataclasses.replace(tiny_model.SMALLEST, vocab_size=512, num_layers=1)
+NUMERICS = tiny_model.ONE_SLAB
 CONFIG = rl.RunConfig(
   model="tiny",
   task="vowels",
@@ -257,7 +246,7 @@ def test_after_kill_the_journal_is_read_and_the_bits_are_the_same(whole, tmp_pat
     [sys.executable, "-c", "import sys, test_rl; test_rl.run_until_killed(sys.argv[1])"]
     + [str(tmp_path / "run")],
     cwd=TESTS.parent,
-    env=os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (TESTS.parent, TESTS)))},
+    env=os.environ | {"PYTHONPATH": f"{TESTS.parent}:{TESTS}:{TESTS / 'support'}"},
     capture_output=True,
     text=True,
     check=False,

@@ -1,10 +1,12 @@
-"""A two-layer model and engines over it, whose compiled programs all tests of a process share."""
+"""Two-layer models and engines over one, whose compiled programs all tests of a process share."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from seerjax import numerics as numerics_lib, parallel
@@ -26,8 +28,24 @@ CONFIG = transformer.TransformerConfig(
 NUMERICS = numerics_lib.NumericsConfig(
   row_tile=4, query_tile=4, slot_tile=2, kv_split=16, reduction_shards=8
 )
-BFLOAT16 = numerics_lib.NumericsConfig(
-  row_tile=4, query_tile=4, slot_tile=2, kv_split=16, reduction_shards=8, compute_dtype="bfloat16"
+BFLOAT16 = dataclasses.replace(NUMERICS, compute_dtype="bfloat16")
+
+# Sizes that are no powers of two where they need not be.
+ODD = dataclasses.replace(
+  CONFIG,
+  vocab_size=48,
+  hidden_size=24,
+  head_dim=6,
+  rotary=rotary.RotaryConfig(head_dim=6),
+  max_context=64,
+)
+
+# As small as a decoder can be, in one slab, and numerics of one slab.
+SMALLEST = dataclasses.replace(
+  CONFIG, vocab_size=32, hidden_size=16, intermediate_size=16, num_heads=2, num_kv_heads=1
+)
+ONE_SLAB = numerics_lib.NumericsConfig(
+  row_tile=8, query_tile=4, slot_tile=2, kv_split=16, reduction_shards=1
 )
 
 
@@ -36,6 +54,48 @@ def params(numerics: numerics_lib.NumericsConfig, seed: int = 0) -> transformer.
   """Random weights, large enough for distributions that are neither flat nor certain."""
   master = transformer.init(jax.random.key(seed), CONFIG, numerics)
   return transformer.compute_params(jax.tree.map(lambda leaf: leaf * 5, master), numerics)
+
+
+@functools.cache
+def random_master(
+  config: transformer.TransformerConfig, numerics: numerics_lib.NumericsConfig
+) -> transformer.Params:
+  """f32 weights large enough that every part matters, norms around one; nothing is compiled."""
+  rng = np.random.default_rng(3)
+
+  def leaf(path, shape):
+    noise = 0.15 * rng.standard_normal(shape.shape)
+    return jnp.asarray((noise + ("norm" in path[-1].key)).astype(np.float32))
+
+  layout = transformer.shapes(config, numerics.reduction_shards)
+  return jax.tree_util.tree_map_with_path(leaf, layout)
+
+
+@functools.cache
+def random_params(
+  config: transformer.TransformerConfig, numerics: numerics_lib.NumericsConfig
+) -> transformer.Params:
+  """`random_master` in the compute dtype."""
+  return transformer.compute_params(random_master(config, numerics), numerics)
+
+
+def random_tokens(
+  config: transformer.TransformerConfig, batch_size: int, length: int, seed: int = 0
+) -> jax.Array:
+  """i32[b, t] of the model's vocabulary."""
+  rng = np.random.default_rng(seed)
+  return jnp.asarray(rng.integers(0, config.vocab_size, (batch_size, length)), jnp.int32)
+
+
+@functools.partial(jax.jit, static_argnames=("config", "numerics"))
+def logits_of(
+  params: transformer.Params,
+  tokens: jax.Array,
+  config: transformer.TransformerConfig,
+  numerics: numerics_lib.NumericsConfig,
+) -> jax.Array:
+  """f32[b, t, v] of whole sequences: one program for each shape, model and numerics."""
+  return transformer.logits_of(params, tokens, config=config, numerics=numerics)
 
 
 @functools.cache

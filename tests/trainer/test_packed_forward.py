@@ -6,26 +6,14 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import made_rollouts
 import numpy as np
+import tiny_model
 
-from seerjax import types
 from seerjax.models import transformer
-from seerjax.numerics import NumericsConfig
-from seerjax.ops import rotary
 from seerjax.trainer import packing
 
-NUMERICS = NumericsConfig(row_tile=8, query_tile=4, slot_tile=2, kv_split=16, reduction_shards=1)
-CONFIG = transformer.TransformerConfig(
-  family="qwen3",
-  vocab_size=32,
-  hidden_size=16,
-  intermediate_size=16,
-  num_layers=2,
-  num_heads=2,
-  num_kv_heads=1,
-  head_dim=8,
-  rotary=rotary.RotaryConfig(head_dim=8),
-)
+NUMERICS, CONFIG = tiny_model.ONE_SLAB, tiny_model.SMALLEST
 SIZES = {
   "numerics": NUMERICS,
   "page_size": 4,
@@ -40,23 +28,8 @@ def random_group(index, lengths, rng):
   rollouts = []
   for num_prompt, num_generated in lengths:
     tokens = rng.integers(0, CONFIG.vocab_size, num_prompt + num_generated).tolist()
-    rollouts.append(
-      types.Rollout(
-        request=types.Request(request_id="", prompt=tuple(tokens[:num_prompt])),
-        completion=types.Completion(
-          request_id="",
-          tokens=tuple(tokens[num_prompt:]),
-          behaviour_logprobs=np.zeros(num_generated, np.float32),
-          raw_logprobs=np.zeros(num_generated, np.float32),
-          text="",
-          finish_reason="stop",
-          policy_version=0,
-        ),
-        verdict=types.Verdict(reward=0.0, correct=False, well_formed=False),
-      )
-    )
-  problem = types.Problem(problem_id=str(index), prompt="")
-  return types.RolloutGroup(group_index=index, problem=problem, rollouts=tuple(rollouts))
+    rollouts.append(made_rollouts.rollout(tokens[:num_prompt], tokens[num_prompt:]))
+  return made_rollouts.group(index, *rollouts)
 
 
 @functools.partial(jax.jit, static_argnums=2)
@@ -80,7 +53,7 @@ def test_packed_sequences_are_those_packed_alone():
   rng = np.random.default_rng(0)
   lengths = [(3, 5), (1, 20), (9, 8)]  # 7, 20 and 16 rows: beside each other in one micro-batch.
   groups = [random_group(index, [pair], rng) for index, pair in enumerate(lengths)]
-  master = jax.tree.map(lambda x: x * 8.0, transformer.init(jax.random.key(0), CONFIG, NUMERICS))
+  master = tiny_model.random_master(CONFIG, NUMERICS)
   num_pages = packing.layout(**SIZES).num_pages
 
   def run(groups):

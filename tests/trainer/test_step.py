@@ -6,27 +6,17 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import made_rollouts
 import numpy as np
 import pytest
+import tiny_model
 
 from seerjax import parallel, types
 from seerjax.models import transformer
-from seerjax.numerics import NumericsConfig
-from seerjax.ops import rotary, sampling
+from seerjax.ops import sampling
 from seerjax.trainer import losses, packing, step
 
-NUMERICS = NumericsConfig(row_tile=8, query_tile=4, slot_tile=2, kv_split=16, reduction_shards=1)
-MODEL = transformer.TransformerConfig(
-  family="qwen3",
-  vocab_size=32,
-  hidden_size=16,
-  intermediate_size=16,
-  num_layers=2,
-  num_heads=2,
-  num_kv_heads=1,
-  head_dim=8,
-  rotary=rotary.RotaryConfig(head_dim=8),
-)
+NUMERICS, MODEL = tiny_model.ONE_SLAB, tiny_model.SMALLEST
 SIZES = {
   "numerics": NUMERICS,
   "page_size": 4,
@@ -34,7 +24,6 @@ SIZES = {
   "max_sequences": 3,
   "max_sequence_tokens": 25,
 }
-GOOD = 5  # The token that the toy reward likes.
 
 
 @functools.cache
@@ -50,34 +39,20 @@ def trainer_of(num_instances=1):
   )
 
 
-def master_of():
-  return jax.tree.map(lambda x: 8 * x, transformer.init(jax.random.key(0), MODEL, NUMERICS))
+master_of = functools.partial(tiny_model.random_master, MODEL, NUMERICS)
 
 
 def groups_of(num_groups=3, seed=0):
-  """Groups of two rollouts of random tokens; zeros for the engine's numbers."""
+  """Groups of two rollouts of random tokens."""
   rng = np.random.default_rng(seed)
   groups = []
   for index in range(num_groups):
-    prompt = tuple(rng.integers(0, MODEL.vocab_size, 3).tolist())
-    rollouts = []
-    for _ in range(2):
-      tokens = tuple(rng.integers(0, MODEL.vocab_size, int(rng.integers(4, 15))).tolist())
-      zeros = np.zeros(len(tokens), np.float32)
-      rollouts.append(
-        types.Rollout(
-          request=types.Request(request_id="", prompt=prompt),
-          completion=types.Completion(
-            request_id="", tokens=tokens, behaviour_logprobs=zeros, raw_logprobs=zeros, text="",
-            finish_reason="stop", policy_version=0,
-          ),
-          verdict=types.Verdict(
-            reward=float(np.mean(np.equal(tokens, GOOD))), correct=False, well_formed=True
-          ),
-        )
-      )  # fmt: skip
-    problem = types.Problem(problem_id=str(index), prompt="")
-    groups.append(types.RolloutGroup(group_index=index, problem=problem, rollouts=tuple(rollouts)))
+    prompt = rng.integers(0, MODEL.vocab_size, 3).tolist()
+    answers = [
+      rng.integers(0, MODEL.vocab_size, int(rng.integers(4, 15))).tolist() for _ in range(2)
+    ]
+    rollouts = [made_rollouts.rollout(prompt, answer) for answer in answers]
+    groups.append(made_rollouts.group(index, *rollouts))
   return groups
 
 
