@@ -36,8 +36,7 @@ from seerjax import checkpoint, numerics as numerics_lib, rl
 from seerjax.models import transformer
 from seerjax.ops import sampling
 from seerjax.rollout import journal as journal_lib
-from seerjax.trainer import step as step_lib
-from seerjax.types import Rollout, SamplingRows, TokenBatch, TrainState
+from seerjax.types import Rollout, SamplingRows, TokenBatch
 
 PAGE_SIZE = 32
 
@@ -176,12 +175,11 @@ def _weights(
   fingerprint: dict[str, str],
 ) -> transformer.Params:
   """Returns the master weights of a checkpoint."""
-  optimizer = step_lib.make_optimizer(config.optimizer)
-  abstract = jax.eval_shape(
-    lambda: TrainState(policy.params, optimizer.init(policy.params), jnp.int32(0))
-  )
   restored = checkpoint.restore(
-    directory / "checkpoints", abstract, fingerprint=fingerprint, step=version
+    directory / "checkpoints",
+    jax.eval_shape(lambda: rl.initial_state(config, policy)),
+    fingerprint=fingerprint,
+    step=version,
   )
   return restored.state.params
 
@@ -209,32 +207,28 @@ def perturbed(master: transformer.Params, layer: int) -> transformer.Params:
 # Two ways to compute one sequence.
 
 
-def _table(model_tokens: int, numerics: numerics_lib.NumericsConfig) -> tuple[int, int]:
-  """Returns (page size, pages) of a sequence."""
-  page_size = min(PAGE_SIZE, numerics.kv_split)
-  splits = -(-model_tokens // numerics.kv_split)
-  return page_size, splits * (numerics.kv_split // page_size)
-
-
-def rows_batch(
-  tokens: np.ndarray, first: int, total: int, numerics: numerics_lib.NumericsConfig
-) -> TokenBatch:
-  """Returns the rows of positions `first` on of one sequence of `total` positions, pages from 1."""
-  count, tile = len(tokens), numerics.query_tile
-  _, width = _table(total, numerics)
-  starts = np.arange(0, count, tile, dtype=np.int32)
-  positions = np.arange(first, first + count, dtype=np.int32)
-  page_size, _ = _table(total, numerics)
+def whole_batch(
+  tokens: np.ndarray, numerics: numerics_lib.NumericsConfig, page_size: int
+) -> tuple[TokenBatch, int]:
+  """Returns the rows of one whole sequence (numpy), and the number of pages."""
+  batch, num_pages = transformer.sequences_batch(1, len(tokens), numerics, page_size)
   # Any: the records are typed as device arrays, and this one is made on the host.
+  rows: Any = tokens.astype(np.int32)
+  return batch._replace(tokens=rows), num_pages
+
+
+def row_batch(batch: TokenBatch, position: int) -> TokenBatch:
+  """Returns one row of a whole sequence's batch, over the same pages."""
+  row = slice(position, position + 1)
   fields: dict[str, Any] = dict(
-    tokens=tokens.astype(np.int32),
-    positions=positions,
-    slots=(1 + positions // page_size) * page_size + positions % page_size,
-    num_rows=np.int32(count),
-    segment_start=starts,
-    segment_length=np.minimum(count - starts, tile).astype(np.int32),
-    page_table=np.tile(1 + np.arange(width, dtype=np.int32), (len(starts), 1)),
-    num_segments=np.int32(len(starts)),
+    tokens=batch.tokens[row],
+    positions=batch.positions[row],
+    slots=batch.slots[row],
+    num_rows=np.int32(1),
+    segment_start=np.zeros(1, np.int32),
+    segment_length=np.ones(1, np.int32),
+    page_table=batch.page_table[:1],
+    num_segments=np.int32(1),
   )
   return TokenBatch(**fields)
 
@@ -255,11 +249,11 @@ def in_one_piece(
   tokens: np.ndarray,
 ) -> np.ndarray:
   """Returns f[t, d], hidden rows of a sequence that is prefilled whole."""
-  page_size, width = _table(len(tokens), numerics)
+  page_size = min(PAGE_SIZE, numerics.kv_split)
+  batch, num_pages = whole_batch(tokens, numerics, page_size)
   model = dataclasses.replace(model, num_layers=len(params["layers"]))
-  pages = transformer.empty_pages(model, numerics, num_pages=1 + width, page_size=page_size)
-  batch = jax.tree.map(jnp.asarray, rows_batch(tokens, 0, len(tokens), numerics))
-  hidden, _ = _forward(model, numerics)(params, batch, pages)
+  pages = transformer.empty_pages(model, numerics, num_pages=num_pages, page_size=page_size)
+  hidden, _ = _forward(model, numerics)(params, jax.tree.map(jnp.asarray, batch), pages)
   return np.asarray(hidden)
 
 
@@ -270,14 +264,15 @@ def token_by_token(
   tokens: np.ndarray,
 ) -> np.ndarray:
   """Returns f[t, d], hidden rows of a sequence that is decoded from its first token on."""
-  page_size, width = _table(len(tokens), numerics)
+  page_size = min(PAGE_SIZE, numerics.kv_split)
+  batch, num_pages = whole_batch(tokens, numerics, page_size)
   model = dataclasses.replace(model, num_layers=len(params["layers"]))
-  pages = transformer.empty_pages(model, numerics, num_pages=1 + width, page_size=page_size)
+  pages = transformer.empty_pages(model, numerics, num_pages=num_pages, page_size=page_size)
   step = _forward(model, numerics)
   rows = []
   for position in range(len(tokens)):
-    batch = rows_batch(tokens[position : position + 1], position, len(tokens), numerics)
-    hidden, pages = step(params, jax.tree.map(jnp.asarray, batch), pages)
+    row = jax.tree.map(jnp.asarray, row_batch(batch, position))
+    hidden, pages = step(params, row, pages)
     rows.append(np.asarray(hidden)[0])
   return np.stack(rows)
 
