@@ -1,9 +1,10 @@
 """The nano model's tokenizer and the text it is pretrained on.
 
-Claim: none; `experiments/pretrain_nano.py` reads this. Rebuilds the shipped tokenizer, to the same
-bytes, by
-  python -m experiments.nano_corpus --directory=seerjax/models/nano
-and prints token lengths of the main task. CPU, about 20 seconds.
+Claim: none; `experiments/pretrain_nano.py` reads this. Run by itself it trains a tokenizer as nano's
+was and prints token lengths of the main task:
+  python -m experiments.nano_corpus --directory=runs/tokenizer
+CPU, about 20 seconds. (The shipped tokenizer is older than today's templates; it is kept, since
+weights and tokenizer belong together.)
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from seerjax.models import tokenizer as tokenizer_lib
 from seerjax.tasks import base, countdown, word_problems
 
 COUNTDOWN_RATE = 0.15
-LARGE_RATE = 0.5
+BRIEF_RATE = 0.25
+LARGE_RATE = 0.3
 LARGE = word_problems.WordProblemsConfig(max_operand=99, max_total=400)
 VOCAB_SIZE = 512  # All of it: no padded id that a model could ever sample.
 TRAINING_DOCUMENTS = 20_000
@@ -42,6 +44,7 @@ def documents(
   seed: int,
   *,
   countdown_rate: float = COUNTDOWN_RATE,
+  brief_rate: float = BRIEF_RATE,
   large_rate: float = LARGE_RATE,
 ) -> Iterator[tuple[str, str]]:
   """Yields (prompt, solution) without end; equal seeds give equal texts.
@@ -49,7 +52,9 @@ def documents(
   A document to learn from is `chat(prompt) + solution + "<|im_end|>"`. Problems come from the
   tasks' "pretrain" splits, which nothing else reads. A share `large_rate` of the word problems has
   operands up to 99, so that no digit is new in any place; reinforcement learning trains on operands
-  up to 40 and the held-out problems go further.
+  up to 40 and the held-out problems go further. A share `brief_rate` of the word problems is answered
+  by its last line alone, as people do who work things out in their heads: both ways are there to
+  choose from, and which of them pays is for reinforcement learning to find out.
   """
   draws = base.Draws("nano_corpus", seed)
   words = word_problems.WordProblems()
@@ -61,7 +66,8 @@ def documents(
     else:
       task = large if large_rate and draws.chance(large_rate) else words
     problem = task.problem("pretrain", draws.below(task.num_problems("pretrain")))
-    yield problem.prompt, problem.solution
+    is_brief = task is not numbers and draws.chance(brief_rate)
+    yield problem.prompt, problem.solution.split("\n")[-1] if is_brief else problem.solution
 
 
 def train_tokenizer(
@@ -134,5 +140,5 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-  flags.DEFINE_string("directory", "seerjax/models/nano", "Where to write the tokenizer.")
+  flags.DEFINE_string("directory", "runs/tokenizer", "Where to write the tokenizer.")
   app.run(main)

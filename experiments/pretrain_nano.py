@@ -42,14 +42,16 @@ class PretrainConfig:
     tokens_per_batch: rows of a batch times their length.
     learning_rate: peak, after a linear warm-up over the first 2 %; cosine to a tenth of it.
     prompt_weight: weight of prompt tokens in the loss; answer tokens weigh 1.
+    brief_rate: share of word problems answered by their last line alone.
     large_rate: share of word problems with operands up to 99.
     seed: of weights and documents.
   """
 
   num_tokens: int = 14_000_000
-  tokens_per_batch: int = 6144
+  tokens_per_batch: int = 3072
   learning_rate: float = 3e-3
   prompt_weight: float = 0.1
+  brief_rate: float = nano_corpus.BRIEF_RATE
   large_rate: float = nano_corpus.LARGE_RATE
   seed: int = 0
 
@@ -60,7 +62,9 @@ def batches(
   """Yields (tokens i32[b, t], weights f32[b, t] of each token as a target), without end."""
   waiting: dict[int, list[tuple[list[int], int]]] = collections.defaultdict(list)
   end = tokenizer.encode(nano_corpus.END)
-  documents = nano_corpus.documents(config.seed, large_rate=config.large_rate)
+  documents = nano_corpus.documents(
+    config.seed, brief_rate=config.brief_rate, large_rate=config.large_rate
+  )
   for prompt, solution in documents:
     head = tokenizer.encode(tokenizer.chat([{"role": "user", "content": prompt}]))
     ids = head + tokenizer.encode(solution) + end
@@ -117,6 +121,7 @@ def main(argv: list[str]) -> None:
   config = PretrainConfig(
     num_tokens=args.num_tokens,
     learning_rate=args.learning_rate,
+    brief_rate=args.brief_rate,
     large_rate=args.large_rate,
     seed=args.seed,
   )
@@ -172,6 +177,7 @@ if __name__ == "__main__":
   flags.DEFINE_string("directory", "/tmp/seerjax-nano", "Checkpoints and the result go here.")
   flags.DEFINE_integer("num_tokens", PretrainConfig.num_tokens, "Budget.", lower_bound=1)
   flags.DEFINE_float("learning_rate", PretrainConfig.learning_rate, "Peak.")
+  flags.DEFINE_float("brief_rate", PretrainConfig.brief_rate, "Share of answers without working.")
   flags.DEFINE_float("large_rate", PretrainConfig.large_rate, "Share of problems up to 99.")
   flags.DEFINE_string("start", "", "A model directory to carry on from, with a new schedule.")
   flags.DEFINE_integer("seed", 0, "Weights and documents.")

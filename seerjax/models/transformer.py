@@ -354,7 +354,8 @@ def forward(
       " kernels); use NumericsConfig(implementation='tiled')."
     )
   cos, sin = rotary.table(batch.positions, batch.num_rows, config.rotary, numerics)
-  segment_rows = attention.segment_rows(batch, numerics)
+  page_size = pages[0][0].shape[2]
+  segment_rows = attention.segment_rows(batch, numerics, page_size)
   x = params["embed"][batch.tokens]
   inputs = functools.partial(_attention_inputs, config, axis)
   outputs = functools.partial(_after_attention, config, axis)

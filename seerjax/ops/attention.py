@@ -1,16 +1,17 @@
 """Attention of segments over pages, in splits of fixed size merged in order.
 
-One unit of work is (segment, key/value head): `query_tile` positions x g query heads against the
-pages of the segment's sequence, read `kv_split` positions at a time.
+One item of work is (segment, split): `query_tile` positions x g query heads against `kv_split`
+positions of the segment's sequence. Key/value heads follow one another; for each, the items that
+there are go through one program of `slot_tile` items, and are then merged by segment.
 
     positions   0        kv_split     2 kv_split
-    splits      |---- 0 ----|---- 1 ----|-- 2 .. masked
+    splits      |---- 0 ----|---- 1 ----|-- 2: no item
                  (m, l, acc)  (m, l, acc)               each with its own maximum, from zero
                       `--merge--'                       left fold, ascending
 
 The partition follows absolute positions, never a batch or a length, and a fully masked split merges
 as exactly nothing. Decoding (one live row), verification (1 + drafts), prefill and training (full
-segments) are therefore one program with one set of bits.
+segments) are therefore one program with one set of bits; time follows the positions there are.
 
 Sources: Milakov & Gimelshein 2018, https://arxiv.org/abs/1805.02867; flash-decoding; He et al. 2025
 (Thinking Machines) for fixed split sizes.
@@ -45,23 +46,38 @@ class Partial(NamedTuple):
 
 
 class SegmentRows(NamedTuple):
-  """Where rows and segments meet; computed once per forward.
+  """Where rows, segments and items of work meet; computed once per forward.
+
+  Segments lie in b blocks of `slot_tile`; the items of a block are its segments' splits, ascending.
 
   Attributes:
     row_of: i32[s, q], row of each segment position; past the end of a segment it repeats row 0.
     position_of: i32[s, q], absolute position of each, -1 where there is none.
     place_of: i32[n], flat place (segment * query_tile + offset) of each row.
+    page_table: i32[s, p], the batch's, for s padded to whole blocks.
+    num_splits: i32[b, slot_tile], items of each segment.
+    first_item: i32[b, slot_tile], the first of them.
+    segment_of: i32[b, w], segment of each item.
+    split_of: i32[b, w], its split.
   """
 
   row_of: Int[Array, "s q"]
   position_of: Int[Array, "s q"]
   place_of: Int[Array, "n"]
+  page_table: Int[Array, "s p"]
+  num_splits: Int[Array, "b z"]
+  first_item: Int[Array, "b z"]
+  segment_of: Int[Array, "b w"]
+  split_of: Int[Array, "b w"]
 
 
-def segment_rows(batch: TokenBatch, numerics: numerics_lib.NumericsConfig) -> SegmentRows:
-  """Returns the maps between rows and segments. Segments lie in the order of their rows."""
+def segment_rows(
+  batch: TokenBatch, numerics: numerics_lib.NumericsConfig, page_size: int
+) -> SegmentRows:
+  """Returns the maps between rows, segments and items. Segments lie in the order of their rows."""
   num_segments, num_rows = batch.segment_start.shape[0], batch.tokens.shape[0]
-  offsets = jnp.arange(numerics.query_tile, dtype=jnp.int32)
+  query_tile, slot_tile = numerics.query_tile, numerics.slot_tile
+  offsets = jnp.arange(query_tile, dtype=jnp.int32)
   live = offsets[None, :] < batch.segment_length[:, None]
   row_of = jnp.where(live, batch.segment_start[:, None] + offsets[None, :], 0)
   position_of = jnp.where(live, batch.positions[row_of], -1)
@@ -71,8 +87,34 @@ def segment_rows(batch: TokenBatch, numerics: numerics_lib.NumericsConfig) -> Se
   rows = jnp.arange(num_rows, dtype=jnp.int32)
   segment = jnp.searchsorted(start, rows, side="right").astype(jnp.int32) - 1
   segment = jnp.clip(segment, 0, num_segments - 1)
-  offset = jnp.clip(rows - start[segment], 0, numerics.query_tile - 1)
-  return SegmentRows(row_of, position_of, segment * numerics.query_tile + offset)
+  offset = jnp.clip(rows - start[segment], 0, query_tile - 1)
+  # Two blocks and two tiles of items at least: see `tiles` on what XLA does with an only one.
+  padding = max(-num_segments % slot_tile, 2 * slot_tile - num_segments)
+  row_of = jnp.pad(row_of, ((0, padding), (0, 0)))
+  position_of = jnp.pad(position_of, ((0, padding), (0, 0)), constant_values=-1)
+  page_table = jnp.pad(batch.page_table, ((0, padding), (0, 0)))
+  last = jnp.max(position_of, axis=1).reshape(-1, slot_tile)
+  num_splits = jnp.where(last >= 0, last // numerics.kv_split + 1, 0)
+  ends = jnp.cumsum(num_splits, axis=1, dtype=jnp.int32)
+  first_item = ends - num_splits
+  most_splits = batch.page_table.shape[1] * page_size // numerics.kv_split
+  items = jnp.arange(slot_tile * max(2, most_splits), dtype=jnp.int32)
+  find = functools.partial(jnp.searchsorted, side="right")
+  within = jax.vmap(find, in_axes=(0, None))(ends, items).astype(jnp.int32)
+  within = jnp.minimum(within, slot_tile - 1)
+  split_of = items[None, :] - jnp.take_along_axis(first_item, within, axis=1)
+  blocks = jnp.arange(ends.shape[0], dtype=jnp.int32)[:, None]
+  return SegmentRows(
+    row_of=row_of,
+    position_of=position_of,
+    place_of=segment * query_tile + offset,
+    page_table=page_table,
+    num_splits=num_splits,
+    first_item=first_item,
+    segment_of=blocks * slot_tile + within,
+    # Items past the last one read what is there; nothing reads them.
+    split_of=jnp.clip(split_of, 0, max(most_splits - 1, 0)),
+  )
 
 
 def split_partial(
@@ -133,8 +175,8 @@ def attend(
     k_pages: f[k, m, z, c], keys by head, page and offset; the rows' own keys are already written.
     v_pages: f[k, m, z, c].
     batch: rows and segments.
-    rows: `segment_rows(batch)`.
-    numerics: "tiled" reads splits; "untiled" takes one softmax over the whole page table.
+    rows: `segment_rows` of the batch.
+    numerics: "tiled" reads splits; "untiled" is plain XLA.
 
   Returns:
     f[n, k, g, c] in q's dtype. The gradient assumes the training layout of pages: row j of a
@@ -145,77 +187,94 @@ def attend(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(numerics, q, k_pages, v_pages, batch, rows):
-  read = _dense if numerics.implementation == "untiled" else _split_attention
+  read = _plain if numerics.implementation == "untiled" else _tiled
   return read(numerics, q, k_pages, v_pages, batch, rows)
 
 
-def _split_attention(numerics, q, k_pages, v_pages, batch, rows):
-  _, num_heads, group, head_dim = q.shape
+def _tiled(numerics, q, k_pages, v_pages, batch, rows):
+  num_rows, num_heads, group, head_dim = q.shape
   num_pages, page_size = k_pages.shape[1:3]
   query_tile, slot_tile, split = numerics.query_tile, numerics.slot_tile, numerics.kv_split
   pages_per_split = split // page_size
-  num_segments = rows.row_of.shape[0]
-  padding = -num_segments % slot_tile
-  row_of = jnp.pad(rows.row_of, ((0, padding), (0, 0)))
-  position_of = jnp.pad(rows.position_of, ((0, padding), (0, 0)), constant_values=-1)
-  page_table = jnp.pad(batch.page_table, ((0, padding), (0, 0)))
+  num_segments, num_items = rows.row_of.shape[0], rows.segment_of.shape[1]
   # Heads and pages as one leading axis: a page of a head is one contiguous block.
   k_blocks = k_pages.reshape(num_heads * num_pages, page_size, head_dim)
   v_blocks = v_pages.reshape(num_heads * num_pages, page_size, head_dim)
-  one = tiles.traced_one(batch.num_rows)
+  queries = q.reshape(num_rows * num_heads, group, head_dim)
   scale = jnp.float32(head_dim**-0.5)
-  queries = q[row_of]  # f[s, query_tile, k, g, c]
+  zero, one = jnp.int32(0), tiles.traced_one(batch.num_rows)
+  offsets = jnp.arange(pages_per_split, dtype=jnp.int32)
+  columns = jnp.arange(split, dtype=jnp.int32)
 
-  def tile_body(tile: Array, out: Array) -> Array:
+  def take(source: Array, index: Array) -> Array:
+    # Indices come from our own tables; a clamped gather would cost a pass.
+    return source.at[index].get(mode="promise_in_bounds")
+
+  def items_body(block: Array, head: Array, tile: Array, done: Partial) -> Partial:
     first = tile * slot_tile
+    segments = lax.dynamic_slice(rows.segment_of, (block, first), (1, slot_tile))[0]
+    splits = lax.dynamic_slice(rows.split_of, (block, first), (1, slot_tile))[0]
+    q_rows = take(queries, take(rows.row_of, segments) * num_heads + head)
+    q_rows = (q_rows.astype(jnp.float32) * scale).astype(q.dtype)
+    q_rows = q_rows.reshape(slot_tile, query_tile * group, head_dim)
+    pages = splits[:, None] * pages_per_split + offsets[None, :]
+    blocks = rows.page_table.at[segments[:, None], pages].get(mode="promise_in_bounds")
+    blocks = blocks + head * num_pages
 
-    def tile_of(x: Array) -> Array:
-      return lax.dynamic_slice_in_dim(x, first, slot_tile, 0)
+    def read(source: Array) -> Array:
+      return take(source, blocks).reshape(slot_tile, split, head_dim)
 
-    tile_queries, tile_positions, tile_pages = (
-      tile_of(queries),
-      tile_of(position_of),
-      tile_of(page_table),
+    key_positions = splits[:, None] * split + columns[None, :]
+    positions = jnp.repeat(take(rows.position_of, segments), group, axis=1)
+    visible = key_positions[:, None, :] <= positions[:, :, None]
+    parts = split_partial(q_rows, read(k_blocks), read(v_blocks), visible)
+    return jax.tree.map(
+      lambda whole, part: lax.dynamic_update_slice_in_dim(whole, part, first, 0), done, parts
     )
-    num_splits = jnp.max(tile_positions) // split + 1
-    row_positions = jnp.repeat(tile_positions, group, axis=1)[:, :, None]
 
-    def head_body(head: Array, out: Array) -> Array:
-      q_head = lax.dynamic_index_in_dim(tile_queries, head, 2, False)
-      q_head = (q_head.astype(jnp.float32) * scale).astype(q.dtype)
-      q_head = q_head.reshape(slot_tile, query_tile * group, head_dim)
+  def block_body(block: Array, carry: tuple[Array, Partial]) -> tuple[Array, Partial]:
+    num_splits = lax.dynamic_index_in_dim(rows.num_splits, block, 0, False)
+    first_item = lax.dynamic_index_in_dim(rows.first_item, block, 0, False)
+    num_tiles = (jnp.sum(num_splits, dtype=jnp.int32) + (slot_tile - 1)) // slot_tile
+    most_splits = jnp.max(num_splits)
 
-      def split_body(index: Array, total: Partial) -> Partial:
-        pages = lax.dynamic_slice_in_dim(tile_pages, index * pages_per_split, pages_per_split, 1)
-        blocks = pages + head * num_pages
-
-        def read(source: Array) -> Array:
-          # Page numbers come from our own page tables; a clamped gather would cost a pass.
-          part = source.at[blocks].get(mode="promise_in_bounds")
-          return part.reshape(slot_tile, split, head_dim)
-
-        key_positions = index * split + jnp.arange(split, dtype=jnp.int32)
-        visible = key_positions[None, None, :] <= row_positions
-        return merge(total, split_partial(q_head, read(k_blocks), read(v_blocks), visible))
-
-      shape = (slot_tile, query_tile * group)
-      nothing = Partial(
-        jnp.full(shape, MASKED, jnp.float32),
-        jnp.zeros(shape, jnp.float32),
-        jnp.zeros((*shape, head_dim), jnp.float32),
+    def head_body(head: Array, carry: tuple[Array, Partial]) -> tuple[Array, Partial]:
+      out, items = carry
+      items = lax.fori_loop(
+        zero, num_tiles, functools.partial(items_body, block, head), items
       )
-      total = lax.fori_loop(jnp.int32(0), num_splits, split_body, nothing)
+
+      def merge_body(index: Array, total: Partial) -> Partial:
+        where = jnp.minimum(first_item + index, num_items - 1)
+        merged = merge(total, jax.tree.map(lambda whole: take(whole, where), items))
+        has_it = index < num_splits
+
+        def chosen(new: Array, old: Array) -> Array:
+          return jnp.where(has_it.reshape(-1, *(1,) * (new.ndim - 1)), new, old)
+
+        return jax.tree.map(chosen, merged, total)
+
+      total = lax.fori_loop(zero, most_splits, merge_body, nothing(slot_tile))
       # Rows without a position see nothing: 0 / 1.
       mean = total.weighted / jnp.where(total.total > 0, total.total, 1.0)[..., None]
-      mean = mean.astype(q.dtype).reshape(slot_tile, query_tile, 1, group, head_dim)
-      zero = jnp.int32(0)
-      return lax.dynamic_update_slice(out, mean, (first, zero, head, zero, zero))
+      mean = mean.astype(q.dtype).reshape(1, slot_tile, query_tile, group, head_dim)
+      return lax.dynamic_update_slice(out, mean, (head, block * slot_tile, zero, zero, zero)), items
 
-    return lax.fori_loop(jnp.int32(0), jnp.int32(num_heads) * one, head_body, out)
+    return lax.fori_loop(zero, jnp.int32(num_heads) * one, head_body, carry)
 
-  num_tiles = (batch.num_segments + (slot_tile - 1)) // slot_tile
-  out = lax.fori_loop(jnp.int32(0), num_tiles, tile_body, jnp.zeros_like(queries))
-  return out.reshape(-1, num_heads, group, head_dim)[rows.place_of]
+  def nothing(count: int) -> Partial:
+    shape = (count, query_tile * group)
+    return Partial(
+      jnp.full(shape, MASKED, jnp.float32),
+      jnp.zeros(shape, jnp.float32),
+      jnp.zeros((*shape, head_dim), jnp.float32),
+    )
+
+  num_blocks = (batch.num_segments + (slot_tile - 1)) // slot_tile
+  out = jnp.zeros((num_heads, num_segments, query_tile, group, head_dim), q.dtype)
+  out, _ = lax.fori_loop(zero, num_blocks, block_body, (out, nothing(num_items)))
+  out = out.reshape(num_heads, num_segments * query_tile, group, head_dim)
+  return jnp.swapaxes(out[:, rows.place_of], 0, 1)
 
 
 def _attend_forward(numerics, q, k_pages, v_pages, batch, rows):
@@ -350,21 +409,53 @@ def _write_pages_backward(residuals, gradient):
 _write_pages.defvjp(_write_pages_forward, _write_pages_backward)
 
 
-def _dense(numerics, q, k_pages, v_pages, batch, rows):
-  """One softmax over every page of the table: plain XLA, whose bits follow lengths and batches."""
-  del numerics
+def _plain(numerics, q, k_pages, v_pages, batch, rows):
+  """All segments and heads at once, split by split as far as the longest sequence goes.
+
+  What one writes without the contract: shapes, and so bits, follow the batch.
+  """
   num_heads, _, page_size, head_dim = k_pages.shape
-  num_segments, query_tile = rows.row_of.shape
-  length = batch.page_table.shape[1] * page_size
-  queries = q[rows.row_of] * jnp.asarray(head_dim**-0.5, q.dtype)
-  k, v = (p[:, batch.page_table].reshape(num_heads, num_segments, length, head_dim)
-          for p in (k_pages, v_pages))
-  scores = jnp.einsum("sqkgc,ksxc->ksqgx", queries, k, preferred_element_type=jnp.float32)
-  visible = jnp.arange(length, dtype=jnp.int32)[None, None, :] <= rows.position_of[:, :, None]
-  scores = jnp.where(visible[None, :, :, None, :], scores, jnp.float32(MASKED))
-  weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-  out = jnp.einsum("ksqgx,ksxc->sqkgc", weights, v).astype(q.dtype)
-  return out.reshape(num_segments * query_tile, *q.shape[1:])[rows.place_of]
+  num_segments, query_tile = batch.segment_start.shape[0], numerics.query_tile
+  split, group = numerics.kv_split, q.shape[2]
+  pages_per_split = split // page_size
+  position_of = rows.position_of[:num_segments]
+  queries = q[rows.row_of[:num_segments]] * jnp.asarray(head_dim**-0.5, q.dtype)
+  columns = jnp.arange(split, dtype=jnp.int32)
+
+  def body(index: Array, total: Partial) -> Partial:
+    pages = lax.dynamic_slice_in_dim(
+      batch.page_table, index * pages_per_split, pages_per_split, 1
+    )
+
+    def read(source: Array) -> Array:
+      part = source.at[:, pages].get(mode="promise_in_bounds")
+      return part.reshape(num_heads, num_segments, split, head_dim)
+
+    scores = jnp.einsum(
+      "sqkgc,ksxc->ksqgx", queries, read(k_pages), preferred_element_type=jnp.float32
+    )
+    visible = index * split + columns[None, None, :] <= position_of[:, :, None]
+    visible = visible[None, :, :, None, :]
+    scores = jnp.where(visible, scores, jnp.float32(MASKED))
+    maximum = jnp.max(scores, axis=-1)
+    weights = jnp.where(visible, jnp.exp(scores - maximum[..., None]), jnp.float32(0))
+    values = read(v_pages)
+    weighted = jnp.einsum(
+      "ksqgx,ksxc->ksqgc", weights.astype(values.dtype), values,
+      preferred_element_type=jnp.float32,
+    )  # fmt: skip
+    return merge(total, Partial(maximum, jnp.sum(weights, axis=-1), weighted))
+
+  shape = (num_heads, num_segments, query_tile, group)
+  nothing = Partial(
+    jnp.full(shape, MASKED, jnp.float32),
+    jnp.zeros(shape, jnp.float32),
+    jnp.zeros((*shape, head_dim), jnp.float32),
+  )
+  total = lax.fori_loop(jnp.int32(0), jnp.max(position_of) // split + 1, body, nothing)
+  out = total.weighted / jnp.where(total.total > 0, total.total, 1.0)[..., None]
+  out = out.astype(q.dtype).reshape(num_heads, num_segments * query_tile, group, head_dim)
+  return jnp.swapaxes(out[:, rows.place_of], 0, 1)
 
 
 def attention_reference(

@@ -37,12 +37,15 @@ TRAIN_FORMS: dict[str, tuple[str, ...]] = {
     "{p} starts with {n} {o}.",
     "At first {p} has {n} {o}.",
     "{p} has a box with {n} {o}.",
+    "{p} has {n} {o} at first.",
+    "{p} starts with a box of {n} {o}.",
   ),
   "boxes": (
     "{p} has {k} boxes with {n} {o} in each box.",
     "{p} has {k} boxes of {n} {o} each.",
     "At first {p} has {k} boxes of {n} {o}.",
     "{p} has at first {k} boxes with {n} {o} each.",
+    "{p} starts with {k} boxes of {n} {o}.",
   ),
   "gain": (
     "{p} buys {n} {o}.",
@@ -53,6 +56,9 @@ TRAIN_FORMS: dict[str, tuple[str, ...]] = {
     "{p} gets {n} {o} from a friend.",
     "A friend gives {p} {n} {o}.",
     "Then a friend gives {n} more {o} to {p}.",
+    "Then {p} buys {n} {o}.",
+    "{p} gets {n} more {o}.",
+    "Later a friend gives {n} {o} to {p}.",
   ),
   "loss": (
     "{p} sells {n} {o}.",
@@ -63,49 +69,72 @@ TRAIN_FORMS: dict[str, tuple[str, ...]] = {
     "Later {p} loses {n} of the {o}.",
     "A friend takes {n} {o} from {p}.",
     "Then a friend takes {n} of the {o} from {p}.",
+    "Then {p} loses {n} {o}.",
+    "{p} gives {n} of the {o} to a friend.",
+    "Later a friend takes {n} {o} from {p}.",
   ),
   "gain_daily": (
     "Each day for {k} days {p} finds {n} {o}.",
     "For {k} days {p} buys {n} {o} each day.",
     "{p} gets {n} more {o} each day for {k} days.",
+    "{p} finds {n} {o} each day for {k} days.",
   ),
   "loss_daily": (
     "Each day for {k} days {p} sells {n} {o}.",
     "For {k} days {p} loses {n} {o} each day.",
     "{p} gives {n} {o} to a friend each day for {k} days.",
+    "{p} sells {n} {o} each day for {k} days.",
   ),
   "times": (
     "Now {p} has {k} times as many {o}.",
     "Then {p} has {k} times as many {o} as before.",
     "{p} buys more and has {k} times as many {o} as before.",
+    "Later {p} has {k} times as many {o} as before.",
   ),
   "half": (
     "{p} sells half of the {o}.",
     "{p} gives half of the {o} to a friend.",
     "Then {p} loses half of the {o}.",
     "A friend takes half of the {o} from {p}.",
+    "Later {p} sells half of the {o}.",
   ),
   "transfer": (
     "{p} gives {n} {o} to {q}.",
     "{p} gives {q} {n} {o}.",
     "{q} gets {n} {o} from {p}.",
     "Then {q} takes {n} {o} from {p}.",
+    "Then {p} gives {n} {o} to {q}.",
   ),
-  "more": ("{p} has {n} more {o} than {q}.", "Then {p} gets {n} more {o} than {q} has."),
-  "fewer": ("{p} has {n} fewer {o} than {q}.", "Then {p} gets {n} fewer {o} than {q} has."),
-  "as_many": ("{p} has {k} times as many {o} as {q}.", "Then {p} gets {k} times the {o} of {q}."),
+  "more": (
+    "{p} has {n} more {o} than {q}.",
+    "Then {p} gets {n} more {o} than {q} has.",
+    "At first {p} has {n} more {o} than {q}.",
+  ),
+  "fewer": (
+    "{p} has {n} fewer {o} than {q}.",
+    "Then {p} gets {n} fewer {o} than {q} has.",
+    "At first {p} has {n} fewer {o} than {q}.",
+  ),
+  "as_many": (
+    "{p} has {k} times as many {o} as {q}.",
+    "Then {p} gets {k} times the {o} of {q}.",
+    "At first {p} has {k} times as many {o} as {q}.",
+  ),
   "distractor": (
     "{p} is {n} years old.",
     "{p} also has {n} {x}.",
     "{p} also buys {n} {x}.",
     "A friend of {p} has {n} {x}.",
     "{q} finds {n} {x}.",
+    "{p} now also has {n} {x}.",
+    "{q} has {n} {x} in a box.",
   ),
   "now": (
     "How many {o} does {p} have now?",
     "How many {o} does {p} have?",
     "In the end, how many {o} does {p} have?",
     "Now how many {o} are left for {p}?",
+    "How many {o} does {p} have in the end?",
   ),
   "goal": (
     "{p} wants {n} {o}. How many more {o} does {p} need?",
@@ -125,72 +154,75 @@ TRAIN_FORMS: dict[str, tuple[str, ...]] = {
     "How many {o} do {p} and {q} have together?",
     "How many {o} do {p} and {q} have now in all?",
     "Together, how many {o} do {p} and {q} have now?",
+    "In all, how many {o} do {p} and {q} have?",
   ),
   "difference": (
     "How many more {o} does {p} have than {q}?",
     "Now how many more {o} than {q} does {p} have?",
   ),
 }
-# Never seen in pretraining; shared out below.
-UNSEEN_FORMS: dict[str, tuple[str, ...]] = {
+# Made of the same words, in sentences that no other split has.
+HELDOUT_FORMS: dict[str, tuple[str, ...]] = {
   "start": (
-    "{p} has {n} {o} at first.",
     "At first {p} starts with {n} {o}.",
-    "{p} starts with a box of {n} {o}.",
   ),
   "boxes": (
-    "{p} starts with {k} boxes of {n} {o}.",
     "At first {p} has {k} boxes with {n} {o} in each.",
   ),
   "gain": (
-    "Then {p} buys {n} {o}.",
     "Later {p} finds {n} more {o}.",
-    "{p} gets {n} more {o}.",
     "Then {p} gets {n} {o} from a friend.",
-    "Later a friend gives {n} {o} to {p}.",
   ),
   "loss": (
-    "Then {p} loses {n} {o}.",
     "Later {p} sells {n} {o} to a friend.",
-    "{p} gives {n} of the {o} to a friend.",
     "Then {p} gives a friend {n} of the {o}.",
-    "Later a friend takes {n} {o} from {p}.",
   ),
   "gain_daily": (
-    "{p} finds {n} {o} each day for {k} days.",
     "Then for {k} days {p} gets {n} {o} each day.",
   ),
   "loss_daily": (
-    "{p} sells {n} {o} each day for {k} days.",
     "Then each day for {k} days {p} loses {n} {o}.",
   ),
   "times": (
-    "Later {p} has {k} times as many {o} as before.",
     "Then {p} gets more and now has {k} times as many {o}.",
   ),
-  "half": ("Later {p} sells half of the {o}.", "Then {p} gives a friend half of the {o}."),
-  "transfer": ("Then {p} gives {n} {o} to {q}.", "Later {q} gets {n} of the {o} from {p}."),
-  "more": ("At first {p} has {n} more {o} than {q}.", "{p} gets {n} more {o} than {q}."),
-  "fewer": ("At first {p} has {n} fewer {o} than {q}.", "{p} gets {n} fewer {o} than {q}."),
+  "half": (
+    "Then {p} gives a friend half of the {o}.",
+  ),
+  "transfer": (
+    "Later {q} gets {n} of the {o} from {p}.",
+  ),
+  "more": (
+    "{p} gets {n} more {o} than {q}.",
+  ),
+  "fewer": (
+    "{p} gets {n} fewer {o} than {q}.",
+  ),
   "as_many": (
-    "At first {p} has {k} times as many {o} as {q}.",
     "{p} has {k} times the {o} of {q}.",
   ),
   "distractor": (
-    "{p} now also has {n} {x}.",
     "Then {p} also finds {n} {x}.",
-    "{q} has {n} {x} in a box.",
   ),
-  "now": ("How many {o} does {p} have in the end?", "Now, how many {o} does {p} have?"),
-  "goal": ("How many more {o} does {p} need if {p} wants {n}?",),
-  "share": ("How many {o} does each get if {k} friends share the {o} of {p}?",),
-  "price": ("How many coins does {p} get if {p} sells each of the {o} for {k} coins?",),
-  "both": ("In all, how many {o} do {p} and {q} have?", "Now how many {o} do {p} and {q} have?"),
-  "difference": ("In the end, how many more {o} does {p} have than {q}?",),
+  "now": (
+    "Now, how many {o} does {p} have?",
+  ),
+  "goal": (
+    "How many more {o} does {p} need if {p} wants {n}?",
+  ),
+  "share": (
+    "How many {o} does each get if {k} friends share the {o} of {p}?",
+  ),
+  "price": (
+    "How many coins does {p} get if {p} sells each of the {o} for {k} coins?",
+  ),
+  "both": (
+    "Now how many {o} do {p} and {q} have?",
+  ),
+  "difference": (
+    "In the end, how many more {o} does {p} have than {q}?",
+  ),
 }
-# Every other one is practised by reinforcement, the rest is held out.
-PRACTICE_FORMS = {what: forms[0::2] for what, forms in UNSEEN_FORMS.items() if len(forms) > 1}
-HELDOUT_FORMS = {what: forms[1::2] or forms for what, forms in UNSEEN_FORMS.items()}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -202,7 +234,6 @@ class WordProblemsConfig:
     max_total: largest number of things anyone has in train.
     heldout_scale: both limits are multiplied by this in "heldout".
     unseen_rate: probability that a held-out sentence has an unseen form; the question always has.
-    practice_rate: probability that a training sentence has a form that pretraining never showed.
     mean_steps: mean number of events of an ordinary context.
     long_rate: probability of a long context.
     long_mean_steps: mean number of events of a long context.
@@ -220,9 +251,8 @@ class WordProblemsConfig:
   max_total: int = 150
   heldout_scale: float = 1.4
   unseen_rate: float = 1.0
-  practice_rate: float = 0.75
-  mean_steps: float = 3.5
-  long_rate: float = 0.12
+  mean_steps: float = 2.5
+  long_rate: float = 0.06
   long_mean_steps: float = 10.0
   max_steps: int = 24
   distractor_rate: float = 0.1
@@ -337,8 +367,6 @@ class _Teller:
   def _forms(self, what: str) -> tuple[str, ...]:
     if self.split == "heldout" and self.draws.chance(self.config.unseen_rate):
       return HELDOUT_FORMS[what]
-    if self.split == "train" and self.draws.chance(self.config.practice_rate):
-      return PRACTICE_FORMS.get(what, TRAIN_FORMS[what])
     return TRAIN_FORMS[what]
 
   def distract(self, person: str) -> list[str]:

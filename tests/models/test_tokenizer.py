@@ -256,3 +256,7 @@ def test_documents_are_fixed_by_their_seed_and_mix_both_tasks():
   share = sum(prompt.startswith("Use ") for prompt, _ in texts) / len(texts)
   assert 0.1 < share < 0.2
   assert all("#### " in solution for _, solution in texts)
+  words = [solution for prompt, solution in texts if not prompt.startswith("Use ")]
+  assert 0.15 < sum(solution.startswith("#### ") for solution in words) / len(words) < 0.35
+  worked = nano_corpus.documents(1, brief_rate=0.0)
+  assert not any(next(worked)[1].startswith("#### ") for _ in range(100))

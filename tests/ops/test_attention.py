@@ -84,7 +84,7 @@ def run(q, k, v, k_pages, v_pages, batch, numerics):
   """Writes and attends: what one layer does."""
   k_pages = attention.write_pages(k_pages, k, batch.slots, batch.num_rows)
   v_pages = attention.write_pages(v_pages, v, batch.slots, batch.num_rows)
-  rows = attention.segment_rows(batch, numerics)
+  rows = attention.segment_rows(batch, numerics, k_pages.shape[2])
   return attention.attend(q, k_pages, v_pages, batch, rows, numerics), k_pages, v_pages
 
 
@@ -332,7 +332,7 @@ def test_the_gradient_of_written_pages_goes_to_what_they_hold(count):
 
 def test_places_of_rows_and_segments_by_hand():
   batch = batch_of([(0, 2, 5), (1, 0, 1)], rows=8, segments=4, width=3, page_size=16)
-  rows = attention.segment_rows(batch, NUMERICS)
+  rows = attention.segment_rows(batch, NUMERICS, 16)
   np.testing.assert_array_equal(
     rows.position_of, [[2, 3, 4, 5], [6, -1, -1, -1], [0, -1, -1, -1], [-1, -1, -1, -1]]
   )
