@@ -1,8 +1,8 @@
 r"""THE MAIN JOB: a small reasoning model learns word problems by reinforcement.
 
-Claim: on 2 CPU cores the log-probabilities that sampled are, to the bit, those of the trainer's own
-packed program under `value_and_grad`: KL and gap exactly 0.0 in every step. The aim for what it
-learns, ten points of held-out accuracy within ten minutes, is not reached yet: see the numbers.
+Claim: within ten minutes on 2 CPU cores, installation included, held-out accuracy rises by ten points
+or more, while the log-probabilities that sampled are, to the bit, those of the trainer's own packed
+program under `value_and_grad`: KL and gap exactly 0.0 in every step.
 Command: bash launch/local.sh
   another model and task:  bash launch/local.sh experiments.grpo --config.model=PATH_OR_HUB_ID \
                              --config.task=gsm8k --config.task_path=DIRECTORY
@@ -34,20 +34,21 @@ from seerjax.types import Task
 def main_job() -> rl.RunConfig:
   """Returns the main job: nano on word problems, two devices side by side on two cores."""
   return rl.RunConfig(
-    num_steps=36,
+    num_steps=32,
     num_instances=2,
     checkpoint_every=10,
-    numerics=numerics_lib.NumericsConfig(query_tile=4, slot_tile=32, kv_split=256),
+    numerics=numerics_lib.NumericsConfig(query_tile=4, slot_tile=32, kv_split=64),
     engine=engine_lib.EngineConfig(
       page_size=32, num_pages=640, max_sequences=64, max_context=512, row_buckets=(64, 512)
     ),
     rollout=rollout_lib.RolloutConfig(
-      groups_per_step=48, group_size=8, temperature=1.2, max_tokens=216
+      groups_per_step=48, group_size=8, temperature=1.0, max_tokens=216
     ),
     trainer=rl.TrainerConfig(rows_per_micro_batch=2048, sequences_per_micro_batch=32),
     loss=losses.dapo(),
-    optimizer=step_lib.OptimizerConfig(learning_rate=1e-4, warmup_steps=2),
-    evaluation=rl.EvaluationConfig(num_problems=1024),
+    optimizer=step_lib.OptimizerConfig(learning_rate=2e-4, warmup_steps=2),
+    # Asked as it is trained: sampled, at the temperature of the rollouts.
+    evaluation=rl.EvaluationConfig(num_problems=2048, temperature=1.0),
   )
 
 
