@@ -1,8 +1,8 @@
 r"""THE MAIN JOB: a small reasoning model learns word problems by reinforcement.
 
-Claim: within ten minutes on 2 CPU cores, installation included, held-out accuracy rises by ten points
-or more, while the log-probabilities that sampled are, to the bit, those of the trainer's own packed
-program under `value_and_grad`: KL and gap exactly 0.0 in every step.
+Claim: within ten minutes on 2 CPU cores, installation included, held-out accuracy rises by ten
+points or more, while the log-probabilities that sampled are, to the bit, those of the trainer's own
+packed program under `value_and_grad`: KL and gap exactly 0.0 in every step.
 Command: bash launch/local.sh
   another model and task:  bash launch/local.sh experiments.grpo --config.model=PATH_OR_HUB_ID \
                              --config.task=gsm8k --config.task_path=DIRECTORY

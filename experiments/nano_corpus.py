@@ -1,7 +1,7 @@
 """The nano model's tokenizer and the text it is pretrained on.
 
-Claim: none; `experiments/pretrain_nano.py` reads this. Run by itself it trains a tokenizer as nano's
-was and prints token lengths of the main task:
+Claim: none; `experiments/pretrain_nano.py` reads this. Run by itself it trains a tokenizer as
+nano's was and prints token lengths of the main task:
   python -m experiments.nano_corpus --directory=runs/tokenizer
 CPU, about 20 seconds. (The shipped tokenizer is older than today's templates; it is kept, since
 weights and tokenizer belong together.)
@@ -52,8 +52,8 @@ def documents(
   A document to learn from is `chat(prompt) + solution + "<|im_end|>"`. Problems come from the
   tasks' "pretrain" splits, which nothing else reads. A share `large_rate` of the word problems has
   operands up to 99, so that no digit is new in any place; reinforcement learning trains on operands
-  up to 40 and the held-out problems go further. A share `brief_rate` of the word problems is answered
-  by its last line alone, as people do who work things out in their heads: both ways are there to
+  up to 40 and the held-out problems go further. A share `brief_rate` of the word problems is
+  answered by its last line alone, as people do who calculate in their heads: both ways are there to
   choose from, and which of them pays is for reinforcement learning to find out.
   """
   draws = base.Draws("nano_corpus", seed)

@@ -117,6 +117,15 @@ def segment_rows(
   )
 
 
+def nothing(shape: tuple[int, ...], head_dim: int) -> Partial:
+  """Returns the sum over no keys: what a merge begins with."""
+  return Partial(
+    jnp.full(shape, MASKED, jnp.float32),
+    jnp.zeros(shape, jnp.float32),
+    jnp.zeros((*shape, head_dim), jnp.float32),
+  )
+
+
 def split_partial(
   q: Float[Array, "z q c"],
   k: Float[Array, "z x c"],
@@ -254,7 +263,8 @@ def _tiled(numerics, q, k_pages, v_pages, batch, rows):
 
         return jax.tree.map(chosen, merged, total)
 
-      total = lax.fori_loop(zero, most_splits, merge_body, nothing(slot_tile))
+      total = nothing((slot_tile, query_tile * group), head_dim)
+      total = lax.fori_loop(zero, most_splits, merge_body, total)
       # Rows without a position see nothing: 0 / 1.
       mean = total.weighted / jnp.where(total.total > 0, total.total, 1.0)[..., None]
       mean = mean.astype(q.dtype).reshape(1, slot_tile, query_tile, group, head_dim)
@@ -262,17 +272,11 @@ def _tiled(numerics, q, k_pages, v_pages, batch, rows):
 
     return lax.fori_loop(zero, jnp.int32(num_heads) * one, head_body, carry)
 
-  def nothing(count: int) -> Partial:
-    shape = (count, query_tile * group)
-    return Partial(
-      jnp.full(shape, MASKED, jnp.float32),
-      jnp.zeros(shape, jnp.float32),
-      jnp.zeros((*shape, head_dim), jnp.float32),
-    )
-
   num_blocks = (batch.num_segments + (slot_tile - 1)) // slot_tile
   out = jnp.zeros((num_heads, num_segments, query_tile, group, head_dim), q.dtype)
-  out, _ = lax.fori_loop(zero, num_blocks, block_body, (out, nothing(num_items)))
+  # What the splits gave lies in one buffer that every head and block of segments fills anew.
+  items = nothing((num_items, query_tile * group), head_dim)
+  out, _ = lax.fori_loop(zero, num_blocks, block_body, (out, items))
   out = out.reshape(num_heads, num_segments * query_tile, group, head_dim)
   return jnp.swapaxes(out[:, rows.place_of], 0, 1)
 
@@ -446,13 +450,8 @@ def _plain(numerics, q, k_pages, v_pages, batch, rows):
     )  # fmt: skip
     return merge(total, Partial(maximum, jnp.sum(weights, axis=-1), weighted))
 
-  shape = (num_heads, num_segments, query_tile, group)
-  nothing = Partial(
-    jnp.full(shape, MASKED, jnp.float32),
-    jnp.zeros(shape, jnp.float32),
-    jnp.zeros((*shape, head_dim), jnp.float32),
-  )
-  total = lax.fori_loop(jnp.int32(0), jnp.max(position_of) // split + 1, body, nothing)
+  total = nothing((num_heads, num_segments, query_tile, group), head_dim)
+  total = lax.fori_loop(jnp.int32(0), jnp.max(position_of) // split + 1, body, total)
   out = total.weighted / jnp.where(total.total > 0, total.total, 1.0)[..., None]
   out = out.astype(q.dtype).reshape(num_heads, num_segments * query_tile, group, head_dim)
   return jnp.swapaxes(out[:, rows.place_of], 0, 1)

@@ -338,3 +338,22 @@ def test_places_of_rows_and_segments_by_hand():
   )
   np.testing.assert_array_equal(rows.row_of[:3], [[0, 1, 2, 3], [4, 0, 0, 0], [5, 0, 0, 0]])
   np.testing.assert_array_equal(rows.place_of[:6], [0, 1, 2, 3, 4, 8])
+
+
+def test_items_of_work_by_hand():
+  # Positions up to 33 and 34 reach into three splits of 16, position 0 into one.
+  batch = batch_of([(0, 30, 5), (1, 0, 1)], rows=8, segments=4, width=3, page_size=16)
+  rows = attention.segment_rows(batch, NUMERICS, 16)
+  np.testing.assert_array_equal(rows.num_splits, [[3, 3], [1, 0]])
+  np.testing.assert_array_equal(rows.first_item, [[0, 3], [0, 1]])
+  np.testing.assert_array_equal(rows.segment_of[0], [0, 0, 0, 1, 1, 1])
+  np.testing.assert_array_equal(rows.split_of[0], [0, 1, 2, 0, 1, 2])
+  assert rows.segment_of[1, 0] == 2 and rows.split_of[1, 0] == 0
+
+
+def test_an_only_block_or_tile_never_stands_alone():
+  # XLA would take the body of a loop over one thing out of the loop.
+  batch = batch_of([(0, 0, 1)], rows=1, segments=1, width=1, page_size=16)
+  rows = attention.segment_rows(batch, NUMERICS, 16)
+  assert rows.num_splits.shape == (2, NUMERICS.slot_tile)
+  assert rows.segment_of.shape == (2, 2 * NUMERICS.slot_tile)
