@@ -29,7 +29,7 @@ class NumericsConfig:
     row_tile: rows of the one compiled tile program of token-wise work. 16 suits small batches, 64
       training-heavy runs.
     query_tile: positions of one attention segment.
-    slot_tile: segments that attention reads at a time.
+    slot_tile: pieces of attention (a segment and a split) that one compiled program takes.
     kv_split: positions of one split of the key/value reduction, aligned to absolute positions.
     reduction_shards: logical slabs of every dimension a mesh may shard; contractions over them are
       added as one balanced binary tree.
