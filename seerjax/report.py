@@ -230,6 +230,7 @@ def gap_sentence(what: str, points: Points | None) -> tuple[bool, str]:
 
 WIDTH, HEIGHT = 440.0, 210.0
 LEFT, RIGHT, TOP, BOTTOM = 52.0, 14.0, 12.0, 26.0
+LABEL = 44.0  # Room for the name of the x axis.
 
 
 def ticks(low: float, high: float, count: int = 4) -> list[float]:
@@ -271,7 +272,8 @@ class _Frame:
         f"{escape(y_text(value))}</text>"
       )
     for value in ticks(*self.x_range, count=5):
-      if value == int(value):
+      # The axis's name stands at its end.
+      if value == int(value) and self.x(value) < WIDTH - RIGHT - LABEL:
         parts.append(
           f'<text class="tick" x="{self.x(value):.1f}" y="{self.height - 9}" text-anchor="middle">'
           f"{value:.0f}</text>"

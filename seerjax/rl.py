@@ -269,7 +269,8 @@ def train(
         writer.write(0, {f"heldout/{name}": value for name, value in before.items()})
       while step < config.num_steps:
         new_state, numbers = circle(config, engine, trainer, task, journal, state, step, base)
-        if config.evaluation.every and (step + 1) % config.evaluation.every == 0:
+        is_last = step + 1 == config.num_steps  # Measured below.
+        if config.evaluation.every and (step + 1) % config.evaluation.every == 0 and not is_last:
           accuracy = accuracy_of(config, engine, task)
           numbers |= {f"heldout/{name}": value for name, value in accuracy.items()}
         writer.write(step + 1, numbers)
@@ -280,6 +281,7 @@ def train(
       say(f"held-out accuracy on {config.evaluation.num_problems} problems, after:")
       after = accuracy_of(config, engine, task)
       say(f"  {evaluation.describe(after)}")
+      writer.write(step, {f"heldout/{name}": value for name, value in after.items()})
     except KeyboardInterrupt:
       save(step)
       message = f"stopped after step {step} of {config.num_steps}; --resume goes on"

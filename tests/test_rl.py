@@ -188,12 +188,13 @@ def test_a_run_writes_its_files_and_keeps_its_promise(whole):
   }  # fmt: skip
   assert checkpoint.latest_step(directory / "checkpoints") == 4
   rows = rows_of(directory)
-  assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
-  for row in rows[1:]:
+  # An evaluation, four steps, an evaluation.
+  assert [row["step"] for row in rows] == [0, 1, 2, 3, 4, 4]
+  for row in rows[1:-1]:
     for name in ("kl", "raw_kl", "max_abs_logprob_gap", "max_abs_raw_logprob_gap"):
       assert row[f"contract/{name}"] == 0.0
     assert row["train/ratio"] == 1.0
-  assert any(row["train/update_norm"] > 0 for row in rows[1:])
+  assert any(row["train/update_norm"] > 0 for row in rows[1:-1])
   assert task.num_verdicts == 6 * PER_STEP
   summary = json.loads((directory / "summary.json").read_text())
   assert summary["max_abs_logprob_gap"] == summary["kl_max"] == 0.0
@@ -217,6 +218,12 @@ def test_the_first_row_is_what_the_task_said_of_the_held_out_answers(whole):
     first["heldout/accuracy"], np.mean([verdict.correct for verdict in verdicts])
   )
   assert 0 < first["heldout/length"] <= 6
+
+
+def test_the_last_row_is_the_last_evaluation(whole):
+  directory, result, _ = whole
+  last = rows_of(directory)[-1]
+  assert last["step"] == 4 and last["heldout/accuracy"] == result.summary["accuracy_after"]
 
 
 # What stops a run changes no bit of it.
@@ -259,7 +266,8 @@ def test_after_kill_the_journal_is_read_and_the_bits_are_the_same(whole, tmp_pat
   assert rows_of(tmp_path / "run") == rows_of(directory)
   # Nothing of the two whole steps is sampled again, nor the one rollout of the third.
   assert task.num_verdicts == 3 * PER_STEP - 1
-  rates = [row["rollout/tokens_per_second"] for row in rows_of(tmp_path / "run", without=())[1:]]
+  rows = rows_of(tmp_path / "run", without=())
+  rates = [row["rollout/tokens_per_second"] for row in rows[1:-1]]
   assert rates[:2] == [0.0, 0.0] and min(rates[2:]) > 0.0
 
 
@@ -274,7 +282,7 @@ def test_a_kill_in_the_first_evaluation_can_be_resumed(whole, tmp_path):
   task = Vowels()
   train(tmp_path / "run", task, resume=True, num_steps=1)
   assert task.num_verdicts == 3 * PER_STEP
-  assert rows_of(tmp_path / "run") == rows_of(whole[0])[:2]
+  assert rows_of(tmp_path / "run")[:2] == rows_of(whole[0])[:2]
 
 
 # Whom a run refuses.
@@ -315,9 +323,9 @@ def test_other_numerics_are_refused_with_both_values_or_begin_an_epoch(stopped_c
     train(stopped_copy, resume=True, numerics=other)
   train(stopped_copy, resume=True, numerics=other, accept_new_numerics=True)
   rows = rows_of(stopped_copy)
-  assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
+  assert [row["step"] for row in rows] == [0, 1, 2, 3, 4, 4]
   # Were a rollout of the old numerics left in the third step, it would show here.
-  assert all(row["contract/max_abs_logprob_gap"] == 0.0 for row in rows[1:])
+  assert all(row["contract/max_abs_logprob_gap"] == 0.0 for row in rows[1:-1])
   header, _ = journal_lib.read(stopped_copy / "journal.jsonl")
   assert [fingerprint["kv_split"] for fingerprint in header.fingerprints] == ["16", "8"]
 
@@ -503,7 +511,7 @@ def test_rounds_replace_groups_that_say_nothing(tmp_path):
 def test_the_reference_is_the_policy_of_the_start_also_after_a_resume(tmp_path):
   loss = losses.grpo(kl_coefficient=0.5)
   expected = train(tmp_path / "whole", loss=loss, num_steps=2)
-  rows = rows_of(tmp_path / "whole")[1:]
+  rows = rows_of(tmp_path / "whole")[1:-1]
   assert rows[0]["train/kl_reference"] == 0.0 < rows[1]["train/kl_reference"]
   train(tmp_path / "parts", loss=loss, num_steps=1)
   result = train(tmp_path / "parts", loss=loss, num_steps=2, resume=True)
@@ -525,7 +533,7 @@ def test_adapters_learn_beside_frozen_weights(tmp_path):
   loss = losses.grpo(kl_coefficient=0.1)
   changes: dict[str, Any] = dict(lora_rank=2, loss=loss, checkpoint_every=1)
   expected = train(tmp_path / "whole", num_steps=3, **changes)
-  rows = rows_of(tmp_path / "whole")[1:]
+  rows = rows_of(tmp_path / "whole")[1:-1]
   for row in rows:
     assert row["contract/kl"] == row["contract/raw_kl"] == 0.0
     assert row["contract/max_abs_logprob_gap"] == row["contract/max_abs_raw_logprob_gap"] == 0.0
