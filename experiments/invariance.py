@@ -283,8 +283,7 @@ def on_policy(config: InvarianceConfig, directory: pathlib.Path, say: Say) -> di
 def price(config: InvarianceConfig, say: Say) -> dict[str, Any]:
   """Part (d): decoded tokens/s by batch size and path; the paths take turns, medians are kept.
 
-  Every sequence decodes from the same position on, and the context is no longer than needed: plain
-  XLA's attention reads all of it.
+  Every sequence decodes from the same position on, so that no path gains by raggedness.
   """
   prompt_length, context = 32, 128
   results: dict[str, Any] = {name: {} for name in paths(config)}
