@@ -7,7 +7,7 @@ one). jaxtyping and beartype check every annotation of ours while it traces.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 import os
 import pathlib
 import secrets
@@ -50,7 +50,12 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 
 def pytest_terminal_summary(terminalreporter, exitstatus: int) -> None:
-  """Prints the seed again where -q hid it and something failed."""
+  """Prints what the fuzz tests met, and the seed again where -q hid it and something failed."""
+  for outcome in ("passed", "failed"):
+    for report in terminalreporter.stats.get(outcome, []):
+      for name, value in report.user_properties:
+        if name == "events":
+          terminalreporter.write_line(value)
   if exitstatus not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
     terminalreporter.write_line(
       f"SEERJAX_TEST_SEED={os.environ['SEERJAX_TEST_SEED']} repeats this session"
@@ -61,6 +66,19 @@ def pytest_terminal_summary(terminalreporter, exitstatus: int) -> None:
 def seed() -> int:
   """A fresh seed of this session, in [0, 2**30); equal in all processes of pytest."""
   return int(os.environ["SEERJAX_TEST_SEED"])
+
+
+@pytest.fixture
+def tell_events(record_property) -> Callable[[str, Mapping[str, int], Sequence[str]], None]:
+  """Prints at the session's end how often each event happened; one that never did is a failure."""
+
+  def tell(name: str, events: Mapping[str, int], expected: Sequence[str]) -> None:
+    counts = ", ".join(f"{event} {count}" for event, count in sorted(events.items()))
+    record_property("events", f"{name}: {counts}")
+    missing = [event for event in expected if not events.get(event)]
+    assert not missing, f"{name}: got no {missing}, expected each at least once; change the draws"
+
+  return tell
 
 
 @pytest.fixture

@@ -281,13 +281,6 @@ def run_schedules(numerics, size: str, mesh: tuple[int, int], seeds, events) -> 
     events[f"instances {num_instances}, model shards {model_shards}"] += 1
 
 
-def report(name: str, events, expected) -> None:
-  """Prints how often each event happened; one that never did is a failure."""
-  print(f"\n{name}: " + ", ".join(f"{event} {count}" for event, count in sorted(events.items())))
-  missing = [event for event in expected if not events[event]]
-  assert not missing, f"{name}: got no {missing}, expected each at least once; change the schedules"
-
-
 NUMERICS = {"f32": tiny_model.NUMERICS, "bf16": tiny_model.BFLOAT16}
 QUICK = {
   "f32": (("chunks of 16", (1, 1)), ("chunks of 1 to 7", (2, 1)), ("pages of a split", (1, 2))),
@@ -296,17 +289,17 @@ QUICK = {
 
 
 @pytest.mark.parametrize("dtype", ["f32", "bf16"])
-def test_no_schedule_changes_a_bit(dtype, seed):
+def test_no_schedule_changes_a_bit(dtype, seed, tell_events):
   events = collections.Counter()
   for place, (size, mesh) in enumerate(QUICK[dtype]):
     seeds = [(seed, place, index) for index in range(len(ACTIONS))]
     run_schedules(NUMERICS[dtype], size, mesh, seeds, events)
-  report(dtype, events, EVENTS + REUSE_EVENTS)
+  tell_events(dtype, events, EVENTS + REUSE_EVENTS)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("block", range(20))
-def test_no_schedule_of_five_hundred_changes_a_bit(block, seed):
+def test_no_schedule_of_five_hundred_changes_a_bit(block, seed, tell_events):
   # Every (dtype, mesh) with at least two of the five sizes; each block is a test of its own, so
   # that an interrupted run goes on where it stopped.
   dtype, mesh = ("f32", "bf16")[block % 2], MESHES[block // 2 % 4]
@@ -315,4 +308,4 @@ def test_no_schedule_of_five_hundred_changes_a_bit(block, seed):
   seeds = [(seed, 1000 + block, index) for index in range(25)]
   run_schedules(NUMERICS[dtype], size, mesh, seeds, events)
   expected = EVENTS + (REUSE_EVENTS if SIZES[size].reuse_prefixes else ())
-  report(f"block {block}, {dtype}, {size}, {mesh}", events, expected)
+  tell_events(f"block {block}, {dtype}, {size}, {mesh}", events, expected)

@@ -6,6 +6,7 @@ scored under `value_and_grad`, by a program that never sees the engine's numbers
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 
@@ -39,10 +40,8 @@ SAMPLING = (
 )
 
 
-@functools.cache
-def sample(numerics) -> list[list[tuple[Request, object]]]:
-  """Two members of each kind of group, from one crowded engine."""
-  rng = np.random.default_rng(1)
+def draw(numerics, rng, events=None) -> list[list[tuple[Request, object]]]:
+  """Two members of each kind of group, from one crowded engine that now and then preempts one."""
   groups = [
     [
       Request(
@@ -58,11 +57,25 @@ def sample(numerics) -> list[list[tuple[Request, object]]]:
     for prompt in [rng.integers(0, 64, int(rng.integers(2, 40))).tolist()]
   ]
   engine = tiny_model.make_engine(SIZES, numerics)
-  completions = {
-    completion.request_id: completion
-    for completion in engine.generate([request for group in groups for request in group])
-  }
+  for request in (request for group in groups for request in group):
+    engine.submit(request)
+  completions, live = {}, {request.request_id for group in groups for request in group}
+  while engine.num_unfinished:
+    engine.step()
+    for completion in engine.poll():
+      completions[completion.request_id] = completion
+      live.discard(completion.request_id)
+    if live and rng.random() < 0.1:
+      engine.preempt(sorted(live)[int(rng.integers(len(live)))])
+      if events is not None:
+        events["preempted"] += 1
   return [[(request, completions[request.request_id]) for request in group] for group in groups]
+
+
+@functools.cache
+def sample(numerics) -> list[list[tuple[Request, object]]]:
+  """The same rollouts for every test."""
+  return draw(numerics, np.random.default_rng(1))
 
 
 def pack(sampled, order, numerics):
@@ -133,6 +146,31 @@ def test_scores_under_grad_are_the_engines_in_every_packing(numerics, seed):
     assert all(np.isfinite(np.asarray(leaf)).all() for leaf in jax.tree.leaves(gradient))
     assert any(np.any(np.asarray(leaf)) for leaf in jax.tree.leaves(gradient))
   assert len(packings) > 1
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("block", range(10))
+def test_no_batch_of_five_hundred_opens_a_gap(block, seed, tell_events):
+  numerics = (tiny_model.NUMERICS, tiny_model.BFLOAT16)[block % 2]
+  num_instances = 1 + block // 2 % 2
+  rng = np.random.default_rng((seed, 2000 + block))
+  events = collections.Counter()
+  for _ in range(10):
+    sampled = draw(numerics, rng, events)
+    for _ in range(5):
+      order = rng.permutation(len(sampled))[: int(rng.integers(1, len(sampled) + 1))]
+      batch = pack(sampled, order, numerics)
+      _, _, scores = trainer(numerics, num_instances).gradient(
+        tiny_model.params(numerics), batch, losses.denominators(batch), None
+      )
+      gaps = step.rollout_gap(scores, batch)
+      assert set(gaps.values()) == {0.0}, f"got {gaps} with order {order}"
+      events["batches"] += 1
+      events["groups left out"] += len(sampled) - len(order)
+      events["several micro-batches"] += batch.loss_mask.shape[0] > 1
+      events["tokens"] += int(np.asarray(batch.loss_mask).sum())
+  name = f"block {block}, {numerics.compute_dtype}, {num_instances} instance(s)"
+  tell_events(name, events, ("batches", "groups left out", "several micro-batches", "preempted"))
 
 
 @pytest.mark.long
