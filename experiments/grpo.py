@@ -14,6 +14,7 @@ Hardware: 2 CPU cores, 3 GiB. Numbers: docs/results/grpo.md
 
 from __future__ import annotations
 
+import dataclasses
 import pathlib
 import sys
 
@@ -39,7 +40,7 @@ def main_job() -> rl.RunConfig:
     checkpoint_every=10,
     numerics=numerics_lib.NumericsConfig(query_tile=4, slot_tile=32, kv_split=64),
     engine=engine_lib.EngineConfig(
-      page_size=32, num_pages=640, max_sequences=64, max_context=512, row_buckets=(64, 512)
+      page_size=32, max_sequences=64, max_context=512, row_buckets=(64, 512)
     ),
     rollout=rollout_lib.RolloutConfig(
       groups_per_step=48, group_size=8, temperature=1.0, max_tokens=216
@@ -59,6 +60,15 @@ def load_policy(name: str, numerics: numerics_lib.NumericsConfig) -> rl.Policy:
     directory = huggingface.resolve(name)
   params, model = huggingface.load(directory, numerics)
   return rl.Policy(model, tokenizer_lib.load(directory), params)
+
+
+def on_these_devices(config: rl.RunConfig) -> rl.RunConfig:
+  """Returns the config with no more instances than there are devices; says so if it has fewer."""
+  found = len(jax.devices())
+  if config.num_instances <= found:
+    return config
+  print(f"num_instances={config.num_instances}, but {found} device(s): going on with {found}")
+  return dataclasses.replace(config, num_instances=found)
 
 
 def prepare(
@@ -89,8 +99,9 @@ def main(argv: list[str]) -> None:
     config = configuration.from_flags(rl.RunConfig, args.config)
     # Before the first use of a device: one virtual CPU device an instance.
     jax.config.update("jax_num_cpu_devices", config.num_instances)
+    config = on_these_devices(config)
     task, policy = prepare(config, directory, resume=args.resume, bitwise=args.bitwise)
-  except (ValueError, FileNotFoundError) as error:
+  except (ValueError, FileNotFoundError, ImportError) as error:
     print(error, file=sys.stderr)
     sys.exit(2)
   try:
@@ -106,11 +117,16 @@ def main(argv: list[str]) -> None:
   except rl.Interrupted as stopped:
     print(stopped)
     sys.exit(130)
+  except (ValueError, OSError) as error:
+    # Bad settings or a full disk: what was finished is in --workdir, and --resume goes on from it.
+    print(error, file=sys.stderr)
+    sys.exit(2)
   huggingface.save(
     directory / "model",
     rl.exported_weights(config, policy, result.state),
     policy.model,
     tokenizer=policy.tokenizer,
+    overwrite=True,  # A resumed run's.
   )
   page = report.render(directory)
   for name in (

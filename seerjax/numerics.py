@@ -1,7 +1,9 @@
 """Everything that decides bits, in one record, and its fingerprint.
 
-Two runs may be compared bit by bit if and only if their fingerprints are equal (the contract).
-Nothing here depends on a batch; whatever may change without moving a bit lives elsewhere.
+Two runs may be compared bit by bit if and only if their fingerprints are equal (the contract). So a
+fingerprint also holds what we do not decide: the versions, the compiler's flags, and the processor
+that XLA compiles for. Nothing here depends on a batch; whatever may change without moving a bit
+lives elsewhere.
 """
 
 from __future__ import annotations
@@ -9,14 +11,20 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import os
+import pathlib
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
+import jaxlib
 
 Implementation = Literal["tiled", "pallas", "untiled"]
 IMPLEMENTATIONS = ("tiled", "pallas", "untiled")
 DTYPES = ("float32", "bfloat16")
+# Raised with every change of ours that moves a bit; CHANGELOG.md names each.
+BITS_VERSION = 1
+CPUINFO = pathlib.Path("/proc/cpuinfo")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -70,15 +78,28 @@ class NumericsConfig:
 
 
 def fingerprint(numerics: NumericsConfig) -> dict[str, str]:
-  """Returns every value that decides bits, with the JAX version, the device kind and one digest.
+  """Returns every value that decides bits, as text, and one digest of them all.
 
   Stored with checkpoints and journals; see `checkpoint` for what a mismatch refuses.
   """
   values = {field: str(value) for field, value in dataclasses.asdict(numerics).items()}
+  values["bits_version"] = str(BITS_VERSION)
   values["jax_version"] = jax.__version__
-  values["device_kind"] = jax.devices()[0].device_kind
+  values["jaxlib_version"] = jaxlib.__version__
+  values["xla_flags"] = os.environ.get("XLA_FLAGS", "")
+  values["device_kind"] = _device_kind()
   values["digest"] = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
   return values
+
+
+def _device_kind() -> str:
+  """Returns what the compiler compiles for; JAX calls every CPU "cpu"."""
+  device = jax.devices()[0]
+  if device.platform != "cpu" or not CPUINFO.is_file():
+    return device.device_kind
+  lines = CPUINFO.read_text().splitlines()
+  features = sorted({line for line in lines if line.startswith(("flags", "Features"))})
+  return f"cpu {hashlib.sha256(''.join(features).encode()).hexdigest()[:8]}"
 
 
 def require_same(stored: dict[str, str], current: dict[str, str], *, what: str) -> None:

@@ -8,8 +8,9 @@ scores that differ are counted:
     alone     one sequence in a batch of its own
     decode    one row at a time, over pages                as the engine continues a prompt
 
-Two programs are compiled for it, which takes seconds. The measurement can show that a backend is
-unfit; that it is fit is what the tests of the contract show.
+Sequences lie across the end of the first split (what comes before them are pages of zeros), so that
+merging is measured too. Two programs are compiled for it, which takes seconds. The measurement can
+show that a backend is unfit; that it is fit is what the tests of the contract show.
 """
 
 from __future__ import annotations
@@ -87,6 +88,15 @@ def _params(
   return jax.tree_util.tree_map_with_path(leaf, layout)
 
 
+def _first_position(numerics: numerics_lib.NumericsConfig) -> int:
+  """Returns where sequences begin: half of each is before the end of the first split."""
+  return max(0, numerics.kv_split - SEQUENCE // 2)
+
+
+def _splits(numerics: numerics_lib.NumericsConfig) -> int:
+  return -(-(_first_position(numerics) + SEQUENCE) // numerics.kv_split)
+
+
 def _rows(
   tokens: np.ndarray,
   first: int,
@@ -98,11 +108,12 @@ def _rows(
 
   A page is a split; sequence j owns `width` of them from 1 + j * width.
   """
-  width = -(-SEQUENCE // numerics.kv_split)
+  width = _splits(numerics)
   row = np.arange(first, first + num_rows)
-  sequence, position = row // SEQUENCE, row % SEQUENCE
+  sequence, position = row // SEQUENCE, _first_position(numerics) + row % SEQUENCE
   page = 1 + sequence * width + position // numerics.kv_split
-  starts = np.flatnonzero((position % numerics.query_tile == 0) | (row == first))
+  is_start = (position % numerics.query_tile == 0) | (row % SEQUENCE == 0) | (row == first)
+  starts = np.flatnonzero(is_start)
 
   def padded(values: np.ndarray) -> np.ndarray:
     missing = [(0, capacity - len(values))] + [(0, 0)] * (values.ndim - 1)
@@ -164,7 +175,7 @@ def measure(numerics: numerics_lib.NumericsConfig) -> Finding:
 
   forward = jax.jit(run)
   backward = jax.jit(jax.value_and_grad(loss, has_aux=True))
-  width = -(-SEQUENCE // numerics.kv_split)
+  width = _splits(numerics)
   empty = transformer.empty_pages(
     config, numerics, num_pages=1 + num_sequences * width, page_size=numerics.kv_split
   )

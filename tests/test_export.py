@@ -29,19 +29,8 @@ NUMERICS = NumericsConfig(row_tile=64, compute_dtype="bfloat16")
 def models():
   """(name, shape): nano, and Qwen3-8B with fewer layers; the whole of it is a long test."""
   whole = presets.get("qwen3-8b")
-  nano = dataclasses.replace(
-    presets.get("qwen3-0.6b"),
-    vocab_size=512,
-    hidden_size=256,
-    intermediate_size=768,
-    num_layers=4,
-    num_heads=16,
-    num_kv_heads=8,
-    head_dim=16,
-    rotary=dataclasses.replace(presets.get("qwen3-0.6b").rotary, head_dim=16),
-  )
   return [
-    pytest.param(nano, id="nano"),
+    pytest.param(presets.nano(), id="nano"),
     pytest.param(dataclasses.replace(whole, num_layers=4), id="qwen3-8b-of-4-layers"),
     pytest.param(whole, id="qwen3-8b", marks=pytest.mark.long),
   ]

@@ -16,55 +16,15 @@ import dataclasses
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from seerjax import numerics as numerics_lib, parallel
 from seerjax.array_typing import PRNGKeyArray
-from seerjax.engine import pages as pages_lib, runner as runner_lib
+from seerjax.engine import pages as pages_lib, runner as runner_lib, sizes
+from seerjax.engine.sizes import EngineConfig
 from seerjax.models import tokenizer as tokenizer_lib, transformer
 from seerjax.ops import sampling
 from seerjax.types import Completion, Request, SamplingParams, SamplingRows, TokenBatch
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class EngineConfig:
-  """Sizes of the engine. None of them changes a bit of what is sampled.
-
-  Attributes:
-    page_size: positions of one page; divides `NumericsConfig.kv_split`.
-    num_pages: pages of one instance, the reserved one included.
-    max_sequences: sequences that run at once on one instance.
-    max_context: most positions of one sequence, prompt and answer.
-    row_buckets: rows of one step, per instance; one compiled program each. A step that only decodes
-      uses the smallest that fits.
-    reuse_prefixes: keep pages findable for requests that start the same way.
-  """
-
-  page_size: int = 32
-  num_pages: int = 2048
-  max_sequences: int = 64
-  max_context: int = 1024
-  row_buckets: tuple[int, ...] = (64, 512)
-  reuse_prefixes: bool = True
-
-  def __post_init__(self):
-    if self.max_sequences < 1:
-      raise ValueError(
-        f"EngineConfig.max_sequences: got {self.max_sequences}, expected at least 1; 64 is usual."
-      )
-    buckets = self.row_buckets
-    if not buckets or list(buckets) != sorted(set(buckets)) or buckets[0] < 1:
-      raise ValueError(
-        f"EngineConfig.row_buckets: got {buckets}, expected ascending positive row counts; (64,"
-        " 512) is usual."
-      )
-    if buckets[-1] < self.max_sequences:
-      raise ValueError(
-        f"EngineConfig.row_buckets: got at most {buckets[-1]} rows, expected at least"
-        f" max_sequences={self.max_sequences} (each decodes one row a step); raise the last bucket."
-      )
-
 
 # Beyond any logit, and far from what overflows a float32 or means `sampling.DROPPED`.
 MAX_ABS_BIAS = 1e6
@@ -172,8 +132,8 @@ class Engine:
         its own if None.
 
     Raises:
-      ValueError: if slabs do not divide the model, pages do not fill splits exactly, or `runner`
-        was made for something else.
+      ValueError: if slabs do not divide the model, pages do not fill splits exactly, `runner` was
+        made for something else, or free memory does not hold one context.
     """
     transformer.check_shards(model, numerics)
     if config.page_size < 1 or numerics.kv_split % config.page_size:
@@ -183,7 +143,6 @@ class Engine:
       )
     self.model = model
     self.numerics = numerics
-    self.config = config
     self.tokenizer = tokenizer
     self.counters = Counters()
     if runner is None:
@@ -197,6 +156,10 @@ class Engine:
       )
     self._runner = runner
     self._params = self._runner.place_params(params)
+    config = sizes.fitted(
+      config, model, numerics, free_bytes=sizes.free_bytes(runner.mesh)
+    )
+    self.config = config
     self.policy_version = policy_version
     self._key = key
     self._pages = self._runner.empty_pages(config.num_pages, config.page_size)
@@ -666,17 +629,5 @@ def _first_stop(text: str, stop_strings: Sequence[str]) -> int | None:
   return min(found, default=None)
 
 
-def pages_that_fit(
-  model: transformer.TransformerConfig,
-  numerics: numerics_lib.NumericsConfig,
-  *,
-  page_size: int,
-  memory_bytes: float,
-) -> int:
-  """Returns how many pages of all layers `memory_bytes` hold."""
-  per_position = 2 * model.num_layers * model.num_kv_heads * model.head_dim
-  return int(memory_bytes // (per_position * page_size * jnp.dtype(numerics.dtype).itemsize))
-
-
-__all__ = ["Counters", "Engine", "EngineConfig", "Update", "pages_that_fit"]
+__all__ = ["Counters", "Engine", "EngineConfig", "Update"]
 

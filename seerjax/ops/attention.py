@@ -317,7 +317,7 @@ def _attend_backward(numerics, residuals, gradient):
 
   scale = jnp.float32(head_dim**-0.5)
   block = min(BACKWARD_BLOCK, numerics.kv_split)  # Divides the length.
-  # f32[b]; positions of a sequence are contiguous from 0, so its last one tells its length.
+  # i32[b]; positions of a sequence are contiguous from 0, so its last one tells its length.
   lengths = jnp.zeros((num_sequences * length + page_size,), jnp.int32).at[slots].set(1)
   lengths = jnp.sum(lengths[page_size:].reshape(num_sequences, length), axis=1, dtype=jnp.int32)
   q_seq, gradient_seq = by_sequence(q), by_sequence(gradient)  # f32[b, t, k, g, c]

@@ -8,8 +8,8 @@ A context tells of people and the things they have; several questions are asked 
 
 The number of reasoning steps belongs to the problem, so lengths correlate within a group. The split
 "heldout" tells the same things in sentence forms that no other split uses (made of words they do
-use) and with larger numbers. "pretrain" knows the plain forms alone; "train" mixes them with others
-that were never shown, which is what reinforcement learning has to learn. All templates are ours.
+use) and with larger numbers. "pretrain" and "train" share forms and numbers, not problems. All
+templates are ours.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     micro-batches --gradient--> one pytree each --fixed tree--> sum --optax--> params
 
 The gradient program is never handed the engine's log-probabilities: what it computes under
-`value_and_grad` is compared with them afterwards (`losses.rollout_gap`), and on the tiled path the
+`value_and_grad` is compared with them afterwards (`rollout_gap`), and on the tiled path the
 difference is exactly zero. Micro-batches are spread over the instances of the mesh; their gradients
 are added as one binary tree over the micro-batch index, so the number of devices changes no bit.
 """
@@ -70,6 +70,19 @@ def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
 
 
 BY_INSTANCE = jax.P(parallel.INSTANCE_AXIS)
+
+
+def _traced_once(function: Any) -> Any:
+  """A trainer has one layout: a second trace means that an input changed its shape or type."""
+  num_traces = 0
+
+  def counted(*args: Any) -> Any:
+    nonlocal num_traces
+    num_traces += 1
+    assert num_traces == 1, f"trainer: got trace {num_traces}, expected one for each program"
+    return function(*args)
+
+  return counted
 
 
 class MicroBatch(NamedTuple):
@@ -143,7 +156,7 @@ class Trainer:
       gradient = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), gradient)
       return jax.tree.map(lambda leaf: leaf[None], (gradient, *aux))
 
-    return jax.jit(self._spread(one, jax.P(), BY_INSTANCE, jax.P()))
+    return jax.jit(self._spread(_traced_once(one), jax.P(), BY_INSTANCE, jax.P()))
 
   @functools.cached_property
   def _score(self):
@@ -160,7 +173,7 @@ class Trainer:
       )
       return jax.tree.map(lambda leaf: leaf[None], out)
 
-    return jax.jit(self._spread(one, jax.P(), BY_INSTANCE))
+    return jax.jit(self._spread(_traced_once(one), jax.P(), BY_INSTANCE))
 
   def _spread(self, function: Any, *in_specs: jax.P) -> Any:
     """Returns a function of one instance as one of the whole mesh."""

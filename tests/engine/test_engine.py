@@ -13,7 +13,7 @@ import tiny_model
 
 from seerjax import models, parallel
 from seerjax.engine import runner as runner_lib
-from seerjax.engine.engine import Engine, EngineConfig, pages_that_fit
+from seerjax.engine.engine import Engine, EngineConfig
 from seerjax.models import tokenizer as tokenizer_lib, transformer
 from seerjax.types import Request, SamplingParams
 
@@ -436,12 +436,6 @@ def test_the_plan_says_what_was_allocated():
   )
 
 
-def test_pages_that_fit_is_memory_over_the_bytes_of_a_page():
-  # 2 (keys, values) x 2 layers x 8 heads x 8 dims x 8 positions x 4 bytes = 8192.
-  assert pages_that_fit(CONFIG, NUMERICS, page_size=8, memory_bytes=81_920) == 10
-  assert pages_that_fit(CONFIG, NUMERICS, page_size=8, memory_bytes=81_919) == 9
-  assert pages_that_fit(CONFIG, tiny_model.BFLOAT16, page_size=8, memory_bytes=81_920) == 20
-
 
 def test_requests_go_to_the_instance_with_the_fewest_and_groups_stay_together():
   mesh = parallel.make_mesh(num_instances=2)
@@ -544,7 +538,8 @@ def test_an_unknown_request_is_refused(what):
 @pytest.mark.parametrize(
   "field, value, message",
   [
-    ("max_sequences", 0, r"EngineConfig.max_sequences: got 0, expected at least 1; 64 is usual"),
+    ("max_sequences", -1, r"EngineConfig.max_sequences: got -1, expected at least 0; 0 asks"),
+    ("num_pages", -1, r"EngineConfig.num_pages: got -1, expected at least 0; 0 asks the free"),
     ("row_buckets", (), r"row_buckets: got \(\), expected ascending positive row counts; \(64,"),
     ("row_buckets", (16, 4), r"row_buckets: got \(16, 4\), expected ascending"),
     ("row_buckets", (4, 4), r"row_buckets: got \(4, 4\), expected ascending"),

@@ -1,0 +1,128 @@
+"""How large an engine is: what its user says, and what free memory says where the user does not."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+
+import jax
+import jax.numpy as jnp
+
+from seerjax import numerics as numerics_lib
+from seerjax.models import transformer
+
+# Of the memory that is free when an engine is made; the rest is for steps and for learning.
+PAGES_SHARE = 0.4
+MEMINFO = pathlib.Path("/proc/meminfo")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+  """Sizes of the engine. None of them changes a bit of what is sampled.
+
+  Attributes:
+    page_size: positions of one page; divides `NumericsConfig.kv_split`.
+    num_pages: pages of one instance, the reserved one included; 0 takes what `max_sequences` whole
+      contexts need, within the memory that is free.
+    max_sequences: sequences that run at once on one instance; 0 takes as many whole contexts as
+      the pages hold, at most the first row bucket.
+    max_context: most positions of one sequence, prompt and answer.
+    row_buckets: rows of one step, per instance; one compiled program each. A step that only decodes
+      uses the smallest that fits.
+    reuse_prefixes: keep pages findable for requests that start the same way.
+  """
+
+  page_size: int = 32
+  num_pages: int = 0
+  max_sequences: int = 0
+  max_context: int = 1024
+  row_buckets: tuple[int, ...] = (64, 512)
+  reuse_prefixes: bool = True
+
+  def __post_init__(self):
+    for field in ("num_pages", "max_sequences"):
+      if (value := vars(self)[field]) < 0:
+        raise ValueError(
+          f"EngineConfig.{field}: got {value}, expected at least 0; 0 asks the free memory."
+        )
+    buckets = self.row_buckets
+    if not buckets or list(buckets) != sorted(set(buckets)) or buckets[0] < 1:
+      raise ValueError(
+        f"EngineConfig.row_buckets: got {buckets}, expected ascending positive row counts; (64,"
+        " 512) is usual."
+      )
+    if buckets[-1] < self.max_sequences:
+      raise ValueError(
+        f"EngineConfig.row_buckets: got at most {buckets[-1]} rows, expected at least"
+        f" max_sequences={self.max_sequences} (each decodes one row a step); raise the last bucket."
+      )
+
+
+def free_bytes(mesh: jax.sharding.Mesh) -> float:
+  """Returns the free memory of one instance, in bytes; infinite where nothing tells.
+
+  Devices of a CPU share the memory of the machine; others have their own.
+  """
+  device = mesh.devices.flat[0]
+  if device.platform == "cpu":
+    lines = MEMINFO.read_text().splitlines() if MEMINFO.is_file() else []
+    found = [int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
+    return found[0] * 1024 / mesh.devices.size if found else float("inf")
+  stats = device.memory_stats() or {}
+  if "bytes_limit" not in stats:
+    return float("inf")
+  return float(stats["bytes_limit"] - stats.get("bytes_in_use", 0))
+
+
+def pages_that_fit(
+  model: transformer.TransformerConfig,
+  numerics: numerics_lib.NumericsConfig,
+  *,
+  page_size: int,
+  memory_bytes: float,
+) -> int:
+  """Returns how many pages of all layers `memory_bytes` (finite) hold."""
+  per_position = 2 * model.num_layers * model.num_kv_heads * model.head_dim
+  return int(memory_bytes // (per_position * page_size * jnp.dtype(numerics.dtype).itemsize))
+
+
+def fitted(
+  config: EngineConfig,
+  model: transformer.TransformerConfig,
+  numerics: numerics_lib.NumericsConfig,
+  *,
+  free_bytes: float,
+) -> EngineConfig:
+  """Returns the config with its zeros filled in.
+
+  Args:
+    config: sizes; what it names is taken as it is.
+    model: shape of the model.
+    numerics: of the pages.
+    free_bytes: memory of one instance.
+
+  Raises:
+    ValueError: if the pages that fit do not hold one context.
+  """
+  per_context = -(-config.max_context // config.page_size)
+  most = config.max_sequences or config.row_buckets[0]
+  num_pages = config.num_pages
+  if not num_pages:
+    num_pages = most * per_context + 1
+    if free_bytes < float("inf"):
+      num_pages = min(
+        num_pages,
+        pages_that_fit(
+          model, numerics, page_size=config.page_size, memory_bytes=PAGES_SHARE * free_bytes
+        ),
+      )
+    if num_pages <= per_context:
+      free = f"{free_bytes / 2**20:.0f} MiB"
+      raise ValueError(
+        f"EngineConfig.num_pages: got free memory of {free}, {PAGES_SHARE:.0%} of which holds"
+        f" {num_pages} pages, expected at least {per_context + 1} for one context of"
+        f" {config.max_context} positions; lower EngineConfig.max_context, free memory, or set"
+        " EngineConfig.num_pages."
+      )
+  max_sequences = config.max_sequences or max(1, min(most, (num_pages - 1) // per_context))
+  return dataclasses.replace(config, num_pages=num_pages, max_sequences=max_sequences)
