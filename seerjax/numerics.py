@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import importlib.metadata
 import json
 import os
 import pathlib
@@ -17,7 +18,6 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
-import jaxlib
 
 Implementation = Literal["tiled", "pallas", "untiled"]
 IMPLEMENTATIONS = ("tiled", "pallas", "untiled")
@@ -85,7 +85,7 @@ def fingerprint(numerics: NumericsConfig) -> dict[str, str]:
   values = {field: str(value) for field, value in dataclasses.asdict(numerics).items()}
   values["bits_version"] = str(BITS_VERSION)
   values["jax_version"] = jax.__version__
-  values["jaxlib_version"] = jaxlib.__version__
+  values["jaxlib_version"] = importlib.metadata.version("jaxlib")
   values["xla_flags"] = os.environ.get("XLA_FLAGS", "")
   values["device_kind"] = _device_kind()
   values["digest"] = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
