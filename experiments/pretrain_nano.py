@@ -126,7 +126,7 @@ def main(argv: list[str]) -> None:
     seed=args.seed,
   )
   directory = pathlib.Path(args.directory)
-  model, numerics = presets.nano(), numerics_for(LENGTHS[0])
+  model, numerics = presets.get(args.preset), numerics_for(LENGTHS[0])
   tokenizer = tokenizer_lib.load(pathlib.Path(transformer.__file__).parent / "nano")
   num_steps = config.num_tokens // config.tokens_per_batch
   schedule = optax.warmup_cosine_decay_schedule(
@@ -136,7 +136,7 @@ def main(argv: list[str]) -> None:
     optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.98, weight_decay=0.05)
   )
   if args.start:
-    params, _ = huggingface.load(pathlib.Path(args.start), numerics)
+    params, model = huggingface.load(pathlib.Path(args.start), numerics)
   else:
     params = transformer.init(jax.random.key(config.seed), model, numerics)
   opt_state, first = optimizer.init(params), 0
@@ -179,6 +179,7 @@ if __name__ == "__main__":
   flags.DEFINE_float("learning_rate", PretrainConfig.learning_rate, "Peak.")
   flags.DEFINE_float("brief_rate", PretrainConfig.brief_rate, "Share of answers without working.")
   flags.DEFINE_float("large_rate", PretrainConfig.large_rate, "Share of problems up to 99.")
+  flags.DEFINE_enum("preset", "nano", ["nano", "nano-gpu"], "Shape, if not that of --start.")
   flags.DEFINE_string("start", "", "A model directory to carry on from, with a new schedule.")
   flags.DEFINE_integer("seed", 0, "Weights and documents.")
   app.run(main)

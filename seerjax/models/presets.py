@@ -8,6 +8,7 @@ YaRN; those checkpoints say so in their own files.
 from __future__ import annotations
 
 from collections.abc import Mapping
+import dataclasses
 import types
 
 from seerjax.models import transformer
@@ -30,6 +31,20 @@ def nano() -> TransformerConfig:
     rotary=rotary.RotaryConfig(head_dim=16, base=10_000.0),
     is_tied=True,
     max_context=1024,
+  )
+
+
+def nano_gpu() -> TransformerConfig:
+  """Returns nano's larger sister (85 M parameters), for benchmarks; its weights are not shipped."""
+  return dataclasses.replace(
+    nano(),
+    hidden_size=768,
+    intermediate_size=2048,
+    num_layers=12,
+    num_heads=16,
+    num_kv_heads=8,
+    head_dim=64,
+    rotary=rotary.RotaryConfig(head_dim=64, base=10_000.0),
   )
 
 
@@ -116,6 +131,7 @@ def _llama3(
 CONFIGS: Mapping[str, TransformerConfig] = types.MappingProxyType(
   {
     "nano": nano(),
+    "nano-gpu": nano_gpu(),
     "qwen3-0.6b": _qwen3(1024, 3072, 28, 16, True),
     "qwen3-1.7b": _qwen3(2048, 6144, 28, 16, True),
     "qwen3-4b": _qwen3(2560, 9728, 36, 32, True),

@@ -40,8 +40,10 @@ def test_parameter_count_is_the_published_one(name):
   assert count(config, presets.REDUCTION_SHARDS[name]) == PARAMETERS[name]
 
 
-def test_every_preset_but_nano_has_a_published_count():
-  assert set(PARAMETERS) == set(presets.CONFIGS) - {"nano"}
+def test_every_preset_but_ours_has_a_published_count():
+  assert set(PARAMETERS) == set(presets.CONFIGS) - {"nano", "nano-gpu"}
+  assert count(presets.nano(), 8) == 1_132_064
+  assert 50e6 < count(presets.nano_gpu(), 8) < 100e6
 
 
 @pytest.mark.parametrize("name", presets.CONFIGS)
