@@ -158,7 +158,9 @@ def measure(numerics: numerics_lib.NumericsConfig) -> Finding:
     # The head without its sampling, whose sort and noise take longer to compile than all else.
     hidden, targets = rows
     logits = transformer.logits_rows(config, None, weights, hidden, one)
-    return logprobs.score_rows(logits, logits / jnp.float32(0.7), targets)
+    return logprobs.score_rows(
+      logits, logits / jnp.float32(0.7), targets, numerics.reduction_shards, one
+    )
 
   def run(params, pages, batch: TokenBatch):
     hidden, pages = transformer.forward(params, batch, pages, config=config, numerics=numerics)

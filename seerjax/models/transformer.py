@@ -31,6 +31,8 @@ Params = dict[str, Any]
 Pages = tuple[tuple[Array, Array], ...]  # Per layer: keys, values f[k, m, z, c].
 
 FAMILIES = ("qwen3", "qwen2", "llama")
+# Rows whose logits a gradient holds at once where a filter has to see them whole.
+FILTERED_ROWS = 16
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -370,23 +372,24 @@ def forward(
   return x, tuple(new_pages)
 
 
+def _vocabulary(x: Float[Array, "n d"], rows: Float[Array, "v d"]) -> Float[Array, "n v"]:
+  """Returns f32[n, v / r], the logits of one slab of the vocabulary."""
+  return lax.dot_general(
+    x,
+    rows,
+    (((1,), (1,)), ((), ())),
+    precision=lax.Precision.HIGHEST,
+    preferred_element_type=jnp.float32,
+  )
+
+
 def logits_rows(
   config: TransformerConfig, axis: str | None, weights: Params, hidden: Array, one: Array
 ) -> Float[Array, "n v"]:
   """Final norm and vocabulary product: f[n, d] -> f32[n, v]. For use on the rows of one tile."""
   normed = norms.rms_norm_rows(hidden, weights["final_norm"], config.norm_eps)
   slabs = weights["head"]  # f[r, v / r, d]
-
-  def slab(x: Array, rows: Array) -> Array:
-    return lax.dot_general(
-      x,
-      rows,
-      (((1,), (1,)), ((), ())),
-      precision=lax.Precision.HIGHEST,
-      preferred_element_type=jnp.float32,
-    )
-
-  parts = parallel.gather_slabs(tiles.map_slabs(slab, normed, slabs, one, axis), axis)
+  parts = parallel.gather_slabs(tiles.map_slabs(_vocabulary, normed, slabs, one, axis), axis)
   return jnp.swapaxes(parts, 0, 1).reshape(hidden.shape[0], -1)
 
 
@@ -440,18 +443,61 @@ def head(
     noise = sampling.noise_rows(key, seeds, positions, is_wanted, config.vocab_size)
     chosen = sampling.choose_rows(lax.stop_gradient(processed), noise)
     tokens = jnp.where(forced >= 0, forced, chosen)
-    return tokens, logprobs.score_rows(logits, processed, tokens)
+    return tokens, logprobs.score_rows(logits, processed, tokens, numerics.reduction_shards, one)
 
   def given(weights, rows, one):
     # What a gradient may reach: scores of given tokens. Drawing noise again would cost more than
     # the rest, at run time and at compile time.
     hidden, forced, sampling_rows, *_ = rows
-    logits = logits_rows(config, axis, weights, hidden, one)
-    processed = sampling.processed_rows(logits, sampling_rows)
-    return logprobs.score_rows(logits, processed, jnp.maximum(forced, 0))
+    return _given_scores(
+      config, axis, numerics.reduction_shards, weights,
+      (hidden, jnp.maximum(forced, 0), sampling_rows), one,
+    )  # fmt: skip
 
   rows = (hidden, forced, sampling_rows, seeds, positions, is_wanted)
   return tiles.map_rows(tile, weights, rows, num_rows, numerics, gradient_of=given)
+
+
+def _given_scores(
+  config: TransformerConfig,
+  axis: str | None,
+  num_slabs: int,
+  weights: Params,
+  rows: tuple[Array, Array, SamplingRows],
+  one: Array,
+) -> TokenScores:
+  """Scores given tokens for a gradient: few logits are held at a time.
+
+  Slab by slab of the vocabulary for many rows, or, where a filter has to see a row whole, few rows
+  at a time.
+  """
+
+  def by_slab(rows):
+    hidden, tokens, parameters = rows
+    normed = norms.rms_norm_rows(hidden, weights["final_norm"], config.norm_eps)
+    slabs = weights["head"]
+    local, width, _ = slabs.shape
+    start = 0 if axis is None else lax.axis_index(axis) * jnp.int32(local)
+
+    def logits_of(slab, first):
+      raw = _vocabulary(normed, slab)
+      return raw, sampling.scaled_rows(raw, parameters, first)
+
+    firsts = (start + jnp.arange(local, dtype=jnp.int32)) * jnp.int32(width)
+    return logprobs.score_by_slab(logits_of, slabs, firsts, width, tokens, axis)
+
+  def by_rows(rows):
+    @jax.checkpoint
+    def few(rows):
+      hidden, tokens, parameters = rows
+      logits = logits_rows(config, axis, weights, hidden, one)
+      processed = sampling.processed_rows(logits, parameters)
+      return logprobs.score_rows(logits, processed, tokens, num_slabs, one)
+
+    return tiles.in_chunks(few, rows, FILTERED_ROWS)
+
+  is_filtered = jnp.any(sampling.is_filtered(rows[2]))
+  return lax.cond(is_filtered, by_rows, by_slab, rows)
 
 
 class Transformer(nnx.Module):

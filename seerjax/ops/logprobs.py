@@ -2,28 +2,63 @@
 
   logprob = z[token] - logsumexp(z)        entropy = logsumexp(z) - sum(softmax(z) * z)
 
-One row's sums run over the vocabulary in one fixed order. The engine and the trainer reach this
-through the same tile program (`models.transformer.head`), so both see the same bits.
+The vocabulary is summed in slabs, as every dimension that a mesh may shard. A slab's partial is
+(m, l, s), relative to the slab's own maximum; partials are merged in the fixed tree:
+
+  m = max(z)   l = sum(exp(z - m))   s = sum(exp(z - m) * (z - m))
+  M = max(m)   L = sum(exp(m - M) * l)   S = sum(exp(m - M) * (s + (m - M) * l))
+  logsumexp = M + log(L)   entropy = log(L) - S / L
+
+The engine and the trainer reach this through the same tile program (`models.transformer.head`), so
+both see the same bits. A gradient takes `score_by_slab`, which holds one slab of logits at a time.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 from jax import lax
 import jax.numpy as jnp
 
-from seerjax import numerics as numerics_lib
+from seerjax import numerics as numerics_lib, parallel
 from seerjax.array_typing import Array, Float, Int
 from seerjax.ops import tiles
 from seerjax.types import TokenScores
 
 
-def log_normaliser_rows(logits: Float[Array, "n v"]) -> tuple[Array, Array]:
-  """Returns (logsumexp f32[n], softmax f32[n, v]) of each row."""
+class Partial(NamedTuple):
+  """What a row's softmax sums to over one slab of the vocabulary.
+
+  Attributes:
+    maximum: m, f32[n].
+    total: l, f32[n].
+    weighted: s, f32[n].
+  """
+
+  maximum: Array
+  total: Array
+  weighted: Array
+
+
+def partial_rows(logits: Float[Array, "n v"]) -> Partial:
+  """Returns the partial of one slab's logits f32[n, v / r]."""
   maximum = lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
-  weights = jnp.exp(logits - maximum)
-  total = jnp.sum(weights, axis=-1, keepdims=True)
-  return (jnp.log(total) + maximum)[:, 0], weights / total
+  below = logits - maximum
+  weights = jnp.exp(below)
+  return Partial(maximum[:, 0], jnp.sum(weights, axis=-1), jnp.sum(weights * below, axis=-1))
+
+
+def merge(partials: Partial) -> tuple[Float[Array, "n"], Float[Array, "n"]]:
+  """Merges the partials of all slabs, f32[r, n] each: (logsumexp f32[n], entropy f32[n])."""
+  maximum = jnp.max(partials.maximum, axis=0)
+  # A slab whose entries were all dropped is so far below that it weighs exactly zero.
+  below = partials.maximum - maximum[None]
+  factors = jnp.exp(below)
+  total = parallel.tree_sum(factors * partials.total)
+  weighted = parallel.tree_sum(factors * (partials.weighted + below * partials.total))
+  return jnp.log(total) + maximum, jnp.log(total) - weighted / total
 
 
 def take_rows(logits: Float[Array, "n v"], tokens: Int[Array, "n"]) -> Float[Array, "n"]:
@@ -32,8 +67,23 @@ def take_rows(logits: Float[Array, "n v"], tokens: Int[Array, "n"]) -> Float[Arr
   return picked[:, 0]
 
 
+def _partials_of(logits: Any, num_slabs: int, one: Array) -> Any:
+  """Maps `partial_rows` over slabs of whole rows: f32[n, v] leaves to partials f32[r, n]."""
+  width = jax.tree.leaves(logits)[0].shape[1] // num_slabs
+
+  def slab(logits: Any, index: Array) -> Any:
+    cut = lambda z: lax.dynamic_slice_in_dim(z, index * width, width, 1)
+    return jax.tree.map(lambda z: partial_rows(cut(z)), logits)
+
+  return tiles.map_slabs(slab, logits, jnp.arange(num_slabs, dtype=jnp.int32), one, None)
+
+
 def score_rows(
-  logits: Float[Array, "n v"], processed: Float[Array, "n v"], tokens: Int[Array, "n"]
+  logits: Float[Array, "n v"],
+  processed: Float[Array, "n v"],
+  tokens: Int[Array, "n"],
+  num_slabs: int,
+  one: Array,
 ) -> TokenScores:
   """Scores tokens under both distributions. For use on the rows of one tile.
 
@@ -41,13 +91,58 @@ def score_rows(
     logits: f32[n, v], raw.
     processed: f32[n, v], after bias, temperature and filters; dropped entries are far below.
     tokens: i32[n].
+    num_slabs: r, divides v.
+    one: `tiles.traced_one`.
   """
-  raw_normaliser, _ = log_normaliser_rows(logits)
-  normaliser, probabilities = log_normaliser_rows(processed)
+  raw_partials, partials = _partials_of((logits, processed), num_slabs, one)
+  normaliser, entropy = merge(partials)
   return TokenScores(
     logprob=take_rows(processed, tokens) - normaliser,
-    raw_logprob=take_rows(logits, tokens) - raw_normaliser,
-    entropy=normaliser - jnp.sum(probabilities * processed, axis=-1),
+    raw_logprob=take_rows(logits, tokens) - merge(raw_partials)[0],
+    entropy=entropy,
+  )
+
+
+def score_by_slab(
+  logits_of: Callable[[Any, Array], tuple[Array, Array]],
+  slabs: Any,
+  firsts: Int[Array, "r"],
+  width: int,
+  tokens: Int[Array, "n"],
+  axis: str | None,
+) -> TokenScores:
+  """Scores tokens without ever holding a whole row of logits, neither forward nor backward.
+
+  Its values are `score_rows`' up to rounding: it is what a gradient is taken of, one slab's logits
+  being computed again for it.
+
+  Args:
+    logits_of: `(slab, first) -> (raw, processed)`, f32[n, v / r] each, differentiable.
+    slabs: pytree of `[r, ...]`, the local slabs.
+    firsts: i32[r], first token id of each.
+    width: v / r.
+    tokens: i32[n].
+    axis: mesh axis of the slabs, None on one device.
+  """
+
+  def slab(_, inputs):
+    first = inputs[1]
+    raw, processed = logits_of(*inputs)
+    column = tokens - first
+    is_here = (column >= 0) & (column < width)
+    column = jnp.clip(column, 0, width - 1)
+    picked = [jnp.where(is_here, take_rows(z, column), jnp.float32(0)) for z in (raw, processed)]
+    return None, (partial_rows(raw), partial_rows(processed), *picked)
+
+  _, found = lax.scan(jax.checkpoint(slab), None, (slabs, firsts))
+  raw, processed, raw_picked, picked = jax.tree.map(
+    lambda leaf: parallel.gather_slabs(leaf, axis), found
+  )
+  normaliser, entropy = merge(processed)
+  return TokenScores(
+    logprob=parallel.tree_sum(picked) - normaliser,
+    raw_logprob=parallel.tree_sum(raw_picked) - merge(raw)[0],
+    entropy=entropy,
   )
 
 
@@ -57,11 +152,21 @@ def token_logprobs(
   *,
   numerics: numerics_lib.NumericsConfig,
 ) -> Float[Array, "n"]:
-  """Returns f32[n], log softmax(logits)[token]; a row's bits depend on that row alone."""
+  """Returns f32[n], log softmax(logits)[token]; a row's bits depend on that row alone.
 
-  def rows(_, inputs, __):
+  Raises:
+    ValueError: if `numerics.reduction_shards` does not divide the vocabulary.
+  """
+  num_slabs = numerics.reduction_shards
+  if logits.shape[1] % num_slabs:
+    raise ValueError(
+      f"token_logprobs: got a vocabulary of {logits.shape[1]}, expected a multiple of"
+      f" NumericsConfig.reduction_shards={num_slabs}; pad the logits with -1e30 or lower it."
+    )
+
+  def rows(_, inputs, one):
     logits, tokens = inputs
-    return take_rows(logits, tokens) - log_normaliser_rows(logits)[0]
+    return take_rows(logits, tokens) - merge(_partials_of(logits, num_slabs, one))[0]
 
   return tiles.map_rows(rows, (), (logits, tokens), jnp.int32(tokens.shape[0]), numerics)
 

@@ -58,14 +58,16 @@ def sampling_rows(params: Sequence[SamplingParams]) -> SamplingRows:
   return SamplingRows(**fields)
 
 
-def _is_filtered(sampling: SamplingRows) -> Array:
+def is_filtered(sampling: SamplingRows) -> Array:
+  """Returns bool[n]: whether a row drops any entry; its scores then need the row whole."""
   return (sampling.top_k > 0) | (sampling.top_p < 1.0) | (sampling.min_p > 0.0)
 
 
-def _biased_rows(logits: Array, sampling: SamplingRows) -> Array:
+def _biased_rows(logits: Array, sampling: SamplingRows, first: Array) -> Array:
   rows = jnp.arange(logits.shape[0], dtype=jnp.int32)[:, None]
-  # An unused entry aims past the vocabulary, where a scatter drops it.
-  ids = jnp.where(sampling.bias_ids >= 0, sampling.bias_ids, logits.shape[1])
+  ids = sampling.bias_ids - first
+  # An unused entry, or one of another slab, aims past the end, where a scatter drops it.
+  ids = jnp.where((sampling.bias_ids >= 0) & (ids >= 0), ids, logits.shape[1])
   return logits.at[rows, ids].add(sampling.bias_values, mode="drop")
 
 
@@ -84,23 +86,36 @@ def _kept_rows(scaled: Array, sampling: SamplingRows) -> Array:
   lowest_p = jnp.take_along_axis(ordered, jnp.maximum(count - 1, 0)[:, None], axis=1)
   lowest_min_p = ordered[:, :1] + jnp.log(sampling.min_p)[:, None]  # log 0 keeps all.
   lowest = jnp.maximum(jnp.maximum(lowest_k, lowest_p), lowest_min_p)
-  return (scaled >= lowest) | ~_is_filtered(sampling)[:, None]
+  return (scaled >= lowest) | ~is_filtered(sampling)[:, None]
+
+
+def scaled_rows(
+  logits: Float[Array, "n v"], sampling: SamplingRows, first: Array
+) -> Float[Array, "n v"]:
+  """Returns biased and tempered logits, of a whole row or of a slab that begins at id `first`.
+
+  Rows at temperature 0 are left at temperature 1: their token is the argmax and their
+  log-probability is that of the biased softmax.
+  """
+  biased = lax.cond(
+    jnp.any(sampling.bias_ids >= 0),
+    _biased_rows,
+    lambda logits, *_: logits,
+    logits, sampling, first,
+  )  # fmt: skip
+  temperature = jnp.where(sampling.temperature > 0, sampling.temperature, jnp.float32(1))
+  return biased / temperature[:, None]
 
 
 def processed_rows(logits: Float[Array, "n v"], sampling: SamplingRows) -> Float[Array, "n v"]:
   """Returns z: biased, tempered, `DROPPED` outside the filters. For use on the rows of one tile.
 
-  Rows at temperature 0 are left at temperature 1: their token is the argmax and their
-  log-probability is that of the biased softmax. The rare paths stand behind `cond`s, so a row's
-  common path has one program, whoever shares its tile.
+  The rare paths stand behind `cond`s, so a row's common path has one program, whoever shares its
+  tile.
   """
-  biased = lax.cond(
-    jnp.any(sampling.bias_ids >= 0), _biased_rows, lambda logits, _: logits, logits, sampling
-  )
-  temperature = jnp.where(sampling.temperature > 0, sampling.temperature, jnp.float32(1))
-  scaled = biased / temperature[:, None]
+  scaled = scaled_rows(logits, sampling, jnp.int32(0))
   kept = lax.cond(
-    jnp.any(_is_filtered(sampling)),
+    jnp.any(is_filtered(sampling)),
     _kept_rows,
     lambda scaled, _: jnp.ones(scaled.shape, bool),
     lax.stop_gradient(scaled),

@@ -206,6 +206,62 @@ SAMPLING = [
 ]
 
 
+@pytest.mark.parametrize("is_filtered", [False, True])
+@pytest.mark.parametrize("count", [5, 35])
+def test_gradients_of_scores_are_the_definitions(count, is_filtered):
+  """Of given tokens, biased, at several temperatures, and with filters on some rows."""
+  params = params_of(QWEN3, NUMERICS)
+  rng = np.random.default_rng(count)
+  hidden = jnp.asarray(rng.standard_normal((count, QWEN3.hidden_size)), jnp.float32)
+  parameters = [
+    SamplingParams(
+      temperature=(1.0, 0.7, 0.0)[row % 3],
+      top_k=3 if is_filtered and row % 2 else 0,
+      logit_bias=((row, 1.5),) if row % 4 == 1 else (),
+    )
+    for row in range(count)
+  ]
+  rows = jax.tree.map(jnp.asarray, sampling.sampling_rows(parameters))
+  table = params["head"] if "head" in params else params["embed"]
+
+  def logits_of(hidden, table):
+    normed = norms.rms_norm_reference(hidden, params["final_norm"], eps=QWEN3.norm_eps)
+    return jnp.matmul(normed, table.reshape(-1, QWEN3.hidden_size).T, precision="highest")
+
+  def definition(hidden, table):
+    logits = logits_of(hidden, table)
+    processed = sampling.processed_rows(logits, rows)
+    logp, raw = jax.nn.log_softmax(processed), jax.nn.log_softmax(logits)
+    picked = jnp.arange(count), tokens
+    entropy = -jnp.sum(jnp.exp(logp) * jnp.where(processed > sampling.DROPPED, logp, 0.0), axis=1)
+    return logp[picked], raw[picked], entropy
+
+  # Tokens that no filter drops.
+  tokens = jnp.argmax(sampling.processed_rows(logits_of(hidden, table), rows), axis=1)
+  tokens = tokens.astype(jnp.int32)
+  seeds, positions = jnp.zeros(count, jnp.uint32), jnp.arange(count, dtype=jnp.int32)
+
+  def ours(hidden, table):
+    name = "head" if "head" in params else "embed"
+    _, scores = transformer.head(
+      {**params, name: table}, hidden, tokens, rows, seeds, positions, jnp.int32(count),
+      jax.random.key(0), config=QWEN3, numerics=NUMERICS,
+    )  # fmt: skip
+    return scores.logprob, scores.raw_logprob, scores.entropy
+
+  def total(hidden, table, function):
+    parts = function(hidden, table)
+    return sum(weight * jnp.sum(part) for weight, part in zip((1, 2, 3), parts, strict=True))
+
+  gradient = jax.jit(jax.value_and_grad(total, argnums=(0, 1)), static_argnums=2)
+  found, slopes = gradient(hidden, table, ours)
+  expected, expected_slopes = gradient(hidden, table, definition)
+  np.testing.assert_allclose(found, expected, rtol=1e-4)
+  for one, other in zip(slopes, expected_slopes, strict=True):
+    np.testing.assert_allclose(one, other, rtol=1e-3, atol=1e-4)
+
+
+
 def scored_forward(params, pages, batch, rows, *, config, numerics, axis=None):
   """Hidden rows and pages of the forward, tokens and scores of the head."""
   hidden, pages = transformer.forward(

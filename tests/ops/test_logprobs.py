@@ -10,10 +10,11 @@ import pytest
 from seerjax import numerics as numerics_lib
 from seerjax.ops import logprobs, sampling, tiles
 
-NUMERICS = numerics_lib.NumericsConfig(row_tile=4)
+NUMERICS = numerics_lib.NumericsConfig(row_tile=4, reduction_shards=4)
+ONE = jnp.int32(1)
 
 
-def arguments(count, vocabulary=37, seed=0):
+def arguments(count, vocabulary=44, seed=0):
   rng = np.random.default_rng(seed)
   logits = jnp.asarray(4 * rng.standard_normal((count, vocabulary)), jnp.float32)
   return logits, jnp.asarray(rng.integers(0, vocabulary, count), jnp.int32)
@@ -44,27 +45,92 @@ def test_logprobs_and_gradients_are_the_definitions(count):
     np.testing.assert_array_equal(whole(logits[row : row + 1], tokens[row : row + 1]), found[row])
 
 
-def test_scores_by_hand():
-  logits = jnp.log(jnp.asarray([[1.0, 2.0, 5.0], [4.0, 4.0, 8.0]]))
-  # The second row keeps its last two tokens, at probabilities 1/3 and 2/3.
-  processed = logits.at[1, 0].set(sampling.DROPPED)
-  scores = logprobs.score_rows(logits, processed, jnp.asarray([1, 2], jnp.int32))
-  np.testing.assert_allclose(scores.logprob, np.log([2 / 8, 2 / 3]), rtol=1e-6)
-  np.testing.assert_allclose(scores.raw_logprob, np.log([2 / 8, 8 / 16]), rtol=1e-6)
-  first = -(1 / 8 * np.log(1 / 8) + 2 / 8 * np.log(2 / 8) + 5 / 8 * np.log(5 / 8))
-  second = -(1 / 3 * np.log(1 / 3) + 2 / 3 * np.log(2 / 3))
+@pytest.mark.parametrize("num_slabs", [1, 2, 4])
+def test_scores_by_hand(num_slabs):
+  logits = jnp.log(jnp.asarray([[1.0, 2.0, 4.0, 1.0], [4.0, 4.0, 7.0, 1.0]]))
+  # The second row keeps its second half, at probabilities 7/8 and 1/8: a slab is dropped whole.
+  processed = logits.at[1, :2].set(sampling.DROPPED)
+  tokens = jnp.asarray([1, 2], jnp.int32)
+  scores = logprobs.score_rows(logits, processed, tokens, num_slabs, ONE)
+  np.testing.assert_allclose(scores.logprob, np.log([2 / 8, 7 / 8]), rtol=1e-6)
+  np.testing.assert_allclose(scores.raw_logprob, np.log([2 / 8, 7 / 16]), rtol=1e-6)
+  first = -(2 / 8 * np.log(1 / 8) + 2 / 8 * np.log(2 / 8) + 4 / 8 * np.log(4 / 8))
+  second = -(7 / 8 * np.log(7 / 8) + 1 / 8 * np.log(1 / 8))
   np.testing.assert_allclose(scores.entropy, [first, second], rtol=1e-6)
 
 
-def test_a_single_token_left_is_certain():
+def test_a_partial_is_relative_to_its_own_slab():
+  logits = jnp.log(jnp.asarray([[1.0, 2.0, 4.0, 1.0]]))
+  left, right = logprobs.partial_rows(logits[:, :2]), logprobs.partial_rows(logits[:, 2:])
+  np.testing.assert_allclose(left, np.array([[np.log(2)], [1.5], [-np.log(2) / 2]]), rtol=1e-6)
+  np.testing.assert_allclose(right, np.array([[np.log(4)], [1.25], [-np.log(4) / 4]]), rtol=1e-6)
+
+
+@pytest.mark.parametrize("num_slabs", [1, 4])
+def test_a_single_token_left_is_certain(num_slabs):
   logits, _ = arguments(1)
   processed = jnp.full_like(logits, sampling.DROPPED).at[0, 5].set(logits[0, 5])
-  scores = logprobs.score_rows(logits, processed, jnp.asarray([5], jnp.int32))
+  tokens = jnp.asarray([5], jnp.int32)
+  scores = logprobs.score_rows(logits, processed, tokens, num_slabs, ONE)
   assert float(scores.logprob[0]) == 0.0 and float(scores.entropy[0]) == 0.0
 
 
+@pytest.mark.parametrize("num_slabs", [1, 4])
+def test_scores_by_slab_are_the_scores_and_so_are_their_gradients(num_slabs):
+  rng = np.random.default_rng(2)
+  hidden = jnp.asarray(rng.standard_normal((7, 6)), jnp.float32)
+  table = jnp.asarray(rng.standard_normal((num_slabs, 44 // num_slabs, 6)), jnp.float32)
+  tokens = jnp.asarray(rng.integers(0, 44, 7), jnp.int32)
+
+  def by_slab(hidden, table):
+    def logits_of(slab, first):
+      del first
+      raw = hidden @ slab.T
+      return raw, raw / 0.7
+
+    width = 44 // num_slabs
+    firsts = jnp.arange(num_slabs, dtype=jnp.int32) * width
+    return logprobs.score_by_slab(logits_of, table, firsts, width, tokens, None)
+
+  def by_rows(hidden, table):
+    logits = hidden @ table.reshape(44, 6).T
+    return logprobs.score_rows(logits, logits / 0.7, tokens, num_slabs, ONE)
+
+  def total(hidden, table, function):
+    scores = function(hidden, table)
+    return jnp.sum(scores.logprob + 2 * scores.raw_logprob + 3 * scores.entropy)
+
+  for found, expected in zip(by_slab(hidden, table), by_rows(hidden, table), strict=True):
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+  found, expected = (
+    jax.grad(total, argnums=(0, 1))(hidden, table, function) for function in (by_slab, by_rows)
+  )
+  for one, other in zip(found, expected, strict=True):
+    np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_no_gradient_holds_a_row_of_logits():
+  """Bytes that a compiled gradient works in: less than one array of rows by vocabulary."""
+  count, vocabulary, width = 64, 8192, 1024
+  hidden, table = jnp.zeros((count, 8)), jnp.zeros((vocabulary // width, width, 8))
+  tokens = jnp.zeros(count, jnp.int32)
+
+  def loss(hidden, table):
+    def logits_of(slab, first):
+      del first
+      raw = hidden @ slab.T
+      return raw, raw / 0.7
+
+    firsts = jnp.arange(vocabulary // width, dtype=jnp.int32) * width
+    scores = logprobs.score_by_slab(logits_of, table, firsts, width, tokens, None)
+    return jnp.sum(scores.logprob + scores.entropy)
+
+  compiled = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(hidden, table).compile()
+  assert compiled.memory_analysis().temp_size_in_bytes < count * vocabulary * 4
+
+
 def test_large_logits_stay_finite():
-  logits = jnp.asarray([[1e4, -1e4, 0.0], [-1e4, -1e4, -1e4]], jnp.float32)
+  logits = jnp.asarray([[1e4, -1e4, 0.0, -1e9], [-1e4, -1e4, -1e4, -1e9]], jnp.float32)
   tokens = jnp.asarray([0, 2], jnp.int32)
   found = logprobs.token_logprobs(logits, tokens, numerics=NUMERICS)
   np.testing.assert_allclose(found, [0.0, -np.log(3)], rtol=1e-3, atol=1e-6)
@@ -74,8 +140,8 @@ def test_entropy_and_logprob_gradients_are_those_of_softmax():
   logits, tokens = arguments(6)
 
   def ours(logits):
-    def rows(_, inputs, __):
-      return logprobs.score_rows(inputs[0], inputs[0] / 0.7, inputs[1])
+    def rows(_, inputs, one):
+      return logprobs.score_rows(inputs[0], inputs[0] / 0.7, inputs[1], 4, one)
 
     scores = tiles.map_rows(rows, (), (logits, tokens), jnp.int32(6), NUMERICS)
     return jnp.sum(scores.entropy) + 2 * jnp.sum(scores.logprob) + 3 * jnp.sum(scores.raw_logprob)
@@ -90,3 +156,9 @@ def test_entropy_and_logprob_gradients_are_those_of_softmax():
   np.testing.assert_allclose(
     jax.grad(ours)(logits), jax.grad(reference)(logits), rtol=1e-4, atol=1e-5
   )
+
+
+def test_a_vocabulary_that_slabs_do_not_divide_is_refused():
+  logits, tokens = arguments(3, vocabulary=43)
+  with pytest.raises(ValueError, match="got a vocabulary of 43, expected a multiple of .*=4; pad"):
+    logprobs.token_logprobs(logits, tokens, numerics=NUMERICS)

@@ -113,6 +113,18 @@ def test_a_kept_logit_is_biased_and_tempered_and_a_dropped_one_is_defined():
   assert float(z[2]) == np.float32(sampling.DROPPED)
 
 
+def test_a_slab_is_biased_and_tempered_as_its_part_of_the_row():
+  logits = logits_of(2)
+  rows = sampling.sampling_rows(
+    [SamplingParams(temperature=0.5, logit_bias=((0, 2.0), (9, -1.0), (12, 1.0))), PLAIN]
+  )
+  whole = sampling.scaled_rows(logits, rows, jnp.int32(0))
+  np.testing.assert_array_equal(whole, process(logits, rows))
+  for first, last in ((0, 9), (9, 13), (13, VOCABULARY)):
+    part = sampling.scaled_rows(logits[:, first:last], rows, jnp.int32(first))
+    np.testing.assert_array_equal(part, whole[:, first:last])
+
+
 def test_greedy_takes_the_highest_biased_logit():
   logits = logits_of(5)
   plain = sampling.sampling_rows([SamplingParams(temperature=0)] * 5)

@@ -123,9 +123,9 @@ def network(x, scale, w, tokens, num_rows, numerics):
     )
     x = tiles.map_rows(lambda w, x, _: jnp.tanh(linear.dot(x, w)) + x, w, x, num_rows, numerics)
 
-  def score(_, rows, __):
+  def score(_, rows, one):
     logits, tokens = rows
-    return logprobs.take_rows(logits, tokens) - logprobs.log_normaliser_rows(logits)[0]
+    return logprobs.score_rows(logits, logits, tokens, 1, one).logprob
 
   return x, tiles.map_rows(score, (), (x * 3, tokens), num_rows, numerics)
 
