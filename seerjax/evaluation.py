@@ -37,6 +37,11 @@ class EvaluationConfig:
         f"EvaluationConfig: got num_problems={self.num_problems}, every={self.every}, expected at"
         " least 1 and 0; 1024 and 0 (before and after alone) are usual."
       )
+    if not 0.0 <= self.temperature < float("inf"):
+      raise ValueError(
+        f"EvaluationConfig.temperature: got {self.temperature}, expected 0 <= temperature < inf; 0"
+        " is greedy, 1 samples as it is trained."
+      )
 
 
 def evaluate(
@@ -61,12 +66,16 @@ def evaluate(
   Returns:
     accuracy, standard_error, well_formed (an answer could be read), ended (by itself),
     accuracy_well_formed (correct among well-formed), length (mean tokens).
+
+  Raises:
+    ValueError: if the task has no held-out problem.
   """
-  count = min(config.num_problems, task.num_problems("heldout"))
+  num_problems = rollout_lib.num_problems(task, "heldout")
+  count = min(config.num_problems, num_problems)
   one = rollout_lib.RolloutConfig(temperature=config.temperature, max_tokens=max_tokens)
   problems, requests = {}, []
   for place in range(count):
-    index = rollout_lib.problem_index(place, task.num_problems("heldout"), seed)
+    index = rollout_lib.problem_index(place, num_problems, seed)
     problem = task.problem("heldout", index)
     request = rollout_lib.group_requests(
       problem, group=place, step=-1, config=one, tokenizer=tokenizer, seed=seed

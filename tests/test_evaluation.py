@@ -21,8 +21,11 @@ class Letters:
 
   name = "letters"
 
+  def __init__(self, num_heldout: int = 4):
+    self.num_heldout = num_heldout
+
   def num_problems(self, split: str) -> int:
-    return {"train": 0, "heldout": 4}[split]
+    return {"train": 0, "heldout": self.num_heldout}[split]
 
   def problem(self, split: str, index: int) -> Problem:
     assert split == "heldout"
@@ -32,7 +35,7 @@ class Letters:
     return Verdict(reward=0.0, correct="a" in text, well_formed=len(text) % 2 == 0)
 
 
-def evaluate(seen=None, *, is_reversed=False, seed=0, **changes):
+def evaluate(seen=None, *, is_reversed=False, seed=0, num_heldout=4, **changes):
   def generate(requests):
     if seen is not None:
       seen.extend(requests)
@@ -53,7 +56,7 @@ def evaluate(seen=None, *, is_reversed=False, seed=0, **changes):
   return evaluation.evaluate(
     evaluation.EvaluationConfig(**changes),
     generate=generate,
-    task=Letters(),
+    task=Letters(num_heldout),
     tokenizer=TOKENIZER,
     max_tokens=6,
     seed=seed,
@@ -104,3 +107,14 @@ def test_the_line_for_people_says_every_number():
 def test_a_config_that_cannot_be_is_refused(changes):
   with pytest.raises(ValueError, match=r"EvaluationConfig: got num_problems=\d+, every=-?\d, expe"):
     evaluation.EvaluationConfig(**changes)
+
+
+@pytest.mark.parametrize("temperature", [-1.0, float("inf"), float("nan")])
+def test_a_temperature_that_cannot_be_is_refused(temperature):
+  with pytest.raises(ValueError, match=r"EvaluationConfig.temperature: got .*, expected 0 <= temp"):
+    evaluation.EvaluationConfig(temperature=temperature)
+
+
+def test_a_task_with_nothing_to_measure_on_is_refused():
+  with pytest.raises(ValueError, match=r"letters: got 0 problems in split 'heldout', expected at"):
+    evaluate(num_heldout=0)

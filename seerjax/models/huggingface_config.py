@@ -9,11 +9,10 @@ is never run as another one than its file describes.
 from __future__ import annotations
 
 from collections.abc import Mapping
-import json
 import pathlib
 from typing import Any
 
-from seerjax.models import transformer
+from seerjax.models import tokenizer as tokenizer_lib, transformer
 from seerjax.ops import rotary
 
 ARCHITECTURES = {
@@ -140,20 +139,12 @@ def read_object(path: pathlib.Path) -> dict[str, Any]:
     ValueError: if it is no JSON, or no object.
   """
   try:
-    value = json.loads(path.read_bytes().decode("utf-8"))
+    content = path.read_bytes()
   except FileNotFoundError as error:
     raise FileNotFoundError(
       f"{path}: got no such file, expected a Hugging Face model directory; check the path."
     ) from error
-  except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-    raise ValueError(
-      f"{path}: got text that is not JSON ({error}), expected an object; download it again."
-    ) from error
-  if not isinstance(value, dict):
-    raise ValueError(
-      f"{path}: got a JSON {type(value).__name__}, expected an object; download it again."
-    )
-  return value
+  return tokenizer_lib.json_object(path, content)
 
 
 def _family(fields: _Fields) -> str:
@@ -245,10 +236,8 @@ def _scaled_rotary(
     if allowed is not None and not any(value is a or value == a for a in allowed):
       raise rope.refuse(field, f"{allowed[-1]}", "this release does not compute it")
   base = rope.number("rope_theta", fields.number("rope_theta", 10_000.0))
-  if "rope_theta" in fields.values and base != fields.number("rope_theta"):
-    raise rope.refuse(
-      "rope_theta", f"the {fields.number('rope_theta')} of rope_theta", "remove one of the two"
-    )
+  if base != (outer := fields.number("rope_theta", base)):
+    raise rope.refuse("rope_theta", f"the {outer} of rope_theta", "remove one of the two")
   if scaling == "none":
     return rotary.RotaryConfig(head_dim=head_dim, base=base)
   factor = rope.number("factor")

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 import dataclasses
 import datetime
+import functools
 import json
 import os
 import pathlib
@@ -172,13 +173,11 @@ class Tokenizer:
     def strftime_now(form: str) -> str:
       return (moment or datetime.datetime.now()).strftime(form)
 
-    environment = _environment()
-    environment.globals["strftime_now"] = strftime_now
     try:
-      return environment.from_string(self.chat_template).render(
+      return _compiled(self.chat_template).render(
         messages=messages,
         add_generation_prompt=add_generation_prompt,
-        **{**self.special_tokens, **variables},
+        **{"strftime_now": strftime_now, **self.special_tokens, **variables},
       )
     except jinja2.exceptions.SecurityError as error:
       raise ValueError(
@@ -229,13 +228,17 @@ def load(directory: str | os.PathLike[str]) -> Tokenizer:
   # A file may ask for truncation or padding, which would change prompts in silence.
   backend.no_truncation()
   backend.no_padding()
-  config = _read_json(directory, files, "tokenizer_config.json")
+
+  def read(name: str) -> dict[str, Any]:
+    return json_object(directory / name, files[name]) if name in files else {}
+
+  config = read("tokenizer_config.json")
   special_tokens = _special_tokens(config)
   if "chat_template.jinja" in files:
     chat_template = _text(directory / "chat_template.jinja", files["chat_template.jinja"])
   else:
     chat_template = _configured_template(directory, config)
-  generation = _read_json(directory, files, "generation_config.json")
+  generation = read("generation_config.json")
   return Tokenizer(
     backend=backend,
     chat_template=chat_template,
@@ -243,6 +246,25 @@ def load(directory: str | os.PathLike[str]) -> Tokenizer:
     eos_ids=_eos_ids(directory, backend, special_tokens, generation),
     files=files,
   )
+
+
+def json_object(path: pathlib.Path, content: bytes) -> dict[str, Any]:
+  """Returns the JSON object that one of a model directory's files holds.
+
+  Raises:
+    ValueError: naming the file if it is no UTF-8, no JSON, or no object.
+  """
+  try:
+    value = json.loads(_text(path, content))
+  except (json.JSONDecodeError, RecursionError) as error:
+    raise ValueError(
+      f"{path}: got text that is not JSON ({error}), expected an object; download it again."
+    ) from error
+  if not isinstance(value, dict):
+    raise ValueError(
+      f"{path}: got a JSON {type(value).__name__}, expected an object; download it again."
+    )
+  return value
 
 
 def _text(path: pathlib.Path, content: bytes) -> str:
@@ -253,25 +275,6 @@ def _text(path: pathlib.Path, content: bytes) -> str:
       f"{path}: got bytes that are no UTF-8 at offset {error.start}, expected text; download it"
       " again."
     ) from error
-
-
-def _read_json(directory: pathlib.Path, files: Mapping[str, bytes], name: str) -> dict[str, Any]:
-  """Returns the JSON object in a file, {} if there is no such file."""
-  if name not in files:
-    return {}
-  try:
-    value = json.loads(_text(directory / name, files[name]))
-  except (json.JSONDecodeError, RecursionError) as error:
-    raise ValueError(
-      f"{directory / name}: got text that is not JSON ({error}), expected an object; download it"
-      " again."
-    ) from error
-  if not isinstance(value, dict):
-    raise ValueError(
-      f"{directory / name}: got a JSON {type(value).__name__}, expected an object; download it"
-      " again."
-    )
-  return value
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
@@ -370,7 +373,9 @@ class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
     )
 
 
-def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
+@functools.lru_cache(maxsize=16)
+def _compiled(chat_template: str) -> jinja2.Template:
+  """Returns the template's program, made once: that takes longer than a prompt does with it."""
   # Block trimming and these names are what templates written for Hugging Face count on.
   environment = _Sandbox(
     trim_blocks=True,
@@ -379,4 +384,4 @@ def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
   )
   environment.filters["tojson"] = _to_json
   environment.globals["raise_exception"] = _raise_exception
-  return environment
+  return environment.from_string(chat_template)

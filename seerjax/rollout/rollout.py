@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 import dataclasses
 import hashlib
 import math
+import numbers
 
 from seerjax.models import tokenizer as tokenizer_lib
 from seerjax.types import (
@@ -52,6 +53,7 @@ class RolloutConfig:
         f"RolloutConfig: got groups_per_step={self.groups_per_step}, group_size={self.group_size},"
         " expected at least 1 and 2 (a group's advantages compare its members); 32 and 8 are usual."
       )
+    self.sampling(())  # Refuses, field by field, what no request may ask for.
 
   def sampling(self, stop_token_ids: Sequence[int]) -> SamplingParams:
     """Returns the parameters of every request."""
@@ -75,7 +77,15 @@ def problem_index(position: int, num_problems: int, seed: int) -> int:
   """Returns which problem stands at a place of the endless order of a seed.
 
   Every problem comes once before any comes twice: a walk with a stride coprime to the count.
+
+  Raises:
+    ValueError: if there is no problem.
   """
+  if num_problems < 1:
+    raise ValueError(
+      f"problem_index: got num_problems={num_problems}, expected at least 1; a task needs a problem"
+      " in each split that is asked."
+    )
   offset = request_seed(seed, 0) % num_problems
   stride = request_seed(seed, 1) % num_problems or 1
   while math.gcd(stride, num_problems) != 1:
@@ -113,12 +123,73 @@ def group_requests(
   ]
 
 
+def num_problems(task: Task, split: str) -> int:
+  """Returns how many problems a split has.
+
+  Raises:
+    ValueError: if it has none.
+  """
+  count = task.num_problems(split)
+  if count < 1:
+    raise ValueError(
+      f"{task.name}: got {count} problems in split {split!r}, expected at least 1; give it some, or"
+      " choose another task."
+    )
+  return count
+
+
+def check_prompts(
+  task: Task,
+  split: str,
+  count: int,
+  *,
+  tokenizer: tokenizer_lib.Tokenizer,
+  max_tokens: int,
+  context: int,
+  context_name: str,
+  seed: int,
+) -> None:
+  """Refuses a task whose prompts leave no room for an answer, before anything is computed.
+
+  Args:
+    task: poses.
+    split: "train" or "heldout".
+    count: how many places of the seed's order are asked; equal problems are read once.
+    tokenizer: of the policy.
+    max_tokens: most generated tokens.
+    context: most tokens of prompt and answer together.
+    context_name: which setting says so.
+    seed: of the run.
+
+  Raises:
+    ValueError: if the split is empty, or naming its longest prompt.
+  """
+  total = num_problems(task, split)
+  indices = [problem_index(place, total, seed) for place in range(min(count, total))]
+  problems = [task.problem(split, index) for index in indices]
+  lengths = [len(prompt_tokens(problem, tokenizer)) for problem in problems]
+  longest = max(lengths, default=0)
+  if longest + max_tokens > context:
+    name = problems[lengths.index(longest)].problem_id
+    raise ValueError(
+      f"{task.name}: got a prompt of {longest} tokens (problem {name!r} of split {split!r}) and"
+      f" max_tokens {max_tokens}, expected a sum of at most {context} ({context_name}); raise that,"
+      " or lower RolloutConfig.max_tokens."
+    )
+
+
 def judge(task: Task, problem: Problem, text: str) -> Verdict:
   """Returns the task's verdict.
 
   Raises:
-    ValueError: if the task raises, or rewards with anything but a finite number; names the problem.
+    ValueError: if the text is none, or the task raises, gives no `Verdict`, or rewards with
+      anything but a finite number; names the problem.
   """
+  if not isinstance(text, str):
+    raise ValueError(
+      f"{task.name}: got a text of type {type(text).__name__} for problem {problem.problem_id!r},"
+      " expected a string; pass Completion.text."
+    )
   try:
     verdict = task.verdict(problem, text)
   except Exception as error:
@@ -127,9 +198,15 @@ def judge(task: Task, problem: Problem, text: str) -> Verdict:
       f" {problem.problem_id!r}, text {text[:80]!r}, expected a Verdict on any text; mend the task"
       " and resume: what was judged before is kept."
     ) from error
-  if not math.isfinite(verdict.reward):
+  if not isinstance(verdict, Verdict):
     raise ValueError(
-      f"{task.name}: got reward {verdict.reward} for problem {problem.problem_id!r}, text"
+      f"{task.name}: got {verdict!r} ({type(verdict).__name__}) for problem {problem.problem_id!r},"
+      f" text {text[:80]!r}, expected a Verdict; mend the task and resume: what was judged before"
+      " is kept."
+    )
+  if not isinstance(verdict.reward, numbers.Real) or not math.isfinite(verdict.reward):
+    raise ValueError(
+      f"{task.name}: got reward {verdict.reward!r} for problem {problem.problem_id!r}, text"
       f" {text[:80]!r}, expected a finite number (one NaN would reach every weight); mend the task"
       " and resume: what was judged before is kept."
     )

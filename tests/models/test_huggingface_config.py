@@ -58,6 +58,18 @@ def test_old_and_new_spellings_mean_the_same(path):
     assert huggingface_config.read(path).rotary == expected
 
 
+def test_a_base_may_be_given_in_either_place_or_alike_in_both(path):
+  rope = dict(rope_type="default", rope_theta=7.0)
+  for outer in (..., None, 7):
+    edit_config(path, rope_parameters=rope)
+    values = json.loads(path.read_text())
+    values.pop("rope_theta", None)
+    path.write_text(json.dumps(values))
+    if outer is not ...:
+      edit_config(path, rope_theta=outer)
+    assert huggingface_config.read(path).rotary.base == 7.0
+
+
 def test_defaults_of_missing_fields(path):
   missing = ("head_dim", "num_key_value_heads", "rms_norm_eps", "tie_word_embeddings")
   edit_config(path, **dict.fromkeys(missing, ...), rope_parameters=..., rope_theta=...)
@@ -153,7 +165,7 @@ def test_what_we_do_not_compute_is_refused_by_field(path, changes, message):
   ("text", "message"),
   [
     (b"{", "got text that is not JSON"),
-    (b"\xff\xfe", "got text that is not JSON"),
+    (b"\xff\xfe", "got bytes that are no UTF-8 at offset 0, expected text"),
     (b"[1]", "got a JSON list, expected an object"),
     (b"[" * 100_000, "got text that is not JSON"),
   ],

@@ -204,7 +204,7 @@ def test_missing_files_are_refused_by_name(tmp_path):
     (
       "tokenizer_config.json",
       b'{"chat_template": [{"name": "a", "template": "b"}]}',
-      "named .'a'.",
+      r"got chat templates named \['a'\], expected 'default' among them; rename one",
     ),
     (
       "tokenizer_config.json",

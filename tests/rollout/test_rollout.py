@@ -197,3 +197,110 @@ def test_what_cannot_be_judged_is_named_and_what_was_is_kept(text, message):
 def test_a_config_that_cannot_be_is_refused(changes):
   with pytest.raises(ValueError, match=r"RolloutConfig: got groups_per_step=.*expected at least 1"):
     rollout.RolloutConfig(**changes)
+
+
+@pytest.mark.parametrize(
+  ("changes", "message"),
+  [
+    (dict(temperature=-0.5), r"SamplingParams.temperature: got -0.5, expected 0 <= temperature"),
+    (dict(temperature=float("nan")), r"SamplingParams.temperature: got nan, expected 0 <= temp"),
+    (dict(top_k=-1), r"SamplingParams.top_k: got -1, expected top_k >= 0; 0 keeps every token"),
+    (dict(top_p=0.0), r"SamplingParams.top_p: got 0.0, expected 0 < top_p <= 1"),
+    (dict(min_p=1.5), r"SamplingParams.min_p: got 1.5, expected 0 <= min_p <= 1"),
+    (dict(max_tokens=0), r"SamplingParams.max_tokens: got 0, expected max_tokens >= 1; raise it"),
+  ],
+)
+def test_what_no_request_may_ask_for_is_refused_at_once(changes, message):
+  with pytest.raises(ValueError, match=message):
+    rollout.RolloutConfig(**changes)
+
+
+class Answered:
+  """A task that says what it is told to say, and has as many problems."""
+
+  name = "answered"
+
+  def __init__(self, verdict=None, problems=()):
+    self.said, self.problems = verdict, problems
+
+  def num_problems(self, split):
+    return len(self.problems)
+
+  def problem(self, split, index):
+    return self.problems[index]
+
+  def verdict(self, problem, text):
+    return self.said
+
+
+@pytest.mark.parametrize(
+  ("said", "message"),
+  [
+    (None, r"answered: got None \(NoneType\) for problem 'p0', text 'x', expected a Verdict; mend"),
+    (0.5, r"answered: got 0.5 \(float\) for problem 'p0', text 'x', expected a Verdict"),
+    (
+      lambda: Verdict(reward=None, correct=False, well_formed=True),  # pyright: ignore
+      r"answered: got reward None for problem 'p0', text 'x', expected a finite number",
+    ),
+    (
+      lambda: Verdict(reward="1", correct=False, well_formed=True),  # pyright: ignore
+      r"answered: got reward '1' for problem 'p0', text 'x', expected a finite number",
+    ),
+  ],
+)
+def test_what_is_no_verdict_is_named(said, message, unchecked_annotations):
+  said = said() if callable(said) else said
+  with pytest.raises(ValueError, match=message):
+    rollout.judge(Answered(said), PROBLEMS[0], "x")
+
+
+@pytest.mark.parametrize("text", [None, 3.0, b"x"])
+def test_a_text_that_is_none_is_named(text, unchecked_annotations):
+  message = rf"length: got a text of type {type(text).__name__} for problem 'p0', expected a string"
+  with pytest.raises(ValueError, match=message):
+    rollout.judge(Length(), PROBLEMS[0], text)
+
+
+def test_rewards_of_numpy_are_numbers(unchecked_annotations):
+  verdict = Verdict(reward=np.float32(0.5), correct=True, well_formed=True)  # pyright: ignore
+  assert rollout.judge(Answered(verdict), PROBLEMS[0], "x") is verdict
+
+
+def check_prompts(task, *, count=3, max_tokens=4, context=100):
+  rollout.check_prompts(
+    task,
+    "train",
+    count,
+    tokenizer=TOKENIZER,
+    max_tokens=max_tokens,
+    context=context,
+    context_name="EngineConfig.max_context",
+    seed=0,
+  )
+
+
+def test_the_longest_prompt_that_is_asked_must_leave_room():
+  long = Problem(problem_id="long", prompt="1 " * 30)
+  task = Answered(problems=(PROBLEMS[0], long, PROBLEMS[1]))
+  length = len(rollout.prompt_tokens(long, TOKENIZER))
+  check_prompts(task, context=length + 4)
+  message = (
+    rf"answered: got a prompt of {length} tokens \(problem 'long' of split 'train'\) and max_tokens"
+    rf" 4, expected a sum of at most {length + 3} \(EngineConfig.max_context\); raise that, or"
+  )
+  with pytest.raises(ValueError, match=message):
+    check_prompts(task, count=1000, context=length + 3)
+  # What is not asked may be longer.
+  first = rollout.problem_index(0, 3, 0)
+  others = [PROBLEMS[0] if place == first else long for place in range(3)]
+  check_prompts(Answered(problems=others), count=1, context=length + 3)
+
+
+def test_a_task_without_problems_is_refused():
+  message = r"answered: got 0 problems in split 'train', expected at least 1; give it some"
+  with pytest.raises(ValueError, match=message):
+    check_prompts(Answered())
+  with pytest.raises(ValueError, match=message):
+    rollout.num_problems(Answered(), "train")
+  with pytest.raises(ValueError, match=r"problem_index: got num_problems=0, expected at least 1"):
+    rollout.problem_index(0, 0, 0)
