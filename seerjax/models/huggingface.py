@@ -526,7 +526,7 @@ def resolve(name_or_path: str | os.PathLike[str]) -> pathlib.Path:
     ) from error
   try:
     return pathlib.Path(huggingface_hub.snapshot_download(name, allow_patterns=list(HUB_PATTERNS)))
-  except OSError as error:  # Every failure of the Hub and of the network is one.
+  except Exception as error:  # A proxy's refusal is of its HTTP library, and nothing narrower.
     raise FileNotFoundError(
       f"resolve: got no answer with the files of {name!r} from the Hub"
       f" ({type(error).__name__}: {error}), expected a local directory or a reachable Hub; check"

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import http.server
 import json
 import os
 import pathlib
 import re
 import subprocess
 import sys
+import threading
 
 import jax
 import ml_dtypes
@@ -448,7 +450,7 @@ def test_what_is_neither_a_directory_nor_an_id_is_refused(name):
 # In processes of their own: offline mode and installed packages are facts of a process.
 
 
-def resolve_elsewhere(prelude, tmp_path):
+def resolve_elsewhere(prelude, tmp_path, **variables):
   code = f"""
 {prelude}
 from seerjax.models import huggingface
@@ -457,7 +459,7 @@ try:
 except Exception as error:
   print(type(error).__name__, error)
 """
-  environment = dict(os.environ, HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path), JAX_PLATFORMS="cpu")
+  environment = dict(os.environ, HF_HOME=str(tmp_path), JAX_PLATFORMS="cpu", **variables)
   root = pathlib.Path(huggingface.__file__).parents[2]
   return subprocess.run(
     [sys.executable, "-c", code],
@@ -471,9 +473,22 @@ except Exception as error:
 
 
 def test_offline_is_said_clearly(tmp_path):
-  said = resolve_elsewhere("", tmp_path)
+  said = resolve_elsewhere("", tmp_path, HF_HUB_OFFLINE="1")
   assert said.startswith("FileNotFoundError resolve: got no answer with the files of 'seerjax/no-")
   assert "pass the path of a download" in said
+
+
+def test_a_proxy_that_refuses_is_said_clearly(tmp_path):
+  # A bare handler knows no method, so not CONNECT either: it answers 501.
+  with http.server.HTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler) as server:
+    threading.Thread(target=server.serve_forever).start()
+    proxy = f"http://127.0.0.1:{server.server_port}"
+    try:
+      said = resolve_elsewhere("", tmp_path, HTTPS_PROXY=proxy, https_proxy=proxy)
+    finally:
+      server.shutdown()
+  assert said.startswith("FileNotFoundError resolve: got no answer with the files of 'seerjax/no-")
+  assert "from the Hub (ProxyError: 501 " in said
 
 
 def test_a_missing_hub_package_is_said_clearly(tmp_path):
