@@ -19,7 +19,7 @@ import math
 from jax.typing import ArrayLike
 import numpy as np
 
-from seerjax.array_typing import Bool, GroupRewards
+from seerjax.array_typing import GroupRewards
 
 
 def for_algorithm(algorithm: str, rewards: ArrayLike) -> GroupRewards:
@@ -147,26 +147,6 @@ def mean_baseline(rewards: ArrayLike) -> GroupRewards:
       " is its own mean); raise the number of prompts or RolloutConfig.group_size."
     )
   return (checked - math.fsum(checked.ravel()) / checked.size).astype(np.float32)
-
-
-def informative(rewards: ArrayLike) -> Bool[np.ndarray, "b"]:
-  """Returns which groups can teach anything: those whose rewards are not all equal.
-
-  A group of equal rewards has advantages of 0. DAPO's dynamic sampling drops it and samples on.
-
-  Args:
-    rewards: f32[b, g].
-
-  Returns:
-    bool[b], False where all rewards are equal.
-
-  Raises:
-    ValueError: if `g < 2` or a reward is not finite.
-
-  Source: Yu et al. 2025 (DAPO), https://arxiv.org/abs/2503.14476, section 3.2.
-  """
-  checked = _checked(rewards, "informative")
-  return np.any(checked != checked[:, :1], axis=1)
 
 
 def overlong_penalty(lengths: ArrayLike, *, max_tokens: int, buffer: int) -> np.ndarray:

@@ -139,7 +139,8 @@ def dr_grpo(*, max_tokens: int, tis_cap: float | None = None) -> LossConfig:
 def dapo(*, tis_cap: float | None = None) -> LossConfig:
   """Returns DAPO: a higher upper clip, mean over all tokens, no KL.
 
-  Its other two parts act on rewards: `advantages.informative` and `advantages.overlong_penalty`.
+  Its other two parts act on groups and rewards: sampling on where all rewards of a group are equal
+  (there every advantage is 0), and `advantages.overlong_penalty`.
   """
   return LossConfig(algorithm="dapo", clip_high=0.28, aggregation="token_mean", tis_cap=tis_cap)
 
@@ -329,44 +330,6 @@ def policy_loss(
   }
   maxima = {"ratio": jnp.max(jnp.where(mask, ratio, 0.0))}
   return loss, jax.tree.map(lax.stop_gradient, LossMetrics(sums=sums, maxima=maxima))
-
-
-def rollout_gap(
-  logprobs: TokenLogprobs,
-  raw_logprobs: TokenLogprobs,
-  rows: TrainBatch,
-) -> LossMetrics:
-  """Compares the engine's log-probabilities with the trainer's, with the weights that sampled.
-
-  On the tiled path every number but "num_tokens" is exactly 0.0. Kept apart from `policy_loss`, so
-  that the program which computes `logprobs` need never see the engine's.
-
-  Args:
-    logprobs: f32[n], the trainer's, of the processed distribution.
-    raw_logprobs: f32[n], the trainer's, of softmax(logits).
-    rows: one micro-batch of a `TrainBatch`.
-
-  Returns:
-    `LossMetrics` with the sums "num_tokens", "kl" and "raw_kl" (k1 of KL(rollout || trainer), on
-    the sampled tokens), "kl_k3"; and the maxima "abs_logprob_gap" and "abs_raw_logprob_gap".
-  """
-  mask = jnp.asarray(rows.loss_mask)
-  behaviour = jnp.where(mask, rows.behaviour_logprobs, 0.0)
-  raw_behaviour = jnp.where(mask, rows.raw_logprobs, 0.0)
-  logprobs = jnp.where(mask, logprobs, 0.0)
-  raw_logprobs = jnp.where(mask, raw_logprobs, 0.0)
-  return LossMetrics(
-    sums={
-      "num_tokens": _masked_sum(mask, mask),
-      "kl": jnp.sum(kl_k1(behaviour, logprobs)),
-      "kl_k3": jnp.sum(kl_k3(behaviour, logprobs)),
-      "raw_kl": jnp.sum(kl_k1(raw_behaviour, raw_logprobs)),
-    },
-    maxima={
-      "abs_logprob_gap": jnp.max(jnp.abs(behaviour - logprobs)),
-      "abs_raw_logprob_gap": jnp.max(jnp.abs(raw_behaviour - raw_logprobs)),
-    },
-  )
 
 
 def add_metrics(left: LossMetrics, right: LossMetrics) -> LossMetrics:

@@ -43,7 +43,7 @@ class Layout(NamedTuple):
     num_rows: n, rows.
     max_sequences: most sequences.
     max_sequence_tokens: most tokens of a sequence, prompt and completion.
-    num_segments: s, a bound for any sequences within the two above, a multiple of `slot_tile`.
+    num_segments: s, a bound for any sequences within the two above.
     pages_per_sequence: p, entries of a page-table row; p * page_size is a multiple of `kv_split`.
     num_pages: scratch pages the forward must provide: 1 + max_sequences * p.
   """
@@ -70,7 +70,7 @@ def layout(
   segments.
 
   Args:
-    numerics: `row_tile`, `query_tile`, `slot_tile` and `kv_split` are read.
+    numerics: `row_tile`, `query_tile` and `kv_split` are read.
     page_size: positions of one page, a divisor of `kv_split`.
     rows_per_micro_batch: rows, a multiple of `row_tile`.
     max_sequences: most sequences in a micro-batch. Scratch pages and the gradient of attention cost
@@ -121,7 +121,7 @@ def layout(
     num_rows=rows_per_micro_batch,
     max_sequences=max_sequences,
     max_sequence_tokens=max_sequence_tokens,
-    num_segments=-(-segments // numerics.slot_tile) * numerics.slot_tile,
+    num_segments=segments,
     pages_per_sequence=pages_per_sequence,
     num_pages=1 + max_sequences * pages_per_sequence,
   )

@@ -71,11 +71,6 @@ def test_jax_arrays_are_read_too():
   np.testing.assert_array_equal(advantages.grpo(jnp.asarray(rewards)), advantages.grpo(rewards))
 
 
-def test_informative_drops_groups_of_equal_rewards():
-  rewards = np.asarray([[1, 1, 1], [0, 0, 0], [0, 1, 0], [0.5, 0.5, 0.25]], np.float32)
-  np.testing.assert_array_equal(advantages.informative(rewards), [False, False, True, True])
-
-
 def test_overlong_penalty_hand_computed():
   penalty = advantages.overlong_penalty(
     np.asarray([[0, 80, 85], [90, 100, 101]]), max_tokens=100, buffer=20
@@ -104,7 +99,7 @@ def test_unknown_algorithm_is_refused():
     advantages.for_algorithm("ppo", np.zeros((1, 2), np.float32))
 
 
-@pytest.mark.parametrize("function", [*GROUPED, advantages.informative])
+@pytest.mark.parametrize("function", GROUPED)
 def test_group_of_one_is_refused(function):
   with pytest.raises(ValueError, match=r"shape \(4, 1\), expected at least 2.*group_size"):
     function(np.zeros((4, 1), np.float32))
@@ -118,7 +113,7 @@ def test_mean_baseline_takes_groups_of_one_but_not_one_reward():
     advantages.mean_baseline(np.zeros((1, 1), np.float32))
 
 
-@pytest.mark.parametrize("function", [*GROUPED, advantages.informative, advantages.mean_baseline])
+@pytest.mark.parametrize("function", [*GROUPED, advantages.mean_baseline])
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_reward_that_is_not_finite_is_refused_by_place(function, bad):
   rewards = np.zeros((3, 4), np.float32)

@@ -194,7 +194,11 @@ def test_the_gap_to_the_engine_is_zero_where_bits_are_equal_and_seen_where_one_i
   other[place] = np.nextafter(other[place], np.float32(0))
   gap = step.rollout_gap(scores, same._replace(behaviour_logprobs=other))
   assert gap["max_abs_logprob_gap"] > 0 and gap["kl"] != 0
+  assert gap["max_abs_logprob_gap"] == abs(float(other[place]) - float(scores.logprob[place]))
   assert gap["max_abs_raw_logprob_gap"] == 0 and gap["raw_kl"] == 0
+  other[place] = np.nan
+  gap = step.rollout_gap(scores, same._replace(behaviour_logprobs=other))
+  assert np.isnan(gap["max_abs_logprob_gap"]) and np.isnan(gap["kl"])  # It does not hide.
 
 
 @pytest.mark.parametrize(
