@@ -1,13 +1,16 @@
-"""Frozen dataclasses as flags: `--config.optimizer.learning_rate=1e-4`, and back.
+"""Frozen dataclasses as flags, `--config.optimizer.learning_rate=1e-4`, and back; refusals.
 
-Claim: none; every experiment's flags go through here.
+Claim: none; every experiment's command line goes through here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+import contextlib
 import dataclasses
 import difflib
+import pathlib
+import sys
 import typing
 from typing import Any, TypeVar
 
@@ -71,6 +74,33 @@ def from_flags(kind: type[T], values: ml_collections.ConfigDict) -> T:
       value = float(value)
     arguments[name] = from_flags(hints[name], typing.cast(Any, value)) if nested else value
   return kind(**arguments)
+
+
+def check_arguments(argv: Sequence[str]) -> None:
+  """Refuses words on a command line that belong to no flag.
+
+  Raises:
+    ValueError: naming them.
+  """
+  if argv[1:]:
+    raise ValueError(
+      f"{pathlib.Path(argv[0]).stem}: got {list(argv[1:])}, expected flags alone; write"
+      " --name=value."
+    )
+
+
+@contextlib.contextmanager
+def refusals() -> Iterator[None]:
+  """Ends the program with a refusal's message alone on stderr and status 2.
+
+  What an experiment refuses is the caller's to mend (a flag, a path, a full disk, a package that is
+  missing): the message says how, and a traceback would bury it.
+  """
+  try:
+    yield
+  except (ValueError, OSError, ImportError) as error:
+    print(error, file=sys.stderr)
+    sys.exit(2)
 
 
 def _flag_value(value: Any) -> Any:

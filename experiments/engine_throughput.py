@@ -30,6 +30,8 @@ from typing import Any, NamedTuple
 from absl import app, flags
 import numpy as np
 
+from experiments import configuration
+
 ROOT = pathlib.Path(__file__).parents[1]
 
 
@@ -240,7 +242,7 @@ def their_answer(
         result = manager.get_result(timeout=1)
         if result is None:
           if not manager.is_running():
-            raise RuntimeError("transformers' continuous batching stopped before it was done")
+            break  # It stopped by itself: `fault` misses the tokens.
         elif result.is_finished():
           finished += 1
           given += len(result.generated_tokens)
@@ -310,6 +312,15 @@ def missing_packages() -> list[str]:
   return [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]
 
 
+def fault(reply: dict[str, Any], num_tokens: int) -> str:
+  """Returns why a peer's answer does not count, "" if it does."""
+  if "error" in reply:
+    return reply["error"]
+  if reply["tokens"] != num_tokens:
+    return f"gave {reply['tokens']:,} tokens where {num_tokens:,} were asked for"
+  return ""
+
+
 def measure(
   names: list[str], workload: Workload, repetitions: int, say: Callable[[str], None]
 ) -> dict[str, Any]:
@@ -318,28 +329,30 @@ def measure(
   useful = int(forced_lengths(workload).sum())
   results: dict[str, Any] = {}
   processes: dict[str, Process] = {}
+
+  def answer(name: str) -> dict[str, Any] | None:
+    reply = processes[name].answer()
+    if not (why := fault(reply, useful)):
+      return reply
+    say(f"{PEERS[name].label}: does not run here ({why})")
+    results[name] = dict(error=why)
+    processes.pop(name).close()
+    return None
+
   try:
     for name in names:
       processes[name] = Process(name, workload, texts)
-      first = processes[name].answer()
-      if "error" in first:
-        say(f"{PEERS[name].label}: does not run here ({first['error']})")
-        results[name] = first
-        processes.pop(name).close()
-        continue
-      if first["tokens"] != useful:
-        raise AssertionError(f"{name}: gave {first['tokens']} tokens where {useful} were forced")
-      say(f"{PEERS[name].label}: warmed up in {first['seconds']:.1f} s")
-      results[name] = dict(seconds=[], warmup_seconds=first["seconds"])
+      if first := answer(name):
+        say(f"{PEERS[name].label}: warmed up in {first['seconds']:.1f} s")
+        results[name] = dict(seconds=[], warmup_seconds=first["seconds"])
     for repetition in range(repetitions):
       # Backwards every second time: what the machine does meanwhile then hits all peers alike.
       for name in list(processes)[:: 1 if repetition % 2 == 0 else -1]:
-        reply = processes[name].answer()
-        if "error" in reply:
-          raise RuntimeError(f"{name}: {reply['error']}")
-        results[name]["seconds"].append(reply["seconds"])
-        results[name]["peak"] = reply["peak"]
-        say(f"{repetition + 1}/{repetitions}  {name:14s} {useful / reply['seconds']:8.0f} tokens/s")
+        if reply := answer(name):
+          results[name]["seconds"].append(reply["seconds"])
+          results[name]["peak"] = reply["peak"]
+          rate = useful / reply["seconds"]
+          say(f"{repetition + 1}/{repetitions}  {name:14s} {rate:8.0f} tokens/s")
   finally:
     for process in processes.values():
       process.close()
@@ -457,7 +470,6 @@ def run(
 
 
 def main(argv: list[str]) -> None:
-  del argv
   args = flags.FLAGS
   if args.serve:
     name, workload, texts = json.loads(sys.stdin.readline())
@@ -467,14 +479,18 @@ def main(argv: list[str]) -> None:
       jax.config.update("jax_num_cpu_devices", workload["num_instances"])
     serve(name, Workload(**workload), [tuple(text) for text in texts])
     return
-  workload = Workload(model=args.model, max_tokens=args.max_tokens, num_prompts=args.num_prompts)
-  run(
-    workload,
-    args.peers,
-    args.repetitions,
-    pathlib.Path(args.workdir),
-    lambda line: print(line, flush=True),
-  )
+  with configuration.refusals():
+    configuration.check_arguments(argv)
+    workload = Workload(
+      model=args.model, max_tokens=args.max_tokens, num_prompts=args.num_prompts
+    )
+    run(
+      workload,
+      args.peers,
+      args.repetitions,
+      pathlib.Path(args.workdir),
+      lambda line: print(line, flush=True),
+    )
 
 
 if __name__ == "__main__":

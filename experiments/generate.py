@@ -21,7 +21,7 @@ import time
 from absl import app, flags
 import jax
 
-from experiments import grpo
+from experiments import configuration, grpo
 from seerjax import numerics as numerics_lib, rl
 from seerjax.engine import engine as engine_lib
 from seerjax.models import huggingface, transformer
@@ -113,10 +113,10 @@ def stream(
 
 
 def main(argv: list[str]) -> None:
-  del argv
   args = flags.FLAGS
-  prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
-  try:
+  with configuration.refusals():
+    configuration.check_arguments(argv)
+    prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
     policy, numerics = load(args.model)
     tokens = prompt_tokens(policy, prompt, is_raw=args.raw)
     sampling = SamplingParams(
@@ -136,9 +136,6 @@ def main(argv: list[str]) -> None:
       print(text, end="", flush=True)
 
     completion, rate = stream(engine, request, say)
-  except (ValueError, FileNotFoundError) as error:
-    print(error, file=sys.stderr)
-    sys.exit(2)
   print(flush=True)
   print(
     f"{len(tokens)} prompt tokens, {len(completion.tokens)} generated, {rate:.0f} tokens/s without"

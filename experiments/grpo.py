@@ -31,6 +31,9 @@ from seerjax.tasks import base
 from seerjax.trainer import losses, step as step_lib
 from seerjax.types import Task
 
+# Train prompts read beforehand; a longer one that comes later is refused when it comes.
+MOST_CHECKED = 10_000
+
 
 def main_job() -> rl.RunConfig:
   """Returns the main job: nano on word problems, two devices side by side on two cores."""
@@ -71,18 +74,48 @@ def on_these_devices(config: rl.RunConfig) -> rl.RunConfig:
   return dataclasses.replace(config, num_instances=found)
 
 
+def check_prompts(config: rl.RunConfig, task: Task, policy: rl.Policy) -> None:
+  """Refuses prompts that leave no room for an answer, which the run would meet much later.
+
+  Raises:
+    ValueError: if a split has no problem, or naming the longest prompt.
+  """
+  asked = config.num_steps * config.rollout.groups_per_step * config.trainer.max_rounds
+  # What may be too short for prompt and answer together, and for those that learn.
+  engine = (config.engine.max_context, "EngineConfig.max_context")
+  model = (policy.model.max_context, "the model's max_context")
+  rows = (config.trainer.rows_per_micro_batch + 1, "TrainerConfig.rows_per_micro_batch + 1")
+  for split, count, limits in (
+    ("heldout", config.evaluation.num_problems, (engine, model)),
+    ("train", min(asked, MOST_CHECKED), (engine, model, rows)),
+  ):
+    context, context_name = min(limits)
+    rollout_lib.check_prompts(
+      task,
+      split,
+      count,
+      tokenizer=policy.tokenizer,
+      max_tokens=config.rollout.max_tokens,
+      context=context,
+      context_name=context_name,
+      seed=config.seed,
+    )
+
+
 def prepare(
   config: rl.RunConfig, directory: pathlib.Path, *, resume: bool, bitwise: bool
 ) -> tuple[Task, rl.Policy]:
   """Returns the task and the policy of a run, and says whether rows are invariant here.
 
   Raises:
-    ValueError: if the directory, the task, the model or, with `bitwise`, this backend will not do.
+    ValueError: if the directory, the task, its prompts, the model or, with `bitwise`, this backend
+      will not do.
     FileNotFoundError: if the task's file is not there.
   """
   rl.check_directory(directory, resume=resume)
   task = base.load(config.task, path=config.task_path or None)
   policy = load_policy(config.model, config.numerics)
+  check_prompts(config, task, policy)
   print(self_test.describe(config.numerics), flush=True)
   if bitwise:
     self_test.require(config.numerics)
@@ -93,34 +126,27 @@ def main(argv: list[str]) -> None:
   logging.set_verbosity(logging.WARNING)  # Checkpoints would tell of every file.
   args = flags.FLAGS
   directory = pathlib.Path(args.workdir)
-  try:
-    if argv[1:]:
-      raise ValueError(f"grpo: got {argv[1:]}, expected flags alone; write --config.name=value.")
+  # Later refusals too: what was finished is in --workdir, and --resume goes on from it.
+  with configuration.refusals():
+    configuration.check_arguments(argv)
     config = configuration.from_flags(rl.RunConfig, args.config)
     # Before the first use of a device: one virtual CPU device an instance.
     jax.config.update("jax_num_cpu_devices", config.num_instances)
     config = on_these_devices(config)
     task, policy = prepare(config, directory, resume=args.resume, bitwise=args.bitwise)
-  except (ValueError, FileNotFoundError, ImportError) as error:
-    print(error, file=sys.stderr)
-    sys.exit(2)
-  try:
-    result = rl.train(
-      config,
-      policy,
-      task,
-      directory,
-      resume=args.resume,
-      accept_new_numerics=args.accept_new_numerics,
-      say=lambda line: print(line, flush=True),
-    )
-  except rl.Interrupted as stopped:
-    print(stopped)
-    sys.exit(130)
-  except (ValueError, OSError) as error:
-    # Bad settings or a full disk: what was finished is in --workdir, and --resume goes on from it.
-    print(error, file=sys.stderr)
-    sys.exit(2)
+    try:
+      result = rl.train(
+        config,
+        policy,
+        task,
+        directory,
+        resume=args.resume,
+        accept_new_numerics=args.accept_new_numerics,
+        say=lambda line: print(line, flush=True),
+      )
+    except rl.Interrupted as stopped:
+      print(stopped)
+      sys.exit(130)
   huggingface.save(
     directory / "model",
     rl.exported_weights(config, policy, result.state),
@@ -139,11 +165,8 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-  try:
+  with configuration.refusals():
     configuration.check_names(main_job(), sys.argv[1:])
-  except ValueError as misspelt:
-    print(misspelt, file=sys.stderr)
-    sys.exit(2)
   ml_collections.config_flags.DEFINE_config_dict("config", configuration.to_flags(main_job()))
   flags.DEFINE_string("workdir", "runs/grpo", "Everything the run writes goes here.")
   flags.DEFINE_bool("resume", False, "Carry on from the latest checkpoint in --workdir.")

@@ -2,7 +2,7 @@
 
 Claim: none; `experiments/pretrain_nano.py` reads this. Run by itself it trains a tokenizer as
 nano's was and prints token lengths of the main task:
-  python -m experiments.nano_corpus --directory=runs/tokenizer
+  python -m experiments.nano_corpus --workdir=runs/tokenizer
 CPU, about 20 seconds. (The shipped tokenizer is older than today's templates; it is kept, since
 weights and tokenizer belong together.)
 """
@@ -18,6 +18,7 @@ import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from experiments import configuration
 from seerjax.models import tokenizer as tokenizer_lib
 from seerjax.tasks import base, countdown, word_problems
 
@@ -128,9 +129,10 @@ def lengths(
 
 
 def main(argv: list[str]) -> None:
-  del argv
-  tokenizer = train_tokenizer(flags.FLAGS.directory)
-  print(f"{tokenizer.vocab_size} tokens in {flags.FLAGS.directory}")
+  with configuration.refusals():
+    configuration.check_arguments(argv)
+    tokenizer = train_tokenizer(flags.FLAGS.workdir)
+  print(f"{tokenizer.vocab_size} tokens in {flags.FLAGS.workdir}")
   for split in ("train", "heldout"):
     for name, values in zip(("prompt", "solution"), lengths(tokenizer, split), strict=True):
       print(
@@ -140,5 +142,5 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-  flags.DEFINE_string("directory", "runs/tokenizer", "Where to write the tokenizer.")
+  flags.DEFINE_string("workdir", "runs/tokenizer", "Takes the tokenizer.")
   app.run(main)

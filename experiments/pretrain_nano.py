@@ -26,7 +26,7 @@ import numpy as np
 import optax
 import rich.progress
 
-from experiments import nano_corpus
+from experiments import configuration, nano_corpus
 from seerjax import checkpoint, numerics as numerics_lib
 from seerjax.models import huggingface, presets, tokenizer as tokenizer_lib, transformer
 
@@ -54,6 +54,26 @@ class PretrainConfig:
   brief_rate: float = nano_corpus.BRIEF_RATE
   large_rate: float = nano_corpus.LARGE_RATE
   seed: int = 0
+
+  def __post_init__(self):
+    if self.num_tokens < self.tokens_per_batch or self.tokens_per_batch < LENGTHS[-1]:
+      raise ValueError(
+        f"PretrainConfig: got num_tokens={self.num_tokens}, tokens_per_batch="
+        f"{self.tokens_per_batch}, expected at least one batch, of at least the longest document's"
+        f" {LENGTHS[-1]} tokens; {PretrainConfig.num_tokens} and {PretrainConfig.tokens_per_batch}"
+        " are usual."
+      )
+    if not 0 < self.learning_rate < float("inf"):
+      raise ValueError(
+        f"PretrainConfig.learning_rate: got {self.learning_rate}, expected a positive number; 3e-3"
+        " is usual."
+      )
+    for field in ("prompt_weight", "brief_rate", "large_rate"):
+      if not 0 <= vars(self)[field] <= 1:
+        raise ValueError(
+          f"PretrainConfig.{field}: got {vars(self)[field]}, expected a share between 0 and 1;"
+          f" {vars(PretrainConfig)[field]} is usual."
+        )
 
 
 def batches(
@@ -115,18 +135,26 @@ def make_step(model: transformer.TransformerConfig, optimizer: optax.GradientTra
   return step
 
 
-def main(argv: list[str]) -> None:
-  del argv
-  args = flags.FLAGS
-  config = PretrainConfig(
-    num_tokens=args.num_tokens,
-    learning_rate=args.learning_rate,
-    brief_rate=args.brief_rate,
-    large_rate=args.large_rate,
-    seed=args.seed,
-  )
-  directory = pathlib.Path(args.directory)
-  model, numerics = presets.get(args.preset), numerics_for(LENGTHS[0])
+def pretrain(
+  config: PretrainConfig, model: transformer.TransformerConfig, start: str, directory: pathlib.Path
+) -> None:
+  """Trains on `num_tokens` tokens and writes `directory`/model; resumes what is there.
+
+  Args:
+    config: budget and optimiser.
+    model: shape of random weights.
+    start: a model's directory to carry on from in their place, or "".
+    directory: takes checkpoints and the result.
+
+  Raises:
+    ValueError: if the result is there already.
+  """
+  if (directory / "model").exists():
+    raise ValueError(
+      f"--workdir: got {directory}, which holds a finished model, expected none or checkpoints to"
+      " resume; choose another, or remove it."
+    )
+  numerics = numerics_for(LENGTHS[0])
   tokenizer = tokenizer_lib.load(pathlib.Path(transformer.__file__).parent / "nano")
   num_steps = config.num_tokens // config.tokens_per_batch
   schedule = optax.warmup_cosine_decay_schedule(
@@ -135,8 +163,8 @@ def main(argv: list[str]) -> None:
   optimizer = optax.chain(
     optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.98, weight_decay=0.05)
   )
-  if args.start:
-    params, model = huggingface.load(pathlib.Path(args.start), numerics)
+  if start:
+    params, model = huggingface.load(start, numerics)
   else:
     params = transformer.init(jax.random.key(config.seed), model, numerics)
   opt_state, first = optimizer.init(params), 0
@@ -173,8 +201,22 @@ def main(argv: list[str]) -> None:
   print(f"wrote {directory / 'model'} after {seen:,} tokens in {seconds:,.0f} s")
 
 
+def main(argv: list[str]) -> None:
+  args = flags.FLAGS
+  with configuration.refusals():
+    configuration.check_arguments(argv)
+    config = PretrainConfig(
+      num_tokens=args.num_tokens,
+      learning_rate=args.learning_rate,
+      brief_rate=args.brief_rate,
+      large_rate=args.large_rate,
+      seed=args.seed,
+    )
+    pretrain(config, presets.get(args.preset), args.start, pathlib.Path(args.workdir))
+
+
 if __name__ == "__main__":
-  flags.DEFINE_string("directory", "/tmp/seerjax-nano", "Checkpoints and the result go here.")
+  flags.DEFINE_string("workdir", "runs/pretrain_nano", "Checkpoints and the result go here.")
   flags.DEFINE_integer("num_tokens", PretrainConfig.num_tokens, "Budget.", lower_bound=1)
   flags.DEFINE_float("learning_rate", PretrainConfig.learning_rate, "Peak.")
   flags.DEFINE_float("brief_rate", PretrainConfig.brief_rate, "Share of answers without working.")

@@ -1,8 +1,12 @@
-"""Dataclasses become flags and come back; what no dataclass has is refused."""
+"""Dataclasses become flags and come back; a command that cannot run says so in one line."""
 
 from __future__ import annotations
 
 import dataclasses
+import os
+import pathlib
+import subprocess
+import sys
 
 from absl import flags
 import ml_collections
@@ -12,6 +16,8 @@ import pytest
 from experiments import configuration, grpo
 from seerjax import rl
 from seerjax.trainer import losses
+
+ROOT = pathlib.Path(__file__).parents[2]
 
 
 def parsed(config, *arguments):
@@ -121,3 +127,51 @@ def test_a_name_from_elsewhere_is_refused():
 def test_adapters_are_a_flag():
   assert parsed(grpo.main_job(), "--config.lora_rank=8").lora_rank == 8
   assert isinstance(parsed(grpo.main_job()), rl.RunConfig)
+
+
+def test_words_that_belong_to_no_flag_are_refused():
+  configuration.check_arguments(["/experiments/grpo.py"])
+  with pytest.raises(ValueError, match=r"grpo: got \['seed', '3'\], expected flags alone; write"):
+    configuration.check_arguments(["/experiments/grpo.py", "seed", "3"])
+
+
+@pytest.mark.parametrize("kind", [ValueError, FileNotFoundError, ImportError])
+def test_a_refusal_is_its_message_alone(kind, capsys):
+  with pytest.raises(SystemExit) as stopped, configuration.refusals():
+    raise kind("--part: got e, expected a; correct it.")
+  assert stopped.value.code == 2
+  assert capsys.readouterr().err == "--part: got e, expected a; correct it.\n"
+
+
+def test_a_mistake_of_ours_keeps_its_traceback():
+  with pytest.raises(AssertionError, match="ours"), configuration.refusals():
+    raise AssertionError("ours")
+
+
+# (experiment, its arguments, how stderr begins): nothing is computed before these.
+REFUSED = [
+  ("grpo", ["seed=3"], "grpo: got ['seed=3'], expected flags alone; write --name=value."),
+  ("grpo", ["--config.rollout.top_p=0"], "SamplingParams.top_p: got 0.0, expected 0 < top_p <= 1"),
+  ("invariance", ["--part=e"], "--part: got e, expected some of a, b, c, d; --part=a,d runs two."),
+  ("invariance", ["--part=c", "--model=/nowhere"], "resolve: got '/nowhere', which is no dir"),
+  ("engine_throughput", ["--model=/nowhere"], "resolve: got '/nowhere', which is no directory"),
+  ("generate", ["--prompt=1+1", "--top_p=0"], "SamplingParams.top_p: got 0.0, expected 0 < top_p"),
+  ("pretrain_nano", ["--start=/nowhere"], "/nowhere/config.json: got no such file, expected a Hug"),
+  ("pretrain_nano", ["--num_tokens=9"], "PretrainConfig: got num_tokens=9, tokens_per_batch=3072"),
+]
+
+
+@pytest.mark.parametrize(("experiment", "arguments", "message"), REFUSED)
+def test_a_command_that_cannot_run_says_so_in_one_line(experiment, arguments, message, tmp_path):
+  workdir = [] if experiment == "generate" else [f"--workdir={tmp_path / 'run'}"]
+  done = subprocess.run(
+    [sys.executable, "-m", f"experiments.{experiment}", *arguments, *workdir],
+    capture_output=True,
+    text=True,
+    cwd=ROOT,
+    env={**os.environ, "JAX_PLATFORMS": "cpu"},
+    check=False,
+  )
+  assert done.returncode == 2, done.stderr
+  assert done.stderr.startswith(message) and done.stderr.count("\n") == 1, done.stderr
+  assert not (tmp_path / "run").exists()

@@ -7,8 +7,9 @@ import pathlib
 import numpy as np
 import pytest
 
-from experiments import engine_throughput
+from experiments import engine_throughput, generate
 from experiments.engine_throughput import Workload
+from seerjax.models import tokenizer as tokenizer_lib
 
 RESULTS = {
   "tiled-8": dict(tokens_per_second=2000.0, lowest=1900.0, highest=2100.0, peak=2**30),
@@ -65,9 +66,28 @@ def test_peers_take_turns_and_give_every_token(tiny: str, tmp_path: pathlib.Path
   assert (tmp_path / "throughput.png").stat().st_size > 1000
 
 
-def test_a_peer_that_cannot_run_says_why(tmp_path: pathlib.Path):
+def test_an_answer_counts_if_every_token_came():
+  assert engine_throughput.fault(dict(seconds=1.0, tokens=1200, peak=1), 1200) == ""
+  assert engine_throughput.fault(dict(error="OSError: no"), 1200) == "OSError: no"
+  found = engine_throughput.fault(dict(seconds=1.0, tokens=1100, peak=1), 1200)
+  assert found == "gave 1,100 tokens where 1,200 were asked for"
+
+
+def test_a_peer_that_cannot_run_says_why_and_holds_up_no_other(tmp_path: pathlib.Path):
+  # A tokenizer without weights: prompts can be made, and nobody can answer them.
+  tokenizer_lib.load(generate.NANO).save(tmp_path / "model")
+  workload = Workload(model=str(tmp_path / "model"), num_prompts=1, group_size=2, max_tokens=4)
+  lines: list[str] = []
+  results = engine_throughput.measure(["tiled-8"], workload, 1, lines.append)
+  assert "config.json: got no such file" in results["tiled-8"]["error"]
+  assert len(lines) == 1 and "SeerJAX, tiled, 8 slabs (as shipped): does not run here" in lines[0]
+  assert "does not run here: FileNotFoundError" in engine_throughput.table(results)
+
+
+def test_a_process_that_ended_is_an_error(tmp_path: pathlib.Path):
   process = engine_throughput.Process("tiled-8", Workload(model=str(tmp_path / "none")), [(1,)])
   try:
     assert "no directory" in process.answer()["error"]
+    assert process.answer() == dict(error="its process ended")
   finally:
     process.close()

@@ -93,3 +93,32 @@ def test_what_is_not_there_is_refused(changes, message, tmp_path):
 def test_there_must_be_something_to_resume(tmp_path):
   with pytest.raises(ValueError, match=r"got no checkpoint to resume, expected one under"):
     grpo.prepare(grpo.main_job(), tmp_path, resume=True, bitwise=True)
+
+
+@pytest.mark.parametrize(
+  ("changes", "message"),
+  [
+    (
+      dict(rollout=dataclasses.replace(grpo.main_job().rollout, max_tokens=400)),
+      r"word_problems: got a prompt of \d+ tokens \(problem 'word_problems-heldout-.*' of split"
+      r" 'heldout'\) and max_tokens 400, expected a sum of at most 512 \(EngineConfig.max_context",
+    ),
+    (
+      dict(
+        rollout=dataclasses.replace(grpo.main_job().rollout, max_tokens=1000),
+        engine=dataclasses.replace(grpo.main_job().engine, max_context=2048),
+      ),
+      r"expected a sum of at most 1024 \(the model's max_context\); raise that, or lower Rollout",
+    ),
+    (
+      dict(trainer=dataclasses.replace(grpo.main_job().trainer, rows_per_micro_batch=256)),
+      r"of split 'train'\) and max_tokens 216, expected a sum of at most 257 \(TrainerConfig.rows",
+    ),
+  ],
+)
+def test_prompts_without_room_for_an_answer_are_refused_beforehand(changes, message, tmp_path):
+  evaluation = dataclasses.replace(grpo.main_job().evaluation, num_problems=200)
+  config = dataclasses.replace(grpo.main_job(), evaluation=evaluation, num_steps=4, **changes)
+  with pytest.raises(ValueError, match=message):
+    grpo.prepare(config, tmp_path / "run", resume=False, bitwise=True)
+  assert not (tmp_path / "run").exists()
