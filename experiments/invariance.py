@@ -26,7 +26,7 @@ from absl import app, flags, logging
 import jax
 import numpy as np
 
-from experiments import generate, grpo
+from experiments import configuration, generate, grpo
 from seerjax import metrics, numerics as numerics_lib, rl
 from seerjax.engine import engine as engine_lib
 from seerjax.models import transformer
@@ -39,6 +39,7 @@ PARTS = ("a", "b", "c", "d")
 FEYNMAN = "Tell me about Richard Feynman"
 # Engines whose batches differ in shape as well: (most sequences, row buckets).
 ENGINES = ((8, (1, 2, 8, 64)), (64, (16, 64, 256)))
+CANDIDATES = 64  # Held-out problems of which (a) and (b) ask the longest answered.
 
 Say = Callable[[str], None]
 
@@ -49,7 +50,7 @@ class InvarianceConfig:
 
   Attributes:
     model: "nano", a Hugging Face directory, or a Hub id.
-    prompt: of (a) and (b); a word problem if empty.
+    prompt: of (a) and (b); if empty, the word problem that `longest_answered` chooses.
     completions: of the one prompt, for each path and part.
     max_tokens: longest completion in (a) and (b).
     temperature: of (b).
@@ -88,15 +89,92 @@ def paths(config: InvarianceConfig) -> dict[str, numerics_lib.NumericsConfig]:
 # (a) and (b): one prompt in random company.
 
 
-def probe_prompt(config: InvarianceConfig, policy: rl.Policy) -> tuple[int, ...]:
-  """Returns the one prompt's tokens."""
-  text = config.prompt or base.load("word_problems", path=None).problem("heldout", 0).prompt
-  return generate.prompt_tokens(policy, text)
+def engine_of(
+  config: InvarianceConfig,
+  policy: rl.Policy,
+  numerics: numerics_lib.NumericsConfig,
+  *,
+  max_sequences: int,
+  max_context: int,
+  row_buckets: tuple[int, ...],
+) -> engine_lib.Engine:
+  """Returns an engine with pages for all its sequences at their longest; it reuses none."""
+  page_size = min(32, numerics.kv_split)
+  return engine_lib.Engine(
+    policy.model,
+    transformer.compute_params(policy.params, numerics),
+    numerics=numerics,
+    config=engine_lib.EngineConfig(
+      page_size=page_size,
+      num_pages=max_sequences * math.ceil(max_context / page_size) + 1,
+      max_sequences=max_sequences,
+      max_context=max_context,
+      row_buckets=row_buckets,
+      reuse_prefixes=False,
+    ),
+    key=jax.random.key(config.seed),
+    tokenizer=policy.tokenizer,
+  )
+
+
+def probe(
+  config: InvarianceConfig,
+  policy: rl.Policy,
+  prompt: tuple[int, ...],
+  *,
+  temperature: float,
+  name: str,
+) -> Request:
+  """Returns a request for a prompt as (a) and (b) ask it: of one seed, whatever its name."""
+  sampling = SamplingParams(
+    temperature=temperature,
+    max_tokens=config.max_tokens,
+    stop_token_ids=policy.tokenizer.eos_ids,
+  )
+  return Request(request_id=name, prompt=prompt, sampling=sampling, seed=config.seed)
+
+
+def longest_answered(
+  config: InvarianceConfig, temperature: float
+) -> tuple[tuple[int, ...], int]:
+  """Chooses the word problem of (a) or (b): a short answer would end before any path could part.
+
+  Of the first `CANDIDATES` held-out problems in the seed's order, each asked on the tiled path as
+  the part asks its one prompt (temperature, seed), the one whose answer is longest among those that
+  end by themselves within `max_tokens` (the longest of all if none does); of equals, the first.
+
+  Returns:
+    (the prompt's tokens, the length of that answer in tokens).
+  """
+  policy, numerics = generate.load(config.model)
+  task = base.load("word_problems", path=None)
+  count = task.num_problems("heldout")
+  requests = []
+  for place in range(CANDIDATES):
+    problem = task.problem("heldout", rollout_lib.problem_index(place, count, config.seed))
+    prompt = rollout_lib.prompt_tokens(problem, policy.tokenizer)
+    requests.append(probe(config, policy, prompt, temperature=temperature, name=str(place)))
+  engine = engine_of(
+    config,
+    policy,
+    numerics,
+    max_sequences=CANDIDATES,
+    max_context=max(len(request.prompt) for request in requests) + config.max_tokens,
+    row_buckets=(CANDIDATES, 4 * CANDIDATES),
+  )
+  by_name = {completion.request_id: completion for completion in engine.generate(requests)}
+  answers = [by_name[request.request_id] for request in requests]
+  best = max(
+    range(CANDIDATES),
+    key=lambda place: (answers[place].finish_reason == "stop", len(answers[place].tokens)),
+  )
+  return requests[best].prompt, len(answers[best].tokens)
 
 
 def random_batches(
   config: InvarianceConfig,
   numerics: numerics_lib.NumericsConfig,
+  prompt: tuple[int, ...],
   *,
   temperature: float,
   name: str,
@@ -108,33 +186,18 @@ def random_batches(
   which everything arrives are drawn anew for each batch.
   """
   policy = grpo.load_policy(config.model, numerics)
-  prompt = probe_prompt(config, policy)
   rng = np.random.default_rng(config.seed)
-  context = len(prompt) + config.max_tokens
-  page_size = min(32, numerics.kv_split)
   engines = [
-    engine_lib.Engine(
-      policy.model,
-      transformer.compute_params(policy.params, numerics),
-      numerics=numerics,
-      config=engine_lib.EngineConfig(
-        page_size=page_size,
-        num_pages=most * math.ceil(context / page_size) + 1,
-        max_sequences=most,
-        max_context=context,
-        row_buckets=buckets,
-        reuse_prefixes=False,
-      ),
-      key=jax.random.key(config.seed),
-      tokenizer=policy.tokenizer,
+    engine_of(
+      config,
+      policy,
+      numerics,
+      max_sequences=most,
+      max_context=len(prompt) + config.max_tokens,
+      row_buckets=buckets,
     )
     for most, buckets in ENGINES
   ]
-  probe = SamplingParams(
-    temperature=temperature,
-    max_tokens=config.max_tokens,
-    stop_token_ids=policy.tokenizer.eos_ids,
-  )
   completions: list[Completion] = []
   batch, told = 0, time.monotonic()
   while len(completions) < config.completions:
@@ -144,7 +207,7 @@ def random_batches(
     num_probes = min(num_probes, config.completions - len(completions))
     num_others = int(rng.integers(0, most - num_probes + 1))
     requests = [
-      Request(request_id=f"probe/{batch}/{i}", prompt=prompt, sampling=probe, seed=config.seed)
+      probe(config, policy, prompt, temperature=temperature, name=f"probe/{batch}/{i}")
       for i in range(num_probes)
     ]
     for i in range(num_others):
@@ -221,12 +284,20 @@ def _first_difference(rows: list[np.ndarray]) -> int | None:
 def one_prompt(config: InvarianceConfig, part: str, say: Say) -> dict[str, Any]:
   """Parts (a), greedy, and (b), sampled with one seed, on the tiled and the untiled path."""
   temperature = 0.0 if part == "a" else config.temperature
+  if config.prompt:
+    policy, _ = generate.load(config.model)
+    prompt = generate.prompt_tokens(policy, config.prompt)
+  else:
+    prompt, length = longest_answered(config, temperature)
+    say(f"  a word problem of {len(prompt)} tokens, answered in {length}")
   results = {}
   for name, numerics in paths(config).items():
     if name == "tiled, 1 slab":
       continue
     begin = time.monotonic()
-    completions = random_batches(config, numerics, temperature=temperature, name=name, say=say)
+    completions = random_batches(
+      config, numerics, prompt, temperature=temperature, name=name, say=say
+    )
     results[name] = differences(completions) | dict(seconds=time.monotonic() - begin)
     say(f"  {name}: {results[name]['distinct_tokens']} distinct completions")
   return results
@@ -235,9 +306,11 @@ def one_prompt(config: InvarianceConfig, part: str, say: Say) -> dict[str, Any]:
 # (c): on-policy training.
 
 
-def on_policy(config: InvarianceConfig, directory: pathlib.Path, say: Say) -> dict[str, Any]:
-  """Part (c): a short run on each path; KL and largest log-probability gap of every step."""
-  results = {}
+def compared_runs(
+  config: InvarianceConfig, directory: pathlib.Path
+) -> dict[str, tuple[rl.RunConfig, pathlib.Path]]:
+  """Returns the run of part (c) on each path, and where it goes."""
+  runs = {}
   for name, numerics in paths(config).items():
     if name == "tiled, 1 slab":
       continue
@@ -262,11 +335,16 @@ def on_policy(config: InvarianceConfig, directory: pathlib.Path, say: Say) -> di
       optimizer=dataclasses.replace(grpo.main_job().optimizer, warmup_steps=0),
       evaluation=rl.EvaluationConfig(num_problems=8),
     )
-    policy = grpo.load_policy(config.model, numerics)
-    place = directory / f"rl_{name}"
-    rl.train(
-      run, policy, base.load(run.task, path=None), place, say=lambda line: say(f"  {line}")
-    )
+    runs[name] = run, directory / f"rl_{name}"
+  return runs
+
+
+def on_policy(config: InvarianceConfig, directory: pathlib.Path, say: Say) -> dict[str, Any]:
+  """Part (c): a short run on each path; KL and largest log-probability gap of every step."""
+  results = {}
+  for name, (run, place) in compared_runs(config, directory).items():
+    policy, task = grpo.load_policy(config.model, run.numerics), base.load(run.task, path=None)
+    rl.train(run, policy, task, place, say=lambda line: say(f"  {line}"))
     rows = [row for row in metrics.read(place / "metrics.jsonl") if "contract/kl" in row]
     results[name] = {
       key: [float(metrics.decode_number(row[f"contract/{key}"])) for row in rows]
@@ -453,12 +531,19 @@ def run(
   """Runs parts; writes results.json, table.md and invariance.png after each.
 
   Raises:
-    ValueError: for a part that is none.
+    ValueError: for a part that is none, or for what part (c) could not run.
   """
-  if unknown := [part for part in parts if part not in PARTS]:
+  unknown = [part for part in parts if part not in PARTS]
+  if unknown or not parts:
     raise ValueError(
-      f"--part: got {', '.join(unknown)}, expected some of {', '.join(PARTS)}; --part=a,d runs two."
+      f"--part: got {', '.join(unknown) or 'none'}, expected some of {', '.join(PARTS)};"
+      " --part=a,d runs two."
     )
+  for job, place in compared_runs(config, directory).values() if "c" in parts else ():
+    # Now, and not after parts that take minutes.
+    rl.check_directory(place, resume=False)
+    policy = grpo.load_policy(config.model, job.numerics)
+    grpo.check_prompts(job, base.load(job.task, path=None), policy)
   directory.mkdir(parents=True, exist_ok=True)
   results: dict[str, Any] = {}
   for part in parts:
@@ -480,24 +565,25 @@ def run(
 
 
 def main(argv: list[str]) -> None:
-  del argv
   args = flags.FLAGS
   logging.set_verbosity(logging.WARNING)  # Orbax tells of every file.
-  config = InvarianceConfig(
-    model=args.model,
-    prompt=args.prompt,
-    completions=args.completions,
-    max_tokens=args.max_tokens,
-    rl_steps=args.rl_steps,
-    repetitions=args.repetitions,
-    seed=args.seed,
-  )
-  run(
-    config,
-    tuple(args.part),
-    pathlib.Path(args.workdir),
-    lambda line: print(line, flush=True),
-  )
+  with configuration.refusals():
+    configuration.check_arguments(argv)
+    config = InvarianceConfig(
+      model=args.model,
+      prompt=args.prompt,
+      completions=args.completions,
+      max_tokens=args.max_tokens,
+      rl_steps=args.rl_steps,
+      repetitions=args.repetitions,
+      seed=args.seed,
+    )
+    run(
+      config,
+      tuple(args.part),
+      pathlib.Path(args.workdir),
+      lambda line: print(line, flush=True),
+    )
 
 
 if __name__ == "__main__":

@@ -9,7 +9,9 @@ import pathlib
 import numpy as np
 import pytest
 
-from experiments import invariance
+from experiments import generate, invariance
+from seerjax.rollout import rollout
+from seerjax.tasks import base
 from seerjax.types import Completion
 
 
@@ -51,7 +53,13 @@ def test_one_flipped_bit_of_a_log_probability_is_seen():
 
 def test_one_prompt_in_random_company_and_its_price(tiny: str, tmp_path: pathlib.Path):
   config = invariance.InvarianceConfig(
-    model=tiny, completions=24, max_tokens=8, batch_sizes=(2,), decode_steps=2, repetitions=1
+    model=tiny,
+    prompt="Tom has 3 apples and buys 4 more. How many apples does Tom have now?",
+    completions=24,
+    max_tokens=8,
+    batch_sizes=(2,),
+    decode_steps=2,
+    repetitions=1,
   )
   lines: list[str] = []
   results = invariance.run(config, ("b", "d"), tmp_path, lines.append)
@@ -68,6 +76,22 @@ def test_one_prompt_in_random_company_and_its_price(tiny: str, tmp_path: pathlib
   assert (tmp_path / "invariance.png").stat().st_size > 1000
 
 
+def test_the_prompt_is_that_of_the_longest_answer_that_ends(tiny: str):
+  config = invariance.InvarianceConfig(model=tiny, max_tokens=6)
+  prompt, length = invariance.longest_answered(config, 0.0)
+  policy, _ = generate.load(tiny)
+  task = base.load("word_problems")
+  candidates = [
+    rollout.prompt_tokens(
+      task.problem("heldout", rollout.problem_index(place, task.num_problems("heldout"), 0)),
+      policy.tokenizer,
+    )
+    for place in range(invariance.CANDIDATES)
+  ]
+  # No answer of random weights ends: all are as long as may be, and of equals the first is chosen.
+  assert (prompt, length) == (candidates[0], 6)
+
+
 def test_training_is_on_policy_to_the_bit(trained):
   _, results = trained
   assert results["tiled"] == {key: [0.0, 0.0] for key in results["tiled"]}
@@ -78,3 +102,16 @@ def test_training_is_on_policy_to_the_bit(trained):
 def test_a_part_that_is_none_is_refused(tmp_path: pathlib.Path):
   with pytest.raises(ValueError, match=r"--part: got e, expected some of a, b, c, d"):
     invariance.run(invariance.InvarianceConfig(), ("a", "e"), tmp_path, print)
+  with pytest.raises(ValueError, match=r"--part: got none, expected some of a, b, c, d"):
+    invariance.run(invariance.InvarianceConfig(), (), tmp_path, print)
+
+
+def test_what_part_c_cannot_run_is_refused_before_the_parts_ahead_of_it(trained, tiny, tmp_path):
+  lines: list[str] = []
+  config = invariance.InvarianceConfig(model=tiny)
+  with pytest.raises(ValueError, match=r"rl_tiled: got the directory of another run"):
+    invariance.run(config, ("a", "c"), trained[0], lines.append)
+  config = invariance.InvarianceConfig(model=tiny, max_tokens=380)
+  with pytest.raises(ValueError, match=r"max_tokens 380, expected a sum of at most 384 .Engine"):
+    invariance.run(config, ("a", "c"), tmp_path, lines.append)
+  assert not lines
