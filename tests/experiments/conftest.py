@@ -2,31 +2,28 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pathlib
 import shutil
 
 import jax
 import pytest
+import tiny_model
 
 from experiments import generate, grpo, invariance
 from seerjax.models import huggingface, tokenizer as tokenizer_lib, transformer
-from seerjax.ops import rotary
 
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
   """The directory of a random model of two layers that reads nano's tokens."""
   directory = tmp_path_factory.mktemp("tiny") / "model"
-  model = transformer.TransformerConfig(
-    family="qwen3",
+  model = dataclasses.replace(
+    tiny_model.CONFIG,
     vocab_size=512,
     hidden_size=64,
     intermediate_size=128,
-    num_layers=2,
     num_heads=8,
-    num_kv_heads=8,
-    head_dim=8,
-    rotary=rotary.RotaryConfig(head_dim=8, base=10_000.0),
     max_context=512,
   )
   numerics = grpo.main_job().numerics

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 
-from seerjax.models import transformer
+import tiny_model
+
 from seerjax.ops import rotary
 
-QWEN3 = transformer.TransformerConfig(
-  family="qwen3",
+QWEN3 = dataclasses.replace(
+  tiny_model.CONFIG,
   vocab_size=12,
   hidden_size=6,
   intermediate_size=8,
-  num_layers=2,
   num_heads=4,
   num_kv_heads=2,
   head_dim=4,

@@ -14,6 +14,7 @@ from seerjax.engine import engine as engine_lib, runner as runner_lib
 from seerjax.models import transformer
 from seerjax.ops import rotary
 
+# Every other small model of the tests says in what it differs from this one.
 CONFIG = transformer.TransformerConfig(
   family="qwen3",
   vocab_size=64,
