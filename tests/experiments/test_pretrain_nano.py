@@ -1,0 +1,41 @@
+"""Pretraining at a size of seconds, and what it refuses before it begins."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import tiny_model
+
+from experiments import pretrain_nano
+from seerjax.models import huggingface
+
+MODEL = dataclasses.replace(
+  tiny_model.CONFIG, vocab_size=512, hidden_size=16, num_heads=2, num_kv_heads=2
+)
+# One batch of the least size.
+CONFIG = pretrain_nano.PretrainConfig(num_tokens=384, tokens_per_batch=384)
+
+
+@pytest.mark.parametrize(
+  ("changes", "message"),
+  [
+    (dict(num_tokens=3071), "got num_tokens=3071, tokens_per_batch=3072, expected at least one ba"),
+    (dict(tokens_per_batch=383), "tokens_per_batch=383, expected at least one batch, of at least"),
+    (dict(learning_rate=0.0), "PretrainConfig.learning_rate: got 0.0, expected a positive number"),
+    (dict(prompt_weight=-0.1), "PretrainConfig.prompt_weight: got -0.1, expected a share between"),
+    (dict(brief_rate=1.5), "PretrainConfig.brief_rate: got 1.5, expected a share between 0 and 1"),
+    (dict(large_rate=float("nan")), "PretrainConfig.large_rate: got nan, expected a share"),
+  ],
+)
+def test_a_config_that_cannot_be_is_refused(changes, message):
+  with pytest.raises(ValueError, match=message):
+    pretrain_nano.PretrainConfig(**changes)
+
+
+def test_a_model_is_written_and_not_made_twice(tmp_path):
+  pretrain_nano.pretrain(CONFIG, MODEL, "", tmp_path)
+  _, model = huggingface.load(tmp_path / "model", pretrain_nano.numerics_for(64))
+  assert model == MODEL
+  with pytest.raises(ValueError, match=r"--workdir: got .*, which holds a finished model"):
+    pretrain_nano.pretrain(CONFIG, MODEL, "", tmp_path)
