@@ -1,26 +1,42 @@
 """No schedule changes a bit of what a request says.
 
-Random schedules of arrivals, batch mixes, chunk sizes, page sizes, memory pressure, preemption,
-cancelling, prefix hits, further turns, restarts and meshes; every completion is compared, token by
-token and log-probability by log-probability, with the same request alone in a plain engine. How
-often each event happened is printed, and an event that never happened is a failure.
+Hypothesis draws schedules: requests and when they come, batch mixes, chunk sizes, page sizes, KV
+buckets, memory pressure, preemption, cancelling, prefix hits, further turns, stop strings, restarts
+and meshes. Every completion is compared, token by token and log-probability by log-probability,
+with the same request alone in a plain engine. How often each event happened is printed, and an
+event that never happened is a failure.
+
+A KV bucket is the width of the page table (`max_context`, in whole splits): with the row bucket it
+decides which compiled program a step is. Engines of several widths take over from one another.
 """
 
 from __future__ import annotations
 
 import collections
+from collections.abc import Callable
 import dataclasses
+import functools
+import pathlib
+from typing import Any, NamedTuple
 
+import hypothesis
+from hypothesis import strategies as st
+import jax
 import numpy as np
 import pytest
 import tiny_model
 
+from seerjax import models
+from seerjax.engine import engine as engine_lib
 from seerjax.engine.engine import EngineConfig
+from seerjax.models import tokenizer as tokenizer_lib
 from seerjax.types import Request, SamplingParams
 
+# Ids 3 to 63 are one character each, so that a random text stops at random strings.
+TOKENIZER = tokenizer_lib.load(pathlib.Path(models.__file__).parent / "nano")
+CHARACTERS = TOKENIZER.decode(range(tiny_model.CONFIG.vocab_size))
 MAX_CONTEXT = 64
-# Then a schedule is left to end: a prompt that is always preempted would never be written.
-MAX_DISTURBED_STEPS = 60
+MAX_STEPS = 1000
 SIZES = {
   "chunks of 16": EngineConfig(
     page_size=8, num_pages=26, max_sequences=4, max_context=64, row_buckets=(4, 16)
@@ -38,16 +54,15 @@ SIZES = {
     page_size=8,
     num_pages=26,
     max_sequences=5,
-    max_context=80,
+    max_context=64,
     row_buckets=(5, 24),
     reuse_prefixes=False,
   ),
 }
 MESHES = ((1, 1), (2, 1), (1, 2), (2, 2))  # (instances, model shards)
+# KV buckets of 4, 5 and 9 splits.
+CONTEXTS = (MAX_CONTEXT, 80, 144)
 
-# What a schedule may do to its engine besides running it. Schedule i does action i modulo 6 for
-# sure, and each of the others with probability one half.
-ACTIONS = ("preempt", "cancel", "pressure", "restart", "turns", "late")
 EVENTS = (
   "requests",
   "arrivals between steps",
@@ -59,102 +74,242 @@ EVENTS = (
   "steps with waiting",
   "restarts",
   "continued requests",
+  "asked again",
   "further turns",
   "stopped by an id",
+  "stopped by a string",
   "greedy",
   "filtered",
   "biased",
 )
 REUSE_EVENTS = ("positions reused", "pages copied")
+OTHER_BUCKET = "continued in another KV bucket"
 
 
-def random_sampling(rng: np.random.Generator) -> SamplingParams:
-  bias = [(int(rng.integers(64)), float(rng.normal() * 3)) for _ in range(rng.integers(0, 4))]
-  stops = rng.choice(64, rng.integers(1, 4), replace=False)
-  return SamplingParams(
-    temperature=float(rng.choice([0.0, 0.6, 1.0, 1.0, 1.7])),
-    top_k=int(rng.choice([0, 0, 0, 1, 7])),
-    top_p=float(rng.choice([1.0, 1.0, 0.9, 0.5])),
-    min_p=float(rng.choice([0.0, 0.0, 0.05, 0.3])),
-    logit_bias=tuple(bias) if rng.random() < 0.3 else (),
-    max_tokens=int(rng.integers(1, 21)),
-    stop_token_ids=tuple(stops.tolist()) if rng.random() < 0.4 else (),
+# What a schedule is.
+
+
+class Turn(NamedTuple):
+  """What is asked of an answer, and the fields of its `SamplingParams`."""
+
+  question: tuple[int, ...]
+  sampling: dict[str, Any]
+
+
+class Ask(NamedTuple):
+  """The fields of a `Request`, steps since the one before, and what follows its answer.
+
+  Fields and not records: annotations are checked at random places, which must not happen while
+  hypothesis draws.
+  """
+
+  request_id: str
+  prompt: tuple[int, ...]
+  sampling: dict[str, Any]
+  seed: int
+  group_id: str
+  wait: int
+  then: Turn | None
+
+  @property
+  def request(self) -> Request:
+    return Request(
+      request_id=self.request_id,
+      prompt=self.prompt,
+      sampling=SamplingParams(**self.sampling),
+      seed=self.seed,
+      group_id=self.group_id,
+    )
+
+
+class Disturbance(NamedTuple):
+  """Something done to the engine, `wait` steps after the one before.
+
+  `choice` is the request, counted round; `steps` is how long pages are withheld or a cancelled
+  request stays away. A restart takes the next context.
+  """
+
+  wait: int
+  kind: str
+  choice: int
+  steps: int
+
+
+class Plan(NamedTuple):
+  """One schedule: all that there is to decide."""
+
+  context: int
+  asks: tuple[Ask, ...]
+  disturbances: tuple[Disturbance, ...]
+
+
+def tokens(min_size: int, max_size: int) -> st.SearchStrategy[tuple[int, ...]]:
+  """Token ids; lengths are drawn first, so that long ones are as likely as short ones."""
+  sized = st.integers(min_size, max_size).flatmap(lambda n: st.binary(min_size=n, max_size=n))
+  return sized.map(lambda data: tuple(byte % tiny_model.CONFIG.vocab_size for byte in data))
+
+
+def sometimes(strategy: st.SearchStrategy, min_size: int, max_size: int) -> st.SearchStrategy:
+  """Nothing, or every other time a tuple of what `strategy` draws."""
+  some = st.lists(strategy, min_size=min_size, max_size=max_size).map(tuple)
+  return st.booleans().flatmap(lambda is_it: some if is_it else st.just(()))
+
+
+TOKEN = st.integers(0, tiny_model.CONFIG.vocab_size - 1)
+SAMPLING = st.fixed_dictionaries(
+  dict(
+    temperature=st.sampled_from([1.0, 0.0, 0.6, 1.0, 1.7]),
+    top_k=st.sampled_from([0, 0, 0, 1, 7]),
+    top_p=st.sampled_from([1.0, 1.0, 0.9, 0.5]),
+    min_p=st.sampled_from([0.0, 0.0, 0.05, 0.3]),
+    logit_bias=sometimes(st.tuples(TOKEN, st.floats(-6.0, 6.0, width=32)), 1, 3),
+    max_tokens=st.integers(1, 20),
+    stop_token_ids=sometimes(TOKEN, 1, 6),
+    stop_strings=sometimes(st.text(CHARACTERS, min_size=1, max_size=2), 3, 8),
+  )
+)
+TURNS = st.none() | st.builds(Turn, tokens(1, 4), SAMPLING)
+DISTURBANCES = st.lists(
+  st.builds(
+    Disturbance,
+    wait=st.integers(0, 5),
+    # Cancelling ends what the others disturb, so it is rarer.
+    kind=st.sampled_from(
+      ["preempt", "withhold", "restart", "preempt", "withhold", "restart", "cancel"]
+    ),
+    choice=st.integers(0, 11),
+    steps=st.integers(1, 8),
+  ),
+  min_size=6,
+  max_size=20,
+).map(tuple)
+
+
+@st.composite
+def plans(draw, contexts: tuple[int, ...]) -> Plan:
+  """Groups of one to four; half of the prompts start like another."""
+  starts = [draw(tokens(3, 30)) for _ in range(2)]
+  waits = st.integers(0, draw(st.sampled_from([0, 1, 4])))
+  asks = []
+  for group in range(draw(st.integers(2, 4))):
+    start = draw(st.sampled_from([(), *starts]))
+    prompt, sampling = start + draw(tokens(1, 12)), draw(SAMPLING)
+    members = draw(st.integers(1, 4))
+    asks += [
+      Ask(
+        request_id=f"{group}-{member}",
+        prompt=prompt,
+        sampling=sampling,
+        seed=draw(st.integers(0, 2**32 - 1)),
+        group_id=f"group {group}" if members > 1 else "",
+        wait=draw(waits),
+        then=draw(TURNS),
+      )
+      for member in range(members)
+    ]
+  return Plan(
+    context=draw(st.sampled_from(contexts)),
+    asks=tuple(draw(st.permutations(asks))),
+    disturbances=draw(DISTURBANCES),
   )
 
 
-def random_requests(rng: np.random.Generator) -> list[Request]:
-  """Groups of one to four; half of the prompts start like another."""
-  starts = [rng.integers(0, 64, rng.integers(3, 31)).tolist() for _ in range(2)]
-  requests = []
-  for group in range(rng.integers(2, 5)):
-    prompt = rng.integers(0, 64, rng.integers(1, 13)).tolist()
-    if rng.random() < 0.6:
-      prompt = starts[rng.integers(2)] + prompt
-    sampling, members = random_sampling(rng), int(rng.integers(1, 5))
-    for member in range(members):
-      requests.append(
-        Request(
-          request_id=f"{group}-{member}",
-          prompt=tuple(prompt),
-          sampling=sampling,
-          seed=int(rng.integers(2**32)),
-          group_id=f"group {group}" if members > 1 else "",
-        )
-      )
-  rng.shuffle(requests)
-  return requests
+# What it is compared with, and how it is run.
+
+
+def make_engine(config: EngineConfig, numerics, mesh=(1, 1), kind=engine_lib.Engine):
+  """Returns an engine that knows text; engines of one numerics and mesh share programs."""
+  return kind(
+    tiny_model.CONFIG,
+    tiny_model.params(numerics),
+    numerics=numerics,
+    config=config,
+    key=jax.random.key(11),
+    tokenizer=TOKENIZER,
+    runner=tiny_model.runner(numerics, *mesh),
+  )
+
+
+@functools.cache
+def plain_engine(numerics) -> engine_lib.Engine:
+  return make_engine(tiny_model.ALONE, numerics)
+
+
+@functools.cache
+def alone(numerics, prompt, sampling, seed: int):
+  """Returns the completion of a request that has a plain engine for itself."""
+  request = Request(request_id="alone", prompt=prompt, sampling=sampling, seed=seed)
+  return plain_engine(numerics).generate([request])[0]
 
 
 class Schedule:
-  """One random schedule over one engine after another; `run` checks every completion."""
+  """One plan over one engine after another; `run` checks every completion.
 
-  def __init__(self, rng, make, numerics, actions, events):
-    self.rng, self.make, self.numerics = rng, make, numerics
-    self.actions, self.events = actions, events
-    self.engine = make()
-    self.todo = random_requests(rng)
-    # By request id: the request as first made, tokens said before this engine, tokens said in all.
+  `make(context)` gives an engine of that KV bucket; restarts take `contexts` in turn.
+  """
+
+  def __init__(
+    self,
+    plan: Plan,
+    make: Callable[[int], engine_lib.Engine],
+    contexts: tuple[int, ...],
+    numerics,
+    events: collections.Counter[str],
+  ):
+    self.make, self.contexts = make, contexts
+    self.numerics, self.events = numerics, events
+    self.context, self.engine = plan.context, make(plan.context)
+    self.step = 0
+    # By the step in which it comes.
+    self.todo: list[tuple[int, Request]] = []
+    self.turns: dict[str, Turn] = {}
+    self.disturbances: list[tuple[int, Disturbance]] = []
+    # By request id: the request as first made, tokens said before this engine; tokens and text
+    # said in all.
     self.origin: dict[str, tuple[Request, int]] = {}
     self.said: dict[str, list[int]] = {}
+    self.streamed: dict[str, str] = {}
     self.live: dict[str, Request] = {}
-    self.withheld: list[tuple[int, list[int]]] = []
+    # Until a step: pages of a pool.
+    self.withheld: list[tuple[int, int, list[int]]] = []
+    due = 0
+    for ask in plan.asks:
+      due += ask.wait
+      self.todo.append((due, ask.request))
+      if ask.then is not None:
+        self.turns[ask.request_id] = ask.then
+    due = 0
+    for disturbance in plan.disturbances:
+      due += disturbance.wait
+      self.disturbances.append((due, disturbance))
 
-  def happens(self, action: str, probability: float) -> bool:
-    return action in self.actions and self.rng.random() < probability
+  def run(self) -> None:
+    self._count_engine()
+    while self.todo or self.live:
+      self._arrive()
+      self._release()
+      while self.disturbances and self.disturbances[0][0] <= self.step:
+        self._disturb(self.disturbances.pop(0)[1])
+      self._step()
+      self.step += 1
+      assert self.step < MAX_STEPS, "the schedule does not end"
+    self._count()
+    assert self.engine.num_unfinished == 0 and not self.engine.poll()
 
-  def submit(self, request: Request) -> None:
+  def _submit(self, request: Request) -> None:
     self.engine.submit(request)
     self.live[request.request_id] = request
     self.origin.setdefault(request.request_id, (request, 0))
     self.said.setdefault(request.request_id, [])
+    self.streamed.setdefault(request.request_id, "")
 
-  def run(self) -> None:
-    before = dataclasses.asdict(self.engine.counters)
-    step = 0
-    while self.todo or self.live:
-      self._arrive(step)
-      self._release()
-      if step < MAX_DISTURBED_STEPS:
-        self._disturb(step)
-      if not self.live:
-        continue
-      self._step()
-      step += 1
-      assert step < 500 + MAX_DISTURBED_STEPS, "the schedule does not end"
-    self._count(before)
-    assert self.engine.num_unfinished == 0 and not self.engine.poll()
-
-  def _arrive(self, step: int) -> None:
-    count = len(self.todo)
-    if "late" in self.actions and step:
-      count = int(self.rng.integers(0, 3))
-    elif "late" in self.actions:
-      count = 1
-    arrivals, self.todo = self.todo[:count], self.todo[count:]
+  def _arrive(self) -> None:
+    arrivals = [request for due, request in self.todo if due <= self.step]
+    self.todo = [(due, request) for due, request in self.todo if due > self.step]
     for request in arrivals:
-      self.submit(request)
+      self._submit(request)
       self.events["requests"] += 1
-      self.events["arrivals between steps"] += step > 0
+      self.events["arrivals between steps"] += self.step > 0
       sampling = request.sampling
       self.events["greedy"] += sampling.temperature == 0
       self.events["filtered"] += bool(sampling.top_k) or sampling.top_p < 1 or sampling.min_p > 0
@@ -163,46 +318,58 @@ class Schedule:
       self.events["chunked prompts"] += is_long
 
   def _release(self) -> None:
-    for pool, pages in self.withheld:
-      for page in pages:
-        self.engine._pools[pool].release(page)
-    self.withheld = []
+    for until, pool, pages in self.withheld:
+      if until <= self.step:
+        for page in pages:
+          self.engine._pools[pool].release(page)
+    self.withheld = [entry for entry in self.withheld if entry[0] > self.step]
 
-  def _disturb(self, step: int) -> None:
+  def _disturb(self, disturbance: Disturbance) -> None:
     ids = sorted(self.live)
-    if ids and self.happens("preempt", 0.3):
-      before = self.engine.counters.preemptions
-      self.engine.preempt(ids[self.rng.integers(len(ids))])
-      self.events["preempted"] += self.engine.counters.preemptions - before
-    if ids and self.happens("cancel", 0.1):
-      request_id = ids[self.rng.integers(len(ids))]
-      self.engine.cancel(request_id)
-      # It comes back as it was first asked.
-      del self.live[request_id], self.said[request_id]
-      request, _ = self.origin.pop(request_id)
-      self.todo.append(request)
-      self.events["cancelled"] += 1
-    if self.happens("pressure", 0.6):
+    if disturbance.kind == "withhold":
       for pool in range(len(self.engine._pools)):
         count = self.engine._pools[pool].num_available
-        if count:
-          self.withheld.append((pool, self.engine._pools[pool].take(count)))
-          self.events["pages withheld"] += count
-    if ids and step and self.happens("restart", 0.08):
-      self._restart()
+        pages = self.engine._pools[pool].take(count)
+        self.withheld.append((self.step + disturbance.steps, pool, pages))
+        self.events["pages withheld"] += count
+    elif disturbance.kind == "restart":
+      place = self.contexts.index(self.context) + 1
+      self._restart(self.contexts[place % len(self.contexts)])
+    elif ids and disturbance.kind == "preempt":
+      before = self.engine.counters.preemptions
+      self.engine.preempt(ids[disturbance.choice % len(ids)])
+      self.events["preempted"] += self.engine.counters.preemptions - before
+    elif ids and disturbance.kind == "cancel":
+      request_id = ids[disturbance.choice % len(ids)]
+      self.engine.cancel(request_id)
+      self.todo.append((self.step + disturbance.steps, self._forget(request_id)))
+      self.events["cancelled"] += 1
 
-  def _restart(self) -> None:
+  def _forget(self, request_id: str) -> Request:
+    """Returns a request as it was first made, of which nothing was said."""
+    self.live.pop(request_id, None)
+    del self.said[request_id], self.streamed[request_id]
+    return self.origin.pop(request_id)[0]
+
+  def _restart(self, context: int) -> None:
     """Nothing survives but what was said: each request goes on from there in a new engine."""
+    self._count()
     self.events["restarts"] += 1
-    self._count({})
-    self.engine, self.withheld = self.make(), []
+    previous, self.context = self.context, context
+    self.engine, self.withheld = self.make(context), []
+    self._count_engine()
     unfinished, self.live = self.live, {}
     for request_id in sorted(unfinished):
-      request, _ = self.origin[request_id]
-      said = self.said[request_id]
+      request, said = self.origin[request_id][0], self.said[request_id]
+      if request.sampling.stop_strings:
+        # Half a stop string may have been said, of which a new engine knows nothing.
+        self.events["asked again"] += bool(said)
+        self._submit(self._forget(request_id))
+        continue
       self.origin[request_id] = (request, len(said))
       self.events["continued requests"] += bool(said)
-      self.submit(
+      self.events[OTHER_BUCKET] += bool(said) and context != previous
+      self._submit(
         dataclasses.replace(
           request,
           prompt=request.prompt + tuple(said),
@@ -220,35 +387,41 @@ class Schedule:
     self.events["mixed steps"] += prefilling and bool(updates)
     for update in updates:
       self.said[update.request_id].extend(update.tokens)
+      self.streamed[update.request_id] += update.text
     for completion in self.engine.poll():
       request_id = completion.request_id
       del self.live[request_id]
       request, first = self.origin[request_id]
-      expected = tiny_model.alone(self.numerics, request.prompt, request.sampling, request.seed)
+      expected = alone(self.numerics, request.prompt, request.sampling, request.seed)
       assert tiny_model.same(completion, expected, first), (
         f"request {request}: got {completion} after {first} tokens, expected {expected}"
       )
       assert tuple(self.said[request_id]) == expected.tokens
-      self.events["stopped by an id"] += completion.finish_reason == "stop"
-      if self.happens("turns", 0.5):
-        self._next_turn(request, expected.tokens)
+      assert self.streamed[request_id] == expected.text
+      if completion.finish_reason == "stop":
+        by_id = completion.tokens[-1] in request.sampling.stop_token_ids
+        self.events["stopped by an id" if by_id else "stopped by a string"] += 1
+      if request_id in self.turns:
+        self._next_turn(request, expected.tokens, self.turns.pop(request_id))
 
-  def _next_turn(self, request: Request, answer: tuple[int, ...]) -> None:
-    question = tuple(self.rng.integers(0, 64, self.rng.integers(1, 5)).tolist())
-    prompt = request.prompt + answer + question
-    sampling = random_sampling(self.rng)
+  def _next_turn(self, request: Request, answer: tuple[int, ...], turn: Turn) -> None:
+    prompt = request.prompt + answer + turn.question
+    sampling = SamplingParams(**turn.sampling)
     if len(prompt) + sampling.max_tokens <= MAX_CONTEXT:
-      self.todo.append(
-        Request(
-          request_id=f"{request.request_id}, then",
-          prompt=prompt,
-          sampling=sampling,
-          seed=request.seed,
-        )
+      following = Request(
+        request_id=f"{request.request_id}, then",
+        prompt=prompt,
+        sampling=sampling,
+        seed=request.seed,
       )
+      self.todo.append((self.step + 1, following))
       self.events["further turns"] += 1
 
-  def _count(self, before: dict[str, int]) -> None:
+  def _count_engine(self) -> None:
+    self.events[f"engines of context {self.context}"] += 1
+
+  def _count(self) -> None:
+    """Adds what the engine counted; each engine is asked once, when it is left."""
     counters = dataclasses.asdict(self.engine.counters)
     for event, field in (
       ("steps with waiting", "waits"),
@@ -257,44 +430,104 @@ class Schedule:
       ("steps", "steps"),
       ("tokens", "sampled_tokens"),
     ):
-      self.events[event] += counters[field] - before.get(field, 0)
+      self.events[event] += counters[field]
 
 
-def run_schedules(numerics, size: str, mesh: tuple[int, int], seeds, events) -> None:
-  """Runs one schedule a seed; schedules share compiled programs, not pages."""
+def run_schedules(
+  numerics,
+  size: str,
+  mesh: tuple[int, int],
+  contexts: tuple[int, ...],
+  *,
+  seed: int,
+  settings: hypothesis.settings,
+  events: collections.Counter[str],
+  kind: type[engine_lib.Engine] = engine_lib.Engine,
+) -> None:
+  """Runs as many schedules as the settings say; they share compiled programs, not pages."""
   num_instances, model_shards = mesh
 
-  def make():
-    return tiny_model.make_engine(
-      SIZES[size], numerics, num_instances=num_instances, model_shards=model_shards
-    )
+  def make(context: int) -> engine_lib.Engine:
+    config = dataclasses.replace(SIZES[size], max_context=context)
+    return make_engine(config, numerics, mesh, kind)
 
-  for index, seed in enumerate(seeds):
-    rng = np.random.default_rng(seed)
-    actions = {ACTIONS[index % len(ACTIONS)], *(a for a in ACTIONS if rng.random() < 0.5)}
+  @hypothesis.seed(seed)
+  @settings
+  @hypothesis.given(plan=plans(contexts))
+  def check(plan: Plan) -> None:
     try:
-      Schedule(rng, make, numerics, actions, events).run()
+      Schedule(plan, make, contexts, numerics, events).run()
     except AssertionError as error:
-      error.add_note(f"schedule: size {size!r}, mesh {mesh}, seed {seed}, actions {actions}")
+      error.add_note(f"schedule: size {size!r}, mesh {mesh}, contexts {contexts}, seed {seed}")
       raise
     events["schedules"] += 1
+    events[f"pages of {SIZES[size].page_size}"] += 1
     events[f"instances {num_instances}, model shards {model_shards}"] += 1
+
+  check()
 
 
 NUMERICS = {"f32": tiny_model.NUMERICS, "bf16": tiny_model.BFLOAT16}
+# A second KV bucket where it costs one program.
 QUICK = {
-  "f32": (("chunks of 16", (1, 1)), ("chunks of 1 to 7", (2, 1)), ("pages of a split", (1, 2))),
-  "bf16": (("chunks of 16", (2, 2)), ("chunks of 1 to 7", (1, 1))),
+  "f32": (
+    ("chunks of 16", (1, 1), (64,)),
+    ("chunks of 1 to 7", (2, 1), (64, 144)),
+    ("pages of a split", (1, 2), (64,)),
+  ),
+  "bf16": (("chunks of 16", (2, 2), (64,)), ("chunks of 1 to 7", (1, 1), (64, 144))),
 }
+
+
+def expected_events(contexts: tuple[int, ...], *, reuse: bool) -> tuple[str, ...]:
+  buckets = tuple(f"engines of context {context}" for context in contexts)
+  return EVENTS + (REUSE_EVENTS if reuse else ()) + buckets + (OTHER_BUCKET,)
 
 
 @pytest.mark.parametrize("dtype", ["f32", "bf16"])
 def test_no_schedule_changes_a_bit(dtype, seed, tell_events):
   events = collections.Counter()
-  for place, (size, mesh) in enumerate(QUICK[dtype]):
-    seeds = [(seed, place, index) for index in range(len(ACTIONS))]
-    run_schedules(NUMERICS[dtype], size, mesh, seeds, events)
-  tell_events(dtype, events, EVENTS + REUSE_EVENTS)
+  for place, (size, mesh, contexts) in enumerate(QUICK[dtype]):
+    # More where requests move between KV buckets, which only some of them do.
+    settings = hypothesis.settings(max_examples=9 if len(contexts) > 1 else 5)
+    run_schedules(
+      NUMERICS[dtype],
+      size,
+      mesh,
+      contexts,
+      seed=100 * seed + place,
+      settings=settings,
+      events=events,
+    )
+  tell_events(dtype, events, expected_events((64, 144), reuse=True))
+
+
+class FollowsTheBatch(engine_lib.Engine):
+  """An engine whose noise is another one where a step samples more than one request."""
+
+  def _inputs(self, work):
+    inputs, sampled = super()._inputs(work)
+    crowded = (inputs.num_samples > 1).astype(np.uint32)
+    return inputs._replace(seeds=inputs.seeds + crowded[:, None]), sampled
+
+
+def test_an_engine_that_follows_the_batch_is_found_out(seed):
+  # The twin. It is meant to fail, so nothing is kept of it and nothing shrunk.
+  settings = hypothesis.settings(
+    max_examples=6, phases=[hypothesis.Phase.generate], database=None, report_multiple_bugs=False
+  )
+  size, mesh, contexts = QUICK["bf16"][1]
+  with pytest.raises(AssertionError, match="got Completion"):
+    run_schedules(
+      NUMERICS["bf16"],
+      size,
+      mesh,
+      contexts,
+      seed=seed,
+      settings=settings,
+      events=collections.Counter(),
+      kind=FollowsTheBatch,
+    )
 
 
 @pytest.mark.long
@@ -305,7 +538,16 @@ def test_no_schedule_of_five_hundred_changes_a_bit(block, seed, tell_events):
   dtype, mesh = ("f32", "bf16")[block % 2], MESHES[block // 2 % 4]
   size = list(SIZES)[(block + block // 8) % 5]
   events = collections.Counter()
-  seeds = [(seed, 1000 + block, index) for index in range(25)]
-  run_schedules(NUMERICS[dtype], size, mesh, seeds, events)
-  expected = EVENTS + (REUSE_EVENTS if SIZES[size].reuse_prefixes else ())
+  # Of 26 the first is the least schedule there is: hypothesis begins with it.
+  run_schedules(
+    NUMERICS[dtype],
+    size,
+    mesh,
+    CONTEXTS,
+    seed=100 * seed + 10 + block,
+    settings=hypothesis.settings(max_examples=26),
+    events=events,
+  )
+  assert events["schedules"] >= 26
+  expected = expected_events(CONTEXTS, reuse=SIZES[size].reuse_prefixes)
   tell_events(f"block {block}, {dtype}, {size}, {mesh}", events, expected)

@@ -1,7 +1,8 @@
 """The trainer's own program gives the engine's log-probabilities, bit for bit.
 
 Requests of every kind are sampled in a crowded engine, packed next to others in several orders, and
-scored under `value_and_grad`, by a program that never sees the engine's numbers.
+scored under `value_and_grad`, by a program that never sees the engine's numbers. The twins at the
+end break one thing each, and the same comparison has to notice.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import dataclasses
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -31,6 +33,9 @@ LAYOUT = {
   "max_sequences": 5,
   "max_sequence_tokens": 64,
 }
+BOTH = pytest.mark.parametrize(
+  "numerics", [tiny_model.NUMERICS, tiny_model.BFLOAT16], ids=["f32", "bf16"]
+)
 SAMPLING = (
   SamplingParams(max_tokens=20),
   SamplingParams(max_tokens=20, temperature=0.0),
@@ -40,7 +45,7 @@ SAMPLING = (
 )
 
 
-def draw(numerics, rng, events=None) -> list[list[tuple[Request, object]]]:
+def draw(numerics, rng, config=SIZES, events=None) -> list[list[tuple[Request, object]]]:
   """Two members of each kind of group, from one crowded engine that now and then preempts one."""
   groups = [
     [
@@ -56,7 +61,7 @@ def draw(numerics, rng, events=None) -> list[list[tuple[Request, object]]]:
     for group, sampling in enumerate(SAMPLING)
     for prompt in [rng.integers(0, 64, int(rng.integers(2, 40))).tolist()]
   ]
-  engine = tiny_model.make_engine(SIZES, numerics)
+  engine = tiny_model.make_engine(config, numerics)
   for request in (request for group in groups for request in group):
     engine.submit(request)
   completions, live = {}, {request.request_id for group in groups for request in group}
@@ -115,9 +120,7 @@ def trainer(numerics, num_instances: int = 1) -> step.Trainer:
   )
 
 
-@pytest.mark.parametrize(
-  "numerics", [tiny_model.NUMERICS, tiny_model.BFLOAT16], ids=["f32", "bf16"]
-)
+@BOTH
 def test_scores_under_grad_are_the_engines_in_every_packing(numerics, seed):
   sampled = sample(numerics)
   rng = np.random.default_rng(seed)
@@ -155,8 +158,11 @@ def test_no_batch_of_five_hundred_opens_a_gap(block, seed, tell_events):
   num_instances = 1 + block // 2 % 2
   rng = np.random.default_rng((seed, 2000 + block))
   events = collections.Counter()
-  for _ in range(10):
-    sampled = draw(numerics, rng, events)
+  for draws in range(10):
+    # The engine's KV bucket is now the trainer's, now a wider one.
+    context = (64, 112)[draws % 2]
+    events[f"engines of context {context}"] += 1
+    sampled = draw(numerics, rng, dataclasses.replace(SIZES, max_context=context), events)
     for _ in range(5):
       order = rng.permutation(len(sampled))[: int(rng.integers(1, len(sampled) + 1))]
       batch = pack(sampled, order, numerics)
@@ -190,14 +196,67 @@ def test_two_instances_and_another_row_tile_in_turn():
     assert gap["max_abs_logprob_gap"] == gap["max_abs_raw_logprob_gap"] == 0.0
 
 
+# The twins.
+
+
+def whole_batch(numerics):
+  """Every group that was sampled, in order."""
+  sampled = sample(numerics)
+  return pack(sampled, range(len(sampled)), numerics)
+
+
+def scores_of(numerics, params, batch):
+  """What the trainer that has nothing wrong with it gives."""
+  return trainer(numerics).gradient(params, batch, losses.denominators(batch), None)[2]
+
+
+@BOTH
+def test_one_flipped_mantissa_bit_of_one_weight_opens_the_gap(numerics):
+  # The embedding, which is the head as well: every logit of one token moves.
+  params, batch = tiny_model.params(numerics), whole_batch(numerics)
+  assert set(step.rollout_gap(scores_of(numerics, params, batch), batch).values()) == {0.0}
+  weights = np.array(params["embed"])
+  whole = np.dtype(f"uint{8 * weights.dtype.itemsize}")
+  weights.view(whole)[0, 0] ^= whole.type(1)
+  flipped = {**params, "embed": jnp.asarray(weights)}
+  gap = step.rollout_gap(scores_of(numerics, flipped, batch), batch)
+  assert gap["max_abs_logprob_gap"] > 0.0 and gap["max_abs_raw_logprob_gap"] > 0.0
+
+
+@BOTH
+def test_a_temperature_one_bit_off_opens_the_gap(numerics):
+  batch = whole_batch(numerics)
+  temperature = np.asarray(batch.sampling.temperature)
+  warmer = np.where(temperature > 0, np.nextafter(temperature, np.float32(2)), temperature)
+  other = batch._replace(sampling=batch.sampling._replace(temperature=warmer))
+  gap = step.rollout_gap(scores_of(numerics, tiny_model.params(numerics), other), batch)
+  # The raw log-probabilities know of no temperature.
+  assert gap["max_abs_logprob_gap"] > 0.0 and gap["max_abs_raw_logprob_gap"] == 0.0
+
+
+@BOTH
+def test_a_split_that_follows_the_length_opens_the_gap(numerics):
+  # Sequences of more than 32 rows are cut at 8 positions instead of 16.
+  params, batch = tiny_model.params(numerics), whole_batch(numerics)
+  usual = scores_of(numerics, params, batch)
+  finer = trainer(dataclasses.replace(numerics, kv_split=8)).scores(params, batch)
+  index = np.asarray(batch.sequence_index)
+  is_long = (np.bincount(index[index >= 0])[index] > 32) & (index >= 0)
+  assert is_long.any() and not is_long[index >= 0].all()
+  mixed = jax.tree.map(lambda long, short: np.where(is_long, long, short), finer, usual)
+  assert step.rollout_gap(mixed, batch)["max_abs_logprob_gap"] > 0.0
+
+
+@BOTH
+def test_the_untiled_trainer_opens_the_gap(numerics):
+  params, batch = tiny_model.params(numerics), whole_batch(numerics)
+  untiled = trainer(dataclasses.replace(numerics, implementation="untiled"))
+  gap = step.rollout_gap(untiled.scores(params, batch), batch)
+  assert gap["max_abs_logprob_gap"] > 0.0
+
+
 def test_other_weights_open_the_gap():
   numerics = tiny_model.NUMERICS
-  sampled = sample(numerics)
-  batch = pack(sampled, range(len(sampled)), numerics)
-  _, _, scores = trainer(numerics).gradient(
-    jax.tree.map(lambda leaf: leaf * np.float32(1.0001), tiny_model.params(numerics)),
-    batch,
-    losses.denominators(batch),
-    None,
-  )
-  assert step.rollout_gap(scores, batch)["max_abs_logprob_gap"] > 0.0
+  batch = whole_batch(numerics)
+  other = jax.tree.map(lambda leaf: leaf * np.float32(1.0001), tiny_model.params(numerics))
+  assert step.rollout_gap(scores_of(numerics, other, batch), batch)["max_abs_logprob_gap"] > 0.0

@@ -1,7 +1,7 @@
 """What the contract does not care about, and its twins: what must change bits does.
 
 A comparison that cannot fail proves nothing. So each thing that the contract rests on is broken on
-purpose here, and the same comparison as in test_schedules.py has to notice.
+purpose here, in both dtypes, and the same comparison as in test_schedules.py has to notice.
 """
 
 from __future__ import annotations
@@ -24,6 +24,9 @@ SIZES = engine_lib.EngineConfig(
   max_context=64,
   row_buckets=(16,),
   reuse_prefixes=False,
+)
+BOTH = pytest.mark.parametrize(
+  "numerics", [tiny_model.NUMERICS, tiny_model.BFLOAT16], ids=["f32", "bf16"]
 )
 
 
@@ -54,9 +57,9 @@ class Disturbed(engine_lib.Engine):
     return self.disturb(inputs, work), sampled
 
 
-def disturbed(disturb) -> list:
+def disturbed(disturb, numerics=tiny_model.NUMERICS) -> list:
   """Completions of four requests under an engine so disturbed."""
-  engine = tiny_model.make_engine(SIZES, kind=Disturbed)
+  engine = tiny_model.make_engine(SIZES, numerics, kind=Disturbed)
   engine.disturb = disturb
   return engine.generate(requests(4))
 
@@ -109,9 +112,7 @@ def test_what_padding_rows_hold_changes_nothing():
   assert num_differing(disturbed(scribble)) == 0
 
 
-@pytest.mark.parametrize(
-  "numerics", [tiny_model.NUMERICS, tiny_model.BFLOAT16], ids=["f32", "bf16"]
-)
+@BOTH
 def test_what_unwritten_memory_holds_changes_nothing(numerics):
   engine = tiny_model.make_engine(SIZES, numerics)
   for request in requests(4):
@@ -138,16 +139,18 @@ def flip_lowest_bit(engine, page: int, offset: int) -> None:
   """Flips the lowest mantissa bit of one key in layer 0, head 0."""
   (keys, values), *others = engine._pages
   old = np.asarray(keys)[0, 0, page, offset, 0]
-  new = (old.view(np.uint32) ^ np.uint32(1)).view(np.float32)
+  whole = np.dtype(f"uint{8 * old.dtype.itemsize}")
+  new = (old.view(whole) ^ whole.type(1)).view(old.dtype)
   keys = keys.at[0, 0, page, offset, 0].set(new)
   engine._pages = ((keys, values), *others)
 
 
-def test_one_flipped_mantissa_bit_in_a_page_is_noticed():
+@BOTH
+def test_one_flipped_mantissa_bit_in_a_page_is_noticed(numerics):
   # A bit far behind the point may be rounded away, so not every flip shows; some have to.
   noticed = 0
   for offset in range(4):
-    engine = tiny_model.make_engine(SIZES)
+    engine = tiny_model.make_engine(SIZES, numerics)
     for request in requests(4):
       engine.submit(request)
     engine.step()
@@ -157,47 +160,74 @@ def test_one_flipped_mantissa_bit_in_a_page_is_noticed():
       flip_lowest_bit(engine, sequence.pages[0], offset)
     while engine.num_unfinished:
       engine.step()
-    noticed += num_differing(by_id(engine.poll()))
+    noticed += num_differing(by_id(engine.poll()), numerics)
   assert noticed > 0
 
 
-def test_a_page_table_that_points_at_another_page_is_noticed():
-  def swap(inputs, work):
+@BOTH
+def test_a_page_table_that_points_at_another_page_is_noticed(numerics):
+  # The second page read twice. To exchange the two would only add equal terms in another order,
+  # which bfloat16 rounds away.
+  def misdirect(inputs, work):
     for chunk in work[0]:
       if chunk.sequence.num_written >= 2 * SIZES.page_size:
         segments = inputs.batch.segment_start[0] == chunk.first_row
         table = inputs.batch.page_table[0]
-        table[segments, :2] = table[segments, 1::-1]
+        table[segments, 0] = table[segments, 1]
     return inputs
 
-  assert num_differing(disturbed(swap)) > 0
+  assert num_differing(disturbed(misdirect, numerics), numerics) > 0
 
 
-def test_noise_used_for_two_tokens_is_noticed():
+@BOTH
+def test_one_noise_key_used_twice_is_noticed(numerics):
+  # The second token of each request is drawn with the first one's noise; all else is as it was.
   def repeat(inputs, work):
-    del work
-    return inputs._replace(positions=inputs.positions - inputs.positions % 2)
+    sampled = (
+      chunk.sequence
+      for chunk in work[0]
+      if chunk.sequence.num_written + chunk.count == len(chunk.sequence.tokens)
+    )
+    for place, sequence in enumerate(sampled):
+      inputs.positions[0, place] -= len(sequence.tokens) == sequence.num_prompt + 1
+    return inputs
 
-  completions = disturbed(repeat)
-  wanted = [alone(request) for request in requests(4)]
-  assert all(c.tokens != w.tokens for c, w in zip(completions, wanted, strict=True))
-
-
-def test_a_split_that_follows_the_sequence_is_noticed():
-  # Sequences beyond 8 positions are cut at 8 instead of 16.
-  shorter = dataclasses.replace(tiny_model.NUMERICS, kv_split=8)
-  engine = tiny_model.make_engine(SIZES, shorter)
-  completions = engine.generate(requests(4))
-  assert num_differing(completions) > 0
-  # One split is one split, whatever its length: nothing else differs between the two.
-  request = Request(
-    request_id="short", prompt=(1, 2, 3), sampling=SamplingParams(max_tokens=5), seed=1
-  )
-  assert tiny_model.same(engine.generate([request])[0], alone(request))
+  completions = disturbed(repeat, numerics)
+  wanted = [alone(request, numerics) for request in requests(4)]
+  assert all(c.tokens[0] == w.tokens[0] for c, w in zip(completions, wanted, strict=True))
+  assert num_differing(completions, numerics) > 0
 
 
-def test_the_untiled_path_is_noticed():
-  untiled = dataclasses.replace(tiny_model.NUMERICS, implementation="untiled")
+class FollowsLength(engine_lib.Engine):
+  """Cuts keys at 8 positions instead of 16 while some request is longer than 32.
+
+  So do kernels that choose their splits by the longest sequence of the batch.
+  """
+
+  def step(self):
+    longest = max(len(sequence.tokens) for sequence in self._live.values())
+    split = 8 if longest > 32 else 16
+    self._runner = tiny_model.runner(dataclasses.replace(self.numerics, kv_split=split))
+    return super().step()
+
+
+@BOTH
+def test_a_split_that_follows_the_length_is_noticed(numerics):
+  def run(batch):
+    return tiny_model.make_engine(SIZES, numerics, kind=FollowsLength).generate(batch)
+
+  # Never longer than 32, so alone they are what they should be; beside a longer one they are not.
+  short = [request for request in requests(8) if len(request.prompt) + 20 <= 32]
+  longer = next(request for request in requests(8) if len(request.prompt) > 24)
+  wanted = [alone(request, numerics) for request in short]
+  assert all(map(tiny_model.same, run(short), wanted))
+  beside = run([longer, *short])[1:]
+  assert not all(map(tiny_model.same, beside, wanted))
+
+
+@BOTH
+def test_the_untiled_path_is_noticed(numerics):
+  untiled = dataclasses.replace(numerics, implementation="untiled")
   completions = tiny_model.make_engine(SIZES, untiled).generate(requests(4))
   # Against itself, alone: its bits follow the batch.
   assert num_differing(completions, untiled) > 0
