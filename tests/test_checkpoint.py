@@ -170,29 +170,58 @@ def test_host_state_that_json_would_change_is_refused(tmp_path):
       save(tmp_path, 0, {"w": jnp.zeros(1)}, host_state=value)
 
 
+def refuse_damaged(directory, file, damage, message):
+  """Restores with other contents of one file, None for no file; then puts it back."""
+  whole = file.read_bytes()
+  file.unlink()
+  if damage is not None:
+    file.write_bytes(damage)
+  with pytest.raises(ValueError, match=f"^{re.escape(str(file))}: {message}"):
+    restore(directory, {"w": jnp.zeros(64)})
+  file.write_bytes(whole)
+
+
 def test_damage_of_any_file_is_refused_by_its_name(tmp_path):
   path = save(tmp_path, 0, {"w": jnp.arange(64.0)})
   files = [file for file in sorted(path.rglob("*")) if file.is_file() and file.stat().st_size]
+  files.remove(path / checkpoint.DESCRIPTION)
   assert any("ocdbt" in str(file) for file in files)
   for file in files:
     whole = file.read_bytes()
+    size = len(whole)
     altered = bytearray(whole)
-    altered[len(whole) // 2] ^= 1
+    altered[size // 2] ^= 1
     for damage, message in (
-      (whole[:-1], "truncated"),
-      (bytes(altered), "altered|cannot be read"),
-      (None, "got no file|missing"),
+      (whole[:-1], f"got {size - 1} bytes, expected {size}; the file is truncated: resume from"),
+      (
+        bytes(altered),
+        f"got contents of sha256 {hashlib.sha256(altered).hexdigest()[:16]}, expected"
+        f" {hashlib.sha256(whole).hexdigest()[:16]}; the file was altered: resume from another",
+      ),
+      (None, f"got no file, expected {size} bytes; the checkpoint is incomplete: resume from"),
     ):
-      file.unlink()
-      if damage is not None:
-        file.write_bytes(damage)
-      # A JSON file without its last newline is whole.
-      if file.name == checkpoint.DESCRIPTION and damage == whole[:-1]:
-        file.write_bytes(whole[:-3])
-      with pytest.raises(ValueError, match=message) as caught:
-        restore(tmp_path, {"w": jnp.zeros(64)})
-      assert str(file) in str(caught.value)
-      file.write_bytes(whole)
+      refuse_damaged(tmp_path, file, damage, message)
+  restore(tmp_path, {"w": jnp.zeros(64)})
+
+
+def test_damage_of_the_description_is_refused_by_its_name(tmp_path):
+  file = save(tmp_path, 0, {"w": jnp.arange(64.0)}) / checkpoint.DESCRIPTION
+  whole = file.read_bytes()
+  digest = json.loads(whole)["sha256"][:16]
+  end = "expected the description of a checkpoint; the file is truncated or missing: resume from"
+  step = whole.replace(b'"step": 0', b'"step": 1', 1)
+  assert step != whole
+  for damage, message in (
+    # Without its last newline alone it would be whole.
+    (whole[:-3], rf"got a file that cannot be read \(JSONDecodeError\(.*\)\), {end}"),
+    (b"[" + whole[1:], rf"got a file that cannot be read \(JSONDecodeError\(.*\)\), {end}"),
+    (b"[]", rf"got a file that cannot be read \(TypeError\(.*\)\), {end}"),
+    (b"{}", rf"got a file that cannot be read \(KeyError\('sha256'\)\), {end}"),
+    (b"\xff" + whole, rf"got a file that cannot be read \(UnicodeDecodeError\(.*\)\), {end}"),
+    (None, rf"got a file that cannot be read \(FileNotFoundError\(.*\)\), {end}"),
+    (step, rf"got contents of sha256 [0-9a-f]{{16}}, expected {digest}; the file was altered: res"),
+  ):
+    refuse_damaged(tmp_path, file, damage, message)
   restore(tmp_path, {"w": jnp.zeros(64)})
 
 
