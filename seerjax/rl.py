@@ -8,7 +8,8 @@ Everything a step does is a function of (config, step): which problems, which se
 which gradient. That is why a killed run resumes to the same bits, and why the log-probabilities
 that sampled are, to the bit, those that learn.
 
-Read on from `train`: `circle` is one round of it, `sample` and `learn` are its halves.
+Read on from `train`: `circle` is one round of it, `sample` and `learn` are its halves;
+`learn_again` takes rounds again from a journal.
 """
 
 from __future__ import annotations
@@ -120,6 +121,21 @@ class RunConfig:
         f" RolloutConfig.groups_per_step={self.rollout.groups_per_step} (a group is not divided);"
         " lower it or sample more groups."
       )
+    most = self.rollout.max_tokens
+    # A prompt has one token at least, and the last token of an answer needs no row.
+    room = min(self.engine.max_context - 1, self.trainer.rows_per_micro_batch)
+    if most > room:
+      raise ValueError(
+        f"RolloutConfig.max_tokens: got {most}, expected at most {room}, because prompt and answer"
+        f" have to fit EngineConfig.max_context={self.engine.max_context} and"
+        f" TrainerConfig.rows_per_micro_batch={self.trainer.rows_per_micro_batch}; lower it, or"
+        " raise those."
+      )
+    if not 0 <= self.trainer.overlong_buffer <= most:
+      raise ValueError(
+        f"TrainerConfig.overlong_buffer: got {self.trainer.overlong_buffer}, expected 0 to"
+        f" RolloutConfig.max_tokens={most}; a fifth of it is usual, 0 is off."
+      )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,11 +205,14 @@ def train(
 
   Raises:
     Interrupted: on Ctrl-C.
-    ValueError: for what cannot work, before anything is computed; and for a text that the task
-      cannot judge (the run can be resumed).
+    ValueError: for settings, a directory, programs or a task that cannot work, before anything is
+      sampled or the journal begun. Later only for what one problem shows: a prompt that leaves no
+      room for its answer, or a text that the task cannot judge (the run can be resumed).
   """
-  check_directory(directory, resume=resume)
   clock = summary.RunClock()
+  check_directory(directory, resume=resume)
+  for split in ("train", "heldout"):
+    rollout_lib.num_problems(task, split)  # Refuses none.
   settings = metrics.encode(dataclasses.asdict(config))
   fingerprint = numerics_lib.fingerprint(config.numerics)
   if programs is None:
@@ -214,7 +233,8 @@ def train(
       accept_new_numerics=accept_new_numerics,
     )
     state, step = restored.state, restored.step
-    before = restored.host_state["before"] or _accuracy_before(directory)
+    before = restored.host_state["before"] or _accuracy_at(directory, 0)
+    clock.carry_on(restored.host_state["clock"])
     say(f"resumed after step {step} of {config.num_steps}")
 
   def save(step: int) -> None:
@@ -223,11 +243,22 @@ def train(
         directory / "checkpoints",
         step,
         state,
-        host_state={"before": before},
+        host_state={"before": before, "clock": clock.read()},
         fingerprint=fingerprint,
         accept_new_numerics=accept_new_numerics,
       )
 
+  # Before the journal, which holds a run to its settings from its first line on.
+  engine = engine_lib.Engine(
+    policy.model,
+    running_weights(config, state.params, base),
+    numerics=config.numerics,
+    config=config.engine,
+    key=jax.random.key(config.seed),
+    tokenizer=policy.tokenizer,
+    policy_version=step,
+    runner=programs.runner,
+  )
   with contextlib.ExitStack() as files:
     journal = files.enter_context(
       journal_lib.Journal(
@@ -240,16 +271,6 @@ def train(
       )
     )
     metrics.write_summary(directory / "config.json", settings | {"fingerprint": fingerprint})
-    engine = engine_lib.Engine(
-      policy.model,
-      running_weights(config, state.params, base),
-      numerics=config.numerics,
-      config=config.engine,
-      key=jax.random.key(config.seed),
-      tokenizer=policy.tokenizer,
-      policy_version=step,
-      runner=programs.runner,
-    )
     say(engine.plan())
     writer = files.enter_context(
       metrics.Writer(
@@ -279,9 +300,11 @@ def train(
         if step % config.checkpoint_every == 0 or step == config.num_steps:
           save(step)
       say(f"held-out accuracy on {config.evaluation.num_problems} problems, after:")
-      after = accuracy_of(config, engine, task)
+      after = _accuracy_at(directory, step)  # Empty, unless the run had ended before.
+      if not after:
+        after = accuracy_of(config, engine, task)
+        writer.write(step, {f"heldout/{name}": value for name, value in after.items()})
       say(f"  {evaluation.describe(after)}")
-      writer.write(step, {f"heldout/{name}": value for name, value in after.items()})
     except KeyboardInterrupt:
       save(step)
       message = f"stopped after step {step} of {config.num_steps}; --resume goes on"
@@ -329,13 +352,7 @@ def sample(
   journal: journal_lib.Journal,
   step: int,
 ) -> list[RolloutGroup]:
-  """Samples and judges a step's groups; what the journal holds is not sampled again.
-
-  With dynamic sampling, rounds follow each other until enough groups have unequal rewards; which
-  problems a round takes depends on the counts of the rounds before, never on who finished first.
-  """
-  wanted = config.rollout.groups_per_step
-  num_problems = task.num_problems("train")
+  """Samples and judges a step's groups; what the journal holds is not sampled again."""
   assert engine.tokenizer is not None
 
   def known(group: int, member: int) -> Rollout | None:
@@ -347,6 +364,34 @@ def sample(
       step, group, member, rollout, problem_id=problem.problem_id, prompt_text=problem.prompt
     )
 
+  return step_groups(
+    config,
+    task,
+    engine.tokenizer,
+    step,
+    generate=functools.partial(completions, engine),
+    known=known,
+    on_rollout=keep,
+  )
+
+
+def step_groups(
+  config: RunConfig,
+  task: Task,
+  tokenizer: tokenizer_lib.Tokenizer,
+  step: int,
+  *,
+  generate: rollout_lib.Generate,
+  known: rollout_lib.Known,
+  on_rollout: Callable[[int, int, Problem, Rollout], None],
+) -> list[RolloutGroup]:
+  """Returns the groups that a step learns from; the last three arguments as in `sample_groups`.
+
+  With dynamic sampling, rounds follow each other until enough groups have unequal rewards; which
+  problems a round takes depends on the counts of the rounds before, never on who finished first.
+  """
+  wanted = config.rollout.groups_per_step
+  num_problems = rollout_lib.num_problems(task, "train")
   kept: list[RolloutGroup] = []
   rejected: list[RolloutGroup] = []
   taken = 0
@@ -361,13 +406,13 @@ def sample(
       [task.problem("train", index) for index in indices],
       first_group=taken,
       step=step,
-      generate=functools.partial(completions, engine),
+      generate=generate,
       task=task,
       config=config.rollout,
-      tokenizer=engine.tokenizer,
+      tokenizer=tokenizer,
       seed=config.seed,
       known=known,
-      on_rollout=keep,
+      on_rollout=on_rollout,
     )
     taken += count
     is_kept = [config.trainer.max_rounds == 1 or np.ptp(group.rewards) > 0 for group in groups]
@@ -456,6 +501,72 @@ def learn(
     state, norms = trainer.update(state, gradient)
     numbers |= {f"train/{name}": float(value) for name, value in norms.items()}
   return state, numbers
+
+
+def learn_again(
+  config: RunConfig,
+  policy: Policy,
+  task: Task,
+  trainer: step_lib.Trainer,
+  state: TrainState,
+  steps: range,
+  known: Callable[[int, int, int], Rollout | None],
+  *,
+  say: Callable[[str], None] = print,
+) -> TrainState:
+  """Takes steps of a run again with the rollouts of its journal; the state has the run's bits.
+
+  Nothing is sampled and nothing judged: the rewards are the journal's, and the task only poses its
+  problems again.
+
+  Args:
+    config: the run.
+    policy: its start.
+    task: the run's.
+    trainer: its programs, on any number of instances.
+    state: before the first of `steps`.
+    steps: consecutive.
+    known: (step, group, member) -> the journal's rollout, None if it has none.
+    say: takes a line a step.
+
+  Returns:
+    The state after the last of `steps`.
+
+  Raises:
+    ValueError: naming the rollouts that the journal lacks, before anything is computed.
+  """
+
+  def refuse(step: int, requests: Sequence[Request]) -> tuple[Completion, ...]:
+    if requests:
+      names = [request.request_id for request in requests]
+      more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+      raise ValueError(
+        f"journal: got no rollout {', '.join(names[:8])}{more}, expected all that step {step}"
+        " learnt from; restore the file, or keep a checkpoint of a later step."
+      )
+    return ()
+
+  groups = {
+    step: step_groups(
+      config,
+      task,
+      policy.tokenizer,
+      step,
+      generate=functools.partial(refuse, step),
+      known=functools.partial(known, step),
+      on_rollout=lambda *_: None,
+    )
+    for step in steps
+  }
+  base = frozen_weights(config, policy)
+  for step in steps:
+    begin = time.monotonic()
+    state, numbers = learn(config, trainer, state, groups.pop(step), base)
+    say(
+      f"step {step} learnt again, {step - steps.start + 1} of {len(steps)}: log-probability gap"
+      f" {numbers['contract/max_abs_logprob_gap']}, {time.monotonic() - begin:.1f} s"
+    )
+  return state
 
 
 def pack(config: RunConfig, groups: Sequence[RolloutGroup], values: np.ndarray) -> Any:
@@ -591,9 +702,9 @@ def check_directory(directory: pathlib.Path, *, resume: bool) -> None:
     )
 
 
-def _accuracy_before(directory: pathlib.Path) -> dict[str, float]:
-  """Reads the first evaluation back; empty if it was not finished."""
+def _accuracy_at(directory: pathlib.Path, step: int) -> dict[str, float]:
+  """Reads the evaluation after a step back; empty if there was none or it was not finished."""
   path = directory / metrics.FILE_NAME
-  rows = [row for row in metrics.read(path) if row["step"] == 0] if path.is_file() else []
+  rows = [row for row in metrics.read(path) if row["step"] == step] if path.is_file() else []
   named = [(name, value) for row in rows for name, value in row.items()]
   return {name.removeprefix("heldout/"): v for name, v in named if name.startswith("heldout/")}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import resource
 import time
 from typing import Any
@@ -44,6 +44,10 @@ def of_run(
   def mean(name: str) -> float:
     return float(np.mean([row[name] for row in rows])) if rows else 0.0
 
+  # All tokens by all time: a step that a resumed run read from its journal sampled nothing, in no
+  # time worth a name.
+  seconds = sum(row["rollout/seconds"] for row in rows)
+  sampled = sum(row["rollout/seconds"] * row["rollout/tokens_per_second"] for row in rows)
   return dict(
     accuracy_before=before["accuracy"],
     accuracy_after=after["accuracy"],
@@ -59,16 +63,21 @@ def of_run(
       highest("contract/max_abs_logprob_gap"), highest("contract/max_abs_raw_logprob_gap")
     ),
     kl_max=max(highest("contract/kl"), highest("contract/raw_kl")),
-    tokens_per_second=mean("rollout/tokens_per_second"),
+    tokens_per_second=sampled / max(seconds, 1e-9),
     length_mean=mean("rollout/length_mean"),
     length_p99=max((row["rollout/length_p99"] for row in rows), default=0.0),
   )
 
 
 class RunClock:
-  """Measures this process from its making on: seconds, those XLA compiled, and peak memory."""
+  """Measures a run over all its processes: seconds, those XLA compiled, and peak memory.
+
+  Each checkpoint holds what was measured until then (`read`), and a resumed run begins with it
+  (`carry_on`): what a kill lost since the last checkpoint is not counted.
+  """
 
   def __init__(self):
+    self._before = dict(seconds=0.0, compile_seconds=0.0, peak_memory_gib=0.0)
     self._started = time.monotonic()
     self._compile_seconds = 0.0
     jax.monitoring.register_event_duration_secs_listener(self._hear)
@@ -77,10 +86,15 @@ class RunClock:
     if event == "/jax/core/compile/backend_compile_duration":
       self._compile_seconds += duration_secs
 
+  def carry_on(self, before: Mapping[str, float]) -> None:
+    """Begins with what the clock of the process before read last."""
+    self._before = dict(before)
+
   def read(self) -> dict[str, float]:
     """Returns seconds, compile_seconds and peak_memory_gib; Linux counts memory in KiB."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     return dict(
-      seconds=time.monotonic() - self._started,
-      compile_seconds=self._compile_seconds,
-      peak_memory_gib=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
+      seconds=self._before["seconds"] + time.monotonic() - self._started,
+      compile_seconds=self._before["compile_seconds"] + self._compile_seconds,
+      peak_memory_gib=max(self._before["peak_memory_gib"], peak),
     )

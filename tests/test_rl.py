@@ -12,6 +12,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from typing import Any
 import zlib
 
@@ -20,7 +21,7 @@ import numpy as np
 import pytest
 import tiny_model
 
-from seerjax import checkpoint, metrics, parallel, rl
+from seerjax import checkpoint, metrics, numerics as numerics_lib, parallel, rl
 from seerjax.engine import engine as engine_lib, runner as runner_lib
 from seerjax.models import lora, tokenizer as tokenizer_lib, transformer
 from seerjax.rollout import journal as journal_lib, rollout as rollout_lib
@@ -271,6 +272,47 @@ def test_after_kill_the_journal_is_read_and_the_bits_are_the_same(whole, tmp_pat
   assert rates[:2] == [0.0, 0.0] and min(rates[2:]) > 0.0
 
 
+def test_a_run_that_has_ended_writes_its_last_row_once(whole, tmp_path):
+  directory, expected, _ = whole
+  copy = pathlib.Path(shutil.copytree(directory, tmp_path / "run"))
+  written = (copy / "metrics.jsonl").read_bytes()
+  task = Vowels()
+  result = train(copy, task, resume=True)
+  assert task.num_verdicts == 0  # Nor is it measured again.
+  assert (copy / "metrics.jsonl").read_bytes() == written
+  assert_equal_bits(result.state, expected.state)
+  timed = ("seconds", "compile_seconds", "peak_memory_gib")
+  assert result.summary | {name: expected.summary[name] for name in timed} == expected.summary
+  # A longer run goes on, and measures where it ends.
+  train(copy, task, resume=True, num_steps=5)
+  assert [row["step"] for row in rows_of(copy)] == [0, 1, 2, 3, 4, 4, 5, 5]
+
+
+def test_the_summary_of_a_resumed_run_counts_all_its_processes(stopped_copy):
+  before = checkpoint.restore(
+    stopped_copy / "checkpoints",
+    jax.eval_shape(lambda: rl.initial_state(CONFIG, policy())),
+    fingerprint=numerics_lib.fingerprint(NUMERICS),
+  ).host_state["clock"]
+  began = time.monotonic()
+  summary = train(stopped_copy, resume=True).summary
+  here = time.monotonic() - began
+  assert 0 < before["seconds"] < summary["seconds"] < before["seconds"] + here
+  assert 0 <= before["compile_seconds"] <= summary["compile_seconds"] < summary["seconds"]
+
+
+def test_steps_read_from_the_journal_do_not_slow_the_run(whole, tmp_path):
+  copy = pathlib.Path(shutil.copytree(whole[0], tmp_path / "run"))
+  for step in (2, 4):
+    shutil.rmtree(copy / "checkpoints" / f"step_{step:08d}")
+  summary = train(copy, resume=True, num_steps=5).summary
+  rows = [row for row in rows_of(copy, without=()) if "contract/kl" in row]
+  rates = [row["rollout/tokens_per_second"] for row in rows]
+  assert rates[:4] == [0.0] * 4
+  seconds = [row["rollout/seconds"] for row in rows]
+  assert summary["tokens_per_second"] == pytest.approx(rates[4] * seconds[4] / sum(seconds))
+
+
 def run_until_killed(directory: str) -> None:
   """Runs in a process of its own; dies in the third step, with one of its rollouts judged."""
   train(directory, Vowels(stop_at=3 * PER_STEP + 2, stop=kill), checkpoint_every=10)
@@ -330,10 +372,66 @@ def test_other_numerics_are_refused_with_both_values_or_begin_an_epoch(stopped_c
   assert [fingerprint["kv_split"] for fingerprint in header.fingerprints] == ["16", "8"]
 
 
-def test_programs_of_another_config_are_refused(tmp_path):
-  config = dataclasses.replace(CONFIG, loss=losses.grpo())
+@pytest.mark.parametrize(
+  "changes",
+  [
+    dict(loss=losses.grpo()),
+    dict(lora_rank=2),
+    dict(num_instances=2),
+    dict(numerics=dataclasses.replace(NUMERICS, kv_split=8)),
+    dict(optimizer=step_lib.OptimizerConfig(learning_rate=0.02)),
+    dict(engine=dataclasses.replace(CONFIG.engine, row_buckets=(8, 16))),
+    dict(engine=dataclasses.replace(CONFIG.engine, page_size=4)),
+    dict(engine=dataclasses.replace(CONFIG.engine, num_pages=65)),
+    dict(engine=dataclasses.replace(CONFIG.engine, max_context=40)),
+    dict(engine=dataclasses.replace(CONFIG.engine, max_sequences=3)),
+    dict(trainer=rl.TrainerConfig(rows_per_micro_batch=72, sequences_per_micro_batch=4)),
+    dict(trainer=rl.TrainerConfig(rows_per_micro_batch=64, sequences_per_micro_batch=5)),
+  ],
+)
+def test_programs_of_another_config_are_refused(tmp_path, changes):
+  config = dataclasses.replace(CONFIG, **changes)
   with pytest.raises(ValueError, match=r"train.programs: got programs of another config or model"):
     rl.train(config, policy(), Vowels(), tmp_path, programs=programs_of(CONFIG))
+  assert not list(tmp_path.iterdir())
+
+
+def test_programs_of_another_model_are_refused(tmp_path):
+  other = dataclasses.replace(policy(), model=dataclasses.replace(MODEL, norm_eps=1e-5))
+  with pytest.raises(ValueError, match=r"train.programs: got programs of another config or model"):
+    rl.train(CONFIG, other, Vowels(), tmp_path, programs=programs_of(CONFIG))
+
+
+class Empty(Vowels):
+  """Has nothing to measure on."""
+
+  def num_problems(self, split: str) -> int:
+    return 0 if split == "heldout" else 7
+
+
+@pytest.mark.parametrize(
+  ("task", "changes", "message"),
+  [
+    (Empty(), {}, r"vowels: got 0 problems in split 'heldout', expected at least 1"),
+    (
+      Vowels(),
+      dict(engine=dataclasses.replace(CONFIG.engine, page_size=3)),
+      r"got page_size=3, expected a divisor of NumericsConfig.kv_split=16",
+    ),
+    (Vowels(), dict(num_instances=99), r"make_mesh: got num_instances=99 x model_shards=1 = 99"),
+    (
+      Vowels(),
+      # Refused by the engine, the last that could.
+      dict(numerics=dataclasses.replace(NUMERICS, reduction_shards=2)),
+      r"NumericsConfig.reduction_shards: got 2, expected a divisor of num_kv_heads=1",
+    ),
+    (Vowels(), dict(lora_rank=17), r"lora rank: got 17, expected 1 <= rank <= 16"),
+  ],
+)
+def test_what_cannot_work_is_refused_before_the_journal_begins(tmp_path, task, changes, message):
+  with pytest.raises(ValueError, match=message):
+    rl.train(dataclasses.replace(CONFIG, **changes), policy(), task, tmp_path / "run")
+  assert task.num_verdicts == 0 and not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(
@@ -374,6 +472,27 @@ def test_a_task_that_cannot_judge_is_named_and_nothing_is_lost(whole, tmp_path, 
       rl.RunConfig,
       dict(trainer=rl.TrainerConfig(num_mini_batches=33)),
       "num_mini_batches: got 33, expected at most RolloutConfig.groups_per_step=32",
+    ),
+    (
+      rl.RunConfig,
+      dict(engine=engine_lib.EngineConfig(max_context=256)),
+      "RolloutConfig.max_tokens: got 256, expected at most 255, because prompt and answer have to"
+      " fit EngineConfig.max_context=256 and",
+    ),
+    (
+      rl.RunConfig,
+      dict(trainer=rl.TrainerConfig(rows_per_micro_batch=128)),
+      "got 256, expected at most 128, .*TrainerConfig.rows_per_micro_batch=128; lower it, or",
+    ),
+    (
+      rl.RunConfig,
+      dict(trainer=rl.TrainerConfig(overlong_buffer=257)),
+      "TrainerConfig.overlong_buffer: got 257, expected 0 to RolloutConfig.max_tokens=256; a fifth",
+    ),
+    (
+      rl.RunConfig,
+      dict(trainer=rl.TrainerConfig(overlong_buffer=-1)),
+      "TrainerConfig.overlong_buffer: got -1, expected 0 to",
     ),
   ],
 )
@@ -503,6 +622,62 @@ def test_rounds_replace_groups_that_say_nothing(tmp_path):
   for groups, taken in zip(found[0], num_taken[0], strict=True):
     spread = [np.ptp(group.rewards) > 0 for group in groups]
     assert all(spread) or taken > PER_STEP
+
+
+# Steps taken again from a journal.
+
+
+def known_of(directory):
+  _, entries = journal_lib.read(directory / "journal.jsonl")
+  rollouts = {(entry.step, entry.group, entry.member): entry.rollout for entry in entries}
+  return lambda step, group, member: rollouts.get((step, group, member))
+
+
+def learn_again(steps, known, *, state=None, config=CONFIG):
+  task, lines = Vowels(), []
+  state = rl.initial_state(config, policy()) if state is None else state
+  state = rl.learn_again(
+    config, policy(), task, programs_of(config).trainer, state, steps, known, say=lines.append
+  )
+  assert task.num_verdicts == 0
+  assert [line.partition(",")[0] for line in lines] == [f"step {i} learnt again" for i in steps]
+  return state
+
+
+@pytest.mark.parametrize("num_instances", [1, 2])
+def test_steps_are_learnt_again_to_the_same_bits(whole, num_instances):
+  directory, expected, _ = whole
+  config = dataclasses.replace(CONFIG, num_instances=num_instances)
+  middle = learn_again(range(2), known_of(directory), config=config)
+  stored = checkpoint.restore(
+    directory / "checkpoints",
+    jax.eval_shape(lambda: middle),
+    fingerprint=numerics_lib.fingerprint(NUMERICS),
+    step=2,
+  ).state
+  assert_equal_bits(middle, stored)
+  assert_equal_bits(
+    learn_again(range(2, 4), known_of(directory), state=middle, config=config), expected.state
+  )
+  # The twin: a step that is left out is missed.
+  with pytest.raises(AssertionError):
+    assert_equal_bits(learn_again(range(1), known_of(directory), config=config), stored)
+
+
+def test_steps_with_rollouts_missing_are_not_learnt_again(whole):
+  known = known_of(whole[0])
+
+  def part(step, group, member):
+    return None if (step, member) == (1, 1) else known(step, group, member)
+
+  message = r"^journal: got no rollout 1/0/1, 1/1/1, expected all that step 1 learnt from; restore"
+  with pytest.raises(ValueError, match=message):
+    learn_again(range(2), part)
+  nothing = dataclasses.replace(
+    CONFIG, rollout=dataclasses.replace(CONFIG.rollout, groups_per_step=5)
+  )
+  with pytest.raises(ValueError, match=r"rollout 0/0/0, .*, 0/3/1 and 2 more, expected all that"):
+    learn_again(range(1), lambda *_: None, config=nothing)
 
 
 # What learns, and what it is held to.

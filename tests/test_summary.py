@@ -45,18 +45,24 @@ def test_a_summary_by_hand():
   row = {
     "contract/kl": 0.0, "contract/raw_kl": 0.0, "contract/max_abs_logprob_gap": 0.0,
     "contract/max_abs_raw_logprob_gap": 0.0, "rollout/tokens_per_second": 100.0,
-    "rollout/length_mean": 8.0, "rollout/length_p99": 20.0,
+    "rollout/seconds": 3.0, "rollout/length_mean": 8.0, "rollout/length_p99": 20.0,
   }  # fmt: skip
   other = row | {
     "contract/kl": -0.25, "contract/max_abs_raw_logprob_gap": 0.5,
-    "rollout/tokens_per_second": 300.0, "rollout/length_p99": 10.0,
+    "rollout/tokens_per_second": 300.0, "rollout/seconds": 1.0, "rollout/length_p99": 10.0,
   }  # fmt: skip
   numbers = summary.of_run(before, after, [row, other])
   np.testing.assert_allclose(numbers["gain"], 0.2)
   np.testing.assert_allclose(numbers["gain_interval_95"], [0.2 - 1.96 * 0.05, 0.2 + 1.96 * 0.05])
   assert numbers["kl_max"] == 0.25 and numbers["max_abs_logprob_gap"] == 0.5
-  assert numbers["tokens_per_second"] == 200.0 and numbers["length_p99"] == 20.0
-  assert summary.of_run(before, after, [])["kl_max"] == 0.0
+  # 300 tokens in 3 s and 300 in 1 s.
+  assert numbers["tokens_per_second"] == 150.0 and numbers["length_p99"] == 20.0
+  # A step that was read from the journal: nothing sampled, in no time.
+  read_back = row | {"rollout/tokens_per_second": 0.0, "rollout/seconds": 1e-6}
+  again = summary.of_run(before, after, [read_back, row, other])
+  np.testing.assert_allclose(again["tokens_per_second"], 150.0, rtol=1e-6)
+  nothing = summary.of_run(before, after, [])
+  assert nothing["kl_max"] == nothing["tokens_per_second"] == 0.0
 
 
 def test_the_clock_counts_seconds_compilation_and_memory():
@@ -66,3 +72,15 @@ def test_the_clock_counts_seconds_compilation_and_memory():
   read = clock.read()
   assert 0 < read["compile_seconds"] < read["seconds"]
   assert 0.01 < read["peak_memory_gib"] < 1024
+
+
+def test_the_clock_of_a_resumed_run_counts_all_its_processes():
+  clock = summary.RunClock()
+  clock.carry_on(dict(seconds=100.0, compile_seconds=30.0, peak_memory_gib=2000.0))
+  jax.jit(lambda x: jnp.cos(x) + 17)(jnp.float32(1))
+  read = clock.read()
+  assert 0 < read["compile_seconds"] - 30.0 < read["seconds"] - 100.0
+  assert read["peak_memory_gib"] == 2000.0  # The highest, for they never ran at once.
+  small = read | dict(peak_memory_gib=0.0)
+  clock.carry_on(small)
+  assert 0.01 < clock.read()["peak_memory_gib"] < 1024
