@@ -5,19 +5,26 @@ not equal, the first layer that differs is named.
 Command: bash launch/local.sh experiments.replay --run=runs/grpo --request=STEP/GROUP/MEMBER
   one token:     --token=K
   see it fail:   --perturb=LAYER flips the highest mantissa bit of one weight of that layer
-Hardware: 2 CPU cores, a few seconds and one compilation.
+Hardware: 2 CPU cores, a few seconds and one compilation; see below for what is between checkpoints.
 Exit code: 0 equal bits, 1 other bits, 2 it cannot be told.
 
 A token follows from (prompt and the tokens before it, sampling parameters, request seed, the run's
 key, the weights of its policy version). The run sampled it one row at a time among strangers; here
-the whole answer is one piece of prefill. If the bits are not those of the journal, the answer is
-computed a second time, token by token and with the checkpoint's own weights, and the hidden rows of
-the two are compared layer by layer.
+the whole answer is one piece of prefill.
+
+The weights are those of the latest checkpoint that is kept at or before that version (of the start,
+the model itself). What lies between is learnt again from the journal's rollouts and rewards, by the
+code of the run, one line a step: about the seconds that the run learnt for (train/seconds), and
+nothing is sampled or judged. So the task must still be there to pose its problems, and all these
+steps must have been learnt under this machine's numerics.
+
+If the bits are not those of the journal, the answer is computed a second time, token by token and
+with the weights as they were found, and the hidden rows of the two are compared layer by layer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 import dataclasses
 import functools
 import json
@@ -36,6 +43,8 @@ from seerjax import checkpoint, numerics as numerics_lib, rl
 from seerjax.models import transformer
 from seerjax.ops import sampling
 from seerjax.rollout import journal as journal_lib
+from seerjax.tasks import base
+from seerjax.trainer import step as step_lib
 from seerjax.types import Rollout, SamplingRows, TokenBatch
 
 PAGE_SIZE = 32
@@ -45,18 +54,12 @@ class Recorded(NamedTuple):
   """What a run left of one request.
 
   Attributes:
-    config: of the run.
-    model: its shape.
-    master: f32 weights that sampled the request.
+    config: of the run, on one device: several change no bit.
     rollout: from the journal.
-    weights_from: where the weights were found, for people.
   """
 
   config: rl.RunConfig
-  model: transformer.TransformerConfig
-  master: transformer.Params
   rollout: Rollout
-  weights_from: str
 
 
 class Finding(NamedTuple):
@@ -113,11 +116,11 @@ def place_of(request: str) -> tuple[int, int, int]:
 
 
 def find(directory: pathlib.Path, request: str) -> Recorded:
-  """Reads one request of a run, and the weights that sampled it.
+  """Reads one request of a run.
 
   Raises:
-    ValueError: if the run, the request or the weights are not there, or if they belong to other
-      numerics than this machine's.
+    ValueError: if the run or the request is not there, or belongs to other numerics than this
+      machine's.
   """
   config = read_config(directory)
   place = place_of(request)
@@ -136,52 +139,106 @@ def find(directory: pathlib.Path, request: str) -> Recorded:
     )
   recorded, here = header.fingerprints[entry.epoch], numerics_lib.fingerprint(config.numerics)
   if recorded != here:
-    differing = ", ".join(
-      f"{field} was {recorded.get(field)!r} and is {here.get(field)!r}"
-      for field in sorted(set(recorded) | set(here))
-      if recorded.get(field) != here.get(field) and field != "digest"
-    )
     raise ValueError(
-      f"--run: got a request of another numerics fingerprint ({differing}), expected this one's;"
-      " replay it where its values hold: bits of two numerics may not be compared."
+      f"--run: got a request of another numerics fingerprint ({_difference(recorded, here)}),"
+      " expected this one's; replay it where its values hold: bits of two numerics may not be"
+      " compared."
     )
-  if config.lora_rank:
-    raise ValueError(
-      f"--run: got a run of adapters (lora_rank={config.lora_rank}), expected one that trained all"
-      " weights (lora_rank=0); adapters cannot be replayed yet."
-    )
-  policy = grpo.load_policy(config.model, config.numerics)
-  version = entry.rollout.completion.policy_version
-  kept = checkpoint.steps(directory / "checkpoints")
-  if version in kept:
-    master, source = _weights(config, policy, directory, version, recorded), f"checkpoint {version}"
-  elif version == 0:
-    master, source = policy.params, f"the model {config.model!r}, as it is now"
-  else:
-    steps = sorted(step for step in known if step in kept or step == 0)
-    raise ValueError(
-      f"--request: got {request}, sampled by policy version {version}, whose checkpoint is not kept"
-      f" ({', '.join(map(str, kept)) or 'none'} are); expected a request of the steps"
-      f" {', '.join(map(str, steps)) or 'none'}, or a run with --config.checkpoint_every=1."
-    )
-  return Recorded(config, policy.model, master, entry.rollout, source)
+  return Recorded(dataclasses.replace(config, num_instances=1), entry.rollout)
 
 
-def _weights(
+def _difference(recorded: Mapping[str, str], here: Mapping[str, str]) -> str:
+  return ", ".join(
+    f"{field} was {recorded.get(field)!r} and is {here.get(field)!r}"
+    for field in sorted(set(recorded) | set(here))
+    if recorded.get(field) != here.get(field) and field != "digest"
+  )
+
+
+def masters_of(
+  directory: pathlib.Path,
   config: rl.RunConfig,
   policy: rl.Policy,
-  directory: pathlib.Path,
   version: int,
-  fingerprint: dict[str, str],
-) -> transformer.Params:
-  """Returns the master weights of a checkpoint."""
-  restored = checkpoint.restore(
-    directory / "checkpoints",
-    jax.eval_shape(lambda: rl.initial_state(config, policy)),
-    fingerprint=fingerprint,
-    step=version,
+  say: Callable[[str], Any],
+) -> tuple[Any, str]:
+  """Returns the f32 masters of a policy version, and where they were found, for people.
+
+  Of all weights, or of adapters: `TrainState.params` of the run after `version` steps.
+
+  Raises:
+    ValueError: if no checkpoint or journal leads to that version under this machine's numerics.
+  """
+  source = model = f"the model {config.model!r}, as it is now"
+  here = numerics_lib.fingerprint(config.numerics)
+  kept = [step for step in checkpoint.steps(directory / "checkpoints") if step <= version]
+  start = max(kept, default=0)
+  if kept:
+    restored = checkpoint.restore(
+      directory / "checkpoints",
+      jax.eval_shape(lambda: rl.initial_state(config, policy)),
+      fingerprint=here,
+      step=start,
+      # Weights are what they are; it is what follows them that these numerics must have computed.
+      accept_new_numerics=True,
+    )
+    state = restored.state
+    source = f"checkpoint {start}" + (f" over {model}" if config.lora_rank else "")
+  else:
+    state = rl.initial_state(config, policy)
+  steps = range(start, version)
+  if not steps:
+    return state.params, source
+
+  header, entries = journal_lib.read(directory / journal_lib.FILE_NAME)
+  known: dict[tuple[int, int, int], Rollout] = {}
+  for entry in entries:
+    if entry.step in steps:
+      known[entry.step, entry.group, entry.member] = entry.rollout
+      if (recorded := header.fingerprints[entry.epoch]) != here:
+        raise ValueError(
+          f"--request: got one of policy version {version}, whose weights learnt in step"
+          f" {entry.step} under another numerics fingerprint ({_difference(recorded, here)}),"
+          f" expected this one's from step {start} on, before which the latest weights are kept;"
+          " choose a request that was sampled by kept weights, or by such as learnt here."
+        )
+
+  def rollout_of(step: int, group: int, member: int) -> Rollout | None:
+    return known.get((step, group, member))
+
+  state = rl.learn_again(
+    config,
+    policy,
+    base.load(config.task, path=config.task_path or None),
+    _trainer(config, policy.model),
+    state,
+    steps,
+    rollout_of,
+    say=say,
   )
-  return restored.state.params
+  learnt = f"step {start}" if len(steps) == 1 else f"steps {start} to {version - 1}"
+  return state.params, f"{source} and {learnt} learnt again"
+
+
+@functools.lru_cache(maxsize=2)
+def _trainer(config: rl.RunConfig, model: transformer.TransformerConfig) -> step_lib.Trainer:
+  # Kept, so that several requests of a run compile once.
+  return rl.make_programs(config, model).trainer
+
+
+def running(config: rl.RunConfig, policy: rl.Policy, masters: Any) -> transformer.Params:
+  """Returns the weights that sample, adapters attached."""
+  return rl.running_weights(config, masters, rl.frozen_weights(config, policy))
+
+
+def running_perturbed(
+  config: rl.RunConfig, policy: rl.Policy, masters: Any, layer: int
+) -> transformer.Params:
+  """Returns `running` of weights whose layer is `perturbed`; under adapters, the frozen one."""
+  if config.lora_rank:
+    policy = dataclasses.replace(policy, params=perturbed(policy.params, layer))
+    return running(config, policy, masters)
+  return running(config, policy, perturbed(masters, layer))
 
 
 def perturbed(master: transformer.Params, layer: int) -> transformer.Params:
@@ -190,13 +247,8 @@ def perturbed(master: transformer.Params, layer: int) -> transformer.Params:
   Args:
     master: f32.
     layer: 1 to the number of layers; the largest entry of its last matrix is changed.
-
-  Raises:
-    ValueError: if there is no such layer.
   """
   layers = master["layers"]
-  if not 1 <= layer <= len(layers):
-    raise ValueError(f"--perturb: got layer {layer}, expected 1 to {len(layers)}; choose another.")
   weight = np.array(layers[layer - 1]["down"])
   bits = weight.view(np.uint32).reshape(-1)
   bits[int(np.argmax(np.abs(weight)))] ^= np.uint32(1 << 22)
@@ -233,6 +285,7 @@ def row_batch(batch: TokenBatch, position: int) -> TokenBatch:
   return TokenBatch(**fields)
 
 
+@functools.cache
 def _forward(model: transformer.TransformerConfig, numerics: numerics_lib.NumericsConfig):
   return jax.jit(functools.partial(transformer.forward, config=model, numerics=numerics))
 
@@ -304,7 +357,10 @@ def first_differing_layer(
 
 
 def sample_again(
-  recorded: Recorded, params: transformer.Params, positions: range
+  recorded: Recorded,
+  model: transformer.TransformerConfig,
+  params: transformer.Params,
+  positions: range,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
   """Samples the tokens at some places of the answer, each after the journal's tokens before it.
 
@@ -314,12 +370,12 @@ def sample_again(
   request, numerics = recorded.rollout.request, recorded.config.numerics
   whole = np.asarray(request.prompt + recorded.rollout.completion.tokens, np.int32)
   start = len(request.prompt)
-  hidden = in_one_piece(recorded.model, numerics, params, whole[: start + positions[-1]])
+  hidden = in_one_piece(model, numerics, params, whole[: start + positions[-1]])
   rows = start - 1 + np.asarray(positions)
   count = len(rows)
   parameters = sampling.sampling_rows([request.sampling] * count)
 
-  head = jax.jit(functools.partial(transformer.head, config=recorded.model, numerics=numerics))
+  head = jax.jit(functools.partial(transformer.head, config=model, numerics=numerics))
   tokens, scores = head(
     params,
     jnp.asarray(hidden[rows]),
@@ -334,7 +390,12 @@ def sample_again(
 
 
 def replay(
-  directory: pathlib.Path, request: str, *, token: int | None = None, perturb: int | None = None
+  directory: pathlib.Path,
+  request: str,
+  *,
+  token: int | None = None,
+  perturb: int | None = None,
+  say: Callable[[str], Any] = print,
 ) -> Finding:
   """Recomputes one token of a request, or all of them.
 
@@ -343,12 +404,13 @@ def replay(
     request: "STEP/GROUP/MEMBER".
     token: index in the answer; all if None.
     perturb: flips a bit of this layer's weights first.
+    say: takes a line for each step that is learnt again.
 
   Raises:
-    ValueError: if it cannot be told; see `find`.
+    ValueError: if it cannot be told; see `find` and `masters_of`.
   """
   recorded = find(directory, request)
-  completion, numerics = recorded.rollout.completion, recorded.config.numerics
+  config, completion = recorded.config, recorded.rollout.completion
   length = len(completion.tokens)
   if token is not None and not 0 <= token < length:
     raise ValueError(
@@ -356,11 +418,16 @@ def replay(
       " away to replay all."
     )
   positions = range(length) if token is None else range(token, token + 1)
-  own = transformer.compute_params(recorded.master, numerics)
-  params = own
-  if perturb is not None:
-    params = transformer.compute_params(perturbed(recorded.master, perturb), numerics)
-  tokens, logprobs, raw = sample_again(recorded, params, positions)
+  policy = grpo.load_policy(config.model, config.numerics)
+  model = policy.model
+  if perturb is not None and not 1 <= perturb <= model.num_layers:
+    raise ValueError(
+      f"--perturb: got layer {perturb}, expected 1 to {model.num_layers}; choose another."
+    )
+  masters, source = masters_of(directory, config, policy, completion.policy_version, say)
+  own = running(config, policy, masters)
+  params = own if perturb is None else running_perturbed(config, policy, masters, perturb)
+  tokens, logprobs, raw = sample_again(recorded, model, params, positions)
   wanted = np.asarray(completion.tokens, np.int32)[list(positions)]
   records = (
     ("token", tokens, wanted),
@@ -373,16 +440,14 @@ def replay(
     for name, now, was in records
     if now[i].tobytes() != was[i].tobytes()
   ]
-  what = (
-    f"request {request}, {len(positions)} of {length} tokens, weights of {recorded.weights_from}"
-  )
+  what = f"request {request}, {len(positions)} of {length} tokens, weights of {source}"
   if not places:
     return Finding(True, f"equal bits: {what}", None)
   place, name, now, was = places[0]
   text = f"other bits: {what}\n{name} of token {place} was {was!s} and is {now!s}"
   sequence = np.asarray(recorded.rollout.request.prompt + completion.tokens, np.int32)
   sequence = sequence[: len(recorded.rollout.request.prompt) + place]
-  found = first_differing_layer(recorded.model, numerics, params, own, sequence)
+  found = first_differing_layer(model, config.numerics, params, own, sequence)
   if found is None:
     return Finding(
       False,
@@ -391,7 +456,7 @@ def replay(
       None,
     )
   layer, position = found
-  where = "the embedding" if layer == 0 else f"layer {layer} of {recorded.model.num_layers}"
+  where = "the embedding" if layer == 0 else f"layer {layer} of {model.num_layers}"
   return Finding(
     False,
     f"{text}\nthe first rows that differ between prefill in one piece and token by token come out"
@@ -406,7 +471,7 @@ def main(argv: list[str], say: Callable[[str], Any] = print) -> None:
   logging.set_verbosity(logging.WARNING)  # Orbax tells of every file.
   try:
     finding = replay(
-      pathlib.Path(args.run), args.request, token=args.token, perturb=args.perturb
+      pathlib.Path(args.run), args.request, token=args.token, perturb=args.perturb, say=say
     )
   except (ValueError, FileNotFoundError) as error:
     print(error, file=sys.stderr)

@@ -2,12 +2,145 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+import dataclasses
 import json
 import pathlib
+import shutil
+from typing import Any
 
+import jax
+import numpy as np
 import pytest
+import tiny_model
 
-from experiments import replay
+from experiments import generate, grpo, replay
+from seerjax import checkpoint, numerics as numerics_lib, rl
+from seerjax.engine import engine as engine_lib
+from seerjax.models import huggingface, tokenizer as tokenizer_lib, transformer
+from seerjax.rollout import journal as journal_lib, rollout as rollout_lib
+from seerjax.trainer import losses, step as step_lib
+from seerjax.types import Problem, Verdict
+
+
+class Letters:
+  """Likes the letter e. Rewards differ, so that weights move."""
+
+  name = "letters"
+
+  def num_problems(self, split: str) -> int:
+    return 7
+
+  def problem(self, split: str, index: int) -> Problem:
+    return Problem(problem_id=f"{split}-{index}", prompt=f"{index}?")
+
+  def verdict(self, problem: Problem, text: str) -> Verdict:
+    return Verdict(reward=text.count("e") / 4, correct="e" in text, well_formed=True)
+
+
+class Silent(Letters):
+  """Poses the same problems and must not be asked for a verdict."""
+
+  def verdict(self, problem: Problem, text: str) -> Verdict:
+    raise AssertionError("judged again")
+
+
+def run_letters(model: str, directory: pathlib.Path, **changes: Any) -> pathlib.Path:
+  """A run of five steps that keeps the weights before steps 0 and 3, and the last."""
+  config = rl.RunConfig(
+    model=model,
+    task=f"{__name__}:Silent",
+    num_steps=5,
+    checkpoint_every=3,
+    numerics=tiny_model.ONE_SLAB,
+    engine=engine_lib.EngineConfig(
+      page_size=8, num_pages=64, max_sequences=8, max_context=64, row_buckets=(16,)
+    ),
+    rollout=rollout_lib.RolloutConfig(groups_per_step=2, group_size=3, max_tokens=10),
+    trainer=rl.TrainerConfig(
+      rows_per_micro_batch=64, sequences_per_micro_batch=4, num_mini_batches=2, max_rounds=2
+    ),
+    loss=losses.dapo(),
+    optimizer=step_lib.OptimizerConfig(learning_rate=0.01),
+    evaluation=rl.EvaluationConfig(num_problems=1),
+  )
+  config = dataclasses.replace(config, **changes)
+  policy = grpo.load_policy(model, config.numerics)
+  rl.train(config, policy, Letters(), directory, say=lambda line: None)
+  return directory
+
+
+OTHER_NUMERICS = numerics_lib.fingerprint(dataclasses.replace(tiny_model.ONE_SLAB, row_tile=4))
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> str:
+  """The directory of a random model of one layer that reads nano's tokens."""
+  directory = tmp_path_factory.mktemp("small") / "model"
+  model = dataclasses.replace(tiny_model.SMALLEST, vocab_size=512, num_layers=1)
+  params = transformer.init(jax.random.key(0), model, tiny_model.ONE_SLAB)
+  params = jax.tree.map(lambda leaf: leaf * 4 if leaf.ndim > 1 else leaf, params)
+  huggingface.save(directory, params, model, tokenizer=tokenizer_lib.load(generate.NANO))
+  return str(directory)
+
+
+@pytest.fixture(scope="module")
+def letters(small: str, tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+  """A run on two instances."""
+  directory = run_letters(small, tmp_path_factory.mktemp("letters") / "run", num_instances=2)
+  assert checkpoint.steps(directory / "checkpoints") == (0, 3, 5)
+  return directory
+
+
+@pytest.fixture(scope="module")
+def adapters(small: str, tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+  directory = tmp_path_factory.mktemp("adapters") / "run"
+  return run_letters(
+    small,
+    directory,
+    num_steps=3,
+    lora_rank=2,
+    loss=losses.grpo(kl_coefficient=0.1),
+    trainer=rl.TrainerConfig(rows_per_micro_batch=64, sequences_per_micro_batch=4),
+  )
+
+
+def copy_of(run: pathlib.Path, tmp_path: pathlib.Path) -> pathlib.Path:
+  return pathlib.Path(shutil.copytree(run, tmp_path / "run"))
+
+
+def write_journal_again(
+  run: pathlib.Path,
+  change: Callable[[journal_lib.Entry], journal_lib.Entry | None],
+  *,
+  epoch_at: int = 0,
+) -> None:
+  """Writes changed entries, None for none; steps before `epoch_at` under other numerics."""
+  path = run / journal_lib.FILE_NAME
+  header, entries = journal_lib.read(path)
+  entries = [entry for entry in map(change, entries) if entry is not None]
+  path.unlink()
+  here = header.fingerprints[-1]
+  parts = [(here, range(epoch_at, 99))]
+  if epoch_at:
+    parts.insert(0, (OTHER_NUMERICS, range(epoch_at)))
+  for fingerprint, steps in parts:
+    with journal_lib.Journal(
+      path,
+      fingerprint=fingerprint,
+      settings=header.settings,
+      accept_new_numerics=True,
+      resume_step=steps.start - 1,
+    ) as journal:
+      for entry in entries:
+        if entry.step in steps:
+          journal.append(entry.step, entry.group, entry.member, entry.rollout)
+
+
+def replayed(run: pathlib.Path, request: str, **options: Any) -> tuple[replay.Finding, list[str]]:
+  """What came out, and which lines were said."""
+  lines: list[str] = []
+  return replay.replay(run, request, say=lines.append, **options), lines
 
 
 def test_every_token_of_a_request_replays(trained):
@@ -41,9 +174,160 @@ def test_a_changed_record_is_told_from_a_changed_computation(run_copy: pathlib.P
   assert "no layer differs between prefill in one piece and token by token" in finding.text
 
 
-def test_weights_that_are_not_kept_are_named(trained):
-  with pytest.raises(ValueError, match=r"version 1, whose checkpoint is not kept \(0, 2 are\)"):
-    replay.replay(trained[0] / "rl_tiled", "1/0/0")
+# Weights that are not kept.
+
+
+@pytest.mark.parametrize(
+  ("request_name", "steps", "source"),
+  [
+    ("0/1/0", [], "checkpoint 0"),
+    ("1/0/2", [0], "checkpoint 0 and step 0 learnt again"),
+    ("2/1/1", [0, 1], "checkpoint 0 and steps 0 to 1 learnt again"),
+    ("3/0/0", [], "checkpoint 3"),
+    ("4/0/1", [3], "checkpoint 3 and step 3 learnt again"),
+  ],
+)
+def test_weights_that_are_not_kept_are_learnt_again(
+  letters: pathlib.Path, request_name: str, steps: list[int], source: str
+):
+  finding, lines = replayed(letters, request_name)
+  assert finding.is_equal, finding.text
+  assert finding.text.endswith(f"weights of {source}")
+  said = [line.partition(",")[0] for line in lines]
+  assert said == [f"step {step} learnt again" for step in steps]
+  # The journal's log-probabilities are those of the weights that were learnt again.
+  assert all("log-probability gap 0.0," in line for line in lines)
+
+
+def test_without_a_checkpoint_the_model_itself_learns_again(
+  letters: pathlib.Path, tmp_path: pathlib.Path
+):
+  run = copy_of(letters, tmp_path)
+  shutil.rmtree(run / "checkpoints")
+  finding, lines = replayed(run, "4/1/0")
+  assert finding.is_equal, finding.text
+  assert finding.text.endswith("as it is now and steps 0 to 3 learnt again") and len(lines) == 4
+
+
+def test_a_flipped_bit_of_weights_learnt_again_is_traced_to_its_layer(letters: pathlib.Path):
+  finding, _ = replayed(letters, "1/1/0", perturb=1)
+  assert not finding.is_equal and finding.layer == 1
+
+
+def test_one_changed_reward_changes_the_weights_that_follow(
+  letters: pathlib.Path, tmp_path: pathlib.Path
+):
+  # The twin of all the equal bits above: did the steps not matter, this would be equal as well.
+  run = copy_of(letters, tmp_path)
+
+  def changed(entry: journal_lib.Entry) -> journal_lib.Entry:
+    if (entry.step, entry.group, entry.member) != (1, 0, 0):
+      return entry
+    verdict = dataclasses.replace(entry.rollout.verdict, reward=7.0)
+    return dataclasses.replace(entry, rollout=dataclasses.replace(entry.rollout, verdict=verdict))
+
+  write_journal_again(run, changed)
+  assert replayed(run, "1/0/0")[0].is_equal
+  finding, _ = replayed(run, "2/0/0")
+  assert not finding.is_equal
+  assert "the journal's bits come from other weights" in finding.text
+
+
+def test_a_journal_that_lacks_rollouts_is_refused_with_their_names(
+  letters: pathlib.Path, tmp_path: pathlib.Path
+):
+  run = copy_of(letters, tmp_path)
+  lost = [(1, 0, 2), (1, 1, 0)]
+  write_journal_again(
+    run, lambda entry: None if (entry.step, entry.group, entry.member) in lost else entry
+  )
+  lines: list[str] = []
+  message = r"got no rollout 1/0/2, 1/1/0, expected all that step 1 learnt from; restore the file"
+  with pytest.raises(ValueError, match=message):
+    replay.replay(run, "2/0/0", say=lines.append)
+  assert not lines  # Nothing was computed.
+  assert replayed(run, "1/0/0")[0].is_equal
+  write_journal_again(run, lambda entry: None if entry.step == 0 else entry)
+  with pytest.raises(ValueError, match=r"no rollout 0/0/0, 0/0/1, .*, 0/1/2, expected all that st"):
+    replay.replay(run, "1/0/0")
+
+
+def test_weights_that_learnt_under_other_numerics_are_refused(
+  letters: pathlib.Path, tmp_path: pathlib.Path
+):
+  run = copy_of(letters, tmp_path)
+  write_journal_again(run, lambda entry: entry, epoch_at=1)
+  message = r"version 2, whose weights learnt in step 0 under another numerics .*row_tile was '4'"
+  with pytest.raises(ValueError, match=message):
+    replay.replay(run, "2/0/0")
+  with pytest.raises(ValueError, match=r"got a request of another numerics fingerprint \(row_tile"):
+    replay.replay(run, "0/0/0")
+
+
+def test_a_checkpoint_of_other_numerics_carries_what_was_sampled_after_it(
+  letters: pathlib.Path, tmp_path: pathlib.Path
+):
+  run = copy_of(letters, tmp_path)
+  write_journal_again(run, lambda entry: entry, epoch_at=3)
+  config = replay.read_config(run)
+  policy = grpo.load_policy(config.model, config.numerics)
+  restored = checkpoint.restore(
+    run / "checkpoints",
+    jax.eval_shape(lambda: rl.initial_state(config, policy)),
+    fingerprint=numerics_lib.fingerprint(config.numerics),
+    step=3,
+  )
+  shutil.rmtree(run / "checkpoints")
+  checkpoint.save(
+    run / "checkpoints", 3, restored.state, host_state={}, fingerprint=OTHER_NUMERICS
+  )
+  for request, num_learnt in (("3/1/2", 0), ("4/1/2", 1)):
+    finding, lines = replayed(run, request)
+    assert finding.is_equal, finding.text
+    assert len(lines) == num_learnt
+
+
+# Adapters.
+
+
+@pytest.mark.parametrize(("request_name", "num_learnt"), [("0/1/2", 0), ("2/0/1", 2)])
+def test_a_run_of_adapters_replays(adapters: pathlib.Path, request_name: str, num_learnt: int):
+  finding, lines = replayed(adapters, request_name)
+  assert finding.is_equal, finding.text
+  assert "checkpoint 0 over the model '" in finding.text and len(lines) == num_learnt
+
+
+def test_adapters_that_learnt_are_not_those_of_the_start(
+  adapters: pathlib.Path, tmp_path: pathlib.Path
+):
+  # The twin: the weights before step 2 passed off as those of step 0.
+  run = copy_of(adapters, tmp_path)
+
+  def moved(entry: journal_lib.Entry) -> journal_lib.Entry:
+    completion = dataclasses.replace(entry.rollout.completion, policy_version=0)
+    return dataclasses.replace(
+      entry, rollout=dataclasses.replace(entry.rollout, completion=completion)
+    )
+
+  write_journal_again(run, moved)
+  finding, _ = replayed(run, "2/0/1")
+  assert not finding.is_equal and finding.layer is None
+
+
+def test_a_flipped_bit_under_adapters_is_traced_to_its_layer(adapters: pathlib.Path):
+  finding, _ = replayed(adapters, "1/0/0", perturb=1)
+  assert not finding.is_equal and finding.layer == 1
+
+
+def test_a_flipped_bit_is_one_bit_of_one_weight(tiny: str):
+  master = grpo.load_policy(tiny, tiny_model.ONE_SLAB).params
+  changed = replay.perturbed(master, 2)
+  pairs = zip(jax.tree.leaves(master), jax.tree.leaves(changed), strict=True)
+  words = [np.asarray(a).view(np.uint32) ^ np.asarray(b).view(np.uint32) for a, b in pairs]
+  assert [int(word) for whole in words for word in whole[whole != 0]] == [1 << 22]
+
+
+# What cannot be told.
 
 
 def test_the_first_weights_are_the_model_itself(run_copy: pathlib.Path):
@@ -62,15 +346,6 @@ def test_other_numerics_are_refused(run_copy: pathlib.Path):
   values["numerics"]["row_tile"] = 64
   path.write_text(json.dumps(values))
   with pytest.raises(ValueError, match=r"another numerics fingerprint \(row_tile was '16' and is"):
-    replay.replay(run_copy, "0/0/0")
-
-
-def test_a_run_of_adapters_is_refused(run_copy: pathlib.Path):
-  path = run_copy / "config.json"
-  values = json.loads(path.read_text())
-  values["lora_rank"] = 2
-  path.write_text(json.dumps(values))
-  with pytest.raises(ValueError, match=r"got a run of adapters \(lora_rank=2\), expected one that"):
     replay.replay(run_copy, "0/0/0")
 
 
