@@ -6,6 +6,7 @@ memory, not time: what is not used is not computed.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 from typing import Any, NamedTuple
@@ -99,7 +100,8 @@ class Runner:
     config: shape of the model.
     numerics: what decides bits.
     mesh: `parallel.make_mesh`.
-    max_programs: row buckets; one trace more is a retrace nobody wanted, and fails.
+    max_programs: row buckets; one trace more for the pages of one size is a retrace nobody wanted,
+      and fails. Engines that share a runner may hold different numbers of pages.
   """
 
   config: transformer.TransformerConfig
@@ -146,14 +148,15 @@ class Runner:
       instance_step, config=self.config, numerics=self.numerics, axis=self._axis
     )
 
-    num_traces = 0
+    num_traces = collections.Counter()
 
     def step(params, pages, inputs, key):
-      nonlocal num_traces
-      num_traces += 1
-      assert num_traces <= self.max_programs, (
-        f"engine step: got trace {num_traces}, expected one for each of {self.max_programs} row"
-        " buckets; an input changed its shape or type"
+      size = pages[0][0].shape
+      num_traces[size] += 1
+      count, most = num_traces[size], self.max_programs
+      assert count <= most, (
+        f"engine step: got trace {count}, expected one for each of {most} row buckets; an input"
+        " changed its shape or type"
       )
       pages, inputs = jax.tree.map(lambda leaf: leaf[0], (pages, inputs))
       out = local(params, pages, inputs, key)
