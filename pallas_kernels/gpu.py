@@ -1,0 +1,189 @@
+"""What every kernel here asks of the GPU, of JAX's version and of the interpreter.
+
+A kernel is one Mosaic GPU program for Hopper (compute capability 9.0). The same program takes three
+roads: it runs on the GPU; `interpret=True` runs it on a CPU, with every data race an error; under
+`h200()` a machine without a GPU lowers it for one, which checks layouts and the shared memory.
+
+Source: https://docs.jax.dev/en/latest/pallas/gpu/reference.html.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+import contextlib
+import dataclasses
+import math
+from typing import Any
+
+import jax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+import jax.numpy as jnp
+
+# Of one block on Hopper, 227 KiB.
+SHARED_MEMORY_LIMIT_BYTES = 232_448
+# Mosaic's own use: room for sums over the four warps of a warpgroup.
+REDUCTION_SCRATCH_BYTES = 128 * 4 * 4
+# Every buffer in shared memory starts at a multiple of this.
+BUFFER_ALIGNMENT_BYTES = 1024
+BARRIER_BYTES = 8
+# A TMA copy moves at most so many elements along each axis, and rows a multiple of so many bytes.
+TMA_LIMIT = 256
+TMA_ROW_BYTES = 16
+# The interpreter's blocks run one after the other: two are enough to go round a persistent grid.
+INTERPRETED_MULTIPROCESSORS = 2
+HOPPER = ("H100", "H200", "H800", "H20", "GH200")
+
+
+@dataclasses.dataclass(frozen=True)
+class Buffer:
+  """An array in shared memory; `swizzled` is the layout that wgmma reads and conflict-free TMA."""
+
+  shape: tuple[int, ...]
+  dtype: Any
+  swizzled: bool = False
+
+  @property
+  def num_bytes(self) -> int:
+    size = math.prod(self.shape) * jnp.dtype(self.dtype).itemsize
+    return -(-size // BUFFER_ALIGNMENT_BYTES) * BUFFER_ALIGNMENT_BYTES
+
+  def allocation(self) -> Any:
+    if not self.swizzled:
+      return plgpu.SMEM(self.shape, self.dtype)
+    itemsize = jnp.dtype(self.dtype).itemsize
+    swizzle = plgpu.find_swizzle(self.shape[-1] * itemsize * 8)
+    transforms = (plgpu.TilingTransform((8, swizzle // itemsize)), plgpu.SwizzleTransform(swizzle))
+    return plgpu.SMEM(self.shape, self.dtype, transforms=transforms)
+
+
+@dataclasses.dataclass(frozen=True)
+class Barriers:
+  """`num_barriers` barriers in shared memory; each opens after `num_arrivals` arrivals."""
+
+  num_arrivals: int = 1
+  num_barriers: int = 1
+
+  @property
+  def num_bytes(self) -> int:
+    return self.num_barriers * BARRIER_BYTES
+
+  def allocation(self) -> Any:
+    return plgpu.Barrier(num_arrivals=self.num_arrivals, num_barriers=self.num_barriers)
+
+
+Scratch = Mapping[str, Buffer | Barriers]
+
+
+def shared_memory_bytes(scratch: Scratch) -> int:
+  """Returns what a block with this scratch takes, Mosaic's own share included."""
+  barriers = sum(s.num_bytes for s in scratch.values() if isinstance(s, Barriers))
+  buffers = sum(s.num_bytes for s in scratch.values() if isinstance(s, Buffer))
+  reserved = REDUCTION_SCRATCH_BYTES + barriers
+  return buffers + -(-reserved // BUFFER_ALIGNMENT_BYTES) * BUFFER_ALIGNMENT_BYTES
+
+
+def shared_memory_reason(scratch: Scratch, change: str) -> str | None:
+  """Returns None if the scratch fits a block, else the sentence that says by how much it does not.
+
+  Args:
+    scratch: of one block.
+    change: names the fields that make it smaller.
+  """
+  needed = shared_memory_bytes(scratch)
+  if needed <= SHARED_MEMORY_LIMIT_BYTES:
+    return None
+  return (
+    f"got {needed} bytes of shared memory, expected at most {SHARED_MEMORY_LIMIT_BYTES};"
+    f" make {change} smaller"
+  )
+
+
+def device_reason(interpret: bool) -> str | None:
+  """Returns None if a kernel can run, or be lowered, here; else the sentence that says why not."""
+  if interpret:
+    if hasattr(plgpu, "InterpretGPUParams"):
+      return None
+    return (
+      f"got interpret=True with JAX {jax.__version__}, expected JAX 0.11.1 or later, where the GPU"
+      " interpreter is public; upgrade JAX (which needs Python 3.12)"
+    )
+  advice = "run on an H100 or H200, or pass interpret=True to run the kernel slowly on a CPU"
+  expected = "expected an NVIDIA GPU of compute capability 9.0 (Hopper)"
+  abstract = jax.sharding.get_abstract_mesh().abstract_device
+  if abstract is not None:
+    if any(name in abstract.device_kind for name in HOPPER):
+      return None
+    return f"got the abstract device {abstract.device_kind!r}, {expected}; {advice}"
+  device = jax.devices()[0]
+  if device.platform != "gpu":
+    return f"got the platform {device.platform!r}, {expected}; {advice}"
+  if device.compute_capability != "9.0":
+    capability = f"compute capability {device.compute_capability}"
+    return f"got {device.device_kind} of {capability}, {expected}; {advice}"
+  return None
+
+
+def num_multiprocessors(interpret: bool) -> int:
+  """Returns how many blocks a persistent grid holds at once. It never decides a bit."""
+  if interpret:
+    return INTERPRETED_MULTIPROCESSORS
+  abstract = jax.sharding.get_abstract_mesh().abstract_device
+  return jax.devices()[0].core_count if abstract is None else abstract.num_cores
+
+
+def kernel(
+  body: Callable[..., None],
+  *,
+  name: str,
+  out_type: Any,
+  scratch: Scratch,
+  num_blocks: int,
+  interpret: bool,
+  **threads: Any,
+) -> Callable[..., Any]:
+  """Returns `body` as a function of arrays, on a grid of one axis named "block".
+
+  Args:
+    body: takes references to the inputs, to the outputs, and the scratch by name.
+    name: of the kernel, in profiles.
+    out_type: `jax.ShapeDtypeStruct`, or a tuple of them.
+    scratch: what one block allocates.
+    num_blocks: the length of the grid.
+    interpret: run on the CPU, with race detection.
+    **threads: `num_threads` and `thread_name`, for several warpgroups a block.
+  """
+  return plgpu.kernel(
+    body,
+    out_type=out_type,
+    scratch_types={key: item.allocation() for key, item in scratch.items()},
+    grid=(num_blocks,),
+    grid_names=("block",),
+    interpret=plgpu.InterpretGPUParams(detect_races=True) if interpret else None,
+    compiler_params=plgpu.CompilerParams(
+      lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
+      reduction_scratch_bytes=REDUCTION_SCRATCH_BYTES,
+    ),
+    kernel_name=name,
+    **threads,
+  )
+
+
+@contextlib.contextmanager
+def h200() -> Iterator[None]:
+  """Within, kernels are lowered for an H200, on any machine."""
+  device = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
+  with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device)):
+    yield
+
+
+def lower_for_cuda(function: Callable[..., Any], *args: Any) -> str:
+  """Returns the lowered module of `function` for an H200; no GPU is needed, and nothing compiles.
+
+  Layout inference and the limit of shared memory are checked; registers are not.
+
+  Args:
+    function: of arrays.
+    *args: arrays, or `jax.ShapeDtypeStruct`s in their place.
+  """
+  with h200():
+    return jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",)).as_text()

@@ -1,0 +1,101 @@
+"""What the kernels share: the device they ask for, shared memory counted, races that are found."""
+
+from __future__ import annotations
+
+import jax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels import gpu
+
+INTERPRETER = hasattr(plgpu, "InterpretGPUParams")
+needs_interpreter = pytest.mark.skipif(
+  not INTERPRETER, reason="the GPU interpreter is public from JAX 0.11.1 on"
+)
+
+
+def copy_through(scratch: gpu.Scratch, *, wait: bool = True, interpret: bool = False):
+  """Returns a kernel that copies f32[128] through shared memory, or reads it too early."""
+
+  def body(x_ref, y_ref, buffer, loaded, **unused):
+    plgpu.copy_gmem_to_smem(x_ref, buffer, loaded)
+    if wait:
+      plgpu.barrier_wait(loaded)
+    y_ref[...] = buffer[...]
+    if not wait:
+      plgpu.barrier_wait(loaded)
+
+  return gpu.kernel(
+    body,
+    name="copy_through",
+    out_type=jax.ShapeDtypeStruct((128,), jnp.float32),
+    scratch={"buffer": gpu.Buffer((128,), jnp.float32), "loaded": gpu.Barriers()} | dict(scratch),
+    num_blocks=1,
+    interpret=interpret,
+  )
+
+
+def test_a_cpu_is_refused():
+  reason = gpu.device_reason(False)
+  assert reason == (
+    "got the platform 'cpu', expected an NVIDIA GPU of compute capability 9.0 (Hopper);"
+    " run on an H100 or H200, or pass interpret=True to run the kernel slowly on a CPU"
+  )
+
+
+def test_another_gpu_is_refused():
+  device = jax.sharding.AbstractDevice(device_kind="NVIDIA B200", num_cores=148, platform="gpu")
+  with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device)):
+    assert "got the abstract device 'NVIDIA B200', expected" in (gpu.device_reason(False) or "")
+
+
+def test_an_h200_is_taken_from_any_machine():
+  with gpu.h200():
+    assert gpu.device_reason(False) is None
+    assert gpu.num_multiprocessors(False) == 132
+
+
+@pytest.mark.skipif(INTERPRETER, reason="JAX has the interpreter")
+def test_interpreting_is_refused_where_jax_has_none():
+  assert "expected JAX 0.11.1 or later" in (gpu.device_reason(True) or "")
+
+
+@needs_interpreter
+def test_interpreting_needs_no_gpu():
+  assert gpu.device_reason(True) is None
+
+
+def test_shared_memory_is_counted_as_it_is_allocated():
+  # What we take, Mosaic takes: a block that leaves one KiB free.
+  x = jax.ShapeDtypeStruct((128,), jnp.float32)
+  rows = (gpu.SHARED_MEMORY_LIMIT_BYTES - gpu.shared_memory_bytes({})) // 1024 - 4
+  fits = {"large": gpu.Buffer((rows, 256), jnp.float32)}
+  over = {"large": gpu.Buffer((rows + 3, 256), jnp.float32)}
+  whole = {"buffer": gpu.Buffer((128,), jnp.float32), "loaded": gpu.Barriers()}
+  assert gpu.shared_memory_reason(whole | fits, "rows") is None
+  assert "mosaic_gpu" in gpu.lower_for_cuda(copy_through(fits), x)
+  assert "expected at most 232448; make rows smaller" in (
+    gpu.shared_memory_reason(whole | over, "rows") or ""
+  )
+
+
+def test_mosaic_refuses_too_much_shared_memory():
+  x = jax.ShapeDtypeStruct((128,), jnp.float32)
+  over = {"large": gpu.Buffer((227, 256), jnp.float32)}
+  with pytest.raises(ValueError, match="exceeds available shared memory"):
+    gpu.lower_for_cuda(copy_through(over), x)
+
+
+@needs_interpreter
+def test_a_copy_that_is_waited_for_is_no_race():
+  x = jnp.arange(128.0)
+  assert (copy_through({}, interpret=True)(x) == x).all()
+
+
+@needs_interpreter
+def test_a_race_is_found_and_leaves_no_trace():
+  x = jnp.arange(128.0)
+  with pytest.raises(Exception, match="race"):
+    jax.block_until_ready(copy_through({}, wait=False, interpret=True)(x))
+  assert (copy_through({}, interpret=True)(x) == x).all()
