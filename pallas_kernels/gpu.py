@@ -168,6 +168,13 @@ def kernel(
   )
 
 
+def load(ref: Any, layout: Any) -> Any:
+  """Reads `ref` into registers of `layout`, from GMEM too."""
+  # JAX 0.10 wants an index, 0.12 has none; before 0.12, GMEM is refused if `optimized`.
+  index = ((),) if jax.__version_info__ < (0, 11) else ()
+  return plgpu.load(ref, *index, layout=layout, optimized=False)
+
+
 @contextlib.contextmanager
 def h200() -> Iterator[None]:
   """Within, kernels are lowered for an H200, on any machine."""

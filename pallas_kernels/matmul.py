@@ -1,0 +1,626 @@
+"""Matmul of tokens with a weight, and a SwiGLU pair; one reduction order whatever the batch.
+
+  y[m, n] = sum over k of x[m, k] * w[k, n]  (+ bias[n]) (+ residual[m, n])         matmul
+  y[m, n] = silu(x @ gate) * (x @ up)                                               swiglu
+
+The reduction is the contract, and follows the weight's (n, k) alone, never m. K is cut into
+`shards` of equal length. A shard starts from zero and adds blocks of `block_k` in ascending order:
+bf16 products, f32 sums in the tensor core, which itself takes 16 at a time. Shards are added as one
+balanced binary tree in f32. Bias, then residual, are added in f32; then y is rounded, once.
+
+Two orientations share this order. The tall one lays tokens on wgmma's 64-row axis; the swapped one,
+for few tokens, lays the weight's columns there and tokens on the axis that may be as short as 8:
+
+            tall   tokens x columns, block_m x block_n, for more than `swapped_rows` tokens
+         swapped   columns x tokens, written back transposed
+
+One warpgroup of a block copies tiles by TMA into a ring of `stages`; the others multiply, and write
+a tile of y while the next one's operands already arrive. Blocks stay on their multiprocessor and
+walk over tiles. Tiles over the edge of m, n or k read zeros and write nothing. More than 8 tokens
+that are no multiple of 8 cost a copy of x and y: TMA moves 8 rows at a time.
+
+Backward: dx = dy @ w^T by the same kernel (so a row of dx depends on that row alone) and
+dw = x^T @ dy, whose sum over tokens is in ascending order; dy is rounded to bf16 first.
+
+Shared memory: (stages of x and weights) + 64 x 64 of y (and residual), two for each warpgroup.
+
+Source: Osama et al. 2023, https://arxiv.org/abs/2301.03598, for persistent tiles; Zhang et al.
+2025, https://arxiv.org/abs/2511.17826, for one tree over the contraction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+import jax.numpy as jnp
+
+from pallas_kernels import gpu
+
+# Rows of one wgmma; y leaves in squares of this side.
+WGMMA_ROWS = 64
+SQUARE = 64
+# Shared memory is laid out in tiles of 8 rows x 64 bfloat16, and TMA copies whole ones: n and k are
+# multiples of 64; of more than 8 tokens, up to 7 rows of zeros are added.
+MULTIPLE = 64
+ROW_MULTIPLE = 8
+MAX_SHARDS = 8
+# The copying warpgroup gives registers to the two others: 40 + 2 * 232 of 512 a thread.
+COPY_REGISTERS = 40
+MULTIPLY_REGISTERS = 232
+
+Arrays = tuple[jax.Array, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+  """The reduction, and how it is spread over the machine.
+
+  Attributes:
+    block_k: contract. Elements of the contraction that are copied, then added, at once.
+    shards: contract. Equal parts of the contraction, added as one tree: 1, 2, 4 or 8.
+    swapped_rows: tuning, if both orientations are shown to agree. Up to so many tokens take the
+      swapped one; 0 for never.
+    block_m: tuning. Tokens of a tall tile: 64 for each of its warpgroups.
+    block_n: tuning. Columns of a tall tile; halved for a pair, or where shards are kept in
+      registers.
+    swapped_block_n: tuning. Columns of a swapped tile: 64 for each of its warpgroups.
+    max_stages: tuning. Depth of the ring, where shared memory allows it.
+    snake_width: tuning. Tiles along n that are walked together, so that L2 serves them.
+  """
+
+  block_k: int = 64
+  shards: int = 1
+  swapped_rows: int = 64
+  block_m: int = 128
+  block_n: int = 256
+  swapped_block_n: int = 64
+  max_stages: int = 8
+  snake_width: int = 8
+
+  def __post_init__(self) -> None:
+    choices = {
+      "block_k": (64, 128),
+      "shards": (1, 2, 4, 8),
+      "swapped_rows": (0, 8, 16, 32, 64),
+      "block_m": (64, 128),
+      "block_n": (128, 256),
+      "swapped_block_n": (64, 128),
+    }
+    for name, allowed in choices.items():
+      if getattr(self, name) not in allowed:
+        raise ValueError(f"got {name}={getattr(self, name)}; expected one of {allowed}.")
+    for name, least in (("max_stages", 2), ("snake_width", 1)):
+      if getattr(self, name) < least:
+        raise ValueError(f"got {name}={getattr(self, name)}; expected at least {least}.")
+
+  def shared_memory_bytes(
+    self, num_rows: int, *, pair: bool = False, residual: bool = False
+  ) -> int:
+    """Returns what a block takes for that many tokens."""
+    return plan(
+      self, num_rows, pair=pair, residual_dtype=jnp.bfloat16 if residual else None
+    ).shared_memory_bytes
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+  """One kernel's tiles; which operands are stored with the contraction as their last axis."""
+
+  block_m: int
+  block_n: int
+  block_k: int
+  swapped: bool
+  num_weights: int = 1
+  x_k_last: bool = True
+  w_k_last: bool = False
+  out_dtype: Any = jnp.bfloat16
+  residual_dtype: Any = None
+  max_stages: int = 8
+
+  @property
+  def warpgroups(self) -> int:
+    """Those that multiply."""
+    return (self.block_n if self.swapped else self.block_m) // WGMMA_ROWS
+
+  @property
+  def square(self) -> tuple[int, int]:
+    """A piece of y that leaves at once, as (tokens, columns)."""
+    return (self.block_m, SQUARE) if self.swapped else (WGMMA_ROWS, SQUARE)
+
+  def scratch(self, stages: int) -> gpu.Scratch:
+    x_tile = (self.block_m, self.block_k) if self.x_k_last else (self.block_k, self.block_m)
+    w_tile = (self.block_n, self.block_k) if self.w_k_last else (self.block_k, self.block_n)
+    weights = {
+      f"w{i}": gpu.Buffer((stages, *w_tile), jnp.bfloat16, swizzled=True)
+      for i in range(self.num_weights)
+    }
+    scratch = {
+      "x": gpu.Buffer((stages, *x_tile), jnp.bfloat16, swizzled=True),
+      **weights,
+      "y": gpu.Buffer((self.warpgroups, 2, *self.square), self.out_dtype, swizzled=True),
+      "full": gpu.Barriers(1 + self.num_weights, stages),
+      "empty": gpu.Barriers(self.warpgroups, stages),
+    }
+    if self.residual_dtype is not None:
+      shape = (self.warpgroups, *self.square)
+      scratch["residual"] = gpu.Buffer(shape, self.residual_dtype, swizzled=True)
+      scratch["residual_full"] = gpu.Barriers(1, self.warpgroups)
+    return scratch
+
+  @property
+  def stages(self) -> int:
+    """The deepest ring that fits."""
+    for stages in range(self.max_stages, 2, -1):
+      if gpu.shared_memory_bytes(self.scratch(stages)) <= gpu.SHARED_MEMORY_LIMIT_BYTES:
+        return stages
+    return 2
+
+  @property
+  def shared_memory_bytes(self) -> int:
+    return gpu.shared_memory_bytes(self.scratch(self.stages))
+
+
+def plan(
+  config: Config,
+  num_rows: int,
+  *,
+  pair: bool = False,
+  x_k_last: bool = True,
+  w_k_last: bool = False,
+  out_dtype: Any = jnp.bfloat16,
+  residual_dtype: Any = None,
+) -> Plan:
+  """Returns the tiles for that many tokens; the order of no sum depends on them."""
+  # Tokens that are contracted (dw) have no short side: they stay tall.
+  swapped = x_k_last and num_rows <= config.swapped_rows
+  if swapped:
+    block_m = next(size for size in (8, 16, 32, 64) if num_rows <= size)
+    block_n = config.swapped_block_n
+  else:
+    block_m = config.block_m
+    block_n = config.block_n // 2 if pair or config.shards > 1 else config.block_n
+  return Plan(
+    block_m=block_m,
+    block_n=block_n,
+    block_k=config.block_k,
+    swapped=swapped,
+    num_weights=2 if pair else 1,
+    x_k_last=x_k_last,
+    w_k_last=w_k_last,
+    out_dtype=out_dtype,
+    residual_dtype=residual_dtype,
+    max_stages=config.max_stages,
+  )
+
+
+Shaped = jax.Array | jax.ShapeDtypeStruct
+
+
+def is_supported(
+  x: Shaped,
+  w: Shaped,
+  up: Shaped | None = None,
+  *,
+  transposed: bool = False,
+  bias: Shaped | None = None,
+  residual: Shaped | None = None,
+  out_dtype: Any = None,
+  config: Config = Config(),
+  interpret: bool = False,
+) -> str | None:
+  """Returns None if the kernel can run on these arguments here, else the reason that it cannot."""
+  weight = "w[n, k]" if transposed else "w[k, n]"
+  if x.ndim != 2 or w.ndim != 2 or x.shape[1] != w.shape[1 if transposed else 0]:
+    return f"got x{list(x.shape)} and w{list(w.shape)}, expected x[m, k] and {weight}"
+  for name, array in (("x", x), ("w", w), ("up", up)):
+    if array is not None and array.dtype != jnp.bfloat16:
+      return f"got {name} of {array.dtype}, expected bfloat16; cast it"
+  if up is not None and up.shape != w.shape:
+    return f"got up{list(up.shape)}, expected gate's shape {list(w.shape)}"
+  if up is not None and config.shards != 1:
+    return f"got shards={config.shards} for swiglu, expected 1: silu is applied to whole sums"
+  num_rows, k = x.shape
+  n = w.shape[0 if transposed else 1]
+  for name, size in (("k", k), ("n", n)):
+    if size < MULTIPLE or size % MULTIPLE:
+      return f"got {name}={size}, expected a positive multiple of {MULTIPLE}: pad it"
+  if config.shards > 1 and k % (config.shards * config.block_k):
+    return (
+      f"got k={k} in {config.shards} shards, expected a multiple of shards * block_k ="
+      f" {config.shards * config.block_k}; take fewer shards"
+    )
+  if bias is not None and (bias.shape != (n,) or bias.dtype not in (jnp.bfloat16, jnp.float32)):
+    return f"got bias {bias.dtype}{list(bias.shape)}, expected bfloat16 or float32 [{n}]"
+  floats = (jnp.bfloat16, jnp.float32)
+  if residual is not None and (residual.shape != (num_rows, n) or residual.dtype not in floats):
+    return (
+      f"got residual {residual.dtype}{list(residual.shape)}, expected bfloat16 or float32"
+      f" [{num_rows}, {n}]"
+    )
+  if out_dtype is not None and jnp.dtype(out_dtype) not in floats:
+    return f"got out_dtype={jnp.dtype(out_dtype)}, expected bfloat16 or float32"
+  tiles = plan(
+    config,
+    num_rows,
+    pair=up is not None,
+    w_k_last=transposed,
+    out_dtype=out_dtype or x.dtype,
+    residual_dtype=None if residual is None else residual.dtype,
+  )
+  return gpu.shared_memory_reason(
+    tiles.scratch(tiles.stages), "block_m, block_n or block_k"
+  ) or gpu.device_reason(interpret)
+
+
+def reference(
+  x: jax.Array,
+  w: jax.Array,
+  *,
+  transposed: bool = False,
+  bias: jax.Array | None = None,
+  residual: jax.Array | None = None,
+) -> jax.Array:
+  """The definition of `matmul`, in float32: f32[m, n]."""
+  w32 = w.astype(jnp.float32)
+  y = jnp.dot(x.astype(jnp.float32), w32.T if transposed else w32, precision=lax.Precision.HIGHEST)
+  if bias is not None:
+    y = y + bias.astype(jnp.float32)[None, :]
+  return y if residual is None else y + residual.astype(jnp.float32)
+
+
+def swiglu_reference(
+  x: jax.Array, gate: jax.Array, up: jax.Array, *, transposed: bool = False
+) -> jax.Array:
+  """The definition of `swiglu`, in float32: f32[m, n]."""
+  return jax.nn.silu(reference(x, gate, transposed=transposed)) * reference(
+    x, up, transposed=transposed
+  )
+
+
+def matmul(
+  x: jax.Array,
+  w: jax.Array,
+  *,
+  transposed: bool = False,
+  bias: jax.Array | None = None,
+  residual: jax.Array | None = None,
+  out_dtype: Any = None,
+  config: Config = Config(),
+  interpret: bool = False,
+) -> jax.Array:
+  """Returns x @ w (+ bias) (+ residual): f[m, n], rounded once; a row's bits depend on it alone.
+
+  Args:
+    x: bf16[m, k]; m may be 0.
+    w: bf16[k, n], or bf16[n, k] where `transposed`.
+    transposed: w is stored with the contraction last, as an embedding table is.
+    bias: bf16 or f32 [n].
+    residual: bf16 or f32 [m, n].
+    out_dtype: bfloat16 or float32; x's where None.
+    config: see `Config`.
+    interpret: run on a CPU; slow, for tests.
+
+  Raises:
+    NotImplementedError: `is_supported` gives a reason; the message is that reason.
+  """
+  reason = is_supported(
+    x,
+    w,
+    transposed=transposed,
+    bias=bias,
+    residual=residual,
+    out_dtype=out_dtype,
+    config=config,
+    interpret=interpret,
+  )
+  if reason is not None:
+    raise NotImplementedError(f"matmul: {reason}.")
+  dtype = jnp.dtype(out_dtype or x.dtype).name
+  return _matmul(x, w, bias, residual, transposed, dtype, config, interpret)
+
+
+def swiglu(
+  x: jax.Array,
+  gate: jax.Array,
+  up: jax.Array,
+  *,
+  transposed: bool = False,
+  config: Config = Config(),
+  interpret: bool = False,
+) -> jax.Array:
+  """Returns silu(x @ gate) * (x @ up): bf16[m, n], rounded once, after the product.
+
+  Arguments and refusals are those of `matmul`; `up` has gate's shape.
+  """
+  reason = is_supported(x, gate, up, transposed=transposed, config=config, interpret=interpret)
+  if reason is not None:
+    raise NotImplementedError(f"swiglu: {reason}.")
+  return _swiglu(x, gate, up, transposed, config, interpret)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6, 7))
+def _matmul(x, w, bias, residual, transposed, out_dtype, config, interpret):
+  tiles = plan(
+    config,
+    x.shape[0],
+    w_k_last=transposed,
+    out_dtype=jnp.dtype(out_dtype),
+    residual_dtype=None if residual is None else residual.dtype,
+  )
+  return _contract(tiles, config, x, (w,), bias, residual, interpret)
+
+
+def _matmul_forward(x, w, bias, residual, transposed, out_dtype, config, interpret):
+  y = _matmul(x, w, bias, residual, transposed, out_dtype, config, interpret)
+  return y, (x, w, bias, residual)
+
+
+def _matmul_backward(transposed, out_dtype, config, interpret, saved, dy):
+  x, w, bias, residual = saved
+  rounded = dy.astype(x.dtype)
+  dx = _input_gradient(rounded, w, transposed, x.dtype, config, interpret)
+  dw = _weight_gradient(x, rounded, transposed, w.dtype, config, interpret)
+  dbias = None
+  if bias is not None:
+    # Rows of ones add up dy, in the order of dw.
+    ones = jnp.ones((x.shape[0], MULTIPLE), x.dtype)
+    dbias = _weight_gradient(ones, rounded, False, bias.dtype, config, interpret)[0]
+  return dx, dw, dbias, None if residual is None else dy.astype(residual.dtype)
+
+
+_matmul.defvjp(_matmul_forward, _matmul_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
+def _swiglu(x, gate, up, transposed, config, interpret):
+  tiles = plan(config, x.shape[0], pair=True, w_k_last=transposed)
+  return _contract(tiles, config, x, (gate, up), None, None, interpret)
+
+
+def _swiglu_forward(x, gate, up, transposed, config, interpret):
+  return _swiglu(x, gate, up, transposed, config, interpret), (x, gate, up)
+
+
+def _swiglu_backward(transposed, config, interpret, saved, dy):
+  x, gate, up = saved
+  # The two sums are made again, in the forward's order, instead of stored.
+  gated, raised = (
+    _matmul(x, w, None, None, transposed, "float32", config, interpret) for w in (gate, up)
+  )
+  activated, pull = jax.vjp(jax.nn.silu, gated)
+  dy32 = dy.astype(jnp.float32)
+  dgated = pull(dy32 * raised)[0].astype(x.dtype)
+  draised = (dy32 * activated).astype(x.dtype)
+  dx = _input_gradient(dgated, gate, transposed, jnp.float32, config, interpret)
+  dx = dx + _input_gradient(draised, up, transposed, jnp.float32, config, interpret)
+  dgate = _weight_gradient(x, dgated, transposed, gate.dtype, config, interpret)
+  dup = _weight_gradient(x, draised, transposed, up.dtype, config, interpret)
+  return dx.astype(x.dtype), dgate, dup
+
+
+_swiglu.defvjp(_swiglu_forward, _swiglu_backward)
+
+
+def _input_gradient(
+  dy: jax.Array, w: jax.Array, transposed: bool, dtype: Any, config: Config, interpret: bool
+) -> jax.Array:
+  """Returns dy @ w^T, [m, k]: a forward matmul of the weight stored the other way round."""
+  whole = dataclasses.replace(config, shards=1)
+  tiles = plan(whole, dy.shape[0], w_k_last=not transposed, out_dtype=dtype)
+  return _contract(tiles, whole, dy, (w,), None, None, interpret)
+
+
+def _weight_gradient(
+  x: jax.Array, dy: jax.Array, transposed: bool, dtype: Any, config: Config, interpret: bool
+) -> jax.Array:
+  """Returns the sum over tokens of x^T dy, [k, n] or, where transposed, [n, k]."""
+  if x.shape[0] == 0:
+    return jnp.zeros((dy.shape[1], x.shape[1]) if transposed else (x.shape[1], dy.shape[1]), dtype)
+  left, right = (dy, x) if transposed else (x, dy)
+  whole = dataclasses.replace(config, shards=1)
+  tiles = plan(whole, left.shape[1], x_k_last=False, out_dtype=dtype)
+  return _contract(tiles, whole, left, (right,), None, None, interpret)
+
+
+def add_tree(partials: list[Any]) -> Any:
+  """Adds a power of two of partial sums as one balanced binary tree: ((0+1)+(2+3))+..."""
+  while len(partials) > 1:
+    partials = [a + b for a, b in zip(partials[::2], partials[1::2])]
+  return partials[0]
+
+
+def _contract(
+  tiles: Plan,
+  config: Config,
+  x: jax.Array,
+  weights: Arrays,
+  bias: jax.Array | None,
+  residual: jax.Array | None,
+  interpret: bool,
+) -> jax.Array:
+  """The kernel. x is [m, k], or [k, m] unless `x_k_last`; weights are [k, n], or [n, k]."""
+  n = weights[0].shape[0 if tiles.w_k_last else 1]
+  if tiles.x_k_last and x.shape[0] == 0:
+    return jnp.zeros((0, n), tiles.out_dtype)
+  num_rows = x.shape[0]
+  x = _whole_rows(x)
+  residual = None if residual is None else _whole_rows(residual)
+  if not tiles.x_k_last:
+    weights = tuple(_whole_rows(w) for w in weights)
+  m, k = x.shape if tiles.x_k_last else x.shape[::-1]
+  grid = (-(-m // tiles.block_m), -(-n // tiles.block_n))
+  num_tiles = grid[0] * grid[1]
+  shards = config.shards
+  steps = -(-(k // shards) // tiles.block_k)
+  stages = tiles.stages
+  copying = tiles.warpgroups
+  optional = [bias] if bias is not None else []
+  if bias is not None:
+    padding = grid[1] * tiles.block_n - n
+    optional = [jnp.pad(bias.astype(jnp.float32), (0, padding))]
+  optional += [residual] if residual is not None else []
+
+  def body(x_ref, *refs, y, full, empty, residual_full=None, **buffers):
+    x_buffer, residual_buffer = buffers["x"], buffers.get("residual")
+    w_buffers = [buffers[f"w{i}"] for i in range(tiles.num_weights)]
+    w_refs, (*optional_refs, y_ref) = refs[: tiles.num_weights], refs[tiles.num_weights :]
+    bias_ref = optional_refs[0] if bias is not None else None
+    residual_ref = optional_refs[-1] if residual is not None else None
+    warpgroup = lax.axis_index("warpgroup")
+
+    def for_each_tile(visit: Callable[[Any, Any, Any], None]) -> None:
+      @plgpu.nd_loop((num_tiles,), collective_axes="block")
+      def _(loop: plgpu.NDLoopInfo) -> None:
+        row, column = plgpu.planar_snake(loop.index[0], grid, 1, config.snake_width)
+        first_step = loop.local_index * (shards * steps)
+        visit(row * tiles.block_m, column * tiles.block_n, first_step)
+
+    @pl.when(warpgroup == copying)
+    def _():
+      if tiles.warpgroups > 1:
+        plgpu.set_max_registers(COPY_REGISTERS, action="decrease")
+
+      def copy_tile(row, column, first_step):
+        rows, columns = pl.ds(row, tiles.block_m), pl.ds(column, tiles.block_n)
+
+        def copy_step(i, _):
+          step = first_step + i
+          slot = lax.rem(step, stages)
+          pl.when(step >= stages)(lambda: plgpu.barrier_wait(empty.at[slot]))
+          part = pl.ds(i * tiles.block_k, tiles.block_k)
+          x_part = x_ref.at[rows, part] if tiles.x_k_last else x_ref.at[part, rows]
+          plgpu.copy_gmem_to_smem(x_part, x_buffer.at[slot], full.at[slot])
+          for w_ref, w_buffer in zip(w_refs, w_buffers):
+            w_part = w_ref.at[columns, part] if tiles.w_k_last else w_ref.at[part, columns]
+            plgpu.copy_gmem_to_smem(w_part, w_buffer.at[slot], full.at[slot])
+
+        lax.fori_loop(0, shards * steps, copy_step, None)
+
+      for_each_tile(copy_tile)
+
+    @pl.when(warpgroup < copying)
+    def _():
+      if tiles.warpgroups > 1:
+        plgpu.set_max_registers(MULTIPLY_REGISTERS, action="increase")
+      mine = pl.ds(warpgroup * WGMMA_ROWS, WGMMA_ROWS)
+
+      def multiply(accumulators, slot):
+        """Adds one block of the contraction; the warpgroup's 64 rows are tokens, or columns."""
+        x_tile = x_buffer.at[slot] if tiles.x_k_last else x_buffer.at[slot].T
+        for accumulator, w_buffer in zip(accumulators, w_buffers):
+          w_tile = w_buffer.at[slot].T if tiles.w_k_last else w_buffer.at[slot]
+          if not tiles.swapped:
+            left = x_buffer.at[slot, mine] if tiles.x_k_last else x_buffer.at[slot, :, mine].T
+            plgpu.wgmma(accumulator, left, w_tile)
+          else:
+            left = w_buffer.at[slot, mine] if tiles.w_k_last else w_buffer.at[slot, :, mine].T
+            plgpu.wgmma(accumulator, left, x_tile.T)
+
+      def add_shard(*accumulators, first_step):
+        def add_step(i, _):
+          slot = lax.rem(first_step + i, stages)
+          plgpu.barrier_wait(full.at[slot])
+          multiply(accumulators, slot)
+          # The previous block has been read once only this one's products are under way.
+          plgpu.wgmma_wait(len(accumulators))
+          previous = lax.rem(first_step + i + stages - 1, stages)
+          pl.when(i > 0)(lambda: plgpu.barrier_arrive(empty.at[previous]))
+
+        lax.fori_loop(0, steps, add_step, None)
+        plgpu.wgmma_wait(0)
+        plgpu.barrier_arrive(empty.at[lax.rem(first_step + steps - 1, stages)])
+        # Layouts are named wherever the search for them would be long (minutes, on JAX 0.10).
+        return tuple(
+          plgpu.layout_cast(accumulator[...], plgpu.Layout.WGMMA) for accumulator in accumulators
+        )
+
+      wgmma_columns = tiles.block_m if tiles.swapped else tiles.block_n
+      accumulators = [plgpu.ACC((WGMMA_ROWS, wgmma_columns), jnp.float32)] * tiles.num_weights
+
+      def multiply_tile(row, column, first_step):
+        partials = [
+          pl.run_scoped(
+            functools.partial(add_shard, first_step=first_step + shard * steps), *accumulators
+          )
+          for shard in range(shards)
+        ]
+        sums = [add_tree(list(parts)) for parts in zip(*partials)]
+        write_tile(sums, row, column)
+
+      def write_tile(sums, row, column):
+        """Writes the warpgroup's part of y, square by square."""
+        first = warpgroup * WGMMA_ROWS
+        row, column = (row, column + first) if tiles.swapped else (row + first, column)
+        for piece in range(1 if tiles.swapped else tiles.block_n // SQUARE):
+          columns = pl.ds(column + piece * SQUARE, SQUARE)
+          square = y_ref.at[pl.ds(row, tiles.square[0]), columns]
+          slot = piece % 2
+          if tiles.swapped:
+            values = sums
+          else:
+            values = [total[:, piece * SQUARE : (piece + 1) * SQUARE] for total in sums]
+          value = values[0]
+          if tiles.num_weights == 2:
+            value = value * (1.0 / (1.0 + jnp.exp(-value))) * values[1]
+          if bias_ref is not None:
+            axis = 0 if tiles.swapped else 1
+            layout = plgpu.Layout.WGMMA.reduce(1 - axis)
+            added = gpu.load(bias_ref.at[columns], layout)
+            value = value + lax.broadcast_in_dim(added, value.shape, (axis,))
+          if residual_ref is not None:
+            source = residual_ref.at[pl.ds(row, tiles.square[0]), columns]
+            plgpu.copy_gmem_to_smem(
+              source, residual_buffer.at[warpgroup], residual_full.at[warpgroup]
+            )
+            plgpu.barrier_wait(residual_full.at[warpgroup])
+            value = value + _read(residual_buffer.at[warpgroup], tiles.swapped)
+          plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+          _write(y.at[warpgroup, slot], value.astype(tiles.out_dtype), tiles.swapped)
+          plgpu.commit_smem()
+          plgpu.copy_smem_to_gmem(y.at[warpgroup, slot], square)
+        if tiles.swapped:  # One square a tile: the next one goes into the same slot.
+          plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+      for_each_tile(multiply_tile)
+      plgpu.wait_smem_to_gmem(0)
+
+  out = gpu.kernel(
+    body,
+    name="matmul",
+    out_type=jax.ShapeDtypeStruct((m, n), tiles.out_dtype),
+    scratch=tiles.scratch(stages),
+    num_blocks=min(num_tiles, gpu.num_multiprocessors(interpret)),
+    interpret=interpret,
+    num_threads=tiles.warpgroups + 1,
+    thread_name="warpgroup",
+  )(x, *weights, *optional)
+  return out[:num_rows] if tiles.x_k_last else out
+
+
+def _whole_rows(x: jax.Array) -> jax.Array:
+  """Adds rows of zeros up to a multiple of 8, where there are more than 8."""
+  missing = -x.shape[0] % ROW_MULTIPLE if x.shape[0] > ROW_MULTIPLE else 0
+  return jnp.pad(x, ((0, missing), (0, 0))) if missing else x
+
+
+def _read(buffer: Any, swapped: bool) -> Any:
+  """Reads a square of [tokens, columns] as the accumulator lies, in f32."""
+  if not swapped:
+    return plgpu.layout_cast(buffer[...], plgpu.Layout.WGMMA).astype(jnp.float32)
+  value = plgpu.layout_cast(buffer.T[...], plgpu.Layout.WGMMA_TRANSPOSED)
+  return plgpu.layout_cast(value, plgpu.Layout.WGMMA).astype(jnp.float32)
+
+
+def _write(buffer: Any, value: Any, swapped: bool) -> None:
+  """Writes the accumulator's value as a square of [tokens, columns]."""
+  if not swapped:
+    buffer[...] = value
+  else:
+    buffer.T[...] = plgpu.layout_cast(value, plgpu.Layout.WGMMA_TRANSPOSED)
