@@ -558,7 +558,8 @@ def _contract(
         """Writes the warpgroup's part of y, square by square."""
         first = warpgroup * WGMMA_ROWS
         row, column = (row, column + first) if tiles.swapped else (row + first, column)
-        for piece in range(1 if tiles.swapped else tiles.block_n // SQUARE):
+        num_pieces = 1 if tiles.swapped else tiles.block_n // SQUARE
+        for piece in range(num_pieces):
           columns = pl.ds(column + piece * SQUARE, SQUARE)
           square = y_ref.at[pl.ds(row, tiles.square[0]), columns]
           slot = piece % 2
@@ -585,7 +586,7 @@ def _contract(
           _write(y.at[warpgroup, slot], value.astype(tiles.out_dtype), tiles.swapped)
           plgpu.commit_smem()
           plgpu.copy_smem_to_gmem(y.at[warpgroup, slot], square)
-        if tiles.swapped:  # One square a tile: the next one goes into the same slot.
+        if num_pieces % 2:  # The next tile's first square goes into the slot of this one's last.
           plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
       for_each_tile(multiply_tile)

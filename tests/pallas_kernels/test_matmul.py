@@ -1,0 +1,301 @@
+"""Matmul: the definition, its gradient, bits of a row from that row alone, what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import gpu, matmul
+
+needs_interpreter = pytest.mark.skipif(
+  not hasattr(plgpu, "InterpretGPUParams"),
+  reason="the GPU interpreter is public from JAX 0.11.1 on",
+)
+# Small tiles, so that few tokens fill several; two multiprocessors walk over them.
+CONFIG = matmul.Config(block_m=64, block_n=128, max_stages=3, swapped_rows=8, snake_width=2)
+N, K = 192, 128
+# (k, n, shards, transposed) of Qwen3-8B, Qwen3-30B-A3B and gpt-oss-120b.
+BENCHMARK = (
+  (4096, 6144, 1, False),
+  (4096, 4096, 8, False),
+  (12288, 4096, 8, False),
+  (4096, 151936, 1, True),
+  (2048, 5120, 1, False),
+  (4096, 2048, 8, False),
+  (768, 2048, 1, False),
+  (2048, 151936, 1, True),
+  (2880, 5120, 1, False),
+  (4096, 2880, 8, False),
+  (2880, 201088, 1, True),
+)
+GATES = ((4096, 12288), (2048, 768), (2880, 2880))
+
+
+def array(*shape: int, seed: int = 0, dtype=jnp.bfloat16) -> jax.Array:
+  return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
+
+
+def struct(*shape: int) -> jax.ShapeDtypeStruct:
+  return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+
+
+def as_float64(x) -> np.ndarray:
+  return np.asarray(x, np.float64)
+
+
+interpreted = functools.partial(matmul.matmul, config=CONFIG, interpret=True)
+
+
+# The interpreter's outputs start as NaN, so that a square that nobody writes is seen.
+@needs_interpreter
+@pytest.mark.parametrize("num_rows", [0, 1, 7, 8, 9, 63, 64, 65])
+def test_values_are_the_definitions(num_rows):
+  x, w = array(num_rows, K), array(K, N, seed=1)
+  found = interpreted(x, w, out_dtype=jnp.float32)
+  np.testing.assert_allclose(found, matmul.reference(x, w), rtol=1e-5, atol=1e-4)
+
+
+@needs_interpreter
+@pytest.mark.parametrize("num_rows, transposed", [(3, True), (70, False)])
+def test_the_epilogue_adds_bias_and_residual_and_rounds_once(num_rows, transposed):
+  x, w = array(num_rows, K), array(*((N, K) if transposed else (K, N)), seed=1)
+  more = dict(bias=array(N, seed=2), residual=array(num_rows, N, seed=3), transposed=transposed)
+  found = interpreted(x, w, **more)
+  single = interpreted(x, w, out_dtype=jnp.float32, **more)
+  np.testing.assert_allclose(single, matmul.reference(x, w, **more), rtol=1e-5, atol=1e-4)
+  assert found.dtype == jnp.bfloat16
+  np.testing.assert_array_equal(as_float64(found), as_float64(single.astype(jnp.bfloat16)))
+
+
+@needs_interpreter
+@pytest.mark.parametrize("num_rows", [3, 70])
+def test_shards_are_added_as_one_tree(num_rows):
+  x, w = array(num_rows, 256), array(256, 64, seed=1)
+  config = dataclasses.replace(CONFIG, shards=4)
+  found = interpreted(x, w, out_dtype=jnp.float32, config=config)
+  part = jax.jit(functools.partial(interpreted, out_dtype=jnp.float32))
+  parts = [part(x[:, i : i + 64], w[i : i + 64]) for i in range(0, 256, 64)]
+  tree = (parts[0] + parts[1]) + (parts[2] + parts[3])
+  np.testing.assert_array_equal(found, tree)
+  fold = ((parts[0] + parts[1]) + parts[2]) + parts[3]
+  assert (np.asarray(found) != np.asarray(fold)).any()
+
+
+@needs_interpreter
+@pytest.mark.parametrize("num_rows, transposed", [(3, True), (70, False)])
+def test_swiglu_is_its_definition(num_rows, transposed):
+  shape = (N, K) if transposed else (K, N)
+  x, gate, up = array(num_rows, K), array(*shape, seed=1), array(*shape, seed=2)
+  found = matmul.swiglu(x, gate, up, transposed=transposed, config=CONFIG, interpret=True)
+  expected = matmul.swiglu_reference(x, gate, up, transposed=transposed)
+  np.testing.assert_allclose(as_float64(found), expected, rtol=2**-8, atol=1e-3)
+
+
+def gradients(function, weights, *inputs):
+  loss = lambda *inputs: jnp.sum(function(*inputs).astype(jnp.float32) * weights)
+  return jax.grad(loss, argnums=tuple(range(len(inputs))))(*inputs)
+
+
+@needs_interpreter
+@pytest.mark.parametrize("num_rows, transposed", [(0, True), (5, True), (70, False)])
+def test_gradients_are_the_definitions(num_rows, transposed):
+  x, w = array(num_rows, K), array(*((N, K) if transposed else (K, N)), seed=1)
+  bias, residual = array(N, seed=2), array(num_rows, N, seed=3)
+  # Exact in bfloat16, as dy must be.
+  weights = array(num_rows, N, seed=4).astype(jnp.float32)
+
+  def call(function, x, w, bias, residual):
+    return function(x, w, bias=bias, residual=residual, transposed=transposed)
+
+  inputs = (x, w, bias, residual)
+  kernel = functools.partial(interpreted, out_dtype=jnp.float32)
+  found = gradients(functools.partial(call, kernel), weights, *inputs)
+  expected = gradients(functools.partial(call, matmul.reference), weights, *inputs)
+  for got, want in zip(found, expected):
+    assert got.dtype == want.dtype
+    np.testing.assert_allclose(as_float64(got), as_float64(want), rtol=2**-7, atol=1e-2)
+
+
+@needs_interpreter
+def test_swiglus_gradients_are_the_definitions():
+  x, gate, up = array(9, K) * 0.1, array(K, 64, seed=1), array(K, 64, seed=2)
+  weights = array(9, 64, seed=4).astype(jnp.float32)
+  kernel = functools.partial(matmul.swiglu, config=CONFIG, interpret=True)
+  found = gradients(kernel, weights, x, gate, up)
+  expected = gradients(matmul.swiglu_reference, weights, x, gate, up)
+  for got, want in zip(found, expected):
+    np.testing.assert_allclose(as_float64(got), as_float64(want), rtol=2**-5, atol=0.1)
+
+
+# The interpreter multiplies tiles with numpy, whose bits depend on a tile's shape: each orientation
+# is compared with itself. Whether the tensor core gives both the same bits, a GPU must say.
+@needs_interpreter
+@pytest.mark.parametrize("swapped_rows, sizes", [(64, (33, 40, 64)), (0, (1, 9, 70))])
+def test_a_rows_bits_depend_on_that_row_alone(swapped_rows, sizes, seed):
+  rng = np.random.default_rng(seed)
+  most = max(sizes)
+  x, dy = array(most, 256, seed=seed), array(most, 64, seed=seed + 1)
+  w = array(256, 64, seed=seed + 2)
+  config = dataclasses.replace(CONFIG, shards=2, swapped_rows=swapped_rows)
+
+  @jax.jit
+  def both(x, dy):
+    y, pull = jax.vjp(lambda x: interpreted(x, w, out_dtype=jnp.float32, config=config), x)
+    return y, pull(dy.astype(jnp.float32))[0]
+
+  whole = both(x, dy)
+  np.testing.assert_array_equal(interpreted(x, w, out_dtype=jnp.float32, config=config), whole[0])
+  for size in sizes * 2:
+    chosen = rng.permutation(most)[:size]
+    for part, all_rows in zip(both(x[chosen], dy[chosen]), whole):
+      np.testing.assert_array_equal(as_float64(part), as_float64(all_rows[chosen]))
+
+
+@needs_interpreter
+def test_both_orientations_add_the_same_products(seed):
+  # Small integers: every sum is exact, so only a wrong element could differ.
+  rng = np.random.default_rng(seed)
+  x, w = (jnp.asarray(rng.integers(-3, 4, s), jnp.bfloat16) for s in ((8, 256), (256, N)))
+  tall = dataclasses.replace(CONFIG, swapped_rows=0)
+  np.testing.assert_array_equal(
+    as_float64(interpreted(x, w)), as_float64(interpreted(x, w, config=tall))
+  )
+
+
+def test_the_reduction_ignores_the_number_of_rows():
+  for num_rows in (1, 8, 64, 65, 4096):
+    assert matmul.plan(matmul.Config(), num_rows).block_k == 64
+
+
+@pytest.mark.parametrize("k, n, shards, transposed", BENCHMARK)
+@pytest.mark.parametrize("num_rows", [1, 8, 64, 4096])
+def test_benchmark_shapes_lower_for_a_gpu(num_rows, k, n, shards, transposed):
+  call = functools.partial(
+    matmul.matmul, transposed=transposed, config=matmul.Config(shards=shards)
+  )
+  weight = struct(n, k) if transposed else struct(k, n)
+  assert "mosaic_gpu" in gpu.lower_for_cuda(call, struct(num_rows, k), weight)
+
+
+@pytest.mark.parametrize("k, n, shards, transposed", BENCHMARK[1::3])
+@pytest.mark.parametrize("num_rows", [8, 4096])
+def test_benchmark_epilogues_and_gradients_lower_for_a_gpu(num_rows, k, n, shards, transposed):
+  def forward_and_gradient(x, w, bias, residual):
+    call = functools.partial(
+      matmul.matmul, transposed=transposed, config=matmul.Config(shards=shards)
+    )
+    y, pull = jax.vjp(lambda x, w, b, r: call(x, w, bias=b, residual=r), x, w, bias, residual)
+    return y, pull(y)
+
+  weight = struct(n, k) if transposed else struct(k, n)
+  inputs = (struct(num_rows, k), weight, struct(n), struct(num_rows, n))
+  assert gpu.lower_for_cuda(forward_and_gradient, *inputs).count("mosaic_gpu") >= 3
+
+
+@pytest.mark.parametrize("k, n", GATES)
+@pytest.mark.parametrize("num_rows", [8, 4096])
+def test_benchmark_gates_lower_for_a_gpu(num_rows, k, n):
+  def forward_and_gradient(x, gate, up):
+    y, pull = jax.vjp(matmul.swiglu, x, gate, up)
+    return y, pull(y)
+
+  inputs = (struct(num_rows, k), struct(k, n), struct(k, n))
+  assert gpu.lower_for_cuda(forward_and_gradient, *inputs).count("mosaic_gpu") >= 5
+
+
+@pytest.mark.parametrize("num_rows", [1, 64, 4096])
+@pytest.mark.parametrize("pair", [False, True])
+def test_the_ring_is_as_deep_as_shared_memory_allows(num_rows, pair):
+  tiles = matmul.plan(matmul.Config(max_stages=32), num_rows, pair=pair)
+  deeper = gpu.shared_memory_bytes(tiles.scratch(tiles.stages + 1))
+  assert tiles.shared_memory_bytes <= gpu.SHARED_MEMORY_LIMIT_BYTES
+  assert tiles.stages == 32 or deeper > gpu.SHARED_MEMORY_LIMIT_BYTES
+  assert matmul.Config(max_stages=32).shared_memory_bytes(num_rows, pair=pair) == (
+    tiles.shared_memory_bytes
+  )
+
+
+def refusal(call) -> str:
+  with gpu.h200(), pytest.raises(NotImplementedError) as refused:
+    call()
+  return str(refused.value)
+
+
+@pytest.mark.parametrize(
+  "x, w, more, message",
+  [
+    ((3, 64), (128, 64), {}, "matmul: got x[3, 64] and w[128, 64], expected x[m, k] and w[k, n]."),
+    ((3, 64), (64, 128), dict(transposed=True), "expected x[m, k] and w[n, k]"),
+    ((3, 72), (72, 64), {}, "got k=72, expected a positive multiple of 64: pad it"),
+    ((3, 64), (64, 100), {}, "got n=100, expected a positive multiple of 64"),
+    ((3, 64), (64, 0), {}, "got n=0, expected"),
+    (
+      (3, 64),
+      (64, 64),
+      dict(config=matmul.Config(shards=2)),
+      "got k=64 in 2 shards, expected a multiple of shards * block_k = 128; take fewer shards",
+    ),
+    ((3, 64), (64, 64), dict(bias=jnp.zeros(3)), "got bias float32[3], expected bfloat16 or float"),
+    (
+      (3, 64),
+      (64, 64),
+      dict(residual=jnp.zeros((2, 64))),
+      "got residual float32[2, 64], expected bfloat16 or float32 [3, 64]",
+    ),
+    ((3, 64), (64, 64), dict(out_dtype=jnp.float16), "got out_dtype=float16, expected bfloat16"),
+    (
+      (300, 128),
+      (128, 256),
+      dict(config=matmul.Config(block_k=128), out_dtype=jnp.float32),
+      "bytes of shared memory, expected at most 232448; make block_m, block_n or block_k smaller",
+    ),
+  ],
+)
+def test_what_cannot_run_is_refused(x, w, more, message):
+  assert message in refusal(
+    lambda: matmul.matmul(jnp.zeros(x, jnp.bfloat16), jnp.zeros(w, jnp.bfloat16), **more)
+  )
+
+
+def test_dtypes_and_pairs_that_cannot_run_are_refused():
+  x, w = jnp.zeros((3, 64), jnp.bfloat16), jnp.zeros((64, 64), jnp.bfloat16)
+  single = jnp.zeros((64, 64))
+  assert "got x of float32, expected bfloat16" in refusal(lambda: matmul.matmul(single, w))
+  assert "got w of float32, expected bfloat16" in refusal(lambda: matmul.matmul(x, single))
+  assert "swiglu: got up of float32, expected" in refusal(lambda: matmul.swiglu(x, w, single))
+  assert "got up[64, 32], expected gate's shape [64, 64]" in refusal(
+    lambda: matmul.swiglu(x, w, w[:, :32])
+  )
+  assert "got shards=2 for swiglu, expected 1" in refusal(
+    lambda: matmul.swiglu(x, w, w, config=matmul.Config(shards=2))
+  )
+
+
+def test_a_cpu_is_refused():
+  with pytest.raises(NotImplementedError, match="matmul: got the platform 'cpu', expected"):
+    matmul.matmul(array(3, 64), array(64, 64))
+
+
+@pytest.mark.parametrize(
+  "field, value, message",
+  [
+    ("block_k", 32, "got block_k=32; expected one of (64, 128)."),
+    ("shards", 3, "got shards=3; expected one of (1, 2, 4, 8)."),
+    ("swapped_rows", 128, "got swapped_rows=128; expected one of (0, 8, 16, 32, 64)."),
+    ("block_m", 256, "got block_m=256; expected one of (64, 128)."),
+    ("block_n", 512, "got block_n=512; expected one of (128, 256)."),
+    ("swapped_block_n", 32, "got swapped_block_n=32; expected one of (64, 128)."),
+    ("max_stages", 1, "got max_stages=1; expected at least 2."),
+    ("snake_width", 0, "got snake_width=0; expected at least 1."),
+  ],
+)
+def test_a_config_that_cannot_work_is_refused(field, value, message):
+  with pytest.raises(ValueError) as refused:
+    matmul.Config(**{field: value})
+  assert message in str(refused.value)
