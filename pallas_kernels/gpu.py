@@ -1,8 +1,9 @@
 """What every kernel here asks of the GPU, of JAX's version and of the interpreter.
 
 A kernel is one Mosaic GPU program for Hopper (compute capability 9.0). The same program takes three
-roads: it runs on the GPU; `interpret=True` runs it on a CPU, with every data race an error; under
-`h200()` a machine without a GPU lowers it for one, which checks layouts and the shared memory.
+roads: it runs on the GPU; `interpret=True` runs it on a CPU, where a data race is an error (on JAX
+0.11, a printed message); under `h200()` a machine without a GPU lowers it for one, which checks
+layouts and the shared memory.
 
 Source: https://docs.jax.dev/en/latest/pallas/gpu/reference.html.
 """
@@ -52,8 +53,10 @@ class Buffer:
       return plgpu.SMEM(self.shape, self.dtype)
     itemsize = jnp.dtype(self.dtype).itemsize
     swizzle = plgpu.find_swizzle(self.shape[-1] * itemsize * 8)
-    transforms = (plgpu.TilingTransform((8, swizzle // itemsize)), plgpu.SwizzleTransform(swizzle))
-    return plgpu.SMEM(self.shape, self.dtype, transforms=transforms)
+    # pyright takes a protocol's default methods for abstract ones here.
+    tiling = plgpu.TilingTransform((8, swizzle // itemsize))  # pyright: ignore[reportAbstractUsage]
+    pattern = plgpu.SwizzleTransform(swizzle)  # pyright: ignore[reportAbstractUsage]
+    return plgpu.SMEM(self.shape, self.dtype, transforms=(tiling, pattern))
 
 
 @dataclasses.dataclass(frozen=True)

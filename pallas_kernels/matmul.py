@@ -8,8 +8,9 @@ The reduction is the contract, and follows the weight's (n, k) alone, never m. K
 bf16 products, f32 sums in the tensor core, which itself takes 16 at a time. Shards are added as one
 balanced binary tree in f32. Bias, then residual, are added in f32; then y is rounded, once.
 
-Two orientations share this order. The tall one lays tokens on wgmma's 64-row axis; the swapped one,
-for few tokens, lays the weight's columns there and tokens on the axis that may be as short as 8:
+Two orientations share this order; by default all take the tall one. It lays tokens on wgmma's
+64-row axis; the swapped one, for few tokens, lays the weight's columns there and tokens on the axis
+that may be as short as 8:
 
             tall   tokens x columns, block_m x block_n, for more than `swapped_rows` tokens
          swapped   columns x tokens, written back transposed
@@ -33,7 +34,7 @@ from __future__ import annotations
 from collections.abc import Callable
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 from jax import lax
@@ -55,7 +56,7 @@ MAX_SHARDS = 8
 COPY_REGISTERS = 40
 MULTIPLY_REGISTERS = 232
 
-Arrays = tuple[jax.Array, ...]
+Arrays: TypeAlias = tuple[jax.Array, ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,8 +66,9 @@ class Config:
   Attributes:
     block_k: contract. Elements of the contraction that are copied, then added, at once.
     shards: contract. Equal parts of the contraction, added as one tree: 1, 2, 4 or 8.
-    swapped_rows: tuning, if both orientations are shown to agree. Up to so many tokens take the
-      swapped one; 0 for never.
+    swapped_rows: contract, and tuning once a GPU has shown that both orientations, and every width
+      of the swapped one, give the same bits. Up to so many tokens take the swapped one; 0, the
+      default, for never: then no instruction follows m.
     block_m: tuning. Tokens of a tall tile: 64 for each of its warpgroups.
     block_n: tuning. Columns of a tall tile; halved for a pair, or where shards are kept in
       registers.
@@ -77,7 +79,7 @@ class Config:
 
   block_k: int = 64
   shards: int = 1
-  swapped_rows: int = 64
+  swapped_rows: int = 0
   block_m: int = 128
   block_n: int = 256
   swapped_block_n: int = 64
@@ -200,7 +202,7 @@ def plan(
   )
 
 
-Shaped = jax.Array | jax.ShapeDtypeStruct
+Shaped: TypeAlias = jax.Array | jax.ShapeDtypeStruct
 
 
 def is_supported(
@@ -457,6 +459,7 @@ def _contract(
   m, k = x.shape if tiles.x_k_last else x.shape[::-1]
   grid = (-(-m // tiles.block_m), -(-n // tiles.block_n))
   num_tiles = grid[0] * grid[1]
+  num_blocks = min(num_tiles, gpu.num_multiprocessors(interpret))
   shards = config.shards
   steps = -(-(k // shards) // tiles.block_k)
   stages = tiles.stages
@@ -467,8 +470,8 @@ def _contract(
     optional = [jnp.pad(bias.astype(jnp.float32), (0, padding))]
   optional += [residual] if residual is not None else []
 
-  def body(x_ref, *refs, y, full, empty, residual_full=None, **buffers):
-    x_buffer, residual_buffer = buffers["x"], buffers.get("residual")
+  def body(x_ref, *refs, y, full, empty, **buffers):
+    x_buffer = buffers["x"]
     w_buffers = [buffers[f"w{i}"] for i in range(tiles.num_weights)]
     w_refs, (*optional_refs, y_ref) = refs[: tiles.num_weights], refs[tiles.num_weights :]
     bias_ref = optional_refs[0] if bias is not None else None
@@ -504,6 +507,11 @@ def _contract(
         lax.fori_loop(0, shards * steps, copy_step, None)
 
       for_each_tile(copy_tile)
+      # No barrier is left with an arrival that nobody has waited for.
+      num_mine = lax.div(num_tiles - lax.axis_index("block") + num_blocks - 1, num_blocks)
+      past = num_mine * (shards * steps)
+      drain = lambda step, _: plgpu.barrier_wait(empty.at[lax.rem(step, stages)])
+      lax.fori_loop(jnp.maximum(past - stages, 0), past, drain, None)
 
     @pl.when(warpgroup < copying)
     def _():
@@ -542,7 +550,9 @@ def _contract(
         )
 
       wgmma_columns = tiles.block_m if tiles.swapped else tiles.block_n
-      accumulators = [plgpu.ACC((WGMMA_ROWS, wgmma_columns), jnp.float32)] * tiles.num_weights
+      accumulators = [
+        plgpu.WGMMAAccumulatorRef((WGMMA_ROWS, wgmma_columns), jnp.float32)
+      ] * tiles.num_weights
 
       def multiply_tile(row, column, first_step):
         partials = [
@@ -576,6 +586,7 @@ def _contract(
             added = gpu.load(bias_ref.at[columns], layout)
             value = value + lax.broadcast_in_dim(added, value.shape, (axis,))
           if residual_ref is not None:
+            residual_buffer, residual_full = buffers["residual"], buffers["residual_full"]
             source = residual_ref.at[pl.ds(row, tiles.square[0]), columns]
             plgpu.copy_gmem_to_smem(
               source, residual_buffer.at[warpgroup], residual_full.at[warpgroup]
@@ -597,7 +608,7 @@ def _contract(
     name="matmul",
     out_type=jax.ShapeDtypeStruct((m, n), tiles.out_dtype),
     scratch=tiles.scratch(stages),
-    num_blocks=min(num_tiles, gpu.num_multiprocessors(interpret)),
+    num_blocks=num_blocks,
     interpret=interpret,
     num_threads=tiles.warpgroups + 1,
     thread_name="warpgroup",

@@ -93,7 +93,7 @@ def test_a_copy_that_is_waited_for_is_no_race():
   assert (copy_through({}, interpret=True)(x) == x).all()
 
 
-@needs_interpreter
+@pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="JAX 0.11 only prints a race")
 def test_a_race_is_found_and_leaves_no_trace():
   x = jnp.arange(128.0)
   with pytest.raises(Exception, match="race"):

@@ -168,16 +168,21 @@ def test_both_orientations_add_the_same_products(seed):
   )
 
 
-def test_the_reduction_ignores_the_number_of_rows():
-  for num_rows in (1, 8, 64, 65, 4096):
-    assert matmul.plan(matmul.Config(), num_rows).block_k == 64
+@pytest.mark.parametrize("pair", [False, True])
+def test_by_default_no_tile_follows_the_number_of_rows(pair):
+  plans = {matmul.plan(matmul.Config(), num_rows, pair=pair) for num_rows in (1, 8, 64, 65, 4096)}
+  assert len(plans) == 1
+  tuned = matmul.Config(swapped_rows=64)
+  assert {matmul.plan(tuned, num_rows).block_m for num_rows in (1, 9, 64, 65)} == {8, 16, 64, 128}
 
 
 @pytest.mark.parametrize("k, n, shards, transposed", BENCHMARK)
-@pytest.mark.parametrize("num_rows", [1, 8, 64, 4096])
-def test_benchmark_shapes_lower_for_a_gpu(num_rows, k, n, shards, transposed):
+@pytest.mark.parametrize("num_rows, swapped_rows", [(1, 64), (8, 64), (64, 64), (8, 0), (4096, 0)])
+def test_benchmark_shapes_lower_for_a_gpu(num_rows, swapped_rows, k, n, shards, transposed):
   call = functools.partial(
-    matmul.matmul, transposed=transposed, config=matmul.Config(shards=shards)
+    matmul.matmul,
+    transposed=transposed,
+    config=matmul.Config(shards=shards, swapped_rows=swapped_rows),
   )
   weight = struct(n, k) if transposed else struct(k, n)
   assert "mosaic_gpu" in gpu.lower_for_cuda(call, struct(num_rows, k), weight)
@@ -188,7 +193,9 @@ def test_benchmark_shapes_lower_for_a_gpu(num_rows, k, n, shards, transposed):
 def test_benchmark_epilogues_and_gradients_lower_for_a_gpu(num_rows, k, n, shards, transposed):
   def forward_and_gradient(x, w, bias, residual):
     call = functools.partial(
-      matmul.matmul, transposed=transposed, config=matmul.Config(shards=shards)
+      matmul.matmul,
+      transposed=transposed,
+      config=matmul.Config(shards=shards, swapped_rows=64),
     )
     y, pull = jax.vjp(lambda x, w, b, r: call(x, w, bias=b, residual=r), x, w, bias, residual)
     return y, pull(y)
@@ -202,7 +209,8 @@ def test_benchmark_epilogues_and_gradients_lower_for_a_gpu(num_rows, k, n, shard
 @pytest.mark.parametrize("num_rows", [8, 4096])
 def test_benchmark_gates_lower_for_a_gpu(num_rows, k, n):
   def forward_and_gradient(x, gate, up):
-    y, pull = jax.vjp(matmul.swiglu, x, gate, up)
+    call = functools.partial(matmul.swiglu, config=matmul.Config(swapped_rows=64))
+    y, pull = jax.vjp(call, x, gate, up)
     return y, pull(y)
 
   inputs = (struct(num_rows, k), struct(k, n), struct(k, n))
@@ -212,13 +220,12 @@ def test_benchmark_gates_lower_for_a_gpu(num_rows, k, n):
 @pytest.mark.parametrize("num_rows", [1, 64, 4096])
 @pytest.mark.parametrize("pair", [False, True])
 def test_the_ring_is_as_deep_as_shared_memory_allows(num_rows, pair):
-  tiles = matmul.plan(matmul.Config(max_stages=32), num_rows, pair=pair)
+  config = matmul.Config(max_stages=32, swapped_rows=64)
+  tiles = matmul.plan(config, num_rows, pair=pair)
   deeper = gpu.shared_memory_bytes(tiles.scratch(tiles.stages + 1))
   assert tiles.shared_memory_bytes <= gpu.SHARED_MEMORY_LIMIT_BYTES
   assert tiles.stages == 32 or deeper > gpu.SHARED_MEMORY_LIMIT_BYTES
-  assert matmul.Config(max_stages=32).shared_memory_bytes(num_rows, pair=pair) == (
-    tiles.shared_memory_bytes
-  )
+  assert config.shared_memory_bytes(num_rows, pair=pair) == tiles.shared_memory_bytes
 
 
 def refusal(call) -> str:
