@@ -34,7 +34,7 @@ from __future__ import annotations
 from collections.abc import Callable
 import dataclasses
 import functools
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 from jax import lax
@@ -167,6 +167,35 @@ class Plan:
   @property
   def shared_memory_bytes(self) -> int:
     return gpu.shared_memory_bytes(self.scratch(self.stages))
+
+
+class Groups(NamedTuple):
+  """Work that follows experts: each tile of rows, or each run of the contraction, has one weight.
+
+  Where x's rows are cut (`Plan.x_k_last`), an item is a tile of `block_m` rows. It starts at a
+  multiple of 8, and writes rows up to `past`, a multiple of 8. Else an item is one expert's part of
+  the contraction, whose start and length are multiples of `block_k`, the length not 0.
+
+  Attributes:
+    items: i32[i, 3] of (expert, first, past).
+    num_items: i32[1]; later ones are not visited.
+    num_experts: of the weights, or of y where the contraction is cut.
+  """
+
+  items: jax.Array
+  num_items: jax.Array
+  num_experts: int
+
+
+class Tile(NamedTuple):
+  """A tile of y: its corner, its expert, where its sum begins, and the rows that it may write."""
+
+  row: Any
+  column: Any
+  steps: Any
+  first_part: Any = 0
+  expert: Any = None
+  past_row: Any = None
 
 
 def plan(
@@ -356,7 +385,7 @@ def _matmul(x, w, bias, residual, transposed, out_dtype, config, interpret):
     out_dtype=jnp.dtype(out_dtype),
     residual_dtype=None if residual is None else residual.dtype,
   )
-  return _contract(tiles, config, x, (w,), bias, residual, interpret)
+  return contract(tiles, config, x, (w,), bias, residual, interpret)
 
 
 def _matmul_forward(x, w, bias, residual, transposed, out_dtype, config, interpret):
@@ -383,7 +412,7 @@ _matmul.defvjp(_matmul_forward, _matmul_backward)
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
 def _swiglu(x, gate, up, transposed, config, interpret):
   tiles = plan(config, x.shape[0], pair=True, w_k_last=transposed)
-  return _contract(tiles, config, x, (gate, up), None, None, interpret)
+  return contract(tiles, config, x, (gate, up), None, None, interpret)
 
 
 def _swiglu_forward(x, gate, up, transposed, config, interpret):
@@ -416,7 +445,7 @@ def _input_gradient(
   """Returns dy @ w^T, [m, k]: a forward matmul of the weight stored the other way round."""
   whole = dataclasses.replace(config, shards=1)
   tiles = plan(whole, dy.shape[0], w_k_last=not transposed, out_dtype=dtype)
-  return _contract(tiles, whole, dy, (w,), None, None, interpret)
+  return contract(tiles, whole, dy, (w,), None, None, interpret)
 
 
 def _weight_gradient(
@@ -428,7 +457,7 @@ def _weight_gradient(
   left, right = (dy, x) if transposed else (x, dy)
   whole = dataclasses.replace(config, shards=1)
   tiles = plan(whole, left.shape[1], x_k_last=False, out_dtype=dtype)
-  return _contract(tiles, whole, left, (right,), None, None, interpret)
+  return contract(tiles, whole, left, (right,), None, None, interpret)
 
 
 def add_tree(partials: list[Any]) -> Any:
@@ -438,7 +467,7 @@ def add_tree(partials: list[Any]) -> Any:
   return partials[0]
 
 
-def _contract(
+def contract(
   tiles: Plan,
   config: Config,
   x: jax.Array,
@@ -446,9 +475,14 @@ def _contract(
   bias: jax.Array | None,
   residual: jax.Array | None,
   interpret: bool,
+  groups: Groups | None = None,
 ) -> jax.Array:
-  """The kernel. x is [m, k], or [k, m] unless `x_k_last`; weights are [k, n], or [n, k]."""
-  n = weights[0].shape[0 if tiles.w_k_last else 1]
+  """The kernel. x is [m, k], or [k, m] unless `x_k_last`; weights are [k, n], or [n, k].
+
+  With groups, weights are [e, k, n] or [e, n, k] where x's rows are cut; where the contraction is,
+  y is [e, m, n]. What no item covers is not written.
+  """
+  n = weights[0].shape[-2 if tiles.w_k_last else -1]
   if tiles.x_k_last and x.shape[0] == 0:
     return jnp.zeros((0, n), tiles.out_dtype)
   num_rows = x.shape[0]
@@ -457,11 +491,15 @@ def _contract(
   if not tiles.x_k_last:
     weights = tuple(_whole_rows(w) for w in weights)
   m, k = x.shape if tiles.x_k_last else x.shape[::-1]
+  cut_rows = groups is not None and tiles.x_k_last
+  cut_parts = groups is not None and not tiles.x_k_last
   grid = (-(-m // tiles.block_m), -(-n // tiles.block_n))
-  num_tiles = grid[0] * grid[1]
-  num_blocks = min(num_tiles, gpu.num_multiprocessors(interpret))
+  if cut_rows:
+    grid = (groups.items.shape[0], grid[1])
+  most_tiles = grid[0] * grid[1] * (groups.items.shape[0] if cut_parts else 1)
+  num_blocks = min(most_tiles, gpu.num_multiprocessors(interpret))
   shards = config.shards
-  steps = -(-(k // shards) // tiles.block_k)
+  whole_steps = -(-(k // shards) // tiles.block_k)
   stages = tiles.stages
   copying = tiles.warpgroups
   optional = [bias] if bias is not None else []
@@ -469,8 +507,11 @@ def _contract(
     padding = grid[1] * tiles.block_n - n
     optional = [jnp.pad(bias.astype(jnp.float32), (0, padding))]
   optional += [residual] if residual is not None else []
+  work = [] if groups is None else [groups.items, groups.num_items]
 
-  def body(x_ref, *refs, y, full, empty, **buffers):
+  def body(*refs, y, full, empty, **buffers):
+    (items_ref, num_items_ref), refs = (refs[:2], refs[2:]) if work else ((None, None), refs)
+    x_ref, *refs = refs
     x_buffer = buffers["x"]
     w_buffers = [buffers[f"w{i}"] for i in range(tiles.num_weights)]
     w_refs, (*optional_refs, y_ref) = refs[: tiles.num_weights], refs[tiles.num_weights :]
@@ -478,38 +519,63 @@ def _contract(
     residual_ref = optional_refs[-1] if residual is not None else None
     warpgroup = lax.axis_index("warpgroup")
 
-    def for_each_tile(visit: Callable[[Any, Any, Any], None]) -> None:
-      @plgpu.nd_loop((num_tiles,), collective_axes="block")
-      def _(loop: plgpu.NDLoopInfo) -> None:
-        row, column = plgpu.planar_snake(loop.index[0], grid, 1, config.snake_width)
-        first_step = loop.local_index * (shards * steps)
-        visit(row * tiles.block_m, column * tiles.block_n, first_step)
+    def tile_of(index: Any) -> Tile:
+      shape = (num_items_ref[0], grid[1]) if cut_rows else grid
+      item = lax.div(index, jnp.int32(grid[0] * grid[1])) if cut_parts else None
+      index = lax.rem(index, jnp.int32(grid[0] * grid[1])) if cut_parts else index
+      row, column = plgpu.planar_snake(index, shape, 1, config.snake_width)
+      corner = (row * tiles.block_m, column * tiles.block_n)
+      if groups is None:
+        return Tile(*corner, whole_steps)
+      item = row if cut_rows else item
+      expert, first, past = (items_ref[item, i] for i in range(3))
+      if cut_rows:
+        return Tile(
+          pl.multiple_of(first, ROW_MULTIPLE), corner[1], whole_steps, expert=expert, past_row=past
+        )
+      steps = lax.div(past - first, jnp.int32(tiles.block_k))
+      return Tile(*corner, steps, first_part=first, expert=expert)
+
+    def for_each_tile(visit: Callable[[Tile, Any], None]) -> Any:
+      """Visits this block's tiles, each with the number of steps before it; returns all steps."""
+      num_tiles = jnp.int32(most_tiles)
+      if cut_rows:
+        num_tiles = num_items_ref[0] * grid[1]
+      block = lax.axis_index("block")
+
+      def visit_one(i, first_step):
+        tile = tile_of(block + i * num_blocks)
+        visit(tile, first_step)
+        return first_step + shards * tile.steps
+
+      num_mine = lax.div(num_tiles - block + (num_blocks - 1), jnp.int32(num_blocks))
+      return lax.fori_loop(0, num_mine, visit_one, jnp.int32(0))
 
     @pl.when(warpgroup == copying)
     def _():
       if tiles.warpgroups > 1:
         plgpu.set_max_registers(COPY_REGISTERS, action="decrease")
 
-      def copy_tile(row, column, first_step):
-        rows, columns = pl.ds(row, tiles.block_m), pl.ds(column, tiles.block_n)
+      def copy_tile(tile, first_step):
+        rows, columns = pl.ds(tile.row, tiles.block_m), pl.ds(tile.column, tiles.block_n)
+        expert = (tile.expert,) if cut_rows else ()
 
         def copy_step(i, _):
           step = first_step + i
           slot = lax.rem(step, stages)
           pl.when(step >= stages)(lambda: plgpu.barrier_wait(empty.at[slot]))
-          part = pl.ds(i * tiles.block_k, tiles.block_k)
+          part = pl.ds(tile.first_part + i * tiles.block_k, tiles.block_k)
           x_part = x_ref.at[rows, part] if tiles.x_k_last else x_ref.at[part, rows]
           plgpu.copy_gmem_to_smem(x_part, x_buffer.at[slot], full.at[slot])
           for w_ref, w_buffer in zip(w_refs, w_buffers):
-            w_part = w_ref.at[columns, part] if tiles.w_k_last else w_ref.at[part, columns]
+            w_index = (columns, part) if tiles.w_k_last else (part, columns)
+            w_part = w_ref.at[(*expert, *w_index)]
             plgpu.copy_gmem_to_smem(w_part, w_buffer.at[slot], full.at[slot])
 
-        lax.fori_loop(0, shards * steps, copy_step, None)
+        lax.fori_loop(0, shards * tile.steps, copy_step, None)
 
-      for_each_tile(copy_tile)
+      past = for_each_tile(copy_tile)
       # No barrier is left with an arrival that nobody has waited for.
-      num_mine = lax.div(num_tiles - lax.axis_index("block") + num_blocks - 1, num_blocks)
-      past = num_mine * (shards * steps)
       drain = lambda step, _: plgpu.barrier_wait(empty.at[lax.rem(step, stages)])
       lax.fori_loop(jnp.maximum(past - stages, 0), past, drain, None)
 
@@ -531,7 +597,7 @@ def _contract(
             left = w_buffer.at[slot, mine] if tiles.w_k_last else w_buffer.at[slot, :, mine].T
             plgpu.wgmma(accumulator, left, x_tile.T)
 
-      def add_shard(*accumulators, first_step):
+      def add_shard(*accumulators, first_step, steps):
         def add_step(i, _):
           slot = lax.rem(first_step + i, stages)
           plgpu.barrier_wait(full.at[slot])
@@ -554,24 +620,26 @@ def _contract(
         plgpu.WGMMAAccumulatorRef((WGMMA_ROWS, wgmma_columns), jnp.float32)
       ] * tiles.num_weights
 
-      def multiply_tile(row, column, first_step):
+      def multiply_tile(tile, first_step):
         partials = [
           pl.run_scoped(
-            functools.partial(add_shard, first_step=first_step + shard * steps), *accumulators
+            functools.partial(
+              add_shard, first_step=first_step + shard * tile.steps, steps=tile.steps
+            ),
+            *accumulators,
           )
           for shard in range(shards)
         ]
-        sums = [add_tree(list(parts)) for parts in zip(*partials)]
-        write_tile(sums, row, column)
+        write_tile([add_tree(list(parts)) for parts in zip(*partials)], tile)
 
-      def write_tile(sums, row, column):
+      def write_tile(sums, tile):
         """Writes the warpgroup's part of y, square by square."""
-        first = warpgroup * WGMMA_ROWS
+        row, column, first = tile.row, tile.column, warpgroup * WGMMA_ROWS
         row, column = (row, column + first) if tiles.swapped else (row + first, column)
+        expert = (tile.expert,) if cut_parts else ()
         num_pieces = 1 if tiles.swapped else tiles.block_n // SQUARE
         for piece in range(num_pieces):
           columns = pl.ds(column + piece * SQUARE, SQUARE)
-          square = y_ref.at[pl.ds(row, tiles.square[0]), columns]
           slot = piece % 2
           if tiles.swapped:
             values = sums
@@ -596,7 +664,19 @@ def _contract(
           plgpu.wait_smem_to_gmem(1, wait_read_only=True)
           _write(y.at[warpgroup, slot], value.astype(tiles.out_dtype), tiles.swapped)
           plgpu.commit_smem()
-          plgpu.copy_smem_to_gmem(y.at[warpgroup, slot], square)
+
+          def leave(first, size):
+            target = y_ref.at[(*expert, pl.ds(row + first, size), columns)]
+            plgpu.copy_smem_to_gmem(y.at[warpgroup, slot, pl.ds(first, size)], target)
+
+          if not cut_rows:
+            leave(0, tiles.square[0])
+          else:  # A group's last rows leave by eights, so that the next group's are not touched.
+            is_whole = row + WGMMA_ROWS <= tile.past_row
+            pl.when(is_whole)(lambda: leave(0, WGMMA_ROWS))
+            for first in range(0, WGMMA_ROWS, ROW_MULTIPLE):
+              is_part = jnp.logical_not(is_whole) & (row + first < tile.past_row)
+              pl.when(is_part)(functools.partial(leave, first, ROW_MULTIPLE))
         if num_pieces % 2:  # The next tile's first square goes into the slot of this one's last.
           plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
@@ -606,13 +686,15 @@ def _contract(
   out = gpu.kernel(
     body,
     name="matmul",
-    out_type=jax.ShapeDtypeStruct((m, n), tiles.out_dtype),
+    out_type=jax.ShapeDtypeStruct(
+      (groups.num_experts, m, n) if cut_parts else (m, n), tiles.out_dtype
+    ),
     scratch=tiles.scratch(stages),
     num_blocks=num_blocks,
     interpret=interpret,
     num_threads=tiles.warpgroups + 1,
     thread_name="warpgroup",
-  )(x, *weights, *optional)
+  )(*work, x, *weights, *optional)
   return out[:num_rows] if tiles.x_k_last else out
 
 

@@ -49,7 +49,14 @@ def as_float64(x) -> np.ndarray:
   return np.asarray(x, np.float64)
 
 
-interpreted = functools.partial(matmul.matmul, config=CONFIG, interpret=True)
+# Compiled once for each shape: most of an interpreted kernel's time is its compilation.
+interpreted = jax.jit(
+  functools.partial(matmul.matmul, interpret=True),
+  static_argnames=("transposed", "out_dtype", "config"),
+)
+interpreted_swiglu = jax.jit(
+  functools.partial(matmul.swiglu, config=CONFIG, interpret=True), static_argnames="transposed"
+)
 
 
 # The interpreter's outputs start as NaN, so that a square that nobody writes is seen.
@@ -57,7 +64,7 @@ interpreted = functools.partial(matmul.matmul, config=CONFIG, interpret=True)
 @pytest.mark.parametrize("num_rows", [0, 1, 7, 8, 9, 63, 64, 65])
 def test_values_are_the_definitions(num_rows):
   x, w = array(num_rows, K), array(K, N, seed=1)
-  found = interpreted(x, w, out_dtype=jnp.float32)
+  found = interpreted(x, w, out_dtype=jnp.float32, config=CONFIG)
   np.testing.assert_allclose(found, matmul.reference(x, w), rtol=1e-5, atol=1e-4)
 
 
@@ -66,8 +73,8 @@ def test_values_are_the_definitions(num_rows):
 def test_the_epilogue_adds_bias_and_residual_and_rounds_once(num_rows, transposed):
   x, w = array(num_rows, K), array(*((N, K) if transposed else (K, N)), seed=1)
   more = dict(bias=array(N, seed=2), residual=array(num_rows, N, seed=3), transposed=transposed)
-  found = interpreted(x, w, **more)
-  single = interpreted(x, w, out_dtype=jnp.float32, **more)
+  found = interpreted(x, w, config=CONFIG, **more)
+  single = interpreted(x, w, out_dtype=jnp.float32, config=CONFIG, **more)
   np.testing.assert_allclose(single, matmul.reference(x, w, **more), rtol=1e-5, atol=1e-4)
   assert found.dtype == jnp.bfloat16
   np.testing.assert_array_equal(as_float64(found), as_float64(single.astype(jnp.bfloat16)))
@@ -79,7 +86,7 @@ def test_shards_are_added_as_one_tree(num_rows):
   x, w = array(num_rows, 256), array(256, 64, seed=1)
   config = dataclasses.replace(CONFIG, shards=4)
   found = interpreted(x, w, out_dtype=jnp.float32, config=config)
-  part = jax.jit(functools.partial(interpreted, out_dtype=jnp.float32))
+  part = functools.partial(interpreted, out_dtype=jnp.float32, config=CONFIG)
   parts = [part(x[:, i : i + 64], w[i : i + 64]) for i in range(0, 256, 64)]
   tree = (parts[0] + parts[1]) + (parts[2] + parts[3])
   np.testing.assert_array_equal(found, tree)
@@ -92,14 +99,14 @@ def test_shards_are_added_as_one_tree(num_rows):
 def test_swiglu_is_its_definition(num_rows, transposed):
   shape = (N, K) if transposed else (K, N)
   x, gate, up = array(num_rows, K), array(*shape, seed=1), array(*shape, seed=2)
-  found = matmul.swiglu(x, gate, up, transposed=transposed, config=CONFIG, interpret=True)
+  found = interpreted_swiglu(x, gate, up, transposed=transposed)
   expected = matmul.swiglu_reference(x, gate, up, transposed=transposed)
   np.testing.assert_allclose(as_float64(found), expected, rtol=2**-8, atol=1e-3)
 
 
 def gradients(function, weights, *inputs):
   loss = lambda *inputs: jnp.sum(function(*inputs).astype(jnp.float32) * weights)
-  return jax.grad(loss, argnums=tuple(range(len(inputs))))(*inputs)
+  return jax.jit(jax.grad(loss, argnums=tuple(range(len(inputs)))))(*inputs)
 
 
 @needs_interpreter
@@ -114,7 +121,7 @@ def test_gradients_are_the_definitions(num_rows, transposed):
     return function(x, w, bias=bias, residual=residual, transposed=transposed)
 
   inputs = (x, w, bias, residual)
-  kernel = functools.partial(interpreted, out_dtype=jnp.float32)
+  kernel = functools.partial(interpreted, out_dtype=jnp.float32, config=CONFIG)
   found = gradients(functools.partial(call, kernel), weights, *inputs)
   expected = gradients(functools.partial(call, matmul.reference), weights, *inputs)
   for got, want in zip(found, expected):
@@ -126,8 +133,7 @@ def test_gradients_are_the_definitions(num_rows, transposed):
 def test_swiglus_gradients_are_the_definitions():
   x, gate, up = array(9, K) * 0.1, array(K, 64, seed=1), array(K, 64, seed=2)
   weights = array(9, 64, seed=4).astype(jnp.float32)
-  kernel = functools.partial(matmul.swiglu, config=CONFIG, interpret=True)
-  found = gradients(kernel, weights, x, gate, up)
+  found = gradients(interpreted_swiglu, weights, x, gate, up)
   expected = gradients(matmul.swiglu_reference, weights, x, gate, up)
   for got, want in zip(found, expected):
     np.testing.assert_allclose(as_float64(got), as_float64(want), rtol=2**-5, atol=0.1)
@@ -136,22 +142,30 @@ def test_swiglus_gradients_are_the_definitions():
 # The interpreter multiplies tiles with numpy, whose bits depend on a tile's shape: each orientation
 # is compared with itself. Whether the tensor core gives both the same bits, a GPU must say.
 @needs_interpreter
-@pytest.mark.parametrize("swapped_rows, sizes", [(64, (33, 40, 64)), (0, (1, 9, 70))])
-def test_a_rows_bits_depend_on_that_row_alone(swapped_rows, sizes, seed):
+@pytest.mark.parametrize(
+  "swapped_rows, most, sizes",
+  [
+    (64, 64, (33,)),
+    (0, 70, (1,)),
+    pytest.param(64, 64, (40, 63, 47) * 2, marks=pytest.mark.long),
+    pytest.param(0, 130, (9, 64, 65, 129) * 2, marks=pytest.mark.long),
+  ],
+)
+def test_a_rows_bits_depend_on_that_row_alone(swapped_rows, most, sizes, seed):
   rng = np.random.default_rng(seed)
-  most = max(sizes)
-  x, dy = array(most, 256, seed=seed), array(most, 64, seed=seed + 1)
-  w = array(256, 64, seed=seed + 2)
+  x, dy = array(most, K, seed=seed), array(most, 64, seed=seed + 1)
+  w = array(K, 64, seed=seed + 2)
   config = dataclasses.replace(CONFIG, shards=2, swapped_rows=swapped_rows)
+  forward = functools.partial(interpreted, out_dtype=jnp.float32, config=config)
 
   @jax.jit
   def both(x, dy):
-    y, pull = jax.vjp(lambda x: interpreted(x, w, out_dtype=jnp.float32, config=config), x)
+    y, pull = jax.vjp(lambda x: forward(x, w), x)
     return y, pull(dy.astype(jnp.float32))[0]
 
   whole = both(x, dy)
-  np.testing.assert_array_equal(interpreted(x, w, out_dtype=jnp.float32, config=config), whole[0])
-  for size in sizes * 2:
+  np.testing.assert_array_equal(forward(x, w), whole[0])
+  for size in (most, *sizes):  # In another order, and among fewer.
     chosen = rng.permutation(most)[:size]
     for part, all_rows in zip(both(x[chosen], dy[chosen]), whole):
       np.testing.assert_array_equal(as_float64(part), as_float64(all_rows[chosen]))
@@ -164,7 +178,7 @@ def test_both_orientations_add_the_same_products(seed):
   x, w = (jnp.asarray(rng.integers(-3, 4, s), jnp.bfloat16) for s in ((8, 256), (256, N)))
   tall = dataclasses.replace(CONFIG, swapped_rows=0)
   np.testing.assert_array_equal(
-    as_float64(interpreted(x, w)), as_float64(interpreted(x, w, config=tall))
+    as_float64(interpreted(x, w, config=CONFIG)), as_float64(interpreted(x, w, config=tall))
   )
 
 
@@ -177,7 +191,16 @@ def test_by_default_no_tile_follows_the_number_of_rows(pair):
 
 
 @pytest.mark.parametrize("k, n, shards, transposed", BENCHMARK)
-@pytest.mark.parametrize("num_rows, swapped_rows", [(1, 64), (8, 64), (64, 64), (8, 0), (4096, 0)])
+@pytest.mark.parametrize(
+  "num_rows, swapped_rows",
+  [
+    (8, 64),
+    (64, 64),
+    (4096, 0),
+    pytest.param(1, 64, marks=pytest.mark.long),
+    pytest.param(8, 0, marks=pytest.mark.long),
+  ],
+)
 def test_benchmark_shapes_lower_for_a_gpu(num_rows, swapped_rows, k, n, shards, transposed):
   call = functools.partial(
     matmul.matmul,
@@ -189,7 +212,7 @@ def test_benchmark_shapes_lower_for_a_gpu(num_rows, swapped_rows, k, n, shards, 
 
 
 @pytest.mark.parametrize("k, n, shards, transposed", BENCHMARK[1::3])
-@pytest.mark.parametrize("num_rows", [8, 4096])
+@pytest.mark.parametrize("num_rows", [pytest.param(8, marks=pytest.mark.long), 4096])
 def test_benchmark_epilogues_and_gradients_lower_for_a_gpu(num_rows, k, n, shards, transposed):
   def forward_and_gradient(x, w, bias, residual):
     call = functools.partial(
@@ -206,7 +229,7 @@ def test_benchmark_epilogues_and_gradients_lower_for_a_gpu(num_rows, k, n, shard
 
 
 @pytest.mark.parametrize("k, n", GATES)
-@pytest.mark.parametrize("num_rows", [8, 4096])
+@pytest.mark.parametrize("num_rows", [pytest.param(64, marks=pytest.mark.long), 8, 4096])
 def test_benchmark_gates_lower_for_a_gpu(num_rows, k, n):
   def forward_and_gradient(x, gate, up):
     call = functools.partial(matmul.swiglu, config=matmul.Config(swapped_rows=64))

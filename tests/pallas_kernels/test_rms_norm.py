@@ -26,6 +26,7 @@ def scale_of(features: int = 40, dtype=jnp.float32) -> jax.Array:
   return jnp.asarray(1 + np.random.default_rng(9).standard_normal(features), dtype)
 
 
+@jax.jit
 def norm(x, scale, residual=None):
   """The kernel in the interpreter, whose outputs start as NaN: (normed, total)."""
   if residual is None:
@@ -62,9 +63,8 @@ def test_gradients_are_the_definitions(num_rows):
   def loss(outputs):
     return jnp.sum(outputs[0] * weights) + jnp.sum(outputs[1] * more)
 
-  found = jax.grad(lambda *xs: loss(norm(xs[0], xs[2], xs[1])), argnums=(0, 1, 2))(
-    x, residual, scale
-  )
+  gradient = jax.jit(jax.grad(lambda x, r, s: loss(norm(x, s, r)), argnums=(0, 1, 2)))
+  found = gradient(x, residual, scale)
   expected = jax.grad(
     lambda x, r, scale: loss((rms_norm.reference(x, scale, r), x + r)), argnums=(0, 1, 2)
   )(x, residual, scale)
@@ -85,14 +85,14 @@ def test_a_rows_bits_depend_on_that_row_alone(seed):
 
   whole = both(x, dy)
   np.testing.assert_array_equal(as_float64(whole[0]), as_float64(norm(x, scale)[0]))
-  for size in (1, 13, 1, 13, 1):  # Alone, and in another order.
+  for size in (1, 13, 1):  # Alone, and in another order.
     chosen = rng.permutation(13)[:size]
     for part, all_rows in zip(both(x[chosen], dy[chosen]), whole):
       np.testing.assert_array_equal(as_float64(part), as_float64(all_rows[chosen]))
 
 
 @pytest.mark.parametrize("features", [2048, 2880, 4096])
-@pytest.mark.parametrize("num_rows", [1, 8, 64, 4096])
+@pytest.mark.parametrize("num_rows", [8, 64, 4096])
 def test_benchmark_shapes_lower_for_a_gpu(num_rows, features):
   x = jax.ShapeDtypeStruct((num_rows, features), jnp.bfloat16)
   scale = jax.ShapeDtypeStruct((features,), jnp.bfloat16)

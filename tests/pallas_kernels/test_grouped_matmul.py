@@ -1,0 +1,284 @@
+"""Grouped matmul: the definition, its gradient, a row's bits whatever its group, what is refused."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import gpu, grouped_matmul, matmul
+
+needs_interpreter = pytest.mark.skipif(
+  not hasattr(plgpu, "InterpretGPUParams"),
+  reason="the GPU interpreter is public from JAX 0.11.1 on",
+)
+# One warpgroup a tile; two multiprocessors walk over tiles.
+CONFIG = grouped_matmul.Config(block_m=64, block_n=128, max_stages=3, snake_width=2)
+EXPERTS, K, N = 4, 128, 192
+# Of 75 rows: none, one, a tile less one, a tile, a tile and one, all in one group; rows of nobody.
+SIZES = ((0, 1, 63, 11), (64, 0, 0, 3), (65, 9, 1, 0), (0, 0, 75, 0), (0, 0, 0, 0), (8, 16, 7, 44))
+# (m, e, k, n) of Qwen3-30B-A3B, 8 of 128 experts, and gpt-oss-120b, 4 of 128: 64 and 4096 tokens.
+BENCHMARK = tuple(
+  (tokens * chosen, 128, k, n)
+  for chosen, shapes in ((8, ((2048, 1536), (768, 2048))), (4, ((2880, 5760), (2880, 2880))))
+  for k, n in shapes
+  for tokens in (64, 4096)
+)
+
+
+def array(*shape: int, seed: int = 0, dtype=jnp.bfloat16) -> jax.Array:
+  return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
+
+
+def sizes_of(*sizes: int) -> jax.Array:
+  return jnp.asarray(sizes, jnp.int32)
+
+
+def as_float64(x) -> np.ndarray:
+  return np.asarray(x, np.float64)
+
+
+# Compiled once for each shape, whatever the groups.
+interpreted = jax.jit(
+  functools.partial(grouped_matmul.grouped_matmul, interpret=True),
+  static_argnames=("transposed", "out_dtype", "config"),
+)
+
+
+@functools.partial(jax.jit, static_argnames=("kernel", "transposed", "out_dtype", "config"))
+def with_gradients(kernel, x, group_sizes, w, dy, **options):
+  y, pull = jax.vjp(lambda x, w: kernel(x, group_sizes, w, **options), x, w)
+  return y, *pull(dy)
+
+
+# The interpreter's outputs start as NaN, so that a row that nobody writes is seen.
+@needs_interpreter
+@pytest.mark.parametrize("sizes", SIZES)
+def test_values_and_gradients_are_the_definitions(sizes):
+  x, w = array(75, K), array(EXPERTS, K, N, seed=1)
+  # Exact in bfloat16, as dy must be.
+  dy = array(75, N, seed=2).astype(jnp.float32)
+  groups = sizes_of(*sizes)
+  found = with_gradients(interpreted, x, groups, w, dy, out_dtype=jnp.float32, config=CONFIG)
+  expected = with_gradients(grouped_matmul.reference, x, groups, w, dy)
+  np.testing.assert_allclose(found[0], expected[0], rtol=1e-5, atol=1e-4)
+  assert not as_float64(found[0][sum(sizes) :]).any()
+  for got, want in zip(found[1:], expected[1:]):
+    assert got.dtype == want.dtype
+    np.testing.assert_allclose(as_float64(got), as_float64(want), rtol=2**-7, atol=1e-2)
+  empty = np.asarray(sizes) == 0
+  assert not as_float64(found[2])[empty].any()
+
+
+@needs_interpreter
+def test_transposed_weights_give_the_definition():
+  x, w = array(13, K), array(3, N, K, seed=1)
+  dy, groups = array(13, N, seed=2), sizes_of(2, 0, 9)
+  options = dict(transposed=True, config=CONFIG)
+  found = with_gradients(interpreted, x, groups, w, dy, **options)
+  assert found[0].dtype == jnp.bfloat16
+  expected = with_gradients(grouped_matmul.reference, x, groups, w, dy.astype(jnp.float32), **options)
+  for got, want in zip(found, expected):
+    np.testing.assert_allclose(as_float64(got), as_float64(want), rtol=2**-7, atol=1e-2)
+
+
+@needs_interpreter
+@pytest.mark.parametrize("num_rows", [0, 1])
+def test_few_rows_give_the_definition(num_rows):
+  x, w = array(num_rows, K), array(2, K, 64, seed=1)
+  dy, groups = array(num_rows, 64, seed=2).astype(jnp.float32), sizes_of(0, num_rows)
+  found = with_gradients(interpreted, x, groups, w, dy, out_dtype=jnp.float32, config=CONFIG)
+  expected = with_gradients(grouped_matmul.reference, x, groups, w, dy)
+  for got, want in zip(found, expected):
+    np.testing.assert_allclose(as_float64(got), as_float64(want), rtol=2**-7, atol=1e-2)
+
+
+def bits_do_not_depend_on_groups(sizes, seed, config):
+  """Rows of one expert, among other groups and in another order, against those alone."""
+  rng = np.random.default_rng(seed)
+  rows = sum(sizes)
+  w = array(len(sizes), K, 64, seed=seed)
+  expert = np.repeat(np.arange(len(sizes)), sizes)
+  x, dy = array(rows, K, seed=seed + 1), array(rows, 64, seed=seed + 2).astype(jnp.float32)
+  call = functools.partial(
+    with_gradients, interpreted, w=w, out_dtype=jnp.float32, config=config
+  )
+  y, dx, _ = call(x, sizes_of(*sizes), dy=dy)
+  # Any rows of each expert, in any order, and zeros after them: every shape is the same.
+  chosen = np.concatenate(
+    [rng.permutation(np.flatnonzero(expert == e))[: rng.integers(0, s + 1)]
+     for e, s in enumerate(sizes)]
+  )
+  kept = np.bincount(expert[chosen], minlength=len(sizes))
+  missing = rows - len(chosen)
+  part = call(
+    jnp.pad(x[chosen], ((0, missing), (0, 0))),
+    sizes_of(*kept),
+    dy=jnp.pad(dy[chosen], ((0, missing), (0, 0))),
+  )
+  np.testing.assert_array_equal(as_float64(part[0][: len(chosen)]), as_float64(y[chosen]))
+  np.testing.assert_array_equal(as_float64(part[1][: len(chosen)]), as_float64(dx[chosen]))
+  return x, w, expert, y
+
+
+@needs_interpreter
+def test_a_rows_bits_depend_on_that_row_and_its_expert_alone(seed):
+  x, w, expert, y = bits_do_not_depend_on_groups((7, 65, 3), seed, CONFIG)
+  # Nor on the tile's height, nor on there being groups: matmul adds in the same order.
+  tall = grouped_matmul.Config(block_m=128, block_n=128, max_stages=3)
+  groups = sizes_of(7, 65, 3)
+  assert tall.for_rows(75, 1).block_m == 128
+  one = matmul.Config(block_m=64, block_n=128, max_stages=3)
+  alone = jax.jit(
+    functools.partial(matmul.matmul, out_dtype=jnp.float32, config=one, interpret=True)
+  )
+  for e in range(3):
+    mine = expert == e
+    np.testing.assert_array_equal(alone(x, w[e])[mine], y[mine])
+  first = interpreted(x[7:72], sizes_of(65), w[1:2], out_dtype=jnp.float32, config=tall)
+  np.testing.assert_array_equal(first, y[7:72])
+  assert int(groups.sum()) == 75
+
+
+@needs_interpreter
+@pytest.mark.long
+@pytest.mark.parametrize("sizes", [(0, 130, 1, 9), (64, 63, 65), (1, 1, 1, 1, 1)])
+def test_bits_of_rows_of_many_groups(sizes, seed):
+  for attempt in range(3):
+    bits_do_not_depend_on_groups(sizes, seed + attempt, CONFIG)
+
+
+@needs_interpreter
+def test_a_weights_gradient_adds_rows_in_ascending_order():
+  # A group of 130 rows is three parts; numpy adds the same three products, one after the other.
+  sizes = (9, 130)
+  x, dy = array(139, 64), array(139, 64, seed=1)
+  w = array(2, 64, 64, seed=2)
+  config = CONFIG
+  found = with_gradients(interpreted, x, sizes_of(*sizes), w, dy, config=config)[2][1]
+  total = np.zeros((64, 64), np.float32)
+  mine = [np.asarray(jnp.pad(a[9:], ((0, 62), (0, 0))), np.float32) for a in (x, dy)]
+  for part in range(0, 192, 64):
+    total = total + mine[0][part : part + 64].T @ mine[1][part : part + 64]
+  np.testing.assert_allclose(as_float64(found), total, rtol=2**-8, atol=1e-5)
+  # Rows of the other group do not reach it, whatever they are.
+  other = with_gradients(
+    interpreted, x.at[:9].set(jnp.inf), sizes_of(*sizes), w, dy, config=config
+  )[2][1]
+  np.testing.assert_array_equal(as_float64(found), as_float64(other))
+
+
+@pytest.mark.parametrize("sizes", [*SIZES, (1, 1, 1, 72), (19, 19, 19, 18)])
+@pytest.mark.parametrize("block_m", [64, 128])
+def test_every_row_is_in_one_tile_of_its_expert(sizes, block_m):
+  rows = 75
+  padded = grouped_matmul.padded_groups(sizes_of(*sizes), rows, 8)
+  work = grouped_matmul.row_tiles(padded, rows, block_m)
+  num_tiles = int(work.num_items[0])
+  assert num_tiles == sum(-(-size // block_m) for size in sizes) <= work.items.shape[0]
+  found = {}
+  for expert, first, past in np.asarray(work.items)[:num_tiles]:
+    assert first % 8 == 0 and past % 8 == 0 and first < past <= padded.num_rows
+    for row in range(first, min(first + block_m, past)):
+      assert row not in found
+      found[row] = int(expert)
+  place = np.asarray(padded.place)[: sum(sizes)]
+  assert [found[row] for row in place] == list(np.repeat(np.arange(EXPERTS), sizes))
+  assert (np.asarray(padded.place)[sum(sizes) :] >= padded.num_rows).all()
+
+
+@pytest.mark.parametrize("m, e, k, n", BENCHMARK)
+def test_benchmark_shapes_lower_for_a_gpu(m, e, k, n):
+  def forward_and_gradient(x, group_sizes, w):
+    y, pull = jax.vjp(lambda x, w: grouped_matmul.grouped_matmul(x, group_sizes, w), x, w)
+    return y, pull(y)
+
+  module = gpu.lower_for_cuda(
+    forward_and_gradient,
+    jax.ShapeDtypeStruct((m, k), jnp.bfloat16),
+    jax.ShapeDtypeStruct((e,), jnp.int32),
+    jax.ShapeDtypeStruct((e, k, n), jnp.bfloat16),
+  )
+  assert module.count("mosaic_gpu") >= 3
+
+
+def test_few_rows_for_each_expert_take_short_tiles():
+  config = grouped_matmul.Config()
+  assert config.for_rows(64 * 8, 128).block_m == 64
+  assert config.for_rows(4096 * 8, 128).block_m == 128
+  # Short tiles leave room for a deeper ring.
+  for num_rows in (64, 4096 * 8):
+    assert 0 < config.shared_memory_bytes(num_rows, 128) <= gpu.SHARED_MEMORY_LIMIT_BYTES
+
+
+def refusal(call) -> str:
+  with gpu.h200(), pytest.raises(NotImplementedError) as refused:
+    call()
+  return str(refused.value)
+
+
+@pytest.mark.parametrize(
+  "x, sizes, w, more, message",
+  [
+    ((3, 64), (1,), (64, 64), {}, "grouped_matmul: got w[64, 64], expected w[e, k, n] of at least"),
+    ((3, 64), (0,), (0, 64, 64), {}, "got w[0, 64, 64], expected w[e, k, n] of at least one"),
+    ((3, 64), (3,), (2, 64, 64), {}, "got group_sizes int32[3], expected int32[2], one for each"),
+    ((3, 64), (2,), (2, 128, 64), {}, "got x[3, 64] and w[2, 128, 64], expected x[m, k] and w[e"),
+    (
+      (3, 64),
+      (2,),
+      (2, 64, 128),
+      dict(transposed=True),
+      "got x[3, 64] and w[2, 64, 128], expected x[m, k] and w[e, n, k]",
+    ),
+    ((3, 72), (2,), (2, 72, 64), {}, "got k=72, expected a positive multiple of 64: pad it"),
+    ((3, 64), (2,), (2, 64, 100), {}, "got n=100, expected a positive multiple of 64"),
+    ((3, 64), (2,), (2, 64, 64), dict(out_dtype=jnp.int8), "got out_dtype=int8, expected bfloat16"),
+    (
+      (300, 128),
+      (1,),
+      (1, 128, 256),
+      dict(config=grouped_matmul.Config(block_k=128), out_dtype=jnp.float32),
+      "bytes of shared memory, expected at most 232448; make block_m, block_n or block_k smaller",
+    ),
+  ],
+)
+def test_what_cannot_run_is_refused(x, sizes, w, more, message):
+  arrays = jnp.zeros(x, jnp.bfloat16), jnp.zeros(sizes, jnp.int32), jnp.zeros(w, jnp.bfloat16)
+  assert message in refusal(lambda: grouped_matmul.grouped_matmul(*arrays, **more))
+
+
+def test_dtypes_that_cannot_run_are_refused():
+  x, w = jnp.zeros((3, 64), jnp.bfloat16), jnp.zeros((1, 64, 64), jnp.bfloat16)
+  sizes, single = sizes_of(3), jnp.zeros((3, 64))
+  call = grouped_matmul.grouped_matmul
+  assert "got x of float32, expected bfloat16" in refusal(lambda: call(single, sizes, w))
+  assert "got w of float32, expected" in refusal(lambda: call(x, sizes, w.astype(jnp.float32)))
+  assert "got group_sizes float32[1], expected int32[1]" in refusal(
+    lambda: call(x, jnp.zeros(1), w)
+  )
+
+
+def test_a_cpu_is_refused():
+  with pytest.raises(NotImplementedError, match="grouped_matmul: got the platform 'cpu', expected"):
+    grouped_matmul.grouped_matmul(array(3, 64), sizes_of(3), array(1, 64, 64))
+
+
+@pytest.mark.parametrize(
+  "field, value, message",
+  [
+    ("block_k", 32, "got block_k=32; expected one of (64, 128)."),
+    ("block_m", 256, "got block_m=256; expected one of (64, 128)."),
+    ("block_n", 512, "got block_n=512; expected one of (128, 256)."),
+    ("max_stages", 1, "got max_stages=1; expected at least 2."),
+    ("snake_width", 0, "got snake_width=0; expected at least 1."),
+  ],
+)
+def test_a_config_that_cannot_work_is_refused(field, value, message):
+  with pytest.raises(ValueError) as refused:
+    grouped_matmul.Config(**{field: value})
+  assert message in str(refused.value)
