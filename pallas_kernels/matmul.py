@@ -534,6 +534,7 @@ def contract(
           pl.multiple_of(first, ROW_MULTIPLE), corner[1], whole_steps, expert=expert, past_row=past
         )
       steps = lax.div(past - first, jnp.int32(tiles.block_k))
+      first = pl.multiple_of(first, tiles.block_k)
       return Tile(*corner, steps, first_part=first, expert=expert)
 
     def for_each_tile(visit: Callable[[Tile, Any], None]) -> Any:
@@ -632,11 +633,27 @@ def contract(
         ]
         write_tile([add_tree(list(parts)) for parts in zip(*partials)], tile)
 
+      def leave(square, row, columns, tile):
+        """Copies a square to y, or those of its rows that the tile may write."""
+        expert = (tile.expert,) if cut_parts else ()
+
+        def copy(first, size):
+          target = y_ref.at[(*expert, pl.ds(row + first, size), columns)]
+          plgpu.copy_smem_to_gmem(square.at[pl.ds(first, size)], target)
+
+        if not cut_rows:
+          return copy(0, tiles.square[0])
+        # A group's last rows leave by eights: the next group's rows are not touched.
+        is_whole = row + WGMMA_ROWS <= tile.past_row
+        pl.when(is_whole)(lambda: copy(0, WGMMA_ROWS))
+        for first in range(0, WGMMA_ROWS, ROW_MULTIPLE):
+          is_part = jnp.logical_not(is_whole) & (row + first < tile.past_row)
+          pl.when(is_part)(functools.partial(copy, first, ROW_MULTIPLE))
+
       def write_tile(sums, tile):
         """Writes the warpgroup's part of y, square by square."""
         row, column, first = tile.row, tile.column, warpgroup * WGMMA_ROWS
         row, column = (row, column + first) if tiles.swapped else (row + first, column)
-        expert = (tile.expert,) if cut_parts else ()
         num_pieces = 1 if tiles.swapped else tiles.block_n // SQUARE
         for piece in range(num_pieces):
           columns = pl.ds(column + piece * SQUARE, SQUARE)
@@ -664,19 +681,7 @@ def contract(
           plgpu.wait_smem_to_gmem(1, wait_read_only=True)
           _write(y.at[warpgroup, slot], value.astype(tiles.out_dtype), tiles.swapped)
           plgpu.commit_smem()
-
-          def leave(first, size):
-            target = y_ref.at[(*expert, pl.ds(row + first, size), columns)]
-            plgpu.copy_smem_to_gmem(y.at[warpgroup, slot, pl.ds(first, size)], target)
-
-          if not cut_rows:
-            leave(0, tiles.square[0])
-          else:  # A group's last rows leave by eights, so that the next group's are not touched.
-            is_whole = row + WGMMA_ROWS <= tile.past_row
-            pl.when(is_whole)(lambda: leave(0, WGMMA_ROWS))
-            for first in range(0, WGMMA_ROWS, ROW_MULTIPLE):
-              is_part = jnp.logical_not(is_whole) & (row + first < tile.past_row)
-              pl.when(is_part)(functools.partial(leave, first, ROW_MULTIPLE))
+          leave(y.at[warpgroup, slot], row, columns, tile)
         if num_pieces % 2:  # The next tile's first square goes into the slot of this one's last.
           plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 

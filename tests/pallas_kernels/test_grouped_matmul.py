@@ -1,4 +1,4 @@
-"""Grouped matmul: the definition, its gradient, a row's bits whatever its group, what is refused."""
+"""Grouped matmul: the definition, its gradient, a row's bits in any group, what is refused."""
 
 from __future__ import annotations
 
@@ -78,10 +78,10 @@ def test_values_and_gradients_are_the_definitions(sizes):
 def test_transposed_weights_give_the_definition():
   x, w = array(13, K), array(3, N, K, seed=1)
   dy, groups = array(13, N, seed=2), sizes_of(2, 0, 9)
-  options = dict(transposed=True, config=CONFIG)
-  found = with_gradients(interpreted, x, groups, w, dy, **options)
+  found = with_gradients(interpreted, x, groups, w, dy, transposed=True, config=CONFIG)
   assert found[0].dtype == jnp.bfloat16
-  expected = with_gradients(grouped_matmul.reference, x, groups, w, dy.astype(jnp.float32), **options)
+  dy = dy.astype(jnp.float32)
+  expected = with_gradients(grouped_matmul.reference, x, groups, w, dy, transposed=True)
   for got, want in zip(found, expected):
     np.testing.assert_allclose(as_float64(got), as_float64(want), rtol=2**-7, atol=1e-2)
 

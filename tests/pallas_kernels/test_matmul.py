@@ -34,6 +34,7 @@ BENCHMARK = (
   (4096, 2880, 8, False),
   (2880, 201088, 1, True),
 )
+long = functools.partial(pytest.param, marks=pytest.mark.long)
 GATES = ((4096, 12288), (2048, 768), (2880, 2880))
 
 
@@ -61,7 +62,7 @@ interpreted_swiglu = jax.jit(
 
 # The interpreter's outputs start as NaN, so that a square that nobody writes is seen.
 @needs_interpreter
-@pytest.mark.parametrize("num_rows", [0, 1, 7, 8, 9, 63, 64, 65])
+@pytest.mark.parametrize("num_rows", [0, 1, long(7), 8, long(9), 63, 64, 65])
 def test_values_are_the_definitions(num_rows):
   x, w = array(num_rows, K), array(K, N, seed=1)
   found = interpreted(x, w, out_dtype=jnp.float32, config=CONFIG)
@@ -69,7 +70,7 @@ def test_values_are_the_definitions(num_rows):
 
 
 @needs_interpreter
-@pytest.mark.parametrize("num_rows, transposed", [(3, True), (70, False)])
+@pytest.mark.parametrize("num_rows, transposed", [long(3, True), (70, False)])
 def test_the_epilogue_adds_bias_and_residual_and_rounds_once(num_rows, transposed):
   x, w = array(num_rows, K), array(*((N, K) if transposed else (K, N)), seed=1)
   more = dict(bias=array(N, seed=2), residual=array(num_rows, N, seed=3), transposed=transposed)
@@ -81,7 +82,7 @@ def test_the_epilogue_adds_bias_and_residual_and_rounds_once(num_rows, transpose
 
 
 @needs_interpreter
-@pytest.mark.parametrize("num_rows", [3, 70])
+@pytest.mark.parametrize("num_rows", [3, long(70)])
 def test_shards_are_added_as_one_tree(num_rows):
   x, w = array(num_rows, 256), array(256, 64, seed=1)
   config = dataclasses.replace(CONFIG, shards=4)
@@ -143,19 +144,19 @@ def test_swiglus_gradients_are_the_definitions():
 # is compared with itself. Whether the tensor core gives both the same bits, a GPU must say.
 @needs_interpreter
 @pytest.mark.parametrize(
-  "swapped_rows, most, sizes",
+  "shards, swapped_rows, most, sizes",
   [
-    (64, 64, (33,)),
-    (0, 70, (1,)),
-    pytest.param(64, 64, (40, 63, 47) * 2, marks=pytest.mark.long),
-    pytest.param(0, 130, (9, 64, 65, 129) * 2, marks=pytest.mark.long),
+    (2, 64, 64, (33,)),
+    (1, 0, 70, (1,)),
+    long(1, 64, 64, (40, 63, 47) * 2),
+    long(2, 0, 130, (9, 64, 65, 129) * 2),
   ],
 )
-def test_a_rows_bits_depend_on_that_row_alone(swapped_rows, most, sizes, seed):
+def test_a_rows_bits_depend_on_that_row_alone(shards, swapped_rows, most, sizes, seed):
   rng = np.random.default_rng(seed)
   x, dy = array(most, K, seed=seed), array(most, 64, seed=seed + 1)
   w = array(K, 64, seed=seed + 2)
-  config = dataclasses.replace(CONFIG, shards=2, swapped_rows=swapped_rows)
+  config = dataclasses.replace(CONFIG, shards=shards, swapped_rows=swapped_rows)
   forward = functools.partial(interpreted, out_dtype=jnp.float32, config=config)
 
   @jax.jit
@@ -197,8 +198,8 @@ def test_by_default_no_tile_follows_the_number_of_rows(pair):
     (8, 64),
     (64, 64),
     (4096, 0),
-    pytest.param(1, 64, marks=pytest.mark.long),
-    pytest.param(8, 0, marks=pytest.mark.long),
+    long(1, 64),
+    long(8, 0),
   ],
 )
 def test_benchmark_shapes_lower_for_a_gpu(num_rows, swapped_rows, k, n, shards, transposed):
@@ -212,7 +213,7 @@ def test_benchmark_shapes_lower_for_a_gpu(num_rows, swapped_rows, k, n, shards, 
 
 
 @pytest.mark.parametrize("k, n, shards, transposed", BENCHMARK[1::3])
-@pytest.mark.parametrize("num_rows", [pytest.param(8, marks=pytest.mark.long), 4096])
+@pytest.mark.parametrize("num_rows", [long(8), 4096])
 def test_benchmark_epilogues_and_gradients_lower_for_a_gpu(num_rows, k, n, shards, transposed):
   def forward_and_gradient(x, w, bias, residual):
     call = functools.partial(
@@ -229,7 +230,7 @@ def test_benchmark_epilogues_and_gradients_lower_for_a_gpu(num_rows, k, n, shard
 
 
 @pytest.mark.parametrize("k, n", GATES)
-@pytest.mark.parametrize("num_rows", [pytest.param(64, marks=pytest.mark.long), 8, 4096])
+@pytest.mark.parametrize("num_rows", [long(8), long(64), 4096])
 def test_benchmark_gates_lower_for_a_gpu(num_rows, k, n):
   def forward_and_gradient(x, gate, up):
     call = functools.partial(matmul.swiglu, config=matmul.Config(swapped_rows=64))
