@@ -97,51 +97,44 @@ def test_few_rows_give_the_definition(num_rows):
     np.testing.assert_allclose(as_float64(got), as_float64(want), rtol=2**-7, atol=1e-2)
 
 
-def bits_do_not_depend_on_groups(sizes, seed, config):
-  """Rows of one expert, among other groups and in another order, against those alone."""
+def check_that_groups_do_not_matter(sizes, seed):
+  """Compares rows with the same rows in groups of other sizes, in another order."""
   rng = np.random.default_rng(seed)
-  rows = sum(sizes)
+  rows, expert = sum(sizes), np.repeat(np.arange(len(sizes)), sizes)
   w = array(len(sizes), K, 64, seed=seed)
-  expert = np.repeat(np.arange(len(sizes)), sizes)
   x, dy = array(rows, K, seed=seed + 1), array(rows, 64, seed=seed + 2).astype(jnp.float32)
-  call = functools.partial(
-    with_gradients, interpreted, w=w, out_dtype=jnp.float32, config=config
-  )
-  y, dx, _ = call(x, sizes_of(*sizes), dy=dy)
-  # Any rows of each expert, in any order, and zeros after them: every shape is the same.
-  chosen = np.concatenate(
-    [rng.permutation(np.flatnonzero(expert == e))[: rng.integers(0, s + 1)]
-     for e, s in enumerate(sizes)]
-  )
+  options = dict(out_dtype=jnp.float32, config=CONFIG)
+  y, dx, _ = with_gradients(interpreted, x, sizes_of(*sizes), w, dy, **options)
+  # Some rows of each expert, then zeros: arrays keep their shapes.
+  mine = [rng.permutation(np.flatnonzero(expert == e)) for e in range(len(sizes))]
+  chosen = np.concatenate([rows[: rng.integers(0, len(rows) + 1)] for rows in mine])
   kept = np.bincount(expert[chosen], minlength=len(sizes))
-  missing = rows - len(chosen)
-  part = call(
-    jnp.pad(x[chosen], ((0, missing), (0, 0))),
+  filled = ((0, rows - len(chosen)), (0, 0))
+  part = with_gradients(
+    interpreted,
+    jnp.pad(x[chosen], filled),
     sizes_of(*kept),
-    dy=jnp.pad(dy[chosen], ((0, missing), (0, 0))),
+    w,
+    jnp.pad(dy[chosen], filled),
+    **options,
   )
-  np.testing.assert_array_equal(as_float64(part[0][: len(chosen)]), as_float64(y[chosen]))
-  np.testing.assert_array_equal(as_float64(part[1][: len(chosen)]), as_float64(dx[chosen]))
-  return x, w, expert, y
+  for found, whole in zip(part, (y, dx)):
+    np.testing.assert_array_equal(as_float64(found[: len(chosen)]), as_float64(whole[chosen]))
+  return x, w, y
 
 
 @needs_interpreter
 def test_a_rows_bits_depend_on_that_row_and_its_expert_alone(seed):
-  x, w, expert, y = bits_do_not_depend_on_groups((7, 65, 3), seed, CONFIG)
-  # Nor on the tile's height, nor on there being groups: matmul adds in the same order.
+  x, w, y = check_that_groups_do_not_matter((7, 65, 3), seed)
+  # Nor do they depend on a tile's height, or on there being groups: matmul adds in the same order.
   tall = grouped_matmul.Config(block_m=128, block_n=128, max_stages=3)
-  groups = sizes_of(7, 65, 3)
-  assert tall.for_rows(75, 1).block_m == 128
-  one = matmul.Config(block_m=64, block_n=128, max_stages=3)
-  alone = jax.jit(
-    functools.partial(matmul.matmul, out_dtype=jnp.float32, config=one, interpret=True)
+  assert (tall.for_rows(65, 1).block_m, CONFIG.for_rows(65, 1).block_m) == (128, 64)
+  options = dict(out_dtype=jnp.float32, config=tall)
+  np.testing.assert_array_equal(interpreted(x[7:72], sizes_of(65), w[1:2], **options), y[7:72])
+  alone = functools.partial(
+    matmul.matmul, out_dtype=jnp.float32, config=CONFIG.for_rows(65, 1), interpret=True
   )
-  for e in range(3):
-    mine = expert == e
-    np.testing.assert_array_equal(alone(x, w[e])[mine], y[mine])
-  first = interpreted(x[7:72], sizes_of(65), w[1:2], out_dtype=jnp.float32, config=tall)
-  np.testing.assert_array_equal(first, y[7:72])
-  assert int(groups.sum()) == 75
+  np.testing.assert_array_equal(jax.jit(alone)(x[7:72], w[1]), y[7:72])
 
 
 @needs_interpreter
@@ -149,27 +142,25 @@ def test_a_rows_bits_depend_on_that_row_and_its_expert_alone(seed):
 @pytest.mark.parametrize("sizes", [(0, 130, 1, 9), (64, 63, 65), (1, 1, 1, 1, 1)])
 def test_bits_of_rows_of_many_groups(sizes, seed):
   for attempt in range(3):
-    bits_do_not_depend_on_groups(sizes, seed + attempt, CONFIG)
+    check_that_groups_do_not_matter(sizes, seed + attempt)
 
 
 @needs_interpreter
 def test_a_weights_gradient_adds_rows_in_ascending_order():
-  # A group of 130 rows is three parts; numpy adds the same three products, one after the other.
-  sizes = (9, 130)
-  x, dy = array(139, 64), array(139, 64, seed=1)
-  w = array(2, 64, 64, seed=2)
-  config = CONFIG
-  found = with_gradients(interpreted, x, sizes_of(*sizes), w, dy, config=config)[2][1]
+  # A group of 130 rows is three parts of 64; numpy adds the same products one after the other, as
+  # the interpreter does.
+  groups = sizes_of(9, 130)
+  x, dy, w = array(139, 64), array(139, 64, seed=1), array(2, 64, 64, seed=2)
+  found = with_gradients(interpreted, x, groups, w, dy, config=CONFIG)[2]
   total = np.zeros((64, 64), np.float32)
-  mine = [np.asarray(jnp.pad(a[9:], ((0, 62), (0, 0))), np.float32) for a in (x, dy)]
+  left, right = (np.asarray(jnp.pad(a[9:], ((0, 62), (0, 0))), np.float32) for a in (x, dy))
   for part in range(0, 192, 64):
-    total = total + mine[0][part : part + 64].T @ mine[1][part : part + 64]
-  np.testing.assert_allclose(as_float64(found), total, rtol=2**-8, atol=1e-5)
-  # Rows of the other group do not reach it, whatever they are.
-  other = with_gradients(
-    interpreted, x.at[:9].set(jnp.inf), sizes_of(*sizes), w, dy, config=config
-  )[2][1]
-  np.testing.assert_array_equal(as_float64(found), as_float64(other))
+    total = total + left[part : part + 64].T @ right[part : part + 64]
+  np.testing.assert_allclose(as_float64(found[1]), total, rtol=2**-8, atol=1e-5)
+  # Rows of the other group do not reach it.
+  other = with_gradients(interpreted, x.at[:9].mul(3), groups, w, dy, config=CONFIG)[2]
+  np.testing.assert_array_equal(as_float64(found[1]), as_float64(other[1]))
+  assert (found[0] != other[0]).any()
 
 
 @pytest.mark.parametrize("sizes", [*SIZES, (1, 1, 1, 72), (19, 19, 19, 18)])

@@ -96,7 +96,7 @@ def test_shards_are_added_as_one_tree(num_rows):
 
 
 @needs_interpreter
-@pytest.mark.parametrize("num_rows, transposed", [(3, True), (70, False)])
+@pytest.mark.parametrize("num_rows, transposed", [(3, True), long(70, False)])
 def test_swiglu_is_its_definition(num_rows, transposed):
   shape = (N, K) if transposed else (K, N)
   x, gate, up = array(num_rows, K), array(*shape, seed=1), array(*shape, seed=2)
@@ -196,9 +196,9 @@ def test_by_default_no_tile_follows_the_number_of_rows(pair):
   "num_rows, swapped_rows",
   [
     (8, 64),
-    (64, 64),
     (4096, 0),
     long(1, 64),
+    long(64, 64),
     long(8, 0),
   ],
 )
