@@ -211,7 +211,6 @@ def _weight_gradient(
   work = matmul.Groups(
     jnp.stack([experts, padded.first, padded.past], axis=1),
     jnp.full((1,), w.shape[0], jnp.int32),
-    w.shape[0],
   )
   tiles = matmul.plan(each, left.shape[1], x_k_last=False, out_dtype=w.dtype)
   rows, columns = padded.rows_of(left), padded.rows_of(right)
@@ -280,4 +279,4 @@ def row_tiles(padded: PaddedGroups, num_rows: int, block_m: int) -> matmul.Group
   within = tile - (past_tile - num_tiles)[expert]
   first = padded.first[expert] + within * block_m
   items = jnp.stack([expert, first, padded.past[expert]], axis=1)
-  return matmul.Groups(items, past_tile[-1:], num_experts)
+  return matmul.Groups(items, past_tile[-1:])

@@ -140,6 +140,41 @@ def test_swiglus_gradients_are_the_definitions():
     np.testing.assert_allclose(as_float64(got), as_float64(want), rtol=2**-5, atol=0.1)
 
 
+@needs_interpreter
+@pytest.mark.parametrize("transposed", [False, long(True)])
+def test_slabs_of_columns_are_as_many_calls(transposed):
+  x, w = array(9, K), array(2, *((64, K) if transposed else (K, 64)), seed=1)
+  more = dict(bias=array(2, 64, seed=2), residual=array(2, 9, 64, seed=3))
+  weights = array(2, 9, 64, seed=4).astype(jnp.float32)
+  kernel = functools.partial(
+    interpreted, transposed=transposed, out_dtype=jnp.float32, config=CONFIG
+  )
+  found = kernel(x, w, **more)
+  alone = [kernel(x, w[i], **{name: a[i] for name, a in more.items()}) for i in range(2)]
+  np.testing.assert_array_equal(found, jnp.stack(alone))
+
+  def call(function, x, w, bias, residual):
+    return function(x, w, bias=bias, residual=residual)
+
+  inputs = (x, w, *more.values())
+  definition = functools.partial(matmul.reference, transposed=transposed)
+  np.testing.assert_allclose(found, definition(x, w, **more), rtol=1e-5, atol=1e-4)
+  found = gradients(functools.partial(call, kernel), weights, *inputs)
+  expected = gradients(functools.partial(call, definition), weights, *inputs)
+  for got, want in zip(found, expected):
+    assert got.dtype == want.dtype
+    np.testing.assert_allclose(as_float64(got), as_float64(want), rtol=2**-7, atol=2e-2)
+
+
+@needs_interpreter
+def test_slabs_of_no_rows_are_empty():
+  x, w = array(0, K), array(2, K, 64)
+  y, pull = jax.vjp(functools.partial(interpreted, config=CONFIG), x, w)
+  dx, dw = pull(y)
+  assert y.shape == (2, 0, 64) and dx.shape == x.shape
+  assert dw.shape == w.shape and not as_float64(dw).any()
+
+
 # The interpreter multiplies tiles with numpy, whose bits depend on a tile's shape: each orientation
 # is compared with itself. Whether the tensor core gives both the same bits, a GPU must say.
 @needs_interpreter
@@ -229,6 +264,18 @@ def test_benchmark_epilogues_and_gradients_lower_for_a_gpu(num_rows, k, n, shard
   assert gpu.lower_for_cuda(forward_and_gradient, *inputs).count("mosaic_gpu") >= 3
 
 
+@pytest.mark.parametrize("num_rows", [8, 4096])
+def test_slabs_lower_for_a_gpu(num_rows):
+  # Qwen3-8B's queries, keys and values on eight devices' weights.
+  def forward_and_gradient(x, w, bias, residual):
+    call = functools.partial(matmul.matmul, config=matmul.Config(swapped_rows=64))
+    y, pull = jax.vjp(lambda x, w, b, r: call(x, w, bias=b, residual=r), x, w, bias, residual)
+    return y, pull(y)
+
+  inputs = (struct(num_rows, 4096), struct(8, 4096, 768), struct(8, 768), struct(8, num_rows, 768))
+  assert gpu.lower_for_cuda(forward_and_gradient, *inputs).count("mosaic_gpu") >= 3
+
+
 @pytest.mark.parametrize("k, n", GATES)
 @pytest.mark.parametrize("num_rows", [long(8), long(64), 4096])
 def test_benchmark_gates_lower_for_a_gpu(num_rows, k, n):
@@ -266,6 +313,8 @@ def refusal(call) -> str:
     ((3, 72), (72, 64), {}, "got k=72, expected a positive multiple of 64: pad it"),
     ((3, 64), (64, 100), {}, "got n=100, expected a positive multiple of 64"),
     ((3, 64), (64, 0), {}, "got n=0, expected"),
+    ((3, 64), (0, 64, 64), {}, "got w[0, 64, 64], expected at least one slab"),
+    ((3, 64), (2, 64, 64), dict(bias=jnp.zeros(64)), "float32[64], expected bfloat16 or float"),
     (
       (3, 64),
       (64, 64),
