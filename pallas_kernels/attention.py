@@ -84,7 +84,9 @@ class Config:
     query_tile: tuning. Most positions of a segment; times the query heads of a key/value head at
       most 128 rows.
     mode: tuning. "sequential" or "parallel", see above.
-    stages: tuning. Blocks of keys, and of values, in flight.
+    stages: tuning. Blocks of keys, and of values, in flight; at most 4.
+    skip_blocks: tuning. Leave out blocks of a split of which no row of the tile sees a key. They
+      would add zeros.
   """
 
   kv_split: int = 256
@@ -92,6 +94,7 @@ class Config:
   query_tile: int = 16
   mode: Literal["sequential", "parallel"] = "sequential"
   stages: int = 2
+  skip_blocks: bool = True
 
   def __post_init__(self) -> None:
     if self.key_block not in (64, 128, 256):
@@ -102,9 +105,10 @@ class Config:
       )
     if self.mode not in ("sequential", "parallel"):
       raise ValueError(f"got mode={self.mode!r}; expected 'sequential' or 'parallel'.")
-    for name in ("query_tile", "stages"):
-      if getattr(self, name) < 1:
-        raise ValueError(f"got {name}={getattr(self, name)}; expected at least 1.")
+    if self.query_tile < 1:
+      raise ValueError(f"got query_tile={self.query_tile}; expected at least 1.")
+    if not 1 <= self.stages <= 4:
+      raise ValueError(f"got stages={self.stages}; expected 1 to 4.")
 
   def warpgroups(self, group: int) -> int:
     """Returns how many warpgroups compute, for `group` query heads a key/value head."""
@@ -195,6 +199,7 @@ class Work(NamedTuple):
     split: i32[u], its first split.
     num_splits: i32[u], how many splits it folds; 1 in mode "parallel".
     first_position: i32[s], of the segment.
+    last_position: i32[s], of the segment.
     row_groups: i32[s], groups of 8 live rows.
     first_group: i32[u], of the unit's partial in the workspace, a key/value head.
     page_table: i32[s, p], padded to whole splits.
@@ -205,6 +210,7 @@ class Work(NamedTuple):
   split: jax.Array
   num_splits: jax.Array
   first_position: jax.Array
+  last_position: jax.Array
   row_groups: jax.Array
   first_group: jax.Array
   page_table: jax.Array
@@ -479,6 +485,18 @@ def _forward_kernel(static, group, most_groups, q, k_pages, v_pages, sinks, work
       unit = lax.div(item, num_heads)
       return unit, units.segment[unit], lax.rem(item, num_heads)
 
+    def blocks_of(segment, split):
+      """Returns i32[] twice: the split's first block that the segment sees, and how many."""
+      if not config.skip_blocks:
+        return jnp.int32(0), jnp.int32(blocks)
+      start = split * config.kv_split
+      past = lax.div(units.last_position[segment] - start, key_block) + 1
+      first = jnp.int32(0)
+      if static.window is not None:
+        least = units.first_position[segment] - (static.window - 1)
+        first = lax.div(jnp.maximum(least - start, 0), key_block)
+      return first, jnp.minimum(past, blocks) - first
+
     def copy():
       def copy_block(ref, buffer, loaded, free, segment, head, step, block):
         slot = lax.rem(step, stages)
@@ -510,22 +528,29 @@ def _forward_kernel(static, group, most_groups, q, k_pages, v_pages, sinks, work
         split = units.split[unit]
 
         def copy_split(j, step):
-          for b in range(blocks):
-            block = (split + j) * blocks + b
-            copy_block(k_ref, k, k_loaded, k_free, segment, head, step + b, block)
-          for b in range(blocks):
-            block = (split + j) * blocks + b
-            copy_block(v_ref, v, v_loaded, v_free, segment, head, step + b, block)
-          return step + blocks
+          first, count = blocks_of(segment, split + j)
+          first = (split + j) * blocks + first
+
+          def copy_keys(b, _):
+            copy_block(k_ref, k, k_loaded, k_free, segment, head, step + b, first + b)
+            return ()
+
+          def copy_values(b, _):
+            copy_block(v_ref, v, v_loaded, v_free, segment, head, step + b, first + b)
+            return ()
+
+          lax.fori_loop(0, count, copy_keys, ())
+          lax.fori_loop(0, count, copy_values, ())
+          return step + count
 
         return lax.fori_loop(0, units.num_splits[unit], copy_split, step)
 
       lax.fori_loop(0, num_items, copy_item, jnp.int32(0))
 
-    def split_partial(step, row, key):
-      """The softmax sum of one split, with its own maximum."""
+    def blocks_partial(count, step, row, key):
+      """The softmax sum of `count` blocks, with their own maximum."""
       scores = []
-      for b in range(blocks):
+      for b in range(count):
         slot = lax.rem(step + b, stages)
         plgpu.barrier_wait(k_loaded.at[slot])
         found = _multiply(q.at[warpgroup], k.at[slot].transpose((1, 0)), key_block)
@@ -543,20 +568,33 @@ def _forward_kernel(static, group, most_groups, q, k_pages, v_pages, sinks, work
       plgpu.commit_smem()
 
       def multiply_values(accumulator):
-        for b in range(blocks):
+        for b in range(count):
           slot = lax.rem(step + b, stages)
           plgpu.barrier_wait(v_loaded.at[slot])
           plgpu.wgmma(accumulator, p.at[warpgroup, b], v.at[slot])
-          if b + stages < blocks:
+          if b + stages < count:
             # A later block of this split needs the place of this one.
             plgpu.wgmma_wait(0)
             plgpu.barrier_arrive(v_free.at[slot])
         return accumulator[...]
 
       weighted = pl.run_scoped(multiply_values, plgpu.ACC((ROWS, head_dim), jnp.float32))
-      for b in range(max(blocks - stages, 0), blocks):
+      for b in range(max(count - stages, 0), count):
         plgpu.barrier_arrive(v_free.at[lax.rem(step + b, stages)])
       return Partial(maximum, total, weighted)
+
+    def split_partial(step, segment, split):
+      """Returns the softmax sum of one split, with its own maximum, and the next step."""
+      first, count = blocks_of(segment, split)
+      # Of the first key, counted from the segment's first position.
+      key = split * config.kv_split + first * key_block - units.first_position[segment]
+      row = warpgroup * ROWS
+      if config.skip_blocks and blocks > 1:
+        sums = [functools.partial(blocks_partial, n) for n in range(1, blocks + 1)]
+        part = lax.switch(count - 1, sums, step, row, key)
+      else:
+        part = blocks_partial(blocks, step, row, key)
+      return part, step + count
 
     def write_mean(total, segment, head):
       out_ref, stats_ref = outputs
@@ -593,22 +631,21 @@ def _forward_kernel(static, group, most_groups, q, k_pages, v_pages, sinks, work
       def attend_item(index, step):
         unit, segment, head = item_of(index)
         plgpu.barrier_wait(q_loaded)
-        row = warpgroup * ROWS
-        # Of the first key, counted from the segment's first position.
-        key = units.split[unit] * config.kv_split - units.first_position[segment]
+        split = units.split[unit]
         if parallel:
-          write_partial(split_partial(step, row, key), unit, segment, head)
-          step = step + blocks
+          part, step = split_partial(step, segment, split)
+          write_partial(part, unit, segment, head)
         else:
 
-          def attend_split(j, total):
-            part = split_partial(step + j * blocks, row, key + j * config.kv_split)
-            return _merge(total, part)
+          def attend_split(j, carry):
+            total, step = carry
+            part, step = split_partial(step, segment, split + j)
+            return _merge(total, part), step
 
-          num_splits = units.num_splits[unit]
-          total = lax.fori_loop(0, num_splits, attend_split, _nothing(head_dim))
+          total, step = lax.fori_loop(
+            0, units.num_splits[unit], attend_split, (_nothing(head_dim), step)
+          )
           write_mean(total, segment, head)
-          step = step + num_splits * blocks
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         plgpu.barrier_arrive(q_free)
         return step
@@ -786,8 +823,10 @@ def _plan(static, group, segments, page_size):
     most_splits = min(most_splits, (static.window + config.query_tile - 2) // config.kv_split + 2)
   first, num_splits = _split_range(static, segments)
   live = (segments.segment_length * group + (ROW_GROUP - 1)) // ROW_GROUP
+  first_position = segments.positions[segments.segment_start]
   common = dict(
-    first_position=segments.positions[segments.segment_start],
+    first_position=first_position,
+    last_position=first_position + segments.segment_length - 1,
     row_groups=live.astype(jnp.int32),
     page_table=page_table,
   )
