@@ -545,7 +545,19 @@ def _forward_kernel(static, group, most_groups, q, k_pages, v_pages, sinks, work
 
         return lax.fori_loop(0, units.num_splits[unit], copy_split, step)
 
-      lax.fori_loop(0, num_items, copy_item, jnp.int32(0))
+      step = lax.fori_loop(0, num_items, copy_item, jnp.int32(0))
+
+      # Every place that was lent comes back before the block ends.
+      @pl.when(num_items > 0)
+      def _():
+        plgpu.barrier_wait(q_free)
+
+      for i in range(1, stages + 1):
+
+        @pl.when(step >= i)
+        def _(i=i):
+          plgpu.barrier_wait(k_free.at[lax.rem(step - i, stages)])
+          plgpu.barrier_wait(v_free.at[lax.rem(step - i, stages)])
 
     def blocks_partial(count, step, row, key):
       """The softmax sum of `count` blocks, with their own maximum."""
