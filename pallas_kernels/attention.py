@@ -371,7 +371,7 @@ def _scale(head_dim: int) -> float:
   return math.log2(math.e) / math.sqrt(head_dim)
 
 
-def _rows(x: jax.Array, shape: tuple[int, int]) -> jax.Array:
+def _rows(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
   """One value a row, for every column."""
   return lax.broadcast_in_dim(x, shape, (0,))
 
@@ -415,7 +415,7 @@ def _finish(total: Partial, sinks: jax.Array | None) -> tuple[Partial, jax.Array
 
 
 def _visible(
-  row: Any, key: Any, group: int, window: int | None, shape: tuple[int, int], rows_axis: int = 0
+  row: Any, key: Any, group: int, window: int | None, shape: tuple[int, ...], rows_axis: int = 0
 ) -> Any:
   """Returns bool[shape]: which keys the rows of a tile see.
 
@@ -445,7 +445,7 @@ def _multiply(left, right, columns):
     plgpu.wgmma(accumulator, left, right)
     return accumulator[...]
 
-  return pl.run_scoped(body, plgpu.ACC((ROWS, columns), jnp.float32))
+  return pl.run_scoped(body, plgpu.WGMMAAccumulatorRef((ROWS, columns), jnp.float32))
 
 
 def _items(count: Any, num_heads: int, num_blocks: int) -> Any:
@@ -590,7 +590,9 @@ def _forward_kernel(static, group, most_groups, q, k_pages, v_pages, sinks, work
             plgpu.barrier_arrive(v_free.at[slot])
         return accumulator[...]
 
-      weighted = pl.run_scoped(multiply_values, plgpu.ACC((ROWS, head_dim), jnp.float32))
+      weighted = pl.run_scoped(
+        multiply_values, plgpu.WGMMAAccumulatorRef((ROWS, head_dim), jnp.float32)
+      )
       for b in range(max(count - stages, 0), count):
         plgpu.barrier_arrive(v_free.at[lax.rem(step + b, stages)])
       return Partial(maximum, total, weighted)
@@ -940,8 +942,8 @@ def _attend_tiles(static, q, k_pages, v_pages, segments, sinks):
   rows = None if sinks is None else _sink_rows(static, sinks, head_dim)
   work, merges, most_groups = _plan(static, group, segments, k_pages.shape[2])
   if static.config.mode == "parallel":
-    partials = _forward_kernel(static, group, most_groups, tiles, k_pages, v_pages, None, work)
-    out, stats = _merge_kernel(static, group, *partials, rows, merges, tiles.shape)
+    parts, stats = _forward_kernel(static, group, most_groups, tiles, k_pages, v_pages, None, work)
+    out, stats = _merge_kernel(static, group, parts, stats, rows, merges, tiles.shape)
   else:
     out, stats = _forward_kernel(static, group, 0, tiles, k_pages, v_pages, rows, work)
   return _from_tiles(static, group, out, segments), stats
@@ -1045,7 +1047,7 @@ def _query_gradient_kernel(static, group, q, do, rows, k_pages, v_pages, work, f
         lax.fori_loop(0, num_keys, key_body, ())
         return accumulator[...]
 
-      dq = pl.run_scoped(scope, plgpu.ACC((ROWS, head_dim), jnp.float32))
+      dq = pl.run_scoped(scope, plgpu.WGMMAAccumulatorRef((ROWS, head_dim), jnp.float32))
       held[0] = (dq * (head_dim**-0.5)).astype(jnp.bfloat16)
       plgpu.commit_smem()
       plgpu.copy_smem_to_gmem(held.at[0], dq_ref.at[place])
@@ -1160,7 +1162,7 @@ def _page_gradient_kernel(
         lax.fori_loop(0, num_steps, row_body, ())
         return dk[...], dv[...]
 
-      accumulator = plgpu.ACC((ROWS, head_dim), jnp.float32)
+      accumulator = plgpu.WGMMAAccumulatorRef((ROWS, head_dim), jnp.float32)
       dk, dv = pl.run_scoped(scope, accumulator, accumulator)
       held[0] = (dk * (head_dim**-0.5)).astype(jnp.bfloat16)
       held[1] = dv.astype(jnp.bfloat16)
@@ -1216,8 +1218,12 @@ def _attend_backward(static, saved, do):
   num_pages, page_size = k_pages.shape[1:3]
   delta = jnp.sum(do.astype(jnp.float32) * out.astype(jnp.float32), axis=-1, keepdims=True)
   delta_rows = _tiles(static, group, delta, segments).reshape(*stats.shape[:3], ROWS)
-  maximum, total = stats[:, :, :, 0], stats[:, :, :, 1]
-  inverse = 1 / jnp.where(total > 0, total, jnp.float32(1))
+  # Rows past a segment's end have queries of zero; a weight of zero keeps them out of every sum.
+  numbers = jnp.arange(stats.shape[2] * ROWS, dtype=jnp.int32).reshape(1, 1, -1, ROWS)
+  live = jnp.where(_used(segments), segments.segment_length * group, 0)
+  live = numbers < live[:, None, None, None]
+  maximum = jnp.where(live, stats[:, :, :, 0], jnp.float32(0))
+  inverse = jnp.where(live, 1 / stats[:, :, :, 1], jnp.float32(0))
   rows = jnp.stack([maximum, inverse, delta_rows], axis=3)
   tiles, do_tiles = (_tiles(static, group, x, segments) for x in (q, do.astype(q.dtype)))
   sequential = dataclasses.replace(static.config, mode="sequential")
@@ -1237,7 +1243,7 @@ def _attend_backward(static, saved, do):
   if sinks is not None:
     sink_rows = _sink_rows(static, sinks, head_dim)
     weight = jnp.exp2((sink_rows[None] - maximum) * _scale(head_dim)) * inverse
-    parts = jnp.where(_used(segments)[:, None, None, None], weight * delta_rows, jnp.float32(0))
+    parts = jnp.where(live, weight * delta_rows, jnp.float32(0))
     parts = -jnp.sum(parts, axis=0).reshape(q.shape[1], -1)[:, : static.config.query_tile * group]
     dsinks = jnp.sum(parts.reshape(q.shape[1], -1, group), axis=1).astype(sinks.dtype)
   return _from_tiles(static, group, dq, segments), dk, dv, None, dsinks
