@@ -438,7 +438,7 @@ def _visible(
   return visible
 
 
-def _multiply(left, right, columns):
+def _multiply(left: Any, right: Any, columns: int) -> jax.Array:
   """Returns f32[64, columns], left @ right of two references."""
 
   def body(accumulator):
@@ -454,7 +454,16 @@ def _items(count: Any, num_heads: int, num_blocks: int) -> Any:
   return lax.div(count * num_heads - block + (num_blocks - 1), num_blocks)
 
 
-def _forward_kernel(static, group, most_groups, q, k_pages, v_pages, sinks, work):
+def _forward_kernel(
+  static: _Static,
+  group: int,
+  most_groups: int,
+  q: jax.Array,
+  k_pages: jax.Array,
+  v_pages: jax.Array,
+  sinks: jax.Array | None,
+  work: Work,
+) -> Any:
   """Returns f[s, k, r, c] and f32[s, k, w, 2, 64], the maximum and total of each row.
 
   In mode "parallel" it returns partials: f32[groups, 8, c], weighted values by unit, head and group
@@ -701,16 +710,24 @@ def _forward_kernel(static, group, most_groups, q, k_pages, v_pages, sinks, work
   )(q, *(_pieces(x, piece) for x in (k_pages, v_pages)), *work, *_listed(sinks))
 
 
-def _pieces(pages, piece):
+def _pieces(pages: jax.Array, piece: int) -> jax.Array:
   """Returns f[k, m * z / piece, piece, c]: a copy starts at a whole index."""
   return pages.reshape(pages.shape[0], -1, piece, pages.shape[-1])
 
 
-def _listed(x):
+def _listed(x: jax.Array | None) -> list[jax.Array]:
   return [] if x is None else [x]
 
 
-def _merge_kernel(static, group, weighted, stats, sinks, work, shape):
+def _merge_kernel(
+  static: _Static,
+  group: int,
+  weighted: jax.Array,
+  stats: jax.Array,
+  sinks: jax.Array | None,
+  work: Work,
+  shape: tuple[int, ...],
+) -> Any:
   """Returns what `_forward_kernel` returns in mode "sequential", from its partials in "parallel".
 
   The units of `work` are segments here, each with its first unit and first group in the partials.
@@ -814,7 +831,7 @@ def _merge_kernel(static, group, weighted, stats, sinks, work, shape):
   )(weighted, stats, *work, *_listed(sinks))
 
 
-def _split_range(static, segments):
+def _split_range(static: _Static, segments: Segments) -> tuple[jax.Array, jax.Array]:
   """Returns i32[s] twice: the first split that each segment sees and how many; none if padding."""
   used = _used(segments)
   first_position = segments.positions[segments.segment_start]
@@ -826,7 +843,9 @@ def _split_range(static, segments):
   return jnp.where(used, first, 0), jnp.where(used, last - first + 1, 0)
 
 
-def _plan(static, group, segments, page_size):
+def _plan(
+  static: _Static, group: int, segments: Segments, page_size: int
+) -> tuple[Work, Work, int]:
   """Returns (work of the forward kernel, work of the merge kernel, most groups); integers only."""
   config = static.config
   num_segments, num_pages = segments.page_table.shape
@@ -883,13 +902,13 @@ def _plan(static, group, segments, page_size):
   return parts, merges, most_live * most_splits
 
 
-def _used(segments):
+def _used(segments: Segments) -> jax.Array:
   """Returns bool[s]: the segments that are no padding."""
   numbers = jnp.arange(segments.segment_start.shape[0], dtype=jnp.int32)
   return (numbers < segments.num_segments) & (segments.segment_length > 0)
 
 
-def _segment_of_rows(segments):
+def _segment_of_rows(segments: Segments) -> tuple[jax.Array, jax.Array]:
   """Returns (i32[n], bool[n]): each row's segment, and whether it has one."""
   rows = jnp.arange(segments.positions.shape[0], dtype=jnp.int32)
   # Padding segments start past every row, so that the search never finds them.
@@ -901,7 +920,7 @@ def _segment_of_rows(segments):
   return segment, live & _used(segments)[segment]
 
 
-def _tiles(static, group, x, segments):
+def _tiles(static: _Static, group: int, x: jax.Array, segments: Segments) -> jax.Array:
   """Returns f[s, k, r, c] of f[n, k, g, c]: rows by segment, position and query head; else zero."""
   num_rows, num_heads, _, head_dim = x.shape
   offsets = jnp.arange(static.config.query_tile, dtype=jnp.int32)
@@ -913,7 +932,7 @@ def _tiles(static, group, x, segments):
   return jnp.pad(tiles, ((0, 0), (0, 0), (0, padding), (0, 0)))
 
 
-def _from_tiles(static, group, tiles, segments):
+def _from_tiles(static: _Static, group: int, tiles: jax.Array, segments: Segments) -> jax.Array:
   """Returns f[n, k, g, c] of f[s, k, r, c]; zero where no segment has the row."""
   num_segments, num_heads, _, head_dim = tiles.shape
   query_tile = static.config.query_tile
@@ -925,7 +944,7 @@ def _from_tiles(static, group, tiles, segments):
   return jnp.where(live[:, None, None, None], tiles[segment, :, offset], jnp.zeros((), tiles.dtype))
 
 
-def _sink_rows(static, sinks, head_dim):
+def _sink_rows(static: _Static, sinks: jax.Array, head_dim: int) -> jax.Array:
   """Returns f32[k, w, 64] of f[k, g]: each row's sink as an unscaled score."""
   rows = static.config.warpgroups(sinks.shape[1]) * ROWS
   group = sinks.shape[1]
@@ -935,7 +954,14 @@ def _sink_rows(static, sinks, head_dim):
   return scores.reshape(scores.shape[0], -1, ROWS)
 
 
-def _attend_tiles(static, q, k_pages, v_pages, segments, sinks):
+def _attend_tiles(
+  static: _Static,
+  q: jax.Array,
+  k_pages: jax.Array,
+  v_pages: jax.Array,
+  segments: Segments,
+  sinks: jax.Array | None,
+) -> tuple[jax.Array, jax.Array]:
   """Returns (f[n, k, g, c], f32[s, k, w, 2, 64] maximum and total of every row)."""
   group, head_dim = q.shape[2:]
   tiles = _tiles(static, group, q, segments)
@@ -967,7 +993,18 @@ def _backward_scratch(head_dim: int, num_copies: int, passing_copies: int) -> gp
   }
 
 
-def _query_gradient_kernel(static, group, q, do, rows, k_pages, v_pages, work, first, count):
+def _query_gradient_kernel(
+  static: _Static,
+  group: int,
+  q: jax.Array,
+  do: jax.Array,
+  rows: jax.Array,
+  k_pages: jax.Array,
+  v_pages: jax.Array,
+  work: Work,
+  first: jax.Array,
+  count: jax.Array,
+) -> jax.Array:
   """Returns bf16[s, k, r, c], the gradient of the queries.
 
   Args:
@@ -1069,8 +1106,18 @@ def _query_gradient_kernel(static, group, q, do, rows, k_pages, v_pages, work, f
 
 
 def _page_gradient_kernel(
-  static, group, q, do, rows, k_pages, v_pages, first_position, segment, index, start
-):
+  static: _Static,
+  group: int,
+  q: jax.Array,
+  do: jax.Array,
+  rows: jax.Array,
+  k_pages: jax.Array,
+  v_pages: jax.Array,
+  first_position: jax.Array,
+  segment: jax.Array,
+  index: jax.Array,
+  start: jax.Array,
+) -> tuple[jax.Array, ...]:
   """Returns bf16[k, m, z, c] twice, the gradients of the pages.
 
   Args:
@@ -1187,7 +1234,9 @@ def _page_gradient_kernel(
   return tuple(x.reshape(k_pages.shape) for x in gradients)
 
 
-def _readers(static, segments, page_size, num_pages):
+def _readers(
+  static: _Static, segments: Segments, page_size: int, num_pages: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
   """Returns (segment i32[x], index i32[x], start i32[m + 1]): who sees each page, ascending."""
   width = segments.page_table.shape[1]
   first_position = segments.positions[segments.segment_start]
@@ -1203,7 +1252,14 @@ def _readers(static, segments, page_size, num_pages):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(static, q, k_pages, v_pages, segments, sinks):
+def _attend(
+  static: _Static,
+  q: jax.Array,
+  k_pages: jax.Array,
+  v_pages: jax.Array,
+  segments: Segments,
+  sinks: jax.Array | None,
+) -> jax.Array:
   return _attend_tiles(static, q, k_pages, v_pages, segments, sinks)[0]
 
 
