@@ -103,7 +103,9 @@ def test_inputs_mix_given_greedy_and_sampled_rows():
 
 # (shards, tile, ids): many tiles of one slab, the tree of eight slabs, two warpgroups' odd tiles.
 @needs_interpreter
-@pytest.mark.parametrize("shards, tile, vocabulary", [(1, 64, 704), (8, 64, 512), long(2, 128, 640)])
+@pytest.mark.parametrize(
+  "shards, tile, vocabulary", [(1, 64, 704), (8, 64, 512), long(2, 128, 640)]
+)
 def test_every_cut_of_the_vocabulary_is_the_definition(shards, tile, vocabulary):
   config = dataclasses.replace(CONFIG, shards=shards, vocabulary_tile=tile)
   arguments = inputs(9, vocabulary=vocabulary)
