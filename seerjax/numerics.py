@@ -19,8 +19,8 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-Implementation = Literal["tiled", "pallas", "untiled"]
-IMPLEMENTATIONS = ("tiled", "pallas", "untiled")
+Implementation = Literal["tiled", "pallas", "pallas_interpreted", "untiled"]
+IMPLEMENTATIONS = ("tiled", "pallas", "pallas_interpreted", "untiled")
 DTYPES = ("float32", "bfloat16")
 # Raised with every change of ours that moves a bit; CHANGELOG.md names each.
 BITS_VERSION = 2
@@ -33,7 +33,8 @@ class NumericsConfig:
 
   Attributes:
     implementation: "tiled" is the portable invariant path; "pallas" asks for the GPU kernels;
-      "untiled" is plain XLA, whose rows depend on the batch (to measure what invariance costs).
+      "pallas_interpreted" is the same kernels on a CPU, for tests; "untiled" is plain XLA, whose
+      rows depend on the batch (to measure what invariance costs).
     row_tile: rows of the one compiled tile program of token-wise work. 16 suits small batches, 64
       training-heavy runs.
     query_tile: positions of one attention segment.
@@ -63,6 +64,12 @@ class NumericsConfig:
         f"NumericsConfig.compute_dtype: got {self.compute_dtype!r}, expected one of {DTYPES};"
         " 'float32' is usual on CPU."
       )
+    if self.uses_kernels and self.compute_dtype != "bfloat16":
+      raise ValueError(
+        f"NumericsConfig: got implementation={self.implementation!r} in {self.compute_dtype},"
+        " expected compute_dtype='bfloat16', which is what the kernels multiply; set it, or"
+        " implementation='tiled'."
+      )
     for field in ("row_tile", "query_tile", "slot_tile", "kv_split", "reduction_shards"):
       value = getattr(self, field)
       if value < 1 or value & (value - 1):
@@ -70,6 +77,16 @@ class NumericsConfig:
           f"NumericsConfig.{field}: got {value}, expected a power of two; the defaults are"
           " row_tile=16, query_tile=8, slot_tile=8, kv_split=256, reduction_shards=8."
         )
+
+  @property
+  def uses_kernels(self) -> bool:
+    """Whether rows go through `pallas_kernels`, whose sums do not depend on the batch."""
+    return self.implementation in ("pallas", "pallas_interpreted")
+
+  @property
+  def is_interpreted(self) -> bool:
+    """Whether kernels run on a CPU."""
+    return self.implementation == "pallas_interpreted"
 
   @property
   def dtype(self) -> jnp.dtype:

@@ -25,8 +25,8 @@ import numpy as np
 
 from seerjax import numerics as numerics_lib
 from seerjax.models import transformer
-from seerjax.ops import logprobs, rotary, tiles
-from seerjax.types import TokenBatch, TokenScores
+from seerjax.ops import logprobs, rotary, sampling, tiles
+from seerjax.types import SamplingParams, TokenBatch, TokenScores
 
 SEQUENCE = 6  # Positions of one sequence.
 
@@ -60,18 +60,20 @@ class Finding:
 
 def _model(numerics: numerics_lib.NumericsConfig) -> transformer.TransformerConfig:
   heads = max(numerics.reduction_shards, 2)
+  # Kernels multiply tiles of 64.
+  width = 64 if numerics.uses_kernels else 8
   return transformer.TransformerConfig(
     family="llama",
-    vocab_size=16 * heads,
+    vocab_size=2 * width * heads,
     # A width at which XLA:CPU sums a row of 8 to 31 unlike one of more: of 72 or 256 features all
     # rows agreed, untiled too, and nothing would have been measured.
     hidden_size=128,
-    intermediate_size=12 * heads,
+    intermediate_size=width * heads if numerics.uses_kernels else 12 * heads,
     num_layers=2,
     num_heads=2 * heads,
     num_kv_heads=heads,
-    head_dim=8,
-    rotary=rotary.RotaryConfig(head_dim=8),
+    head_dim=width,
+    rotary=rotary.RotaryConfig(head_dim=width),
     is_tied=False,
   )
 
@@ -159,17 +161,27 @@ def measure(numerics: numerics_lib.NumericsConfig) -> Finding:
   def scored(weights, rows, one):
     # The head without its sampling, whose sort and noise take longer to compile than all else.
     hidden, targets = rows
-    logits = transformer.logits_rows(config, None, weights, hidden, one)
-    return logprobs.score_rows(
-      logits, logits / jnp.float32(0.7), targets, numerics.reduction_shards, one
-    )
+    logits = transformer.logits_rows(config, numerics, None, weights, hidden, one)
+    return logprobs.score_rows(logits, logits / jnp.float32(0.7), targets, one, numerics)
+
+  def scores_of(params, hidden, targets, num_rows):
+    if numerics.uses_kernels:
+      # One kernel samples and scores.
+      count = targets.shape[0]
+      parameters = sampling.sampling_rows([SamplingParams(temperature=0.7)] * count)
+      _, scores = transformer.head(
+        params, hidden, targets, jax.tree.map(jnp.asarray, parameters),
+        jnp.zeros(count, jnp.uint32), jnp.zeros(count, jnp.int32), num_rows,
+        jax.random.key(0), config=config, numerics=numerics,
+      )  # fmt: skip
+      return scores
+    weights = {"final_norm": params["final_norm"], "head": params["head"]}
+    return tiles.map_rows(scored, weights, (hidden, targets), num_rows, numerics)
 
   def run(params, pages, batch: TokenBatch):
     hidden, pages = transformer.forward(params, batch, pages, config=config, numerics=numerics)
     targets = (batch.tokens * 7 + 3) % config.vocab_size
-    weights = {"final_norm": params["final_norm"], "head": params["head"]}
-    scores = tiles.map_rows(scored, weights, (hidden, targets), batch.num_rows, numerics)
-    return hidden, scores, pages
+    return hidden, scores_of(params, hidden, targets, batch.num_rows), pages
 
   def loss(params, pages, batch):
     hidden, scores, _ = run(params, pages, batch)

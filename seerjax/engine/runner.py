@@ -138,9 +138,14 @@ class Runner:
         self.config, self.numerics, num_pages=num_pages, page_size=page_size
       )
     )
-    sharding = self._sharding(parallel.INSTANCE_AXIS, parallel.MODEL_AXIS)
-    shape = (self.num_instances,)
+    shape, sharding = (self.num_instances,), self._page_sharding
     return jax.tree.map(lambda s: jnp.zeros(shape + s.shape, s.dtype, device=sharding), one)
+
+  @property
+  def _page_sharding(self) -> jax.sharding.NamedSharding:
+    """Of pages, before a step and after it: were it left open, the second step would be compiled
+    once more for pages whose sharding is spelled another way."""
+    return self._sharding(parallel.INSTANCE_AXIS, parallel.MODEL_AXIS)
 
   @functools.cached_property
   def _program(self):
@@ -153,7 +158,8 @@ class Runner:
     def step(params, pages, inputs, key):
       size = pages[0][0].shape
       num_traces[size] += 1
-      count, most = num_traces[size], self.max_programs
+      # The interpreter of kernels is known to JAX's caches only once it has run.
+      count, most = num_traces[size], self.max_programs + self.numerics.is_interpreted
       assert count <= most, (
         f"engine step: got trace {count}, expected one for each of {most} row buckets; an input"
         " changed its shape or type"
@@ -177,8 +183,8 @@ class Runner:
           check_vma=False,
         )(params, pages, inputs, key)
 
-      return jax.jit(spread, donate_argnums=(1,))
-    return jax.jit(step, donate_argnums=(1,))
+      return jax.jit(spread, donate_argnums=(1,), out_shardings=(self._page_sharding, None, None))
+    return jax.jit(step, donate_argnums=(1,), out_shardings=(self._page_sharding, None, None))
 
   def step(
     self, params: transformer.Params, pages: Any, inputs: StepInputs, key: PRNGKeyArray

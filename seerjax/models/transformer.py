@@ -22,6 +22,7 @@ from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels import token_logprobs
 from seerjax import numerics as numerics_lib, parallel
 from seerjax.array_typing import Array, Float, Int, PRNGKeyArray
 from seerjax.ops import attention, linear, logprobs, norms, rotary, sampling, tiles
@@ -224,20 +225,25 @@ def empty_pages(
 
 
 def _attention_inputs(
-  config: TransformerConfig, axis: str | None, weights: Params, rows: Any, one: Array
+  config: TransformerConfig,
+  numerics: numerics_lib.NumericsConfig,
+  axis: str | None,
+  weights: Params,
+  rows: Any,
+  one: Array,
 ):
   """f[n, d] -> queries f[n, k, g, c], keys and values f[n, k, c] of the local slabs."""
   x, cos, sin = rows
   num_rows, c = x.shape[0], config.head_dim
-  normed = norms.rms_norm_rows(x, weights["attention_norm"], config.norm_eps)
+  normed = norms.rms_norm_rows(x, weights["attention_norm"], config.norm_eps, numerics)
 
   def slab(shared, weights):
     # Norms and rotation of the heads belong in here: outside, the number of local heads would
     # shape their sums.
     normed, cos, sin, head_norms, low = shared
-    qkv = linear.dot(normed, weights["qkv"])
+    qkv = linear.dot(normed, weights["qkv"], numerics)
     if low is not None:
-      qkv = qkv + linear.dot(low, weights["qkv_lora"])
+      qkv = qkv + linear.dot(low, weights["qkv_lora"], numerics)
     qkv = qkv.astype(normed.dtype)
     if "qkv_bias" in weights:
       qkv = qkv + weights["qkv_bias"][None, :]
@@ -246,8 +252,8 @@ def _attention_inputs(
     first_key, first_value = num_kv_heads * config.group, num_kv_heads * (config.group + 1)
     q, k, v = heads[:, :first_key], heads[:, first_key:first_value], heads[:, first_value:]
     if head_norms:
-      q = norms.rms_norm_rows(q, head_norms["query_norm"], config.norm_eps)
-      k = norms.rms_norm_rows(k, head_norms["key_norm"], config.norm_eps)
+      q = norms.rms_norm_rows(q, head_norms["query_norm"], config.norm_eps, numerics)
+      k = norms.rms_norm_rows(k, head_norms["key_norm"], config.norm_eps, numerics)
     q, k = rotary.rotate_rows(q, cos, sin), rotary.rotate_rows(k, cos, sin)
     return q.reshape(num_rows, num_kv_heads, config.group, c), k, v
 
@@ -255,9 +261,11 @@ def _attention_inputs(
   slabs = {name: weights[name] for name in ("qkv", "qkv_bias") if name in weights}
   low = None
   if "qkv_lora" in weights:
-    low = _low_rank(linear.dot(normed, weights["qkv_lora"]["a"]), weights["qkv_lora"], x.dtype)
+    product = linear.dot(normed, weights["qkv_lora"]["a"], numerics)
+    low = _low_rank(product, weights["qkv_lora"], x.dtype)
     slabs["qkv_lora"] = weights["qkv_lora"]["b"]
-  by_slab = tiles.map_slabs(slab, (normed, cos, sin, head_norms, low), slabs, one, axis)
+  shared = (normed, cos, sin, head_norms, low)
+  by_slab = tiles.map_slabs(slab, shared, slabs, one, axis, numerics)
   # f[r, n, k / r, ...] -> f[n, k, ...]
   return jax.tree.map(
     lambda part: jnp.swapaxes(part, 0, 1).reshape(num_rows, -1, *part.shape[3:]), by_slab
@@ -265,7 +273,12 @@ def _attention_inputs(
 
 
 def _after_attention(
-  config: TransformerConfig, axis: str | None, weights: Params, rows: Any, one: Array
+  config: TransformerConfig,
+  numerics: numerics_lib.NumericsConfig,
+  axis: str | None,
+  weights: Params,
+  rows: Any,
+  one: Array,
 ) -> Array:
   """Output projection and gated MLP, each added to the residual stream: f[n, d] -> f[n, d]."""
   x, mixed = rows
@@ -273,43 +286,51 @@ def _after_attention(
   by_slab = jnp.swapaxes(mixed.reshape(num_rows, num_slabs, -1), 0, 1)
   if "out_lora" in weights:
     partials, low = tiles.map_slabs(
-      lambda _, slab: (linear.dot(slab[0], slab[1]), linear.dot(slab[0], slab[2])),
+      lambda _, slab: tuple(linear.dot(slab[0], w, numerics) for w in slab[1:]),
       (),
       (by_slab, weights["out"], weights["out_lora"]["a"]),
       one,
       axis,
+      numerics,
     )
-    x = x + _adapted_sum(partials, low, weights["out_lora"], x.dtype, axis)
+    x = x + _adapted_sum(partials, low, weights["out_lora"], x.dtype, axis, numerics)
   else:
-    x = x + linear.contract(by_slab, weights["out"], one, axis)
-  normed = norms.rms_norm_rows(x, weights["mlp_norm"], config.norm_eps)
-  return x + _mlp(normed, weights, one, axis)
+    x = x + linear.contract(by_slab, weights["out"], one, axis, numerics)
+  normed = norms.rms_norm_rows(x, weights["mlp_norm"], config.norm_eps, numerics)
+  return x + _mlp(normed, weights, one, axis, numerics)
 
 
-def _mlp(x: Array, weights: Params, one: Array, axis: str | None) -> Array:
+def _mlp(
+  x: Array,
+  weights: Params,
+  one: Array,
+  axis: str | None,
+  numerics: numerics_lib.NumericsConfig,
+) -> Array:
   """silu(x @ gate) * (x @ up) @ down, slab by slab in one loop."""
   slabs, low = {name: weights[name] for name in ("gate_up", "down")}, None
   if "gate_up_lora" in weights:
     adapter = weights["gate_up_lora"]
-    low = _low_rank(linear.dot(x, adapter["a"]), adapter, x.dtype)
+    low = _low_rank(linear.dot(x, adapter["a"], numerics), adapter, x.dtype)
     slabs["gate_up_lora"] = adapter["b"]
   if "down_lora" in weights:
     slabs["down_lora"] = weights["down_lora"]["a"]
 
   def slab(shared: tuple[Array, Array | None], weights: Params) -> Any:
     x, low = shared
-    gate_up = linear.dot(x, weights["gate_up"])
+    gate_up = linear.dot(x, weights["gate_up"], numerics)
     if low is not None:
-      gate_up = gate_up + linear.dot(low, weights["gate_up_lora"])
+      gate_up = gate_up + linear.dot(low, weights["gate_up_lora"], numerics)
     gate, up = jnp.split(gate_up, 2, axis=-1)
     inner = (jax.nn.silu(gate) * up).astype(x.dtype)
+    down = linear.dot(inner, weights["down"], numerics)
     if "down_lora" in weights:
-      return linear.dot(inner, weights["down"]), linear.dot(inner, weights["down_lora"])
-    return linear.dot(inner, weights["down"])
+      return down, linear.dot(inner, weights["down_lora"], numerics)
+    return down
 
-  partials = tiles.map_slabs(slab, (x, low), slabs, one, axis)
+  partials = tiles.map_slabs(slab, (x, low), slabs, one, axis, numerics)
   if "down_lora" in weights:
-    return _adapted_sum(partials[0], partials[1], weights["down_lora"], x.dtype, axis)
+    return _adapted_sum(partials[0], partials[1], weights["down_lora"], x.dtype, axis, numerics)
   return parallel.tree_sum(parallel.gather_slabs(partials, axis)).astype(x.dtype)
 
 
@@ -319,13 +340,19 @@ def _low_rank(product: Array, adapter: Params, dtype: jnp.dtype) -> Array:
 
 
 def _adapted_sum(
-  partials: Array, low: Array, adapter: Params, dtype: jnp.dtype, axis: str | None
+  partials: Array,
+  low: Array,
+  adapter: Params,
+  dtype: jnp.dtype,
+  axis: str | None,
+  numerics: numerics_lib.NumericsConfig,
 ) -> Array:
   """Adds the slabs' partial x @ W and x @ A in the tree, then the low-rank term: f[n, d]."""
   whole, low = (
     parallel.tree_sum(parallel.gather_slabs(part, axis)) for part in (partials, low)
   )
-  return (whole + linear.dot(_low_rank(low, adapter, dtype), adapter["b"])).astype(dtype)
+  low_rank = linear.dot(_low_rank(low, adapter, dtype), adapter["b"], numerics)
+  return (whole + low_rank).astype(dtype)
 
 
 def forward(
@@ -350,46 +377,37 @@ def forward(
   Returns:
     (hidden rows f[n, d] before the final norm, pages with the rows' keys and values).
   """
-  if numerics.implementation == "pallas":
-    raise NotImplementedError(
-      "forward: got implementation='pallas', expected 'tiled' or 'untiled' (this release holds no"
-      " kernels); use NumericsConfig(implementation='tiled')."
-    )
   cos, sin = rotary.table(batch.positions, batch.num_rows, config.rotary, numerics)
   page_size = pages[0][0].shape[2]
   segment_rows = attention.segment_rows(batch, numerics, page_size)
   x = params["embed"][batch.tokens]
-  inputs = functools.partial(_attention_inputs, config, axis)
-  outputs = functools.partial(_after_attention, config, axis)
+  inputs = functools.partial(_attention_inputs, config, numerics, axis)
+  outputs = functools.partial(_after_attention, config, numerics, axis)
   new_pages = []
   for weights, (k_pages, v_pages) in zip(params["layers"], pages, strict=True):
     q, k, v = tiles.map_rows(inputs, weights, (x, cos, sin), batch.num_rows, numerics)
-    k_pages = attention.write_pages(k_pages, k, batch.slots, batch.num_rows)
-    v_pages = attention.write_pages(v_pages, v, batch.slots, batch.num_rows)
+    k_pages = attention.write_pages(k_pages, k, batch.slots, batch.num_rows, numerics)
+    v_pages = attention.write_pages(v_pages, v, batch.slots, batch.num_rows, numerics)
     mixed = attention.attend(q, k_pages, v_pages, batch, segment_rows, numerics)
     x = tiles.map_rows(outputs, weights, (x, mixed), batch.num_rows, numerics)
     new_pages.append((k_pages, v_pages))
   return x, tuple(new_pages)
 
 
-def _vocabulary(x: Float[Array, "n d"], rows: Float[Array, "v d"]) -> Float[Array, "n v"]:
-  """Returns f32[n, v / r], the logits of one slab of the vocabulary."""
-  return lax.dot_general(
-    x,
-    rows,
-    (((1,), (1,)), ((), ())),
-    precision=lax.Precision.HIGHEST,
-    preferred_element_type=jnp.float32,
-  )
-
-
 def logits_rows(
-  config: TransformerConfig, axis: str | None, weights: Params, hidden: Array, one: Array
+  config: TransformerConfig,
+  numerics: numerics_lib.NumericsConfig,
+  axis: str | None,
+  weights: Params,
+  hidden: Array,
+  one: Array,
 ) -> Float[Array, "n v"]:
   """Final norm and vocabulary product: f[n, d] -> f32[n, v]. For use on the rows of one tile."""
-  normed = norms.rms_norm_rows(hidden, weights["final_norm"], config.norm_eps)
+  normed = norms.rms_norm_rows(hidden, weights["final_norm"], config.norm_eps, numerics)
   slabs = weights["head"]  # f[r, v / r, d]
-  parts = parallel.gather_slabs(tiles.map_slabs(_vocabulary, normed, slabs, one, axis), axis)
+  slab = lambda x, rows: linear.dot_rows(x, rows, numerics)
+  parts = tiles.map_slabs(slab, normed, slabs, one, axis, numerics)
+  parts = parallel.gather_slabs(parts, axis)
   return jnp.swapaxes(parts, 0, 1).reshape(hidden.shape[0], -1)
 
 
@@ -434,34 +452,83 @@ def head(
     table = parallel.local_part(whole, axis)
   weights = {"final_norm": params["final_norm"], "head": table, "key": jax.random.key_data(key)}
   is_wanted = (forced < 0) & (sampling_rows.temperature > 0)
+  rows = (hidden, forced, sampling_rows, seeds, positions, is_wanted)
+  if numerics.uses_kernels:
+    return _kernel_head(config, numerics, axis, weights, rows, num_rows)
+  return _tiled_head(config, numerics, axis, weights, rows, num_rows)
+
+
+def _tiled_head(
+  config: TransformerConfig,
+  numerics: numerics_lib.NumericsConfig,
+  axis: str | None,
+  weights: Params,
+  rows: Any,
+  num_rows: Array,
+) -> tuple[Int[Array, "n"], TokenScores]:
+  """`head`, tile by tile, each with its logits whole."""
 
   def tile(weights, rows, one):
     hidden, forced, sampling_rows, seeds, positions, is_wanted = rows
-    logits = logits_rows(config, axis, weights, hidden, one)
+    logits = logits_rows(config, numerics, axis, weights, hidden, one)
     processed = sampling.processed_rows(logits, sampling_rows)
     key = jax.random.wrap_key_data(weights["key"])
     noise = sampling.noise_rows(key, seeds, positions, is_wanted, config.vocab_size)
     chosen = sampling.choose_rows(lax.stop_gradient(processed), noise)
     tokens = jnp.where(forced >= 0, forced, chosen)
-    return tokens, logprobs.score_rows(logits, processed, tokens, numerics.reduction_shards, one)
+    return tokens, logprobs.score_rows(logits, processed, tokens, one, numerics)
 
   def given(weights, rows, one):
     # What a gradient may reach: scores of given tokens. Drawing noise again would cost more than
     # the rest, at run time and at compile time.
     hidden, forced, sampling_rows, *_ = rows
-    return _given_scores(
-      config, axis, numerics.reduction_shards, weights,
-      (hidden, jnp.maximum(forced, 0), sampling_rows), one,
-    )  # fmt: skip
+    given_rows = (hidden, jnp.maximum(forced, 0), sampling_rows)
+    return _given_scores(config, numerics, axis, weights, given_rows, one)
 
-  rows = (hidden, forced, sampling_rows, seeds, positions, is_wanted)
   return tiles.map_rows(tile, weights, rows, num_rows, numerics, gradient_of=given)
+
+
+def _kernel_head(
+  config: TransformerConfig,
+  numerics: numerics_lib.NumericsConfig,
+  axis: str | None,
+  weights: Params,
+  rows: Any,
+  num_rows: Array,
+) -> tuple[Int[Array, "n"], TokenScores]:
+  """`head` by one kernel, which holds no logits; a row that is biased or filtered is tiled.
+
+  Which of the two a row takes follows its own parameters, never its neighbours'.
+  """
+  hidden, forced, parameters, seeds, positions, _ = rows
+  key = jax.random.wrap_key_data(weights["key"])
+  fold = lambda seed, position: jax.random.fold_in(jax.random.fold_in(key, seed), position)
+  normed = norms.rms_norm_rows(hidden, weights["final_norm"], config.norm_eps, numerics)
+  tokens, *scores = token_logprobs.token_logprobs(
+    normed,
+    # Every device of the axis scores whole rows: its slabs are the table's, its bits too.
+    parallel.gather_slabs(weights["head"], axis),
+    forced,
+    parameters.temperature,
+    jax.random.key_data(jax.vmap(fold)(seeds, positions)),
+    config=token_logprobs.Config(shards=numerics.reduction_shards),
+    interpret=numerics.is_interpreted,
+  )
+  is_special = sampling.is_filtered(parameters) | jnp.any(parameters.bias_ids >= 0, axis=1)
+  common = tokens, TokenScores(*scores)
+  tiled = dataclasses.replace(numerics, implementation="tiled")
+  special = lax.cond(
+    jnp.any(is_special),
+    lambda: _tiled_head(config, tiled, axis, weights, rows, num_rows),
+    lambda: jax.tree.map(jnp.zeros_like, common),
+  )
+  return jax.tree.map(lambda a, b: jnp.where(is_special, a, b), special, common)
 
 
 def _given_scores(
   config: TransformerConfig,
+  numerics: numerics_lib.NumericsConfig,
   axis: str | None,
-  num_slabs: int,
   weights: Params,
   rows: tuple[Array, Array, SamplingRows],
   one: Array,
@@ -474,13 +541,13 @@ def _given_scores(
 
   def by_slab(rows):
     hidden, tokens, parameters = rows
-    normed = norms.rms_norm_rows(hidden, weights["final_norm"], config.norm_eps)
+    normed = norms.rms_norm_rows(hidden, weights["final_norm"], config.norm_eps, numerics)
     slabs = weights["head"]
     local, width, _ = slabs.shape
     start = 0 if axis is None else lax.axis_index(axis) * jnp.int32(local)
 
     def logits_of(slab, first):
-      raw = _vocabulary(normed, slab)
+      raw = linear.dot_rows(normed, slab, numerics)
       return raw, sampling.scaled_rows(raw, parameters, first)
 
     firsts = (start + jnp.arange(local, dtype=jnp.int32)) * jnp.int32(width)
@@ -490,9 +557,9 @@ def _given_scores(
     @jax.checkpoint
     def few(rows):
       hidden, tokens, parameters = rows
-      logits = logits_rows(config, axis, weights, hidden, one)
+      logits = logits_rows(config, numerics, axis, weights, hidden, one)
       processed = sampling.processed_rows(logits, parameters)
-      return logprobs.score_rows(logits, processed, tokens, num_slabs, one)
+      return logprobs.score_rows(logits, processed, tokens, one, numerics)
 
     return tiles.in_chunks(few, rows, FILTERED_ROWS)
 
@@ -580,7 +647,6 @@ def logits_of(
   if table is None:
     table = params["embed"].reshape(numerics.reduction_shards, -1, config.hidden_size)
   weights = {"final_norm": params["final_norm"], "head": table}
-  logits = tiles.map_rows(
-    functools.partial(logits_rows, config, None), weights, hidden, batch.num_rows, numerics
-  )
+  rows = functools.partial(logits_rows, config, numerics, None)
+  logits = tiles.map_rows(rows, weights, hidden, batch.num_rows, numerics)
   return logits.reshape(batch_size, length, -1)

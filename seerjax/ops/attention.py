@@ -26,6 +26,7 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
+from pallas_kernels import attention as kernel
 from seerjax import numerics as numerics_lib
 from seerjax.array_typing import Array, Float, Int
 from seerjax.ops import tiles
@@ -33,6 +34,8 @@ from seerjax.types import TokenBatch
 
 # A masked score. Finite, so that a fully masked row subtracts equal numbers instead of inf - inf.
 MASKED = -1e30
+# Keys that the kernel multiplies at a time, where a split has as many.
+KEY_BLOCK = 128
 # Query positions that the gradient takes at a time.
 BACKWARD_BLOCK = 64
 
@@ -185,12 +188,29 @@ def attend(
     v_pages: f[k, m, z, c].
     batch: rows and segments.
     rows: `segment_rows` of the batch.
-    numerics: "tiled" reads splits; "untiled" is plain XLA.
+    numerics: "tiled" reads splits, and so do kernels; "untiled" is plain XLA.
 
   Returns:
-    f[n, k, g, c] in q's dtype. The gradient assumes the training layout of pages: row j of a
-    micro-batch's sequences owns pages 1 + j * p to (j + 1) * p, where p is the page table's width.
+    f[n, k, g, c] in q's dtype. Without kernels, the gradient assumes the training layout of pages:
+    row j of a micro-batch's sequences owns pages 1 + j * p to (j + 1) * p, where p is the page
+    table's width.
   """
+  if numerics.uses_kernels:
+    config = kernel.Config(
+      kv_split=numerics.kv_split,
+      key_block=min(numerics.kv_split, KEY_BLOCK),
+      query_tile=numerics.query_tile,
+    )
+    segments = kernel.Segments(
+      batch.positions,
+      batch.segment_start,
+      batch.segment_length,
+      batch.page_table,
+      batch.num_segments,
+    )
+    return kernel.attention(
+      q, k_pages, v_pages, segments, config=config, interpret=numerics.is_interpreted
+    )
   return _attend(numerics, q, k_pages, v_pages, batch, rows)
 
 
@@ -375,8 +395,16 @@ def write_pages(
   values: Float[Array, "n k c"],
   slots: Int[Array, "n"],
   num_rows: Array,
+  numerics: numerics_lib.NumericsConfig,
 ) -> Float[Array, "k m z c"]:
   """Returns the pages with the first `num_rows` rows' keys (or values) at their slots."""
+  if numerics.uses_kernels:
+    # All rows at once, which is no sum: valid slots differ, and padding rows are dropped.
+    num_pages, page_size = pages.shape[1:3]
+    live = jnp.arange(slots.shape[0], dtype=jnp.int32) < num_rows
+    page = jnp.where(live, slots // page_size, num_pages)
+    update = jnp.swapaxes(values, 0, 1).astype(pages.dtype)
+    return pages.at[:, page, slots % page_size].set(update, mode="drop")
   return _write_pages(pages, values, slots, num_rows)
 
 

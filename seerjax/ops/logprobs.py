@@ -67,23 +67,25 @@ def take_rows(logits: Float[Array, "n v"], tokens: Int[Array, "n"]) -> Float[Arr
   return picked[:, 0]
 
 
-def _partials_of(logits: Any, num_slabs: int, one: Array) -> Any:
+def _partials_of(logits: Any, one: Array, numerics: numerics_lib.NumericsConfig) -> Any:
   """Maps `partial_rows` over slabs of whole rows: f32[n, v] leaves to partials f32[r, n]."""
+  num_slabs = numerics.reduction_shards
   width = jax.tree.leaves(logits)[0].shape[1] // num_slabs
 
   def slab(logits: Any, index: Array) -> Any:
     cut = lambda z: lax.dynamic_slice_in_dim(z, index * width, width, 1)
     return jax.tree.map(lambda z: partial_rows(cut(z)), logits)
 
-  return tiles.map_slabs(slab, logits, jnp.arange(num_slabs, dtype=jnp.int32), one, None)
+  indices = jnp.arange(num_slabs, dtype=jnp.int32)
+  return tiles.map_slabs(slab, logits, indices, one, None, numerics)
 
 
 def score_rows(
   logits: Float[Array, "n v"],
   processed: Float[Array, "n v"],
   tokens: Int[Array, "n"],
-  num_slabs: int,
   one: Array,
+  numerics: numerics_lib.NumericsConfig,
 ) -> TokenScores:
   """Scores tokens under both distributions. For use on the rows of one tile.
 
@@ -91,10 +93,10 @@ def score_rows(
     logits: f32[n, v], raw.
     processed: f32[n, v], after bias, temperature and filters; dropped entries are far below.
     tokens: i32[n].
-    num_slabs: r, divides v.
     one: `tiles.traced_one`.
+    numerics: its `reduction_shards` divides v.
   """
-  raw_partials, partials = _partials_of((logits, processed), num_slabs, one)
+  raw_partials, partials = _partials_of((logits, processed), one, numerics)
   normaliser, entropy = merge(partials)
   return TokenScores(
     logprob=take_rows(processed, tokens) - normaliser,
@@ -166,7 +168,7 @@ def token_logprobs(
 
   def rows(_, inputs, one):
     logits, tokens = inputs
-    return take_rows(logits, tokens) - merge(_partials_of(logits, num_slabs, one))[0]
+    return take_rows(logits, tokens) - merge(_partials_of(logits, one, numerics))[0]
 
   return tiles.map_rows(rows, (), (logits, tokens), jnp.int32(tokens.shape[0]), numerics)
 

@@ -119,7 +119,7 @@ def map_rows(
     rows: pytree of `[n, ...]`.
     num_rows: i32[], rows that are computed; the rest of the output is zero from the next multiple
       of `row_tile` on, and unspecified (but finite) before it.
-    numerics: "tiled" loops; "untiled" calls `function` once on all rows.
+    numerics: "tiled" loops; kernels and "untiled" take all rows at once.
     gradient_of: what the backward pass differentiates in its place, where part of `function` is
       dear and has no gradient. Its float outputs are those of `function`, in their order.
 
@@ -132,24 +132,26 @@ def map_rows(
   # A count that is known while tracing would give a known trip count.
   num_rows = lax.optimization_barrier(num_rows)
   functions = (function, function if gradient_of is None else gradient_of)
-  return _map_rows(functions, numerics.row_tile, weights, rows, num_rows)
+  row_tile = None if numerics.uses_kernels else numerics.row_tile
+  return _map_rows(functions, row_tile, weights, rows, num_rows)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _map_rows(
   functions: tuple[RowFunction, RowFunction],
-  row_tile: int,
+  row_tile: int | None,
   weights: Any,
   rows: Any,
   num_rows: Array,
 ):
   function, _ = functions
+  if row_tile is None:
+    return function(weights, rows, traced_one(num_rows))
   return _tiled(function, row_tile, weights, rows, num_rows)
 
 
 def _map_rows_forward(functions, row_tile, weights, rows, num_rows):
-  out = _tiled(functions[0], row_tile, weights, rows, num_rows)
-  return out, (weights, rows, num_rows)
+  return _map_rows(functions, row_tile, weights, rows, num_rows), (weights, rows, num_rows)
 
 
 def _map_rows_backward(functions, row_tile, residuals, cotangent):
@@ -219,7 +221,12 @@ _map_rows.defvjp(_map_rows_forward, _map_rows_backward)
 
 
 def map_slabs(
-  function: SlabFunction, shared: Any, slabs: Any, one: Array, axis: str | None
+  function: SlabFunction,
+  shared: Any,
+  slabs: Any,
+  one: Array,
+  axis: str | None,
+  numerics: numerics_lib.NumericsConfig,
 ) -> Any:
   """Applies a function to every local slab of a sharded dimension, each at one fixed shape.
 
@@ -229,11 +236,16 @@ def map_slabs(
     slabs: pytree of `[r, ...]`, the local slabs.
     one: `traced_one`.
     axis: mesh axis of the slabs, None on one device.
+    numerics: kernels are not looped: nothing fuses with them.
 
   Returns:
     Pytree of `[r, ...]`: equal bits however many of the slabs are local. The single slab of a model
     that no mesh may shard is not looped.
   """
+  if numerics.uses_kernels:
+    leaves, structure = jax.tree.flatten(slabs)
+    parts = [function(shared, structure.unflatten(slab)) for slab in zip(*leaves, strict=True)]
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *parts)
   if axis is None and jax.tree.leaves(slabs)[0].shape[0] == 1:
     out = function(shared, jax.tree.map(lambda leaf: leaf[0], slabs))
     return jax.tree.map(lambda leaf: leaf[None], out)

@@ -82,8 +82,8 @@ def rows_of(sequences, pieces, rows):
 @functools.partial(jax.jit, static_argnums=(6,))
 def run(q, k, v, k_pages, v_pages, batch, numerics):
   """Writes and attends: what one layer does."""
-  k_pages = attention.write_pages(k_pages, k, batch.slots, batch.num_rows)
-  v_pages = attention.write_pages(v_pages, v, batch.slots, batch.num_rows)
+  k_pages = attention.write_pages(k_pages, k, batch.slots, batch.num_rows, numerics)
+  v_pages = attention.write_pages(v_pages, v, batch.slots, batch.num_rows, numerics)
   rows = attention.segment_rows(batch, numerics, k_pages.shape[2])
   return attention.attend(q, k_pages, v_pages, batch, rows, numerics), k_pages, v_pages
 
@@ -302,7 +302,8 @@ def test_rows_are_written_to_their_slots_and_nowhere_else(count):
   values = sequence_of(5, 1)[1]
   slots = jnp.asarray([9, 4, 31, 8, 17], jnp.int32)
   pages = pages_like(5, 8, fill=-1.0)
-  written = jax.jit(attention.write_pages)(pages, values, slots, jnp.int32(count))
+  write = functools.partial(attention.write_pages, numerics=NUMERICS)
+  written = jax.jit(write)(pages, values, slots, jnp.int32(count))
   expected = np.array(pages).reshape(HEADS, 40, HEAD_DIM)
   for row in range(count):
     expected[:, int(slots[row])] = values[row]
@@ -317,7 +318,8 @@ def test_the_gradient_of_written_pages_goes_to_what_they_hold(count):
   weights = jnp.asarray(np.random.default_rng(3).standard_normal(pages.shape), jnp.float32)
 
   def loss(pages, values):
-    return jnp.sum(attention.write_pages(pages, values, slots, jnp.int32(count)) * weights)
+    written = attention.write_pages(pages, values, slots, jnp.int32(count), NUMERICS)
+    return jnp.sum(written * weights)
 
   def reference(pages, values):
     flat = pages.reshape(HEADS, 40, HEAD_DIM)

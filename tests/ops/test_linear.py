@@ -26,7 +26,8 @@ def network(x, up, down, numerics):
 
   def rows(weights, x, one):
     up, down = weights
-    return linear.contract(jnp.tanh(linear.columns(x, up, one, None)), down, one, None)
+    inner = jnp.tanh(linear.columns(x, up, one, None, numerics))
+    return linear.contract(inner, down, one, None, numerics)
 
   return tiles.map_rows(rows, (up, down), x, jnp.int32(x.shape[0]), numerics)
 
@@ -85,8 +86,8 @@ def test_devices_change_no_bit(model_shards):
   one = jnp.int32(1)
 
   def both(x, up, down, one, axis=None):
-    inner = linear.columns(x, up, one, axis)
-    return linear.contract(inner, down, one, axis)
+    inner = linear.columns(x, up, one, axis, NUMERICS)
+    return linear.contract(inner, down, one, axis, NUMERICS)
 
   expected = jax.jit(both)(x, up, down, one)
   sharded = jax.shard_map(
@@ -111,8 +112,9 @@ def test_slabs_are_added_as_a_balanced_tree_by_hand():
 def test_sums_are_float32_and_rounded_once():
   x = jnp.full((1, 257), 1, jnp.bfloat16)
   w = jnp.full((257, 1), 1, jnp.bfloat16)
-  assert float(linear.dot(x, w)[0, 0]) == 257  # 256 in bfloat16.
+  assert float(linear.dot(x, w, NUMERICS)[0, 0]) == 257  # 256 in bfloat16.
   # Two slabs of 257: 514 is no bfloat16, and rounds to 512 or 516 once, at the end.
-  found = linear.contract(x[None].repeat(2, 0), w[None].repeat(2, 0), jnp.int32(1), None)
+  one = jnp.int32(1)
+  found = linear.contract(x[None].repeat(2, 0), w[None].repeat(2, 0), one, None, NUMERICS)
   assert found.dtype == jnp.bfloat16
   assert float(found[0, 0]) == float(jnp.bfloat16(514))

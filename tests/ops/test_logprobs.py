@@ -14,6 +14,10 @@ NUMERICS = numerics_lib.NumericsConfig(row_tile=4, reduction_shards=4)
 ONE = jnp.int32(1)
 
 
+def slabs(count):
+  return numerics_lib.NumericsConfig(reduction_shards=count)
+
+
 def arguments(count, vocabulary=44, seed=0):
   rng = np.random.default_rng(seed)
   logits = jnp.asarray(4 * rng.standard_normal((count, vocabulary)), jnp.float32)
@@ -51,7 +55,7 @@ def test_scores_by_hand(num_slabs):
   # The second row keeps its second half, at probabilities 7/8 and 1/8: a slab is dropped whole.
   processed = logits.at[1, :2].set(sampling.DROPPED)
   tokens = jnp.asarray([1, 2], jnp.int32)
-  scores = logprobs.score_rows(logits, processed, tokens, num_slabs, ONE)
+  scores = logprobs.score_rows(logits, processed, tokens, ONE, slabs(num_slabs))
   np.testing.assert_allclose(scores.logprob, np.log([2 / 8, 7 / 8]), rtol=1e-6)
   np.testing.assert_allclose(scores.raw_logprob, np.log([2 / 8, 7 / 16]), rtol=1e-6)
   first = -(2 / 8 * np.log(1 / 8) + 2 / 8 * np.log(2 / 8) + 4 / 8 * np.log(4 / 8))
@@ -71,7 +75,7 @@ def test_a_single_token_left_is_certain(num_slabs):
   logits, _ = arguments(1)
   processed = jnp.full_like(logits, sampling.DROPPED).at[0, 5].set(logits[0, 5])
   tokens = jnp.asarray([5], jnp.int32)
-  scores = logprobs.score_rows(logits, processed, tokens, num_slabs, ONE)
+  scores = logprobs.score_rows(logits, processed, tokens, ONE, slabs(num_slabs))
   assert float(scores.logprob[0]) == 0.0 and float(scores.entropy[0]) == 0.0
 
 
@@ -94,7 +98,7 @@ def test_scores_by_slab_are_the_scores_and_so_are_their_gradients(num_slabs):
 
   def by_rows(hidden, table):
     logits = hidden @ table.reshape(44, 6).T
-    return logprobs.score_rows(logits, logits / 0.7, tokens, num_slabs, ONE)
+    return logprobs.score_rows(logits, logits / 0.7, tokens, ONE, slabs(num_slabs))
 
   def total(hidden, table, function):
     scores = function(hidden, table)
@@ -141,7 +145,7 @@ def test_entropy_and_logprob_gradients_are_those_of_softmax():
 
   def ours(logits):
     def rows(_, inputs, one):
-      return logprobs.score_rows(inputs[0], inputs[0] / 0.7, inputs[1], 4, one)
+      return logprobs.score_rows(inputs[0], inputs[0] / 0.7, inputs[1], one, NUMERICS)
 
     scores = tiles.map_rows(rows, (), (logits, tokens), jnp.int32(6), NUMERICS)
     return jnp.sum(scores.entropy) + 2 * jnp.sum(scores.logprob) + 3 * jnp.sum(scores.raw_logprob)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
@@ -118,14 +119,16 @@ def test_a_long_backward_pass_runs_in_chunks_and_says_the_same(dtype):
 def network(x, scale, w, tokens, num_rows, numerics):
   """Two layers and scored tokens, with work between the loops that XLA would like to fuse."""
   for _ in range(2):
+    norm = lambda scale, x, _: norms.rms_norm_rows(x, scale, 1e-6, numerics)
+    x = tiles.map_rows(norm, scale, x, num_rows, numerics)
     x = tiles.map_rows(
-      lambda scale, x, _: norms.rms_norm_rows(x, scale, 1e-6), scale, x, num_rows, numerics
+      lambda w, x, _: jnp.tanh(linear.dot(x, w, numerics)) + x, w, x, num_rows, numerics
     )
-    x = tiles.map_rows(lambda w, x, _: jnp.tanh(linear.dot(x, w)) + x, w, x, num_rows, numerics)
 
   def score(_, rows, one):
     logits, tokens = rows
-    return logprobs.score_rows(logits, logits, tokens, 1, one).logprob
+    whole = dataclasses.replace(numerics, reduction_shards=1)
+    return logprobs.score_rows(logits, logits, tokens, one, whole).logprob
 
   return x, tiles.map_rows(score, (), (x * 3, tokens), num_rows, numerics)
 
@@ -197,7 +200,7 @@ def test_slabs_and_their_gradients_are_those_of_the_plain_function(num_slabs, ax
   table, index = jnp.arange(num_slabs * 4, dtype=jnp.int32).reshape(num_slabs, 4), jnp.int32(2)
 
   def looped(x, w, one):
-    out = tiles.map_slabs(slab_function, (x, index), (w, table), one, axis)
+    out = tiles.map_slabs(slab_function, (x, index), (w, table), one, axis, NUMERICS)
     return jnp.sum(jnp.sin(out["y"])), out
 
   def plain(x, w):

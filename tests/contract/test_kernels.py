@@ -1,0 +1,148 @@
+"""The engine through the GPU kernels, in their interpreter: a request's bits are its own.
+
+The interpreter's tensor core is numpy, so this shows that what the kernels are handed, and what is
+done between them, never mixes rows; what the tensor core itself does, a GPU has to show.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import gpu
+from seerjax import numerics as numerics_lib
+from seerjax.engine import engine as engine_lib
+from seerjax.models import transformer
+from seerjax.ops import rotary, sampling
+from seerjax.types import Request, SamplingParams
+
+pytestmark = pytest.mark.skipif(gpu.device_reason(True) is not None, reason="no GPU interpreter")
+
+NUMERICS = numerics_lib.NumericsConfig(
+  implementation="pallas_interpreted",
+  compute_dtype="bfloat16",
+  row_tile=4,
+  query_tile=4,
+  slot_tile=2,
+  kv_split=64,
+  reduction_shards=1,
+)
+# The least that the kernels take: tiles of 64.
+CONFIG = transformer.TransformerConfig(
+  family="qwen3",
+  vocab_size=128,
+  hidden_size=64,
+  intermediate_size=64,
+  num_layers=1,
+  num_heads=2,
+  num_kv_heads=1,
+  head_dim=64,
+  rotary=rotary.RotaryConfig(head_dim=64),
+  is_tied=True,
+)
+PAGE_SIZE, ROWS = 32, 8
+
+
+@functools.cache
+def params():
+  master = transformer.init(jax.random.key(0), CONFIG, NUMERICS)
+  return transformer.compute_params(master, NUMERICS)
+
+
+@functools.partial(jax.jit, static_argnums=3)
+def step(params, batch, rows, numerics):
+  """One batch of `ROWS` rows through forward and head, which scores tokens."""
+  pages = transformer.empty_pages(CONFIG, numerics, num_pages=9, page_size=PAGE_SIZE)
+  hidden, _ = transformer.forward(params, batch, pages, config=CONFIG, numerics=numerics)
+  forced = (batch.tokens * 7 + 3) % CONFIG.vocab_size
+  return hidden, transformer.head(
+    params, hidden, forced, rows, jnp.zeros(ROWS, jnp.uint32), batch.positions,
+    batch.num_rows, jax.random.key(1), config=CONFIG, numerics=numerics,
+  )  # fmt: skip
+
+
+def sequences(lengths):
+  """A batch of `ROWS` rows with sequences of these lengths side by side, and its rows' places."""
+  whole, _ = transformer.sequences_batch(1, ROWS, NUMERICS, PAGE_SIZE)
+  rng = np.random.default_rng(5)
+  tokens = {length: rng.integers(0, CONFIG.vocab_size, 16).astype(np.int32) for length in (3, 4, 1)}
+  fields = {name: np.zeros_like(np.asarray(value)) for name, value in whole._asdict().items()}
+  table = np.zeros((ROWS, 2), np.int32)
+  none = np.zeros(ROWS, np.int32)
+  fields |= dict(page_table=table, segment_start=none.copy(), segment_length=none.copy())
+  first, places = 0, {}
+  for index, length in enumerate(lengths):
+    rows = slice(first, first + length)
+    fields["tokens"][rows] = tokens[length][:length]
+    fields["positions"][rows] = np.arange(length)
+    fields["slots"][rows] = (1 + 2 * index) * PAGE_SIZE + np.arange(length)
+    fields["segment_start"][index], fields["segment_length"][index] = first, length
+    table[index] = (1 + 2 * index, 2 + 2 * index)
+    places[length] = rows
+    first += length
+  fields["num_rows"], fields["num_segments"] = np.int32(first), np.int32(len(lengths))
+  return type(whole)(**jax.tree.map(jnp.asarray, fields)), places
+
+
+def run(lengths, numerics=NUMERICS):
+  """Returns f32[8, d + 3], hidden rows and scores, and where each sequence lies."""
+  batch, places = sequences(lengths)
+  rows = sampling.sampling_rows([SamplingParams(temperature=0.8)] * ROWS)
+  hidden, (_, scores) = step(params(), batch, jax.tree.map(jnp.asarray, rows), numerics)
+  columns = [np.asarray(hidden, np.float32), *(np.asarray(score)[:, None] for score in scores)]
+  return np.concatenate(columns, axis=1), places
+
+
+def test_a_row_has_its_bits_whatever_is_beside_it():
+  together, places = run((3, 4, 1))
+  assert np.isfinite(together).all()
+  for lengths in ((3,), (1, 3), (4, 3)):
+    found, where = run(lengths)
+    np.testing.assert_array_equal(found[where[3]], together[places[3]], err_msg=f"in {lengths}")
+
+
+def test_the_kernels_agree_with_the_portable_path():
+  tiled = dataclasses.replace(NUMERICS, implementation="tiled")
+  found, places = run((3, 4, 1))
+  expected, _ = run((3, 4, 1), tiled)
+  for rows in places.values():
+    np.testing.assert_allclose(found[rows], expected[rows], atol=0.02, rtol=0.02)
+
+
+@pytest.mark.long
+def test_requests_say_alone_what_they_say_together():
+  def engine(most):
+    return engine_lib.Engine(
+      CONFIG,
+      params(),
+      numerics=NUMERICS,
+      config=engine_lib.EngineConfig(
+        page_size=PAGE_SIZE, num_pages=17, max_sequences=most, max_context=128, row_buckets=(ROWS,)
+      ),
+      key=jax.random.key(1),
+    )
+
+  requests = [
+    Request(
+      request_id=str(i),
+      prompt=tuple(range(3 + 5 * i)),
+      sampling=SamplingParams(max_tokens=4, temperature=float(i), top_k=3 if i == 2 else 0),
+      seed=i,
+    )
+    for i in range(4)
+  ]
+
+  def said(completion):
+    return completion.tokens, completion.behaviour_logprobs.tobytes()
+
+  shared = engine(4)
+  together = {done.request_id: said(done) for done in shared.generate(requests)}
+  assert len({tokens for tokens, _ in together.values()}) > 1
+  for request in requests:
+    (alone,) = shared.generate([request])
+    assert said(alone) == together[request.request_id]
