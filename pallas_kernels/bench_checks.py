@@ -1,9 +1,10 @@
 """What has to hold before a kernel's speed means anything: its values, and its bits.
 
-Three kinds of check. Agreement: with the definition, on random numbers, in f64 on the host where
+Four kinds of check. Agreement: with the definition, on random numbers, in f64 on the host where
 that is small. Invariance: a row alone, in a batch, permuted, beside any number of rows, and again,
-has the same bits. Claims: fields of a `Config` that are said to move no bit, each against another
-value of it. Sizes are those of the models' layers on a GPU, and tiny in the interpreter.
+has the same bits. Claim: a field of `Config` that is said to move no bit, against another value of
+it. Question: the same for a field of which nothing is said yet; neither answer is a failure. Sizes
+are those of the models' layers on a GPU, and tiny in the interpreter.
 """
 
 from __future__ import annotations
@@ -11,13 +12,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 import dataclasses
 import functools
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import attention, matmul, rms_norm
+from pallas_kernels import attention, matmul, rms_norm, token_logprobs
 
 # f64 on the host up to so many multiplications; the f32 definition on the device beyond.
 HOST_PRODUCTS = 1 << 34
@@ -29,12 +30,15 @@ ATTENTION = (2**-7, 2**-5)
 GRADIENT = (2**-6, 2**-4)
 
 
+Kind: TypeAlias = Literal["agreement", "invariance", "claim", "question"]
+
+
 @dataclasses.dataclass(frozen=True)
 class Check:
   """One thing that holds or does not, and what was seen."""
 
   kernel: str
-  kind: Literal["agreement", "invariance", "claim"]
+  kind: Kind
   what: str
   passed: bool
   seen: str
@@ -49,22 +53,30 @@ class Sizes:
     weights: (k, n, shards) of matmul; every number of rows is tried on the first.
     rows: of agreement, of matmul and of norms.
     sweeps: numbers of rows that must not matter, by name.
+    claim_rows: of matmul's claims.
+    swapped_rows: of the questions about its swapped orientation, one for each width of a tile.
     features: of norms.
     layers: (key/value heads, group, head_dim, window) of attention; those with a window have sinks.
     context: positions of a sequence.
     lengths: where single rows and drafts are put, in positions seen.
     attention: its `Config`.
+    tables: (features, vocabulary) of token_logprobs.
+    scored_rows: most and fewer rows that are scored.
   """
 
   interpret: bool
   weights: tuple[tuple[int, int, int], ...]
   rows: tuple[int, ...]
   sweeps: tuple[tuple[str, tuple[int, ...]], ...]
+  claim_rows: int
+  swapped_rows: tuple[int, ...]
   features: tuple[int, ...]
   layers: tuple[tuple[int, int, int, int | None], ...]
   context: int
   lengths: tuple[int, ...]
   attention: attention.Config
+  tables: tuple[tuple[int, int], ...]
+  scored_rows: tuple[int, ...]
 
 
 # Layers of Qwen3-8B, Qwen3-30B-A3B and gpt-oss-120b.
@@ -77,22 +89,30 @@ FULL = Sizes(
     ("127 to 129 and 255 to 257 rows", (127, 128, 129, 255, 256, 257)),
     ("1000 and 4096 rows", (1000, 4096)),
   ),
+  claim_rows=257,
+  swapped_rows=(8, 16, 32, 64),
   features=(4096, 2880),
   layers=((8, 4, 128, None), (8, 8, 64, 128)),
   context=4352,
   lengths=(1, 255, 256, 257, 511, 2048, 4097),
   attention=attention.Config(),
+  tables=((4096, 151936), (2880, 201088)),
+  scored_rows=(200, 1, 64, 65),
 )
 TINY = Sizes(
   interpret=False,
   weights=((512, 64, 8), (128, 192, 1)),
   rows=(1, 9, 70),
   sweeps=(("1, 8, 9 and 65 rows", (1, 8, 9, 65)),),
+  claim_rows=70,
+  swapped_rows=(8, 64),
   features=(64,),
   layers=((1, 2, 64, 70),),
   context=160,
   lengths=(1, 64, 65, 130),
   attention=attention.Config(kv_split=64, key_block=64, query_tile=8),
+  tables=((64, 512),),
+  scored_rows=(70, 1, 9),
 )
 
 
@@ -102,6 +122,7 @@ def kernel_checks(sizes: Sizes) -> dict[str, Iterable[Check]]:
     "matmul": matmul_checks(sizes),
     "attention": attention_checks(sizes),
     "rms_norm": rms_norm_checks(sizes),
+    "token_logprobs": token_logprobs_checks(sizes),
   }
 
 
@@ -137,9 +158,7 @@ def agreement(
   return Check(kernel, "agreement", what, relative <= limits[0] and worst <= limits[1], seen)
 
 
-def same_bits(
-  kernel: str, kind: Literal["invariance", "claim"], what: str, pairs: Iterable[tuple[Any, Any]]
-) -> Check:
+def same_bits(kernel: str, kind: Kind, what: str, pairs: Iterable[tuple[Any, Any]]) -> Check:
   """Compares bits of (found, expected) pairs."""
   count = total = 0
   for found, expected in pairs:
@@ -248,20 +267,31 @@ def _transposed(sizes: Sizes) -> Callable[..., jax.Array]:
 def _matmul_claims(
   sizes: Sizes, of: Callable[..., Any], x: jax.Array, w: jax.Array, shards: int
 ) -> Iterator[Check]:
-  few, many = (x[: min(x.shape[0], rows)] for rows in (8, 257))
+  most = sizes.claim_rows
   claims = (
-    ("swapped_rows 64 == 0 (swapped == tall)", few, {"swapped_rows": 64}, {"swapped_rows": 0}),
-    ("block_m 64 == 128", many, {"block_m": 64}, {"block_m": 128}),
-    ("block_n 128 == 256", many, {"block_n": 128}, {"block_n": 256}),
-    ("swapped_block_n 64 == 128", few, {"swapped_block_n": 64}, {"swapped_block_n": 128}),
-    ("max_stages 2 == 8", many, {"max_stages": 2}, {"max_stages": 8}),
-    ("snake_width 1 == 8", many, {"snake_width": 1}, {"snake_width": 8}),
-  )
-  for what, rows, *settings in claims:
+    ("block_m 64 == 128", most, {"block_m": 64}, {}),
     # Shards halve block_n, so its width is asked for without them.
-    sharded = {} if "block_n" in settings[0] else {"shards": shards}
-    left, right = (of(**sharded, **fields)(rows, w) for fields in settings)
-    yield same_bits("matmul", "claim", what, [(left, right)])
+    ("block_n 128 == 256", most, {"block_n": 128, "shards": 1}, {"shards": 1}),
+    ("max_stages 2 == 8", most, {"max_stages": 2}, {}),
+    ("snake_width 1 == 8", most, {"snake_width": 1}, {}),
+  )
+  questions = (
+    *(
+      (f"swapped_rows 64 == 0 (swapped == tall), {rows} rows", rows, {"swapped_rows": 64}, {})
+      for rows in sizes.swapped_rows
+    ),
+    (
+      "swapped_block_n 64 == 128",
+      sizes.swapped_rows[0],
+      {"swapped_rows": 64},
+      {"swapped_rows": 64, "swapped_block_n": 128},
+    ),
+  )
+  kinds: tuple[tuple[Kind, Any], ...] = (("claim", claims), ("question", questions))
+  for kind, asked in kinds:
+    for what, rows, *settings in asked:
+      left, right = (of(**{"shards": shards} | fields)(x[:rows], w) for fields in settings)
+      yield same_bits("matmul", kind, what, [(left, right)])
 
 
 # ----- rms_norm
@@ -494,3 +524,94 @@ def _attention_gradient_checks(
     f"gradients again, {name}",
     [(kernel(q, k, v), (out, found))],
   )
+
+
+# ----- token_logprobs
+
+
+def scoring_inputs(num_rows: int, features: int, vocabulary: int) -> tuple[Any, ...]:
+  """Returns token_logprobs' arguments; rows in turn are scored, sampled and greedy."""
+  rng = np.random.default_rng(3)
+  kind = np.arange(num_rows) % 3
+  targets = np.where(kind == 0, rng.integers(0, vocabulary, num_rows), -1)
+  return (
+    normal(0, num_rows, features) * jnp.bfloat16(features**-0.5),
+    normal(1, vocabulary, features),
+    jnp.asarray(targets, jnp.int32),
+    jnp.asarray(np.where(kind == 2, 0.0, 0.5 + rng.random(num_rows)), jnp.float32),
+    jnp.asarray(rng.integers(0, 2**32, (num_rows, 2)), jnp.uint32),
+  )
+
+
+def _rows_of(inputs: tuple[Any, ...], rows: Any) -> tuple[Any, ...]:
+  hidden, table, *rest = inputs
+  return hidden[rows], table, *(x[rows] for x in rest)
+
+
+def token_logprobs_checks(sizes: Sizes) -> Iterator[Check]:
+  kernel = "token_logprobs"
+
+  @functools.cache
+  def of(**fields: Any) -> Callable[..., Any]:
+    config = token_logprobs.Config(**fields)
+    return jax.jit(
+      functools.partial(token_logprobs.token_logprobs, config=config, interpret=sizes.interpret)
+    )
+
+  call = of()
+  most, *fewer = sizes.scored_rows
+  for features, vocabulary in sizes.tables:
+    name = f"{most} rows, table [{vocabulary}, {features}]"
+    inputs = scoring_inputs(most, features, vocabulary)
+    found = call(*inputs)
+    whole = jax.tree.map(np.asarray, found)
+    expected = token_logprobs.reference(*inputs)
+    same = int((whole.tokens == np.asarray(expected.tokens)).sum())
+    yield Check(
+      kernel, "agreement", f"tokens, {name}", same == most, f"{same} of {most} tokens are equal"
+    )
+    for field in ("logprob", "raw_logprob", "entropy"):
+      got, want = getattr(found, field), getattr(expected, field)
+      yield agreement(kernel, f"{field}, {name}", got, want, FLOAT32)
+    yield same_bits(
+      kernel,
+      "invariance",
+      f"alone, other numbers of rows, permuted, again; {name}",
+      [
+        (call(*_rows_of(inputs, rows)), type(whole)(*(x[rows] for x in whole)))
+        for rows in (
+          *(slice(0, count) for count in fewer),
+          slice(most - 1, most),
+          np.random.default_rng(2).permutation(most),
+          slice(0, most),
+        )
+      ],
+    )
+  claims = ({"max_stages": 2}, {"snake_width": 1})
+  for fields in claims:
+    what = ", ".join(f"{field} {value} == 8" for field, value in fields.items())
+    yield same_bits(kernel, "claim", what, [(of(**fields)(*inputs), whole)])
+  yield from _token_logprobs_gradient_checks(sizes)
+
+
+def _token_logprobs_gradient_checks(sizes: Sizes) -> Iterator[Check]:
+  features, vocabulary = sizes.tables[0]
+  most = sizes.scored_rows[0]
+  hidden, table, _, temperature, keys = scoring_inputs(most, features, vocabulary)
+  targets = jnp.arange(most, dtype=jnp.int32)
+  cotangents = normal(4, 3, most, dtype=jnp.float32)
+  kernel = functools.partial(token_logprobs.token_logprobs, interpret=sizes.interpret)
+
+  def gradients(function, hidden, table):
+    scored = lambda hidden, table: function(hidden, table, targets, temperature, keys)[1:]
+    scores, pull = jax.vjp(scored, hidden, table)
+    return scores, *pull(tuple(cotangents))
+
+  call = jax.jit(functools.partial(gradients, kernel))
+  scores, dhidden, dtable = call(hidden, table)
+  exact = [x.astype(jnp.float32) for x in (hidden, table)]
+  _, *expected = gradients(token_logprobs.reference, *exact)
+  for label, got, want in zip(("dhidden", "dtable"), (dhidden, dtable), expected):
+    yield agreement("token_logprobs", f"{label}, {most} rows", got, want, GRADIENT)
+  again = [(call(hidden, table), (scores, dhidden, dtable))]
+  yield same_bits("token_logprobs", "invariance", "gradients again", again)

@@ -1,0 +1,403 @@
+"""What is timed: the layers of three models, beside what else can compute them.
+
+One case is one call of a kernel at one shape, the bytes and operations that it cannot do without,
+the bar that it should pass, and its peers. Bytes count each input and output once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+import dataclasses
+import functools
+import importlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels import attention, matmul, rms_norm, token_logprobs
+from pallas_kernels.bench_timing import Contestant
+
+# Positions of one page of keys or values.
+PAGE = 64
+# Drafts that a verification looks at.
+DRAFTS = 8
+# Attention with fewer (segment, key/value head) makes an item of each split.
+PARALLEL_ITEMS = 264
+
+
+@dataclasses.dataclass(frozen=True)
+class Bar:
+  """What a case should reach.
+
+  Attributes:
+    measure: "copy", the time of a copy of the same bytes over the case's; "peak", the share of the
+      best matmul rate seen; else the name of a peer, whose time is divided by the case's.
+    least: at least so much.
+  """
+
+  measure: str
+  least: float
+
+
+COPY, PEAK = "copy", "peak"
+CUBLAS, ONE_TOKEN = "jnp.dot (cuBLAS)", "one token"
+ROWS_FROM_MEMORY = Bar(COPY, 0.80)
+ROWS_FROM_TENSOR_CORE = Bar(CUBLAS, 0.85)
+DECODE, PREFILL, NORM = Bar(COPY, 0.75), Bar(PEAK, 0.60), Bar(COPY, 0.85)
+# At most 1.05 times the time of one token.
+VERIFICATION = Bar(ONE_TOKEN, 1 / 1.05)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+  """One call of a kernel, and who else can make it."""
+
+  kernel: str
+  name: str
+  ours: Contestant
+  peers: tuple[Contestant, ...]
+  num_bytes: float
+  num_operations: float
+  bar: Bar | None = None
+
+  def expected_seconds(self, copy_bandwidth: float, matmul_peak: float) -> float:
+    return max(self.num_bytes / copy_bandwidth, self.num_operations / matmul_peak)
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+  """The sizes of a model's layers; `window` is that of its windowed layers, which have sinks."""
+
+  name: str
+  hidden: int
+  heads: int
+  kv_heads: int
+  head_dim: int
+  intermediate: int
+  vocabulary: int
+  window: int | None = None
+
+
+QWEN3_8B = Model("Qwen3-8B", 4096, 32, 8, 128, 12288, 151936)
+# The intermediate size of the other two is that of one expert.
+QWEN3_30B = Model("Qwen3-30B-A3B", 2048, 32, 4, 128, 768, 151936)
+GPT_OSS = Model("gpt-oss-120b", 2880, 64, 8, 64, 2880, 201088, window=128)
+MODELS = (QWEN3_8B, QWEN3_30B, GPT_OSS)
+# (rows, in this order; (sequences, context) of decoding; the same of prefill)
+MATMUL_ROWS = (4096, 1024, 64, 8, 1, 16)
+NORM_ROWS = (4096, 64)
+SCORED_ROWS = (64, 4096)
+DECODES = ((64, 8192), (16, 8192), (4, 8192), (1, 8192))
+PREFILLS = ((4, 2048), (1, 8192))
+
+
+def cases() -> Iterator[Case]:
+  """Yields all cases, the ones whose bars are named first: time may not suffice for all."""
+  for model in MODELS:
+    for sequences, context in DECODES:
+      yield decode(model, sequences, context)
+      yield verification(model, sequences, context)
+    for sequences, context in PREFILLS:
+      yield prefill(model, sequences, context)
+    for num_rows in MATMUL_ROWS:
+      for layer in layers(model):
+        yield product(model, layer, num_rows)
+      yield gate_up(model, num_rows)
+    for num_rows in NORM_ROWS:
+      yield norm(model, num_rows)
+    for num_rows in SCORED_ROWS:
+      yield scores(model, num_rows)
+  yield decode(GPT_OSS, 64, 8192, window=GPT_OSS.window)
+
+
+def struct(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
+  return jax.ShapeDtypeStruct(shape, dtype)
+
+
+# ----- matmul
+
+
+@dataclasses.dataclass(frozen=True)
+class Layer:
+  """A weight [k, n] whose contraction is cut into `shards`."""
+
+  name: str
+  k: int
+  n: int
+  shards: int
+
+
+def layers(model: Model) -> tuple[Layer, ...]:
+  """Returns a model's weights but the pair; what a mesh would cut along k is cut into 8."""
+  shards = 8 if model.intermediate % (8 * 64) == 0 else 1
+  wide = (model.heads + 2 * model.kv_heads) * model.head_dim
+  return (
+    Layer("qkv", model.hidden, wide, 1),
+    Layer("out", model.heads * model.head_dim, model.hidden, 8),
+    Layer("down", model.intermediate, model.hidden, shards),
+  )
+
+
+def product(model: Model, layer: Layer, num_rows: int) -> Case:
+  inputs = (struct(num_rows, layer.k), struct(layer.k, layer.n))
+  few = num_rows <= 64
+  ours = Contestant(
+    "matmul",
+    functools.partial(matmul.matmul, config=matmul.Config(shards=layer.shards)),
+    inputs,
+  )
+  swapped = Contestant(
+    "matmul, swapped_rows=64",
+    functools.partial(matmul.matmul, config=matmul.Config(shards=layer.shards, swapped_rows=64)),
+    inputs,
+  )
+  return Case(
+    "matmul",
+    f"{model.name} {layer.name}, {num_rows} rows",
+    ours,
+    (
+      Contestant(CUBLAS, jnp.dot, inputs),
+      *((swapped,) if few else ()),
+      Contestant("Pallas hopper_matmul_mgpu", stock_matmul, inputs),
+      Contestant("torch.mm", lambda torch, x, w: torch.mm(x, w), inputs, is_torch=True),
+    ),
+    2.0 * (num_rows * layer.k + layer.k * layer.n + num_rows * layer.n),
+    2.0 * num_rows * layer.k * layer.n,
+    ROWS_FROM_MEMORY if few else ROWS_FROM_TENSOR_CORE if num_rows >= 1024 else None,
+  )
+
+
+def gate_up(model: Model, num_rows: int) -> Case:
+  weight = struct(model.hidden, model.intermediate)
+  inputs = (struct(num_rows, model.hidden), weight, weight)
+  few = num_rows <= 64
+
+  def of_torch(torch: Any, x: Any, gate: Any, up: Any) -> Any:
+    return torch.nn.functional.silu(torch.mm(x, gate)) * torch.mm(x, up)
+
+  return Case(
+    "matmul",
+    f"{model.name} gate_up, {num_rows} rows",
+    Contestant("swiglu", matmul.swiglu, inputs),
+    (
+      Contestant(CUBLAS, lambda x, g, u: jax.nn.silu(jnp.dot(x, g)) * jnp.dot(x, u), inputs),
+      Contestant("torch.mm", of_torch, inputs, is_torch=True),
+    ),
+    2.0 * (num_rows * model.hidden + 2 * weight.size + num_rows * model.intermediate),
+    4.0 * num_rows * weight.size,
+    ROWS_FROM_MEMORY if few else ROWS_FROM_TENSOR_CORE if num_rows >= 1024 else None,
+  )
+
+
+def stock_matmul(x: jax.Array, w: jax.Array) -> jax.Array:
+  """The Hopper matmul that JAX ships, at a good configuration of its own search."""
+  stock = importlib.import_module("jax.experimental.pallas.ops.gpu.hopper_matmul_mgpu")
+  config = stock.TuningConfig(
+    tile_m=128 if x.shape[0] % 128 == 0 else 64,
+    tile_n=128 if w.shape[1] % 256 == 0 else 64,
+    tile_k=64,
+    max_concurrent_steps=4,
+    grid_minor_dim=stock.MatmulDimension.N,
+    grid_tile_width=8,
+  )
+  return stock.matmul(x, w, None, config)
+
+
+# ----- attention
+
+
+def paged(model: Model, sequences: int, context: int, new: int, tile: int) -> tuple[Any, ...]:
+  """Returns attention's inputs for the last `new` positions of each sequence, in random pages."""
+  width = -(-context // PAGE)
+  starts = np.arange(0, new, tile, dtype=np.int32)
+  num_segments = sequences * len(starts)
+  rng = np.random.default_rng(0)
+  table = rng.permutation(sequences * width).reshape(sequences, width).astype(np.int32)
+  segments = attention.Segments(
+    positions=np.tile(np.arange(context - new, context, dtype=np.int32), sequences),
+    segment_start=(np.arange(sequences, dtype=np.int32)[:, None] * new + starts).reshape(-1),
+    segment_length=np.tile(np.minimum(new - starts, tile).astype(np.int32), sequences),
+    page_table=np.repeat(table, len(starts), axis=0),
+    num_segments=np.array(num_segments, np.int32),
+  )
+  group = model.heads // model.kv_heads
+  pages = struct(model.kv_heads, sequences * width, PAGE, model.head_dim)
+  return struct(sequences * new, model.kv_heads, group, model.head_dim), pages, pages, segments
+
+
+def _config(model: Model, sequences: int, new: int) -> attention.Config:
+  few = sequences * -(-new // attention.Config().query_tile) * model.kv_heads < PARALLEL_ITEMS
+  return attention.Config(mode="parallel" if few else "sequential")
+
+
+def _attention(
+  name: str,
+  model: Model,
+  sequences: int,
+  context: int,
+  new: int,
+  config: attention.Config,
+  window: int | None = None,
+) -> Contestant:
+  inputs = paged(model, sequences, context, new, config.query_tile)
+  call = functools.partial(attention.attention, config=config, window=window)
+  if model.window is None:
+    return Contestant(name, call, inputs)
+  sinks = struct(model.kv_heads, model.heads // model.kv_heads, dtype=jnp.float32)
+  return Contestant(
+    name, lambda q, k, v, segments, sinks: call(q, k, v, segments, sinks=sinks), (*inputs, sinks)
+  )
+
+
+def _attention_bytes(model: Model, sequences: int, context: int, new: int) -> float:
+  keys = 2 * sequences * context * model.kv_heads * model.head_dim
+  return 2.0 * (keys + 2 * sequences * new * model.heads * model.head_dim)
+
+
+def _attention_operations(model: Model, sequences: int, context: int, new: int) -> float:
+  seen = new * (context - new) + new * (new + 1) / 2
+  return 4.0 * sequences * seen * model.heads * model.head_dim
+
+
+def _dense(
+  model: Model, sequences: int, context: int, new: int, dtype: Any = jnp.bfloat16
+) -> tuple[Any, ...]:
+  keys = struct(sequences, context, model.kv_heads, model.head_dim, dtype=dtype)
+  return struct(sequences, new, model.heads, model.head_dim, dtype=dtype), keys, keys
+
+
+def _dense_peers(
+  model: Model, sequences: int, context: int, new: int
+) -> tuple[Contestant, Contestant]:
+  """Attention over keys that lie in one piece, without sinks: cuDNN's and PyTorch's."""
+  is_causal = new == context
+  inputs = _dense(model, sequences, context, new)
+
+  def of_torch(torch: Any, q: Any, k: Any, v: Any) -> Any:
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    attend = torch.nn.functional.scaled_dot_product_attention
+    return attend(q, k, v, is_causal=is_causal, enable_gqa=True)
+
+  cudnn = functools.partial(
+    jax.nn.dot_product_attention, is_causal=is_causal, implementation="cudnn"
+  )
+  return (
+    Contestant("cuDNN", lambda q, k, v: cudnn(q, k, v), inputs),
+    Contestant("torch SDPA", of_torch, inputs, is_torch=True),
+  )
+
+
+def decode(model: Model, sequences: int, context: int, window: int | None = None) -> Case:
+  config = _config(model, sequences, 1)
+  other = "sequential" if config.mode == "parallel" else "parallel"
+  name = f"{model.name} decode, {sequences} x {context}"
+  seen = context if window is None else window
+  peers = () if window else _dense_peers(model, sequences, context, 1)
+  return Case(
+    "attention",
+    name if window is None else f"{name}, window {window}",
+    _attention(config.mode, model, sequences, context, 1, config, window),
+    (
+      _attention(
+        other, model, sequences, context, 1, dataclasses.replace(config, mode=other), window
+      ),
+      *peers,
+    ),
+    _attention_bytes(model, sequences, seen, 1),
+    _attention_operations(model, sequences, seen, 1),
+    DECODE if sequences == 64 and window is None else None,
+  )
+
+
+def verification(model: Model, sequences: int, context: int) -> Case:
+  """A token and its drafts, against the token alone over the same pages."""
+  new = 1 + DRAFTS
+  config = _config(model, sequences, new)
+  return Case(
+    "attention",
+    f"{model.name} verification of {DRAFTS} drafts, {sequences} x {context}",
+    _attention("verification", model, sequences, context, new, config),
+    (_attention(ONE_TOKEN, model, sequences, context, 1, config),),
+    _attention_bytes(model, sequences, context, new),
+    _attention_operations(model, sequences, context, new),
+    VERIFICATION,
+  )
+
+
+def prefill(model: Model, sequences: int, context: int) -> Case:
+  config = _config(model, sequences, context)
+  half = _dense(model, sequences, context, context, jnp.float16)
+  return Case(
+    "attention",
+    f"{model.name} prefill, {sequences} x {context}",
+    _attention(config.mode, model, sequences, context, context, config),
+    (
+      *_dense_peers(model, sequences, context, context),
+      # It stages in float16 whatever it is given.
+      Contestant("Pallas attention_mgpu, float16", stock_attention, half),
+    ),
+    _attention_bytes(model, sequences, context, context),
+    _attention_operations(model, sequences, context, context),
+    PREFILL,
+  )
+
+
+def stock_attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+  """The causal attention for Hopper that JAX ships."""
+  stock = importlib.import_module("jax.experimental.pallas.ops.gpu.attention_mgpu")
+  config = stock.TuningConfig(block_q=64, block_kv=128, max_concurrent_steps=2, causal=True)
+  return stock.attention(q, k, v, config)
+
+
+# ----- rms_norm, token_logprobs
+
+
+def norm(model: Model, num_rows: int) -> Case:
+  inputs = (struct(num_rows, model.hidden), struct(model.hidden))
+
+  def of_torch(torch: Any, x: Any, scale: Any) -> Any:
+    return torch.nn.functional.rms_norm(x, (model.hidden,), scale, 1e-6)
+
+  return Case(
+    "rms_norm",
+    f"{model.name} norm, {num_rows} rows",
+    Contestant("rms_norm", rms_norm.rms_norm, inputs),
+    (
+      Contestant("XLA", lambda x, scale: rms_norm.reference(x, scale).astype(x.dtype), inputs),
+      Contestant("torch rms_norm", of_torch, inputs, is_torch=True),
+    ),
+    2.0 * (2 * num_rows * model.hidden + model.hidden),
+    4.0 * num_rows * model.hidden,
+    NORM if num_rows >= 1024 else None,
+  )
+
+
+def scores(model: Model, num_rows: int) -> Case:
+  rng = np.random.default_rng(0)
+  inputs = (
+    struct(num_rows, model.hidden),
+    struct(model.vocabulary, model.hidden),
+    rng.integers(0, model.vocabulary, num_rows).astype(np.int32),
+    np.ones(num_rows, np.float32),
+    np.zeros((num_rows, 2), np.uint32),
+  )
+  sampled = (*inputs[:2], np.full(num_rows, -1, np.int32), *inputs[3:])
+
+  def of_xla(hidden: jax.Array, table: jax.Array, targets: jax.Array, *_: jax.Array) -> jax.Array:
+    logits = jnp.dot(hidden, table.T, preferred_element_type=jnp.float32)
+    chosen = jnp.take_along_axis(logits, targets[:, None], axis=1)[:, 0]
+    return chosen - jax.scipy.special.logsumexp(logits, axis=1)
+
+  return Case(
+    "token_logprobs",
+    f"{model.name} scores of {num_rows} targets",
+    Contestant("token_logprobs", token_logprobs.token_logprobs, inputs),
+    (
+      Contestant("XLA, logits in memory", of_xla, inputs),
+      Contestant("token_logprobs, sampled", token_logprobs.token_logprobs, sampled),
+    ),
+    2.0 * (num_rows + model.vocabulary) * model.hidden + 24.0 * num_rows,
+    2.0 * num_rows * model.vocabulary * model.hidden,
+  )
