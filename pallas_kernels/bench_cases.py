@@ -232,7 +232,7 @@ def _config(model: Model, sequences: int, new: int) -> attention.Config:
   return attention.Config(mode="parallel" if few else "sequential")
 
 
-def _attention(
+def attended(
   name: str,
   model: Model,
   sequences: int,
@@ -241,6 +241,7 @@ def _attention(
   config: attention.Config,
   window: int | None = None,
 ) -> Contestant:
+  """Returns the kernel on the last `new` positions of each sequence; sinks go with the model."""
   inputs = paged(model, sequences, context, new, config.query_tile)
   call = functools.partial(attention.attention, config=config, window=window)
   if model.window is None:
@@ -298,9 +299,9 @@ def decode(model: Model, sequences: int, context: int, window: int | None = None
   return Case(
     "attention",
     name if window is None else f"{name}, window {window}",
-    _attention(config.mode, model, sequences, context, 1, config, window),
+    attended(config.mode, model, sequences, context, 1, config, window),
     (
-      _attention(
+      attended(
         other, model, sequences, context, 1, dataclasses.replace(config, mode=other), window
       ),
       *peers,
@@ -318,8 +319,8 @@ def verification(model: Model, sequences: int, context: int) -> Case:
   return Case(
     "attention",
     f"{model.name} verification of {DRAFTS} drafts, {sequences} x {context}",
-    _attention("verification", model, sequences, context, new, config),
-    (_attention(ONE_TOKEN, model, sequences, context, 1, config),),
+    attended("verification", model, sequences, context, new, config),
+    (attended(ONE_TOKEN, model, sequences, context, 1, config),),
     _attention_bytes(model, sequences, context, new),
     _attention_operations(model, sequences, context, new),
     VERIFICATION,
@@ -332,7 +333,7 @@ def prefill(model: Model, sequences: int, context: int) -> Case:
   return Case(
     "attention",
     f"{model.name} prefill, {sequences} x {context}",
-    _attention(config.mode, model, sequences, context, context, config),
+    attended(config.mode, model, sequences, context, context, config),
     (
       *_dense_peers(model, sequences, context, context),
       # It stages in float16 whatever it is given.

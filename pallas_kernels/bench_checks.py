@@ -112,7 +112,7 @@ TINY = Sizes(
   lengths=(1, 64, 65, 130),
   attention=attention.Config(kv_split=64, key_block=64, query_tile=8),
   tables=((64, 512),),
-  scored_rows=(70, 1, 9),
+  scored_rows=(70, 1),
 )
 
 

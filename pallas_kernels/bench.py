@@ -1,0 +1,453 @@
+"""Checks the kernels on a GPU, then times them beside what else computes the same.
+
+  python -m pallas_kernels.bench [--out=DIR] [--only=matmul,attention] [--seconds=450]
+  python -m pallas_kernels.bench --dry_run
+  python -m pallas_kernels.bench --question=wgmma_width
+
+First the machine's own copy bandwidth and matmul rate; then agreement with the definitions and the
+invariance of every row's bits; then the table. The speed of a kernel that failed a check is not
+shown. `--seconds` is shared out: checks come first, and what no longer fits is listed as left out.
+`DIR` gets bench.json and bench.md, after every part. The exit status is 1 if anything failed; a bar
+that is not met is a number, not a failure.
+
+`--dry_run` goes the same way on a CPU: tiny checks in the interpreter (JAX 0.11.1 or later), and
+every shape lowered for an H200 in place of being timed.
+
+How time is taken stands in `bench_timing.py`, what is timed in `bench_cases.py`, what has to hold in
+`bench_checks.py`, open questions in `bench_questions.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+import dataclasses
+import datetime
+import json
+import os
+import pathlib
+import platform
+import subprocess
+import sys
+import time
+
+from absl import app, flags
+import jax
+
+from pallas_kernels import bench_cases, bench_checks, bench_questions, gpu
+from pallas_kernels.bench_cases import COPY, PEAK, Case
+from pallas_kernels.bench_checks import Check
+from pallas_kernels.bench_timing import (
+  Machine,
+  Timing,
+  measure_machine,
+  race,
+  reason_of,
+  shapes_of,
+)
+
+# Of all seconds, what checks may take at most.
+CHECKS_SHARE = 0.5
+# A case takes at least about so long, compiling included.
+CASE_SECONDS = 3.0
+# Kinds of check whose failure takes a kernel's speed away, and those that make the run fail.
+REFUSING = ("agreement", "invariance")
+FAILING = (*REFUSING, "claim")
+DRY_RUN = "dry run: nothing here was measured"
+
+OUT = flags.DEFINE_string("out", "runs/bench", "Gets bench.json and bench.md.")
+ONLY = flags.DEFINE_list("only", [], "Kernels; all where empty.")
+IS_DRY = flags.DEFINE_bool("dry_run", False, "Interpret and lower on a CPU; time nothing.")
+IS_SMALL = flags.DEFINE_bool("small", False, "Tiny checks on the GPU alone, as a sanitizer likes.")
+CHECKS_ONLY = flags.DEFINE_bool("checks_only", False, "Check, and time nothing.")
+SECONDS = flags.DEFINE_float("seconds", 450.0, "What checks and cases share.", lower_bound=1.0)
+QUESTION = flags.DEFINE_string("question", "", "Asks an open question, or all of them.")
+COMMIT = flags.DEFINE_string("commit", "", "Of these sources; asked of git where empty.")
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+  """A line of the table.
+
+  Attributes:
+    kernel: whose.
+    name: of the case.
+    timings: the kernel's first, then its peers'; empty where refused or left out.
+    copy_share: time of a copy of the bytes that it needs, over its own.
+    peak_share: its rate over the best matmul rate seen.
+    bar: what it should reach, in words.
+    verdict: "met", "not met", "refused", "left out", "failed", "not measured", or "" without a bar.
+    note: why it is refused or failed.
+  """
+
+  kernel: str
+  name: str
+  timings: tuple[Timing, ...] = ()
+  copy_share: float = 0.0
+  peak_share: float = 0.0
+  bar: str = ""
+  verdict: str = ""
+  note: str = ""
+
+
+@dataclasses.dataclass
+class Report:
+  """All that a run found, as it is found."""
+
+  header: Mapping[str, str]
+  machine: Machine | None = None
+  checks: list[Check] = dataclasses.field(default_factory=list)
+  rows: list[Row] = dataclasses.field(default_factory=list)
+  answers: list[bench_questions.Answer] = dataclasses.field(default_factory=list)
+  left_out: list[str] = dataclasses.field(default_factory=list)
+  failures: list[str] = dataclasses.field(default_factory=list)
+
+  def write(self, directory: pathlib.Path) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    record = dataclasses.asdict(self)
+    (directory / "bench.json").write_text(json.dumps(record, indent=2) + "\n")
+    (directory / "bench.md").write_text(markdown(self))
+
+
+def main(arguments: Sequence[str]) -> None:
+  if len(arguments) > 1:
+    raise app.UsageError(f"got {arguments[1]!r}, expected flags only.")
+  # PyTorch needs memory of the GPU as well.
+  os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+  is_dry = IS_DRY.value
+  small = is_dry or IS_SMALL.value
+  sizes = bench_checks.TINY if small else bench_checks.FULL
+  sizes = dataclasses.replace(sizes, interpret=is_dry)
+  reason = gpu.device_reason(interpret=is_dry)
+  if reason is not None:
+    raise app.UsageError(f"the kernels cannot run here: {reason}. --dry_run needs no GPU.")
+  report = Report(header(COMMIT.value, is_dry))
+  directory = pathlib.Path(OUT.value)
+  if QUESTION.value:
+    questions = chosen_questions(QUESTION.value)
+    report.machine = None if is_dry else measure_machine()
+    answer_questions(report, questions, bench_questions.Setting(sizes, report.machine), directory)
+  else:
+    checks = bench_checks.kernel_checks(sizes)
+    kernels = chosen(ONLY.value, tuple(checks))
+    cases = [] if IS_SMALL.value or CHECKS_ONLY.value else list(bench_cases.cases())
+    cases = [case for case in cases if case.kernel in kernels]
+    bench(report, {name: checks[name] for name in kernels}, cases, SECONDS.value, directory)
+  report.write(directory)
+  print(markdown(report))
+  print(f"written: {directory / 'bench.json'}, {directory / 'bench.md'}")
+  if report.failures:
+    sys.exit(1)
+
+
+def bench(
+  report: Report,
+  checks: Mapping[str, Iterable[Check]],
+  cases: Sequence[Case],
+  seconds: float,
+  directory: pathlib.Path,
+  clock: Callable[[], float] = time.monotonic,
+) -> None:
+  """Checks, then times or lowers, and writes `report` as it grows."""
+  end = clock() + seconds
+  is_dry = bool(report.header["dry_run"])
+  if not is_dry and cases:
+    report.machine = measure_machine()
+  # A dry run leaves nothing out.
+  check(report, checks, float("inf") if is_dry else seconds * CHECKS_SHARE, clock)
+  report.write(directory)
+  refusals = {name: refusal(name, report.checks) for name in checks}
+  seen: set[str] = set()
+  longest = CASE_SECONDS
+  for i, case in enumerate(cases):
+    started = clock()
+    if refusals[case.kernel]:
+      row = Row(case.kernel, case.name, verdict="refused", note=refusals[case.kernel])
+    elif report.machine is None:
+      row = lowered(case, seen)
+    elif (share := case_seconds(end - started, len(cases) - i, longest)) == 0:
+      row = Row(case.kernel, case.name, bar=bar_text(case), verdict="left out", note="no time left")
+      report.left_out.append(case.name)
+    else:
+      row = timed(case, report.machine, share)
+      longest = max(longest, clock() - started)
+      print(line_of(row), flush=True)
+    if row.verdict == "failed":
+      report.failures.append(f"{case.name}: {row.note}")
+    report.rows.append(row)
+    report.write(directory)
+
+
+def check(
+  report: Report,
+  checks: Mapping[str, Iterable[Check]],
+  seconds: float,
+  clock: Callable[[], float] = time.monotonic,
+) -> None:
+  """Runs checks into `report`. Each kernel has its share of the seconds, and what others left."""
+  end = clock() + seconds
+  for i, (kernel, of_kernel) in enumerate(checks.items()):
+    own_end = clock() + (end - clock()) / (len(checks) - i)
+    try:
+      for done in of_kernel:
+        report.checks.append(done)
+        print(
+          f"{'ok' if done.passed else 'FAILED':6} {kernel}: {done.what}: {done.seen}", flush=True
+        )
+        if clock() > own_end:
+          report.left_out.append(f"{kernel}: the checks after '{done.what}'")
+          break
+    # A kernel that raises has failed, and the others go on.
+    except Exception as error:
+      report.checks.append(Check(kernel, "agreement", "runs", False, reason_of(error)))
+  report.failures += [
+    f"{done.kernel}: {done.what}: {done.seen}"
+    for done in report.checks
+    if not done.passed and done.kind in FAILING
+  ]
+
+
+def refusal(kernel: str, checks: Iterable[Check]) -> str:
+  """Returns why a kernel's speed is not shown; empty if it may be."""
+  own = [done for done in checks if done.kernel == kernel and done.kind in REFUSING]
+  for done in own:
+    if not done.passed:
+      return f"{done.kind} fails: {done.what}: {done.seen}"
+  missing = [kind for kind in REFUSING if all(done.kind != kind for done in own)]
+  return f"no check of {' and '.join(missing)} was made" if missing else ""
+
+
+def case_seconds(remaining: float, num_left: int, longest: float) -> float:
+  """Returns what the next of `num_left` cases may take; 0 if the longest so far would not fit."""
+  return max(remaining / num_left, 0.5) if remaining >= longest else 0.0
+
+
+def timed(case: Case, machine: Machine, seconds: float) -> Row:
+  """Times a case and its peers."""
+  expected = case.expected_seconds(machine.copy_bandwidth, machine.matmul_peak)
+  timings = race((case.ours, *case.peers), case.num_bytes, expected, seconds)
+  return judged(case, timings, machine)
+
+
+def lowered(case: Case, seen: set[str]) -> Row:
+  """Lowers a case for an H200, and each kind of peer of JAX once."""
+  timings = []
+  for contestant in (case.ours, *case.peers):
+    reason = DRY_RUN
+    if contestant.is_torch or (contestant is not case.ours and contestant.name in seen):
+      continue
+    seen.add(contestant.name)
+    try:
+      gpu.lower_for_cuda(contestant.call, *shapes_of(contestant.inputs))
+    # Whatever a peer raises is its own affair.
+    except Exception as error:
+      reason = f"does not lower: {reason_of(error)}"
+      if contestant is case.ours:
+        return Row(case.kernel, case.name, verdict="failed", note=reason)
+    timings.append(Timing(contestant.name, reason=reason))
+  verdict = "not measured" if case.bar else ""
+  return Row(case.kernel, case.name, tuple(timings), bar=bar_text(case), verdict=verdict)
+
+
+def judged(case: Case, timings: Sequence[Timing], machine: Machine) -> Row:
+  """Returns the line of a case that was timed."""
+  ours, *peers = timings
+  if ours.reason:
+    return Row(case.kernel, case.name, tuple(timings), verdict="failed", note=ours.reason)
+  copy_share = case.num_bytes / machine.copy_bandwidth / ours.median
+  peak_share = case.num_operations / machine.matmul_peak / ours.median
+  verdict = ""
+  if case.bar is not None:
+    ratios = {peer.name: peer.median / ours.median for peer in peers if not peer.reason}
+    measured = {COPY: copy_share, PEAK: peak_share, **ratios}
+    if case.bar.measure not in measured:
+      verdict = "not measured"
+    else:
+      verdict = "met" if measured[case.bar.measure] >= case.bar.least else "not met"
+  return Row(
+    case.kernel, case.name, tuple(timings), copy_share, peak_share, bar_text(case), verdict
+  )
+
+
+def answer_questions(
+  report: Report,
+  questions: Iterable[Callable[[bench_questions.Setting], bench_questions.Answer]],
+  setting: bench_questions.Setting,
+  directory: pathlib.Path,
+) -> None:
+  """Asks each; one that raises is a failure, and the others go on."""
+  for question in questions:
+    name = question.__name__
+    try:
+      answer = bench_questions.ask(question, setting)
+      report.answers.append(answer)
+      print(f"{name}: {answer.seen}", flush=True)
+    except Exception as error:
+      report.failures.append(f"{name}: {reason_of(error)}")
+    report.write(directory)
+
+
+def chosen(names: Sequence[str], known: Sequence[str]) -> tuple[str, ...]:
+  """Returns the kernels that `--only` names, all where it names none."""
+  for name in names:
+    if name not in known:
+      raise app.UsageError(f"--only: got {name!r}, expected some of {', '.join(known)}.")
+  return tuple(names or known)
+
+
+def chosen_questions(
+  name: str,
+) -> tuple[Callable[[bench_questions.Setting], bench_questions.Answer], ...]:
+  """Returns the question that `--question` names, or all of them."""
+  known = {question.__name__: question for question in bench_questions.QUESTIONS}
+  if name == "all":
+    return bench_questions.QUESTIONS
+  if name not in known:
+    raise app.UsageError(f"--question: got {name!r}, expected one of all, {', '.join(known)}.")
+  return (known[name],)
+
+
+# ----- what a run says of itself
+
+
+def output_of(*command: str) -> str:
+  """Returns what a command prints; empty where there is no such command or it fails."""
+  try:
+    done = subprocess.run(
+      command,
+      cwd=pathlib.Path(__file__).parents[1],
+      capture_output=True,
+      text=True,
+      check=True,
+      timeout=30,
+    )
+  except (OSError, subprocess.SubprocessError):
+    return ""
+  return done.stdout.strip()
+
+
+def header(commit: str, is_dry: bool) -> dict[str, str]:
+  """Returns where and when this run was made, in words."""
+  if not commit:
+    commit = output_of("git", "rev-parse", "--short", "HEAD") or "unknown commit"
+    if output_of("git", "status", "--porcelain"):
+      commit += " with uncommitted changes"
+  driver = output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+  return {
+    "dry_run": DRY_RUN if is_dry else "",
+    "date": datetime.date.today().isoformat(),
+    "commit": commit,
+    "device": jax.devices()[0].device_kind,
+    "driver": driver.splitlines()[0] if driver else "no NVIDIA driver",
+    "python": platform.python_version(),
+    "jax": jax.__version__,
+    "command": " ".join(["python -m pallas_kernels.bench", *sys.argv[1:]]),
+  }
+
+
+def bar_text(case: Case) -> str:
+  """Returns a case's bar in words; empty without one."""
+  if case.bar is None:
+    return ""
+  if case.bar.measure == bench_cases.ONE_TOKEN:
+    return f"at most {1 / case.bar.least:.2f} times one token"
+  names = {COPY: "of copy bandwidth", PEAK: "of matmul peak"}
+  return f"at least {case.bar.least:.0%} {names.get(case.bar.measure, f'of {case.bar.measure}')}"
+
+
+def microseconds(timing: Timing) -> str:
+  return f"{timing.median * 1e6:,.1f} ({timing.least * 1e6:,.1f} to {timing.most * 1e6:,.1f})"
+
+
+def line_of(row: Row) -> str:
+  """Returns a row as one line of plain text."""
+  return "  ".join([row.name, *cells(row)])
+
+
+def cells(row: Row) -> list[str]:
+  """Returns what a row shows: time, shares, peers, bar and verdict."""
+  if not row.timings or row.note:
+    return ["", "", "", row.note, row.bar, row.verdict]
+  ours, *peers = row.timings
+  if ours.reason:
+    others = [f"{peer.name}: {peer.reason}" for peer in peers if peer.reason != ours.reason]
+    return ["", "", "", "; ".join([ours.reason, *others]), row.bar, row.verdict]
+  beside = [
+    f"{peer.name}: {peer.reason}"
+    if peer.reason
+    else f"{peer.name} {microseconds(peer)}, {peer.median / ours.median:.2f}x"
+    for peer in peers
+  ]
+  shares = [f"{row.copy_share:.0%}", f"{row.peak_share:.0%}"]
+  return [microseconds(ours), *shares, "; ".join(beside), row.bar, row.verdict]
+
+
+def table(names: Sequence[str], lines: Iterable[Sequence[str]]) -> list[str]:
+  """Returns a table of Markdown; bars within a cell are replaced."""
+  written = [[cell.replace("|", "/") for cell in line] for line in lines]
+  rows = [list(names), ["---"] * len(names), *written]
+  return ["| " + " | ".join(row) + " |" for row in rows] + [""]
+
+
+def markdown(report: Report) -> str:
+  """Returns a report as a page in the manner of docs/results."""
+  said = report.header
+  lines = ["# Kernels on a GPU", ""]
+  if said["dry_run"]:
+    lines += [f"**{said['dry_run']}.** Checks ran in the interpreter, shapes were lowered.", ""]
+  lines += [
+    f"    {said['command']}",
+    "",
+    f"{said['date']} at {said['commit']}: {said['device']}, {said['driver']}, Python"
+    f" {said['python']}, JAX {said['jax']}.",
+    "",
+  ]
+  if report.machine is not None:
+    lines += [
+      f"This machine copies {report.machine.copy_bandwidth / 1e12:.2f} TB/s (read and written) and"
+      f" multiplies bfloat16 at {report.machine.matmul_peak / 1e12:,.0f} TFLOP/s (the best of"
+      " `jnp.dot` at 4096 and 8192). Shares are of these two.",
+      "",
+    ]
+  for title, part in (
+    ("What failed", report.failures),
+    ("What was left out, for want of time", report.left_out),
+  ):
+    if part:
+      lines += [f"## {title}", "", *(f"- {line}" for line in part), ""]
+  if report.answers:
+    lines += ["## Questions", ""]
+    answers = [(a.name, a.asked, a.seen, a.change) for a in report.answers]
+    lines += table(("question", "asked", "seen", "what may be changed"), answers)
+  if report.checks:
+    lines += ["## What has to hold", ""]
+    for kernel in dict.fromkeys(done.kernel for done in report.checks):
+      lines += [f"### {kernel}", ""]
+      own = [done for done in report.checks if done.kernel == kernel]
+      lines += table(
+        ("kind", "what", "seen", "verdict"),
+        [(c.kind, c.what, c.seen, verdict_of(c)) for c in own],
+      )
+  if report.rows:
+    lines += [
+      "## Speed",
+      "",
+      "Microseconds of one call: the median of interleaved turns, then their range; with several"
+      " copies of the inputs, so that L2 holds none, and many calls a launch. Beside each peer, its"
+      " time over the kernel's: above 1, the kernel is faster.",
+      "",
+    ]
+    names = ("shape", "us", "of copy", "of peak", "peers", "bar", "verdict")
+    for kernel in dict.fromkeys(row.kernel for row in report.rows):
+      own = [row for row in report.rows if row.kernel == kernel]
+      lines += [f"### {kernel}", "", *table(names, [(r.name, *cells(r)) for r in own])]
+  return "\n".join(lines)
+
+
+def verdict_of(done: Check) -> str:
+  if done.kind == "question":
+    return "yes" if done.passed else "no"
+  return "ok" if done.passed else "FAILED"
+
+
+if __name__ == "__main__":
+  app.run(main)
