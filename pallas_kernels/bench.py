@@ -13,8 +13,8 @@ that is not met is a number, not a failure.
 `--dry_run` goes the same way on a CPU: tiny checks in the interpreter (JAX 0.11.1 or later), and
 every shape lowered for an H200 in place of being timed.
 
-How time is taken stands in `bench_timing.py`, what is timed in `bench_cases.py`, what has to hold in
-`bench_checks.py`, open questions in `bench_questions.py`.
+How time is taken stands in `bench_timing.py`, what is timed in `bench_cases.py`, what has to hold
+in `bench_checks.py`, open questions in `bench_questions.py`.
 """
 
 from __future__ import annotations
@@ -53,6 +53,7 @@ CASE_SECONDS = 3.0
 REFUSING = ("agreement", "invariance")
 FAILING = (*REFUSING, "claim")
 DRY_RUN = "dry run: nothing here was measured"
+LOWERS = "lowers for an H200"
 
 OUT = flags.DEFINE_string("out", "runs/bench", "Gets bench.json and bench.md.")
 ONLY = flags.DEFINE_list("only", [], "Kernels; all where empty.")
@@ -232,7 +233,7 @@ def lowered(case: Case, seen: set[str]) -> Row:
   """Lowers a case for an H200, and each kind of peer of JAX once."""
   timings = []
   for contestant in (case.ours, *case.peers):
-    reason = DRY_RUN
+    reason = LOWERS
     if contestant.is_torch or (contestant is not case.ours and contestant.name in seen):
       continue
     seen.add(contestant.name)
@@ -351,7 +352,13 @@ def bar_text(case: Case) -> str:
   if case.bar.measure == bench_cases.ONE_TOKEN:
     return f"at most {1 / case.bar.least:.2f} times one token"
   names = {COPY: "of copy bandwidth", PEAK: "of matmul peak"}
-  return f"at least {case.bar.least:.0%} {names.get(case.bar.measure, f'of {case.bar.measure}')}"
+  return (
+    f"at least {percent(case.bar.least)} {names.get(case.bar.measure, f'of {case.bar.measure}')}"
+  )
+
+
+def percent(share: float) -> str:
+  return f"{100 * share:.0f} %"
 
 
 def microseconds(timing: Timing) -> str:
@@ -377,7 +384,7 @@ def cells(row: Row) -> list[str]:
     else f"{peer.name} {microseconds(peer)}, {peer.median / ours.median:.2f}x"
     for peer in peers
   ]
-  shares = [f"{row.copy_share:.0%}", f"{row.peak_share:.0%}"]
+  shares = [percent(row.copy_share), percent(row.peak_share)]
   return [microseconds(ours), *shares, "; ".join(beside), row.bar, row.verdict]
 
 

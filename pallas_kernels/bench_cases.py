@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import attention, matmul, rms_norm, token_logprobs
+from pallas_kernels import attention, gpu, matmul, rms_norm, token_logprobs
 from pallas_kernels.bench_timing import Contestant
 
 # Positions of one page of keys or values.
@@ -116,6 +116,10 @@ def struct(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
   return jax.ShapeDtypeStruct(shape, dtype)
 
 
+def rows_text(count: int) -> str:
+  return f"{count:,} row" + ("s" if count != 1 else "")
+
+
 # ----- matmul
 
 
@@ -155,7 +159,7 @@ def product(model: Model, layer: Layer, num_rows: int) -> Case:
   )
   return Case(
     "matmul",
-    f"{model.name} {layer.name}, {num_rows} rows",
+    f"{model.name} {layer.name}, {rows_text(num_rows)}",
     ours,
     (
       Contestant(CUBLAS, jnp.dot, inputs),
@@ -179,7 +183,7 @@ def gate_up(model: Model, num_rows: int) -> Case:
 
   return Case(
     "matmul",
-    f"{model.name} gate_up, {num_rows} rows",
+    f"{model.name} gate_up, {rows_text(num_rows)}",
     Contestant("swiglu", matmul.swiglu, inputs),
     (
       Contestant(CUBLAS, lambda x, g, u: jax.nn.silu(jnp.dot(x, g)) * jnp.dot(x, u), inputs),
@@ -228,8 +232,22 @@ def paged(model: Model, sequences: int, context: int, new: int, tile: int) -> tu
 
 
 def _config(model: Model, sequences: int, new: int) -> attention.Config:
-  few = sequences * -(-new // attention.Config().query_tile) * model.kv_heads < PARALLEL_ITEMS
-  return attention.Config(mode="parallel" if few else "sequential")
+  """Returns the tile, mode and stages for `new` positions of each sequence, which are tuning."""
+  group = model.heads // model.kv_heads
+  # One warpgroup's rows where they suffice.
+  one = attention.ROWS // group
+  tile = one if new <= one else min(attention.MAX_WARPGROUPS * one, attention.Config().query_tile)
+  few = sequences * -(-new // tile) * model.kv_heads < PARALLEL_ITEMS
+  return fitting(model, attention.Config(query_tile=tile, mode="parallel" if few else "sequential"))
+
+
+def fitting(model: Model, config: attention.Config) -> attention.Config:
+  """Returns `config` with fewer blocks in flight, where shared memory holds no more."""
+  group, sinks = model.heads // model.kv_heads, model.window is not None
+  needed = config.shared_memory_bytes(group, model.head_dim, PAGE, sinks)
+  if needed <= gpu.SHARED_MEMORY_LIMIT_BYTES or config.stages == 1:
+    return config
+  return fitting(model, dataclasses.replace(config, stages=config.stages - 1))
 
 
 def attended(
@@ -293,6 +311,7 @@ def _dense_peers(
 def decode(model: Model, sequences: int, context: int, window: int | None = None) -> Case:
   config = _config(model, sequences, 1)
   other = "sequential" if config.mode == "parallel" else "parallel"
+  otherwise = fitting(model, dataclasses.replace(config, mode=other))
   name = f"{model.name} decode, {sequences} x {context}"
   seen = context if window is None else window
   peers = () if window else _dense_peers(model, sequences, context, 1)
@@ -301,9 +320,7 @@ def decode(model: Model, sequences: int, context: int, window: int | None = None
     name if window is None else f"{name}, window {window}",
     attended(config.mode, model, sequences, context, 1, config, window),
     (
-      attended(
-        other, model, sequences, context, 1, dataclasses.replace(config, mode=other), window
-      ),
+      attended(other, model, sequences, context, 1, otherwise, window),
       *peers,
     ),
     _attention_bytes(model, sequences, seen, 1),
@@ -320,7 +337,7 @@ def verification(model: Model, sequences: int, context: int) -> Case:
     "attention",
     f"{model.name} verification of {DRAFTS} drafts, {sequences} x {context}",
     attended("verification", model, sequences, context, new, config),
-    (attended(ONE_TOKEN, model, sequences, context, 1, config),),
+    (attended(ONE_TOKEN, model, sequences, context, 1, _config(model, sequences, 1)),),
     _attention_bytes(model, sequences, context, new),
     _attention_operations(model, sequences, context, new),
     VERIFICATION,
@@ -363,7 +380,7 @@ def norm(model: Model, num_rows: int) -> Case:
 
   return Case(
     "rms_norm",
-    f"{model.name} norm, {num_rows} rows",
+    f"{model.name} norm, {rows_text(num_rows)}",
     Contestant("rms_norm", rms_norm.rms_norm, inputs),
     (
       Contestant("XLA", lambda x, scale: rms_norm.reference(x, scale).astype(x.dtype), inputs),

@@ -242,7 +242,7 @@ def _raced(setting: Setting, case: bench_cases.Case, contestants: list[Contestan
   return [
     f"{t.name}: {t.reason}"
     if t.reason
-    else f"{t.name}: {t.median * 1e6:,.1f} us, {expected / t.median:.0%} of what is possible"
+    else f"{t.name}: {t.median * 1e6:,.1f} us, {100 * expected / t.median:.0f} % of the machine"
     for t in race(contestants, case.num_bytes, expected, SECONDS_OF_A_RACE)
   ]
 
