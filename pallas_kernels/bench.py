@@ -376,7 +376,7 @@ def cells(row: Row) -> list[str]:
     return ["", "", "", row.note, row.bar, row.verdict]
   ours, *peers = row.timings
   if ours.reason:
-    others = [f"{peer.name}: {peer.reason}" for peer in peers if peer.reason != ours.reason]
+    others = [f"{peer.name}: {peer.reason}" for peer in peers]
     return ["", "", "", "; ".join([ours.reason, *others]), row.bar, row.verdict]
   beside = [
     f"{peer.name}: {peer.reason}"
