@@ -112,8 +112,10 @@ class Report:
 def main(arguments: Sequence[str]) -> None:
   if len(arguments) > 1:
     raise app.UsageError(f"got {arguments[1]!r}, expected flags only.")
-  # PyTorch needs memory of the GPU as well.
+  # PyTorch needs memory of the GPU as well; and what is called cuBLAS is not to be XLA's Triton.
   os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+  own_flags = os.environ.get("XLA_FLAGS", "")
+  os.environ["XLA_FLAGS"] = f"{own_flags} --xla_gpu_enable_triton_gemm=false".strip()
   is_dry = IS_DRY.value
   small = is_dry or IS_SMALL.value
   sizes = bench_checks.TINY if small else bench_checks.FULL
@@ -154,8 +156,8 @@ def bench(
   if not is_dry and cases:
     report.machine = measure_machine()
   # A dry run leaves nothing out.
-  check(report, checks, float("inf") if is_dry else seconds * CHECKS_SHARE, clock)
-  report.write(directory)
+  limit = float("inf") if is_dry else seconds * CHECKS_SHARE
+  check(report, checks, limit, clock, lambda: report.write(directory))
   refusals = {name: refusal(name, report.checks) for name in checks}
   seen: set[str] = set()
   longest = CASE_SECONDS
@@ -183,14 +185,19 @@ def check(
   checks: Mapping[str, Iterable[Check]],
   seconds: float,
   clock: Callable[[], float] = time.monotonic,
+  save: Callable[[], None] = lambda: None,
 ) -> None:
-  """Runs checks into `report`. Each kernel has its share of the seconds, and what others left."""
+  """Runs checks into `report`. Each kernel has its share of the seconds, and what others left.
+
+  `save` is called after each check: a kernel may hang, and the process be ended.
+  """
   end = clock() + seconds
   for i, (kernel, of_kernel) in enumerate(checks.items()):
     own_end = clock() + (end - clock()) / (len(checks) - i)
     try:
       for done in of_kernel:
         report.checks.append(done)
+        save()
         print(
           f"{'ok' if done.passed else 'FAILED':6} {kernel}: {done.what}: {done.seen}", flush=True
         )

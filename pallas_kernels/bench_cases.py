@@ -219,13 +219,15 @@ def paged(model: Model, sequences: int, context: int, new: int, tile: int) -> tu
   num_segments = sequences * len(starts)
   rng = np.random.default_rng(0)
   table = rng.permutation(sequences * width).reshape(sequences, width).astype(np.int32)
-  segments = attention.Segments(
-    positions=np.tile(np.arange(context - new, context, dtype=np.int32), sequences),
-    segment_start=(np.arange(sequences, dtype=np.int32)[:, None] * new + starts).reshape(-1),
-    segment_length=np.tile(np.minimum(new - starts, tile).astype(np.int32), sequences),
-    page_table=np.repeat(table, len(starts), axis=0),
-    num_segments=np.array(num_segments, np.int32),
-  )
+  # Numpy's, so that all copies of the inputs share them.
+  integers: dict[str, Any] = {
+    "positions": np.tile(np.arange(context - new, context, dtype=np.int32), sequences),
+    "segment_start": (np.arange(sequences, dtype=np.int32)[:, None] * new + starts).reshape(-1),
+    "segment_length": np.tile(np.minimum(new - starts, tile).astype(np.int32), sequences),
+    "page_table": np.repeat(table, len(starts), axis=0),
+    "num_segments": np.array(num_segments, np.int32),
+  }
+  segments = attention.Segments(**integers)
   group = model.heads // model.kv_heads
   pages = struct(model.kv_heads, sequences * width, PAGE, model.head_dim)
   return struct(sequences * new, model.kv_heads, group, model.head_dim), pages, pages, segments

@@ -136,7 +136,7 @@ def left_operand_product(x: jax.Array, w: jax.Array, from_registers: bool) -> ja
       plgpu.wgmma_wait(0)
       return accumulator[...]
 
-    y[...] = pl.run_scoped(scope, plgpu.ACC((ROWS, COLUMNS), jnp.float32))
+    y[...] = pl.run_scoped(scope, plgpu.WGMMAAccumulatorRef((ROWS, COLUMNS), jnp.float32))
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(y, y_ref)
     plgpu.wait_smem_to_gmem(0)
@@ -159,12 +159,14 @@ def left_operand_product(x: jax.Array, w: jax.Array, from_registers: bool) -> ja
 def register_operand(setting: Setting) -> Answer:
   asked = "Does a left operand in registers change bits?"
   x, w = bench_checks.normal(0, ROWS, K), bench_checks.normal(1, K, COLUMNS)
-  calls = [functools.partial(left_operand_product, from_registers=b) for b in (True, False)]
+  registers, memory = (
+    functools.partial(left_operand_product, from_registers=where) for where in (True, False)
+  )
   if setting.machine is None:
-    for call in calls:
+    for call in (registers, memory):
       gpu.lower_for_cuda(call, x, w)
     return Answer("register_operand", asked, "both programs lower", "")
-  seen, equal = _count([("registers against shared memory", *(call(x, w) for call in calls))])
+  seen, equal = _count([("registers against shared memory", registers(x, w), memory(x, w))])
   change = "attention may keep p in registers: its buffer in Config.scratch can go"
   other = "attention keeps p in shared memory, in every kernel of it"
   return Answer("register_operand", asked, seen, change if equal else other)
@@ -215,15 +217,15 @@ def parallel_merge(setting: Setting) -> Answer:
   sequences = bench_checks.Sequences.normal(heads, group, head_dim, sizes.context)
   pieces = [(i % 2, length - 1, 1) for i, length in enumerate(sizes.lengths)]
   batch = sequences.batch(pieces, 0, len(pieces), len(pieces))
-  found = [
+  parallel, sequential = (
     attention.attention(
       *batch,
       config=dataclasses.replace(sizes.attention, mode=mode),
       interpret=sizes.interpret,
     )
     for mode in ("parallel", "sequential")
-  ]
-  seen, equal = _count([("parallel against sequential", *found)])
+  )
+  seen, equal = _count([("parallel against sequential", parallel, sequential)])
   change = "attention.Config.mode may follow the batch"
   other = "attention.Config.mode is contract: one value for prefill, decode and training"
   return Answer(
