@@ -122,7 +122,8 @@ def main(arguments: Sequence[str]) -> None:
   sizes = dataclasses.replace(sizes, interpret=is_dry)
   reason = gpu.device_reason(interpret=is_dry)
   if reason is not None:
-    raise app.UsageError(f"the kernels cannot run here: {reason}. --dry_run needs no GPU.")
+    advice = "" if is_dry else " --dry_run needs no GPU."
+    raise app.UsageError(f"the kernels cannot run here: {reason}.{advice}")
   report = Report(header(COMMIT.value, is_dry))
   directory = pathlib.Path(OUT.value)
   if QUESTION.value:
