@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import attention, gpu, matmul, rms_norm, token_logprobs
+from pallas_kernels import attention, gpu, grouped_matmul, matmul, rms_norm, token_logprobs
 from pallas_kernels.bench_timing import Contestant
 
 # Positions of one page of keys or values.
@@ -68,7 +68,10 @@ class Case:
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-  """The sizes of a model's layers; `window` is that of its windowed layers, which have sinks."""
+  """The sizes of a model's layers; `window` is that of its windowed layers, which have sinks.
+
+  A row takes `experts_per_row` of `num_experts`, whose intermediate size is then that of one.
+  """
 
   name: str
   hidden: int
@@ -78,17 +81,23 @@ class Model:
   intermediate: int
   vocabulary: int
   window: int | None = None
+  num_experts: int = 0
+  experts_per_row: int = 0
 
 
 QWEN3_8B = Model("Qwen3-8B", 4096, 32, 8, 128, 12288, 151936)
-# The intermediate size of the other two is that of one expert.
-QWEN3_30B = Model("Qwen3-30B-A3B", 2048, 32, 4, 128, 768, 151936)
-GPT_OSS = Model("gpt-oss-120b", 2880, 64, 8, 64, 2880, 201088, window=128)
+QWEN3_30B = Model(
+  "Qwen3-30B-A3B", 2048, 32, 4, 128, 768, 151936, num_experts=128, experts_per_row=8
+)
+GPT_OSS = Model(
+  "gpt-oss-120b", 2880, 64, 8, 64, 2880, 201088, window=128, num_experts=128, experts_per_row=4
+)
 MODELS = (QWEN3_8B, QWEN3_30B, GPT_OSS)
 # (rows, in this order; (sequences, context) of decoding; the same of prefill)
 MATMUL_ROWS = (4096, 1024, 64, 8, 1, 16)
 NORM_ROWS = (4096, 64)
 SCORED_ROWS = (64, 4096)
+EXPERT_ROWS = (4096, 64)
 DECODES = ((64, 8192), (16, 8192), (4, 8192), (1, 8192))
 PREFILLS = ((4, 2048), (1, 8192))
 
@@ -109,6 +118,10 @@ def cases() -> Iterator[Case]:
       yield norm(model, num_rows)
     for num_rows in SCORED_ROWS:
       yield scores(model, num_rows)
+    if model.num_experts:
+      for num_rows in EXPERT_ROWS:
+        yield experts(model, "gate", model.hidden, model.intermediate, num_rows)
+        yield experts(model, "down", model.intermediate, model.hidden, num_rows)
   yield decode(GPT_OSS, 64, 8192, window=GPT_OSS.window)
 
 
@@ -207,6 +220,41 @@ def stock_matmul(x: jax.Array, w: jax.Array) -> jax.Array:
     grid_tile_width=8,
   )
   return stock.matmul(x, w, None, config)
+
+
+def experts(model: Model, name: str, k: int, n: int, num_rows: int) -> Case:
+  """Rows of tokens by their experts; groups are as uneven as chance makes them."""
+  rows = num_rows * model.experts_per_row
+  chosen = np.random.default_rng(0).integers(0, model.num_experts, rows)
+  sizes = np.bincount(chosen, minlength=model.num_experts).astype(np.int32)
+  inputs = (struct(rows, k), sizes, struct(model.num_experts, k, n))
+  weights = int((sizes > 0).sum()) * k * n
+  return Case(
+    "grouped_matmul",
+    f"{model.name} experts' {name}, {rows_text(num_rows)}",
+    Contestant("grouped_matmul", grouped_matmul.grouped_matmul, inputs),
+    (
+      Contestant("jax.lax.ragged_dot", lambda x, s, w: jax.lax.ragged_dot(x, w, s), inputs),
+      Contestant("Pallas ragged_dot_mgpu", stock_ragged_dot, inputs),
+    ),
+    2.0 * (rows * k + weights + rows * n),
+    2.0 * rows * k * n,
+  )
+
+
+def stock_ragged_dot(x: jax.Array, sizes: jax.Array, w: jax.Array) -> jax.Array:
+  """The grouped matmul for Hopper that JAX ships."""
+  stock = importlib.import_module("jax.experimental.pallas.ops.gpu.ragged_dot_mgpu")
+  return stock.ragged_dot(
+    x,
+    w,
+    group_sizes=sizes,
+    block_m=128 if x.shape[0] > 64 * w.shape[0] else 64,
+    block_n=128,
+    block_k=64,
+    max_concurrent_steps=4,
+    grid_block_n=2,
+  )
 
 
 # ----- attention

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import attention, matmul, rms_norm, token_logprobs
+from pallas_kernels import attention, grouped_matmul, matmul, rms_norm, token_logprobs
 
 # f64 on the host up to so many multiplications; the f32 definition on the device beyond.
 HOST_PRODUCTS = 1 << 34
@@ -67,6 +67,7 @@ class Sizes:
     attention: its `Config`.
     tables: (features, vocabulary) of token_logprobs.
     scored_rows: most and fewer rows that are scored.
+    experts: (experts, k, n, rows) of grouped_matmul.
   """
 
   interpret: bool
@@ -82,6 +83,7 @@ class Sizes:
   attention: attention.Config
   tables: tuple[tuple[int, int], ...]
   scored_rows: tuple[int, ...]
+  experts: tuple[tuple[int, int, int, int], ...]
 
 
 # Layers of Qwen3-8B, Qwen3-30B-A3B and gpt-oss-120b.
@@ -103,6 +105,7 @@ FULL = Sizes(
   attention=attention.Config(),
   tables=((4096, 151936), (2880, 201088)),
   scored_rows=(200, 1, 64, 65),
+  experts=((128, 2048, 768, 512), (128, 2048, 768, 4096), (128, 2880, 2880, 256)),
 )
 TINY = Sizes(
   interpret=False,
@@ -118,6 +121,7 @@ TINY = Sizes(
   attention=attention.Config(kv_split=64, key_block=64, query_tile=8),
   tables=((64, 512),),
   scored_rows=(70, 1),
+  experts=((3, 64, 64, 20),),
 )
 
 
@@ -128,6 +132,7 @@ def kernel_checks(sizes: Sizes) -> dict[str, Iterable[Check]]:
     "attention": attention_checks(sizes),
     "rms_norm": rms_norm_checks(sizes),
     "token_logprobs": token_logprobs_checks(sizes),
+    "grouped_matmul": grouped_matmul_checks(sizes),
   }
 
 
@@ -623,3 +628,71 @@ def _token_logprobs_gradient_checks(sizes: Sizes) -> Iterator[Check]:
     yield agreement("token_logprobs", f"{label}, {most} rows", got, want, GRADIENT)
   again = [(call(hidden, table), (scores, dhidden, dtable))]
   yield same_bits("token_logprobs", "invariance", "gradients again", again)
+
+
+# ----- grouped_matmul
+
+
+def random_experts(num_rows: int, num_experts: int) -> np.ndarray:
+  """Returns i32[n], each row's expert, ascending; the last expert has no rows."""
+  experts = np.random.default_rng(3).integers(0, num_experts - 1, num_rows)
+  return np.sort(experts).astype(np.int32)
+
+
+def sizes_of(experts: np.ndarray, num_experts: int) -> jax.Array:
+  return jnp.asarray(np.bincount(experts, minlength=num_experts), jnp.int32)
+
+
+def grouped_matmul_checks(sizes: Sizes) -> Iterator[Check]:
+  kernel = "grouped_matmul"
+
+  @functools.cache
+  def of(**fields: Any) -> Callable[..., Any]:
+    config = grouped_matmul.Config(**fields)
+    return jax.jit(
+      functools.partial(grouped_matmul.grouped_matmul, config=config, interpret=sizes.interpret)
+    )
+
+  call = of()
+  for num_experts, k, n, num_rows in sizes.experts:
+    name = f"{num_rows} rows, {num_experts} x [{k}, {n}]"
+    x, w = normal(0, num_rows, k), normal(1, num_experts, k, n)
+    experts = random_experts(num_rows, num_experts)
+    counts = sizes_of(experts, num_experts)
+    whole = np.asarray(call(x, counts, w))
+    expected = grouped_matmul.reference(x, counts, w)
+    yield agreement(kernel, name, whole, expected, BFLOAT16)
+    rng = np.random.default_rng(4)
+    # A row alone, in the order of others, and among fewer.
+    order = np.lexsort((rng.random(num_rows), experts))
+    some = np.sort(rng.permutation(num_rows)[: num_rows // 2])
+    rows = [np.asarray([row]) for row in rng.integers(0, num_rows, 8)]
+    yield same_bits(
+      kernel,
+      "invariance",
+      f"rows alone, permuted, beside fewer, again; {name}",
+      [
+        (call(x[chosen], sizes_of(experts[chosen], num_experts), w), whole[chosen])
+        for chosen in (*rows, order, some, np.arange(num_rows))
+      ],
+    )
+    claims = ({"block_m": 64}, {"block_n": 128}, {"max_stages": 2}, {"snake_width": 1})
+    for fields in claims:
+      what = ", ".join(
+        f"{field} {value} == {getattr(grouped_matmul.Config(), field)}"
+        for field, value in fields.items()
+      )
+      found = of(**fields)(x, counts, w)
+      yield same_bits(kernel, "claim", f"{what}; {name}", [(found, whole)])
+  num_experts, k, n, num_rows = sizes.experts[0]
+  x, w, dy = normal(0, num_rows, k), normal(1, num_experts, k, n), normal(2, num_rows, n)
+  counts = sizes_of(random_experts(num_rows, num_experts), num_experts)
+
+  def gradients(function: Callable[..., Any], x: jax.Array, w: jax.Array, dy: jax.Array) -> Any:
+    return jax.vjp(lambda x, w: function(x, counts, w), x, w)[1](dy)
+
+  found = jax.jit(functools.partial(gradients, call))(x, w, dy)
+  exact = [array.astype(jnp.float32) for array in (x, w, dy)]
+  expected = gradients(grouped_matmul.reference, *exact)
+  for label, got, want in zip(("dx", "dw"), found, expected):
+    yield agreement(kernel, f"{label}, {num_rows} rows", got, want, BFLOAT16)
