@@ -666,14 +666,15 @@ def grouped_matmul_checks(sizes: Sizes) -> Iterator[Check]:
     # A row alone, in the order of others, and among fewer.
     order = np.lexsort((rng.random(num_rows), experts))
     some = np.sort(rng.permutation(num_rows)[: num_rows // 2])
-    rows = [np.asarray([row]) for row in rng.integers(0, num_rows, 8)]
+    choices: list[Any] = [np.asarray([row]) for row in rng.integers(0, num_rows, 8)]
+    choices += [order, some, np.arange(num_rows)]
     yield same_bits(
       kernel,
       "invariance",
       f"rows alone, permuted, beside fewer, again; {name}",
       [
         (call(x[chosen], sizes_of(experts[chosen], num_experts), w), whole[chosen])
-        for chosen in (*rows, order, some, np.arange(num_rows))
+        for chosen in choices
       ],
     )
     claims = ({"block_m": 64}, {"block_n": 128}, {"max_stages": 2}, {"snake_width": 1})
