@@ -54,16 +54,17 @@ def params():
   return transformer.compute_params(master, NUMERICS)
 
 
-@functools.partial(jax.jit, static_argnums=3)
-def step(params, batch, rows, numerics):
-  """One batch of `ROWS` rows through forward and head, which scores tokens."""
+def forward(params, batch, forced, rows, numerics):
+  """One batch of `ROWS` rows through forward and head; rows at one position share their noise."""
   pages = transformer.empty_pages(CONFIG, numerics, num_pages=9, page_size=PAGE_SIZE)
   hidden, _ = transformer.forward(params, batch, pages, config=CONFIG, numerics=numerics)
-  forced = (batch.tokens * 7 + 3) % CONFIG.vocab_size
   return hidden, transformer.head(
     params, hidden, forced, rows, jnp.zeros(ROWS, jnp.uint32), batch.positions,
     batch.num_rows, jax.random.key(1), config=CONFIG, numerics=numerics,
   )  # fmt: skip
+
+
+step = jax.jit(forward, static_argnums=4)
 
 
 def sequences(lengths):
@@ -89,29 +90,57 @@ def sequences(lengths):
   return type(whole)(**jax.tree.map(jnp.asarray, fields)), places
 
 
-def run(lengths, numerics=NUMERICS):
-  """Returns f32[8, d + 3], hidden rows and scores, and where each sequence lies."""
+def arguments(lengths, *, samples):
+  """Returns what `forward` takes, and where each sequence lies."""
   batch, places = sequences(lengths)
   rows = sampling.sampling_rows([SamplingParams(temperature=0.8)] * ROWS)
-  hidden, (_, scores) = step(params(), batch, jax.tree.map(jnp.asarray, rows), numerics)
-  columns = [np.asarray(hidden, np.float32), *(np.asarray(score)[:, None] for score in scores)]
-  return np.concatenate(columns, axis=1), places
+  forced = jnp.full(ROWS, -1, jnp.int32) if samples else (batch.tokens * 7 + 3) % CONFIG.vocab_size
+  return (params(), batch, forced, jax.tree.map(jnp.asarray, rows)), places
 
 
-def test_a_row_has_its_bits_whatever_is_beside_it():
-  together, places = run((3, 4, 1))
+def numbers(hidden, tokens_and_scores):
+  """f32[8, d + 4]: hidden rows, tokens and scores."""
+  tokens, scores = tokens_and_scores
+  columns = [hidden, *(column[:, None] for column in (tokens, *scores))]
+  return np.concatenate([np.asarray(column, np.float32) for column in columns], axis=1)
+
+
+def run(lengths, numerics=NUMERICS, *, samples):
+  args, places = arguments(lengths, samples=samples)
+  return numbers(*step(*args, numerics)), places
+
+
+def test_a_row_has_its_token_and_bits_whatever_is_beside_it():
+  together, places = run((3, 4, 1), samples=True)
   assert np.isfinite(together).all()
+  assert len(set(together[:, CONFIG.hidden_size])) > 1  # Tokens.
   for lengths in ((3,), (1, 3), (4, 3)):
-    found, where = run(lengths)
+    found, where = run(lengths, samples=True)
     np.testing.assert_array_equal(found[where[3]], together[places[3]], err_msg=f"in {lengths}")
 
 
 def test_the_kernels_agree_with_the_portable_path():
   tiled = dataclasses.replace(NUMERICS, implementation="tiled")
-  found, places = run((3, 4, 1))
-  expected, _ = run((3, 4, 1), tiled)
+  found, places = run((3, 4, 1), samples=False)
+  expected, _ = run((3, 4, 1), tiled, samples=False)
   for rows in places.values():
     np.testing.assert_allclose(found[rows], expected[rows], atol=0.02, rtol=0.02)
+
+
+@pytest.mark.long
+def test_a_gradient_moves_no_bit_of_the_scores():
+  args, places = arguments((3, 4, 1), samples=False)
+
+  def loss(params, *rest):
+    hidden, (tokens, scores) = forward(params, *rest, NUMERICS)
+    value = jnp.mean(scores.logprob) + jnp.mean(scores.raw_logprob) + jnp.mean(scores.entropy)
+    return value, (hidden, (tokens, scores))
+
+  (_, found), gradient = jax.jit(jax.value_and_grad(loss, has_aux=True))(*args)
+  expected, _ = run((3, 4, 1), samples=False)
+  for rows in places.values():
+    np.testing.assert_array_equal(numbers(*found)[rows], expected[rows])
+  assert all(bool(jnp.any(leaf != 0)) for leaf in jax.tree.leaves(gradient))
 
 
 @pytest.mark.long
