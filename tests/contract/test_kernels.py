@@ -21,7 +21,8 @@ from seerjax.models import transformer
 from seerjax.ops import rotary, sampling
 from seerjax.types import Request, SamplingParams
 
-pytestmark = pytest.mark.skipif(gpu.device_reason(True) is not None, reason="no GPU interpreter")
+REASON = gpu.device_reason(interpret=True)
+pytestmark = pytest.mark.skipif(REASON is not None, reason=REASON or "")
 
 NUMERICS = numerics_lib.NumericsConfig(
   implementation="pallas_interpreted",
