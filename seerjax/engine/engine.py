@@ -1,30 +1,36 @@
 """Prompts in, tokens out: continuous batching over pages.
 
     submit -> waiting -> (pages free?) -> running: rows of every step -> finished -> poll
+                 ^                            |
+                 +---- resume <- paused <-----+  at the end of a chunk of the answer
 
-A step takes one row from every sequence that decodes and fills what is left with chunks of prompts;
-a decoding sequence and a prompt's chunk are the same thing, positions whose keys are not written
-yet. When a chunk reaches the sequence's end, its last row is sampled. Nothing here can change what
-is said (DESIGN: the contract), only when.
+A step takes one row from every sequence that decodes and fills what is left with pieces of prompts;
+a decoding sequence and a piece of a prompt are the same thing, positions whose keys are not written
+yet. When a piece reaches the sequence's end, its last row is sampled; behind it may stand drafted
+tokens, which are sampled in the same step and kept as far as they are what was sampled. Nothing
+here can change what is said (DESIGN: the contract), only when.
 """
 
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 import dataclasses
-from typing import Any, NamedTuple
+import itertools
+from typing import NamedTuple
 
 import jax
 import numpy as np
 
 from seerjax import numerics as numerics_lib, parallel
 from seerjax.array_typing import PRNGKeyArray
-from seerjax.engine import pages as pages_lib, runner as runner_lib, sizes
+from seerjax.engine import batching, pages as pages_lib, runner as runner_lib, sizes
+from seerjax.engine.drafts import Drafter, DraftQuery, num_accepted
+from seerjax.engine.sequence import Path, Sequence, Work
 from seerjax.engine.sizes import EngineConfig
 from seerjax.models import tokenizer as tokenizer_lib, transformer
 from seerjax.ops import sampling
-from seerjax.types import Completion, Request, SamplingParams, SamplingRows, TokenBatch
+from seerjax.types import Completion, Request
 
 # Beyond any logit, and far from what overflows a float32 or means `sampling.DROPPED`.
 MAX_ABS_BIAS = 1e6
@@ -51,6 +57,9 @@ class Counters:
     page_copies: partial pages copied before they were written.
     preemptions: sequences that lost their pages.
     waits: steps in which somebody waited for pages.
+    drafted_tokens: drafted tokens verified, of all paths.
+    accepted_tokens: drafted tokens said.
+    side_paths: times a path that was not the first was the longest.
   """
 
   steps: int = 0
@@ -60,41 +69,9 @@ class Counters:
   page_copies: int = 0
   preemptions: int = 0
   waits: int = 0
-
-
-@dataclasses.dataclass(eq=False)
-class _Sequence:
-  """A request on its way. `tokens` is prompt and answer; `num_written` of them have their keys."""
-
-  request: Request
-  tokens: list[int]
-  instance: int
-  stream: tokenizer_lib.TextStream | None
-  sampling: SamplingRows  # One row.
-  pages: list[int] = dataclasses.field(default_factory=list)
-  # i32[p], `pages` as a row of the page table.
-  page_row: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.int32))
-  num_written: int = 0
-  logprobs: list[float] = dataclasses.field(default_factory=list)
-  raw_logprobs: list[float] = dataclasses.field(default_factory=list)
-  text: str = ""
-  streamed: int = 0
-
-  @property
-  def num_prompt(self) -> int:
-    return len(self.request.prompt)
-
-  @property
-  def is_prefilling(self) -> bool:
-    return self.num_written < self.num_prompt - 1 or not self.pages
-
-
-class _Work(NamedTuple):
-  """`count` rows of a sequence from its first unwritten position on, at `first_row` of the step."""
-
-  sequence: _Sequence
-  count: int
-  first_row: int
+  drafted_tokens: int = 0
+  accepted_tokens: int = 0
+  side_paths: int = 0
 
 
 class Engine:
@@ -116,6 +93,7 @@ class Engine:
     mesh: jax.sharding.Mesh | None = None,
     policy_version: int = 0,
     runner: runner_lib.Runner | None = None,
+    drafter: Drafter | None = None,
   ):
     """Makes an engine.
 
@@ -130,6 +108,7 @@ class Engine:
       policy_version: of `params`.
       runner: compiled programs to share with other engines of the same model, numerics and mesh;
         its own if None.
+      drafter: guesses tokens that are then verified together; None verifies nothing.
 
     Raises:
       ValueError: if slabs do not divide the model, pages do not fill splits exactly, `runner` was
@@ -144,6 +123,7 @@ class Engine:
     self.model = model
     self.numerics = numerics
     self.tokenizer = tokenizer
+    self.drafter = drafter
     self.counters = Counters()
     if runner is None:
       mesh = parallel.make_mesh() if mesh is None else mesh
@@ -169,14 +149,13 @@ class Engine:
     ]
     splits = -(-config.max_context // numerics.kv_split)
     self._table_width = splits * (numerics.kv_split // config.page_size)
-    self._waiting: list[collections.deque[_Sequence]] = [
+    self._waiting: list[collections.deque[Sequence]] = [
       collections.deque() for _ in self._pools
     ]
-    self._running: list[list[_Sequence]] = [[] for _ in self._pools]
+    self._running: list[list[Sequence]] = [[] for _ in self._pools]
     self._copies: list[list[tuple[int, int]]] = [[] for _ in self._pools]
-    # Greedy and unfiltered: a tile is spared the noise and the sort if all its rows are.
-    self._unused_row = sampling.sampling_rows([SamplingParams(temperature=0.0)])
-    self._live: dict[str, _Sequence] = {}
+    self._paused: dict[str, None] = {}  # In the order they paused.
+    self._live: dict[str, Sequence] = {}
     self._group_instance: dict[str, int] = {}
     self._finished: list[Completion] = []
 
@@ -185,12 +164,28 @@ class Engine:
     """Requests submitted and not finished."""
     return len(self._live)
 
-  def submit(self, request: Request) -> None:
+  def submit(
+    self,
+    request: Request,
+    *,
+    said: Completion | None = None,
+    instance: int | None = None,
+    chunk_tokens: int | None = None,
+  ) -> None:
     """Adds a request.
+
+    Args:
+      request: to be answered.
+      said: what it has said already, of the same request by the same weights; it goes on from
+        there, and its keys are computed again.
+      instance: where it runs; None keeps groups together, else takes the emptiest.
+      chunk_tokens: pause after this many tokens, which is all that memory is reserved for; None
+        answers to the end.
 
     Raises:
       ValueError: if it is empty, already here, too long for the context, can never fit in memory,
-        or asks for what this engine or model does not have.
+        or asks for what this engine or model does not have; if `said` is of another policy, or
+        over already.
     """
     what = f"request {request.request_id!r}"
     if request.request_id in self._live:
@@ -218,7 +213,17 @@ class Engine:
         f" {request.sampling.max_tokens}, expected a sum of at most the context of {context}; lower"
         " SamplingParams.max_tokens or raise EngineConfig.max_context."
       )
-    needed, usable = self._pages_for(request), self.config.num_pages - 1
+    if chunk_tokens is not None and chunk_tokens < 1:
+      raise ValueError(
+        f"{what}: got chunk_tokens={chunk_tokens}, expected at least 1; None answers to the end."
+      )
+    if instance is not None and not 0 <= instance < len(self._pools):
+      raise ValueError(
+        f"{what}: got instance {instance}, expected 0 to {len(self._pools) - 1}; the mesh has no"
+        " more."
+      )
+    needed = self.pages_for(len(request.prompt) + request.sampling.max_tokens)
+    usable = self.config.num_pages - 1
     if needed > usable:
       raise ValueError(
         f"{what}: got a need of {needed} pages of {self.config.page_size} positions, expected at"
@@ -236,10 +241,16 @@ class Engine:
           f" {self.model.vocab_size - 1} and a bias from -{MAX_ABS_BIAS:g} to {MAX_ABS_BIAS:g}; the"
           " lowest forbids a token."
         )
+    if said is not None:
+      self._check_said(request, said)
     row = sampling.sampling_rows([request.sampling])  # Refuses what cannot become a row.
-    instance = self._instance_for(request)
+    if instance is None:
+      instance = self._instance_for(request)
     stream = None if self.tokenizer is None else self.tokenizer.stream()
-    sequence = _Sequence(request, list(request.prompt), instance, stream, row)
+    sequence = Sequence(request, list(request.prompt), instance, stream, row, limit=0)
+    if said is not None:
+      self._say_again(sequence, said)
+    sequence.extend(chunk_tokens)
     self._live[request.request_id] = sequence
     self._waiting[instance].append(sequence)
 
@@ -249,26 +260,24 @@ class Engine:
     work = [self._plan(instance) for instance in range(len(self._pools))]
     if not any(work):
       return []
-    inputs, sampled = self._inputs(work)
+    work = self._drafted(work)
+    inputs = self._inputs(work)
     self._pages, tokens, scores = self._runner.step(self._params, self._pages, inputs, self._key)
-    for chunks in work:
-      for chunk in chunks:
-        chunk.sequence.num_written += chunk.count
-        self.counters.rows += chunk.count
     self.counters.steps += 1
-    self._remember_prompts(work)
+    self._remember_prompts(work)  # On the host, while the device computes.
     tokens, scores = jax.device_get((tokens, scores))
     updates = []
-    for instance, sequences in enumerate(sampled):
-      for place, sequence in enumerate(sequences):
-        updates.append(
-          self._accept(
-            sequence,
-            int(tokens[instance, place]),
-            float(scores.logprob[instance, place]),
-            float(scores.raw_logprob[instance, place]),
-          )
-        )
+    for instance, pieces in enumerate(work):
+      place = 0
+      for piece in pieces:
+        self.counters.rows += piece.num_rows
+        mine = slice(place, place + piece.num_samples)
+        place += piece.num_samples
+        is_sampled = piece.is_sampled
+        piece.sequence.num_written += piece.count
+        if is_sampled:
+          parts = (tokens, scores.logprob, scores.raw_logprob)
+          updates.append(self._take(piece, *(part[instance, mine].tolist() for part in parts)))
     return updates
 
   def poll(self) -> list[Completion]:
@@ -332,15 +341,58 @@ class Engine:
     for pool in self._pools:
       pool.forget_all()
 
+  def poll_paused(self) -> list[str]:
+    """Returns the requests whose chunk has ended, in that order; they hold their pages."""
+    return list(self._paused)
+
+  def resume(self, request_id: str, *, chunk_tokens: int | None = None) -> None:
+    """Lets a paused request go on for another chunk, once its memory is there.
+
+    Raises:
+      ValueError: if there is no such request, or it is not paused.
+    """
+    sequence = self._sequence(request_id, "resume")
+    if request_id not in self._paused:
+      raise ValueError(
+        f"Engine.resume: got request {request_id!r}, which is not paused, expected one of"
+        f" {len(self._paused)} that are (poll_paused); its chunk is still running."
+      )
+    del self._paused[request_id]
+    sequence.extend(chunk_tokens)
+    waiting = self._waiting[sequence.instance]
+    # Whoever holds memory goes first: behind one that waits for it, both would wait forever.
+    (waiting.appendleft if sequence.pages else waiting.append)(sequence)
+
+  def progress(self, request_id: str) -> Completion:
+    """Returns what a request has said so far.
+
+    Raises:
+      ValueError: if there is no such request.
+    """
+    return self._sequence(request_id, "progress").completion("", self.policy_version)
+
+  def free_pages(self, instance: int) -> int:
+    """Returns how many pages of an instance could be given out now."""
+    return self._pools[instance].num_available
+
+  def pages_for(self, num_tokens: int) -> int:
+    """Returns the pages that `num_tokens` of prompt and answer need."""
+    # The last token sampled is never read back, so it needs no position.
+    return -(-(num_tokens - 1) // self.config.page_size)
+
   def preempt(self, request_id: str) -> None:
-    """Drops a request's pages; it waits first in line and prefills again to the same bits.
+    """Drops a request's pages; it prefills again to the same bits.
+
+    One that was running waits first in line; one that is paused stays so.
 
     Raises:
       ValueError: if there is no such request.
     """
     sequence = self._sequence(request_id, "preempt")
     if sequence not in self._running[sequence.instance]:
-      return  # It waits already and holds nothing.
+      self.counters.preemptions += bool(sequence.pages)
+      self._drop_pages(sequence)
+      return
     self._running[sequence.instance].remove(sequence)
     self._drop_pages(sequence)
     self._waiting[sequence.instance].appendleft(sequence)
@@ -354,7 +406,10 @@ class Engine:
     """
     sequence = self._sequence(request_id, "cancel")
     running, waiting = self._running[sequence.instance], self._waiting[sequence.instance]
-    (running if sequence in running else waiting).remove(sequence)
+    if request_id in self._paused:
+      del self._paused[request_id]
+    else:
+      (running if sequence in running else waiting).remove(sequence)
     self._drop_pages(sequence)
     self._leave(request_id)
 
@@ -372,7 +427,7 @@ class Engine:
 
   # How requests become rows.
 
-  def _sequence(self, request_id: str, what: str) -> _Sequence:
+  def _sequence(self, request_id: str, what: str) -> Sequence:
     if request_id not in self._live:
       raise ValueError(
         f"Engine.{what}: got request {request_id!r}, expected one of the {len(self._live)} that are"
@@ -380,10 +435,29 @@ class Engine:
       )
     return self._live[request_id]
 
-  def _pages_for(self, request: Request) -> int:
-    # The last token sampled is never read back, so it needs no position.
-    positions = len(request.prompt) + request.sampling.max_tokens - 1
-    return -(-positions // self.config.page_size)
+  def _check_said(self, request: Request, said: Completion) -> None:
+    what = f"request {request.request_id!r}"
+    count = len(said.tokens)
+    if said.policy_version != self.policy_version:
+      raise ValueError(
+        f"{what}: got {count} tokens said by policy_version {said.policy_version}, expected"
+        f" {self.policy_version}, the engine's (a completion comes from one policy_version); ask it"
+        " from its prompt."
+      )
+    if said.finish_reason or count >= request.sampling.max_tokens:
+      raise ValueError(
+        f"{what}: got {count} of {request.sampling.max_tokens} tokens said, finish_reason"
+        f" {said.finish_reason!r}, expected one that is not over; use what it said."
+      )
+
+  def _say_again(self, sequence: Sequence, said: Completion) -> None:
+    """Puts a sequence where it was when it had said `said`, half of a stop string included."""
+    sequence.tokens.extend(said.tokens)
+    sequence.logprobs.extend(np.asarray(said.behaviour_logprobs, np.float32).tolist())
+    sequence.raw_logprobs.extend(np.asarray(said.raw_logprobs, np.float32).tolist())
+    if sequence.stream is not None:
+      sequence.text = "".join(sequence.stream.push(token) for token in said.tokens)
+    self._new_text(sequence, "")  # Streamed once already.
 
   def _instance_for(self, request: Request) -> int:
     """Groups stay together, so that they share their prompt; else the fewest requests decide."""
@@ -404,9 +478,18 @@ class Engine:
     for instance, pool in enumerate(self._pools):
       waiting, running = self._waiting[instance], self._running[instance]
       prefilling = {s.request.group_id for s in running if s.is_prefilling and s.request.group_id}
-      held_back: list[_Sequence] = []
+      held_back: list[Sequence] = []
       while waiting and len(running) < self.config.max_sequences:
         sequence = waiting[0]
+        if sequence.pages:  # Paused before: it has its past, and lacks what the next chunk needs.
+          needed = self.pages_for(sequence.limit) - len(sequence.pages)
+          if needed > pool.num_available:
+            self.counters.waits += 1
+            break
+          waiting.popleft()
+          sequence.hold([*sequence.pages, *pool.take(max(needed, 0))], self._table_width)
+          running.append(sequence)
+          continue
         if self.config.reuse_prefixes and sequence.request.group_id in prefilling:
           held_back.append(waiting.popleft())  # A sibling is writing the prompt they share.
           continue
@@ -417,7 +500,7 @@ class Engine:
           pool.hold(page)
         if hit.copy_from is not None:
           pool.hold(hit.copy_from)
-        needed = self._pages_for(sequence.request) - len(hit.pages)
+        needed = self.pages_for(sequence.limit) - len(hit.pages)
         if needed > pool.num_available and hit.copy_from is not None:
           # The page to copy may be the very one that is missing: with nobody running, waiting for
           # another would be forever.
@@ -430,9 +513,7 @@ class Engine:
           break
         waiting.popleft()
         fresh = pool.take(needed)
-        sequence.pages = [*hit.pages, *fresh]
-        sequence.page_row = np.zeros(self._table_width, np.int32)
-        sequence.page_row[: len(sequence.pages)] = sequence.pages
+        sequence.hold([*hit.pages, *fresh], self._table_width)
         sequence.num_written = hit.num_tokens
         if hit.copy_from is not None:
           self._copies[instance].append((hit.copy_from, fresh[0]))
@@ -445,7 +526,7 @@ class Engine:
           prefilling.add(sequence.request.group_id)
       waiting.extendleft(reversed(held_back))
 
-  def _plan(self, instance: int) -> list[_Work]:
+  def _plan(self, instance: int) -> list[Work]:
     """Shares a step's rows out: one for all that decode, the rest to prompts in order."""
     running = self._running[instance]
     budget = self.config.row_buckets[-1]
@@ -457,108 +538,164 @@ class Engine:
         count = min(count, spare)
         spare -= count
       if count:
-        work.append(_Work(sequence, count, row))
+        work.append(Work(sequence, count, row))
         row += count
     return work
 
-  def _inputs(
-    self, work: Sequence[Sequence[_Work]]
-  ) -> tuple[runner_lib.StepInputs, list[list[_Sequence]]]:
-    """Returns the step's arrays and, by instance, the sequences that are sampled, in order."""
-    num_rows = max(sum(chunk.count for chunk in chunks) for chunks in work)
-    bucket = next(size for size in self.config.row_buckets if size >= num_rows)
-    parts, sampled = [], []
-    for instance, chunks in enumerate(work):
-      part, sequences = self._instance_inputs(chunks, bucket, self._copies[instance])
-      self._copies[instance] = []
-      parts.append(part)
-      sampled.append(sequences)
-    return jax.tree.map(lambda *leaves: np.stack(leaves), *parts), sampled
+  def _drafted(self, work: list[list[Work]]) -> list[list[Work]]:
+    """Returns the work with drafts behind those that decode, as far as rows are left."""
+    if self.drafter is None:
+      return work
+    budget = self.config.row_buckets[-1]
+    spare = [budget - sum(piece.count for piece in pieces) for pieces in work]
+    queries, places = [], []
+    for instance, pieces in enumerate(work):
+      for index, piece in enumerate(pieces):
+        sequence = piece.sequence
+        # The token sampled after the last draft is said too.
+        most = min(sequence.limit - len(sequence.tokens) - 1, spare[instance])
+        if piece.is_sampled and most > 0:
+          request = sequence.request
+          queries.append(
+            DraftQuery(
+              request.request_id, request.group_id, sequence.tokens, sequence.num_prompt, most
+            )
+          )
+          places.append((instance, index))
+    if not queries:
+      return work
+    paths_of = dict(zip(places, self.drafter.draft(queries), strict=True))
+    drafted = []
+    for instance, pieces in enumerate(work):
+      row, rows_left, planned = 0, spare[instance], []
+      for index, piece in enumerate(pieces):
+        paths = self._paths(piece, paths_of.get((instance, index), ()), rows_left)
+        piece = piece._replace(first_row=row, paths=paths)
+        row += piece.num_rows
+        rows_left -= piece.num_rows - piece.count
+        planned.append(piece)
+      drafted.append(planned)
+    return drafted
 
-  def _instance_inputs(
-    self, chunks: Sequence[_Work], bucket: int, copies: Sequence[tuple[int, int]]
-  ) -> tuple[runner_lib.StepInputs, list[_Sequence]]:
-    tile, size, width = self.numerics.query_tile, self.config.page_size, self._table_width
-    most = self.config.max_sequences
-    # Any: the records are typed as device arrays, and these are filled in on the host first.
-    zeros: Any = np.zeros
-    int32: Any = np.int32
-    tokens, positions, slots = (zeros(bucket, np.int32) for _ in range(3))
-    starts, segment_lengths = zeros(bucket, np.int32), zeros(bucket, np.int32)
-    table = zeros((bucket, width), np.int32)
-    sample_rows, sample_positions = zeros(most, np.int32), zeros(most, np.int32)
-    seeds = zeros(most, np.uint32)
-    sampled: list[_Sequence] = []
-    num_segments = num_rows = 0
-    for sequence, count, row in chunks:
-      first = sequence.num_written
-      if count == 1:  # Nearly all chunks; the general case below costs ten times as much.
-        tokens[row], positions[row] = sequence.tokens[first], first
-        slots[row] = sequence.pages[first // size] * size + first % size
-        starts[num_segments], segment_lengths[num_segments] = row, 1
-        table[num_segments] = sequence.page_row
-        num_segments += 1
-      else:
-        rows = slice(row, row + count)
-        where = np.arange(first, first + count, dtype=np.int32)
-        tokens[rows] = sequence.tokens[first : first + count]
-        positions[rows] = where
-        slots[rows] = sequence.page_row[where // size] * size + where % size
-        in_chunk = np.arange(0, count, tile, dtype=np.int32)
-        segments = slice(num_segments, num_segments + len(in_chunk))
-        starts[segments] = row + in_chunk
-        segment_lengths[segments] = np.minimum(count - in_chunk, tile)
-        table[segments] = sequence.page_row[None, :]
-        num_segments += len(in_chunk)
-      num_rows += count
-      if first + count == len(sequence.tokens):
-        sample_rows[len(sampled)] = row + count - 1
-        sample_positions[len(sampled)] = len(sequence.tokens)
-        seeds[len(sampled)] = sequence.request.seed
-        sampled.append(sequence)
-    batch = TokenBatch(
-      tokens=tokens,
-      positions=positions,
-      slots=slots,
-      num_rows=int32(num_rows),
-      segment_start=starts,
-      segment_length=segment_lengths,
-      page_table=table,
-      num_segments=int32(num_segments),
-    )
-    copy_rows = zeros((most, 2), np.int32)
-    copy_rows[: len(copies)] = np.asarray(copies, np.int32).reshape(-1, 2)
-    inputs = runner_lib.StepInputs(
-      batch=batch,
-      sample_rows=sample_rows,
-      sampling=self._sampling_rows(sampled),
-      seeds=seeds,
-      positions=sample_positions,
-      num_samples=int32(len(sampled)),
-      copies=copy_rows,
-      num_copies=int32(len(copies)),
-    )
-    return inputs, sampled
+  def _paths(
+    self, piece: Work, drafts: Iterable[Iterable[int]], rows_left: int
+  ) -> tuple[Path, ...]:
+    """Returns what of a drafter's paths there are rows, pages and a vocabulary for."""
+    sequence, pool = piece.sequence, self._pools[piece.sequence.instance]
+    size, end = self.config.page_size, len(sequence.tokens)
+    paths: list[Path] = []
+    for draft in drafts:
+      known = itertools.takewhile(lambda token: 0 <= token < self.model.vocab_size, draft)
+      most = min(sequence.limit - end - 1, rows_left - bool(paths))
+      tokens = tuple(itertools.islice(known, max(most, 0)))
+      if not tokens or any(path.tokens[: len(tokens)] == tokens for path in paths):
+        continue
+      if not paths:
+        paths.append(Path(tokens, sequence.page_row))
+        rows_left -= len(tokens)
+        continue
+      first, last = (end - 1) // size, (end - 1 + len(tokens)) // size
+      if piece.count > 1 or pool.num_available < last - first + 1:
+        break
+      scratch = pool.take(last - first + 1)
+      page_row = sequence.page_row.copy()
+      page_row[first : last + 1] = scratch
+      if (end - 1) % size:
+        self._copies[sequence.instance].append((sequence.pages[first], scratch[0]))
+      paths.append(Path(tokens, page_row, tuple(scratch)))
+      rows_left -= len(tokens) + 1
+    return tuple(paths)
 
-  def _sampling_rows(self, sampled: Sequence[_Sequence]) -> SamplingRows:
-    rows = [sequence.sampling for sequence in sampled]
-    rows += [self._unused_row] * (self.config.max_sequences - len(rows))
-    columns: Any = (np.concatenate(column) for column in zip(*rows, strict=True))
-    return SamplingRows(*columns)
+  def _inputs(self, work: list[list[Work]]) -> runner_lib.StepInputs:
+    """Returns the step's arrays, instances in front."""
+    rows = max(sum(piece.num_rows for piece in pieces) for pieces in work)
+    bucket = next(size for size in self.config.row_buckets if size >= rows)
+    parts = [
+      batching.instance_inputs(
+        pieces,
+        copies,
+        num_rows=bucket,
+        max_copies=self.config.max_sequences + self.config.row_buckets[-1],
+        query_tile=self.numerics.query_tile,
+        page_size=self.config.page_size,
+        table_width=self._table_width,
+      )
+      for pieces, copies in zip(work, self._copies, strict=True)
+    ]
+    self._copies = [[] for _ in self._pools]
+    return jax.tree.map(lambda *leaves: np.stack(leaves), *parts)
 
-  def _remember_prompts(self, work: Sequence[Sequence[_Work]]) -> None:
+  def _remember_prompts(self, work: list[list[Work]]) -> None:
+    """Makes the prompts findable whose last position is written in this step."""
     if not self.config.reuse_prefixes:
       return
-    for instance, chunks in enumerate(work):
-      for sequence, count, _ in chunks:
-        # Once, in the step that wrote the prompt's last position.
-        if sequence.num_written - count < sequence.num_prompt <= sequence.num_written:
+    for instance, pieces in enumerate(work):
+      for piece in pieces:
+        sequence = piece.sequence
+        if sequence.num_written < sequence.num_prompt <= sequence.num_written + piece.count:
           self._pools[instance].remember(sequence.request.prompt, sequence.pages)
 
-  # What becomes of a sampled token.
+  # What becomes of sampled tokens.
+
+  def _take(
+    self, piece: Work, tokens: list[int], logprobs: list[float], raw_logprobs: list[float]
+  ) -> Update:
+    """Says what was sampled, along the path that agrees with it longest."""
+    sequence = piece.sequence
+    first, best, place = 0, -1, 0
+    chosen = Path((), sequence.page_row)
+    for path in piece.paths:
+      own = tokens[place : place + len(path.tokens) + 1]
+      agreed = num_accepted(path.tokens, own)
+      assert own[0] == tokens[0], "the same position was sampled twice to different tokens"
+      if agreed > best:
+        first, best, chosen = place, agreed, path
+      place += len(path.tokens) + 1
+    best = max(best, 0)
+    self._adopt(sequence, chosen, piece.paths)
+    said: list[int] = []
+    text = reason = ""
+    for index in range(first, first + best + 1):
+      update = self._accept(sequence, tokens[index], logprobs[index], raw_logprobs[index])
+      said += update.tokens
+      text, reason = text + update.text, update.finish_reason
+      if reason:
+        break
+      # The next token of the answer was drafted, so the keys up to it are written.
+      sequence.num_written = len(sequence.tokens) - 1
+    request, drafted = sequence.request, max((len(path.tokens) for path in piece.paths), default=0)
+    self.counters.drafted_tokens += sum(len(path.tokens) for path in piece.paths)
+    self.counters.accepted_tokens += len(said) - 1
+    self.counters.side_paths += bool(chosen.scratch)
+    if self.drafter is not None:
+      self.drafter.observe(
+        request.request_id, request.group_id, said, drafted, len(said) - 1, bool(reason)
+      )
+    if reason:
+      self._finish(sequence, reason)
+    elif len(sequence.tokens) == sequence.limit:
+      self._running[sequence.instance].remove(sequence)
+      self._paused[request.request_id] = None
+    return Update(request.request_id, tuple(said), text, reason)
+
+  def _adopt(self, sequence: Sequence, chosen: Path, paths: tuple[Path, ...]) -> None:
+    """Makes the chosen path's own pages the sequence's, and gives back the others'."""
+    pool = self._pools[sequence.instance]
+    pages = sequence.pages
+    if chosen.scratch:
+      first = (len(sequence.tokens) - 1) // self.config.page_size
+      replaced = pages[first : first + len(chosen.scratch)]
+      pages = [*pages[:first], *chosen.scratch, *pages[first + len(chosen.scratch) :]]
+      for page in replaced:
+        pool.release(page)
+      sequence.hold(pages, self._table_width)
+    for path in paths:
+      if path is not chosen:
+        for page in path.scratch:
+          pool.release(page)
 
   def _accept(
-    self, sequence: _Sequence, token: int, logprob: float, raw_logprob: float
+    self, sequence: Sequence, token: int, logprob: float, raw_logprob: float
   ) -> Update:
     sequence.tokens.append(token)
     sequence.logprobs.append(logprob)
@@ -568,7 +705,7 @@ class Engine:
     reason = ""
     if token in params.stop_token_ids:
       reason = "stop"
-    elif len(sequence.tokens) - sequence.num_prompt == params.max_tokens:
+    elif sequence.num_said == params.max_tokens:
       reason = "length"
     if sequence.stream is not None:
       sequence.text += sequence.stream.push(token)
@@ -578,11 +715,9 @@ class Engine:
       if cut is not None:
         sequence.text, reason = sequence.text[:cut], "stop"
     text = self._new_text(sequence, reason)
-    if reason:
-      self._finish(sequence, reason)
     return Update(sequence.request.request_id, (token,), text, reason)
 
-  def _new_text(self, sequence: _Sequence, reason: str) -> str:
+  def _new_text(self, sequence: Sequence, reason: str) -> str:
     """Text to stream: what might still become a stop string is held back."""
     end = len(sequence.text)
     if not reason:
@@ -591,7 +726,7 @@ class Engine:
     sequence.streamed += len(text)
     return text
 
-  def _finish(self, sequence: _Sequence, reason: str) -> None:
+  def _finish(self, sequence: Sequence, reason: str) -> None:
     request = sequence.request
     if self.config.reuse_prefixes:
       written = sequence.tokens[: sequence.num_written]
@@ -599,31 +734,21 @@ class Engine:
     self._running[sequence.instance].remove(sequence)
     self._drop_pages(sequence)
     self._leave(request.request_id)
-    self._finished.append(
-      Completion(
-        request_id=request.request_id,
-        tokens=tuple(sequence.tokens[sequence.num_prompt :]),
-        behaviour_logprobs=np.asarray(sequence.logprobs, np.float32),
-        raw_logprobs=np.asarray(sequence.raw_logprobs, np.float32),
-        text=sequence.text,
-        finish_reason=reason,
-        policy_version=self.policy_version,
-      )
-    )
+    self._finished.append(sequence.completion(reason, self.policy_version))
 
   def _leave(self, request_id: str) -> None:
     del self._live[request_id]
     if not self._live:
       self._group_instance.clear()
 
-  def _drop_pages(self, sequence: _Sequence) -> None:
+  def _drop_pages(self, sequence: Sequence) -> None:
     for page in sequence.pages:
       self._pools[sequence.instance].release(page)
     sequence.pages = []
     sequence.num_written = 0
 
 
-def _first_stop(text: str, stop_strings: Sequence[str]) -> int | None:
+def _first_stop(text: str, stop_strings: tuple[str, ...]) -> int | None:
   """Returns where the first stop string begins, None if there is none."""
   found = [place for stop in stop_strings if (place := text.find(stop)) >= 0]
   return min(found, default=None)

@@ -27,12 +27,12 @@ class StepInputs(NamedTuple):
 
   Attributes:
     batch: rows and segments.
-    sample_rows: i32[i, b], row whose next token is sampled.
+    sample_rows: i32[i, b], row whose next token is sampled; any row may be, so b is n.
     sampling: by sample.
     seeds: u32[i, b], request seeds by sample.
     positions: i32[i, b], position of the token that is sampled.
     num_samples: i32[i].
-    copies: i32[i, b, 2], (from, to) pages copied before anything is written.
+    copies: i32[i, c, 2], (from, to) pages copied before anything is written.
     num_copies: i32[i].
   """
 
@@ -42,7 +42,7 @@ class StepInputs(NamedTuple):
   seeds: Array
   positions: Int[Array, "i b"]
   num_samples: Int[Array, "i"]
-  copies: Int[Array, "i b 2"]
+  copies: Int[Array, "i c 2"]
   num_copies: Int[Array, "i"]
 
 

@@ -1,0 +1,136 @@
+"""A request on its way through the engine, and what one step does for it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import numpy as np
+
+from seerjax.models import tokenizer as tokenizer_lib
+from seerjax.types import Completion, Request, SamplingRows
+
+
+@dataclasses.dataclass(eq=False)
+class Sequence:
+  """A request, what it has said, and the memory it holds.
+
+  Attributes:
+    request: what was asked.
+    tokens: prompt and answer; `num_written` of them have their keys in pages.
+    instance: where its pages are, or will be.
+    stream: of its text, None without a tokenizer.
+    sampling: its parameters as one row.
+    limit: most tokens, prompt included, before it pauses or ends; its pages reach this far.
+    pages: in order of position; none while it waits for memory.
+    page_row: i32[p], `pages` as a row of the page table.
+    num_written: positions whose keys are written.
+    logprobs: of the answer's tokens, processed distribution.
+    raw_logprobs: of the same tokens, softmax of the logits.
+    text: the answer so far, cut before a stop string.
+    streamed: characters of `text` given out.
+  """
+
+  request: Request
+  tokens: list[int]
+  instance: int
+  stream: tokenizer_lib.TextStream | None
+  sampling: SamplingRows
+  limit: int
+  pages: list[int] = dataclasses.field(default_factory=list)
+  page_row: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.int32))
+  num_written: int = 0
+  logprobs: list[float] = dataclasses.field(default_factory=list)
+  raw_logprobs: list[float] = dataclasses.field(default_factory=list)
+  text: str = ""
+  streamed: int = 0
+
+  @property
+  def num_prompt(self) -> int:
+    """Tokens of the prompt."""
+    return len(self.request.prompt)
+
+  @property
+  def num_said(self) -> int:
+    """Tokens of the answer."""
+    return len(self.tokens) - len(self.request.prompt)
+
+  @property
+  def is_prefilling(self) -> bool:
+    """Whether positions of the prompt are still unwritten."""
+    return self.num_written < self.num_prompt - 1 or not self.pages
+
+  def extend(self, chunk_tokens: int | None) -> None:
+    """Sets the limit to `chunk_tokens` more tokens of answer; None is all that was asked for."""
+    most = self.num_prompt + self.request.sampling.max_tokens
+    self.limit = most if chunk_tokens is None else min(most, len(self.tokens) + chunk_tokens)
+
+  def hold(self, pages: list[int], table_width: int) -> None:
+    """Takes `pages` (all of them, in order) as its memory."""
+    self.pages = pages
+    self.page_row = np.zeros(table_width, np.int32)
+    self.page_row[: len(pages)] = pages
+
+  def completion(self, finish_reason: str, policy_version: int) -> Completion:
+    """Returns what was said so far."""
+    return Completion(
+      request_id=self.request.request_id,
+      tokens=tuple(self.tokens[self.num_prompt :]),
+      behaviour_logprobs=np.asarray(self.logprobs, np.float32),
+      raw_logprobs=np.asarray(self.raw_logprobs, np.float32),
+      text=self.text,
+      finish_reason=finish_reason,
+      policy_version=policy_version,
+    )
+
+
+class Path(NamedTuple):
+  """Drafted tokens of one step.
+
+  Attributes:
+    tokens: the draft.
+    page_row: i32[p], where this path's keys go.
+    scratch: the pages of `page_row` that are this path's own; none for the first path, which is
+      written to the sequence's pages.
+  """
+
+  tokens: tuple[int, ...]
+  page_row: np.ndarray
+  scratch: tuple[int, ...] = ()
+
+
+class Work(NamedTuple):
+  """What one step computes for a sequence.
+
+  Rows of a step, from `first_row` on: `count` positions from the first unwritten one on, then the
+  tokens of the first path, and for each further path the last position again and its tokens.
+
+  Attributes:
+    sequence: whose.
+    count: positions written for good.
+    first_row: in the step.
+    paths: drafts; only where the rows reach the sequence's end.
+  """
+
+  sequence: Sequence
+  count: int
+  first_row: int
+  paths: tuple[Path, ...] = ()
+
+  @property
+  def is_sampled(self) -> bool:
+    """Whether its rows reach the sequence's end."""
+    return self.sequence.num_written + self.count == len(self.sequence.tokens)
+
+  @property
+  def num_rows(self) -> int:
+    """Rows of the step."""
+    drafted = sum(len(path.tokens) + 1 for path in self.paths)
+    return self.count + drafted - bool(self.paths)
+
+  @property
+  def num_samples(self) -> int:
+    """Rows that are sampled: the last position of each path, or of the sequence, and each draft."""
+    if not self.is_sampled:
+      return 0
+    return sum(len(path.tokens) + 1 for path in self.paths) or 1

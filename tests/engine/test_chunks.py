@@ -1,0 +1,138 @@
+"""An answer in chunks: pauses, resumption, another engine, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from word_engine import SIZES, make_engine, request, same, tokens_from
+
+ROOM = dataclasses.replace(SIZES, num_pages=41)
+
+
+def in_chunks(engine, one, chunk_tokens, between=lambda engine: None):
+  """The completion of one request, `chunk_tokens` at a time."""
+  engine.submit(one, chunk_tokens=chunk_tokens)
+  for _ in range(300):
+    engine.step()
+    if found := engine.poll():
+      return found[0]
+    for name in engine.poll_paused():
+      between(engine)
+      engine.resume(name, chunk_tokens=chunk_tokens)
+  raise AssertionError("unfinished after 300 steps")
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 7, 100])
+def test_chunks_change_nothing_said_and_no_step(chunk_tokens):
+  one = request(prompt=tokens_from(3, 9), max_tokens=30)
+  whole = make_engine(ROOM)
+  [plain] = whole.generate([one])
+  engine = make_engine(ROOM)
+  assert same(in_chunks(engine, one, chunk_tokens), plain)
+  assert engine.counters.steps == whole.counters.steps
+  assert engine.free_pages(0) == 40
+
+
+def test_a_chunk_holds_the_pages_of_its_end_and_no_more():
+  engine = make_engine()
+  engine.submit(request(prompt=(5, 6, 7), max_tokens=61), chunk_tokens=6)
+  engine.step()
+  assert engine.free_pages(0) == 7  # 3 + 6 - 1 positions are one page of eight.
+  for _ in range(5):
+    engine.step()
+  assert engine.poll_paused() == ["a"] and engine.step() == []
+  assert engine.pages_for(3 + 6 + 1) == 2
+  engine.resume("a", chunk_tokens=1)
+  engine.step()
+  assert engine.free_pages(0) == 6
+
+
+def test_a_paused_request_may_lose_its_pages():
+  one = request(prompt=tokens_from(3, 9), max_tokens=30)
+  [plain] = make_engine(ROOM).generate([one])
+  engine = make_engine(ROOM)
+  assert same(in_chunks(engine, one, 7, between=lambda e: e.preempt("a")), plain)
+  assert engine.counters.preemptions == 4
+
+
+def test_a_paused_request_may_be_cancelled():
+  engine = make_engine()
+  engine.submit(request(max_tokens=30), chunk_tokens=2)
+  engine.step(), engine.step()
+  assert engine.poll_paused() == ["a"]
+  engine.cancel("a")
+  assert engine.poll_paused() == [] and engine.num_unfinished == 0 and engine.free_pages(0) == 8
+
+
+@pytest.mark.parametrize("count", [1, 5, 29])
+def test_another_engine_goes_on_from_what_was_said(count):
+  """Also from half a stop string, which the text so far holds back."""
+  [free] = make_engine(ROOM).generate([request(max_tokens=30)])
+  place = len(free.text) // 2
+  one = request(max_tokens=30, stop_strings=(free.text[place : place + 6],))
+  [plain] = make_engine(ROOM).generate([one])
+  first = make_engine(ROOM)
+  first.submit(one, chunk_tokens=min(count, len(plain.tokens) - 1))
+  for _ in range(40):
+    first.step()
+  [name] = first.poll_paused()
+  said = first.progress(name)
+  assert said.finish_reason == "" and said.tokens == plain.tokens[: len(said.tokens)]
+  second = make_engine(ROOM)
+  second.submit(one, said=said)
+  while second.num_unfinished:
+    second.step()
+  [found] = second.poll()
+  assert same(found, plain) and found.text == plain.text
+  assert found.finish_reason == plain.finish_reason == "stop"
+
+
+def test_a_member_waits_for_memory_with_what_it_has():
+  """Two whose next chunks do not fit beside each other go on one after the other."""
+  requests = [request(name, tokens_from(i, 20), max_tokens=40) for i, name in enumerate("ab")]
+  plain = make_engine(ROOM).generate(requests)
+  engine = make_engine()
+  for one in requests:
+    engine.submit(one, chunk_tokens=12)  # Four pages each.
+  found = {}
+  for _ in range(200):
+    engine.step()
+    found |= {completion.request_id: completion for completion in engine.poll()}
+    if "b" in engine.poll_paused() and "a" not in found:
+      engine.preempt("b")  # Else both would hold half of what either needs.
+    for name in engine.poll_paused():
+      engine.resume(name, chunk_tokens=20)
+  assert [same(found[one.request_id], other) for one, other in zip(requests, plain)] == [True] * 2
+  assert engine.counters.waits > 0
+
+
+@pytest.mark.parametrize(
+  "arguments, message",
+  [
+    ({"chunk_tokens": 0}, r"request 'a': got chunk_tokens=0, expected at least 1; None answers"),
+    ({"instance": 1}, r"request 'a': got instance 1, expected 0 to 0; the mesh has no more"),
+  ],
+)
+def test_refused_with_a_reason(arguments, message):
+  with pytest.raises(ValueError, match=message):
+    make_engine().submit(request(), **arguments)
+
+
+def test_what_was_said_is_refused_when_it_is_not_the_beginning():
+  engine = make_engine()
+  [whole] = engine.generate([request(max_tokens=5)])
+  with pytest.raises(ValueError, match=r"got 5 of 5 tokens said, finish_reason 'length', expected"):
+    engine.submit(request(max_tokens=5), said=whole)
+  other = dataclasses.replace(whole, finish_reason="", policy_version=8)
+  with pytest.raises(ValueError, match=r"got 5 tokens said by policy_version 8, expected 0"):
+    engine.submit(request(max_tokens=9), said=other)
+
+
+def test_only_a_paused_request_is_resumed():
+  engine = make_engine()
+  engine.submit(request())
+  with pytest.raises(ValueError, match=r"Engine.resume: got request 'a', which is not paused"):
+    engine.resume("a")
+  with pytest.raises(ValueError, match=r"Engine.progress: got request 'b', expected one of the 1"):
+    engine.progress("b")

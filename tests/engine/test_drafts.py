@@ -1,0 +1,138 @@
+"""Drafts change how many steps a text takes, and nothing else."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from guessing import Guesser
+import pytest
+from word_engine import SIZES, make_engine, request, run, same, tokens_from
+
+from seerjax.engine import drafts
+
+ROOM = dataclasses.replace(SIZES, num_pages=41)
+
+
+def asked(count: int = 4, **sampling) -> list:
+  return [
+    request(f"r{index}", tokens_from(index, 3 + 5 * index), seed=index, group="g", **sampling)
+    for index in range(count)
+  ]
+
+
+def test_accepted_tokens_are_the_common_start():
+  assert drafts.num_accepted((), (4,)) == 0
+  assert drafts.num_accepted((4, 5, 6), (4, 5, 7, 8)) == 2
+  assert drafts.num_accepted((4, 5), (4, 5, 7)) == 2
+  assert drafts.num_accepted((3, 5), (4, 5, 7)) == 0
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.0}, {"top_k": 5, "top_p": 0.9}])
+def test_no_guess_changes_what_is_said(sampling, seed):
+  requests = asked(max_tokens=30, **sampling)
+  plain = make_engine(ROOM).generate(requests)
+  answers = {completion.request_id: completion.tokens for completion in plain}
+  totals = dict.fromkeys(("drafted_tokens", "accepted_tokens", "side_paths"), 0)
+  for attempt in range(4):
+    guesser = Guesser(answers, seed + attempt)
+    engine = make_engine(ROOM, drafter=guesser)
+    free = engine.free_pages(0)
+    for one, other in zip(engine.generate(requests), plain, strict=True):
+      assert same(one, other) and one.text == other.text
+      assert guesser.observed[one.request_id] == list(one.tokens)
+    assert engine.free_pages(0) == free
+    assert engine.counters.sampled_tokens == sum(len(tokens) for tokens in answers.values())
+    for name in totals:
+      totals[name] += getattr(engine.counters, name)
+  assert all(totals.values()), totals
+
+
+def test_right_guesses_save_steps():
+  requests = asked(max_tokens=30)
+  plain = make_engine(ROOM)
+  answers = {completion.request_id: completion.tokens for completion in plain.generate(requests)}
+
+  class Knows:
+    def draft(self, queries):
+      return [[answers[q.request_id][len(q.tokens) - q.num_prompt :][:3]] for q in queries]
+
+    def observe(self, *_):
+      pass
+
+  engine = make_engine(ROOM, drafter=Knows())
+  engine.generate(requests)
+  assert engine.counters.steps < plain.counters.steps / 2
+  assert engine.counters.accepted_tokens == engine.counters.drafted_tokens > 0
+
+
+def test_a_side_path_wins_and_its_pages_become_the_requests():
+  one = request(max_tokens=30)
+  [plain] = make_engine(ROOM).generate([one])
+
+  class Second:
+    """The first path is wrong at once, the second right over a page's end."""
+
+    def draft(self, queries):
+      rest = [plain.tokens[len(q.tokens) - q.num_prompt :] for q in queries]
+      return [[((r[0] + 1) % 500, 1, 1), r[:2], r[:9]] for r in rest]
+
+    def observe(self, *_):
+      pass
+
+  engine = make_engine(ROOM, drafter=Second())
+  free = engine.free_pages(0)
+  [found] = engine.generate([one])
+  assert same(found, plain) and engine.free_pages(0) == free
+  # 16 rows: the first path's 1 + 3, then 1 + 2 and 1 + 8.
+  assert engine.counters.side_paths == 4 and engine.counters.steps < 7
+
+
+def test_drafts_end_where_the_answer_may():
+  """A draft never reaches past the limit, so that no key is written where there is no page."""
+  one = request(max_tokens=5)
+  [plain] = make_engine().generate([one])
+  seen = []
+
+  class Long:
+    def draft(self, queries):
+      seen.extend(query.max_draft for query in queries)
+      return [[(*plain.tokens[len(q.tokens) - q.num_prompt :], 3, 3, 3)] for q in queries]
+
+    def observe(self, *_):
+      pass
+
+  [found] = make_engine(drafter=Long()).generate([one])
+  # The first token comes with the prompt, whose draft may be of all but the last token.
+  assert same(found, plain) and seen == [4]
+
+
+def test_a_stop_within_a_draft_ends_the_answer():
+  [free] = make_engine(ROOM).generate([request(max_tokens=30)])
+  stop = free.tokens[7]
+  one = request(max_tokens=30, stop_token_ids=(stop,))
+  [plain] = make_engine(ROOM).generate([one])
+
+  class Beyond:
+    def draft(self, queries):
+      return [[free.tokens[len(q.tokens) - q.num_prompt :][:9]] for q in queries]
+
+    def observe(self, *_):
+      pass
+
+  engine = make_engine(ROOM, drafter=Beyond())
+  updates = []
+  [found] = engine.generate([one], on_step=updates.extend)
+  assert same(found, plain) and found.finish_reason == "stop"
+  assert sum((update.tokens for update in updates), ()) == plain.tokens
+  assert "".join(update.text for update in updates) == plain.text
+
+
+def test_few_pages_leave_the_first_path_only():
+  """Eight pages: a request that may need all of them has none left for a second path."""
+  one = request(max_tokens=61)
+  [plain] = make_engine().generate([one])
+  engine = make_engine(drafter=Guesser({"a": plain.tokens}, 0, right=1.0))
+  [found] = engine.generate([one])
+  assert same(found, plain)
+  assert engine.counters.side_paths == 0 < engine.counters.accepted_tokens
+  assert run(engine) == {}

@@ -1,0 +1,52 @@
+"""A drafter for tests that knows the answers and errs as often as it is told to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+
+class Guesser:
+  """Drafts paths that are right for a while, wrong, too long, or of no vocabulary at all.
+
+  Attributes:
+    observed: by request, all tokens heard of.
+  """
+
+  def __init__(
+    self,
+    answers: Mapping[str, Sequence[int]],
+    seed: int,
+    *,
+    right: float = 0.8,
+    max_paths: int = 3,
+    max_draft: int = 6,
+  ):
+    self._answers = answers
+    self._rng = np.random.default_rng(seed)
+    self._right = right
+    self._max_paths = max_paths
+    self._max_draft = max_draft
+    self.observed: dict[str, list[int]] = {}
+
+  def draft(self, queries):
+    return [[self._path(query) for _ in range(self._count())] for query in queries]
+
+  def _count(self) -> int:
+    return int(self._rng.integers(0, self._max_paths + 1))
+
+  def _path(self, query) -> list[int]:
+    said = len(query.tokens) - query.num_prompt
+    rest = list(self._answers.get(query.request_id, ()))[said:]
+    count = int(self._rng.integers(0, self._max_draft + 1))
+    path = (rest + [0] * count)[:count]
+    wrong = [-1, 0, 1, 2, 2**31 - 1]
+    return [
+      token if self._rng.random() < self._right else wrong[self._rng.integers(len(wrong))]
+      for token in path
+    ]
+
+  def observe(self, request_id, group_id, new_tokens, num_drafted, num_accepted, is_finished):
+    assert 0 <= num_accepted <= num_drafted and len(new_tokens) == num_accepted + 1
+    self.observed.setdefault(request_id, []).extend(new_tokens)
