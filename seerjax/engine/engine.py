@@ -26,6 +26,8 @@ from seerjax import numerics as numerics_lib, parallel
 from seerjax.array_typing import PRNGKeyArray
 from seerjax.engine import batching, pages as pages_lib, runner as runner_lib, sizes
 from seerjax.engine.drafts import Drafter, DraftQuery, num_accepted
+from seerjax.engine.kv_pool import KVPool
+from seerjax.engine.memory import Memory
 from seerjax.engine.sequence import Path, Sequence, Work
 from seerjax.engine.sizes import EngineConfig
 from seerjax.models import tokenizer as tokenizer_lib, transformer
@@ -94,6 +96,7 @@ class Engine:
     policy_version: int = 0,
     runner: runner_lib.Runner | None = None,
     drafter: Drafter | None = None,
+    kv_pool: KVPool | None = None,
   ):
     """Makes an engine.
 
@@ -109,6 +112,7 @@ class Engine:
       runner: compiled programs to share with other engines of the same model, numerics and mesh;
         its own if None.
       drafter: guesses tokens that are then verified together; None verifies nothing.
+      kv_pool: where paused requests' keys go when their pages are needed; a default one if None.
 
     Raises:
       ValueError: if slabs do not divide the model, pages do not fill splits exactly, `runner` was
@@ -142,13 +146,18 @@ class Engine:
     self.config = config
     self.policy_version = policy_version
     self._key = key
-    self._pages = self._runner.empty_pages(config.num_pages, config.page_size)
-    self._pools = [
-      pages_lib.PagePool(config.num_pages, config.page_size)
-      for _ in range(self._runner.num_instances)
-    ]
     splits = -(-config.max_context // numerics.kv_split)
     self._table_width = splits * (numerics.kv_split // config.page_size)
+    self.memory = Memory(
+      self._runner.empty_pages(config.num_pages, config.page_size),
+      self._runner.mesh,
+      num_pages=config.num_pages,
+      page_size=config.page_size,
+      table_width=self._table_width,
+      reuse_prefixes=config.reuse_prefixes,
+      kv_pool=KVPool() if kv_pool is None else kv_pool,
+    )
+    self._pools = self.memory.pools
     self._waiting: list[collections.deque[Sequence]] = [
       collections.deque() for _ in self._pools
     ]
@@ -163,6 +172,11 @@ class Engine:
   def num_unfinished(self) -> int:
     """Requests submitted and not finished."""
     return len(self._live)
+
+  @property
+  def num_instances(self) -> int:
+    """Instances of the mesh."""
+    return len(self._pools)
 
   def submit(
     self,
@@ -262,7 +276,10 @@ class Engine:
       return []
     work = self._drafted(work)
     inputs = self._inputs(work)
-    self._pages, tokens, scores = self._runner.step(self._params, self._pages, inputs, self._key)
+    self.memory.restore()
+    self.memory.pages, tokens, scores = self._runner.step(
+      self._params, self.memory.pages, inputs, self._key
+    )
     self.counters.steps += 1
     self._remember_prompts(work)  # On the host, while the device computes.
     tokens, scores = jax.device_get((tokens, scores))
@@ -338,30 +355,65 @@ class Engine:
       )
     self._params = self._runner.place_params(params)
     self.policy_version = policy_version
-    for pool in self._pools:
-      pool.forget_all()
+    self.memory.forget_all()
 
   def poll_paused(self) -> list[str]:
     """Returns the requests whose chunk has ended, in that order; they hold their pages."""
     return list(self._paused)
 
-  def resume(self, request_id: str, *, chunk_tokens: int | None = None) -> None:
+  def resume(
+    self, request_id: str, *, chunk_tokens: int | None = None, instance: int | None = None
+  ) -> None:
     """Lets a paused request go on for another chunk, once its memory is there.
+
+    Args:
+      request_id: of a paused request.
+      chunk_tokens: as for `submit`.
+      instance: where; None stays. A request that still has pages elsewhere loses them and computes
+        them again (`migrate` takes them along); one that was spilled comes back there.
 
     Raises:
       ValueError: if there is no such request, or it is not paused.
     """
-    sequence = self._sequence(request_id, "resume")
-    if request_id not in self._paused:
-      raise ValueError(
-        f"Engine.resume: got request {request_id!r}, which is not paused, expected one of"
-        f" {len(self._paused)} that are (poll_paused); its chunk is still running."
-      )
+    sequence = self._paused_sequence(request_id, "resume")
+    if instance is not None and instance != sequence.instance:
+      if sequence.pages:
+        self.memory.release(sequence)
+      sequence.instance = instance
     del self._paused[request_id]
     sequence.extend(chunk_tokens)
     waiting = self._waiting[sequence.instance]
     # Whoever holds memory goes first: behind one that waits for it, both would wait forever.
     (waiting.appendleft if sequence.pages else waiting.append)(sequence)
+
+  def migrate(self, request_id: str, instance: int) -> bool:
+    """Takes a paused request's pages to another instance; False if it has no room for them.
+
+    Raises:
+      ValueError: if there is no such request, or it is not paused.
+    """
+    return self.memory.migrate(self._paused_sequence(request_id, "migrate"), instance)
+
+  def spill(self, request_ids: Iterable[str]) -> list[str]:
+    """Takes paused requests' pages off the devices, in order, until the pool is full.
+
+    Returns:
+      Those that left. They come back when they are resumed, on any instance.
+
+    Raises:
+      ValueError: if there is no such request, or it is not paused.
+    """
+    sequences = [self._paused_sequence(request_id, "spill") for request_id in request_ids]
+    left = self.memory.spill([sequence for sequence in sequences if sequence.pages])
+    return [sequence.request.request_id for sequence in left]
+
+  def held_pages(self, request_id: str) -> int:
+    """Returns how many pages of its instance a request holds; 0 if it is spilled or waits.
+
+    Raises:
+      ValueError: if there is no such request.
+    """
+    return len(self._sequence(request_id, "held_pages").pages)
 
   def progress(self, request_id: str) -> Completion:
     """Returns what a request has said so far.
@@ -390,11 +442,11 @@ class Engine:
     """
     sequence = self._sequence(request_id, "preempt")
     if sequence not in self._running[sequence.instance]:
-      self.counters.preemptions += bool(sequence.pages)
-      self._drop_pages(sequence)
+      self.counters.preemptions += sequence.num_written > 0
+      self.memory.release(sequence)
       return
     self._running[sequence.instance].remove(sequence)
-    self._drop_pages(sequence)
+    self.memory.release(sequence)
     self._waiting[sequence.instance].appendleft(sequence)
     self.counters.preemptions += 1
 
@@ -410,12 +462,12 @@ class Engine:
       del self._paused[request_id]
     else:
       (running if sequence in running else waiting).remove(sequence)
-    self._drop_pages(sequence)
+    self.memory.release(sequence)
     self._leave(request_id)
 
   def plan(self) -> str:
     """Returns one line that says what was allocated."""
-    page_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(self._pages))
+    page_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(self.memory.pages))
     weight_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(self._params))
     positions = (self.config.num_pages - 1) * self.config.page_size
     return (
@@ -434,6 +486,15 @@ class Engine:
         " unfinished; it may be done already (poll)."
       )
     return self._live[request_id]
+
+  def _paused_sequence(self, request_id: str, what: str) -> Sequence:
+    sequence = self._sequence(request_id, what)
+    if request_id not in self._paused:
+      raise ValueError(
+        f"Engine.{what}: got request {request_id!r}, which is not paused, expected one of the"
+        f" {len(self._paused)} that are (poll_paused); its chunk is still running."
+      )
+    return sequence
 
   def _check_said(self, request: Request, said: Completion) -> None:
     what = f"request {request.request_id!r}"
@@ -487,7 +548,14 @@ class Engine:
             self.counters.waits += 1
             break
           waiting.popleft()
-          sequence.hold([*sequence.pages, *pool.take(max(needed, 0))], self._table_width)
+          self.memory.hold(sequence, [*sequence.pages, *pool.take(max(needed, 0))])
+          running.append(sequence)
+          continue
+        if sequence.num_written:  # Spilled: it comes back before the step.
+          if not self.memory.begin_restore(sequence, self.pages_for(sequence.limit)):
+            self.counters.waits += 1
+            break
+          waiting.popleft()
           running.append(sequence)
           continue
         if self.config.reuse_prefixes and sequence.request.group_id in prefilling:
@@ -513,7 +581,7 @@ class Engine:
           break
         waiting.popleft()
         fresh = pool.take(needed)
-        sequence.hold([*hit.pages, *fresh], self._table_width)
+        self.memory.hold(sequence, [*hit.pages, *fresh])
         sequence.num_written = hit.num_tokens
         if hit.copy_from is not None:
           self._copies[instance].append((hit.copy_from, fresh[0]))
@@ -688,7 +756,7 @@ class Engine:
       pages = [*pages[:first], *chosen.scratch, *pages[first + len(chosen.scratch) :]]
       for page in replaced:
         pool.release(page)
-      sequence.hold(pages, self._table_width)
+      self.memory.hold(sequence, pages)
     for path in paths:
       if path is not chosen:
         for page in path.scratch:
@@ -732,7 +800,7 @@ class Engine:
       written = sequence.tokens[: sequence.num_written]
       self._pools[sequence.instance].remember(written, sequence.pages)
     self._running[sequence.instance].remove(sequence)
-    self._drop_pages(sequence)
+    self.memory.release(sequence)
     self._leave(request.request_id)
     self._finished.append(sequence.completion(reason, self.policy_version))
 
@@ -740,12 +808,6 @@ class Engine:
     del self._live[request_id]
     if not self._live:
       self._group_instance.clear()
-
-  def _drop_pages(self, sequence: Sequence) -> None:
-    for page in sequence.pages:
-      self._pools[sequence.instance].release(page)
-    sequence.pages = []
-    sequence.num_written = 0
 
 
 def _first_stop(text: str, stop_strings: tuple[str, ...]) -> int | None:

@@ -506,9 +506,9 @@ class FollowsTheBatch(engine_lib.Engine):
   """An engine whose noise is another one where a step samples more than one request."""
 
   def _inputs(self, work):
-    inputs, sampled = super()._inputs(work)
+    inputs = super()._inputs(work)
     crowded = (inputs.num_samples > 1).astype(np.uint32)
-    return inputs._replace(seeds=inputs.seeds + crowded[:, None]), sampled
+    return inputs._replace(seeds=inputs.seeds + crowded[:, None])
 
 
 def test_an_engine_that_follows_the_batch_is_found_out(seed):

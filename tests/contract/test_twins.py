@@ -125,9 +125,9 @@ def test_what_unwritten_memory_holds_changes_nothing(numerics):
       pages = np.asarray(sequence.pages)[positions // SIZES.page_size]
       is_written[pages, positions % SIZES.page_size] = True
     written = jnp.asarray(is_written)[None, None, :, :, None]
-    engine._pages = jax.tree.map(
+    engine.memory.pages = jax.tree.map(
       lambda leaf, written=written: jnp.where(written, leaf, jnp.asarray(1e30, leaf.dtype)),
-      engine._pages,
+      engine.memory.pages,
     )
   assert num_differing(by_id(engine.poll()), numerics) == 0
 
@@ -137,12 +137,12 @@ def test_what_unwritten_memory_holds_changes_nothing(numerics):
 
 def flip_lowest_bit(engine, page: int, offset: int) -> None:
   """Flips the lowest mantissa bit of one key in layer 0, head 0."""
-  (keys, values), *others = engine._pages
+  (keys, values), *others = engine.memory.pages
   old = np.asarray(keys)[0, 0, page, offset, 0]
   whole = np.dtype(f"uint{8 * old.dtype.itemsize}")
   new = (old.view(whole) ^ whole.type(1)).view(old.dtype)
   keys = keys.at[0, 0, page, offset, 0].set(new)
-  engine._pages = ((keys, values), *others)
+  engine.memory.pages = ((keys, values), *others)
 
 
 @BOTH

@@ -1,0 +1,163 @@
+"""Programs that carry pages: between instances, out to arrays of their own, and back in.
+
+Each takes a fixed number of pages, padded with page 0, which takes what padding writes; a request's
+pages go in rounds. All are SPMD: every process calls them in the same order with the same numbers.
+Values are copied and never computed with, so a page that comes back is bit for bit what left
+(a sum over instances would turn -0.0 into 0.0).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+import numpy as np
+
+from seerjax import parallel
+from seerjax.array_typing import Array
+
+# Pages of one program; a request takes as many rounds as it needs.
+BUCKETS = (4, 32)
+
+_PAGES = jax.P(parallel.INSTANCE_AXIS, parallel.MODEL_AXIS)
+_BY_INSTANCE = jax.P(parallel.INSTANCE_AXIS)
+
+
+def bucket_for(count: int) -> int:
+  """Returns the smallest bucket that holds `count` pages."""
+  return next(size for size in BUCKETS if size >= count)
+
+
+def rounds(pages: list[int]) -> list[list[int]]:
+  """Cuts a list of pages into pieces of one program each; less than half is padding."""
+  small, large = BUCKETS
+  pieces, first = [], 0
+  while first < len(pages):
+    size = large if len(pages) - first > large // 2 else small
+    pieces.append(pages[first : first + size])
+    first += size
+  return pieces
+
+
+@dataclasses.dataclass(frozen=True)
+class PageMoves:
+  """The programs of one mesh, compiled when first used. Pages are pytrees of f[i, k, m, z, c].
+
+  Attributes:
+    mesh: `parallel.make_mesh`.
+  """
+
+  mesh: jax.sharding.Mesh
+
+  @property
+  def _sharding(self) -> jax.sharding.NamedSharding:
+    return jax.sharding.NamedSharding(self.mesh, _PAGES)
+
+  def _program(self, function: Any, in_specs: Any, donate: tuple[int, ...]):
+    spread = jax.shard_map(
+      function, mesh=self.mesh, in_specs=in_specs, out_specs=_PAGES, check_vma=False
+    )
+    return jax.jit(spread, donate_argnums=donate, out_shardings=self._sharding)
+
+  @functools.cached_property
+  def _extract(self):
+    def extract(pages: Any, ids: Array) -> Any:
+      return jax.tree.map(lambda whole: jnp.take(whole, ids[0], axis=2), pages)
+
+    return self._program(extract, (_PAGES, _BY_INSTANCE), ())
+
+  @functools.cached_property
+  def _insert(self):
+    def insert(pages: Any, ids: Array, values: Any) -> Any:
+      put = lambda whole, new: whole.at[:, :, ids[0]].set(new)
+      return jax.tree.map(put, pages, values)
+
+    return self._program(insert, (_PAGES, _BY_INSTANCE, _PAGES), (0,))
+
+  @functools.cached_property
+  def _move(self):
+    def move(pages: Any, moves: Array) -> Any:
+      source, source_page, target, target_page = moves
+      here = lax.axis_index(parallel.INSTANCE_AXIS)
+      send = jnp.where(source == here, source_page, 0)
+      receive = jnp.where(target == here, target_page, 0)
+      rows = jnp.arange(source.shape[0], dtype=jnp.int32)
+
+      def carry(whole: Array) -> Array:
+        buffers = lax.all_gather(jnp.take(whole[0], send, axis=1), parallel.INSTANCE_AXIS)
+        arrived = buffers[source, :, rows]  # f[n, k, z, c]
+        return whole.at[0, :, receive].set(arrived)
+
+      return jax.tree.map(carry, pages)
+
+    return self._program(move, (_PAGES, jax.P()), (0,))
+
+  def extract(self, pages: Any, ids: np.ndarray) -> Any:
+    """Returns copies f[i, k, n, z, c] of the pages i32[i, n]; `pages` stays."""
+    return self._extract(pages, ids)
+
+  def insert(self, pages: Any, ids: np.ndarray, values: Any) -> Any:
+    """Returns `pages`, which is donated, with f[i, k, n, z, c] written to the pages i32[i, n]."""
+    return self._insert(pages, ids, values)
+
+  def move(self, pages: Any, moves: np.ndarray) -> Any:
+    """Returns `pages`, which is donated, after moves i32[4, n].
+
+    Rows: from instance, from page, to instance, to page. All are read before any is written.
+    """
+    return self._move(pages, moves)
+
+  # One request's part of an extracted array, off the device.
+
+  def take_off(self, values: Any, instance: int) -> list[list[Array]]:
+    """Returns an instance's part in pinned host memory: by leaf, by model shard, f[1, k, n, z, c].
+
+    The copies are only dispatched here; nothing waits for them.
+    """
+    devices = self.mesh.devices[instance].tolist()
+
+    def parts(leaf: Array) -> list[Array]:
+      by_device = {shard.device: shard.data for shard in leaf.addressable_shards}
+      return [jax.device_put(by_device[device], _pinned(device)) for device in devices]
+
+    return [parts(leaf) for leaf in jax.tree.leaves(values)]
+
+  def put_on(self, like: Any, parts: dict[int, list[list[Any]]]) -> Any:
+    """Returns values for `insert` from what `take_off` gave, by instance that is to have it.
+
+    Args:
+      like: pages, whose structure the values get.
+      parts: by instance; instances that are not named get zeros.
+    """
+    leaves, structure = jax.tree.flatten(like)
+    some = next(iter(parts.values()))
+    out = []
+    for index, leaf in enumerate(leaves):
+      local = some[index][0].shape
+      shards = []
+      for instance, devices in enumerate(self.mesh.devices):
+        for place, device in enumerate(devices):
+          if device.process_index != jax.process_index():
+            continue
+          if instance in parts:
+            shard = jax.device_put(parts[instance][index][place], _on_device(device))
+          else:
+            shard = jnp.zeros(local, leaf.dtype, device=device)
+          shards.append(shard)
+      shape = (self.mesh.devices.shape[0], leaf.shape[1], *local[2:])
+      out.append(jax.make_array_from_single_device_arrays(shape, self._sharding, shards))
+    return structure.unflatten(out)
+
+
+def _on_device(device: Any) -> jax.sharding.Sharding:
+  # The kind has to be said, or what lies in host memory stays there.
+  return jax.sharding.SingleDeviceSharding(device, memory_kind=device.default_memory().kind)
+
+
+def _pinned(device: Any) -> jax.sharding.Sharding:
+  # Never unpinned_host: bfloat16 was seen to come back with a wrong stride from there.
+  return jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host")

@@ -1,0 +1,247 @@
+"""Pages that leave: to another instance, to the host, to a store, and back to the same bits."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny_model
+
+from seerjax import parallel
+from seerjax.engine import page_moves
+from seerjax.engine.disk_store import DiskStore
+from seerjax.engine.engine import Engine, EngineConfig
+from seerjax.engine.kv_pool import KVPool, KVPoolConfig
+from seerjax.types import Request, SamplingParams
+
+SIZES = EngineConfig(
+  page_size=4, num_pages=40, max_sequences=4, max_context=64, row_buckets=(16,)
+)
+
+
+def made_pages(mesh, dtype):
+  """Every entry another, negative zeros and both infinities among them."""
+  shape = (mesh.shape["instance"], 8, 7, 4, 2)
+  values = np.arange(np.prod(shape), dtype=np.float32).reshape(shape) - 100
+  values[:, :, 3], values[:, :, 4, 0] = -0.0, np.inf
+  sharding = jax.sharding.NamedSharding(mesh, jax.P("instance", "model"))
+  return (jax.device_put(jnp.asarray(values, dtype), sharding),) * 1, values.astype(dtype)
+
+
+def bits(array) -> bytes:
+  return np.asarray(array).tobytes()
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("shape", [(1, 1), (2, 1), (2, 2)])
+def test_pages_go_out_and_in_bit_for_bit(dtype, shape):
+  mesh = parallel.make_mesh(num_instances=shape[0], model_shards=shape[1])
+  moves = page_moves.PageMoves(mesh)
+  pages, expected = made_pages(mesh, dtype)
+  ids = np.zeros((shape[0], 4), np.int32)
+  ids[-1, :2] = 3, 4
+  values = moves.extract(pages, ids)
+  parts = moves.take_off(values, shape[0] - 1)
+  assert {part.sharding.memory_kind for leaf in parts for part in leaf} == {"pinned_host"}
+  ids[-1, :2], ids[-1, 2:] = 0, 0
+  ids[0, :2] = 6, 5
+  pages = moves.insert(pages, ids, moves.put_on(pages, {0: parts}))
+  found = np.asarray(pages[0])
+  assert bits(found[0, :, 6]) == bits(expected[-1, :, 3])
+  assert bits(found[0, :, 5]) == bits(expected[-1, :, 4])
+  expected[0, :, 6], expected[0, :, 5] = found[0, :, 6], found[0, :, 5]
+  assert bits(found[:, :, 1:]) == bits(expected[:, :, 1:])  # Page 0 takes the padding.
+
+
+@pytest.mark.parametrize("model_shards", [1, 2])
+def test_moves_read_before_they_write(model_shards):
+  """Two pages change places, between instances and within one."""
+  mesh = parallel.make_mesh(num_instances=3, model_shards=model_shards)
+  pages, expected = made_pages(mesh, jnp.bfloat16)
+  moves = np.zeros((4, 4), np.int32)
+  moves[:, 0], moves[:, 1], moves[:, 2] = (0, 3, 2, 5), (2, 5, 0, 3), (1, 4, 1, 6)
+  found = np.asarray(page_moves.PageMoves(mesh).move(pages, moves)[0])
+  wanted = expected.copy()
+  wanted[2, :, 5], wanted[0, :, 3], wanted[1, :, 6] = (
+    expected[0, :, 3], expected[2, :, 5], expected[1, :, 4],
+  )  # fmt: skip
+  assert bits(found[:, :, 1:]) == bits(wanted[:, :, 1:])
+
+
+@functools.cache
+def answers() -> dict:
+  engine = make_engine((1, 1))
+  return {completion.request_id: completion for completion in engine.generate(asked())}
+
+
+def make_engine(mesh, sizes=SIZES, **others) -> Engine:
+  return Engine(
+    tiny_model.CONFIG,
+    tiny_model.params(tiny_model.NUMERICS),
+    numerics=tiny_model.NUMERICS,
+    config=sizes,
+    key=jax.random.key(5),
+    runner=tiny_model.runner(tiny_model.NUMERICS, *mesh),
+    **others,
+  )
+
+
+def asked() -> list[Request]:
+  """A group of three and two alone, of many pages each."""
+  return [
+    Request(
+      request_id=f"r/{index}",
+      prompt=tuple(range(5, 15)) if index < 3 else tuple(range(index, 30)),
+      sampling=SamplingParams(max_tokens=24),
+      seed=index,
+      group_id="g" if index < 3 else "",
+    )
+    for index in range(5)
+  ]
+
+
+def run(engine: Engine, at_pause, chunk_tokens=5) -> dict:
+  """All of `asked` in chunks; `at_pause(id)` is called before each resumption."""
+  for one in asked():
+    engine.submit(one, chunk_tokens=chunk_tokens)
+  found = {}
+  for _ in range(300):
+    engine.step()
+    found |= {completion.request_id: completion for completion in engine.poll()}
+    for request_id in engine.poll_paused():
+      instance = at_pause(request_id)
+      engine.resume(request_id, chunk_tokens=chunk_tokens, instance=instance)
+    if not engine.num_unfinished:
+      break
+  free = [engine.free_pages(instance) for instance in range(engine.num_instances)]
+  assert free == [engine.config.num_pages - 1] * engine.num_instances
+  assert engine.memory.kv_pool.num_host_pages == 0
+  return found
+
+
+def assert_same(found: dict) -> None:
+  assert found.keys() == answers().keys()
+  assert all(tiny_model.same(found[name], answers()[name], 0) for name in found)
+
+
+@pytest.mark.parametrize("mesh", [(2, 1), (2, 2)])
+def test_migrated_requests_say_the_same(mesh):
+  engine = make_engine(mesh)
+  turn = iter(range(10**6))
+
+  def at_pause(request_id):
+    instance = next(turn) % 2
+    assert engine.migrate(request_id, instance)
+    return instance
+
+  assert_same(run(engine, at_pause))
+  counters = engine.memory.counters
+  assert counters.migrated_pages > 10 and counters.peer_bytes > 0
+
+
+@pytest.mark.parametrize("mesh", [(1, 1), (2, 2)])
+@pytest.mark.parametrize("tier", ["host", "store"])
+def test_spilled_requests_come_back_anywhere(mesh, tier, tmp_path):
+  pool = KVPool(
+    KVPoolConfig(host_pages=64 if tier == "host" else 16), DiskStore(tmp_path, max_bytes=10**7)
+  )
+  engine = make_engine(mesh, kv_pool=pool)
+  turn = iter(range(10**6))
+
+  def at_pause(request_id):
+    waiting = [name for name in engine.poll_paused() if engine.held_pages(name)]
+    left = engine.spill(waiting)
+    assert left == waiting and engine.held_pages(request_id) == 0
+    return next(turn) % mesh[0]
+
+  assert_same(run(engine, at_pause))
+  counters = engine.memory.counters
+  assert counters.spilled_pages >= counters.restored_pages > 0
+  assert pool.host.requests_in == pool.host.requests_out + pool.disk.requests_in > 0
+  assert (pool.disk.requests_in > 0) == (tier == "store")
+  assert pool.disk.bytes_in == pool.disk.bytes_out and not list(tmp_path.iterdir())
+
+
+def test_a_flipped_bit_in_the_pool_is_noticed():
+  """The twin: what is said depends on what comes back."""
+  engine = make_engine((1, 1))
+
+  def at_pause(request_id):
+    if engine.spill([request_id]):
+      for leaves in engine.memory.kv_pool._held[request_id].rounds:
+        values = np.asarray(leaves[0][0]).copy()
+        values.view(np.uint32)[..., 0] ^= 1 << 22
+        leaves[0][0] = values
+
+  with pytest.raises(AssertionError):
+    assert_same(run(engine, at_pause))
+
+
+def test_a_full_pool_leaves_requests_where_they_are():
+  engine = make_engine((1, 1), kv_pool=KVPool(KVPoolConfig(host_pages=4)))
+  for one in asked()[3:]:
+    engine.submit(one, chunk_tokens=3)
+  while len(engine.poll_paused()) < 2:
+    engine.step()
+  assert engine.spill(engine.poll_paused()) == []  # Of eight pages or more.
+  assert all(engine.held_pages(name) for name in engine.poll_paused())
+
+
+def test_no_room_elsewhere_leaves_a_request_where_it_is():
+  engine = make_engine((2, 1))
+  engine.submit(asked()[4], chunk_tokens=3, instance=0)
+  while not engine.poll_paused():
+    engine.step()
+  taken = engine.memory.pools[1].take(36)
+  before = engine.held_pages("r/4")
+  assert not engine.migrate("r/4", 1)
+  assert engine.held_pages("r/4") == before and engine.free_pages(1) == 3
+  for page in taken:
+    engine.memory.pools[1].release(page)
+  assert engine.migrate("r/4", 1) and engine.free_pages(0) == 39
+
+
+def test_a_prompt_is_pulled_from_where_it_is():
+  engine = make_engine((2, 1))
+  engine.submit(asked()[4], instance=0)
+  while engine.num_unfinished:
+    engine.step()
+  prompt = list(asked()[4].prompt)  # 26 positions: six whole pages.
+  assert engine.memory.pull_prefix(prompt, 0, 1) == 24
+  assert engine.memory.pull_prefix(prompt, 0, 1) == 0
+  before = engine.counters.reused_tokens
+  engine.submit(asked()[4], instance=1)
+  while engine.num_unfinished:
+    engine.step()
+  assert engine.counters.reused_tokens - before == 24
+  assert all(tiny_model.same(one, answers()["r/4"], 0) for one in engine.poll())
+
+
+def test_new_weights_empty_the_pool():
+  engine = make_engine((1, 1))
+  engine.submit(asked()[3], chunk_tokens=3)
+  while not engine.poll_paused():
+    engine.step()
+  engine.spill(engine.poll_paused())
+  assert "r/3" in engine.memory.kv_pool
+  engine.cancel("r/3")
+  assert "r/3" not in engine.memory.kv_pool
+  engine.set_params(tiny_model.params(tiny_model.NUMERICS), 1)
+
+
+def test_only_paused_requests_move():
+  engine = make_engine((1, 1))
+  engine.submit(asked()[3])
+  with pytest.raises(ValueError, match=r"Engine.spill: got request 'r/3', which is not paused"):
+    engine.spill(["r/3"])
+  with pytest.raises(ValueError, match=r"Engine.migrate: got request 'r/3', which is not paused"):
+    engine.migrate("r/3", 0)
+
+
+def test_sizes_of_the_pool_are_checked():
+  message = r"KVPoolConfig: got host_pages=-1, .* expected at least 0"
+  with pytest.raises(ValueError, match=message):
+    KVPoolConfig(host_pages=-1)
