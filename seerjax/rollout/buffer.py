@@ -82,6 +82,12 @@ class Item:
   version: int = 0
 
 
+def kv_positions(item: Item) -> int:
+  """Returns how many positions a request has KV for, once it runs."""
+  # The last token's KV is written when it is fed to the next step.
+  return item.prompt_tokens + max(item.generated - 1, 0)
+
+
 class Buffer:
   """Every request of a rollout; requests may be added while others run.
 
@@ -161,7 +167,7 @@ class Buffer:
       )
     item.state = State.RUNNING
     item.instance = item.kv_instance = instance
-    item.kv_tokens = _written(item)
+    item.kv_tokens = kv_positions(item)
     item.chunk_end = item.generated + max_chunk_tokens
     item.num_chunks += 1
     item.group.prompt_instances.add(instance)
@@ -260,7 +266,7 @@ class Buffer:
         " chunks."
       )
     item.generated = generated
-    item.kv_tokens = _written(item)
+    item.kv_tokens = kv_positions(item)
 
   def _item(self, request_id: str) -> Item:
     if request_id not in self.items:
@@ -281,8 +287,3 @@ class Buffer:
       f"buffer: got {call} of request {item.request_id!r}, which is {item.state.name.lower()},"
       f" expected a {expected} one; apply each decision and each end of a chunk once."
     )
-
-
-def _written(item: Item) -> int:
-  # The last token's KV is written when it is fed to the next step.
-  return item.prompt_tokens + max(item.generated - 1, 0)

@@ -17,11 +17,11 @@ import bisect
 from collections.abc import Mapping
 import dataclasses
 import heapq
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from seerjax.rollout.buffer import NOWHERE, Buffer, Group, Item, State
+from seerjax.rollout.buffer import NOWHERE, Buffer, Group, Item, State, kv_positions
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -173,8 +173,8 @@ class Decision(NamedTuple):
     max_chunk_tokens: generate at most so many tokens.
     num_pages: that the chunk holds: those of its last position, or with `GroupFCFS` the present.
     is_probe: its group's first request.
-    pull_tokens: positions of KV to fetch from `pull_from` first; 0 pulls nothing, and what is
-      missing then is computed again.
+    prefill_tokens: positions to compute first: their KV is not there and is not pulled.
+    pull_tokens: positions of KV to fetch from `pull_from` first.
     pull_from: instance, or -1.
   """
 
@@ -183,6 +183,7 @@ class Decision(NamedTuple):
   max_chunk_tokens: int
   num_pages: int
   is_probe: bool
+  prefill_tokens: int
   pull_tokens: int = 0
   pull_from: int = NOWHERE
 
@@ -279,7 +280,9 @@ class _GroupQueue:
       pages = num_pages(positions, instances.page_size)
       if pages <= instances.free_pages[instance]:
         self._turn = instance + 1
-        return Decision(item.request_id, instance, left, pages, item.member == 0)
+        here = item.prompt_tokens if instance in item.group.prompt_instances else 0
+        prefill = kv_positions(item) - here
+        return Decision(item.request_id, instance, left, pages, item.member == 0, prefill)
     return None
 
 
@@ -377,7 +380,8 @@ class _Context:
     return None
 
   def pop(self) -> None:
-    heapq.heappop(self._probes if self._probes else self._members[self._groups[0][1]])
+    heap: list[Any] = self._probes or self._members[self._groups[0][1]]
+    heapq.heappop(heap)
 
   def _push_group(self, group: int) -> None:
     self._queued[group] = True
@@ -555,12 +559,12 @@ def _queue_of(config: SchedulerConfig) -> _Queue:
       return _ArrivalQueue(config)
 
 
-def _peek(heap: list) -> Item | None:
+def _peek(heap: list[Any]) -> Item | None:
   """Returns the first item that is not stale; an entry ends with (version, item)."""
   while heap:
-    version, item = heap[0][-2:]
-    if version == item.version:
-      return item
+    entry = heap[0]
+    if entry[-2] == entry[-1].version:
+      return entry[-1]
     heapq.heappop(heap)
   return None
 
@@ -623,8 +627,9 @@ def _place(
   here = item.prompt_tokens if chosen in prompts else 0
   if chosen == item.kv_instance:
     here = item.kv_tokens
-  missing = best - here
-  pull = missing if missing > config.min_pull_tokens else 0
-  return Decision(
-    item.request_id, chosen, chunk, pages, item.member == 0, pull, source if pull else NOWHERE
-  )
+  pull = best - here if best - here > config.min_pull_tokens else 0
+  prefill = kv_positions(item) - here - pull
+  is_probe = item.member == 0
+  if pull:
+    return Decision(item.request_id, chosen, chunk, pages, is_probe, prefill, pull, source)
+  return Decision(item.request_id, chosen, chunk, pages, is_probe, prefill)
