@@ -202,8 +202,38 @@ class Engine:
         over already.
     """
     what = f"request {request.request_id!r}"
+    self.check(request)
     if request.request_id in self._live:
       raise ValueError(f"{what}: got an id that is still running, expected a new one; rename it.")
+    if chunk_tokens is not None and chunk_tokens < 1:
+      raise ValueError(
+        f"{what}: got chunk_tokens={chunk_tokens}, expected at least 1; None answers to the end."
+      )
+    if instance is not None and not 0 <= instance < len(self._pools):
+      raise ValueError(
+        f"{what}: got instance {instance}, expected 0 to {len(self._pools) - 1}; the mesh has no"
+        " more."
+      )
+    if said is not None:
+      self._check_said(request, said)
+    row = sampling.sampling_rows([request.sampling])
+    if instance is None:
+      instance = self._instance_for(request)
+    stream = None if self.tokenizer is None else self.tokenizer.stream()
+    sequence = Sequence(request, list(request.prompt), instance, stream, row, limit=0)
+    if said is not None:
+      self._say_again(sequence, said)
+    sequence.extend(chunk_tokens)
+    self._live[request.request_id] = sequence
+    self._waiting[instance].append(sequence)
+
+  def check(self, request: Request) -> None:
+    """Refuses what this engine could never answer.
+
+    Raises:
+      ValueError: as `submit`, of the request itself.
+    """
+    what = f"request {request.request_id!r}"
     if not request.prompt:
       raise ValueError(f"{what}: got an empty prompt, expected one token or more; add a BOS token.")
     low, high = min(request.prompt), max(request.prompt)
@@ -227,15 +257,6 @@ class Engine:
         f" {request.sampling.max_tokens}, expected a sum of at most the context of {context}; lower"
         " SamplingParams.max_tokens or raise EngineConfig.max_context."
       )
-    if chunk_tokens is not None and chunk_tokens < 1:
-      raise ValueError(
-        f"{what}: got chunk_tokens={chunk_tokens}, expected at least 1; None answers to the end."
-      )
-    if instance is not None and not 0 <= instance < len(self._pools):
-      raise ValueError(
-        f"{what}: got instance {instance}, expected 0 to {len(self._pools) - 1}; the mesh has no"
-        " more."
-      )
     needed = self.pages_for(len(request.prompt) + request.sampling.max_tokens)
     usable = self.config.num_pages - 1
     if needed > usable:
@@ -255,18 +276,7 @@ class Engine:
           f" {self.model.vocab_size - 1} and a bias from -{MAX_ABS_BIAS:g} to {MAX_ABS_BIAS:g}; the"
           " lowest forbids a token."
         )
-    if said is not None:
-      self._check_said(request, said)
-    row = sampling.sampling_rows([request.sampling])  # Refuses what cannot become a row.
-    if instance is None:
-      instance = self._instance_for(request)
-    stream = None if self.tokenizer is None else self.tokenizer.stream()
-    sequence = Sequence(request, list(request.prompt), instance, stream, row, limit=0)
-    if said is not None:
-      self._say_again(sequence, said)
-    sequence.extend(chunk_tokens)
-    self._live[request.request_id] = sequence
-    self._waiting[instance].append(sequence)
+    sampling.sampling_rows([request.sampling])  # Refuses what cannot become a row.
 
   def step(self) -> list[Update]:
     """Runs one step of every instance; returns what was said."""
@@ -361,6 +371,19 @@ class Engine:
     """Returns the requests whose chunk has ended, in that order; they hold their pages."""
     return list(self._paused)
 
+  def pause(self, request_id: str) -> None:
+    """Ends a request's chunk now; it keeps its pages.
+
+    Raises:
+      ValueError: if there is no such request.
+    """
+    sequence = self._sequence(request_id, "pause")
+    if request_id in self._paused:
+      return
+    running = self._running[sequence.instance]
+    (running if sequence in running else self._waiting[sequence.instance]).remove(sequence)
+    self._paused[request_id] = None
+
   def resume(
     self, request_id: str, *, chunk_tokens: int | None = None, instance: int | None = None
   ) -> None:
@@ -407,6 +430,14 @@ class Engine:
     left = self.memory.spill([sequence for sequence in sequences if sequence.pages])
     return [sequence.request.request_id for sequence in left]
 
+  def instance_of(self, request_id: str) -> int:
+    """Returns where a request runs, waits or lies.
+
+    Raises:
+      ValueError: if there is no such request.
+    """
+    return self._sequence(request_id, "instance_of").instance
+
   def held_pages(self, request_id: str) -> int:
     """Returns how many pages of its instance a request holds; 0 if it is spilled or waits.
 
@@ -426,6 +457,12 @@ class Engine:
   def free_pages(self, instance: int) -> int:
     """Returns how many pages of an instance could be given out now."""
     return self._pools[instance].num_available
+
+  def awaited_pages(self, instance: int) -> int:
+    """Returns how many pages the requests that wait on an instance are going to take at most."""
+    return sum(
+      self.pages_for(sequence.limit) - len(sequence.pages) for sequence in self._waiting[instance]
+    )
 
   def pages_for(self, num_tokens: int) -> int:
     """Returns the pages that `num_tokens` of prompt and answer need."""

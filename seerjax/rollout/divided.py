@@ -1,0 +1,339 @@
+"""A rollout in chunks: the scheduler's decisions carried out on the instances of one engine.
+
+    buffer (all requests) -> scheduler (which chunk, where) -> engine.submit / resume -> steps
+      ^                                                                                  |
+      +--------------- end of chunk, end of request, keys and values that moved <--------+
+
+Between two chunks a request holds its pages until a running one needs them; then they go to a peer
+with room, to pinned host memory or to the store, and come back with the next chunk, on whichever
+instance that runs. Where nothing has room, whoever wanted it waits. No decision here reads a clock:
+all are functions of the step and of what was said, so every process takes the same ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+import dataclasses
+from typing import NamedTuple
+
+from seerjax.engine.engine import Engine
+from seerjax.rollout.buffer import NOWHERE, Buffer
+from seerjax.rollout.scheduler import Decision, GroupFCFS, Instances, Scheduler, SchedulerConfig
+from seerjax.types import Completion, Request
+
+# A waiting request's pages go to a peer only if it keeps this share of its own free.
+PEER_RESERVE = 0.25
+
+
+class Span(NamedTuple):
+  """A chunk as it ran.
+
+  Attributes:
+    request_id: of the request.
+    group: of its group.
+    instance: that ran it.
+    begin: step of the rollout in which it began.
+    end: first step in which it no longer ran.
+    num_tokens: generated.
+    is_probe: its group's first request.
+    is_last: the request ended with it.
+  """
+
+  request_id: str
+  group: str
+  instance: int
+  begin: int
+  end: int
+  num_tokens: int
+  is_probe: bool
+  is_last: bool
+
+
+@dataclasses.dataclass
+class Trace:
+  """What a rollout did, step by step.
+
+  Attributes:
+    spans: chunks, by their ends.
+    used_pages: by step and instance, pages that cannot be given out.
+    rows: by step, rows computed on all instances.
+    preemptions: running requests that lost their pages to others.
+    dropped: waiting requests that did, because no tier had room and nothing else could run.
+    held_back: decisions that waited because no tier had room.
+    migrations: requests that changed instance with their pages.
+    pulls: prompts copied from another instance.
+    spills: requests that left the devices.
+  """
+
+  spans: list[Span] = dataclasses.field(default_factory=list)
+  used_pages: list[list[int]] = dataclasses.field(default_factory=list)
+  rows: list[int] = dataclasses.field(default_factory=list)
+  preemptions: int = 0
+  dropped: int = 0
+  held_back: int = 0
+  migrations: int = 0
+  pulls: int = 0
+  spills: int = 0
+
+  @property
+  def num_steps(self) -> int:
+    """Engine steps of the rollout."""
+    return len(self.rows)
+
+  def tail_steps(self, share: float = 0.1) -> int:
+    """Returns the steps spent on the last `share` of requests alone, after all others ended."""
+    ends = sorted(span.end for span in self.spans if span.is_last)
+    if not ends:
+      return 0
+    return ends[-1] - ends[max(len(ends) - 1 - int(share * len(ends)), 0)]
+
+
+@dataclasses.dataclass
+class _Running:
+  """A chunk that runs: where, since when, from which token, and what the scheduler counted."""
+
+  decision: Decision
+  begin: int
+  first_token: int
+  order: int
+
+
+class DividedRollout:
+  """Requests in, completions out, chunk by chunk.
+
+  Attributes:
+    trace: what was done so far.
+    buffer: the global view.
+  """
+
+  def __init__(
+    self,
+    engine: Engine,
+    policy: SchedulerConfig,
+    *,
+    said: Mapping[str, Completion] | None = None,
+    on_chunk: Callable[[Request, Completion], None] = lambda request, said: None,
+  ):
+    """Makes a rollout.
+
+    Args:
+      engine: with no unfinished requests.
+      policy: of the scheduler.
+      said: by request id, what a journal holds of requests that are not over.
+      on_chunk: called with a request and all that it has said when its chunk ends and it is not
+        over.
+
+    Raises:
+      ValueError: if the engine is busy.
+    """
+    if engine.num_unfinished:
+      raise ValueError(
+        f"DividedRollout: got an engine with {engine.num_unfinished} unfinished requests, expected"
+        " none (all its memory is shared out here); finish or cancel them."
+      )
+    self.engine = engine
+    self.buffer = Buffer()
+    self.trace = Trace()
+    self._policy = policy
+    self._grows = isinstance(policy, GroupFCFS) and not policy.reserves
+    self._scheduler = Scheduler(policy, self.buffer)
+    self._said = dict(said or {})
+    self._on_chunk = on_chunk
+    config = engine.config
+    self._instances = Instances.empty(
+      engine.num_instances,
+      page_size=config.page_size,
+      num_pages=config.num_pages - 1,
+      max_running=config.max_sequences,
+    )
+    self._requests: dict[str, Request] = {}
+    self._running: dict[str, _Running] = {}
+    self._num_decisions = 0
+    self._rows_before = engine.counters.rows
+
+  def run(self, requests: Sequence[Request]) -> Iterator[Completion]:
+    """Yields completions as they finish.
+
+    Raises:
+      ValueError: as `Engine.submit`, before anything runs.
+    """
+    for request in requests:
+      self.engine.check(request)
+    for request in requests:
+      said = self._said.get(request.request_id)
+      self._requests[request.request_id] = request
+      self.buffer.add(
+        request.request_id,
+        request.group_id or request.request_id,
+        prompt_tokens=len(request.prompt),
+        max_tokens=request.sampling.max_tokens,
+        generated=len(said.tokens) if said else 0,
+      )
+    while self.buffer.num_unfinished:
+      self._decide()
+      updates = self.engine.step()
+      for update in updates:
+        if not update.finish_reason:
+          item = self.buffer[update.request_id]
+          self.buffer.progress(update.request_id, item.generated + len(update.tokens))
+      self._record()
+      for completion in self.engine.poll():
+        self._end(completion.request_id, len(completion.tokens), finished=True)
+        yield completion
+      for request_id in self.engine.poll_paused():
+        if request_id in self._running:
+          self._end_of_chunk(request_id)
+
+  def _record(self) -> None:
+    engine = self.engine
+    usable = engine.config.num_pages - 1
+    self.trace.used_pages.append(
+      [usable - engine.free_pages(instance) for instance in range(engine.num_instances)]
+    )
+    self.trace.rows.append(engine.counters.rows - self._rows_before)
+    self._rows_before = engine.counters.rows
+
+  # Decisions.
+
+  def _decide(self) -> None:
+    """Takes decisions until there is none, or no room for the next."""
+    while True:
+      if self._grows:
+        count = self.engine.num_instances
+        self._instances.free_pages = [self._free(instance) for instance in range(count)]
+      decision = self._scheduler.next(self._instances)
+      if decision is not None and self._apply(decision):
+        continue
+      if decision is not None:
+        self.trace.held_back += 1
+      if self._running or not self.buffer.num_waiting:
+        return
+      # Nothing runs, and what waits holds the memory that it waits for.
+      self._drop_one()
+
+  def _apply(self, decision: Decision) -> bool:
+    """Carries a decision out; False if no tier has room for what would have to leave."""
+    engine, request_id, target = self.engine, decision.request_id, decision.instance
+    is_known = request_id in engine.poll_paused()
+    held = engine.held_pages(request_id) if is_known else 0
+    home = engine.instance_of(request_id) if is_known else NOWHERE
+    needed = decision.num_pages - (held if home == target else 0)
+    if not self._make_room(target, needed, keep=request_id):
+      return False
+    chunk_tokens = self._chunk_tokens(request_id, decision)
+    if is_known:
+      if held and home != target and decision.pull_tokens:
+        self.trace.migrations += engine.migrate(request_id, target)
+      engine.resume(request_id, chunk_tokens=chunk_tokens, instance=target)
+    else:
+      request = self._requests[request_id]
+      if decision.pull_tokens and decision.pull_from != target:
+        pulled = engine.memory.pull_prefix(list(request.prompt), decision.pull_from, target)
+        self.trace.pulls += pulled > 0
+      said = self._said.pop(request_id, None)
+      engine.submit(request, said=said, instance=target, chunk_tokens=chunk_tokens)
+    item = self.buffer[request_id]
+    self._num_decisions += 1
+    self._running[request_id] = _Running(
+      decision, self.trace.num_steps, item.generated, self._num_decisions
+    )
+    self.buffer.begin_chunk(request_id, target, decision.max_chunk_tokens)
+    self._instances.admit(decision)
+    return True
+
+  def _chunk_tokens(self, request_id: str, decision: Decision) -> int:
+    """Returns the engine's chunk: up to a page's end where pages are taken one by one."""
+    if not self._grows:
+      return decision.max_chunk_tokens
+    item = self.buffer[request_id]
+    size = self.engine.config.page_size
+    written = item.prompt_tokens + item.generated - 1
+    return min(size - written % size, decision.max_chunk_tokens)
+
+  def _free(self, instance: int) -> int:
+    """Pages of an instance that nobody has been promised."""
+    return self.engine.free_pages(instance) - self.engine.awaited_pages(instance)
+
+  def _make_room(self, instance: int, num_pages: int, keep: str) -> bool:
+    """Lets waiting requests' pages leave an instance, longest waiting first; True if it helped."""
+    engine = self.engine
+    for request_id in engine.poll_paused():
+      if self._free(instance) >= num_pages:
+        return True
+      held = engine.held_pages(request_id)
+      if request_id == keep or not held or engine.instance_of(request_id) != instance:
+        continue
+      peer = max(range(engine.num_instances), key=lambda i: (i != instance, self._free(i), -i))
+      reserve = int(PEER_RESERVE * (engine.config.num_pages - 1))
+      has_room = peer != instance and self._free(peer) - held >= reserve
+      if has_room and engine.migrate(request_id, peer):
+        self.buffer.moved(request_id, peer)
+        self.trace.migrations += 1
+      elif engine.spill([request_id]):
+        self.trace.spills += 1
+      else:
+        break
+    return self._free(instance) >= num_pages
+
+  def _drop_one(self) -> None:
+    """Takes the pages of the request that waits shortest: it has most in front of it."""
+    held = [name for name in self.engine.poll_paused() if self.engine.held_pages(name)]
+    assert held, "requests wait, nothing runs, and nobody holds memory"
+    self.engine.preempt(held[-1])
+    self.buffer.lost_kv(held[-1])
+    self.trace.dropped += 1
+
+  # Ends.
+
+  def _end_of_chunk(self, request_id: str) -> None:
+    running = self._running[request_id]
+    item = self.buffer[request_id]
+    if self._grows and item.generated < item.chunk_end:
+      self._grow(request_id, running)
+      return
+    self._end(request_id, item.generated, finished=False)
+    self._on_chunk(self._requests[request_id], self.engine.progress(request_id))
+
+  def _grow(self, request_id: str, running: _Running) -> None:
+    """Takes one more page, from the request that was admitted last if there is none."""
+    instance = running.decision.instance
+    while self._free(instance) < 1:
+      victim = max(
+        (name for name, one in self._running.items() if one.decision.instance == instance),
+        key=lambda name: self._running[name].order,
+      )
+      self._preempt(victim)
+      if victim == request_id:
+        return
+    item = self.buffer[request_id]
+    chunk = min(self.engine.config.page_size, item.chunk_end - item.generated)
+    self.engine.resume(request_id, chunk_tokens=chunk)
+
+  def _preempt(self, request_id: str) -> None:
+    running = self._running.pop(request_id)
+    self.engine.pause(request_id)
+    self.engine.preempt(request_id)
+    self._add_span(request_id, running, self.buffer[request_id].generated, is_last=False)
+    self.buffer.lost_kv(request_id)
+    self._instances.num_running[running.decision.instance] -= 1
+    self.trace.preemptions += 1
+
+  def _end(self, request_id: str, generated: int, *, finished: bool) -> None:
+    running = self._running.pop(request_id)
+    self.buffer.end_chunk(request_id, generated, finished)
+    self._instances.release(running.decision.instance, running.decision.num_pages)
+    self._add_span(request_id, running, generated, is_last=finished)
+
+  def _add_span(self, request_id: str, running: _Running, generated: int, *, is_last: bool) -> None:
+    self.trace.spans.append(
+      Span(
+        request_id,
+        self.buffer[request_id].group.name,
+        running.decision.instance,
+        running.begin,
+        self.trace.num_steps,
+        generated - running.first_token,
+        running.decision.is_probe,
+        is_last,
+      )
+    )

@@ -1,0 +1,156 @@
+"""Rollouts in chunks: every policy says the same, under pressure, and does what it is named for."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+import tiny_model
+
+from seerjax.engine.engine import Engine, EngineConfig
+from seerjax.engine.kv_pool import KVPool, KVPoolConfig
+from seerjax.rollout.divided import DividedRollout
+from seerjax.rollout.scheduler import ContextAware, Divided, GroupFCFS, Oracle, Ours
+from seerjax.types import Request, SamplingParams
+
+# Room for two requests at their ends on an instance, for five at their beginnings.
+SIZES = EngineConfig(
+  page_size=4, num_pages=25, max_sequences=5, max_context=64, row_buckets=(16,)
+)
+
+
+def asked(num_groups: int = 4, members: int = 4) -> list[Request]:
+  """Groups whose members' lengths are alike; ends are forced, so that they are known."""
+  rng = np.random.default_rng(7)
+  return [
+    Request(
+      request_id=f"{group}/{member}",
+      prompt=tuple(range(group, group + 9)),
+      sampling=SamplingParams(max_tokens=int(8 * (group + 1) + rng.integers(0, 8))),
+      seed=10 * group + member,
+      group_id=f"g{group}",
+    )
+    for group in range(num_groups)
+    for member in range(members)
+  ]
+
+
+LENGTHS = {request.request_id: request.sampling.max_tokens for request in asked()}
+POLICIES = [
+  GroupFCFS(),
+  GroupFCFS(reserves=True),
+  Divided(chunk_tokens=8, min_pull_tokens=4),
+  Divided(chunk_tokens=5, min_pull_tokens=0, max_spread=1),
+  ContextAware(chunk_tokens=8, min_pull_tokens=4),
+  Oracle(chunk_tokens=8, lengths=LENGTHS),
+  Ours(chunk_tokens=8, min_pull_tokens=4),
+]
+
+
+def make_engine(num_instances: int, **others) -> Engine:
+  return Engine(
+    tiny_model.CONFIG,
+    tiny_model.params(tiny_model.NUMERICS),
+    numerics=tiny_model.NUMERICS,
+    config=SIZES,
+    key=jax.random.key(5),
+    runner=tiny_model.runner(tiny_model.NUMERICS, num_instances),
+    **others,
+  )
+
+
+@functools.cache
+def plain() -> dict:
+  return {one.request_id: one for one in make_engine(1).generate(asked())}
+
+
+def run(policy, num_instances=2, **others):
+  rollout = DividedRollout(make_engine(num_instances, **others), policy)
+  found = {one.request_id: one for one in rollout.run(asked())}
+  assert found.keys() == plain().keys()
+  assert all(tiny_model.same(found[name], plain()[name], 0) for name in found)
+  engine = rollout.engine
+  assert [engine.free_pages(i) for i in range(num_instances)] == [24] * num_instances
+  assert engine.memory.kv_pool.num_host_pages == 0
+  spans = rollout.trace.spans
+  assert sum(span.num_tokens for span in spans) == sum(LENGTHS.values())
+  assert sum(span.is_last for span in spans) == len(found)
+  assert all(0 <= span.begin < span.end <= rollout.trace.num_steps for span in spans)
+  assert max(map(max, rollout.trace.used_pages)) <= 24
+  return rollout
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: type(policy).__name__)
+def test_every_policy_says_the_same(policy):
+  trace = run(policy).trace
+  if policy == GroupFCFS():
+    assert trace.preemptions > 0
+  else:
+    assert trace.preemptions == trace.dropped == 0
+
+
+def test_chunks_move_and_spill():
+  trace = run(Divided(chunk_tokens=5, min_pull_tokens=0, max_spread=1)).trace
+  assert trace.migrations > 0 and trace.spills > 0
+  instances = {}
+  for span in trace.spans:
+    instances.setdefault(span.request_id, set()).add(span.instance)
+  assert any(len(places) == 2 for places in instances.values())
+
+
+def test_one_instance_and_no_host_memory_still_ends():
+  """Nothing can leave: requests that wait lose their keys rather than that all wait forever."""
+  trace = run(Divided(chunk_tokens=4), 1, kv_pool=KVPool(KVPoolConfig(host_pages=0))).trace
+  assert trace.spills == 0 and trace.held_back > 0
+
+
+def test_probes_go_first_and_longest_groups_next():
+  policy = ContextAware(chunk_tokens=64)
+  spans = sorted(run(policy, 1).trace.spans, key=lambda span: span.begin)
+  assert [span.is_probe for span in spans[:4]] == [True] * 4
+
+
+def test_what_a_journal_holds_is_not_said_again():
+  [request] = [one for one in asked() if one.request_id == "3/2"]
+  engine = make_engine(2)
+  engine.submit(request, chunk_tokens=11)
+  while not engine.poll_paused():
+    engine.step()
+  said = engine.progress("3/2")
+  engine.cancel("3/2")
+  before = engine.counters.sampled_tokens
+  heard = []
+  rollout = DividedRollout(
+    engine,
+    Divided(chunk_tokens=10),
+    said={"3/2": said},
+    on_chunk=lambda request, said: heard.append((request.request_id, len(said.tokens))),
+  )
+  [found] = rollout.run([request])
+  assert tiny_model.same(found, plain()["3/2"], 0)
+  assert engine.counters.sampled_tokens - before == LENGTHS["3/2"] - 11
+  assert heard == [("3/2", count) for count in range(21, LENGTHS["3/2"], 10)]
+
+
+def test_tail_is_what_the_last_tenth_takes_alone():
+  rollout = run(GroupFCFS(), 1)
+  ends = sorted(span.end for span in rollout.trace.spans if span.is_last)
+  assert rollout.trace.tail_steps() == ends[-1] - ends[-2]  # One of sixteen.
+  assert rollout.trace.tail_steps(1.0) == ends[-1] - ends[0]
+
+
+def test_a_busy_engine_is_refused():
+  engine = make_engine(1)
+  engine.submit(asked()[0])
+  with pytest.raises(ValueError, match=r"DividedRollout: got an engine with 1 unfinished requests"):
+    DividedRollout(engine, Divided())
+
+
+def test_a_bad_request_is_refused_before_anything_runs():
+  engine = make_engine(1)
+  bad = Request(request_id="bad", prompt=())
+  with pytest.raises(ValueError, match=r"request 'bad': got an empty prompt"):
+    list(DividedRollout(engine, Divided()).run([*asked(), bad]))
+  assert engine.counters.steps == 0
