@@ -15,26 +15,20 @@ from __future__ import annotations
 import collections
 from collections.abc import Callable
 import dataclasses
-import functools
-import pathlib
 from typing import Any, NamedTuple
 
+from drawn_requests import SAMPLING, alone, make_engine, tokens
+from guessing import Guesser
 import hypothesis
 from hypothesis import strategies as st
-import jax
 import numpy as np
 import pytest
 import tiny_model
 
-from seerjax import models
 from seerjax.engine import engine as engine_lib
 from seerjax.engine.engine import EngineConfig
-from seerjax.models import tokenizer as tokenizer_lib
-from seerjax.types import Request, SamplingParams
+from seerjax.types import Completion, Request, SamplingParams
 
-# Ids 3 to 63 are one character each, so that a random text stops at random strings.
-TOKENIZER = tokenizer_lib.load(pathlib.Path(models.__file__).parent / "nano")
-CHARACTERS = TOKENIZER.decode(range(tiny_model.CONFIG.vocab_size))
 MAX_CONTEXT = 64
 MAX_STEPS = 1000
 SIZES = {
@@ -74,7 +68,9 @@ EVENTS = (
   "steps with waiting",
   "restarts",
   "continued requests",
-  "asked again",
+  "drafted tokens",
+  "accepted tokens",
+  "side paths",
   "further turns",
   "stopped by an id",
   "stopped by a string",
@@ -136,38 +132,14 @@ class Disturbance(NamedTuple):
 
 
 class Plan(NamedTuple):
-  """One schedule: all that there is to decide."""
+  """One schedule: all that there is to decide. `guesses` seeds a drafter; None has none."""
 
   context: int
+  guesses: int | None
   asks: tuple[Ask, ...]
   disturbances: tuple[Disturbance, ...]
 
 
-def tokens(min_size: int, max_size: int) -> st.SearchStrategy[tuple[int, ...]]:
-  """Token ids; lengths are drawn first, so that long ones are as likely as short ones."""
-  sized = st.integers(min_size, max_size).flatmap(lambda n: st.binary(min_size=n, max_size=n))
-  return sized.map(lambda data: tuple(byte % tiny_model.CONFIG.vocab_size for byte in data))
-
-
-def sometimes(strategy: st.SearchStrategy, min_size: int, max_size: int) -> st.SearchStrategy:
-  """Nothing, or every other time a tuple of what `strategy` draws."""
-  some = st.lists(strategy, min_size=min_size, max_size=max_size).map(tuple)
-  return st.booleans().flatmap(lambda is_it: some if is_it else st.just(()))
-
-
-TOKEN = st.integers(0, tiny_model.CONFIG.vocab_size - 1)
-SAMPLING = st.fixed_dictionaries(
-  dict(
-    temperature=st.sampled_from([1.0, 0.0, 0.6, 1.0, 1.7]),
-    top_k=st.sampled_from([0, 0, 0, 1, 7]),
-    top_p=st.sampled_from([1.0, 1.0, 0.9, 0.5]),
-    min_p=st.sampled_from([0.0, 0.0, 0.05, 0.3]),
-    logit_bias=sometimes(st.tuples(TOKEN, st.floats(-6.0, 6.0, width=32)), 1, 3),
-    max_tokens=st.integers(1, 20),
-    stop_token_ids=sometimes(TOKEN, 1, 6),
-    stop_strings=sometimes(st.text(CHARACTERS, min_size=1, max_size=2), 3, 8),
-  )
-)
 TURNS = st.none() | st.builds(Turn, tokens(1, 4), SAMPLING)
 DISTURBANCES = st.lists(
   st.builds(
@@ -209,67 +181,43 @@ def plans(draw, contexts: tuple[int, ...]) -> Plan:
     ]
   return Plan(
     context=draw(st.sampled_from(contexts)),
+    guesses=draw(st.none() | st.integers(0, 2**32 - 1)),
     asks=tuple(draw(st.permutations(asks))),
     disturbances=draw(DISTURBANCES),
   )
 
 
-# What it is compared with, and how it is run.
-
-
-def make_engine(config: EngineConfig, numerics, mesh=(1, 1), kind=engine_lib.Engine):
-  """Returns an engine that knows text; engines of one numerics and mesh share programs."""
-  return kind(
-    tiny_model.CONFIG,
-    tiny_model.params(numerics),
-    numerics=numerics,
-    config=config,
-    key=jax.random.key(11),
-    tokenizer=TOKENIZER,
-    runner=tiny_model.runner(numerics, *mesh),
-  )
-
-
-@functools.cache
-def plain_engine(numerics) -> engine_lib.Engine:
-  return make_engine(tiny_model.ALONE, numerics)
-
-
-@functools.cache
-def alone(numerics, prompt, sampling, seed: int):
-  """Returns the completion of a request that has a plain engine for itself."""
-  request = Request(request_id="alone", prompt=prompt, sampling=sampling, seed=seed)
-  return plain_engine(numerics).generate([request])[0]
+# How it is run.
 
 
 class Schedule:
   """One plan over one engine after another; `run` checks every completion.
 
-  `make(context)` gives an engine of that KV bucket; restarts take `contexts` in turn.
+  `make(context, drafter=...)` gives an engine of that KV bucket; restarts take `contexts` in turn.
   """
 
   def __init__(
     self,
     plan: Plan,
-    make: Callable[[int], engine_lib.Engine],
+    make: Callable[..., engine_lib.Engine],
     contexts: tuple[int, ...],
     numerics,
     events: collections.Counter[str],
   ):
     self.make, self.contexts = make, contexts
     self.numerics, self.events = numerics, events
-    self.context, self.engine = plan.context, make(plan.context)
+    self.answers: dict[str, tuple[int, ...]] = {}
+    self.guesser = None if plan.guesses is None else Guesser(self.answers, plan.guesses)
+    self.context, self.engine = plan.context, make(plan.context, drafter=self.guesser)
     self.step = 0
     # By the step in which it comes.
     self.todo: list[tuple[int, Request]] = []
     self.turns: dict[str, Turn] = {}
     self.disturbances: list[tuple[int, Disturbance]] = []
-    # By request id: the request as first made, tokens said before this engine; tokens and text
-    # said in all.
-    self.origin: dict[str, tuple[Request, int]] = {}
+    # By request id: the request, and the tokens and text that were streamed.
+    self.live: dict[str, Request] = {}
     self.said: dict[str, list[int]] = {}
     self.streamed: dict[str, str] = {}
-    self.live: dict[str, Request] = {}
     # Until a step: pages of a pool.
     self.withheld: list[tuple[int, int, list[int]]] = []
     due = 0
@@ -296,12 +244,16 @@ class Schedule:
     self._count()
     assert self.engine.num_unfinished == 0 and not self.engine.poll()
 
-  def _submit(self, request: Request) -> None:
-    self.engine.submit(request)
+  def _submit(self, request: Request, said: Completion | None = None) -> None:
+    if self.guesser is not None:
+      self.answers[request.request_id] = self._expected(request).tokens
+    self.engine.submit(request, said=said)
     self.live[request.request_id] = request
-    self.origin.setdefault(request.request_id, (request, 0))
-    self.said.setdefault(request.request_id, [])
-    self.streamed.setdefault(request.request_id, "")
+    if said is None:
+      self.said[request.request_id], self.streamed[request.request_id] = [], ""
+
+  def _expected(self, request: Request) -> Completion:
+    return alone(self.numerics, request.prompt, request.sampling, request.seed)
 
   def _arrive(self) -> None:
     arrivals = [request for due, request in self.todo if due <= self.step]
@@ -342,42 +294,27 @@ class Schedule:
     elif ids and disturbance.kind == "cancel":
       request_id = ids[disturbance.choice % len(ids)]
       self.engine.cancel(request_id)
-      self.todo.append((self.step + disturbance.steps, self._forget(request_id)))
+      self.todo.append((self.step + disturbance.steps, self.live.pop(request_id)))
       self.events["cancelled"] += 1
-
-  def _forget(self, request_id: str) -> Request:
-    """Returns a request as it was first made, of which nothing was said."""
-    self.live.pop(request_id, None)
-    del self.said[request_id], self.streamed[request_id]
-    return self.origin.pop(request_id)[0]
 
   def _restart(self, context: int) -> None:
     """Nothing survives but what was said: each request goes on from there in a new engine."""
     self._count()
     self.events["restarts"] += 1
-    previous, self.context = self.context, context
-    self.engine, self.withheld = self.make(context), []
+    previous, before, self.context = self.engine, self.context, context
+    self.engine, self.withheld = self.make(context, drafter=self.guesser), []
     self._count_engine()
-    unfinished, self.live = self.live, {}
-    for request_id in sorted(unfinished):
-      request, said = self.origin[request_id][0], self.said[request_id]
-      if request.sampling.stop_strings:
-        # Half a stop string may have been said, of which a new engine knows nothing.
-        self.events["asked again"] += bool(said)
-        self._submit(self._forget(request_id))
+    for request_id in sorted(self.live):
+      said = previous.progress(request_id)
+      if not said.tokens:
+        self._submit(self.live[request_id])
         continue
-      self.origin[request_id] = (request, len(said))
-      self.events["continued requests"] += bool(said)
-      self.events[OTHER_BUCKET] += bool(said) and context != previous
-      self._submit(
-        dataclasses.replace(
-          request,
-          prompt=request.prompt + tuple(said),
-          sampling=dataclasses.replace(
-            request.sampling, max_tokens=request.sampling.max_tokens - len(said)
-          ),
-        )
-      )
+      self.events["continued requests"] += 1
+      self.events[OTHER_BUCKET] += context != before
+      stops = self.live[request_id].sampling.stop_strings
+      starts = {stop[:length] for stop in stops for length in range(1, len(stop))}
+      self.events["continued within a stop string"] += said.text.endswith(tuple(starts))
+      self._submit(self.live[request_id], said)
 
   def _step(self) -> None:
     prefilling = any(
@@ -390,11 +327,10 @@ class Schedule:
       self.streamed[update.request_id] += update.text
     for completion in self.engine.poll():
       request_id = completion.request_id
-      del self.live[request_id]
-      request, first = self.origin[request_id]
-      expected = alone(self.numerics, request.prompt, request.sampling, request.seed)
-      assert tiny_model.same(completion, expected, first), (
-        f"request {request}: got {completion} after {first} tokens, expected {expected}"
+      request = self.live.pop(request_id)
+      expected = self._expected(request)
+      assert tiny_model.same(completion, expected, 0), (
+        f"request {request}: got {completion}, expected {expected}"
       )
       assert tuple(self.said[request_id]) == expected.tokens
       assert self.streamed[request_id] == expected.text
@@ -429,6 +365,9 @@ class Schedule:
       ("pages copied", "page_copies"),
       ("steps", "steps"),
       ("tokens", "sampled_tokens"),
+      ("drafted tokens", "drafted_tokens"),
+      ("accepted tokens", "accepted_tokens"),
+      ("side paths", "side_paths"),
     ):
       self.events[event] += counters[field]
 
@@ -447,9 +386,9 @@ def run_schedules(
   """Runs as many schedules as the settings say; they share compiled programs, not pages."""
   num_instances, model_shards = mesh
 
-  def make(context: int) -> engine_lib.Engine:
+  def make(context: int, **others) -> engine_lib.Engine:
     config = dataclasses.replace(SIZES[size], max_context=context)
-    return make_engine(config, numerics, mesh, kind)
+    return make_engine(config, numerics, mesh, kind, **others)
 
   @hypothesis.seed(seed)
   @settings

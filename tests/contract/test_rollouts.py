@@ -1,0 +1,289 @@
+"""No rollout system changes a bit: policies, chunks, instances, tiers, drafts, kills.
+
+Hypothesis draws rollouts: groups of requests, a scheduling policy and its chunk size, 1, 2 or 4
+instances with little memory, tiers with more or less room, drafters from good to hostile, and the
+steps at which everything is killed but what a journal holds. Every completion is compared with the
+same request alone in a plain engine. How often each event happened is printed, and an event that
+never happened is a failure.
+"""
+
+from __future__ import annotations
+
+import collections
+import pathlib
+import tempfile
+from typing import NamedTuple
+
+from drawn_requests import SAMPLING, alone, make_engine, tokens
+from guessing import Guesser
+import hypothesis
+from hypothesis import strategies as st
+import numpy as np
+import pytest
+import tiny_model
+
+from seerjax.engine.disk_store import DiskStore
+from seerjax.engine.engine import Engine, EngineConfig
+from seerjax.engine.kv_pool import KVPool, KVPoolConfig
+from seerjax.rollout import scheduler
+from seerjax.rollout.divided import DividedRollout
+from seerjax.types import Completion, Request, SamplingParams
+
+# The longest request nearly fills an instance.
+SIZES = EngineConfig(page_size=4, num_pages=15, max_sequences=6, max_context=64, row_buckets=(16,))
+MAX_STEPS = 2000
+
+EVENTS = (
+  "requests",
+  "chunks",
+  "spilled",
+  "came from the host",
+  "came from the store",
+  "migrated",
+  "pulled",
+  "preempted",
+  "drafted tokens",
+  "accepted tokens",
+  "rejected tokens",
+  "side paths",
+  "killed",
+  "resumed in the middle",
+)
+
+
+class Case(NamedTuple):
+  """One rollout: all that there is to decide.
+
+  `prompts` by group, `members` (group, sampling fields, seed); `kills` are steps after a start;
+  `guesses` is (seed, share of right tokens), None drafts nothing.
+  """
+
+  prompts: tuple[tuple[int, ...], ...]
+  members: tuple[tuple[int, dict, int], ...]
+  policy: str
+  chunk_tokens: int
+  min_pull_tokens: int
+  max_spread: int
+  host_pages: int
+  has_store: bool
+  guesses: tuple[int, float] | None
+  kills: tuple[int, ...]
+
+
+# By hypothesis the first is the simplest.
+POLICIES = ("divided", "context", "ours", "oracle", "fcfs", "waiting fcfs")
+CASES = st.integers(2, 3).flatmap(
+  lambda count: st.builds(
+    Case,
+    prompts=st.tuples(*[tokens(1, 30)] * count),
+    members=st.lists(
+      st.tuples(st.integers(0, count - 1), SAMPLING, st.integers(0, 2**32 - 1)),
+      min_size=8,
+      max_size=16,
+    ).map(tuple),
+    policy=st.sampled_from(POLICIES),
+    chunk_tokens=st.sampled_from([1, 2, 3, 5, 8, 100]),
+    min_pull_tokens=st.sampled_from([0, 0, 8, 512]),
+    max_spread=st.sampled_from([0, 1, 32]),
+    host_pages=st.sampled_from([256, 16, 0]),
+    has_store=st.booleans(),
+    guesses=st.none() | st.tuples(st.integers(0, 2**32 - 1), st.sampled_from([0.9, 0.6, 0.0])),
+    kills=st.lists(st.integers(1, 12), max_size=2).map(tuple),
+  )
+)
+
+
+class Killed(Exception):
+  """The process is gone."""
+
+
+class Mortal(Engine):
+  """An engine that dies after some steps; 0 lives."""
+
+  steps_to_live = 0
+
+  def step(self):
+    assert self.counters.steps < MAX_STEPS, "the rollout does not end"
+    if self.steps_to_live and self.counters.steps == self.steps_to_live:
+      raise Killed
+    return super().step()
+
+
+class OtherNoise(Mortal):
+  """The twin: a request's noise follows the instance that samples it."""
+
+  def _inputs(self, work):
+    inputs = super()._inputs(work)
+    own = np.arange(len(inputs.seeds), dtype=np.uint32)
+    return inputs._replace(seeds=inputs.seeds + own[:, None])
+
+
+def policy_of(case: Case, requests: dict[str, Request], answers: dict[str, tuple[int, ...]]):
+  parts = dict(
+    chunk_tokens=case.chunk_tokens,
+    min_pull_tokens=case.min_pull_tokens,
+    max_spread=case.max_spread,
+  )
+  if case.policy == "fcfs":
+    return scheduler.GroupFCFS()
+  if case.policy == "waiting fcfs":
+    return scheduler.GroupFCFS(reserves=True)
+  if case.policy == "oracle":
+    return scheduler.Oracle(**parts, lengths={name: len(answers[name]) for name in requests})
+  kinds = dict(
+    divided=scheduler.Divided, context=scheduler.ContextAware, ours=scheduler.Ours
+  )
+  return kinds[case.policy](**parts)
+
+
+def run_case(
+  case: Case, numerics, num_instances: int, kind: type[Mortal], events: collections.Counter[str]
+) -> None:
+  """Runs one rollout to its end, as often as it is killed; checks every completion."""
+  requests, answers = {}, {}
+  for index, (group, fields, seed) in enumerate(case.members):
+    name = f"{group}/{index}"
+    request = Request(
+      request_id=name,
+      prompt=case.prompts[group],
+      sampling=SamplingParams(**fields),
+      seed=seed,
+      group_id=f"group {group}",
+    )
+    requests[name] = request
+    answers[name] = alone(numerics, request.prompt, request.sampling, seed).tokens
+  guesser = None
+  if case.guesses is not None:
+    guesser = Guesser(answers, case.guesses[0], right=case.guesses[1])
+  policy = policy_of(case, requests, answers)
+  finished: dict[str, Completion] = {}
+  journal: dict[str, Completion] = {}
+  events["requests"] += len(requests)
+  with tempfile.TemporaryDirectory() as folder:
+    for steps_to_live in (*case.kills, 0):
+      store = DiskStore(pathlib.Path(folder) / "kv", max_bytes=10**8) if case.has_store else None
+      pool = KVPool(KVPoolConfig(host_pages=case.host_pages), store)
+      mesh = (num_instances, 1)
+      engine = make_engine(SIZES, numerics, mesh, kind, drafter=guesser, kv_pool=pool)
+      engine.steps_to_live = steps_to_live
+      rollout = DividedRollout(
+        engine,
+        policy,
+        said=dict(journal),
+        on_chunk=lambda request, said: journal.update({request.request_id: said}),
+      )
+      left = [request for name, request in requests.items() if name not in finished]
+      events["resumed in the middle"] += sum(request.request_id in journal for request in left)
+      try:
+        for completion in rollout.run(left):
+          finished[completion.request_id] = completion
+          journal.pop(completion.request_id, None)
+      except Killed:
+        events["killed"] += 1
+      else:
+        assert not engine.num_unfinished and not pool.num_host_pages
+        for instance in range(num_instances):
+          assert engine.free_pages(instance) == SIZES.num_pages - 1
+      count_events(rollout, pool, events)
+      if len(finished) == len(requests):
+        break
+  for name, request in requests.items():
+    expected = alone(numerics, request.prompt, request.sampling, request.seed)
+    assert tiny_model.same(finished[name], expected), (
+      f"request {request}: got {finished[name]}, expected {expected}"
+    )
+    assert finished[name].text == expected.text
+  events["rollouts"] += 1
+  events[f"policy {case.policy}"] += 1
+
+
+def count_events(rollout: DividedRollout, pool: KVPool, events: collections.Counter[str]) -> None:
+  engine, trace = rollout.engine, rollout.trace
+  events["chunks"] += len(trace.spans)
+  events["spilled"] += trace.spills
+  events["migrated"] += trace.migrations
+  events["pulled"] += trace.pulls
+  events["preempted"] += trace.preemptions
+  events["dropped"] += trace.dropped
+  events["held back"] += trace.held_back
+  events["came from the host"] += pool.host.requests_out
+  events["came from the store"] += pool.disk.requests_out
+  events["drafted tokens"] += engine.counters.drafted_tokens
+  events["accepted tokens"] += engine.counters.accepted_tokens
+  events["rejected tokens"] += engine.counters.drafted_tokens - engine.counters.accepted_tokens
+  events["side paths"] += engine.counters.side_paths
+
+
+def run_cases(
+  numerics,
+  num_instances: int,
+  *,
+  seed: int,
+  settings: hypothesis.settings,
+  events: collections.Counter[str],
+  kind: type[Mortal] = Mortal,
+) -> None:
+  """Runs as many rollouts as the settings say; they share compiled programs."""
+
+  @hypothesis.seed(seed)
+  @settings
+  @hypothesis.given(case=CASES)
+  def check(case: Case) -> None:
+    try:
+      run_case(case, numerics, num_instances, kind, events)
+    except AssertionError as error:
+      error.add_note(f"rollout: {num_instances} instances, seed {seed}")
+      raise
+
+  check()
+
+
+NUMERICS = {"f32": tiny_model.NUMERICS, "bf16": tiny_model.BFLOAT16}
+
+
+def test_no_rollout_changes_a_bit(seed, tell_events):
+  events = collections.Counter()
+  for place, (dtype, num_instances) in enumerate((("bf16", 4), ("f32", 2))):
+    run_cases(
+      NUMERICS[dtype],
+      num_instances,
+      seed=100 * seed + place,
+      settings=hypothesis.settings(max_examples=12),
+      events=events,
+    )
+  # What needs many instances or little of everything is the long run's.
+  rare = {"came from the store", "pulled", "side paths", "preempted"}
+  tell_events("rollouts", events, [event for event in EVENTS if event not in rare])
+
+
+def test_noise_that_follows_the_instance_is_found_out(seed):
+  settings = hypothesis.settings(
+    max_examples=6, phases=[hypothesis.Phase.generate], database=None, report_multiple_bugs=False
+  )
+  with pytest.raises(AssertionError, match="got Completion"):
+    run_cases(
+      NUMERICS["bf16"],
+      4,
+      seed=seed,
+      settings=settings,
+      events=collections.Counter(),
+      kind=OtherNoise,
+    )
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("block", range(12))
+def test_no_rollout_of_three_hundred_changes_a_bit(block, seed, tell_events):
+  dtype, num_instances = ("f32", "bf16")[block % 2], (1, 2, 4)[block // 2 % 3]
+  events = collections.Counter()
+  run_cases(
+    NUMERICS[dtype],
+    num_instances,
+    seed=100 * seed + 10 + block,
+    settings=hypothesis.settings(max_examples=26),
+    events=events,
+  )
+  assert events["rollouts"] >= 26
+  alone_events = {"migrated", "pulled"} if num_instances == 1 else set()
+  name = f"block {block}, {dtype}, {num_instances} instance(s)"
+  tell_events(name, events, [event for event in EVENTS if event not in alone_events])
