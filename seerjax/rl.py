@@ -27,10 +27,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from seerjax import checkpoint, evaluation, metrics, numerics as numerics_lib, parallel, summary
-from seerjax.engine import engine as engine_lib, runner as runner_lib
+from seerjax.engine import engine as engine_lib, kv_pool as kv_pool_lib, runner as runner_lib
 from seerjax.evaluation import EvaluationConfig
 from seerjax.models import lora, tokenizer as tokenizer_lib, transformer
-from seerjax.rollout import journal as journal_lib, rollout as rollout_lib
+from seerjax.rollout import divided, journal as journal_lib, rollout as rollout_lib, scheduler
 from seerjax.trainer import advantages, losses, packing, step as step_lib
 from seerjax.types import Completion, Problem, Request, Rollout, RolloutGroup, Task, TrainState
 
@@ -80,6 +80,8 @@ class RunConfig:
     numerics: what decides bits.
     engine: sizes of the engine.
     rollout: what a step samples.
+    scheduler: which request's next chunk runs, and where; changes no bit.
+    kv_pool: where keys of waiting requests go when their pages are needed; changes no bit.
     trainer: how it learns.
     loss: the objective.
     optimizer: the optax chain.
@@ -98,6 +100,8 @@ class RunConfig:
   numerics: numerics_lib.NumericsConfig = numerics_lib.NumericsConfig()
   engine: engine_lib.EngineConfig = engine_lib.EngineConfig()
   rollout: rollout_lib.RolloutConfig = rollout_lib.RolloutConfig()
+  scheduler: scheduler.Ours = scheduler.Ours(chunk_tokens=128)
+  kv_pool: kv_pool_lib.KVPoolConfig = kv_pool_lib.KVPoolConfig()
   trainer: TrainerConfig = TrainerConfig()
   loss: losses.LossConfig = losses.LossConfig()
   optimizer: step_lib.OptimizerConfig = step_lib.OptimizerConfig()
@@ -168,9 +172,11 @@ class Programs:
   runner: runner_lib.Runner
 
 
-# Settings that the journal does not hold a resumed run to: the first three move no bit, and the
-# fingerprint speaks for the last.
-FREE_SETTINGS = ("num_steps", "num_instances", "checkpoint_every", "numerics")
+# Settings that the journal does not hold a resumed run to: the fingerprint speaks for the first,
+# and the others move no bit.
+FREE_SETTINGS = (
+  "numerics", "num_steps", "num_instances", "checkpoint_every", "scheduler", "kv_pool"
+)  # fmt: skip
 # What the progress bar shows.
 CONSOLE_NAMES = (
   "rollout/reward_mean", "rollout/length_mean", "rollout/tokens_per_second", "contract/kl"
@@ -258,6 +264,7 @@ def train(
     tokenizer=policy.tokenizer,
     policy_version=step,
     runner=programs.runner,
+    kv_pool=kv_pool_lib.KVPool(config.kv_pool),
   )
   with contextlib.ExitStack() as files:
     journal = files.enter_context(
@@ -329,7 +336,7 @@ def circle(
   """One round: sample, judge, learn, publish. Returns the new state and the round's numbers."""
   begin = time.monotonic()
   sampled_before = engine.counters.sampled_tokens
-  groups = sample(config, engine, task, journal, step)
+  groups, traces = sample(config, engine, task, journal, step)
   sampled_at = time.monotonic()
   numbers = summary.of_rollouts(groups)
   num_sampled = engine.counters.sampled_tokens - sampled_before
@@ -337,7 +344,7 @@ def circle(
   numbers |= learned
   engine.set_params(running_weights(config, state.params, base), policy_version=step + 1)
   end = time.monotonic()
-  numbers |= {
+  numbers |= divided.summarise(traces) | {
     "rollout/seconds": sampled_at - begin,
     "rollout/tokens_per_second": num_sampled / max(sampled_at - begin, 1e-9),
     "train/seconds": end - sampled_at,
@@ -351,9 +358,14 @@ def sample(
   task: Task,
   journal: journal_lib.Journal,
   step: int,
-) -> list[RolloutGroup]:
-  """Samples and judges a step's groups; what the journal holds is not sampled again."""
+) -> tuple[list[RolloutGroup], list[divided.Trace]]:
+  """Samples and judges a step's groups; what the journal holds is not sampled again.
+
+  Returns:
+    The groups, and what was done for them, round by round.
+  """
   assert engine.tokenizer is not None
+  traces: list[divided.Trace] = []
 
   def known(group: int, member: int) -> Rollout | None:
     entry = journal.lookup(step, group, member)
@@ -364,15 +376,42 @@ def sample(
       step, group, member, rollout, problem_id=problem.problem_id, prompt_text=problem.prompt
     )
 
-  return step_groups(
+  def keep_chunk(request: Request, said: Completion) -> None:
+    # The journal writes what is new of it.
+    journal.append_chunk(
+      *rollout_lib.place_of(request.request_id),
+      journal_lib.Chunk(
+        request=request,
+        start=0,
+        tokens=said.tokens,
+        behaviour_logprobs=said.behaviour_logprobs,
+        raw_logprobs=said.raw_logprobs,
+        policy_version=said.policy_version,
+      ),
+    )
+
+  def generate(requests: Sequence[Request]) -> Iterator[Completion]:
+    names = [request.request_id for request in requests]
+    said = {name: journal.said(*rollout_lib.place_of(name)) for name in names}
+    rollout = divided.DividedRollout(
+      engine,
+      config.scheduler,
+      said={name: known for name, known in said.items() if known is not None},
+      on_chunk=keep_chunk,
+    )
+    traces.append(rollout.trace)
+    return rollout.run(requests)
+
+  groups = step_groups(
     config,
     task,
     engine.tokenizer,
     step,
-    generate=functools.partial(completions, engine),
+    generate=generate,
     known=known,
     on_rollout=keep,
   )
+  return groups, traces
 
 
 def step_groups(
@@ -423,15 +462,6 @@ def step_groups(
   # A step always has the same number of groups; those without information fill it up.
   chosen = kept + rejected[: wanted - len(kept)]
   return sorted(chosen, key=lambda group: group.group_index)
-
-
-def completions(engine: engine_lib.Engine, requests: Sequence[Request]) -> Iterator[Completion]:
-  """Yields completions as they finish."""
-  for request in requests:
-    engine.submit(request)
-  while engine.num_unfinished:
-    engine.step()
-    yield from engine.poll()
 
 
 def learn(
@@ -579,7 +609,7 @@ def accuracy_of(config: RunConfig, engine: engine_lib.Engine, task: Task) -> dic
   assert engine.tokenizer is not None
   return evaluation.evaluate(
     config.evaluation,
-    generate=functools.partial(completions, engine),
+    generate=divided.DividedRollout(engine, config.scheduler).run,
     task=task,
     tokenizer=engine.tokenizer,
     max_tokens=config.rollout.max_tokens,

@@ -24,7 +24,7 @@ import tiny_model
 from seerjax import checkpoint, metrics, numerics as numerics_lib, parallel, rl
 from seerjax.engine import engine as engine_lib, runner as runner_lib
 from seerjax.models import lora, tokenizer as tokenizer_lib, transformer
-from seerjax.rollout import journal as journal_lib, rollout as rollout_lib
+from seerjax.rollout import divided, journal as journal_lib, rollout as rollout_lib, scheduler
 from seerjax.trainer import losses, step as step_lib
 from seerjax.types import Problem, Verdict
 
@@ -43,6 +43,8 @@ CONFIG = rl.RunConfig(
     page_size=8, num_pages=64, max_sequences=4, max_context=48, row_buckets=(16,)
   ),
   rollout=rollout_lib.RolloutConfig(groups_per_step=2, group_size=2, max_tokens=6),
+  # Chunks end within answers.
+  scheduler=scheduler.Ours(chunk_tokens=4),
   trainer=rl.TrainerConfig(rows_per_micro_batch=64, sequences_per_micro_batch=4),
   loss=losses.dapo(),
   optimizer=step_lib.OptimizerConfig(learning_rate=0.01),
@@ -50,7 +52,12 @@ CONFIG = rl.RunConfig(
 )
 PER_STEP = 4  # Rollouts of a step, and problems of an evaluation.
 # Numbers that clocks decide.
-TIMES = ("rollout/seconds", "rollout/tokens_per_second", "train/seconds")
+# What follows the schedule: an interrupted step does less of its work after the interruption.
+TIMES = (
+  "rollout/seconds", "rollout/tokens_per_second", "train/seconds",
+  "schedule/steps", "schedule/tail_steps", "schedule/chunks", "schedule/migrations",
+  "schedule/spills",
+)  # fmt: skip
 
 
 class Vowels:
@@ -150,6 +157,11 @@ def train(
 def rows_of(directory, *, without=TIMES):
   rows = metrics.read(pathlib.Path(directory) / "metrics.jsonl")
   return [{name: row[name] for name in row if name not in without} for row in rows]
+
+
+def records_of(directory):
+  lines = (pathlib.Path(directory) / journal_lib.FILE_NAME).read_text().splitlines()
+  return [json.loads(line)["record"] for line in lines]
 
 
 def assert_equal_bits(found, expected):
@@ -261,6 +273,8 @@ def test_after_kill_the_journal_is_read_and_the_bits_are_the_same(whole, tmp_pat
   )
   assert done.returncode == -signal.SIGKILL, done.stderr
   assert checkpoint.steps(tmp_path / "run" / "checkpoints") == (0,)
+  kinds = [record["kind"] for record in records_of(tmp_path / "run")]
+  assert kinds.count("chunk") >= 2 * PER_STEP  # Of answers of five or six tokens.
   task = Vowels()
   result = train(tmp_path / "run", task, resume=True)
   assert_equal_bits(result.state, expected.state)
@@ -521,7 +535,7 @@ def groups_of(*, count=2, is_shuffled=False):
   task = Vowels()
 
   def generate(requests):
-    finished = list(rl.completions(engine(), requests))
+    finished = list(divided.DividedRollout(engine(), CONFIG.scheduler).run(requests))
     return finished[::-2] + finished[-2::-2] if is_shuffled else finished
 
   return rollout_lib.sample_groups(
@@ -601,10 +615,10 @@ def test_rounds_replace_groups_that_say_nothing(tmp_path):
   for turn in range(2):
     path = tmp_path / f"{turn}.jsonl"
     with journal_lib.Journal(path, fingerprint={}, settings={}) as journal:
-      found.append([rl.sample(config, engine(), Coin(), journal, step) for step in range(4)])
+      found.append([rl.sample(config, engine(), Coin(), journal, step)[0] for step in range(4)])
       # Known rollouts give the same groups, whatever round they are of.
       task = Coin()
-      known = [rl.sample(config, engine(), task, journal, step) for step in range(4)]
+      known = [rl.sample(config, engine(), task, journal, step)[0] for step in range(4)]
       assert task.num_verdicts == 0
       taken = journal.keys()
       num_taken.append([sum(at == step for at, *_ in taken) for step in range(4)])

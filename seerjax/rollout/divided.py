@@ -337,3 +337,14 @@ class DividedRollout:
         is_last,
       )
     )
+
+
+def summarise(traces: Sequence[Trace]) -> dict[str, float]:
+  """Returns what metrics.jsonl says of a step's rollouts, which ran one after the other."""
+  return {
+    "schedule/steps": float(sum(trace.num_steps for trace in traces)),
+    "schedule/tail_steps": float(sum(trace.tail_steps() for trace in traces)),
+    "schedule/chunks": float(sum(len(trace.spans) for trace in traces)),
+    "schedule/migrations": float(sum(trace.migrations for trace in traces)),
+    "schedule/spills": float(sum(trace.spills for trace in traces)),
+  }

@@ -511,6 +511,21 @@ class Journal:
     offsets = self._chunks.get((step, group, member), ())
     return tuple(_chunk(self._read(offset)["chunk"]) for offset in offsets)
 
+  def said(self, step: int, group: int, member: int) -> Completion | None:
+    """Returns what the journalled chunks of an unfinished rollout say, None if there is none."""
+    chunks = self.chunks(step, group, member)
+    if not chunks or (step, group, member) in self._index:
+      return None
+    return Completion(
+      request_id=chunks[0].request.request_id,
+      tokens=tuple(token for chunk in chunks for token in chunk.tokens),
+      behaviour_logprobs=np.concatenate([chunk.behaviour_logprobs for chunk in chunks]),
+      raw_logprobs=np.concatenate([chunk.raw_logprobs for chunk in chunks]),
+      text="",
+      finish_reason="",
+      policy_version=chunks[0].policy_version,
+    )
+
   def keys(self) -> tuple[tuple[int, int, int], ...]:
     """Returns (step, group, member) of every finished rollout, ascending."""
     return tuple(sorted(self._index))

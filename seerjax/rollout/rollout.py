@@ -123,6 +123,12 @@ def group_requests(
   ]
 
 
+def place_of(request_id: str) -> tuple[int, int, int]:
+  """Returns (step, group, member) of a name that `group_requests` gave."""
+  step, group, member = map(int, request_id.split("/"))
+  return step, group, member
+
+
 def num_problems(task: Task, split: str) -> int:
   """Returns how many problems a split has.
 
