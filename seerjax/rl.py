@@ -30,7 +30,13 @@ from seerjax import checkpoint, evaluation, metrics, numerics as numerics_lib, p
 from seerjax.engine import engine as engine_lib, kv_pool as kv_pool_lib, runner as runner_lib
 from seerjax.evaluation import EvaluationConfig
 from seerjax.models import lora, tokenizer as tokenizer_lib, transformer
-from seerjax.rollout import divided, journal as journal_lib, rollout as rollout_lib, scheduler
+from seerjax.rollout import (
+  divided,
+  journal as journal_lib,
+  rollout as rollout_lib,
+  scheduler,
+  trace as trace_lib,
+)
 from seerjax.trainer import advantages, losses, packing, step as step_lib
 from seerjax.types import Completion, Problem, Request, Rollout, RolloutGroup, Task, TrainState
 
@@ -200,7 +206,8 @@ def train(
     config: the run.
     policy: what learns; its params are the start of a new run.
     task: where problems come from.
-    directory: takes config.json, metrics.jsonl, journal.jsonl, checkpoints/ and summary.json.
+    directory: takes config.json, metrics.jsonl, journal.jsonl, traces.jsonl, checkpoints/ and
+      summary.json.
     resume: carry on from the latest checkpoint; finished rollouts are read from the journal.
     accept_new_numerics: resume under another fingerprint, as a new epoch.
     say: takes lines for people.
@@ -337,6 +344,7 @@ def circle(
   begin = time.monotonic()
   sampled_before = engine.counters.sampled_tokens
   groups, traces = sample(config, engine, task, journal, step)
+  trace_lib.append(journal.path.with_name(trace_lib.FILE_NAME), step, traces)
   sampled_at = time.monotonic()
   numbers = summary.of_rollouts(groups)
   num_sampled = engine.counters.sampled_tokens - sampled_before
@@ -344,7 +352,7 @@ def circle(
   numbers |= learned
   engine.set_params(running_weights(config, state.params, base), policy_version=step + 1)
   end = time.monotonic()
-  numbers |= divided.summarise(traces) | {
+  numbers |= trace_lib.summarise(traces) | {
     "rollout/seconds": sampled_at - begin,
     "rollout/tokens_per_second": num_sampled / max(sampled_at - begin, 1e-9),
     "train/seconds": end - sampled_at,
@@ -358,14 +366,14 @@ def sample(
   task: Task,
   journal: journal_lib.Journal,
   step: int,
-) -> tuple[list[RolloutGroup], list[divided.Trace]]:
+) -> tuple[list[RolloutGroup], list[trace_lib.Trace]]:
   """Samples and judges a step's groups; what the journal holds is not sampled again.
 
   Returns:
     The groups, and what was done for them, round by round.
   """
   assert engine.tokenizer is not None
-  traces: list[divided.Trace] = []
+  traces: list[trace_lib.Trace] = []
 
   def known(group: int, member: int) -> Rollout | None:
     entry = journal.lookup(step, group, member)

@@ -14,78 +14,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 import dataclasses
-from typing import NamedTuple
 
 from seerjax.engine.engine import Engine
 from seerjax.rollout.buffer import NOWHERE, Buffer
 from seerjax.rollout.scheduler import Decision, GroupFCFS, Instances, Scheduler, SchedulerConfig
+from seerjax.rollout.trace import Span, Trace
 from seerjax.types import Completion, Request
 
 # A waiting request's pages go to a peer only if it keeps this share of its own free.
 PEER_RESERVE = 0.25
-
-
-class Span(NamedTuple):
-  """A chunk as it ran.
-
-  Attributes:
-    request_id: of the request.
-    group: of its group.
-    instance: that ran it.
-    begin: step of the rollout in which it began.
-    end: first step in which it no longer ran.
-    num_tokens: generated.
-    is_probe: its group's first request.
-    is_last: the request ended with it.
-  """
-
-  request_id: str
-  group: str
-  instance: int
-  begin: int
-  end: int
-  num_tokens: int
-  is_probe: bool
-  is_last: bool
-
-
-@dataclasses.dataclass
-class Trace:
-  """What a rollout did, step by step.
-
-  Attributes:
-    spans: chunks, by their ends.
-    used_pages: by step and instance, pages that cannot be given out.
-    rows: by step, rows computed on all instances.
-    preemptions: running requests that lost their pages to others.
-    dropped: waiting requests that did, because no tier had room and nothing else could run.
-    held_back: decisions that waited because no tier had room.
-    migrations: requests that changed instance with their pages.
-    pulls: prompts copied from another instance.
-    spills: requests that left the devices.
-  """
-
-  spans: list[Span] = dataclasses.field(default_factory=list)
-  used_pages: list[list[int]] = dataclasses.field(default_factory=list)
-  rows: list[int] = dataclasses.field(default_factory=list)
-  preemptions: int = 0
-  dropped: int = 0
-  held_back: int = 0
-  migrations: int = 0
-  pulls: int = 0
-  spills: int = 0
-
-  @property
-  def num_steps(self) -> int:
-    """Engine steps of the rollout."""
-    return len(self.rows)
-
-  def tail_steps(self, share: float = 0.1) -> int:
-    """Returns the steps spent on the last `share` of requests alone, after all others ended."""
-    ends = sorted(span.end for span in self.spans if span.is_last)
-    if not ends:
-      return 0
-    return ends[-1] - ends[max(len(ends) - 1 - int(share * len(ends)), 0)]
 
 
 @dataclasses.dataclass
@@ -337,14 +274,3 @@ class DividedRollout:
         is_last,
       )
     )
-
-
-def summarise(traces: Sequence[Trace]) -> dict[str, float]:
-  """Returns what metrics.jsonl says of a step's rollouts, which ran one after the other."""
-  return {
-    "schedule/steps": float(sum(trace.num_steps for trace in traces)),
-    "schedule/tail_steps": float(sum(trace.tail_steps() for trace in traces)),
-    "schedule/chunks": float(sum(len(trace.spans) for trace in traces)),
-    "schedule/migrations": float(sum(trace.migrations for trace in traces)),
-    "schedule/spills": float(sum(trace.spills for trace in traces)),
-  }
