@@ -8,6 +8,7 @@ It reads what a run leaves in its directory, each if it is there:
   summary.json     the headline and its table
   config.json      the settings, and "fingerprint" if it has one
   journal.jsonl    lengths and transcripts      (seerjax.rollout.journal)
+  traces.jsonl     who ran where and when       (seerjax.rollout.trace)
 
 The page has no script and no outside resource. Pictures are inline SVG that takes its colours from
 the page, so that they follow a light or a dark screen. All text of models, tasks and settings is
@@ -31,8 +32,8 @@ from typing import Any
 
 import numpy as np
 
-from seerjax import metrics
-from seerjax.rollout import journal
+from seerjax import metrics, rollout_chart
+from seerjax.rollout import journal, trace as trace_lib
 
 FILE_NAME = "report.html"
 NUM_TRANSCRIPTS = 4  # Of the first step, and as many of the last.
@@ -53,6 +54,7 @@ class Run:
     fingerprints: of the journal's epochs, or the config's.
     first: rollouts of the journal's first step, by (group, member).
     last: rollouts of its last step; empty if there is one step only.
+    traces: by step, what its rollouts did.
   """
 
   name: str
@@ -62,6 +64,7 @@ class Run:
   fingerprints: tuple[dict[str, str], ...]
   first: tuple[journal.Entry, ...]
   last: tuple[journal.Entry, ...]
+  traces: dict[int, list[trace_lib.Trace]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -175,6 +178,7 @@ def load(run_dir: str | os.PathLike) -> Run:
     fingerprints=fingerprints,
     first=first,
     last=last,
+    traces=trace_lib.read(path / trace_lib.FILE_NAME),
   )
 
 
@@ -488,6 +492,22 @@ def lengths_section(run: Run) -> str:
   )
 
 
+def rollout_section(run: Run) -> str:
+  """How the longest rollout ran: chunks on instances, and their memory."""
+  longest = max(
+    ((trace.num_steps, -step, trace) for step, traces in run.traces.items() for trace in traces),
+    key=lambda entry: entry[:2],
+    default=None,
+  )
+  if longest is None:
+    return ""
+  num_steps, step, trace = longest
+  most = max((max(row) for row in trace.used_pages), default=1)
+  num_pages = run.config.get("engine", {}).get("num_pages", 0) - 1
+  # Where the engine chose the number of pages itself, of the most that were in use.
+  return rollout_chart.section(-step, trace, max(num_pages, most)) if num_steps else ""
+
+
 def transcripts_section(run: Run) -> str:
   """What the model said in the first and in the last step."""
   if not run.first:
@@ -576,6 +596,7 @@ SECTIONS: tuple[Callable[[Run], str], ...] = (
   contract_section,
   curves_section,
   lengths_section,
+  rollout_section,
   transcripts_section,
   details_section,
 )
@@ -632,6 +653,7 @@ svg { display: block; width: 100%; height: auto; }
 .mean { stroke: var(--c0); stroke-width: 1.5; stroke-dasharray: 4 3; }
 .mean.c1 { stroke: var(--c1); }
 .hit { fill: var(--c0); opacity: 0; } .hit.c1 { fill: var(--c1); } .hit:hover { opacity: 1; }
+.tail { fill: var(--soft); opacity: 0.13; } .probe { fill: var(--ink); }
 .banner { border-radius: 10px; padding: 13px 18px; margin-bottom: 14px; }
 .banner.good { background: var(--good-page); } .banner.bad { background: var(--bad-page); }
 .banner.good b { color: var(--good); } .banner.bad b { color: var(--bad); }

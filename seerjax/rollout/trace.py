@@ -68,11 +68,12 @@ class Trace:
     return len(self.rows)
 
   def tail_steps(self, share: float = 0.1) -> int:
-    """Returns the steps spent on the last `share` of requests alone, after all others ended."""
+    """Returns the steps spent on the last `share` of requests (at least one) alone."""
     ends = sorted(span.end for span in self.spans if span.is_last)
     if not ends:
       return 0
-    return ends[-1] - ends[max(len(ends) - 1 - int(share * len(ends)), 0)]
+    last = max(int(share * len(ends)), 1)
+    return ends[-1] - ends[max(len(ends) - 1 - last, 0)]
 
 
 def summarise(traces: Sequence[Trace]) -> dict[str, float]:
@@ -98,8 +99,13 @@ def append(path: str | os.PathLike, step: int, traces: Sequence[Trace]) -> None:
 
 
 def read(path: str | os.PathLike) -> dict[int, list[Trace]]:
-  """Returns the rollouts of every step of a file; a torn last line is left out."""
+  """Returns the rollouts of every step of a file, none if there is no file.
+
+  A torn line is left out.
+  """
   found: dict[int, list[Trace]] = {}
+  if not pathlib.Path(path).is_file():
+    return found
   for line in pathlib.Path(path).read_text().splitlines():
     try:
       record = json.loads(line)

@@ -1,0 +1,42 @@
+"""A rollout's trace: what is kept of it, and what a kill leaves."""
+
+from __future__ import annotations
+
+from seerjax.rollout import trace as trace_lib
+from seerjax.rollout.trace import Span, Trace
+
+ONE = Trace(
+  spans=[Span("0/0/0", "g", 1, 0, 5, 5, True, True)], used_pages=[[1, 2]], rows=[3], spills=2
+)
+
+
+def test_traces_are_read_as_they_were_written(tmp_path):
+  path = tmp_path / trace_lib.FILE_NAME
+  trace_lib.append(path, 0, [ONE, Trace()])
+  trace_lib.append(path, 1, [])
+  assert trace_lib.read(path) == {0: [ONE, Trace()], 1: []}
+
+
+def test_a_torn_line_is_left_out_and_a_later_one_counts(tmp_path):
+  path = tmp_path / trace_lib.FILE_NAME
+  trace_lib.append(path, 0, [Trace()])
+  with path.open("a") as file:
+    file.write('{"step":1,"roll\n')
+  trace_lib.append(path, 0, [ONE])
+  assert trace_lib.read(path) == {0: [ONE]}
+  assert trace_lib.read(tmp_path / "none.jsonl") == {}
+
+
+def test_numbers_of_a_step_are_of_all_its_rollouts():
+  numbers = trace_lib.summarise([ONE, ONE])
+  assert numbers["schedule/chunks"] == 2 and numbers["schedule/spills"] == 4
+  assert numbers["schedule/steps"] == 2 and numbers["schedule/tail_steps"] == 0
+
+
+def test_the_tail_is_the_time_of_the_last_alone():
+  ends = [3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 20, 30]
+  spans = [Span(str(end), "g", 0, 0, end, end, False, True) for end in ends]
+  trace = Trace(spans=spans)
+  assert trace.tail_steps() == 10  # One of twelve.
+  assert trace.tail_steps(0.25) == 30 - 11
+  assert Trace().tail_steps() == 0
