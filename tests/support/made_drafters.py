@@ -1,0 +1,99 @@
+"""Drafters that know nothing, too much, or just enough to mislead, for what must not care.
+
+A drafter is whatever has these two methods (the engine's protocol; `seerjax/speculation/drafters`):
+
+  draft(queries) -> for each query, paths of tokens; the first is the main one
+  observe(request_id, group_id, new_tokens, num_drafted, num_accepted, is_finished)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+import hashlib
+
+from seerjax.speculation.drafters import Paths, Query
+
+
+def number(*key: object) -> int:
+  """Returns a number below 2**64 that follows from `key` alone, on every machine."""
+  return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "little")
+
+
+class Observed:
+  """Keeps what it was told, in order."""
+
+  def __init__(self):
+    self.observations: list[tuple[str, str, tuple[int, ...], int, int, bool]] = []
+
+  def observe(
+    self,
+    request_id: str,
+    group_id: str,
+    new_tokens: Sequence[int],
+    num_drafted: int,
+    num_accepted: int,
+    is_finished: bool,
+  ) -> None:
+    self.observations.append(
+      (request_id, group_id, tuple(new_tokens), num_drafted, num_accepted, is_finished)
+    )
+
+
+class JunkDrafter(Observed):
+  """Random tokens, of random lengths, in a random number of paths; some are empty."""
+
+  def __init__(self, seed: int, vocab_size: int, max_paths: int = 1):
+    super().__init__()
+    self.seed, self.vocab_size, self.max_paths = seed, vocab_size, max_paths
+
+  def draft(self, queries: Sequence[Query]) -> Sequence[Paths]:
+    drafts = []
+    for query in queries:
+      key = (self.seed, query.request_id, len(query.tokens))
+      left, paths = query.max_draft, []
+      for path in range(number(*key, "paths") % (self.max_paths + 1)):
+        length = number(*key, path) % (left + 1)
+        left -= length
+        paths.append(
+          tuple(number(*key, path, place) % self.vocab_size for place in range(length))
+        )
+      drafts.append(paths)
+    return drafts
+
+
+class OracleDrafter(Observed):
+  """What the request will say, with every token replaced at a given rate.
+
+  Attributes:
+    texts: request id -> the whole answer.
+    error_rate: 0 is always right, 1 always wrong.
+    num_right: so many tokens of each draft are never replaced; with `error_rate=1` the adversary
+      that is right for `num_right` tokens and wrong ever after.
+  """
+
+  def __init__(
+    self,
+    texts: Mapping[str, Sequence[int]],
+    *,
+    vocab_size: int,
+    error_rate: float = 0.0,
+    num_right: int = 0,
+    seed: int = 0,
+  ):
+    super().__init__()
+    self.texts = texts
+    self.vocab_size, self.error_rate, self.num_right = vocab_size, error_rate, num_right
+    self.seed = seed
+
+  def draft(self, queries: Sequence[Query]) -> Sequence[Paths]:
+    return [[self._path(query)] for query in queries]
+
+  def _path(self, query: Query) -> tuple[int, ...]:
+    said = len(query.tokens) - query.num_prompt
+    path = []
+    for place, token in enumerate(self.texts[query.request_id][said : said + query.max_draft]):
+      draw = number(self.seed, query.request_id, said + place)
+      if place >= self.num_right and draw % 2**20 < self.error_rate * 2**20:
+        token = (token + 1 + (draw >> 20) % (self.vocab_size - 1)) % self.vocab_size
+      path.append(token)
+    return tuple(path)
