@@ -1,0 +1,1038 @@
+"""One suffix tree a group: what its texts said next, counted, to draft what they will say.
+
+  texts  a b c a b d        root -- a b --- c a b d
+                                 |      `-- d
+                                 |- b --- c a b d         counts, by occurrence and by request,
+                                 |    `-- d               stand on every edge
+                                 |- c a b d
+                                 `- d
+
+A path-compressed trie of all strings of up to `DEPTH` tokens that start anywhere in a group's texts.
+Its nodes are the root, the strings after which texts differ, and the ends: the last strings of each
+text, which are still growing. So all tokens of an edge have equal counts, and the whole tree is a
+function of {request: tokens}: the order in which requests grew, appends were cut, or others came
+and went leaves no trace, and drafts (ties: more requests, more occurrences, the smaller token) are
+equal on every machine and in every replica that was fed by deltas.
+
+Why a trie on flat arrays, and not a suffix automaton or a table of n-grams: it counts occurrences
+*and* distinct requests while it grows (a request that loops must not outvote its siblings), forgets
+a request again, and bounds its depth. An automaton has none of the three without a walk over all
+links; a table holds one length each. What is stored is this:
+
+  nodes   i32[n, 8]   a record of 32 bytes, half a cache line
+  masks   u64[n, w]   which requests said it: one bit each
+  chain, heads        one hash table from (parent, first token) to the child
+  store   i32[r, ROW + DEPTH - 1]   texts in rows; the first tokens of a row stand again at the end of
+                      the row before it, so that any string of DEPTH tokens is contiguous, and an
+                      edge is one number: where a string that passes through it is written
+
+A string that nobody else said is one leaf, and growing it costs one write; only the few strings of
+a text's end that were said before (the length of the match, not the depth) walk down their edges.
+Appending is therefore far below the DEPTH steps a token of the worst case.
+
+Source: SuffixDecoding (arXiv 2411.04975; ArcticInference) for drafts scored by expected accepted
+tokens; Seer (arXiv 2511.14617, tables 5 and 6) for groups, deltas and the names of the calls. Counts
+by request, canonical ends and order-free replicas are ours. No clock, no JAX; bits and ties are the
+same on every machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+import inspect
+import itertools
+from typing import Any, NamedTuple
+
+import numba
+import numpy as np
+
+# Tokens of the longest string that is kept.
+DEPTH = 64
+# Strings that start in one row of the store.
+ROW = 256
+_WIDTH = ROW + DEPTH - 1
+# Requests whose bits fit one word of a mask.
+_WORD = 64
+
+# Columns of a node. Nodes are numbered from the root, 0, which also means "none".
+_POSITION, _PARENT, _TOKEN, _COUNT, _CHILD, _NEXT, _PREVIOUS, _SHAPE = range(8)
+# _SHAPE is depth + ends << _ENDS: how many texts end right here.
+_ENDS = 8
+_DEPTH_BITS = (1 << _ENDS) - 1
+# Columns of a request: tokens, row of its first token, row of its first end, its last row.
+_LENGTH, _FIRST_ROW, _END_ROW, _LAST_ROW = range(4)
+# Numbers of a tree: nodes ever made, first free one, nodes in use, rows in use.
+_MADE, _FREE, _LIVE, _ROWS = range(4)
+
+
+class SpeculationArgs(NamedTuple):
+  """How drafts are made.
+
+  Attributes:
+    max_spec_tokens: longest path.
+    pattern_lookup_max: most tokens of the context that are looked up; what leaves no room for a
+      draft of `max_spec_tokens` within `DEPTH` is not.
+    pattern_lookup_min: fewest.
+    top_k: most paths; 1 is linear.
+    min_token_prob: a path ends before its probability falls below.
+    count_requests: a continuation's weight is the number of requests that said it; else the number
+      of its occurrences.
+    smoothing: imagined weight of what has not been seen: p = weight / (sum of weights + smoothing).
+    num_lookups: match lengths that compete, from the longest down; the best score wins.
+  """
+
+  max_spec_tokens: int = 8
+  pattern_lookup_max: int = DEPTH
+  pattern_lookup_min: int = 1
+  top_k: int = 1
+  min_token_prob: float = 0.1
+  count_requests: bool = True
+  smoothing: float = 0.5
+  num_lookups: int = 4
+
+
+class Drafts(NamedTuple):
+  """What `batch_speculate` wrote, b queries of up to k paths.
+
+  Attributes:
+    num_tokens: i32[b, k], tokens of each path; 0 from the first missing one on.
+    scores: f64[b], expected accepted tokens: over the drafted nodes, the sum of their probabilities.
+    match_lengths: i32[b], tokens of the context that the main path continues; 0 if nothing.
+  """
+
+  num_tokens: np.ndarray
+  scores: np.ndarray
+  match_lengths: np.ndarray
+
+
+class TextUpdate(NamedTuple):
+  """Tokens of one request from position `prev_token_count` on.
+
+  Attributes:
+    request_id: of the request.
+    birth: counts the requests that a group ever had; tells two of one name apart.
+    prev_token_count: tokens before these.
+    new_tokens: i32[n].
+  """
+
+  request_id: str
+  birth: int
+  prev_token_count: int
+  new_tokens: np.ndarray
+
+
+class GroupDelta(NamedTuple):
+  """What a replica of a group lacks: `removed` first, then `updates`, in the order of birth."""
+
+  group_id: str
+  removed: tuple[str, ...]
+  updates: tuple[TextUpdate, ...]
+
+
+# What a replica of one group holds: request -> (birth, tokens).
+CacheInfo = Mapping[str, tuple[int, int]]
+
+
+class _Arrays(NamedTuple):
+  """A tree, as compiled functions see it. Shapes: the head of this file."""
+
+  nodes: np.ndarray
+  masks: np.ndarray
+  chain: np.ndarray
+  heads: np.ndarray
+  store: np.ndarray  # i32[rows * _WIDTH]
+  next_row: np.ndarray  # i32[rows]
+  requests: np.ndarray  # i64[slots, 4]
+  tails: np.ndarray  # i32[slots, DEPTH], the node of the end that starts at index % DEPTH.
+  numbers: np.ndarray  # i64[4]
+
+
+class SuffixTree:
+  """The texts of one group and their counts."""
+
+  def __init__(self):
+    self._start()
+
+  def _start(self) -> None:
+    self._slots: dict[str, int] = {}
+    self._lengths: dict[str, int] = {}
+    self._free_slots: list[int] = []
+    self._num_removed = 0  # Tokens that nobody's text has, and the store still does.
+    self._arrays = _empty_arrays()
+
+  @property
+  def lengths(self) -> Mapping[str, int]:
+    """request -> tokens, in the order in which requests came."""
+    return self._lengths
+
+  @property
+  def num_bytes(self) -> int:
+    """Bytes allocated."""
+    return sum(array.nbytes for array in self._arrays)
+
+  @property
+  def num_nodes(self) -> int:
+    """Nodes in use, the root not counted."""
+    return int(self._arrays.numbers[_LIVE])
+
+  def append(self, request_id: str, prev_token_count: int, new_tokens: Sequence[int]) -> int:
+    """Adds tokens to a request's text; returns how many were new.
+
+    Args:
+      request_id: a new one starts a text.
+      prev_token_count: tokens of the request before `new_tokens`. What is here already is passed
+        over, so that a repeated call changes nothing.
+      new_tokens: ids >= 0.
+
+    Raises:
+      ValueError: if tokens before these are missing, or other ones stand here already.
+    """
+    return self.append_many([(request_id, prev_token_count, new_tokens)])
+
+  def append_many(self, updates: Sequence[tuple[str, int, Sequence[int]]]) -> int:
+    """Does `append` for different requests in one go; for none of them if one is refused.
+
+    Raises:
+      ValueError: as `append`, or if a request comes twice.
+    """
+    texts: dict[str, np.ndarray] = {}
+    for request_id, prev_token_count, new_tokens in updates:
+      if request_id in texts:
+        raise ValueError(
+          f"request {request_id!r}: got two updates in one call, expected one; join their tokens."
+        )
+      texts[request_id] = self._fresh(
+        request_id, prev_token_count, np.asarray(new_tokens, np.int32)
+      )
+    return self._grow(texts)
+
+  def remove(self, request_id: str) -> None:
+    """Forgets a request; the tree is then as if it had never been here.
+
+    Raises:
+      ValueError: if there is no such request.
+    """
+    slot = self._slot(request_id, "remove")
+    self._num_removed += self._lengths[request_id]
+    if self._num_removed <= sum(self._lengths.values()) - self._lengths[request_id]:
+      _remove(self._arrays, slot)
+      del self._slots[request_id], self._lengths[request_id]
+      self._free_slots.append(slot)
+      return
+    # The store keeps what was removed, since edges may lean on it; with too much of it, start over.
+    texts = {name: self.tokens(name) for name in self._lengths if name != request_id}
+    self._start()
+    self._grow(texts)
+
+  def tokens(self, request_id: str) -> np.ndarray:
+    """Returns i32[n], a request's text.
+
+    Raises:
+      ValueError: if there is no such request.
+    """
+    slot = self._slot(request_id, "tokens")
+    return _read(self._arrays, slot, 0, self._lengths[request_id])
+
+  def count(self, tokens: Sequence[int]) -> tuple[int, int]:
+    """Returns how often a string of 1 to `DEPTH` tokens occurs, and in how many requests.
+
+    Raises:
+      ValueError: if it is empty or longer.
+    """
+    if not 1 <= len(tokens) <= DEPTH:
+      raise ValueError(
+        f"SuffixTree.count: got {len(tokens)} tokens, expected 1 to {DEPTH}; longer strings are not"
+        " kept."
+      )
+    occurrences, requests = _count(self._arrays, np.asarray(tokens, np.int32))
+    return int(occurrences), int(requests)
+
+  def speculate(
+    self,
+    patterns: np.ndarray,
+    offsets: np.ndarray,
+    limits: np.ndarray,
+    args: SpeculationArgs,
+    output: np.ndarray,
+    drafts: Drafts,
+  ) -> None:
+    """Drafts for b contexts; writes the paths into `output`, what they are into `drafts`.
+
+    Args:
+      patterns: i32[n], contexts one after the other.
+      offsets: i64[b + 1], where each begins and ends.
+      limits: i32[b, 2], most tokens of a path and of all paths together.
+      args: how; `args.max_spec_tokens` bounds `limits` too.
+      output: i32[b, top_k, max_spec_tokens].
+      drafts: b queries; overwritten.
+    """
+    _speculate(
+      self._arrays,
+      patterns,
+      offsets,
+      limits,
+      args.max_spec_tokens,
+      min(args.pattern_lookup_max, DEPTH - args.max_spec_tokens),
+      args.pattern_lookup_min,
+      args.top_k,
+      args.min_token_prob,
+      args.count_requests,
+      args.smoothing,
+      args.num_lookups,
+      output,
+      drafts.num_tokens,
+      drafts.scores,
+      drafts.match_lengths,
+    )
+
+  def draft(
+    self, context: Sequence[int], args: SpeculationArgs = SpeculationArgs()
+  ) -> tuple[list[tuple[int, ...]], float, int]:
+    """Returns the paths that may follow `context`, their score, and the match's length."""
+    check_args(args)
+    context = np.asarray(context, np.int32)
+    output = np.empty((1, args.top_k, args.max_spec_tokens), np.int32)
+    drafts = empty_drafts(1, args.top_k)
+    limit = args.max_spec_tokens
+    limits = np.asarray([[limit, limit * args.top_k]], np.int32)
+    self.speculate(context, np.asarray([0, context.size]), limits, args, output, drafts)
+    paths = [tuple(output[0, k, :n].tolist()) for k, n in enumerate(drafts.num_tokens[0]) if n]
+    return paths, float(drafts.scores[0]), int(drafts.match_lengths[0])
+
+  def _slot(self, request_id: str, what: str) -> int:
+    if request_id not in self._slots:
+      raise ValueError(
+        f"SuffixTree.{what}: got request {request_id!r}, expected one of the {len(self._slots)} that"
+        " are here; append to it first."
+      )
+    return self._slots[request_id]
+
+  def _fresh(self, request_id: str, prev_token_count: int, tokens: np.ndarray) -> np.ndarray:
+    """Returns what of `tokens` is new, after the checks that `append` promises."""
+    length = self._lengths.get(request_id, 0)
+    if tokens.size and tokens.min() < 0:
+      raise ValueError(
+        f"request {request_id!r}: got token id {tokens.min()}, expected 0 or more; pad nothing."
+      )
+    if not 0 <= prev_token_count <= length:
+      raise ValueError(
+        f"request {request_id!r}: got prev_token_count={prev_token_count}, expected 0 to {length},"
+        " the tokens that are here; send those between first."
+      )
+    known = min(length - prev_token_count, tokens.size)
+    if known:
+      slot = self._slots[request_id]
+      here = _read(self._arrays, slot, prev_token_count, prev_token_count + known)
+      (differing,) = np.nonzero(here != tokens[:known])
+      if differing.size:
+        place = int(differing[0])
+        raise ValueError(
+          f"request {request_id!r}: got token {tokens[place]} at {prev_token_count + place},"
+          f" expected {here[place]}, which is here already; a text only grows: remove the request"
+          " first."
+        )
+    return tokens[known:]
+
+  def _grow(self, texts: Mapping[str, np.ndarray]) -> int:
+    """Appends to each request; the tokens are known to be new."""
+    born = [request_id for request_id in texts if request_id not in self._slots]
+    for request_id in born:
+      self._slots[request_id] = self._free_slots.pop() if self._free_slots else len(self._slots)
+      self._lengths[request_id] = 0
+    slots = np.asarray([self._slots[request_id] for request_id in texts], np.int64)
+    sizes = [text.size for text in texts.values()]
+    tokens = np.concatenate([*texts.values(), np.zeros(0, np.int32)])
+    offsets = np.asarray([0, *itertools.accumulate(sizes)], np.int64)
+    # A string that is new or still grows makes two nodes at most.
+    self._arrays = _with_room(
+      self._arrays,
+      num_nodes=2 * (tokens.size + DEPTH * len(texts)),
+      num_rows=tokens.size // ROW + 2 * len(texts),
+      num_slots=len(self._slots) + len(self._free_slots),
+    )
+    self._arrays.requests[[self._slots[request_id] for request_id in born]] = 0
+    _append(self._arrays, slots, offsets, tokens)
+    for request_id, size in zip(texts, sizes):
+      self._lengths[request_id] += size
+    return tokens.size
+
+
+def check_args(args: SpeculationArgs) -> None:
+  """Refuses arguments that name no draft.
+
+  Raises:
+    ValueError: naming the field.
+  """
+  for name, value, low, high in (
+    ("max_spec_tokens", args.max_spec_tokens, 1, DEPTH - 1),
+    ("pattern_lookup_min", args.pattern_lookup_min, 1, DEPTH - args.max_spec_tokens),
+    ("pattern_lookup_max", args.pattern_lookup_max, args.pattern_lookup_min, DEPTH),
+    ("top_k", args.top_k, 1, DEPTH),
+    ("min_token_prob", args.min_token_prob, 0, 1),
+    ("smoothing", args.smoothing, 0, float("inf")),
+    ("num_lookups", args.num_lookups, 1, DEPTH),
+  ):
+    if not low <= value <= high:
+      raise ValueError(
+        f"SpeculationArgs.{name}: got {value}, expected {low} to {high}; a match and its draft share"
+        f" the {DEPTH} tokens of the tree."
+      )
+
+
+def empty_drafts(num_queries: int, top_k: int) -> Drafts:
+  """Returns room for what `batch_speculate` writes."""
+  return Drafts(
+    np.zeros((num_queries, top_k), np.int32),
+    np.zeros(num_queries),
+    np.zeros(num_queries, np.int32),
+  )
+
+
+# Arrays and their growth.
+
+
+def _empty_arrays() -> _Arrays:
+  return _Arrays(
+    nodes=np.zeros((1, 8), np.int32),
+    masks=np.zeros((1, 1), np.uint64),
+    chain=np.zeros(1, np.int32),
+    heads=np.zeros(1, np.int32),
+    store=np.zeros(0, np.int32),
+    next_row=np.zeros(0, np.int32),
+    requests=np.zeros((0, 4), np.int64),
+    tails=np.zeros((0, DEPTH), np.int32),
+    numbers=np.asarray([1, 0, 0, 0], np.int64),
+  )
+
+
+def _with_room(arrays: _Arrays, num_nodes: int, num_rows: int, num_slots: int) -> _Arrays:
+  """Returns the tree in arrays that have room for so many more nodes and rows, and all slots."""
+  made, _, live, rows = arrays.numbers.tolist()
+  if live + 1 + num_nodes > len(arrays.nodes):
+    capacity = _capacity(live + 1 + num_nodes, len(arrays.nodes))
+    arrays = arrays._replace(
+      nodes=_longer(arrays.nodes, capacity),
+      masks=_longer(arrays.masks, capacity),
+      chain=_longer(arrays.chain, capacity),
+      heads=np.zeros(1 << (capacity * 2 // 3).bit_length(), np.int32),
+    )
+    _hash_again(arrays, made)
+  if rows + num_rows > len(arrays.next_row):
+    capacity = _capacity(rows + num_rows, len(arrays.next_row))
+    arrays = arrays._replace(
+      store=_longer(arrays.store, capacity * _WIDTH), next_row=_longer(arrays.next_row, capacity)
+    )
+  if num_slots > len(arrays.requests):
+    capacity = _capacity(num_slots, len(arrays.requests))
+    arrays = arrays._replace(
+      requests=_longer(arrays.requests, capacity), tails=_longer(arrays.tails, capacity)
+    )
+    words = -(-capacity // _WORD)
+    if words > arrays.masks.shape[1]:
+      masks = np.zeros((len(arrays.masks), words), np.uint64)
+      masks[:, : arrays.masks.shape[1]] = arrays.masks
+      arrays = arrays._replace(masks=masks)
+  return arrays
+
+
+def _capacity(needed: int, present: int) -> int:
+  # Half as much again: growing twofold would leave half of all memory unused at times.
+  return max(needed, present + present // 2)
+
+
+def _longer(array: np.ndarray, length: int) -> np.ndarray:
+  grown = np.empty((length, *array.shape[1:]), array.dtype)
+  grown[: len(array)] = array
+  return grown
+
+
+# Compiled functions. `t` is an `_Arrays`, `slot` a request, a node its row in `t.nodes`.
+
+
+def _compiled(function: Callable[..., Any]) -> Any:
+  """Compiles an entry; what is compiled is kept on disk where there is a place for it."""
+  function = inspect.unwrap(function)
+  try:
+    return numba.njit(cache=True, error_model="numpy")(function)
+  except RuntimeError:  # Neither the package's folder nor the home can be written.
+    return numba.njit(error_model="numpy")(function)
+
+
+def _inlined(function: Callable[..., Any]) -> Any:
+  """Compiles a part of the entries below."""
+  return numba.njit(forceinline=True, error_model="numpy")(inspect.unwrap(function))
+
+
+@_inlined
+def _bucket(t, parent, token):
+  key = np.uint64(parent) * np.uint64(0x9E3779B97F4A7C15)
+  key += np.uint64(token) * np.uint64(0xC2B2AE3D27D4EB4F)
+  return np.int64((key >> np.uint64(32)) & np.uint64(t.heads.size - 1))
+
+
+@_inlined
+def _hash(t, node):
+  bucket = _bucket(t, t.nodes[node, _PARENT], t.nodes[node, _TOKEN])
+  t.chain[node] = t.heads[bucket]
+  t.heads[bucket] = node
+
+
+@_inlined
+def _unhash(t, node):
+  bucket = _bucket(t, t.nodes[node, _PARENT], t.nodes[node, _TOKEN])
+  at = t.heads[bucket]
+  if at == node:
+    t.heads[bucket] = t.chain[node]
+    return
+  while t.chain[at] != node:
+    at = t.chain[at]
+  t.chain[at] = t.chain[node]
+
+
+@_compiled
+def _hash_again(t, made):
+  # Free nodes have depth 0.
+  for node in range(1, made):
+    if t.nodes[node, _SHAPE]:
+      _hash(t, node)
+
+
+@_inlined
+def _depth(t, node):
+  return t.nodes[node, _SHAPE] & _DEPTH_BITS
+
+
+@_inlined
+def _child(t, parent, token):
+  """Returns the child of `parent` whose edge begins with `token`, or 0."""
+  child = t.nodes[parent, _CHILD]
+  if parent:
+    # Most nodes have few children, and the first is often the one.
+    if child == 0 or t.nodes[child, _TOKEN] == token:
+      return child
+    if t.nodes[child, _NEXT] == 0:
+      return np.int32(0)
+  node = t.heads[_bucket(t, parent, token)]
+  while node and (t.nodes[node, _TOKEN] != token or t.nodes[node, _PARENT] != parent):
+    node = t.chain[node]
+  return node
+
+
+@_inlined
+def _make(t, position, parent, token, shape):
+  """Returns a new node that nobody lists yet."""
+  node = t.numbers[_FREE]
+  if node:
+    t.numbers[_FREE] = t.nodes[node, _NEXT]
+  else:
+    node = t.numbers[_MADE]
+    t.numbers[_MADE] = node + 1
+  t.numbers[_LIVE] += 1
+  t.nodes[node, _POSITION] = position
+  t.nodes[node, _PARENT] = parent
+  t.nodes[node, _TOKEN] = token
+  t.nodes[node, _CHILD] = 0
+  t.nodes[node, _SHAPE] = shape
+  return np.int32(node)
+
+
+@_inlined
+def _free(t, node):
+  t.nodes[node, _SHAPE] = 0
+  t.nodes[node, _NEXT] = t.numbers[_FREE]
+  t.numbers[_FREE] = node
+  t.numbers[_LIVE] -= 1
+
+
+@_inlined
+def _leaf(t, parent, depth, position, target, word, bit):
+  """Adds the string at `position` as a leaf; it differs from all others from `depth` on."""
+  node = _make(
+    t, position, parent, t.store[position + depth], target | (target < DEPTH) << _ENDS
+  )
+  t.nodes[node, _COUNT] = 1
+  t.masks[node] = 0
+  t.masks[node, word] = bit
+  first = t.nodes[parent, _CHILD]
+  t.nodes[node, _NEXT] = first
+  t.nodes[node, _PREVIOUS] = 0
+  if first:
+    t.nodes[first, _PREVIOUS] = node
+  t.nodes[parent, _CHILD] = node
+  _hash(t, node)
+  return node
+
+
+@_inlined
+def _put(t, node, other):
+  """Gives `node` the place of `other` among the children of other's parent."""
+  _unhash(t, other)
+  parent, before, after = (
+    t.nodes[other, _PARENT], t.nodes[other, _PREVIOUS], t.nodes[other, _NEXT],
+  )
+  t.nodes[node, _PARENT] = parent
+  t.nodes[node, _TOKEN] = t.nodes[other, _TOKEN]
+  t.nodes[node, _PREVIOUS] = before
+  t.nodes[node, _NEXT] = after
+  if before:
+    t.nodes[before, _NEXT] = node
+  else:
+    t.nodes[parent, _CHILD] = node
+  if after:
+    t.nodes[after, _PREVIOUS] = node
+  _hash(t, node)
+
+
+@_inlined
+def _dissolve(t, node):
+  """Takes out a node at which nothing ends and whose only child goes on."""
+  child = t.nodes[node, _CHILD]
+  _unhash(t, child)
+  _put(t, child, node)
+  _free(t, node)
+
+
+@_inlined
+def _split(t, child, depth, ends):
+  """Returns a new node at `depth` of the edge into `child`, with the counts of the edge."""
+  position = t.nodes[child, _POSITION]
+  node = _make(t, position, 0, 0, depth | ends << _ENDS)
+  t.nodes[node, _COUNT] = t.nodes[child, _COUNT]
+  t.masks[node] = t.masks[child]
+  _put(t, node, child)
+  t.nodes[node, _CHILD] = child
+  t.nodes[child, _PARENT] = node
+  t.nodes[child, _TOKEN] = t.store[position + depth]
+  t.nodes[child, _PREVIOUS] = 0
+  t.nodes[child, _NEXT] = 0
+  _hash(t, child)
+  return node
+
+
+@_inlined
+def _same(t, one, other, depth, stop):
+  """Returns the depth from which on two strings differ, `stop` at most."""
+  while depth < stop and t.store[one + depth] == t.store[other + depth]:
+    depth += 1
+  return depth
+
+
+@_inlined
+def _lengthen(t, node, depth, position, target, word, bit):
+  """Lengthens the string that ends at `node` to `target` tokens; returns where it ends now.
+
+  Args:
+    t: the tree.
+    node: explicit, since something ends there; 0 for a new string.
+    depth: of `node`.
+    position: where the string is written.
+    target: its new length, `DEPTH` at most.
+    word: of the request's bit.
+    bit: of the request.
+  """
+  if node:
+    ends = t.nodes[node, _SHAPE] >> _ENDS
+    child = t.nodes[node, _CHILD]
+    if child == 0 and ends == 1:
+      # Nobody else says this.
+      t.nodes[node, _POSITION] = position
+      t.nodes[node, _SHAPE] = target | (target < DEPTH) << _ENDS
+      return node
+    t.nodes[node, _SHAPE] = depth | (ends - 1) << _ENDS
+    if ends == 1 and t.nodes[child, _NEXT] == 0:
+      # The node was there for this end alone: it slides along its edge, or goes.
+      bottom = _depth(t, child)
+      at = _same(t, t.nodes[child, _POSITION], position, depth, min(bottom, target))
+      if at < bottom:
+        t.nodes[node, _POSITION] = position
+        t.nodes[node, _SHAPE] = at | (at == target) << _ENDS
+        if at > depth:
+          _unhash(t, child)
+          t.nodes[child, _TOKEN] = t.store[t.nodes[child, _POSITION] + at]
+          _hash(t, child)
+        if at == target:
+          return node
+        return _leaf(t, node, at, position, target, word, bit)
+      _dissolve(t, node)
+      node, depth = child, bottom
+      t.nodes[node, _COUNT] += 1
+      t.masks[node, word] |= bit
+  while depth < target:
+    child = _child(t, node, t.store[position + depth])
+    if child == 0:
+      return _leaf(t, node, depth, position, target, word, bit)
+    bottom = _depth(t, child)
+    at = _same(t, t.nodes[child, _POSITION], position, depth + 1, min(bottom, target))
+    is_whole = at == bottom
+    if not is_whole:
+      child = _split(t, child, at, np.int32(at == target))
+    t.nodes[child, _COUNT] += 1
+    t.masks[child, word] |= bit
+    node, depth = child, at
+    if not is_whole:
+      if at == target:
+        return node
+      return _leaf(t, node, at, position, target, word, bit)
+  if target < DEPTH:
+    t.nodes[node, _SHAPE] += 1 << _ENDS
+  return node
+
+
+@_inlined
+def _write(t, slot, tokens, start, stop):
+  """Appends tokens to a text in the store."""
+  length = t.requests[slot, _LENGTH]
+  row = t.requests[slot, _LAST_ROW]
+  before = row  # The row before, if its margin still wants tokens.
+  if length > ROW and 0 < length % ROW < DEPTH - 1:
+    before = t.requests[slot, _END_ROW]
+  for place in range(start, stop):
+    column = length % ROW
+    if column == 0:
+      before = row
+      row = t.numbers[_ROWS]
+      t.numbers[_ROWS] += 1
+      if length == 0:
+        t.requests[slot, _FIRST_ROW] = row
+        t.requests[slot, _END_ROW] = row
+      else:
+        t.next_row[before] = row
+    t.store[row * _WIDTH + column] = tokens[place]
+    if column < DEPTH - 1 and length >= ROW:
+      t.store[before * _WIDTH + ROW + column] = tokens[place]
+    length += 1
+  t.requests[slot, _LAST_ROW] = row
+  t.requests[slot, _LENGTH] = length
+
+
+@_compiled
+def _append(t, slots, offsets, tokens):
+  """Appends to many texts; there is room."""
+  for place in range(slots.size):
+    slot = slots[place]
+    old = t.requests[slot, _LENGTH]
+    _write(t, slot, tokens, offsets[place], offsets[place + 1])
+    length = t.requests[slot, _LENGTH]
+    if length == old:
+      continue
+    word, bit = slot // _WORD, np.uint64(1) << np.uint64(slot % _WORD)
+    row = t.requests[slot, _END_ROW]
+    first = max(0, old - DEPTH + 1)
+    for index in range(first, length):
+      if index > first and index % ROW == 0:
+        row = t.next_row[row]
+      node, depth = np.int32(0), np.int64(0)
+      if index < old:
+        node, depth = t.tails[slot, index % DEPTH], old - index
+      target = min(np.int64(DEPTH), length - index)
+      node = _lengthen(t, node, depth, row * _WIDTH + index % ROW, target, word, bit)
+      t.tails[slot, index % DEPTH] = node
+      if index == length - DEPTH + 1:
+        t.requests[slot, _END_ROW] = row
+
+
+@_compiled
+def _read(t, slot, start, stop):
+  """Returns tokens `start` to `stop` of a text."""
+  tokens = np.empty(stop - start, np.int32)
+  row = t.requests[slot, _FIRST_ROW]
+  for index in range(stop):
+    if index and index % ROW == 0:
+      row = t.next_row[row]
+    if index >= start:
+      tokens[index - start] = t.store[row * _WIDTH + index % ROW]
+  return tokens
+
+
+@_compiled
+def _remove(t, slot):
+  """Takes every string of a text out of the counts, and nodes out that nobody needs any more."""
+  word, kept = slot // _WORD, ~(np.uint64(1) << np.uint64(slot % _WORD))
+  length = t.requests[slot, _LENGTH]
+  row = t.requests[slot, _FIRST_ROW]
+  for index in range(length):
+    if index and index % ROW == 0:
+      row = t.next_row[row]
+    position = row * _WIDTH + index % ROW
+    target = min(np.int64(DEPTH), length - index)
+    node, depth = np.int32(0), np.int64(0)
+    while depth < target:
+      child = _child(t, node, t.store[position + depth])
+      t.nodes[child, _COUNT] -= 1
+      t.masks[child, word] &= kept
+      if t.nodes[child, _COUNT] == 0:
+        break
+      node, depth = child, np.int64(_depth(t, child))
+    if depth < target:
+      # What is left below is this string alone.
+      child = _child(t, node, t.store[position + depth])
+      before, after = t.nodes[child, _PREVIOUS], t.nodes[child, _NEXT]
+      if before:
+        t.nodes[before, _NEXT] = after
+      else:
+        t.nodes[node, _CHILD] = after
+      if after:
+        t.nodes[after, _PREVIOUS] = before
+      while child:
+        below = t.nodes[child, _CHILD]
+        _unhash(t, child)
+        _free(t, child)
+        child = below
+    elif target < DEPTH:
+      t.nodes[node, _SHAPE] -= 1 << _ENDS
+    child = t.nodes[node, _CHILD]
+    is_needed = node == 0 or t.nodes[node, _SHAPE] >> _ENDS > 0
+    if not is_needed and child and t.nodes[child, _NEXT] == 0:
+      _dissolve(t, node)
+
+
+@_inlined
+def _num_requests(t, node):
+  total = np.int64(0)
+  for word in range(t.masks.shape[1]):
+    bits = t.masks[node, word]
+    bits -= (bits >> np.uint64(1)) & np.uint64(0x5555555555555555)
+    bits = (bits & np.uint64(0x3333333333333333)) + (
+      (bits >> np.uint64(2)) & np.uint64(0x3333333333333333)
+    )
+    bits = (bits + (bits >> np.uint64(4))) & np.uint64(0x0F0F0F0F0F0F0F0F)
+    total += np.int64((bits * np.uint64(0x0101010101010101)) >> np.uint64(56))
+  return total
+
+
+@_inlined
+def _locate(t, tokens, start, stop):
+  """Returns the node on whose edge a string ends, or -1 if nobody said it."""
+  node, depth, length = np.int32(0), np.int64(0), stop - start
+  while depth < length:
+    node = _child(t, node, tokens[start + depth])
+    if node == 0:
+      return np.int32(-1)
+    position = t.nodes[node, _POSITION]
+    bottom = min(np.int64(_depth(t, node)), length)
+    depth += 1
+    while depth < bottom:
+      if t.store[position + depth] != tokens[start + depth]:
+        return np.int32(-1)
+      depth += 1
+  return node
+
+
+@_compiled
+def _count(t, tokens):
+  """Returns (occurrences, requests) of a string."""
+  node = _locate(t, tokens, 0, tokens.size)
+  if node < 0:
+    return np.int64(0), np.int64(0)
+  return np.int64(t.nodes[node, _COUNT]), _num_requests(t, node)
+
+
+# Drafts.
+
+
+@_inlined
+def _longest(t, tokens, stop, most):
+  """Returns the length of the longest string before `stop` that somebody continued."""
+  # If a string was continued, so were all its ends.
+  low, high = np.int64(0), most
+  while low < high:
+    middle = (low + high + 1) // 2
+    node = _locate(t, tokens, stop - middle, stop)
+    if node >= 0 and (middle < _depth(t, node) or t.nodes[node, _CHILD]):
+      low = middle
+    else:
+      high = middle - 1
+  return low
+
+
+@_inlined
+def _weight(t, node, count_requests):
+  return _num_requests(t, node) if count_requests else np.int64(t.nodes[node, _COUNT])
+
+
+@_inlined
+def _is_before(t, node, other, count_requests):
+  """Whether `node` is the likelier of two children of one parent; a total order."""
+  one, two = _weight(t, node, count_requests), _weight(t, other, count_requests)
+  if one != two:
+    return one > two
+  # Here the other count decides.
+  one, two = _weight(t, node, not count_requests), _weight(t, other, not count_requests)
+  if one != two:
+    return one > two
+  return t.nodes[node, _TOKEN] < t.nodes[other, _TOKEN]
+
+
+@_inlined
+def _likeliest(t, node, depth, count_requests):
+  """Returns the node that the likeliest next token leads to (0 if none), and all weights' sum."""
+  if depth < _depth(t, node):
+    return node, _weight(t, node, count_requests)
+  best = t.nodes[node, _CHILD]
+  total = np.int64(0)
+  child = best
+  while child:
+    total += _weight(t, child, count_requests)
+    if _is_before(t, child, best, count_requests):
+      best = child
+    child = t.nodes[child, _NEXT]
+  return best, total
+
+
+@_inlined
+def _rank(branches, places, a):
+  """Returns what orders branches: probability down; path, step, token up."""
+  return -branches[a], places[a, 1], places[a, 2], places[a, 3]
+
+
+@_inlined
+def _offer(branches, places, size, probability, node, path, step, token):
+  """Adds a branch, in place of the worst one where there is no room; returns how many there are."""
+  at = size
+  if size == branches.size:
+    at = 0
+    for a in range(1, size):
+      if _rank(branches, places, a) > _rank(branches, places, at):
+        at = a
+    if (-probability, path, step, token) >= _rank(branches, places, at):
+      return size
+  branches[at] = probability
+  places[at, 0], places[at, 1], places[at, 2], places[at, 3] = node, path, step, token
+  return min(size + 1, branches.size)
+
+
+@_inlined
+def _take(branches, places, size):
+  """Moves the best branch behind the others; there is one."""
+  best = 0
+  for a in range(1, size):
+    if _rank(branches, places, a) < _rank(branches, places, best):
+      best = a
+  last = size - 1
+  branches[best], branches[last] = branches[last], branches[best]
+  for column in range(4):
+    places[best, column], places[last, column] = places[last, column], places[best, column]
+
+
+@_inlined
+def _walk(
+  t, node, depth, probability, width, least, by, smoothing, path, step, out, branches, places, size
+):
+  """Follows the likeliest tokens; returns (tokens, sum of probabilities, branches left aside).
+
+  Args:
+    t: the tree.
+    node: where the walk begins, at `depth`.
+    depth: of the string so far.
+    probability: of the tokens that led here.
+    width: most tokens of `out`.
+    least: smallest probability.
+    by: `count_requests`.
+    smoothing: see `SpeculationArgs`.
+    path: number of this path.
+    step: tokens in `out` already.
+    out: i32[max_spec_tokens], where tokens go.
+    branches: f64[k], probabilities of branches; k = 0 keeps none.
+    places: i64[k, 4], their nodes, paths, steps and tokens.
+    size: branches so far.
+  """
+  score = 0.0
+  while step < width:
+    best, total = _likeliest(t, node, depth, by)
+    if best == 0:
+      break
+    if branches.size and depth == _depth(t, node):
+      child = t.nodes[node, _CHILD]
+      while child:
+        if child != best:
+          chance = probability * (_weight(t, child, by) / (total + smoothing))
+          if chance >= least:
+            size = _offer(
+              branches, places, size, chance, child, path, step, t.nodes[child, _TOKEN]
+            )
+        child = t.nodes[child, _NEXT]
+    probability *= _weight(t, best, by) / (total + smoothing)
+    if probability < least:
+      break
+    out[step] = t.store[t.nodes[best, _POSITION] + depth]
+    node = best
+    depth += 1
+    step += 1
+    score += probability
+  return step, score, size
+
+
+@_compiled
+def _speculate(
+  t, patterns, offsets, limits, most_tokens, lookup_most, lookup_least, top_k, least, by,
+  smoothing, num_lookups, output, num_tokens, scores, match_lengths,
+):
+  """Drafts for every context; see `SuffixTree.speculate`."""
+  no_branches, no_places = np.empty(0, np.float64), np.empty((0, 4), np.int64)
+  branches, places = np.empty(top_k, np.float64), np.empty((top_k, 4), np.int64)
+  trial = np.empty(most_tokens, np.int32)
+  for q in range(offsets.size - 1):
+    num_tokens[q] = 0
+    scores[q] = 0.0
+    match_lengths[q] = 0
+    start, stop = offsets[q], offsets[q + 1]
+    left = np.int64(limits[q, 1])
+    width = min(np.int64(limits[q, 0]), left, np.int64(most_tokens))
+    if width < 1:
+      continue
+    # The main path: of several match lengths, the one with the most to expect.
+    longest = _longest(t, patterns, stop, min(stop - start, np.int64(lookup_most)))
+    matched, shortest = np.int64(0), max(np.int64(lookup_least), longest - num_lookups + 1)
+    for length in range(longest, shortest - 1, -1):
+      node = _locate(t, patterns, stop - length, stop)
+      step, score, _ = _walk(
+        t, node, length, 1.0, width, least, by, smoothing, 0, 0, trial, no_branches, no_places, 0
+      )
+      if score > scores[q]:
+        scores[q], matched, num_tokens[q, 0] = score, length, step
+        output[q, 0, :step] = trial[:step]
+    match_lengths[q] = matched
+    left -= num_tokens[q, 0]
+    if matched == 0 or top_k == 1:
+      continue
+    # Other paths leave those before where the next likeliest token does, or go on from less.
+    node = _locate(t, patterns, stop - matched, stop)
+    _, _, size = _walk(
+      t, node, matched, 1.0, width, least, by, smoothing, 0, 0, trial, branches, places, 0
+    )
+    depths = matched
+    path = 1
+    while path < top_k and left > 0:
+      while size == 0 and depths > lookup_least:
+        depths -= 1
+        node = _locate(t, patterns, stop - depths, stop)
+        best, total = _likeliest(t, node, depths, by)
+        child = t.nodes[node, _CHILD] if depths == _depth(t, node) else best
+        while child:
+          token = t.store[t.nodes[child, _POSITION] + depths]
+          chance = _weight(t, child, by) / (total + smoothing)
+          for other in range(path):
+            if output[q, other, 0] == token:
+              chance = -1.0
+          if chance >= least:
+            size = _offer(branches, places, size, chance, child, path, 0, token)
+          child = t.nodes[child, _NEXT] if depths == _depth(t, node) else np.int32(0)
+      if size == 0:
+        break
+      _take(branches, places, size)
+      size -= 1
+      node, other, step = np.int32(places[size, 0]), places[size, 1], places[size, 2]
+      reach = min(np.int64(limits[q, 0]), np.int64(most_tokens), left)
+      if step >= reach:
+        continue
+      chance = branches[size]
+      output[q, path, :step] = output[q, other, :step]
+      output[q, path, step] = places[size, 3]
+      step, score, size = _walk(
+        t, node, depths + step + 1, chance, reach, least, by, smoothing, path, step + 1,
+        output[q, path], branches, places, size,
+      )
+      num_tokens[q, path] = step
+      scores[q] += chance + score
+      left -= step
+      path += 1
