@@ -51,16 +51,22 @@ DEPTH = 64
 # Strings that start in one row of the store.
 ROW = 256
 _WIDTH = ROW + DEPTH - 1
+# Where the store holds no token yet.
+_UNWRITTEN = -1
 # Requests whose bits fit one word of a mask.
 _WORD = 64
 
 # Columns of a node. Nodes are numbered from the root, 0, which also means "none".
 _POSITION, _PARENT, _TOKEN, _COUNT, _CHILD, _NEXT, _PREVIOUS, _SHAPE = range(8)
-# _SHAPE is depth + ends << _ENDS: how many texts end right here.
-_ENDS = 8
-_DEPTH_BITS = (1 << _ENDS) - 1
-# Columns of a request: tokens, row of its first token, row of its first end, its last row.
-_LENGTH, _FIRST_ROW, _END_ROW, _LAST_ROW = range(4)
+# _SHAPE is depth + _HASHED + ends << _ENDS: how many texts end right here.
+_DEPTH_BITS, _HASHED, _ENDS = 127, 128, 8
+# From so many children on, they are found by the hash table; fewer are read one by one.
+_MANY = 8
+# Columns of a request: tokens, its first and last row, and the first string of its end that somebody
+# else said too: those before are open leaves, which grow without being touched.
+_LENGTH, _FIRST_ROW, _LAST_ROW, _FIRST_SHARED = range(4)
+# Columns of a row of the store: the rows after and before it, whose it is, its number there.
+_AFTER, _BEFORE, _OWNER, _NUMBER = range(4)
 # Numbers of a tree: nodes ever made, first free one, nodes in use, rows in use.
 _MADE, _FREE, _LIVE, _ROWS = range(4)
 
@@ -75,9 +81,8 @@ class SpeculationArgs(NamedTuple):
     pattern_lookup_min: fewest.
     top_k: most paths; 1 is linear.
     min_token_prob: a path ends before its probability falls below.
-    count_requests: a continuation's weight is the number of requests that said it; else the number
-      of its occurrences.
-    smoothing: imagined weight of what has not been seen: p = weight / (sum of weights + smoothing).
+    smoothing: imagined requests that said what has not been seen; the probability of a continuation
+      is (requests that said it) / (the sum of that over all continuations + smoothing).
     num_lookups: match lengths that compete, from the longest down; the best score wins.
   """
 
@@ -86,9 +91,8 @@ class SpeculationArgs(NamedTuple):
   pattern_lookup_min: int = 1
   top_k: int = 1
   min_token_prob: float = 0.1
-  count_requests: bool = True
   smoothing: float = 0.5
-  num_lookups: int = 4
+  num_lookups: int = 2
 
 
 class Drafts(NamedTuple):
@@ -141,7 +145,7 @@ class _Arrays(NamedTuple):
   chain: np.ndarray
   heads: np.ndarray
   store: np.ndarray  # i32[rows * _WIDTH]
-  next_row: np.ndarray  # i32[rows]
+  rows: np.ndarray  # i32[rows, 4]
   requests: np.ndarray  # i64[slots, 4]
   tails: np.ndarray  # i32[slots, DEPTH], the node of the end that starts at index % DEPTH.
   numbers: np.ndarray  # i64[4]
@@ -276,7 +280,6 @@ class SuffixTree:
       args.pattern_lookup_min,
       args.top_k,
       args.min_token_prob,
-      args.count_requests,
       args.smoothing,
       args.num_lookups,
       output,
@@ -393,12 +396,12 @@ def empty_drafts(num_queries: int, top_k: int) -> Drafts:
 
 def _empty_arrays() -> _Arrays:
   return _Arrays(
-    nodes=np.zeros((1, 8), np.int32),
-    masks=np.zeros((1, 1), np.uint64),
+    nodes=np.asarray([[0] * 7 + [_HASHED]], np.int32),
+    masks=np.zeros((1, 2), np.uint64),
     chain=np.zeros(1, np.int32),
     heads=np.zeros(1, np.int32),
     store=np.zeros(0, np.int32),
-    next_row=np.zeros(0, np.int32),
+    rows=np.zeros((0, 4), np.int32),
     requests=np.zeros((0, 4), np.int64),
     tails=np.zeros((0, DEPTH), np.int32),
     numbers=np.asarray([1, 0, 0, 0], np.int64),
@@ -417,19 +420,19 @@ def _with_room(arrays: _Arrays, num_nodes: int, num_rows: int, num_slots: int) -
       heads=np.zeros(1 << (capacity * 2 // 3).bit_length(), np.int32),
     )
     _hash_again(arrays, made)
-  if rows + num_rows > len(arrays.next_row):
-    capacity = _capacity(rows + num_rows, len(arrays.next_row))
+  if rows + num_rows > len(arrays.rows):
+    capacity = _capacity(rows + num_rows, len(arrays.rows))
     arrays = arrays._replace(
-      store=_longer(arrays.store, capacity * _WIDTH), next_row=_longer(arrays.next_row, capacity)
+      store=_longer(arrays.store, capacity * _WIDTH), rows=_longer(arrays.rows, capacity)
     )
   if num_slots > len(arrays.requests):
     capacity = _capacity(num_slots, len(arrays.requests))
     arrays = arrays._replace(
       requests=_longer(arrays.requests, capacity), tails=_longer(arrays.tails, capacity)
     )
-    words = -(-capacity // _WORD)
-    if words > arrays.masks.shape[1]:
-      masks = np.zeros((len(arrays.masks), words), np.uint64)
+    columns = 1 + -(-capacity // _WORD)
+    if columns > arrays.masks.shape[1]:
+      masks = np.zeros((len(arrays.masks), columns), np.uint64)
       masks[:, : arrays.masks.shape[1]] = arrays.masks
       arrays = arrays._replace(masks=masks)
   return arrays
@@ -463,6 +466,38 @@ def _inlined(function: Callable[..., Any]) -> Any:
   return numba.njit(forceinline=True, error_model="numpy")(inspect.unwrap(function))
 
 
+@numba.extending.intrinsic
+def _pointer(typing_context, address):
+  """Returns the address of an array's memory as a pointer."""
+
+  def generate(context, builder, signature, args):
+    return builder.inttoptr(args[0], context.get_value_type(numba.types.voidptr))
+
+  return numba.types.voidptr(numba.types.intp), generate
+
+
+@_inlined
+def _bare(array):
+  """Returns the same memory as an array without an owner: nothing is counted when it is passed."""
+  return numba.carray(_pointer(array.ctypes.data), array.shape, array.dtype)
+
+
+@_inlined
+def _bare_arrays(t):
+  # Counting references took half the time of an append. The caller holds the arrays.
+  return _Arrays(
+    _bare(t.nodes),
+    _bare(t.masks),
+    _bare(t.chain),
+    _bare(t.heads),
+    _bare(t.store),
+    _bare(t.rows),
+    _bare(t.requests),
+    _bare(t.tails),
+    _bare(t.numbers),
+  )
+
+
 @_inlined
 def _bucket(t, parent, token):
   key = np.uint64(parent) * np.uint64(0x9E3779B97F4A7C15)
@@ -489,33 +524,103 @@ def _unhash(t, node):
   t.chain[at] = t.chain[node]
 
 
+@_inlined
+def _is_hashed(t, node):
+  return t.nodes[node, _SHAPE] & _HASHED != 0
+
+
 @_compiled
 def _hash_again(t, made):
-  # Free nodes have depth 0.
+  t = _bare_arrays(t)
   for node in range(1, made):
-    if t.nodes[node, _SHAPE]:
+    # Free nodes have depth 0.
+    if t.nodes[node, _SHAPE] and _is_hashed(t, t.nodes[node, _PARENT]):
       _hash(t, node)
 
 
 @_inlined
 def _depth(t, node):
-  return t.nodes[node, _SHAPE] & _DEPTH_BITS
+  return np.int64(t.nodes[node, _SHAPE] & _DEPTH_BITS)
 
 
 @_inlined
 def _child(t, parent, token):
   """Returns the child of `parent` whose edge begins with `token`, or 0."""
-  child = t.nodes[parent, _CHILD]
-  if parent:
-    # Most nodes have few children, and the first is often the one.
-    if child == 0 or t.nodes[child, _TOKEN] == token:
-      return child
-    if t.nodes[child, _NEXT] == 0:
-      return np.int32(0)
+  # The likeliest child comes first, and most nodes have few. The root's are not even listed.
+  node = t.nodes[parent, _CHILD]
+  if not _is_hashed(t, parent):
+    while node and t.nodes[node, _TOKEN] != token:
+      node = t.nodes[node, _NEXT]
+    return node
+  if node and t.nodes[node, _TOKEN] == token:
+    return node
   node = t.heads[_bucket(t, parent, token)]
   while node and (t.nodes[node, _TOKEN] != token or t.nodes[node, _PARENT] != parent):
     node = t.chain[node]
   return node
+
+
+@_inlined
+def _num_requests(t, node):
+  total = np.int64(0)
+  for word in range(1, t.masks.shape[1]):
+    bits = t.masks[node, word]
+    bits -= (bits >> np.uint64(1)) & np.uint64(0x5555555555555555)
+    bits = (bits & np.uint64(0x3333333333333333)) + (
+      (bits >> np.uint64(2)) & np.uint64(0x3333333333333333)
+    )
+    bits = (bits + (bits >> np.uint64(4))) & np.uint64(0x0F0F0F0F0F0F0F0F)
+    total += np.int64((bits * np.uint64(0x0101010101010101)) >> np.uint64(56))
+  return total
+
+
+@_inlined
+def _is_before(t, node, other):
+  """Whether `node` is the likelier of two children of one parent; a total order."""
+  one, two = _num_requests(t, node), _num_requests(t, other)
+  if one != two:
+    return one > two
+  one, two = np.int64(t.nodes[node, _COUNT]), np.int64(t.nodes[other, _COUNT])
+  if one != two:
+    return one > two
+  return t.nodes[node, _TOKEN] < t.nodes[other, _TOKEN]
+
+
+@_inlined
+def _unlist(t, node):
+  """Takes a node out of the list of its parent's children."""
+  before, after = t.nodes[node, _PREVIOUS], t.nodes[node, _NEXT]
+  if before:
+    t.nodes[before, _NEXT] = after
+  else:
+    t.nodes[t.nodes[node, _PARENT], _CHILD] = after
+  if after:
+    t.nodes[after, _PREVIOUS] = before
+
+
+@_inlined
+def _list_first(t, node):
+  """Puts a node that is in no list before the other children of its parent."""
+  parent = t.nodes[node, _PARENT]
+  first = t.nodes[parent, _CHILD]
+  t.nodes[node, _PREVIOUS] = 0
+  t.nodes[node, _NEXT] = first
+  if first:
+    t.nodes[first, _PREVIOUS] = node
+  t.nodes[parent, _CHILD] = node
+
+
+@_inlined
+def _said(t, parent, child, word, bit):
+  """Counts one more occurrence of what leads to `child`, and keeps the likeliest child first."""
+  t.nodes[child, _COUNT] += 1
+  if not t.masks[child, word] & bit:
+    t.masks[child, word] |= bit
+    t.masks[parent, 0] += np.uint64(1)
+  if parent and t.nodes[child, _PREVIOUS]:
+    if _is_before(t, child, t.nodes[parent, _CHILD]):
+      _unlist(t, child)
+      _list_first(t, child)
 
 
 @_inlined
@@ -545,76 +650,111 @@ def _free(t, node):
 
 
 @_inlined
-def _leaf(t, parent, depth, position, target, word, bit):
-  """Adds the string at `position` as a leaf; it differs from all others from `depth` on."""
-  node = _make(
-    t, position, parent, t.store[position + depth], target | (target < DEPTH) << _ENDS
-  )
+def _leaf(t, parent, depth, position, word, bit):
+  """Adds the string at `position` as a leaf; it differs from all others from `depth` on.
+
+  The leaf is open: its edge reaches as far as the text is written, up to `DEPTH`.
+  """
+  node = _make(t, position, parent, t.store[position + depth], DEPTH)
   t.nodes[node, _COUNT] = 1
-  t.masks[node] = 0
+  for column in range(t.masks.shape[1]):
+    t.masks[node, column] = 0
   t.masks[node, word] = bit
-  first = t.nodes[parent, _CHILD]
-  t.nodes[node, _NEXT] = first
-  t.nodes[node, _PREVIOUS] = 0
-  if first:
-    t.nodes[first, _PREVIOUS] = node
-  t.nodes[parent, _CHILD] = node
-  _hash(t, node)
+  t.masks[parent, 0] += np.uint64(1)
+  if parent:
+    first = t.nodes[parent, _CHILD]
+    if first == 0 or _is_before(t, node, first):
+      _list_first(t, node)
+    else:
+      after = t.nodes[first, _NEXT]
+      t.nodes[node, _PREVIOUS] = first
+      t.nodes[node, _NEXT] = after
+      t.nodes[first, _NEXT] = node
+      if after:
+        t.nodes[after, _PREVIOUS] = node
+  if _is_hashed(t, parent):
+    _hash(t, node)
+    return node
+  size = 0
+  child = t.nodes[parent, _CHILD]
+  while child:
+    size += 1
+    child = t.nodes[child, _NEXT]
+  if size >= _MANY:
+    t.nodes[parent, _SHAPE] |= _HASHED
+    child = t.nodes[parent, _CHILD]
+    while child:
+      _hash(t, child)
+      child = t.nodes[child, _NEXT]
   return node
 
 
 @_inlined
 def _put(t, node, other):
   """Gives `node` the place of `other` among the children of other's parent."""
-  _unhash(t, other)
-  parent, before, after = (
-    t.nodes[other, _PARENT], t.nodes[other, _PREVIOUS], t.nodes[other, _NEXT],
-  )
+  parent = t.nodes[other, _PARENT]
   t.nodes[node, _PARENT] = parent
   t.nodes[node, _TOKEN] = t.nodes[other, _TOKEN]
-  t.nodes[node, _PREVIOUS] = before
-  t.nodes[node, _NEXT] = after
-  if before:
-    t.nodes[before, _NEXT] = node
-  else:
-    t.nodes[parent, _CHILD] = node
-  if after:
-    t.nodes[after, _PREVIOUS] = node
-  _hash(t, node)
+  if _is_hashed(t, parent):
+    _unhash(t, other)
+    _hash(t, node)
+  if parent:
+    before, after = t.nodes[other, _PREVIOUS], t.nodes[other, _NEXT]
+    t.nodes[node, _PREVIOUS] = before
+    t.nodes[node, _NEXT] = after
+    if before:
+      t.nodes[before, _NEXT] = node
+    else:
+      t.nodes[parent, _CHILD] = node
+    if after:
+      t.nodes[after, _PREVIOUS] = node
 
 
 @_inlined
 def _dissolve(t, node):
   """Takes out a node at which nothing ends and whose only child goes on."""
   child = t.nodes[node, _CHILD]
-  _unhash(t, child)
+  if _is_hashed(t, node):
+    _unhash(t, child)
   _put(t, child, node)
   _free(t, node)
 
 
 @_inlined
-def _split(t, child, depth, ends):
+def _split(t, child, depth):
   """Returns a new node at `depth` of the edge into `child`, with the counts of the edge."""
   position = t.nodes[child, _POSITION]
-  node = _make(t, position, 0, 0, depth | ends << _ENDS)
+  node = _make(t, position, 0, 0, depth)
   t.nodes[node, _COUNT] = t.nodes[child, _COUNT]
-  t.masks[node] = t.masks[child]
+  for column in range(1, t.masks.shape[1]):
+    t.masks[node, column] = t.masks[child, column]
+  t.masks[node, 0] = _num_requests(t, child)
   _put(t, node, child)
   t.nodes[node, _CHILD] = child
   t.nodes[child, _PARENT] = node
   t.nodes[child, _TOKEN] = t.store[position + depth]
   t.nodes[child, _PREVIOUS] = 0
   t.nodes[child, _NEXT] = 0
-  _hash(t, child)
   return node
 
 
 @_inlined
-def _same(t, one, other, depth, stop):
-  """Returns the depth from which on two strings differ, `stop` at most."""
-  while depth < stop and t.store[one + depth] == t.store[other + depth]:
-    depth += 1
-  return depth
+def _match(t, child, position, depth, target):
+  """Returns (how far a string agrees with the edge into `child`, the edge's end)."""
+  other = t.nodes[child, _POSITION]
+  bottom = _depth(t, child)
+  at, stop = depth, min(bottom, target)
+  while at < stop and t.store[other + at] == t.store[position + at]:
+    at += 1
+  if at < bottom and t.store[other + at] == _UNWRITTEN:
+    # The text of an open leaf ends here, and somebody else's comes as far: the end becomes a node.
+    t.nodes[child, _SHAPE] = at | 1 << _ENDS
+    row = other // _WIDTH
+    owner = t.rows[row, _OWNER]
+    index = t.rows[row, _NUMBER] * ROW + other % _WIDTH
+    t.requests[owner, _FIRST_SHARED] = min(t.requests[owner, _FIRST_SHARED], np.int64(index))
+    bottom = at
+  return at, bottom
 
 
 @_inlined
@@ -634,45 +774,46 @@ def _lengthen(t, node, depth, position, target, word, bit):
     ends = t.nodes[node, _SHAPE] >> _ENDS
     child = t.nodes[node, _CHILD]
     if child == 0 and ends == 1:
-      # Nobody else says this.
+      # Nobody else says this any more.
       t.nodes[node, _POSITION] = position
-      t.nodes[node, _SHAPE] = target | (target < DEPTH) << _ENDS
+      t.nodes[node, _SHAPE] = DEPTH
       return node
-    t.nodes[node, _SHAPE] = depth | (ends - 1) << _ENDS
+    t.nodes[node, _SHAPE] -= 1 << _ENDS
     if ends == 1 and t.nodes[child, _NEXT] == 0:
       # The node was there for this end alone: it slides along its edge, or goes.
-      bottom = _depth(t, child)
-      at = _same(t, t.nodes[child, _POSITION], position, depth, min(bottom, target))
+      at, bottom = _match(t, child, position, depth, target)
       if at < bottom:
         t.nodes[node, _POSITION] = position
-        t.nodes[node, _SHAPE] = at | (at == target) << _ENDS
+        t.nodes[node, _SHAPE] += at - depth
         if at > depth:
-          _unhash(t, child)
+          is_hashed = _is_hashed(t, node)
+          if is_hashed:
+            _unhash(t, child)
           t.nodes[child, _TOKEN] = t.store[t.nodes[child, _POSITION] + at]
-          _hash(t, child)
+          if is_hashed:
+            _hash(t, child)
         if at == target:
+          t.nodes[node, _SHAPE] += 1 << _ENDS
           return node
-        return _leaf(t, node, at, position, target, word, bit)
+        return _leaf(t, node, at, position, word, bit)
+      parent = t.nodes[node, _PARENT]
       _dissolve(t, node)
       node, depth = child, bottom
-      t.nodes[node, _COUNT] += 1
+      # Its parent has counted this request at the node that went.
       t.masks[node, word] |= bit
+      _said(t, parent, node, word, bit)
   while depth < target:
     child = _child(t, node, t.store[position + depth])
     if child == 0:
-      return _leaf(t, node, depth, position, target, word, bit)
-    bottom = _depth(t, child)
-    at = _same(t, t.nodes[child, _POSITION], position, depth + 1, min(bottom, target))
+      return _leaf(t, node, depth, position, word, bit)
+    at, bottom = _match(t, child, position, depth + 1, target)
     is_whole = at == bottom
     if not is_whole:
-      child = _split(t, child, at, np.int32(at == target))
-    t.nodes[child, _COUNT] += 1
-    t.masks[child, word] |= bit
+      child = _split(t, child, at)
+    _said(t, node, child, word, bit)
     node, depth = child, at
-    if not is_whole:
-      if at == target:
-        return node
-      return _leaf(t, node, at, position, target, word, bit)
+    if not is_whole and at < target:
+      return _leaf(t, node, at, position, word, bit)
   if target < DEPTH:
     t.nodes[node, _SHAPE] += 1 << _ENDS
   return node
@@ -683,23 +824,24 @@ def _write(t, slot, tokens, start, stop):
   """Appends tokens to a text in the store."""
   length = t.requests[slot, _LENGTH]
   row = t.requests[slot, _LAST_ROW]
-  before = row  # The row before, if its margin still wants tokens.
-  if length > ROW and 0 < length % ROW < DEPTH - 1:
-    before = t.requests[slot, _END_ROW]
   for place in range(start, stop):
     column = length % ROW
     if column == 0:
       before = row
       row = t.numbers[_ROWS]
       t.numbers[_ROWS] += 1
-      if length == 0:
-        t.requests[slot, _FIRST_ROW] = row
-        t.requests[slot, _END_ROW] = row
+      for at in range(row * _WIDTH, (row + 1) * _WIDTH):
+        t.store[at] = _UNWRITTEN
+      t.rows[row, _BEFORE] = before
+      t.rows[row, _OWNER] = slot
+      t.rows[row, _NUMBER] = length // ROW
+      if length:
+        t.rows[before, _AFTER] = row
       else:
-        t.next_row[before] = row
+        t.requests[slot, _FIRST_ROW] = row
     t.store[row * _WIDTH + column] = tokens[place]
     if column < DEPTH - 1 and length >= ROW:
-      t.store[before * _WIDTH + ROW + column] = tokens[place]
+      t.store[t.rows[row, _BEFORE] * _WIDTH + ROW + column] = tokens[place]
     length += 1
   t.requests[slot, _LAST_ROW] = row
   t.requests[slot, _LENGTH] = length
@@ -708,27 +850,38 @@ def _write(t, slot, tokens, start, stop):
 @_compiled
 def _append(t, slots, offsets, tokens):
   """Appends to many texts; there is room."""
+  t = _bare_arrays(t)
   for place in range(slots.size):
     slot = slots[place]
-    old = t.requests[slot, _LENGTH]
+    if offsets[place] == offsets[place + 1]:
+      continue
+    old, last = t.requests[slot, _LENGTH], t.requests[slot, _LAST_ROW]
     _write(t, slot, tokens, offsets[place], offsets[place + 1])
     length = t.requests[slot, _LENGTH]
-    if length == old:
-      continue
-    word, bit = slot // _WORD, np.uint64(1) << np.uint64(slot % _WORD)
-    row = t.requests[slot, _END_ROW]
-    first = max(0, old - DEPTH + 1)
+    # Strings that nobody else said grow by themselves, and those of DEPTH tokens no more.
+    first = max(t.requests[slot, _FIRST_SHARED], old - DEPTH + 1)
+    if old == 0:
+      row = t.requests[slot, _FIRST_ROW]
+    elif first // ROW > t.rows[last, _NUMBER]:
+      row = np.int64(t.rows[last, _AFTER])
+    elif first // ROW < t.rows[last, _NUMBER]:
+      row = np.int64(t.rows[last, _BEFORE])
+    else:
+      row = last
+    word, bit = 1 + slot // _WORD, np.uint64(1) << np.uint64(slot % _WORD)
+    shared = length
     for index in range(first, length):
       if index > first and index % ROW == 0:
-        row = t.next_row[row]
+        row = np.int64(t.rows[row, _AFTER])
       node, depth = np.int32(0), np.int64(0)
       if index < old:
         node, depth = t.tails[slot, index % DEPTH], old - index
       target = min(np.int64(DEPTH), length - index)
       node = _lengthen(t, node, depth, row * _WIDTH + index % ROW, target, word, bit)
       t.tails[slot, index % DEPTH] = node
-      if index == length - DEPTH + 1:
-        t.requests[slot, _END_ROW] = row
+      if shared == length and target < DEPTH and _depth(t, node) < DEPTH:
+        shared = index
+    t.requests[slot, _FIRST_SHARED] = shared
 
 
 @_compiled
@@ -738,7 +891,7 @@ def _read(t, slot, start, stop):
   row = t.requests[slot, _FIRST_ROW]
   for index in range(stop):
     if index and index % ROW == 0:
-      row = t.next_row[row]
+      row = np.int64(t.rows[row, _AFTER])
     if index >= start:
       tokens[index - start] = t.store[row * _WIDTH + index % ROW]
   return tokens
@@ -747,35 +900,37 @@ def _read(t, slot, start, stop):
 @_compiled
 def _remove(t, slot):
   """Takes every string of a text out of the counts, and nodes out that nobody needs any more."""
-  word, kept = slot // _WORD, ~(np.uint64(1) << np.uint64(slot % _WORD))
+  t = _bare_arrays(t)
+  word, kept = 1 + slot // _WORD, ~(np.uint64(1) << np.uint64(slot % _WORD))
   length = t.requests[slot, _LENGTH]
   row = t.requests[slot, _FIRST_ROW]
   for index in range(length):
     if index and index % ROW == 0:
-      row = t.next_row[row]
+      row = np.int64(t.rows[row, _AFTER])
     position = row * _WIDTH + index % ROW
     target = min(np.int64(DEPTH), length - index)
     node, depth = np.int32(0), np.int64(0)
     while depth < target:
       child = _child(t, node, t.store[position + depth])
       t.nodes[child, _COUNT] -= 1
-      t.masks[child, word] &= kept
+      if t.masks[child, word] & ~kept:
+        t.masks[child, word] &= kept
+        t.masks[node, 0] -= np.uint64(1)
       if t.nodes[child, _COUNT] == 0:
         break
-      node, depth = child, np.int64(_depth(t, child))
+      if node and t.nodes[child, _PREVIOUS] == 0:
+        _choose(t, node)
+      node, depth = child, _depth(t, child)
     if depth < target:
       # What is left below is this string alone.
       child = _child(t, node, t.store[position + depth])
-      before, after = t.nodes[child, _PREVIOUS], t.nodes[child, _NEXT]
-      if before:
-        t.nodes[before, _NEXT] = after
-      else:
-        t.nodes[node, _CHILD] = after
-      if after:
-        t.nodes[after, _PREVIOUS] = before
+      if node:
+        _unlist(t, child)
+        _choose(t, node)
       while child:
         below = t.nodes[child, _CHILD]
-        _unhash(t, child)
+        if _is_hashed(t, t.nodes[child, _PARENT]):
+          _unhash(t, child)
         _free(t, child)
         child = below
     elif target < DEPTH:
@@ -783,21 +938,22 @@ def _remove(t, slot):
     child = t.nodes[node, _CHILD]
     is_needed = node == 0 or t.nodes[node, _SHAPE] >> _ENDS > 0
     if not is_needed and child and t.nodes[child, _NEXT] == 0:
+      t.masks[child, word] &= kept  # As the node's own bit, which its parent no longer counts.
       _dissolve(t, node)
 
 
 @_inlined
-def _num_requests(t, node):
-  total = np.int64(0)
-  for word in range(t.masks.shape[1]):
-    bits = t.masks[node, word]
-    bits -= (bits >> np.uint64(1)) & np.uint64(0x5555555555555555)
-    bits = (bits & np.uint64(0x3333333333333333)) + (
-      (bits >> np.uint64(2)) & np.uint64(0x3333333333333333)
-    )
-    bits = (bits + (bits >> np.uint64(4))) & np.uint64(0x0F0F0F0F0F0F0F0F)
-    total += np.int64((bits * np.uint64(0x0101010101010101)) >> np.uint64(56))
-  return total
+def _choose(t, parent):
+  """Puts the likeliest child first after counts fell."""
+  best = t.nodes[parent, _CHILD]
+  child = best
+  while child:
+    if _is_before(t, child, best):
+      best = child
+    child = t.nodes[child, _NEXT]
+  if best and t.nodes[best, _PREVIOUS]:
+    _unlist(t, best)
+    _list_first(t, best)
 
 
 @_inlined
@@ -809,7 +965,7 @@ def _locate(t, tokens, start, stop):
     if node == 0:
       return np.int32(-1)
     position = t.nodes[node, _POSITION]
-    bottom = min(np.int64(_depth(t, node)), length)
+    bottom = min(_depth(t, node), length)
     depth += 1
     while depth < bottom:
       if t.store[position + depth] != tokens[start + depth]:
@@ -831,6 +987,16 @@ def _count(t, tokens):
 
 
 @_inlined
+def _likeliest(t, node, depth):
+  """Returns the node that the likeliest next token leads to (0 if none), and all weights' sum."""
+  if depth < _depth(t, node):
+    if t.store[t.nodes[node, _POSITION] + depth] == _UNWRITTEN:
+      return np.int32(0), np.int64(0)
+    return node, _num_requests(t, node)
+  return t.nodes[node, _CHILD], np.int64(t.masks[node, 0])
+
+
+@_inlined
 def _longest(t, tokens, stop, most):
   """Returns the length of the longest string before `stop` that somebody continued."""
   # If a string was continued, so were all its ends.
@@ -838,45 +1004,11 @@ def _longest(t, tokens, stop, most):
   while low < high:
     middle = (low + high + 1) // 2
     node = _locate(t, tokens, stop - middle, stop)
-    if node >= 0 and (middle < _depth(t, node) or t.nodes[node, _CHILD]):
+    if node >= 0 and _likeliest(t, node, middle)[0]:
       low = middle
     else:
       high = middle - 1
   return low
-
-
-@_inlined
-def _weight(t, node, count_requests):
-  return _num_requests(t, node) if count_requests else np.int64(t.nodes[node, _COUNT])
-
-
-@_inlined
-def _is_before(t, node, other, count_requests):
-  """Whether `node` is the likelier of two children of one parent; a total order."""
-  one, two = _weight(t, node, count_requests), _weight(t, other, count_requests)
-  if one != two:
-    return one > two
-  # Here the other count decides.
-  one, two = _weight(t, node, not count_requests), _weight(t, other, not count_requests)
-  if one != two:
-    return one > two
-  return t.nodes[node, _TOKEN] < t.nodes[other, _TOKEN]
-
-
-@_inlined
-def _likeliest(t, node, depth, count_requests):
-  """Returns the node that the likeliest next token leads to (0 if none), and all weights' sum."""
-  if depth < _depth(t, node):
-    return node, _weight(t, node, count_requests)
-  best = t.nodes[node, _CHILD]
-  total = np.int64(0)
-  child = best
-  while child:
-    total += _weight(t, child, count_requests)
-    if _is_before(t, child, best, count_requests):
-      best = child
-    child = t.nodes[child, _NEXT]
-  return best, total
 
 
 @_inlined
@@ -916,7 +1048,7 @@ def _take(branches, places, size):
 
 @_inlined
 def _walk(
-  t, node, depth, probability, width, least, by, smoothing, path, step, out, branches, places, size
+  t, node, depth, probability, width, least, smoothing, path, step, out, branches, places, size
 ):
   """Follows the likeliest tokens; returns (tokens, sum of probabilities, branches left aside).
 
@@ -927,7 +1059,6 @@ def _walk(
     probability: of the tokens that led here.
     width: most tokens of `out`.
     least: smallest probability.
-    by: `count_requests`.
     smoothing: see `SpeculationArgs`.
     path: number of this path.
     step: tokens in `out` already.
@@ -938,20 +1069,21 @@ def _walk(
   """
   score = 0.0
   while step < width:
-    best, total = _likeliest(t, node, depth, by)
+    best, total = _likeliest(t, node, depth)
     if best == 0:
       break
-    if branches.size and depth == _depth(t, node):
-      child = t.nodes[node, _CHILD]
+    weight = _num_requests(t, best)
+    others = probability * ((total - weight) / (total + smoothing))
+    if branches.size and others >= least and depth == _depth(t, node):
+      child = t.nodes[best, _NEXT]
       while child:
-        if child != best:
-          chance = probability * (_weight(t, child, by) / (total + smoothing))
-          if chance >= least:
-            size = _offer(
-              branches, places, size, chance, child, path, step, t.nodes[child, _TOKEN]
-            )
+        chance = probability * (_num_requests(t, child) / (total + smoothing))
+        if chance >= least:
+          size = _offer(
+            branches, places, size, chance, child, path, step, t.nodes[child, _TOKEN]
+          )
         child = t.nodes[child, _NEXT]
-    probability *= _weight(t, best, by) / (total + smoothing)
+    probability *= weight / (total + smoothing)
     if probability < least:
       break
     out[step] = t.store[t.nodes[best, _POSITION] + depth]
@@ -964,10 +1096,11 @@ def _walk(
 
 @_compiled
 def _speculate(
-  t, patterns, offsets, limits, most_tokens, lookup_most, lookup_least, top_k, least, by,
-  smoothing, num_lookups, output, num_tokens, scores, match_lengths,
+  t, patterns, offsets, limits, most_tokens, lookup_most, lookup_least, top_k, least, smoothing,
+  num_lookups, output, num_tokens, scores, match_lengths,
 ):
   """Drafts for every context; see `SuffixTree.speculate`."""
+  t = _bare_arrays(t)
   no_branches, no_places = np.empty(0, np.float64), np.empty((0, 4), np.int64)
   branches, places = np.empty(top_k, np.float64), np.empty((top_k, 4), np.int64)
   trial = np.empty(most_tokens, np.int32)
@@ -986,7 +1119,7 @@ def _speculate(
     for length in range(longest, shortest - 1, -1):
       node = _locate(t, patterns, stop - length, stop)
       step, score, _ = _walk(
-        t, node, length, 1.0, width, least, by, smoothing, 0, 0, trial, no_branches, no_places, 0
+        t, node, length, 1.0, width, least, smoothing, 0, 0, trial, no_branches, no_places, 0
       )
       if score > scores[q]:
         scores[q], matched, num_tokens[q, 0] = score, length, step
@@ -998,19 +1131,18 @@ def _speculate(
     # Other paths leave those before where the next likeliest token does, or go on from less.
     node = _locate(t, patterns, stop - matched, stop)
     _, _, size = _walk(
-      t, node, matched, 1.0, width, least, by, smoothing, 0, 0, trial, branches, places, 0
+      t, node, matched, 1.0, width, least, smoothing, 0, 0, trial, branches, places, 0
     )
     depths = matched
     path = 1
     while path < top_k and left > 0:
       while size == 0 and depths > lookup_least:
-        depths -= 1
+        depths = max(depths // 2, np.int64(lookup_least))
         node = _locate(t, patterns, stop - depths, stop)
-        best, total = _likeliest(t, node, depths, by)
-        child = t.nodes[node, _CHILD] if depths == _depth(t, node) else best
+        child, total = _likeliest(t, node, depths)
         while child:
           token = t.store[t.nodes[child, _POSITION] + depths]
-          chance = _weight(t, child, by) / (total + smoothing)
+          chance = _num_requests(t, child) / (total + smoothing)
           for other in range(path):
             if output[q, other, 0] == token:
               chance = -1.0
@@ -1029,7 +1161,7 @@ def _speculate(
       output[q, path, :step] = output[q, other, :step]
       output[q, path, step] = places[size, 3]
       step, score, size = _walk(
-        t, node, depths + step + 1, chance, reach, least, by, smoothing, path, step + 1,
+        t, node, depths + step + 1, chance, reach, least, smoothing, path, step + 1,
         output[q, path], branches, places, size,
       )
       num_tokens[q, path] = step
