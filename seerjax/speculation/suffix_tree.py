@@ -7,33 +7,32 @@
                                  |- c a b d
                                  `- d
 
-A path-compressed trie of all strings of up to `DEPTH` tokens that start anywhere in a group's texts.
-Its nodes are the root, the strings after which texts differ, and the ends: the last strings of each
-text, which are still growing. So all tokens of an edge have equal counts, and the whole tree is a
-function of {request: tokens}: the order in which requests grew, appends were cut, or others came
-and went leaves no trace, and drafts (ties: more requests, more occurrences, the smaller token) are
-equal on every machine and in every replica that was fed by deltas.
+A path-compressed trie of all strings of up to `DEPTH` tokens that start anywhere in a group's
+texts. Its nodes are the root, the strings after which texts differ, and the ends: the last strings
+of each text, which are still growing. All tokens of an edge have equal counts, and the tree is a
+function of {request: tokens}: the order in which requests grew, how their tokens were cut into
+calls, who came and went in between leave no trace. So drafts are equal on every machine and in
+every replica that was fed by deltas. Ties: more requests, more occurrences, the smaller token.
 
 Why a trie on flat arrays, and not a suffix automaton or a table of n-grams: it counts occurrences
 *and* distinct requests while it grows (a request that loops must not outvote its siblings), forgets
-a request again, and bounds its depth. An automaton has none of the three without a walk over all
-links; a table holds one length each. What is stored is this:
+a request again, and bounds its depth. An automaton has none of the three without a walk over its
+links; a table has one length of match. What is stored:
 
-  nodes   i32[n, 8]   a record of 32 bytes, half a cache line
-  masks   u64[n, w]   which requests said it: one bit each
-  chain, heads        one hash table from (parent, first token) to the child
-  store   i32[r, ROW + DEPTH - 1]   texts in rows; the first tokens of a row stand again at the end of
-                      the row before it, so that any string of DEPTH tokens is contiguous, and an
-                      edge is one number: where a string that passes through it is written
+  nodes         i32[n, 8]      a record of 32 bytes, half a cache line
+  masks         u64[n, 1 + w]  the sum of its children's requests; which requests said it, as bits
+  chain, heads  i32[n], i32[h] (parent, first token) -> child, for nodes with many children
+  store         i32[r * 319]   texts in rows of ROW tokens, each followed by the next DEPTH - 1: any
+                               string lies in one piece, and an edge is where one that takes it is
 
-A string that nobody else said is one leaf, and growing it costs one write; only the few strings of
-a text's end that were said before (the length of the match, not the depth) walk down their edges.
-Appending is therefore far below the DEPTH steps a token of the worst case.
+What makes appending far cheaper than DEPTH steps a token: a string that nobody else said is an open
+leaf, whose edge reaches as far as its text is written, so that growing it touches nothing. Only the
+last few strings of a text that were said before (as many as the match is long) walk down their
+edges. What makes drafting cheap: the likeliest child stands first, and the sum is kept.
 
 Source: SuffixDecoding (arXiv 2411.04975; ArcticInference) for drafts scored by expected accepted
-tokens; Seer (arXiv 2511.14617, tables 5 and 6) for groups, deltas and the names of the calls. Counts
-by request, canonical ends and order-free replicas are ours. No clock, no JAX; bits and ties are the
-same on every machine.
+tokens; Seer (arXiv 2511.14617, tables 5 and 6) for groups, deltas and the names of the calls.
+Counts by request, canonical ends and replicas that need no order are ours. No clock, no JAX.
 """
 
 from __future__ import annotations
@@ -51,6 +50,8 @@ DEPTH = 64
 # Strings that start in one row of the store.
 ROW = 256
 _WIDTH = ROW + DEPTH - 1
+# The match length that is tried first.
+_USUAL = 4
 # Where the store holds no token yet.
 _UNWRITTEN = -1
 # Requests whose bits fit one word of a mask.
@@ -62,8 +63,8 @@ _POSITION, _PARENT, _TOKEN, _COUNT, _CHILD, _NEXT, _PREVIOUS, _SHAPE = range(8)
 _DEPTH_BITS, _HASHED, _ENDS = 127, 128, 8
 # From so many children on, they are found by the hash table; fewer are read one by one.
 _MANY = 8
-# Columns of a request: tokens, its first and last row, and the first string of its end that somebody
-# else said too: those before are open leaves, which grow without being touched.
+# Columns of a request: tokens, its first and last row, and the first string of its end that
+# somebody else said too: those before are open leaves, which grow without being touched.
 _LENGTH, _FIRST_ROW, _LAST_ROW, _FIRST_SHARED = range(4)
 # Columns of a row of the store: the rows after and before it, whose it is, its number there.
 _AFTER, _BEFORE, _OWNER, _NUMBER = range(4)
@@ -91,8 +92,11 @@ class SpeculationArgs(NamedTuple):
   pattern_lookup_min: int = 1
   top_k: int = 1
   min_token_prob: float = 0.1
-  smoothing: float = 0.5
-  num_lookups: int = 2
+  smoothing: float = 0.25
+  num_lookups: int = 1
+
+
+DEFAULT_ARGS = SpeculationArgs()
 
 
 class Drafts(NamedTuple):
@@ -100,7 +104,7 @@ class Drafts(NamedTuple):
 
   Attributes:
     num_tokens: i32[b, k], tokens of each path; 0 from the first missing one on.
-    scores: f64[b], expected accepted tokens: over the drafted nodes, the sum of their probabilities.
+    scores: f64[b], expected accepted tokens: the sum of all drafted tokens' probabilities.
     match_lengths: i32[b], tokens of the context that the main path continues; 0 if nothing.
   """
 
@@ -205,9 +209,10 @@ class SuffixTree:
         raise ValueError(
           f"request {request_id!r}: got two updates in one call, expected one; join their tokens."
         )
-      texts[request_id] = self._fresh(
-        request_id, prev_token_count, np.asarray(new_tokens, np.int32)
-      )
+      tokens = np.asarray(new_tokens, np.int32)
+      if prev_token_count != self._lengths.get(request_id, 0):
+        tokens = self._beyond(request_id, prev_token_count, tokens)
+      texts[request_id] = tokens
     return self._grow(texts)
 
   def remove(self, request_id: str) -> None:
@@ -228,14 +233,14 @@ class SuffixTree:
     self._start()
     self._grow(texts)
 
-  def tokens(self, request_id: str) -> np.ndarray:
-    """Returns i32[n], a request's text.
+  def tokens(self, request_id: str, start: int = 0) -> np.ndarray:
+    """Returns i32[n], a request's text from its token `start` on.
 
     Raises:
       ValueError: if there is no such request.
     """
     slot = self._slot(request_id, "tokens")
-    return _read(self._arrays, slot, 0, self._lengths[request_id])
+    return _read(self._arrays, slot, start, self._lengths[request_id])
 
   def count(self, tokens: Sequence[int]) -> tuple[int, int]:
     """Returns how often a string of 1 to `DEPTH` tokens occurs, and in how many requests.
@@ -289,7 +294,7 @@ class SuffixTree:
     )
 
   def draft(
-    self, context: Sequence[int], args: SpeculationArgs = SpeculationArgs()
+    self, context: Sequence[int], args: SpeculationArgs = DEFAULT_ARGS
   ) -> tuple[list[tuple[int, ...]], float, int]:
     """Returns the paths that may follow `context`, their score, and the match's length."""
     check_args(args)
@@ -305,18 +310,14 @@ class SuffixTree:
   def _slot(self, request_id: str, what: str) -> int:
     if request_id not in self._slots:
       raise ValueError(
-        f"SuffixTree.{what}: got request {request_id!r}, expected one of the {len(self._slots)} that"
-        " are here; append to it first."
+        f"SuffixTree.{what}: got request {request_id!r}, expected one of the {len(self._slots)}"
+        " that are here; append to it first."
       )
     return self._slots[request_id]
 
-  def _fresh(self, request_id: str, prev_token_count: int, tokens: np.ndarray) -> np.ndarray:
-    """Returns what of `tokens` is new, after the checks that `append` promises."""
+  def _beyond(self, request_id: str, prev_token_count: int, tokens: np.ndarray) -> np.ndarray:
+    """Returns what of `tokens` is not here yet, after the checks that `append` promises."""
     length = self._lengths.get(request_id, 0)
-    if tokens.size and tokens.min() < 0:
-      raise ValueError(
-        f"request {request_id!r}: got token id {tokens.min()}, expected 0 or more; pad nothing."
-      )
     if not 0 <= prev_token_count <= length:
       raise ValueError(
         f"request {request_id!r}: got prev_token_count={prev_token_count}, expected 0 to {length},"
@@ -337,14 +338,18 @@ class SuffixTree:
     return tokens[known:]
 
   def _grow(self, texts: Mapping[str, np.ndarray]) -> int:
-    """Appends to each request; the tokens are known to be new."""
+    """Appends to each request what is known to be new."""
+    tokens = np.concatenate([*texts.values(), np.zeros(0, np.int32)])
+    if tokens.size and tokens.min() < 0:
+      raise ValueError(
+        f"SuffixTree.append: got token id {tokens.min()}, expected 0 or more; pad nothing."
+      )
     born = [request_id for request_id in texts if request_id not in self._slots]
     for request_id in born:
       self._slots[request_id] = self._free_slots.pop() if self._free_slots else len(self._slots)
       self._lengths[request_id] = 0
     slots = np.asarray([self._slots[request_id] for request_id in texts], np.int64)
     sizes = [text.size for text in texts.values()]
-    tokens = np.concatenate([*texts.values(), np.zeros(0, np.int32)])
     offsets = np.asarray([0, *itertools.accumulate(sizes)], np.int64)
     # A string that is new or still grows makes two nodes at most.
     self._arrays = _with_room(
@@ -358,6 +363,207 @@ class SuffixTree:
     for request_id, size in zip(texts, sizes):
       self._lengths[request_id] += size
     return tokens.size
+
+
+class GroupTrees:
+  """The trees of many groups: DGDS's calls, as server and as replica.
+
+  A server is given tokens (`update_cst`) and tells what a replica lacks (`fetch_cst`); a replica
+  registers the groups that it runs (`register_group`), takes that (`apply_deltas`) and drafts
+  (`batch_speculate`). In one process one object is both.
+
+  Time is what the caller says: `now_seconds` by any clock that does not run backwards.
+  """
+
+  def __init__(self):
+    self._trees: dict[str, SuffixTree] = {}
+    self._births: dict[str, dict[str, int]] = {}
+    self._num_births: dict[str, int] = {}
+    self._ends: dict[str, float] = {}
+
+  @property
+  def group_ids(self) -> tuple[str, ...]:
+    """Groups that are here."""
+    return tuple(self._trees)
+
+  @property
+  def num_bytes(self) -> int:
+    """Bytes allocated."""
+    return sum(tree.num_bytes for tree in self._trees.values())
+
+  def tree(self, group_id: str) -> SuffixTree:
+    """Returns a group's tree, to be read.
+
+    Raises:
+      ValueError: if there is no such group.
+    """
+    if group_id not in self._trees:
+      raise ValueError(
+        f"group {group_id!r}: got a group that is not here, expected one of the {len(self._trees)}"
+        " that are; register it first."
+      )
+    return self._trees[group_id]
+
+  def register_group(
+    self, group_id: str, ttl_seconds: float = float("inf"), now_seconds: float = 0.0
+  ) -> None:
+    """Makes a group known until `now_seconds + ttl_seconds`; again for one that is here: longer.
+
+    Raises:
+      ValueError: if it would be over at once.
+    """
+    if not ttl_seconds > 0:
+      raise ValueError(
+        f"register_group: got ttl_seconds={ttl_seconds}, expected more than 0; drop_group ends one."
+      )
+    if group_id not in self._trees:
+      self._trees[group_id] = SuffixTree()
+      self._births[group_id] = {}
+      self._num_births[group_id] = 0
+    self._ends[group_id] = max(
+      self._ends.get(group_id, now_seconds), now_seconds + ttl_seconds
+    )
+
+  def expire(self, now_seconds: float) -> tuple[str, ...]:
+    """Drops the groups whose time is over, and returns which."""
+    over = tuple(group for group, end in self._ends.items() if end <= now_seconds)
+    for group_id in over:
+      self.drop_group(group_id)
+    return over
+
+  def drop_group(self, group_id: str) -> None:
+    """Forgets a group.
+
+    Raises:
+      ValueError: if there is no such group.
+    """
+    self.tree(group_id)
+    del self._trees[group_id], self._births[group_id]
+    del self._num_births[group_id], self._ends[group_id]
+
+  def update_cst(
+    self, group_id: str, request_id: str, prev_token_count: int, new_tokens: Sequence[int]
+  ) -> int:
+    """Does `SuffixTree.append` for a request of a group; returns how many tokens were new."""
+    return self.update_many(group_id, [(request_id, prev_token_count, new_tokens)])
+
+  def update_many(self, group_id: str, updates: Sequence[tuple[str, int, Sequence[int]]]) -> int:
+    """Does `SuffixTree.append_many` for a group."""
+    added = self.tree(group_id).append_many(updates)
+    births = self._births[group_id]
+    for request_id, _, _ in updates:
+      if request_id not in births:
+        births[request_id] = self._num_births[group_id]
+        self._num_births[group_id] += 1
+    return added
+
+  def remove_request(self, group_id: str, request_id: str) -> None:
+    """Does `SuffixTree.remove` for a request of a group."""
+    self.tree(group_id).remove(request_id)
+    del self._births[group_id][request_id]
+
+  def cache_info(self, group_id: str) -> CacheInfo:
+    """Returns what is here of a group, for `fetch_cst` of another."""
+    lengths = self.tree(group_id).lengths
+    return {name: (birth, lengths[name]) for name, birth in self._births[group_id].items()}
+
+  def fetch_cst(
+    self, group_ids: Sequence[str], draft_cache_infos: Sequence[CacheInfo]
+  ) -> list[GroupDelta]:
+    """Returns what replicas lack; a lost or repeated answer does no harm.
+
+    Args:
+      group_ids: that are here.
+      draft_cache_infos: for each, what the replica holds: its own `cache_info`.
+
+    Raises:
+      ValueError: for a group that is not here.
+    """
+    deltas = []
+    for group_id, held in zip(group_ids, draft_cache_infos, strict=True):
+      tree, births = self.tree(group_id), self._births[group_id]
+      removed = tuple(name for name, (birth, _) in held.items() if births.get(name) != birth)
+      updates = []
+      for name, birth in births.items():
+        known = 0 if name in removed or name not in held else held[name][1]
+        if known < tree.lengths[name] or name in removed or name not in held:
+          updates.append(TextUpdate(name, birth, known, tree.tokens(name, known)))
+      deltas.append(GroupDelta(group_id, removed, tuple(updates)))
+    return deltas
+
+  def apply_deltas(self, deltas: Sequence[GroupDelta]) -> None:
+    """Takes what a server's `fetch_cst` gave; the groups are registered here.
+
+    Raises:
+      ValueError: for a group that is not, or where tokens before those given are missing.
+    """
+    for delta in deltas:
+      tree, births = self.tree(delta.group_id), self._births[delta.group_id]
+      for name in delta.removed:
+        if name in births:
+          tree.remove(name)
+          del births[name]
+      tree.append_many([(u.request_id, u.prev_token_count, u.new_tokens) for u in delta.updates])
+      births.update({u.request_id: u.birth for u in delta.updates})
+
+  def batch_speculate(
+    self,
+    group_ids: Sequence[str],
+    buffer_offsets: np.ndarray,
+    pattern_buffer: np.ndarray,
+    output_buffer: np.ndarray,
+    speculation_args: SpeculationArgs = DEFAULT_ARGS,
+    limits: np.ndarray | None = None,
+  ) -> Drafts:
+    """Drafts for b requests at once, into buffers of the caller.
+
+    Args:
+      group_ids: of each request; neighbours of one group share a call.
+      buffer_offsets: i64[b + 1], where each context begins and ends in `pattern_buffer`.
+      pattern_buffer: i32[n], contexts, the newest token last; `DEPTH` tokens are enough.
+      output_buffer: i32[b, top_k, max_spec_tokens], written; see `Drafts.num_tokens`.
+      speculation_args: how.
+      limits: i32[b, 2], most tokens of a path and of all paths together; without it, a path's are
+        `max_spec_tokens`.
+
+    Raises:
+      ValueError: for buffers or arguments that do not fit, or a group that is not here.
+    """
+    check_args(speculation_args)
+    num, top_k, most = len(group_ids), speculation_args.top_k, speculation_args.max_spec_tokens
+    if limits is None:
+      limits = np.full((num, 2), (most, most * top_k), np.int32)
+    for name, array, dtype, shape in (
+      ("buffer_offsets", buffer_offsets, np.int64, (num + 1,)),
+      ("pattern_buffer", pattern_buffer, np.int32, pattern_buffer.shape[:1]),
+      ("output_buffer", output_buffer, np.int32, (num, top_k, most)),
+      ("limits", limits, np.int32, (num, 2)),
+    ):
+      if array.dtype != dtype or array.shape != shape or not array.flags.c_contiguous:
+        raise ValueError(
+          f"batch_speculate: got {name} of {array.dtype}{list(array.shape)}, expected"
+          f" {np.dtype(dtype)}{list(shape)} in C order; make the buffer anew."
+        )
+    bounds = buffer_offsets[0], buffer_offsets[-1]
+    if bounds[0] < 0 or bounds[1] > pattern_buffer.size or (np.diff(buffer_offsets) < 0).any():
+      raise ValueError(
+        f"batch_speculate: got buffer_offsets from {bounds[0]} to {bounds[1]}, expected ascending"
+        f" ones within the {pattern_buffer.size} tokens of pattern_buffer; count again."
+      )
+    drafts = empty_drafts(num, top_k)
+    start = 0
+    for group_id, same in itertools.groupby(group_ids):
+      stop = start + len(list(same))
+      self.tree(group_id).speculate(
+        pattern_buffer,
+        buffer_offsets[start : stop + 1],
+        limits[start:stop],
+        speculation_args,
+        output_buffer[start:stop],
+        Drafts(*(array[start:stop] for array in drafts)),
+      )
+      start = stop
+    return drafts
 
 
 def check_args(args: SpeculationArgs) -> None:
@@ -377,8 +583,8 @@ def check_args(args: SpeculationArgs) -> None:
   ):
     if not low <= value <= high:
       raise ValueError(
-        f"SpeculationArgs.{name}: got {value}, expected {low} to {high}; a match and its draft share"
-        f" the {DEPTH} tokens of the tree."
+        f"SpeculationArgs.{name}: got {value}, expected {low} to {high}; a match and its draft"
+        f" share the {DEPTH} tokens of the tree."
       )
 
 
@@ -792,28 +998,23 @@ def _lengthen(t, node, depth, position, target, word, bit):
           t.nodes[child, _TOKEN] = t.store[t.nodes[child, _POSITION] + at]
           if is_hashed:
             _hash(t, child)
-        if at == target:
-          t.nodes[node, _SHAPE] += 1 << _ENDS
-          return node
-        return _leaf(t, node, at, position, word, bit)
-      parent = t.nodes[node, _PARENT]
-      _dissolve(t, node)
-      node, depth = child, bottom
-      # Its parent has counted this request at the node that went.
-      t.masks[node, word] |= bit
-      _said(t, parent, node, word, bit)
+        depth = at
+      else:
+        parent = t.nodes[node, _PARENT]
+        _dissolve(t, node)
+        node, depth = child, bottom
+        # Its parent has counted this request at the node that went.
+        t.masks[node, word] |= bit
+        _said(t, parent, node, word, bit)
   while depth < target:
     child = _child(t, node, t.store[position + depth])
     if child == 0:
       return _leaf(t, node, depth, position, word, bit)
     at, bottom = _match(t, child, position, depth + 1, target)
-    is_whole = at == bottom
-    if not is_whole:
+    if at < bottom:
       child = _split(t, child, at)
     _said(t, node, child, word, bit)
     node, depth = child, at
-    if not is_whole and at < target:
-      return _leaf(t, node, at, position, word, bit)
   if target < DEPTH:
     t.nodes[node, _SHAPE] += 1 << _ENDS
   return node
@@ -998,17 +1199,20 @@ def _likeliest(t, node, depth):
 
 @_inlined
 def _longest(t, tokens, stop, most):
-  """Returns the length of the longest string before `stop` that somebody continued."""
-  # If a string was continued, so were all its ends.
-  low, high = np.int64(0), most
+  """Returns the longest string before `stop` that somebody continued: (length, node)."""
+  # If a string was continued, so were all its ends. Most matches are short: start there.
+  low, high, middle = np.int64(0), most, min(np.int64(_USUAL), most)
+  found = np.int32(0)
   while low < high:
-    middle = (low + high + 1) // 2
     node = _locate(t, tokens, stop - middle, stop)
     if node >= 0 and _likeliest(t, node, middle)[0]:
+      found = node
       low = middle
+      middle = (low + high + 1) // 2 if low > _USUAL else min(2 * low, high)
     else:
       high = middle - 1
-  return low
+      middle = (low + high + 1) // 2
+  return low, found
 
 
 @_inlined
@@ -1101,70 +1305,78 @@ def _speculate(
 ):
   """Drafts for every context; see `SuffixTree.speculate`."""
   t = _bare_arrays(t)
-  no_branches, no_places = np.empty(0, np.float64), np.empty((0, 4), np.int64)
-  branches, places = np.empty(top_k, np.float64), np.empty((top_k, 4), np.int64)
+  branches, places = np.empty(top_k - 1, np.float64), np.empty((top_k - 1, 4), np.int64)
+  no_branches, no_places = branches[:0], places[:0]
   trial = np.empty(most_tokens, np.int32)
   for q in range(offsets.size - 1):
     num_tokens[q] = 0
     scores[q] = 0.0
     match_lengths[q] = 0
     start, stop = offsets[q], offsets[q + 1]
-    left = np.int64(limits[q, 1])
-    width = min(np.int64(limits[q, 0]), left, np.int64(most_tokens))
-    if width < 1:
+    left, widest = np.int64(limits[q, 1]), min(np.int64(limits[q, 0]), np.int64(most_tokens))
+    if min(left, widest) < 1:
       continue
-    # The main path: of several match lengths, the one with the most to expect.
-    longest = _longest(t, patterns, stop, min(stop - start, np.int64(lookup_most)))
-    matched, shortest = np.int64(0), max(np.int64(lookup_least), longest - num_lookups + 1)
-    for length in range(longest, shortest - 1, -1):
-      node = _locate(t, patterns, stop - length, stop)
-      step, score, _ = _walk(
-        t, node, length, 1.0, width, least, smoothing, 0, 0, trial, no_branches, no_places, 0
+    longest, node = _longest(t, patterns, stop, min(stop - start, np.int64(lookup_most)))
+    if longest < lookup_least:
+      continue
+    # Of several match lengths, the one with the most to expect.
+    matched, most_score = longest, -1.0
+    if num_lookups > 1:
+      for length in range(longest, max(lookup_least, longest - num_lookups + 1) - 1, -1):
+        other = _locate(t, patterns, stop - length, stop)
+        _, score, _ = _walk(
+          t, other, length, 1.0, min(left, widest), least, smoothing, 0, 0, trial,
+          no_branches, no_places, 0,
+        )
+        if score > most_score:
+          matched, node, most_score = length, other, score
+    depth, chance, step, size = matched, 1.0, np.int64(0), 0
+    path = 0
+    while True:
+      step, score, size = _walk(
+        t, node, depth + step, chance, min(left, widest), least, smoothing, path, step,
+        output[q, path], branches, places, size,
       )
-      if score > scores[q]:
-        scores[q], matched, num_tokens[q, 0] = score, length, step
-        output[q, 0, :step] = trial[:step]
-    match_lengths[q] = matched
-    left -= num_tokens[q, 0]
-    if matched == 0 or top_k == 1:
-      continue
-    # Other paths leave those before where the next likeliest token does, or go on from less.
-    node = _locate(t, patterns, stop - matched, stop)
-    _, _, size = _walk(
-      t, node, matched, 1.0, width, least, smoothing, 0, 0, trial, branches, places, 0
-    )
-    depths = matched
-    path = 1
-    while path < top_k and left > 0:
-      while size == 0 and depths > lookup_least:
-        depths = max(depths // 2, np.int64(lookup_least))
-        node = _locate(t, patterns, stop - depths, stop)
-        child, total = _likeliest(t, node, depths)
+      if step == 0:
+        break
+      num_tokens[q, path] = step
+      scores[q] += score
+      left -= step
+      path += 1
+      if path == top_k:
+        break
+      # Another path leaves one before it where the next likeliest token does.
+      step = np.int64(-1)
+      while size and step < 0:
+        _take(branches, places, size)
+        size -= 1
+        if places[size, 2] < min(left, widest):
+          step = places[size, 2]
+      # Or it goes on from less of the context.
+      while step < 0 and size == 0 and depth > lookup_least and left > 0:
+        depth = max(depth // 2, np.int64(lookup_least))
+        node = _locate(t, patterns, stop - depth, stop)
+        child, total = _likeliest(t, node, depth)
         while child:
-          token = t.store[t.nodes[child, _POSITION] + depths]
+          token = t.store[t.nodes[child, _POSITION] + depth]
           chance = _num_requests(t, child) / (total + smoothing)
           for other in range(path):
             if output[q, other, 0] == token:
               chance = -1.0
           if chance >= least:
             size = _offer(branches, places, size, chance, child, path, 0, token)
-          child = t.nodes[child, _NEXT] if depths == _depth(t, node) else np.int32(0)
-      if size == 0:
+          child = t.nodes[child, _NEXT] if depth == _depth(t, node) else np.int32(0)
+        if size:
+          _take(branches, places, size)
+          size -= 1
+          step = np.int64(0)
+      if step < 0:
         break
-      _take(branches, places, size)
-      size -= 1
-      node, other, step = np.int32(places[size, 0]), places[size, 1], places[size, 2]
-      reach = min(np.int64(limits[q, 0]), np.int64(most_tokens), left)
-      if step >= reach:
-        continue
-      chance = branches[size]
+      chance, other = branches[size], places[size, 1]
+      node = np.int32(places[size, 0])
       output[q, path, :step] = output[q, other, :step]
       output[q, path, step] = places[size, 3]
-      step, score, size = _walk(
-        t, node, depths + step + 1, chance, reach, least, smoothing, path, step + 1,
-        output[q, path], branches, places, size,
-      )
-      num_tokens[q, path] = step
-      scores[q] += chance + score
-      left -= step
-      path += 1
+      scores[q] += chance
+      step += 1
+    if path:
+      match_lengths[q] = matched
