@@ -72,6 +72,11 @@ _AFTER, _BEFORE, _OWNER, _NUMBER = range(4)
 _MADE, _FREE, _LIVE, _ROWS = range(4)
 
 
+Tokens = Sequence[int] | np.ndarray
+# Of one request: its name, the tokens before these, these.
+Update = tuple[str, int, Tokens]
+
+
 class SpeculationArgs(NamedTuple):
   """How drafts are made.
 
@@ -183,7 +188,7 @@ class SuffixTree:
     """Nodes in use, the root not counted."""
     return int(self._arrays.numbers[_LIVE])
 
-  def append(self, request_id: str, prev_token_count: int, new_tokens: Sequence[int]) -> int:
+  def append(self, request_id: str, prev_token_count: int, new_tokens: Tokens) -> int:
     """Adds tokens to a request's text; returns how many were new.
 
     Args:
@@ -197,7 +202,7 @@ class SuffixTree:
     """
     return self.append_many([(request_id, prev_token_count, new_tokens)])
 
-  def append_many(self, updates: Sequence[tuple[str, int, Sequence[int]]]) -> int:
+  def append_many(self, updates: Sequence[Update]) -> int:
     """Does `append` for different requests in one go; for none of them if one is refused.
 
     Raises:
@@ -242,7 +247,7 @@ class SuffixTree:
     slot = self._slot(request_id, "tokens")
     return _read(self._arrays, slot, start, self._lengths[request_id])
 
-  def count(self, tokens: Sequence[int]) -> tuple[int, int]:
+  def count(self, tokens: Tokens) -> tuple[int, int]:
     """Returns how often a string of 1 to `DEPTH` tokens occurs, and in how many requests.
 
     Raises:
@@ -294,7 +299,7 @@ class SuffixTree:
     )
 
   def draft(
-    self, context: Sequence[int], args: SpeculationArgs = DEFAULT_ARGS
+    self, context: Tokens, args: SpeculationArgs = DEFAULT_ARGS
   ) -> tuple[list[tuple[int, ...]], float, int]:
     """Returns the paths that may follow `context`, their score, and the match's length."""
     check_args(args)
@@ -442,12 +447,12 @@ class GroupTrees:
     del self._num_births[group_id], self._ends[group_id]
 
   def update_cst(
-    self, group_id: str, request_id: str, prev_token_count: int, new_tokens: Sequence[int]
+    self, group_id: str, request_id: str, prev_token_count: int, new_tokens: Tokens
   ) -> int:
     """Does `SuffixTree.append` for a request of a group; returns how many tokens were new."""
     return self.update_many(group_id, [(request_id, prev_token_count, new_tokens)])
 
-  def update_many(self, group_id: str, updates: Sequence[tuple[str, int, Sequence[int]]]) -> int:
+  def update_many(self, group_id: str, updates: Sequence[Update]) -> int:
     """Does `SuffixTree.append_many` for a group."""
     added = self.tree(group_id).append_many(updates)
     births = self._births[group_id]
@@ -597,6 +602,110 @@ def empty_drafts(num_queries: int, top_k: int) -> Drafts:
   )
 
 
+class ReferenceTree:
+  """What `SuffixTree` counts and drafts, by definition: texts alone, searched through each time."""
+
+  def __init__(self):
+    self.texts: dict[str, list[int]] = {}
+
+  def append(self, request_id: str, prev_token_count: int, new_tokens: Tokens) -> int:
+    """As `SuffixTree.append`, for calls that it would not refuse."""
+    text = self.texts.setdefault(request_id, [])
+    fresh = list(new_tokens[len(text) - prev_token_count :])
+    text.extend(fresh)
+    return len(fresh)
+
+  def remove(self, request_id: str) -> None:
+    """As `SuffixTree.remove`."""
+    del self.texts[request_id]
+
+  def count(self, tokens: Tokens) -> tuple[int, int]:
+    """As `SuffixTree.count`."""
+    counts = [len(self._places(text, tokens)) for text in self.texts.values()]
+    return sum(counts), sum(count > 0 for count in counts)
+
+  def draft(
+    self, context: Tokens, args: SpeculationArgs = DEFAULT_ARGS
+  ) -> tuple[list[tuple[int, ...]], float, int]:
+    """As `SuffixTree.draft`."""
+    context = tuple(context)
+    longest = min(len(context), args.pattern_lookup_max, DEPTH - args.max_spec_tokens)
+    while longest and not self._next(context[-longest:]):
+      longest -= 1
+    if longest < args.pattern_lookup_min:
+      return [], 0.0, 0
+    lengths = range(longest, max(args.pattern_lookup_min, longest - args.num_lookups + 1) - 1, -1)
+    matched = max(lengths, key=lambda n: self._walk(context[-n:], (), 1.0, args, [], 0)[1])
+    paths, score = [], 0.0
+    start, step, chance = matched, (), 1.0
+    branches: list[tuple[float, int, int, int]] = []
+    while True:
+      path, more = self._walk(context[-start:], step, chance, args, branches, len(paths))
+      if not path:
+        break
+      paths.append(path)
+      score += more
+      if len(paths) == args.top_k:
+        break
+      while not branches and start > args.pattern_lookup_min:
+        start = max(start // 2, args.pattern_lookup_min)
+        for token, chance in self._next(context[-start:], args.smoothing):
+          if chance >= args.min_token_prob and all(token != path[0] for path in paths):
+            branches.append((-chance, len(paths), 0, token))
+      if not branches:
+        break
+      branches.sort()
+      chance, other, at, token = branches.pop(0)
+      chance = -chance
+      step = (*(paths[other][:at] if other < len(paths) else ()), token)
+      score += chance
+    return paths, score, matched if paths else 0
+
+  def _walk(
+    self,
+    string: tuple[int, ...],
+    path: tuple[int, ...],
+    chance: float,
+    args: SpeculationArgs,
+    branches: list[tuple[float, int, int, int]],
+    number: int,
+  ) -> tuple[tuple[int, ...], float]:
+    """Follows the likeliest tokens after `string + path`; returns the path and what it adds."""
+    score = 0.0
+    while len(path) < args.max_spec_tokens:
+      followers = self._next(string + path, args.smoothing)
+      for token, share in followers[1:]:
+        if chance * share >= args.min_token_prob:
+          branches.append((-chance * share, number, len(path), token))
+      if not followers or chance * followers[0][1] < args.min_token_prob:
+        break
+      chance *= followers[0][1]
+      score += chance
+      path = (*path, followers[0][0])
+    return path, score
+
+  def _next(self, string: tuple[int, ...], smoothing: float = 0.0) -> list[tuple[int, float]]:
+    """Returns the tokens that were said after a string and their probabilities, best first."""
+    if len(string) >= DEPTH:
+      return []
+    counts: dict[int, list[int]] = {}
+    for text in self.texts.values():
+      ends = [place + len(string) for place in self._places(text, string)]
+      said = [text[end] for end in ends if end < len(text)]
+      for token in set(said):
+        count = counts.setdefault(token, [0, 0])
+        count[0] += 1
+        count[1] += said.count(token)
+    order = sorted(counts, key=lambda token: (-counts[token][0], -counts[token][1], token))
+    total = sum(requests for requests, _ in counts.values())
+    return [(token, counts[token][0] / (total + smoothing)) for token in order]
+
+  @staticmethod
+  def _places(text: Sequence[int], string: Sequence[int]) -> list[int]:
+    last = len(text) - len(string)
+    return [n for n in range(last + 1) if tuple(text[n : n + len(string)]) == tuple(string)]
+
+
 # Arrays and their growth.
 
 
@@ -741,7 +850,7 @@ def _hash_again(t, made):
   for node in range(1, made):
     # Free nodes have depth 0.
     if t.nodes[node, _SHAPE] and _is_hashed(t, t.nodes[node, _PARENT]):
-      _hash(t, node)
+      _hash(t, np.int32(node))
 
 
 @_inlined
@@ -861,7 +970,7 @@ def _leaf(t, parent, depth, position, word, bit):
 
   The leaf is open: its edge reaches as far as the text is written, up to `DEPTH`.
   """
-  node = _make(t, position, parent, t.store[position + depth], DEPTH)
+  node = _make(t, position, parent, t.store[position + depth], np.int64(DEPTH))
   t.nodes[node, _COUNT] = 1
   for column in range(t.masks.shape[1]):
     t.masks[node, column] = 0
@@ -929,8 +1038,8 @@ def _dissolve(t, node):
 @_inlined
 def _split(t, child, depth):
   """Returns a new node at `depth` of the edge into `child`, with the counts of the edge."""
-  position = t.nodes[child, _POSITION]
-  node = _make(t, position, 0, 0, depth)
+  position = np.int64(t.nodes[child, _POSITION])
+  node = _make(t, position, np.int32(0), np.int32(0), depth)
   t.nodes[node, _COUNT] = t.nodes[child, _COUNT]
   for column in range(1, t.masks.shape[1]):
     t.masks[node, column] = t.masks[child, column]
@@ -1178,7 +1287,7 @@ def _locate(t, tokens, start, stop):
 @_compiled
 def _count(t, tokens):
   """Returns (occurrences, requests) of a string."""
-  node = _locate(t, tokens, 0, tokens.size)
+  node = _locate(t, tokens, np.int64(0), np.int64(tokens.size))
   if node < 0:
     return np.int64(0), np.int64(0)
   return np.int64(t.nodes[node, _COUNT]), _num_requests(t, node)
@@ -1226,7 +1335,7 @@ def _offer(branches, places, size, probability, node, path, step, token):
   """Adds a branch, in place of the worst one where there is no room; returns how many there are."""
   at = size
   if size == branches.size:
-    at = 0
+    at = np.int64(0)
     for a in range(1, size):
       if _rank(branches, places, a) > _rank(branches, places, at):
         at = a
@@ -1240,7 +1349,7 @@ def _offer(branches, places, size, probability, node, path, step, token):
 @_inlined
 def _take(branches, places, size):
   """Moves the best branch behind the others; there is one."""
-  best = 0
+  best = np.int64(0)
   for a in range(1, size):
     if _rank(branches, places, a) < _rank(branches, places, best):
       best = a
@@ -1308,6 +1417,7 @@ def _speculate(
   branches, places = np.empty(top_k - 1, np.float64), np.empty((top_k - 1, 4), np.int64)
   no_branches, no_places = branches[:0], places[:0]
   trial = np.empty(most_tokens, np.int32)
+  none = np.int64(0)  # A plain 0 would be a type, and a compilation, of its own.
   for q in range(offsets.size - 1):
     num_tokens[q] = 0
     scores[q] = 0.0
@@ -1325,13 +1435,12 @@ def _speculate(
       for length in range(longest, max(lookup_least, longest - num_lookups + 1) - 1, -1):
         other = _locate(t, patterns, stop - length, stop)
         _, score, _ = _walk(
-          t, other, length, 1.0, min(left, widest), least, smoothing, 0, 0, trial,
-          no_branches, no_places, 0,
+          t, other, length, 1.0, min(left, widest), least, smoothing, none, none,
+          trial, no_branches, no_places, none,
         )
         if score > most_score:
           matched, node, most_score = length, other, score
-    depth, chance, step, size = matched, 1.0, np.int64(0), 0
-    path = 0
+    depth, chance, step, size, path = matched, 1.0, none, none, none
     while True:
       step, score, size = _walk(
         t, node, depth + step, chance, min(left, widest), least, smoothing, path, step,
@@ -1364,12 +1473,12 @@ def _speculate(
             if output[q, other, 0] == token:
               chance = -1.0
           if chance >= least:
-            size = _offer(branches, places, size, chance, child, path, 0, token)
+            size = _offer(branches, places, size, chance, child, path, none, token)
           child = t.nodes[child, _NEXT] if depth == _depth(t, node) else np.int32(0)
         if size:
           _take(branches, places, size)
           size -= 1
-          step = np.int64(0)
+          step = none
       if step < 0:
         break
       chance, other = branches[size], places[size, 1]
