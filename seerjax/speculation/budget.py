@@ -1,0 +1,379 @@
+"""How many tokens to draft: as many as pay, more for those whose end is waited for.
+
+  a[k]     P(the first k drafted tokens all hold)     measured on the way
+  r[k]     P(a draft has k tokens, if it may)         measured on the way
+  T(rows)  seconds of a step, D of a draft            a table, measured elsewhere
+
+  seconds per token of B requests that may draft g:
+
+    (D B + T(B + B sum r[1..g])) / (B (1 + sum a[1..g]))
+
+The g of the least seconds gives a step's budget of g B drafted tokens, which two classes share:
+high (a group's first request, on which the others' schedule waits) and low. Two ways to share:
+
+- `mba_paper`: Algorithm 1 as Seer prints it, with beta[0] = 1. Its gain is the *drop* of
+  acceptance, its factor multiplies the low class, and it stops once the low class does not fit.
+- `mba`: the marginal gain is B_c a[g_c + 1], the high class counts `priority` times, and no unit
+  that fits is left. A class has nine lengths: the best split is searched for, not approached.
+
+Off when it does not pay: both lengths are 0 unless fewer seconds a token are expected, by a margin
+that is wider for switching on than for staying on. While it is off, a few requests draft now and
+then, so rarely that the steps together lose no more than `probe_cost` to it.
+
+Source: Seer (arXiv 2511.14617v3), section 3.4 and Algorithm 1. No clock: equal inputs, equal plans.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
+import dataclasses
+import itertools
+import math
+import operator
+from typing import NamedTuple
+
+POLICIES = ("mba", "mba_paper")
+
+
+class Plan(NamedTuple):
+  """What may be drafted in a step.
+
+  Attributes:
+    high: most tokens for each request of the high class.
+    low: and of the low class.
+    num_requests: so many requests may draft at all, the first ones.
+  """
+
+  high: int
+  low: int
+  num_requests: int
+
+
+OFF = Plan(0, 0, 0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepTimes:
+  """Seconds of a step by its rows, measured at start-up.
+
+  Attributes:
+    rows: ascending row counts.
+    seconds: of a step of so many rows; between two it is interpolated, beyond the last it goes on
+      in proportion to the rows.
+    draft_seconds: host seconds of drafting for one request.
+  """
+
+  rows: tuple[int, ...]
+  seconds: tuple[float, ...]
+  draft_seconds: float = 0.0
+
+  def __post_init__(self):
+    is_ascending = all(a < b for a, b in zip(self.rows, self.rows[1:]))
+    if not self.rows or len(self.rows) != len(self.seconds) or not is_ascending or self.rows[0] < 1:
+      raise ValueError(
+        f"StepTimes: got rows={self.rows} for {len(self.seconds)} times, expected ascending counts"
+        " from 1 on, one for each time; measure each bucket once."
+      )
+    if not all(0 < s < math.inf for s in self.seconds) or not 0 <= self.draft_seconds < math.inf:
+      raise ValueError(
+        f"StepTimes: got seconds={self.seconds}, draft_seconds={self.draft_seconds}, expected"
+        " positive times; measure again."
+      )
+
+  def step(self, rows: float) -> float:
+    """Returns the seconds of a step."""
+    if rows >= self.rows[-1]:
+      return self.seconds[-1] * rows / self.rows[-1]
+    if rows <= self.rows[0]:
+      return self.seconds[0]
+    above = bisect.bisect_right(self.rows, rows)
+    low, high = self.rows[above - 1], self.rows[above]
+    share = (rows - low) / (high - low)
+    return self.seconds[above - 1] * (1 - share) + self.seconds[above] * share
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BudgetConfig:
+  """How budgets are made.
+
+  Attributes:
+    policy: "mba" or "mba_paper".
+    gamma_max: longest draft.
+    priority: how many times a token of the high class counts; Seer's lambda.
+    on_gain: switches on where seconds per token fall by more than this share.
+    off_gain: switches off where they fall by less.
+    probe_cost: share of the steps' seconds that drafting may cost while it is off.
+    probe_requests: requests that draft in a probe.
+    memory: steps of a request after which an observation counts half.
+  """
+
+  policy: str = "mba"
+  gamma_max: int = 8
+  priority: float = 2.0
+  on_gain: float = 0.1
+  off_gain: float = 0.05
+  probe_cost: float = 0.01
+  probe_requests: int = 2
+  memory: float = 512.0
+
+  def __post_init__(self):
+    if self.policy not in POLICIES:
+      raise ValueError(
+        f"BudgetConfig.policy: got {self.policy!r}, expected one of {POLICIES}; choose one."
+      )
+    if self.gamma_max < 1 or self.probe_requests < 1 or not self.priority >= 1:
+      raise ValueError(
+        f"BudgetConfig: got gamma_max={self.gamma_max}, probe_requests={self.probe_requests},"
+        f" priority={self.priority}, expected each at least 1; for no speculation pass no drafter."
+      )
+    if not 0 <= self.off_gain <= self.on_gain < 1:
+      raise ValueError(
+        f"BudgetConfig: got off_gain={self.off_gain}, on_gain={self.on_gain}, expected 0 <="
+        " off_gain <= on_gain < 1; switching on should need more than staying on."
+      )
+    if not 0 < self.probe_cost <= 1 or not self.memory > 0:
+      raise ValueError(
+        f"BudgetConfig: got probe_cost={self.probe_cost}, memory={self.memory}, expected a share"
+        " in (0, 1] and a positive number of steps."
+      )
+
+
+def best_length(
+  batch: int, acceptance: Sequence[float], times: StepTimes, reach: Sequence[float] | None = None
+) -> int:
+  """Returns the draft length of the fewest seconds per token; the shortest of equals.
+
+  Args:
+    batch: requests, all with one length.
+    acceptance: acceptance[k - 1] = a[k], up to the longest length.
+    times: of steps and drafts.
+    reach: reach[k - 1] = r[k]; all 1 if None.
+  """
+  if batch < 1:
+    return 0
+  best, least = 0, times.step(batch)
+  rows = tokens = 1.0
+  for place, chance in enumerate(acceptance):
+    rows += 1 if reach is None else reach[place]
+    tokens += chance
+    cost = (batch * times.draft_seconds + times.step(batch * rows)) / tokens
+    if cost < least:
+      best, least = place + 1, cost
+  return best
+
+
+def seconds_per_token(
+  batches: Sequence[int],
+  lengths: Sequence[int],
+  acceptance: Sequence[float],
+  times: StepTimes,
+  reach: Sequence[float] | None = None,
+) -> float:
+  """Returns the expected seconds per token said, of classes with a draft length each."""
+  rows = tokens = draft = 0.0
+  for batch, length in zip(batches, lengths):
+    rows += batch * (1 + (length if reach is None else sum(reach[:length])))
+    tokens += batch * (1 + sum(acceptance[:length]))
+    draft += batch * times.draft_seconds * (length > 0)
+  return (draft + times.step(rows)) / tokens
+
+
+def mba_paper(
+  num_high: int,
+  num_low: int,
+  acceptance: Sequence[float],
+  times: StepTimes,
+  *,
+  gamma_max: int = 8,
+  priority: float = 2.0,
+) -> tuple[int, int]:
+  """Returns draft lengths (high, low) by Algorithm 1 as printed.
+
+  Args:
+    num_high: requests of the high class, Seer's B_h.
+    num_low: of the low class, B_l.
+    acceptance: beta[1], beta[2], ...; at least `gamma_max` of them.
+    times: T(B, gamma) is a step of B (1 + gamma) rows.
+    gamma_max: longest draft.
+    priority: lambda.
+  """
+  batch = num_high + num_low
+  if batch == 0:
+    return 0, 0
+  # What lies beyond gamma_max adds nothing.
+  beta = [1.0, *acceptance[:gamma_max], acceptance[gamma_max - 1]]
+  alpha = min(sum(beta[1:-1]) / gamma_max, 1 - 1e-9)
+  costs = [
+    (batch * times.draft_seconds * (gamma > 0) + times.step(batch * (1 + gamma)))
+    * (1 - alpha)
+    / (1 - alpha ** (gamma + 1))
+    for gamma in range(gamma_max + 1)
+  ]
+  budget = costs.index(min(costs)) * batch
+  if budget < num_high or budget == 0:
+    return 0, 0
+  high, low = 1, 0
+  left = budget - num_high
+  while left > 0:
+    high_gain = num_high * (beta[high] - beta[high + 1])
+    low_gain = num_low * (beta[low] - beta[low + 1])
+    if high_gain > priority * low_gain and high < gamma_max and left >= num_high:
+      high += 1
+      left -= num_high
+    elif num_low > 0 and low < gamma_max and left >= num_low:
+      low += 1
+      left -= num_low
+    else:
+      break
+  return (high if num_high else 0), low
+
+
+def mba(
+  num_high: int,
+  num_low: int,
+  acceptance: Sequence[float],
+  times: StepTimes,
+  *,
+  gamma_max: int = 8,
+  priority: float = 2.0,
+  reach: Sequence[float] | None = None,
+) -> tuple[int, int]:
+  """Returns draft lengths (high, low): of all that the budget holds, those with the most to gain.
+
+  Args:
+    num_high: requests of the high class.
+    num_low: of the low class.
+    acceptance: acceptance[k - 1] = a[k]; at least `gamma_max` of them, falling.
+    times: of steps and drafts.
+    gamma_max: longest draft.
+    priority: how many times a token of the high class counts.
+    reach: reach[k - 1] = r[k]; all 1 if None.
+  """
+  acceptance = acceptance[:gamma_max]
+  gains = [0.0, *itertools.accumulate(acceptance)]
+  batch = num_high + num_low
+  budget = best_length(batch, acceptance, times, reach) * batch
+  best, most = (0, 0), 0.0
+  for high in range(gamma_max + 1 if num_high else 1):
+    left = budget - high * num_high
+    if left < 0:
+      break
+    low = min(gamma_max, left // num_low) if num_low else 0
+    gain = priority * num_high * gains[high] + num_low * gains[low]
+    if gain >= most and gain > 0:  # Of equals, the one that gives the high class more.
+      best, most = (high, low), gain
+  return best
+
+
+class Budget:
+  """Plans step by step what to draft, from what came of it so far."""
+
+  def __init__(self, times: StepTimes, config: BudgetConfig | None = None):
+    self.times = times
+    self.config = BudgetConfig() if config is None else config
+    self.is_on = False
+    # By position: how often a token was allowed and drafted; and, where all before it held, how
+    # often it was allowed and held. Counts halve in `memory` steps: instead, new ones weigh more.
+    self._allowed, self._drafted, self._tried, self._held = (
+      [0.0] * self.config.gamma_max for _ in range(4)
+    )
+    self._weight = 1.0
+    # Share of a step that probes may still spend. The first step may be one.
+    self._credit = 1.0
+
+  @property
+  def acceptance(self) -> tuple[float, ...]:
+    """a[1], a[2], ...: P(the first k all hold); a position seen little is taken as all are."""
+    return self._chances(self._held, self._tried, 0.5)
+
+  @property
+  def reach(self) -> tuple[float, ...]:
+    """r[1], r[2], ...: P(a draft has k tokens, if it may)."""
+    return self._chances(self._drafted, [self._allowed[0], *self._drafted[:-1]], 1.0)
+
+  def plan(self, num_high: int, num_low: int) -> Plan:
+    """Returns what a step may draft for so many requests of each class."""
+    batch = num_high + num_low
+    if batch == 0:
+      return OFF
+    config = self.config
+    if config.policy == "mba_paper":
+      high, low = mba_paper(
+        num_high,
+        num_low,
+        self.acceptance,
+        self.times,
+        gamma_max=config.gamma_max,
+        priority=config.priority,
+      )
+    else:
+      high, low = mba(
+        num_high,
+        num_low,
+        self.acceptance,
+        self.times,
+        gamma_max=config.gamma_max,
+        priority=config.priority,
+        reach=self.reach,
+      )
+    plain = self.times.step(batch)
+    gain = 1 - batch / plain * seconds_per_token(
+      (num_high, num_low), (high, low), self.acceptance, self.times, self.reach
+    )
+    is_known = self._allowed[0] > 0
+    self.is_on = is_known and gain > (config.off_gain if self.is_on else config.on_gain)
+    if self.is_on:
+      return Plan(high, low, batch)
+    return self._probe(batch, plain)
+
+  def observe(self, num_allowed: int, num_drafted: int, num_accepted: int) -> None:
+    """Takes what came of one request's draft.
+
+    Args:
+      num_allowed: tokens that it might have drafted; 0 says nothing.
+      num_drafted: that it did.
+      num_accepted: that held.
+
+    Raises:
+      ValueError: if they do not fall in this order.
+    """
+    if not 0 <= num_accepted <= num_drafted <= num_allowed:
+      raise ValueError(
+        f"Budget.observe: got {num_accepted} accepted of {num_drafted} drafted of {num_allowed}"
+        " allowed, expected none above the next; pass the main path's."
+      )
+    if num_allowed == 0:
+      return
+    self._weight *= 2 ** (1 / self.config.memory)
+    if self._weight > 1e30:
+      for counts in (self._allowed, self._drafted, self._tried, self._held):
+        counts[:] = [count / self._weight for count in counts]
+      self._weight = 1.0
+    for place in range(min(num_allowed, self.config.gamma_max)):
+      self._allowed[place] += self._weight
+      self._drafted[place] += self._weight * (place < num_drafted)
+      self._tried[place] += self._weight * (place <= num_accepted)
+      self._held[place] += self._weight * (place < num_accepted)
+
+  def _chances(
+    self, hits: Sequence[float], tries: Sequence[float], unseen: float
+  ) -> tuple[float, ...]:
+    """Returns the products of rates by position; a position of few tries leans on all together."""
+    one = self._weight
+    pooled = (sum(hits) + unseen * one) / (sum(tries) + one)
+    rates = ((hit + 4 * one * pooled) / (tried + 4 * one) for hit, tried in zip(hits, tries))
+    return tuple(itertools.accumulate(rates, operator.mul))
+
+  def _probe(self, batch: int, plain: float) -> Plan:
+    """Returns a probe if its cost has been saved up, else nothing."""
+    config = self.config
+    num = min(config.probe_requests, batch)
+    length = min(4, config.gamma_max)
+    rows = batch + num * length
+    cost = (self.times.step(rows) + num * self.times.draft_seconds) / plain - 1
+    self._credit = min(self._credit + config.probe_cost, max(1.0, cost))
+    if self._credit < cost:
+      return OFF
+    self._credit -= cost
+    return Plan(length, length, num)

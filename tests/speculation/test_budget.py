@@ -1,0 +1,233 @@
+"""Budgets: by hand, against all possible splits, as properties, over time, and refusals."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import hypothesis
+from hypothesis import given, strategies as st
+import pytest
+
+from seerjax.speculation import budget
+from seerjax.speculation.budget import Budget, BudgetConfig, Plan, StepTimes
+
+# Sixteen rows cost little more than one, as where weights must be read anyway; then they add up.
+SATURATING = StepTimes(rows=(1, 16, 32, 64), seconds=(1.0, 1.1, 2.0, 4.0))
+FLAT = StepTimes(rows=(1, 1024), seconds=(1.0, 1.0))
+LINEAR = StepTimes(rows=(1, 1024), seconds=(1.0, 1024.0))
+GEOMETRIC = tuple(0.8**k for k in range(1, 9))
+
+
+@st.composite
+def situations(draw):
+  rates = draw(st.lists(st.floats(0, 1), min_size=8, max_size=8))
+  rows = sorted(draw(st.sets(st.integers(1, 600), min_size=1, max_size=6)))
+  seconds = sorted(draw(st.lists(st.floats(0.1, 9), min_size=len(rows), max_size=len(rows))))
+  times = tuple(rows), tuple(seconds), draw(st.floats(0, 0.1))
+  gamma_max = draw(st.integers(1, 8))
+  acceptance = tuple(itertools.accumulate(rates, lambda a, b: a * b))
+  return draw(st.integers(0, 12)), draw(st.integers(0, 40)), acceptance, times, gamma_max
+
+
+def times_of(table):
+  rows, seconds, draft_seconds = table
+  return StepTimes(rows=rows, seconds=seconds, draft_seconds=draft_seconds)
+
+
+def test_times_are_interpolated_and_go_on_in_proportion():
+  assert SATURATING.step(1) == SATURATING.step(0.5) == 1.0
+  assert SATURATING.step(24) == pytest.approx(1.55)
+  assert SATURATING.step(128) == 8.0
+
+
+def test_the_best_length_by_hand():
+  # Two tokens a step at a = 1: free rows double the speed, rows that cost themselves do nothing.
+  assert budget.best_length(4, (1.0,), FLAT) == 1
+  assert budget.best_length(4, (1.0,), LINEAR) == 0
+  assert budget.best_length(4, (0.0,), FLAT) == 0
+  assert budget.best_length(0, (1.0,), FLAT) == 0
+  # A draft that is seldom there costs seldom.
+  assert budget.best_length(1, (0.5,), LINEAR, reach=(0.5,)) == 0
+  assert budget.best_length(1, (0.5,), LINEAR, reach=(0.4,)) == 1
+
+
+def test_the_paper_s_algorithm_by_hand():
+  # gamma* = 8 where rows are free: a budget for all.
+  acceptance = GEOMETRIC
+  assert budget.mba_paper(1, 4, acceptance, FLAT) == (8, 8)
+  assert budget.mba_paper(8, 1, acceptance, FLAT) == (8, 8)
+  # gamma* = 2 for 5 requests: 10 tokens. One for the high request, twice four for the low class
+  # (4 x .2 and 4 x .16 against .16); four do not fit any more, and one token is left unused.
+  times = StepTimes(rows=(15, 16, 99), seconds=(1.0, 2.0, 20.0))
+  assert budget.mba_paper(1, 4, acceptance, times) == (1, 2)
+  assert budget.mba(1, 4, acceptance, times) == (6, 1)
+  # Too little for one token of each high request.
+  assert budget.mba_paper(4, 1, acceptance, LINEAR) == (0, 0)
+  assert budget.mba_paper(0, 0, acceptance, FLAT) == (0, 0)
+  assert budget.mba_paper(0, 4, acceptance, FLAT) == (0, 8)
+
+
+def test_ours_serves_the_high_class_first():
+  # 2 + 6 requests, 8 rows free: gamma* = 1, so 8 tokens.
+  times = StepTimes(rows=(8, 16, 17, 64), seconds=(1.0, 1.0, 2.0, 9.0))
+  assert budget.best_length(8, GEOMETRIC, times) == 1
+  assert budget.mba(2, 6, GEOMETRIC, times, priority=1.0) == (1, 1)
+  assert budget.mba(2, 6, (0.9, 0.8, 0.7, 0.6, 0.1, 0, 0, 0), times) == (4, 0)
+  assert budget.mba_paper(2, 6, GEOMETRIC, times) == (1, 1)
+
+
+def test_ours_leaves_no_unit_that_fits():
+  # Seven tokens for 2 + 5: the printed loop gives the low class one each and stops.
+  times = StepTimes(rows=(7, 14, 15, 64), seconds=(1.0, 1.0, 2.0, 9.0))
+  acceptance = (0.9, 0.05, 0, 0, 0, 0, 0, 0)
+  assert budget.mba(2, 5, acceptance, times) == (1, 1)
+  assert budget.mba(7, 0, acceptance, times) == (1, 0)
+  assert budget.mba(0, 7, acceptance, times) == (0, 1)
+
+
+@given(situations(), st.floats(1, 4))
+@hypothesis.settings(max_examples=200)
+def test_ours_is_the_best_of_all_splits(situation, priority):
+  num_high, num_low, acceptance, table, gamma_max = situation
+  times = times_of(table)
+  high, low = budget.mba(
+    num_high, num_low, acceptance, times, gamma_max=gamma_max, priority=priority
+  )
+  batch = num_high + num_low
+  tokens = budget.best_length(batch, acceptance[:gamma_max], times) * batch
+
+  def gain(high, low):
+    return priority * num_high * sum(acceptance[:high]) + num_low * sum(acceptance[:low])
+
+  assert 0 <= high <= gamma_max and 0 <= low <= gamma_max
+  assert high * num_high + low * num_low <= tokens
+  for split in itertools.product(range(gamma_max + 1), repeat=2):
+    if split[0] * num_high + split[1] * num_low <= tokens:
+      assert gain(*split) <= gain(high, low) + 1e-9
+
+
+@given(situations())
+@hypothesis.settings(max_examples=200)
+def test_the_paper_s_never_exceeds_its_budget(situation):
+  num_high, num_low, acceptance, table, gamma_max = situation
+  times = times_of(table)
+  high, low = budget.mba_paper(num_high, num_low, acceptance, times, gamma_max=gamma_max)
+  assert 0 <= high <= gamma_max and 0 <= low <= gamma_max
+  assert high * num_high + low * num_low <= gamma_max * (num_high + num_low)
+
+
+@given(situations())
+def test_the_best_length_has_the_fewest_seconds_a_token(situation):
+  num_high, _, acceptance, table, _ = situation
+  times = times_of(table)
+  batch = num_high + 1
+  best = budget.best_length(batch, acceptance, times)
+  costs = [
+    budget.seconds_per_token((batch,), (length,), acceptance, times) for length in range(9)
+  ]
+  assert costs[best] == min(costs) <= times.step(batch) / batch
+
+
+@given(situations())
+def test_better_drafts_are_never_drafted_less_where_rows_cost_the_same(situation):
+  _, num_low, acceptance, _, _ = situation
+  better = tuple(min(1.0, 0.1 + a) for a in acceptance)
+  assert budget.best_length(num_low, acceptance, FLAT) <= budget.best_length(num_low, better, FLAT)
+
+
+def drive(plans, num_high, num_low, num_steps, accept):
+  """Runs steps whose drafts are all there and hold for `accept(step)` tokens; returns plans."""
+  made = []
+  for step in range(num_steps):
+    plan = plans.plan(num_high, num_low)
+    made.append(plan)
+    for request in range(min(num_high + num_low, plan.num_requests)):
+      allowed = plan.high if request < num_high else plan.low
+      plans.observe(allowed, allowed, min(allowed, accept(step)))
+  return made
+
+
+def test_it_switches_on_where_drafts_hold_and_stays_off_where_rows_cost():
+  made = drive(Budget(SATURATING), 0, 2, 20, lambda step: 8)
+  assert made[0] == Plan(4, 4, 2)  # A probe.
+  assert all(plan == Plan(0, 8, 2) for plan in made[5:])
+  made = drive(Budget(LINEAR), 0, 2, 500, lambda step: 1)
+  assert all(plan.num_requests == 0 or plan == Plan(4, 4, 2) for plan in made)
+
+
+def test_it_switches_off_where_drafts_fail_and_on_again():
+  plans = Budget(SATURATING, BudgetConfig(memory=64.0))
+  made = drive(plans, 0, 8, 2000, lambda step: 8 if step < 100 or step >= 1000 else 0)
+  assert made[99].low > 0 and not any(plan.num_requests > 2 for plan in made[300:1000])
+  assert any(plan.num_requests == 2 for plan in made[300:1000])
+  assert made[1999].num_requests == 8 and made[1999].low > 0
+
+
+def test_probes_cost_no_more_than_they_may():
+  for times, batch in itertools.product((FLAT, SATURATING, LINEAR), (1, 3, 64)):
+    config = BudgetConfig(probe_cost=0.02)
+    plans = Budget(times, config)
+    spent = 0.0
+    for plan in drive(plans, 0, batch, 1000, lambda step: 0):
+      extra = times.step(batch + plan.num_requests * plan.low) - times.step(batch)
+      spent += extra / times.step(batch)
+    cost = max(1.0, times.step(batch + 8) / times.step(batch) - 1)
+    assert spent <= 0.02 * 1000 + cost
+
+
+def test_a_wavering_gain_does_not_switch_at_every_step():
+  plans = Budget(SATURATING, BudgetConfig(memory=16.0))
+  made = drive(plans, 0, 4, 400, lambda step: step % 2)
+  switches = sum((a.num_requests > 2) != (b.num_requests > 2) for a, b in itertools.pairwise(made))
+  assert switches <= 20
+
+
+def test_chances_by_hand():
+  plans = Budget(FLAT, BudgetConfig(gamma_max=2, memory=math.inf))
+  for _ in range(4000):
+    plans.observe(2, 2, 1)
+    plans.observe(2, 1, 0)
+  # Half hold at first; where they do, the next never does. Half have a second token.
+  assert plans.acceptance == pytest.approx((0.5, 0.0), abs=0.01)
+  assert plans.reach == pytest.approx((1.0, 0.5), abs=0.01)
+
+
+def test_old_observations_fade_and_counts_stay_finite():
+  plans = Budget(FLAT, BudgetConfig(memory=2.0))
+  for _ in range(1000):
+    plans.observe(8, 8, 8)
+  assert plans.acceptance[0] > 0.8
+  for _ in range(50):
+    plans.observe(8, 8, 0)
+  assert plans.acceptance[0] < 0.5
+
+
+def test_equal_histories_make_equal_plans():
+  one, two = Budget(SATURATING), Budget(SATURATING)
+  history = drive(one, 1, 3, 300, lambda step: step % 5)
+  assert history == drive(two, 1, 3, 300, lambda step: step % 5)
+  assert one.plan(0, 0) == budget.OFF
+
+
+def test_the_paper_s_policy_can_be_chosen():
+  plans = Budget(FLAT, BudgetConfig(policy="mba_paper"))
+  assert drive(plans, 1, 4, 20, lambda step: 8)[-1].num_requests == 5
+
+
+@pytest.mark.parametrize(
+  "call, message",
+  [
+    (lambda: StepTimes(rows=(), seconds=()), "got rows=.* expected ascending counts"),
+    (lambda: StepTimes(rows=(2, 1), seconds=(1.0, 1.0)), "expected ascending counts"),
+    (lambda: StepTimes(rows=(1,), seconds=(0.0,)), "expected positive times"),
+    (lambda: BudgetConfig(policy="mbb"), "got 'mbb', expected one of"),
+    (lambda: BudgetConfig(gamma_max=0), "got gamma_max=0"),
+    (lambda: BudgetConfig(on_gain=0.0), "got off_gain=0.05, on_gain=0.0"),
+    (lambda: BudgetConfig(probe_cost=0.0), "got probe_cost=0.0"),
+    (lambda: Budget(FLAT).observe(1, 2, 1), "got 1 accepted of 2 drafted of 1 allowed"),
+  ],
+)
+def test_refusals(call, message):
+  with pytest.raises(ValueError, match=message):
+    call()
