@@ -285,7 +285,9 @@ class Budget:
   @property
   def acceptance(self) -> tuple[float, ...]:
     """a[1], a[2], ...: P(the first k all hold); a position seen little is taken as all are."""
-    return self._chances(self._held, self._tried, 0.5)
+    held = self._chances(self._held, self._tried, 0.5)
+    # What holds was drafted: estimates from few counts may say otherwise.
+    return tuple(min(pair) for pair in zip(held, self.reach))
 
   @property
   def reach(self) -> tuple[float, ...]:
@@ -366,14 +368,13 @@ class Budget:
     return tuple(itertools.accumulate(rates, operator.mul))
 
   def _probe(self, batch: int, plain: float) -> Plan:
-    """Returns a probe if its cost has been saved up, else nothing."""
+    """Returns the largest probe whose cost has been saved up, or nothing."""
     config = self.config
-    num = min(config.probe_requests, batch)
-    length = min(4, config.gamma_max)
-    rows = batch + num * length
-    cost = (self.times.step(rows) + num * self.times.draft_seconds) / plain - 1
-    self._credit = min(self._credit + config.probe_cost, max(1.0, cost))
-    if self._credit < cost:
-      return OFF
-    self._credit -= cost
-    return Plan(length, length, num)
+    self._credit = min(self._credit + config.probe_cost, 1.0 + config.probe_cost)
+    for num, length in ((config.probe_requests, 4), (1, 4), (1, 2), (1, 1)):
+      num, length = min(num, batch), min(length, config.gamma_max)
+      seconds = self.times.step(batch + num * length) + num * self.times.draft_seconds
+      if seconds / plain - 1 <= self._credit:
+        self._credit -= seconds / plain - 1
+        return Plan(length, length, num)
+    return OFF

@@ -10,13 +10,24 @@ said (DESIGN: the contract), only how many steps it takes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+
+from seerjax.speculation import acceptance, budget as budget_lib, suffix_tree
+
+# Tokens of the prompt with which the text of every answer begins, so that the first tokens of the
+# siblings are found from the prompt's end. The whole prompt is a text of its own, once a group.
+LEAD_IN = 8
+# The prompt's name among the requests of its group; nobody's else.
+PROMPT = "\0prompt"
 
 # Of one query: alternative continuations, the main one first, each as its tokens.
 Paths = Sequence[tuple[int, ...]]
 
 
+@runtime_checkable
 class Query(Protocol):
   """What is asked of one request in one step; the engine's record has these fields.
 
@@ -38,3 +49,194 @@ class Query(Protocol):
   def num_prompt(self) -> int: ...
   @property
   def max_draft(self) -> int: ...
+
+
+class SuffixDrafter:
+  """Drafts from what the group has said: the prompt, the answer so far, the siblings' answers.
+
+  All texts together stay within `max_bytes`: whenever a group has finished and they do not, groups
+  are forgotten, those that finished first before those that came first.
+  """
+
+  def __init__(
+    self,
+    args: suffix_tree.SpeculationArgs = suffix_tree.DEFAULT_ARGS,
+    *,
+    budget: budget_lib.Budget | None = None,
+    is_probe: Callable[[str], bool] | None = None,
+    max_bytes: int = 2**28,
+  ):
+    """Makes a drafter without texts.
+
+    Args:
+      args: how drafts are made; `max_spec_tokens` bounds every path.
+      budget: plans each step's lengths; without one, as much is drafted as queries allow.
+      is_probe: whether a request is of the high class; none is if None.
+      max_bytes: of trees.
+
+    Raises:
+      ValueError: for arguments that name no draft.
+    """
+    suffix_tree.check_args(args)
+    self.args = args
+    self.budget = budget
+    self.acceptance = acceptance.Acceptance()
+    self._is_probe = is_probe
+    self._max_bytes = max_bytes
+    self._trees = suffix_tree.GroupTrees()
+    # Group -> its unfinished requests. Groups stand in the order in which they came or finished.
+    self._live: dict[str, set[str]] = {}
+    # Group -> request -> tokens of the prompt before its answer.
+    self._lead: dict[str, dict[str, int]] = {}
+    # Group -> request -> tokens said that its tree does not have yet.
+    self._pending: dict[str, dict[str, list[int]]] = {}
+    # Request -> longest path of its last draft.
+    self._allowed: dict[str, int] = {}
+
+  @property
+  def num_bytes(self) -> int:
+    """Bytes allocated for trees."""
+    return self._trees.num_bytes
+
+  @property
+  def group_ids(self) -> tuple[str, ...]:
+    """Groups whose texts are here."""
+    return self._trees.group_ids
+
+  def draft(self, queries: Sequence[Query]) -> Sequence[Paths]:
+    """Returns the paths of each query; [] where nothing is expected to hold, or to pay."""
+    widths = self._widths(queries)
+    groups: dict[str, list[int]] = {}
+    for place, query in enumerate(queries):
+      groups.setdefault(_group(query.group_id, query.request_id), []).append(place)
+      self._meet(query)
+      self._allowed[query.request_id] = widths[place]
+    paths: list[Paths] = [[] for _ in queries]
+    order = [place for places in groups.values() for place in places if widths[place]]
+    if not order:
+      return paths
+    for group in groups:
+      self._flush(group)
+    contexts = [_tail(queries[place].tokens) for place in order]
+    limits = [(widths[place], queries[place].max_draft) for place in order]
+    output = np.empty((len(order), self.args.top_k, self.args.max_spec_tokens), np.int32)
+    drafts = self._trees.batch_speculate(
+      [_group(queries[place].group_id, queries[place].request_id) for place in order],
+      np.cumsum([0, *map(len, contexts)]),
+      np.concatenate(contexts),
+      output,
+      self.args,
+      np.asarray(limits, np.int32),
+    )
+    for row, place in enumerate(order):
+      lengths = drafts.num_tokens[row].tolist()
+      paths[place] = [tuple(output[row, k, :n].tolist()) for k, n in enumerate(lengths) if n]
+    return paths
+
+  def observe(
+    self,
+    request_id: str,
+    group_id: str,
+    new_tokens: Sequence[int],
+    num_drafted: int,
+    num_accepted: int,
+    is_finished: bool,
+  ) -> None:
+    """Takes what a step said of a request, and what of the path that held furthest held."""
+    group = _group(group_id, request_id)
+    if request_id not in self._lead.get(group, {}):
+      self._begin(group, request_id, ())
+    self._pending[group].setdefault(request_id, []).extend(new_tokens)
+    siblings = len(self._trees.tree(group).lengths) - 2
+    self.acceptance.add(num_drafted, num_accepted, max(0, siblings))
+    allowed = self._allowed.pop(request_id, 0)
+    if self.budget is not None and allowed:
+      self.budget.observe(max(allowed, num_drafted), num_drafted, num_accepted)
+    if is_finished:
+      self._live[group].discard(request_id)
+      if not group_id:
+        self.drop_group(group)
+      elif not self._live[group]:
+        self._forget_old(group)
+
+  def drop_group(self, group_id: str) -> None:
+    """Forgets a group and its requests.
+
+    Raises:
+      ValueError: if there is no such group.
+    """
+    self._trees.drop_group(group_id)
+    del self._live[group_id], self._lead[group_id], self._pending[group_id]
+
+  def _widths(self, queries: Sequence[Query]) -> list[int]:
+    """Returns the longest path that each query may have."""
+    most = self.args.max_spec_tokens
+    if self.budget is None:
+      return [max(0, min(most, query.max_draft)) for query in queries]
+    is_probe = [
+      self._is_probe is not None and self._is_probe(query.request_id) for query in queries
+    ]
+    plan = self.budget.plan(sum(is_probe), len(queries) - sum(is_probe))
+    return [
+      max(0, min(most, query.max_draft, plan.high if is_high else plan.low))
+      if place < plan.num_requests
+      else 0
+      for place, (query, is_high) in enumerate(zip(queries, is_probe))
+    ]
+
+  def _meet(self, query: Query) -> None:
+    """Makes sure that the request's text is here, as far as the query has it."""
+    group = _group(query.group_id, query.request_id)
+    lead = self._lead.get(group, {})
+    if query.request_id in lead:
+      said = len(query.tokens) - query.num_prompt
+      here = self._trees.tree(group).lengths[query.request_id] - lead[query.request_id]
+      waiting = self._pending[group].get(query.request_id, [])
+      if here + len(waiting) == said and query.request_id in self._live[group]:
+        return
+      # Not all was told, or the name was used before: begin again.
+      self._trees.remove_request(group, query.request_id)
+      del lead[query.request_id]
+      self._pending[group].pop(query.request_id, None)
+    self._begin(group, query.request_id, query.tokens[: query.num_prompt])
+    said = query.tokens[query.num_prompt :]
+    if said:
+      self._pending[group][query.request_id] = list(said)
+
+  def _begin(self, group: str, request_id: str, prompt: Sequence[int]) -> None:
+    """Starts a request's text, and with its first one its group."""
+    if group not in self._live:
+      self._trees.register_group(group)
+      self._live[group], self._lead[group], self._pending[group] = set(), {}, {}
+    self._live[group].add(request_id)
+    if not self._trees.tree(group).lengths.get(PROMPT, 0):
+      self._trees.update_cst(group, PROMPT, 0, prompt)
+    lead = prompt[-LEAD_IN:]
+    self._trees.update_cst(group, request_id, 0, lead)
+    self._lead[group][request_id] = len(lead)
+
+  def _flush(self, group: str) -> None:
+    """Gives the tree what was said since it was last asked."""
+    pending = self._pending[group]
+    if pending:
+      lengths = self._trees.tree(group).lengths
+      self._trees.update_many(
+        group, [(name, lengths[name], tokens) for name, tokens in pending.items()]
+      )
+      pending.clear()
+
+  def _forget_old(self, group: str) -> None:
+    """Puts a finished group behind all others, and forgets groups until the rest fit."""
+    self._live[group] = self._live.pop(group)
+    while self._trees.num_bytes > self._max_bytes:
+      finished = [name for name, live in self._live.items() if not live]
+      self.drop_group(next(iter(finished or self._live)))
+
+
+def _group(group_id: str, request_id: str) -> str:
+  # A request without a group is alone in one of its own.
+  return group_id or f"request {request_id}"
+
+
+def _tail(tokens: Sequence[int]) -> np.ndarray:
+  return np.asarray(tokens[-suffix_tree.DEPTH :], np.int32)

@@ -153,14 +153,14 @@ def test_it_switches_on_where_drafts_hold_and_stays_off_where_rows_cost():
   assert made[0] == Plan(4, 4, 2)  # A probe.
   assert all(plan == Plan(0, 8, 2) for plan in made[5:])
   made = drive(Budget(LINEAR), 0, 2, 500, lambda step: 1)
-  assert all(plan.num_requests == 0 or plan == Plan(4, 4, 2) for plan in made)
+  assert all(plan.num_requests < 2 for plan in made[1:])
 
 
 def test_it_switches_off_where_drafts_fail_and_on_again():
   plans = Budget(SATURATING, BudgetConfig(memory=64.0))
   made = drive(plans, 0, 8, 2000, lambda step: 8 if step < 100 or step >= 1000 else 0)
   assert made[99].low > 0 and not any(plan.num_requests > 2 for plan in made[300:1000])
-  assert any(plan.num_requests == 2 for plan in made[300:1000])
+  assert any(plan.num_requests for plan in made[300:1000])
   assert made[1999].num_requests == 8 and made[1999].low > 0
 
 
@@ -172,8 +172,8 @@ def test_probes_cost_no_more_than_they_may():
     for plan in drive(plans, 0, batch, 1000, lambda step: 0):
       extra = times.step(batch + plan.num_requests * plan.low) - times.step(batch)
       spent += extra / times.step(batch)
-    cost = max(1.0, times.step(batch + 8) / times.step(batch) - 1)
-    assert spent <= 0.02 * 1000 + cost
+    assert 0 < plans.acceptance[0] < 0.2
+    assert spent <= 0.02 * 1000 + 1.1
 
 
 def test_a_wavering_gain_does_not_switch_at_every_step():
