@@ -43,6 +43,7 @@ import itertools
 from typing import Any, NamedTuple
 
 import numba
+from numba import carray, extending  # pyright: ignore[reportPrivateImportUsage]
 import numpy as np
 
 # Tokens of the longest string that is kept.
@@ -701,7 +702,7 @@ class ReferenceTree:
     return [(token, counts[token][0] / (total + smoothing)) for token in order]
 
   @staticmethod
-  def _places(text: Sequence[int], string: Sequence[int]) -> list[int]:
+  def _places(text: Tokens, string: Tokens) -> list[int]:
     last = len(text) - len(string)
     return [n for n in range(last + 1) if tuple(text[n : n + len(string)]) == tuple(string)]
 
@@ -781,20 +782,22 @@ def _inlined(function: Callable[..., Any]) -> Any:
   return numba.njit(forceinline=True, error_model="numpy")(inspect.unwrap(function))
 
 
-@numba.extending.intrinsic
-def _pointer(typing_context, address):
-  """Returns the address of an array's memory as a pointer."""
+def _address_to_pointer(typing_context: Any, address: Any) -> Any:
+  """Tells numba how an address becomes a pointer."""
 
-  def generate(context, builder, signature, args):
+  def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
     return builder.inttoptr(args[0], context.get_value_type(numba.types.voidptr))
 
   return numba.types.voidptr(numba.types.intp), generate
 
 
+_pointer: Any = extending.intrinsic(_address_to_pointer)
+
+
 @_inlined
 def _bare(array):
   """Returns the same memory as an array without an owner: nothing is counted when it is passed."""
-  return numba.carray(_pointer(array.ctypes.data), array.shape, array.dtype)
+  return carray(_pointer(array.ctypes.data), array.shape, array.dtype)
 
 
 @_inlined
