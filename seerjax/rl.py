@@ -37,6 +37,7 @@ from seerjax.rollout import (
   scheduler,
   trace as trace_lib,
 )
+from seerjax.speculation import budget as budget_lib, drafters
 from seerjax.trainer import advantages, losses, packing, step as step_lib
 from seerjax.types import Completion, Problem, Request, Rollout, RolloutGroup, Task, TrainState
 
@@ -88,6 +89,7 @@ class RunConfig:
     rollout: what a step samples.
     scheduler: which request's next chunk runs, and where; changes no bit.
     kv_pool: where keys of waiting requests go when their pages are needed; changes no bit.
+    budget: how much is drafted from the group's own texts, where it pays; changes no bit.
     trainer: how it learns.
     loss: the objective.
     optimizer: the optax chain.
@@ -108,6 +110,7 @@ class RunConfig:
   rollout: rollout_lib.RolloutConfig = rollout_lib.RolloutConfig()
   scheduler: scheduler.Ours = scheduler.Ours(chunk_tokens=128)
   kv_pool: kv_pool_lib.KVPoolConfig = kv_pool_lib.KVPoolConfig()
+  budget: budget_lib.BudgetConfig = budget_lib.BudgetConfig()
   trainer: TrainerConfig = TrainerConfig()
   loss: losses.LossConfig = losses.LossConfig()
   optimizer: step_lib.OptimizerConfig = step_lib.OptimizerConfig()
@@ -181,8 +184,10 @@ class Programs:
 # Settings that the journal does not hold a resumed run to: the fingerprint speaks for the first,
 # and the others move no bit.
 FREE_SETTINGS = (
-  "numerics", "num_steps", "num_instances", "checkpoint_every", "scheduler", "kv_pool"
+  "numerics", "num_steps", "num_instances", "checkpoint_every", "scheduler", "kv_pool", "budget"
 )  # fmt: skip
+# Host seconds of one request's draft: 3 microseconds for the tree, the rest for Python around it.
+DRAFT_SECONDS = 2e-5
 # What the progress bar shows.
 CONSOLE_NAMES = (
   "rollout/reward_mean", "rollout/length_mean", "rollout/tokens_per_second", "contract/kl"
@@ -286,6 +291,7 @@ def train(
     )
     metrics.write_summary(directory / "config.json", settings | {"fingerprint": fingerprint})
     say(engine.plan())
+    engine.drafter = drafter_for(config, engine)
     writer = files.enter_context(
       metrics.Writer(
         directory,
@@ -342,17 +348,19 @@ def circle(
 ) -> tuple[TrainState, dict[str, float]]:
   """One round: sample, judge, learn, publish. Returns the new state and the round's numbers."""
   begin = time.monotonic()
-  sampled_before = engine.counters.sampled_tokens
+  counted = dataclasses.replace(engine.counters)
   groups, traces = sample(config, engine, task, journal, step)
   trace_lib.append(journal.path.with_name(trace_lib.FILE_NAME), step, traces)
   sampled_at = time.monotonic()
   numbers = summary.of_rollouts(groups)
-  num_sampled = engine.counters.sampled_tokens - sampled_before
+  num_sampled = engine.counters.sampled_tokens - counted.sampled_tokens
   state, learned = learn(config, trainer, state, groups, base)
   numbers |= learned
   engine.set_params(running_weights(config, state.params, base), policy_version=step + 1)
   end = time.monotonic()
   numbers |= trace_lib.summarise(traces) | {
+    "schedule/drafted_tokens": float(engine.counters.drafted_tokens - counted.drafted_tokens),
+    "schedule/accepted_tokens": float(engine.counters.accepted_tokens - counted.accepted_tokens),
     "rollout/seconds": sampled_at - begin,
     "rollout/tokens_per_second": num_sampled / max(sampled_at - begin, 1e-9),
     "train/seconds": end - sampled_at,
@@ -622,6 +630,20 @@ def accuracy_of(config: RunConfig, engine: engine_lib.Engine, task: Task) -> dic
     tokenizer=engine.tokenizer,
     max_tokens=config.rollout.max_tokens,
     seed=config.seed,
+  )
+
+
+def drafter_for(config: RunConfig, engine: engine_lib.Engine) -> drafters.SuffixDrafter:
+  """Returns a drafter of the groups' own texts, with a budget for this engine's step times."""
+  most = engine.num_instances * engine.config.row_buckets[-1]
+  rows = [2**power for power in range(most.bit_length()) if 2**power <= most]
+  seconds = engine.step_seconds(rows)
+  # A larger step never takes less time: what was measured so is noise.
+  risen = np.maximum.accumulate([seconds[count] for count in rows]).tolist()
+  times = budget_lib.StepTimes(rows=tuple(rows), seconds=tuple(risen), draft_seconds=DRAFT_SECONDS)
+  return drafters.SuffixDrafter(
+    budget=budget_lib.Budget(times, config.budget),
+    is_probe=lambda request_id: rollout_lib.place_of(request_id)[2] == 0,
   )
 
 

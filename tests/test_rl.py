@@ -56,7 +56,7 @@ PER_STEP = 4  # Rollouts of a step, and problems of an evaluation.
 TIMES = (
   "rollout/seconds", "rollout/tokens_per_second", "train/seconds",
   "schedule/steps", "schedule/tail_steps", "schedule/chunks", "schedule/migrations",
-  "schedule/spills",
+  "schedule/spills", "schedule/drafted_tokens", "schedule/accepted_tokens",
 )  # fmt: skip
 
 
@@ -197,7 +197,8 @@ def stopped_copy(stopped, tmp_path):
 def test_a_run_writes_its_files_and_keeps_its_promise(whole):
   directory, result, task = whole
   assert {path.name for path in directory.iterdir()} == {
-    "checkpoints", "config.json", "journal.jsonl", "metrics.jsonl", "summary.json", "tensorboard"
+    "checkpoints", "config.json", "journal.jsonl", "metrics.jsonl", "summary.json", "tensorboard",
+    "traces.jsonl",
   }  # fmt: skip
   assert checkpoint.latest_step(directory / "checkpoints") == 4
   rows = rows_of(directory)

@@ -17,9 +17,11 @@ import collections
 from collections.abc import Callable, Iterable
 import dataclasses
 import itertools
+import time
 from typing import NamedTuple
 
 import jax
+from jax.experimental import multihost_utils
 import numpy as np
 
 from seerjax import numerics as numerics_lib, parallel
@@ -502,6 +504,39 @@ class Engine:
     self.memory.release(sequence)
     self._leave(request_id)
 
+  def step_seconds(self, rows: Iterable[int], *, repeats: int = 3) -> dict[int, float]:
+    """Returns the seconds of a step that samples so many rows, over all instances together.
+
+    Rows are of page 0, at a quarter of the context; each time is the least of `repeats`. Process 0
+    measures for all.
+
+    Raises:
+      ValueError: if requests are unfinished, whose pages a step would go on from.
+    """
+    if self._live:
+      raise ValueError(
+        f"Engine.step_seconds: got {len(self._live)} unfinished requests, expected none; measure"
+        " before they come."
+      )
+    found = {}
+    for count in sorted(set(rows)):
+      of_instance = min(-(-count // len(self._pools)), self.config.row_buckets[-1])
+      inputs = self._idle_inputs(of_instance)
+      times = []
+      for _ in range(repeats + 1):  # The first compiles.
+        begin = time.monotonic()
+        self.memory.pages, *out = self._runner.step(
+          self._params, self.memory.pages, inputs, self._key
+        )
+        jax.block_until_ready(out)
+        times.append(time.monotonic() - begin)
+      found[count] = min(times[1:])
+    if jax.process_count() > 1:
+      values = np.asarray(list(found.values()), np.float64)
+      values = multihost_utils.broadcast_one_to_all(values)
+      found = dict(zip(found, values.tolist(), strict=True))
+    return found
+
   def plan(self) -> str:
     """Returns one line that says what was allocated."""
     page_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(self.memory.pages))
@@ -729,6 +764,19 @@ class Engine:
     ]
     self._copies = [[] for _ in self._pools]
     return jax.tree.map(lambda *leaves: np.stack(leaves), *parts)
+
+  def _idle_inputs(self, num_rows: int) -> runner_lib.StepInputs:
+    """Returns a step of rows that belong to nobody and write where padding does."""
+    position = self.config.max_context // 4
+    request = Request(request_id="idle", prompt=(0,) * (position + 1))
+    row = sampling.sampling_rows([request.sampling])
+    work = []
+    for index in range(num_rows):
+      sequence = Sequence(request, list(request.prompt), 0, None, row, limit=position + 1)
+      sequence.hold([0], self._table_width)
+      sequence.num_written = position
+      work.append(Work(sequence, 1, index))
+    return self._inputs([work for _ in self._pools])
 
   def _remember_prompts(self, work: list[list[Work]]) -> None:
     """Makes the prompts findable whose last position is written in this step."""

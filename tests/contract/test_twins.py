@@ -53,8 +53,7 @@ class Disturbed(engine_lib.Engine):
   disturb = staticmethod(lambda inputs, work: inputs)
 
   def _inputs(self, work):
-    inputs, sampled = super()._inputs(work)
-    return self.disturb(inputs, work), sampled
+    return self.disturb(super()._inputs(work), work)
 
 
 def disturbed(disturb, numerics=tiny_model.NUMERICS) -> list:
