@@ -7,8 +7,9 @@ Command: bash launch/local.sh experiments.suffix_drafts --workdir=runs/suffix_dr
 Hardware: 1 CPU core, 3 GiB, about 5 minutes. Numbers: docs/results/speculation.md
 
 Costs are CPU seconds of the process. Appends come as from an engine: sixteen tokens of each of a
-group's sixteen requests in one call, and the groups in turn, so that each finds the caches cold. A
-draft's context runs three tokens past what its tree has, as where texts are sent in batches.
+group's sixteen requests in one call, and the groups in turn, so that each finds the caches cold.
+Drafts are made for a text that its tree has up to its end, as in one process, and for one that runs
+three tokens further, as in a replica that is fed in batches.
 
 Acceptance is replayed as in table 2 of Seer (arXiv 2511.14617): every rollout is said once more,
 its own past and n whole texts of its siblings known, drafts of up to 8 tokens verified against it.
@@ -150,9 +151,10 @@ class Cost(NamedTuple):
     append: CPU us a token, all requests of a group in a call.
     append_alone: the same, one request a call; of one group.
     num_bytes: a token, allocated.
-    draft: CPU us a draft, 16 in a call.
+    draft: CPU us a draft of a text that is here, 16 in a call.
+    draft_ahead: the same, three tokens ahead of the tree.
     draft_paths: the same, 4 paths.
-    match: tokens of the context that were found.
+    match: tokens of the text that were found, three ahead, as the rest.
     drafted: tokens a draft.
     accepted: of them, without the bonus.
     load: tokens that all trees hold.
@@ -162,6 +164,7 @@ class Cost(NamedTuple):
   append_alone: float
   num_bytes: float
   draft: float
+  draft_ahead: float
   draft_paths: float
   match: float
   drafted: float
@@ -184,8 +187,8 @@ def cost(texts: np.ndarray, batch: int) -> Cost:
   for group in range(groups):
     trees.register_group(str(group))
   linear, paths = SpeculationArgs(), SpeculationArgs(top_k=NUM_PATHS[-1])
-  seconds = {linear: 0.0, paths: 0.0}
-  append = 0.0
+  offsets = np.arange(requests + 1) * suffix_tree.DEPTH
+  append = draft = draft_ahead = draft_paths = 0.0
   num = matched = drafted = accepted = 0
   for start in range(0, length, batch):
     for group in range(groups):
@@ -196,24 +199,33 @@ def cost(texts: np.ndarray, batch: int) -> Cost:
       before = time.process_time()
       trees.update_many(str(group), updates)
       append += time.process_time() - before
-    seen = start + batch + 3
-    if start % (8 * batch) != 4 * batch or seen < suffix_tree.DEPTH or seen + 8 > length:
+    here, seen = start + batch, start + batch + 3
+    if start % (8 * batch) != 4 * batch or here < suffix_tree.DEPTH or seen + 8 > length:
       continue
     for group in range(groups):
-      patterns = np.ascontiguousarray(texts[group, :, seen - suffix_tree.DEPTH : seen]).ravel()
-      offsets = np.arange(requests + 1) * suffix_tree.DEPTH
-      for args in (linear, paths):
-        output = np.empty((requests, args.top_k, args.max_spec_tokens), np.int32)
-        before = time.process_time()
-        drafts = trees.batch_speculate([str(group)] * requests, offsets, patterns, output, args)
-        seconds[args] += time.process_time() - before
-        if args is linear:
-          num += requests
-          matched += int(drafts.match_lengths.sum())
-          drafted += int(drafts.num_tokens.sum())
-          place = np.arange(args.max_spec_tokens)
-          holds = (output[:, 0] == texts[group, :, seen : seen + 8]) & (place < drafts.num_tokens)
-          accepted += int(np.cumprod(holds, axis=1).sum())
+      ids = [str(group)] * requests
+      ends = np.ascontiguousarray(texts[group, :, seen - suffix_tree.DEPTH : seen]).ravel()
+      output = np.empty((requests, linear.top_k, linear.max_spec_tokens), np.int32)
+      before = time.process_time()
+      drafts = trees.batch_speculate(ids, offsets, ends, output, linear)
+      draft_ahead += time.process_time() - before
+      num += requests
+      matched += int(drafts.match_lengths.sum())
+      drafted += int(drafts.num_tokens.sum())
+      place = np.arange(linear.max_spec_tokens)
+      holds = (output[:, 0] == texts[group, :, seen : seen + 8]) & (place < drafts.num_tokens)
+      accepted += int(np.cumprod(holds, axis=1).sum())
+    for group in range(groups):
+      ids = [str(group)] * requests
+      ends = np.ascontiguousarray(texts[group, :, here - suffix_tree.DEPTH : here]).ravel()
+      output = np.empty((requests, linear.top_k, linear.max_spec_tokens), np.int32)
+      before = time.process_time()
+      trees.batch_speculate(ids, offsets, ends, output, linear, request_ids=names)
+      draft += time.process_time() - before
+      output = np.empty((requests, paths.top_k, paths.max_spec_tokens), np.int32)
+      before = time.process_time()
+      trees.batch_speculate(ids, offsets, ends, output, paths, request_ids=names)
+      draft_paths += time.process_time() - before
   alone = suffix_tree.SuffixTree()
   append_alone = 0.0
   for start in range(0, length, batch):
@@ -226,8 +238,9 @@ def cost(texts: np.ndarray, batch: int) -> Cost:
     append=append / texts.size * 1e6,
     append_alone=append_alone / texts[0].size * 1e6,
     num_bytes=trees.num_bytes / texts.size,
-    draft=seconds[linear] / num * 1e6,
-    draft_paths=seconds[paths] / num * 1e6,
+    draft=draft / num * 1e6,
+    draft_ahead=draft_ahead / num * 1e6,
+    draft_paths=draft_paths / num * 1e6,
     match=matched / num,
     drafted=drafted / num,
     accepted=accepted / num,
@@ -239,12 +252,13 @@ def cost_table(costs: dict[str, Cost]) -> str:
   """Returns the costs as a table in Markdown."""
   lines = [
     "| stream | tokens | append, us a token | one request a call | bytes a token | draft, us |"
-    " 4 paths, us | match | drafted | accepted |",
-    "|---|---|---|---|---|---|---|---|---|---|",
+    " 3 ahead, us | 4 paths, us | match | drafted | accepted |",
+    "|---|---|---|---|---|---|---|---|---|---|---|",
   ]
   lines += [
     f"| {name} | {c.load:,} | {c.append:.2f} | {c.append_alone:.2f} | {c.num_bytes:.0f} |"
-    f" {c.draft:.2f} | {c.draft_paths:.1f} | {c.match:.1f} | {c.drafted:.2f} | {c.accepted:.2f} |"
+    f" {c.draft:.2f} | {c.draft_ahead:.2f} | {c.draft_paths:.1f} |"
+    f" {c.match:.1f} | {c.drafted:.2f} | {c.accepted:.2f} |"
     for name, c in costs.items()
   ]
   return "\n".join(lines)

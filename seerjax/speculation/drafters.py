@@ -127,6 +127,7 @@ class SuffixDrafter:
       output,
       self.args,
       np.asarray(limits, np.int32),
+      [queries[place].request_id for place in order],
     )
     for row, place in enumerate(order):
       lengths = drafts.num_tokens[row].tolist()

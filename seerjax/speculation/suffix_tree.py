@@ -19,11 +19,11 @@ Why a trie on flat arrays, and not a suffix automaton or a table of n-grams: it 
 a request again, and bounds its depth. An automaton has none of the three without a walk over its
 links; a table has one length of match. What is stored:
 
-  nodes         i32[n, 8]      a record of 32 bytes, half a cache line
-  masks         u64[n, 1 + w]  the sum of its children's requests; which requests said it, as bits
-  chain, heads  i32[n], i32[h] (parent, first token) -> child, for nodes with many children
-  store         i32[r * 319]   texts in rows of ROW tokens, each followed by the next DEPTH - 1: any
-                               string lies in one piece, and an edge is where one that takes it is
+  nodes  i32[n, 10 + w]  one record a node, within a cache line or two; its last w numbers are bits:
+                         which requests said it
+  heads  i32[h]          hash table from (parent, first token), for nodes with many children
+  store  i32[r * 319]    texts in rows of ROW tokens, each followed by the next DEPTH - 1: any
+                         string lies in one piece, and an edge is where one that takes it is
 
 What makes appending far cheaper than DEPTH steps a token: a string that nobody else said is an open
 leaf, whose edge reaches as far as its text is written, so that growing it touches nothing. Only the
@@ -38,6 +38,7 @@ Counts by request, canonical ends and replicas that need no order are ours. No c
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+import functools
 import inspect
 import itertools
 from typing import Any, NamedTuple
@@ -46,6 +47,7 @@ import numba
 from numba import carray, extending  # pyright: ignore[reportPrivateImportUsage]
 import numpy as np
 
+_INT32, _INT64 = np.dtype(np.int32), np.dtype(np.int64)
 # Tokens of the longest string that is kept.
 DEPTH = 64
 # Strings that start in one row of the store.
@@ -55,11 +57,13 @@ _WIDTH = ROW + DEPTH - 1
 _USUAL = 4
 # Where the store holds no token yet.
 _UNWRITTEN = -1
-# Requests whose bits fit one word of a mask.
-_WORD = 64
+# Requests whose bits fit one number of a node.
+_WORD = 32
 
 # Columns of a node. Nodes are numbered from the root, 0, which also means "none".
 _POSITION, _PARENT, _TOKEN, _COUNT, _CHILD, _NEXT, _PREVIOUS, _SHAPE = range(8)
+# The sum of the children's requests; the next node of a bucket; from here on, one bit a request.
+_SUM, _CHAIN, _BITS = 8, 9, 10
 # _SHAPE is depth + _HASHED + ends << _ENDS: how many texts end right here.
 _DEPTH_BITS, _HASHED, _ENDS = 127, 128, 8
 # From so many children on, they are found by the hash table; fewer are read one by one.
@@ -151,8 +155,6 @@ class _Arrays(NamedTuple):
   """A tree, as compiled functions see it. Shapes: the head of this file."""
 
   nodes: np.ndarray
-  masks: np.ndarray
-  chain: np.ndarray
   heads: np.ndarray
   store: np.ndarray  # i32[rows * _WIDTH]
   rows: np.ndarray  # i32[rows, 4]
@@ -267,6 +269,7 @@ class SuffixTree:
     patterns: np.ndarray,
     offsets: np.ndarray,
     limits: np.ndarray,
+    request_ids: Sequence[str | None],
     args: SpeculationArgs,
     output: np.ndarray,
     drafts: Drafts,
@@ -277,15 +280,21 @@ class SuffixTree:
       patterns: i32[n], contexts one after the other.
       offsets: i64[b + 1], where each begins and ends.
       limits: i32[b, 2], most tokens of a path and of all paths together.
+      request_ids: b; see `GroupTrees.batch_speculate`.
       args: how; `args.max_spec_tokens` bounds `limits` too.
       output: i32[b, top_k, max_spec_tokens].
       drafts: b queries; overwritten.
+
+    Raises:
+      ValueError: if one of `request_ids` is not here.
     """
+    owners = [-1 if name is None else self._slot(name, "speculate") for name in request_ids]
     _speculate(
       self._arrays,
       patterns,
       offsets,
       limits,
+      np.asarray(owners, np.int64),
       args.max_spec_tokens,
       min(args.pattern_lookup_max, DEPTH - args.max_spec_tokens),
       args.pattern_lookup_min,
@@ -300,16 +309,30 @@ class SuffixTree:
     )
 
   def draft(
-    self, context: Tokens, args: SpeculationArgs = DEFAULT_ARGS
+    self,
+    context: Tokens,
+    args: SpeculationArgs = DEFAULT_ARGS,
+    *,
+    request_id: str | None = None,
   ) -> tuple[list[tuple[int, ...]], float, int]:
-    """Returns the paths that may follow `context`, their score, and the match's length."""
+    """Returns the paths that may follow `context`, their score, and the match's length.
+
+    Args:
+      context: tokens so far.
+      args: how.
+      request_id: whose text ends with `context`, if one's does; see `GroupTrees.batch_speculate`.
+
+    Raises:
+      ValueError: for arguments that name no draft, or a request that is not here.
+    """
     check_args(args)
     context = np.asarray(context, np.int32)
     output = np.empty((1, args.top_k, args.max_spec_tokens), np.int32)
     drafts = empty_drafts(1, args.top_k)
     limit = args.max_spec_tokens
     limits = np.asarray([[limit, limit * args.top_k]], np.int32)
-    self.speculate(context, np.asarray([0, context.size]), limits, args, output, drafts)
+    offsets = np.asarray([0, context.size])
+    self.speculate(context, offsets, limits, [request_id], args, output, drafts)
     paths = [tuple(output[0, k, :n].tolist()) for k, n in enumerate(drafts.num_tokens[0]) if n]
     return paths, float(drafts.scores[0]), int(drafts.match_lengths[0])
 
@@ -520,6 +543,7 @@ class GroupTrees:
     output_buffer: np.ndarray,
     speculation_args: SpeculationArgs = DEFAULT_ARGS,
     limits: np.ndarray | None = None,
+    request_ids: Sequence[str | None] | None = None,
   ) -> Drafts:
     """Drafts for b requests at once, into buffers of the caller.
 
@@ -531,29 +555,32 @@ class GroupTrees:
       speculation_args: how.
       limits: i32[b, 2], most tokens of a path and of all paths together; without it, a path's are
         `max_spec_tokens`.
+      request_ids: for each context, the request whose text here ends with just these tokens, or
+        None. Where a text ends the tree knows its match, so that nothing is looked up.
 
     Raises:
-      ValueError: for buffers or arguments that do not fit, or a group that is not here.
+      ValueError: for buffers or arguments that do not fit, or a group or request that is not here.
     """
     check_args(speculation_args)
     num, top_k, most = len(group_ids), speculation_args.top_k, speculation_args.max_spec_tokens
     if limits is None:
       limits = np.full((num, 2), (most, most * top_k), np.int32)
+    request_ids = [None] * num if request_ids is None else request_ids
     for name, array, dtype, shape in (
-      ("buffer_offsets", buffer_offsets, np.int64, (num + 1,)),
-      ("pattern_buffer", pattern_buffer, np.int32, pattern_buffer.shape[:1]),
-      ("output_buffer", output_buffer, np.int32, (num, top_k, most)),
-      ("limits", limits, np.int32, (num, 2)),
+      ("buffer_offsets", buffer_offsets, _INT64, (num + 1,)),
+      ("pattern_buffer", pattern_buffer, _INT32, pattern_buffer.shape[:1]),
+      ("output_buffer", output_buffer, _INT32, (num, top_k, most)),
+      ("limits", limits, _INT32, (num, 2)),
     ):
       if array.dtype != dtype or array.shape != shape or not array.flags.c_contiguous:
         raise ValueError(
           f"batch_speculate: got {name} of {array.dtype}{list(array.shape)}, expected"
-          f" {np.dtype(dtype)}{list(shape)} in C order; make the buffer anew."
+          f" {dtype}{list(shape)} in C order; make the buffer anew."
         )
-    bounds = buffer_offsets[0], buffer_offsets[-1]
-    if bounds[0] < 0 or bounds[1] > pattern_buffer.size or (np.diff(buffer_offsets) < 0).any():
+    bounds = buffer_offsets.tolist()
+    if bounds[0] < 0 or bounds[-1] > pattern_buffer.size or bounds != sorted(bounds):
       raise ValueError(
-        f"batch_speculate: got buffer_offsets from {bounds[0]} to {bounds[1]}, expected ascending"
+        f"batch_speculate: got buffer_offsets from {bounds[0]} to {bounds[-1]}, expected ascending"
         f" ones within the {pattern_buffer.size} tokens of pattern_buffer; count again."
       )
     drafts = empty_drafts(num, top_k)
@@ -564,6 +591,7 @@ class GroupTrees:
         pattern_buffer,
         buffer_offsets[start : stop + 1],
         limits[start:stop],
+        request_ids[start:stop],
         speculation_args,
         output_buffer[start:stop],
         Drafts(*(array[start:stop] for array in drafts)),
@@ -572,6 +600,7 @@ class GroupTrees:
     return drafts
 
 
+@functools.cache
 def check_args(args: SpeculationArgs) -> None:
   """Refuses arguments that name no draft.
 
@@ -712,9 +741,7 @@ class ReferenceTree:
 
 def _empty_arrays() -> _Arrays:
   return _Arrays(
-    nodes=np.asarray([[0] * 7 + [_HASHED]], np.int32),
-    masks=np.zeros((1, 2), np.uint64),
-    chain=np.zeros(1, np.int32),
+    nodes=np.asarray([[_HASHED if column == _SHAPE else 0 for column in range(11)]], np.int32),
     heads=np.zeros(1, np.int32),
     store=np.zeros(0, np.int32),
     rows=np.zeros((0, 4), np.int32),
@@ -731,8 +758,6 @@ def _with_room(arrays: _Arrays, num_nodes: int, num_rows: int, num_slots: int) -
     capacity = _capacity(live + 1 + num_nodes, len(arrays.nodes))
     arrays = arrays._replace(
       nodes=_longer(arrays.nodes, capacity),
-      masks=_longer(arrays.masks, capacity),
-      chain=_longer(arrays.chain, capacity),
       heads=np.zeros(1 << (capacity * 2 // 3).bit_length(), np.int32),
     )
     _hash_again(arrays, made)
@@ -746,11 +771,11 @@ def _with_room(arrays: _Arrays, num_nodes: int, num_rows: int, num_slots: int) -
     arrays = arrays._replace(
       requests=_longer(arrays.requests, capacity), tails=_longer(arrays.tails, capacity)
     )
-    columns = 1 + -(-capacity // _WORD)
-    if columns > arrays.masks.shape[1]:
-      masks = np.zeros((len(arrays.masks), columns), np.uint64)
-      masks[:, : arrays.masks.shape[1]] = arrays.masks
-      arrays = arrays._replace(masks=masks)
+    columns = _BITS - (-capacity // _WORD)
+    if columns > arrays.nodes.shape[1]:
+      nodes = np.zeros((len(arrays.nodes), columns), np.int32)
+      nodes[:, : arrays.nodes.shape[1]] = arrays.nodes
+      arrays = arrays._replace(nodes=nodes)
   return arrays
 
 
@@ -805,8 +830,6 @@ def _bare_arrays(t):
   # Counting references took half the time of an append. The caller holds the arrays.
   return _Arrays(
     _bare(t.nodes),
-    _bare(t.masks),
-    _bare(t.chain),
     _bare(t.heads),
     _bare(t.store),
     _bare(t.rows),
@@ -826,7 +849,7 @@ def _bucket(t, parent, token):
 @_inlined
 def _hash(t, node):
   bucket = _bucket(t, t.nodes[node, _PARENT], t.nodes[node, _TOKEN])
-  t.chain[node] = t.heads[bucket]
+  t.nodes[node, _CHAIN] = t.heads[bucket]
   t.heads[bucket] = node
 
 
@@ -835,11 +858,11 @@ def _unhash(t, node):
   bucket = _bucket(t, t.nodes[node, _PARENT], t.nodes[node, _TOKEN])
   at = t.heads[bucket]
   if at == node:
-    t.heads[bucket] = t.chain[node]
+    t.heads[bucket] = t.nodes[node, _CHAIN]
     return
-  while t.chain[at] != node:
-    at = t.chain[at]
-  t.chain[at] = t.chain[node]
+  while t.nodes[at, _CHAIN] != node:
+    at = t.nodes[at, _CHAIN]
+  t.nodes[at, _CHAIN] = t.nodes[node, _CHAIN]
 
 
 @_inlined
@@ -874,21 +897,19 @@ def _child(t, parent, token):
     return node
   node = t.heads[_bucket(t, parent, token)]
   while node and (t.nodes[node, _TOKEN] != token or t.nodes[node, _PARENT] != parent):
-    node = t.chain[node]
+    node = t.nodes[node, _CHAIN]
   return node
 
 
 @_inlined
 def _num_requests(t, node):
   total = np.int64(0)
-  for word in range(1, t.masks.shape[1]):
-    bits = t.masks[node, word]
-    bits -= (bits >> np.uint64(1)) & np.uint64(0x5555555555555555)
-    bits = (bits & np.uint64(0x3333333333333333)) + (
-      (bits >> np.uint64(2)) & np.uint64(0x3333333333333333)
-    )
-    bits = (bits + (bits >> np.uint64(4))) & np.uint64(0x0F0F0F0F0F0F0F0F)
-    total += np.int64((bits * np.uint64(0x0101010101010101)) >> np.uint64(56))
+  for word in range(_BITS, t.nodes.shape[1]):
+    bits = np.uint32(t.nodes[node, word])
+    bits -= (bits >> np.uint32(1)) & np.uint32(0x55555555)
+    bits = (bits & np.uint32(0x33333333)) + ((bits >> np.uint32(2)) & np.uint32(0x33333333))
+    bits = (bits + (bits >> np.uint32(4))) & np.uint32(0x0F0F0F0F)
+    total += np.int64(np.uint32(bits * np.uint32(0x01010101)) >> np.uint32(24))
   return total
 
 
@@ -932,9 +953,9 @@ def _list_first(t, node):
 def _said(t, parent, child, word, bit):
   """Counts one more occurrence of what leads to `child`, and keeps the likeliest child first."""
   t.nodes[child, _COUNT] += 1
-  if not t.masks[child, word] & bit:
-    t.masks[child, word] |= bit
-    t.masks[parent, 0] += np.uint64(1)
+  if not t.nodes[child, word] & bit:
+    t.nodes[child, word] |= bit
+    t.nodes[parent, _SUM] += 1
   if parent and t.nodes[child, _PREVIOUS]:
     if _is_before(t, child, t.nodes[parent, _CHILD]):
       _unlist(t, child)
@@ -975,10 +996,11 @@ def _leaf(t, parent, depth, position, word, bit):
   """
   node = _make(t, position, parent, t.store[position + depth], np.int64(DEPTH))
   t.nodes[node, _COUNT] = 1
-  for column in range(t.masks.shape[1]):
-    t.masks[node, column] = 0
-  t.masks[node, word] = bit
-  t.masks[parent, 0] += np.uint64(1)
+  t.nodes[node, _SUM] = 0
+  for column in range(_BITS, t.nodes.shape[1]):
+    t.nodes[node, column] = 0
+  t.nodes[node, word] = bit
+  t.nodes[parent, _SUM] += 1
   if parent:
     first = t.nodes[parent, _CHILD]
     if first == 0 or _is_before(t, node, first):
@@ -1044,9 +1066,9 @@ def _split(t, child, depth):
   position = np.int64(t.nodes[child, _POSITION])
   node = _make(t, position, np.int32(0), np.int32(0), depth)
   t.nodes[node, _COUNT] = t.nodes[child, _COUNT]
-  for column in range(1, t.masks.shape[1]):
-    t.masks[node, column] = t.masks[child, column]
-  t.masks[node, 0] = _num_requests(t, child)
+  for column in range(_BITS, t.nodes.shape[1]):
+    t.nodes[node, column] = t.nodes[child, column]
+  t.nodes[node, _SUM] = _num_requests(t, child)
   _put(t, node, child)
   t.nodes[node, _CHILD] = child
   t.nodes[child, _PARENT] = node
@@ -1116,7 +1138,7 @@ def _lengthen(t, node, depth, position, target, word, bit):
         _dissolve(t, node)
         node, depth = child, bottom
         # Its parent has counted this request at the node that went.
-        t.masks[node, word] |= bit
+        t.nodes[node, word] |= bit
         _said(t, parent, node, word, bit)
   while depth < target:
     child = _child(t, node, t.store[position + depth])
@@ -1181,7 +1203,7 @@ def _append(t, slots, offsets, tokens):
       row = np.int64(t.rows[last, _BEFORE])
     else:
       row = last
-    word, bit = 1 + slot // _WORD, np.uint64(1) << np.uint64(slot % _WORD)
+    word, bit = _BITS + slot // _WORD, np.int32(np.uint32(1) << np.uint32(slot % _WORD))
     shared = length
     for index in range(first, length):
       if index > first and index % ROW == 0:
@@ -1214,7 +1236,7 @@ def _read(t, slot, start, stop):
 def _remove(t, slot):
   """Takes every string of a text out of the counts, and nodes out that nobody needs any more."""
   t = _bare_arrays(t)
-  word, kept = 1 + slot // _WORD, ~(np.uint64(1) << np.uint64(slot % _WORD))
+  word, kept = _BITS + slot // _WORD, ~np.int32(np.uint32(1) << np.uint32(slot % _WORD))
   length = t.requests[slot, _LENGTH]
   row = t.requests[slot, _FIRST_ROW]
   for index in range(length):
@@ -1226,9 +1248,9 @@ def _remove(t, slot):
     while depth < target:
       child = _child(t, node, t.store[position + depth])
       t.nodes[child, _COUNT] -= 1
-      if t.masks[child, word] & ~kept:
-        t.masks[child, word] &= kept
-        t.masks[node, 0] -= np.uint64(1)
+      if t.nodes[child, word] & ~kept:
+        t.nodes[child, word] &= kept
+        t.nodes[node, _SUM] -= 1
       if t.nodes[child, _COUNT] == 0:
         break
       if node and t.nodes[child, _PREVIOUS] == 0:
@@ -1251,7 +1273,7 @@ def _remove(t, slot):
     child = t.nodes[node, _CHILD]
     is_needed = node == 0 or t.nodes[node, _SHAPE] >> _ENDS > 0
     if not is_needed and child and t.nodes[child, _NEXT] == 0:
-      t.masks[child, word] &= kept  # As the node's own bit, which its parent no longer counts.
+      t.nodes[child, word] &= kept  # As the node's own bit, which its parent no longer counts.
       _dissolve(t, node)
 
 
@@ -1306,7 +1328,7 @@ def _likeliest(t, node, depth):
     if t.store[t.nodes[node, _POSITION] + depth] == _UNWRITTEN:
       return np.int32(0), np.int64(0)
     return node, _num_requests(t, node)
-  return t.nodes[node, _CHILD], np.int64(t.masks[node, 0])
+  return t.nodes[node, _CHILD], np.int64(t.nodes[node, _SUM])
 
 
 @_inlined
@@ -1325,6 +1347,18 @@ def _longest(t, tokens, stop, most):
       high = middle - 1
       middle = (low + high + 1) // 2
   return low, found
+
+
+@_inlined
+def _own(t, slot, most):
+  """Returns the longest end of a text that somebody continued: (length, node)."""
+  length = t.requests[slot, _LENGTH]
+  # What nobody else said nobody continued.
+  for index in range(max(t.requests[slot, _FIRST_SHARED], length - most), length):
+    node = t.tails[slot, index % DEPTH]
+    if _likeliest(t, node, length - index)[0]:
+      return length - index, node
+  return np.int64(0), np.int32(0)
 
 
 @_inlined
@@ -1412,8 +1446,8 @@ def _walk(
 
 @_compiled
 def _speculate(
-  t, patterns, offsets, limits, most_tokens, lookup_most, lookup_least, top_k, least, smoothing,
-  num_lookups, output, num_tokens, scores, match_lengths,
+  t, patterns, offsets, limits, owners, most_tokens, lookup_most, lookup_least, top_k, least,
+  smoothing, num_lookups, output, num_tokens, scores, match_lengths,
 ):
   """Drafts for every context; see `SuffixTree.speculate`."""
   t = _bare_arrays(t)
@@ -1429,7 +1463,11 @@ def _speculate(
     left, widest = np.int64(limits[q, 1]), min(np.int64(limits[q, 0]), np.int64(most_tokens))
     if min(left, widest) < 1:
       continue
-    longest, node = _longest(t, patterns, stop, min(stop - start, np.int64(lookup_most)))
+    most = min(stop - start, np.int64(lookup_most))
+    if owners[q] < 0:
+      longest, node = _longest(t, patterns, stop, most)
+    else:
+      longest, node = _own(t, owners[q], most)
     if longest < lookup_least:
       continue
     # Of several match lengths, the one with the most to expect.

@@ -214,6 +214,18 @@ def test_the_tree_follows_from_its_texts_alone(history):
     assert tree.draft(string, args) == again.draft(string, args)
 
 
+@given(histories())
+@hypothesis.settings(max_examples=40)
+def test_the_match_of_a_texts_end_is_known(history):
+  steps, _, rng = history
+  tree = SuffixTree()
+  play(steps, tree)
+  args = SpeculationArgs(top_k=2, num_lookups=rng.choice([1, 3]))
+  for name in tree.lengths:
+    text = tree.tokens(name)
+    assert tree.draft(text, args, request_id=name) == tree.draft(text, args)
+
+
 @given(histories(), st.data())
 def test_a_replica_fed_by_deltas_drafts_the_same(history, data):
   steps, vocab, rng = history
@@ -323,6 +335,7 @@ def test_a_drafts_buffers_need_not_be_clean():
     (lambda t: t.count([1] * 65), "got 65 tokens, expected 1 to 64"),
     (lambda t: t.draft([1], SpeculationArgs(max_spec_tokens=64)), "max_spec_tokens: got 64"),
     (lambda t: t.draft([1], SpeculationArgs(pattern_lookup_min=60)), "pattern_lookup_min: got 60"),
+    (lambda t: t.draft([1], request_id="b"), "SuffixTree.speculate: got request 'b'"),
     (lambda t: t.draft([1], SpeculationArgs(top_k=0)), "top_k: got 0, expected 1 to 64"),
     (lambda t: t.draft([1], SpeculationArgs(min_token_prob=1.5)), "min_token_prob: got 1.5"),
   ],
