@@ -368,17 +368,19 @@ class SuffixTree:
 
   def _grow(self, texts: Mapping[str, np.ndarray]) -> int:
     """Appends to each request what is known to be new."""
-    tokens = np.concatenate([*texts.values(), np.zeros(0, np.int32)])
-    if tokens.size and tokens.min() < 0:
+    parts = list(texts.values())
+    tokens = parts[0] if len(parts) == 1 else np.concatenate([*parts, np.zeros(0, np.int32)])
+    least = np.minimum.reduce(tokens, initial=0)
+    if least < 0:
       raise ValueError(
-        f"SuffixTree.append: got token id {tokens.min()}, expected 0 or more; pad nothing."
+        f"SuffixTree.append: got token id {least}, expected 0 or more; pad nothing."
       )
     born = [request_id for request_id in texts if request_id not in self._slots]
     for request_id in born:
       self._slots[request_id] = self._free_slots.pop() if self._free_slots else len(self._slots)
       self._lengths[request_id] = 0
     slots = np.asarray([self._slots[request_id] for request_id in texts], np.int64)
-    sizes = [text.size for text in texts.values()]
+    sizes = [part.size for part in parts]
     offsets = np.asarray([0, *itertools.accumulate(sizes)], np.int64)
     # A string that is new or still grows makes two nodes at most.
     self._arrays = _with_room(
@@ -387,7 +389,8 @@ class SuffixTree:
       num_rows=tokens.size // ROW + 2 * len(texts),
       num_slots=len(self._slots) + len(self._free_slots),
     )
-    self._arrays.requests[[self._slots[request_id] for request_id in born]] = 0
+    for request_id in born:
+      self._arrays.requests[self._slots[request_id]] = 0
     _append(self._arrays, slots, offsets, tokens)
     for request_id, size in zip(texts, sizes):
       self._lengths[request_id] += size
