@@ -1426,6 +1426,9 @@ def _walk(
     if best == 0:
       break
     weight = _num_requests(t, best)
+    next_probability = probability * (weight / (total + smoothing))
+    if next_probability < least:
+      break  # No other is likelier, so that there are no branches either.
     others = probability * ((total - weight) / (total + smoothing))
     if branches.size and others >= least and depth == _depth(t, node):
       child = t.nodes[best, _NEXT]
@@ -1436,9 +1439,7 @@ def _walk(
             branches, places, size, chance, child, path, step, t.nodes[child, _TOKEN]
           )
         child = t.nodes[child, _NEXT]
-    probability *= weight / (total + smoothing)
-    if probability < least:
-      break
+    probability = next_probability
     out[step] = t.store[t.nodes[best, _POSITION] + depth]
     node = best
     depth += 1
@@ -1510,6 +1511,8 @@ def _speculate(
         depth = max(depth // 2, np.int64(lookup_least))
         node = _locate(t, patterns, stop - depth, stop)
         child, total = _likeliest(t, node, depth)
+        if child and _num_requests(t, child) / (total + smoothing) < least:
+          continue
         while child:
           token = t.store[t.nodes[child, _POSITION] + depth]
           chance = _num_requests(t, child) / (total + smoothing)
