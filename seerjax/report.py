@@ -32,8 +32,8 @@ from typing import Any
 
 import numpy as np
 
-from seerjax import metrics, rollout_chart
-from seerjax.rollout import journal, trace as trace_lib
+from seerjax import metrics
+from seerjax.rollout import chart, journal, trace as trace_lib
 
 FILE_NAME = "report.html"
 NUM_TRANSCRIPTS = 4  # Of the first step, and as many of the last.
@@ -505,7 +505,7 @@ def rollout_section(run: Run) -> str:
   most = max((max(row) for row in trace.used_pages), default=1)
   num_pages = run.config.get("engine", {}).get("num_pages", 0) - 1
   # Where the engine chose the number of pages itself, of the most that were in use.
-  return rollout_chart.section(-step, trace, max(num_pages, most)) if num_steps else ""
+  return chart.section(-step, trace, max(num_pages, most)) if num_steps else ""
 
 
 def transcripts_section(run: Run) -> str:

@@ -135,9 +135,7 @@ class DividedRollout:
   def _decide(self) -> None:
     """Takes decisions until there is none, or no room for the next."""
     while True:
-      if self._grows:
-        count = self.engine.num_instances
-        self._instances.free_pages = [self._free(instance) for instance in range(count)]
+      self._instances.free_pages = self._pages_to_have()
       decision = self._scheduler.next(self._instances)
       if decision is not None and self._apply(decision):
         continue
@@ -186,6 +184,15 @@ class DividedRollout:
     size = self.engine.config.page_size
     written = item.prompt_tokens + item.generated - 1
     return min(size - written % size, decision.max_chunk_tokens)
+
+  def _pages_to_have(self) -> list[int]:
+    """Returns, by instance, the pages that a chunk could have: those free, and those of waiting
+    requests, which leave when they have to. Shared prompts count once, as they lie there."""
+    engine = self.engine
+    pages = [self._free(instance) for instance in range(engine.num_instances)]
+    for request_id in engine.poll_paused():
+      pages[engine.instance_of(request_id)] += engine.held_pages(request_id)
+    return pages
 
   def _free(self, instance: int) -> int:
     """Pages of an instance that nobody has been promised."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import xml.etree.ElementTree as ElementTree
 
-from seerjax import rollout_chart
+from seerjax.rollout import chart
 from seerjax.rollout.trace import Span, Trace
 
 SPANS = [
@@ -18,36 +18,36 @@ TRACE = Trace(spans=SPANS, used_pages=[[step, 10 - step] for step in range(10)],
 
 
 def test_a_span_takes_the_first_free_lane():
-  found = rollout_chart.lanes([span for span in SPANS if span.instance == 0])
+  found = chart.lanes([span for span in SPANS if span.instance == 0])
   assert [(lane, span.request_id) for lane, span in found] == [
     (0, "0/0"), (1, "0/1"), (0, "1/<b>"),
   ]  # fmt: skip
 
 
 def test_the_chart_has_every_chunk_and_the_tail():
-  root = ElementTree.fromstring(rollout_chart.gantt(TRACE))
+  root = ElementTree.fromstring(chart.gantt(TRACE))
   rects = root.findall("rect")
   kinds = [rect.get("class") for rect in rects]
   assert kinds.count(None) == 4 and kinds.count("probe") == 3 and kinds.count("tail") == 1
   # Three requests: the last of them ends at 10, the one before at 7.
   tail = next(rect for rect in rects if rect.get("class") == "tail")
-  scale = (rollout_chart.WIDTH - rollout_chart.LEFT) / 10
+  scale = (chart.WIDTH - chart.LEFT) / 10
   assert float(tail.get("width")) == round(3 * scale, 1)
   assert "instance 0" in "".join(root.itertext()) and "instance 1" in "".join(root.itertext())
 
 
 def test_memory_is_drawn_for_every_instance():
-  root = ElementTree.fromstring(rollout_chart.occupancy(TRACE, 10))
+  root = ElementTree.fromstring(chart.occupancy(TRACE, 10))
   lines = root.findall("polyline")
   assert len(lines) == 2 and all(len(line.get("points").split()) == 10 for line in lines)
 
 
 def test_a_section_says_what_happened_and_escapes_names():
-  text = rollout_chart.section(3, TRACE, 10)
+  text = chart.section(3, TRACE, 10)
   assert "step 3: 10 engine steps, 3 requests in 4 chunks, 1 of them on more than one" in text
   assert "<b>" not in re.sub(r"<title>.*?</title>", "", text) and "1/&lt;b&gt;" in text
 
 
 def test_an_empty_rollout_is_drawn():
-  assert rollout_chart.occupancy(Trace(), 1) == ""
-  ElementTree.fromstring(rollout_chart.gantt(Trace()))
+  assert chart.occupancy(Trace(), 1) == ""
+  ElementTree.fromstring(chart.gantt(Trace()))
