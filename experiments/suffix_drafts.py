@@ -31,6 +31,7 @@ from absl import app, flags
 import numpy as np
 
 from experiments import configuration
+from seerjax.engine.drafts import DraftQuery
 from seerjax.speculation import drafters, suffix_tree
 from seerjax.speculation.suffix_tree import SpeculationArgs
 
@@ -267,16 +268,6 @@ def cost_table(costs: dict[str, Cost]) -> str:
 # Acceptance.
 
 
-class Query(NamedTuple):
-  """A question to a drafter; see `drafters.Query`."""
-
-  request_id: str
-  group_id: str
-  tokens: list[int]
-  num_prompt: int
-  max_draft: int
-
-
 class Sampled(NamedTuple):
   """One group's prompt and answers."""
 
@@ -334,11 +325,11 @@ def replay(group: Sampled, target: int, num_references: int, args: SpeculationAr
   for place in range(1, num_references + 1):
     sibling = (target + place) % len(group.answers)
     tokens = [*group.prompt, *group.answers[sibling]]
-    drafter.draft([Query(str(sibling), "g", tokens, num_prompt, 0)])
+    drafter.draft([DraftQuery(str(sibling), "g", tokens, num_prompt, 0)])
   answer = group.answers[target]
   said = steps = 0
   while said < len(answer):
-    query = Query("target", "g", group.prompt + answer[:said], num_prompt, 8 * args.top_k)
+    query = DraftQuery("target", "g", group.prompt + answer[:said], num_prompt, 8 * args.top_k)
     (paths,) = drafter.draft([query])
     # Own samples are the answer itself, as far as a path agrees with it.
     counts = [agreement(path, answer[said:]) for path in paths]

@@ -1,8 +1,14 @@
 """What the engine asks of a drafter: guesses at what requests will say next.
 
-A draft is verified by the request's own sampling: at each drafted position the engine samples as it
-would have without the draft, and keeps going while what it sampled is what was drafted. So a
-drafter changes how many steps a text takes and nothing else, whatever it guesses.
+A draft is verified by the request's own sampling: it holds as far as it says what is sampled
+anyway.
+
+  draft    d1 d2 d3            rows of one segment: the last token, d1, d2, d3
+  sampled  y1 y2 y3 y4         y is drawn by (request, position) alone, never by the draft
+  said     y1 .. y(m + 1)      m = how many of d1, d2, ... equal y1, y2, ... before the first that
+                               does not; y(m + 1) is the bonus, or the correction
+
+So a drafter changes how many steps a text takes and nothing else, whatever it guesses.
 """
 
 from __future__ import annotations
@@ -19,7 +25,7 @@ class DraftQuery(NamedTuple):
     group_id: of its group, "" if it has none.
     tokens: prompt and answer so far; the engine's own list, not to be changed.
     num_prompt: how many of `tokens` are the prompt.
-    max_draft: most tokens of a path that could be used, at least 1.
+    max_draft: most tokens that could be used, all paths together; at least 1.
   """
 
   request_id: str
@@ -55,16 +61,63 @@ class Drafter(Protocol):
       request_id: of the request.
       group_id: of its group.
       new_tokens: what was said, at least one token.
-      num_drafted: length of the longest path that was verified, 0 if there was none.
+      num_drafted: length of the path that held furthest, 0 if there was none.
       num_accepted: drafted tokens that were said.
       is_finished: whether the request is over.
     """
     ...
 
 
-def num_accepted(draft: Sequence[int], sampled: Sequence[int]) -> int:
-  """Returns how many tokens of a draft are what was sampled in their place."""
+class Verified(NamedTuple):
+  """What a step said of one request.
+
+  Attributes:
+    path: the path that holds furthest; the first of several.
+    num_accepted: its tokens that hold.
+    tokens: those and the bonus.
+  """
+
+  path: int
+  num_accepted: int
+  tokens: tuple[int, ...]
+
+
+def accepted(path: Sequence[int], sampled: Sequence[int]) -> int:
+  """Returns how many tokens of a path hold.
+
+  Args:
+    path: k drafted tokens.
+    sampled: k + 1 tokens: what the target samples after the context and each of them.
+
+  Raises:
+    ValueError: if there is not one sample more than there are drafted tokens.
+  """
+  if len(sampled) != len(path) + 1:
+    raise ValueError(
+      f"accepted: got {len(sampled)} samples for a draft of {len(path)} tokens, expected"
+      f" {len(path) + 1}; sample after the last drafted token too."
+    )
   count = 0
-  while count < len(draft) and draft[count] == sampled[count]:
+  while count < len(path) and path[count] == sampled[count]:
     count += 1
   return count
+
+
+def verify(paths: Sequence[Sequence[int]], sampled: Sequence[Sequence[int]]) -> Verified:
+  """Returns the outcome of several paths, each verified as a segment of its own.
+
+  Args:
+    paths: one or more; `()` is plain decoding.
+    sampled: for each, its samples; see `accepted`.
+
+  Raises:
+    ValueError: if there is no path, or samples do not fit.
+  """
+  if not paths or len(paths) != len(sampled):
+    raise ValueError(
+      f"verify: got {len(paths)} paths and samples of {len(sampled)}, expected as many, at least"
+      " one; plain decoding is the path ()."
+    )
+  counts = [accepted(path, samples) for path, samples in zip(paths, sampled)]
+  best = counts.index(max(counts))
+  return Verified(best, counts[best], tuple(sampled[best][: counts[best] + 1]))

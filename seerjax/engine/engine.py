@@ -27,7 +27,7 @@ import numpy as np
 from seerjax import numerics as numerics_lib, parallel
 from seerjax.array_typing import PRNGKeyArray
 from seerjax.engine import batching, pages as pages_lib, runner as runner_lib, sizes
-from seerjax.engine.drafts import Drafter, DraftQuery, num_accepted
+from seerjax.engine.drafts import Drafter, DraftQuery, verify
 from seerjax.engine.kv_pool import KVPool
 from seerjax.engine.memory import Memory
 from seerjax.engine.sequence import Path, Sequence, Work
@@ -795,20 +795,17 @@ class Engine:
   ) -> Update:
     """Says what was sampled, along the path that agrees with it longest."""
     sequence = piece.sequence
-    first, best, place = 0, -1, 0
-    chosen = Path((), sequence.page_row)
-    for path in piece.paths:
-      own = tokens[place : place + len(path.tokens) + 1]
-      agreed = num_accepted(path.tokens, own)
-      assert own[0] == tokens[0], "the same position was sampled twice to different tokens"
-      if agreed > best:
-        first, best, chosen = place, agreed, path
-      place += len(path.tokens) + 1
-    best = max(best, 0)
+    paths = piece.paths or (Path((), sequence.page_row),)
+    firsts = list(itertools.accumulate((len(path.tokens) + 1 for path in paths), initial=0))
+    verified = verify(
+      [path.tokens for path in paths],
+      [tokens[first:end] for first, end in itertools.pairwise(firsts)],
+    )
+    chosen, first = paths[verified.path], firsts[verified.path]
     self._adopt(sequence, chosen, piece.paths)
     said: list[int] = []
     text = reason = ""
-    for index in range(first, first + best + 1):
+    for index in range(first, first + verified.num_accepted + 1):
       update = self._accept(sequence, tokens[index], logprobs[index], raw_logprobs[index])
       said += update.tokens
       text, reason = text + update.text, update.finish_reason
@@ -816,13 +813,18 @@ class Engine:
         break
       # The next token of the answer was drafted, so the keys up to it are written.
       sequence.num_written = len(sequence.tokens) - 1
-    request, drafted = sequence.request, max((len(path.tokens) for path in piece.paths), default=0)
+    request = sequence.request
     self.counters.drafted_tokens += sum(len(path.tokens) for path in piece.paths)
     self.counters.accepted_tokens += len(said) - 1
     self.counters.side_paths += bool(chosen.scratch)
     if self.drafter is not None:
       self.drafter.observe(
-        request.request_id, request.group_id, said, drafted, len(said) - 1, bool(reason)
+        request.request_id,
+        request.group_id,
+        said,
+        len(chosen.tokens),
+        len(said) - 1,
+        bool(reason),
       )
     if reason:
       self._finish(sequence, reason)

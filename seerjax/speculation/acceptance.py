@@ -1,74 +1,13 @@
-"""Own-sample acceptance: a draft holds as far as it says what the target samples anyway.
+"""What came of drafts, by position and by how many sibling texts a draft could draw on.
 
-  draft    d1 d2 d3            rows of one segment: the last token, d1, d2, d3
-  sampled  y1 y2 y3 y4         y is drawn by (request, position) alone, never by the draft
-  said     y1 .. y(m + 1)      m = how many of d1, d2, ... equal y1, y2, ... before the first that
-                               does not; y(m + 1) is the bonus, or the correction
-
-So the text is the same whatever was drafted. Acceptance *length* counts the bonus token: tokens
-said a step. Acceptance *rate* is accepted / drafted.
+Acceptance *length* counts the bonus token: tokens said a step. Acceptance *rate* is accepted /
+drafted. How a draft is verified: `engine.drafts`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 import dataclasses
-from typing import NamedTuple
-
-
-class Verified(NamedTuple):
-  """What a step said of one request.
-
-  Attributes:
-    path: the path that holds furthest; the first of several.
-    num_accepted: its tokens that hold.
-    tokens: those and the bonus.
-  """
-
-  path: int
-  num_accepted: int
-  tokens: tuple[int, ...]
-
-
-def accepted(path: Sequence[int], sampled: Sequence[int]) -> int:
-  """Returns how many tokens of a path hold.
-
-  Args:
-    path: k drafted tokens.
-    sampled: k + 1 tokens: what the target samples after the context and each of them.
-
-  Raises:
-    ValueError: if there is not one sample more than there are drafted tokens.
-  """
-  if len(sampled) != len(path) + 1:
-    raise ValueError(
-      f"accepted: got {len(sampled)} samples for a draft of {len(path)} tokens, expected"
-      f" {len(path) + 1}; sample after the last drafted token too."
-    )
-  count = 0
-  while count < len(path) and path[count] == sampled[count]:
-    count += 1
-  return count
-
-
-def verify(paths: Sequence[Sequence[int]], sampled: Sequence[Sequence[int]]) -> Verified:
-  """Returns the outcome of several paths, each verified as a segment of its own.
-
-  Args:
-    paths: one or more; `()` is plain decoding.
-    sampled: for each, its samples; see `accepted`.
-
-  Raises:
-    ValueError: if there is no path, or samples do not fit.
-  """
-  if not paths or len(paths) != len(sampled):
-    raise ValueError(
-      f"verify: got {len(paths)} paths and samples of {len(sampled)}, expected as many, at least"
-      " one; plain decoding is the path ()."
-    )
-  counts = [accepted(path, samples) for path, samples in zip(paths, sampled)]
-  best = counts.index(max(counts))
-  return Verified(best, counts[best], tuple(sampled[best][: counts[best] + 1]))
 
 
 @dataclasses.dataclass

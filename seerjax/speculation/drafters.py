@@ -1,20 +1,15 @@
-"""What the engine asks before each step: how may these requests go on?
+"""A drafter that learns from what a group's requests have said: one suffix tree a group.
 
-  drafts = drafter.draft(queries)    one list of paths a query; [] drafts nothing
-  ... the engine verifies by own samples and says what came of it ...
-  drafter.observe(request_id, group_id, new_tokens, num_drafted, num_accepted, is_finished)
-
-The engine knows a protocol of these two methods and nothing from here. No draft can change what is
-said (DESIGN: the contract), only how many steps it takes.
+What is asked of it, and how its drafts are verified: `engine.drafts`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol, runtime_checkable
 
 import numpy as np
 
+from seerjax.engine.drafts import DraftQuery
 from seerjax.speculation import acceptance, budget as budget_lib, suffix_tree
 
 # Tokens of the prompt with which the text of every answer begins, so that the first tokens of the
@@ -25,30 +20,6 @@ PROMPT = "\0prompt"
 
 # Of one query: alternative continuations, the main one first, each as its tokens.
 Paths = Sequence[tuple[int, ...]]
-
-
-@runtime_checkable
-class Query(Protocol):
-  """What is asked of one request in one step; the engine's record has these fields.
-
-  Attributes:
-    request_id: of the request.
-    group_id: requests of one group share their drafts' source; "" if it has no group.
-    tokens: prompt and answer so far. The drafter neither changes nor keeps it.
-    num_prompt: how many of them are the prompt.
-    max_draft: most tokens that may be drafted, all paths together; 0 asks for none.
-  """
-
-  @property
-  def request_id(self) -> str: ...
-  @property
-  def group_id(self) -> str: ...
-  @property
-  def tokens(self) -> Sequence[int]: ...
-  @property
-  def num_prompt(self) -> int: ...
-  @property
-  def max_draft(self) -> int: ...
 
 
 class SuffixDrafter:
@@ -103,7 +74,7 @@ class SuffixDrafter:
     """Groups whose texts are here."""
     return self._trees.group_ids
 
-  def draft(self, queries: Sequence[Query]) -> Sequence[Paths]:
+  def draft(self, queries: Sequence[DraftQuery]) -> Sequence[Paths]:
     """Returns the paths of each query; [] where nothing is expected to hold, or to pay."""
     widths = self._widths(queries)
     groups: dict[str, list[int]] = {}
@@ -169,7 +140,7 @@ class SuffixDrafter:
     self._trees.drop_group(group_id)
     del self._live[group_id], self._lead[group_id], self._pending[group_id]
 
-  def _widths(self, queries: Sequence[Query]) -> list[int]:
+  def _widths(self, queries: Sequence[DraftQuery]) -> list[int]:
     """Returns the longest path that each query may have."""
     most = self.args.max_spec_tokens
     if self.budget is None:
@@ -185,7 +156,7 @@ class SuffixDrafter:
       for place, (query, is_high) in enumerate(zip(queries, is_probe))
     ]
 
-  def _meet(self, query: Query) -> None:
+  def _meet(self, query: DraftQuery) -> None:
     """Makes sure that the request's text is here, as far as the query has it."""
     group = _group(query.group_id, query.request_id)
     lead = self._lead.get(group, {})

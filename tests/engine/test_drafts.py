@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 from guessing import Guesser
+from hypothesis import given, strategies as st
 import pytest
 from word_engine import SIZES, make_engine, request, run, same, tokens_from
 
 from seerjax.engine import drafts
 
+TOKENS = st.lists(st.integers(0, 2), max_size=6)
 ROOM = dataclasses.replace(SIZES, num_pages=41)
 
 
@@ -20,11 +23,43 @@ def asked(count: int = 4, **sampling) -> list:
   ]
 
 
-def test_accepted_tokens_are_the_common_start():
-  assert drafts.num_accepted((), (4,)) == 0
-  assert drafts.num_accepted((4, 5, 6), (4, 5, 7, 8)) == 2
-  assert drafts.num_accepted((4, 5), (4, 5, 7)) == 2
-  assert drafts.num_accepted((3, 5), (4, 5, 7)) == 0
+def test_a_draft_holds_until_it_differs():
+  assert drafts.accepted([5, 6, 7], [5, 6, 7, 8]) == 3
+  assert drafts.accepted([5, 6, 7], [5, 9, 7, 8]) == 1
+  assert drafts.accepted([5], [4, 4]) == 0
+  assert drafts.accepted([], [4]) == 0
+
+
+def test_the_path_that_holds_furthest_is_said_with_the_bonus():
+  paths = [(1, 2), (1, 3, 4), (1, 3)]
+  sampled = [(1, 3, 9), (1, 3, 5, 9), (1, 3, 5)]
+  assert drafts.verify(paths, sampled) == drafts.Verified(1, 2, (1, 3, 5))
+  assert drafts.verify([()], [(7,)]) == drafts.Verified(0, 0, (7,))
+
+
+@given(st.lists(TOKENS, min_size=1, max_size=4), st.lists(st.integers(0, 2), min_size=7))
+def test_what_is_said_does_not_depend_on_the_draft(paths, text):
+  # The target says `text` as long as it was fed `text`; after anything else it says 9.
+  sampled = [
+    [text[k] if path[:k] == text[:k] else 9 for k in range(len(path) + 1)] for path in paths
+  ]
+  verified = drafts.verify(paths, sampled)
+  assert list(verified.tokens) == text[: verified.num_accepted + 1]
+  counts = [drafts.accepted(*pair) for pair in zip(paths, sampled)]
+  assert verified.num_accepted == max(counts) and verified.path == counts.index(max(counts))
+
+
+@pytest.mark.parametrize(
+  "call, message",
+  [
+    (lambda: drafts.accepted([1], [1]), "got 1 samples for a draft of 1 tokens, expected 2"),
+    (lambda: drafts.verify([], []), "got 0 paths and samples of 0, expected as many"),
+    (lambda: drafts.verify([()], []), "plain decoding is the path ()"),
+  ],
+)
+def test_samples_that_do_not_fit_are_refused(call, message):
+  with pytest.raises(ValueError, match=re.escape(message)):
+    call()
 
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.0}, {"top_k": 5, "top_p": 0.9}])

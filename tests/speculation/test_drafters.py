@@ -10,21 +10,14 @@ from hypothesis import given, strategies as st
 from made_drafters import JunkDrafter, OracleDrafter
 import pytest
 
-from seerjax.speculation import acceptance, budget
+from seerjax.engine.drafts import DraftQuery, verify
+from seerjax.speculation import budget
 from seerjax.speculation.drafters import SuffixDrafter
 from seerjax.speculation.suffix_tree import SpeculationArgs
 
 PROMPT = [90, 91, 92, 93, 94, 95, 96, 97, 98, 99]
 # As where sixteen rows cost what one costs.
 TIMES = budget.StepTimes(rows=(1, 16, 32, 512), seconds=(1.0, 1.0, 2.0, 32.0))
-
-
-class Query(NamedTuple):
-  request_id: str
-  group_id: str
-  tokens: list[int]
-  num_prompt: int
-  max_draft: int
 
 
 class Request(NamedTuple):
@@ -46,7 +39,7 @@ def run(drafter, requests, *, max_draft=8, batch=4, chooses=None):
     if chooses is not None:
       chooses.shuffle(running)
     queries = [
-      Query(
+      DraftQuery(
         r.request_id,
         r.group_id,
         [*r.prompt, *answers[r.request_id]],
@@ -68,7 +61,7 @@ def run(drafter, requests, *, max_draft=8, batch=4, chooses=None):
         [rest[k] if list(path[:k]) == rest[:k] else -1 for k in range(len(path) + 1)]
         for path in paths or [()]
       ]
-      verified = acceptance.verify(paths or [()], sampled)
+      verified = verify(paths or [()], sampled)
       answer.extend(verified.tokens)
       is_finished = len(answer) == len(request.text)
       num_drafted = len(paths[verified.path]) if paths else 0
@@ -171,7 +164,7 @@ def test_an_oracle_is_always_right_and_an_adversary_just_as_long_as_it_likes():
 
 
 def test_junk_is_the_same_for_the_same_seed():
-  queries = [Query(f"r{n}", "g", PROMPT, 10, 12) for n in range(50)]
+  queries = [DraftQuery(f"r{n}", "g", PROMPT, 10, 12) for n in range(50)]
   one, two = (JunkDrafter(seed, vocab_size=9, max_paths=3).draft(queries) for seed in (1, 1))
   assert one == two != JunkDrafter(2, vocab_size=9, max_paths=3).draft(queries)
   assert {len(paths) for paths in one} == {0, 1, 2, 3}
@@ -181,11 +174,11 @@ def test_it_goes_on_from_whatever_it_was_told():
   drafter = SuffixDrafter()
   # Told of a request that it was never asked about, and asked about one in the midst of its text.
   drafter.observe("a", "g", [1, 2, 3, 4, 5], 0, 0, True)
-  assert drafter.draft([Query("b", "g", [*PROMPT, 1, 2], 10, 8)]) == [[(3, 4, 5)]]
+  assert drafter.draft([DraftQuery("b", "g", [*PROMPT, 1, 2], 10, 8)]) == [[(3, 4, 5)]]
   # One that was run elsewhere meanwhile, and a name that comes again with another text.
-  assert drafter.draft([Query("b", "g", [*PROMPT, 1, 2, 3, 4], 10, 8)]) == [[(5,)]]
-  assert drafter.draft([Query("a", "g", [*PROMPT, 7], 10, 8)]) == [[]]
-  assert drafter.draft([Query("c", "g", [*PROMPT, 1, 2], 10, 8)]) == [[(3, 4)]]
+  assert drafter.draft([DraftQuery("b", "g", [*PROMPT, 1, 2, 3, 4], 10, 8)]) == [[(5,)]]
+  assert drafter.draft([DraftQuery("a", "g", [*PROMPT, 7], 10, 8)]) == [[]]
+  assert drafter.draft([DraftQuery("c", "g", [*PROMPT, 1, 2], 10, 8)]) == [[(3, 4)]]
 
 
 def test_the_budget_rules_each_class():

@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 import hashlib
 
-from seerjax.speculation.drafters import Paths, Query
+from seerjax.engine.drafts import DraftQuery
+from seerjax.speculation.drafters import Paths
 
 
 def number(*key: object) -> int:
@@ -46,7 +47,7 @@ class JunkDrafter(Observed):
     super().__init__()
     self.seed, self.vocab_size, self.max_paths = seed, vocab_size, max_paths
 
-  def draft(self, queries: Sequence[Query]) -> Sequence[Paths]:
+  def draft(self, queries: Sequence[DraftQuery]) -> Sequence[Paths]:
     drafts = []
     for query in queries:
       key = (self.seed, query.request_id, len(query.tokens))
@@ -85,10 +86,10 @@ class OracleDrafter(Observed):
     self.vocab_size, self.error_rate, self.num_right = vocab_size, error_rate, num_right
     self.seed = seed
 
-  def draft(self, queries: Sequence[Query]) -> Sequence[Paths]:
+  def draft(self, queries: Sequence[DraftQuery]) -> Sequence[Paths]:
     return [[self._path(query)] for query in queries]
 
-  def _path(self, query: Query) -> tuple[int, ...]:
+  def _path(self, query: DraftQuery) -> tuple[int, ...]:
     said = len(query.tokens) - query.num_prompt
     path = []
     for place, token in enumerate(self.texts[query.request_id][said : said + query.max_draft]):
