@@ -1,0 +1,308 @@
+r"""One rollout under memory pressure: the baseline, then Seer's parts one after the other.
+
+Claim: the same texts, to the bit, in far fewer engine steps: chunks and pages that move, longest
+groups first, drafts from sibling texts; no request is ever preempted.
+Command: bash launch/local.sh experiments.seer_rollout --workdir=runs/seer_rollout
+Hardware: 2 CPU cores (four virtual devices), about 10 minutes
+Numbers: docs/results/seer_rollout.md
+
+The workload: word problems, answers by nano whose ends are told: log-normal lengths, alike within a
+group. A scheduler does not know them, only `max_tokens`. All systems have the same pages, slots and
+rows of a step. Steps are counted, for they do not depend on the machine; drafts are made wherever a
+group's texts suggest any, without a budget, for the same reason. Seconds stand beside them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+import dataclasses
+import json
+import pathlib
+import sys
+import time
+from typing import Any
+
+from absl import app, flags
+import jax
+import ml_collections.config_flags
+import numpy as np
+
+from experiments import configuration, grpo
+from seerjax import metrics, numerics as numerics_lib, parallel, report, rl, self_test
+from seerjax.engine import engine as engine_lib, runner as runner_lib
+from seerjax.engine.kv_pool import KVPool, KVPoolConfig
+from seerjax.models import transformer
+from seerjax.rollout import chart, rollout as rollout_lib, scheduler
+from seerjax.rollout.divided import DividedRollout
+from seerjax.speculation.drafters import SuffixDrafter
+from seerjax.tasks import base
+from seerjax.types import Completion, Request, SamplingParams
+
+# Cannot be said: answers end where they are told to.
+FORBIDDEN = -1e6
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Workload:
+  """What is asked, and of how much memory.
+
+  Attributes:
+    model: "nano", a Hugging Face directory, or a Hub id.
+    num_groups: word problems.
+    group_size: answers to each.
+    mean_tokens: of the log-normal, before it is clipped.
+    sigma: of its logarithm.
+    correlation: of the logarithms within a group.
+    max_tokens: the longest answer, which is all that a scheduler knows.
+    num_instances: virtual devices.
+    page_size: positions of a page.
+    num_pages: of an instance.
+    max_sequences: that an instance runs at once.
+    rows: of a step, for each instance.
+    chunk_tokens: of the divided systems.
+    seed: of problems, lengths and samples.
+  """
+
+  model: str = "nano"
+  num_groups: int = 48
+  group_size: int = 8
+  mean_tokens: float = 120.0
+  sigma: float = 1.0
+  correlation: float = 0.8
+  max_tokens: int = 480
+  num_instances: int = 4
+  page_size: int = 16
+  num_pages: int = 121
+  max_sequences: int = 32
+  rows: int = 128
+  chunk_tokens: int = 32
+  seed: int = 0
+
+  def __post_init__(self):
+    if not 0 <= self.correlation <= 1 or not self.sigma > 0 or not self.mean_tokens >= 1:
+      raise ValueError(
+        f"Workload: got correlation={self.correlation}, sigma={self.sigma},"
+        f" mean_tokens={self.mean_tokens}, expected 0 to 1, a positive number and at least 1."
+      )
+
+
+class EndsWhereTold(engine_lib.Engine):
+  """An engine whose answers end at told lengths, which nothing but their end shows."""
+
+  lengths: dict[str, int] = {}
+
+  def _accept(self, sequence, token, logprob, raw_logprob):
+    update = super()._accept(sequence, token, logprob, raw_logprob)
+    is_over = sequence.num_said >= self.lengths[update.request_id]
+    return update._replace(finish_reason="stop") if is_over else update
+
+
+def lengths(workload: Workload) -> np.ndarray:
+  """Returns i64[g, m], told lengths."""
+  rng = np.random.default_rng(workload.seed)
+  shape = (workload.num_groups, workload.group_size)
+  group, member = rng.standard_normal((shape[0], 1)), rng.standard_normal(shape)
+  rho, sigma = workload.correlation, workload.sigma
+  logs = np.log(workload.mean_tokens) - sigma**2 / 2
+  logs = logs + sigma * (np.sqrt(rho) * group + np.sqrt(1 - rho) * member)
+  return np.clip(np.exp(logs), 8, workload.max_tokens).astype(np.int64)
+
+
+def requests(workload: Workload, policy: rl.Policy) -> list[Request]:
+  """Returns the groups' requests, none of which can end by itself."""
+  task = base.load("word_problems")
+  sampling = SamplingParams(
+    max_tokens=workload.max_tokens,
+    logit_bias=tuple((token, FORBIDDEN) for token in policy.tokenizer.eos_ids),
+  )
+  found = []
+  for group in range(workload.num_groups):
+    index = rollout_lib.problem_index(group, task.num_problems("train"), workload.seed)
+    prompt = rollout_lib.prompt_tokens(task.problem("train", index), policy.tokenizer)
+    for member in range(workload.group_size):
+      found.append(
+        Request(
+          request_id=f"0/{group}/{member}",
+          prompt=prompt,
+          sampling=sampling,
+          seed=rollout_lib.request_seed(workload.seed, 0, group, member),
+          group_id=f"0/{group}",
+        )
+      )
+  return found
+
+
+def systems(workload: Workload) -> dict[str, tuple[Any, bool]]:
+  """Returns by name the scheduling policy and whether drafts are made, in the order they run."""
+  parts = dict(chunk_tokens=workload.chunk_tokens, min_pull_tokens=workload.page_size)
+  return {
+    "groups, preempting": (scheduler.GroupFCFS(), False),
+    "groups, waiting": (scheduler.GroupFCFS(reserves=True), False),
+    "divided": (scheduler.Divided(**parts), False),
+    "+ context": (scheduler.ContextAware(**parts), False),
+    "ours": (scheduler.Ours(**parts), False),
+    "+ context + drafts": (scheduler.ContextAware(**parts), True),
+    "ours + drafts": (scheduler.Ours(**parts), True),
+  }
+
+
+def run_system(
+  make_engine: Callable[..., EndsWhereTold],
+  policy: Any,
+  drafts: bool,
+  asked: list[Request],
+) -> tuple[dict[str, Any], DividedRollout, dict[str, Completion]]:
+  """Runs one system; returns its numbers, its rollout and its completions."""
+  drafter = SuffixDrafter() if drafts else None
+  rollout = DividedRollout(make_engine(drafter=drafter), policy)
+  begin = time.monotonic()
+  found = {completion.request_id: completion for completion in rollout.run(asked)}
+  seconds = time.monotonic() - begin
+  trace, engine = rollout.trace, rollout.engine
+  pool = engine.memory.kv_pool
+  numbers = {
+    "steps": trace.num_steps,
+    "tail_steps": trace.tail_steps(),
+    "preemptions_a_request": trace.preemptions / len(asked),
+    "rows": sum(trace.rows),
+    "moved_bytes": engine.memory.counters.peer_bytes + pool.host.bytes_in + pool.host.bytes_out,
+    "migrations": trace.migrations,
+    "spills": trace.spills,
+    "dropped": trace.dropped,
+    "used_pages": float(np.mean(trace.used_pages) / (engine.config.num_pages - 1)),
+    "tokens_a_step_and_request": 1.0,
+    "seconds": seconds,
+  }
+  if drafter is not None:
+    numbers["tokens_a_step_and_request"] = drafter.acceptance.length
+    numbers["acceptance_by_position"] = list(drafter.acceptance.rate_at)
+    numbers["acceptance_by_siblings"] = {
+      str(count): value for count, value in drafter.acceptance.length_by_references.items()
+    }
+  return numbers, rollout, found
+
+
+def table(results: dict[str, dict[str, Any]]) -> str:
+  """Returns the results as Markdown."""
+  baseline = results["groups, preempting"]
+  lines = [
+    "| system | steps | of the first | tail steps | of the first | preemptions a request | rows |"
+    " MB moved | tokens a step | seconds |",
+    "|---|---|---|---|---|---|---|---|---|---|",
+  ]
+  for name, row in results.items():
+    lines.append(
+      f"| {name} | {row['steps']:,} | {row['steps'] / baseline['steps']:.2f} |"
+      f" {row['tail_steps']:,} | {row['tail_steps'] / max(baseline['tail_steps'], 1):.2f} |"
+      f" {row['preemptions_a_request']:.2f} | {row['rows']:,} | {row['moved_bytes'] / 1e6:.0f} |"
+      f" {row['tokens_a_step_and_request']:.2f} | {row['seconds']:.1f} |"
+    )
+  return "\n".join(lines)
+
+
+def page(workload: Workload, rollouts: dict[str, DividedRollout]) -> str:
+  """Returns the systems' charts as one HTML page."""
+  sections = []
+  for name, rollout in rollouts.items():
+    body = chart.section(0, rollout.trace, workload.num_pages - 1)
+    sections.append(f"<h1>{report.escape(name)}</h1>{body}")
+  return (
+    '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+    f"<title>Rollouts · SeerJAX</title><style>{report.STYLE}</style></head>\n"
+    f"<body><main>{''.join(sections)}</main></body></html>\n"
+  )
+
+
+def run(workload: Workload, directory: pathlib.Path) -> dict[str, dict[str, Any]]:
+  """Runs every system and writes results.json, table.md and rollouts.html.
+
+  Raises:
+    ValueError: if two systems say other bits.
+  """
+  numerics = numerics_lib.NumericsConfig(query_tile=4, slot_tile=32, kv_split=64)
+  print(self_test.describe(numerics), flush=True)
+  policy = grpo.load_policy(workload.model, numerics)
+  asked = requests(workload, policy)
+  told = dict(zip([one.request_id for one in asked], lengths(workload).ravel().tolist()))
+  longest = max(len(one.prompt) for one in asked) + workload.max_tokens
+  config = engine_lib.EngineConfig(
+    page_size=workload.page_size,
+    num_pages=workload.num_pages,
+    max_sequences=workload.max_sequences,
+    max_context=-(-longest // numerics.kv_split) * numerics.kv_split,
+    row_buckets=(workload.rows,),
+  )
+  mesh = parallel.make_mesh(num_instances=workload.num_instances)
+  runner = runner_lib.Runner(policy.model, numerics, mesh, 1)
+  weights = transformer.compute_params(policy.params, numerics)
+
+  def make_engine(drafter: Any = None) -> EndsWhereTold:
+    engine = EndsWhereTold(
+      policy.model,
+      weights,
+      numerics=numerics,
+      config=config,
+      key=jax.random.key(workload.seed),
+      runner=runner,
+      drafter=drafter,
+      kv_pool=KVPool(KVPoolConfig(host_pages=10**6)),
+    )
+    engine.lengths = told
+    return engine
+
+  values = np.asarray(list(told.values()))
+  print(
+    f"{len(asked)} answers of {values.mean():.0f} tokens on average, {values.max()} at most, to"
+    f" {workload.num_groups} prompts; {workload.num_instances} instances of"
+    f" {workload.num_pages - 1} pages of {workload.page_size} positions",
+    flush=True,
+  )
+  make_engine().step_seconds([1])  # Compiles, which no system should pay for.
+  results, rollouts, first = {}, {}, {}
+  for name, (policy_of_system, drafts) in systems(workload).items():
+    numbers, rollout, found = run_system(make_engine, policy_of_system, drafts, asked)
+    first = first or found
+    for request_id, completion in found.items():
+      expected = first[request_id]
+      same = completion.tokens == expected.tokens and all(
+        getattr(completion, field).tobytes() == getattr(expected, field).tobytes()
+        for field in ("behaviour_logprobs", "raw_logprobs")
+      )
+      if not same:
+        raise ValueError(
+          f"{name}: got other bits for request {request_id} than the first system, expected equal"
+          " ones; the contract is broken, keep this directory and report it."
+        )
+    results[name], rollouts[name] = numbers, rollout
+    print(
+      f"{name:20s} {numbers['steps']:6d} steps, {numbers['tail_steps']:5d} of them for the last"
+      f" tenth, {numbers['preemptions_a_request']:.2f} preemptions a request,"
+      f" {numbers['seconds']:.1f} s",
+      flush=True,
+    )
+  directory.mkdir(parents=True, exist_ok=True)
+  record = {"workload": dataclasses.asdict(workload), "results": results}
+  metrics.write_summary(directory / "results.json", json.loads(json.dumps(record)))
+  (directory / "table.md").write_text(table(results) + "\n")
+  (directory / "rollouts.html").write_text(page(workload, rollouts), encoding="utf-8")
+  return results
+
+
+def main(argv: list[str]) -> None:
+  args = flags.FLAGS
+  with configuration.refusals():
+    configuration.check_arguments(argv)
+    workload = configuration.from_flags(Workload, args.config)
+    jax.config.update("jax_num_cpu_devices", workload.num_instances)
+    results = run(workload, pathlib.Path(args.workdir))
+  print(table(results))
+  print("equal bits: every system said the same tokens with the same log-probabilities")
+  print(f"charts   {pathlib.Path(args.workdir) / 'rollouts.html'}")
+
+
+if __name__ == "__main__":
+  with configuration.refusals():
+    configuration.check_names(Workload(), sys.argv[1:])
+  ml_collections.config_flags.DEFINE_config_dict("config", configuration.to_flags(Workload()))
+  flags.DEFINE_string("workdir", "runs/seer_rollout", "Everything the run writes goes here.")
+  app.run(main)
