@@ -1,0 +1,100 @@
+"""What a step costs: seconds by batch, context and verified tokens; and what moving KV costs.
+
+    rows    = batch * (1 + draft_tokens)
+    step    = fixed + max(weights / bandwidth, rows * operations / speed)
+              + context * kv_bytes / bandwidth
+    weights = all - (all - active) * (1 - active / all) ** rows    (experts that some row meets)
+
+Source: the roofline; experts as independent draws. Constants of the hardware are the maker's, times
+an efficiency.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CostModel:
+  """One instance: its model on its devices.
+
+  Attributes:
+    num_devices: of the instance.
+    device_bytes: memory of one.
+    device_bandwidth: bytes/s of its memory, as reached.
+    device_speed: operations/s, as reached in decoding and prefill.
+    weight_bytes: of all parameters.
+    resident_bytes: that they take on all devices together, copies included.
+    active_bytes: of the parameters that one token meets; `weight_bytes` if dense.
+    active_parameters: that one token meets.
+    kv_bytes: of one position.
+    fixed_seconds: of a step, whatever is in it (launches, collectives, the host).
+    memory_share: of the devices' memory that weights and KV may fill.
+    host_bandwidth: bytes/s between devices and their host, of the instance.
+    peer_bandwidth: bytes/s between two instances.
+  """
+
+  num_devices: int
+  device_bytes: float
+  device_bandwidth: float
+  device_speed: float
+  weight_bytes: float
+  resident_bytes: float
+  active_bytes: float
+  active_parameters: float
+  kv_bytes: float
+  fixed_seconds: float
+  memory_share: float
+  host_bandwidth: float
+  peer_bandwidth: float
+
+  def __post_init__(self):
+    for name, value in dataclasses.asdict(self).items():
+      if value < 0 or (value == 0 and name != "fixed_seconds"):
+        raise ValueError(
+          f"CostModel: got {name}={value}, expected more than 0; fixed_seconds alone may be 0."
+        )
+    if self.kv_tokens < 1:
+      raise ValueError(
+        f"CostModel: got {self.resident_bytes:.3g} bytes of weights on"
+        f" {self.num_devices} x {self.device_bytes:.3g} bytes at memory_share={self.memory_share},"
+        " expected room for KV beside them; use more devices or a larger share."
+      )
+
+  @property
+  def kv_tokens(self) -> int:
+    """Returns how many positions of KV fit beside the weights."""
+    room = self.num_devices * self.device_bytes * self.memory_share - self.resident_bytes
+    return int(room // self.kv_bytes)
+
+  @property
+  def context_seconds(self) -> float:
+    """Returns what one position of context adds to a step."""
+    return self.kv_bytes / (self.num_devices * self.device_bandwidth)
+
+  def step_seconds(self, batch: int, context: float, draft_tokens: int = 0) -> float:
+    """Returns a step's time.
+
+    Args:
+      batch: requests.
+      context: positions of KV that they read, in all.
+      draft_tokens: verified for each, beside its own token.
+    """
+    rows = batch * (1 + draft_tokens)
+    idle_share = (1 - self.active_bytes / self.weight_bytes) ** rows
+    touched = self.weight_bytes - (self.weight_bytes - self.active_bytes) * idle_share
+    read = touched / (self.num_devices * self.device_bandwidth)
+    computed = 2 * rows * self.active_parameters / (self.num_devices * self.device_speed)
+    return self.fixed_seconds + max(read, computed) + context * self.context_seconds
+
+  def prefill_seconds(self, tokens: int) -> float:
+    """Returns how long an instance computes so many positions, and nothing else."""
+    return 2 * tokens * self.active_parameters / (self.num_devices * self.device_speed)
+
+  def peer_seconds(self, tokens: int) -> float:
+    """Returns how long KV of so many positions travels between two instances."""
+    return tokens * self.kv_bytes / self.peer_bandwidth
+
+  def host_seconds(self, tokens: int) -> float:
+    """Returns how long KV of so many positions comes back from the host's memory."""
+    return tokens * self.kv_bytes / self.host_bandwidth

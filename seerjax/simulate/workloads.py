@@ -1,0 +1,238 @@
+"""The paper's three workloads, and what was published of them.
+
+Source: arXiv 2511.14617v3, tables 3 and 4, figures 7, 8, 10 and 11. Bytes of KV follow from the
+models' public configurations; the hardware is H800 nodes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from seerjax.simulate import cluster, costs, lengths
+
+H800_BYTES = 80e9
+H800_BANDWIDTH = 3.35e12  # bytes/s
+H800_SPEED = 989e12  # operations/s, bfloat16, dense
+# What of them is reached: the usual figures of decoding kernels, not fitted.
+BANDWIDTH_SHARE = 0.6
+SPEED_SHARE = 0.4
+HOST_BANDWIDTH = 25e9  # bytes/s and device, PCIe 5 in one direction at half its rate
+NETWORK_BANDWIDTH = 50e9  # bytes/s and device: one 400 Gb/s port each
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Fitted:
+  """Free parameters, fitted to columns of the baseline alone: at most 4 a workload.
+
+  Attributes:
+    fixed_seconds: of a step.
+    sigma: of ln L; fitted to Qwen2-VL-72B, whose baseline has a third column, and used for all.
+    memory_share: of the devices' memory that weights and KV fill.
+  """
+
+  fixed_seconds: float
+  sigma: float
+  memory_share: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Published:
+  """What the paper says of a workload.
+
+  Attributes:
+    baseline_seconds: veRL's rollout.
+    baseline_tail_seconds: spent on the last tenth of its requests.
+    preemptions: of a request, in veRL; None where not published.
+    gains: throughput of divided, + context, + speculation, over the baseline.
+    tail_cut: of the whole system.
+    seconds: of the whole system.
+    accepted: tokens a step of the whole system.
+  """
+
+  baseline_seconds: float
+  baseline_tail_seconds: float
+  preemptions: float | None
+  gains: tuple[float, float, float]
+  tail_cut: float
+  seconds: float
+  accepted: float
+
+  @property
+  def tail_share(self) -> float:
+    """Returns the tail's part of the baseline's rollout."""
+    return self.baseline_tail_seconds / self.baseline_seconds
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Workload:
+  """One column of the paper's tables.
+
+  Attributes:
+    name: of the model.
+    num_instances: of the cluster.
+    devices: of an instance.
+    weight_bytes: of the model.
+    replicated_bytes: of these, held by each device for itself (attention under expert parallelism).
+    active_bytes: that one token meets.
+    active_parameters: that one token meets.
+    kv_bytes: of one position.
+    num_groups: prompts of an iteration.
+    group_size: responses of a prompt.
+    mean_tokens: generated, of a response.
+    max_tokens: cap.
+    prompt_tokens: of a prompt; not published.
+    rho: likeness within groups; not published.
+    rollout_share: of the baseline's iteration; the rest trains and moves weights.
+    free: those of `fitted` that were fitted to the baseline; the others were set beforehand.
+    fitted: free parameters.
+    published: to compare with.
+  """
+
+  name: str
+  num_instances: int
+  devices: int
+  weight_bytes: float
+  replicated_bytes: float
+  active_bytes: float
+  active_parameters: float
+  kv_bytes: float
+  num_groups: int
+  group_size: int
+  mean_tokens: float
+  max_tokens: int
+  prompt_tokens: int
+  rho: float
+  rollout_share: float
+  free: tuple[str, ...]
+  fitted: Fitted
+  published: Published
+
+  def cluster(self) -> cluster.ClusterConfig:
+    """Returns the machines."""
+    model = costs.CostModel(
+      num_devices=self.devices,
+      device_bytes=H800_BYTES,
+      device_bandwidth=BANDWIDTH_SHARE * H800_BANDWIDTH,
+      device_speed=SPEED_SHARE * H800_SPEED,
+      weight_bytes=self.weight_bytes,
+      resident_bytes=self.weight_bytes + (self.devices - 1) * self.replicated_bytes,
+      active_bytes=self.active_bytes,
+      active_parameters=self.active_parameters,
+      kv_bytes=self.kv_bytes,
+      fixed_seconds=self.fitted.fixed_seconds,
+      memory_share=self.fitted.memory_share,
+      host_bandwidth=self.devices * HOST_BANDWIDTH,
+      peer_bandwidth=self.devices * NETWORK_BANDWIDTH,
+    )
+    return cluster.ClusterConfig(
+      num_instances=self.num_instances,
+      costs=model,
+      max_running=MAX_RUNNING,
+      prompt_tokens=self.prompt_tokens,
+    )
+
+  def lengths(self, seed: int) -> np.ndarray:
+    """Returns i64[groups, members] lengths of one iteration."""
+    config = lengths.LengthsConfig(
+      num_groups=self.num_groups,
+      group_size=self.group_size,
+      mean_tokens=self.mean_tokens,
+      max_tokens=self.max_tokens,
+      sigma=self.fitted.sigma,
+      rho=self.rho,
+    )
+    return lengths.generate(config, seed)
+
+
+MAX_RUNNING = 1024  # verl's default: memory binds, not this
+
+MOONLIGHT = Workload(
+  name="Moonlight",
+  num_instances=32,
+  devices=1,
+  weight_bytes=32e9,
+  replicated_bytes=0.0,
+  active_bytes=6e9,
+  active_parameters=3e9,
+  kv_bytes=31_104,  # 27 layers of 512 + 64 latent values, bfloat16
+  num_groups=400,
+  group_size=8,
+  mean_tokens=22_386,
+  max_tokens=65_536,
+  prompt_tokens=256,
+  rho=0.8,
+  rollout_share=0.84,
+  free=("fixed_seconds", "memory_share"),
+  fitted=Fitted(fixed_seconds=0.0134, sigma=0.8545, memory_share=0.821),
+  published=Published(
+    baseline_seconds=3910,
+    baseline_tail_seconds=1817,
+    preemptions=None,
+    gains=(1.41, 1.47, 1.90),
+    tail_cut=0.84,
+    seconds=2181,
+    accepted=1.89,
+  ),
+)
+
+QWEN2_VL_72B = Workload(
+  name="Qwen2-VL-72B",
+  num_instances=16,
+  devices=8,
+  weight_bytes=146e9,
+  replicated_bytes=0.0,
+  active_bytes=146e9,
+  active_parameters=73e9,
+  kv_bytes=327_680,  # 80 layers, 8 KV heads of 128, keys and values, bfloat16
+  num_groups=600,
+  group_size=16,
+  mean_tokens=7_615,
+  max_tokens=40_960,
+  prompt_tokens=1_024,
+  rho=0.8,
+  rollout_share=0.63,
+  free=("fixed_seconds", "sigma", "memory_share"),
+  fitted=Fitted(fixed_seconds=0.0276, sigma=0.8545, memory_share=0.8725),
+  published=Published(
+    baseline_seconds=3957,
+    baseline_tail_seconds=2301,
+    preemptions=13_686 / 9_600,
+    gains=(1.42, 1.56, 2.04),
+    tail_cut=0.94,
+    seconds=1922,
+    accepted=2.15,
+  ),
+)
+
+KIMI_K2 = Workload(
+  name="Kimi-K2",
+  num_instances=8,
+  devices=32,
+  weight_bytes=1e12,
+  replicated_bytes=14e9,  # attention 6.2 G and shared experts 3.0 G at 8 bits, vocabulary at 16
+  active_bytes=32e9,
+  active_parameters=32e9,
+  kv_bytes=70_272,  # 61 layers of 512 + 64 latent values, bfloat16
+  num_groups=800,
+  group_size=8,
+  mean_tokens=38_959,
+  max_tokens=98_304,
+  prompt_tokens=256,
+  rho=0.8,
+  rollout_share=0.87,
+  free=("fixed_seconds", "memory_share"),
+  fitted=Fitted(fixed_seconds=0.068, sigma=0.8545, memory_share=0.91),
+  published=Published(
+    baseline_seconds=12202,
+    baseline_tail_seconds=3144,
+    preemptions=None,
+    gains=(1.16, 1.27, 1.53),
+    tail_cut=0.72,
+    seconds=8267,
+    accepted=1.77,
+  ),
+)
+
+WORKLOADS = (MOONLIGHT, QWEN2_VL_72B, KIMI_K2)
