@@ -165,7 +165,7 @@ MOONLIGHT = Workload(
   rho=0.8,
   rollout_share=0.84,
   free=("fixed_seconds", "memory_share"),
-  fitted=Fitted(fixed_seconds=0.0134, sigma=0.8545, memory_share=0.821),
+  fitted=Fitted(fixed_seconds=0.01277, sigma=0.8545, memory_share=0.821),
   published=Published(
     baseline_seconds=3910,
     baseline_tail_seconds=1817,
@@ -223,7 +223,7 @@ KIMI_K2 = Workload(
   rho=0.8,
   rollout_share=0.87,
   free=("fixed_seconds", "memory_share"),
-  fitted=Fitted(fixed_seconds=0.068, sigma=0.8545, memory_share=0.91),
+  fitted=Fitted(fixed_seconds=0.0709, sigma=0.8545, memory_share=0.909),
   published=Published(
     baseline_seconds=12202,
     baseline_tail_seconds=3144,
