@@ -120,8 +120,8 @@ def read_trace(path: str | os.PathLike[str]) -> np.ndarray:
     row = _outputs(line)
     if not row or len(row) != len(rows[0] if rows else row):
       raise ValueError(
-        f"{path}: got {line[:60]!r} in line {number}, expected JSON with a list 'output' of positive"
-        f" lengths, {len(rows[0]) if rows else 'as many in each line'}; mend or drop that line."
+        f"{path}: got {line[:60]!r} in line {number}, expected JSON with a list 'output' of"
+        f" {len(rows[0]) if rows else 'some'} positive lengths; mend or drop that line."
       )
     rows.append(row)
   if not rows:
