@@ -17,7 +17,9 @@ import bisect
 from collections.abc import Mapping
 import dataclasses
 import heapq
-from typing import Any, NamedTuple
+import math
+import operator
+from typing import NamedTuple
 
 import numpy as np
 
@@ -40,27 +42,61 @@ class GroupFCFS:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class ByPrefix:
+  """Where the longest prefix is cached, while load is balanced; else the fewest in flight.
+
+  Attributes:
+    max_spread: load is balanced up to this difference of requests in flight.
+  """
+
+  max_spread: int = 32
+
+  def __post_init__(self):
+    if self.max_spread < 0:
+      raise ValueError(f"ByPrefix: got max_spread={self.max_spread}, expected at least 0; say 32.")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ByRoom:
+  """Where most pages are free, unless where its KV is there are nearly as many.
+
+  What an instance's step costs beyond its fixed part follows from the KV that it reads, so this
+  evens the instances' steps out, which numbers of requests do not.
+
+  Attributes:
+    max_imbalance: part of an instance's pages by which its KV's home may have fewer free.
+  """
+
+  max_imbalance: float = 0.05
+
+  def __post_init__(self):
+    if not 0 <= self.max_imbalance <= 1:
+      raise ValueError(
+        f"ByRoom: got max_imbalance={self.max_imbalance}, expected a part in [0, 1]; say 0.05."
+      )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Divided:
   """Chunks instead of whole requests, in order of arrival, on any instance.
 
   Attributes:
     chunk_tokens: most tokens of a chunk.
-    max_spread: beyond this difference of requests in flight between the most and the least loaded
-      instance, load decides the instance, else the longest cached prefix does.
+    routing: how an instance is chosen among those where the chunk fits.
     min_pull_tokens: more tokens than these missing on the chosen instance are pulled from the one
       that has them; fewer are computed again.
   """
 
   chunk_tokens: int = 8192
-  max_spread: int = 32
+  routing: ByPrefix | ByRoom = ByPrefix()
   min_pull_tokens: int = 512
 
   def __post_init__(self):
-    if self.chunk_tokens < 1 or self.max_spread < 0 or self.min_pull_tokens < 0:
+    if self.chunk_tokens < 1 or self.min_pull_tokens < 0:
       raise ValueError(
         f"{type(self).__name__}: got chunk_tokens={self.chunk_tokens},"
-        f" max_spread={self.max_spread}, min_pull_tokens={self.min_pull_tokens}, expected at least"
-        " 1, 0 and 0; 8192, 32 and 512 are the source's."
+        f" min_pull_tokens={self.min_pull_tokens}, expected at least 1 and 0; 8192 and 512 are the"
+        " source's."
       )
 
 
@@ -85,35 +121,54 @@ class Oracle(Divided):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Ours(Divided):
-  """Algorithm 2 with what it leaves open, settled.
+  """The longest groups first, the least generated first among groups about as long.
+
+  A request's estimate is its group's quantile of finished lengths, and never below what the group's
+  longest member has generated so far; before the first has finished it is `unknown_factor` times
+  that. Estimates within `same_factor` of each other count as equal, and among equals the request
+  that has generated least goes first: so every group is probed, by its first members and then by
+  all, and a request that outgrows its group stands out while there is time.
+
+  Where lengths within a group are not alike, or not yet known to be, the least generated goes first
+  regardless of groups: then the long ones are those that are left.
 
   Attributes:
-    quantile: of a group's finished lengths, its estimate; never below what a live member has.
+    quantile: of a group's finished lengths.
+    unknown_factor: see above.
+    same_factor: see above; more than 1.
     lookahead: waiting requests that may pass a first one that fits nowhere; the instance where it
       will fit soonest is kept for it meanwhile.
     fair_every: each so many decisions the request that arrived first goes first; 0 never.
-    min_correlation: below this rank correlation of probes with their siblings, estimates are noise,
-      and the order is that of `Divided`.
-    min_groups: groups with a finished probe and sibling before the correlation is believed.
+    min_correlation: below this rank correlation of lengths within groups, estimates are noise.
+    num_pilots: first groups whose first two members go before all others and show the correlation.
   """
 
+  chunk_tokens: int = 2048
+  routing: ByPrefix | ByRoom = ByRoom()
   quantile: float = 0.75
+  unknown_factor: float = 4.0
+  same_factor: float = 1.5
   lookahead: int = 8
   fair_every: int = 64
-  min_correlation: float = 0.3
-  min_groups: int = 32
+  min_correlation: float = 0.2
+  num_pilots: int = 64
 
   def __post_init__(self):
     super().__post_init__()
     if not 0 <= self.quantile <= 1 or not -1 <= self.min_correlation <= 1:
       raise ValueError(
         f"Ours: got quantile={self.quantile}, min_correlation={self.min_correlation}, expected"
-        " values in [0, 1] and [-1, 1]; 0.75 and 0.3 are usual."
+        " values in [0, 1] and [-1, 1]; 0.75 and 0.2 are usual."
       )
-    if self.lookahead < 0 or self.fair_every < 0 or self.min_groups < 2:
+    if self.unknown_factor < 1 or self.same_factor <= 1:
+      raise ValueError(
+        f"Ours: got unknown_factor={self.unknown_factor}, same_factor={self.same_factor}, expected"
+        " at least 1 and more than 1; 4 and 1.5 are usual."
+      )
+    if self.lookahead < 0 or self.fair_every < 0 or self.num_pilots < 0:
       raise ValueError(
         f"Ours: got lookahead={self.lookahead}, fair_every={self.fair_every},"
-        f" min_groups={self.min_groups}, expected at least 0, 0 and 2; 8, 64 and 32 are usual."
+        f" num_pilots={self.num_pilots}, expected at least 0 of each; 8, 64 and 64 are usual."
       )
 
 
@@ -214,6 +269,9 @@ class Scheduler:
       if item.num_chunks == 0:
         _require_fits(item, instances)
       self._queue.update(item)
+    # Nearly every None is this one: no place is left.
+    if not any(map(operator.lt, instances.num_running, instances.max_running)):
+      return None
     decision = self._queue.decide(instances)
     self.num_decisions += decision is not None
     return decision
@@ -231,20 +289,33 @@ def num_pages(positions: int, page_size: int) -> int:
   return -(-positions // page_size)
 
 
-class _Arrivals:
-  """Waiting requests by arrival."""
+class _Sorted:
+  """Waiting requests by a key that may change, ties by arrival: a heap that drops old entries late.
+
+  A request's entry is the one of its last push; it counts while the request waits.
+  """
 
   def __init__(self):
-    self._heap: list[tuple[int, int, Item]] = []
+    self._heap: list[tuple[tuple[int, ...], int, int, Item]] = []
+    self._serials: dict[int, int] = {}  # By request: that of its last push.
+    self._num_pushes = 0
 
-  def push(self, item: Item) -> None:
-    heapq.heappush(self._heap, (item.index, item.version, item))
+  def push(self, item: Item, key: tuple[int, ...] = ()) -> None:
+    self._num_pushes += 1
+    self._serials[item.index] = self._num_pushes
+    heapq.heappush(self._heap, (key, item.index, self._num_pushes, item))
 
   def peek(self) -> Item | None:
-    return _peek(self._heap)
+    while self._heap:
+      _, index, serial, item = self._heap[0]
+      if item.state is State.WAITING and self._serials[index] == serial:
+        return item
+      heapq.heappop(self._heap)
+    return None
 
-  def pop(self) -> None:
-    heapq.heappop(self._heap)
+  def pop(self) -> tuple[int, ...]:
+    """Takes out what `peek` returned, and returns its key."""
+    return heapq.heappop(self._heap)[0]
 
 
 class _GroupQueue:
@@ -253,7 +324,7 @@ class _GroupQueue:
   def __init__(self, config: GroupFCFS):
     self._config = config
     self._new: list[Item] = []
-    self._queues: list[_Arrivals] = []
+    self._queues: list[_Sorted] = []
     self._turn = 0
 
   def update(self, item: Item) -> None:
@@ -266,7 +337,7 @@ class _GroupQueue:
   def decide(self, instances: Instances) -> Decision | None:
     count = len(instances.free_pages)
     while len(self._queues) < count:
-      self._queues.append(_Arrivals())
+      self._queues.append(_Sorted())
     for item in self._new:
       self._queues[item.group.index % count].push(item)
     self._new.clear()
@@ -291,7 +362,7 @@ class _ArrivalQueue:
 
   def __init__(self, config: Divided):
     self._config = config
-    self._waiting = _Arrivals()
+    self._waiting = _Sorted()
 
   def update(self, item: Item) -> None:
     if item.state is State.WAITING:
@@ -310,109 +381,50 @@ class _OracleQueue:
 
   def __init__(self, config: Oracle):
     self._config = config
-    self._heap: list[tuple[int, int, int, Item]] = []
+    self._waiting = _Sorted()
 
   def update(self, item: Item) -> None:
     if item.state is State.WAITING:
-      left = self._config.lengths[item.request_id] - item.generated
-      heapq.heappush(self._heap, (-left, item.index, item.version, item))
+      self._waiting.push(item, (item.generated - self._config.lengths[item.request_id],))
 
   def estimate(self, group: Group) -> int:
     return max(self._config.lengths[item.request_id] for item in group.members)
 
   def decide(self, instances: Instances) -> Decision | None:
-    item = _peek(self._heap)
+    item = self._waiting.peek()
     return item and _place(item, instances, self._config)
 
 
-class _Context:
-  """Waiting probes by what they have generated; other waiting requests by their group's estimate.
-
-  A group's entry in the heap of groups is stale once its estimate has changed (`versions`), and is
-  taken out when it surfaces without a waiting member (`queued`).
-  """
-
-  def __init__(self):
-    self._probes: list[tuple[int, int, int, Item]] = []
-    self._groups: list[tuple[int, int, int]] = []  # (-estimate, group, version)
-    self._members: list[list[tuple[int, int, Item]]] = []  # By group: (member, version, item).
-    self._estimates: list[int] = []
-    self._versions: list[int] = []
-    self._queued: list[bool] = []
-
-  def add_group(self, group: Group) -> None:
-    while len(self._members) <= group.index:
-      self._members.append([])
-      self._estimates.append(0)
-      self._versions.append(0)
-      self._queued.append(False)
-
-  def push(self, item: Item) -> None:
-    if item.member == 0:
-      heapq.heappush(self._probes, (item.generated, item.index, item.version, item))
-      return
-    group = item.group.index
-    heapq.heappush(self._members[group], (item.member, item.version, item))
-    if not self._queued[group]:
-      self._push_group(group)
-
-  def set_estimate(self, group: int, estimate: int) -> None:
-    if estimate != self._estimates[group]:
-      self._estimates[group] = estimate
-      if self._queued[group]:
-        self._push_group(group)
-
-  def estimate(self, group: int) -> int:
-    return self._estimates[group]
-
-  def peek(self) -> Item | None:
-    probe = _peek(self._probes)
-    if probe is not None:
-      return probe
-    while self._groups:
-      _, group, version = self._groups[0]
-      if version == self._versions[group]:
-        item = _peek(self._members[group])
-        if item is not None:
-          return item
-        self._queued[group] = False
-      heapq.heappop(self._groups)
-    return None
-
-  def pop(self) -> None:
-    heap: list[Any] = self._probes or self._members[self._groups[0][1]]
-    heapq.heappop(heap)
-
-  def _push_group(self, group: int) -> None:
-    self._queued[group] = True
-    self._versions[group] += 1
-    heapq.heappush(self._groups, (-self._estimates[group], group, self._versions[group]))
-
-
 class _ContextQueue:
-  """Policy of `ContextAware`, as printed."""
+  """Policy of `ContextAware`, as printed: no other is looked at while a probe waits."""
 
   def __init__(self, config: ContextAware):
     self._config = config
-    self._context = _Context()
+    self._probes = _Sorted()
+    self._others = _Sorted()
     self._longest: dict[int, int] = {}  # By group: of its finished requests.
 
   def update(self, item: Item) -> None:
     group = item.group.index
-    self._context.add_group(item.group)
-    if item.state is State.FINISHED:
-      self._longest[group] = max(self._longest.get(group, 0), item.generated)
-    if item.state is not State.RUNNING:
-      self._context.set_estimate(group, self.estimate(item.group))
-    if item.state is State.WAITING:
-      self._context.push(item)
+    if item.state is State.FINISHED and item.generated > self._longest.get(group, 0):
+      self._longest[group] = item.generated
+      for member in item.group.members:
+        self._push(member)
+    self._push(item)
 
   def estimate(self, group: Group) -> int:
     return self._longest.get(group.index, 0) or _upper_bound(group)
 
   def decide(self, instances: Instances) -> Decision | None:
-    item = self._context.peek()
+    item = self._probes.peek() or self._others.peek()
     return item and _place(item, instances, self._config)
+
+  def _push(self, item: Item) -> None:
+    if item.state is State.WAITING:
+      if item.member == 0:
+        self._probes.push(item, (item.generated,))
+      else:
+        self._others.push(item, (-self.estimate(item.group), item.group.index, item.member))
 
 
 class _OurQueue:
@@ -420,125 +432,134 @@ class _OurQueue:
 
   def __init__(self, config: Ours):
     self._config = config
-    self._arrivals = _Arrivals()
-    self._context = _Context()
-    self._finished: list[list[int]] = []  # By group: lengths, ascending.
-    self._floors: list[int] = []  # By group: most that a member has generated.
-    self._correlation = _Correlation(config.min_groups)
+    self._by_arrival = _Sorted()
+    self._by_age = _Sorted()
+    self._by_estimate = _Sorted()
+    self._finished: dict[int, list[int]] = {}  # By group: lengths, ascending.
+    self._floors: dict[int, int] = {}  # By group: most that a member has generated.
+    self._levels: dict[int, int] = {}  # By group: logarithm of the estimate, rounded down.
+    self._pilots = _Pilots(config.num_pilots)
+    self._levels_per_nat = 1 / math.log(config.same_factor)
     self._until_fair = config.fair_every
-    self._held: tuple[Item, int] | None = None  # A request that fits nowhere; the place kept.
+    self._held: tuple[Item, int] | None = None  # What fits nowhere, and the place kept for it.
 
   @property
-  def follows_estimates(self) -> bool:
-    """Returns whether lengths within a group are alike, or not yet known not to be."""
-    correlation = self._correlation.value
-    return correlation is None or correlation >= self._config.min_correlation
+  def correlation(self) -> float | None:
+    """Returns the rank correlation of lengths within groups, None while too little is known."""
+    return self._pilots.correlation
 
   def update(self, item: Item) -> None:
     group = item.group.index
-    self._context.add_group(item.group)
-    while len(self._finished) <= group:
-      self._finished.append([])
-      self._floors.append(0)
-    if item.generated > self._floors[group]:
-      self._floors[group] = item.generated
+    self._floors[group] = max(self._floors.get(group, 0), item.generated)
     if item.state is State.FINISHED:
-      bisect.insort(self._finished[group], item.generated)
-      self._correlation.add(item)
-    self._context.set_estimate(group, self.estimate(item.group))
+      bisect.insort(self._finished.setdefault(group, []), item.generated)
+    if self._pilots.has(item):
+      self._pilots.update(item)
+    level = int(math.log(max(self.estimate(item.group), 1)) * self._levels_per_nat)
+    if level != self._levels.get(group):
+      self._levels[group] = level
+      for member in item.group.members:
+        if member.state is State.WAITING and member is not item:
+          self._push_by_estimate(member)
     if item.state is State.WAITING:
-      self._arrivals.push(item)
-      self._context.push(item)
+      self._by_arrival.push(item)
+      self._by_age.push(item, (not self._pilots.has(item), item.generated, item.member))
+      self._push_by_estimate(item)
 
   def estimate(self, group: Group) -> int:
-    lengths = self._finished[group.index]
-    if not lengths:
-      return _upper_bound(group)
-    rank = int(self._config.quantile * (len(lengths) - 1) + 0.5)
-    return max(lengths[rank], self._floors[group.index])
+    floor = self._floors.get(group.index, 0)
+    lengths = self._finished.get(group.index)
+    if lengths is None:
+      return min(int(self._config.unknown_factor * floor), _upper_bound(group))
+    return max(lengths[int(self._config.quantile * (len(lengths) - 1) + 0.5)], floor)
 
   def decide(self, instances: Instances) -> Decision | None:
-    is_fair = self._config.fair_every > 0 and self._until_fair == 0
-    source = self._context if self.follows_estimates and not is_fair else self._arrivals
-    decision = self._decide_from(source, instances)
-    if decision is not None:
-      self._until_fair = self._config.fair_every if is_fair else max(self._until_fair - 1, 0)
+    if self._config.fair_every > 0 and self._until_fair == 0:
+      decision = self._decide_from(self._by_arrival, instances)
+      self._until_fair = self._config.fair_every if decision else 0
+      return decision
+    correlation = self.correlation
+    is_alike = correlation is not None and correlation >= self._config.min_correlation
+    decision = self._decide_from(self._by_estimate if is_alike else self._by_age, instances)
+    self._until_fair -= decision is not None
     return decision
 
-  def _decide_from(self, source: _Context | _Arrivals, instances: Instances) -> Decision | None:
+  def _decide_from(self, waiting: _Sorted, instances: Instances) -> Decision | None:
     if self._held is not None:
       item = self._held[0]
-      if item.state is not State.WAITING:
-        self._held = None
-      else:
+      if item.state is State.WAITING:
         decision = _place(item, instances, self._config)
         if decision is not None:
           return decision
-    passed: list[Item] = []
+      else:
+        self._held = None
+    passed: list[tuple[Item, tuple[int, ...]]] = []
     decision = None
-    while len(passed) <= self._config.lookahead:
-      item = source.peek()
-      if item is None:
-        break
+    while len(passed) <= self._config.lookahead and (item := waiting.peek()) is not None:
       keep = NOWHERE if self._held is None else self._held[1]
-      decision = _place(item, instances, self._config, keep=keep)
+      decision = _place(item, instances, self._config, keep)
       if decision is not None:
         break
       if self._held is None:
         self._held = (item, _roomiest(instances))
-      source.pop()
-      passed.append(item)
-    for item in passed:
-      source.push(item)
+      passed.append((item, waiting.pop()))
+    for item, key in passed:
+      waiting.push(item, key)
     return decision
 
+  def _push_by_estimate(self, item: Item) -> None:
+    level = self._levels[item.group.index]
+    is_other = not self._pilots.has(item)
+    self._by_estimate.push(item, (is_other, -level, item.generated, item.member))
 
-class _Correlation:
-  """Spearman's rank correlation of each probe's length with the mean of its finished siblings'.
 
-  Read again after every twentieth more finished requests, since ranks cost a sort.
+class _Pilots:
+  """The first two members of the first groups, and how alike their lengths are.
+
+  They go before all others: which of them have finished then follows from their lengths alone, and
+  not from the order that the estimates made, which would look like likeness.
   """
 
-  def __init__(self, min_groups: int):
-    self._min_groups = min_groups
-    self._probes: dict[int, int] = {}
-    self._siblings: dict[int, tuple[int, int]] = {}  # By group: count, sum.
-    self._num_added = 0
-    self._next_reading = min_groups
-    self.value: float | None = None
+  def __init__(self, num_groups: int):
+    self._num_groups = num_groups
+    self._pairs: list[list[Item]] = [[] for _ in range(num_groups)]
+    self._num_unread = 0
+    self.correlation: float | None = None
 
-  def add(self, item: Item) -> None:
-    group = item.group.index
-    if item.member == 0:
-      self._probes[group] = item.generated
-    else:
-      count, total = self._siblings.get(group, (0, 0))
-      self._siblings[group] = (count + 1, total + item.generated)
-    self._num_added += 1
-    if self._num_added >= self._next_reading:
-      self._next_reading = self._num_added + max(self._num_added // 20, 8)
-      self._read()
+  def has(self, item: Item) -> bool:
+    return item.member < 2 and item.group.index < self._num_groups
 
-  def _read(self) -> None:
-    groups = [group for group in self._probes if group in self._siblings]
-    if len(groups) >= self._min_groups:
-      probes = np.array([self._probes[group] for group in groups], float)
-      means = np.array([self._siblings[group][1] / self._siblings[group][0] for group in groups])
-      self.value = rank_correlation(probes, means)
+  def update(self, item: Item) -> None:
+    pair = self._pairs[item.group.index]
+    if len(pair) == item.member:
+      pair.append(item)
+    self._num_unread += item.generated > 0
+    if self._num_unread >= 16:
+      self._num_unread = 0
+      pairs = [pair for pair in self._pairs if len(pair) == 2]
+      lengths = np.array([[item.generated for item in pair] for pair in pairs]).reshape(-1, 2)
+      finished = [[item.state is State.FINISHED for item in pair] for pair in pairs]
+      self.correlation = rank_correlation(lengths, np.array(finished).reshape(-1, 2))
 
 
-def rank_correlation(a: np.ndarray, b: np.ndarray) -> float:
-  """Returns Spearman's correlation of f64[n] and f64[n]; ties share a rank, a constant gives 0."""
-  ranks = [_ranks(values) for values in (a, b)]
-  deviations = [rank - rank.mean() for rank in ranks]
-  scale = np.sqrt((deviations[0] ** 2).sum() * (deviations[1] ** 2).sum())
-  return float((deviations[0] * deviations[1]).sum() / scale) if scale > 0 else 0.0
+def rank_correlation(lengths: np.ndarray, finished: np.ndarray) -> float | None:
+  """Returns Kendall's correlation of pairs of lengths, some of which are only bounds so far.
 
+  Two groups agree if their first members stand in the same order as their second ones. Only those
+  count whose orders are both known: the shorter has finished, at less than the longer has now.
 
-def _ranks(values: np.ndarray) -> np.ndarray:
-  _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
-  ends = np.cumsum(counts)
-  return (ends - (counts - 1) / 2)[inverse]
+  Args:
+    lengths: i64[n, 2] generated tokens.
+    finished: bool[n, 2]; where False, the length is a lower bound.
+
+  Returns:
+    A value in [-1, 1]; None if fewer than n of the n (n - 1) / 2 orders are known.
+  """
+  is_less = (lengths[:, None] < lengths[None]) & finished[:, None]  # [i, j, member]
+  order = is_less.astype(int) - is_less.swapaxes(0, 1)
+  agreement = (order[..., 0] * order[..., 1])[np.triu_indices(len(lengths), 1)]
+  known = int(np.abs(agreement).sum())
+  return float(agreement.sum() / known) if known >= max(len(lengths), 1) else None
 
 
 _Queue = _GroupQueue | _ArrivalQueue | _OracleQueue | _ContextQueue | _OurQueue
@@ -557,16 +578,6 @@ def _queue_of(config: SchedulerConfig) -> _Queue:
       return _ContextQueue(config)
     case Divided():
       return _ArrivalQueue(config)
-
-
-def _peek(heap: list[Any]) -> Item | None:
-  """Returns the first item that is not stale; an entry ends with (version, item)."""
-  while heap:
-    entry = heap[0]
-    if entry[-2] == entry[-1].version:
-      return entry[-1]
-    heapq.heappop(heap)
-  return None
 
 
 def _upper_bound(group: Group) -> int:
@@ -591,36 +602,28 @@ def _roomiest(instances: Instances) -> int:
 def _place(
   item: Item, instances: Instances, config: Divided, keep: int = NOWHERE
 ) -> Decision | None:
-  """Returns the item's next chunk where it fits best, or None; never on the instance `keep`.
+  """Returns the item's next chunk on the instance of its routing; None if it fits nowhere.
 
-  Balanced load: where its KV is, else the least loaded that holds the group's prompt. Else, and
-  where that does not fit: the least loaded of all, then the roomiest.
+  Never on the instance `keep`.
   """
   chunk = min(config.chunk_tokens, item.max_tokens - item.generated)
   pages = num_pages(item.prompt_tokens + item.generated + chunk - 1, instances.page_size)
-  free, running, most = instances.free_pages, instances.num_running, instances.max_running
-  if pages > max(free):
-    return None
-  prompts = item.group.prompt_instances
-  chosen = NOWHERE
-  if max(running) - min(running) <= config.max_spread:
-    home = (item.kv_instance,) if item.kv_instance != NOWHERE else prompts
-    chosen = min(
-      (i for i in home if free[i] >= pages and running[i] < most[i] and i != keep),
-      key=lambda i: (running[i], i),
-      default=NOWHERE,
+  # Pages that this chunk could have, by instance; none where no place is left.
+  room = [
+    free if running < most else 0
+    for free, running, most in zip(
+      instances.free_pages, instances.num_running, instances.max_running
     )
-  if chosen == NOWHERE:
-    # The least loaded is nearly always roomy enough; look at the others only if it is not.
-    chosen = running.index(min(running))
-    if free[chosen] < pages or running[chosen] >= most[chosen] or chosen == keep:
-      chosen = min(
-        (i for i in range(len(free)) if free[i] >= pages and running[i] < most[i] and i != keep),
-        key=lambda i: (running[i], -free[i], i),
-        default=NOWHERE,
-      )
-    if chosen == NOWHERE:
-      return None
+  ]
+  if keep != NOWHERE:
+    room[keep] = 0
+  if pages > max(room):
+    return None
+  if isinstance(config.routing, ByRoom):
+    chosen = _by_room(item, pages, room, instances, config.routing)
+  else:
+    chosen = _by_prefix(item, pages, room, instances, config.routing)
+  prompts = item.group.prompt_instances
   best, source = item.kv_tokens, item.kv_instance
   if source == NOWHERE and prompts:
     best, source = item.prompt_tokens, min(prompts)
@@ -633,3 +636,31 @@ def _place(
   if pull:
     return Decision(item.request_id, chosen, chunk, pages, is_probe, prefill, pull, source)
   return Decision(item.request_id, chosen, chunk, pages, is_probe, prefill)
+
+
+def _by_prefix(
+  item: Item, pages: int, room: list[int], instances: Instances, routing: ByPrefix
+) -> int:
+  running = instances.num_running
+  if max(running) - min(running) <= routing.max_spread:
+    holders = item.group.prompt_instances
+    if item.kv_instance != NOWHERE:
+      holders = {item.kv_instance}
+    holders = [i for i in holders if room[i] >= pages]
+    if holders:
+      return min(holders, key=lambda i: (running[i], i))
+  # The least loaded is nearly always roomy enough; look at the others only if it is not.
+  least = running.index(min(running))
+  if room[least] >= pages:
+    return least
+  return min((i for i in range(len(room)) if room[i] >= pages), key=lambda i: (running[i], i))
+
+
+def _by_room(
+  item: Item, pages: int, room: list[int], instances: Instances, routing: ByRoom
+) -> int:
+  most, home = max(room), item.kv_instance
+  if home != NOWHERE and room[home] >= pages:
+    if room[home] + routing.max_imbalance * instances.num_pages[home] >= most:
+      return home
+  return room.index(most)
