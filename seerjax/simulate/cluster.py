@@ -367,14 +367,14 @@ class _Machine:
     context = float(self.done.sum()) + batch * self._cluster.prompt_tokens
     if self._speculation is None or self._chances is None:
       self.rate = np.ones(batch)
-      self._step = model.step_seconds(batch, context)
+      gamma = 0
     else:
       chance = self._chances[finished_siblings]
       seconds = lambda gamma: model.step_seconds(batch, context, gamma)
       gamma = speculation_lib.draft_tokens(chance, self._speculation.max_draft_tokens, seconds)
       self.rate = speculation_lib.tokens_per_step(chance, gamma)
-      self._step = seconds(gamma)
-    self._slope = float(self.rate.sum()) * model.context_seconds
+    self._step = model.step_seconds(batch, context, gamma)
+    self._slope = float(self.rate.sum()) * model.context_seconds(gamma)
 
   def duration(self, steps: int) -> float:
     return steps * self._step + self._slope * (steps * (steps - 1) / 2)

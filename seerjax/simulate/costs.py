@@ -2,7 +2,8 @@
 
     rows    = batch * (1 + draft_tokens)
     step    = fixed + max(weights / bandwidth, rows * operations / speed)
-              + context * kv_bytes / bandwidth
+              + max(kv_bytes * context / bandwidth, attention * context * rows / batch / speed)
+              (times 1 + draft_overhead, where there are drafts)
     weights = all - (all - active) * (1 - active / all) ** rows    (experts that some row meets)
 
 Source: the roofline; experts as independent draws. Constants of the hardware are the maker's, times
@@ -28,6 +29,8 @@ class CostModel:
     active_bytes: of the parameters that one token meets; `weight_bytes` if dense.
     active_parameters: that one token meets.
     kv_bytes: of one position.
+    attention_operations: of one query with one position, all layers and heads.
+    draft_overhead: part of a step that drafting and its bookkeeping add, whatever their number.
     fixed_seconds: of a step, whatever is in it (launches, collectives, the host).
     memory_share: of the devices' memory that weights and KV may fill.
     host_bandwidth: bytes/s between devices and their host, of the instance.
@@ -43,6 +46,8 @@ class CostModel:
   active_bytes: float
   active_parameters: float
   kv_bytes: float
+  attention_operations: float
+  draft_overhead: float
   fixed_seconds: float
   memory_share: float
   host_bandwidth: float
@@ -50,9 +55,10 @@ class CostModel:
 
   def __post_init__(self):
     for name, value in dataclasses.asdict(self).items():
-      if value < 0 or (value == 0 and name != "fixed_seconds"):
+      if value < 0 or (value == 0 and name not in ("fixed_seconds", "draft_overhead")):
         raise ValueError(
-          f"CostModel: got {name}={value}, expected more than 0; fixed_seconds alone may be 0."
+          f"CostModel: got {name}={value}, expected more than 0; only fixed_seconds and"
+          " draft_overhead may be 0."
         )
     if self.kv_tokens < 1:
       raise ValueError(
@@ -67,10 +73,12 @@ class CostModel:
     room = self.num_devices * self.device_bytes * self.memory_share - self.resident_bytes
     return int(room // self.kv_bytes)
 
-  @property
-  def context_seconds(self) -> float:
+  def context_seconds(self, draft_tokens: int = 0) -> float:
     """Returns what one position of context adds to a step."""
-    return self.kv_bytes / (self.num_devices * self.device_bandwidth)
+    read = self.kv_bytes / self.device_bandwidth
+    computed = (1 + draft_tokens) * self.attention_operations / self.device_speed
+    seconds = max(read, computed) / self.num_devices
+    return seconds * (1 + self.draft_overhead) if draft_tokens else seconds
 
   def step_seconds(self, batch: int, context: float, draft_tokens: int = 0) -> float:
     """Returns a step's time.
@@ -85,7 +93,10 @@ class CostModel:
     touched = self.weight_bytes - (self.weight_bytes - self.active_bytes) * idle_share
     read = touched / (self.num_devices * self.device_bandwidth)
     computed = 2 * rows * self.active_parameters / (self.num_devices * self.device_speed)
-    return self.fixed_seconds + max(read, computed) + context * self.context_seconds
+    seconds = self.fixed_seconds + max(read, computed)
+    if draft_tokens:
+      seconds *= 1 + self.draft_overhead
+    return seconds + context * self.context_seconds(draft_tokens)
 
   def prefill_seconds(self, tokens: int) -> float:
     """Returns how long an instance computes so many positions, and nothing else."""
