@@ -35,10 +35,12 @@ class Group:
     index: by arrival, from 0.
     members: by arrival; the first is the probe.
     prompt_instances: those that hold the prompt's KV, because a member has run there.
+    max_tokens: the largest of its members'.
   """
 
   name: str
   index: int
+  max_tokens: int = 0
   members: list[Item] = dataclasses.field(default_factory=list)
   prompt_instances: set[int] = dataclasses.field(default_factory=set)
 
@@ -144,6 +146,7 @@ class Buffer:
       request_id, home, len(home.members), len(self.items), prompt_tokens, max_tokens, generated
     )
     home.members.append(item)
+    home.max_tokens = max(home.max_tokens, max_tokens)
     self.items[request_id] = item
     self.num_waiting += 1
     self._changes[item] = None

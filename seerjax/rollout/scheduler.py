@@ -14,6 +14,7 @@ What goes beyond it: `Ours`.
 from __future__ import annotations
 
 import bisect
+import collections
 from collections.abc import Mapping
 import dataclasses
 import heapq
@@ -138,7 +139,7 @@ class Ours(Divided):
     same_factor: see above; more than 1.
     lookahead: waiting requests that may pass a first one that fits nowhere; the instance where it
       will fit soonest is kept for it meanwhile.
-    fair_every: each so many decisions the request that arrived first goes first; 0 never.
+    fair_every: each so many decisions the request that has waited longest goes first; 0 never.
     min_correlation: below this rank correlation of lengths within groups, estimates are noise.
     num_pilots: first groups whose first two members go before all others and show the correlation.
   """
@@ -171,6 +172,8 @@ class Ours(Divided):
         f" num_pilots={self.num_pilots}, expected at least 0 of each; 8, 64 and 64 are usual."
       )
 
+
+_MOST_LEVELS = 1 << 20  # Far more than levels of estimates.
 
 SchedulerConfig = GroupFCFS | Divided | ContextAware | Oracle | Ours
 
@@ -284,6 +287,11 @@ class Scheduler:
     return self._queue.estimate(self.buffer.groups[group])
 
 
+def _packed(first: int, second: int, third: int) -> int:
+  """Returns one integer that sorts as (first, second, third); one compares faster than three."""
+  return (first << 64) | (second << 32) | third
+
+
 def num_pages(positions: int, page_size: int) -> int:
   """Returns how many pages hold so many positions."""
   return -(-positions // page_size)
@@ -296,11 +304,11 @@ class _Sorted:
   """
 
   def __init__(self):
-    self._heap: list[tuple[tuple[int, ...], int, int, Item]] = []
+    self._heap: list[tuple[int, int, int, Item]] = []  # (key, arrival, serial, item)
     self._serials: dict[int, int] = {}  # By request: that of its last push.
     self._num_pushes = 0
 
-  def push(self, item: Item, key: tuple[int, ...] = ()) -> None:
+  def push(self, item: Item, key: int = 0) -> None:
     self._num_pushes += 1
     self._serials[item.index] = self._num_pushes
     heapq.heappush(self._heap, (key, item.index, self._num_pushes, item))
@@ -313,7 +321,7 @@ class _Sorted:
       heapq.heappop(self._heap)
     return None
 
-  def pop(self) -> tuple[int, ...]:
+  def pop(self) -> int:
     """Takes out what `peek` returned, and returns its key."""
     return heapq.heappop(self._heap)[0]
 
@@ -332,7 +340,7 @@ class _GroupQueue:
       self._new.append(item)
 
   def estimate(self, group: Group) -> int:
-    return _upper_bound(group)
+    return group.max_tokens
 
   def decide(self, instances: Instances) -> Decision | None:
     count = len(instances.free_pages)
@@ -369,7 +377,7 @@ class _ArrivalQueue:
       self._waiting.push(item)
 
   def estimate(self, group: Group) -> int:
-    return _upper_bound(group)
+    return group.max_tokens
 
   def decide(self, instances: Instances) -> Decision | None:
     item = self._waiting.peek()
@@ -385,7 +393,7 @@ class _OracleQueue:
 
   def update(self, item: Item) -> None:
     if item.state is State.WAITING:
-      self._waiting.push(item, (item.generated - self._config.lengths[item.request_id],))
+      self._waiting.push(item, item.generated - self._config.lengths[item.request_id])
 
   def estimate(self, group: Group) -> int:
     return max(self._config.lengths[item.request_id] for item in group.members)
@@ -413,7 +421,7 @@ class _ContextQueue:
     self._push(item)
 
   def estimate(self, group: Group) -> int:
-    return self._longest.get(group.index, 0) or _upper_bound(group)
+    return self._longest.get(group.index, 0) or group.max_tokens
 
   def decide(self, instances: Instances) -> Decision | None:
     item = self._probes.peek() or self._others.peek()
@@ -422,9 +430,9 @@ class _ContextQueue:
   def _push(self, item: Item) -> None:
     if item.state is State.WAITING:
       if item.member == 0:
-        self._probes.push(item, (item.generated,))
+        self._probes.push(item, item.generated)
       else:
-        self._others.push(item, (-self.estimate(item.group), item.group.index, item.member))
+        self._others.push(item, _packed(-self.estimate(item.group), item.group.index, item.member))
 
 
 class _OurQueue:
@@ -432,7 +440,7 @@ class _OurQueue:
 
   def __init__(self, config: Ours):
     self._config = config
-    self._by_arrival = _Sorted()
+    self._by_patience: collections.deque[tuple[int, Item]] = collections.deque()
     self._by_age = _Sorted()
     self._by_estimate = _Sorted()
     self._finished: dict[int, list[int]] = {}  # By group: lengths, ascending.
@@ -450,7 +458,10 @@ class _OurQueue:
 
   def update(self, item: Item) -> None:
     group = item.group.index
-    self._floors[group] = max(self._floors.get(group, 0), item.generated)
+    floor = self._floors.setdefault(group, 0)
+    if item.state is State.RUNNING and item.generated <= floor:
+      return  # A chunk began: nothing new is known, and its entries are dropped when they surface.
+    self._floors[group] = max(floor, item.generated)
     if item.state is State.FINISHED:
       bisect.insort(self._finished.setdefault(group, []), item.generated)
     if self._pilots.has(item):
@@ -462,29 +473,19 @@ class _OurQueue:
         if member.state is State.WAITING and member is not item:
           self._push_by_estimate(member)
     if item.state is State.WAITING:
-      self._by_arrival.push(item)
-      self._by_age.push(item, (not self._pilots.has(item), item.generated, item.member))
+      self._by_patience.append((item.num_chunks, item))
+      is_other = not self._pilots.has(item)
+      self._by_age.push(item, _packed(is_other, item.generated, item.member))
       self._push_by_estimate(item)
 
   def estimate(self, group: Group) -> int:
     floor = self._floors.get(group.index, 0)
     lengths = self._finished.get(group.index)
     if lengths is None:
-      return min(int(self._config.unknown_factor * floor), _upper_bound(group))
+      return min(int(self._config.unknown_factor * floor), group.max_tokens)
     return max(lengths[int(self._config.quantile * (len(lengths) - 1) + 0.5)], floor)
 
   def decide(self, instances: Instances) -> Decision | None:
-    if self._config.fair_every > 0 and self._until_fair == 0:
-      decision = self._decide_from(self._by_arrival, instances)
-      self._until_fair = self._config.fair_every if decision else 0
-      return decision
-    correlation = self.correlation
-    is_alike = correlation is not None and correlation >= self._config.min_correlation
-    decision = self._decide_from(self._by_estimate if is_alike else self._by_age, instances)
-    self._until_fair -= decision is not None
-    return decision
-
-  def _decide_from(self, waiting: _Sorted, instances: Instances) -> Decision | None:
     if self._held is not None:
       item = self._held[0]
       if item.state is State.WAITING:
@@ -493,7 +494,30 @@ class _OurQueue:
           return decision
       else:
         self._held = None
-    passed: list[tuple[Item, tuple[int, ...]]] = []
+    if self._config.fair_every > 0 and self._until_fair <= 0 and self._held is None:
+      self._until_fair = self._config.fair_every
+      item = self._longest_waiting()
+      decision = item and _place(item, instances, self._config)
+      if decision is not None:
+        return decision
+      if item is not None:
+        self._held = (item, _roomiest(instances))
+    correlation = self.correlation
+    is_alike = correlation is not None and correlation >= self._config.min_correlation
+    decision = self._decide_from(self._by_estimate if is_alike else self._by_age, instances)
+    self._until_fair -= decision is not None
+    return decision
+
+  def _longest_waiting(self) -> Item | None:
+    while self._by_patience:
+      num_chunks, item = self._by_patience[0]
+      if item.state is State.WAITING and item.num_chunks == num_chunks:
+        return item
+      self._by_patience.popleft()
+    return None
+
+  def _decide_from(self, waiting: _Sorted, instances: Instances) -> Decision | None:
+    passed: list[tuple[Item, int]] = []
     decision = None
     while len(passed) <= self._config.lookahead and (item := waiting.peek()) is not None:
       keep = NOWHERE if self._held is None else self._held[1]
@@ -510,7 +534,8 @@ class _OurQueue:
   def _push_by_estimate(self, item: Item) -> None:
     level = self._levels[item.group.index]
     is_other = not self._pilots.has(item)
-    self._by_estimate.push(item, (is_other, -level, item.generated, item.member))
+    key = _packed(is_other * _MOST_LEVELS - level, item.generated, item.member)
+    self._by_estimate.push(item, key)
 
 
 class _Pilots:
@@ -578,10 +603,6 @@ def _queue_of(config: SchedulerConfig) -> _Queue:
       return _ContextQueue(config)
     case Divided():
       return _ArrivalQueue(config)
-
-
-def _upper_bound(group: Group) -> int:
-  return max(item.max_tokens for item in group.members)
 
 
 def _require_fits(item: Item, instances: Instances) -> None:
