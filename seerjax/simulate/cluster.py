@@ -78,7 +78,7 @@ class Result:
     finish_seconds: f64[n] of the requests that finished, ascending.
     busy_seconds: f64[instances] spent on steps and prefill.
     generated_tokens: by all.
-    generated: tokens by request id, of all that were given; the length where it finished.
+    generated: tokens by request id, of all that were begun or waited.
     num_steps: of all instances.
     num_preemptions: whose KV was computed again.
     num_chunks: decisions that were taken.
@@ -123,7 +123,8 @@ class Simulation:
       ends.
     max_tokens: most generated tokens, which the scheduler knows.
     speculation: drafts, or None.
-    generated: i64[g, n] tokens that an earlier iteration left, without KV; None for 0.
+    generated: i64[g, n] tokens that an earlier iteration left, without KV, all of them where a
+      request is finished; None for 0.
     stop_after_groups: stop once so many groups are whole; None runs to the end.
   """
 
@@ -147,9 +148,10 @@ class Simulation:
     self._speculation = speculation
     num_groups, group_size = lengths.shape
     start = np.zeros_like(lengths) if generated is None else generated
+    is_left = start < lengths
     self._buffer = buffer_lib.Buffer()
     for group in range(num_groups):
-      for member in range(group_size):
+      for member in np.flatnonzero(is_left[group]).tolist():
         self._buffer.add(
           f"{group}/{member}",
           str(group),
@@ -158,8 +160,8 @@ class Simulation:
           generated=int(start[group, member]),
         )
     self._items = list(self._buffer)
-    self._lengths = lengths.reshape(-1)
-    self._group_of = np.repeat(np.arange(num_groups), group_size)
+    self._lengths = lengths[is_left]
+    self._group_of = np.nonzero(is_left)[0]
     self._group_size = group_size
     self._stop_after = num_groups if stop_after_groups is None else stop_after_groups
     if isinstance(policy, scheduler_lib.Oracle):
@@ -183,8 +185,8 @@ class Simulation:
     self._num_events = 0
     self._decisions: dict[int, tuple[scheduler_lib.Decision, float]] = {}  # Of what runs.
     self._spilled: set[int] = set()  # Waiting requests whose KV went to the host.
-    self._finished_in_group = np.zeros(num_groups, np.int64)
-    self._num_whole_groups = 0
+    self._finished_in_group = group_size - is_left.sum(1)
+    self._num_whole_groups = int((self._finished_in_group == group_size).sum())
     self._finish_seconds: list[float] = []
     self._chunks: list[ChunkRecord] = []
     self._pulled_tokens = self._spilled_tokens = 0

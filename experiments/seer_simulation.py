@@ -1,0 +1,450 @@
+r"""THE PAPER'S CLUSTER ON PAPER: Seer's tables beside ours, from the scheduler that really runs.
+
+Claim: the simulator, with its free parameters fitted to the published baseline alone, shows how
+much of the published gains follows from scheduling and drafting as described, and where it does
+not; `Ours` is never below plain divided rollout.
+Command: bash launch/local.sh experiments.seer_simulation --workdir=runs/seer_simulation
+  one part of it:       --parts=paper      (paper, chunks, sweep, rivals, decisions)
+  a public trace:       --trace=lengths.jsonl    (JSON lines with a list `output` of 8 lengths)
+  fit the baseline:     --parts=fit
+Hardware: 1 CPU core, about 15 minutes; no accelerator. Numbers: docs/results/seer_simulation.md
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+import dataclasses
+import random
+import time
+from typing import Any
+
+import numpy as np
+
+from seerjax.rollout import buffer as buffer_lib, scheduler
+from seerjax.simulate import cluster, rivals, workloads
+from seerjax.simulate.speculation import SpeculationConfig
+
+PARTS = ("paper", "chunks", "sweep", "rivals", "decisions")
+PAPER_CHUNK = 8192  # As two notes on the paper say; the paper does not.
+OUR_CHUNK = scheduler.Ours().chunk_tokens
+RHOS = (0.05, 0.3, 0.7, 0.9)
+BY_ROOM = scheduler.ByRoom()
+
+Report = Callable[[str], None]
+Policy = scheduler.SchedulerConfig
+
+
+def policies(chunk: int) -> dict[str, Policy]:
+  """Returns every policy by its label in the tables."""
+  return {
+    "baseline": scheduler.GroupFCFS(),
+    "baseline, waits": scheduler.GroupFCFS(reserves=True),
+    "divided": scheduler.Divided(chunk_tokens=chunk),
+    "+ context": scheduler.ContextAware(chunk_tokens=chunk),
+    "oracle": scheduler.Oracle(chunk_tokens=chunk),
+    "ours": scheduler.Ours(chunk_tokens=chunk),
+    # The same order as `oracle`, but placed as ours: the bound that ours is held against.
+    "oracle, by room": scheduler.Oracle(chunk_tokens=chunk, routing=BY_ROOM),
+  }
+
+
+def simulate(
+  workload: workloads.Workload,
+  policy: Policy,
+  samples: Sequence[np.ndarray],
+  *,
+  machines: cluster.ClusterConfig | None = None,
+  speculation: SpeculationConfig | None = None,
+) -> dict[str, float]:
+  """Returns what a policy takes, mean over samples of lengths i64[g, n]."""
+  found = []
+  for sample in samples:
+    start = time.process_time()
+    result = cluster.Simulation(
+      machines or workload.cluster(),
+      policy,
+      sample,
+      max_tokens=workload.max_tokens,
+      speculation=speculation,
+    ).run()
+    found.append(
+      dict(
+        seconds=result.total_seconds,
+        tail_seconds=result.tail_seconds,
+        preemptions=result.num_preemptions / sample.size,
+        idle_share=result.idle_share,
+        accepted=result.mean_accepted,
+        moved_terabytes=(result.pulled_bytes + result.spilled_bytes) / 1e12,
+        cpu_seconds=time.process_time() - start,
+      )
+    )
+  return {name: float(np.mean([row[name] for row in found])) for name in found[0]}
+
+
+def paper(seeds: Sequence[int], report: Report) -> dict[str, Any]:
+  """Returns the paper's columns, ours beside them, by workload and policy."""
+  found: dict[str, Any] = {}
+  for workload in workloads.WORKLOADS:
+    samples = [workload.lengths(seed) for seed in seeds]
+    rows = {}
+    for name, policy in policies(PAPER_CHUNK).items():
+      rows[name] = simulate(workload, policy, samples)
+      report(f"{workload.name}, {name}: {rows[name]['seconds']:.0f} s")
+    ours = policies(OUR_CHUNK)
+    rows[f"ours, {OUR_CHUNK}"] = simulate(workload, ours["ours"], samples)
+    rows[f"oracle, by room, {OUR_CHUNK}"] = simulate(workload, ours["oracle, by room"], samples)
+    for name, policy in (
+      ("baseline + drafts", scheduler.GroupFCFS()),
+      ("+ drafts", scheduler.ContextAware(chunk_tokens=PAPER_CHUNK)),
+      (f"ours, {OUR_CHUNK} + drafts", ours["ours"]),
+    ):
+      rows[name] = simulate(workload, policy, samples, speculation=SpeculationConfig())
+      report(f"{workload.name}, {name}: {rows[name]['seconds']:.0f} s")
+    found[workload.name] = rows
+  return found
+
+
+def chunks(seeds: Sequence[int], report: Report) -> dict[str, Any]:
+  """Returns gains over the baseline by the chunk's length, which the paper does not say."""
+  found: dict[str, Any] = {}
+  for workload in workloads.WORKLOADS:
+    samples = [workload.lengths(seed) for seed in seeds]
+    base = simulate(workload, scheduler.GroupFCFS(), samples)["seconds"]
+    found[workload.name] = {}
+    for chunk in (1024, 2048, 4096, 8192, 16384):
+      rows = policies(chunk)
+      gains = {
+        name: base / simulate(workload, rows[name], samples)["seconds"]
+        for name in ("divided", "+ context", "oracle", "ours", "oracle, by room")
+      }
+      found[workload.name][chunk] = gains
+      report(f"{workload.name}, chunks of {chunk}: divided {gains['divided']:.2f}")
+  return found
+
+
+def sweep(seeds: Sequence[int], report: Report) -> list[dict[str, Any]]:
+  """Returns throughput over the baseline by likeness, bound and group size.
+
+  A quarter of Qwen2-VL-72B: 4 instances, 2400 requests; not KV-bound has a twentieth of the KV a
+  token, and 100 places an instance.
+  """
+  found = []
+  for is_kv_bound in (True, False):
+    for group_size in (8, 16):
+      for rho in RHOS:
+        workload = dataclasses.replace(
+          workloads.QWEN2_VL_72B,
+          num_instances=4,
+          num_groups=2400 // group_size,
+          group_size=group_size,
+          rho=rho,
+        )
+        if not is_kv_bound:
+          workload = dataclasses.replace(workload, kv_bytes=workload.kv_bytes / 20)
+        machines = workload.cluster()
+        if not is_kv_bound:
+          machines = dataclasses.replace(machines, max_running=100)
+        samples = [workload.lengths(seed) for seed in seeds]
+        rows = {
+          name: simulate(workload, policy, samples, machines=machines)["seconds"]
+          for name, policy in policies(OUR_CHUNK).items()
+        }
+        gains = {name: rows["baseline"] / seconds for name, seconds in rows.items()}
+        found.append(dict(kv_bound=is_kv_bound, group_size=group_size, rho=rho, gains=gains))
+        report(
+          f"sweep, {'KV' if is_kv_bound else 'places'} bind, groups of {group_size}, rho {rho}:"
+          f" divided {gains['divided']:.2f}, ours {gains['ours']:.2f},"
+          f" oracle {gains['oracle, by room']:.2f}"
+        )
+  return found
+
+
+def rival_steps(seeds: Sequence[int], report: Report) -> dict[str, Any]:
+  """Returns seconds a step of training, and the age of its data, for those that wait less."""
+  found: dict[str, Any] = {}
+  for workload in workloads.WORKLOADS:
+    baseline, ours = scheduler.GroupFCFS(), scheduler.Ours()
+    steps = {
+      "synchronous, baseline": [rivals.synchronous(workload, baseline, seed) for seed in seeds],
+      "one step off, baseline": [rivals.one_step_off(workload, baseline, seed) for seed in seeds],
+      # The first steps begin with nothing left over, so that they are not counted.
+      "partial, baseline": rivals.partial(workload, baseline, range(3 + len(seeds)))[3:],
+      "synchronous, ours": [rivals.synchronous(workload, ours, seed) for seed in seeds],
+    }
+    found[workload.name] = {
+      name: {
+        field.name: float(np.mean([getattr(step, field.name) for step in rows]))
+        for field in dataclasses.fields(rivals.Step)
+      }
+      for name, rows in steps.items()
+    }
+    report(f"{workload.name}, rivals done")
+  return found
+
+
+def decisions(report: Report, num_groups: int = 10_000, group_size: int = 16) -> dict[str, Any]:
+  """Returns microseconds of CPU time a decision, by policy, with 64 instances."""
+  rng = np.random.default_rng(0)
+  sample = np.clip(rng.lognormal(6.5, 0.8, (num_groups, group_size)), 1, 4096).astype(int)
+  found = {}
+  for name, policy in policies(512).items():
+    if isinstance(policy, scheduler.Oracle):
+      by_id = {f"{g}/{m}": int(n) for (g, m), n in np.ndenumerate(sample)}
+      policy = dataclasses.replace(policy, lengths=by_id)
+    found[name] = _microseconds(policy, sample)
+    report(f"decisions, {name}: {found[name]:.1f} us each")
+  return found
+
+
+def _microseconds(policy: Policy, sample: np.ndarray) -> float:
+  rng = random.Random(0)
+  buffer = buffer_lib.Buffer()
+  for (group, member), _ in np.ndenumerate(sample):
+    buffer.add(f"{group}/{member}", str(group), prompt_tokens=100, max_tokens=4096)
+  instances = scheduler.Instances.empty(64, page_size=32, num_pages=4000, max_running=64)
+  planner = scheduler.Scheduler(policy, buffer)
+  running: list[scheduler.Decision] = []
+  spent = 0.0
+  while buffer.num_unfinished:
+    while True:
+      start = time.process_time()
+      decision = planner.next(instances)
+      spent += time.process_time() - start
+      if decision is None:
+        break
+      buffer.begin_chunk(decision.request_id, decision.instance, decision.max_chunk_tokens)
+      instances.admit(decision)
+      running.append(decision)
+    for _ in range(max(1, len(running) // 500)):
+      place = rng.randrange(len(running))
+      running[place], running[-1] = running[-1], running[place]
+      ended = running.pop()
+      item = buffer[ended.request_id]
+      length = int(sample[item.group.index, item.member])
+      reached = min(item.chunk_end, length)
+      buffer.end_chunk(item.request_id, reached, reached == length)
+      instances.release(ended.instance, ended.num_pages)
+  return spent / planner.num_decisions * 1e6
+
+
+def trace(path: str, report: Report) -> dict[str, Any]:
+  """Returns gains on the lengths of a public trace, on Moonlight's machines, 64 requests each."""
+  sample = lengths_lib.read_trace(path)
+  workload = dataclasses.replace(
+    workloads.MOONLIGHT,
+    num_instances=max(sample.size // 64, 1),
+    max_tokens=int(sample.max()),
+  )
+  rows = {
+    name: simulate(workload, policy, [sample])["seconds"]
+    for name, policy in policies(OUR_CHUNK).items()
+  }
+  share = lengths_lib.within_share(sample)
+  report(f"{path}: {sample.shape[0]} groups, share of ln L between groups {share:.2f}")
+  return dict(rho=share, gains={name: rows["baseline"] / seconds for name, seconds in rows.items()})
+
+
+def paper_tables(found: dict[str, Any]) -> str:
+  """Returns markdown: published beside simulated, with the ratio, and whether it lies within 10 %.
+
+  Args:
+    found: of `paper`.
+  """
+  lines = [
+    "| workload | column | published | simulated | ratio | within 10 % |",
+    "|---|---|---:|---:|---:|---|",
+  ]
+
+  def row(name: str, column: str, published: float, simulated: float, digits: int) -> None:
+    ratio = simulated / published
+    inside = "yes" if 0.9 <= ratio <= 1.1 else "**no**"
+    lines.append(
+      f"| {name} | {column} | {published:,.{digits}f} | {simulated:,.{digits}f} | {ratio:.2f} |"
+      f" {inside} |"
+    )
+
+  for workload in workloads.WORKLOADS:
+    rows, published = found[workload.name], workload.published
+    base = rows["baseline"]
+    share = base["tail_seconds"] / base["seconds"]
+    row(workload.name, "baseline, s (fitted)", published.baseline_seconds, base["seconds"], 0)
+    row(workload.name, "baseline, tail share (fitted)", published.tail_share, share, 3)
+    if published.preemptions is not None:
+      column = "baseline, preemptions a request (fitted)"
+      row(workload.name, column, published.preemptions, base["preemptions"], 2)
+    for name, gain in zip(("divided", "+ context", "+ drafts"), published.gains):
+      row(workload.name, f"gain, {name}", gain, base["seconds"] / rows[name]["seconds"], 2)
+    cut = 1 - rows["+ drafts"]["tail_seconds"] / base["tail_seconds"]
+    row(workload.name, "tail cut, + drafts", published.tail_cut, cut, 2)
+    row(workload.name, "tokens a step, + drafts", published.accepted, rows["+ drafts"]["accepted"], 2)
+  return "\n".join(lines)
+
+
+def policy_table(found: dict[str, Any]) -> str:
+  """Returns markdown: every policy of the three workloads."""
+  lines = [
+    "| workload | policy | s | gain | tail, s | preemptions | idle | tokens a step | moved, TB |",
+    "|---|---|---:|---:|---:|---:|---:|---:|---:|",
+  ]
+  for name, rows in found.items():
+    for policy, row in rows.items():
+      lines.append(
+        f"| {name} | {policy} | {row['seconds']:,.0f} |"
+        f" {rows['baseline']['seconds'] / row['seconds']:.2f} | {row['tail_seconds']:,.0f} |"
+        f" {row['preemptions']:.2f} | {100 * row['idle_share']:.0f} % | {row['accepted']:.2f} |"
+        f" {row['moved_terabytes']:.1f} |"
+      )
+  return "\n".join(lines)
+
+
+def chunk_table(found: dict[str, Any]) -> str:
+  """Returns markdown: gains over the baseline by the chunk's length."""
+  names = list(next(iter(next(iter(found.values())).values())))
+  lines = [f"| workload | chunk | {' | '.join(names)} |", "|---|---:|" + "---:|" * len(names)]
+  for workload, rows in found.items():
+    for chunk, gains in rows.items():
+      cells = " | ".join(f"{gains[name]:.2f}" for name in names)
+      lines.append(f"| {workload} | {chunk} | {cells} |")
+  return "\n".join(lines)
+
+
+def sweep_table(found: list[dict[str, Any]]) -> str:
+  """Returns markdown: the sweep, with ours as parts of the oracle and of plain divided rollout."""
+  names = list(found[0]["gains"])
+  lines = [
+    f"| what binds | group | rho | {' | '.join(names)} | ours / oracle, by room | ours / divided |",
+    "|---|---:|---:|" + "---:|" * (len(names) + 2),
+  ]
+  for row in found:
+    gains = row["gains"]
+    cells = " | ".join(f"{gains[name]:.2f}" for name in names)
+    lines.append(
+      f"| {'KV' if row['kv_bound'] else 'places'} | {row['group_size']} | {row['rho']} | {cells} |"
+      f" {100 * gains['ours'] / gains['oracle, by room']:.1f} % |"
+      f" {gains['ours'] / gains['divided']:.2f} |"
+    )
+  return "\n".join(lines)
+
+
+def rival_table(found: dict[str, Any]) -> str:
+  """Returns markdown: what a step costs, and how old its data is."""
+  lines = [
+    "| workload | circle | s a step | stale tokens | mean length |",
+    "|---|---|---:|---:|---:|",
+  ]
+  for name, rows in found.items():
+    for circle, row in rows.items():
+      lines.append(
+        f"| {name} | {circle} | {row['seconds']:,.0f} | {100 * row['stale_share']:.0f} % |"
+        f" {row['mean_tokens']:,.0f} |"
+      )
+  return "\n".join(lines)
+
+
+def decision_table(found: dict[str, float]) -> str:
+  """Returns markdown: microseconds a decision."""
+  lines = ["| policy | us a decision |", "|---|---:|"]
+  return "\n".join(lines + [f"| {name} | {value:.1f} |" for name, value in found.items()])
+
+
+def picture(found: dict[str, Any], path: pathlib.Path) -> None:
+  """Draws published and simulated gains of the three workloads."""
+  from matplotlib import figure
+
+  names = ("divided", "+ context", "+ drafts")
+  sheet = figure.Figure(figsize=(10, 3.4), layout="constrained")
+  for axes, workload in zip(np.atleast_1d(sheet.subplots(1, 3, sharey=True)), workloads.WORKLOADS):
+    rows = found[workload.name]
+    base = rows["baseline"]["seconds"]
+    places = np.arange(len(names))
+    axes.bar(places - 0.2, workload.published.gains, 0.38, label="published", color="#bbbbbb")
+    simulated = [base / rows[name]["seconds"] for name in names]
+    axes.bar(places + 0.2, simulated, 0.38, label="simulated", color="#3b6ea5")
+    ours = base / rows[f"ours, {OUR_CHUNK}"]["seconds"]
+    axes.axhline(ours, color="#c0504d", linestyle="--", label="ours, no drafts")
+    axes.set_xticks(places, names)
+    axes.set_title(workload.name)
+  sheet.axes[0].set_ylabel("throughput over the baseline")
+  sheet.axes[0].legend()
+  sheet.savefig(path, dpi=120)
+
+
+TABLES: dict[str, Callable[[Any], str]] = {
+  "paper": lambda found: f"{paper_tables(found)}\n\n{policy_table(found)}",
+  "chunks": chunk_table,
+  "sweep": sweep_table,
+  "rivals": rival_table,
+  "decisions": decision_table,
+}
+
+
+def run(
+  parts: Sequence[str], num_seeds: int, directory: pathlib.Path, report: Report
+) -> dict[str, Any]:
+  """Runs parts; writes `results.json`, `tables.md` and, of the paper's part, `gains.png`.
+
+  Raises:
+    ValueError: if a part is unknown, or there is no seed.
+  """
+  unknown = sorted(set(parts) - {*PARTS, "fit"})
+  if unknown or not parts:
+    raise ValueError(
+      f"--parts: got {', '.join(unknown) or 'none'}, expected some of {', '.join(PARTS)}, fit."
+    )
+  if num_seeds < 1:
+    raise ValueError(f"--num_seeds: got {num_seeds}, expected at least 1; the tables have 4.")
+  directory.mkdir(parents=True, exist_ok=True)
+  seeds = range(num_seeds)
+  found: dict[str, Any] = {}
+  for part in parts:
+    start = time.perf_counter()
+    match part:
+      case "paper":
+        found[part] = paper(seeds, report)
+        picture(found[part], directory / "gains.png")
+      case "chunks":
+        found[part] = chunks(seeds, report)
+      case "sweep":
+        found[part] = sweep(seeds, report)
+      case "rivals":
+        found[part] = rival_steps(seeds, report)
+      case "decisions":
+        found[part] = decisions(report)
+      case _:
+        fit(seeds, report)
+    report(f"{part}: {time.perf_counter() - start:.0f} s")
+  (directory / "results.json").write_text(json.dumps(found, indent=1))
+  text = "\n\n".join(f"## {part}\n\n{TABLES[part](rows)}" for part, rows in found.items())
+  (directory / "tables.md").write_text(text + "\n")
+  return found
+
+
+def fit(seeds: Sequence[int], report: Report) -> None:
+  """Fits the free parameters to the baseline again, and says what comes out."""
+  for workload in workloads.WORKLOADS:
+    best = calibration.fit(
+      workload, seeds, on_step=lambda now, columns: report(f"{now.fitted} -> {columns}")
+    )
+    report(f"{workload.name}: {best.fitted}, published {calibration.targets(workload)}")
+
+
+def main(argv: list[str]) -> None:
+  args = flags.FLAGS
+  directory = pathlib.Path(args.workdir)
+  with configuration.refusals():
+    configuration.check_arguments(argv)
+    report = lambda line: print(line, flush=True)
+    if args.trace:
+      gains = trace(args.trace, report)["gains"]
+      print("\n".join(f"{name}: {gain:.2f}x the baseline" for name, gain in gains.items()))
+      return
+    run(args.parts, args.num_seeds, directory, report)
+    print((directory / "tables.md").read_text())
+
+
+if __name__ == "__main__":
+  flags.DEFINE_string("workdir", "runs/seer_simulation", "Where results go.")
+  flags.DEFINE_list("parts", list(PARTS), f"Some of {', '.join(PARTS)}, fit.")
+  flags.DEFINE_integer("num_seeds", 4, "Draws of the lengths; tables are their mean.")
+  flags.DEFINE_string("trace", "", "JSON lines with a list `output` of lengths each; runs it alone.")
+  app.run(main)

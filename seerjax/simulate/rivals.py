@@ -1,0 +1,129 @@
+"""What gives up on-policy data for time: one step off, and partial rollouts.
+
+    synchronous     rollout of step k, then training on it, on all devices
+    one step off    rollout of step k + 1 on some devices, beside training on step k on the others
+    partial         more groups are begun than needed; once enough are whole the others wait, with
+                    their tokens, for the next step and its other weights
+
+Source: arXiv 2511.14617v3, section 4.4 (partial rollout as in APRIL, 2x); TailSieve and others for
+one step off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+import dataclasses
+
+import numpy as np
+
+from seerjax.rollout import scheduler
+from seerjax.simulate import cluster, workloads
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Step:
+  """What one step of training costs, and how old its data is.
+
+  Attributes:
+    seconds: of rollout and training together.
+    stale_share: of the tokens that it learns from, sampled by other weights than it trains.
+    mean_tokens: of the responses that it learns from.
+  """
+
+  seconds: float
+  stale_share: float
+  mean_tokens: float
+
+
+def training_seconds(workload: workloads.Workload) -> float:
+  """Returns the time beside the rollout in an iteration of the baseline, on all devices."""
+  share = workload.rollout_share
+  return workload.published.baseline_seconds * (1 - share) / share
+
+
+def synchronous(
+  workload: workloads.Workload, policy: scheduler.SchedulerConfig, seed: int
+) -> Step:
+  """Returns a step of the plain circle."""
+  lengths = workload.lengths(seed)
+  result = cluster.Simulation(
+    workload.cluster(), policy, lengths, max_tokens=workload.max_tokens
+  ).run()
+  return Step(
+    seconds=result.total_seconds + training_seconds(workload),
+    stale_share=0.0,
+    mean_tokens=float(lengths.mean()),
+  )
+
+
+def one_step_off(
+  workload: workloads.Workload,
+  policy: scheduler.SchedulerConfig,
+  seed: int,
+  shares: Sequence[float] = (0.5, 0.625, 0.75, 0.875),
+) -> Step:
+  """Returns a step at the best of some shares of the instances for the rollout.
+
+  Training on a part of the devices takes as much longer; every token is one step old.
+  """
+  lengths = workload.lengths(seed)
+  best = np.inf
+  for share in shares:
+    count = max(1, min(round(workload.num_instances * share), workload.num_instances - 1))
+    machines = dataclasses.replace(workload.cluster(), num_instances=count)
+    result = cluster.Simulation(machines, policy, lengths, max_tokens=workload.max_tokens).run()
+    left = (workload.num_instances - count) / workload.num_instances
+    best = min(best, max(result.total_seconds, training_seconds(workload) / left))
+  return Step(seconds=float(best), stale_share=1.0, mean_tokens=float(lengths.mean()))
+
+
+def partial(
+  workload: workloads.Workload,
+  policy: scheduler.SchedulerConfig,
+  seeds: Sequence[int],
+  begun: float = 2.0,
+) -> list[Step]:
+  """Returns a step for each seed, one after the other; what is left over goes on in the next.
+
+  Args:
+    workload: of which `num_groups` whole groups make a step.
+    policy: of the scheduler.
+    seeds: of the lengths of fresh groups.
+    begun: groups begun, in multiples of those needed; at least 1.
+
+  Raises:
+    ValueError: if fewer are begun than needed.
+  """
+  if begun < 1:
+    raise ValueError(f"partial: got begun={begun}, expected at least 1; 2 is APRIL's.")
+  needed = workload.num_groups
+  lengths = np.zeros((0, workload.group_size), np.int64)
+  generated = np.zeros_like(lengths)
+  steps = []
+  for seed in seeds:
+    wide = dataclasses.replace(workload, num_groups=round(begun * needed))
+    fresh = wide.lengths(seed)[: wide.num_groups - len(lengths)]
+    lengths = np.concatenate([lengths, fresh])
+    old = np.concatenate([generated, np.zeros_like(fresh)])
+    result = cluster.Simulation(
+      workload.cluster(),
+      policy,
+      lengths,
+      max_tokens=workload.max_tokens,
+      generated=old,
+      stop_after_groups=needed,
+    ).run()
+    generated = old.copy()
+    for request_id, tokens in result.generated.items():
+      group, member = map(int, request_id.split("/"))
+      generated[group, member] = tokens
+    is_whole = (generated >= lengths).all(1)
+    steps.append(
+      Step(
+        seconds=result.total_seconds + training_seconds(workload),
+        stale_share=float(old[is_whole].sum() / lengths[is_whole].sum()),
+        mean_tokens=float(lengths[is_whole].mean()),
+      )
+    )
+    lengths, generated = lengths[~is_whole], generated[~is_whole]
+  return steps
