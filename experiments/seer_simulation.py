@@ -14,14 +14,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 import dataclasses
+import json
+import pathlib
 import random
 import time
 from typing import Any
 
+from absl import app, flags
 import numpy as np
 
+from experiments import configuration
 from seerjax.rollout import buffer as buffer_lib, scheduler
-from seerjax.simulate import cluster, rivals, workloads
+from seerjax.simulate import calibration, cluster, lengths as lengths_lib, rivals, workloads
 from seerjax.simulate.speculation import SpeculationConfig
 
 PARTS = ("paper", "chunks", "sweep", "rivals", "decisions")
@@ -276,7 +280,9 @@ def paper_tables(found: dict[str, Any]) -> str:
       row(workload.name, f"gain, {name}", gain, base["seconds"] / rows[name]["seconds"], 2)
     cut = 1 - rows["+ drafts"]["tail_seconds"] / base["tail_seconds"]
     row(workload.name, "tail cut, + drafts", published.tail_cut, cut, 2)
-    row(workload.name, "tokens a step, + drafts", published.accepted, rows["+ drafts"]["accepted"], 2)
+    row(
+      workload.name, "tokens a step, + drafts", published.accepted, rows["+ drafts"]["accepted"], 2
+    )
   return "\n".join(lines)
 
 
@@ -446,5 +452,7 @@ if __name__ == "__main__":
   flags.DEFINE_string("workdir", "runs/seer_simulation", "Where results go.")
   flags.DEFINE_list("parts", list(PARTS), f"Some of {', '.join(PARTS)}, fit.")
   flags.DEFINE_integer("num_seeds", 4, "Draws of the lengths; tables are their mean.")
-  flags.DEFINE_string("trace", "", "JSON lines with a list `output` of lengths each; runs it alone.")
+  flags.DEFINE_string(
+    "trace", "", "JSON lines with a list `output` of lengths each; runs it alone."
+  )
   app.run(main)
