@@ -249,9 +249,9 @@ class Decision(NamedTuple):
 class Scheduler:
   """Says what runs next; reads a buffer, changes nothing in it.
 
-      while (decision := scheduler.next(instances)) is not None:
-        buffer.begin_chunk(decision.request_id, decision.instance, decision.max_chunk_tokens)
-        instances.admit(decision)
+  while (decision := scheduler.next(instances)) is not None:
+    buffer.begin_chunk(decision.request_id, decision.instance, decision.max_chunk_tokens)
+    instances.admit(decision)
   """
 
   def __init__(self, config: SchedulerConfig, buffer: Buffer):
@@ -559,12 +559,12 @@ class _Pilots:
     if len(pair) == item.member:
       pair.append(item)
     self._num_unread += item.generated > 0
-    if self._num_unread >= 16:
+    if self._num_unread > self._num_groups // 4:
       self._num_unread = 0
       pairs = [pair for pair in self._pairs if len(pair) == 2]
-      lengths = np.array([[item.generated for item in pair] for pair in pairs]).reshape(-1, 2)
-      finished = [[item.state is State.FINISHED for item in pair] for pair in pairs]
-      self.correlation = rank_correlation(lengths, np.array(finished).reshape(-1, 2))
+      lengths = np.array([[item.generated for item in pair] for pair in pairs], int)
+      finished = np.array([[item.state is State.FINISHED for item in pair] for pair in pairs], bool)
+      self.correlation = rank_correlation(lengths.reshape(-1, 2), finished.reshape(-1, 2))
 
 
 def rank_correlation(lengths: np.ndarray, finished: np.ndarray) -> float | None:
@@ -677,9 +677,7 @@ def _by_prefix(
   return min((i for i in range(len(room)) if room[i] >= pages), key=lambda i: (running[i], i))
 
 
-def _by_room(
-  item: Item, pages: int, room: list[int], instances: Instances, routing: ByRoom
-) -> int:
+def _by_room(item: Item, pages: int, room: list[int], instances: Instances, routing: ByRoom) -> int:
   most, home = max(room), item.kv_instance
   if home != NOWHERE and room[home] >= pages:
     if room[home] + routing.max_imbalance * instances.num_pages[home] >= most:

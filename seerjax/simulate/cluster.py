@@ -178,9 +178,7 @@ class Simulation:
     chances = None
     if speculation is not None:
       chances = speculation_lib.acceptance(speculation, group_size)
-    self._machines = [
-      _Machine(cluster, speculation, chances) for _ in range(cluster.num_instances)
-    ]
+    self._machines = [_Machine(cluster, speculation, chances) for _ in range(cluster.num_instances)]
     self._events: list[tuple[float, int, int, int, int]] = []
     self._num_events = 0
     self._decisions: dict[int, tuple[scheduler_lib.Decision, float]] = {}  # Of what runs.

@@ -4,7 +4,7 @@
     step    = fixed + max(weights / bandwidth, rows * operations / speed)
               + max(kv_bytes * context / bandwidth, attention * context * rows / batch / speed)
               (times 1 + draft_overhead, where there are drafts)
-    weights = all - (all - active) * (1 - active / all) ** rows    (experts that some row meets)
+    weights = all * (1 - (1 - active / all) ** rows)    (of experts, those that some row meets)
 
 Source: the roofline; experts as independent draws. Constants of the hardware are the maker's, times
 an efficiency.
@@ -89,8 +89,7 @@ class CostModel:
       draft_tokens: verified for each, beside its own token.
     """
     rows = batch * (1 + draft_tokens)
-    idle_share = (1 - self.active_bytes / self.weight_bytes) ** rows
-    touched = self.weight_bytes - (self.weight_bytes - self.active_bytes) * idle_share
+    touched = self.weight_bytes * (1 - (1 - self.active_bytes / self.weight_bytes) ** rows)
     read = touched / (self.num_devices * self.device_bandwidth)
     computed = 2 * rows * self.active_parameters / (self.num_devices * self.device_speed)
     seconds = self.fixed_seconds + max(read, computed)

@@ -41,9 +41,7 @@ def training_seconds(workload: workloads.Workload) -> float:
   return workload.published.baseline_seconds * (1 - share) / share
 
 
-def synchronous(
-  workload: workloads.Workload, policy: scheduler.SchedulerConfig, seed: int
-) -> Step:
+def synchronous(workload: workloads.Workload, policy: scheduler.SchedulerConfig, seed: int) -> Step:
   """Returns a step of the plain circle."""
   lengths = workload.lengths(seed)
   result = cluster.Simulation(

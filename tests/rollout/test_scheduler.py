@@ -1,0 +1,434 @@
+"""Every policy by hand, and what holds for any schedule of any of them."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import hypothesis
+from hypothesis import strategies as st
+import numpy as np
+import pytest
+
+from seerjax.rollout import scheduler as scheduler_lib
+from seerjax.rollout.buffer import Buffer, State
+from seerjax.rollout.scheduler import (
+  ByPrefix,
+  ByRoom,
+  ContextAware,
+  Divided,
+  GroupFCFS,
+  Instances,
+  Oracle,
+  Ours,
+  Scheduler,
+)
+
+# Small enough that every rule is met within a few requests.
+POLICIES = {
+  "waits": GroupFCFS(reserves=True),
+  "divided": Divided(chunk_tokens=5),
+  "divided by room": Divided(chunk_tokens=5, routing=ByRoom(max_imbalance=0.0)),
+  "context": ContextAware(chunk_tokens=5, routing=ByPrefix(max_spread=1)),
+  "oracle": Oracle(chunk_tokens=5, min_pull_tokens=2),
+  "ours": Ours(chunk_tokens=5, num_pilots=2, fair_every=3, lookahead=2),
+  "ours, alike": Ours(chunk_tokens=3, num_pilots=3, min_correlation=-1.0),
+}
+
+
+def filled(groups: list[list[int]], *, prompt: int = 4, max_tokens: int = 20) -> Buffer:
+  """A buffer with one request for each entry, named group/member; the entry is what it has."""
+  buffer = Buffer()
+  for group, members in enumerate(groups):
+    for member, generated in enumerate(members):
+      buffer.add(
+        f"{group}/{member}",
+        str(group),
+        prompt_tokens=prompt,
+        max_tokens=max_tokens,
+        generated=generated,
+      )
+  return buffer
+
+
+def take(planner: Scheduler, instances: Instances) -> list[scheduler_lib.Decision]:
+  """All decisions until None, applied."""
+  found = []
+  while (decision := planner.next(instances)) is not None:
+    planner.buffer.begin_chunk(decision.request_id, decision.instance, decision.max_chunk_tokens)
+    instances.admit(decision)
+    found.append(decision)
+  return found
+
+
+def end(
+  planner: Scheduler, instances: Instances, decision: scheduler_lib.Decision, length: int = 10**9
+) -> None:
+  """Ends a chunk where its request has `length` tokens, or else at its end."""
+  item = planner.buffer[decision.request_id]
+  reached = min(item.chunk_end, length)
+  planner.buffer.end_chunk(item.request_id, reached, reached in (length, item.max_tokens))
+  instances.release(decision.instance, decision.num_pages)
+
+
+def names(decisions: list[scheduler_lib.Decision]) -> list[str]:
+  return [decision.request_id for decision in decisions]
+
+
+def test_group_fcfs_deals_groups_out_and_admits_by_present_kv():
+  instances = Instances.empty(2, page_size=4, num_pages=6, max_running=3)
+  planner = Scheduler(GroupFCFS(), filled([[0, 0], [0, 0], [0, 0]]))
+  found = take(planner, instances)
+  # Groups 0 and 2 on instance 0, group 1 on instance 1; a page each now, three places.
+  assert {d.request_id: d.instance for d in found} == {
+    "0/0": 0,
+    "0/1": 0,
+    "1/0": 1,
+    "1/1": 1,
+    "2/0": 0,
+  }
+  assert all((d.max_chunk_tokens, d.num_pages) == (20, 1) for d in found)
+  # Preempted, and first in its instance's line again, with its tokens.
+  planner.buffer.progress("0/1", 6)
+  planner.buffer.lost_kv("0/1")
+  instances.release(0, 1)
+  assert names(take(planner, instances)) == ["0/1"]
+  assert planner.buffer["0/1"].generated == 6
+  assert planner.estimate("0") == 20
+
+
+def test_group_fcfs_that_reserves_waits_for_room():
+  # 4 + 20 - 1 positions are 6 pages: one request at a time.
+  instances = Instances.empty(1, page_size=4, num_pages=6, max_running=3)
+  planner = Scheduler(GroupFCFS(reserves=True), filled([[0, 0]]))
+  (first,) = take(planner, instances)
+  assert (first.request_id, first.num_pages, first.prefill_tokens) == ("0/0", 6, 4)
+  end(planner, instances, first)
+  (second,) = take(planner, instances)
+  # The prompt's KV is there by now.
+  assert (second.request_id, second.prefill_tokens, second.is_probe) == ("0/1", 0, False)
+
+
+def test_divided_goes_by_arrival_and_reserves_a_chunk():
+  # 4 + 5 - 1 positions are 2 pages, 4 + 5 + 5 - 1 are 4.
+  instances = Instances.empty(2, page_size=4, num_pages=6, max_running=2)
+  planner = Scheduler(Divided(chunk_tokens=5), filled([[0, 0], [0]]))
+  found = take(planner, instances)
+  # A group's prompt draws its members to one instance, while there is a place.
+  assert [(d.request_id, d.instance, d.num_pages) for d in found] == [
+    ("0/0", 0, 2),
+    ("0/1", 0, 2),
+    ("1/0", 1, 2),
+  ]
+  end(planner, instances, found[0])
+  (again,) = take(planner, instances)
+  assert (again.request_id, again.instance, again.num_pages, again.prefill_tokens) == (
+    "0/0",
+    0,
+    4,
+    0,
+  )
+
+
+def test_the_last_chunk_ends_at_max_tokens():
+  instances = Instances.empty(1, page_size=4, num_pages=6, max_running=1)
+  planner = Scheduler(Divided(chunk_tokens=8), filled([[17]]))
+  (decision,) = take(planner, instances)
+  assert (decision.max_chunk_tokens, decision.num_pages, decision.prefill_tokens) == (3, 6, 20)
+
+
+def test_the_first_of_divided_blocks_those_behind_it():
+  instances = Instances.empty(1, page_size=4, num_pages=6, max_running=9)
+  planner = Scheduler(Divided(chunk_tokens=5), filled([[14], [0]]))
+  instances.free_pages[0] = 3
+  assert planner.next(instances) is None
+  instances.free_pages[0] = 6
+  assert names(take(planner, instances)) == ["0/0"]
+
+
+def test_context_aware_takes_probes_first_then_the_longest_group():
+  instances = Instances.empty(1, page_size=4, num_pages=100, max_running=100)
+  buffer = filled([[3, 0, 0], [1, 0], [2, 0]])
+  for request_id in ("1/1", "2/1"):
+    buffer.begin_chunk(request_id, 0, 20)
+    buffer.end_chunk(request_id, {"1/1": 9, "2/1": 12}[request_id], True)
+  buffer.add("1/2", "1", prompt_tokens=4, max_tokens=20)
+  buffer.add("2/2", "2", prompt_tokens=4, max_tokens=20)
+  planner = Scheduler(ContextAware(chunk_tokens=5), buffer)
+  found = take(planner, instances)
+  # Probes by what they have: 1, 2, 3. Group 0 has no finished request, so max_tokens; 2 beats 1.
+  assert names(found) == ["1/0", "2/0", "0/0", "0/1", "0/2", "2/2", "1/2"]
+  assert [d.is_probe for d in found] == [True] * 3 + [False] * 4
+  assert [planner.estimate(group) for group in "012"] == [20, 9, 12]
+
+
+def test_an_estimate_that_grows_moves_waiting_members_ahead():
+  instances = Instances.empty(1, page_size=4, num_pages=100, max_running=2)
+  planner = Scheduler(ContextAware(chunk_tokens=20), filled([[0, 0, 0], [0, 0, 0]]))
+  probes = take(planner, instances)
+  for probe, length in zip(probes, (3, 4)):
+    end(planner, instances, probe, length)
+  first = take(planner, instances)
+  assert names(first) == ["1/1", "1/2"]
+  end(planner, instances, first[0], 2)
+  (second,) = take(planner, instances)
+  assert second.request_id == "0/1"
+  end(planner, instances, second, 9)
+  assert planner.next(instances) is not None
+  assert planner.estimate("0") == 9
+
+
+def test_oracle_takes_the_most_left_first():
+  instances = Instances.empty(1, page_size=4, num_pages=100, max_running=100)
+  lengths = {"0/0": 5, "0/1": 12, "1/0": 9}
+  planner = Scheduler(Oracle(lengths=lengths), filled([[0, 4], [0]]))
+  assert names(take(planner, instances)) == ["1/0", "0/1", "0/0"]
+  assert (planner.estimate("0"), planner.estimate("1")) == (12, 9)
+
+
+def test_ours_takes_the_least_generated_first_and_pilots_before_all():
+  instances = Instances.empty(1, page_size=4, num_pages=100, max_running=100)
+  planner = Scheduler(Ours(num_pilots=1, fair_every=0), filled([[5, 6, 1], [2, 0]]))
+  assert names(take(planner, instances)) == ["0/0", "0/1", "1/1", "0/2", "1/0"]
+
+
+def test_ours_takes_the_longest_group_first_where_lengths_are_alike():
+  instances = Instances.empty(1, page_size=4, num_pages=1000, max_running=6)
+  # The three pilot pairs agree in all three orders: correlation 1.
+  planner = Scheduler(
+    Ours(num_pilots=3, fair_every=0, chunk_tokens=20), filled([[0] * 20] * 3, max_tokens=30)
+  )
+  pilots = take(planner, instances)
+  assert sorted(names(pilots)) == ["0/0", "0/1", "1/0", "1/1", "2/0", "2/1"]
+  lengths = {"0": 2, "1": 9, "2": 4}
+  for decision in pilots:
+    end(planner, instances, decision, lengths[decision.request_id[0]])
+  assert [name.split("/")[0] for name in names(take(planner, instances))] == ["1"] * 6
+  assert [planner.estimate(group) for group in "012"] == [2, 9, 4]
+
+
+def test_ours_counts_a_running_length_as_a_bound():
+  instances = Instances.empty(1, page_size=4, num_pages=1000, max_running=6)
+  planner = Scheduler(Ours(unknown_factor=3), filled([[0, 0]], max_tokens=30))
+  first, second = take(planner, instances)
+  planner.buffer.progress(first.request_id, 4)
+  assert planner.next(instances) is None
+  assert planner.estimate("0") == 12  # Three times what it has, while none has finished.
+  planner.buffer.end_chunk(second.request_id, 2, True)
+  planner.next(instances)
+  assert planner.estimate("0") == 4
+
+
+def test_one_that_fits_nowhere_lets_others_pass_and_keeps_an_instance():
+  # 4 + 12 + 5 - 1 positions are 5 pages; the fresh ones need 2.
+  instances = Instances.empty(2, page_size=4, num_pages=6, max_running=9)
+  planner = Scheduler(
+    Ours(chunk_tokens=5, fair_every=0, num_pilots=1), filled([[12], [0], [0], [0], [0]])
+  )
+  instances.free_pages[:] = [4, 3]
+  # 0/0 goes first as a pilot, and fits nowhere: instance 0, with most room, is kept for it.
+  found = take(planner, instances)
+  assert [(d.request_id, d.instance) for d in found] == [("1/0", 1)]
+  instances.free_pages[0] = 5
+  (held,) = take(planner, instances)
+  assert (held.request_id, held.instance) == ("0/0", 0)
+
+
+def test_one_that_waited_longest_goes_first_now_and_then():
+  # Requests that keep arriving have always generated less than the one that waits.
+  instances = Instances.empty(1, page_size=4, num_pages=100, max_running=1)
+  buffer = filled([[5]])
+  planner = Scheduler(Ours(chunk_tokens=20, fair_every=4, num_pilots=0), buffer)
+  order = []
+  for arrival in range(8):
+    buffer.add(f"late/{arrival}", f"late/{arrival}", prompt_tokens=4, max_tokens=20)
+    (decision,) = take(planner, instances)
+    order.append(decision.request_id)
+    end(planner, instances, decision)
+  assert order.index("0/0") == 4
+
+
+def test_kv_is_pulled_where_more_than_the_margin_is_missing():
+  for margin, expected in ((9, (0, 10)), (10, (10, 0))):
+    instances = Instances.empty(2, page_size=4, num_pages=6, max_running=9)
+    planner = Scheduler(
+      Divided(chunk_tokens=7, min_pull_tokens=margin), filled([[0]], max_tokens=20)
+    )
+    (first,) = take(planner, instances)
+    end(planner, instances, first)
+    instances.num_running[0] = 9
+    (second,) = take(planner, instances)
+    # Prompt 4 and 7 tokens, the last of which has no KV yet: 10 positions lie with instance 0.
+    assert (second.instance, second.prefill_tokens, second.pull_tokens) == (1, *expected)
+    assert second.pull_from == (0 if second.pull_tokens else -1)
+
+
+def test_a_spread_beyond_the_limit_goes_to_the_least_loaded():
+  for spread, expected in ((3, 0), (2, 1)):
+    instances = Instances.empty(2, page_size=4, num_pages=100, max_running=9)
+    planner = Scheduler(Divided(chunk_tokens=5, routing=ByPrefix(max_spread=spread)), filled([[0]]))
+    (first,) = take(planner, instances)
+    end(planner, instances, first)
+    instances.num_running[0] = 3
+    assert take(planner, instances)[0].instance == expected
+
+
+def test_by_room_stays_at_home_within_the_imbalance():
+  for room, expected in ((88, 0), (87, 1)):
+    instances = Instances.empty(2, page_size=4, num_pages=100, max_running=9)
+    planner = Scheduler(Divided(chunk_tokens=5, routing=ByRoom(max_imbalance=0.1)), filled([[0]]))
+    (first,) = take(planner, instances)
+    end(planner, instances, first)
+    instances.free_pages[:] = [room, 98]
+    assert take(planner, instances)[0].instance == expected
+
+
+def test_a_request_that_fits_no_instance_is_refused():
+  planner = Scheduler(Divided(), filled([[0]]))
+  instances = Instances.empty(2, page_size=4, num_pages=5, max_running=1)
+  with pytest.raises(
+    ValueError, match=r"'0/0' of 4 \+ 20 tokens, which needs 6 pages, expected at"
+  ):
+    planner.next(instances)
+
+
+@pytest.mark.parametrize(
+  "make, message",
+  [
+    (lambda: Divided(chunk_tokens=0), "Divided: got chunk_tokens=0"),
+    (lambda: ContextAware(min_pull_tokens=-1), "ContextAware: got .* min_pull_tokens=-1"),
+    (lambda: Ours(quantile=1.5), "got quantile=1.5"),
+    (lambda: Ours(min_correlation=-2), "min_correlation=-2, expected"),
+    (lambda: Ours(same_factor=1.0), "same_factor=1.0, expected at least 1 and more than 1"),
+    (lambda: Ours(unknown_factor=0.5), "got unknown_factor=0.5"),
+    (lambda: Ours(lookahead=-1), "got lookahead=-1"),
+    (lambda: ByPrefix(max_spread=-1), "got max_spread=-1, expected at least 0"),
+    (lambda: ByRoom(max_imbalance=2), "got max_imbalance=2, expected a part"),
+    (
+      lambda: Instances.empty(1, page_size=0, num_pages=1, max_running=1),
+      "page_size=0, num_pages=1, max_running=1, expected at least 1",
+    ),
+  ],
+)
+def test_settings_out_of_range_are_refused(make, message):
+  with pytest.raises(ValueError, match=message):
+    make()
+
+
+def test_rank_correlation_by_hand():
+  done = np.ones((4, 2), bool)
+  rising = np.array([[1, 5], [2, 6], [3, 7], [4, 8]])
+  assert scheduler_lib.rank_correlation(rising, done) == 1.0
+  falling = np.stack([rising[:, 0], rising[::-1, 1]], 1)
+  assert scheduler_lib.rank_correlation(falling, done) == -1.0
+  # One of the six orders turned: (5 - 1) / 6.
+  assert scheduler_lib.rank_correlation(
+    np.array([[1, 5], [2, 7], [3, 6], [4, 8]]), done
+  ) == pytest.approx(4 / 6)
+  # Two that still run at 3 are longer than all that finished below, in an order that none knows.
+  bounds = np.array([[1, 1], [2, 2], [3, 3], [3, 3]])
+  finished = np.array([[True, True], [True, True], [False, False], [False, False]])
+  assert scheduler_lib.rank_correlation(bounds, finished) == 1.0
+  assert scheduler_lib.rank_correlation(bounds, finished & False) is None
+  assert scheduler_lib.rank_correlation(np.zeros((0, 2), int), np.zeros((0, 2), bool)) is None
+
+
+def test_rank_correlation_tells_alike_from_not_alike_while_the_long_ones_still_run():
+  rng = np.random.default_rng(0)
+  for rho, low, high in ((0.0, -0.2, 0.2), (0.8, 0.4, 1.0)):
+    group, own = rng.standard_normal((64, 1)), rng.standard_normal((64, 2))
+    lengths = np.exp(6 + 0.8 * (np.sqrt(rho) * group + np.sqrt(1 - rho) * own)).astype(int)
+    level = int(np.median(lengths))
+    value = scheduler_lib.rank_correlation(np.minimum(lengths, level), lengths <= level)
+    assert value is not None and low < value < high
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+  """Groups of lengths, the cluster, and who ends when."""
+
+  lengths: list[list[int]]
+  num_instances: int
+  num_pages: int
+  max_running: int
+  order: list[int]
+
+
+@st.composite
+def cases(draw) -> Case:
+  lengths = draw(
+    st.lists(st.lists(st.integers(1, 20), min_size=1, max_size=5), min_size=1, max_size=6)
+  )
+  return Case(
+    lengths,
+    draw(st.integers(1, 4)),
+    draw(st.integers(6, 20)),  # 4 + 20 - 1 positions are 6 pages.
+    draw(st.integers(1, 5)),
+    draw(st.lists(st.integers(0, 10**6), min_size=1, max_size=20)),
+  )
+
+
+def play(case: Case, policy: scheduler_lib.SchedulerConfig) -> list[scheduler_lib.Decision]:
+  """A whole rollout; checks what must hold at every decision, and returns them all."""
+  if isinstance(policy, Oracle):
+    lengths = {
+      f"{g}/{m}": n for g, members in enumerate(case.lengths) for m, n in enumerate(members)
+    }
+    policy = dataclasses.replace(policy, lengths=lengths)
+  buffer = filled([[0] * len(case.lengths[0])])
+  instances = Instances.empty(
+    case.num_instances, page_size=4, num_pages=case.num_pages, max_running=case.max_running
+  )
+  planner = Scheduler(policy, buffer)
+  later = [
+    (f"{g}/{m}", str(g)) for g, members in enumerate(case.lengths) for m in range(len(members)) if g
+  ]
+  running: list[scheduler_lib.Decision] = []
+  decisions = []
+  ends = 0
+  while buffer.num_unfinished or later:
+    for decision in take(planner, instances):
+      item = buffer[decision.request_id]
+      assert item.state is State.RUNNING
+      assert decision.request_id not in names(running)
+      positions = item.prompt_tokens + item.generated + decision.max_chunk_tokens - 1
+      assert decision.num_pages == -(-positions // 4)
+      assert 0 <= decision.prefill_tokens <= item.prompt_tokens + item.generated
+      running.append(decision)
+      decisions.append(decision)
+    assert min(instances.free_pages) >= 0
+    assert all(n <= most for n, most in zip(instances.num_running, instances.max_running))
+    # Whatever waits, something runs: no schedule stands still.
+    assert running or later
+    if running:
+      decision = running.pop(case.order[ends % len(case.order)] % len(running))
+      group, member = map(int, decision.request_id.split("/"))
+      end(planner, instances, decision, case.lengths[group][member])
+    ends += 1
+    if later:  # Requests arrive while others run.
+      request_id, group = later.pop(0)
+      buffer.add(request_id, group, prompt_tokens=4, max_tokens=20)
+  assert instances.free_pages == instances.num_pages
+  for item in buffer:
+    assert item.state is State.FINISHED
+    assert item.generated == case.lengths[item.group.index][item.member]
+    assert item.num_lost == 0
+  return decisions
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@hypothesis.given(case=cases())
+@hypothesis.settings(max_examples=40, deadline=None)
+def test_any_schedule_fits_loses_nothing_and_can_be_had_again(name, case):
+  assert play(case, POLICIES[name]) == play(case, POLICIES[name])
+
+
+@hypothesis.given(case=cases(), fair_every=st.integers(1, 4))
+@hypothesis.settings(max_examples=40, deadline=None)
+def test_no_request_starves_with_ours(case, fair_every):
+  """Whoever waits is passed at most so often as others waited before, times `fair_every` + 1."""
+  policy = Ours(chunk_tokens=20, fair_every=fair_every, num_pilots=0, lookahead=1)
+  decisions = play(case, policy)
+  count = sum(map(len, case.lengths))
+  first = {decision.request_id: i for i, decision in reversed(list(enumerate(decisions)))}
+  assert len(first) == len(decisions) == count  # One chunk each.
+  assert first["0/0"] <= (fair_every + 1) * (len(case.lengths[0]) + 1)

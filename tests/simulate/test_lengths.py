@@ -1,0 +1,97 @@
+"""Generated lengths have the mean and the likeness asked for; traces are read or refused."""
+
+from __future__ import annotations
+
+import pathlib
+
+import numpy as np
+import pytest
+
+from seerjax.simulate import lengths as lengths_lib
+from seerjax.simulate.lengths import LengthsConfig
+
+SMALL = LengthsConfig(
+  num_groups=400, group_size=8, mean_tokens=2000, max_tokens=10_000, sigma=0.8, rho=0.5
+)
+
+
+@pytest.mark.parametrize("rho", [0.0, 0.3, 0.7, 0.9, 1.0])
+def test_mean_cap_and_likeness_are_those_asked_for(rho):
+  # Far from the cap, which would make lengths more alike than they were drawn.
+  config = LengthsConfig(
+    num_groups=400, group_size=8, mean_tokens=2000, max_tokens=10**6, sigma=0.5, rho=rho
+  )
+  found = lengths_lib.generate(config, 0)
+  assert found.shape == (400, 8)
+  assert found.mean() == pytest.approx(2000, rel=0.05)
+  assert np.log(found).std() == pytest.approx(0.5, rel=0.05)
+  assert lengths_lib.within_share(found) == pytest.approx(rho, abs=0.05)
+
+
+def test_the_mean_is_that_of_the_clipped_lengths():
+  found = lengths_lib.generate(SMALL, 1)
+  assert found.mean() == pytest.approx(2000, rel=0.05)
+  assert 1 <= found.min() and found.max() == 10_000
+
+
+def test_a_seed_gives_its_lengths():
+  np.testing.assert_array_equal(lengths_lib.generate(SMALL, 3), lengths_lib.generate(SMALL, 3))
+  assert (lengths_lib.generate(SMALL, 3) != lengths_lib.generate(SMALL, 4)).any()
+
+
+def test_likeness_by_hand():
+  assert lengths_lib.within_share(np.array([[5, 5], [9, 9]])) == 1.0
+  assert lengths_lib.within_share(np.array([[7, 7], [7, 7]])) == 1.0
+  # Group means are equal: all variance is within, and the estimate is its least, -1 / (n - 1).
+  assert lengths_lib.within_share(np.array([[2, 8], [8, 2]])) == pytest.approx(-1.0)
+
+
+@pytest.mark.parametrize("shape", [(1, 8), (8, 1)])
+def test_likeness_needs_two_groups_of_two(shape):
+  with pytest.raises(ValueError, match=f"got {shape[0]} groups of {shape[1]}, expected at least 2"):
+    lengths_lib.within_share(np.ones(shape, int))
+
+
+@pytest.mark.parametrize(
+  "changes, message",
+  [
+    ({"num_groups": 0}, "got num_groups=0"),
+    ({"sigma": 0}, "sigma=0, rho=0.5, expected"),
+    ({"rho": 1.5}, "rho=1.5, expected"),
+    ({"mean_tokens": 10_000}, "expected a mean between 1 and the cap"),
+  ],
+)
+def test_populations_that_cannot_be_are_refused(changes, message):
+  settings = dict(
+    num_groups=4, group_size=2, mean_tokens=2000, max_tokens=10_000, sigma=0.8, rho=0.5
+  )
+  with pytest.raises(ValueError, match=message):
+    LengthsConfig(**{**settings, **changes})
+
+
+def test_a_trace_is_read(tmp_path: pathlib.Path):
+  path = tmp_path / "trace.jsonl"
+  path.write_text(
+    '{"step": 0, "ranks": [0], "local_index": 1, "input": 90, "output": [3, 4], "n_sampling": 2}\n'
+    "\n"
+    '{"output": [5, 6]}\n'
+  )
+  np.testing.assert_array_equal(lengths_lib.read_trace(path), [[3, 4], [5, 6]])
+
+
+@pytest.mark.parametrize(
+  "line",
+  ['{"output": [1]}', '{"output": [1, 0]}', '{"output": [1, 2.5]}', '{"input": 1}', "no", "[1, 2]"],
+)
+def test_a_line_that_is_no_prompt_is_refused(tmp_path: pathlib.Path, line: str):
+  path = tmp_path / "trace.jsonl"
+  path.write_text('{"output": [5, 6]}\n' + line)
+  with pytest.raises(ValueError, match=r"in line 2, expected JSON with a list 'output' of 2 posit"):
+    lengths_lib.read_trace(path)
+
+
+def test_an_empty_trace_is_refused(tmp_path: pathlib.Path):
+  path = tmp_path / "trace.jsonl"
+  path.write_text("\n")
+  with pytest.raises(ValueError, match="got no line, expected one a prompt"):
+    lengths_lib.read_trace(path)
