@@ -258,16 +258,20 @@ class Simulation:
     """Plans an instance's next event: the first end of a chunk, or that pages run out."""
     machine = self._machines[place]
     machine.stamp += 1
+    self._count_pages(place)
     if not len(machine.index):
-      if self._preempts:
-        self._view.free_pages[place] = self._cluster.num_pages
       return
     machine.set_rates(self._finished_in_group[self._group_of[machine.index]])
     machine.segment_steps = machine.steps_to_first_end()
     if self._preempts:
-      self._view.free_pages[place] = self._cluster.num_pages - machine.pages_of_step(1)
       machine.segment_steps = machine.steps_within(self._cluster.num_pages)
     self._push(machine.clock + machine.duration(machine.segment_steps), place, machine.stamp)
+
+  def _count_pages(self, place: int) -> None:
+    """Where nothing is reserved, an instance's pages are those that its next step holds."""
+    if self._preempts:
+      taken = self._machines[place].pages_of_step(1)
+      self._view.free_pages[place] = self._cluster.num_pages - taken
 
   def _end_segment(self, place: int, now: float) -> None:
     machine = self._machines[place]
@@ -280,6 +284,7 @@ class Simulation:
     machine.keep(machine.done < machine.end - _ALMOST)
     for index in ended:
       self._end_chunk(index, now)
+    self._count_pages(place)
     self._schedule(now, {place})
     for index in ended:
       if self._items[index].state is State.WAITING:
