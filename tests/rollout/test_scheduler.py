@@ -417,13 +417,13 @@ def play(case: Case, policy: scheduler_lib.SchedulerConfig) -> list[scheduler_li
 
 @pytest.mark.parametrize("name", POLICIES)
 @hypothesis.given(case=cases())
-@hypothesis.settings(max_examples=40, deadline=None)
+@hypothesis.settings(max_examples=25, deadline=None)
 def test_any_schedule_fits_loses_nothing_and_can_be_had_again(name, case):
   assert play(case, POLICIES[name]) == play(case, POLICIES[name])
 
 
 @hypothesis.given(case=cases(), fair_every=st.integers(1, 4))
-@hypothesis.settings(max_examples=40, deadline=None)
+@hypothesis.settings(max_examples=25, deadline=None)
 def test_no_request_starves_with_ours(case, fair_every):
   """Whoever waits is passed at most so often as others waited before, times `fair_every` + 1."""
   policy = Ours(chunk_tokens=20, fair_every=fair_every, num_pilots=0, lookahead=1)

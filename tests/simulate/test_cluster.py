@@ -211,7 +211,7 @@ class Naive:
   ),
   num_instances=st.integers(1, 3),
 )
-@hypothesis.settings(max_examples=25, deadline=None)
+@hypothesis.settings(max_examples=15, deadline=None)
 def test_many_steps_at_once_are_the_steps_one_by_one(name, rows, num_instances):
   lengths = np.array(rows)
   machines = dataclasses.replace(CLUSTER, num_instances=num_instances)
