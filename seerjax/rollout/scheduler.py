@@ -141,7 +141,9 @@ class Ours(Divided):
       will fit soonest is kept for it meanwhile.
     fair_every: each so many decisions the request that has waited longest goes first; 0 never.
     min_correlation: below this rank correlation of lengths within groups, estimates are noise.
-    num_pilots: first groups whose first two members go before all others and show the correlation.
+    pilot_every: each so many groups, by arrival, one is a pilot: its first two members go before
+      all others, and show the correlation.
+    num_pilots: most pilots.
   """
 
   chunk_tokens: int = 2048
@@ -152,6 +154,7 @@ class Ours(Divided):
   lookahead: int = 8
   fair_every: int = 64
   min_correlation: float = 0.2
+  pilot_every: int = 8
   num_pilots: int = 64
 
   def __post_init__(self):
@@ -166,10 +169,11 @@ class Ours(Divided):
         f"Ours: got unknown_factor={self.unknown_factor}, same_factor={self.same_factor}, expected"
         " at least 1 and more than 1; 4 and 1.5 are usual."
       )
-    if self.lookahead < 0 or self.fair_every < 0 or self.num_pilots < 0:
+    if min(self.lookahead, self.fair_every, self.num_pilots) < 0 or self.pilot_every < 1:
       raise ValueError(
         f"Ours: got lookahead={self.lookahead}, fair_every={self.fair_every},"
-        f" num_pilots={self.num_pilots}, expected at least 0 of each; 8, 64 and 64 are usual."
+        f" num_pilots={self.num_pilots}, pilot_every={self.pilot_every}, expected at least 0, 0, 0"
+        " and 1; 8, 64, 64 and 8 are usual."
       )
 
 
@@ -446,7 +450,7 @@ class _OurQueue:
     self._finished: dict[int, list[int]] = {}  # By group: lengths, ascending.
     self._floors: dict[int, int] = {}  # By group: most that a member has generated.
     self._levels: dict[int, int] = {}  # By group: logarithm of the estimate, rounded down.
-    self._pilots = _Pilots(config.num_pilots)
+    self._pilots = _Pilots(config.num_pilots, config.pilot_every)
     self._levels_per_nat = 1 / math.log(config.same_factor)
     self._until_fair = config.fair_every
     self._held: tuple[Item, int] | None = None  # What fits nowhere, and the place kept for it.
@@ -539,23 +543,25 @@ class _OurQueue:
 
 
 class _Pilots:
-  """The first two members of the first groups, and how alike their lengths are.
+  """The first two members of some groups, and how alike their lengths are.
 
   They go before all others: which of them have finished then follows from their lengths alone, and
   not from the order that the estimates made, which would look like likeness.
   """
 
-  def __init__(self, num_groups: int):
+  def __init__(self, num_groups: int, every: int):
     self._num_groups = num_groups
+    self._every = every
     self._pairs: list[list[Item]] = [[] for _ in range(num_groups)]
     self._num_unread = 0
     self.correlation: float | None = None
 
   def has(self, item: Item) -> bool:
-    return item.member < 2 and item.group.index < self._num_groups
+    place, rest = divmod(item.group.index, self._every)
+    return item.member < 2 and rest == 0 and place < self._num_groups
 
   def update(self, item: Item) -> None:
-    pair = self._pairs[item.group.index]
+    pair = self._pairs[item.group.index // self._every]
     if len(pair) == item.member:
       pair.append(item)
     self._num_unread += item.generated > 0

@@ -30,8 +30,8 @@ POLICIES = {
   "divided by room": Divided(chunk_tokens=5, routing=ByRoom(max_imbalance=0.0)),
   "context": ContextAware(chunk_tokens=5, routing=ByPrefix(max_spread=1)),
   "oracle": Oracle(chunk_tokens=5, min_pull_tokens=2),
-  "ours": Ours(chunk_tokens=5, num_pilots=2, fair_every=3, lookahead=2),
-  "ours, alike": Ours(chunk_tokens=3, num_pilots=3, min_correlation=-1.0),
+  "ours": Ours(chunk_tokens=5, pilot_every=2, num_pilots=2, fair_every=3, lookahead=2),
+  "ours, alike": Ours(chunk_tokens=3, pilot_every=1, num_pilots=3, min_correlation=-1.0),
 }
 
 
@@ -195,7 +195,8 @@ def test_ours_takes_the_longest_group_first_where_lengths_are_alike():
   instances = Instances.empty(1, page_size=4, num_pages=1000, max_running=6)
   # The three pilot pairs agree in all three orders: correlation 1.
   planner = Scheduler(
-    Ours(num_pilots=3, fair_every=0, chunk_tokens=20), filled([[0] * 20] * 3, max_tokens=30)
+    Ours(pilot_every=1, num_pilots=3, fair_every=0, chunk_tokens=20),
+    filled([[0] * 20] * 3, max_tokens=30),
   )
   pilots = take(planner, instances)
   assert sorted(names(pilots)) == ["0/0", "0/1", "1/0", "1/1", "2/0", "2/1"]
@@ -301,6 +302,7 @@ def test_a_request_that_fits_no_instance_is_refused():
     (lambda: Ours(same_factor=1.0), "same_factor=1.0, expected at least 1 and more than 1"),
     (lambda: Ours(unknown_factor=0.5), "got unknown_factor=0.5"),
     (lambda: Ours(lookahead=-1), "got lookahead=-1"),
+    (lambda: Ours(pilot_every=0), "pilot_every=0, expected at least 0, 0, 0 and 1"),
     (lambda: ByPrefix(max_spread=-1), "got max_spread=-1, expected at least 0"),
     (lambda: ByRoom(max_imbalance=2), "got max_imbalance=2, expected a part"),
     (
