@@ -69,11 +69,21 @@ def from_flags(kind: type[T], values: ml_collections.ConfigDict) -> T:
     )
   arguments: dict[str, Any] = {}
   for name, value in values.items():
-    nested = dataclasses.is_dataclass(hints[name])
-    if not nested and hints[name] in (float, float | None) and isinstance(value, str):
+    hint = hints[name]
+    if isinstance(value, ml_collections.ConfigDict):
+      arguments[name] = from_flags(_kind_of(hint, value), value)
+      continue
+    if hint in (float, float | None) and isinstance(value, str):
       value = float(value)
-    arguments[name] = from_flags(hints[name], typing.cast(Any, value)) if nested else value
+    arguments[name] = value
   return kind(**arguments)
+
+
+def _kind_of(hint: Any, values: ml_collections.ConfigDict) -> Any:
+  """Returns the dataclass that a field of nested flags is; of several, the one with these names."""
+  kinds = typing.get_args(hint) or (hint,)
+  names = [{field.name for field in dataclasses.fields(kind)} for kind in kinds]
+  return next((kind for kind, own in zip(kinds, names) if own == set(values)), kinds[0])
 
 
 def check_arguments(argv: Sequence[str]) -> None:

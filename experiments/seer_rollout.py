@@ -134,15 +134,17 @@ def requests(workload: Workload, policy: rl.Policy) -> list[Request]:
 
 def systems(workload: Workload) -> dict[str, tuple[Any, bool]]:
   """Returns by name the scheduling policy and whether drafts are made, in the order they run."""
-  parts = dict(chunk_tokens=workload.chunk_tokens, min_pull_tokens=workload.page_size)
+  chunk, pull = workload.chunk_tokens, workload.page_size
+  context = scheduler.ContextAware(chunk_tokens=chunk, min_pull_tokens=pull)
+  ours = scheduler.Ours(chunk_tokens=chunk, min_pull_tokens=pull)
   return {
     "groups, preempting": (scheduler.GroupFCFS(), False),
     "groups, waiting": (scheduler.GroupFCFS(reserves=True), False),
-    "divided": (scheduler.Divided(**parts), False),
-    "+ context": (scheduler.ContextAware(**parts), False),
-    "ours": (scheduler.Ours(**parts), False),
-    "+ context + drafts": (scheduler.ContextAware(**parts), True),
-    "ours + drafts": (scheduler.Ours(**parts), True),
+    "divided": (scheduler.Divided(chunk_tokens=chunk, min_pull_tokens=pull), False),
+    "+ context": (context, False),
+    "ours": (ours, False),
+    "+ context + drafts": (context, True),
+    "ours + drafts": (ours, True),
   }
 
 

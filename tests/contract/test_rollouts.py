@@ -55,7 +55,8 @@ class Case(NamedTuple):
   """One rollout: all that there is to decide.
 
   `prompts` by group, `members` (group, sampling fields, seed); `kills` are steps after a start;
-  `guesses` is (seed, share of right tokens), None drafts nothing.
+  `guesses` is (seed, share of right tokens), None drafts nothing; without `max_spread` room decides
+  where a chunk runs.
   """
 
   prompts: tuple[tuple[int, ...], ...]
@@ -63,7 +64,7 @@ class Case(NamedTuple):
   policy: str
   chunk_tokens: int
   min_pull_tokens: int
-  max_spread: int
+  max_spread: int | None
   host_pages: int
   has_store: bool
   guesses: tuple[int, float] | None
@@ -84,7 +85,7 @@ CASES = st.integers(2, 3).flatmap(
     policy=st.sampled_from(POLICIES),
     chunk_tokens=st.sampled_from([1, 2, 3, 5, 8, 100]),
     min_pull_tokens=st.sampled_from([0, 0, 8, 512]),
-    max_spread=st.sampled_from([0, 1, 32]),
+    max_spread=st.sampled_from([0, 1, 32, None]),
     host_pages=st.sampled_from([256, 16, 0]),
     has_store=st.booleans(),
     guesses=st.none() | st.tuples(st.integers(0, 2**32 - 1), st.sampled_from([0.9, 0.6, 0.0])),
@@ -122,7 +123,11 @@ def policy_of(case: Case, requests: dict[str, Request], answers: dict[str, tuple
   parts = dict(
     chunk_tokens=case.chunk_tokens,
     min_pull_tokens=case.min_pull_tokens,
-    max_spread=case.max_spread,
+    routing=(
+      scheduler.ByRoom()
+      if case.max_spread is None
+      else scheduler.ByPrefix(max_spread=case.max_spread)
+    ),
   )
   if case.policy == "fcfs":
     return scheduler.GroupFCFS()

@@ -175,3 +175,23 @@ def test_a_command_that_cannot_run_says_so_in_one_line(experiment, arguments, me
   assert done.returncode == 2, done.stderr
   assert done.stderr.startswith(message) and done.stderr.count("\n") == 1, done.stderr
   assert not (tmp_path / "run").exists()
+
+
+@dataclasses.dataclass(frozen=True)
+class Left:
+  size: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Right:
+  weight: float = 2.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Either:
+  side: Left | Right = Right()
+
+
+def test_a_field_of_two_kinds_keeps_the_kind_that_it_has():
+  for value in (Either(), Either(Left(3))):
+    assert configuration.from_flags(Either, configuration.to_flags(value)) == value

@@ -12,7 +12,7 @@ import tiny_model
 from seerjax.engine.engine import Engine, EngineConfig
 from seerjax.engine.kv_pool import KVPool, KVPoolConfig
 from seerjax.rollout.divided import DividedRollout
-from seerjax.rollout.scheduler import ContextAware, Divided, GroupFCFS, Oracle, Ours
+from seerjax.rollout.scheduler import ByPrefix, ContextAware, Divided, GroupFCFS, Oracle, Ours
 from seerjax.types import Request, SamplingParams
 
 # Room for two requests at their ends on an instance, for five at their beginnings.
@@ -42,7 +42,7 @@ POLICIES = [
   GroupFCFS(),
   GroupFCFS(reserves=True),
   Divided(chunk_tokens=8, min_pull_tokens=4),
-  Divided(chunk_tokens=5, min_pull_tokens=0, max_spread=1),
+  Divided(chunk_tokens=5, min_pull_tokens=0, routing=ByPrefix(max_spread=1)),
   ContextAware(chunk_tokens=8, min_pull_tokens=4),
   Oracle(chunk_tokens=8, lengths=LENGTHS),
   Ours(chunk_tokens=8, min_pull_tokens=4),
@@ -92,7 +92,7 @@ def test_every_policy_says_the_same(policy):
 
 
 def test_chunks_move_and_spill():
-  trace = run(Divided(chunk_tokens=5, min_pull_tokens=0, max_spread=1)).trace
+  trace = run(Divided(chunk_tokens=5, min_pull_tokens=0, routing=ByPrefix(max_spread=1))).trace
   assert trace.migrations > 0 and trace.spills > 0
   instances = {}
   for span in trace.spans:
