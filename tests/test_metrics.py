@@ -208,6 +208,25 @@ def test_a_full_disk_is_said_and_costs_no_finished_line(tmp_path):
   )
 
 
+def test_a_full_disk_is_said_of_tensorboard_too(tmp_path):
+  result = run_with_file_limit(
+    tmp_path,
+    3000,
+    """
+    writer = metrics.Writer(directory, console="off", tensorboard=True)
+    try:
+      for step in range(1000):
+        # An event each, and one short line.
+        writer.write(step, {"a/" + 20 * letter: 1.0 for letter in "abcdefgh"})
+    except OSError as error:
+      print(error)
+    """,
+  )
+  assert result.returncode == 0, result.stderr
+  assert "metrics.write: got 'File too large' writing" in result.stdout
+  assert "tensorboard" in result.stdout
+
+
 def test_a_summary_is_written_whole_or_not_at_all(tmp_path):
   path = tmp_path / "deep/summary.json"
   metrics.write_summary(path, {"kl_max": jnp.float32(0.0), "loss": float("nan"), "n": [1, "a"]})
