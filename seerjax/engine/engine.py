@@ -755,7 +755,8 @@ class Engine:
         pieces,
         copies,
         num_rows=bucket,
-        max_copies=self.config.max_sequences + self.config.row_buckets[-1],
+        # One for each sequence that begins, and one for a path of it.
+        max_copies=2 * self.config.row_buckets[-1],
         query_tile=self.numerics.query_tile,
         page_size=self.config.page_size,
         table_width=self._table_width,

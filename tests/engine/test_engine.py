@@ -368,13 +368,13 @@ def test_nothing_is_traced_after_the_first_step_of_each_bucket():
   one = engine(sizes)
   one.generate([request()])
   one.set_params(tiny_model.params(NUMERICS, 1), 1)
-  # Filters, biases, lengths, other weights, another engine: the same program.
+  # Filters, biases, lengths, other weights, another engine, more sequences: the same program.
   one.generate([request("b", tokens_from(0, 5)[:1], top_k=3, logit_bias=((1, 1.0),)), request("c")])
-  engine(sizes).generate([request()])
+  engine(dataclasses.replace(sizes, max_sequences=3)).generate([request()])
   with pytest.raises(
     AssertionError, match="engine step: got trace 2, expected one for each of 1 row buckets"
   ):
-    engine(dataclasses.replace(sizes, max_sequences=3)).generate([request()])
+    engine(dataclasses.replace(sizes, row_buckets=(9,))).generate([request()])
 
 
 def test_the_plan_says_what_was_allocated():
