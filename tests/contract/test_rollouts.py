@@ -248,16 +248,18 @@ NUMERICS = {"f32": tiny_model.NUMERICS, "bf16": tiny_model.BFLOAT16}
 
 def test_no_rollout_changes_a_bit(seed, tell_events):
   events = collections.Counter()
-  for place, (dtype, num_instances) in enumerate((("bf16", 4), ("f32", 2))):
-    run_cases(
-      NUMERICS[dtype],
-      num_instances,
-      seed=100 * seed + place,
-      settings=hypothesis.settings(max_examples=12),
-      events=events,
-    )
-  # What needs many instances or little of everything is the long run's.
-  rare = {"came from the store", "pulled", "side paths", "preempted"}
+  run_cases(
+    NUMERICS["f32"],
+    2,
+    seed=seed,
+    settings=hypothesis.settings(max_examples=14),
+    events=events,
+  )
+  # What needs much memory to be missing is the long run's.
+  rare = {
+    "came from the host", "came from the store", "migrated", "preempted", "pulled", "side paths",
+    "spilled",
+  }  # fmt: skip
   tell_events("rollouts", events, [event for event in EVENTS if event not in rare])
 
 
@@ -267,8 +269,8 @@ def test_noise_that_follows_the_instance_is_found_out(seed):
   )
   with pytest.raises(AssertionError, match="got Completion"):
     run_cases(
-      NUMERICS["bf16"],
-      4,
+      NUMERICS["f32"],
+      2,
       seed=seed,
       settings=settings,
       events=collections.Counter(),
