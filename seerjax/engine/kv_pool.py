@@ -48,17 +48,15 @@ class KVPoolConfig:
 
   Attributes:
     host_pages: pages of all requests together in pinned host memory.
-    peer_pages: free pages that an instance keeps for itself; beyond them it takes its peers'.
   """
 
   host_pages: int = 4096
-  peer_pages: int = 8
 
   def __post_init__(self):
-    if self.host_pages < 0 or self.peer_pages < 0:
+    if self.host_pages < 0:
       raise ValueError(
-        f"KVPoolConfig: got host_pages={self.host_pages}, peer_pages={self.peer_pages}, expected at"
-        " least 0 of each; 0 host pages leave only the peers and the store."
+        f"KVPoolConfig: got host_pages={self.host_pages}, expected at least 0; 0 leaves the peers'"
+        " free pages alone."
       )
 
 

@@ -136,3 +136,33 @@ def test_only_a_paused_request_is_resumed():
     engine.resume("a")
   with pytest.raises(ValueError, match=r"Engine.progress: got request 'b', expected one of the 1"):
     engine.progress("b")
+
+
+def test_a_running_chunk_may_be_ended_at_any_step():
+  one = request(max_tokens=30)
+  [plain] = make_engine(ROOM).generate([one])
+  engine = make_engine(ROOM)
+  engine.submit(one)
+  engine.pause("a")  # Before it has begun.
+  engine.resume("a")
+  for _ in range(4):
+    engine.step()
+  engine.pause("a")
+  engine.pause("a")
+  assert engine.step() == [] and engine.poll_paused() == ["a"]
+  engine.resume("a")
+  while engine.num_unfinished:
+    engine.step()
+  assert same(engine.poll()[0], plain)
+
+
+def test_step_times_disturb_nothing():
+  one = request(max_tokens=9)
+  [plain] = make_engine(ROOM).generate([one])
+  engine = make_engine(ROOM)
+  seconds = engine.step_seconds([1, 4, 16])
+  assert sorted(seconds) == [1, 4, 16] and min(seconds.values()) > 0
+  assert same(engine.generate([one])[0], plain)
+  engine.submit(one)
+  with pytest.raises(ValueError, match=r"Engine.step_seconds: got 1 unfinished requests, expected"):
+    engine.step_seconds([1])
