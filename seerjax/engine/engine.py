@@ -165,6 +165,7 @@ class Engine:
     ]
     self._running: list[list[Sequence]] = [[] for _ in self._pools]
     self._copies: list[list[tuple[int, int]]] = [[] for _ in self._pools]
+    self._sources: list[list[int]] = [[] for _ in self._pools]  # Of those copies, held.
     self._paused: dict[str, None] = {}  # In the order they paused.
     self._live: dict[str, Sequence] = {}
     self._group_instance: dict[str, int] = {}
@@ -287,8 +288,8 @@ class Engine:
     if not any(work):
       return []
     work = self._drafted(work)
-    inputs = self._inputs(work)
     self.memory.restore()
+    inputs = self._inputs(work)
     self.memory.pages, tokens, scores = self._runner.step(
       self._params, self.memory.pages, inputs, self._key
     )
@@ -658,8 +659,8 @@ class Engine:
         if hit.copy_from is not None:
           self._copies[instance].append((hit.copy_from, fresh[0]))
           self.counters.page_copies += 1
-          # Nothing is written before this step's copies, so the source may be let go already.
-          pool.release(hit.copy_from)
+          # Held until the copy is made: a page that comes back from the pool is written before it.
+          self._sources[instance].append(hit.copy_from)
         self.counters.reused_tokens += hit.num_tokens
         running.append(sequence)
         if sequence.is_prefilling and sequence.request.group_id:
@@ -764,6 +765,9 @@ class Engine:
       for pieces, copies in zip(work, self._copies, strict=True)
     ]
     self._copies = [[] for _ in self._pools]
+    for pool, sources in zip(self._pools, self._sources, strict=True):
+      while sources:
+        pool.release(sources.pop())
     return jax.tree.map(lambda *leaves: np.stack(leaves), *parts)
 
   def _idle_inputs(self, num_rows: int) -> runner_lib.StepInputs:

@@ -291,6 +291,9 @@ def test_no_rollout_of_three_hundred_changes_a_bit(block, seed, tell_events):
     events=events,
   )
   assert events["rollouts"] >= 26
-  alone_events = {"migrated", "pulled"} if num_instances == 1 else set()
+  # One block in four has both a store and too little host memory often enough.
+  alone_events = {"came from the store"}
+  if num_instances == 1:
+    alone_events |= {"migrated", "pulled"}
   name = f"block {block}, {dtype}, {num_instances} instance(s)"
   tell_events(name, events, [event for event in EVENTS if event not in alone_events])
