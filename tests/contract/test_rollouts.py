@@ -291,7 +291,7 @@ def test_no_rollout_of_three_hundred_changes_a_bit(block, seed, tell_events):
     events=events,
   )
   assert events["rollouts"] >= 26
-  # One block in four has both a store and too little host memory often enough.
+  # Needs a store and little host memory at once, which not every block draws.
   alone_events = {"came from the store"}
   if num_instances == 1:
     alone_events |= {"migrated", "pulled"}
