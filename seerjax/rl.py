@@ -186,7 +186,7 @@ class Programs:
 FREE_SETTINGS = (
   "numerics", "num_steps", "num_instances", "checkpoint_every", "scheduler", "kv_pool", "budget"
 )  # fmt: skip
-# Host seconds of one request's draft: 3 microseconds for the tree, the rest for Python around it.
+# Host seconds of one request's draft, assumed: the tree's 1 to 2 microseconds and Python around it.
 DRAFT_SECONDS = 2e-5
 # What the progress bar shows.
 CONSOLE_NAMES = (
