@@ -16,6 +16,11 @@ os.environ["JAX_PLATFORMS"] = os.environ.get("SEERJAX_TEST_PLATFORMS", "cpu")
 
 import hypothesis
 import jax
+
+# These two add to the context that JAX traces in: imported by whichever test is the first to need
+# them, they would have every program of the process traced once more.
+import jax.experimental.pallas
+import jax.experimental.pallas.fuser
 import jaxtyping
 import pytest
 

@@ -94,6 +94,21 @@ CASES = st.integers(2, 3).flatmap(
 )
 
 
+# Always among them: killed twice, between chunks of two tokens.
+KILLED = Case(
+  prompts=((1, 2, 3, 4, 5, 6), (7, 8)),
+  members=tuple((index % 2, dict(max_tokens=12), index) for index in range(8)),
+  policy="divided",
+  chunk_tokens=2,
+  min_pull_tokens=0,
+  max_spread=0,
+  host_pages=256,
+  has_store=False,
+  guesses=(1, 0.6),
+  kills=(5, 6),
+)
+
+
 class Killed(Exception):
   """The process is gone."""
 
@@ -233,6 +248,7 @@ def run_cases(
   @hypothesis.seed(seed)
   @settings
   @hypothesis.given(case=CASES)
+  @hypothesis.example(case=KILLED)
   def check(case: Case) -> None:
     try:
       run_case(case, numerics, num_instances, kind, events)
