@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
@@ -177,6 +178,39 @@ def test_a_flipped_bit_in_the_pool_is_noticed():
 
   with pytest.raises(AssertionError):
     assert_same(run(engine, at_pause))
+
+
+def test_a_page_to_copy_is_not_given_to_one_that_comes_back():
+  """A prompt's last, partial page is copied in the step in which a spilled request takes the last
+  pages there are: only the partial page is idle, and it must stay until it is read."""
+  first = Request(request_id="first", prompt=tuple(range(5, 15)), seed=1)
+  first = dataclasses.replace(first, sampling=SamplingParams(max_tokens=1))
+  second = Request(request_id="second", prompt=(*first.prompt, 40, 41, 42), seed=2)
+  second = dataclasses.replace(second, sampling=SamplingParams(max_tokens=4))
+  spilled = dataclasses.replace(
+    first, request_id="spilled", prompt=tuple(range(20, 28)), sampling=SamplingParams(max_tokens=5)
+  )
+  expected = make_engine((1, 1)).generate([second, spilled])
+
+  engine = make_engine((1, 1))
+  engine.generate([first])  # Leaves three idle pages, the third of them with two positions.
+  engine.submit(spilled, chunk_tokens=3)
+  while not engine.poll_paused():
+    engine.step()
+  assert engine.spill(["spilled"]) == ["spilled"]
+  pool = engine.memory.pools[0]
+  needed = engine.pages_for(13 + 4) - 2 + engine.pages_for(8 + 5)
+  hog = pool.take(pool.num_available - 3 - (needed - 1))
+  engine.submit(second)
+  engine.resume("spilled")
+  found = []
+  while engine.num_unfinished:
+    engine.step()
+    found += engine.poll()
+  assert engine.counters.page_copies == 1 and engine.counters.waits > 0
+  by_id = {completion.request_id: completion for completion in found}
+  assert all(tiny_model.same(by_id[one.request_id], one, 0) for one in expected)
+  assert len(hog) == pool.num_pages - 1 - pool.num_available
 
 
 def test_a_full_pool_leaves_requests_where_they_are():
