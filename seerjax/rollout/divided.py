@@ -173,7 +173,7 @@ class DividedRollout:
       decision, self.trace.num_steps, item.generated, self._num_decisions
     )
     self.buffer.begin_chunk(request_id, target, decision.max_chunk_tokens)
-    self._instances.admit(decision)
+    self._instances.num_running[target] += 1
     return True
 
   def _chunk_tokens(self, request_id: str, decision: Decision) -> int:
@@ -265,7 +265,7 @@ class DividedRollout:
   def _end(self, request_id: str, generated: int, *, finished: bool) -> None:
     running = self._running.pop(request_id)
     self.buffer.end_chunk(request_id, generated, finished)
-    self._instances.release(running.decision.instance, running.decision.num_pages)
+    self._instances.num_running[running.decision.instance] -= 1
     self._add_span(request_id, running, generated, is_last=finished)
 
   def _add_span(self, request_id: str, running: _Running, generated: int, *, is_last: bool) -> None:

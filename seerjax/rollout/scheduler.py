@@ -59,7 +59,7 @@ class ByPrefix:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ByRoom:
-  """Where most pages are free, unless where its KV is there are nearly as many.
+  """Where most pages are free, unless where its KV or prompt is there are nearly as many.
 
   What an instance's step costs beyond its fixed part follows from the KV that it reads, so this
   evens the instances' steps out, which numbers of requests do not.
@@ -685,6 +685,8 @@ def _by_prefix(
 
 def _by_room(item: Item, pages: int, room: list[int], instances: Instances, routing: ByRoom) -> int:
   most, home = max(room), item.kv_instance
+  if home == NOWHERE and item.group.prompt_instances:
+    home = max(item.group.prompt_instances, key=lambda i: (room[i], -i))
   if home != NOWHERE and room[home] >= pages:
     if room[home] + routing.max_imbalance * instances.num_pages[home] >= most:
       return home

@@ -283,6 +283,18 @@ def test_by_room_stays_at_home_within_the_imbalance():
     assert take(planner, instances)[0].instance == expected
 
 
+def test_by_room_a_sibling_goes_where_the_prompt_is_within_the_imbalance():
+  for room, expected in ((88, 0), (87, 1)):
+    instances = Instances.empty(2, page_size=4, num_pages=100, max_running=9)
+    config = Divided(chunk_tokens=5, routing=ByRoom(max_imbalance=0.1))
+    planner = Scheduler(config, filled([[0, 0]]))
+    instances.max_running[:] = [1, 0]
+    (first,) = take(planner, instances)
+    assert (first.request_id, first.instance) == ("0/0", 0)
+    instances.max_running[:], instances.free_pages[:] = [9, 9], [room, 98]
+    assert take(planner, instances)[0].instance == expected
+
+
 def test_a_request_that_fits_no_instance_is_refused():
   planner = Scheduler(Divided(), filled([[0]]))
   instances = Instances.empty(2, page_size=4, num_pages=5, max_running=1)
