@@ -34,6 +34,7 @@ import numpy as np
 
 from seerjax import metrics
 from seerjax.rollout import chart, journal, trace as trace_lib
+from seerjax.speculation import acceptance
 
 FILE_NAME = "report.html"
 NUM_TRANSCRIPTS = 4  # Of the first step, and as many of the last.
@@ -54,7 +55,7 @@ class Run:
     fingerprints: of the journal's epochs, or the config's.
     first: rollouts of the journal's first step, by (group, member).
     last: rollouts of its last step; empty if there is one step only.
-    traces: by step, what its rollouts did.
+    traces: by step, what was done for it.
   """
 
   name: str
@@ -64,7 +65,7 @@ class Run:
   fingerprints: tuple[dict[str, str], ...]
   first: tuple[journal.Entry, ...]
   last: tuple[journal.Entry, ...]
-  traces: dict[int, list[trace_lib.Trace]]
+  traces: dict[int, trace_lib.StepTrace]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -495,7 +496,11 @@ def lengths_section(run: Run) -> str:
 def rollout_section(run: Run) -> str:
   """How the longest rollout ran: chunks on instances, and their memory."""
   longest = max(
-    ((trace.num_steps, -step, trace) for step, traces in run.traces.items() for trace in traces),
+    (
+      (trace.num_steps, -step, trace)
+      for step, done in run.traces.items()
+      for trace in done.rollouts
+    ),
     key=lambda entry: entry[:2],
     default=None,
   )
@@ -506,6 +511,14 @@ def rollout_section(run: Run) -> str:
   num_pages = run.config.get("engine", {}).get("num_pages", 0) - 1
   # Where the engine chose the number of pages itself, of the most that were in use.
   return chart.section(-step, trace, max(num_pages, most)) if num_steps else ""
+
+
+def drafts_section(run: Run) -> str:
+  """What came of the drafts of all steps."""
+  drafts = acceptance.Acceptance()
+  for done in run.traces.values():
+    drafts.include(done.drafts)
+  return chart.drafts_section(drafts)
 
 
 def transcripts_section(run: Run) -> str:
@@ -597,6 +610,7 @@ SECTIONS: tuple[Callable[[Run], str], ...] = (
   curves_section,
   lengths_section,
   rollout_section,
+  drafts_section,
   transcripts_section,
   details_section,
 )

@@ -37,7 +37,7 @@ from seerjax.rollout import (
   scheduler,
   trace as trace_lib,
 )
-from seerjax.speculation import budget as budget_lib, drafters
+from seerjax.speculation import acceptance, budget as budget_lib, drafters
 from seerjax.trainer import advantages, losses, packing, step as step_lib
 from seerjax.types import Completion, Problem, Request, Rollout, RolloutGroup, Task, TrainState
 
@@ -349,8 +349,10 @@ def circle(
   """One round: sample, judge, learn, publish. Returns the new state and the round's numbers."""
   begin = time.monotonic()
   counted = dataclasses.replace(engine.counters)
+  take_drafts(engine)  # Those of evaluations are not the step's.
   groups, traces = sample(config, engine, task, journal, step)
-  trace_lib.append(journal.path.with_name(trace_lib.FILE_NAME), step, traces)
+  done = trace_lib.StepTrace(traces, take_drafts(engine))
+  trace_lib.append(journal.path.with_name(trace_lib.FILE_NAME), step, done)
   sampled_at = time.monotonic()
   numbers = summary.of_rollouts(groups)
   num_sampled = engine.counters.sampled_tokens - counted.sampled_tokens
@@ -645,6 +647,15 @@ def drafter_for(config: RunConfig, engine: engine_lib.Engine) -> drafters.Suffix
     budget=budget_lib.Budget(times, config.budget),
     is_probe=lambda request_id: rollout_lib.place_of(request_id)[2] == 0,
   )
+
+
+def take_drafts(engine: engine_lib.Engine) -> acceptance.Acceptance:
+  """Returns what came of the engine's drafts since this was asked last."""
+  drafter = engine.drafter
+  if not isinstance(drafter, drafters.SuffixDrafter):
+    return acceptance.Acceptance()
+  found, drafter.acceptance = drafter.acceptance, acceptance.Acceptance()
+  return found
 
 
 # What learns, and what engine and trainer run of it.

@@ -14,7 +14,9 @@ import numpy as np
 import pytest
 
 from seerjax import metrics, report
-from seerjax.rollout import journal
+from seerjax.rollout import journal, trace as trace_lib
+from seerjax.rollout.trace import Span, Trace
+from seerjax.speculation.acceptance import Acceptance
 from seerjax.types import Completion, Request, Rollout, SamplingParams, Verdict
 
 NUM_STEPS = 60
@@ -60,6 +62,14 @@ def make_run(directory: pathlib.Path, *, gap: float = 0.0, text: str = "", steps
   )
   config = {"model": "nano", "trainer": {"learning_rate": 1e-5, "group_size": 8}, "note": text}
   (directory / "config.json").write_text(json.dumps(config))
+  for step in (0, steps - 1):
+    trace = Trace(
+      spans=[Span("0/0/0", "0/0", 0, 0, 5, 5, True, True)], used_pages=[[1]] * 5, rows=[1] * 5
+    )
+    drafts = Acceptance()
+    drafts.add(4, 3, num_references=step)
+    path = directory / trace_lib.FILE_NAME
+    trace_lib.append(path, step, trace_lib.StepTrace([trace], drafts))
   fingerprint = {"implementation": "tiled", "row_tile": "16", "kv_split": "256", "digest": "7d1c"}
   with journal.Journal(directory / "journal.jsonl", fingerprint=fingerprint, settings={}) as book:
     for step, mean in ((0, 60), (1, 61), (steps - 1, 110)):
@@ -127,6 +137,8 @@ def test_every_section_is_there(page):
     "Reward",
     "Accuracy",
     "Response lengths",
+    "5 engine steps, 1 requests in 1 chunks",
+    "8 tokens drafted from sibling texts, 6 of them said (75%); 4.00 tokens a step",
     "Transcripts",
     "Step 0",
     f"Step {NUM_STEPS - 1}",

@@ -1,4 +1,5 @@
-"""Pictures of a rollout for the report: who ran where and when, and how full the memory was.
+"""Pictures of a rollout for the report: who ran where and when, how full the memory was, and what
+came of drafts.
 
 Inline SVG whose colours come from the page. A chunk is a bar in a lane of its instance, coloured by
 its group; a probe begins with a dark edge; the shaded part is the tail, the steps spent on the last
@@ -7,18 +8,20 @@ tenth of the requests alone.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import html
 
 import numpy as np
 
 from seerjax.rollout.trace import Span, Trace
+from seerjax.speculation.acceptance import Acceptance
 
 WIDTH = 1180
 LEFT = 90
 LANE = 4
 GAP = 14
 OCCUPANCY_HEIGHT = 90
+BARS_WIDTH, BARS_HEIGHT = 560, 150
 # Points of an occupancy curve; more cannot be seen.
 MAX_POINTS = 400
 
@@ -134,4 +137,36 @@ def section(step: int, trace: Trace, num_pages: int) -> str:
     " instance and engine step, coloured by group; dark edges begin probes; shaded is the tail</p>"
     f'</figure><figure>{occupancy(trace, num_pages)}<p class="note">pages in use, by'
     " instance and engine step</p></figure>"
+  )
+
+
+def bars(values: Mapping[int, float], most: float, form: str) -> str:
+  """Returns one bar a number, its value above it in the format `form`; a full bar is `most`."""
+  width = BARS_WIDTH / max(len(values), 1)
+  parts = []
+  for place, (label, value) in enumerate(values.items()):
+    height = BARS_HEIGHT * value / most
+    middle, top = (place + 0.5) * width, 20 + BARS_HEIGHT - height
+    parts.append(
+      f'<rect class="bar" x="{middle - 0.35 * width:.1f}" y="{top:.1f}" width="{0.7 * width:.1f}"'
+      f' height="{height:.1f}"/><text class="tick" x="{middle:.1f}" y="{top - 5:.1f}"'
+      f' text-anchor="middle">{value:{form}}</text><text class="tick" x="{middle:.1f}"'
+      f' y="{BARS_HEIGHT + 36}" text-anchor="middle">{label}</text>'
+    )
+  return f'<svg viewBox="0 0 {BARS_WIDTH} {BARS_HEIGHT + 44}" role="img">{"".join(parts)}</svg>'
+
+
+def drafts_section(drafts: Acceptance) -> str:
+  """Returns the report's section of what came of drafts; empty if there were none."""
+  if not drafts.num_drafted:
+    return ""
+  by_position = {place + 1: rate for place, rate in enumerate(drafts.rate_at)}
+  by_references = drafts.length_by_references
+  return (
+    f'<h2>Drafts</h2><p class="lead">{drafts.num_drafted:,} tokens drafted from sibling texts,'
+    f" {drafts.num_accepted:,} of them said ({drafts.rate:.0%}); {drafts.length:.2f} tokens a step"
+    f' and request, the bonus included.</p><div class="grid2"><figure>'
+    f'{bars(by_position, 1.0, ".0%")}<p class="note">drafted tokens that held, by position in the'
+    f' draft</p></figure><figure>{bars(by_references, max(by_references.values()), ".2f")}'
+    '<p class="note">tokens a step, by number of sibling texts known</p></figure></div>'
   )

@@ -9,6 +9,8 @@ import os
 import pathlib
 from typing import Any, NamedTuple
 
+from seerjax.speculation.acceptance import Acceptance
+
 FILE_NAME = "traces.jsonl"
 
 
@@ -76,6 +78,18 @@ class Trace:
     return ends[-1] - ends[max(len(ends) - 1 - last, 0)]
 
 
+class StepTrace(NamedTuple):
+  """What was done for one step of a run.
+
+  Attributes:
+    rollouts: one after the other.
+    drafts: what came of those made for them.
+  """
+
+  rollouts: list[Trace]
+  drafts: Acceptance
+
+
 def summarise(traces: Sequence[Trace]) -> dict[str, float]:
   """Returns what metrics.jsonl says of a step's rollouts, which ran one after the other."""
   return {
@@ -87,23 +101,24 @@ def summarise(traces: Sequence[Trace]) -> dict[str, float]:
   }
 
 
-def append(path: str | os.PathLike, step: int, traces: Sequence[Trace]) -> None:
-  """Adds a step's rollouts to a file, one line; a resumed run's later line counts.
+def append(path: str | os.PathLike, step: int, done: StepTrace) -> None:
+  """Adds a step to a file, one line; a resumed run's later line counts.
 
   Raises:
     OSError: if the disk is full.
   """
-  record = {"step": step, "rollouts": [dataclasses.asdict(trace) for trace in traces]}
+  record = {
+    "step": step,
+    "rollouts": [dataclasses.asdict(trace) for trace in done.rollouts],
+    "drafts": dataclasses.asdict(done.drafts),
+  }
   with pathlib.Path(path).open("a") as file:
     file.write(json.dumps(record, separators=(",", ":")) + "\n")
 
 
-def read(path: str | os.PathLike) -> dict[int, list[Trace]]:
-  """Returns the rollouts of every step of a file, none if there is no file.
-
-  A torn line is left out.
-  """
-  found: dict[int, list[Trace]] = {}
+def read(path: str | os.PathLike) -> dict[int, StepTrace]:
+  """Returns every step of a file, none if there is no file. A torn line is left out."""
+  found: dict[int, StepTrace] = {}
   if not pathlib.Path(path).is_file():
     return found
   for line in pathlib.Path(path).read_text().splitlines():
@@ -111,9 +126,16 @@ def read(path: str | os.PathLike) -> dict[int, list[Trace]]:
       record = json.loads(line)
     except ValueError:
       continue  # A kill tore it; the step is sampled again.
-    found[record["step"]] = [_from_record(rollout) for rollout in record["rollouts"]]
+    rollouts = [_trace(rollout) for rollout in record["rollouts"]]
+    found[record["step"]] = StepTrace(rollouts, _acceptance(record["drafts"]))
   return found
 
 
-def _from_record(record: Mapping[str, Any]) -> Trace:
+def _trace(record: Mapping[str, Any]) -> Trace:
   return Trace(**{**record, "spans": [Span(*span) for span in record["spans"]]})
+
+
+def _acceptance(record: Mapping[str, Any]) -> Acceptance:
+  # JSON has text for keys and lists for tuples.
+  references = {int(count): tuple(pair) for count, pair in record["by_references"].items()}
+  return Acceptance(**{**record, "by_references": references})

@@ -47,6 +47,20 @@ class Acceptance:
     steps, tokens = self.by_references.get(num_references, (0, 0))
     self.by_references[num_references] = (steps + 1, tokens + num_accepted + 1)
 
+  def include(self, other: Acceptance) -> None:
+    """Adds what came of other drafts."""
+    most = max(len(self.drafted_at), len(other.drafted_at))
+    for mine, theirs in (
+      (self.drafted_at, other.drafted_at), (self.accepted_at, other.accepted_at)
+    ):  # fmt: skip
+      mine += [0] * (most - len(mine))
+      for place, count in enumerate(theirs):
+        mine[place] += count
+    self.num_steps += other.num_steps
+    for references, (steps, tokens) in other.by_references.items():
+      before = self.by_references.get(references, (0, 0))
+      self.by_references[references] = (before[0] + steps, before[1] + tokens)
+
   @property
   def num_drafted(self) -> int:
     """Drafted tokens."""

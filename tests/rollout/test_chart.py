@@ -7,6 +7,7 @@ import xml.etree.ElementTree as ElementTree
 
 from seerjax.rollout import chart
 from seerjax.rollout.trace import Span, Trace
+from seerjax.speculation.acceptance import Acceptance
 
 SPANS = [
   Span("0/0", "a", 0, 0, 4, 4, True, False),
@@ -51,3 +52,17 @@ def test_a_section_says_what_happened_and_escapes_names():
 def test_an_empty_rollout_is_drawn():
   assert chart.occupancy(Trace(), 1) == ""
   ElementTree.fromstring(chart.gantt(Trace()))
+
+
+def test_drafts_are_drawn_by_position_and_by_siblings():
+  drafts = Acceptance()
+  assert chart.drafts_section(drafts) == ""
+  for held, references in ((2, 0), (1, 0), (2, 7)):
+    drafts.add(2, held, references)
+  text = chart.drafts_section(drafts)
+  assert "6 tokens drafted from sibling texts, 5 of them said (83%); 2.67 tokens a step" in text
+  # All three first tokens held and two of the second; 2.5 tokens a step alone, 3 with siblings.
+  for label in (">100%<", ">67%<", ">2.50<", ">3.00<", ">7<"):
+    assert label in text
+  assert text.count('class="bar"') == 4
+  ElementTree.fromstring(f"<page>{text}</page>")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from seerjax.rollout import trace as trace_lib
-from seerjax.rollout.trace import Span, Trace
+from seerjax.rollout.trace import Span, StepTrace, Trace
+from seerjax.speculation.acceptance import Acceptance
 
 ONE = Trace(
   spans=[Span("0/0/0", "g", 1, 0, 5, 5, True, True)], used_pages=[[1, 2]], rows=[3], spills=2
@@ -12,18 +13,22 @@ ONE = Trace(
 
 def test_traces_are_read_as_they_were_written(tmp_path):
   path = tmp_path / trace_lib.FILE_NAME
-  trace_lib.append(path, 0, [ONE, Trace()])
-  trace_lib.append(path, 1, [])
-  assert trace_lib.read(path) == {0: [ONE, Trace()], 1: []}
+  drafts = Acceptance()
+  drafts.add(4, 2, 3)
+  steps = {0: StepTrace([ONE, Trace()], drafts), 1: StepTrace([], Acceptance())}
+  for step, done in steps.items():
+    trace_lib.append(path, step, done)
+  assert trace_lib.read(path) == steps
 
 
 def test_a_torn_line_is_left_out_and_a_later_one_counts(tmp_path):
   path = tmp_path / trace_lib.FILE_NAME
-  trace_lib.append(path, 0, [Trace()])
+  trace_lib.append(path, 0, StepTrace([Trace()], Acceptance()))
   with path.open("a") as file:
     file.write('{"step":1,"roll\n')
-  trace_lib.append(path, 0, [ONE])
-  assert trace_lib.read(path) == {0: [ONE]}
+  one = StepTrace([ONE], Acceptance())
+  trace_lib.append(path, 0, one)
+  assert trace_lib.read(path) == {0: one}
   assert trace_lib.read(tmp_path / "none.jsonl") == {}
 
 

@@ -22,6 +22,20 @@ def test_stats_of_nothing():
   assert (Acceptance().length, Acceptance().rate, Acceptance().rate_at) == (1.0, 0.0, ())
 
 
+def test_two_are_as_one_that_saw_both():
+  one, other, both = Acceptance(), Acceptance(), Acceptance()
+  for drafted, held, references in ((3, 1, 0), (1, 1, 2)):
+    one.add(drafted, held, references)
+    both.add(drafted, held, references)
+  for drafted, held, references in ((4, 4, 2), (0, 0, 5)):
+    other.add(drafted, held, references)
+    both.add(drafted, held, references)
+  one.include(other)
+  assert one == both
+  one.include(Acceptance())
+  assert one == both
+
+
 @pytest.mark.parametrize(
   "call, message",
   [
