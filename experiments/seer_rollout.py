@@ -265,12 +265,7 @@ def run(workload: Workload, directory: pathlib.Path) -> dict[str, dict[str, Any]
     numbers, rollout, found = run_system(make_engine, policy_of_system, drafts, asked)
     first = first or found
     for request_id, completion in found.items():
-      expected = first[request_id]
-      same = completion.tokens == expected.tokens and all(
-        getattr(completion, field).tobytes() == getattr(expected, field).tobytes()
-        for field in ("behaviour_logprobs", "raw_logprobs")
-      )
-      if not same:
+      if not completion.has_bits_of(first[request_id]):
         raise ValueError(
           f"{name}: got other bits for request {request_id} than the first system, expected equal"
           " ones; the contract is broken, keep this directory and report it."

@@ -125,6 +125,16 @@ class Completion:
   finish_reason: str
   policy_version: int
 
+  def has_bits_of(self, other: Completion) -> bool:
+    """Returns whether tokens and log-probabilities are those of another, to the bit."""
+    return self.tokens == other.tokens and all(
+      np.array_equal(mine.view(np.uint32), theirs.view(np.uint32))
+      for mine, theirs in (
+        (self.behaviour_logprobs, other.behaviour_logprobs),
+        (self.raw_logprobs, other.raw_logprobs),
+      )
+    )
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Verdict:
