@@ -295,19 +295,19 @@ class Engine:
     )
     self.counters.steps += 1
     self._remember_prompts(work)  # On the host, while the device computes.
-    tokens, scores = jax.device_get((tokens, scores))
+    sampled = jax.device_get((tokens, scores.logprob, scores.raw_logprob))
+    columns = [part.tolist() for part in sampled]
     updates = []
     for instance, pieces in enumerate(work):
       place = 0
       for piece in pieces:
         self.counters.rows += piece.num_rows
-        mine = slice(place, place + piece.num_samples)
-        place += piece.num_samples
-        is_sampled = piece.is_sampled
+        num_samples = piece.num_samples
         piece.sequence.num_written += piece.count
-        if is_sampled:
-          parts = (tokens, scores.logprob, scores.raw_logprob)
-          updates.append(self._take(piece, *(part[instance, mine].tolist() for part in parts)))
+        if num_samples:
+          mine = slice(place, place + num_samples)
+          updates.append(self._take(piece, *(column[instance][mine] for column in columns)))
+          place += num_samples
     return updates
 
   def poll(self) -> list[Completion]:
@@ -800,17 +800,21 @@ class Engine:
   ) -> Update:
     """Says what was sampled, along the path that agrees with it longest."""
     sequence = piece.sequence
-    paths = piece.paths or (Path((), sequence.page_row),)
-    firsts = list(itertools.accumulate((len(path.tokens) + 1 for path in paths), initial=0))
-    verified = verify(
-      [path.tokens for path in paths],
-      [tokens[first:end] for first, end in itertools.pairwise(firsts)],
-    )
-    chosen, first = paths[verified.path], firsts[verified.path]
-    self._adopt(sequence, chosen, piece.paths)
+    first = num_drafted = num_accepted = 0
+    if piece.paths:
+      ends = list(itertools.accumulate((len(path.tokens) + 1 for path in piece.paths), initial=0))
+      verified = verify(
+        [path.tokens for path in piece.paths],
+        [tokens[start:end] for start, end in itertools.pairwise(ends)],
+      )
+      chosen, first = piece.paths[verified.path], ends[verified.path]
+      num_drafted, num_accepted = len(chosen.tokens), verified.num_accepted
+      self._adopt(sequence, chosen, piece.paths)
+      self.counters.drafted_tokens += sum(len(path.tokens) for path in piece.paths)
+      self.counters.side_paths += bool(chosen.scratch)
     said: list[int] = []
     text = reason = ""
-    for index in range(first, first + verified.num_accepted + 1):
+    for index in range(first, first + num_accepted + 1):
       update = self._accept(sequence, tokens[index], logprobs[index], raw_logprobs[index])
       said += update.tokens
       text, reason = text + update.text, update.finish_reason
@@ -819,15 +823,13 @@ class Engine:
       # The next token of the answer was drafted, so the keys up to it are written.
       sequence.num_written = len(sequence.tokens) - 1
     request = sequence.request
-    self.counters.drafted_tokens += sum(len(path.tokens) for path in piece.paths)
     self.counters.accepted_tokens += len(said) - 1
-    self.counters.side_paths += bool(chosen.scratch)
     if self.drafter is not None:
       self.drafter.observe(
         request.request_id,
         request.group_id,
         said,
-        len(chosen.tokens),
+        num_drafted,
         len(said) - 1,
         bool(reason),
       )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -44,6 +45,40 @@ class StepInputs(NamedTuple):
   num_samples: Int[Array, "i"]
   copies: Int[Array, "i c 2"]
   num_copies: Int[Array, "i"]
+
+
+class _Layout(NamedTuple):
+  """Where the parts of a `StepInputs` lie in a row of words: shapes without the instance axis."""
+
+  tree: Any
+  shapes: tuple[tuple[int, ...], ...]
+  dtypes: tuple[str, ...]
+
+
+def pack(inputs: StepInputs) -> tuple[np.ndarray, _Layout]:
+  """Returns all inputs as one i32[i, w], and how to read it.
+
+  A transfer costs as much for one array as for another, and a step of few rows is hardly longer
+  than those of its twenty arrays.
+  """
+  leaves, tree = jax.tree.flatten(inputs)
+  leaves = [np.ascontiguousarray(leaf) for leaf in leaves]
+  words = [leaf.reshape(leaf.shape[0], -1).view(np.int32) for leaf in leaves]
+  layout = _Layout(
+    tree, tuple(leaf.shape[1:] for leaf in leaves), tuple(leaf.dtype.name for leaf in leaves)
+  )
+  return np.concatenate(words, axis=1), layout
+
+
+def unpack(words: Int[Array, "w"], layout: _Layout) -> StepInputs:
+  """Returns one instance's inputs, bit for bit, as `pack` took them."""
+  leaves, place = [], 0
+  for shape, dtype in zip(layout.shapes, layout.dtypes, strict=True):
+    size = math.prod(shape)
+    part = words[place : place + size].reshape(shape)
+    leaves.append(lax.bitcast_convert_type(part, jnp.dtype(dtype)))
+    place += size
+  return jax.tree.unflatten(layout.tree, leaves)
 
 
 def copy_pages(pages: transformer.Pages, copies: Array, num_copies: Array) -> transformer.Pages:
@@ -155,7 +190,7 @@ class Runner:
 
     num_traces = collections.Counter()
 
-    def step(params, pages, inputs, key):
+    def step(params, pages, words, key, layout):
       size = pages[0][0].shape
       num_traces[size] += 1
       # The interpreter of kernels is known to JAX's caches only once it has run.
@@ -164,27 +199,30 @@ class Runner:
         f"engine step: got trace {count}, expected one for each of {most} row buckets; an input"
         " changed its shape or type"
       )
-      pages, inputs = jax.tree.map(lambda leaf: leaf[0], (pages, inputs))
-      out = local(params, pages, inputs, key)
+      pages = jax.tree.map(lambda leaf: leaf[0], pages)
+      out = local(params, pages, unpack(words[0], layout), key)
       return jax.tree.map(lambda leaf: leaf[None], out)
 
-    if self.mesh.size > 1:
-      by_instance = jax.P(parallel.INSTANCE_AXIS)
-      page_spec = jax.P(parallel.INSTANCE_AXIS, parallel.MODEL_AXIS)
+    by_instance = jax.P(parallel.INSTANCE_AXIS)
+    page_spec = jax.P(parallel.INSTANCE_AXIS, parallel.MODEL_AXIS)
 
-      def spread(params, pages, inputs, key):
-        # Replication over `model` is ours to keep: gathered slabs are added in one order on all.
-        return jax.shard_map(
-          step,
-          mesh=self.mesh,
-          # Of these very weights: adapters may stand beside them.
-          in_specs=(transformer.specs_of(params), page_spec, by_instance, jax.P()),
-          out_specs=(page_spec, by_instance, by_instance),
-          check_vma=False,
-        )(params, pages, inputs, key)
+    def spread(params, pages, words, key, layout):
+      # Replication over `model` is ours to keep: gathered slabs are added in one order on all.
+      return jax.shard_map(
+        functools.partial(step, layout=layout),
+        mesh=self.mesh,
+        # Of these very weights: adapters may stand beside them.
+        in_specs=(transformer.specs_of(params), page_spec, by_instance, jax.P()),
+        out_specs=(page_spec, by_instance, by_instance),
+        check_vma=False,
+      )(params, pages, words, key)
 
-      return jax.jit(spread, donate_argnums=(1,), out_shardings=(self._page_sharding, None, None))
-    return jax.jit(step, donate_argnums=(1,), out_shardings=(self._page_sharding, None, None))
+    return jax.jit(
+      spread if self.mesh.size > 1 else step,
+      static_argnums=(4,),
+      donate_argnums=(1,),
+      out_shardings=(self._page_sharding, None, None),
+    )
 
   def step(
     self, params: transformer.Params, pages: Any, inputs: StepInputs, key: PRNGKeyArray
@@ -194,4 +232,5 @@ class Runner:
     Returns:
       (pages, tokens i32[i, b], scores f32[i, b]), on the devices.
     """
-    return self._program(params, pages, inputs, key)
+    words, layout = pack(inputs)
+    return self._program(params, pages, words, key, layout)

@@ -125,12 +125,13 @@ class Work(NamedTuple):
   @property
   def num_rows(self) -> int:
     """Rows of the step."""
-    drafted = sum(len(path.tokens) + 1 for path in self.paths)
-    return self.count + drafted - bool(self.paths)
+    if not self.paths:  # Asked of every sequence in every step.
+      return self.count
+    return self.count + sum(len(path.tokens) + 1 for path in self.paths) - 1
 
   @property
   def num_samples(self) -> int:
     """Rows that are sampled: the last position of each path, or of the sequence, and each draft."""
-    if not self.is_sampled:
-      return 0
-    return sum(len(path.tokens) + 1 for path in self.paths) or 1
+    if not self.paths:
+      return int(self.is_sampled)
+    return sum(len(path.tokens) + 1 for path in self.paths)

@@ -10,6 +10,7 @@ import tiny_model
 
 from seerjax import parallel
 from seerjax.engine import runner as runner_lib
+from seerjax.types import SamplingRows, TokenBatch
 
 
 def test_pages_are_copied_in_order_and_padding_copies_nothing():
@@ -26,6 +27,37 @@ def test_pages_are_copied_in_order_and_padding_copies_nothing():
     ((keys, values),) = copy(pages, copies, jnp.int32(count))
     np.testing.assert_array_equal(keys[:, :, 0, 0], [wanted, [10 + page for page in wanted]])
     np.testing.assert_array_equal(values, keys + 100)
+
+
+def test_inputs_travel_as_words_and_keep_every_bit():
+  rng = np.random.default_rng(0)
+
+  def words(*shape) -> np.ndarray:
+    return rng.integers(-(2**31), 2**31, shape, dtype=np.int64).astype(np.int32)
+
+  # All bit patterns, NaNs and negative zeros of every kind among them; and parts of no size.
+  inputs = runner_lib.StepInputs(
+    batch=TokenBatch(
+      *(words(2, *shape) for shape in [(3,)] * 3 + [()] + [(3,)] * 2 + [(3, 5), ()])
+    ),
+    sample_rows=words(2, 3),
+    sampling=SamplingRows(
+      words(2, 3).view(np.float32), words(2, 3), *(words(2, 3).view(np.float32) for _ in range(2)),
+      words(2, 3, 0), words(2, 3, 0).view(np.float32),
+    ),
+    seeds=words(2, 3).view(np.uint32),
+    positions=words(2, 3),
+    num_samples=words(2),
+    copies=words(2, 4, 2),
+    num_copies=words(2),
+  )  # fmt: skip
+  packed, layout = runner_lib.pack(inputs)
+  assert packed.dtype == np.int32 and packed.shape[0] == 2
+  for instance in range(2):
+    found = jax.jit(runner_lib.unpack, static_argnums=1)(packed[instance], layout)
+    for leaf, expected in zip(jax.tree.leaves(found), jax.tree.leaves(inputs), strict=True):
+      assert leaf.dtype == expected.dtype and leaf.shape == expected.shape[1:]
+      assert np.asarray(leaf).tobytes() == expected[instance].tobytes()
 
 
 @pytest.mark.parametrize("num_instances, model_shards", [(1, 1), (2, 1), (2, 4)])
