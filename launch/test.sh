@@ -95,6 +95,13 @@ parity() {
   fi
 }
 
+# mooncake MINOR DIR PYTHON: adds Mooncake where this machine can install and import it; as parity.
+mooncake() {
+  environment "$2" "$3" "launch/locks/mooncake-$1.txt" &&
+    GLOG_minloglevel=2 "$2/bin/python" -c 'import mooncake.store' 2>/dev/null ||
+    say "Mooncake's tests will skip: it cannot be installed, or libibverbs is missing (apt install libibverbs1)"
+}
+
 # run_pytest DIR ARGUMENT...
 run_pytest() {
   local dir=$1
@@ -227,6 +234,7 @@ fi
 stage "ruff" "$newest/bin/python" -m ruff check .
 stage "pyright" "$newest/bin/python" -m pyright --pythonpath "$newest/bin/python"
 stage "parity packages, Python $minor" parity "$minor" "$newest" "$python"
+stage "Mooncake, Python $minor" mooncake "$minor" "$newest" "$python"
 stage "tests, Python $minor" run_pytest "$newest"
 stage "wheel and examples, Python $minor" built_wheel "$newest"
 

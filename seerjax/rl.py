@@ -27,7 +27,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from seerjax import checkpoint, evaluation, metrics, numerics as numerics_lib, parallel, summary
-from seerjax.engine import engine as engine_lib, kv_pool as kv_pool_lib, runner as runner_lib
+from seerjax.engine import (
+  engine as engine_lib,
+  kv_pool as kv_pool_lib,
+  runner as runner_lib,
+  stores,
+)
 from seerjax.evaluation import EvaluationConfig
 from seerjax.models import lora, tokenizer as tokenizer_lib, transformer
 from seerjax.rollout import (
@@ -276,7 +281,7 @@ def train(
     tokenizer=policy.tokenizer,
     policy_version=step,
     runner=programs.runner,
-    kv_pool=kv_pool_lib.KVPool(config.kv_pool),
+    kv_pool=kv_pool_lib.KVPool(config.kv_pool, stores.open_store(config.kv_pool)),
   )
   with contextlib.ExitStack() as files:
     journal = files.enter_context(

@@ -1,4 +1,4 @@
-"""The store tier on a local disk: one file a request, bounded, each with a checksum."""
+"""The store tier on a local disk: one file a request, bounded."""
 
 from __future__ import annotations
 
@@ -6,9 +6,6 @@ import errno
 import hashlib
 import os
 import pathlib
-import zlib
-
-_CHECK_BYTES = 4
 
 
 class DiskStore:
@@ -47,38 +44,26 @@ class DiskStore:
 
   def put(self, key: str, data: bytes) -> bool:
     """Writes a file; False if the bound or the disk itself has no room."""
-    size = len(data) + _CHECK_BYTES
-    if self.num_bytes - self._sizes.get(key, 0) + size > self.max_bytes:
+    if self.num_bytes - self._sizes.get(key, 0) + len(data) > self.max_bytes:
       return False
     path = self._path(key)
     try:
-      path.write_bytes(zlib.crc32(data).to_bytes(_CHECK_BYTES, "little") + data)
+      path.write_bytes(data)
     except OSError as error:
       path.unlink(missing_ok=True)
       self._sizes.pop(key, None)
       if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return False
       raise
-    self._sizes[key] = size
+    self._sizes[key] = len(data)
     return True
 
-  def get(self, key: str) -> bytes:
-    """Reads a file back.
-
-    Raises:
-      KeyError: if there is no such key.
-      ValueError: if the file has other bytes than were written.
-    """
-    if key not in self._sizes:
-      raise KeyError(key)
-    data = self._path(key).read_bytes()
-    check, data = data[:_CHECK_BYTES], data[_CHECK_BYTES:]
-    if zlib.crc32(data).to_bytes(_CHECK_BYTES, "little") != check:
-      raise ValueError(
-        f"{self._path(key)}: got other bytes than were written for {key!r}, expected them whole;"
-        " the disk or another program changed them, so resume the run from its journal."
-      )
-    return data
+  def get(self, key: str) -> bytes | None:
+    """Reads a file back; None if there is none."""
+    try:
+      return self._path(key).read_bytes() if key in self._sizes else None
+    except OSError:
+      return None  # Another program removed it, or the disk fails.
 
   def remove(self, key: str) -> None:
     """Removes a file; an unknown key is no error."""

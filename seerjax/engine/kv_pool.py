@@ -14,6 +14,7 @@ import collections
 import dataclasses
 import time
 from typing import Any, NamedTuple, Protocol, runtime_checkable
+import zlib
 
 import jax
 import numpy as np
@@ -29,12 +30,8 @@ class Store(Protocol):
     """Keeps `data`; False if there is no room for it now."""
     ...
 
-  def get(self, key: str) -> bytes:
-    """Returns what was put.
-
-    Raises:
-      KeyError: if there is no such key.
-    """
+  def get(self, key: str) -> bytes | None:
+    """Returns what was put; None if it is not there, or no longer."""
     ...
 
   def remove(self, key: str) -> None:
@@ -48,15 +45,31 @@ class KVPoolConfig:
 
   Attributes:
     host_pages: pages of all requests together in pinned host memory.
+    disk: directory of the store on a local disk; "" is none.
+    mooncake: "host:port" of a Mooncake master whose cluster is the store; "" is none.
+    store_bytes: of the disk that may be used, or of memory lent to the cluster.
   """
 
   host_pages: int = 4096
+  disk: str = ""
+  mooncake: str = ""
+  store_bytes: int = 2**32
 
   def __post_init__(self):
     if self.host_pages < 0:
       raise ValueError(
         f"KVPoolConfig: got host_pages={self.host_pages}, expected at least 0; 0 leaves the peers'"
         " free pages alone."
+      )
+    if self.disk and self.mooncake:
+      raise ValueError(
+        f"KVPoolConfig: got disk={self.disk!r} and mooncake={self.mooncake!r}, expected one store"
+        " at most; leave one out."
+      )
+    if self.store_bytes < 0:
+      raise ValueError(
+        f"KVPoolConfig: got store_bytes={self.store_bytes}, expected at least 0; say how much the"
+        " store may hold."
       )
 
 
@@ -69,6 +82,7 @@ class TierCounters:
     bytes_out: that came back.
     requests_in: requests that arrived.
     requests_out: requests that came back.
+    requests_lost: requests that did not, or with other bytes: they are computed again.
     seconds_stalled: spent waiting for them.
   """
 
@@ -76,6 +90,7 @@ class TierCounters:
   bytes_out: int = 0
   requests_in: int = 0
   requests_out: int = 0
+  requests_lost: int = 0
   seconds_stalled: float = 0.0
 
 
@@ -88,10 +103,11 @@ class _Held(NamedTuple):
 
 
 class _Stored(NamedTuple):
-  """A request in the store: how its bytes are to be read."""
+  """A request in the store: how its bytes are to be read, and their CRC-32."""
 
   num_pages: int
   num_bytes: int
+  check: int
   shapes: list[list[list[tuple[tuple[int, ...], Any]]]]
 
 
@@ -101,7 +117,7 @@ class KVPool:
   def __init__(self, config: KVPoolConfig = KVPoolConfig(), store: Store | None = None):
     self.config = config
     self.host = TierCounters()
-    self.disk = TierCounters()
+    self.store = TierCounters()
     self._store = store
     # Oldest first: that is who goes on to the store.
     self._held: collections.OrderedDict[str, _Held] = collections.OrderedDict()
@@ -137,8 +153,8 @@ class KVPool:
     self.host.bytes_in += num_bytes
     self.host.requests_in += 1
 
-  def take(self, request_id: str) -> list[list[list[Any]]]:
-    """Returns a request's pages, round by round, and forgets them.
+  def take(self, request_id: str) -> list[list[list[Any]]] | None:
+    """Returns a request's pages, round by round, and forgets them; None if the store lost them.
 
     Raises:
       KeyError: if it is not here.
@@ -154,9 +170,12 @@ class KVPool:
     assert self._store is not None
     data = self._store.get(request_id)
     self._store.remove(request_id)
-    self.disk.seconds_stalled += time.monotonic() - begin
-    self.disk.bytes_out += stored.num_bytes
-    self.disk.requests_out += 1
+    self.store.seconds_stalled += time.monotonic() - begin
+    if data is None or zlib.crc32(data) != stored.check:
+      self.store.requests_lost += 1
+      return None
+    self.store.bytes_out += stored.num_bytes
+    self.store.requests_out += 1
     return _unpacked(data, stored.shapes)
 
   def drop(self, request_id: str) -> None:
@@ -181,15 +200,17 @@ class KVPool:
     arrays = jax.tree.map(np.asarray, held.rounds)
     data = b"".join(np.ascontiguousarray(leaf).tobytes() for leaf in jax.tree.leaves(arrays))
     is_kept = self._store.put(request_id, data)
-    self.disk.seconds_stalled += time.monotonic() - begin
+    self.store.seconds_stalled += time.monotonic() - begin
     if not is_kept:
       return False
     del self._held[request_id]
     self._host_pages -= held.num_pages
     shapes = jax.tree.map(lambda array: (array.shape, array.dtype), arrays)
-    self._stored[request_id] = _Stored(held.num_pages, held.num_bytes, shapes)
-    self.disk.bytes_in += held.num_bytes
-    self.disk.requests_in += 1
+    self._stored[request_id] = _Stored(
+      held.num_pages, held.num_bytes, zlib.crc32(data), shapes
+    )
+    self.store.bytes_in += held.num_bytes
+    self.store.requests_in += 1
     return True
 
 

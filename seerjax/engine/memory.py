@@ -169,7 +169,8 @@ class Memory:
   def begin_restore(self, sequence: Sequence, num_pages: int) -> bool:
     """Gives a spilled sequence `num_pages` pages; False if there is no room, nothing done.
 
-    Its keys are on their way: `restore` writes them.
+    Its keys are on their way: `restore` writes them. Where the store has lost them, it is as if the
+    sequence had never run, and False too: they are computed again, to the same bits.
     """
     pool = self.pools[sequence.instance]
     shared = self._hold_prefix(pool, sequence.tokens[: sequence.num_written])
@@ -178,9 +179,12 @@ class Memory:
         pool.release(page)
       return False
     self.hold(sequence, [*shared, *pool.take(num_pages - len(shared))])
+    rounds = self.kv_pool.take(sequence.request.request_id)
+    if rounds is None:
+      self.release(sequence)
+      return False
     written = sequence.pages[: self._num_pages(sequence.num_written)]
     targets = [0] * len(shared) + written[len(shared) :]
-    rounds = self.kv_pool.take(sequence.request.request_id)
     self._arriving[sequence.instance] += zip(page_moves.rounds(targets), rounds, strict=True)
     return True
 

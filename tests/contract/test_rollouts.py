@@ -227,7 +227,7 @@ def count_events(rollout: DividedRollout, pool: KVPool, events: collections.Coun
   events["dropped"] += trace.dropped
   events["held back"] += trace.held_back
   events["came from the host"] += pool.host.requests_out
-  events["came from the store"] += pool.disk.requests_out
+  events["came from the store"] += pool.store.requests_out
   events["drafted tokens"] += engine.counters.drafted_tokens
   events["accepted tokens"] += engine.counters.accepted_tokens
   events["rejected tokens"] += engine.counters.drafted_tokens - engine.counters.accepted_tokens

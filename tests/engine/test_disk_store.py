@@ -1,4 +1,4 @@
-"""The store on a disk: bounds, damage, what a process before left there."""
+"""The store on a disk: bounds, what a process before left there."""
 
 from __future__ import annotations
 
@@ -11,18 +11,17 @@ def test_what_was_put_comes_back_and_goes(tmp_path):
   store = DiskStore(tmp_path / "kv", max_bytes=1000)
   assert store.put("0/1/2", b"abc") and store.get("0/1/2") == b"abc"
   assert store.put("0/1/2", b"other") and store.get("0/1/2") == b"other"
-  assert store.num_bytes == 9  # Four are the checksum.
+  assert store.num_bytes == 5
   store.remove("0/1/2")
   store.remove("0/1/2")
   assert store.num_bytes == 0 and not list((tmp_path / "kv").iterdir())
-  with pytest.raises(KeyError, match="0/1/2"):
-    store.get("0/1/2")
+  assert store.get("0/1/2") is None
 
 
 def test_a_full_store_says_so_and_keeps_what_it_has(tmp_path):
   store = DiskStore(tmp_path, max_bytes=20)
-  assert store.put("a", b"x" * 10) and not store.put("b", b"x" * 10)
-  assert store.get("a") == b"x" * 10 and store.put("a", b"y" * 16)
+  assert store.put("a", b"x" * 15) and not store.put("b", b"x" * 6)
+  assert store.get("a") == b"x" * 15 and store.put("a", b"y" * 20)
 
 
 def test_files_of_a_process_before_are_removed_and_others_kept(tmp_path):
@@ -30,15 +29,6 @@ def test_files_of_a_process_before_are_removed_and_others_kept(tmp_path):
   (tmp_path / "notes.txt").write_text("mine")
   assert DiskStore(tmp_path, max_bytes=100).num_bytes == 0
   assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
-
-
-def test_damage_is_refused(tmp_path):
-  store = DiskStore(tmp_path, max_bytes=100)
-  store.put("a", b"abc")
-  [path] = tmp_path.iterdir()
-  path.write_bytes(path.read_bytes()[:-1] + b"x")
-  with pytest.raises(ValueError, match=r"got other bytes than were written for 'a', expected them"):
-    store.get("a")
 
 
 def test_a_negative_size_is_refused(tmp_path):

@@ -1,0 +1,143 @@
+"""The store tier in the memory of a cluster: Mooncake Store, over TCP.
+
+Every process lends the cluster a segment of its memory; a master (`launch/mooncake_master.sh`)
+knows what lies where. What was measured of it, and is answered here:
+
+- Objects that are not pinned are evicted without a word when memory is short: ours are hard-pinned.
+- `put` of a key that is there says that it succeeded and keeps the old value: it is removed first.
+- An object that was read is leased for seconds, and an ordinary removal of it is refused: ours are
+  forced.
+- A full cluster answers -200, which is back-pressure and no failure.
+- Without a master, the client tries for more than a minute before it gives up: we look first.
+
+Needs the extra `seerjax[mooncake]` and the system's libibverbs, even without RDMA.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from typing import Any
+import uuid
+
+# What the client says when no segment has room.
+NO_SPACE = -200
+# An object larger than the client's buffer is refused, so requests go in parts of this size.
+PART_BYTES = 4 * 2**20
+BUFFER_BYTES = 4 * PART_BYTES
+# Seconds within which a master has to answer.
+PATIENCE = 5.0
+
+
+class MooncakeStore:
+  """One process's door to the cluster. Its keys are its own: another process's never meet them."""
+
+  def __init__(self, master: str, *, segment_bytes: int, host: str = "127.0.0.1"):
+    """Joins the cluster and lends it memory.
+
+    Args:
+      master: "host:port".
+      segment_bytes: of this process's memory, at least 16 MiB.
+      host: by which the other processes reach this one.
+
+    Raises:
+      ImportError: if Mooncake or a library of the system that it needs is not installed.
+      ValueError: if the address is none, the segment too small, or the client cannot join.
+      ConnectionError: if no master listens there.
+    """
+    if segment_bytes < BUFFER_BYTES:
+      raise ValueError(
+        f"MooncakeStore.segment_bytes: got {segment_bytes}, expected at least {BUFFER_BYTES}; lend"
+        " more memory."
+      )
+    _check_master(master)
+    store_lib = _library()
+    self._client: Any = store_lib.MooncakeDistributedStore()
+    self._prefix = uuid.uuid4().hex
+    self._num_parts: dict[str, int] = {}
+    status = self._client.setup(
+      host, "P2PHANDSHAKE", segment_bytes, BUFFER_BYTES, "tcp", "", master
+    )
+    if status != 0:
+      raise ValueError(
+        f"MooncakeStore: got status {status} from the client of master {master!r}, expected 0; see"
+        " what it wrote to stderr, and whether `host` is this machine's address."
+      )
+    self._pinned = store_lib.ReplicateConfig()
+    self._pinned.with_hard_pin = True
+    # Its own memory first: what lies with another process goes when that goes.
+    self._pinned.preferred_segment = self._client.get_hostname()
+
+  def put(self, key: str, data: bytes) -> bool:
+    """Keeps `data`; False if the cluster has no room for it now.
+
+    Raises:
+      ConnectionError: if the cluster fails in another way.
+    """
+    self.remove(key)
+    parts = [data[start : start + PART_BYTES] for start in range(0, len(data), PART_BYTES)]
+    self._num_parts[key] = len(parts)
+    for index, part in enumerate(parts):
+      status = self._client.put(self._name(key, index), part, self._pinned)
+      if status != 0:
+        self._num_parts[key] = index
+        self.remove(key)
+        if status == NO_SPACE:
+          return False
+        raise ConnectionError(
+          f"MooncakeStore.put: got status {status} for {key!r}, expected 0; is the master still"
+          " there? Resume the run from its journal."
+        )
+    return True
+
+  def get(self, key: str) -> bytes | None:
+    """Returns what was put; None if it is not there, or a process that held it is gone."""
+    count = self._num_parts.get(key)
+    if count is None:
+      return None
+    parts = [self._client.get(self._name(key, index)) for index in range(count)]
+    return b"".join(parts) if all(parts) else None
+
+  def remove(self, key: str) -> None:
+    """Forgets a key at once; an unknown one is no error."""
+    names = [self._name(key, index) for index in range(self._num_parts.pop(key, 0))]
+    if names:
+      self._client.batch_remove(names, True)
+
+  def close(self) -> None:
+    """Leaves the cluster; what was put is gone."""
+    for key in list(self._num_parts):
+      self.remove(key)
+    self._client.close()
+
+  def _name(self, key: str, index: int) -> str:
+    return f"{self._prefix}/{key}/{index}"
+
+
+def _check_master(master: str) -> None:
+  host, _, port = master.rpartition(":")
+  if not host or not port.isdigit():
+    raise ValueError(
+      f"MooncakeStore.master: got {master!r}, expected host:port such as 127.0.0.1:50051; give the"
+      " address that launch/mooncake_master.sh prints."
+    )
+  try:
+    socket.create_connection((host, int(port)), timeout=PATIENCE).close()
+  except OSError as error:
+    raise ConnectionError(
+      f"MooncakeStore.master: got {error} from {master}, expected a master that listens; start one"
+      " with `bash launch/mooncake_master.sh`."
+    ) from error
+
+
+def _library() -> Any:
+  os.environ.setdefault("GLOG_minloglevel", "2")  # Else every connection is told of.
+  try:
+    # The extra is optional, and its stubs are not published.
+    from mooncake import store  # pyright: ignore[reportMissingImports]
+  except ImportError as error:
+    raise ImportError(
+      f"MooncakeStore: got {error}, expected Mooncake; install seerjax[mooncake] and, where"
+      " libibverbs is missing, the system's libibverbs1."
+    ) from error
+  return store

@@ -1,0 +1,71 @@
+"""Requests of many pages, run in chunks while a test moves their pages about."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import tiny_model
+
+from seerjax.engine.engine import Engine, EngineConfig
+from seerjax.types import Request, SamplingParams
+
+SIZES = EngineConfig(
+  page_size=4, num_pages=40, max_sequences=4, max_context=64, row_buckets=(16,)
+)
+
+
+@functools.cache
+def answers() -> dict:
+  engine = make_engine((1, 1))
+  return {completion.request_id: completion for completion in engine.generate(asked())}
+
+
+def make_engine(mesh, sizes=SIZES, **others) -> Engine:
+  return Engine(
+    tiny_model.CONFIG,
+    tiny_model.params(tiny_model.NUMERICS),
+    numerics=tiny_model.NUMERICS,
+    config=sizes,
+    key=jax.random.key(5),
+    runner=tiny_model.runner(tiny_model.NUMERICS, *mesh),
+    **others,
+  )
+
+
+def asked() -> list[Request]:
+  """A group of three and two alone, of many pages each."""
+  return [
+    Request(
+      request_id=f"r/{index}",
+      prompt=tuple(range(5, 15)) if index < 3 else tuple(range(index, 30)),
+      sampling=SamplingParams(max_tokens=24),
+      seed=index,
+      group_id="g" if index < 3 else "",
+    )
+    for index in range(5)
+  ]
+
+
+def run(engine: Engine, at_pause, chunk_tokens=5) -> dict:
+  """All of `asked` in chunks; `at_pause(id)` is called before each resumption."""
+  for one in asked():
+    engine.submit(one, chunk_tokens=chunk_tokens)
+  found = {}
+  for _ in range(300):
+    engine.step()
+    found |= {completion.request_id: completion for completion in engine.poll()}
+    for request_id in engine.poll_paused():
+      instance = at_pause(request_id)
+      engine.resume(request_id, chunk_tokens=chunk_tokens, instance=instance)
+    if not engine.num_unfinished:
+      break
+  free = [engine.free_pages(instance) for instance in range(engine.num_instances)]
+  assert free == [engine.config.num_pages - 1] * engine.num_instances
+  assert engine.memory.kv_pool.num_host_pages == 0
+  return found
+
+
+def assert_same(found: dict) -> None:
+  assert found.keys() == answers().keys()
+  assert all(tiny_model.same(found[name], answers()[name], 0) for name in found)
