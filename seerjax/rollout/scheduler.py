@@ -385,7 +385,7 @@ class _ArrivalQueue:
 
   def decide(self, instances: Instances) -> Decision | None:
     item = self._waiting.peek()
-    return item and _place(item, instances, self._config)
+    return item and _place(item, instances, _room(instances), self._config)
 
 
 class _OracleQueue:
@@ -404,7 +404,7 @@ class _OracleQueue:
 
   def decide(self, instances: Instances) -> Decision | None:
     item = self._waiting.peek()
-    return item and _place(item, instances, self._config)
+    return item and _place(item, instances, _room(instances), self._config)
 
 
 class _ContextQueue:
@@ -429,7 +429,7 @@ class _ContextQueue:
 
   def decide(self, instances: Instances) -> Decision | None:
     item = self._probes.peek() or self._others.peek()
-    return item and _place(item, instances, self._config)
+    return item and _place(item, instances, _room(instances), self._config)
 
   def _push(self, item: Item) -> None:
     if item.state is State.WAITING:
@@ -490,10 +490,11 @@ class _OurQueue:
     return max(lengths[int(self._config.quantile * (len(lengths) - 1) + 0.5)], floor)
 
   def decide(self, instances: Instances) -> Decision | None:
+    room = _room(instances)
     if self._held is not None:
       item = self._held[0]
       if item.state is State.WAITING:
-        decision = _place(item, instances, self._config)
+        decision = _place(item, instances, room, self._config)
         if decision is not None:
           return decision
       else:
@@ -501,14 +502,15 @@ class _OurQueue:
     if self._config.fair_every > 0 and self._until_fair <= 0 and self._held is None:
       self._until_fair = self._config.fair_every
       item = self._longest_waiting()
-      decision = item and _place(item, instances, self._config)
+      decision = item and _place(item, instances, room, self._config)
       if decision is not None:
         return decision
       if item is not None:
         self._held = (item, _roomiest(instances))
     correlation = self.correlation
     is_alike = correlation is not None and correlation >= self._config.min_correlation
-    decision = self._decide_from(self._by_estimate if is_alike else self._by_age, instances)
+    waiting = self._by_estimate if is_alike else self._by_age
+    decision = self._decide_from(waiting, instances, room)
     self._until_fair -= decision is not None
     return decision
 
@@ -520,16 +522,20 @@ class _OurQueue:
       self._by_patience.popleft()
     return None
 
-  def _decide_from(self, waiting: _Sorted, instances: Instances) -> Decision | None:
+  def _decide_from(
+    self, waiting: _Sorted, instances: Instances, room: list[int]
+  ) -> Decision | None:
     passed: list[tuple[Item, int]] = []
     decision = None
+    if self._held is not None:
+      room[self._held[1]] = 0
     while len(passed) <= self._config.lookahead and (item := waiting.peek()) is not None:
-      keep = NOWHERE if self._held is None else self._held[1]
-      decision = _place(item, instances, self._config, keep)
+      decision = _place(item, instances, room, self._config)
       if decision is not None:
         break
       if self._held is None:
         self._held = (item, _roomiest(instances))
+        room[self._held[1]] = 0
       passed.append((item, waiting.pop()))
     for item, key in passed:
       waiting.push(item, key)
@@ -626,24 +632,22 @@ def _roomiest(instances: Instances) -> int:
   return max(range(len(free)), key=lambda i: (free[i], -instances.num_running[i], -i))
 
 
-def _place(
-  item: Item, instances: Instances, config: Divided, keep: int = NOWHERE
-) -> Decision | None:
-  """Returns the item's next chunk on the instance of its routing; None if it fits nowhere.
-
-  Never on the instance `keep`.
-  """
-  chunk = min(config.chunk_tokens, item.max_tokens - item.generated)
-  pages = num_pages(item.prompt_tokens + item.generated + chunk - 1, instances.page_size)
-  # Pages that this chunk could have, by instance; none where no place is left.
-  room = [
+def _room(instances: Instances) -> list[int]:
+  """Returns the pages that a chunk could have, by instance; none where no place is left."""
+  return [
     free if running < most else 0
     for free, running, most in zip(
       instances.free_pages, instances.num_running, instances.max_running
     )
   ]
-  if keep != NOWHERE:
-    room[keep] = 0
+
+
+def _place(
+  item: Item, instances: Instances, room: list[int], config: Divided
+) -> Decision | None:
+  """Returns the item's next chunk on the instance of its routing; None if it fits nowhere."""
+  chunk = min(config.chunk_tokens, item.max_tokens - item.generated)
+  pages = num_pages(item.prompt_tokens + item.generated + chunk - 1, instances.page_size)
   if pages > max(room):
     return None
   if isinstance(config.routing, ByRoom):
