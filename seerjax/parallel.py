@@ -19,14 +19,18 @@ INSTANCE_AXIS = "instance"
 MODEL_AXIS = "model"
 
 
-def make_mesh(*, num_instances: int = 1, model_shards: int = 1) -> jax.sharding.Mesh:
-  """Returns the mesh of `num_instances * model_shards` devices, instances outermost.
+def make_mesh(
+  *, num_instances: int = 1, model_shards: int = 1, first: int = 0
+) -> jax.sharding.Mesh:
+  """Returns the mesh of `num_instances * model_shards` devices from `first` on.
+
+  Instances are outermost.
 
   Raises:
     ValueError: if there are fewer devices.
   """
   needed = num_instances * model_shards
-  devices = jax.devices()
+  devices = jax.devices()[first:]
   if needed > len(devices):
     raise ValueError(
       f"make_mesh: got num_instances={num_instances} x model_shards={model_shards} = {needed}"

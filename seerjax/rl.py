@@ -14,13 +14,14 @@ Read on from `train`: `circle` is one round of it, `sample` and `learn` are its 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 import contextlib
 import dataclasses
 import functools
+import math
 import pathlib
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +41,7 @@ from seerjax.rollout import (
   journal as journal_lib,
   rollout as rollout_lib,
   scheduler,
+  stale as stale_lib,
   trace as trace_lib,
 )
 from seerjax.speculation import acceptance, budget as budget_lib, drafters
@@ -95,6 +97,7 @@ class RunConfig:
     scheduler: which request's next chunk runs, and where; changes no bit.
     kv_pool: where keys of waiting requests go when their pages are needed; changes no bit.
     budget: how much is drafted from the group's own texts, where it pays; changes no bit.
+    stale: whether it may learn from what older weights sampled, as a rival; by default it does not.
     trainer: how it learns.
     loss: the objective.
     optimizer: the optax chain.
@@ -116,6 +119,7 @@ class RunConfig:
   scheduler: scheduler.Ours = scheduler.Ours(chunk_tokens=128)
   kv_pool: kv_pool_lib.KVPoolConfig = kv_pool_lib.KVPoolConfig()
   budget: budget_lib.BudgetConfig = budget_lib.BudgetConfig()
+  stale: stale_lib.StaleConfig = stale_lib.StaleConfig()
   trainer: TrainerConfig = TrainerConfig()
   loss: losses.LossConfig = losses.LossConfig()
   optimizer: step_lib.OptimizerConfig = step_lib.OptimizerConfig()
@@ -132,6 +136,17 @@ class RunConfig:
     if not self.lora_alpha > 0:
       raise ValueError(
         f"RunConfig.lora_alpha: got {self.lora_alpha}, expected a positive number; 16 is usual."
+      )
+    if self.stale.steps_ahead and self.num_instances < 2:
+      raise ValueError(
+        f"StaleConfig.steps_ahead: got {self.stale.steps_ahead} with num_instances="
+        f"{self.num_instances}, expected 2 or more (half of them sample while the others learn);"
+        " raise RunConfig.num_instances."
+      )
+    if self.stale.begun > 1 and self.trainer.max_rounds > 1:
+      raise ValueError(
+        f"StaleConfig.begun: got {self.stale.begun} with max_rounds={self.trainer.max_rounds},"
+        " expected one of them at 1; dynamic sampling needs whole steps."
       )
     if self.trainer.num_mini_batches > self.rollout.groups_per_step:
       raise ValueError(
@@ -171,6 +186,20 @@ class Result:
 
   state: TrainState
   summary: dict[str, Any]
+
+
+class Sampled(NamedTuple):
+  """What a step learns from.
+
+  Attributes:
+    groups: judged.
+    num_old: tokens of theirs that older weights sampled.
+    numbers: how they were sampled.
+  """
+
+  groups: list[RolloutGroup]
+  num_old: int
+  numbers: dict[str, float]
 
 
 class Interrupted(Exception):
@@ -234,6 +263,11 @@ def train(
   """
   clock = summary.RunClock()
   check_directory(directory, resume=resume)
+  if resume and config.stale != stale_lib.StaleConfig():
+    raise ValueError(
+      f"RunConfig.stale: got {config.stale} and a run to resume, expected a new one (what is under"
+      " way between two steps is kept in memory alone); choose another directory, without resume."
+    )
   for split in ("train", "heldout"):
     rollout_lib.num_problems(task, split)  # Refuses none.
   settings = metrics.encode(dataclasses.asdict(config))
@@ -305,6 +339,9 @@ def train(
         console_names=CONSOLE_NAMES,
       )
     )
+    carried = stale_lib.Carried()
+    ahead = stale_lib.Ahead(lambda step: sample(config, engine, task, journal, step, carried))
+    files.callback(ahead.close)
     try:
       if not before:
         # At once, so that from here on a kill can be resumed.
@@ -314,7 +351,7 @@ def train(
         say(f"  {evaluation.describe(before)}")
         writer.write(0, {f"heldout/{name}": value for name, value in before.items()})
       while step < config.num_steps:
-        new_state, numbers = circle(config, engine, trainer, task, journal, state, step, base)
+        new_state, numbers = circle(config, engine, trainer, ahead, state, step, base)
         is_last = step + 1 == config.num_steps  # Measured below.
         if config.evaluation.every and (step + 1) % config.evaluation.every == 0 and not is_last:
           accuracy = accuracy_of(config, engine, task)
@@ -345,34 +382,27 @@ def circle(
   config: RunConfig,
   engine: engine_lib.Engine,
   trainer: step_lib.Trainer,
-  task: Task,
-  journal: journal_lib.Journal,
+  ahead: stale_lib.Ahead[Sampled],
   state: TrainState,
   step: int,
   base: transformer.Params | None,
 ) -> tuple[TrainState, dict[str, float]]:
   """One round: sample, judge, learn, publish. Returns the new state and the round's numbers."""
   begin = time.monotonic()
-  counted = dataclasses.replace(engine.counters)
-  take_drafts(engine)  # Those of evaluations are not the step's.
-  groups, traces = sample(config, engine, task, journal, step)
-  done = trace_lib.StepTrace(traces, take_drafts(engine))
-  trace_lib.append(journal.path.with_name(trace_lib.FILE_NAME), step, done)
+  sampled = ahead.take(step)
+  if config.stale.steps_ahead and step + 1 < config.num_steps:
+    ahead.begin(step + 1)  # By the weights of this step, beside what follows.
   sampled_at = time.monotonic()
-  numbers = summary.of_rollouts(groups)
-  num_sampled = engine.counters.sampled_tokens - counted.sampled_tokens
-  state, learned = learn(config, trainer, state, groups, base)
-  numbers |= learned
-  engine.set_params(running_weights(config, state.params, base), policy_version=step + 1)
-  end = time.monotonic()
-  numbers |= trace_lib.summarise(traces) | {
-    "schedule/drafted_tokens": float(engine.counters.drafted_tokens - counted.drafted_tokens),
-    "schedule/accepted_tokens": float(engine.counters.accepted_tokens - counted.accepted_tokens),
-    "rollout/seconds": sampled_at - begin,
-    "rollout/tokens_per_second": num_sampled / max(sampled_at - begin, 1e-9),
-    "train/seconds": end - sampled_at,
+  state, learned = learn(config, trainer, state, sampled.groups, base, num_old=sampled.num_old)
+  weights = running_weights(config, state.params, base)
+  learned_at = time.monotonic()
+  ahead.wait()
+  engine.set_params(weights, policy_version=step + 1)
+  numbers = summary.of_rollouts(sampled.groups) | sampled.numbers | learned
+  return state, numbers | {
+    "train/seconds": learned_at - sampled_at,
+    "circle/seconds": time.monotonic() - begin,
   }
-  return state, numbers
 
 
 def sample(
@@ -381,13 +411,22 @@ def sample(
   task: Task,
   journal: journal_lib.Journal,
   step: int,
-) -> tuple[list[RolloutGroup], list[trace_lib.Trace]]:
+  carried: stale_lib.Carried | None = None,
+) -> Sampled:
   """Samples and judges a step's groups; what the journal holds is not sampled again.
 
-  Returns:
-    The groups, and what was done for them, round by round.
+  Args:
+    config: the run.
+    engine: with the weights that sample.
+    task: poses and judges.
+    journal: of the run.
+    step: from 0.
+    carried: groups that wait from step to step (`StaleConfig.begun`).
   """
   assert engine.tokenizer is not None
+  begin = time.monotonic()
+  counted = dataclasses.replace(engine.counters)
+  take_drafts(engine)  # Those of evaluations are not the step's.
   traces: list[trace_lib.Trace] = []
 
   def known(group: int, member: int) -> Rollout | None:
@@ -425,16 +464,77 @@ def sample(
     traces.append(rollout.trace)
     return rollout.run(requests)
 
-  groups = step_groups(
-    config,
-    task,
-    engine.tokenizer,
-    step,
-    generate=generate,
-    known=known,
+  if config.stale.begun > 1:
+    assert carried is not None
+    groups, num_old = _partial_groups(config, engine, task, journal, step, carried, traces)
+  else:
+    groups = step_groups(
+      config,
+      task,
+      engine.tokenizer,
+      step,
+      generate=generate,
+      known=known,
+      on_rollout=keep,
+    )
+    completions = [rollout.completion for group in groups for rollout in group.rollouts]
+    num_old = sum(len(one.tokens) for one in completions if one.policy_version < step)
+  done = trace_lib.StepTrace(traces, take_drafts(engine))
+  trace_lib.append(journal.path.with_name(trace_lib.FILE_NAME), step, done)
+  seconds, counters = time.monotonic() - begin, engine.counters
+  num_tokens = counters.sampled_tokens - counted.sampled_tokens
+  numbers = trace_lib.summarise(traces) | {
+    "schedule/drafted_tokens": float(counters.drafted_tokens - counted.drafted_tokens),
+    "schedule/accepted_tokens": float(counters.accepted_tokens - counted.accepted_tokens),
+    "rollout/seconds": seconds,
+    "rollout/tokens_per_second": num_tokens / max(seconds, 1e-9),
+    "rollout/old_tokens": float(num_old),
+  }
+  return Sampled(groups, num_old, numbers)
+
+
+def _partial_groups(
+  config: RunConfig,
+  engine: engine_lib.Engine,
+  task: Task,
+  journal: journal_lib.Journal,
+  step: int,
+  carried: stale_lib.Carried,
+  traces: list[trace_lib.Trace],
+) -> tuple[list[RolloutGroup], int]:
+  """Returns a step's groups, the others carried on, and how many of their tokens are old."""
+  assert engine.tokenizer is not None
+  num_problems = rollout_lib.num_problems(task, "train")
+
+  def pose(position: int) -> Problem:
+    return task.problem("train", rollout_lib.problem_index(position, num_problems, config.seed))
+
+  def rollout_of(said: Mapping[str, Completion]) -> divided.DividedRollout:
+    # They go on with other weights: that is what a partial rollout is.
+    version = engine.policy_version
+    said = {name: dataclasses.replace(one, policy_version=version) for name, one in said.items()}
+    rollout = divided.DividedRollout(engine, config.scheduler, said=said)
+    traces.append(rollout.trace)
+    return rollout
+
+  def keep(problem: Problem, rollout: Rollout) -> None:
+    place = rollout_lib.place_of(rollout.request.request_id)
+    journal.append(
+      *place, rollout, problem_id=problem.problem_id, prompt_text=problem.prompt
+    )
+
+  return stale_lib.sample_partial(
+    carried,
+    config.rollout,
+    num_begun=math.ceil(config.stale.begun * config.rollout.groups_per_step),
+    step=step,
+    pose=pose,
+    task=task,
+    tokenizer=engine.tokenizer,
+    seed=config.seed,
+    rollout_of=rollout_of,
     on_rollout=keep,
   )
-  return groups, traces
 
 
 def step_groups(
@@ -493,6 +593,8 @@ def learn(
   state: TrainState,
   groups: Sequence[RolloutGroup],
   base: transformer.Params | None = None,
+  *,
+  num_old: int = 0,
 ) -> tuple[TrainState, dict[str, float]]:
   """Takes the optimiser steps of one batch of groups; returns the new state and its numbers.
 
@@ -502,6 +604,8 @@ def learn(
     state: with the weights that sampled.
     groups: judged.
     base: of `frozen_weights`.
+    num_old: tokens that other weights sampled; where there are any, ratios are to those of the
+      engine.
   """
   rewards = np.stack([group.rewards for group in groups])
   if config.trainer.overlong_buffer:
@@ -524,14 +628,16 @@ def learn(
     references = [trainer.scores(reference, batch).logprob for batch in batches]
 
   # With the weights that sampled, over the whole batch, before any update.
+  olds: list[Any] = [batch.behaviour_logprobs if num_old else None for batch in batches]
   first_scores = []
   first_gradient, numbers = None, {}
   for index, batch in enumerate(batches):
     counts = losses.denominators(batch)
     gradient, means, scores = trainer.gradient(
-      sampling_params, batch, counts, None, references[index]
+      sampling_params, batch, counts, olds[index], references[index]
     )
     first_scores.append(scores)
+    olds[index] = batch.behaviour_logprobs if num_old else scores.logprob
     if index == 0:
       first_gradient = gradient
       numbers |= {f"train/{name}": float(value) for name, value in means.items()}
@@ -548,7 +654,7 @@ def learn(
       params = running_weights(config, state.params, base)
       counts = losses.denominators(batch)
       gradient, means, _ = trainer.gradient(
-        params, batch, counts, first_scores[index].logprob, references[index]
+        params, batch, counts, olds[index], references[index]
       )
       numbers |= {f"train/later_{name}": float(value) for name, value in means.items()}
     state, norms = trainer.update(state, gradient)
@@ -684,8 +790,7 @@ def frozen_weights(config: RunConfig, policy: Policy) -> transformer.Params | No
   if not config.lora_rank and not config.loss.kl_coefficient:
     return None
   # On the whole mesh at once, so that no step has to copy them there.
-  mesh = parallel.make_mesh(num_instances=config.num_instances)
-  whole = jax.sharding.NamedSharding(mesh, jax.P())
+  whole = jax.sharding.NamedSharding(_meshes(config)[1], jax.P())
   return jax.device_put(transformer.compute_params(policy.params, config.numerics), whole)
 
 
@@ -717,24 +822,36 @@ def exported_weights(config: RunConfig, policy: Policy, state: TrainState) -> tr
 
 def make_programs(config: RunConfig, model: transformer.TransformerConfig) -> Programs:
   """Returns what a run compiles; nothing is compiled before it is first used."""
-  mesh = parallel.make_mesh(num_instances=config.num_instances)
+  sampling, learning = _meshes(config)
   trainer = step_lib.Trainer(
     model,
     config.numerics,
     config.loss,
     step_lib.make_optimizer(config.optimizer),
-    mesh,
+    learning,
     _layout(config).num_pages,
     config.engine.page_size,
   )
-  runner = runner_lib.Runner(model, config.numerics, mesh, len(config.engine.row_buckets))
+  runner = runner_lib.Runner(model, config.numerics, sampling, len(config.engine.row_buckets))
   return Programs(_programs_key(config, model), trainer, runner)
+
+
+def _meshes(config: RunConfig) -> tuple[jax.sharding.Mesh, jax.sharding.Mesh]:
+  """Returns where it samples and where it learns: everywhere, unless both go on at once."""
+  if not config.stale.steps_ahead:
+    mesh = parallel.make_mesh(num_instances=config.num_instances)
+    return mesh, mesh
+  half = config.num_instances // 2
+  return (
+    parallel.make_mesh(num_instances=half),
+    parallel.make_mesh(num_instances=config.num_instances - half, first=half),
+  )
 
 
 def _programs_key(config: RunConfig, model: transformer.TransformerConfig) -> tuple[Any, ...]:
   return (
-    model, config.num_instances, config.lora_rank, config.numerics, config.engine, _layout(config),
-    config.loss, config.optimizer,
+    model, config.num_instances, config.stale.steps_ahead, config.lora_rank, config.numerics,
+    config.engine, _layout(config), config.loss, config.optimizer,
   )  # fmt: skip
 
 

@@ -24,7 +24,13 @@ import tiny_model
 from seerjax import checkpoint, metrics, numerics as numerics_lib, parallel, rl
 from seerjax.engine import engine as engine_lib, runner as runner_lib
 from seerjax.models import lora, tokenizer as tokenizer_lib, transformer
-from seerjax.rollout import divided, journal as journal_lib, rollout as rollout_lib, scheduler
+from seerjax.rollout import (
+  divided,
+  journal as journal_lib,
+  rollout as rollout_lib,
+  scheduler,
+  stale,
+)
 from seerjax.trainer import losses, step as step_lib
 from seerjax.types import Problem, Verdict
 
@@ -54,7 +60,7 @@ PER_STEP = 4  # Rollouts of a step, and problems of an evaluation.
 # Numbers that clocks decide.
 # What follows the schedule: an interrupted step does less of its work after the interruption.
 TIMES = (
-  "rollout/seconds", "rollout/tokens_per_second", "train/seconds",
+  "rollout/seconds", "rollout/tokens_per_second", "train/seconds", "circle/seconds",
   "schedule/steps", "schedule/tail_steps", "schedule/chunks", "schedule/migrations",
   "schedule/spills", "schedule/drafted_tokens", "schedule/accepted_tokens",
 )  # fmt: skip
@@ -121,6 +127,8 @@ def runner(num_instances, numerics, has_adapters):
 @functools.cache
 def programs(config: rl.RunConfig) -> rl.Programs:
   made = rl.make_programs(config, MODEL)
+  if config.stale.steps_ahead:
+    return made  # Its devices are its own.
   shared = runner(config.num_instances, config.numerics, config.lora_rank > 0)
   return dataclasses.replace(made, runner=shared)
 
@@ -132,7 +140,7 @@ def programs_of(config: rl.RunConfig) -> rl.Programs:
       CONFIG,
       **{
         name: vars(config)[name]
-        for name in ("num_instances", "lora_rank", "numerics", "loss", "optimizer")
+        for name in ("num_instances", "stale", "lora_rank", "numerics", "loss", "optimizer")
       },
     )
   )
@@ -610,16 +618,72 @@ def test_answers_near_the_limit_lose_reward():
   assert numbers["train/update_norm"] > 0.0
 
 
+# Rivals that learn from older weights.
+
+
+def test_one_step_off_learns_from_the_weights_before(tmp_path):
+  task = Vowels()
+  result = train(tmp_path, task, num_instances=2, stale=stale.StaleConfig(steps_ahead=1))
+  rows = rows_of(tmp_path)[1:-1]
+  assert [row["rollout/old_tokens"] > 0 for row in rows] == [False, True, True, True]
+  # On-policy to the bit in the first step alone; then the gap is the step between.
+  assert rows[0]["contract/max_abs_logprob_gap"] == 0.0
+  assert all(row["contract/max_abs_logprob_gap"] > 0 for row in rows[1:])
+  assert rows[0]["train/ratio"] == 1.0 != rows[1]["train/ratio"]
+  assert task.num_verdicts == 6 * PER_STEP and int(result.state.step) == 4
+  again = train(tmp_path / "again", num_instances=2, stale=stale.StaleConfig(steps_ahead=1))
+  assert_equal_bits(again.state, result.state)
+
+
+def test_partial_rollouts_learn_from_those_that_were_whole_first(tmp_path):
+  task = Vowels()
+  result = train(tmp_path, task, stale=stale.StaleConfig(begun=2.0))
+  rows = rows_of(tmp_path)[1:-1]
+  assert rows[0]["rollout/old_tokens"] == 0 == rows[0]["contract/max_abs_logprob_gap"]
+  assert any(row["rollout/old_tokens"] > 0 for row in rows[1:])
+  for row in rows:
+    assert (row["contract/max_abs_logprob_gap"] > 0) == (row["rollout/old_tokens"] > 0)
+  assert int(result.state.step) == 4
+  _, entries = journal_lib.read(tmp_path / "journal.jsonl")
+  assert len(list(entries)) == task.num_verdicts - 2 * PER_STEP >= 4 * PER_STEP
+
+
+@pytest.mark.parametrize(
+  "changes, message",
+  [
+    (
+      dict(stale=stale.StaleConfig(steps_ahead=1)),
+      r"steps_ahead: got 1 with num_instances=1, expected 2 or more",
+    ),
+    (
+      dict(
+        stale=stale.StaleConfig(begun=2.0),
+        trainer=dataclasses.replace(CONFIG.trainer, max_rounds=2),
+      ),
+      r"begun: got 2.0 with max_rounds=2, expected one of them at 1",
+    ),
+  ],
+)
+def test_rivals_that_cannot_be_are_refused(changes, message):
+  with pytest.raises(ValueError, match=f"StaleConfig.{message}"):
+    dataclasses.replace(CONFIG, **changes)
+
+
+def test_a_rival_is_not_resumed(stopped_copy):
+  with pytest.raises(ValueError, match=r"RunConfig.stale: got .* and a run to resume, expected"):
+    train(stopped_copy, resume=True, stale=stale.StaleConfig(begun=2.0))
+
+
 def test_rounds_replace_groups_that_say_nothing(tmp_path):
   config = dataclasses.replace(CONFIG, trainer=dataclasses.replace(CONFIG.trainer, max_rounds=3))
   found, num_taken = [], []
   for turn in range(2):
     path = tmp_path / f"{turn}.jsonl"
     with journal_lib.Journal(path, fingerprint={}, settings={}) as journal:
-      found.append([rl.sample(config, engine(), Coin(), journal, step)[0] for step in range(4)])
+      found.append([rl.sample(config, engine(), Coin(), journal, step).groups for step in range(4)])
       # Known rollouts give the same groups, whatever round they are of.
       task = Coin()
-      known = [rl.sample(config, engine(), task, journal, step)[0] for step in range(4)]
+      known = [rl.sample(config, engine(), task, journal, step).groups for step in range(4)]
       assert task.num_verdicts == 0
       taken = journal.keys()
       num_taken.append([sum(at == step for at, *_ in taken) for step in range(4)])

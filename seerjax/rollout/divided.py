@@ -12,11 +12,12 @@ all are functions of the step and of what was said, so every process takes the s
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Callable, Iterator, Mapping, Sequence
 import dataclasses
 
 from seerjax.engine.engine import Engine
-from seerjax.rollout.buffer import NOWHERE, Buffer
+from seerjax.rollout.buffer import NOWHERE, Buffer, State
 from seerjax.rollout.scheduler import Decision, GroupFCFS, Instances, Scheduler, SchedulerConfig
 from seerjax.rollout.trace import Span, Trace
 from seerjax.types import Completion, Request
@@ -85,6 +86,7 @@ class DividedRollout:
     )
     self._requests: dict[str, Request] = {}
     self._running: dict[str, _Running] = {}
+    self._unread: collections.deque[Completion] = collections.deque()
     self._num_decisions = 0
     self._rows_before = engine.counters.rows
 
@@ -116,10 +118,28 @@ class DividedRollout:
       self._record()
       for completion in self.engine.poll():
         self._end(completion.request_id, len(completion.tokens), finished=True)
-        yield completion
+        self._unread.append(completion)
       for request_id in self.engine.poll_paused():
         if request_id in self._running:
           self._end_of_chunk(request_id)
+      while self._unread:
+        yield self._unread.popleft()
+
+  def stop(self) -> tuple[list[Completion], dict[str, Completion]]:
+    """Ends the rollout before its requests do; the engine is free then.
+
+    Returns:
+      Completions that `run` has not yielded yet, and by request id what the others have said.
+    """
+    said = dict(self._said)
+    for request_id in self._requests:
+      item = self.buffer[request_id]
+      if item.num_chunks and item.state is not State.FINISHED:
+        said[request_id] = self.engine.progress(request_id)
+        self.engine.cancel(request_id)
+    finished = list(self._unread)
+    self._unread.clear()
+    return finished, {name: one for name, one in said.items() if one.tokens}
 
   def _record(self) -> None:
     engine = self.engine

@@ -106,6 +106,25 @@ def test_one_instance_and_no_host_memory_still_ends():
   assert trace.spills == 0 and trace.held_back > 0
 
 
+@pytest.mark.parametrize("policy", [Divided(chunk_tokens=4), GroupFCFS()], ids=["chunks", "whole"])
+def test_a_rollout_that_is_stopped_goes_on_elsewhere(policy):
+  engine = make_engine(2)
+  rollout, found = DividedRollout(engine, policy), {}
+  for completion in rollout.run(asked()):
+    found[completion.request_id] = completion
+    if len(found) == 5:
+      break
+  finished, said = rollout.stop()
+  assert engine.num_unfinished == 0 and [engine.free_pages(i) for i in range(2)] == [24, 24]
+  found |= {completion.request_id: completion for completion in finished}
+  left = [request for request in asked() if request.request_id not in found]
+  assert said and said.keys() <= {request.request_id for request in left}
+  for completion in DividedRollout(make_engine(1), policy, said=said).run(left):
+    found[completion.request_id] = completion
+  assert found.keys() == plain().keys()
+  assert all(tiny_model.same(found[name], plain()[name], 0) for name in found)
+
+
 def test_probes_go_first_and_longest_groups_next():
   policy = ContextAware(chunk_tokens=64)
   spans = sorted(run(policy, 1).trace.spans, key=lambda span: span.begin)
