@@ -38,7 +38,7 @@ MOST_CHECKED = 10_000
 def main_job() -> rl.RunConfig:
   """Returns the main job: nano on word problems, two devices side by side on two cores."""
   return rl.RunConfig(
-    num_steps=24,
+    num_steps=20,
     num_instances=2,
     checkpoint_every=10,
     numerics=numerics_lib.NumericsConfig(query_tile=4, slot_tile=32, kv_split=64),

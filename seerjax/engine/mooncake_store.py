@@ -15,6 +15,7 @@ Needs the extra `seerjax[mooncake]` and the system's libibverbs, even without RD
 
 from __future__ import annotations
 
+import importlib
 import os
 import socket
 from typing import Any
@@ -133,11 +134,9 @@ def _check_master(master: str) -> None:
 def _library() -> Any:
   os.environ.setdefault("GLOG_minloglevel", "2")  # Else every connection is told of.
   try:
-    # The extra is optional, and its stubs are not published.
-    from mooncake import store  # pyright: ignore[reportMissingImports]
+    return importlib.import_module("mooncake.store")
   except ImportError as error:
     raise ImportError(
       f"MooncakeStore: got {error}, expected Mooncake; install seerjax[mooncake] and, where"
       " libibverbs is missing, the system's libibverbs1."
     ) from error
-  return store
