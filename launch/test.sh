@@ -98,7 +98,7 @@ parity() {
 # mooncake MINOR DIR PYTHON: adds Mooncake where this machine can install and import it; as parity.
 mooncake() {
   environment "$2" "$3" "launch/locks/mooncake-$1.txt" &&
-    GLOG_minloglevel=2 "$2/bin/python" -c 'import mooncake.store' 2>/dev/null ||
+    "$2/bin/python" -c 'import mooncake.store' 2>/dev/null ||
     say "Mooncake's tests will skip: it cannot be installed, or libibverbs is missing (apt install libibverbs1)"
 }
 

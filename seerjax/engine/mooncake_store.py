@@ -132,7 +132,7 @@ def _check_master(master: str) -> None:
 
 
 def _library() -> Any:
-  os.environ.setdefault("GLOG_minloglevel", "2")  # Else every connection is told of.
+  os.environ.setdefault("MC_LOG_LEVEL", "ERROR")  # Else every connection is told of.
   try:
     return importlib.import_module("mooncake.store")
   except ImportError as error:

@@ -31,7 +31,6 @@ def free_port() -> int:
 @pytest.fixture(scope="module")
 def master(tmp_path_factory) -> Iterator[str]:
   """The address of a master that lives as long as this file's tests."""
-  os.environ.setdefault("GLOG_minloglevel", "2")
   pytest.importorskip("mooncake.store", reason="Mooncake or libibverbs is not installed")
   port = free_port()
   log = (tmp_path_factory.mktemp("mooncake") / "master.log").open("w")
@@ -135,7 +134,7 @@ def test_a_master_that_does_not_listen_is_refused_soon():
 
 
 def test_without_mooncake_it_says_what_to_install(monkeypatch):
-  monkeypatch.setitem(sys.modules, "mooncake", None)
+  monkeypatch.setitem(sys.modules, "mooncake.store", None)
   with socket.create_server(("127.0.0.1", 0)) as listener:
     master = f"127.0.0.1:{listener.getsockname()[1]}"
     with pytest.raises(ImportError, match=r"expected Mooncake; install seerjax\[mooncake\] and"):
