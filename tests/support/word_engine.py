@@ -32,9 +32,14 @@ def params(seed: int = 0):
   return transformer.compute_params(jax.tree.map(lambda leaf: leaf * 5, master), NUMERICS)
 
 
-@functools.cache
 def runner() -> runner_lib.Runner:
-  """Two programs for a whole test file: a third trace, by whatever test, fails that test."""
+  """Two programs for all tests of a process: a third trace, by whatever test, fails that test."""
+  return _runner(jax.config.jax_numpy_dtype_promotion)
+
+
+@functools.cache
+def _runner(dtype_promotion: str) -> runner_lib.Runner:
+  del dtype_promotion  # Some folders are strict about it, which is part of what JAX traces by.
   return runner_lib.Runner(CONFIG, NUMERICS, parallel.make_mesh(), max_programs=2)
 
 
