@@ -7,10 +7,10 @@ ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 source "$ROOT/launch/environment.sh"
 cd "$ROOT" || exit 1
 
-# The oldest Python that we support, and what is tested on the newest alone: experiments, the circle
-# and the launchers are the same lines on both, and cost minutes.
+# The oldest Python that we support, and what is tested on the newest alone: experiments, the circle,
+# the launchers, tasks and the simulator are the same lines on both, and cost minutes.
 OLDEST=3.11
-NEWEST_ONLY="tests/experiments tests/launch tests/test_rl.py"
+NEWEST_ONLY="tests/experiments tests/launch tests/tasks tests/simulate tests/test_rl.py"
 WORKERS=${SEERJAX_TEST_WORKERS:-2}
 
 usage() {

@@ -26,7 +26,11 @@ SIZES = engine_lib.EngineConfig(
   reuse_prefixes=False,
 )
 BOTH = pytest.mark.parametrize(
-  "numerics", [tiny_model.NUMERICS, tiny_model.BFLOAT16], ids=["f32", "bf16"]
+  "numerics",
+  [
+    pytest.param(tiny_model.NUMERICS, id="f32"),
+    pytest.param(tiny_model.BFLOAT16, id="bf16", marks=pytest.mark.long),
+  ],
 )
 
 

@@ -148,16 +148,22 @@ def test_a_mistake_of_ours_keeps_its_traceback():
     raise AssertionError("ours")
 
 
-# (experiment, its arguments, how stderr begins): nothing is computed before these.
+# (experiment, its arguments, how stderr begins): nothing is computed before these. A process each,
+# which takes seconds to import JAX: one an experiment, and the rest in the long run.
 REFUSED = [
-  ("grpo", ["seed=3"], "grpo: got ['seed=3'], expected flags alone; write --name=value."),
   ("grpo", ["--config.rollout.top_p=0"], "SamplingParams.top_p: got 0.0, expected 0 < top_p <= 1"),
   ("invariance", ["--part=e"], "--part: got e, expected some of a, b, c, d; --part=a,d runs two."),
-  ("invariance", ["--part=c", "--model=/nowhere"], "resolve: got '/nowhere', which is no dir"),
   ("engine_throughput", ["--model=/nowhere"], "resolve: got '/nowhere', which is no directory"),
   ("generate", ["--prompt=1+1", "--top_p=0"], "SamplingParams.top_p: got 0.0, expected 0 < top_p"),
-  ("pretrain_nano", ["--start=/nowhere"], "/nowhere/config.json: got no such file, expected a Hug"),
   ("pretrain_nano", ["--num_tokens=9"], "PretrainConfig: got num_tokens=9, tokens_per_batch=3072"),
+  *(
+    pytest.param(*case, marks=pytest.mark.long)
+    for case in (
+      ("grpo", ["seed=3"], "grpo: got ['seed=3'], expected flags alone; write --name=value."),
+      ("invariance", ["--part=c", "--model=/nowhere"], "resolve: got '/nowhere', which is no dir"),
+      ("pretrain_nano", ["--start=/nowhere"], "/nowhere/config.json: got no such file, expected a"),
+    )
+  ),
 ]
 
 

@@ -56,6 +56,7 @@ def test_an_unknown_peer_is_refused():
     engine_throughput.chosen_peers(["tiled-8", "vllm"], print)
 
 
+@pytest.mark.long
 def test_peers_take_turns_and_give_every_token(tiny: str, tmp_path: pathlib.Path):
   workload = Workload(model=tiny, num_prompts=1, group_size=2, max_tokens=4, num_instances=2)
   lines: list[str] = []

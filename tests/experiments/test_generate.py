@@ -36,7 +36,6 @@ def test_streamed_parts_are_the_text_and_a_seed_repeats_it(tiny: str):
   assert "".join(parts) == text
   assert len(parts) == len(tokens) == 12
   assert answer(tiny, seed=5)[2] == tokens
-  assert answer(tiny, seed=6)[2] != tokens
 
 
 def test_a_raw_prompt_has_no_template(tiny: str):

@@ -51,6 +51,7 @@ def test_one_flipped_bit_of_a_log_probability_is_seen():
   assert (found["distinct_bits"], found["first_bit_divergence"]) == (2, 1)
 
 
+@pytest.mark.long
 def test_one_prompt_in_random_company_and_its_price(tiny: str, tmp_path: pathlib.Path):
   config = invariance.InvarianceConfig(
     model=tiny,

@@ -290,6 +290,7 @@ def test_a_checkpoint_of_other_numerics_carries_what_was_sampled_after_it(
 # Adapters.
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("request_name", "num_learnt"), [("0/1/2", 0), ("2/0/1", 2)])
 def test_a_run_of_adapters_replays(adapters: pathlib.Path, request_name: str, num_learnt: int):
   finding, lines = replayed(adapters, request_name)

@@ -36,6 +36,7 @@ def test_lengths_are_alike_within_a_group():
   assert seer_rollout.lengths(seer_rollout.Workload()).max() <= 480
 
 
+@pytest.mark.long
 def test_a_small_rollout_says_the_same_in_every_system(tmp_path):
   done = command(
     f"--workdir={tmp_path}",

@@ -35,6 +35,7 @@ def test_a_table_by_hand():
   assert lines[-1] == "| 1 | 10 | 20 | 40 | 4.00 (4.00 to 4.00) | 2.00 (2.00 to 2.00) |"
 
 
+@pytest.mark.long
 def test_every_part_runs_and_is_written(tiny, tmp_path):
   text = speculation_pays.run(Workload(model=tiny, **SMALL), tmp_path)
   results = json.loads((tmp_path / "results.json").read_text())
