@@ -14,6 +14,7 @@ Hardware: 2 CPU cores, 3 GiB. Numbers: docs/results/grpo.md
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 import dataclasses
 import pathlib
 import sys
@@ -23,7 +24,7 @@ import jax
 import ml_collections.config_flags
 
 from experiments import configuration
-from seerjax import numerics as numerics_lib, report, rl, self_test
+from seerjax import metrics, numerics as numerics_lib, report, rl, self_test
 from seerjax.engine import engine as engine_lib
 from seerjax.models import huggingface, tokenizer as tokenizer_lib, transformer
 from seerjax.rollout import rollout as rollout_lib
@@ -122,6 +123,22 @@ def prepare(
   return task, policy
 
 
+def saved(rows: Sequence[Mapping[str, float]]) -> str:
+  """Returns one line on what the scheduler and drafts did in the rows of metrics.jsonl."""
+  total = {
+    name: sum(int(row.get(f"schedule/{name}", 0)) for row in rows)
+    for name in (
+      "steps", "tail_steps", "drafted_tokens", "accepted_tokens", "migrations", "spills",
+    )
+  }  # fmt: skip
+  return (
+    f"{total['steps']:,} steps of the engine, {total['tail_steps']:,} of them for the last tenth of"
+    f" a step's requests; {total['accepted_tokens']:,} tokens came out of drafts and needed no step"
+    f" of their own ({total['drafted_tokens']:,} drafted); {total['migrations']:,} requests moved"
+    f" to another instance with their keys, {total['spills']:,} to the host"
+  )
+
+
 def main(argv: list[str]) -> None:
   logging.set_verbosity(logging.WARNING)  # Checkpoints would tell of every file.
   args = flags.FLAGS
@@ -161,6 +178,7 @@ def main(argv: list[str]) -> None:
     "peak_memory_gib", "optimizer_steps",
   ):  # fmt: skip
     print(f"{name:24s} {result.summary[name]}")
+  print(f"rollouts {saved(metrics.read(directory / 'metrics.jsonl'))}")
   print(f"report   {page}\nmodel    {directory / 'model'}\nnumbers  {directory / 'summary.json'}")
 
 

@@ -72,7 +72,6 @@ class DividedRollout:
     self.engine = engine
     self.buffer = Buffer()
     self.trace = Trace()
-    self._policy = policy
     self._grows = isinstance(policy, GroupFCFS) and not policy.reserves
     self._scheduler = Scheduler(policy, self.buffer)
     self._said = dict(said or {})

@@ -45,6 +45,7 @@ def test_a_small_run_of_the_command_with_adapters(tiny: str, tmp_path: pathlib.P
   assert done.returncode == 0, done.stderr
   assert "max_abs_logprob_gap      0.0" in done.stdout
   assert "held-out accuracy on 2 problems, before:" in done.stdout
+  assert "steps of the engine" in done.stdout
   summary = json.loads((tmp_path / "run" / "summary.json").read_text())
   assert summary["optimizer_steps"] == 1 and summary["kl_max"] == 0.0
   assert (tmp_path / "run" / "report.html").stat().st_size > 1000
@@ -54,6 +55,20 @@ def test_a_small_run_of_the_command_with_adapters(tiny: str, tmp_path: pathlib.P
   assert set(params["layers"][0]) == set(
     huggingface.load(tiny, grpo.main_job().numerics)[0]["layers"][0]
   )
+
+
+def test_what_was_saved_is_the_sum_of_all_steps():
+  rows = [
+    {"step": 0, "heldout/accuracy": 0.5},
+    {"schedule/steps": 1200.0, "schedule/tail_steps": 30.0, "schedule/accepted_tokens": 400.0,
+     "schedule/drafted_tokens": 900.0, "schedule/migrations": 2.0, "schedule/spills": 1.0},
+    {"schedule/steps": 300.0, "schedule/tail_steps": 12.0, "schedule/accepted_tokens": 100.0,
+     "schedule/drafted_tokens": 200.0, "schedule/migrations": 0.0, "schedule/spills": 0.0},
+  ]  # fmt: skip
+  text = grpo.saved(rows)
+  assert text.startswith("1,500 steps of the engine, 42 of them for the last tenth")
+  assert "500 tokens came out of drafts and needed no step of their own (1,100 drafted)" in text
+  assert "2 requests moved to another instance with their keys, 1 to the host" in text
 
 
 def test_a_misspelt_flag_is_refused_with_the_nearest_name():
