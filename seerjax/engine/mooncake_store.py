@@ -8,7 +8,8 @@ knows what lies where. What was measured of it, and is answered here:
 - An object that was read is leased for seconds, and an ordinary removal of it is refused: ours are
   forced.
 - A full cluster answers -200, which is back-pressure and no failure.
-- Without a master, the client tries for more than a minute before it gives up: we look first.
+- Without a master, the client tries for more than a minute before it gives up, and for ever where
+  something else listens: a process of its own, which can be ended, tries first.
 
 Needs the extra `seerjax[mooncake]` and the system's libibverbs, even without RDMA.
 """
@@ -18,6 +19,8 @@ from __future__ import annotations
 import importlib
 import os
 import socket
+import subprocess
+import sys
 from typing import Any
 import uuid
 
@@ -26,8 +29,19 @@ NO_SPACE = -200
 # An object larger than the client's buffer is refused, so requests go in parts of this size.
 PART_BYTES = 4 * 2**20
 BUFFER_BYTES = 4 * PART_BYTES
-# Seconds within which a master has to answer.
+# Seconds within which a master has to listen, and a client of it to join.
 PATIENCE = 5.0
+JOIN_PATIENCE = 30.0
+# Joins a cluster and leaves it: (host, buffer bytes, master) -> exit status 0.
+JOIN = """
+import sys, mooncake.store
+client = mooncake.store.MooncakeDistributedStore()
+host, size, master = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+status = client.setup(host, "P2PHANDSHAKE", size, size, "tcp", "", master)
+print("status", status, file=sys.stderr)
+client.close()
+sys.exit(status != 0)
+"""
 
 
 class MooncakeStore:
@@ -43,7 +57,8 @@ class MooncakeStore:
 
     Raises:
       ImportError: if Mooncake or a library of the system that it needs is not installed.
-      ValueError: if the address is none, the segment too small, or the client cannot join.
+      ValueError: if the address is none, the segment too small or too large, or what listens there
+        lets no client join.
       ConnectionError: if no master listens there.
     """
     if segment_bytes < BUFFER_BYTES:
@@ -51,8 +66,9 @@ class MooncakeStore:
         f"MooncakeStore.segment_bytes: got {segment_bytes}, expected at least {BUFFER_BYTES}; lend"
         " more memory."
       )
-    _check_master(master)
+    _check_listens(master)
     store_lib = _library()
+    _check_joins(host, master)
     self._client: Any = store_lib.MooncakeDistributedStore()
     self._prefix = uuid.uuid4().hex
     self._num_parts: dict[str, int] = {}
@@ -61,8 +77,8 @@ class MooncakeStore:
     )
     if status != 0:
       raise ValueError(
-        f"MooncakeStore: got status {status} from the client of master {master!r}, expected 0; see"
-        " what it wrote to stderr, and whether `host` is this machine's address."
+        f"MooncakeStore.segment_bytes: got status {status} from the client, which could join with"
+        f" {BUFFER_BYTES} bytes, expected 0 with {segment_bytes} too; lend less memory."
       )
     self._pinned = store_lib.ReplicateConfig()
     self._pinned.with_hard_pin = True
@@ -115,7 +131,7 @@ class MooncakeStore:
     return f"{self._prefix}/{key}/{index}"
 
 
-def _check_master(master: str) -> None:
+def _check_listens(master: str) -> None:
   host, _, port = master.rpartition(":")
   if not host or not port.isdigit():
     raise ValueError(
@@ -129,6 +145,20 @@ def _check_master(master: str) -> None:
       f"MooncakeStore.master: got {error} from {master}, expected a master that listens; start one"
       " with `bash launch/mooncake_master.sh`."
     ) from error
+
+
+def _check_joins(host: str, master: str) -> None:
+  command = [sys.executable, "-c", JOIN, host, str(BUFFER_BYTES), master]
+  try:
+    joined = subprocess.run(command, capture_output=True, text=True, timeout=JOIN_PATIENCE)
+    found = "" if joined.returncode == 0 else joined.stderr.strip()[-500:]
+  except subprocess.TimeoutExpired:
+    found = f"no answer in {JOIN_PATIENCE:.0f} s"
+  if found:
+    raise ValueError(
+      f"MooncakeStore.master: got {found!r} from a client of {master}, expected it to join; give the"
+      " master's RPC port, not that of its metrics or of another program."
+    )
 
 
 def _library() -> Any:

@@ -52,11 +52,19 @@ def master(tmp_path_factory) -> Iterator[str]:
   log.close()
 
 
-@pytest.fixture
-def store(master) -> Iterator[MooncakeStore]:
+@pytest.fixture(scope="module")
+def member(master) -> Iterator[MooncakeStore]:
+  """Joining takes seconds, so one member of the cluster serves several tests."""
   one = MooncakeStore(master, segment_bytes=BUFFER_BYTES)
   yield one
   one.close()
+
+
+@pytest.fixture
+def store(member) -> Iterator[MooncakeStore]:
+  yield member
+  for key in list(member._num_parts):
+    member.remove(key)
 
 
 def test_what_was_put_comes_back_and_goes(store):
@@ -131,6 +139,15 @@ def test_a_master_that_does_not_listen_is_refused_soon():
   with pytest.raises(ConnectionError, match=r"expected a master that listens; start one with"):
     MooncakeStore(f"127.0.0.1:{free_port()}", segment_bytes=BUFFER_BYTES)
   assert time.monotonic() - begin < 2 * mooncake_store.PATIENCE
+
+
+def test_what_listens_and_is_no_master_is_refused(monkeypatch):
+  pytest.importorskip("mooncake.store", reason="Mooncake or libibverbs is not installed")
+  monkeypatch.setattr(mooncake_store, "JOIN_PATIENCE", 2.0)
+  with socket.create_server(("127.0.0.1", 0)) as listener:
+    master = f"127.0.0.1:{listener.getsockname()[1]}"
+    with pytest.raises(ValueError, match=r"got 'no answer in 2 s' .* give the master's RPC port"):
+      MooncakeStore(master, segment_bytes=BUFFER_BYTES)
 
 
 def test_without_mooncake_it_says_what_to_install(monkeypatch):
