@@ -34,7 +34,8 @@ class Group:
     name: of the group.
     index: by arrival, from 0.
     members: by arrival; the first is the probe.
-    prompt_instances: those that hold the prompt's KV, because a member has run there.
+    prompt_instances: those where a member has run, so that the prompt's KV may lie there: a hint,
+      for who needs the memory more may have taken it.
     max_tokens: the largest of its members'.
   """
 
@@ -247,10 +248,6 @@ class Buffer:
       )
     item.kv_instance = instance
     self._changed(item)
-
-  def prompt_lost(self, group: str, instance: int) -> None:
-    """An instance no longer holds the KV of a group's prompt."""
-    self.groups[group].prompt_instances.discard(instance)
 
   def take_changes(self) -> list[Item]:
     """Returns the requests that changed since the last call, each once, by first change."""

@@ -82,14 +82,6 @@ def test_changes_are_taken_once_each():
   assert [item.request_id for item in buffer.take_changes()] == ["b", "a"]
 
 
-def test_a_prompt_may_leave_an_instance():
-  buffer = one_request()
-  buffer.begin_chunk("a", 0, 1)
-  buffer.prompt_lost("g", 0)
-  buffer.prompt_lost("g", 3)
-  assert buffer.groups["g"].prompt_instances == set()
-
-
 @pytest.mark.parametrize(
   "generated, expected", [(0, 10), (1, 10), (2, 11), (5, 14)], ids=lambda value: str(value)
 )
