@@ -14,8 +14,9 @@ import sys
 import typing
 from typing import Any, TypeVar
 
+from absl import flags
 import ml_collections
-from ml_collections import config_dict
+from ml_collections import config_dict, config_flags
 
 T = TypeVar("T")
 
@@ -50,6 +51,17 @@ def check_names(config: Any, arguments: Sequence[str]) -> None:
         fix = f"did you mean {near[0]!r}?" if near else "correct the spelling."
         raise ValueError(f"--{name}: got {part!r}, expected one of {names}; {fix}")
       at = vars(at)[part]
+
+
+def define_flags(default: Any, workdir: str) -> None:
+  """Defines `--config`, with the values of a dataclass, and `--workdir`.
+
+  Ends the program where the command line names a field that there is not.
+  """
+  with refusals():
+    check_names(default, sys.argv[1:])
+  config_flags.DEFINE_config_dict("config", to_flags(default))
+  flags.DEFINE_string("workdir", workdir, "Everything the run writes goes here.")
 
 
 def from_flags(kind: type[T], values: ml_collections.ConfigDict) -> T:

@@ -21,7 +21,6 @@ import sys
 
 from absl import app, flags, logging
 import jax
-import ml_collections.config_flags
 
 from experiments import configuration
 from seerjax import metrics, numerics as numerics_lib, report, rl, self_test
@@ -183,10 +182,7 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-  with configuration.refusals():
-    configuration.check_names(main_job(), sys.argv[1:])
-  ml_collections.config_flags.DEFINE_config_dict("config", configuration.to_flags(main_job()))
-  flags.DEFINE_string("workdir", "runs/grpo", "Everything the run writes goes here.")
+  configuration.define_flags(main_job(), "runs/grpo")
   flags.DEFINE_bool("resume", False, "Carry on from the latest checkpoint in --workdir.")
   flags.DEFINE_bool("accept_new_numerics", False, "Resume under another fingerprint.")
   flags.DEFINE_bool("bitwise", True, "Refuse to start where rows are not invariant.")

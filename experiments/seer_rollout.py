@@ -18,13 +18,11 @@ from collections.abc import Callable
 import dataclasses
 import json
 import pathlib
-import sys
 import time
 from typing import Any
 
 from absl import app, flags
 import jax
-import ml_collections.config_flags
 import numpy as np
 
 from experiments import configuration, grpo
@@ -298,8 +296,5 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-  with configuration.refusals():
-    configuration.check_names(Workload(), sys.argv[1:])
-  ml_collections.config_flags.DEFINE_config_dict("config", configuration.to_flags(Workload()))
-  flags.DEFINE_string("workdir", "runs/seer_rollout", "Everything the run writes goes here.")
+  configuration.define_flags(Workload(), "runs/seer_rollout")
   app.run(main)

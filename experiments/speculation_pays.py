@@ -21,13 +21,11 @@ from collections.abc import Sequence
 import dataclasses
 import json
 import pathlib
-import sys
 import time
 from typing import NamedTuple
 
 from absl import app, flags
 import jax
-import ml_collections.config_flags
 import numpy as np
 import rich.progress
 from scipy import stats
@@ -281,8 +279,5 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-  with configuration.refusals():
-    configuration.check_names(Workload(), sys.argv[1:])
-  ml_collections.config_flags.DEFINE_config_dict("config", configuration.to_flags(Workload()))
-  flags.DEFINE_string("workdir", "runs/speculation_pays", "Everything the run writes goes here.")
+  configuration.define_flags(Workload(), "runs/speculation_pays")
   app.run(main)

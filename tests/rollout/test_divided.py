@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 
-import jax
+import moving_requests
 import numpy as np
 import pytest
 import tiny_model
@@ -50,15 +50,7 @@ POLICIES = [
 
 
 def make_engine(num_instances: int, **others) -> Engine:
-  return Engine(
-    tiny_model.CONFIG,
-    tiny_model.params(tiny_model.NUMERICS),
-    numerics=tiny_model.NUMERICS,
-    config=SIZES,
-    key=jax.random.key(5),
-    runner=tiny_model.runner(tiny_model.NUMERICS, num_instances),
-    **others,
-  )
+  return moving_requests.make_engine((num_instances, 1), SIZES, **others)
 
 
 @functools.cache
