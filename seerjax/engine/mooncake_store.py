@@ -156,8 +156,8 @@ def _check_joins(host: str, master: str) -> None:
     found = f"no answer in {JOIN_PATIENCE:.0f} s"
   if found:
     raise ValueError(
-      f"MooncakeStore.master: got {found!r} from a client of {master}, expected it to join; give the"
-      " master's RPC port, not that of its metrics or of another program."
+      f"MooncakeStore.master: got {found!r} from a client of {master}, expected it to join; give"
+      " the master's RPC port, not that of its metrics or of another program."
     )
 
 
