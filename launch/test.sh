@@ -106,8 +106,8 @@ mooncake() {
 run_pytest() {
   local dir=$1
   shift
-  # A test file stays in one process, so that its programs are compiled once.
-  "$dir/bin/python" -m pytest -n "$WORKERS" --dist loadfile --hypothesis-seed="$SEERJAX_TEST_SEED" \
+  # Tests that share programs stay in one process (tests/conftest.py), which compiles them once.
+  "$dir/bin/python" -m pytest -n "$WORKERS" --dist loadgroup --hypothesis-seed="$SEERJAX_TEST_SEED" \
     -q -rs --durations=5 "$@"
 }
 

@@ -7,7 +7,7 @@ problem -> prompt -> request -> TokenBatch (rows and segments) -> completion -> 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, NoReturn, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -65,9 +65,7 @@ class SamplingParams:
   stop_strings: tuple[str, ...] = ()
 
   def __post_init__(self):
-    def refuse(field: str, got: object, expected: str, fix: str):
-      raise ValueError(f"SamplingParams.{field}: got {got}, expected {expected}; {fix}.")
-
+    refuse = self._refuse
     if not (0.0 <= self.temperature < float("inf")):
       refuse("temperature", self.temperature, "0 <= temperature < inf", "0 is greedy, 1 is usual")
     if self.top_k < 0:
@@ -80,6 +78,10 @@ class SamplingParams:
       refuse("max_tokens", self.max_tokens, "max_tokens >= 1", "raise it")
     if any(not text for text in self.stop_strings):
       refuse("stop_strings", self.stop_strings, "strings of at least one character", "drop ''")
+
+  @staticmethod
+  def _refuse(field: str, got: object, expected: str, fix: str) -> NoReturn:
+    raise ValueError(f"SamplingParams.{field}: got {got}, expected {expected}; {fix}.")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

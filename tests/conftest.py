@@ -16,6 +16,7 @@ os.environ["JAX_PLATFORMS"] = os.environ.get("SEERJAX_TEST_PLATFORMS", "cpu")
 
 import hypothesis
 import jax
+from jax.experimental.compilation_cache import compilation_cache
 
 # These two add to the context that JAX traces in: imported by whichever test is the first to need
 # them, they would have every program of the process traced once more.
@@ -34,6 +35,8 @@ IMPORT_HOOK = jaxtyping.install_import_hook(
 
 TESTS = pathlib.Path(__file__).parent
 STRICT = ("contract", "engine", "models", "ops", "pallas_kernels")
+# What runs the test engines, whose programs one process should compile and no other.
+ONE_PROCESS = ("contract", "engine", "rollout")
 
 # Compiling makes first examples slow, so no deadline. Examples are drawn afresh each time:
 # launch/test.sh prints the seed that repeats them.
@@ -45,6 +48,14 @@ hypothesis.settings.load_profile("default")
 def pytest_configure(config: pytest.Config) -> None:
   """Draws the session's seed once; pytest's worker processes inherit it."""
   os.environ.setdefault("SEERJAX_TEST_SEED", str(secrets.randbelow(2**30)))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+  """Names the process that a test runs in, for `--dist loadgroup`: by file, or by `ONE_PROCESS`."""
+  for item in items:
+    place = item.path.relative_to(TESTS)
+    group = "engines" if place.parts[0] in ONE_PROCESS else str(place)
+    item.add_marker(pytest.mark.xdist_group(group))
 
 
 def pytest_report_header(config: pytest.Config) -> str:
@@ -84,6 +95,22 @@ def tell_events(record_property) -> Callable[[str, Mapping[str, int], Sequence[s
     assert not missing, f"{name}: got no {missing}, expected each at least once; change the draws"
 
   return tell
+
+
+@pytest.fixture(scope="module")
+def programs_on_disk(tmp_path_factory) -> Iterator[None]:
+  """Keeps compiled programs while a file's tests run: for runs that each make theirs anew."""
+  before = (
+    jax.config.jax_compilation_cache_dir,
+    jax.config.jax_persistent_cache_min_compile_time_secs,
+  )
+  jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("programs")))
+  jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+  compilation_cache.reset_cache()  # Else a process stays with what it chose when it first compiled.
+  yield
+  jax.config.update("jax_compilation_cache_dir", before[0])
+  jax.config.update("jax_persistent_cache_min_compile_time_secs", before[1])
+  compilation_cache.reset_cache()
 
 
 @pytest.fixture

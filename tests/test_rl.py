@@ -34,6 +34,8 @@ from seerjax.rollout import (
 from seerjax.trainer import losses, step as step_lib
 from seerjax.types import Problem, Verdict
 
+pytestmark = pytest.mark.usefixtures("programs_on_disk")
+
 TESTS = pathlib.Path(__file__).parent
 NANO = pathlib.Path(transformer.__file__).parent / "nano"
 # Its words are nano's.

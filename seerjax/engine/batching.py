@@ -19,6 +19,9 @@ from seerjax.types import SamplingParams, SamplingRows, TokenBatch
 
 # Greedy and unfiltered: a tile is spared the noise and the sort if all its rows are.
 _UNUSED = sampling.sampling_rows([SamplingParams(temperature=0.0)])
+# Any: the records are typed as device arrays, and these are filled in on the host first.
+_ZEROS: Any = np.zeros
+_INT32: Any = np.int32
 
 
 def instance_inputs(
@@ -44,83 +47,87 @@ def instance_inputs(
     page_size: positions of a page.
     table_width: pages of a row of the page table.
   """
-  # Any: the records are typed as device arrays, and these are filled in on the host first.
-  zeros: Any = np.zeros
-  int32: Any = np.int32
-  tokens, positions, slots = (zeros(num_rows, np.int32) for _ in range(3))
-  starts, lengths = zeros(num_rows, np.int32), zeros(num_rows, np.int32)
-  table = zeros((num_rows, table_width), np.int32)
-  sample_rows, sample_positions = zeros(num_rows, np.int32), zeros(num_rows, np.int32)
-  seeds = zeros(num_rows, np.uint32)
-  num_segments = num_samples = row = 0
-
-  def put(said: Sequence[int], first: int, page_row: np.ndarray) -> None:
-    """Adds consecutive positions of one page-table row."""
-    nonlocal num_segments, row
-    count = len(said)
-    if count == 1:  # Nearly all; the general case below costs ten times as much.
-      tokens[row], positions[row] = said[0], first
-      slots[row] = page_row[first // page_size] * page_size + first % page_size
-      starts[num_segments], lengths[num_segments] = row, 1
-      table[num_segments] = page_row
-      num_segments += 1
-    else:
-      where = np.arange(first, first + count, dtype=np.int32)
-      tokens[row : row + count] = said
-      positions[row : row + count] = where
-      slots[row : row + count] = page_row[where // page_size] * page_size + where % page_size
-      in_rows = np.arange(0, count, query_tile, dtype=np.int32)
-      segments = slice(num_segments, num_segments + len(in_rows))
-      starts[segments] = row + in_rows
-      lengths[segments] = np.minimum(count - in_rows, query_tile)
-      table[segments] = page_row[None, :]
-      num_segments += len(in_rows)
-    row += count
-
-  def sample(count: int, position: int, seed: int) -> None:
-    """Samples the last `count` rows; the first of these tokens will stand at `position`."""
-    nonlocal num_samples
-    places = slice(num_samples, num_samples + count)
-    sample_rows[places] = np.arange(row - count, row, dtype=np.int32)
-    sample_positions[places] = np.arange(position, position + count, dtype=np.int32)
-    seeds[places] = seed
-    num_samples += count
-
+  rows = _Rows(num_rows, table_width, query_tile, page_size)
   for one in work:
     sequence, end = one.sequence, len(one.sequence.tokens)
-    assert row == one.first_row, f"work: got row {one.first_row}, expected {row}"
+    assert rows.row == one.first_row, f"work: got row {one.first_row}, expected {rows.row}"
     first = sequence.num_written
     said: Sequence[int] = sequence.tokens[first : first + one.count]
     main = one.paths[0].tokens if one.paths else ()
-    put([*said, *main] if main else said, first, sequence.page_row)
+    rows.put([*said, *main] if main else said, first, sequence.page_row)
     if one.is_sampled:
-      sample(1 + len(main), end, sequence.request.seed)
+      rows.sample(1 + len(main), end, sequence.request.seed)
     for path in one.paths[1:]:
-      put([sequence.tokens[-1], *path.tokens], end - 1, path.page_row)
-      sample(1 + len(path.tokens), end, sequence.request.seed)
+      rows.put([sequence.tokens[-1], *path.tokens], end - 1, path.page_row)
+      rows.sample(1 + len(path.tokens), end, sequence.request.seed)
 
   batch = TokenBatch(
-    tokens=tokens,
-    positions=positions,
-    slots=slots,
-    num_rows=int32(row),
-    segment_start=starts,
-    segment_length=lengths,
-    page_table=table,
-    num_segments=int32(num_segments),
+    tokens=rows.tokens,
+    positions=rows.positions,
+    slots=rows.slots,
+    num_rows=_INT32(rows.row),
+    segment_start=rows.starts,
+    segment_length=rows.lengths,
+    page_table=rows.table,
+    num_segments=_INT32(rows.num_segments),
   )
-  copy_rows = zeros((max_copies, 2), np.int32)
+  copy_rows = _ZEROS((max_copies, 2), np.int32)
   copy_rows[: len(copies)] = np.asarray(copies, np.int32).reshape(-1, 2)
   return runner_lib.StepInputs(
     batch=batch,
-    sample_rows=sample_rows,
+    sample_rows=rows.sample_rows,
     sampling=_sampling_rows(work, num_rows),
-    seeds=seeds,
-    positions=sample_positions,
-    num_samples=int32(num_samples),
+    seeds=rows.seeds,
+    positions=rows.sample_positions,
+    num_samples=_INT32(rows.num_samples),
     copies=copy_rows,
-    num_copies=int32(len(copies)),
+    num_copies=_INT32(len(copies)),
   )
+
+
+class _Rows:
+  """Rows, segments and samples of an instance while they are filled in."""
+
+  def __init__(self, num_rows: int, table_width: int, query_tile: int, page_size: int):
+    self.query_tile, self.page_size = query_tile, page_size
+    self.tokens, self.positions, self.slots = (_ZEROS(num_rows, np.int32) for _ in range(3))
+    self.starts, self.lengths = _ZEROS(num_rows, np.int32), _ZEROS(num_rows, np.int32)
+    self.table = _ZEROS((num_rows, table_width), np.int32)
+    self.sample_rows = _ZEROS(num_rows, np.int32)
+    self.sample_positions = _ZEROS(num_rows, np.int32)
+    self.seeds = _ZEROS(num_rows, np.uint32)
+    self.row = self.num_segments = self.num_samples = 0
+
+  def put(self, said: Sequence[int], first: int, page_row: np.ndarray) -> None:
+    """Adds consecutive positions of one page-table row."""
+    row, segment, size = self.row, self.num_segments, self.page_size
+    count = len(said)
+    if count == 1:  # Nearly all; the general case below costs ten times as much.
+      self.tokens[row], self.positions[row] = said[0], first
+      self.slots[row] = page_row[first // size] * size + first % size
+      self.starts[segment], self.lengths[segment] = row, 1
+      self.table[segment] = page_row
+      self.num_segments += 1
+    else:
+      where = np.arange(first, first + count, dtype=np.int32)
+      self.tokens[row : row + count] = said
+      self.positions[row : row + count] = where
+      self.slots[row : row + count] = page_row[where // size] * size + where % size
+      in_rows = np.arange(0, count, self.query_tile, dtype=np.int32)
+      segments = slice(segment, segment + len(in_rows))
+      self.starts[segments] = row + in_rows
+      self.lengths[segments] = np.minimum(count - in_rows, self.query_tile)
+      self.table[segments] = page_row[None, :]
+      self.num_segments += len(in_rows)
+    self.row += count
+
+  def sample(self, count: int, position: int, seed: int) -> None:
+    """Samples the last `count` rows; the first of these tokens will stand at `position`."""
+    places = slice(self.num_samples, self.num_samples + count)
+    self.sample_rows[places] = np.arange(self.row - count, self.row, dtype=np.int32)
+    self.sample_positions[places] = np.arange(position, position + count, dtype=np.int32)
+    self.seeds[places] = seed
+    self.num_samples += count
 
 
 def _sampling_rows(work: Sequence[Work], size: int) -> SamplingRows:

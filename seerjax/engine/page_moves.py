@@ -119,12 +119,11 @@ class PageMoves:
     The copies are only dispatched here; nothing waits for them.
     """
     devices = self.mesh.devices[instance].tolist()
-
-    def parts(leaf: Array) -> list[Array]:
+    found = []
+    for leaf in jax.tree.leaves(values):
       by_device = {shard.device: shard.data for shard in leaf.addressable_shards}
-      return [jax.device_put(by_device[device], _pinned(device)) for device in devices]
-
-    return [parts(leaf) for leaf in jax.tree.leaves(values)]
+      found.append([jax.device_put(by_device[device], _pinned(device)) for device in devices])
+    return found
 
   def put_on(self, like: Any, parts: dict[int, list[list[Any]]]) -> Any:
     """Returns values for `insert` from what `take_off` gave, by instance that is to have it.

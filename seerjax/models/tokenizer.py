@@ -168,16 +168,12 @@ class Tokenizer:
         "Tokenizer.chat: got a tokenizer without chat template, expected chat_template.jinja or"
         " 'chat_template' in tokenizer_config.json; add one, or encode plain text."
       )
-    moment = now
-
-    def strftime_now(form: str) -> str:
-      return (moment or datetime.datetime.now()).strftime(form)
-
+    functions = {"strftime_now": lambda form: (now or datetime.datetime.now()).strftime(form)}
     try:
       return _compiled(self.chat_template).render(
         messages=messages,
         add_generation_prompt=add_generation_prompt,
-        **{"strftime_now": strftime_now, **self.special_tokens, **variables},
+        **{**functions, **self.special_tokens, **variables},
       )
     except jinja2.exceptions.SecurityError as error:
       raise ValueError(

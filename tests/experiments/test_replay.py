@@ -22,6 +22,8 @@ from seerjax.rollout import journal as journal_lib, rollout as rollout_lib
 from seerjax.trainer import losses, step as step_lib
 from seerjax.types import Problem, Verdict
 
+pytestmark = pytest.mark.usefixtures("programs_on_disk")
+
 
 class Letters:
   """Likes the letter e. Rewards differ, so that weights move."""
