@@ -4,15 +4,18 @@ Claim: with a budget, drafting loses at no batch size from 1 to 64 (the lower 95
 ratios of speed is at least 0.95); when siblings have answered and few are left, it is at least 1.5x
 as fast as plain decoding, tiled and untiled.
 Command: bash launch/local.sh experiments.speculation_pays --workdir=runs/speculation_pays
-Hardware: 2 CPU cores, about 40 minutes. Numbers: docs/results/speculation.md
+Hardware: 2 CPU cores, about an hour. Numbers: docs/results/speculation.md
 
 Nano answers word problems at temperature 1. A pair asks the same questions with drafts and without,
 one after the other, in turns; both say the same bits, so the ratio of tokens/s is that of seconds.
 No question comes twice, so that no tree knows an answer from an earlier pair.
 
-Never slower: `batch` slots, groups of 8 that begin together, twice as many requests as slots.
+Never slower: `batch` slots, groups of 8 that begin together, half as many requests again as slots.
 The tail: 15 members of every group have answered before the clock starts; then one more of each,
 `batch` at a time.
+
+A turn is one pair of every batch size, and is kept in --workdir as soon as it is measured; the same
+command goes on after the last one.
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ import rich.progress
 from scipy import stats
 
 from experiments import configuration, grpo
-from seerjax import metrics, parallel, rl, self_test
+from seerjax import metrics, numerics as numerics_lib, parallel, rl, self_test
 from seerjax.engine import engine as engine_lib, runner as runner_lib
 from seerjax.models import transformer
 from seerjax.rollout import rollout as rollout_lib
@@ -46,7 +49,7 @@ class Workload:
   Attributes:
     model: "nano", a Hugging Face directory, or a Hub id.
     batches: numbers of slots.
-    pairs: for each.
+    pairs: for each; turns.
     group_size: of the first part.
     tail_batches: numbers of slots in the tail.
     tail_groups: that each timed run of the tail asks one more answer of.
@@ -60,7 +63,7 @@ class Workload:
   pairs: int = 20
   group_size: int = 8
   tail_batches: tuple[int, ...] = (1, 2, 4, 8)
-  tail_groups: int = 32
+  tail_groups: int = 16
   tail_siblings: int = 15
   max_tokens: int = 216
   seed: int = 0
@@ -72,6 +75,42 @@ class Workload:
         f" tail_batches={self.tail_batches}, tail_groups={self.tail_groups}, expected at least 2"
         " pairs and batches and groups of at least 1; an interval needs two."
       )
+
+  def groups_of(self, batch: int) -> int:
+    """Returns how many groups the requests of a pair come from."""
+    return -(-self.requests_of(batch) // self.group_size)
+
+  def requests_of(self, batch: int) -> int:
+    """Returns how many requests a pair answers: until half of them are said, all slots are full."""
+    return batch + -(-batch // 2)
+
+  @property
+  def groups_per_turn(self) -> int:
+    """Returns how many problems a turn poses."""
+    return sum(map(self.groups_of, self.batches)) + self.tail_groups
+
+
+class Pair(NamedTuple):
+  """The same requests without and with drafts: seconds, and tokens said."""
+
+  plain: float
+  drafts: float
+  num_tokens: int
+
+
+class TailRates(NamedTuple):
+  """Tokens/s in the tail."""
+
+  tiled: float
+  untiled: float
+  drafts: float
+
+
+class Turn(NamedTuple):
+  """One pair of every batch size, one measurement of every batch size in the tail."""
+
+  pairs: list[Pair]
+  tail: list[TailRates]
 
 
 class Bound(NamedTuple):
@@ -91,7 +130,13 @@ def bound(ratios: Sequence[float] | np.ndarray) -> Bound:
 
 
 class Asker:
-  """Poses problems, none twice, to engines that differ in speed alone."""
+  """Poses problems, none in two turns, to engines that differ in speed alone.
+
+  Attributes:
+    plain: decodes one token at a time.
+    untiled: the same, with whatever bits are fastest.
+    drafting: has a drafter and a budget, and has measured its step times.
+  """
 
   def __init__(self, workload: Workload):
     self.workload = workload
@@ -101,31 +146,76 @@ class Asker:
     self._task = base.load(job.task)
     self._count = rollout_lib.num_problems(self._task, "train")
     self._num_posed = 0
-    self._runners: dict[str, runner_lib.Runner] = {}
+    untiled = dataclasses.replace(job.numerics, implementation="untiled")
+    tiled_runner = self._runner(job.numerics)
+    self.plain = self._engine(job.numerics, tiled_runner)
+    self.untiled = self._engine(untiled, self._runner(untiled))
+    self.drafting = self._engine(job.numerics, tiled_runner)
+    self.drafting.drafter = rl.drafter_for(self._job, self.drafting)
 
-  def engine(self, *, implementation: str = "", drafts: bool = False) -> engine_lib.Engine:
-    """Returns an engine; one that drafts has measured its step times."""
-    job = self._job
-    if implementation:
-      numerics = dataclasses.replace(job.numerics, implementation=implementation)
-      job = dataclasses.replace(job, numerics=numerics)
-    if implementation not in self._runners:
-      self._runners[implementation] = runner_lib.Runner(
-        self.policy.model, job.numerics, parallel.make_mesh(), len(job.engine.row_buckets)
-      )
-    engine = engine_lib.Engine(
+  def _runner(self, numerics: numerics_lib.NumericsConfig) -> runner_lib.Runner:
+    buckets = self._job.engine.row_buckets
+    return runner_lib.Runner(self.policy.model, numerics, parallel.make_mesh(), len(buckets))
+
+  def _engine(
+    self, numerics: numerics_lib.NumericsConfig, runner: runner_lib.Runner
+  ) -> engine_lib.Engine:
+    return engine_lib.Engine(
       self.policy.model,
-      transformer.compute_params(self.policy.params, job.numerics),
-      numerics=job.numerics,
-      config=job.engine,
+      transformer.compute_params(self.policy.params, numerics),
+      numerics=numerics,
+      config=self._job.engine,
       key=jax.random.key(self.workload.seed),
-      runner=self._runners[implementation],
+      runner=runner,
     )
-    if drafts:
-      engine.drafter = rl.drafter_for(job, engine)
-    return engine
 
-  def groups(self, count: int, size: int) -> list[list[Request]]:
+  def turn(self, number: int) -> Turn:
+    """Measures one turn, on problems that no other number has.
+
+    Raises:
+      ValueError: if drafts change a bit.
+    """
+    self._num_posed = number * self.workload.groups_per_turn
+    is_even = number % 2 == 0
+    return Turn(
+      [self._pair(batch, drafts_first=is_even) for batch in self.workload.batches],
+      self._tail(drafts_first=is_even),
+    )
+
+  def _pair(self, batch: int, *, drafts_first: bool) -> Pair:
+    workload = self.workload
+    groups = self._groups(workload.groups_of(batch), workload.group_size)
+    requests = [request for group in groups for request in group][: workload.requests_of(batch)]
+    if drafts_first:
+      seconds, drafted = answer(self.drafting, requests, batch)
+      plain_seconds, plain = answer(self.plain, requests, batch)
+    else:
+      plain_seconds, plain = answer(self.plain, requests, batch)
+      seconds, drafted = answer(self.drafting, requests, batch)
+    check_same(plain, drafted, f"batch {batch}")
+    return Pair(plain_seconds, seconds, sum(len(completion.tokens) for completion in plain))
+
+  def _tail(self, *, drafts_first: bool) -> list[TailRates]:
+    workload, num_known = self.workload, self.workload.tail_siblings
+    groups = self._groups(workload.tail_groups, num_known + len(workload.tail_batches))
+    engines = [self.plain, self.untiled, self.drafting]
+    for engine in engines:
+      known = [request for group in groups for request in group[:num_known]]
+      answer(engine, known, self._job.engine.max_sequences)
+    found = []
+    for place, batch in enumerate(workload.tail_batches):
+      requests = [group[num_known + place] for group in groups]
+      order = reversed(engines) if drafts_first else engines
+      done = {engine: answer(engine, requests, batch) for engine in order}
+      check_same(done[self.plain][1], done[self.drafting][1], f"tail of batch {batch}")
+      rates = [
+        sum(len(completion.tokens) for completion in done[engine][1]) / done[engine][0]
+        for engine in engines
+      ]
+      found.append(TailRates(*rates))
+    return found
+
+  def _groups(self, count: int, size: int) -> list[list[Request]]:
     """Returns the next `count` problems, asked `size` times each."""
     config = dataclasses.replace(
       self._job.rollout, group_size=max(size, 2), max_tokens=self.workload.max_tokens
@@ -170,68 +260,17 @@ def check_same(expected: Sequence[Completion], found: Sequence[Completion], what
       )
 
 
-def never_slower(asker: Asker) -> dict[int, list[tuple[float, float, int]]]:
-  """Returns by batch size the pairs (seconds without, seconds with drafts, tokens)."""
-  workload = asker.workload
-  plain, drafting = asker.engine(), asker.engine(drafts=True)
-  pairs: dict[int, list[tuple[float, float, int]]] = {batch: [] for batch in workload.batches}
-  # Batch sizes in turn: what the machine does meanwhile hits all alike. The first turn warms up.
-  for turn in rich.progress.track(range(workload.pairs + 1), "pairs"):
-    for batch in workload.batches:
-      count = -(-2 * batch // workload.group_size)
-      groups = asker.groups(count, workload.group_size)
-      requests = [request for group in groups for request in group][: 2 * batch]
-      engines = (plain, drafting) if turn % 2 else (drafting, plain)
-      done = {engine: answer(engine, requests, batch) for engine in engines}
-      check_same(done[plain][1], done[drafting][1], f"batch {batch}")
-      if turn:
-        num_tokens = sum(len(completion.tokens) for completion in done[plain][1])
-        pairs[batch].append((done[plain][0], done[drafting][0], num_tokens))
-  return pairs
-
-
-def tail(asker: Asker) -> dict[int, list[tuple[float, float, float]]]:
-  """Returns by batch size tokens/s of (plain, untiled plain, with drafts)."""
-  workload = asker.workload
-  engines = [
-    asker.engine(), asker.engine(implementation="untiled"), asker.engine(drafts=True)
-  ]  # fmt: skip
-  most = engines[0].config.max_sequences
-  rates: dict[int, list[tuple[float, float, float]]] = {b: [] for b in workload.tail_batches}
-  num_known = workload.tail_siblings
-  for turn in rich.progress.track(range(workload.pairs + 1), "tails"):
-    groups = asker.groups(workload.tail_groups, num_known + len(workload.tail_batches))
-    for engine in engines:
-      answer(engine, [request for group in groups for request in group[:num_known]], most)
-    for place, batch in enumerate(workload.tail_batches):
-      requests = [group[num_known + place] for group in groups]
-      order = range(3) if turn % 2 else range(2, -1, -1)
-      done = {index: answer(engines[index], requests, batch) for index in order}
-      check_same(done[0][1], done[2][1], f"tail of batch {batch}")
-      if turn:
-        rates[batch].append(
-          tuple(  # pyright: ignore[reportArgumentType]
-            sum(len(completion.tokens) for completion in done[index][1]) / done[index][0]
-            for index in range(3)
-          )
-        )
-  return rates
-
-
-def tables(
-  pairs: dict[int, list[tuple[float, float, int]]],
-  rates: dict[int, list[tuple[float, float, float]]],
-) -> str:
+def tables(workload: Workload, turns: Sequence[Turn]) -> str:
   """Returns both parts as Markdown."""
   lines = [
     "| batch | plain, tokens/s | with drafts | ratio | 95 % interval |",
     "|---|---|---|---|---|",
   ]
-  for batch, rows in pairs.items():
-    without, drafts, tokens = (np.asarray(column) for column in zip(*rows))
-    ratio = bound(without / drafts)
+  for place, batch in enumerate(workload.batches):
+    plain, drafts, tokens = np.asarray([turn.pairs[place] for turn in turns]).T
+    ratio = bound(plain / drafts)
     lines.append(
-      f"| {batch} | {np.median(tokens / without):,.0f} | {np.median(tokens / drafts):,.0f} |"
+      f"| {batch} | {np.median(tokens / plain):,.0f} | {np.median(tokens / drafts):,.0f} |"
       f" {ratio.mean:.2f} | {ratio.low:.2f} to {ratio.high:.2f} |"
     )
   lines += [
@@ -240,8 +279,8 @@ def tables(
     " against untiled (95 %) |",
     "|---|---|---|---|---|---|",
   ]
-  for batch, rows in rates.items():
-    tiled, untiled, drafts = (np.asarray(column) for column in zip(*rows))
+  for place, batch in enumerate(workload.tail_batches):
+    tiled, untiled, drafts = np.asarray([turn.tail[place] for turn in turns]).T
     ratios = [bound(drafts / other) for other in (tiled, untiled)]
     cells = " | ".join(f"{one.mean:.2f} ({one.low:.2f} to {one.high:.2f})" for one in ratios)
     lines.append(
@@ -251,19 +290,43 @@ def tables(
   return "\n".join(lines)
 
 
-def run(workload: Workload, directory: pathlib.Path) -> str:
-  """Measures and writes results.json, with every pair, and table.md; returns the tables.
+def measured(workload: Workload, path: pathlib.Path) -> list[Turn]:
+  """Returns the turns that a results.json holds; none if it is not there.
 
   Raises:
-    ValueError: if drafts change a bit.
+    ValueError: if they are of another workload.
   """
-  asker = Asker(workload)
-  rates = tail(asker)
-  pairs = never_slower(asker)
-  text = tables(pairs, rates)
-  directory.mkdir(parents=True, exist_ok=True)
-  record = {"workload": dataclasses.asdict(workload), "pairs": pairs, "tail": rates}
-  metrics.write_summary(directory / "results.json", json.loads(json.dumps(record)))
+  if not path.exists():
+    return []
+  record = json.loads(path.read_text())
+  expected = json.loads(json.dumps(dataclasses.asdict(workload)))
+  if record["workload"] != expected:
+    raise ValueError(
+      f"{path}: got turns of {record['workload']}, expected {expected}; name another --workdir."
+    )
+  return [
+    Turn([Pair(*one) for one in turn["pairs"]], [TailRates(*one) for one in turn["tail"]])
+    for turn in record["turns"]
+  ]
+
+
+def run(workload: Workload, directory: pathlib.Path) -> str:
+  """Measures and writes results.json, with every turn, and table.md; returns the tables.
+
+  Raises:
+    ValueError: if drafts change a bit, or the directory holds turns of another workload.
+  """
+  path = directory / "results.json"
+  turns = measured(workload, path)
+  if len(turns) < workload.pairs:
+    asker = Asker(workload)
+    asker.turn(workload.pairs)  # Compiles; its times are not kept.
+    left = range(len(turns), workload.pairs)
+    for number in rich.progress.track(left, f"turns from {left.start}"):
+      turns.append(asker.turn(number))
+      record = {"workload": dataclasses.asdict(workload), "turns": [t._asdict() for t in turns]}
+      metrics.write_summary(path, json.loads(json.dumps(record)))
+  text = tables(workload, turns)
   (directory / "table.md").write_text(text + "\n")
   return text
 
