@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 import os
 import pathlib
+import random
 import secrets
 
 os.environ["JAX_PLATFORMS"] = os.environ.get("SEERJAX_TEST_PLATFORMS", "cpu")
@@ -50,12 +51,26 @@ def pytest_configure(config: pytest.Config) -> None:
   os.environ.setdefault("SEERJAX_TEST_SEED", str(secrets.randbelow(2**30)))
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-  """Names the process that a test runs in, for `--dist loadgroup`: by file, or by `ONE_PROCESS`."""
+  """Draws the parameters of tests marked `few`, and names the process that each test runs in.
+
+  Those that are not drawn count as long. The process is for `--dist loadgroup`: one for each file,
+  and one for all of `ONE_PROCESS`.
+  """
+  variants: dict[str, list[pytest.Item]] = {}
   for item in items:
     place = item.path.relative_to(TESTS)
     group = "engines" if place.parts[0] in ONE_PROCESS else str(place)
     item.add_marker(pytest.mark.xdist_group(group))
+    if item.get_closest_marker("few") and not item.get_closest_marker("long"):
+      variants.setdefault(item.nodeid.partition("[")[0], []).append(item)
+  for name, several in variants.items():
+    draw = random.Random(f"{os.environ['SEERJAX_TEST_SEED']} {name}")
+    few = several[0].get_closest_marker("few")
+    assert few is not None
+    for item in draw.sample(several, max(len(several) - few.args[0], 0)):
+      item.add_marker(pytest.mark.long)
 
 
 def pytest_report_header(config: pytest.Config) -> str:

@@ -301,6 +301,9 @@ def num_pages(positions: int, page_size: int) -> int:
   return -(-positions // page_size)
 
 
+_Entry = tuple[int, int, int, Item]  # (key, arrival, serial, item)
+
+
 class _Sorted:
   """Waiting requests by a key that may change, ties by arrival: a heap that drops old entries late.
 
@@ -308,7 +311,7 @@ class _Sorted:
   """
 
   def __init__(self):
-    self._heap: list[tuple[int, int, int, Item]] = []  # (key, arrival, serial, item)
+    self._heap: list[_Entry] = []
     self._serials: dict[int, int] = {}  # By request: that of its last push.
     self._num_pushes = 0
 
@@ -325,9 +328,13 @@ class _Sorted:
       heapq.heappop(self._heap)
     return None
 
-  def pop(self) -> int:
-    """Takes out what `peek` returned, and returns its key."""
-    return heapq.heappop(self._heap)[0]
+  def pop(self) -> _Entry:
+    """Takes out what `peek` returned."""
+    return heapq.heappop(self._heap)
+
+  def restore(self, entry: _Entry) -> None:
+    """Puts back what was taken out, if nothing was pushed since."""
+    heapq.heappush(self._heap, entry)
 
 
 class _GroupQueue:
@@ -385,7 +392,7 @@ class _ArrivalQueue:
 
   def decide(self, instances: Instances) -> Decision | None:
     item = self._waiting.peek()
-    return item and _place(item, instances, _room(instances), self._config)
+    return item and _place(item, instances, _Room(instances), self._config)
 
 
 class _OracleQueue:
@@ -404,7 +411,7 @@ class _OracleQueue:
 
   def decide(self, instances: Instances) -> Decision | None:
     item = self._waiting.peek()
-    return item and _place(item, instances, _room(instances), self._config)
+    return item and _place(item, instances, _Room(instances), self._config)
 
 
 class _ContextQueue:
@@ -429,7 +436,7 @@ class _ContextQueue:
 
   def decide(self, instances: Instances) -> Decision | None:
     item = self._probes.peek() or self._others.peek()
-    return item and _place(item, instances, _room(instances), self._config)
+    return item and _place(item, instances, _Room(instances), self._config)
 
   def _push(self, item: Item) -> None:
     if item.state is State.WAITING:
@@ -490,7 +497,7 @@ class _OurQueue:
     return max(lengths[int(self._config.quantile * (len(lengths) - 1) + 0.5)], floor)
 
   def decide(self, instances: Instances) -> Decision | None:
-    room = _room(instances)
+    room = _Room(instances)
     if self._held is not None:
       item = self._held[0]
       if item.state is State.WAITING:
@@ -522,23 +529,21 @@ class _OurQueue:
       self._by_patience.popleft()
     return None
 
-  def _decide_from(
-    self, waiting: _Sorted, instances: Instances, room: list[int]
-  ) -> Decision | None:
-    passed: list[tuple[Item, int]] = []
+  def _decide_from(self, waiting: _Sorted, instances: Instances, room: _Room) -> Decision | None:
+    passed: list[_Entry] = []
     decision = None
     if self._held is not None:
-      room[self._held[1]] = 0
+      room.keep(self._held[1])
     while len(passed) <= self._config.lookahead and (item := waiting.peek()) is not None:
       decision = _place(item, instances, room, self._config)
       if decision is not None:
         break
       if self._held is None:
         self._held = (item, _roomiest(instances))
-        room[self._held[1]] = 0
-      passed.append((item, waiting.pop()))
-    for item, key in passed:
-      waiting.push(item, key)
+        room.keep(self._held[1])
+      passed.append(waiting.pop())
+    for entry in passed:
+      waiting.restore(entry)
     return decision
 
   def _push_by_estimate(self, item: Item) -> None:
@@ -632,23 +637,36 @@ def _roomiest(instances: Instances) -> int:
   return max(range(len(free)), key=lambda i: (free[i], -instances.num_running[i], -i))
 
 
-def _room(instances: Instances) -> list[int]:
-  """Returns the pages that a chunk could have, by instance; none where no place is left."""
-  return [
-    free if running < most else 0
-    for free, running, most in zip(
-      instances.free_pages, instances.num_running, instances.max_running
-    )
-  ]
+class _Room:
+  """What a decision may use.
+
+  Attributes:
+    pages: that a chunk could have, by instance; none where no place is left.
+    most: the largest of them.
+  """
+
+  __slots__ = ("most", "pages")
+
+  def __init__(self, instances: Instances):
+    self.pages = [
+      free if running < most else 0
+      for free, running, most in zip(
+        instances.free_pages, instances.num_running, instances.max_running
+      )
+    ]
+    self.most = max(self.pages)
+
+  def keep(self, instance: int) -> None:
+    """Keeps an instance for somebody else."""
+    self.pages[instance] = 0
+    self.most = max(self.pages)
 
 
-def _place(
-  item: Item, instances: Instances, room: list[int], config: Divided
-) -> Decision | None:
+def _place(item: Item, instances: Instances, room: _Room, config: Divided) -> Decision | None:
   """Returns the item's next chunk on the instance of its routing; None if it fits nowhere."""
   chunk = min(config.chunk_tokens, item.max_tokens - item.generated)
   pages = num_pages(item.prompt_tokens + item.generated + chunk - 1, instances.page_size)
-  if pages > max(room):
+  if pages > room.most:
     return None
   if isinstance(config.routing, ByRoom):
     chosen = _by_room(item, pages, room, instances, config.routing)
@@ -669,29 +687,28 @@ def _place(
   return Decision(item.request_id, chosen, chunk, pages, is_probe, prefill)
 
 
-def _by_prefix(
-  item: Item, pages: int, room: list[int], instances: Instances, routing: ByPrefix
-) -> int:
+def _by_prefix(item: Item, pages: int, room: _Room, instances: Instances, routing: ByPrefix) -> int:
   running = instances.num_running
   if max(running) - min(running) <= routing.max_spread:
     holders = item.group.prompt_instances
     if item.kv_instance != NOWHERE:
       holders = {item.kv_instance}
-    holders = [i for i in holders if room[i] >= pages]
+    holders = [i for i in holders if room.pages[i] >= pages]
     if holders:
       return min(holders, key=lambda i: (running[i], i))
   # The least loaded is nearly always roomy enough; look at the others only if it is not.
   least = running.index(min(running))
-  if room[least] >= pages:
+  if room.pages[least] >= pages:
     return least
-  return min((i for i in range(len(room)) if room[i] >= pages), key=lambda i: (running[i], i))
+  roomy = (i for i, free in enumerate(room.pages) if free >= pages)
+  return min(roomy, key=lambda i: (running[i], i))
 
 
-def _by_room(item: Item, pages: int, room: list[int], instances: Instances, routing: ByRoom) -> int:
-  most, home = max(room), item.kv_instance
+def _by_room(item: Item, pages: int, room: _Room, instances: Instances, routing: ByRoom) -> int:
+  free, home = room.pages, item.kv_instance
   if home == NOWHERE and item.group.prompt_instances:
-    home = max(item.group.prompt_instances, key=lambda i: (room[i], -i))
-  if home != NOWHERE and room[home] >= pages:
-    if room[home] + routing.max_imbalance * instances.num_pages[home] >= most:
+    home = max(item.group.prompt_instances, key=lambda i: (free[i], -i))
+  if home != NOWHERE and free[home] >= pages:
+    if free[home] + routing.max_imbalance * instances.num_pages[home] >= room.most:
       return home
-  return room.index(most)
+  return free.index(room.most)

@@ -167,6 +167,7 @@ REFUSED = [
 ]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("experiment", "arguments", "message"), REFUSED)
 def test_a_command_that_cannot_run_says_so_in_one_line(experiment, arguments, message, tmp_path):
   workdir = [] if experiment == "generate" else [f"--workdir={tmp_path / 'run'}"]

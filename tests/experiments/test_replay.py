@@ -157,6 +157,7 @@ def test_one_token_replays(trained):
   assert "1 of 12 tokens" in finding.text
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("layer", [1, 2])
 def test_a_flipped_bit_is_traced_to_its_layer(trained, layer: int):
   finding = replay.replay(trained[0] / "rl_tiled", "0/0/0", perturb=layer)
@@ -179,6 +180,7 @@ def test_a_changed_record_is_told_from_a_changed_computation(run_copy: pathlib.P
 # Weights that are not kept.
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
   ("request_name", "steps", "source"),
   [

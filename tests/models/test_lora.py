@@ -42,6 +42,7 @@ def logits_of(params, numerics=NUMERICS, tokens=None):
   return np.asarray(tiny_model.logits_of(params, tokens, MODEL, numerics), np.float32)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("numerics", [NUMERICS, BFLOAT16], ids=["f32", "bf16"])
 def test_an_adapter_that_has_not_learnt_says_what_the_base_says(numerics):
   base = base_of(numerics)
@@ -52,6 +53,7 @@ def test_an_adapter_that_has_not_learnt_says_what_the_base_says(numerics):
   np.testing.assert_allclose(attached, plain, rtol=0, atol=tolerance * np.abs(plain).max())
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("targets", [lora.TARGETS, ("qkv", "down"), ("out", "gate_up")])
 def test_attached_agrees_with_merged(targets):
   base, adapter = base_of(NUMERICS), adapter_of(targets)
@@ -99,6 +101,7 @@ def learnt(numerics):
   return gradient_of(lora.attach(base_of(numerics), adapter_of(), SCALE))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("numerics", [NUMERICS, BFLOAT16], ids=["f32", "bf16"])
 def test_bits_are_equal_in_any_batch_and_under_a_gradient_that_reaches_the_adapter_alone(numerics):
   params, tokens = lora.attach(base_of(numerics), adapter_of(), SCALE), tokens_of(2, LENGTH)
@@ -145,6 +148,7 @@ def hidden_rows(params, pages, batch, axis=None):
 on_one_device = jax.jit(hidden_rows)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("model_shards", [2, 8])
 def test_devices_change_no_bit(model_shards):
   params = lora.attach(base_of(NUMERICS), adapter_of(), SCALE)

@@ -78,6 +78,7 @@ def logits_reference(params, tokens, config):
 # Agreement.
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("family", ["qwen3", "qwen2"])
 def test_logits_and_gradients_are_the_definitions(family):
   config = FAMILIES[family]
@@ -112,6 +113,7 @@ def test_logits_and_gradients_are_the_definitions(family):
   np.testing.assert_array_equal(found, logits_of(config, NUMERICS, tokens[None])[0])
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("length", [1, 3, 4, 5])
 def test_any_length_agrees_with_the_definition(length):
   params = params_of(QWEN3, NUMERICS)
@@ -135,6 +137,7 @@ def test_bfloat16_follows_float32():
 # Bits.
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("numerics", [NUMERICS, BFLOAT16], ids=["f32", "bf16"])
 def test_rows_are_equal_alone_in_a_batch_and_permuted(numerics):
   tokens = tokens_of(4, LENGTH)
@@ -158,6 +161,7 @@ def stacked_rows(params, tokens, num_rows):
 stacked = jax.jit(stacked_rows)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("num_tiles", [1, 2, 3])
 def test_a_stacked_network_has_equal_rows_in_any_number_of_tiles(num_tiles):
   params, tokens = params_of(QWEN3, NUMERICS), tokens_of(1, 12)[0]
@@ -206,6 +210,7 @@ SAMPLING = [
 ]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("is_filtered", [False, True])
 @pytest.mark.parametrize("count", [5, 35])
 def test_gradients_of_scores_are_the_definitions(count, is_filtered):
@@ -289,11 +294,16 @@ def scored_forward(params, pages, batch, rows, *, config, numerics, axis=None):
 @pytest.mark.parametrize(
   ("config", "numerics", "sizes"),
   [
-    (presets.nano(), NUMERICS, (1, 2, 8)),
+    pytest.param(presets.nano(), NUMERICS, (1, 2, 8), id="nano-f32"),
     # Rounding and biases are those of every layer, so one will do.
-    (dataclasses.replace(QWEN2, num_layers=1), BFLOAT16, (2, 8)),
+    pytest.param(
+      dataclasses.replace(QWEN2, num_layers=1),
+      BFLOAT16,
+      (2, 8),
+      id="qwen2-bf16",
+      marks=pytest.mark.long,
+    ),
   ],
-  ids=["nano-f32", "qwen2-bf16"],
 )
 def test_a_mesh_changes_no_bit(config, numerics, sizes):
   params, length = params_of(config, numerics), 6

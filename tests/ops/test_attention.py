@@ -107,6 +107,7 @@ def attend(sequences, pieces, *, rows, segments, width=3, page_size=16, pages_of
 # Agreement.
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
   ("group", "dtype", "numerics"),
   [
@@ -205,6 +206,7 @@ def test_merging_by_hand():
 LENGTH = 41  # Two whole splits and a third one begun.
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
   ("group", "dtype"), [(1, "float32"), (2, "bfloat16"), (4, "float32")], ids=str
 )

@@ -24,6 +24,7 @@ def arguments(count, vocabulary=44, seed=0):
   return logits, jnp.asarray(rng.integers(0, vocabulary, count), jnp.int32)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("count", [0, 1, 3, 4, 5, 11])
 def test_logprobs_and_gradients_are_the_definitions(count):
   logits, tokens = arguments(count)
@@ -79,6 +80,7 @@ def test_a_single_token_left_is_certain(num_slabs):
   assert float(scores.logprob[0]) == 0.0 and float(scores.entropy[0]) == 0.0
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("num_slabs", [1, 4])
 def test_scores_by_slab_are_the_scores_and_so_are_their_gradients(num_slabs):
   rng = np.random.default_rng(2)

@@ -98,6 +98,7 @@ def assert_same_bits(found, expected):
 LENGTHS = [(0, 0, 1), (0, SPLIT - 8, 7), (1, SPLIT - 8, 8), (2, SPLIT, 1), (3, 290, 7)]
 
 
+@pytest.mark.few(1)
 @needs_interpreter
 @pytest.mark.parametrize("window, has_sinks", [(None, False), (70, True)])
 def test_values_are_the_definitions_and_tuning_moves_no_bit(window, has_sinks):
@@ -115,6 +116,7 @@ def test_values_are_the_definitions_and_tuning_moves_no_bit(window, has_sinks):
   assert not first[sum(count for _, _, count in LENGTHS) :].any()
 
 
+@pytest.mark.few(1)
 @needs_interpreter
 @pytest.mark.parametrize(
   "shape, config",
@@ -140,6 +142,7 @@ def test_values_are_the_definitions_for_other_shapes(shape, config):
   np.testing.assert_allclose(found, expected, rtol=2**-6, atol=2**-6)
 
 
+@pytest.mark.few(1)
 @needs_interpreter
 @pytest.mark.parametrize("window, has_sinks", [(None, False), (70, True)])
 def test_decode_verification_chunks_and_prefill_give_the_same_bits(window, has_sinks):
@@ -193,6 +196,7 @@ def test_another_split_gives_other_bits():
   np.testing.assert_allclose(as_float64(first), as_float64(second), rtol=2**-6, atol=2**-6)
 
 
+@pytest.mark.few(1)
 @needs_interpreter
 @pytest.mark.parametrize(
   "shape, query_tile, window, has_sinks",
@@ -257,6 +261,7 @@ MODELS = {
 }
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize(
   "num_segments, num_rows, query_tile, context, mode",

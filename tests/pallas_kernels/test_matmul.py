@@ -110,6 +110,7 @@ def gradients(function, weights, *inputs):
   return jax.jit(jax.grad(loss, argnums=tuple(range(len(inputs)))))(*inputs)
 
 
+@pytest.mark.few(2)
 @needs_interpreter
 @pytest.mark.parametrize("num_rows, transposed", [(0, True), (5, True), (70, False)])
 def test_gradients_are_the_definitions(num_rows, transposed):
@@ -175,6 +176,7 @@ def test_slabs_of_no_rows_are_empty():
   assert dw.shape == w.shape and not as_float64(dw).any()
 
 
+@pytest.mark.few(1)
 # The interpreter multiplies tiles with numpy, whose bits depend on a tile's shape: each orientation
 # is compared with itself. Whether the tensor core gives both the same bits, a GPU must say.
 @needs_interpreter
@@ -226,6 +228,7 @@ def test_by_default_no_tile_follows_the_number_of_rows(pair):
   assert {matmul.plan(tuned, num_rows).block_m for num_rows in (1, 9, 64, 65)} == {8, 16, 64, 128}
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("k, n, shards, transposed", BENCHMARK)
 @pytest.mark.parametrize(
   "num_rows, swapped_rows",

@@ -68,6 +68,7 @@ def test_values_are_the_definitions(num_rows, features, dtype):
   np.testing.assert_array_equal(as_float64(normed), as_float64(norm(x + residual, scale)[0]))
 
 
+@pytest.mark.few(2)
 @needs_interpreter
 @pytest.mark.parametrize("num_rows", [0, 1, long(3), 19])
 def test_gradients_are_the_definitions(num_rows):

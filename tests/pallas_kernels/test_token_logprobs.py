@@ -78,6 +78,7 @@ def interpreted(*arguments, config=CONFIG):
   return token_logprobs.token_logprobs(*arguments, config=config, interpret=True)
 
 
+@pytest.mark.few(2)
 # The interpreter's outputs start as NaN, so that a row that nobody writes is seen.
 @needs_interpreter
 @pytest.mark.parametrize("num_rows", [0, 1, long(63), 64, 65, long(131)])
@@ -101,6 +102,7 @@ def test_inputs_mix_given_greedy_and_sampled_rows():
   assert (np.bincount(kinds) > 10).all()
 
 
+@pytest.mark.few(1)
 # (shards, tile, ids): many tiles of one slab, the tree of eight slabs, two warpgroups' odd tiles.
 @needs_interpreter
 @pytest.mark.parametrize(
@@ -150,6 +152,7 @@ def test_noise_is_finite_at_both_ends():
   np.testing.assert_allclose(noise, expected, rtol=1e-6)
 
 
+@pytest.mark.few(1)
 @needs_interpreter
 @pytest.mark.parametrize("num_rows, tile", [(0, 64), long(5, 64), (65, 128)])
 def test_gradients_are_the_definitions(num_rows, tile):
@@ -217,6 +220,7 @@ def test_the_sums_ignore_the_number_of_rows():
     assert [(plan.row_groups, plan.column_groups) for plan in plans] == [(1, 2)] * 2 + [(2, 1)] * 2
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("features, vocabulary", BENCHMARK)
 @pytest.mark.parametrize("num_rows", [1, long(64), 4096])
 def test_benchmark_shapes_lower_for_a_gpu(num_rows, features, vocabulary):
