@@ -29,9 +29,8 @@ NO_SPACE = -200
 # An object larger than the client's buffer is refused, so requests go in parts of this size.
 PART_BYTES = 4 * 2**20
 BUFFER_BYTES = 4 * PART_BYTES
-# Seconds within which a master has to listen, and a client of it to join.
+# Seconds within which a master has to listen.
 PATIENCE = 5.0
-JOIN_PATIENCE = 30.0
 # Joins a cluster and leaves it: (host, buffer bytes, master) -> exit status 0.
 JOIN = """
 import sys, mooncake.store
@@ -47,13 +46,16 @@ sys.exit(status != 0)
 class MooncakeStore:
   """One process's door to the cluster. Its keys are its own: another process's never meet them."""
 
-  def __init__(self, master: str, *, segment_bytes: int, host: str = "127.0.0.1"):
+  def __init__(
+    self, master: str, *, segment_bytes: int, host: str = "127.0.0.1", patience: float = 30.0
+  ):
     """Joins the cluster and lends it memory.
 
     Args:
       master: "host:port".
       segment_bytes: of this process's memory, at least 16 MiB.
       host: by which the other processes reach this one.
+      patience: seconds within which a client has to have joined.
 
     Raises:
       ImportError: if Mooncake or a library of the system that it needs is not installed.
@@ -68,7 +70,7 @@ class MooncakeStore:
       )
     _check_listens(master)
     store_lib = _library()
-    _check_joins(host, master)
+    _check_joins(host, master, patience)
     self._client: Any = store_lib.MooncakeDistributedStore()
     self._prefix = uuid.uuid4().hex
     self._num_parts: dict[str, int] = {}
@@ -147,13 +149,13 @@ def _check_listens(master: str) -> None:
     ) from error
 
 
-def _check_joins(host: str, master: str) -> None:
+def _check_joins(host: str, master: str, patience: float) -> None:
   command = [sys.executable, "-c", JOIN, host, str(BUFFER_BYTES), master]
   try:
-    joined = subprocess.run(command, capture_output=True, text=True, timeout=JOIN_PATIENCE)
+    joined = subprocess.run(command, capture_output=True, text=True, timeout=patience)
     found = "" if joined.returncode == 0 else joined.stderr.strip()[-500:]
   except subprocess.TimeoutExpired:
-    found = f"no answer in {JOIN_PATIENCE:.0f} s"
+    found = f"no answer in {patience:g} s"
   if found:
     raise ValueError(
       f"MooncakeStore.master: got {found!r} from a client of {master}, expected it to join; give"

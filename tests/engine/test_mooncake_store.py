@@ -141,18 +141,29 @@ def test_a_master_that_does_not_listen_is_refused_soon():
   assert time.monotonic() - begin < 2 * mooncake_store.PATIENCE
 
 
-def test_what_listens_and_is_no_master_is_refused(monkeypatch):
+def test_what_listens_and_is_no_master_is_refused():
   pytest.importorskip("mooncake.store", reason="Mooncake or libibverbs is not installed")
-  monkeypatch.setattr(mooncake_store, "JOIN_PATIENCE", 2.0)
   with socket.create_server(("127.0.0.1", 0)) as listener:
     master = f"127.0.0.1:{listener.getsockname()[1]}"
     with pytest.raises(ValueError, match=r"got 'no answer in 2 s' .* give the master's RPC port"):
-      MooncakeStore(master, segment_bytes=BUFFER_BYTES)
+      MooncakeStore(master, segment_bytes=BUFFER_BYTES, patience=2.0)
 
 
-def test_without_mooncake_it_says_what_to_install(monkeypatch):
-  monkeypatch.setitem(sys.modules, "mooncake.store", None)
+def test_without_mooncake_it_says_what_to_install():
+  # In a process of its own, where the package cannot be found.
+  program = """
+import sys
+sys.modules["mooncake"] = None
+from seerjax.engine.mooncake_store import BUFFER_BYTES, MooncakeStore
+MooncakeStore(sys.argv[1], segment_bytes=BUFFER_BYTES)
+"""
   with socket.create_server(("127.0.0.1", 0)) as listener:
     master = f"127.0.0.1:{listener.getsockname()[1]}"
-    with pytest.raises(ImportError, match=r"expected Mooncake; install seerjax\[mooncake\] and"):
-      MooncakeStore(master, segment_bytes=BUFFER_BYTES)
+    done = subprocess.run(
+      [sys.executable, "-c", program, master],
+      capture_output=True,
+      text=True,
+      cwd=pathlib.Path(__file__).parents[2],
+      check=False,
+    )
+  assert "expected Mooncake; install seerjax[mooncake] and" in done.stderr
