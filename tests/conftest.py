@@ -36,8 +36,10 @@ IMPORT_HOOK = jaxtyping.install_import_hook(
 
 TESTS = pathlib.Path(__file__).parent
 STRICT = ("contract", "engine", "models", "ops", "pallas_kernels")
-# What runs the test engines, whose programs one process should compile and no other.
-ONE_PROCESS = ("contract", "engine", "rollout")
+# Folders that share programs, or runs, which one process of pytest should make and no other.
+PROCESSES = {
+  "contract": "engines", "engine": "engines", "rollout": "engines", "experiments": "experiments",
+}  # fmt: skip
 
 # Compiling makes first examples slow, so no deadline. Examples are drawn afresh each time:
 # launch/test.sh prints the seed that repeats them.
@@ -55,14 +57,13 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
   """Draws the parameters of tests marked `few`, and names the process that each test runs in.
 
-  Those that are not drawn count as long. The process is for `--dist loadgroup`: one for each file,
-  and one for all of `ONE_PROCESS`.
+  Those that are not drawn count as long. The process is for `--dist loadgroup`, which looks at it
+  right after: by `PROCESSES`, else one for each file.
   """
   variants: dict[str, list[pytest.Item]] = {}
   for item in items:
     place = item.path.relative_to(TESTS)
-    group = "engines" if place.parts[0] in ONE_PROCESS else str(place)
-    item.add_marker(pytest.mark.xdist_group(group))
+    item.add_marker(pytest.mark.xdist_group(PROCESSES.get(place.parts[0], str(place))))
     if item.get_closest_marker("few") and not item.get_closest_marker("long"):
       variants.setdefault(item.nodeid.partition("[")[0], []).append(item)
   for name, several in variants.items():
