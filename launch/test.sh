@@ -106,8 +106,8 @@ mooncake() {
 run_pytest() {
   local dir=$1
   shift
-  # Tests that share programs stay in one process (tests/conftest.py), which compiles them once.
-  "$dir/bin/python" -m pytest -n "$WORKERS" --dist loadgroup --hypothesis-seed="$SEERJAX_TEST_SEED" \
+  # Tests that share programs stay in one process (ByFolder in tests/conftest.py).
+  "$dir/bin/python" -m pytest -n "$WORKERS" --dist loadscope --hypothesis-seed="$SEERJAX_TEST_SEED" \
     -q -rs --durations=5 "$@"
 }
 

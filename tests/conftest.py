@@ -25,6 +25,7 @@ import jax.experimental.pallas
 import jax.experimental.pallas.fuser
 import jaxtyping
 import pytest
+import xdist.scheduler
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -53,17 +54,24 @@ def pytest_configure(config: pytest.Config) -> None:
   os.environ.setdefault("SEERJAX_TEST_SEED", str(secrets.randbelow(2**30)))
 
 
+class ByFolder(xdist.scheduler.LoadScopeScheduling):
+  """Deals whole files to pytest's processes, and what `PROCESSES` says as if it were one file."""
+
+  def _split_scope(self, nodeid: str) -> str:
+    file = nodeid.partition("::")[0]
+    return PROCESSES.get(file.split("/")[1], file)
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log) -> ByFolder:
+  """Has tests that share programs or runs in one process."""
+  return ByFolder(config, log)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-  """Draws the parameters of tests marked `few`, and names the process that each test runs in.
-
-  Those that are not drawn count as long. The process is for `--dist loadgroup`, which looks at it
-  right after: by `PROCESSES`, else one for each file.
-  """
+  """Draws the parameters of tests marked `few`; those that are not drawn count as long."""
   variants: dict[str, list[pytest.Item]] = {}
   for item in items:
-    place = item.path.relative_to(TESTS)
-    item.add_marker(pytest.mark.xdist_group(PROCESSES.get(place.parts[0], str(place))))
     if item.get_closest_marker("few") and not item.get_closest_marker("long"):
       variants.setdefault(item.nodeid.partition("[")[0], []).append(item)
   for name, several in variants.items():
