@@ -8,8 +8,9 @@ Numbers: docs/results/seer_rollout.md
 
 The workload: word problems, answers by nano whose ends are told: log-normal lengths, alike within a
 group. A scheduler does not know them, only `max_tokens`. All systems have the same pages, slots and
-rows of a step. Steps are counted, for they do not depend on the machine; drafts are made wherever a
-group's texts suggest any, without a budget, for the same reason. Seconds stand beside them.
+rows of a step; of pages so few that the first baseline preempts about once a request. Steps are
+counted, for they do not depend on the machine; drafts are made wherever a group's texts suggest any,
+without a budget, for the same reason. Seconds stand beside them.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from seerjax.models import transformer
 from seerjax.rollout import chart, rollout as rollout_lib, scheduler
 from seerjax.rollout.divided import DividedRollout
 from seerjax.speculation.drafters import SuffixDrafter
+from seerjax.speculation.suffix_tree import SpeculationArgs
 from seerjax.tasks import base
 from seerjax.types import Completion, Request, SamplingParams
 
@@ -58,6 +60,7 @@ class Workload:
     max_sequences: that an instance runs at once.
     rows: of a step, for each instance.
     chunk_tokens: of the divided systems.
+    paths: most of a draft.
     seed: of problems, lengths and samples.
   """
 
@@ -70,10 +73,11 @@ class Workload:
   max_tokens: int = 480
   num_instances: int = 4
   page_size: int = 16
-  num_pages: int = 121
+  num_pages: int = 81
   max_sequences: int = 32
   rows: int = 128
   chunk_tokens: int = 32
+  paths: int = 4
   seed: int = 0
 
   def __post_init__(self):
@@ -149,11 +153,10 @@ def systems(workload: Workload) -> dict[str, tuple[Any, bool]]:
 def run_system(
   make_engine: Callable[..., EndsWhereTold],
   policy: Any,
-  drafts: bool,
+  drafter: SuffixDrafter | None,
   asked: list[Request],
 ) -> tuple[dict[str, Any], DividedRollout, dict[str, Completion]]:
   """Runs one system; returns its numbers, its rollout and its completions."""
-  drafter = SuffixDrafter() if drafts else None
   rollout = DividedRollout(make_engine(drafter=drafter), policy)
   begin = time.monotonic()
   found = {completion.request_id: completion for completion in rollout.run(asked)}
@@ -260,7 +263,8 @@ def run(workload: Workload, directory: pathlib.Path) -> dict[str, dict[str, Any]
   make_engine().step_seconds([1])  # Compiles, which no system should pay for.
   results, rollouts, first = {}, {}, {}
   for name, (policy_of_system, drafts) in systems(workload).items():
-    numbers, rollout, found = run_system(make_engine, policy_of_system, drafts, asked)
+    drafter = SuffixDrafter(SpeculationArgs(top_k=workload.paths)) if drafts else None
+    numbers, rollout, found = run_system(make_engine, policy_of_system, drafter, asked)
     first = first or found
     for request_id, completion in found.items():
       if not completion.has_bits_of(first[request_id]):
