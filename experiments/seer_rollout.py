@@ -9,8 +9,8 @@ Numbers: docs/results/seer_rollout.md
 The workload: word problems, answers by nano whose ends are told: log-normal lengths, alike within a
 group. A scheduler does not know them, only `max_tokens`. All systems have the same pages, slots and
 rows of a step; of pages so few that the first baseline preempts about once a request. Steps are
-counted, for they do not depend on the machine; drafts are made wherever a group's texts suggest any,
-without a budget, for the same reason. Seconds stand beside them.
+counted, for they do not depend on the machine; drafts are made wherever a group's texts suggest
+one, without a budget, for the same reason. Seconds stand beside them.
 """
 
 from __future__ import annotations
