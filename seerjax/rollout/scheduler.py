@@ -124,11 +124,11 @@ class Oracle(Divided):
 class Ours(Divided):
   """The longest groups first, the least generated first among groups about as long.
 
-  A request's estimate is its group's quantile of finished lengths, and never below what the group's
-  longest member has generated so far; before the first has finished it is `unknown_factor` times
-  that. Estimates within `same_factor` of each other count as equal, and among equals the request
-  that has generated least goes first: so every group is probed, by its first members and then by
-  all, and a request that outgrows its group stands out while there is time.
+  A request's estimate is its group's quantile of finished lengths, and never below what the longest
+  member that is not finished has generated so far; before the first has finished it is
+  `unknown_factor` times that. Estimates within `same_factor` of each other count as equal, and among
+  equals the request that has generated least goes first: so every group is probed, by its first
+  members and then by all, and a request that outgrows its group stands out while there is time.
 
   Where lengths within a group are not alike, or not yet known to be, the least generated goes first
   regardless of groups: then the long ones are those that are left.
@@ -455,7 +455,7 @@ class _OurQueue:
     self._by_age = _Sorted()
     self._by_estimate = _Sorted()
     self._finished: dict[int, list[int]] = {}  # By group: lengths, ascending.
-    self._floors: dict[int, int] = {}  # By group: most that a member has generated.
+    self._floors: dict[int, int] = {}  # By group: most that an unfinished member has generated.
     self._levels: dict[int, int] = {}  # By group: logarithm of the estimate, rounded down.
     self._pilots = _Pilots(config.num_pilots, config.pilot_every)
     self._levels_per_nat = 1 / math.log(config.same_factor)
@@ -472,9 +472,12 @@ class _OurQueue:
     floor = self._floors.setdefault(group, 0)
     if item.state is State.RUNNING and item.generated <= floor:
       return  # A chunk began: nothing new is known, and its entries are dropped when they surface.
-    self._floors[group] = max(floor, item.generated)
     if item.state is State.FINISHED:
       bisect.insort(self._finished.setdefault(group, []), item.generated)
+      unfinished = [one.generated for one in item.group.members if one.state is not State.FINISHED]
+      self._floors[group] = max(unfinished, default=0)
+    else:
+      self._floors[group] = max(floor, item.generated)
     if self._pilots.has(item):
       self._pilots.update(item)
     level = int(math.log(max(self.estimate(item.group), 1)) * self._levels_per_nat)

@@ -219,6 +219,18 @@ def test_ours_counts_a_running_length_as_a_bound():
   assert planner.estimate("0") == 4
 
 
+@pytest.mark.parametrize("quantile, expected", [(0.0, 3), (0.5, 5), (1.0, 20)])
+def test_ours_estimates_by_the_quantile_of_what_has_finished(quantile, expected):
+  instances = Instances.empty(1, page_size=4, num_pages=1000, max_running=6)
+  planner = Scheduler(Ours(quantile=quantile), filled([[0] * 4], max_tokens=30))
+  running = take(planner, instances)
+  for decision, length in zip(running, (3, 20, 5)):
+    planner.buffer.end_chunk(decision.request_id, length, True)
+  planner.buffer.progress(running[3].request_id, 2)
+  planner.next(instances)
+  assert planner.estimate("0") == expected
+
+
 def test_one_that_fits_nowhere_lets_others_pass_and_keeps_an_instance():
   # 4 + 12 + 5 - 1 positions are 5 pages; the fresh ones need 2.
   instances = Instances.empty(2, page_size=4, num_pages=6, max_running=9)
