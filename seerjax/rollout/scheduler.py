@@ -126,9 +126,10 @@ class Ours(Divided):
 
   A request's estimate is its group's quantile of finished lengths, and never below what the longest
   member that is not finished has generated so far; before the first has finished it is
-  `unknown_factor` times that. Estimates within `same_factor` of each other count as equal, and among
-  equals the request that has generated least goes first: so every group is probed, by its first
-  members and then by all, and a request that outgrows its group stands out while there is time.
+  `unknown_factor` times that. Estimates within `same_factor` of each other count as equal, and
+  among equals the request that has generated least goes first: so every group is probed, by its
+  first members and then by all, and a request that outgrows its group stands out while there is
+  time.
 
   Where lengths within a group are not alike, or not yet known to be, the least generated goes first
   regardless of groups: then the long ones are those that are left.
