@@ -68,8 +68,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log) -> ByFolder:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-  """Draws the parameters of tests marked `few`; those that are not drawn count as long."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+  """Draws the parameters of tests marked `few`; those that are not drawn count as long.
+
+  With `-m long` all count as long: each then runs alone, where nothing can be drawn from.
+  """
   variants: dict[str, list[pytest.Item]] = {}
   for item in items:
     if item.get_closest_marker("few") and not item.get_closest_marker("long"):
@@ -78,7 +81,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     draw = random.Random(f"{os.environ['SEERJAX_TEST_SEED']} {name}")
     few = several[0].get_closest_marker("few")
     assert few is not None
-    for item in draw.sample(several, max(len(several) - few.args[0], 0)):
+    num_drawn = 0 if config.option.markexpr == "long" else few.args[0]
+    for item in draw.sample(several, max(len(several) - num_drawn, 0)):
       item.add_marker(pytest.mark.long)
 
 
