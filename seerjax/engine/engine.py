@@ -705,7 +705,10 @@ class Engine:
           places.append((instance, index))
     if not queries:
       return work
-    paths_of = dict(zip(places, self.drafter.draft(queries), strict=True))
+    drafts = self.drafter.draft(queries)
+    if not any(drafts):
+      return work
+    paths_of = dict(zip(places, drafts, strict=True))
     drafted = []
     for instance, pieces in enumerate(work):
       row, rows_left, planned = 0, spare[instance], []

@@ -28,6 +28,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Sequence
 import dataclasses
+import functools
 import itertools
 import math
 import operator
@@ -113,7 +114,7 @@ class BudgetConfig:
   priority: float = 2.0
   on_gain: float = 0.1
   off_gain: float = 0.05
-  probe_cost: float = 0.01
+  probe_cost: float = 0.005
   probe_requests: int = 2
   memory: float = 512.0
 
@@ -273,6 +274,8 @@ class Budget:
     self.times = times
     self.config = BudgetConfig() if config is None else config
     self.is_on = False
+    # Classes -> their lengths, until there is news of drafts.
+    self._best: dict[tuple[int, int], tuple[int, int, float]] = {}
     # By position: how often a token was allowed and drafted; and, where all before it held, how
     # often it was allowed and held. Counts halve in `memory` steps: instead, new ones weigh more.
     self._allowed, self._drafted, self._tried, self._held = (
@@ -299,35 +302,15 @@ class Budget:
     batch = num_high + num_low
     if batch == 0:
       return OFF
-    config = self.config
-    if config.policy == "mba_paper":
-      high, low = mba_paper(
-        num_high,
-        num_low,
-        self.acceptance,
-        self.times,
-        gamma_max=config.gamma_max,
-        priority=config.priority,
-      )
-    else:
-      high, low = mba(
-        num_high,
-        num_low,
-        self.acceptance,
-        self.times,
-        gamma_max=config.gamma_max,
-        priority=config.priority,
-        reach=self.reach,
-      )
-    plain = self.times.step(batch)
-    gain = 1 - batch / plain * seconds_per_token(
-      (num_high, num_low), (high, low), self.acceptance, self.times, self.reach
-    )
+    config, classes = self.config, (num_high, num_low)
+    if classes not in self._best:
+      self._best[classes] = self._best_lengths(*classes)
+    high, low, gain = self._best[classes]
     is_known = self._allowed[0] > 0
     self.is_on = is_known and gain > (config.off_gain if self.is_on else config.on_gain)
     if self.is_on:
       return Plan(high, low, batch)
-    return self._probe(batch, plain)
+    return self._probe(batch)
 
   def observe(self, num_allowed: int, num_drafted: int, num_accepted: int) -> None:
     """Takes what came of one request's draft.
@@ -347,6 +330,7 @@ class Budget:
       )
     if num_allowed == 0:
       return
+    self._best.clear()
     self._weight *= 2 ** (1 / self.config.memory)
     if self._weight > 1e30:
       for counts in (self._allowed, self._drafted, self._tried, self._held):
@@ -358,6 +342,19 @@ class Budget:
       self._tried[place] += self._weight * (place <= num_accepted)
       self._held[place] += self._weight * (place < num_accepted)
 
+  def _best_lengths(self, num_high: int, num_low: int) -> tuple[int, int, float]:
+    """Returns the draft lengths (high, low), and by what share seconds per token fall."""
+    config, batch = self.config, num_high + num_low
+    acceptance, reach = self.acceptance, self.reach
+    share = functools.partial(
+      mba_paper if config.policy == "mba_paper" else functools.partial(mba, reach=reach),
+      gamma_max=config.gamma_max,
+      priority=config.priority,
+    )
+    lengths = share(num_high, num_low, acceptance, self.times)
+    seconds = seconds_per_token((num_high, num_low), lengths, acceptance, self.times, reach)
+    return (*lengths, 1 - batch * seconds / self.times.step(batch))
+
   def _chances(
     self, hits: Sequence[float], tries: Sequence[float], unseen: float
   ) -> tuple[float, ...]:
@@ -367,9 +364,9 @@ class Budget:
     rates = ((hit + 4 * one * pooled) / (tried + 4 * one) for hit, tried in zip(hits, tries))
     return tuple(itertools.accumulate(rates, operator.mul))
 
-  def _probe(self, batch: int, plain: float) -> Plan:
+  def _probe(self, batch: int) -> Plan:
     """Returns the largest probe whose cost has been saved up, or nothing."""
-    config = self.config
+    config, plain = self.config, self.times.step(batch)
     self._credit = min(self._credit + config.probe_cost, 1.0 + config.probe_cost)
     for num, length in ((config.probe_requests, 4), (1, 4), (1, 2), (1, 1)):
       num, length = min(num, batch), min(length, config.gamma_max)

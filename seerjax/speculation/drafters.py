@@ -6,6 +6,7 @@ What is asked of it, and how its drafts are verified: `engine.drafts`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+import dataclasses
 
 import numpy as np
 
@@ -17,9 +18,31 @@ from seerjax.speculation import acceptance, budget as budget_lib, suffix_tree
 LEAD_IN = 8
 # The prompt's name among the requests of its group; nobody's else.
 PROMPT = "\0prompt"
+# While nothing is drafted, so many tokens of a request wait for its tree at most: what is said then
+# costs next to nothing, and drafting can begin without a long silence.
+MAX_WAITING = 256
 
 # Of one query: alternative continuations, the main one first, each as its tokens.
 Paths = Sequence[tuple[int, ...]]
+
+
+@dataclasses.dataclass(slots=True)
+class _Text:
+  """What a request has said.
+
+  Attributes:
+    num_lead: tokens of the prompt that stand before the answer.
+    waiting: the newest tokens, those that the tree does not have yet.
+    num_in_tree: those that it has.
+  """
+
+  num_lead: int
+  waiting: list[int]
+  num_in_tree: int = 0
+
+  @property
+  def num_said(self) -> int:
+    return self.num_in_tree + len(self.waiting) - self.num_lead
 
 
 class SuffixDrafter:
@@ -55,13 +78,12 @@ class SuffixDrafter:
     self._is_probe = is_probe
     self._max_bytes = max_bytes
     self._trees = suffix_tree.GroupTrees()
-    # Group -> its unfinished requests. Groups stand in the order in which they came or finished.
-    self._live: dict[str, set[str]] = {}
-    # Group -> request -> tokens of the prompt before its answer.
-    self._lead: dict[str, dict[str, int]] = {}
-    # Group -> request -> tokens said that its tree does not have yet.
-    self._pending: dict[str, dict[str, list[int]]] = {}
-    # Request -> longest path of its last draft.
+    # Group -> its unfinished requests, and whether each is of the high class. Groups stand in the
+    # order in which they came or finished.
+    self._live: dict[str, dict[str, bool]] = {}
+    # Group -> request -> its text, the prompt's among them.
+    self._texts: dict[str, dict[str, _Text]] = {}
+    # Request -> longest path that it was allowed in the last step.
     self._allowed: dict[str, int] = {}
 
   @property
@@ -72,21 +94,22 @@ class SuffixDrafter:
   @property
   def group_ids(self) -> tuple[str, ...]:
     """Groups whose texts are here."""
-    return self._trees.group_ids
+    return tuple(self._live)
 
   def draft(self, queries: Sequence[DraftQuery]) -> Sequence[Paths]:
     """Returns the paths of each query; [] where nothing is expected to hold, or to pay."""
+    for query in queries:
+      if query.request_id not in self._live.get(_group(query.group_id, query.request_id), ()):
+        self._meet(query)
     widths = self._widths(queries)
-    groups: dict[str, list[int]] = {}
-    for place, query in enumerate(queries):
-      groups.setdefault(_group(query.group_id, query.request_id), []).append(place)
-      self._meet(query)
-      self._allowed[query.request_id] = widths[place]
     paths: list[Paths] = [[] for _ in queries]
-    order = [place for places in groups.values() for place in places if widths[place]]
+    order = [place for place, width in enumerate(widths) if width]
+    self._allowed = {queries[place].request_id: widths[place] for place in order}
     if not order:
       return paths
-    for group in groups:
+    for place in order:
+      self._meet(queries[place])
+    for group in {_group(queries[place].group_id, queries[place].request_id) for place in order}:
       self._flush(group)
     contexts = [_tail(queries[place].tokens) for place in order]
     limits = [(widths[place], queries[place].max_draft) for place in order]
@@ -116,16 +139,17 @@ class SuffixDrafter:
   ) -> None:
     """Takes what a step said of a request, and what of the path that held furthest held."""
     group = _group(group_id, request_id)
-    if request_id not in self._lead.get(group, {}):
-      self._begin(group, request_id, ())
-    self._pending[group].setdefault(request_id, []).extend(new_tokens)
-    siblings = len(self._trees.tree(group).lengths) - 2
-    self.acceptance.add(num_drafted, num_accepted, max(0, siblings))
+    texts = self._texts.get(group, {})
+    text = texts.get(request_id) or self._begin(group, request_id, ())
+    text.waiting.extend(new_tokens)
+    if len(text.waiting) >= MAX_WAITING:
+      self._flush(group)
+    self.acceptance.add(num_drafted, num_accepted, max(0, len(texts) - 2))
     allowed = self._allowed.pop(request_id, 0)
     if self.budget is not None and allowed:
       self.budget.observe(max(allowed, num_drafted), num_drafted, num_accepted)
     if is_finished:
-      self._live[group].discard(request_id)
+      self._live[group].pop(request_id, None)
       if not group_id:
         self.drop_group(group)
       elif not self._live[group]:
@@ -138,7 +162,7 @@ class SuffixDrafter:
       ValueError: if there is no such group.
     """
     self._trees.drop_group(group_id)
-    del self._live[group_id], self._lead[group_id], self._pending[group_id]
+    del self._live[group_id], self._texts[group_id]
 
   def _widths(self, queries: Sequence[DraftQuery]) -> list[int]:
     """Returns the longest path that each query may have."""
@@ -146,7 +170,7 @@ class SuffixDrafter:
     if self.budget is None:
       return [max(0, min(most, query.max_draft)) for query in queries]
     is_probe = [
-      self._is_probe is not None and self._is_probe(query.request_id) for query in queries
+      self._live[_group(query.group_id, query.request_id)][query.request_id] for query in queries
     ]
     plan = self.budget.plan(sum(is_probe), len(queries) - sum(is_probe))
     return [
@@ -159,43 +183,40 @@ class SuffixDrafter:
   def _meet(self, query: DraftQuery) -> None:
     """Makes sure that the request's text is here, as far as the query has it."""
     group = _group(query.group_id, query.request_id)
-    lead = self._lead.get(group, {})
-    if query.request_id in lead:
-      said = len(query.tokens) - query.num_prompt
-      here = self._trees.tree(group).lengths[query.request_id] - lead[query.request_id]
-      waiting = self._pending[group].get(query.request_id, [])
-      if here + len(waiting) == said and query.request_id in self._live[group]:
+    text = self._texts.get(group, {}).get(query.request_id)
+    if text is not None:
+      is_whole = text.num_said == len(query.tokens) - query.num_prompt
+      if is_whole and query.request_id in self._live[group]:
         return
       # Not all was told, or the name was used before: begin again.
-      self._trees.remove_request(group, query.request_id)
-      del lead[query.request_id]
-      self._pending[group].pop(query.request_id, None)
-    self._begin(group, query.request_id, query.tokens[: query.num_prompt])
-    said = query.tokens[query.num_prompt :]
-    if said:
-      self._pending[group][query.request_id] = list(said)
+      if text.num_in_tree:
+        self._trees.remove_request(group, query.request_id)
+    text = self._begin(group, query.request_id, query.tokens[: query.num_prompt])
+    text.waiting.extend(query.tokens[query.num_prompt :])
 
-  def _begin(self, group: str, request_id: str, prompt: Sequence[int]) -> None:
+  def _begin(self, group: str, request_id: str, prompt: Sequence[int]) -> _Text:
     """Starts a request's text, and with its first one its group."""
     if group not in self._live:
       self._trees.register_group(group)
-      self._live[group], self._lead[group], self._pending[group] = set(), {}, {}
-    self._live[group].add(request_id)
-    if not self._trees.tree(group).lengths.get(PROMPT, 0):
-      self._trees.update_cst(group, PROMPT, 0, prompt)
-    lead = prompt[-LEAD_IN:]
-    self._trees.update_cst(group, request_id, 0, lead)
-    self._lead[group][request_id] = len(lead)
+      self._live[group], self._texts[group] = {}, {PROMPT: _Text(0, [])}
+    self._live[group][request_id] = self._is_probe is not None and self._is_probe(request_id)
+    texts = self._texts[group]
+    if not texts[PROMPT].num_said:
+      texts[PROMPT].waiting.extend(prompt)
+    lead = list(prompt[-LEAD_IN:])
+    texts[request_id] = _Text(len(lead), lead)
+    return texts[request_id]
 
   def _flush(self, group: str) -> None:
     """Gives the tree what was said since it was last asked."""
-    pending = self._pending[group]
-    if pending:
-      lengths = self._trees.tree(group).lengths
-      self._trees.update_many(
-        group, [(name, lengths[name], tokens) for name, tokens in pending.items()]
-      )
-      pending.clear()
+    updates = []
+    for name, text in self._texts[group].items():
+      if text.waiting:
+        updates.append((name, text.num_in_tree, text.waiting))
+        text.num_in_tree += len(text.waiting)
+        text.waiting = []
+    if updates:
+      self._trees.update_many(group, updates)
 
   def _forget_old(self, group: str) -> None:
     """Puts a finished group behind all others, and forgets groups until the rest fit."""
