@@ -220,7 +220,7 @@ class Programs:
 FREE_SETTINGS = (
   "numerics", "num_steps", "num_instances", "checkpoint_every", "scheduler", "kv_pool", "budget"
 )  # fmt: skip
-# Host seconds of one request's draft, the tree's microseconds and Python around it: 30 to 40 us were
+# Host seconds of a request's draft, the tree's microseconds and Python around it: 30 to 40 us were
 # measured with 8 to 32 requests a step.
 DRAFT_SECONDS = 4e-5
 # What the progress bar shows.
