@@ -67,7 +67,7 @@ class Score:
     if self.is_valid and not (math.isfinite(self.value) and 0 < self.reward < math.inf):
       raise ValueError(
         f"Score: got value={self.value}, reward={self.reward} of a valid artefact, expected a"
-        " finite value and a positive finite reward; mend the verifier, or return `invalid(reason)`."
+        " finite value and a positive reward; mend the verifier, or return `invalid(reason)`."
       )
     if not self.is_valid and (not math.isnan(self.value) or self.reward or not self.reason):
       raise ValueError(
