@@ -373,7 +373,7 @@ def sample_again(
   hidden = in_one_piece(model, numerics, params, whole[: start + positions[-1]])
   rows = start - 1 + np.asarray(positions)
   count = len(rows)
-  parameters = sampling.sampling_rows([request.sampling] * count)
+  parameters = sampling.sampling_rows([request.sampling] * count, positions)
 
   head = jax.jit(functools.partial(transformer.head, config=model, numerics=numerics))
   tokens, scores = head(

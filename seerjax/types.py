@@ -42,7 +42,7 @@ class Problem:
 class SamplingParams:
   """How one request is sampled. With its seed and its prompt, this decides the text.
 
-  The filters apply in this order: `logit_bias`, `temperature`, `top_k`, `top_p`, `min_p`.
+  The filters apply in this order: `logit_bias`, `temperature`, `allowed`, `top_k`, `top_p`, `min_p`.
 
   Attributes:
     temperature: 0 is greedy (the argmax of the biased logits); else logits are divided by it.
@@ -50,7 +50,9 @@ class SamplingParams:
     top_p: keep the smallest set of most likely tokens whose probability reaches it; 1 keeps all.
     min_p: drop tokens less likely than `min_p` times the most likely one; 0 drops none.
     logit_bias: pairs (token id, bias) added to the logits.
-    max_tokens: most tokens generated.
+    allowed: a grammar: pairs (low, high) by place in the answer, of which ids low <= id < high may
+      stand there; empty allows all everywhere.
+    max_tokens: most tokens generated; no more than places in `allowed`, if there are any.
     stop_token_ids: generation ends with the first of these; it is kept as the last token.
     stop_strings: generation ends once the decoded text contains one of these.
   """
@@ -60,6 +62,7 @@ class SamplingParams:
   top_p: float = 1.0
   min_p: float = 0.0
   logit_bias: tuple[tuple[int, float], ...] = ()
+  allowed: tuple[tuple[int, int], ...] = ()
   max_tokens: int = 256
   stop_token_ids: tuple[int, ...] = ()
   stop_strings: tuple[str, ...] = ()
@@ -76,6 +79,11 @@ class SamplingParams:
       refuse("min_p", self.min_p, "0 <= min_p <= 1", "0 drops no token")
     if self.max_tokens < 1:
       refuse("max_tokens", self.max_tokens, "max_tokens >= 1", "raise it")
+    if self.allowed and self.max_tokens > len(self.allowed):
+      places = f"{self.max_tokens} with {len(self.allowed)} places in `allowed`"
+      refuse("max_tokens", places, "no more tokens than places", "lower it")
+    if any(not 0 <= low < high < 2**31 for low, high in self.allowed):
+      refuse("allowed", self.allowed, "pairs 0 <= low < high", "name one id at least everywhere")
     if any(not text for text in self.stop_strings):
       refuse("stop_strings", self.stop_strings, "strings of at least one character", "drop ''")
 
@@ -247,6 +255,8 @@ class SamplingRows(NamedTuple):
     min_p: f32[n].
     bias_ids: i32[n, e], -1 for unused entries.
     bias_values: f32[n, e].
+    low: i32[n], ids below are not allowed.
+    high: i32[n], nor those from here on.
   """
 
   temperature: Float[Array, "n"]
@@ -255,6 +265,8 @@ class SamplingRows(NamedTuple):
   min_p: Float[Array, "n"]
   bias_ids: Int[Array, "n e"]
   bias_values: Float[Array, "n e"]
+  low: Int[Array, "n"]
+  high: Int[Array, "n"]
 
 
 class TokenScores(NamedTuple):

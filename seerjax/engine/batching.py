@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from seerjax.engine import runner as runner_lib
-from seerjax.engine.sequence import Work
+from seerjax.engine.sequence import Sequence as EngineSequence, Work
 from seerjax.ops import sampling
 from seerjax.types import SamplingParams, SamplingRows, TokenBatch
 
@@ -56,10 +56,10 @@ def instance_inputs(
     main = one.paths[0].tokens if one.paths else ()
     rows.put([*said, *main] if main else said, first, sequence.page_row)
     if one.is_sampled:
-      rows.sample(1 + len(main), end, sequence.request.seed)
+      rows.sample(1 + len(main), end, sequence)
     for path in one.paths[1:]:
       rows.put([sequence.tokens[-1], *path.tokens], end - 1, path.page_row)
-      rows.sample(1 + len(path.tokens), end, sequence.request.seed)
+      rows.sample(1 + len(path.tokens), end, sequence)
 
   batch = TokenBatch(
     tokens=rows.tokens,
@@ -76,7 +76,7 @@ def instance_inputs(
   return runner_lib.StepInputs(
     batch=batch,
     sample_rows=rows.sample_rows,
-    sampling=_sampling_rows(work, num_rows),
+    sampling=_sampling_rows(work, num_rows)._replace(low=rows.low, high=rows.high),
     seeds=rows.seeds,
     positions=rows.sample_positions,
     num_samples=_INT32(rows.num_samples),
@@ -96,6 +96,7 @@ class _Rows:
     self.sample_rows = _ZEROS(num_rows, np.int32)
     self.sample_positions = _ZEROS(num_rows, np.int32)
     self.seeds = _ZEROS(num_rows, np.uint32)
+    self.low, self.high = _ZEROS(num_rows, np.int32), np.full(num_rows, sampling.NO_LIMIT, np.int32)
     self.row = self.num_segments = self.num_samples = 0
 
   def put(self, said: Sequence[int], first: int, page_row: np.ndarray) -> None:
@@ -121,12 +122,16 @@ class _Rows:
       self.num_segments += len(in_rows)
     self.row += count
 
-  def sample(self, count: int, position: int, seed: int) -> None:
+  def sample(self, count: int, position: int, sequence: EngineSequence) -> None:
     """Samples the last `count` rows; the first of these tokens will stand at `position`."""
     places = slice(self.num_samples, self.num_samples + count)
     self.sample_rows[places] = np.arange(self.row - count, self.row, dtype=np.int32)
     self.sample_positions[places] = np.arange(position, position + count, dtype=np.int32)
-    self.seeds[places] = seed
+    self.seeds[places] = sequence.request.seed
+    allowed = sequence.request.sampling.allowed
+    if allowed:
+      first = position - sequence.num_prompt
+      self.low[places], self.high[places] = np.asarray(allowed[first : first + count]).T
     self.num_samples += count
 
 

@@ -272,6 +272,12 @@ class Engine:
         f"{what}: got stop_strings without a tokenizer, expected Engine(tokenizer=...); use"
         " stop_token_ids or pass one."
       )
+    highest = max((high for _, high in request.sampling.allowed), default=0)
+    if highest > self.model.vocab_size:
+      raise ValueError(
+        f"{what}: got a grammar that allows ids up to {highest - 1}, expected at most"
+        f" {self.model.vocab_size - 1}; write SamplingParams.allowed for this model's vocabulary."
+      )
     for token, bias in request.sampling.logit_bias:
       if not 0 <= token < self.model.vocab_size or not abs(bias) <= MAX_ABS_BIAS:
         raise ValueError(

@@ -496,7 +496,7 @@ def _kernel_head(
   rows: Any,
   num_rows: Array,
 ) -> tuple[Int[Array, "n"], TokenScores]:
-  """`head` by one kernel, which holds no logits; a row that is biased or filtered is tiled.
+  """`head` by one kernel, which holds no logits; a biased, filtered or restricted row is tiled.
 
   Which of the two a row takes follows its own parameters, never its neighbours'.
   """
@@ -514,7 +514,8 @@ def _kernel_head(
     config=token_logprobs.Config(shards=numerics.reduction_shards),
     interpret=numerics.is_interpreted,
   )
-  is_special = sampling.is_filtered(parameters) | jnp.any(parameters.bias_ids >= 0, axis=1)
+  is_special = sampling.is_filtered(parameters) | sampling.is_restricted(parameters)
+  is_special |= jnp.any(parameters.bias_ids >= 0, axis=1)
   common = tokens, TokenScores(*scores)
   tiled = dataclasses.replace(numerics, implementation="tiled")
   special = lax.cond(

@@ -1,6 +1,6 @@
 """The next token of a row: a pure function of (logits, sampling parameters, seed, position).
 
-  z     = (logits + bias) / temperature, entries outside the filters dropped
+  z     = (logits + bias) / temperature, entries outside the grammar and the filters dropped
   token = argmax(z + gumbel(key, seed, position))
 
 The noise is counter-based, so no schedule can shift it; the argmax runs on z itself, never on
@@ -27,10 +27,19 @@ from seerjax.types import SamplingParams, SamplingRows
 MAX_LOGIT_BIAS = 16
 # Stands for minus infinity: finite, so that 0 * DROPPED is 0 in an entropy.
 DROPPED = -1e30
+# Above any id: the end of the range of a row that may say anything.
+NO_LIMIT = 2**31 - 1
 
 
-def sampling_rows(params: Sequence[SamplingParams]) -> SamplingRows:
+def sampling_rows(
+  params: Sequence[SamplingParams], places: Sequence[int] | None = None
+) -> SamplingRows:
   """Returns sampling parameters as arrays, one row each (numpy).
+
+  Args:
+    params: of each row.
+    places: of each row's token in its answer, where `SamplingParams.allowed` may restrict it; None
+      if nothing is to be restricted yet.
 
   Raises:
     ValueError: if a request biases more than `MAX_LOGIT_BIAS` tokens.
@@ -46,6 +55,10 @@ def sampling_rows(params: Sequence[SamplingParams]) -> SamplingRows:
       )
     for column, (token, value) in enumerate(one.logit_bias):
       bias_ids[row, column], bias_values[row, column] = token, value
+  low, high = np.zeros(count, np.int32), np.full(count, NO_LIMIT, np.int32)
+  for row, place in enumerate(places or ()):
+    if params[row].allowed:
+      low[row], high[row] = params[row].allowed[place]
   # Any: the records are typed as device arrays, and this one is made on the host.
   fields: dict[str, Any] = dict(
     temperature=np.asarray([p.temperature for p in params], np.float32),
@@ -54,6 +67,8 @@ def sampling_rows(params: Sequence[SamplingParams]) -> SamplingRows:
     min_p=np.asarray([p.min_p for p in params], np.float32),
     bias_ids=bias_ids,
     bias_values=bias_values,
+    low=low,
+    high=high,
   )
   return SamplingRows(**fields)
 
@@ -61,6 +76,17 @@ def sampling_rows(params: Sequence[SamplingParams]) -> SamplingRows:
 def is_filtered(sampling: SamplingRows) -> Array:
   """Returns bool[n]: whether a row drops any entry; its scores then need the row whole."""
   return (sampling.top_k > 0) | (sampling.top_p < 1.0) | (sampling.min_p > 0.0)
+
+
+def is_restricted(sampling: SamplingRows) -> Array:
+  """Returns bool[n]: whether a grammar leaves a row some ids only."""
+  return sampling.high < NO_LIMIT
+
+
+def _allowed_rows(scaled: Array, sampling: SamplingRows, first: Array) -> Array:
+  ids = first + jnp.arange(scaled.shape[1], dtype=jnp.int32)[None, :]
+  is_allowed = (ids >= sampling.low[:, None]) & (ids < sampling.high[:, None])
+  return jnp.where(is_allowed, scaled, jnp.float32(DROPPED))
 
 
 def _biased_rows(logits: Array, sampling: SamplingRows, first: Array) -> Array:
@@ -92,7 +118,8 @@ def _kept_rows(scaled: Array, sampling: SamplingRows) -> Array:
 def scaled_rows(
   logits: Float[Array, "n v"], sampling: SamplingRows, first: Array
 ) -> Float[Array, "n v"]:
-  """Returns biased and tempered logits, of a whole row or of a slab that begins at id `first`.
+  """Returns biased and tempered logits, of a whole row or of a slab that begins at id `first`;
+  what the row's grammar does not allow is `DROPPED`.
 
   Rows at temperature 0 are left at temperature 1: their token is the argmax and their
   log-probability is that of the biased softmax.
@@ -104,11 +131,16 @@ def scaled_rows(
     logits, sampling, first,
   )  # fmt: skip
   temperature = jnp.where(sampling.temperature > 0, sampling.temperature, jnp.float32(1))
-  return biased / temperature[:, None]
+  return lax.cond(
+    jnp.any(is_restricted(sampling)),
+    _allowed_rows,
+    lambda scaled, *_: scaled,
+    biased / temperature[:, None], sampling, first,
+  )  # fmt: skip
 
 
 def processed_rows(logits: Float[Array, "n v"], sampling: SamplingRows) -> Float[Array, "n v"]:
-  """Returns z: biased, tempered, `DROPPED` outside the filters. For use on the rows of one tile.
+  """Returns z: biased, tempered, `DROPPED` outside grammar and filters. For use on the rows of one tile.
 
   The rare paths stand behind `cond`s, so a row's common path has one program, whoever shares its
   tile.
@@ -156,12 +188,18 @@ def choose_rows(processed: Float[Array, "n v"], noise: Float[Array, "n v"]) -> I
 
 
 def sample_reference(
-  logits: np.ndarray, params: SamplingParams, noise: np.ndarray
+  logits: np.ndarray, params: SamplingParams, noise: np.ndarray, place: int = 0
 ) -> int:
-  """The definition for one row, in numpy float64: f[v] logits and noise to a token id."""
+  """The definition for one row, in numpy float64: f[v] logits and noise to a token id.
+
+  `place` is the token's in its answer.
+  """
   z = np.asarray(logits, np.float64).copy()
   for token, value in params.logit_bias:
     z[token] += value
+  if params.allowed:
+    low, high = params.allowed[place]
+    z[:low] = z[high:] = -np.inf
   if params.temperature == 0:
     return int(np.argmax(z))
   z = z / params.temperature

@@ -33,6 +33,7 @@ from jax.typing import ArrayLike
 import numpy as np
 
 from seerjax.numerics import NumericsConfig
+from seerjax.ops import sampling as sampling_ops
 from seerjax.types import Rollout, RolloutGroup, SamplingRows, TokenBatch, TrainBatch
 
 
@@ -155,7 +156,7 @@ def pack(
 
   Returns:
     TrainBatch of NumPy arrays with leading m. `SamplingRows` holds the request's parameters on loss
-    rows and neutral ones (temperature 1, no filter, no bias) elsewhere: a prompt token may lie
+    rows and neutral ones (temperature 1, no filter, no bias, no grammar) elsewhere: a prompt token may lie
     outside its own request's filter, and its log-probability, though unused, should be finite.
 
   Raises:
@@ -334,6 +335,9 @@ def _write_sequence(
   batch.sampling.top_k[generated] = sampling.top_k
   batch.sampling.top_p[generated] = sampling.top_p
   batch.sampling.min_p[generated] = sampling.min_p
+  if sampling.allowed:
+    ranges = np.asarray(sampling.allowed[: len(completion.tokens)], np.int32)
+    batch.sampling.low[generated], batch.sampling.high[generated] = ranges.T
   for e, (token, bias) in enumerate(sampling.logit_bias):
     batch.sampling.bias_ids[*generated, e] = token
     batch.sampling.bias_values[*generated, e] = bias
@@ -371,6 +375,8 @@ def _empty(m: int, shapes: Layout, num_biases: int) -> TrainBatch:
       min_p=full(0, n, dtype=np.float32),
       bias_ids=full(-1, n, num_biases),
       bias_values=full(0, n, num_biases, dtype=np.float32),
+      low=full(0, n),
+      high=full(sampling_ops.NO_LIMIT, n),
     ),
   )
 

@@ -41,6 +41,7 @@ SAMPLING = (
   SamplingParams(max_tokens=20, temperature=0.0),
   SamplingParams(max_tokens=9, temperature=0.7, top_k=9),
   SamplingParams(max_tokens=20, top_p=0.8, stop_token_ids=(3, 4)),
+  SamplingParams(max_tokens=12, temperature=1.2, allowed=((3, 9), (40, 41), (0, 64)) * 4),
   SamplingParams(max_tokens=16, temperature=1.5, min_p=0.05, logit_bias=((7, 2.5), (9, -4.0))),
 )
 

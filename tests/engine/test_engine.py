@@ -416,6 +416,10 @@ def test_requests_go_to_the_instance_with_the_fewest_and_groups_stay_together():
       r"got 60 prompt tokens and max_tokens 5, expected a sum of at most the context of 64; lower",
     ),
     (request("r", logit_bias=((512, 1.0),)), r"got logit_bias \(512, 1.0\), expected a token id"),
+    (
+      request("r", max_tokens=1, allowed=((7, 513),)),
+      r"got a grammar that allows ids up to 512, expected at most 511; write SamplingParams.allowed",
+    ),
     (request("r", logit_bias=((-1, 1.0),)), r"got logit_bias \(-1, 1.0\), .* 0 to 511 and a bias"),
     (
       request("r", logit_bias=((1, float("-inf")),)),

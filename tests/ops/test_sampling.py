@@ -41,7 +41,7 @@ def logits_of(count, seed=0):
 
 def kept(logits, params):
   """Ids that the filters leave of one row."""
-  z = process(jnp.asarray(logits)[None], sampling.sampling_rows([params]))
+  z = process(jnp.asarray(logits)[None], sampling.sampling_rows([params], [0]))
   return np.flatnonzero(np.asarray(z[0]) > sampling.DROPPED).tolist()
 
 
@@ -55,6 +55,8 @@ params_strategy = strategies.builds(
     strategies.tuples(strategies.integers(0, VOCABULARY - 1), strategies.sampled_from([-3.0, 1.7])),
     max_size=3,
   ).map(tuple),
+  allowed=strategies.sampled_from([(), ((0, VOCABULARY),), ((4, 5),), ((3, 17),)]),
+  max_tokens=strategies.just(1),
 )
 
 
@@ -65,7 +67,7 @@ def test_tokens_are_the_definitions(params, seed):
   logits = logits_of(8, seed)
   noise = np.random.default_rng(seed + 1).gumbel(size=(8, VOCABULARY)).astype(np.float32)
   noise[[one.temperature == 0 for one in params]] = 0
-  found = sample(logits, sampling.sampling_rows(params), jnp.asarray(noise))
+  found = sample(logits, sampling.sampling_rows(params, [0] * 8), jnp.asarray(noise))
   expected = [
     sampling.sample_reference(np.asarray(logits[row]), params[row], noise[row]) for row in range(8)
   ]
@@ -96,10 +98,27 @@ def test_tokens_are_the_definitions(params, seed):
     (SamplingParams(temperature=2.0, top_p=0.32), [1]),
     (SamplingParams(temperature=2.0, min_p=0.6), [0, 1, 3]),
     (SamplingParams(logit_bias=((2, 9.0),), top_k=2), [1, 2]),
+    # A grammar comes first: 0.4 of what it leaves is 0.57.
+    (SamplingParams(max_tokens=1, allowed=((1, 3),)), [1, 2]),
+    (SamplingParams(max_tokens=1, allowed=((2, 4),), top_k=1), [3]),
+    (SamplingParams(max_tokens=1, allowed=((1, 4),), top_p=0.51), [1, 3]),
   ],
 )
 def test_filters_by_hand(params, expected):
   assert kept(BY_HAND, params) == expected
+
+
+def test_a_grammar_goes_by_the_place_in_the_answer_and_by_slab():
+  params = SamplingParams(max_tokens=2, allowed=((1, 3), (5, 23)))
+  rows = jax.tree.map(jnp.asarray, sampling.sampling_rows([params, params, PLAIN], [0, 1, 1]))
+  logits = logits_of(3)
+  whole = np.asarray(sampling.scaled_rows(logits, rows, jnp.int32(0)))
+  ids = np.arange(VOCABULARY)
+  assert [ids[row > sampling.DROPPED].tolist() for row in whole] == [
+    [1, 2], list(range(5, 23)), ids.tolist()
+  ]  # fmt: skip
+  slab = sampling.scaled_rows(logits[:, 4:9], rows, jnp.int32(4))
+  assert np.array_equal(slab, whole[:, 4:9])
 
 
 def test_ties_at_the_border_are_kept():
@@ -118,6 +137,7 @@ def test_a_slab_is_biased_and_tempered_as_its_part_of_the_row():
   rows = sampling.sampling_rows(
     [SamplingParams(temperature=0.5, logit_bias=((0, 2.0), (9, -1.0), (12, 1.0))), PLAIN]
   )
+  rows = jax.tree.map(jnp.asarray, rows)
   whole = sampling.scaled_rows(logits, rows, jnp.int32(0))
   np.testing.assert_array_equal(whole, process(logits, rows))
   for first, last in ((0, 9), (9, 13), (13, VOCABULARY)):

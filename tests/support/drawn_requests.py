@@ -33,6 +33,9 @@ def sometimes(strategy: st.SearchStrategy, min_size: int, max_size: int) -> st.S
 
 
 TOKEN = st.integers(0, tiny_model.CONFIG.vocab_size - 1)
+RANGE = st.tuples(TOKEN, st.integers(1, 20)).map(
+  lambda pair: (pair[0], min(sum(pair), tiny_model.CONFIG.vocab_size))
+)
 SAMPLING = st.fixed_dictionaries(
   dict(
     temperature=st.sampled_from([1.0, 0.0, 0.6, 1.0, 1.7]),
@@ -40,6 +43,9 @@ SAMPLING = st.fixed_dictionaries(
     top_p=st.sampled_from([1.0, 1.0, 0.9, 0.5]),
     min_p=st.sampled_from([0.0, 0.0, 0.05, 0.3]),
     logit_bias=sometimes(st.tuples(TOKEN, st.floats(-6.0, 6.0, width=32)), 1, 3),
+    allowed=st.booleans().flatmap(
+      lambda is_it: st.lists(RANGE, min_size=20, max_size=20).map(tuple) if is_it else st.just(())
+    ),
     max_tokens=st.integers(1, 20),
     stop_token_ids=sometimes(TOKEN, 1, 6),
     stop_strings=sometimes(st.text(CHARACTERS, min_size=1, max_size=2), 3, 8),
