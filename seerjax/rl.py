@@ -21,7 +21,7 @@ import functools
 import math
 import pathlib
 import time
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -169,6 +169,17 @@ class RunConfig:
         f"TrainerConfig.overlong_buffer: got {self.trainer.overlong_buffer}, expected 0 to"
         f" RolloutConfig.max_tokens={most}; a fifth of it is usual, 0 is off."
       )
+
+
+@runtime_checkable
+class Learner(Protocol):
+  """Of whatever policy, what learns: a model's shape and its f32 master weights."""
+
+  @property
+  def model(self) -> transformer.TransformerConfig: ...
+
+  @property
+  def params(self) -> transformer.Params: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -777,7 +788,7 @@ def take_drafts(engine: engine_lib.Engine) -> acceptance.Acceptance:
 # What learns, and what engine and trainer run of it.
 
 
-def initial_state(config: RunConfig, policy: Policy) -> TrainState:
+def initial_state(config: RunConfig, policy: Learner) -> TrainState:
   """Returns the state of a run that has not learnt: of all weights, or of fresh adapters."""
   params = policy.params
   if config.lora_rank:
@@ -787,7 +798,7 @@ def initial_state(config: RunConfig, policy: Policy) -> TrainState:
   return TrainState(params, optimizer.init(params), jnp.int32(0))
 
 
-def frozen_weights(config: RunConfig, policy: Policy) -> transformer.Params | None:
+def frozen_weights(config: RunConfig, policy: Learner) -> transformer.Params | None:
   """Returns the policy's first weights in compute dtype, None if the run does not need them.
 
   They are the base under adapters, and the reference policy of `LossConfig.kl_coefficient`.

@@ -126,19 +126,27 @@ class EditLanguage(Protocol):
 
 @runtime_checkable
 class Environment(Protocol):
-  """One problem.
+  """One problem. Plain attributes will do for what are properties here."""
 
-  Attributes:
-    name: of the problem and its size, for logs and files, such as "circle_packing_26".
-    is_maximised: whether higher values are better.
-    published: what others reached, the best first; empty if nobody has.
-    language: of edits; None if only programs change its artefacts.
-  """
+  @property
+  def name(self) -> str:
+    """Of the problem and its size, for logs and files, such as "circle_packing_26"."""
+    ...
 
-  name: str
-  is_maximised: bool
-  published: tuple[Published, ...]
-  language: EditLanguage | None
+  @property
+  def is_maximised(self) -> bool:
+    """Whether higher values are better."""
+    ...
+
+  @property
+  def published(self) -> tuple[Published, ...]:
+    """What others reached, the best first; empty if nobody has."""
+    ...
+
+  @property
+  def language(self) -> EditLanguage | None:
+    """Of edits; None if only programs change its artefacts."""
+    ...
 
   def start(self, seed: int) -> Artefact:
     """Returns a valid artefact to begin with, plain or random; no published construction."""

@@ -1,0 +1,136 @@
+"""How a policy that writes edits changes an artefact: a sentence of tokens, applied and judged.
+
+  (artefact, tokens, seed) -> EditLanguage.apply -> verify -> Attempt
+
+A pure function of its arguments, so that attempts can be made in any order and in other processes
+(`Judge`), and made again after a restart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+import concurrent.futures
+import multiprocessing
+import time
+from typing import NamedTuple
+
+import numpy as np
+
+from seerjax.tasks import discovery, problems
+from seerjax.tasks.discovery import Artefact, EditLanguage, Environment
+from seerjax.tasks.programs import Attempt
+
+# Sentences that a worker process takes at a time: the hand-over costs about as much as one of them.
+BATCH = 4
+
+
+class Job(NamedTuple):
+  """A sentence about an artefact; see `EditLanguage.apply`."""
+
+  artefact: Artefact
+  tokens: tuple[int, ...]
+  seed: int
+
+
+def attempt(environment: Environment, job: Job) -> Attempt:
+  """Returns what a sentence makes of an artefact."""
+  assert environment.language is not None
+  try:
+    artefact = environment.language.apply(job.artefact, job.tokens, job.seed)
+  except ValueError as error:
+    return _failed("malformed", str(error))
+  score = environment.verify(artefact)
+  if not score.is_valid:
+    return _failed("invalid", score.reason)
+  return Attempt(artefact=artefact, score=score, status="ok")
+
+
+def random_sentence(language: EditLanguage, random: np.random.Generator) -> tuple[int, ...]:
+  """Returns a sentence whose tokens are drawn evenly from what is allowed at their places."""
+  said = []
+  for low, high in language.allowed:
+    said.append(int(random.integers(low, high)))
+    if said[-1] == language.stop_token:
+      break
+  return tuple(said)
+
+
+class Judge:
+  """Makes attempts: here, or in worker processes that each have the problem.
+
+  A context manager; leaving it ends the workers.
+  """
+
+  def __init__(self, environment: Environment, problem: str, num_workers: int = 0):
+    """Makes a judge.
+
+    Args:
+      environment: of the attempts.
+      problem: its name, by which a worker process loads it again (`problems.load`).
+      num_workers: processes; 0 makes attempts here, which is best where one takes less than a
+        millisecond.
+
+    Raises:
+      ValueError: if the environment has no language of edits, or the number is negative.
+    """
+    if environment.language is None:
+      raise ValueError(
+        f"{environment.name}: got a problem without a language of edits, expected one; give it"
+        " LANGUAGE, or choose a model that writes programs with --config.model."
+      )
+    if num_workers < 0:
+      raise ValueError(
+        f"Judge: got num_workers={num_workers}, expected at least 0; 0 judges in this process."
+      )
+    self._environment = environment
+    self._pool = None
+    # CPU seconds of attempts, in whatever process.
+    self.cpu_seconds = 0.0
+    if num_workers:
+      self._pool = concurrent.futures.ProcessPoolExecutor(
+        num_workers,
+        # Forking a process whose threads hold locks (XLA's) may hang it.
+        multiprocessing.get_context("spawn"),
+        initializer=_begin_worker,
+        initargs=(problem,),
+      )
+
+  def attempts(self, jobs: Sequence[Job]) -> list[Attempt]:
+    """Returns an attempt for each job, in their order."""
+    if self._pool is None:
+      begin = time.process_time()
+      found = [attempt(self._environment, job) for job in jobs]
+      self.cpu_seconds += time.process_time() - begin
+      return found
+    batches = [list(jobs[first : first + BATCH]) for first in range(0, len(jobs), BATCH)]
+    found = []
+    for attempts, seconds in self._pool.map(_work, batches):
+      found += attempts
+      self.cpu_seconds += seconds
+    return found
+
+  def __enter__(self) -> Judge:
+    return self
+
+  def __exit__(self, *_: object) -> None:
+    if self._pool is not None:
+      self._pool.shutdown(cancel_futures=True)
+
+
+# The environment of a worker process.
+_of_worker: list[Environment] = []
+
+
+def _begin_worker(problem: str) -> None:
+  _of_worker.append(problems.load(problem))
+
+
+def _work(jobs: list[Job]) -> tuple[list[Attempt], float]:
+  begin = time.process_time()
+  found = [attempt(_of_worker[0], job) for job in jobs]
+  return found, time.process_time() - begin
+
+
+def _failed(status: str, reason: str) -> Attempt:
+  score = discovery.invalid(f"{status}: {reason[:300]}")
+  return Attempt(artefact=None, score=score, status=status, message=reason)

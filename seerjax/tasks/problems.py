@@ -1,0 +1,80 @@
+"""Finds a problem of discovery by name, "circle_packing:26", or by the path of a file of yours."""
+
+from __future__ import annotations
+
+from seerjax.tasks.discovery import Environment
+
+# Name -> what its number says, and the number where none is given.
+NUMBERS = {
+  "apple_machines": ("instance", 0),
+  "purse_seine": ("instance", 0),
+  "circle_packing": ("circles", 26),
+  "minimum_overlap": ("steps", 51),
+  "first_autocorrelation": ("steps", 300),
+  "second_autocorrelation": ("steps", 100),
+  "triangle_multiplication": ("positions", 96),
+}
+
+
+def load(name: str) -> Environment:
+  """Returns a problem.
+
+  Args:
+    name: one of `NUMBERS`, with ":" and a number or without; "denoising", or "denoising:PATH" for
+      counts of your own; or the path of a Python file (`own_problem.load`).
+
+  Raises:
+    ValueError: naming what was expected.
+  """
+  # Imported here: each brings libraries of its own, and a worker process needs one of them.
+  if name.endswith(".py"):
+    from seerjax.tasks import own_problem
+
+    return own_problem.load(name)
+  kind, _, rest = name.partition(":")
+  if kind == "denoising":
+    from seerjax.tasks import denoising
+
+    return denoising.Denoising(path=rest)
+  if kind not in NUMBERS:
+    raise ValueError(
+      f"problem: got {name!r}, expected one of {sorted([*NUMBERS, 'denoising'])}, with a number as"
+      " in 'circle_packing:32', or the path of a Python file that ends with '.py'; correct"
+      " --config.problem."
+    )
+  what, usual = NUMBERS[kind]
+  if rest and not (rest.isascii() and rest.isdecimal()):
+    raise ValueError(
+      f"problem: got {name!r}, expected a number of {what} behind the colon; {kind}:{usual} is"
+      " usual."
+    )
+  number = int(rest) if rest else usual
+  match kind:
+    case "apple_machines":
+      from seerjax.tasks import apple_machines
+
+      return apple_machines.AppleMachines(number)
+    case "purse_seine":
+      from seerjax.tasks import purse_seine
+
+      return purse_seine.PurseSeine(number)
+    case "circle_packing":
+      from seerjax.tasks import circle_packing
+
+      return circle_packing.CirclePacking(num_circles=number)
+    case "minimum_overlap":
+      from seerjax.tasks import minimum_overlap
+
+      return minimum_overlap.MinimumOverlap(num_steps=number)
+    case "first_autocorrelation":
+      from seerjax.tasks import autocorrelation
+
+      return autocorrelation.FirstAutocorrelation(num_steps=number)
+    case "second_autocorrelation":
+      from seerjax.tasks import autocorrelation
+
+      return autocorrelation.SecondAutocorrelation(num_steps=number)
+    case _:
+      from seerjax.tasks import kernel_speed
+
+      return kernel_speed.TriangleMultiplication(num_positions=number)

@@ -1,0 +1,776 @@
+"""THE CIRCLE for one problem: keep training until it gives way.
+
+    archive --PUCT--> starts -> prompts -> engine samples -> attempts -> verdicts -> archive
+       ^                                                                    |
+       +---- engine.set_params <- params <- optimiser <- entropic advantages
+
+One problem is the whole world. A step starts groups of attempts from states that were found before;
+an exact verifier scores what they make of them; the best enter the archive, and the weights move
+towards what the best of each group did. What the user keeps is the best artefact ever found: it is
+on disk (best.json) as soon as it is known. The weights may go.
+
+Everything a step does is a function of (config, step): which starts, which seeds, which tokens,
+which gradient. Archive and weights are published as one checkpoint, so that a killed run resumes to
+the same bits and the same archive.
+
+Source: Yuksekgonul et al. 2026 (TTT-Discover), https://arxiv.org/abs/2601.16175. Formulas:
+`trainer.entropic`, `search.puct`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+import contextlib
+import dataclasses
+import json
+import math
+import pathlib
+import resource
+import time
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from seerjax import checkpoint, metrics, numerics as numerics_lib, rl, summary
+from seerjax.engine import engine as engine_lib
+from seerjax.models import tokenizer as tokenizer_lib, transformer
+from seerjax.ops import rotary
+from seerjax.rollout import divided, rollout as rollout_lib, scheduler
+from seerjax.search import archive as archive_lib, puct
+from seerjax.tasks import discovery, edits
+from seerjax.tasks.discovery import Artefact, Environment
+from seerjax.tasks.programs import Attempt
+from seerjax.trainer import advantages, entropic, losses, step as step_lib
+from seerjax.types import (
+  Completion,
+  Problem,
+  Request,
+  Rollout,
+  RolloutGroup,
+  SamplingParams,
+  TrainState,
+  Verdict,
+)
+
+OBJECTIVES = ("adaptive", "constant", "mean", "grpo")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TinyConfig:
+  """The transformer that is trained from nothing, for languages of edits.
+
+  Attributes:
+    hidden_size: features of a token.
+    num_layers: blocks.
+    num_heads: of attention; 8 divides it.
+    warm_sentences: random valid sentences that it first learns to say: a prior, and what the
+      KL holds it to.
+    warm_passes: times it sees them.
+  """
+
+  hidden_size: int = 64
+  num_layers: int = 2
+  num_heads: int = 8
+  warm_sentences: int = 1024
+  warm_passes: int = 2
+
+  def __post_init__(self):
+    if self.hidden_size % self.num_heads or self.num_heads % 8 or self.num_layers < 1:
+      raise ValueError(
+        f"TinyConfig: got hidden_size={self.hidden_size}, num_heads={self.num_heads},"
+        f" num_layers={self.num_layers}, expected heads in eights that divide the features, and a"
+        " layer; 64, 8 and 2 are usual."
+      )
+    if self.warm_sentences < 0 or self.warm_passes < 0:
+      raise ValueError(
+        f"TinyConfig: got warm_sentences={self.warm_sentences}, warm_passes={self.warm_passes},"
+        " expected at least 0; 0 begins with random weights."
+      )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ObjectiveConfig:
+  """What the weights move towards.
+
+  Attributes:
+    kind: "adaptive" solves beta for each group; "constant" takes `beta`; "mean" is reward minus the
+      group's mean; "grpo" divides that by the deviation.
+    divergence: nats between the tilted and the even group, for "adaptive".
+    beta: for "constant", on rewards divided by their group's range.
+    valid_only: a labelled deviation from the paper; see `entropic.entropic`.
+    max_advantage: cuts advantages off above it; 0 does not.
+    kl_coefficient: pull to the first weights, inside the advantage; 0.1 and 0.01 are published.
+  """
+
+  kind: str = "adaptive"
+  divergence: float = math.log(2)
+  beta: float = 2.0
+  valid_only: bool = False
+  max_advantage: float = 0.0
+  kl_coefficient: float = 0.1
+
+  def __post_init__(self):
+    if self.kind not in OBJECTIVES:
+      raise ValueError(
+        f"ObjectiveConfig.kind: got {self.kind!r}, expected one of {OBJECTIVES}; choose one."
+      )
+    if not 0 <= self.kl_coefficient < math.inf or not 0 <= self.max_advantage < math.inf:
+      raise ValueError(
+        f"ObjectiveConfig: got kl_coefficient={self.kl_coefficient}, max_advantage="
+        f"{self.max_advantage}, expected numbers of at least 0; 0 is off."
+      )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DiscoverConfig:
+  """One run, whole. Every field can be set as `--config.field`, nested ones by dots.
+
+  Attributes:
+    problem: see `tasks.problems.load`.
+    seed: decides starts and samples.
+    num_steps: rounds of the circle; 50 is published.
+    groups_per_step: starts of a step; 8 is published.
+    group_size: attempts from each start; 64 is published.
+    train: whether the weights move at all.
+    temperature: of sampling.
+    num_workers: processes that apply edits and judge; 0 does it in this one.
+    num_instances: devices that sample and learn side by side; changes no bit.
+    checkpoint_every: steps.
+    lora_rank: 0 trains all weights.
+    lora_alpha: adapters count alpha / rank times.
+    tiny: the policy.
+    search: where groups start.
+    objective: what is learnt.
+    numerics: what decides bits.
+    engine: sizes of the engine.
+    scheduler: which request's next chunk runs, and where; changes no bit.
+    trainer: sizes of the gradient's program.
+    optimizer: the optax chain.
+  """
+
+  problem: str = "apple_machines:0"
+  seed: int = 0
+  num_steps: int = 50
+  groups_per_step: int = 8
+  group_size: int = 64
+  train: bool = True
+  temperature: float = 1.0
+  num_workers: int = 0
+  num_instances: int = 1
+  checkpoint_every: int = 5
+  lora_rank: int = 0
+  lora_alpha: float = 32.0
+  tiny: TinyConfig = TinyConfig()
+  search: puct.SearchConfig = puct.SearchConfig()
+  objective: ObjectiveConfig = ObjectiveConfig()
+  numerics: numerics_lib.NumericsConfig = numerics_lib.NumericsConfig(
+    query_tile=4, slot_tile=32, kv_split=64
+  )
+  engine: engine_lib.EngineConfig = engine_lib.EngineConfig(
+    page_size=32, max_sequences=256, max_context=256, row_buckets=(256,)
+  )
+  scheduler: scheduler.Ours = scheduler.Ours(chunk_tokens=128)
+  trainer: rl.TrainerConfig = rl.TrainerConfig(
+    rows_per_micro_batch=4096, sequences_per_micro_batch=64
+  )
+  optimizer: step_lib.OptimizerConfig = step_lib.OptimizerConfig(
+    learning_rate=3e-3, b2=0.95, max_gradient_norm=1.0
+  )
+
+  def __post_init__(self):
+    least = {"num_steps": 1, "groups_per_step": 1, "group_size": entropic.MIN_GROUP}
+    for field, number in least.items():
+      if vars(self)[field] < number:
+        raise ValueError(
+          f"DiscoverConfig.{field}: got {vars(self)[field]}, expected at least {number}; raise it."
+        )
+    if not 0 < self.temperature < math.inf:
+      raise ValueError(
+        f"DiscoverConfig.temperature: got {self.temperature}, expected a positive number (attempts"
+        " of a group have to differ); 1 is usual."
+      )
+
+  def run(self, max_tokens: int) -> rl.RunConfig:
+    """Returns what the parts that this circle shares with `rl` go by."""
+    return rl.RunConfig(
+      seed=self.seed,
+      num_steps=self.num_steps,
+      num_instances=self.num_instances,
+      checkpoint_every=self.checkpoint_every,
+      lora_rank=self.lora_rank,
+      lora_alpha=self.lora_alpha,
+      numerics=self.numerics,
+      engine=self.engine,
+      scheduler=self.scheduler,
+      rollout=rollout_lib.RolloutConfig(
+        groups_per_step=self.groups_per_step,
+        group_size=self.group_size,
+        temperature=self.temperature,
+        max_tokens=max_tokens,
+      ),
+      trainer=self.trainer,
+      # One step on what these very weights sampled: the ratio is 1, and nothing is clipped.
+      loss=losses.LossConfig(
+        algorithm="rloo", clip_low=1.0, clip_high=math.inf, aggregation="sequence_sum"
+      ),
+      optimizer=self.optimizer,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy:
+  """What writes: a model's shape, its first f32 weights, and how its prompts and answers read."""
+
+  model: transformer.TransformerConfig
+  params: transformer.Params
+  tokenizer: tokenizer_lib.Tokenizer | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Discovery:
+  """What a run leaves behind.
+
+  Attributes:
+    artefact: the best ever found.
+    score: its.
+    archive: all that was kept.
+    state: the weights, which may go.
+    summary: the numbers of summary.json.
+  """
+
+  artefact: Artefact
+  score: discovery.Score
+  archive: archive_lib.Archive
+  state: TrainState
+  summary: dict[str, Any]
+
+
+class Sampled(NamedTuple):
+  """A step's attempts: of each, its request, what was said, and what came of it; by group."""
+
+  starts: tuple[int, ...]
+  said: list[list[tuple[Request, Completion]]]
+  attempts: list[list[Attempt]]
+
+
+class Interrupted(Exception):
+  """The run was stopped by Ctrl-C after its last whole step was saved."""
+
+
+BEST = "best.json"
+# What the progress bar shows.
+CONSOLE_NAMES = (
+  "search/best", "search/gain", "search/archive_size", "objective/beta", "objective/kl_to_base",
+  "search/tokens",
+)  # fmt: skip
+# Settings that change no bit, so that a run may be resumed with others.
+FREE_SETTINGS = (
+  "num_steps", "num_workers", "num_instances", "checkpoint_every", "scheduler", "engine"
+)
+
+
+def discover(
+  config: DiscoverConfig,
+  environment: Environment,
+  directory: pathlib.Path,
+  *,
+  policy: Policy | None = None,
+  resume: bool = False,
+  accept_new_numerics: bool = False,
+  say: Callable[[str], None] = print,
+  programs: rl.Programs | None = None,
+) -> Discovery:
+  """Runs the circle.
+
+  Args:
+    config: the run.
+    environment: the problem, `problems.load(config.problem)`.
+    directory: takes config.json, metrics.jsonl, best.json, checkpoints/ and summary.json.
+    policy: what writes; `tiny_policy` if None.
+    resume: carry on from the latest checkpoint.
+    accept_new_numerics: resume under another fingerprint, as a new epoch.
+    say: takes lines for people.
+    programs: of `rl.make_programs`, to share between runs of one shape; its own if None.
+
+  Raises:
+    Interrupted: on Ctrl-C; what was found is saved.
+    ValueError: for settings, a directory or a problem that cannot work, before anything is sampled.
+  """
+  language = environment.language
+  if language is None:
+    raise ValueError(
+      f"{environment.name}: got a problem without a language of edits, expected one; give it"
+      " LANGUAGE."
+    )
+  clock = summary.RunClock()
+  cpu_start = cpu_seconds()
+  rl.check_directory(directory, resume=resume)
+  run = config.run(len(language.allowed))
+  fingerprint = numerics_lib.fingerprint(config.numerics)
+  policy = tiny_policy(config, environment) if policy is None else policy
+  programs = rl.make_programs(run, policy.model) if programs is None else programs
+  state, step = rl.initial_state(run, policy), 0
+  archive, totals = first_archive(config, environment), dict(tokens=0, cpu_seconds=0.0)
+  settings = metrics.encode(dataclasses.asdict(config))
+  if resume:
+    restored = checkpoint.restore(
+      directory / "checkpoints",
+      jax.eval_shape(lambda: dict(state=state, base=policy.params)),
+      fingerprint=fingerprint,
+      accept_new_numerics=accept_new_numerics,
+    )
+    check_settings(restored.host_state["config"], settings)
+    state, step = restored.state["state"], restored.step
+    policy = dataclasses.replace(policy, params=restored.state["base"])
+    archive = archive_lib.from_json(restored.host_state["archive"])
+    totals = restored.host_state["totals"]
+    clock.carry_on(restored.host_state["clock"])
+    say(f"resumed after step {step} of {config.num_steps}")
+  with contextlib.ExitStack() as stack:
+    judge = stack.enter_context(edits.Judge(environment, config.problem, config.num_workers))
+    if not resume:
+      metrics.write_summary(directory / "config.json", settings | {"fingerprint": fingerprint})
+      if config.tiny.warm_sentences and config.tiny.warm_passes:
+        params = warm_start(run, config, environment, judge, programs.trainer, state, say)
+        # Learning begins here: with fresh moments, and with this as the base.
+        policy = dataclasses.replace(policy, params=params)
+        state = rl.initial_state(run, policy)
+    run_with_base = dataclasses.replace(
+      run, loss=dataclasses.replace(run.loss, kl_coefficient=config.objective.kl_coefficient)
+    )
+    base = rl.frozen_weights(run_with_base, policy)
+    engine = engine_lib.Engine(
+      policy.model,
+      rl.running_weights(run, state.params, base),
+      numerics=config.numerics,
+      config=config.engine,
+      key=jax.random.key(config.seed),
+      tokenizer=policy.tokenizer,
+      policy_version=step,
+      runner=programs.runner,
+    )
+    say(engine.plan())
+    writer = stack.enter_context(
+      metrics.Writer(
+        directory,
+        resume_step=step if resume else None,
+        total_steps=config.num_steps,
+        console_names=CONSOLE_NAMES,
+      )
+    )
+
+    def save(step: int) -> None:
+      if checkpoint.latest_step(directory / "checkpoints") == step:
+        return
+      checkpoint.save(
+        directory / "checkpoints",
+        step,
+        dict(state=state, base=policy.params),
+        host_state={
+          "archive": archive_lib.to_json(archive),
+          "totals": totals,
+          "clock": clock.read(),
+          "config": settings,
+        },
+        fingerprint=fingerprint,
+        accept_new_numerics=accept_new_numerics,
+        keep_latest=2,
+      )
+
+    try:
+      if not resume:
+        save(0)
+        write_best(directory, environment, archive, step)
+      while step < config.num_steps:
+        sampled = sample(config, run, environment, engine, judge, archive, step)
+        found = archived(environment, archive, sampled, step)
+        if archive_lib.best(found).value > archive_lib.best(archive).value:
+          write_best(directory, environment, found, step)
+        new_state, numbers = state, {}
+        if config.train:
+          new_state, numbers = learn(config, run, programs.trainer, state, sampled, base)
+          engine.set_params(
+            rl.running_weights(run, new_state.params, base), policy_version=step + 1
+          )
+        tokens = sum(len(c.tokens) for group in sampled.said for _, c in group)
+        done = dict(
+          tokens=totals["tokens"] + tokens,
+          cpu_seconds=totals["cpu_seconds"] + cpu_seconds() - cpu_start,
+        )
+        numbers |= of_search(environment, archive, found, sampled) | {
+          "search/tokens": float(done["tokens"]), "search/cpu_seconds": done["cpu_seconds"]
+        }  # fmt: skip
+        writer.write(step + 1, numbers)
+        # Together, and after its numbers: whenever Ctrl-C comes, what is saved is a whole step.
+        state, archive, totals, step = new_state, found, done, step + 1
+        cpu_start = cpu_seconds()
+        if step % config.checkpoint_every == 0 or step == config.num_steps:
+          save(step)
+    except KeyboardInterrupt:
+      save(step)
+      message = f"stopped after step {step} of {config.num_steps}; --resume goes on"
+      raise Interrupted(message) from None
+  best = archive_lib.best(archive)
+  score = environment.verify(best.artefact)
+  start = max(state.value for state in archive.states if state.is_seed)
+  numbers = clock.read() | dict(
+    problem=environment.name,
+    best=score.value,
+    start=shown(environment, start),
+    certificate=score.certificate,
+    attempts=config.num_steps * config.groups_per_step * config.group_size,
+    tokens=totals["tokens"],
+    cpu_seconds=totals["cpu_seconds"],
+    judge_cpu_seconds=judge.cpu_seconds,
+    lineage=len(archive_lib.lineage(archive, best.state_id)),
+    found_in_step=best.step,
+    optimizer_steps=int(state.step),
+    numerics=fingerprint,
+  )
+  metrics.write_summary(directory / "summary.json", numbers)
+  return Discovery(best.artefact, score, archive, state, numbers)
+
+
+def sample(
+  config: DiscoverConfig,
+  run: rl.RunConfig,
+  environment: Environment,
+  engine: engine_lib.Engine,
+  judge: edits.Judge,
+  archive: archive_lib.Archive,
+  step: int,
+) -> Sampled:
+  """Chooses a step's starts, samples a group from each, and makes the attempts."""
+  starts = puct.select(archive, config.groups_per_step, config.search, config.seed)
+  by_id = {state.state_id: state for state in archive.states}
+  artefacts = [by_id[start].artefact for start in starts]
+  asked = [
+    group_requests(config, environment, artefact, step, group)
+    for group, artefact in enumerate(artefacts)
+  ]
+  rollout = divided.DividedRollout(engine, run.scheduler)
+  said = {c.request_id: c for c in rollout.run([one for group in asked for one in group])}
+  jobs = [
+    edits.Job(artefact, said[request.request_id].tokens, request.seed)
+    for artefact, requests in zip(artefacts, asked, strict=True)
+    for request in requests
+  ]
+  attempts = iter(judge.attempts(jobs))
+  return Sampled(
+    starts,
+    [[(request, said[request.request_id]) for request in requests] for requests in asked],
+    [[next(attempts) for _ in requests] for requests in asked],
+  )
+
+
+def group_requests(
+  config: DiscoverConfig, environment: Environment, artefact: Artefact, step: int, group: int
+) -> list[Request]:
+  """Returns a group's requests; names and seeds follow from their place alone."""
+  language = environment.language
+  assert language is not None
+  prompt = tuple(language.prompt(artefact))
+  sampling = SamplingParams(
+    temperature=config.temperature,
+    allowed=tuple(language.allowed),
+    max_tokens=len(language.allowed),
+    stop_token_ids=() if language.stop_token is None else (language.stop_token,),
+  )
+  return [
+    Request(
+      request_id=f"{step}/{group}/{member}",
+      prompt=prompt,
+      sampling=sampling,
+      seed=rollout_lib.request_seed(config.seed, step, group, member),
+      group_id=f"{step}/{group}",
+    )
+    for member in range(config.group_size)
+  ]
+
+
+def archived(
+  environment: Environment, archive: archive_lib.Archive, sampled: Sampled, step: int
+) -> archive_lib.Archive:
+  """Returns the archive after a step's attempts."""
+  expansions = [
+    (
+      start,
+      [
+        archive_lib.Child(
+          artefact=attempt.artefact,
+          value=signed(environment, attempt.score.value),
+          reward=attempt.score.reward,
+          tokens=completion.tokens,
+        )
+        for (_, completion), attempt in zip(said, attempts, strict=True)
+        if attempt.score.is_valid
+      ],
+    )
+    for start, said, attempts in zip(*sampled, strict=True)
+  ]
+  return archive_lib.record_step(archive, expansions, step=step)
+
+
+def objective_of(config: ObjectiveConfig, sampled: Sampled) -> tuple[np.ndarray, dict[str, float]]:
+  """Returns the advantages f32[b, g] of a step's attempts, and what they look like."""
+  rewards = np.asarray([[a.score.reward for a in group] for group in sampled.attempts], np.float64)
+  valid = np.asarray([[a.score.is_valid for a in group] for group in sampled.attempts])
+  if config.kind == "grpo":
+    return advantages.grpo(rewards), {}
+  if config.kind == "mean":
+    return advantages.dr_grpo(rewards), {}
+  found = entropic.entropic(
+    rewards,
+    divergence=config.divergence,
+    beta=None if config.kind == "adaptive" else config.beta,
+    valid=valid,
+    valid_only=config.valid_only,
+    max_advantage=config.max_advantage or None,
+  )
+  return found.advantages, {
+    "objective/beta": float(np.mean(found.beta)),
+    "objective/divergence": float(np.mean(found.kl)),
+    "objective/effective_samples": float(np.mean(found.effective_samples)),
+    "objective/degenerate_groups": float(sum(map(bool, found.reason))),
+  }
+
+
+def learn(
+  config: DiscoverConfig,
+  run: rl.RunConfig,
+  trainer: step_lib.Trainer,
+  state: TrainState,
+  sampled: Sampled,
+  base: transformer.Params | None,
+) -> tuple[TrainState, dict[str, float]]:
+  """Takes one optimiser step on a step's attempts; returns the new state and its numbers."""
+  begin = time.monotonic()
+  values, numbers = objective_of(config.objective, sampled)
+  said = [one for group in sampled.said for one in group]
+  batch = rl.pack(run, as_groups(said), values.reshape(-1, 1))
+  if config.objective.kl_coefficient:
+    assert base is not None
+    reference = trainer.scores(base, batch).logprob
+    # What sampled is, to the bit, what the trainer scores: the first is at hand.
+    chosen = (batch.behaviour_logprobs, reference, batch.loss_mask)
+    numbers["objective/kl_to_base"] = entropic.kl_to_base(*chosen)
+    batch = batch._replace(
+      advantages=entropic.kl_shaped(
+        batch.advantages, *chosen, config.objective.kl_coefficient
+      )
+    )
+  gradient, means, scores = trainer.gradient(
+    rl.running_weights(run, state.params, base), batch, losses.denominators(batch), None
+  )
+  gap = step_lib.rollout_gap(scores, batch)
+  state, norms = trainer.update(state, gradient)
+  return state, numbers | {
+    "contract/kl": gap["kl"],
+    "contract/max_abs_logprob_gap": gap["max_abs_logprob_gap"],
+    "train/entropy": float(means["entropy"]),
+    "train/grad_norm": float(norms["grad_norm"]),
+    "train/seconds": time.monotonic() - begin,
+  }
+
+
+def warm_start(
+  run: rl.RunConfig,
+  config: DiscoverConfig,
+  environment: Environment,
+  judge: edits.Judge,
+  trainer: step_lib.Trainer,
+  state: TrainState,
+  say: Callable[[str], None],
+) -> transformer.Params:
+  """Returns weights that have learnt to say random valid sentences.
+
+  An honest stand-in for pre-training: sentences are drawn evenly from the grammar, applied to the
+  start and to what such sentences made of it; those that can be applied are learnt.
+  """
+  language = environment.language
+  assert language is not None
+  random = np.random.default_rng([config.seed, 1])
+  artefacts = [environment.start(rollout_lib.request_seed(config.seed, -3, 0))]
+  examples: list[tuple[Request, Completion]] = []
+  num_tried = 0
+  while len(examples) < config.tiny.warm_sentences and num_tried < 8 * config.tiny.warm_sentences:
+    jobs = [
+      edits.Job(
+        artefacts[int(random.integers(len(artefacts)))],
+        edits.random_sentence(language, random),
+        int(random.integers(2**32)),
+      )
+      for _ in range(min(256, config.tiny.warm_sentences))
+    ]
+    num_tried += len(jobs)
+    for job, attempt in zip(jobs, judge.attempts(jobs), strict=True):
+      if attempt.score.is_valid and len(examples) < config.tiny.warm_sentences:
+        artefacts.append(attempt.artefact)
+        request = group_requests(config, environment, job.artefact, -1, len(examples))[0]
+        unscored = np.zeros(len(job.tokens), np.float32)
+        examples.append((
+          request,
+          Completion(
+            request_id=request.request_id,
+            tokens=job.tokens,
+            behaviour_logprobs=unscored,
+            raw_logprobs=unscored,
+            text="",
+            finish_reason="stop",
+            policy_version=0,
+          ),
+        ))
+  say(f"warm start: {len(examples)} valid sentences of {num_tried} drawn evenly")
+  size = config.groups_per_step * config.group_size
+  for _ in range(config.tiny.warm_passes):
+    for first in range(0, len(examples), size):
+      part = examples[first : first + size]
+      # Advantage 1 for all: the likelihood of what they say goes up.
+      batch = rl.pack(run, as_groups(part), np.ones((len(part), 1), np.float32))
+      params = rl.running_weights(run, state.params, None)
+      gradient, _, _ = trainer.gradient(params, batch, losses.denominators(batch), None)
+      state, _ = trainer.update(state, gradient)
+  return state.params
+
+
+def as_groups(said: Sequence[tuple[Request, Completion]]) -> list[RolloutGroup]:
+  """Returns what was said as groups of one, whose advantages are known already."""
+  nothing = Verdict(reward=0.0, correct=False, well_formed=True)
+  return [
+    RolloutGroup(
+      group_index=index,
+      problem=Problem(problem_id=request.request_id, prompt=""),
+      rollouts=(Rollout(request=request, completion=completion, verdict=nothing),),
+    )
+    for index, (request, completion) in enumerate(said)
+  ]
+
+
+# Policy, archive, and what a run writes of them.
+
+
+def tiny_policy(config: DiscoverConfig, environment: Environment) -> Policy:
+  """Returns a small transformer with random weights over the environment's vocabulary."""
+  language, tiny = environment.language, config.tiny
+  assert language is not None
+  size = tiny.hidden_size // tiny.num_heads
+  model = transformer.TransformerConfig(
+    family="qwen3",
+    vocab_size=language.vocab_size,
+    hidden_size=tiny.hidden_size,
+    intermediate_size=3 * tiny.hidden_size,
+    num_layers=tiny.num_layers,
+    num_heads=tiny.num_heads,
+    num_kv_heads=tiny.num_heads,
+    head_dim=size,
+    rotary=rotary.RotaryConfig(head_dim=size, base=10_000.0),
+    max_context=config.engine.max_context,
+  )
+  key = jax.random.key(rollout_lib.request_seed(config.seed, -4))
+  return Policy(model, transformer.init(key, model, config.numerics))
+
+
+def first_archive(config: DiscoverConfig, environment: Environment) -> archive_lib.Archive:
+  """Returns an archive of as many starts as there are groups.
+
+  Raises:
+    ValueError: if a start is not valid: the environment's own mistake.
+  """
+  seeds = []
+  for place in range(config.groups_per_step):
+    artefact = environment.start(rollout_lib.request_seed(config.seed, -3, place))
+    score = environment.verify(artefact)
+    if not score.is_valid:
+      raise ValueError(
+        f"{environment.name}: got an invalid start ({score.reason}), expected a valid one; mend"
+        " Environment.start, or try --check_problem."
+      )
+    seeds.append(
+      archive_lib.Child(
+        artefact=artefact, value=signed(environment, score.value), reward=score.reward
+      )
+    )
+  return archive_lib.start(
+    seeds, keep_children=config.search.keep_children, capacity=config.search.capacity
+  )
+
+
+def signed(environment: Environment, value: float) -> float:
+  """Returns a value as the archive orders it: higher is better."""
+  return value if environment.is_maximised else -value
+
+
+shown = signed  # Back again: the same change of sign.
+
+
+def of_search(
+  environment: Environment,
+  before: archive_lib.Archive,
+  after: archive_lib.Archive,
+  sampled: Sampled,
+) -> dict[str, float]:
+  """Returns a step's numbers of the search."""
+  scores = [a.score for group in sampled.attempts for a in group]
+  values = [score.value for score in scores if score.is_valid]
+  start = max(state.value for state in before.states if state.is_seed)
+  numbers = {
+    "search/best": shown(environment, archive_lib.best(after).value),
+    "search/gain": archive_lib.best(after).value - start,
+    "search/archive_size": float(len(after.states)),
+    "search/seed_trees_alive": float(archive_lib.num_seed_trees_alive(after)),
+    "search/valid_rate": len(values) / len(scores),
+    "search/reward_mean": float(np.mean([score.reward for score in scores])),
+  }
+  if values:
+    quantiles = np.quantile(values, (0.1, 0.5, 0.9))
+    numbers |= {
+      f"search/value_{name}": float(value)
+      for name, value in zip(("p10", "median", "p90"), quantiles)
+    }
+  return numbers
+
+
+def write_best(
+  directory: pathlib.Path, environment: Environment, archive: archive_lib.Archive, step: int
+) -> None:
+  """Writes the best artefact so far, its lineage, and what it is worth: at once, and whole."""
+  best = archive_lib.best(archive)
+  score = environment.verify(best.artefact)
+  lineage = [
+    dict(step=state.step, value=shown(environment, state.value), tokens=state.tokens)
+    for state in archive_lib.lineage(archive, best.state_id)
+  ]
+  record = dict(
+    problem=environment.name,
+    value=score.value,
+    certificate=score.certificate,
+    step=step,
+    artefact=best.artefact,
+    lineage=lineage,
+  )
+  metrics.write_summary(directory / BEST, json.loads(json.dumps(record)))
+
+
+def check_settings(before: dict[str, Any], now: dict[str, Any]) -> None:
+  """Refuses to resume a run with settings that would make it another one.
+
+  Raises:
+    ValueError: naming them with both values.
+  """
+  changed = [
+    f"{name}: {before.get(name)} before, {now.get(name)} now"
+    for name in sorted({*before, *now})
+    if name not in FREE_SETTINGS and before.get(name) != now.get(name)
+  ]
+  if changed:
+    raise ValueError(
+      f"--resume: got other settings ({'; '.join(changed)}), expected those of the run; set them as"
+      " in its config.json, or choose another --workdir."
+    )
+
+
+def cpu_seconds() -> float:
+  """Returns the CPU seconds of this process and of the children that have ended."""
+  children = resource.getrusage(resource.RUSAGE_CHILDREN)
+  return time.process_time() + children.ru_utime + children.ru_stime
