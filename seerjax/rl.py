@@ -632,11 +632,7 @@ def learn(
   references: list[Any] = [None] * len(batches)  # f32[m, n] each, or None.
   if config.loss.kl_coefficient:
     assert base is not None
-    reference = base
-    if config.lora_rank:
-      # Adapters that say nothing: scored by the program that scores those that learn, so that a
-      # fresh one is at a distance of exactly zero.
-      reference = running_weights(config, jax.tree.map(jnp.zeros_like, state.params), base)
+    reference = reference_weights(config, state, base)
     references = [trainer.scores(reference, batch).logprob for batch in batches]
 
   # With the weights that sampled, over the whole batch, before any update.
@@ -824,6 +820,17 @@ def running_weights(
     return transformer.compute_params(params, config.numerics)
   assert base is not None
   return lora.attach(base, params, config.lora_alpha / config.lora_rank)
+
+
+def reference_weights(
+  config: RunConfig, state: TrainState, base: transformer.Params
+) -> transformer.Params:
+  """Returns the policy before it learnt, as `running_weights` has it now."""
+  if not config.lora_rank:
+    return base
+  # Adapters that say nothing: scored by the program that scores those that learn, so that a fresh
+  # one is at a distance of exactly zero.
+  return running_weights(config, jax.tree.map(jnp.zeros_like, state.params), base)
 
 
 def exported_weights(config: RunConfig, policy: Policy, state: TrainState) -> transformer.Params:

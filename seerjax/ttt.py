@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from seerjax import checkpoint, metrics, numerics as numerics_lib, rl, summary
+from seerjax import checkpoint, metrics, numerics as numerics_lib, rl, summary, writers
 from seerjax.engine import engine as engine_lib
 from seerjax.models import tokenizer as tokenizer_lib, transformer
 from seerjax.ops import rotary
@@ -42,16 +42,7 @@ from seerjax.tasks import discovery, edits
 from seerjax.tasks.discovery import Artefact, Environment
 from seerjax.tasks.programs import Attempt
 from seerjax.trainer import advantages, entropic, losses, step as step_lib
-from seerjax.types import (
-  Completion,
-  Problem,
-  Request,
-  Rollout,
-  RolloutGroup,
-  SamplingParams,
-  TrainState,
-  Verdict,
-)
+from seerjax.types import Completion, Problem, Rollout, RolloutGroup, TrainState, Verdict
 
 OBJECTIVES = ("adaptive", "constant", "mean", "grpo")
 
@@ -128,6 +119,8 @@ class DiscoverConfig:
 
   Attributes:
     problem: see `tasks.problems.load`.
+    model: "tiny" writes edits and is trained from nothing; a Hugging Face directory, or a Hub id,
+      writes programs.
     seed: decides starts and samples.
     num_steps: rounds of the circle; 50 is published.
     groups_per_step: starts of a step; 8 is published.
@@ -137,9 +130,10 @@ class DiscoverConfig:
     num_workers: processes that apply edits and judge; 0 does it in this one.
     num_instances: devices that sample and learn side by side; changes no bit.
     checkpoint_every: steps.
-    lora_rank: 0 trains all weights.
+    lora_rank: of a language model's adapters; 0 trains all weights, as always of the tiny policy.
     lora_alpha: adapters count alpha / rank times.
-    tiny: the policy.
+    tiny: the policy that writes edits.
+    programs: how the policy that writes programs is asked.
     search: where groups start.
     objective: what is learnt.
     numerics: what decides bits.
@@ -150,6 +144,7 @@ class DiscoverConfig:
   """
 
   problem: str = "apple_machines:0"
+  model: str = "tiny"
   seed: int = 0
   num_steps: int = 50
   groups_per_step: int = 8
@@ -159,9 +154,10 @@ class DiscoverConfig:
   num_workers: int = 0
   num_instances: int = 1
   checkpoint_every: int = 5
-  lora_rank: int = 0
+  lora_rank: int = 32
   lora_alpha: float = 32.0
   tiny: TinyConfig = TinyConfig()
+  programs: writers.ProgramConfig = writers.ProgramConfig()
   search: puct.SearchConfig = puct.SearchConfig()
   objective: ObjectiveConfig = ObjectiveConfig()
   numerics: numerics_lib.NumericsConfig = numerics_lib.NumericsConfig(
@@ -191,14 +187,17 @@ class DiscoverConfig:
         " of a group have to differ); 1 is usual."
       )
 
-  def run(self, max_tokens: int) -> rl.RunConfig:
+  def run(self, environment: Environment) -> rl.RunConfig:
     """Returns what the parts that this circle shares with `rl` go by."""
+    max_tokens = max(self.programs.thinking_tokens, self.programs.answer_tokens)
+    if self.model == "tiny":
+      max_tokens = len(_language(environment).allowed)
     return rl.RunConfig(
       seed=self.seed,
       num_steps=self.num_steps,
       num_instances=self.num_instances,
       checkpoint_every=self.checkpoint_every,
-      lora_rank=self.lora_rank,
+      lora_rank=0 if self.model == "tiny" else self.lora_rank,
       lora_alpha=self.lora_alpha,
       numerics=self.numerics,
       engine=self.engine,
@@ -247,10 +246,16 @@ class Discovery:
 
 
 class Sampled(NamedTuple):
-  """A step's attempts: of each, its request, what was said, and what came of it; by group."""
+  """A step's attempts by group, then by member.
+
+  Attributes:
+    starts: for each group, the state it started from.
+    said: for each attempt, the sequences of which it was made.
+    attempts: and what came of it.
+  """
 
   starts: tuple[int, ...]
-  said: list[list[tuple[Request, Completion]]]
+  said: list[list[tuple[writers.Said, ...]]]
   attempts: list[list[Attempt]]
 
 
@@ -287,7 +292,7 @@ def discover(
     config: the run.
     environment: the problem, `problems.load(config.problem)`.
     directory: takes config.json, metrics.jsonl, best.json, checkpoints/ and summary.json.
-    policy: what writes; `tiny_policy` if None.
+    policy: what writes; `tiny_policy` if None, which goes with `model="tiny"` alone.
     resume: carry on from the latest checkpoint.
     accept_new_numerics: resume under another fingerprint, as a new epoch.
     say: takes lines for people.
@@ -297,16 +302,10 @@ def discover(
     Interrupted: on Ctrl-C; what was found is saved.
     ValueError: for settings, a directory or a problem that cannot work, before anything is sampled.
   """
-  language = environment.language
-  if language is None:
-    raise ValueError(
-      f"{environment.name}: got a problem without a language of edits, expected one; give it"
-      " LANGUAGE."
-    )
   clock = summary.RunClock()
   cpu_start = cpu_seconds()
   rl.check_directory(directory, resume=resume)
-  run = config.run(len(language.allowed))
+  run = config.run(environment)
   fingerprint = numerics_lib.fingerprint(config.numerics)
   policy = tiny_policy(config, environment) if policy is None else policy
   programs = rl.make_programs(run, policy.model) if programs is None else programs
@@ -314,9 +313,10 @@ def discover(
   archive, totals = first_archive(config, environment), dict(tokens=0, cpu_seconds=0.0)
   settings = metrics.encode(dataclasses.asdict(config))
   if resume:
+    like = dict(state=state, base=policy.params)
     restored = checkpoint.restore(
       directory / "checkpoints",
-      jax.eval_shape(lambda: dict(state=state, base=policy.params)),
+      jax.eval_shape(lambda: like),
       fingerprint=fingerprint,
       accept_new_numerics=accept_new_numerics,
     )
@@ -328,11 +328,11 @@ def discover(
     clock.carry_on(restored.host_state["clock"])
     say(f"resumed after step {step} of {config.num_steps}")
   with contextlib.ExitStack() as stack:
-    judge = stack.enter_context(edits.Judge(environment, config.problem, config.num_workers))
+    writer = stack.enter_context(writer_of(config, environment, policy))
     if not resume:
       metrics.write_summary(directory / "config.json", settings | {"fingerprint": fingerprint})
-      if config.tiny.warm_sentences and config.tiny.warm_passes:
-        params = warm_start(run, config, environment, judge, programs.trainer, state, say)
+      if isinstance(writer, writers.Edits) and config.tiny.warm_sentences:
+        params = warm_start(run, config, environment, writer, programs.trainer, state, say)
         # Learning begins here: with fresh moments, and with this as the base.
         policy = dataclasses.replace(policy, params=params)
         state = rl.initial_state(run, policy)
@@ -351,7 +351,7 @@ def discover(
       runner=programs.runner,
     )
     say(engine.plan())
-    writer = stack.enter_context(
+    numbers_file = stack.enter_context(
       metrics.Writer(
         directory,
         resume_step=step if resume else None,
@@ -383,7 +383,7 @@ def discover(
         save(0)
         write_best(directory, environment, archive, step)
       while step < config.num_steps:
-        sampled = sample(config, run, environment, engine, judge, archive, step)
+        sampled = sample(config, environment, engine, writer, archive, step)
         found = archived(environment, archive, sampled, step)
         if archive_lib.best(found).value > archive_lib.best(archive).value:
           write_best(directory, environment, found, step)
@@ -393,7 +393,7 @@ def discover(
           engine.set_params(
             rl.running_weights(run, new_state.params, base), policy_version=step + 1
           )
-        tokens = sum(len(c.tokens) for group in sampled.said for _, c in group)
+        tokens = sum(len(said.completion.tokens) for said in sequences(sampled))
         done = dict(
           tokens=totals["tokens"] + tokens,
           cpu_seconds=totals["cpu_seconds"] + cpu_seconds() - cpu_start,
@@ -401,7 +401,7 @@ def discover(
         numbers |= of_search(environment, archive, found, sampled) | {
           "search/tokens": float(done["tokens"]), "search/cpu_seconds": done["cpu_seconds"]
         }  # fmt: skip
-        writer.write(step + 1, numbers)
+        numbers_file.write(step + 1, numbers)
         # Together, and after its numbers: whenever Ctrl-C comes, what is saved is a whole step.
         state, archive, totals, step = new_state, found, done, step + 1
         cpu_start = cpu_seconds()
@@ -422,7 +422,7 @@ def discover(
     attempts=config.num_steps * config.groups_per_step * config.group_size,
     tokens=totals["tokens"],
     cpu_seconds=totals["cpu_seconds"],
-    judge_cpu_seconds=judge.cpu_seconds,
+    judge_cpu_seconds=writer.cpu_seconds,
     lineage=len(archive_lib.lineage(archive, best.state_id)),
     found_in_step=best.step,
     optimizer_steps=int(state.step),
@@ -434,10 +434,9 @@ def discover(
 
 def sample(
   config: DiscoverConfig,
-  run: rl.RunConfig,
   environment: Environment,
   engine: engine_lib.Engine,
-  judge: edits.Judge,
+  writer: writers.Writer,
   archive: archive_lib.Archive,
   step: int,
 ) -> Sampled:
@@ -446,47 +445,27 @@ def sample(
   by_id = {state.state_id: state for state in archive.states}
   artefacts = [by_id[start].artefact for start in starts]
   asked = [
-    group_requests(config, environment, artefact, step, group)
+    writer.ask(artefact, environment.verify(artefact), step, group)
     for group, artefact in enumerate(artefacts)
   ]
-  rollout = divided.DividedRollout(engine, run.scheduler)
-  said = {c.request_id: c for c in rollout.run([one for group in asked for one in group])}
-  jobs = [
-    edits.Job(artefact, said[request.request_id].tokens, request.seed)
-    for artefact, requests in zip(artefacts, asked, strict=True)
-    for request in requests
-  ]
-  attempts = iter(judge.attempts(jobs))
-  return Sampled(
-    starts,
-    [[(request, said[request.request_id]) for request in requests] for requests in asked],
-    [[next(attempts) for _ in requests] for requests in asked],
-  )
-
-
-def group_requests(
-  config: DiscoverConfig, environment: Environment, artefact: Artefact, step: int, group: int
-) -> list[Request]:
-  """Returns a group's requests; names and seeds follow from their place alone."""
-  language = environment.language
-  assert language is not None
-  prompt = tuple(language.prompt(artefact))
-  sampling = SamplingParams(
-    temperature=config.temperature,
-    allowed=tuple(language.allowed),
-    max_tokens=len(language.allowed),
-    stop_token_ids=() if language.stop_token is None else (language.stop_token,),
-  )
-  return [
-    Request(
-      request_id=f"{step}/{group}/{member}",
-      prompt=prompt,
-      sampling=sampling,
-      seed=rollout_lib.request_seed(config.seed, step, group, member),
-      group_id=f"{step}/{group}",
+  said = iter(
+    writer.answers(
+      divided.DividedRollout(engine, config.scheduler).run,
+      [request for requests in asked for request in requests],
     )
-    for member in range(config.group_size)
-  ]
+  )
+  by_group = [[next(said) for _ in requests] for requests in asked]
+  attempts = iter(
+    writer.attempts(
+      [writers.Job(artefacts[group], one) for group, ones in enumerate(by_group) for one in ones]
+    )
+  )
+  return Sampled(starts, by_group, [[next(attempts) for _ in ones] for ones in by_group])
+
+
+def sequences(sampled: Sampled) -> list[writers.Said]:
+  """Returns all sequences of a step, by group, then by member."""
+  return [one for group in sampled.said for said in group for one in said]
 
 
 def archived(
@@ -501,13 +480,13 @@ def archived(
           artefact=attempt.artefact,
           value=signed(environment, attempt.score.value),
           reward=attempt.score.reward,
-          tokens=completion.tokens,
+          tokens=said[-1].completion.text or said[-1].completion.tokens,
         )
-        for (_, completion), attempt in zip(said, attempts, strict=True)
+        for said, attempt in zip(group, attempts, strict=True)
         if attempt.score.is_valid
       ],
     )
-    for start, said, attempts in zip(*sampled, strict=True)
+    for start, group, attempts in zip(*sampled, strict=True)
   ]
   return archive_lib.record_step(archive, expansions, step=step)
 
@@ -547,11 +526,12 @@ def learn(
   """Takes one optimiser step on a step's attempts; returns the new state and its numbers."""
   begin = time.monotonic()
   values, numbers = objective_of(config.objective, sampled)
-  said = [one for group in sampled.said for one in group]
-  batch = rl.pack(run, as_groups(said), values.reshape(-1, 1))
+  # Each sequence of an attempt has its advantage.
+  counts = [len(said) for group in sampled.said for said in group]
+  batch = rl.pack(run, as_groups(sequences(sampled)), np.repeat(values.ravel(), counts)[:, None])
   if config.objective.kl_coefficient:
     assert base is not None
-    reference = trainer.scores(base, batch).logprob
+    reference = trainer.scores(rl.reference_weights(run, state, base), batch).logprob
     # What sampled is, to the bit, what the trainer scores: the first is at hand.
     chosen = (batch.behaviour_logprobs, reference, batch.loss_mask)
     numbers["objective/kl_to_base"] = entropic.kl_to_base(*chosen)
@@ -578,7 +558,7 @@ def warm_start(
   run: rl.RunConfig,
   config: DiscoverConfig,
   environment: Environment,
-  judge: edits.Judge,
+  writer: writers.Edits,
   trainer: step_lib.Trainer,
   state: TrainState,
   say: Callable[[str], None],
@@ -588,39 +568,33 @@ def warm_start(
   An honest stand-in for pre-training: sentences are drawn evenly from the grammar, applied to the
   start and to what such sentences made of it; those that can be applied are learnt.
   """
-  language = environment.language
-  assert language is not None
+  language = _language(environment)
   random = np.random.default_rng([config.seed, 1])
   artefacts = [environment.start(rollout_lib.request_seed(config.seed, -3, 0))]
-  examples: list[tuple[Request, Completion]] = []
+  examples: list[writers.Said] = []
   num_tried = 0
   while len(examples) < config.tiny.warm_sentences and num_tried < 8 * config.tiny.warm_sentences:
-    jobs = [
-      edits.Job(
-        artefacts[int(random.integers(len(artefacts)))],
-        edits.random_sentence(language, random),
-        int(random.integers(2**32)),
+    jobs = []
+    for place in range(min(256, config.tiny.warm_sentences)):
+      artefact = artefacts[int(random.integers(len(artefacts)))]
+      request = writer.ask(artefact, environment.verify(artefact), -1, num_tried + place)[0]
+      tokens = edits.random_sentence(language, random)
+      unscored = np.zeros(len(tokens), np.float32)
+      completion = Completion(
+        request_id=request.request_id,
+        tokens=tokens,
+        behaviour_logprobs=unscored,
+        raw_logprobs=unscored,
+        text="",
+        finish_reason="stop",
+        policy_version=0,
       )
-      for _ in range(min(256, config.tiny.warm_sentences))
-    ]
+      jobs.append(writers.Job(artefact, (writers.Said(request, completion),)))
     num_tried += len(jobs)
-    for job, attempt in zip(jobs, judge.attempts(jobs), strict=True):
+    for job, attempt in zip(jobs, writer.attempts(jobs), strict=True):
       if attempt.score.is_valid and len(examples) < config.tiny.warm_sentences:
         artefacts.append(attempt.artefact)
-        request = group_requests(config, environment, job.artefact, -1, len(examples))[0]
-        unscored = np.zeros(len(job.tokens), np.float32)
-        examples.append((
-          request,
-          Completion(
-            request_id=request.request_id,
-            tokens=job.tokens,
-            behaviour_logprobs=unscored,
-            raw_logprobs=unscored,
-            text="",
-            finish_reason="stop",
-            policy_version=0,
-          ),
-        ))
+        examples += job.said
   say(f"warm start: {len(examples)} valid sentences of {num_tried} drawn evenly")
   size = config.groups_per_step * config.group_size
   for _ in range(config.tiny.warm_passes):
@@ -634,8 +608,8 @@ def warm_start(
   return state.params
 
 
-def as_groups(said: Sequence[tuple[Request, Completion]]) -> list[RolloutGroup]:
-  """Returns what was said as groups of one, whose advantages are known already."""
+def as_groups(said: Sequence[writers.Said]) -> list[RolloutGroup]:
+  """Returns sequences as groups of one, whose advantages are known already."""
   nothing = Verdict(reward=0.0, correct=False, well_formed=True)
   return [
     RolloutGroup(
@@ -650,10 +624,26 @@ def as_groups(said: Sequence[tuple[Request, Completion]]) -> list[RolloutGroup]:
 # Policy, archive, and what a run writes of them.
 
 
+def writer_of(
+  config: DiscoverConfig, environment: Environment, policy: Policy
+) -> contextlib.AbstractContextManager[writers.Edits | writers.Programs]:
+  """Returns how the policy writes; to be entered."""
+  group = writers.Group(size=config.group_size, temperature=config.temperature, seed=config.seed)
+  if config.model == "tiny":
+    judge = edits.Judge(environment, config.problem, config.num_workers)
+    return writers.Edits(environment, group, judge)
+  if policy.tokenizer is None:
+    raise ValueError(
+      f"DiscoverConfig.model: got {config.model!r} and a policy without a tokenizer, expected one;"
+      " pass the model's own."
+    )
+  context = min(config.engine.max_context, policy.model.max_context)
+  return writers.Programs(environment, group, config.programs, policy.tokenizer, context)
+
+
 def tiny_policy(config: DiscoverConfig, environment: Environment) -> Policy:
   """Returns a small transformer with random weights over the environment's vocabulary."""
-  language, tiny = environment.language, config.tiny
-  assert language is not None
+  language, tiny = _language(environment), config.tiny
   size = tiny.hidden_size // tiny.num_heads
   model = transformer.TransformerConfig(
     family="qwen3",
@@ -774,3 +764,17 @@ def cpu_seconds() -> float:
   """Returns the CPU seconds of this process and of the children that have ended."""
   children = resource.getrusage(resource.RUSAGE_CHILDREN)
   return time.process_time() + children.ru_utime + children.ru_stime
+
+
+def _language(environment: Environment) -> discovery.EditLanguage:
+  """Returns the environment's language of edits.
+
+  Raises:
+    ValueError: if it has none.
+  """
+  if environment.language is None:
+    raise ValueError(
+      f"{environment.name}: got a problem without a language of edits, expected one; give it"
+      " LANGUAGE, or choose a model that writes programs with --config.model."
+    )
+  return environment.language

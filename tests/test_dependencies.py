@@ -24,7 +24,7 @@ STEPS: tuple[tuple[str, ...], ...] = (
   ("models",),
   ("engine", "trainer"),
   ("speculation", "rollout"),
-  ("sleep", "simulate", "report", "evaluation", "summary"),
+  ("sleep", "simulate", "report", "discovery_report", "evaluation", "summary", "writers"),
   ("rl", "ttt", "self_test"),
   ("experiments",),
   ("launch",),
@@ -35,6 +35,7 @@ BESIDE = {
   "ops": {"parallel"},
   "checkpoint": {"parallel", "metrics"},
   "rollout": {"speculation"},
+  "discovery_report": {"report"},
   "ttt": {"rl"},
 }
 ROOMS = tuple(room for step in STEPS for room in step)

@@ -1,0 +1,287 @@
+"""Two kinds of policy, one contract: who writes edits, and who writes programs.
+
+  artefact --ask--> requests of a group --answers--> what was said --attempts--> verdicts
+
+`Edits`: a small transformer says one sentence of the environment's language; the grammar is a mask
+of ids by place. `Programs`: a language model thinks and writes a program, which a sandbox runs. A
+model that thinks until its budget is spent is made to answer by a second request, whose prompt
+holds what it thought and a notice: forced tokens are prompt, and get no gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+import dataclasses
+from typing import NamedTuple, Protocol
+
+from seerjax.models import tokenizer as tokenizer_lib
+from seerjax.rollout import rollout as rollout_lib
+from seerjax.tasks import edits, programs, sandbox as sandbox_lib
+from seerjax.tasks.discovery import Artefact, Environment, Score
+from seerjax.tasks.programs import Attempt
+from seerjax.types import Completion, Request, SamplingParams
+
+Generate = Callable[[Sequence[Request]], Iterable[Completion]]
+
+
+class Said(NamedTuple):
+  """One request and its completion: a sequence that is learnt from."""
+
+  request: Request
+  completion: Completion
+
+
+class Job(NamedTuple):
+  """An attempt that was said and is to be made: where it started, and its sequences."""
+
+  artefact: Artefact
+  said: tuple[Said, ...]
+
+
+class Writer(Protocol):
+  """What the circle asks of a policy besides its weights."""
+
+  def ask(self, artefact: Artefact, score: Score, step: int, group: int) -> list[Request]:
+    """Returns a group's requests, by member; names and seeds follow from their place alone."""
+    ...
+
+  def answers(self, generate: Generate, requests: Sequence[Request]) -> list[tuple[Said, ...]]:
+    """Returns what was said to each request, in their order: one sequence or more."""
+    ...
+
+  def attempts(self, jobs: Sequence[Job]) -> list[Attempt]:
+    """Returns what comes of each job, in their order."""
+    ...
+
+  @property
+  def cpu_seconds(self) -> float:
+    """CPU seconds of attempts so far, in whatever process."""
+    ...
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Group:
+  """How a group is asked.
+
+  Attributes:
+    size: members.
+    temperature: of sampling.
+    seed: of the run.
+  """
+
+  size: int
+  temperature: float
+  seed: int
+
+  def requests(
+    self, prompt: tuple[int, ...], sampling: SamplingParams, step: int, group: int
+  ) -> list[Request]:
+    """Returns the members' requests, all with one prompt."""
+    return [
+      Request(
+        request_id=f"{step}/{group}/{member}",
+        prompt=prompt,
+        sampling=sampling,
+        seed=rollout_lib.request_seed(self.seed, step, group, member),
+        group_id=f"{step}/{group}",
+      )
+      for member in range(self.size)
+    ]
+
+
+class Edits:
+  """Sentences of the environment's language, applied and judged by `edits.Judge`.
+
+  A context manager: it ends the judge's workers.
+  """
+
+  def __init__(self, environment: Environment, group: Group, judge: edits.Judge):
+    """Makes a writer; `judge` has refused an environment without a language."""
+    assert environment.language is not None
+    self._language, self._group, self._judge = environment.language, group, judge
+    self._sampling = SamplingParams(
+      temperature=group.temperature,
+      allowed=tuple(self._language.allowed),
+      max_tokens=len(self._language.allowed),
+      stop_token_ids=() if self._language.stop_token is None else (self._language.stop_token,),
+    )
+
+  def ask(self, artefact: Artefact, score: Score, step: int, group: int) -> list[Request]:
+    """See `Writer`."""
+    del score  # The language shows what it wants of it.
+    prompt = tuple(self._language.prompt(artefact))
+    return self._group.requests(prompt, self._sampling, step, group)
+
+  def answers(self, generate: Generate, requests: Sequence[Request]) -> list[tuple[Said, ...]]:
+    """See `Writer`."""
+    return [(said,) for said in _in_order(generate, requests)]
+
+  def attempts(self, jobs: Sequence[Job]) -> list[Attempt]:
+    """See `Writer`."""
+    return self._judge.attempts(
+      [
+        edits.Job(job.artefact, job.said[0].completion.tokens, job.said[0].request.seed)
+        for job in jobs
+      ]
+    )
+
+  @property
+  def cpu_seconds(self) -> float:
+    """CPU seconds of attempts so far, in whatever process."""
+    return self._judge.cpu_seconds
+
+  def __enter__(self) -> Edits:
+    return self
+
+  def __exit__(self, *_: object) -> None:
+    self._judge.__exit__()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ProgramConfig:
+  """How programs are asked for and run.
+
+  Attributes:
+    thinking_tokens: of the first request.
+    answer_tokens: of the second, for those that had not answered by then.
+    answer_marker: with which this model's answer begins, such as "</think>"; "" if it has none.
+    seconds: that a program is told it has.
+    memory_mib: that it may take.
+    num_workers: programs that run side by side.
+    allow_weak_sandbox: run them even where network or files cannot be kept from them.
+  """
+
+  thinking_tokens: int = 512
+  answer_tokens: int = 512
+  answer_marker: str = ""
+  seconds: float = 10.0
+  memory_mib: int = 1024
+  num_workers: int = 2
+  allow_weak_sandbox: bool = False
+
+  def __post_init__(self):
+    for field in ("thinking_tokens", "answer_tokens", "memory_mib", "num_workers"):
+      if vars(self)[field] < 1:
+        raise ValueError(
+          f"ProgramConfig.{field}: got {vars(self)[field]}, expected at least 1; raise it."
+        )
+    if not self.seconds > 0:
+      raise ValueError(
+        f"ProgramConfig.seconds: got {self.seconds}, expected a positive number; 10 is usual."
+      )
+
+
+class Programs:
+  """Programs of a language model, run in a sandbox. A context manager: it ends its workers."""
+
+  def __init__(
+    self,
+    environment: Environment,
+    group: Group,
+    config: ProgramConfig,
+    tokenizer: tokenizer_lib.Tokenizer,
+    max_context: int,
+  ):
+    """Makes a writer.
+
+    Raises:
+      ValueError: where the sandbox cannot isolate and `allow_weak_sandbox` is off.
+    """
+    self._environment, self._group, self._config = environment, group, config
+    self._tokenizer, self._max_context = tokenizer, max_context
+    self.sandbox = sandbox_lib.Sandbox(allow_weak=config.allow_weak_sandbox)
+    self._pool = sandbox_lib.Pool(config.num_workers, 2 * config.num_workers)
+    # Beyond what a program is told it has: to start, and to hand its result over.
+    self._limits = sandbox_lib.Limits(
+      wall_seconds=1.5 * config.seconds + 5,
+      cpu_seconds=1.5 * config.seconds + 5,
+      memory_bytes=config.memory_mib * 2**20,
+    )
+    self.cpu_seconds = 0.0
+
+  def ask(self, artefact: Artefact, score: Score, step: int, group: int) -> list[Request]:
+    """See `Writer`."""
+    text = f"{self._environment.describe(artefact, score)}\n\n{programs.instructions()}"
+    prompt = self._tokenizer.encode(self._tokenizer.chat([{"role": "user", "content": text}]))
+    return self._group.requests(
+      tuple(prompt), self._sampling(self._config.thinking_tokens), step, group
+    )
+
+  def _sampling(self, max_tokens: int) -> SamplingParams:
+    return SamplingParams(
+      temperature=self._group.temperature,
+      max_tokens=max_tokens,
+      stop_token_ids=tuple(self._tokenizer.eos_ids),
+    )
+
+  def answers(self, generate: Generate, requests: Sequence[Request]) -> list[tuple[Said, ...]]:
+    """See `Writer`."""
+    first = _in_order(generate, requests)
+    again: dict[int, Request] = {}
+    for place, (request, completion) in enumerate(first):
+      if self._needs_answer(completion):
+        again[place] = self._second(request, completion)
+    second = dict(zip(again, _in_order(generate, list(again.values()))))
+    return [
+      (said, second[place]) if place in second else (said,) for place, said in enumerate(first)
+    ]
+
+  def _needs_answer(self, completion: Completion) -> bool:
+    return programs.needs_answer(
+      len(completion.tokens),
+      self._config.thinking_tokens,
+      completion.text,
+      answer_marker=self._config.answer_marker,
+    )
+
+  def _second(self, request: Request, completion: Completion) -> Request:
+    """Returns the request that makes a model answer; its prompt holds all that came before."""
+    forced = programs.forced_answer_text(completion.text, answer_marker=self._config.answer_marker)
+    prompt = (*request.prompt, *completion.tokens, *self._tokenizer.encode(forced))
+    room = programs.answer_budget(self._max_context, len(prompt))
+    if room < 1:
+      raise ValueError(
+        f"ProgramConfig: got a prompt and thinking of {len(prompt)} tokens with a context of"
+        f" {self._max_context}, expected room for an answer; raise EngineConfig.max_context or"
+        " lower ProgramConfig.thinking_tokens."
+      )
+    step, group, member = rollout_lib.place_of(request.request_id)
+    # A member beyond all others: its own name and its own noise.
+    member += self._group.size
+    return Request(
+      request_id=f"{step}/{group}/{member}",
+      prompt=prompt,
+      sampling=self._sampling(min(room, self._config.answer_tokens)),
+      seed=rollout_lib.request_seed(self._group.seed, step, group, member),
+      group_id=request.group_id,
+    )
+
+  def attempts(self, jobs: Sequence[Job]) -> list[Attempt]:
+    """See `Writer`."""
+    running = [self._pool.submit(self._attempt, job) for job in jobs]
+    found = [one.result() for one in running]
+    self.cpu_seconds += sum(one.cpu_seconds for one in found)
+    return found
+
+  def _attempt(self, job: Job) -> Attempt:
+    return programs.attempt(
+      self.sandbox,
+      self._environment,
+      job.artefact,
+      "".join(said.completion.text for said in job.said),
+      seconds=self._config.seconds,
+      seed=job.said[0].request.seed,
+      limits=self._limits,
+    )
+
+  def __enter__(self) -> Programs:
+    return self
+
+  def __exit__(self, *_: object) -> None:
+    self._pool.close()
+    self.sandbox.close()
+
+
+def _in_order(generate: Generate, requests: Sequence[Request]) -> list[Said]:
+  said = {completion.request_id: completion for completion in generate(requests)}
+  return [Said(request, said[request.request_id]) for request in requests]
