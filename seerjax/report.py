@@ -79,6 +79,8 @@ class Chart:
     labels: what the curves are called, where there are several.
     is_contract: whether the curve is promised to be exactly zero.
     is_percent: whether values are fractions shown in percent.
+    digits: significant ones that are shown.
+    is_smoothed: whether long curves are drawn as means, over the faint raw one.
   """
 
   title: str
@@ -87,6 +89,8 @@ class Chart:
   labels: tuple[str, ...] = ()
   is_contract: bool = False
   is_percent: bool = False
+  digits: int = 4
+  is_smoothed: bool = True
 
 
 CONTRACT_CHARTS = (
@@ -151,7 +155,7 @@ def load(run_dir: str | os.PathLike) -> Run:
         values.append(float(value))
   first: tuple[journal.Entry, ...] = ()
   last: tuple[journal.Entry, ...] = ()
-  config = _read_json(path / "config.json")
+  config = read_json(path / "config.json")
   fingerprints: tuple[dict[str, str], ...] = ()
   if isinstance(config.get("fingerprint"), dict):
     fingerprints = (config["fingerprint"],)
@@ -174,7 +178,7 @@ def load(run_dir: str | os.PathLike) -> Run:
       name: (np.asarray(steps, float), np.asarray(values, float))
       for name, (steps, values) in curves.items()
     },
-    summary=_read_json(path / "summary.json"),
+    summary=read_json(path / "summary.json"),
     config={name: value for name, value in config.items() if name != "fingerprint"},
     fingerprints=fingerprints,
     first=first,
@@ -183,7 +187,12 @@ def load(run_dir: str | os.PathLike) -> Run:
   )
 
 
-def _read_json(path: pathlib.Path) -> dict[str, Any]:
+def read_json(path: pathlib.Path) -> dict[str, Any]:
+  """Returns the object of a JSON file, empty if there is no such file.
+
+  Raises:
+    ValueError: if it is not JSON.
+  """
   if not path.is_file():
     return {}
   try:
@@ -203,8 +212,8 @@ def escape(value: Any) -> str:
   return html.escape(str(value).encode("utf-8", "replace").decode("utf-8"), quote=True)
 
 
-def number(value: Any) -> str:
-  """Returns a short form of a number, other values as they are."""
+def number(value: Any, digits: int = 4) -> str:
+  """Returns a number with so many significant digits, whole ones in full; else what it got."""
   value = metrics.decode_number(value)
   if isinstance(value, bool) or not isinstance(value, (int, float)):
     return str(value)
@@ -212,7 +221,15 @@ def number(value: Any) -> str:
     return f"{int(value):,}".replace(",", "\u202f")
   if value == 0:
     return "0.0"
-  return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+  return f"{value:.0f}" if abs(value) >= 10 ** (digits - 1) else f"{value:.{digits}g}"
+
+
+def axis_number(value: float) -> str:
+  """Returns a number for an axis, where there is room for about eight characters: 2.5 M."""
+  for size, letter in ((1e9, " G"), (1e6, " M"), (1e3, " k")):
+    if abs(value) >= max(size, 1e5):
+      return f"{value / size:.9g}{letter}"
+  return number(float(value), 9)
 
 
 def gap_sentence(what: str, points: Points | None) -> tuple[bool, str]:
@@ -249,7 +266,7 @@ def ticks(low: float, high: float, count: int = 4) -> list[float]:
   return [i * step for i in range(first, math.floor(high / step + 1e-9) + 1)]
 
 
-class _Frame:
+class Frame:
   """The mapping of data to a picture's points, and its axes."""
 
   def __init__(
@@ -317,9 +334,18 @@ def line_chart(chart: Chart, run: Run) -> str:
   lost = sum(len(v) for _, _, v in curves) - sum(len(v) for _, _, v in finite)
 
   def text(value: float) -> str:
-    return f"{round(100 * value, 1):g} %" if chart.is_percent else number(float(value))
+    if chart.is_percent:
+      return f"{round(100 * value, 1):g} %"
+    return number(float(value), chart.digits)
+
+  def tick(value: float) -> str:
+    if is_flat:
+      return "0.0" if value == 0 else ""
+    return text(value) if chart.is_percent else axis_number(value)
 
   picture = ""
+  # A line that is flat by promise needs little room, and no scale but its zero.
+  is_flat = chart.is_contract and not any(v.any() for _, _, v in finite)
   if finite:
     every_step = np.concatenate([s for _, s, _ in finite])
     every_value = np.concatenate([v for _, _, v in finite])
@@ -329,18 +355,16 @@ def line_chart(chart: Chart, run: Run) -> str:
     margin = 0.08 * (high - low) or 0.1 * abs(high) or 1.0
     low = 0.0 if 0.0 <= low <= 0.6 * high else low - margin
     last_step = max(float(every_step.max()), float(every_step.min()) + 1)
-    # A line that is flat by promise needs little room, and no scale but its zero.
-    is_flat = chart.is_contract and not every_value.any()
-    frame = _Frame(
+    frame = Frame(
       (float(every_step.min()), last_step), (low, high + margin), 110.0 if is_flat else HEIGHT
     )
-    parts = [frame.axes("step", (lambda v: "0.0" if v == 0 else "") if is_flat else text)]
+    parts = [frame.axes("step", tick)]
     for i, steps, values in finite:
-      smooth = _smooth(values)
-      if len(values) >= 40:
-        parts.append(f'<path class="raw c{i}" d="{_path(frame, steps, values)}"/>')
-      line = smooth if len(values) >= 40 else values
-      parts.append(f'<path class="line c{i}" d="{_path(frame, steps, line)}"/>')
+      line = values
+      if chart.is_smoothed and len(values) >= 40:
+        parts.append(f'<path class="raw c{i}" d="{polyline(frame, steps, values)}"/>')
+        line = _smooth(values)
+      parts.append(f'<path class="line c{i}" d="{polyline(frame, steps, line)}"/>')
       x, y = frame.x(steps[-1]), frame.y(line[-1])
       parts.append(f'<circle class="dot c{i}" cx="{x:.1f}" cy="{y:.1f}" r="3.2"/>')
       every = max(1, len(values) // 120)
@@ -364,7 +388,8 @@ def line_chart(chart: Chart, run: Run) -> str:
   )
 
 
-def _path(frame: _Frame, steps: np.ndarray, values: np.ndarray) -> str:
+def polyline(frame: Frame, steps: np.ndarray, values: np.ndarray) -> str:
+  """Returns a curve as the `d` of an SVG path."""
   pairs = zip(steps, values, strict=True)
   return "M" + "L".join(f"{frame.x(step):.1f} {frame.y(value):.1f}" for step, value in pairs)
 
@@ -376,7 +401,7 @@ def histogram(samples: Sequence[tuple[str, np.ndarray]]) -> str:
   width = max(1, math.ceil((top + 1) / NUM_BINS))
   edges = np.arange(0, top + 1 + width, width)
   shares = [np.histogram(values, edges)[0] / len(values) for _, values in samples]
-  frame = _Frame((0.0, float(edges[-1])), (0.0, 1.1 * max(float(share.max()) for share in shares)))
+  frame = Frame((0.0, float(edges[-1])), (0.0, 1.1 * max(float(share.max()) for share in shares)))
   parts = [frame.axes("tokens", lambda value: f"{100 * value:.3g} %")]
   for i, (share, (label, values)) in enumerate(zip(shares, samples, strict=True)):
     for low, high, part in zip(edges[:-1], edges[1:], share, strict=True):
@@ -424,13 +449,18 @@ def headline(run: Run) -> str:
   if "seconds" in summary:
     seconds = float(summary["seconds"])
     tiles.append((f"{seconds / 60:.1f} min", "duration", f"{seconds:.0f} s"))
+  return header("run report", run.name, tiles)
+
+
+def header(kind: str, title: str, tiles: Sequence[tuple[str, str, str]]) -> str:
+  """Returns the head of a page: its kind, its title, and tiles of (value, label, unit)."""
   cells = "".join(
     f'<div class="tile"><b>{escape(value)}</b><span>{escape(label)}</span>'
     f"<i>{escape(unit)}</i></div>"
     for value, label, unit in tiles
   )
   return (
-    f'<header><p class="brand">SeerJAX · run report</p><h1>{escape(run.name)}</h1>'
+    f'<header><p class="brand">SeerJAX · {escape(kind)}</p><h1>{escape(title)}</h1>'
     f'<div class="tiles">{cells}</div></header>'
   )
 
@@ -564,9 +594,9 @@ def transcript(entry: journal.Entry) -> str:
   )
 
 
-def details_section(run: Run) -> str:
-  """The summary, the settings, the numerics, and every metric that no chart shows."""
-  drawn = {name for chart in (*CONTRACT_CHARTS, *CHARTS) for name in chart.names}
+def details_section(run: Run, charts: Sequence[Chart] = CHARTS) -> str:
+  """The summary, the settings, the numerics, and every metric that none of the charts shows."""
+  drawn = {name for chart in (*CONTRACT_CHARTS, *charts) for name in chart.names}
   others = {
     name: f"{number(float(v[0]))} → {number(float(v[-1]))}  (min {number(float(np.nanmin(v)))},"
     f" max {number(float(np.nanmax(v)))})"
@@ -617,11 +647,11 @@ SECTIONS: tuple[Callable[[Run], str], ...] = (
 
 STYLE = """
 :root { color-scheme: light dark; --page: #f6f6f3; --card: #ffffff; --ink: #1b1d21; --soft: #686d76;
-  --rule: #e4e4de; --c0: #2f5fd0; --c1: #d9772b; --good: #1f8a5b; --good-page: #e6f4ec;
-  --bad: #c23b3b; --bad-page: #fbeaea; }
+  --rule: #e4e4de; --c0: #2f5fd0; --c1: #d9772b; --c2: #7b5bb5; --good: #1f8a5b;
+  --good-page: #e6f4ec; --bad: #c23b3b; --bad-page: #fbeaea; }
 @media (prefers-color-scheme: dark) { :root { --page: #121417; --card: #1a1d22; --ink: #e7e8ea;
-  --soft: #989ea8; --rule: #2b2f36; --c0: #7ea6ff; --c1: #f0a35e; --good: #5cc796;
-  --good-page: #16291f; --bad: #f08080; --bad-page: #321c1d; } }
+  --soft: #989ea8; --rule: #2b2f36; --c0: #7ea6ff; --c1: #f0a35e; --c2: #b79cf0;
+  --good: #5cc796; --good-page: #16291f; --bad: #f08080; --bad-page: #321c1d; } }
 * { box-sizing: border-box; }
 body { margin: 0; background: var(--page); color: var(--ink);
   font: 15px/1.55 system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", sans-serif; }
@@ -653,20 +683,24 @@ figcaption { display: flex; flex-wrap: wrap; justify-content: space-between; gap
 .key b { color: var(--ink); font-weight: 600; font-variant-numeric: tabular-nums; }
 .key::before { content: ""; display: inline-block; width: 9px; height: 9px; border-radius: 3px;
   margin-right: 6px; background: var(--c0); }
-.k1::before { background: var(--c1); }
+.k1::before { background: var(--c1); } .k2::before { background: var(--c2); }
 .note { color: var(--soft); font-size: 12.5px; margin: 2px 0 2px; }
 svg { display: block; width: 100%; height: auto; }
+figcaption + svg { overflow: visible; }  /* The longest numbers of the axis. */
+.picture { margin: 0 auto; border-radius: 6px; background: #ffffff; }
 .grid { stroke: var(--rule); stroke-width: 1; }
 .tick { fill: var(--soft); font-size: 11px; font-variant-numeric: tabular-nums; }
 .line, .raw { fill: none; stroke: var(--c0); stroke-width: 2; stroke-linejoin: round;
   stroke-linecap: round; }
 .raw { stroke-width: 1; opacity: 0.32; }
-.line.c1, .raw.c1 { stroke: var(--c1); }
+.line.c1, .raw.c1 { stroke: var(--c1); } .line.c2, .raw.c2 { stroke: var(--c2); }
 .dot, .bar { fill: var(--c0); } .dot.c1, .bar.c1 { fill: var(--c1); }
+.dot.c2 { fill: var(--c2); }
 .bar { opacity: 0.55; } .bar:hover { opacity: 0.85; }
 .mean { stroke: var(--c0); stroke-width: 1.5; stroke-dasharray: 4 3; }
 .mean.c1 { stroke: var(--c1); }
-.hit { fill: var(--c0); opacity: 0; } .hit.c1 { fill: var(--c1); } .hit:hover { opacity: 1; }
+.hit { fill: var(--c0); opacity: 0; } .hit.c1 { fill: var(--c1); } .hit.c2 { fill: var(--c2); }
+.hit:hover { opacity: 1; }
 .tail { fill: var(--soft); opacity: 0.13; } .probe { fill: var(--ink); }
 .banner { border-radius: 10px; padding: 13px 18px; margin-bottom: 14px; }
 .banner.good { background: var(--good-page); } .banner.bad { background: var(--bad-page); }
@@ -682,7 +716,7 @@ pre { margin: 10px 0 0; white-space: pre-wrap; overflow-wrap: anywhere; max-heig
   overflow-y: auto; font: 12.5px/1.55 ui-monospace, SFMono-Regular, Menlo, Consolas,
   "DejaVu Sans Mono", monospace; }
 pre.prompt { color: var(--soft); border-bottom: 1px solid var(--rule); padding-bottom: 10px; }
-details { padding: 12px 18px; }
+details { padding: 12px 18px; } .grid2 + details { margin-top: 14px; }
 summary { font-weight: 600; font-size: 14px; cursor: pointer; }
 table { border-collapse: collapse; width: 100%; font-size: 13px; margin-top: 8px;
   font-variant-numeric: tabular-nums; }
@@ -694,8 +728,31 @@ tr:first-child > * { border-top: 0; }
 .numbers th { color: var(--soft); }
 .numbers th, .numbers td { text-align: right; padding-left: 12px; white-space: nowrap; }
 .numbers td:first-child { text-align: left; padding-left: 0; }
+.ranks th { color: var(--soft); } .ranks th, .ranks td { padding-right: 14px; }
+.ranks td { overflow-wrap: anywhere; } .ranks .ours td { font-weight: 650; color: var(--c0); }
 @media print { body { background: none; } pre { max-height: none; } }
 """
+
+
+def page(title: str, sections: Sequence[str], *, has_images: bool = False) -> str:
+  """Returns a whole page of HTML.
+
+  Args:
+    title: of the browser's window.
+    sections: HTML, in their order; empty ones are left out.
+    has_images: whether pictures that are written out in the page itself are shown.
+  """
+  body = "\n".join(f"<section>{text}</section>" for text in sections if text)
+  images = " img-src data:;" if has_images else ""
+  return (
+    '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+    '<meta name="viewport" content="width=device-width, initial-scale=1">'
+    # Should a text ever get past `escape`, the browser still runs and loads nothing.
+    f'<meta http-equiv="Content-Security-Policy" content="default-src \'none\';{images}'
+    " style-src 'unsafe-inline'\">"
+    f"<title>{escape(title)} · SeerJAX</title><style>{STYLE}</style></head>\n"
+    f"<body><main>\n{body}\n</main></body></html>\n"
+  )
 
 
 def render(run_dir: str | os.PathLike) -> pathlib.Path:
@@ -705,20 +762,8 @@ def render(run_dir: str | os.PathLike) -> pathlib.Path:
     ValueError: as `load`.
   """
   run = load(run_dir)
-  sections = "\n".join(
-    f"<section>{text}</section>" for section in SECTIONS if (text := section(run))
-  )
-  page = (
-    '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-    '<meta name="viewport" content="width=device-width, initial-scale=1">'
-    # Should a text ever get past `escape`, the browser still runs and loads nothing.
-    '<meta http-equiv="Content-Security-Policy" content="default-src \'none\';'
-    " style-src 'unsafe-inline'\">"
-    f"<title>{escape(run.name)} · SeerJAX</title><style>{STYLE}</style></head>\n"
-    f"<body><main>\n{sections}\n</main></body></html>\n"
-  )
   path = pathlib.Path(run_dir) / FILE_NAME
-  path.write_text(page, encoding="utf-8")
+  path.write_text(page(run.name, [section(run) for section in SECTIONS]), encoding="utf-8")
   return path
 
 

@@ -25,7 +25,6 @@ import dataclasses
 import json
 import math
 import pathlib
-import resource
 import time
 from typing import Any, NamedTuple
 
@@ -67,7 +66,9 @@ class TinyConfig:
   warm_passes: int = 2
 
   def __post_init__(self):
-    if self.hidden_size % self.num_heads or self.num_heads % 8 or self.num_layers < 1:
+    if self.num_heads < 1 or self.num_heads % 8 or self.hidden_size < 1 or self.num_layers < 1 or (
+      self.hidden_size % self.num_heads
+    ):
       raise ValueError(
         f"TinyConfig: got hidden_size={self.hidden_size}, num_heads={self.num_heads},"
         f" num_layers={self.num_layers}, expected heads in eights that divide the features, and a"
@@ -110,6 +111,11 @@ class ObjectiveConfig:
       raise ValueError(
         f"ObjectiveConfig: got kl_coefficient={self.kl_coefficient}, max_advantage="
         f"{self.max_advantage}, expected numbers of at least 0; 0 is off."
+      )
+    if not 0 < self.divergence < math.inf or not 0 <= self.beta < math.inf:
+      raise ValueError(
+        f"ObjectiveConfig: got divergence={self.divergence}, beta={self.beta}, expected a positive"
+        " number of nats and a beta of at least 0; ln 2 and 2 are published."
       )
 
 
@@ -175,7 +181,7 @@ class DiscoverConfig:
   )
 
   def __post_init__(self):
-    least = {"num_steps": 1, "groups_per_step": 1, "group_size": entropic.MIN_GROUP}
+    least = {"seed": 0, "num_steps": 1, "groups_per_step": 1, "group_size": entropic.MIN_GROUP}
     for field, number in least.items():
       if vars(self)[field] < number:
         raise ValueError(
@@ -302,13 +308,18 @@ def discover(
     Interrupted: on Ctrl-C; what was found is saved.
     ValueError: for settings, a directory or a problem that cannot work, before anything is sampled.
   """
-  clock = summary.RunClock()
-  cpu_start = cpu_seconds()
+  clock, cpu_start = summary.RunClock(), time.process_time()
   rl.check_directory(directory, resume=resume)
   run = config.run(environment)
   fingerprint = numerics_lib.fingerprint(config.numerics)
   policy = tiny_policy(config, environment) if policy is None else policy
-  programs = rl.make_programs(run, policy.model) if programs is None else programs
+  own_programs = rl.make_programs(run, policy.model)  # Nothing is compiled yet.
+  programs = own_programs if programs is None else programs
+  if programs.made_for != own_programs.made_for:
+    raise ValueError(
+      "discover.programs: got programs of another config or model, expected rl.make_programs of"
+      " these; share them only between runs of one shape."
+    )
   state, step = rl.initial_state(run, policy), 0
   archive, totals = first_archive(config, environment), dict(tokens=0, cpu_seconds=0.0)
   settings = metrics.encode(dataclasses.asdict(config))
@@ -381,12 +392,14 @@ def discover(
     try:
       if not resume:
         save(0)
-        write_best(directory, environment, archive, step)
+        (directory / BEST).unlink(missing_ok=True)
+      if not (directory / BEST).is_file():
+        write_best(directory, environment, archive)
       while step < config.num_steps:
         sampled = sample(config, environment, engine, writer, archive, step)
         found = archived(environment, archive, sampled, step)
         if archive_lib.best(found).value > archive_lib.best(archive).value:
-          write_best(directory, environment, found, step)
+          write_best(directory, environment, found)
         new_state, numbers = state, {}
         if config.train:
           new_state, numbers = learn(config, run, programs.trainer, state, sampled, base)
@@ -396,7 +409,7 @@ def discover(
         tokens = sum(len(said.completion.tokens) for said in sequences(sampled))
         done = dict(
           tokens=totals["tokens"] + tokens,
-          cpu_seconds=totals["cpu_seconds"] + cpu_seconds() - cpu_start,
+          cpu_seconds=totals["cpu_seconds"] + cpu_seconds(writer) - cpu_start,
         )
         numbers |= of_search(environment, archive, found, sampled) | {
           "search/tokens": float(done["tokens"]), "search/cpu_seconds": done["cpu_seconds"]
@@ -404,7 +417,7 @@ def discover(
         numbers_file.write(step + 1, numbers)
         # Together, and after its numbers: whenever Ctrl-C comes, what is saved is a whole step.
         state, archive, totals, step = new_state, found, done, step + 1
-        cpu_start = cpu_seconds()
+        cpu_start = cpu_seconds(writer)
         if step % config.checkpoint_every == 0 or step == config.num_steps:
           save(step)
     except KeyboardInterrupt:
@@ -424,7 +437,7 @@ def discover(
     cpu_seconds=totals["cpu_seconds"],
     judge_cpu_seconds=writer.cpu_seconds,
     lineage=len(archive_lib.lineage(archive, best.state_id)),
-    found_in_step=best.step,
+    found_in_step=best.step + 1,
     optimizer_steps=int(state.step),
     numerics=fingerprint,
   )
@@ -722,24 +735,33 @@ def of_search(
 
 
 def write_best(
-  directory: pathlib.Path, environment: Environment, archive: archive_lib.Archive, step: int
+  directory: pathlib.Path, environment: Environment, archive: archive_lib.Archive
 ) -> None:
-  """Writes the best artefact so far, its lineage, and what it is worth: at once, and whole."""
+  """Writes the best artefact so far, its lineage, and what it is worth: at once, and whole.
+
+  What is there already stays if it is better: a process that died knew more than its checkpoint.
+  """
   best = archive_lib.best(archive)
   score = environment.verify(best.artefact)
+  path = directory / BEST
+  if path.is_file():
+    before = json.loads(path.read_text())["value"]
+    if discovery.is_better(environment, before, score.value):
+      return
   lineage = [
-    dict(step=state.step, value=shown(environment, state.value), tokens=state.tokens)
+    # Steps count from 1, as in metrics.jsonl; 0 is the start.
+    dict(step=state.step + 1, value=shown(environment, state.value), tokens=state.tokens)
     for state in archive_lib.lineage(archive, best.state_id)
   ]
   record = dict(
     problem=environment.name,
     value=score.value,
     certificate=score.certificate,
-    step=step,
+    step=best.step + 1,
     artefact=best.artefact,
     lineage=lineage,
   )
-  metrics.write_summary(directory / BEST, json.loads(json.dumps(record)))
+  metrics.write_summary(path, json.loads(json.dumps(record)))
 
 
 def check_settings(before: dict[str, Any], now: dict[str, Any]) -> None:
@@ -760,10 +782,9 @@ def check_settings(before: dict[str, Any], now: dict[str, Any]) -> None:
     )
 
 
-def cpu_seconds() -> float:
-  """Returns the CPU seconds of this process and of the children that have ended."""
-  children = resource.getrusage(resource.RUSAGE_CHILDREN)
-  return time.process_time() + children.ru_utime + children.ru_stime
+def cpu_seconds(writer: writers.Writer) -> float:
+  """Returns the CPU seconds of this process, and of those that make its attempts."""
+  return time.process_time() + writer.worker_seconds
 
 
 def _language(environment: Environment) -> discovery.EditLanguage:

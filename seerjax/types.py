@@ -42,7 +42,7 @@ class Problem:
 class SamplingParams:
   """How one request is sampled. With its seed and its prompt, this decides the text.
 
-  The filters apply in this order: `logit_bias`, `temperature`, `allowed`, `top_k`, `top_p`, `min_p`.
+  They apply in this order: `logit_bias`, `temperature`, `allowed`, `top_k`, `top_p`, `min_p`.
 
   Attributes:
     temperature: 0 is greedy (the argmax of the biased logits); else logits are divided by it.

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 import dataclasses
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from seerjax.models import tokenizer as tokenizer_lib
 from seerjax.rollout import rollout as rollout_lib
@@ -38,6 +38,7 @@ class Job(NamedTuple):
   said: tuple[Said, ...]
 
 
+@runtime_checkable
 class Writer(Protocol):
   """What the circle asks of a policy besides its weights."""
 
@@ -56,6 +57,11 @@ class Writer(Protocol):
   @property
   def cpu_seconds(self) -> float:
     """CPU seconds of attempts so far, in whatever process."""
+    ...
+
+  @property
+  def worker_seconds(self) -> float:
+    """Those of them that other processes spent."""
     ...
 
 
@@ -129,6 +135,11 @@ class Edits:
   def cpu_seconds(self) -> float:
     """CPU seconds of attempts so far, in whatever process."""
     return self._judge.cpu_seconds
+
+  @property
+  def worker_seconds(self) -> float:
+    """Those of them that other processes spent."""
+    return self._judge.worker_seconds
 
   def __enter__(self) -> Edits:
     return self
@@ -262,6 +273,11 @@ class Programs:
     found = [one.result() for one in running]
     self.cpu_seconds += sum(one.cpu_seconds for one in found)
     return found
+
+  @property
+  def worker_seconds(self) -> float:
+    """All of them: programs run in processes of their own."""
+    return self.cpu_seconds
 
   def _attempt(self, job: Job) -> Attempt:
     return programs.attempt(

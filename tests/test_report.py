@@ -211,7 +211,7 @@ def test_a_run_that_has_just_begun_is_rendered(tmp_path):
 
 
 def test_points_lie_where_the_numbers_say():
-  frame = report._Frame((0.0, 10.0), (0.0, 1.0))
+  frame = report.Frame((0.0, 10.0), (0.0, 1.0))
   assert frame.x(0.0) == report.LEFT and frame.x(10.0) == report.WIDTH - report.RIGHT
   assert frame.y(0.0) == report.HEIGHT - report.BOTTOM and frame.y(1.0) == report.TOP
 

@@ -140,10 +140,10 @@ def scaled_rows(
 
 
 def processed_rows(logits: Float[Array, "n v"], sampling: SamplingRows) -> Float[Array, "n v"]:
-  """Returns z: biased, tempered, `DROPPED` outside grammar and filters. For use on the rows of one tile.
+  """Returns z: biased, tempered, `DROPPED` outside grammar and filters.
 
-  The rare paths stand behind `cond`s, so a row's common path has one program, whoever shares its
-  tile.
+  For use on the rows of one tile. The rare paths stand behind `cond`s, so a row's common path has
+  one program, whoever shares its tile.
   """
   scaled = scaled_rows(logits, sampling, jnp.int32(0))
   kept = lax.cond(

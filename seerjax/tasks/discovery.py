@@ -207,5 +207,7 @@ def check_numbers(artefact: Any, name: str, *, least: int, most: int) -> tuple[f
     if isinstance(number, bool) or not isinstance(number, int | float):
       return f"{name}[{place}]: got {type(number).__name__}, expected a real number"
     if not -1e300 < number < 1e300:
-      return f"{name}[{place}]: got {str(number)[:40]}, expected a finite number"
+      # An int may have more digits than Python prints.
+      got = f"an int of {number.bit_length()} bits" if isinstance(number, int) else str(number)
+      return f"{name}[{place}]: got {got}, expected a finite number"
   return tuple(float(number) for number in artefact)

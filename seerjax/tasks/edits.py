@@ -84,8 +84,8 @@ class Judge:
       )
     self._environment = environment
     self._pool = None
-    # CPU seconds of attempts, in whatever process.
-    self.cpu_seconds = 0.0
+    # CPU seconds of attempts, in whatever process; and those of them in other processes.
+    self.cpu_seconds = self.worker_seconds = 0.0
     if num_workers:
       self._pool = concurrent.futures.ProcessPoolExecutor(
         num_workers,
@@ -107,6 +107,7 @@ class Judge:
     for attempts, seconds in self._pool.map(_work, batches):
       found += attempts
       self.cpu_seconds += seconds
+      self.worker_seconds += seconds
     return found
 
   def __enter__(self) -> Judge:

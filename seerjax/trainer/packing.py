@@ -156,8 +156,9 @@ def pack(
 
   Returns:
     TrainBatch of NumPy arrays with leading m. `SamplingRows` holds the request's parameters on loss
-    rows and neutral ones (temperature 1, no filter, no bias, no grammar) elsewhere: a prompt token may lie
-    outside its own request's filter, and its log-probability, though unused, should be finite.
+    rows and neutral ones (temperature 1, no filter, no bias, no grammar) elsewhere: a prompt token
+    may lie outside its own request's filter, and its log-probability, though unused, should be
+    finite.
 
   Raises:
     ValueError: if there is no group, indices repeat, advantages do not fit the groups or are not

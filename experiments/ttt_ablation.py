@@ -1,0 +1,238 @@
+"""Which switch of test-time training earns its keep: objective x reuse x training on or off.
+
+Claim: none beforehand; the table says what came out, favourable or not.
+Command: bash launch/local.sh experiments.ttt_ablation --workdir=docs/results/ttt
+Hardware: 2 CPU cores, under a minute a cell, 120 cells by default. Numbers: docs/results/ttt.md
+
+Every cell is a run of `ttt.discover` of at least 7,680 attempts. With training off the objective
+does nothing, so that each way of reuse has one such cell. A finished cell is one line of
+cells.jsonl in --workdir: the same command goes on after the last one, over days if need be. Cells
+go seed by seed, so that whatever is there compares like with like.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+import dataclasses
+import datetime
+import itertools
+import json
+import os
+import pathlib
+import statistics
+import tempfile
+from typing import Any, NamedTuple
+
+from absl import app, flags, logging
+import jax
+import rich.progress
+
+from experiments import configuration
+from seerjax import metrics, numerics as numerics_lib, rl, self_test, ttt
+from seerjax.search import puct
+from seerjax.tasks import discovery, problems
+
+FILE_NAME = "cells.jsonl"
+# What stands in the place of an objective where nothing is learnt.
+OFF = "off"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Grid:
+  """Which cells there are.
+
+  Attributes:
+    problems: see `problems.load`.
+    objectives: of `ttt.OBJECTIVES`.
+    reuses: of `puct.REUSE`.
+    seeds: runs of each.
+    with_off: whether each way of reuse also runs without training.
+    run: all else.
+  """
+
+  problems: tuple[str, ...] = ("apple_machines_plain:0", "examples/vehicle_routing.py")
+  objectives: tuple[str, ...] = ttt.OBJECTIVES
+  reuses: tuple[str, ...] = ("puct", "epsilon_greedy", "sequential", "none")
+  seeds: tuple[int, ...] = (0, 1, 2)
+  with_off: bool = True
+  run: ttt.DiscoverConfig = ttt.DiscoverConfig(num_steps=15, checkpoint_every=15)
+
+  def __post_init__(self):
+    unknown = {*self.objectives} - {*ttt.OBJECTIVES} | {*self.reuses} - {*puct.REUSE}
+    if unknown or not self.problems or not self.seeds:
+      raise ValueError(
+        f"Grid: got objectives={self.objectives}, reuses={self.reuses}, problems={self.problems},"
+        f" seeds={self.seeds}, expected some of {ttt.OBJECTIVES} and {puct.REUSE}, a problem and a"
+        " seed; correct the spelling."
+      )
+
+  def cells(self) -> Iterator[Cell]:
+    """Yields all cells, seed by seed."""
+    objectives = [*([OFF] if self.with_off else []), *self.objectives]
+    for seed, problem, objective, reuse in itertools.product(
+      self.seeds, self.problems, objectives, self.reuses
+    ):
+      yield Cell(problem, objective, reuse, seed)
+
+  def config_of(self, cell: Cell) -> ttt.DiscoverConfig:
+    """Returns the run of a cell."""
+    run = self.run
+    objective = run.objective
+    if cell.objective != OFF:
+      objective = dataclasses.replace(objective, kind=cell.objective)
+    return dataclasses.replace(
+      run,
+      problem=cell.problem,
+      seed=cell.seed,
+      train=cell.objective != OFF,
+      objective=objective,
+      search=dataclasses.replace(run.search, reuse=cell.reuse),
+    )
+
+
+class Cell(NamedTuple):
+  """One run: a problem, an objective or "off", a way of reuse, a seed."""
+
+  problem: str
+  objective: str
+  reuse: str
+  seed: int
+
+
+def settings_of(grid: Grid) -> dict[str, Any]:
+  """Returns what cells of one table have in common, as JSON."""
+  return json.loads(json.dumps(metrics.encode(dataclasses.asdict(grid.run))))
+
+
+def finished(path: pathlib.Path, grid: Grid) -> dict[Cell, dict[str, Any]]:
+  """Returns the records of the cells that are in the file already.
+
+  Raises:
+    ValueError: if they were made with other settings.
+  """
+  records = metrics.read(path) if path.is_file() else []
+  for record in records:
+    if record["settings"] != settings_of(grid):
+      names = [n for n, v in settings_of(grid).items() if record["settings"].get(n) != v]
+      raise ValueError(
+        f"{path}: got cells with other {', '.join(names)}, expected those of this command; name"
+        " another --workdir, or the settings that they were made with."
+      )
+  return {Cell(*(record[field] for field in Cell._fields)): record for record in records}
+
+
+def measure(
+  grid: Grid, cell: Cell, programs: dict[Any, rl.Programs]
+) -> dict[str, Any]:
+  """Runs a cell; returns its record. Runs of one shape share what they compile."""
+  config = grid.config_of(cell)
+  environment = problems.load(cell.problem)
+  policy = ttt.tiny_policy(config, environment)
+  run = config.run(environment)
+  shape = (policy.model, run.rollout.max_tokens)
+  if shape not in programs:
+    programs[shape] = rl.make_programs(run, policy.model)
+  with tempfile.TemporaryDirectory() as directory:
+    found = ttt.discover(
+      config,
+      environment,
+      pathlib.Path(directory),
+      policy=policy,
+      say=lambda _: None,
+      programs=programs[shape],
+    )
+    rows = metrics.read(pathlib.Path(directory) / metrics.FILE_NAME)
+  return cell._asdict() | {
+    "best": found.score.value,
+    "is_maximised": environment.is_maximised,
+    "attempts": found.summary["attempts"],
+    "cpu_seconds": found.summary["cpu_seconds"],
+    "bests": [row["search/best"] for row in rows],
+    "medians": [row.get("search/value_median") for row in rows],
+    "valid_rates": [row["search/valid_rate"] for row in rows],
+    "kl_to_base": [row.get("objective/kl_to_base") for row in rows],
+    "seed_trees_alive": [row["search/seed_trees_alive"] for row in rows],
+    "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+    "numerics": numerics_lib.fingerprint(config.numerics)["digest"],
+    "settings": settings_of(grid),
+  }  # fmt: skip
+
+
+def append(path: pathlib.Path, record: dict[str, Any]) -> None:
+  """Adds a finished cell to the file; it is on the disk when this returns."""
+  path.parent.mkdir(parents=True, exist_ok=True)
+  with path.open("a", encoding="utf-8") as file:
+    file.write(json.dumps(metrics.encode(record)) + "\n")
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def tables(records: Sequence[dict[str, Any]]) -> str:
+  """Returns a table for each problem as Markdown: median of the best values, and their range."""
+  lines = []
+  for problem in dict.fromkeys(record["problem"] for record in records):
+    here = [record for record in records if record["problem"] == problem]
+    reuses = list(dict.fromkeys(record["reuse"] for record in here))
+    direction = "higher" if here[0]["is_maximised"] else "lower"
+    attempts = max(record["attempts"] for record in here)
+    lines += [
+      f"{problem}: best after {attempts:,} attempts, median (range) of the seeds; {direction} is"
+      " better.",
+      "",
+      f"| objective | {' | '.join(reuses)} |",
+      f"|---|{'---|' * len(reuses)}",
+    ]
+    for objective in dict.fromkeys(record["objective"] for record in here):
+      cells = []
+      for reuse in reuses:
+        bests = [r["best"] for r in here if (r["objective"], r["reuse"]) == (objective, reuse)]
+        middle = f"{statistics.median(bests):.7g}" if bests else "not run"
+        spread = f" ({min(bests):.7g} to {max(bests):.7g}, {len(bests)})" if bests else ""
+        cells.append(middle + spread)
+      name = "training off" if objective == OFF else objective
+      lines.append(f"| {name} | {' | '.join(cells)} |")
+    lines.append("")
+  return "\n".join(lines)
+
+
+def run(grid: Grid, directory: pathlib.Path) -> str:
+  """Runs the cells that are missing and writes table.md; returns the tables.
+
+  Raises:
+    ValueError: if the directory holds cells of other settings, or a problem has no language.
+  """
+  path = directory / FILE_NAME
+  records = finished(path, grid)
+  for name in grid.problems:
+    environment = problems.load(name)
+    if environment.language is None or not isinstance(environment, discovery.Environment):
+      raise ValueError(
+        f"{name}: got a problem without a language of edits, expected one; choose another."
+      )
+  cells = list(grid.cells())
+  missing = [cell for cell in cells if cell not in records]
+  programs: dict[Any, rl.Programs] = {}
+  for cell in rich.progress.track(missing, f"cells, {len(cells) - len(missing)} were finished"):
+    record = measure(grid, cell, programs)
+    append(path, record)
+    records[cell] = record
+  text = tables([records[cell] for cell in cells])
+  (directory / "table.md").write_text(text)
+  return text
+
+
+def main(argv: list[str]) -> None:
+  logging.set_verbosity(logging.WARNING)  # Checkpoints would tell of every file.
+  args = flags.FLAGS
+  with configuration.refusals():
+    configuration.check_arguments(argv)
+    grid = configuration.from_flags(Grid, args.config)
+    jax.config.update("jax_num_cpu_devices", grid.run.num_instances)
+    print(self_test.describe(grid.run.numerics), flush=True)
+    text = run(grid, pathlib.Path(args.workdir))
+  print(f"\n{text}\nwritten to {args.workdir}")
+
+
+if __name__ == "__main__":
+  configuration.define_flags(Grid(), "runs/ttt_ablation")
+  app.run(main)

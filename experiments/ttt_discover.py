@@ -1,0 +1,177 @@
+"""Test-time training to discover: keep training on one problem, keep the best that was ever found.
+
+Claim: on one AHC058 instance a tiny transformer, trained from nothing, makes 25,600 attempts from a
+plain start in ten minutes on 2 CPU cores, and the log-probabilities that sampled are those that
+learn, to the bit.
+Command: bash launch/local.sh experiments.ttt_discover
+  another problem:         --config.problem=circle_packing:26   (see seerjax/tasks/problems.py)
+  your own problem:        --config.problem=path/to/my_problem.py, after --check_problem
+  beside it, at equal CPU: --compare
+  carry on after a kill:   the same command with --resume
+Hardware: 2 CPU cores, 2 GiB. Numbers: docs/results/ttt.md
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+import math
+import pathlib
+import sys
+import time
+from typing import Any
+
+from absl import app, flags, logging
+import jax
+import numpy as np
+
+from experiments import configuration, grpo
+from seerjax import discovery_report, metrics, self_test, ttt
+from seerjax.rollout import rollout as rollout_lib
+from seerjax.search import archive as archive_lib, puct
+from seerjax.tasks import discovery, edits, problem_check, problems
+from seerjax.tasks.discovery import Environment
+
+
+def random_policy(config: ttt.DiscoverConfig, environment: Environment) -> Iterator[float]:
+  """Yields the best value after each group of the same search with sentences drawn evenly.
+
+  No transformer: at equal CPU time it makes many more attempts.
+  """
+  language = environment.language
+  assert language is not None
+  archive = ttt.first_archive(config, environment)
+  best = archive_lib.best(archive).value
+  with edits.Judge(environment, config.problem) as judge:
+    step = 0
+    while True:
+      starts = puct.select(archive, config.groups_per_step, config.search, config.seed)
+      by_id = {state.state_id: state.artefact for state in archive.states}
+      random = np.random.default_rng([config.seed, 2, step])
+      expansions = []
+      for group, start in enumerate(starts):
+        jobs = [
+          edits.Job(
+            by_id[start],
+            edits.random_sentence(language, random),
+            rollout_lib.request_seed(config.seed, step, group, member),
+          )
+          for member in range(config.group_size)
+        ]
+        found = [
+          archive_lib.Child(
+            artefact=one.artefact,
+            value=ttt.signed(environment, one.score.value),
+            reward=one.score.reward,
+          )
+          for one in judge.attempts(jobs)
+          if one.score.is_valid
+        ]
+        expansions.append((start, found))
+        # After each group: one of slow edits takes a while.
+        best = max([best, *(child.value for child in found)])
+        yield ttt.shown(environment, best)
+      archive = archive_lib.record_step(archive, expansions, step=step)
+      step += 1
+
+
+def best_within(
+  environment: Environment, values: Iterator[float], cpu_seconds: float
+) -> tuple[float, int]:
+  """Returns the best of what an iterator yields in so many CPU seconds, and how much that was."""
+  begin, best, count = time.process_time(), math.nan, 0
+  for value in values:
+    if discovery.is_better(environment, value, best):
+      best = value
+    count += 1
+    if time.process_time() - begin >= cpu_seconds:
+      break
+  return best, count
+
+
+def rivals(
+  config: ttt.DiscoverConfig, environment: Environment, cpu_seconds: float
+) -> dict[str, float]:
+  """Returns what others find in the same CPU time: name -> best value."""
+  found: dict[str, float] = {}
+  if isinstance(environment, discovery.Baselines):
+    sources: dict[str, Callable[[int], Iterator[Any]]] = {
+      "classical": environment.classical,
+      "tool_from_random_starts": environment.polished_starts,
+    }
+    for name, source in sources.items():
+      values = (environment.verify(artefact).value for artefact in source(config.seed))
+      found[name], _ = best_within(environment, values, cpu_seconds)
+  found["random_edits"], _ = best_within(
+    environment, random_policy(config, environment), cpu_seconds
+  )
+  return found
+
+
+def check_problem(environment: Environment, seed: int) -> int:
+  """Prints what is wrong with a problem; returns the program's status."""
+  findings = problem_check.check(environment, seed)
+  for finding in findings:
+    print(finding)
+  num_errors = sum(finding.level == "error" for finding in findings)
+  print(f"{environment.name}: {num_errors} errors, {len(findings) - num_errors} warnings")
+  return 2 if num_errors else 0
+
+
+def main(argv: list[str]) -> None:
+  logging.set_verbosity(logging.WARNING)  # Checkpoints would tell of every file.
+  args = flags.FLAGS
+  directory = pathlib.Path(args.workdir)
+  with configuration.refusals():
+    configuration.check_arguments(argv)
+    config = configuration.from_flags(ttt.DiscoverConfig, args.config)
+    jax.config.update("jax_num_cpu_devices", config.num_instances)
+    environment = problems.load(config.problem)
+    if args.check_problem:
+      sys.exit(check_problem(environment, config.seed))
+    print(self_test.describe(config.numerics), flush=True)
+    policy = None
+    if config.model != "tiny":
+      loaded = grpo.load_policy(config.model, config.numerics)
+      policy = ttt.Policy(loaded.model, loaded.params, loaded.tokenizer)
+    try:
+      found = ttt.discover(
+        config,
+        environment,
+        directory,
+        policy=policy,
+        resume=args.resume,
+        accept_new_numerics=args.accept_new_numerics,
+        say=lambda line: print(line, flush=True),
+      )
+    except ttt.Interrupted as stopped:
+      print(f"{stopped}\nreport   {discovery_report.render(directory, environment)}")
+      sys.exit(130)
+  numbers = dict(found.summary)
+  if args.compare:
+    print(f"others, with {numbers['cpu_seconds']:.0f} CPU seconds each:", flush=True)
+    numbers["rivals"] = rivals(config, environment, numbers["cpu_seconds"])
+  if args.price:
+    numbers["price"] = args.price * numbers["cpu_seconds"] / 3600
+  metrics.write_summary(directory / "summary.json", numbers)
+  page = discovery_report.render(directory, environment)
+  for name in (
+    "problem", "start", "best", "certificate", "attempts", "found_in_step", "lineage", "tokens",
+    "cpu_seconds", "judge_cpu_seconds", "seconds", "compile_seconds", "peak_memory_gib", "price",
+  ):  # fmt: skip
+    if name in numbers:
+      print(f"{name:24s} {numbers[name]}")
+  for name, value in numbers.get("rivals", {}).items():
+    print(f"{name:24s} {value}")
+  for one in environment.published[:3]:
+    print(f"published                {one.value} ({one.who}, {one.year})")
+  print(f"report   {page}\nartefact {directory / ttt.BEST}\nnumbers  {directory / 'summary.json'}")
+
+
+if __name__ == "__main__":
+  configuration.define_flags(ttt.DiscoverConfig(), "runs/ttt_discover")
+  flags.DEFINE_bool("resume", False, "Carry on from the latest checkpoint in --workdir.")
+  flags.DEFINE_bool("accept_new_numerics", False, "Resume under another fingerprint.")
+  flags.DEFINE_bool("check_problem", False, "Only look for mistakes in the problem.")
+  flags.DEFINE_bool("compare", False, "Then run other methods, at equal CPU time.")
+  flags.DEFINE_float("price", 0.0, "Of a CPU hour; 0 prints none.", lower_bound=0.0)
+  app.run(main)

@@ -1,0 +1,769 @@
+"""The first and second autocorrelation inequality, and what problems over step functions share.
+
+f >= 0 on [-1/4, 1/4] has n equal steps of heights a, and c = a * a (2n - 1 numbers) is their full
+convolution; f*f is linear between its nodes, so that both constants are rational in the heights:
+
+  AC1, minimise   C1 = 2n max(c) / (sum a)^2                        of max f*f / (integral of f)^2
+  AC2, maximise   C2 = (2 sum c_k^2 + sum c_k c_(k+1)) / 3 / (sum c max(c))
+                                                            of |f*f|_2^2 / (|f*f|_1 |f*f|_inf)
+
+Neither depends on the scale of a, and neither changes if each step is cut into k equal ones. A
+constant has C1 = 2 and C2 = 2/3. The verifier multiplies integers: a float is an integer over a
+power of two, so there is nothing to tolerate, and what is reported is rounded against the claim.
+
+Sources: Matolcsi & Vinuesa 2010, https://arxiv.org/abs/0907.1379 (both problems, and linear
+programs for the first); Yuksekgonul et al. 2026 (TTT-Discover), https://arxiv.org/abs/2601.16175.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+import dataclasses
+from fractions import Fraction
+import inspect
+import itertools
+import math
+from typing import Any, NamedTuple
+
+import numba
+import numpy as np
+from scipy import optimize
+
+from seerjax.tasks import discovery
+from seerjax.tasks.discovery import Artefact, Published, Score
+
+MAX_HEIGHT = 1000.0  # As in the paper's verifiers; scale means nothing here.
+MIN_SUM = 0.01
+MAX_STEPS = 1000
+_MAX_FRACTION_BITS = 2048  # Longer fractions are certified by the rounded float alone.
+
+# The language: every sentence is up to `NUM_EDITS` triples (verb, amount, place). Ids by kind:
+STOP_TOKEN = 0
+_VERB, NUM_VERBS = 1, 9
+_AMOUNT, NUM_AMOUNTS = 16, 16
+_PLACE, NUM_PLACES = 32, 16
+_LEVEL, NUM_LEVELS = 48, 16
+_BUCKET, NUM_BUCKETS = 64, 16
+VOCAB_SIZE = 80
+NUM_EDITS = 4
+NUM_CELLS = 32  # Of the view that a policy has.
+NOISE, REMELT, SET, SHIFT, SMOOTH, STRETCH, MIRROR, POLISH, LAST = range(NUM_VERBS)
+
+SIZES = tuple(float(size) for size in np.geomspace(1e-4, 1.0, NUM_AMOUNTS))
+# Regions as parts of the whole: first and last, in sixteenths.
+REGIONS = (
+  (0, 16),
+  *((8 * i, 8 * i + 8) for i in range(2)),
+  *((4 * i, 4 * i + 4) for i in range(4)),
+  *((2 * i, 2 * i + 2) for i in range(8)),
+  (4, 12),
+)
+# What a verb of annealing reads from its place: a learning rate and a number of steps.
+LEARNING_RATES = (0.4, 0.1, 0.03, 0.01)
+STEP_COUNTS = (500, 1000, 2000, 4000)
+START_TEMPERATURES = tuple(float(t) for t in np.geomspace(1e-4, 0.1, NUM_AMOUNTS))
+_END_TEMPERATURE = 5e-5
+# What one sentence may spend: products of annealing (0.45 CPU seconds), and linear programs with
+# their pivots (0.1 to 0.25 seconds each at n = 300, where one near a good function takes 600 to
+# 1300; from a poor one it may take many more, and gains nothing that annealing does not).
+_MAX_PRODUCTS = 10_000 * 300**2
+_MAX_PROGRAMS = 3
+_MAX_PIVOTS = 1500
+_POLISH_PROGRAMS = 2  # Of one edit.
+
+
+class Edit(NamedTuple):
+  """One triple of a sentence, each number counted from 0."""
+
+  verb: int
+  amount: int
+  place: int
+
+
+def allowed() -> tuple[tuple[int, int], ...]:
+  """Returns the ids that each place of a sentence may hold; the stop token ends it at a verb."""
+  triples = []
+  for index in range(NUM_EDITS):
+    first = _VERB if index == 0 else STOP_TOKEN
+    triples.append((first, _VERB + NUM_VERBS))
+    triples.append((_AMOUNT, _AMOUNT + NUM_AMOUNTS))
+    triples.append((_PLACE, _PLACE + NUM_PLACES))
+  return tuple(triples)
+
+
+def parse(tokens: Sequence[int]) -> tuple[Edit, ...]:
+  """Returns the edits of a sentence.
+
+  Raises:
+    ValueError: if it is empty, too long, broken off, or holds an id that may not stand there.
+  """
+  ids = [int(token) for token in tokens]
+  ranges = allowed()
+  if ids and ids[-1] == STOP_TOKEN and len(ids) % 3 == 1:
+    ids = ids[:-1]
+  if not ids or len(ids) > len(ranges) or len(ids) % 3:
+    raise ValueError(
+      f"sentence: got {len(tokens)} tokens, expected 1 to {NUM_EDITS} triples, and then"
+      f" {STOP_TOKEN} if there are fewer than {NUM_EDITS}; sample with `allowed`."
+    )
+  for place, (token, (first, end)) in enumerate(zip(ids, ranges, strict=False)):
+    if not first <= token < end or (token == STOP_TOKEN and place % 3 == 0):
+      raise ValueError(
+        f"sentence: got id {token} at place {place}, expected {max(first, _VERB)} to {end - 1};"
+        " sample with `allowed`."
+      )
+  return tuple(
+    Edit(ids[i] - _VERB, ids[i + 1] - _AMOUNT, ids[i + 2] - _PLACE) for i in range(0, len(ids), 3)
+  )
+
+
+def region(place: int, num_steps: int) -> slice:
+  """Returns the steps that a place stands for; at least one."""
+  first, end = REGIONS[place]
+  begin = min(first * num_steps // 16, num_steps - 1)
+  return slice(begin, max(end * num_steps // 16, begin + 1))
+
+
+def reshape(heights: np.ndarray, edit: Edit, rng: np.random.Generator, top: float) -> np.ndarray:
+  """Returns the heights after one of the first seven verbs; they may then be out of range.
+
+  Args:
+    heights: f64[n].
+    edit: verb NOISE to MIRROR.
+    rng: of noise and of what a remelted region becomes.
+    top: height of level 15.
+  """
+  changed = heights.copy()
+  part = region(edit.place, heights.size)
+  old = heights[part]
+  mean = float(heights.mean())
+  size = SIZES[edit.amount]
+  if edit.verb == NOISE:
+    changed[part] = old + size * mean * rng.standard_normal(old.size)
+  elif edit.verb == REMELT:
+    changed[part] = (1 - size) * old + size * 2 * mean * rng.random(old.size)
+  elif edit.verb == SET:
+    changed[part] = top * edit.amount / (NUM_AMOUNTS - 1)
+  elif edit.verb == SHIFT:
+    changed[part] = np.roll(old, edit.amount - 8 if edit.amount < 8 else edit.amount - 7)
+  elif edit.verb == SMOOTH:
+    width, weight = 1 + edit.amount // 4, (0.1, 0.3, 0.6, 1.0)[edit.amount % 4]
+    padded = np.pad(heights, width, mode="edge")
+    window = np.full(2 * width + 1, 1 / (2 * width + 1))
+    smooth = np.convolve(padded, window, mode="valid")
+    changed[part] = (1 - weight) * old + weight * smooth[part]
+  elif edit.verb == STRETCH:
+    changed[part] = old.mean() + (0.25 + 0.1 * edit.amount) * (old - old.mean())
+  else:
+    assert edit.verb == MIRROR
+    weight = (edit.amount + 1) / (2 * NUM_AMOUNTS)  # 1/2 of the whole makes it symmetric.
+    changed[part] = (1 - weight) * old + weight * heights[::-1][part]
+  return changed
+
+
+def view(heights: np.ndarray, top: float, gap: float, peak: float) -> tuple[int, ...]:
+  """Returns what a policy sees: how far from the best known, where the maximum is, the heights.
+
+  Args:
+    heights: f64[n].
+    top: height of level 15.
+    gap: distance to the best published value, in the problem's unit; its logarithm is shown.
+    peak: where the maximum that counts is attained, 0 to 1.
+  """
+  num = heights.size
+  bucket = 2 * (math.log10(min(max(gap, 1e-8), 1.0)) + 7.5)
+  sums = np.concatenate([[0.0], np.cumsum(heights)])
+  edges = np.linspace(0.0, num, NUM_CELLS + 1)
+  means = np.diff(np.interp(edges, np.arange(num + 1), sums)) * NUM_CELLS / num
+  levels = np.clip(np.rint(means / top * (NUM_LEVELS - 1)), 0, NUM_LEVELS - 1).astype(int)
+  return (
+    _BUCKET + min(max(int(bucket), 0), NUM_BUCKETS - 1),
+    _BUCKET + min(max(int(peak * NUM_BUCKETS), 0), NUM_BUCKETS - 1),
+    *(_LEVEL + int(level) for level in levels),
+  )
+
+
+def check_heights(artefact: Any, num_steps: int) -> tuple[float, ...] | str:
+  """Returns the heights as floats, or the reason why the artefact is no step function."""
+  try:
+    heights = discovery.check_numbers(artefact, "heights", least=num_steps, most=num_steps)
+  except ValueError:  # Python prints no integer of more than 4300 digits, not even a part of it.
+    return "heights: got a number of thousands of digits, expected a finite one"
+  if isinstance(heights, str):
+    return heights
+  for place, height in enumerate(heights):
+    if not 0.0 <= height <= MAX_HEIGHT:
+      return f"heights[{place}]: got {height!r}, expected 0 to {MAX_HEIGHT:g}"
+  if not math.fsum(heights) >= MIN_SUM:
+    return f"heights: got a sum of {math.fsum(heights)!r}, expected at least {MIN_SUM:g}"
+  return heights
+
+
+def dyadic(heights: Sequence[float]) -> list[int]:
+  """Returns non-negative integers in exactly the ratios of the heights."""
+  ratios = [float(height).as_integer_ratio() for height in heights]
+  denominator = max(below for _, below in ratios)  # Powers of two: the largest is a multiple.
+  return [above * (denominator // below) for above, below in ratios]
+
+
+def convolve(first: Sequence[int], second: Sequence[int]) -> list[int]:
+  """Returns the exact full convolution of two non-negative integer sequences.
+
+  Both are written as digits of one large number each, in a base that no sum of products reaches, so
+  that a single product of Python's integers holds all sums (Kronecker's substitution).
+  """
+  bits = max(first).bit_length() + max(second).bit_length()
+  width = (bits + min(len(first), len(second)).bit_length() + 7) // 8
+
+  def pack(digits: Sequence[int]) -> int:
+    return int.from_bytes(b"".join(digit.to_bytes(width, "little") for digit in digits), "little")
+
+  length = len(first) + len(second) - 1
+  product = (pack(first) * pack(second)).to_bytes(width * length, "little")
+  return [
+    int.from_bytes(product[width * k : width * (k + 1)], "little") for k in range(length)
+  ]
+
+
+def at_least(exact: Fraction) -> float:
+  """Returns the least float that is not below the fraction."""
+  value = float(exact)
+  return value if Fraction(value) >= exact else math.nextafter(value, math.inf)
+
+
+def at_most(exact: Fraction) -> float:
+  """Returns the greatest float that is not above the fraction."""
+  return -at_least(-exact)
+
+
+def certificate(exact: Fraction, rounded: float) -> str:
+  """Returns the fraction as text, or the rounded float, in hexadecimal, where that is too long."""
+  if exact.denominator.bit_length() > _MAX_FRACTION_BITS:
+    return rounded.hex()
+  return f"{exact.numerator}/{exact.denominator}"
+
+
+def first_constant(heights: Sequence[float]) -> Fraction:
+  """Returns C1 exactly; the heights are non-negative and not all 0."""
+  numbers = dyadic(heights)
+  return Fraction(2 * len(numbers) * max(convolve(numbers, numbers)), sum(numbers) ** 2)
+
+
+def second_constant(heights: Sequence[float]) -> Fraction:
+  """Returns C2 exactly; the heights are non-negative and not all 0."""
+  numbers = dyadic(heights)
+  nodes = convolve(numbers, numbers)
+  squares = 2 * sum(c * c for c in nodes)
+  squares += sum(c * d for c, d in itertools.pairwise(nodes))
+  return Fraction(squares, 3 * sum(nodes) * max(nodes))
+
+
+def compiled(function: Callable[..., Any]) -> Any:
+  """Compiles a function; what is compiled is kept on disk where there is a place for it."""
+  function = inspect.unwrap(function)
+  try:
+    return numba.njit(cache=True, error_model="numpy")(function)
+  except RuntimeError:  # Neither the package's folder nor the home can be written.
+    return numba.njit(error_model="numpy")(function)
+
+
+@compiled
+def _anneal(start, is_second, num_steps, learning_rate, first_temperature, last_temperature):
+  # Adam on x with a = x^2, over log C with its maximum replaced by a log-sum-exp whose temperature
+  # falls geometrically. Sums are written so that they vectorise without being reordered.
+  n = start.size
+  num_nodes = 2 * n - 1
+  x = np.sqrt(start)
+  best = start.copy()
+  best_value = np.inf
+  first_moment = np.zeros(n)
+  second_moment = np.zeros(n)
+  a = np.zeros(n)
+  slope = np.zeros(n)
+  nodes = np.zeros(num_nodes)
+  weights = np.zeros(num_nodes)
+  for step in range(num_steps + 1):
+    total = 0.0
+    for i in range(n):
+      a[i] = x[i] * x[i]
+      total += a[i]
+    if not total > 0.0:
+      break
+    nodes[:] = 0.0
+    for i in range(n):
+      factor = a[i]
+      if factor > 0.0:
+        for j in range(n):
+          nodes[i + j] += factor * a[j]
+    largest = 0.0
+    for k in range(num_nodes):
+      largest = max(largest, nodes[k])
+    squares = 0.0
+    if is_second:
+      for k in range(num_nodes):
+        squares += 2.0 * nodes[k] * nodes[k]
+      for k in range(num_nodes - 1):
+        squares += nodes[k] * nodes[k + 1]
+      value = -squares / (3.0 * total * total * largest)
+    else:
+      value = largest / (total * total)
+    if value < best_value:
+      best_value = value
+      best[:] = a
+    if step == num_steps:
+      break
+    progress = step / num_steps
+    temperature = first_temperature * (last_temperature / first_temperature) ** progress
+    normaliser = 0.0
+    for k in range(num_nodes):
+      weights[k] = math.exp((nodes[k] / largest - 1.0) / temperature)
+      normaliser += weights[k]
+    for k in range(num_nodes):
+      weights[k] /= normaliser * largest
+    if is_second:
+      for k in range(num_nodes):
+        change = 4.0 * nodes[k]
+        if k > 0:
+          change += nodes[k - 1]
+        if k + 1 < num_nodes:
+          change += nodes[k + 1]
+        weights[k] -= change / squares
+    slope[:] = 0.0
+    for j in range(n):
+      factor = 2.0 * a[j]
+      for i in range(n):
+        slope[i] += weights[i + j] * factor
+    of_total = 2.0 / total if is_second else -2.0 / total
+    rate = learning_rate * 0.5 * (1.0 + math.cos(math.pi * progress))
+    first_bias = 1.0 - 0.9 ** (step + 1)
+    second_bias = 1.0 - 0.999 ** (step + 1)
+    for i in range(n):
+      gradient = (slope[i] + of_total) * 2.0 * x[i]
+      first_moment[i] = 0.9 * first_moment[i] + 0.1 * gradient
+      second_moment[i] = 0.999 * second_moment[i] + 0.001 * gradient * gradient
+      x[i] -= rate * (first_moment[i] / first_bias) / (
+        math.sqrt(second_moment[i] / second_bias) + 1e-12
+      )
+  return best
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AutocorrelationEdits:
+  """The edits of both problems.
+
+    noise, remelt, set, shift, smooth, stretch, mirror   a region (`reshape`)
+    polish   linear programs over a region's heights, `SIZES[amount]` the trust region's radius
+    anneal   Adam, cooled from `START_TEMPERATURES[amount]`; rate and steps from the place
+
+  Heights are scaled to mean 1 after each. What a sentence may spend on the last two is limited;
+  beyond it they do nothing.
+
+  Attributes:
+    num_steps: of the function.
+    is_second: of the second inequality; else of the first.
+    target: best published value, for the view.
+  """
+
+  num_steps: int
+  is_second: bool
+  target: float
+
+  @property
+  def vocab_size(self) -> int:
+    return VOCAB_SIZE
+
+  @property
+  def allowed(self) -> tuple[tuple[int, int], ...]:
+    return allowed()
+
+  @property
+  def stop_token(self) -> int | None:
+    return STOP_TOKEN
+
+  def prompt(self, artefact: Artefact) -> tuple[int, ...]:
+    """Returns the value's bucket, where f*f is largest, and the heights, coarsely."""
+    heights = np.array(artefact, np.float64)
+    nodes = np.convolve(heights, heights)
+    gap = abs(self.value(heights) - self.target)
+    top = float(heights.max())
+    return view(heights, top, gap, float(nodes.argmax()) / nodes.size)
+
+  def apply(self, artefact: Artefact, tokens: Sequence[int], seed: int) -> Artefact:
+    """Returns the artefact after the edits, in order.
+
+    Raises:
+      ValueError: if the sentence cannot be parsed, or leaves nothing of the function.
+    """
+    edits = parse(tokens)
+    rng = np.random.default_rng([seed, 0x57E9])
+    heights = self.settle(np.array(artefact, np.float64))
+    programs_left, steps_left = _MAX_PROGRAMS, max(_MAX_PRODUCTS // self.num_steps**2, 4)
+    for edit in edits:
+      if edit.verb == POLISH:
+        is_free = np.zeros(self.num_steps, bool)
+        is_free[region(edit.place, self.num_steps)] = True
+        programs = min(_POLISH_PROGRAMS, programs_left)
+        programs_left -= programs
+        heights = self.polish(heights, programs, SIZES[edit.amount], is_free)
+      elif edit.verb == LAST:
+        rate, steps = LEARNING_RATES[edit.place // 4], STEP_COUNTS[edit.place % 4]
+        steps = min(steps, steps_left)
+        steps_left -= steps
+        heights = self.anneal(heights, steps, rate, START_TEMPERATURES[edit.amount])
+      else:
+        heights = self.settle(reshape(heights, edit, rng, float(heights.max())))
+    return heights.tolist()
+
+  def settle(self, heights: np.ndarray) -> np.ndarray:
+    """Returns the heights without negative ones, scaled to mean 1.
+
+    Raises:
+      ValueError: if none is positive.
+    """
+    heights = np.maximum(heights, 0.0)
+    mean = float(heights.mean())
+    if not mean > 1e-9:
+      raise ValueError(
+        f"edit: got heights of mean {mean:g}, expected some above 0; leave some of the function."
+      )
+    return heights / mean
+
+  def value(self, heights: np.ndarray) -> float:
+    """Returns C1 or C2 in float arithmetic, for tools that compare often."""
+    nodes = np.convolve(heights, heights)
+    total, largest = float(nodes.sum()), float(nodes.max())
+    if self.is_second:
+      squares = 2 * float(nodes @ nodes) + float(nodes[:-1] @ nodes[1:])
+      return squares / (3 * total * largest)
+    return 2 * heights.size * largest / total
+
+  def better(self, new: np.ndarray, old: np.ndarray) -> np.ndarray:
+    """Returns the better of two, compared exactly: a tool never worsens."""
+    if self.is_second:
+      return new if second_constant(new.tolist()) > second_constant(old.tolist()) else old
+    return new if first_constant(new.tolist()) < first_constant(old.tolist()) else old
+
+  def anneal(
+    self, heights: np.ndarray, num_steps: int, learning_rate: float, temperature: float
+  ) -> np.ndarray:
+    """Returns the best heights of one annealed run of Adam, itself included.
+
+    Args:
+      heights: f64[n], of mean 1.
+      num_steps: of Adam.
+      learning_rate: of the square roots of the heights; falls to 0 along a cosine.
+      temperature: of the log-sum-exp to start with, in parts of the maximum.
+    """
+    if num_steps < 1:
+      return heights
+    last = min(_END_TEMPERATURE, temperature)
+    found = _anneal(heights, self.is_second, num_steps, learning_rate, temperature, last)
+    return self.better(self.settle(found), heights)
+
+  def polish(
+    self, heights: np.ndarray, num_programs: int, radius: float, is_free: np.ndarray
+  ) -> np.ndarray:
+    """Returns heights that a sequence of linear programs improved, or the same.
+
+    Each program linearises around the heights: least t (less what the numerator of C2 gains) with
+    c_k + 2 sum_i a_(k-i) d_i <= t at the nodes near the maximum, sum d = 0, |d| <= radius.
+
+    Args:
+      heights: f64[n], of mean 1.
+      num_programs: to solve.
+      radius: of the trust region, in mean heights; a failed program quarters it.
+      is_free: bool[n], the heights that may change.
+    """
+    max_pivots = min(_MAX_PIVOTS * 300**2 // self.num_steps**2, 10_000)
+    start, sign = heights, -1.0 if self.is_second else 1.0
+    value = self.value(heights)
+    free = np.flatnonzero(is_free)
+    for _ in range(num_programs):
+      nodes = np.convolve(heights, heights)
+      largest = float(nodes.max())
+      rows = np.flatnonzero(nodes > largest * (1 - min(0.03 + radius, 0.3)))
+      padded = np.zeros(3 * heights.size)
+      padded[heights.size : 2 * heights.size] = heights
+      slopes = 2 * padded[np.clip(heights.size + rows[:, None] - free[None], 0, padded.size - 1)]
+      costs = np.zeros(free.size)
+      if self.is_second:
+        squares = 2 * float(nodes @ nodes) + float(nodes[:-1] @ nodes[1:])
+        gains = 4 * nodes
+        gains[1:] += nodes[:-1]
+        gains[:-1] += nodes[1:]
+        costs = -2 * np.convolve(gains, heights[::-1], mode="valid")[free] * largest / squares
+      least = np.maximum(-heights[free], -radius)
+      answer = optimize.linprog(
+        np.append(costs, 1.0),
+        A_ub=np.hstack([slopes, -np.ones((rows.size, 1))]) / largest,
+        b_ub=(largest - nodes[rows]) / largest,
+        A_eq=np.append(np.ones(free.size), 0.0)[None],
+        b_eq=[0.0],
+        bounds=np.stack(
+          [np.append(least, -largest), np.append(np.full(free.size, radius), largest)], axis=1
+        ),
+        method="highs",
+        options=dict(maxiter=max_pivots),
+      )
+      if answer.status == 0 and answer.x is not None:
+        moved = heights.copy()
+        moved[free] += answer.x[:-1]
+        moved = self.settle(moved)
+        new_value = self.value(moved)
+        if sign * new_value < sign * value:
+          heights, value = moved, new_value
+          continue
+      radius /= 4
+    return self.better(heights, start)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Autocorrelation:
+  """What both problems share."""
+
+  num_steps: int
+
+  def __post_init__(self):
+    if not 2 <= self.num_steps <= MAX_STEPS:
+      raise ValueError(
+        f"{type(self).__name__}.num_steps: got {self.num_steps}, expected 2 to {MAX_STEPS};"
+        " a policy needs some hundreds at most."
+      )
+
+  @property
+  def language(self) -> AutocorrelationEdits:
+    raise NotImplementedError
+
+  def start(self, seed: int) -> Artefact:
+    """Returns one random constant with a little noise: the paper starts from the constant."""
+    rng = np.random.default_rng([seed, 0xAC])
+    heights = rng.uniform(0.5, 1.5) * (1 + 0.4 * rng.uniform(-1, 1, self.num_steps))
+    return heights.tolist()
+
+  def polished_starts(self, seed: int) -> Iterator[Artefact]:
+    """Yields starts, each annealed once and then polished as an edit does both."""
+    edits = self.language
+    everywhere = np.ones(self.num_steps, bool)
+    steps = max(min(STEP_COUNTS[-1], _MAX_PRODUCTS // self.num_steps**2), 1)
+    index = 0
+    while True:
+      heights = edits.settle(np.array(self.start(seed * 1_000_003 + index)))
+      heights = edits.anneal(heights, steps, 0.1, 0.01)
+      yield edits.polish(heights, _POLISH_PROGRAMS, SIZES[6], everywhere).tolist()
+      index += 1
+
+  def classical(self, seed: int) -> Iterator[Artefact]:
+    """Yields annealed smooth random functions, and annealed changes of the best of them so far.
+
+    A start is the absolute value of a moving sum of normal draws (uniform starts all fall into one
+    poor basin). From the ninth item on every other one multiplies the best so far by a smooth
+    random function and anneals it again; each eighth is polished by linear programs.
+    """
+    edits = self.language
+    rng = np.random.default_rng([seed, 0xC1A551C])
+    n = self.num_steps
+    everywhere = np.ones(n, bool)
+    # About 0.25 CPU seconds each at n = 300, 0.03 at n = 100.
+    steps = max(min(6000, 6000 * 300**2 // n**2), 1)
+    batch = max(1, min(15, 3 * 300**2 // n**2))
+
+    def smooth() -> np.ndarray:
+      width = max(int(n * rng.choice((0.1, 0.2, 0.3))), 1)
+      return np.convolve(rng.standard_normal(n + width - 1), np.full(width, width**-0.5), "valid")
+
+    best: np.ndarray | None = None
+    index = 0
+    while True:
+      found = []
+      for _ in range(batch):
+        if best is None or index < 8 or index % 2 == 0:
+          found.append(edits.anneal(edits.settle(np.abs(smooth())), steps, 0.4, 0.01))
+        else:
+          changed = edits.settle(best * np.exp(10 ** rng.uniform(-1.5, 0.0) * smooth()))
+          rate, temperature = 10 ** rng.uniform(-1.5, -0.5), 10 ** rng.uniform(-2.5, -1.7)
+          found.append(edits.anneal(changed, steps, rate, temperature))
+      chosen = found[0]
+      for other in found[1:]:
+        chosen = edits.better(other, chosen)
+      if index % 8 == 7:
+        chosen = chosen if best is None else edits.better(chosen, best)
+        chosen = edits.polish(chosen, _POLISH_PROGRAMS, 0.02, everywhere)
+      best = chosen if best is None else edits.better(chosen, best)
+      yield chosen.tolist()
+      index += 1
+
+  def picture(self, artefact: Artefact) -> Any:
+    """Returns a Figure of the function, and of f*f with its maximum marked."""
+    from matplotlib import figure  # Slow to import, and only a picture needs it.
+
+    heights = self.language.settle(np.array(artefact, np.float64))
+    nodes = np.concatenate([[0.0], np.convolve(heights, heights), [0.0]])
+    nodes = nodes / (2 * self.num_steps)  # f*f of the function with mean height 1 on a width 1/2.
+    at = np.linspace(-0.5, 0.5, nodes.size)
+    drawing = figure.Figure(figsize=(9, 4), layout="constrained")
+    left, right = drawing.subplots(1, 2)
+    left.stairs(heights, np.linspace(-0.25, 0.25, self.num_steps + 1), fill=True)
+    left.set(xlabel="x", ylabel="f(x)", title=f"{self.num_steps} steps, mean 1")
+    right.plot(at, nodes)
+    peak = int(nodes.argmax())
+    right.axhline(nodes[peak], linestyle="--", linewidth=0.8, color="C3")
+    right.plot([at[peak]], [nodes[peak]], "o", color="C3")
+    name = "C2" if self.language.is_second else "C1"
+    value = self.language.value(heights)
+    right.set(xlabel="x", ylabel="(f*f)(x)", title=f"{name} = {value:.8f}")
+    return drawing
+
+
+_TTT = "https://arxiv.org/abs/2601.16175"
+_MATOLCSI = "https://arxiv.org/abs/0907.1379"
+_ALPHAEVOLVE = "https://arxiv.org/abs/2506.13131"
+_REPOSITORY = "https://github.com/google-deepmind/alphaevolve_repository_of_problems"
+_TOGETHER = "https://github.com/togethercomputer/EinsteinArena-new-SOTA"
+_THETAEVOLVE = "https://arxiv.org/abs/2511.23473"
+
+FIRST_PUBLISHED = (
+  Published(1.5028628, "Together, EinsteinArena", 2026, _TOGETHER),
+  Published(1.5028629, "TTT-Discover, gpt-oss-120b, 30,000 steps", 2026, _TTT),
+  Published(1.503133, "ThetaEvolve, from AlphaEvolve's", 2025, _THETAEVOLVE),
+  Published(1.503164, "AlphaEvolve V2, 1319 steps", 2025, _REPOSITORY),
+  Published(1.50525, "TTT-Discover, Qwen3-8B", 2026, _TTT),
+  Published(1.50529, "AlphaEvolve", 2025, _ALPHAEVOLVE),
+  Published(1.50681, "ThetaEvolve, from scratch", 2025, _THETAEVOLVE),
+  Published(1.50719, "OpenEvolve, in TTT-Discover", 2026, _TTT),
+  Published(1.50992, "Matolcsi and Vinuesa (human)", 2010, _MATOLCSI),
+  Published(1.51004, "best of 25,600, in TTT-Discover", 2026, _TTT),
+)
+SECOND_PUBLISHED = (
+  Published(0.961206, "Together, EinsteinArena", 2026, _TOGETHER),
+  Published(0.9610, "AlphaEvolve V2, 50,000 steps", 2025, _REPOSITORY),
+  Published(0.9591, "TTT-Discover, gpt-oss-120b, 50,000 steps", 2026, _TTT),
+  Published(0.9472, "TTT-Discover, Qwen3-8B", 2026, _TTT),
+  Published(0.9468, "ThetaEvolve", 2025, _THETAEVOLVE),
+  Published(0.9449, "OpenEvolve, in TTT-Discover", 2026, _TTT),
+  Published(0.9344, "best of 25,600, in TTT-Discover", 2026, _TTT),
+  Published(0.901564, "Boyer and Li, 575 steps", 2025, "https://arxiv.org/abs/2506.16750"),
+  Published(0.8962, "AlphaEvolve, 50 steps", 2025, _ALPHAEVOLVE),
+  Published(0.88922, "Matolcsi and Vinuesa (human)", 2010, _MATOLCSI),
+)
+
+
+def program_rules(num_steps: int) -> str:
+  """Returns what a program that changes step heights must obey, as text."""
+  return (
+    f"The artefact is a list of {num_steps} real numbers, the step heights from left to right. It"
+    " is judged in exact arithmetic from the list alone, without tolerance; a number that is not"
+    " finite, negative, boolean, complex or nested makes it worth nothing.\n"
+    "Write a Python program that defines `improve(artefact, seconds, seed)`: it takes such a list,"
+    " works at most `seconds` seconds (numpy and scipy are there), draws at random from `seed`"
+    " alone, and returns a better list. Start from the artefact given; do not begin anew unless"
+    " that is better.\n"
+  )
+
+
+def heights_text(artefact: Artefact) -> str:
+  """Returns the heights with six digits, for a model to read."""
+  return "[" + ", ".join(f"{height:.6g}" for height in artefact) + "]"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FirstAutocorrelation(_Autocorrelation):
+  """The first inequality: a function whose self-convolution has a small maximum.
+
+  Attributes:
+    num_steps: n; at 300, one annealing run takes a quarter of a CPU second.
+  """
+
+  num_steps: int = 300
+
+  @property
+  def name(self) -> str:
+    return f"first_autocorrelation_{self.num_steps}"
+
+  @property
+  def is_maximised(self) -> bool:
+    return False
+
+  @property
+  def published(self) -> tuple[Published, ...]:
+    return FIRST_PUBLISHED
+
+  @property
+  def language(self) -> AutocorrelationEdits:
+    target = FIRST_PUBLISHED[0].value
+    return AutocorrelationEdits(num_steps=self.num_steps, is_second=False, target=target)
+
+  def verify(self, artefact: Artefact) -> Score:
+    """Returns C1, rounded up; the certificate is the exact fraction."""
+    heights = check_heights(artefact, self.num_steps)
+    if isinstance(heights, str):
+      return discovery.invalid(heights)
+    exact = first_constant(heights)
+    value = at_least(exact)
+    return Score(
+      is_valid=True, value=value, reward=1 / value, certificate=certificate(exact, value)
+    )
+
+  def describe(self, artefact: Artefact, score: Score) -> str:
+    """Returns the problem for a model that writes programs."""
+    return (
+      "First autocorrelation inequality. For f >= 0 on [-1/4, 1/4], constant on"
+      f" n = {self.num_steps} equal steps of heights a[0..n-1], make\n"
+      "  C1 = 2 n max_k c[k] / (sum a)^2,  c = numpy.convolve(a, a),\n"
+      "as small as possible: each value is an upper bound of the constant C1 with"
+      " max (f*f) >= C1 (integral of f)^2.\n"
+      f"Heights are 0 to {MAX_HEIGHT:g}, their sum at least {MIN_SUM:g}; scale does not matter.\n"
+      + program_rules(self.num_steps)
+      + f"Now: C1 = {score.value:.10f}. Best known, with more steps: {self.published[0].value}."
+      f" People reached 1.50992 in 2010.\nartefact = {heights_text(artefact)}\n"
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SecondAutocorrelation(_Autocorrelation):
+  """The second inequality: a function whose self-convolution is as flat as it can be.
+
+  Attributes:
+    num_steps: n; the records of 2026 have tens of thousands.
+  """
+
+  num_steps: int = 100
+
+  @property
+  def name(self) -> str:
+    return f"second_autocorrelation_{self.num_steps}"
+
+  @property
+  def is_maximised(self) -> bool:
+    return True
+
+  @property
+  def published(self) -> tuple[Published, ...]:
+    return SECOND_PUBLISHED
+
+  @property
+  def language(self) -> AutocorrelationEdits:
+    target = SECOND_PUBLISHED[0].value
+    return AutocorrelationEdits(num_steps=self.num_steps, is_second=True, target=target)
+
+  def verify(self, artefact: Artefact) -> Score:
+    """Returns C2, rounded down; the certificate is the exact fraction."""
+    heights = check_heights(artefact, self.num_steps)
+    if isinstance(heights, str):
+      return discovery.invalid(heights)
+    exact = second_constant(heights)
+    value = at_most(exact)
+    return Score(is_valid=True, value=value, reward=value, certificate=certificate(exact, value))
+
+  def describe(self, artefact: Artefact, score: Score) -> str:
+    """Returns the problem for a model that writes programs."""
+    return (
+      "Second autocorrelation inequality. For f >= 0, constant on"
+      f" n = {self.num_steps} equal steps of heights a[0..n-1], make\n"
+      "  C2 = (2 sum c[k]^2 + sum c[k] c[k+1]) / 3 / (sum c * max c),  c = numpy.convolve(a, a),\n"
+      "as large as possible: each value is a lower bound of the constant C2 with"
+      " |f*f|_2^2 <= C2 |f*f|_1 |f*f|_inf, which is at most 1.\n"
+      f"Heights are 0 to {MAX_HEIGHT:g}, their sum at least {MIN_SUM:g}; scale does not matter.\n"
+      + program_rules(self.num_steps)
+      + f"Now: C2 = {score.value:.10f}. Best known, with more steps: {self.published[0].value}."
+      f" People reached 0.88922 in 2010.\nartefact = {heights_text(artefact)}\n"
+    )

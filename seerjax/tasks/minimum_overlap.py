@@ -1,0 +1,413 @@
+"""Erdős' minimum overlap problem: two halves of an interval that meet little, however shifted.
+
+h: [0, 2] -> [0, 1] with integral 1 has n equal steps, so that their heights sum to n / 2. Minimise
+
+  C5 = (2 / n) max_k sum_i h_i (1 - h_(i+k)),   1 - h being 0 outside of [0, 2],
+
+over all shifts k. Between whole shifts the overlap is linear, hence every h gives an upper bound.
+The verifier scales the heights to sum n / 2 itself, in integers: with H_i in the ratios of the
+heights and S their sum, h_i = n H_i / 2S, which is at most 1 if n H_i <= 2S, and
+
+  C5 = max_k sum_i H_i (2S - n H_(i+k)) / 2S^2.
+
+1/2 for n = 1, 4/9 for n = 2 and 2/5 for n = 3 are closed forms.
+
+Sources: Haugland, http://www.neutreeko.net/mop.htm (the problem, and records by n); Yuksekgonul et
+al. 2026 (TTT-Discover), https://arxiv.org/abs/2601.16175 (as an environment).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+import dataclasses
+from fractions import Fraction
+import math
+from typing import Any
+
+import numpy as np
+from scipy import optimize
+
+from seerjax.tasks import autocorrelation, discovery
+from seerjax.tasks.autocorrelation import LAST, MIRROR, POLISH, SIZES
+from seerjax.tasks.discovery import Artefact, Published, Score
+
+MAX_STEPS = 600
+_MAX_RADIUS = 0.5
+# Work of the linear programs of one sentence, in units of a symmetric one at n = 51 (2.5 CPU ms).
+_MAX_WORK = 200.0
+
+_TTT = "https://arxiv.org/abs/2601.16175"
+_HAUGLAND = "http://www.neutreeko.net/mop.htm"
+PUBLISHED = (
+  Published(
+    0.380871, "Together, EinsteinArena", 2026,
+    "https://github.com/togethercomputer/EinsteinArena-new-SOTA",
+  ),
+  Published(0.3808753, "TTT-Discover, gpt-oss-120b, 600 steps", 2026, _TTT),
+  Published(0.380906, "best of 25,600, in TTT-Discover", 2026, _TTT),
+  Published(
+    0.380916, "Reef, Qwen3-8B", 2026, "https://github.com/Human-Agent-Society/reef"
+  ),
+  Published(0.38092304, "AlphaEvolve, 95 steps", 2025, "https://arxiv.org/abs/2506.13131"),
+  Published(0.38092685, "Haugland, 51 steps (human)", 2016, _HAUGLAND),
+  Published(0.380932, "TTT-Discover, Qwen3-8B", 2026, _TTT),
+  Published(0.380965, "OpenEvolve, in TTT-Discover", 2026, _TTT),
+  Published(0.382002, "Haugland, 21 steps (human)", 1996, _HAUGLAND),
+)  # fmt: skip
+
+
+def overlap_constant(heights: Sequence[float]) -> Fraction | None:
+  """Returns C5 exactly; None if a height is above 1 once they are scaled to sum n / 2.
+
+  Args:
+    heights: non-negative, not all 0.
+  """
+  numbers = autocorrelation.dyadic(heights)
+  total = sum(numbers)
+  left = [2 * total - len(numbers) * number for number in numbers]
+  if min(left) < 0:
+    return None
+  return Fraction(max(autocorrelation.convolve(numbers[::-1], left)), 2 * total * total)
+
+
+def overlaps(heights: np.ndarray) -> np.ndarray:
+  """Returns the overlap at the shifts -(n-1) to n-1, f64[2n-1], of heights that sum to n / 2."""
+  return 2 / heights.size * np.convolve(heights[::-1], 1 - heights)
+
+
+def settle(heights: np.ndarray) -> np.ndarray:
+  """Returns the nearest heights in [0, 1] that sum to n / 2, so that the verifier accepts them.
+
+  All move by one number and are then clipped (the Euclidean projection); symmetric heights stay
+  so, bit for bit. The sum ends a rounding above n / 2 rather than below, because the verifier's
+  scaling must lift no height of 1.
+  """
+  half = heights.size / 2
+  is_within = float(heights.min()) >= 0 and float(heights.max()) <= 1
+  if is_within and 0 <= math.fsum([-half, *heights.tolist()]) < 1e-12:
+    return heights
+  low, high = -float(heights.max()), 1 - float(heights.min())
+  for _ in range(60):
+    middle = (low + high) / 2
+    if np.clip(heights + middle, 0.0, 1.0).sum() < half:
+      low = middle
+    else:
+      high = middle
+  settled = np.clip(heights + high, 0.0, 1.0)
+  while (lack := math.fsum([half, *(-settled).tolist()])) > 0:
+    below = settled < 1
+    more = np.minimum(settled + 2 * lack / below.sum() + 1e-16, 1.0)
+    settled = np.where(below, more, settled)
+  return settled
+
+
+def is_symmetric(heights: np.ndarray) -> bool:
+  """Returns whether the heights read the same backwards, exactly."""
+  return bool((heights == heights[::-1]).all())
+
+
+def mirrored(half: np.ndarray, num_steps: int) -> np.ndarray:
+  """Returns the symmetric heights whose first ceil(n / 2) are given."""
+  return np.concatenate([half, half[: num_steps - half.size][::-1]])
+
+
+def polish(heights: np.ndarray, num_iterations: int, radius: float) -> np.ndarray:
+  """Returns heights that a sequence of linear programs improved, or the same: never worse ones.
+
+  Each program is the least t with overlap_k + gradient_k . d <= t for the shifts k that can matter
+  within |d| <= radius, sum d = 0, heights in [0, 1]; the radius follows how true the program was.
+  Symmetric heights stay symmetric, and cost half the variables and half the shifts.
+
+  Args:
+    heights: f64[n], from `settle`.
+    num_iterations: linear programs, at most.
+    radius: of the trust region, in heights, to start with.
+  """
+  n = heights.size
+  folds = is_symmetric(heights)
+  num_free = (n + 1) // 2 if folds else n
+  times = np.full(num_free, 2.0 if folds else 1.0)
+  if folds and n % 2:
+    times[-1] = 1.0
+
+  def whole(free: np.ndarray) -> np.ndarray:
+    return mirrored(free, n) if folds else free
+
+  free = heights[:num_free].copy()
+  values = overlaps(heights)
+  best = float(values.max())
+  slopes: np.ndarray | None = None
+  steepest = np.zeros(0)
+  for _ in range(num_iterations):
+    if slopes is None:
+      slopes = _gradient(whole(free))
+      if folds:
+        # Shifts k and -k overlap alike; a column and its mirror image move together.
+        slopes, values = slopes[n - 1 :], values[n - 1 :]
+        slopes = (slopes[:, :num_free] + slopes[:, ::-1][:, :num_free]) * (times / 2)
+      steepest = np.abs(slopes).sum(axis=1)
+    # A shift whose overlap stays below what another keeps at least can be left out.
+    rows = values + steepest * radius >= (values - steepest * radius).max()
+    answer = optimize.linprog(
+      np.append(np.zeros(num_free), 1.0),
+      A_ub=np.hstack([slopes[rows], -np.ones((int(rows.sum()), 1))]),
+      b_ub=best - values[rows],
+      A_eq=np.append(times, 0.0)[None],
+      b_eq=[n / 2 - float(times @ free)],
+      bounds=np.stack(
+        [
+          np.append(np.maximum(-free, -radius), -1.0),
+          np.append(np.minimum(1 - free, radius), 1.0),
+        ],
+        axis=1,
+      ),
+      method="highs",
+    )
+    if answer.status != 0 or answer.x is None:
+      radius /= 4
+      continue
+    promised = -float(answer.x[-1])
+    if promised < 1e-12:
+      break
+    moved = np.clip(free + answer.x[:-1], 0.0, 1.0)
+    new_values = overlaps(whole(moved))
+    gained = best - float(new_values.max())
+    if gained > 0:
+      free, values, best, slopes = moved, new_values, best - gained, None
+    if gained > 0.5 * promised:
+      radius = min(2 * radius, _MAX_RADIUS)
+    elif gained < 0.1 * promised:
+      radius /= 4
+  return better(settle(whole(free)), heights)
+
+
+def better(new: np.ndarray, old: np.ndarray) -> np.ndarray:
+  """Returns the better of two, both from `settle`, compared exactly."""
+  new_value, old_value = overlap_constant(new.tolist()), overlap_constant(old.tolist())
+  if old_value is None or (new_value is not None and new_value < old_value):
+    return new
+  return old
+
+
+def _gradient(heights: np.ndarray) -> np.ndarray:
+  # f64[2n-1, n]: of the overlap at each shift by each height.
+  n = heights.size
+  others, own = np.zeros(3 * n), np.zeros(3 * n)
+  others[n : 2 * n] = 1 - heights
+  own[n : 2 * n] = heights
+  places, shifts = np.arange(n)[None, :], np.arange(1 - n, n)[:, None]
+  return 2 / n * (others[n + places + shifts] - own[n + places - shifts])
+
+
+def _cost(num_steps: int) -> float:
+  # Of a linear program of symmetric heights; what calling the solver costs bounds it from below.
+  return max((num_steps / 51) ** 2.4, 1.0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MinimumOverlapEdits:
+  """The edits of this problem.
+
+    noise, remelt, set, shift, smooth, stretch   a region (`autocorrelation.reshape`)
+    mirror   the mean of the heights and their mirror image
+    polish   4 to 64 linear programs by place, `SIZES[amount]` / 2 the trust region's radius
+    skew     noise on the whole function, which ends its symmetry
+
+  Of symmetric heights the first six see, and change, the left half; the right one follows.
+
+  Attributes:
+    num_steps: of the function.
+  """
+
+  num_steps: int
+
+  @property
+  def vocab_size(self) -> int:
+    return autocorrelation.VOCAB_SIZE
+
+  @property
+  def allowed(self) -> tuple[tuple[int, int], ...]:
+    return autocorrelation.allowed()
+
+  @property
+  def stop_token(self) -> int | None:
+    return autocorrelation.STOP_TOKEN
+
+  def prompt(self, artefact: Artefact) -> tuple[int, ...]:
+    """Returns the value's bucket, the shift of the largest overlap, and the heights, coarsely."""
+    heights = self._read(artefact)
+    values = overlaps(heights)
+    gap = float(values.max()) - PUBLISHED[0].value
+    return autocorrelation.view(heights, 1.0, gap, float(values.argmax()) / values.size)
+
+  def apply(self, artefact: Artefact, tokens: Sequence[int], seed: int) -> Artefact:
+    """Returns the artefact after the edits, in order; the polish of all has one limit of work.
+
+    Raises:
+      ValueError: if the sentence cannot be parsed.
+    """
+    edits = autocorrelation.parse(tokens)
+    rng = np.random.default_rng([seed, 0x0E2D])
+    n = self.num_steps
+    heights = self._read(artefact)
+    work = _MAX_WORK
+    for edit in edits:
+      if edit.verb == POLISH:
+        cost = _cost(n) * (1.0 if is_symmetric(heights) else 4.0)
+        count = min(4 * (edit.place + 1), int(work / cost))
+        work -= count * cost
+        heights = polish(heights, count, SIZES[edit.amount] / 2)
+      elif edit.verb == LAST:
+        part = autocorrelation.region(edit.place, n)
+        skewed = heights.copy()
+        skewed[part] += SIZES[edit.amount] / 2 * rng.standard_normal(skewed[part].size)
+        heights = settle(skewed)
+      elif edit.verb == MIRROR:
+        heights = settle((heights + heights[::-1]) / 2)
+      elif is_symmetric(heights):
+        half = autocorrelation.reshape(heights[: (n + 1) // 2], edit, rng, 1.0)
+        heights = settle(mirrored(half, n))
+      else:
+        heights = settle(autocorrelation.reshape(heights, edit, rng, 1.0))
+    return heights.tolist()
+
+  def _read(self, artefact: Artefact) -> np.ndarray:
+    heights = np.array(artefact, np.float64)
+    scale = self.num_steps / 2 / math.fsum(heights.tolist())
+    # What comes from `settle` is taken as it is, to the last bit.
+    return settle(heights if abs(scale - 1) < 1e-12 else heights * scale)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MinimumOverlap:
+  """The problem for step functions of one size.
+
+  Attributes:
+    num_steps: n; 51 is the size of the human record. Above 463, a sentence has too little
+      work to solve a linear program: leave such sizes to programs.
+  """
+
+  num_steps: int = 51
+
+  def __post_init__(self):
+    if not 1 <= self.num_steps <= MAX_STEPS:
+      raise ValueError(
+        f"MinimumOverlap.num_steps: got {self.num_steps}, expected 1 to {MAX_STEPS}; 51 is the"
+        " size of the human record."
+      )
+
+  @property
+  def name(self) -> str:
+    return f"minimum_overlap_{self.num_steps}"
+
+  @property
+  def is_maximised(self) -> bool:
+    return False
+
+  @property
+  def published(self) -> tuple[Published, ...]:
+    return PUBLISHED
+
+  @property
+  def language(self) -> MinimumOverlapEdits:
+    return MinimumOverlapEdits(num_steps=self.num_steps)
+
+  def start(self, seed: int) -> Artefact:
+    """Returns symmetric random heights around 1/2: 0.5 +- 0.4, centred."""
+    return self._random(np.random.default_rng([seed, 0xE2D05])).tolist()
+
+  def verify(self, artefact: Artefact) -> Score:
+    """Returns C5 of the heights scaled to sum n / 2, rounded up; the certificate is exact."""
+    heights = autocorrelation.check_heights(artefact, self.num_steps)
+    if isinstance(heights, str):
+      return discovery.invalid(heights)
+    exact = overlap_constant(heights)
+    if exact is None:
+      scaled = max(heights) * self.num_steps / 2 / math.fsum(heights)
+      return discovery.invalid(
+        f"heights: got a largest one of {scaled!r} once they sum to n / 2, expected at most 1"
+      )
+    value = autocorrelation.at_least(exact)
+    return Score(
+      is_valid=True,
+      value=value,
+      reward=1 / (1e-8 + value),
+      certificate=autocorrelation.certificate(exact, value),
+    )
+
+  def describe(self, artefact: Artefact, score: Score) -> str:
+    """Returns the problem for a model that writes programs."""
+    n = self.num_steps
+    return (
+      "Erdős' minimum overlap problem. For h: [0, 2] -> [0, 1] with integral 1, constant on"
+      f" n = {n} equal steps of heights h[0..n-1], make\n"
+      "  C5 = 2 / n * max(numpy.correlate(h, 1 - h, mode='full'))\n"
+      "as small as possible: each value is an upper bound of Erdős' constant.\n"
+      f"The verifier scales the heights to sum n / 2 = {n / 2}; then each must be at most 1. They"
+      f" are at most {autocorrelation.MAX_HEIGHT:g}, and sum to {autocorrelation.MIN_SUM:g} at"
+      " least.\n"
+      + autocorrelation.program_rules(n)
+      + f"Now: C5 = {score.value:.10f}. Best known, with more steps: {PUBLISHED[0].value}; with 51"
+      " steps 0.38092685."
+      f"\nartefact = {autocorrelation.heights_text(artefact)}\n"
+    )
+
+  def picture(self, artefact: Artefact) -> Any:
+    """Returns a Figure of the function, and of its overlap by shift with the maximum marked."""
+    from matplotlib import figure  # Slow to import, and only a picture needs it.
+
+    n = self.num_steps
+    heights = np.array(artefact, np.float64) * (n / 2 / math.fsum(artefact))
+    values = np.concatenate([[0.0], overlaps(heights), [0.0]])
+    shifts = np.linspace(-2.0, 2.0, values.size)
+    drawing = figure.Figure(figsize=(9, 4), layout="constrained")
+    left, right = drawing.subplots(1, 2)
+    left.stairs(heights, np.linspace(0.0, 2.0, n + 1), fill=True)
+    left.set(xlabel="x", ylabel="h(x)", ylim=(0, 1.02), title=f"{n} steps")
+    right.plot(shifts, values)
+    peak = int(values.argmax())
+    right.axhline(values[peak], linestyle="--", linewidth=0.8, color="C3")
+    right.plot([shifts[peak]], [values[peak]], "o", color="C3")
+    right.set(xlabel="shift", ylabel="overlap", title=f"C5 = {values[peak]:.8f}")
+    return drawing
+
+  def polished_starts(self, seed: int) -> Iterator[Artefact]:
+    """Yields starts, each polished once with what a sentence may spend."""
+    count = max(int(_MAX_WORK / _cost(self.num_steps)), 1)
+    index = 0
+    while True:
+      heights = np.array(self.start(seed * 1_000_003 + index))
+      yield polish(heights, count, 0.02).tolist()
+      index += 1
+
+  def classical(self, seed: int) -> Iterator[Artefact]:
+    """Yields from symmetric sequential linear programs with restarts and perturbations.
+
+    Each round polishes 8 fresh starts, then perturbs the best of them until 12 attempts in a row
+    have gained nothing. An item is what the latest attempt ended in.
+    """
+    rng = np.random.default_rng([seed, 0xC1A551C])
+    n = self.num_steps
+    iterations = max(int(_MAX_WORK / _cost(n)), 1)
+    while True:
+      best: np.ndarray | None = None
+      for _ in range(8):
+        heights = polish(self._random(rng), iterations, 0.02)
+        best = heights if best is None else better(heights, best)
+        yield heights.tolist()
+      assert best is not None
+      num_failed = 0
+      while num_failed < 12:
+        half = best[: (n + 1) // 2].copy()
+        size = 10 ** rng.uniform(-2.5, -0.5)
+        is_moved = rng.random(half.size) < rng.choice((0.2, 0.5, 1.0))
+        half += size * rng.standard_normal(half.size) * is_moved
+        heights = polish(settle(mirrored(half, n)), iterations, size)
+        chosen = better(heights, best)
+        num_failed = num_failed + 1 if chosen is best else 0
+        best = chosen
+        yield heights.tolist()
+
+  def _random(self, rng: np.random.Generator) -> np.ndarray:
+    half = 0.5 + 0.4 * rng.uniform(-1, 1, (self.num_steps + 1) // 2)
+    return settle(mirrored(half, self.num_steps))

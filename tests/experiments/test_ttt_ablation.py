@@ -1,0 +1,80 @@
+"""The switch grid: its cells, its table by hand, and a run that goes on where it stopped."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+
+import pytest
+import tiny_problem
+
+from experiments import ttt_ablation
+from experiments.ttt_ablation import Cell, Grid
+from seerjax import ttt
+from seerjax.engine.engine import EngineConfig
+from seerjax.rl import TrainerConfig
+
+PROBLEM = tiny_problem.__file__
+assert PROBLEM is not None
+SMALL = Grid(
+  problems=(PROBLEM,),
+  objectives=("adaptive",),
+  reuses=("puct", "none"),
+  seeds=(0, 1),
+  run=ttt.DiscoverConfig(
+    num_steps=2,
+    groups_per_step=2,
+    group_size=4,
+    tiny=ttt.TinyConfig(hidden_size=16, num_layers=1, warm_sentences=8),
+    engine=EngineConfig(page_size=8, max_sequences=8, max_context=16, row_buckets=(16,)),
+    trainer=TrainerConfig(rows_per_micro_batch=64, sequences_per_micro_batch=8),
+    numerics=dataclasses.replace(ttt.DiscoverConfig().numerics, kv_split=16),
+  ),
+)
+
+
+def test_cells_go_seed_by_seed_and_without_training_once_a_reuse():
+  cells = list(SMALL.cells())
+  assert [cell.seed for cell in cells] == [0] * 4 + [1] * 4
+  assert [(cell.objective, cell.reuse) for cell in cells[:4]] == [
+    ("off", "puct"), ("off", "none"), ("adaptive", "puct"), ("adaptive", "none")
+  ]  # fmt: skip
+  assert len(list(Grid().cells())) == 2 * 3 * (4 + 4 * 4)
+  off, adaptive = SMALL.config_of(cells[1]), SMALL.config_of(cells[6])
+  assert not off.train and off.search.reuse == "none" and off.seed == 0
+  assert adaptive.train and adaptive.objective.kind == "adaptive" and adaptive.seed == 1
+
+
+def test_a_table_by_hand():
+  records = [
+    Cell("p", objective, "puct", seed)._asdict()
+    | dict(best=best, is_maximised=True, attempts=7680)
+    for objective, seed, best in (
+      ("off", 0, 3.0), ("off", 1, 5.0), ("off", 2, 4.0), ("mean", 0, 1.5)
+    )
+  ]  # fmt: skip
+  lines = ttt_ablation.tables(records).splitlines()
+  assert "7,680 attempts" in lines[0] and "higher is better" in lines[0]
+  assert lines[4] == "| training off | 4 (3 to 5, 3) |"
+  assert lines[5] == "| mean | 1.5 (1.5 to 1.5, 1) |"
+
+
+def test_a_misspelt_switch_is_refused():
+  with pytest.raises(ValueError, match="Grid: got objectives=.'adaptiv'.*correct the spelling"):
+    Grid(objectives=("adaptiv",))
+
+
+@pytest.mark.long
+def test_finished_cells_are_kept_and_the_run_goes_on(tmp_path: pathlib.Path):
+  text = ttt_ablation.run(SMALL, tmp_path)
+  assert "| training off |" in text and "| adaptive |" in text
+  path = tmp_path / ttt_ablation.FILE_NAME
+  lines = path.read_text().splitlines()
+  assert len(lines) == 8
+  path.write_text("\n".join(lines[:7]) + "\n")
+  assert ttt_ablation.run(SMALL, tmp_path) == text
+  again = path.read_text().splitlines()
+  assert again[:7] == lines[:7] and len(again) == 8
+  other = dataclasses.replace(SMALL, run=dataclasses.replace(SMALL.run, group_size=5))
+  with pytest.raises(ValueError, match="got cells with other group_size, expected those of this"):
+    ttt_ablation.run(other, tmp_path)

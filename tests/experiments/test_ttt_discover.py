@@ -1,0 +1,73 @@
+"""Discovery by command: its rivals at equal time, the problem checker, and a whole run."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+import tiny_problem
+
+from experiments import ttt_discover
+from seerjax import ttt
+from seerjax.tasks import problems
+
+ROOT = pathlib.Path(__file__).parents[2]
+PROBLEM = str(tiny_problem.__file__)
+
+
+def run(*flags: str) -> subprocess.CompletedProcess[str]:
+  return subprocess.run(
+    [sys.executable, "-m", "experiments.ttt_discover", f"--config.problem={PROBLEM}", *flags],
+    cwd=ROOT,
+    env=os.environ | {"PYTHONPATH": str(ROOT)},
+    capture_output=True,
+    text=True,
+    check=False,
+    timeout=500,
+  )
+
+
+def test_random_sentences_find_something_and_only_get_better():
+  config = ttt.DiscoverConfig(problem=PROBLEM, groups_per_step=2, group_size=8)
+  environment = problems.load(PROBLEM)
+  values = list(itertools.islice(ttt_discover.random_policy(config, environment), 40))
+  assert values == sorted(values) and values[-1] > values[0]
+  assert values == list(itertools.islice(ttt_discover.random_policy(config, environment), 40))
+
+
+def test_the_best_within_a_time_by_hand():
+  environment = problems.load(PROBLEM)  # Higher is better.
+  best, count = ttt_discover.best_within(environment, iter([3.0, math.nan, 5.0, 4.0]), 1e9)
+  assert (best, count) == (5.0, 4)
+  assert ttt_discover.best_within(environment, itertools.count(1.0), 0.0) == (1.0, 1)
+
+
+@pytest.mark.long
+def test_a_run_leaves_its_best_and_its_page_and_refuses_to_begin_again(tmp_path: pathlib.Path):
+  small = (
+    "--config.num_steps=2", "--config.groups_per_step=2", "--config.group_size=8",
+    "--config.tiny.warm_sentences=64", f"--workdir={tmp_path}", "--compare", "--price=2",
+  )  # fmt: skip
+  done = run(*small)
+  assert done.returncode == 0, done.stderr
+  assert json.loads((tmp_path / "best.json").read_text())["problem"]
+  summary = json.loads((tmp_path / "summary.json").read_text())
+  assert "random_edits" in summary["rivals"] and (tmp_path / "report.html").is_file()
+  again = run(*small)
+  assert again.returncode == 2 and "got the directory of another run" in again.stderr
+  more = run(*small, "--resume", "--config.num_steps=3")
+  assert more.returncode == 0 and "resumed after step 2 of 3" in more.stdout, more.stderr
+  other = run(*small, "--resume", "--config.group_size=9")
+  assert other.returncode == 2 and "group_size: 8 before, 9 now" in other.stderr
+
+
+@pytest.mark.long
+def test_a_sound_problem_passes_the_check():
+  done = run("--check_problem")
+  assert done.returncode == 0 and "0 errors" in done.stdout, done.stdout + done.stderr

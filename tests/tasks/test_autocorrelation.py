@@ -1,0 +1,371 @@
+"""Autocorrelation: constants are exact fractions, and no tool ever worsens a function."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+import itertools
+import math
+import re
+
+import hypothesis
+from hypothesis import strategies as st
+import numpy as np
+import pytest
+
+from seerjax.tasks import autocorrelation, discovery
+
+FIRST = autocorrelation.FirstAutocorrelation(num_steps=24)
+SECOND = autocorrelation.SecondAutocorrelation(num_steps=20)
+ENVIRONMENTS = (FIRST, SECOND)
+ALLOWED = autocorrelation.allowed()
+HEIGHTS = st.floats(0, 1000, allow_subnormal=True)
+FUNCTIONS = st.lists(HEIGHTS, min_size=2, max_size=12).filter(lambda a: math.fsum(a) >= 0.02)
+
+
+def naive_nodes(heights):
+  nodes = [Fraction(0)] * (2 * len(heights) - 1)
+  for i, first in enumerate(heights):
+    for j, second in enumerate(heights):
+      nodes[i + j] += Fraction(first) * Fraction(second)
+  return nodes
+
+
+def naive_first(heights):
+  total = sum(map(Fraction, heights))
+  return 2 * len(heights) * max(naive_nodes(heights)) / total**2
+
+
+def naive_second(heights):
+  nodes = [Fraction(0), *naive_nodes(heights), Fraction(0)]
+  thirds = sum(y * y + y * z + z * z for y, z in itertools.pairwise(nodes))
+  return thirds / 3 / (sum(nodes) * max(nodes))
+
+
+def first_of(heights):
+  return autocorrelation.FirstAutocorrelation(num_steps=len(heights)).verify(heights)
+
+
+def second_of(heights):
+  return autocorrelation.SecondAutocorrelation(num_steps=len(heights)).verify(heights)
+
+
+def sentence(*triples, stop=False):
+  tokens = [id for verb, amount, place in triples for id in (1 + verb, 16 + amount, 32 + place)]
+  return [*tokens, autocorrelation.STOP_TOKEN] if stop else tokens
+
+
+def test_closed_forms():
+  for n in (2, 3, 10, 300):
+    assert first_of([0.1] * n).value == 2.0
+    assert second_of([7.3] * n).certificate == "2/3"
+  # (1, 0): f*f is one triangle of height 1; (2, 1): nodes 4, 4, 1.
+  assert first_of([1, 0]).certificate == "4/1"
+  assert second_of([1, 0]).certificate == "2/3"
+  assert first_of([2, 1]).certificate == "16/9"
+  assert Fraction(second_of([2, 1]).certificate) == Fraction(2 * 33 + 20, 3 * 9 * 4)
+
+
+def test_rewards_are_positive_and_rise_with_what_is_better():
+  assert first_of([2, 1]).reward > first_of([1, 1]).reward == 0.5
+  assert second_of([2, 1]).reward > second_of([1, 1]).reward == second_of([1, 1]).value
+
+
+@hypothesis.given(FUNCTIONS)
+def test_values_agree_exactly_with_a_naive_reference(heights):
+  first, second = naive_first(heights), naive_second(heights)
+  assert autocorrelation.first_constant(heights) == first
+  assert autocorrelation.second_constant(heights) == second
+  for score, exact, toward in (
+    (first_of(heights), first, -math.inf),
+    (second_of(heights), second, math.inf),
+  ):
+    # Rounded against the claim, and by less than one float.
+    upper, lower = sorted([score.value, math.nextafter(score.value, toward)], reverse=True)
+    assert lower <= exact <= upper
+  assert first_of(heights).value >= first and second_of(heights).value <= second
+
+
+@hypothesis.given(FUNCTIONS, st.integers(-3, 0))
+def test_scale_and_direction_change_nothing(heights, power):
+  hypothesis.assume(all(a == 0 or a > 1e-300 for a in heights))
+  hypothesis.assume(math.fsum(heights) * 2.0**power >= 0.01)
+  scaled = [a * 2.0**power for a in heights]
+  for constant in (first_of, second_of):
+    assert constant(heights) == constant(scaled) == constant(heights[::-1])
+
+
+@hypothesis.given(FUNCTIONS, st.integers(2, 4))
+def test_cutting_each_step_into_equal_ones_changes_nothing(heights, parts):
+  finer = [a for a in heights for _ in range(parts)]
+  assert first_of(finer).value == first_of(heights).value
+  assert second_of(finer).value == second_of(heights).value
+
+
+@hypothesis.given(st.lists(HEIGHTS, min_size=2, max_size=8).filter(any), st.integers(1, 4))
+def test_empty_steps_outside_change_the_first_as_a_longer_interval_does(heights, num):
+  hypothesis.assume(math.fsum(heights) >= 0.01)
+  padded = [0.0] * num + heights + [0.0] * num
+  assert autocorrelation.second_constant(padded) == autocorrelation.second_constant(heights)
+  longer = Fraction(len(padded), len(heights))
+  assert autocorrelation.first_constant(padded) == longer * autocorrelation.first_constant(heights)
+
+
+@hypothesis.given(
+  st.lists(st.integers(0, 2**70), min_size=1, max_size=9),
+  st.lists(st.integers(0, 5), min_size=1, max_size=9),
+)
+def test_convolution_is_exact(first, second):
+  expected = [0] * (len(first) + len(second) - 1)
+  for i, x in enumerate(first):
+    for j, y in enumerate(second):
+      expected[i + j] += x * y
+  assert autocorrelation.convolve(first, second) == expected
+
+
+def test_rounding_goes_outward():
+  third = Fraction(1, 3)
+  assert Fraction(autocorrelation.at_most(third)) < third < autocorrelation.at_least(third)
+  up = math.nextafter(autocorrelation.at_most(third), 1)
+  assert up == autocorrelation.at_least(third)
+  assert autocorrelation.at_least(Fraction(1, 2)) == autocorrelation.at_most(Fraction(1, 2)) == 0.5
+
+
+def test_a_fraction_too_long_to_print_is_certified_by_the_float():
+  heights = [1.0, 5e-324]
+  score = first_of(heights)
+  assert float.fromhex(score.certificate) == score.value >= naive_first(heights)
+
+
+BAD = (
+  (None, "got NoneType, expected a list of numbers"),
+  ({"heights": [1, 2]}, "got dict, expected a list of numbers"),
+  ("1, 2", "got str, expected a list of numbers"),
+  (np.ones(2), "got ndarray, expected a list of numbers"),
+  ([], "got 0 numbers, expected 2 to 2"),
+  ([1.0], "got 1 numbers, expected 2 to 2"),
+  ([1.0] * 100_000, "got 100000 numbers, expected 2 to 2"),
+  ([1.0, math.nan], r"heights\[1\]: got nan, expected a finite number"),
+  ([math.inf, 1.0], r"heights\[0\]: got inf, expected a finite number"),
+  ([1.0, -math.inf], r"heights\[1\]: got -inf, expected a finite number"),
+  ([1.0, -1e-9], r"heights\[1\]: got -1e-09, expected 0 to 1000"),
+  ([1.0, 1000.1], r"heights\[1\]: got 1000.1, expected 0 to 1000"),
+  ([1.0, 10**400], r"heights\[1\]: got 1000+, expected a finite number"),
+  ([10**5000, 1.0], "got a number of thousands of digits, expected a finite one"),
+  ([True, 1.0], r"heights\[0\]: got bool, expected a real number"),
+  ([1.0, 1j], r"heights\[1\]: got complex, expected a real number"),
+  ([1.0, "1"], r"heights\[1\]: got str, expected a real number"),
+  ([[1.0], 1.0], r"heights\[0\]: got list, expected a real number"),
+  ([1.0, None], r"heights\[1\]: got NoneType, expected a real number"),
+  ([0.0, 0.0], "got a sum of 0.0, expected at least 0.01"),
+  ([1e-161, 1e-161], "got a sum of 2e-161, expected at least 0.01"),
+)
+
+
+@pytest.mark.parametrize(("artefact", "reason"), BAD)
+def test_what_is_no_function_is_refused_with_its_reason(artefact, reason):
+  for environment in (
+    autocorrelation.FirstAutocorrelation(num_steps=2),
+    autocorrelation.SecondAutocorrelation(num_steps=2),
+  ):
+    score = environment.verify(artefact)
+    assert not score.is_valid and score.reward == 0 and math.isnan(score.value)
+    assert re.search(reason, score.reason), score.reason
+
+
+JSON = st.recursive(
+  st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4),
+  lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=3), inner),
+  max_leaves=8,
+)
+
+
+@hypothesis.given(JSON)
+def test_verify_never_raises(artefact):
+  for environment in (
+    autocorrelation.FirstAutocorrelation(num_steps=2),
+    autocorrelation.SecondAutocorrelation(num_steps=3),
+  ):
+    assert isinstance(environment.verify(artefact), discovery.Score)
+
+
+@pytest.mark.parametrize(
+  "environment", [*ENVIRONMENTS, autocorrelation.FirstAutocorrelation()], ids=lambda e: e.name
+)
+def test_the_contract_of_an_environment_holds(environment):
+  assert isinstance(environment, discovery.Environment)
+  assert isinstance(environment, discovery.Baselines)
+  language = environment.language
+  assert isinstance(language, discovery.EditLanguage)
+  assert language.vocab_size % 8 == 0 and language.vocab_size <= 128
+  assert language.stop_token == 0
+  for low, high in language.allowed:
+    assert 0 <= low < high <= language.vocab_size
+  start = environment.start(3)
+  assert start == environment.start(3) != environment.start(4)
+  score = environment.verify(start)
+  assert score.is_valid
+  ids = language.prompt(start)
+  assert len(ids) == 34 and all(0 <= id < language.vocab_size for id in ids)
+  text = environment.describe(start, score)
+  for said in ("improve(artefact, seconds, seed)", f"{score.value:.10f}", f"{start[0]:.6g}"):
+    assert said in text
+  axes = environment.picture(start).axes
+  assert len(axes) == 2 and f"{score.value:.8f}" in axes[1].get_title()
+  values = [published.value for published in environment.published]
+  assert values == sorted(values, reverse=environment.is_maximised)
+
+
+@st.composite
+def sentences(draw):
+  tokens = []
+  for low, high in ALLOWED:
+    tokens.append(draw(st.integers(low, high - 1)))
+    if tokens[-1] == autocorrelation.STOP_TOKEN:
+      break
+  return tokens
+
+
+@pytest.mark.parametrize("environment", ENVIRONMENTS, ids=lambda e: e.name)
+@hypothesis.settings(max_examples=hypothesis.settings().max_examples // 2)
+@hypothesis.given(sentences(), st.integers(0, 5))
+def test_every_allowed_sentence_makes_a_valid_function_or_says_why_not(environment, tokens, seed):
+  start = environment.start(seed)
+  kept = list(start)
+  try:
+    after = environment.language.apply(start, tokens, seed)
+  except ValueError:
+    with pytest.raises(ValueError, match="leave some of the function"):
+      environment.language.apply(start, tokens, seed)
+    return
+  assert start == kept
+  assert environment.verify(after).is_valid
+  assert all(0 <= id < 80 for id in environment.language.prompt(after))
+  assert environment.language.apply(start, tokens, seed) == after
+
+
+@pytest.mark.parametrize("environment", ENVIRONMENTS, ids=lambda e: e.name)
+@hypothesis.settings(max_examples=hypothesis.settings().max_examples // 2)
+@hypothesis.given(st.integers(0, 50), st.integers(0, 15), st.integers(0, 15))
+def test_tools_never_worsen(environment, seed, amount, place):
+  start = environment.start(seed)
+  for verb in (autocorrelation.POLISH, autocorrelation.LAST):
+    after = environment.language.apply(start, sentence((verb, amount, place)), seed)
+    value, before = environment.verify(after).value, environment.verify(start).value
+    # Scaling the start to mean 1 may move its value by a rounding.
+    assert not discovery.is_better(environment, before * (1 - 1e-14), value * (1 + 1e-14)) or (
+      abs(value - before) < 1e-13
+    )
+    again = environment.language.apply(after, sentence((verb, amount, place)), seed)
+    assert abs(environment.verify(again).value - value) < 1e-13 or discovery.is_better(
+      environment, environment.verify(again).value, value
+    )
+
+
+@pytest.mark.parametrize("environment", ENVIRONMENTS, ids=lambda e: e.name)
+def test_both_tools_improve_a_plain_start(environment):
+  start = environment.start(0)
+  value = environment.verify(start).value
+  annealed = environment.language.apply(start, sentence((autocorrelation.LAST, 10, 6)), 0)
+  after_annealing = environment.verify(annealed).value
+  assert discovery.is_better(environment, after_annealing, value)
+  polished = environment.language.apply(annealed, sentence((autocorrelation.POLISH, 5, 0)), 0)
+  assert discovery.is_better(environment, environment.verify(polished).value, after_annealing)
+
+
+def test_edits_do_what_their_names_say():
+  heights = np.arange(1.0, 17.0)
+  rng = np.random.default_rng(0)
+
+  def after(verb, amount, place):
+    edit = autocorrelation.Edit(verb, amount, place)
+    return autocorrelation.reshape(heights, edit, rng, 16.0)
+
+  assert (after(autocorrelation.SET, 15, 7)[:2] == 16).all()
+  assert (after(autocorrelation.SET, 0, 7)[2:] == heights[2:]).all()
+  assert (after(autocorrelation.SHIFT, 8, 0) == np.roll(heights, 1)).all()
+  assert (after(autocorrelation.SHIFT, 7, 1)[:8] == [2, 3, 4, 5, 6, 7, 8, 1]).all()
+  assert (after(autocorrelation.MIRROR, 15, 0) == 8.5).all()
+  np.testing.assert_allclose(after(autocorrelation.STRETCH, 15, 0).std(), 1.75 * heights.std())
+  np.testing.assert_allclose(after(autocorrelation.SMOOTH, 3, 0)[1:-1], heights[1:-1])
+  noisy = after(autocorrelation.NOISE, 0, 15)
+  assert (noisy[:4] == heights[:4]).all() and (noisy[12:] == heights[12:]).all()
+  assert 0 < np.abs(noisy - heights).max() < 0.01
+  remelted = after(autocorrelation.REMELT, 15, 0)
+  assert remelted.min() >= 0 and remelted.max() <= 17 and (remelted != heights).all()
+
+
+def test_regions_cover_the_function_at_every_size():
+  for n in (1, 2, 5, 26, 51, 300):
+    for place in range(autocorrelation.NUM_PLACES):
+      part = autocorrelation.region(place, n)
+      assert 0 <= part.start < part.stop <= n
+  assert autocorrelation.region(0, 51) == slice(0, 51)
+  assert [autocorrelation.region(p, 16) for p in (1, 2)] == [slice(0, 8), slice(8, 16)]
+
+
+def test_the_view_tells_value_and_peak_and_heights():
+  heights = np.repeat([0.0, 1.0], 16)
+  ids = autocorrelation.view(heights, 1.0, 1e-3, 0.5)
+  assert ids == (64 + 9, 64 + 8, *[48] * 16, *[63] * 16)
+  assert autocorrelation.view(heights, 1.0, 0.0, 1.0)[:2] == (64, 79)
+
+
+@pytest.mark.parametrize(
+  ("tokens", "message"),
+  [
+    ([], "got 0 tokens, expected 1 to 4 triples"),
+    ([0], "got 1 tokens, expected 1 to 4 triples"),
+    ([1, 16], "got 2 tokens, expected 1 to 4 triples"),
+    ([1, 16, 32] * 5, "got 15 tokens, expected 1 to 4 triples"),
+    ([10, 16, 32], "got id 10 at place 0, expected 1 to 9"),
+    ([1, 32, 32], "got id 32 at place 1, expected 16 to 31"),
+    ([1, 16, 48], "got id 48 at place 2, expected 32 to 47"),
+    ([1, 16, 32, 0, 16, 32], "got id 0 at place 3, expected 1 to 9"),
+    ([1, 16, 32, -1, 16, 32], "got id -1 at place 3, expected 1 to 9"),
+  ],
+)
+def test_what_is_no_sentence_is_refused(tokens, message):
+  with pytest.raises(ValueError, match=message):
+    FIRST.language.apply(FIRST.start(0), tokens, 0)
+
+
+def test_a_stop_token_ends_a_sentence():
+  edit = (autocorrelation.SMOOTH, 9, 0)
+  start = SECOND.start(0)
+  assert SECOND.language.apply(start, sentence(edit, stop=True), 0) == SECOND.language.apply(
+    start, sentence(edit), 0
+  )
+
+
+def test_a_sentence_that_leaves_nothing_is_refused():
+  with pytest.raises(ValueError, match="got heights of mean 0, expected some above 0"):
+    FIRST.language.apply(FIRST.start(0), sentence((autocorrelation.SET, 0, 0)), 0)
+
+
+@pytest.mark.parametrize("kind", [type(FIRST), type(SECOND)])
+def test_impossible_sizes_are_refused(kind):
+  for num_steps in (1, 1001):
+    with pytest.raises(ValueError, match=f"num_steps: got {num_steps}, expected 2 to 1000"):
+      kind(num_steps=num_steps)
+
+
+@pytest.mark.parametrize("environment", ENVIRONMENTS, ids=lambda e: e.name)
+@pytest.mark.parametrize("baseline", ["classical", "polished_starts"])
+def test_baselines_yield_valid_functions_that_beat_a_start(environment, baseline):
+  def items():
+    return environment.classical(1) if baseline == "classical" else environment.polished_starts(1)
+
+  endless = items()
+  first, second = next(endless), next(endless)
+  assert first == next(items()) and first != second
+  before = environment.verify(environment.start(0)).value
+  for item in (first, second):
+    assert discovery.is_better(environment, environment.verify(item).value, before)
+
+
+@pytest.mark.long
+def test_the_classical_method_passes_alphaevolve_of_2025_on_the_second():
+  items = autocorrelation.SecondAutocorrelation().classical(0)
+  environment = autocorrelation.SecondAutocorrelation()
+  best = max(environment.verify(next(items)).value for _ in range(12))
+  assert best > 0.8962

@@ -1,0 +1,239 @@
+"""Contest solutions: programs are compiled, run and judged; whatever goes wrong is said."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+import dataclasses
+import math
+
+import matplotlib.figure
+import numpy as np
+import pytest
+
+from seerjax.tasks import apple_machines, contest, discovery, purse_seine
+from seerjax.tasks.sandbox import Limits, Outcome, Sandbox
+
+SEINE, MACHINES = contest.PurseSeineContest(), contest.AppleMachinesContest()
+# Level 0 earns 1, 2 and 3 apples for each kind; the first machines cost 1, 2 and 4 apples.
+TOY = apple_machines.Instance(
+  apples=(1, 2, 3), costs=((1, 2, 4), (3, 50, 60), (700, 800, 900), (9000, 9000, 9000))
+)
+SQUARE = "4\n40000 40000\n60000 40000\n60000 60000\n40000 60000\n"
+# The square around the middle of the plane; of both answers the last one counts.
+C_PLUS_PLUS = """
+#include <iostream>
+int main() {
+  int n, x, y;
+  std::cin >> n;
+  for (int i = 0; i < 2 * n; ++i) std::cin >> x >> y;
+  if (!std::cin) return 3;
+  std::cout << "4\\n0 0\\n1 0\\n1 1\\n0 1\\n";
+  std::cout << "4\\n40000 40000\\n60000 40000\\n60000 60000\\n40000 60000\\n";
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def sandbox() -> Iterator[Sandbox]:
+  with Sandbox(allow_weak=True) as one:
+    yield one
+
+
+def python(source: str) -> dict[str, str]:
+  return {"language": "python", "source": source}
+
+
+def seine(sandbox: Sandbox, **options) -> contest.ContestSolutions:
+  return contest.ContestSolutions(SEINE, sandbox=sandbox, **{"num_cases": 2, **options})
+
+
+def square_values() -> list[int]:
+  values = []
+  for case in range(2):
+    counts = [
+      int(((kind >= 40_000) & (kind <= 60_000)).all(axis=1).sum())
+      for kind in purse_seine.points_of(case)
+    ]
+    values.append(max(0, counts[0] - counts[1] + 1))
+  return values
+
+
+def test_a_program_in_c_plus_plus_is_compiled_once_and_scored(sandbox: Sandbox):
+  environment = seine(sandbox)
+  artefact = {"language": "c++", "source": C_PLUS_PLUS}
+  score, values = environment.verify(artefact), square_values()
+  assert score.is_valid, score.reason
+  assert environment.case_values(artefact) == tuple(values)
+  assert score.value == sum(values) / 2 and score.reward == (1 + sum(values) / 2) / 1500
+  assert score.certificate == (f"{sum(values)}/2" if sum(values) % 2 else "")
+  assert len(environment._compiled) == 1
+  assert environment.verify(artefact) == score
+
+
+def test_plain_programs_answer_every_case(sandbox: Sandbox):
+  for which, unit in ((SEINE, 1500), (MACHINES, 3e6)):
+    environment = contest.ContestSolutions(which, sandbox=sandbox, num_cases=2)
+    assert isinstance(environment, discovery.Environment) and environment.language is None
+    start = environment.start(0)
+    score = environment.verify(start)
+    assert score.is_valid, score.reason
+    assert score.value > 100 and score.reward == (1 + score.value) / unit
+    text = environment.describe(start, score)
+    assert start["source"] in text and "improve(artefact, seconds, seed)" in text
+    assert "within\n2 seconds of computing and 1024 MiB" in text
+    figure = environment.picture(start)
+    assert isinstance(figure, matplotlib.figure.Figure) and "mean" in figure.axes[0].get_title()
+    assert environment.name == f"{which.name}_2"
+    assert environment.published[0].value > 3000
+
+
+def test_what_cannot_be_compiled_is_refused(sandbox: Sandbox):
+  environment = seine(sandbox)
+  artefact = {"language": "c++", "source": "int main() { return missing; }"}
+  reason = environment.verify(artefact).reason
+  assert "compilation: got exit code 1, expected 0" in reason and "missing" in reason
+  assert environment.verify(artefact).reason == reason
+  short = dataclasses.replace(contest.COMPILE_LIMITS, cpu_seconds=0.01)
+  hasty = seine(sandbox, compile_limits=short)
+  assert "compilation: got more than 0.01 seconds" in hasty.verify(artefact).reason
+  with pytest.raises(ValueError, match=r"got a program that is worth nothing \(compilation: "):
+    environment.picture(artefact)
+
+
+@pytest.mark.parametrize(
+  ("source", "reason"),
+  [
+    ("print('4 0 0 10 0 10 10 0 9')", "case 0: edge 2: got [10, 10] to [0, 9], expected"),
+    ("print('4 0 0 10 0 12 10 0 10')", "case 0: edge 1: got [10, 0] to [12, 10], expected an edge"),
+    ("print('4 0 0 10 0 10 10')", "case 0: output: got 6 coordinates, expected 8 for 4 vertices"),
+    ("print('3 0 0 10 0 10 10')", "case 0: output: got 3 vertices, expected 4 to 1000"),
+    ("print('1e9')", "case 0: output: got '1e9' as word 0, expected an integer"),
+    ("pass", "case 0: output: got nothing, expected the number of vertices"),
+    ("raise KeyError('why')", "case 0: got exit code 1, expected 0: Traceback"),
+    ("import sys\nsys.exit(5)", "case 0: got exit code 5, expected 0"),
+    ("import os\nos.kill(os.getpid(), 9)", "case 0: got a killed program, expected 0"),
+    ("print('9' * 2000)", "case 0: got more than 1000 bytes of output, expected no more"),
+    ("while True: pass", "case 0: got more than 0.5 seconds of computing, expected an answer"),
+    ("import time\ntime.sleep(60)", "case 0: got no end within 1 seconds of the clock"),
+    ("x = bytearray(2**29)", "MemoryError"),
+  ],
+)  # fmt: skip
+def test_programs_that_fail_are_worth_nothing(sandbox: Sandbox, source: str, reason: str):
+  limits = Limits(
+    wall_seconds=1.0 if "sleep" in source else 60.0,
+    cpu_seconds=0.5,
+    memory_bytes=2**28,
+    file_bytes=2**20,
+    output_bytes=1000,
+  )
+  score = seine(sandbox, limits=limits).verify(python(source))
+  assert not score.is_valid and math.isnan(score.value) and reason in score.reason
+
+
+@pytest.mark.parametrize(
+  ("status", "words"),
+  [
+    ("memory", "got more than 1024 MiB of memory, expected no more"),
+    ("ok", "got no file, expected a program"),
+    ("killed", "got a killed program, expected 0: what it said"),
+  ],
+)
+def test_every_way_to_fail_has_its_words(status: str, words: str):
+  outcome = Outcome(status, None, b"", b"what it said\n", {}, 0.0, 0.0)
+  assert contest._failure(outcome, contest.RUN_LIMITS) == words
+
+
+def test_a_program_that_fails_on_the_second_case_is_worth_nothing(sandbox: Sandbox):
+  second = purse_seine.points_of(1).wanted[0].tolist()
+  source = f"""
+numbers = open(0).read().split()
+print({SQUARE!r} if numbers[1:3] != {[str(number) for number in second]} else 'no')
+"""
+  score = seine(sandbox).verify(python(source))
+  assert score.reason == (
+    "case 1: output: got 'no' as word 0, expected an integer of at most 9 digits"
+  )
+
+
+@pytest.mark.parametrize(
+  ("artefact", "reason"),
+  [
+    (None, "program: got NoneType, expected a dict of 'language' and 'source'"),
+    ({"source": "1"}, "program: got ['source'], expected a dict"),
+    ({"language": "rust", "source": "1"}, "language: got 'rust', expected one of ('c++', 'py"),
+    ({"language": ["c++"], "source": "1"}, "language: got \"['c++']\", expected one of"),
+    (python(""), "source: got 0 bytes, expected 1 to 524288"),
+    (python("1" * 600_000), "source: got 600000 bytes, expected 1 to 524288"),
+    ({"language": "python", "source": b"1"}, "source: got bytes, expected text"),
+    (python("\ud800"), "source: got text that UTF-8 cannot hold"),
+  ],
+)  # fmt: skip
+def test_what_is_no_program_is_refused(sandbox: Sandbox, artefact: object, reason: str):
+  score = seine(sandbox).verify(artefact)
+  assert not score.is_valid and reason in score.reason
+
+
+def test_impossible_settings_are_refused(sandbox: Sandbox):
+  with pytest.raises(ValueError, match="num_cases: got 0, expected at least 1"):
+    seine(sandbox, num_cases=0)
+  with pytest.raises(ValueError, match="PurseSeineContest.first_case: got -1, expected 0 or more"):
+    contest.PurseSeineContest(first_case=-1)
+  with pytest.raises(ValueError, match="AppleMachinesContest.first_case: got -1, expected 0 or"):
+    contest.AppleMachinesContest(first_case=-1)
+
+
+def test_inputs_have_the_contests_form():
+  lines = SEINE.case_input(1).decode().splitlines()
+  points = np.concatenate(purse_seine.points_of(1))
+  assert lines[0] == "5000" and len(lines) == 10_001
+  assert [list(map(int, line.split())) for line in lines[1:]] == points.tolist()
+  assert contest.machines_input(TOY) == (
+    "3 4 500 1\n1 2 3\n1 2 4\n3 50 60\n700 800 900\n9000 9000 9000\n"
+  )
+  rows = [list(map(int, line.split())) for line in MACHINES.case_input(0).decode().splitlines()]
+  assert rows[0] == [10, 4, 500, 1] and [len(row) for row in rows[1:]] == [10] * 5
+  assert rows[1] == sorted(rows[1]) and rows[1][0] == rows[2][0] == 1
+
+
+def test_three_turns_by_hand():
+  # Turn 0: (0, 0) for 1 apple, 0 left; it works once: 1 apple.
+  assert contest.play(TOY, [(0, 0)]) == 1
+  # Turn 1: nothing is bought, 2 apples. Turn 2: (0, 1) for 2; 0 left, 1 + 2 are added.
+  assert contest.play(TOY, [(0, 0), None, (0, 1)]) == 3
+  # Turn 3: (1, 0) for 3; 3 are added, and then there are 2 of (0, 0): 2 + 2 more in turn 4.
+  assert contest.play(TOY, [(0, 0), None, (0, 1), (1, 0)]) == 3
+  assert contest.play(TOY, [(0, 0), None, (0, 1), (1, 0), None]) == 7
+  # A second (0, 0) costs twice as much, and has power 2: 3 of it, 2 apples each, and 2 of (0, 1).
+  assert contest.play(TOY, [(0, 0), None, (0, 1), (1, 0), None, (0, 0)]) == 7 - 2 + 3 * 2 + 2
+  assert contest.play(TOY, []) == 1
+  assert contest.play(TOY, [(0, 0), (0, 0)]) == (
+    "turn 1: got an order of level 0 and kind 0 for 2 apples, expected at most the 1 that are there"
+  )
+
+
+def test_turns_agree_with_the_plans_of_apple_machines():
+  problem = apple_machines.instance(3)
+  plan = [(0, 0, 40), (0, 3, 90), (1, 3, 300), (0, 3, 480)]
+  turns = apple_machines.trace(problem, plan)
+  orders = [plan[turn.run][:2] if turn.is_bought else None for turn in turns]
+  assert contest.play(problem, orders) == turns[-1].apples
+  output = "".join("-1\n" if order is None else f"{order[0]} {order[1]}\n" for order in orders)
+  points = contest.AppleMachinesContest(first_case=3).value(0, output)
+  assert points == apple_machines.points(turns[-1].apples)
+
+
+@pytest.mark.parametrize(
+  ("output", "reason"),
+  [
+    ("-1\n" * 499, "output: got 499 turns, expected 500"),
+    ("-1\n" * 501, "output: got 501 turns, expected 500"),
+    ("-1\n" * 499 + "0", "turn 499: got level 0 alone, expected level and kind, or -1"),
+    ("4 0\n", "turn 0: got level 4 and kind 0, expected 0 to 3 and 0 to 9"),
+    ("-1 0 -1\n", "turn 1: got level 0 and kind -1, expected 0 to 3 and 0 to 9"),
+    ("0 0\n0 x\n", "output: got 'x' as word 3, expected an integer"),
+    ("3 9\n" + "-1\n" * 499, "turn 0: got an order of level 3 and kind 9 for"),
+  ],
+)
+def test_orders_that_cannot_be_are_refused(output: str, reason: str):
+  value = MACHINES.value(0, output)
+  assert isinstance(value, str) and reason in value
