@@ -22,6 +22,7 @@ from typing import Any
 from seerjax.tasks import discovery
 from seerjax.tasks.discovery import Artefact, Published, Score
 
+PATH = __file__  # For `problems.load`.
 NUM_PLACES = 6
 GAIN = (2, 1, 0, 3, 4, 6)  # By digit.
 MOST = sum(range(1, NUM_PLACES + 1)) * max(GAIN)

@@ -85,7 +85,7 @@ def check(schedule: kernel_speed.Schedule) -> None:
     np.testing.assert_allclose(got, expected(kind), atol=tolerance, rtol=tolerance)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("place", range(5))
 def test_every_choice_gives_the_references_result(place: int):
   # Five schedules, among which every choice of every field is found.
@@ -364,6 +364,7 @@ needs_interpreter = pytest.mark.skipif(
 )
 
 
+@pytest.mark.long
 @needs_interpreter
 def test_tiles_of_the_norm_are_right_in_the_interpreter():
   environment = kernel_speed.TileSpeed("rms_norm", rows=4, features=256)

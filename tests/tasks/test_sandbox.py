@@ -616,6 +616,7 @@ def as_script(mode: str, number: str = "few") -> str:
   return done.stdout
 
 
+@pytest.mark.long
 @pytest.mark.skipif(os.geteuid() != 0, reason="the other tests are an ordinary user's already")
 def test_an_ordinary_user_has_the_same_sandbox():
   assert "made inside a user namespace" in as_script("user")
