@@ -11,7 +11,7 @@ cd "$ROOT" || exit 1
 # the launchers, tasks and the simulator are the same lines on both, and cost minutes.
 OLDEST=3.11
 NEWEST_ONLY="tests/experiments tests/launch tests/tasks tests/search tests/simulate tests/test_rl.py
-  tests/test_ttt.py tests/test_discovery_report.py tests/test_vehicle_routing.py"
+  tests/test_ttt.py tests/test_writers.py tests/test_discovery_report.py tests/test_vehicle_routing.py"
 WORKERS=${SEERJAX_TEST_WORKERS:-2}
 
 usage() {

@@ -590,7 +590,7 @@ def warm_start(
     jobs = []
     for place in range(min(256, config.tiny.warm_sentences)):
       artefact = artefacts[int(random.integers(len(artefacts)))]
-      request = writer.ask(artefact, environment.verify(artefact), -1, num_tried + place)[0]
+      request = writer.request(artefact, -1, num_tried + place, 0)
       tokens = edits.random_sentence(language, random)
       unscored = np.zeros(len(tokens), np.float32)
       completion = Completion(

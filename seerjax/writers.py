@@ -79,20 +79,17 @@ class Group:
   temperature: float
   seed: int
 
-  def requests(
-    self, prompt: tuple[int, ...], sampling: SamplingParams, step: int, group: int
-  ) -> list[Request]:
-    """Returns the members' requests, all with one prompt."""
-    return [
-      Request(
-        request_id=f"{step}/{group}/{member}",
-        prompt=prompt,
-        sampling=sampling,
-        seed=rollout_lib.request_seed(self.seed, step, group, member),
-        group_id=f"{step}/{group}",
-      )
-      for member in range(self.size)
-    ]
+  def request(
+    self, prompt: tuple[int, ...], sampling: SamplingParams, step: int, group: int, member: int
+  ) -> Request:
+    """Returns a member's request; its name and its noise follow from its place alone."""
+    return Request(
+      request_id=f"{step}/{group}/{member}",
+      prompt=prompt,
+      sampling=sampling,
+      seed=rollout_lib.request_seed(self.seed, step, group, member),
+      group_id=f"{step}/{group}",
+    )
 
 
 class Edits:
@@ -115,8 +112,12 @@ class Edits:
   def ask(self, artefact: Artefact, score: Score, step: int, group: int) -> list[Request]:
     """See `Writer`."""
     del score  # The language shows what it wants of it.
+    return [self.request(artefact, step, group, member) for member in range(self._group.size)]
+
+  def request(self, artefact: Artefact, step: int, group: int, member: int) -> Request:
+    """Returns the request of one member."""
     prompt = tuple(self._language.prompt(artefact))
-    return self._group.requests(prompt, self._sampling, step, group)
+    return self._group.request(prompt, self._sampling, step, group, member)
 
   def answers(self, generate: Generate, requests: Sequence[Request]) -> list[tuple[Said, ...]]:
     """See `Writer`."""
@@ -214,9 +215,11 @@ class Programs:
     """See `Writer`."""
     text = f"{self._environment.describe(artefact, score)}\n\n{programs.instructions()}"
     prompt = self._tokenizer.encode(self._tokenizer.chat([{"role": "user", "content": text}]))
-    return self._group.requests(
-      tuple(prompt), self._sampling(self._config.thinking_tokens), step, group
-    )
+    sampling = self._sampling(self._config.thinking_tokens)
+    return [
+      self._group.request(tuple(prompt), sampling, step, group, member)
+      for member in range(self._group.size)
+    ]
 
   def _sampling(self, max_tokens: int) -> SamplingParams:
     return SamplingParams(
@@ -257,15 +260,9 @@ class Programs:
         " lower ProgramConfig.thinking_tokens."
       )
     step, group, member = rollout_lib.place_of(request.request_id)
+    sampling = self._sampling(min(room, self._config.answer_tokens))
     # A member beyond all others: its own name and its own noise.
-    member += self._group.size
-    return Request(
-      request_id=f"{step}/{group}/{member}",
-      prompt=prompt,
-      sampling=self._sampling(min(room, self._config.answer_tokens)),
-      seed=rollout_lib.request_seed(self._group.seed, step, group, member),
-      group_id=request.group_id,
-    )
+    return self._group.request(prompt, sampling, step, group, member + self._group.size)
 
   def attempts(self, jobs: Sequence[Job]) -> list[Attempt]:
     """See `Writer`."""

@@ -1,0 +1,114 @@
+"""Problems by name: what each name gives, and how a wrong one is refused."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import tiny_problem
+
+from seerjax.tasks import discovery, edits, problems
+
+# (asked for, got): each problem as it is usual, and with a number.
+NAMES = (
+  ("apple_machines", "apple_machines_0000"),
+  ("apple_machines:12", "apple_machines_0012"),
+  ("apple_machines_plain:12", "apple_machines_0012"),
+  ("purse_seine", "purse_seine_0"),
+  ("purse_seine:3", "purse_seine_3"),
+  ("circle_packing", "circle_packing_26"),
+  ("circle_packing:5", "circle_packing_5"),
+  ("minimum_overlap", "minimum_overlap_51"),
+  ("minimum_overlap:20", "minimum_overlap_20"),
+  ("first_autocorrelation", "first_autocorrelation_300"),
+  ("first_autocorrelation:30", "first_autocorrelation_30"),
+  ("second_autocorrelation", "second_autocorrelation_100"),
+  ("second_autocorrelation:30", "second_autocorrelation_30"),
+  ("trimul", "trimul_64_128_128"),
+  ("trimul:16", "trimul_16_128_128"),
+  ("denoising", "denoising_simulated"),
+)
+
+
+@pytest.mark.parametrize(("name", "found"), NAMES, ids=[name for name, _ in NAMES])
+def test_a_name_gives_a_whole_environment(name, found):
+  environment = problems.load(name)
+  assert environment.name == found
+  assert isinstance(environment, discovery.Environment)
+  assert isinstance(environment.language, discovery.EditLanguage)
+  # The engine's vocabulary is cut into eight, and each place allows ids of it.
+  language = environment.language
+  assert language.vocab_size % 8 == 0
+  assert all(0 <= low < high <= language.vocab_size for low, high in language.allowed)
+
+
+def test_every_name_of_the_table_is_tested():
+  assert {name.partition(":")[0] for name, _ in NAMES} == {*problems.NUMBERS, "denoising"}
+
+
+def test_the_plain_machines_are_the_same_problem_without_the_verb_that_polishes():
+  names = ("apple_machines:1", "apple_machines_plain:1")
+  with_polish, plain = (problems.load(name) for name in names)
+  start = with_polish.start(0)
+  assert start == plain.start(0) and with_polish.verify(start) == plain.verify(start)
+  assert with_polish.language is not None and plain.language is not None
+  assert with_polish.language.allowed != plain.language.allowed
+
+
+def test_a_colon_without_a_number_gives_the_usual_one():
+  assert problems.load("minimum_overlap:").name == problems.load("minimum_overlap").name
+
+
+def test_the_path_of_a_python_file_gives_the_problem_in_it():
+  environment = problems.load(tiny_problem.PATH)
+  assert environment.name == "digits" and environment.language is not None
+  assert environment.verify([5] * 6).value == tiny_problem.MOST
+  assert not environment.verify([6] * 6).is_valid
+  twin = tiny_problem.Row()
+  assert environment.start(3) == twin.start(3) != twin.start(4)
+
+
+def test_a_path_behind_denoising_is_that_of_counts(tmp_path):
+  with pytest.raises((OSError, ValueError), match="nowhere"):
+    problems.load(f"denoising:{tmp_path / 'nowhere.npz'}")
+
+
+def test_a_file_that_is_not_there_is_refused(tmp_path):
+  with pytest.raises(FileNotFoundError, match=r"nowhere\.py: got no such file, expected Python"):
+    problems.load(str(tmp_path / "nowhere.py"))
+
+
+@pytest.mark.parametrize("name", ["", "chess", ":3", "Circle_packing", "chess:4", "problem.txt"])
+def test_an_unknown_name_is_refused_with_those_that_there_are(name):
+  names = re.escape(str(sorted([*problems.NUMBERS, "denoising"])))
+  expected = (
+    rf"problem: got '{name}', expected one of {names}, with a number as in 'circle_packing:32', or"
+    r" the path of a Python file that ends with '\.py'; correct --config.problem"
+  )
+  with pytest.raises(ValueError, match=expected):
+    problems.load(name)
+
+
+@pytest.mark.parametrize("number", ["-1", "2.5", "x", " 3", "3:4", "٣", "²"])
+def test_what_is_no_number_is_refused(number):
+  expected = (
+    rf"problem: got 'circle_packing:{number}', expected a number of circles behind the colon;"
+    " circle_packing:26 is usual"
+  )
+  with pytest.raises(ValueError, match=expected):
+    problems.load(f"circle_packing:{number}")
+
+
+def test_a_number_out_of_range_is_refused_by_the_problem_itself():
+  with pytest.raises(ValueError, match="got 0, expected 1"):
+    problems.load("circle_packing:0")
+
+
+def test_what_was_loaded_twice_judges_alike():
+  # What a worker process loads is what this one has.
+  here, there = (problems.load("minimum_overlap:20") for _ in range(2))
+  start = here.start(5)
+  assert start == there.start(5)
+  assert here.language is not None and there.language is not None
+  job = edits.Job(start, tuple(low for low, _ in here.language.allowed), 7)
+  assert edits.attempt(here, job) == edits.attempt(there, job)

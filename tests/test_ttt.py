@@ -1,0 +1,770 @@
+"""The circle for one problem: what a run finds, and that nothing that stops it changes a bit."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import json
+import math
+import pathlib
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny_model
+import tiny_problem
+
+from seerjax import checkpoint, metrics, numerics as numerics_lib, rl, ttt, writers
+from seerjax.engine import engine as engine_lib
+from seerjax.models import transformer
+from seerjax.rollout import scheduler
+from seerjax.search import archive as archive_lib, puct
+from seerjax.tasks import discovery, edits
+from seerjax.tasks.programs import Attempt
+from seerjax.trainer import advantages, entropic, step as step_lib
+from seerjax.types import Completion, Request
+
+CONFIG = ttt.DiscoverConfig(
+  problem=tiny_problem.PATH,
+  seed=3,
+  num_steps=4,
+  groups_per_step=4,
+  group_size=4,
+  checkpoint_every=2,
+  tiny=ttt.TinyConfig(hidden_size=32, num_layers=1, warm_sentences=48, warm_passes=1),
+  numerics=tiny_model.ONE_SLAB,
+  engine=engine_lib.EngineConfig(
+    page_size=8, num_pages=40, max_sequences=16, max_context=16, row_buckets=(16,)
+  ),
+  # Chunks end within sentences.
+  scheduler=scheduler.Ours(chunk_tokens=2),
+  trainer=rl.TrainerConfig(rows_per_micro_batch=64, sequences_per_micro_batch=8),
+  optimizer=step_lib.OptimizerConfig(learning_rate=0.01),
+)
+PER_STEP = 16  # Attempts of a step.
+NO_WARM_START = dataclasses.replace(CONFIG.tiny, warm_sentences=0)
+# Numbers that clocks decide.
+TIMES = ("search/cpu_seconds", "train/seconds")
+
+
+@functools.cache
+def model() -> transformer.TransformerConfig:
+  return ttt.tiny_policy(CONFIG, tiny_problem.Row()).model
+
+
+@functools.cache
+def programs(num_instances: int) -> rl.Programs:
+  """Compiled once for all runs."""
+  config = dataclasses.replace(CONFIG, num_instances=num_instances)
+  return rl.make_programs(config.run(tiny_problem.Row()), model())
+
+
+def discover(directory, environment=None, *, config=CONFIG, resume=False, say=None, **changes):
+  config = dataclasses.replace(config, **changes)
+  return ttt.discover(
+    config,
+    tiny_problem.Row() if environment is None else environment,
+    pathlib.Path(directory),
+    resume=resume,
+    say=(lambda line: None) if say is None else say,
+    programs=programs(config.num_instances),
+  )
+
+
+def rows_of(directory, *, without=TIMES):
+  rows = metrics.read(pathlib.Path(directory) / "metrics.jsonl")
+  return [{name: row[name] for name in row if name not in without} for row in rows]
+
+
+def best_of(directory):
+  return json.loads((pathlib.Path(directory) / "best.json").read_text())
+
+
+def same_bits(found, expected) -> bool:
+  """Whether two trees are equal, bit for bit."""
+  pairs = zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)
+  return all(np.asarray(a).tobytes() == np.asarray(b).tobytes() for a, b in pairs)
+
+
+def is_same_run(directory, found, whole) -> bool:
+  """Whether a run found, learnt and wrote what the uninterrupted one did."""
+  expected_directory, expected, _ = whole
+  return (
+    same_bits(found.state, expected.state)
+    and archive_lib.to_json(found.archive) == archive_lib.to_json(expected.archive)
+    and rows_of(directory) == rows_of(expected_directory)
+    and (found.artefact, found.score) == (expected.artefact, expected.score)
+    and best_of(directory) == best_of(expected_directory)
+  )
+
+
+def flipped(params, name="embed"):
+  """Weights of which one mantissa bit is another."""
+  weights = np.array(params[name])
+  weights.view(np.uint32)[0, 0] ^= np.uint32(1 << 20)
+  return {**params, name: jnp.asarray(weights)}
+
+
+def abstract_state():
+  params = ttt.tiny_policy(CONFIG, tiny_problem.Row()).params
+  state = rl.initial_state(CONFIG.run(tiny_problem.Row()), ttt.Policy(model(), params))
+  return jax.eval_shape(lambda: dict(state=state, base=params))
+
+
+def restored_from(directory, step=None):
+  return checkpoint.restore(
+    pathlib.Path(directory) / "checkpoints",
+    abstract_state(),
+    fingerprint=numerics_lib.fingerprint(CONFIG.numerics),
+    step=step,
+  )
+
+
+def interrupt():
+  raise KeyboardInterrupt
+
+
+class Crash(Exception):
+  """What no code of ours awaits."""
+
+
+def crash():
+  raise Crash
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+  """An uninterrupted run: (directory, what it found, environment)."""
+  directory, environment = tmp_path_factory.mktemp("whole") / "run", tiny_problem.Row()
+  return directory, discover(directory, environment), environment
+
+
+def stopped_in(whole, directory, step, stop):
+  """Returns an environment whose world stops at the sixth attempt of a step, counted from 1."""
+  before = whole[2].language.num_applied - (CONFIG.num_steps - step + 1) * PER_STEP
+  return tiny_problem.Row(language=tiny_problem.Digits(stop_at=before + 6, stop=stop))
+
+
+@pytest.fixture(scope="module")
+def crashed(whole, tmp_path_factory):
+  """A run that died in its fourth step, after the checkpoint of its second."""
+  directory = tmp_path_factory.mktemp("crashed") / "run"
+  with pytest.raises(Crash):
+    discover(directory, stopped_in(whole, directory, 4, crash))
+  assert checkpoint.steps(directory / "checkpoints") == (0, 2)
+  assert [row["step"] for row in rows_of(directory)] == [1, 2, 3]
+  return directory
+
+
+@pytest.fixture
+def crashed_copy(crashed, tmp_path):
+  return pathlib.Path(shutil.copytree(crashed, tmp_path / "copy"))
+
+
+# What a run finds and writes.
+
+
+def test_a_run_writes_its_files_and_finds_something_better(whole):
+  directory, found, environment = whole
+  assert {path.name for path in directory.iterdir()} == {
+    "best.json", "checkpoints", "config.json", "metrics.jsonl", "summary.json", "tensorboard"
+  }  # fmt: skip
+  rows = rows_of(directory)
+  assert [row["step"] for row in rows] == [1, 2, 3, 4]
+  summary = json.loads((directory / "summary.json").read_text())
+  starts = [state.value for state in found.archive.states if state.is_seed]
+  assert len(starts) == 4 and summary["start"] == max(starts)
+  assert found.score.value == summary["best"] == rows[-1]["search/best"] > summary["start"]
+  assert rows[-1]["search/gain"] == summary["best"] - summary["start"]
+  assert found.score == environment.verify(found.artefact)
+  best = [row["search/best"] for row in rows]
+  assert best == sorted(best)
+  config = json.loads((directory / "config.json").read_text())
+  assert config["seed"] == 3 and config["fingerprint"] == summary["numerics"]
+  assert summary["attempts"] == 4 * PER_STEP and summary["optimizer_steps"] == 4
+  assert summary["tokens"] == rows[-1]["search/tokens"]
+  # Sentences of two tokens, if they stop early, or three.
+  assert 2 * 4 * PER_STEP < summary["tokens"] < 3 * 4 * PER_STEP
+  assert len(found.archive.states) == rows[-1]["search/archive_size"] > 4
+  assert found.archive.num_expansions == 16
+
+
+def test_the_best_is_on_disk_with_the_way_to_it(whole):
+  directory, found, environment = whole
+  best = best_of(directory)
+  assert best["artefact"] == found.artefact and best["value"] == found.score.value
+  lineage = best["lineage"]
+  # Steps count from 1, as those of the metrics; the start is of none.
+  steps = [state["step"] for state in lineage]
+  assert steps == sorted(steps) and steps[0] == 0 < steps[-1] == best["step"] <= 4
+  assert best["step"] == found.summary["found_in_step"]
+  assert rows_of(directory)[best["step"] - 1]["search/best"] == best["value"]
+  assert lineage[-1]["value"] == best["value"]
+  assert len(lineage) == found.summary["lineage"] > 1
+  # Every step of the way can be taken again, seeds of random amounts aside.
+  language = environment.language
+  state = archive_lib.best(found.archive)
+  way = archive_lib.lineage(found.archive, state.state_id)
+  for before, after in itertools.pairwise(way):
+    if after.tokens[0] == tiny_problem.WRITE:
+      assert language.apply(before.artefact, after.tokens, 0) == after.artefact
+
+
+def test_what_sampled_is_what_learns_to_the_bit_in_every_step(whole):
+  rows = rows_of(whole[0])
+  assert {row["contract/kl"] for row in rows} == {0.0}
+  assert {row["contract/max_abs_logprob_gap"] for row in rows} == {0.0}
+  # And before the first update it is the base as well; afterwards no more.
+  assert rows[0]["objective/kl_to_base"] == 0.0
+  assert all(row["objective/kl_to_base"] != 0.0 for row in rows[1:])
+  assert all(row["train/grad_norm"] > 0 for row in rows)
+
+
+def test_what_a_step_says_of_the_search_is_what_the_archive_holds(whole):
+  _, found, _ = whole
+  for row in rows_of(whole[0]):
+    states = [s for s in found.archive.states if s.step < row["step"]]
+    assert row["search/archive_size"] == len(states)
+    assert row["search/best"] == max(state.value for state in states)
+    trees = {state.seed_tree for state in states if not state.is_seed}
+    assert row["search/seed_trees_alive"] == len(trees)
+    assert 0 < row["search/valid_rate"] <= 1
+    values = [row[f"search/value_{name}"] for name in ("p10", "median", "p90")]
+    assert values == sorted(values) and values[-1] <= row["search/best"]
+
+
+def test_every_start_is_judged_and_groups_start_as_the_search_says(whole):
+  _, found, _ = whole
+  # In the first step all states are seeds, and each starts one group.
+  seeds = archive_lib.start(
+    [
+      archive_lib.Child(artefact=s.artefact, value=s.value, reward=s.reward)
+      for s in found.archive.states
+      if s.is_seed
+    ]
+  )
+  assert sorted(puct.select(seeds, 4, CONFIG.search, CONFIG.seed)) == [0, 1, 2, 3]
+  assert all(s.visits > 0 for s in found.archive.states if s.is_seed)
+
+
+# What stops a run changes no bit of it.
+
+
+def test_a_run_that_died_goes_on_to_the_same_bits(whole, crashed_copy):
+  said = []
+  found = discover(crashed_copy, resume=True, say=said.append)
+  assert said[0] == "resumed after step 2 of 4"
+  assert is_same_run(crashed_copy, found, whole)
+  # Seconds of both processes count; of what died, up to its checkpoint.
+  seconds = [row["search/cpu_seconds"] for row in rows_of(crashed_copy, without=())]
+  assert 0 < seconds[0] < seconds[1] < seconds[2] < seconds[3] == found.summary["cpu_seconds"]
+  assert found.summary["tokens"] == whole[1].summary["tokens"]
+
+
+def test_after_ctrl_c_the_run_goes_on_to_the_same_bits(whole, tmp_path):
+  environment = stopped_in(whole, tmp_path, 4, interrupt)
+  with pytest.raises(ttt.Interrupted, match=r"stopped after step 3 of 4; --resume goes on"):
+    discover(tmp_path / "run", environment, checkpoint_every=10)
+  assert checkpoint.latest_step(tmp_path / "run" / "checkpoints") == 3
+  assert is_same_run(tmp_path / "run", discover(tmp_path / "run", resume=True), whole)
+
+
+def test_another_bit_of_one_weight_is_another_run(whole, crashed_copy):
+  # The twin: what is compared above does notice.
+  before = restored_from(crashed_copy)
+  state = before.state["state"]
+  other = state._replace(params=flipped(state.params))
+  shutil.rmtree(crashed_copy / "checkpoints")
+  checkpoint.save(
+    crashed_copy / "checkpoints",
+    before.step,
+    before.state | {"state": other},
+    host_state=before.host_state,
+    fingerprint=numerics_lib.fingerprint(CONFIG.numerics),
+  )
+  found = discover(crashed_copy, resume=True)
+  assert not is_same_run(crashed_copy, found, whole)
+  assert not same_bits(found.state, whole[1].state)
+
+
+def test_the_best_on_disk_never_gets_worse(crashed_copy):
+  # A process that died later had found more than the checkpoint knows.
+  better = best_of(crashed_copy) | dict(value=126.0, artefact=[5] * 6)
+  (crashed_copy / "best.json").write_text(json.dumps(better))
+  discover(crashed_copy, resume=True)
+  assert best_of(crashed_copy) == better
+
+
+def test_the_best_is_on_disk_before_anything_is_sampled(tmp_path):
+  environment = tiny_problem.Row(language=tiny_problem.Digits(stop_at=1, stop=crash))
+  with pytest.raises(Crash):
+    discover(tmp_path / "run", environment, tiny=NO_WARM_START)
+  best = best_of(tmp_path / "run")
+  starts = [environment.verify(state.artefact).value for state in seeds_of(environment)]
+  assert best["value"] == environment.verify(best["artefact"]).value == max(starts)
+  assert [state["step"] for state in best["lineage"]] == [0]
+  assert checkpoint.steps(tmp_path / "run" / "checkpoints") == (0,)
+
+
+def seeds_of(environment):
+  return ttt.first_archive(CONFIG, environment).states
+
+
+def test_a_run_that_has_ended_changes_nothing_when_resumed_and_can_go_on(whole, tmp_path):
+  copy = pathlib.Path(shutil.copytree(whole[0], tmp_path / "copy"))
+  environment = tiny_problem.Row()
+  found = discover(copy, environment, resume=True)
+  assert environment.language.num_applied == 0
+  assert is_same_run(copy, found, whole)
+  longer = discover(copy, resume=True, num_steps=5)
+  assert [row["step"] for row in rows_of(copy)] == [1, 2, 3, 4, 5]
+  assert longer.score.value >= found.score.value
+
+
+@pytest.mark.long
+def test_two_instances_change_no_bit(whole, tmp_path):
+  found = discover(tmp_path / "run", num_instances=2)
+  assert is_same_run(tmp_path / "run", found, whole)
+
+
+@pytest.mark.long
+def test_a_worker_process_changes_no_bit(tmp_path):
+  environment = edits.problems.load(tiny_problem.PATH)
+  runs = [
+    discover(tmp_path / str(workers), environment, num_workers=workers, num_steps=2)
+    for workers in (0, 1)
+  ]
+  assert is_same_run(tmp_path / "1", runs[1], (tmp_path / "0", runs[0], environment))
+
+
+# What may be chosen.
+
+
+def test_without_training_it_searches_and_leaves_the_weights_alone(whole, tmp_path):
+  found = discover(tmp_path / "run", train=False, num_steps=2)
+  first = restored_from(whole[0], 2).state["base"]
+  assert same_bits(found.state.params, first)
+  # The twin: with training they move.
+  assert not same_bits(whole[1].state.params, first)
+  assert found.summary["optimizer_steps"] == 0
+  assert found.score.value > found.summary["start"]
+  rows = rows_of(tmp_path / "run")
+  assert not any(name.startswith(("train/", "contract/", "objective/")) for name in rows[0])
+  # The first step samples from the same weights, whatever is learnt from it.
+  whole_rows = rows_of(whole[0])
+  assert {n: v for n, v in whole_rows[0].items() if n in rows[0]} == rows[0]
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("reuse", puct.REUSE)
+def test_every_rule_of_reuse_runs(tmp_path, reuse):
+  found = discover(
+    tmp_path / "run",
+    num_steps=2,
+    train=False,
+    tiny=NO_WARM_START,
+    search=puct.SearchConfig(reuse=reuse, epsilon=0.5),
+  )
+  assert found.archive.num_expansions == 8
+  parents = {state.parent for state in found.archive.states if state.step == 1}
+  ids = {state.state_id for state in found.archive.states if state.is_seed}
+  if reuse == "none":
+    assert parents <= ids
+  if reuse == "sequential":
+    assert len(parents) <= 1
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("kind", ttt.OBJECTIVES)
+def test_every_objective_learns(tmp_path, kind):
+  objective = ttt.ObjectiveConfig(kind=kind, kl_coefficient=0.1 if kind == "constant" else 0.0)
+  found = discover(tmp_path / "run", num_steps=1, tiny=NO_WARM_START, objective=objective)
+  (row,) = rows_of(tmp_path / "run")
+  assert row["contract/max_abs_logprob_gap"] == row["contract/kl"] == 0.0
+  assert row["train/grad_norm"] > 0 and found.summary["optimizer_steps"] == 1
+  assert ("objective/beta" in row) == (kind in ("adaptive", "constant"))
+  assert ("objective/kl_to_base" in row) == (kind == "constant")
+
+
+def test_lower_is_better_where_the_problem_says_so(tmp_path):
+  environment = tiny_problem.Row(is_maximised=False)
+  found = discover(tmp_path / "run", environment, train=False, num_steps=2, tiny=NO_WARM_START)
+  assert found.score.value < found.summary["start"]
+  assert best_of(tmp_path / "run")["value"] == found.score.value
+  lineage = [state["value"] for state in best_of(tmp_path / "run")["lineage"]]
+  assert lineage[-1] == found.score.value < lineage[0]
+  rows = rows_of(tmp_path / "run")
+  assert rows[-1]["search/best"] == found.score.value
+  assert rows[-1]["search/gain"] == found.summary["start"] - found.score.value > 0
+  # What is missing to the most: the archive holds it with the other sign.
+  assert archive_lib.best(found.archive).value == -found.score.value
+
+
+# One step, by hand.
+
+
+@pytest.fixture(scope="module")
+def sampled():
+  """A first step's attempts and what they were sampled with: (sampled, state, base)."""
+  environment = tiny_problem.Row()
+  run, policy = CONFIG.run(environment), ttt.tiny_policy(CONFIG, environment)
+  state = rl.initial_state(run, policy)
+  base = transformer.compute_params(policy.params, CONFIG.numerics)
+  engine = engine_lib.Engine(
+    policy.model,
+    base,
+    numerics=CONFIG.numerics,
+    config=CONFIG.engine,
+    key=jax.random.key(CONFIG.seed),
+    runner=programs(1).runner,
+  )
+  with ttt.writer_of(CONFIG, environment, policy) as writer:
+    archive = ttt.first_archive(CONFIG, environment)
+    found = ttt.sample(CONFIG, environment, engine, writer, archive, 0)
+  return found, state, base
+
+
+def learn(sampled, state, base, objective=CONFIG.objective):
+  config = dataclasses.replace(CONFIG, objective=objective)
+  run = config.run(tiny_problem.Row())
+  return ttt.learn(config, run, programs(1).trainer, state, sampled, base)
+
+
+def test_requests_say_where_they_belong_and_attempts_follow_from_them(sampled):
+  found, _, _ = sampled
+  environment = tiny_problem.Row()
+  states = ttt.first_archive(CONFIG, environment).states
+  names, seeds = [], set()
+  for group, (start, said, attempts) in enumerate(zip(*found, strict=True)):
+    for member, ((one,), attempt) in enumerate(zip(said, attempts, strict=True)):
+      names.append(one.request.request_id)
+      assert names[-1] == one.completion.request_id == f"0/{group}/{member}"
+      assert one.request.prompt == environment.language.prompt(states[start].artefact)
+      seeds.add(one.request.seed)
+      job = edits.Job(states[start].artefact, one.completion.tokens, one.request.seed)
+      assert repr(attempt) == repr(edits.attempt(environment, job))
+      for token, (low, high) in zip(one.completion.tokens, environment.language.allowed):
+        assert low <= token < high
+  assert len(set(names)) == len(seeds) == PER_STEP
+
+
+def test_the_gap_is_zero_with_the_weights_that_sampled(sampled):
+  _, numbers = learn(*sampled)
+  assert numbers["contract/kl"] == numbers["contract/max_abs_logprob_gap"] == 0.0
+  assert numbers["objective/kl_to_base"] == 0.0
+
+
+def test_one_bit_of_a_weight_opens_the_gap(sampled):
+  found, state, base = sampled
+  _, numbers = learn(found, state._replace(params=flipped(state.params)), base)
+  assert numbers["contract/max_abs_logprob_gap"] > 0.0
+  # And one of the base's its own.
+  _, numbers = learn(found, state, flipped(base))
+  assert numbers["contract/max_abs_logprob_gap"] == 0.0 != numbers["objective/kl_to_base"]
+
+
+def test_a_step_learns_what_the_best_of_each_group_did(sampled):
+  found, state, _ = sampled
+  objective = dataclasses.replace(CONFIG.objective, kl_coefficient=0.0)
+  values, _ = ttt.objective_of(objective, found)
+  after, _ = learn(found, state, None, objective)
+  assert after.step == 1 and state.step == 0
+  weights = transformer.compute_params(after.params, CONFIG.numerics)
+  run = CONFIG.run(tiny_problem.Row())
+  batch = rl.pack(run, ttt.as_groups(ttt.sequences(found)), values.reshape(-1, 1))
+  moved = programs(1).trainer.scores(weights, batch).logprob - batch.behaviour_logprobs
+  assert np.sum((moved * batch.advantages)[np.asarray(batch.loss_mask)]) > 0
+
+
+def attempt(value: float, reward: float | None = None) -> Attempt:
+  if math.isnan(value):
+    return Attempt(artefact=None, score=discovery.invalid("no"), status="invalid")
+  score = discovery.Score(is_valid=True, value=value, reward=value if reward is None else reward)
+  return Attempt(artefact=[value], score=score, status="ok")
+
+
+def said(name: str = "0/0/0", tokens: tuple[int, ...] = (1, 2)) -> writers.Said:
+  logprobs = np.zeros(len(tokens), np.float32)
+  completion = Completion(
+    request_id=name,
+    tokens=tokens,
+    behaviour_logprobs=logprobs,
+    raw_logprobs=logprobs,
+    text="",
+    finish_reason="stop",
+    policy_version=0,
+  )
+  return writers.Said(Request(request_id=name, prompt=(3,)), completion)
+
+
+def step_of(*groups, starts=None) -> ttt.Sampled:
+  """A step whose attempts have these values."""
+  return ttt.Sampled(
+    tuple(range(len(groups))) if starts is None else starts,
+    [
+      [(said(f"0/{g}/{m}", (g, m)),) for m in range(len(group))] for g, group in enumerate(groups)
+    ],
+    [[attempt(value) for value in group] for group in groups],
+  )
+
+
+GROUPS = ((1.0, 2.0, 3.0, 6.0), (5.0, 5.0, 5.0, 5.0), (math.nan, 1.0, 1.5, 2.0))
+REWARDS = np.nan_to_num(np.asarray(GROUPS))
+
+
+def test_the_adaptive_objective_is_the_entropic_one_and_says_so():
+  values, numbers = ttt.objective_of(ttt.ObjectiveConfig(), step_of(*GROUPS))
+  expected = entropic.entropic(REWARDS)
+  np.testing.assert_array_equal(values, expected.advantages)
+  assert values.dtype == np.float32 and not values[1].any()
+  assert numbers == {
+    "objective/beta": np.mean(expected.beta),
+    "objective/divergence": np.mean(expected.kl),
+    "objective/effective_samples": np.mean(expected.effective_samples),
+    "objective/degenerate_groups": 1.0,
+  }
+  # Beta makes the tilted group stand ln 2 off the even one, in both that differ.
+  np.testing.assert_allclose(expected.kl, [math.log(2), 0, math.log(2)], atol=1e-9)
+
+
+def test_a_constant_beta_by_hand():
+  config = ttt.ObjectiveConfig(kind="constant", beta=2.0)
+  values, numbers = ttt.objective_of(config, step_of(GROUPS[0]))
+  e = [math.exp(2 * (reward - 6) / 5) for reward in GROUPS[0]]
+  expected = [x / ((sum(e) - x) / 3) - 1 for x in e]
+  np.testing.assert_allclose(values[0], expected, rtol=1e-6)
+  assert numbers["objective/beta"] == 2.0
+
+
+def test_what_is_invalid_counts_as_zero_or_not_at_all():
+  group = (math.nan, math.nan, 4.0, 5.0, 6.0, 9.0)
+  config = ttt.ObjectiveConfig(kind="constant", valid_only=True)
+  values, _ = ttt.objective_of(config, step_of(group))
+  expected = entropic.entropic(np.asarray([[4.0, 5.0, 6.0, 9.0]]), beta=2.0).advantages
+  np.testing.assert_array_equal(values[0], [-1, -1, *expected[0]])
+  values, _ = ttt.objective_of(ttt.ObjectiveConfig(kind="constant"), step_of(group))
+  expected = entropic.entropic(np.asarray([[0, 0, 4.0, 5.0, 6.0, 9.0]]), beta=2.0).advantages
+  np.testing.assert_array_equal(values, expected)
+
+
+def test_advantages_can_be_cut_off():
+  values, _ = ttt.objective_of(ttt.ObjectiveConfig(), step_of(*GROUPS))
+  cut, _ = ttt.objective_of(ttt.ObjectiveConfig(max_advantage=1.5), step_of(*GROUPS))
+  assert values.max() > 1.5
+  np.testing.assert_array_equal(cut, np.minimum(values, np.float32(1.5)))
+
+
+def test_mean_and_grpo_are_the_plain_ones():
+  values, numbers = ttt.objective_of(ttt.ObjectiveConfig(kind="mean"), step_of(*GROUPS))
+  np.testing.assert_array_equal(values[0], [-2, -1, 0, 3])
+  assert numbers == {}
+  values, numbers = ttt.objective_of(ttt.ObjectiveConfig(kind="grpo"), step_of(*GROUPS))
+  np.testing.assert_array_equal(values, advantages.grpo(REWARDS))
+  assert numbers == {}
+
+
+@pytest.mark.parametrize("is_maximised", [True, False])
+def test_the_best_two_of_each_group_enter_the_archive_by_the_problems_sign(is_maximised):
+  environment = tiny_problem.Row(is_maximised=is_maximised)
+  sign = 1 if is_maximised else -1
+  archive = archive_lib.start(
+    [archive_lib.Child(artefact=[9.0, i], value=-9.0, reward=1.0) for i in range(2)]
+  )
+  after = ttt.archived(environment, archive, step_of((3.0, 7.0, math.nan, 5.0), (math.nan,)), 6)
+  new = after.states[2:]
+  assert [state.artefact for state in new] == [[7.0], [5.0]] if is_maximised else [[3.0], [5.0]]
+  assert [state.value for state in new] == [sign * state.artefact[0] for state in new]
+  assert [state.reward for state in new] == [state.artefact[0] for state in new]
+  assert {(state.parent, state.step) for state in new} == {(0, 6)}
+  assert [state.tokens for state in new] == ([(0, 1), (0, 3)] if is_maximised else [(0, 0), (0, 3)])
+  # A group without anything valid counts as an expansion too.
+  assert after.num_expansions == 2 and [state.visits for state in after.states[:2]] == [1, 1]
+  assert ttt.shown(environment, archive_lib.best(after).value) == (7.0 if is_maximised else 3.0)
+
+
+def test_groups_of_one_are_in_the_order_of_what_was_said():
+  names = ("1/0/1", "0/5/2", "0/10/0")
+  groups = ttt.as_groups([said(name) for name in names])
+  assert [group.group_index for group in groups] == [0, 1, 2]
+  assert [group.rollouts[0].request.request_id for group in groups] == list(names)
+  assert all(len(group.rollouts) == 1 for group in groups)
+
+
+def test_the_warm_start_teaches_to_say_valid_sentences():
+  environment = tiny_problem.Row()
+  tiny = dataclasses.replace(CONFIG.tiny, warm_sentences=512, warm_passes=2)
+  config = dataclasses.replace(CONFIG, tiny=tiny)
+  run, policy = config.run(environment), ttt.tiny_policy(config, environment)
+  state, heard = rl.initial_state(run, policy), []
+  # Sentences that it has never seen: some can be applied, and digits of 6 never can.
+  random, valid, never = np.random.default_rng(77), [], []
+  with ttt.writer_of(config, environment, policy) as writer:
+    assert isinstance(writer, writers.Edits)
+    learnt = ttt.warm_start(run, config, environment, writer, programs(1).trainer, state,
+      heard.append)  # fmt: skip
+    while len(valid) < 32 or len(never) < 32:
+      artefact = environment.start(int(random.integers(1000)))
+      tokens = edits.random_sentence(environment.language, random)
+      request = writer.ask(artefact, environment.verify(artefact), 0, 0)[0]
+      one = said(tokens=tokens)._replace(request=request)
+      if edits.attempt(environment, edits.Job(artefact, tokens, 0)).score.is_valid:
+        valid.append(one)
+      elif tokens[-1] == tiny_problem.FIRST_AMOUNT + 6:
+        never.append(one)
+  assert heard[0].startswith("warm start: 512 valid sentences of ")
+
+  def logprob(said: list[writers.Said], params: transformer.Params) -> float:
+    """Nats a token."""
+    batch = rl.pack(run, ttt.as_groups(said), np.ones((len(said), 1), np.float32))
+    scores = programs(1).trainer.scores(transformer.compute_params(params, config.numerics), batch)
+    return float(np.mean(scores.logprob[np.asarray(batch.loss_mask)]))
+
+  assert logprob(valid, learnt) > logprob(valid, policy.params) + 0.01
+  assert logprob(never, learnt) < logprob(never, policy.params) - 0.5
+
+
+def test_the_tiny_policy_follows_from_the_seed_and_reads_the_vocabulary():
+  environment = tiny_problem.Row()
+  first, again, other = (
+    ttt.tiny_policy(dataclasses.replace(CONFIG, seed=seed), environment) for seed in (3, 3, 4)
+  )
+  assert first.model.vocab_size == 16 and first.model.hidden_size == 32
+  assert same_bits(first.params, again.params) and not same_bits(first.params, other.params)
+
+
+def test_signs_there_and_back():
+  for environment in (tiny_problem.Row(), tiny_problem.Row(is_maximised=False)):
+    assert ttt.shown(environment, ttt.signed(environment, 2.5)) == 2.5
+  assert ttt.signed(tiny_problem.Row(is_maximised=False), 2.5) == -2.5
+
+
+# Whom it refuses.
+
+
+@pytest.mark.parametrize(
+  ("changes", "message"),
+  [
+    (dict(hidden_size=60), "TinyConfig: got hidden_size=60, num_heads=8, num_layers=2, expected h"),
+    (dict(num_heads=4), "TinyConfig: got hidden_size=64, num_heads=4, .* expected heads in eights"),
+    (dict(num_heads=0), "TinyConfig: got hidden_size=64, num_heads=0, .* expected heads in eights"),
+    (dict(num_layers=0), "num_layers=0, expected heads .* and a layer; 64, 8 and 2 are usual"),
+    (dict(warm_sentences=-1), "TinyConfig: got warm_sentences=-1, warm_passes=2, expected at le"),
+    (dict(warm_passes=-1), "warm_passes=-1, expected at least 0; 0 begins with random weights"),
+  ],
+)
+def test_a_tiny_policy_that_cannot_be_is_refused(changes, message):
+  with pytest.raises(ValueError, match=message):
+    ttt.TinyConfig(**changes)
+
+
+@pytest.mark.parametrize(
+  ("changes", "message"),
+  [
+    (dict(kind="best"), r"ObjectiveConfig.kind: got 'best', expected one of \('adaptive', 'const"),
+    (dict(kl_coefficient=-0.1), "ObjectiveConfig: got kl_coefficient=-0.1, max_advantage=0.0, exp"),
+    (dict(kl_coefficient=math.nan), "ObjectiveConfig: got kl_coefficient=nan"),
+    (dict(max_advantage=-1.0), "max_advantage=-1.0, expected numbers of at least 0; 0 is off"),
+    (dict(max_advantage=math.inf), "max_advantage=inf, expected numbers of at least 0"),
+    (dict(divergence=0.0), "ObjectiveConfig: got divergence=0.0, beta=2.0, expected"),
+    (dict(beta=-1.0), "ObjectiveConfig: got divergence=0.69.*, beta=-1.0, expected"),
+  ],
+)
+def test_an_objective_that_cannot_be_is_refused(changes, message):
+  with pytest.raises(ValueError, match=message):
+    ttt.ObjectiveConfig(**changes)
+
+
+@pytest.mark.parametrize(
+  ("changes", "message"),
+  [
+    (dict(num_steps=0), "DiscoverConfig.num_steps: got 0, expected at least 1; raise it"),
+    (dict(groups_per_step=0), "DiscoverConfig.groups_per_step: got 0, expected at least 1; raise"),
+    (dict(group_size=3), "DiscoverConfig.group_size: got 3, expected at least 4; raise it"),
+    (dict(seed=-1), "DiscoverConfig.seed: got -1, expected at least 0; raise it"),
+    (dict(temperature=0.0), r"temperature: got 0.0, expected a positive number \(attempts of a gr"),
+    (dict(temperature=math.inf), "DiscoverConfig.temperature: got inf, expected a positive number"),
+  ],
+)
+def test_a_run_that_cannot_be_is_refused(changes, message):
+  with pytest.raises(ValueError, match=message):
+    ttt.DiscoverConfig(**changes)
+
+
+def test_a_problem_without_a_language_is_refused_before_any_file(tmp_path):
+  with pytest.raises(ValueError, match="digits: got a problem without a language of edits, expect"):
+    discover(tmp_path / "run", tiny_problem.Row(language=None))
+  assert not (tmp_path / "run").exists()
+
+
+def test_an_invalid_start_is_refused_before_any_file(tmp_path):
+  expected = (
+    r"digits: got an invalid start \(got the digit 6, expected 0 to 5\), expected a valid one; mend"
+    " Environment.start, or try --check_problem"
+  )
+  with pytest.raises(ValueError, match=expected):
+    discover(tmp_path / "run", tiny_problem.Row(begin=(6,) * 6))
+  assert not (tmp_path / "run").exists()
+
+
+def test_an_archive_of_seeds_alone_is_refused_before_any_file(tmp_path):
+  with pytest.raises(ValueError, match="got capacity=4 for 4 seeds, expected more"):
+    discover(tmp_path / "run", search=puct.SearchConfig(capacity=4))
+  assert not (tmp_path / "run").exists()
+
+
+def test_a_negative_number_of_workers_is_refused_before_any_file(tmp_path):
+  with pytest.raises(ValueError, match="Judge: got num_workers=-1, expected at least 0"):
+    discover(tmp_path / "run", num_workers=-1)
+  assert not (tmp_path / "run").exists()
+
+
+def test_programs_of_another_config_are_refused(tmp_path):
+  with pytest.raises(ValueError, match="discover.programs: got programs of another config or mode"):
+    discover(tmp_path / "run", optimizer=step_lib.OptimizerConfig(learning_rate=0.02))
+  assert not (tmp_path / "run").exists()
+
+
+def test_a_model_that_writes_programs_needs_a_tokenizer():
+  environment = tiny_problem.Row()
+  config = dataclasses.replace(CONFIG, model="somewhere")
+  expected = "DiscoverConfig.model: got 'somewhere' and a policy without a tokenizer, expected one"
+  with (
+    pytest.raises(ValueError, match=expected),
+    ttt.writer_of(config, environment, ttt.tiny_policy(CONFIG, environment)),
+  ):
+    pass
+
+
+def test_the_directory_of_a_run_is_refused(whole):
+  with pytest.raises(ValueError, match=r"got the directory of another run \(a checkpoint after st"):
+    discover(whole[0])
+
+
+def test_nothing_to_resume_is_refused(tmp_path):
+  with pytest.raises(ValueError, match=r"got no checkpoint to resume, expected one under .*check"):
+    discover(tmp_path / "run", resume=True)
+
+
+def test_other_settings_are_refused_with_both_values_and_nothing_is_touched(crashed_copy):
+  before = {path: path.read_bytes() for path in crashed_copy.rglob("*") if path.is_file()}
+  expected = (
+    r"--resume: got other settings \(group_size: 4 before, 8 now; seed: 3 before, 5 now\), expected"
+    " those of the run; set them as in its config.json, or choose another --workdir"
+  )
+  with pytest.raises(ValueError, match=expected):
+    discover(crashed_copy, resume=True, seed=5, group_size=8)
+  after = {path: path.read_bytes() for path in crashed_copy.rglob("*") if path.is_file()}
+  assert before == after
+
+
+def test_settings_that_change_no_bit_are_free():
+  settings = metrics.encode(dataclasses.asdict(CONFIG))
+  for name in ttt.FREE_SETTINGS:
+    assert name in settings
+    ttt.check_settings(settings, settings | {name: "another"})
+  for name in sorted(set(settings) - set(ttt.FREE_SETTINGS)):
+    with pytest.raises(ValueError, match=rf"--resume: got other settings \({name}: .* another now"):
+      ttt.check_settings(settings, settings | {name: "another"})

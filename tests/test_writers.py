@@ -1,0 +1,106 @@
+"""Who writes programs: its two requests, its programs in a real sandbox, and what it refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+import pathlib
+
+import numpy as np
+import pytest
+import tiny_problem
+
+from seerjax import models, writers
+from seerjax.models import tokenizer as tokenizer_lib
+from seerjax.types import Completion, Request
+from seerjax.writers import Group, Job, ProgramConfig, Programs, Said
+
+TOKENIZER = tokenizer_lib.load(pathlib.Path(models.__file__).parent / "nano")
+ENVIRONMENT = tiny_problem.Row()
+START = ENVIRONMENT.start(0)
+BEST = """It is easy.
+```python
+def improve(artefact, seconds, seed):
+  return [5] * len(artefact)
+```
+"""
+GROUP = Group(size=2, temperature=1.0, seed=3)
+
+
+def completion(request: Request, text: str) -> Completion:
+  """What a model would have said, had it said this."""
+  tokens = tuple(TOKENIZER.encode(text))[: request.sampling.max_tokens]
+  nothing = np.zeros(len(tokens), np.float32)
+  return Completion(
+    request_id=request.request_id,
+    tokens=tokens,
+    behaviour_logprobs=nothing,
+    raw_logprobs=nothing,
+    text=text,
+    finish_reason="length" if len(tokens) == request.sampling.max_tokens else "stop",
+    policy_version=0,
+  )
+
+
+@pytest.fixture(scope="module")
+def writer():
+  config = ProgramConfig(thinking_tokens=20, answer_tokens=30, seconds=2.0)
+  with Programs(ENVIRONMENT, GROUP, config, TOKENIZER, 4096) as made:
+    yield made
+
+
+def test_who_thinks_too_long_is_asked_again_and_forced_tokens_are_prompt(writer: Programs):
+  requests = writer.ask(START, ENVIRONMENT.verify(START), 4, 1)
+  assert [request.request_id for request in requests] == ["4/1/0", "4/1/1"]
+  assert requests[0].prompt == requests[1].prompt and requests[0].seed != requests[1].seed
+  asked: list[Request] = []
+
+  def generate(batch: Sequence[Request]) -> list[Completion]:
+    asked.extend(batch)
+    texts = {"4/1/0": "hm, " * 40, "4/1/1": "No.", "4/1/2": BEST}
+    # In any order.
+    return [completion(request, texts[request.request_id]) for request in reversed(batch)]
+
+  said = writer.answers(generate, requests)
+  assert [len(one) for one in said] == [2, 1]
+  second = asked[2]
+  thought = said[0][0].completion.tokens
+  assert second.request_id == "4/1/2" and second.group_id == requests[0].group_id
+  assert second.prompt[: len(requests[0].prompt)] == requests[0].prompt
+  assert second.prompt[len(requests[0].prompt) :][: len(thought)] == thought
+  assert len(second.prompt) > len(requests[0].prompt) + len(thought)  # The notice.
+  assert second.sampling.max_tokens == 30 and second.seed not in {one.seed for one in requests}
+
+
+def test_programs_run_and_are_judged_anew(writer: Programs):
+  request = writer.ask(START, ENVIRONMENT.verify(START), 0, 0)[0]
+  texts = [BEST, BEST.replace("[5]", "[9]"), "no program", BEST.replace("return", "raise")]
+  jobs = [Job(START, (Said(request, completion(request, text)),)) for text in texts]
+  found = writer.attempts(jobs)
+  assert [one.status for one in found] == ["ok", "invalid", "malformed", "failed"]
+  assert found[0].score.value == tiny_problem.MOST and found[0].artefact == [5] * 6
+  assert 0 < writer.worker_seconds == writer.cpu_seconds
+
+
+def test_a_context_without_room_for_an_answer_is_refused():
+  config = ProgramConfig(thinking_tokens=20, answer_tokens=30, seconds=2.0)
+  with Programs(ENVIRONMENT, GROUP, config, TOKENIZER, 60) as writer:
+    requests = writer.ask(START, ENVIRONMENT.verify(START), 0, 0)
+    with pytest.raises(ValueError, match="with a context of 60, expected room for an answer"):
+      writer.answers(lambda batch: [completion(one, "hm, " * 40) for one in batch], requests)
+
+
+@pytest.mark.parametrize(
+  "arguments, message",
+  [
+    (dict(thinking_tokens=0), "ProgramConfig.thinking_tokens: got 0, expected at least 1"),
+    (dict(num_workers=0), "ProgramConfig.num_workers: got 0, expected at least 1"),
+    (dict(seconds=0.0), "ProgramConfig.seconds: got 0.0, expected a positive number"),
+  ],
+)
+def test_refusals(arguments, message):
+  with pytest.raises(ValueError, match=message):
+    ProgramConfig(**arguments)
+
+
+def test_both_are_writers(writer: Programs):
+  assert isinstance(writer, writers.Writer)
