@@ -463,7 +463,7 @@ def sample(
   ]
   said = iter(
     writer.answers(
-      divided.DividedRollout(engine, config.scheduler).run,
+      lambda requests: divided.DividedRollout(engine, config.scheduler).run(requests),
       [request for requests in asked for request in requests],
     )
   )

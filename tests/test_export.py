@@ -59,8 +59,9 @@ def token_batch(*lead, rows, segments, width):
 
 def sampling_rows(*lead):
   return SamplingRows(
-    f32(*lead), i32(*lead), f32(*lead), f32(*lead), i32(*lead, BIASES), f32(*lead, BIASES)
-  )
+    f32(*lead), i32(*lead), f32(*lead), f32(*lead), i32(*lead, BIASES), f32(*lead, BIASES),
+    i32(*lead), i32(*lead),
+  )  # fmt: skip
 
 
 def params_like(model, dtype):

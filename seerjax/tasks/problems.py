@@ -14,6 +14,10 @@ NUMBERS = {
   "first_autocorrelation": ("steps", 300),
   "second_autocorrelation": ("steps", 100),
   "trimul": ("positions", 64),
+  "pallas_matmul": ("rows", 4096),
+  "pallas_rms_norm": ("rows", 4096),
+  "purse_seine_programs": ("cases", 8),
+  "apple_machines_programs": ("cases", 8),
 }
 # Simulations of one polish of AHC058, 2.4 ms: a policy soon says it more than once a sentence.
 POLISH_STEPS = 400
@@ -24,7 +28,8 @@ def load(name: str) -> Environment:
 
   Args:
     name: one of `NUMBERS`, with ":" and a number or without ("apple_machines_plain" has no verb
-      that polishes); "denoising", or "denoising:PATH" for
+      that polishes; "..._programs" are solved in C++ or Python, by a language model alone);
+      "denoising", or "denoising:PATH" for
       counts of your own; or the path of a Python file (`own_problem.load`).
 
   Raises:
@@ -82,7 +87,20 @@ def load(name: str) -> Environment:
       from seerjax.tasks import autocorrelation
 
       return autocorrelation.SecondAutocorrelation(num_steps=number)
-    case _:
+    case "trimul":
       from seerjax.tasks import kernel_speed
 
       return kernel_speed.TriMulSpeed(number)
+    case "pallas_matmul" | "pallas_rms_norm":
+      from seerjax.tasks import kernel_speed
+
+      kernel = "matmul" if kind == "pallas_matmul" else "rms_norm"
+      return kernel_speed.TileSpeed(kernel, rows=number)
+    case _:
+      from seerjax.tasks import contest, sandbox
+
+      contests = {
+        "purse_seine_programs": contest.PurseSeineContest(),
+        "apple_machines_programs": contest.AppleMachinesContest(),
+      }
+      return contest.ContestSolutions(contests[kind], sandbox=sandbox.Sandbox(), num_cases=number)

@@ -43,7 +43,7 @@ def test_inputs_travel_as_words_and_keep_every_bit():
     sample_rows=words(2, 3),
     sampling=SamplingRows(
       words(2, 3).view(np.float32), words(2, 3), *(words(2, 3).view(np.float32) for _ in range(2)),
-      words(2, 3, 0), words(2, 3, 0).view(np.float32),
+      words(2, 3, 0), words(2, 3, 0).view(np.float32), words(2, 3), words(2, 3),
     ),
     seeds=words(2, 3).view(np.uint32),
     positions=words(2, 3),

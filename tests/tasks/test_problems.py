@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+import numpy as np
 import pytest
 import tiny_problem
 
@@ -26,7 +27,13 @@ NAMES = (
   ("second_autocorrelation:30", "second_autocorrelation_30"),
   ("trimul", "trimul_64_128_128"),
   ("trimul:16", "trimul_16_128_128"),
+  ("pallas_matmul:512", "matmul_tiles_512_4096_4096"),
+  ("pallas_rms_norm", "rms_norm_tiles_4096_4096"),
   ("denoising", "denoising_simulated"),
+)
+PROGRAMS = (
+  ("purse_seine_programs:2", "purse_seine_programs_2"),
+  ("apple_machines_programs", "apple_machines_programs_8"),
 )
 
 
@@ -42,8 +49,16 @@ def test_a_name_gives_a_whole_environment(name, found):
   assert all(0 <= low < high <= language.vocab_size for low, high in language.allowed)
 
 
+@pytest.mark.parametrize(("name", "found"), PROGRAMS)
+def test_programs_have_no_language_of_edits(name, found):
+  environment = problems.load(name)
+  assert environment.name == found and environment.language is None
+  assert isinstance(environment, discovery.Environment)
+
+
 def test_every_name_of_the_table_is_tested():
-  assert {name.partition(":")[0] for name, _ in NAMES} == {*problems.NUMBERS, "denoising"}
+  tested = {name.partition(":")[0] for name, _ in (*NAMES, *PROGRAMS)}
+  assert tested == {*problems.NUMBERS, "denoising"}
 
 
 def test_the_plain_machines_are_the_same_problem_without_the_verb_that_polishes():
@@ -110,5 +125,10 @@ def test_what_was_loaded_twice_judges_alike():
   start = here.start(5)
   assert start == there.start(5)
   assert here.language is not None and there.language is not None
-  job = edits.Job(start, tuple(low for low, _ in here.language.allowed), 7)
-  assert edits.attempt(here, job) == edits.attempt(there, job)
+  random = np.random.default_rng(3)
+  found = []
+  for _ in range(20):
+    job = edits.Job(start, edits.random_sentence(here.language, random), 7)
+    found.append([edits.attempt(environment, job) for environment in (here, there)])
+  assert all(str(one) == str(other) for one, other in found)  # NaN is no NaN's equal.
+  assert any(one.score.is_valid for one, _ in found)
