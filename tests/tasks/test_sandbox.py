@@ -352,7 +352,8 @@ def secrets() -> Iterator[list[str]]:
     path.write_text("secret")
     path.chmod(0o666)
     os.chmod(folder, 0o777)
-    paths = [folder, str(path), str(REPOSITORY), __file__, str(sandbox.__file__)]
+    # Not the repository itself: an environment may lie in it, and is there to be read.
+    paths = [folder, str(path), str(REPOSITORY / "seerjax"), __file__, str(sandbox.__file__)]
     paths += [f"/proc/{os.getpid()}/environ", "/root/.bashrc", "/root/.ssh"]
     before = [os.stat(path).st_mtime_ns for path in paths[:5]]
     yield paths
