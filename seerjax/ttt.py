@@ -112,6 +112,11 @@ class ObjectiveConfig:
         f"ObjectiveConfig: got kl_coefficient={self.kl_coefficient}, max_advantage="
         f"{self.max_advantage}, expected numbers of at least 0; 0 is off."
       )
+    if self.kind in ("mean", "grpo") and (self.valid_only or self.max_advantage):
+      raise ValueError(
+        f"ObjectiveConfig: got kind={self.kind!r} with valid_only={self.valid_only}, max_advantage="
+        f"{self.max_advantage}, expected neither: they belong to 'adaptive' and 'constant'."
+      )
     if not 0 < self.divergence < math.inf or not 0 <= self.beta < math.inf:
       raise ValueError(
         f"ObjectiveConfig: got divergence={self.divergence}, beta={self.beta}, expected a positive"

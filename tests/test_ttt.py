@@ -667,6 +667,7 @@ def test_a_tiny_policy_that_cannot_be_is_refused(changes, message):
     (dict(kl_coefficient=-0.1), "ObjectiveConfig: got kl_coefficient=-0.1, max_advantage=0.0, exp"),
     (dict(kl_coefficient=math.nan), "ObjectiveConfig: got kl_coefficient=nan"),
     (dict(max_advantage=-1.0), "max_advantage=-1.0, expected numbers of at least 0; 0 is off"),
+    (dict(kind="mean", max_advantage=2.0), "got kind='mean' with .*expected neither: they belong"),
     (dict(max_advantage=math.inf), "max_advantage=inf, expected numbers of at least 0"),
     (dict(divergence=0.0), "ObjectiveConfig: got divergence=0.0, beta=2.0, expected"),
     (dict(beta=-1.0), "ObjectiveConfig: got divergence=0.69.*, beta=-1.0, expected"),
