@@ -193,7 +193,7 @@ def attend(
   Returns:
     f[n, k, g, c] in q's dtype. Without kernels, the gradient assumes the training layout of pages:
     row j of a micro-batch's sequences owns pages 1 + j * p to (j + 1) * p, where p is the page
-    table's width.
+    table's width, writes its rows there, and reads the last of them; those before may be others'.
   """
   if numerics.uses_kernels:
     config = kernel.Config(
@@ -332,57 +332,79 @@ def _attend_backward(numerics, residuals, gradient):
     rows = whole[jnp.maximum(slots - page_size, 0)]
     return jnp.where(live.reshape(-1, *(1,) * (rows.ndim - 1)), rows, jnp.float32(0))
 
-  def pages_by_sequence(pages: Array) -> Array:
-    return pages[:, 1:].reshape(num_heads, num_sequences, length, head_dim).astype(jnp.float32)
-
   scale = jnp.float32(head_dim**-0.5)
   block = min(BACKWARD_BLOCK, numerics.kv_split)  # Divides the length.
-  # i32[b]; positions of a sequence are contiguous from 0, so its last one tells its length.
-  lengths = jnp.zeros((num_sequences * length + page_size,), jnp.int32).at[slots].set(1)
-  lengths = jnp.sum(lengths[page_size:].reshape(num_sequences, length), axis=1, dtype=jnp.int32)
+  # i32[b] each: a sequence's rows stand at positions from its first to its last.
+  offsets = jnp.arange(length, dtype=jnp.int32)
+  is_row = jnp.zeros((num_sequences * length + page_size,), jnp.bool_).at[slots].set(True)
+  is_row = is_row[page_size:].reshape(num_sequences, length)
+  firsts = jnp.min(jnp.where(is_row, offsets, length), axis=1)
+  ends = jnp.max(jnp.where(is_row, offsets + 1, 0), axis=1)
+  # i32[b, p], each sequence's pages: its own, or what its segments say, of which it owns the last.
+  tables = 1 + jnp.arange(num_pages - 1, dtype=jnp.int32).reshape(num_sequences, -1)
+  used = jnp.arange(batch.page_table.shape[0], dtype=jnp.int32) < batch.num_segments
+  owner = batch.page_table[:, -1] // pages_per_sequence - 1
+  tables = tables.at[jnp.where(used, owner, num_sequences)].set(batch.page_table, mode="drop")
   q_seq, gradient_seq = by_sequence(q), by_sequence(gradient)  # f32[b, t, k, g, c]
-  k_seq, v_seq = (jnp.swapaxes(pages_by_sequence(p), 0, 1) for p in (k_pages, v_pages))
-  key_positions = jnp.arange(length, dtype=jnp.int32)
+  # Pages in front: f32[m, k, z, c].
+  k_all, v_all = (jnp.swapaxes(pages, 0, 1).astype(jnp.float32) for pages in (k_pages, v_pages))
 
-  def add_to(whole: Array, part: Array, sequence: Array) -> Array:
-    old = lax.dynamic_index_in_dim(whole, sequence, 0, False)
-    return lax.dynamic_update_index_in_dim(whole, old + part, sequence, 0)
+  def read(whole: Array, table: Array) -> Array:
+    """f32[m, k, z, c] -> f32[k, length, c] of a sequence."""
+    part = jnp.swapaxes(whole.at[table].get(mode="promise_in_bounds"), 0, 1)
+    return part.reshape(num_heads, length, head_dim)
+
+  def add_to(whole: Array, part: Array, table: Array) -> Array:
+    part = part.reshape(num_heads, pages_per_sequence, page_size, head_dim)
+    # A sequence has no page twice.
+    return whole.at[table].add(
+      jnp.swapaxes(part, 0, 1), mode="promise_in_bounds", unique_indices=True
+    )
 
   def sequence_body(sequence: Array, totals):
-    k, v = k_seq[sequence], v_seq[sequence]
+    grad_q, grad_k, grad_v = totals
+    table = tables[sequence]
+    k, v = read(k_all, table), read(v_all, table)
 
-    def block_body(index: Array, totals):
-      grad_q, grad_k, grad_v = totals
+    def block_body(index: Array, carry):
+      grad_q, own_k, own_v = carry
       first = index * block
       zero = jnp.int32(0)
       start, size = (sequence, first, zero, zero, zero), (1, block, *q_seq.shape[2:])
+      # Positions that are another's rows are zero in both, and so are all their gradients.
       q_block = lax.dynamic_slice(q_seq, start, size)[0]
       gradient_block = lax.dynamic_slice(gradient_seq, start, size)[0]
       positions = first + jnp.arange(block, dtype=jnp.int32)
-      visible = key_positions[None, None, None, :] <= positions[None, :, None, None]
+      visible = offsets[None, None, None, :] <= positions[None, :, None, None]
       scores = jnp.einsum("qkgc,kxc->kqgx", q_block * scale, k)
-      weights = jax.nn.softmax(jnp.where(visible, scores, jnp.float32(MASKED)), axis=-1)
-      grad_weights = jnp.einsum("qkgc,kxc->kqgx", gradient_block, v)
+      # Held apart: fused with the sums around them, XLA's CPU products take several times as long.
+      weights, grad_weights = lax.optimization_barrier(
+        (
+          jax.nn.softmax(jnp.where(visible, scores, jnp.float32(MASKED)), axis=-1),
+          jnp.einsum("qkgc,kxc->kqgx", gradient_block, v),
+        )
+      )
       inner = jnp.sum(weights * grad_weights, axis=-1, keepdims=True)
       grad_scores = weights * (grad_weights - inner)
       part = jnp.einsum("kqgx,kxc->qkgc", grad_scores, k) * scale
       return (
         lax.dynamic_update_slice(grad_q, part[None], start),
-        add_to(grad_k, jnp.einsum("kqgx,qkgc->kxc", grad_scores, q_block * scale), sequence),
-        add_to(grad_v, jnp.einsum("kqgx,qkgc->kxc", weights, gradient_block), sequence),
+        own_k + jnp.einsum("kqgx,qkgc->kxc", grad_scores, q_block * scale),
+        own_v + jnp.einsum("kqgx,qkgc->kxc", weights, gradient_block),
       )
 
-    num_blocks = (lengths[sequence] + (block - 1)) // block
-    return lax.fori_loop(jnp.int32(0), num_blocks, block_body, totals)
+    num_blocks = (ends[sequence] + (block - 1)) // block
+    carry = grad_q, jnp.zeros_like(k), jnp.zeros_like(v)
+    grad_q, own_k, own_v = lax.fori_loop(firsts[sequence] // block, num_blocks, block_body, carry)
+    return grad_q, add_to(grad_k, own_k, table), add_to(grad_v, own_v, table)
 
-  totals = jnp.zeros_like(q_seq), jnp.zeros_like(k_seq), jnp.zeros_like(v_seq)
+  totals = jnp.zeros_like(q_seq), jnp.zeros_like(k_all), jnp.zeros_like(v_all)
   grad_q, grad_k, grad_v = lax.fori_loop(
     jnp.int32(0), jnp.int32(num_sequences), sequence_body, totals
   )
 
   def to_pages(x: Array) -> Array:
-    x = jnp.swapaxes(x, 0, 1).reshape(num_heads, num_pages - 1, page_size, head_dim)
-    return jnp.pad(x, ((0, 0), (1, 0), (0, 0), (0, 0))).astype(k_pages.dtype)
+    return jnp.swapaxes(x.at[0].set(0), 0, 1).astype(k_pages.dtype)
 
   return from_sequence(grad_q).astype(q.dtype), to_pages(grad_k), to_pages(grad_v), None, None
 

@@ -13,13 +13,23 @@ needs no row, since nothing follows it.
 Sequences are taken by (group_index, member), never by completion, and laid side by side (next-fit:
 a sequence that does not fit opens the next micro-batch, and none is revisited). So the rows of the
 whole batch read in (group, member) order, and a sequence never crosses a micro-batch. Each sequence
-is cut into segments of `query_tile` positions from position 0. Sequence j of a micro-batch owns the
-p pages 1 + j p to (j + 1) p, used or not: the gradient of attention reads them as a dense block.
-Page 0 belongs to nobody and takes what padding rows would write.
+is cut into segments of `query_tile` positions. Sequence j of a micro-batch owns the p pages 1 + j p
+to (j + 1) p, used or not: the gradient of attention reads its rows there as a dense block. Page 0
+belongs to nobody and takes what padding rows would write.
 
   rows       | a0 a1 a2 a3 a4 | b0 b1 b2 | padding |        query_tile = 4, page_size = 2, p = 8
   segments   | 0         | 1  | 2        |
   slots      | 2  3  4  5  6  | 18 19 20 | 0  0  0 |        a: pages 1 to 8, b: pages 9 to 16
+
+A group asks one question, so what its members have in common is computed once: a sequence whose
+prompt begins with whole pages of an earlier one in its micro-batch reads those pages, and has no
+rows for them. The last token of a prompt always has a row: it foretells the answer. No bit of a
+log-probability follows from that, as in the engine.
+
+  prompts a0 a1 a2 and again, answers a3 a4 a5 and b3 b4:
+
+  rows       | a0 a1 a2 a3 a4 | b2 b3 | padding |
+  slots      | 2  3  4  5  6  | 20 21 | 0  0  0 |        b's page table: 1, 10, 11, ..., 16
 
 Every shape follows from the arguments, not from the data: one program serves all batches.
 """
@@ -176,7 +186,8 @@ def pack(
   ordered = _ordered(groups, advantages)
   for _, rollout, _ in ordered:
     _check_rollout(rollout, shapes, num_biases)
-  micro_batches = _next_fit([_num_rows(rollout) for _, rollout, _ in ordered], shapes)
+  shared_page_size = None if numerics.uses_kernels else page_size
+  micro_batches = _next_fit([rollout for _, rollout, _ in ordered], shapes, shared_page_size)
   num_needed = len(micro_batches)
   if num_micro_batches is not None and num_needed > num_micro_batches:
     raise ValueError(
@@ -186,26 +197,30 @@ def pack(
     )
   batch = _empty(num_micro_batches or num_needed, shapes, num_biases)
   for m, members in enumerate(micro_batches):
-    row, segment, page = 0, 0, 1
-    width = shapes.pages_per_sequence
-    for index in members:
+    row, segment, width = 0, 0, shapes.pages_per_sequence
+    for place, (index, owner, num_shared) in enumerate(members):
       _, rollout, advantage = ordered[index]
-      num_rows = _num_rows(rollout)
-      rows = slice(row, row + num_rows)
-      _write_sequence(batch, (m, rows), rollout, index, advantage)
+      first = num_shared * page_size
+      positions = np.arange(first, _num_rows(rollout), dtype=np.int32)
+      rows = slice(row, row + positions.size)
+      _write_sequence(batch, (m, rows), rollout, first, index, advantage)
 
-      positions = np.arange(num_rows, dtype=np.int32)
+      page = 1 + place * width
       batch.tokens.positions[m, rows] = positions
       batch.tokens.slots[m, rows] = page * page_size + positions  # Its pages are consecutive.
-      starts = np.arange(0, num_rows, numerics.query_tile, dtype=np.int32)
+      starts = np.arange(0, positions.size, numerics.query_tile, dtype=np.int32)
       segments = slice(segment, segment + starts.size)
       batch.tokens.segment_start[m, segments] = row + starts
-      batch.tokens.segment_length[m, segments] = np.minimum(num_rows - starts, numerics.query_tile)
-      batch.tokens.page_table[m, segments] = np.arange(page, page + width)
-      row, segment, page = rows.stop, segments.stop, page + width
+      batch.tokens.segment_length[m, segments] = np.minimum(
+        positions.size - starts, numerics.query_tile
+      )
+      pages = np.arange(page, page + width)
+      pages[:num_shared] = 1 + owner * width + np.arange(num_shared)
+      batch.tokens.page_table[m, segments] = pages
+      row, segment = rows.stop, segments.stop
     batch.tokens.num_rows[m] = row
     batch.tokens.num_segments[m] = segment
-    assert segment <= shapes.num_segments and page <= shapes.num_pages
+    assert segment <= shapes.num_segments and len(members) <= shapes.max_sequences
   return batch
 
 
@@ -304,30 +319,72 @@ def _check_rollout(rollout: Rollout, shapes: Layout, num_biases: int) -> None:
     )
 
 
-def _next_fit(num_rows: Sequence[int], shapes: Layout) -> list[range]:
-  """Returns for each micro-batch the indices of its sequences."""
-  micro_batches, first, used = [], 0, 0
-  for index, rows in enumerate(num_rows):
-    if used + rows > shapes.num_rows or index - first == shapes.max_sequences:
-      micro_batches.append(range(first, index))
-      first, used = index, 0
+class _Place(NamedTuple):
+  """A sequence in its micro-batch.
+
+  Attributes:
+    index: of the rollout.
+    owner: place of the sequence whose first pages it reads as its own.
+    num_shared: how many pages these are.
+  """
+
+  index: int
+  owner: int
+  num_shared: int
+
+
+def _next_fit(
+  rollouts: Sequence[Rollout], shapes: Layout, page_size: int | None
+) -> list[list[_Place]]:
+  """Returns the sequences of each micro-batch; without a page size none shares another's pages."""
+  micro_batches: list[list[_Place]] = [[]]
+  used = owner = 0
+  owned: tuple[int, ...] = ()  # The prompt of the owner.
+  for index, rollout in enumerate(rollouts):
+    places, prompt = micro_batches[-1], rollout.request.prompt
+    num_shared = 0
+    if page_size is not None and places:
+      num_shared = _num_common(owned, prompt) // page_size
+    rows = _num_rows(rollout) - num_shared * (page_size or 0)
+    if used + rows > shapes.num_rows or len(places) == shapes.max_sequences:
+      micro_batches.append(places := [])
+      used, num_shared, rows = 0, 0, _num_rows(rollout)
+    if not num_shared:
+      owner, owned = len(places), prompt
+    places.append(_Place(index, owner, num_shared))
     used += rows
-  return [*micro_batches, range(first, len(num_rows))]
+  return micro_batches
+
+
+def _num_common(owned: tuple[int, ...], prompt: tuple[int, ...]) -> int:
+  """Returns how many tokens two prompts begin with alike, at most all but the second's last."""
+  most = min(len(owned), len(prompt) - 1)
+  if owned[:most] == prompt[:most]:
+    return most
+  return next(place for place in range(most) if owned[place] != prompt[place])
 
 
 def _write_sequence(
-  batch: TrainBatch, rows: tuple[int, slice], rollout: Rollout, index: int, advantage: np.float32
+  batch: TrainBatch,
+  rows: tuple[int, slice],
+  rollout: Rollout,
+  first: int,
+  index: int,
+  advantage: np.float32,
 ) -> None:
-  """Fills in what is known a row at a time; `rows` is (micro-batch, rows of the sequence)."""
+  """Fills in what is known a row at a time.
+
+  `rows` is (micro-batch, rows of the sequence), of which the first is that of position `first`.
+  """
   m, span = rows
   request, completion = rollout.request, rollout.completion
   tokens = np.asarray((*request.prompt, *completion.tokens), np.int32)
-  batch.tokens.tokens[rows] = tokens[:-1]
-  batch.targets[rows] = tokens[1:]
+  batch.tokens.tokens[rows] = tokens[first:-1]
+  batch.targets[rows] = tokens[first + 1 :]
   batch.sequence_index[rows] = index
   batch.advantages[rows] = advantage
 
-  generated = (m, slice(span.start + len(request.prompt) - 1, span.stop))
+  generated = (m, slice(span.start + len(request.prompt) - 1 - first, span.stop))
   batch.loss_mask[generated] = True
   batch.behaviour_logprobs[generated] = completion.behaviour_logprobs
   batch.raw_logprobs[generated] = completion.raw_logprobs

@@ -159,6 +159,53 @@ def test_packed_sequences_and_their_gradients_are_the_definitions(group, dtype, 
     np.testing.assert_array_equal(ours((q, k, v))[1], found)
 
 
+@pytest.mark.parametrize("numerics", [NUMERICS, UNTILED], ids=["tiled", "untiled"])
+def test_gradients_of_shared_pages_are_the_definitions(numerics):
+  """Two sequences read the first two pages of another, which alone has rows for them."""
+  lengths, shared, size = (20, 17, 30), 16, 8
+  starts = (0, shared, shared)
+  pieces = [(j, first, n - first) for j, (n, first) in enumerate(zip(lengths, starts))]
+  pages_of = lambda j: np.asarray([1, 2, *range(1 + 6 * j + 2, 7 + 6 * j)])
+  batch = batch_of(pieces, rows=64, segments=20, width=6, page_size=size, pages_of=pages_of)
+  q, k, v = rows_of([sequence_of(n, 2, seed=n) for n in lengths], pieces, 64)
+  pages = pages_like(1 + 3 * 6, size)
+  weights = jnp.asarray(np.random.default_rng(9).standard_normal(q.shape), jnp.float32)
+  live = jnp.arange(64) < batch.num_rows
+  assert int(batch.num_rows) == 20 + 1 + 14
+
+  @jax.jit
+  def ours(args):
+    out, _, _ = run(*args, pages, pages, batch, numerics)
+    return jnp.sum(jnp.where(live[:, None, None, None], out, 0.0) * weights)
+
+  @jax.jit
+  def reference(args):
+    q, k, v = args
+    total, row = 0.0, 0
+    for _, first, count in pieces:
+      rows = slice(row, row + count)
+      queries = jnp.concatenate([jnp.zeros_like(q[:first]), q[rows]])
+      whole = [jnp.concatenate([x[:first], x[rows]]) for x in (k, v)]
+      out = attention.attention_reference(queries, *whole)[first:]
+      total, row = total + jnp.sum(out * weights[rows]), row + count
+    return total
+
+  value, gradient = jax.value_and_grad(ours)((q, k, v))
+  expected, expected_gradient = jax.value_and_grad(reference)((q, k, v))
+  np.testing.assert_allclose(value, expected, rtol=1e-5)
+  for got, want in zip(gradient, expected_gradient):
+    np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * float(jnp.max(jnp.abs(want))))
+  # The twin: what only the others read of the owner's keys is no little part.
+  alone = batch._replace(num_rows=jnp.int32(20), num_segments=jnp.int32(5))
+
+  def of_owner(args):
+    out, _, _ = run(*args, pages, pages, alone, numerics)
+    return jnp.sum(jnp.where((jnp.arange(64) < 20)[:, None, None, None], out, 0.0) * weights)
+
+  _, own_k, _ = jax.grad(of_owner)((q, k, v))
+  assert float(jnp.max(jnp.abs(own_k[:16] - gradient[1][:16]))) > 0.01
+
+
 def test_no_rows_give_nothing():
   batch = batch_of([(0, 0, 1)], rows=8, segments=4, width=3, page_size=16)
   batch = batch._replace(num_rows=jnp.int32(0), num_segments=jnp.int32(0),

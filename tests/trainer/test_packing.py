@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 
 from hypothesis import given, settings, strategies as st
@@ -83,7 +84,7 @@ def assert_same(left, right):
 
 
 def test_hand_computed():
-  """The drawing in the module: a has five rows, b three, c does not fit beside them."""
+  """As the module draws it: a has five rows, b one beside a's page; c does not fit beside them."""
   a = rollout([10, 11, 12], [13, 14, 15], name="a")
   b = rollout([10, 11, 12], [20], name="b")
   c = rollout([30, 31], [32, 33, 34, 35], name="c", sampling=types.SamplingParams(temperature=0.5))
@@ -96,23 +97,21 @@ def test_hand_computed():
     num_micro_batches=3,
   )
   tokens = batch.tokens
-  pad = [0] * 4
-  np.testing.assert_array_equal(tokens.tokens[0], [10, 11, 12, 13, 14, 10, 11, 12, *pad])
-  np.testing.assert_array_equal(batch.targets[0], [11, 12, 13, 14, 15, 11, 12, 20, *pad])
-  np.testing.assert_array_equal(tokens.positions[0], [0, 1, 2, 3, 4, 0, 1, 2, *pad])
-  np.testing.assert_array_equal(tokens.slots[0], [2, 3, 4, 5, 6, 18, 19, 20, *pad])
-  np.testing.assert_array_equal(batch.loss_mask[0], [0, 0, 1, 1, 1, 0, 0, 1, *pad])
-  np.testing.assert_array_equal(batch.sequence_index[0], [0] * 5 + [1] * 3 + [-1] * 4)
-  np.testing.assert_array_equal(batch.advantages[0], [0.5] * 5 + [0.25] * 3 + pad)
-  np.testing.assert_array_equal(
-    batch.behaviour_logprobs[0] * -16, [0, 0, 13, 14, 15, 0, 0, 20, *pad]
-  )
-  np.testing.assert_array_equal(batch.raw_logprobs[0] * -8, [0, 0, 13, 14, 15, 0, 0, 20, *pad])
-  np.testing.assert_array_equal(tokens.num_rows, [8, 7, 0])
+  pad = [0] * 6
+  np.testing.assert_array_equal(tokens.tokens[0], [10, 11, 12, 13, 14, 12, *pad])
+  np.testing.assert_array_equal(batch.targets[0], [11, 12, 13, 14, 15, 20, *pad])
+  np.testing.assert_array_equal(tokens.positions[0], [0, 1, 2, 3, 4, 2, *pad])
+  np.testing.assert_array_equal(tokens.slots[0], [2, 3, 4, 5, 6, 20, *pad])
+  np.testing.assert_array_equal(batch.loss_mask[0], [0, 0, 1, 1, 1, 1, *pad])
+  np.testing.assert_array_equal(batch.sequence_index[0], [0] * 5 + [1] + [-1] * 6)
+  np.testing.assert_array_equal(batch.advantages[0], [0.5] * 5 + [0.25] + pad)
+  np.testing.assert_array_equal(batch.behaviour_logprobs[0] * -16, [0, 0, 13, 14, 15, 20, *pad])
+  np.testing.assert_array_equal(batch.raw_logprobs[0] * -8, [0, 0, 13, 14, 15, 20, *pad])
+  np.testing.assert_array_equal(tokens.num_rows, [6, 7, 0])
   np.testing.assert_array_equal(tokens.num_segments, [3, 3, 0])
   np.testing.assert_array_equal(tokens.segment_start[0], [0, 4, 5, 0])
-  np.testing.assert_array_equal(tokens.segment_length[0], [4, 1, 3, 0])
-  of_a, of_b = range(1, 9), range(9, 17)
+  np.testing.assert_array_equal(tokens.segment_length[0], [4, 1, 1, 0])
+  of_a, of_b = range(1, 9), (1, *range(10, 17))
   np.testing.assert_array_equal(tokens.page_table[0], [of_a, of_a, of_b, [0] * 8])
   np.testing.assert_array_equal(tokens.tokens[1], [30, 31, 32, 33, 34, 30, 31, *[0] * 5])
   np.testing.assert_array_equal(batch.sampling.temperature[1], [1, 0.5, 0.5, 0.5, 0.5] + [1] * 7)
@@ -226,6 +225,61 @@ def test_sequences_segments_and_pages_are_laid_out_as_promised(case):
   assert positions >= shapes.max_sequence_tokens - 1
 
 
+@settings(max_examples=60, deadline=None)
+@given(cases(), st.integers(0, 2**31))
+def test_every_row_reads_its_own_sequence_whoever_wrote_it(case, seed):
+  """Prompts that begin alike: each row's pages hold its sequence, and rows are saved."""
+  groups, advantages, sizes = case
+  rng = np.random.default_rng(seed)
+  groups = [
+    group(one.group_index, *(with_prompt(each, rng.integers(0, 3)) for each in one.rollouts))
+    for one in groups
+  ]
+  batch, page_size = packing.pack(groups, advantages, **sizes, num_biases=2), sizes["page_size"]
+  rollouts = [each for one in sorted(groups, key=lambda g: g.group_index) for each in one.rollouts]
+  tokens = [(*each.request.prompt, *each.completion.tokens) for each in rollouts]
+  seen = collections.Counter()
+  for m, of in enumerate(zip(*batch.tokens)):
+    of = types.TokenBatch(*of)
+    rows = range(of.num_rows)
+    assert len({int(of.slots[row]) for row in rows}) == len(rows)
+    memory = {int(of.slots[row]): int(of.tokens[row]) for row in rows}
+    for segment in range(of.num_segments):
+      for row in of.segment_start[segment] + np.arange(of.segment_length[segment]):
+        index, position = int(batch.sequence_index[m, row]), int(of.positions[row])
+        places = np.arange(position + 1)
+        slots = of.page_table[segment][places // page_size] * page_size + places % page_size
+        assert [memory[int(slot)] for slot in slots] == list(tokens[index][: position + 1])
+        assert batch.targets[m, row] == tokens[index][position + 1]
+        seen[index] += 1
+  least = [len(each.completion.tokens) for each in rollouts]
+  assert all(least[i] <= seen[i] <= len(tokens[i]) - 1 for i in range(len(rollouts)))
+  said = packing.unpack(batch.targets, batch)
+  assert [tuple(one) for one in said] == [each.completion.tokens for each in rollouts]
+
+
+def with_prompt(one, kind):
+  """A rollout whose prompt is one of three that begin alike."""
+  length = len(one.request.prompt)
+  prompt = [10_000 + min(place, length // 2 if kind else length) for place in range(length)]
+  prompt = [token + 7 * int(kind == 2 and place > 2) for place, token in enumerate(prompt)]
+  return dataclasses.replace(one, request=dataclasses.replace(one.request, prompt=tuple(prompt)))
+
+
+def test_a_group_of_one_prompt_has_rows_for_it_once():
+  prompt = list(range(10, 19))
+  members = [rollout(prompt, [20 + i, 30 + i], name=f"r{i}") for i in range(3)]
+  sizes = SIZES | {"rows_per_micro_batch": 24, "max_sequences": 3}
+  batch = packing.pack([group(0, *members)], np.zeros((1, 3), np.float32), **sizes)
+  # Nine tokens, of which eight are whole pages: 10 rows, then the ninth and the answer's first.
+  assert batch.tokens.num_rows.tolist() == [14]
+  kernels = dataclasses.replace(NUMERICS, implementation="pallas", compute_dtype="bfloat16")
+  batch = packing.pack(
+    [group(0, *members)], np.zeros((1, 3), np.float32), **sizes | {"numerics": kernels}
+  )
+  assert batch.tokens.num_rows.tolist() == [20, 10]  # Kernels' gradients: not shown to share.
+
+
 @settings(max_examples=25, deadline=None)
 @given(cases(), st.randoms(use_true_random=False))
 def test_order_of_arrival_changes_nothing(case, random):
@@ -247,7 +301,7 @@ def test_member_order_does_change_the_batch():
 def test_bound_of_segments_is_reached_by_the_worst_case():
   """Sequences one row longer than a segment waste the most."""
   sizes = SIZES | {"rows_per_micro_batch": 20, "page_size": 4}
-  groups = [group(0, *[rollout([1] * 5, [2]) for _ in range(4)])]  # 4 x 5 rows.
+  groups = [group(0, *[rollout([i] * 5, [2]) for i in range(4)])]  # 4 x 5 rows.
   batch = packing.pack(groups, np.zeros((1, 4)), **sizes, max_sequences=4)
   assert batch.tokens.num_segments[0] == batch.tokens.segment_start.shape[1] == 8
 
