@@ -338,7 +338,8 @@ def replay(group: Sampled, target: int, num_references: int, args: SpeculationAr
     num_drafted = len(paths[counts.index(held)]) if paths else 0
     said += len(new)
     steps += 1
-    drafter.observe("target", "g", new, num_drafted, len(new) - 1, said == len(answer))
+    if num_drafted:
+      drafter.observe("target", "g", num_drafted, len(new) - 1)
   return steps
 
 

@@ -23,7 +23,7 @@ class DraftQuery(NamedTuple):
   Attributes:
     request_id: of the request.
     group_id: of its group, "" if it has none.
-    tokens: prompt and answer so far; the engine's own list, not to be changed.
+    tokens: prompt and answer so far; the engine's own list, which grows, not to be changed.
     num_prompt: how many of `tokens` are the prompt.
     max_draft: most tokens that could be used, all paths together; at least 1.
   """
@@ -37,33 +37,39 @@ class DraftQuery(NamedTuple):
 
 @runtime_checkable
 class Drafter(Protocol):
-  """Guesses continuations. Called once a step, in the same order on every process."""
+  """Guesses continuations. Called in the same order on every process."""
 
   def draft(self, queries: Sequence[DraftQuery]) -> Sequence[Sequence[Sequence[int]]]:
     """Returns paths of token ids for each query, none or more; the first is the likeliest.
 
-    The engine cuts what it has no rows, pages or vocabulary for.
+    Asked once a step. The engine cuts what it has no rows, pages or vocabulary for. Who guesses
+    nothing at all may return ().
     """
     ...
 
   def observe(
-    self,
-    request_id: str,
-    group_id: str,
-    new_tokens: Sequence[int],
-    num_drafted: int,
-    num_accepted: int,
-    is_finished: bool,
+    self, request_id: str, group_id: str, num_drafted: int, num_accepted: int
   ) -> None:
-    """Hears what a step said of a request.
+    """Hears what came of a request's draft, if any of it was verified.
 
     Args:
       request_id: of the request.
       group_id: of its group.
-      new_tokens: what was said, at least one token.
-      num_drafted: length of the path that held furthest, 0 if there was none.
-      num_accepted: drafted tokens that were said.
-      is_finished: whether the request is over.
+      num_drafted: length of the path that held furthest.
+      num_accepted: its tokens that were said.
+    """
+    ...
+
+  def finish(
+    self, request_id: str, group_id: str, tokens: Sequence[int], num_prompt: int
+  ) -> None:
+    """Hears that a request is over.
+
+    Args:
+      request_id: of the request.
+      group_id: of its group.
+      tokens: prompt and answer.
+      num_prompt: how many of `tokens` are the prompt.
     """
     ...
 

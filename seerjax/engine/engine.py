@@ -17,6 +17,7 @@ import collections
 from collections.abc import Callable, Iterable
 import dataclasses
 import itertools
+import math
 import time
 from typing import NamedTuple
 
@@ -511,11 +512,11 @@ class Engine:
     self.memory.release(sequence)
     self._leave(request_id)
 
-  def step_seconds(self, rows: Iterable[int], *, repeats: int = 3) -> dict[int, float]:
+  def step_seconds(self, rows: Iterable[int], *, repeats: int = 6) -> dict[int, float]:
     """Returns the seconds of a step that samples so many rows, over all instances together.
 
-    Rows are of page 0, at a quarter of the context; each time is the least of `repeats`. Process 0
-    measures for all.
+    Rows are of page 0, at a quarter of the context; each time is the least of `repeats`, between
+    which all others are measured, so that a slow second spoils none. Process 0 measures for all.
 
     Raises:
       ValueError: if requests are unfinished, whose pages a step would go on from.
@@ -525,19 +526,18 @@ class Engine:
         f"Engine.step_seconds: got {len(self._live)} unfinished requests, expected none; measure"
         " before they come."
       )
-    found = {}
-    for count in sorted(set(rows)):
-      of_instance = min(-(-count // len(self._pools)), self.config.row_buckets[-1])
-      inputs = self._idle_inputs(of_instance)
-      times = []
-      for _ in range(repeats + 1):  # The first compiles.
+    found: dict[int, float] = dict.fromkeys(sorted(set(rows)), math.inf)
+    for repeat in range(repeats + 1):  # The first compiles.
+      for count in found:
+        of_instance = min(-(-count // len(self._pools)), self.config.row_buckets[-1])
+        inputs = self._idle_inputs(of_instance)
         begin = time.monotonic()
         self.memory.pages, *out = self._runner.step(
           self._params, self.memory.pages, inputs, self._key
         )
         jax.block_until_ready(out)
-        times.append(time.monotonic() - begin)
-      found[count] = min(times[1:])
+        if repeat:
+          found[count] = min(found[count], time.monotonic() - begin)
     if jax.process_count() > 1:
       values = np.asarray(list(found.values()), np.float64)
       values = multihost_utils.broadcast_one_to_all(values)
@@ -833,14 +833,11 @@ class Engine:
       sequence.num_written = len(sequence.tokens) - 1
     request = sequence.request
     self.counters.accepted_tokens += len(said) - 1
-    if self.drafter is not None:
-      self.drafter.observe(
-        request.request_id,
-        request.group_id,
-        said,
-        num_drafted,
-        len(said) - 1,
-        bool(reason),
+    if self.drafter is not None and piece.paths:
+      self.drafter.observe(request.request_id, request.group_id, num_drafted, len(said) - 1)
+    if self.drafter is not None and reason:
+      self.drafter.finish(
+        request.request_id, request.group_id, sequence.tokens, sequence.num_prompt
       )
     if reason:
       self._finish(sequence, reason)

@@ -12,10 +12,10 @@ import dataclasses
 
 @dataclasses.dataclass
 class Acceptance:
-  """What came of drafts so far; one step of one request is one entry.
+  """What came of drafts so far; one step of one request that might draft is one entry.
 
   Attributes:
-    num_steps: entries, those without a draft too.
+    num_steps: entries, those in which nothing was found to draft too.
     drafted_at: drafted_at[k]: steps that drafted more than k tokens.
     accepted_at: accepted_at[k]: steps in which more than k held.
     by_references: number of sibling texts known -> (steps, tokens said).

@@ -114,7 +114,7 @@ class BudgetConfig:
   priority: float = 2.0
   on_gain: float = 0.1
   off_gain: float = 0.05
-  probe_cost: float = 0.005
+  probe_cost: float = 0.0025
   probe_requests: int = 2
   memory: float = 512.0
 

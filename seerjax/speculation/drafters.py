@@ -18,9 +18,9 @@ from seerjax.speculation import acceptance, budget as budget_lib, suffix_tree
 LEAD_IN = 8
 # The prompt's name among the requests of its group; nobody's else.
 PROMPT = "\0prompt"
-# While nothing is drafted, so many tokens of a request wait for its tree at most: what is said then
-# costs next to nothing, and drafting can begin without a long silence.
-MAX_WAITING = 256
+# While nothing is drafted, trees learn what was said in every so many steps only: a step then costs
+# next to nothing, and drafting can begin without a long silence.
+STEPS_PER_UPDATE = 256
 
 # Of one query: alternative continuations, the main one first, each as its tokens.
 Paths = Sequence[tuple[int, ...]]
@@ -28,21 +28,28 @@ Paths = Sequence[tuple[int, ...]]
 
 @dataclasses.dataclass(slots=True)
 class _Text:
-  """What a request has said.
+  """What a request says.
 
   Attributes:
-    num_lead: tokens of the prompt that stand before the answer.
-    waiting: the newest tokens, those that the tree does not have yet.
-    num_in_tree: those that it has.
+    group: of the request.
+    is_high: whether it is of the high class.
+    tokens: prompt and answer, as they were asked about last; the asker's own list. () once the
+      request is over and its tree has all of them.
+    num_prompt: how many of them are the prompt.
+    num_lead: last tokens of the prompt that stand before the answer.
+    num_in_tree: tokens that the tree has, from the lead on.
   """
 
+  group: str
+  is_high: bool
+  tokens: Sequence[int]
+  num_prompt: int
   num_lead: int
-  waiting: list[int]
   num_in_tree: int = 0
 
-  @property
-  def num_said(self) -> int:
-    return self.num_in_tree + len(self.waiting) - self.num_lead
+  def waiting(self) -> Sequence[int]:
+    """Returns the tokens that the tree does not have yet."""
+    return self.tokens[self.num_prompt - self.num_lead + self.num_in_tree :]
 
 
 class SuffixDrafter:
@@ -78,13 +85,15 @@ class SuffixDrafter:
     self._is_probe = is_probe
     self._max_bytes = max_bytes
     self._trees = suffix_tree.GroupTrees()
-    # Group -> its unfinished requests, and whether each is of the high class. Groups stand in the
-    # order in which they came or finished.
-    self._live: dict[str, dict[str, bool]] = {}
-    # Group -> request -> its text, the prompt's among them.
+    # Group -> request -> its text, the prompt's among them. Groups stand in the order in which they
+    # came or finished.
     self._texts: dict[str, dict[str, _Text]] = {}
+    # Of these, by request, those that are not over; and how many a group has.
+    self._live: dict[str, _Text] = {}
+    self._num_live: dict[str, int] = {}
     # Request -> longest path that it was allowed in the last step.
     self._allowed: dict[str, int] = {}
+    self._num_steps = 0
 
   @property
   def num_bytes(self) -> int:
@@ -94,28 +103,31 @@ class SuffixDrafter:
   @property
   def group_ids(self) -> tuple[str, ...]:
     """Groups whose texts are here."""
-    return tuple(self._live)
+    return tuple(self._texts)
 
   def draft(self, queries: Sequence[DraftQuery]) -> Sequence[Paths]:
-    """Returns the paths of each query; [] where nothing is expected to hold, or to pay."""
+    """Returns the paths of each query, [] where nothing is expected to hold; () if none may draft.
+    """
+    num_high = 0
     for query in queries:
-      if query.request_id not in self._live.get(_group(query.group_id, query.request_id), ()):
-        self._meet(query)
-    widths = self._widths(queries)
-    paths: list[Paths] = [[] for _ in queries]
+      text = self._live.get(query.request_id)
+      num_high += (text or self._begin(query.request_id, *query[1:4])).is_high
+    self._num_steps += 1
+    if self._num_steps % STEPS_PER_UPDATE == 0:
+      self._update(queries)
+    self._allowed.clear()
+    widths = self._widths(queries, num_high)
     order = [place for place, width in enumerate(widths) if width]
-    self._allowed = {queries[place].request_id: widths[place] for place in order}
     if not order:
-      return paths
-    for place in order:
-      self._meet(queries[place])
-    for group in {_group(queries[place].group_id, queries[place].request_id) for place in order}:
-      self._flush(group)
+      return ()
+    self._allowed = {queries[place].request_id: widths[place] for place in order}
+    self._update([queries[place] for place in order])
     contexts = [_tail(queries[place].tokens) for place in order]
     limits = [(widths[place], queries[place].max_draft) for place in order]
+    groups = [_group(queries[place].group_id, queries[place].request_id) for place in order]
     output = np.empty((len(order), self.args.top_k, self.args.max_spec_tokens), np.int32)
     drafts = self._trees.batch_speculate(
-      [_group(queries[place].group_id, queries[place].request_id) for place in order],
+      groups,
       np.cumsum([0, *map(len, contexts)]),
       np.concatenate(contexts),
       output,
@@ -123,37 +135,35 @@ class SuffixDrafter:
       np.asarray(limits, np.int32),
       [queries[place].request_id for place in order],
     )
+    paths: list[Paths] = [[] for _ in queries]
     for row, place in enumerate(order):
       lengths = drafts.num_tokens[row].tolist()
       paths[place] = [tuple(output[row, k, :n].tolist()) for k, n in enumerate(lengths) if n]
+      if not paths[place]:
+        self.observe(queries[place].request_id, queries[place].group_id, 0, 0)
     return paths
 
   def observe(
-    self,
-    request_id: str,
-    group_id: str,
-    new_tokens: Sequence[int],
-    num_drafted: int,
-    num_accepted: int,
-    is_finished: bool,
+    self, request_id: str, group_id: str, num_drafted: int, num_accepted: int
   ) -> None:
-    """Takes what a step said of a request, and what of the path that held furthest held."""
-    group = _group(group_id, request_id)
-    texts = self._texts.get(group, {})
-    text = texts.get(request_id) or self._begin(group, request_id, ())
-    text.waiting.extend(new_tokens)
-    if len(text.waiting) >= MAX_WAITING:
-      self._flush(group)
-    self.acceptance.add(num_drafted, num_accepted, max(0, len(texts) - 2))
+    """Takes what of the path that held furthest held."""
+    references = len(self._texts.get(_group(group_id, request_id), ())) - 2
+    self.acceptance.add(num_drafted, num_accepted, max(0, references))
     allowed = self._allowed.pop(request_id, 0)
     if self.budget is not None and allowed:
       self.budget.observe(max(allowed, num_drafted), num_drafted, num_accepted)
-    if is_finished:
-      self._live[group].pop(request_id, None)
-      if not group_id:
-        self.drop_group(group)
-      elif not self._live[group]:
-        self._forget_old(group)
+
+  def finish(
+    self, request_id: str, group_id: str, tokens: Sequence[int], num_prompt: int
+  ) -> None:
+    """Takes the whole text of a request that is over."""
+    text = self._live.get(request_id) or self._begin(request_id, group_id, tokens, num_prompt)
+    text.tokens = tokens
+    self._end(request_id, text)
+    if not group_id:
+      self.drop_group(text.group)
+    elif not self._num_live[text.group]:
+      self._forget_old(text.group)
 
   def drop_group(self, group_id: str) -> None:
     """Forgets a group and its requests.
@@ -162,68 +172,78 @@ class SuffixDrafter:
       ValueError: if there is no such group.
     """
     self._trees.drop_group(group_id)
-    del self._live[group_id], self._texts[group_id]
+    for name, text in self._texts.pop(group_id).items():
+      if self._live.get(name) is text:
+        del self._live[name]
+    del self._num_live[group_id]
 
-  def _widths(self, queries: Sequence[DraftQuery]) -> list[int]:
-    """Returns the longest path that each query may have."""
+  def _widths(self, queries: Sequence[DraftQuery], num_high: int) -> Sequence[int]:
+    """Returns the longest path that each query may have; () if none may have any."""
     most = self.args.max_spec_tokens
     if self.budget is None:
       return [max(0, min(most, query.max_draft)) for query in queries]
-    is_probe = [
-      self._live[_group(query.group_id, query.request_id)][query.request_id] for query in queries
-    ]
-    plan = self.budget.plan(sum(is_probe), len(queries) - sum(is_probe))
+    plan = self.budget.plan(num_high, len(queries) - num_high)
     return [
-      max(0, min(most, query.max_draft, plan.high if is_high else plan.low))
-      if place < plan.num_requests
-      else 0
-      for place, (query, is_high) in enumerate(zip(queries, is_probe))
+      max(
+        0,
+        min(
+          most, query.max_draft, plan.high if self._live[query.request_id].is_high else plan.low
+        ),
+      )
+      for query in queries[: plan.num_requests]
     ]
 
-  def _meet(self, query: DraftQuery) -> None:
-    """Makes sure that the request's text is here, as far as the query has it."""
-    group = _group(query.group_id, query.request_id)
-    text = self._texts.get(group, {}).get(query.request_id)
-    if text is not None:
-      is_whole = text.num_said == len(query.tokens) - query.num_prompt
-      if is_whole and query.request_id in self._live[group]:
-        return
-      # Not all was told, or the name was used before: begin again.
-      if text.num_in_tree:
-        self._trees.remove_request(group, query.request_id)
-    text = self._begin(group, query.request_id, query.tokens[: query.num_prompt])
-    text.waiting.extend(query.tokens[query.num_prompt :])
-
-  def _begin(self, group: str, request_id: str, prompt: Sequence[int]) -> _Text:
+  def _begin(
+    self, request_id: str, group_id: str, tokens: Sequence[int], num_prompt: int
+  ) -> _Text:
     """Starts a request's text, and with its first one its group."""
-    if group not in self._live:
+    group = _group(group_id, request_id)
+    if group not in self._texts:
       self._trees.register_group(group)
-      self._live[group], self._texts[group] = {}, {PROMPT: _Text(0, [])}
-    self._live[group][request_id] = self._is_probe is not None and self._is_probe(request_id)
+      self._texts[group] = {PROMPT: _Text(group, False, tokens[:num_prompt], 0, 0)}
+      self._num_live[group] = 0
     texts = self._texts[group]
-    if not texts[PROMPT].num_said:
-      texts[PROMPT].waiting.extend(prompt)
-    lead = list(prompt[-LEAD_IN:])
-    texts[request_id] = _Text(len(lead), lead)
+    if request_id in texts and texts[request_id].num_in_tree:
+      self._trees.remove_request(group, request_id)  # The name was used before.
+    is_high = self._is_probe is not None and self._is_probe(request_id)
+    lead = min(LEAD_IN, num_prompt)
+    self._live[request_id] = texts[request_id] = _Text(group, is_high, tokens, num_prompt, lead)
+    self._num_live[group] += 1
     return texts[request_id]
 
-  def _flush(self, group: str) -> None:
-    """Gives the tree what was said since it was last asked."""
-    updates = []
-    for name, text in self._texts[group].items():
-      if text.waiting:
-        updates.append((name, text.num_in_tree, text.waiting))
-        text.num_in_tree += len(text.waiting)
-        text.waiting = []
-    if updates:
-      self._trees.update_many(group, updates)
+  def _end(self, request_id: str, text: _Text) -> None:
+    del self._live[request_id]
+    self._num_live[text.group] -= 1
+
+  def _update(self, queries: Sequence[DraftQuery]) -> None:
+    """Gives the trees of some requests' groups all that their texts said so far."""
+    for query in queries:
+      text = self._live[query.request_id]
+      was_cut = len(query.tokens) - text.num_prompt + text.num_lead < text.num_in_tree
+      if was_cut or (text.group, text.num_prompt) != (
+        _group(query.group_id, query.request_id), query.num_prompt
+      ):
+        # The name was given to another request, before this one was over.
+        self._end(query.request_id, text)
+        text = self._begin(query.request_id, *query[1:4])
+      text.tokens = query.tokens
+    for group in dict.fromkeys(self._live[query.request_id].group for query in queries):
+      updates = []
+      for name, text in self._texts[group].items():
+        if len(new := text.waiting()):
+          updates.append((name, text.num_in_tree, new))
+          text.num_in_tree += len(new)
+        if name not in self._live:
+          text.tokens = ()
+      if updates:
+        self._trees.update_many(group, updates)
 
   def _forget_old(self, group: str) -> None:
     """Puts a finished group behind all others, and forgets groups until the rest fit."""
-    self._live[group] = self._live.pop(group)
+    self._texts[group] = self._texts.pop(group)
     while self._trees.num_bytes > self._max_bytes:
-      finished = [name for name, live in self._live.items() if not live]
-      self.drop_group(next(iter(finished or self._live)))
+      finished = [name for name in self._texts if not self._num_live[name]]
+      self.drop_group(next(iter(finished or self._texts)))
 
 
 def _group(group_id: str, request_id: str) -> str:

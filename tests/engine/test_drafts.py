@@ -7,6 +7,7 @@ import re
 
 from guessing import Guesser
 from hypothesis import given, strategies as st
+from made_drafters import Observed
 import pytest
 from word_engine import SIZES, make_engine, request, run, same, tokens_from
 
@@ -74,7 +75,7 @@ def test_no_guess_changes_what_is_said(sampling, seed):
     free = engine.free_pages(0)
     for one, other in zip(engine.generate(requests), plain, strict=True):
       assert same(one, other) and one.text == other.text
-      assert guesser.observed[one.request_id] == list(one.tokens)
+      assert guesser.finished[one.request_id] == list(one.tokens)
     assert engine.free_pages(0) == free
     assert engine.counters.sampled_tokens == sum(len(tokens) for tokens in answers.values())
     for name in totals:
@@ -87,12 +88,9 @@ def test_right_guesses_save_steps():
   plain = make_engine(ROOM)
   answers = {completion.request_id: completion.tokens for completion in plain.generate(requests)}
 
-  class Knows:
+  class Knows(Observed):
     def draft(self, queries):
       return [[answers[q.request_id][len(q.tokens) - q.num_prompt :][:3]] for q in queries]
-
-    def observe(self, *_):
-      pass
 
   engine = make_engine(ROOM, drafter=Knows())
   engine.generate(requests)
@@ -104,15 +102,12 @@ def test_a_side_path_wins_and_its_pages_become_the_requests():
   one = request(max_tokens=30)
   [plain] = make_engine(ROOM).generate([one])
 
-  class Second:
+  class Second(Observed):
     """The first path is wrong at once, the second right over a page's end."""
 
     def draft(self, queries):
       rest = [plain.tokens[len(q.tokens) - q.num_prompt :] for q in queries]
       return [[((r[0] + 1) % 500, 1, 1), r[:2], r[:9]] for r in rest]
-
-    def observe(self, *_):
-      pass
 
   engine = make_engine(ROOM, drafter=Second())
   free = engine.free_pages(0)
@@ -128,13 +123,10 @@ def test_drafts_end_where_the_answer_may():
   [plain] = make_engine().generate([one])
   seen = []
 
-  class Long:
+  class Long(Observed):
     def draft(self, queries):
       seen.extend(query.max_draft for query in queries)
       return [[(*plain.tokens[len(q.tokens) - q.num_prompt :], 3, 3, 3)] for q in queries]
-
-    def observe(self, *_):
-      pass
 
   [found] = make_engine(drafter=Long()).generate([one])
   # The first token comes with the prompt, whose draft may be of all but the last token.
@@ -147,12 +139,9 @@ def test_a_stop_within_a_draft_ends_the_answer():
   one = request(max_tokens=30, stop_token_ids=(stop,))
   [plain] = make_engine(ROOM).generate([one])
 
-  class Beyond:
+  class Beyond(Observed):
     def draft(self, queries):
       return [[free.tokens[len(q.tokens) - q.num_prompt :][:9]] for q in queries]
-
-    def observe(self, *_):
-      pass
 
   engine = make_engine(ROOM, drafter=Beyond())
   updates = []

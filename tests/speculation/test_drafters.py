@@ -49,11 +49,12 @@ def run(drafter, requests, *, max_draft=8, batch=4, chooses=None):
       for r in running
     ]
     held = [list(query.tokens) for query in queries]
-    drafts = drafter.draft(queries)
+    drafts = drafter.draft(queries) or [[]] * len(queries)
     assert [query.tokens for query in queries] == held
     assert len(drafts) == len(queries)
     for request, query, paths in zip(list(running), queries, drafts):
       assert sum(map(len, paths)) <= query.max_draft
+      paths = [path for path in paths if path]
       answer = answers[request.request_id]
       rest = request.text[len(answer) :]
       # The target samples `rest` as long as it was fed `rest`.
@@ -63,17 +64,11 @@ def run(drafter, requests, *, max_draft=8, batch=4, chooses=None):
       ]
       verified = verify(paths or [()], sampled)
       answer.extend(verified.tokens)
-      is_finished = len(answer) == len(request.text)
-      num_drafted = len(paths[verified.path]) if paths else 0
-      drafter.observe(
-        request.request_id,
-        request.group_id,
-        verified.tokens,
-        num_drafted,
-        verified.num_accepted,
-        is_finished,
-      )
-      if is_finished:
+      names = (request.request_id, request.group_id)
+      if paths:
+        drafter.observe(*names, len(paths[verified.path]), verified.num_accepted)
+      if len(answer) == len(request.text):
+        drafter.finish(*names, [*request.prompt, *answer], len(request.prompt))
         running.remove(request)
     steps += 1
   return answers, steps
@@ -160,7 +155,7 @@ def test_an_oracle_is_always_right_and_an_adversary_just_as_long_as_it_likes():
   assert run(OracleDrafter({"g/0": text}, vocab_size=64), [request], max_draft=5)[1] == 7
   adversary = OracleDrafter({"g/0": text}, vocab_size=64, error_rate=1.0, num_right=2)
   run(adversary, [request], max_draft=5)
-  assert {seen[4] for seen in adversary.observations[:-1]} == {2}
+  assert {accepted for _, _, accepted in adversary.observations} == {2}
 
 
 def test_junk_is_the_same_for_the_same_seed():
@@ -173,7 +168,7 @@ def test_junk_is_the_same_for_the_same_seed():
 def test_it_goes_on_from_whatever_it_was_told():
   drafter = SuffixDrafter()
   # Told of a request that it was never asked about, and asked about one in the midst of its text.
-  drafter.observe("a", "g", [1, 2, 3, 4, 5], 0, 0, True)
+  drafter.finish("a", "g", [*PROMPT, 1, 2, 3, 4, 5], 10)
   assert drafter.draft([DraftQuery("b", "g", [*PROMPT, 1, 2], 10, 8)]) == [[(3, 4, 5)]]
   # One that was run elsewhere meanwhile, and a name that comes again with another text.
   assert drafter.draft([DraftQuery("b", "g", [*PROMPT, 1, 2, 3, 4], 10, 8)]) == [[(5,)]]

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from made_drafters import Observed
 import numpy as np
 
 
-class Guesser:
-  """Drafts paths that are right for a while, wrong, too long, or of no vocabulary at all.
-
-  Attributes:
-    observed: by request, all tokens heard of.
-  """
+class Guesser(Observed):
+  """Drafts paths that are right for a while, wrong, too long, or of no vocabulary at all."""
 
   def __init__(
     self,
@@ -23,12 +20,12 @@ class Guesser:
     max_paths: int = 3,
     max_draft: int = 6,
   ):
+    super().__init__()
     self._answers = answers
     self._rng = np.random.default_rng(seed)
     self._right = right
     self._max_paths = max_paths
     self._max_draft = max_draft
-    self.observed: dict[str, list[int]] = {}
 
   def draft(self, queries):
     return [[self._path(query) for _ in range(self._count())] for query in queries]
@@ -46,7 +43,3 @@ class Guesser:
       token if self._rng.random() < self._right else wrong[self._rng.integers(len(wrong))]
       for token in path
     ]
-
-  def observe(self, request_id, group_id, new_tokens, num_drafted, num_accepted, is_finished):
-    assert 0 <= num_accepted <= num_drafted and len(new_tokens) == num_accepted + 1
-    self.observed.setdefault(request_id, []).extend(new_tokens)

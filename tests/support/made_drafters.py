@@ -1,9 +1,10 @@
 """Drafters that know nothing, too much, or just enough to mislead, for what must not care.
 
-A drafter is whatever has these two methods (the engine's protocol; `seerjax/speculation/drafters`):
+A drafter is whatever has these methods (the engine's protocol, `seerjax/engine/drafts`):
 
   draft(queries) -> for each query, paths of tokens; the first is the main one
-  observe(request_id, group_id, new_tokens, num_drafted, num_accepted, is_finished)
+  observe(request_id, group_id, num_drafted, num_accepted)
+  finish(request_id, group_id, tokens, num_prompt)
 """
 
 from __future__ import annotations
@@ -21,23 +22,28 @@ def number(*key: object) -> int:
 
 
 class Observed:
-  """Keeps what it was told, in order."""
+  """Keeps what it was told, in order.
+
+  Attributes:
+    observations: (request, drafted, accepted) of every verified draft.
+    finished: request -> its whole answer.
+  """
 
   def __init__(self):
-    self.observations: list[tuple[str, str, tuple[int, ...], int, int, bool]] = []
+    self.observations: list[tuple[str, int, int]] = []
+    self.finished: dict[str, list[int]] = {}
 
   def observe(
-    self,
-    request_id: str,
-    group_id: str,
-    new_tokens: Sequence[int],
-    num_drafted: int,
-    num_accepted: int,
-    is_finished: bool,
+    self, request_id: str, group_id: str, num_drafted: int, num_accepted: int
   ) -> None:
-    self.observations.append(
-      (request_id, group_id, tuple(new_tokens), num_drafted, num_accepted, is_finished)
-    )
+    assert 0 <= num_accepted <= num_drafted > 0
+    self.observations.append((request_id, num_drafted, num_accepted))
+
+  def finish(
+    self, request_id: str, group_id: str, tokens: Sequence[int], num_prompt: int
+  ) -> None:
+    assert request_id not in self.finished
+    self.finished[request_id] = list(tokens[num_prompt:])
 
 
 class JunkDrafter(Observed):
