@@ -6,9 +6,10 @@ as fast as plain decoding, tiled and untiled.
 Command: bash launch/local.sh experiments.speculation_pays --workdir=runs/speculation_pays
 Hardware: 2 CPU cores, about an hour. Numbers: docs/results/speculation.md
 
-Nano answers word problems at temperature 1. A pair asks the same questions with drafts and without,
-one after the other, in turns; both say the same bits, so the ratio of tokens/s is that of seconds.
-No question comes twice, so that no tree knows an answer from an earlier pair.
+Nano answers word problems at temperature 1. A pair asks the same questions with drafts and without.
+Both engines take a step in turn, each on its own clock, so that what else the machine does hits
+both alike; both say the same bits, so the ratio of tokens/s is that of seconds. No question comes
+twice, so that no tree knows an answer from an earlier pair.
 
 Never slower: `batch` slots, groups of 8 that begin together, half as many requests again as slots.
 The tail: 15 members of every group have answered before the clock starts; then one more of each,
@@ -186,33 +187,23 @@ class Asker:
     workload = self.workload
     groups = self._groups(workload.groups_of(batch), workload.group_size)
     requests = [request for group in groups for request in group][: workload.requests_of(batch)]
-    if drafts_first:
-      seconds, drafted = answer(self.drafting, requests, batch)
-      plain_seconds, plain = answer(self.plain, requests, batch)
-    else:
-      plain_seconds, plain = answer(self.plain, requests, batch)
-      seconds, drafted = answer(self.drafting, requests, batch)
-    check_same(plain, drafted, f"batch {batch}")
-    return Pair(plain_seconds, seconds, sum(len(completion.tokens) for completion in plain))
+    engines = [self.plain, self.drafting]
+    plain, drafted = answers(engines, requests, batch, backwards=drafts_first)
+    check_same(plain.completions, drafted.completions, f"batch {batch}")
+    return Pair(plain.seconds, drafted.seconds, plain.num_tokens)
 
   def _tail(self, *, drafts_first: bool) -> list[TailRates]:
     workload, num_known = self.workload, self.workload.tail_siblings
     groups = self._groups(workload.tail_groups, num_known + len(workload.tail_batches))
     engines = [self.plain, self.untiled, self.drafting]
-    for engine in engines:
-      known = [request for group in groups for request in group[:num_known]]
-      answer(engine, known, self._job.engine.max_sequences)
+    known = [request for group in groups for request in group[:num_known]]
+    answers([self.drafting], known, self._job.engine.max_sequences)  # Others learn nothing of it.
     found = []
     for place, batch in enumerate(workload.tail_batches):
       requests = [group[num_known + place] for group in groups]
-      order = reversed(engines) if drafts_first else engines
-      done = {engine: answer(engine, requests, batch) for engine in order}
-      check_same(done[self.plain][1], done[self.drafting][1], f"tail of batch {batch}")
-      rates = [
-        sum(len(completion.tokens) for completion in done[engine][1]) / done[engine][0]
-        for engine in engines
-      ]
-      found.append(TailRates(*rates))
+      done = answers(engines, requests, batch, backwards=drafts_first)
+      check_same(done[0].completions, done[2].completions, f"tail of batch {batch}")
+      found.append(TailRates(*(one.num_tokens / one.seconds for one in done)))
     return found
 
   def _groups(self, count: int, size: int) -> list[list[Request]]:
@@ -236,14 +227,44 @@ class Asker:
     return found
 
 
-def answer(
-  engine: engine_lib.Engine, requests: Sequence[Request], batch: int
-) -> tuple[float, list[Completion]]:
-  """Returns the seconds and the answers of requests, `batch` of which run at once."""
-  engine.config = dataclasses.replace(engine.config, max_sequences=batch)
-  begin = time.perf_counter()
-  completions = engine.generate(requests)
-  return time.perf_counter() - begin, completions
+class Answered(NamedTuple):
+  """What an engine said, in the requests' order, and the seconds of its own steps."""
+
+  completions: list[Completion]
+  seconds: float
+
+  @property
+  def num_tokens(self) -> int:
+    return sum(len(completion.tokens) for completion in self.completions)
+
+
+def answers(
+  engines: Sequence[engine_lib.Engine],
+  requests: Sequence[Request],
+  batch: int,
+  *,
+  backwards: bool = False,
+) -> list[Answered]:
+  """Answers requests with each engine, `batch` of them at once; engines take a step in turn."""
+  order = list(enumerate(engines))[:: -1 if backwards else 1]
+  seconds = [0.0] * len(engines)
+  for place, engine in order:
+    engine.config = dataclasses.replace(engine.config, max_sequences=batch)
+    begin = time.perf_counter()
+    for request in requests:
+      engine.submit(request)
+    seconds[place] += time.perf_counter() - begin
+  while any(engine.num_unfinished for engine in engines):
+    for place, engine in order:
+      if engine.num_unfinished:
+        begin = time.perf_counter()
+        engine.step()
+        seconds[place] += time.perf_counter() - begin
+  found = []
+  for engine, own_seconds in zip(engines, seconds):
+    said = {completion.request_id: completion for completion in engine.poll()}
+    found.append(Answered([said[request.request_id] for request in requests], own_seconds))
+  return found
 
 
 def check_same(expected: Sequence[Completion], found: Sequence[Completion], what: str) -> None:
