@@ -17,7 +17,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import dataclasses
 
 from seerjax.engine.engine import Engine
+from seerjax.rollout import rollout as rollout_lib
 from seerjax.rollout.buffer import NOWHERE, Buffer, State
+from seerjax.rollout.journal import Chunk, Journal
 from seerjax.rollout.scheduler import Decision, GroupFCFS, Instances, Scheduler, SchedulerConfig
 from seerjax.rollout.trace import Span, Trace
 from seerjax.types import Completion, Request
@@ -300,3 +302,35 @@ class DividedRollout:
         is_last,
       )
     )
+
+
+def resumed(
+  engine: Engine, policy: SchedulerConfig, journal: Journal, requests: Sequence[Request]
+) -> DividedRollout:
+  """Returns a rollout, to be run with `requests`, that goes on where a journal's chunks end.
+
+  It adds its own chunks to the journal. Requests are named as `rollout.place_of` reads them.
+  """
+  names = [request.request_id for request in requests]
+  said = {name: journal.said(*rollout_lib.place_of(name)) for name in names}
+
+  def keep(request: Request, said: Completion) -> None:
+    # The journal writes what is new of it.
+    journal.append_chunk(
+      *rollout_lib.place_of(request.request_id),
+      Chunk(
+        request=request,
+        start=0,
+        tokens=said.tokens,
+        behaviour_logprobs=said.behaviour_logprobs,
+        raw_logprobs=said.raw_logprobs,
+        policy_version=said.policy_version,
+      ),
+    )
+
+  return DividedRollout(
+    engine,
+    policy,
+    said={name: known for name, known in said.items() if known is not None},
+    on_chunk=keep,
+  )

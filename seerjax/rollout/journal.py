@@ -1,13 +1,14 @@
-"""The journal of a run: every finished rollout and chunk, with all that its recomputation needs.
+"""The journal of a run: finished rollouts, chunks and attempts, with all that recomputation needs.
 
 One record a line, in a file that only grows:
 
   {"crc32":"8 hex digits","record":{...}}
 
 The checksum covers the bytes of the record. The first record is the header (format, run settings,
-numerics fingerprint); the others are rollouts, chunks, and new epochs of the numerics. A record is
-on disk before `append` returns. A kill in the middle of one leaves a torn tail, which the next
-`open` cuts off: what it held is sampled again, to the same bits.
+numerics fingerprint); the others are rollouts, chunks, attempts (what came of running a rollout's
+program), and new epochs of the numerics. A record is on disk before `append` returns. A kill in the
+middle of one leaves a torn tail, which the next `open` cuts off: what it held is sampled again, to
+the same bits.
 
 Log-probabilities are base64 of little-endian float32, so that not one bit is lost; token ids are
 plain numbers, so that a person can read them.
@@ -367,6 +368,7 @@ class Journal:
     self.path = pathlib.Path(path)
     self._index: dict[tuple[int, int, int], tuple[int, int]] = {}
     self._chunks: dict[tuple[int, int, int], list[int]] = {}
+    self._attempts: dict[tuple[int, int, int], int] = {}
     self._end = 0
     self.truncated_bytes = 0
     settings = _plain_settings(settings)
@@ -501,6 +503,31 @@ class Journal:
     self._chunks.setdefault(key, []).append(offset)
     return True
 
+  def append_attempt(
+    self, step: int, group: int, member: int, attempt: Mapping[str, Any]
+  ) -> bool:
+    """Puts what came of a rollout on disk, JSON.
+
+    Unlike tokens, what a program does within its seconds is not the same twice: the first counts.
+
+    Returns:
+      False if there was one already, and nothing was written.
+
+    Raises:
+      OSError: as for `append`.
+    """
+    key = (int(step), int(group), int(member))
+    if key in self._attempts:
+      return False
+    place = {"step": key[0], "group": key[1], "member": key[2]}
+    self._attempts[key] = self._write({"kind": "attempt"} | place | {"attempt": dict(attempt)})
+    return True
+
+  def attempt(self, step: int, group: int, member: int) -> dict[str, Any] | None:
+    """Returns what came of a rollout, None if that is not known."""
+    offset = self._attempts.get((step, group, member))
+    return None if offset is None else self._read(offset)["attempt"]
+
   def lookup(self, step: int, group: int, member: int) -> Entry | None:
     """Returns the finished rollout of these three numbers, None if there is none."""
     if (step, group, member) not in self._index:
@@ -556,6 +583,8 @@ class Journal:
         key = (record["step"], record["group"], record["member"])
         if kind == "rollout":
           self._index[key] = (start, len(self.fingerprints) - 1)
+        elif kind == "attempt":
+          self._attempts[key] = start
         else:
           self._chunks.setdefault(key, []).append(start)
       self._end = end
@@ -572,6 +601,7 @@ class Journal:
     self.fingerprints.append(record["fingerprint"])
     self._index = {key: at for key, at in self._index.items() if key[0] <= record["step"]}
     self._chunks = {key: at for key, at in self._chunks.items() if key[0] <= record["step"]}
+    self._attempts = {key: at for key, at in self._attempts.items() if key[0] <= record["step"]}
 
   def _write(self, record: Mapping[str, Any]) -> int:
     """Appends a record, waits for the disk, and returns the record's offset."""

@@ -21,8 +21,11 @@ appendix; there the forced tokens of one completion carried a mask.
 from __future__ import annotations
 
 import ast
+from collections.abc import Mapping
 import dataclasses
+import math
 import re
+from typing import Any
 import warnings
 
 from seerjax.tasks import discovery
@@ -66,6 +69,20 @@ class Attempt:
         f" {'no' if self.artefact is None else 'an'} artefact, expected a valid artefact exactly"
         " where the status is 'ok'; change the three together."
       )
+
+
+def to_record(attempt: Attempt) -> dict[str, Any]:
+  """Returns an attempt as JSON; `from_record` gives back an equal one."""
+  score = dataclasses.asdict(attempt.score)
+  if not attempt.score.is_valid:
+    del score["value"]  # NaN is no JSON.
+  return dataclasses.asdict(attempt) | {"score": score}
+
+
+def from_record(record: Mapping[str, Any]) -> Attempt:
+  """Returns the attempt that `to_record` was given."""
+  score = Score(**{"value": math.nan} | record["score"])
+  return Attempt(**{**record, "score": score})
 
 
 def instructions() -> str:

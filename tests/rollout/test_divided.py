@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import moving_requests
@@ -11,7 +12,8 @@ import tiny_model
 
 from seerjax.engine.engine import Engine, EngineConfig
 from seerjax.engine.kv_pool import KVPool, KVPoolConfig
-from seerjax.rollout.divided import DividedRollout
+from seerjax.rollout.divided import DividedRollout, resumed
+from seerjax.rollout.journal import Journal
 from seerjax.rollout.scheduler import ByPrefix, ContextAware, Divided, GroupFCFS, Oracle, Ours
 from seerjax.types import Request, SamplingParams
 
@@ -165,3 +167,27 @@ def test_a_bad_request_is_refused_before_anything_runs():
   with pytest.raises(ValueError, match=r"request 'bad': got an empty prompt"):
     list(DividedRollout(engine, Divided()).run([*asked(), bad]))
   assert engine.counters.steps == 0
+
+
+def test_a_rollout_goes_on_from_a_journal_and_adds_to_it(tmp_path):
+  policy = Divided(chunk_tokens=8)
+  requests = [dataclasses.replace(one, request_id=f"5/{one.request_id}") for one in asked(2, 2)]
+  expected = {one.request_id: one for one in make_engine(1).generate(requests)}
+
+  def book() -> Journal:
+    return Journal(tmp_path / "journal.jsonl", fingerprint={}, settings={})
+
+  with book() as journal:
+    run = resumed(make_engine(1), policy, journal, requests).run(requests)
+    ended = next(run)  # And then the process dies.
+    assert ended.has_bits_of(expected[ended.request_id])
+  left = [one for one in requests if one.request_id != ended.request_id]
+  with book() as journal:
+    said = [journal.said(*map(int, one.request_id.split("/"))) for one in left]
+    assert any(said) and all(len(one.tokens) % 8 == 0 for one in said if one)
+    engine = make_engine(1)
+    for one in resumed(engine, policy, journal, left).run(left):
+      assert one.has_bits_of(expected[one.request_id])
+    known = sum(len(one.tokens) for one in said if one)
+    total = sum(len(expected[one.request_id].tokens) for one in left)
+    assert engine.counters.sampled_tokens == total - known

@@ -260,6 +260,27 @@ def test_chunks_join_without_gaps_whatever_their_borders(tmp_path):
     assert book.chunks(0, 0, 1) == ()
 
 
+def test_the_first_attempt_counts_also_after_reopening(tmp_path):
+  first = {"artefact": [1, 0.1], "status": "ok"}
+  with open_journal(tmp_path / "j") as book:
+    assert book.attempt(2, 0, 1) is None
+    assert book.append_attempt(2, 0, 1, first)
+    assert not book.append_attempt(2, 0, 1, {"status": "time limit"})
+  with open_journal(tmp_path / "j") as book:
+    assert book.attempt(2, 0, 1) == first and book.attempt(2, 0, 0) is None
+    assert not book.append_attempt(2, 0, 1, {})
+    assert book.keys() == ()
+  _, entries = journal.read(tmp_path / "j")
+  assert list(entries) == []
+  # Another epoch of the numerics makes the steps after its own again.
+  other = FINGERPRINT | {"row_tile": "32", "digest": "bbbb"}
+  for resume_step, expected in ((2, first), (1, None)):
+    changes = dict(fingerprint=other, accept_new_numerics=True, resume_step=resume_step)
+    with open_journal(tmp_path / "j", **changes) as book:
+      assert book.attempt(2, 0, 1) == expected
+    other = other | {"digest": "cccc"}
+
+
 def test_a_closed_journal_takes_no_record(tmp_path):
   book = open_journal(tmp_path / "j")
   book.close()
