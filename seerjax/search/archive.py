@@ -117,6 +117,7 @@ class Archive:
     next_id: of the next state.
     keep_children: most children that an expansion admits.
     capacity: most living states, seeds included.
+    first_step: of the run, in which its seeds were first expanded.
   """
 
   states: tuple[State, ...]
@@ -125,13 +126,16 @@ class Archive:
   next_id: int
   keep_children: int = 2
   capacity: int = 1000
+  first_step: int = 0
 
   @property
   def num_seeds(self) -> int:
     return sum(state.is_seed for state in self.states)
 
 
-def start(seeds: Sequence[Child], *, keep_children: int = 2, capacity: int = 1000) -> Archive:
+def start(
+  seeds: Sequence[Child], *, keep_children: int = 2, capacity: int = 1000, first_step: int = 0
+) -> Archive:
   """Returns an archive of seeds alone.
 
   Seeds may be equal: where there is one place to begin, there are as many copies of it as groups.
@@ -140,6 +144,7 @@ def start(seeds: Sequence[Child], *, keep_children: int = 2, capacity: int = 100
     seeds: at least one.
     keep_children: most children that an expansion admits; 2 is published.
     capacity: most living states; 1000 is published.
+    first_step: of the run, in which they are first expanded.
 
   Raises:
     ValueError: if there is no seed, no child may be kept, the seeds alone fill the archive, or an
@@ -160,7 +165,13 @@ def start(seeds: Sequence[Child], *, keep_children: int = 2, capacity: int = 100
       " seeds, which are never dropped; raise SearchConfig.capacity, 1000 is published."
     )
   states = tuple(_admit(seed, state_id, None, step=-1) for state_id, seed in enumerate(seeds))
-  return Archive(states=states, next_id=len(states), keep_children=keep_children, capacity=capacity)
+  return Archive(
+    states=states,
+    next_id=len(states),
+    keep_children=keep_children,
+    capacity=capacity,
+    first_step=first_step,
+  )
 
 
 def record_step(
@@ -231,6 +242,12 @@ def record_expansion(
 def best(archive: Archive) -> State:
   """Returns the living state of the highest value, the oldest of equals; it never departs."""
   return max(archive.states, key=lambda state: (state.value, -state.state_id))
+
+
+def is_stuck(archive: Archive, step: int, patience: int) -> bool:
+  """Returns whether so many steps up to `step` (that one included) found nothing better."""
+  newest = max(archive.first_step, best(archive).step + 1)
+  return patience > 0 and step + 1 - newest >= patience
 
 
 def lineage(archive: Archive, state_id: int) -> tuple[State, ...]:

@@ -53,6 +53,8 @@ class SearchConfig:
     keep_children: most children that an expansion admits, for `archive.start`.
     capacity: most living states, for `archive.start`.
     range_over_seeds: S counts the seeds' values too.
+    patience: steps without a better state after which all begins anew, weights included; what was
+      best stays the result. 0 never does, as published.
   """
 
   reuse: str = "puct"
@@ -61,8 +63,14 @@ class SearchConfig:
   keep_children: int = 2
   capacity: int = 1000
   range_over_seeds: bool = False
+  patience: int = 0
 
   def __post_init__(self):
+    if self.patience < 0:
+      raise ValueError(
+        f"SearchConfig.patience: got {self.patience}, expected at least 0 steps; 0 never begins"
+        " anew."
+      )
     if self.reuse not in REUSE:
       raise ValueError(
         f"SearchConfig.reuse: got {self.reuse!r}, expected one of {REUSE}; choose one."

@@ -269,3 +269,15 @@ def test_the_lineage_of_an_unknown_state_is_refused():
 def test_another_format_is_refused(text):
   with pytest.raises(ValueError, match=r"got format .*, expected 'seerjax.search.archive/1'"):
     archive.from_json(text)
+
+
+def test_stuck_by_hand():
+  seeds = [archive.Child(artefact=[i], value=1.0, reward=1.0) for i in range(2)]
+  fresh = archive.start(seeds, first_step=4)
+  # Expanded in step 4 for the first time.
+  assert [archive.is_stuck(fresh, step, 2) for step in (4, 5, 6)] == [False, True, True]
+  better = archive.Child(artefact=[9], value=2.0, reward=2.0)
+  found = archive.record_expansion(fresh, 0, [better], step=5)
+  assert [archive.is_stuck(found, step, 2) for step in (5, 6, 7)] == [False, False, True]
+  assert not archive.is_stuck(found, 100, 0)
+  assert archive.from_json(archive.to_json(found)) == found and found.first_step == 4

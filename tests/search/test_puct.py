@@ -279,6 +279,7 @@ def test_more_groups_than_seeds_are_refused_by_every_rule(reuse):
     (dict(c=-1.0), r"SearchConfig.c: got -1.0, expected 0 <= c < inf"),
     (dict(c=math.nan), r"SearchConfig.c: got nan"),
     (dict(epsilon=1.5), r"SearchConfig.epsilon: got 1.5, expected a probability"),
+    (dict(patience=-1), r"SearchConfig.patience: got -1, expected at least 0 steps; 0 never"),
     (dict(keep_children=0), r"got keep_children=0, capacity=1000, expected at least 1 child"),
     (dict(capacity=1), r"got keep_children=2, capacity=1, expected"),
   ],
