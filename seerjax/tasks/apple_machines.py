@@ -49,10 +49,8 @@ _TOO_MANY = -1
 _MASK = 2**64 - 1
 
 # Verbs. Their ids are their tokens; STOP ends a sentence.
-STOP, PAINT, INSERT, DELETE, MOVE, SLIDE, CHANGE, SWAP, REKIND, POLISH = range(10)
-VERBS = (
-  "stop", "paint", "insert", "delete", "move", "slide", "change", "swap", "rekind", "polish",
-)  # fmt: skip
+STOP, PAINT, INSERT, DELETE, MOVE, SLIDE, CHANGE, SWAP, REKIND = range(9)
+VERBS = ("stop", "paint", "insert", "delete", "move", "slide", "change", "swap", "rekind")
 # What `shape` says where it is no place: below the first number one thing, below the second ...
 _SHAPES, _FIRST_CUT, _SECOND_CUT = 16, 6, 11
 LENGTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 25, 32, 40, 64, 100)  # Turns.
@@ -70,6 +68,12 @@ _MACHINE = _SHAPE + _SHAPES
 _AMOUNT = _MACHINE + MACHINES
 VOCAB_SIZE = _AMOUNT + len(LENGTHS)
 EDIT_TOKENS, EDITS = 5, 4
+# Of a sentence that ends with a polish: its edits at most, and by its first token where the polish
+# begins and ends (bits, as above) and how many times the usual steps it takes.
+POLISHED_EDITS = 3
+POLISHES = (
+  *((float(t), float(t), 1) for t in TEMPERATURES[1:-1]), (0.5, 0.003, 16), (1.5, 0.003, 16),
+)  # fmt: skip
 _TURNS_PER_ID = 16
 # From so many purchases on, a run is shown with the next token.
 _BOUGHT = (1, 2, 3, 4, 5, 7, 10, 14, 19, 26, 35, 47, 63, 85, 115)
@@ -220,7 +224,7 @@ class AppleMachines:
 
     Args:
       instance: which input, 0 to 9999.
-      with_polish: the language has a verb that searches by itself for `polish_steps`.
+      with_polish: every sentence ends with a search of `polish_steps`.
       polish_steps: simulations of such a search, about 7 microseconds each.
 
     Raises:
@@ -373,6 +377,10 @@ Define improve(artefact, seconds, seed), which returns a better plan of the same
 class PlanEdits:
   """Sentences of up to four edits, each of five tokens: verb, run, shape, machine, amount.
 
+  With a polish, a sentence is an amount and up to three edits, after which it searches around the
+  plan for some steps at the temperature of that amount, and takes the best plan met; or, for the
+  last two amounts, melts the plan, cools it in sixteen times the steps, and takes what comes of it.
+
     paint    the machine, for `amount` turns, over what is there, from `shape` 16ths into the run
     insert   the same, but what comes after happens later
     delete   the run; by shape, the one before or after gets its turns, or the rest comes earlier
@@ -381,7 +389,6 @@ class PlanEdits:
     change   the run's level, kind, or both (by shape) to those of the machine
     swap     the run and the next one
     rekind   all runs of the run's kind, or only those from it on (by shape), get another kind
-    polish   searches around the plan for some steps, at the temperature `amount`
 
   A verb ignores the fields that it has no use for. Runs are counted from 0, and modulo their
   number, so that every edit can be applied; `paint` and `insert` count the idle end as a run. What
@@ -390,18 +397,15 @@ class PlanEdits:
   """
 
   def __init__(self, problem: Instance, *, polish_steps: int = 0):
-    """Makes the language of an input; with `polish_steps` above 0 it has the verb polish."""
+    """Makes the language of an input; with `polish_steps` above 0 sentences end with a polish."""
     self._tables = _tables(problem)
     self._polish_steps = polish_steps
-    verbs = len(VERBS) if polish_steps else POLISH
+    amount = (_AMOUNT, VOCAB_SIZE)
     edit = (
-      (STOP, verbs),
-      (_RUN, _SHAPE),
-      (_SHAPE, _MACHINE),
-      (_MACHINE, _AMOUNT),
-      (_AMOUNT, VOCAB_SIZE),
-    )
-    self._allowed = edit * EDITS
+      (STOP, len(VERBS)), (_RUN, _SHAPE), (_SHAPE, _MACHINE), (_MACHINE, _AMOUNT), amount
+    )  # fmt: skip
+    self._head = (amount,) if polish_steps else ()
+    self._allowed = self._head + edit * (POLISHED_EDITS if polish_steps else EDITS)
 
   @property
   def vocab_size(self) -> int:
@@ -410,12 +414,12 @@ class PlanEdits:
 
   @property
   def allowed(self) -> tuple[tuple[int, int], ...]:
-    """Ranges of ids by place, 20 of them."""
+    """Ranges of ids by place: 20 of them, 16 with a polish."""
     return self._allowed
 
   @property
   def stop_token(self) -> int | None:
-    """0, allowed in place of a verb."""
+    """0, allowed in the place of a verb."""
     return STOP
 
   def prompt(self, artefact: discovery.Artefact) -> tuple[int, ...]:
@@ -448,13 +452,20 @@ class PlanEdits:
     """
     runs = _plan(artefact)
     num_edits = self._num_edits(tokens)
-    sentence = np.array(tokens[: num_edits * EDIT_TOKENS], np.int64)
+    first = len(self._head)
+    sentence = np.array(tokens[first : first + num_edits * EDIT_TOKENS], np.int64)
     machines, ends = _arrays(runs)
-    state = _seeded(seed, 3)
-    num_runs = _apply(
-      self._tables.apples, self._tables.costs, machines, ends, len(runs), sentence, num_edits,
-      self._polish_steps, state,
-    )  # fmt: skip
+    num_runs = _apply(machines, ends, len(runs), sentence, num_edits)
+    if self._polish_steps:
+      hot, cold, times = POLISHES[tokens[0] - _AMOUNT]
+      last, found, _, best_machines, best_ends = _anneal(
+        self._tables.apples, self._tables.costs, machines, ends, num_runs,
+        times * self._polish_steps, hot, cold, _seeded(seed, 3), max(len(runs), MAX_RUNS),
+      )  # fmt: skip
+      if hot == cold:
+        num_runs, machines, ends = found, best_machines, best_ends
+      else:
+        num_runs = last  # What was melted is not to be the best again.
     made = _artefact(machines, ends, num_runs)
     if made == [list(run) for run in runs]:
       raise ValueError(
@@ -485,13 +496,13 @@ class PlanEdits:
             f"apple_machines.apply: got tokens after the stop token in place {place}, expected"
             " none; cut the sentence there."
           )
-        return place // EDIT_TOKENS
+        return (place - len(self._head)) // EDIT_TOKENS
     if len(tokens) != len(self._allowed):
       raise ValueError(
         f"apple_machines.apply: got {len(tokens)} tokens without a stop token, expected"
         f" {len(self._allowed)}; let it end with {STOP}."
       )
-    return EDITS
+    return (len(tokens) - len(self._head)) // EDIT_TOKENS
 
 
 PUBLISHED = (
@@ -751,7 +762,7 @@ def _edit(
   machine: int,
   amount: int,
 ) -> int:
-  """Changes a plan in place by one edit other than polish; returns its number of runs.
+  """Changes a plan in place by one edit; returns its number of runs.
 
   Args:
     machines, ends: of the plan, with room for two more runs.
@@ -912,7 +923,7 @@ def _iterate(
     new_machines[:num_runs], new_ends[:num_runs] = machines[:num_runs], ends[:num_runs]
     new_runs = num_runs
     for _ in range(_below(state, EDITS + 1)):
-      verb, amount = PAINT + _below(state, POLISH - PAINT), _below(state, len(LENGTHS))
+      verb, amount = PAINT + _below(state, len(VERBS) - PAINT), _below(state, len(LENGTHS))
       turns = SHIFTS[amount] if verb in (MOVE, SLIDE) else LENGTHS[amount]
       new_runs = _edit(
         new_machines, new_ends, new_runs, verb, _below(state, MAX_RUNS), _below(state, _SHAPES),
@@ -944,28 +955,13 @@ def _random_plan(machines: np.ndarray, ends: np.ndarray, state: np.ndarray) -> i
 
 @_kernel
 def _apply(
-  apples_of: np.ndarray,
-  costs: np.ndarray,
-  machines: np.ndarray,
-  ends: np.ndarray,
-  num_runs: int,
-  sentence: np.ndarray,
-  num_edits: int,
-  polish_steps: int,
-  state: np.ndarray,
+  machines: np.ndarray, ends: np.ndarray, num_runs: int, sentence: np.ndarray, num_edits: int
 ) -> int:
   """Changes a plan in place by the edits of a sentence, i64[num_edits * 5]; returns its runs."""
   room = max(num_runs, MAX_RUNS)
   for number in range(num_edits):
     verb, run, shape, machine, amount = sentence[number * EDIT_TOKENS : (number + 1) * EDIT_TOKENS]
     amount -= _AMOUNT
-    if verb == POLISH:
-      _, num_runs, _, best_machines, best_ends = _anneal(
-        apples_of, costs, machines, ends, num_runs, polish_steps, TEMPERATURES[amount],
-        TEMPERATURES[amount], state, room,
-      )  # fmt: skip
-      machines[:num_runs], ends[:num_runs] = best_machines[:num_runs], best_ends[:num_runs]
-      continue
     turns = SHIFTS[amount] if verb in (MOVE, SLIDE) else LENGTHS[amount]
     num_runs = _edit(
       machines, ends, num_runs, verb, run - _RUN, shape - _SHAPE, machine - _MACHINE, turns

@@ -46,13 +46,22 @@ def attempt(environment: Environment, job: Job) -> Attempt:
 
 
 def random_sentence(language: EditLanguage, random: np.random.Generator) -> tuple[int, ...]:
-  """Returns a sentence whose tokens are drawn evenly from what is allowed at their places."""
+  """Returns a random sentence: each length is as likely, and each id allowed at its place.
+
+  An empty sentence, which changes nothing, is not drawn.
+  """
+  stop, ranges = -1 if language.stop_token is None else language.stop_token, language.allowed
+  stops = [place for place, (low, high) in enumerate(ranges) if low <= stop < high]
+  ends = [*(place for place in stops if place), len(ranges)]
+  end = ends[int(random.integers(len(ends)))]
   said = []
-  for low, high in language.allowed:
-    said.append(int(random.integers(low, high)))
-    if said[-1] == language.stop_token:
-      break
-  return tuple(said)
+  for place, (low, high) in enumerate(ranges[:end]):
+    if place in stops:  # One id fewer: not yet.
+      token = int(random.integers(low, high - 1))
+      said.append(token + (token >= stop))
+    else:
+      said.append(int(random.integers(low, high)))
+  return tuple(said) if end == len(ranges) else (*said, stop)
 
 
 class Judge:

@@ -19,7 +19,7 @@ NUMBERS = {
   "purse_seine_programs": ("cases", 8),
   "apple_machines_programs": ("cases", 8),
 }
-# Simulations of one polish of AHC058, 2.4 ms: a policy soon says it more than once a sentence.
+# Simulations of the polish that ends a sentence about AHC058, 2.4 ms.
 POLISH_STEPS = 400
 
 
@@ -27,8 +27,8 @@ def load(name: str) -> Environment:
   """Returns a problem.
 
   Args:
-    name: one of `NUMBERS`, with ":" and a number or without ("apple_machines_plain" has no verb
-      that polishes; "..._programs" are solved in C++ or Python, by a language model alone);
+    name: one of `NUMBERS`, with ":" and a number or without ("apple_machines_plain" does not
+      polish; "..._programs" are solved in C++ or Python, by a language model alone);
       "denoising", or "denoising:PATH" for
       counts of your own; or the path of a Python file (`own_problem.load`).
 

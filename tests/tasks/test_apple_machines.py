@@ -44,11 +44,16 @@ def random_sentence(language: apple_machines.PlanEdits, draws: np.random.Generat
   return tokens[: tokens.index(0) + 1] if 0 in tokens else tokens
 
 
+def polished(temperature: int, edits: list[int]) -> list[int]:
+  """Returns a sentence that ends with a polish, at a place among the temperatures."""
+  return [104 + temperature, *edits]
+
+
 def sentence(*edits: tuple[str, int, int, int, int]) -> list[int]:
   """Returns tokens of edits (verb, run, shape, level * 10 + kind, place among the amounts)."""
   tokens = []
   for verb, *fields in edits:
-    ranges = POLISH_LANGUAGE.allowed[1:5]
+    ranges = LANGUAGE.allowed[1:5]
     tokens += [apple_machines.VERBS.index(verb), *(r[0] + f for r, f in zip(ranges, fields))]
   return tokens if len(edits) == 4 else [*tokens, 0]
 
@@ -326,11 +331,12 @@ def test_uniform_sentences_are_nearly_all_valid_and_leave_the_given_plan_alone(
 
 def test_ranges_of_ids_meet_and_end_with_the_vocabulary():
   assert LANGUAGE.allowed == ((0, 9), (16, 48), (48, 64), (64, 104), (104, 120)) * 4
-  assert POLISH_LANGUAGE.allowed[0] == (0, 10)
+  edit = LANGUAGE.allowed[:5]
+  assert POLISH_LANGUAGE.allowed == ((104, 120), *edit * 3)
 
 
 def test_prompts_show_every_run_by_hand():
-  assert LANGUAGE.prompt([]) == (10,)
+  assert LANGUAGE.prompt([]) == (9,)
   runs = apple_machines.parse(THREE)
   assert not isinstance(runs, str)
   turns = apple_machines.trace(ENVIRONMENT.problem, runs)
@@ -339,7 +345,7 @@ def test_prompts_show_every_run_by_hand():
   assert bought == [16, 20, 0]
   levels = [8, 9, 0]
   assert LANGUAGE.prompt(THREE) == (
-    10, 64, 17, 104 + levels[0], 65, 19, 104 + levels[1], 74, 23, 104 + levels[2],
+    9, 64, 17, 104 + levels[0], 65, 19, 104 + levels[1], 74, 23, 104 + levels[2],
   )  # fmt: skip
 
 
@@ -370,13 +376,35 @@ def test_sentences_that_are_none_are_refused(tokens, message):
     LANGUAGE.apply(THREE, tokens, 0)
 
 
-def test_a_polish_never_makes_a_plan_worse_and_follows_its_seed(good_plan):
+def test_a_polish_never_makes_a_plan_worse_and_follows_its_seed():
   for temperature in (0, 9):
-    edits = sentence(("polish", 0, 0, 0, temperature))
+    edits = polished(temperature, [0])
     made = POLISH_LANGUAGE.apply(THREE, edits, 1)
     assert ENVIRONMENT.verify(made).reward > ENVIRONMENT.verify(THREE).reward
     assert made == POLISH_LANGUAGE.apply(THREE, edits, 1)
     assert made != POLISH_LANGUAGE.apply(THREE, edits, 2)
+
+
+def test_a_melted_plan_is_another_and_no_ruin(good_plan):
+  before = ENVIRONMENT.verify(good_plan).value
+  for kind in (14, 15):
+    made = POLISH_LANGUAGE.apply(good_plan, polished(kind, [0]), 1)
+    assert made != good_plan and ENVIRONMENT.verify(made).value > 0.5 * before
+    assert made == POLISH_LANGUAGE.apply(good_plan, polished(kind, [0]), 1)
+
+
+def test_a_polish_starts_from_what_the_edits_made():
+  ruined = sentence(("paint", 0, 0, 39, 15))
+  assert ENVIRONMENT.verify(LANGUAGE.apply(THREE, ruined, 0)).value < 1e5
+  one_step = apple_machines.PlanEdits(ENVIRONMENT.problem, polish_steps=1)
+  assert ENVIRONMENT.verify(one_step.apply(THREE, polished(0, ruined), 0)).value < 1e6
+  # Three edits are the most.
+  edits = sentence(*[("paint", 0, 0, 5, 3)] * 3)[:-1]
+  assert POLISH_LANGUAGE.apply(THREE, polished(0, edits), 0)
+  with pytest.raises(ValueError, match="got 21 tokens, expected at most 16"):
+    POLISH_LANGUAGE.apply(THREE, polished(0, edits + edits[:5]), 0)
+  with pytest.raises(ValueError, match="got id 0 in place 0, expected 104 to 119"):
+    POLISH_LANGUAGE.apply(THREE, [0], 0)
 
 
 def test_edits_are_deterministic_without_a_seed(good_plan):

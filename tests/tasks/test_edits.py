@@ -105,7 +105,7 @@ def test_a_defect_of_the_language_is_not_hidden():
 # Random sentences.
 
 
-def test_random_sentences_are_even_where_ids_are_allowed_and_end_at_the_stop():
+def test_random_sentences_are_even_in_length_and_where_ids_are_allowed():
   language, random = tiny_problem.Digits(), np.random.default_rng(0)
   counts = [collections.Counter() for _ in language.allowed]
   num = 7000
@@ -114,11 +114,25 @@ def test_random_sentences_are_even_where_ids_are_allowed_and_end_at_the_stop():
     assert len(said) == (2 if said[1] == STOP else 3)
     for where, token in enumerate(said):
       counts[where][token] += 1
+  lengths = collections.Counter(stop=counts[1].pop(STOP), whole=counts[2].total())
   for (low, high), found in zip(language.allowed, counts, strict=True):
-    assert set(found) == set(range(low, high))
-    mean = sum(found.values()) / (high - low)
+    assert set(found) == {*range(low, high)} - {STOP}
+  for found in (*counts, lengths):
+    mean = found.total() / len(found)
     # Five standard deviations of a binomial.
     assert all(abs(count - mean) < 5 * math.sqrt(mean) for count in found.values())
+
+
+def test_random_sentences_are_never_empty():
+  class Stops(tiny_problem.Digits):
+    allowed = ((0, 9), (8, 10), (9, 16))  # The stop token first, last, and in between.
+
+  random = np.random.default_rng(0)
+  drawn = [edits.random_sentence(Stops(), random) for _ in range(400)]
+  lengths = collections.Counter(map(len, drawn))
+  assert set(lengths) == {2, 3} and min(lengths.values()) > 150
+  assert all(STOP not in said[:-1] and (said[-1] == STOP) == (len(said) == 2) for said in drawn)
+  assert {said[0] for said in drawn} == set(range(8))
 
 
 def test_random_sentences_follow_from_the_generator():
@@ -133,7 +147,7 @@ def test_random_sentences_follow_from_the_generator():
 
 
 def test_a_judge_answers_in_the_order_of_the_jobs_and_counts_its_seconds():
-  asked = jobs(50)
+  asked = jobs(100)
   with edits.Judge(tiny_problem.Row(), "not read without workers") as judge:
     found = judge.attempts(asked)
     assert judge.attempts([]) == []
