@@ -27,7 +27,7 @@ from absl import app, flags, logging
 import jax
 import rich.progress
 
-from experiments import configuration
+from experiments import configuration, ttt_discover
 from seerjax import metrics, numerics as numerics_lib, rl, self_test, ttt
 from seerjax.search import puct
 from seerjax.tasks import discovery, problems
@@ -55,7 +55,9 @@ class Grid:
   reuses: tuple[str, ...] = ("puct", "epsilon_greedy", "sequential", "none")
   seeds: tuple[int, ...] = (0, 1, 2)
   with_off: bool = True
-  run: ttt.DiscoverConfig = ttt.DiscoverConfig(num_steps=15, checkpoint_every=15)
+  run: ttt.DiscoverConfig = dataclasses.replace(
+    ttt_discover.FLAGSHIP, num_steps=60, checkpoint_every=60
+  )
 
   def __post_init__(self):
     unknown = {*self.objectives} - {*ttt.OBJECTIVES} | {*self.reuses} - {*puct.REUSE}

@@ -1,8 +1,8 @@
 """Test-time training to discover: keep training on one problem, keep the best that was ever found.
 
 Claim: on one AHC058 instance a tiny transformer, trained from nothing, makes 25,600 attempts from a
-plain start, and the log-probabilities that sampled are those that learn, to the bit. (The aim, ten
-minutes on 2 CPU cores and level with an annealer, is not met yet: docs/results/ttt.md.)
+plain start, and the log-probabilities that sampled are those that learn, to the bit. (Seven minutes
+on 2 CPU cores before plans were melted; as shipped not timed whole, nor level with an annealer.)
 Command: bash launch/local.sh experiments.ttt_discover
   another problem:         --config.problem=circle_packing:26   (see seerjax/tasks/problems.py)
   your own problem:        --config.problem=path/to/my_problem.py, after --check_problem
@@ -14,6 +14,7 @@ Hardware: 2 CPU cores, 2 GiB. Numbers: docs/results/ttt.md
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+import dataclasses
 import math
 import pathlib
 import sys
@@ -25,11 +26,23 @@ import jax
 import numpy as np
 
 from experiments import configuration, grpo
-from seerjax import discovery_report, metrics, self_test, ttt
+from seerjax import discovery_report, metrics, rl, self_test, ttt
 from seerjax.rollout import rollout as rollout_lib
 from seerjax.search import archive as archive_lib, puct
 from seerjax.tasks import discovery, edits, problem_check, problems
 from seerjax.tasks.discovery import Environment
+
+# The paper's attempts in four times its steps, so that a start is as new as can be: the search
+# alone was about twice as fast so (docs/results/ttt.md).
+FLAGSHIP = ttt.DiscoverConfig(
+  num_steps=200,
+  group_size=16,
+  checkpoint_every=20,
+  engine=dataclasses.replace(
+    ttt.DiscoverConfig().engine, max_sequences=128, row_buckets=(128,)
+  ),
+  trainer=rl.TrainerConfig(rows_per_micro_batch=2048, sequences_per_micro_batch=64),
+)
 
 
 def random_policy(config: ttt.DiscoverConfig, environment: Environment) -> Iterator[float]:
@@ -71,6 +84,8 @@ def random_policy(config: ttt.DiscoverConfig, environment: Environment) -> Itera
         best = max([best, *(child.value for child in found)])
         yield ttt.shown(environment, best)
       archive = archive_lib.record_step(archive, expansions, step=step)
+      if archive_lib.is_stuck(archive, step, config.search.patience):
+        archive = ttt.first_archive(config, environment, first_step=step + 1)
       step += 1
 
 
@@ -168,7 +183,7 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-  configuration.define_flags(ttt.DiscoverConfig(), "runs/ttt_discover")
+  configuration.define_flags(FLAGSHIP, "runs/ttt_discover")
   flags.DEFINE_bool("resume", False, "Carry on from the latest checkpoint in --workdir.")
   flags.DEFINE_bool("accept_new_numerics", False, "Resume under another fingerprint.")
   flags.DEFINE_bool("check_problem", False, "Only look for mistakes in the problem.")

@@ -450,29 +450,8 @@ def sample(
       step, group, member, rollout, problem_id=problem.problem_id, prompt_text=problem.prompt
     )
 
-  def keep_chunk(request: Request, said: Completion) -> None:
-    # The journal writes what is new of it.
-    journal.append_chunk(
-      *rollout_lib.place_of(request.request_id),
-      journal_lib.Chunk(
-        request=request,
-        start=0,
-        tokens=said.tokens,
-        behaviour_logprobs=said.behaviour_logprobs,
-        raw_logprobs=said.raw_logprobs,
-        policy_version=said.policy_version,
-      ),
-    )
-
   def generate(requests: Sequence[Request]) -> Iterator[Completion]:
-    names = [request.request_id for request in requests]
-    said = {name: journal.said(*rollout_lib.place_of(name)) for name in names}
-    rollout = divided.DividedRollout(
-      engine,
-      config.scheduler,
-      said={name: known for name, known in said.items() if known is not None},
-      on_chunk=keep_chunk,
-    )
+    rollout = divided.resumed(engine, config.scheduler, journal, requests)
     traces.append(rollout.trace)
     return rollout.run(requests)
 
@@ -763,9 +742,9 @@ def drafter_for(config: RunConfig, engine: engine_lib.Engine) -> drafters.Suffix
   of_instance = {*powers, *range(4, 129, 4), *buckets, *(bucket + 1 for bucket in buckets)}
   rows = sorted(engine.num_instances * n for n in of_instance if n <= buckets[-1])
   seconds = engine.step_seconds(rows)
-  # A larger step never takes less time: what was measured so is noise.
-  risen = np.maximum.accumulate([seconds[count] for count in rows]).tolist()
-  times = budget_lib.StepTimes(rows=tuple(rows), seconds=tuple(risen), draft_seconds=DRAFT_SECONDS)
+  # A smaller step never takes longer, and noise only adds: no more than the fastest of the larger.
+  least = np.minimum.accumulate([seconds[count] for count in reversed(rows)])[::-1].tolist()
+  times = budget_lib.StepTimes(rows=tuple(rows), seconds=tuple(least), draft_seconds=DRAFT_SECONDS)
   return drafters.SuffixDrafter(
     budget=budget_lib.Budget(times, config.budget),
     is_probe=lambda request_id: rollout_lib.place_of(request_id)[2] == 0,

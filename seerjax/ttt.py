@@ -11,7 +11,8 @@ on disk (best.json) as soon as it is known. The weights may go.
 
 Everything a step does is a function of (config, step): which starts, which seeds, which tokens,
 which gradient. Archive and weights are published as one checkpoint, so that a killed run resumes to
-the same bits and the same archive.
+the same bits and the same archive. Steps since then are taken again; of a language model, whose
+tokens and programs are dear, a journal holds every chunk and every verdict.
 
 Source: Yuksekgonul et al. 2026 (TTT-Discover), https://arxiv.org/abs/2601.16175. Formulas:
 `trainer.entropic`, `search.puct`.
@@ -19,7 +20,7 @@ Source: Yuksekgonul et al. 2026 (TTT-Discover), https://arxiv.org/abs/2601.16175
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 import contextlib
 import dataclasses
 import json
@@ -35,13 +36,13 @@ from seerjax import checkpoint, metrics, numerics as numerics_lib, rl, summary, 
 from seerjax.engine import engine as engine_lib
 from seerjax.models import tokenizer as tokenizer_lib, transformer
 from seerjax.ops import rotary
-from seerjax.rollout import divided, rollout as rollout_lib, scheduler
+from seerjax.rollout import divided, journal as journal_lib, rollout as rollout_lib, scheduler
 from seerjax.search import archive as archive_lib, puct
 from seerjax.tasks import discovery, edits
 from seerjax.tasks.discovery import Artefact, Environment
 from seerjax.tasks.programs import Attempt
 from seerjax.trainer import advantages, entropic, losses, step as step_lib
-from seerjax.types import Completion, Problem, Rollout, RolloutGroup, TrainState, Verdict
+from seerjax.types import Completion, Problem, Request, Rollout, RolloutGroup, TrainState, Verdict
 
 OBJECTIVES = ("adaptive", "constant", "mean", "grpo")
 
@@ -171,8 +172,9 @@ class DiscoverConfig:
   programs: writers.ProgramConfig = writers.ProgramConfig()
   search: puct.SearchConfig = puct.SearchConfig()
   objective: ObjectiveConfig = ObjectiveConfig()
+  # Of the few tiles that were tried with the tiny policy, these take least time to learn.
   numerics: numerics_lib.NumericsConfig = numerics_lib.NumericsConfig(
-    query_tile=4, slot_tile=32, kv_split=64
+    row_tile=64, query_tile=16, slot_tile=128, kv_split=128, reduction_shards=1
   )
   engine: engine_lib.EngineConfig = engine_lib.EngineConfig(
     page_size=32, max_sequences=256, max_context=256, row_buckets=(256,)
@@ -275,6 +277,10 @@ class Interrupted(Exception):
 
 
 BEST = "best.json"
+# A checkpoint is also due when the last one is so old: what a kill makes us compute again.
+SAVE_SECONDS = 60.0
+# Sequences are learnt from by their attempt's score; verdicts of their own have no say.
+_NOTHING = Verdict(reward=0.0, correct=False, well_formed=True)
 # What the progress bar shows.
 CONSOLE_NAMES = (
   "search/best", "search/gain", "search/archive_size", "objective/beta", "objective/kl_to_base",
@@ -302,7 +308,8 @@ def discover(
   Args:
     config: the run.
     environment: the problem, `problems.load(config.problem)`.
-    directory: takes config.json, metrics.jsonl, best.json, checkpoints/ and summary.json.
+    directory: takes config.json, metrics.jsonl, best.json, checkpoints/ and summary.json; of a
+      language model also journal.jsonl.
     policy: what writes; `tiny_policy` if None, which goes with `model="tiny"` alone.
     resume: carry on from the latest checkpoint.
     accept_new_numerics: resume under another fingerprint, as a new epoch.
@@ -326,7 +333,8 @@ def discover(
       " these; share them only between runs of one shape."
     )
   state, step = rl.initial_state(run, policy), 0
-  archive, totals = first_archive(config, environment), dict(tokens=0, cpu_seconds=0.0)
+  archive = first_archive(config, environment)
+  totals = dict(tokens=0, cpu_seconds=0.0, best=archive_lib.best(archive).value)
   settings = metrics.encode(dataclasses.asdict(config))
   if resume:
     like = dict(state=state, base=policy.params)
@@ -345,6 +353,19 @@ def discover(
     say(f"resumed after step {step} of {config.num_steps}")
   with contextlib.ExitStack() as stack:
     writer = stack.enter_context(writer_of(config, environment, policy))
+    journal = None
+    if config.model != "tiny":
+      held = {name: settings[name] for name in settings if name not in FREE_SETTINGS}
+      del held["numerics"]  # The fingerprint speaks for them.
+      journal = stack.enter_context(
+        journal_lib.Journal(
+          directory / journal_lib.FILE_NAME,
+          fingerprint=fingerprint,
+          settings=held,
+          accept_new_numerics=accept_new_numerics,
+          resume_step=step - 1,  # It counts steps from 0.
+        )
+      )
     if not resume:
       metrics.write_summary(directory / "config.json", settings | {"fingerprint": fingerprint})
       if isinstance(writer, writers.Edits) and config.tiny.warm_sentences:
@@ -400,10 +421,11 @@ def discover(
         (directory / BEST).unlink(missing_ok=True)
       if not (directory / BEST).is_file():
         write_best(directory, environment, archive)
+      saved_at = time.monotonic()
       while step < config.num_steps:
-        sampled = sample(config, environment, engine, writer, archive, step)
+        sampled = sample(config, environment, engine, writer, archive, step, journal)
         found = archived(environment, archive, sampled, step)
-        if archive_lib.best(found).value > archive_lib.best(archive).value:
+        if archive_lib.best(found).value > totals["best"]:
           write_best(directory, environment, found)
         new_state, numbers = state, {}
         if config.train:
@@ -415,22 +437,32 @@ def discover(
         done = dict(
           tokens=totals["tokens"] + tokens,
           cpu_seconds=totals["cpu_seconds"] + cpu_seconds(writer) - cpu_start,
+          best=max(totals["best"], archive_lib.best(found).value),
         )
-        numbers |= of_search(environment, archive, found, sampled) | {
+        numbers |= of_search(environment, found, sampled, done["best"]) | {
           "search/tokens": float(done["tokens"]), "search/cpu_seconds": done["cpu_seconds"]
         }  # fmt: skip
         numbers_file.write(step + 1, numbers)
+        if archive_lib.is_stuck(found, step, config.search.patience):
+          found = first_archive(config, environment, first_step=step + 1)
+          new_state = rl.initial_state(run, policy)
+          engine.set_params(
+            rl.running_weights(run, new_state.params, base), policy_version=step + 1
+          )
         # Together, and after its numbers: whenever Ctrl-C comes, what is saved is a whole step.
         state, archive, totals, step = new_state, found, done, step + 1
         cpu_start = cpu_seconds(writer)
-        if step % config.checkpoint_every == 0 or step == config.num_steps:
+        is_due = step % config.checkpoint_every == 0 or time.monotonic() - saved_at > SAVE_SECONDS
+        if is_due or step == config.num_steps:
           save(step)
+          saved_at = time.monotonic()
     except KeyboardInterrupt:
       save(step)
       message = f"stopped after step {step} of {config.num_steps}; --resume goes on"
       raise Interrupted(message) from None
-  best = archive_lib.best(archive)
-  score = environment.verify(best.artefact)
+  # Not the archive's: before a kill a problem that is timed may have found a better one.
+  best = json.loads((directory / BEST).read_text())
+  score = environment.verify(best["artefact"])
   start = max(state.value for state in archive.states if state.is_seed)
   numbers = clock.read() | dict(
     problem=environment.name,
@@ -441,13 +473,13 @@ def discover(
     tokens=totals["tokens"],
     cpu_seconds=totals["cpu_seconds"],
     judge_cpu_seconds=writer.cpu_seconds,
-    lineage=len(archive_lib.lineage(archive, best.state_id)),
-    found_in_step=best.step + 1,
+    lineage=len(best["lineage"]),
+    found_in_step=best["step"],
     optimizer_steps=int(state.step),
     numerics=fingerprint,
   )
   metrics.write_summary(directory / "summary.json", numbers)
-  return Discovery(best.artefact, score, archive, state, numbers)
+  return Discovery(best["artefact"], score, archive, state, numbers)
 
 
 def sample(
@@ -457,6 +489,7 @@ def sample(
   writer: writers.Writer,
   archive: archive_lib.Archive,
   step: int,
+  journal: journal_lib.Journal | None = None,
 ) -> Sampled:
   """Chooses a step's starts, samples a group from each, and makes the attempts."""
   starts = puct.select(archive, config.groups_per_step, config.search, config.seed)
@@ -468,17 +501,40 @@ def sample(
   ]
   said = iter(
     writer.answers(
-      lambda requests: divided.DividedRollout(engine, config.scheduler).run(requests),
-      [request for requests in asked for request in requests],
+      sampler(config, engine, journal), [request for requests in asked for request in requests]
     )
   )
   by_group = [[next(said) for _ in requests] for requests in asked]
-  attempts = iter(
-    writer.attempts(
-      [writers.Job(artefacts[group], one) for group, ones in enumerate(by_group) for one in ones]
-    )
-  )
+  jobs = [writers.Job(artefacts[group], one) for group, ones in enumerate(by_group) for one in ones]
+  attempts = iter(writer.attempts(jobs, journal))
   return Sampled(starts, by_group, [[next(attempts) for _ in ones] for ones in by_group])
+
+
+def sampler(
+  config: DiscoverConfig, engine: engine_lib.Engine, journal: journal_lib.Journal | None
+) -> writers.Generate:
+  """Returns what samples completions; what a journal holds is not sampled again."""
+
+  def generate(requests: Sequence[Request]) -> Iterator[Completion]:
+    if journal is None:
+      yield from divided.DividedRollout(engine, config.scheduler).run(requests)
+      return
+    missing: dict[str, Request] = {}
+    for request in requests:
+      entry = journal.lookup(*rollout_lib.place_of(request.request_id))
+      if entry is None:
+        missing[request.request_id] = request
+      else:
+        yield entry.rollout.completion
+    asked = list(missing.values())
+    for completion in divided.resumed(engine, config.scheduler, journal, asked).run(asked):
+      rollout = Rollout(
+        request=missing[completion.request_id], completion=completion, verdict=_NOTHING
+      )
+      journal.append(*rollout_lib.place_of(completion.request_id), rollout)
+      yield completion
+
+  return generate
 
 
 def sequences(sampled: Sampled) -> list[writers.Said]:
@@ -628,12 +684,11 @@ def warm_start(
 
 def as_groups(said: Sequence[writers.Said]) -> list[RolloutGroup]:
   """Returns sequences as groups of one, whose advantages are known already."""
-  nothing = Verdict(reward=0.0, correct=False, well_formed=True)
   return [
     RolloutGroup(
       group_index=index,
       problem=Problem(problem_id=request.request_id, prompt=""),
-      rollouts=(Rollout(request=request, completion=completion, verdict=nothing),),
+      rollouts=(Rollout(request=request, completion=completion, verdict=_NOTHING),),
     )
     for index, (request, completion) in enumerate(said)
   ]
@@ -679,15 +734,17 @@ def tiny_policy(config: DiscoverConfig, environment: Environment) -> Policy:
   return Policy(model, transformer.init(key, model, config.numerics))
 
 
-def first_archive(config: DiscoverConfig, environment: Environment) -> archive_lib.Archive:
-  """Returns an archive of as many starts as there are groups.
+def first_archive(
+  config: DiscoverConfig, environment: Environment, *, first_step: int = 0
+) -> archive_lib.Archive:
+  """Returns an archive of as many starts as there are groups, for a search from a step on.
 
   Raises:
     ValueError: if a start is not valid: the environment's own mistake.
   """
   seeds = []
   for place in range(config.groups_per_step):
-    artefact = environment.start(rollout_lib.request_seed(config.seed, -3, place))
+    artefact = environment.start(rollout_lib.request_seed(config.seed, -3, place, first_step))
     score = environment.verify(artefact)
     if not score.is_valid:
       raise ValueError(
@@ -700,7 +757,10 @@ def first_archive(config: DiscoverConfig, environment: Environment) -> archive_l
       )
     )
   return archive_lib.start(
-    seeds, keep_children=config.search.keep_children, capacity=config.search.capacity
+    seeds,
+    keep_children=config.search.keep_children,
+    capacity=config.search.capacity,
+    first_step=first_step,
   )
 
 
@@ -713,18 +773,16 @@ shown = signed  # Back again: the same change of sign.
 
 
 def of_search(
-  environment: Environment,
-  before: archive_lib.Archive,
-  after: archive_lib.Archive,
-  sampled: Sampled,
+  environment: Environment, after: archive_lib.Archive, sampled: Sampled, best: float
 ) -> dict[str, float]:
-  """Returns a step's numbers of the search."""
+  """Returns a step's numbers of the search; `best` is the best ever found, higher is better."""
   scores = [a.score for group in sampled.attempts for a in group]
   values = [score.value for score in scores if score.is_valid]
-  start = max(state.value for state in before.states if state.is_seed)
+  start = max(state.value for state in after.states if state.is_seed)
   numbers = {
-    "search/best": shown(environment, archive_lib.best(after).value),
-    "search/gain": archive_lib.best(after).value - start,
+    "search/best": shown(environment, best),
+    "search/gain": best - start,
+    "search/first_step": float(after.first_step + 1),
     "search/archive_size": float(len(after.states)),
     "search/seed_trees_alive": float(archive_lib.num_seed_trees_alive(after)),
     "search/valid_rate": len(values) / len(scores),

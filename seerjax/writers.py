@@ -12,10 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 import dataclasses
+import threading
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from seerjax.models import tokenizer as tokenizer_lib
 from seerjax.rollout import rollout as rollout_lib
+from seerjax.rollout.journal import Journal
 from seerjax.tasks import edits, programs, sandbox as sandbox_lib
 from seerjax.tasks.discovery import Artefact, Environment, Score
 from seerjax.tasks.programs import Attempt
@@ -50,8 +52,13 @@ class Writer(Protocol):
     """Returns what was said to each request, in their order: one sequence or more."""
     ...
 
-  def attempts(self, jobs: Sequence[Job]) -> list[Attempt]:
-    """Returns what comes of each job, in their order."""
+  def attempts(self, jobs: Sequence[Job], journal: Journal | None = None) -> list[Attempt]:
+    """Returns what comes of each job, in their order.
+
+    Args:
+      jobs: to be made.
+      journal: keeps what is dear to make; what it holds is not made again.
+    """
     ...
 
   @property
@@ -123,8 +130,9 @@ class Edits:
     """See `Writer`."""
     return [(said,) for said in _in_order(generate, requests)]
 
-  def attempts(self, jobs: Sequence[Job]) -> list[Attempt]:
-    """See `Writer`."""
+  def attempts(self, jobs: Sequence[Job], journal: Journal | None = None) -> list[Attempt]:
+    """See `Writer`; edits are applied again in less time than a disk needs."""
+    del journal
     return self._judge.attempts(
       [
         edits.Job(job.artefact, job.said[0].completion.tokens, job.said[0].request.seed)
@@ -264,12 +272,27 @@ class Programs:
     # A member beyond all others: its own name and its own noise.
     return self._group.request(prompt, sampling, step, group, member + self._group.size)
 
-  def attempts(self, jobs: Sequence[Job]) -> list[Attempt]:
+  def attempts(self, jobs: Sequence[Job], journal: Journal | None = None) -> list[Attempt]:
     """See `Writer`."""
-    running = [self._pool.submit(self._attempt, job) for job in jobs]
-    found = [one.result() for one in running]
-    self.cpu_seconds += sum(one.cpu_seconds for one in found)
-    return found
+    places = [rollout_lib.place_of(job.said[0].request.request_id) for job in jobs]
+    found: dict[int, Attempt] = {}
+    for i, place in enumerate(places):
+      record = None if journal is None else journal.attempt(*place)
+      if record is not None:
+        found[i] = programs.from_record(record)
+    writing = threading.Lock()  # Of the pool's threads one at a time.
+
+    def make(i: int) -> Attempt:
+      made = self._attempt(jobs[i])
+      if journal is not None:
+        with writing:
+          journal.append_attempt(*places[i], programs.to_record(made))
+      return made
+
+    running = {i: self._pool.submit(make, i) for i in range(len(jobs)) if i not in found}
+    made = {i: one.result() for i, one in running.items()}
+    self.cpu_seconds += sum(one.cpu_seconds for one in made.values())
+    return [found[i] if i in found else made[i] for i in range(len(jobs))]
 
   @property
   def worker_seconds(self) -> float:

@@ -17,9 +17,9 @@ import pytest
 import tiny_model
 import tiny_problem
 
-from seerjax import checkpoint, metrics, numerics as numerics_lib, rl, ttt, writers
+from seerjax import checkpoint, metrics, models, numerics as numerics_lib, rl, ttt, writers
 from seerjax.engine import engine as engine_lib
-from seerjax.models import transformer
+from seerjax.models import tokenizer as tokenizer_lib, transformer
 from seerjax.rollout import scheduler
 from seerjax.search import archive as archive_lib, puct
 from seerjax.tasks import discovery, edits
@@ -401,6 +401,109 @@ def test_lower_is_better_where_the_problem_says_so(tmp_path):
   assert rows[-1]["search/gain"] == found.summary["start"] - found.score.value > 0
   # What is missing to the most: the archive holds it with the other sign.
   assert archive_lib.best(found.archive).value == -found.score.value
+
+
+# A search that begins anew.
+
+RESTLESS = dataclasses.replace(CONFIG, num_steps=7, search=puct.SearchConfig(patience=1))
+
+
+def test_a_search_that_is_stuck_begins_anew_and_keeps_its_best(tmp_path):
+  environment = tiny_problem.Row()
+  whole = discover(tmp_path / "whole", environment, config=RESTLESS)
+  rows = rows_of(tmp_path / "whole")
+  firsts = [row["search/first_step"] for row in rows]
+  assert firsts == sorted(firsts) and firsts[0] == 1 and len({*firsts}) > 1, firsts
+  for before, row in itertools.pairwise(rows):
+    began = row["search/first_step"] == row["step"]
+    # Nothing better came in the step before, and the weights are the first ones again.
+    assert began == (before["search/first_step"] != row["search/first_step"])
+    assert began == (row["objective/kl_to_base"] == 0.0)
+    assert row["search/best"] >= before["search/best"]
+  assert {row["contract/max_abs_logprob_gap"] for row in rows} == {0.0}
+  best = best_of(tmp_path / "whole")
+  assert best["value"] == rows[-1]["search/best"] == whole.summary["best"] == whole.score.value
+  assert whole.artefact == best["artefact"] and whole.archive.first_step == firsts[-1] - 1
+  # A process that dies after a new beginning knows what was best before.
+  stop_at = environment.language.num_applied - PER_STEP + 6
+  stopped = tiny_problem.Row(language=tiny_problem.Digits(stop_at=stop_at, stop=crash))
+  with pytest.raises(Crash):
+    discover(tmp_path / "died", stopped, config=RESTLESS)
+  found = discover(tmp_path / "died", config=RESTLESS, resume=True)
+  assert is_same_run(tmp_path / "died", found, (tmp_path / "whole", whole, environment))
+
+
+# A policy that writes programs.
+
+
+@functools.cache
+def author() -> ttt.Policy:
+  """A model with random weights, whose words are no program."""
+  tokenizer = tokenizer_lib.load(pathlib.Path(models.__file__).parent / "nano")
+  config = dataclasses.replace(
+    tiny_model.SMALLEST, vocab_size=tokenizer.vocab_size, max_context=1024
+  )
+  params = transformer.init(jax.random.key(0), config, AUTHOR.numerics)
+  return ttt.Policy(config, params, tokenizer)
+
+
+AUTHOR = dataclasses.replace(
+  CONFIG,
+  model="random",
+  num_steps=3,
+  groups_per_step=2,
+  checkpoint_every=10,
+  lora_rank=2,
+  programs=writers.ProgramConfig(thinking_tokens=5, answer_tokens=4, allow_weak_sandbox=True),
+  engine=engine_lib.EngineConfig(
+    page_size=16, num_pages=600, max_sequences=8, max_context=1024, row_buckets=(64,)
+  ),
+  trainer=rl.TrainerConfig(rows_per_micro_batch=4096, sequences_per_micro_batch=8),
+)
+
+
+class Describes(tiny_problem.Row):
+  """Crashes when it is asked for the n-th description."""
+
+  left = math.inf
+
+  def describe(self, artefact, score):
+    object.__setattr__(self, "left", self.left - 1)
+    if self.left < 0:
+      raise Crash
+    return super().describe(artefact, score)
+
+
+def write_programs(directory, left=math.inf, **changes):
+  environment = Describes()
+  object.__setattr__(environment, "left", left)
+  say = lambda line: None
+  return ttt.discover(AUTHOR, environment, directory, policy=author(), say=say, **changes)
+
+
+@pytest.mark.long
+def test_a_language_models_run_that_died_goes_on_from_its_journal(tmp_path):
+  whole = write_programs(tmp_path / "whole")
+  rows = rows_of(tmp_path / "whole")
+  assert {row["contract/max_abs_logprob_gap"] for row in rows} == {0.0}
+  assert {row["search/valid_rate"] for row in rows} == {0.0}
+  # Two groups a step: it dies in the third. Steps so slow may have been saved on the way.
+  with pytest.raises(Crash):
+    write_programs(tmp_path / "died", left=5)
+  path = tmp_path / "died" / "journal.jsonl"
+  before = path.read_bytes()
+  found = write_programs(tmp_path / "died", resume=True)
+  assert same_bits(found.state, whole.state)
+  assert rows_of(tmp_path / "died") == rows
+  # What was there stood, and each sequence and attempt came once.
+  assert path.read_bytes().startswith(before)
+  records = [json.loads(line)["record"] for line in path.read_text().splitlines()]
+  attempts = [r for r in records if r["kind"] == "attempt"]
+  # A sequence may have several chunks, of two tokens each.
+  whole_ones = [r for r in records[1:] if r["kind"] != "chunk"]
+  places = [(r["kind"], r["step"], r["group"], r["member"]) for r in whole_ones]
+  assert len(attempts) == 3 * 2 * 4 and len({*places}) == len(places)
+  assert {r["attempt"]["status"] for r in attempts} == {"malformed"}
 
 
 # One step, by hand.

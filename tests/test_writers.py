@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+import dataclasses
 import pathlib
 
 import numpy as np
@@ -11,6 +12,7 @@ import tiny_problem
 
 from seerjax import models, writers
 from seerjax.models import tokenizer as tokenizer_lib
+from seerjax.rollout.journal import Journal
 from seerjax.types import Completion, Request
 from seerjax.writers import Group, Job, ProgramConfig, Programs, Said
 
@@ -24,6 +26,7 @@ def improve(artefact, seconds, seed):
 ```
 """
 GROUP = Group(size=2, temperature=1.0, seed=3)
+CONFIG = ProgramConfig(thinking_tokens=20, answer_tokens=30, seconds=2.0)
 
 
 def completion(request: Request, text: str) -> Completion:
@@ -43,8 +46,7 @@ def completion(request: Request, text: str) -> Completion:
 
 @pytest.fixture(scope="module")
 def writer():
-  config = ProgramConfig(thinking_tokens=20, answer_tokens=30, seconds=2.0)
-  with Programs(ENVIRONMENT, GROUP, config, TOKENIZER, 4096) as made:
+  with Programs(ENVIRONMENT, GROUP, CONFIG, TOKENIZER, 4096) as made:
     yield made
 
 
@@ -69,6 +71,33 @@ def test_who_thinks_too_long_is_asked_again_and_forced_tokens_are_prompt(writer:
   assert second.prompt[len(requests[0].prompt) :][: len(thought)] == thought
   assert len(second.prompt) > len(requests[0].prompt) + len(thought)  # The notice.
   assert second.sampling.max_tokens == 30 and second.seed not in {one.seed for one in requests}
+
+
+def test_what_the_journal_holds_is_not_run_again(writer: Programs, tmp_path):
+  requests = writer.ask(START, ENVIRONMENT.verify(START), 2, 1)
+  texts = [BEST, BEST.replace("[5]", "[9]")]
+  jobs = [
+    Job(START, (Said(request, completion(request, text)),))
+    for request, text in zip(requests, texts, strict=True)
+  ]
+  with Journal(tmp_path / "journal.jsonl", fingerprint={}, settings={}) as journal:
+    found = writer.attempts(jobs, journal)
+    assert [one.status for one in found] == ["ok", "invalid"]
+  with Programs(ENVIRONMENT, GROUP, CONFIG, TOKENIZER, 4096) as ended:
+    pass
+  # In another process, and with one that can run nothing any more.
+  with Journal(tmp_path / "journal.jsonl", fingerprint={}, settings={}) as journal:
+    again = ended.attempts(jobs, journal)
+    assert [repr(one) for one in again] == [repr(one) for one in found]  # NaN equals no NaN.
+    assert ended.cpu_seconds == 0
+    # The twin: what the journal does not hold is run.
+    new = jobs[0].said[0]._replace(request=other_step(requests[0]))
+    with pytest.raises(ValueError, match="Pool.submit: got a closed pool"):
+      ended.attempts([Job(START, (new,))], journal)
+
+
+def other_step(request: Request) -> Request:
+  return dataclasses.replace(request, request_id="3/0/0")
 
 
 def test_programs_run_and_are_judged_anew(writer: Programs):
