@@ -254,16 +254,17 @@ def map_slabs(
 
 def _looped_slabs(function: SlabFunction, shared: Any, slabs: Any, one: Array) -> Any:
   count = jax.tree.leaves(slabs)[0].shape[0]
-  if count == 1:
-    # Slicing the only slab is the identity: XLA then takes the body out of the loop and fuses it
-    # with its neighbours (seen with JAX 0.10.2). The second slab is never computed.
-    slabs = jax.tree.map(lambda leaf: _with_zero_rows(leaf, 1), slabs)
+  # Always shapes of two slabs, in and out: reading or writing the only slab is reading or writing
+  # the whole, so XLA takes the body out of the loop or fuses it in another way (seen with JAX
+  # 0.10.2, and with AVX2). The second slab is never computed.
+  padding = max(2 - count, 0)
+  slabs = jax.tree.map(lambda leaf: _with_zero_rows(leaf, padding), slabs)
 
   def slab(index: Array) -> Any:
     return jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, index, 0, False), slabs)
 
   shapes = jax.eval_shape(lambda: function(shared, slab(jnp.int32(0))))
-  empty = jax.tree.map(lambda s: jnp.zeros((count, *s.shape), s.dtype), shapes)
+  empty = jax.tree.map(lambda s: jnp.zeros((count + padding, *s.shape), s.dtype), shapes)
 
   def body(index: Array, out: Any) -> Any:
     update = function(shared, slab(index))
@@ -271,7 +272,8 @@ def _looped_slabs(function: SlabFunction, shared: Any, slabs: Any, one: Array) -
       lambda whole, part: lax.dynamic_update_index_in_dim(whole, part, index, 0), out, update
     )
 
-  return lax.fori_loop(jnp.int32(0), jnp.int32(count) * one, body, empty)
+  out = lax.fori_loop(jnp.int32(0), jnp.int32(count) * one, body, empty)
+  return jax.tree.map(lambda leaf: leaf[:count], out)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
