@@ -18,7 +18,7 @@ PACKAGES = ("seerjax", "pallas_kernels")
 
 # Each step may import the steps before it.
 STEPS: tuple[tuple[str, ...], ...] = (
-  ("array_typing", "pallas_kernels"),
+  ("array_typing", "compiled", "pallas_kernels"),
   ("numerics", "types"),
   ("parallel", "metrics", "ops", "checkpoint", "search", "tasks"),
   ("models",),
@@ -42,7 +42,7 @@ ROOMS = tuple(room for step in STEPS for room in step)
 # The simulator and the engine run the same lines of these, so they know no JAX.
 HOST_ONLY = ("rollout/scheduler.py", "speculation/suffix_tree.py", "speculation/budget.py")
 HOST_ONLY_IMPORTS = {"numpy", "numba", "seerjax"}
-HOST_ONLY_ROOMS = {"types", "rollout", "speculation"}
+HOST_ONLY_ROOMS = {"compiled", "types", "rollout", "speculation"}
 CLOCKS = {"time", "datetime"}
 # The benchmark's modules: the program, and what it times, checks and asks.
 BENCH = (

@@ -37,15 +37,16 @@ Counts by request, canonical ends and replicas that need no order are ours. No c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 import functools
-import inspect
 import itertools
 from typing import Any, NamedTuple
 
 import numba
 from numba import carray, extending  # pyright: ignore[reportPrivateImportUsage]
 import numpy as np
+
+from seerjax import compiled
 
 _INT32, _INT64 = np.dtype(np.int32), np.dtype(np.int64)
 # Tokens of the longest string that is kept.
@@ -796,20 +797,6 @@ def _longer(array: np.ndarray, length: int) -> np.ndarray:
 # Compiled functions. `t` is an `_Arrays`, `slot` a request, a node its row in `t.nodes`.
 
 
-def _compiled(function: Callable[..., Any]) -> Any:
-  """Compiles an entry; what is compiled is kept on disk where there is a place for it."""
-  function = inspect.unwrap(function)
-  try:
-    return numba.njit(cache=True, error_model="numpy")(function)
-  except RuntimeError:  # Neither the package's folder nor the home can be written.
-    return numba.njit(error_model="numpy")(function)
-
-
-def _inlined(function: Callable[..., Any]) -> Any:
-  """Compiles a part of the entries below."""
-  return numba.njit(forceinline=True, error_model="numpy")(inspect.unwrap(function))
-
-
 def _address_to_pointer(typing_context: Any, address: Any) -> Any:
   """Tells numba how an address becomes a pointer."""
 
@@ -822,13 +809,13 @@ def _address_to_pointer(typing_context: Any, address: Any) -> Any:
 _pointer: Any = extending.intrinsic(_address_to_pointer)
 
 
-@_inlined
+@compiled.inlined
 def _bare(array):
   """Returns the same memory as an array without an owner: nothing is counted when it is passed."""
   return carray(_pointer(array.ctypes.data), array.shape, array.dtype)
 
 
-@_inlined
+@compiled.inlined
 def _bare_arrays(t):
   # Counting references took half the time of an append. The caller holds the arrays.
   return _Arrays(
@@ -842,21 +829,21 @@ def _bare_arrays(t):
   )
 
 
-@_inlined
+@compiled.inlined
 def _bucket(t, parent, token):
   key = np.uint64(parent) * np.uint64(0x9E3779B97F4A7C15)
   key += np.uint64(token) * np.uint64(0xC2B2AE3D27D4EB4F)
   return np.int64((key >> np.uint64(32)) & np.uint64(t.heads.size - 1))
 
 
-@_inlined
+@compiled.inlined
 def _hash(t, node):
   bucket = _bucket(t, t.nodes[node, _PARENT], t.nodes[node, _TOKEN])
   t.nodes[node, _CHAIN] = t.heads[bucket]
   t.heads[bucket] = node
 
 
-@_inlined
+@compiled.inlined
 def _unhash(t, node):
   bucket = _bucket(t, t.nodes[node, _PARENT], t.nodes[node, _TOKEN])
   at = t.heads[bucket]
@@ -868,12 +855,12 @@ def _unhash(t, node):
   t.nodes[at, _CHAIN] = t.nodes[node, _CHAIN]
 
 
-@_inlined
+@compiled.inlined
 def _is_hashed(t, node):
   return t.nodes[node, _SHAPE] & _HASHED != 0
 
 
-@_compiled
+@compiled.function
 def _hash_again(t, made):
   t = _bare_arrays(t)
   for node in range(1, made):
@@ -882,12 +869,12 @@ def _hash_again(t, made):
       _hash(t, np.int32(node))
 
 
-@_inlined
+@compiled.inlined
 def _depth(t, node):
   return np.int64(t.nodes[node, _SHAPE] & _DEPTH_BITS)
 
 
-@_inlined
+@compiled.inlined
 def _child(t, parent, token):
   """Returns the child of `parent` whose edge begins with `token`, or 0."""
   # The likeliest child comes first, and most nodes have few. The root's are not even listed.
@@ -904,7 +891,7 @@ def _child(t, parent, token):
   return node
 
 
-@_inlined
+@compiled.inlined
 def _num_requests(t, node):
   total = np.int64(0)
   for word in range(_BITS, t.nodes.shape[1]):
@@ -916,7 +903,7 @@ def _num_requests(t, node):
   return total
 
 
-@_inlined
+@compiled.inlined
 def _is_before(t, node, other):
   """Whether `node` is the likelier of two children of one parent; a total order."""
   one, two = _num_requests(t, node), _num_requests(t, other)
@@ -928,7 +915,7 @@ def _is_before(t, node, other):
   return t.nodes[node, _TOKEN] < t.nodes[other, _TOKEN]
 
 
-@_inlined
+@compiled.inlined
 def _unlist(t, node):
   """Takes a node out of the list of its parent's children."""
   before, after = t.nodes[node, _PREVIOUS], t.nodes[node, _NEXT]
@@ -940,7 +927,7 @@ def _unlist(t, node):
     t.nodes[after, _PREVIOUS] = before
 
 
-@_inlined
+@compiled.inlined
 def _list_first(t, node):
   """Puts a node that is in no list before the other children of its parent."""
   parent = t.nodes[node, _PARENT]
@@ -952,7 +939,7 @@ def _list_first(t, node):
   t.nodes[parent, _CHILD] = node
 
 
-@_inlined
+@compiled.inlined
 def _said(t, parent, child, word, bit):
   """Counts one more occurrence of what leads to `child`, and keeps the likeliest child first."""
   t.nodes[child, _COUNT] += 1
@@ -965,7 +952,7 @@ def _said(t, parent, child, word, bit):
       _list_first(t, child)
 
 
-@_inlined
+@compiled.inlined
 def _make(t, position, parent, token, shape):
   """Returns a new node that nobody lists yet."""
   node = t.numbers[_FREE]
@@ -983,7 +970,7 @@ def _make(t, position, parent, token, shape):
   return np.int32(node)
 
 
-@_inlined
+@compiled.inlined
 def _free(t, node):
   t.nodes[node, _SHAPE] = 0
   t.nodes[node, _NEXT] = t.numbers[_FREE]
@@ -991,7 +978,7 @@ def _free(t, node):
   t.numbers[_LIVE] -= 1
 
 
-@_inlined
+@compiled.inlined
 def _leaf(t, parent, depth, position, word, bit):
   """Adds the string at `position` as a leaf; it differs from all others from `depth` on.
 
@@ -1032,7 +1019,7 @@ def _leaf(t, parent, depth, position, word, bit):
   return node
 
 
-@_inlined
+@compiled.inlined
 def _put(t, node, other):
   """Gives `node` the place of `other` among the children of other's parent."""
   parent = t.nodes[other, _PARENT]
@@ -1053,7 +1040,7 @@ def _put(t, node, other):
       t.nodes[after, _PREVIOUS] = node
 
 
-@_inlined
+@compiled.inlined
 def _dissolve(t, node):
   """Takes out a node at which nothing ends and whose only child goes on."""
   child = t.nodes[node, _CHILD]
@@ -1063,7 +1050,7 @@ def _dissolve(t, node):
   _free(t, node)
 
 
-@_inlined
+@compiled.inlined
 def _split(t, child, depth):
   """Returns a new node at `depth` of the edge into `child`, with the counts of the edge."""
   position = np.int64(t.nodes[child, _POSITION])
@@ -1081,7 +1068,7 @@ def _split(t, child, depth):
   return node
 
 
-@_inlined
+@compiled.inlined
 def _match(t, child, position, depth, target):
   """Returns (how far a string agrees with the edge into `child`, the edge's end)."""
   other = t.nodes[child, _POSITION]
@@ -1100,7 +1087,7 @@ def _match(t, child, position, depth, target):
   return at, bottom
 
 
-@_inlined
+@compiled.inlined
 def _lengthen(t, node, depth, position, target, word, bit):
   """Lengthens the string that ends at `node` to `target` tokens; returns where it ends now.
 
@@ -1157,7 +1144,7 @@ def _lengthen(t, node, depth, position, target, word, bit):
   return node
 
 
-@_inlined
+@compiled.inlined
 def _write(t, slot, tokens, start, stop):
   """Appends tokens to a text in the store."""
   length = t.requests[slot, _LENGTH]
@@ -1185,7 +1172,7 @@ def _write(t, slot, tokens, start, stop):
   t.requests[slot, _LENGTH] = length
 
 
-@_compiled
+@compiled.function
 def _append(t, slots, offsets, tokens):
   """Appends to many texts; there is room."""
   t = _bare_arrays(t)
@@ -1222,7 +1209,7 @@ def _append(t, slots, offsets, tokens):
     t.requests[slot, _FIRST_SHARED] = shared
 
 
-@_compiled
+@compiled.function
 def _read(t, slot, start, stop):
   """Returns tokens `start` to `stop` of a text."""
   tokens = np.empty(stop - start, np.int32)
@@ -1235,7 +1222,7 @@ def _read(t, slot, start, stop):
   return tokens
 
 
-@_compiled
+@compiled.function
 def _remove(t, slot):
   """Takes every string of a text out of the counts, and nodes out that nobody needs any more."""
   t = _bare_arrays(t)
@@ -1280,7 +1267,7 @@ def _remove(t, slot):
       _dissolve(t, node)
 
 
-@_inlined
+@compiled.inlined
 def _choose(t, parent):
   """Puts the likeliest child first after counts fell."""
   best = t.nodes[parent, _CHILD]
@@ -1294,7 +1281,7 @@ def _choose(t, parent):
     _list_first(t, best)
 
 
-@_inlined
+@compiled.inlined
 def _locate(t, tokens, start, stop):
   """Returns the node on whose edge a string ends, or -1 if nobody said it."""
   node, depth, length = np.int32(0), np.int64(0), stop - start
@@ -1312,7 +1299,7 @@ def _locate(t, tokens, start, stop):
   return node
 
 
-@_compiled
+@compiled.function
 def _count(t, tokens):
   """Returns (occurrences, requests) of a string."""
   node = _locate(t, tokens, np.int64(0), np.int64(tokens.size))
@@ -1324,7 +1311,7 @@ def _count(t, tokens):
 # Drafts.
 
 
-@_inlined
+@compiled.inlined
 def _likeliest(t, node, depth):
   """Returns the node that the likeliest next token leads to (0 if none), and all weights' sum."""
   if depth < _depth(t, node):
@@ -1334,7 +1321,7 @@ def _likeliest(t, node, depth):
   return t.nodes[node, _CHILD], np.int64(t.nodes[node, _SUM])
 
 
-@_inlined
+@compiled.inlined
 def _longest(t, tokens, stop, most):
   """Returns the longest string before `stop` that somebody continued: (length, node)."""
   # If a string was continued, so were all its ends. Most matches are short: start there.
@@ -1352,7 +1339,7 @@ def _longest(t, tokens, stop, most):
   return low, found
 
 
-@_inlined
+@compiled.inlined
 def _own(t, slot, most):
   """Returns the longest end of a text that somebody continued: (length, node)."""
   length = t.requests[slot, _LENGTH]
@@ -1364,13 +1351,13 @@ def _own(t, slot, most):
   return np.int64(0), np.int32(0)
 
 
-@_inlined
+@compiled.inlined
 def _rank(branches, places, a):
   """Returns what orders branches: probability down; path, step, token up."""
   return -branches[a], places[a, 1], places[a, 2], places[a, 3]
 
 
-@_inlined
+@compiled.inlined
 def _offer(branches, places, size, probability, node, path, step, token):
   """Adds a branch, in place of the worst one where there is no room; returns how many there are."""
   at = size
@@ -1386,7 +1373,7 @@ def _offer(branches, places, size, probability, node, path, step, token):
   return min(size + 1, branches.size)
 
 
-@_inlined
+@compiled.inlined
 def _take(branches, places, size):
   """Moves the best branch behind the others; there is one."""
   best = np.int64(0)
@@ -1399,7 +1386,7 @@ def _take(branches, places, size):
     places[best, column], places[last, column] = places[last, column], places[best, column]
 
 
-@_inlined
+@compiled.inlined
 def _walk(
   t, node, depth, probability, width, least, smoothing, path, step, out, branches, places, size
 ):
@@ -1448,7 +1435,7 @@ def _walk(
   return step, score, size
 
 
-@_compiled
+@compiled.function
 def _speculate(
   t, patterns, offsets, limits, owners, most_tokens, lookup_most, lookup_least, top_k, least,
   smoothing, num_lookups, output, num_tokens, scores, match_lengths,

@@ -25,17 +25,16 @@ Yuksekgonul et al. 2026 (TTT-Discover), https://arxiv.org/abs/2601.16175.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 import decimal
 import functools
-import inspect
 import itertools
 import math
 from typing import Any, NamedTuple
 
-import numba
 import numpy as np
 
+from seerjax import compiled
 from seerjax.tasks import discovery
 
 KINDS, LEVELS, TURNS = 10, 4, 500
@@ -184,11 +183,11 @@ def parse(artefact: Any) -> tuple[Run, ...] | str:
       types = ", ".join(type(entry).__name__ for entry in run)
       return f"plan[{place}]: got [{types}], expected three integers [level, kind, end]"
     if not 0 <= level < LEVELS:
-      return f"plan[{place}]: got level {_shown(level)}, expected 0 to {LEVELS - 1}"
+      return f"plan[{place}]: got level {discovery.shown(level)}, expected 0 to {LEVELS - 1}"
     if not 0 <= kind < KINDS:
-      return f"plan[{place}]: got kind {_shown(kind)}, expected 0 to {KINDS - 1}"
+      return f"plan[{place}]: got kind {discovery.shown(kind)}, expected 0 to {KINDS - 1}"
     if not before < end <= TURNS:
-      return f"plan[{place}]: got end {_shown(end)}, expected {before + 1} to {TURNS}"
+      return f"plan[{place}]: got end {discovery.shown(end)}, expected {before + 1} to {TURNS}"
     runs.append((level, kind, end))
     before = end
   return tuple(runs)
@@ -568,11 +567,6 @@ def _artefact(machines: np.ndarray, ends: np.ndarray, num_runs: int) -> list[lis
   ]
 
 
-def _shown(number: int) -> str:
-  """Returns an integer for a message; Python refuses to print those of thousands of digits."""
-  return str(number) if -(10**9) < number < 10**9 else f"an integer of {number.bit_length()} bits"
-
-
 def _luby(number: int) -> int:
   """Returns number 1, 2, 3, ... of Luby's sequence 1 1 2 1 1 2 4 1 1 2 1 1 2 4 8 ..."""
   bits = number.bit_length()
@@ -590,17 +584,7 @@ def _seeded(*numbers: int) -> np.ndarray:
   return np.array([state | 1], np.uint64)
 
 
-def _kernel(function: Callable[..., Any]) -> Any:
-  """Compiles a function; what is compiled is kept on disk where there is a place for it."""
-  # Numba compiles the function itself, not what may check its annotations.
-  function = inspect.unwrap(function)
-  try:
-    return numba.njit(cache=True)(function)
-  except RuntimeError:  # Neither the package's folder nor the home can be written.
-    return numba.njit(function)
-
-
-@_kernel
+@compiled.function
 def _below(state: np.ndarray, bound: int) -> int:
   """Returns an integer in [0, bound), bound far below 2**32, by Vigna's xorshift64*."""
   x = state[0]
@@ -612,13 +596,13 @@ def _below(state: np.ndarray, bound: int) -> int:
   return int(np.int64((high * np.uint64(bound)) >> np.uint64(31)))
 
 
-@_kernel
+@compiled.function
 def _uniform(state: np.ndarray) -> float:
   """Returns a number in (0, 1)."""
   return (_below(state, 1 << 30) + 0.5) / (1 << 30)
 
 
-@_kernel
+@compiled.function
 def _play(
   apples_of: np.ndarray,
   costs: np.ndarray,
@@ -659,7 +643,7 @@ def _play(
   return math.log2(apples)
 
 
-@_kernel
+@compiled.function
 def _exact(
   apples_of: np.ndarray, costs: np.ndarray, machines: np.ndarray, ends: np.ndarray, num_runs: int
 ) -> int:
@@ -702,7 +686,7 @@ def _exact(
   return int(apples)
 
 
-@_kernel
+@compiled.function
 def _clean(machines: np.ndarray, ends: np.ndarray, num_runs: int) -> int:
   """Clips ends to the turns, drops runs without turns, joins neighbours alike; returns how many."""
   kept, before = 0, 0
@@ -719,7 +703,7 @@ def _clean(machines: np.ndarray, ends: np.ndarray, num_runs: int) -> int:
   return kept
 
 
-@_kernel
+@compiled.function
 def _write(
   machines: np.ndarray,
   ends: np.ndarray,
@@ -751,7 +735,7 @@ def _write(
   return _clean(machines, ends, made)
 
 
-@_kernel
+@compiled.function
 def _edit(
   machines: np.ndarray,
   ends: np.ndarray,
@@ -823,7 +807,7 @@ def _edit(
   return _clean(machines, ends, num_runs)
 
 
-@_kernel
+@compiled.function
 def _propose(machines: np.ndarray, ends: np.ndarray, num_runs: int, state: np.ndarray) -> int:
   """Changes a plan in place by one random edit, as the annealer draws them; returns its runs."""
   draw = _below(state, 32)
@@ -854,7 +838,7 @@ def _propose(machines: np.ndarray, ends: np.ndarray, num_runs: int, state: np.nd
   return _edit(machines, ends, num_runs, verb, run, shape, machine, amount)
 
 
-@_kernel
+@compiled.function
 def _anneal(
   apples_of: np.ndarray,
   costs: np.ndarray,
@@ -901,7 +885,7 @@ def _anneal(
   return num_runs, best_runs, best, best_machines, best_ends
 
 
-@_kernel
+@compiled.function
 def _iterate(
   apples_of: np.ndarray,
   costs: np.ndarray,
@@ -942,7 +926,7 @@ def _iterate(
   return num_runs, bits
 
 
-@_kernel
+@compiled.function
 def _random_plan(machines: np.ndarray, ends: np.ndarray, state: np.ndarray) -> int:
   """Writes a plan of up to eight runs of random machines and lengths; returns how many."""
   num_runs = 1 + _below(state, 8)
@@ -953,7 +937,7 @@ def _random_plan(machines: np.ndarray, ends: np.ndarray, state: np.ndarray) -> i
   return _clean(machines, ends, num_runs)
 
 
-@_kernel
+@compiled.function
 def _apply(
   machines: np.ndarray, ends: np.ndarray, num_runs: int, sentence: np.ndarray, num_edits: int
 ) -> int:

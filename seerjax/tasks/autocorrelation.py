@@ -1,4 +1,4 @@
-"""The first and second autocorrelation inequality, and what problems over step functions share.
+"""The first and second autocorrelation inequality: functions whose self-convolution is flat.
 
 f >= 0 on [-1/4, 1/4] has n equal steps of heights a, and c = a * a (2n - 1 numbers) is their full
 convolution; f*f is linear between its nodes, so that both constants are rational in the heights:
@@ -8,8 +8,7 @@ convolution; f*f is linear between its nodes, so that both constants are rationa
                                                             of |f*f|_2^2 / (|f*f|_1 |f*f|_inf)
 
 Neither depends on the scale of a, and neither changes if each step is cut into k equal ones. A
-constant has C1 = 2 and C2 = 2/3. The verifier multiplies integers: a float is an integer over a
-power of two, so there is nothing to tolerate, and what is reported is rounded against the claim.
+constant has C1 = 2 and C2 = 2/3. Sums are exact, and the language is that of `step_functions`.
 
 Sources: Matolcsi & Vinuesa 2010, https://arxiv.org/abs/0907.1379 (both problems, and linear
 programs for the first); Yuksekgonul et al. 2026 (TTT-Discover), https://arxiv.org/abs/2601.16175.
@@ -17,47 +16,22 @@ programs for the first); Yuksekgonul et al. 2026 (TTT-Discover), https://arxiv.o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 import dataclasses
 from fractions import Fraction
-import inspect
 import itertools
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
-import numba
 import numpy as np
 from scipy import optimize
 
-from seerjax.tasks import discovery
+from seerjax import compiled
+from seerjax.tasks import discovery, step_functions
 from seerjax.tasks.discovery import Artefact, Published, Score
+from seerjax.tasks.step_functions import LAST, MAX_HEIGHT, MIN_SUM, NUM_AMOUNTS, POLISH, SIZES
 
-MAX_HEIGHT = 1000.0  # As in the paper's verifiers; scale means nothing here.
-MIN_SUM = 0.01
 MAX_STEPS = 1000
-_MAX_FRACTION_BITS = 2048  # Longer fractions are certified by the rounded float alone.
-
-# The language: every sentence is up to `NUM_EDITS` triples (verb, amount, place). Ids by kind:
-STOP_TOKEN = 0
-_VERB, NUM_VERBS = 1, 9
-_AMOUNT, NUM_AMOUNTS = 16, 16
-_PLACE, NUM_PLACES = 32, 16
-_LEVEL, NUM_LEVELS = 48, 16
-_BUCKET, NUM_BUCKETS = 64, 16
-VOCAB_SIZE = 80
-NUM_EDITS = 4
-NUM_CELLS = 32  # Of the view that a policy has.
-NOISE, REMELT, SET, SHIFT, SMOOTH, STRETCH, MIRROR, POLISH, LAST = range(NUM_VERBS)
-
-SIZES = tuple(float(size) for size in np.geomspace(1e-4, 1.0, NUM_AMOUNTS))
-# Regions as parts of the whole: first and last, in sixteenths.
-REGIONS = (
-  (0, 16),
-  *((8 * i, 8 * i + 8) for i in range(2)),
-  *((4 * i, 4 * i + 4) for i in range(4)),
-  *((2 * i, 2 * i + 2) for i in range(8)),
-  (4, 12),
-)
 # What a verb of annealing reads from its place: a learning rate and a number of steps.
 LEARNING_RATES = (0.4, 0.1, 0.03, 0.01)
 STEP_COUNTS = (500, 1000, 2000, 4000)
@@ -72,199 +46,23 @@ _MAX_PIVOTS = 1500
 _POLISH_PROGRAMS = 2  # Of one edit.
 
 
-class Edit(NamedTuple):
-  """One triple of a sentence, each number counted from 0."""
-
-  verb: int
-  amount: int
-  place: int
-
-
-def allowed() -> tuple[tuple[int, int], ...]:
-  """Returns the ids that each place of a sentence may hold; the stop token ends it at a verb."""
-  triples = []
-  for index in range(NUM_EDITS):
-    first = _VERB if index == 0 else STOP_TOKEN
-    triples.append((first, _VERB + NUM_VERBS))
-    triples.append((_AMOUNT, _AMOUNT + NUM_AMOUNTS))
-    triples.append((_PLACE, _PLACE + NUM_PLACES))
-  return tuple(triples)
-
-
-def parse(tokens: Sequence[int]) -> tuple[Edit, ...]:
-  """Returns the edits of a sentence.
-
-  Raises:
-    ValueError: if it is empty, too long, broken off, or holds an id that may not stand there.
-  """
-  ids = [int(token) for token in tokens]
-  ranges = allowed()
-  if ids and ids[-1] == STOP_TOKEN and len(ids) % 3 == 1:
-    ids = ids[:-1]
-  if not ids or len(ids) > len(ranges) or len(ids) % 3:
-    raise ValueError(
-      f"sentence: got {len(tokens)} tokens, expected 1 to {NUM_EDITS} triples, and then"
-      f" {STOP_TOKEN} if there are fewer than {NUM_EDITS}; sample with `allowed`."
-    )
-  for place, (token, (first, end)) in enumerate(zip(ids, ranges, strict=False)):
-    if not first <= token < end or (token == STOP_TOKEN and place % 3 == 0):
-      raise ValueError(
-        f"sentence: got id {token} at place {place}, expected {max(first, _VERB)} to {end - 1};"
-        " sample with `allowed`."
-      )
-  return tuple(
-    Edit(ids[i] - _VERB, ids[i + 1] - _AMOUNT, ids[i + 2] - _PLACE) for i in range(0, len(ids), 3)
-  )
-
-
-def region(place: int, num_steps: int) -> slice:
-  """Returns the steps that a place stands for; at least one."""
-  first, end = REGIONS[place]
-  begin = min(first * num_steps // 16, num_steps - 1)
-  return slice(begin, max(end * num_steps // 16, begin + 1))
-
-
-def reshape(heights: np.ndarray, edit: Edit, rng: np.random.Generator, top: float) -> np.ndarray:
-  """Returns the heights after one of the first seven verbs; they may then be out of range.
-
-  Args:
-    heights: f64[n].
-    edit: verb NOISE to MIRROR.
-    rng: of noise and of what a remelted region becomes.
-    top: height of level 15.
-  """
-  changed = heights.copy()
-  part = region(edit.place, heights.size)
-  old = heights[part]
-  mean = float(heights.mean())
-  size = SIZES[edit.amount]
-  if edit.verb == NOISE:
-    changed[part] = old + size * mean * rng.standard_normal(old.size)
-  elif edit.verb == REMELT:
-    changed[part] = (1 - size) * old + size * 2 * mean * rng.random(old.size)
-  elif edit.verb == SET:
-    changed[part] = top * edit.amount / (NUM_AMOUNTS - 1)
-  elif edit.verb == SHIFT:
-    changed[part] = np.roll(old, edit.amount - 8 if edit.amount < 8 else edit.amount - 7)
-  elif edit.verb == SMOOTH:
-    width, weight = 1 + edit.amount // 4, (0.1, 0.3, 0.6, 1.0)[edit.amount % 4]
-    padded = np.pad(heights, width, mode="edge")
-    window = np.full(2 * width + 1, 1 / (2 * width + 1))
-    smooth = np.convolve(padded, window, mode="valid")
-    changed[part] = (1 - weight) * old + weight * smooth[part]
-  elif edit.verb == STRETCH:
-    changed[part] = old.mean() + (0.25 + 0.1 * edit.amount) * (old - old.mean())
-  else:
-    assert edit.verb == MIRROR
-    weight = (edit.amount + 1) / (2 * NUM_AMOUNTS)  # 1/2 of the whole makes it symmetric.
-    changed[part] = (1 - weight) * old + weight * heights[::-1][part]
-  return changed
-
-
-def view(heights: np.ndarray, top: float, gap: float, peak: float) -> tuple[int, ...]:
-  """Returns what a policy sees: how far from the best known, where the maximum is, the heights.
-
-  Args:
-    heights: f64[n].
-    top: height of level 15.
-    gap: distance to the best published value, in the problem's unit; its logarithm is shown.
-    peak: where the maximum that counts is attained, 0 to 1.
-  """
-  num = heights.size
-  bucket = 2 * (math.log10(min(max(gap, 1e-8), 1.0)) + 7.5)
-  sums = np.concatenate([[0.0], np.cumsum(heights)])
-  edges = np.linspace(0.0, num, NUM_CELLS + 1)
-  means = np.diff(np.interp(edges, np.arange(num + 1), sums)) * NUM_CELLS / num
-  levels = np.clip(np.rint(means / top * (NUM_LEVELS - 1)), 0, NUM_LEVELS - 1).astype(int)
-  return (
-    _BUCKET + min(max(int(bucket), 0), NUM_BUCKETS - 1),
-    _BUCKET + min(max(int(peak * NUM_BUCKETS), 0), NUM_BUCKETS - 1),
-    *(_LEVEL + int(level) for level in levels),
-  )
-
-
-def check_heights(artefact: Any, num_steps: int) -> tuple[float, ...] | str:
-  """Returns the heights as floats, or the reason why the artefact is no step function."""
-  heights = discovery.check_numbers(artefact, "heights", least=num_steps, most=num_steps)
-  if isinstance(heights, str):
-    return heights
-  for place, height in enumerate(heights):
-    if not 0.0 <= height <= MAX_HEIGHT:
-      return f"heights[{place}]: got {height!r}, expected 0 to {MAX_HEIGHT:g}"
-  if not math.fsum(heights) >= MIN_SUM:
-    return f"heights: got a sum of {math.fsum(heights)!r}, expected at least {MIN_SUM:g}"
-  return heights
-
-
-def dyadic(heights: Sequence[float]) -> list[int]:
-  """Returns non-negative integers in exactly the ratios of the heights."""
-  ratios = [float(height).as_integer_ratio() for height in heights]
-  denominator = max(below for _, below in ratios)  # Powers of two: the largest is a multiple.
-  return [above * (denominator // below) for above, below in ratios]
-
-
-def convolve(first: Sequence[int], second: Sequence[int]) -> list[int]:
-  """Returns the exact full convolution of two non-negative integer sequences.
-
-  Both are written as digits of one large number each, in a base that no sum of products reaches, so
-  that a single product of Python's integers holds all sums (Kronecker's substitution).
-  """
-  bits = max(first).bit_length() + max(second).bit_length()
-  width = (bits + min(len(first), len(second)).bit_length() + 7) // 8
-
-  def pack(digits: Sequence[int]) -> int:
-    return int.from_bytes(b"".join(digit.to_bytes(width, "little") for digit in digits), "little")
-
-  length = len(first) + len(second) - 1
-  product = (pack(first) * pack(second)).to_bytes(width * length, "little")
-  return [
-    int.from_bytes(product[width * k : width * (k + 1)], "little") for k in range(length)
-  ]
-
-
-def at_least(exact: Fraction) -> float:
-  """Returns the least float that is not below the fraction."""
-  value = float(exact)
-  return value if Fraction(value) >= exact else math.nextafter(value, math.inf)
-
-
-def at_most(exact: Fraction) -> float:
-  """Returns the greatest float that is not above the fraction."""
-  return -at_least(-exact)
-
-
-def certificate(exact: Fraction, rounded: float) -> str:
-  """Returns the fraction as text, or the rounded float, in hexadecimal, where that is too long."""
-  if exact.denominator.bit_length() > _MAX_FRACTION_BITS:
-    return rounded.hex()
-  return f"{exact.numerator}/{exact.denominator}"
-
-
 def first_constant(heights: Sequence[float]) -> Fraction:
   """Returns C1 exactly; the heights are non-negative and not all 0."""
-  numbers = dyadic(heights)
-  return Fraction(2 * len(numbers) * max(convolve(numbers, numbers)), sum(numbers) ** 2)
+  numbers = step_functions.dyadic(heights)
+  nodes = step_functions.convolve(numbers, numbers)
+  return Fraction(2 * len(numbers) * max(nodes), sum(numbers) ** 2)
 
 
 def second_constant(heights: Sequence[float]) -> Fraction:
   """Returns C2 exactly; the heights are non-negative and not all 0."""
-  numbers = dyadic(heights)
-  nodes = convolve(numbers, numbers)
+  numbers = step_functions.dyadic(heights)
+  nodes = step_functions.convolve(numbers, numbers)
   squares = 2 * sum(c * c for c in nodes)
   squares += sum(c * d for c, d in itertools.pairwise(nodes))
   return Fraction(squares, 3 * sum(nodes) * max(nodes))
 
 
-def compiled(function: Callable[..., Any]) -> Any:
-  """Compiles a function; what is compiled is kept on disk where there is a place for it."""
-  function = inspect.unwrap(function)
-  try:
-    return numba.njit(cache=True, error_model="numpy")(function)
-  except RuntimeError:  # Neither the package's folder nor the home can be written.
-    return numba.njit(error_model="numpy")(function)
-
-
-@compiled
+@compiled.function
 def _anneal(start, is_second, num_steps, learning_rate, first_temperature, last_temperature):
   # Adam on x with a = x^2, over log C with its maximum replaced by a log-sum-exp whose temperature
   # falls geometrically. Sums are written so that they vectorise without being reordered.
@@ -348,7 +146,7 @@ def _anneal(start, is_second, num_steps, learning_rate, first_temperature, last_
 class AutocorrelationEdits:
   """The edits of both problems.
 
-    noise, remelt, set, shift, smooth, stretch, mirror   a region (`reshape`)
+    noise, remelt, set, shift, smooth, stretch, mirror   a region (`step_functions.reshape`)
     polish   linear programs over a region's heights, `SIZES[amount]` the trust region's radius
     anneal   Adam, cooled from `START_TEMPERATURES[amount]`; rate and steps from the place
 
@@ -367,15 +165,15 @@ class AutocorrelationEdits:
 
   @property
   def vocab_size(self) -> int:
-    return VOCAB_SIZE
+    return step_functions.VOCAB_SIZE
 
   @property
   def allowed(self) -> tuple[tuple[int, int], ...]:
-    return allowed()
+    return step_functions.allowed()
 
   @property
   def stop_token(self) -> int | None:
-    return STOP_TOKEN
+    return step_functions.STOP_TOKEN
 
   def prompt(self, artefact: Artefact) -> tuple[int, ...]:
     """Returns the value's bucket, where f*f is largest, and the heights, coarsely."""
@@ -383,7 +181,7 @@ class AutocorrelationEdits:
     nodes = np.convolve(heights, heights)
     gap = abs(self.value(heights) - self.target)
     top = float(heights.max())
-    return view(heights, top, gap, float(nodes.argmax()) / nodes.size)
+    return step_functions.view(heights, top, gap, float(nodes.argmax()) / nodes.size)
 
   def apply(self, artefact: Artefact, tokens: Sequence[int], seed: int) -> Artefact:
     """Returns the artefact after the edits, in order.
@@ -391,14 +189,14 @@ class AutocorrelationEdits:
     Raises:
       ValueError: if the sentence cannot be parsed, or leaves nothing of the function.
     """
-    edits = parse(tokens)
+    edits = step_functions.parse(tokens)
     rng = np.random.default_rng([seed, 0x57E9])
     heights = self.settle(np.array(artefact, np.float64))
     programs_left, steps_left = _MAX_PROGRAMS, max(_MAX_PRODUCTS // self.num_steps**2, 4)
     for edit in edits:
       if edit.verb == POLISH:
         is_free = np.zeros(self.num_steps, bool)
-        is_free[region(edit.place, self.num_steps)] = True
+        is_free[step_functions.region(edit.place, self.num_steps)] = True
         programs = min(_POLISH_PROGRAMS, programs_left)
         programs_left -= programs
         heights = self.polish(heights, programs, SIZES[edit.amount], is_free)
@@ -408,7 +206,7 @@ class AutocorrelationEdits:
         steps_left -= steps
         heights = self.anneal(heights, steps, rate, START_TEMPERATURES[edit.amount])
       else:
-        heights = self.settle(reshape(heights, edit, rng, float(heights.max())))
+        heights = self.settle(step_functions.reshape(heights, edit, rng, float(heights.max())))
     return heights.tolist()
 
   def settle(self, heights: np.ndarray) -> np.ndarray:
@@ -644,24 +442,6 @@ SECOND_PUBLISHED = (
 )
 
 
-def program_rules(num_steps: int) -> str:
-  """Returns what a program that changes step heights must obey, as text."""
-  return (
-    f"The artefact is a list of {num_steps} real numbers, the step heights from left to right. It"
-    " is judged in exact arithmetic from the list alone, without tolerance; a number that is not"
-    " finite, negative, boolean, complex or nested makes it worth nothing.\n"
-    "Write a Python program that defines `improve(artefact, seconds, seed)`: it takes such a list,"
-    " works at most `seconds` seconds (numpy and scipy are there), draws at random from `seed`"
-    " alone, and returns a better list. Start from the artefact given; do not begin anew unless"
-    " that is better.\n"
-  )
-
-
-def heights_text(artefact: Artefact) -> str:
-  """Returns the heights with six digits, for a model to read."""
-  return "[" + ", ".join(f"{height:.6g}" for height in artefact) + "]"
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FirstAutocorrelation(_Autocorrelation):
   """The first inequality: a function whose self-convolution has a small maximum.
@@ -691,14 +471,13 @@ class FirstAutocorrelation(_Autocorrelation):
 
   def verify(self, artefact: Artefact) -> Score:
     """Returns C1, rounded up; the certificate is the exact fraction."""
-    heights = check_heights(artefact, self.num_steps)
+    heights = step_functions.check_heights(artefact, self.num_steps)
     if isinstance(heights, str):
       return discovery.invalid(heights)
     exact = first_constant(heights)
-    value = at_least(exact)
-    return Score(
-      is_valid=True, value=value, reward=1 / value, certificate=certificate(exact, value)
-    )
+    value = step_functions.at_least(exact)
+    proof = step_functions.certificate(exact, value)
+    return Score(is_valid=True, value=value, reward=1 / value, certificate=proof)
 
   def describe(self, artefact: Artefact, score: Score) -> str:
     """Returns the problem for a model that writes programs."""
@@ -709,9 +488,9 @@ class FirstAutocorrelation(_Autocorrelation):
       "as small as possible: each value is an upper bound of the constant C1 with"
       " max (f*f) >= C1 (integral of f)^2.\n"
       f"Heights are 0 to {MAX_HEIGHT:g}, their sum at least {MIN_SUM:g}; scale does not matter.\n"
-      + program_rules(self.num_steps)
+      + step_functions.program_rules(self.num_steps)
       + f"Now: C1 = {score.value:.10f}. Best known, with more steps: {self.published[0].value}."
-      f" People reached 1.50992 in 2010.\nartefact = {heights_text(artefact)}\n"
+      f" People reached 1.50992 in 2010.\nartefact = {step_functions.heights_text(artefact)}\n"
     )
 
 
@@ -744,12 +523,13 @@ class SecondAutocorrelation(_Autocorrelation):
 
   def verify(self, artefact: Artefact) -> Score:
     """Returns C2, rounded down; the certificate is the exact fraction."""
-    heights = check_heights(artefact, self.num_steps)
+    heights = step_functions.check_heights(artefact, self.num_steps)
     if isinstance(heights, str):
       return discovery.invalid(heights)
     exact = second_constant(heights)
-    value = at_most(exact)
-    return Score(is_valid=True, value=value, reward=value, certificate=certificate(exact, value))
+    value = step_functions.at_most(exact)
+    proof = step_functions.certificate(exact, value)
+    return Score(is_valid=True, value=value, reward=value, certificate=proof)
 
   def describe(self, artefact: Artefact, score: Score) -> str:
     """Returns the problem for a model that writes programs."""
@@ -760,7 +540,7 @@ class SecondAutocorrelation(_Autocorrelation):
       "as large as possible: each value is a lower bound of the constant C2 with"
       " |f*f|_2^2 <= C2 |f*f|_1 |f*f|_inf, which is at most 1.\n"
       f"Heights are 0 to {MAX_HEIGHT:g}, their sum at least {MIN_SUM:g}; scale does not matter.\n"
-      + program_rules(self.num_steps)
+      + step_functions.program_rules(self.num_steps)
       + f"Now: C2 = {score.value:.10f}. Best known, with more steps: {self.published[0].value}."
-      f" People reached 0.88922 in 2010.\nartefact = {heights_text(artefact)}\n"
+      f" People reached 0.88922 in 2010.\nartefact = {step_functions.heights_text(artefact)}\n"
     )

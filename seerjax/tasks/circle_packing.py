@@ -22,18 +22,17 @@ Novikov et al. 2025 (AlphaEvolve), https://arxiv.org/abs/2506.13131, appendix B.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 import dataclasses
 from fractions import Fraction
 import functools
-import inspect
 import math
 from typing import Any
 
-import numba
 import numpy as np
 from scipy import optimize, sparse
 
+from seerjax import compiled
 from seerjax.tasks import discovery
 from seerjax.tasks.discovery import Artefact, EditLanguage, Published, Score
 
@@ -750,16 +749,7 @@ def _text(artefact: Artefact) -> str:
 # that equal circles settle equally on every machine.
 
 
-def _compiled(function: Callable[..., Any]) -> Any:
-  """Compiles; what is compiled is kept on disk where there is a place for it."""
-  function = inspect.unwrap(function)
-  try:
-    return numba.njit(cache=True, error_model="numpy")(function)
-  except RuntimeError:  # Neither the package's folder nor the home can be written.
-    return numba.njit(error_model="numpy")(function)
-
-
-@_compiled
+@compiled.function
 def _penalised(z, stiffness, gradient):
   """Returns -Σ r + stiffness/2 Σ overlap², and writes its gradient."""
   n = z.size // 3
@@ -807,7 +797,7 @@ def _penalised(z, stiffness, gradient):
   return total
 
 
-@_compiled
+@compiled.function
 def _clearance(circles, places):
   """Returns how far each place f64[2, m] is from the nearest circle or wall; below 0 inside one."""
   room = np.empty(places.shape[1])
@@ -823,7 +813,7 @@ def _clearance(circles, places):
   return room
 
 
-@_compiled
+@compiled.function
 def _dot(a, b):
   total = 0.0
   for t in range(a.size):
@@ -831,7 +821,7 @@ def _dot(a, b):
   return total
 
 
-@_compiled
+@compiled.function
 def _minimise(z, stiffness, num_steps, tolerance):
   """Takes at most `num_steps` of L-BFGS, until no derivative is above `tolerance`; moves z.
 
@@ -914,7 +904,7 @@ def _minimise(z, stiffness, num_steps, tolerance):
   return value
 
 
-@_compiled
+@compiled.function
 def _newton(z, num_steps):
   """Moves z so that whatever overlaps now just touches; returns whether that succeeded.
 

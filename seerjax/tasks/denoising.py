@@ -84,7 +84,7 @@ class Parameter(NamedTuple):
       kinds = int if isinstance(first, int) else int | float
       fits = isinstance(value, kinds) and not isinstance(value, bool) and first <= value <= last
       expected = f"{'an integer' if isinstance(first, int) else 'a number'} from {first} to {last}"
-    return "" if fits else f"{self.name}: got {_shown(value)}, expected {expected}"
+    return "" if fits else f"{self.name}: got {discovery.shown(value)}, expected {expected}"
 
   def level(self, value: Any) -> int:
     """Returns the place of the choice that is nearest to an accepted value."""
@@ -715,7 +715,7 @@ class Denoising:
 def complaint(artefact: Any) -> str:
   """Returns why something is no pipeline; "" if it is one."""
   if not isinstance(artefact, dict) or set(artefact) != {"steps"}:
-    return f'artefact: got {_shown(artefact)}, expected {{"steps": [...]}}'
+    return f'artefact: got {discovery.shown(artefact)}, expected {{"steps": [...]}}'
   steps = artefact["steps"]
   if not isinstance(steps, list) or not 1 <= len(steps) <= MAX_STEPS:
     got = f"{len(steps)} steps" if isinstance(steps, list) else type(steps).__name__
@@ -727,10 +727,10 @@ def complaint(artefact: Any) -> str:
     operation = _BY_NAME.get(op) if isinstance(op, str) else None
     if operation is None:
       names = ", ".join(_BY_NAME)
-      return f'{where}: got {_shown(step)}, expected a dict whose "op" is one of {names}'
+      return f'{where}: got {discovery.shown(step)}, expected a dict whose "op" is one of {names}'
     expected = {"op", *(parameter.name for parameter in operation.parameters)}
     if set(step) != expected:
-      got = ", ".join(sorted(map(_shown, step)))
+      got = ", ".join(sorted(map(discovery.shown, step)))
       return f"{where}: got the fields {got}, expected {', '.join(sorted(expected))}"
     for parameter in operation.parameters:
       reason = parameter.complaint(step[parameter.name])
@@ -743,15 +743,6 @@ def complaint(artefact: Any) -> str:
     if op == "blend" and step["source"] == "saved" and not is_saved:
       return f"{where}: got a blend with what is saved, expected a save before it"
   return ""
-
-
-def _shown(value: Any) -> str:
-  """Returns the beginning of a value's text, of anything whatever."""
-  try:
-    return str(value)[:60]
-  except (ValueError, RecursionError):
-    # Thousands of digits, or of brackets.
-    return type(value).__name__
 
 
 @dataclasses.dataclass(frozen=True)

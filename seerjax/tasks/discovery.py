@@ -211,3 +211,12 @@ def check_numbers(artefact: Any, name: str, *, least: int, most: int) -> tuple[f
       got = f"an int of {number.bit_length()} bits" if isinstance(number, int) else str(number)
       return f"{name}[{place}]: got {got}, expected a finite number"
   return tuple(float(number) for number in artefact)
+
+
+def shown(value: Any) -> str:
+  """Returns the beginning of a value's text for a message, of anything whatever."""
+  try:
+    return str(value)[:60]
+  except (ValueError, RecursionError):
+    # Thousands of digits, or of brackets.
+    return type(value).__name__

@@ -145,23 +145,14 @@ def complaint(artefact: Any, fields: Sequence[Field]) -> str:
   """Returns why something does not choose each field once; "" if it does."""
   names = [field.name for field in fields]
   if not isinstance(artefact, dict) or set(artefact) != set(names):
-    return f"artefact: got {_shown(artefact)}, expected a dict of {', '.join(names)}"
+    return f"artefact: got {discovery.shown(artefact)}, expected a dict of {', '.join(names)}"
   for field in fields:
     value = artefact[field.name]
     # True is 1 to `in`, and 1.0 as well.
     if not any(type(value) is type(choice) and value == choice for choice in field.choices):
       listed = ", ".join(map(str, field.choices))
-      return f"{field.name}: got {_shown(value)}, expected one of {listed}"
+      return f"{field.name}: got {discovery.shown(value)}, expected one of {listed}"
   return ""
-
-
-def _shown(value: Any) -> str:
-  """Returns the beginning of a value's text, of anything whatever."""
-  try:
-    return str(value)[:60]
-  except (ValueError, RecursionError):
-    # Thousands of digits, or of brackets.
-    return type(value).__name__
 
 
 class Inputs(NamedTuple):

@@ -27,9 +27,9 @@ from typing import Any
 import numpy as np
 from scipy import optimize
 
-from seerjax.tasks import autocorrelation, discovery
-from seerjax.tasks.autocorrelation import LAST, MIRROR, POLISH, SIZES
+from seerjax.tasks import discovery, step_functions
 from seerjax.tasks.discovery import Artefact, Published, Score
+from seerjax.tasks.step_functions import LAST, MIRROR, POLISH, SIZES
 
 MAX_STEPS = 600
 _MAX_RADIUS = 0.5
@@ -62,12 +62,12 @@ def overlap_constant(heights: Sequence[float]) -> Fraction | None:
   Args:
     heights: non-negative, not all 0.
   """
-  numbers = autocorrelation.dyadic(heights)
+  numbers = step_functions.dyadic(heights)
   total = sum(numbers)
   left = [2 * total - len(numbers) * number for number in numbers]
   if min(left) < 0:
     return None
-  return Fraction(max(autocorrelation.convolve(numbers[::-1], left)), 2 * total * total)
+  return Fraction(max(step_functions.convolve(numbers[::-1], left)), 2 * total * total)
 
 
 def overlaps(heights: np.ndarray) -> np.ndarray:
@@ -208,7 +208,7 @@ def _cost(num_steps: int) -> float:
 class MinimumOverlapEdits:
   """The edits of this problem.
 
-    noise, remelt, set, shift, smooth, stretch   a region (`autocorrelation.reshape`)
+    noise, remelt, set, shift, smooth, stretch   a region (`step_functions.reshape`)
     mirror   the mean of the heights and their mirror image
     polish   4 to 64 linear programs by place, `SIZES[amount]` / 2 the trust region's radius
     skew     noise on the whole function, which ends its symmetry
@@ -223,22 +223,22 @@ class MinimumOverlapEdits:
 
   @property
   def vocab_size(self) -> int:
-    return autocorrelation.VOCAB_SIZE
+    return step_functions.VOCAB_SIZE
 
   @property
   def allowed(self) -> tuple[tuple[int, int], ...]:
-    return autocorrelation.allowed()
+    return step_functions.allowed()
 
   @property
   def stop_token(self) -> int | None:
-    return autocorrelation.STOP_TOKEN
+    return step_functions.STOP_TOKEN
 
   def prompt(self, artefact: Artefact) -> tuple[int, ...]:
     """Returns the value's bucket, the shift of the largest overlap, and the heights, coarsely."""
     heights = self._read(artefact)
     values = overlaps(heights)
     gap = float(values.max()) - PUBLISHED[0].value
-    return autocorrelation.view(heights, 1.0, gap, float(values.argmax()) / values.size)
+    return step_functions.view(heights, 1.0, gap, float(values.argmax()) / values.size)
 
   def apply(self, artefact: Artefact, tokens: Sequence[int], seed: int) -> Artefact:
     """Returns the artefact after the edits, in order; the polish of all has one limit of work.
@@ -246,7 +246,7 @@ class MinimumOverlapEdits:
     Raises:
       ValueError: if the sentence cannot be parsed.
     """
-    edits = autocorrelation.parse(tokens)
+    edits = step_functions.parse(tokens)
     rng = np.random.default_rng([seed, 0x0E2D])
     n = self.num_steps
     heights = self._read(artefact)
@@ -258,17 +258,17 @@ class MinimumOverlapEdits:
         work -= count * cost
         heights = polish(heights, count, SIZES[edit.amount] / 2)
       elif edit.verb == LAST:
-        part = autocorrelation.region(edit.place, n)
+        part = step_functions.region(edit.place, n)
         skewed = heights.copy()
         skewed[part] += SIZES[edit.amount] / 2 * rng.standard_normal(skewed[part].size)
         heights = settle(skewed)
       elif edit.verb == MIRROR:
         heights = settle((heights + heights[::-1]) / 2)
       elif is_symmetric(heights):
-        half = autocorrelation.reshape(heights[: (n + 1) // 2], edit, rng, 1.0)
+        half = step_functions.reshape(heights[: (n + 1) // 2], edit, rng, 1.0)
         heights = settle(mirrored(half, n))
       else:
-        heights = settle(autocorrelation.reshape(heights, edit, rng, 1.0))
+        heights = settle(step_functions.reshape(heights, edit, rng, 1.0))
     return heights.tolist()
 
   def _read(self, artefact: Artefact) -> np.ndarray:
@@ -318,7 +318,7 @@ class MinimumOverlap:
 
   def verify(self, artefact: Artefact) -> Score:
     """Returns C5 of the heights scaled to sum n / 2, rounded up; the certificate is exact."""
-    heights = autocorrelation.check_heights(artefact, self.num_steps)
+    heights = step_functions.check_heights(artefact, self.num_steps)
     if isinstance(heights, str):
       return discovery.invalid(heights)
     exact = overlap_constant(heights)
@@ -327,12 +327,12 @@ class MinimumOverlap:
       return discovery.invalid(
         f"heights: got a largest one of {scaled!r} once they sum to n / 2, expected at most 1"
       )
-    value = autocorrelation.at_least(exact)
+    value = step_functions.at_least(exact)
     return Score(
       is_valid=True,
       value=value,
       reward=1 / (1e-8 + value),
-      certificate=autocorrelation.certificate(exact, value),
+      certificate=step_functions.certificate(exact, value),
     )
 
   def describe(self, artefact: Artefact, score: Score) -> str:
@@ -344,12 +344,12 @@ class MinimumOverlap:
       "  C5 = 2 / n * max(numpy.correlate(h, 1 - h, mode='full'))\n"
       "as small as possible: each value is an upper bound of Erdős' constant.\n"
       f"The verifier scales the heights to sum n / 2 = {n / 2}; then each must be at most 1. They"
-      f" are at most {autocorrelation.MAX_HEIGHT:g}, and sum to {autocorrelation.MIN_SUM:g} at"
+      f" are at most {step_functions.MAX_HEIGHT:g}, and sum to {step_functions.MIN_SUM:g} at"
       " least.\n"
-      + autocorrelation.program_rules(n)
+      + step_functions.program_rules(n)
       + f"Now: C5 = {score.value:.10f}. Best known, with more steps: {PUBLISHED[0].value}; with 51"
       " steps 0.38092685."
-      f"\nartefact = {autocorrelation.heights_text(artefact)}\n"
+      f"\nartefact = {step_functions.heights_text(artefact)}\n"
     )
 
   def picture(self, artefact: Artefact) -> Any:

@@ -17,7 +17,7 @@ Yuksekgonul et al. 2026 (TTT-Discover), https://arxiv.org/abs/2601.16175, sectio
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 import functools
 import hashlib
 import inspect
@@ -25,9 +25,9 @@ import itertools
 import math
 from typing import Any, NamedTuple
 
-import numba
 import numpy as np
 
+from seerjax import compiled
 from seerjax.tasks import base, discovery
 
 SIDE = 100_000  # Coordinates are 0..SIDE.
@@ -735,16 +735,7 @@ def _span(low: int, high: int, middle: int, span: int) -> tuple[int, int]:
 # Compiled functions. Fences are counter-clockwise with a turn at each vertex.
 
 
-def _compiled(function: Callable[..., Any]) -> Any:
-  """Compiles a function; what is compiled is kept on disk where there is a place for it."""
-  function = inspect.unwrap(function)
-  try:
-    return numba.njit(cache=True, error_model="numpy")(function)
-  except RuntimeError:  # Neither the package's folder nor the home can be written.
-    return numba.njit(error_model="numpy")(function)
-
-
-@_compiled
+@compiled.function
 def _below(counter: Counter, x: int, y: int) -> int:
   """F: the sum of weights of points whose x and y are both smaller."""
   column, row = x >> _SHIFT, y >> _SHIFT
@@ -765,7 +756,7 @@ def _below(counter: Counter, x: int, y: int) -> int:
   return total
 
 
-@_compiled
+@compiled.function
 def _box_count(counter: Counter, left: int, right: int, bottom: int, top: int) -> int:
   """Returns the sum of weights in a closed box of lattice points."""
   return (
@@ -776,7 +767,7 @@ def _box_count(counter: Counter, left: int, right: int, bottom: int, top: int) -
   )
 
 
-@_compiled
+@compiled.function
 def _fence_count(counter: Counter, xs: np.ndarray, ys: np.ndarray) -> int:
   """Returns the sum of weights inside or on a fence: F at its corners, signs alternating."""
   num, total = len(xs), 0
@@ -795,7 +786,7 @@ def _fence_count(counter: Counter, xs: np.ndarray, ys: np.ndarray) -> int:
   return total
 
 
-@_compiled
+@compiled.function
 def _first_touch(xs: np.ndarray, ys: np.ndarray) -> tuple[int, int]:
   """Returns the first two edges with a point in common that they must not have, or (-1, -1)."""
   num = len(xs)
@@ -821,7 +812,7 @@ def _first_touch(xs: np.ndarray, ys: np.ndarray) -> tuple[int, int]:
   return -1, -1
 
 
-@_compiled
+@compiled.function
 def _inside(xs: np.ndarray, ys: np.ndarray, places: np.ndarray) -> np.ndarray:
   """Returns bool[n, n], whether (places[i], places[j]) is inside, the border on either side."""
   num, size = len(xs), len(places)
@@ -839,7 +830,7 @@ def _inside(xs: np.ndarray, ys: np.ndarray, places: np.ndarray) -> np.ndarray:
   return found
 
 
-@_compiled
+@compiled.function
 def _has_point(xs: np.ndarray, ys: np.ndarray, x: int, y: int) -> bool:
   """Returns whether a point that is on no edge is inside."""
   num, is_inside = len(xs), False
@@ -851,7 +842,7 @@ def _has_point(xs: np.ndarray, ys: np.ndarray, x: int, y: int) -> bool:
   return is_inside
 
 
-@_compiled
+@compiled.function
 def _nearest_edge(
   xs: np.ndarray, ys: np.ndarray, left: int, bottom: int, right: int, top: int
 ) -> tuple[int, int]:
@@ -866,7 +857,7 @@ def _nearest_edge(
   return nearest, least
 
 
-@_compiled
+@compiled.function
 def _combine(
   xs: np.ndarray, ys: np.ndarray, rectangles: np.ndarray, is_added: bool
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -972,7 +963,7 @@ _A, _B, _C, _D = np.uint64(12), np.uint64(25), np.uint64(27), np.uint64(11)
 _FACTOR = np.uint64(0x2545F4914F6CDD1D)
 
 
-@_compiled
+@compiled.function
 def _uniform(state: np.ndarray) -> float:
   """Returns a number in [0, 1); xorshift64*, whose state is u64[1]."""
   x = state[0]
@@ -983,7 +974,7 @@ def _uniform(state: np.ndarray) -> float:
   return np.float64((x * _FACTOR) >> _D) * 2.0**-53
 
 
-@_compiled
+@compiled.function
 def _is_free(
   xs: np.ndarray, ys: np.ndarray, num: int, box: tuple[int, int, int, int],
   skipped: tuple[int, int, int, int, int],
@@ -1005,7 +996,7 @@ def _is_free(
   return True
 
 
-@_compiled
+@compiled.function
 def _anneal(
   counter: Counter, xs: np.ndarray, ys: np.ndarray, num: int, best_xs: np.ndarray,
   best_ys: np.ndarray, num_steps: int, temperatures: tuple[float, float],

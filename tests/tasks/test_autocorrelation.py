@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 import numpy as np
 import pytest
 
-from seerjax.tasks import autocorrelation, discovery
+from seerjax.tasks import autocorrelation, discovery, step_functions
 
 FIRST = autocorrelation.FirstAutocorrelation(num_steps=24)
 SECOND = autocorrelation.SecondAutocorrelation(num_steps=20)
 ENVIRONMENTS = (FIRST, SECOND)
-ALLOWED = autocorrelation.allowed()
+ALLOWED = step_functions.allowed()
 HEIGHTS = st.floats(0, 1000, allow_subnormal=True)
 FUNCTIONS = st.lists(HEIGHTS, min_size=2, max_size=12).filter(lambda a: math.fsum(a) >= 0.02)
 
@@ -51,7 +51,7 @@ def second_of(heights):
 
 def sentence(*triples, stop=False):
   tokens = [id for verb, amount, place in triples for id in (1 + verb, 16 + amount, 32 + place)]
-  return [*tokens, autocorrelation.STOP_TOKEN] if stop else tokens
+  return [*tokens, step_functions.STOP_TOKEN] if stop else tokens
 
 
 def test_closed_forms():
@@ -108,26 +108,6 @@ def test_empty_steps_outside_change_the_first_as_a_longer_interval_does(heights,
   assert autocorrelation.second_constant(padded) == autocorrelation.second_constant(heights)
   longer = Fraction(len(padded), len(heights))
   assert autocorrelation.first_constant(padded) == longer * autocorrelation.first_constant(heights)
-
-
-@hypothesis.given(
-  st.lists(st.integers(0, 2**70), min_size=1, max_size=9),
-  st.lists(st.integers(0, 5), min_size=1, max_size=9),
-)
-def test_convolution_is_exact(first, second):
-  expected = [0] * (len(first) + len(second) - 1)
-  for i, x in enumerate(first):
-    for j, y in enumerate(second):
-      expected[i + j] += x * y
-  assert autocorrelation.convolve(first, second) == expected
-
-
-def test_rounding_goes_outward():
-  third = Fraction(1, 3)
-  assert Fraction(autocorrelation.at_most(third)) < third < autocorrelation.at_least(third)
-  up = math.nextafter(autocorrelation.at_most(third), 1)
-  assert up == autocorrelation.at_least(third)
-  assert autocorrelation.at_least(Fraction(1, 2)) == autocorrelation.at_most(Fraction(1, 2)) == 0.5
 
 
 def test_a_fraction_too_long_to_print_is_certified_by_the_float():
@@ -220,7 +200,7 @@ def sentences(draw):
   tokens = []
   for low, high in ALLOWED:
     tokens.append(draw(st.integers(low, high - 1)))
-    if tokens[-1] == autocorrelation.STOP_TOKEN:
+    if tokens[-1] == step_functions.STOP_TOKEN:
       break
   return tokens
 
@@ -248,7 +228,7 @@ def test_every_allowed_sentence_makes_a_valid_function_or_says_why_not(environme
 @hypothesis.given(st.integers(0, 50), st.integers(0, 15), st.integers(0, 15))
 def test_tools_never_worsen(environment, seed, amount, place):
   start = environment.start(seed)
-  for verb in (autocorrelation.POLISH, autocorrelation.LAST):
+  for verb in (step_functions.POLISH, step_functions.LAST):
     after = environment.language.apply(start, sentence((verb, amount, place)), seed)
     value, before = environment.verify(after).value, environment.verify(start).value
     # Scaling the start to mean 1 may move its value by a rounding.
@@ -265,49 +245,11 @@ def test_tools_never_worsen(environment, seed, amount, place):
 def test_both_tools_improve_a_plain_start(environment):
   start = environment.start(0)
   value = environment.verify(start).value
-  annealed = environment.language.apply(start, sentence((autocorrelation.LAST, 10, 6)), 0)
+  annealed = environment.language.apply(start, sentence((step_functions.LAST, 10, 6)), 0)
   after_annealing = environment.verify(annealed).value
   assert discovery.is_better(environment, after_annealing, value)
-  polished = environment.language.apply(annealed, sentence((autocorrelation.POLISH, 5, 0)), 0)
+  polished = environment.language.apply(annealed, sentence((step_functions.POLISH, 5, 0)), 0)
   assert discovery.is_better(environment, environment.verify(polished).value, after_annealing)
-
-
-def test_edits_do_what_their_names_say():
-  heights = np.arange(1.0, 17.0)
-  rng = np.random.default_rng(0)
-
-  def after(verb, amount, place):
-    edit = autocorrelation.Edit(verb, amount, place)
-    return autocorrelation.reshape(heights, edit, rng, 16.0)
-
-  assert (after(autocorrelation.SET, 15, 7)[:2] == 16).all()
-  assert (after(autocorrelation.SET, 0, 7)[2:] == heights[2:]).all()
-  assert (after(autocorrelation.SHIFT, 8, 0) == np.roll(heights, 1)).all()
-  assert (after(autocorrelation.SHIFT, 7, 1)[:8] == [2, 3, 4, 5, 6, 7, 8, 1]).all()
-  assert (after(autocorrelation.MIRROR, 15, 0) == 8.5).all()
-  np.testing.assert_allclose(after(autocorrelation.STRETCH, 15, 0).std(), 1.75 * heights.std())
-  np.testing.assert_allclose(after(autocorrelation.SMOOTH, 3, 0)[1:-1], heights[1:-1])
-  noisy = after(autocorrelation.NOISE, 0, 15)
-  assert (noisy[:4] == heights[:4]).all() and (noisy[12:] == heights[12:]).all()
-  assert 0 < np.abs(noisy - heights).max() < 0.01
-  remelted = after(autocorrelation.REMELT, 15, 0)
-  assert remelted.min() >= 0 and remelted.max() <= 17 and (remelted != heights).all()
-
-
-def test_regions_cover_the_function_at_every_size():
-  for n in (1, 2, 5, 26, 51, 300):
-    for place in range(autocorrelation.NUM_PLACES):
-      part = autocorrelation.region(place, n)
-      assert 0 <= part.start < part.stop <= n
-  assert autocorrelation.region(0, 51) == slice(0, 51)
-  assert [autocorrelation.region(p, 16) for p in (1, 2)] == [slice(0, 8), slice(8, 16)]
-
-
-def test_the_view_tells_value_and_peak_and_heights():
-  heights = np.repeat([0.0, 1.0], 16)
-  ids = autocorrelation.view(heights, 1.0, 1e-3, 0.5)
-  assert ids == (64 + 9, 64 + 8, *[48] * 16, *[63] * 16)
-  assert autocorrelation.view(heights, 1.0, 0.0, 1.0)[:2] == (64, 79)
 
 
 @pytest.mark.parametrize(
@@ -330,7 +272,7 @@ def test_what_is_no_sentence_is_refused(tokens, message):
 
 
 def test_a_stop_token_ends_a_sentence():
-  edit = (autocorrelation.SMOOTH, 9, 0)
+  edit = (step_functions.SMOOTH, 9, 0)
   start = SECOND.start(0)
   assert SECOND.language.apply(start, sentence(edit, stop=True), 0) == SECOND.language.apply(
     start, sentence(edit), 0
@@ -339,7 +281,7 @@ def test_a_stop_token_ends_a_sentence():
 
 def test_a_sentence_that_leaves_nothing_is_refused():
   with pytest.raises(ValueError, match="got heights of mean 0, expected some above 0"):
-    FIRST.language.apply(FIRST.start(0), sentence((autocorrelation.SET, 0, 0)), 0)
+    FIRST.language.apply(FIRST.start(0), sentence((step_functions.SET, 0, 0)), 0)
 
 
 @pytest.mark.parametrize("kind", [type(FIRST), type(SECOND)])

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import numpy as np
 import pytest
 
-from seerjax.tasks import autocorrelation, discovery, minimum_overlap
+from seerjax.tasks import discovery, minimum_overlap, step_functions
 
 SMALL = minimum_overlap.MinimumOverlap(num_steps=15)
 EVEN = minimum_overlap.MinimumOverlap(num_steps=12)
@@ -245,11 +245,11 @@ def test_edits_keep_symmetry_until_it_is_skewed():
   for verb in range(7):
     after = np.array(language.apply(start, sentence((verb, 9, 3)), 0))
     assert minimum_overlap.is_symmetric(after)
-  skewed = language.apply(start, sentence((autocorrelation.LAST, 9, 3)), 0)
+  skewed = language.apply(start, sentence((step_functions.LAST, 9, 3)), 0)
   assert not minimum_overlap.is_symmetric(np.array(skewed))
-  noisy = language.apply(skewed, sentence((autocorrelation.NOISE, 9, 3)), 0)
+  noisy = language.apply(skewed, sentence((step_functions.NOISE, 9, 3)), 0)
   assert not minimum_overlap.is_symmetric(np.array(noisy))
-  back = language.apply(skewed, sentence((autocorrelation.MIRROR, 0, 0)), 0)
+  back = language.apply(skewed, sentence((step_functions.MIRROR, 0, 0)), 0)
   assert minimum_overlap.is_symmetric(np.array(back))
 
 

@@ -1,0 +1,233 @@
+"""What problems over step functions share: exact sums of their heights, and a language of edits.
+
+A function has n equal steps of heights that a float gives. A float is an integer over a power of
+two, so that a verifier multiplies integers, has nothing to tolerate, and rounds what it reports
+against the claim.
+
+A sentence is up to four edits, each of three tokens: verb, amount, place. The verbs up to `mirror`
+reshape a region and mean the same in all problems; `polish` and `last` are each problem's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fractions import Fraction
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from seerjax.tasks import discovery
+from seerjax.tasks.discovery import Artefact
+
+MAX_HEIGHT = 1000.0  # As in the paper's verifiers; scale means nothing here.
+MIN_SUM = 0.01
+_MAX_FRACTION_BITS = 2048  # Longer fractions are certified by the rounded float alone.
+
+# The language: every sentence is up to `NUM_EDITS` triples (verb, amount, place). Ids by kind:
+STOP_TOKEN = 0
+_VERB, NUM_VERBS = 1, 9
+_AMOUNT, NUM_AMOUNTS = 16, 16
+_PLACE, NUM_PLACES = 32, 16
+_LEVEL, NUM_LEVELS = 48, 16
+_BUCKET, NUM_BUCKETS = 64, 16
+VOCAB_SIZE = 80
+NUM_EDITS = 4
+NUM_CELLS = 32  # Of the view that a policy has.
+NOISE, REMELT, SET, SHIFT, SMOOTH, STRETCH, MIRROR, POLISH, LAST = range(NUM_VERBS)
+
+SIZES = tuple(float(size) for size in np.geomspace(1e-4, 1.0, NUM_AMOUNTS))
+# Regions as parts of the whole: first and last, in sixteenths.
+REGIONS = (
+  (0, 16),
+  *((8 * i, 8 * i + 8) for i in range(2)),
+  *((4 * i, 4 * i + 4) for i in range(4)),
+  *((2 * i, 2 * i + 2) for i in range(8)),
+  (4, 12),
+)
+
+
+class Edit(NamedTuple):
+  """One triple of a sentence, each number counted from 0."""
+
+  verb: int
+  amount: int
+  place: int
+
+
+def allowed() -> tuple[tuple[int, int], ...]:
+  """Returns the ids that each place of a sentence may hold; the stop token ends it at a verb."""
+  triples = []
+  for index in range(NUM_EDITS):
+    first = _VERB if index == 0 else STOP_TOKEN
+    triples.append((first, _VERB + NUM_VERBS))
+    triples.append((_AMOUNT, _AMOUNT + NUM_AMOUNTS))
+    triples.append((_PLACE, _PLACE + NUM_PLACES))
+  return tuple(triples)
+
+
+def parse(tokens: Sequence[int]) -> tuple[Edit, ...]:
+  """Returns the edits of a sentence.
+
+  Raises:
+    ValueError: if it is empty, too long, broken off, or holds an id that may not stand there.
+  """
+  ids = [int(token) for token in tokens]
+  ranges = allowed()
+  if ids and ids[-1] == STOP_TOKEN and len(ids) % 3 == 1:
+    ids = ids[:-1]
+  if not ids or len(ids) > len(ranges) or len(ids) % 3:
+    raise ValueError(
+      f"sentence: got {len(tokens)} tokens, expected 1 to {NUM_EDITS} triples, and then"
+      f" {STOP_TOKEN} if there are fewer than {NUM_EDITS}; sample with `allowed`."
+    )
+  for place, (token, (first, end)) in enumerate(zip(ids, ranges, strict=False)):
+    if not first <= token < end or (token == STOP_TOKEN and place % 3 == 0):
+      raise ValueError(
+        f"sentence: got id {token} at place {place}, expected {max(first, _VERB)} to {end - 1};"
+        " sample with `allowed`."
+      )
+  return tuple(
+    Edit(ids[i] - _VERB, ids[i + 1] - _AMOUNT, ids[i + 2] - _PLACE) for i in range(0, len(ids), 3)
+  )
+
+
+def region(place: int, num_steps: int) -> slice:
+  """Returns the steps that a place stands for; at least one."""
+  first, end = REGIONS[place]
+  begin = min(first * num_steps // 16, num_steps - 1)
+  return slice(begin, max(end * num_steps // 16, begin + 1))
+
+
+def reshape(heights: np.ndarray, edit: Edit, rng: np.random.Generator, top: float) -> np.ndarray:
+  """Returns the heights after one of the first seven verbs; they may then be out of range.
+
+  Args:
+    heights: f64[n].
+    edit: verb NOISE to MIRROR.
+    rng: of noise and of what a remelted region becomes.
+    top: height of level 15.
+  """
+  changed = heights.copy()
+  part = region(edit.place, heights.size)
+  old = heights[part]
+  mean = float(heights.mean())
+  size = SIZES[edit.amount]
+  if edit.verb == NOISE:
+    changed[part] = old + size * mean * rng.standard_normal(old.size)
+  elif edit.verb == REMELT:
+    changed[part] = (1 - size) * old + size * 2 * mean * rng.random(old.size)
+  elif edit.verb == SET:
+    changed[part] = top * edit.amount / (NUM_AMOUNTS - 1)
+  elif edit.verb == SHIFT:
+    changed[part] = np.roll(old, edit.amount - 8 if edit.amount < 8 else edit.amount - 7)
+  elif edit.verb == SMOOTH:
+    width, weight = 1 + edit.amount // 4, (0.1, 0.3, 0.6, 1.0)[edit.amount % 4]
+    padded = np.pad(heights, width, mode="edge")
+    window = np.full(2 * width + 1, 1 / (2 * width + 1))
+    smooth = np.convolve(padded, window, mode="valid")
+    changed[part] = (1 - weight) * old + weight * smooth[part]
+  elif edit.verb == STRETCH:
+    changed[part] = old.mean() + (0.25 + 0.1 * edit.amount) * (old - old.mean())
+  else:
+    assert edit.verb == MIRROR
+    weight = (edit.amount + 1) / (2 * NUM_AMOUNTS)  # 1/2 of the whole makes it symmetric.
+    changed[part] = (1 - weight) * old + weight * heights[::-1][part]
+  return changed
+
+
+def view(heights: np.ndarray, top: float, gap: float, peak: float) -> tuple[int, ...]:
+  """Returns what a policy sees: how far from the best known, where the maximum is, the heights.
+
+  Args:
+    heights: f64[n].
+    top: height of level 15.
+    gap: distance to the best published value, in the problem's unit; its logarithm is shown.
+    peak: where the maximum that counts is attained, 0 to 1.
+  """
+  num = heights.size
+  bucket = 2 * (math.log10(min(max(gap, 1e-8), 1.0)) + 7.5)
+  sums = np.concatenate([[0.0], np.cumsum(heights)])
+  edges = np.linspace(0.0, num, NUM_CELLS + 1)
+  means = np.diff(np.interp(edges, np.arange(num + 1), sums)) * NUM_CELLS / num
+  levels = np.clip(np.rint(means / top * (NUM_LEVELS - 1)), 0, NUM_LEVELS - 1).astype(int)
+  return (
+    _BUCKET + min(max(int(bucket), 0), NUM_BUCKETS - 1),
+    _BUCKET + min(max(int(peak * NUM_BUCKETS), 0), NUM_BUCKETS - 1),
+    *(_LEVEL + int(level) for level in levels),
+  )
+
+
+def check_heights(artefact: Any, num_steps: int) -> tuple[float, ...] | str:
+  """Returns the heights as floats, or the reason why the artefact is no step function."""
+  heights = discovery.check_numbers(artefact, "heights", least=num_steps, most=num_steps)
+  if isinstance(heights, str):
+    return heights
+  for place, height in enumerate(heights):
+    if not 0.0 <= height <= MAX_HEIGHT:
+      return f"heights[{place}]: got {height!r}, expected 0 to {MAX_HEIGHT:g}"
+  if not math.fsum(heights) >= MIN_SUM:
+    return f"heights: got a sum of {math.fsum(heights)!r}, expected at least {MIN_SUM:g}"
+  return heights
+
+
+def dyadic(heights: Sequence[float]) -> list[int]:
+  """Returns non-negative integers in exactly the ratios of the heights."""
+  ratios = [float(height).as_integer_ratio() for height in heights]
+  denominator = max(below for _, below in ratios)  # Powers of two: the largest is a multiple.
+  return [above * (denominator // below) for above, below in ratios]
+
+
+def convolve(first: Sequence[int], second: Sequence[int]) -> list[int]:
+  """Returns the exact full convolution of two non-negative integer sequences.
+
+  Both are written as digits of one large number each, in a base that no sum of products reaches, so
+  that a single product of Python's integers holds all sums (Kronecker's substitution).
+  """
+  bits = max(first).bit_length() + max(second).bit_length()
+  width = (bits + min(len(first), len(second)).bit_length() + 7) // 8
+
+  def pack(digits: Sequence[int]) -> int:
+    return int.from_bytes(b"".join(digit.to_bytes(width, "little") for digit in digits), "little")
+
+  length = len(first) + len(second) - 1
+  product = (pack(first) * pack(second)).to_bytes(width * length, "little")
+  return [
+    int.from_bytes(product[width * k : width * (k + 1)], "little") for k in range(length)
+  ]
+
+
+def at_least(exact: Fraction) -> float:
+  """Returns the least float that is not below the fraction."""
+  value = float(exact)
+  return value if Fraction(value) >= exact else math.nextafter(value, math.inf)
+
+
+def at_most(exact: Fraction) -> float:
+  """Returns the greatest float that is not above the fraction."""
+  return -at_least(-exact)
+
+
+def certificate(exact: Fraction, rounded: float) -> str:
+  """Returns the fraction as text, or the rounded float, in hexadecimal, where that is too long."""
+  if exact.denominator.bit_length() > _MAX_FRACTION_BITS:
+    return rounded.hex()
+  return f"{exact.numerator}/{exact.denominator}"
+
+
+def program_rules(num_steps: int) -> str:
+  """Returns what a program that changes step heights must obey, as text."""
+  return (
+    f"The artefact is a list of {num_steps} real numbers, the step heights from left to right. It"
+    " is judged in exact arithmetic from the list alone, without tolerance; a number that is not"
+    " finite, negative, boolean, complex or nested makes it worth nothing.\n"
+    "Write a Python program that defines `improve(artefact, seconds, seed)`: it takes such a list,"
+    " works at most `seconds` seconds (numpy and scipy are there), draws at random from `seed`"
+    " alone, and returns a better list. Start from the artefact given; do not begin anew unless"
+    " that is better.\n"
+  )
+
+
+def heights_text(artefact: Artefact) -> str:
+  """Returns the heights with six digits, for a model to read."""
+  return "[" + ", ".join(f"{height:.6g}" for height in artefact) + "]"
