@@ -2,11 +2,12 @@
 
   a[k]     P(the first k drafted tokens all hold)     measured on the way
   r[k]     P(a draft has k tokens, if it may)         measured on the way
-  T(rows)  seconds of a step, D of a draft            a table, measured elsewhere
+  T(rows)  seconds of a step                          a table, measured elsewhere
+  D(B)     host seconds of drafting for B requests    some for each, and more for the first
 
-  seconds per token of B requests that may draft g:
+  seconds per token of B requests that may draft g > 0:
 
-    (D B + T(B + B sum r[1..g])) / (B (1 + sum a[1..g]))
+    (D(B) + T(B + B sum r[1..g])) / (B (1 + sum a[1..g]))
 
 The g of the least seconds gives a step's budget of g B drafted tokens, which two classes share:
 high (a group's first request, on which the others' schedule waits) and low. Two ways to share:
@@ -63,11 +64,13 @@ class StepTimes:
     seconds: of a step of so many rows; between two it is interpolated, beyond the last it goes on
       in proportion to the rows.
     draft_seconds: host seconds of drafting for one request.
+    drafting_seconds: host seconds of a step that drafts at all, besides these.
   """
 
   rows: tuple[int, ...]
   seconds: tuple[float, ...]
   draft_seconds: float = 0.0
+  drafting_seconds: float = 0.0
 
   def __post_init__(self):
     is_ascending = all(a < b for a, b in zip(self.rows, self.rows[1:]))
@@ -76,11 +79,18 @@ class StepTimes:
         f"StepTimes: got rows={self.rows} for {len(self.seconds)} times, expected ascending counts"
         " from 1 on, one for each time; measure each bucket once."
       )
-    if not all(0 < s < math.inf for s in self.seconds) or not 0 <= self.draft_seconds < math.inf:
+    of_host = (self.draft_seconds, self.drafting_seconds)
+    if min(self.seconds) <= 0 or min(of_host) < 0 or not all(
+      map(math.isfinite, (*self.seconds, *of_host))
+    ):
       raise ValueError(
-        f"StepTimes: got seconds={self.seconds}, draft_seconds={self.draft_seconds}, expected"
-        " positive times; measure again."
+        f"StepTimes: got seconds={self.seconds}, draft_seconds={self.draft_seconds},"
+        f" drafting_seconds={self.drafting_seconds}, expected positive times; measure again."
       )
+
+  def draft(self, num_requests: int) -> float:
+    """Returns the host seconds of drafting for so many requests in one step."""
+    return self.drafting_seconds * (num_requests > 0) + num_requests * self.draft_seconds
 
   def step(self, rows: float) -> float:
     """Returns the seconds of a step."""
@@ -158,7 +168,7 @@ def best_length(
   for place, chance in enumerate(acceptance):
     rows += 1 if reach is None else reach[place]
     tokens += chance
-    cost = (batch * times.draft_seconds + times.step(batch * rows)) / tokens
+    cost = (times.draft(batch) + times.step(batch * rows)) / tokens
     if cost < least:
       best, least = place + 1, cost
   return best
@@ -172,12 +182,13 @@ def seconds_per_token(
   reach: Sequence[float] | None = None,
 ) -> float:
   """Returns the expected seconds per token said, of classes with a draft length each."""
-  rows = tokens = draft = 0.0
+  rows = tokens = 0.0
+  num_drafting = 0
   for batch, length in zip(batches, lengths):
     rows += batch * (1 + (length if reach is None else sum(reach[:length])))
     tokens += batch * (1 + sum(acceptance[:length]))
-    draft += batch * times.draft_seconds * (length > 0)
-  return (draft + times.step(rows)) / tokens
+    num_drafting += batch * (length > 0)
+  return (times.draft(num_drafting) + times.step(rows)) / tokens
 
 
 def mba_paper(
@@ -206,7 +217,7 @@ def mba_paper(
   beta = [1.0, *acceptance[:gamma_max], acceptance[gamma_max - 1]]
   alpha = min(sum(beta[1:-1]) / gamma_max, 1 - 1e-9)
   costs = [
-    (batch * times.draft_seconds * (gamma > 0) + times.step(batch * (1 + gamma)))
+    (times.draft(batch * (gamma > 0)) + times.step(batch * (1 + gamma)))
     * (1 - alpha)
     / (1 - alpha ** (gamma + 1))
     for gamma in range(gamma_max + 1)
@@ -370,7 +381,7 @@ class Budget:
     self._credit = min(self._credit + config.probe_cost, 1.0 + config.probe_cost)
     for num, length in ((config.probe_requests, 4), (1, 4), (1, 2), (1, 1)):
       num, length = min(num, batch), min(length, config.gamma_max)
-      seconds = self.times.step(batch + num * length) + num * self.times.draft_seconds
+      seconds = self.times.step(batch + num * length) + self.times.draft(num)
       if seconds / plain - 1 <= self._credit:
         self._credit -= seconds / plain - 1
         return Plan(length, length, num)

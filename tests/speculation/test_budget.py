@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 
@@ -24,21 +25,30 @@ def situations(draw):
   rates = draw(st.lists(st.floats(0, 1), min_size=8, max_size=8))
   rows = sorted(draw(st.sets(st.integers(1, 600), min_size=1, max_size=6)))
   seconds = sorted(draw(st.lists(st.floats(0.1, 9), min_size=len(rows), max_size=len(rows))))
-  times = tuple(rows), tuple(seconds), draw(st.floats(0, 0.1))
+  times = tuple(rows), tuple(seconds), draw(st.floats(0, 0.1)), draw(st.floats(0, 1))
   gamma_max = draw(st.integers(1, 8))
   acceptance = tuple(itertools.accumulate(rates, lambda a, b: a * b))
   return draw(st.integers(0, 12)), draw(st.integers(0, 40)), acceptance, times, gamma_max
 
 
 def times_of(table):
-  rows, seconds, draft_seconds = table
-  return StepTimes(rows=rows, seconds=seconds, draft_seconds=draft_seconds)
+  return StepTimes(**dict(zip(("rows", "seconds", "draft_seconds", "drafting_seconds"), table)))
 
 
 def test_times_are_interpolated_and_go_on_in_proportion():
   assert SATURATING.step(1) == SATURATING.step(0.5) == 1.0
   assert SATURATING.step(24) == pytest.approx(1.55)
   assert SATURATING.step(128) == 8.0
+
+
+def test_a_step_that_drafts_costs_once_and_for_each():
+  times = dataclasses.replace(FLAT, draft_seconds=0.25, drafting_seconds=1.0)
+  assert [times.draft(count) for count in (0, 1, 4)] == [0.0, 1.25, 2.0]
+  # Four tokens for one second, or eight for three.
+  assert budget.best_length(4, (1.0,), times) == 0
+  assert budget.seconds_per_token((1, 3), (0, 1), (1.0,), times) == (1.75 + 1) / 7
+  assert budget.seconds_per_token((1, 3), (0, 0), (1.0,), times) == 1 / 4
+  assert budget.mba_paper(1, 3, GEOMETRIC, times) == (0, 0)
 
 
 def test_the_best_length_by_hand():
@@ -223,6 +233,10 @@ def test_the_paper_s_policy_can_be_chosen():
     (lambda: StepTimes(rows=(), seconds=()), "got rows=.* expected ascending counts"),
     (lambda: StepTimes(rows=(2, 1), seconds=(1.0, 1.0)), "expected ascending counts"),
     (lambda: StepTimes(rows=(1,), seconds=(0.0,)), "expected positive times"),
+    (
+      lambda: StepTimes(rows=(1,), seconds=(1.0,), drafting_seconds=-1.0),
+      "drafting_seconds=-1.0, expected positive times",
+    ),
     (lambda: BudgetConfig(policy="mbb"), "got 'mbb', expected one of"),
     (lambda: BudgetConfig(gamma_max=0), "got gamma_max=0"),
     (lambda: BudgetConfig(on_gain=0.0), "got off_gain=0.05, on_gain=0.0"),
