@@ -84,8 +84,7 @@ def random_policy(config: ttt.DiscoverConfig, environment: Environment) -> Itera
         best = max([best, *(child.value for child in found)])
         yield ttt.shown(environment, best)
       archive = archive_lib.record_step(archive, expansions, step=step)
-      if archive_lib.is_stuck(archive, step, config.search.patience):
-        archive = ttt.first_archive(config, environment, first_step=step + 1)
+      archive = ttt.replanted(config, environment, archive, step)
       step += 1
 
 

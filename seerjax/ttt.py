@@ -427,6 +427,7 @@ def discover(
         found = archived(environment, archive, sampled, step)
         if archive_lib.best(found).value > totals["best"]:
           write_best(directory, environment, found)
+        found = replanted(config, environment, found, step)
         new_state, numbers = state, {}
         if config.train:
           new_state, numbers = learn(config, run, programs.trainer, state, sampled, base)
@@ -440,15 +441,11 @@ def discover(
           best=max(totals["best"], archive_lib.best(found).value),
         )
         numbers |= of_search(environment, found, sampled, done["best"]) | {
-          "search/tokens": float(done["tokens"]), "search/cpu_seconds": done["cpu_seconds"]
-        }  # fmt: skip
+          "search/replanted": float(len({*found.roots} - {*archive.roots})),
+          "search/tokens": float(done["tokens"]),
+          "search/cpu_seconds": done["cpu_seconds"],
+        }
         numbers_file.write(step + 1, numbers)
-        if archive_lib.is_stuck(found, step, config.search.patience):
-          found = first_archive(config, environment, first_step=step + 1)
-          new_state = rl.initial_state(run, policy)
-          engine.set_params(
-            rl.running_weights(run, new_state.params, base), policy_version=step + 1
-          )
         # Together, and after its numbers: whenever Ctrl-C comes, what is saved is a whole step.
         state, archive, totals, step = new_state, found, done, step + 1
         cpu_start = cpu_seconds(writer)
@@ -734,33 +731,45 @@ def tiny_policy(config: DiscoverConfig, environment: Environment) -> Policy:
   return Policy(model, transformer.init(key, model, config.numerics))
 
 
-def first_archive(
-  config: DiscoverConfig, environment: Environment, *, first_step: int = 0
-) -> archive_lib.Archive:
-  """Returns an archive of as many starts as there are groups, for a search from a step on.
+def first_archive(config: DiscoverConfig, environment: Environment) -> archive_lib.Archive:
+  """Returns an archive of as many starts as there are groups.
 
   Raises:
     ValueError: if a start is not valid: the environment's own mistake.
   """
-  seeds = []
-  for place in range(config.groups_per_step):
-    artefact = environment.start(rollout_lib.request_seed(config.seed, -3, place, first_step))
-    score = environment.verify(artefact)
-    if not score.is_valid:
-      raise ValueError(
-        f"{environment.name}: got an invalid start ({score.reason}), expected a valid one; mend"
-        " Environment.start, or try --check_problem."
-      )
-    seeds.append(
-      archive_lib.Child(
-        artefact=artefact, value=signed(environment, score.value), reward=score.reward
-      )
-    )
+  seeds = [seed_of(config, environment, place) for place in range(config.groups_per_step)]
   return archive_lib.start(
-    seeds,
-    keep_children=config.search.keep_children,
-    capacity=config.search.capacity,
-    first_step=first_step,
+    seeds, keep_children=config.search.keep_children, capacity=config.search.capacity
+  )
+
+
+def replanted(
+  config: DiscoverConfig, environment: Environment, archive: archive_lib.Archive, step: int
+) -> archive_lib.Archive:
+  """Returns the archive with a fresh start in the place of each tree that is stuck after a step."""
+  for root in archive_lib.stuck_roots(archive, step, config.search.patience):
+    seed = seed_of(config, environment, archive.roots.index(root), step + 1)
+    archive = archive_lib.replant(archive, root, seed, step=step)
+  return archive
+
+
+def seed_of(
+  config: DiscoverConfig, environment: Environment, place: int, step: int = 0
+) -> archive_lib.Child:
+  """Returns the start of a group's tree that may grow from a step on.
+
+  Raises:
+    ValueError: if it is not valid: the environment's own mistake.
+  """
+  artefact = environment.start(rollout_lib.request_seed(config.seed, -3, place, step))
+  score = environment.verify(artefact)
+  if not score.is_valid:
+    raise ValueError(
+      f"{environment.name}: got an invalid start ({score.reason}), expected a valid one; mend"
+      " Environment.start, or try --check_problem."
+    )
+  return archive_lib.Child(
+    artefact=artefact, value=signed(environment, score.value), reward=score.reward
   )
 
 
@@ -782,7 +791,6 @@ def of_search(
   numbers = {
     "search/best": shown(environment, best),
     "search/gain": best - start,
-    "search/first_step": float(after.first_step + 1),
     "search/archive_size": float(len(after.states)),
     "search/seed_trees_alive": float(archive_lib.num_seed_trees_alive(after)),
     "search/valid_rate": len(values) / len(scores),

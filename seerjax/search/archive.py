@@ -12,8 +12,11 @@ to the parent only, n to all its ancestors.
 An archive never changes: `record_step` takes one and returns the next, so that whoever publishes
 it together with the weights can do so at once. Ids are given out in ascending order and never
 again; hence a lower id is an older state. Beyond the capacity the states of the lowest values
-depart, seeds never. Those that still have living descendants are remembered: lineages stay whole,
-and their visits go on counting.
+depart, the roots of living trees never. Those that still have living descendants are remembered:
+lineages stay whole, and their visits go on counting.
+
+A search may close a tree that gives nothing any more and plant another in its place (`replant`).
+What closed trees hold departs first; the best of all stays.
 
   seeds   0       1        values 5 and 4
           |       |
@@ -37,7 +40,7 @@ from typing import Any
 # JSON: None, bool, int, float (finite), str, list and dict of these.
 Artefact = Any
 
-FORMAT = "seerjax.search.archive/1"
+FORMAT = "seerjax.search.archive/2"
 MAX_VALUE = 1e300  # So that the range of two values is finite.
 
 
@@ -74,7 +77,7 @@ class State:
     state_id: never given to another.
     parent: id of the state that it was made from; None of a seed.
     seed_tree: id of the seed that it descends from, its own if it is one.
-    step: when it was found; -1 of a seed.
+    step: when it was found; of a seed, the step before its tree could grow.
     value: higher is better.
     reward: as found.
     tokens: that made it from its parent.
@@ -115,26 +118,22 @@ class Archive:
     departed: evicted ones that living ones descend from, oldest first; never selected again.
     num_expansions: T.
     next_id: of the next state.
+    roots: ids of the seeds whose trees grow, in the order of the groups; others are closed.
     keep_children: most children that an expansion admits.
     capacity: most living states, seeds included.
-    first_step: of the run, in which its seeds were first expanded.
   """
 
   states: tuple[State, ...]
   departed: tuple[State, ...] = ()
   num_expansions: int = 0
   next_id: int
+  roots: tuple[int, ...]
   keep_children: int = 2
   capacity: int = 1000
-  first_step: int = 0
-
-  @property
-  def num_seeds(self) -> int:
-    return sum(state.is_seed for state in self.states)
 
 
 def start(
-  seeds: Sequence[Child], *, keep_children: int = 2, capacity: int = 1000, first_step: int = 0
+  seeds: Sequence[Child], *, keep_children: int = 2, capacity: int = 1000
 ) -> Archive:
   """Returns an archive of seeds alone.
 
@@ -144,7 +143,6 @@ def start(
     seeds: at least one.
     keep_children: most children that an expansion admits; 2 is published.
     capacity: most living states; 1000 is published.
-    first_step: of the run, in which they are first expanded.
 
   Raises:
     ValueError: if there is no seed, no child may be kept, the seeds alone fill the archive, or an
@@ -168,9 +166,9 @@ def start(
   return Archive(
     states=states,
     next_id=len(states),
+    roots=tuple(range(len(states))),
     keep_children=keep_children,
     capacity=capacity,
-    first_step=first_step,
   )
 
 
@@ -244,10 +242,47 @@ def best(archive: Archive) -> State:
   return max(archive.states, key=lambda state: (state.value, -state.state_id))
 
 
-def is_stuck(archive: Archive, step: int, patience: int) -> bool:
-  """Returns whether so many steps up to `step` (that one included) found nothing better."""
-  newest = max(archive.first_step, best(archive).step + 1)
-  return patience > 0 and step + 1 - newest >= patience
+def stuck_roots(archive: Archive, step: int, patience: int) -> tuple[int, ...]:
+  """Returns the roots whose trees held their best before the last `patience` steps began.
+
+  Args:
+    archive: after the step.
+    step: of the run, the last one that was recorded.
+    patience: steps; 0 gives none.
+  """
+  if patience < 1:
+    return ()
+  found_in: dict[int, tuple[float, int]] = {}
+  for state in archive.states:
+    found_in[state.seed_tree] = max(
+      found_in.get(state.seed_tree, (-math.inf, 0)), (state.value, -state.step)
+    )
+  return tuple(root for root in archive.roots if step + found_in[root][1] >= patience)
+
+
+def replant(archive: Archive, root: int, seed: Child, *, step: int) -> Archive:
+  """Returns the archive with a tree closed, and another seed planted in its place.
+
+  Args:
+    archive: after a step.
+    root: of the tree.
+    seed: of the new one.
+    step: of the run, the last one that was recorded.
+
+  Raises:
+    ValueError: if no tree that grows has this root, or the seed's artefact is not JSON.
+  """
+  if root not in archive.roots:
+    raise ValueError(
+      f"archive.replant: got root {root}, expected one of {archive.roots}; close a tree that grows."
+    )
+  planted = _admit(seed, archive.next_id, None, step=step)
+  return dataclasses.replace(
+    archive,
+    states=(*archive.states, planted),
+    next_id=archive.next_id + 1,
+    roots=tuple(planted.state_id if one == root else one for one in archive.roots),
+  )
 
 
 def lineage(archive: Archive, state_id: int) -> tuple[State, ...]:
@@ -319,6 +354,7 @@ def from_json(text: str) -> Archive:
 
   for name in ("states", "departed"):
     fields[name] = tuple(state(record) for record in fields[name])
+  fields["roots"] = tuple(fields["roots"])
   return Archive(**fields)
 
 
@@ -340,11 +376,13 @@ def _admit(child: Child, state_id: int, parent: State | None, *, step: int) -> S
 
 
 def _evicted(archive: Archive, records: Mapping[int, State], living: set[int]) -> Archive:
-  """Returns the archive with its states chosen anew: all seeds, and of the others the best."""
-  seeds = [i for i in living if records[i].is_seed]
-  others = [i for i in living if not records[i].is_seed]
+  """Returns the archive with its states chosen anew: roots, the best, trees that grow, the rest."""
+  roots = {*archive.roots}
+  others = [i for i in living if i not in roots]
   others.sort(key=lambda i: (-records[i].value, i))
-  kept = {*seeds, *others[: archive.capacity - len(seeds)]}
+  first, rest = others[:1], others[1:]
+  rest.sort(key=lambda i: records[i].seed_tree not in roots)  # Stable: by value in both parts.
+  kept = {*roots, *(first + rest)[: archive.capacity - len(roots)]}
   remembered: set[int] = set()
   for state_id in kept:
     for above in _upwards(records, state_id):

@@ -8,10 +8,11 @@
   P   (M - rank) / sum of the same, over M living states, rank 0 the best: a linear prior
   n   expansions of s or of any descendant;  T  expansions in all
 
-A batch walks down the scores and passes over every ancestor and every descendant of a state that it
-has taken: one state of a lineage, though siblings and cousins may go together. Seeds never depart,
-so each seed tree offers at least one state, and a batch is full wherever there are as many seeds as
-groups; fewer are refused.
+A batch of "puct" walks down the scores and passes over every ancestor and every descendant of a
+state that it has taken: one state of a lineage, though siblings and cousins may go together. Seeds
+never depart, so each seed tree offers at least one state, and a batch is full wherever there are as
+many seeds as groups; fewer are refused. "islands" gives every group a seed tree of its own, in
+which it takes the highest score among this tree's states alone.
 
 No rule has state. `select` is a pure function of (archive, num, config, seed); what is random is
 drawn from (seed, T), and T grows with every step.
@@ -23,6 +24,7 @@ there as that of all states; its published code leaves the seeds out, as is the 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 import dataclasses
 import math
 
@@ -30,9 +32,9 @@ import numpy as np
 
 from seerjax.array_typing import Float
 from seerjax.search import archive as archives
-from seerjax.search.archive import Archive
+from seerjax.search.archive import Archive, State
 
-REUSE = ("puct", "epsilon_greedy", "greedy", "none", "sequential")
+REUSE = ("puct", "islands", "epsilon_greedy", "greedy", "none", "sequential")
 MIN_RANGE = 1e-6  # Value units: published.
 
 
@@ -42,6 +44,8 @@ class SearchConfig:
 
   Attributes:
     reuse: "puct": the scores above, one state of a lineage.
+      "islands": each group has a seed tree of its own, and PUCT chooses in it. A family that does
+        well cannot take the groups of others.
       "epsilon_greedy": as greedy, but each group starts with probability `epsilon` from a state
         drawn evenly from all.
       "greedy": the best states, one group each.
@@ -53,8 +57,8 @@ class SearchConfig:
     keep_children: most children that an expansion admits, for `archive.start`.
     capacity: most living states, for `archive.start`.
     range_over_seeds: S counts the seeds' values too.
-    patience: steps without a better state after which all begins anew, weights included; what was
-      best stays the result. 0 never does, as published.
+    patience: of "islands": steps without a better state after which a tree is closed and another
+      planted, which the policy enters with all that it has learnt. 0 never does.
   """
 
   reuse: str = "puct"
@@ -66,10 +70,10 @@ class SearchConfig:
   patience: int = 0
 
   def __post_init__(self):
-    if self.patience < 0:
+    if self.patience < 0 or (self.patience and self.reuse != "islands"):
       raise ValueError(
-        f"SearchConfig.patience: got {self.patience}, expected at least 0 steps; 0 never begins"
-        " anew."
+        f"SearchConfig.patience: got {self.patience} with reuse={self.reuse!r}, expected at least 0"
+        " steps, and 0 but for 'islands'; only its trees can be closed."
       )
     if self.reuse not in REUSE:
       raise ValueError(
@@ -102,10 +106,10 @@ def select(archive: Archive, num: int, config: SearchConfig, seed: int) -> tuple
   Raises:
     ValueError: if `num < 1`, there are fewer seeds than groups, or the seed is negative.
   """
-  if not 1 <= num <= archive.num_seeds:
+  if not 1 <= num <= len(archive.roots):
     raise ValueError(
-      f"puct.select: got num={num} groups for {archive.num_seeds} seeds, expected at least 1 and no"
-      " more than the seeds (each seed tree offers one lineage); start the archive with one seed"
+      f"puct.select: got num={num} groups for {len(archive.roots)} seeds, expected at least 1 and"
+      " no more than the seeds (each seed tree offers one lineage); start the archive with one seed"
       " for each group."
     )
   if seed < 0:
@@ -113,6 +117,8 @@ def select(archive: Archive, num: int, config: SearchConfig, seed: int) -> tuple
   match config.reuse:
     case "puct":
       return one_of_each_lineage(archive, num, config, seed)
+    case "islands":
+      return islands(archive, num, config, seed)
     case "epsilon_greedy":
       return epsilon_greedy(archive, num, config, seed)
     case "greedy":
@@ -125,7 +131,12 @@ def select(archive: Archive, num: int, config: SearchConfig, seed: int) -> tuple
 
 def scores(archive: Archive, config: SearchConfig) -> Float[np.ndarray, "m"]:
   """Returns the PUCT score of each living state as f64[m], in the order of `archive.states`."""
-  states = archive.states
+  return _scores(archive.states, archive.num_expansions, config)
+
+
+def _scores(
+  states: Sequence[State], num_expansions: int, config: SearchConfig
+) -> Float[np.ndarray, "m"]:
   values = np.asarray([state.value for state in states], np.float64)
   exploited = np.asarray(
     [state.value if state.best_child is None else state.best_child for state in states], np.float64
@@ -137,7 +148,7 @@ def scores(archive: Archive, config: SearchConfig) -> Float[np.ndarray, "m"]:
   is_found = np.asarray([not state.is_seed for state in states], np.bool_)
   ranged = values[is_found] if is_found.any() and not config.range_over_seeds else values
   spread = max(float(ranged.max() - ranged.min()), MIN_RANGE)
-  bonus = config.c * spread * prior * math.sqrt(1 + archive.num_expansions)
+  bonus = config.c * spread * prior * math.sqrt(1 + num_expansions)
   return exploited + bonus / (1 + visits)
 
 
@@ -165,6 +176,22 @@ def one_of_each_lineage(
   return tuple(taken)
 
 
+def islands(archive: Archive, num: int, config: SearchConfig, seed: int) -> tuple[int, ...]:
+  """Returns for each group the state of the highest score in its own seed tree.
+
+  A score counts this tree's states, ranks and expansions alone.
+  """
+  del seed
+  taken = []
+  for root in archive.roots[:num]:
+    states = [state for state in archive.states if state.seed_tree == root]
+    num_expansions = next(state.visits for state in states if state.state_id == root)
+    values = np.asarray([state.value for state in states], np.float64)
+    place = _best_first(_scores(states, num_expansions, config), values)[0]
+    taken.append(states[place].state_id)
+  return tuple(taken)
+
+
 def epsilon_greedy(archive: Archive, num: int, config: SearchConfig, seed: int) -> tuple[int, ...]:
   """Returns what `greedy` does, but for each group with probability epsilon any state at all."""
   random = np.random.default_rng([seed, archive.num_expansions])
@@ -186,7 +213,7 @@ def greedy(archive: Archive, num: int, config: SearchConfig, seed: int) -> tuple
 def seeds_in_turn(archive: Archive, num: int, config: SearchConfig, seed: int) -> tuple[int, ...]:
   """Returns seeds only, going on where the expansions so far left off."""
   del config, seed
-  ids = [state.state_id for state in archive.states if state.is_seed]
+  ids = archive.roots
   return tuple(ids[(archive.num_expansions + group) % len(ids)] for group in range(num))
 
 

@@ -98,7 +98,7 @@ def test_a_child_found_by_two_groups_of_a_step_belongs_to_the_first():
 
 def test_seeds_may_be_equal():
   kept = seeds(1.0, 1.0, 1.0)
-  assert kept.num_seeds == 3 and len({state.digest for state in kept.states}) == 1
+  assert len(kept.roots) == 3 and len({state.digest for state in kept.states}) == 1
 
 
 def test_eviction_keeps_seeds_and_the_best_and_the_older_of_equals():
@@ -108,7 +108,7 @@ def test_eviction_keeps_seeds_and_the_best_and_the_older_of_equals():
   assert [state.artefact for state in kept.states] == [-5.0, -6.0, "b", "c"]
   kept = archive.record_expansion(kept, 1, [child(1.5, "e"), child(2.0, "f")], step=2)
   assert [state.artefact for state in kept.states] == [-5.0, -6.0, "b", "f"]
-  assert kept.departed == () and kept.num_seeds == 2 and kept.next_id == 8
+  assert kept.departed == () and kept.roots == (0, 1) and kept.next_id == 8
 
 
 def test_departed_ancestors_stay_known_and_go_on_counting():
@@ -267,17 +267,37 @@ def test_the_lineage_of_an_unknown_state_is_refused():
 
 @pytest.mark.parametrize("text", ["{}", "[]", '{"format": "other/2"}'])
 def test_another_format_is_refused(text):
-  with pytest.raises(ValueError, match=r"got format .*, expected 'seerjax.search.archive/1'"):
+  with pytest.raises(ValueError, match=r"got format .*, expected 'seerjax.search.archive/2'"):
     archive.from_json(text)
 
 
 def test_stuck_by_hand():
-  seeds = [archive.Child(artefact=[i], value=1.0, reward=1.0) for i in range(2)]
-  fresh = archive.start(seeds, first_step=4)
-  # Expanded in step 4 for the first time.
-  assert [archive.is_stuck(fresh, step, 2) for step in (4, 5, 6)] == [False, True, True]
-  better = archive.Child(artefact=[9], value=2.0, reward=2.0)
-  found = archive.record_expansion(fresh, 0, [better], step=5)
-  assert [archive.is_stuck(found, step, 2) for step in (5, 6, 7)] == [False, False, True]
-  assert not archive.is_stuck(found, 100, 0)
-  assert archive.from_json(archive.to_json(found)) == found and found.first_step == 4
+  kept = seeds(1.0, 1.0)
+  assert [archive.stuck_roots(kept, step, 2) for step in (0, 1)] == [(), (0, 1)]
+  found = archive.record_expansion(kept, 0, [child(2.0)], step=1)
+  assert [archive.stuck_roots(found, step, 2) for step in (1, 2, 3)] == [(1,), (1,), (0, 1)]
+  # Worse than the best of its tree: nothing new.
+  worse = archive.record_expansion(found, 2, [child(1.5)], step=2)
+  assert archive.stuck_roots(worse, 3, 2) == (0, 1)
+  assert archive.stuck_roots(found, 100, 0) == ()
+
+
+def test_replanting_by_hand():
+  kept = archive.record_expansion(seeds(0.0, 0.0, capacity=5), 0, [child(2.0), child(1.0)], step=0)
+  planted = archive.replant(kept, 0, child(0.5, "fresh"), step=0)
+  assert planted.roots == (4, 1) and planted.next_id == 5
+  fresh = planted.states[-1]
+  assert (fresh.artefact, fresh.is_seed, fresh.seed_tree, fresh.step) == ("fresh", True, 4, 0)
+  assert archive.stuck_roots(planted, 1, 2) == (1,)
+  assert archive.best(planted).value == 2.0
+  # The best of all stays; of what else there is, the closed tree goes first, its root as well.
+  grown = archive.record_expansion(planted, 4, [child(0.7, "a"), child(0.6, "b")], step=1)
+  assert [state.artefact for state in grown.states] == [0.0, 2.0, "fresh", "a", "b"]
+  assert [state.state_id for state in grown.states] == [1, 2, 4, 5, 6]
+  assert [state.state_id for state in grown.departed] == [0]
+  assert archive.from_json(archive.to_json(grown)) == grown
+
+
+def test_what_does_not_grow_cannot_be_replanted():
+  with pytest.raises(ValueError, match=r"replant: got root 7, expected one of \(0, 1\); close a"):
+    archive.replant(seeds(0.0, 1.0), 7, child(1.0), step=0)

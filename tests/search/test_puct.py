@@ -67,6 +67,21 @@ def test_siblings_and_cousins_may_go_together():
   assert puct.select(kept, 3, SearchConfig(c=0.0), seed=0) == (3, 4, 1)
 
 
+def test_islands_by_hand():
+  config = SearchConfig(reuse="islands", c=30.0)
+  # In the tree of seed 0, T = 2: values 1, 3, 2, 2.5 have P = 1, 4, 2, 3 tenths.
+  root = 30 * math.sqrt(3)
+  want = [3 + root / 10 / 3, 2.5 + root * 4 / 10 / 2, 2 + root * 2 / 10, 2.5 + root * 3 / 10]
+  assert max(want) == want[3]
+  assert puct.select(family(), 2, config, seed=0) == (4, 1)
+  assert puct.select(family(), 1, config, seed=0) == (4,)
+  # Whatever other trees hold, a group stays in its own; a closed tree is nobody's.
+  kept = archive.record_expansion(family(), 1, [child(-7.0)], step=2)
+  assert puct.select(kept, 2, SearchConfig(reuse="islands", c=0.0), seed=0) == (0, 1)
+  planted = archive.replant(kept, 0, child(-9.0), step=2)
+  assert puct.select(planted, 2, SearchConfig(reuse="islands", c=0.0), seed=0) == (6, 1)
+
+
 def test_a_departed_ancestor_still_joins_a_lineage():
   kept = archive.start([child(0.0), child(-1.0)], capacity=3)
   kept = archive.record_expansion(kept, 0, [child(1.0)], step=0)
@@ -279,7 +294,8 @@ def test_more_groups_than_seeds_are_refused_by_every_rule(reuse):
     (dict(c=-1.0), r"SearchConfig.c: got -1.0, expected 0 <= c < inf"),
     (dict(c=math.nan), r"SearchConfig.c: got nan"),
     (dict(epsilon=1.5), r"SearchConfig.epsilon: got 1.5, expected a probability"),
-    (dict(patience=-1), r"SearchConfig.patience: got -1, expected at least 0 steps; 0 never"),
+    (dict(patience=-1), r"SearchConfig.patience: got -1 with reuse='puct', expected at least 0"),
+    (dict(patience=3), r"got 3 with reuse='puct', expected at least 0 steps, and 0 but for 'isl"),
     (dict(keep_children=0), r"got keep_children=0, capacity=1000, expected at least 1 child"),
     (dict(capacity=1), r"got keep_children=2, capacity=1, expected"),
   ],
