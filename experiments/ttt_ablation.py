@@ -17,22 +17,19 @@ import dataclasses
 import datetime
 import itertools
 import json
-import os
 import pathlib
 import statistics
-import tempfile
 from typing import Any, NamedTuple
 
 from absl import app, flags, logging
 import jax
 import rich.progress
 
-from experiments import configuration, ttt_discover
+from experiments import cells, configuration, ttt_discover
 from seerjax import metrics, numerics as numerics_lib, rl, self_test, ttt
 from seerjax.search import puct
-from seerjax.tasks import discovery, problems
+from seerjax.tasks import problems
 
-FILE_NAME = "cells.jsonl"
 # What stands in the place of an objective where nothing is learnt.
 OFF = "off"
 
@@ -56,7 +53,7 @@ class Grid:
   seeds: tuple[int, ...] = (0, 1, 2)
   with_off: bool = True
   run: ttt.DiscoverConfig = dataclasses.replace(
-    ttt_discover.FLAGSHIP, num_steps=60, checkpoint_every=60
+    ttt_discover.FLAGSHIP, num_steps=60, checkpoint_every=60, search=puct.SearchConfig()
   )
 
   def __post_init__(self):
@@ -112,14 +109,7 @@ def finished(path: pathlib.Path, grid: Grid) -> dict[Cell, dict[str, Any]]:
   Raises:
     ValueError: if they were made with other settings.
   """
-  records = metrics.read(path) if path.is_file() else []
-  for record in records:
-    if record["settings"] != settings_of(grid):
-      names = [n for n, v in settings_of(grid).items() if record["settings"].get(n) != v]
-      raise ValueError(
-        f"{path}: got cells with other {', '.join(names)}, expected those of this command; name"
-        " another --workdir, or the settings that they were made with."
-      )
+  records = cells.read(path, settings_of(grid))
   return {Cell(*(record[field] for field in Cell._fields)): record for record in records}
 
 
@@ -129,21 +119,7 @@ def measure(
   """Runs a cell; returns its record. Runs of one shape share what they compile."""
   config = grid.config_of(cell)
   environment = problems.load(cell.problem)
-  policy = ttt.tiny_policy(config, environment)
-  run = config.run(environment)
-  shape = (policy.model, run.rollout.max_tokens)
-  if shape not in programs:
-    programs[shape] = rl.make_programs(run, policy.model)
-  with tempfile.TemporaryDirectory() as directory:
-    found = ttt.discover(
-      config,
-      environment,
-      pathlib.Path(directory),
-      policy=policy,
-      say=lambda _: None,
-      programs=programs[shape],
-    )
-    rows = metrics.read(pathlib.Path(directory) / metrics.FILE_NAME)
+  found, rows = cells.discovered(config, environment, programs)
   return cell._asdict() | {
     "best": found.score.value,
     "is_maximised": environment.is_maximised,
@@ -158,15 +134,6 @@ def measure(
     "numerics": numerics_lib.fingerprint(config.numerics)["digest"],
     "settings": settings_of(grid),
   }  # fmt: skip
-
-
-def append(path: pathlib.Path, record: dict[str, Any]) -> None:
-  """Adds a finished cell to the file; it is on the disk when this returns."""
-  path.parent.mkdir(parents=True, exist_ok=True)
-  with path.open("a", encoding="utf-8") as file:
-    file.write(json.dumps(metrics.encode(record)) + "\n")
-    file.flush()
-    os.fsync(file.fileno())
 
 
 def tables(records: Sequence[dict[str, Any]]) -> str:
@@ -185,14 +152,14 @@ def tables(records: Sequence[dict[str, Any]]) -> str:
       f"|---|{'---|' * len(reuses)}",
     ]
     for objective in dict.fromkeys(record["objective"] for record in here):
-      cells = []
+      columns = []
       for reuse in reuses:
         bests = [r["best"] for r in here if (r["objective"], r["reuse"]) == (objective, reuse)]
         middle = f"{statistics.median(bests):.7g}" if bests else "not run"
         spread = f" ({min(bests):.7g} to {max(bests):.7g}, {len(bests)})" if bests else ""
-        cells.append(middle + spread)
+        columns.append(middle + spread)
       name = "training off" if objective == OFF else objective
-      lines.append(f"| {name} | {' | '.join(cells)} |")
+      lines.append(f"| {name} | {' | '.join(columns)} |")
     lines.append("")
   return "\n".join(lines)
 
@@ -203,22 +170,17 @@ def run(grid: Grid, directory: pathlib.Path) -> str:
   Raises:
     ValueError: if the directory holds cells of other settings, or a problem has no language.
   """
-  path = directory / FILE_NAME
+  path = directory / cells.FILE_NAME
   records = finished(path, grid)
-  for name in grid.problems:
-    environment = problems.load(name)
-    if environment.language is None or not isinstance(environment, discovery.Environment):
-      raise ValueError(
-        f"{name}: got a problem without a language of edits, expected one; choose another."
-      )
-  cells = list(grid.cells())
-  missing = [cell for cell in cells if cell not in records]
+  cells.check_problems(grid.problems)
+  every = list(grid.cells())
+  missing = [cell for cell in every if cell not in records]
   programs: dict[Any, rl.Programs] = {}
-  for cell in rich.progress.track(missing, f"cells, {len(cells) - len(missing)} were finished"):
+  for cell in rich.progress.track(missing, f"cells, {len(every) - len(missing)} were finished"):
     record = measure(grid, cell, programs)
-    append(path, record)
+    cells.append(path, record)
     records[cell] = record
-  text = tables([records[cell] for cell in cells])
+  text = tables([records[cell] for cell in every])
   (directory / "table.md").write_text(text)
   return text
 

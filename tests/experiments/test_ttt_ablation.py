@@ -6,13 +6,11 @@ import dataclasses
 import pathlib
 
 import pytest
+import small_discovery
 import tiny_problem
 
-from experiments import ttt_ablation
+from experiments import cells, ttt_ablation
 from experiments.ttt_ablation import Cell, Grid
-from seerjax import ttt
-from seerjax.engine.engine import EngineConfig
-from seerjax.rl import TrainerConfig
 
 PROBLEM = tiny_problem.__file__
 assert PROBLEM is not None
@@ -21,26 +19,18 @@ SMALL = Grid(
   objectives=("adaptive",),
   reuses=("puct", "none"),
   seeds=(0, 1),
-  run=ttt.DiscoverConfig(
-    num_steps=2,
-    groups_per_step=2,
-    group_size=4,
-    tiny=ttt.TinyConfig(hidden_size=16, num_layers=1, warm_sentences=8),
-    engine=EngineConfig(page_size=8, max_sequences=8, max_context=16, row_buckets=(16,)),
-    trainer=TrainerConfig(rows_per_micro_batch=64, sequences_per_micro_batch=8),
-    numerics=dataclasses.replace(ttt.DiscoverConfig().numerics, kv_split=16),
-  ),
+  run=small_discovery.RUN,
 )
 
 
 def test_cells_go_seed_by_seed_and_without_training_once_a_reuse():
-  cells = list(SMALL.cells())
-  assert [cell.seed for cell in cells] == [0] * 4 + [1] * 4
-  assert [(cell.objective, cell.reuse) for cell in cells[:4]] == [
+  every = list(SMALL.cells())
+  assert [cell.seed for cell in every] == [0] * 4 + [1] * 4
+  assert [(cell.objective, cell.reuse) for cell in every[:4]] == [
     ("off", "puct"), ("off", "none"), ("adaptive", "puct"), ("adaptive", "none")
   ]  # fmt: skip
   assert len(list(Grid().cells())) == 2 * 3 * (4 + 4 * 4)
-  off, adaptive = SMALL.config_of(cells[1]), SMALL.config_of(cells[6])
+  off, adaptive = SMALL.config_of(every[1]), SMALL.config_of(every[6])
   assert not off.train and off.search.reuse == "none" and off.seed == 0
   assert adaptive.train and adaptive.objective.kind == "adaptive" and adaptive.seed == 1
 
@@ -68,7 +58,7 @@ def test_a_misspelt_switch_is_refused():
 def test_finished_cells_are_kept_and_the_run_goes_on(tmp_path: pathlib.Path):
   text = ttt_ablation.run(SMALL, tmp_path)
   assert "| training off |" in text and "| adaptive |" in text
-  path = tmp_path / ttt_ablation.FILE_NAME
+  path = tmp_path / cells.FILE_NAME
   lines = path.read_text().splitlines()
   assert len(lines) == 8
   path.write_text("\n".join(lines[:7]) + "\n")

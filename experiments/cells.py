@@ -1,0 +1,92 @@
+"""Cells of a table that takes days: a finished one is a line of JSON, and is not run again.
+
+Claim: none; `ttt_ablation` and `ttt_rivals` run and keep their cells so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+import json
+import os
+import pathlib
+import tempfile
+from typing import Any
+
+from seerjax import metrics, rl, ttt
+from seerjax.tasks import problems
+from seerjax.tasks.discovery import Environment
+
+FILE_NAME = "cells.jsonl"
+
+
+def read(path: pathlib.Path, settings: dict[str, Any]) -> list[dict[str, Any]]:
+  """Returns the finished cells of a file; none if it is not there.
+
+  Args:
+    path: of the file.
+    settings: that all cells of one table have in common.
+
+  Raises:
+    ValueError: if they were made with other settings.
+  """
+  records = metrics.read(path) if path.is_file() else []
+  for record in records:
+    if record["settings"] != settings:
+      names = sorted(
+        name
+        for name in {*settings, *record["settings"]}
+        if record["settings"].get(name) != settings.get(name)
+      )
+      raise ValueError(
+        f"{path}: got cells with other {', '.join(names)}, expected those of this command; name"
+        " another --workdir, or the settings that they were made with."
+      )
+  return records
+
+
+def append(path: pathlib.Path, record: dict[str, Any]) -> None:
+  """Adds a finished cell to a file; it is on the disk when this returns."""
+  path.parent.mkdir(parents=True, exist_ok=True)
+  with path.open("a", encoding="utf-8") as file:
+    file.write(json.dumps(metrics.encode(record)) + "\n")
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def check_problems(names: Sequence[str]) -> None:
+  """Refuses problems that the tiny policy cannot write edits for, before any cell is run.
+
+  Raises:
+    ValueError: naming the first.
+  """
+  for name in names:
+    if problems.load(name).language is None:
+      raise ValueError(
+        f"{name}: got a problem without a language of edits, expected one; choose another."
+      )
+
+
+def discovered(
+  config: ttt.DiscoverConfig, environment: Environment, programs: dict[Any, rl.Programs]
+) -> tuple[ttt.Discovery, list[dict[str, Any]]]:
+  """Returns a run of the tiny policy, and its metrics by step.
+
+  Args:
+    config: of the run.
+    environment: the problem.
+    programs: what earlier runs compiled, by shape; takes what this one compiles.
+  """
+  policy, run = ttt.tiny_policy(config, environment), config.run(environment)
+  shape = (policy.model, run.rollout.max_tokens)
+  if shape not in programs:
+    programs[shape] = rl.make_programs(run, policy.model)
+  with tempfile.TemporaryDirectory() as directory:
+    found = ttt.discover(
+      config,
+      environment,
+      pathlib.Path(directory),
+      policy=policy,
+      say=lambda _: None,
+      programs=programs[shape],
+    )
+    return found, metrics.read(pathlib.Path(directory) / metrics.FILE_NAME)
