@@ -20,7 +20,7 @@ import dataclasses
 import heapq
 import math
 import operator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -338,6 +338,87 @@ class _Sorted:
     heapq.heappush(self._heap, entry)
 
 
+class _Ranked:
+  """Waiting requests by the rank of their class, what they generated, and their member number.
+
+  Two heaps, one over the other: every class has its requests in one of its own, and stands in the
+  heap of classes as its first one does. So a class gets another rank by one push, whatever waits in
+  it. A class's entry is the one of its last push; it may promise more than the class still has,
+  never less.
+  """
+
+  def __init__(self):
+    # (rank and request, arrival, serial, class)
+    self._classes: list[tuple[int, int, int, int]] = []
+    self._waiting: dict[int, list[_Entry]] = {}  # By class.
+    self._ranks: dict[int, int] = {}
+    self._last: dict[int, int] = {}  # By class: serial of its last entry.
+    self._serials: dict[int, int] = {}  # By request: that of its last push.
+    self._num_pushes = 0
+
+  def rank(self, of_class: int, rank: int) -> None:
+    """Gives a class its rank, the lowest first."""
+    if self._ranks.get(of_class) != rank:
+      self._ranks[of_class] = rank
+      if self._waiting.get(of_class):
+        self._show(of_class)
+
+  def push(self, item: Item, of_class: int) -> None:
+    """Takes a request into a class that has a rank."""
+    self._num_pushes += 1
+    self._serials[item.index] = self._num_pushes
+    entry = (_packed(0, item.generated, item.member), item.index, self._num_pushes, item)
+    waiting = self._waiting.setdefault(of_class, [])
+    heapq.heappush(waiting, entry)
+    if waiting[0] is entry:
+      self._show(of_class)
+
+  def peek(self) -> Item | None:
+    while self._classes:
+      key, index, serial, of_class = self._classes[0]
+      first = self._first(of_class) if self._last[of_class] == serial else None
+      if first is None:
+        heapq.heappop(self._classes)
+      elif first[1] == index and self._key(of_class, first) == key:
+        return first[3]
+      else:
+        heapq.heappop(self._classes)
+        self._show(of_class)
+    return None
+
+  def pop(self) -> tuple[int, _Entry]:
+    """Takes out what `peek` returned."""
+    of_class = self._classes[0][3]
+    return of_class, heapq.heappop(self._waiting[of_class])
+
+  def restore(self, taken: tuple[int, _Entry]) -> None:
+    """Puts back what was taken out, if nothing was pushed since."""
+    of_class, entry = taken
+    heapq.heappush(self._waiting[of_class], entry)
+    self._show(of_class)
+
+  def _first(self, of_class: int) -> _Entry | None:
+    waiting = self._waiting[of_class]
+    while waiting:
+      _, index, serial, item = waiting[0]
+      if item.state is State.WAITING and self._serials[index] == serial:
+        return waiting[0]
+      heapq.heappop(waiting)
+    return None
+
+  def _key(self, of_class: int, entry: _Entry) -> int:
+    return (self._ranks[of_class] << 64) | entry[0]
+
+  def _show(self, of_class: int) -> None:
+    """Puts a class where its first request belongs."""
+    first = self._waiting[of_class][0]
+    self._num_pushes += 1
+    self._last[of_class] = self._num_pushes
+    heapq.heappush(
+      self._classes, (self._key(of_class, first), first[1], self._num_pushes, of_class)
+    )
+
+
 class _GroupQueue:
   """Policy of `GroupFCFS`: one queue an instance, groups dealt out in turn."""
 
@@ -454,10 +535,10 @@ class _OurQueue:
     self._config = config
     self._by_patience: collections.deque[tuple[int, Item]] = collections.deque()
     self._by_age = _Sorted()
-    self._by_estimate = _Sorted()
+    self._by_estimate = _Ranked()
+    self._not_by_age: dict[int, Item] = {}  # By request: waits, and `_by_age` has not heard of it.
     self._finished: dict[int, list[int]] = {}  # By group: lengths, ascending.
     self._floors: dict[int, int] = {}  # By group: most that an unfinished member has generated.
-    self._levels: dict[int, int] = {}  # By group: logarithm of the estimate, rounded down.
     self._pilots = _Pilots(config.num_pilots, config.pilot_every)
     self._levels_per_nat = 1 / math.log(config.same_factor)
     self._until_fair = config.fair_every
@@ -469,29 +550,29 @@ class _OurQueue:
     return self._pilots.correlation
 
   def update(self, item: Item) -> None:
-    group = item.group.index
-    floor = self._floors.setdefault(group, 0)
-    if item.state is State.RUNNING and item.generated <= floor:
+    group, state = item.group.index, item.state
+    floor = self._floors.get(group, -1)
+    is_longer = item.generated > floor
+    if state is State.RUNNING and not is_longer:
       return  # A chunk began: nothing new is known, and its entries are dropped when they surface.
-    if item.state is State.FINISHED:
+    if state is State.FINISHED:
       bisect.insort(self._finished.setdefault(group, []), item.generated)
       unfinished = [one.generated for one in item.group.members if one.state is not State.FINISHED]
       self._floors[group] = max(unfinished, default=0)
-    else:
-      self._floors[group] = max(floor, item.generated)
-    if self._pilots.has(item):
+    elif is_longer:
+      self._floors[group] = item.generated
+    is_pilot = self._pilots.has(item)
+    if is_pilot:
       self._pilots.update(item)
-    level = int(math.log(max(self.estimate(item.group), 1)) * self._levels_per_nat)
-    if level != self._levels.get(group):
-      self._levels[group] = level
-      for member in item.group.members:
-        if member.state is State.WAITING and member is not item:
-          self._push_by_estimate(member)
-    if item.state is State.WAITING:
+    if is_longer or state is State.FINISHED:
+      level = int(math.log(max(self.estimate(item.group), 1)) * self._levels_per_nat)
+      # A group's pilots are a class of their own.
+      self._by_estimate.rank(2 * group, -level)
+      self._by_estimate.rank(2 * group + 1, _MOST_LEVELS - level)
+    if state is State.WAITING:
       self._by_patience.append((item.num_chunks, item))
-      is_other = not self._pilots.has(item)
-      self._by_age.push(item, _packed(is_other, item.generated, item.member))
-      self._push_by_estimate(item)
+      self._not_by_age[item.index] = item
+      self._by_estimate.push(item, 2 * group + (not is_pilot))
 
   def estimate(self, group: Group) -> int:
     floor = self._floors.get(group.index, 0)
@@ -520,8 +601,9 @@ class _OurQueue:
         self._held = (item, _roomiest(instances))
     correlation = self.correlation
     is_alike = correlation is not None and correlation >= self._config.min_correlation
-    waiting = self._by_estimate if is_alike else self._by_age
-    decision = self._decide_from(waiting, instances, room)
+    decision = self._decide_from(
+      self._by_estimate if is_alike else self._all_by_age(), instances, room
+    )
     self._until_fair -= decision is not None
     return decision
 
@@ -533,8 +615,19 @@ class _OurQueue:
       self._by_patience.popleft()
     return None
 
-  def _decide_from(self, waiting: _Sorted, instances: Instances, room: _Room) -> Decision | None:
-    passed: list[_Entry] = []
+  def _all_by_age(self) -> _Sorted:
+    """Returns those that wait by what they generated; it hears of them when it is asked."""
+    for item in self._not_by_age.values():
+      if item.state is State.WAITING:
+        is_other = not self._pilots.has(item)
+        self._by_age.push(item, _packed(is_other, item.generated, item.member))
+    self._not_by_age.clear()
+    return self._by_age
+
+  def _decide_from(
+    self, waiting: _Sorted | _Ranked, instances: Instances, room: _Room
+  ) -> Decision | None:
+    passed: list[Any] = []  # As its `pop` gives them.
     decision = None
     if self._held is not None:
       room.keep(self._held[1])
@@ -549,12 +642,6 @@ class _OurQueue:
     for entry in passed:
       waiting.restore(entry)
     return decision
-
-  def _push_by_estimate(self, item: Item) -> None:
-    level = self._levels[item.group.index]
-    is_other = not self._pilots.has(item)
-    key = _packed(is_other * _MOST_LEVELS - level, item.generated, item.member)
-    self._by_estimate.push(item, key)
 
 
 class _Pilots:

@@ -458,3 +458,43 @@ def test_no_request_starves_with_ours(case, fair_every):
   first = {decision.request_id: i for i, decision in reversed(list(enumerate(decisions)))}
   assert len(first) == len(decisions) == count  # One chunk each.
   assert first["0/0"] <= (fair_every + 1) * (len(case.lengths[0]) + 1)
+
+
+@hypothesis.given(
+  st.lists(st.tuples(st.integers(0, 8), st.integers(0, 3), st.integers(0, 4)), max_size=40)
+)
+@hypothesis.settings(max_examples=100, deadline=None)
+def test_what_waits_by_the_rank_of_its_class_is_as_if_all_were_sorted(changes):
+  """Requests run and come back with more, classes get other ranks, some are passed over."""
+  buffer = filled([[0] * 3] * 3)
+  items, ranks, waiting = list(buffer), [0, 0, 0], scheduler_lib._Ranked()
+  for of_class in range(3):
+    waiting.rank(of_class, 0)
+  for item in items:
+    waiting.push(item, item.group.index)
+
+  def expected():
+    return sorted(
+      (item for item in items if item.state is State.WAITING),
+      key=lambda item: (ranks[item.group.index], item.generated, item.member, item.index),
+    )
+
+  for index, rank, num_passed in changes:
+    item, of_class = items[index], items[index].group.index
+    if item.state is State.WAITING:
+      buffer.begin_chunk(item.request_id, 0, 1)
+    else:
+      # KV that is lost leaves a request where it was: its old entry must not count twice.
+      buffer.end_chunk(item.request_id, item.generated + (rank > 0), item.generated + 1 == 20)
+    if item.state is State.WAITING:
+      waiting.push(item, of_class)
+    ranks[of_class] = rank
+    waiting.rank(of_class, rank)
+    found, taken = [], []
+    while len(found) < num_passed and (first := waiting.peek()) is not None:
+      found.append(first)
+      taken.append(waiting.pop())
+    assert found == expected()[: len(found)] and len(found) == min(num_passed, len(expected()))
+    for entry in taken:
+      waiting.restore(entry)
+    assert waiting.peek() is next(iter(expected()), None)
