@@ -334,7 +334,8 @@ def discover(
     )
   state, step = rl.initial_state(run, policy), 0
   archive = first_archive(config, environment)
-  totals = dict(tokens=0, cpu_seconds=0.0, best=archive_lib.best(archive).value)
+  start = archive_lib.best(archive).value
+  totals = dict(tokens=0, cpu_seconds=0.0, start=start, best=start)
   settings = metrics.encode(dataclasses.asdict(config))
   if resume:
     like = dict(state=state, base=policy.params)
@@ -438,9 +439,10 @@ def discover(
         done = dict(
           tokens=totals["tokens"] + tokens,
           cpu_seconds=totals["cpu_seconds"] + cpu_seconds(writer) - cpu_start,
+          start=totals["start"],
           best=max(totals["best"], archive_lib.best(found).value),
         )
-        numbers |= of_search(environment, found, sampled, done["best"]) | {
+        numbers |= of_search(environment, found, sampled, done) | {
           "search/replanted": float(len({*found.roots} - {*archive.roots})),
           "search/tokens": float(done["tokens"]),
           "search/cpu_seconds": done["cpu_seconds"],
@@ -460,11 +462,10 @@ def discover(
   # Not the archive's: before a kill a problem that is timed may have found a better one.
   best = json.loads((directory / BEST).read_text())
   score = environment.verify(best["artefact"])
-  start = max(state.value for state in archive.states if state.is_seed)
   numbers = clock.read() | dict(
     problem=environment.name,
     best=score.value,
-    start=shown(environment, start),
+    start=shown(environment, totals["start"]),
     certificate=score.certificate,
     attempts=config.num_steps * config.groups_per_step * config.group_size,
     tokens=totals["tokens"],
@@ -746,8 +747,11 @@ def first_archive(config: DiscoverConfig, environment: Environment) -> archive_l
 def replanted(
   config: DiscoverConfig, environment: Environment, archive: archive_lib.Archive, step: int
 ) -> archive_lib.Archive:
-  """Returns the archive with a fresh start in the place of each tree that is stuck after a step."""
-  for root in archive_lib.stuck_roots(archive, step, config.search.patience):
+  """Returns the archive with fresh starts in the place of islands that are stuck after a step."""
+  search = config.search
+  for root in archive_lib.stuck_roots(
+    archive, step, islands=search.islands, patience=search.patience
+  ):
     seed = seed_of(config, environment, archive.roots.index(root), step + 1)
     archive = archive_lib.replant(archive, root, seed, step=step)
   return archive
@@ -782,15 +786,17 @@ shown = signed  # Back again: the same change of sign.
 
 
 def of_search(
-  environment: Environment, after: archive_lib.Archive, sampled: Sampled, best: float
+  environment: Environment,
+  after: archive_lib.Archive,
+  sampled: Sampled,
+  totals: dict[str, float],
 ) -> dict[str, float]:
-  """Returns a step's numbers of the search; `best` is the best ever found, higher is better."""
+  """Returns a step's numbers of the search; `totals` has the first and the best value so far."""
   scores = [a.score for group in sampled.attempts for a in group]
   values = [score.value for score in scores if score.is_valid]
-  start = max(state.value for state in after.states if state.is_seed)
   numbers = {
-    "search/best": shown(environment, best),
-    "search/gain": best - start,
+    "search/best": shown(environment, totals["best"]),
+    "search/gain": totals["best"] - totals["start"],
     "search/archive_size": float(len(after.states)),
     "search/seed_trees_alive": float(archive_lib.num_seed_trees_alive(after)),
     "search/valid_rate": len(values) / len(scores),

@@ -406,7 +406,9 @@ def test_lower_is_better_where_the_problem_says_so(tmp_path):
 # Islands, of which those that are stuck are planted anew.
 
 RESTLESS = dataclasses.replace(
-  CONFIG, num_steps=7, search=puct.SearchConfig(reuse="islands", patience=1)
+  CONFIG,
+  num_steps=7,
+  search=puct.SearchConfig(islands=CONFIG.groups_per_step, patience=1),
 )
 
 

@@ -242,22 +242,27 @@ def best(archive: Archive) -> State:
   return max(archive.states, key=lambda state: (state.value, -state.state_id))
 
 
-def stuck_roots(archive: Archive, step: int, patience: int) -> tuple[int, ...]:
-  """Returns the roots whose trees held their best before the last `patience` steps began.
+def stuck_roots(
+  archive: Archive, step: int, *, islands: int, patience: int
+) -> tuple[int, ...]:
+  """Returns the roots of the islands that held their best before the last steps began.
 
   Args:
     archive: after the step.
     step: of the run, the last one that was recorded.
+    islands: root i is of island i modulo their number.
     patience: steps; 0 gives none.
   """
   if patience < 1:
     return ()
-  found_in: dict[int, tuple[float, int]] = {}
-  for state in archive.states:
-    found_in[state.seed_tree] = max(
-      found_in.get(state.seed_tree, (-math.inf, 0)), (state.value, -state.step)
-    )
-  return tuple(root for root in archive.roots if step + found_in[root][1] >= patience)
+  stuck = []
+  for island in range(islands):
+    roots = archive.roots[island::islands]
+    trees = (state for state in archive.states if state.seed_tree in roots)
+    _, found_in = max((state.value, -state.step) for state in trees)
+    if step + found_in >= patience:
+      stuck += roots
+  return tuple(stuck)
 
 
 def replant(archive: Archive, root: int, seed: Child, *, step: int) -> Archive:

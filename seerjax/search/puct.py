@@ -11,8 +11,8 @@
 A batch of "puct" walks down the scores and passes over every ancestor and every descendant of a
 state that it has taken: one state of a lineage, though siblings and cousins may go together. Seeds
 never depart, so each seed tree offers at least one state, and a batch is full wherever there are as
-many seeds as groups; fewer are refused. "islands" gives every group a seed tree of its own, in
-which it takes the highest score among this tree's states alone.
+many seeds as groups; fewer are refused. Groups and seeds may be dealt to islands, each of which
+scores its own trees as if there were no others: then no family can take all groups.
 
 No rule has state. `select` is a pure function of (archive, num, config, seed); what is random is
 drawn from (seed, T), and T grows with every step.
@@ -24,7 +24,7 @@ there as that of all states; its published code leaves the seeds out, as is the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import dataclasses
 import math
 
@@ -34,7 +34,7 @@ from seerjax.array_typing import Float
 from seerjax.search import archive as archives
 from seerjax.search.archive import Archive, State
 
-REUSE = ("puct", "islands", "epsilon_greedy", "greedy", "none", "sequential")
+REUSE = ("puct", "epsilon_greedy", "greedy", "none", "sequential")
 MIN_RANGE = 1e-6  # Value units: published.
 
 
@@ -44,8 +44,6 @@ class SearchConfig:
 
   Attributes:
     reuse: "puct": the scores above, one state of a lineage.
-      "islands": each group has a seed tree of its own, and PUCT chooses in it. A family that does
-        well cannot take the groups of others.
       "epsilon_greedy": as greedy, but each group starts with probability `epsilon` from a state
         drawn evenly from all.
       "greedy": the best states, one group each.
@@ -57,8 +55,11 @@ class SearchConfig:
     keep_children: most children that an expansion admits, for `archive.start`.
     capacity: most living states, for `archive.start`.
     range_over_seeds: S counts the seeds' values too.
-    patience: of "islands": steps without a better state after which a tree is closed and another
-      planted, which the policy enters with all that it has learnt. 0 never does.
+    islands: of "puct": how many searches go on side by side; group i belongs to island i modulo
+      their number. 1 is published.
+    patience: of "puct": steps without a better state after which an island's trees are closed and
+      others planted, which the policy enters with all that it has learnt. 0 never does, as
+      published.
   """
 
   reuse: str = "puct"
@@ -67,17 +68,21 @@ class SearchConfig:
   keep_children: int = 2
   capacity: int = 1000
   range_over_seeds: bool = False
+  islands: int = 1
   patience: int = 0
 
   def __post_init__(self):
-    if self.patience < 0 or (self.patience and self.reuse != "islands"):
-      raise ValueError(
-        f"SearchConfig.patience: got {self.patience} with reuse={self.reuse!r}, expected at least 0"
-        " steps, and 0 but for 'islands'; only its trees can be closed."
-      )
     if self.reuse not in REUSE:
       raise ValueError(
         f"SearchConfig.reuse: got {self.reuse!r}, expected one of {REUSE}; choose one."
+      )
+    if self.islands < 1 or self.patience < 0 or (
+      self.reuse != "puct" and (self.islands, self.patience) != (1, 0)
+    ):
+      raise ValueError(
+        f"SearchConfig: got islands={self.islands}, patience={self.patience} with"
+        f" reuse={self.reuse!r}, expected at least 1 and 0, and these but for 'puct'; other ways to"
+        " reuse have one archive, which is never begun anew."
       )
     if not 0 <= self.c < math.inf:
       raise ValueError(
@@ -116,9 +121,7 @@ def select(archive: Archive, num: int, config: SearchConfig, seed: int) -> tuple
     raise ValueError(f"puct.select: got seed={seed}, expected at least 0; pass the run's seed.")
   match config.reuse:
     case "puct":
-      return one_of_each_lineage(archive, num, config, seed)
-    case "islands":
-      return islands(archive, num, config, seed)
+      return by_score(archive, num, config, seed)
     case "epsilon_greedy":
       return epsilon_greedy(archive, num, config, seed)
     case "greedy":
@@ -129,14 +132,10 @@ def select(archive: Archive, num: int, config: SearchConfig, seed: int) -> tuple
       return sequential(archive, num, config, seed)
 
 
-def scores(archive: Archive, config: SearchConfig) -> Float[np.ndarray, "m"]:
-  """Returns the PUCT score of each living state as f64[m], in the order of `archive.states`."""
-  return _scores(archive.states, archive.num_expansions, config)
-
-
-def _scores(
+def scores(
   states: Sequence[State], num_expansions: int, config: SearchConfig
 ) -> Float[np.ndarray, "m"]:
+  """Returns the PUCT score of each state as f64[m]; `num_expansions` is their T."""
   values = np.asarray([state.value for state in states], np.float64)
   exploited = np.asarray(
     [state.value if state.best_child is None else state.best_child for state in states], np.float64
@@ -152,20 +151,45 @@ def _scores(
   return exploited + bonus / (1 + visits)
 
 
-def one_of_each_lineage(
-  archive: Archive, num: int, config: SearchConfig, seed: int
-) -> tuple[int, ...]:
-  """Returns the states of the highest scores of which none descends from another.
+def by_score(archive: Archive, num: int, config: SearchConfig, seed: int) -> tuple[int, ...]:
+  """Returns for each island the states of its highest scores of which none descends from another.
 
   Equal scores go by value, then by age, the older first.
+
+  Raises:
+    ValueError: if there are more islands than groups.
   """
   del seed
-  values = np.asarray([state.value for state in archive.states], np.float64)
+  if config.islands > num:
+    raise ValueError(
+      f"SearchConfig.islands: got {config.islands} for {num} groups, expected at most one a group;"
+      " lower it, or raise groups_per_step."
+    )
   above = archives.ancestors(archive)
+  taken = [0] * num
+  for island in range(config.islands):
+    roots = archive.roots[island :: config.islands]
+    mine = slice(island, num, config.islands)
+    taken[mine] = _of_island(archive, roots, len(taken[mine]), above, config)
+  return tuple(taken)
+
+
+def _of_island(
+  archive: Archive,
+  roots: Sequence[int],
+  num: int,
+  above: Mapping[int, frozenset[int]],
+  config: SearchConfig,
+) -> list[int]:
+  """Returns `num` states of the trees with these roots, one of each lineage."""
+  states = [state for state in archive.states if state.seed_tree in roots]
+  # n counts the expansions of a whole tree at its root.
+  num_expansions = sum(state.visits for state in states if state.is_seed)
+  values = np.asarray([state.value for state in states], np.float64)
   taken: list[int] = []
   blocked: set[int] = set()  # Ancestors of what is taken.
-  for place in _best_first(scores(archive, config), values):
-    state_id = archive.states[place].state_id
+  for place in _best_first(scores(states, num_expansions, config), values):
+    state_id = states[place].state_id
     if state_id in blocked or not above[state_id].isdisjoint(taken):
       continue
     taken.append(state_id)
@@ -173,23 +197,7 @@ def one_of_each_lineage(
     if len(taken) == num:
       break
   assert len(taken) == num, "every seed tree offers a state"
-  return tuple(taken)
-
-
-def islands(archive: Archive, num: int, config: SearchConfig, seed: int) -> tuple[int, ...]:
-  """Returns for each group the state of the highest score in its own seed tree.
-
-  A score counts this tree's states, ranks and expansions alone.
-  """
-  del seed
-  taken = []
-  for root in archive.roots[:num]:
-    states = [state for state in archive.states if state.seed_tree == root]
-    num_expansions = next(state.visits for state in states if state.state_id == root)
-    values = np.asarray([state.value for state in states], np.float64)
-    place = _best_first(_scores(states, num_expansions, config), values)[0]
-    taken.append(states[place].state_id)
-  return tuple(taken)
+  return taken
 
 
 def epsilon_greedy(archive: Archive, num: int, config: SearchConfig, seed: int) -> tuple[int, ...]:

@@ -272,14 +272,19 @@ def test_another_format_is_refused(text):
 
 
 def test_stuck_by_hand():
+  def stuck(kept, *steps, islands=2):
+    return [archive.stuck_roots(kept, step, islands=islands, patience=2) for step in steps]
+
   kept = seeds(1.0, 1.0)
-  assert [archive.stuck_roots(kept, step, 2) for step in (0, 1)] == [(), (0, 1)]
+  assert stuck(kept, 0, 1) == [(), (0, 1)]
   found = archive.record_expansion(kept, 0, [child(2.0)], step=1)
-  assert [archive.stuck_roots(found, step, 2) for step in (1, 2, 3)] == [(1,), (1,), (0, 1)]
-  # Worse than the best of its tree: nothing new.
+  assert stuck(found, 1, 2, 3) == [(1,), (1,), (0, 1)]
+  # An island stands or falls as a whole.
+  assert stuck(found, 1, 2, 3, islands=1) == [(), (), (0, 1)]
+  # Worse than the best of its island: nothing new.
   worse = archive.record_expansion(found, 2, [child(1.5)], step=2)
-  assert archive.stuck_roots(worse, 3, 2) == (0, 1)
-  assert archive.stuck_roots(found, 100, 0) == ()
+  assert stuck(worse, 3) == [(0, 1)]
+  assert archive.stuck_roots(found, 100, islands=2, patience=0) == ()
 
 
 def test_replanting_by_hand():
@@ -288,7 +293,7 @@ def test_replanting_by_hand():
   assert planted.roots == (4, 1) and planted.next_id == 5
   fresh = planted.states[-1]
   assert (fresh.artefact, fresh.is_seed, fresh.seed_tree, fresh.step) == ("fresh", True, 4, 0)
-  assert archive.stuck_roots(planted, 1, 2) == (1,)
+  assert archive.stuck_roots(planted, 1, islands=2, patience=2) == (1,)
   assert archive.best(planted).value == 2.0
   # The best of all stays; of what else there is, the closed tree goes first, its root as well.
   grown = archive.record_expansion(planted, 4, [child(0.7, "a"), child(0.6, "b")], step=1)

@@ -16,6 +16,8 @@ from seerjax.search import archive, puct
 from seerjax.search.archive import Archive, Child
 from seerjax.search.puct import SearchConfig
 
+DEFAULT = SearchConfig()
+
 
 def child(value: float, artefact: object = None) -> Child:
   return Child(artefact=value if artefact is None else artefact, value=value, reward=1.0)
@@ -26,6 +28,10 @@ def family() -> Archive:
   kept = archive.start([child(1.0), child(0.0)])
   kept = archive.record_expansion(kept, 0, [child(2.0), child(3.0)], step=0)
   return archive.record_expansion(kept, 2, [child(2.5)], step=1)
+
+
+def scores_of(kept: Archive, config: SearchConfig = DEFAULT) -> np.ndarray:
+  return puct.scores(kept.states, kept.num_expansions, config)
 
 
 def test_scores_of_five_states_by_hand():
@@ -39,12 +45,12 @@ def test_scores_of_five_states_by_hand():
     2 + root * 3 / 15,
     2.5 + root * 4 / 15,
   ]
-  np.testing.assert_allclose(puct.scores(family(), SearchConfig()), want, rtol=1e-15)
+  np.testing.assert_allclose(scores_of(family()), want, rtol=1e-15)
   # Over all states S = 3.
   want = np.asarray([3.0, 0, 2.5, 2, 2.5]) + 3 * (np.asarray(want) - [3, 0, 2.5, 2, 2.5])
   config = SearchConfig(range_over_seeds=True)
-  np.testing.assert_allclose(puct.scores(family(), config), want, rtol=1e-14)
-  np.testing.assert_array_equal(puct.scores(family(), SearchConfig(c=0.0)), [3, 0, 2.5, 2, 2.5])
+  np.testing.assert_allclose(scores_of(family(), config), want, rtol=1e-14)
+  np.testing.assert_array_equal(scores_of(family(), SearchConfig(c=0.0)), [3, 0, 2.5, 2, 2.5])
 
 
 def test_a_batch_of_five_states_by_hand():
@@ -68,18 +74,19 @@ def test_siblings_and_cousins_may_go_together():
 
 
 def test_islands_by_hand():
-  config = SearchConfig(reuse="islands", c=30.0)
+  config = SearchConfig(islands=2, c=30.0)
   # In the tree of seed 0, T = 2: values 1, 3, 2, 2.5 have P = 1, 4, 2, 3 tenths.
   root = 30 * math.sqrt(3)
   want = [3 + root / 10 / 3, 2.5 + root * 4 / 10 / 2, 2 + root * 2 / 10, 2.5 + root * 3 / 10]
   assert max(want) == want[3]
   assert puct.select(family(), 2, config, seed=0) == (4, 1)
-  assert puct.select(family(), 1, config, seed=0) == (4,)
-  # Whatever other trees hold, a group stays in its own; a closed tree is nobody's.
+  with pytest.raises(ValueError, match="SearchConfig.islands: got 2 for 1 groups, expected at"):
+    puct.select(family(), 1, config, seed=0)
+  # Whatever other islands hold, a group stays on its own; a closed tree is nobody's.
   kept = archive.record_expansion(family(), 1, [child(-7.0)], step=2)
-  assert puct.select(kept, 2, SearchConfig(reuse="islands", c=0.0), seed=0) == (0, 1)
+  assert puct.select(kept, 2, SearchConfig(islands=2, c=0.0), seed=0) == (0, 1)
   planted = archive.replant(kept, 0, child(-9.0), step=2)
-  assert puct.select(planted, 2, SearchConfig(reuse="islands", c=0.0), seed=0) == (6, 1)
+  assert puct.select(planted, 2, SearchConfig(islands=2, c=0.0), seed=0) == (6, 1)
 
 
 def test_a_departed_ancestor_still_joins_a_lineage():
@@ -92,12 +99,12 @@ def test_a_departed_ancestor_still_joins_a_lineage():
 
 def test_only_seeds_are_ranged_over_themselves():
   kept = archive.start([child(1.0), child(4.0)])
-  np.testing.assert_array_equal(puct.scores(kept, SearchConfig()), [1 + 3 / 3, 4 + 3 * 2 / 3])
+  np.testing.assert_array_equal(scores_of(kept), [1 + 3 / 3, 4 + 3 * 2 / 3])
 
 
 def test_a_range_of_nothing_is_a_millionth():
   kept = archive.start([child(1.0)])
-  assert puct.scores(kept, SearchConfig())[0] == 1 + 1e-6
+  assert scores_of(kept)[0] == 1 + 1e-6
   assert puct.MIN_RANGE == 1e-6
 
 
@@ -106,13 +113,13 @@ def test_equal_scores_go_by_value_then_by_age():
   kept = archive.record_step(kept, [(0, [child(5.0)]), (1, []), (2, [])], step=0)
   # c = 0: 0 has Q 5 from its child 3, whose own Q is 5: equal scores, and the higher value wins.
   config = SearchConfig(c=0.0)
-  assert puct.scores(kept, config).tolist() == [5.0, 2.0, 2.0, 5.0]
+  assert scores_of(kept, config).tolist() == [5.0, 2.0, 2.0, 5.0]
   assert puct.select(kept, 3, config, seed=0) == (3, 1, 2)
 
 
 def test_a_state_whose_attempts_all_failed_counts_by_its_own_value():
   kept = archive.record_expansion(archive.start([child(2.0)]), 0, [], step=0)
-  assert puct.scores(kept, SearchConfig(c=0.0)).tolist() == [2.0]
+  assert scores_of(kept, SearchConfig(c=0.0)).tolist() == [2.0]
 
 
 class Twin:
@@ -212,7 +219,7 @@ def test_random_histories_agree_with_the_twin(values, history, c, keep, room):
     assert [state.visits for state in kept.states] == [twin.visits(i) for i in twin.alive]
     assert [state.best_child for state in kept.states] == [twin.best_child(i) for i in twin.alive]
     assert archive.ancestors(kept) == {i: twin.above(i) for i in twin.alive}
-    got = puct.scores(kept, config)
+    got = scores_of(kept, config)
     assert got.dtype == np.float64
     np.testing.assert_array_equal(got, list(twin.scores(c).values()))
     for num in range(1, len(seeds) + 1):
@@ -224,10 +231,10 @@ def test_random_histories_agree_with_the_twin(values, history, c, keep, room):
 
 def test_without_blocking_the_twin_disagrees():
   kept = family()
-  order = np.argsort(-puct.scores(kept, SearchConfig(c=30.0)))
+  order = np.argsort(-scores_of(kept, SearchConfig(c=30.0)))
   unblocked = tuple(kept.states[place].state_id for place in order[:2])
   assert unblocked == (4, 3)
-  order = np.argsort(-puct.scores(kept, SearchConfig()))
+  order = np.argsort(-scores_of(kept))
   unblocked = tuple(kept.states[place].state_id for place in order[:2])
   assert unblocked == (0, 4) != puct.select(kept, 2, SearchConfig(), seed=0)
 
@@ -294,8 +301,9 @@ def test_more_groups_than_seeds_are_refused_by_every_rule(reuse):
     (dict(c=-1.0), r"SearchConfig.c: got -1.0, expected 0 <= c < inf"),
     (dict(c=math.nan), r"SearchConfig.c: got nan"),
     (dict(epsilon=1.5), r"SearchConfig.epsilon: got 1.5, expected a probability"),
-    (dict(patience=-1), r"SearchConfig.patience: got -1 with reuse='puct', expected at least 0"),
-    (dict(patience=3), r"got 3 with reuse='puct', expected at least 0 steps, and 0 but for 'isl"),
+    (dict(patience=-1), r"got islands=1, patience=-1 with reuse='puct', expected at least 1 and 0"),
+    (dict(islands=0), r"got islands=0, patience=0 with reuse='puct', expected at least 1 and 0"),
+    (dict(patience=3, reuse="none"), r"with reuse='none', expected .* and these but for 'puct'"),
     (dict(keep_children=0), r"got keep_children=0, capacity=1000, expected at least 1 child"),
     (dict(capacity=1), r"got keep_children=2, capacity=1, expected"),
   ],
