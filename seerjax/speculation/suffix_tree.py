@@ -413,6 +413,9 @@ class GroupTrees:
     self._births: dict[str, dict[str, int]] = {}
     self._num_births: dict[str, int] = {}
     self._ends: dict[str, float] = {}
+    # Kept up to date: who keeps within bounds asks often, and there may be thousands of groups.
+    self._bytes: dict[str, int] = {}
+    self._num_bytes = 0
 
   @property
   def group_ids(self) -> tuple[str, ...]:
@@ -422,7 +425,7 @@ class GroupTrees:
   @property
   def num_bytes(self) -> int:
     """Bytes allocated."""
-    return sum(tree.num_bytes for tree in self._trees.values())
+    return self._num_bytes
 
   def tree(self, group_id: str) -> SuffixTree:
     """Returns a group's tree, to be read.
@@ -453,6 +456,7 @@ class GroupTrees:
       self._trees[group_id] = SuffixTree()
       self._births[group_id] = {}
       self._num_births[group_id] = 0
+      self._weigh(group_id)
     self._ends[group_id] = max(
       self._ends.get(group_id, now_seconds), now_seconds + ttl_seconds
     )
@@ -471,6 +475,7 @@ class GroupTrees:
       ValueError: if there is no such group.
     """
     self.tree(group_id)
+    self._num_bytes -= self._bytes.pop(group_id)
     del self._trees[group_id], self._births[group_id]
     del self._num_births[group_id], self._ends[group_id]
 
@@ -488,11 +493,13 @@ class GroupTrees:
       if request_id not in births:
         births[request_id] = self._num_births[group_id]
         self._num_births[group_id] += 1
+    self._weigh(group_id)
     return added
 
   def remove_request(self, group_id: str, request_id: str) -> None:
     """Does `SuffixTree.remove` for a request of a group."""
     self.tree(group_id).remove(request_id)
+    self._weigh(group_id)
     del self._births[group_id][request_id]
 
   def cache_info(self, group_id: str) -> CacheInfo:
@@ -534,10 +541,15 @@ class GroupTrees:
       tree, births = self.tree(delta.group_id), self._births[delta.group_id]
       for name in delta.removed:
         if name in births:
-          tree.remove(name)
-          del births[name]
+          self.remove_request(delta.group_id, name)
       tree.append_many([(u.request_id, u.prev_token_count, u.new_tokens) for u in delta.updates])
       births.update({u.request_id: u.birth for u in delta.updates})
+      self._weigh(delta.group_id)
+
+  def _weigh(self, group_id: str) -> None:
+    num_bytes = self._trees[group_id].num_bytes
+    self._num_bytes += num_bytes - self._bytes.get(group_id, 0)
+    self._bytes[group_id] = num_bytes
 
   def batch_speculate(
     self,

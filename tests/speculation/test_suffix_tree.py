@@ -243,6 +243,7 @@ def test_a_replica_fed_by_deltas_drafts_the_same(history, data):
       if data.draw(st.booleans()):
         replica.apply_deltas(deltas)  # Repeated on the way.
       assert replica.cache_info("g") == server.cache_info("g")
+      assert all(trees.num_bytes == trees.tree("g").num_bytes for trees in (server, replica))
       assert server.fetch_cst(["g"], [replica.cache_info("g")])[0][1:] == ((), ())
       for string in strings({"": list(tokens)}, vocab, rng, 3):
         assert replica.tree("g").draft(string) == server.tree("g").draft(string)
