@@ -54,7 +54,7 @@ VERBS = ("stop", "paint", "insert", "delete", "move", "slide", "change", "swap",
 _SHAPES, _FIRST_CUT, _SECOND_CUT = 16, 6, 11
 LENGTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 25, 32, 40, 64, 100)  # Turns.
 SHIFTS = (-30, -16, -10, -6, -4, -3, -2, -1, 1, 2, 3, 4, 6, 10, 16, 30)  # Turns.
-# Of a polish: how much worse, in bits of apples, a step may make the plan now and then.
+# Of a search: how much worse, in bits of apples, a step may make the plan now and then.
 TEMPERATURES = (
   0.0, 0.0, 0.002, 0.004, 0.008, 0.015, 0.03, 0.05, 0.08, 0.12, 0.18, 0.25, 0.35, 0.5, 0.7, 1.0,
 )  # fmt: skip
@@ -67,12 +67,7 @@ _MACHINE = _SHAPE + _SHAPES
 _AMOUNT = _MACHINE + MACHINES
 VOCAB_SIZE = _AMOUNT + len(LENGTHS)
 EDIT_TOKENS, EDITS = 5, 4
-# Of a sentence that ends with a polish: its edits at most, and by its first token where the polish
-# begins and ends (bits, as above) and how many times the usual steps it takes.
-POLISHED_EDITS = 3
-POLISHES = (
-  *((float(t), float(t), 1) for t in TEMPERATURES[1:-1]), (0.5, 0.003, 16), (1.5, 0.003, 16),
-)  # fmt: skip
+POLISHED_EDITS = 3  # Of a sentence that ends with a polish.
 _TURNS_PER_ID = 16
 # From so many purchases on, a run is shown with the next token.
 _BOUGHT = (1, 2, 3, 4, 5, 7, 10, 14, 19, 26, 35, 47, 63, 85, 115)
@@ -81,7 +76,6 @@ _BOUGHT = (1, 2, 3, 4, 5, 7, 10, 14, 19, 26, 35, 47, 63, 85, 115)
 _HOT, _COLD = 1.0, 0.003
 _SLICE = 64_000
 _START_SLICES, _BURST = 16, 400
-_POLISH_SLICE = 4_000
 
 Run = tuple[int, int, int]
 
@@ -218,16 +212,24 @@ class AppleMachines:
   language: discovery.EditLanguage | None
   problem: Instance
 
-  def __init__(self, instance: int = 0, *, with_polish: bool = False, polish_steps: int = 400):
+  def __init__(
+    self,
+    instance: int = 0,
+    *,
+    with_polish: bool = False,
+    polish_steps: int = 400,
+    polish_rounds: int = 0,
+  ):
     """Draws the input.
 
     Args:
       instance: which input, 0 to 9999.
-      with_polish: every sentence ends with a search of `polish_steps`.
-      polish_steps: simulations of such a search, about 7 microseconds each.
+      with_polish: every sentence ends with a polish; see `PlanEdits`.
+      polish_steps: simulations of a search, about 7 microseconds each.
+      polish_rounds: searches after the first one.
 
     Raises:
-      ValueError: if the number of the input or the steps are impossible.
+      ValueError: if the number of the input, the steps or the rounds are impossible.
     """
     if not 0 <= instance < 10_000:
       raise ValueError(
@@ -237,12 +239,17 @@ class AppleMachines:
       raise ValueError(
         f"AppleMachines.polish_steps: got {polish_steps}, expected 1 to 1000000; 400 is usual."
       )
+    if not 0 <= polish_rounds <= 1_000:
+      raise ValueError(
+        f"AppleMachines.polish_rounds: got {polish_rounds}, expected 0 to 1000; 4 is usual."
+      )
     self.name = f"apple_machines_{instance:04d}"
     self.is_maximised = True
     self.published = PUBLISHED
     self.problem = _instance(instance)
     self._tables = _tables(self.problem)
-    self.language = PlanEdits(self.problem, polish_steps=polish_steps if with_polish else 0)
+    self._polish = Polish(polish_steps, polish_rounds)
+    self.language = PlanEdits(self.problem, self._polish if with_polish else None)
 
   def start(self, seed: int) -> discovery.Artefact:
     """Returns the plain plan, whatever the seed: the first machine, whenever it can be paid for.
@@ -359,26 +366,39 @@ Define improve(artefact, seconds, seed), which returns a better plan of the same
         yield best
 
   def polished_starts(self, seed: int) -> Iterator[discovery.Artefact]:
-    """Yields random plans of up to eight runs, each after 4000 steps uphill."""
-    number = 0
-    while True:
+    """Yields random plans of up to eight runs, each after a polish at a temperature of its own."""
+    for number in itertools.count():
       state = _seeded(seed, 2, number)
       machines, ends = _arrays(())
       num_runs = _random_plan(machines, ends, state)
-      _, found, _, machines, ends = _anneal(
-        self._tables.apples, self._tables.costs, machines, ends, num_runs, _POLISH_SLICE, 0.0, 0.0,
-        state, MAX_RUNS,
-      )  # fmt: skip
-      yield _artefact(machines, ends, found)
-      number += 1
+      temperature = TEMPERATURES[_below(state, len(TEMPERATURES))]
+      yield _artefact(
+        *_polished(
+          self._tables, machines, ends, num_runs, temperature, self._polish, state, MAX_RUNS
+        )
+      )
+
+
+class Polish(NamedTuple):
+  """The tool that ends a sentence: searches around the plan, each for some steps at a temperature.
+
+  The first takes the best plan that it meets. Each of the others begins with up to four random
+  edits, as the annealer's, at a random temperature, and counts only if it ends no worse.
+
+  Attributes:
+    steps: simulations of each.
+    rounds: how many there are after the first.
+  """
+
+  steps: int
+  rounds: int = 0
 
 
 class PlanEdits:
   """Sentences of up to four edits, each of five tokens: verb, run, shape, machine, amount.
 
-  With a polish, a sentence is an amount and up to three edits, after which it searches around the
-  plan for some steps at the temperature of that amount, and takes the best plan met; or, for the
-  last two amounts, melts the plan, cools it in sixteen times the steps, and takes what comes of it.
+  With a polish, a sentence is an amount, which is the temperature of the first search, and up to
+  three edits, after which the plan is polished.
 
     paint    the machine, for `amount` turns, over what is there, from `shape` 16ths into the run
     insert   the same, but what comes after happens later
@@ -395,16 +415,16 @@ class PlanEdits:
   it was given, and be paid for it.
   """
 
-  def __init__(self, problem: Instance, *, polish_steps: int = 0):
-    """Makes the language of an input; with `polish_steps` above 0 sentences end with a polish."""
+  def __init__(self, problem: Instance, polish: Polish | None = None):
+    """Makes the language of an input; `polish` ends every sentence, if there is one."""
     self._tables = _tables(problem)
-    self._polish_steps = polish_steps
+    self._polish = polish
     amount = (_AMOUNT, VOCAB_SIZE)
     edit = (
       (STOP, len(VERBS)), (_RUN, _SHAPE), (_SHAPE, _MACHINE), (_MACHINE, _AMOUNT), amount
     )  # fmt: skip
-    self._head = (amount,) if polish_steps else ()
-    self._allowed = self._head + edit * (POLISHED_EDITS if polish_steps else EDITS)
+    self._head = (amount,) if polish else ()
+    self._allowed = self._head + edit * (POLISHED_EDITS if polish else EDITS)
 
   @property
   def vocab_size(self) -> int:
@@ -455,16 +475,11 @@ class PlanEdits:
     sentence = np.array(tokens[first : first + num_edits * EDIT_TOKENS], np.int64)
     machines, ends = _arrays(runs)
     num_runs = _apply(machines, ends, len(runs), sentence, num_edits)
-    if self._polish_steps:
-      hot, cold, times = POLISHES[tokens[0] - _AMOUNT]
-      last, found, _, best_machines, best_ends = _anneal(
-        self._tables.apples, self._tables.costs, machines, ends, num_runs,
-        times * self._polish_steps, hot, cold, _seeded(seed, 3), max(len(runs), MAX_RUNS),
+    if self._polish is not None:
+      machines, ends, num_runs = _polished(
+        self._tables, machines, ends, num_runs, TEMPERATURES[tokens[0] - _AMOUNT], self._polish,
+        _seeded(seed, 3), max(len(runs), MAX_RUNS),
       )  # fmt: skip
-      if hot == cold:
-        num_runs, machines, ends = found, best_machines, best_ends
-      else:
-        num_runs = last  # What was melted is not to be the best again.
     made = _artefact(machines, ends, num_runs)
     if made == [list(run) for run in runs]:
       raise ValueError(
@@ -565,6 +580,28 @@ def _artefact(machines: np.ndarray, ends: np.ndarray, num_runs: int) -> list[lis
     [machine // KINDS, machine % KINDS, end]
     for machine, end in zip(machines[:num_runs].tolist(), ends[:num_runs].tolist())
   ]
+
+
+def _polished(
+  tables: _Tables,
+  machines: np.ndarray,
+  ends: np.ndarray,
+  num_runs: int,
+  temperature: float,
+  polish: Polish,
+  state: np.ndarray,
+  max_runs: int,
+) -> tuple[np.ndarray, np.ndarray, int]:
+  """Returns machines, ends and number of runs of a plan after a polish; the given is used up."""
+  _, found, _, machines, ends = _anneal(
+    tables.apples, tables.costs, machines, ends, num_runs, polish.steps, temperature, temperature,
+    state, max_runs,
+  )  # fmt: skip
+  if polish.rounds:
+    found, _ = _iterate(
+      tables.apples, tables.costs, machines, ends, found, polish.rounds, polish.steps, state
+    )
+  return machines, ends, found
 
 
 def _luby(number: int) -> int:

@@ -19,7 +19,7 @@ from seerjax.tasks import apple_machines, discovery
 ENVIRONMENT = apple_machines.AppleMachines(0)
 POLISHING = apple_machines.AppleMachines(0, with_polish=True, polish_steps=100)
 LANGUAGE = apple_machines.PlanEdits(ENVIRONMENT.problem)
-POLISH_LANGUAGE = apple_machines.PlanEdits(ENVIRONMENT.problem, polish_steps=100)
+POLISH_LANGUAGE = apple_machines.PlanEdits(ENVIRONMENT.problem, apple_machines.Polish(100))
 PLAIN = apple_machines.Instance(
   apples=(1, 5, *[100] * 8),
   costs=((1, 3, *[9] * 8), (2, 4, *[9] * 8), (3, 9, *[9] * 8), (5, 9, *[9] * 8)),
@@ -385,18 +385,21 @@ def test_a_polish_never_makes_a_plan_worse_and_follows_its_seed():
     assert made != POLISH_LANGUAGE.apply(THREE, edits, 2)
 
 
-def test_a_melted_plan_is_another_and_no_ruin(good_plan):
-  before = ENVIRONMENT.verify(good_plan).value
-  for kind in (14, 15):
-    made = POLISH_LANGUAGE.apply(good_plan, polished(kind, [0]), 1)
-    assert made != good_plan and ENVIRONMENT.verify(made).value > 0.5 * before
-    assert made == POLISH_LANGUAGE.apply(good_plan, polished(kind, [0]), 1)
+def test_more_rounds_never_make_a_plan_worse(good_plan):
+  values = []
+  for rounds in (2, 4, 16):
+    polish = apple_machines.Polish(400, rounds)
+    language = apple_machines.PlanEdits(ENVIRONMENT.problem, polish)
+    made = language.apply(good_plan, polished(9, [0]), 1)
+    assert made == language.apply(good_plan, polished(9, [0]), 1)
+    values.append(ENVIRONMENT.verify(made).value)
+  assert ENVIRONMENT.verify(good_plan).value <= values[0] <= values[1] < values[2], values
 
 
 def test_a_polish_starts_from_what_the_edits_made():
   ruined = sentence(("paint", 0, 0, 39, 15))
   assert ENVIRONMENT.verify(LANGUAGE.apply(THREE, ruined, 0)).value < 1e5
-  one_step = apple_machines.PlanEdits(ENVIRONMENT.problem, polish_steps=1)
+  one_step = apple_machines.PlanEdits(ENVIRONMENT.problem, apple_machines.Polish(1))
   assert ENVIRONMENT.verify(one_step.apply(THREE, polished(0, ruined), 0)).value < 1e6
   # Three edits are the most.
   edits = sentence(*[("paint", 0, 0, 5, 3)] * 3)[:-1]
@@ -451,6 +454,7 @@ def test_pictures_and_descriptions_show_the_plan(good_plan):
     (dict(instance=-1), "AppleMachines.instance: got -1, expected 0 to 9999"),
     (dict(instance=10_000), "AppleMachines.instance: got 10000, expected 0 to 9999"),
     (dict(polish_steps=0), "AppleMachines.polish_steps: got 0, expected 1 to 1000000"),
+    (dict(polish_rounds=-1), "AppleMachines.polish_rounds: got -1, expected 0 to 1000"),
   ],
 )
 def test_impossible_arguments_are_refused(arguments, message):
