@@ -53,7 +53,11 @@ class Grid:
   seeds: tuple[int, ...] = (0, 1, 2)
   with_off: bool = True
   run: ttt.DiscoverConfig = dataclasses.replace(
-    ttt_discover.FLAGSHIP, num_steps=60, checkpoint_every=60, search=puct.SearchConfig()
+    ttt_discover.FLAGSHIP,
+    num_steps=60,
+    num_workers=0,  # Without a polish an attempt takes no longer than handing it over.
+    checkpoint_every=60,
+    search=puct.SearchConfig(),
   )
 
   def __post_init__(self):

@@ -37,6 +37,7 @@ from seerjax.tasks.discovery import Environment
 FLAGSHIP = ttt.DiscoverConfig(
   num_steps=200,
   group_size=16,
+  num_workers=2,  # An attempt takes 15 ms.
   checkpoint_every=20,
   engine=dataclasses.replace(
     ttt.DiscoverConfig().engine, max_sequences=128, row_buckets=(128,)
