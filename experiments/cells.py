@@ -5,12 +5,14 @@ Claim: none; `ttt_ablation` and `ttt_rivals` run and keep their cells so.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 import json
 import os
 import pathlib
 import tempfile
 from typing import Any
+
+import rich.progress
 
 from seerjax import metrics, rl, ttt
 from seerjax.tasks import problems
@@ -29,7 +31,8 @@ def read(path: pathlib.Path, settings: dict[str, Any]) -> list[dict[str, Any]]:
   Raises:
     ValueError: if they were made with other settings.
   """
-  records = metrics.read(path) if path.is_file() else []
+  lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+  records = [json.loads(line) for line in lines]
   for record in records:
     if record["settings"] != settings:
       names = sorted(
@@ -51,6 +54,33 @@ def append(path: pathlib.Path, record: dict[str, Any]) -> None:
     file.write(json.dumps(metrics.encode(record)) + "\n")
     file.flush()
     os.fsync(file.fileno())
+
+
+def completed(
+  cells: Sequence[Any],
+  directory: pathlib.Path,
+  settings: dict[str, Any],
+  measure: Callable[[Any, dict[Any, rl.Programs]], dict[str, Any]],
+) -> list[dict[str, Any]]:
+  """Returns the records of all cells, in their order; runs and keeps those that are missing.
+
+  Args:
+    cells: named tuples of one kind, whose fields every record has.
+    directory: of the file.
+    settings: that the cells have in common.
+    measure: runs a cell, and shares what it compiles.
+
+  Raises:
+    ValueError: if the file holds cells of other settings.
+  """
+  path, names = directory / FILE_NAME, cells[0]._fields
+  found = {tuple(record[name] for name in names): record for record in read(path, settings)}
+  missing = [cell for cell in cells if cell not in found]
+  programs: dict[Any, rl.Programs] = {}
+  for cell in rich.progress.track(missing, f"cells, {len(cells) - len(missing)} were finished"):
+    found[cell] = measure(cell, programs)
+    append(path, found[cell])
+  return [found[cell] for cell in cells]
 
 
 def check_problems(names: Sequence[str]) -> None:

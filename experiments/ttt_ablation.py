@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 import dataclasses
 import datetime
+import functools
 import itertools
 import json
 import pathlib
@@ -23,7 +24,6 @@ from typing import Any, NamedTuple
 
 from absl import app, flags, logging
 import jax
-import rich.progress
 
 from experiments import cells, configuration, ttt_discover
 from seerjax import metrics, numerics as numerics_lib, rl, self_test, ttt
@@ -107,16 +107,6 @@ def settings_of(grid: Grid) -> dict[str, Any]:
   return json.loads(json.dumps(metrics.encode(dataclasses.asdict(grid.run))))
 
 
-def finished(path: pathlib.Path, grid: Grid) -> dict[Cell, dict[str, Any]]:
-  """Returns the records of the cells that are in the file already.
-
-  Raises:
-    ValueError: if they were made with other settings.
-  """
-  records = cells.read(path, settings_of(grid))
-  return {Cell(*(record[field] for field in Cell._fields)): record for record in records}
-
-
 def measure(
   grid: Grid, cell: Cell, programs: dict[Any, rl.Programs]
 ) -> dict[str, Any]:
@@ -174,17 +164,11 @@ def run(grid: Grid, directory: pathlib.Path) -> str:
   Raises:
     ValueError: if the directory holds cells of other settings, or a problem has no language.
   """
-  path = directory / cells.FILE_NAME
-  records = finished(path, grid)
   cells.check_problems(grid.problems)
-  every = list(grid.cells())
-  missing = [cell for cell in every if cell not in records]
-  programs: dict[Any, rl.Programs] = {}
-  for cell in rich.progress.track(missing, f"cells, {len(every) - len(missing)} were finished"):
-    record = measure(grid, cell, programs)
-    cells.append(path, record)
-    records[cell] = record
-  text = tables([records[cell] for cell in every])
+  records = cells.completed(
+    list(grid.cells()), directory, settings_of(grid), functools.partial(measure, grid)
+  )
+  text = tables(records)
   (directory / "table.md").write_text(text)
   return text
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 import dataclasses
 import datetime
+import functools
 import itertools
 import json
 import pathlib
@@ -25,7 +26,6 @@ from typing import Any, NamedTuple
 
 from absl import app, flags, logging
 import jax
-import rich.progress
 
 from experiments import cells, configuration, ttt_discover
 from seerjax import metrics, numerics as numerics_lib, rl, self_test, ttt
@@ -133,19 +133,11 @@ def run(contest: Contest, directory: pathlib.Path) -> str:
   Raises:
     ValueError: if the directory holds cells of other settings, or a problem has no language.
   """
-  path = directory / cells.FILE_NAME
-  every = list(contest.cells())
-  records = {
-    Cell(*(record[field] for field in Cell._fields)): record
-    for record in cells.read(path, settings_of(contest))
-  }
   cells.check_problems(contest.problems)
-  missing = [cell for cell in every if cell not in records]
-  programs: dict[Any, rl.Programs] = {}
-  for cell in rich.progress.track(missing, f"cells, {len(every) - len(missing)} were finished"):
-    records[cell] = measure(contest, cell, programs)
-    cells.append(path, records[cell])
-  text = table([records[cell] for cell in every])
+  records = cells.completed(
+    list(contest.cells()), directory, settings_of(contest), functools.partial(measure, contest)
+  )
+  text = table(records)
   (directory / "table.md").write_text(text)
   return text
 
