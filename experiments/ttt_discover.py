@@ -13,13 +13,14 @@ Hardware: 2 CPU cores, 2 GiB. Numbers: docs/results/ttt.md
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+import concurrent.futures
 import dataclasses
 import math
+import multiprocessing
 import pathlib
 import sys
 import time
-from typing import Any
 
 from absl import app, flags, logging
 import jax
@@ -39,6 +40,8 @@ FLAGSHIP = ttt.DiscoverConfig(
   group_size=16,
   num_workers=2,  # An attempt takes 15 ms.
   checkpoint_every=20,
+  # The grammar leaves little to learn beforehand, and each of these is an attempt that is lost.
+  tiny=ttt.TinyConfig(warm_sentences=256),
   engine=dataclasses.replace(
     ttt.DiscoverConfig().engine, max_sequences=128, row_buckets=(128,)
   ),
@@ -103,23 +106,46 @@ def best_within(
   return best, count
 
 
+def rival_names(environment: Environment) -> tuple[str, ...]:
+  """Returns the names of who else looks for the best of a problem."""
+  has_own = isinstance(environment, discovery.Baselines)
+  return ("classical", "tool_from_random_starts", "random_edits") if has_own else ("random_edits",)
+
+
+def rival(
+  config: ttt.DiscoverConfig, environment: Environment, name: str, cpu_seconds: float
+) -> float:
+  """Returns the best value that one of `rival_names` finds in so many CPU seconds."""
+  if name == "random_edits":
+    values = random_policy(config, environment)
+  else:
+    assert isinstance(environment, discovery.Baselines)
+    source = environment.classical if name == "classical" else environment.polished_starts
+    values = (environment.verify(artefact).value for artefact in source(config.seed))
+  return best_within(environment, values, cpu_seconds)[0]
+
+
 def rivals(
   config: ttt.DiscoverConfig, environment: Environment, cpu_seconds: float
 ) -> dict[str, float]:
-  """Returns what others find in the same CPU time: name -> best value."""
-  found: dict[str, float] = {}
-  if isinstance(environment, discovery.Baselines):
-    sources: dict[str, Callable[[int], Iterator[Any]]] = {
-      "classical": environment.classical,
-      "tool_from_random_starts": environment.polished_starts,
-    }
-    for name, source in sources.items():
-      values = (environment.verify(artefact).value for artefact in source(config.seed))
-      found[name], _ = best_within(environment, values, cpu_seconds)
-  found["random_edits"], _ = best_within(
-    environment, random_policy(config, environment), cpu_seconds
-  )
-  return found
+  """Returns what others find in the same CPU time: name -> best value.
+
+  With workers, as many rivals run side by side: cores that share caches and clock do less in a
+  second while all are busy, as they are while the policy runs.
+  """
+  names = rival_names(environment)
+  if not config.num_workers:
+    return {name: rival(config, environment, name, cpu_seconds) for name in names}
+  with concurrent.futures.ProcessPoolExecutor(
+    config.num_workers, multiprocessing.get_context("spawn")
+  ) as pool:
+    found = pool.map(_rival_by_name, [(config, name, cpu_seconds) for name in names])
+    return dict(zip(names, found, strict=True))
+
+
+def _rival_by_name(job: tuple[ttt.DiscoverConfig, str, float]) -> float:
+  config, name, cpu_seconds = job
+  return rival(config, problems.load(config.problem), name, cpu_seconds)
 
 
 def check_problem(environment: Environment, seed: int) -> int:

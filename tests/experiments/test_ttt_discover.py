@@ -48,6 +48,14 @@ def test_the_best_within_a_time_by_hand():
   assert ttt_discover.best_within(environment, itertools.count(1.0), 0.0) == (1.0, 1)
 
 
+@pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=pytest.mark.long)])
+def test_rivals_that_a_problem_has_not_are_not_compared(num_workers: int):
+  config = ttt.DiscoverConfig(problem=PROBLEM, groups_per_step=2, num_workers=num_workers)
+  found = ttt_discover.rivals(config, problems.load(PROBLEM), 0.0)
+  # At no time at all each still has its first value.
+  assert found == {"random_edits": next(ttt_discover.random_policy(config, problems.load(PROBLEM)))}
+
+
 @pytest.mark.long
 def test_a_run_leaves_its_best_and_its_page_and_refuses_to_begin_again(tmp_path: pathlib.Path):
   small = (
