@@ -172,9 +172,9 @@ class DiscoverConfig:
   programs: writers.ProgramConfig = writers.ProgramConfig()
   search: puct.SearchConfig = puct.SearchConfig()
   objective: ObjectiveConfig = ObjectiveConfig()
-  # Of the few tiles that were tried with the tiny policy, these take least time to learn.
+  # Of the tiles that were tried with the tiny policy, these take least time in all.
   numerics: numerics_lib.NumericsConfig = numerics_lib.NumericsConfig(
-    row_tile=64, query_tile=16, slot_tile=128, kv_split=128, reduction_shards=1
+    row_tile=64, query_tile=4, slot_tile=128, kv_split=128, reduction_shards=1
   )
   engine: engine_lib.EngineConfig = engine_lib.EngineConfig(
     page_size=32, max_sequences=256, max_context=256, row_buckets=(256,)
