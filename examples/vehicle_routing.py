@@ -23,9 +23,9 @@ import numpy as np
 
 Tours = list[list[int]]
 
-NAME = "vehicle_routing_40"
+NAME = "vehicle_routing_75"
 IS_MAXIMISED = False  # `verify` returns a length: shorter is better.
-NUM_CUSTOMERS = 40
+NUM_CUSTOMERS = 75
 CAPACITY = 60  # Parcels in one vehicle.
 SIDE = 1000  # Of the square that all live in; unit of length: one.
 
@@ -175,7 +175,7 @@ class Edits:
   NEXT_TOUR = STOP + 1  # In the prompt only. Customer c is token c - 1.
   NUM_EDITS = 4
 
-  vocab_size = (NEXT_TOUR // 8 + 1) * 8  # 48: 8 must divide it.
+  vocab_size = (NEXT_TOUR // 8 + 1) * 8  # 88: 8 must divide it.
   stop_token = STOP
   # The first edit must be one; from the second on, the sentence may end instead.
   allowed = ((MOVE, STOP), (0, NUM_CUSTOMERS), (0, NUM_CUSTOMERS)) + (

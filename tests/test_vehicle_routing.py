@@ -31,7 +31,7 @@ def on_a_line(tmp_path_factory) -> own_problem.OwnProblem:
   """The same file with an instance made by hand."""
   source = PATH.read_text()
   for old, new in (
-    ("NUM_CUSTOMERS = 40", "NUM_CUSTOMERS = 6"),
+    ("NUM_CUSTOMERS = 75", "NUM_CUSTOMERS = 6"),
     ("CAPACITY = 60", "CAPACITY = 3"),
     ("SIDE = 1000", f"SIDE = 1000\nLINE = {LINE}"),
     ("= _instance()", "= LINE, [0] + 6 * [1], [[abs(a[0] - b[0]) for b in LINE] for a in LINE]"),
@@ -55,7 +55,7 @@ def test_nothing_is_found_in_the_example(problem):
 
 
 def test_it_is_the_problem_that_it_says(problem):
-  assert (problem.name, problem.is_maximised) == ("vehicle_routing_40", False)
+  assert (problem.name, problem.is_maximised) == ("vehicle_routing_75", False)
   language = edits_of(problem)
   assert language.vocab_size % 8 == 0 and language.vocab_size <= 128
   assert all(0 <= low < high <= language.vocab_size for low, high in language.allowed)
@@ -165,7 +165,7 @@ def test_every_sentence_that_is_allowed_keeps_the_rules(problem, seed):
     assert tours == kept and changed == language.apply(tours, tokens, 1)
     assert problem.verify(changed).is_valid
     prompt = language.prompt(changed)
-    assert 40 < len(prompt) <= 80 and all(0 <= token < language.vocab_size for token in prompt)
+    assert 75 < len(prompt) <= 150 and all(0 <= token < language.vocab_size for token in prompt)
     num_changed += changed != tours
     tours = changed
   assert num_changed > 100
