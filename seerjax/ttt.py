@@ -91,6 +91,9 @@ class ObjectiveConfig:
       group's mean; "grpo" divides that by the deviation.
     divergence: nats between the tilted and the even group, for "adaptive".
     beta: for "constant", on rewards divided by their group's range.
+    gains_only: a labelled deviation from the paper: an attempt is paid for what it is better than
+      its start, and nothing if it is not. Else a policy that edits is paid most surely for leaving
+      what is good as it is.
     valid_only: a labelled deviation from the paper; see `entropic.entropic`.
     max_advantage: cuts advantages off above it; 0 does not.
     kl_coefficient: pull to the first weights, inside the advantage; 0.1 and 0.01 are published.
@@ -99,6 +102,7 @@ class ObjectiveConfig:
   kind: str = "adaptive"
   divergence: float = math.log(2)
   beta: float = 2.0
+  gains_only: bool = False
   valid_only: bool = False
   max_advantage: float = 0.0
   kl_coefficient: float = 0.1
@@ -263,11 +267,13 @@ class Sampled(NamedTuple):
 
   Attributes:
     starts: for each group, the state it started from.
+    start_rewards: and what that state was worth.
     said: for each attempt, the sequences of which it was made.
     attempts: and what came of it.
   """
 
   starts: tuple[int, ...]
+  start_rewards: tuple[float, ...]
   said: list[list[tuple[writers.Said, ...]]]
   attempts: list[list[Attempt]]
 
@@ -505,7 +511,12 @@ def sample(
   by_group = [[next(said) for _ in requests] for requests in asked]
   jobs = [writers.Job(artefacts[group], one) for group, ones in enumerate(by_group) for one in ones]
   attempts = iter(writer.attempts(jobs, journal))
-  return Sampled(starts, by_group, [[next(attempts) for _ in ones] for ones in by_group])
+  return Sampled(
+    starts=starts,
+    start_rewards=tuple(by_id[start].reward for start in starts),
+    said=by_group,
+    attempts=[[next(attempts) for _ in ones] for ones in by_group],
+  )
 
 
 def sampler(
@@ -558,7 +569,9 @@ def archived(
         if attempt.score.is_valid
       ],
     )
-    for start, group, attempts in zip(*sampled, strict=True)
+    for start, group, attempts in zip(
+      sampled.starts, sampled.said, sampled.attempts, strict=True
+    )
   ]
   return archive_lib.record_step(archive, expansions, step=step)
 
@@ -567,6 +580,8 @@ def objective_of(config: ObjectiveConfig, sampled: Sampled) -> tuple[np.ndarray,
   """Returns the advantages f32[b, g] of a step's attempts, and what they look like."""
   rewards = np.asarray([[a.score.reward for a in group] for group in sampled.attempts], np.float64)
   valid = np.asarray([[a.score.is_valid for a in group] for group in sampled.attempts])
+  if config.gains_only:
+    rewards = np.maximum(rewards - np.asarray(sampled.start_rewards)[:, None], 0.0)
   if config.kind == "grpo":
     return advantages.grpo(rewards), {}
   if config.kind == "mean":

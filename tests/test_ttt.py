@@ -604,14 +604,15 @@ def said(name: str = "0/0/0", tokens: tuple[int, ...] = (1, 2)) -> writers.Said:
   return writers.Said(Request(request_id=name, prompt=(3,)), completion)
 
 
-def step_of(*groups, starts=None) -> ttt.Sampled:
+def step_of(*groups, starts=None, start_rewards=None) -> ttt.Sampled:
   """A step whose attempts have these values."""
   return ttt.Sampled(
-    tuple(range(len(groups))) if starts is None else starts,
-    [
+    starts=tuple(range(len(groups))) if starts is None else starts,
+    start_rewards=(0.0,) * len(groups) if start_rewards is None else start_rewards,
+    said=[
       [(said(f"0/{g}/{m}", (g, m)),) for m in range(len(group))] for g, group in enumerate(groups)
     ],
-    [[attempt(value) for value in group] for group in groups],
+    attempts=[[attempt(value) for value in group] for group in groups],
   )
 
 
@@ -652,6 +653,18 @@ def test_what_is_invalid_counts_as_zero_or_not_at_all():
   values, _ = ttt.objective_of(ttt.ObjectiveConfig(kind="constant"), step_of(group))
   expected = entropic.entropic(np.asarray([[0, 0, 4.0, 5.0, 6.0, 9.0]]), beta=2.0).advantages
   np.testing.assert_array_equal(values, expected)
+
+
+@pytest.mark.parametrize("kind", ttt.OBJECTIVES)
+def test_only_gains_over_the_start_may_be_paid_for(kind):
+  config = ttt.ObjectiveConfig(kind=kind, gains_only=True)
+  group = (math.nan, 1.0, 4.0, 5.0, 9.0)
+  values, _ = ttt.objective_of(config, step_of(group, group, start_rewards=(4.0, 9.0)))
+  nothing = math.nan
+  gains = step_of((nothing, nothing, nothing, 1.0, 5.0), (nothing,) * 5)
+  expected, _ = ttt.objective_of(ttt.ObjectiveConfig(kind=kind), gains)
+  np.testing.assert_array_equal(values, expected)
+  assert values[0, 4] > values[0, 3] > values[0, 2] == values[0, 0] and not values[1].any()
 
 
 def test_advantages_can_be_cut_off():
