@@ -42,6 +42,8 @@ FLAGSHIP = ttt.DiscoverConfig(
   checkpoint_every=20,
   # The grammar leaves little to learn beforehand, and each of these is an attempt that is lost.
   tiny=ttt.TinyConfig(warm_sentences=256),
+  # One tree after another, each until it stands still: best of one, eight or none (ttt.md).
+  search=puct.SearchConfig(patience=8),
   engine=dataclasses.replace(
     ttt.DiscoverConfig().engine, max_sequences=128, row_buckets=(128,)
   ),
