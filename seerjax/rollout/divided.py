@@ -156,7 +156,8 @@ class DividedRollout:
   def _decide(self) -> None:
     """Takes decisions until there is none, or no room for the next."""
     while True:
-      self._instances.free_pages = self._pages_to_have()
+      for instance, pages in enumerate(self._pages_to_have()):
+        self._instances.see(instance, free_pages=pages)
       decision = self._scheduler.next(self._instances)
       if decision is not None and self._apply(decision):
         continue
@@ -194,7 +195,7 @@ class DividedRollout:
       decision, self.trace.num_steps, item.generated, self._num_decisions
     )
     self.buffer.begin_chunk(request_id, target, decision.max_chunk_tokens)
-    self._instances.num_running[target] += 1
+    self._instances.admit(decision)
     return True
 
   def _chunk_tokens(self, request_id: str, decision: Decision) -> int:
@@ -280,13 +281,13 @@ class DividedRollout:
     self.engine.preempt(request_id)
     self._add_span(request_id, running, self.buffer[request_id].generated, is_last=False)
     self.buffer.lost_kv(request_id)
-    self._instances.num_running[running.decision.instance] -= 1
+    self._instances.release(running.decision.instance, running.decision.num_pages)
     self.trace.preemptions += 1
 
   def _end(self, request_id: str, generated: int, *, finished: bool) -> None:
     running = self._running.pop(request_id)
     self.buffer.end_chunk(request_id, generated, finished)
-    self._instances.num_running[running.decision.instance] -= 1
+    self._instances.release(running.decision.instance, running.decision.num_pages)
     self._add_span(request_id, running, generated, is_last=finished)
 
   def _add_span(self, request_id: str, running: _Running, generated: int, *, is_last: bool) -> None:

@@ -19,7 +19,6 @@ from collections.abc import Mapping
 import dataclasses
 import heapq
 import math
-import operator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -187,6 +186,9 @@ SchedulerConfig = GroupFCFS | Divided | ContextAware | Oracle | Ours
 class Instances:
   """What the instances have free, by instance. The caller keeps it true between calls of `next`.
 
+  The lists are for reading: `admit`, `release` and `see` write them, and `room` with them, which
+  each decision would otherwise have to work out for all instances.
+
   KV of waiting requests does not count as taken: it moves away when a running chunk needs the room.
 
   Attributes:
@@ -195,6 +197,7 @@ class Instances:
     free_pages: those that no running chunk holds or has reserved.
     num_running: requests in flight.
     max_running: most requests in flight.
+    room: pages that a chunk could have: those free, or none where no place is left.
   """
 
   page_size: int
@@ -202,6 +205,12 @@ class Instances:
   free_pages: list[int]
   num_running: list[int]
   max_running: list[int]
+  room: list[int] = dataclasses.field(init=False)
+
+  def __post_init__(self):
+    self.room = [0] * len(self.num_pages)
+    for instance in range(len(self.num_pages)):
+      self._look(instance)
 
   @classmethod
   def empty(
@@ -220,11 +229,34 @@ class Instances:
     """Takes a decision's pages and place."""
     self.free_pages[decision.instance] -= decision.num_pages
     self.num_running[decision.instance] += 1
+    self._look(decision.instance)
 
   def release(self, instance: int, num_pages: int) -> None:
     """Gives the pages and the place of a chunk back."""
     self.free_pages[instance] += num_pages
     self.num_running[instance] -= 1
+    self._look(instance)
+
+  def see(
+    self,
+    instance: int,
+    *,
+    free_pages: int | None = None,
+    num_running: int | None = None,
+    max_running: int | None = None,
+  ) -> None:
+    """Takes notice of what an instance has now."""
+    if free_pages is not None:
+      self.free_pages[instance] = free_pages
+    if num_running is not None:
+      self.num_running[instance] = num_running
+    if max_running is not None:
+      self.max_running[instance] = max_running
+    self._look(instance)
+
+  def _look(self, instance: int) -> None:
+    has_place = self.num_running[instance] < self.max_running[instance]
+    self.room[instance] = self.free_pages[instance] if has_place else 0
 
 
 class Decision(NamedTuple):
@@ -277,8 +309,8 @@ class Scheduler:
       if item.num_chunks == 0:
         _require_fits(item, instances)
       self._queue.update(item)
-    # Nearly every None is this one: no place is left.
-    if not any(map(operator.lt, instances.num_running, instances.max_running)):
+    # Nearly every None is this one: no place is left, or no page.
+    if max(instances.room) <= 0:
       return None
     decision = self._queue.decide(instances)
     self.num_decisions += decision is not None
@@ -445,12 +477,12 @@ class _GroupQueue:
     for place in range(self._turn, self._turn + count):
       instance = place % count
       item = self._queues[instance].peek()
-      if item is None or instances.num_running[instance] >= instances.max_running[instance]:
+      if item is None:
         continue
       left = item.max_tokens - item.generated
       positions = item.prompt_tokens + item.generated + (left - 1 if self._config.reserves else 0)
       pages = num_pages(positions, instances.page_size)
-      if pages <= instances.free_pages[instance]:
+      if pages <= instances.room[instance]:
         self._turn = instance + 1
         here = item.prompt_tokens if instance in item.group.prompt_instances else 0
         prefill = kv_positions(item) - here
@@ -732,23 +764,19 @@ class _Room:
   """What a decision may use.
 
   Attributes:
-    pages: that a chunk could have, by instance; none where no place is left.
+    pages: that a chunk could have, by instance; for reading.
     most: the largest of them.
   """
 
   __slots__ = ("most", "pages")
 
   def __init__(self, instances: Instances):
-    self.pages = [
-      free if running < most else 0
-      for free, running, most in zip(
-        instances.free_pages, instances.num_running, instances.max_running
-      )
-    ]
+    self.pages = instances.room
     self.most = max(self.pages)
 
   def keep(self, instance: int) -> None:
     """Keeps an instance for somebody else."""
+    self.pages = list(self.pages)
     self.pages[instance] = 0
     self.most = max(self.pages)
 

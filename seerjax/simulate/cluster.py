@@ -271,7 +271,7 @@ class Simulation:
     """Where nothing is reserved, an instance's pages are those that its next step holds."""
     if self._preempts:
       taken = self._machines[place].pages_of_step(1)
-      self._view.free_pages[place] = self._cluster.num_pages - taken
+      self._view.see(place, free_pages=self._cluster.num_pages - taken)
 
   def _end_segment(self, place: int, now: float) -> None:
     machine = self._machines[place]

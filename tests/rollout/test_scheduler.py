@@ -139,9 +139,9 @@ def test_the_last_chunk_ends_at_max_tokens():
 def test_the_first_of_divided_blocks_those_behind_it():
   instances = Instances.empty(1, page_size=4, num_pages=6, max_running=9)
   planner = Scheduler(Divided(chunk_tokens=5), filled([[14], [0]]))
-  instances.free_pages[0] = 3
+  instances.see(0, free_pages=3)
   assert planner.next(instances) is None
-  instances.free_pages[0] = 6
+  instances.see(0, free_pages=6)
   assert names(take(planner, instances)) == ["0/0"]
 
 
@@ -237,11 +237,12 @@ def test_one_that_fits_nowhere_lets_others_pass_and_keeps_an_instance():
   planner = Scheduler(
     Ours(chunk_tokens=5, fair_every=0, num_pilots=1), filled([[12], [0], [0], [0], [0]])
   )
-  instances.free_pages[:] = [4, 3]
+  instances.see(0, free_pages=4)
+  instances.see(1, free_pages=3)
   # 0/0 goes first as a pilot, and fits nowhere: instance 0, with most room, is kept for it.
   found = take(planner, instances)
   assert [(d.request_id, d.instance) for d in found] == [("1/0", 1)]
-  instances.free_pages[0] = 5
+  instances.see(0, free_pages=5)
   (held,) = take(planner, instances)
   assert (held.request_id, held.instance) == ("0/0", 0)
 
@@ -268,7 +269,7 @@ def test_kv_is_pulled_where_more_than_the_margin_is_missing():
     )
     (first,) = take(planner, instances)
     end(planner, instances, first)
-    instances.num_running[0] = 9
+    instances.see(0, num_running=9)
     (second,) = take(planner, instances)
     # Prompt 4 and 7 tokens, the last of which has no KV yet: 10 positions lie with instance 0.
     assert (second.instance, second.prefill_tokens, second.pull_tokens) == (1, *expected)
@@ -281,7 +282,7 @@ def test_a_spread_beyond_the_limit_goes_to_the_least_loaded():
     planner = Scheduler(Divided(chunk_tokens=5, routing=ByPrefix(max_spread=spread)), filled([[0]]))
     (first,) = take(planner, instances)
     end(planner, instances, first)
-    instances.num_running[0] = 3
+    instances.see(0, num_running=3)
     assert take(planner, instances)[0].instance == expected
 
 
@@ -291,7 +292,8 @@ def test_by_room_stays_at_home_within_the_imbalance():
     planner = Scheduler(Divided(chunk_tokens=5, routing=ByRoom(max_imbalance=0.1)), filled([[0]]))
     (first,) = take(planner, instances)
     end(planner, instances, first)
-    instances.free_pages[:] = [room, 98]
+    instances.see(0, free_pages=room)
+    instances.see(1, free_pages=98)
     assert take(planner, instances)[0].instance == expected
 
 
@@ -300,10 +302,12 @@ def test_by_room_a_sibling_goes_where_the_prompt_is_within_the_imbalance():
     instances = Instances.empty(2, page_size=4, num_pages=100, max_running=9)
     config = Divided(chunk_tokens=5, routing=ByRoom(max_imbalance=0.1))
     planner = Scheduler(config, filled([[0, 0]]))
-    instances.max_running[:] = [1, 0]
+    instances.see(0, max_running=1)
+    instances.see(1, max_running=0)
     (first,) = take(planner, instances)
     assert (first.request_id, first.instance) == ("0/0", 0)
-    instances.max_running[:], instances.free_pages[:] = [9, 9], [room, 98]
+    instances.see(0, max_running=9, free_pages=room)
+    instances.see(1, max_running=9, free_pages=98)
     assert take(planner, instances)[0].instance == expected
 
 
@@ -498,3 +502,26 @@ def test_what_waits_by_the_rank_of_its_class_is_as_if_all_were_sorted(changes):
     for entry in taken:
       waiting.restore(entry)
     assert waiting.peek() is next(iter(expected()), None)
+
+
+@hypothesis.given(
+  st.lists(
+    st.tuples(st.integers(0, 2), st.sampled_from(["admit", "release", "see"]), st.integers(0, 5)),
+    max_size=30,
+  )
+)
+def test_the_room_of_instances_is_kept_true(changes):
+  instances = Instances.empty(3, page_size=4, num_pages=9, max_running=2)
+  for instance, kind, pages in changes:
+    if kind == "admit":
+      instances.admit(scheduler_lib.Decision("a", instance, 1, pages, False, 0))
+    elif kind == "release":
+      instances.release(instance, pages)
+    else:
+      instances.see(instance, free_pages=pages, max_running=pages % 4)
+    assert instances.room == [
+      free if running < most else 0
+      for free, running, most in zip(
+        instances.free_pages, instances.num_running, instances.max_running, strict=True
+      )
+    ]

@@ -148,7 +148,7 @@ class Naive:
   def count_pages(self) -> None:
     if self.preempts:
       for place in range(len(self.clocks)):
-        self.view.free_pages[place] = self.machines.num_pages - self.pages(place)
+        self.view.see(place, free_pages=self.machines.num_pages - self.pages(place))
 
   def next_end(self, place: int) -> float:
     """When that instance's first chunk ends, or its pages run out, if nothing joins."""
@@ -186,7 +186,7 @@ class Naive:
           run = self.batches[place].pop()
           self.buffer.progress(run.item.request_id, run.done)
           self.buffer.lost_kv(run.item.request_id)
-          self.view.num_running[place] -= 1
+          self.view.see(place, num_running=self.view.num_running[place] - 1)
           self.preempted += 1
         self.count_pages()
         continue
