@@ -1,7 +1,7 @@
 """Test-time training to discover: keep training on one problem, keep the best that was ever found.
 
 Claim: on one AHC058 instance a tiny transformer, trained from nothing, makes 25,600 attempts from a
-plain start, in ten minutes, and the log-probabilities that sampled are those that learn, to the bit.
+plain start within ten minutes, and what sampled has the log-probabilities that learn, to the bit.
 Command: bash launch/local.sh experiments.ttt_discover
   another problem:         --config.problem=circle_packing:26   (see seerjax/tasks/problems.py)
   your own problem:        --config.problem=path/to/my_problem.py, after --check_problem
