@@ -57,7 +57,9 @@ class Grid:
     num_steps=60,
     num_workers=0,  # Without a polish an attempt takes no longer than handing it over.
     checkpoint_every=60,
+    # As published.
     search=puct.SearchConfig(),
+    objective=ttt.ObjectiveConfig(),
   )
 
   def __post_init__(self):

@@ -43,6 +43,8 @@ FLAGSHIP = ttt.DiscoverConfig(
   tiny=ttt.TinyConfig(warm_sentences=256),
   # One tree after another, each until it stands still: best of one, eight or none (ttt.md).
   search=puct.SearchConfig(patience=8),
+  # Paid as published, it learns to leave good plans alone (ttt.md).
+  objective=ttt.ObjectiveConfig(gains_only=True, divergence=1.5, kl_coefficient=0.3),
   engine=dataclasses.replace(
     ttt.DiscoverConfig().engine, max_sequences=128, row_buckets=(128,)
   ),
