@@ -37,11 +37,11 @@ from seerjax.tasks.discovery import Environment
 FLAGSHIP = ttt.DiscoverConfig(
   num_steps=200,
   group_size=16,
-  num_workers=2,  # An attempt takes 15 ms.
+  num_workers=2,  # An attempt takes 20 ms.
   checkpoint_every=20,
   # The grammar leaves little to learn beforehand, and each of these is an attempt that is lost.
   tiny=ttt.TinyConfig(warm_sentences=256),
-  # One tree after another, each until it stands still: best of one, eight or none (ttt.md).
+  # One tree after another, each until it stands still: the best of what was tried (ttt.md).
   search=puct.SearchConfig(patience=8),
   # Paid as published, it learns to leave good plans alone (ttt.md).
   objective=ttt.ObjectiveConfig(gains_only=True, divergence=1.5, kl_coefficient=0.3),

@@ -182,6 +182,16 @@ class Baselines(Protocol):
     ...
 
 
+@runtime_checkable
+class Timed(Protocol):
+  """A verifier that uses a clock: two verdicts side by side would both be wrong."""
+
+  @property
+  def laps(self) -> int:
+    """Of a verdict; their median counts."""
+    ...
+
+
 def is_better(environment: Environment, value: float, than: float) -> bool:
   """Returns whether one value beats another; NaN beats nothing, and everything else beats NaN."""
   if math.isnan(value) or math.isnan(than):

@@ -80,7 +80,8 @@ class Judge:
         millisecond.
 
     Raises:
-      ValueError: if the environment has no language of edits, or the number is negative.
+      ValueError: if the environment has no language of edits, or the number is negative, or more
+        than 1 where attempts are timed.
     """
     if environment.language is None:
       raise ValueError(
@@ -90,6 +91,11 @@ class Judge:
     if num_workers < 0:
       raise ValueError(
         f"Judge: got num_workers={num_workers}, expected at least 0; 0 judges in this process."
+      )
+    if num_workers > 1 and isinstance(environment, discovery.Timed):
+      raise ValueError(
+        f"Judge: got num_workers={num_workers} for {environment.name}, which is timed, expected at"
+        " most 1: side by side they slow each other down; set --config.num_workers=1."
       )
     self._environment = environment
     self._pool = None

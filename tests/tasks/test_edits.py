@@ -193,3 +193,15 @@ def test_a_problem_without_a_language_is_refused():
 def test_a_negative_number_of_workers_is_refused():
   with pytest.raises(ValueError, match="Judge: got num_workers=-1, expected at least 0; 0 judges"):
     edits.Judge(tiny_problem.Row(), "digits", -1)
+
+
+class TimedRow(tiny_problem.Row):
+  laps = 3
+
+
+def test_workers_side_by_side_are_refused_where_attempts_are_timed():
+  environment = TimedRow()
+  with pytest.raises(ValueError, match="which is timed, expected at most 1: side by side they"):
+    edits.Judge(environment, "a name", 2)
+  with edits.Judge(environment, "a name", 1) as judge:
+    assert judge.worker_seconds == 0

@@ -337,7 +337,7 @@ def test_baselines_yield_schedules(baseline: str):
 def test_it_is_an_environment_with_baselines():
   for environment in (TINY, kernel_speed.TileSpeed(), kernel_speed.TileSpeed("rms_norm")):
     assert isinstance(environment, discovery.Environment)
-    assert isinstance(environment, discovery.Baselines)
+    assert isinstance(environment, discovery.Baselines) and isinstance(environment, discovery.Timed)
     assert isinstance(environment.language, discovery.EditLanguage)
     start = environment.start(0)
     assert not kernel_speed.complaint(start, environment.fields)
