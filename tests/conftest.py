@@ -72,7 +72,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
   """Draws the parameters of tests marked `few`; those that are not drawn count as long.
 
   With `-m long` all count as long: each then runs alone, where nothing can be drawn from.
+
+  SEERJAX_TEST_SHARE draws that share of the files first; the contract's are always among them.
   """
+  share = float(os.environ.get("SEERJAX_TEST_SHARE", "1"))
+  files = sorted({item.path for item in items if item.path.parent.name != "contract"})
+  draw = random.Random(f"{os.environ['SEERJAX_TEST_SEED']} files")
+  absent = {*draw.sample(files, round((1 - share) * len(files)))}
+  config.hook.pytest_deselected(items=[item for item in items if item.path in absent])
+  items[:] = [item for item in items if item.path not in absent]
   variants: dict[str, list[pytest.Item]] = {}
   for item in items:
     if item.get_closest_marker("few") and not item.get_closest_marker("long"):
