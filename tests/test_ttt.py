@@ -542,7 +542,8 @@ def test_requests_say_where_they_belong_and_attempts_follow_from_them(sampled):
   environment = tiny_problem.Row()
   states = ttt.first_archive(CONFIG, environment).states
   names, seeds = [], set()
-  for group, (start, said, attempts) in enumerate(zip(*found, strict=True)):
+  for group, (start, reward, said, attempts) in enumerate(zip(*found, strict=True)):
+    assert reward == states[start].reward
     for member, ((one,), attempt) in enumerate(zip(said, attempts, strict=True)):
       names.append(one.request.request_id)
       assert names[-1] == one.completion.request_id == f"0/{group}/{member}"
