@@ -2,7 +2,7 @@
 
 Claim: none beforehand; the table says what came out, favourable or not.
 Command: bash launch/local.sh experiments.ttt_ablation --workdir=docs/results/ttt
-Hardware: 2 CPU cores, under a minute a cell, 120 cells by default. Numbers: docs/results/ttt.md
+Hardware: 2 CPU cores, about a minute a cell, 120 cells by default. Numbers: docs/results/ttt.md
 
 Every cell is a run of `ttt.discover` of at least 7,680 attempts. With training off the objective
 does nothing, so that each way of reuse has one such cell. A finished cell is one line of

@@ -5,7 +5,7 @@ seeds beats the classical method, the polishing tool from random starts, and ran
 same search; otherwise the table says "the tool did it".
 Command: bash launch/local.sh experiments.ttt_rivals --workdir=docs/results/ttt/apple_machines
   another problem: --config.problems="('minimum_overlap:51',)" --config.seeds="(0,1,2,3,4)"
-Hardware: 2 CPU cores, about 45 minutes a cell of the flagship. Numbers: docs/results/ttt.md
+Hardware: 2 CPU cores, 45 minutes a cell by estimate. Numbers: docs/results/ttt.md
 
 A cell is a problem and a seed: a run of `ttt.discover`, then each rival for as many CPU seconds as
 that took, verdicts included, and, if wanted, the same policy without reuse for as many steps. A

@@ -111,12 +111,10 @@ KILLED = Case(
 
 # And these two, far more than an instance holds: one preempts, one sends what waits to the host and
 # further.
-CROWDED = Case(
+CROWDED = KILLED._replace(
   prompts=(tuple(range(1, 25)), tuple(range(24, 0, -1))),
   members=tuple((index % 2, dict(max_tokens=24), index) for index in range(16)),
   policy="fcfs",
-  chunk_tokens=2,
-  min_pull_tokens=0,
   max_spread=32,
   host_pages=16,
   has_store=True,
