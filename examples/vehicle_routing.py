@@ -127,6 +127,11 @@ def _length(tour: Sequence[int]) -> int:
   return sum(DISTANCE[a][b] for a, b in zip([0, *tour], [*tour, 0], strict=True))
 
 
+def _in_order(tours: Tours) -> Tours:
+  """Returns the tours in the one way to write them: direction and order say nothing."""
+  return sorted(min(list(tour), tour[::-1]) for tour in tours)
+
+
 def _reversed_best(tour: list[int]) -> list[int]:
   """Returns the shortest of all tours that drive one part backwards (2-opt)."""
   ends = [(i, j) for i in range(len(tour)) for j in range(i + 2, len(tour) + 1)]
@@ -168,7 +173,8 @@ class Edits:
     ALONE    a gets a vehicle of its own (b says nothing)
     POLISH   the tours of a and b: best reversals and moves between them, three rounds at most
 
-  An edit that would overload a vehicle, or says nothing (a is b), is left out.
+  An edit that would overload a vehicle, or says nothing (a is b), is left out. A sentence that
+  leaves the tours as they were is refused: else a policy learns to say just that of good tours.
   """
 
   MOVE, BEFORE, SWAP, TURN, ALONE, POLISH, STOP = range(NUM_CUSTOMERS, NUM_CUSTOMERS + 7)
@@ -187,16 +193,19 @@ class Edits:
     return tuple(token for tour in artefact for token in (*(c - 1 for c in tour), self.NEXT_TOUR))
 
   def apply(self, artefact: Tours, tokens: Sequence[int], seed: int) -> Tours:
-    """Returns the tours after the edits, the given ones being left as they are."""
+    """Returns the tours after the edits, in one order; the given ones are left as they are."""
     words = [token for token in tokens if token != self.STOP]
     fits = [low <= token < high for token, (low, high) in zip(words, self.allowed)]
     if len(words) % 3 or not all(fits) or len(fits) < len(words):
       raise ValueError(f"got {tokens}, expected edits of three tokens each; follow `allowed`")
+    before = tours = _in_order(artefact)
     for verb, a, b in zip(words[::3], words[1::3], words[2::3], strict=True):
-      edited = [tour for tour in self._edit(artefact, verb, a + 1, b + 1) if tour]
+      edited = [tour for tour in self._edit(tours, verb, a + 1, b + 1) if tour]
       if all(_load(tour) <= CAPACITY for tour in edited):
-        artefact = edited
-    return [list(tour) for tour in artefact]
+        tours = edited
+    if (after := _in_order(tours)) == before:
+      raise ValueError("got a sentence that leaves the tours as they were; edit something")
+    return after
 
   def _edit(self, old: Tours, verb: int, a: int, b: int) -> Tours:
     tours = [list(tour) for tour in old]
@@ -236,7 +245,10 @@ def main() -> bool:
     tokens = [int(draws.integers(low, high)) for low, high in LANGUAGE.allowed]
     if LANGUAGE.STOP in tokens:
       tokens = tokens[: tokens.index(LANGUAGE.STOP) + 1]
-    tours = LANGUAGE.apply(best, tokens, i)
+    try:
+      tours = LANGUAGE.apply(best, tokens, i)
+    except ValueError:  # It changes nothing.
+      continue
     value = verify(tours)
     if isinstance(value, int) and value < least:
       best, least = tours, value
