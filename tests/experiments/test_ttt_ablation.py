@@ -49,6 +49,44 @@ def test_a_table_by_hand():
   assert lines[5] == "| mean | 1.5 (1.5 to 1.5, 1) |"
 
 
+def _records(problem, objective, bests, is_maximised):
+  return [
+    Cell(problem, objective, "puct", seed)._asdict() | dict(best=best, is_maximised=is_maximised)
+    for seed, best in enumerate(bests)
+  ]
+
+
+def test_comparisons_by_hand():
+  records = [
+    *_records("up", "off", [1, 2, 3, 4, 5], True),
+    *_records("up", "adaptive", [6, 7, 8, 9, 10], True),  # The first of C(10, 5) = 252 orders.
+    *_records("up", "mean", [-1, -2, -3, -4, -5], True),
+    *_records("down", "off", [1, 2, 3, 4, 5], False),
+    *_records("down", "adaptive", [-1, -2, -3, -4, 1.5], False),  # 24 of 25 pairs: the second.
+    *_records("few", "off", [1, 2, 3, 4], True),
+    *_records("few", "adaptive", [5, 6, 7, 8, 9], True),
+  ]
+  found = {one[:2]: one for one in ttt_ablation.comparisons(records)}
+  assert set(found) == {("up", "adaptive"), ("up", "mean"), ("down", "adaptive")}
+  surest = found["up", "adaptive"]
+  assert (surest.off, surest.trained) == (3, 8)
+  assert surest.p_value == pytest.approx(1 / 252)
+  assert surest.corrected == pytest.approx(3 / 252)
+  assert found["down", "adaptive"].p_value == pytest.approx(2 / 252)
+  assert found["down", "adaptive"].corrected == pytest.approx(2 * 2 / 252)
+  assert found["up", "mean"].p_value == found["up", "mean"].corrected == 1.0
+  lines = ttt_ablation.significance(list(found.values())).splitlines()
+  assert lines[4] == "| up | puct | adaptive | 3 | 8 | 0.004 | 0.012 |"
+  assert ttt_ablation.significance([]) == ""
+
+
+def test_ties_are_enumerated():
+  records = [
+    *_records("p", "off", [1, 1, 1, 1, 1], True), *_records("p", "mean", [1, 1, 1, 1, 1], True)
+  ]  # fmt: skip
+  assert ttt_ablation.comparisons(records)[0].p_value == 1.0
+
+
 def test_a_misspelt_switch_is_refused():
   with pytest.raises(ValueError, match="Grid: got objectives=.'adaptiv'.*correct the spelling"):
     Grid(objectives=("adaptiv",))
