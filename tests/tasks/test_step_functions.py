@@ -51,7 +51,27 @@ def test_edits_do_what_their_names_say():
   assert (noisy[:4] == heights[:4]).all() and (noisy[12:] == heights[12:]).all()
   assert 0 < np.abs(noisy - heights).max() < 0.01
   remelted = after(step_functions.REMELT, 15, 0)
-  assert remelted.min() >= 0 and remelted.max() <= 17 and (remelted != heights).all()
+  assert remelted.min() >= 0 and (remelted != heights).all()
+
+
+def test_smooth_noise_is_standard_normal_and_its_neighbours_alike():
+  rng = np.random.default_rng(0)
+  draws = np.stack([step_functions.smooth_noise(100, rng) for _ in range(4000)])
+  np.testing.assert_allclose(draws.mean(axis=0), 0, atol=0.08)
+  np.testing.assert_allclose(draws.std(axis=0), 1, atol=0.08)
+  # A quarter each: white, and windows of 10, 20 and 30, whose neighbours share all but one draw.
+  expected = (0 + 9 / 10 + 19 / 20 + 29 / 30) / 4
+  assert abs((draws[:, :-1] * draws[:, 1:]).mean() - expected) < 0.03
+  assert abs((draws[:, :-40] * draws[:, 40:]).mean()) < 0.03
+  assert step_functions.smooth_noise(1, rng).shape == (1,)
+
+
+def test_what_is_remelted_keeps_its_mean_on_average():
+  rng = np.random.default_rng(0)
+  edit = step_functions.Edit(step_functions.REMELT, 15, 0)
+  heights = np.linspace(0.0, 1.0, 60)
+  means = [step_functions.reshape(heights, edit, rng, 1.0).mean() for _ in range(2000)]
+  assert abs(np.mean(means) - 0.5) < 0.02
 
 
 def test_regions_cover_the_function_at_every_size():
