@@ -32,10 +32,11 @@ from seerjax.tasks.discovery import Artefact, Published, Score
 from seerjax.tasks.step_functions import LAST, MAX_HEIGHT, MIN_SUM, NUM_AMOUNTS, POLISH, SIZES
 
 MAX_STEPS = 1000
-# What a verb of annealing reads from its place: a learning rate and a number of steps.
-LEARNING_RATES = (0.4, 0.1, 0.03, 0.01)
-STEP_COUNTS = (500, 1000, 2000, 4000)
-START_TEMPERATURES = tuple(float(t) for t in np.geomspace(1e-4, 0.1, NUM_AMOUNTS))
+# What a verb of annealing reads from its place: a learning rate and a number of steps; and from its
+# amount. All are of use: sentences are drawn evenly until a policy knows better.
+LEARNING_RATES = (0.4, 0.2, 0.1, 0.04)
+STEP_COUNTS = (1000, 2000, 4000, 6000)
+START_TEMPERATURES = tuple(float(t) for t in np.geomspace(1e-3, 0.03, NUM_AMOUNTS))
 _END_TEMPERATURE = 5e-5
 # What one sentence may spend: products of annealing (0.45 CPU seconds), and linear programs with
 # their pivots (0.1 to 0.25 seconds each at n = 300, where one near a good function takes 600 to
