@@ -292,10 +292,9 @@ CONSOLE_NAMES = (
   "search/best", "search/gain", "search/archive_size", "objective/beta", "objective/kl_to_base",
   "search/tokens",
 )  # fmt: skip
-# Settings that change no bit, so that a run may be resumed with others.
-FREE_SETTINGS = (
-  "num_steps", "num_workers", "num_instances", "checkpoint_every", "scheduler", "engine"
-)
+# Settings that change no bit, so that a run may be resumed with others. Not the engine: its context
+# is the tiny policy's own, and what a program's thinking has to fit.
+FREE_SETTINGS = ("num_steps", "num_workers", "num_instances", "checkpoint_every", "scheduler")
 
 
 def discover(
