@@ -34,7 +34,7 @@ from seerjax.tasks import problems
 
 # What stands in the place of an objective where nothing is learnt.
 OFF = "off"
-MIN_SEEDS = 5  # With fewer, no comparison could be significant once many are corrected for.
+MIN_SEEDS = 5  # With fewer, no comparison could survive the correction for all that are made.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -16,8 +16,8 @@ from seerjax.tasks.discovery import EditLanguage
 PATH = pathlib.Path(__file__).parents[1] / "examples" / "vehicle_routing.py"
 # Six customers on a line, 3, 4 and 5 times 100 to the right of the depot and to its left; vehicles
 # of three parcels.
-VERBS = dict(MOVE=6, BEFORE=7, SWAP=8, TURN=9, ALONE=10, POLISH=11)
 LINE = [(0, 0), (300, 0), (400, 0), (500, 0), (-300, 0), (-400, 0), (-500, 0)]
+VERBS = dict(MOVE=6, BEFORE=7, SWAP=8, TURN=9, ALONE=10, POLISH=11)
 
 
 @pytest.fixture(scope="module")
