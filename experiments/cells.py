@@ -60,7 +60,7 @@ def completed(
   cells: Sequence[Any],
   directory: pathlib.Path,
   settings: dict[str, Any],
-  measure: Callable[[Any, dict[Any, rl.Programs]], dict[str, Any]],
+  measure: Callable[[Any, dict[Any, dict[str, Any]], dict[Any, rl.Programs]], dict[str, Any]],
 ) -> list[dict[str, Any]]:
   """Returns the records of all cells, in their order; runs and keeps those that are missing.
 
@@ -68,7 +68,8 @@ def completed(
     cells: named tuples of one kind, whose fields every record has.
     directory: of the file.
     settings: that the cells have in common.
-    measure: runs a cell, and shares what it compiles.
+    measure: runs a cell, given the records of those that are finished by cell, and the programs
+      that earlier cells compiled.
 
   Raises:
     ValueError: if the file holds cells of other settings.
@@ -78,7 +79,7 @@ def completed(
   missing = [cell for cell in cells if cell not in found]
   programs: dict[Any, rl.Programs] = {}
   for cell in rich.progress.track(missing, f"cells, {len(cells) - len(missing)} were finished"):
-    found[cell] = measure(cell, programs)
+    found[cell] = measure(cell, found, programs)
     append(path, found[cell])
   return [found[cell] for cell in cells]
 

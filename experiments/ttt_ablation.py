@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 import dataclasses
 import datetime
-import functools
 import itertools
 import json
 import pathlib
@@ -240,7 +239,10 @@ def run(grid: Grid, directory: pathlib.Path) -> str:
   """
   cells.check_problems(grid.problems)
   records = cells.completed(
-    list(grid.cells()), directory, settings_of(grid), functools.partial(measure, grid)
+    list(grid.cells()),
+    directory,
+    settings_of(grid),
+    lambda cell, _, programs: measure(grid, cell, programs),
   )
   text = "\n".join(filter(None, (tables(records), significance(comparisons(records)))))
   (directory / "table.md").write_text(text)

@@ -95,18 +95,23 @@ def random_policy(config: ttt.DiscoverConfig, environment: Environment) -> Itera
       step += 1
 
 
-def best_within(
+def improvements_within(
   environment: Environment, values: Iterator[float], cpu_seconds: float
-) -> tuple[float, int]:
-  """Returns the best of what an iterator yields in so many CPU seconds, and how much that was."""
-  begin, best, count = time.process_time(), math.nan, 0
+) -> list[tuple[float, float]]:
+  """Returns what an iterator yields in so many CPU seconds, wherever it is better than before.
+
+  Returns:
+    (CPU seconds since the beginning, value) of each improvement, the best last; [] if none was
+    valid.
+  """
+  begin, found = time.process_time(), []
   for value in values:
-    if discovery.is_better(environment, value, best):
-      best = value
-    count += 1
-    if time.process_time() - begin >= cpu_seconds:
+    elapsed = time.process_time() - begin
+    if discovery.is_better(environment, value, found[-1][1] if found else math.nan):
+      found.append((elapsed, value))
+    if elapsed >= cpu_seconds:
       break
-  return best, count
+  return found
 
 
 def rival_names(environment: Environment) -> tuple[str, ...]:
@@ -117,15 +122,20 @@ def rival_names(environment: Environment) -> tuple[str, ...]:
 
 def rival(
   config: ttt.DiscoverConfig, environment: Environment, name: str, cpu_seconds: float
-) -> float:
-  """Returns the best value that one of `rival_names` finds in so many CPU seconds."""
+) -> list[tuple[float, float]]:
+  """Returns the improvements that one of `rival_names` finds in so many CPU seconds."""
   if name == "random_edits":
     values = random_policy(config, environment)
   else:
     assert isinstance(environment, discovery.Baselines)
     source = environment.classical if name == "classical" else environment.polished_starts
     values = (environment.verify(artefact).value for artefact in source(config.seed))
-  return best_within(environment, values, cpu_seconds)[0]
+  return improvements_within(environment, values, cpu_seconds)
+
+
+def best_of(improvements: list[tuple[float, float]]) -> float:
+  """Returns the value of the last improvement; NaN if there is none."""
+  return improvements[-1][1] if improvements else math.nan
 
 
 def rivals(
@@ -138,7 +148,7 @@ def rivals(
   """
   names = rival_names(environment)
   if not config.num_workers:
-    return {name: rival(config, environment, name, cpu_seconds) for name in names}
+    return {name: best_of(rival(config, environment, name, cpu_seconds)) for name in names}
   with concurrent.futures.ProcessPoolExecutor(
     config.num_workers, multiprocessing.get_context("spawn")
   ) as pool:
@@ -148,7 +158,7 @@ def rivals(
 
 def _rival_by_name(job: tuple[ttt.DiscoverConfig, str, float]) -> float:
   config, name, cpu_seconds = job
-  return rival(config, problems.load(config.problem), name, cpu_seconds)
+  return best_of(rival(config, problems.load(config.problem), name, cpu_seconds))
 
 
 def check_problem(environment: Environment, seed: int) -> int:

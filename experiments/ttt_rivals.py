@@ -5,11 +5,12 @@ seeds beats the classical method, the polishing tool from random starts, and ran
 same search; otherwise the table says "the tool did it".
 Command: bash launch/local.sh experiments.ttt_rivals --workdir=docs/results/ttt/apple_machines
   another problem: --config.problems="('minimum_overlap:51',)" --config.seeds="(0,1,2,3,4)"
-Hardware: 2 CPU cores, 45 minutes a cell by estimate. Numbers: docs/results/ttt.md
+Hardware: one CPU core, 6 to 12 minutes a cell. Numbers: docs/results/ttt.md
 
-A cell is a problem and a seed: a run of `ttt.discover`, then each rival for as many CPU seconds as
-that took, verdicts included, and, if wanted, the same policy without reuse for as many steps. A
-finished cell is one line of cells.jsonl in --workdir: the same command goes on after the last one.
+A cell is a problem, a seed and a contestant: a run of `ttt.discover`, and then each rival for as
+many CPU seconds as that took, verdicts included; the policy without reuse runs for as many steps.
+A finished cell is one line of cells.jsonl in --workdir: the same command goes on after the last
+one, and a command with more problems, seeds or rivals adds theirs.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from seerjax.search import puct
 from seerjax.tasks import problems
 
 POLICY, NO_REUSE = "policy", "policy_without_reuse"
+RIVALS = ("classical", NO_REUSE, "random_edits", "tool_from_random_starts")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,90 +45,110 @@ class Contest:
     problems: see `problems.load`. Inputs 0 and 100 of AHC058 are not among them: the flagship's
       settings were chosen there.
     seeds: runs of each.
-    with_no_reuse: whether the policy also runs with every group at the start.
-    run: all else.
+    rivals: of `RIVALS`, those that a problem has.
+    run: all else. In one process, so that CPU seconds are what one core does for everyone.
   """
 
   problems: tuple[str, ...] = tuple(
     f"apple_machines:{instance}" for instance in range(1, 11)
   )
   seeds: tuple[int, ...] = (0,)
-  with_no_reuse: bool = True
-  run: ttt.DiscoverConfig = ttt_discover.FLAGSHIP
+  rivals: tuple[str, ...] = RIVALS
+  run: ttt.DiscoverConfig = dataclasses.replace(ttt_discover.FLAGSHIP, num_workers=0)
 
   def __post_init__(self):
-    if not self.problems or not self.seeds:
+    if not self.problems or not self.seeds or {*self.rivals} - {*RIVALS}:
       raise ValueError(
-        f"Contest: got problems={self.problems}, seeds={self.seeds}, expected at least one of each."
+        f"Contest: got problems={self.problems}, seeds={self.seeds}, rivals={self.rivals}, expected"
+        f" at least one problem and seed, and rivals of {RIVALS}; correct the spelling."
       )
 
   def cells(self) -> Iterator[Cell]:
-    """Yields all cells, seed by seed."""
+    """Yields all cells, seed by seed, a policy before its rivals."""
     for seed, problem in itertools.product(self.seeds, self.problems):
-      yield Cell(problem, seed)
+      there = (NO_REUSE, *ttt_discover.rival_names(problems.load(problem)))
+      yield Cell(problem, seed, POLICY)
+      for rival in self.rivals:
+        if rival in there:
+          yield Cell(problem, seed, rival)
 
   def config_of(self, cell: Cell) -> ttt.DiscoverConfig:
-    """Returns the policy's run of a cell."""
-    return dataclasses.replace(self.run, problem=cell.problem, seed=cell.seed)
+    """Returns the run of a cell's policy."""
+    config = dataclasses.replace(self.run, problem=cell.problem, seed=cell.seed)
+    if cell.contestant == NO_REUSE:
+      return dataclasses.replace(config, search=puct.SearchConfig(reuse="none"))
+    return config
 
 
 class Cell(NamedTuple):
-  """A problem and a seed."""
+  """A problem, a seed, and `POLICY` or one of `RIVALS`."""
 
   problem: str
   seed: int
+  contestant: str
 
 
 def settings_of(contest: Contest) -> dict[str, Any]:
   """Returns what cells of one table have in common, as JSON."""
-  shared = metrics.encode(dataclasses.asdict(contest.run))
-  return json.loads(json.dumps(shared | {"with_no_reuse": contest.with_no_reuse}))
+  return json.loads(json.dumps(metrics.encode(dataclasses.asdict(contest.run))))
 
 
-def measure(contest: Contest, cell: Cell, programs: dict[Any, rl.Programs]) -> dict[str, Any]:
-  """Runs a cell; returns its record. Runs of one shape share what they compile."""
+def measure(
+  contest: Contest,
+  cell: Cell,
+  finished: dict[Any, dict[str, Any]],
+  programs: dict[Any, rl.Programs],
+) -> dict[str, Any]:
+  """Runs a cell, a rival for as long as its policy took; returns the cell's record."""
   config, environment = contest.config_of(cell), problems.load(cell.problem)
-  found, rows = cells.discovered(config, environment, programs)
-  seconds = found.summary["cpu_seconds"]
-  bests = {POLICY: found.score.value} | ttt_discover.rivals(config, environment, seconds)
-  if contest.with_no_reuse:
-    alone = dataclasses.replace(config, search=puct.SearchConfig(reuse="none"))
-    bests[NO_REUSE] = cells.discovered(alone, environment, programs)[0].score.value
-  return cell._asdict() | {
-    "bests": bests,
+  if cell.contestant in (POLICY, NO_REUSE):
+    found, rows = cells.discovered(config, environment, programs)
+    result = {
+      "best": found.score.value,
+      "cpu_seconds": found.summary["cpu_seconds"],
+      "by_cpu_seconds": [[row["search/cpu_seconds"], row["search/best"]] for row in rows],
+      "attempts": found.summary["attempts"],
+      "seconds": found.summary["seconds"],
+      "max_abs_logprob_gap": max(row.get("contract/max_abs_logprob_gap", 0.0) for row in rows),
+    }
+  else:
+    seconds = finished[cell._replace(contestant=POLICY)]["cpu_seconds"]
+    improvements = ttt_discover.rival(config, environment, cell.contestant, seconds)
+    result = {
+      "best": ttt_discover.best_of(improvements),
+      "cpu_seconds": seconds,
+      "by_cpu_seconds": improvements,
+    }
+  return cell._asdict() | result | {
     "is_maximised": environment.is_maximised,
-    "attempts": found.summary["attempts"],
-    "cpu_seconds": seconds,
-    "seconds": found.summary["seconds"],
-    "by_cpu_seconds": [[row["search/cpu_seconds"], row["search/best"]] for row in rows],
-    "max_abs_logprob_gap": max(row.get("contract/max_abs_logprob_gap", 0.0) for row in rows),
     "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
     "numerics": numerics_lib.fingerprint(config.numerics)["digest"],
     "settings": settings_of(contest),
-  }
+  }  # fmt: skip
 
 
 def table(records: Sequence[dict[str, Any]]) -> str:
   """Returns a line for each problem as Markdown: medians of the seeds, and who did it."""
-  names = list(dict.fromkeys(name for record in records for name in record["bests"]))
+  names = list(dict.fromkeys(record["contestant"] for record in records))
   lines = [
     f"| problem | {' | '.join(name.replace('_', ' ') for name in names)} | CPU s | who did it |",
     f"|---|{'---|' * len(names)}---|---|",
   ]
   for problem in dict.fromkeys(record["problem"] for record in records):
     here = [record for record in records if record["problem"] == problem]
-    sign = 1 if here[0]["is_maximised"] else -1
-    medians = {
-      name: statistics.median(record["bests"][name] for record in here)
-      for name in names
-      if all(name in record["bests"] for record in here)
+    bests = {
+      name: [record["best"] for record in here if record["contestant"] == name] for name in names
     }
+    medians = {name: statistics.median(values) for name, values in bests.items() if values}
+    sign = 1 if here[0]["is_maximised"] else -1
     others = [value for name, value in medians.items() if name not in (POLICY, NO_REUSE)]
     is_ahead = all(sign * medians[POLICY] > sign * other for other in others)
     shown = " | ".join(f"{medians[name]:.10g}" if name in medians else "" for name in names)
-    seconds = statistics.median(record["cpu_seconds"] for record in here)
+    seconds = statistics.median(
+      record["cpu_seconds"] for record in here if record["contestant"] == POLICY
+    )
     verdict = "the policy" if is_ahead else "the tool did it"
-    lines.append(f"| {problem} ({len(here)}) | {shown} | {seconds:.0f} | {verdict} |")
+    lines.append(f"| {problem} ({len(bests[POLICY])}) | {shown} | {seconds:.0f} | {verdict} |")
   return "\n".join(lines) + "\n"
 
 

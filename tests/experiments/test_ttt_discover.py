@@ -41,11 +41,18 @@ def test_random_sentences_find_something_and_only_get_better():
   assert values == list(itertools.islice(ttt_discover.random_policy(config, environment), 40))
 
 
-def test_the_best_within_a_time_by_hand():
+def test_improvements_within_a_time_by_hand():
   environment = problems.load(PROBLEM)  # Higher is better.
-  best, count = ttt_discover.best_within(environment, iter([3.0, math.nan, 5.0, 4.0]), 1e9)
-  assert (best, count) == (5.0, 4)
-  assert ttt_discover.best_within(environment, itertools.count(1.0), 0.0) == (1.0, 1)
+  values = iter([math.nan, 3.0, math.nan, 5.0, 4.0])
+  found = ttt_discover.improvements_within(environment, values, 1e9)
+  assert [value for _, value in found] == [3.0, 5.0] and 0.0 <= found[0][0] <= found[1][0]
+  assert ttt_discover.best_of(found) == 5.0
+  # At no time at all the first value counts, and nothing valid is no number.
+  ((_, first),) = ttt_discover.improvements_within(environment, itertools.count(1.0), 0.0)
+  assert first == 1.0
+  assert math.isnan(
+    ttt_discover.best_of(ttt_discover.improvements_within(environment, iter([math.nan]), 1.0))
+  )
 
 
 @pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=pytest.mark.long)])

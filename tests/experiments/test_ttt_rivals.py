@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import pathlib
 
 import pytest
@@ -14,34 +16,56 @@ from experiments.ttt_rivals import Contest
 PROBLEM = str(tiny_problem.__file__)
 
 
-def record(problem, seed, *bests, is_maximised=True):
-  names = ("policy", "classical", "random_edits", "policy_without_reuse")
-  return dict(
-    problem=problem, seed=seed, bests=dict(zip(names, bests)), is_maximised=is_maximised,
-    cpu_seconds=10.0 + seed,
-  )  # fmt: skip
+NAMES = ("policy", "classical", "random_edits", "policy_without_reuse")
+
+
+def records(problem, seed, *bests, is_maximised=True):
+  return [
+    dict(
+      problem=problem, seed=seed, contestant=name, best=best, is_maximised=is_maximised,
+      cpu_seconds=10.0 + seed,
+    )
+    for name, best in zip(NAMES, bests)
+  ]  # fmt: skip
 
 
 def test_who_did_it_by_hand():
-  records = [
-    record("higher", 0, 5.0, 4.0, 1.0, 9.0),
-    record("higher", 1, 6.0, 7.0, 2.0, 9.0),
-    record("higher", 2, 7.0, 4.5, 3.0, 9.0),
-    record("lower", 0, 5.0, 6.0, 7.0, 1.0, is_maximised=False),
-    record("level", 0, 5.0, 5.0, 4.0, 1.0),
-  ]
-  lines = ttt_rivals.table(records).splitlines()
+  lines = ttt_rivals.table(
+    [
+      *records("higher", 0, 5.0, 4.0, 1.0, 9.0),
+      *records("higher", 1, 6.0, 7.0, 2.0, 9.0),
+      *records("higher", 2, 7.0, 4.5, 3.0, 9.0),
+      *records("lower", 0, 5.0, 6.0, 7.0, 1.0, is_maximised=False),
+      *records("level", 0, 5.0, 5.0),
+    ]
+  ).splitlines()
   assert lines[0].startswith("| problem | policy | classical | random edits | policy without reuse")
   # The median counts, and what came without reuse is no rival.
   assert lines[2] == "| higher (3) | 6 | 4.5 | 2 | 9 | 11 | the policy |"
   assert lines[3] == "| lower (1) | 5 | 6 | 7 | 1 | 10 | the policy |"
   # As good as another is not better.
-  assert lines[4] == "| level (1) | 5 | 5 | 4 | 1 | 10 | the tool did it |"
+  assert lines[4] == "| level (1) | 5 | 5 |  |  | 10 | the tool did it |"
+
+
+def test_a_policy_comes_before_its_rivals_and_only_those_that_its_problem_has():
+  contest = Contest(problems=("circle_packing:5", PROBLEM), rivals=("random_edits", "classical"))
+  assert [cell[0::2] for cell in contest.cells()] == [
+    ("circle_packing:5", "policy"),
+    ("circle_packing:5", "random_edits"),
+    ("circle_packing:5", "classical"),
+    (PROBLEM, "policy"),
+    (PROBLEM, "random_edits"),
+  ]
 
 
 def test_a_contest_of_nobody_is_refused():
-  with pytest.raises(ValueError, match=r"Contest: got problems=\(\), seeds=\(0,\), expected at"):
+  with pytest.raises(ValueError, match=r"Contest: got problems=\(\), .* expected at least one"):
     Contest(problems=())
+
+
+def test_a_rival_that_nobody_knows_is_refused():
+  with pytest.raises(ValueError, match=r"Contest: .*rivals=\('annealer',\), .*correct the"):
+    Contest(rivals=("annealer",))
 
 
 def test_a_problem_without_edits_is_refused_before_anything_runs(tmp_path: pathlib.Path):
@@ -52,12 +76,22 @@ def test_a_problem_without_edits_is_refused_before_anything_runs(tmp_path: pathl
 
 @pytest.mark.long
 def test_finished_cells_are_kept_and_the_run_goes_on(tmp_path: pathlib.Path):
-  contest = Contest(problems=(PROBLEM,), seeds=(0, 1), run=small_discovery.RUN)
+  contest = Contest(
+    problems=(PROBLEM,), seeds=(0, 1), rivals=("random_edits",), run=small_discovery.RUN
+  )
   text = ttt_rivals.run(contest, tmp_path)
   assert f"| {PROBLEM} (2) |" in text
   path = tmp_path / cells.FILE_NAME
   lines = path.read_text().splitlines()
+  assert len(lines) == 4
+  # Killed between a policy and its rival, which then has the time that the record names.
   path.write_text(lines[0] + "\n")
   ttt_rivals.run(contest, tmp_path)
   again = path.read_text().splitlines()
-  assert again[0] == lines[0] and len(again) == len(lines) == 2
+  assert again[0] == lines[0] and len(again) == 4
+  policy, rival = map(json.loads, again[:2])
+  assert (rival["contestant"], rival["cpu_seconds"]) == ("random_edits", policy["cpu_seconds"])
+  # A rival more is added to what is there.
+  ttt_rivals.run(dataclasses.replace(contest, rivals=ttt_rivals.RIVALS), tmp_path)
+  more = path.read_text().splitlines()
+  assert more[:4] == again and len(more) == 6
