@@ -24,10 +24,9 @@ import math
 from typing import Any
 
 import numpy as np
-from scipy import optimize
 
 from seerjax import compiled
-from seerjax.tasks import discovery, step_functions
+from seerjax.tasks import discovery, linear_programs, step_functions
 from seerjax.tasks.discovery import Artefact, Published, Score
 from seerjax.tasks.step_functions import LAST, MAX_HEIGHT, MIN_SUM, NUM_AMOUNTS, POLISH, SIZES
 
@@ -289,21 +288,22 @@ class AutocorrelationEdits:
         gains[:-1] += nodes[1:]
         costs = -2 * np.convolve(gains, heights[::-1], mode="valid")[free] * largest / squares
       least = np.maximum(-heights[free], -radius)
-      answer = optimize.linprog(
+      most = (largest - nodes[rows]) / largest
+      answer = linear_programs.solve(
         np.append(costs, 1.0),
-        A_ub=np.hstack([slopes, -np.ones((rows.size, 1))]) / largest,
-        b_ub=(largest - nodes[rows]) / largest,
-        A_eq=np.append(np.ones(free.size), 0.0)[None],
-        b_eq=[0.0],
-        bounds=np.stack(
-          [np.append(least, -largest), np.append(np.full(free.size, radius), largest)], axis=1
+        np.vstack(
+          [
+            np.hstack([slopes / largest, np.full((rows.size, 1), -1 / largest)]),
+            np.append(np.ones(free.size), 0.0),
+          ]
         ),
-        method="highs",
-        options=dict(maxiter=max_pivots),
+        (np.append(np.full(rows.size, -np.inf), 0.0), np.append(most, 0.0)),
+        (np.append(least, -largest), np.append(np.full(free.size, radius), largest)),
+        max_pivots,
       )
-      if answer.status == 0 and answer.x is not None:
+      if answer is not None:
         moved = heights.copy()
-        moved[free] += answer.x[:-1]
+        moved[free] += answer[:-1]
         moved = self.settle(moved)
         new_value = self.value(moved)
         if sign * new_value < sign * value:

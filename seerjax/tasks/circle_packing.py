@@ -30,10 +30,10 @@ import math
 from typing import Any
 
 import numpy as np
-from scipy import optimize, sparse
+from scipy import sparse
 
 from seerjax import compiled
-from seerjax.tasks import discovery
+from seerjax.tasks import discovery, linear_programs
 from seerjax.tasks.discovery import Artefact, EditLanguage, Published, Score
 
 MAX_CIRCLES = 200
@@ -660,16 +660,19 @@ def _linear_program(circles: np.ndarray, trust: float) -> np.ndarray | None:
       (np.concatenate(values), (np.concatenate(rows), np.concatenate(columns))),
       shape=(i.size + 4 * n, 3 * n),
     )
-    solution = optimize.linprog(
+    most = np.concatenate([apart, x, 1.0 - x, y, 1.0 - y])
+    solution = linear_programs.solve(
       np.concatenate([np.zeros(2 * n), -np.ones(n)]),
-      A_ub=matrix,
-      b_ub=np.concatenate([apart, x, 1.0 - x, y, 1.0 - y]),
-      bounds=[(-trust, trust)] * (2 * n) + [(LEAST_RADIUS, 0.5)] * n,
-      method="highs-ds",
+      matrix,
+      (np.full(most.size, -np.inf), most),
+      (
+        np.concatenate([np.full(2 * n, -trust), np.full(n, LEAST_RADIUS)]),
+        np.concatenate([np.full(2 * n, trust), np.full(n, 0.5)]),
+      ),
     )
-    if solution.x is None:
+    if solution is None:
       return None
-    moved = solution.x.reshape(3, n).copy()
+    moved = solution.reshape(3, n).copy()
     moved[:2] += circles[:2]
     if near.all() or _excess(moved) < 1e-9:
       return moved
