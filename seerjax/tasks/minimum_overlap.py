@@ -34,6 +34,8 @@ MAX_STEPS = 600
 _MAX_RADIUS = 0.5
 # Work of the linear programs of one sentence, in units of a symmetric one at n = 51 (0.6 CPU ms).
 _MAX_WORK = 200.0
+# The polish that closes a sentence which has none at its end.
+_CLOSING_PROGRAMS, _CLOSING_RADIUS = 64, 0.02
 
 _TTT = "https://arxiv.org/abs/2601.16175"
 _HAUGLAND = "http://www.neutreeko.net/mop.htm"
@@ -216,7 +218,8 @@ class MinimumOverlapEdits:
     polish   4 to 64 linear programs by place, `SIZES[amount]` / 2 the trust region's radius
     skew     noise on the whole function, which ends its symmetry
 
-  Of symmetric heights the first six see, and change, the left half; the right one follows.
+  Of symmetric heights the first six see, and change, the left half; the right one follows. What
+  ends without a polish is polished, since perturbed heights as such are never better.
 
   Attributes:
     num_steps: of the function.
@@ -254,12 +257,17 @@ class MinimumOverlapEdits:
     n = self.num_steps
     heights = self._read(artefact)
     work = _MAX_WORK
+
+    def polished(count: int, radius: float) -> np.ndarray:
+      nonlocal work
+      cost = _cost(n) * (1.0 if is_symmetric(heights) else 4.0)
+      count = min(count, int(work / cost))
+      work -= count * cost
+      return polish(heights, count, radius)
+
     for edit in edits:
       if edit.verb == POLISH:
-        cost = _cost(n) * (1.0 if is_symmetric(heights) else 4.0)
-        count = min(4 * (edit.place + 1), int(work / cost))
-        work -= count * cost
-        heights = polish(heights, count, SIZES[edit.amount] / 2)
+        heights = polished(4 * (edit.place + 1), SIZES[edit.amount] / 2)
       elif edit.verb == LAST:
         part = step_functions.region(edit.place, n)
         skewed = heights.copy()
@@ -272,6 +280,8 @@ class MinimumOverlapEdits:
         heights = settle(mirrored(half, n))
       else:
         heights = settle(step_functions.reshape(heights, edit, rng, 1.0))
+    if edits[-1].verb != POLISH:
+      heights = polished(_CLOSING_PROGRAMS, _CLOSING_RADIUS)
     return heights.tolist()
 
   def _read(self, artefact: Artefact) -> np.ndarray:

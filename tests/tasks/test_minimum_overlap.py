@@ -234,6 +234,17 @@ def test_polish_improves_a_start_with_and_without_symmetry():
     assert SMALL.verify(after).value < SMALL.verify(start).value - 0.01
 
 
+def test_a_sentence_that_ends_without_a_polish_is_polished():
+  start = SMALL.start(0)
+  for triples in ([(0, 9, 3)], [(7, 5, 0), (0, 9, 3)]):
+    after = SMALL.language.apply(start, sentence(*triples), 0)
+    assert SMALL.verify(after).value < SMALL.verify(start).value - 0.01
+  # One that ends with a polish has that one alone.
+  closed = SMALL.language.apply(start, sentence((7, 5, 0)), 0)
+  by_hand = minimum_overlap.polish(np.array(start), 4, step_functions.SIZES[5] / 2)
+  assert closed == by_hand.tolist()
+
+
 def test_polish_without_programs_returns_what_it_was_given():
   heights = np.array(SMALL.start(0))
   assert minimum_overlap.polish(heights, 0, 0.1) is heights
