@@ -31,13 +31,15 @@ from seerjax.tasks.discovery import Artefact, Published, Score
 from seerjax.tasks.step_functions import LAST, MAX_HEIGHT, MIN_SUM, NUM_AMOUNTS, POLISH, SIZES
 
 MAX_STEPS = 1000
-# What a verb of annealing reads from its place: a learning rate and a number of steps; and from its
-# amount. All are of use: sentences are drawn evenly until a policy knows better.
-LEARNING_RATES = (0.4, 0.2, 0.1, 0.04)
-STEP_COUNTS = (1000, 2000, 4000, 6000)
+# What a verb of annealing reads from its place: a learning rate, and how many steps of the function
+# go together; and from its amount. All are of use: sentences are drawn evenly until a policy knows
+# better. In blocks of three a ninth of the work finds a basin as well.
+LEARNING_RATES = (0.2, 0.1, 0.04, 0.02)
+BLOCKS = (1, 2, 3, 6)
+ANNEALING_STEPS = 6000
 START_TEMPERATURES = tuple(float(t) for t in np.geomspace(1e-3, 0.03, NUM_AMOUNTS))
 _END_TEMPERATURE = 5e-5
-# What one sentence may spend: products of annealing (0.45 CPU seconds), and linear programs with
+# What one sentence may spend: products of annealing (0.7 CPU seconds), and linear programs with
 # their pivots (0.1 to 0.25 seconds each at n = 300, where one near a good function takes 600 to
 # 1300; from a poor one it may take many more, and gains nothing that annealing does not).
 _MAX_PRODUCTS = 10_000 * 300**2
@@ -148,7 +150,7 @@ class AutocorrelationEdits:
 
     noise, remelt, set, shift, smooth, stretch, mirror   a region (`step_functions.reshape`)
     polish   linear programs over a region's heights, `SIZES[amount]` the trust region's radius
-    anneal   Adam, cooled from `START_TEMPERATURES[amount]`; rate and steps from the place
+    anneal   Adam, cooled from `START_TEMPERATURES[amount]`; rate and blocks from the place
 
   Heights are scaled to mean 1 after each. What a sentence may spend on the last two is limited;
   beyond it they do nothing.
@@ -192,7 +194,7 @@ class AutocorrelationEdits:
     edits = step_functions.parse(tokens)
     rng = np.random.default_rng([seed, 0x57E9])
     heights = self.settle(np.array(artefact, np.float64))
-    programs_left, steps_left = _MAX_PROGRAMS, max(_MAX_PRODUCTS // self.num_steps**2, 4)
+    programs_left, products_left = _MAX_PROGRAMS, _MAX_PRODUCTS
     for edit in edits:
       if edit.verb == POLISH:
         is_free = np.zeros(self.num_steps, bool)
@@ -201,10 +203,11 @@ class AutocorrelationEdits:
         programs_left -= programs
         heights = self.polish(heights, programs, SIZES[edit.amount], is_free)
       elif edit.verb == LAST:
-        rate, steps = LEARNING_RATES[edit.place // 4], STEP_COUNTS[edit.place % 4]
-        steps = min(steps, steps_left)
-        steps_left -= steps
-        heights = self.anneal(heights, steps, rate, START_TEMPERATURES[edit.amount])
+        rate, block = LEARNING_RATES[edit.place // 4], self.block(BLOCKS[edit.place % 4])
+        products = (self.num_steps // block) ** 2
+        steps = min(ANNEALING_STEPS, products_left // products)
+        products_left -= steps * products
+        heights = self.anneal(heights, steps, rate, START_TEMPERATURES[edit.amount], block)
       else:
         heights = self.settle(step_functions.reshape(heights, edit, rng, float(heights.max())))
     return heights.tolist()
@@ -238,8 +241,18 @@ class AutocorrelationEdits:
       return new if second_constant(new.tolist()) > second_constant(old.tolist()) else old
     return new if first_constant(new.tolist()) < first_constant(old.tolist()) else old
 
+  def block(self, most: int) -> int:
+    """Returns the largest divisor of the number of steps up to `most` that leaves two blocks."""
+    n = self.num_steps
+    return max(d for d in range(1, most + 1) if n % d == 0 and (d == 1 or n >= 2 * d))
+
   def anneal(
-    self, heights: np.ndarray, num_steps: int, learning_rate: float, temperature: float
+    self,
+    heights: np.ndarray,
+    num_steps: int,
+    learning_rate: float,
+    temperature: float,
+    block: int = 1,
   ) -> np.ndarray:
     """Returns the best heights of one annealed run of Adam, itself included.
 
@@ -248,12 +261,16 @@ class AutocorrelationEdits:
       num_steps: of Adam.
       learning_rate: of the square roots of the heights; falls to 0 along a cosine.
       temperature: of the log-sum-exp to start with, in parts of the maximum.
+      block: how many neighbours share a height, from `block`. What was finer is forgotten, even
+        where that is worse.
     """
     if num_steps < 1:
       return heights
     last = min(_END_TEMPERATURE, temperature)
-    found = _anneal(heights, self.is_second, num_steps, learning_rate, temperature, last)
-    return self.better(self.settle(found), heights)
+    start = heights.reshape(-1, block).mean(axis=1)
+    found = _anneal(start, self.is_second, num_steps, learning_rate, temperature, last)
+    before = heights if block == 1 else self.settle(np.repeat(start, block))
+    return self.better(self.settle(np.repeat(found, block)), before)
 
   def polish(
     self, heights: np.ndarray, num_programs: int, radius: float, is_free: np.ndarray
@@ -340,7 +357,7 @@ class _Autocorrelation:
     """Yields starts, each annealed once and then polished as an edit does both."""
     edits = self.language
     everywhere = np.ones(self.num_steps, bool)
-    steps = max(min(STEP_COUNTS[-1], _MAX_PRODUCTS // self.num_steps**2), 1)
+    steps = max(min(ANNEALING_STEPS, _MAX_PRODUCTS // self.num_steps**2), 1)
     index = 0
     while True:
       heights = edits.settle(np.array(self.start(seed * 1_000_003 + index)))
@@ -349,44 +366,60 @@ class _Autocorrelation:
       index += 1
 
   def classical(self, seed: int) -> Iterator[Artefact]:
-    """Yields annealed smooth random functions, and annealed changes of the best of them so far.
+    """Yields annealed functions, in blocks of three at first, and then of single steps.
 
-    A start is the absolute value of a moving sum of normal draws (uniform starts all fall into one
-    poor basin). From the ninth item on every other one multiplies the best so far by a smooth
-    random function and anneals it again; each eighth is polished by linear programs.
+    A round anneals 24 absolute values of smooth noise, where three neighbours share a height
+    (uniform starts all fall into one poor basin), and then changes of the best of them until 40 in
+    a row have gained nothing. Then every step has its own height, until 8 changes have gained
+    nothing, and linear programs end the round.
     """
     edits = self.language
     rng = np.random.default_rng([seed, 0xC1A551C])
-    n = self.num_steps
-    everywhere = np.ones(n, bool)
-    # About 0.25 CPU seconds each at n = 300, 0.03 at n = 100.
-    steps = max(min(6000, 6000 * 300**2 // n**2), 1)
-    batch = max(1, min(15, 3 * 300**2 // n**2))
+    n, block = self.num_steps, edits.block(3)
+    steps = {
+      size: max(min(ANNEALING_STEPS, _MAX_PRODUCTS * size**2 // n**2), 1) for size in (1, block)
+    }
 
-    def smooth() -> np.ndarray:
-      width = max(int(n * rng.choice((0.1, 0.2, 0.3))), 1)
-      return np.convolve(rng.standard_normal(n + width - 1), np.full(width, width**-0.5), "valid")
+    def smooth(size: int) -> np.ndarray:
+      width = max(int(size * rng.choice((0.1, 0.2, 0.3))), 1)
+      draws = rng.standard_normal(size + width - 1)
+      return np.convolve(draws, np.full(width, width**-0.5), "valid")
 
-    best: np.ndarray | None = None
-    index = 0
+    def changed(heights: np.ndarray) -> np.ndarray:
+      new, size = heights.copy(), 10 ** rng.uniform(-1.5, 0.0)
+      match rng.integers(3):
+        case 0:
+          new *= np.exp(size * smooth(n))
+        case 1:
+          width = max(int(n * rng.uniform(0.05, 0.5)), 1)
+          first = int(rng.integers(n - width + 1))
+          part = slice(first, first + width)
+          new[part] = (1 - size) * new[part] + size * 1.25 * np.abs(smooth(width))
+        case _:
+          new *= np.exp(0.05 * rng.standard_normal(n))
+      return edits.settle(new)
+
     while True:
-      found = []
-      for _ in range(batch):
-        if best is None or index < 8 or index % 2 == 0:
-          found.append(edits.anneal(edits.settle(np.abs(smooth())), steps, 0.4, 0.01))
-        else:
-          changed = edits.settle(best * np.exp(10 ** rng.uniform(-1.5, 0.0) * smooth()))
-          rate, temperature = 10 ** rng.uniform(-1.5, -0.5), 10 ** rng.uniform(-2.5, -1.7)
-          found.append(edits.anneal(changed, steps, rate, temperature))
-      chosen = found[0]
-      for other in found[1:]:
-        chosen = edits.better(other, chosen)
-      if index % 8 == 7:
-        chosen = chosen if best is None else edits.better(chosen, best)
-        chosen = edits.polish(chosen, _POLISH_PROGRAMS, 0.02, everywhere)
-      best = chosen if best is None else edits.better(chosen, best)
-      yield chosen.tolist()
-      index += 1
+      best: np.ndarray | None = None
+      for _ in range(24):
+        start = edits.settle(np.repeat(np.abs(smooth(n // block)), block))
+        found = edits.anneal(start, steps[block], 0.2, 0.02, block)
+        best = found if best is None else edits.better(found, best)
+        yield found.tolist()
+      assert best is not None
+      for size, patience, rates, temperatures in (
+        (block, 40, (-1.7, -0.8), (-2.7, -1.7)),
+        (1, 8, (-1.9, -1.2), (-2.7, -1.9)),
+      ):
+        num_failed = 0
+        while num_failed < patience:
+          rate, temperature = 10 ** rng.uniform(*rates), 10 ** rng.uniform(*temperatures)
+          found = edits.anneal(changed(best), steps[size], rate, temperature, size)
+          chosen = edits.better(found, best)
+          num_failed = num_failed + 1 if chosen is best else 0
+          best = chosen
+          yield found.tolist()
+      yield edits.polish(best, _POLISH_PROGRAMS, 0.02, np.ones(n, bool)).tolist()
 
   def picture(self, artefact: Artefact) -> Any:
     """Returns a Figure of the function, and of f*f with its maximum marked."""
