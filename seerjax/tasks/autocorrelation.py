@@ -366,16 +366,17 @@ class _Autocorrelation:
       index += 1
 
   def classical(self, seed: int) -> Iterator[Artefact]:
-    """Yields annealed functions, in blocks of three at first, and then of single steps.
+    """Yields annealed functions, large ones in blocks of two or three steps at first.
 
-    A round anneals 24 absolute values of smooth noise, where three neighbours share a height
+    A round anneals 24 absolute values of smooth noise, where the steps of a block share a height
     (uniform starts all fall into one poor basin), and then changes of the best of them until 40 in
     a row have gained nothing. Then every step has its own height, until 8 changes have gained
     nothing, and linear programs end the round.
     """
     edits = self.language
     rng = np.random.default_rng([seed, 0xC1A551C])
-    n, block = self.num_steps, edits.block(3)
+    n = self.num_steps
+    block = edits.block(min(max(n // 100, 1), 3))  # A hundred heights are few enough as they are.
     steps = {
       size: max(min(ANNEALING_STEPS, _MAX_PRODUCTS * size**2 // n**2), 1) for size in (1, block)
     }
