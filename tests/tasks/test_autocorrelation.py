@@ -311,3 +311,22 @@ def test_the_classical_method_passes_alphaevolve_of_2025_on_the_second():
   environment = autocorrelation.SecondAutocorrelation()
   best = max(environment.verify(next(items)).value for _ in range(12))
   assert best > 0.8962
+
+
+def test_blocks_divide_the_steps_and_leave_two_of_them():
+  def block(num_steps: int, most: int) -> int:
+    return autocorrelation.FirstAutocorrelation(num_steps=num_steps).language.block(most)
+
+  assert [block(300, most) for most in autocorrelation.BLOCKS] == [1, 2, 3, 6]
+  assert [block(100, most) for most in autocorrelation.BLOCKS] == [1, 2, 2, 5]
+  assert (block(7, 6), block(6, 6), block(2, 6)) == (1, 3, 1)
+
+
+def test_annealing_in_blocks_forgets_what_is_finer():
+  language = autocorrelation.FirstAutocorrelation(num_steps=12).language
+  fine = language.anneal(language.settle(np.arange(1.0, 13.0)), 2000, 0.1, 0.01)
+  coarse = language.anneal(fine, 200, 0.02, 0.001, block=3)
+  assert (coarse.reshape(4, 3) == coarse[::3, None]).all()
+  # Even where that is worse; then each step may move alone again.
+  assert language.value(coarse) > language.value(fine)
+  assert language.value(language.anneal(coarse, 2000, 0.1, 0.01)) < language.value(coarse)
