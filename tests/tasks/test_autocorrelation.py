@@ -231,10 +231,10 @@ def test_tools_never_worsen(environment, seed, amount, place):
   for verb in (step_functions.POLISH, step_functions.LAST):
     after = environment.language.apply(start, sentence((verb, amount, place)), seed)
     value, before = environment.verify(after).value, environment.verify(start).value
-    # Scaling the start to mean 1 may move its value by a rounding.
-    assert not discovery.is_better(environment, before * (1 - 1e-14), value * (1 + 1e-14)) or (
-      abs(value - before) < 1e-13
-    )
+    block = environment.language.block(autocorrelation.BLOCKS[place % 4])
+    if verb == step_functions.POLISH or block == 1:  # Blocks forget what was finer, at first.
+      # Scaling the start to mean 1 may move its value by a rounding.
+      assert not discovery.is_better(environment, before, value) or abs(value - before) < 1e-13
     again = environment.language.apply(after, sentence((verb, amount, place)), seed)
     assert abs(environment.verify(again).value - value) < 1e-13 or discovery.is_better(
       environment, environment.verify(again).value, value
