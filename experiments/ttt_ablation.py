@@ -190,7 +190,7 @@ def comparisons(records: Sequence[dict[str, Any]]) -> list[Comparison]:
   signs = {record["problem"]: 1 if record["is_maximised"] else -1 for record in records}
   for r in records:
     bests.setdefault((r["problem"], r["objective"], r["reuse"]), []).append(r["best"])
-  found = []
+  found: list[tuple[str, str, str, float, float, float]] = []
   for (problem, objective, reuse), trained in bests.items():
     off = bests.get((problem, OFF, reuse), [])
     if objective == OFF or min(len(off), len(trained)) < MIN_SEEDS:
@@ -205,12 +205,19 @@ def comparisons(records: Sequence[dict[str, Any]]) -> list[Comparison]:
       method=method,
     )
     middles = statistics.median(off), statistics.median(trained)
-    found.append(Comparison(problem, objective, reuse, *middles, float(test.pvalue), 1.0))
-  corrected, least = {}, 0.0
-  for place, one in enumerate(sorted(found, key=lambda one: one.p_value)):
-    least = max(least, min(1.0, (len(found) - place) * one.p_value))
-    corrected[one[:3]] = least
-  return [one._replace(corrected=corrected[one[:3]]) for one in found]
+    found.append((problem, objective, reuse, *middles, float(test.pvalue)))
+  corrected = holm([p_value for *_, p_value in found])
+  return [Comparison(*one, value) for one, value in zip(found, corrected, strict=True)]
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+  """Returns p-values corrected for all that are given, by Holm's method (1979), in their order."""
+  corrected, least = [1.0] * len(p_values), 0.0
+  order = sorted(range(len(p_values)), key=p_values.__getitem__)
+  for rank, place in enumerate(order):
+    least = max(least, min(1.0, (len(p_values) - rank) * p_values[place]))
+    corrected[place] = least
+  return corrected
 
 
 def significance(found: Sequence[Comparison]) -> str:
