@@ -30,7 +30,7 @@ from seerjax import discovery_report, metrics, rl, self_test, ttt
 from seerjax.rollout import rollout as rollout_lib
 from seerjax.search import archive as archive_lib, puct
 from seerjax.tasks import discovery, edits, problem_check, problems
-from seerjax.tasks.discovery import Environment
+from seerjax.tasks.discovery import Artefact, Environment
 
 # The paper's attempts in four times its steps, so that a start is as new as can be: the search
 # alone was about twice as fast so (docs/results/ttt.md).
@@ -52,15 +52,17 @@ FLAGSHIP = ttt.DiscoverConfig(
 )
 
 
-def random_policy(config: ttt.DiscoverConfig, environment: Environment) -> Iterator[float]:
-  """Yields the best value after each group of the same search with sentences drawn evenly.
+def random_policy(
+  config: ttt.DiscoverConfig, environment: Environment
+) -> Iterator[tuple[Artefact, float]]:
+  """Yields the best after each group of the same search with sentences drawn evenly, and its value.
 
   No transformer: at equal CPU time it makes many more attempts.
   """
   language = environment.language
   assert language is not None
   archive = ttt.first_archive(config, environment)
-  best = archive_lib.best(archive).value
+  best = archive_lib.best(archive).artefact, archive_lib.best(archive).value
   with edits.Judge(environment, config.problem) as judge:
     step = 0
     while True:
@@ -88,26 +90,33 @@ def random_policy(config: ttt.DiscoverConfig, environment: Environment) -> Itera
         ]
         expansions.append((start, found))
         # After each group: one of slow edits takes a while.
-        best = max([best, *(child.value for child in found)])
-        yield ttt.shown(environment, best)
+        best = max([best, *((c.artefact, c.value) for c in found)], key=lambda one: one[1])
+        yield best[0], ttt.shown(environment, best[1])
       archive = archive_lib.record_step(archive, expansions, step=step)
       archive = ttt.replanted(config, environment, archive, step)
       step += 1
 
 
 def improvements_within(
-  environment: Environment, values: Iterator[float], cpu_seconds: float
+  environment: Environment, found_by: Iterator[tuple[Artefact, float]], cpu_seconds: float
 ) -> list[tuple[float, float]]:
   """Returns what an iterator yields in so many CPU seconds, wherever it is better than before.
+
+  Args:
+    environment: the problem; if it is timed, what seems better has to confirm that.
+    found_by: artefacts and values.
+    cpu_seconds: of this process.
 
   Returns:
     (CPU seconds since the beginning, value) of each improvement, the best last; [] if none was
     valid.
   """
   begin, found = time.process_time(), []
-  for value in values:
-    elapsed = time.process_time() - begin
-    if discovery.is_better(environment, value, found[-1][1] if found else math.nan):
+  for artefact, value in found_by:
+    elapsed, before = time.process_time() - begin, found[-1][1] if found else math.nan
+    if isinstance(environment, discovery.Timed) and discovery.is_better(environment, value, before):
+      value = discovery.record_score(environment, artefact).value
+    if discovery.is_better(environment, value, before):
       found.append((elapsed, value))
     if elapsed >= cpu_seconds:
       break
@@ -125,12 +134,12 @@ def rival(
 ) -> list[tuple[float, float]]:
   """Returns the improvements that one of `rival_names` finds in so many CPU seconds."""
   if name == "random_edits":
-    values = random_policy(config, environment)
+    found_by = random_policy(config, environment)
   else:
     assert isinstance(environment, discovery.Baselines)
     source = environment.classical if name == "classical" else environment.polished_starts
-    values = (environment.verify(artefact).value for artefact in source(config.seed))
-  return improvements_within(environment, values, cpu_seconds)
+    found_by = ((one, environment.verify(one).value) for one in source(config.seed))
+  return improvements_within(environment, found_by, cpu_seconds)
 
 
 def best_of(improvements: list[tuple[float, float]]) -> float:

@@ -8,6 +8,7 @@ import itertools
 import json
 import math
 import pathlib
+import random
 import shutil
 
 import jax
@@ -401,6 +402,28 @@ def test_lower_is_better_where_the_problem_says_so(tmp_path):
   assert rows[-1]["search/gain"] == found.summary["start"] - found.score.value > 0
   # What is missing to the most: the archive holds it with the other sign.
   assert archive_lib.best(found.archive).value == -found.score.value
+
+
+class Lucky(tiny_problem.Row):
+  """A problem that is timed: rows of digits seem to be worth more than they are."""
+
+  def verify(self, artefact):
+    score = super().verify(artefact)
+    luck = random.Random(str(artefact)).uniform(0, 40)
+    return dataclasses.replace(score, value=score.value + luck)
+
+  def confirm(self, artefact):
+    return super().verify(artefact)
+
+
+def test_of_a_timed_problem_the_best_is_what_a_longer_verdict_confirms(tmp_path):
+  environment = Lucky()
+  found = discover(tmp_path / "run", environment, train=False, tiny=NO_WARM_START)
+  leaders = archive_lib.leaders(found.archive, ttt.NUM_CONFIRMED)
+  worth = [environment.confirm(state.artefact).value for state in leaders]
+  assert worth[0] < max(worth)  # The first is first by luck.
+  assert found.score == environment.confirm(found.artefact)
+  assert best_of(tmp_path / "run")["value"] == found.score.value >= max(worth)
 
 
 # Islands, of which those that are stuck are planted anew.

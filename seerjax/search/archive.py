@@ -239,7 +239,16 @@ def record_expansion(
 
 def best(archive: Archive) -> State:
   """Returns the living state of the highest value, the oldest of equals; it never departs."""
-  return max(archive.states, key=lambda state: (state.value, -state.state_id))
+  return max(archive.states, key=_merit)
+
+
+def leaders(archive: Archive, num: int) -> tuple[State, ...]:
+  """Returns the best living states, the best first and of equals the oldest; up to `num`."""
+  return tuple(sorted(archive.states, key=_merit, reverse=True)[:num])
+
+
+def _merit(state: State) -> tuple[float, int]:
+  return state.value, -state.state_id
 
 
 def stuck_roots(

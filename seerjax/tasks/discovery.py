@@ -184,12 +184,18 @@ class Baselines(Protocol):
 
 @runtime_checkable
 class Timed(Protocol):
-  """A verifier that uses a clock: two verdicts side by side would both be wrong."""
+  """A verifier that uses a clock: two side by side would both be wrong, and one alone is luck."""
 
-  @property
-  def laps(self) -> int:
-    """Of a verdict; their median counts."""
+  def confirm(self, artefact: Artefact) -> Score:
+    """Judges once more, for longer and warily: what a record counts by."""
     ...
+
+
+def record_score(environment: Environment, artefact: Artefact) -> Score:
+  """Returns what an artefact counts as a record: its verdict; if that is timed, a longer one."""
+  if isinstance(environment, Timed):
+    return environment.confirm(artefact)
+  return environment.verify(artefact)
 
 
 def is_better(environment: Environment, value: float, than: float) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 import itertools
 import json
 import math
@@ -15,7 +16,7 @@ import tiny_problem
 
 from experiments import ttt_discover
 from seerjax import ttt
-from seerjax.tasks import problems
+from seerjax.tasks import discovery, problems
 
 ROOT = pathlib.Path(__file__).parents[2]
 PROBLEM = str(tiny_problem.__file__)
@@ -36,23 +37,42 @@ def run(*flags: str) -> subprocess.CompletedProcess[str]:
 def test_random_sentences_find_something_and_only_get_better():
   config = ttt.DiscoverConfig(problem=PROBLEM, groups_per_step=2, group_size=8)
   environment = problems.load(PROBLEM)
-  values = list(itertools.islice(ttt_discover.random_policy(config, environment), 40))
+  found = list(itertools.islice(ttt_discover.random_policy(config, environment), 40))
+  values = [value for _, value in found]
   assert values == sorted(values) and values[-1] > values[0]
-  assert values == list(itertools.islice(ttt_discover.random_policy(config, environment), 40))
+  assert all(environment.verify(artefact).value == value for artefact, value in found)
+  assert found == list(itertools.islice(ttt_discover.random_policy(config, environment), 40))
+
+
+def nothing_of(values: Iterable[float]) -> Iterator[tuple[None, float]]:
+  return ((None, value) for value in values)
 
 
 def test_improvements_within_a_time_by_hand():
   environment = problems.load(PROBLEM)  # Higher is better.
-  values = iter([math.nan, 3.0, math.nan, 5.0, 4.0])
-  found = ttt_discover.improvements_within(environment, values, 1e9)
+  values = [math.nan, 3.0, math.nan, 5.0, 4.0]
+  found = ttt_discover.improvements_within(environment, nothing_of(values), 1e9)
   assert [value for _, value in found] == [3.0, 5.0] and 0.0 <= found[0][0] <= found[1][0]
   assert ttt_discover.best_of(found) == 5.0
   # At no time at all the first value counts, and nothing valid is no number.
-  ((_, first),) = ttt_discover.improvements_within(environment, itertools.count(1.0), 0.0)
+  endless = nothing_of(itertools.count(1.0))
+  ((_, first),) = ttt_discover.improvements_within(environment, endless, 0.0)
   assert first == 1.0
-  assert math.isnan(
-    ttt_discover.best_of(ttt_discover.improvements_within(environment, iter([math.nan]), 1.0))
-  )
+  none = ttt_discover.improvements_within(environment, nothing_of([math.nan]), 1.0)
+  assert math.isnan(ttt_discover.best_of(none))
+
+
+class Lucky(tiny_problem.Row):
+  """A problem that is timed: an artefact is [what it seems to be worth, what it is worth]."""
+
+  def confirm(self, artefact):
+    return discovery.Score(is_valid=True, value=artefact[1], reward=1.0)
+
+
+def test_what_seems_better_by_luck_of_a_clock_is_no_improvement():
+  seen = [[3.0, 2.0], [9.0, 1.5], [2.5, 2.25], [2.0, 8.0]]
+  found = ttt_discover.improvements_within(Lucky(), ((one, one[0]) for one in seen), 1e9)
+  assert [value for _, value in found] == [2.0, 2.25]  # The last never seemed better.
 
 
 @pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=pytest.mark.long)])
@@ -60,7 +80,8 @@ def test_rivals_that_a_problem_has_not_are_not_compared(num_workers: int):
   config = ttt.DiscoverConfig(problem=PROBLEM, groups_per_step=2, num_workers=num_workers)
   found = ttt_discover.rivals(config, problems.load(PROBLEM), 0.0)
   # At no time at all each still has its first value.
-  assert found == {"random_edits": next(ttt_discover.random_policy(config, problems.load(PROBLEM)))}
+  _, first = next(ttt_discover.random_policy(config, problems.load(PROBLEM)))
+  assert found == {"random_edits": first}
 
 
 @pytest.mark.long

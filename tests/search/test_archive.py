@@ -46,6 +46,9 @@ def test_an_expansion_counts_for_its_parent_and_all_above():
   assert [state.seed_tree for state in kept.states] == [0, 1, 0, 0, 0, 0]
   assert [state.step for state in kept.states] == [-1, -1, 0, 0, 1, 2]
   assert archive.best(kept).state_id == 5
+  assert [state.value for state in archive.leaders(kept, 3)] == [9.0, 7.0, 6.5]
+  assert archive.leaders(kept, 1) == (archive.best(kept),) and not archive.leaders(kept, 0)
+  assert len(archive.leaders(kept, 100)) == len(kept.states)
   assert [state.state_id for state in archive.lineage(kept, 5)] == [0, 2, 4, 5]
   assert archive.ancestors(kept) == {
     0: frozenset(), 1: frozenset(), 2: {0}, 3: {0}, 4: {0, 2}, 5: {0, 2, 4},
