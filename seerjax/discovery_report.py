@@ -80,6 +80,8 @@ LEARNING_CHARTS = (
     title="β",
     names=("objective/beta",),
     note="tilt of the groups, mean; on rewards divided by their group's range",
+    # Where one attempt of a group stands alone, any tilt does: 1e7 and more.
+    is_logarithmic=True,
   ),
   Chart(
     title="Effective samples",

@@ -81,6 +81,7 @@ class Chart:
     is_percent: whether values are fractions shown in percent.
     digits: significant ones that are shown.
     is_smoothed: whether long curves are drawn as means, over the faint raw one.
+    is_logarithmic: whether the scale is; what is not above 0 is then not drawn.
   """
 
   title: str
@@ -91,6 +92,7 @@ class Chart:
   is_percent: bool = False
   digits: int = 4
   is_smoothed: bool = True
+  is_logarithmic: bool = False
 
 
 CONTRACT_CHARTS = (
@@ -327,11 +329,13 @@ def _smooth(values: np.ndarray) -> np.ndarray:
 def line_chart(chart: Chart, run: Run) -> str:
   """Returns one chart as a figure; empty if the run has none of its metrics."""
   curves = [(i, *run.curves[name]) for i, name in enumerate(chart.names) if name in run.curves]
-  finite = [(i, s[np.isfinite(v)], v[np.isfinite(v)]) for i, s, v in curves]
-  finite = [(i, s, v) for i, s, v in finite if len(v)]
   if not curves:
     return ""
-  lost = sum(len(v) for _, _, v in curves) - sum(len(v) for _, _, v in finite)
+  shown = [np.isfinite(v) & ((v > 0) | (not chart.is_logarithmic)) for _, _, v in curves]
+  finite = [
+    (i, s[kept], v[kept]) for (i, s, v), kept in zip(curves, shown, strict=True) if kept.any()
+  ]
+  lost = sum(int(np.sum(~kept)) for kept in shown)
 
   def text(value: float) -> str:
     if chart.is_percent:
@@ -341,36 +345,40 @@ def line_chart(chart: Chart, run: Run) -> str:
   def tick(value: float) -> str:
     if is_flat:
       return "0.0" if value == 0 else ""
+    if chart.is_logarithmic:
+      return axis_number(float(f"{10**value:.2g}"))
     return text(value) if chart.is_percent else axis_number(value)
 
   picture = ""
   # A line that is flat by promise needs little room, and no scale but its zero.
   is_flat = chart.is_contract and not any(v.any() for _, _, v in finite)
   if finite:
+    heights = [np.log10(v) if chart.is_logarithmic else v for _, _, v in finite]
     every_step = np.concatenate([s for _, s, _ in finite])
-    every_value = np.concatenate([v for _, _, v in finite])
+    every_value = np.concatenate(heights)
     low, high = float(every_value.min()), float(every_value.max())
     if chart.is_contract and low == high == 0.0:
       low, high = -1.0, 1.0
     margin = 0.08 * (high - low) or 0.1 * abs(high) or 1.0
-    low = 0.0 if 0.0 <= low <= 0.6 * high else low - margin
+    has_zero = 0.0 <= low <= 0.6 * high and not chart.is_logarithmic
+    low = 0.0 if has_zero else low - margin
     last_step = max(float(every_step.max()), float(every_step.min()) + 1)
     frame = Frame(
       (float(every_step.min()), last_step), (low, high + margin), 110.0 if is_flat else HEIGHT
     )
     parts = [frame.axes("step", tick)]
-    for i, steps, values in finite:
-      line = values
+    for (i, steps, values), raw in zip(finite, heights, strict=True):
+      line = raw
       if chart.is_smoothed and len(values) >= 40:
-        parts.append(f'<path class="raw c{i}" d="{polyline(frame, steps, values)}"/>')
-        line = _smooth(values)
+        parts.append(f'<path class="raw c{i}" d="{polyline(frame, steps, raw)}"/>')
+        line = _smooth(raw)
       parts.append(f'<path class="line c{i}" d="{polyline(frame, steps, line)}"/>')
       x, y = frame.x(steps[-1]), frame.y(line[-1])
       parts.append(f'<circle class="dot c{i}" cx="{x:.1f}" cy="{y:.1f}" r="3.2"/>')
       every = max(1, len(values) // 120)
-      for step, value in list(zip(steps, values, strict=True))[::every]:
+      for step, value, height in list(zip(steps, values, raw, strict=True))[::every]:
         parts.append(
-          f'<circle class="hit c{i}" cx="{frame.x(step):.1f}" cy="{frame.y(value):.1f}" r="5">'
+          f'<circle class="hit c{i}" cx="{frame.x(step):.1f}" cy="{frame.y(height):.1f}" r="5">'
           f"<title>step {step:.0f}: {escape(text(value))}</title></circle>"
         )
     picture = frame.svg(chart.title, "".join(parts))
@@ -381,7 +389,8 @@ def line_chart(chart: Chart, run: Run) -> str:
       text(values[-1]) if values[0] == values[-1] else f"{text(values[0])} → {text(values[-1])}"
     )
     heads.append(f'<span class="key k{i}">{label}<b>{escape(ends)}</b></span>')
-  note = escape(chart.note) + (f" · not finite: {lost}" if lost else "")
+  left_out = "not finite, or not above 0" if chart.is_logarithmic else "not finite"
+  note = escape(chart.note) + (f" · {left_out}: {lost}" if lost else "")
   return (
     f'<figure><figcaption><h3>{escape(chart.title)}</h3><div class="keys">{"".join(heads)}</div>'
     f'</figcaption>{picture}<p class="note">{note}</p></figure>'
@@ -729,7 +738,9 @@ tr:first-child > * { border-top: 0; }
 .numbers th, .numbers td { text-align: right; padding-left: 12px; white-space: nowrap; }
 .numbers td:first-child { text-align: left; padding-left: 0; }
 .ranks th { color: var(--soft); } .ranks th, .ranks td { padding-right: 14px; }
-.ranks td { overflow-wrap: anywhere; } .ranks .ours td { font-weight: 650; color: var(--c0); }
+.ranks td { overflow-wrap: anywhere; }
+.ranks td:nth-child(odd) { white-space: nowrap; }  /* Numbers, dates and verdicts stay whole. */
+.ranks .ours td { font-weight: 650; color: var(--c0); }
 @media print { body { background: none; } pre { max-height: none; } }
 """
 

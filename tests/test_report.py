@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import html.parser
 import json
+import math
 import os
 import pathlib
 import re
@@ -214,6 +216,22 @@ def test_points_lie_where_the_numbers_say():
   frame = report.Frame((0.0, 10.0), (0.0, 1.0))
   assert frame.x(0.0) == report.LEFT and frame.x(10.0) == report.WIDTH - report.RIGHT
   assert frame.y(0.0) == report.HEIGHT - report.BOTTOM and frame.y(1.0) == report.TOP
+
+
+def test_a_logarithmic_chart_has_a_decade_wherever_it_lies(tmp_path):
+  with metrics.Writer(tmp_path, console="off", tensorboard=False) as writer:
+    for step, value in enumerate((1e-2, 1e3, 1e8, 0.0, -1.0, math.nan)):
+      writer.write(step, {"objective/tilt": value})
+  run = report.load(tmp_path)
+  chart = report.Chart(title="Tilt", names=("objective/tilt",), note="of it", is_logarithmic=True)
+  page = report.line_chart(chart, run)
+  heights = [float(y) for y in re.findall(r'class="hit c0" cx="[^"]*" cy="([^"]*)"', page)]
+  assert len(heights) == 3 and heights[0] - heights[1] == pytest.approx(heights[1] - heights[2])
+  assert "not finite, or not above 0: 3" in page and ">100 k</text>" in page
+  # The twin: on an even scale the smaller two lie on one line.
+  page = report.line_chart(dataclasses.replace(chart, is_logarithmic=False), run)
+  heights = [float(y) for y in re.findall(r'class="hit c0" cx="[^"]*" cy="([^"]*)"', page)]
+  assert len(heights) == 5 and heights[0] == heights[1] > heights[2]
 
 
 def test_ticks_are_round_and_inside():
