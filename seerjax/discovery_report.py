@@ -440,7 +440,7 @@ def record_section(found: Found) -> str:
   if len(text) > MAX_ARTEFACT_TEXT:
     text = f"{text[:MAX_ARTEFACT_TEXT]} … {len(text) - MAX_ARTEFACT_TEXT} more characters in {BEST}"
   # What the page says elsewhere, with more digits and with steps counted from 1, is left out.
-  said = ("problem", "best", "start", "certificate", "found_in_step", "rivals", "numerics")
+  said = ("problem", "best", "start", "certificate", "found_in_step", "rivals")
   summary = {name: value for name, value in found.run.summary.items() if name not in said}
   return (
     report.details_section(

@@ -215,7 +215,12 @@ def escape(value: Any) -> str:
 
 
 def number(value: Any, digits: int = 4) -> str:
-  """Returns a number with so many significant digits, whole ones in full; else what it got."""
+  """Returns a number with so many significant digits, whole ones in full; else what it got.
+
+  Of a list, each of its members so.
+  """
+  if isinstance(value, list):
+    return ", ".join(number(item, digits) for item in value)
   value = metrics.decode_number(value)
   if isinstance(value, bool) or not isinstance(value, (int, float)):
     return str(value)
@@ -614,7 +619,9 @@ def details_section(run: Run, charts: Sequence[Chart] = CHARTS) -> str:
     for name, (_, v) in sorted(run.curves.items())
     if name not in drawn
   }
-  parts = [_table("Summary", run.summary, is_open=True)]
+  # Its numerics are the fingerprint below.
+  summary = {name: value for name, value in run.summary.items() if name != "numerics"}
+  parts = [_table("Summary", summary, is_open=True)]
   for i, fingerprint in enumerate(run.fingerprints):
     title = "Numerics fingerprint" + (f", epoch {i}" if len(run.fingerprints) > 1 else "")
     parts.append(_table(title, fingerprint, is_open=True))

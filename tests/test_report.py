@@ -60,6 +60,8 @@ def make_run(directory: pathlib.Path, *, gap: float = 0.0, text: str = "", steps
       length_p99=334.0,
       seconds=388.4,
       optimizer_steps=steps,
+      gain_interval_95=[0.09012696391943989, 0.3],
+      numerics=dict(implementation="tiled", digest="7d1c"),
     ),
   )
   config = {"model": "nano", "trainer": {"learning_rate": 1e-5, "group_size": 8}, "note": text}
@@ -152,8 +154,10 @@ def test_every_section_is_there(page):
     "✓ correct",
     "✗ wrong",
     "not finite: 1",
+    "0.09013, 0.3<",
   ):
     assert text in page, text
+  assert page.count("7d1c") == 1  # The summary's numerics are not told twice.
 
 
 def test_the_page_asks_for_nothing(page):
