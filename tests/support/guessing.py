@@ -9,7 +9,10 @@ import numpy as np
 
 
 class Guesser(Observed):
-  """Drafts paths that are right for a while, wrong, too long, or of no vocabulary at all."""
+  """Drafts paths that are right for a while, wrong, too long, or of no vocabulary at all.
+
+  A first path errs more often, so that another one may hold longer.
+  """
 
   def __init__(
     self,
@@ -28,18 +31,19 @@ class Guesser(Observed):
     self._max_draft = max_draft
 
   def draft(self, queries):
-    return [[self._path(query) for _ in range(self._count())] for query in queries]
+    rights = [self._right / 2] + [self._right] * (self._max_paths - 1)
+    return [[self._path(query, right) for right in rights[: self._count()]] for query in queries]
 
   def _count(self) -> int:
     return int(self._rng.integers(0, self._max_paths + 1))
 
-  def _path(self, query) -> list[int]:
+  def _path(self, query, right: float) -> list[int]:
     said = len(query.tokens) - query.num_prompt
     rest = list(self._answers.get(query.request_id, ()))[said:]
     count = int(self._rng.integers(0, self._max_draft + 1))
     path = (rest + [0] * count)[:count]
     wrong = [-1, 0, 1, 2, 2**31 - 1]
     return [
-      token if self._rng.random() < self._right else wrong[self._rng.integers(len(wrong))]
+      token if self._rng.random() < right else wrong[self._rng.integers(len(wrong))]
       for token in path
     ]
