@@ -19,9 +19,9 @@ usage() {
 usage: bash launch/test.sh [--long] [pytest arguments]
 
 Without arguments: ruff, pyright, the whole suite, the built wheel with every example, all on the
-newest Python that is found; then the contract and half of the files of unit tests, on Python 3.11 and
-with AVX2 alone. Parity with Hugging Face where torch can be installed. With arguments: pytest with
-them on the newest Python, no more.
+newest Python that is found; then the contract and a quarter of the files of unit tests, on Python
+3.11 and with AVX2 alone. Parity with Hugging Face where torch can be installed. With arguments:
+pytest with them on the newest Python, no more.
 
   --long   runs the tests marked `long`, one after the other. What passed is kept in .long/; when
            started again at the same sources, only what is missing runs.
@@ -113,16 +113,16 @@ run_pytest() {
   shift
   # Tests that share programs stay in one process (ByFolder in tests/conftest.py).
   "$dir/bin/python" -m pytest -n "$WORKERS" --dist loadscope --hypothesis-seed="$SEERJAX_TEST_SEED" \
-    -q -rs --durations=5 "$@"
+    -q -rs --durations=25 "$@"
 }
 
 # The contract holds on CPUs without AVX-512 too, for which XLA fuses and rounds differently: these
 # tests run as such a CPU would. (Another kind of CPU ignores the flag.) The contract's files all run,
-# and half of the others, drawn by the seed: all of them have run on the newest Python just before.
+# and a quarter of the others, drawn by the seed: all have run on the newest Python just before.
 run_oldest() {
   local skip ignored=()
   for skip in $NEWEST_ONLY; do ignored+=("--ignore=$skip"); done
-  SEERJAX_TEST_SHARE=0.5 XLA_FLAGS="${XLA_FLAGS:-} --xla_cpu_max_isa=AVX2" \
+  SEERJAX_TEST_SHARE=0.25 XLA_FLAGS="${XLA_FLAGS:-} --xla_cpu_max_isa=AVX2" \
     run_pytest "$1" "${ignored[@]}"
 }
 
@@ -253,7 +253,7 @@ if [ "$minor" != "$OLDEST" ]; then
     oldest="$ROOT/.venv-$OLDEST"
     if stage "environment, Python $OLDEST" environment_for "$OLDEST" "$oldest" "$python"; then
       stage "parity packages, Python $OLDEST" parity "$OLDEST" "$oldest" "$python"
-      stage "contract, half of the unit tests, Python $OLDEST" run_oldest "$oldest"
+      stage "contract, a quarter of the unit tests, Python $OLDEST" run_oldest "$oldest"
     fi
   else
     summary="$summary  $(printf '%-6s %5d s  %s' skipped 0 "Python $OLDEST: none found")
