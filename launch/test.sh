@@ -19,9 +19,9 @@ usage() {
 usage: bash launch/test.sh [--long] [pytest arguments]
 
 Without arguments: ruff, pyright, the whole suite, the built wheel with every example, all on the
-newest Python that is found; then the contract and a quarter of the files of unit tests, on Python
-3.11 and with AVX2 alone. Parity with Hugging Face where torch can be installed. With arguments:
-pytest with them on the newest Python, no more.
+newest Python that is found; then every test of the contract, with one of its parameters, and a
+quarter of the files of unit tests, on Python 3.11 and with AVX2 alone. Parity with Hugging Face
+where torch can be installed. With arguments: pytest with them on the newest Python, no more.
 
   --long   runs the tests marked `long`, one after the other. What passed is kept in .long/; when
            started again at the same sources, only what is missing runs.
@@ -107,6 +107,20 @@ mooncake() {
     say "Mooncake's tests will skip: it cannot be installed, or libibverbs is missing (apt install libibverbs1)"
 }
 
+# oldest_environment DIR PYTHON: all that the oldest Python's tests need.
+oldest_environment() {
+  environment_for "$OLDEST" "$1" "$2" && parity "$OLDEST" "$1" "$2"
+}
+
+# settled PID LOG: waits for what runs beside us, prints what it said and returns its status.
+settled() {
+  local status=0
+  wait "$1" || status=$?
+  cat "$2"
+  rm -f "$2"
+  return $status
+}
+
 # run_pytest DIR ARGUMENT...
 run_pytest() {
   local dir=$1
@@ -117,8 +131,9 @@ run_pytest() {
 }
 
 # The contract holds on CPUs without AVX-512 too, for which XLA fuses and rounds differently: these
-# tests run as such a CPU would. (Another kind of CPU ignores the flag.) The contract's files all run,
-# and a quarter of the others, drawn by the seed: all have run on the newest Python just before.
+# tests run as such a CPU would. (Another kind of CPU ignores the flag.) Every test of the contract runs
+# with one of its parameters, and a quarter of the other files, drawn by the seed: all have run on the
+# newest Python just before.
 run_oldest() {
   local skip ignored=()
   for skip in $NEWEST_ONLY; do ignored+=("--ignore=$skip"); done
@@ -158,10 +173,8 @@ for name in seerjax.__all__:
 print("the wheel imports:", seerjax.__version__)
 EOF
   if [ $status -eq 0 ] && [ -d examples ]; then
-    for example in examples/*.py examples/*.ipynb; do
-      [ -f "$example" ] || continue
-      printf '%s\n' "-- $example"
-      (cd "$work" && "$python" -I - "$ROOT/$example" <<'EOF') || status=1
+    # Two at a time: most of an example is one core's work.
+    cat >"$work/run.py" <<'EOF'
 import json, pathlib, runpy, sys
 
 # A notebook is its code cells, one after the other.
@@ -174,8 +187,12 @@ if path.suffix == ".ipynb":
 sys.argv = [str(path)]
 runpy.run_path(str(path), run_name="__main__")
 EOF
-      [ $status -eq 0 ] || break
-    done
+    printf '%s\0' examples/*.py examples/*.ipynb |
+      (cd "$work" && xargs -0 -n 1 -P 2 bash -c '
+        said=$("$0" -I run.py "$1/$2" 2>&1)
+        status=$?
+        printf "%s\n" "-- $2" "$said"
+        exit $status' "$python" "$ROOT") || status=1
   fi
   rm -rf "$work"
   return $status
@@ -240,6 +257,16 @@ if [ $# -gt 0 ]; then
   finish
 fi
 
+# The oldest Python's packages come while style and types are checked, which takes one core.
+if [ "$minor" != "$OLDEST" ] && [ -z "${SEERJAX_PYTHON:-}" ] &&
+  found=$(find_python "$OLDEST" 2>/dev/null); then
+  oldest="$ROOT/.venv-$OLDEST"
+  said=$(mktemp) || exit 1
+  oldest_environment "$oldest" "${found#* }" >"$said" 2>&1 &
+  preparing=$!
+  trap 'kill "$preparing" 2>/dev/null' EXIT
+fi
+
 stage "ruff" "$newest/bin/python" -m ruff check .
 stage "pyright" "$newest/bin/python" -m pyright --pythonpath "$newest/bin/python"
 stage "parity packages, Python $minor" parity "$minor" "$newest" "$python"
@@ -247,17 +274,11 @@ stage "Mooncake, Python $minor" mooncake "$minor" "$newest" "$python"
 stage "tests, Python $minor" run_pytest "$newest"
 stage "wheel and examples, Python $minor" built_wheel "$newest"
 
-if [ "$minor" != "$OLDEST" ]; then
-  if [ -z "${SEERJAX_PYTHON:-}" ] && found=$(find_python "$OLDEST" 2>/dev/null); then
-    python=${found#* }
-    oldest="$ROOT/.venv-$OLDEST"
-    if stage "environment, Python $OLDEST" environment_for "$OLDEST" "$oldest" "$python"; then
-      stage "parity packages, Python $OLDEST" parity "$OLDEST" "$oldest" "$python"
-      stage "contract, a quarter of the unit tests, Python $OLDEST" run_oldest "$oldest"
-    fi
-  else
-    summary="$summary  $(printf '%-6s %5d s  %s' skipped 0 "Python $OLDEST: none found")
+if [ -n "${preparing:-}" ]; then
+  stage "environment, Python $OLDEST (made beside the first checks)" settled "$preparing" "$said" &&
+    stage "contract, a quarter of the unit tests, Python $OLDEST" run_oldest "$oldest"
+elif [ "$minor" != "$OLDEST" ]; then
+  summary="$summary  $(printf '%-6s %5d s  %s' skipped 0 "Python $OLDEST: none found")
 "
-  fi
 fi
 finish

@@ -73,7 +73,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
   With `-m long` all count as long: each then runs alone, where nothing can be drawn from.
 
-  SEERJAX_TEST_SHARE draws that share of the files first; the contract's are always among them.
+  SEERJAX_TEST_SHARE below 1 draws that share of the files first, among which the contract's always
+  are, and of a test of the contract one of its parameters.
   """
   share = float(os.environ.get("SEERJAX_TEST_SHARE", "1"))
   files = sorted({item.path for item in items if item.path.parent.name != "contract"})
@@ -83,13 +84,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
   items[:] = [item for item in items if item.path not in absent]
   variants: dict[str, list[pytest.Item]] = {}
   for item in items:
-    if item.get_closest_marker("few") and not item.get_closest_marker("long"):
+    is_drawn = item.get_closest_marker("few") or (
+      share < 1 and item.path.parent.name == "contract"
+    )
+    if is_drawn and not item.get_closest_marker("long"):
       variants.setdefault(item.nodeid.partition("[")[0], []).append(item)
   for name, several in variants.items():
     draw = random.Random(f"{os.environ['SEERJAX_TEST_SEED']} {name}")
     few = several[0].get_closest_marker("few")
-    assert few is not None
-    num_drawn = 0 if config.option.markexpr == "long" else few.args[0]
+    num_drawn = 1 if few is None else few.args[0]
+    if config.option.markexpr == "long":
+      num_drawn = 0
     for item in draw.sample(several, max(len(several) - num_drawn, 0)):
       item.add_marker(pytest.mark.long)
 

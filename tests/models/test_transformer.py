@@ -294,8 +294,11 @@ def scored_forward(params, pages, batch, rows, *, config, numerics, axis=None):
 @pytest.mark.parametrize(
   ("config", "numerics", "sizes"),
   [
-    pytest.param(presets.nano(), NUMERICS, (1, 2, 8), id="nano-f32"),
-    # Rounding and biases are those of every layer, so one will do.
+    # Slabs, rounding and biases are those of every layer, so one will do.
+    pytest.param(
+      dataclasses.replace(presets.nano(), num_layers=1), NUMERICS, (8,), id="nano-f32"
+    ),
+    pytest.param(presets.nano(), NUMERICS, (1, 2, 8), id="whole-nano-f32", marks=pytest.mark.long),
     pytest.param(
       dataclasses.replace(QWEN2, num_layers=1),
       BFLOAT16,
