@@ -30,21 +30,31 @@ def records(problem, seed, *bests, is_maximised=True):
 
 
 def test_who_did_it_by_hand():
+  everyone = ("classical", "random_edits")
   lines = ttt_rivals.table(
     [
       *records("higher", 0, 5.0, 4.0, 1.0, 9.0),
       *records("higher", 1, 6.0, 7.0, 2.0, 9.0),
       *records("higher", 2, 7.0, 4.5, 3.0, 9.0),
+      *records("higher", 3, 5.5, 4.0, 2.0, 9.0),
+      *records("higher", 4, 6.5, 5.5, 2.0, 9.0),
       *records("lower", 0, 5.0, 6.0, 7.0, 1.0, is_maximised=False),
       *records("level", 0, 5.0, 5.0),
-    ]
+      *(one for seed in range(5) for one in records("alone", seed, 5.0, 4.0)),
+      *(one for seed in range(5) for one in records("easy", seed, 5.0, 4.0)),
+    ],
+    dict.fromkeys(("higher", "lower", "level", "alone"), everyone) | {"easy": ("classical",)},
   ).splitlines()
   assert lines[0].startswith("| problem | policy | classical | random edits | policy without reuse")
   # The median counts, and what came without reuse is no rival.
-  assert lines[2] == "| higher (3) | 6 | 4.5 | 2 | 9 | 11 | the policy |"
-  assert lines[3] == "| lower (1) | 5 | 6 | 7 | 1 | 10 | the policy |"
+  assert lines[2] == "| higher (5) | 6 | 4.5 | 2 | 9 | 12 | the policy |"
+  # One seed decides nothing for a policy.
+  assert lines[3] == "| lower (1) | 5 | 6 | 7 | 1 | 10 | not settled |"
   # As good as another is not better.
   assert lines[4] == "| level (1) | 5 | 5 |  |  | 10 | the tool did it |"
+  # Nor do five, while one of its rivals was not run.
+  assert lines[5] == "| alone (5) | 5 | 4 |  |  | 12 | not settled |"
+  assert lines[6] == "| easy (5) | 5 | 4 |  |  | 12 | the policy |"
 
 
 def test_a_policy_comes_before_its_rivals_and_only_those_that_its_problem_has():
