@@ -9,6 +9,7 @@ NUMBERS = {
   "apple_machines": ("instance", 0),
   "apple_machines_plain": ("instance", 0),
   "purse_seine": ("instance", 0),
+  "purse_seine_plain": ("instance", 0),
   "circle_packing": ("circles", 26),
   "minimum_overlap": ("steps", 51),
   "first_autocorrelation": ("steps", 300),
@@ -27,10 +28,9 @@ def load(name: str) -> Environment:
   """Returns a problem.
 
   Args:
-    name: one of `NUMBERS`, with ":" and a number or without ("apple_machines_plain" does not
-      polish; "..._programs" are solved in C++ or Python, by a language model alone);
-      "denoising", or "denoising:PATH" for
-      counts of your own; or the path of a Python file (`own_problem.load`).
+    name: one of `NUMBERS`, with ":" and a number or without ("..._plain" does not polish;
+      "..._programs" are solved in C++ or Python, by a language model alone); "denoising", or
+      "denoising:PATH" for counts of your own; or the path of a Python file (`own_problem.load`).
 
   Raises:
     ValueError: naming what was expected.
@@ -73,6 +73,10 @@ def load(name: str) -> Environment:
       from seerjax.tasks import purse_seine
 
       return purse_seine.PurseSeine(number)
+    case "purse_seine_plain":
+      from seerjax.tasks import purse_seine
+
+      return purse_seine.PurseSeine(number, with_polish=False)
     case "circle_packing":
       from seerjax.tasks import circle_packing
 

@@ -262,7 +262,7 @@ class PurseSeine:
     is_maximised: True.
     published: means over the contest's 150 inputs, for instances that are drawn alike; else none.
     points: the instance.
-    language: edits by rectangles, with the annealer of edges as their tool.
+    language: edits by rectangles, by default with the annealer of edges as their tool.
   """
 
   name: str
@@ -270,8 +270,15 @@ class PurseSeine:
   published: tuple[discovery.Published, ...]
   language: discovery.EditLanguage | None
 
-  def __init__(self, instance: int = 0, *, points: Points | None = None):
+  def __init__(
+    self, instance: int = 0, *, points: Points | None = None, with_polish: bool = True
+  ):
     """Takes an instance by its number, or points of one's own.
+
+    Args:
+      instance: which one, from 0 on.
+      points: one's own, in place of an instance's.
+      with_polish: every sentence ends with a polish; see `FenceEdits`.
 
     Raises:
       ValueError: if the number is negative, or the points are no different integers in 0..SIDE.
@@ -286,7 +293,7 @@ class PurseSeine:
     self.points = points_of(instance) if points is None else _checked(points)
     self._instance = instance if points is None else None
     self._counter = counter_of(self.points)
-    self.language = FenceEdits(self._counter)
+    self.language = FenceEdits(self._counter, with_polish=with_polish)
 
   def start(self, seed: int) -> discovery.Artefact:
     """Returns a square around one of the ten densest cells."""
@@ -413,7 +420,7 @@ one, within so many seconds.
     return figure
 
 
-# The language. A sentence is `NUM_EDITS` times (verb, x, y, width, height), then one polish.
+# The language. A sentence is `NUM_EDITS` times (verb, x, y, width, height), then a polish, if any.
 
 ADD, REMOVE, PUSH, KEEP = range(4)
 NUM_EDITS = 4
@@ -447,7 +454,7 @@ _FIELDS = (
 
 
 class FenceEdits:
-  """Four rectangles and a polish.
+  """Four rectangles and, unless it is left out, a polish.
 
     add x y width height       the fence takes the rectangle in; a strip joins it if it lies apart
     remove x y width height    the fence leaves the rectangle out; the larger part stays
@@ -455,13 +462,16 @@ class FenceEdits:
     keep . . . .               nothing
     polish                     bounded annealing of edges; shortens a fence that is too long
 
-  Holes are filled. What is too long after the polish, has too many vertices or has nothing left is
+  Holes are filled. What is too long at the end, has too many vertices or has nothing left is
   refused; and so is what changes nothing, or the policy could be paid for what it was given.
   """
 
-  def __init__(self, counter: Counter):
-    """Takes the points that its tool counts."""
+  def __init__(self, counter: Counter, *, with_polish: bool = True):
+    """Takes the points that its tool counts, and whether there is that tool."""
     self._counter = counter
+    last = ((_FIRST_POLISH, _FIRST_CELL),) if with_polish else ()
+    self._allowed = _FIELDS * NUM_EDITS + last
+    self._with_polish = with_polish
     cells = np.linspace(0, SIDE + 1, _VIEW + 1).astype(int)
     levels = np.zeros((_VIEW, _VIEW), np.int64)
     for i, j in np.ndindex(_VIEW, _VIEW):
@@ -478,7 +488,7 @@ class FenceEdits:
   @property
   def allowed(self) -> tuple[tuple[int, int], ...]:
     """By place in the sentence, first id and the one behind the last."""
-    return _FIELDS * NUM_EDITS + ((_FIRST_POLISH, _FIRST_CELL),)
+    return self._allowed
 
   @property
   def stop_token(self) -> int | None:
@@ -515,13 +525,12 @@ class FenceEdits:
     Raises:
       ValueError: if the sentence is none, or its fence is no legal one, with the reason.
     """
-    allowed = self.allowed
-    if len(tokens) != len(allowed):
+    if len(tokens) != len(self._allowed):
       raise ValueError(
-        f"purse_seine sentence: got {len(tokens)} tokens, expected {len(allowed)}; write"
-        f" {NUM_EDITS} edits of {len(_FIELDS)} and a polish."
+        f"purse_seine sentence: got {len(tokens)} tokens, expected {len(self._allowed)}; write"
+        f" {NUM_EDITS} edits of {len(_FIELDS)}{' and a polish' if self._with_polish else ''}."
       )
-    for place, (token, (low, high)) in enumerate(zip(tokens, allowed)):
+    for place, (token, (low, high)) in enumerate(zip(tokens, self._allowed)):
       if not low <= token < high:
         raise ValueError(
           f"purse_seine sentence: got {token} at {place}, expected {low} <= id < {high}; see"
@@ -546,18 +555,25 @@ class FenceEdits:
           f"purse_seine edit: got {what} left, expected a fence of 4 to {MAX_VERTICES} vertices;"
           " use a smaller rectangle, or another one."
         )
-    level = tokens[-1] - _FIRST_POLISH
-    best = _polished(self._counter, fence, level, seed)
-    if best is None:
+    if self._with_polish:
+      level = tokens[-1] - _FIRST_POLISH
+      best = _polished(self._counter, fence, level, seed)
+      if best is None:
+        raise ValueError(
+          f"purse_seine edit: got a fence {perimeter_of(fence)} long that {_POLISHES[level][0]}"
+          f" steps could not shorten, expected at most {MAX_PERIMETER}; add less."
+        )
+      fence = best
+    elif perimeter_of(fence) > MAX_PERIMETER:
       raise ValueError(
-        f"purse_seine edit: got a fence {perimeter_of(fence)} long that {_POLISHES[level][0]} steps"
-        f" could not shorten, expected at most {MAX_PERIMETER}; add less."
+        f"purse_seine edit: got a fence {perimeter_of(fence)} long, expected at most"
+        f" {MAX_PERIMETER}; add less."
       )
-    changed = artefact_of(best)
+    changed = artefact_of(fence)
     if changed == artefact_of(fence_of(artefact)):
       raise ValueError(
         "purse_seine edit: got the fence back as it was, expected a change; edit where the fence"
-        " is, or polish for longer."
+        f" is{', or polish for longer' if self._with_polish else ''}."
       )
     return changed
 

@@ -17,6 +17,7 @@ NAMES = (
   ("apple_machines_plain:12", "apple_machines_0012"),
   ("purse_seine", "purse_seine_0"),
   ("purse_seine:3", "purse_seine_3"),
+  ("purse_seine_plain:3", "purse_seine_3"),
   ("circle_packing", "circle_packing_26"),
   ("circle_packing:5", "circle_packing_5"),
   ("minimum_overlap", "minimum_overlap_51"),
@@ -61,9 +62,9 @@ def test_every_name_of_the_table_is_tested():
   assert tested == {*problems.NUMBERS, "denoising"}
 
 
-def test_the_plain_machines_are_the_same_problem_without_the_verb_that_polishes():
-  names = ("apple_machines:1", "apple_machines_plain:1")
-  with_polish, plain = (problems.load(name) for name in names)
+@pytest.mark.parametrize("kind", ["apple_machines", "purse_seine"])
+def test_a_plain_problem_is_the_same_one_without_the_polish(kind):
+  with_polish, plain = (problems.load(name) for name in (f"{kind}:1", f"{kind}_plain:1"))
   start = with_polish.start(0)
   assert start == plain.start(0) and with_polish.verify(start) == plain.verify(start)
   assert with_polish.language is not None and plain.language is not None

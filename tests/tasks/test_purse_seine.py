@@ -15,6 +15,7 @@ import pytest
 from seerjax.tasks import discovery, purse_seine
 
 WHOLE = purse_seine.PurseSeine(0)
+PLAIN = purse_seine.PurseSeine(0, with_polish=False)
 SQUARE = [[10, 10], [20, 10], [20, 20], [10, 20]]
 # A cross of five squares, and a spiral whose arms lie one unit apart.
 CROSS = [
@@ -222,28 +223,34 @@ def test_the_prompt_shows_points_and_how_much_of_a_cell_is_inside():
   assert whole[3] - lower_left == 1 and whole[4] - other == 2
 
 
-def test_random_sentences_give_legal_fences_or_a_reason():
+# Without a polish most sentences drawn evenly leave the fence too long, or worse than it was.
+@pytest.mark.parametrize(
+  ("environment", "count", "least", "legal", "better"),
+  [(WHOLE, 60, 1500, 60, 4), (PLAIN, 200, 300, 40, 2)],
+  ids=["with a polish", "plain"],
+)
+def test_random_sentences_give_legal_fences_or_a_reason(environment, count, least, legal, better):
   outcomes, reasons = {"legal": 0, "better": 0}, []
   for seed in range(2):
-    artefact = WHOLE.start(seed)
-    best = WHOLE.verify(artefact).value
-    drawn = sentences(WHOLE, seed)
-    for number in range(60):
+    artefact = environment.start(seed)
+    best = environment.verify(artefact).value
+    drawn = sentences(environment, seed)
+    for number in range(count):
       before, sentence = json.dumps(artefact), next(drawn)
       try:
-        changed = WHOLE.language.apply(artefact, sentence, number)
+        changed = environment.language.apply(artefact, sentence, number)
       except ValueError as error:
         reasons.append(str(error))
         continue
       assert json.dumps(artefact) == before
-      score = WHOLE.verify(changed)
+      score = environment.verify(changed)
       assert score.is_valid, score.reason
       outcomes["legal"] += 1
       if score.value > best:
         artefact, best = changed, score.value
         outcomes["better"] += 1
-    assert best > 1500
-  assert outcomes["legal"] > 60 and outcomes["better"] > 4
+    assert best > least
+  assert outcomes["legal"] > legal and outcomes["better"] > better
   assert all("expected" in reason for reason in reasons)
 
 
@@ -381,6 +388,21 @@ def test_a_sentence_that_keeps_all_only_climbs():
   assert WHOLE.verify(after).value >= WHOLE.verify(start).value
 
 
+def test_without_a_polish_a_sentence_does_what_its_edits_say():
+  # A push moves the upper side out by 60 from 53,000, along all of it: nothing shortens or climbs.
+  square = [[50_000, 50_000], [53_000, 50_000], [53_000, 53_000], [50_000, 53_000]]
+  push = (purse_seine.PUSH, 16, 17, 0, 15)
+  pushed = PLAIN.language.apply(square, sentence(push)[:-1], 0)
+  assert pushed == [[50_000, 50_000], [53_000, 50_000], [53_000, 53_060], [50_000, 53_060]]
+
+
+def test_without_a_polish_a_fence_that_is_too_long_is_refused():
+  fence = notched(220, 100_000, 99_700)
+  push = (purse_seine.PUSH, 16, 0, 15, 10)
+  with pytest.raises(ValueError, match="long, expected at most 400000; add less"):
+    PLAIN.language.apply(fence, sentence(push)[:-1], 0)
+
+
 def test_edits_that_leave_nothing_are_refused():
   square = [[50_000, 50_000], [53_000, 50_000], [53_000, 53_000], [50_000, 53_000]]
   remove = (purse_seine.REMOVE, 16, 16, 15, 15)
@@ -428,6 +450,8 @@ def test_what_is_no_sentence_is_refused():
     WHOLE.language.apply(SQUARE, whole[:-1], 0)
   with pytest.raises(ValueError, match="got 0 at 20, expected 100 <= id < 108"):
     WHOLE.language.apply(SQUARE, (*whole[:-1], 0), 0)
+  with pytest.raises(ValueError, match="got 21 tokens, expected 20; write 4 edits of 5[.]"):
+    PLAIN.language.apply(SQUARE, whole, 0)
 
 
 def test_impossible_instances_are_refused():
