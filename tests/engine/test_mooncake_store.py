@@ -22,6 +22,12 @@ from seerjax.engine.mooncake_store import BUFFER_BYTES, PART_BYTES, MooncakeStor
 from seerjax.engine.stores import open_store
 
 
+def skip_without_mooncake() -> None:
+  # Without libibverbs it is there and does not load, which pytest would not skip by itself.
+  reason = "Mooncake or libibverbs is not installed"
+  pytest.importorskip("mooncake.store", reason=reason, exc_type=ImportError)
+
+
 def free_port() -> int:
   with socket.socket() as one:
     one.bind(("127.0.0.1", 0))
@@ -31,7 +37,7 @@ def free_port() -> int:
 @pytest.fixture(scope="module")
 def master(tmp_path_factory) -> Iterator[str]:
   """The address of a master that lives as long as this file's tests."""
-  pytest.importorskip("mooncake.store", reason="Mooncake or libibverbs is not installed")
+  skip_without_mooncake()
   port = free_port()
   log = (tmp_path_factory.mktemp("mooncake") / "master.log").open("w")
   program = pathlib.Path(sys.executable).with_name("mooncake_master")
@@ -142,7 +148,7 @@ def test_a_master_that_does_not_listen_is_refused_soon():
 
 
 def test_what_listens_and_is_no_master_is_refused():
-  pytest.importorskip("mooncake.store", reason="Mooncake or libibverbs is not installed")
+  skip_without_mooncake()
   with socket.create_server(("127.0.0.1", 0)) as listener:
     master = f"127.0.0.1:{listener.getsockname()[1]}"
     with pytest.raises(ValueError, match=r"got 'no answer in 2 s' .* give the master's RPC port"):
