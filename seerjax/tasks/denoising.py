@@ -34,9 +34,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 import dataclasses
 import importlib
+import math
 import os
 import pathlib
 from typing import Any, NamedTuple
+import zipfile
 
 import numpy as np
 from scipy import sparse
@@ -234,27 +236,60 @@ def load(path: str | os.PathLike[str]) -> Counts:
       holds them, dense or as compressed sparse rows (needs h5py).
 
   Raises:
-    ValueError: if they are no such counts; the message says which entry and what to change.
+    ValueError: if they are no such counts, or do not read; the message says which entry and what to
+      change. What says that it is too large is not read.
+    FileNotFoundError: if there is no such file.
     ModuleNotFoundError: for an `.h5ad` without h5py.
   """
   file = pathlib.Path(path)
-  match file.suffix:
-    case ".npz":
-      with np.load(file, allow_pickle=False) as archive:
-        if "counts" not in archive:
-          raise ValueError(
-            f"denoising.load: got arrays {sorted(archive)} in {file}, expected 'counts' (cells x"
-            " genes); write it with numpy.savez(path, counts=...)."
-          )
-        counts = archive["counts"]
-    case ".h5ad":
-      counts = _read_h5ad(file)
-    case _:
-      raise ValueError(
-        f"denoising.load: got {file.name!r}, expected a name that ends in .npz or .h5ad; convert"
-        " the file."
-      )
+  readers = {".npz": _read_npz, ".h5ad": _read_h5ad}
+  if file.suffix not in readers:
+    raise ValueError(
+      f"denoising.load: got {file.name!r}, expected a name that ends in .npz or .h5ad; convert"
+      " the file."
+    )
+  if not file.is_file():
+    raise FileNotFoundError(
+      f"denoising.load: got {str(file)!r}, expected a file; correct the path behind 'denoising:'."
+    )
+  try:
+    counts = readers[file.suffix](file)
+  except _Refused:
+    raise
+  except (ValueError, KeyError, TypeError, OSError, EOFError, zipfile.BadZipFile) as error:
+    raise ValueError(
+      f"denoising.load: got {file}, which does not read ({error}), expected a whole {file.suffix}"
+      " of counts; write it anew."
+    ) from error
   return checked(counts, str(file))
+
+
+class _Refused(ValueError):
+  """Counts that are read well enough to say what is wrong with them."""
+
+
+def _check_size(shape: Sequence[int], name: str) -> None:
+  if math.prod(shape) > MAX_ENTRIES:
+    raise _Refused(
+      f"denoising.load: got an array of {list(shape)} in {name}, expected at most {MAX_ENTRIES}"
+      " entries; take fewer cells, or the most variable genes."
+    )
+
+
+def _read_npz(file: pathlib.Path) -> np.ndarray:
+  with np.load(file, allow_pickle=False) as archive:
+    if "counts" not in archive:
+      raise _Refused(
+        f"denoising.load: got arrays {sorted(archive)} in {file}, expected 'counts' (cells x"
+        " genes); write it with numpy.savez(path, counts=...)."
+      )
+    # Its header tells the size of an array: a few kilobytes may unpack to a terabyte of zeros.
+    with archive.zip.open("counts.npy") as member:
+      npy = np.lib.format
+      is_first = npy.read_magic(member) == (1, 0)
+      read_header = npy.read_array_header_1_0 if is_first else npy.read_array_header_2_0
+      _check_size(read_header(member)[0], str(file))
+    return archive["counts"]
 
 
 def _read_h5ad(file: pathlib.Path) -> np.ndarray:
@@ -268,12 +303,17 @@ def _read_h5ad(file: pathlib.Path) -> np.ndarray:
   with h5py.File(file, "r") as data:
     node = data["layers/counts" if "layers/counts" in data else "X"]
     if not isinstance(node, h5py.Group):
+      _check_size(node.shape, str(file))
       return np.asarray(node)
     shape = tuple(int(size) for size in node.attrs["shape"])
+    parts = [node[name] for name in ("data", "indices", "indptr")]
+    for one in (shape, *(part.shape for part in parts)):
+      _check_size(one, str(file))
     kind = node.attrs["encoding-type"]
-    matrix = sparse.csc_matrix if kind == "csc_matrix" else sparse.csr_matrix
-    parts = (np.asarray(node[name]) for name in ("data", "indices", "indptr"))
-    return matrix(tuple(parts), shape=shape).toarray()
+    compressed = sparse.csc_matrix if kind == "csc_matrix" else sparse.csr_matrix
+    matrix = compressed(tuple(np.asarray(part) for part in parts), shape=shape)
+    matrix.check_format(full_check=True)  # `toarray` believes the indices, and writes there.
+    return matrix.toarray()
 
 
 def checked(counts: np.ndarray, name: str) -> Counts:
@@ -292,12 +332,7 @@ def checked(counts: np.ndarray, name: str) -> Counts:
 
   if counts.ndim != 2 or min(counts.shape, default=0) < 4:
     refuse(f"counts{list(counts.shape)}", "cells x genes, 4 of each at least", "give a matrix")
-  if counts.size > MAX_ENTRIES:
-    refuse(
-      f"{counts.shape[0]} cells x {counts.shape[1]} genes",
-      f"at most {MAX_ENTRIES} entries",
-      "take fewer cells, or the most variable genes",
-    )
+  _check_size(counts.shape, name)
   if counts.dtype.kind not in "iuf":
     refuse(f"dtype {counts.dtype}", "integers or whole floats", "convert them")
   values = counts.astype(np.float64)

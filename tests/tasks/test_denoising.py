@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import json
 import math
 import pickle
+import sys
 import tempfile
+import zipfile
 
+import h5py
 import hypothesis
 from hypothesis import strategies as st
 import numpy as np
 import pytest
+from scipy import sparse
 
 from seerjax.tasks import denoising, discovery
 
@@ -410,7 +413,7 @@ def refused_counts():
     (good[0], r"got counts\[10\] .*expected cells x genes"),
     (good[:3], r"got counts\[3, 10\]"),
     (good.astype(complex), "got dtype complex128 .*expected integers or whole floats"),
-    (np.zeros((5000, 4001), np.int8), "got 5000 cells x 4001 genes .*at most 20000000 entries"),
+    (np.zeros((5000, 4001), np.int8), r"got an array of \[5000, 4001\] .*at most 20000000 entries"),
   ]
 
 
@@ -429,29 +432,83 @@ def test_files_that_are_none_of_ours_are_refused(tmp_path):
     denoising.load(tmp_path / "cells.csv")
 
 
-@pytest.mark.skipif(importlib.util.find_spec("h5py") is not None, reason="h5py is installed")
-def test_h5ad_without_h5py_says_what_to_install(tmp_path):
+def test_a_file_that_is_not_there_is_refused(tmp_path):
+  with pytest.raises(FileNotFoundError, match="none.npz', expected a file; correct the path"):
+    denoising.load(tmp_path / "none.npz")
+
+
+def test_a_truncated_file_is_refused(tmp_path):
+  path = tmp_path / "cells.npz"
+  np.savez_compressed(path, counts=np.random.default_rng(0).poisson(3.0, (30, 12)))
+  whole = path.read_bytes()
+  for size in (0, 10, len(whole) // 2, len(whole) - 1):
+    path.write_bytes(whole[:size])
+    with pytest.raises(ValueError, match="which does not read .*expected a whole .npz of counts"):
+      denoising.load(path)
+
+
+def test_pickled_objects_are_refused(tmp_path):
+  np.savez(tmp_path / "cells.npz", counts=np.array([[object()] * 5] * 5))
+  with pytest.raises(ValueError, match="which does not read .*allow_pickle=False"):
+    denoising.load(tmp_path / "cells.npz")
+
+
+def test_an_array_that_would_fill_the_memory_is_refused_unread(tmp_path):
+  header = {"descr": "|i1", "fortran_order": False, "shape": (10**6, 10**6)}
+  path = tmp_path / "cells.npz"
+  with zipfile.ZipFile(path, "w") as archive, archive.open("counts.npy", "w") as member:
+    np.lib.format.write_array_header_1_0(member, header)
+  with pytest.raises(ValueError, match=r"got an array of \[1000000, 1000000\] .*take fewer cells"):
+    denoising.load(path)
+
+
+def test_h5ad_without_h5py_says_what_to_install(tmp_path, monkeypatch):
+  monkeypatch.setitem(sys.modules, "h5py", None)
+  (tmp_path / "cells.h5ad").touch()
   with pytest.raises(ModuleNotFoundError, match="h5py is not installed; run `pip install h5py`"):
     denoising.load(tmp_path / "cells.h5ad")
 
 
+def write_sparse(path, matrix, **changes) -> None:
+  """Writes X as AnnData does, but for what is said otherwise."""
+  parts = {name: getattr(matrix, name) for name in ("data", "indices", "indptr")} | changes
+  shape = parts.pop("shape", matrix.shape)
+  with h5py.File(path, "w") as file:
+    for name, part in parts.items():
+      file[f"X/{name}"] = part
+    file["X"].attrs["shape"] = shape
+    file["X"].attrs["encoding-type"] = f"{matrix.format}_matrix"
+
+
+def test_h5ad_files_that_are_none_of_ours_are_refused(tmp_path):
+  path = tmp_path / "cells.h5ad"
+  matrix = sparse.csr_matrix(np.full((6, 5), 9))
+  with h5py.File(path, "w") as file:
+    file["obs"] = np.ones(5)
+  with pytest.raises(ValueError, match="which does not read .*expected a whole .h5ad of counts"):
+    denoising.load(path)
+  path.write_bytes(path.read_bytes()[:100])
+  with pytest.raises(ValueError, match="which does not read"):
+    denoising.load(path)
+  # Where an index leads, `toarray` writes.
+  write_sparse(path, matrix, indices=matrix.indices + 1000)
+  with pytest.raises(ValueError, match="which does not read .*indices"):
+    denoising.load(path)
+  write_sparse(path, matrix, shape=(10**6, 10**6))
+  with pytest.raises(ValueError, match=r"got an array of \[1000000, 1000000\]"):
+    denoising.load(path)
+
+
 @pytest.mark.parametrize("form", ["dense", "csr_matrix", "csc_matrix", "layer"])
 def test_counts_come_from_h5ad(form: str, tmp_path):
-  h5py = pytest.importorskip("h5py")
-  from scipy import sparse
-
   counts = np.random.default_rng(1).poisson(3.0, (30, 12))
-  with h5py.File(tmp_path / "cells.h5ad", "w") as file:
-    match form:
-      case "dense":
-        file["X"] = counts
-      case "layer":
-        file["X"] = np.log1p(counts)
-        file["layers/counts"] = counts
-      case _:
-        matrix = getattr(sparse, form)(counts)
-        for name in ("data", "indices", "indptr"):
-          file[f"X/{name}"] = getattr(matrix, name)
-        file["X"].attrs["shape"] = counts.shape
-        file["X"].attrs["encoding-type"] = form
+  path = tmp_path / "cells.h5ad"
+  match form:
+    case "dense" | "layer":
+      with h5py.File(path, "w") as file:
+        file["X"] = counts if form == "dense" else np.log1p(counts)
+        if form == "layer":
+          file["layers/counts"] = counts
+    case _:
+      write_sparse(path, getattr(sparse, form)(counts))
   assert (denoising.load(tmp_path / "cells.h5ad").counts == counts).all()
