@@ -38,7 +38,6 @@ import math
 import os
 import pathlib
 from typing import Any, NamedTuple
-import zipfile
 
 import numpy as np
 from scipy import sparse
@@ -254,9 +253,9 @@ def load(path: str | os.PathLike[str]) -> Counts:
     )
   try:
     counts = readers[file.suffix](file)
-  except _Refused:
+  except (_Refused, ModuleNotFoundError):
     raise
-  except (ValueError, KeyError, TypeError, OSError, EOFError, zipfile.BadZipFile) as error:
+  except Exception as error:  # Of zipfile, zlib, NumPy, SciPy or HDF5, whatever the bytes led to.
     raise ValueError(
       f"denoising.load: got {file}, which does not read ({error}), expected a whole {file.suffix}"
       " of counts; write it anew."
@@ -268,7 +267,13 @@ class _Refused(ValueError):
   """Counts that are read well enough to say what is wrong with them."""
 
 
-def _check_size(shape: Sequence[int], name: str) -> None:
+def _check_header(shape: Sequence[int], dtype: np.dtype, name: str) -> None:
+  """Refuses an array that had better not be read."""
+  if dtype.kind not in "iuf":
+    raise _Refused(
+      f"denoising.load: got dtype {dtype} in {name}, expected integers or whole floats; convert"
+      " them."
+    )
   if math.prod(shape) > MAX_ENTRIES:
     raise _Refused(
       f"denoising.load: got an array of {list(shape)} in {name}, expected at most {MAX_ENTRIES}"
@@ -283,12 +288,13 @@ def _read_npz(file: pathlib.Path) -> np.ndarray:
         f"denoising.load: got arrays {sorted(archive)} in {file}, expected 'counts' (cells x"
         " genes); write it with numpy.savez(path, counts=...)."
       )
-    # Its header tells the size of an array: a few kilobytes may unpack to a terabyte of zeros.
+    # A few kilobytes may unpack to a terabyte of zeros.
     with archive.zip.open("counts.npy") as member:
       npy = np.lib.format
       is_first = npy.read_magic(member) == (1, 0)
       read_header = npy.read_array_header_1_0 if is_first else npy.read_array_header_2_0
-      _check_size(read_header(member)[0], str(file))
+      shape, _, dtype = read_header(member)
+      _check_header(shape, dtype, str(file))
     return archive["counts"]
 
 
@@ -303,12 +309,12 @@ def _read_h5ad(file: pathlib.Path) -> np.ndarray:
   with h5py.File(file, "r") as data:
     node = data["layers/counts" if "layers/counts" in data else "X"]
     if not isinstance(node, h5py.Group):
-      _check_size(node.shape, str(file))
+      _check_header(node.shape, node.dtype, str(file))
       return np.asarray(node)
     shape = tuple(int(size) for size in node.attrs["shape"])
     parts = [node[name] for name in ("data", "indices", "indptr")]
     for one in (shape, *(part.shape for part in parts)):
-      _check_size(one, str(file))
+      _check_header(one, parts[0].dtype, str(file))
     kind = node.attrs["encoding-type"]
     compressed = sparse.csc_matrix if kind == "csc_matrix" else sparse.csr_matrix
     matrix = compressed(tuple(np.asarray(part) for part in parts), shape=shape)
@@ -332,9 +338,7 @@ def checked(counts: np.ndarray, name: str) -> Counts:
 
   if counts.ndim != 2 or min(counts.shape, default=0) < 4:
     refuse(f"counts{list(counts.shape)}", "cells x genes, 4 of each at least", "give a matrix")
-  _check_size(counts.shape, name)
-  if counts.dtype.kind not in "iuf":
-    refuse(f"dtype {counts.dtype}", "integers or whole floats", "convert them")
+  _check_header(counts.shape, counts.dtype, name)
   values = counts.astype(np.float64)
   wrong = np.argwhere(~((values >= 0) & (values < 2**31) & (values == np.floor(values))))
   if len(wrong):
