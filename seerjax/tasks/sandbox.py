@@ -38,6 +38,7 @@ from seerjax.tasks import sandbox_child
 
 NO_FILES: Mapping[str, bytes] = types.MappingProxyType({})
 MAX_DEPTH = 64  # Lists within lists of a result, so that no reader of it runs out of stack.
+MAX_LIMIT = 2**53
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,7 +50,7 @@ class Limits:
     cpu_seconds: of all its processes together.
     memory_bytes: of all its processes together, the interpreter's own included.
     file_bytes: of the largest file it may write, and of a function's result; all its files together
-      may have four times as much.
+      may have four times as much (where there are no namespaces, nobody counts them).
     output_bytes: of its standard output, and as many of its standard error.
     num_processes: at a time, threads included.
     num_files: open at a time, in each process.
@@ -69,6 +70,11 @@ class Limits:
         raise ValueError(
           f"Limits.{field}: got {value}, expected a positive finite number; nothing can run within"
           " less, and a limit there must be."
+        )
+      if value > MAX_LIMIT:
+        raise ValueError(
+          f"Limits.{field}: got {value}, expected at most {MAX_LIMIT}, which the kernel can hold;"
+          " lower it."
         )
 
 
@@ -106,7 +112,7 @@ class Sandbox:
     """Finds out what can be enforced here.
 
     Args:
-      allow_weak: also run where programs could reach files or the network.
+      allow_weak: also run where programs could reach files, the network or other processes.
 
     Raises:
       ValueError: if they could, and `allow_weak` was not set.
@@ -117,13 +123,15 @@ class Sandbox:
     plan = self._plan
     missing = [] if plan.namespaces or plan.landlock else ["file-system isolation"]
     missing += [] if plan.namespaces or plan.seccomp else ["network isolation"]
+    # Landlock keeps signals from other processes of the same user since its sixth version.
+    missing += [] if plan.namespaces or plan.landlock >= 6 else ["process isolation"]
     if missing and not allow_weak:
       self.close()
       raise ValueError(
-        f"Sandbox: got a machine without {' and '.join(missing)} ({self.describe()}), expected both"
-        " for programs that nobody has read; allow user namespaces (sysctl"
-        " user.max_user_namespaces, kernel.apparmor_restrict_unprivileged_userns=0) or Landlock and"
-        " seccomp, or pass --allow_weak_sandbox if you trust every program."
+        f"Sandbox: got a machine without {' and '.join(missing)} ({self.describe()}), expected all"
+        " isolation for programs that nobody has read; allow user namespaces (sysctl"
+        " user.max_user_namespaces, kernel.apparmor_restrict_unprivileged_userns=0) or Landlock 6"
+        " and seccomp, or pass --allow_weak_sandbox if you trust every program."
       )
 
   def __enter__(self) -> Sandbox:
@@ -403,13 +411,14 @@ def parse_result(text: bytes) -> Any:
     return value
 
   try:
-    value = json.loads(text, parse_float=number, parse_constant=number)
+    # Left to itself, json also takes other encodings, and halves of pairs.
+    value = json.loads(text.decode(), parse_float=number, parse_constant=number)
     if b"\\ud" in text.lower():
       json.dumps(value, ensure_ascii=False).encode()
   except RecursionError as error:
     raise ValueError(f"got lists nested too deep, expected at most {MAX_DEPTH} levels") from error
   level = [value]
-  for _ in range(MAX_DEPTH + 1):
+  for _ in range(MAX_DEPTH):
     level = [
       child
       for item in level

@@ -30,7 +30,6 @@ import platform
 import random
 import resource
 import select
-import shutil
 import signal
 import socket
 import stat
@@ -53,7 +52,8 @@ ENVIRONMENT = {
   "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "NUMEXPR_NUM_THREADS": "1",
   "NUMBA_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1", "PYTHONHASHSEED": "0",
 }  # fmt: skip
-DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
+# Not /dev/zero: pages of it that are shared and let go belong to no process, and stay.
+DEVICES = ("/dev/null", "/dev/full", "/dev/random", "/dev/urandom")
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 SYSTEM_FILES = ("/etc/ld.so.cache", "/etc/alternatives")
 
@@ -92,6 +92,12 @@ DENIED = {
   "fsconfig": (431, 431), "fsmount": (432, 432), "fspick": (433, 433),
   "mount_setattr": (442, 442), "name_to_handle_at": (303, 264), "open_by_handle_at": (304, 265),
   "unshare": (272, 97), "setns": (308, 268), "socket": (41, 198), "keyctl": (250, 219),
+  # Messages in flight are nobody's memory, and the pipes among them have no writer that can die.
+  "socketpair": (53, 199),
+  # Without namespaces they reach other processes of the same user.
+  "setpriority": (141, 140), "ioprio_set": (251, 30), "sched_setaffinity": (203, 122),
+  "sched_setscheduler": (144, 119), "sched_setparam": (142, 118), "sched_setattr": (314, 274),
+  "flock": (73, 32),  # Of a file that others read too.
   "add_key": (248, 217), "request_key": (249, 218), "bpf": (321, 280),
   "perf_event_open": (298, 241), "userfaultfd": (323, 282), "io_uring_setup": (425, 425),
   "io_uring_enter": (426, 426), "io_uring_register": (427, 427), "fanotify_init": (300, 262),
@@ -108,6 +114,8 @@ DENIED = {
   "modify_ldt": (154, -1),
 }  # fmt: skip
 CLONE, CLONE3, PRLIMIT = (56, 220), 435, (302, 261)
+MMAP, SIGACTION = (9, 222), (13, 134)
+SHARED, ANONYMOUS = 1, 32  # linux/mman.h
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
@@ -171,6 +179,7 @@ def main(control: socket.socket, settings: Mapping[str, Any]) -> None:
   """Says what is enforced here, imports what programs need, then forks for each call until EOF."""
   os.umask(0o022)  # Nobody has to reach what root makes in here.
   signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # Supervisors need no waiting for.
+  signal.signal(signal.SIGINT, signal.SIG_IGN)  # A program may send it to its supervisor.
   # A supervisor's own parent ends at once: the server inherits it.
   kernel("prctl", PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
   plan = find_plan(tuple(settings["readable"]))
@@ -555,9 +564,12 @@ def watch(
   wall_seconds = time.monotonic() - begin
   code = kill_all(plan, program)
   assert code is not None
-  for descriptor in most:  # All writers are dead: this ends.
-    while read(descriptor):
-      pass
+  for descriptor in most:
+    # All writers are dead, but a pipe that was sent and not received has no end.
+    os.set_blocking(descriptor, False)
+    with contextlib.suppress(BlockingIOError):
+      while read(descriptor):
+        pass
   used = resource.getrusage(resource.RUSAGE_CHILDREN)
   cpu_seconds = used.ru_utime + used.ru_stime
   if b"ready" not in got[setup[0]]:
@@ -587,29 +599,45 @@ def beyond_limits(plan: Plan, limits: Mapping[str, Any], processes: str) -> str:
   tick, page = os.sysconf("SC_CLK_TCK"), os.sysconf("SC_PAGE_SIZE")
   waited = resource.getrusage(resource.RUSAGE_CHILDREN)
   cpu_seconds = waited.ru_utime + waited.ru_stime
-  memory_bytes = num_tasks = 0
-  pids = list_processes(plan, processes)
-  for pid in pids:
+  num_tasks = 0
+  resident = {}  # Bytes of each process, by a task of it that lives.
+  for pid in list_processes(plan, processes):
     with contextlib.suppress(OSError):  # It has ended.
-      with open(f"{processes}/{pid}/stat", "rb") as file:
-        fields = file.read().rpartition(b")")[2].split()
+      fields = read_stat(processes, pid)
       cpu_seconds += sum(map(int, fields[11:15])) / tick
       num_tasks += int(fields[17])
-      memory_bytes += int(fields[21]) * page
+      if fields[0] == b"Z" and int(fields[17]) > 1:
+        # Its first thread has ended, and says no more what the others hold.
+        for task in map(int, os.listdir(f"{processes}/{pid}/task")):
+          if (fields := read_stat(processes, task))[0] != b"Z":
+            pid = task
+            break
+      resident[pid] = int(fields[21]) * page
   if cpu_seconds > limits["cpu_seconds"]:
     return "cpu"
   # Where the kernel does not count (root's, for one). Twice, because the sum is no snapshot.
   if num_tasks > 2 * limits["num_processes"]:
     return "killed"
-  if memory_bytes <= limits["memory_bytes"]:
+  if sum(resident.values()) <= limits["memory_bytes"]:
     return ""
   # Forks share pages; only now is it worth the time to share them out.
   memory_bytes = 0
-  for pid in pids:
-    with contextlib.suppress(OSError), open(f"{processes}/{pid}/smaps_rollup", "rb") as file:
-      lines = [line.split() for line in file]
+  for pid, num_bytes in resident.items():
+    try:
+      with open(f"{processes}/{pid}/smaps_rollup", "rb") as file:
+        lines = [line.split() for line in file]
       memory_bytes += sum(int(line[1]) * 1024 for line in lines if line[0] == b"Pss:")
+    except PermissionError:  # It has closed itself to our eyes.
+      memory_bytes += num_bytes
+    except OSError:  # It has ended.
+      pass
   return "memory" if memory_bytes > limits["memory_bytes"] else ""
+
+
+def read_stat(processes: str, pid: int) -> list[bytes]:
+  """Returns the fields of a process's or a task's stat, from its state on."""
+  with open(f"{processes}/{pid}/stat", "rb") as file:
+    return file.read().rpartition(b")")[2].split()
 
 
 def list_processes(plan: Plan, processes: str) -> list[int]:
@@ -619,8 +647,8 @@ def list_processes(plan: Plan, processes: str) -> list[int]:
     return [pid for pid in everyone if pid != 1]
   parents = {}
   for pid in everyone:
-    with contextlib.suppress(OSError), open(f"{processes}/{pid}/stat", "rb") as file:
-      parents[pid] = int(file.read().rpartition(b")")[2].split()[1])
+    with contextlib.suppress(OSError):
+      parents[pid] = int(read_stat(processes, pid)[1])
   below = [os.getpid()]
   for pid in below:  # Grows while it is read.
     below += [child for child, parent in parents.items() if parent == pid]
@@ -676,11 +704,25 @@ def read_outputs(work: int, request: Mapping[str, Any]) -> dict[str, bytes]:
 
 
 def remove_tree(path: str) -> None:
-  """Removes a directory that a program may have made hard to remove."""
-  for folder, _, _ in os.walk(path):
+  """Removes a directory that a program may have made hard to remove: closed, or very deep."""
+  waiting, num_moved = [path], 0
+  while waiting:
+    folder = waiting.pop()
     with contextlib.suppress(OSError):
       os.chmod(folder, 0o700)
-  shutil.rmtree(path, ignore_errors=True)
+      for entry in list(os.scandir(folder)):
+        if not entry.is_dir(follow_symlinks=False):
+          os.unlink(entry.path)
+          continue
+        os.chmod(entry.path, 0o700)
+        num_moved += 1
+        # To the top, where no path grows too long for the kernel.
+        waiting.append(f"{path}/.{num_moved}")
+        os.rename(entry.path, waiting[-1])
+      if folder != path:
+        os.rmdir(folder)
+  with contextlib.suppress(OSError):
+    os.rmdir(path)
 
 
 # --- the program
@@ -693,6 +735,7 @@ def become_program(
   setup, stdout, stderr, result = writers
   try:
     os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     # If the machine runs out of memory, this goes first.
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
       file.write("1000")
@@ -835,15 +878,26 @@ def restrict_files(
   os.close(descriptor)
 
 
-def filter_calls(machine: str, denied_calls: Mapping[str, tuple[int, int]] = DENIED) -> None:
-  """Has the kernel refuse these system calls to this process and to all that it starts.
+def filter_calls(
+  machine: str,
+  denied_calls: Mapping[str, tuple[int, int]] = DENIED,
+  kept_signals: Sequence[int] = (signal.SIGCHLD,),
+) -> None:
+  """Has the kernel refuse system calls to this process and to all that it starts.
 
   Needs PR_SET_NO_NEW_PRIVS, or privileges.
+
+  Args:
+    machine: of `platform`.
+    denied_calls: their numbers, as in `DENIED`.
+    kept_signals: whose handling may be asked, but not changed. Children whose end is ignored leave
+      no CPU seconds behind.
   """
   place = {"x86_64": 0, "aarch64": 1}[machine]
   denied = [numbers[place] for numbers in denied_calls.values() if numbers[place] >= 0]
   refuse = (RETURN, 0, 0, DENY | EPERM)
   number, architecture, first_argument = (LOAD, 0, 0, 0), (LOAD, 0, 0, 4), (LOAD, 0, 0, 16)
+  second_low, second_high, fourth_argument = (LOAD, 0, 0, 24), (LOAD, 0, 0, 28), (LOAD, 0, 0, 40)
   new_namespaces = (NAMESPACES | CLONE_NEWUSER | 0x80) & 0xFFFFFFFF  # 0x80: of time.
   # (operation, instructions to skip if true, if false, value)
   program = [
@@ -865,7 +919,25 @@ def filter_calls(machine: str, denied_calls: Mapping[str, tuple[int, int]] = DEN
     (JUMP_EQUAL, 1, 0, 0),  # Its own limits only.
     refuse,
     number,
+    (JUMP_EQUAL, 0, 5, MMAP[place]),  # Shared pages without a file outlive their mapping's sums.
+    fourth_argument,
+    (JUMP_BITS, 0, 2, ANONYMOUS),
+    (JUMP_BITS, 0, 1, SHARED),
+    refuse,
+    number,
   ]
+  for kept in kept_signals:
+    program += [
+      (JUMP_EQUAL, 0, 8, SIGACTION[place]),
+      first_argument,
+      (JUMP_EQUAL, 0, 5, int(kept)),
+      second_low,
+      (JUMP_EQUAL, 0, 1, 0),  # No new action: it is asked.
+      second_high,
+      (JUMP_EQUAL, 1, 0, 0),
+      refuse,
+      number,
+    ]
   for call in denied:
     program += [(JUMP_EQUAL, 0, 1, call), refuse]
   program.append((RETURN, 0, 0, ALLOW))
