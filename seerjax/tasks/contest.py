@@ -495,10 +495,13 @@ def play(
 def _malformed(artefact: Any) -> str:
   """Returns why something is no program's text, or ""."""
   if not isinstance(artefact, dict) or set(artefact) != {"language", "source"}:
-    got = sorted(map(str, artefact))[:4] if isinstance(artefact, dict) else type(artefact).__name__
+    got = type(artefact).__name__
+    if isinstance(artefact, dict):
+      got = sorted(map(discovery.shown, artefact))[:4]
     return f"program: got {got}, expected a dict of 'language' and 'source'"
-  if artefact["language"] not in LANGUAGES:
-    return f"language: got {str(artefact['language'])[:40]!r}, expected one of {LANGUAGES}"
+  language = artefact["language"]
+  if not isinstance(language, str) or language not in LANGUAGES:
+    return f"language: got {discovery.shown(language)!r}, expected one of {LANGUAGES}"
   source = artefact["source"]
   if not isinstance(source, str):
     return f"source: got {type(source).__name__}, expected text"

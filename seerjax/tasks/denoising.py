@@ -295,7 +295,7 @@ def _read_npz(file: pathlib.Path) -> np.ndarray:
       read_header = npy.read_array_header_1_0 if is_first else npy.read_array_header_2_0
       shape, _, dtype = read_header(member)
       _check_header(shape, dtype, str(file))
-    return archive["counts"]
+    return archive["counts.npy"]  # The very member; another may be called "counts".
 
 
 def _read_h5ad(file: pathlib.Path) -> np.ndarray:
@@ -558,7 +558,11 @@ class Denoising:
     reason = complaint(artefact)
     if reason:
       return discovery.invalid(reason)
-    denoised = run(artefact["steps"], self.train)
+    try:
+      with np.errstate(over="ignore", invalid="ignore"):  # What is not finite is refused below.
+        denoised = run(artefact["steps"], self.train)
+    except np.linalg.LinAlgError as error:
+      return discovery.invalid(f"steps: {error}; expected numbers that stay far from overflow")
     reason = self._refusal(denoised)
     if reason:
       return discovery.invalid(reason)

@@ -501,9 +501,10 @@ def differs(got: Any, expected: Any, tolerance: float) -> tuple[str, float]:
     if answer.dtype != truth.dtype:
       return f"answer: got {answer.dtype}, expected {truth.dtype}", 0.0
     a, b = (np.asarray(x.astype(jnp.float32)).astype(np.float64) for x in (answer, truth))
-    apart = np.abs(a - b)
-    # In this form NaN is wrong.
-    right = apart <= tolerance + tolerance * np.abs(b)
+    # Equal infinities are no distance apart.
+    apart = np.abs(np.subtract(a, b, out=np.zeros_like(a), where=a != b))
+    # In this form NaN is wrong; and a distance from infinity is none that could be borne.
+    right = (apart <= tolerance + tolerance * np.abs(b)) & np.isfinite(apart)
     worst = max(worst, float(apart.max(initial=0.0)))
     if not right.all():
       place = tuple(int(index) for index in np.argwhere(~right)[0])

@@ -340,11 +340,21 @@ def _read(returned: Any) -> tuple[float, str, str]:
     rounded = float(value)
   except OverflowError:
     rounded = math.inf
+  except Exception as error:
+    return math.nan, f"verify returned a number that raised {type(error).__name__}", ""
   if not math.isfinite(rounded):
     return math.nan, f"verify returned {rounded}, expected {_FORMS}", ""
   if not certificate and isinstance(value, int | Fraction) and value != rounded:
-    certificate = str(value)
+    certificate = _exact(Fraction(value))
   return rounded, "", certificate
+
+
+def _exact(value: Fraction) -> str:
+  """Returns a fraction as text: in decimals, or in hexadecimals where Python writes no more."""
+  try:
+    return str(value)
+  except ValueError:
+    return f"{hex(value.numerator)}/{hex(value.denominator)}"
 
 
 def where(place: Sequence[str | int]) -> str:

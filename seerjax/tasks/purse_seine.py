@@ -221,13 +221,14 @@ def illegality(artefact: Any) -> str:
     return f"fence: got {num} vertices, expected 4 to {MAX_VERTICES}"
   for place, vertex in enumerate(artefact):
     if not isinstance(vertex, list | tuple) or len(vertex) != 2:
-      return f"vertex {place}: got {str(vertex)[:40]}, expected [x, y]"
+      return f"vertex {place}: got {discovery.shown(vertex)}, expected [x, y]"
     for number in vertex:
       # A bool is an int to Python, and a float is not exact.
       if isinstance(number, bool) or not isinstance(number, int):
-        return f"vertex {place}: got {type(number).__name__} {str(number)[:40]}, expected integers"
+        kind = type(number).__name__
+        return f"vertex {place}: got {kind} {discovery.shown(number)}, expected integers"
       if not 0 <= number <= SIDE:
-        return f"vertex {place}: got {str(number)[:40]}, expected a coordinate in 0..{SIDE}"
+        return f"vertex {place}: got {discovery.shown(number)}, expected a coordinate in 0..{SIDE}"
   seen: dict[tuple[int, int], int] = {}
   for place, (x, y) in enumerate(artefact):
     first = seen.setdefault((x, y), place)

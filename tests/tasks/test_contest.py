@@ -162,6 +162,8 @@ print({SQUARE!r} if numbers[1:3] != {[str(number) for number in second]} else 'n
     ({"source": "1"}, "program: got ['source'], expected a dict"),
     ({"language": "rust", "source": "1"}, "language: got 'rust', expected one of ('c++', 'py"),
     ({"language": ["c++"], "source": "1"}, "language: got \"['c++']\", expected one of"),
+    ({10**5000: 1}, "program: got ['int'], expected a dict"),
+    ({"language": 10**5000, "source": "1"}, "language: got 'int', expected one of"),
     (python(""), "source: got 0 bytes, expected 1 to 524288"),
     (python("1" * 600_000), "source: got 600000 bytes, expected 1 to 524288"),
     ({"language": "python", "source": b"1"}, "source: got bytes, expected text"),

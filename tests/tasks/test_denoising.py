@@ -464,6 +464,23 @@ def test_a_file_with_other_bytes_in_it_is_refused_or_read_as_it_was(tmp_path):
   assert all(message.startswith("denoising.load: got ") for message in messages)
 
 
+def test_the_array_that_was_checked_is_the_one_that_is_read(tmp_path):
+  counts = np.random.default_rng(0).poisson(3.0, (30, 12))
+  np.savez(tmp_path / "cells.npz", counts=counts)
+  archive = zipfile.ZipFile(tmp_path / "cells.npz", "a")
+  with archive, archive.open("counts", "w") as member:  # numpy would take this one for "counts".
+    np.save(member, counts + 1)
+  assert (denoising.load(tmp_path / "cells.npz").counts == counts).all()
+
+
+def test_a_pipeline_that_overflows_is_refused(tmp_path):
+  counts = (np.random.default_rng(0).random((20, 15)) * 2**31).astype(np.int64)
+  np.savez(tmp_path / "large.npz", counts=counts)
+  environment = denoising.Denoising(tmp_path / "large.npz")
+  steps = [{"op": "power", "exponent": 1.5}] * 7 + [{"op": "svd", "rank": 3}]
+  assert "far from overflow" in environment.verify({"steps": steps}).reason
+
+
 def test_pickled_objects_are_refused(tmp_path):
   np.savez(tmp_path / "cells.npz", counts=np.array([[object()] * 5] * 5))
   with pytest.raises(ValueError, match="got dtype object in .*expected integers or whole floats"):

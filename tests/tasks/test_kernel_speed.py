@@ -239,6 +239,13 @@ def test_the_tolerance_is_absolute_and_relative():
   assert kernel_speed.differs(jnp.array([0.0, 102.1]), truth, 0.02)[0]
 
 
+def test_infinity_is_borne_only_where_it_should_be():
+  truth = jnp.array([jnp.inf, -jnp.inf])
+  assert kernel_speed.differs(truth, truth, 0.02) == ("", 0.0)
+  for wrong in ([2.0, -jnp.inf], [-jnp.inf, -jnp.inf], [jnp.nan, -jnp.inf]):
+    assert kernel_speed.differs(jnp.array(wrong), truth, 0.02)[0]
+
+
 @pytest.mark.parametrize(
   ("artefact", "reason"),
   [

@@ -444,3 +444,24 @@ def test_a_value_as_a_fraction_is_exact(written):
   )
   score = own_problem.load(path).verify([0.1, 0.3, 0.1])
   assert Fraction(score.certificate) == Fraction(0.1) * Fraction(0.3) != Fraction(score.value)
+
+
+def test_a_fraction_of_thousands_of_digits_is_exact(written):
+  # Python refuses to write so many decimals.
+  path = written(
+    ("import random", "from fractions import Fraction\nimport random"),
+    (VALUE, "return Fraction(10**5000 + 1, 10**5000)"),
+  )
+  score = own_problem.load(path).verify([0.1, 0.3, 0.1])
+  assert (score.is_valid, score.value) == (True, 1.0)
+  top, bottom = (int(text, 16) for text in score.certificate.split("/"))
+  assert Fraction(top, bottom) == Fraction(10**5000 + 1, 10**5000)
+
+
+def test_a_number_that_is_no_float_is_a_defect(written):
+  path = written(
+    ("import random", "import random\nclass Odd(int):\n  def __float__(self): raise KeyError(1)"),
+    (VALUE, "return Odd(3)"),
+  )
+  score = own_problem.load(path).verify([0.1, 0.3, 0.1])
+  assert score.reason == "verify returned a number that raised KeyError"

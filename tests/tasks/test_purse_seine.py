@@ -133,6 +133,8 @@ def test_transposing_and_mirroring_leave_the_value(swap: bool, mirror: bool):
     ([*SQUARE[:3], 7], "vertex 3: got 7, expected [x, y]"),
     ([*SQUARE[:3], [10, 20, 30]], "vertex 3: got [10, 20, 30], expected [x, y]"),
     ([*SQUARE[:3], "10"], "vertex 3: got 10, expected [x, y]"),
+    ([*SQUARE[:3], [10**5000]], "vertex 3: got list, expected [x, y]"),
+    ([*SQUARE[:3], [10**5000, 20]], "vertex 3: got int, expected a coordinate in 0..100000"),
     ([*SQUARE[:3], [10.0, 20]], "vertex 3: got float 10.0, expected integers"),
     ([*SQUARE[:3], [True, 20]], "vertex 3: got bool True, expected integers"),
     ([*SQUARE[:3], [math.nan, 20]], "vertex 3: got float nan, expected integers"),
