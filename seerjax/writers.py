@@ -168,7 +168,8 @@ class ProgramConfig:
     seconds: that a program is told it has.
     memory_mib: that it may take.
     num_workers: programs that run side by side.
-    allow_weak_sandbox: run them even where network, files or other processes cannot be kept from them.
+    allow_weak_sandbox: run them even where network, files or other processes cannot be kept from
+      them.
   """
 
   thinking_tokens: int = 512
