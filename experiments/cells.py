@@ -22,17 +22,29 @@ FILE_NAME = "cells.jsonl"
 
 
 def read(path: pathlib.Path, settings: dict[str, Any]) -> list[dict[str, Any]]:
-  """Returns the finished cells of a file; none if it is not there.
+  """Returns the finished cells of a file; none if it is not there, and not one that was torn.
 
   Args:
     path: of the file.
     settings: that all cells of one table have in common.
 
   Raises:
-    ValueError: if they were made with other settings.
+    ValueError: if they were made with other settings, or naming the line that is no cell.
   """
-  lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-  records = [json.loads(line) for line in lines]
+  text = path.read_text(encoding="utf-8") if path.is_file() else ""
+  records = []
+  # What follows the last newline was being written when its process died.
+  for number, line in enumerate(text.split("\n")[:-1], 1):
+    try:
+      records.append(json.loads(line))
+      missing = {"settings"} - {*records[-1]}
+    except (TypeError, ValueError) as error:
+      missing = {str(error)}
+    if missing:
+      raise ValueError(
+        f"{path}: got a line {number} that is no cell ({', '.join(missing)}), expected an object"
+        " of JSON with its settings; remove that line, and the cell is run again."
+      )
   for record in records:
     if record["settings"] != settings:
       names = sorted(
@@ -48,10 +60,13 @@ def read(path: pathlib.Path, settings: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def append(path: pathlib.Path, record: dict[str, Any]) -> None:
-  """Adds a finished cell to a file; it is on the disk when this returns."""
+  """Adds a finished cell to a file, in the place of a torn one; on the disk when this returns."""
   path.parent.mkdir(parents=True, exist_ok=True)
-  with path.open("a", encoding="utf-8") as file:
-    file.write(json.dumps(metrics.encode(record)) + "\n")
+  path.touch()
+  with path.open("rb+") as file:
+    file.truncate(file.read().rfind(b"\n") + 1)
+    file.seek(0, os.SEEK_END)
+    file.write((json.dumps(metrics.encode(record)) + "\n").encode())
     file.flush()
     os.fsync(file.fileno())
 
@@ -72,8 +87,13 @@ def completed(
       that earlier cells compiled.
 
   Raises:
-    ValueError: if the file holds cells of other settings.
+    ValueError: if the file holds cells of other settings, or a cell is asked for twice.
   """
+  if len({*cells}) < len(cells):
+    twice = next(cell for cell in cells if cells.count(cell) > 1)
+    raise ValueError(
+      f"cells: got {tuple(twice)} twice, expected each cell once; name no problem or seed twice."
+    )
   path, names = directory / FILE_NAME, cells[0]._fields
   found = {tuple(record[name] for name in names): record for record in read(path, settings)}
   missing = [cell for cell in cells if cell not in found]

@@ -1,0 +1,64 @@
+"""Cells that are kept: what a kill leaves of their file, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from typing import NamedTuple
+
+import pytest
+
+from experiments import cells
+
+
+class Cell(NamedTuple):
+  name: str
+  seed: int
+
+
+SETTINGS = {"size": 3}
+CELLS = [Cell("a", 0), Cell("a", 1), Cell("b", 0)]
+
+
+def measured(cell: Cell, found, programs) -> dict:
+  return {**cell._asdict(), "settings": SETTINGS, "order": len(found)}
+
+
+def test_a_torn_cell_is_run_again_and_its_place_is_taken(tmp_path: pathlib.Path):
+  path = tmp_path / cells.FILE_NAME
+  whole = cells.completed(CELLS, tmp_path, SETTINGS, measured)
+  text = path.read_text()
+  assert [record["order"] for record in whole] == [0, 1, 2]
+  for cut in (1, 20, len(text.splitlines()[-1]), len(text.splitlines()[-1]) + 1):
+    path.write_text(text[:-cut])
+    assert len(cells.read(path, SETTINGS)) == 2
+    assert cells.completed(CELLS, tmp_path, SETTINGS, measured) == whole
+    assert path.read_text() == text
+
+
+@pytest.mark.parametrize("line", ["{", "[1]", "3", '{"name": "a"}'])
+def test_a_line_that_is_no_cell_is_named(tmp_path: pathlib.Path, line: str):
+  path = tmp_path / cells.FILE_NAME
+  cells.append(path, {"settings": SETTINGS})
+  path.write_text(path.read_text() + line + "\n")
+  with pytest.raises(ValueError, match=r"cells.jsonl: got a line 2 that is no cell \(.*remove tha"):
+    cells.read(path, SETTINGS)
+
+
+def test_cells_of_other_settings_are_refused(tmp_path: pathlib.Path):
+  path = tmp_path / cells.FILE_NAME
+  cells.append(path, {"settings": {"size": 4}})
+  with pytest.raises(ValueError, match="got cells with other size, expected those of this command"):
+    cells.completed(CELLS, tmp_path, SETTINGS, measured)
+
+
+def test_a_cell_that_is_asked_for_twice_is_refused_before_any_is_run(tmp_path: pathlib.Path):
+  with pytest.raises(ValueError, match=r"got \('a', 1\) twice, expected each cell once; name no p"):
+    cells.completed([*CELLS, CELLS[1]], tmp_path, SETTINGS, measured)
+  assert not (tmp_path / cells.FILE_NAME).exists()
+
+
+def test_a_cell_is_one_line_of_json(tmp_path: pathlib.Path):
+  cells.append(tmp_path / "new" / cells.FILE_NAME, {"settings": SETTINGS, "value": float("nan")})
+  (line,) = (tmp_path / "new" / cells.FILE_NAME).read_text().splitlines()
+  assert json.loads(line)["settings"] == SETTINGS
