@@ -328,12 +328,12 @@ def _describe(path: pathlib.Path) -> dict[str, Any]:
   except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
     raise ValueError(
       f"{file}: got a file that cannot be read ({error!r}), expected the description of a"
-      " checkpoint; the file is truncated or missing: resume from another step."
+      f" checkpoint; the file is truncated or missing: {_remedy(path)}"
     ) from error
   if found != digest:
     raise ValueError(
       f"{file}: got contents of sha256 {found[:16]}, expected {digest[:16]}; the file was altered:"
-      " resume from another step."
+      f" {_remedy(path)}"
     )
   if description["format"] != FORMAT:
     raise ValueError(
@@ -343,25 +343,32 @@ def _describe(path: pathlib.Path) -> dict[str, Any]:
   return description
 
 
+def _remedy(path: pathlib.Path) -> str:
+  """Returns what to do about a damaged checkpoint."""
+  others = [step for step in steps(path.parent) if _path(path.parent, step) != path]
+  if not others:
+    return "there is no other; take it from a copy, or start a new run."
+  return f"remove {path}, and the run resumes from step {max(others)}."
+
+
 def _require_whole(path: pathlib.Path, files: Mapping[str, Mapping[str, Any]]) -> None:
   for name, expected in files.items():
     file = path / name
     if not file.is_file():
       raise ValueError(
         f"{file}: got no file, expected {expected['bytes']} bytes; the checkpoint is incomplete:"
-        " resume from another step."
+        f" {_remedy(path)}"
       )
     size = file.stat().st_size
     if size != expected["bytes"]:
       raise ValueError(
-        f"{file}: got {size} bytes, expected {expected['bytes']}; the file is truncated: resume"
-        " from"
-        " another step."
+        f"{file}: got {size} bytes, expected {expected['bytes']}; the file is truncated:"
+        f" {_remedy(path)}"
       )
     if (found := _sha256(file)) != expected["sha256"]:
       raise ValueError(
         f"{file}: got contents of sha256 {found[:16]}, expected {expected['sha256'][:16]}; the file"
-        " was altered: resume from another step."
+        f" was altered: {_remedy(path)}"
       )
 
 

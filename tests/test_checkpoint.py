@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -192,13 +193,13 @@ def test_damage_of_any_file_is_refused_by_its_name(tmp_path):
     altered = bytearray(whole)
     altered[size // 2] ^= 1
     for damage, message in (
-      (whole[:-1], f"got {size - 1} bytes, expected {size}; the file is truncated: resume from"),
+      (whole[:-1], f"got {size - 1} bytes, expected {size}; the file is truncated: there is no"),
       (
         bytes(altered),
         f"got contents of sha256 {hashlib.sha256(altered).hexdigest()[:16]}, expected"
-        f" {hashlib.sha256(whole).hexdigest()[:16]}; the file was altered: resume from another",
+        f" {hashlib.sha256(whole).hexdigest()[:16]}; the file was altered: there is no other",
       ),
-      (None, f"got no file, expected {size} bytes; the checkpoint is incomplete: resume from"),
+      (None, f"got no file, expected {size} bytes; the checkpoint is incomplete: there is no"),
     ):
       refuse_damaged(tmp_path, file, damage, message)
   restore(tmp_path, {"w": jnp.zeros(64)})
@@ -208,7 +209,7 @@ def test_damage_of_the_description_is_refused_by_its_name(tmp_path):
   file = save(tmp_path, 0, {"w": jnp.arange(64.0)}) / checkpoint.DESCRIPTION
   whole = file.read_bytes()
   digest = json.loads(whole)["sha256"][:16]
-  end = "expected the description of a checkpoint; the file is truncated or missing: resume from"
+  end = "expected the description of a checkpoint; the file is truncated or missing: there is no"
   step = whole.replace(b'"step": 0', b'"step": 1', 1)
   assert step != whole
   for damage, message in (
@@ -219,10 +220,21 @@ def test_damage_of_the_description_is_refused_by_its_name(tmp_path):
     (b"{}", rf"got a file that cannot be read \(KeyError\('sha256'\)\), {end}"),
     (b"\xff" + whole, rf"got a file that cannot be read \(UnicodeDecodeError\(.*\)\), {end}"),
     (None, rf"got a file that cannot be read \(FileNotFoundError\(.*\)\), {end}"),
-    (step, rf"got contents of sha256 [0-9a-f]{{16}}, expected {digest}; the file was altered: res"),
+    (step, rf"got contents of sha256 [0-9a-f]{{16}}, expected {digest}; the file was altered: the"),
   ):
     refuse_damaged(tmp_path, file, damage, message)
   restore(tmp_path, {"w": jnp.zeros(64)})
+
+
+def test_without_the_damaged_newest_one_the_one_before_is_restored(tmp_path):
+  for step in (2, 3):
+    path = save(tmp_path, step, {"w": jnp.full(64, float(step))})
+  (path / checkpoint.DESCRIPTION).write_text("{}")
+  message = rf"missing: remove {re.escape(str(path))}, and the run resumes from step 2\."
+  with pytest.raises(ValueError, match=message):
+    restore(tmp_path, {"w": jnp.zeros(64)})
+  shutil.rmtree(path)
+  assert restore(tmp_path, {"w": jnp.zeros(64)}).step == 2
 
 
 def test_another_format_is_refused(tmp_path):
