@@ -11,12 +11,17 @@ import copy
 import itertools
 import json
 import math
+import multiprocessing
+import multiprocessing.connection
 import random
+import signal
+import time
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
+import rich.progress
 
-from seerjax.tasks import discovery, own_problem
+from seerjax.tasks import discovery, own_problem, problems
 from seerjax.tasks.discovery import Artefact, EditLanguage, Environment, Score
 
 MAX_PROMPT = 100  # Tokens of an artefact, as `EditLanguage.prompt` has it.
@@ -41,7 +46,64 @@ class Finding(NamedTuple):
     return f"{self.level}: {self.sentence}"
 
 
-def check(environment: Environment, seed: int) -> list[Finding]:
+def check_apart(problem: str, seed: int, *, seconds: float) -> list[Finding]:
+  """Returns what `check` finds, in a process of its own: a problem may hang, or end its process.
+
+  Args:
+    problem: its name, for `problems.load`.
+    seed: see `check`.
+    seconds: that it may take; afterwards it is ended, and that is what was found.
+  """
+  context = multiprocessing.get_context("spawn")
+  receiver, sender = context.Pipe(duplex=False)
+  process = context.Process(target=_check_and_send, args=(problem, seed, sender), daemon=True)
+  process.start()
+  sender.close()
+  end, stage = time.monotonic() + seconds, "loading"
+  columns = rich.progress.SpinnerColumn(), *rich.progress.Progress.get_default_columns()[:1]
+  with rich.progress.Progress(
+    *columns, rich.progress.TimeElapsedColumn(), transient=True
+  ) as progress:
+    shown = progress.add_task(stage, total=None)
+    try:
+      while receiver.poll(max(end - time.monotonic(), 0.0)):
+        said = receiver.recv()
+        if isinstance(said, list):
+          return said
+        stage = said
+        progress.update(shown, description=stage)
+    except EOFError:
+      process.join()
+      return [
+        Finding(
+          "error",
+          f"{stage}: got a process that ended with status {process.exitcode}, expected every"
+          " function to return; leave os._exit out, and look for a crash in C.",
+        )
+      ]
+    finally:
+      process.kill()
+      process.join()
+      receiver.close()
+  return [
+    Finding(
+      "error",
+      f"{stage}: got no end within {seconds:g} seconds, expected less; look for a loop without end"
+      " there, make the problem faster, or raise --check_seconds.",
+    )
+  ]
+
+
+def _check_and_send(
+  problem: str, seed: int, sender: multiprocessing.connection.Connection
+) -> None:
+  signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it, without a traceback.
+  sender.send(check(problems.load(problem), seed, begin=sender.send))
+
+
+def check(
+  environment: Environment, seed: int, *, begin: Callable[[str], None] = lambda stage: None
+) -> list[Finding]:
   """Returns what is wrong with an environment; empty if nothing was found.
 
   It looks for: starts that are invalid, no plain data, or not repeated by their seed; a verifier
@@ -53,13 +115,16 @@ def check(environment: Environment, seed: int) -> list[Finding]:
   Args:
     environment: any, `load`ed or of this library.
     seed: of the starts and of what is drawn to try.
+    begin: told what is looked at next.
   """
+  begin("starts")
   draws = random.Random(f"check {seed}")
   findings = _Findings()
   starts = _check_starts(environment, seed, findings)
   if findings:
     return list(findings)  # Nothing else can be tried without sound starts.
   scored = [(artefact, environment.verify(artefact)) for artefact in starts]
+  begin("artefacts near the starts")
   if environment.language is None:
     nudged = [_nudged(starts[i % len(starts)], draws) for i in range(_NUM_SAMPLES)]
     scored += [(artefact, _score(environment, artefact)) for artefact in nudged]
@@ -72,7 +137,9 @@ def check(environment: Environment, seed: int) -> list[Finding]:
       f" ({defects[0]}), expected a number or (None, reason); mend it."
     )
   valid = [(artefact, score) for artefact, score in scored if score.is_valid]
+  begin("description and picture")
   _check_words(environment, [artefact for artefact, _ in valid], findings)
+  begin("hostile artefacts")
   _check_hostile(environment, starts[0], draws, findings)
   _check_rewards(environment, valid, findings)
   return list(findings)
@@ -134,7 +201,7 @@ def _check_starts(environment: Environment, seed: int, findings: _Findings) -> l
         f"start: start({each}) is invalid ({score.reason}), expected a valid artefact; mend start"
         " or verify."
       )
-    elif repr(score) != repr(environment.verify(json.loads(kept))):
+    elif not _is_repeated(environment, score, json.loads(kept)):
       findings.error(
         f"verify: got two different scores of start({each}), expected equal ones; draw nothing at"
         " random there, read no clock, and keep nothing from one call to the next."
@@ -143,6 +210,14 @@ def _check_starts(environment: Environment, seed: int, findings: _Findings) -> l
       return starts
     starts.append(artefact)
   return starts
+
+
+def _is_repeated(environment: Environment, score: Score, artefact: Artefact) -> bool:
+  """Returns whether an artefact has a score again; if it is timed, whether it is valid again."""
+  again = environment.verify(artefact)
+  if isinstance(environment, discovery.Timed):
+    return again.is_valid == score.is_valid
+  return repr(again) == repr(score)
 
 
 def _check_words(
@@ -277,6 +352,12 @@ def _tried_sentence(
 ) -> tuple[str, Artefact | None]:
   """Returns ("", the new artefact or None if it was refused), or (what breaks the rules, None)."""
   prompt, raised = _tried(language.prompt, artefact)
+  if not raised and (
+    not isinstance(prompt, tuple | list)
+    or not all(isinstance(token, int | np.integer) for token in prompt)
+  ):
+    got = _short(prompt)
+    return f"got the prompt {got}, expected a tuple of ids; return tuple(map(int, ids)).", None
   if raised or not prompt or not all(0 <= token < language.vocab_size for token in prompt):
     got = f"prompt raised {raised}" if raised else f"got the prompt {prompt}"
     return f"{got}, expected at least one id and all below {language.vocab_size}; mend it.", None

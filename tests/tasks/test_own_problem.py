@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from fractions import Fraction
 import json
 import math
@@ -402,6 +403,53 @@ def test_the_checker_finds_what_breaks_a_language(written, old, new, level, sent
     assert findings == []
   else:
     assert any(f.level == level and f"language: {sentence}" in f.sentence for f in findings)
+
+
+def test_the_checker_finds_a_prompt_that_is_no_tuple(written):
+  old = "return tuple(min(int(8 * x), 7) for x in artefact)"
+  assert old in LANGUAGE
+  new = "import numpy as np; return np.array([1, 2])"
+  findings = problem_check.check(own_problem.load(written(more=LANGUAGE.replace(old, new))), 0)
+  assert "language: got the prompt " in findings[0].sentence
+  assert "expected a tuple of ids; return tuple(map(int, ids))" in findings[0].sentence
+
+
+def test_a_problem_that_is_timed_need_not_repeat_its_values(written):
+  draws = random.Random(0)
+
+  class Timed(own_problem.OwnProblem):
+    def verify(self, artefact):
+      score = super().verify(artefact)
+      luck = draws.random() / 100
+      return dataclasses.replace(score, value=score.value + luck) if score.is_valid else score
+
+  class Confirmed(Timed):
+    def confirm(self, artefact):
+      return super().verify(artefact)
+
+  sound = own_problem.load(written())
+  # The twin: one that does not say that it is timed.
+  findings = problem_check.check(Timed(**vars(sound)), 0)
+  assert any("got two different scores of start(" in f.sentence for f in findings)
+  findings = problem_check.check(Confirmed(**vars(sound)), 0)
+  assert not any("got two different scores" in f.sentence for f in findings)
+
+
+@pytest.mark.parametrize(
+  "change, sentence",
+  [
+    ("import os; os._exit(0)", "starts: got a process that ended with status 0, expected every fu"),
+    ("while True: pass", "starts: got no end within 15 seconds, expected less; look for a loop"),
+  ],
+)
+def test_a_problem_that_ends_its_process_or_hangs_is_found(written, change, sentence):
+  path = written((VALUE, change))
+  (finding,) = problem_check.check_apart(str(path), 0, seconds=15)
+  assert finding.level == "error" and finding.sentence.startswith(sentence)
+
+
+def test_a_sound_problem_passes_in_a_process_of_its_own(written):
+  assert problem_check.check_apart(str(written()), 0, seconds=300) == []
 
 
 def test_a_verifier_that_raises_is_found_in_any_environment(written):
