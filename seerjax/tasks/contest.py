@@ -22,6 +22,7 @@ from collections.abc import Mapping, Sequence
 import dataclasses
 import hashlib
 import re
+import threading
 from typing import Any, Protocol, runtime_checkable
 
 from seerjax.tasks import apple_machines, discovery, purse_seine
@@ -251,12 +252,14 @@ class ContestSolutions:
     is_maximised: True.
     published: means over the contest's own cases.
     language: None.
+    helper_cpu_seconds: of compilers and programs so far, as `discovery.Helped` has it.
   """
 
   name: str
   is_maximised: bool
   published: tuple[discovery.Published, ...]
   language: discovery.EditLanguage | None
+  helper_cpu_seconds: float
 
   def __init__(
     self,
@@ -287,6 +290,8 @@ class ContestSolutions:
     self.is_maximised = True
     self.published = contest.published
     self.language = None
+    self.helper_cpu_seconds = 0.0
+    self._adding = threading.Lock()
     self._contest = contest
     self._sandbox = sandbox
     self._num_cases = num_cases
@@ -329,7 +334,7 @@ class ContestSolutions:
     files, command = program
     values = []
     for case in range(self._num_cases):
-      outcome = self._sandbox.run(
+      outcome = self._run(
         command, files=files, stdin=self._contest.case_input(case), limits=self._limits
       )
       if outcome.status != "ok":
@@ -385,6 +390,13 @@ one; to return a program that you have written is enough.
     axes.legend()
     return figure
 
+  def _run(self, command: Sequence[str], **arguments: Any) -> Outcome:
+    """Returns what `Sandbox.run` does, and counts its CPU seconds."""
+    outcome = self._sandbox.run(command, **arguments)
+    with self._adding:
+      self.helper_cpu_seconds += outcome.cpu_seconds
+    return outcome
+
   def _program(
     self, language: str, source: bytes, digest: str
   ) -> tuple[Mapping[str, bytes], Sequence[str]] | str:
@@ -393,7 +405,7 @@ one; to return a program that you have written is enough.
       return {"solution.py": source}, ("python3", "solution.py")
     made = self._compiled.get(digest)
     if made is None:
-      outcome = self._sandbox.run(
+      outcome = self._run(
         COMPILE,
         files={"solution.cc": source},
         outputs=("solution",),

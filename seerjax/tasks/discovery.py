@@ -106,7 +106,10 @@ class EditLanguage(Protocol):
     ...
 
   def prompt(self, artefact: Artefact) -> tuple[int, ...]:
-    """Returns what the policy sees of the artefact; at least one id, and never many (~100)."""
+    """Returns what the policy sees of the artefact; at least one id, and never many (~100).
+
+    What the context cannot hold beside a sentence is cut off at the end.
+    """
     ...
 
   def apply(self, artefact: Artefact, tokens: Sequence[int], seed: int) -> Artefact:
@@ -189,6 +192,21 @@ class Timed(Protocol):
   def confirm(self, artefact: Artefact) -> Score:
     """Judges once more, for longer and warily: what a record counts by."""
     ...
+
+
+@runtime_checkable
+class Helped(Protocol):
+  """A verifier that has other processes work for it."""
+
+  @property
+  def helper_cpu_seconds(self) -> float:
+    """CPU seconds that they have spent since the environment was made."""
+    ...
+
+
+def helper_seconds(environment: Environment) -> float:
+  """Returns the CPU seconds of other processes that an environment's verdicts have taken so far."""
+  return environment.helper_cpu_seconds if isinstance(environment, Helped) else 0.0
 
 
 def record_score(environment: Environment, artefact: Artefact) -> Score:

@@ -24,13 +24,14 @@ NUMBERS = {
 POLISH_STEPS, POLISH_ROUNDS = 400, 4
 
 
-def load(name: str) -> Environment:
+def load(name: str, *, allow_weak_sandbox: bool = False) -> Environment:
   """Returns a problem.
 
   Args:
     name: one of `NUMBERS`, with ":" and a number or without ("..._plain" does not polish;
       "..._programs" are solved in C++ or Python, by a language model alone); "denoising", or
       "denoising:PATH" for counts of your own; or the path of a Python file (`own_problem.load`).
+    allow_weak_sandbox: of "..._programs": see `sandbox.Sandbox`.
 
   Raises:
     ValueError: naming what was expected.
@@ -109,4 +110,5 @@ def load(name: str) -> Environment:
         "purse_seine_programs": contest.PurseSeineContest(),
         "apple_machines_programs": contest.AppleMachinesContest(),
       }
-      return contest.ContestSolutions(contests[kind], sandbox=sandbox.Sandbox(), num_cases=number)
+      box = sandbox.Sandbox(allow_weak=allow_weak_sandbox)
+      return contest.ContestSolutions(contests[kind], sandbox=box, num_cases=number)

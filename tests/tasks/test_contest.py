@@ -67,7 +67,12 @@ def test_a_program_in_c_plus_plus_is_compiled_once_and_scored(sandbox: Sandbox):
   assert score.value == sum(values) / 2 and score.reward == (1 + sum(values) / 2) / 1500
   assert score.certificate == (f"{sum(values)}/2" if sum(values) % 2 else "")
   assert len(environment._compiled) == 1
+  # The compiler's and the program's seconds count; what is remembered costs none.
+  assert isinstance(environment, discovery.Helped)
+  seconds = discovery.helper_seconds(environment)
+  assert seconds > 0.1
   assert environment.verify(artefact) == score
+  assert discovery.helper_seconds(environment) == seconds
 
 
 def test_plain_programs_answer_every_case(sandbox: Sandbox):
