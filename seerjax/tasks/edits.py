@@ -10,7 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 import concurrent.futures
+import concurrent.futures.process
 import multiprocessing
+import multiprocessing.connection
+import os
+import signal
+import threading
 import time
 from typing import NamedTuple
 
@@ -22,6 +27,10 @@ from seerjax.tasks.programs import Attempt
 
 # Sentences that a worker process takes at a time: the hand-over costs about as much as one of them.
 BATCH = 4
+
+
+class WorkerDied(ChildProcessError):
+  """A worker process ended in the middle of its work."""
 
 
 class Job(NamedTuple):
@@ -39,6 +48,8 @@ def attempt(environment: Environment, job: Job) -> Attempt:
     artefact = environment.language.apply(job.artefact, job.tokens, job.seed)
   except ValueError as error:
     return _failed("malformed", str(error))
+  except Exception as error:  # A mistake of the language: what was found is not to be lost by it.
+    return _failed("failed", f"apply raised {type(error).__name__}: {str(error)[:200]}")
   score = environment.verify(artefact)
   if not score.is_valid:
     return _failed("invalid", score.reason)
@@ -111,7 +122,11 @@ class Judge:
       )
 
   def attempts(self, jobs: Sequence[Job]) -> list[Attempt]:
-    """Returns an attempt for each job, in their order."""
+    """Returns an attempt for each job, in their order.
+
+    Raises:
+      WorkerDied: if a worker process did.
+    """
     if self._pool is None:
       begin = time.process_time()
       found = [attempt(self._environment, job) for job in jobs]
@@ -119,10 +134,17 @@ class Judge:
       return found
     batches = [list(jobs[first : first + BATCH]) for first in range(0, len(jobs), BATCH)]
     found = []
-    for attempts, seconds in self._pool.map(_work, batches):
-      found += attempts
-      self.cpu_seconds += seconds
-      self.worker_seconds += seconds
+    try:
+      for attempts, seconds in self._pool.map(_work, batches):
+        found += attempts
+        self.cpu_seconds += seconds
+        self.worker_seconds += seconds
+    except concurrent.futures.process.BrokenProcessPool:
+      raise WorkerDied(
+        f"Judge: got a worker process of {self._environment.name} that died, expected its verdicts;"
+        " was memory short, or does the problem end its process (os._exit, a crash in C)? With"
+        " --config.num_workers=0 it can be seen; --resume goes on after the last whole step."
+      ) from None
     return found
 
   def __enter__(self) -> Judge:
@@ -137,8 +159,22 @@ class Judge:
 _of_worker: list[Environment] = []
 
 
+def follow_parent() -> None:
+  """Has a worker process leave Ctrl-C to its parent, and end when that has gone, however it did."""
+  signal.signal(signal.SIGINT, signal.SIG_IGN)
+  threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
 def _begin_worker(problem: str) -> None:
+  follow_parent()
   _of_worker.append(problems.load(problem))
+
+
+def _end_with_parent() -> None:
+  parent = multiprocessing.parent_process()
+  assert parent is not None
+  multiprocessing.connection.wait([parent.sentinel])
+  os._exit(1)  # Nobody would ever ask again.
 
 
 def _work(jobs: list[Job]) -> tuple[list[Attempt], float]:

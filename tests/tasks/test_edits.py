@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import collections
 import math
+import os
+import pathlib
+import subprocess
+import sys
+import time
 
 import numpy as np
 import pytest
@@ -96,10 +101,11 @@ def test_a_long_reason_is_cut_in_the_score_alone():
   assert found.score.reason == f"malformed: {'x' * 300}" and found.message == "x" * 1000
 
 
-def test_a_defect_of_the_language_is_not_hidden():
+def test_a_defect_of_the_language_is_a_failure_that_says_so():
   environment = tiny_problem.Row(language=tiny_problem.Digits(stop_at=1, stop=lambda: 1 / 0))
-  with pytest.raises(ZeroDivisionError):
-    attempt(RAISE, STOP, environment=environment)
+  found = attempt(RAISE, STOP, environment=environment)
+  assert found.status == "failed" and found.message.startswith("apply raised ZeroDivisionError: ")
+  assert found.score.reason == f"failed: {found.message}"
 
 
 # Random sentences.
@@ -171,6 +177,77 @@ def test_worker_processes_make_the_same_attempts(num_workers):
     assert judge.cpu_seconds == judge.worker_seconds > 0
   assert same(found[0], expected) and same(found[1], expected)
   assert {attempt.status for attempt in expected} >= {"ok", "malformed"}
+
+
+DEADLY = """
+import os
+
+from tiny_problem import *
+
+
+class Dies(Digits):
+  def apply(self, artefact, tokens, seed):
+    os._exit(3)
+
+
+LANGUAGE = Dies()
+"""
+ORPHANS = """
+import os, sys
+from seerjax.tasks import edits, problems
+
+if __name__ == "__main__":
+  with edits.Judge(problems.load(sys.argv[1]), sys.argv[1], 2) as judge:
+    print(*{judge._pool.submit(os.getpid).result() for _ in range(50)}, flush=True)
+    sys.stdin.read()
+"""
+
+
+def environment_variables() -> dict[str, str]:
+  root = pathlib.Path(__file__).parents[2]
+  paths = [str(root), str(pathlib.Path(tiny_problem.PATH).parent)]
+  return os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+
+
+def test_a_worker_that_dies_is_told_of(tmp_path, monkeypatch):
+  (tmp_path / "deadly.py").write_text(DEADLY)
+  monkeypatch.setenv("PYTHONPATH", environment_variables()["PYTHONPATH"])
+  path = str(tmp_path / "deadly.py")
+  with (
+    edits.Judge(edits.problems.load(path), path, 1) as judge,
+    pytest.raises(edits.WorkerDied, match="got a worker process of digits that died, expected its"),
+  ):
+    judge.attempts(jobs(1))
+
+
+def test_workers_end_when_whoever_asked_is_killed(tmp_path):
+  (tmp_path / "orphans.py").write_text(ORPHANS)
+  command = [sys.executable, str(tmp_path / "orphans.py"), tiny_problem.PATH]
+  with subprocess.Popen(
+    command,
+    env=environment_variables(),
+    stdin=subprocess.PIPE,
+    stdout=subprocess.PIPE,
+    text=True,
+  ) as parent:
+    assert parent.stdout is not None
+    workers = [int(word) for word in parent.stdout.readline().split()]
+    assert workers and all(is_running(worker) for worker in workers)
+    parent.kill()
+    parent.wait()
+    deadline = time.monotonic() + 60
+    while any(is_running(worker) for worker in workers):
+      assert time.monotonic() < deadline, "workers outlive their parent"
+      time.sleep(0.1)
+
+
+def is_running(process: int) -> bool:
+  """Whether a process is there and no zombie, which nobody may collect."""
+  try:
+    state = pathlib.Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+  except (FileNotFoundError, ProcessLookupError):
+    return False
+  return state != "Z"
 
 
 def same(found: list[Attempt], expected: list[Attempt]) -> bool:
