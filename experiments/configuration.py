@@ -5,7 +5,7 @@ Claim: none; every experiment's command line goes through here.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 import contextlib
 import dataclasses
 import difflib
@@ -53,6 +53,21 @@ def check_names(config: Any, arguments: Sequence[str]) -> None:
       at = vars(at)[part]
 
 
+def define_presets(presets: Mapping[str, Any], workdir: str) -> None:
+  """Defines `--preset`, whose values `--config` begins with, the first by default; and the others.
+
+  Ends the program where the command line names a field that there is not.
+  """
+  names = list(presets)
+  flags.DEFINE_enum("preset", names[0], names, "What --config begins with.")
+  with refusals():
+    try:
+      flags.FLAGS(sys.argv, known_only=True)  # The others are not defined yet.
+    except flags.IllegalFlagValueError as error:
+      raise ValueError(f"--preset: {error}; choose one of {names}.") from None
+  define_flags(presets[flags.FLAGS.preset], workdir)
+
+
 def define_flags(default: Any, workdir: str) -> None:
   """Defines `--config`, with the values of a dataclass, and `--workdir`.
 
@@ -62,6 +77,7 @@ def define_flags(default: Any, workdir: str) -> None:
     check_names(default, sys.argv[1:])
   config_flags.DEFINE_config_dict("config", to_flags(default))
   flags.DEFINE_string("workdir", workdir, "Everything the run writes goes here.")
+  flags.register_validator("workdir", bool, "got an empty path, expected a directory; name one")
 
 
 def from_flags(kind: type[T], values: ml_collections.ConfigDict) -> T:

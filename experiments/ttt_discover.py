@@ -5,6 +5,7 @@ plain start within ten minutes, and what sampled has the log-probabilities that 
 Command: bash launch/local.sh experiments.ttt_discover
   another problem:         --config.problem=circle_packing:26   (see seerjax/tasks/problems.py)
   your own problem:        --config.problem=path/to/my_problem.py, after --check_problem
+  a model writes programs: --preset=paper --config.model=PATH   (50 x 8 x 64, a context of 32,768)
   beside it, at equal CPU: --compare
   carry on after a kill:   the same command with --resume
 Hardware: 2 CPU cores, 2 GiB. Numbers: docs/results/ttt.md
@@ -26,11 +27,13 @@ import jax
 import numpy as np
 
 from experiments import configuration, grpo
-from seerjax import discovery_report, metrics, rl, self_test, ttt
-from seerjax.rollout import rollout as rollout_lib
+from seerjax import discovery_report, metrics, numerics, rl, self_test, ttt, writers
+from seerjax.engine import engine as engine_lib
+from seerjax.rollout import rollout as rollout_lib, scheduler
 from seerjax.search import archive as archive_lib, puct
 from seerjax.tasks import discovery, edits, problem_check, problems
 from seerjax.tasks.discovery import Artefact, Environment
+from seerjax.trainer import step as step_lib
 
 # The paper's attempts in four times its steps, so that a start is as new as can be: the search
 # alone was about twice as fast so (docs/results/ttt.md).
@@ -50,6 +53,20 @@ FLAGSHIP = ttt.DiscoverConfig(
   ),
   trainer=rl.TrainerConfig(rows_per_micro_batch=2048, sequences_per_micro_batch=64),
 )
+
+# As published, for a language model that writes programs; question and thinking take 26,000 tokens.
+PAPER = ttt.DiscoverConfig(
+  checkpoint_every=1,
+  programs=writers.ProgramConfig(thinking_tokens=20_000, answer_tokens=6_700),
+  numerics=numerics.NumericsConfig(),
+  engine=engine_lib.EngineConfig(max_context=32_768),
+  scheduler=scheduler.Ours(),
+  trainer=rl.TrainerConfig(rows_per_micro_batch=32_768, sequences_per_micro_batch=64),
+  optimizer=step_lib.OptimizerConfig(
+    learning_rate=4e-5, b2=0.95, max_gradient_norm=math.inf
+  ),
+)
+PRESETS = {"flagship": FLAGSHIP, "paper": PAPER}
 
 
 def random_policy(
@@ -130,7 +147,8 @@ def improvements_within(
 def rival_names(environment: Environment) -> tuple[str, ...]:
   """Returns the names of who else looks for the best of a problem."""
   has_own = isinstance(environment, discovery.Baselines)
-  return ("classical", "tool_from_random_starts", "random_edits") if has_own else ("random_edits",)
+  names = ("classical", "tool_from_random_starts") if has_own else ()
+  return names if environment.language is None else (*names, "random_edits")
 
 
 def rival(
@@ -163,7 +181,7 @@ def rivals(
   if not config.num_workers:
     return {name: best_of(rival(config, environment, name, cpu_seconds)) for name in names}
   with concurrent.futures.ProcessPoolExecutor(
-    config.num_workers, multiprocessing.get_context("spawn")
+    config.num_workers, multiprocessing.get_context("spawn"), initializer=edits.follow_parent
   ) as pool:
     found = pool.map(_rival_by_name, [(config, name, cpu_seconds) for name in names])
     return dict(zip(names, found, strict=True))
@@ -174,13 +192,13 @@ def _rival_by_name(job: tuple[ttt.DiscoverConfig, str, float]) -> float:
   return best_of(rival(config, problems.load(config.problem), name, cpu_seconds))
 
 
-def check_problem(environment: Environment, seed: int) -> int:
+def check_problem(name: str, seed: int, seconds: float) -> int:
   """Prints what is wrong with a problem; returns the program's status."""
-  findings = problem_check.check(environment, seed)
+  findings = problem_check.check_apart(name, seed, seconds=seconds)
   for finding in findings:
     print(finding)
   num_errors = sum(finding.level == "error" for finding in findings)
-  print(f"{environment.name}: {num_errors} errors, {len(findings) - num_errors} warnings")
+  print(f"{name}: {num_errors} errors, {len(findings) - num_errors} warnings")
   return 2 if num_errors else 0
 
 
@@ -192,9 +210,18 @@ def main(argv: list[str]) -> None:
     configuration.check_arguments(argv)
     config = configuration.from_flags(ttt.DiscoverConfig, args.config)
     jax.config.update("jax_num_cpu_devices", config.num_instances)
-    environment = problems.load(config.problem)
+    if args.allow_weak_sandbox:
+      programs = dataclasses.replace(config.programs, allow_weak_sandbox=True)
+      config = dataclasses.replace(config, programs=programs)
+    allow_weak = config.programs.allow_weak_sandbox
+    environment = problems.load(config.problem, allow_weak_sandbox=allow_weak)
     if args.check_problem:
-      sys.exit(check_problem(environment, config.seed))
+      sys.exit(check_problem(config.problem, config.seed, args.check_seconds))
+    if args.compare and not rival_names(environment):
+      raise ValueError(
+        f"--compare: got {environment.name}, which has neither a language of edits nor baselines,"
+        " expected one of the two; leave the flag out."
+      )
     print(self_test.describe(config.numerics), flush=True)
     policy = None
     if config.model != "tiny":
@@ -213,14 +240,18 @@ def main(argv: list[str]) -> None:
     except ttt.Interrupted as stopped:
       print(f"{stopped}\nreport   {discovery_report.render(directory, environment)}")
       sys.exit(130)
+    except KeyboardInterrupt:
+      print("stopped before the first step, or after the last; nothing that was saved is lost")
+      sys.exit(130)
   numbers = dict(found.summary)
   if args.compare:
     print(f"others, with {numbers['cpu_seconds']:.0f} CPU seconds each:", flush=True)
     numbers["rivals"] = rivals(config, environment, numbers["cpu_seconds"])
   if args.price:
     numbers["price"] = args.price * numbers["cpu_seconds"] / 3600
-  metrics.write_summary(directory / "summary.json", numbers)
-  page = discovery_report.render(directory, environment)
+  with configuration.refusals():
+    metrics.write_summary(directory / "summary.json", numbers)
+    page = discovery_report.render(directory, environment)
   for name in (
     "problem", "start", "best", "certificate", "attempts", "found_in_step", "lineage", "tokens",
     "cpu_seconds", "judge_cpu_seconds", "seconds", "compile_seconds", "peak_memory_gib", "price",
@@ -235,10 +266,14 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-  configuration.define_flags(FLAGSHIP, "runs/ttt_discover")
+  configuration.define_presets(PRESETS, "runs/ttt_discover")
   flags.DEFINE_bool("resume", False, "Carry on from the latest checkpoint in --workdir.")
   flags.DEFINE_bool("accept_new_numerics", False, "Resume under another fingerprint.")
   flags.DEFINE_bool("check_problem", False, "Only look for mistakes in the problem.")
+  flags.DEFINE_float("check_seconds", 600.0, "That --check_problem may take.", lower_bound=1.0)
+  flags.DEFINE_bool(
+    "allow_weak_sandbox", False, "Run programs where files or network cannot be kept from them."
+  )
   flags.DEFINE_bool("compare", False, "Then run other methods, at equal CPU time.")
   flags.DEFINE_float("price", 0.0, "Of a CPU hour; 0 prints none.", lower_bound=0.0)
   app.run(main)

@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 import contextlib
 import dataclasses
+import hashlib
 import json
 import math
 import pathlib
@@ -137,7 +138,7 @@ class DiscoverConfig:
     problem: see `tasks.problems.load`.
     model: "tiny" writes edits and is trained from nothing; a Hugging Face directory, or a Hub id,
       writes programs.
-    seed: decides starts and samples.
+    seed: decides starts and samples; below 2**63.
     num_steps: rounds of the circle; 50 is published.
     groups_per_step: starts of a step; 8 is published.
     group_size: attempts from each start; 64 is published.
@@ -192,12 +193,24 @@ class DiscoverConfig:
   )
 
   def __post_init__(self):
-    least = {"seed": 0, "num_steps": 1, "groups_per_step": 1, "group_size": entropic.MIN_GROUP}
+    least = {
+      "seed": 0, "num_steps": 1, "groups_per_step": 1, "group_size": entropic.MIN_GROUP,
+      "num_instances": 1, "checkpoint_every": 1, "lora_rank": 0,
+    }  # fmt: skip
     for field, number in least.items():
       if vars(self)[field] < number:
         raise ValueError(
           f"DiscoverConfig.{field}: got {vars(self)[field]}, expected at least {number}; raise it."
         )
+    if self.seed >= 2**63:
+      raise ValueError(
+        f"DiscoverConfig.seed: got {self.seed}, expected less than 2**63; choose a smaller one."
+      )
+    if self.search.islands > self.groups_per_step:
+      raise ValueError(
+        f"DiscoverConfig: got search.islands={self.search.islands} and groups_per_step="
+        f"{self.groups_per_step}, expected a group for each island; raise groups_per_step."
+      )
     if not 0 < self.temperature < math.inf:
       raise ValueError(
         f"DiscoverConfig.temperature: got {self.temperature}, expected a positive number (attempts"
@@ -297,6 +310,8 @@ CONSOLE_NAMES = (
 # Settings that change no bit, so that a run may be resumed with others. Not the engine: its context
 # is the tiny policy's own, and what a program's thinking has to fit.
 FREE_SETTINGS = ("num_steps", "num_workers", "num_instances", "checkpoint_every", "scheduler")
+# Numerics do change bits; but for them the fingerprint speaks, with a flag of its own.
+_NOT_COMPARED = (*FREE_SETTINGS, "numerics")
 
 
 def discover(
@@ -327,7 +342,9 @@ def discover(
     Interrupted: on Ctrl-C; what was found is saved.
     ValueError: for settings, a directory or a problem that cannot work, before anything is sampled.
   """
-  clock, cpu_start = summary.RunClock(), time.process_time()
+  clock = summary.RunClock()
+  helped = discovery.helper_seconds(environment)
+  cpu_start, judged = time.process_time() + helped, helped
   rl.check_directory(directory, resume=resume)
   run = config.run(environment)
   fingerprint = numerics_lib.fingerprint(config.numerics)
@@ -342,8 +359,8 @@ def discover(
   state, step = rl.initial_state(run, policy), 0
   archive = first_archive(config, environment)
   start = archive_lib.best(archive).value
-  totals = dict(tokens=0, cpu_seconds=0.0, start=start, best=start)
-  settings = metrics.encode(dataclasses.asdict(config))
+  totals = dict(tokens=0, cpu_seconds=0.0, judge_cpu_seconds=0.0, start=start, best=start)
+  settings = metrics.encode(dataclasses.asdict(config) | {"problem_sha256": problem_sha256(config)})
   if resume:
     like = dict(state=state, base=policy.params)
     restored = checkpoint.restore(
@@ -358,13 +375,18 @@ def discover(
     archive = archive_lib.from_json(restored.host_state["archive"])
     totals = restored.host_state["totals"]
     clock.carry_on(restored.host_state["clock"])
+    if (directory / BEST).is_file():
+      read_best(directory)  # Damaged, it is refused now, and not in the middle of the run.
     say(f"resumed after step {step} of {config.num_steps}")
   with contextlib.ExitStack() as stack:
     writer = stack.enter_context(writer_of(config, environment, policy))
+    for root in archive_lib.seeds(archive):
+      writer.check(root.artefact)
+    if isinstance(writer, writers.Programs):
+      say(writer.sandbox.describe())
     journal = None
     if config.model != "tiny":
-      held = {name: settings[name] for name in settings if name not in FREE_SETTINGS}
-      del held["numerics"]  # The fingerprint speaks for them.
+      held = {name: settings[name] for name in settings if name not in _NOT_COMPARED}
       journal = stack.enter_context(
         journal_lib.Journal(
           directory / journal_lib.FILE_NAME,
@@ -381,8 +403,9 @@ def discover(
         # Learning begins here: with fresh moments, and with this as the base.
         policy = dataclasses.replace(policy, params=params)
         state = rl.initial_state(run, policy)
+    # The first weights are kept even where nothing pulls to them: how far they are is shown.
     run_with_base = dataclasses.replace(
-      run, loss=dataclasses.replace(run.loss, kl_coefficient=config.objective.kl_coefficient)
+      run, loss=dataclasses.replace(run.loss, kl_coefficient=1.0 if config.train else 0.0)
     )
     base = rl.frozen_weights(run_with_base, policy)
     engine = engine_lib.Engine(
@@ -429,9 +452,13 @@ def discover(
         (directory / BEST).unlink(missing_ok=True)
       if not (directory / BEST).is_file():
         write_best(directory, environment, archive, archive_lib.best(archive))
-      saved_at = time.monotonic()
+      saved_at, has_failed = time.monotonic(), False
       while step < config.num_steps:
-        sampled = sample(config, environment, engine, writer, archive, step, journal)
+        sampled = sample(config, engine, writer, archive, step, journal)
+        failed = [a for group in sampled.attempts for a in group if a.status == "failed"]
+        if failed and not has_failed and isinstance(writer, writers.Edits):
+          say(f"step {step + 1}: {len(failed)} sentences failed, the first: {failed[0].message}")
+          has_failed = True  # Said once.
         found = archived(environment, archive, sampled, step)
         if archive_lib.best(found).value > totals["best"]:
           write_best(directory, environment, found, archive_lib.best(found))
@@ -445,7 +472,10 @@ def discover(
         tokens = sum(len(said.completion.tokens) for said in sequences(sampled))
         done = dict(
           tokens=totals["tokens"] + tokens,
-          cpu_seconds=totals["cpu_seconds"] + cpu_seconds(writer) - cpu_start,
+          cpu_seconds=totals["cpu_seconds"] + cpu_seconds(environment, writer) - cpu_start,
+          judge_cpu_seconds=(
+            totals["judge_cpu_seconds"] + judge_cpu_seconds(environment, writer) - judged
+          ),
           start=totals["start"],
           best=max(totals["best"], archive_lib.best(found).value),
         )
@@ -457,7 +487,8 @@ def discover(
         numbers_file.write(step + 1, numbers)
         # Together, and after its numbers: whenever Ctrl-C comes, what is saved is a whole step.
         state, archive, totals, step = new_state, found, done, step + 1
-        cpu_start = cpu_seconds(writer)
+        cpu_start = cpu_seconds(environment, writer)
+        judged = judge_cpu_seconds(environment, writer)
         is_due = step % config.checkpoint_every == 0 or time.monotonic() - saved_at > SAVE_SECONDS
         if is_due or step == config.num_steps:
           save(step)
@@ -466,22 +497,25 @@ def discover(
       save(step)
       message = f"stopped after step {step} of {config.num_steps}; --resume goes on"
       raise Interrupted(message) from None
+    except edits.WorkerDied:
+      save(step)
+      raise
   if isinstance(environment, discovery.Timed):
     # The first may be first by luck alone.
     for leader in archive_lib.leaders(archive, NUM_CONFIRMED):
       write_best(directory, environment, archive, leader)
   # Not the archive's: before a kill a problem that is timed may have found a better one.
-  best = json.loads((directory / BEST).read_text())
+  best = read_best(directory)
   score = discovery.record_score(environment, best["artefact"])
   numbers = clock.read() | dict(
     problem=environment.name,
     best=score.value,
     start=shown(environment, totals["start"]),
     certificate=score.certificate,
-    attempts=config.num_steps * config.groups_per_step * config.group_size,
+    attempts=step * config.groups_per_step * config.group_size,
     tokens=totals["tokens"],
     cpu_seconds=totals["cpu_seconds"],
-    judge_cpu_seconds=writer.cpu_seconds,
+    judge_cpu_seconds=totals["judge_cpu_seconds"],
     lineage=len(best["lineage"]),
     found_in_step=best["step"],
     optimizer_steps=int(state.step),
@@ -493,7 +527,6 @@ def discover(
 
 def sample(
   config: DiscoverConfig,
-  environment: Environment,
   engine: engine_lib.Engine,
   writer: writers.Writer,
   archive: archive_lib.Archive,
@@ -505,8 +538,8 @@ def sample(
   by_id = {state.state_id: state for state in archive.states}
   artefacts = [by_id[start].artefact for start in starts]
   asked = [
-    writer.ask(artefact, environment.verify(artefact), step, group)
-    for group, artefact in enumerate(artefacts)
+    writer.ask(artefact, step, group, printed=by_id[start].printed)
+    for group, (start, artefact) in enumerate(zip(starts, artefacts, strict=True))
   ]
   said = iter(
     writer.answers(
@@ -569,6 +602,7 @@ def archived(
           value=signed(environment, attempt.score.value),
           reward=attempt.score.reward,
           tokens=said[-1].completion.text or said[-1].completion.tokens,
+          printed=attempt.message,
         )
         for said, attempt in zip(group, attempts, strict=True)
         if attempt.score.is_valid
@@ -587,19 +621,20 @@ def objective_of(config: ObjectiveConfig, sampled: Sampled) -> tuple[np.ndarray,
   valid = np.asarray([[a.score.is_valid for a in group] for group in sampled.attempts])
   if config.gains_only:
     rewards = np.maximum(rewards - np.asarray(sampled.start_rewards)[:, None], 0.0)
-  if config.kind == "grpo":
-    return advantages.grpo(rewards), {}
-  if config.kind == "mean":
-    return advantages.dr_grpo(rewards), {}
+  # "mean" and "grpo" tilt nothing: beta is 0, and all of a group count.
+  beta = {"adaptive": None, "constant": config.beta}.get(config.kind, 0.0)
   found = entropic.entropic(
     rewards,
     divergence=config.divergence,
-    beta=None if config.kind == "adaptive" else config.beta,
+    beta=beta,
     valid=valid,
     valid_only=config.valid_only,
     max_advantage=config.max_advantage or None,
   )
-  return found.advantages, {
+  values = found.advantages
+  if config.kind in ("mean", "grpo"):
+    values = (advantages.dr_grpo if config.kind == "mean" else advantages.grpo)(rewards)
+  return values, {
     "objective/beta": float(np.mean(found.beta)),
     "objective/divergence": float(np.mean(found.kl)),
     "objective/effective_samples": float(np.mean(found.effective_samples)),
@@ -621,17 +656,17 @@ def learn(
   # Each sequence of an attempt has its advantage.
   counts = [len(said) for group in sampled.said for said in group]
   batch = rl.pack(run, as_groups(sequences(sampled)), np.repeat(values.ravel(), counts)[:, None])
-  if config.objective.kl_coefficient:
-    assert base is not None
+  if base is not None:
     reference = trainer.scores(rl.reference_weights(run, state, base), batch).logprob
     # What sampled is, to the bit, what the trainer scores: the first is at hand.
     chosen = (batch.behaviour_logprobs, reference, batch.loss_mask)
     numbers["objective/kl_to_base"] = entropic.kl_to_base(*chosen)
-    batch = batch._replace(
-      advantages=entropic.kl_shaped(
-        batch.advantages, *chosen, config.objective.kl_coefficient
+    if config.objective.kl_coefficient:
+      batch = batch._replace(
+        advantages=entropic.kl_shaped(
+          batch.advantages, *chosen, config.objective.kl_coefficient
+        )
       )
-    )
   gradient, means, scores = trainer.gradient(
     rl.running_weights(run, state.params, base), batch, losses.denominators(batch), None
   )
@@ -720,15 +755,15 @@ def writer_of(
 ) -> contextlib.AbstractContextManager[writers.Edits | writers.Programs]:
   """Returns how the policy writes; to be entered."""
   group = writers.Group(size=config.group_size, temperature=config.temperature, seed=config.seed)
+  context = min(config.engine.max_context, policy.model.max_context)
   if config.model == "tiny":
     judge = edits.Judge(environment, config.problem, config.num_workers)
-    return writers.Edits(environment, group, judge)
+    return writers.Edits(environment, group, judge, context)
   if policy.tokenizer is None:
     raise ValueError(
       f"DiscoverConfig.model: got {config.model!r} and a policy without a tokenizer, expected one;"
       " pass the model's own."
     )
-  context = min(config.engine.max_context, policy.model.max_context)
   return writers.Programs(environment, group, config.programs, policy.tokenizer, context)
 
 
@@ -844,9 +879,13 @@ def write_best(
   score = discovery.record_score(environment, best.artefact)
   path = directory / BEST
   if path.is_file():
-    before = json.loads(path.read_text())["value"]
-    if discovery.is_better(environment, before, score.value):
+    if not discovery.is_better(environment, score.value, read_best(directory)["value"]):
       return
+  elif not score.is_valid:
+    raise ValueError(
+      f"{environment.name}: got an artefact that was valid and now is not ({score.reason}),"
+      " expected one verdict; have verify draw nothing and read no clock, or try --check_problem."
+    )
   lineage = [
     # Steps count from 1, as in metrics.jsonl; 0 is the start.
     dict(step=state.step + 1, value=shown(environment, state.value), tokens=state.tokens)
@@ -863,6 +902,36 @@ def write_best(
   metrics.write_summary(path, json.loads(json.dumps(record)))
 
 
+def read_best(directory: pathlib.Path) -> dict[str, Any]:
+  """Returns what `write_best` wrote.
+
+  Raises:
+    ValueError: naming the file, if it is damaged.
+  """
+  path = directory / BEST
+  try:
+    found = json.loads(path.read_text(encoding="utf-8"))
+    if not math.isfinite(found["value"]):
+      raise ValueError(f"its value is {found['value']}")
+    missing = {"artefact", "step", "lineage"} - {*found}
+    if missing:
+      raise ValueError(f"it has no {', '.join(sorted(missing))}")
+    return found
+  except (KeyError, TypeError, ValueError) as error:
+    raise ValueError(
+      f"{path}: got a damaged file ({type(error).__name__}: {error}), expected the best artefact as"
+      " it was written; take it from a copy, or remove it: the best of the checkpoint is written"
+      " again on --resume."
+    ) from error
+
+
+def problem_sha256(config: DiscoverConfig) -> str:
+  """Returns the digest of a problem's own file; "" of a problem of this library."""
+  path = pathlib.Path(config.problem)
+  is_file = path.suffix == ".py" and path.is_file()
+  return hashlib.sha256(path.read_bytes()).hexdigest() if is_file else ""
+
+
 def check_settings(before: dict[str, Any], now: dict[str, Any]) -> None:
   """Refuses to resume a run with settings that would make it another one.
 
@@ -872,7 +941,7 @@ def check_settings(before: dict[str, Any], now: dict[str, Any]) -> None:
   changed = [
     f"{name}: {before.get(name)} before, {now.get(name)} now"
     for name in sorted({*before, *now})
-    if name not in FREE_SETTINGS and before.get(name) != now.get(name)
+    if name not in _NOT_COMPARED and before.get(name) != now.get(name)
   ]
   if changed:
     raise ValueError(
@@ -881,9 +950,14 @@ def check_settings(before: dict[str, Any], now: dict[str, Any]) -> None:
     )
 
 
-def cpu_seconds(writer: writers.Writer) -> float:
-  """Returns the CPU seconds of this process, and of those that make its attempts."""
-  return time.process_time() + writer.worker_seconds
+def cpu_seconds(environment: Environment, writer: writers.Writer) -> float:
+  """Returns the CPU seconds of this process, and of those that make and judge its attempts."""
+  return time.process_time() + writer.worker_seconds + discovery.helper_seconds(environment)
+
+
+def judge_cpu_seconds(environment: Environment, writer: writers.Writer) -> float:
+  """Returns the CPU seconds of attempts, in whatever process."""
+  return writer.cpu_seconds + discovery.helper_seconds(environment)
 
 
 def _language(environment: Environment) -> discovery.EditLanguage:

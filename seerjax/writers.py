@@ -19,9 +19,11 @@ from seerjax.models import tokenizer as tokenizer_lib
 from seerjax.rollout import rollout as rollout_lib
 from seerjax.rollout.journal import Journal
 from seerjax.tasks import edits, programs, sandbox as sandbox_lib
-from seerjax.tasks.discovery import Artefact, Environment, Score
+from seerjax.tasks.discovery import Artefact, Environment
 from seerjax.tasks.programs import Attempt
 from seerjax.types import Completion, Request, SamplingParams
+
+MIN_DESCRIPTION = 400  # Characters of a problem's description that a prompt has at least.
 
 Generate = Callable[[Sequence[Request]], Iterable[Completion]]
 
@@ -44,8 +46,25 @@ class Job(NamedTuple):
 class Writer(Protocol):
   """What the circle asks of a policy besides its weights."""
 
-  def ask(self, artefact: Artefact, score: Score, step: int, group: int) -> list[Request]:
-    """Returns a group's requests, by member; names and seeds follow from their place alone."""
+  def check(self, artefact: Artefact) -> None:
+    """Refuses a start that cannot be asked about, before anything is sampled.
+
+    Raises:
+      ValueError: if the context is too short for it.
+    """
+    ...
+
+  def ask(
+    self, artefact: Artefact, step: int, group: int, *, printed: str = ""
+  ) -> list[Request]:
+    """Returns a group's requests, by member; names and seeds follow from their place alone.
+
+    Args:
+      artefact: valid, from which the group starts.
+      step: of the run.
+      group: of the step.
+      printed: by the program that made the artefact.
+    """
     ...
 
   def answers(self, generate: Generate, requests: Sequence[Request]) -> list[tuple[Said, ...]]:
@@ -63,7 +82,7 @@ class Writer(Protocol):
 
   @property
   def cpu_seconds(self) -> float:
-    """CPU seconds of attempts so far, in whatever process."""
+    """CPU seconds of attempts so far, in whatever process but a verifier's helpers."""
     ...
 
   @property
@@ -105,10 +124,13 @@ class Edits:
   A context manager: it ends the judge's workers.
   """
 
-  def __init__(self, environment: Environment, group: Group, judge: edits.Judge):
+  def __init__(
+    self, environment: Environment, group: Group, judge: edits.Judge, max_context: int
+  ):
     """Makes a writer; `judge` has refused an environment without a language."""
     assert environment.language is not None
     self._language, self._group, self._judge = environment.language, group, judge
+    self._max_prompt = max_context - len(self._language.allowed)
     self._sampling = SamplingParams(
       temperature=group.temperature,
       allowed=tuple(self._language.allowed),
@@ -116,14 +138,26 @@ class Edits:
       stop_token_ids=() if self._language.stop_token is None else (self._language.stop_token,),
     )
 
-  def ask(self, artefact: Artefact, score: Score, step: int, group: int) -> list[Request]:
-    """See `Writer`."""
-    del score  # The language shows what it wants of it.
+  def check(self, artefact: Artefact) -> None:
+    """See `Writer`; a start has to be read whole."""
+    num = len(self._language.prompt(artefact))
+    if num > self._max_prompt:
+      raise ValueError(
+        f"EditLanguage: got a prompt of {num} ids and sentences of {len(self._language.allowed)},"
+        f" expected a prompt of at most {self._max_prompt} within the context; raise"
+        " --config.engine.max_context, or have the language's prompt say less."
+      )
+
+  def ask(
+    self, artefact: Artefact, step: int, group: int, *, printed: str = ""
+  ) -> list[Request]:
+    """See `Writer`; no program made it."""
+    del printed
     return [self.request(artefact, step, group, member) for member in range(self._group.size)]
 
   def request(self, artefact: Artefact, step: int, group: int, member: int) -> Request:
     """Returns the request of one member."""
-    prompt = tuple(self._language.prompt(artefact))
+    prompt = tuple(self._language.prompt(artefact))[: self._max_prompt]
     return self._group.request(prompt, self._sampling, step, group, member)
 
   def answers(self, generate: Generate, requests: Sequence[Request]) -> list[tuple[Said, ...]]:
@@ -212,6 +246,14 @@ class Programs:
     self._tokenizer, self._max_context = tokenizer, max_context
     self.sandbox = sandbox_lib.Sandbox(allow_weak=config.allow_weak_sandbox)
     self._pool = sandbox_lib.Pool(config.num_workers, 2 * config.num_workers)
+    # Beyond the question: the longest that forced tokens can be is that of a text without a marker.
+    forced = programs.forced_answer_text("", answer_marker=config.answer_marker)
+    self._reserved = (
+      config.thinking_tokens
+      + len(tokenizer.encode(forced))
+      + config.answer_tokens
+      + programs.SPARE_TOKENS
+    )
     # Beyond what a program is told it has: to start, and to hand its result over.
     self._limits = sandbox_lib.Limits(
       wall_seconds=1.5 * config.seconds + 5,
@@ -220,15 +262,47 @@ class Programs:
     )
     self.cpu_seconds = 0.0
 
-  def ask(self, artefact: Artefact, score: Score, step: int, group: int) -> list[Request]:
+  def check(self, artefact: Artefact) -> None:
     """See `Writer`."""
-    text = f"{self._environment.describe(artefact, score)}\n\n{programs.instructions()}"
-    prompt = self._tokenizer.encode(self._tokenizer.chat([{"role": "user", "content": text}]))
+    self.ask(artefact, 0, 0)
+
+  def ask(
+    self, artefact: Artefact, step: int, group: int, *, printed: str = ""
+  ) -> list[Request]:
+    """See `Writer`; of an artefact that is too long for the context a part is left out.
+
+    Raises:
+      ValueError: if the context has no room for a question at all.
+    """
+    text = self._environment.describe(artefact, self._environment.verify(artefact))
+    if printed:
+      text += f"\n\nThe end of what the program that made it printed:\n\n{printed}"
+    prompt = self._prompt(text)
     sampling = self._sampling(self._config.thinking_tokens)
     return [
-      self._group.request(tuple(prompt), sampling, step, group, member)
+      self._group.request(prompt, sampling, step, group, member)
       for member in range(self._group.size)
     ]
+
+  def _prompt(self, text: str) -> tuple[int, ...]:
+    """Returns the question's tokens; they leave room for thinking, notice and answer."""
+    most = self._max_context - self._reserved
+    kept = len(text)
+    while True:
+      said = f"{programs.shortened(text, kept)}\n\n{programs.instructions()}"
+      prompt = self._tokenizer.encode(self._tokenizer.chat([{"role": "user", "content": said}]))
+      if len(prompt) <= most:
+        return tuple(prompt)
+      if kept <= MIN_DESCRIPTION:
+        raise ValueError(
+          f"ProgramConfig: got a context of {self._max_context} tokens, expected at least"
+          f" {self._reserved + len(prompt)}: {len(prompt)} of the question,"
+          f" {self._config.thinking_tokens} to think, {self._config.answer_tokens} to answer, and"
+          " some to spare; raise --config.engine.max_context (if the model has more), or lower"
+          " --config.programs.thinking_tokens and --config.programs.answer_tokens."
+        )
+      # Tokens are longer here and shorter there: a little less than their share, until it fits.
+      kept = max(MIN_DESCRIPTION, min(kept * 7 // 8, kept * most // len(prompt)))
 
   def _sampling(self, max_tokens: int) -> SamplingParams:
     return SamplingParams(
@@ -262,12 +336,6 @@ class Programs:
     forced = programs.forced_answer_text(completion.text, answer_marker=self._config.answer_marker)
     prompt = (*request.prompt, *completion.tokens, *self._tokenizer.encode(forced))
     room = programs.answer_budget(self._max_context, len(prompt))
-    if room < 1:
-      raise ValueError(
-        f"ProgramConfig: got a prompt and thinking of {len(prompt)} tokens with a context of"
-        f" {self._max_context}, expected room for an answer; raise EngineConfig.max_context or"
-        " lower ProgramConfig.thinking_tokens."
-      )
     step, group, member = rollout_lib.place_of(request.request_id)
     sampling = self._sampling(min(room, self._config.answer_tokens))
     # A member beyond all others: its own name and its own noise.

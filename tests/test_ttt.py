@@ -128,8 +128,8 @@ def interrupt():
   raise KeyboardInterrupt
 
 
-class Crash(Exception):
-  """What no code of ours awaits."""
+class Crash(BaseException):
+  """What no code of ours awaits, nor may hold up."""
 
 
 def crash():
@@ -386,8 +386,9 @@ def test_every_objective_learns(tmp_path, kind):
   (row,) = rows_of(tmp_path / "run")
   assert row["contract/max_abs_logprob_gap"] == row["contract/kl"] == 0.0
   assert row["train/grad_norm"] > 0 and found.summary["optimizer_steps"] == 1
-  assert ("objective/beta" in row) == (kind in ("adaptive", "constant"))
-  assert ("objective/kl_to_base" in row) == (kind == "constant")
+  # Shown of every kind; the weights that sampled were the first ones.
+  assert (row["objective/beta"] > 0) == (kind in ("adaptive", "constant"))
+  assert row["objective/kl_to_base"] == 0.0
 
 
 def test_lower_is_better_where_the_problem_says_so(tmp_path):
@@ -550,7 +551,7 @@ def sampled():
   )
   with ttt.writer_of(CONFIG, environment, policy) as writer:
     archive = ttt.first_archive(CONFIG, environment)
-    found = ttt.sample(CONFIG, environment, engine, writer, archive, 0)
+    found = ttt.sample(CONFIG, engine, writer, archive, 0)
   return found, state, base
 
 
@@ -701,10 +702,17 @@ def test_advantages_can_be_cut_off():
 def test_mean_and_grpo_are_the_plain_ones():
   values, numbers = ttt.objective_of(ttt.ObjectiveConfig(kind="mean"), step_of(*GROUPS))
   np.testing.assert_array_equal(values[0], [-2, -1, 0, 3])
-  assert numbers == {}
+  # Nothing is tilted: all four count.
+  untilted = {
+    "objective/beta": 0.0,
+    "objective/divergence": 0.0,
+    "objective/effective_samples": 4.0,
+    "objective/degenerate_groups": 1.0,
+  }
+  assert numbers == untilted
   values, numbers = ttt.objective_of(ttt.ObjectiveConfig(kind="grpo"), step_of(*GROUPS))
   np.testing.assert_array_equal(values, advantages.grpo(REWARDS))
-  assert numbers == {}
+  assert numbers == untilted
 
 
 @pytest.mark.parametrize("is_maximised", [True, False])
@@ -749,7 +757,7 @@ def test_the_warm_start_teaches_to_say_valid_sentences():
     while len(valid) < 32 or len(never) < 32:
       artefact = environment.start(int(random.integers(1000)))
       tokens = edits.random_sentence(environment.language, random)
-      request = writer.ask(artefact, environment.verify(artefact), 0, 0)[0]
+      request = writer.ask(artefact, 0, 0)[0]
       one = said(tokens=tokens)._replace(request=request)
       if edits.attempt(environment, edits.Job(artefact, tokens, 0)).score.is_valid:
         valid.append(one)
@@ -826,6 +834,13 @@ def test_an_objective_that_cannot_be_is_refused(changes, message):
     (dict(groups_per_step=0), "DiscoverConfig.groups_per_step: got 0, expected at least 1; raise"),
     (dict(group_size=3), "DiscoverConfig.group_size: got 3, expected at least 4; raise it"),
     (dict(seed=-1), "DiscoverConfig.seed: got -1, expected at least 0; raise it"),
+    (dict(seed=2**63), r"DiscoverConfig.seed: got 9223372036854775808, expected less than 2\*\*63"),
+    (dict(num_instances=0), "DiscoverConfig.num_instances: got 0, expected at least 1; raise it"),
+    (dict(checkpoint_every=0), "DiscoverConfig.checkpoint_every: got 0, expected at least 1"),
+    (
+      dict(groups_per_step=2, search=puct.SearchConfig(islands=3)),
+      "got search.islands=3 and groups_per_step=2, expected a group for each island; raise groups",
+    ),
     (dict(temperature=0.0), r"temperature: got 0.0, expected a positive number \(attempts of a gr"),
     (dict(temperature=math.inf), "DiscoverConfig.temperature: got inf, expected a positive number"),
   ],
@@ -902,11 +917,95 @@ def test_other_settings_are_refused_with_both_values_and_nothing_is_touched(cras
   assert before == after
 
 
+@pytest.mark.parametrize(
+  "text, reason",
+  [
+    ("{", "JSONDecodeError: Expecting"),
+    ("[1]", "TypeError: "),
+    ('{"value": 3.0, "artefact": 1}', "ValueError: it has no lineage, step"),
+    ('{"value": NaN}', "ValueError: its value is nan"),
+  ],
+)
+def test_a_damaged_best_is_refused_by_its_name(crashed_copy, text, reason):
+  (crashed_copy / "best.json").write_text(text)
+  before = rows_of(crashed_copy)
+  with pytest.raises(ValueError, match=rf"best.json: got a damaged file \({reason}.*or remove it"):
+    discover(crashed_copy, resume=True)
+  assert rows_of(crashed_copy) == before
+  (crashed_copy / "best.json").unlink()
+  discover(crashed_copy, resume=True, num_steps=2)
+  assert ttt.read_best(crashed_copy)["step"] <= 2
+
+
+class Fickle(tiny_problem.Row):
+  """Takes its verdicts back."""
+
+  judged: list[int] = []
+
+  def verify(self, artefact):
+    self.judged.append(1)
+    return discovery.invalid("no more") if len(self.judged) > 4 else super().verify(artefact)
+
+
+def test_a_verdict_that_is_taken_back_is_refused_and_writes_no_best(tmp_path):
+  with pytest.raises(ValueError, match=r"got an artefact that was valid and now is not \(no more"):
+    discover(tmp_path / "run", Fickle(), tiny=NO_WARM_START)
+  assert not (tmp_path / "run" / "best.json").exists()
+
+
+def test_another_text_of_the_problem_is_another_run(tmp_path):
+  problem = pathlib.Path(shutil.copy(tiny_problem.PATH, tmp_path / "mine.py"))
+  config = dict(problem=str(problem), num_steps=1, tiny=NO_WARM_START)
+  discover(tmp_path / "run", **config)
+  problem.write_text(problem.read_text() + "\n# Changed.\n")
+  with pytest.raises(ValueError, match=r"got other settings \(problem_sha256: \w{64} before, "):
+    discover(tmp_path / "run", resume=True, **config)
+
+
+def test_a_defect_of_the_language_is_said_once_and_the_run_goes_on(tmp_path):
+  heard = []
+  environment = tiny_problem.Row(language=tiny_problem.Digits(stop_at=3, stop=lambda: 1 / 0))
+  found = discover(
+    tmp_path / "run", environment, num_steps=2, tiny=NO_WARM_START, say=heard.append
+  )
+  assert heard[-1] == "step 1: 1 sentences failed, the first: apply raised ZeroDivisionError: " \
+    "division by zero"
+  assert found.summary["attempts"] == 2 * PER_STEP
+
+
+def test_a_prompt_that_the_context_cannot_hold_is_refused_before_any_file(tmp_path):
+  engine = dataclasses.replace(CONFIG.engine, max_context=8)
+  with pytest.raises(ValueError, match="got a prompt of 6 ids and sentences of 3, expected a prom"):
+    ttt.discover(
+      dataclasses.replace(CONFIG, engine=engine),
+      tiny_problem.Row(),
+      tmp_path / "run",
+      say=lambda line: None,
+    )
+  assert not (tmp_path / "run").exists()
+
+
+def test_other_numerics_are_taken_if_that_is_said_and_refused_if_not(crashed_copy):
+  config = dataclasses.replace(
+    CONFIG,
+    numerics=dataclasses.replace(CONFIG.numerics, query_tile=2 * CONFIG.numerics.query_tile),
+    num_steps=3,
+  )
+  resumed = functools.partial(
+    ttt.discover, config, tiny_problem.Row(), crashed_copy, resume=True, say=lambda line: None
+  )
+  with pytest.raises(ValueError, match="query_tile"):
+    resumed()
+  assert resumed(accept_new_numerics=True).summary["optimizer_steps"] == 3
+
+
 def test_settings_that_change_no_bit_are_free():
   settings = metrics.encode(dataclasses.asdict(CONFIG))
   for name in ttt.FREE_SETTINGS:
     assert name in settings
     ttt.check_settings(settings, settings | {name: "another"})
-  for name in sorted(set(settings) - set(ttt.FREE_SETTINGS)):
+  # Of numerics the fingerprint speaks, which a flag may accept.
+  ttt.check_settings(settings, settings | {"numerics": "another"})
+  for name in sorted(set(settings) - {*ttt.FREE_SETTINGS, "numerics"}):
     with pytest.raises(ValueError, match=rf"--resume: got other settings \({name}: .* another now"):
       ttt.check_settings(settings, settings | {name: "another"})

@@ -51,7 +51,7 @@ def writer():
 
 
 def test_who_thinks_too_long_is_asked_again_and_forced_tokens_are_prompt(writer: Programs):
-  requests = writer.ask(START, ENVIRONMENT.verify(START), 4, 1)
+  requests = writer.ask(START, 4, 1)
   assert [request.request_id for request in requests] == ["4/1/0", "4/1/1"]
   assert requests[0].prompt == requests[1].prompt and requests[0].seed != requests[1].seed
   asked: list[Request] = []
@@ -74,7 +74,7 @@ def test_who_thinks_too_long_is_asked_again_and_forced_tokens_are_prompt(writer:
 
 
 def test_what_the_journal_holds_is_not_run_again(writer: Programs, tmp_path):
-  requests = writer.ask(START, ENVIRONMENT.verify(START), 2, 1)
+  requests = writer.ask(START, 2, 1)
   texts = [BEST, BEST.replace("[5]", "[9]")]
   jobs = [
     Job(START, (Said(request, completion(request, text)),))
@@ -101,7 +101,7 @@ def other_step(request: Request) -> Request:
 
 
 def test_programs_run_and_are_judged_anew(writer: Programs):
-  request = writer.ask(START, ENVIRONMENT.verify(START), 0, 0)[0]
+  request = writer.ask(START, 0, 0)[0]
   texts = [BEST, BEST.replace("[5]", "[9]"), "no program", BEST.replace("return", "raise")]
   jobs = [Job(START, (Said(request, completion(request, text)),)) for text in texts]
   found = writer.attempts(jobs)
@@ -111,11 +111,37 @@ def test_programs_run_and_are_judged_anew(writer: Programs):
 
 
 def test_a_context_without_room_for_an_answer_is_refused():
-  config = ProgramConfig(thinking_tokens=20, answer_tokens=30, seconds=2.0)
-  with Programs(ENVIRONMENT, GROUP, config, TOKENIZER, 60) as writer:
-    requests = writer.ask(START, ENVIRONMENT.verify(START), 0, 0)
-    with pytest.raises(ValueError, match="with a context of 60, expected room for an answer"):
-      writer.answers(lambda batch: [completion(one, "hm, " * 40) for one in batch], requests)
+  with (
+    Programs(ENVIRONMENT, GROUP, CONFIG, TOKENIZER, 60) as writer,
+    pytest.raises(ValueError, match="got a context of 60 tokens, expected at least [0-9]+: [0-9]+"),
+  ):
+    writer.check(START)
+
+
+class Long(tiny_problem.Row):
+  """Describes an artefact at great length."""
+
+  def describe(self, artefact, score):
+    return f"RULES. {'many words, ' * 5000} END"
+
+
+def test_a_long_description_is_shortened_so_that_question_and_answers_fit():
+  context = 1000
+  with Programs(Long(), GROUP, CONFIG, TOKENIZER, context) as writer:
+    (request, _) = writer.ask(START, 0, 0, printed="PRINTED")
+    said = TOKENIZER.decode(request.prompt)
+    assert "RULES. many" in said and "PRINTED" in said and "characters are left out here" in said
+    assert len(request.prompt) + CONFIG.thinking_tokens + CONFIG.answer_tokens < context
+    # Whoever thinks to the end of the budget still has the whole of an answer's.
+    ((_, (second, _)),) = writer.answers(
+      lambda batch: [completion(one, "hm, " * 40) for one in batch], [request]
+    )
+    assert len(request.prompt) + CONFIG.thinking_tokens < len(second.prompt)
+    assert second.sampling.max_tokens == CONFIG.answer_tokens
+    assert len(second.prompt) + CONFIG.answer_tokens <= context
+    # The twin: what is short is whole.
+  with Programs(ENVIRONMENT, GROUP, CONFIG, TOKENIZER, 4096) as writer:
+    assert "left out" not in TOKENIZER.decode(writer.ask(START, 0, 0)[0].prompt)
 
 
 @pytest.mark.parametrize(

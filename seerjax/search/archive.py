@@ -40,7 +40,7 @@ from typing import Any
 # JSON: None, bool, int, float (finite), str, list and dict of these.
 Artefact = Any
 
-FORMAT = "seerjax.search.archive/2"
+FORMAT = "seerjax.search.archive/3"
 MAX_VALUE = 1e300  # So that the range of two values is finite.
 
 
@@ -53,12 +53,14 @@ class Child:
     value: HIGHER IS BETTER; whoever minimises negates.
     reward: what the policy is trained with; only carried along.
     tokens: the ids, or the text, that made it; () for a seed.
+    printed: the end of what the program that made it printed; "" if none did.
   """
 
   artefact: Artefact
   value: float
   reward: float
   tokens: tuple[int, ...] | str = ()
+  printed: str = ""
 
   def __post_init__(self):
     for field, number in (("value", self.value), ("reward", self.reward)):
@@ -85,6 +87,7 @@ class State:
     digest: SHA-256 of `text`, in hex; equal artefacts have equal ones.
     visits: n, expansions of it or of a descendant.
     best_child: m, the best value of a direct child; None before there is one.
+    printed: by the program that made it.
   """
 
   state_id: int
@@ -98,6 +101,7 @@ class State:
   digest: str
   visits: int = 0
   best_child: float | None = None
+  printed: str = ""
 
   @property
   def artefact(self) -> Artefact:
@@ -314,6 +318,11 @@ def lineage(archive: Archive, state_id: int) -> tuple[State, ...]:
   return tuple(records[i] for i in _upwards(records, state_id))[::-1]
 
 
+def seeds(archive: Archive) -> tuple[State, ...]:
+  """Returns the living seeds, oldest first."""
+  return tuple(state for state in archive.states if state.is_seed)
+
+
 def num_seed_trees_alive(archive: Archive) -> int:
   """Returns how many seeds have living descendants: 1 says that all of the search is one family."""
   return len({state.seed_tree for state in archive.states if not state.is_seed})
@@ -386,6 +395,7 @@ def _admit(child: Child, state_id: int, parent: State | None, *, step: int) -> S
     tokens=tokens if isinstance(tokens, str) else tuple(int(token) for token in tokens),
     text=canonical,
     digest=_digest(canonical),
+    printed=child.printed,
   )
 
 

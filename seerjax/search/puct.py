@@ -81,8 +81,9 @@ class SearchConfig:
     ):
       raise ValueError(
         f"SearchConfig: got islands={self.islands}, patience={self.patience} with"
-        f" reuse={self.reuse!r}, expected at least 1 and 0, and these but for 'puct'; other ways to"
-        " reuse have one archive, which is never begun anew."
+        f" reuse={self.reuse!r}, expected at least 1 and 0, and these but for 'puct': other ways to"
+        " reuse have one archive, which is never begun anew; set --config.search.islands=1 and"
+        " --config.search.patience=0."
       )
     if not 0 <= self.c < math.inf:
       raise ValueError(

@@ -100,10 +100,22 @@ def {FUNCTION}({", ".join(ARGUMENTS)}):
 Rules:
 - Return plain data of the form described above, finite; arrays of numpy come back as lists.
 - The standard library, numpy and scipy may be imported. There is no network, no file that outlives
-  the program, and one CPU core. What is printed is shown to you next time if the program fails.
+  the program, and one CPU core. The end of what is printed is shown to whoever goes on from here.
 - The artefact is judged anew from what is returned; a score that the program states is not read.
 - The last block marked `python` counts, in at most {MAX_PROGRAM} characters.
 """
+
+
+def shortened(text: str, most: int) -> str:
+  """Returns a text of at most about `most` characters: one that is longer lacks its middle.
+
+  A description begins with the rules; it is an artefact that grows. The program is given all of it.
+  """
+  if len(text) <= most:
+    return text
+  head, tail = 2 * most // 3, most // 3
+  gap = f"\n[{len(text) - head - tail} characters are left out here; `artefact` holds all]\n"
+  return text[:head] + gap + text[len(text) - tail :]
 
 
 def read_program(text: str) -> str:

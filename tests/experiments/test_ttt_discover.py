@@ -86,6 +86,53 @@ def test_rivals_that_a_problem_has_not_are_not_compared(num_workers: int):
   assert found == {"random_edits": first}
 
 
+def test_rivals_are_those_that_a_problem_can_have():
+  everyone = ("classical", "tool_from_random_starts", "random_edits")
+  assert ttt_discover.rival_names(problems.load("circle_packing:5")) == everyone
+  assert ttt_discover.rival_names(problems.load(PROBLEM)) == ("random_edits",)
+  assert ttt_discover.rival_names(tiny_problem.Row(language=None)) == ()
+
+
+def without_a_language(tmp_path: pathlib.Path) -> str:
+  path = tmp_path / "mine.py"
+  path.write_text(pathlib.Path(PROBLEM).read_text().replace("LANGUAGE = Digits()", ""))
+  return str(path)
+
+
+def test_what_cannot_be_done_is_refused_before_anything_is_written(tmp_path: pathlib.Path):
+  problem = f"--config.problem={without_a_language(tmp_path)}"
+  workdir = f"--workdir={tmp_path / 'run'}"
+  done = run(problem, workdir, "--compare")
+  assert done.returncode == 2
+  assert "which has neither a language of edits nor baselines, expected one" in done.stderr
+  done = run("--preset=papers", workdir)
+  assert done.returncode == 2 and "choose one of ['flagship', 'paper']" in done.stderr
+  done = run("--workdir=")
+  assert done.returncode and "got an empty path, expected a directory; name one" in done.stderr
+  assert not (tmp_path / "run").exists()
+
+
+def test_the_papers_preset_is_as_published():
+  paper = ttt_discover.PAPER
+  assert (paper.num_steps, paper.groups_per_step, paper.group_size) == (50, 8, 64)
+  assert (paper.lora_rank, paper.optimizer.learning_rate) == (32, 4e-5)
+  room = paper.engine.max_context - paper.programs.answer_tokens
+  assert 26_000 <= room < 26_100 and paper.search == ttt.puct.SearchConfig()
+  assert paper.objective == ttt.ObjectiveConfig()
+
+
+@pytest.mark.long
+def test_a_model_writes_programs_by_command(tmp_path: pathlib.Path):
+  done = run(
+    "--preset=paper", "--config.model=nano", "--config.num_steps=1", "--config.groups_per_step=2",
+    "--config.group_size=4", "--config.engine.max_context=1024", "--config.lora_rank=4",
+    "--config.programs.thinking_tokens=32", "--config.programs.answer_tokens=32",
+    "--config.trainer.rows_per_micro_batch=4096", f"--workdir={tmp_path / 'run'}",
+  )  # fmt: skip
+  assert done.returncode == 0, done.stderr
+  assert "sandbox: " in done.stdout and (tmp_path / "run" / "report.html").is_file()
+
+
 @pytest.mark.long
 def test_a_run_leaves_its_best_and_its_page_and_refuses_to_begin_again(tmp_path: pathlib.Path):
   small = (

@@ -182,6 +182,7 @@ found = st.fixed_dictionaries(
     value=values,
     reward=values,
     tokens=st.text() | st.lists(st.integers(0, 99)).map(tuple),
+    printed=st.text(),
   )
 )
 
@@ -270,7 +271,7 @@ def test_the_lineage_of_an_unknown_state_is_refused():
 
 @pytest.mark.parametrize("text", ["{}", "[]", '{"format": "other/2"}'])
 def test_another_format_is_refused(text):
-  with pytest.raises(ValueError, match=r"got format .*, expected 'seerjax.search.archive/2'"):
+  with pytest.raises(ValueError, match=r"got format .*, expected 'seerjax.search.archive/3'"):
     archive.from_json(text)
 
 
