@@ -17,7 +17,8 @@ alike.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+import contextlib
 import hashlib
 import json
 import os
@@ -142,7 +143,8 @@ def save(
     _barrier("checkpoint_directory")
     # A flat dict: what is on disk does not depend on how containers are spelled. Orbax takes no
     # arrays without elements; for those the description is enough.
-    ocp.save(str(incoming / ARRAYS), {name: leaf for name, leaf in leaves.items() if leaf.size})
+    with _disk_errors(directory, step):
+      ocp.save(str(incoming / ARRAYS), {name: leaf for name, leaf in leaves.items() if leaf.size})
     _barrier("checkpoint_arrays")
     if jax.process_index() == 0:
       description = {
@@ -222,6 +224,21 @@ def restore(
   structure = jax.tree.structure(abstract_state)
   state = jax.tree.unflatten(structure, [arrays[name] for name in wanted])
   return Restored(description["step"], state, description["host_state"], epochs)
+
+
+@contextlib.contextmanager
+def _disk_errors(directory: pathlib.Path, step: int) -> Iterator[None]:
+  """Raises what Orbax says of a disk as OSError; its thread prints a traceback of its own."""
+  try:
+    yield
+  except ValueError as error:
+    found = re.search(r"Failed to write.*|Failed writing.*", str(error))
+    if found is None:
+      raise
+    raise OSError(
+      f"{directory}: got {found[0][:300]!r} while step {step} was saved, expected room for it; free"
+      " some, and resume: earlier checkpoints are whole."
+    ) from None
 
 
 def _path(directory: pathlib.Path, step: int) -> pathlib.Path:

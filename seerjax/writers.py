@@ -23,7 +23,7 @@ from seerjax.tasks.discovery import Artefact, Environment
 from seerjax.tasks.programs import Attempt
 from seerjax.types import Completion, Request, SamplingParams
 
-MIN_DESCRIPTION = 400  # Characters of a problem's description that a prompt has at least.
+MIN_DESCRIPTION = 400  # Characters of a problem's description that a context must have room for.
 
 Generate = Callable[[Sequence[Request]], Iterable[Completion]]
 
@@ -263,46 +263,44 @@ class Programs:
     self.cpu_seconds = 0.0
 
   def check(self, artefact: Artefact) -> None:
-    """See `Writer`."""
-    self.ask(artefact, 0, 0)
+    """See `Writer`; there has to be room for `MIN_DESCRIPTION` characters, however few it has."""
+    text = self._environment.describe(artefact, self._environment.verify(artefact))
+    text = programs.shortened(text * (1 + MIN_DESCRIPTION // max(len(text), 1)), MIN_DESCRIPTION)
+    num = len(self._question(text))
+    if num + self._reserved > self._max_context:
+      raise ValueError(
+        f"ProgramConfig: got a context of {self._max_context} tokens, expected at least"
+        f" {num + self._reserved}: {num} of a short question, {self._config.thinking_tokens} to"
+        f" think, {self._config.answer_tokens} to answer, and some to spare; raise"
+        " --config.engine.max_context (if the model has more), or lower"
+        " --config.programs.thinking_tokens and --config.programs.answer_tokens."
+      )
 
   def ask(
     self, artefact: Artefact, step: int, group: int, *, printed: str = ""
   ) -> list[Request]:
-    """See `Writer`; of an artefact that is too long for the context a part is left out.
-
-    Raises:
-      ValueError: if the context has no room for a question at all.
-    """
+    """See `Writer`; of an artefact that is too long for the context a part is left out."""
     text = self._environment.describe(artefact, self._environment.verify(artefact))
     if printed:
       text += f"\n\nThe end of what the program that made it printed:\n\n{printed}"
-    prompt = self._prompt(text)
+    kept, most = len(text), self._max_context - self._reserved
+    prompt = self._question(text)
+    while len(prompt) > most and kept:
+      # Tokens are longer here and shorter there: a little less than their share, until it fits.
+      kept = max(0, min(kept * 7 // 8, kept * most // len(prompt)))
+      prompt = self._question(programs.shortened(text, kept) if kept else "")
     sampling = self._sampling(self._config.thinking_tokens)
     return [
       self._group.request(prompt, sampling, step, group, member)
       for member in range(self._group.size)
     ]
 
-  def _prompt(self, text: str) -> tuple[int, ...]:
-    """Returns the question's tokens; they leave room for thinking, notice and answer."""
-    most = self._max_context - self._reserved
-    kept = len(text)
-    while True:
-      said = f"{programs.shortened(text, kept)}\n\n{programs.instructions()}"
-      prompt = self._tokenizer.encode(self._tokenizer.chat([{"role": "user", "content": said}]))
-      if len(prompt) <= most:
-        return tuple(prompt)
-      if kept <= MIN_DESCRIPTION:
-        raise ValueError(
-          f"ProgramConfig: got a context of {self._max_context} tokens, expected at least"
-          f" {self._reserved + len(prompt)}: {len(prompt)} of the question,"
-          f" {self._config.thinking_tokens} to think, {self._config.answer_tokens} to answer, and"
-          " some to spare; raise --config.engine.max_context (if the model has more), or lower"
-          " --config.programs.thinking_tokens and --config.programs.answer_tokens."
-        )
-      # Tokens are longer here and shorter there: a little less than their share, until it fits.
-      kept = max(MIN_DESCRIPTION, min(kept * 7 // 8, kept * most // len(prompt)))
+  def _question(self, text: str) -> tuple[int, ...]:
+    """Returns the tokens of a description and of how to answer."""
+    said = f"{text}\n\n{programs.instructions()}"
+    return tuple(
+      self._tokenizer.encode(self._tokenizer.chat([{"role": "user", "content": said}]))
+    )
 
   def _sampling(self, max_tokens: int) -> SamplingParams:
     return SamplingParams(

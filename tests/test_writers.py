@@ -13,6 +13,7 @@ import tiny_problem
 from seerjax import models, writers
 from seerjax.models import tokenizer as tokenizer_lib
 from seerjax.rollout.journal import Journal
+from seerjax.tasks import programs
 from seerjax.types import Completion, Request
 from seerjax.writers import Group, Job, ProgramConfig, Programs, Said
 
@@ -116,6 +117,18 @@ def test_a_context_without_room_for_an_answer_is_refused():
     pytest.raises(ValueError, match="got a context of 60 tokens, expected at least [0-9]+: [0-9]+"),
   ):
     writer.check(START)
+
+
+def test_however_little_room_there_is_a_later_question_is_asked():
+  # Enough for what is checked at the start and for no more.
+  with Programs(Long(), GROUP, CONFIG, TOKENIZER, 10**6) as writer:
+    text = programs.shortened(Long().describe(START, None), writers.MIN_DESCRIPTION)
+    least = len(writer._question(text)) + writer._reserved
+  with Programs(Long(), GROUP, CONFIG, TOKENIZER, least) as writer:
+    writer.check(START)
+    # Words that take more tokens than those of the start.
+    (request, _) = writer.ask(START, 0, 0, printed="0123456789" * 500)
+    assert len(request.prompt) + writer._reserved <= least
 
 
 class Long(tiny_problem.Row):

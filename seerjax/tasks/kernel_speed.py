@@ -847,7 +847,9 @@ class TileSpeed(_Timed):
     # The device first: on a CPU nobody should be sent to mend shapes.
     reason = gpu.device_reason(interpret)
     if reason:
-      return reason
+      # Its advice is for who calls a kernel; here the interpreter would be raced against XLA.
+      what = reason if interpret else reason.partition(";")[0]
+      return f"{what}; a GPU's tiles are timed on that GPU alone: choose 'trimul' on a CPU"
     x = jax.ShapeDtypeStruct((rows, self._shape[1]), jnp.bfloat16)
     if isinstance(config, matmul.Config):
       w = jax.ShapeDtypeStruct((self._shape[1], self._columns), jnp.bfloat16)
