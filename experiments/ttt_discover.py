@@ -247,14 +247,19 @@ def main(argv: list[str]) -> None:
   if args.compare:
     print(f"others, with {numbers['cpu_seconds']:.0f} CPU seconds each:", flush=True)
     numbers["rivals"] = rivals(config, environment, numbers["cpu_seconds"])
-  if args.price:
-    numbers["price"] = args.price * numbers["cpu_seconds"] / 3600
+  # Devices are held from the beginning to the end, whether they are busy or not.
+  is_gpu = jax.default_backend() != "cpu"
+  numbers["gpu_seconds"] = numbers["seconds"] * config.num_instances if is_gpu else 0.0
+  if args.price or args.gpu_price:
+    spent = args.price * numbers["cpu_seconds"] + args.gpu_price * numbers["gpu_seconds"]
+    numbers["price"] = spent / 3600
   with configuration.refusals():
     metrics.write_summary(directory / "summary.json", numbers)
     page = discovery_report.render(directory, environment)
   for name in (
     "problem", "start", "best", "certificate", "attempts", "found_in_step", "lineage", "tokens",
-    "cpu_seconds", "judge_cpu_seconds", "seconds", "compile_seconds", "peak_memory_gib", "price",
+    "cpu_seconds", "judge_cpu_seconds", "gpu_seconds", "seconds", "compile_seconds",
+    "peak_memory_gib", "price",
   ):  # fmt: skip
     if name in numbers:
       print(f"{name:24s} {numbers[name]}")
@@ -275,5 +280,6 @@ if __name__ == "__main__":
     "allow_weak_sandbox", False, "Run programs where files or network cannot be kept from them."
   )
   flags.DEFINE_bool("compare", False, "Then run other methods, at equal CPU time.")
-  flags.DEFINE_float("price", 0.0, "Of a CPU hour; 0 prints none.", lower_bound=0.0)
+  flags.DEFINE_float("price", 0.0, "Of a CPU hour; 0 counts none.", lower_bound=0.0)
+  flags.DEFINE_float("gpu_price", 0.0, "Of an accelerator's hour; 0 counts none.", lower_bound=0.0)
   app.run(main)

@@ -35,7 +35,7 @@ from seerjax.report import Chart, Frame
 from seerjax.tasks.discovery import Artefact, Environment
 
 BEST = "best.json"
-BEST_FIELDS = ("problem", "value", "certificate", "artefact", "lineage")
+BEST_FIELDS = ("problem", "value", "certificate", "artefact", "lineage", "tree")
 VALUE_DIGITS = 12  # Records differ in the tenth digit.
 TILE_DIGITS = 8
 MAX_ARTEFACT_TEXT = 20_000  # Characters.
@@ -61,11 +61,6 @@ SEARCH_CHARTS = (
     names=("search/valid_rate",),
     note="share of the step's attempts",
     is_percent=True,
-  ),
-  Chart(
-    title="Reward",
-    names=("search/reward_mean",),
-    note="mean over the step's attempts; 0 of those that are not valid",
   ),
   Chart(title="Archive", names=("search/archive_size",), note="states that live, starts included"),
   Chart(
@@ -103,6 +98,29 @@ LEARNING_CHARTS = (
 )
 
 
+REWARD_CHART = Chart(
+  title="Rewards of attempts",
+  names=(*(f"search/reward_p{p}" for p in (0, 10, 25, 50, 75, 90, 100)), "search/reward_mean"),
+  note="bands: half, four fifths and all of the step's attempts; 0 of those that are not valid",
+)
+
+
+class Relative(NamedTuple):
+  """A state of the tree that the best one grew on, as it stood when that was found.
+
+  Attributes:
+    id: of the state.
+    parent: id of the state that it was made from; None of the start.
+    step: it was found in, from 1; 0 of the start.
+    value: in the problem's unit.
+  """
+
+  id: int
+  parent: int | None
+  step: int
+  value: float
+
+
 class Ancestor(NamedTuple):
   """A state on the way to the best one.
 
@@ -128,6 +146,7 @@ class Found:
     value: its, in the problem's unit.
     certificate: an exact bound behind the value; "" where that is exact itself.
     lineage: the start first, the artefact last.
+    tree: all that is known to descend from that start, oldest first.
     date: of best.json, year-month-day in UTC.
   """
 
@@ -137,6 +156,7 @@ class Found:
   value: float
   certificate: str
   lineage: tuple[Ancestor, ...]
+  tree: tuple[Relative, ...]
   date: str
 
   @property
@@ -187,6 +207,15 @@ def load(run_dir: str | os.PathLike, environment: Environment) -> Found:
     )
     if not lineage:
       raise ValueError("its lineage is empty")
+    tree = tuple(
+      Relative(
+        int(state["id"]),
+        None if state["parent"] is None else int(state["parent"]),
+        int(state["step"]),
+        _finite(state["value"]),
+      )
+      for state in best["tree"]
+    )
   except (KeyError, TypeError, ValueError) as error:
     raise ValueError(
       f"discovery report: got a damaged {path} ({type(error).__name__}: {error}), expected the"
@@ -206,6 +235,7 @@ def load(run_dir: str | os.PathLike, environment: Environment) -> Found:
     value=value,
     certificate=str(best["certificate"]),
     lineage=lineage,
+    tree=tree,
     date=written.date().isoformat(),
   )
 
@@ -370,10 +400,11 @@ def _tokens(state: Ancestor) -> str:
 
 
 def lineage_chart(found: Found) -> str:
-  """Returns the way to the best state as a figure: a node for each state, over its step."""
+  """Returns the way to the best state, and the tree around it, as a figure: values over steps."""
   run, states = found.run, found.lineage
-  steps, values = run.curves.get("search/best", (np.zeros(0), np.zeros(0)))
-  shown = np.concatenate([[state.value for state in states], values[np.isfinite(values)]])
+  _, values = run.curves.get("search/best", (np.zeros(0), np.zeros(0)))
+  around = [state.value for state in (*states, *found.tree)]
+  shown = np.concatenate([around, values[np.isfinite(values)]])
   low, high = float(shown.min()), float(shown.max())
   # The published best is drawn unless it would flatten all else.
   goal = found.environment.published[0].value if found.environment.published else math.nan
@@ -391,8 +422,14 @@ def lineage_chart(found: Found) -> str:
       f'<line class="mean c1" x1="{report.LEFT}" x2="{report.WIDTH - report.RIGHT}" y1="{y:.1f}"'
       f' y2="{y:.1f}"><title>{report.escape(words)}</title></line>'
     )
-  if len(values):
-    parts.append(f'<path class="raw" d="{report.polyline(frame, steps, values)}"/>')
+  places = {state.id: (frame.x(state.step), frame.y(state.value)) for state in found.tree}
+  branches = [
+    "M{:.1f} {:.1f}L{:.1f} {:.1f}".format(*places[state.parent], *places[state.id])
+    for state in found.tree
+    if state.parent in places
+  ]
+  if branches:
+    parts.append(f'<path class="raw" d="{"".join(branches)}"/>')
   line = report.polyline(
     frame,
     np.array([state.step for state in states], float),
@@ -407,19 +444,56 @@ def lineage_chart(found: Found) -> str:
       f'<circle class="dot" cx="{frame.x(state.step):.1f}" cy="{frame.y(state.value):.1f}" r="4">'
       f"<title>{report.escape(words)}</title></circle>"
     )
-  note = "dots: ancestors of the best, each made from the one before; faint: the best so far"
+  note = (
+    "dots: ancestors of the best, each made from the one before; faint: all else that was kept of"
+    " what grew from its start"
+  )
   note += "" if math.isnan(goal) else "; dashed: the best published value"
   return (
     '<figure><figcaption><h3>Lineage of the best</h3><div class="keys"><span class="key k0">'
-    f"<b>{len(states)}</b> state{'s' if len(states) > 1 else ''}</span></div></figcaption>"
+    f"<b>{len(states)}</b> of {len(found.tree)} states</span></div></figcaption>"
     f"{frame.svg('Lineage of the best', ''.join(parts))}"
     f'<p class="note">{report.escape(note)}</p></figure>'
   )
 
 
+def rewards_chart(run: report.Run) -> str:
+  """Returns the distribution of rewards over the steps as a figure; empty if the run has none."""
+  chart = REWARD_CHART
+  if not {*chart.names} <= {*run.curves}:
+    return ""
+  steps, _ = run.curves[chart.names[0]]
+  *levels, mean = (run.curves[name][1] for name in chart.names)
+  middle = len(levels) // 2
+  low, high, median = float(levels[0].min()), float(levels[-1].max()), levels[middle]
+  margin = 0.08 * (high - low) or 0.1 * abs(high) or 1.0
+  last_step = max(float(steps[-1]), float(steps[0]) + 1)
+  frame = Frame((float(steps[0]), last_step), (low - margin, high + margin))
+  parts = [frame.axes("step", report.axis_number)]
+  for least, most in zip(levels[:middle], levels[:middle:-1], strict=True):
+    # There along the upper edge, and back along the lower one.
+    edge = report.polyline(
+      frame, np.concatenate([steps, steps[::-1]]), np.concatenate([most, least[::-1]])
+    )
+    parts.append(f'<path class="bar" fill-opacity="0.18" d="{edge}Z"/>')
+  parts.append(f'<path class="line" d="{report.polyline(frame, steps, median)}"/>')
+  parts.append(f'<path class="line c1" d="{report.polyline(frame, steps, mean)}"/>')
+  heads = "".join(
+    f'<span class="key k{i}">{label} <b>{report.number(float(ends[0]), 4)} →'
+    f" {report.number(float(ends[-1]), 4)}</b></span>"
+    for i, (label, ends) in enumerate((("median", median), ("mean", mean)))
+  )
+  return (
+    f'<figure><figcaption><h3>{chart.title}</h3><div class="keys">{heads}</div></figcaption>'
+    f"{frame.svg(chart.title, ''.join(parts))}"
+    f'<p class="note">{report.escape(chart.note)}</p></figure>'
+  )
+
+
 def search_section(found: Found) -> str:
   """What the attempts were worth, and what became of the archive."""
-  charts = "".join(report.line_chart(chart, found.run) for chart in SEARCH_CHARTS)
+  charts = rewards_chart(found.run)
+  charts += "".join(report.line_chart(chart, found.run) for chart in SEARCH_CHARTS)
   return f'<h2>Search</h2><div class="grid3">{charts}</div>' if charts else ""
 
 
@@ -445,7 +519,7 @@ def record_section(found: Found) -> str:
   return (
     report.details_section(
       dataclasses.replace(found.run, summary=summary),
-      (BEST_CHART, *SEARCH_CHARTS, *LEARNING_CHARTS),
+      (BEST_CHART, REWARD_CHART, *SEARCH_CHARTS, *LEARNING_CHARTS),
     )
     + f"<details><summary>The artefact, as JSON</summary><pre>{report.escape(text)}</pre></details>"
   )

@@ -302,6 +302,8 @@ NUM_CONFIRMED = 8
 SAVE_SECONDS = 60.0
 # Sequences are learnt from by their attempt's score; verdicts of their own have no say.
 _NOTHING = Verdict(reward=0.0, correct=False, well_formed=True)
+# Of a step's rewards: their distribution, from the least to the most.
+REWARD_PERCENTS = (0, 10, 25, 50, 75, 90, 100)
 # What the progress bar shows.
 CONSOLE_NAMES = (
   "search/best", "search/gain", "search/archive_size", "objective/beta", "objective/kl_to_base",
@@ -848,6 +850,7 @@ def of_search(
 ) -> dict[str, float]:
   """Returns a step's numbers of the search; `totals` has the first and the best value so far."""
   scores = [a.score for group in sampled.attempts for a in group]
+  rewards = [score.reward for score in scores]
   values = [score.value for score in scores if score.is_valid]
   numbers = {
     "search/best": shown(environment, totals["best"]),
@@ -855,8 +858,10 @@ def of_search(
     "search/archive_size": float(len(after.states)),
     "search/seed_trees_alive": float(archive_lib.num_seed_trees_alive(after)),
     "search/valid_rate": len(values) / len(scores),
-    "search/reward_mean": float(np.mean([score.reward for score in scores])),
+    "search/reward_mean": float(np.mean(rewards)),
   }
+  for percent, reward in zip(REWARD_PERCENTS, np.percentile(rewards, REWARD_PERCENTS)):
+    numbers[f"search/reward_p{percent}"] = float(reward)
   if values:
     quantiles = np.quantile(values, (0.1, 0.5, 0.9))
     numbers |= {
@@ -872,7 +877,9 @@ def write_best(
   archive: archive_lib.Archive,
   best: archive_lib.State,
 ) -> None:
-  """Writes the best artefact so far, its lineage, and what it is worth: at once, and whole.
+  """Writes the best artefact so far, its lineage, the tree that it grew on, and what it is worth.
+
+  At once, and whole.
 
   What is there already stays if it is better: a process that died knew more than its checkpoint.
   """
@@ -891,6 +898,11 @@ def write_best(
     dict(step=state.step + 1, value=shown(environment, state.value), tokens=state.tokens)
     for state in archive_lib.lineage(archive, best.state_id)
   ]
+  tree = [
+    dict(id=state.state_id, parent=state.parent, step=state.step + 1,
+         value=shown(environment, state.value))
+    for state in archive_lib.family(archive, best.state_id)
+  ]  # fmt: skip
   record = dict(
     problem=environment.name,
     value=score.value,
@@ -898,6 +910,7 @@ def write_best(
     step=best.step + 1,
     artefact=best.artefact,
     lineage=lineage,
+    tree=tree,
   )
   metrics.write_summary(path, json.loads(json.dumps(record)))
 
@@ -913,7 +926,7 @@ def read_best(directory: pathlib.Path) -> dict[str, Any]:
     found = json.loads(path.read_text(encoding="utf-8"))
     if not math.isfinite(found["value"]):
       raise ValueError(f"its value is {found['value']}")
-    missing = {"artefact", "step", "lineage"} - {*found}
+    missing = {"artefact", "step", "lineage", "tree"} - {*found}
     if missing:
       raise ValueError(f"it has no {', '.join(sorted(missing))}")
     return found

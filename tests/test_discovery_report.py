@@ -77,6 +77,12 @@ def make_best(directory: pathlib.Path, **changes: Any) -> None:
       dict(step=5, value=0.75, tokens=[7, 16, 52]),
       dict(step=30, value=2.75, tokens="return [0.5, 1.0, 1.25]"),
     ],
+    tree=[
+      dict(id=0, parent=None, step=0, value=1.0),
+      dict(id=8, parent=0, step=5, value=0.75),
+      dict(id=9, parent=0, step=5, value=0.5),
+      dict(id=70, parent=8, step=30, value=2.75),
+    ],
   )
   directory.mkdir(exist_ok=True)
   (directory / "best.json").write_text(json.dumps(record | changes))
@@ -104,6 +110,7 @@ def make_run(directory: pathlib.Path, *, train: bool = True, **changes: Any) -> 
         "search/seed_trees_alive": 8.0,
         "search/valid_rate": 0.5 + step / 100,
         "search/reward_mean": float(step),
+        **{f"search/reward_p{p}": step + p / 100 for p in (0, 10, 25, 50, 75, 90, 100)},
         "search/value_p10": 0.25,
         "search/value_median": 0.5,
         "search/value_p90": 0.75,
@@ -194,7 +201,7 @@ def test_every_section_is_there(page):
     "tool from random starts",
     "Best so far",
     "Lineage of the best",
-    "3 states",
+    "3 of 4 states",
     "Value of attempts",
     "Valid attempts",
     "Seed trees alive",
@@ -266,6 +273,26 @@ def test_every_ancestor_is_a_node_with_its_tokens(page):
   heights = [float(y) for _, y, _ in nodes]
   assert heights[2] < heights[0] < heights[1]
   assert "published: 2.9" in drawing
+  # The tree around them: each but the start has a branch, the one that led nowhere too.
+  (branches,) = re.findall(r'<path class="raw" d="(M[^"]+)"/>', drawing)
+  assert branches.count("M") == branches.count("L") == 3
+  for x, y, _ in nodes[1:]:
+    assert f"L{x} {y}" in branches
+  assert "<b>3</b> of 4 states" in page
+
+
+def test_the_rewards_of_a_step_are_bands(page):
+  (drawing,) = re.findall(r'<svg [^>]*aria-label="Rewards of attempts">.*?</svg>', page, re.DOTALL)
+  bands = re.findall(r'<path class="bar" fill-opacity="0.18" d="M([^"]+)Z"/>', drawing)
+  assert len(bands) == 3
+  heights = []
+  for band in bands:
+    points = [tuple(map(float, point.split())) for point in band.split("L")]
+    assert len(points) == 2 * NUM_STEPS and points[0][0] == points[-1][0]
+    heights.append(points[-1][1] - points[0][1])
+  # Of the first step: all within 1, four fifths within 0.8, half within 0.5.
+  assert heights == pytest.approx([heights[0] * part for part in (1, 0.8, 0.5)], abs=0.11)
+  assert "median <b>1.5 → 45.5</b>" in page and "mean <b>1 → 45</b>" in page
 
 
 def test_the_page_asks_for_nothing(page):
@@ -361,11 +388,14 @@ def test_a_picture_of_hostile_text_is_drawn_as_shapes(tmp_path):
 
 
 def test_the_first_record_of_a_run_is_enough(tmp_path):
-  make_best(tmp_path, lineage=[dict(step=0, value=2.75, tokens=[])], certificate="")
+  start = dict(id=3, parent=None, step=0, value=2.75)
+  make_best(
+    tmp_path, lineage=[dict(step=0, value=2.75, tokens=[])], tree=[start], certificate=""
+  )
   text = Tags(rendered(tmp_path, Stairs(published=()))).text
   assert "the start itself" in text and "The problem lists no published values." in text
   assert "The value is as the problem computes it, without a certificate." in text
-  assert "1 state" in text and "1 states" not in text
+  assert "1 of 1 states" in text
   assert "Others" not in text and "Search" not in text and "to the bit" not in text
 
 
@@ -410,6 +440,7 @@ def test_directories_that_are_no_discovery_are_refused(tmp_path):
     ({"value": None}, r"\(TypeError: .*expected the fields problem, value, certificate"),
     ({"lineage": []}, "its lineage is empty"),
     ({"lineage": [{"step": 1}]}, "KeyError: 'value'"),
+    ({"tree": [{"id": 1, "parent": "x", "step": 1, "value": 1.0}]}, "ValueError: invalid literal"),
   ],
 )
 def test_a_damaged_record_is_refused(tmp_path, changes, expected):
@@ -420,5 +451,5 @@ def test_a_damaged_record_is_refused(tmp_path, changes, expected):
 
 def test_a_record_without_a_field_is_refused(tmp_path):
   (tmp_path / "best.json").write_text('{"value": 1.0, "problem": "stairs_3"}')
-  with pytest.raises(ValueError, match="it has no certificate, artefact, lineage"):
+  with pytest.raises(ValueError, match="it has no certificate, artefact, lineage, tree"):
     discovery_report.render(tmp_path, Stairs())

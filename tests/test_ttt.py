@@ -205,6 +205,14 @@ def test_the_best_is_on_disk_with_the_way_to_it(whole):
   assert rows_of(directory)[best["step"] - 1]["search/best"] == best["value"]
   assert lineage[-1]["value"] == best["value"]
   assert len(lineage) == found.summary["lineage"] > 1
+  # The tree around it: all that descends from the same start, each after its parent.
+  tree = best["tree"]
+  assert tree[0]["parent"] is None and tree[0]["step"] == 0
+  ids = [state["id"] for state in tree]
+  assert ids == sorted(ids) and {state["parent"] for state in tree[1:]} <= {*ids}
+  assert {(one["step"], one["value"]) for one in lineage} <= {
+    (one["step"], one["value"]) for one in tree
+  }
   # Every step of the way can be taken again, seeds of random amounts aside.
   language = environment.language
   state = archive_lib.best(found.archive)
@@ -922,7 +930,7 @@ def test_other_settings_are_refused_with_both_values_and_nothing_is_touched(cras
   [
     ("{", "JSONDecodeError: Expecting"),
     ("[1]", "TypeError: "),
-    ('{"value": 3.0, "artefact": 1}', "ValueError: it has no lineage, step"),
+    ('{"value": 3.0, "artefact": 1}', "ValueError: it has no lineage, step, tree"),
     ('{"value": NaN}', "ValueError: its value is nan"),
   ],
 )

@@ -318,6 +318,17 @@ def lineage(archive: Archive, state_id: int) -> tuple[State, ...]:
   return tuple(records[i] for i in _upwards(records, state_id))[::-1]
 
 
+def family(archive: Archive, state_id: int) -> tuple[State, ...]:
+  """Returns what is known of a state's tree: all that descend from its seed, oldest first.
+
+  Raises:
+    ValueError: if the archive does not hold that state.
+  """
+  seed = lineage(archive, state_id)[0].state_id
+  members = [state for state in (*archive.departed, *archive.states) if state.seed_tree == seed]
+  return tuple(sorted(members, key=lambda state: state.state_id))
+
+
 def seeds(archive: Archive) -> tuple[State, ...]:
   """Returns the living seeds, oldest first."""
   return tuple(state for state in archive.states if state.is_seed)

@@ -55,11 +55,11 @@ class SearchConfig:
     keep_children: most children that an expansion admits, for `archive.start`.
     capacity: most living states, for `archive.start`.
     range_over_seeds: S counts the seeds' values too.
-    islands: of "puct": how many searches go on side by side; group i belongs to island i modulo
-      their number. 1 is published.
-    patience: of "puct": steps without a better state after which an island's trees are closed and
-      others planted, which the policy enters with all that it has learnt. 0 never does, as
-      published.
+    islands: a labelled deviation from the paper, of "puct": how many searches go on side by side;
+      group i belongs to island i modulo their number. 1 is published.
+    patience: a labelled deviation from the paper, of "puct": steps without a better state after
+      which an island's trees are closed and others planted, which the policy enters with all that
+      it has learnt. 0 never does, as published.
   """
 
   reuse: str = "puct"

@@ -535,6 +535,7 @@ class Denoising:
     """
     self.is_maximised = False
     # What others print holds for their data and split only.
+    # What is published are scores on other counts, which have to be downloaded.
     self.published: tuple[Published, ...] = ()
     self.counts = load(path) if path else simulate(seed)
     label = pathlib.Path(path).stem if path else "simulated"

@@ -586,6 +586,7 @@ class _Timed:
     self.name = name
     self.is_maximised = True
     # Times of others are of other machines.
+    # What is published are times on other hardware; a ratio to the plain program is not.
     self.published: tuple[Published, ...] = ()
     self.fields = tuple(fields)
     self.laps = laps

@@ -5,7 +5,8 @@
 Such a program sees an empty directory, the system and Python (read-only), and itself: no network,
 no other process, no file of the caller. It runs as nobody, under limits of time, memory, processes
 and output, in namespaces of its own, behind Landlock and seccomp; when it ends or is ended,
-everything it started is dead. `sandbox_child` is the other half: what does all this.
+everything it started is dead. `sandbox_child` is the other half: what does all this. It makes the
+namespaces itself, as bubblewrap would, so that none has to be there.
 
 What comes back is data that an adversary wrote. A function's value was made by the same process
 that ran the program, so it proves nothing: the caller recomputes whatever counts.
@@ -275,7 +276,7 @@ class Sandbox:
       )
     self._control = control
     self._finalizer = weakref.finalize(self, _end_server, control, process)
-    said = control.recv(2**20)
+    said = control.recv(2**16)
     if not said:
       self._finalizer()
       raise RuntimeError(

@@ -264,6 +264,16 @@ def test_a_state_admitted_in_a_step_is_no_parent_in_it():
     archive.record_step(seeds(0.0), [(0, [child(1.0)]), (1, [])], step=0)
 
 
+def test_a_family_is_all_that_descends_from_one_seed():
+  kept = archive.record_step(
+    seeds(0.0, 0.0, capacity=4), [(0, [child(1.0)]), (1, [child(9.0)])], step=0
+  )
+  kept = archive.record_step(kept, [(2, [child(2.0), child(3.0)])], step=1)
+  assert [state.state_id for state in kept.departed] == [2]
+  assert [state.state_id for state in archive.family(kept, 4)] == [0, 2, 4]
+  assert [state.state_id for state in archive.family(kept, 1)] == [1, 3]
+
+
 def test_the_lineage_of_an_unknown_state_is_refused():
   with pytest.raises(ValueError, match=r"got state 7, expected one of the 2 living"):
     archive.lineage(seeds(0.0, 1.0), 7)
