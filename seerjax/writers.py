@@ -23,7 +23,7 @@ from seerjax.tasks.discovery import Artefact, Environment
 from seerjax.tasks.programs import Attempt
 from seerjax.types import Completion, Request, SamplingParams
 
-MIN_DESCRIPTION = 400  # Characters of a problem's description that a context must have room for.
+MIN_DESCRIPTION = 200  # Characters of a problem's description that a context must have room for.
 
 Generate = Callable[[Sequence[Request]], Iterable[Completion]]
 

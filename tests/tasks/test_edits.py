@@ -168,7 +168,7 @@ def test_a_judge_answers_in_the_order_of_the_jobs_and_counts_its_seconds():
 @pytest.mark.parametrize("num_workers", [1, 2])
 def test_worker_processes_make_the_same_attempts(num_workers):
   # Not a multiple of what a worker takes at a time.
-  path, asked = tiny_problem.PATH, jobs(3 * edits.BATCH + 1)
+  path, asked = tiny_problem.PATH, jobs(25 * edits.BATCH + 1)
   environment = edits.problems.load(path)
   with edits.Judge(environment, path) as judge:
     expected = judge.attempts(asked)
