@@ -454,13 +454,13 @@ def discover(
         (directory / BEST).unlink(missing_ok=True)
       if not (directory / BEST).is_file():
         write_best(directory, environment, archive, archive_lib.best(archive))
-      saved_at, has_failed = time.monotonic(), False
+      saved_at, has_remarked = time.monotonic(), False
       while step < config.num_steps:
         sampled = sample(config, engine, writer, archive, step, journal)
-        failed = [a for group in sampled.attempts for a in group if a.status == "failed"]
-        if failed and not has_failed and isinstance(writer, writers.Edits):
-          say(f"step {step + 1}: {len(failed)} sentences failed, the first: {failed[0].message}")
-          has_failed = True  # Said once.
+        remark = "" if has_remarked else remark_on(writer, sampled)
+        if remark:
+          say(f"step {step + 1}: {remark}")
+          has_remarked = True  # Once is enough.
         found = archived(environment, archive, sampled, step)
         if archive_lib.best(found).value > totals["best"]:
           write_best(directory, environment, found, archive_lib.best(found))
@@ -557,6 +557,17 @@ def sample(
     said=by_group,
     attempts=[[next(attempts) for _ in ones] for ones in by_group],
   )
+
+
+def remark_on(writer: writers.Writer, sampled: Sampled) -> str:
+  """Returns what a user should know of a step's attempts and no number tells; "" if nothing."""
+  attempts = [attempt for group in sampled.attempts for attempt in group]
+  failed = [attempt for attempt in attempts if attempt.status == "failed"]
+  if failed and isinstance(writer, writers.Edits):  # Programs fail, languages should not.
+    return f"{len(failed)} sentences failed, the first: {failed[0].message}"
+  if not any(attempt.score.is_valid for attempt in attempts):
+    return f"none of {len(attempts)} attempts is valid, the first: {attempts[0].score.reason}"
+  return ""
 
 
 def sampler(

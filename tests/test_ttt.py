@@ -981,6 +981,15 @@ def test_a_defect_of_the_language_is_said_once_and_the_run_goes_on(tmp_path):
   assert found.summary["attempts"] == 2 * PER_STEP
 
 
+def test_a_step_without_anything_valid_is_remarked_on():
+  none = step_of((math.nan,) * 4, (math.nan,) * 4)
+  with ttt.writer_of(
+    CONFIG, tiny_problem.Row(), ttt.tiny_policy(CONFIG, tiny_problem.Row())
+  ) as writer:
+    assert ttt.remark_on(writer, none) == "none of 8 attempts is valid, the first: no"
+    assert ttt.remark_on(writer, step_of((math.nan, 1.0), (math.nan,) * 2)) == ""
+
+
 def test_a_prompt_that_the_context_cannot_hold_is_refused_before_any_file(tmp_path):
   engine = dataclasses.replace(CONFIG.engine, max_context=8)
   with pytest.raises(ValueError, match="got a prompt of 6 ids and sentences of 3, expected a prom"):
