@@ -7,6 +7,7 @@ import functools
 import itertools
 import json
 import math
+import os
 import pathlib
 import random
 import shutil
@@ -347,6 +348,37 @@ def test_a_worker_process_changes_no_bit(tmp_path):
     for workers in (0, 1)
   ]
   assert is_same_run(tmp_path / "1", runs[1], (tmp_path / "0", runs[0], environment))
+
+
+MORTAL = """
+import os
+
+from tiny_problem import *
+
+
+class Dies(Digits):
+  def apply(self, artefact, tokens, seed):
+    if self.num_applied == 40:
+      os._exit(3)
+    return super().apply(artefact, tokens, seed)
+
+
+LANGUAGE = Dies()
+"""
+
+
+@pytest.mark.long
+def test_what_was_done_before_a_worker_died_is_saved(tmp_path, monkeypatch):
+  problem = tmp_path / "mortal.py"
+  problem.write_text(MORTAL)
+  monkeypatch.setenv("PYTHONPATH", str(pathlib.Path(tiny_problem.PATH).parent), prepend=os.pathsep)
+  config = dict(problem=str(problem), tiny=NO_WARM_START, checkpoint_every=10)
+  with pytest.raises(edits.WorkerDied, match="--resume goes on after the last whole step"):
+    discover(tmp_path / "run", edits.problems.load(str(problem)), num_workers=1, **config)
+  # Two steps of sixteen attempts; in the third it died.
+  assert checkpoint.steps(tmp_path / "run" / "checkpoints") == (0, 2)
+  found = discover(tmp_path / "run", resume=True, **config)
+  assert found.summary["attempts"] == 4 * PER_STEP
 
 
 # What may be chosen.
