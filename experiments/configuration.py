@@ -20,6 +20,8 @@ from ml_collections import config_dict, config_flags
 
 T = TypeVar("T")
 
+flags.disclaim_key_flags()  # What is defined here is the experiment's, and stands in its --help.
+
 
 def to_flags(config: Any) -> ml_collections.ConfigDict:
   """Returns a locked ConfigDict with the fields of a (nested) dataclass; it refuses other names."""

@@ -112,6 +112,12 @@ def test_what_cannot_be_done_is_refused_before_anything_is_written(tmp_path: pat
   assert not (tmp_path / "run").exists()
 
 
+def test_its_help_shows_where_it_begins_and_where_it_writes():
+  said = run("--help").stdout
+  assert "--preset: <flagship|paper>" in said and "--workdir: Everything" in said
+  assert said.startswith("Test-time training to discover")
+
+
 def test_the_papers_preset_is_as_published():
   paper = ttt_discover.PAPER
   assert (paper.num_steps, paper.groups_per_step, paper.group_size) == (50, 8, 64)
