@@ -50,8 +50,9 @@ SEERJAX_TEST_SEED=${SEERJAX_TEST_SEED:-$((RANDOM * 32768 + RANDOM))}
 export SEERJAX_TEST_SEED
 export JAX_PLATFORMS=cpu
 # NumPy multiplies the tiles of interpreted kernels. Of x86's products in OpenBLAS those for AVX2
-# alone (Haswell, Zen) round a row by its place in the tile; these do not, and run everywhere.
-export OPENBLAS_CORETYPE=${OPENBLAS_CORETYPE:-Sandybridge}
+# alone (Haswell, Zen) round a row by its place in the tile; these do not, and run everywhere. A
+# machine whose environment names others must not bring them back.
+export OPENBLAS_CORETYPE=Sandybridge
 # A cached executable would hide a program that no longer compiles.
 unset JAX_COMPILATION_CACHE_DIR
 
