@@ -192,9 +192,11 @@ def _rival_by_name(job: tuple[ttt.DiscoverConfig, str, float]) -> float:
   return best_of(rival(config, problems.load(config.problem), name, cpu_seconds))
 
 
-def check_problem(name: str, seed: int, seconds: float) -> int:
+def check_problem(name: str, seed: int, seconds: float, *, allow_weak_sandbox: bool) -> int:
   """Prints what is wrong with a problem; returns the program's status."""
-  findings = problem_check.check_apart(name, seed, seconds=seconds)
+  findings = problem_check.check_apart(
+    name, seed, seconds=seconds, allow_weak_sandbox=allow_weak_sandbox
+  )
   for finding in findings:
     print(finding)
   num_errors = sum(finding.level == "error" for finding in findings)
@@ -216,7 +218,11 @@ def main(argv: list[str]) -> None:
     allow_weak = config.programs.allow_weak_sandbox
     environment = problems.load(config.problem, allow_weak_sandbox=allow_weak)
     if args.check_problem:
-      sys.exit(check_problem(config.problem, config.seed, args.check_seconds))
+      sys.exit(
+        check_problem(
+          config.problem, config.seed, args.check_seconds, allow_weak_sandbox=allow_weak
+        )
+      )
     if args.compare and not rival_names(environment):
       raise ValueError(
         f"--compare: got {environment.name}, which has neither a language of edits nor baselines,"

@@ -534,8 +534,7 @@ class Denoising:
       ValueError, ModuleNotFoundError: as `load`.
     """
     self.is_maximised = False
-    # What others print holds for their data and split only.
-    # What is published are scores on other counts, which have to be downloaded.
+    # What is published holds for other counts and splits, which would have to be downloaded.
     self.published: tuple[Published, ...] = ()
     self.counts = load(path) if path else simulate(seed)
     label = pathlib.Path(path).stem if path else "simulated"

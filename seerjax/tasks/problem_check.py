@@ -46,17 +46,22 @@ class Finding(NamedTuple):
     return f"{self.level}: {self.sentence}"
 
 
-def check_apart(problem: str, seed: int, *, seconds: float) -> list[Finding]:
+def check_apart(
+  problem: str, seed: int, *, seconds: float, allow_weak_sandbox: bool = False
+) -> list[Finding]:
   """Returns what `check` finds, in a process of its own: a problem may hang, or end its process.
 
   Args:
     problem: its name, for `problems.load`.
     seed: see `check`.
     seconds: that it may take; afterwards it is ended, and that is what was found.
+    allow_weak_sandbox: for `problems.load`.
   """
   context = multiprocessing.get_context("spawn")
   receiver, sender = context.Pipe(duplex=False)
-  process = context.Process(target=_check_and_send, args=(problem, seed, sender), daemon=True)
+  process = context.Process(
+    target=_check_and_send, args=(problem, seed, allow_weak_sandbox, sender), daemon=True
+  )
   process.start()
   sender.close()
   end, stage = time.monotonic() + seconds, "loading"
@@ -95,10 +100,14 @@ def check_apart(problem: str, seed: int, *, seconds: float) -> list[Finding]:
 
 
 def _check_and_send(
-  problem: str, seed: int, sender: multiprocessing.connection.Connection
+  problem: str,
+  seed: int,
+  allow_weak_sandbox: bool,
+  sender: multiprocessing.connection.Connection,
 ) -> None:
   signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it, without a traceback.
-  sender.send(check(problems.load(problem), seed, begin=sender.send))
+  environment = problems.load(problem, allow_weak_sandbox=allow_weak_sandbox)
+  sender.send(check(environment, seed, begin=sender.send))
 
 
 def check(
