@@ -23,8 +23,8 @@ newest Python that is found; then every test of the contract, with one of its pa
 quarter of the files of unit tests, on Python 3.11 and with AVX2 alone. Parity with Hugging Face
 where torch can be installed. With arguments: pytest with them on the newest Python, no more.
 
-  --long   runs the tests marked `long`, one after the other. What passed is kept in .long/; when
-           started again at the same sources, only what is missing runs.
+  --long   runs the tests marked `long`, for hours. What passed is kept in .long/; when started again
+           at the same sources, only what is missing runs.
   --help   this text
 
   SEERJAX_TEST_SEED=N       repeats a run (each run prints its seed)
@@ -199,46 +199,25 @@ EOF
   return $status
 }
 
-# run_long DIR: runs each test marked `long` that has not passed yet at these sources.
+# run_long DIR ARGUMENT...: runs each test marked `long` that has not passed yet at these sources.
 run_long() {
-  local dir=$1 sources done_file tests test left=0 status=0
+  local dir=$1 sources finished status=0
   shift
-  # Uncommitted lines and new files count: a result belongs to the very sources that gave it.
-  sources=$(git rev-parse --short=12 HEAD)-$(git ls-files -coz --exclude-standard |
+  # Uncommitted lines and new files count: a result belongs to the very sources that gave it. Prose
+  # and results are no sources.
+  sources=$(git ls-files -coz --exclude-standard -- . ':!docs' ':!*.md' |
     xargs -0 cksum 2>/dev/null | cksum | cut -d' ' -f1)
   mkdir -p .long || return 1
-  done_file=".long/$sources.txt"
-  touch "$done_file"
-  tests=$("$dir/bin/python" -m pytest -m long --collect-only -q "$@" 2>&1)
-  case $? in
-    0 | 5) ;;
-    *)
-      printf '%s\n' "$tests"
-      return 1
-      ;;
-  esac
-  tests=$(printf '%s\n' "$tests" | grep '::')
-  [ -n "$tests" ] || {
-    printf 'no test is marked long\n'
-    return 0
-  }
-  while IFS= read -r test; do
-    if grep -qxF -- "$test" "$done_file"; then
-      printf 'passed before: %s\n' "$test"
-      continue
-    fi
-    # --timeout=0: how long a long test may take is its own affair.
-    if "$dir/bin/python" -m pytest -m long -q -rs --timeout=0 --hypothesis-profile=long \
-      --hypothesis-seed="$SEERJAX_TEST_SEED" "$test" </dev/null; then
-      printf '%s\n' "$test" >>"$done_file"
-    else
-      status=1
-      left=$((left + 1))
-    fi
-  done <<EOF
-$tests
-EOF
-  printf '%d of %d long tests passed; %s\n' "$(wc -l <"$done_file")" "$(printf '%s\n' "$tests" | wc -l)" "$done_file"
+  finished="$ROOT/.long/$sources.txt"
+  touch "$finished" || return 1
+  # --timeout=0: how long a long test may take is its own affair.
+  run_pytest "$dir" -m long --timeout=0 --hypothesis-profile=long --finished="$finished" "$@" ||
+    status=$?
+  [ "$status" -ne 5 ] || status=0 # Nothing was left to run.
+  printf '\nevents of the tests that passed:\n'
+  grep '^#' "$finished"
+  printf '%d long tests have passed at these sources: %s\n' \
+    "$(grep -vc '^#' "$finished")" ".long/$sources.txt"
   return $status
 }
 

@@ -49,9 +49,31 @@ hypothesis.settings.register_profile("long", max_examples=500, deadline=None, pr
 hypothesis.settings.load_profile("default")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+  """Names the file by which a session that takes hours goes on where the last one ended."""
+  parser.addoption(
+    "--finished", type=pathlib.Path, help="run no test that it names; those that pass enter it"
+  )
+
+
 def pytest_configure(config: pytest.Config) -> None:
   """Draws the session's seed once; pytest's worker processes inherit it."""
   os.environ.setdefault("SEERJAX_TEST_SEED", str(secrets.randbelow(2**30)))
+  if config.option.finished and not hasattr(config, "workerinput"):
+    config.pluginmanager.register(Finished(config.option.finished))
+
+
+class Finished:
+  """Writes down each test that passes, and the events that it told of, as soon as it is known."""
+
+  def __init__(self, path: pathlib.Path):
+    self._path = path
+
+  def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+    if report.when == "call" and report.passed:
+      events = [f"# {value}" for name, value in report.user_properties if name == "events"]
+      with self._path.open("a") as file:
+        file.write("".join(f"{line}\n" for line in (*events, report.nodeid)))
 
 
 class ByFolder(xdist.scheduler.LoadScopeScheduling):
@@ -71,7 +93,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log) -> ByFolder:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
   """Draws the parameters of tests marked `few`; those that are not drawn count as long.
 
-  With `-m long` all count as long: each then runs alone, where nothing can be drawn from.
+  With `-m long` all count as long. What `--finished` names is left out.
 
   SEERJAX_TEST_SHARE below 1 draws that share of the files first, among which the contract's always
   are, and of a test of the contract one of its parameters.
@@ -97,6 +119,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
       num_drawn = 0
     for item in draw.sample(several, max(len(several) - num_drawn, 0)):
       item.add_marker(pytest.mark.long)
+  path = config.option.finished
+  if path and path.is_file():
+    finished = {*path.read_text().splitlines()}
+    config.hook.pytest_deselected(items=[item for item in items if item.nodeid in finished])
+    items[:] = [item for item in items if item.nodeid not in finished]
 
 
 def pytest_report_header(config: pytest.Config) -> str:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+import os
+import pathlib
 import subprocess
 import sys
 import warnings
@@ -71,3 +74,31 @@ def test_a_seed_repeats_a_session():
   command = [sys.executable, "-c", program]
   done = subprocess.run(command, capture_output=True, text=True, check=False)
   assert "SEERJAX_TEST_SEED=7" in done.stdout, done.stdout + done.stderr
+
+
+def test_a_session_goes_on_after_what_passed(tmp_path: pathlib.Path):
+  names = ("test_there_are_eight_devices", "test_a_session_is_worth_telling_of")
+  finished = tmp_path / "finished.txt"
+  command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+  command += [f"--finished={finished}", *(f"{__file__}::{name}" for name in names)]
+
+  def session(fails: str, *options: str) -> str:
+    environment = os.environ | {"SEERJAX_TEST_FAILS": fails}
+    done = subprocess.run(
+      [*command, *options], env=environment, capture_output=True, text=True, check=False
+    )
+    return done.stdout + done.stderr
+
+  said = session("1", "-n", "1")
+  assert "1 failed, 1 passed" in said, said
+  assert finished.read_text() == f"tests/test_settings.py::{names[0]}\n"
+  said = session("")
+  assert "1 passed, 1 deselected" in said, said
+  events, name = finished.read_text().splitlines()[1:]
+  assert events == "# this session: tests 1"
+  assert name == f"tests/test_settings.py::{names[1]}"
+
+
+def test_a_session_is_worth_telling_of(tell_events: Callable[..., None]):
+  assert not os.environ.get("SEERJAX_TEST_FAILS")
+  tell_events("this session", {"tests": 1}, expected=("tests",))
