@@ -281,6 +281,8 @@ def stuck_roots(
 def replant(archive: Archive, root: int, seed: Child, *, step: int) -> Archive:
   """Returns the archive with a tree closed, and another seed planted in its place.
 
+  Nothing departs for it: until the next step, a full archive holds it beyond its capacity.
+
   Args:
     archive: after a step.
     root: of the tree.
@@ -353,7 +355,6 @@ def ancestors(archive: Archive) -> dict[int, frozenset[int]]:
 
 def to_json(archive: Archive) -> str:
   """Returns the archive as text; `from_json` gives back an equal one, bit for bit."""
-
   fields = dataclasses.asdict(archive)
   for record in (*fields["states"], *fields["departed"]):
     record["artefact"] = json.loads(record.pop("text"))
@@ -366,30 +367,68 @@ def from_json(text: str) -> Archive:
   """Returns the archive that `to_json` wrote.
 
   Raises:
-    ValueError: if the text is no JSON, or of another format.
+    ValueError: if the text is no JSON, of another format, or no archive that holds together.
   """
-  fields = json.loads(text)
+  try:
+    fields = json.loads(text)
+  except json.JSONDecodeError as error:
+    raise ValueError(_damaged(str(error))) from error
   written = fields.pop("format", None) if isinstance(fields, dict) else None
   if written != FORMAT:
     raise ValueError(
       f"archive.from_json: got format {written!r}, expected {FORMAT!r}; read it with the release"
       " that wrote it."
     )
+  try:
+    for name in ("states", "departed"):
+      fields[name] = tuple(_read(record) for record in fields[name])
+    fields["roots"] = tuple(fields["roots"])
+    archive = Archive(**fields)
+    flaw = _flaw(archive)
+  except (AttributeError, KeyError, TypeError, ValueError) as error:
+    raise ValueError(_damaged(repr(error))) from error
+  if flaw:
+    raise ValueError(_damaged(flaw))
+  return archive
 
-  def state(record: dict[str, Any]) -> State:
-    canonical = _canonical(record.pop("artefact"))
-    tokens = record.pop("tokens")
-    return State(
-      **record,
-      tokens=tokens if isinstance(tokens, str) else tuple(tokens),
-      text=canonical,
-      digest=_digest(canonical),
-    )
 
-  for name in ("states", "departed"):
-    fields[name] = tuple(state(record) for record in fields[name])
-  fields["roots"] = tuple(fields["roots"])
-  return Archive(**fields)
+def _read(record: dict[str, Any]) -> State:
+  """Returns a state as `to_json` wrote it."""
+  canonical = _canonical(record.pop("artefact"))
+  tokens = record.pop("tokens")
+  return State(
+    **record,
+    tokens=tokens if isinstance(tokens, str) else tuple(tokens),
+    text=canonical,
+    digest=_digest(canonical),
+  )
+
+
+def _flaw(archive: Archive) -> str:
+  """Returns what about an archive no step could have left behind; "" if there is nothing."""
+  known: set[int] = set()
+  for state in sorted((*archive.departed, *archive.states), key=lambda state: state.state_id):
+    numbers = state.value, state.reward, state.best_child or 0.0
+    # Python's JSON also reads NaN and Infinity.
+    if not all(-MAX_VALUE <= number <= MAX_VALUE for number in numbers):
+      return f"state {state.state_id} has value, reward and best_child {numbers}"
+    if state.parent is not None and state.parent not in known:
+      return f"state {state.state_id} has parent {state.parent}, which is not there"
+    if state.state_id in known:
+      return f"state {state.state_id} is there twice"
+    known.add(state.state_id)
+  if not {*archive.roots} <= {state.state_id for state in seeds(archive)}:
+    return f"roots {archive.roots} are not all living seeds"
+  if max(known, default=0) >= archive.next_id:
+    return f"next_id {archive.next_id} was given already"
+  return ""
+
+
+def _damaged(flaw: str) -> str:
+  return (
+    f"archive.from_json: got a damaged archive ({flaw}), expected what to_json wrote; resume from"
+    " another checkpoint."
+  )
 
 
 def _admit(child: Child, state_id: int, parent: State | None, *, step: int) -> State:

@@ -9,9 +9,9 @@
   n   expansions of s or of any descendant;  T  expansions in all
 
 A batch of "puct" walks down the scores and passes over every ancestor and every descendant of a
-state that it has taken: one state of a lineage, though siblings and cousins may go together. Seeds
-never depart, so each seed tree offers at least one state, and a batch is full wherever there are as
-many seeds as groups; fewer are refused. Groups and seeds may be dealt to islands, each of which
+state that it has taken: one state of a lineage, though siblings and cousins may go together. Roots
+of growing trees never depart, so each offers at least one state, and a batch is full wherever there
+are as many as groups; fewer are refused. Groups and seeds may be dealt to islands, each of which
 scores its own trees as if there were no others: then no family can take all groups.
 
 No rule has state. `select` is a pure function of (archive, num, config, seed); what is random is

@@ -125,6 +125,9 @@ def test_departed_ancestors_stay_known_and_go_on_counting():
   assert [(state.state_id, state.visits) for state in kept.states] == [(0, 3), (3, 0)]
   assert [(state.state_id, state.visits) for state in kept.departed] == [(1, 2), (2, 1)]
   assert [state.value for state in archive.lineage(kept, 3)] == [0.0, 1.0, 2.0, 3.0]
+  # What departed may be found again: it is timed, say, and better now.
+  again = archive.record_expansion(kept, 3, [child(9.0, 1.0)], step=3)
+  assert [(state.state_id, state.artefact) for state in again.states] == [(0, 0.0), (4, 1.0)]
   # Nothing descends from 1 to 3 any more: they are forgotten, and their ids with them.
   kept = archive.record_expansion(kept, 0, [child(4.0)], step=3)
   assert [state.state_id for state in kept.states] == [0, 4] and kept.departed == ()
@@ -285,6 +288,32 @@ def test_another_format_is_refused(text):
     archive.from_json(text)
 
 
+@pytest.mark.parametrize(
+  ("old", "new", "message"),
+  [
+    ('"value": 2.0', '"value": NaN', r"state 2 has value, reward and best_child \(nan"),
+    ('"value": 2.0', '"value": 1e999', r"state 2 has value, reward and best_child \(inf"),
+    ('"value": 2.0', '"value": "2.0"', "Type.*Error"),
+    ('"artefact": 2.0', '"artefact": NaN', "got nan, expected JSON"),
+    ('"parent": 0', '"parent": 7', "state 2 has parent 7, which is not there"),
+    ('"state_id": 1', '"state_id": 0', "state 0 is there twice"),
+    ('"roots": [0, 1]', '"roots": [0, 2]', r"roots \(0, 2\) are not all living seeds"),
+    ('"next_id": 3', '"next_id": 2', "next_id 2 was given already"),
+    ('"seed_tree"', '"tree"', "TypeError"),
+    ('"tokens"', '"words"', "KeyError"),
+    ('"departed": []', '"departed": [0]', "Error"),
+    ('"capacity": 1000}', '"capacity": 10', "Expecting ',' delimiter"),
+  ],
+)
+def test_a_damaged_archive_is_refused_with_what_is_wrong(old, new, message):
+  text = archive.to_json(archive.record_expansion(seeds(0.0, 1.0), 0, [child(2.0)], step=0))
+  assert archive.from_json(text) and old in text
+  with pytest.raises(
+    ValueError, match=rf"got a damaged archive \(.*{message}.*\), expected what to_json wrote"
+  ):
+    archive.from_json(text.replace(old, new))
+
+
 def test_stuck_by_hand():
   def stuck(kept, *steps, islands=2):
     return [archive.stuck_roots(kept, step, islands=islands, patience=2) for step in steps]
@@ -310,7 +339,8 @@ def test_replanting_by_hand():
   assert archive.stuck_roots(planted, 1, islands=2, patience=2) == (1,)
   assert archive.best(planted).value == 2.0
   # The best of all stays; of what else there is, the closed tree goes first, its root as well.
-  grown = archive.record_expansion(planted, 4, [child(0.7, "a"), child(0.6, "b")], step=1)
+  found = [(4, [child(0.7, "a"), child(0.6, "b")]), (1, [child(0.5, "c")])]
+  grown = archive.record_step(planted, found, step=1)
   assert [state.artefact for state in grown.states] == [0.0, 2.0, "fresh", "a", "b"]
   assert [state.state_id for state in grown.states] == [1, 2, 4, 5, 6]
   assert [state.state_id for state in grown.departed] == [0]

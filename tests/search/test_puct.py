@@ -82,6 +82,9 @@ def test_islands_by_hand():
   assert puct.select(family(), 2, config, seed=0) == (4, 1)
   with pytest.raises(ValueError, match="SearchConfig.islands: got 2 for 1 groups, expected at"):
     puct.select(family(), 1, config, seed=0)
+  # Nor do expansions elsewhere count: with T = 3 for 2, state 4 would come before 0.
+  kept = archive.record_expansion(family(), 1, [], step=2)
+  assert puct.select(kept, 2, SearchConfig(islands=2), seed=0) == (0, 1)
   # Whatever other islands hold, a group stays on its own; a closed tree is nobody's.
   kept = archive.record_expansion(family(), 1, [child(-7.0)], step=2)
   assert puct.select(kept, 2, SearchConfig(islands=2, c=0.0), seed=0) == (0, 1)
@@ -131,6 +134,7 @@ class Twin:
     self.artefacts = [seed.artefact for seed in seeds]
     self.parents: list[int] = [-1] * len(seeds)
     self.alive = list(range(len(seeds)))
+    self.roots = list(range(len(seeds)))
     self.expansions: list[tuple[int, list[float]]] = []
 
   def above(self, state: int) -> set[int]:
@@ -152,8 +156,21 @@ class Twin:
           self.parents.append(parent)
     self.alive += entered
     while len(self.alive) > self.capacity:
-      worst = [i for i in self.alive if self.parents[i] >= 0]
-      self.alive.remove(min(worst, key=lambda i: (self.values[i], -i)))
+      free = [i for i in self.alive if i not in self.roots]
+      best = max(free, key=lambda i: (self.values[i], -i))
+      # The best goes last; before others go those of closed trees.
+      worst = min(free, key=lambda i: (i == best, self.grows(i), self.values[i], -i))
+      self.alive.remove(worst)
+
+  def replant(self, root: int, seed: Child) -> None:
+    self.roots[self.roots.index(root)] = len(self.values)
+    self.alive.append(len(self.values))
+    self.values.append(seed.value)
+    self.artefacts.append(seed.artefact)
+    self.parents.append(-1)
+
+  def grows(self, state: int, roots: Sequence[int] | None = None) -> bool:
+    return not ({state} | self.above(state)).isdisjoint(self.roots if roots is None else roots)
 
   def visits(self, state: int) -> int:
     return sum(p == state or state in self.above(p) for p, _ in self.expansions)
@@ -161,27 +178,31 @@ class Twin:
   def best_child(self, state: int) -> float | None:
     return max((v for p, found in self.expansions if p == state for v in found), default=None)
 
-  def scores(self, c: float) -> dict[int, float]:
-    ranked = sorted(self.alive, key=lambda i: (-self.values[i], i))
-    found = [self.values[i] for i in self.alive if self.parents[i] >= 0]
-    found = found or [self.values[i] for i in self.alive]
+  def scores(self, c: float, roots: Sequence[int]) -> dict[int, float]:
+    states = [i for i in self.alive if self.grows(i, roots)]
+    ranked = sorted(states, key=lambda i: (-self.values[i], i))
+    found = [self.values[i] for i in states if self.parents[i] >= 0]
+    found = found or [self.values[i] for i in states]
     spread = max(max(found) - min(found), 1e-6)
-    size = len(ranked)
+    size, total = len(ranked), sum(self.grows(parent, roots) for parent, _ in self.expansions)
     scores = {}
-    for i in self.alive:
+    for i in states:
       prior = (size - ranked.index(i)) / sum(size - rank for rank in range(size))
       best = self.best_child(i)
-      bonus = c * spread * prior * math.sqrt(1 + len(self.expansions)) / (1 + self.visits(i))
+      bonus = c * spread * prior * math.sqrt(1 + total) / (1 + self.visits(i))
       scores[i] = (self.values[i] if best is None else best) + bonus
     return scores
 
-  def select(self, num: int, c: float) -> tuple[int, ...]:
-    scores = self.scores(c)
-    taken: list[int] = []
-    for i in sorted(self.alive, key=lambda i: (-scores[i], -self.values[i], i)):
-      if all(i not in self.above(j) and j not in self.above(i) for j in taken):
-        taken.append(i)
-    return tuple(taken[:num])
+  def select(self, num: int, c: float, islands: int) -> tuple[int, ...]:
+    chosen = {}
+    for island in range(islands):
+      scores = self.scores(c, self.roots[island::islands])
+      taken: list[int] = []
+      for i in sorted(scores, key=lambda i: (-scores[i], -self.values[i], i)):
+        if all(i not in self.above(j) and j not in self.above(i) for j in taken):
+          taken.append(i)
+      chosen |= dict(zip(range(island, num, islands), taken))
+    return tuple(chosen[group] for group in range(num))
 
 
 # Few different values, so that there are ties and duplicates. The test makes children of them: the
@@ -189,7 +210,8 @@ class Twin:
 children = st.lists(
   st.tuples(st.integers(0, 12).map(lambda n: n / 8), st.sampled_from([None, "a", "b"])), max_size=4
 )
-history = st.lists(st.lists(st.tuples(st.integers(0, 99), children), max_size=3), max_size=10)
+expansions = st.lists(st.tuples(st.integers(0, 99), children), max_size=3)
+history = st.lists(st.tuples(expansions, st.none() | st.integers(0, 99)), max_size=10)
 
 
 @hypothesis.settings(max_examples=40)
@@ -204,8 +226,7 @@ def test_random_histories_agree_with_the_twin(values, history, c, keep, room):
   seeds = [child(value) for value in values]
   kept = archive.start(seeds, keep_children=keep, capacity=len(seeds) + room)
   twin = Twin(seeds, keep, len(seeds) + room)
-  config = SearchConfig(c=c)
-  for step, choices in enumerate(history):
+  for step, (choices, replanted) in enumerate(history):
     expansions = [
       (twin.alive[choice % len(twin.alive)], [child(*one) for one in found])
       for choice, found in choices
@@ -219,14 +240,21 @@ def test_random_histories_agree_with_the_twin(values, history, c, keep, room):
     assert [state.visits for state in kept.states] == [twin.visits(i) for i in twin.alive]
     assert [state.best_child for state in kept.states] == [twin.best_child(i) for i in twin.alive]
     assert archive.ancestors(kept) == {i: twin.above(i) for i in twin.alive}
-    got = scores_of(kept, config)
-    assert got.dtype == np.float64
-    np.testing.assert_array_equal(got, list(twin.scores(c).values()))
+    if kept.roots == tuple(range(len(seeds))):
+      got = scores_of(kept, SearchConfig(c=c))
+      assert got.dtype == np.float64
+      np.testing.assert_array_equal(got, list(twin.scores(c, twin.roots).values()))
+    if replanted is not None:
+      root, seed = twin.roots[replanted % len(seeds)], child(replanted / 16, "fresh")
+      kept = archive.replant(kept, root, seed, step=step)
+      twin.replant(root, seed)
+    assert kept.roots == tuple(twin.roots)
     for num in range(1, len(seeds) + 1):
-      chosen = puct.select(kept, num, config, seed=0)
-      assert chosen == twin.select(num, c) and len(chosen) == num
-      for one, other in itertools.combinations(chosen, 2):
-        assert one not in twin.above(other) and other not in twin.above(one)
+      for islands in range(1, num + 1):
+        chosen = puct.select(kept, num, SearchConfig(c=c, islands=islands), seed=0)
+        assert chosen == twin.select(num, c, islands) and len({*chosen}) == num
+        for one, other in itertools.combinations(chosen, 2):
+          assert one not in twin.above(other) and other not in twin.above(one)
 
 
 def test_without_blocking_the_twin_disagrees():
