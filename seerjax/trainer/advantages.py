@@ -10,6 +10,9 @@ members of a group were numbered; and a group of equal rewards has advantages of
   dr_grpo          r - mean of its group
   rloo             r - mean of the others in its group
   mean_baseline    r - mean of the whole batch
+
+The entropic objective is in `entropic`: it reads rewards as float64, so that it also tells apart
+those that are ties here, less than about 1e-7 of their size from each other.
 """
 
 from __future__ import annotations
@@ -180,7 +183,9 @@ def overlong_penalty(lengths: ArrayLike, *, max_tokens: int, buffer: int) -> np.
 
 def _checked(rewards: ArrayLike, name: str, *, min_group_size: int = 2) -> np.ndarray:
   """Returns rewards as float64[b, g], each exactly a float32, or refuses them."""
-  array = np.asarray(rewards, np.float32)
+  given = np.asarray(rewards)
+  with np.errstate(over="ignore"):  # Refused below, by its own value.
+    array = given.astype(np.float32)
   if array.ndim != 2:
     raise ValueError(
       f"{name}: got rewards of shape {array.shape}, expected [b, g], one row per prompt; stack"
@@ -194,8 +199,8 @@ def _checked(rewards: ArrayLike, name: str, *, min_group_size: int = 2) -> np.nd
   if not np.isfinite(array).all():
     group, member = np.argwhere(~np.isfinite(array))[0]
     raise ValueError(
-      f"{name}: got reward {array[group, member]} for group {group}, member {member}, expected a"
-      " finite number; mend the task's verdict for that text."
+      f"{name}: got reward {given[group, member]} for group {group}, member {member}, expected a"
+      " finite float32; mend the task's verdict for that text, or scale its rewards down."
     )
   return array.astype(np.float64)
 

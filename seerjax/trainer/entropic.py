@@ -16,10 +16,11 @@ ties. Hence all of this is float64 on the host, on rewards divided by their rang
 rounds once and so knows no order, exponentials one at a time; as in `advantages`, the order of
 groups and of members changes no bit. The result is cast to float32 at the end.
 
-What holds on average, with a β that is fixed: e_n and the others are independent, so the expected
-gradient is exactly k times that of J_β, k = E[exp(β r)] E[1 / mean of the others' exp(β r)] >= 1,
-and k - 1 fades as 1 / N: an unbiased direction, a step a little too long. Advantages of a group sum
-to more than 0.
+What holds on average, with a β that is fixed per unit of reward: e_n and the others are
+independent, so the expected gradient is exactly k times that of J_β, k = E[exp(β r)] E[1 / mean of
+the others' exp(β r)] >= 1, and k - 1 fades as 1 / N: an unbiased direction, a step a little too
+long. A β that looks at the group, be it solved for or per range, is only nearly so. Advantages of a
+group sum to more than 0.
 
 Source: Yuksekgonul et al. 2026 (TTT-Discover), https://arxiv.org/abs/2601.16175.
 """

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from hypothesis import given, settings, strategies as st
 import jax.numpy as jnp
 import numpy as np
@@ -49,6 +51,14 @@ def test_order_of_groups_and_members_changes_no_bit(rewards, random):
     want = function(rewards)
     assert want.dtype == np.float32 and want.shape == rewards.shape
     np.testing.assert_array_equal(function(rewards[groups][:, members]), want[groups][:, members])
+
+
+@pytest.mark.parametrize("function", [*GROUPED, advantages.mean_baseline])
+def test_sums_are_rounded_once_whatever_cancels_in_them(function):
+  rewards = np.asarray([[2.0**80, 1.0, -(2.0**80), 3.0]], np.float32)
+  want = function(rewards)
+  for order in itertools.permutations(range(4)):
+    np.testing.assert_array_equal(function(rewards[:, order]), want[:, order])
 
 
 @settings(max_examples=25, deadline=None)
@@ -122,6 +132,12 @@ def test_reward_that_is_not_finite_is_refused_by_place(function, bad):
     ValueError, match=f"got reward {bad} for group 1, member 2, expected a finite"
   ):
     function(rewards)
+
+
+@pytest.mark.parametrize("function", [*GROUPED, advantages.mean_baseline])
+def test_reward_beyond_float32_is_refused_by_its_own_value(function):
+  with pytest.raises(ValueError, match=r"got reward 1e\+39 .* finite float32; .*scale its rewards"):
+    function(np.asarray([[0.0, 1e39]]))
 
 
 def test_wrong_rank_is_refused():

@@ -286,6 +286,22 @@ def test_on_two_arms_the_expected_gradient_is_longer_by_a_known_factor(prob, bet
     assert got > exact > 0
 
 
+@pytest.mark.parametrize("num", [4, 5])
+def test_on_many_arms_the_expected_gradient_has_the_exact_direction(num):
+  policy, beta = softmax(LOGITS), 2.0
+  tilted = np.exp(beta * REWARDS)
+  total, inverse = np.zeros(4), 0.0
+  for arms in itertools.product(range(4), repeat=num):
+    rewards, chance = REWARDS[list(arms)], policy[list(arms)]
+    # `beta` is on rewards over their range: this one is the same per unit in every group.
+    advantages, _ = only(rewards, beta=beta * np.ptp(rewards))
+    scores = np.eye(4)[list(arms)] - policy
+    total += chance.prod() * (advantages.astype(np.float64) @ scores) / num
+    inverse += chance.prod() / tilted[list(arms[1:])].mean()
+  exact = numeric_gradient(LOGITS, REWARDS, beta)
+  np.testing.assert_allclose(total, policy @ tilted * inverse * exact, rtol=1e-6, atol=1e-8)
+
+
 def test_the_factor_fades_as_one_over_n():
   # One in ten is better, β = 2: a step is a third too long in groups of 4, 2 % in groups of 64.
   factors = [excess(0.1, num, 2.0) for num in (4, 8, 16, 64, 256)]
@@ -391,6 +407,9 @@ def test_hopeless_others_give_a_huge_but_finite_advantage():
   advantages, tilt = only([1.0, 0.0, 0.0, 0.0], beta=1e4)
   np.testing.assert_allclose(advantages, [1e12, -1, -1, -1], rtol=1e-6)
   assert tilt.kl == pytest.approx(math.log(4))
+  # As long as they are not quite hopeless, every digit of what they are counts.
+  advantages, _ = only([1.0, 0.0, 0.0, 0.0], beta=25.0)
+  np.testing.assert_allclose(advantages[0], math.exp(25) - 1, rtol=1e-7)
 
 
 # ---- The pull to the base ----
