@@ -158,7 +158,7 @@ class AutocorrelationEdits:
   Attributes:
     num_steps: of the function.
     is_second: of the second inequality; else of the first.
-    target: best published value, for the view.
+    target: the value that the view measures the distance to.
   """
 
   num_steps: int
@@ -450,12 +450,15 @@ _ALPHAEVOLVE = "https://arxiv.org/abs/2506.13131"
 _REPOSITORY = "https://github.com/google-deepmind/alphaevolve_repository_of_problems"
 _TOGETHER = "https://github.com/togethercomputer/EinsteinArena-new-SOTA"
 _THETAEVOLVE = "https://arxiv.org/abs/2511.23473"
+_SIMPLETES = "https://arxiv.org/abs/2604.19341"
+_IMPROVEVOLVE = "https://arxiv.org/abs/2602.10233"
 
 FIRST_PUBLISHED = (
   Published(1.5028628, "Together, EinsteinArena", 2026, _TOGETHER),
   Published(1.5028629, "TTT-Discover, gpt-oss-120b, 30,000 steps", 2026, _TTT),
   Published(1.503133, "ThetaEvolve, from AlphaEvolve's", 2025, _THETAEVOLVE),
   Published(1.503164, "AlphaEvolve V2, 1319 steps", 2025, _REPOSITORY),
+  Published(1.503871, "SimpleTES", 2026, _SIMPLETES),
   Published(1.50525, "TTT-Discover, Qwen3-8B", 2026, _TTT),
   Published(1.50529, "AlphaEvolve", 2025, _ALPHAEVOLVE),
   Published(1.50681, "ThetaEvolve, from scratch", 2025, _THETAEVOLVE),
@@ -464,6 +467,7 @@ FIRST_PUBLISHED = (
   Published(1.51004, "best of 25,600, in TTT-Discover", 2026, _TTT),
 )
 SECOND_PUBLISHED = (
+  Published(0.96258, "ImprovEvolve (function not released)", 2026, _IMPROVEVOLVE),
   Published(0.961206, "Together, EinsteinArena", 2026, _TOGETHER),
   Published(0.9610, "AlphaEvolve V2, 50,000 steps", 2025, _REPOSITORY),
   Published(0.9591, "TTT-Discover, gpt-oss-120b, 50,000 steps", 2026, _TTT),
@@ -475,6 +479,8 @@ SECOND_PUBLISHED = (
   Published(0.8962, "AlphaEvolve, 50 steps", 2025, _ALPHAEVOLVE),
   Published(0.88922, "Matolcsi and Vinuesa (human)", 2010, _MATOLCSI),
 )
+# What a policy sees its distance to: not the best published, so that records change no run.
+FIRST_GOAL, SECOND_GOAL = 1.5028628, 0.961206
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -501,8 +507,7 @@ class FirstAutocorrelation(_Autocorrelation):
 
   @property
   def language(self) -> AutocorrelationEdits:
-    target = FIRST_PUBLISHED[0].value
-    return AutocorrelationEdits(num_steps=self.num_steps, is_second=False, target=target)
+    return AutocorrelationEdits(num_steps=self.num_steps, is_second=False, target=FIRST_GOAL)
 
   def verify(self, artefact: Artefact) -> Score:
     """Returns C1, rounded up; the certificate is the exact fraction."""
@@ -553,8 +558,7 @@ class SecondAutocorrelation(_Autocorrelation):
 
   @property
   def language(self) -> AutocorrelationEdits:
-    target = SECOND_PUBLISHED[0].value
-    return AutocorrelationEdits(num_steps=self.num_steps, is_second=True, target=target)
+    return AutocorrelationEdits(num_steps=self.num_steps, is_second=True, target=SECOND_GOAL)
 
   def verify(self, artefact: Artefact) -> Score:
     """Returns C2, rounded down; the certificate is the exact fraction."""

@@ -365,33 +365,6 @@ class CircleLanguage:
     return np.array(rows, np.float64).T.copy()
 
 
-def best_radii(centres: np.ndarray) -> np.ndarray:
-  """Returns radii f64[n] of the greatest sum for fixed centres, by a linear program.
-
-  They hold up to the solver's tolerance (about 1e-15); the exact verifier wants them a little less.
-
-  Args:
-    centres: f64[2, n], different from each other, inside the square.
-  """
-  circles = np.concatenate([centres, np.full((1, centres.shape[1]), 0.5)])
-  solved = _linear_program(circles, 0.0)
-  assert solved is not None, "radii of LEAST_RADIUS solve it, if the centres are apart"
-  return solved[2]
-
-
-def polish(artefact: Artefact) -> Artefact:
-  """Returns a packing near a valid one, at a maximum of the sum of radii; never a worse one."""
-  circles = np.array(artefact, np.float64).T.copy()
-  found = [artefact]
-  for stiffness in (FIRM, STIFF):
-    settled = circles.copy()
-    _settle(settled, stiffness, 200)
-    found.append(_finish(settled))
-  if max(found[1:], key=_worth) is not max(found, key=_worth):
-    found.append(_accepted(_linear(circles)))  # Other basins: so uphill from the artefact itself.
-  return max(found, key=_worth)
-
-
 # What the verifier does.
 
 
@@ -738,10 +711,6 @@ def _pair_numbers(n: int) -> tuple[np.ndarray, np.ndarray]:
   first, second = np.triu_indices(n, 1)
   first.flags.writeable = second.flags.writeable = False
   return first, second
-
-
-def _worth(artefact: Artefact) -> float:
-  return math.fsum(r for _, _, r in artefact)
 
 
 def _text(artefact: Artefact) -> str:

@@ -149,12 +149,12 @@ def reshape(heights: np.ndarray, edit: Edit, rng: np.random.Generator, top: floa
 
 
 def view(heights: np.ndarray, top: float, gap: float, peak: float) -> tuple[int, ...]:
-  """Returns what a policy sees: how far from the best known, where the maximum is, the heights.
+  """Returns what a policy sees: how far from the goal, where the maximum is, the heights.
 
   Args:
     heights: f64[n].
     top: height of level 15.
-    gap: distance to the best published value, in the problem's unit; its logarithm is shown.
+    gap: distance to the problem's goal, in its own unit; the logarithm is shown.
     peak: where the maximum that counts is attained, 0 to 1.
   """
   num = heights.size
