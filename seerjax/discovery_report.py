@@ -11,7 +11,7 @@ Like every page of `seerjax.report` it has no script and asks for nothing. The a
 whatever the problem draws of it (`Environment.picture`): of its SVG only known shapes come through,
 under names of their own, without links.
 
-Steps are counted from 1, as in metrics.jsonl, and 0 is the start; best.json counts from 0.
+Steps are counted from 1, as in metrics.jsonl and best.json, and 0 is the start.
 """
 
 from __future__ import annotations
@@ -318,7 +318,13 @@ def _published(found: Found) -> str:
   if not published:
     return '<figure><p class="note">The problem lists no published values.</p></figure>'
   rows = [
-    (one.value, one.who, str(one.year), one.source, _comparison(found, one.value))
+    (
+      one.value,
+      one.who,
+      str(one.year),
+      one.source,
+      _comparison(found, one.value) if one.is_comparable else "not comparable",
+    )
     for one in published
   ]
   rows.append((found.value, "this run", found.date, BEST, ""))
@@ -330,12 +336,18 @@ def _published(found: Found) -> str:
     + "</tr>"
     for value, who, when, source, verdict in rows
   )
-  beaten = sum(found.gain(one.value) > 0 for one in published)
+  rivals = [one.value for one in published if one.is_comparable]
+  beaten = sum(found.gain(value) > 0 for value in rivals)
+  claim = (
+    f"This run is better than {beaten} of {len(rivals)} published values."
+    if rivals
+    else "They are of other inputs, so that this run beats none of them."
+  )
   return (
     f"<figure><figcaption><h3>Published values, {_direction(found)}</h3></figcaption>"
     '<table class="ranks"><tr><th>value</th><th>who</th><th>when</th><th>where</th>'
-    f'<th>this run is</th></tr>{text}</table><p class="note">This run is better than {beaten} of'
-    f" {len(published)} published values. They are as printed at their sources: a difference"
+    f'<th>this run is</th></tr>{text}</table><p class="note">{claim}'
+    " They are as printed at their sources: a difference"
     " below their last digit says nothing, and later ones may exist.</p></figure>"
   )
 
@@ -407,7 +419,8 @@ def lineage_chart(found: Found) -> str:
   shown = np.concatenate([around, values[np.isfinite(values)]])
   low, high = float(shown.min()), float(shown.max())
   # The published best is drawn unless it would flatten all else.
-  goal = found.environment.published[0].value if found.environment.published else math.nan
+  goals = [one.value for one in found.environment.published if one.is_comparable]
+  goal = goals[0] if goals else math.nan
   if low - (high - low) <= goal <= high + (high - low):
     low, high = min(low, goal), max(high, goal)
   else:
@@ -513,7 +526,7 @@ def record_section(found: Found) -> str:
   text = json.dumps(found.artefact, ensure_ascii=False)
   if len(text) > MAX_ARTEFACT_TEXT:
     text = f"{text[:MAX_ARTEFACT_TEXT]} … {len(text) - MAX_ARTEFACT_TEXT} more characters in {BEST}"
-  # What the page says elsewhere, with more digits and with steps counted from 1, is left out.
+  # What the page says elsewhere, with more digits, is left out.
   said = ("problem", "best", "start", "certificate", "found_in_step", "rivals")
   summary = {name: value for name, value in found.run.summary.items() if name not in said}
   return (

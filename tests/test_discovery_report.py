@@ -139,7 +139,7 @@ def make_summary(directory: pathlib.Path, **more: Any) -> None:
     start=1.0,
     cpu_seconds=180.25,
     judge_cpu_seconds=3.5,
-    found_in_step=29,
+    found_in_step=30,
     numerics={"digest": "db13"},
   )
   metrics.write_summary(directory / "summary.json", numbers | more)
@@ -224,6 +224,14 @@ def test_steps_are_counted_from_one_wherever_they_stand(page):
     ["5", "0.75", "−0.25", "7 16 52"],
     ["30", "2.75", "+2", "return [0.5, 1.0, 1.25]"],
   ]
+
+
+def test_values_of_other_inputs_are_shown_and_not_beaten(tmp_path):
+  make_best(tmp_path)
+  others = (OTHERS[0]._replace(is_comparable=False),)
+  page = rendered(tmp_path, Stairs(published=others))
+  assert "not comparable" in page and "so that this run beats none of them" in page
+  assert "published: " not in page
 
 
 def test_this_run_stands_in_its_place_among_the_published(page):

@@ -37,7 +37,7 @@ RUN_LIMITS = Limits(wall_seconds=6.0, cpu_seconds=2.0, memory_bytes=2**30, file_
 COMPILE_LIMITS = Limits(
   wall_seconds=120.0, cpu_seconds=60.0, memory_bytes=2**31, file_bytes=2**26, output_bytes=2**20
 )
-_MAX_KEPT = 256  # Programs whose compilation and whose values are remembered.
+_MAX_KEPT = 256  # Programs whose values, or whose compiler's complaints, are remembered.
 _MAX_MESSAGE = 400  # Characters of what a compiler or a program said.
 _NUMBER = re.compile(r"-?[0-9]{1,9}", re.ASCII)
 
@@ -297,9 +297,10 @@ class ContestSolutions:
     self._num_cases = num_cases
     self._limits = limits
     self._compile_limits = compile_limits
-    # By the digest of the source: what g++ made, and what a valid program was worth on each case.
-    # Threads may do the same work twice; the first result stays.
-    self._compiled: dict[str, bytes | str] = {}
+    # By the digest of the source: why it does not compile, and what a valid program was worth on
+    # each case. Threads may do the same work twice; the first result stays. What g++ made is not
+    # kept: one large array fills a file, and hundreds of those the memory.
+    self._refused: dict[str, str] = {}
     self._values: dict[str, tuple[int, ...]] = {}
 
   def start(self, seed: int) -> discovery.Artefact:
@@ -384,9 +385,10 @@ one; to return a program that you have written is enough.
     axes = figure.add_subplot()
     axes.bar(range(len(values)), values, color="#2060a0")
     axes.axhline(sum(values) / len(values), color="black", linewidth=1, label="mean")
-    axes.set_title(f"{self.name}: mean {sum(values) / len(values):.2f}")
+    axes.set_title(f"{self.name}: mean {sum(values) / len(values):,.2f} points")
+    axes.locator_params(axis="x", integer=True)
     axes.set_xlabel("case")
-    axes.set_ylabel("value")
+    axes.set_ylabel("points")
     axes.legend()
     return figure
 
@@ -403,8 +405,8 @@ one; to return a program that you have written is enough.
     """Returns the files and the command of a program, or the reason why it cannot be compiled."""
     if language == "python":
       return {"solution.py": source}, ("python3", "solution.py")
-    made = self._compiled.get(digest)
-    if made is None:
+    reason = self._refused.get(digest)
+    if reason is None:
       outcome = self._run(
         COMPILE,
         files={"solution.cc": source},
@@ -412,13 +414,12 @@ one; to return a program that you have written is enough.
         limits=self._compile_limits,
       )
       if outcome.status == "ok" and "solution" in outcome.files:
-        made = outcome.files["solution"]
-      else:
-        made = f"compilation: {_failure(outcome, self._compile_limits)}"
+        return {"solution": outcome.files["solution"]}, ("./solution",)
+      reason = f"compilation: {_failure(outcome, self._compile_limits)}"
       # What ran out of time may have met a busy machine: that is not held against it for good.
       if outcome.status in ("ok", "failed"):
-        _keep(self._compiled, digest, made)
-    return made if isinstance(made, str) else ({"solution": made}, ("./solution",))
+        _keep(self._refused, digest, reason)
+    return reason
 
 
 def integers(text: str) -> list[int] | str:

@@ -10,8 +10,9 @@ A policy changes an artefact in one of two ways, through the same circle (`seerj
   programs   source text that a sandbox runs on it (`describe` says how, `tasks.sandbox` runs it)
 
 Everything here is a pure function of its arguments: equal (artefact, tokens, seed), equal outcome,
-on every machine and in any order. A tool inside an edit is therefore bounded by iterations, never
-by a clock.
+in any order and any process. A tool inside an edit is therefore bounded by iterations, never by a
+clock. Verdicts are the same on every machine; a tool that multiplies matrices may round otherwise
+on one of another kind, and then finds something else there.
 
 Source: Yuksekgonul et al. 2026 (TTT-Discover), https://arxiv.org/abs/2601.16175, section 3.
 """
@@ -35,12 +36,14 @@ class Published(NamedTuple):
     who: person, system or paper.
     year: of it.
     source: where it is printed.
+    is_comparable: whether it is of this very problem; a mean over inputs that are not ours is not.
   """
 
   value: float
   who: str
   year: int
   source: str
+  is_comparable: bool = True
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -235,7 +238,8 @@ def check_numbers(artefact: Any, name: str, *, least: int, most: int) -> tuple[f
   if not isinstance(artefact, list | tuple):
     return f"{name}: got {type(artefact).__name__}, expected a list of numbers"
   if not least <= len(artefact) <= most:
-    return f"{name}: got {len(artefact)} numbers, expected {least} to {most}"
+    expected = f"{least}" if least == most else f"{least} to {most}"
+    return f"{name}: got {len(artefact)} numbers, expected {expected}"
   for place, number in enumerate(artefact):
     # A bool is an int to Python; an int may be too large for a float.
     if isinstance(number, bool) or not isinstance(number, int | float):

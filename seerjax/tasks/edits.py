@@ -48,7 +48,8 @@ def attempt(environment: Environment, job: Job) -> Attempt:
     artefact = environment.language.apply(job.artefact, job.tokens, job.seed)
   except ValueError as error:
     return _failed("malformed", str(error))
-  except Exception as error:  # A mistake of the language: what was found is not to be lost by it.
+  # A mistake of the language: what was found is not to be lost by it.
+  except (Exception, SystemExit) as error:
     return _failed("failed", f"apply raised {type(error).__name__}: {str(error)[:200]}")
   score = environment.verify(artefact)
   if not score.is_valid:

@@ -82,6 +82,8 @@ def test_the_contract_is_kept():
   values = [published.value for published in ENVIRONMENT.published]
   assert values == sorted(values, reverse=True)
   assert round(values[0]) == 5_656_095
+  # Means over other inputs: a high value of this one beats nobody.
+  assert not any(published.is_comparable for published in ENVIRONMENT.published)
   assert LANGUAGE.vocab_size == 120 and LANGUAGE.stop_token == 0
 
 
@@ -177,6 +179,23 @@ def test_inputs_are_as_the_problem_draws_them():
 def test_input_0_is_the_same_on_every_machine():
   assert ENVIRONMENT.problem.apples == (1, 2, 3, 3, 4, 4, 11, 49, 57, 71)
   assert ENVIRONMENT.problem.costs[3][:3] == (337256217, 2799857542, 3313861721)
+
+
+# Of the first 10,000 inputs those with the costs nearest to a half, by ulps of the product.
+@pytest.mark.parametrize("index", [69, 2268, 3291, 8687, 9451])
+def test_inputs_that_a_last_bit_could_change_are_rounded_to_the_right_side(index):
+  draws = np.random.Generator(np.random.PCG64([58, index]))
+  draws.uniform(0.0, 2.0, 10)  # Of the apples.
+  exponents = draws.uniform(0.0, 2.0, (4, 10)).tolist()
+  problem, from_a_half = apple_machines.instance(index), []
+  with decimal.localcontext() as context:
+    context.prec = 50
+    for level, kind in itertools.product(range(1, 4), range(10)):
+      least = problem.apples[kind] * 500**level
+      exact = least * decimal.Decimal(10) ** decimal.Decimal(exponents[level][kind])
+      assert problem.costs[level][kind] == round(exact)
+      from_a_half.append(abs(exact % 1 - decimal.Decimal("0.5")))
+  assert min(from_a_half) < 1e-3
 
 
 def test_nothing_bought_leaves_one_apple():

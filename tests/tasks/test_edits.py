@@ -101,10 +101,13 @@ def test_a_long_reason_is_cut_in_the_score_alone():
   assert found.score.reason == f"malformed: {'x' * 300}" and found.message == "x" * 1000
 
 
-def test_a_defect_of_the_language_is_a_failure_that_says_so():
-  environment = tiny_problem.Row(language=tiny_problem.Digits(stop_at=1, stop=lambda: 1 / 0))
+@pytest.mark.parametrize(
+  "stop, name", [(lambda: 1 / 0, "ZeroDivisionError"), (lambda: sys.exit(0), "SystemExit")]
+)
+def test_a_defect_of_the_language_is_a_failure_that_says_so(stop, name):
+  environment = tiny_problem.Row(language=tiny_problem.Digits(stop_at=1, stop=stop))
   found = attempt(RAISE, STOP, environment=environment)
-  assert found.status == "failed" and found.message.startswith("apply raised ZeroDivisionError: ")
+  assert found.status == "failed" and found.message.startswith(f"apply raised {name}: ")
   assert found.score.reason == f"failed: {found.message}"
 
 

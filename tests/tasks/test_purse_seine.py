@@ -194,6 +194,17 @@ def test_generated_points_are_the_same_on_every_machine():
   assert not np.array_equal(points.wanted, purse_seine.points_of(1).wanted)
 
 
+def test_the_points_of_a_whole_contest_are_drawn_once():
+  assert purse_seine.points_of.cache_parameters()["maxsize"] >= 150
+
+
+def test_published_values_are_the_best_first():
+  values = [published.value for published in WHOLE.published]
+  assert values == sorted(values, reverse=True) and round(150 * values[0]) == 567_062
+  # Means over other inputs: a high value of this one beats nobody.
+  assert not any(published.is_comparable for published in WHOLE.published)
+
+
 def test_starts_are_squares_that_the_seed_chooses():
   starts = [WHOLE.start(seed) for seed in range(20)]
   assert starts == [WHOLE.start(seed) for seed in range(20)]
@@ -494,7 +505,8 @@ def test_the_description_holds_a_program_that_makes_the_points():
 def test_pictures_are_figures():
   figure = WHOLE.picture(WHOLE.start(0))
   assert isinstance(figure, matplotlib.figure.Figure)
-  assert "value" in figure.axes[0].get_title()
+  axes = figure.axes[0]
+  assert "value" in axes.get_title() and (axes.get_xlabel(), axes.get_ylabel()) == ("x", "y")
 
 
 def test_baselines_are_legal_and_repeat():
