@@ -33,7 +33,7 @@ import jax.numpy as jnp
 import numpy as np
 from orbax.checkpoint import v1 as ocp
 
-from seerjax import numerics
+from seerjax import metrics, numerics
 
 FORMAT = 1
 DESCRIPTION = "checkpoint.json"
@@ -143,7 +143,7 @@ def save(
     _barrier("checkpoint_directory")
     # A flat dict: what is on disk does not depend on how containers are spelled. Orbax takes no
     # arrays without elements; for those the description is enough.
-    with _disk_errors(directory, step):
+    with _orbax_errors(directory, step):
       ocp.save(str(incoming / ARRAYS), {name: leaf for name, leaf in leaves.items() if leaf.size})
     _barrier("checkpoint_arrays")
     if jax.process_index() == 0:
@@ -164,12 +164,27 @@ def save(
       os.rename(incoming, target)
       _sync(directory)
       _remove_old(directory, keep_latest, keep_every)
-  except BaseException:
+  except BaseException as error:
     if jax.process_index() == 0:
       shutil.rmtree(incoming, ignore_errors=True)
+    if isinstance(error, OSError):
+      raise metrics.disk_error("checkpoint.save", directory, error) from error
     raise
   _barrier("checkpoint_published")
   return target
+
+
+def read_host_state(directory: str | os.PathLike, step: int | None = None) -> dict[str, Any]:
+  """Returns a checkpoint's host state, of whatever shapes its arrays are.
+
+  Args:
+    directory: of all the run's checkpoints.
+    step: which one; the latest by default.
+
+  Raises:
+    ValueError: as `restore`, if it is not there, or its description is damaged.
+  """
+  return _describe(_find(pathlib.Path(directory).absolute(), step))["host_state"]
 
 
 def restore(
@@ -198,21 +213,13 @@ def restore(
     ValueError: if the checkpoint is not there, truncated or altered (the file is named), of other
       numerics (both values are named), or of other leaves, shapes or dtypes (each leaf is named).
   """
-  directory = pathlib.Path(directory).absolute()
-  if step is None:
-    step = latest_step(directory)
-  if step is None or not _path(directory, step).is_dir():
-    raise ValueError(
-      f"checkpoint.restore: got step {step} of {directory}, expected one of {steps(directory)};"
-      " choose another step or directory, or start a new run."
-    )
-  path = _path(directory, step)
+  path = _find(pathlib.Path(directory).absolute(), step)
   description = _describe(path)
   epochs = tuple(Epoch(**epoch) for epoch in description["epochs"])
   if epochs[-1].fingerprint != dict(fingerprint):
     if not accept_new_numerics:
       numerics.require_same(epochs[-1].fingerprint, dict(fingerprint), what=str(path))
-    epochs += (Epoch(step, dict(fingerprint)),)
+    epochs += (Epoch(description["step"], dict(fingerprint)),)
   wanted = _leaves(abstract_state, "checkpoint.restore: abstract_state")
   _require_equal_leaves(path, description["leaves"], wanted)
   _require_whole(path, description["files"])
@@ -226,8 +233,20 @@ def restore(
   return Restored(description["step"], state, description["host_state"], epochs)
 
 
+def _find(directory: pathlib.Path, step: int | None) -> pathlib.Path:
+  """Returns where a step's checkpoint is, the latest one's by default, or refuses."""
+  if step is None:
+    step = latest_step(directory)
+  if step is None or not _path(directory, step).is_dir():
+    raise ValueError(
+      f"checkpoint.restore: got step {step} of {directory}, expected one of {steps(directory)};"
+      " choose another step or directory, or start a new run."
+    )
+  return _path(directory, step)
+
+
 @contextlib.contextmanager
-def _disk_errors(directory: pathlib.Path, step: int) -> Iterator[None]:
+def _orbax_errors(directory: pathlib.Path, step: int) -> Iterator[None]:
   """Raises what Orbax says of a disk as OSError; its thread prints a traceback of its own."""
   try:
     yield

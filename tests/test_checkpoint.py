@@ -290,14 +290,22 @@ def test_kill_minus_nine_at_any_moment_leaves_whole_checkpoints(tmp_path):
   assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
 
 
-def test_a_save_that_fails_leaves_nothing_behind(tmp_path):
+@pytest.mark.parametrize(
+  "num, said",
+  [
+    (10**6, "while step 1 was saved, expected room for it; free some, and resume"),
+    # The arrays find room, and what describes them does not.
+    (10, "bytes free), expected room for it; free some space and resume: everything finished"),
+  ],
+)
+def test_a_save_that_fails_leaves_nothing_behind(tmp_path, num, said):
   code = """
     import resource, sys
     import jax.numpy as jnp
     from seerjax import checkpoint
     def save(step):
       checkpoint.save(
-        sys.argv[1], step, {"w": jnp.arange(10**6)}, host_state={"text": "x" * 10**5},
+        sys.argv[1], step, {"w": jnp.arange(int(sys.argv[2]))}, host_state={"text": "x" * 10**5},
         fingerprint={"a": "b"})
     save(0)
     resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, resource.RLIM_INFINITY))
@@ -306,8 +314,8 @@ def test_a_save_that_fails_leaves_nothing_behind(tmp_path):
     except OSError as error:
       print("refused:", error)
     """
-  process = start_python(code, tmp_path)
+  process = start_python(code, tmp_path, num)
   out, err = process.communicate(timeout=120)
-  assert "while step 1 was saved, expected room for it; free some, and resume" in out, err
+  assert said in out, err
   assert os.listdir(tmp_path) == ["step_00000000"]
-  restore(tmp_path, {"w": jnp.zeros(10**6, jnp.int32)}, fingerprint={"a": "b"})
+  restore(tmp_path, {"w": jnp.zeros(num, jnp.int32)}, fingerprint={"a": "b"})
