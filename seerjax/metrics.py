@@ -18,7 +18,7 @@ non-finite values are the strings "NaN", "Infinity" and "-Infinity", and `read` 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 import dataclasses
 import errno
 import json
@@ -246,7 +246,7 @@ class Writer:
     *,
     resume_step: int | None = None,
     console: Literal["auto", "line", "progress", "off"] = "auto",
-    console_names: Sequence[str] = (),
+    console_digits: Mapping[str, int] | None = None,
     total_steps: int | None = None,
     tensorboard: bool = True,
     stream: rich.console.Console | None = None,
@@ -258,7 +258,8 @@ class Writer:
       resume_step: the last step whose numbers are kept, None for a new run.
       console: "line" prints one line a `write`, "progress" draws a bar, "auto" draws it on a
         terminal and prints lines elsewhere.
-      console_names: what the console shows, in this order; empty shows everything.
+      console_digits: what the console shows, in this order, with how many significant digits;
+        everything with four, if left out.
       total_steps: the end of the progress bar.
       tensorboard: whether to write TensorBoard events.
       stream: where the console writes; standard output by default.
@@ -269,7 +270,7 @@ class Writer:
     """
     self.path = pathlib.Path(directory) / FILE_NAME
     self._is_writer = jax.process_index() == 0
-    self._console_names = tuple(console_names)
+    self._console_digits = console_digits
     self._warned: set[str] = set()
     self._last_step = -1
     self._offset = 0
@@ -434,9 +435,9 @@ class Writer:
   def _show(self, step: int, numbers: Mapping[str, float]) -> None:
     if self._console is None:
       return
-    names = self._console_names or tuple(numbers)
-    shown = [f"{name.split('/')[-1]} {numbers[name]:.4g}" for name in names if name in numbers]
-    text = "  ".join(shown)
+    digits = dict.fromkeys(numbers, 4) if self._console_digits is None else self._console_digits
+    shown = {name: f"{numbers[name]:.{digits[name]}g}" for name in digits if name in numbers}
+    text = "  ".join(f"{name.split('/')[-1]} {number}" for name, number in shown.items())
     if self._progress is not None:
       if text:
         self._progress.update(self._task, description=text)

@@ -228,7 +228,9 @@ def number(value: Any, digits: int = 4) -> str:
     return f"{int(value):,}".replace(",", "\u202f")
   if value == 0:
     return "0.0"
-  return f"{value:.0f}" if abs(value) >= 10 ** (digits - 1) else f"{value:.{digits}g}"
+  if abs(value) < 10 ** (digits - 1):
+    return f"{value:.{digits}g}"
+  return f"{value:,.0f}".replace(",", "\u202f")
 
 
 def axis_number(value: float) -> str:

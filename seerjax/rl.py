@@ -133,7 +133,7 @@ class RunConfig:
         raise ValueError(
           f"RunConfig.{field}: got {vars(self)[field]}, expected at least {least}; raise it."
         )
-    if not self.lora_alpha > 0:
+    if not 0 < self.lora_alpha < math.inf:
       raise ValueError(
         f"RunConfig.lora_alpha: got {self.lora_alpha}, expected a positive number; 16 is usual."
       )
@@ -235,9 +235,12 @@ FREE_SETTINGS = (
 # measured for a single request, most of them to show its tree what the siblings said since.
 DRAFT_SECONDS, DRAFTING_SECONDS = 2e-5, 4e-4
 # What the progress bar shows.
-CONSOLE_NAMES = (
-  "rollout/reward_mean", "rollout/length_mean", "rollout/tokens_per_second", "contract/kl"
-)  # fmt: skip
+CONSOLE_DIGITS = {
+  "rollout/reward_mean": 4,
+  "rollout/length_mean": 4,
+  "rollout/tokens_per_second": 4,
+  "contract/kl": 4,
+}
 
 
 def train(
@@ -348,7 +351,7 @@ def train(
         directory,
         resume_step=step if resume else None,
         total_steps=config.num_steps,
-        console_names=CONSOLE_NAMES,
+        console_digits=CONSOLE_DIGITS,
       )
     )
     carried = stale_lib.Carried()

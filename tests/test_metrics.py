@@ -256,11 +256,14 @@ def test_a_summary_is_written_whole_or_not_at_all(tmp_path):
 def test_the_console_prints_a_line_a_step(tmp_path):
   stream = rich.console.Console(file=io.StringIO(), width=200)
   with metrics.Writer(
-    tmp_path, tensorboard=False, stream=stream, console_names=("rollout/reward", "train/loss")
+    tmp_path,
+    tensorboard=False,
+    stream=stream,
+    console_digits={"rollout/reward": 4, "train/loss": 6},
   ) as writer:
     writer.write(7, {"train/loss": 0.123456, "rollout/reward": 1, "train/other": 2})
     writer.print("[bold]done[/bold]")
-  assert stream.file.getvalue() == "step 7  reward 1  loss 0.1235\n[bold]done[/bold]\n"
+  assert stream.file.getvalue() == "step 7  reward 1  loss 0.123456\n[bold]done[/bold]\n"
 
 
 def test_a_terminal_gets_a_progress_bar(tmp_path):

@@ -262,3 +262,11 @@ def test_it_runs_from_the_command_line(tmp_path):
   assert result.stdout.strip() == str(tmp_path / "report.html"), result.stderr
   result = subprocess.run(command, capture_output=True, text=True, env=environment)
   assert result.returncode == 1 and "usage: python -m seerjax.report" in result.stderr
+
+
+@pytest.mark.parametrize(
+  "value, text",
+  [(5181348, "5\u202f181\u202f348"), (5181348.25, "5\u202f181\u202f348"), (0.38091, "0.3809")],
+)
+def test_a_large_number_has_its_thousands_apart_whole_or_not(value, text):
+  assert report.number(value) == text

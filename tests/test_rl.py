@@ -6,6 +6,7 @@ from collections.abc import Callable
 import dataclasses
 import functools
 import json
+import math
 import os
 import pathlib
 import shutil
@@ -493,6 +494,7 @@ def test_a_task_that_cannot_judge_is_named_and_nothing_is_lost(whole, tmp_path, 
     (rl.RunConfig, dict(num_instances=0), "RunConfig.num_instances: got 0, expected at least 1"),
     (rl.RunConfig, dict(lora_rank=-1), "RunConfig.lora_rank: got -1, expected at least 0"),
     (rl.RunConfig, dict(lora_alpha=0.0), "RunConfig.lora_alpha: got 0.0, expected a positive"),
+    (rl.RunConfig, dict(lora_alpha=math.inf), "RunConfig.lora_alpha: got inf, expected a positive"),
     (
       rl.RunConfig,
       dict(trainer=rl.TrainerConfig(num_mini_batches=33)),
