@@ -60,15 +60,22 @@ def read(path: pathlib.Path, settings: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def append(path: pathlib.Path, record: dict[str, Any]) -> None:
-  """Adds a finished cell to a file, in the place of a torn one; on the disk when this returns."""
-  path.parent.mkdir(parents=True, exist_ok=True)
-  path.touch()
-  with path.open("rb+") as file:
-    file.truncate(file.read().rfind(b"\n") + 1)
-    file.seek(0, os.SEEK_END)
-    file.write((json.dumps(metrics.encode(record)) + "\n").encode())
-    file.flush()
-    os.fsync(file.fileno())
+  """Adds a finished cell to a file, in the place of a torn one; on the disk when this returns.
+
+  Raises:
+    OSError: if the disk is full; the cell is then run again.
+  """
+  try:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.touch()
+    with path.open("rb+") as file:
+      file.truncate(file.read().rfind(b"\n") + 1)
+      file.seek(0, os.SEEK_END)
+      file.write((json.dumps(metrics.encode(record)) + "\n").encode())
+      file.flush()
+      os.fsync(file.fileno())
+  except OSError as error:
+    raise metrics.disk_error("cells", path, error) from error
 
 
 def completed(

@@ -134,13 +134,17 @@ def refusals() -> Iterator[None]:
   """Ends the program with a refusal's message alone on stderr and status 2.
 
   What an experiment refuses is the caller's to mend (a flag, a path, a full disk, a package that is
-  missing): the message says how, and a traceback would bury it.
+  missing): the message says how, and a traceback would bury it. Ctrl-C is no mistake, and gets one
+  line as well.
   """
   try:
     yield
   except (ValueError, OSError, ImportError) as error:
     print(error, file=sys.stderr)
     sys.exit(2)
+  except KeyboardInterrupt:
+    print("stopped; what was finished is kept", file=sys.stderr)
+    sys.exit(130)
 
 
 def _flag_value(value: Any) -> Any:

@@ -184,7 +184,12 @@ def rivals(
     config.num_workers, multiprocessing.get_context("spawn"), initializer=edits.follow_parent
   ) as pool:
     found = pool.map(_rival_by_name, [(config, name, cpu_seconds) for name in names])
-    return dict(zip(names, found, strict=True))
+    try:
+      return dict(zip(names, found, strict=True))
+    except KeyboardInterrupt:
+      for process in multiprocessing.active_children():
+        process.terminate()  # They leave Ctrl-C to this one, and have minutes before them.
+      raise
 
 
 def _rival_by_name(job: tuple[ttt.DiscoverConfig, str, float]) -> float:
@@ -252,7 +257,10 @@ def main(argv: list[str]) -> None:
   numbers = dict(found.summary)
   if args.compare:
     print(f"others, with {numbers['cpu_seconds']:.0f} CPU seconds each:", flush=True)
-    numbers["rivals"] = rivals(config, environment, numbers["cpu_seconds"])
+    try:
+      numbers["rivals"] = rivals(config, environment, numbers["cpu_seconds"])
+    except KeyboardInterrupt:
+      print("stopped, and left out; --resume --compare has them run again")
   # Devices are held from the beginning to the end, whether they are busy or not.
   is_gpu = jax.default_backend() != "cpu"
   numbers["gpu_seconds"] = numbers["seconds"] * config.num_instances if is_gpu else 0.0
@@ -272,7 +280,8 @@ def main(argv: list[str]) -> None:
   for name, value in numbers.get("rivals", {}).items():
     print(f"{name:24s} {value}")
   for one in environment.published[:3]:
-    print(f"published                {one.value} ({one.who}, {one.year})")
+    where = "" if one.is_comparable else "; of other inputs"
+    print(f"published                {one.value:.10g} ({one.who}, {one.year}{where})")
   print(f"report   {page}\nartefact {directory / ttt.BEST}\nnumbers  {directory / 'summary.json'}")
 
 

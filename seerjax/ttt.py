@@ -304,11 +304,15 @@ SAVE_SECONDS = 60.0
 _NOTHING = Verdict(reward=0.0, correct=False, well_formed=True)
 # Of a step's rewards: their distribution, from the least to the most.
 REWARD_PERCENTS = (0, 10, 25, 50, 75, 90, 100)
-# What the progress bar shows.
-CONSOLE_NAMES = (
-  "search/best", "search/gain", "search/archive_size", "objective/beta", "objective/kl_to_base",
-  "search/tokens",
-)  # fmt: skip
+# What the progress bar shows, with how many digits: records differ in the seventh and beyond.
+CONSOLE_DIGITS = {
+  "search/best": 9,
+  "search/gain": 4,
+  "search/archive_size": 4,
+  "objective/beta": 4,
+  "objective/kl_to_base": 4,
+  "search/tokens": 4,
+}
 # Settings that change no bit, so that a run may be resumed with others. Not the engine: its context
 # is the tiny policy's own, and what a program's thinking has to fit.
 FREE_SETTINGS = ("num_steps", "num_workers", "num_instances", "checkpoint_every", "scheduler")
@@ -348,6 +352,11 @@ def discover(
   helped = discovery.helper_seconds(environment)
   cpu_start, judged = time.process_time() + helped, helped
   rl.check_directory(directory, resume=resume)
+  if not resume and (directory / BEST).is_file():
+    raise ValueError(
+      f"{directory / BEST}: got the best artefact of another run, expected none; move it away, or"
+      " choose another --workdir."
+    )
   run = config.run(environment)
   fingerprint = numerics_lib.fingerprint(config.numerics)
   policy = tiny_policy(config, environment) if policy is None else policy
@@ -364,6 +373,8 @@ def discover(
   totals = dict(tokens=0, cpu_seconds=0.0, judge_cpu_seconds=0.0, start=start, best=start)
   settings = metrics.encode(dataclasses.asdict(config) | {"problem_sha256": problem_sha256(config)})
   if resume:
+    # First: of another model the leaves would have other shapes, which says less.
+    check_settings(checkpoint.read_host_state(directory / "checkpoints")["config"], settings)
     like = dict(state=state, base=policy.params)
     restored = checkpoint.restore(
       directory / "checkpoints",
@@ -371,7 +382,6 @@ def discover(
       fingerprint=fingerprint,
       accept_new_numerics=accept_new_numerics,
     )
-    check_settings(restored.host_state["config"], settings)
     state, step = restored.state["state"], restored.step
     policy = dataclasses.replace(policy, params=restored.state["base"])
     archive = archive_lib.from_json(restored.host_state["archive"])
@@ -427,7 +437,7 @@ def discover(
         directory,
         resume_step=step if resume else None,
         total_steps=config.num_steps,
-        console_names=CONSOLE_NAMES,
+        console_digits=CONSOLE_DIGITS,
       )
     )
 
@@ -449,13 +459,12 @@ def discover(
         keep_latest=2,
       )
 
+    if not resume:
+      save(0)
+    if not (directory / BEST).is_file():
+      write_best(directory, environment, archive, archive_lib.best(archive))
+    saved_at, has_remarked = time.monotonic(), False
     try:
-      if not resume:
-        save(0)
-        (directory / BEST).unlink(missing_ok=True)
-      if not (directory / BEST).is_file():
-        write_best(directory, environment, archive, archive_lib.best(archive))
-      saved_at, has_remarked = time.monotonic(), False
       while step < config.num_steps:
         sampled = sample(config, engine, writer, archive, step, journal)
         remark = "" if has_remarked else remark_on(writer, sampled)
@@ -964,15 +973,26 @@ def check_settings(before: dict[str, Any], now: dict[str, Any]) -> None:
     ValueError: naming them with both values.
   """
   changed = [
-    f"{name}: {before.get(name)} before, {now.get(name)} now"
-    for name in sorted({*before, *now})
-    if name not in _NOT_COMPARED and before.get(name) != now.get(name)
+    difference
+    for name in sorted({*before, *now} - {*_NOT_COMPARED})
+    for difference in _differences(name, before.get(name), now.get(name))
   ]
   if changed:
     raise ValueError(
       f"--resume: got other settings ({'; '.join(changed)}), expected those of the run; set them as"
       " in its config.json, or choose another --workdir."
     )
+
+
+def _differences(name: str, before: Any, now: Any) -> list[str]:
+  """Returns a sentence for each setting that differs, by its dotted name."""
+  if isinstance(before, dict) and isinstance(now, dict):
+    return [
+      difference
+      for field in sorted({*before, *now})
+      for difference in _differences(f"{name}.{field}", before.get(field), now.get(field))
+    ]
+  return [] if before == now else [f"{name}: {before} before, {now} now"]
 
 
 def cpu_seconds(environment: Environment, writer: writers.Writer) -> float:

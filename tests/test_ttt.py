@@ -26,7 +26,7 @@ from seerjax.rollout import scheduler
 from seerjax.search import archive as archive_lib, puct
 from seerjax.tasks import discovery, edits
 from seerjax.tasks.programs import Attempt
-from seerjax.trainer import advantages, entropic, step as step_lib
+from seerjax.trainer import advantages, entropic, losses, step as step_lib
 from seerjax.types import Completion, Request
 
 CONFIG = ttt.DiscoverConfig(
@@ -571,6 +571,40 @@ def test_a_language_models_run_that_died_goes_on_from_its_journal(tmp_path):
   assert {r["attempt"]["status"] for r in attempts} == {"malformed"}
 
 
+@pytest.mark.long
+def test_adapters_learn_from_both_sequences_of_an_attempt_to_the_bit():
+  environment, policy = Describes(), author()
+  run = AUTHOR.run(environment)
+  compiled = rl.make_programs(run, policy.model)
+  state, base = rl.initial_state(run, policy), rl.frozen_weights(run, policy)
+  engine = engine_lib.Engine(
+    policy.model,
+    rl.running_weights(run, state.params, base),
+    numerics=AUTHOR.numerics,
+    config=AUTHOR.engine,
+    key=jax.random.key(AUTHOR.seed),
+    tokenizer=policy.tokenizer,
+    runner=compiled.runner,
+  )
+  archive, every = ttt.first_archive(AUTHOR, environment), []
+  with ttt.writer_of(AUTHOR, environment, policy) as writer:
+    for step in range(2):
+      found = ttt.sample(AUTHOR, engine, writer, archive, step)
+      # Whoever has thought to the end answers in a second sequence.
+      assert {len(said) for group in found.said for said in group} == {2}
+      # What it says is no program; let some be worth more than others all the same.
+      worth = [[attempt(1.0 + member) for member in range(AUTHOR.group_size)] for _ in found.said]
+      state, numbers = ttt.learn(
+        AUTHOR, run, compiled.trainer, state, found._replace(attempts=worth), base
+      )
+      engine.set_params(rl.running_weights(run, state.params, base), policy_version=step + 1)
+      every.append(numbers)
+  for numbers in every:
+    assert numbers["contract/kl"] == numbers["contract/max_abs_logprob_gap"] == 0.0
+    assert numbers["train/grad_norm"] > 0
+  assert every[0]["objective/kl_to_base"] == 0.0 != every[1]["objective/kl_to_base"]
+
+
 # One step, by hand.
 
 
@@ -646,6 +680,29 @@ def test_a_step_learns_what_the_best_of_each_group_did(sampled):
   batch = rl.pack(run, ttt.as_groups(ttt.sequences(found)), values.reshape(-1, 1))
   moved = programs(1).trainer.scores(weights, batch).logprob - batch.behaviour_logprobs
   assert np.sum((moved * batch.advantages)[np.asarray(batch.loss_mask)]) > 0
+
+
+def test_forced_tokens_get_no_gradient(sampled):
+  found, _, base = sampled
+  # As `writers.Programs` asks again: what was thought is prompt, and so is the notice behind it.
+  thought = ttt.sequences(found)[0]
+  before = (*thought.request.prompt, *thought.completion.tokens, 9, 10, 11)
+  answer = said("0/0/4", (1, 2))
+  answer = answer._replace(request=dataclasses.replace(answer.request, prompt=before))
+  run = CONFIG.run(tiny_problem.Row())
+  batch = rl.pack(run, ttt.as_groups([thought, answer]), np.ones((2, 1), np.float32))
+  mask = np.asarray(batch.loss_mask)
+  assert batch.targets[mask].tolist() == [*thought.completion.tokens, 1, 2]
+
+  def gradient(batch):
+    found, _, _ = programs(1).trainer.gradient(base, batch, losses.denominators(batch), None)
+    return jax.tree.leaves(found)
+
+  # Advantages where nothing was sampled: they are there, and not one bit comes of them.
+  forced = batch._replace(advantages=np.where(mask, np.float32(0), batch.advantages))
+  assert np.any(forced.advantages[np.asarray(batch.targets) == 10])
+  assert not any(np.any(leaf) for leaf in gradient(forced))
+  assert any(np.any(leaf) for leaf in gradient(batch))
 
 
 def attempt(value: float, reward: float | None = None) -> Attempt:
@@ -957,6 +1014,27 @@ def test_other_settings_are_refused_with_both_values_and_nothing_is_touched(cras
   assert before == after
 
 
+def test_a_model_of_another_size_is_refused_by_its_setting(crashed_copy):
+  tiny = dataclasses.replace(CONFIG.tiny, hidden_size=48)
+  larger = dataclasses.replace(CONFIG, tiny=tiny)
+  expected = r"other settings \(tiny.hidden_size: 32 before, 48 now\)"
+  with pytest.raises(ValueError, match=expected):
+    ttt.discover(larger, tiny_problem.Row(), crashed_copy, resume=True)
+
+
+def test_of_nested_settings_those_that_differ_are_named():
+  settings = metrics.encode(dataclasses.asdict(CONFIG))
+  objective = dataclasses.replace(CONFIG.objective, kl_coefficient=0.25)
+  other = metrics.encode(dataclasses.asdict(dataclasses.replace(CONFIG, objective=objective)))
+  expected = r"got other settings \(objective.kl_coefficient: 0.1 before, 0.25 now\), expected"
+  with pytest.raises(ValueError, match=expected):
+    ttt.check_settings(settings, other)
+  # Of another release, which had no such setting.
+  del settings["objective"]["kl_coefficient"]
+  with pytest.raises(ValueError, match=r"\(objective.kl_coefficient: None before, 0.25 now\)"):
+    ttt.check_settings(settings, other)
+
+
 @pytest.mark.parametrize(
   "text, reason",
   [
@@ -985,6 +1063,34 @@ class Fickle(tiny_problem.Row):
   def verify(self, artefact):
     self.judged.append(1)
     return discovery.invalid("no more") if len(self.judged) > 4 else super().verify(artefact)
+
+
+class Impatient(tiny_problem.Row):
+  """Is stopped when its start is to be written."""
+
+  judged: list[int] = []
+
+  def verify(self, artefact):
+    self.judged.append(1)
+    return interrupt() if len(self.judged) == 5 else super().verify(artefact)
+
+
+def test_ctrl_c_before_there_is_a_best_is_no_stop_after_a_step_and_can_be_resumed(tmp_path):
+  with pytest.raises(KeyboardInterrupt):
+    discover(tmp_path / "run", Impatient(), tiny=NO_WARM_START)
+  assert checkpoint.steps(tmp_path / "run" / "checkpoints") == (0,)
+  assert not (tmp_path / "run" / "best.json").exists()
+  discover(tmp_path / "run", tiny=NO_WARM_START, resume=True, num_steps=1)
+  assert ttt.read_best(tmp_path / "run")["step"] <= 1
+
+
+def test_the_best_of_another_run_is_refused_and_kept(whole, tmp_path):
+  # Its weights have gone; the artefact is what the user kept.
+  kept = shutil.copy(whole[0] / "best.json", tmp_path)
+  with pytest.raises(ValueError, match=r"best.json: got the best artefact of another run"):
+    discover(tmp_path)
+  assert [path.name for path in tmp_path.iterdir()] == ["best.json"]
+  assert pathlib.Path(kept).read_bytes() == (whole[0] / "best.json").read_bytes()
 
 
 def test_a_verdict_that_is_taken_back_is_refused_and_writes_no_best(tmp_path):

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import pathlib
+import subprocess
+import sys
+import textwrap
 from typing import NamedTuple
 
 import pytest
@@ -56,6 +60,30 @@ def test_a_cell_that_is_asked_for_twice_is_refused_before_any_is_run(tmp_path: p
   with pytest.raises(ValueError, match=r"got \('a', 1\) twice, expected each cell once; name no p"):
     cells.completed([*CELLS, CELLS[1]], tmp_path, SETTINGS, measured)
   assert not (tmp_path / cells.FILE_NAME).exists()
+
+
+def test_a_full_disk_is_said_and_costs_no_finished_cell(tmp_path: pathlib.Path):
+  path = tmp_path / cells.FILE_NAME
+  cells.append(path, {"settings": SETTINGS})
+  code = """
+    import pathlib, resource, sys
+    from experiments import cells
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
+    try:
+      cells.append(pathlib.Path(sys.argv[1]), {"settings": {"size": 3}, "text": "x" * 1000})
+    except OSError as error:
+      print(error)
+    """
+  done = subprocess.run(
+    [sys.executable, "-c", textwrap.dedent(code), str(path)],
+    capture_output=True,
+    text=True,
+    timeout=100,
+    env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+  )
+  assert f"cells: got 'File too large' writing {path} (" in done.stdout, done.stderr
+  assert "expected room for it; free some space" in done.stdout
+  assert cells.read(path, SETTINGS) == [{"settings": SETTINGS}]
 
 
 def test_a_cell_is_one_line_of_json(tmp_path: pathlib.Path):

@@ -143,6 +143,13 @@ def test_a_refusal_is_its_message_alone(kind, capsys):
   assert capsys.readouterr().err == "--part: got e, expected a; correct it.\n"
 
 
+def test_ctrl_c_ends_with_one_line(capsys):
+  with pytest.raises(SystemExit) as stopped, configuration.refusals():
+    raise KeyboardInterrupt
+  assert stopped.value.code == 130
+  assert capsys.readouterr().err == "stopped; what was finished is kept\n"
+
+
 def test_a_mistake_of_ours_keeps_its_traceback():
   with pytest.raises(AssertionError, match="ours"), configuration.refusals():
     raise AssertionError("ours")

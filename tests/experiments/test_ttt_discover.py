@@ -6,10 +6,14 @@ from collections.abc import Iterable, Iterator
 import itertools
 import json
 import math
+import multiprocessing
 import os
 import pathlib
+import signal
 import subprocess
 import sys
+import threading
+import time
 
 import pytest
 import tiny_problem
@@ -84,6 +88,16 @@ def test_rivals_that_a_problem_has_not_are_not_compared(num_workers: int):
   # At no time at all each still has its first value.
   _, first = next(ttt_discover.random_policy(config, problems.load(PROBLEM)))
   assert found == {"random_edits": first}
+
+
+@pytest.mark.long
+def test_rivals_side_by_side_end_with_ctrl_c():
+  config = ttt.DiscoverConfig(problem=PROBLEM, groups_per_step=2, num_workers=1)
+  threading.Timer(3.0, os.kill, [os.getpid(), signal.SIGINT]).start()
+  begin = time.monotonic()
+  with pytest.raises(KeyboardInterrupt):
+    ttt_discover.rivals(config, problems.load(PROBLEM), 60.0)
+  assert time.monotonic() - begin < 40 and not multiprocessing.active_children()
 
 
 def test_rivals_are_those_that_a_problem_can_have():
