@@ -39,7 +39,8 @@ MAX_MESSAGE = 2_000  # Characters of what a failed program printed that are kept
 # Tokens that stay free at the end of the context, so that no answer runs into its very last one.
 SPARE_TOKENS = 50
 _NOTICE = "\n\n(No tokens are left to think with. The answer follows now: the program.)\n\n"
-_FENCE = re.compile(r" {0,3}(`{3,})[ \t]*(\w*)([^`]*)")
+# Possessive: what was matched is not given back, or a long line would take its length squared.
+_FENCE = re.compile(r" {0,3}(`{3,})[ \t]*+(\w*+)([^`]*+)")
 _MARKS = ("python", "py", "python3")
 
 
@@ -166,7 +167,10 @@ def read_program(text: str) -> str:
   known = {argument.arg for argument in (*arguments.args, *arguments.kwonlyargs)}
   # They are given by name; further ones must have a default.
   if not required <= set(ARGUMENTS) <= known or arguments.posonlyargs:
-    got = ast.unparse(arguments)[:200]
+    try:
+      got = ast.unparse(arguments)[:200]
+    except RecursionError:  # It goes deeper than parsing does.
+      got = "..."
     raise ValueError(f"got {FUNCTION}({got}), expected {expected}; change its arguments.")
   return source
 

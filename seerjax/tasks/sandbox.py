@@ -39,6 +39,7 @@ from seerjax.tasks import sandbox_child
 
 NO_FILES: Mapping[str, bytes] = types.MappingProxyType({})
 MAX_DEPTH = 64  # Lists within lists of a result, so that no reader of it runs out of stack.
+MAX_LISTS = 1_000_000  # And dicts, in a result: an empty one is two characters, and 60 bytes here.
 MAX_LIMIT = 2**53
 
 
@@ -71,6 +72,11 @@ class Limits:
         raise ValueError(
           f"Limits.{field}: got {value}, expected a positive finite number; nothing can run within"
           " less, and a limit there must be."
+        )
+      if not field.endswith("seconds") and not isinstance(value, int):
+        raise ValueError(
+          f"Limits.{field}: got {value!r}, expected a whole number (int), which the kernel takes;"
+          " round it."
         )
       if value > MAX_LIMIT:
         raise ValueError(
@@ -399,11 +405,14 @@ def parse_result(text: bytes) -> Any:
   """Returns what strict JSON says.
 
   Raises:
-    ValueError: if it is none, holds a number that is not finite or text that is no Unicode, or is
-      nested more than `MAX_DEPTH` deep; with the reason.
+    ValueError: if it is none, holds a number that is not finite or text that is no Unicode, or has
+      more than `MAX_LISTS` lists or `MAX_DEPTH` levels of them; with the reason.
   """
   if not text:
     raise ValueError("got none at all, expected a value; end by returning, not by exiting")
+  # Brackets within strings count as well: there are seldom many.
+  if (num := text.count(b"[") + text.count(b"{")) > MAX_LISTS:
+    raise ValueError(f"got {num} lists and dicts, expected at most {MAX_LISTS}")
 
   def number(digits: str) -> float:
     value = float(digits)

@@ -71,7 +71,7 @@ MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE = 442, -100, 0x8000
 MOUNT_ATTR_RDONLY, MOUNT_ATTR_NOSUID, MOUNT_ATTR_NODEV = 1, 2, 4
 # linux/prctl.h
 PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_CAPBSET_DROP, PR_SET_CHILD_SUBREAPER = 4, 22, 24, 36
-PR_SET_NO_NEW_PRIVS, PR_SET_PDEATHSIG = 38, 1
+PR_SET_NO_NEW_PRIVS, PR_SET_PDEATHSIG, PR_SET_THP_DISABLE = 38, 1, 41
 # linux/landlock.h: the rights of each version of the interface (bits), and those that files have.
 LANDLOCK_CREATE, LANDLOCK_ADD, LANDLOCK_RESTRICT = 444, 445, 446
 LANDLOCK_RIGHTS = {1: 2**13 - 1, 2: 2**14 - 1, 3: 2**15 - 1, 5: 2**16 - 1}
@@ -98,6 +98,8 @@ DENIED = {
   "setpriority": (141, 140), "ioprio_set": (251, 30), "sched_setaffinity": (203, 122),
   "sched_setscheduler": (144, 119), "sched_setparam": (142, 118), "sched_setattr": (314, 274),
   "flock": (73, 32),  # Of a file that others read too.
+  # Of these the machine, or the user, has few.
+  "io_setup": (206, 0), "inotify_init": (253, -1), "inotify_init1": (294, 26),
   "add_key": (248, 217), "request_key": (249, 218), "bpf": (321, 280),
   "perf_event_open": (298, 241), "userfaultfd": (323, 282), "io_uring_setup": (425, 425),
   "io_uring_enter": (426, 426), "io_uring_register": (427, 427), "fanotify_init": (300, 262),
@@ -113,7 +115,7 @@ DENIED = {
   "personality": (135, 92), "vhangup": (153, 58), "iopl": (172, -1), "ioperm": (173, -1),
   "modify_ldt": (154, -1),
 }  # fmt: skip
-CLONE, CLONE3, PRLIMIT = (56, 220), 435, (302, 261)
+CLONE, CLONE3, PRLIMIT, PRCTL = (56, 220), 435, (302, 261), (157, 167)
 MMAP, SIGACTION = (9, 222), (13, 134)
 SHARED, ANONYMOUS = 1, 32  # linux/mman.h
 
@@ -600,6 +602,7 @@ def beyond_limits(plan: Plan, limits: Mapping[str, Any], processes: str) -> str:
   waited = resource.getrusage(resource.RUSAGE_CHILDREN)
   cpu_seconds = waited.ru_utime + waited.ru_stime
   num_tasks = 0
+  page_tables = 0  # Bytes, of all; they may be many where hardly a page is resident.
   resident = {}  # Bytes of each process, by a task of it that lives.
   for pid in list_processes(plan, processes):
     with contextlib.suppress(OSError):  # It has ended.
@@ -613,15 +616,17 @@ def beyond_limits(plan: Plan, limits: Mapping[str, Any], processes: str) -> str:
             pid = task
             break
       resident[pid] = int(fields[21]) * page
+      with open(f"{processes}/{pid}/status", "rb") as file:
+        page_tables += sum(int(line.split()[1]) * 1024 for line in file if line[:6] == b"VmPTE:")
   if cpu_seconds > limits["cpu_seconds"]:
     return "cpu"
   # Where the kernel does not count (root's, for one). Twice, because the sum is no snapshot.
   if num_tasks > 2 * limits["num_processes"]:
     return "killed"
-  if sum(resident.values()) <= limits["memory_bytes"]:
+  if sum(resident.values()) + page_tables <= limits["memory_bytes"]:
     return ""
   # Forks share pages; only now is it worth the time to share them out.
-  memory_bytes = 0
+  memory_bytes = page_tables
   for pid, num_bytes in resident.items():
     try:
       with open(f"{processes}/{pid}/smaps_rollup", "rb") as file:
@@ -749,6 +754,9 @@ def become_program(
     # If the supervisor dies, so does the program; a change of user would forget this.
     kernel("prctl", PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     kernel("prctl", PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    # One byte of a huge page holds all of it: in a pipe, or mapped alone, it evades the sums.
+    with contextlib.suppress(OSError):  # Not every kernel has them.
+      kernel("prctl", PR_SET_THP_DISABLE, 1, 0, 0, 0)
     if plan.landlock:
       restrict_files(
         plan.landlock,
@@ -834,6 +842,7 @@ def set_limits(limits: Mapping[str, Any], num_others: int) -> None:
     (resource.RLIMIT_CORE, 1, 1),  # Unlike 0, this keeps the host's crash reporter out, too.
     (resource.RLIMIT_MEMLOCK, 0, 0),
     (resource.RLIMIT_MSGQUEUE, 0, 0),
+    (resource.RLIMIT_SIGPENDING, 1024, 1024),  # Timers, too, which are nobody's memory.
   ):
     most = resource.getrlimit(kind)[1]
     if most != resource.RLIM_INFINITY:
@@ -882,6 +891,7 @@ def filter_calls(
   machine: str,
   denied_calls: Mapping[str, tuple[int, int]] = DENIED,
   kept_signals: Sequence[int] = (signal.SIGCHLD,),
+  kept_options: Sequence[int] = (PR_SET_THP_DISABLE,),
 ) -> None:
   """Has the kernel refuse system calls to this process and to all that it starts.
 
@@ -892,6 +902,7 @@ def filter_calls(
     denied_calls: their numbers, as in `DENIED`.
     kept_signals: whose handling may be asked, but not changed. Children whose end is ignored leave
       no CPU seconds behind.
+    kept_options: of prctl(2), that are not set again.
   """
   place = {"x86_64": 0, "aarch64": 1}[machine]
   denied = [numbers[place] for numbers in denied_calls.values() if numbers[place] >= 0]
@@ -935,6 +946,14 @@ def filter_calls(
       (JUMP_EQUAL, 0, 1, 0),  # No new action: it is asked.
       second_high,
       (JUMP_EQUAL, 1, 0, 0),
+      refuse,
+      number,
+    ]
+  for kept in kept_options:
+    program += [
+      (JUMP_EQUAL, 0, 4, PRCTL[place]),
+      first_argument,
+      (JUMP_EQUAL, 0, 1, int(kept)),
       refuse,
       number,
     ]

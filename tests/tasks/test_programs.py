@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 import math
+import time
 
 import hypothesis
 from hypothesis import strategies as st
@@ -114,12 +115,20 @@ def test_arguments_are_given_by_name(head):
     (fenced("def improve(artefact, seconds, seed, x): pass\n"), "seed, x.*; change its arguments"),
     (fenced("def improve(artefact, seconds, seed, *, x): pass\n"), "expected def improve"),
     (fenced("def improve(artefact, seconds, seed, /): pass\n"), "expected def improve"),
+    (fenced(f"def improve(x={'-' * 400}1): pass\n"), r"got improve\(\.\.\.\), expected def impr"),
     (fenced("async def improve(artefact, seconds, seed): pass\n"), "got the functions none"),
   ],
 )
 def test_a_text_without_a_program_is_refused(text, message):
   with pytest.raises(ValueError, match=message):
     programs.read_program(text)
+
+
+@pytest.mark.parametrize("line", [" " * 50_000 + "x" * 50_000, "x" * 100_000, " " * 100_000])
+def test_a_line_that_is_almost_a_fence_takes_no_time(line):
+  begin = time.process_time()
+  assert programs.read_program("```" + line + "`\n" + fenced(GOOD)) == GOOD
+  assert time.process_time() - begin < 1.0
 
 
 @hypothesis.given(st.text(st.sampled_from("`python \ndef\tx=1()'\\\0"), max_size=200))
