@@ -54,6 +54,7 @@ MAX_STEPS = 8
 # Cells x genes that fit into memory several times over.
 MAX_ENTRIES = 20_000_000
 LEAST_MOLECULES = 20
+MAX_COUNT = 2**31 - 1  # Of one cell and gene.
 # Principal components in which cells are neighbours.
 EMBEDDING_RANK = 20
 # Largest value that is exponentiated back, as log(1 + v).
@@ -340,15 +341,17 @@ def checked(counts: np.ndarray, name: str) -> Counts:
     refuse(f"counts{list(counts.shape)}", "cells x genes, 4 of each at least", "give a matrix")
   _check_header(counts.shape, counts.dtype, name)
   values = counts.astype(np.float64)
-  wrong = np.argwhere(~((values >= 0) & (values < 2**31) & (values == np.floor(values))))
+  wrong = np.argwhere(~((values >= 0) & (values <= MAX_COUNT) & (values == np.floor(values))))
   if len(wrong):
     cell, gene = wrong[0]
     refuse(
       f"{values[cell, gene]} at cell {cell}, gene {gene}",
-      "whole numbers >= 0 of molecules",
+      f"whole numbers of molecules from 0 to {MAX_COUNT}",
       "give raw counts, not normalised ones",
     )
   values = values[:, values.sum(axis=0) > 0]
+  if values.shape[1] < 4:
+    refuse(f"molecules of {values.shape[1]} genes", "4 at least", "give genes that cells have")
   libraries = values.sum(axis=1)
   if (libraries < LEAST_MOLECULES).any():
     cell = int(np.argmin(libraries))
@@ -719,7 +722,10 @@ class Denoising:
     )
 
   def picture(self, artefact: Artefact) -> Any:
-    """Returns heatmaps of cells by genes: train, denoised and, if simulated, the truth."""
+    """Returns heatmaps of cells by genes: train, denoised and, if simulated, the truth.
+
+    Above them stands the MSE on what was held out, which search has not seen.
+    """
     from matplotlib import figure
 
     panels = [("train", self.train), ("denoised", self.denoise(artefact))]
@@ -735,6 +741,8 @@ class Denoising:
       axis.imshow(values, aspect="auto", vmin=0, vmax=top, interpolation="nearest")
       axis.set(title=title, xlabel="genes")
     axes[0].set_ylabel("cells")
+    found, plain = (self.heldout(one) for one in (artefact, self.start(0)))
+    drawing.suptitle(f"MSE on held-out molecules {found:.4f}; the plain start's {plain:.4f}")
     drawing.colorbar(axes[0].images[0], ax=axes, label="log(1 + molecules in 10,000)")
     return drawing
 

@@ -218,6 +218,29 @@ def test_float32_is_held_to_its_own_tolerance():
   assert "within 0.0001 absolute and relative" in found.reason
 
 
+def test_only_float32_that_is_multiplied_as_such_is_held_to_it():
+  plain = kernel_speed.Schedule()
+  half = kernel_speed.Schedule(contraction_dtype="bfloat16")
+  assert kernel_speed.tolerance_of(plain, "cpu") == kernel_speed.FLOAT32_TOLERANCE
+  for schedule, backend in ((half, "cpu"), (plain, "gpu"), (plain, "tpu")):
+    assert kernel_speed.tolerance_of(schedule, backend) == kernel_speed.TOLERANCE
+
+
+def to_ten_bits(x: jax.Array) -> jax.Array:
+  """Returns float32 with as many bits as TF32 has."""
+  bits = jax.lax.bitcast_convert_type(x, jnp.int32)
+  return jax.lax.bitcast_convert_type((bits + 0x1000) & ~0x1FFF, jnp.float32)
+
+
+def test_two_programs_of_rounded_operands_are_further_apart_than_that():
+  x, scale, w = np.random.default_rng(0).normal(size=(3, 64, 64)).astype(np.float32)
+  # A norm's scale on one side of the matmul or the other, as with input_norm="folded".
+  one = to_ten_bits(x * scale[0]) @ to_ten_bits(w)
+  two = to_ten_bits(x) @ to_ten_bits(scale[0][:, None] * w)
+  assert kernel_speed.differs(one, two, kernel_speed.FLOAT32_TOLERANCE)[0]
+  assert not kernel_speed.differs(one, two, kernel_speed.TOLERANCE)[0]
+
+
 @pytest.mark.parametrize(
   ("got", "reason"),
   [
