@@ -221,13 +221,13 @@ def main(argv: list[str]) -> None:
       programs = dataclasses.replace(config.programs, allow_weak_sandbox=True)
       config = dataclasses.replace(config, programs=programs)
     allow_weak = config.programs.allow_weak_sandbox
-    environment = problems.load(config.problem, allow_weak_sandbox=allow_weak)
-    if args.check_problem:
+    if args.check_problem:  # In a process of its own: the file may hang as it is imported.
       sys.exit(
         check_problem(
           config.problem, config.seed, args.check_seconds, allow_weak_sandbox=allow_weak
         )
       )
+    environment = problems.load(config.problem, allow_weak_sandbox=allow_weak)
     if args.compare and not rival_names(environment):
       raise ValueError(
         f"--compare: got {environment.name}, which has neither a language of edits nor baselines,"

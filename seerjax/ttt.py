@@ -847,8 +847,8 @@ def seed_of(
   score = environment.verify(artefact)
   if not score.is_valid:
     raise ValueError(
-      f"{environment.name}: got an invalid start ({score.reason}), expected a valid one; mend"
-      " Environment.start, or try --check_problem."
+      f"{environment.name}: got an invalid start ({score.reason}), expected a valid one; mend its"
+      " `start`, and try --check_problem."
     )
   return archive_lib.Child(
     artefact=artefact, value=signed(environment, score.value), reward=score.reward

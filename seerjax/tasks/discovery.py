@@ -24,6 +24,8 @@ import dataclasses
 import math
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+MAX_VALUE = 1e300  # Of a score, in size: the archive takes differences of two.
+
 # JSON: None, bool, int, float (finite), str, list and dict of these.
 Artefact = Any
 
@@ -52,9 +54,10 @@ class Score:
 
   Attributes:
     is_valid: it is an answer to the problem at all.
-    value: in the problem's own unit, the one that is printed; NaN if it is not valid.
-    reward: what is maximised, a continuous function of `value`, finite, higher is better; 0 if it
-      is not valid, and above 0 if it is.
+    value: in the problem's own unit, the one that is printed, up to `MAX_VALUE` in size; NaN if it
+      is not valid.
+    reward: what is maximised, a continuous function of `value`, higher is better; 0 if it is not
+      valid, and above 0, up to `MAX_VALUE`, if it is.
     reason: why it is not valid; "" if it is.
     certificate: an exact bound behind `value` as text (a fraction, an outward-rounded float); ""
       where `value` is exact itself.
@@ -67,10 +70,11 @@ class Score:
   certificate: str = ""
 
   def __post_init__(self):
-    if self.is_valid and not (math.isfinite(self.value) and 0 < self.reward < math.inf):
+    if self.is_valid and not (abs(self.value) <= MAX_VALUE and 0 < self.reward <= MAX_VALUE):
       raise ValueError(
         f"Score: got value={self.value}, reward={self.reward} of a valid artefact, expected a"
-        " finite value and a positive reward; mend the verifier, or return `invalid(reason)`."
+        f" finite value and a positive reward, up to {MAX_VALUE} in size; mend the verifier, or"
+        " return `invalid(reason)`."
       )
     if not self.is_valid and (not math.isnan(self.value) or self.reward or not self.reason):
       raise ValueError(

@@ -57,7 +57,9 @@ MAX_NUMBER = 1e300  # In size; sums and squares of a few such numbers are where 
 # How the reason begins where the file itself is at fault, not the artefact.
 DEFECTS = ("verify raised", "verify returned", "reward raised", "reward returned")
 _NAME = re.compile(r"[A-Za-z0-9_.-]+", re.ASCII)
-_FORMS = "a finite number, or (None, reason) for what is no answer"
+_FORMS = (
+  f"a finite number up to {discovery.MAX_VALUE} in size, or (None, reason) for what is no answer"
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -119,9 +121,10 @@ class OwnProblem:
         reward = float(self.functions["reward"](value))
       except (Exception, SystemExit) as error:
         return discovery.invalid(f"reward raised {named(error)} for the value {value}")
-      if not 0 < reward < math.inf:
+      if not 0 < reward <= discovery.MAX_VALUE:
         return discovery.invalid(
-          f"reward returned {reward} for the value {value}, expected a positive finite number"
+          f"reward returned {reward} for the value {value}, expected a positive number up to"
+          f" {discovery.MAX_VALUE}"
         )
     return Score(is_valid=True, value=value, reward=reward, certificate=certificate)
 
@@ -342,7 +345,7 @@ def _read(returned: Any) -> tuple[float, str, str]:
     rounded = math.inf
   except Exception as error:
     return math.nan, f"verify returned a number that raised {type(error).__name__}", ""
-  if not math.isfinite(rounded):
+  if not abs(rounded) <= discovery.MAX_VALUE:
     return math.nan, f"verify returned {rounded}, expected {_FORMS}", ""
   if not certificate and isinstance(value, int | Fraction) and value != rounded:
     certificate = _exact(Fraction(value))

@@ -106,7 +106,11 @@ def _check_and_send(
   sender: multiprocessing.connection.Connection,
 ) -> None:
   signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it, without a traceback.
-  environment = problems.load(problem, allow_weak_sandbox=allow_weak_sandbox)
+  try:
+    environment = problems.load(problem, allow_weak_sandbox=allow_weak_sandbox)
+  except (ValueError, OSError, ImportError) as error:  # Its message says what to change.
+    sender.send([Finding("error", str(error))])
+    return
   sender.send(check(environment, seed, begin=sender.send))
 
 
@@ -182,7 +186,10 @@ def _score(environment: Environment, artefact: Artefact) -> Score:
 def _check_starts(environment: Environment, seed: int, findings: _Findings) -> list[Artefact]:
   """Returns the starts of a few seeds; the first unsound one is the last."""
   starts = []
-  for each in range(seed, seed + _NUM_STARTS):
+  # A run draws its seeds from all below 2**32.
+  far = random.Random(f"starts {seed}")
+  seeds = [seed + i if i < _NUM_STARTS // 2 else far.randrange(2**32) for i in range(_NUM_STARTS)]
+  for each in seeds:
     artefact, raised = _tried(environment.start, each)
     if raised:
       findings.error(f"start: start({each}) raised {raised}; expected an artefact, mend it.")
@@ -207,8 +214,8 @@ def _check_starts(environment: Environment, seed: int, findings: _Findings) -> l
       )
     elif not score.is_valid:
       findings.error(
-        f"start: start({each}) is invalid ({score.reason}), expected a valid artefact; mend start"
-        " or verify."
+        f"start: start({each}) is invalid ({score.reason}), expected a valid artefact; mend start,"
+        " verify or reward."
       )
     elif not _is_repeated(environment, score, json.loads(kept)):
       findings.error(
@@ -318,17 +325,25 @@ def _check_language(
   What breaks `EditLanguage` is an error, and ends the trials.
   """
   size, allowed, stop = language.vocab_size, language.allowed, language.stop_token
-  if size < 8 or size % 8:
-    findings.error(f"language: got vocab_size={size}, expected a multiple of 8; round it up.")
-  if not allowed or any(not 0 <= low < high <= size for low, high in allowed):
+  if not _is_integer(size) or size < 8 or size % 8:
+    findings.error(f"language: got vocab_size={size!r}, expected a multiple of 8; round it up.")
+    if not _is_integer(size):
+      return []
+  is_whole = isinstance(allowed, tuple | list) and all(
+    isinstance(pair, tuple | list) and len(pair) == 2 and all(map(_is_integer, pair))
+    for pair in allowed
+  )
+  if not is_whole or not allowed or any(not 0 <= low < high <= size for low, high in allowed):
     findings.error(
       f"language: got allowed={allowed}, expected (low, high) with 0 <= low < high <= {size} for"
       " each place; mend it."
     )
     return []
-  if stop is not None and not any(low <= stop < high for low, high in allowed):
+  if stop is not None and not (
+    _is_integer(stop) and any(low <= stop < high for low, high in allowed)
+  ):
     findings.error(
-      f"language: got stop_token={stop}, which no place allows; allow it at one, or make it None."
+      f"language: got stop_token={stop!r}, which no place allows; allow it at one, or make it None."
     )
   valid = list(starts)
   scored = []
@@ -354,6 +369,10 @@ def _check_language(
       " expected at most half; have `apply` leave out an edit that breaks a rule."
     )
   return scored
+
+
+def _is_integer(item: Any) -> bool:
+  return isinstance(item, int | np.integer) and not isinstance(item, bool)
 
 
 def _tried_sentence(

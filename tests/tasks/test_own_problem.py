@@ -202,13 +202,14 @@ def test_verify_may_return_a_number_in_several_forms(written, returned, value, c
     ("(None, 'too long')", "too long"),
     ("(3.0, 'too long')", "too long"),
     ("{'value': None, 'reason': 'too long'}", "too long"),
-    ("None", "verify returned NoneType, expected a finite number, or (None, reason)"),
+    ("None", "verify returned NoneType, expected a finite number up to 1e+300 in size, or (None, "),
     ("True", "verify returned bool, expected a finite number"),
     ("'0.3'", "verify returned str, expected a finite number"),
     ("0.3j", "verify returned complex, expected a finite number"),
     ("float('nan')", "verify returned nan, expected a finite number"),
     ("float('inf')", "verify returned inf, expected a finite number"),
     ("10**400", "verify returned inf, expected a finite number"),
+    ("-1e301", "verify returned -1e+301, expected a finite number up to 1e+300 in size"),
     ("(0.3, 3)", "verify returned a reason or certificate that is no text"),
     ("{'value': 0.3, 'valid': True}", "verify returned dict, expected a finite number"),
     ("1 / 0", "verify raised ZeroDivisionError: division by zero"),
@@ -227,7 +228,8 @@ def test_whatever_else_verify_does_makes_the_artefact_invalid(written, returned,
 @pytest.mark.parametrize(
   ("body", "reason"),
   [
-    ("return -1", "reward returned -1.0 for the value 0.25, expected a positive finite number"),
+    ("return -1", "reward returned -1.0 for the value 0.25, expected a positive number up to 1e+"),
+    ("return 1e301", "reward returned 1e+301 for the value 0.25, expected a positive number up to"),
     ("return float('nan')", "reward returned nan for the value 0.25"),
     ("return 1 / 0", "reward raised ZeroDivisionError: division by zero for the value 0.25"),
     ("return 'much'", "reward raised ValueError: could not convert string to float"),
@@ -331,6 +333,8 @@ VALUE = "return artefact[0] * artefact[1] * artefact[2]"
     ([(START, "return 1 / 0")], "error", "start: start(0) raised ZeroDivisionError: division by"),
     ([(START, "return 3, 4")], "error", "start: start(0) raised ValueError: "),
     ([(START, "return [1, 1, 1]")], "error", "start: start(0) is invalid (expected a sum of at"),
+    # A run's seeds are large.
+    ([(START, "return [0.1, 0.2, 0.3 if seed < 100 else 7]")], "error", "is invalid (expected num"),
     ([(VALUE, "return random.random()")], "error", "verify: got two different scores of start(0)"),
     ([(VALUE, "artefact.sort(); " + VALUE)], "error", "verify: it changed start(0), expected the"),
     ([(CHECK, "    pass\n")], "error", "verify: it failed on "),
@@ -380,6 +384,10 @@ def test_the_checker_finds_a_reward_that_falls(written):
   ("old", "new", "level", "sentence"),
   [
     ("vocab_size = 8", "vocab_size = 9", "error", "got vocab_size=9, expected a multiple of 8"),
+    ("vocab_size = 8", "vocab_size = '8'", "error", "got vocab_size='8', expected a multiple of 8"),
+    ("(3, 5)", "(3,)", "error", "got allowed=((0, 3), (3,)), expected (low, high) with"),
+    ("(3, 5)", "(3.0, 5)", "error", "got allowed=((0, 3), (3.0, 5)), expected (low, high) with"),
+    ("stop_token = None", "stop_token = '3'", "error", "got stop_token='3', which no place allows"),
     ("(3, 5)", "(3, 9)", "error", "got allowed=((0, 3), (3, 9)), expected (low, high) with"),
     ("((0, 3), (3, 5))", "()", "error", "got allowed=(), expected (low, high)"),
     ("stop_token = None", "stop_token = 7", "error", "got stop_token=7, which no place allows"),
@@ -433,6 +441,12 @@ def test_a_problem_that_is_timed_need_not_repeat_its_values(written):
   assert any("got two different scores of start(" in f.sentence for f in findings)
   findings = problem_check.check(Confirmed(**vars(sound)), 0)
   assert not any("got two different scores" in f.sentence for f in findings)
+
+
+def test_a_file_that_does_not_load_is_found(written):
+  path = written(("def start", "def begin"))
+  (finding,) = problem_check.check_apart(str(path), 0, seconds=300)
+  assert finding.level == "error" and "got no function start, expected all of" in finding.sentence
 
 
 @pytest.mark.parametrize(
