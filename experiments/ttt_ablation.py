@@ -138,6 +138,7 @@ def measure(
   found, rows = cells.discovered(config, environment, programs)
   return cell._asdict() | {
     "best": found.score.value,
+    "artefact": found.artefact,
     "is_maximised": environment.is_maximised,
     "attempts": found.summary["attempts"],
     "cpu_seconds": found.summary["cpu_seconds"],

@@ -107,6 +107,7 @@ def measure(
     found, rows = cells.discovered(config, environment, programs)
     result = {
       "best": found.score.value,
+      "artefact": found.artefact,
       "cpu_seconds": found.summary["cpu_seconds"],
       "by_cpu_seconds": [[row["search/cpu_seconds"], row["search/best"]] for row in rows],
       "attempts": found.summary["attempts"],
