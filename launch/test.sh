@@ -23,7 +23,7 @@ newest Python that is found; then every test of the contract, with one of its pa
 quarter of the files of unit tests, on Python 3.11 and with AVX2 alone. Parity with Hugging Face
 where torch can be installed. With arguments: pytest with them on the newest Python, no more.
 
-  --long   runs the tests marked `long`, for hours. What passed is kept in .long/; when started again
+  --long   runs the tests marked `long`, for an hour or two. What passed is kept in .long/; when started again
            at the same sources, only what is missing runs.
   --help   this text
 
@@ -200,24 +200,43 @@ EOF
 }
 
 # run_long DIR ARGUMENT...: runs each test marked `long` that has not passed yet at these sources.
+#
+# A file has a process of its own, so that its tests share programs; all in one would end at the
+# kernel's bound on maps (vm.max_map_count), of which each program takes some.
 run_long() {
-  local dir=$1 sources finished status=0
+  local dir=$1 sources finished work tests status=0
   shift
   # Uncommitted lines and new files count: a result belongs to the very sources that gave it. Prose
   # and results are no sources.
   sources=$(git ls-files -coz --exclude-standard -- . ':!docs' ':!*.md' |
     xargs -0 cksum 2>/dev/null | cksum | cut -d' ' -f1)
-  mkdir -p .long || return 1
+  mkdir -p .long && work=$(mktemp -d) || return 1
   finished="$ROOT/.long/$sources.txt"
   touch "$finished" || return 1
+  tests=$("$dir/bin/python" -m pytest -m long --collect-only -q --finished="$finished" "$@" 2>&1)
+  case $? in
+    0 | 5) ;; # 5: nothing is left to run.
+    *)
+      printf '%s\n' "$tests"
+      return 1
+      ;;
+  esac
+  printf '%s\n' "$tests" | grep '::' | (
+    cd "$work" && awk '{ file = $0; sub("::.*", "", file); gsub("/", ".", file); print > file }'
+  )
   # --timeout=0: how long a long test may take is its own affair.
-  run_pytest "$dir" -m long --timeout=0 --hypothesis-profile=long --finished="$finished" "$@" ||
+  find "$work" -type f -print0 | sort -z | xargs -0 -r -n 1 -P "$((WORKERS > 1 ? WORKERS : 1))" bash -c '
+    said=$("$0" -m pytest -m long -q -rs --timeout=0 --hypothesis-profile=long \
+      --hypothesis-seed="$SEERJAX_TEST_SEED" --finished="$1" "@$2" 2>&1 </dev/null)
     status=$?
-  [ "$status" -ne 5 ] || status=0 # Nothing was left to run.
+    printf "%s\n" "-- $(basename "$2")" "$said"
+    exit $status' "$dir/bin/python" "$finished" || status=1
+  rm -rf "$work"
   printf '\nevents of the tests that passed:\n'
   grep '^#' "$finished"
-  printf '%d long tests have passed at these sources: %s\n' \
-    "$(grep -vc '^#' "$finished")" ".long/$sources.txt"
+  printf '%d of %d tests that were missing have passed now, %d at these sources: %s\n' \
+    "$(printf '%s\n' "$tests" | grep '::' | grep -cxFf "$finished")" \
+    "$(printf '%s\n' "$tests" | grep -c '::')" "$(grep -vc '^#' "$finished")" ".long/$sources.txt"
   return $status
 }
 
