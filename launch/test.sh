@@ -23,8 +23,8 @@ newest Python that is found; then every test of the contract, with one of its pa
 quarter of the files of unit tests, on Python 3.11 and with AVX2 alone. Parity with Hugging Face
 where torch can be installed. With arguments: pytest with them on the newest Python, no more.
 
-  --long   runs the tests marked `long`, for an hour or two. What passed is kept in .long/; when started again
-           at the same sources, only what is missing runs.
+  --long   runs the tests marked `long`, for an hour or two. What passed is kept in .long/; when
+           started again at the same sources, only what is missing runs.
   --help   this text
 
   SEERJAX_TEST_SEED=N       repeats a run (each run prints its seed)
