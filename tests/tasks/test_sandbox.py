@@ -838,7 +838,11 @@ def test_counts_that_are_not_whole_are_refused(field: str):
     (b"1" * 5000, "limit .* for integer string conversion"),
     (b"\xff", "invalid start byte"),
     (b"1 2", "Extra data"),
-    (b"[" + b"{}," * 1_000_000 + b"0]", "got 1000001 lists and dicts, expected at most 1000000"),
+    pytest.param(
+      b"[" + b"{}," * 1_000_000 + b"0]",
+      "got 1000001 lists and dicts, expected at most 1000000",
+      id="a million",
+    ),
   ],
 )
 def test_results_that_are_no_strict_json_are_refused(text: bytes, message: str):
