@@ -956,7 +956,7 @@ def test_a_problem_without_a_language_is_refused_before_any_file(tmp_path):
 def test_an_invalid_start_is_refused_before_any_file(tmp_path):
   expected = (
     r"digits: got an invalid start \(got the digit 6, expected 0 to 5\), expected a valid one; mend"
-    " Environment.start, or try --check_problem"
+    " its `start`, and try --check_problem"
   )
   with pytest.raises(ValueError, match=expected):
     discover(tmp_path / "run", tiny_problem.Row(begin=(6,) * 6))
