@@ -307,11 +307,11 @@ REWARD_PERCENTS = (0, 10, 25, 50, 75, 90, 100)
 # What the progress bar shows, with how many digits: records differ in the seventh and beyond.
 CONSOLE_DIGITS = {
   "search/best": 9,
-  "search/gain": 4,
+  "search/gain": 9,
   "search/archive_size": 4,
   "objective/beta": 4,
   "objective/kl_to_base": 4,
-  "search/tokens": 4,
+  "search/tokens": 9,
 }
 # Settings that change no bit, so that a run may be resumed with others. Not the engine: its context
 # is the tiny policy's own, and what a program's thinking has to fit.
