@@ -93,10 +93,15 @@ def test_rivals_that_a_problem_has_not_are_not_compared(num_workers: int):
 @pytest.mark.long
 def test_rivals_side_by_side_end_with_ctrl_c():
   config = ttt.DiscoverConfig(problem=PROBLEM, groups_per_step=2, num_workers=1)
+  # What a shell starts in the background begins with Ctrl-C ignored.
+  before = signal.signal(signal.SIGINT, signal.default_int_handler)
   threading.Timer(3.0, os.kill, [os.getpid(), signal.SIGINT]).start()
   begin = time.monotonic()
-  with pytest.raises(KeyboardInterrupt):
-    ttt_discover.rivals(config, problems.load(PROBLEM), 60.0)
+  try:
+    with pytest.raises(KeyboardInterrupt):
+      ttt_discover.rivals(config, problems.load(PROBLEM), 60.0)
+  finally:
+    signal.signal(signal.SIGINT, before)
   assert time.monotonic() - begin < 40 and not multiprocessing.active_children()
 
 

@@ -207,7 +207,9 @@ PROGRAMS = (
   Program("writing outside", """
     import os, sys
     written = []
-    for path in (*secrets[1:], "/usr/x", "/etc/passwd", "/x", sys.prefix + "/x", "/dev/x",
+    # Its own /tmp may be written to, where this checkout lies in ours; `secrets` looks at ours.
+    hidden = [path for path in secrets[1:] if not path.startswith("/tmp/")]
+    for path in (*hidden, "/usr/x", "/etc/passwd", "/x", sys.prefix + "/x", "/dev/x",
                  os.path.dirname(os.__file__) + "/os.py"):
       for mode in ("a", "w"):
         try:
