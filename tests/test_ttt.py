@@ -7,7 +7,6 @@ import functools
 import itertools
 import json
 import math
-import os
 import pathlib
 import random
 import shutil
@@ -368,10 +367,9 @@ LANGUAGE = Dies()
 
 
 @pytest.mark.long
-def test_what_was_done_before_a_worker_died_is_saved(tmp_path, monkeypatch):
+def test_what_was_done_before_a_worker_died_is_saved(tmp_path):
   problem = tmp_path / "mortal.py"
   problem.write_text(MORTAL)
-  monkeypatch.setenv("PYTHONPATH", str(pathlib.Path(tiny_problem.PATH).parent), prepend=os.pathsep)
   config = dict(problem=str(problem), tiny=NO_WARM_START, checkpoint_every=10)
   with pytest.raises(edits.WorkerDied, match="--resume goes on after the last whole step"):
     discover(tmp_path / "run", edits.problems.load(str(problem)), num_workers=1, **config)

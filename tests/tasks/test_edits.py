@@ -212,9 +212,8 @@ def environment_variables() -> dict[str, str]:
   return os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
 
 
-def test_a_worker_that_dies_is_told_of(tmp_path, monkeypatch):
+def test_a_worker_that_dies_is_told_of(tmp_path):
   (tmp_path / "deadly.py").write_text(DEADLY)
-  monkeypatch.setenv("PYTHONPATH", environment_variables()["PYTHONPATH"])
   path = str(tmp_path / "deadly.py")
   with (
     edits.Judge(edits.problems.load(path), path, 1) as judge,

@@ -14,6 +14,7 @@ import os
 import pathlib
 import platform
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -562,16 +563,18 @@ def test_errors_show_the_line_that_made_them(box: sandbox.Sandbox):
   assert box.run_python("x = '\ud800'", "f", {})[1].status == "failed"
 
 
-def test_a_pipe_that_was_sent_and_never_received_has_an_end(
-  tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_pipe_that_was_sent_and_never_received_has_an_end(tmp_path: pathlib.Path):
   # A sandbox as ours, but that it lets sockets be: the pipe's last writer is in a message that
   # nobody can receive, and is not closed.
-  text = pathlib.Path(sandbox_child.__file__).read_text()
+  tasks = tmp_path / "seerjax/tasks"
+  tasks.mkdir(parents=True)
+  for name in ("sandbox.py", "sandbox_child.py"):
+    shutil.copy(REPOSITORY / "seerjax/tasks" / name, tasks)
+  for package in (tasks, tasks.parent):
+    (package / "__init__.py").touch()
+  text = (tasks / "sandbox_child.py").read_text()
   assert text.count('"socketpair": (53, 199),') == 1
-  copy = tmp_path / "child.py"
-  copy.write_text(text.replace('"socketpair": (53, 199),', ""))
-  monkeypatch.setattr(sandbox_child, "__file__", str(copy))
+  (tasks / "sandbox_child.py").write_text(text.replace('"socketpair": (53, 199),', ""))
   source = """
 import socket
 def f():
@@ -579,8 +582,15 @@ def f():
   socket.send_fds(a, [b"x"], [a.fileno(), b.fileno(), 1, 2, 3])
   return 1
   """
-  with sandbox.Sandbox() as box:
-    assert box.run_python(source, "f", {}, limits=SMALL)[0] == 1
+  code = f"""
+from seerjax.tasks import sandbox
+with sandbox.Sandbox() as box:
+  print(sandbox.__file__, box.run_python({source!r}, "f", {{}}, limits=sandbox.{SMALL!r})[0])
+"""
+  done = subprocess.run(
+    [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60
+  )
+  assert done.stdout.split() == [str(tasks / "sandbox.py"), "1"], done.stderr
 
 
 def test_a_command_reads_and_leaves_files(box: sandbox.Sandbox):
