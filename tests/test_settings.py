@@ -83,7 +83,8 @@ def test_a_session_goes_on_after_what_passed(tmp_path: pathlib.Path):
   command += [f"--finished={finished}", *(f"{__file__}::{name}" for name in names)]
 
   def session(fails: str, *options: str) -> str:
-    environment = os.environ | {"SEERJAX_TEST_FAILS": fails}
+    # All files: this session may have a share of them.
+    environment = os.environ | {"SEERJAX_TEST_FAILS": fails, "SEERJAX_TEST_SHARE": "1"}
     done = subprocess.run(
       [*command, *options], env=environment, capture_output=True, text=True, check=False
     )
