@@ -32,7 +32,8 @@ class OptimizerConfig:
 
   Attributes:
     learning_rate: after the warm-up.
-    warmup_steps: linear from zero.
+    warmup_steps: in n of them the rate rises by n equal parts; the first step has the first part,
+      the n-th all of it. 0 and 1 are none.
     b1: decay of the mean.
     b2: decay of the mean square.
     weight_decay: decoupled, per step, times the learning rate.
@@ -52,6 +53,10 @@ class OptimizerConfig:
         f"OptimizerConfig.learning_rate: got {self.learning_rate}, expected a positive number;"
         " 1e-4 is usual for small models."
       )
+    if self.warmup_steps < 0:
+      raise ValueError(
+        f"OptimizerConfig.warmup_steps: got {self.warmup_steps}, expected at least 0; 0 is none."
+      )
     if not self.max_gradient_norm > 0:
       raise ValueError(
         f"OptimizerConfig.max_gradient_norm: got {self.max_gradient_norm}, expected a positive"
@@ -61,8 +66,12 @@ class OptimizerConfig:
 
 def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
   """Returns the optax chain: clip, Adam, decay, learning rate."""
-  schedule = optax.linear_schedule(0.0, config.learning_rate, config.warmup_steps)
-  learning_rate = schedule if config.warmup_steps else config.learning_rate
+
+  def warming(count: Array) -> Array:
+    # Optax counts from 0. From zero, the first batch would teach nothing.
+    return config.learning_rate * jnp.minimum((count + 1) / config.warmup_steps, 1.0)
+
+  learning_rate = warming if config.warmup_steps else config.learning_rate
   return optax.chain(
     optax.clip_by_global_norm(config.max_gradient_norm),
     optax.adamw(learning_rate, config.b1, config.b2, weight_decay=config.weight_decay),

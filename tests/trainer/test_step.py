@@ -205,6 +205,7 @@ def test_the_gap_to_the_engine_is_zero_where_bits_are_equal_and_seen_where_one_i
   ("changes", "message"),
   [
     (dict(learning_rate=0.0), "OptimizerConfig.learning_rate: got 0.0, expected a positive number"),
+    (dict(warmup_steps=-1), "OptimizerConfig.warmup_steps: got -1, expected at least 0; 0 is none"),
     (dict(max_gradient_norm=-1.0), "OptimizerConfig.max_gradient_norm: got -1.0, expected a pos"),
   ],
 )
@@ -213,11 +214,24 @@ def test_an_optimizer_that_cannot_be_is_refused(changes, message):
     step.OptimizerConfig(**changes)
 
 
-def test_the_learning_rate_warms_up():
-  optimizer = step.make_optimizer(step.OptimizerConfig(learning_rate=0.1, warmup_steps=4))
+@pytest.mark.parametrize(
+  ("warmup_steps", "rates"),
+  [
+    (4, [0.025, 0.05, 0.075, 0.1, 0.1]),
+    (2, [0.05, 0.1, 0.1, 0.1, 0.1]),
+    (1, [0.1] * 5),
+    (0, [0.1] * 5),
+  ],
+)
+def test_the_learning_rate_warms_up_from_its_first_part_so_that_no_step_teaches_nothing(
+  warmup_steps, rates
+):
+  optimizer = step.make_optimizer(
+    step.OptimizerConfig(learning_rate=0.1, warmup_steps=warmup_steps)
+  )
   params = {"w": jnp.ones(3)}
   state, sizes = optimizer.init(params), []
-  for _ in range(6):
+  for _ in rates:
     updates, state = optimizer.update({"w": jnp.ones(3)}, state, params)
     sizes.append(float(jnp.max(jnp.abs(updates["w"]))))
-  np.testing.assert_allclose(sizes, [0, 0.025, 0.05, 0.075, 0.1, 0.1], atol=1e-4)
+  np.testing.assert_allclose(sizes, rates, atol=1e-4)
