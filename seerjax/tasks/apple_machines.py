@@ -109,10 +109,13 @@ class Instance(NamedTuple):
 
 
 def instance(index: int) -> Instance:
-  """Returns input `index`: A = round(10^U(0,2)) sorted, C = round(A 500^level 10^U(0,2))."""
+  """Returns input `index`, drawn as the contest draws its own.
+
+  A is 1 and nine draws of round(10^U(0,2)), sorted; C = round(A 500^level 10^U(0,2)), the first 1.
+  """
   draws = np.random.Generator(np.random.PCG64([58, index]))
-  apples = np.sort(np.rint(10.0 ** draws.uniform(0.0, 2.0, KINDS)))
-  apples[0] = 1.0
+  others = np.sort(np.rint(10.0 ** draws.uniform(0.0, 2.0, KINDS - 1)))
+  apples = np.concatenate([[1.0], others])
   levels = 500.0 ** np.arange(LEVELS)[:, None]
   costs = np.rint(apples[None, :] * levels * 10.0 ** draws.uniform(0.0, 2.0, (LEVELS, KINDS)))
   costs[0, 0] = 1.0

@@ -8,7 +8,8 @@ convolution; f*f is linear between its nodes, so that both constants are rationa
                                                             of |f*f|_2^2 / (|f*f|_1 |f*f|_inf)
 
 Neither depends on the scale of a, and neither changes if each step is cut into k equal ones. A
-constant has C1 = 2 and C2 = 2/3. Sums are exact, and the language is that of `step_functions`.
+constant has C1 = 2 and C2 = 2/3. Sums are exact (of very many, very unlike heights certified
+bounds), and the language is that of `step_functions`, whose tools work on up to 1,000 steps.
 
 Sources: Matolcsi & Vinuesa 2010, https://arxiv.org/abs/0907.1379 (both problems, and linear
 programs for the first); Yuksekgonul et al. 2026 (TTT-Discover), https://arxiv.org/abs/2601.16175.
@@ -30,7 +31,6 @@ from seerjax.tasks import discovery, linear_programs, step_functions
 from seerjax.tasks.discovery import Artefact, Published, Score
 from seerjax.tasks.step_functions import LAST, MAX_HEIGHT, MIN_SUM, NUM_AMOUNTS, POLISH, SIZES
 
-MAX_STEPS = 1000
 # What a verb of annealing reads from its place: a learning rate, and how many steps of the function
 # go together; and from its amount. All are of use: sentences are drawn evenly until a policy knows
 # better. In blocks of three a ninth of the work finds a basin as well.
@@ -48,20 +48,37 @@ _MAX_PIVOTS = 1500
 _POLISH_PROGRAMS = 2  # Of one edit.
 
 
-def first_constant(heights: Sequence[float]) -> Fraction:
-  """Returns C1 exactly; the heights are non-negative and not all 0."""
+def first_constant(
+  heights: Sequence[float], most_digits: int = step_functions.MAX_EXACT_DIGITS
+) -> Fraction:
+  """Returns C1 exactly, or an upper bound where the convolution would be too long.
+
+  Args:
+    heights: non-negative, not all 0.
+    most_digits: of the convolution (`step_functions.rounded`).
+  """
   numbers = step_functions.dyadic(heights)
-  nodes = step_functions.convolve(numbers, numbers)
-  return Fraction(2 * len(numbers) * max(nodes), sum(numbers) ** 2)
+  parts = step_functions.rounded(numbers, most_digits)
+  largest = max(step_functions.convolve(parts.high, parts.high)) * parts.unit**2
+  return Fraction(2 * len(numbers) * largest, sum(numbers) ** 2)
 
 
-def second_constant(heights: Sequence[float]) -> Fraction:
-  """Returns C2 exactly; the heights are non-negative and not all 0."""
+def second_constant(
+  heights: Sequence[float], most_digits: int = step_functions.MAX_EXACT_DIGITS
+) -> Fraction:
+  """Returns C2 exactly, or a lower bound where the convolution would be too long.
+
+  Args:
+    heights: non-negative, not all 0.
+    most_digits: of the convolution (`step_functions.rounded`).
+  """
   numbers = step_functions.dyadic(heights)
-  nodes = step_functions.convolve(numbers, numbers)
+  parts = step_functions.rounded(numbers, most_digits)
+  nodes = step_functions.convolve(parts.low, parts.low)
+  largest = max(nodes if parts.unit == 1 else step_functions.convolve(parts.high, parts.high))
   squares = 2 * sum(c * c for c in nodes)
   squares += sum(c * d for c, d in itertools.pairwise(nodes))
-  return Fraction(squares, 3 * sum(nodes) * max(nodes))
+  return Fraction(squares * parts.unit**2, 3 * sum(numbers) ** 2 * largest)
 
 
 @compiled.function
@@ -277,6 +294,8 @@ class AutocorrelationEdits:
   ) -> np.ndarray:
     """Returns heights that a sequence of linear programs improved, or the same.
 
+    Above `step_functions.TOOL_STEPS` steps they are returned as they are.
+
     Each program linearises around the heights: least t (less what the numerator of C2 gains) with
     c_k + 2 sum_i a_(k-i) d_i <= t at the nodes near the maximum, sum d = 0, |d| <= radius.
 
@@ -286,6 +305,8 @@ class AutocorrelationEdits:
       radius: of the trust region, in mean heights; a failed program quarters it.
       is_free: bool[n], the heights that may change.
     """
+    if self.num_steps > step_functions.TOOL_STEPS:
+      return heights
     max_pivots = min(_MAX_PIVOTS * 300**2 // self.num_steps**2, 10_000)
     start, sign = heights, -1.0 if self.is_second else 1.0
     value = self.value(heights)
@@ -337,10 +358,10 @@ class _Autocorrelation:
   num_steps: int
 
   def __post_init__(self):
-    if not 2 <= self.num_steps <= MAX_STEPS:
+    if not 2 <= self.num_steps <= step_functions.MAX_STEPS:
       raise ValueError(
-        f"{type(self).__name__}.num_steps: got {self.num_steps}, expected 2 to {MAX_STEPS};"
-        " a policy needs some hundreds at most."
+        f"{type(self).__name__}.num_steps: got {self.num_steps}, expected 2 to"
+        f" {step_functions.MAX_STEPS}; edits do best with some hundreds, programs take any."
       )
 
   @property
@@ -510,7 +531,7 @@ class FirstAutocorrelation(_Autocorrelation):
     return AutocorrelationEdits(num_steps=self.num_steps, is_second=False, target=FIRST_GOAL)
 
   def verify(self, artefact: Artefact) -> Score:
-    """Returns C1, rounded up; the certificate is the exact fraction."""
+    """Returns C1, rounded up; the certificate is the fraction."""
     heights = step_functions.check_heights(artefact, self.num_steps)
     if isinstance(heights, str):
       return discovery.invalid(heights)
@@ -561,7 +582,7 @@ class SecondAutocorrelation(_Autocorrelation):
     return AutocorrelationEdits(num_steps=self.num_steps, is_second=True, target=SECOND_GOAL)
 
   def verify(self, artefact: Artefact) -> Score:
-    """Returns C2, rounded down; the certificate is the exact fraction."""
+    """Returns C2, rounded down; the certificate is the fraction."""
     heights = step_functions.check_heights(artefact, self.num_steps)
     if isinstance(heights, str):
       return discovery.invalid(heights)

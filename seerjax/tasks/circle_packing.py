@@ -82,7 +82,7 @@ PUBLISHED = {
     Published(2.635983, "AlphaEvolve V2", 2025, _ALPHAEVOLVE_2),
     Published(
       2.635982,
-      "ShinkaEvolve (overlaps: holds with a tolerance only)",
+      "ShinkaEvolve (as printed some overlap; holds with radii smaller by 1e-9)",
       2025,
       "https://arxiv.org/abs/2509.19349",
     ),

@@ -39,7 +39,7 @@ COMPILE_LIMITS = Limits(
 )
 _MAX_KEPT = 256  # Programs whose values, or whose compiler's complaints, are remembered.
 _MAX_MESSAGE = 400  # Characters of what a compiler or a program said.
-_NUMBER = re.compile(r"-?[0-9]{1,9}", re.ASCII)
+_NUMBER = re.compile(r"[+-]?[0-9]{1,9}", re.ASCII)
 
 
 @runtime_checkable
@@ -195,10 +195,12 @@ machine (i, j) is bought: it costs C[i][j] * (P[i][j] + 1) apples, which must be
 P[i][j] by 1. Then, for i = 0, 1, ..., L-1 in this order and every j:
   i = 0:  apples += A[j] * B[0][j] * P[0][j]
   i > 0:  B[i-1][j] += B[i][j] * P[i][j]
-A[j] = round(10^U(0,2)), sorted, A[0] = 1; C[i][j] = round(A[j] * 500^i * 10^U(0,2)), C[0][0] = 1.
+A[0] = 1, the other A[j] = round(10^U(0,2)), sorted; C[0][0] = 1, the other
+C[i][j] = round(A[j] * 500^i * 10^U(0,2)).
 
 Input: "N L T K"; then A[0] ... A[N-1]; then L lines C[i][0] ... C[i][N-1].
-Output: T lines, each "i j" (level and kind of what is bought) or "-1" (nothing is bought).
+Output: T lines, each "i j" (level and kind of what is bought) or "-1" (nothing is bought). Lines
+that begin with "#" are comments.
 The value is round(1e5 * log2(apples at the end)); higher is better."""
 
   @property
@@ -422,10 +424,15 @@ one; to return a program that you have written is enough.
     return reason
 
 
-def integers(text: str) -> list[int] | str:
-  """Returns the integers that a text consists of, or the reason why it does not."""
+def integers(text: str, first: int = 0) -> list[int] | str:
+  """Returns the integers that a text consists of, or the reason why it does not.
+
+  Args:
+    text: words between white space.
+    first: number of the text's first word, for the reason.
+  """
   words = text.split()
-  for place, word in enumerate(words):
+  for place, word in enumerate(words, first):
     if not _NUMBER.fullmatch(word):
       return f"output: got {word[:40]!r} as word {place}, expected an integer of at most 9 digits"
   return [int(word) for word in words]
@@ -444,32 +451,38 @@ def machines_input(problem: apple_machines.Instance) -> str:
 def read_orders(output: str, turns: int) -> list[tuple[int, int] | None] | str:
   """Returns what is bought in each turn (None: nothing), or the reason why this is not said.
 
+  As the contest's own tester reads it: a line that begins with # is a comment, numbers may have a
+  plus sign, and what follows the last turn is not read.
+
   Args:
     output: of a program.
     turns: how many orders there must be.
   """
-  numbers = integers(output)
-  if isinstance(numbers, str):
-    return numbers
+  lines = (line.strip() for line in output.splitlines())
+  words = " ".join(line for line in lines if not line.startswith("#")).split()
   orders: list[tuple[int, int] | None] = []
   place = 0
-  while place < len(numbers):
-    level = numbers[place]
-    place += 1
-    if level == -1:
+  while len(orders) < turns and place < len(words):
+    order = integers(" ".join(words[place : place + 2]), place)
+    if isinstance(order, str) and not _NUMBER.fullmatch(words[place]):
+      return order
+    if int(words[place]) == -1:
       orders.append(None)
+      place += 1
       continue
-    if place == len(numbers):
-      return f"turn {len(orders)}: got level {level} alone, expected level and kind, or -1"
-    kind = numbers[place]
-    place += 1
+    if isinstance(order, str):
+      return order
+    if len(order) == 1:
+      return f"turn {len(orders)}: got level {order[0]} alone, expected level and kind, or -1"
+    level, kind = order
     if not (0 <= level < apple_machines.LEVELS and 0 <= kind < apple_machines.KINDS):
       return (
         f"turn {len(orders)}: got level {level} and kind {kind}, expected 0 to"
         f" {apple_machines.LEVELS - 1} and 0 to {apple_machines.KINDS - 1}"
       )
     orders.append((level, kind))
-  if len(orders) != turns:
+    place += 2
+  if len(orders) < turns:
     return f"output: got {len(orders)} turns, expected {turns}"
   return orders
 

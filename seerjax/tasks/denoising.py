@@ -12,7 +12,8 @@ y the part that judges, x the denoised counts and N(v) = log(1 + 1e4 v / (sum of
   Poisson  mean of z - y log(z + 1e-6),  z = x (total of y / total of train), in nats: at most
            that of the plain start, or the pipeline is no answer
 
-The MSE alone can be gamed: y is noisy, N is concave, and so the expression that is least far from
+The Poisson number of Open Problems is another function, so theirs and ours do not compare. The MSE
+alone can be gamed: y is noisy, N is concave, and so the expression that is least far from
 N(y) lies below the true one (of simulated cells, the truth itself is no winner). The second number
 holds against that. Published tables ask for 0.97 of the way from train (0) to y (1); how far one
 can go depends on the data, so here the bar is what shrinking each cell towards the mean cell gives,

@@ -5,10 +5,11 @@ h: [0, 2] -> [0, 1] with integral 1 has n equal steps, so that their heights sum
   C5 = (2 / n) max_k sum_i h_i (1 - h_(i+k)),   1 - h being 0 outside of [0, 2],
 
 over all shifts k. Between whole shifts the overlap is linear, hence every h gives an upper bound.
-The verifier scales the heights to sum n / 2 itself, in integers: with H_i in the ratios of the
-heights and S their sum, h_i = n H_i / 2S, which is at most 1 if n H_i <= 2S, and
+The verifier makes any heights admissible itself, in integers: h_i = min(1, s H_i), where s is such
+that they sum to n / 2. With k heights at 1, R the sum of the others and U = 2R, the numerators
+over U are G_i = min((n - 2k) H_i, U), and
 
-  C5 = max_k sum_i H_i (2S - n H_(i+k)) / 2S^2.
+  C5 = (2 / n) max_k sum_i G_i (U - G_(i+k)) / U^2.
 
 1/2 for n = 1, 4/9 for n = 2 and 2/5 for n = 3 are closed forms.
 
@@ -30,7 +31,7 @@ from seerjax.tasks import discovery, linear_programs, step_functions
 from seerjax.tasks.discovery import Artefact, Published, Score
 from seerjax.tasks.step_functions import LAST, MIRROR, POLISH, SIZES
 
-MAX_STEPS = 600
+_TOOL_STEPS = 600  # Of a function that its linear programs take.
 _MAX_RADIUS = 0.5
 # Work of the linear programs of one sentence, in units of a symmetric one at n = 51 (0.6 CPU ms).
 _MAX_WORK = 200.0
@@ -60,18 +61,47 @@ PUBLISHED = (
 GOAL = 0.380871
 
 
-def overlap_constant(heights: Sequence[float]) -> Fraction | None:
-  """Returns C5 exactly; None if a height is above 1 once they are scaled to sum n / 2.
+def admissible(numbers: Sequence[int]) -> tuple[list[int], int] | None:
+  """Returns numerators and their denominator of min(1, s H), whose sum is n / 2.
+
+  Args:
+    numbers: H, non-negative integers, not all 0.
+
+  Returns:
+    None if fewer than n / 2 are positive: at most 1 each, they cannot sum to n / 2.
+  """
+  n, rest = len(numbers), sum(numbers)
+  ordered = sorted(numbers, reverse=True)
+  if 2 * sum(number > 0 for number in numbers) < n:
+    return None
+  num_whole = 0
+  # Ends before the last positive height: half of them are positive.
+  while (n - 2 * num_whole) * ordered[num_whole] > 2 * rest:
+    rest -= ordered[num_whole]
+    num_whole += 1
+  return [min((n - 2 * num_whole) * number, 2 * rest) for number in numbers], 2 * rest
+
+
+def overlap_constant(
+  heights: Sequence[float], most_digits: int = step_functions.MAX_EXACT_DIGITS
+) -> Fraction | None:
+  """Returns C5 of the admissible heights exactly, or an upper bound where that would be too long.
 
   Args:
     heights: non-negative, not all 0.
+    most_digits: of the convolution (`step_functions.rounded`).
+
+  Returns:
+    None if fewer than half of the heights are positive.
   """
-  numbers = step_functions.dyadic(heights)
-  total = sum(numbers)
-  left = [2 * total - len(numbers) * number for number in numbers]
-  if min(left) < 0:
+  found = admissible(step_functions.dyadic(heights))
+  if found is None:
     return None
-  return Fraction(max(step_functions.convolve(numbers[::-1], left)), 2 * total * total)
+  numbers, whole = found
+  first = step_functions.rounded(numbers[::-1], most_digits)
+  second = step_functions.rounded([whole - number for number in numbers], most_digits)
+  largest = max(step_functions.convolve(first.high, second.high)) * first.unit * second.unit
+  return Fraction(2 * largest, len(numbers) * whole * whole)
 
 
 def overlaps(heights: np.ndarray) -> np.ndarray:
@@ -124,10 +154,12 @@ def polish(heights: np.ndarray, num_iterations: int, radius: float) -> np.ndarra
 
   Args:
     heights: f64[n], from `settle`.
-    num_iterations: linear programs, at most.
+    num_iterations: linear programs, at most; none above 600 steps.
     radius: of the trust region, in heights, to start with.
   """
   n = heights.size
+  if n > _TOOL_STEPS:
+    return heights
   folds = is_symmetric(heights)
   num_free = (n + 1) // 2 if folds else n
   times = np.full(num_free, 2.0 if folds else 1.0)
@@ -307,10 +339,10 @@ class MinimumOverlap:
   num_steps: int = 51
 
   def __post_init__(self):
-    if not 1 <= self.num_steps <= MAX_STEPS:
+    if not 1 <= self.num_steps <= step_functions.MAX_STEPS:
       raise ValueError(
-        f"MinimumOverlap.num_steps: got {self.num_steps}, expected 1 to {MAX_STEPS}; 51 is the"
-        " size of the human record."
+        f"MinimumOverlap.num_steps: got {self.num_steps}, expected 1 to"
+        f" {step_functions.MAX_STEPS}; 51 is the size of the human record."
       )
 
   @property
@@ -334,17 +366,16 @@ class MinimumOverlap:
     return self._random(np.random.default_rng([seed, 0xE2D05])).tolist()
 
   def verify(self, artefact: Artefact) -> Score:
-    """Returns C5 of the heights scaled to sum n / 2, rounded up; the certificate is exact."""
+    """Returns C5 of the admissible heights, rounded up; the certificate is the fraction."""
     heights = step_functions.check_heights(artefact, self.num_steps)
     if isinstance(heights, str):
       return discovery.invalid(heights)
     exact = overlap_constant(heights)
     if exact is None:
-      # Rounded up: what is above 1 by less than a float must not be shown as 1.
-      half = Fraction(self.num_steps, 2)
-      scaled = step_functions.at_least(Fraction(max(heights)) * half / sum(map(Fraction, heights)))
+      num_positive = sum(height > 0 for height in heights)
       return discovery.invalid(
-        f"heights: got a largest one of {scaled!r} once they sum to n / 2, expected at most 1"
+        f"heights: got {num_positive} above 0, expected at least n / 2 = {self.num_steps / 2},"
+        " since each is at most 1 and they sum to n / 2"
       )
     value = step_functions.at_least(exact)
     return Score(
@@ -362,9 +393,8 @@ class MinimumOverlap:
       f" n = {n} equal steps of heights h[0..n-1], make\n"
       "  C5 = 2 / n * max(numpy.correlate(h, 1 - h, mode='full'))\n"
       "as small as possible: each value is an upper bound of Erdős' constant.\n"
-      f"The verifier scales the heights to sum n / 2 = {n / 2}; then each must be at most 1. They"
-      f" are at most {step_functions.MAX_HEIGHT:g}, and sum to {step_functions.MIN_SUM:g} at"
-      " least.\n"
+      f"The verifier scales the heights, cut at 1, to sum n / 2 = {n / 2}. They are at most"
+      f" {step_functions.MAX_HEIGHT:g}, and sum to {step_functions.MIN_SUM:g} at least.\n"
       + step_functions.program_rules(n)
       + f"Now: C5 = {score.value:.10f}. Best known, with more steps: {PUBLISHED[0].value}; with 51"
       " steps 0.38092685."
@@ -376,7 +406,9 @@ class MinimumOverlap:
     from matplotlib import figure  # Slow to import, and only a picture needs it.
 
     n = self.num_steps
-    heights = np.array(artefact, np.float64) * (n / 2 / math.fsum(artefact))
+    found = admissible(step_functions.dyadic(artefact))
+    assert found is not None  # Only what the verifier accepts is drawn.
+    heights = np.array([number / found[1] for number in found[0]])
     values = np.concatenate([[0.0], overlaps(heights), [0.0]])
     shifts = np.linspace(-2.0, 2.0, values.size)
     drawing = figure.Figure(figsize=(9, 4), layout="constrained")

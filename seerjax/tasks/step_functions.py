@@ -11,6 +11,7 @@ reshape a region and mean the same in all problems; `polish` and `last` are each
 from __future__ import annotations
 
 from collections.abc import Sequence
+import decimal
 from fractions import Fraction
 import math
 from typing import Any, NamedTuple
@@ -22,7 +23,15 @@ from seerjax.tasks.discovery import Artefact
 
 MAX_HEIGHT = 1000.0  # As in the paper's verifiers; scale means nothing here.
 MIN_SUM = 0.01
+MAX_STEPS = 1_000_000  # Of a function that is judged; a verdict then takes ten CPU seconds.
+TOOL_STEPS = 1000  # Of a function that the edits' linear programs take.
 _MAX_FRACTION_BITS = 2048  # Longer fractions are certified by the rounded float alone.
+# A convolution of more decimal digits (some seconds) is made with rounded numbers.
+MAX_EXACT_DIGITS = 20_000_000
+_ROUNDED_BITS = 96
+_EXACT = decimal.Context(
+  prec=decimal.MAX_PREC, Emax=decimal.MAX_EMAX, Emin=decimal.MIN_EMIN, traps=[decimal.Inexact]
+)
 
 # The language: every sentence is up to `NUM_EDITS` triples (verb, amount, place). Ids by kind:
 STOP_TOKEN = 0
@@ -194,19 +203,52 @@ def convolve(first: Sequence[int], second: Sequence[int]) -> list[int]:
   """Returns the exact full convolution of two non-negative integer sequences.
 
   Both are written as digits of one large number each, in a base that no sum of products reaches, so
-  that a single product of Python's integers holds all sums (Kronecker's substitution).
+  that a single product holds all sums (Kronecker's substitution). Decimal numbers, because those
+  are multiplied by a number-theoretic transform, in n log n steps: 50,000 floats take 0.3 CPU
+  seconds, where Python's integers take 1.5.
   """
-  bits = max(first).bit_length() + max(second).bit_length()
-  width = (bits + min(len(first), len(second)).bit_length() + 7) // 8
+  largest = max(first) * max(second) * min(len(first), len(second))
+  width, length = len(str(largest)), len(first) + len(second) - 1
 
-  def pack(digits: Sequence[int]) -> int:
-    return int.from_bytes(b"".join(digit.to_bytes(width, "little") for digit in digits), "little")
+  def pack(digits: Sequence[int]) -> decimal.Decimal:
+    return decimal.Decimal("".join(f"{digit:0{width}d}" for digit in reversed(digits)))
 
-  length = len(first) + len(second) - 1
-  product = (pack(first) * pack(second)).to_bytes(width * length, "little")
-  return [
-    int.from_bytes(product[width * k : width * (k + 1)], "little") for k in range(length)
-  ]
+  with decimal.localcontext(_EXACT):
+    text = str(pack(first) * pack(second)).zfill(width * length)
+  return [int(text[width * k : width * (k + 1)]) for k in reversed(range(length))]
+
+
+class Rounded(NamedTuple):
+  """Non-negative integers, each between two of `_ROUNDED_BITS` bits times a power of two.
+
+  Attributes:
+    low: at most the integer, in units.
+    high: at least the integer, in units.
+    unit: the power of two; 1 where nothing had to be rounded.
+  """
+
+  low: list[int]
+  high: list[int]
+  unit: int
+
+
+def rounded(numbers: Sequence[int], most_digits: int = MAX_EXACT_DIGITS) -> Rounded:
+  """Returns the integers as they are where `convolve` is quick with them, else rounded both ways.
+
+  A bound from the rounded ones is certified, and within one rounding of a float of the exact value:
+  an entry moves by less than 2^-96 of the largest, a sum of n products by 4n 2^-96 of itself.
+
+  Args:
+    numbers: non-negative integers.
+    most_digits: of a convolution of the numbers with themselves, that is still quick.
+  """
+  bits = max(numbers).bit_length()
+  digits = 2 * len(numbers) * (2 * bits + len(numbers).bit_length()) * math.log10(2)
+  shift = bits - _ROUNDED_BITS
+  if digits <= most_digits or shift <= 0:
+    return Rounded(list(numbers), list(numbers), 1)
+  low = [number >> shift for number in numbers]
+  return Rounded(low, [-(-number >> shift) for number in numbers], 1 << shift)
 
 
 def at_least(exact: Fraction) -> float:

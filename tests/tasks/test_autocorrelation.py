@@ -113,6 +113,35 @@ def test_where_a_function_stands_changes_nothing_and_a_longer_interval_the_first
   assert autocorrelation.first_constant(padded) == longer * autocorrelation.first_constant(heights)
 
 
+@pytest.mark.parametrize("spread", [0, 300])
+def test_large_functions_are_judged_and_bounds_are_within_a_rounding_of_exact_values(spread):
+  rng = np.random.default_rng(spread)
+  heights = (rng.random(2000) * 10.0 ** -rng.uniform(0, spread + 1e-9, 2000)).tolist()
+  for constant, round_, toward in (
+    (autocorrelation.first_constant, step_functions.at_least, math.inf),
+    (autocorrelation.second_constant, step_functions.at_most, -math.inf),
+  ):
+    exact, bound = constant(heights), constant(heights, most_digits=0)
+    assert (exact <= bound) if toward > 0 else (exact >= bound)
+    assert (exact == bound) == (spread == 0)
+    assert round_(bound) in (round_(exact), math.nextafter(round_(exact), toward))
+
+
+@pytest.mark.parametrize("num_steps", [1319, 50_000])
+def test_functions_of_published_sizes_are_judged(num_steps):
+  # A triangle; of n steps its constants are near those of the function.
+  ramp = np.minimum(np.arange(num_steps) + 0.5, num_steps - np.arange(num_steps) - 0.5)
+  heights = (ramp / ramp.max()).tolist()
+  first = autocorrelation.FirstAutocorrelation(num_steps=num_steps)
+  second = autocorrelation.SecondAutocorrelation(num_steps=num_steps)
+  # f*f of a triangle is a cubic B-spline: of integral 1, largest 2/3, of its square 151/315.
+  assert first.verify(heights).value == pytest.approx(8 / 3, abs=1e-3)
+  assert second.verify(heights).value == pytest.approx(151 / 315 / (2 / 3), abs=1e-3)
+  assert first.language.anneal(np.array(heights), 0, 0.1, 0.01).tolist() == heights
+  polished = second.language.polish(np.array(heights), 1, 0.1, np.ones(num_steps, bool))
+  assert polished.tolist() == heights
+
+
 def test_a_fraction_too_long_to_print_is_certified_by_the_float():
   heights = [1.0, 5e-324]
   score = first_of(heights)
@@ -294,8 +323,8 @@ def test_a_sentence_that_leaves_nothing_is_refused():
 
 @pytest.mark.parametrize("kind", [type(FIRST), type(SECOND)])
 def test_impossible_sizes_are_refused(kind):
-  for num_steps in (1, 1001):
-    with pytest.raises(ValueError, match=f"num_steps: got {num_steps}, expected 2 to 1000"):
+  for num_steps in (1, 1_000_001):
+    with pytest.raises(ValueError, match=f"num_steps: got {num_steps}, expected 2 to 1000000"):
       kind(num_steps=num_steps)
 
 

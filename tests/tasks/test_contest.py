@@ -241,7 +241,6 @@ def test_turns_agree_with_the_plans_of_apple_machines():
   ("output", "reason"),
   [
     ("-1\n" * 499, "output: got 499 turns, expected 500"),
-    ("-1\n" * 501, "output: got 501 turns, expected 500"),
     ("-1\n" * 499 + "0", "turn 499: got level 0 alone, expected level and kind, or -1"),
     ("4 0\n", "turn 0: got level 4 and kind 0, expected 0 to 3 and 0 to 9"),
     ("-1 0 -1\n", "turn 1: got level 0 and kind -1, expected 0 to 3 and 0 to 9"),
@@ -252,3 +251,12 @@ def test_turns_agree_with_the_plans_of_apple_machines():
 def test_orders_that_cannot_be_are_refused(output: str, reason: str):
   value = MACHINES.value(0, output)
   assert isinstance(value, str) and reason in value
+
+
+def test_orders_are_read_as_the_contests_tester_reads_them():
+  output = "# a plan\n+0 0\n" + "-1\n  # and then\n" * 499
+  assert contest.read_orders(output, 500) == [(0, 0), *[None] * 499]
+  # What follows the last turn is not read, be it an order or none.
+  assert contest.read_orders(output + "3 9\nend\n", 500) == [(0, 0), *[None] * 499]
+  assert contest.read_orders("# -1\n", 1) == "output: got 0 turns, expected 1"
+  assert "'#' as word 1" in contest.read_orders("0 # 1\n", 1)
