@@ -47,7 +47,7 @@ def ask(seeds: list[int], page_size: int) -> list[Completion]:
     key=jax.random.key(0),
     tokenizer=tokenizer,
   )
-  prompt = tuple(tokenizer.encode(tokenizer.chat(QUESTION)))
+  prompt = tuple(tokenizer.chat_ids(QUESTION))
   sampling = SamplingParams(max_tokens=96, stop_token_ids=tokenizer.eos_ids)
   return engine.generate(
     Request(request_id=str(seed), prompt=prompt, sampling=sampling, seed=seed) for seed in seeds

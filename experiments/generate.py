@@ -41,7 +41,7 @@ def load(name: str) -> tuple[rl.Policy, numerics_lib.NumericsConfig]:
 
 
 def prompt_tokens(policy: rl.Policy, prompt: str, *, is_raw: bool = False) -> tuple[int, ...]:
-  """Returns a prompt's tokens, as a user's turn or as it stands.
+  """Returns a prompt's tokens, as a user's turn or, special tokens included, as it stands.
 
   Raises:
     ValueError: if there is nothing but white space.
@@ -51,8 +51,8 @@ def prompt_tokens(policy: rl.Policy, prompt: str, *, is_raw: bool = False) -> tu
       f"--prompt: got {prompt!r}, expected at least one character that is no space; write"
       " --prompt='How many ...?', or --prompt=- to read it from stdin."
     )
-  text = prompt if is_raw else policy.tokenizer.chat(prompt)
-  return tuple(policy.tokenizer.encode(text))
+  tokenizer = policy.tokenizer
+  return tuple(tokenizer.encode(prompt) if is_raw else tokenizer.chat_ids(prompt))
 
 
 def engine_for(

@@ -123,7 +123,7 @@ def lengths(
   task = word_problems.WordProblems()
   stride = task.num_problems(split) // count
   problems = [task.problem(split, index * stride) for index in range(count)]
-  prompts = [len(tokenizer.encode(tokenizer.chat(p.prompt))) for p in problems]
+  prompts = [len(tokenizer.chat_ids(p.prompt)) for p in problems]
   solutions = [len(tokenizer.encode(p.solution)) + 1 for p in problems]
   return np.asarray(prompts), np.asarray(solutions)
 

@@ -86,7 +86,7 @@ def batches(
     config.seed, brief_rate=config.brief_rate, large_rate=config.large_rate
   )
   for prompt, solution in documents:
-    head = tokenizer.encode(tokenizer.chat([{"role": "user", "content": prompt}]))
+    head = tokenizer.chat_ids([{"role": "user", "content": prompt}])
     ids = head + tokenizer.encode(solution) + end
     length = next((length for length in LENGTHS if len(ids) <= length), None)
     if length is None:

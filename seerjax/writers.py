@@ -298,9 +298,7 @@ class Programs:
   def _question(self, text: str) -> tuple[int, ...]:
     """Returns the tokens of a description and of how to answer."""
     said = f"{text}\n\n{programs.instructions()}"
-    return tuple(
-      self._tokenizer.encode(self._tokenizer.chat([{"role": "user", "content": said}]))
-    )
+    return tuple(self._tokenizer.chat_ids([{"role": "user", "content": said}]))
 
   def _sampling(self, max_tokens: int) -> SamplingParams:
     return SamplingParams(

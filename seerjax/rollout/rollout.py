@@ -95,8 +95,7 @@ def problem_index(position: int, num_problems: int, seed: int) -> int:
 
 def prompt_tokens(problem: Problem, tokenizer: tokenizer_lib.Tokenizer) -> tuple[int, ...]:
   """Returns the problem as one user turn and the start of the answer."""
-  text = tokenizer.chat([{"role": "user", "content": problem.prompt}])
-  return tuple(tokenizer.encode(text))
+  return tuple(tokenizer.chat_ids([{"role": "user", "content": problem.prompt}]))
 
 
 def group_requests(

@@ -99,6 +99,31 @@ def test_saved_files_are_equal_byte_by_byte(tmp_path):
   assert tokenizer.chat("hi") == "hi"
 
 
+def test_roles_are_read_from_the_special_tokens_map_too(tmp_path):
+  copy_of_nano(tmp_path, eos_token=None, bos_token="<|endoftext|>")
+  older = dict(eos_token={"content": "<|im_start|>"}, bos_token="<|im_end|>")
+  (tmp_path / "special_tokens_map.json").write_text(json.dumps(older))
+  tokenizer = tokenizer_lib.load(tmp_path)
+  assert tokenizer.eos_ids == (1,)
+  assert tokenizer.special_tokens["eos_token"] == "<|im_start|>"
+  assert tokenizer.special_tokens["bos_token"] == "<|endoftext|>"
+  # Where both name an end, both end.
+  copy_of_nano(tmp_path)
+  assert tokenizer_lib.load(tmp_path).eos_ids == (2, 1)
+
+
+def test_what_generation_config_asks_for_is_named_where_it_is_not_taken(tmp_path):
+  copy_of_nano(tmp_path)
+  asked = dict(
+    eos_token_id=7, pad_token_id=0, temperature=0.6, top_k=20, do_sample=True, min_p=None,
+    transformers_version="5", _from_model_config=True,
+  )  # fmt: skip
+  (tmp_path / "generation_config.json").write_text(json.dumps(asked))
+  tokenizer = tokenizer_lib.load(tmp_path)
+  assert tokenizer.ignored_generation == ("do_sample=True", "temperature=0.6", "top_k=20")
+  assert NANO.ignored_generation == () and with_template("a").ignored_generation == ()
+
+
 def test_templates_are_found_where_hugging_face_puts_them(tmp_path):
   named = [
     {"name": "tool_use", "template": "tools"},
@@ -210,6 +235,11 @@ def test_missing_files_are_refused_by_name(tmp_path):
       "tokenizer_config.json",
       b'{"eos_token": "</s>"}',
       "got eos_token '</s>', expected a token of",
+    ),
+    (
+      "special_tokens_map.json",
+      b'{"eos_token": "</s>"}',
+      "special_tokens_map.json: got eos_token '</s>', expected a token of tokenizer.json",
     ),
     ("chat_template.jinja", b"\xff", "chat_template.jinja: got bytes that are no UTF-8"),
     ("generation_config.json", b"nope", "generation_config.json: got text that is not JSON"),
