@@ -12,7 +12,6 @@ Hardware: 2 CPU cores, a few seconds and one compilation. Text goes to stdout, n
 from __future__ import annotations
 
 from collections.abc import Callable
-import dataclasses
 import math
 import pathlib
 import sys
@@ -24,7 +23,7 @@ import jax
 from experiments import configuration, grpo
 from seerjax import numerics as numerics_lib, rl
 from seerjax.engine import engine as engine_lib
-from seerjax.models import huggingface, transformer
+from seerjax.models import transformer
 from seerjax.types import Completion, Request, SamplingParams
 
 NANO = pathlib.Path(transformer.__file__).parent / "nano"
@@ -32,12 +31,10 @@ PREFILL_ROWS = 256
 
 
 def load(name: str) -> tuple[rl.Policy, numerics_lib.NumericsConfig]:
-  """Returns a model by name and the main job's numerics, with as many slabs as its shape allows."""
+  """Returns a model by name and the main job's numerics, as the model decides them."""
   numerics = grpo.main_job().numerics
-  directory = NANO if name == "nano" else huggingface.resolve(name)
-  shards = transformer.largest_shards(huggingface.load_config(directory))
-  numerics = dataclasses.replace(numerics, reduction_shards=min(shards, numerics.reduction_shards))
-  return grpo.load_policy(name, numerics), numerics
+  policy = grpo.load_policy(name, numerics)
+  return policy, transformer.numerics_for(policy.model, numerics)
 
 
 def prompt_tokens(policy: rl.Policy, prompt: str, *, is_raw: bool = False) -> tuple[int, ...]:

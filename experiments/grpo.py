@@ -41,7 +41,9 @@ def main_job() -> rl.RunConfig:
     num_steps=20,
     num_instances=2,
     checkpoint_every=10,
-    numerics=numerics_lib.NumericsConfig(query_tile=4, slot_tile=32, kv_split=64),
+    numerics=numerics_lib.NumericsConfig(
+      query_tile=4, slot_tile=32, kv_split=64, reduction_shards=0
+    ),
     engine=engine_lib.EngineConfig(
       page_size=32, max_sequences=64, max_context=512, row_buckets=(64, 512)
     ),
@@ -116,9 +118,10 @@ def prepare(
   task = base.load(config.task, path=config.task_path or None)
   policy = load_policy(config.model, config.numerics)
   check_prompts(config, task, policy)
-  print(self_test.describe(config.numerics), flush=True)
+  numerics = rl.for_model(config, policy.model).numerics
+  print(self_test.describe(numerics), flush=True)
   if bitwise:
-    self_test.require(config.numerics)
+    self_test.require(numerics)
   return task, policy
 
 

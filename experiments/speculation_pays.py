@@ -141,9 +141,9 @@ class Asker:
 
   def __init__(self, workload: Workload):
     self.workload = workload
-    job = grpo.main_job()
-    self._job = dataclasses.replace(job, num_instances=1)
+    job = dataclasses.replace(grpo.main_job(), num_instances=1)
     self.policy = grpo.load_policy(workload.model, job.numerics)
+    self._job = job = rl.for_model(job, self.policy.model)
     self._task = base.load(job.task)
     self._count = rollout_lib.num_problems(self._task, "train")
     self._num_posed = 0

@@ -29,6 +29,7 @@ import numpy as np
 from experiments import configuration, grpo
 from seerjax import discovery_report, metrics, numerics, rl, self_test, ttt, writers
 from seerjax.engine import engine as engine_lib
+from seerjax.models import transformer
 from seerjax.rollout import rollout as rollout_lib, scheduler
 from seerjax.search import archive as archive_lib, puct
 from seerjax.tasks import discovery, edits, problem_check, problems
@@ -58,7 +59,7 @@ FLAGSHIP = ttt.DiscoverConfig(
 PAPER = ttt.DiscoverConfig(
   checkpoint_every=1,
   programs=writers.ProgramConfig(thinking_tokens=20_000, answer_tokens=6_700),
-  numerics=numerics.NumericsConfig(),
+  numerics=numerics.NumericsConfig(reduction_shards=0),
   engine=engine_lib.EngineConfig(max_context=32_768),
   scheduler=scheduler.Ours(),
   trainer=rl.TrainerConfig(rows_per_micro_batch=32_768, sequences_per_micro_batch=64),
@@ -233,11 +234,12 @@ def main(argv: list[str]) -> None:
         f"--compare: got {environment.name}, which has neither a language of edits nor baselines,"
         " expected one of the two; leave the flag out."
       )
-    print(self_test.describe(config.numerics), flush=True)
-    policy = None
+    policy, chosen = None, config.numerics
     if config.model != "tiny":
       loaded = grpo.load_policy(config.model, config.numerics)
       policy = ttt.Policy(loaded.model, loaded.params, loaded.tokenizer)
+      chosen = transformer.numerics_for(loaded.model, config.numerics)
+    print(self_test.describe(chosen), flush=True)
     try:
       found = ttt.discover(
         config,

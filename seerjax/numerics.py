@@ -41,7 +41,8 @@ class NumericsConfig:
     slot_tile: pieces of attention (a segment and a split) that one compiled program takes.
     kv_split: positions of one split of the key/value reduction, aligned to absolute positions.
     reduction_shards: logical slabs of every dimension a mesh may shard; contractions over them are
-      added as one balanced binary tree.
+      added as one balanced binary tree. 0 leaves the number to the model
+      (`transformer.numerics_for`): as many as divide it, 8 at most.
     compute_dtype: of weights and activations; sums are always float32.
   """
 
@@ -72,10 +73,13 @@ class NumericsConfig:
       )
     for field in ("row_tile", "query_tile", "slot_tile", "kv_split", "reduction_shards"):
       value = getattr(self, field)
+      if field == "reduction_shards" and value == 0:
+        continue
       if value < 1 or value & (value - 1):
         raise ValueError(
           f"NumericsConfig.{field}: got {value}, expected a power of two; the defaults are"
-          " row_tile=16, query_tile=8, slot_tile=8, kv_split=256, reduction_shards=8."
+          " row_tile=16, query_tile=8, slot_tile=8, kv_split=256, reduction_shards=8 (0 leaves it"
+          " to the model)."
         )
 
   @property
@@ -98,7 +102,15 @@ def fingerprint(numerics: NumericsConfig) -> dict[str, str]:
   """Returns every value that decides bits, as text, and one digest of them all.
 
   Stored with checkpoints and journals; see `checkpoint` for what a mismatch refuses.
+
+  Raises:
+    ValueError: if the number of slabs is left to a model.
   """
+  if not numerics.reduction_shards:
+    raise ValueError(
+      "NumericsConfig.reduction_shards: got 0, expected the number that the model decides; a"
+      " fingerprint names it, so take transformer.numerics_for(model, numerics)."
+    )
   values = {field: str(value) for field, value in dataclasses.asdict(numerics).items()}
   values["bits_version"] = str(BITS_VERSION)
   values["jax_version"] = jax.__version__

@@ -113,7 +113,7 @@ class RunConfig:
   checkpoint_every: int = 10
   lora_rank: int = 0
   lora_alpha: float = 16.0
-  numerics: numerics_lib.NumericsConfig = numerics_lib.NumericsConfig()
+  numerics: numerics_lib.NumericsConfig = numerics_lib.NumericsConfig(reduction_shards=0)
   engine: engine_lib.EngineConfig = engine_lib.EngineConfig()
   rollout: rollout_lib.RolloutConfig = rollout_lib.RolloutConfig()
   scheduler: scheduler.Ours = scheduler.Ours(chunk_tokens=128)
@@ -277,6 +277,7 @@ def train(
       room for its answer, or a text that the task cannot judge (the run can be resumed).
   """
   clock = summary.RunClock()
+  config = for_model(config, policy.model)
   check_directory(directory, resume=resume)
   if resume and config.stale != stale_lib.StaleConfig():
     raise ValueError(
@@ -830,8 +831,14 @@ def exported_weights(config: RunConfig, policy: Policy, state: TrainState) -> tr
 # Compiled programs and their sizes.
 
 
+def for_model(config: RunConfig, model: transformer.TransformerConfig) -> RunConfig:
+  """Returns the config with what it leaves to the model as the model decides it."""
+  return dataclasses.replace(config, numerics=transformer.numerics_for(model, config.numerics))
+
+
 def make_programs(config: RunConfig, model: transformer.TransformerConfig) -> Programs:
   """Returns what a run compiles; nothing is compiled before it is first used."""
+  config = for_model(config, model)
   sampling, learning = _meshes(config)
   trainer = step_lib.Trainer(
     model,

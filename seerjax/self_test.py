@@ -59,7 +59,7 @@ class Finding:
 
 
 def _model(numerics: numerics_lib.NumericsConfig) -> transformer.TransformerConfig:
-  heads = max(numerics.reduction_shards, 2)
+  heads = max(numerics.reduction_shards or 8, 2)
   # Kernels multiply tiles of 64.
   width = 64 if numerics.uses_kernels else 8
   return transformer.TransformerConfig(
@@ -148,6 +148,7 @@ def measure(numerics: numerics_lib.NumericsConfig) -> Finding:
     Finding.
   """
   config = _model(numerics)
+  numerics = transformer.numerics_for(config, numerics)
   params = _params(config, numerics)
   tile = numerics.row_tile
   total = 3 * tile

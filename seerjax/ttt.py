@@ -357,9 +357,11 @@ def discover(
       f"{directory / BEST}: got the best artefact of another run, expected none; move it away, or"
       " choose another --workdir."
     )
+  policy = tiny_policy(config, environment) if policy is None else policy
+  numerics = transformer.numerics_for(policy.model, config.numerics)
+  config = dataclasses.replace(config, numerics=numerics)
   run = config.run(environment)
   fingerprint = numerics_lib.fingerprint(config.numerics)
-  policy = tiny_policy(config, environment) if policy is None else policy
   own_programs = rl.make_programs(run, policy.model)  # Nothing is compiled yet.
   programs = own_programs if programs is None else programs
   if programs.made_for != own_programs.made_for:

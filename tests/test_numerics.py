@@ -38,6 +38,12 @@ def test_a_fingerprint_holds_every_field_and_what_xla_compiles_for():
   assert other["digest"] != found["digest"]
 
 
+def test_a_fingerprint_names_the_slabs_that_a_model_decided():
+  assert NumericsConfig(reduction_shards=0).reduction_shards == 0
+  with pytest.raises(ValueError, match=r"reduction_shards: got 0, .* transformer.numerics_for"):
+    numerics.fingerprint(NumericsConfig(reduction_shards=0))
+
+
 def test_other_numerics_are_refused_with_both_values():
   first, second = (numerics.fingerprint(NumericsConfig(kv_split=n)) for n in (64, 128))
   numerics.require_same(first, first, what="a run")

@@ -121,7 +121,7 @@ class Engine:
       ValueError: if slabs do not divide the model, pages do not fill splits exactly, `runner` was
         made for something else, or free memory does not hold one context.
     """
-    transformer.check_shards(model, numerics)
+    numerics = transformer.numerics_for(model, numerics)
     if config.page_size < 1 or numerics.kv_split % config.page_size:
       raise ValueError(
         f"EngineConfig.page_size: got {config.page_size}, expected a divisor of"

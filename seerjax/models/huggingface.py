@@ -150,7 +150,7 @@ def load(
   """
   directory = pathlib.Path(directory)
   config = load_config(directory)
-  transformer.check_shards(config, numerics)
+  numerics = transformer.numerics_for(config, numerics)
   layout = transformer.shapes(config, numerics.reduction_shards)
   plan = _plan(config)
   expected = {name: shape for _, leaf in plan for name, shape in leaf.tensors}

@@ -64,7 +64,7 @@ def shapes(
       f"lora rank: got {rank}, expected 1 <= rank <= {smallest}, the smallest dimension of the"
       " adapted weights; 8 to 64 is usual."
     )
-  transformer.check_shards(config, numerics)
+  numerics = transformer.numerics_for(config, numerics)
   layout = transformer.shapes(config, numerics.reduction_shards)
 
   def f32(*shape: int) -> jax.ShapeDtypeStruct:

@@ -97,20 +97,26 @@ def largest_shards(config: TransformerConfig) -> int:
   return max(r for r in (1, 2, 4, 8) if all(size % r == 0 for size in sizes))
 
 
-def check_shards(config: TransformerConfig, numerics: numerics_lib.NumericsConfig) -> None:
-  """Refuses slabs that do not divide the model.
+def numerics_for(
+  config: TransformerConfig, numerics: numerics_lib.NumericsConfig
+) -> numerics_lib.NumericsConfig:
+  """Returns the numerics with as many slabs as the model allows, where it is left to the model.
 
   Raises:
-    ValueError: naming the dimension and both numbers.
+    ValueError: for a number of slabs that does not divide the model, naming the dimension and both
+      numbers.
   """
+  if not numerics.reduction_shards:
+    return dataclasses.replace(numerics, reduction_shards=largest_shards(config))
   shards = numerics.reduction_shards
   for field in ("num_kv_heads", "intermediate_size", "vocab_size"):
     size = dataclasses.asdict(config)[field]
     if size % shards:
       raise ValueError(
         f"NumericsConfig.reduction_shards: got {shards}, expected a divisor of {field}={size};"
-        f" use reduction_shards={largest_shards(config)} for this model."
+        f" use reduction_shards={largest_shards(config)} for this model, or 0, which finds it."
       )
+  return numerics
 
 
 def shapes(config: TransformerConfig, reduction_shards: int) -> Params:
@@ -156,7 +162,7 @@ def init(
     config: shape.
     numerics: `reduction_shards` decides the layout; the same key gives other values under another.
   """
-  check_shards(config, numerics)
+  numerics = numerics_for(config, numerics)
   layout = shapes(config, numerics.reduction_shards)
   paths, structure = jax.tree_util.tree_flatten_with_path(layout)
   residual_scale = (2 * config.num_layers) ** -0.5
@@ -377,6 +383,7 @@ def forward(
   Returns:
     (hidden rows f[n, d] before the final norm, pages with the rows' keys and values).
   """
+  numerics = numerics_for(config, numerics)
   cos, sin = rotary.table(batch.positions, batch.num_rows, config.rotary, numerics)
   page_size = pages[0][0].shape[2]
   segment_rows = attention.segment_rows(batch, numerics, page_size)
@@ -446,6 +453,7 @@ def head(
   Returns:
     (tokens i32[n], their scores). A gradient is that of the scores of forced tokens.
   """
+  numerics = numerics_for(config, numerics)
   table = params.get("head")
   if table is None:
     whole = params["embed"].reshape(numerics.reduction_shards, -1, config.hidden_size)
@@ -638,6 +646,7 @@ def logits_of(
   numerics: numerics_lib.NumericsConfig,
 ) -> Float[Array, "b t v"]:
   """Returns f32[b, t, v], logits of whole sequences of one length (`params` in compute dtype)."""
+  numerics = numerics_for(config, numerics)
   batch_size, length = tokens.shape
   page_size = min(numerics.kv_split, 64)
   batch, num_pages = sequences_batch(batch_size, length, numerics, page_size)

@@ -24,6 +24,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
     hidden_size=64,
     intermediate_size=128,
     num_heads=8,
+    num_kv_heads=2,  # As small Qwen2.5 models have; what is left to the model is 2 slabs.
     max_context=512,
   )
   numerics = grpo.main_job().numerics

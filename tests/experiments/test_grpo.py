@@ -48,6 +48,10 @@ def test_a_small_run_of_the_command_with_adapters(tiny: str, tmp_path: pathlib.P
   assert "steps of the engine" in done.stdout
   summary = json.loads((tmp_path / "run" / "summary.json").read_text())
   assert summary["optimizer_steps"] == 1 and summary["kl_max"] == 0.0
+  # What was left to the model is named where it was chosen.
+  settings = json.loads((tmp_path / "run" / "config.json").read_text())
+  assert settings["numerics"]["reduction_shards"] == 2
+  assert settings["fingerprint"]["reduction_shards"] == "2"
   assert (tmp_path / "run" / "report.html").stat().st_size > 1000
   # What is exported is a plain model, adapters merged.
   params, model = huggingface.load(tmp_path / "run" / "model", grpo.main_job().numerics)

@@ -50,7 +50,7 @@ def test_every_preset_but_ours_has_a_published_count():
 def test_every_preset_divides_into_its_slabs(name):
   shards = presets.REDUCTION_SHARDS[name]
   numerics = numerics_lib.NumericsConfig(reduction_shards=shards)
-  transformer.check_shards(presets.get(name), numerics)
+  assert transformer.numerics_for(presets.get(name), numerics) == numerics
   assert shards == (
     2
     if name in ("qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-3b")

@@ -379,6 +379,20 @@ def test_largest_shards_by_hand():
   assert transformer.largest_shards(dataclasses.replace(QWEN3, num_kv_heads=1)) == 1
 
 
+@pytest.mark.parametrize(("kv_heads", "slabs"), [(2, 2), (4, 4), (8, 8)])
+def test_a_model_chooses_its_slabs_where_that_is_left_to_it(kv_heads, slabs):
+  config = dataclasses.replace(QWEN2, num_kv_heads=kv_heads, num_heads=8)
+  left = dataclasses.replace(NUMERICS, reduction_shards=0)
+  chosen = dataclasses.replace(NUMERICS, reduction_shards=slabs)
+  assert transformer.numerics_for(config, left) == chosen
+  assert transformer.numerics_for(config, chosen) is chosen
+  params = transformer.init(jax.random.key(0), config, left)
+  assert params["layers"][0]["down"].shape[0] == slabs
+  tokens = tiny_model.random_tokens(config, 1, 5)
+  logits = functools.partial(transformer.logits_of, config=config, numerics=left)
+  assert jax.eval_shape(logits, params, tokens).shape == (1, 5, config.vocab_size)
+
+
 # Refusals.
 
 
@@ -398,7 +412,7 @@ def test_a_shape_that_cannot_be_is_refused(changes, message):
 @pytest.mark.parametrize(
   ("changes", "message"),
   [
-    (dict(num_kv_heads=4), "got 8, expected a divisor of num_kv_heads=4; use reduction_shards=4"),
+    (dict(num_kv_heads=4), "got 8, expected a divisor of num_kv_heads=4; .*shards=4 .* or 0"),
     (dict(intermediate_size=36), "expected a divisor of intermediate_size=36"),
     (dict(vocab_size=50), "expected a divisor of vocab_size=50; use reduction_shards=2"),
   ],
