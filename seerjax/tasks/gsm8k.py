@@ -1,8 +1,32 @@
-"""Grade-school word problems from the original JSON lines ({"question", "answer"}).
+r"""Grade-school word problems from the original JSON lines ({"question", "answer"}).
 
 The data are not part of this package: give the path of the directory with train.jsonl and
-test.jsonl, or of one file. A reference answer ends with "#### 1,234". A text's answer is read from,
-in this order, its last "####", its last \\boxed{...}, and its last number.
+test.jsonl, or of one file. A reference answer ends with "#### 1,234". A text's answer is read by
+these rules, the first that applies; a box is \boxed{...}:
+
+| a text has                    | its answer is                                                    |
+|-------------------------------|------------------------------------------------------------------|
+| something after its last #### | of the first line there: of its last box, else after its last =, |
+|                               | the first number, units may follow ("15 apples", "$1,234.50")    |
+|  two numbers, and nothing but | none: lists, ranges and sums are no answer                       |
+|  , : / or a sign between them | ("13, 12", "10-12", "12 13", "5 + 7", "3 1/2")                   |
+|  words without a number       | none, whatever was said before ("nan", "the value above")        |
+| something in its last box     | the only number in it, after its last = ("\boxed{x = 12}");      |
+|                               | none if it holds two, or none                                    |
+| neither                       | its last number                                                  |
+|-------------------------------|------------------------------------------------------------------|
+| a number may be               | for example                                                      |
+| digits, or in groups of three | 1234, 1,234 and 1{,}234; but 12,5 and 1,00,000 cannot be read    |
+| with decimals                 | 12.50, .5 and "12." at a sentence's end; 1.2.3 cannot be read    |
+| a fraction                    | 3/4, \frac{3}{4}; 5/0 is 5, 1/2/3 cannot be read                 |
+| with a power of ten           | 12e3 is 12000                                                    |
+| negative                      | -3, -$3.50 and $-3.50, also with a minus sign or a dash; but not |
+|                               | after a letter, a digit or a bracket (12-7), or a space (- 7)    |
+| with a unit                   | $, euro or pound before it, anything behind: 20% is 20           |
+| not                           | raised to a power or with a sign of a fraction behind it, or     |
+|                               | longer than 40 digits                                            |
+
+What looks like a number and cannot be read is a number nobody knows: it is never cut to what can.
 
 Source: Cobbe et al. 2021, https://arxiv.org/abs/2110.14168; data under the MIT licence.
 """
@@ -20,40 +44,63 @@ from seerjax.types import Problem, Verdict
 
 MAX_READ = 20_000  # Characters of a text's end that are searched for an answer.
 
-# Digits in groups of three or in one run, decimals (also without a leading zero), or a fraction.
+# Whatever looks like a number; `_value` says which it is.
 _NUMBER = re.compile(
-  r"(?P<sign>-?[$€£]\s?-?|-)?"
-  r"(?:(?P<whole>[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.(?P<decimals>[0-9]+))?"
-  r"|\.(?P<bare>[0-9]+))"
-  r"(?:\s?/\s?(?P<denominator>[0-9]+))?",
+  r"(?P<sign>-?[$\u20ac\u00a3]\s?-?|-)?"
+  r"(?P<whole>\.?[0-9](?:[0-9.,]*[0-9])?)"
+  r"(?:[eE](?P<power>[+-]?[0-9]+))?"
+  r"(?P<denominators>(?:\s?/\s?[0-9]+)*)",
   re.ASCII,
 )
+_PLAIN = re.compile(r"([0-9]+|[0-9]{1,3}(?:,[0-9]{3})+)?(?:\.([0-9]+))?", re.ASCII)
 _LATEX_FRACTION = re.compile(
   r"(-?)\s*\\[dt]?frac\s*\{\s*(-?[0-9]+)\s*\}\s*\{\s*([0-9]+)\s*\}", re.ASCII
 )
+# Hyphens, dashes and the minus sign.
+_DASHES = re.compile("[\u2010-\u2015\u2212\ufe58\ufe63\uff0d]")
+# All that stands between two numbers which together are no answer.
+_JOINED = re.compile(r"[\s,;:/+*^\u00d7\u00f7-]*|\s*\\(?:times|cdot|div)\s*")
 _BOXED = "\\boxed{"
 
 
-def _numbers(text: str) -> list[Fraction]:
-  """Returns every number in the text, in order; percent signs and units are passed over."""
-  text = text[-MAX_READ:].replace("\u2212", "-").replace("\\$", "$").replace("\\%", "%")
+def _value(match: re.Match[str]) -> Fraction | None:
+  """Returns what looks like a number as one, None if it cannot be read."""
+  text, parts = match.string, _PLAIN.fullmatch(match["whole"])
+  power = int(match["power"] or 0) if len(match["power"] or "") < 5 else base.MAX_NUMBER_DIGITS + 1
+  denominators = [part.strip() for part in match["denominators"].split("/")[1:]]
+  behind = text[match.end() : match.end() + 1]
+  if parts is None or len(denominators) > 1 or abs(power) > base.MAX_NUMBER_DIGITS:
+    return None
+  if behind == "^" or behind.isnumeric():
+    return None
+  whole, decimals = (parts[1] or "0").replace(",", ""), parts[2] or ""
+  if max(map(len, (whole, decimals, *denominators))) > base.MAX_NUMBER_DIGITS:
+    return None
+  value = Fraction(int(whole + decimals), 10 ** len(decimals)) * Fraction(10) ** power
+  if denominators and int(denominators[0]):  # A slash may be punctuation.
+    value /= int(denominators[0])
+  # In "12-7" or "x-7" the sign is an operation, in "- 7" a bullet; neither is the number's own.
+  before = text[max(0, match.start() - 1) : match.start()]
+  is_negative = "-" in (match["sign"] or "") and not (before.isalnum() or before in tuple(")]}"))
+  return -value if is_negative else value
+
+
+def _plain(text: str) -> str:
+  """Returns a text with one kind of dash, and without the dress of LaTeX around numbers."""
+  text = _DASHES.sub("-", text).replace("\\$", "$").replace("\\%", "%")
   text = text.replace("{,}", ",").replace("\\!", "").replace("\\,", "")
-  text = _LATEX_FRACTION.sub(lambda m: f"{m[1]}{m[2]}/{m[3]}".replace("--", ""), text)
-  found = []
-  for match in _NUMBER.finditer(text):
-    # In "12-7" or "x-7" the sign is an operation, in "- 7" a bullet; neither is the number's own.
-    before = text[max(0, match.start() - 1) : match.start()]
-    is_negative = "-" in (match["sign"] or "") and not (before.isalnum() or before in tuple(")]}"))
-    whole = (match["whole"] or "0").replace(",", "")
-    decimals = match["decimals"] or match["bare"] or ""
-    denominator = match["denominator"] or "1"
-    if max(map(len, (whole, decimals, denominator))) > base.MAX_NUMBER_DIGITS:
-      continue
-    value = Fraction(int(whole + decimals), 10 ** len(decimals))
-    if int(denominator):  # "5/0" is read as 5: a slash may be punctuation.
-      value /= int(denominator)
-    found.append(-value if is_negative else value)
-  return found
+  return _LATEX_FRACTION.sub(lambda m: f"{m[1]}{m[2]}/{m[3]}".replace("--", ""), text)
+
+
+def _answer(text: str, *, is_boxed: bool) -> Fraction | None:
+  """Returns the one number of a text that is all answer."""
+  text = text.rpartition("=")[2]
+  found = list(_NUMBER.finditer(text))
+  if not found or (is_boxed and len(found) > 1):
+    return None
+  if len(found) > 1 and _JOINED.fullmatch(text, found[0].end(), found[1].start()):
+    return None
+  return _value(found[0])
 
 
 def _last_boxed(text: str) -> str | None:
@@ -71,28 +118,19 @@ def _last_boxed(text: str) -> str | None:
 
 
 def extract(text: str) -> Fraction | None:
-  """Returns the text's answer as an exact rational, or None if it holds no number.
-
-  For example "so \\boxed{1{,}234}" is 1234, "#### -$3.50" is -7/2, "about 12.5% of it" is 25/2
-  (a percent sign is a unit here, as it is in the reference answers).
-  """
-  text = text[-MAX_READ:]
-  head, mark, tail = text.rpartition(base.ANSWER_MARK)
-  if mark:
+  """Returns the text's answer as an exact rational, or None if it has none; see the table above."""
+  head, mark, tail = _plain(text[-MAX_READ:]).rpartition(base.ANSWER_MARK)
+  line = tail.strip().partition("\n")[0]
+  if mark and line:
     # Only what stands on the mark's own line is the answer; chatter may follow.
-    line = tail.strip().partition("\n")[0]
     boxed = _last_boxed(line)
-    numbers = _numbers(line.rpartition("=")[2] if boxed is None else boxed)
-    if numbers:
-      return numbers[0]
-    text = head
+    return _answer(line if boxed is None else boxed, is_boxed=boxed is not None)
+  text = head if mark else tail
   boxed = _last_boxed(text)
-  if boxed is not None:
-    numbers = _numbers(boxed)
-    if numbers:
-      return numbers[-1]
-  numbers = _numbers(text)
-  return numbers[-1] if numbers else None
+  if boxed is not None and boxed.strip():
+    return _answer(boxed, is_boxed=True)
+  found = list(_NUMBER.finditer(text))
+  return _value(found[-1]) if found else None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

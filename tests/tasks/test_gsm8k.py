@@ -44,6 +44,45 @@ def write(path, rows):
     ("#### 7\nwait\n#### 8", 8),
     ("#### \\boxed{9}", 9),
     ("####\n19", 19),
+    ("#### 12 of the 15 eggs", 12),
+    ("so 12.\n#### 12,5", None),
+    ("so 12.\n#### 1,00,000", None),
+    ("so 12.\n#### 12,34,567", None),
+    ("so 12.\n#### 1.2.3", None),
+    ("so 12.\n#### 13, 12", None),
+    ("so 12.\n#### 12 13", None),
+    ("so 12.\n#### 10\u201312", None),
+    ("so 12.\n#### 12 - 15", None),
+    ("so 12.\n#### 12:30", None),
+    ("so 12.\n#### 5 + 7", None),
+    ("so 12.\n#### 12 \\times 2", None),
+    ("so 12.\n#### 12 = 5 + 7", None),
+    ("so 12.\n#### 3 1/2", None),
+    ("so 12.\n#### 1/2/3", None),
+    ("so 12.\n#### 12^2", None),
+    ("so 12.\n#### 12\u00b2", None),
+    ("so 12.\n#### 12\u00bd", None),
+    ("so 12.\n#### \u201312", -12),
+    ("so 12.\n#### \u201412", -12),
+    ("so 12.\n#### 12e3", 12000),
+    ("so 12.\n#### 12E+3", 12000),
+    ("so 12.\n#### 1.25e-1", Fraction(1, 8)),
+    ("so 12.\n#### 1e99999", None),
+    ("so 12.\n#### 1e41", None),
+    ("so 12.\n#### 12eggs", 12),
+    ("so 12.\n#### nan", None),
+    ("so 12.\n#### the value above", None),
+    ("so 12.\n#### \\boxed{nan}", None),
+    ("so 12.\n#### \\boxed{13, 12}", None),
+    ("so 12.\n#### ?\n12", None),
+    ("so 12, or 12,5", None),
+    ("\\boxed{13, 12}", None),
+    ("12 \\boxed{13 or 12}", None),
+    ("12 \\boxed{nan}", None),
+    ("12 \\boxed{5 + 7}", None),
+    ("12 \\boxed{12,5}", None),
+    ("12 \\boxed{}", 12),
+    ("\\boxed{5 + 7 = 12}", 12),
     ("#### none, but earlier 7", 7),
     ("first 7, so\n####", 7),
     ("so \\boxed{1{,}234} it is 5", 1234),
@@ -59,7 +98,8 @@ def write(path, rows):
     ("12 - 7", 7),
     ("- 5 apples", 5),
     ("between 3 and 1,000,000", 1_000_000),
-    ("1,2,3", 3),
+    ("1,2,3", None),
+    ("1, 2, 3", 3),
     ("5/0", 5),
     ("about 12.5% of it", Fraction(25, 2)),
     ("no number", None),
@@ -87,6 +127,22 @@ def test_verdict_never_raises(words, pieces):
 def test_integers_are_read_back_in_every_dress(number):
   for text in (f"#### {number}", f"#### {number:,}", f"so \\boxed{{{number:,}}}.", f"is {number}."):
     assert gsm8k.extract(text) == number
+
+
+def test_the_table_of_rules_is_true_of_its_examples():
+  for example, value in (
+    ("1234", 1234), ("1,234", 1234), ("1{,}234", 1234), ("12,5", None), ("1,00,000", None),
+    ("12.50", Fraction(25, 2)), (".5", Fraction(1, 2)), ("12.", 12), ("1.2.3", None),
+    ("3/4", Fraction(3, 4)), ("\\frac{3}{4}", Fraction(3, 4)), ("5/0", 5), ("1/2/3", None),
+    ("12e3", 12000), ("-3", -3), ("-$3.50", Fraction(-7, 2)), ("$-3.50", Fraction(-7, 2)),
+    ("20%", 20), ("15 apples", 15), ("$1,234.50", Fraction(2469, 2)),
+  ):  # fmt: skip
+    assert example in (gsm8k.__doc__ or "")
+    for text in (f"12\n#### {example}", f"#### \\boxed{{{example}}}", f"it is {example}"):
+      assert gsm8k.extract(text) == value, text
+  for example in ("13, 12", "10-12", "12 13", "5 + 7", "3 1/2", "nan", "the value above"):
+    assert f'"{example}"' in (gsm8k.__doc__ or "")
+    assert gsm8k.extract(f"12\n#### {example}") is None
 
 
 def test_a_directory_gives_both_splits(tmp_path):
