@@ -139,6 +139,9 @@ def main(argv: list[str]) -> None:
     f" compilation; finish reason: {completion.finish_reason}",
     file=sys.stderr,
   )
+  if completion.error:
+    print(completion.error, file=sys.stderr)
+    sys.exit(2)
 
 
 if __name__ == "__main__":

@@ -68,7 +68,7 @@ def evaluate(
     accuracy_well_formed (correct among well-formed), length (mean tokens).
 
   Raises:
-    ValueError: if the task has no held-out problem.
+    ValueError: if the task has no held-out problem or cannot judge, or an error ended a request.
   """
   num_problems = rollout_lib.num_problems(task, "heldout")
   count = min(config.num_problems, num_problems)
@@ -76,14 +76,14 @@ def evaluate(
   problems, requests = {}, []
   for place in range(count):
     index = rollout_lib.problem_index(place, num_problems, seed)
-    problem = task.problem("heldout", index)
+    problem = rollout_lib.problem_of(task, "heldout", index)
     request = rollout_lib.group_requests(
       problem, group=place, step=-1, config=one, tokenizer=tokenizer, seed=seed
     )[0]
     problems[request.request_id] = problem
     requests.append(request)
   verdicts, lengths, ended = [], [], []
-  for completion in generate(requests):
+  for completion in rollout_lib.whole(generate(requests)):
     problem = problems[completion.request_id]
     verdicts.append(rollout_lib.judge(task, problem, completion.text))
     lengths.append(len(completion.tokens))

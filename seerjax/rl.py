@@ -502,7 +502,8 @@ def _partial_groups(
   num_problems = rollout_lib.num_problems(task, "train")
 
   def pose(position: int) -> Problem:
-    return task.problem("train", rollout_lib.problem_index(position, num_problems, config.seed))
+    index = rollout_lib.problem_index(position, num_problems, config.seed)
+    return rollout_lib.problem_of(task, "train", index)
 
   def rollout_of(said: Mapping[str, Completion]) -> divided.DividedRollout:
     # They go on with other weights: that is what a partial rollout is.
@@ -560,7 +561,7 @@ def step_groups(
       rollout_lib.problem_index(start + place, num_problems, config.seed) for place in range(count)
     ]
     groups = rollout_lib.sample_groups(
-      [task.problem("train", index) for index in indices],
+      [rollout_lib.problem_of(task, "train", index) for index in indices],
       first_group=taken,
       step=step,
       generate=generate,

@@ -589,7 +589,7 @@ def sampler(
 
   def generate(requests: Sequence[Request]) -> Iterator[Completion]:
     if journal is None:
-      yield from divided.DividedRollout(engine, config.scheduler).run(requests)
+      yield from rollout_lib.whole(divided.DividedRollout(engine, config.scheduler).run(requests))
       return
     missing: dict[str, Request] = {}
     for request in requests:
@@ -599,7 +599,8 @@ def sampler(
       else:
         yield entry.rollout.completion
     asked = list(missing.values())
-    for completion in divided.resumed(engine, config.scheduler, journal, asked).run(asked):
+    answered = divided.resumed(engine, config.scheduler, journal, asked).run(asked)
+    for completion in rollout_lib.whole(answered):
       rollout = Rollout(
         request=missing[completion.request_id], completion=completion, verdict=_NOTHING
       )

@@ -37,6 +37,19 @@ class Problem:
   num_steps: int = 0
   solution: str = ""
 
+  def __post_init__(self):
+    for field in ("problem_id", "prompt", "context", "question", "answer", "solution"):
+      value = vars(self)[field]
+      if not isinstance(value, str):
+        raise ValueError(
+          f"Problem.{field}: got {value!r} ({type(value).__name__}), expected text; write str(...)."
+        )
+    if not _is_whole(self.num_steps) or self.num_steps < 0:
+      raise ValueError(
+        f"Problem.num_steps: got {self.num_steps!r}, expected a whole number of at least 0; 0 if it"
+        " is not known."
+      )
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingParams:
@@ -69,10 +82,20 @@ class SamplingParams:
 
   def __post_init__(self):
     refuse = self._refuse
+    for field in ("top_k", "max_tokens"):
+      if not _is_whole(vars(self)[field]):
+        refuse(field, repr(vars(self)[field]), "a whole number", "round it")
+    for field, of_what in (
+      ("logit_bias", "pairs (token id, bias)"), ("allowed", "pairs of ids (low, high)"),
+      ("stop_token_ids", "token ids"), ("stop_strings", "strings"),
+    ):  # fmt: skip
+      value = vars(self)[field]
+      if not isinstance(value, tuple | list):
+        refuse(field, f"{value!r} ({type(value).__name__})", f"a tuple of {of_what}", "write (x,)")
     if not (0.0 <= self.temperature < float("inf")):
       refuse("temperature", self.temperature, "0 <= temperature < inf", "0 is greedy, 1 is usual")
-    if self.top_k < 0:
-      refuse("top_k", self.top_k, "top_k >= 0", "0 keeps every token")
+    if not 0 <= self.top_k < 2**31:
+      refuse("top_k", self.top_k, "0 <= top_k < 2**31", "0 keeps every token")
     if not (0.0 < self.top_p <= 1.0):
       refuse("top_p", self.top_p, "0 < top_p <= 1", "1 keeps every token")
     if not (0.0 <= self.min_p <= 1.0):
@@ -82,14 +105,35 @@ class SamplingParams:
     if self.allowed and self.max_tokens > len(self.allowed):
       places = f"{self.max_tokens} with {len(self.allowed)} places in `allowed`"
       refuse("max_tokens", places, "no more tokens than places", "lower it")
-    if any(not 0 <= low < high < 2**31 for low, high in self.allowed):
-      refuse("allowed", self.allowed, "pairs 0 <= low < high", "name one id at least everywhere")
-    if any(not text for text in self.stop_strings):
-      refuse("stop_strings", self.stop_strings, "strings of at least one character", "drop ''")
+    for pair in self.allowed:
+      if not _is_pair(pair) or not all(map(_is_whole, pair)) or not 0 <= pair[0] < pair[1] < 2**31:
+        refuse("allowed", pair, "pairs 0 <= low < high < 2**31", "name one id at least everywhere")
+    for pair in self.logit_bias:
+      if not _is_pair(pair) or not _is_whole(pair[0]) or not _is_number(pair[1]):
+        refuse("logit_bias", repr(pair), "pairs (token id, bias)", "write ((5, -1.0),)")
+    for token in self.stop_token_ids:
+      if not _is_whole(token) or not 0 <= token < 2**31:
+        refuse("stop_token_ids", repr(token), "token ids from 0 on", "encode with the tokenizer")
+    for text in self.stop_strings:
+      if not isinstance(text, str) or not text:
+        refuse("stop_strings", repr(text), "strings of at least one character", "drop it")
 
   @staticmethod
   def _refuse(field: str, got: object, expected: str, fix: str) -> NoReturn:
     raise ValueError(f"SamplingParams.{field}: got {got}, expected {expected}; {fix}.")
+
+
+def _is_whole(value: Any) -> bool:
+  return isinstance(value, int | np.integer)
+
+
+def _is_number(value: Any) -> bool:
+  # Infinity and NaN too: whoever runs the request says how far a bias may go.
+  return isinstance(value, int | float | np.integer | np.floating)
+
+
+def _is_pair(value: Any) -> bool:
+  return isinstance(value, tuple | list) and len(value) == 2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -110,6 +154,32 @@ class Request:
   seed: int = 0
   group_id: str = ""
 
+  def __post_init__(self):
+    for field in ("request_id", "group_id"):
+      value = vars(self)[field]
+      if not isinstance(value, str):
+        raise ValueError(
+          f"Request.{field}: got {value!r} ({type(value).__name__}), expected text; write str(...)."
+        )
+    if not isinstance(self.prompt, tuple | list):
+      raise ValueError(
+        f"Request.prompt: got {type(self.prompt).__name__}, expected a tuple of token ids; encode"
+        " text with the tokenizer, and write tuple(ids.tolist()) of an array."
+      )
+    if not isinstance(self.sampling, SamplingParams):
+      raise ValueError(
+        f"Request.sampling: got {type(self.sampling).__name__}, expected SamplingParams; write"
+        " SamplingParams(max_tokens=...)."
+      )
+    if not _is_whole(self.seed):
+      raise ValueError(
+        f"Request.seed: got {self.seed!r}, expected a whole number, 0 <= seed < 2**32; round it."
+      )
+
+
+# Why a completion ended; "" while it runs.
+FINISH_REASONS = ("", "stop", "length", "error")
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Completion:
@@ -123,8 +193,10 @@ class Completion:
     raw_logprobs: f32[t], of each token under softmax(logits).
     text: decoded tokens, special tokens dropped and cut before a stop string; "" without a
       tokenizer.
-    finish_reason: "stop" (a stop id or string), "length" (max_tokens), or "" while it runs.
+    finish_reason: "stop" (a stop id or string), "length" (max_tokens), "error" (what it met in a
+      step ended it: it is no sample of anything, and nothing learns from it), or "" while it runs.
     policy_version: of the weights that sampled every token.
+    error: what it met, where `finish_reason` is "error"; else "".
   """
 
   request_id: str
@@ -134,6 +206,25 @@ class Completion:
   text: str
   finish_reason: str
   policy_version: int
+  error: str = ""
+
+  def __post_init__(self):
+    for field in ("behaviour_logprobs", "raw_logprobs"):
+      found, count = vars(self)[field], len(self.tokens)
+      if not isinstance(found, np.ndarray) or found.dtype != np.float32 or found.shape != (count,):
+        is_array = isinstance(found, np.ndarray)
+        got = f"{found.dtype}{list(found.shape)}" if is_array else type(found).__name__
+        raise ValueError(
+          f"Completion.{field}: got {got} for {count} tokens, expected float32[{count}], one for"
+          " each; store what the engine returned, uncast."
+        )
+    if self.finish_reason not in FINISH_REASONS or (self.finish_reason == "error") != bool(
+      self.error
+    ):
+      raise ValueError(
+        f"Completion: got finish_reason={self.finish_reason!r} with error={self.error!r}, expected"
+        f" one of {FINISH_REASONS}, and a reason with 'error' alone; say why it ended."
+      )
 
   def has_bits_of(self, other: Completion) -> bool:
     """Returns whether tokens and log-probabilities are those of another, to the bit."""

@@ -31,7 +31,11 @@ def test_equal_bits_are_equal_whoever_asks():
     dict(tokens=(1, 3)),
     dict(raw_logprobs=np.nextafter(ONE.raw_logprobs, np.float32(0))),
     dict(behaviour_logprobs=np.abs(ONE.behaviour_logprobs)),  # Zero where it was negative zero.
-    dict(tokens=(1,), behaviour_logprobs=ONE.behaviour_logprobs[:1]),
+    dict(
+      tokens=(1,),
+      behaviour_logprobs=ONE.behaviour_logprobs[:1],
+      raw_logprobs=ONE.raw_logprobs[:1],
+    ),
   ],
 )
 def test_one_other_bit_is_noticed(changed):

@@ -14,7 +14,12 @@ So a drafter changes how many steps a text takes and nothing else, whatever it g
 from __future__ import annotations
 
 from collections.abc import Sequence
+import itertools
 from typing import NamedTuple, Protocol, runtime_checkable
+
+import numpy as np
+
+MAX_PATHS = 64  # Of one request in one step; more are not read.
 
 
 class DraftQuery(NamedTuple):
@@ -72,6 +77,43 @@ class Drafter(Protocol):
       num_prompt: how many of `tokens` are the prompt.
     """
     ...
+
+
+def checked(
+  drafts: Sequence[Sequence[Sequence[int]]],
+  queries: Sequence[DraftQuery],
+  vocab_size: int,
+) -> list[list[tuple[int, ...]]]:
+  """Returns a drafter's paths as plain ids, each cut at what is no id and at what can be used.
+
+  Raises:
+    ValueError: if there are paths for another number of requests, or something that is no token.
+    Exception: whatever else what a drafter returned raises when it is read.
+  """
+  if not len(drafts):
+    return []
+  if len(drafts) != len(queries):
+    raise ValueError(
+      f"Drafter.draft: got paths for {len(drafts)} requests, expected them for {len(queries)}, or"
+      " none at all; return [] for a request that has no guess."
+    )
+  found = []
+  for paths, query in zip(drafts, queries, strict=True):
+    plain = []
+    for path in itertools.islice(paths, MAX_PATHS):
+      ids = tuple(itertools.islice(path, query.max_draft))
+      for place, token in enumerate(ids):
+        if type(token) is not int and not isinstance(token, int | np.integer):
+          raise ValueError(
+            f"Drafter.draft: got {token!r} ({type(token).__name__}) for request"
+            f" {query.request_id!r}, expected token ids; return whole numbers."
+          )
+        if not 0 <= token < vocab_size:
+          ids = ids[:place]
+          break
+      plain.append(ids)
+    found.append(plain)
+  return found
 
 
 class Verified(NamedTuple):

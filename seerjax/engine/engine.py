@@ -21,13 +21,21 @@ import math
 import time
 from typing import NamedTuple
 
+from absl import logging
 import jax
 from jax.experimental import multihost_utils
 import numpy as np
 
 from seerjax import numerics as numerics_lib, parallel
 from seerjax.array_typing import PRNGKeyArray
-from seerjax.engine import batching, pages as pages_lib, runner as runner_lib, sizes
+from seerjax.engine import (
+  batching,
+  checks,
+  drafts as drafts_lib,
+  pages as pages_lib,
+  runner as runner_lib,
+  sizes,
+)
 from seerjax.engine.drafts import Drafter, DraftQuery, verify
 from seerjax.engine.kv_pool import KVPool
 from seerjax.engine.memory import Memory
@@ -42,12 +50,16 @@ MAX_ABS_BIAS = 1e6
 
 
 class Update(NamedTuple):
-  """What one step said of one request: new tokens, their text, why it ended ("" if it did not)."""
+  """What one step said of one request: new tokens, their text, why it ended ("" if it did not).
+
+  `error` is what it met, where `finish_reason` is "error" (see `Completion`).
+  """
 
   request_id: str
   tokens: tuple[int, ...]
   text: str
   finish_reason: str
+  error: str = ""
 
 
 @dataclasses.dataclass
@@ -65,6 +77,8 @@ class Counters:
     drafted_tokens: drafted tokens verified, of all paths.
     accepted_tokens: drafted tokens said.
     side_paths: times a path that was not the first was the longest.
+    errors: requests that ended by what they met in a step.
+    new_starts: times a step broke off, and everybody's keys were computed again.
   """
 
   steps: int = 0
@@ -77,6 +91,8 @@ class Counters:
   drafted_tokens: int = 0
   accepted_tokens: int = 0
   side_paths: int = 0
+  errors: int = 0
+  new_starts: int = 0
 
 
 class Engine:
@@ -171,6 +187,9 @@ class Engine:
     self._live: dict[str, Sequence] = {}
     self._group_instance: dict[str, int] = {}
     self._finished: list[Completion] = []
+    self._updates: list[Update] = []  # Of a step that is not over.
+    # Whom a step is busy with, and how many tokens it had before.
+    self._at: tuple[Sequence, int] | None = None
 
   @property
   def num_unfinished(self) -> int:
@@ -209,17 +228,17 @@ class Engine:
     self.check(request)
     if request.request_id in self._live:
       raise ValueError(f"{what}: got an id that is still running, expected a new one; rename it.")
-    if chunk_tokens is not None and chunk_tokens < 1:
-      raise ValueError(
-        f"{what}: got chunk_tokens={chunk_tokens}, expected at least 1; None answers to the end."
-      )
-    if instance is not None and not 0 <= instance < len(self._pools):
-      raise ValueError(
-        f"{what}: got instance {instance}, expected 0 to {len(self._pools) - 1}; the mesh has no"
-        " more."
-      )
+    self._check_chunk(what, chunk_tokens)
+    if instance is not None:
+      self._check_instance(what, instance)
     if said is not None:
-      self._check_said(request, said)
+      checks.said(
+        request,
+        said,
+        policy_version=self.policy_version,
+        vocab_size=self.model.vocab_size,
+        tokenizer=self.tokenizer,
+      )
     row = sampling.sampling_rows([request.sampling])
     if instance is None:
       instance = self._instance_for(request)
@@ -240,12 +259,10 @@ class Engine:
     what = f"request {request.request_id!r}"
     if not request.prompt:
       raise ValueError(f"{what}: got an empty prompt, expected one token or more; add a BOS token.")
-    low, high = min(request.prompt), max(request.prompt)
-    if low < 0 or high >= self.model.vocab_size:
-      raise ValueError(
-        f"{what}: got token ids from {low} to {high}, expected 0 to {self.model.vocab_size - 1};"
-        " encode with this model's tokenizer."
-      )
+    checks.tokens_of(what, request.prompt, self.model.vocab_size)
+    checks.tokens_of(
+      f"{what}, stop_token_ids", request.sampling.stop_token_ids, self.model.vocab_size
+    )
     if not 0 <= request.seed < 2**32:
       raise ValueError(f"{what}: got seed {request.seed}, expected 0 <= seed < 2**32; fold it.")
     context = min(self.config.max_context, self.model.max_context)
@@ -289,14 +306,38 @@ class Engine:
     sampling.sampling_rows([request.sampling])  # Refuses what cannot become a row.
 
   def step(self) -> list[Update]:
-    """Runs one step of every instance; returns what was said."""
+    """Runs one step of every instance; returns what was said.
+
+    What a request meets in it ends that request, with finish_reason "error" and the reason, and the
+    others go on. What is nobody's (a device that fails, Ctrl-C) is raised; then all pages are taken
+    back, and the next step goes on from what was said, to the same bits. A drafter that raises or
+    drafts what are no tokens is not asked again, and a warning says so: drafts change no bit.
+    """
+    self._at = None
+    try:
+      self._step()
+    except BaseException as error:
+      at, self._at = self._at, None
+      self._start_over(at)
+      is_ours = at is None or at[0].request.request_id not in self._live
+      if at is None or is_ours or not isinstance(error, Exception):
+        raise
+      self._fail(*at, error)
+    updates, self._updates = self._updates, []
+    return updates
+
+  def _step(self) -> None:
     self._admit()
     work = [self._plan(instance) for instance in range(len(self._pools))]
     if not any(work):
-      return []
+      return
     work = self._drafted(work)
     self.memory.restore()
-    inputs = self._inputs(work)
+    try:
+      inputs = self._inputs(work)
+    except Exception:
+      self._at = self._culprit(work)
+      raise
     self.memory.pages, tokens, scores = self._runner.step(
       self._params, self.memory.pages, inputs, self._key
     )
@@ -304,18 +345,24 @@ class Engine:
     self._remember_prompts(work)  # On the host, while the device computes.
     sampled = jax.device_get((tokens, scores.logprob, scores.raw_logprob))
     columns = [part.tolist() for part in sampled]
-    updates = []
     for instance, pieces in enumerate(work):
       place = 0
       for piece in pieces:
         self.counters.rows += piece.num_rows
         num_samples = piece.num_samples
-        piece.sequence.num_written += piece.count
+        sequence = piece.sequence
+        sequence.num_written += piece.count
         if num_samples:
           mine = slice(place, place + num_samples)
-          updates.append(self._take(piece, *(column[instance][mine] for column in columns)))
           place += num_samples
-    return updates
+          self._at = before = (sequence, len(sequence.tokens))
+          try:
+            update = self._take(piece, *(column[instance][mine] for column in columns))
+          except Exception as error:
+            self._fail(*before, error)
+          else:
+            self._updates.append(update)
+    self._at = None
 
   def poll(self) -> list[Completion]:
     """Returns the requests finished since the last call, in the order they finished."""
@@ -338,6 +385,10 @@ class Engine:
     Raises:
       ValueError: as `submit`.
     """
+    if isinstance(requests, Request):
+      raise ValueError(
+        "Engine.generate: got one Request, expected several of them; write generate([request])."
+      )
     requests = list(requests)
     others = self.poll()  # Of earlier requests, which may have had the same ids.
     wanted: dict[str, Completion | None] = {}
@@ -345,21 +396,24 @@ class Engine:
       for request in requests:
         self.submit(request)
         wanted[request.request_id] = None
-    except ValueError:
+      while any(request_id in self._live for request_id in wanted):
+        updates = self.step()
+        if on_step is not None:
+          on_step(updates)
+        for completion in self.poll():
+          if completion.request_id in wanted:
+            wanted[completion.request_id] = completion
+          else:
+            others.append(completion)
+    except BaseException:  # Also what `on_step` raises, and Ctrl-C: nothing is left behind.
       for request_id in wanted:
-        self.cancel(request_id)
-      self._finished = others
+        if request_id in self._live:
+          self.cancel(request_id)
+      others += [one for one in self._finished if one.request_id not in wanted]
+      self._finished = []
       raise
-    while any(request_id in self._live for request_id in wanted):
-      updates = self.step()
-      if on_step is not None:
-        on_step(updates)
-      for completion in self.poll():
-        if completion.request_id in wanted:
-          wanted[completion.request_id] = completion
-        else:
-          others.append(completion)
-    self._finished.extend(others)
+    finally:
+      self._finished.extend(others)
     return [completion for completion in wanted.values() if completion is not None]
 
   def set_params(self, params: transformer.Params, policy_version: int) -> None:
@@ -368,6 +422,7 @@ class Engine:
     Raises:
       ValueError: if requests are running, whose tokens would come from two policies.
     """
+    checks.whole("Engine.set_params: policy_version", policy_version, 0, None, "count updates")
     if self._live:
       raise ValueError(
         f"Engine.set_params: got {len(self._live)} unfinished requests, expected none (a completion"
@@ -406,9 +461,12 @@ class Engine:
         them again (`migrate` takes them along); one that was spilled comes back there.
 
     Raises:
-      ValueError: if there is no such request, or it is not paused.
+      ValueError: if there is no such request or instance, or it is not paused.
     """
     sequence = self._paused_sequence(request_id, "resume")
+    self._check_chunk(f"Engine.resume of {request_id!r}", chunk_tokens)
+    if instance is not None:
+      self._check_instance(f"Engine.resume of {request_id!r}", instance)
     if instance is not None and instance != sequence.instance:
       if sequence.pages:
         self.memory.release(sequence)
@@ -423,9 +481,11 @@ class Engine:
     """Takes a paused request's pages to another instance; False if it has no room for them.
 
     Raises:
-      ValueError: if there is no such request, or it is not paused.
+      ValueError: if there is no such request or instance, or it is not paused.
     """
-    return self.memory.migrate(self._paused_sequence(request_id, "migrate"), instance)
+    sequence = self._paused_sequence(request_id, "migrate")
+    self._check_instance(f"Engine.migrate of {request_id!r}", instance)
+    return self.memory.migrate(sequence, instance)
 
   def spill(self, request_ids: Iterable[str]) -> list[str]:
     """Takes paused requests' pages off the devices, in order, until the pool is full.
@@ -436,7 +496,12 @@ class Engine:
     Raises:
       ValueError: if there is no such request, or it is not paused.
     """
-    sequences = [self._paused_sequence(request_id, "spill") for request_id in request_ids]
+    if isinstance(request_ids, str):
+      raise ValueError(
+        f"Engine.spill: got the text {request_ids!r}, expected several ids; write spill([...])."
+      )
+    # A name that comes twice is one request.
+    sequences = [self._paused_sequence(name, "spill") for name in dict.fromkeys(request_ids)]
     left = self.memory.spill([sequence for sequence in sequences if sequence.pages])
     return [sequence.request.request_id for sequence in left]
 
@@ -465,17 +530,27 @@ class Engine:
     return self._sequence(request_id, "progress").completion("", self.policy_version)
 
   def free_pages(self, instance: int) -> int:
-    """Returns how many pages of an instance could be given out now."""
+    """Returns how many pages of an instance could be given out now.
+
+    Raises:
+      ValueError: if there is no such instance.
+    """
+    self._check_instance("Engine.free_pages", instance)
     return self._pools[instance].num_available
 
   def awaited_pages(self, instance: int) -> int:
-    """Returns how many pages the requests that wait on an instance are going to take at most."""
+    """Returns how many pages the requests that wait on an instance are going to take at most.
+
+    Raises:
+      ValueError: if there is no such instance.
+    """
+    self._check_instance("Engine.awaited_pages", instance)
     return sum(
       self.pages_for(sequence.limit) - len(sequence.pages) for sequence in self._waiting[instance]
     )
 
   def pages_for(self, num_tokens: int) -> int:
-    """Returns the pages that `num_tokens` of prompt and answer need."""
+    """Returns the pages that `num_tokens` (1 or more) of prompt and answer need."""
     # The last token sampled is never read back, so it needs no position.
     return -(-(num_tokens - 1) // self.config.page_size)
 
@@ -511,6 +586,7 @@ class Engine:
       (running if sequence in running else waiting).remove(sequence)
     self.memory.release(sequence)
     self._leave(request_id)
+    self._updates = [update for update in self._updates if update.request_id != request_id]
 
   def step_seconds(self, rows: Iterable[int], *, repeats: int = 6) -> dict[int, float]:
     """Returns the seconds of a step that samples so many rows, over all instances together.
@@ -526,7 +602,11 @@ class Engine:
         f"Engine.step_seconds: got {len(self._live)} unfinished requests, expected none; measure"
         " before they come."
       )
-    found: dict[int, float] = dict.fromkeys(sorted(set(rows)), math.inf)
+    rows = sorted(set(rows))
+    checks.whole("Engine.step_seconds: repeats", repeats, 1, None, "6 are usual")
+    for count in rows:
+      checks.whole("Engine.step_seconds: rows", count, 1, None, "a step has a row at least")
+    found: dict[int, float] = dict.fromkeys(rows, math.inf)
     for repeat in range(repeats + 1):  # The first compiles.
       for count in found:
         of_instance = min(-(-count // len(self._pools)), self.config.row_buckets[-1])
@@ -575,20 +655,12 @@ class Engine:
       )
     return sequence
 
-  def _check_said(self, request: Request, said: Completion) -> None:
-    what = f"request {request.request_id!r}"
-    count = len(said.tokens)
-    if said.policy_version != self.policy_version:
-      raise ValueError(
-        f"{what}: got {count} tokens said by policy_version {said.policy_version}, expected"
-        f" {self.policy_version}, the engine's (a completion comes from one policy_version); ask it"
-        " from its prompt."
-      )
-    if said.finish_reason or count >= request.sampling.max_tokens:
-      raise ValueError(
-        f"{what}: got {count} of {request.sampling.max_tokens} tokens said, finish_reason"
-        f" {said.finish_reason!r}, expected one that is not over; use what it said."
-      )
+  def _check_instance(self, what: str, instance: int) -> None:
+    checks.whole(f"{what}: instance", instance, 0, len(self._pools) - 1, "the mesh has no more")
+
+  def _check_chunk(self, what: str, chunk_tokens: int | None) -> None:
+    if chunk_tokens is not None:
+      checks.whole(f"{what}: chunk_tokens", chunk_tokens, 1, None, "None answers to the end")
 
   def _say_again(self, sequence: Sequence, said: Completion) -> None:
     """Puts a sequence where it was when it had said `said`, half of a stop string included."""
@@ -621,6 +693,7 @@ class Engine:
       held_back: list[Sequence] = []
       while waiting and len(running) < self.config.max_sequences:
         sequence = waiting[0]
+        self._at = (sequence, len(sequence.tokens))
         if sequence.pages:  # Paused before: it has its past, and lacks what the next chunk needs.
           needed = self.pages_for(sequence.limit) - len(sequence.pages)
           if needed > pool.num_available:
@@ -672,6 +745,7 @@ class Engine:
         if sequence.is_prefilling and sequence.request.group_id:
           prefilling.add(sequence.request.group_id)
       waiting.extendleft(reversed(held_back))
+    self._at = None
 
   def _plan(self, instance: int) -> list[Work]:
     """Shares a step's rows out: one for all that decode, the rest to prompts in order."""
@@ -711,7 +785,13 @@ class Engine:
           places.append((instance, index))
     if not queries:
       return work
-    drafts = self.drafter.draft(queries)
+    try:
+      drafts = drafts_lib.checked(
+        self.drafter.draft(queries), queries, self.model.vocab_size
+      )
+    except Exception as error:
+      self._dismiss_drafter(error)
+      return work
     if not any(drafts):
       return work
     paths_of = dict(zip(places, drafts, strict=True))
@@ -728,16 +808,15 @@ class Engine:
     return drafted
 
   def _paths(
-    self, piece: Work, drafts: Iterable[Iterable[int]], rows_left: int
+    self, piece: Work, drafts: Iterable[tuple[int, ...]], rows_left: int
   ) -> tuple[Path, ...]:
     """Returns what of a drafter's paths there are rows, pages and a vocabulary for."""
     sequence, pool = piece.sequence, self._pools[piece.sequence.instance]
     size, end = self.config.page_size, len(sequence.tokens)
     paths: list[Path] = []
     for draft in drafts:
-      known = itertools.takewhile(lambda token: 0 <= token < self.model.vocab_size, draft)
       most = min(sequence.limit - end - 1, rows_left - bool(paths))
-      tokens = tuple(itertools.islice(known, max(most, 0)))
+      tokens = draft[: max(most, 0)]
       if not tokens or any(path.tokens[: len(tokens)] == tokens for path in paths):
         continue
       if not paths:
@@ -759,18 +838,8 @@ class Engine:
   def _inputs(self, work: list[list[Work]]) -> runner_lib.StepInputs:
     """Returns the step's arrays, instances in front."""
     rows = max(sum(piece.num_rows for piece in pieces) for pieces in work)
-    bucket = next(size for size in self.config.row_buckets if size >= rows)
     parts = [
-      batching.instance_inputs(
-        pieces,
-        copies,
-        num_rows=bucket,
-        # One for each sequence that begins, and one for a path of it.
-        max_copies=2 * self.config.row_buckets[-1],
-        query_tile=self.numerics.query_tile,
-        page_size=self.config.page_size,
-        table_width=self._table_width,
-      )
+      self._instance_inputs(pieces, copies, rows)
       for pieces, copies in zip(work, self._copies, strict=True)
     ]
     self._copies = [[] for _ in self._pools]
@@ -778,6 +847,29 @@ class Engine:
       while sources:
         pool.release(sources.pop())
     return jax.tree.map(lambda *leaves: np.stack(leaves), *parts)
+
+  def _instance_inputs(
+    self, work: list[Work], copies: list[tuple[int, int]], rows: int
+  ) -> runner_lib.StepInputs:
+    return batching.instance_inputs(
+      work,
+      copies,
+      num_rows=next(size for size in self.config.row_buckets if size >= rows),
+      # One for each sequence that begins, and one for a path of it.
+      max_copies=2 * self.config.row_buckets[-1],
+      query_tile=self.numerics.query_tile,
+      page_size=self.config.page_size,
+      table_width=self._table_width,
+    )
+
+  def _culprit(self, work: list[list[Work]]) -> tuple[Sequence, int] | None:
+    """Returns the first request that cannot even alone become rows of a step, if any."""
+    for piece in itertools.chain(*work):
+      try:
+        self._instance_inputs([piece._replace(first_row=0)], [], piece.num_rows)
+      except Exception:
+        return piece.sequence, len(piece.sequence.tokens)
+    return None
 
   def _idle_inputs(self, num_rows: int) -> runner_lib.StepInputs:
     """Returns a step of rows that belong to nobody and write where padding does."""
@@ -834,12 +926,12 @@ class Engine:
     request = sequence.request
     self.counters.accepted_tokens += len(said) - 1
     if self.drafter is not None and piece.paths:
-      self.drafter.observe(request.request_id, request.group_id, num_drafted, len(said) - 1)
-    if self.drafter is not None and reason:
-      self.drafter.finish(
-        request.request_id, request.group_id, sequence.tokens, sequence.num_prompt
-      )
+      try:
+        self.drafter.observe(request.request_id, request.group_id, num_drafted, len(said) - 1)
+      except Exception as error:
+        self._dismiss_drafter(error)
     if reason:
+      self._tell_end(sequence)
       self._finish(sequence, reason)
     elif len(sequence.tokens) == sequence.limit:
       self._running[sequence.instance].remove(sequence)
@@ -903,6 +995,82 @@ class Engine:
     self.memory.release(sequence)
     self._leave(request.request_id)
     self._finished.append(sequence.completion(reason, self.policy_version))
+
+  def _tell_end(self, sequence: Sequence) -> None:
+    """Tells the drafter, if there is one, that a request is over."""
+    if self.drafter is None:
+      return
+    request = sequence.request
+    try:
+      self.drafter.finish(
+        request.request_id, request.group_id, sequence.tokens, sequence.num_prompt
+      )
+    except Exception as error:
+      self._dismiss_drafter(error)
+
+  def _dismiss_drafter(self, error: Exception) -> None:
+    logging.warning(
+      "Engine.drafter: got %s (%s) from %s, expected token ids for each request; it is not asked"
+      " again, and what is said stays the same: mend it, and set Engine.drafter anew.",
+      type(error).__name__,
+      error,
+      type(self.drafter).__name__,
+      exc_info=error,
+    )
+    self.drafter = None
+
+  def _fail(self, sequence: Sequence, num_tokens: int, error: Exception) -> None:
+    """Ends a request by what it met; of a step that broke off nothing was said."""
+    sequence.unsay(num_tokens)
+    sequence.text = sequence.text[: sequence.streamed]
+    request_id = sequence.request.request_id
+    reason = (
+      f"request {request_id!r}: got {type(error).__name__} ({error}) in a step after"
+      f" {sequence.num_said} tokens, expected none; mend what raised it, and ask again."
+    )
+    logging.warning("%s", reason, exc_info=error)
+    self.counters.errors += 1
+    self._tell_end(sequence)
+    for queue in (self._running[sequence.instance], self._waiting[sequence.instance]):
+      if sequence in queue:
+        queue.remove(sequence)
+    self.memory.release(sequence)
+    self._leave(request_id)
+    self._finished.append(sequence.completion("error", self.policy_version, reason))
+    self._updates.append(Update(request_id, (), "", "error", reason))
+
+  def _start_over(self, at: tuple[Sequence, int] | None) -> None:
+    """Takes all pages back after a step that broke off: keys are computed again, to the same bits.
+
+    Args:
+      at: the request whose tokens it was saying and how many it had before, if any.
+    """
+    self.counters.new_starts += 1
+    if at is not None and len(at[0].tokens) > at[1]:
+      self._unsay(*at)
+    order = [*itertools.chain(*self._running), *itertools.chain(*self._waiting)]
+    order = dict.fromkeys([*order, *self._live.values()])  # One may have been between the two.
+    for queue in (*self._running, *self._waiting):
+      queue.clear()
+    for sequence in order:
+      name = sequence.request.request_id
+      if name in self._live and name not in self._paused:
+        self._waiting[sequence.instance].append(sequence)
+    self._copies = [[] for _ in self._pools]
+    self._sources = [[] for _ in self._pools]
+    self.memory.start_over(
+      self._live.values(),
+      lambda: self._runner.empty_pages(self.config.num_pages, self.config.page_size),
+    )
+
+  def _unsay(self, sequence: Sequence, num_tokens: int) -> None:
+    sequence.unsay(num_tokens)
+    sequence.streamed, sequence.text = 0, ""
+    if self.tokenizer is not None:
+      sequence.stream = self.tokenizer.stream()
+      said = sequence.tokens[sequence.num_prompt :]
+      sequence.text = "".join(sequence.stream.push(token) for token in said)
+    self._new_text(sequence, "")  # Streamed once already.
 
   def _leave(self, request_id: str) -> None:
     del self._live[request_id]

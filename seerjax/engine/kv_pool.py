@@ -11,11 +11,13 @@ whoever wanted the room waits.
 from __future__ import annotations
 
 import collections
+from collections.abc import Callable
 import dataclasses
 import time
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 import zlib
 
+from absl import logging
 import jax
 import numpy as np
 
@@ -83,6 +85,7 @@ class TierCounters:
     requests_in: requests that arrived.
     requests_out: requests that came back.
     requests_lost: requests that did not, or with other bytes: they are computed again.
+    failures: times it raised instead of an answer.
     seconds_stalled: spent waiting for them.
   """
 
@@ -91,6 +94,7 @@ class TierCounters:
   requests_in: int = 0
   requests_out: int = 0
   requests_lost: int = 0
+  failures: int = 0
   seconds_stalled: float = 0.0
 
 
@@ -168,8 +172,8 @@ class KVPool:
     stored = self._stored.pop(request_id)
     begin = time.monotonic()
     assert self._store is not None
-    data = self._store.get(request_id)
-    self._store.remove(request_id)
+    data = self._asked("get", None, lambda store: store.get(request_id))
+    self._asked("remove", None, lambda store: store.remove(request_id))
     self.store.seconds_stalled += time.monotonic() - begin
     if data is None or zlib.crc32(data) != stored.check:
       self.store.requests_lost += 1
@@ -184,13 +188,27 @@ class KVPool:
       self._host_pages -= self._held.pop(request_id).num_pages
     elif request_id in self._stored:
       del self._stored[request_id]
-      assert self._store is not None
-      self._store.remove(request_id)
+      self._asked("remove", None, lambda store: store.remove(request_id))
 
   def clear(self) -> None:
     """Forgets every request: the weights changed."""
     for request_id in [*self._held, *self._stored]:
       self.drop(request_id)
+
+  def _asked(self, what: str, otherwise: Any, ask: Callable[[Store], Any]) -> Any:
+    """Returns what the store answers; where it fails, `otherwise`, as one that lost what it had."""
+    assert self._store is not None
+    try:
+      return ask(self._store)
+    except Exception as error:
+      self.store.failures += 1
+      if self.store.failures == 1:
+        logging.warning(
+          "KVPool.store: got %s (%s) from %s.%s, expected an answer; its keys are computed again,"
+          " to the same bits: mend the store, further failures are only counted.",
+          type(error).__name__, error, type(self._store).__name__, what,
+        )  # fmt: skip
+      return otherwise
 
   def _send_on(self, request_id: str) -> bool:
     """Moves a request from host memory to the store; False if that is full."""
@@ -199,7 +217,7 @@ class KVPool:
     begin = time.monotonic()
     arrays = jax.tree.map(np.asarray, held.rounds)
     data = b"".join(np.ascontiguousarray(leaf).tobytes() for leaf in jax.tree.leaves(arrays))
-    is_kept = self._store.put(request_id, data)
+    is_kept = self._asked("put", False, lambda store: store.put(request_id, data))
     self.store.seconds_stalled += time.monotonic() - begin
     if not is_kept:
       return False

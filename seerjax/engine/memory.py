@@ -87,6 +87,23 @@ class Memory:
     for pool in self.pools:
       pool.forget_all()
 
+  def start_over(self, sequences: Iterable[Sequence], make_pages: Callable[[], Any]) -> None:
+    """Takes every page back, whatever the step that broke off was doing with it.
+
+    Args:
+      sequences: all that live; those that are off the devices stay there.
+      make_pages: returns empty pages as those that this was made with.
+    """
+    for pool in self.pools:
+      pool.reset()
+    self._arriving = [[] for _ in self.pools]
+    for sequence in sequences:
+      sequence.pages = []
+      if sequence.request.request_id not in self.kv_pool:
+        sequence.num_written = 0
+    self.pages = None  # The step has donated them, or left an error in them.
+    self.pages = make_pages()
+
   def migrate(self, sequence: Sequence, instance: int) -> bool:
     """Takes a sequence's pages to another instance; False if there is no room, nothing done."""
     source, pool = sequence.instance, self.pools[instance]

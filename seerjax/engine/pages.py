@@ -52,8 +52,12 @@ class PagePool:
       )
     self.num_pages = num_pages
     self.page_size = page_size
-    self._free = collections.deque(range(1, num_pages))
-    self._holders = np.zeros(num_pages, np.int64)
+    self.reset()
+
+  def reset(self) -> None:
+    """Makes all pages free and forgets what they held, whoever holds them."""
+    self._free = collections.deque(range(1, self.num_pages))
+    self._holders = np.zeros(self.num_pages, np.int64)
     # Unheld pages that can still be found, oldest use first.
     self._idle: collections.OrderedDict[int, None] = collections.OrderedDict()
     self._page_of: dict[bytes, int] = {}

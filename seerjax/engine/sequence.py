@@ -71,7 +71,7 @@ class Sequence:
     self.page_row = np.zeros(table_width, np.int32)
     self.page_row[: len(pages)] = pages
 
-  def completion(self, finish_reason: str, policy_version: int) -> Completion:
+  def completion(self, finish_reason: str, policy_version: int, error: str = "") -> Completion:
     """Returns what was said so far."""
     return Completion(
       request_id=self.request.request_id,
@@ -81,7 +81,13 @@ class Sequence:
       text=self.text,
       finish_reason=finish_reason,
       policy_version=policy_version,
+      error=error,
     )
+
+  def unsay(self, num_tokens: int) -> None:
+    """Forgets what was said beyond `num_tokens`, prompt included; its text stays as it is."""
+    del self.tokens[num_tokens:]
+    del self.logprobs[self.num_said :], self.raw_logprobs[self.num_said :]
 
 
 class Path(NamedTuple):

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from seerjax import numerics as numerics_lib
+from seerjax.engine import checks
 from seerjax.models import transformer
 
 # Of the memory that is free when an engine is made; the rest is for steps and for learning.
@@ -40,13 +41,18 @@ class EngineConfig:
   reuse_prefixes: bool = True
 
   def __post_init__(self):
-    for field in ("num_pages", "max_sequences"):
-      if (value := vars(self)[field]) < 0:
-        raise ValueError(
-          f"EngineConfig.{field}: got {value}, expected at least 0; 0 asks the free memory."
-        )
+    for field, least, fix in (
+      ("page_size", 1, "32 is usual"),
+      ("num_pages", 0, "0 asks the free memory"),
+      ("max_sequences", 0, "0 asks the free memory"),
+      ("max_context", 2, "a prompt and an answer have a token each; 1024 is usual"),
+    ):
+      checks.whole(f"EngineConfig.{field}", vars(self)[field], least, checks.MAX_INT32, fix)
     buckets = self.row_buckets
-    if not buckets or list(buckets) != sorted(set(buckets)) or buckets[0] < 1:
+    is_list = isinstance(buckets, tuple | list) and all(map(checks.is_whole, buckets))
+    if not is_list or not buckets or list(buckets) != sorted(set(buckets)) or (
+      not 0 < buckets[0] <= buckets[-1] < checks.MAX_INT32
+    ):
       raise ValueError(
         f"EngineConfig.row_buckets: got {buckets}, expected ascending positive row counts; (64,"
         " 512) is usual."
@@ -96,15 +102,35 @@ def fitted(
   """Returns the config with its zeros filled in.
 
   Args:
-    config: sizes; what it names is taken as it is.
+    config: sizes; what it names is taken as it is, where memory can hold it.
     model: shape of the model.
     numerics: of the pages.
     free_bytes: memory of one instance.
 
   Raises:
-    ValueError: if the pages that fit do not hold one context.
+    ValueError: if the pages that fit do not hold one context, or memory does not hold the pages or
+      the rows that it names.
   """
   per_context = -(-config.max_context // config.page_size)
+  # What a row takes at the least: its hidden features, its logits' features, its page table's row.
+  row_bytes = 4 * (2 * model.hidden_size + per_context)
+  if config.row_buckets[-1] * row_bytes > free_bytes:
+    raise ValueError(
+      f"EngineConfig.row_buckets: got {config.row_buckets[-1]} rows of {row_bytes} bytes at least,"
+      f" expected no more than the free memory of {free_bytes / 2**20:.0f} MiB holds; lower the"
+      " last bucket or EngineConfig.max_context."
+    )
+  most_pages = checks.MAX_INT32
+  if free_bytes < float("inf"):
+    most_pages = pages_that_fit(
+      model, numerics, page_size=config.page_size, memory_bytes=free_bytes
+    )
+  if config.num_pages > most_pages:
+    raise ValueError(
+      f"EngineConfig.num_pages: got {config.num_pages} pages of {config.page_size} positions,"
+      f" expected at most {most_pages}, which the free memory of {free_bytes / 2**20:.0f} MiB"
+      " holds; lower it, or 0 takes what fits."
+    )
   most = config.max_sequences or config.row_buckets[0]
   num_pages = config.num_pages
   if not num_pages:

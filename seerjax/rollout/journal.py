@@ -421,9 +421,15 @@ class Journal:
       False if an equal record was there already, and nothing was written.
 
     Raises:
-      ValueError: if another rollout is there under the same three numbers; names what differs.
+      ValueError: if another rollout is there under the same three numbers; names what differs. If
+        an error ended it.
       OSError: if the disk is full; the journal then ends with the record before.
     """
+    if rollout.completion.finish_reason == "error":
+      raise ValueError(
+        f"{self.path}: got a rollout that an error ended ({rollout.completion.error}), expected one"
+        " that is over by itself; ask it again, nothing is learnt from such an end."
+      )
     record = {
       "kind": "rollout",
       "step": int(step),

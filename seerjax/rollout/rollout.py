@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 import dataclasses
 import hashlib
 import math
@@ -22,6 +22,8 @@ from seerjax.types import (
 
 # (group, member) -> the rollout if it is known already (from a journal), else None.
 Known = Callable[[int, int], Rollout | None]
+# Sums of squares over a batch have to stay finite in float32 too.
+MAX_REWARD = 1e15
 Generate = Callable[[Sequence[Request]], Iterable[Completion]]
 
 
@@ -132,9 +134,20 @@ def num_problems(task: Task, split: str) -> int:
   """Returns how many problems a split has.
 
   Raises:
-    ValueError: if it has none.
+    ValueError: if it has none, or the task raises, exits, or says no number.
   """
-  count = task.num_problems(split)
+  try:
+    count = task.num_problems(split)
+  except (Exception, SystemExit) as error:
+    raise ValueError(
+      f"{task.name}: got {type(error).__name__} ({error}) from num_problems({split!r}), expected a"
+      " whole number; mend the task."
+    ) from error
+  if not isinstance(count, numbers.Integral):
+    raise ValueError(
+      f"{task.name}: got {count!r} ({type(count).__name__}) from num_problems({split!r}), expected"
+      " a whole number of at least 1; return len(...) of what there is."
+    )
   if count < 1:
     raise ValueError(
       f"{task.name}: got {count} problems in split {split!r}, expected at least 1; give it some, or"
@@ -171,7 +184,7 @@ def check_prompts(
   """
   total = num_problems(task, split)
   indices = [problem_index(place, total, seed) for place in range(min(count, total))]
-  problems = [task.problem(split, index) for index in indices]
+  problems = [problem_of(task, split, index) for index in indices]
   lengths = [len(prompt_tokens(problem, tokenizer)) for problem in problems]
   longest = max(lengths, default=0)
   if longest + max_tokens > context:
@@ -183,12 +196,53 @@ def check_prompts(
     )
 
 
+def whole(completions: Iterable[Completion]) -> Iterator[Completion]:
+  """Yields completions but those that an error ended: nothing may be learnt from these.
+
+  Raises:
+    ValueError: after all others, if there was such a one; names the first.
+  """
+  errors: list[str] = []
+  for completion in completions:
+    if completion.finish_reason == "error":
+      errors.append(completion.error)
+    else:
+      yield completion
+  if errors:
+    raise ValueError(
+      f"rollout: got {len(errors)} request(s) that an error ended, expected none, for nothing may"
+      " be learnt from them; mend what raised it and resume, all others are kept. The first was"
+      f" {errors[0]}"
+    )
+
+
+def problem_of(task: Task, split: str, index: int) -> Problem:
+  """Returns a task's problem.
+
+  Raises:
+    ValueError: if the task raises, exits, or gives no `Problem`; names the place.
+  """
+  try:
+    problem = task.problem(split, index)
+  except (Exception, SystemExit) as error:
+    raise ValueError(
+      f"{task.name}: got {type(error).__name__} ({error}) from problem({split!r}, {index}),"
+      " expected a Problem; mend the task and resume: what was judged before is kept."
+    ) from error
+  if not isinstance(problem, Problem):
+    raise ValueError(
+      f"{task.name}: got {problem!r} ({type(problem).__name__}) from problem({split!r}, {index}),"
+      " expected a Problem; return seerjax.Problem(problem_id=..., prompt=...)."
+    )
+  return problem
+
+
 def judge(task: Task, problem: Problem, text: str) -> Verdict:
   """Returns the task's verdict.
 
   Raises:
-    ValueError: if the text is none, or the task raises, gives no `Verdict`, or rewards with
-      anything but a finite number; names the problem.
+    ValueError: if the text is none, or the task raises, exits, gives no `Verdict`, or rewards with
+      anything but a finite number below `MAX_REWARD`; names the problem.
   """
   if not isinstance(text, str):
     raise ValueError(
@@ -197,7 +251,7 @@ def judge(task: Task, problem: Problem, text: str) -> Verdict:
     )
   try:
     verdict = task.verdict(problem, text)
-  except Exception as error:
+  except (Exception, SystemExit) as error:
     raise ValueError(
       f"{task.name}: got {type(error).__name__} ({error}) while judging problem"
       f" {problem.problem_id!r}, text {text[:80]!r}, expected a Verdict on any text; mend the task"
@@ -209,10 +263,13 @@ def judge(task: Task, problem: Problem, text: str) -> Verdict:
       f" text {text[:80]!r}, expected a Verdict; mend the task and resume: what was judged before"
       " is kept."
     )
-  if not isinstance(verdict.reward, numbers.Real) or not math.isfinite(verdict.reward):
+  reward = verdict.reward
+  # Of NaN this is false too.
+  if not isinstance(reward, numbers.Real) or not abs(reward) < MAX_REWARD:
     raise ValueError(
-      f"{task.name}: got reward {verdict.reward!r} for problem {problem.problem_id!r}, text"
-      f" {text[:80]!r}, expected a finite number (one NaN would reach every weight); mend the task"
+      f"{task.name}: got reward {reward!r} for problem {problem.problem_id!r}, text"
+      f" {text[:80]!r}, expected a finite number below {MAX_REWARD:g} in size, whose squares"
+      " float32 can hold (one NaN or infinity would reach every weight); mend the task"
       " and resume: what was judged before is kept."
     )
   return verdict
@@ -249,7 +306,8 @@ def sample_groups(
     Groups by index, members by number, whatever the order in which they finished.
 
   Raises:
-    ValueError: if the task cannot judge a text; see `judge`.
+    ValueError: if the task cannot judge a text; see `judge`. If an error ended a request; see
+      `whole`.
   """
   places: dict[str, tuple[int, int, Problem, Request]] = {}
   finished: dict[tuple[int, int], Rollout] = {}
@@ -263,7 +321,7 @@ def sample_groups(
         places[request.request_id] = (group, member, problem, request)
       else:
         finished[group, member] = rollout
-  for completion in generate([request for *_, request in places.values()]):
+  for completion in whole(generate([request for *_, request in places.values()])):
     group, member, problem, request = places[completion.request_id]
     verdict = judge(task, problem, completion.text)
     rollout = Rollout(request=request, completion=completion, verdict=verdict)

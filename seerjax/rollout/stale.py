@@ -186,12 +186,13 @@ def sample_partial(
 
   rollout = rollout_of(carried.said)
   wanted = config.groups_per_step
-  for completion in rollout.run([group.requests[member] for group, member in places.values()]):
+  asked = [group.requests[member] for group, member in places.values()]
+  for completion in rollout_lib.whole(rollout.run(asked)):
     keep(completion)
     if sum(group.is_whole for group in carried.groups) >= wanted:
       break
   finished, carried.said = rollout.stop()
-  for completion in finished:
+  for completion in rollout_lib.whole(finished):
     keep(completion)
   chosen = [group for group in carried.groups if group.is_whole][:wanted]
   carried.groups = [group for group in carried.groups if group not in chosen]

@@ -293,6 +293,11 @@ def _check_rollout(rollout: Rollout, shapes: Layout, num_biases: int) -> None:
       f"{name} got {num_prompt} prompt and {num_generated} generated tokens, expected at least one"
       " of each; leave its group out."
     )
+  if completion.finish_reason == "error":
+    raise ValueError(
+      f"{name} got a completion that an error ended ({completion.error}), expected one that is a"
+      " sample; leave its group out."
+    )
   if num_prompt + num_generated > shapes.max_sequence_tokens:
     raise ValueError(
       f"{name} got {num_prompt} prompt + {num_generated} generated tokens, expected at most"

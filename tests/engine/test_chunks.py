@@ -110,8 +110,8 @@ def test_a_member_waits_for_memory_with_what_it_has():
 @pytest.mark.parametrize(
   "arguments, message",
   [
-    ({"chunk_tokens": 0}, r"request 'a': got chunk_tokens=0, expected at least 1; None answers"),
-    ({"instance": 1}, r"request 'a': got instance 1, expected 0 to 0; the mesh has no more"),
+    ({"chunk_tokens": 0}, r"request 'a': chunk_tokens: got 0, expected at least 1; None answers"),
+    ({"instance": 1}, r"request 'a': instance: got 1, expected 0 to 0; the mesh has no more"),
   ],
 )
 def test_refused_with_a_reason(arguments, message):

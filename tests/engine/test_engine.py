@@ -504,7 +504,7 @@ def test_sizes_that_cannot_be_are_refused(field, value, message):
     dataclasses.replace(SIZES, **{field: value})
 
 
-@pytest.mark.parametrize("page_size", [3, 32, 0, -8])
+@pytest.mark.parametrize("page_size", [3, 32])
 def test_pages_that_do_not_fill_a_split_are_refused(page_size):
   with pytest.raises(
     ValueError, match=rf"EngineConfig.page_size: got {page_size}, expected a divisor of kv_split=16"

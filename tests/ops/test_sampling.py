@@ -229,7 +229,7 @@ def test_too_many_biases_are_refused():
   [
     (dict(temperature=-1.0), "SamplingParams.temperature: got -1.0, expected 0 <= temperature"),
     (dict(temperature=float("nan")), "SamplingParams.temperature: got nan"),
-    (dict(top_k=-1), "SamplingParams.top_k: got -1, expected top_k >= 0; 0 keeps every token"),
+    (dict(top_k=-1), "SamplingParams.top_k: got -1, expected 0 <= top_k < 2"),
     (dict(top_p=0.0), "SamplingParams.top_p: got 0.0, expected 0 < top_p <= 1"),
     (dict(min_p=1.1), "SamplingParams.min_p: got 1.1, expected 0 <= min_p <= 1"),
     (dict(max_tokens=0), "SamplingParams.max_tokens: got 0, expected max_tokens >= 1"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import pathlib
@@ -220,13 +221,21 @@ def test_sampling_again_must_give_equal_bits(tmp_path):
 
 
 def test_logprobs_of_another_dtype_are_refused(tmp_path):
+  chunk = make_chunk(0, 3)
+  raw = chunk.raw_logprobs.astype(np.float64)
+  with open_journal(tmp_path / "journal.jsonl") as kept:
+    with pytest.raises(ValueError, match="got raw_logprobs of dtype float64"):
+      kept.append_chunk(0, 0, 0, dataclasses.replace(chunk, raw_logprobs=raw))
+    assert kept.append_chunk(0, 0, 0, chunk)
+
+
+def test_what_an_error_ended_is_not_kept(tmp_path):
   rollout = make_rollout()
-  raw = rollout.completion.raw_logprobs.astype(np.float64)
-  completion = Completion(**(vars(rollout.completion) | dict(raw_logprobs=raw)))
-  with pytest.raises(ValueError, match="got raw_logprobs of dtype float64"):
-    journal.to_record(
-      Rollout(request=rollout.request, completion=completion, verdict=rollout.verdict)
-    )
+  broken = dataclasses.replace(rollout.completion, finish_reason="error", error="it broke")
+  with open_journal(tmp_path / "journal.jsonl") as kept:
+    with pytest.raises(ValueError, match=r"got a rollout that an error ended \(it broke\)"):
+      kept.append(0, 0, 0, dataclasses.replace(rollout, completion=broken))
+    assert kept.append(0, 0, 0, rollout)
 
 
 def make_chunk(start: int, stop: int, flip: int = -1) -> journal.Chunk:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pathlib
 import random
 
@@ -193,6 +194,23 @@ def test_what_cannot_be_judged_is_named_and_what_was_is_kept(text, message):
   assert kept == [(4, 0), (4, 1), (5, 0)]
 
 
+def test_what_an_error_ended_is_named_after_the_others_are_kept():
+  kept = []
+
+  def generate(requests):
+    for request in requests:
+      one = completion(request)
+      if request.request_id in ("2/4/1", "2/5/0"):
+        one = dataclasses.replace(one, finish_reason="error", error=f"{request.request_id} broke")
+      yield one
+
+  with pytest.raises(
+    ValueError, match=r"got 2 request\(s\) that an error ended, expected none.* 2/4/1 broke$"
+  ):
+    sample(generate, on_rollout=lambda group, member, *_: kept.append((group, member)))
+  assert kept == [(4, 0), (5, 1), (6, 0), (6, 1)]
+
+
 @pytest.mark.parametrize("changes", [dict(groups_per_step=0), dict(group_size=1)])
 def test_a_config_that_cannot_be_is_refused(changes):
   with pytest.raises(ValueError, match=r"RolloutConfig: got groups_per_step=.*expected at least 1"):
@@ -204,7 +222,7 @@ def test_a_config_that_cannot_be_is_refused(changes):
   [
     (dict(temperature=-0.5), r"SamplingParams.temperature: got -0.5, expected 0 <= temperature"),
     (dict(temperature=float("nan")), r"SamplingParams.temperature: got nan, expected 0 <= temp"),
-    (dict(top_k=-1), r"SamplingParams.top_k: got -1, expected top_k >= 0; 0 keeps every token"),
+    (dict(top_k=-1), r"SamplingParams.top_k: got -1, expected 0 <= top_k < 2"),
     (dict(top_p=0.0), r"SamplingParams.top_p: got 0.0, expected 0 < top_p <= 1"),
     (dict(min_p=1.5), r"SamplingParams.min_p: got 1.5, expected 0 <= min_p <= 1"),
     (dict(max_tokens=0), r"SamplingParams.max_tokens: got 0, expected max_tokens >= 1; raise it"),

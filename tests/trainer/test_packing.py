@@ -396,10 +396,18 @@ def test_pack_refuses(groups, advantages, changes, message):
 
 
 @pytest.mark.parametrize("field", ["behaviour_logprobs", "raw_logprobs"])
-@pytest.mark.parametrize("bad", [[-1.0], [-1.0, np.nan]])
-def test_logprobs_that_are_not_one_finite_number_a_token_are_refused(field, bad):
+def test_logprobs_that_are_not_finite_are_refused(field):
   good = rollout([1], [2, 3], name="x")
-  completion = dataclasses.replace(good.completion, **{field: np.asarray(bad, np.float32)})
+  bad = np.asarray([-1.0, np.nan], np.float32)
+  completion = dataclasses.replace(good.completion, **{field: bad})
   broken = dataclasses.replace(good, completion=completion)
   with pytest.raises(ValueError, match=rf"request 'x': got {field} of shape .*expected 2 finite"):
+    packing.pack([group(0, broken)], ZERO, **SIZES)
+
+
+def test_what_an_error_ended_is_refused():
+  good = rollout([1], [2, 3], name="x")
+  completion = dataclasses.replace(good.completion, finish_reason="error", error="it broke")
+  broken = dataclasses.replace(good, completion=completion)
+  with pytest.raises(ValueError, match=r"request 'x': got a completion that an error ended"):
     packing.pack([group(0, broken)], ZERO, **SIZES)
