@@ -642,19 +642,21 @@ class Denoising:
   def classical(self, seed: int) -> Iterator[Artefact]:
     """Yields the best MAGIC-style diffusion so far, over a shuffled grid of its knobs.
 
-    normalise, square root (or logarithm), optionally PCA, diffusion with the given neighbours,
-    steps and decay, back, genes rescaled (MAGIC's own last step) or not.
+    normalise, square root (or logarithm), principal components or not, diffusion with the given
+    neighbours, steps and decay, back, genes rescaled (MAGIC's own last step) or not.
     """
     diffusion = _BY_NAME["diffuse"]
     grid = [
       [
         {"op": "normalise"},
         {"op": transform},
+        *([{"op": "svd", "rank": rank}] if rank else []),
         {"op": "diffuse", "neighbours": neighbours, "times": times, "decay": decay},
         {"op": "invert"},
         *([{"op": "rescale"}] if is_rescaled else []),
       ]
       for transform in ("sqrt", "log")
+      for rank in (0, 20, 48)
       for neighbours in diffusion.parameters[0].choices
       for times in diffusion.parameters[1].choices
       for decay in diffusion.parameters[2].choices[1:6:2]
