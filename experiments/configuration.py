@@ -18,6 +18,8 @@ from absl import flags
 import ml_collections
 from ml_collections import config_dict, config_flags
 
+from seerjax import stops
+
 T = TypeVar("T")
 
 flags.disclaim_key_flags()  # What is defined here is the experiment's, and stands in its --help.
@@ -134,17 +136,21 @@ def refusals() -> Iterator[None]:
   """Ends the program with a refusal's message alone on stderr and status 2.
 
   What an experiment refuses is the caller's to mend (a flag, a path, a full disk, a package that is
-  missing): the message says how, and a traceback would bury it. Ctrl-C is no mistake, and gets one
-  line as well.
+  missing): the message says how, and a traceback would bury it. Ctrl-C and SIGTERM are no mistakes,
+  and get one line as well, with the status that a shell expects: 130 and 143.
   """
   try:
-    yield
+    with stops.heard():
+      yield
   except (ValueError, OSError, ImportError) as error:
     print(error, file=sys.stderr)
     sys.exit(2)
-  except KeyboardInterrupt:
-    print("stopped; what was finished is kept", file=sys.stderr)
-    sys.exit(130)
+  except stops.Interrupted as stopped:
+    print(stopped)
+    sys.exit(stopped.status)
+  except KeyboardInterrupt as stop:
+    print(f"stopped by {stops.name_of(stop)}; what was finished is kept", file=sys.stderr)
+    sys.exit(stops.status_of(stop))
 
 
 def _flag_value(value: Any) -> Any:

@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 import dataclasses
 import pathlib
-import sys
 
 from absl import app, flags, logging
 import jax
@@ -153,19 +152,15 @@ def main(argv: list[str]) -> None:
     jax.config.update("jax_num_cpu_devices", config.num_instances)
     config = on_these_devices(config)
     task, policy = prepare(config, directory, resume=args.resume, bitwise=args.bitwise)
-    try:
-      result = rl.train(
-        config,
-        policy,
-        task,
-        directory,
-        resume=args.resume,
-        accept_new_numerics=args.accept_new_numerics,
-        say=lambda line: print(line, flush=True),
-      )
-    except rl.Interrupted as stopped:
-      print(stopped)
-      sys.exit(130)
+    result = rl.train(
+      config,
+      policy,
+      task,
+      directory,
+      resume=args.resume,
+      accept_new_numerics=args.accept_new_numerics,
+      say=lambda line: print(line, flush=True),
+    )
   huggingface.save(
     directory / "model",
     rl.exported_weights(config, policy, result.state),

@@ -27,7 +27,7 @@ import jax
 import numpy as np
 
 from experiments import configuration, grpo
-from seerjax import discovery_report, metrics, numerics, rl, self_test, ttt, writers
+from seerjax import discovery_report, metrics, numerics, rl, self_test, stops, ttt, writers
 from seerjax.engine import engine as engine_lib
 from seerjax.models import transformer
 from seerjax.rollout import rollout as rollout_lib, scheduler
@@ -189,7 +189,7 @@ def rivals(
       return dict(zip(names, found, strict=True))
     except KeyboardInterrupt:
       for process in multiprocessing.active_children():
-        process.terminate()  # They leave Ctrl-C to this one, and have minutes before them.
+        process.kill()  # They leave Ctrl-C to this one, and have minutes before them.
       raise
 
 
@@ -212,55 +212,62 @@ def check_problem(name: str, seed: int, seconds: float, *, allow_weak_sandbox: b
 
 def main(argv: list[str]) -> None:
   logging.set_verbosity(logging.WARNING)  # Checkpoints would tell of every file.
+  with configuration.refusals():
+    discover(argv)
+
+
+def discover(argv: list[str]) -> None:
+  """Runs what the flags say, and prints what came of it."""
   args = flags.FLAGS
   directory = pathlib.Path(args.workdir)
-  with configuration.refusals():
-    configuration.check_arguments(argv)
-    config = configuration.from_flags(ttt.DiscoverConfig, args.config)
-    jax.config.update("jax_num_cpu_devices", config.num_instances)
-    if args.allow_weak_sandbox:
-      programs = dataclasses.replace(config.programs, allow_weak_sandbox=True)
-      config = dataclasses.replace(config, programs=programs)
-    allow_weak = config.programs.allow_weak_sandbox
-    if args.check_problem:  # In a process of its own: the file may hang as it is imported.
-      sys.exit(
-        check_problem(
-          config.problem, config.seed, args.check_seconds, allow_weak_sandbox=allow_weak
-        )
+  configuration.check_arguments(argv)
+  config = configuration.from_flags(ttt.DiscoverConfig, args.config)
+  jax.config.update("jax_num_cpu_devices", config.num_instances)
+  if args.allow_weak_sandbox:
+    programs = dataclasses.replace(config.programs, allow_weak_sandbox=True)
+    config = dataclasses.replace(config, programs=programs)
+  allow_weak = config.programs.allow_weak_sandbox
+  if args.check_problem:  # In a process of its own: the file may hang as it is imported.
+    sys.exit(
+      check_problem(
+        config.problem, config.seed, args.check_seconds, allow_weak_sandbox=allow_weak
       )
-    environment = problems.load(config.problem, allow_weak_sandbox=allow_weak)
-    if args.compare and not rival_names(environment):
-      raise ValueError(
-        f"--compare: got {environment.name}, which has neither a language of edits nor baselines,"
-        " expected one of the two; leave the flag out."
-      )
-    policy, chosen = None, config.numerics
-    if config.model != "tiny":
-      loaded = grpo.load_policy(config.model, config.numerics)
-      policy = ttt.Policy(loaded.model, loaded.params, loaded.tokenizer)
-      chosen = transformer.numerics_for(loaded.model, config.numerics)
-    print(self_test.describe(chosen), flush=True)
-    try:
-      found = ttt.discover(
-        config,
-        environment,
-        directory,
-        policy=policy,
-        resume=args.resume,
-        accept_new_numerics=args.accept_new_numerics,
-        say=lambda line: print(line, flush=True),
-      )
-    except ttt.Interrupted as stopped:
-      print(f"{stopped}\nreport   {discovery_report.render(directory, environment)}")
-      sys.exit(130)
-    except KeyboardInterrupt:
-      print("stopped before the first step, or after the last; nothing that was saved is lost")
-      sys.exit(130)
+    )
+  environment = problems.load(config.problem, allow_weak_sandbox=allow_weak)
+  if args.compare and not rival_names(environment):
+    raise ValueError(
+      f"--compare: got {environment.name}, which has neither a language of edits nor baselines,"
+      " expected one of the two; leave the flag out."
+    )
+  policy, chosen = None, config.numerics
+  if config.model != "tiny":
+    loaded = grpo.load_policy(config.model, config.numerics)
+    policy = ttt.Policy(loaded.model, loaded.params, loaded.tokenizer)
+    chosen = transformer.numerics_for(loaded.model, config.numerics)
+  print(self_test.describe(chosen), flush=True)
+  try:
+    found = ttt.discover(
+      config,
+      environment,
+      directory,
+      policy=policy,
+      resume=args.resume,
+      accept_new_numerics=args.accept_new_numerics,
+      say=lambda line: print(line, flush=True),
+    )
+  except stops.Interrupted as stopped:
+    print(f"{stopped}\nreport   {discovery_report.render(directory, environment)}")
+    sys.exit(stopped.status)
+  except KeyboardInterrupt as stop:
+    print("stopped before the first step, or after the last; nothing that was saved is lost")
+    sys.exit(stops.status_of(stop))
   numbers = dict(found.summary)
   if args.compare:
     print(f"others, with {numbers['cpu_seconds']:.0f} CPU seconds each:", flush=True)
     try:
       numbers["rivals"] = rivals(config, environment, numbers["cpu_seconds"])
+    except stops.Terminated:
+      raise
     except KeyboardInterrupt:
       print("stopped, and left out; --resume --compare has them run again")
   # Devices are held from the beginning to the end, whether they are busy or not.
@@ -269,9 +276,8 @@ def main(argv: list[str]) -> None:
   if args.price or args.gpu_price:
     spent = args.price * numbers["cpu_seconds"] + args.gpu_price * numbers["gpu_seconds"]
     numbers["price"] = spent / 3600
-  with configuration.refusals():
-    metrics.write_summary(directory / "summary.json", numbers)
-    page = discovery_report.render(directory, environment)
+  metrics.write_summary(directory / "summary.json", numbers)
+  page = discovery_report.render(directory, environment)
   for name in (
     "problem", "start", "best", "certificate", "attempts", "found_in_step", "lineage", "tokens",
     "cpu_seconds", "judge_cpu_seconds", "gpu_seconds", "seconds", "compile_seconds",

@@ -24,10 +24,10 @@ EOF
   local file
   printf '\nexperiments:'
   for file in "$ROOT"/experiments/*.py; do
-    case $(basename "$file" .py) in
-      __init__ | '*') ;;
-      *) printf ' %s' "experiments.$(basename "$file" .py)" ;;
-    esac
+    # What an experiment needs to be one: a command, which its first lines say.
+    if grep -q '^Command: ' "$file" 2>/dev/null; then
+      printf ' %s' "experiments.$(basename "$file" .py)"
+    fi
   done
   printf '\n'
 }

@@ -308,9 +308,12 @@ class Writer:
           rich.progress.BarColumn(),
           rich.progress.TimeElapsedColumn(),
           rich.progress.TextColumn("{task.description}", markup=False),
+          rich.progress.TextColumn("{task.fields[note]}", markup=False, style="dim"),
           console=self._console,
         )
-        self._task = self._progress.add_task("", total=total_steps, completed=resume_step or 0)
+        self._task = self._progress.add_task(
+          "", total=total_steps, completed=resume_step or 0, note=""
+        )
         self._progress.start()
 
   @property
@@ -373,6 +376,14 @@ class Writer:
     """Writes one line of text above the progress bar, or to the console; nothing elsewhere."""
     if self._console is not None:
       self._console.print(text, markup=False)
+
+  def note(self, text: str) -> bool:
+    """Shows beside the progress bar what goes on; returns False where there is no bar."""
+    progress = self._progress  # Another thread may close it.
+    if progress is None:
+      return False
+    progress.update(self._task, note=text)
+    return True
 
   def close(self) -> None:
     """Ends the files and the progress bar; may be called twice."""
@@ -442,5 +453,5 @@ class Writer:
       if text:
         self._progress.update(self._task, description=text)
       self._progress.update(self._task, completed=step)
-    else:
+    elif text:
       self._console.print(f"step {step}  {text}", markup=False)

@@ -27,7 +27,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from seerjax import checkpoint, evaluation, metrics, numerics as numerics_lib, parallel, summary
+from seerjax import (
+  checkpoint,
+  evaluation,
+  metrics,
+  numerics as numerics_lib,
+  parallel,
+  progress as progress_lib,
+  status as status_lib,
+  stops as stops_lib,
+  summary,
+)
 from seerjax.engine import (
   engine as engine_lib,
   kv_pool as kv_pool_lib,
@@ -213,10 +223,6 @@ class Sampled(NamedTuple):
   numbers: dict[str, float]
 
 
-class Interrupted(Exception):
-  """The run was stopped by Ctrl-C after its last whole step was saved."""
-
-
 @dataclasses.dataclass(frozen=True)
 class Programs:
   """A run's compiled programs. Runs of one shape in one process may share them."""
@@ -260,22 +266,40 @@ def train(
     config: the run.
     policy: what learns; its params are the start of a new run.
     task: where problems come from.
-    directory: takes config.json, metrics.jsonl, journal.jsonl, traces.jsonl, checkpoints/ and
-      summary.json.
+    directory: takes config.json, status.json, metrics.jsonl, journal.jsonl, traces.jsonl,
+      checkpoints/ and summary.json.
     resume: carry on from the latest checkpoint; finished rollouts are read from the journal.
     accept_new_numerics: resume under another fingerprint, as a new epoch.
-    say: takes lines for people.
+    say: takes lines for people: what is found, and at least every ten seconds what it is at.
     programs: of `make_programs` for an equal config and model; its own if None.
 
   Returns:
     The final state and summary.
 
   Raises:
-    Interrupted: on Ctrl-C.
+    stops.Interrupted: on Ctrl-C or SIGTERM, when the last whole step has been saved.
     ValueError: for settings, a directory, programs or a task that cannot work, before anything is
       sampled or the journal begun. Later only for what one problem shows: a prompt that leaves no
       room for its answer, or a text that the task cannot judge (the run can be resumed).
   """
+  with stops_lib.heard() as stops, progress_lib.Progress(say) as progress:
+    return _train(
+      config, policy, task, directory, resume, accept_new_numerics, programs, stops, progress
+    )
+
+
+def _train(
+  config: RunConfig,
+  policy: Policy,
+  task: Task,
+  directory: pathlib.Path,
+  resume: bool,
+  accept_new_numerics: bool,
+  programs: Programs | None,
+  stops: stops_lib.Stops,
+  progress: progress_lib.Progress,
+) -> Result:
+  """See `train`."""
   clock = summary.RunClock()
   config = for_model(config, policy.model)
   check_directory(directory, resume=resume)
@@ -308,10 +332,12 @@ def train(
     state, step = restored.state, restored.step
     before = restored.host_state["before"] or _accuracy_at(directory, 0)
     clock.carry_on(restored.host_state["clock"])
-    say(f"resumed after step {step} of {config.num_steps}")
+    progress.say(f"resumed after step {step} of {config.num_steps}")
 
   def save(step: int) -> None:
-    if checkpoint.latest_step(directory / "checkpoints") != step:
+    if checkpoint.latest_step(directory / "checkpoints") == step:
+      return
+    with stops.put_off(), progress.phase("saving"):
       checkpoint.save(
         directory / "checkpoints",
         step,
@@ -334,6 +360,8 @@ def train(
     kv_pool=kv_pool_lib.KVPool(config.kv_pool, stores.open_store(config.kv_pool)),
   )
   with contextlib.ExitStack() as files:
+    status = files.enter_context(status_lib.kept(directory, step=step))
+    files.enter_context(progress.beaten(status.beat))
     journal = files.enter_context(
       journal_lib.Journal(
         directory / "journal.jsonl",
@@ -345,8 +373,9 @@ def train(
       )
     )
     metrics.write_summary(directory / "config.json", settings | {"fingerprint": fingerprint})
-    say(engine.plan())
-    engine.drafter = drafter_for(config, engine)
+    progress.say(engine.plan())
+    with progress.phase("measuring the engine's steps"):
+      engine.drafter = drafter_for(config, engine)
     writer = files.enter_context(
       metrics.Writer(
         directory,
@@ -355,42 +384,57 @@ def train(
         console_digits=CONSOLE_DIGITS,
       )
     )
+    files.enter_context(progress.shown(writer.note))
     carried = stale_lib.Carried()
-    ahead = stale_lib.Ahead(lambda step: sample(config, engine, task, journal, step, carried))
+    ahead = stale_lib.Ahead(
+      lambda step: sample(config, engine, task, journal, step, carried, progress=progress)
+    )
     files.callback(ahead.close)
+
+    def accuracy_after(step: int) -> dict[str, float]:
+      found = _accuracy_at(directory, step)  # Of a run that was stopped since.
+      if not found:
+        when = {config.num_steps: "after", 0: "before"}.get(step, f"after step {step}")
+        progress.say(f"held-out accuracy on {config.evaluation.num_problems} problems, {when}:")
+        found = accuracy_of(config, engine, task, progress)
+        writer.write(step, {f"heldout/{name}": value for name, value in found.items()})
+        progress.say(f"  {evaluation.describe(found)}")
+      return found
+
+    every = config.evaluation.every
     try:
-      if not before:
-        # At once, so that from here on a kill can be resumed.
-        save(0)
-        say(f"held-out accuracy on {config.evaluation.num_problems} problems, before:")
-        before = accuracy_of(config, engine, task)
-        say(f"  {evaluation.describe(before)}")
-        writer.write(0, {f"heldout/{name}": value for name, value in before.items()})
+      save(step)  # The first at once, so that from here on a kill can be resumed.
+      before = before or accuracy_after(0)
       while step < config.num_steps:
-        new_state, numbers = circle(config, engine, trainer, ahead, state, step, base)
-        is_last = step + 1 == config.num_steps  # Measured below.
-        if config.evaluation.every and (step + 1) % config.evaluation.every == 0 and not is_last:
-          accuracy = accuracy_of(config, engine, task)
-          numbers |= {f"heldout/{name}": value for name, value in accuracy.items()}
-        writer.write(step + 1, numbers)
-        # Together, and after its numbers: whenever Ctrl-C comes, what is saved is a whole step.
-        state, step = new_state, step + 1
+        progress.begin_step(step + 1, config.num_steps)
+        with contextlib.ExitStack() as whole:
+          # From the first update on, a stop waits until the step is whole, its numbers included.
+          put_off = functools.partial(whole.enter_context, stops.put_off())
+          new_state, numbers = circle(
+            config, engine, trainer, ahead, state, step, base,
+            progress=progress, before_update=put_off,
+          )  # fmt: skip
+          writer.write(step + 1, numbers)
+          progress.has_said()
+          state, step = new_state, step + 1
+          status.step = step
         if step % config.checkpoint_every == 0 or step == config.num_steps:
           save(step)
-      say(f"held-out accuracy on {config.evaluation.num_problems} problems, after:")
-      after = _accuracy_at(directory, step)  # Empty, unless the run had ended before.
-      if not after:
-        after = accuracy_of(config, engine, task)
-        writer.write(step, {f"heldout/{name}": value for name, value in after.items()})
-      say(f"  {evaluation.describe(after)}")
-    except KeyboardInterrupt:
+        if every and step % every == 0 and step < config.num_steps:
+          accuracy_after(step)
+      progress.end_steps()
+      after = accuracy_after(step)
+    except KeyboardInterrupt as stop:
       save(step)
-      message = f"stopped after step {step} of {config.num_steps}; --resume goes on"
-      raise Interrupted(message) from None
-  written = [row for row in metrics.read(directory / "metrics.jsonl") if "contract/kl" in row]
-  numbers = summary.of_run(before, after, written) | clock.read()
-  numbers |= dict(optimizer_steps=int(state.step), numerics=fingerprint)
-  metrics.write_summary(directory / "summary.json", numbers)
+      raise stops_lib.Interrupted(
+        f"stopped by {stops_lib.name_of(stop)} after step {step} of {config.num_steps}; --resume"
+        " goes on",
+        stops_lib.status_of(stop),
+      ) from None
+    written = [row for row in metrics.read(directory / "metrics.jsonl") if "contract/kl" in row]
+    numbers = summary.of_run(before, after, written) | clock.read()
+    numbers |= dict(optimizer_steps=int(state.step), numerics=fingerprint)
+    metrics.write_summary(directory / "summary.json", numbers)
   return Result(state, numbers)
 
 
@@ -402,6 +446,9 @@ def circle(
   state: TrainState,
   step: int,
   base: transformer.Params | None,
+  *,
+  progress: progress_lib.Progress,
+  before_update: Callable[[], object],
 ) -> tuple[TrainState, dict[str, float]]:
   """One round: sample, judge, learn, publish. Returns the new state and the round's numbers."""
   begin = time.monotonic()
@@ -409,11 +456,15 @@ def circle(
   if config.stale.steps_ahead and step + 1 < config.num_steps:
     ahead.begin(step + 1)  # By the weights of this step, beside what follows.
   sampled_at = time.monotonic()
-  state, learned = learn(config, trainer, state, sampled.groups, base, num_old=sampled.num_old)
-  weights = running_weights(config, state.params, base)
-  learned_at = time.monotonic()
-  ahead.wait()
-  engine.set_params(weights, policy_version=step + 1)
+  with progress.phase("learning"):
+    state, learned = learn(
+      config, trainer, state, sampled.groups, base,
+      num_old=sampled.num_old, before_update=before_update,
+    )  # fmt: skip
+    weights = running_weights(config, state.params, base)
+    learned_at = time.monotonic()
+    ahead.wait()
+    engine.set_params(weights, policy_version=step + 1)
   numbers = summary.of_rollouts(sampled.groups) | sampled.numbers | learned
   return state, numbers | {
     "train/seconds": learned_at - sampled_at,
@@ -428,6 +479,8 @@ def sample(
   journal: journal_lib.Journal,
   step: int,
   carried: stale_lib.Carried | None = None,
+  *,
+  progress: progress_lib.Progress | None = None,
 ) -> Sampled:
   """Samples and judges a step's groups; what the journal holds is not sampled again.
 
@@ -438,8 +491,10 @@ def sample(
     journal: of the run.
     step: from 0.
     carried: groups that wait from step to step (`StaleConfig.begun`).
+    progress: is told.
   """
   assert engine.tokenizer is not None
+  watched = progress or progress_lib.silent()
   begin = time.monotonic()
   counted = dataclasses.replace(engine.counters)
   take_drafts(engine)  # Those of evaluations are not the step's.
@@ -457,11 +512,12 @@ def sample(
   def generate(requests: Sequence[Request]) -> Iterator[Completion]:
     rollout = divided.resumed(engine, config.scheduler, journal, requests)
     traces.append(rollout.trace)
-    return rollout.run(requests)
+    yield from _watched(watched, "sampling", engine, rollout.run, requests)
 
   if config.stale.begun > 1:
     assert carried is not None
-    groups, num_old = _partial_groups(config, engine, task, journal, step, carried, traces)
+    with watched.phase("sampling", num_tokens=lambda: engine.counters.sampled_tokens):
+      groups, num_old = _partial_groups(config, engine, task, journal, step, carried, traces)
   else:
     groups = step_groups(
       config,
@@ -486,6 +542,20 @@ def sample(
     "rollout/old_tokens": float(num_old),
   }
   return Sampled(groups, num_old, numbers)
+
+
+def _watched(
+  progress: progress_lib.Progress,
+  name: str,
+  engine: engine_lib.Engine,
+  run: rollout_lib.Generate,
+  requests: Sequence[Request],
+) -> Iterator[Completion]:
+  """Yields what `run` does; `progress` is told."""
+  with progress.phase(
+    name, total=len(requests), num_tokens=lambda: engine.counters.sampled_tokens
+  ) as phase:
+    yield from progress.judged(run(requests), phase)
 
 
 def _partial_groups(
@@ -591,6 +661,7 @@ def learn(
   base: transformer.Params | None = None,
   *,
   num_old: int = 0,
+  before_update: Callable[[], object] = lambda: None,
 ) -> tuple[TrainState, dict[str, float]]:
   """Takes the optimiser steps of one batch of groups; returns the new state and its numbers.
 
@@ -602,6 +673,7 @@ def learn(
     base: of `frozen_weights`.
     num_old: tokens that other weights sampled; where there are any, ratios are to those of the
       engine.
+    before_update: called before the first update, from which on `state` may be used up.
   """
   rewards = np.stack([group.rewards for group in groups])
   if config.trainer.overlong_buffer:
@@ -649,6 +721,8 @@ def learn(
         params, batch, counts, olds[index], references[index]
       )
       numbers |= {f"train/later_{name}": float(value) for name, value in means.items()}
+    else:
+      before_update()
     state, norms = trainer.update(state, gradient)
     numbers |= {f"train/{name}": float(value) for name, value in norms.items()}
   return state, numbers
@@ -725,12 +799,19 @@ def pack(config: RunConfig, groups: Sequence[RolloutGroup], values: np.ndarray) 
   return packing.pack(groups, values, **_packing_arguments(config))
 
 
-def accuracy_of(config: RunConfig, engine: engine_lib.Engine, task: Task) -> dict[str, float]:
+def accuracy_of(
+  config: RunConfig,
+  engine: engine_lib.Engine,
+  task: Task,
+  progress: progress_lib.Progress | None = None,
+) -> dict[str, float]:
   """Returns held-out accuracy with the engine's weights; see `evaluation.evaluate`."""
   assert engine.tokenizer is not None
+  watched = progress or progress_lib.silent()
+  rollout = divided.DividedRollout(engine, config.scheduler)
   return evaluation.evaluate(
     config.evaluation,
-    generate=divided.DividedRollout(engine, config.scheduler).run,
+    generate=functools.partial(_watched, watched, "evaluating", engine, rollout.run),
     task=task,
     tokenizer=engine.tokenizer,
     max_tokens=config.rollout.max_tokens,

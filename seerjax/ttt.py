@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import json
 import math
@@ -33,7 +34,17 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from seerjax import checkpoint, metrics, numerics as numerics_lib, rl, summary, writers
+from seerjax import (
+  checkpoint,
+  metrics,
+  numerics as numerics_lib,
+  progress as progress_lib,
+  rl,
+  status as status_lib,
+  stops as stops_lib,
+  summary,
+  writers,
+)
 from seerjax.engine import engine as engine_lib
 from seerjax.models import tokenizer as tokenizer_lib, transformer
 from seerjax.ops import rotary
@@ -291,10 +302,6 @@ class Sampled(NamedTuple):
   attempts: list[list[Attempt]]
 
 
-class Interrupted(Exception):
-  """The run was stopped by Ctrl-C after its last whole step was saved."""
-
-
 BEST = "best.json"
 # Of a problem that is timed: states whose values are taken once more, with care, at the end.
 NUM_CONFIRMED = 8
@@ -336,18 +343,36 @@ def discover(
   Args:
     config: the run.
     environment: the problem, `problems.load(config.problem)`.
-    directory: takes config.json, metrics.jsonl, best.json, checkpoints/ and summary.json; of a
-      language model also journal.jsonl.
+    directory: takes config.json, status.json, metrics.jsonl, best.json, checkpoints/ and
+      summary.json; of a language model also journal.jsonl.
     policy: what writes; `tiny_policy` if None, which goes with `model="tiny"` alone.
     resume: carry on from the latest checkpoint.
     accept_new_numerics: resume under another fingerprint, as a new epoch.
-    say: takes lines for people.
+    say: takes lines for people: what is found, and at least every ten seconds what it is at.
     programs: of `rl.make_programs`, to share between runs of one shape; its own if None.
 
   Raises:
-    Interrupted: on Ctrl-C; what was found is saved.
+    stops.Interrupted: on Ctrl-C or SIGTERM; what was found is saved.
     ValueError: for settings, a directory or a problem that cannot work, before anything is sampled.
   """
+  with stops_lib.heard() as stops, progress_lib.Progress(say) as progress:
+    return _discover(
+      config, environment, directory, policy, resume, accept_new_numerics, programs, stops, progress
+    )
+
+
+def _discover(
+  config: DiscoverConfig,
+  environment: Environment,
+  directory: pathlib.Path,
+  policy: Policy | None,
+  resume: bool,
+  accept_new_numerics: bool,
+  programs: rl.Programs | None,
+  stops: stops_lib.Stops,
+  progress: progress_lib.Progress,
+) -> Discovery:
+  """See `discover`."""
   clock = summary.RunClock()
   helped = discovery.helper_seconds(environment)
   cpu_start, judged = time.process_time() + helped, helped
@@ -391,14 +416,16 @@ def discover(
     clock.carry_on(restored.host_state["clock"])
     if (directory / BEST).is_file():
       read_best(directory)  # Damaged, it is refused now, and not in the middle of the run.
-    say(f"resumed after step {step} of {config.num_steps}")
+    progress.say(f"resumed after step {step} of {config.num_steps}")
   with contextlib.ExitStack() as stack:
+    status = stack.enter_context(status_lib.kept(directory, step=step))
+    stack.enter_context(progress.beaten(status.beat))
     writer = stack.enter_context(writer_of(config, environment, policy))
     if not resume:  # Later ones may be longer; of them a part is left out.
       for root in archive_lib.seeds(archive):
         writer.check(root.artefact)
     if isinstance(writer, writers.Programs):
-      say(writer.sandbox.describe())
+      progress.say(writer.sandbox.describe())
     journal = None
     if config.model != "tiny":
       held = {name: settings[name] for name in settings if name not in _NOT_COMPARED}
@@ -414,7 +441,10 @@ def discover(
     if not resume:
       metrics.write_summary(directory / "config.json", settings | {"fingerprint": fingerprint})
       if isinstance(writer, writers.Edits) and config.tiny.warm_sentences:
-        params = warm_start(run, config, environment, writer, programs.trainer, state, say)
+        with progress.phase("warming up"):
+          params = warm_start(
+            run, config, environment, writer, programs.trainer, state, progress.say
+          )
         # Learning begins here: with fresh moments, and with this as the base.
         policy = dataclasses.replace(policy, params=params)
         state = rl.initial_state(run, policy)
@@ -433,7 +463,7 @@ def discover(
       policy_version=step,
       runner=programs.runner,
     )
-    say(engine.plan())
+    progress.say(engine.plan())
     numbers_file = stack.enter_context(
       metrics.Writer(
         directory,
@@ -443,23 +473,26 @@ def discover(
       )
     )
 
+    stack.enter_context(progress.shown(numbers_file.note))
+
     def save(step: int) -> None:
       if checkpoint.latest_step(directory / "checkpoints") == step:
         return
-      checkpoint.save(
-        directory / "checkpoints",
-        step,
-        dict(state=state, base=policy.params),
-        host_state={
-          "archive": archive_lib.to_json(archive),
-          "totals": totals,
-          "clock": clock.read(),
-          "config": settings,
-        },
-        fingerprint=fingerprint,
-        accept_new_numerics=accept_new_numerics,
-        keep_latest=2,
-      )
+      with stops.put_off(), progress.phase("saving"):
+        checkpoint.save(
+          directory / "checkpoints",
+          step,
+          dict(state=state, base=policy.params),
+          host_state={
+            "archive": archive_lib.to_json(archive),
+            "totals": totals,
+            "clock": clock.read(),
+            "config": settings,
+          },
+          fingerprint=fingerprint,
+          accept_new_numerics=accept_new_numerics,
+          keep_latest=2,
+        )
 
     if not resume:
       save(0)
@@ -468,74 +501,87 @@ def discover(
     saved_at, has_remarked = time.monotonic(), False
     try:
       while step < config.num_steps:
-        sampled = sample(config, engine, writer, archive, step, journal)
-        remark = "" if has_remarked else remark_on(writer, sampled)
-        if remark:
-          say(f"step {step + 1}: {remark}")
-          has_remarked = True  # Once is enough.
-        found = archived(environment, archive, sampled, step)
-        if archive_lib.best(found).value > totals["best"]:
-          write_best(directory, environment, found, archive_lib.best(found))
-        found = replanted(config, environment, found, step)
-        new_state, numbers = state, {}
-        if config.train:
-          new_state, numbers = learn(config, run, programs.trainer, state, sampled, base)
-          engine.set_params(
-            rl.running_weights(run, new_state.params, base), policy_version=step + 1
+        progress.begin_step(step + 1, config.num_steps)
+        with contextlib.ExitStack() as whole:
+          # From the first update on, a stop waits until the step is whole, its numbers included.
+          put_off = functools.partial(whole.enter_context, stops.put_off())
+          sampled = sample(config, engine, writer, archive, step, journal, progress=progress)
+          remark = "" if has_remarked else remark_on(writer, sampled)
+          if remark:
+            progress.say(f"step {step + 1}: {remark}")
+            has_remarked = True  # Once is enough.
+          found = archived(environment, archive, sampled, step)
+          if archive_lib.best(found).value > totals["best"]:
+            write_best(directory, environment, found, archive_lib.best(found))
+          found = replanted(config, environment, found, step)
+          new_state, numbers = state, {}
+          if config.train:
+            with progress.phase("learning"):
+              new_state, numbers = learn(
+                config, run, programs.trainer, state, sampled, base, before_update=put_off
+              )
+              engine.set_params(
+                rl.running_weights(run, new_state.params, base), policy_version=step + 1
+              )
+          tokens = sum(len(said.completion.tokens) for said in sequences(sampled))
+          done = dict(
+            tokens=totals["tokens"] + tokens,
+            cpu_seconds=totals["cpu_seconds"] + cpu_seconds(environment, writer) - cpu_start,
+            judge_cpu_seconds=(
+              totals["judge_cpu_seconds"] + judge_cpu_seconds(environment, writer) - judged
+            ),
+            start=totals["start"],
+            best=max(totals["best"], archive_lib.best(found).value),
           )
-        tokens = sum(len(said.completion.tokens) for said in sequences(sampled))
-        done = dict(
-          tokens=totals["tokens"] + tokens,
-          cpu_seconds=totals["cpu_seconds"] + cpu_seconds(environment, writer) - cpu_start,
-          judge_cpu_seconds=(
-            totals["judge_cpu_seconds"] + judge_cpu_seconds(environment, writer) - judged
-          ),
-          start=totals["start"],
-          best=max(totals["best"], archive_lib.best(found).value),
-        )
-        numbers |= of_search(environment, found, sampled, done) | {
-          "search/replanted": float(len({*found.roots} - {*archive.roots})),
-          "search/tokens": float(done["tokens"]),
-          "search/cpu_seconds": done["cpu_seconds"],
-        }
-        numbers_file.write(step + 1, numbers)
-        # Together, and after its numbers: whenever Ctrl-C comes, what is saved is a whole step.
-        state, archive, totals, step = new_state, found, done, step + 1
+          numbers |= of_search(environment, found, sampled, done) | {
+            "search/replanted": float(len({*found.roots} - {*archive.roots})),
+            "search/tokens": float(done["tokens"]),
+            "search/cpu_seconds": done["cpu_seconds"],
+          }
+          numbers_file.write(step + 1, numbers)
+          progress.has_said()
+          # Together, and after its numbers: whenever a stop comes, what is saved is a whole step.
+          state, archive, totals, step = new_state, found, done, step + 1
+          status.step = step
         cpu_start = cpu_seconds(environment, writer)
         judged = judge_cpu_seconds(environment, writer)
         is_due = step % config.checkpoint_every == 0 or time.monotonic() - saved_at > SAVE_SECONDS
         if is_due or step == config.num_steps:
           save(step)
           saved_at = time.monotonic()
-    except KeyboardInterrupt:
+      progress.end_steps()
+    except KeyboardInterrupt as stop:
       save(step)
-      message = f"stopped after step {step} of {config.num_steps}; --resume goes on"
-      raise Interrupted(message) from None
+      raise stops_lib.Interrupted(
+        f"stopped by {stops_lib.name_of(stop)} after step {step} of {config.num_steps}; --resume"
+        " goes on",
+        stops_lib.status_of(stop),
+      ) from None
     except edits.WorkerDied:
       save(step)
       raise
-  if isinstance(environment, discovery.Timed):
-    # The first may be first by luck alone.
-    for leader in archive_lib.leaders(archive, NUM_CONFIRMED):
-      write_best(directory, environment, archive, leader)
-  # Not the archive's: before a kill a problem that is timed may have found a better one.
-  best = read_best(directory)
-  score = discovery.record_score(environment, best["artefact"])
-  numbers = clock.read() | dict(
-    problem=environment.name,
-    best=score.value,
-    start=shown(environment, totals["start"]),
-    certificate=score.certificate,
-    attempts=step * config.groups_per_step * config.group_size,
-    tokens=totals["tokens"],
-    cpu_seconds=totals["cpu_seconds"],
-    judge_cpu_seconds=totals["judge_cpu_seconds"],
-    lineage=len(best["lineage"]),
-    found_in_step=best["step"],
-    optimizer_steps=int(state.step),
-    numerics=fingerprint,
-  )
-  metrics.write_summary(directory / "summary.json", numbers)
+    if isinstance(environment, discovery.Timed):
+      # The first may be first by luck alone.
+      for leader in archive_lib.leaders(archive, NUM_CONFIRMED):
+        write_best(directory, environment, archive, leader)
+    # Not the archive's: before a kill a problem that is timed may have found a better one.
+    best = read_best(directory)
+    score = discovery.record_score(environment, best["artefact"])
+    numbers = clock.read() | dict(
+      problem=environment.name,
+      best=score.value,
+      start=shown(environment, totals["start"]),
+      certificate=score.certificate,
+      attempts=step * config.groups_per_step * config.group_size,
+      tokens=totals["tokens"],
+      cpu_seconds=totals["cpu_seconds"],
+      judge_cpu_seconds=totals["judge_cpu_seconds"],
+      lineage=len(best["lineage"]),
+      found_in_step=best["step"],
+      optimizer_steps=int(state.step),
+      numerics=fingerprint,
+    )
+    metrics.write_summary(directory / "summary.json", numbers)
   return Discovery(best["artefact"], score, archive, state, numbers)
 
 
@@ -546,8 +592,11 @@ def sample(
   archive: archive_lib.Archive,
   step: int,
   journal: journal_lib.Journal | None = None,
+  *,
+  progress: progress_lib.Progress | None = None,
 ) -> Sampled:
   """Chooses a step's starts, samples a group from each, and makes the attempts."""
+  watched = progress or progress_lib.silent()
   starts = puct.select(archive, config.groups_per_step, config.search, config.seed)
   by_id = {state.state_id: state for state in archive.states}
   artefacts = [by_id[start].artefact for start in starts]
@@ -557,12 +606,14 @@ def sample(
   ]
   said = iter(
     writer.answers(
-      sampler(config, engine, journal), [request for requests in asked for request in requests]
+      sampler(config, engine, journal, watched),
+      [request for requests in asked for request in requests],
     )
   )
   by_group = [[next(said) for _ in requests] for requests in asked]
   jobs = [writers.Job(artefacts[group], one) for group, ones in enumerate(by_group) for one in ones]
-  attempts = iter(writer.attempts(jobs, journal))
+  with watched.phase("judging"):
+    attempts = iter(writer.attempts(jobs, journal))
   return Sampled(
     starts=starts,
     start_rewards=tuple(by_id[start].reward for start in starts),
@@ -583,11 +634,22 @@ def remark_on(writer: writers.Writer, sampled: Sampled) -> str:
 
 
 def sampler(
-  config: DiscoverConfig, engine: engine_lib.Engine, journal: journal_lib.Journal | None
+  config: DiscoverConfig,
+  engine: engine_lib.Engine,
+  journal: journal_lib.Journal | None,
+  progress: progress_lib.Progress,
 ) -> writers.Generate:
   """Returns what samples completions; what a journal holds is not sampled again."""
 
   def generate(requests: Sequence[Request]) -> Iterator[Completion]:
+    with progress.phase(
+      "sampling", total=len(requests), num_tokens=lambda: engine.counters.sampled_tokens
+    ) as phase:
+      for completion in sampled(requests):
+        phase.num_finished += 1
+        yield completion
+
+  def sampled(requests: Sequence[Request]) -> Iterator[Completion]:
     if journal is None:
       yield from rollout_lib.whole(divided.DividedRollout(engine, config.scheduler).run(requests))
       return
@@ -675,8 +737,13 @@ def learn(
   state: TrainState,
   sampled: Sampled,
   base: transformer.Params | None,
+  *,
+  before_update: Callable[[], object] = lambda: None,
 ) -> tuple[TrainState, dict[str, float]]:
-  """Takes one optimiser step on a step's attempts; returns the new state and its numbers."""
+  """Takes one optimiser step on a step's attempts; returns the new state and its numbers.
+
+  `before_update` is called when the gradient is there; from then on `state` may be used up.
+  """
   begin = time.monotonic()
   values, numbers = objective_of(config.objective, sampled)
   # Each sequence of an attempt has its advantage.
@@ -697,6 +764,7 @@ def learn(
     rl.running_weights(run, state.params, base), batch, losses.denominators(batch), None
   )
   gap = step_lib.rollout_gap(scores, batch)
+  before_update()
   state, norms = trainer.update(state, gradient)
   return state, numbers | {
     "contract/kl": gap["kl"],

@@ -20,11 +20,14 @@ PACKAGES = ("seerjax", "pallas_kernels")
 STEPS: tuple[tuple[str, ...], ...] = (
   ("array_typing", "compiled", "pallas_kernels"),
   ("numerics", "types"),
-  ("parallel", "metrics", "ops", "checkpoint", "search", "tasks"),
+  ("parallel", "metrics", "ops", "checkpoint", "search", "tasks", "stops", "progress"),
   ("models",),
   ("engine", "trainer"),
   ("speculation", "rollout"),
-  ("sleep", "simulate", "report", "discovery_report", "evaluation", "summary", "writers"),
+  (
+    "sleep", "simulate", "report", "discovery_report", "evaluation", "summary", "writers",
+    "status",
+  ),
   ("rl", "ttt", "self_test"),
   ("experiments",),
   ("launch",),

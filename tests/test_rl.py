@@ -13,6 +13,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from typing import Any
 import zlib
@@ -22,7 +23,7 @@ import numpy as np
 import pytest
 import tiny_model
 
-from seerjax import checkpoint, metrics, numerics as numerics_lib, parallel, rl
+from seerjax import checkpoint, metrics, numerics as numerics_lib, parallel, rl, status, stops
 from seerjax.engine import engine as engine_lib, runner as runner_lib
 from seerjax.models import lora, tokenizer as tokenizer_lib, transformer
 from seerjax.rollout import (
@@ -191,7 +192,7 @@ def stopped(tmp_path_factory):
   """A run that Ctrl-C met in its third step, whose first two of four rollouts were judged."""
   directory = tmp_path_factory.mktemp("stopped") / "run"
   task = Vowels(stop_at=3 * PER_STEP + 3, stop=interrupt)
-  with pytest.raises(rl.Interrupted, match=r"stopped after step 2 of 4; --resume goes on"):
+  with pytest.raises(stops.Interrupted, match=r"by Ctrl-C after step 2 of 4; --resume goes on"):
     train(directory, task, checkpoint_every=10)
   assert checkpoint.steps(directory / "checkpoints") == (0, 2)
   return directory
@@ -208,8 +209,8 @@ def stopped_copy(stopped, tmp_path):
 def test_a_run_writes_its_files_and_keeps_its_promise(whole):
   directory, result, task = whole
   assert {path.name for path in directory.iterdir()} == {
-    "checkpoints", "config.json", "journal.jsonl", "metrics.jsonl", "summary.json", "tensorboard",
-    "traces.jsonl",
+    "checkpoints", "config.json", "journal.jsonl", "metrics.jsonl", "status.json", "summary.json",
+    "tensorboard", "traces.jsonl",
   }  # fmt: skip
   assert checkpoint.latest_step(directory / "checkpoints") == 4
   rows = rows_of(directory)
@@ -263,6 +264,88 @@ def test_after_ctrl_c_the_run_goes_on_to_the_same_bits(whole, stopped_copy, num_
   assert rows_of(stopped_copy) == rows_of(directory)
   # The first evaluation is not repeated, nor are the two rollouts that were judged.
   assert task.num_verdicts == 3 * PER_STEP - 2
+
+
+class UsesItsStateUp(step_lib.Trainer):
+  """Leaves nothing of the state before, as a program that is given its buffers would."""
+
+  def update(self, state, gradient):
+    new, norms = super().update(state, gradient)
+    if int(new.step) == 2:
+      jax.tree.map(lambda leaf: leaf.delete(), state)
+      terminate()
+    return new, norms
+
+
+def terminate():
+  os.kill(os.getpid(), signal.SIGTERM)
+
+
+def terminate_within_a_compilation():
+  def begins(event, value, **about):
+    del value
+    if event.endswith("backend_compile_duration") and about["fun_name"] == "jit(never_seen)":
+      jax.monitoring.unregister_scalar_listener(begins)
+      terminate()
+
+  def never_seen(x):
+    return x + 1
+
+  jax.monitoring.register_scalar_listener(begins)
+  jax.jit(never_seen)(np.zeros(3))
+  raise AssertionError("it was not stopped")
+
+
+class WatchesSaves(Vowels):
+  """Stops the world in the middle of the first checkpoint after its first verdict."""
+
+  def __init__(self, checkpoints: pathlib.Path):
+    super().__init__()
+    self.checkpoints = checkpoints
+
+  def verdict(self, problem, text):
+    if not self.num_verdicts:
+      threading.Thread(target=self.watch, daemon=True).start()
+    return super().verdict(problem, text)
+
+  def watch(self):
+    while not any(path.name.startswith(".incoming") for path in self.checkpoints.iterdir()):
+      time.sleep(1e-4)
+    terminate()
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize(
+  ("moment", "step"),
+  [("sampling", 1), ("compiling", 1), ("updating", 2), ("saving", 2), ("evaluating", 4)],
+)
+def test_sigterm_ends_a_run_after_its_last_whole_step_whenever_it_comes(
+  whole, tmp_path, moment, step
+):
+  directory = tmp_path / "run"
+  runs = programs_of(CONFIG)
+  task = {
+    "sampling": Vowels(2 * PER_STEP + 2, terminate),
+    "compiling": Vowels(2 * PER_STEP + 2, terminate_within_a_compilation),
+    "evaluating": Vowels(5 * PER_STEP + 2, terminate),
+  }.get(moment, Vowels())
+  if moment == "updating":
+    runs = dataclasses.replace(runs, trainer=UsesItsStateUp(**vars_of(runs.trainer)))
+  if moment == "saving":
+    task = WatchesSaves(directory / "checkpoints")
+  with pytest.raises(stops.Interrupted) as caught:
+    rl.train(CONFIG, policy(), task, directory, say=lambda line: None, programs=runs)
+  why = f"stopped by SIGTERM after step {step} of 4; --resume goes on"
+  assert (str(caught.value), caught.value.status) == (why, 143)
+  found = status.read(directory)
+  assert found is not None
+  assert (found["state"], found["why"], found["step"]) == ("stopped", why, step)
+  assert checkpoint.latest_step(directory / "checkpoints") == step
+  assert rows_of(directory) == rows_of(whole[0])[: step + 1]
+
+
+def vars_of(record):
+  return {field.name: vars(record)[field.name] for field in dataclasses.fields(record)}
 
 
 def test_two_instances_change_no_bit(whole, tmp_path):
@@ -825,7 +908,7 @@ def test_full_fine_tuning_exports_its_masters(whole):
 
 def test_what_never_clips_is_written_as_json(tmp_path):
   optimizer = step_lib.OptimizerConfig(max_gradient_norm=float("inf"))
-  with pytest.raises(rl.Interrupted, match="stopped after step 0 of 4"):
+  with pytest.raises(stops.Interrupted, match="stopped by Ctrl-C after step 0 of 4"):
     train(tmp_path / "run", Vowels(1, interrupt), loss=losses.rloo(), optimizer=optimizer)
   config = json.loads((tmp_path / "run" / "config.json").read_text())
   assert config["loss"]["clip_high"] == config["optimizer"]["max_gradient_norm"] == "Infinity"

@@ -7,9 +7,11 @@ import functools
 import itertools
 import json
 import math
+import os
 import pathlib
 import random
 import shutil
+import signal
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +20,17 @@ import pytest
 import tiny_model
 import tiny_problem
 
-from seerjax import checkpoint, metrics, models, numerics as numerics_lib, rl, ttt, writers
+from seerjax import (
+  checkpoint,
+  metrics,
+  models,
+  numerics as numerics_lib,
+  rl,
+  status,
+  stops,
+  ttt,
+  writers,
+)
 from seerjax.engine import engine as engine_lib
 from seerjax.models import tokenizer as tokenizer_lib, transformer
 from seerjax.rollout import scheduler
@@ -171,7 +183,8 @@ def crashed_copy(crashed, tmp_path):
 def test_a_run_writes_its_files_and_finds_something_better(whole):
   directory, found, environment = whole
   assert {path.name for path in directory.iterdir()} == {
-    "best.json", "checkpoints", "config.json", "metrics.jsonl", "summary.json", "tensorboard"
+    "best.json", "checkpoints", "config.json", "metrics.jsonl", "status.json", "summary.json",
+    "tensorboard",
   }  # fmt: skip
   rows = rows_of(directory)
   assert [row["step"] for row in rows] == [1, 2, 3, 4]
@@ -273,10 +286,24 @@ def test_a_run_that_died_goes_on_to_the_same_bits(whole, crashed_copy):
   assert found.summary["tokens"] == whole[1].summary["tokens"]
 
 
-def test_after_ctrl_c_the_run_goes_on_to_the_same_bits(whole, tmp_path):
-  environment = stopped_in(whole, tmp_path, 4, interrupt)
-  with pytest.raises(ttt.Interrupted, match=r"stopped after step 3 of 4; --resume goes on"):
-    discover(tmp_path / "run", environment, checkpoint_every=10)
+@pytest.mark.few(1)
+@pytest.mark.parametrize(
+  ("number", "name"), [(signal.SIGINT, "Ctrl-C"), (signal.SIGTERM, "SIGTERM")]
+)
+def test_after_a_stop_the_run_goes_on_to_the_same_bits(whole, tmp_path, number, name):
+  # What a shell starts in the background begins with Ctrl-C ignored.
+  before = signal.signal(signal.SIGINT, signal.default_int_handler)
+  environment = stopped_in(whole, tmp_path, 4, lambda: os.kill(os.getpid(), number))
+  why = f"stopped by {name} after step 3 of 4; --resume goes on"
+  try:
+    with pytest.raises(stops.Interrupted, match=why) as caught:
+      discover(tmp_path / "run", environment, checkpoint_every=10)
+  finally:
+    signal.signal(signal.SIGINT, before)
+  assert caught.value.status == 128 + number
+  found = status.read(tmp_path / "run")
+  assert found is not None
+  assert (found["state"], found["why"], found["step"]) == ("stopped", why, 3)
   assert checkpoint.latest_step(tmp_path / "run" / "checkpoints") == 3
   assert is_same_run(tmp_path / "run", discover(tmp_path / "run", resume=True), whole)
 

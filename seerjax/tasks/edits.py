@@ -27,6 +27,7 @@ from seerjax.tasks.programs import Attempt
 
 # Sentences that a worker process takes at a time: the hand-over costs about as much as one of them.
 BATCH = 4
+AFTER_PARENT_SECONDS = 3.0  # That a worker outlives SIGTERM, for its parent to end first.
 
 
 class WorkerDied(ChildProcessError):
@@ -161,14 +162,26 @@ _of_worker: list[Environment] = []
 
 
 def follow_parent() -> None:
-  """Has a worker process leave Ctrl-C to its parent, and end when that has gone, however it did."""
+  """Has a worker process leave Ctrl-C to its parent, and end when that has gone, however it did.
+
+  SIGTERM, which a job's end sends to all its processes, ends a worker a little later than the
+  parent, whose last step would else be one whose worker died.
+  """
   signal.signal(signal.SIGINT, signal.SIG_IGN)
+  signal.signal(signal.SIGTERM, _end_later)
   threading.Thread(target=_end_with_parent, daemon=True).start()
 
 
 def _begin_worker(problem: str) -> None:
   follow_parent()
   _of_worker.append(problems.load(problem))
+
+
+def _end_later(number: int, frame: object) -> None:
+  del number, frame
+  timer = threading.Timer(AFTER_PARENT_SECONDS, os._exit, (1,))
+  timer.daemon = True
+  timer.start()
 
 
 def _end_with_parent() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import pathlib
+import signal
 import subprocess
 import sys
 
@@ -14,7 +15,7 @@ from ml_collections import config_flags
 import pytest
 
 from experiments import configuration, grpo
-from seerjax import rl
+from seerjax import rl, stops
 from seerjax.trainer import losses
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -147,7 +148,21 @@ def test_ctrl_c_ends_with_one_line(capsys):
   with pytest.raises(SystemExit) as stopped, configuration.refusals():
     raise KeyboardInterrupt
   assert stopped.value.code == 130
-  assert capsys.readouterr().err == "stopped; what was finished is kept\n"
+  assert capsys.readouterr().err == "stopped by Ctrl-C; what was finished is kept\n"
+
+
+def test_sigterm_ends_with_one_line_and_its_status(capsys):
+  with pytest.raises(SystemExit) as stopped, configuration.refusals():
+    os.kill(os.getpid(), signal.SIGTERM)
+  assert stopped.value.code == 143
+  assert capsys.readouterr().err == "stopped by SIGTERM; what was finished is kept\n"
+
+
+def test_a_run_that_was_stopped_says_after_which_step(capsys):
+  with pytest.raises(SystemExit) as stopped, configuration.refusals():
+    raise stops.Interrupted("stopped by SIGTERM after step 2 of 4; --resume goes on", 143)
+  assert stopped.value.code == 143
+  assert capsys.readouterr().out == "stopped by SIGTERM after step 2 of 4; --resume goes on\n"
 
 
 def test_a_mistake_of_ours_keeps_its_traceback():
