@@ -398,6 +398,10 @@ def costs(results: dict[str, Any]) -> str:
         f"Invariance with {slabs} costs {plain / rate - 1:+.0%} time (untiled {plain:,.0f}, tiled"
         f" {rate:,.0f} tokens/s)."
       )
+  if sentences:
+    sentences.append(
+      "Untiled computes its whole row bucket: of 8, 32 or all the sequences of an instance."
+    )
   return "\n".join(sentences)
 
 

@@ -462,6 +462,7 @@ def tables(results: dict[str, Any]) -> str:
     names = list(results["d"])
     lines = [
       "**(d) the price: decoded tokens/s, median (range); one device**\n",
+      "The row bucket is the batch, since untiled computes its whole bucket.\n",
       "| batch | " + " | ".join(names) + " | tiled / untiled | tiled, 1 slab / untiled |",
       "|---|" + "---|" * (len(names) + 2),
     ]

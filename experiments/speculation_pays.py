@@ -294,7 +294,10 @@ def tables(workload: Workload, turns: Sequence[Turn]) -> str:
       f"| {batch} | {np.median(tokens / plain):,.0f} | {np.median(tokens / drafts):,.0f} |"
       f" {ratio.mean:.2f} | {ratio.low:.2f} to {ratio.high:.2f} |"
     )
+  buckets = ", ".join(map(str, grpo.main_job().engine.row_buckets))
   lines += [
+    "",
+    f"Untiled computes its whole row bucket: {buckets} rows.",
     "",
     "| batch in the tail | plain, tiled | plain, untiled | with drafts | against tiled (95 %) |"
     " against untiled (95 %) |",
