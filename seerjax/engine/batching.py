@@ -29,6 +29,7 @@ def instance_inputs(
   copies: Sequence[tuple[int, int]],
   *,
   num_rows: int,
+  num_segments: int,
   max_copies: int,
   query_tile: int,
   page_size: int,
@@ -41,13 +42,14 @@ def instance_inputs(
   Args:
     work: in order, rows ascending.
     copies: (from, to) pages.
-    num_rows: of the row bucket; as many rows may be sampled.
+    num_rows: that the row bucket is allocated for; as many rows may be sampled.
+    num_segments: as many segments as rows at least.
     max_copies: rows of the copy table.
     query_tile: most positions of a segment.
     page_size: positions of a page.
     table_width: pages of a row of the page table.
   """
-  rows = _Rows(num_rows, table_width, query_tile, page_size)
+  rows = _Rows(num_rows, num_segments, table_width, query_tile, page_size)
   for one in work:
     sequence, end = one.sequence, len(one.sequence.tokens)
     assert rows.row == one.first_row, f"work: got row {one.first_row}, expected {rows.row}"
@@ -88,11 +90,13 @@ def instance_inputs(
 class _Rows:
   """Rows, segments and samples of an instance while they are filled in."""
 
-  def __init__(self, num_rows: int, table_width: int, query_tile: int, page_size: int):
+  def __init__(
+    self, num_rows: int, num_segments: int, table_width: int, query_tile: int, page_size: int
+  ):
     self.query_tile, self.page_size = query_tile, page_size
     self.tokens, self.positions, self.slots = (_ZEROS(num_rows, np.int32) for _ in range(3))
-    self.starts, self.lengths = _ZEROS(num_rows, np.int32), _ZEROS(num_rows, np.int32)
-    self.table = _ZEROS((num_rows, table_width), np.int32)
+    self.starts, self.lengths = _ZEROS(num_segments, np.int32), _ZEROS(num_segments, np.int32)
+    self.table = _ZEROS((num_segments, table_width), np.int32)
     self.sample_rows = _ZEROS(num_rows, np.int32)
     self.sample_positions = _ZEROS(num_rows, np.int32)
     self.seeds = _ZEROS(num_rows, np.uint32)

@@ -42,7 +42,7 @@ from seerjax.engine.memory import Memory
 from seerjax.engine.sequence import Path, Sequence, Work
 from seerjax.engine.sizes import EngineConfig
 from seerjax.models import tokenizer as tokenizer_lib, transformer
-from seerjax.ops import sampling
+from seerjax.ops import sampling, tiles
 from seerjax.types import Completion, Request
 
 # Beyond any logit, and far from what overflows a float32 or means `sampling.DROPPED`.
@@ -629,11 +629,15 @@ class Engine:
     page_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(self.memory.pages))
     weight_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(self._params))
     positions = (self.config.num_pages - 1) * self.config.page_size
+    buckets = ", ".join(str(rows) for rows in self.config.row_buckets)
+    arrays = ", ".join(
+      str(tiles.whole_rows(rows, self.numerics)) for rows in self.config.row_buckets
+    )
     return (
       f"{len(self._pools)} instance(s), each {self.config.num_pages} pages of"
       f" {self.config.page_size} positions ({positions:,} tokens of context) and"
-      f" {self.config.max_sequences} sequences; {page_bytes / 2**20:.1f} MiB of pages,"
-      f" {weight_bytes / 2**20:.1f} MiB of weights"
+      f" {self.config.max_sequences} sequences; steps of {buckets} rows in arrays of {arrays};"
+      f" {page_bytes / 2**20:.1f} MiB of pages, {weight_bytes / 2**20:.1f} MiB of weights"
     )
 
   # How requests become rows.
@@ -851,10 +855,12 @@ class Engine:
   def _instance_inputs(
     self, work: list[Work], copies: list[tuple[int, int]], rows: int
   ) -> runner_lib.StepInputs:
+    bucket = next(size for size in self.config.row_buckets if size >= rows)
     return batching.instance_inputs(
       work,
       copies,
-      num_rows=next(size for size in self.config.row_buckets if size >= rows),
+      num_rows=tiles.whole_rows(bucket, self.numerics),
+      num_segments=tiles.whole_segments(bucket, self.numerics),
       # One for each sequence that begins, and one for a path of it.
       max_copies=2 * self.config.row_buckets[-1],
       query_tile=self.numerics.query_tile,

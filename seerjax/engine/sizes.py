@@ -28,8 +28,9 @@ class EngineConfig:
     max_sequences: sequences that run at once on one instance; 0 takes as many whole contexts as
       the pages hold, at most the first row bucket.
     max_context: most positions of one sequence, prompt and answer.
-    row_buckets: rows of one step, per instance; one compiled program each. A step that only decodes
-      uses the smallest that fits.
+    row_buckets: most rows of one step, per instance; one compiled program each. A step that only
+      decodes uses the smallest that fits. Its arrays are whole tiles, two at least, of
+      `NumericsConfig.row_tile` rows (`Engine.plan` names them), of which the bucket's are used.
     reuse_prefixes: keep pages findable for requests that start the same way.
   """
 

@@ -384,6 +384,8 @@ def forward(
     (hidden rows f[n, d] before the final norm, pages with the rows' keys and values).
   """
   numerics = numerics_for(config, numerics)
+  num_rows = batch.tokens.shape[0]
+  batch = _whole_tiles(batch, numerics)
   cos, sin = rotary.table(batch.positions, batch.num_rows, config.rotary, numerics)
   page_size = pages[0][0].shape[2]
   segment_rows = attention.segment_rows(batch, numerics, page_size)
@@ -398,7 +400,19 @@ def forward(
     mixed = attention.attend(q, k_pages, v_pages, batch, segment_rows, numerics)
     x = tiles.map_rows(outputs, weights, (x, mixed), batch.num_rows, numerics)
     new_pages.append((k_pages, v_pages))
-  return x, tuple(new_pages)
+  return x[:num_rows], tuple(new_pages)
+
+
+def _whole_tiles(batch: TokenBatch, numerics: numerics_lib.NumericsConfig) -> TokenBatch:
+  """Returns the batch in whole tiles of rows and segments, as the engine's and trainer's are."""
+  rows = tiles.whole_rows(batch.tokens.shape[0], numerics)
+  segments = tiles.whole_segments(batch.segment_start.shape[0], numerics)
+  return TokenBatch(
+    *tiles.padded((batch.tokens, batch.positions, batch.slots), rows),
+    batch.num_rows,
+    *tiles.padded((batch.segment_start, batch.segment_length, batch.page_table), segments),
+    batch.num_segments,
+  )
 
 
 def logits_rows(
@@ -459,11 +473,15 @@ def head(
     whole = params["embed"].reshape(numerics.reduction_shards, -1, config.hidden_size)
     table = parallel.local_part(whole, axis)
   weights = {"final_norm": params["final_norm"], "head": table, "key": jax.random.key_data(key)}
+  count = forced.shape[0]
+  whole = tiles.whole_rows(count, numerics)
+  hidden, forced, seeds, positions = tiles.padded((hidden, forced, seeds, positions), whole)
+  sampling_rows = sampling.padded(sampling_rows, whole)
   is_wanted = (forced < 0) & (sampling_rows.temperature > 0)
   rows = (hidden, forced, sampling_rows, seeds, positions, is_wanted)
-  if numerics.uses_kernels:
-    return _kernel_head(config, numerics, axis, weights, rows, num_rows)
-  return _tiled_head(config, numerics, axis, weights, rows, num_rows)
+  run = _kernel_head if numerics.uses_kernels else _tiled_head
+  out = run(config, numerics, axis, weights, rows, num_rows)
+  return jax.tree.map(lambda leaf: leaf[:count], out)
 
 
 def _tiled_head(

@@ -91,8 +91,8 @@ def segment_rows(
   segment = jnp.searchsorted(start, rows, side="right").astype(jnp.int32) - 1
   segment = jnp.clip(segment, 0, num_segments - 1)
   offset = jnp.clip(rows - start[segment], 0, query_tile - 1)
-  # Two blocks and two tiles of items at least: see `tiles` on what XLA does with an only one.
-  padding = max(-num_segments % slot_tile, 2 * slot_tile - num_segments)
+  # Two blocks and two tiles of items at least: see `tiles.whole`.
+  padding = tiles.whole(num_segments, slot_tile) - num_segments
   row_of = jnp.pad(row_of, ((0, padding), (0, 0)))
   position_of = jnp.pad(position_of, ((0, padding), (0, 0)), constant_values=-1)
   page_table = jnp.pad(batch.page_table, ((0, padding), (0, 0)))

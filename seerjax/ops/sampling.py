@@ -73,6 +73,26 @@ def sampling_rows(
   return SamplingRows(**fields)
 
 
+def padded(sampling: SamplingRows, count: int) -> SamplingRows:
+  """Returns the rows with more behind them, up to `count`, for which every rare path is off.
+
+  Zeros would not do: a row of top_p 0 asks for a sort of the vocabulary.
+  """
+  missing = count - sampling.temperature.shape[0]
+  if not missing:
+    return sampling
+  off = SamplingRows(
+    temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, bias_ids=-1, bias_values=0.0, low=0,
+    high=NO_LIMIT,
+  )  # fmt: skip
+  return SamplingRows(
+    *(
+      jnp.pad(leaf, ((0, missing), *((0, 0),) * (leaf.ndim - 1)), constant_values=value)
+      for leaf, value in zip(sampling, off, strict=True)
+    )
+  )
+
+
 def is_filtered(sampling: SamplingRows) -> Array:
   """Returns bool[n]: whether a row drops any entry; its scores then need the row whole."""
   return (sampling.top_k > 0) | (sampling.top_p < 1.0) | (sampling.min_p > 0.0)

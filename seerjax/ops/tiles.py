@@ -36,6 +36,32 @@ def traced_one(anchor: Any) -> Array:
   return jnp.where(anchor >= 0, jnp.int32(1), jnp.int32(0))
 
 
+def whole(count: int, tile: int) -> int:
+  """Returns `count` raised to whole tiles, two at least: what arrays are allocated for.
+
+  XLA sees that slicing the only tile is the whole, moves what reads it out of the loop and fuses it
+  with the neighbours, which moves bits. Rows that were cut to an odd count between two loops moved
+  some, too; of whole tiles nothing is cut.
+  """
+  return max(2, -(-count // tile)) * tile
+
+
+def whole_rows(count: int, numerics: numerics_lib.NumericsConfig) -> int:
+  """Returns the rows that arrays of `count` rows are allocated for: whole tiles where rows go
+  through them, else `count`."""
+  return whole(count, numerics.row_tile) if numerics.implementation == "tiled" else count
+
+
+def whole_segments(count: int, numerics: numerics_lib.NumericsConfig) -> int:
+  """As `whole_rows`, of segments, whose tile is `slot_tile`."""
+  return whole(count, numerics.slot_tile) if numerics.implementation == "tiled" else count
+
+
+def padded(tree: Any, count: int) -> Any:
+  """Returns every leaf `[n, ...]` with zeros behind it, up to `count` rows."""
+  return jax.tree.map(lambda leaf: _with_zero_rows(leaf, count - leaf.shape[0]), tree)
+
+
 def _is_float(leaf: Any) -> bool:
   return jnp.issubdtype(leaf.dtype, jnp.floating)
 
@@ -61,9 +87,7 @@ def _with_zero_rows(leaf: Array, count: int) -> Array:
 def _tiled(function: RowFunction, row_tile: int, weights: Any, rows: Any, num_rows: Array) -> Any:
   """The loop itself. Output rows beyond the last tile are zero."""
   count = jax.tree.leaves(rows)[0].shape[0]
-  # Always shapes of two tiles: XLA sees that slicing the only tile is the whole, moves what reads
-  # it out of the loop and fuses it with the neighbours, which moves bits as inlining does.
-  padding = max(-count % row_tile, 2 * row_tile - count)
+  padding = whole(count, row_tile) - count
   rows = jax.tree.map(lambda leaf: _with_zero_rows(leaf, padding), rows)
   one = traced_one(num_rows)
 

@@ -43,7 +43,7 @@ from jax.typing import ArrayLike
 import numpy as np
 
 from seerjax.numerics import NumericsConfig
-from seerjax.ops import sampling as sampling_ops
+from seerjax.ops import sampling as sampling_ops, tiles
 from seerjax.types import Rollout, RolloutGroup, SamplingRows, TokenBatch, TrainBatch
 
 
@@ -51,10 +51,10 @@ class Layout(NamedTuple):
   """The static shapes of one micro-batch.
 
   Attributes:
-    num_rows: n, rows.
+    num_rows: n, rows of the arrays: `rows_per_micro_batch`, in two tiles at least.
     max_sequences: most sequences.
     max_sequence_tokens: most tokens of a sequence, prompt and completion.
-    num_segments: s, a bound for any sequences within the two above.
+    num_segments: s, a bound for any sequences within the two above, in whole tiles.
     pages_per_sequence: p, entries of a page-table row; p * page_size is a multiple of `kv_split`.
     num_pages: scratch pages the forward must provide: 1 + max_sequences * p.
   """
@@ -126,10 +126,11 @@ def layout(
   max_sequences = min(max_sequences, rows_per_micro_batch)
   query_tile = numerics.query_tile
   segments = (rows_per_micro_batch + max_sequences * (query_tile - 1)) // query_tile
+  segments = tiles.whole_segments(segments, numerics)
   splits = -(-(max_sequence_tokens - 1) // numerics.kv_split)
   pages_per_sequence = splits * (numerics.kv_split // page_size)
   return Layout(
-    num_rows=rows_per_micro_batch,
+    num_rows=tiles.whole_rows(rows_per_micro_batch, numerics),
     max_sequences=max_sequences,
     max_sequence_tokens=max_sequence_tokens,
     num_segments=segments,
@@ -185,9 +186,11 @@ def pack(
   )
   ordered = _ordered(groups, advantages)
   for _, rollout, _ in ordered:
-    _check_rollout(rollout, shapes, num_biases)
+    _check_rollout(rollout, shapes, rows_per_micro_batch, num_biases)
   shared_page_size = None if numerics.uses_kernels else page_size
-  micro_batches = _next_fit([rollout for _, rollout, _ in ordered], shapes, shared_page_size)
+  micro_batches = _next_fit(
+    [rollout for _, rollout, _ in ordered], shapes, rows_per_micro_batch, shared_page_size
+  )
   num_needed = len(micro_batches)
   if num_micro_batches is not None and num_needed > num_micro_batches:
     raise ValueError(
@@ -283,7 +286,9 @@ def _ordered(
   return ordered
 
 
-def _check_rollout(rollout: Rollout, shapes: Layout, num_biases: int) -> None:
+def _check_rollout(
+  rollout: Rollout, shapes: Layout, rows_per_micro_batch: int, num_biases: int
+) -> None:
   """Refuses a rollout that cannot be packed."""
   request, completion = rollout.request, rollout.completion
   name = f"pack: request {request.request_id!r}:"
@@ -302,7 +307,7 @@ def _check_rollout(rollout: Rollout, shapes: Layout, num_biases: int) -> None:
     raise ValueError(
       f"{name} got {num_prompt} prompt + {num_generated} generated tokens, expected at most"
       f" max_sequence_tokens={shapes.max_sequence_tokens} with rows_per_micro_batch="
-      f"{shapes.num_rows} (a sequence never crosses a micro-batch); raise rows_per_micro_batch"
+      f"{rows_per_micro_batch} (a sequence never crosses a micro-batch); raise rows_per_micro_batch"
       f" (and max_sequence_tokens where set) to {num_prompt + num_generated - 1} rows or more, or"
       " lower SamplingParams.max_tokens."
     )
@@ -339,7 +344,7 @@ class _Place(NamedTuple):
 
 
 def _next_fit(
-  rollouts: Sequence[Rollout], shapes: Layout, page_size: int | None
+  rollouts: Sequence[Rollout], shapes: Layout, rows_per_micro_batch: int, page_size: int | None
 ) -> list[list[_Place]]:
   """Returns the sequences of each micro-batch; without a page size none shares another's pages."""
   micro_batches: list[list[_Place]] = [[]]
@@ -351,7 +356,7 @@ def _next_fit(
     if page_size is not None and places:
       num_shared = _num_common(owned, prompt) // page_size
     rows = _num_rows(rollout) - num_shared * (page_size or 0)
-    if used + rows > shapes.num_rows or len(places) == shapes.max_sequences:
+    if used + rows > rows_per_micro_batch or len(places) == shapes.max_sequences:
       micro_batches.append(places := [])
       used, num_shared, rows = 0, 0, _num_rows(rollout)
     if not num_shared:

@@ -379,8 +379,8 @@ def test_nothing_is_traced_after_the_first_step_of_each_bucket():
 
 def test_the_plan_says_what_was_allocated():
   assert make_engine().plan() == (
-    "1 instance(s), each 9 pages of 8 positions (64 tokens of context) and 4 sequences; 0.1 MiB of"
-    " pages, 0.2 MiB of weights"
+    "1 instance(s), each 9 pages of 8 positions (64 tokens of context) and 4 sequences; steps of"
+    " 4, 16 rows in arrays of 8, 16; 0.1 MiB of pages, 0.2 MiB of weights"
   )
 
 

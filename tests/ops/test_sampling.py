@@ -45,6 +45,20 @@ def kept(logits, params):
   return np.flatnonzero(np.asarray(z[0]) > sampling.DROPPED).tolist()
 
 
+def test_padding_rows_ask_for_nothing_that_costs():
+  rows = sampling.sampling_rows([SamplingParams(top_k=3, logit_bias=((4, 1.5),))] * 3)
+  padded = sampling.padded(rows, 8)
+  for leaf, before in zip(padded, rows, strict=True):
+    assert leaf.shape[0] == 8 and leaf.dtype == before.dtype
+    np.testing.assert_array_equal(leaf[:3], before)
+  # Zeros would be filtered (top_p 0), restricted (below id 0) and biased (id 0).
+  for rare in (
+    sampling.is_filtered(padded), sampling.is_restricted(padded), padded.bias_ids.max(1) >= 0
+  ):  # fmt: skip
+    assert not rare[3:].any()
+  np.testing.assert_array_equal(padded.temperature[3:], 0)  # Greedy: no noise is drawn.
+
+
 params_strategy = strategies.builds(
   SamplingParams,
   temperature=strategies.sampled_from([0.0, 0.3, 1.0, 2.5]),

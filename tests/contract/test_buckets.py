@@ -1,0 +1,139 @@
+"""The row bucket is nobody's business: arrays are whole tiles, and an odd bucket changes no bit.
+
+The model is the one of which odd buckets once moved bits: no tile divides its sizes.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny_model
+
+from seerjax import numerics as numerics_lib, parallel
+from seerjax.engine import engine as engine_lib
+from seerjax.models import transformer
+from seerjax.ops import rotary, tiles
+from seerjax.trainer import losses, packing, step as step_lib
+from seerjax.types import Problem, Request, Rollout, RolloutGroup, SamplingParams, Verdict
+
+MODEL = transformer.TransformerConfig(
+  family="qwen3",
+  vocab_size=46,
+  hidden_size=88,
+  intermediate_size=21,
+  num_layers=3,
+  num_heads=3,
+  num_kv_heads=1,
+  head_dim=10,
+  rotary=rotary.RotaryConfig(head_dim=10),
+)
+PAGE_SIZE = 8
+REQUEST = Request(
+  request_id="alone", prompt=tuple(range(1, 12)), sampling=SamplingParams(max_tokens=24), seed=3
+)
+
+
+def numerics_of(row_tile: int) -> numerics_lib.NumericsConfig:
+  return numerics_lib.NumericsConfig(
+    row_tile=row_tile, query_tile=2, slot_tile=4, kv_split=16, reduction_shards=1
+  )
+
+
+def weights() -> transformer.Params:
+  rng = np.random.default_rng(0)
+  return jax.tree.map(
+    lambda leaf: jnp.asarray(0.25 * rng.standard_normal(leaf.shape, np.float32)),
+    transformer.shapes(MODEL, 1),
+  )
+
+
+class Seen(engine_lib.Engine):
+  """An engine that keeps the shapes of the last step's rows and segments."""
+
+  shapes = (0, 0)
+
+  def _inputs(self, work):
+    inputs = super()._inputs(work)
+    self.shapes = inputs.batch.tokens.shape[1], inputs.batch.segment_start.shape[1]
+    return inputs
+
+
+def answer(row_tile: int, bucket: int):
+  engine = Seen(
+    MODEL,
+    weights(),
+    numerics=numerics_of(row_tile),
+    config=engine_lib.EngineConfig(
+      page_size=PAGE_SIZE, num_pages=9, max_sequences=1, max_context=64, row_buckets=(bucket,)
+    ),
+    key=jax.random.key(0),
+  )
+  return engine.generate([REQUEST])[0], engine
+
+
+CASES = [
+  pytest.param(row_tile, bucket, marks=() if (row_tile, bucket) == (16, 9) else pytest.mark.long)
+  for row_tile, bucket in [
+    *((16, bucket) for bucket in (3, 5, 9, 11, 13, 15, 17, 19)),
+    *((32, bucket) for bucket in (25, 27, 29, 31, 33)),
+  ]
+]
+
+
+@pytest.mark.parametrize("row_tile, bucket", CASES)
+def test_odd_buckets_say_what_whole_tiles_say_and_the_trainer_too(row_tile, bucket):
+  wanted, _ = answer(row_tile, 64)
+  found, engine = answer(row_tile, bucket)
+  assert engine.shapes == (max(2, -(-bucket // row_tile)) * row_tile, max(8, -(-bucket // 4) * 4))
+  assert tiny_model.same(found, wanted)
+  assert gap_of(found, row_tile) == {
+    "kl": 0.0, "raw_kl": 0.0, "max_abs_logprob_gap": 0.0, "max_abs_raw_logprob_gap": 0.0,
+  }  # fmt: skip
+
+
+def gap_of(completion, row_tile: int) -> dict[str, float]:
+  """What the trainer finds, in micro-batches no longer than the sequence needs."""
+  numerics = numerics_of(row_tile)
+  verdict = Verdict(reward=0.0, correct=False, well_formed=True)
+  rollout = Rollout(request=REQUEST, completion=completion, verdict=verdict)
+  problem = Problem(problem_id="0", prompt="")
+  group = RolloutGroup(group_index=0, problem=problem, rollouts=(rollout,))
+  rows = 48 if row_tile == 16 else 64
+  sizes = dict(numerics=numerics, page_size=PAGE_SIZE, rows_per_micro_batch=rows)
+  layout = packing.layout(**sizes)
+  batch = packing.pack([group], np.zeros((1, 1)), **sizes)
+  trainer = step_lib.Trainer(
+    MODEL, numerics, losses.dapo(), step_lib.make_optimizer(step_lib.OptimizerConfig()),
+    parallel.make_mesh(), layout.num_pages, PAGE_SIZE,
+  )  # fmt: skip
+  return step_lib.rollout_gap(trainer.scores(weights(), batch), batch)
+
+
+def test_a_step_is_allocated_in_whole_tiles_of_rows_and_segments_and_the_plan_names_them():
+  sizes = engine_lib.EngineConfig(
+    page_size=8, num_pages=9, max_sequences=1, max_context=64, row_buckets=(3, 9)
+  )
+  engine = tiny_model.make_engine(sizes, kind=Seen)  # Row tile 4, slot tile 2.
+  assert "steps of 3, 9 rows in arrays of 8, 12;" in engine.plan()
+  assert isinstance(engine, Seen)
+  sampling = SamplingParams(max_tokens=3)
+  engine.submit(Request(request_id="a", prompt=tuple(range(9)), sampling=sampling))
+  engine.step()
+  assert engine.shapes == (12, 10)
+  engine.step()
+  assert engine.shapes == (8, 4)
+
+
+def test_a_micro_batch_of_one_tile_is_allocated_as_two():
+  sizes = dict(numerics=numerics_of(16), page_size=8, rows_per_micro_batch=16)
+  layout = packing.layout(**sizes)
+  assert layout.num_rows == 32 and layout.num_segments % 4 == 0
+
+
+@pytest.mark.parametrize(
+  "count, tile, wanted", [(1, 16, 32), (32, 16, 32), (33, 16, 48), (3, 4, 8), (9, 4, 12)]
+)
+def test_whole_tiles_are_two_at_least(count, tile, wanted):
+  assert tiles.whole(count, tile) == wanted
