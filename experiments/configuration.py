@@ -5,6 +5,7 @@ Claim: none; every experiment's command line goes through here.
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterator, Mapping, Sequence
 import contextlib
 import dataclasses
@@ -26,7 +27,10 @@ flags.disclaim_key_flags()  # What is defined here is the experiment's, and stan
 
 
 def to_flags(config: Any) -> ml_collections.ConfigDict:
-  """Returns a locked ConfigDict with the fields of a (nested) dataclass; it refuses other names."""
+  """Returns a locked ConfigDict with the fields of a (nested) dataclass; it refuses other names.
+
+  A field that is a mapping has the names that it holds; see `name_entries` for those of a command.
+  """
   values = {
     field.name: to_flags(value) if dataclasses.is_dataclass(value) else _flag_value(value)
     for field in dataclasses.fields(config)
@@ -45,8 +49,10 @@ def check_names(config: Any, arguments: Sequence[str]) -> None:
     name = argument.lstrip("-").partition("=")[0]
     if not argument.startswith("-") or not name.startswith("config."):
       continue
-    at = config
-    for part in name.split(".")[1:]:
+    at, parts = config, name.split(".")[1:]
+    for part in parts:
+      if isinstance(at, Mapping) and part is parts[-1]:
+        break  # Whatever name is given.
       names = (
         [field.name for field in dataclasses.fields(at)] if dataclasses.is_dataclass(at) else []
       )
@@ -55,6 +61,47 @@ def check_names(config: Any, arguments: Sequence[str]) -> None:
         fix = f"did you mean {near[0]!r}?" if near else "correct the spelling."
         raise ValueError(f"--{name}: got {part!r}, expected one of {names}; {fix}")
       at = vars(at)[part]
+    else:
+      if isinstance(at, Mapping):
+        raise ValueError(
+          f"--{name}: got a mapping as a whole, expected one of its entries; write"
+          f" --{name}.NAME=VALUE."
+        )
+
+
+def name_entries(values: ml_collections.ConfigDict, config: Any, arguments: Sequence[str]) -> None:
+  """Gives flags for the entries that a command line names in fields that are mappings.
+
+  Raises:
+    ValueError: for a value that is no text, number or truth value.
+  """
+  for argument in arguments:
+    name, _, text = argument.lstrip("-").partition("=")
+    parts = name.split(".")
+    if not argument.startswith("-") or parts[0] != "config":
+      continue
+    at: Any = config
+    inner: Any = values
+    for part in parts[1:-1]:
+      at, inner = vars(at)[part], inner[part]
+    if not isinstance(at, Mapping):
+      continue
+    value = _literal(text)
+    if not isinstance(value, (str, bool, int, float)):
+      raise ValueError(
+        f"--{name}: got {text!r}, expected text, a number, True or False; write --{name}=False."
+      )
+    with inner.unlocked():
+      inner[parts[-1]] = value
+
+
+def _literal(text: str) -> Any:
+  if text.lower() in ("true", "false"):
+    return text.lower() == "true"
+  try:
+    return ast.literal_eval(text)
+  except (ValueError, SyntaxError):
+    return text
 
 
 def define_presets(presets: Mapping[str, Any], workdir: str) -> None:
@@ -79,7 +126,9 @@ def define_flags(default: Any, workdir: str) -> None:
   """
   with refusals():
     check_names(default, sys.argv[1:])
-  config_flags.DEFINE_config_dict("config", to_flags(default))
+    values = to_flags(default)
+    name_entries(values, default, sys.argv[1:])
+  config_flags.DEFINE_config_dict("config", values)
   flags.DEFINE_string("workdir", workdir, "Everything the run writes goes here.")
   flags.register_validator("workdir", bool, "got an empty path, expected a directory; name one")
 
@@ -102,6 +151,9 @@ def from_flags(kind: type[T], values: ml_collections.ConfigDict) -> T:
   arguments: dict[str, Any] = {}
   for name, value in values.items():
     hint = hints[name]
+    if isinstance(value, ml_collections.ConfigDict) and typing.get_origin(hint) is Mapping:
+      arguments[name] = value.to_dict()
+      continue
     if isinstance(value, ml_collections.ConfigDict):
       arguments[name] = from_flags(_kind_of(hint, value), value)
       continue
@@ -154,5 +206,7 @@ def refusals() -> Iterator[None]:
 
 
 def _flag_value(value: Any) -> Any:
+  if isinstance(value, Mapping):
+    return ml_collections.ConfigDict(dict(value))
   # A field that may be None takes a number on the command line.
   return config_dict.placeholder(float) if value is None else value

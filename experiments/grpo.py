@@ -66,6 +66,14 @@ def load_policy(name: str, numerics: numerics_lib.NumericsConfig) -> rl.Policy:
   return rl.Policy(model, tokenizer_lib.load(directory), params)
 
 
+def ignored(tokenizer: tokenizer_lib.Tokenizer) -> str:
+  """Returns one line on what a model's directory asks for in vain."""
+  return (
+    f"generation_config.json: {', '.join(tokenizer.ignored_generation)} are not taken; how is"
+    " sampled is said by flags alone"
+  )
+
+
 def on_these_devices(config: rl.RunConfig) -> rl.RunConfig:
   """Returns the config with no more instances than there are devices; says so if it has fewer."""
   found = len(jax.devices())
@@ -116,6 +124,9 @@ def prepare(
   rl.check_directory(directory, resume=resume)
   task = base.load(config.task, path=config.task_path or None)
   policy = load_policy(config.model, config.numerics)
+  if policy.tokenizer.ignored_generation:
+    print(ignored(policy.tokenizer), flush=True)
+  policy = dataclasses.replace(policy, tokenizer=rl.chatting(policy.tokenizer, config.chat))
   check_prompts(config, task, policy)
   numerics = rl.for_model(config, policy.model).numerics
   print(self_test.describe(numerics), flush=True)

@@ -52,6 +52,7 @@ def evaluate(
   tokenizer: tokenizer_lib.Tokenizer,
   max_tokens: int,
   seed: int,
+  stop_strings: tuple[str, ...] = (),
 ) -> dict[str, float]:
   """Returns held-out accuracy: fractions of problems, and the accuracy's standard error.
 
@@ -62,6 +63,7 @@ def evaluate(
     tokenizer: of the policy.
     max_tokens: most generated tokens of an answer.
     seed: of the run.
+    stop_strings: an answer ends before the first of these.
 
   Returns:
     accuracy, standard_error, well_formed (an answer could be read), ended (by itself),
@@ -72,7 +74,9 @@ def evaluate(
   """
   num_problems = rollout_lib.num_problems(task, "heldout")
   count = min(config.num_problems, num_problems)
-  one = rollout_lib.RolloutConfig(temperature=config.temperature, max_tokens=max_tokens)
+  one = rollout_lib.RolloutConfig(
+    temperature=config.temperature, max_tokens=max_tokens, stop_strings=stop_strings
+  )
   problems, requests = {}, []
   for place in range(count):
     index = rollout_lib.problem_index(place, num_problems, seed)

@@ -104,6 +104,7 @@ class RunConfig:
     numerics: what decides bits.
     engine: sizes of the engine.
     rollout: what a step samples.
+    chat: what every prompt says besides its problem, evaluations included.
     scheduler: which request's next chunk runs, and where; changes no bit.
     kv_pool: where keys of waiting requests go when their pages are needed; changes no bit.
     budget: how much is drafted from the group's own texts, where it pays; changes no bit.
@@ -126,6 +127,7 @@ class RunConfig:
   numerics: numerics_lib.NumericsConfig = numerics_lib.NumericsConfig(reduction_shards=0)
   engine: engine_lib.EngineConfig = engine_lib.EngineConfig()
   rollout: rollout_lib.RolloutConfig = rollout_lib.RolloutConfig()
+  chat: tokenizer_lib.ChatConfig = tokenizer_lib.ChatConfig()
   scheduler: scheduler.Ours = scheduler.Ours(chunk_tokens=128)
   kv_pool: kv_pool_lib.KVPoolConfig = kv_pool_lib.KVPoolConfig()
   budget: budget_lib.BudgetConfig = budget_lib.BudgetConfig()
@@ -303,6 +305,7 @@ def _train(
   clock = summary.RunClock()
   config = for_model(config, policy.model)
   check_directory(directory, resume=resume)
+  policy = dataclasses.replace(policy, tokenizer=chatting(policy.tokenizer, config.chat))
   if resume and config.stale != stale_lib.StaleConfig():
     raise ValueError(
       f"RunConfig.stale: got {config.stale} and a run to resume, expected a new one (what is under"
@@ -816,7 +819,24 @@ def accuracy_of(
     tokenizer=engine.tokenizer,
     max_tokens=config.rollout.max_tokens,
     seed=config.seed,
+    stop_strings=config.rollout.stop_strings,
   )
+
+
+def chatting(
+  tokenizer: tokenizer_lib.Tokenizer, config: tokenizer_lib.ChatConfig
+) -> tokenizer_lib.Tokenizer:
+  """Returns a tokenizer whose every chat says what a run's config has it say.
+
+  Raises:
+    ValueError: if the tokenizer says other things of its own, which no journal would know of.
+  """
+  if tokenizer.chat_config not in (config, tokenizer_lib.ChatConfig()):
+    raise ValueError(
+      f"RunConfig.chat: got {config} and a tokenizer with {tokenizer.chat_config}, expected one of"
+      " them to be empty; set --config.chat alone."
+    )
+  return dataclasses.replace(tokenizer, chat_config=config)
 
 
 def drafter_for(config: RunConfig, engine: engine_lib.Engine) -> drafters.SuffixDrafter:

@@ -162,6 +162,7 @@ class DiscoverConfig:
     lora_alpha: adapters count alpha / rank times.
     tiny: the policy that writes edits.
     programs: how the policy that writes programs is asked.
+    chat: what every prompt of a language model says besides its problem.
     search: where groups start.
     objective: what is learnt.
     numerics: what decides bits.
@@ -186,6 +187,7 @@ class DiscoverConfig:
   lora_alpha: float = 32.0
   tiny: TinyConfig = TinyConfig()
   programs: writers.ProgramConfig = writers.ProgramConfig()
+  chat: tokenizer_lib.ChatConfig = tokenizer_lib.ChatConfig()
   search: puct.SearchConfig = puct.SearchConfig()
   objective: ObjectiveConfig = ObjectiveConfig()
   # Of the tiles that were tried with the tiny policy, these take least time in all.
@@ -858,7 +860,8 @@ def writer_of(
       f"DiscoverConfig.model: got {config.model!r} and a policy without a tokenizer, expected one;"
       " pass the model's own."
     )
-  return writers.Programs(environment, group, config.programs, policy.tokenizer, context)
+  tokenizer = rl.chatting(policy.tokenizer, config.chat)
+  return writers.Programs(environment, group, config.programs, tokenizer, context)
 
 
 def tiny_policy(config: DiscoverConfig, environment: Environment) -> Policy:

@@ -6,6 +6,7 @@ problem -> prompt -> request -> TokenBatch (rows and segments) -> completion -> 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 import dataclasses
 from typing import Any, NamedTuple, NoReturn, Protocol, runtime_checkable
 
@@ -20,13 +21,15 @@ class Problem:
 
   Attributes:
     problem_id: unique within its task and split; equal ids mean equal problems.
-    prompt: the whole user text, `context` and `question` included.
+    prompt: the whole user text, `context` and `question` included; what people and rewards read.
     context: the part that may be read before the question is known (may be empty).
     question: the part that asks.
     answer: the reference answer as text (an exact rational such as "7/2", a target, ...).
     num_steps: reasoning steps of the reference solution, a proxy of the answer's length; 0 if
       unknown.
     solution: a worked reference solution (pretraining reads it; no verdict does); may be empty.
+    messages: the conversation that is continued, {"role": ..., "content": ...} each; empty where it
+      is `prompt` as one user's message.
   """
 
   problem_id: str
@@ -36,6 +39,7 @@ class Problem:
   answer: str = ""
   num_steps: int = 0
   solution: str = ""
+  messages: tuple[Mapping[str, Any], ...] = ()
 
   def __post_init__(self):
     for field in ("problem_id", "prompt", "context", "question", "answer", "solution"):

@@ -468,6 +468,52 @@ def test_other_settings_are_refused_with_both_values(stopped_copy):
   assert (stopped_copy / "config.json").read_bytes() == config
 
 
+def test_stop_strings_and_chats_go_with_a_run_and_its_resume(tmp_path):
+  changes: dict[str, Any] = dict(
+    num_steps=2,
+    rollout=dataclasses.replace(CONFIG.rollout, stop_strings=("o", "an")),
+    chat=tokenizer_lib.ChatConfig(system="Hi."),
+  )
+  expected = train(tmp_path / "whole", **changes)
+  rollouts = [entry.rollout for entry in journal_lib.read(tmp_path / "whole" / "journal.jsonl")[1]]
+  tokenizer = policy().tokenizer
+  for rollout in rollouts:
+    text = tokenizer.decode(rollout.request.prompt, skip_special_tokens=False)
+    assert text.startswith("<|im_start|>system\nHi.<|im_end|>\n<|im_start|>user\n")
+    assert "o" not in rollout.completion.text and "an" not in rollout.completion.text
+  # Some were cut within what they would have said.
+  assert any("o" in tokenizer.decode(rollout.completion.tokens) for rollout in rollouts)
+  task = Vowels(stop_at=2 * PER_STEP + 2, stop=interrupt)
+  with pytest.raises(rl.Interrupted):
+    train(tmp_path / "run", task, **changes)
+  others: tuple[tuple[dict[str, Any], str], ...] = (
+    (dict(chat=tokenizer_lib.ChatConfig(system="Ho.")), "chat.system was 'Hi.' and is 'Ho.'"),
+    (
+      dict(chat=tokenizer_lib.ChatConfig(system="Hi.", variables=dict(brief=True))),
+      "chat.variables.brief was None and is True",
+    ),
+    (dict(rollout=CONFIG.rollout), r"rollout.stop_strings was \['o', 'an'\] and is \[\]"),
+  )
+  for other, message in others:
+    with pytest.raises(ValueError, match=f"got other run settings .*{message}"):
+      train(tmp_path / "run", resume=True, **(changes | other))
+  result = train(tmp_path / "run", resume=True, **changes)
+  assert_equal_bits(result.state, expected.state)
+  assert rows_of(tmp_path / "run") == rows_of(tmp_path / "whole")
+
+
+def test_a_tokenizer_that_says_other_things_is_refused():
+  own = dataclasses.replace(
+    policy().tokenizer, chat_config=tokenizer_lib.ChatConfig(system="Ho.")
+  )
+  message = "RunConfig.chat: got .*'Hi.'.* and a tokenizer with .*'Ho.'.*; set --config.chat alone"
+  with pytest.raises(ValueError, match=message):
+    rl.chatting(own, tokenizer_lib.ChatConfig(system="Hi."))
+  with pytest.raises(ValueError, match="RunConfig.chat"):
+    rl.chatting(own, tokenizer_lib.ChatConfig())
+  assert rl.chatting(own, own.chat_config) == own
+
+
 def test_other_numerics_are_refused_with_both_values_or_begin_an_epoch(stopped_copy):
   other = dataclasses.replace(NUMERICS, kv_split=8)
   with pytest.raises(ValueError, match=r"kv_split was '16' and is '8'.*--accept_new_numerics"):

@@ -80,6 +80,9 @@ class ChatConfig:
         )
     _plain_data(dict(self.variables), "ChatConfig.variables")
 
+  def __hash__(self) -> int:
+    return hash((self.system, json.dumps(_plain_data(self.variables, "ChatConfig.variables"))))
+
 
 class TextStream:
   """Decodes token by token; a piece is held back until its characters are complete."""

@@ -679,9 +679,13 @@ def _require_equal_settings(
   path: pathlib.Path, stored: Mapping[str, Any], current: Mapping[str, Any]
 ) -> None:
   differing = [
-    f"{name} was {_short(stored.get(name))} and is {_short(current.get(name))}"
+    f"{where} was {_short(was)} and is {_short(is_now)}"
     for name in sorted(set(stored) | set(current))
     if name not in stored or name not in current or stored[name] != current[name]
+    for where, was, is_now in (
+      _first_difference(stored.get(name), current.get(name), name)
+      or (name, stored.get(name), current.get(name)),
+    )
   ]
   if differing:
     raise ValueError(

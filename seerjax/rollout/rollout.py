@@ -39,6 +39,7 @@ class RolloutConfig:
     top_p: 1 keeps all.
     min_p: 0 drops none.
     max_tokens: most generated tokens of a rollout.
+    stop_strings: a rollout's text ends before the first of these.
   """
 
   groups_per_step: int = 32
@@ -48,6 +49,7 @@ class RolloutConfig:
   top_p: float = 1.0
   min_p: float = 0.0
   max_tokens: int = 256
+  stop_strings: tuple[str, ...] = ()
 
   def __post_init__(self):
     if self.groups_per_step < 1 or self.group_size < 2:
@@ -66,6 +68,7 @@ class RolloutConfig:
       min_p=self.min_p,
       max_tokens=self.max_tokens,
       stop_token_ids=tuple(stop_token_ids),
+      stop_strings=self.stop_strings,
     )
 
 
@@ -96,8 +99,8 @@ def problem_index(position: int, num_problems: int, seed: int) -> int:
 
 
 def prompt_tokens(problem: Problem, tokenizer: tokenizer_lib.Tokenizer) -> tuple[int, ...]:
-  """Returns the problem as one user turn and the start of the answer."""
-  return tuple(tokenizer.chat_ids([{"role": "user", "content": problem.prompt}]))
+  """Returns the problem's conversation, or its prompt as one user turn, and the answer's start."""
+  return tuple(tokenizer.chat_ids(problem.messages or problem.prompt))
 
 
 def group_requests(

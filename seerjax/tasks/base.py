@@ -264,11 +264,25 @@ def function_task(name: str, path: str | os.PathLike[str], reward: Reward) -> Fu
 
   Args:
     name: for logs and messages.
-    path: JSON lines with "prompt" and, optionally, "answer".
-    reward: (prompt, text) -> finite float.
+    path: JSON lines with "prompt" or "messages" (a conversation, [{"role", "content"}, ...]) and,
+      optionally, "answer".
+    reward: (prompt, text) -> finite float; of a conversation, the prompt is the last message of a
+      user.
+
+  Raises:
+    FileNotFoundError: if there is no such file.
+    ValueError: naming the row that has neither, or a conversation without a user's text.
   """
   problems = []
-  for index, row in enumerate(read_rows(path, ("prompt",))):
+  for index, row in enumerate(read_rows(path, ())):
+    messages = row.get("messages", ())
+    if messages or "prompt" not in row:
+      row["prompt"] = _last_question(path, index, row)
+    elif not isinstance(row["prompt"], str) or not row["prompt"].strip():
+      raise ValueError(
+        f"{path}, row {index + 1}: got prompt={row['prompt']!r}, expected a string that is not"
+        " empty; repair or remove that row."
+      )
     answer = row.get("answer", "")
     problems.append(
       Problem(
@@ -276,10 +290,31 @@ def function_task(name: str, path: str | os.PathLike[str], reward: Reward) -> Fu
         prompt=row["prompt"],
         question=row["prompt"],
         answer=answer if isinstance(answer, str) else json.dumps(answer),
+        messages=tuple(messages),
       )
     )
   train, heldout = split_rows(problems)
   return FunctionTask(name=name, train=tuple(train), heldout=tuple(heldout), reward=reward)
+
+
+def _last_question(path: str | os.PathLike[str], index: int, row: dict[str, Any]) -> str:
+  """Returns what a user said last in a row's conversation."""
+  messages = row.get("messages")
+  if not isinstance(messages, list) or not all(
+    isinstance(message, dict) and isinstance(message.get("role"), str) for message in messages
+  ):
+    raise ValueError(
+      f"{path}, row {index + 1}: got the keys {tuple(sorted(row))} and messages={messages!r},"
+      ' expected "prompt", or "messages" as a list of {"role": ..., "content": ...}; repair or'
+      " remove that row."
+    )
+  asked = [message.get("content") for message in messages if message["role"] == "user"]
+  if not asked or not isinstance(asked[-1], str) or not asked[-1].strip():
+    raise ValueError(
+      f"{path}, row {index + 1}: got messages without a user's last text, expected one; repair or"
+      " remove that row."
+    )
+  return asked[-1]
 
 
 def load(
@@ -292,7 +327,7 @@ def load(
       from the Python path and then from the current directory (which is appended to `sys.path`).
       The attribute is a task, a class of tasks (called with `path` if one is given, else with
       nothing), or a bare function reward(prompt, text) -> float, which needs `path`.
-    path: a data file or directory; for a bare reward, JSON lines with "prompt".
+    path: a data file or directory; for a bare reward, JSON lines with "prompt" or "messages".
     reward: a reward function given directly; then `name` is only a label and `path` is needed.
 
   Raises:

@@ -124,6 +124,23 @@ def test_a_groups_requests_share_a_prompt_and_differ_in_seed():
   assert TOKENIZER.decode(requests[0].prompt).find("0 + 1?") >= 0
 
 
+def test_a_problem_may_be_a_conversation():
+  messages = (
+    dict(role="system", content="Be brief."), dict(role="user", content="a?"),
+    dict(role="assistant", content="b<|im_end|>"), dict(role="user", content="c?"),
+  )  # fmt: skip
+  problem = dataclasses.replace(PROBLEMS[0], messages=messages)
+  tokens = rollout.prompt_tokens(problem, TOKENIZER)
+  assert tokens == tuple(TOKENIZER.chat_ids(messages))
+  assert TOKENIZER.decode(tokens, skip_special_tokens=False) == TOKENIZER.chat(messages)
+  assert tokens.count(TOKENIZER.eos_ids[0]) == 4
+
+
+def test_stop_strings_are_those_of_every_request():
+  config = dataclasses.replace(CONFIG, stop_strings=("\n\n", "So"))
+  assert config.sampling(TOKENIZER.eos_ids).stop_strings == ("\n\n", "So")
+
+
 @given(st.randoms(use_true_random=False))
 def test_groups_do_not_depend_on_the_order_of_completion(source: random.Random):
   expected = contents(sample(answers))
@@ -225,6 +242,7 @@ def test_a_config_that_cannot_be_is_refused(changes):
     (dict(top_k=-1), r"SamplingParams.top_k: got -1, expected 0 <= top_k < 2"),
     (dict(top_p=0.0), r"SamplingParams.top_p: got 0.0, expected 0 < top_p <= 1"),
     (dict(min_p=1.5), r"SamplingParams.min_p: got 1.5, expected 0 <= min_p <= 1"),
+    (dict(stop_strings=("",)), r"SamplingParams.stop_strings: got \('',\), expected strings of at"),
     (dict(max_tokens=0), r"SamplingParams.max_tokens: got 0, expected max_tokens >= 1; raise it"),
   ],
 )

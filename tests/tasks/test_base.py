@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from fractions import Fraction
+import json
 
 import hypothesis
 from hypothesis import strategies as st
@@ -143,6 +144,39 @@ def test_number_verdict_never_raises(words, digits):
     verdict = base.number_verdict(problem, text)
     assert verdict.reward in (0.0, 1.0)
     assert verdict.well_formed or not verdict.correct
+
+
+def test_a_row_may_be_a_conversation(tmp_path):
+  messages = [
+    dict(role="system", content="Be brief."), dict(role="user", content="a?"),
+    dict(role="assistant", content="b"), dict(role="user", content="c?"),
+  ]  # fmt: skip
+  path = tmp_path / "rows.jsonl"
+  path.write_text(json.dumps(dict(messages=messages)) + "\n" + json.dumps(dict(prompt="d?")))
+  task = base.function_task("mine", path, lambda prompt, text: float(prompt == "c?"))
+  first, second = (task.problem("train", index) for index in range(2))
+  assert first.messages == tuple(messages) and first.prompt == first.question == "c?"
+  assert second.messages == () and second.prompt == "d?"
+  assert task.verdict(first, "").correct and not task.verdict(second, "").correct
+
+
+@pytest.mark.parametrize(
+  ("row", "message"),
+  [
+    ({"text": "a"}, r"row 1: got the keys \('text',\) and messages=None, expected \"prompt\", or"),
+    ({"messages": "a"}, "row 1: got the keys .* and messages='a', expected \"prompt\", or"),
+    ({"messages": [{"content": "a"}]}, "row 1: got the keys .* expected \"prompt\", or"),
+    ({"messages": [{"role": "user"}]}, "row 1: got messages without a user's last text, expected"),
+    ({"messages": [{"role": "system", "content": "a"}]}, "row 1: got messages without a user's"),
+    ({"prompt": " "}, "row 1: got prompt=' ', expected a string that is not empty; repair or"),
+    ({"prompt": 5}, "row 1: got prompt=5, expected a string that is not empty; repair or remove"),
+  ],
+)
+def test_a_row_that_asks_nothing_is_refused(tmp_path, row, message):
+  path = tmp_path / "rows.jsonl"
+  path.write_text(json.dumps(row))
+  with pytest.raises(ValueError, match=message):
+    base.function_task("mine", path, lambda prompt, text: 1.0)
 
 
 def test_own_tasks_load_by_name():
