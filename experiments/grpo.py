@@ -16,13 +16,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 import dataclasses
+import functools
 import pathlib
+import shlex
+import sys
 
 from absl import app, flags, logging
 import jax
 
 from experiments import configuration
-from seerjax import metrics, numerics as numerics_lib, report, rl, self_test
+from seerjax import (
+  metrics,
+  numerics as numerics_lib,
+  progress as progress_lib,
+  report,
+  rl,
+  self_test,
+)
 from seerjax.engine import engine as engine_lib
 from seerjax.models import huggingface, tokenizer as tokenizer_lib, transformer
 from seerjax.rollout import rollout as rollout_lib
@@ -151,35 +161,69 @@ def saved(rows: Sequence[Mapping[str, float]]) -> str:
   )
 
 
+def example(result: rl.Result) -> str:
+  """Returns the first held-out problem with its answers before and after, for people."""
+  lines = [f"one held-out problem, the first: {result.after.problem.prompt!r}"]
+  for when, answer in (("before", result.before), ("after", result.after)):
+    word = "right" if answer.verdict.correct else "wrong"
+    lines.append(f"  {when} ({word}): {answer.completion.text.strip()!r}")
+  return "\n".join(lines)
+
+
+def next_commands(config: rl.RunConfig, directory: pathlib.Path, arguments: Sequence[str]) -> str:
+  """Returns three commands to try after a run that was begun with `arguments`."""
+  # Of a flag that is given twice the last counts.
+  more = shlex.join([*arguments, "--resume", f"--config.num_steps={2 * config.num_steps}"])
+  question = "Tom has 3 apples and buys 4. How many?"
+  return "\n".join(
+    (
+      "next",
+      f"  bash launch/local.sh experiments.generate --model={shlex.quote(str(directory / 'model'))}"
+      f" --prompt={shlex.quote(question)}",
+      f"  bash launch/local.sh experiments.replay --run={shlex.quote(str(directory))}"
+      " --request=0/0/0",
+      f"  bash launch/local.sh experiments.grpo {more}",
+    )
+  )
+
+
 def main(argv: list[str]) -> None:
   logging.set_verbosity(logging.WARNING)  # Checkpoints would tell of every file.
-  args = flags.FLAGS
-  directory = pathlib.Path(args.workdir)
   # Later refusals too: what was finished is in --workdir, and --resume goes on from it.
   with configuration.refusals():
-    configuration.check_arguments(argv)
-    config = configuration.from_flags(rl.RunConfig, args.config)
-    # Before the first use of a device: one virtual CPU device an instance.
-    jax.config.update("jax_num_cpu_devices", config.num_instances)
-    config = on_these_devices(config)
+    learn(argv)
+
+
+def learn(argv: list[str]) -> None:
+  """Runs what the flags say, and prints what came of it."""
+  args = flags.FLAGS
+  directory = pathlib.Path(args.workdir)
+  say = functools.partial(print, flush=True)
+  configuration.check_arguments(argv)
+  config = configuration.from_flags(rl.RunConfig, args.config)
+  # Before the first use of a device: one virtual CPU device an instance.
+  jax.config.update("jax_num_cpu_devices", config.num_instances)
+  config = on_these_devices(config)
+  with progress_lib.Progress(say) as progress, progress.phase("reading the model and its task"):
     task, policy = prepare(config, directory, resume=args.resume, bitwise=args.bitwise)
-    result = rl.train(
-      config,
-      policy,
-      task,
-      directory,
-      resume=args.resume,
-      accept_new_numerics=args.accept_new_numerics,
-      say=lambda line: print(line, flush=True),
-    )
-  huggingface.save(
-    directory / "model",
-    rl.exported_weights(config, policy, result.state),
-    policy.model,
-    tokenizer=policy.tokenizer,
-    overwrite=True,  # A resumed run's.
+  result = rl.train(
+    config,
+    policy,
+    task,
+    directory,
+    resume=args.resume,
+    accept_new_numerics=args.accept_new_numerics,
+    say=say,
   )
-  page = report.render(directory)
+  with progress_lib.Progress(say) as progress, progress.phase("writing the model and the report"):
+    huggingface.save(
+      directory / "model",
+      rl.exported_weights(config, policy, result.state),
+      policy.model,
+      tokenizer=policy.tokenizer,
+      overwrite=True,  # A resumed run's.
+    )
+    page = report.render(directory)
   for name in (
     "accuracy_before", "accuracy_after", "gain_interval_95", "max_abs_logprob_gap", "kl_max",
     "tokens_per_second", "length_mean", "length_p99", "seconds", "compile_seconds",
@@ -187,7 +231,9 @@ def main(argv: list[str]) -> None:
   ):  # fmt: skip
     print(f"{name:24s} {result.summary[name]}")
   print(f"rollouts {saved(metrics.read(directory / 'metrics.jsonl'))}")
+  print(example(result))
   print(f"report   {page}\nmodel    {directory / 'model'}\nnumbers  {directory / 'summary.json'}")
+  print(next_commands(config, directory, sys.argv[1:]))
 
 
 if __name__ == "__main__":

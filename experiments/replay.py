@@ -109,7 +109,8 @@ def place_of(request: str) -> tuple[int, int, int]:
   parts = request.split("/")
   if len(parts) != 3 or not all(part.isdigit() for part in parts):
     raise ValueError(
-      f"--request: got {request!r}, expected STEP/GROUP/MEMBER, such as 3/0/5; the first step is 0."
+      f"--request: got {request!r}, expected STEP/GROUP/MEMBER, such as 3/0/5; a journal's names"
+      " count steps from 0."
     )
   step, group, member = map(int, parts)
   return step, group, member
@@ -198,9 +199,9 @@ def masters_of(
       if (recorded := header.fingerprints[entry.epoch]) != here:
         raise ValueError(
           f"--request: got one of policy version {version}, whose weights learnt in step"
-          f" {entry.step} under another numerics fingerprint ({_difference(recorded, here)}),"
-          f" expected this one's from step {start} on, before which the latest weights are kept;"
-          " choose a request that was sampled by kept weights, or by such as learnt here."
+          f" {entry.step + 1} under another numerics fingerprint ({_difference(recorded, here)}),"
+          f" expected this one's from step {start + 1} on, before which the latest weights are"
+          " kept; choose a request that was sampled by kept weights, or by such as learnt here."
         )
 
   def rollout_of(step: int, group: int, member: int) -> Rollout | None:
@@ -216,7 +217,7 @@ def masters_of(
     rollout_of,
     say=say,
   )
-  learnt = f"step {start}" if len(steps) == 1 else f"steps {start} to {version - 1}"
+  learnt = f"step {version}" if len(steps) == 1 else f"steps {start + 1} to {version}"
   return state.params, f"{source} and {learnt} learnt again"
 
 
@@ -482,7 +483,7 @@ def main(argv: list[str], say: Callable[[str], Any] = print) -> None:
 
 if __name__ == "__main__":
   flags.DEFINE_string("run", "runs/grpo", "A run's directory.")
-  flags.DEFINE_string("request", "0/0/0", "STEP/GROUP/MEMBER, counted from 0.")
+  flags.DEFINE_string("request", "0/0/0", "STEP/GROUP/MEMBER as in the journal: from 0.")
   flags.DEFINE_integer("token", None, "Index in the answer; all tokens if not given.")
   flags.DEFINE_integer("perturb", None, "Flips one bit of this layer's weights (1 is the first).")
   app.run(main)

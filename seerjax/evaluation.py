@@ -8,13 +8,15 @@ after learning answer the same ones.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 import dataclasses
+from typing import NamedTuple
 
 import numpy as np
 
 from seerjax.models import tokenizer as tokenizer_lib
 from seerjax.rollout import rollout as rollout_lib
-from seerjax.types import Task
+from seerjax.types import Completion, Problem, Task, Verdict
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,6 +44,14 @@ class EvaluationConfig:
         f"EvaluationConfig.temperature: got {self.temperature}, expected 0 <= temperature < inf; 0"
         " is greedy, 1 samples as it is trained."
       )
+
+
+class Answer(NamedTuple):
+  """What was answered to one problem, and what the task says of it."""
+
+  problem: Problem
+  completion: Completion
+  verdict: Verdict
 
 
 def evaluate(
@@ -72,8 +82,58 @@ def evaluate(
   Raises:
     ValueError: if the task has no held-out problem or cannot judge, or an error ended a request.
   """
+  answers = list(
+    _answers(
+      config, config.num_problems, generate=generate, task=task, tokenizer=tokenizer,
+      max_tokens=max_tokens, seed=seed, stop_strings=stop_strings,
+    )
+  )  # fmt: skip
+  correct = np.asarray([one.verdict.correct for one in answers], np.float64)
+  formed = np.asarray([one.verdict.well_formed for one in answers], np.float64)
+  ended = [one.completion.finish_reason == "stop" for one in answers]
+  lengths = [len(one.completion.tokens) for one in answers]
+  return dict(
+    accuracy=float(correct.mean()),
+    standard_error=float(correct.std() / np.sqrt(len(answers))),
+    well_formed=float(formed.mean()),
+    ended=float(np.mean(ended)),
+    accuracy_well_formed=float(correct.sum() / max(formed.sum(), 1.0)),
+    length=float(np.mean(lengths)),
+  )
+
+
+def first_answer(
+  config: EvaluationConfig,
+  *,
+  generate: rollout_lib.Generate,
+  task: Task,
+  tokenizer: tokenizer_lib.Tokenizer,
+  max_tokens: int,
+  seed: int,
+  stop_strings: tuple[str, ...] = (),
+) -> Answer:
+  """Returns the answer to the first problem that `evaluate` asks, to the same bits; see there."""
+  (answer,) = _answers(
+    config, 1, generate=generate, task=task, tokenizer=tokenizer,
+    max_tokens=max_tokens, seed=seed, stop_strings=stop_strings,
+  )  # fmt: skip
+  return answer
+
+
+def _answers(
+  config: EvaluationConfig,
+  most: int,
+  *,
+  generate: rollout_lib.Generate,
+  task: Task,
+  tokenizer: tokenizer_lib.Tokenizer,
+  max_tokens: int,
+  seed: int,
+  stop_strings: tuple[str, ...],
+) -> Iterator[Answer]:
+  """Yields answers to the first problems of the seed's order, as they finish."""
   num_problems = rollout_lib.num_problems(task, "heldout")
-  count = min(config.num_problems, num_problems)
+  count = min(most, num_problems)
   one = rollout_lib.RolloutConfig(
     temperature=config.temperature, max_tokens=max_tokens, stop_strings=stop_strings
   )
@@ -86,22 +146,9 @@ def evaluate(
     )[0]
     problems[request.request_id] = problem
     requests.append(request)
-  verdicts, lengths, ended = [], [], []
   for completion in rollout_lib.whole(generate(requests)):
     problem = problems[completion.request_id]
-    verdicts.append(rollout_lib.judge(task, problem, completion.text))
-    lengths.append(len(completion.tokens))
-    ended.append(completion.finish_reason == "stop")
-  correct = np.asarray([verdict.correct for verdict in verdicts], np.float64)
-  formed = np.asarray([verdict.well_formed for verdict in verdicts], np.float64)
-  return dict(
-    accuracy=float(correct.mean()),
-    standard_error=float(correct.std() / np.sqrt(count)),
-    well_formed=float(formed.mean()),
-    ended=float(np.mean(ended)),
-    accuracy_well_formed=float(correct.sum() / max(formed.sum(), 1.0)),
-    length=float(np.mean(lengths)),
-  )
+    yield Answer(problem, completion, rollout_lib.judge(task, problem, completion.text))
 
 
 def describe(accuracy: dict[str, float]) -> str:

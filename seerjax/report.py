@@ -514,7 +514,8 @@ def curves_section(run: Run) -> str:
 
 def lengths_section(run: Run) -> str:
   """How long the responses of the first and the last step are."""
-  samples = [(entries[0].step, entries) for entries in (run.first, run.last) if entries]
+  # The journal counts steps from 0, everything that people read from 1.
+  samples = [(entries[0].step + 1, entries) for entries in (run.first, run.last) if entries]
   if not samples:
     return ""
   counts = [
@@ -556,7 +557,7 @@ def rollout_section(run: Run) -> str:
   most = max((max(row) for row in trace.used_pages), default=1)
   num_pages = run.config.get("engine", {}).get("num_pages", 0) - 1
   # Where the engine chose the number of pages itself, of the most that were in use.
-  return chart.section(-step, trace, max(num_pages, most)) if num_steps else ""
+  return chart.section(1 - step, trace, max(num_pages, most)) if num_steps else ""
 
 
 def drafts_section(run: Run) -> str:
@@ -572,7 +573,7 @@ def transcripts_section(run: Run) -> str:
   if not run.first:
     return ""
   columns = "".join(
-    f"<div><h3>Step {entries[0].step}</h3>{''.join(map(transcript, _sample(entries)))}</div>"
+    f"<div><h3>Step {entries[0].step + 1}</h3>{''.join(map(transcript, _sample(entries)))}</div>"
     for entries in (run.first, run.last)
     if entries
   )

@@ -205,10 +205,15 @@ class Policy:
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-  """What a run leaves behind: final state, and the numbers of summary.json."""
+  """What a run leaves behind: final state, the numbers of summary.json, and one problem.
+
+  That problem is the first of those held out, answered by the first weights and by the last.
+  """
 
   state: TrainState
   summary: dict[str, Any]
+  before: evaluation.Answer
+  after: evaluation.Answer
 
 
 class Sampled(NamedTuple):
@@ -427,6 +432,11 @@ def _train(
           accuracy_after(step)
       progress.end_steps()
       after = accuracy_after(step)
+      with progress.phase("answering one problem again"):
+        now = answer_of(config, engine, task)
+        first = initial_state(config, policy)
+        engine.set_params(running_weights(config, first.params, base), policy_version=0)
+        then = answer_of(config, engine, task)
     except KeyboardInterrupt as stop:
       save(step)
       raise stops_lib.Interrupted(
@@ -438,7 +448,7 @@ def _train(
     numbers = summary.of_run(before, after, written) | clock.read()
     numbers |= dict(optimizer_steps=int(state.step), numerics=fingerprint)
     metrics.write_summary(directory / "summary.json", numbers)
-  return Result(state, numbers)
+  return Result(state, numbers, then, now)
 
 
 def circle(
@@ -769,8 +779,9 @@ def learn_again(
       names = [request.request_id for request in requests]
       more = f" and {len(names) - 8} more" if len(names) > 8 else ""
       raise ValueError(
-        f"journal: got no rollout {', '.join(names[:8])}{more}, expected all that step {step}"
-        " learnt from; restore the file, or keep a checkpoint of a later step."
+        f"journal: got no rollout {', '.join(names[:8])}{more}, expected all that step"
+        f" {step + 1} learnt from (names count steps from 0); restore the file, or keep a"
+        " checkpoint of a later step."
       )
     return ()
 
@@ -791,7 +802,7 @@ def learn_again(
     begin = time.monotonic()
     state, numbers = learn(config, trainer, state, groups.pop(step), base)
     say(
-      f"step {step} learnt again, {step - steps.start + 1} of {len(steps)}: log-probability gap"
+      f"step {step + 1} learnt again, {step - steps.start + 1} of {len(steps)}: log-probability gap"
       f" {numbers['contract/max_abs_logprob_gap']}, {time.monotonic() - begin:.1f} s"
     )
   return state
@@ -837,6 +848,20 @@ def chatting(
       " them to be empty; set --config.chat alone."
     )
   return dataclasses.replace(tokenizer, chat_config=config)
+
+
+def answer_of(config: RunConfig, engine: engine_lib.Engine, task: Task) -> evaluation.Answer:
+  """Returns what the engine's weights answer to the first held-out problem, as evaluated."""
+  assert engine.tokenizer is not None
+  return evaluation.first_answer(
+    config.evaluation,
+    generate=divided.DividedRollout(engine, config.scheduler).run,
+    task=task,
+    tokenizer=engine.tokenizer,
+    max_tokens=config.rollout.max_tokens,
+    seed=config.seed,
+    stop_strings=config.rollout.stop_strings,
+  )
 
 
 def drafter_for(config: RunConfig, engine: engine_lib.Engine) -> drafters.SuffixDrafter:

@@ -35,7 +35,9 @@ class Letters:
     return Verdict(reward=0.0, correct="a" in text, well_formed=len(text) % 2 == 0)
 
 
-def evaluate(seen=None, *, is_reversed=False, seed=0, num_heldout=4, **changes):
+def evaluate(
+  seen=None, *, is_reversed=False, seed=0, num_heldout=4, by=evaluation.evaluate, **changes
+):
   def generate(requests):
     if seen is not None:
       seen.extend(requests)
@@ -53,7 +55,7 @@ def evaluate(seen=None, *, is_reversed=False, seed=0, num_heldout=4, **changes):
     ]
     return completions[::-1] if is_reversed else completions
 
-  return evaluation.evaluate(
+  return by(
     evaluation.EvaluationConfig(**changes),
     generate=generate,
     task=Letters(num_heldout),
@@ -61,6 +63,15 @@ def evaluate(seen=None, *, is_reversed=False, seed=0, num_heldout=4, **changes):
     max_tokens=6,
     seed=seed,
   )
+
+
+def test_the_first_answer_is_to_the_first_request_of_all():
+  every, first = [], []
+  evaluate(every, seed=5)
+  answer = evaluate(first, seed=5, by=evaluation.first_answer)
+  assert first == every[:1]
+  assert answer.completion.text == "aa" and answer.verdict.correct
+  assert answer.problem.prompt == f"{answer.problem.problem_id}?"
 
 
 @pytest.mark.parametrize("is_reversed", [False, True])

@@ -266,11 +266,24 @@ def test_the_console_prints_a_line_a_step(tmp_path):
   assert stream.file.getvalue() == "step 7  reward 1  loss 0.123456\n[bold]done[/bold]\n"
 
 
+def test_a_step_of_which_the_console_shows_no_number_has_no_line(tmp_path):
+  stream = rich.console.Console(file=io.StringIO(), width=200)
+  with metrics.Writer(
+    tmp_path, tensorboard=False, stream=stream, console_digits={"train/loss": 6}
+  ) as writer:
+    writer.write(0, {"heldout/accuracy": 0.5})
+    assert not writer.note("evaluating")  # There is no bar.
+  assert not stream.file.getvalue()
+
+
 def test_a_terminal_gets_a_progress_bar(tmp_path):
   stream = rich.console.Console(file=io.StringIO(), width=100, force_terminal=True)
   with metrics.Writer(tmp_path, tensorboard=False, stream=stream, total_steps=4) as writer:
+    assert writer.note("sampling, 3 of 8 requests")
     writer.write(4, {"train/loss": 0.5})
   assert "step 4" in stream.file.getvalue() and "loss 0.5" in stream.file.getvalue()
+  assert "sampling, 3 of 8 requests" in stream.file.getvalue()
+  assert not writer.note("afterwards")
 
 
 def test_tensorboard_events_hold_the_same_numbers(tmp_path):

@@ -852,7 +852,7 @@ def learn_again(steps, known, *, state=None, config=CONFIG):
     config, policy(), task, programs_of(config).trainer, state, steps, known, say=lines.append
   )
   assert task.num_verdicts == 0
-  assert [line.partition(",")[0] for line in lines] == [f"step {i} learnt again" for i in steps]
+  assert [line.partition(",")[0] for line in lines] == [f"step {i + 1} learnt again" for i in steps]
   return state
 
 
@@ -882,7 +882,7 @@ def test_steps_with_rollouts_missing_are_not_learnt_again(whole):
   def part(step, group, member):
     return None if (step, member) == (1, 1) else known(step, group, member)
 
-  message = r"^journal: got no rollout 1/0/1, 1/1/1, expected all that step 1 learnt from; restore"
+  message = r"^journal: got no rollout 1/0/1, 1/1/1, expected all that step 2 learnt from .*;"
   with pytest.raises(ValueError, match=message):
     learn_again(range(2), part)
   nothing = dataclasses.replace(

@@ -46,6 +46,16 @@ def test_a_small_run_of_the_command_with_adapters(tiny: str, tmp_path: pathlib.P
   assert "max_abs_logprob_gap      0.0" in done.stdout
   assert "held-out accuracy on 2 problems, before:" in done.stdout
   assert "steps of the engine" in done.stdout
+  # At last: a problem, where to look, and what to do next; each command but the first is run here.
+  end = done.stdout.partition("one held-out problem, the first: ")[2]
+  assert "\n  before (" in end and "\n  after (" in end and "\nreport   " in end
+  *_, generate, replay, more = end.splitlines()
+  assert f"experiments.generate --model={tmp_path / 'run' / 'model'} --prompt=" in generate
+  assert f"experiments.replay --run={tmp_path / 'run'} --request=0/0/0" in replay
+  assert more.endswith("--config.trainer.rows_per_micro_batch=512 --resume --config.num_steps=2")
+  assert "step 0 " not in done.stdout  # Evaluations have no line of their own in the table.
+  status = json.loads((tmp_path / "run" / "status.json").read_text())
+  assert (status["state"], status["step"]) == ("finished", 1)
   summary = json.loads((tmp_path / "run" / "summary.json").read_text())
   assert summary["optimizer_steps"] == 1 and summary["kl_max"] == 0.0
   # What was left to the model is named where it was chosen.

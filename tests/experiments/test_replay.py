@@ -185,10 +185,10 @@ def test_a_changed_record_is_told_from_a_changed_computation(run_copy: pathlib.P
   ("request_name", "steps", "source"),
   [
     ("0/1/0", [], "checkpoint 0"),
-    ("1/0/2", [0], "checkpoint 0 and step 0 learnt again"),
-    ("2/1/1", [0, 1], "checkpoint 0 and steps 0 to 1 learnt again"),
+    ("1/0/2", [0], "checkpoint 0 and step 1 learnt again"),
+    ("2/1/1", [0, 1], "checkpoint 0 and steps 1 to 2 learnt again"),
     ("3/0/0", [], "checkpoint 3"),
-    ("4/0/1", [3], "checkpoint 3 and step 3 learnt again"),
+    ("4/0/1", [3], "checkpoint 3 and step 4 learnt again"),
   ],
 )
 def test_weights_that_are_not_kept_are_learnt_again(
@@ -198,7 +198,7 @@ def test_weights_that_are_not_kept_are_learnt_again(
   assert finding.is_equal, finding.text
   assert finding.text.endswith(f"weights of {source}")
   said = [line.partition(",")[0] for line in lines]
-  assert said == [f"step {step} learnt again" for step in steps]
+  assert said == [f"step {step + 1} learnt again" for step in steps]
   # The journal's log-probabilities are those of the weights that were learnt again.
   assert all("log-probability gap 0.0," in line for line in lines)
 
@@ -246,7 +246,7 @@ def test_a_journal_that_lacks_rollouts_is_refused_with_their_names(
     run, lambda entry: None if (entry.step, entry.group, entry.member) in lost else entry
   )
   lines: list[str] = []
-  message = r"got no rollout 1/0/2, 1/1/0, expected all that step 1 learnt from; restore the file"
+  message = r"got no rollout 1/0/2, 1/1/0, expected all that step 2 learnt from .*; restore"
   with pytest.raises(ValueError, match=message):
     replay.replay(run, "2/0/0", say=lines.append)
   assert not lines  # Nothing was computed.
@@ -261,7 +261,7 @@ def test_weights_that_learnt_under_other_numerics_are_refused(
 ):
   run = copy_of(letters, tmp_path)
   write_journal_again(run, lambda entry: entry, epoch_at=1)
-  message = r"version 2, whose weights learnt in step 0 under another numerics .*row_tile was '4'"
+  message = r"version 2, whose weights learnt in step 1 under another numerics .*row_tile was '4'"
   with pytest.raises(ValueError, match=message):
     replay.replay(run, "2/0/0")
   with pytest.raises(ValueError, match=r"got a request of another numerics fingerprint \(row_tile"):
