@@ -1,0 +1,392 @@
+"""Whole cases as (seed, number) alone draws them: a model, numerics, an engine's sizes, requests.
+
+    numbers 0 to 11    the first model: its numerics, weights and the trainer's layout are shared
+    numbers 0 to 3     its first machine: an engine's sizes and mesh
+    number 0           requests, tiers, drafts and a schedule of its own
+
+So what takes long to compile serves several cases: the reference and the trainer `OF_A_MODEL`, an
+engine's programs `OF_A_MACHINE`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from seerjax import numerics as numerics_lib, parallel
+from seerjax.engine import engine as engine_lib, page_moves, runner as runner_lib
+from seerjax.engine.engine import EngineConfig
+from seerjax.models import lora, transformer
+from seerjax.ops import rotary
+from seerjax.types import Completion, Request, SamplingParams
+
+OF_A_MODEL, OF_A_MACHINE = 12, 4  # Cases.
+MAX_PROMPT, MAX_ANSWER = 30, 18
+MAX_TOKENS = MAX_PROMPT + MAX_ANSWER
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Model:
+  """A model with its numerics, and how its trainer packs.
+
+  Attributes:
+    weights_seed: of the weights.
+    deviation: of the weights; norms are around one.
+    rank: of the adapter beside them; 0 has none.
+    alpha: the adapter's scale is alpha / rank.
+    targets: weights that have an adapter.
+    train_rows: rows of a micro-batch, in row tiles.
+    train_page_size: positions of one page of the trainer.
+    train_instances: instances of the trainer's mesh.
+  """
+
+  config: transformer.TransformerConfig
+  numerics: numerics_lib.NumericsConfig
+  weights_seed: int
+  deviation: float
+  rank: int
+  alpha: float
+  targets: tuple[str, ...]
+  train_rows: int
+  train_page_size: int
+  train_instances: int
+
+  def __str__(self) -> str:
+    c, n = self.config, self.numerics
+    scaling = "" if c.rotary.scaling == "none" else f", {c.rotary.scaling}"
+    adapter = f", rank {self.rank} alpha {self.alpha} on {self.targets}" if self.rank else ""
+    return (
+      f"{c.family} of vocabulary {c.vocab_size}, hidden {c.hidden_size}, MLP"
+      f" {c.intermediate_size}, {c.num_layers} layer(s), {c.num_heads}/{c.num_kv_heads} heads of"
+      f" {c.head_dim}{scaling}, {'tied' if c.is_tied else 'with a head'}, deviation"
+      f" {self.deviation}, weights {self.weights_seed}{adapter}; {n.compute_dtype}, tiles"
+      f" {n.row_tile} {n.query_tile} {n.slot_tile}, split {n.kv_split}, {n.reduction_shards}"
+      f" slab(s); trainer of {self.train_rows} rows, pages of {self.train_page_size},"
+      f" {self.train_instances} instance(s)"
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Machine:
+  """What runs a model.
+
+  Attributes:
+    model: and its numerics.
+    sizes: of the engine.
+    mesh: (instances, model shards).
+  """
+
+  model: Model
+  sizes: EngineConfig
+  mesh: tuple[int, int]
+
+  def __str__(self) -> str:
+    s = self.sizes
+    return (
+      f"{self.model}; buckets {s.row_buckets}, {s.num_pages} pages of {s.page_size},"
+      f" {s.max_sequences} sequences, context {s.max_context},"
+      f" {'reuse' if s.reuse_prefixes else 'no reuse'}, {self.mesh[0]} instance(s) of"
+      f" {self.mesh[1]} device(s)"
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+  """One case; `str` of it says all that was drawn but the requests and the schedule's steps.
+
+  Attributes:
+    seed: of the session.
+    number: of the case.
+    machine: shared with its neighbours.
+    group_size: members that ask the same.
+    groups: how many groups.
+    host_pages: of the pool in host memory.
+    has_disk: whether a disk is behind it.
+    chunk_tokens: of a chunk; 0 answers to the end.
+    right: share of drafted tokens that are right; negative drafts nothing.
+    rates: how likely each kind of disturbance is in a step.
+  """
+
+  seed: int
+  number: int
+  machine: Machine
+  group_size: int
+  groups: int
+  host_pages: int
+  has_disk: bool
+  chunk_tokens: int
+  right: float
+  rates: dict[str, float]
+
+  @property
+  def model(self) -> Model:
+    """Of the machine."""
+    return self.machine.model
+
+  def __str__(self) -> str:
+    tier = f"{self.host_pages} host pages{' and a disk' if self.has_disk else ''}"
+    rates = ", ".join(f"{name} {rate:g}" for name, rate in self.rates.items() if rate)
+    drafts = f"drafts {self.right:g} right" if self.right >= 0 else "no drafts"
+    return (
+      f"case {self.number} of seed {self.seed}: {self.machine}, {self.groups} groups of"
+      f" {self.group_size}, chunks of {self.chunk_tokens}, {drafts}, {tier},"
+      f" {rates or 'undisturbed'}"
+    )
+
+  def rng(self, what: int) -> np.random.Generator:
+    """Returns the same numbers whenever `what` is drawn."""
+    return np.random.default_rng((self.seed, self.number, 3 + what))
+
+
+def _pick(rng: np.random.Generator, *choices: Any) -> Any:
+  return choices[int(rng.integers(len(choices)))]
+
+
+def draw_model(rng: np.random.Generator) -> Model:
+  """Returns a model of any family, with sizes that no tile divides where slabs leave the choice."""
+  slabs = _pick(rng, 1, 1, 2, 2, 4, 8)
+  num_kv_heads = slabs * _pick(rng, 1, 1, 2, 3) if slabs < 4 else slabs
+  group = _pick(rng, 1, 1, 2, 3, 4) if num_kv_heads < 4 else _pick(rng, 1, 2)
+  head_dim = 2 * _pick(rng, 1, 2, 3, 4, 5, 7, 8, 9)
+  scaling = _pick(rng, "none", "none", "none", "linear", "llama3", "yarn")
+  scaled = dict(factor=_pick(rng, 2.0, 4.0), original_context=16) if scaling != "none" else {}
+  hidden_size = int(rng.integers(4, 129))
+  if rng.random() < 0.5:  # Where XLA's vectors are whole.
+    hidden_size = 8 * max(1, hidden_size // 8)
+  kv_split = _pick(rng, 1, 4, 8, 16, 16, 32, 64)
+  numerics = numerics_lib.NumericsConfig(
+    row_tile=_pick(rng, 1, 2, 4, 8, 16, 16, 32, 64),
+    query_tile=_pick(rng, 1, 2, 4, 8, 16),
+    slot_tile=_pick(rng, 1, 2, 4, 8, 16),
+    kv_split=kv_split,
+    reduction_shards=slabs,
+    compute_dtype=_pick(rng, "float32", "float32", "bfloat16"),
+  )
+  config = transformer.TransformerConfig(
+    family=_pick(rng, *transformer.FAMILIES),
+    # Odd numbers of slabs' columns.
+    vocab_size=slabs * (1 + 2 * int(rng.integers(10 // slabs, 50 // slabs))),
+    hidden_size=hidden_size,
+    intermediate_size=slabs * int(rng.integers(max(1, 6 // slabs), 2 + 90 // slabs)),
+    num_layers=_pick(rng, 1, 2, 2, 3, 4),
+    num_heads=num_kv_heads * group,
+    num_kv_heads=num_kv_heads,
+    head_dim=head_dim,
+    norm_eps=_pick(rng, 1e-6, 1e-5),
+    rotary=rotary.RotaryConfig(
+      head_dim=head_dim, base=_pick(rng, 1e3, 1e4, 1e6), scaling=scaling, **scaled
+    ),
+    is_tied=bool(rng.integers(2)),
+    max_context=128,
+  )
+  rank = _pick(rng, 0, 0, 0, 1, 2, 3, 4, 5)
+  smallest = min(config.hidden_size, config.num_heads * head_dim, config.intermediate_size)
+  targets = tuple(name for name in lora.TARGETS if rng.random() < 0.7) or lora.TARGETS
+  tiles = -(-int(rng.integers(MAX_TOKENS - 1, 161)) // numerics.row_tile)
+  return Model(
+    config=config,
+    numerics=numerics,
+    weights_seed=int(rng.integers(1000)),
+    deviation=_pick(rng, 0.1, 0.15, 0.25, 0.4),
+    rank=min(rank, smallest),
+    alpha=_pick(rng, 1.0, 3.0, 8.0),
+    targets=targets,
+    train_rows=tiles * numerics.row_tile,
+    train_page_size=_divisor(rng, kv_split),
+    train_instances=_pick(rng, 1, 1, 2, 3),
+  )
+
+
+def _divisor(rng: np.random.Generator, power: int) -> int:
+  """A power of two up to `power`, not often a tiny one."""
+  return power >> _pick(rng, *(p for p in (0, 0, 1, 2, 3) if power >> p))
+
+
+def draw_machine(rng: np.random.Generator, model: Model) -> Machine:
+  """Returns one or two buckets of any number of rows, little memory, up to 8 devices."""
+  numerics = model.numerics
+  last = int(rng.integers(1, 41)) if rng.random() < 0.9 else 64
+  buckets = (last,)
+  if last > 2 and rng.random() < 0.2:
+    buckets = (int(rng.integers(1, last)), last)
+  shards = _pick(rng, *(s for s in (1, 1, 2, 4, 8) if numerics.reduction_shards % s == 0))
+  instances = _pick(rng, *(i for i in (1, 1, 1, 2, 3, 4, 5, 6, 7) if i * shards <= 8))
+  page_size = _divisor(rng, numerics.kv_split)
+  of_a_request = -(-MAX_TOKENS // page_size)
+  return Machine(
+    model=model,
+    sizes=EngineConfig(
+      page_size=page_size,
+      num_pages=1 + int(of_a_request * _pick(rng, 1.0, 1.5, 3.0)),
+      max_sequences=min(last, int(rng.integers(1, 7))),
+      max_context=_pick(rng, MAX_TOKENS, MAX_TOKENS, 80, 112),
+      row_buckets=buckets,
+      reuse_prefixes=rng.random() < 0.8,
+    ),
+    mesh=(instances, shards),
+  )
+
+
+def draw(seed: int, number: int) -> Case:
+  """Returns the case of a number."""
+  model = draw_model(np.random.default_rng((seed, number // OF_A_MODEL, 0)))
+  machine = draw_machine(np.random.default_rng((seed, number // OF_A_MACHINE, 1)), model)
+  rng = np.random.default_rng((seed, number, 2))
+  # What a case is about, besides what else it draws: the tiers, kills, drafts, or anything.
+  about = number % OF_A_MACHINE
+  disturbed = about < 3 or rng.random() < 0.5
+  rate = lambda *choices: _pick(rng, *choices) if disturbed else 0.0
+  drawn = Case(
+    seed=seed,
+    number=number,
+    machine=machine,
+    group_size=_pick(rng, 1, 2, 3),
+    groups=int(rng.integers(2, 4)),
+    host_pages=_pick(rng, 4, 8, 64),
+    has_disk=rng.random() < 0.5,
+    chunk_tokens=_pick(rng, 0, 2, 3, 5),
+    right=_pick(rng, -1.0, 0.5, 0.8, 0.95),
+    rates=dict(
+      resume=_pick(rng, 0.3, 0.6, 1.0),
+      pause=rate(0.0, 0.1, 0.3),
+      spill=rate(0.0, 0.5, 0.8),
+      migrate=rate(0.0, 0.3),
+      damage=rate(0.0, 0.5, 0.9),
+      preempt=rate(0.0, 0.05, 0.15),
+      cancel=rate(0.0, 0.03),
+      kill=rate(0.0, 0.0, 0.06),
+    ),
+  )
+  match about:
+    case 0:
+      rates = drawn.rates | dict(resume=0.2, spill=0.9, damage=0.4, kill=0.0)
+      # Room for one request, so that the next one sends it on.
+      return dataclasses.replace(
+        drawn, host_pages=_room(machine.sizes), has_disk=True, chunk_tokens=2, groups=3,
+        group_size=2, rates=rates,
+      )  # fmt: skip
+    case 1:
+      return dataclasses.replace(drawn, rates=drawn.rates | dict(kill=0.1, preempt=0.15))
+    case 2:
+      return dataclasses.replace(drawn, right=_pick(rng, 0.6, 0.8, 0.95))
+  return drawn
+
+
+def _room(sizes: EngineConfig) -> int:
+  """Returns host pages for one request of any length."""
+  pages = page_moves.rounds([0] * -(-MAX_TOKENS // sizes.page_size))
+  return sum(page_moves.bucket_for(len(part)) for part in pages)
+
+
+def requests_of(case: Case) -> list[Request]:
+  """Returns groups that ask alike, each member with sampling of its own; some start alike."""
+  rng, vocab_size = case.rng(1), case.model.config.vocab_size
+  start = tuple(rng.integers(0, vocab_size, 12).tolist())
+  found = []
+  for group in range(case.groups):
+    length = int(rng.integers(1, MAX_PROMPT + 1))
+    prompt = tuple(rng.integers(0, vocab_size, length).tolist())
+    if rng.random() < 0.5:
+      prompt = (start + prompt)[:MAX_PROMPT]
+    for member in range(case.group_size):
+      found.append(
+        Request(
+          request_id=f"{group}/{member}",
+          prompt=prompt,
+          sampling=_sampling(rng, vocab_size),
+          seed=int(rng.integers(2**32)),
+          group_id=f"group {group}" if case.group_size > 1 else "",
+        )
+      )
+  return found
+
+
+def _sampling(rng: np.random.Generator, vocab_size: int) -> SamplingParams:
+  max_tokens = int(rng.integers(1, MAX_ANSWER + 1))
+  biases = rng.choice(vocab_size, 3, replace=False).tolist() if rng.random() < 0.3 else []
+  allowed: tuple[tuple[int, int], ...] = ()
+  if rng.random() < 0.25:
+    lows = rng.integers(0, vocab_size, max_tokens).tolist()
+    allowed = tuple((low, int(rng.integers(low + 1, vocab_size + 1))) for low in lows)
+  is_filtered = rng.random() < 0.4
+  return SamplingParams(
+    temperature=_pick(rng, 1.0, 1.0, 0.0, 0.6, 1.7),
+    top_k=_pick(rng, 0, 1, 7) if is_filtered else 0,
+    top_p=_pick(rng, 1.0, 0.9, 0.5) if is_filtered else 1.0,
+    min_p=_pick(rng, 0.0, 0.05, 0.3) if is_filtered else 0.0,
+    logit_bias=tuple((token, float(rng.uniform(-6, 6))) for token in biases),
+    allowed=allowed,
+    max_tokens=max_tokens,
+    stop_token_ids=(int(rng.integers(vocab_size)),) if rng.random() < 0.3 else (),
+  )
+
+
+@functools.lru_cache(maxsize=4)
+def params_of(model: Model) -> transformer.Params:
+  """Returns weights in the compute dtype, an adapter with a B that is not zero beside them."""
+  rng = np.random.default_rng(model.weights_seed)
+
+  def leaf(path, shape):
+    noise = model.deviation * rng.standard_normal(shape.shape)
+    return jnp.asarray((noise + ("norm" in path[-1].key)).astype(np.float32))
+
+  layout = transformer.shapes(model.config, model.numerics.reduction_shards)
+  master = jax.tree_util.tree_map_with_path(leaf, layout)
+  params = jax.tree.map(lambda leaf: leaf.astype(model.numerics.dtype), master)
+  if not model.rank:
+    return params
+  shapes = lora.shapes(model.config, model.numerics, model.rank, model.targets)
+  adapter = jax.tree_util.tree_map_with_path(leaf, shapes)
+  return lora.attach(params, adapter, model.alpha / model.rank)
+
+
+@functools.lru_cache(maxsize=4)
+def runner_of(
+  machine: Machine, kind: type[runner_lib.Runner] = runner_lib.Runner
+) -> runner_lib.Runner:
+  """Returns compiled programs that the engines of one machine share."""
+  instances, shards = machine.mesh
+  mesh = parallel.make_mesh(num_instances=instances, model_shards=shards)
+  model = machine.model
+  return kind(model.config, model.numerics, mesh, max_programs=len(machine.sizes.row_buckets))
+
+
+def make_engine(
+  machine: Machine, kind: type[runner_lib.Runner] = runner_lib.Runner, **others
+) -> engine_lib.Engine:
+  """Returns an engine with nothing in it."""
+  return engine_lib.Engine(
+    machine.model.config,
+    params_of(machine.model),
+    numerics=machine.model.numerics,
+    config=machine.sizes,
+    key=jax.random.key(11),
+    runner=runner_of(machine, kind),
+    **others,
+  )
+
+
+@functools.lru_cache(maxsize=4)
+def plain_engine(model: Model) -> engine_lib.Engine:
+  """Returns the reference: one request at a time, one device, a whole prompt in a step of 64 rows."""
+  page_size = min(model.numerics.kv_split, 16)
+  sizes = EngineConfig(
+    page_size=page_size,
+    num_pages=2 - MAX_TOKENS // -page_size,
+    max_sequences=1,
+    max_context=MAX_TOKENS,
+    row_buckets=(64,),
+    reuse_prefixes=False,
+  )
+  return make_engine(Machine(model=model, sizes=sizes, mesh=(1, 1)))
+
+
+@functools.lru_cache(maxsize=64)
+def alone(model: Model, request: Request) -> Completion:
+  """Returns what a request says alone."""
+  return plain_engine(model).generate([request])[0]
