@@ -36,6 +36,8 @@ from seerjax.types import TokenBatch
 MASKED = -1e30
 # Keys that the kernel multiplies at a time, where a split has as many.
 KEY_BLOCK = 128
+# Rows of a product that XLA's CPU backend takes at a time, at most.
+QUERY_ROWS = 8
 # Query positions that the gradient takes at a time.
 BACKWARD_BLOCK = 64
 
@@ -118,6 +120,19 @@ def segment_rows(
     # Items past the last one read what is there; nothing reads them.
     split_of=jnp.clip(split_of, 0, max(most_splits - 1, 0)),
   )
+
+
+def whole_queries(query_tile: int, group: int) -> int:
+  """Returns the query rows that an item is allocated for: `query_tile` positions of `group` heads.
+
+  A product's rows are taken `QUERY_ROWS` at a time, and those left over are summed in another
+  order: of 2 positions of 3 heads the second would not have the first one's bits. Of a power of two
+  none are left over, or all.
+  """
+  count = query_tile * group
+  if query_tile == 1 or count & (count - 1) == 0:
+    return count  # Of one position each head has its own place, whatever that is.
+  return -(-count // QUERY_ROWS) * QUERY_ROWS
 
 
 def nothing(shape: tuple[int, ...], head_dim: int) -> Partial:
@@ -232,6 +247,8 @@ def _tiled(numerics, q, k_pages, v_pages, batch, rows):
   queries = q.reshape(num_rows * num_heads, group, head_dim)
   scale = jnp.float32(head_dim**-0.5)
   zero, one = jnp.int32(0), tiles.traced_one(batch.num_rows)
+  num_queries = query_tile * group
+  query_rows = whole_queries(query_tile, group)
   offsets = jnp.arange(pages_per_split, dtype=jnp.int32)
   columns = jnp.arange(split, dtype=jnp.int32)
 
@@ -245,7 +262,9 @@ def _tiled(numerics, q, k_pages, v_pages, batch, rows):
     splits = lax.dynamic_slice(rows.split_of, (block, first), (1, slot_tile))[0]
     q_rows = take(queries, take(rows.row_of, segments) * num_heads + head)
     q_rows = (q_rows.astype(jnp.float32) * scale).astype(q.dtype)
-    q_rows = q_rows.reshape(slot_tile, query_tile * group, head_dim)
+    q_rows = q_rows.reshape(slot_tile, num_queries, head_dim)
+    missing = (0, query_rows - num_queries)
+    q_rows = jnp.pad(q_rows, ((0, 0), missing, (0, 0)))
     pages = splits[:, None] * pages_per_split + offsets[None, :]
     blocks = rows.page_table.at[segments[:, None], pages].get(mode="promise_in_bounds")
     blocks = blocks + head * num_pages
@@ -255,6 +274,7 @@ def _tiled(numerics, q, k_pages, v_pages, batch, rows):
 
     key_positions = splits[:, None] * split + columns[None, :]
     positions = jnp.repeat(take(rows.position_of, segments), group, axis=1)
+    positions = jnp.pad(positions, ((0, 0), missing), constant_values=-1)
     visible = key_positions[:, None, :] <= positions[:, :, None]
     parts = split_partial(q_rows, read(k_blocks), read(v_blocks), visible)
     return jax.tree.map(
@@ -283,11 +303,12 @@ def _tiled(numerics, q, k_pages, v_pages, batch, rows):
 
         return jax.tree.map(chosen, merged, total)
 
-      total = nothing((slot_tile, query_tile * group), head_dim)
+      total = nothing((slot_tile, query_rows), head_dim)
       total = lax.fori_loop(zero, most_splits, merge_body, total)
       # Rows without a position see nothing: 0 / 1.
       mean = total.weighted / jnp.where(total.total > 0, total.total, 1.0)[..., None]
-      mean = mean.astype(q.dtype).reshape(1, slot_tile, query_tile, group, head_dim)
+      mean = mean[:, :num_queries].astype(q.dtype)
+      mean = mean.reshape(1, slot_tile, query_tile, group, head_dim)
       return lax.dynamic_update_slice(out, mean, (head, block * slot_tile, zero, zero, zero)), items
 
     return lax.fori_loop(zero, jnp.int32(num_heads) * one, head_body, carry)
@@ -295,7 +316,7 @@ def _tiled(numerics, q, k_pages, v_pages, batch, rows):
   num_blocks = (batch.num_segments + (slot_tile - 1)) // slot_tile
   out = jnp.zeros((num_heads, num_segments, query_tile, group, head_dim), q.dtype)
   # What the splits gave lies in one buffer that every head and block of segments fills anew.
-  items = nothing((num_items, query_tile * group), head_dim)
+  items = nothing((num_items, query_rows), head_dim)
   out, _ = lax.fori_loop(zero, num_blocks, block_body, (out, items))
   out = out.reshape(num_heads, num_segments * query_tile, group, head_dim)
   return jnp.swapaxes(out[:, rows.place_of], 0, 1)

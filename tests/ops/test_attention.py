@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -289,6 +290,30 @@ def test_bits_follow_no_neighbour_placement_page_size_or_cut(group, dtype):
   np.testing.assert_array_equal(short, alone[:9])
   single = attend(sequences, [(0, 0, 3)], rows=4, segments=1, width=1)
   np.testing.assert_array_equal(single, alone[:3])
+
+
+@pytest.mark.parametrize(
+  "query_tile, group, dtype",
+  [
+    (4, 7, "float32"),  # Here it was seen.
+    *(
+      pytest.param(*shape, dtype, marks=pytest.mark.long)
+      for shape in ((2, 3), (2, 5), (2, 6), (4, 3), (4, 5), (8, 7))
+      for dtype in ("float32", "bfloat16")
+    ),
+  ],
+)
+def test_bits_follow_no_place_in_a_segment_whatever_the_group(query_tile, group, dtype):
+  # A product takes its rows 4 or 8 at a time, and those left over in another way.
+  numerics = dataclasses.replace(NUMERICS, query_tile=query_tile)
+  sequence, length = [sequence_of(48, group, dtype)], 48
+  found = []
+  for first in range(query_tile):
+    starts = [0, *range(first or query_tile, length, query_tile)]
+    pieces = [(0, start, end - start) for start, end in itertools.pairwise([*starts, length])]
+    found.append(attend(sequence, pieces, rows=48, segments=25, numerics=numerics))
+  for other in found[1:]:
+    np.testing.assert_array_equal(other, found[0])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -373,7 +373,7 @@ def make_engine(
 
 @functools.lru_cache(maxsize=4)
 def plain_engine(model: Model) -> engine_lib.Engine:
-  """Returns the reference: one request at a time, one device, a whole prompt in a step of 64 rows."""
+  """Returns the reference: one request at a time, one device, whole prompts in 64 rows."""
   page_size = min(model.numerics.kv_split, 16)
   sizes = EngineConfig(
     page_size=page_size,
