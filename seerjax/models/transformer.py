@@ -597,8 +597,11 @@ def _given_scores(
 class Transformer(nnx.Module):
   """The decoder as a Flax module, for those who build with NNX.
 
-  Holds the master weights as `nnx.Param`s under `params`; `nnx.split(module)` or `pure_params`
-  gives the pytree that `forward`, the engine and the trainer take.
+  Holds the master weights as `nnx.Param`s under `params`; `pure_params` gives the pytree that
+  `forward`, the engine and the trainer take, and `set_params` takes one back:
+
+    module -> pure_params() -> rl.train, ttt.discover -> state.params -> set_params() -> module
+
   """
 
   def __init__(
@@ -606,11 +609,63 @@ class Transformer(nnx.Module):
     config: TransformerConfig,
     numerics: numerics_lib.NumericsConfig,
     *,
-    rngs: nnx.Rngs,
+    rngs: nnx.Rngs | None = None,
+    params: Params | None = None,
   ):
+    """Makes a module.
+
+    Args:
+      config: shape.
+      numerics: what decides bits.
+      rngs: whose stream `params` draws new weights.
+      params: f32 master weights, such as `huggingface.load` gives; in place of `rngs`.
+
+    Raises:
+      ValueError: for neither or both, and for weights of another shape.
+    """
+    if (rngs is None) == (params is None):
+      given = "neither" if rngs is None else "both"
+      raise ValueError(
+        f"Transformer: got {given} of rngs and params, expected one of them; rngs draw new weights."
+      )
     self.config = config
-    self.numerics = numerics
-    self.params = nnx.data(jax.tree.map(nnx.Param, init(rngs.params(), config, numerics)))
+    self.numerics = numerics = numerics_for(config, numerics)
+    if params is None:
+      assert rngs is not None
+      params = init(rngs.params(), config, numerics)
+    self._check(params)
+    self.params = nnx.data(jax.tree.map(nnx.Param, params))
+
+  def _check(self, params: Params) -> None:
+    """Refuses weights of another model, dtype or layout."""
+    layout = shapes(self.config, self.numerics.reduction_shards)
+    expected = dict(jax.tree_util.tree_leaves_with_path(layout))
+    got = dict(jax.tree_util.tree_leaves_with_path(params))
+    for path in sorted({*expected, *got}, key=jax.tree_util.keystr):
+      have, want = (
+        f"{leaf.dtype.name}{list(leaf.shape)}" if leaf is not None else "nothing"
+        for leaf in (got.get(path), expected.get(path))
+      )
+      if have != want:
+        raise ValueError(
+          f"Transformer.params{jax.tree_util.keystr(path)}: got {have}, expected {want}; pass"
+          " master weights of this config and of these numerics."
+        )
+
+  def set_params(self, params: Params) -> None:
+    """Takes master weights, trained elsewhere, into its `nnx.Param`s.
+
+    Optimizers that were made of this module go on with them.
+
+    Raises:
+      ValueError: for weights of another shape; the module keeps its own.
+    """
+    self._check(params)
+
+    def take(held: nnx.Param, leaf: Array) -> None:
+      held[...] = jnp.asarray(leaf)
+
+    jax.tree.map(take, self.params, params, is_leaf=lambda leaf: isinstance(leaf, nnx.Param))
 
   def pure_params(self) -> Params:
     """Returns the master weights as a plain pytree."""

@@ -9,6 +9,7 @@ from flax import nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 import tiny_model
 
@@ -372,6 +373,56 @@ def test_the_module_says_what_the_function_says():
   np.testing.assert_array_equal(found, expected)
 
 
+def test_weights_go_into_a_module_and_come_out_of_it():
+  params = transformer.init(jax.random.key(1), QWEN3, NUMERICS)
+  other = transformer.init(jax.random.key(2), QWEN3, NUMERICS)
+  module = transformer.Transformer(QWEN3, NUMERICS, params=params)
+  jax.tree.map(np.testing.assert_array_equal, module.pure_params(), params)
+  tokens = tokens_of(1, 5)
+  forward = nnx.jit(lambda module, tokens: module(tokens))
+  for weights in (params, other):
+    module.set_params(weights)
+    compute = transformer.compute_params(weights, NUMERICS)
+    expected = transformer.logits_of(compute, tokens, config=QWEN3, numerics=NUMERICS)
+    np.testing.assert_array_equal(forward(module, tokens), expected)
+  jax.tree.map(np.testing.assert_array_equal, module.pure_params(), other)
+
+
+def test_a_module_learns_as_its_weights_do_under_nnx():
+  config = dataclasses.replace(QWEN3, num_layers=1)  # Compiled twice.
+  params = transformer.init(jax.random.key(1), config, NUMERICS)
+  module = transformer.Transformer(config, NUMERICS, params=params)
+  optimizer = nnx.Optimizer(module, optax.sgd(0.5), wrt=nnx.Param)
+  tokens = tokens_of(1, 5)
+
+  def loss_of(logits):
+    scores = jax.nn.log_softmax(logits[:, :-1])
+    return -jnp.mean(jnp.take_along_axis(scores, tokens[:, 1:, None], axis=-1))
+
+  @nnx.jit
+  def step(module, optimizer):
+    loss, gradient = nnx.value_and_grad(lambda module: loss_of(module(tokens)))(module)
+    optimizer.update(module, gradient)
+    return loss
+
+  @jax.jit
+  def plain(params):
+    def loss(params):
+      compute = transformer.compute_params(params, NUMERICS)
+      return loss_of(transformer.logits_of(compute, tokens, config=config, numerics=NUMERICS))
+
+    value, gradient = jax.value_and_grad(loss)(params)
+    return value, jax.tree.map(lambda leaf, slope: leaf - 0.5 * slope, params, gradient)
+
+  first, second = step(module, optimizer), step(module, optimizer)
+  expected, moved = plain(params)
+  np.testing.assert_array_equal(first, expected)
+  assert second < first
+  module.set_params(moved)
+  third = step(module, optimizer)
+  np.testing.assert_allclose(third, second, rtol=1e-5)
+
+
 def test_largest_shards_by_hand():
   assert transformer.largest_shards(QWEN3) == 8
   assert transformer.largest_shards(dataclasses.replace(QWEN3, vocab_size=44)) == 4
@@ -420,6 +471,33 @@ def test_a_shape_that_cannot_be_is_refused(changes, message):
 def test_slabs_that_do_not_divide_are_refused(changes, message):
   with pytest.raises(ValueError, match=message):
     transformer.init(jax.random.key(0), dataclasses.replace(QWEN3, **changes), NUMERICS)
+
+
+@pytest.mark.parametrize(
+  ("change", "message"),
+  [
+    (lambda p: p | {"embed": p["embed"][:3]}, r"params\['embed'\]: got float32\[3, .*, expected"),
+    (lambda p: p | {"embed": p["embed"].astype(jnp.bfloat16)}, r".*: got bfloat16\[.*float32"),
+    (lambda p: p | {"layers": p["layers"][:1]}, r"params\['layers'\]\[1\].*: got nothing,"),
+    (lambda p: p | {"more": p["embed"]}, r"params\['more'\]: got .*expected nothing; pass"),
+  ],
+)
+def test_a_module_refuses_weights_of_another_model(change, message):
+  params = transformer.init(jax.random.key(1), QWEN3, NUMERICS)
+  with pytest.raises(ValueError, match=f"Transformer.{message}"):
+    transformer.Transformer(QWEN3, NUMERICS, params=change(params))
+  module = transformer.Transformer(QWEN3, NUMERICS, params=params)
+  with pytest.raises(ValueError, match=f"Transformer.{message}"):
+    module.set_params(change(params))
+  jax.tree.map(np.testing.assert_array_equal, module.pure_params(), params)
+
+
+@pytest.mark.parametrize(
+  ("arguments", "given"), [({}, "neither"), (dict(rngs=1, params=1), "both")]
+)
+def test_a_module_has_weights_of_one_kind(arguments, given, unchecked_annotations):
+  with pytest.raises(ValueError, match=f"Transformer: got {given} of rngs and params, expected"):
+    transformer.Transformer(QWEN3, NUMERICS, **arguments)
 
 
 def test_pages_that_do_not_fill_a_split_are_refused():
