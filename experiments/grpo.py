@@ -204,7 +204,7 @@ def learn(argv: list[str]) -> None:
   # Before the first use of a device: one virtual CPU device an instance.
   jax.config.update("jax_num_cpu_devices", config.num_instances)
   config = on_these_devices(config)
-  with progress_lib.Progress(say) as progress, progress.phase("reading the model and its task"):
+  with progress_lib.Progress(say) as progress, progress.phase("getting ready"):
     task, policy = prepare(config, directory, resume=args.resume, bitwise=args.bitwise)
   result = rl.train(
     config,
@@ -230,6 +230,8 @@ def learn(argv: list[str]) -> None:
     "peak_memory_gib", "optimizer_steps",
   ):  # fmt: skip
     print(f"{name:24s} {result.summary[name]}")
+  if "joules" in result.summary:
+    print(f"{'joules':24s} {result.summary['joules']:.0f}")
   print(f"rollouts {saved(metrics.read(directory / 'metrics.jsonl'))}")
   print(example(result))
   print(f"report   {page}\nmodel    {directory / 'model'}\nnumbers  {directory / 'summary.json'}")

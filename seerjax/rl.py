@@ -415,6 +415,7 @@ def _train(
       before = before or accuracy_after(0)
       while step < config.num_steps:
         progress.begin_step(step + 1, config.num_steps)
+        joules = clock.joules
         with contextlib.ExitStack() as whole:
           # From the first update on, a stop waits until the step is whole, its numbers included.
           put_off = functools.partial(whole.enter_context, stops.put_off())
@@ -422,6 +423,8 @@ def _train(
             config, engine, trainer, ahead, state, step, base,
             progress=progress, before_update=put_off,
           )  # fmt: skip
+          if joules is not None:
+            numbers["circle/joules"] = (clock.joules or 0.0) - joules
           writer.write(step + 1, numbers)
           progress.has_said()
           state, step = new_state, step + 1

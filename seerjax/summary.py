@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from seerjax import metrics
+from seerjax import energy, metrics
 from seerjax.types import RolloutGroup
 
 
@@ -70,14 +70,15 @@ def of_run(
 
 
 class RunClock:
-  """Measures a run over all its processes: seconds, those XLA compiled, and peak memory.
+  """Measures a run over all its processes: seconds, those XLA compiled, peak memory, and joules.
 
   Each checkpoint holds what was measured until then (`read`), and a resumed run begins with it
   (`carry_on`): what a kill lost since the last checkpoint is not counted.
   """
 
   def __init__(self):
-    self._before = dict(seconds=0.0, compile_seconds=0.0, peak_memory_gib=0.0)
+    self._before = dict(seconds=0.0, compile_seconds=0.0, peak_memory_gib=0.0, joules=0.0)
+    self._meter = energy.Meter()
     self._started = time.monotonic()
     self._compile_seconds = 0.0
     jax.monitoring.register_event_duration_secs_listener(self._hear)
@@ -88,13 +89,20 @@ class RunClock:
 
   def carry_on(self, before: Mapping[str, float]) -> None:
     """Begins with what the clock of the process before read last."""
-    self._before = dict(before)
+    self._before |= before  # It says no joules where none could be read.
+
+  @property
+  def joules(self) -> float | None:
+    """Those of all processes so far, None where they cannot be read; see `energy`."""
+    joules = self._meter.read()
+    return None if joules is None else self._before["joules"] + joules
 
   def read(self) -> dict[str, float]:
-    """Returns seconds, compile_seconds and peak_memory_gib; Linux counts memory in KiB."""
+    """Returns seconds, compile_seconds, peak_memory_gib, and joules where they can be read."""
+    # Linux counts memory in KiB.
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     return dict(
       seconds=self._before["seconds"] + time.monotonic() - self._started,
       compile_seconds=self._before["compile_seconds"] + self._compile_seconds,
       peak_memory_gib=max(self._before["peak_memory_gib"], peak),
-    )
+    ) | ({} if (joules := self.joules) is None else dict(joules=joules))

@@ -540,6 +540,8 @@ def _discover(
             "search/tokens": float(done["tokens"]),
             "search/cpu_seconds": done["cpu_seconds"],
           }
+          if (joules := clock.joules) is not None:
+            numbers["search/joules"] = joules
           numbers_file.write(step + 1, numbers)
           progress.has_said()
           # Together, and after its numbers: whenever a stop comes, what is saved is a whole step.

@@ -20,7 +20,9 @@ PACKAGES = ("seerjax", "pallas_kernels")
 STEPS: tuple[tuple[str, ...], ...] = (
   ("array_typing", "compiled", "pallas_kernels"),
   ("numerics", "types"),
-  ("parallel", "metrics", "ops", "checkpoint", "search", "tasks", "stops", "progress"),
+  (
+    "parallel", "metrics", "ops", "checkpoint", "search", "tasks", "stops", "progress", "energy",
+  ),
   ("models",),
   ("engine", "trainer"),
   ("speculation", "rollout"),

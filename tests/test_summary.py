@@ -81,6 +81,11 @@ def test_the_clock_of_a_resumed_run_counts_all_its_processes():
   read = clock.read()
   assert 0 < read["compile_seconds"] - 30.0 < read["seconds"] - 100.0
   assert read["peak_memory_gib"] == 2000.0  # The highest, for they never ran at once.
+  # Where no counter can be read, what others counted is not repeated.
+  clock.carry_on(read | dict(joules=70.0))
+  again = clock.read()
+  assert "joules" not in again or again["joules"] >= 70.0
+  assert (clock.joules is None) == ("joules" not in again)
   small = read | dict(peak_memory_gib=0.0)
   clock.carry_on(small)
   assert 0.01 < clock.read()["peak_memory_gib"] < 1024
