@@ -17,10 +17,9 @@ from __future__ import annotations
 import pathlib
 import sys
 
-import jax
 import numpy as np
 
-from seerjax import NumericsConfig, Request, SamplingParams
+from seerjax import NumericsConfig, Request, SamplingParams, numerics
 from seerjax.engine import engine as engine_lib
 from seerjax.models import huggingface, tokenizer as tokenizer_lib, transformer
 from seerjax.types import Completion
@@ -44,7 +43,7 @@ def ask(seeds: list[int], page_size: int) -> list[Completion]:
     config=engine_lib.EngineConfig(
       page_size=page_size, num_pages=256, max_sequences=4, max_context=256, row_buckets=(64,)
     ),
-    key=jax.random.key(0),
+    key=numerics.key(0),
     tokenizer=tokenizer,
   )
   prompt = tuple(tokenizer.chat_ids(QUESTION))

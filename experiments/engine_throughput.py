@@ -122,10 +122,8 @@ def our_answer(
   workload: Workload, texts: list[tuple[int, ...]], lengths: np.ndarray, settings: dict[str, Any]
 ) -> Answer:
   """Returns a peer that is this engine."""
-  import jax
-
   from experiments import grpo
-  from seerjax import parallel
+  from seerjax import numerics as numerics_lib, parallel
   from seerjax.engine import engine as engine_lib
   from seerjax.models import transformer
   from seerjax.types import Request, SamplingParams
@@ -148,7 +146,7 @@ def our_answer(
     transformer.compute_params(policy.params, numerics),
     numerics=numerics,
     config=config,
-    key=jax.random.key(workload.seed),
+    key=numerics_lib.key(workload.seed),
     mesh=parallel.make_mesh(num_instances=workload.num_instances),
   )
   requests = [

@@ -125,7 +125,7 @@ def main(argv: list[str]) -> None:
       stop_strings=tuple(args.stop),
     )
     engine = engine_for(
-      policy, numerics, num_tokens=len(tokens) + args.max_tokens, key=jax.random.key(0)
+      policy, numerics, num_tokens=len(tokens) + args.max_tokens, key=numerics_lib.key(0)
     )
     request = Request(request_id="0", prompt=tokens, sampling=sampling, seed=args.seed)
 

@@ -112,7 +112,7 @@ def engine_of(
       row_buckets=row_buckets,
       reuse_prefixes=False,
     ),
-    key=jax.random.key(config.seed),
+    key=numerics_lib.key(config.seed),
     tokenizer=policy.tokenizer,
   )
 
@@ -381,7 +381,7 @@ def price(config: InvarianceConfig, say: Say) -> dict[str, Any]:
           max_context=context,
           row_buckets=(size, 2 * max(size, 64)),
         ),
-        key=jax.random.key(config.seed),
+        key=numerics_lib.key(config.seed),
       )
     seconds: dict[str, list[float]] = {name: [] for name in engines}
     for repetition in range(config.repetitions + 1):

@@ -166,7 +166,7 @@ def pretrain(
   if start:
     params, model = huggingface.load(start, numerics)
   else:
-    params = transformer.init(jax.random.key(config.seed), model, numerics)
+    params = transformer.init(numerics_lib.key(config.seed), model, numerics)
   opt_state, first = optimizer.init(params), 0
   fingerprint = numerics_lib.fingerprint(numerics)
   checkpoints = directory / "checkpoints"

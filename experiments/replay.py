@@ -385,7 +385,7 @@ def sample_again(
     jnp.full((count,), request.seed, jnp.uint32),
     jnp.asarray(rows + 1, jnp.int32),
     jnp.int32(count),
-    jax.random.key(recorded.config.seed),
+    numerics_lib.key(recorded.config.seed),
   )
   return np.asarray(tokens), np.asarray(scores.logprob), np.asarray(scores.raw_logprob)
 

@@ -245,7 +245,7 @@ def run(workload: Workload, directory: pathlib.Path) -> dict[str, dict[str, Any]
       weights,
       numerics=numerics,
       config=config,
-      key=jax.random.key(workload.seed),
+      key=numerics_lib.key(workload.seed),
       runner=runner,
       drafter=drafter,
       kv_pool=KVPool(KVPoolConfig(host_pages=10**6)),

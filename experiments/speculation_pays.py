@@ -29,7 +29,6 @@ import time
 from typing import NamedTuple
 
 from absl import app, flags
-import jax
 import numpy as np
 import rich.progress
 from scipy import stats
@@ -166,7 +165,7 @@ class Asker:
       transformer.compute_params(self.policy.params, numerics),
       numerics=numerics,
       config=self._job.engine,
-      key=jax.random.key(self.workload.seed),
+      key=numerics_lib.key(self.workload.seed),
       runner=runner,
     )
 

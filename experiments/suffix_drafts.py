@@ -277,9 +277,8 @@ class Sampled(NamedTuple):
 
 def sample(workload: Workload) -> list[Sampled]:
   """Returns nano's answers to word problems at temperature 1."""
-  import jax
-
   from experiments import grpo
+  from seerjax import numerics as numerics_lib
   from seerjax.engine import engine as engine_lib
   from seerjax.models import transformer
   from seerjax.rollout import rollout as rollout_lib
@@ -296,7 +295,7 @@ def sample(workload: Workload) -> list[Sampled]:
     transformer.compute_params(policy.params, job.numerics),
     numerics=job.numerics,
     config=job.engine,
-    key=jax.random.key(workload.seed),
+    key=numerics_lib.key(workload.seed),
     tokenizer=policy.tokenizer,
   )
   count = rollout_lib.num_problems(task, "train")

@@ -290,8 +290,10 @@ def reference(
   rows = table.reshape(-1, table.shape[-1]).astype(jnp.float32)
   z = jnp.dot(hidden.astype(jnp.float32), rows.T, precision=lax.Precision.HIGHEST)
   t = z / jnp.where(temperature > 0, temperature, 1.0)[:, None]
-  draw = lambda key: jax.random.gumbel(jax.random.wrap_key_data(key), z.shape[1:], jnp.float32)
-  noise = jnp.where(temperature[:, None] > 0, jax.vmap(draw)(keys), 0.0)
+  wrap = functools.partial(jax.random.wrap_key_data, impl="threefry2x32")
+  draw = lambda key: jax.random.gumbel(wrap(key), z.shape[1:], jnp.float32)
+  with jax.threefry_partitionable(True):
+    noise = jnp.where(temperature[:, None] > 0, jax.vmap(draw)(keys), 0.0)
   tokens = jnp.where(targets >= 0, targets, jnp.argmax(t + noise, axis=1)).astype(jnp.int32)
   raw, tempered = jax.nn.log_softmax(z), jax.nn.log_softmax(t)
   take = lambda rows: jnp.take_along_axis(rows, tokens[:, None], axis=1)[:, 0]

@@ -8,22 +8,27 @@ lives elsewhere.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import importlib.metadata
 import json
 import os
 import pathlib
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+
+from seerjax.array_typing import Array, PRNGKeyArray
 
 Implementation = Literal["tiled", "pallas", "pallas_interpreted", "untiled"]
 IMPLEMENTATIONS = ("tiled", "pallas", "pallas_interpreted", "untiled")
 DTYPES = ("float32", "bfloat16")
 # Raised with every change of ours that moves a bit; CHANGELOG.md names each.
 BITS_VERSION = 4
+# Of every key: with another ("rbg" is usual on TPUs) noise depends on the batch it is drawn in.
+KEY_IMPLEMENTATION = "threefry2x32"
 CPUINFO = pathlib.Path("/proc/cpuinfo")
 
 
@@ -98,6 +103,41 @@ class NumericsConfig:
     return jnp.dtype(self.compute_dtype)
 
 
+def key(seed: int) -> PRNGKeyArray:
+  """Returns the key of a seed, the same whatever this process takes for its default."""
+  return jax.random.key(seed, impl=KEY_IMPLEMENTATION)
+
+
+def wrap_key(data: Array) -> PRNGKeyArray:
+  """Returns keys from what `jax.random.key_data` gave: u32[..., 2] to keys [...]."""
+  return jax.random.wrap_key_data(data, impl=KEY_IMPLEMENTATION)
+
+
+def pinned_randomness() -> contextlib.AbstractContextManager[Any]:
+  """Within it a key draws the same numbers whatever `JAX_THREEFRY_PARTITIONABLE` says."""
+  return jax.threefry_partitionable(True)
+
+
+def require_key(key: PRNGKeyArray, *, what: str) -> None:
+  """Refuses a key of which equal text cannot be promised.
+
+  Args:
+    key: that noise or weights are drawn from.
+    what: the argument, for the message.
+
+  Raises:
+    ValueError: if it is not a typed key of `KEY_IMPLEMENTATION`.
+  """
+  is_typed = isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+  got = f"a key of {jax.random.key_impl(key)!s}" if is_typed else f"{key!r}, which is no typed key"
+  if not is_typed or str(jax.random.key_impl(key)) != KEY_IMPLEMENTATION:
+    raise ValueError(
+      f"{what}: got {got}, expected one of {KEY_IMPLEMENTATION}, whose noise does not depend on the"
+      f" batch; make it by seerjax.numerics.key(seed), or by jax.random.key(seed,"
+      f" impl={KEY_IMPLEMENTATION!r})."
+    )
+
+
 def fingerprint(numerics: NumericsConfig) -> dict[str, str]:
   """Returns every value that decides bits, as text, and one digest of them all.
 
@@ -116,6 +156,10 @@ def fingerprint(numerics: NumericsConfig) -> dict[str, str]:
   values["jax_version"] = jax.__version__
   values["jaxlib_version"] = importlib.metadata.version("jaxlib")
   values["xla_flags"] = os.environ.get("XLA_FLAGS", "")
+  # What JAX lets a process set and we do not: sums of gradients follow the second.
+  values["x64"] = str(jax.config.jax_enable_x64)
+  values["matmul_precision"] = str(jax.config.jax_default_matmul_precision)
+  values["disable_jit"] = str(jax.config.jax_disable_jit)
   values["device_kind"] = _device_kind()
   values["digest"] = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
   return values

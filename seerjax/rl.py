@@ -361,7 +361,7 @@ def _train(
     running_weights(config, state.params, base),
     numerics=config.numerics,
     config=config.engine,
-    key=jax.random.key(config.seed),
+    key=numerics_lib.key(config.seed),
     tokenizer=policy.tokenizer,
     policy_version=step,
     runner=programs.runner,
@@ -906,7 +906,7 @@ def initial_state(config: RunConfig, policy: Learner) -> TrainState:
   """Returns the state of a run that has not learnt: of all weights, or of fresh adapters."""
   params = policy.params
   if config.lora_rank:
-    key = jax.random.key(rollout_lib.request_seed(config.seed, -2))
+    key = numerics_lib.key(rollout_lib.request_seed(config.seed, -2))
     params = lora.init(key, policy.model, config.numerics, config.lora_rank)
   optimizer = step_lib.make_optimizer(config.optimizer)
   return TrainState(params, optimizer.init(params), jnp.int32(0))

@@ -173,7 +173,7 @@ def measure(numerics: numerics_lib.NumericsConfig) -> Finding:
       _, scores = transformer.head(
         params, hidden, targets, jax.tree.map(jnp.asarray, parameters),
         jnp.zeros(count, jnp.uint32), jnp.zeros(count, jnp.int32), num_rows,
-        jax.random.key(0), config=config, numerics=numerics,
+        numerics_lib.key(0), config=config, numerics=numerics,
       )  # fmt: skip
       return scores
     weights = {"final_norm": params["final_norm"], "head": params["head"]}

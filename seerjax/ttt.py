@@ -460,7 +460,7 @@ def _discover(
       rl.running_weights(run, state.params, base),
       numerics=config.numerics,
       config=config.engine,
-      key=jax.random.key(config.seed),
+      key=numerics_lib.key(config.seed),
       tokenizer=policy.tokenizer,
       policy_version=step,
       runner=programs.runner,
@@ -882,7 +882,7 @@ def tiny_policy(config: DiscoverConfig, environment: Environment) -> Policy:
     rotary=rotary.RotaryConfig(head_dim=size, base=10_000.0),
     max_context=config.engine.max_context,
   )
-  key = jax.random.key(rollout_lib.request_seed(config.seed, -4))
+  key = numerics_lib.key(rollout_lib.request_seed(config.seed, -4))
   return Policy(model, transformer.init(key, model, config.numerics))
 
 

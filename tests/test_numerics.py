@@ -30,6 +30,7 @@ def test_a_fingerprint_holds_every_field_and_what_xla_compiles_for():
   found = numerics.fingerprint(NumericsConfig())
   fields = {field.name for field in dataclasses.fields(NumericsConfig)}
   about = {"bits_version", "jax_version", "jaxlib_version", "xla_flags", "device_kind", "digest"}
+  about |= {"x64", "matmul_precision", "disable_jit"}
   assert set(found) == fields | about
   assert found["jax_version"] == jax.__version__
   # Every CPU is "cpu" to JAX; two with other instructions are not the same to XLA.

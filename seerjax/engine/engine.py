@@ -124,7 +124,8 @@ class Engine:
       params: weights in compute dtype (`transformer.compute_params`).
       numerics: what decides bits.
       config: sizes.
-      key: sampling key of the run; only folded, so that it may be reused for equal text.
+      key: sampling key of the run (`numerics.key`); only folded, so that it may be reused for equal
+        text.
       tokenizer: needed for stop strings and text.
       mesh: `parallel.make_mesh`; one device if None.
       policy_version: of `params`.
@@ -138,6 +139,7 @@ class Engine:
         made for something else, or free memory does not hold one context.
     """
     numerics = transformer.numerics_for(model, numerics)
+    numerics_lib.require_key(key, what="Engine.key")
     if config.page_size < 1 or numerics.kv_split % config.page_size:
       raise ValueError(
         f"EngineConfig.page_size: got {config.page_size}, expected a divisor of"

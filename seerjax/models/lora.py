@@ -91,7 +91,7 @@ def init(
   """Returns f32 master adapters: A normal with deviation 1 / sqrt(its inputs), B zero.
 
   Args:
-    key: consumed.
+    key: of `numerics.key`; consumed.
     config: shape of the model.
     numerics: `reduction_shards` decides the layout.
     rank: columns of A.
@@ -100,6 +100,7 @@ def init(
   Raises:
     ValueError: if the rank or a target cannot be.
   """
+  numerics_lib.require_key(key, what="lora.init: key")
   layout = shapes(config, numerics, rank, targets)
   paths, structure = jax.tree_util.tree_flatten_with_path(layout)
 
@@ -107,7 +108,8 @@ def init(
     if path[-1].key == "b":
       return jnp.zeros(shape.shape, shape.dtype)
     num_inputs = shape.size // rank
-    noise = jax.random.normal(jax.random.fold_in(key, index), shape.shape, shape.dtype)
+    with numerics_lib.pinned_randomness():
+      noise = jax.random.normal(jax.random.fold_in(key, index), shape.shape, shape.dtype)
     return jnp.float32(num_inputs**-0.5) * noise
 
   return structure.unflatten([leaf(i, path, shape) for i, (path, shape) in enumerate(paths)])

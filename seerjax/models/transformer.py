@@ -158,11 +158,15 @@ def init(
   """Returns f32 master weights: normal with deviation 0.02, norms at one, biases at zero.
 
   Args:
-    key: consumed.
+    key: of `numerics.key`; consumed.
     config: shape.
     numerics: `reduction_shards` decides the layout; the same key gives other values under another.
+
+  Raises:
+    ValueError: if slabs do not divide the model, or the key is of another kind.
   """
   numerics = numerics_for(config, numerics)
+  numerics_lib.require_key(key, what="transformer.init: key")
   layout = shapes(config, numerics.reduction_shards)
   paths, structure = jax.tree_util.tree_flatten_with_path(layout)
   residual_scale = (2 * config.num_layers) ** -0.5
@@ -174,7 +178,9 @@ def init(
     if name == "qkv_bias":
       return jnp.zeros(shape.shape, shape.dtype)
     scale = 0.02 * (residual_scale if name in ("out", "down") else 1.0)
-    return jnp.float32(scale) * jax.random.normal(jax.random.fold_in(key, index), shape.shape)
+    with numerics_lib.pinned_randomness():
+      noise = jax.random.normal(jax.random.fold_in(key, index), shape.shape, shape.dtype)
+    return jnp.float32(scale) * noise
 
   leaves = [leaf(index, path, shape) for index, (path, shape) in enumerate(paths)]
   return structure.unflatten(leaves)
@@ -498,7 +504,7 @@ def _tiled_head(
     hidden, forced, sampling_rows, seeds, positions, is_wanted = rows
     logits = logits_rows(config, numerics, axis, weights, hidden, one)
     processed = sampling.processed_rows(logits, sampling_rows)
-    key = jax.random.wrap_key_data(weights["key"])
+    key = numerics_lib.wrap_key(weights["key"])
     noise = sampling.noise_rows(key, seeds, positions, is_wanted, config.vocab_size)
     chosen = sampling.choose_rows(lax.stop_gradient(processed), noise)
     tokens = jnp.where(forced >= 0, forced, chosen)
@@ -527,7 +533,7 @@ def _kernel_head(
   Which of the two a row takes follows its own parameters, never its neighbours'.
   """
   hidden, forced, parameters, seeds, positions, _ = rows
-  key = jax.random.wrap_key_data(weights["key"])
+  key = numerics_lib.wrap_key(weights["key"])
   fold = lambda seed, position: jax.random.fold_in(jax.random.fold_in(key, seed), position)
   normed = norms.rms_norm_rows(hidden, weights["final_norm"], config.norm_eps, numerics)
   tokens, *scores = token_logprobs.token_logprobs(

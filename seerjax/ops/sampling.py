@@ -20,6 +20,7 @@ from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
+from seerjax import numerics as numerics_lib
 from seerjax.array_typing import Array, Float, Int, PRNGKeyArray
 from seerjax.types import SamplingParams, SamplingRows
 
@@ -81,16 +82,15 @@ def padded(sampling: SamplingRows, count: int) -> SamplingRows:
   missing = count - sampling.temperature.shape[0]
   if not missing:
     return sampling
-  off = SamplingRows(
+  off = dict(
     temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, bias_ids=-1, bias_values=0.0, low=0,
     high=NO_LIMIT,
   )  # fmt: skip
-  return SamplingRows(
-    *(
-      jnp.pad(leaf, ((0, missing), *((0, 0),) * (leaf.ndim - 1)), constant_values=value)
-      for leaf, value in zip(sampling, off, strict=True)
-    )
-  )
+  padded = {
+    name: jnp.pad(leaf, ((0, missing), *((0, 0),) * (leaf.ndim - 1)), constant_values=off[name])
+    for name, leaf in sampling._asdict().items()
+  }
+  return SamplingRows(**padded)
 
 
 def is_filtered(sampling: SamplingRows) -> Array:
@@ -182,7 +182,7 @@ def noise_rows(
   """Returns Gumbel noise f32[n, v] from `fold_in(fold_in(key, seed), position)`; 0 if unwanted.
 
   Args:
-    key: the engine's key; not consumed, only folded.
+    key: the engine's key (`numerics.key`); not consumed, only folded.
     seeds: u32[n].
     positions: i32[n], of the token to be sampled, counted from the sequence's start.
     is_wanted: bool[n].
@@ -191,7 +191,8 @@ def noise_rows(
 
   def draw(seed, position):
     folded = jax.random.fold_in(jax.random.fold_in(key, seed), position)
-    return jax.random.gumbel(folded, (vocabulary,), jnp.float32)
+    with numerics_lib.pinned_randomness():
+      return jax.random.gumbel(folded, (vocabulary,), jnp.float32)
 
   noise = lax.cond(
     jnp.any(is_wanted),

@@ -313,7 +313,7 @@ def score(
     jnp.zeros(batch.targets.shape, jnp.uint32),
     rows.positions + 1,
     rows.num_rows,
-    jax.random.key(0),  # Nothing is sampled here.
+    numerics_lib.key(0),  # Nothing is sampled here.
     config=model,
     numerics=numerics,
   )

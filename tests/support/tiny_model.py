@@ -53,7 +53,7 @@ ONE_SLAB = numerics_lib.NumericsConfig(
 @functools.cache
 def params(numerics: numerics_lib.NumericsConfig, seed: int = 0) -> transformer.Params:
   """Random weights, large enough for distributions that are neither flat nor certain."""
-  master = transformer.init(jax.random.key(seed), CONFIG, numerics)
+  master = transformer.init(numerics_lib.key(seed), CONFIG, numerics)
   return transformer.compute_params(jax.tree.map(lambda leaf: leaf * 5, master), numerics)
 
 
@@ -122,7 +122,7 @@ def make_engine(
     params(numerics),
     numerics=numerics,
     config=config,
-    key=jax.random.key(11),
+    key=numerics_lib.key(11),
     runner=runner(numerics, num_instances, model_shards),
   )
 
