@@ -80,7 +80,7 @@ class NumericsConfig:
       value = getattr(self, field)
       if field == "reduction_shards" and value == 0:
         continue
-      if value < 1 or value & (value - 1):
+      if not isinstance(value, int) or value < 1 or value & (value - 1):
         raise ValueError(
           f"NumericsConfig.{field}: got {value}, expected a power of two; the defaults are"
           " row_tile=16, query_tile=8, slot_tile=8, kv_split=256, reduction_shards=8 (0 leaves it"

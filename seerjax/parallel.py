@@ -15,6 +15,7 @@ import numpy as np
 
 from seerjax.array_typing import Array, Shaped
 
+MAX_INSTANCES = 1024  # As many devices of a CPU take a second to make; the time grows squared.
 INSTANCE_AXIS = "instance"
 MODEL_AXIS = "model"
 
@@ -27,8 +28,13 @@ def make_mesh(
   Instances are outermost.
 
   Raises:
-    ValueError: if there are fewer devices.
+    ValueError: if there are fewer devices, or less than one is asked for.
   """
+  if num_instances < 1 or model_shards < 1 or first < 0:
+    raise ValueError(
+      f"make_mesh: got num_instances={num_instances}, model_shards={model_shards}, first={first},"
+      " expected at least 1, 1 and 0; one device is num_instances=1, model_shards=1."
+    )
   needed = num_instances * model_shards
   devices = jax.devices()[first:]
   if needed > len(devices):

@@ -138,6 +138,15 @@ class RunConfig:
   evaluation: EvaluationConfig = EvaluationConfig()
 
   def __post_init__(self):
+    if not 0 <= self.seed < 2**63:
+      raise ValueError(
+        f"RunConfig.seed: got {self.seed}, expected 0 <= seed < 2**63; choose a smaller one."
+      )
+    if self.num_instances > parallel.MAX_INSTANCES:
+      raise ValueError(
+        f"RunConfig.num_instances: got {self.num_instances}, expected at most"
+        f" {parallel.MAX_INSTANCES} (one a device); lower it."
+      )
     for field, least in (
       ("num_steps", 0), ("num_instances", 1), ("checkpoint_every", 1), ("lora_rank", 0)
     ):  # fmt: skip
@@ -380,6 +389,8 @@ def _train(
         resume_step=step - 1,
       )
     )
+    for sentence in missing_records(directory, step, journal):
+      say(sentence)
     metrics.write_summary(directory / "config.json", settings | {"fingerprint": fingerprint})
     progress.say(engine.plan())
     with progress.phase("measuring the engine's steps"):
@@ -1040,6 +1051,46 @@ def check_directory(directory: pathlib.Path, *, resume: bool) -> None:
       f"{directory}: got the directory of another run ({found}), expected none; carry on with"
       " --resume, choose another --workdir, or remove it."
     )
+
+
+def missing_records(
+  directory: pathlib.Path, step: int, journal: journal_lib.Journal | None
+) -> list[str]:
+  """Returns a sentence for each file that lacks what whole steps had written: a run needs none.
+
+  Args:
+    directory: of a run that is resumed.
+    step: whole steps of it.
+    journal: of the run; None if it has none.
+
+  Raises:
+    ValueError: if the numbers are damaged before their end.
+  """
+  sentences = []
+  if journal is not None:
+    known = {known_step for known_step, _, _ in journal.keys()}
+    if missing := [one for one in range(step) if one not in known]:
+      sentences.append(
+        f"{journal.path}: got no rollouts of {len(missing)} of {step} steps, expected those of all;"
+        " the run goes on, but these steps can neither be read nor replayed: restore the file from"
+        " a copy if you need them."
+      )
+  path = directory / metrics.FILE_NAME
+  known = {row["step"] for row in metrics.read(path)} if path.is_file() else set()
+  if missing := [one for one in range(1, step + 1) if one not in known]:
+    sentences.append(
+      f"{path}: got no numbers of {len(missing)} of {step} steps, expected those of all; the run"
+      " goes on, but its report and summary lack them: restore the file from a copy if you need"
+      " them."
+    )
+  path = directory / trace_lib.FILE_NAME
+  if damaged := trace_lib.damaged_lines(path):
+    sentences.append(
+      f"{path}: got damage in line(s) {', '.join(map(str, damaged))}, expected a step's trace in"
+      " each; the run goes on, but its report lacks them: restore the file from a copy if you need"
+      " them."
+    )
+  return sentences
 
 
 def _accuracy_at(directory: pathlib.Path, step: int) -> dict[str, float]:

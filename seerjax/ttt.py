@@ -38,6 +38,7 @@ from seerjax import (
   checkpoint,
   metrics,
   numerics as numerics_lib,
+  parallel,
   progress as progress_lib,
   rl,
   status as status_lib,
@@ -215,6 +216,11 @@ class DiscoverConfig:
         raise ValueError(
           f"DiscoverConfig.{field}: got {vars(self)[field]}, expected at least {number}; raise it."
         )
+    if self.num_instances > parallel.MAX_INSTANCES:
+      raise ValueError(
+        f"DiscoverConfig.num_instances: got {self.num_instances}, expected at most"
+        f" {parallel.MAX_INSTANCES} (one a device); lower it."
+      )
     if self.seed >= 2**63:
       raise ValueError(
         f"DiscoverConfig.seed: got {self.seed}, expected less than 2**63; choose a smaller one."
@@ -440,6 +446,8 @@ def _discover(
           resume_step=step - 1,  # It counts steps from 0.
         )
       )
+    for sentence in rl.missing_records(directory, step, journal):
+      say(sentence)
     if not resume:
       metrics.write_summary(directory / "config.json", settings | {"fingerprint": fingerprint})
       if isinstance(writer, writers.Edits) and config.tiny.warm_sentences:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 import dataclasses
+import math
 import threading
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -220,7 +221,7 @@ class ProgramConfig:
         raise ValueError(
           f"ProgramConfig.{field}: got {vars(self)[field]}, expected at least 1; raise it."
         )
-    if not self.seconds > 0:
+    if not 0 < self.seconds < math.inf:
       raise ValueError(
         f"ProgramConfig.seconds: got {self.seconds}, expected a positive number; 10 is usual."
       )

@@ -23,7 +23,16 @@ import numpy as np
 import pytest
 import tiny_model
 
-from seerjax import checkpoint, metrics, numerics as numerics_lib, parallel, rl, status, stops
+from seerjax import (
+  checkpoint,
+  metrics,
+  numerics as numerics_lib,
+  parallel,
+  report,
+  rl,
+  status,
+  stops,
+)
 from seerjax.engine import engine as engine_lib, runner as runner_lib
 from seerjax.models import lora, tokenizer as tokenizer_lib, transformer
 from seerjax.rollout import (
@@ -151,7 +160,14 @@ def programs_of(config: rl.RunConfig) -> rl.Programs:
 
 
 def train(
-  directory, task=None, *, config=CONFIG, resume=False, accept_new_numerics=False, **changes
+  directory,
+  task=None,
+  *,
+  config=CONFIG,
+  resume=False,
+  accept_new_numerics=False,
+  say=lambda line: None,
+  **changes,
 ):
   config = dataclasses.replace(config, **changes)
   return rl.train(
@@ -161,7 +177,7 @@ def train(
     pathlib.Path(directory),
     resume=resume,
     accept_new_numerics=accept_new_numerics,
-    say=lambda line: None,
+    say=say,
     programs=programs_of(config),
   )
 
@@ -395,6 +411,29 @@ def test_a_run_that_has_ended_writes_its_last_row_once(whole, tmp_path):
   # A longer run goes on, and measures where it ends.
   train(copy, task, resume=True, num_steps=5)
   assert [row["step"] for row in rows_of(copy)] == [0, 1, 2, 3, 4, 4, 5, 5]
+
+
+@pytest.mark.parametrize("how", ["lost", "emptied"])
+def test_records_that_are_gone_are_named_and_end_no_run(whole, stopped_copy, how):
+  for name in ("journal.jsonl", "metrics.jsonl"):
+    path = stopped_copy / name
+    path.unlink() if how == "lost" else path.write_bytes(b"")
+  traces = stopped_copy / "traces.jsonl"
+  data = traces.read_bytes()
+  traces.write_bytes(data[:5] + b"\xff" + data[6:])
+  said = []
+  result = train(stopped_copy, resume=True, say=said.append)
+  text = "\n".join(said)
+  assert "journal.jsonl: got no rollouts of 2 of 2 steps, expected those of all; the run" in text
+  assert "metrics.jsonl: got no numbers of 2 of 2 steps, expected those of all; the run" in text
+  assert "traces.jsonl: got damage in line(s) 1, expected a step's trace in each; the run" in text
+  assert_equal_bits(result.state, whole[1].state)
+  assert [row["step"] for row in rows_of(stopped_copy)] == [3, 4, 4]
+  assert report.load(stopped_copy).traces.keys() == {1, 2, 3}
+  assert report.render(stopped_copy).is_file()
+  said.clear()
+  train(stopped_copy, resume=True, say=said.append, num_steps=5)
+  assert sum("expected those of all" in line for line in said) == 2  # Until they are restored.
 
 
 def test_the_summary_of_a_resumed_run_counts_all_its_processes(stopped_copy):

@@ -74,6 +74,20 @@ class TransformerConfig:
         f"TransformerConfig.family: got {self.family!r}, expected one of {FAMILIES}; other families"
         " are not built yet."
       )
+    for field in (
+      "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads",
+      "max_context",
+    ):  # fmt: skip
+      if vars(self)[field] < 1:
+        raise ValueError(
+          f"TransformerConfig.{field}: got {vars(self)[field]}, expected at least 1; check"
+          " config.json."
+        )
+    if not 0 < self.norm_eps < 1:
+      raise ValueError(
+        f"TransformerConfig.norm_eps: got {self.norm_eps}, expected 0 < norm_eps < 1; 1e-6 is"
+        " usual."
+      )
     if self.num_heads % self.num_kv_heads:
       raise ValueError(
         f"TransformerConfig.num_heads: got {self.num_heads} query heads for {self.num_kv_heads}"

@@ -63,6 +63,12 @@ class RotaryConfig:
         f"RotaryConfig.scaling: got {self.scaling!r}, expected one of {SCALINGS};"
         " other rope_scaling types are not supported."
       )
+    for field in ("base", "factor", "original_context"):
+      if not 0 < vars(self)[field] < math.inf:
+        raise ValueError(
+          f"RotaryConfig.{field}: got {vars(self)[field]}, expected a positive number; check"
+          " rope_theta and rope_scaling in config.json."
+        )
 
 
 def frequencies(config: RotaryConfig) -> tuple[np.ndarray, float]:

@@ -164,7 +164,7 @@ class Ours(Divided):
         f"Ours: got quantile={self.quantile}, min_correlation={self.min_correlation}, expected"
         " values in [0, 1] and [-1, 1]; 0.75 and 0.2 are usual."
       )
-    if self.unknown_factor < 1 or self.same_factor <= 1:
+    if not 1 <= self.unknown_factor < math.inf or not 1 < self.same_factor < math.inf:
       raise ValueError(
         f"Ours: got unknown_factor={self.unknown_factor}, same_factor={self.same_factor}, expected"
         " at least 1 and more than 1; 4 and 1.5 are usual."

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 import dataclasses
 import json
 import os
@@ -112,23 +112,37 @@ def append(path: str | os.PathLike, step: int, done: StepTrace) -> None:
     "rollouts": [dataclasses.asdict(trace) for trace in done.rollouts],
     "drafts": dataclasses.asdict(done.drafts),
   }
-  with pathlib.Path(path).open("a") as file:
-    file.write(json.dumps(record, separators=(",", ":")) + "\n")
+  line = json.dumps(record, separators=(",", ":")).encode() + b"\n"
+  with pathlib.Path(path).open("a+b") as file:
+    if file.tell():
+      file.seek(-1, os.SEEK_END)
+      if file.read(1) != b"\n":  # A kill tore the last line; this one is not to go with it.
+        line = b"\n" + line
+    file.write(line)
 
 
 def read(path: str | os.PathLike) -> dict[int, StepTrace]:
-  """Returns every step of a file, none if there is no file. A torn line is left out."""
-  found: dict[int, StepTrace] = {}
-  if not pathlib.Path(path).is_file():
-    return found
-  for line in pathlib.Path(path).read_text().splitlines():
+  """Returns every step of a file, none if there is no file. A damaged line is left out."""
+  return {step: done for _, found in _lines(path) if found for step, done in (found,)}
+
+
+def damaged_lines(path: str | os.PathLike) -> list[int]:
+  """Returns the numbers, from 1, of the lines that `read` leaves out, but for a torn last one."""
+  lines = list(_lines(path))
+  return [number for number, found in lines if found is None and number < len(lines)]
+
+
+def _lines(path: str | os.PathLike) -> Iterator[tuple[int, tuple[int, StepTrace] | None]]:
+  """Yields each line's number and what it says, None if it is torn or damaged."""
+  data = pathlib.Path(path).read_bytes() if pathlib.Path(path).is_file() else b""
+  for number, line in enumerate(data.split(b"\n"), 1):
     try:
       record = json.loads(line)
-    except ValueError:
-      continue  # A kill tore it; the step is sampled again.
-    rollouts = [_trace(rollout) for rollout in record["rollouts"]]
-    found[record["step"]] = StepTrace(rollouts, _acceptance(record["drafts"]))
-  return found
+      rollouts = [_trace(rollout) for rollout in record["rollouts"]]
+      found = int(record["step"]), StepTrace(rollouts, _acceptance(record["drafts"]))
+    except (ValueError, KeyError, TypeError, AttributeError):
+      found = None
+    yield number, found
 
 
 def _trace(record: Mapping[str, Any]) -> Trace:

@@ -248,7 +248,7 @@ class FunctionTask:
     reward = self.reward(problem.prompt, text)
     try:
       value = math.nan if isinstance(reward, (str, bytes)) else float(reward)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
       value = math.nan
     if not math.isfinite(value):
       raise ValueError(
@@ -382,10 +382,22 @@ def _outside_task(name: str, path: str | os.PathLike[str] | None) -> Task:
     sys.path.append(os.getcwd())  # Last, so that no file there hides an installed package.
   try:
     module = importlib.import_module(module_name)
+  except SyntaxError as error:
+    raise ValueError(
+      f"tasks.load: got {name!r}, whose module has a syntax error in line {error.lineno} of"
+      f" {error.filename} ({error.msg}), expected Python"
+      f" {sys.version_info.major}.{sys.version_info.minor}; mend that line."
+    ) from error
   except (ImportError, ValueError) as error:
     raise ValueError(
       f"tasks.load: got {name!r}, whose module {module_name!r} cannot be imported ({error}),"
       " expected 'my_module:MyTask'; run from the folder of my_module.py or install it."
+    ) from error
+  except (Exception, SystemExit) as error:
+    raise ValueError(
+      f"tasks.load: got {name!r}, whose module {module_name!r} raised {type(error).__name__}"
+      f" ({error}) when it was imported, expected one that only defines; mend it, or put what runs"
+      " under if __name__ == '__main__'."
     ) from error
   if attribute not in vars(module):
     raise ValueError(
@@ -394,7 +406,14 @@ def _outside_task(name: str, path: str | os.PathLike[str] | None) -> Task:
     )
   found: Any = vars(module)[attribute]
   if isinstance(found, type):
-    found = found() if path is None else found(path)
+    arguments = "" if path is None else repr(os.fspath(path))
+    try:
+      found = found() if path is None else found(path)
+    except (Exception, SystemExit) as error:
+      raise ValueError(
+        f"tasks.load: got {type(error).__name__} ({error}) from {attribute}({arguments}), expected"
+        " a task; mend it, or set --config.task_path to what it reads."
+      ) from error
   elif callable(found) and not hasattr(found, "problem"):
     return _with_prompts(name, path, cast(Reward, found))
   if not isinstance(found, Task):

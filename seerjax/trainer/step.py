@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -48,7 +49,7 @@ class OptimizerConfig:
   max_gradient_norm: float = 1.0
 
   def __post_init__(self):
-    if not self.learning_rate > 0:
+    if not 0 < self.learning_rate < math.inf:
       raise ValueError(
         f"OptimizerConfig.learning_rate: got {self.learning_rate}, expected a positive number;"
         " 1e-4 is usual for small models."
@@ -56,6 +57,18 @@ class OptimizerConfig:
     if self.warmup_steps < 0:
       raise ValueError(
         f"OptimizerConfig.warmup_steps: got {self.warmup_steps}, expected at least 0; 0 is none."
+      )
+    for field in ("b1", "b2"):
+      value = vars(self)[field]
+      if not 0 <= value < 1:
+        raise ValueError(
+          f"OptimizerConfig.{field}: got {value}, expected 0 <= {field} < 1; 0.9 and 0.95 are"
+          " usual."
+        )
+    if not 0 <= self.weight_decay < math.inf:
+      raise ValueError(
+        f"OptimizerConfig.weight_decay: got {self.weight_decay}, expected 0 <= weight_decay < inf;"
+        " 0 is off."
       )
     if not self.max_gradient_norm > 0:
       raise ValueError(

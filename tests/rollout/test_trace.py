@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from seerjax.rollout import trace as trace_lib
 from seerjax.rollout.trace import Span, StepTrace, Trace
 from seerjax.speculation.acceptance import Acceptance
@@ -30,6 +32,29 @@ def test_a_torn_line_is_left_out_and_a_later_one_counts(tmp_path):
   trace_lib.append(path, 0, one)
   assert trace_lib.read(path) == {0: one}
   assert trace_lib.read(tmp_path / "none.jsonl") == {}
+
+
+def test_a_line_that_a_kill_tore_takes_no_other_with_it(tmp_path):
+  path = tmp_path / trace_lib.FILE_NAME
+  one = StepTrace([ONE], Acceptance())
+  trace_lib.append(path, 0, one)
+  with path.open("a") as file:
+    file.write('{"step":1,"roll')
+  assert trace_lib.damaged_lines(path) == []  # Torn alone: it is sampled again.
+  trace_lib.append(path, 1, one)
+  assert trace_lib.read(path) == {0: one, 1: one}
+
+
+@pytest.mark.parametrize("damage", [b"\xff", b"}", b"null", b'{"step":1}', b"[1]"])
+def test_damage_is_left_out_and_its_lines_are_named(tmp_path, damage):
+  path = tmp_path / trace_lib.FILE_NAME
+  one = StepTrace([ONE], Acceptance())
+  for step in range(3):
+    trace_lib.append(path, step, one)
+  lines = path.read_bytes().split(b"\n")
+  path.write_bytes(b"\n".join([lines[0], damage, *lines[2:]]))
+  assert trace_lib.read(path) == {0: one, 2: one}
+  assert trace_lib.damaged_lines(path) == [2]
 
 
 def test_numbers_of_a_step_are_of_all_its_rollouts():
