@@ -21,6 +21,7 @@ from collections.abc import Iterator, Mapping
 import contextlib
 import hashlib
 import json
+import logging
 import os
 import pathlib
 import re
@@ -247,7 +248,9 @@ def _find(directory: pathlib.Path, step: int | None) -> pathlib.Path:
 
 @contextlib.contextmanager
 def _orbax_errors(directory: pathlib.Path, step: int) -> Iterator[None]:
-  """Raises what Orbax says of a disk as OSError; its thread prints a traceback of its own."""
+  """Raises what Orbax says of a disk as OSError, without the tracebacks of its threads."""
+  # Of all loggers only this one's filters see what it is given; adding it twice is adding it once.
+  logging.getLogger("absl").addFilter(_is_not_of_a_thread)
   try:
     yield
   except ValueError as error:
@@ -258,6 +261,14 @@ def _orbax_errors(directory: pathlib.Path, step: int) -> Iterator[None]:
       f"{directory}: got {found[0][:300]!r} while step {step} was saved, expected room for it; free"
       " some, and resume: earlier checkpoints are whole."
     ) from None
+
+
+def _is_not_of_a_thread(record: logging.LogRecord) -> bool:
+  """Drops what Orbax's threads log of an exception: the same one is raised where they are awaited.
+
+  It stays for good, because a save that was given up leaves threads behind.
+  """
+  return "_SignalingThread.run() raised" not in str(record.msg)
 
 
 def _path(directory: pathlib.Path, step: int) -> pathlib.Path:

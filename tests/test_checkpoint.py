@@ -317,5 +317,6 @@ def test_a_save_that_fails_leaves_nothing_behind(tmp_path, num, said):
   process = start_python(code, tmp_path, num)
   out, err = process.communicate(timeout=120)
   assert said in out, err
+  assert "Traceback" not in err + out
   assert os.listdir(tmp_path) == ["step_00000000"]
   restore(tmp_path, {"w": jnp.zeros(num, jnp.int32)}, fingerprint={"a": "b"})
