@@ -123,6 +123,8 @@ def save(
       f"checkpoint.save: got keep_latest={keep_latest} and keep_every={keep_every}, expected at"
       " least 1 and at least 0; keep_latest=3, keep_every=0 are usual."
     )
+  if step < 0:
+    raise ValueError(f"checkpoint.save: got step {step}, expected at least 0; count steps from 0.")
   target = _path(directory, step)
   if target.exists():
     raise ValueError(

@@ -80,10 +80,14 @@ class TrainerConfig:
   overlong_buffer: int = 0
 
   def __post_init__(self):
-    for field in ("num_mini_batches", "max_rounds"):
-      value = dataclasses.asdict(self)[field]
-      if value < 1:
-        raise ValueError(f"TrainerConfig.{field}: got {value}, expected at least 1; 1 is usual.")
+    for field, least, usual in (
+      ("rows_per_micro_batch", 1, 2048), ("sequences_per_micro_batch", 1, 32),
+      ("num_mini_batches", 1, 1), ("max_rounds", 1, 1), ("overlong_buffer", 0, 0),
+    ):  # fmt: skip
+      if (value := vars(self)[field]) < least:
+        raise ValueError(
+          f"TrainerConfig.{field}: got {value}, expected at least {least}; {usual} is usual."
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -298,6 +302,12 @@ def train(
       sampled or the journal begun. Later only for what one problem shows: a prompt that leaves no
       room for its answer, or a text that the task cannot judge (the run can be resumed).
   """
+  if not isinstance(task, Task):
+    raise ValueError(
+      f"train.task: got {type(task).__name__}, expected a task with name, num_problems, problem and"
+      " verdict; pass tasks.load(...), or see seerjax.types.Task."
+    )
+  directory = pathlib.Path(directory)
   with stops_lib.heard() as stops, progress_lib.Progress(say) as progress:
     return _train(
       config, policy, task, directory, resume, accept_new_numerics, programs, stops, progress
@@ -1038,6 +1048,11 @@ def check_directory(directory: pathlib.Path, *, resume: bool) -> None:
   Raises:
     ValueError: if a new run would meet another one, or there is nothing to resume.
   """
+  if directory.exists() and not directory.is_dir():
+    raise ValueError(
+      f"{directory}: got a file, expected a run's directory or nothing yet; choose another"
+      " --workdir."
+    )
   latest = checkpoint.latest_step(directory / "checkpoints")
   numbers = directory / metrics.FILE_NAME
   if resume and latest is None:
@@ -1068,7 +1083,8 @@ def missing_records(
   """
   sentences = []
   if journal is not None:
-    known = {known_step for known_step, _, _ in journal.keys()}
+    of_rollouts = journal.keys()
+    known = {key[0] for key in of_rollouts}
     if missing := [one for one in range(step) if one not in known]:
       sentences.append(
         f"{journal.path}: got no rollouts of {len(missing)} of {step} steps, expected those of all;"

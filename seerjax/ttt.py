@@ -209,7 +209,7 @@ class DiscoverConfig:
   def __post_init__(self):
     least = {
       "seed": 0, "num_steps": 1, "groups_per_step": 1, "group_size": entropic.MIN_GROUP,
-      "num_instances": 1, "checkpoint_every": 1, "lora_rank": 0,
+      "num_instances": 1, "checkpoint_every": 1, "lora_rank": 0, "num_workers": 0,
     }  # fmt: skip
     for field, number in least.items():
       if vars(self)[field] < number:
@@ -224,6 +224,11 @@ class DiscoverConfig:
     if self.seed >= 2**63:
       raise ValueError(
         f"DiscoverConfig.seed: got {self.seed}, expected less than 2**63; choose a smaller one."
+      )
+    if not 0 < self.lora_alpha < math.inf:
+      raise ValueError(
+        f"DiscoverConfig.lora_alpha: got {self.lora_alpha}, expected a positive number; 32 is"
+        " usual."
       )
     if self.search.islands > self.groups_per_step:
       raise ValueError(
@@ -363,6 +368,12 @@ def discover(
     stops.Interrupted: on Ctrl-C or SIGTERM; what was found is saved.
     ValueError: for settings, a directory or a problem that cannot work, before anything is sampled.
   """
+  if not isinstance(environment, Environment):
+    raise ValueError(
+      f"discover.environment: got {type(environment).__name__}, expected a problem; pass"
+      " problems.load(config.problem), or what has the attributes of tasks.discovery.Environment."
+    )
+  directory = pathlib.Path(directory)
   with stops_lib.heard() as stops, progress_lib.Progress(say) as progress:
     return _discover(
       config, environment, directory, policy, resume, accept_new_numerics, programs, stops, progress

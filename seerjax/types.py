@@ -100,8 +100,8 @@ class SamplingParams:
       refuse("temperature", self.temperature, "0 <= temperature < inf", "0 is greedy, 1 is usual")
     if not 0 <= self.top_k < 2**31:
       refuse("top_k", self.top_k, "0 <= top_k < 2**31", "0 keeps every token")
-    if not (0.0 < self.top_p <= 1.0):
-      refuse("top_p", self.top_p, "0 < top_p <= 1", "1 keeps every token")
+    if not (1e-37 <= self.top_p <= 1.0):  # In float32, less is zero, which keeps nothing.
+      refuse("top_p", self.top_p, "0 < top_p <= 1 (1e-37 at the least)", "1 keeps every token")
     if not (0.0 <= self.min_p <= 1.0):
       refuse("min_p", self.min_p, "0 <= min_p <= 1", "0 drops no token")
     if self.max_tokens < 1:

@@ -71,6 +71,11 @@ def said(
       log-probabilities that are none, tokens that it may not say.
   """
   what = f"request {request.request_id!r}"
+  if not isinstance(said, Completion):
+    raise ValueError(
+      f"{what}: got said of type {type(said).__name__}, expected a Completion; pass what"
+      " Engine.progress returned."
+    )
   sampling, count = request.sampling, len(said.tokens)
   if said.request_id != request.request_id:
     raise ValueError(

@@ -19,7 +19,7 @@ class DiskStore:
       max_bytes: of all files together.
 
     Raises:
-      ValueError: if `max_bytes` is negative.
+      ValueError: if `max_bytes` is negative, or the directory is a file.
     """
     if max_bytes < 0:
       raise ValueError(
@@ -29,7 +29,13 @@ class DiskStore:
     self.directory = pathlib.Path(directory)
     self.max_bytes = max_bytes
     self._sizes: dict[str, int] = {}
-    self.directory.mkdir(parents=True, exist_ok=True)
+    try:
+      self.directory.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+      raise ValueError(
+        f"DiskStore.directory: got {self.directory}, which is or goes through a file, expected a"
+        " directory; choose another KVPoolConfig.disk."
+      ) from error
     for left in self.directory.glob("*.kv"):
       left.unlink()
 

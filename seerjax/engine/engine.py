@@ -165,9 +165,11 @@ class Engine:
       config, model, numerics, free_bytes=sizes.free_bytes(runner.mesh)
     )
     self.config = config
+    # Positions of one sequence at most: beyond its model's, none is ever asked for.
+    self._context = min(config.max_context, model.max_context)
     self.policy_version = policy_version
     self._key = key
-    splits = -(-config.max_context // numerics.kv_split)
+    splits = -(-self._context // numerics.kv_split)
     self._table_width = splits * (numerics.kv_split // config.page_size)
     self.memory = Memory(
       self._runner.empty_pages(config.num_pages, config.page_size),
@@ -267,7 +269,7 @@ class Engine:
     )
     if not 0 <= request.seed < 2**32:
       raise ValueError(f"{what}: got seed {request.seed}, expected 0 <= seed < 2**32; fold it.")
-    context = min(self.config.max_context, self.model.max_context)
+    context = self._context
     if len(request.prompt) + 1 > context:
       raise ValueError(
         f"{what}: got a prompt of {len(request.prompt)} tokens, expected fewer than the context of"
@@ -552,7 +554,15 @@ class Engine:
     )
 
   def pages_for(self, num_tokens: int) -> int:
-    """Returns the pages that `num_tokens` (1 or more) of prompt and answer need."""
+    """Returns the pages that `num_tokens` of prompt and answer need.
+
+    Raises:
+      ValueError: if there is no token.
+    """
+    if num_tokens < 1:
+      raise ValueError(
+        f"Engine.pages_for: got {num_tokens} tokens, expected at least 1; a prompt has one."
+      )
     # The last token sampled is never read back, so it needs no position.
     return -(-(num_tokens - 1) // self.config.page_size)
 
@@ -881,7 +891,7 @@ class Engine:
 
   def _idle_inputs(self, num_rows: int) -> runner_lib.StepInputs:
     """Returns a step of rows that belong to nobody and write where padding does."""
-    position = self.config.max_context // 4
+    position = self._context // 4
     request = Request(request_id="idle", prompt=(0,) * (position + 1))
     row = sampling.sampling_rows([request.sampling])
     work = []

@@ -337,6 +337,10 @@ def save(
     )
   _check_layout(params, config)
   _check_target(directory, overwrite)
+  if max_shard_bytes < 1:
+    raise ValueError(
+      f"save: got max_shard_bytes={max_shard_bytes}, expected at least 1; 5 GB are usual."
+    )
   directory.parent.mkdir(parents=True, exist_ok=True)
   plan = _plan(config)
   item_bytes = 2 if dtype == "bfloat16" else 4
@@ -509,7 +513,7 @@ def resolve(name_or_path: str | os.PathLike[str]) -> pathlib.Path:
     ImportError: if a Hub id is given and `huggingface_hub` is not installed.
   """
   path = pathlib.Path(name_or_path).expanduser()
-  if path.is_dir():
+  if path.is_dir() and str(name_or_path):  # The empty path is not the current directory.
     return path
   name = str(name_or_path)
   if not HUB_ID.fullmatch(name):

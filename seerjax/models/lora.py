@@ -24,6 +24,7 @@ Source: Hu et al. 2021, https://arxiv.org/abs/2106.09685.
 from __future__ import annotations
 
 from collections.abc import Sequence
+import math
 from typing import Any
 
 import jax
@@ -128,9 +129,10 @@ def attach(params: Params, adapter: Adapter, scale: float) -> Params:
     Params with `{"a", "b", "scale"}` under "qkv_lora", "out_lora", "gate_up_lora", "down_lora".
 
   Raises:
-    ValueError: if the layers or shapes are not those of the base.
+    ValueError: if the layers or shapes are not those of the base, or the scale is not finite.
   """
   _check(params, adapter)
+  _check_scale(scale)
 
   def layer(weights: Params, adapters: Adapter) -> Params:
     attached = {
@@ -156,8 +158,12 @@ def merge(params: Params, adapter: Adapter, scale: float) -> Params:
     params: as for `attach`, in any dtype; the f32 masters lose least.
     adapter: f32 masters.
     scale: of the low-rank term.
+
+  Raises:
+    ValueError: as `attach`.
   """
   _check(params, adapter)
+  _check_scale(scale)
 
   def merged(weight: Any, a: Any, b: Any) -> Any:
     product = jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)  # Broadcasts over the slabs.
@@ -169,6 +175,13 @@ def merge(params: Params, adapter: Adapter, scale: float) -> Params:
 
   layers = [layer(*both) for both in zip(params["layers"], adapter["layers"], strict=True)]
   return {**params, "layers": layers}
+
+
+def _check_scale(scale: float) -> None:
+  if not abs(scale) < math.inf:
+    raise ValueError(
+      f"lora scale: got {scale}, expected a finite number; alpha / rank is usual."
+    )
 
 
 def _by_slab(name: str, pair: Adapter) -> tuple[Any, Any]:

@@ -222,7 +222,13 @@ class Tokenizer:
 
   def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
     """Returns the text of the ids; ids beyond the vocabulary (a model's padding) say nothing."""
-    return self.backend.decode([int(i) for i in ids], skip_special_tokens=skip_special_tokens)
+    plain = [int(i) for i in ids]
+    if min(plain, default=0) < 0 or max(plain, default=0) >= 2**32:
+      raise ValueError(
+        f"Tokenizer.decode: got ids from {min(plain)} to {max(plain)}, expected 0 to 2**32 - 1;"
+        " pass what was encoded or sampled."
+      )
+    return self.backend.decode(plain, skip_special_tokens=skip_special_tokens)
 
   def stream(self, skip_special_tokens: bool = True) -> TextStream:
     """Returns a fresh incremental decoder."""

@@ -279,9 +279,14 @@ def read(path: str | os.PathLike) -> tuple[Header, Iterator[Entry]]:
   Changes nothing, and may read the journal of a run that is still going.
 
   Raises:
+    FileNotFoundError: if there is no such file.
     ValueError: if the file is no journal or is damaged before its end.
   """
   path = pathlib.Path(path)
+  if not path.is_file():
+    raise FileNotFoundError(
+      f"{path}: got no such file, expected a journal; name the {FILE_NAME} of a run's directory."
+    )
   header = _header(path)
   epochs = [record for _, _, record in _scan(path) if record["kind"] == "epoch"]
   fingerprints = [header["fingerprint"]] + [epoch["fingerprint"] for epoch in epochs]
@@ -373,6 +378,11 @@ class Journal:
     self.truncated_bytes = 0
     settings = _plain_settings(settings)
     fingerprint = dict(fingerprint)
+    if self.path.is_dir():
+      raise ValueError(
+        f"{self.path}: got a directory, expected the journal's file, or none yet; add a name"
+        f" such as {FILE_NAME}."
+      )
     self.path.parent.mkdir(parents=True, exist_ok=True)
     self._descriptor: int | None = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
     try:

@@ -260,6 +260,11 @@ def _ordered(
       f"pack: got advantages of shape {values.shape} for {len(groups)} groups, expected"
       " [groups, members]; compute them from the same groups."
     )
+  if not values.shape[1]:
+    raise ValueError(
+      f"pack: got {len(groups)} group(s) without rollouts, expected one in each at least; leave"
+      " them out."
+    )
   indices = [group.group_index for group in groups]
   if len(set(indices)) != len(indices):
     twice = sorted({index for index in indices if indices.count(index) > 1})
