@@ -1,0 +1,1324 @@
+"""Every public door refuses what is malformed with a sentence, and the engine still answers.
+
+One row a malformed input. Its refusal says what was got, what was expected and what to change, in
+this order; after it, one small engine that all rows share answers one request with the same bits.
+
+What only a step can meet (a drafter, a tokenizer, a device that fails) is in engine/test_errors.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+import contextlib
+import dataclasses
+import importlib
+import json
+import pathlib
+import shutil
+import sys
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny_model
+
+from seerjax import checkpoint, evaluation, metrics, parallel, rl, ttt, writers
+from seerjax.engine import kv_pool, pages, stores
+from seerjax.engine.engine import Engine, EngineConfig
+from seerjax.models import huggingface, lora, tokenizer as tokenizer_lib, transformer
+from seerjax.numerics import NumericsConfig
+from seerjax.ops import rotary
+from seerjax.rollout import divided, journal, rollout, scheduler, stale
+from seerjax.search import archive, puct
+from seerjax.speculation import budget
+from seerjax.tasks import base, discovery, own_problem, problems
+from seerjax.trainer import advantages, entropic, losses, packing, step
+from seerjax.types import (
+  Completion,
+  Problem,
+  Request,
+  Rollout,
+  RolloutGroup,
+  SamplingParams,
+  Verdict,
+)
+
+# As for a user: no checker of annotations comes before the library's own refusals.
+pytestmark = pytest.mark.usefixtures("unchecked_annotations")
+
+NAN, INF = float("nan"), float("inf")
+NANO = pathlib.Path(transformer.__file__).parent / "nano"
+TOKENIZER = tokenizer_lib.load(NANO)
+MODEL = dataclasses.replace(tiny_model.SMALLEST, vocab_size=512, num_layers=1)  # Nano's words.
+NUMERICS = tiny_model.ONE_SLAB
+SIZES = EngineConfig(
+  page_size=8, num_pages=9, max_sequences=4, max_context=64, row_buckets=(8,)
+)
+RUN = rl.RunConfig(
+  num_steps=1,
+  numerics=NUMERICS,
+  engine=SIZES,
+  rollout=rollout.RolloutConfig(groups_per_step=1, group_size=2, max_tokens=4),
+  trainer=rl.TrainerConfig(rows_per_micro_batch=64, sequences_per_micro_batch=4),
+  evaluation=evaluation.EvaluationConfig(num_problems=1),
+)
+
+
+# What rows are made of: everything good but for what a row changes.
+
+
+def f32(*values: float) -> np.ndarray:
+  return np.asarray(values, np.float32)
+
+
+def problem(**changes) -> Problem:
+  return Problem(**({"problem_id": "a", "prompt": "b"} | changes))
+
+
+def request(name="x", prompt=(5, 6, 7), *, seed=0, group_id="", **sampling) -> Request:
+  sampling = SamplingParams(**({"max_tokens": 6} | sampling))
+  return Request(request_id=name, prompt=prompt, sampling=sampling, seed=seed, group_id=group_id)
+
+
+def completion(**changes) -> Completion:
+  usual = dict(
+    request_id="x", tokens=(1, 2), behaviour_logprobs=f32(-1, -1), raw_logprobs=f32(-1, -1),
+    text="", finish_reason="", policy_version=0,
+  )  # fmt: skip
+  return Completion(**(usual | changes))
+
+
+def words(**changes) -> SamplingParams:
+  return SamplingParams(**({"max_tokens": 1} | changes))
+
+
+def model(**changes) -> transformer.TransformerConfig:
+  return dataclasses.replace(MODEL, **changes)
+
+
+def rotary_config(**changes) -> rotary.RotaryConfig:
+  return rotary.RotaryConfig(**({"head_dim": 8} | changes))
+
+
+def step_times(**changes) -> budget.StepTimes:
+  usual = dict(rows=(1, 2), seconds=(0.1, 0.2), draft_seconds=0.0, drafting_seconds=0.0)
+  return budget.StepTimes(**(usual | changes))
+
+
+def verdict(reward: Any) -> Verdict:
+  return Verdict(reward=reward, correct=False, well_formed=True)
+
+
+def groups(*rollouts: Rollout) -> list[RolloutGroup]:
+  return [RolloutGroup(group_index=0, problem=problem(), rollouts=rollouts)]
+
+
+def one_group() -> list[RolloutGroup]:
+  said = completion(finish_reason="stop")
+  return groups(Rollout(request=request(), completion=said, verdict=verdict(1.0)))
+
+
+def raising(error: BaseException) -> Callable[..., Any]:
+  def function(*_: Any) -> Any:
+    raise error
+
+  return function
+
+
+class Own:
+  """A user's task, one part of which is another."""
+
+  name = "own"
+
+  def __init__(self, **parts: Callable[..., Any]):
+    self.parts = parts
+
+  def num_problems(self, split):
+    return self.parts.get("num_problems", lambda split: 1)(split)
+
+  def problem(self, split, index):
+    return self.parts.get("problem", lambda split, index: problem())(split, index)
+
+  def verdict(self, problem, text):
+    return self.parts.get("verdict", lambda problem, text: verdict(1.0))(problem, text)
+
+
+def judged(reward: Any) -> Verdict:
+  """Judges by a task whose reward is this, or whose verdict raises it."""
+  is_error = isinstance(reward, BaseException)
+  said = raising(reward) if is_error else lambda *_: verdict(reward)
+  return rollout.judge(Own(verdict=said), problem(), "text")
+
+
+class Doors:
+  """What rows open: the shared engine, a folder, and things to damage."""
+
+  def __init__(self, engine: Engine, folder: pathlib.Path, exported: pathlib.Path):
+    self.engine, self.folder, self.exported = engine, folder, exported
+
+  def made(self, **changes) -> Engine:
+    numerics = changes.pop("numerics", NUMERICS)
+    config = dataclasses.replace(SIZES, **changes)
+    params = tiny_model.random_params(MODEL, NUMERICS)
+    return Engine(MODEL, params, numerics=numerics, config=config, key=jax.random.key(0))
+
+  def submit(self, *arguments, **sampling) -> None:
+    self.engine.submit(request(*arguments, **sampling))
+
+  def said(self, said: Any = None, sampling=None, **changes) -> None:
+    said = completion(**changes) if said is None else said
+    self.engine.submit(request(**(sampling or {})), said=said)
+
+  def paused(self) -> Engine:
+    self.engine.submit(request("p"), chunk_tokens=2)
+    while not self.engine.poll_paused():
+      self.engine.step()
+    return self.engine
+
+  def running(self) -> Engine:
+    self.engine.submit(request())
+    return self.engine
+
+  def file(self, content: str | bytes, name: str = "file.jsonl") -> pathlib.Path:
+    path = self.folder / name
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return path
+
+  def module(self, source: str, attribute: str = "Task") -> Any:
+    """Loads a user's task of this source."""
+    self.file(source, "own_task.py")
+    importlib.invalidate_caches()
+    sys.path.append(str(self.folder))
+    try:
+      return base.load(f"own_task:{attribute}")
+    finally:
+      sys.path.remove(str(self.folder))
+      sys.modules.pop("own_task", None)
+
+  def rewarded(self, reward: Callable[..., Any]) -> Verdict:
+    """Judges by a bare reward function."""
+    task = base.function_task("own", self.file('{"prompt": "a"}'), reward)
+    return rollout.judge(task, task.problem("train", 0), "text")
+
+  def damaged(self, name: str, content: bytes | int | None) -> pathlib.Path:
+    """Returns a model directory with a file of other content, cut to a length, or gone."""
+    directory = self.folder / "model"
+    shutil.copytree(self.exported, directory)
+    path = directory / name
+    if content is None:
+      path.unlink()
+    else:
+      path.write_bytes(path.read_bytes()[:content] if isinstance(content, int) else content)
+    return directory
+
+  def configured(self, **changes) -> pathlib.Path:
+    """Returns a model directory with other fields in its config.json; None leaves one out."""
+    config = json.loads((self.exported / "config.json").read_text()) | changes
+    kept = {name: value for name, value in config.items() if value is not None}
+    return self.damaged("config.json", json.dumps(kept).encode())
+
+  def weights(self, directory: pathlib.Path) -> Any:
+    return huggingface.load(directory, NUMERICS)
+
+  def save(self, params: Any = None, config=MODEL, name: str = "out", **changes) -> None:
+    params = tiny_model.random_master(MODEL, NUMERICS) if params is None else params
+    huggingface.save(self.folder / name, params, config, **changes)
+
+  def train(self, task: Any = None, *, directory: Any = "run", programs=None, **changes) -> Any:
+    policy = rl.Policy(MODEL, TOKENIZER, tiny_model.random_master(MODEL, NUMERICS))
+    resume = changes.pop("resume", False)
+    return rl.train(
+      dataclasses.replace(RUN, **changes), policy, Own() if task is None else task,
+      self.folder / directory, resume=resume, programs=programs, say=lambda line: None,
+    )  # fmt: skip
+
+  def discover(self, name: str = "circle_packing_plain:5", *, resume=False, **changes) -> Any:
+    environment = problems.load(name) if name else None
+    config = ttt.DiscoverConfig(**changes)
+    return ttt.discover(config, environment, self.folder / "run", resume=resume)
+
+  def own(self, source: str) -> Any:
+    return own_problem.load(self.file(source, "own.py"))
+
+  def writer(self, step: int = 0, **numbers: Any) -> None:
+    with metrics.Writer(self.folder / "run", console="off", tensorboard=False) as writer:
+      writer.write(1, {"a/b": 1})
+      writer.write(step, {name.replace("__", "/"): value for name, value in numbers.items()})
+
+  def saved(self, state: Any = None, *, step: int = 0, host_state=None, **changes) -> None:
+    state = {"a": jnp.zeros(2)} if state is None else state
+    checkpoint.save(
+      self.folder / "checkpoints", step, state, host_state=host_state or {}, fingerprint={},
+      **changes,
+    )  # fmt: skip
+
+  def journal(self, content: bytes = b"", **settings: Any) -> None:
+    path = self.file(content, "journal.jsonl") if content else self.folder / "journal.jsonl"
+    journal.Journal(path, fingerprint={}, settings=settings).close()
+
+  def packed(self, of=None, values=((0.0,),), **changes) -> Any:
+    sizes = dict(numerics=NUMERICS, page_size=8, rows_per_micro_batch=64) | changes
+    return packing.pack(one_group() if of is None else of, np.asarray(values), **sizes)
+
+
+# Short names for rows.
+TENSORS, TEMPLATE, GENERATION = "model.safetensors", "chat_template.jinja", "generation_config.json"
+EIGHT_SLABS = dataclasses.replace(NUMERICS, reduction_shards=8)
+GSM8K = '{"question": "a", "answer": "b"}'
+MADE = "class Task:\n  def __init__(self): {}\n"
+SAID = tuple(TOKENIZER.encode("x y"))[:5]
+
+
+def stored(path: pathlib.Path) -> Any:
+  return stores.open_store(kv_pool.KVPoolConfig(disk=str(path)))
+
+
+def run(**changes) -> rl.RunConfig:
+  return dataclasses.replace(RUN, **changes)
+
+
+def longer() -> rollout.RolloutConfig:
+  return dataclasses.replace(RUN.rollout, max_tokens=5000)
+
+
+def mini_batches() -> rl.TrainerConfig:
+  return dataclasses.replace(RUN.trainer, num_mini_batches=2)
+
+
+def rows_of(count: int) -> rl.TrainerConfig:
+  return dataclasses.replace(RUN.trainer, rows_per_micro_batch=count)
+
+
+def pages_of(size: int) -> EngineConfig:
+  return dataclasses.replace(SIZES, page_size=size)
+
+
+def others() -> rl.Programs:
+  return rl.make_programs(run(lora_rank=2), MODEL)
+
+
+def ours() -> scheduler.Ours:
+  return scheduler.Ours(chunk_tokens=4)
+
+
+def rolled(engine: Engine, *asked: Request) -> list[Completion]:
+  return list(divided.DividedRollout(engine, ours()).run(asked))
+
+
+def instances(count: int) -> scheduler.Instances:
+  return scheduler.Instances.empty(count, page_size=1, num_pages=1, max_running=1)
+
+
+def score(is_valid: bool, value: float, reward: float) -> discovery.Score:
+  return discovery.Score(is_valid=is_valid, value=value, reward=reward)
+
+
+def prompts(path: pathlib.Path) -> base.FunctionTask:
+  return base.function_task("own", path, lambda prompt, text: 1.0)
+
+
+def counted(num_problems: Callable[..., Any]) -> int:
+  return rollout.num_problems(Own(num_problems=num_problems), "train")
+
+
+def posed(pose: Callable[..., Any]) -> Problem:
+  return rollout.problem_of(Own(problem=pose), "train", 0)
+
+
+def words_of(directory: pathlib.Path) -> tokenizer_lib.Tokenizer:
+  return tokenizer_lib.load(directory)
+
+
+def chatted(directory: pathlib.Path) -> str:
+  return words_of(directory).chat([{"role": "user", "content": "a"}])
+
+
+class Row(NamedTuple):
+  """A malformed input, and pieces of the sentence that refuses it."""
+
+  name: str
+  call: Callable[[Doors], Any]
+  got: str
+  expected: str
+  fix: str
+  error: type[Exception] = ValueError
+
+
+# One field each of a record or a config: (made by, field, value, expected, what to change).
+FIELDS: list[tuple[Callable[..., Any], str, Any, str, str]] = [
+  (SamplingParams, "temperature", -1.0, "expected 0", "is"),
+  (SamplingParams, "temperature", NAN, "expected 0", "is"),
+  (SamplingParams, "temperature", INF, "expected 0", "is"),
+  (SamplingParams, "top_k", -1, "expected 0 <= top_k < 2**31", "0 keeps every token"),
+  (SamplingParams, "top_k", 2**31, "expected 0 <= top_k < 2**31", "0 keeps every token"),
+  (SamplingParams, "top_k", 2.5, "expected a whole number", "round it"),
+  (SamplingParams, "top_p", 0.0, "expected 0 < top_p <= 1", "1 keeps every"),
+  (SamplingParams, "top_p", 1.5, "expected 0 < top_p <= 1", "1 keeps every"),
+  (SamplingParams, "top_p", NAN, "expected 0 < top_p <= 1", "1 keeps every"),
+  (SamplingParams, "top_p", 1e-50, "expected 0 < top_p <= 1", "1 keeps every"),
+  (SamplingParams, "min_p", -0.1, "expected 0 <= min_p <= 1", "0 drops no token"),
+  (SamplingParams, "min_p", 1.1, "expected 0 <= min_p <= 1", "0 drops no token"),
+  (SamplingParams, "min_p", NAN, "expected 0 <= min_p <= 1", "0 drops no token"),
+  (SamplingParams, "max_tokens", 0, "expected max_tokens >= 1", "raise it"),
+  (SamplingParams, "max_tokens", -3, "expected max_tokens >= 1", "raise it"),
+  (SamplingParams, "max_tokens", 2.5, "expected a whole number", "round it"),
+  (SamplingParams, "stop_strings", "abc", "expected a tuple of strings", "write (x,)"),
+  (SamplingParams, "stop_strings", b"abc", "expected a tuple of strings", "write (x,)"),
+  (SamplingParams, "stop_strings", ("",), "expected strings of at least one character", "drop it"),
+  (SamplingParams, "stop_strings", (5,), "expected strings of at least one character", "drop it"),
+  (SamplingParams, "stop_token_ids", 5, "expected a tuple of token ids", "write (x,)"),
+  (SamplingParams, "stop_token_ids", (-1,), "expected token ids from 0 on", "encode with the"),
+  (SamplingParams, "stop_token_ids", (1.5,), "expected token ids from 0 on", "encode with the"),
+  (SamplingParams, "stop_token_ids", "12", "expected a tuple of token ids", "write (x,)"),
+  (SamplingParams, "stop_token_ids", (2**31,), "expected token ids from 0 on", "encode with the"),
+  (SamplingParams, "logit_bias", {5: 1.0}, "expected a tuple of pairs", "write (x,)"),
+  (SamplingParams, "logit_bias", ((5,),), "expected pairs (token id, bias)", "write ((5, -1.0),)"),
+  (SamplingParams, "logit_bias", ((1.5, 1.0),), "expected pairs (token id,", "write ((5, -1.0),)"),
+  (SamplingParams, "logit_bias", (5,), "expected pairs (token id, bias)", "write ((5, -1.0),)"),
+  (SamplingParams, "logit_bias", ((5, "x"),), "expected pairs (token id,", "write ((5, -1.0),)"),
+  (words, "allowed", ((5, 5),), "expected pairs 0 <= low < high", "name one id at least"),
+  (words, "allowed", ((-1, 5),), "expected pairs 0 <= low < high", "name one id at least"),
+  (words, "allowed", ((7, 5),), "expected pairs 0 <= low < high", "name one id at least"),
+  (words, "allowed", ((1.5, 3),), "expected pairs 0 <= low < high", "name one id at least"),
+  (words, "allowed", (5,), "expected pairs 0 <= low < high", "name one id at least"),
+  (words, "allowed", ((0, 2**31),), "expected pairs 0 <= low < high", "name one id at least"),
+  (problem, "prompt", None, "expected text", "write str(...)"),
+  (problem, "prompt", 5, "expected text", "write str(...)"),
+  (problem, "num_steps", -1, "expected a whole number of at least 0", "0 if it is not known"),
+  (problem, "num_steps", 1.5, "expected a whole number of at least 0", "0 if it is not known"),
+  (problem, "answer", 3, "expected text", "write str(...)"),
+  (problem, "problem_id", 7, "expected text", "write str(...)"),
+  (completion, "raw_logprobs", f32(-1), "expected float32[2], one for", "store what the"),
+  (completion, "raw_logprobs", np.array([-1.0, -1.0]),
+   "expected float32[2], one for", "store what the"),
+  (completion, "raw_logprobs", [-1.0, -1.0], "expected float32[2], one for", "store what the"),
+  (completion, "raw_logprobs", None, "expected float32[2], one for each", "store what the engine"),
+  (completion, "finish_reason", "done", "expected one of ('', 'stop',", "say why it ended"),
+  (completion, "finish_reason", "error", "expected one of ('', 'stop',", "say why it ended"),
+  (completion, "behaviour_logprobs", f32(-1, -1, -1),
+   "expected float32[2], one for", "store what the"),
+  (EngineConfig, "page_size", 0, "expected at least 1", "32 is usual"),
+  (EngineConfig, "page_size", -8, "expected at least 1", "32 is usual"),
+  (EngineConfig, "page_size", 2.5, "expected a whole number, at least 1", "32 is usual"),
+  (EngineConfig, "page_size", 2**31, "expected at most 2147483647", "32 is usual"),
+  (EngineConfig, "num_pages", -1, "expected at least 0", "0 asks the free memory"),
+  (EngineConfig, "num_pages", 1.5, "expected a whole number, at least 0", "0 asks the free memory"),
+  (EngineConfig, "num_pages", 2**40, "expected at most 2147483647", "0 asks the free memory"),
+  (EngineConfig, "max_sequences", -1, "expected at least 0", "0 asks the free memory"),
+  (EngineConfig, "max_sequences", 2.5, "expected a whole number, at", "0 asks the free"),
+  (EngineConfig, "max_sequences", 2**31, "expected at most 2147483647", "0 asks the free memory"),
+  (EngineConfig, "max_context", 0, "expected at least 2", "1024 is usual"),
+  (EngineConfig, "max_context", -5, "expected at least 2", "1024 is usual"),
+  (EngineConfig, "max_context", 1, "expected at least 2", "1024 is usual"),
+  (EngineConfig, "max_context", 2**40, "expected at most 2147483647", "1024 is usual"),
+  (EngineConfig, "row_buckets", (), "expected ascending positive row counts", "(64, 512) is usual"),
+  (EngineConfig, "row_buckets", (0,), "expected ascending positive", "(64, 512) is usual"),
+  (EngineConfig, "row_buckets", (8, 4), "expected ascending positive", "(64, 512) is usual"),
+  (EngineConfig, "row_buckets", (8, 8), "expected ascending positive", "(64, 512) is usual"),
+  (EngineConfig, "row_buckets", (2**40,), "expected ascending positive", "(64, 512) is usual"),
+  (EngineConfig, "row_buckets", 64, "expected ascending positive row counts", "(64, 512) is usual"),
+  (EngineConfig, "row_buckets", (4.5,), "expected ascending positive", "(64, 512) is usual"),
+  (EngineConfig, "row_buckets", (-4, 8), "expected ascending positive", "(64, 512) is usual"),
+  (NumericsConfig, "row_tile", 0, "expected a power of two", "the defaults are row_tile=16,"),
+  (NumericsConfig, "row_tile", 3, "expected a power of two", "the defaults are row_tile=16,"),
+  (NumericsConfig, "row_tile", -4, "expected a power of two", "the defaults are row_tile=16,"),
+  (NumericsConfig, "row_tile", 2.0, "expected a power of two", "the defaults are row_tile=16,"),
+  (NumericsConfig, "kv_split", 0, "expected a power of two", "the defaults are row_tile=16,"),
+  (NumericsConfig, "kv_split", 100, "expected a power of two", "the defaults are row_tile=16,"),
+  (NumericsConfig, "reduction_shards", 3, "expected a power of two", "the defaults are"),
+  (NumericsConfig, "reduction_shards", -1, "expected a power of two", "the defaults are"),
+  (NumericsConfig, "compute_dtype", "float16", "expected one of ('float32',", "'float32' is"),
+  (NumericsConfig, "compute_dtype", "x", "expected one of ('float32',", "'float32' is"),
+  (NumericsConfig, "implementation", "fast", "expected one of ('tiled',", "'tiled' runs"),
+  (NumericsConfig, "query_tile", 0, "expected a power of two", "the defaults are row_tile=16,"),
+  (NumericsConfig, "slot_tile", 5, "expected a power of two", "the defaults are row_tile=16,"),
+  (kv_pool.KVPoolConfig, "host_pages", -1, "expected at least 0", "0 leaves the peers' free"),
+  (kv_pool.KVPoolConfig, "store_bytes", -1, "expected at least 0", "say how much the store may"),
+  (model, "family", "gpt2", "expected one of ('qwen3',", "other families"),
+  (model, "vocab_size", 0, "expected at least 1", "check config.json"),
+  (model, "vocab_size", -1, "expected at least 1", "check config.json"),
+  (model, "hidden_size", 0, "expected at least 1", "check config.json"),
+  (model, "num_layers", 0, "expected at least 1", "check config.json"),
+  (model, "num_heads", 0, "expected at least 1", "check config.json"),
+  (model, "num_kv_heads", 0, "expected at least 1", "check config.json"),
+  (model, "num_kv_heads", -1, "expected at least 1", "check config.json"),
+  (model, "head_dim", 6, "expected head_dim=6", "make them equal"),
+  (model, "norm_eps", 0.0, "expected 0 < norm_eps < 1", "1e-6 is usual"),
+  (model, "norm_eps", NAN, "expected 0 < norm_eps < 1", "1e-6 is usual"),
+  (model, "norm_eps", -1.0, "expected 0 < norm_eps < 1", "1e-6 is usual"),
+  (model, "max_context", 0, "expected at least 1", "check config.json"),
+  (model, "max_context", -1, "expected at least 1", "check config.json"),
+  (model, "intermediate_size", 0, "expected at least 1", "check config.json"),
+  (rotary_config, "head_dim", 0, "expected an even number", "check head_dim in"),
+  (rotary_config, "head_dim", 3, "expected an even number", "check head_dim in"),
+  (rotary_config, "head_dim", -2, "expected an even number", "check head_dim in"),
+  (rotary_config, "base", 0.0, "expected a positive number", "check rope_theta and"),
+  (rotary_config, "base", -1.0, "expected a positive number", "check rope_theta and"),
+  (rotary_config, "base", NAN, "expected a positive number", "check rope_theta and"),
+  (rotary_config, "base", INF, "expected a positive number", "check rope_theta and"),
+  (rotary_config, "scaling", "ntk", "expected one of ('none',", "other"),
+  (rotary_config, "factor", 0.0, "expected a positive number", "check rope_theta and"),
+  (rotary_config, "factor", NAN, "expected a positive number", "check rope_theta and"),
+  (rotary_config, "original_context", 0, "expected a positive number", "check rope_theta and"),
+  (rollout.RolloutConfig, "groups_per_step", 0,
+   "expected at least 1 and 2 (a", "32 and 8 are usual"),
+  (rollout.RolloutConfig, "group_size", 1, "expected at least 1 and 2 (a", "32 and 8 are usual"),
+  (rollout.RolloutConfig, "group_size", 0, "expected at least 1 and 2 (a", "32 and 8 are usual"),
+  (rollout.RolloutConfig, "temperature", -1.0, "expected 0", "is"),
+  (rollout.RolloutConfig, "temperature", NAN, "expected 0", "is"),
+  (rollout.RolloutConfig, "max_tokens", 0, "expected max_tokens >= 1", "raise it"),
+  (rollout.RolloutConfig, "max_tokens", 2.5, "expected a whole number", "round it"),
+  (rollout.RolloutConfig, "top_p", 0.0, "expected 0 < top_p <= 1", "1 keeps every"),
+  (rollout.RolloutConfig, "top_k", -1, "expected 0 <= top_k < 2**31", "0 keeps every token"),
+  (rollout.RolloutConfig, "min_p", 2.0, "expected 0 <= min_p <= 1", "0 drops no token"),
+  (rl.TrainerConfig, "num_mini_batches", 0, "expected at least 1", "1 is usual"),
+  (rl.TrainerConfig, "num_mini_batches", -1, "expected at least 1", "1 is usual"),
+  (rl.TrainerConfig, "max_rounds", 0, "expected at least 1", "1 is usual"),
+  (rl.TrainerConfig, "rows_per_micro_batch", -1, "expected at least 1", "2048 is usual"),
+  (rl.TrainerConfig, "sequences_per_micro_batch", -1, "expected at least 1", "32 is usual"),
+  (rl.TrainerConfig, "overlong_buffer", -1, "expected at least 0", "0 is usual"),
+  (rl.RunConfig, "seed", -1, "expected 0 <= seed < 2**63", "choose a smaller one"),
+  (rl.RunConfig, "seed", 2**63, "expected 0 <= seed < 2**63", "choose a smaller one"),
+  (rl.RunConfig, "seed", 2**65, "expected 0 <= seed < 2**63", "choose a smaller one"),
+  (rl.RunConfig, "num_steps", -1, "expected at least 0", "raise it"),
+  (rl.RunConfig, "num_instances", 0, "expected at least 1", "raise it"),
+  (rl.RunConfig, "num_instances", -2, "expected at least 1", "raise it"),
+  (rl.RunConfig, "num_instances", 100000, "expected at most 1024 (one a device)", "lower it"),
+  (rl.RunConfig, "checkpoint_every", 0, "expected at least 1", "raise it"),
+  (rl.RunConfig, "lora_rank", -1, "expected at least 0", "raise it"),
+  (rl.RunConfig, "lora_alpha", 0.0, "expected a positive number", "16 is usual"),
+  (rl.RunConfig, "lora_alpha", NAN, "expected a positive number", "16 is usual"),
+  (rl.RunConfig, "lora_alpha", INF, "expected a positive number", "16 is usual"),
+  (rl.RunConfig, "lora_alpha", -1.0, "expected a positive number", "16 is usual"),
+  (losses.LossConfig, "algorithm", "ppo", "expected one of ('grpo',", "'grpo' is usual"),
+  (losses.LossConfig, "clip_low", -0.1, "expected 0 <= clip_low <= 1", "0.2 is usual, 1"),
+  (losses.LossConfig, "clip_low", 1.5, "expected 0 <= clip_low <= 1", "0.2 is usual, 1"),
+  (losses.LossConfig, "clip_low", NAN, "expected 0 <= clip_low <= 1", "0.2 is usual, 1"),
+  (losses.LossConfig, "clip_high", -1.0, "expected clip_high >= 0", "0.2 is usual, inf"),
+  (losses.LossConfig, "clip_high", NAN, "expected clip_high >= 0", "0.2 is usual, inf never clips"),
+  (losses.LossConfig, "aggregation", "sum", "expected one of", "'token_mean' is"),
+  (losses.LossConfig, "kl_coefficient", -1.0, "expected 0 <= kl_coefficient < inf", "0 is off"),
+  (losses.LossConfig, "kl_coefficient", NAN, "expected 0 <= kl_coefficient < inf", "0 is off"),
+  (losses.LossConfig, "kl_coefficient", INF, "expected 0 <= kl_coefficient < inf", "0 is off"),
+  (losses.LossConfig, "kl_estimator", "k9", "expected one of ('k1', 'k2', 'k3')", "'k3' is usual"),
+  (losses.LossConfig, "entropy_bonus", -1.0, "expected 0 <= entropy_bonus < inf", "0 is off"),
+  (losses.LossConfig, "entropy_bonus", NAN, "expected 0 <= entropy_bonus < inf", "0 is off"),
+  (losses.LossConfig, "entropy_bonus", INF, "expected 0 <= entropy_bonus < inf", "0 is off"),
+  (losses.LossConfig, "tis_cap", 0.0, "expected tis_cap > 0 or None", "2 is usual, None is off"),
+  (losses.LossConfig, "tis_cap", -1.0, "expected tis_cap > 0 or None", "2 is usual, None is off"),
+  (losses.LossConfig, "tis_cap", NAN, "expected tis_cap > 0 or None", "2 is usual, None is off"),
+  (step.OptimizerConfig, "learning_rate", 0.0, "expected a positive number", "1e-4 is usual for"),
+  (step.OptimizerConfig, "learning_rate", -1.0, "expected a positive number", "1e-4 is usual for"),
+  (step.OptimizerConfig, "learning_rate", NAN, "expected a positive number", "1e-4 is usual for"),
+  (step.OptimizerConfig, "learning_rate", INF, "expected a positive number", "1e-4 is usual for"),
+  (step.OptimizerConfig, "warmup_steps", -1, "expected at least 0", "0 is none"),
+  (step.OptimizerConfig, "b1", -0.1, "expected 0 <= b1 < 1", "0.9 and 0.95 are usual"),
+  (step.OptimizerConfig, "b1", 1.0, "expected 0 <= b1 < 1", "0.9 and 0.95 are usual"),
+  (step.OptimizerConfig, "b1", NAN, "expected 0 <= b1 < 1", "0.9 and 0.95 are usual"),
+  (step.OptimizerConfig, "b2", 1.0, "expected 0 <= b2 < 1", "0.9 and 0.95 are usual"),
+  (step.OptimizerConfig, "b2", NAN, "expected 0 <= b2 < 1", "0.9 and 0.95 are usual"),
+  (step.OptimizerConfig, "b2", 2.0, "expected 0 <= b2 < 1", "0.9 and 0.95 are usual"),
+  (step.OptimizerConfig, "weight_decay", -1.0, "expected 0 <= weight_decay < inf", "0 is off"),
+  (step.OptimizerConfig, "weight_decay", NAN, "expected 0 <= weight_decay < inf", "0 is off"),
+  (step.OptimizerConfig, "weight_decay", INF, "expected 0 <= weight_decay < inf", "0 is off"),
+  (step.OptimizerConfig, "max_gradient_norm", 0.0,
+   "expected a positive number", "1.0 is usual, inf"),
+  (step.OptimizerConfig, "max_gradient_norm", -1.0,
+   "expected a positive number", "1.0 is usual, inf"),
+  (step.OptimizerConfig, "max_gradient_norm", NAN,
+   "expected a positive number", "1.0 is usual, inf"),
+  (evaluation.EvaluationConfig, "num_problems", 0, "expected at least 1 and 0", "1024 and 0"),
+  (evaluation.EvaluationConfig, "every", -1, "expected at least 1 and 0", "1024 and 0"),
+  (evaluation.EvaluationConfig, "temperature", -1.0,
+   "expected 0", "is"),
+  (evaluation.EvaluationConfig, "temperature", NAN,
+   "expected 0", "is"),
+  (evaluation.EvaluationConfig, "temperature", INF,
+   "expected 0", "is"),
+  (scheduler.Ours, "chunk_tokens", 0, "expected at least 1 and 0", "8192 and 512 are the source's"),
+  (scheduler.Ours, "min_pull_tokens", -1, "expected at least 1 and 0", "8192 and 512 are"),
+  (scheduler.Ours, "quantile", -0.1, "expected values in [0, 1] and", "0.75 and 0.2 are"),
+  (scheduler.Ours, "quantile", NAN, "expected values in [0, 1] and", "0.75 and 0.2 are"),
+  (scheduler.Ours, "quantile", 2.0, "expected values in [0, 1] and", "0.75 and 0.2 are"),
+  (scheduler.Ours, "unknown_factor", 0.5, "expected at least 1 and more", "4 and 1.5 are"),
+  (scheduler.Ours, "unknown_factor", NAN, "expected at least 1 and more", "4 and 1.5 are"),
+  (scheduler.Ours, "unknown_factor", INF, "expected at least 1 and more", "4 and 1.5 are"),
+  (scheduler.Ours, "same_factor", 1.0, "expected at least 1 and more", "4 and 1.5 are"),
+  (scheduler.Ours, "same_factor", NAN, "expected at least 1 and more", "4 and 1.5 are"),
+  (scheduler.Ours, "same_factor", INF, "expected at least 1 and more", "4 and 1.5 are"),
+  (scheduler.Ours, "lookahead", -1, "expected at least 0, 0, 0 and 1", "8, 64, 64 and 8 are usual"),
+  (scheduler.Ours, "fair_every", -1, "expected at least 0, 0, 0 and", "8, 64, 64 and 8"),
+  (scheduler.Ours, "min_correlation", 2.0, "expected values in [0, 1] and", "0.75 and 0.2 are"),
+  (scheduler.Ours, "min_correlation", NAN, "expected values in [0, 1] and", "0.75 and 0.2 are"),
+  (scheduler.Ours, "pilot_every", 0, "expected at least 0, 0, 0 and", "8, 64, 64 and 8"),
+  (scheduler.Ours, "num_pilots", -1, "expected at least 0, 0, 0 and", "8, 64, 64 and 8"),
+  (scheduler.ByPrefix, "max_spread", -1, "expected at least 0", "say 32"),
+  (scheduler.ByRoom, "max_imbalance", -1.0, "expected a part in [0, 1]", "say 0.05"),
+  (scheduler.ByRoom, "max_imbalance", 2.0, "expected a part in [0, 1]", "say 0.05"),
+  (scheduler.ByRoom, "max_imbalance", NAN, "expected a part in [0, 1]", "say 0.05"),
+  (stale.StaleConfig, "steps_ahead", 2, "expected 0 or 1, and 1 to 16", "1 and 1.0, or 0"),
+  (stale.StaleConfig, "steps_ahead", -1, "expected 0 or 1, and 1 to 16", "1 and 1.0, or 0"),
+  (stale.StaleConfig, "begun", 0.5, "expected 0 or 1, and 1 to 16", "1 and 1.0, or 0 and 2.0, are"),
+  (stale.StaleConfig, "begun", NAN, "expected 0 or 1, and 1 to 16", "1 and 1.0, or 0 and 2.0, are"),
+  (stale.StaleConfig, "begun", 100.0, "expected 0 or 1, and 1 to 16", "1 and 1.0, or 0"),
+  (budget.BudgetConfig, "policy", "x", "expected one of ('mba', 'mba_paper')", "choose one"),
+  (budget.BudgetConfig, "gamma_max", 0, "expected each at least 1", "for no speculation pass no"),
+  (budget.BudgetConfig, "priority", 0.5, "expected each at least 1", "for no speculation pass no"),
+  (budget.BudgetConfig, "priority", NAN, "expected each at least 1", "for no speculation pass no"),
+  (budget.BudgetConfig, "on_gain", NAN, "expected 0 <= off_gain <=", "switching on"),
+  (budget.BudgetConfig, "on_gain", 2.0, "expected 0 <= off_gain <=", "switching on"),
+  (budget.BudgetConfig, "off_gain", -0.1, "expected 0 <= off_gain <=", "switching on"),
+  (budget.BudgetConfig, "off_gain", NAN, "expected 0 <= off_gain <=", "switching on"),
+  (budget.BudgetConfig, "off_gain", 0.5, "expected 0 <= off_gain <=", "switching on"),
+  (budget.BudgetConfig, "probe_cost", 0.0, "expected a share in (0", "1] and a positive number of"),
+  (budget.BudgetConfig, "probe_cost", NAN, "expected a share in (0", "1] and a positive number of"),
+  (budget.BudgetConfig, "probe_cost", 2.0, "expected a share in (0", "1] and a positive number of"),
+  (budget.BudgetConfig, "probe_requests", 0, "expected each at least 1", "for no"),
+  (budget.BudgetConfig, "memory", 0.0, "expected a share in (0", "1] and a positive number of"),
+  (budget.BudgetConfig, "memory", NAN, "expected a share in (0", "1] and a positive number of"),
+  (budget.BudgetConfig, "memory", -1.0, "expected a share in (0", "1] and a positive number of"),
+  (step_times, "rows", (), "expected ascending counts from 1 on, one", "measure each bucket once"),
+  (step_times, "rows", (2, 1), "expected ascending counts", "measure each"),
+  (step_times, "rows", (0, 1), "expected ascending counts", "measure each"),
+  (step_times, "seconds", (0.1,), "expected ascending counts", "measure each"),
+  (step_times, "seconds", (0.0, 0.1), "expected positive times", "measure again"),
+  (step_times, "seconds", (NAN, 0.1), "expected positive times", "measure again"),
+  (step_times, "draft_seconds", -1.0, "expected positive times", "measure again"),
+  (step_times, "draft_seconds", NAN, "expected positive times", "measure again"),
+  (puct.SearchConfig, "reuse", "x", "expected one of ('puct', 'epsilon_greedy',", "choose one"),
+  (puct.SearchConfig, "c", -1.0, "expected 0 <= c < inf", "1 is published, 0 never"),
+  (puct.SearchConfig, "c", NAN, "expected 0 <= c < inf", "1 is published, 0 never"),
+  (puct.SearchConfig, "c", INF, "expected 0 <= c < inf", "1 is published, 0 never"),
+  (puct.SearchConfig, "epsilon", -1.0, "expected a probability", "0.2 is usual"),
+  (puct.SearchConfig, "epsilon", 2.0, "expected a probability", "0.2 is usual"),
+  (puct.SearchConfig, "epsilon", NAN, "expected a probability", "0.2 is usual"),
+  (puct.SearchConfig, "keep_children", 0, "expected at least 1 child and", "2 and 1000 are"),
+  (puct.SearchConfig, "capacity", 1, "expected at least 1 child and", "2 and 1000 are"),
+  (puct.SearchConfig, "islands", 0, "expected at least 1 and 0,", "set"),
+  (puct.SearchConfig, "patience", -1, "expected at least 1 and 0,", "set"),
+  (ttt.TinyConfig, "hidden_size", 0, "expected heads in eights", "64, 8 and 2 are"),
+  (ttt.TinyConfig, "hidden_size", 12, "expected heads in eights", "64, 8 and 2 are"),
+  (ttt.TinyConfig, "num_layers", 0, "expected heads in eights", "64, 8 and 2 are"),
+  (ttt.TinyConfig, "num_heads", 3, "expected heads in eights", "64, 8 and 2 are"),
+  (ttt.TinyConfig, "num_heads", 0, "expected heads in eights", "64, 8 and 2 are"),
+  (ttt.TinyConfig, "warm_sentences", -1, "expected at least 0", "0 begins with random weights"),
+  (ttt.TinyConfig, "warm_passes", -1, "expected at least 0", "0 begins with random weights"),
+  (ttt.ObjectiveConfig, "kind", "x", "expected one of ('adaptive', 'constant',", "choose one"),
+  (ttt.ObjectiveConfig, "divergence", 0.0, "expected a positive number of", "ln 2 and 2 are"),
+  (ttt.ObjectiveConfig, "divergence", NAN, "expected a positive number of", "ln 2 and 2 are"),
+  (ttt.ObjectiveConfig, "divergence", INF, "expected a positive number of", "ln 2 and 2 are"),
+  (ttt.ObjectiveConfig, "beta", -1.0, "expected a positive number of", "ln 2 and 2 are"),
+  (ttt.ObjectiveConfig, "beta", NAN, "expected a positive number of", "ln 2 and 2 are"),
+  (ttt.ObjectiveConfig, "max_advantage", -1.0, "expected numbers of at least 0", "0 is off"),
+  (ttt.ObjectiveConfig, "max_advantage", NAN, "expected numbers of at least 0", "0 is off"),
+  (ttt.ObjectiveConfig, "kl_coefficient", -1.0, "expected numbers of at least 0", "0 is off"),
+  (ttt.ObjectiveConfig, "kl_coefficient", NAN, "expected numbers of at least 0", "0 is off"),
+  (ttt.DiscoverConfig, "seed", -1, "expected at least 0", "raise it"),
+  (ttt.DiscoverConfig, "seed", 2**63, "expected less than 2**63", "choose a smaller one"),
+  (ttt.DiscoverConfig, "num_steps", 0, "expected at least 1", "raise it"),
+  (ttt.DiscoverConfig, "groups_per_step", 0, "expected at least 1", "raise it"),
+  (ttt.DiscoverConfig, "group_size", 1, "expected at least 4", "raise it"),
+  (ttt.DiscoverConfig, "temperature", 0.0, "expected a positive number", "1 is usual"),
+  (ttt.DiscoverConfig, "temperature", NAN, "expected a positive number", "1 is usual"),
+  (ttt.DiscoverConfig, "temperature", INF, "expected a positive number", "1 is usual"),
+  (ttt.DiscoverConfig, "num_workers", -1, "expected at least 0", "raise it"),
+  (ttt.DiscoverConfig, "num_instances", 0, "expected at least 1", "raise it"),
+  (ttt.DiscoverConfig, "num_instances", 100000, "expected at most 1024 (one a device)", "lower it"),
+  (ttt.DiscoverConfig, "checkpoint_every", 0, "expected at least 1", "raise it"),
+  (ttt.DiscoverConfig, "lora_rank", -1, "expected at least 0", "raise it"),
+  (ttt.DiscoverConfig, "lora_alpha", 0.0, "expected a positive number", "32 is usual"),
+  (ttt.DiscoverConfig, "lora_alpha", NAN, "expected a positive number", "32 is usual"),
+  (writers.ProgramConfig, "thinking_tokens", 0, "expected at least 1", "raise it"),
+  (writers.ProgramConfig, "answer_tokens", 0, "expected at least 1", "raise it"),
+  (writers.ProgramConfig, "seconds", 0.0, "expected a positive number", "10 is usual"),
+  (writers.ProgramConfig, "seconds", NAN, "expected a positive number", "10 is usual"),
+  (writers.ProgramConfig, "seconds", INF, "expected a positive number", "10 is usual"),
+  (writers.ProgramConfig, "memory_mib", 0, "expected at least 1", "raise it"),
+  (writers.ProgramConfig, "num_workers", 0, "expected at least 1", "raise it"),
+]  # fmt: skip
+
+# Everything else that a user calls.
+ROWS = [
+  Row("more tokens than places", lambda d: words(max_tokens=2, allowed=((0, 5),)),
+      "got 2 with 1 places in `allowed`", "expected no more tokens than places", "lower it"),
+  Row("a request named 5", lambda d: request(5),
+      "got 5 (int)", "expected text", "write str(...)"),
+  Row("a group named 7", lambda d: request(group_id=7),
+      "got 7 (int)", "expected text", "write str(...)"),
+  Row("text as a prompt", lambda d: request(prompt="abc"),
+      "got str", "expected a tuple of token ids", "encode text with the tokenizer, and"),
+  Row("an array as a prompt", lambda d: request(prompt=np.arange(3)),
+      "got ndarray", "expected a tuple of token ids", "encode text with the tokenizer, and"),
+  Row("no sampling", lambda d: Request(request_id="a", prompt=(1,), sampling=None),
+      "got NoneType", "expected SamplingParams", "write SamplingParams(max_tokens=...)"),
+  Row("half a seed", lambda d: request(seed=1.5),
+      "got 1.5", "expected a whole number, 0 <= seed <", "round it"),
+  Row("an error without its finish reason", lambda d: completion(error="x"),
+      "got finish_reason='' with error='x'",
+      "expected one of ('', 'stop', 'length',", "say why it ended"),
+  Row("an empty prompt", lambda d: d.submit(prompt=()),
+      "got an empty prompt", "expected one token or more", "add a BOS token"),
+  Row("an id above the vocabulary", lambda d: d.submit(prompt=(600,)),
+      "got token ids from 600 to 600", "expected 0 to 511", "encode with this model's tokenizer"),
+  Row("a negative id", lambda d: d.submit(prompt=(3, -1)),
+      "got token ids from -1 to 3", "expected 0 to 511", "encode with this model's tokenizer"),
+  Row("half an id", lambda d: d.submit(prompt=(1.5,)),
+      "got 1.5 (float) among the token ids",
+      "expected whole numbers", "encode with this model's tokenizer"),
+  Row("a word as an id", lambda d: d.submit(prompt=("a",)),
+      "got 'a' (str) among the token ids",
+      "expected whole numbers", "encode with this model's tokenizer"),
+  Row("a negative seed", lambda d: d.submit(seed=-1),
+      "got seed -1", "expected 0 <= seed < 2**32", "fold it"),
+  Row("a seed of 33 bits", lambda d: d.submit(seed=2**32),
+      "got seed 4294967296", "expected 0 <= seed < 2**32", "fold it"),
+  Row("a prompt of the whole context", lambda d: d.submit(prompt=(1,) * 64),
+      "got a prompt of 64 tokens", "expected fewer than the context of 64", "shorten it or raise"),
+  Row("no room for the answer", lambda d: d.submit(max_tokens=63),
+      "got 3 prompt tokens and max_tokens 63",
+      "expected a sum of at most the context", "lower SamplingParams.max_tokens or"),
+  Row("a stop id above the vocabulary", lambda d: d.submit(stop_token_ids=(512,)),
+      "got token ids from 512 to 512", "expected 0 to 511", "encode with this model's tokenizer"),
+  Row("a bias above the vocabulary", lambda d: d.submit(logit_bias=((512, 1.0),)),
+      "got logit_bias (512, 1.0)",
+      "expected a token id from 0 to 511 and a", "the lowest forbids a token"),
+  Row("a bias of NaN", lambda d: d.submit(logit_bias=((5, NAN),)),
+      "got logit_bias (5, nan)",
+      "expected a token id from 0 to 511 and a", "the lowest forbids a token"),
+  Row("a bias of infinity", lambda d: d.submit(logit_bias=((5, -INF),)),
+      "got logit_bias (5, -inf)",
+      "expected a token id from 0 to 511 and a", "the lowest forbids a token"),
+  Row("17 biases", lambda d: d.submit(logit_bias=((1, 1.0),) * 17),
+      "got 17 entries", "expected at most 16", "bias fewer tokens"),
+  Row("a grammar above the vocabulary", lambda d: d.submit(allowed=((0, 513),) * 6),
+      "got a grammar that allows ids up to 512",
+      "expected at most 511", "write SamplingParams.allowed for"),
+  Row("one request to generate", lambda d: d.engine.generate(request()),
+      "got one Request", "expected several of them", "write generate([request])"),
+  Row("two of one name", lambda d: d.engine.generate([request(), request()]),
+      "got an id that is still running", "expected a new one", "rename it"),
+  Row("a chunk of 0", lambda d: d.engine.submit(request(), chunk_tokens=0),
+      "got 0", "expected at least 1", "None answers to the end"),
+  Row("half a chunk", lambda d: d.engine.submit(request(), chunk_tokens=2.5),
+      "got 2.5", "expected a whole number, at least 1", "None answers to the end"),
+  Row("instance -1", lambda d: d.engine.submit(request(), instance=-1),
+      "got -1", "expected 0 to 0", "the mesh has no more"),
+  Row("an absent instance", lambda d: d.engine.submit(request(), instance=1),
+      "got 1", "expected 0 to 0", "the mesh has no more"),
+  Row("half an instance", lambda d: d.engine.submit(request(), instance=0.5),
+      "got 0.5", "expected a whole number, 0 to 0", "the mesh has no more"),
+  Row("resumed for 0", lambda d: d.paused().resume("p", chunk_tokens=0),
+      "got 0", "expected at least 1", "None answers to the end"),
+  Row("resumed for -3", lambda d: d.paused().resume("p", chunk_tokens=-3),
+      "got -3", "expected at least 1", "None answers to the end"),
+  Row("resumed for 2.5", lambda d: d.paused().resume("p", chunk_tokens=2.5),
+      "got 2.5", "expected a whole number, at least 1", "None answers to the end"),
+  Row("resumed on an absent instance", lambda d: d.paused().resume("p", instance=7),
+      "got 7", "expected 0 to 0", "the mesh has no more"),
+  Row("resumed on instance -1", lambda d: d.paused().resume("p", instance=-1),
+      "got -1", "expected 0 to 0", "the mesh has no more"),
+  Row("moved to an absent instance", lambda d: d.paused().migrate("p", 1),
+      "got 1", "expected 0 to 0", "the mesh has no more"),
+  Row("moved to instance -1", lambda d: d.paused().migrate("p", -1),
+      "got -1", "expected 0 to 0", "the mesh has no more"),
+  Row("free pages of instance -1", lambda d: d.engine.free_pages(-1),
+      "got -1", "expected 0 to 0", "the mesh has no more"),
+  Row("free pages of an absent instance", lambda d: d.engine.free_pages(1),
+      "got 1", "expected 0 to 0", "the mesh has no more"),
+  Row("awaited pages of instance -1", lambda d: d.engine.awaited_pages(-1),
+      "got -1", "expected 0 to 0", "the mesh has no more"),
+  Row("resumed, unknown", lambda d: d.engine.resume("nobody"),
+      "got request 'nobody'", "expected one of the 0 that are", "it may be done already (poll)"),
+  Row("cancelled, unknown", lambda d: d.engine.cancel("nobody"),
+      "got request 'nobody'", "expected one of the 0 that are", "it may be done already (poll)"),
+  Row("paused, unknown", lambda d: d.engine.pause("nobody"),
+      "got request 'nobody'", "expected one of the 0 that are", "it may be done already (poll)"),
+  Row("preempted, unknown", lambda d: d.engine.preempt("nobody"),
+      "got request 'nobody'", "expected one of the 0 that are", "it may be done already (poll)"),
+  Row("asked after, unknown", lambda d: d.engine.progress("nobody"),
+      "got request 'nobody'", "expected one of the 0 that are", "it may be done already (poll)"),
+  Row("spilled, unknown", lambda d: d.engine.spill(["nobody"]),
+      "got request 'nobody'", "expected one of the 0 that are", "it may be done already (poll)"),
+  Row("spilled by letters", lambda d: d.paused().spill("p"),
+      "got the text 'p'", "expected several ids", "write spill([...])"),
+  Row("resumed while it runs", lambda d: d.running().resume("x"),
+      "got request 'x', which is not paused",
+      "expected one of the 0 that are", "its chunk is still running"),
+  Row("moved while it runs", lambda d: d.running().migrate("x", 0),
+      "got request 'x', which is not paused",
+      "expected one of the 0 that are", "its chunk is still running"),
+  Row("no rows to time", lambda d: d.engine.step_seconds([0]),
+      "got 0", "expected at least 1", "a step has a row at least"),
+  Row("timed never", lambda d: d.engine.step_seconds([1], repeats=0),
+      "got 0", "expected at least 1", "6 are usual"),
+  Row("timed while it runs", lambda d: d.running().step_seconds([1]),
+      "got 1 unfinished requests", "expected none", "measure before they come"),
+  Row("pages of no token", lambda d: d.engine.pages_for(0),
+      "got 0 tokens", "expected at least 1", "a prompt has one"),
+  Row("new weights while it runs", lambda d: d.running().set_params({}, 1),
+      "got 1 unfinished requests",
+      "expected none (a completion comes from", "finish or cancel them"),
+  Row("a negative version", lambda d: d.engine.set_params({}, -1),
+      "got -1", "expected at least 0", "count updates"),
+  Row("a named version", lambda d: d.engine.set_params({}, "one"),
+      "got 'one'", "expected a whole number, at least 0", "count updates"),
+  Row("said by another", lambda d: d.said(request_id="y"),
+      "got what request 'y' said", "expected its own", "pass that of the same request_id"),
+  Row("said by other weights", lambda d: d.said(policy_version=3),
+      "got 2 tokens said by policy_version 3",
+      "expected 0, the engine's (a completion", "ask it from its prompt"),
+  Row("said to its end", lambda d: d.said(finish_reason="stop"),
+      "got 2 of 6 tokens said, finish_reason 'stop'",
+      "expected one that is not over", "use what it said"),
+  Row("said in full", lambda d: d.said(sampling={"max_tokens": 2}),
+      "got 2 of 2 tokens said, finish_reason ''",
+      "expected one that is not over", "use what it said"),
+  Row("said with NaN", lambda d: d.said(raw_logprobs=f32(NAN, -1)),
+      "got said.raw_logprobs of nan at place 0",
+      "expected a finite number of at most 0", "pass them as the engine returned"),
+  Row("said with a positive log-probability", lambda d: d.said(raw_logprobs=f32(-1, 0.5)),
+      "got said.raw_logprobs of 0.5 at place 1",
+      "expected a finite number of at most 0", "pass them as the engine returned"),
+  Row("said what cannot be", lambda d: d.said(behaviour_logprobs=f32(-1, -INF)),
+      "got said.behaviour_logprobs of -inf at place 1",
+      "expected a finite number of at most 0", "pass them as the engine returned"),
+  Row("said above the vocabulary", lambda d: d.said(tokens=(1, 600)),
+      "got token ids from 1 to 600", "expected 0 to 511", "encode with this model's tokenizer"),
+  Row("said a negative id", lambda d: d.said(tokens=(1, -2)),
+      "got token ids from -2 to 1", "expected 0 to 511", "encode with this model's tokenizer"),
+  Row("said half an id", lambda d: d.said(tokens=(1, 2.5)),
+      "got 2.5 (float) among the token ids",
+      "expected whole numbers", "encode with this model's tokenizer"),
+  Row("said a stop id", lambda d: d.said(sampling={"stop_token_ids": (2,)}),
+      "got the stop id 2 at place 1 of what it said",
+      "expected one that is not over", "use what it said"),
+  Row("said against the grammar", lambda d: d.said(sampling={"allowed": ((0, 2),) * 6}),
+      "got token 2 at place 1 of what it said",
+      "expected 0 to 1, which its grammar", "pass what this very request said"),
+  Row("said a stop string", lambda d: d.said(tokens=SAID, sampling={"stop_strings": ("x",)}),
+      "got float32[2] for 3 tokens",
+      "expected float32[3], one for each", "store what the engine returned,"),
+  Row("said as text", lambda d: d.said("abc"),
+      "got said of type str", "expected a Completion", "pass what Engine.progress returned"),
+  Row("more pages than memory", lambda d: d.made(num_pages=2**30),
+      "got 1073741824 pages of 8 positions",
+      "expected at most", "lower it, or 0 takes what fits"),
+  Row("more rows than memory", lambda d: d.made(row_buckets=(2**30,)),
+      "got 1073741824 rows of 160 bytes at least",
+      "expected no more than the free memory", "lower the last bucket or"),
+  Row("sequences without rows", lambda d: d.made(max_sequences=9),
+      "got at most 8 rows", "expected at least max_sequences=9 (each", "raise the last bucket"),
+  Row("pages of no split", lambda d: d.made(page_size=3),
+      "got 3", "expected a divisor of kv_split=16", "a split is read page by page"),
+  Row("pages above a split", lambda d: d.made(page_size=64),
+      "got 64", "expected a divisor of kv_split=16", "a split is read page by page"),
+  Row("the reserved page alone", lambda d: d.made(num_pages=1),
+      "got 1", "expected at least 2 (page 0 is reserved)", "raise EngineConfig.num_pages"),
+  Row("slabs that do not divide", lambda d: d.made(numerics=EIGHT_SLABS),
+      "got 8", "expected a divisor of num_kv_heads=1", "use reduction_shards=1 for this"),
+  Row("no instance", lambda d: parallel.make_mesh(num_instances=0),
+      "got num_instances=0, model_shards=1, first=0",
+      "expected at least 1, 1 and 0", "one device is num_instances=1,"),
+  Row("instance -1 of a mesh", lambda d: parallel.make_mesh(num_instances=-1),
+      "got num_instances=-1, model_shards=1, first=0",
+      "expected at least 1, 1 and 0", "one device is num_instances=1,"),
+  Row("no model shard", lambda d: parallel.make_mesh(model_shards=0),
+      "got num_instances=1, model_shards=0, first=0",
+      "expected at least 1, 1 and 0", "one device is num_instances=1,"),
+  Row("device -1", lambda d: parallel.make_mesh(first=-1),
+      "got num_instances=1, model_shards=1, first=-1",
+      "expected at least 1, 1 and 0", "one device is num_instances=1,"),
+  Row("more devices than there are", lambda d: parallel.make_mesh(num_instances=100),
+      "got num_instances=100 x model_shards=1 = 100",
+      "expected at most the 8 there are", "lower either, or on CPU start with"),
+  Row("slabs that no devices share", lambda d: parallel.local_slabs(8, 3),
+      "got 3 devices",
+      "expected a divisor of reduction_shards=8", "use fewer devices on the model axis"),
+  Row("two stores", lambda d: kv_pool.KVPoolConfig(disk="a", mooncake="b:1"),
+      "got disk='a' and mooncake='b:1'", "expected one store at most", "leave one out"),
+  Row("a store in a file", lambda d: stored(d.file("")),
+      "got ", "expected a directory", "choose another KVPoolConfig.disk"),
+  Row("a pool of one page", lambda d: pages.PagePool(1, 8),
+      "got 1", "expected at least 2 (page 0 is reserved)", "raise EngineConfig.num_pages"),
+  Row("pages that are not there", lambda d: pages.PagePool(3, 8).take(5),
+      "got 5 pages asked for", "expected at most 2", "wait until requests finish"),
+  Row("an answer above the context", lambda d: run(rollout=longer()),
+      "got 5000", "expected at most 63, because prompt and", "lower it, or raise those"),
+  Row("more mini-batches than groups", lambda d: run(trainer=mini_batches()),
+      "got 2", "expected at most", "lower it or sample more groups"),
+  Row("a rival on one device", lambda d: run(stale=stale.StaleConfig(steps_ahead=1)),
+      "got 1 with num_instances=1",
+      "expected 2 or more (half of them sample", "raise RunConfig.num_instances"),
+  Row("two ways not to wait", lambda d: stale.StaleConfig(steps_ahead=1, begun=2.0),
+      "got steps_ahead=1 and begun=2.0",
+      "expected one of them", "they are two ways of not waiting"),
+  Row("a length that is not named", lambda d: losses.LossConfig(aggregation="constant_length"),
+      "got 0", "expected max_tokens >= 1 with", "pass SamplingParams.max_tokens"),
+  Row("GSPO with a cap", lambda d: losses.LossConfig(algorithm="gspo", tis_cap=2.0),
+      "got 2.0", "expected None with algorithm='gspo'", "set tis_cap=None or another"),
+  Row("no instances to schedule", lambda d: instances(0),
+      "got num_instances=0, page_size=1, num_pages=1,", "expected", " at least 1 of each"),
+  Row("a mean with a deviation", lambda d: ttt.ObjectiveConfig(kind="mean", valid_only=True),
+      "got kind='mean' with valid_only=True,",
+      "expected neither", "they belong to 'adaptive' and"),
+  Row("an adapter of no rank", lambda d: lora.shapes(MODEL, NUMERICS, 0),
+      "got 0", "expected 1 <= rank <= 16, the smallest", "8 to 64 is usual"),
+  Row("an adapter above its model", lambda d: lora.shapes(MODEL, NUMERICS, 10**6),
+      "got 1000000", "expected 1 <= rank <= 16, the smallest", "8 to 64 is usual"),
+  Row("an adapter of nothing", lambda d: lora.shapes(MODEL, NUMERICS, 2, ("nothing",)),
+      "got ('nothing',)", "expected at least one of ('qkv', 'out',", "all four are usual"),
+  Row("a state of NaN", lambda d: archive.Child(value=NAN, reward=1.0, tokens=(), artefact=[]),
+      "got nan", "expected a finite number up to 1e+300", "leave what is invalid out of the"),
+  Row("a score of NaN", lambda d: score(True, NAN, 1.0),
+      "got value=nan, reward=1.0 of a valid artefact",
+      "expected a finite value and a positive", "mend the verifier, or return"),
+  Row("an infinite reward of a score", lambda d: score(True, 1.0, INF),
+      "got value=1.0, reward=inf of a valid artefact",
+      "expected a finite value and a positive", "mend the verifier, or return"),
+  Row("invalid without a reason", lambda d: score(False, NAN, 0.0),
+      "got value=nan, reward=0.0, reason='' of an",
+      "expected NaN, 0 and a reason", "return `invalid(reason)`"),
+  Row("no such problem", lambda d: problems.load("nothing"),
+      "got 'nothing'", "expected one of ['apple_machines',", "correct --config.problem"),
+  Row("a problem of x circles", lambda d: problems.load("circle_packing:x"),
+      "got 'circle_packing:x'",
+      "expected a number of circles behind the", "circle_packing:26 is usual"),
+  Row("a problem of -1 circles", lambda d: problems.load("circle_packing:-1"),
+      "got 'circle_packing:-1'",
+      "expected a number of circles behind the", "circle_packing:26 is usual"),
+  # Tasks and rewards of one's own.
+  Row("a syntax error in a task", lambda d: d.module("def f(:\n"),
+      "got 'own_task:Task', whose", "expected Python", "mend that line"),
+  Row("a task that raises at import", lambda d: d.module("raise RuntimeError('boom')"),
+      "got 'own_task:Task', whose",
+      "expected one that only defines", "mend it, or put what runs under if"),
+  Row("a task that exits at import", lambda d: d.module("import sys; sys.exit(3)"),
+      "got 'own_task:Task', whose",
+      "expected one that only defines", "mend it, or put what runs under if"),
+  Row("a task without its library", lambda d: d.module("import nowhere_at_all"),
+      "got 'own_task:Task', whose",
+      "expected 'my_module:MyTask'", "run from the folder of my_module.py"),
+  Row("a task that raises when made", lambda d: d.module(MADE.format("raise KeyError('no')")),
+      "got KeyError ('no') from Task()", "expected a task", "mend it, or set --config.task_path"),
+  Row("a task that exits when made", lambda d: d.module(MADE.format("raise SystemExit(1)")),
+      "got SystemExit (1) from Task()", "expected a task", "mend it, or set --config.task_path"),
+  Row("a task with arguments", lambda d: d.module("class Task:\n  def __init__(self, a): pass"),
+      "got TypeError (Task.__init__() missing 1",
+      "expected a task", "mend it, or set --config.task_path"),
+  Row("no task", lambda d: d.module("class Task: pass"),
+      "got 'own_task:Task' without",
+      "expected a task with name,", "see seerjax.types.Task"),
+  Row("a number as a task", lambda d: d.module("Task = 5"),
+      "got 'own_task:Task' without",
+      "expected a task with name,", "see seerjax.types.Task"),
+  Row("no such attribute", lambda d: d.module("x = 5"),
+      "got 'own_task:Task', but",
+      "expected a task class, a task or a", "it has ['x']"),
+  Row("a reward without prompts", lambda d: d.module("def Task(prompt, text): return 1.0"),
+      "got a bare reward function and no path",
+      "expected a JSON-lines file with \"prompt\"", "set --config.task_path"),
+  Row("no such module", lambda d: base.load("no_such_module:Task"),
+      "got 'no_such_module:Task', whose module",
+      "expected 'my_module:MyTask'", "run from the folder of my_module.py"),
+  Row("no module", lambda d: base.load(":Task"),
+      "got ':Task', whose module '' cannot be imported",
+      "expected 'my_module:MyTask'", "run from the folder of my_module.py"),
+  Row("no such task", lambda d: base.load("nothing"),
+      "got name 'nothing'",
+      "expected 'word_problems', 'countdown',", "check the spelling of --config.task"),
+  Row("no name of a task", lambda d: base.load(""),
+      "got name ''",
+      "expected 'word_problems', 'countdown',", "check the spelling of --config.task"),
+  Row("a path for drawn problems", lambda d: base.load("word_problems", path="x"),
+      "got path 'x'",
+      "expected none because its problems are", "drop --config.task_path or choose"),
+  Row("GSM8K without a path", lambda d: base.load("gsm8k"),
+      "got no path", "expected the original JSON lines", "set --config.task_path to the"),
+  Row("GSM8K elsewhere", lambda d: base.load("gsm8k", path=d.folder / "no"),
+      "got no such file",
+      "expected JSON lines with the keys", "set --config.task_path to the file", FileNotFoundError),
+  Row("GSM8K without answers", lambda d: base.load("gsm8k", path=d.file(GSM8K)),
+      "got the answer 'b'",
+      "expected it to end with '#### <number>'", "use the original files, or repair"),
+  Row("no prompts", lambda d: prompts(d.file("")),
+      "got an empty file", "expected at least one row", "check the export"),
+  Row("prompts that are no JSON", lambda d: prompts(d.file("{")),
+      "got text that is not JSON (Expecting property",
+      "expected one JSON object a line", "repair or remove that line"),
+  Row("a list of prompts", lambda d: prompts(d.file("[1]")),
+      "got a JSON list", "expected an object with the keys", "repair or remove that line"),
+  Row("prompts of another name", lambda d: prompts(d.file('{"x": 1}')),
+      "got the keys ('x',)", "expected 'prompt' among them", "add it or rename the column"),
+  Row("a number as a prompt", lambda d: prompts(d.file('{"prompt": 5}')),
+      "got prompt=5", "expected a string that is not empty", "repair or remove that line"),
+  Row("an empty prompt of a file", lambda d: prompts(d.file('{"prompt": ""}')),
+      "got prompt=''", "expected a string that is not empty", "repair or remove that line"),
+  Row("prompts that are no text", lambda d: prompts(d.file(b"\xff\xfe")),
+      "got bytes that are no UTF-8 at offset 0",
+      "expected UTF-8 JSON lines", "re-encode the file"),
+  Row("a directory of prompts", lambda d: prompts(d.folder),
+      "got no such file",
+      "expected JSON lines with the keys", "set --config.task_path to the file", FileNotFoundError),
+  Row("prompts elsewhere", lambda d: prompts(d.folder / "no"),
+      "got no such file",
+      "expected JSON lines with the keys", "set --config.task_path to the file", FileNotFoundError),
+  Row("a verdict that exits", lambda d: judged(SystemExit(1)),
+      "got SystemExit (1) while judging problem 'a',",
+      "expected a Verdict on any text", "mend the task and resume: what was"),
+  Row("a verdict that raises", lambda d: judged(KeyError("k")),
+      "got KeyError ('k') while judging problem 'a',",
+      "expected a Verdict on any text", "mend the task and resume: what was"),
+  Row("a reward of NaN", lambda d: judged(NAN),
+      "got reward nan for problem 'a', text 'text'",
+      "expected a finite number below 1e+15 in", "mend the task and resume: what was"),
+  Row("an infinite reward", lambda d: judged(-INF),
+      "got reward -inf for problem 'a', text 'text'",
+      "expected a finite number below 1e+15 in", "mend the task and resume: what was"),
+  Row("a reward that float32 cannot hold", lambda d: judged(1e39),
+      "got reward 1e+39 for problem 'a', text 'text'",
+      "expected a finite number below 1e+15 in", "mend the task and resume: what was"),
+  Row("a reward that no float can hold", lambda d: judged(10**400),
+      "got reward",
+      "expected a finite number below 1e+15 in", "mend the task and resume: what was"),
+  Row("a reward as text", lambda d: judged("1"),
+      "got reward '1' for problem 'a', text 'text'",
+      "expected a finite number below 1e+15 in", "mend the task and resume: what was"),
+  Row("no reward", lambda d: judged(None),
+      "got reward None for problem 'a', text 'text'",
+      "expected a finite number below 1e+15 in", "mend the task and resume: what was"),
+  Row("an imaginary reward", lambda d: judged(1j),
+      "got reward 1j for problem 'a', text 'text'",
+      "expected a finite number below 1e+15 in", "mend the task and resume: what was"),
+  Row("no verdict", lambda d: rollout.judge(Own(verdict=lambda *_: 1.0), problem(), "t"),
+      "got 1.0 (float) for problem 'a', text 't'",
+      "expected a Verdict", "mend the task and resume: what was"),
+  Row("no text to judge", lambda d: rollout.judge(Own(), problem(), None),
+      "got a text of type NoneType for problem 'a'", "expected a string", "pass Completion.text"),
+  Row("a reward function that exits", lambda d: d.rewarded(raising(SystemExit(1))),
+      "got SystemExit (1) while judging problem",
+      "expected a Verdict on any text", "mend the task and resume: what was"),
+  Row("a reward function that raises", lambda d: d.rewarded(raising(KeyError("k"))),
+      "got KeyError ('k') while judging problem",
+      "expected a Verdict on any text", "mend the task and resume: what was"),
+  Row("a reward function of NaN", lambda d: d.rewarded(lambda *_: NAN),
+      "got ValueError (own: got reward nan (float) for",
+      "expected a finite float", "mend the task and resume: what was"),
+  Row("a reward function of 1e39", lambda d: d.rewarded(lambda *_: 1e39),
+      "got reward 1e+39 for problem 'own-0', text",
+      "expected a finite number below 1e+15 in", "mend the task and resume: what was"),
+  Row("a reward function of 1e400", lambda d: d.rewarded(lambda *_: 10**400),
+      "got ValueError (own: got reward",
+      "expected a finite float", "mend the task and resume: what was"),
+  Row("a reward function of text", lambda d: d.rewarded(lambda *_: "1"),
+      "got ValueError (own: got reward '1' (str) for",
+      "expected a finite float", "mend the task and resume: what was"),
+  Row("a reward function of nothing", lambda d: d.rewarded(lambda *_: None),
+      "got ValueError (own: got reward None (NoneType)",
+      "expected a finite float", "mend the task and resume: what was"),
+  Row("a count that exits", lambda d: counted(raising(SystemExit(1))),
+      "got SystemExit (1) from num_problems('train')", "expected a whole number", "mend the task"),
+  Row("a count that raises", lambda d: counted(raising(KeyError("k"))),
+      "got KeyError ('k') from num_problems('train')", "expected a whole number", "mend the task"),
+  Row("no problems", lambda d: counted(lambda split: 0),
+      "got 0 problems in split 'train'",
+      "expected at least 1", "give it some, or choose another task"),
+  Row("a count as text", lambda d: counted(lambda split: "5"),
+      "got '5' (str) from num_problems('train')",
+      "expected a whole number of at least 1", "return len(...) of what there is"),
+  Row("half a count", lambda d: counted(lambda split: 1.5),
+      "got 1.5 (float) from num_problems('train')",
+      "expected a whole number of at least 1", "return len(...) of what there is"),
+  Row("a problem that exits", lambda d: posed(raising(SystemExit(1))),
+      "got SystemExit (1) from problem('train', 0)",
+      "expected a Problem", "mend the task and resume: what was"),
+  Row("a problem that raises", lambda d: posed(raising(KeyError("k"))),
+      "got KeyError ('k') from problem('train', 0)",
+      "expected a Problem", "mend the task and resume: what was"),
+  Row("no problem", lambda d: posed(lambda *_: None),
+      "got None (NoneType) from problem('train', 0)", "expected a Problem", "return"),
+  Row("problem -1", lambda d: base.load("word_problems").problem("train", -1),
+      "got problem index -1 of split 'train'",
+      "expected 0 <= index < 300000", "take the index modulo"),
+  Row("no such split", lambda d: base.load("word_problems").problem("test", 0),
+      "got split 'test'", "expected one of ('train', 'heldout',", "'train' is usual"),
+  Row("a problem of your own in no Python", lambda d: d.own("def f(:"),
+      "got a syntax error in line 1 (invalid syntax)", "expected Python", "mend that line"),
+  Row("a problem of your own that raises", lambda d: d.own("raise RuntimeError('a')"),
+      "got RuntimeError: a while importing it",
+      "expected a file that can be imported", "`python "),
+  Row("a problem of your own that exits", lambda d: d.own("raise SystemExit"),
+      "got SystemExit while importing it", "expected a file that can be imported", "`python "),
+  Row("a problem of your own without parts", lambda d: d.own("NAME = 5"),
+      "got no function start, describe, verify, picture",
+      "expected all of start, describe,", "write it, or begin with a copy of"),
+  Row("a problem of your own elsewhere", lambda d: own_problem.load(d.folder / "no.py"),
+      "got no such file",
+      "expected Python with the functions", "set --config.problem to its path", FileNotFoundError),
+  Row("a problem of your own in text", lambda d: own_problem.load(d.file("", "a.txt")),
+      "got a file that ends with '.txt'", "expected '.py'", "rename it"),
+  # Models and tokenizers.
+  Row("no config", lambda d: d.weights(d.damaged("config.json", None)),
+      "got no such file",
+      "expected a Hugging Face model directory", "check the path", FileNotFoundError),
+  Row("an empty config", lambda d: d.weights(d.damaged("config.json", b"")),
+      "got text that is not JSON (Expecting value:", "expected an object", "download it again"),
+  Row("a list as a config", lambda d: d.weights(d.damaged("config.json", b"[]")),
+      "got a JSON list", "expected an object", "download it again"),
+  Row("a config that is no text", lambda d: d.weights(d.damaged("config.json", b"\xff\xfe")),
+      "got bytes that are no UTF-8 at offset 0", "expected text", "download it again"),
+  Row("no weights", lambda d: d.weights(d.damaged(TENSORS, None)),
+      "got neither model.safetensors nor",
+      "expected the weights", "check the path, or download them", FileNotFoundError),
+  Row("empty weights", lambda d: d.weights(d.damaged(TENSORS, b"")),
+      "got a file that is no whole safetensors file",
+      "expected one", "it may be truncated, download it"),
+  Row("cut weights", lambda d: d.weights(d.damaged(TENSORS, 5000)),
+      "got a file that is no whole safetensors file",
+      "expected one", "it may be truncated, download it"),
+  Row("a cut header", lambda d: d.weights(d.damaged(TENSORS, 100)),
+      "got a file that is no whole safetensors file",
+      "expected one", "it may be truncated, download it"),
+  Row("weights of junk", lambda d: d.weights(d.damaged(TENSORS, b"\xff" * 100)),
+      "got a file that is no whole safetensors file",
+      "expected one", "it may be truncated, download it"),
+  Row("another width", lambda d: d.weights(d.configured(hidden_size=24)),
+      "got shape (512, 16)",
+      "expected (512, 24) by config.json", "the two files do not belong together"),
+  Row("no layer", lambda d: d.weights(d.configured(num_hidden_layers=0)),
+      "got 0", "expected a whole number of at least 1", "correct the file"),
+  Row("layers that are not there", lambda d: d.weights(d.configured(num_hidden_layers=5)),
+      "got no tensor", "expected all 57 of config.json", "download it again, or check"),
+  Row("a negative vocabulary", lambda d: d.weights(d.configured(vocab_size=-1)),
+      "got -1", "expected a whole number of at least 1", "correct the file"),
+  Row("another vocabulary", lambda d: d.weights(d.configured(vocab_size=100)),
+      "got shape (512, 16)",
+      "expected (100, 16) by config.json", "the two files do not belong together"),
+  Row("another family",
+      lambda d: d.weights(d.configured(model_type="gpt2", architectures=["GPT2"])),
+      "got ['GPT2']", "expected one of ['LlamaForCausalLM',", "other architectures are not built"),
+  Row("a width as text", lambda d: d.weights(d.configured(hidden_size="16")),
+      "got '16'", "expected a whole number of at least 1", "correct the file"),
+  Row("no heads", lambda d: d.weights(d.configured(num_attention_heads=0)),
+      "got 0", "expected a whole number of at least 1", "correct the file"),
+  Row("an odd head", lambda d: d.weights(d.configured(head_dim=7)),
+      "got 7", "expected an even number (features turn", "check head_dim in config.json"),
+  Row("no epsilon", lambda d: d.weights(d.configured(rms_norm_eps=0)),
+      "got 0", "expected a positive number", "correct the file"),
+  Row("no context", lambda d: d.weights(d.configured(max_position_embeddings=0)),
+      "got 0", "expected a whole number of at least 1", "correct the file"),
+  Row("a missing width", lambda d: d.weights(d.configured(hidden_size=None)),
+      "got nothing", "expected a whole number of at least 1", "correct the file"),
+  Row("tied perhaps", lambda d: d.weights(d.configured(tie_word_embeddings="yes")),
+      "got 'yes'", "expected true or false", "correct the file"),
+  Row("another activation", lambda d: d.weights(d.configured(hidden_act="gelu")),
+      "got 'gelu'", "expected 'silu'", "choose another checkpoint"),
+  Row("no tokenizer", lambda d: words_of(d.damaged("tokenizer.json", None)),
+      "got no such file",
+      "expected a Hugging Face model directory", "check the path, or", FileNotFoundError),
+  Row("an empty tokenizer", lambda d: words_of(d.damaged("tokenizer.json", b"")),
+      "got a file that `tokenizers` cannot read", "expected its JSON", "download it again"),
+  Row("a tokenizer of nothing", lambda d: words_of(d.damaged("tokenizer.json", b"{}")),
+      "got a file that `tokenizers` cannot read", "expected its JSON", "download it again"),
+  Row("a tokenizer's broken config", lambda d: words_of(d.damaged("tokenizer_config.json", b"{")),
+      "got text that is not JSON (Expecting property", "expected an object", "download it again"),
+  Row("a template that is no text", lambda d: words_of(d.damaged(TEMPLATE, b"\xff")),
+      "got bytes that are no UTF-8 at offset 0", "expected text", "download it again"),
+  Row("a template that is no Jinja", lambda d: chatted(d.damaged(TEMPLATE, b"{% if %}")),
+      "got TemplateSyntaxError from the chat template",
+      "expected text", "correct the messages, or the"),
+  Row("a template that raises", lambda d: chatted(d.damaged(TEMPLATE, b"{{ 1 / 0 }}")),
+      "got ZeroDivisionError inside the chat template",
+      "expected text", "check that the messages have the"),
+  Row("an end as text", lambda d: words_of(d.damaged(GENERATION, b'{"eos_token_id": "a"}')),
+      "got eos_token_id='a'", "expected a token id or a list of them", "correct the file"),
+  Row("a chat of nothing", lambda d: TOKENIZER.chat([]),
+      "got no messages", "expected at least one", "pass [{\"role\": \"user\", \"content\":"),
+  Row("a message without content", lambda d: TOKENIZER.chat([{"role": "user", "content": None}]),
+      "got an empty user message at index 0",
+      "expected at least one character", "a prompt must not be empty"),
+  Row("a negative id to decode", lambda d: TOKENIZER.decode([3, -1]),
+      "got ids from -1 to 3", "expected 0 to 2**32 - 1", "pass what was encoded or sampled"),
+  Row("a model there already", lambda d: (d.save(), d.save()),
+      "got a directory with files in it",
+      "expected none", "choose another path, or pass", FileExistsError),
+  Row("a model in int8", lambda d: d.save(dtype="int8"),
+      "got dtype='int8'", "expected one of ('float32', 'bfloat16')", "'bfloat16' is usual"),
+  Row("a model without weights", lambda d: d.save({}),
+      "got nothing", "expected (512, 16) with 1 slabs", "pass the configuration that the"),
+  Row("a model of more layers", lambda d: d.save(config=model(num_layers=5)),
+      "got nothing", "expected (16,) with 1 slabs", "pass the configuration that the"),
+  Row("shards of no byte", lambda d: d.save(max_shard_bytes=0),
+      "got max_shard_bytes=0", "expected at least 1", "5 GB are usual"),
+  Row("a model over a file", lambda d: (d.file("", "f"), d.save(name="f", overwrite=True)),
+      "got a file", "expected no file there", "choose another path", FileExistsError),
+  Row("no name of a model", lambda d: huggingface.resolve(""),
+      "got '', which is no directory",
+      "expected a model directory or a Hub id", "check the path", FileNotFoundError),
+  Row("a file as a model", lambda d: huggingface.resolve(d.file("")),
+      "got '", "expected a model directory or a Hub id", "check the path", FileNotFoundError),
+  # Runs.
+  Row("a run without a task", lambda d: d.train("vowels"),
+      "got str", "expected a task with name,", "pass tasks.load(...), or see"),
+  Row("a run to resume that is not there", lambda d: d.train(resume=True),
+      "got no checkpoint to resume", "expected one under ", "start a new run without --resume,"),
+  Row("a run in a file", lambda d: d.train(directory=d.file("")),
+      "got a file", "expected a run's directory or nothing", "choose another --workdir"),
+  Row("a run of an empty task", lambda d: d.train(Own(num_problems=lambda split: 0)),
+      "got 0 problems in split 'train'",
+      "expected at least 1", "give it some, or choose another task"),
+  Row("a run with programs of another", lambda d: d.train(programs=others()),
+      "got programs of another config or model",
+      "expected make_programs of these", "share them only between equals"),
+  Row("a run on more devices than there are", lambda d: d.train(num_instances=50),
+      "got num_instances=50 x model_shards=1 = 50",
+      "expected at most the 8 there are", "lower either, or on CPU start with"),
+  Row("a run of too large an adapter", lambda d: d.train(lora_rank=10**4),
+      "got 10000", "expected 1 <= rank <= 16, the smallest", "8 to 64 is usual"),
+  Row("a run of pages of no split", lambda d: d.train(engine=pages_of(3)),
+      "got page_size=3", "expected a divisor of", "a split is read page by page, 16 is"),
+  Row("a run of rows of no tile", lambda d: d.train(trainer=rows_of(63)),
+      "got rows_per_micro_batch=63", "expected a positive multiple of", "use 64"),
+  Row("a search without a problem", lambda d: d.discover(""),
+      "got NoneType", "expected a problem", "pass problems.load(config.problem),"),
+  Row("a search to resume that is not there", lambda d: d.discover(resume=True),
+      "got 'circle_packing_plain:5'",
+      "expected one of ['apple_machines',", "correct --config.problem"),
+  Row("a search by a model without its policy", lambda d: d.discover(model="x"),
+      "got 'circle_packing_plain:5'",
+      "expected one of ['apple_machines',", "correct --config.problem"),
+  Row("a number of another form", lambda d: d.writer(1, BadName=1),
+      "got the name 'BadName'", "expected room/thing in lower case, such", "rename it"),
+  Row("text as a number", lambda d: d.writer(1, a__b="text"),
+      "got 'text' for 'a/b'", "expected a number", "text belongs in the summary"),
+  Row("many numbers as one", lambda d: d.writer(1, a__b=np.zeros(3)),
+      "got ndarray array([0., 0., 0.])",
+      "expected JSON values or scalars", "reduce arrays to a scalar first"),
+  Row("a step that goes back", lambda d: d.writer(0, a__b=1),
+      "got step 0 after step 1",
+      "expected steps that never go back", "open the writer with resume_step to"),
+  Row("numbers that are no object", lambda d: metrics.read(d.file("[]\n")),
+      "got b'[]' as line 1", "expected a JSON object with a step", "mend or remove that line"),
+  Row("numbers that are no text", lambda d: metrics.read(d.file(b"\xff\n")),
+      "got b'\\xff' as line 1", "expected a JSON object with a step", "mend or remove that line"),
+  Row("a checkpoint that keeps none", lambda d: d.saved(keep_latest=0),
+      "got keep_latest=0 and keep_every=0",
+      "expected at least 1 and at least 0", "keep_latest=3, keep_every=0 are"),
+  Row("a checkpoint of NaN on the host", lambda d: d.saved(host_state={"a": NAN}),
+      "got float nan at host_state['a']", "expected JSON that comes back equal", "convert it"),
+  Row("a checkpoint of text", lambda d: d.saved({"a": "text"}),
+      "got str 'text' at 'a'", "expected an array", "put it into host_state, or make it"),
+  Row("a checkpoint before the first", lambda d: d.saved(step=-1),
+      "got step -1", "expected at least 0", "count steps from 0"),
+  Row("no checkpoint", lambda d: checkpoint.restore(d.folder, {}, fingerprint={}),
+      "got step None of ", "expected one of ()", "choose another step or directory,"),
+  Row("another file as a journal", lambda d: d.journal(b"hello\n"),
+      "got {} as the first record",
+      "expected a journal's header of format 1", "choose another file, or start a new"),
+  Row("a journal of NaN", lambda d: d.journal(a=NAN),
+      "got settings that are not JSON (Out of range",
+      "expected strings, finite numbers, lists", "convert them first"),
+  Row("a directory as a journal", lambda d: journal.Journal(d.folder, fingerprint={}, settings={}),
+      "got a directory",
+      "expected the journal's file, or none yet", "add a name such as journal.jsonl"),
+  Row("no journal", lambda d: journal.read(d.folder / "no.jsonl"),
+      "got no such file",
+      "expected a journal", "name the journal.jsonl of a run's", FileNotFoundError),
+  Row("an empty journal", lambda d: journal.read(d.file("")),
+      "got {} as the first record",
+      "expected a journal's header of format 1", "choose another file, or start a new"),
+  Row("a batch of nothing", lambda d: d.packed([]),
+      "got no groups", "expected at least one", "skip the step instead"),
+  Row("a batch of an empty group", lambda d: d.packed(groups(), np.zeros((1, 0))),
+      "got 1 group(s) without rollouts", "expected one in each at least", "leave them out"),
+  Row("advantages of others", lambda d: d.packed(values=np.zeros((1, 2))),
+      "got 1 rollouts in group_index 0",
+      "expected 2 as advantages of shape (1,", "complete the group or leave it out"),
+  Row("an advantage of NaN", lambda d: d.packed(values=((NAN,),)),
+      "got advantage nan for group_index 0, member 0",
+      "expected a finite number", "look at its reward"),
+  Row("a batch of rows of no tile", lambda d: d.packed(rows_per_micro_batch=63),
+      "got rows_per_micro_batch=63", "expected a positive multiple of", "use 64"),
+  Row("a batch of no sequence", lambda d: d.packed(max_sequences=0),
+      "got max_sequences=0", "expected max_sequences >= 1", "None derives it"),
+  Row("a group of one", lambda d: advantages.grpo([[1.0]]),
+      "got rewards of shape (1, 1)",
+      "expected at least 2 rollouts on the", "set RolloutConfig.group_size >= 2,"),
+  Row("rewards of NaN", lambda d: advantages.grpo([[1.0, NAN]]),
+      "got reward nan for group 0, member 1",
+      "expected a finite float32", "mend the task's verdict for that"),
+  Row("rewards of no group", lambda d: advantages.grpo([1.0, 2.0]),
+      "got rewards of shape (2,)",
+      "expected [b, g], one row per prompt", "stack RolloutGroup.rewards"),
+  Row("rewards beyond float32", lambda d: advantages.grpo([[1.0, 1e39]]),
+      "got reward 1e+39 for group 0, member 1",
+      "expected a finite float32", "mend the task's verdict for that"),
+  Row("no such advantage", lambda d: advantages.for_algorithm("x", [[1.0, 2.0]]),
+      "got 'x'", "expected 'grpo', 'dr_grpo', 'dapo',", "set LossConfig.algorithm to one of"),
+  Row("a tilted group of one", lambda d: entropic.entropic(np.asarray([[1.0]])),
+      "got groups of 1 rewards",
+      "expected at least 4: the advantage of", "set RolloutConfig.group_size to 8"),
+  Row("a rollout on a busy engine", lambda d: divided.DividedRollout(d.running(), ours()),
+      "got an engine with 1 unfinished requests",
+      "expected none (all its memory is shared", "finish or cancel them"),
+  Row("a rollout of what cannot be", lambda d: rolled(d.engine, request(prompt=(9999,))),
+      "got token ids from 9999 to 9999",
+      "expected 0 to 511", "encode with this model's tokenizer"),
+]  # fmt: skip
+
+
+def field_rows() -> Iterator[Row]:
+  """Rows of `FIELDS`; what was got is the value, or where that says less, its type or its part."""
+  for made_by, field, value, expected, fix in FIELDS:
+    name = f"{made_by.__name__}.{field}={value!r}"
+
+    def call(_: Doors, made_by=made_by, one={field: value}) -> Any:  # noqa: B006
+      return made_by(**one)
+
+    yield Row(name, call, "got ", expected, fix)
+
+
+ALL = [*field_rows(), *ROWS]
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory) -> pathlib.Path:
+  directory = tmp_path_factory.mktemp("exported") / "model"
+  params = tiny_model.random_master(MODEL, NUMERICS)
+  huggingface.save(directory, params, MODEL, tokenizer=TOKENIZER, dtype="float32")
+  return directory
+
+
+@pytest.fixture(scope="module")
+def shared() -> tuple[Engine, Completion]:
+  """The engine of all rows, and what it answers before any."""
+  params = tiny_model.random_params(MODEL, NUMERICS)
+  engine = Engine(
+    MODEL, params, numerics=NUMERICS, config=SIZES, key=jax.random.key(3), tokenizer=TOKENIZER
+  )
+  [answer] = engine.generate([request("probe", (9, 8, 7), seed=5, max_tokens=2)])
+  return engine, answer
+
+
+@pytest.mark.parametrize("row", ALL, ids=[row.name for row in ALL])
+def test_what_is_malformed_is_refused_with_a_sentence(row, shared, exported, tmp_path):
+  engine, answer = shared
+  with pytest.raises(row.error) as refusal:
+    row.call(Doors(engine, tmp_path, exported))
+  message = str(refusal.value)
+  place = 0
+  for piece in (row.got, row.expected, row.fix):
+    assert piece in message[place:], f"got {message!r}, expected {piece!r} in {message[place:]!r}"
+    place = message.index(piece, place) + len(piece)
+  for name in ("x", "p"):  # What a row had begun before.
+    with contextlib.suppress(ValueError):
+      engine.cancel(name)
+  assert engine.num_unfinished == 0
+  [again] = engine.generate([request("probe", (9, 8, 7), seed=5, max_tokens=2)])
+  assert again.has_bits_of(answer) and again.finish_reason == answer.finish_reason
+
+
+def test_the_table_is_as_long_as_it_should_be():
+  names = [row.name for row in ALL]
+  assert len(names) == len({*names}) >= 150
