@@ -82,7 +82,7 @@ class TrainerConfig:
   def __post_init__(self):
     for field, least, usual in (
       ("rows_per_micro_batch", 1, 2048), ("sequences_per_micro_batch", 1, 32),
-      ("num_mini_batches", 1, 1), ("max_rounds", 1, 1), ("overlong_buffer", 0, 0),
+      ("num_mini_batches", 1, 1), ("max_rounds", 1, 1),
     ):  # fmt: skip
       if (value := vars(self)[field]) < least:
         raise ValueError(
@@ -400,7 +400,7 @@ def _train(
       )
     )
     for sentence in missing_records(directory, step, journal):
-      say(sentence)
+      progress.say(sentence)
     metrics.write_summary(directory / "config.json", settings | {"fingerprint": fingerprint})
     progress.say(engine.plan())
     with progress.phase("measuring the engine's steps"):

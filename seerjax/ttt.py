@@ -458,7 +458,7 @@ def _discover(
         )
       )
     for sentence in rl.missing_records(directory, step, journal):
-      say(sentence)
+      progress.say(sentence)
     if not resume:
       metrics.write_summary(directory / "config.json", settings | {"fingerprint": fingerprint})
       if isinstance(writer, writers.Edits) and config.tiny.warm_sentences:
