@@ -86,7 +86,7 @@ def name_entries(values: ml_collections.ConfigDict, config: Any, arguments: Sequ
       at, inner = vars(at)[part], inner[part]
     if not isinstance(at, Mapping):
       continue
-    value = _literal(text)
+    value = literal(text)
     if not isinstance(value, (str, bool, int, float)):
       raise ValueError(
         f"--{name}: got {text!r}, expected text, a number, True or False; write --{name}=False."
@@ -95,7 +95,8 @@ def name_entries(values: ml_collections.ConfigDict, config: Any, arguments: Sequ
       inner[parts[-1]] = value
 
 
-def _literal(text: str) -> Any:
+def literal(text: str) -> Any:
+  """Returns what a command line's text means: True and False in any case, a number, else text."""
   if text.lower() in ("true", "false"):
     return text.lower() == "true"
   try:

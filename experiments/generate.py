@@ -1,9 +1,11 @@
-"""Streams one answer, token by token, as it is sampled.
+"""Streams one answer, token by token, as it is sampled; in a terminal, without a prompt, chats.
 
 Claim: the text is a function of (weights, prompt, sampling parameters, seed) alone; ask twice, get
 the same bits.
 Command: bash launch/local.sh experiments.generate --prompt="Tom has 3 apples and buys 4. How many?"
+  a chat:         no --prompt; Ctrl-D or Ctrl-C ends it, /help says what there is
   another model:  --model=PATH_OR_HUB_ID
+  no thoughts:    --variable=enable_thinking=False, which Qwen3's template reads
   from stdin:     --prompt=-
   no template:    --raw
 Hardware: 2 CPU cores, a few seconds and one compilation. Text goes to stdout, numbers to stderr.
@@ -11,23 +13,33 @@ Hardware: 2 CPU cores, a few seconds and one compilation. Text goes to stdout, n
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+import contextlib
+import dataclasses
 import math
 import pathlib
 import sys
 import time
+from typing import Any
 
 from absl import app, flags
 import jax
 
 from experiments import configuration, grpo
-from seerjax import numerics as numerics_lib, rl
+from seerjax import numerics as numerics_lib, rl, stops
 from seerjax.engine import engine as engine_lib
-from seerjax.models import transformer
+from seerjax.models import tokenizer as tokenizer_lib, transformer
 from seerjax.types import Completion, Request, SamplingParams
 
 NANO = pathlib.Path(transformer.__file__).parent / "nano"
 PREFILL_ROWS = 256
+CHAT_CONTEXT = 4096  # Most positions of a chat, where the model has so many.
+HELP = """/help   this
+/new    forgets what was said
+Ctrl-D  ends the chat, as Ctrl-C does, also within an answer"""
+
+# What was said so far to what is said next.
+Answer = Callable[[Sequence[tokenizer_lib.Message]], str]
 
 
 def load(name: str) -> tuple[rl.Policy, numerics_lib.NumericsConfig]:
@@ -109,13 +121,138 @@ def stream(
   return completion, rate
 
 
+def answerer(
+  engine: engine_lib.Engine,
+  sampling: SamplingParams,
+  *,
+  seed: int,
+  say: Callable[[str], None],
+) -> Answer:
+  """Returns what continues a conversation: each answer is streamed, and the engine stays.
+
+  Args:
+    engine: whose context bounds the conversation; it has its tokenizer.
+    sampling: of every answer; one that finds less room than `max_tokens` gets what there is.
+    seed: of every answer.
+    say: takes text as it comes.
+  """
+  tokenizer = engine.tokenizer
+  assert tokenizer is not None
+
+  def answer(messages: Sequence[tokenizer_lib.Message]) -> str:
+    tokens = tuple(tokenizer.chat_ids(messages))
+    room = engine.config.max_context - len(tokens)
+    if room < 1:
+      raise ValueError(
+        f"generate: got a conversation of {len(tokens)} tokens, expected less than"
+        f" {engine.config.max_context}; /new begins another."
+      )
+    request = Request(
+      request_id=str(len(messages)),
+      prompt=tokens,
+      sampling=dataclasses.replace(sampling, max_tokens=min(sampling.max_tokens, room)),
+      seed=seed,
+    )
+    completion, _ = stream(engine, request, say)
+    if completion.error:
+      raise ValueError(completion.error)
+    return completion.text
+
+  return answer
+
+
+def converse(answer: Answer, read: Callable[[], str], tell: Callable[[str], None]) -> None:
+  """Chats until there is nothing more to read.
+
+  Args:
+    answer: to what was said; what it refuses is told, and the chat goes on without that question.
+    read: the next line; raises EOFError at the end.
+    tell: takes lines that are no answers.
+  """
+  messages: list[tokenizer_lib.Message] = []
+  while True:
+    try:
+      line = read().rstrip()
+    except EOFError:
+      return
+    if line == "/help":
+      tell(HELP)
+    elif line == "/new":
+      messages = []
+      tell("forgotten")
+    elif line.startswith("/"):
+      tell(f"got {line.split()[0]!r}, expected /help or /new; begin with a space to say it")
+    elif line:
+      asked = [*messages, {"role": "user", "content": line.strip()}]
+      try:
+        said = answer(asked)
+      except ValueError as error:
+        tell(str(error))
+        continue
+      messages = [*asked, {"role": "assistant", "content": said}]
+      tell("")
+
+
+def chat(
+  policy: rl.Policy, numerics: numerics_lib.NumericsConfig, sampling: SamplingParams
+) -> None:
+  """Chats in the terminal; Ctrl-D and Ctrl-C end it."""
+  context = min(policy.model.max_context, CHAT_CONTEXT)
+  engine = engine_for(policy, numerics, num_tokens=context, key=jax.random.key(0))
+  with contextlib.suppress(ImportError):
+    import readline  # noqa: F401  Lines can be edited where there is one.
+  print(
+    f"{flags.FLAGS.model}, {context} tokens in all; /help says what there is, Ctrl-D ends it. The"
+    " first answer waits for its program to be compiled.",
+    file=sys.stderr,
+  )
+  answer = answerer(
+    engine, sampling, seed=flags.FLAGS.seed, say=lambda text: print(text, end="", flush=True)
+  )
+  try:
+    converse(answer, lambda: input("> "), print)
+  except stops.Terminated:
+    raise
+  except KeyboardInterrupt:
+    pass  # Here it is how one leaves.
+  print(flush=True)
+
+
+def variables_of(arguments: Sequence[str]) -> dict[str, Any]:
+  """Returns the chat template's variables by name, of NAME=VALUE each.
+
+  Raises:
+    ValueError: for an argument of another form.
+  """
+  found: dict[str, Any] = {}
+  for argument in arguments:
+    name, is_given, value = argument.partition("=")
+    if not is_given:
+      raise ValueError(
+        f"--variable: got {argument!r}, expected NAME=VALUE; write --variable={name}=True."
+      )
+    found[name] = configuration.literal(value)
+  return found
+
+
 def main(argv: list[str]) -> None:
   args = flags.FLAGS
   with configuration.refusals():
     configuration.check_arguments(argv)
-    prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
+    is_chat = args.prompt is None and sys.stdin.isatty() and sys.stdout.isatty()
+    if is_chat and args.raw:
+      raise ValueError(
+        "--raw: got no --prompt, expected one (a chat needs its template); write --prompt='...'."
+      )
+    chat_config = tokenizer_lib.ChatConfig(
+      system=args.system, variables=variables_of(args.variable)
+    )
+    prompt = sys.stdin.read() if args.prompt == "-" else args.prompt or ""
     policy, numerics = load(args.model)
-    tokens = prompt_tokens(policy, prompt, is_raw=args.raw)
+    tokenizer = rl.chatting(policy.tokenizer, chat_config)
+    policy = dataclasses.replace(policy, tokenizer=tokenizer)
+    if tokenizer.ignored_generation:
+      print(grpo.ignored(tokenizer), file=sys.stderr)
     sampling = SamplingParams(
       temperature=args.temperature,
       top_k=args.top_k,
@@ -124,6 +261,10 @@ def main(argv: list[str]) -> None:
       stop_token_ids=policy.tokenizer.eos_ids,
       stop_strings=tuple(args.stop),
     )
+    if is_chat:
+      chat(policy, numerics, sampling)
+      return
+    tokens = prompt_tokens(policy, prompt, is_raw=args.raw)
     engine = engine_for(
       policy, numerics, num_tokens=len(tokens) + args.max_tokens, key=numerics_lib.key(0)
     )
@@ -145,7 +286,9 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-  flags.DEFINE_string("prompt", "", "What is asked; - reads it from stdin.")
+  flags.DEFINE_string("prompt", None, "What is asked; - reads it from stdin. None is a chat.")
+  flags.DEFINE_string("system", "", "Said before a conversation, where the model has such a turn.")
+  flags.DEFINE_multi_string("variable", [], "NAME=VALUE for the chat template; may be repeated.")
   flags.DEFINE_string("model", "nano", "nano, a Hugging Face directory, or a Hub id.")
   flags.DEFINE_float("temperature", 1.0, "0 is greedy.")
   flags.DEFINE_integer("top_k", 0, "Keeps the k most likely tokens; 0 keeps all.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pathlib
+import signal
 import subprocess
 import sys
 
@@ -35,7 +36,101 @@ def test_streamed_parts_are_the_text_and_a_seed_repeats_it(tiny: str):
   parts, text, tokens = answer(tiny, seed=5)
   assert "".join(parts) == text
   assert len(parts) == len(tokens) == 12
-  assert answer(tiny, seed=5)[2] == tokens
+  # A chat's first answer is the one to its first question alone.
+  policy, numerics = generate.load(tiny)
+  size = len(generate.prompt_tokens(policy, "Tom has 3 apples.")) + 40
+  engine = generate.engine_for(policy, numerics, num_tokens=size, key=jax.random.key(0))
+  said: list[str] = []
+  sampling = SamplingParams(max_tokens=12)
+  speak = generate.answerer(engine, sampling, seed=5, say=said.append)
+  messages = [dict(role="user", content="Tom has 3 apples.")]
+  assert speak(messages) == "".join(said) == text
+  # What follows has less room, and then none.
+  messages += [dict(role="assistant", content=text), dict(role="user", content="So")]
+  room = size - len(policy.tokenizer.chat_ids(messages))
+  assert 0 < room < 12
+  said.clear()
+  speak(messages)
+  assert len(said) == room  # A token each.
+  messages[-1]["content"] = "So? " * 20
+  with pytest.raises(ValueError, match=r"conversation of \d+ tokens, expected less than \d+; /new"):
+    speak(messages)
+
+
+def test_a_chat_goes_on_until_there_is_nothing_to_read():
+  lines = iter(
+    ["Hi", "", "/help", "  /usr is full  ", "bad", "/new", "Hi again", "/quit now"]
+  )
+  asked: list[list] = []
+  told: list[str] = []
+
+  def read() -> str:
+    for line in lines:
+      return line
+    raise EOFError
+
+  def speak(messages) -> str:
+    asked.append(list(messages))
+    if messages[-1]["content"] == "bad":
+      raise ValueError("refused")
+    return f"answer {len(asked)}"
+
+  generate.converse(speak, read, told.append)
+  user, assistant = (
+    lambda text, role=role: dict(role=role, content=text) for role in ("user", "assistant")
+  )
+  first = [user("Hi"), assistant("answer 1"), user("/usr is full")]
+  assert asked[:2] == [first[:1], first]
+  # What was refused is not said before what follows; what is forgotten is not either.
+  assert asked[2:] == [[*first, assistant("answer 2"), user("bad")], [user("Hi again")]]
+  assert told == [
+    "", generate.HELP, "", "refused", "forgotten", "",
+    "got '/quit', expected /help or /new; begin with a space to say it",
+  ]  # fmt: skip
+
+
+def test_variables_of_a_template_are_read_from_the_command_line():
+  found = generate.variables_of(["enable_thinking=false", "style=a=b", "depth=3"])
+  assert found == dict(enable_thinking=False, style="a=b", depth=3)
+  with pytest.raises(ValueError, match="--variable: got 'a', expected NAME=VALUE; write"):
+    generate.variables_of(["a"])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("end", ["ctrl-d", "ctrl-c"])
+def test_a_terminal_without_a_prompt_is_a_chat(tiny: str, end: str):
+  parent, child = os.openpty()
+  command = [sys.executable, "-m", "experiments.generate", f"--model={tiny}", "--max_tokens=4"]
+  process = subprocess.Popen(
+    command,
+    stdin=child,
+    stdout=child,
+    stderr=child,
+    cwd=ROOT,
+    env={**os.environ, "JAX_PLATFORMS": "cpu"},
+    start_new_session=True,
+  )
+  os.close(child)
+  shown = ""
+
+  def until(wanted: str, count: int = 1) -> None:
+    nonlocal shown
+    while shown.count(wanted) < count:
+      shown += os.read(parent, 4096).decode(errors="replace")
+
+  until("> ")
+  os.write(parent, b"/help\n")
+  until("forgets what was said")
+  for turn in range(2):
+    os.write(parent, b"Tom has 3 apples.\n")
+    until("> ", 3 + turn)
+  if end == "ctrl-d":
+    os.write(parent, b"\x04")
+  else:
+    process.send_signal(signal.SIGINT)  # What a terminal sends to its session.
+  assert process.wait(timeout=60) == 0, shown
+  assert "Traceback" not in shown
+  os.close(parent)
 
 
 def test_a_raw_prompt_has_no_template(tiny: str):
