@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from seerjax import types
 from seerjax.models import tokenizer as tokenizer_lib
 from seerjax.rollout import rollout as rollout_lib
 from seerjax.types import Completion, Problem, Task, Verdict
@@ -39,10 +40,10 @@ class EvaluationConfig:
         f"EvaluationConfig: got num_problems={self.num_problems}, every={self.every}, expected at"
         " least 1 and 0; 1024 and 0 (before and after alone) are usual."
       )
-    if not 0.0 <= self.temperature < float("inf"):
+    if self.temperature != 0 and not types.is_temperature(self.temperature):
       raise ValueError(
-        f"EvaluationConfig.temperature: got {self.temperature}, expected 0 <= temperature < inf; 0"
-        " is greedy, 1 samples as it is trained."
+        f"EvaluationConfig.temperature: got {self.temperature}, expected 0 or {types.TEMPERATURES};"
+        " 0 is greedy, 1 samples as it is trained."
       )
 
 

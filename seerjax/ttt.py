@@ -44,6 +44,7 @@ from seerjax import (
   status as status_lib,
   stops as stops_lib,
   summary,
+  types,
   writers,
 )
 from seerjax.engine import engine as engine_lib
@@ -235,10 +236,10 @@ class DiscoverConfig:
         f"DiscoverConfig: got search.islands={self.search.islands} and groups_per_step="
         f"{self.groups_per_step}, expected a group for each island; raise groups_per_step."
       )
-    if not 0 < self.temperature < math.inf:
+    if not types.is_temperature(self.temperature):
       raise ValueError(
-        f"DiscoverConfig.temperature: got {self.temperature}, expected a positive number (attempts"
-        " of a group have to differ); 1 is usual."
+        f"DiscoverConfig.temperature: got {self.temperature}, expected {types.TEMPERATURES}"
+        " (attempts of a group have to differ); 1 is usual."
       )
 
   def run(self, environment: Environment) -> rl.RunConfig:

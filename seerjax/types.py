@@ -55,6 +55,20 @@ class Problem:
       )
 
 
+# What float32 noise handles right. Gumbel noise spans 21 nats: above the highest temperature a bias
+# of -1e6 (an engine takes no more) would forbid no token for sure. Divided by 1e-24 such a bias
+# passes what stands for minus infinity, and by 1e-33 it overflows; long before, at the lowest,
+# logits of usual size that differ are further apart than any noise, so that 0 says the same.
+MIN_TEMPERATURE = 1e-4
+MAX_TEMPERATURE = 1e4
+TEMPERATURES = f"{MIN_TEMPERATURE:g} <= temperature <= {MAX_TEMPERATURE:g}"
+
+
+def is_temperature(value: float) -> bool:
+  """Returns whether logits may be divided by it; 0, which is greedy, is none."""
+  return MIN_TEMPERATURE <= value <= MAX_TEMPERATURE
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingParams:
   """How one request is sampled. With its seed and its prompt, this decides the text.
@@ -62,7 +76,8 @@ class SamplingParams:
   They apply in this order: `logit_bias`, `temperature`, `allowed`, `top_k`, `top_p`, `min_p`.
 
   Attributes:
-    temperature: 0 is greedy (the argmax of the biased logits); else logits are divided by it.
+    temperature: 0 is greedy (the argmax of the biased logits); else logits are divided by it, and
+      it is from `MIN_TEMPERATURE` to `MAX_TEMPERATURE`.
     top_k: keep the k most likely tokens; 0 keeps all. Ties at the border are kept.
     top_p: keep the smallest set of most likely tokens whose probability reaches it; 1 keeps all.
     min_p: drop tokens less likely than `min_p` times the most likely one; 0 drops none.
@@ -96,8 +111,8 @@ class SamplingParams:
       value = vars(self)[field]
       if not isinstance(value, tuple | list):
         refuse(field, f"{value!r} ({type(value).__name__})", f"a tuple of {of_what}", "write (x,)")
-    if not (0.0 <= self.temperature < float("inf")):
-      refuse("temperature", self.temperature, "0 <= temperature < inf", "0 is greedy, 1 is usual")
+    if self.temperature != 0 and not is_temperature(self.temperature):
+      refuse("temperature", self.temperature, f"0 or {TEMPERATURES}", "0 is greedy, 1 is usual")
     if not 0 <= self.top_k < 2**31:
       refuse("top_k", self.top_k, "0 <= top_k < 2**31", "0 keeps every token")
     if not (1e-37 <= self.top_p <= 1.0):  # In float32, less is zero, which keeps nothing.

@@ -963,8 +963,8 @@ def test_an_objective_that_cannot_be_is_refused(changes, message):
       dict(groups_per_step=2, search=puct.SearchConfig(islands=3)),
       "got search.islands=3 and groups_per_step=2, expected a group for each island; raise groups",
     ),
-    (dict(temperature=0.0), r"temperature: got 0.0, expected a positive number \(attempts of a gr"),
-    (dict(temperature=math.inf), "DiscoverConfig.temperature: got inf, expected a positive number"),
+    (dict(temperature=0.0), r"temperature: got 0.0, expected 0.0001 <= .* \(attempts of a gr"),
+    (dict(temperature=math.inf), "DiscoverConfig.temperature: got inf, expected 0.0001 <= temp"),
   ],
 )
 def test_a_run_that_cannot_be_is_refused(changes, message):

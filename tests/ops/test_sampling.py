@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from seerjax import types
 from seerjax.ops import sampling
 from seerjax.types import SamplingParams
 
@@ -43,6 +44,30 @@ def kept(logits, params):
   """Ids that the filters leave of one row."""
   z = process(jnp.asarray(logits)[None], sampling.sampling_rows([params], [0]))
   return np.flatnonzero(np.asarray(z[0]) > sampling.DROPPED).tolist()
+
+
+@pytest.mark.parametrize("temperature", [1e-35, 1e-30, 9.9e-5, 1.1e4, 1e39, float("nan"), -1.0])
+def test_temperatures_that_float32_noise_cannot_serve_are_refused_with_the_range(temperature):
+  message = "SamplingParams.temperature: got .*, expected 0 or 0.0001 <= temperature <= 10000; 0 is"
+  with pytest.raises(ValueError, match=message):
+    SamplingParams(temperature=temperature)
+
+
+@pytest.mark.parametrize("temperature", [types.MIN_TEMPERATURE, types.MAX_TEMPERATURE])
+def test_at_the_ends_of_the_range_a_bias_forbids_and_a_grammar_holds(temperature):
+  # Ids 4 to 9 are allowed, of which 7 is all that the strongest biases leave.
+  for bias in (-1e6, 1e6):
+    entries = ((7, bias),) if bias > 0 else tuple((i, bias) for i in (4, 5, 6, 8, 9))
+    params = SamplingParams(
+      temperature=temperature, logit_bias=(*entries, (2, 1e6)), allowed=((4, 10),), max_tokens=1
+    )
+    count = 64
+    rows = sampling.sampling_rows([params] * count, [0] * count)
+    logits = 20 * logits_of(count)
+    seeds = jnp.arange(count, dtype=jnp.uint32)
+    noise = noise_of(seeds, seeds.astype(jnp.int32), jnp.ones(count, bool))
+    assert set(sample(logits, rows, noise).tolist()) == {7}
+    assert np.isfinite(process(logits, rows)).all()
 
 
 def test_padding_rows_ask_for_nothing_that_costs():
@@ -241,7 +266,7 @@ def test_too_many_biases_are_refused():
 @pytest.mark.parametrize(
   ("changes", "message"),
   [
-    (dict(temperature=-1.0), "SamplingParams.temperature: got -1.0, expected 0 <= temperature"),
+    (dict(temperature=-1.0), "SamplingParams.temperature: got -1.0, expected 0 or 0.0"),
     (dict(temperature=float("nan")), "SamplingParams.temperature: got nan"),
     (dict(top_k=-1), "SamplingParams.top_k: got -1, expected 0 <= top_k < 2"),
     (dict(top_p=0.0), "SamplingParams.top_p: got 0.0, expected 0 < top_p <= 1"),
