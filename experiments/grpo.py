@@ -59,7 +59,6 @@ def main_job() -> rl.RunConfig:
     rollout=rollout_lib.RolloutConfig(
       groups_per_step=48, group_size=8, temperature=1.0, max_tokens=216
     ),
-    trainer=rl.TrainerConfig(rows_per_micro_batch=2048, sequences_per_micro_batch=32),
     loss=losses.dapo(),
     optimizer=step_lib.OptimizerConfig(learning_rate=2e-4, warmup_steps=2),
     # Asked as it is trained: sampled, at the temperature of the rollouts.
@@ -103,7 +102,8 @@ def check_prompts(config: rl.RunConfig, task: Task, policy: rl.Policy) -> None:
   # What may be too short for prompt and answer together, and for those that learn.
   engine = (config.engine.max_context, "EngineConfig.max_context")
   model = (policy.model.max_context, "the model's max_context")
-  rows = (config.trainer.rows_per_micro_batch + 1, "TrainerConfig.rows_per_micro_batch + 1")
+  of_model = rl.for_model(config, policy.model).trainer
+  rows = (of_model.rows_per_micro_batch + 1, "TrainerConfig.rows_per_micro_batch + 1")
   for split, count, limits in (
     ("heldout", config.evaluation.num_problems, (engine, model)),
     ("train", min(asked, MOST_CHECKED), (engine, model, rows)),

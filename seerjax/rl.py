@@ -30,6 +30,7 @@ import numpy as np
 from seerjax import (
   checkpoint,
   evaluation,
+  host_memory,
   metrics,
   numerics as numerics_lib,
   parallel,
@@ -42,6 +43,7 @@ from seerjax.engine import (
   engine as engine_lib,
   kv_pool as kv_pool_lib,
   runner as runner_lib,
+  sizes,
   stores,
 )
 from seerjax.evaluation import EvaluationConfig
@@ -55,7 +57,7 @@ from seerjax.rollout import (
   trace as trace_lib,
 )
 from seerjax.speculation import acceptance, budget as budget_lib, drafters
-from seerjax.trainer import advantages, losses, packing, step as step_lib
+from seerjax.trainer import advantages, losses, packing, plan as plan_lib, step as step_lib
 from seerjax.types import Completion, Problem, Request, Rollout, RolloutGroup, Task, TrainState
 
 
@@ -64,24 +66,35 @@ class TrainerConfig:
   """How a step's groups become gradients.
 
   Attributes:
-    rows_per_micro_batch: rows of one gradient program.
-    sequences_per_micro_batch: most sequences in it; scratch pages are kept for so many.
+    rows_per_micro_batch: rows of one gradient program; 0 lets model and context decide
+      (`packing.derived_sizes`), never the memory that is free, for they shape a gradient's sums.
+    sequences_per_micro_batch: most sequences in it; scratch pages are kept for so many. 0 as above.
     num_mini_batches: optimiser steps on one batch of rollouts; the first is exactly on-policy.
     max_rounds: DAPO's dynamic sampling: groups whose rewards are all equal are replaced by the next
       problems' for at most this many rounds; 1 keeps every group.
     overlong_buffer: DAPO's overlong shaping: answers within this many tokens of `max_tokens` lose
       reward linearly; 0 is off.
+    remat: what a gradient keeps of the forward pass: "none" computes nothing again; "layer" keeps
+      each layer's input alone, which takes a third more time and far less memory. Scores have the
+      same bits, sums of a gradient may be rounded elsewhere.
   """
 
-  rows_per_micro_batch: int = 2048
-  sequences_per_micro_batch: int = 32
+  rows_per_micro_batch: int = 0
+  sequences_per_micro_batch: int = 0
   num_mini_batches: int = 1
   max_rounds: int = 1
   overlong_buffer: int = 0
+  remat: transformer.Remat = "none"
 
   def __post_init__(self):
+    if self.remat not in transformer.REMATS:
+      raise ValueError(
+        f"TrainerConfig.remat: got {self.remat!r}, expected one of {transformer.REMATS}; 'layer'"
+        " is for models whose activations do not fit."
+      )
     for field, least, usual in (
-      ("rows_per_micro_batch", 1, 2048), ("sequences_per_micro_batch", 1, 32),
+      ("rows_per_micro_batch", 0, "0, which lets the model decide,"),
+      ("sequences_per_micro_batch", 0, "0, which lets the model decide,"),
       ("num_mini_batches", 1, 1), ("max_rounds", 1, 1),
     ):  # fmt: skip
       if (value := vars(self)[field]) < least:
@@ -181,7 +194,9 @@ class RunConfig:
       )
     most = self.rollout.max_tokens
     # A prompt has one token at least, and the last token of an answer needs no row.
-    room = min(self.engine.max_context - 1, self.trainer.rows_per_micro_batch)
+    room = min(
+      self.engine.max_context - 1, self.trainer.rows_per_micro_batch or self.engine.max_context
+    )
     if most > room:
       raise ValueError(
         f"RolloutConfig.max_tokens: got {most}, expected at most {room}, because prompt and answer"
@@ -327,8 +342,11 @@ def _train(
 ) -> Result:
   """See `train`."""
   clock = summary.RunClock()
-  config = for_model(config, policy.model)
+  given = config
   check_directory(directory, resume=resume)
+  if resume:
+    config = _as_begun(config, directory)
+  config = for_model(config, policy.model)
   policy = dataclasses.replace(policy, tokenizer=chatting(policy.tokenizer, config.chat))
   if resume and config.stale != stale_lib.StaleConfig():
     raise ValueError(
@@ -347,6 +365,10 @@ def _train(
       " share them only between equals."
     )
   trainer = programs.trainer
+  if line := chosen(given, config):
+    progress.say(line)
+  memory = memory_plan(config, policy.model)
+  progress.say(memory.describe())
   state, step, before = initial_state(config, policy), 0, {}
   base = frozen_weights(config, policy)
   if resume:
@@ -369,7 +391,7 @@ def _train(
         directory / "checkpoints",
         step,
         state,
-        host_state={"before": before, "clock": clock.read()},
+        host_state={"before": before, "clock": clock.read(), "sizes": _chosen_sizes(config)},
         fingerprint=fingerprint,
         accept_new_numerics=accept_new_numerics,
       )
@@ -377,9 +399,9 @@ def _train(
   # Before the journal, which holds a run to its settings from its first line on.
   engine = engine_lib.Engine(
     policy.model,
-    running_weights(config, state.params, base),
+    published_weights(config, state.params, base),
     numerics=config.numerics,
-    config=config.engine,
+    config=memory.engine,
     key=numerics_lib.key(config.seed),
     tokenizer=policy.tokenizer,
     policy_version=step,
@@ -458,11 +480,12 @@ def _train(
       after = accuracy_after(step)
       with progress.phase("answering one problem again"):
         now = answer_of(config, engine, task)
-        first = initial_state(config, policy)
-        engine.set_params(running_weights(config, first.params, base), policy_version=0)
+        first = running_weights(config, _first_params(config, policy), base)
+        engine.set_params(first, policy_version=0)
         then = answer_of(config, engine, task)
     except KeyboardInterrupt as stop:
-      save(step)
+      if not step_lib.is_given_up(state):  # A second one, in the middle of an update.
+        save(step)
       raise stops_lib.Interrupted(
         f"stopped by {stops_lib.name_of(stop)} after step {step} of {config.num_steps}; --resume"
         " goes on",
@@ -493,12 +516,14 @@ def circle(
   if config.stale.steps_ahead and step + 1 < config.num_steps:
     ahead.begin(step + 1)  # By the weights of this step, beside what follows.
   sampled_at = time.monotonic()
+  if config.engine.gives_back_pages and not engine.num_unfinished:
+    engine.give_back_pages()
   with progress.phase("learning"):
     state, learned = learn(
       config, trainer, state, sampled.groups, base,
       num_old=sampled.num_old, before_update=before_update,
     )  # fmt: skip
-    weights = running_weights(config, state.params, base)
+    weights = published_weights(config, state.params, base)
     learned_at = time.monotonic()
     ahead.wait()
     engine.set_params(weights, policy_version=step + 1)
@@ -622,9 +647,7 @@ def _partial_groups(
 
   def keep(problem: Problem, rollout: Rollout) -> None:
     place = rollout_lib.place_of(rollout.request.request_id)
-    journal.append(
-      *place, rollout, problem_id=problem.problem_id, prompt_text=problem.prompt
-    )
+    journal.append(*place, rollout, problem_id=problem.problem_id, prompt_text=problem.prompt)
 
   return stale_lib.sample_partial(
     carried,
@@ -754,9 +777,7 @@ def learn(
     if index:
       params = running_weights(config, state.params, base)
       counts = losses.denominators(batch)
-      gradient, means, _ = trainer.gradient(
-        params, batch, counts, olds[index], references[index]
-      )
+      gradient, means, _ = trainer.gradient(params, batch, counts, olds[index], references[index])
       numbers |= {f"train/later_{name}": float(value) for name, value in means.items()}
     else:
       before_update()
@@ -925,12 +946,16 @@ def take_drafts(engine: engine_lib.Engine) -> acceptance.Acceptance:
 
 def initial_state(config: RunConfig, policy: Learner) -> TrainState:
   """Returns the state of a run that has not learnt: of all weights, or of fresh adapters."""
-  params = policy.params
-  if config.lora_rank:
-    key = numerics_lib.key(rollout_lib.request_seed(config.seed, -2))
-    params = lora.init(key, policy.model, config.numerics, config.lora_rank)
   optimizer = step_lib.make_optimizer(config.optimizer)
-  return TrainState(params, optimizer.init(params), jnp.int32(0))
+  return step_lib.first_state(_first_params(config, policy), optimizer)
+
+
+def _first_params(config: RunConfig, policy: Learner) -> Any:
+  """Returns what learns, as it begins: the policy's weights themselves, or fresh adapters."""
+  if not config.lora_rank:
+    return policy.params
+  key = numerics_lib.key(rollout_lib.request_seed(config.seed, -2))
+  return lora.init(key, policy.model, config.numerics, config.lora_rank)
 
 
 def frozen_weights(config: RunConfig, policy: Learner) -> transformer.Params | None:
@@ -961,6 +986,18 @@ def running_weights(
   return lora.attach(base, params, config.lora_alpha / config.lora_rank)
 
 
+def published_weights(
+  config: RunConfig, params: Any, base: transformer.Params | None
+) -> transformer.Params:
+  """Returns `running_weights` for the engine, which may sample while an update takes `params`.
+
+  They are copies only where it does (`StaleConfig.steps_ahead`): float32 weights are otherwise the
+  masters themselves, whose place the next masters take before the engine runs again.
+  """
+  weights = running_weights(config, params, base)
+  return jax.tree.map(jnp.copy, weights) if config.stale.steps_ahead else weights
+
+
 def reference_weights(
   config: RunConfig, state: TrainState, base: transformer.Params
 ) -> transformer.Params:
@@ -979,12 +1016,147 @@ def exported_weights(config: RunConfig, policy: Policy, state: TrainState) -> tr
   return lora.merge(policy.params, state.params, config.lora_alpha / config.lora_rank)
 
 
+# Memory, before anything is taken.
+
+
+class MemoryPlan(NamedTuple):
+  """What a run takes of memory, in bytes of its fullest device.
+
+  Attributes:
+    learning: masters, moments, gradient sums and the rest.
+    frozen: weights that do not learn, beside those that run.
+    pages: of the engine.
+    are_pages_given_back: while it learns.
+    held: by this process already, the policy's first weights included; of a CPU alone.
+    others: of all other devices together, where they share one memory; else 0.
+    free: now.
+    engine: sizes, with what was open decided.
+  """
+
+  learning: plan_lib.Plan
+  frozen: int
+  pages: int
+  are_pages_given_back: bool
+  held: int
+  others: int
+  free: float
+  engine: engine_lib.EngineConfig
+
+  @property
+  def needed(self) -> int:
+    """Bytes on top of what is held, at the most."""
+    while_learning = self.learning.learning + (0 if self.are_pages_given_back else self.pages)
+    return self.learning.kept + self.frozen + max(self.pages, while_learning) + self.others
+
+  def describe(self) -> str:
+    """Returns one line in MiB."""
+    mib = plan_lib.MIB
+    given_back = " that are given back while it learns" if self.are_pages_given_back else ""
+    others = f", {self.others / mib:,.0f} on the other devices" if self.others else ""
+    free = (
+      f"{self.free / mib:,.0f} are free" if self.free < math.inf else "nothing says what is free"
+    )
+    return (
+      f"memory, MiB a device: {self.learning.describe()}, {self.frozen / mib:,.0f} frozen weights,"
+      f" {self.pages / mib:,.0f} pages of the engine{given_back}{others}; at most"
+      f" {self.needed / mib:,.0f} beside the {self.held / mib:,.0f} held now, and {free}"
+    )
+
+
+def memory_plan(config: RunConfig, model: transformer.TransformerConfig) -> MemoryPlan:
+  """Returns what a run is going to take; nothing is computed or allocated.
+
+  Raises:
+    ValueError: with all figures, if that does not fit what is free.
+  """
+  config = for_model(config, model)
+  trainer, mesh = make_programs(config, model).trainer, _meshes(config)[1]
+  dtype = config.numerics.dtype
+  masters = transformer.shapes(model, config.numerics.reduction_shards)
+  weights = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), masters)
+  whole_bytes = plan_lib.tree_bytes(weights)
+  if config.lora_rank:
+    adapter = lora.shapes(model, config.numerics, config.lora_rank)
+    attached = lambda base, adapter: lora.attach(base, adapter, 1.0)
+    weights = jax.eval_shape(attached, weights, adapter)
+  learning = trainer.plan(weights, _layout(config), _most_micro_batches(config))
+  # Under adapters the frozen weights are those that run.
+  frozen = whole_bytes if config.loss.kl_coefficient and not config.lora_rank else 0
+  num_devices, is_cpu = mesh.devices.size, jax.default_backend() == "cpu"
+  free = sizes.free_bytes(mesh)
+  others = 0
+  if is_cpu:
+    free *= num_devices
+    of_each = max(learning.weights, whole_bytes) + frozen + learning.activations + learning.scratch
+    others = (num_devices - 1) * (of_each + learning.masters)
+  plan = MemoryPlan(
+    learning, frozen, 0, config.engine.gives_back_pages,
+    held=int(host_memory.resident_bytes()) if is_cpu else 0,
+    others=others, free=free, engine=config.engine,
+  )  # fmt: skip
+  if plan.needed > free:
+    raise ValueError(
+      f"RunConfig: got a run that takes more than there is ({plan.describe()}), expected one that"
+      " fits; set TrainerConfig.remat=layer, RunConfig.lora_rank or a bfloat16"
+      " NumericsConfig.compute_dtype, lower EngineConfig.max_context or"
+      " TrainerConfig.sequences_per_micro_batch, or free memory."
+    )
+  sharers = num_devices if is_cpu else 1
+  left = (free - plan.needed) / sharers
+  if plan.are_pages_given_back:
+    left += learning.learning / sharers
+  engine = sizes.fitted(config.engine, model, config.numerics, free_bytes=left)
+  page = sizes.page_bytes(model, config.numerics, page_size=engine.page_size)
+  return plan._replace(
+    engine=engine,
+    pages=engine.num_pages * page,
+    others=others + (num_devices - 1) * engine.num_pages * page if is_cpu else 0,
+  )
+
+
+def _most_micro_batches(config: RunConfig) -> int:
+  """Returns how many micro-batches an optimiser step has where every answer is a whole context."""
+  groups = -(-config.rollout.groups_per_step // config.trainer.num_mini_batches)
+  longest = min(config.engine.max_context - 1, config.trainer.rows_per_micro_batch)
+  fitting = max(1, config.trainer.rows_per_micro_batch // longest)
+  together = min(fitting, config.trainer.sequences_per_micro_batch)
+  return -(-groups * config.rollout.group_size // together)
+
+
 # Compiled programs and their sizes.
 
 
 def for_model(config: RunConfig, model: transformer.TransformerConfig) -> RunConfig:
   """Returns the config with what it leaves to the model as the model decides it."""
-  return dataclasses.replace(config, numerics=transformer.numerics_for(model, config.numerics))
+  trainer = config.trainer
+  rows, sequences = packing.derived_sizes(
+    context=min(config.engine.max_context, model.max_context),
+    bytes_per_position=2 * model.num_layers * model.num_kv_heads * model.head_dim * 4,
+    rows=trainer.rows_per_micro_batch,
+    sequences=trainer.sequences_per_micro_batch,
+  )
+  return dataclasses.replace(
+    config,
+    numerics=transformer.numerics_for(model, config.numerics),
+    trainer=dataclasses.replace(
+      trainer, rows_per_micro_batch=rows, sequences_per_micro_batch=sequences
+    ),
+  )
+
+
+def chosen(config: RunConfig, of_model: RunConfig) -> str:
+  """Returns one line on what a config left to the model (`for_model`); "" if nothing."""
+  names = [
+    f"{field}={new}"
+    for field, old, new in (
+      ("numerics.reduction_shards", config.numerics, of_model.numerics),
+      ("trainer.rows_per_micro_batch", config.trainer, of_model.trainer),
+      ("trainer.sequences_per_micro_batch", config.trainer, of_model.trainer),
+    )
+    for old, new in [(vars(part)[field.partition(".")[2]] for part in (old, new))]
+    if old != new
+  ]
+  return f"chosen for this model and context: {', '.join(names)}" if names else ""
 
 
 def make_programs(config: RunConfig, model: transformer.TransformerConfig) -> Programs:
@@ -999,6 +1171,7 @@ def make_programs(config: RunConfig, model: transformer.TransformerConfig) -> Pr
     learning,
     _layout(config).num_pages,
     config.engine.page_size,
+    config.trainer.remat,
   )
   runner = runner_lib.Runner(model, config.numerics, sampling, len(config.engine.row_buckets))
   return Programs(_programs_key(config, model), trainer, runner)
@@ -1019,7 +1192,7 @@ def _meshes(config: RunConfig) -> tuple[jax.sharding.Mesh, jax.sharding.Mesh]:
 def _programs_key(config: RunConfig, model: transformer.TransformerConfig) -> tuple[Any, ...]:
   return (
     model, config.num_instances, config.stale.steps_ahead, config.lora_rank, config.numerics,
-    config.engine, _layout(config), config.loss, config.optimizer,
+    config.engine, _layout(config), config.trainer.remat, config.loss, config.optimizer,
   )  # fmt: skip
 
 
@@ -1037,6 +1210,28 @@ def _packing_arguments(config: RunConfig) -> dict[str, Any]:
 
 def _layout(config: RunConfig) -> packing.Layout:
   return packing.layout(**_packing_arguments(config))
+
+
+def _chosen_sizes(config: RunConfig) -> dict[str, int]:
+  """Returns what the model decided, where the config left it open, for a resume."""
+  return {
+    "reduction_shards": config.numerics.reduction_shards,
+    "rows_per_micro_batch": config.trainer.rows_per_micro_batch,
+    "sequences_per_micro_batch": config.trainer.sequences_per_micro_batch,
+  }
+
+
+def _as_begun(config: RunConfig, directory: pathlib.Path) -> RunConfig:
+  """Returns the config of a resume, with what it leaves open as the run's checkpoint has it."""
+  sizes = checkpoint.read_host_state(directory / "checkpoints").get("sizes", {})
+
+  def filled(part: Any) -> Any:
+    open_fields = {name: sizes[name] for name in sizes if vars(part).get(name) == 0}
+    return dataclasses.replace(part, **open_fields)
+
+  return dataclasses.replace(
+    config, numerics=filled(config.numerics), trainer=filled(config.trainer)
+  )
 
 
 # A run's directory.

@@ -575,7 +575,8 @@ def _discover(
           saved_at = time.monotonic()
       progress.end_steps()
     except KeyboardInterrupt as stop:
-      save(step)
+      if not step_lib.is_given_up(state):  # A second one, in the middle of an update.
+        save(step)
       raise stops_lib.Interrupted(
         f"stopped by {stops_lib.name_of(stop)} after step {step} of {config.num_steps}; --resume"
         " goes on",

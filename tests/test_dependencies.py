@@ -18,7 +18,7 @@ PACKAGES = ("seerjax", "pallas_kernels")
 
 # Each step may import the steps before it.
 STEPS: tuple[tuple[str, ...], ...] = (
-  ("array_typing", "compiled", "pallas_kernels"),
+  ("array_typing", "compiled", "host_memory", "pallas_kernels"),
   ("numerics", "types"),
   (
     "parallel", "metrics", "ops", "checkpoint", "search", "tasks", "stops", "progress", "energy",

@@ -119,23 +119,23 @@ def test_the_train_step_exports(model):
   micro = step.MicroBatch(
     batch=TrainBatch(
       tokens=token_batch(
-        1, rows=rows, segments=layout.num_segments, width=layout.pages_per_sequence
+        rows=rows, segments=layout.num_segments, width=layout.pages_per_sequence
       ),
-      targets=i32(1, rows),
-      loss_mask=jax.ShapeDtypeStruct((1, rows), jnp.bool),
-      sequence_index=i32(1, rows),
-      advantages=f32(1, rows),
+      targets=i32(rows),
+      loss_mask=jax.ShapeDtypeStruct((rows,), jnp.bool),
+      sequence_index=i32(rows),
+      advantages=f32(rows),
       behaviour_logprobs=None,
       raw_logprobs=None,
-      sampling=sampling_rows(1, rows),
+      sampling=sampling_rows(rows),
     ),
-    old_logprobs=f32(1, rows),
-    is_first=jax.ShapeDtypeStruct((1,), jnp.bool),
+    old_logprobs=f32(rows),
+    is_first=jax.ShapeDtypeStruct((), jnp.bool),
   )
   counts = losses.Denominators(f32(), f32())
   master = params_like(model, jnp.float32)
   state = jax.eval_shape(trainer.init, master)
   assert isinstance(state, TrainState)
   for platform in PLATFORMS:
-    export(trainer._gradient, platform, params_like(model, NUMERICS.dtype), micro, counts)
+    export(trainer._gradient, platform, params_like(model, NUMERICS.dtype), micro, counts, master)
     export(trainer._update, platform, state, master)

@@ -251,6 +251,7 @@ class Engine:
     if said is not None:
       self._say_again(sequence, said)
     sequence.extend(chunk_tokens)
+    self._take_pages()
     self._live[request.request_id] = sequence
     self._waiting[instance].append(sequence)
 
@@ -618,6 +619,7 @@ class Engine:
     checks.whole("Engine.step_seconds: repeats", repeats, 1, None, "6 are usual")
     for count in rows:
       checks.whole("Engine.step_seconds: rows", count, 1, None, "a step has a row at least")
+    self._take_pages()
     found: dict[int, float] = dict.fromkeys(rows, math.inf)
     for repeat in range(repeats + 1):  # The first compiles.
       for count in found:
@@ -635,6 +637,27 @@ class Engine:
       values = multihost_utils.broadcast_one_to_all(values)
       found = dict(zip(found, values.tolist(), strict=True))
     return found
+
+  def give_back_pages(self) -> None:
+    """Frees the memory of all pages until the next request; nothing that was written is kept.
+
+    Raises:
+      ValueError: if requests are unfinished, whose keys these are.
+    """
+    if self._live:
+      raise ValueError(
+        f"Engine.give_back_pages: got {len(self._live)} unfinished requests, expected none; finish"
+        " or cancel them."
+      )
+    self.memory.forget_all()
+    for leaf in jax.tree.leaves(self.memory.pages):
+      leaf.delete()
+    self.memory.pages = None
+
+  def _take_pages(self) -> None:
+    """Takes the memory of all pages again, if it was given back."""
+    if self.memory.pages is None:
+      self.memory.pages = self._runner.empty_pages(self.config.num_pages, self.config.page_size)
 
   def plan(self) -> str:
     """Returns one line that says what was allocated."""

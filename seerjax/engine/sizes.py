@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import pathlib
 
 import jax
 import jax.numpy as jnp
 
-from seerjax import numerics as numerics_lib
+from seerjax import host_memory, numerics as numerics_lib
 from seerjax.engine import checks
 from seerjax.models import transformer
 
 # Of the memory that is free when an engine is made; the rest is for steps and for learning.
 PAGES_SHARE = 0.4
-MEMINFO = pathlib.Path("/proc/meminfo")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,6 +30,8 @@ class EngineConfig:
       decodes uses the smallest that fits. Its arrays are whole tiles, two at least, of
       `NumericsConfig.row_tile` rows (`Engine.plan` names them), of which the bucket's are used.
     reuse_prefixes: keep pages findable for requests that start the same way.
+    gives_back_pages: whether the pages' memory is free while the weights learn, and taken again for
+      the next rollouts.
   """
 
   page_size: int = 32
@@ -40,6 +40,7 @@ class EngineConfig:
   max_context: int = 1024
   row_buckets: tuple[int, ...] = (64, 512)
   reuse_prefixes: bool = True
+  gives_back_pages: bool = False
 
   def __post_init__(self):
     for field, least, fix in (
@@ -68,13 +69,12 @@ class EngineConfig:
 def free_bytes(mesh: jax.sharding.Mesh) -> float:
   """Returns the free memory of one instance, in bytes; infinite where nothing tells.
 
-  Devices of a CPU share the memory of the machine; others have their own.
+  Devices of a CPU share the memory of the machine, or of the control group (`host_memory`); others
+  have their own.
   """
   device = mesh.devices.flat[0]
   if device.platform == "cpu":
-    lines = MEMINFO.read_text().splitlines() if MEMINFO.is_file() else []
-    found = [int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
-    return found[0] * 1024 / mesh.devices.size if found else float("inf")
+    return host_memory.free_bytes() / mesh.devices.size
   stats = device.memory_stats() or {}
   if "bytes_limit" not in stats:
     return float("inf")
@@ -89,8 +89,18 @@ def pages_that_fit(
   memory_bytes: float,
 ) -> int:
   """Returns how many pages of all layers `memory_bytes` (finite) hold."""
+  return int(memory_bytes // page_bytes(model, numerics, page_size=page_size))
+
+
+def page_bytes(
+  model: transformer.TransformerConfig,
+  numerics: numerics_lib.NumericsConfig,
+  *,
+  page_size: int,
+) -> int:
+  """Returns the bytes of one page, keys and values of all layers."""
   per_position = 2 * model.num_layers * model.num_kv_heads * model.head_dim
-  return int(memory_bytes // (per_position * page_size * jnp.dtype(numerics.dtype).itemsize))
+  return per_position * page_size * jnp.dtype(numerics.dtype).itemsize
 
 
 def fitted(

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, Literal
 
 from flax import nnx
 import jax
@@ -30,6 +30,10 @@ from seerjax.types import SamplingRows, TokenBatch, TokenScores
 
 Params = dict[str, Any]
 Pages = tuple[tuple[Array, Array], ...]  # Per layer: keys, values f[k, m, z, c].
+
+# What a gradient keeps of the forward pass.
+Remat = Literal["none", "layer"]
+REMATS = ("none", "layer")
 
 FAMILIES = ("qwen3", "qwen2", "llama")
 # Rows whose logits a gradient holds at once where a filter has to see them whole.
@@ -389,6 +393,7 @@ def forward(
   config: TransformerConfig,
   numerics: numerics_lib.NumericsConfig,
   axis: str | None = None,
+  remat: Remat = "none",
 ) -> tuple[Float[Array, "n d"], Pages]:
   """Runs every row through every layer.
 
@@ -399,6 +404,8 @@ def forward(
     config: shape of the model.
     numerics: what decides bits.
     axis: mesh axis of the slabs, None on one device.
+    remat: what a gradient keeps: "none" computes nothing again, "layer" keeps each layer's input
+      alone and computes the layer again as it goes back. The values are the same bits.
 
   Returns:
     (hidden rows f[n, d] before the final norm, pages with the rows' keys and values).
@@ -412,13 +419,24 @@ def forward(
   x = params["embed"][batch.tokens]
   inputs = functools.partial(_attention_inputs, config, numerics, axis)
   outputs = functools.partial(_after_attention, config, numerics, axis)
-  new_pages = []
-  for weights, (k_pages, v_pages) in zip(params["layers"], pages, strict=True):
+
+  def layer(weights: Params, x: Array, k_pages: Array, v_pages: Array):
     q, k, v = tiles.map_rows(inputs, weights, (x, cos, sin), batch.num_rows, numerics)
     k_pages = attention.write_pages(k_pages, k, batch.slots, batch.num_rows, numerics)
     v_pages = attention.write_pages(v_pages, v, batch.slots, batch.num_rows, numerics)
     mixed = attention.attend(q, k_pages, v_pages, batch, segment_rows, numerics)
     x = tiles.map_rows(outputs, weights, (x, mixed), batch.num_rows, numerics)
+    return x, k_pages, v_pages
+
+  def again(weights: Params, x: Array, k_pages: Array, v_pages: Array):
+    # Pages that are all zero, as a gradient's are, are not made before the layer is.
+    zero = tiles.late_zeros((), k_pages.dtype, lax.stop_gradient(x))
+    return jax.checkpoint(layer)(weights, x, k_pages + zero, v_pages + zero)
+
+  run_layer = again if remat == "layer" else layer
+  new_pages = []
+  for weights, (k_pages, v_pages) in zip(params["layers"], pages, strict=True):
+    x, k_pages, v_pages = run_layer(weights, x, k_pages, v_pages)
     new_pages.append((k_pages, v_pages))
   return x[:num_rows], tuple(new_pages)
 

@@ -135,12 +135,15 @@ def whole_queries(query_tile: int, group: int) -> int:
   return -(-count // QUERY_ROWS) * QUERY_ROWS
 
 
-def nothing(shape: tuple[int, ...], head_dim: int) -> Partial:
-  """Returns the sum over no keys: what a merge begins with."""
+def nothing(shape: tuple[int, ...], head_dim: int, anchor: Array | None = None) -> Partial:
+  """Returns the sum over no keys: what a merge begins with; `anchor` as for `late_zeros`."""
+  whole = (*shape, head_dim)
   return Partial(
     jnp.full(shape, MASKED, jnp.float32),
     jnp.zeros(shape, jnp.float32),
-    jnp.zeros((*shape, head_dim), jnp.float32),
+    jnp.zeros(whole, jnp.float32)
+    if anchor is None
+    else tiles.late_zeros(whole, jnp.float32, anchor),
   )
 
 
@@ -314,9 +317,9 @@ def _tiled(numerics, q, k_pages, v_pages, batch, rows):
     return lax.fori_loop(zero, jnp.int32(num_heads) * one, head_body, carry)
 
   num_blocks = (batch.num_segments + (slot_tile - 1)) // slot_tile
-  out = jnp.zeros((num_heads, num_segments, query_tile, group, head_dim), q.dtype)
+  out = tiles.late_zeros((num_heads, num_segments, query_tile, group, head_dim), q.dtype, q)
   # What the splits gave lies in one buffer that every head and block of segments fills anew.
-  items = nothing((num_items, query_rows), head_dim)
+  items = nothing((num_items, query_rows), head_dim, q)
   out, _ = lax.fori_loop(zero, num_blocks, block_body, (out, items))
   out = out.reshape(num_heads, num_segments * query_tile, group, head_dim)
   return jnp.swapaxes(out[:, rows.place_of], 0, 1)
@@ -344,7 +347,7 @@ def _attend_backward(numerics, residuals, gradient):
   def by_sequence(x: Array) -> Array:
     """f[n, ...] -> f32[b, length, ...] at each row's slot."""
     x = jnp.where(live.reshape(-1, *(1,) * (x.ndim - 1)), x, jnp.zeros((), x.dtype))
-    whole = jnp.zeros((num_pages * page_size, *x.shape[1:]), jnp.float32)
+    whole = tiles.late_zeros((num_pages * page_size, *x.shape[1:]), jnp.float32, x)
     whole = whole.at[slots].set(x.astype(jnp.float32))
     return whole[page_size:].reshape(num_sequences, length, *x.shape[1:])
 
@@ -419,7 +422,9 @@ def _attend_backward(numerics, residuals, gradient):
     grad_q, own_k, own_v = lax.fori_loop(firsts[sequence] // block, num_blocks, block_body, carry)
     return grad_q, add_to(grad_k, own_k, table), add_to(grad_v, own_v, table)
 
-  totals = jnp.zeros_like(q_seq), jnp.zeros_like(k_all), jnp.zeros_like(v_all)
+  totals = tuple(
+    tiles.late_zeros(like.shape, like.dtype, gradient_seq) for like in (q_seq, k_all, v_all)
+  )
   grad_q, grad_k, grad_v = lax.fori_loop(
     jnp.int32(0), jnp.int32(num_sequences), sequence_body, totals
   )

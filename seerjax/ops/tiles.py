@@ -62,6 +62,19 @@ def padded(tree: Any, count: int) -> Any:
   return jax.tree.map(lambda leaf: _with_zero_rows(leaf, count - leaf.shape[0]), tree)
 
 
+def late_zeros(shape: tuple[int, ...], dtype: Any, anchor: Array) -> Array:
+  """Returns zeros that are not there before `anchor` (floats of any shape) is.
+
+  XLA makes constants where a program begins, and at once a copy for every loop that starts from
+  one. In a gradient of many layers those copies would be most of its memory.
+  """
+  first = lax.slice(anchor, (0,) * anchor.ndim, (1,) * anchor.ndim).reshape(())
+  bits = lax.bitcast_convert_type(first.astype(jnp.float32), jnp.int32)
+  # Never below zero, which XLA does not know: 0 of whatever it was, NaN too.
+  zero = jnp.minimum(bits & jnp.int32(0x7FFFFFFF), 0)
+  return jnp.broadcast_to(zero.astype(dtype), shape)
+
+
 def _is_float(leaf: Any) -> bool:
   return jnp.issubdtype(leaf.dtype, jnp.floating)
 
@@ -95,7 +108,15 @@ def _tiled(function: RowFunction, row_tile: int, weights: Any, rows: Any, num_ro
     return jax.tree.map(lambda leaf: lax.dynamic_slice_in_dim(leaf, start, row_tile, 0), rows)
 
   shapes = jax.eval_shape(lambda: function(weights, tile(jnp.int32(0)), one))
-  empty = jax.tree.map(lambda s: jnp.zeros((count + padding, *s.shape[1:]), s.dtype), shapes)
+  anchor = next((leaf for leaf in jax.tree.leaves(rows) if _is_float(leaf)), None)
+
+  def empty_of(shape: jax.ShapeDtypeStruct) -> Array:
+    whole = (count + padding, *shape.shape[1:])
+    return (
+      jnp.zeros(whole, shape.dtype) if anchor is None else late_zeros(whole, shape.dtype, anchor)
+    )
+
+  empty = jax.tree.map(empty_of, shapes)
 
   def body(index: Array, out: Any) -> Any:
     start = index * row_tile
@@ -209,28 +230,39 @@ def _map_rows_backward(functions, row_tile, residuals, cotangent):
   else:
     num_chunks = -(-count // BACKWARD_ROWS)
     padding = num_chunks * BACKWARD_ROWS - count
+    padded = jax.tree.map(lambda leaf: _with_zero_rows(leaf, padding), rows)
+    float_cotangents = [
+      _with_zero_rows(leaf, padding) for leaf in cotangents if leaf.dtype != jax.dtypes.float0
+    ]
 
-    def chunks(leaf: Array) -> Array:
-      return _with_zero_rows(leaf, padding).reshape(num_chunks, BACKWARD_ROWS, *leaf.shape[1:])
-
-    float_cotangents = [chunks(leaf) for leaf in cotangents if leaf.dtype != jax.dtypes.float0]
-
-    def body(total, chunk):
-      rows_chunk, cotangent_chunk, first = chunk
+    def body(index: Array, totals: tuple[list[Array], list[Array]]):
+      weight_total, row_total = totals
+      first = index * BACKWARD_ROWS
+      chunk = jax.tree.map(
+        lambda leaf: lax.dynamic_slice_in_dim(leaf, first, BACKWARD_ROWS, 0),
+        (padded, float_cotangents),
+      )
+      rows_chunk, cotangent_chunk = chunk
       weight_part, row_part = chunk_gradient(rows_chunk, cotangent_chunk, first)
-      total = [a + part.astype(a.dtype) for a, part in zip(total, weight_part, strict=True)]
-      return total, row_part
+      return (
+        [a + part.astype(a.dtype) for a, part in zip(weight_total, weight_part, strict=True)],
+        [
+          lax.dynamic_update_slice_in_dim(a, part, first, 0)
+          for a, part in zip(row_total, row_part, strict=True)
+        ],
+      )
 
-    zeros = [jnp.zeros(leaf.shape, jnp.float32) for leaf in weight_floats]
-    firsts = jnp.arange(num_chunks, dtype=jnp.int32) * BACKWARD_ROWS
-    scanned = (jax.tree.map(chunks, rows), float_cotangents, firsts)
-    weight_gradient, row_gradient = lax.scan(body, zeros, scanned)
+    anchor = float_cotangents[0]
+    row_floats = _split_floats(padded)[0]
+    zeros = (
+      [late_zeros(leaf.shape, jnp.float32, anchor) for leaf in weight_floats],
+      [late_zeros(leaf.shape, leaf.dtype, anchor) for leaf in row_floats],
+    )
+    weight_gradient, row_gradient = lax.fori_loop(jnp.int32(0), jnp.int32(num_chunks), body, zeros)
     weight_gradient = [
       part.astype(leaf.dtype) for part, leaf in zip(weight_gradient, weight_floats, strict=True)
     ]
-    row_gradient = [
-      leaf.reshape(num_chunks * BACKWARD_ROWS, *leaf.shape[2:])[:count] for leaf in row_gradient
-    ]
+    row_gradient = [leaf[:count] for leaf in row_gradient]
   return _place(weights, weight_gradient), _place(rows, row_gradient), None
 
 

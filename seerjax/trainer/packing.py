@@ -67,6 +67,40 @@ class Layout(NamedTuple):
   num_pages: int
 
 
+# Rows of a micro-batch where nobody names them, or a whole context's.
+LEAST_ROWS = 2048
+# Sequences of a micro-batch where nobody names them: as many as have keys and values of all layers,
+# counted in float32, in so many bytes; 64 rows are left to each.
+SCRATCH_BYTES, ROWS_OF_SEQUENCE = 2**30, 64
+
+
+def derived_sizes(
+  *, context: int, bytes_per_position: int, rows: int = 0, sequences: int = 0
+) -> tuple[int, int]:
+  """Returns (rows, sequences) of a micro-batch, where they are 0 as the model asks for.
+
+  They decide which rows a gradient sums at once, and so its bits: they follow from the model and
+  its context alone, never from the memory that is free.
+
+  Args:
+    context: most positions of a sequence.
+    bytes_per_position: of keys and values of all layers, in float32.
+    rows: 0, or what is named.
+    sequences: 0, or what is named.
+
+  Returns:
+    Rows, the least power of two that holds a context, 2,048 at least; sequences, a power of two: at
+    most a 64th of the rows, and as many as fit `SCRATCH_BYTES`, but at least as many whole contexts
+    as the rows hold.
+  """
+  rows = rows or max(LEAST_ROWS, 1 << (context - 1).bit_length())
+  if not sequences:
+    fitting = SCRATCH_BYTES // (context * bytes_per_position)
+    wanted = max(1, rows // context, min(fitting, rows // ROWS_OF_SEQUENCE))
+    sequences = 1 << (wanted.bit_length() - 1)
+  return rows, sequences
+
+
 def layout(
   *,
   numerics: NumericsConfig,

@@ -1,17 +1,24 @@
 """One optimiser step on a packed batch.
 
-    micro-batches --gradient--> one pytree each --fixed tree--> sum --optax--> params
+    micro-batches --gradient, added in order--> one sum a run --fixed tree--> sum --optax--> params
 
 The gradient program is never handed the engine's log-probabilities: what it computes under
 `value_and_grad` is compared with them afterwards (`rollout_gap`), and on the tiled path the
-difference is exactly zero. Micro-batches are spread over the instances of the mesh; their gradients
-are added as one binary tree over the micro-batch index, so the number of devices changes no bit.
+difference is exactly zero.
+
+Micro-batches are cut into runs of eight or so (`runs`). A run stays on one instance of the mesh,
+whose program adds each gradient to the sum in place; the runs' sums are added as one binary tree.
+Which runs there are follows from the number of micro-batches alone, so the number of devices
+changes no bit, and of a large model only a few gradients are alive at once. What is no longer
+needed is given up: an optimiser step takes the place of the state that it began from.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 import dataclasses
 import functools
+import itertools
 import math
 from typing import Any, NamedTuple
 
@@ -23,7 +30,7 @@ import optax
 from seerjax import numerics as numerics_lib, parallel
 from seerjax.array_typing import Array
 from seerjax.models import lora, transformer
-from seerjax.trainer import losses
+from seerjax.trainer import losses, packing, plan as plan_lib
 from seerjax.types import TokenScores, TrainBatch, TrainState
 
 
@@ -92,6 +99,24 @@ def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
 
 
 BY_INSTANCE = jax.P(parallel.INSTANCE_AXIS)
+# Micro-batches whose gradients are added one after the other, on one instance; more where that
+# would make more runs than these, of which 1 + log2 sums are alive at once.
+RUN_LENGTH, MOST_RUNS = 8, 8
+
+
+def runs(num_micro_batches: int) -> list[range]:
+  """Cuts micro-batches into runs of at most `RUN_LENGTH`, or `MOST_RUNS` longer ones.
+
+  Their number is the least power of two that does, and two where there are two micro-batches: two,
+  four or eight instances share them evenly, and their sums are a balanced tree. The first are the
+  longest.
+  """
+  count = min(2, num_micro_batches)
+  while count * RUN_LENGTH < num_micro_batches and count < MOST_RUNS:
+    count *= 2
+  length, longer = divmod(num_micro_batches, count)
+  starts = [index * length + min(index, longer) for index in range(count + 1)]
+  return [range(start, end) for start, end in itertools.pairwise(starts)]
 
 
 def _traced_once(function: Any) -> Any:
@@ -128,6 +153,8 @@ class Trainer:
     mesh: micro-batches are spread over its instances.
     num_pages: scratch pages of one micro-batch (`packing.Layout.num_pages`).
     page_size: positions of one page.
+    remat: what a gradient keeps of the forward pass ("none" computes nothing again), see
+      `transformer.forward`.
   """
 
   model: transformer.TransformerConfig
@@ -137,17 +164,22 @@ class Trainer:
   mesh: jax.sharding.Mesh
   num_pages: int
   page_size: int
+  remat: transformer.Remat = "none"
 
   def init(self, params: transformer.Params) -> TrainState:
     """Returns the state of a run that has not learnt yet.
 
-    `params` are the f32 masters of what learns: all weights, or an adapter of `models.lora`.
+    `params` are the f32 masters of what learns: all weights, or an adapter of `models.lora`. They
+    are copied, for `update` gives up the state that it is handed.
     """
-    return TrainState(params, self.optimizer.init(params), jnp.int32(0))
+    return first_state(params, self.optimizer)
 
   @functools.cached_property
   def _gradient(self):
-    """(params, MicroBatch [i, ...], denominators) -> gradients, metrics, tokens, scores."""
+    """(params, MicroBatch [i, ...], denominators, sums [i, ...]) -> sums, ([i, ...] of the rest).
+
+    On one instance nothing has the axis i. The sums are given up for the new ones.
+    """
 
     def loss(trained, frozen, micro: MicroBatch, denominators):
       tokens, scores = score(
@@ -157,6 +189,7 @@ class Trainer:
         numerics=self.numerics,
         num_pages=self.num_pages,
         page_size=self.page_size,
+        remat=self.remat,
       )
       current = jax.lax.stop_gradient(scores.logprob)
       old = jnp.where(micro.is_first, current, micro.old_logprobs)
@@ -171,38 +204,64 @@ class Trainer:
       )
       return value, (value, metrics, tokens, scores)
 
-    def one(params, micro, denominators):
-      micro = jax.tree.map(lambda leaf: leaf[0], micro)
+    def one(params, micro, denominators, sums):
       trained, frozen = lora.partition(params)
       gradient, aux = jax.grad(loss, has_aux=True)(trained, frozen, micro, denominators)
-      gradient = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), gradient)
-      return jax.tree.map(lambda leaf: leaf[None], (gradient, *aux))
+      is_live = micro.batch.tokens.num_rows > 0  # An instance may have nothing to do.
 
-    return jax.jit(self._spread(_traced_once(one), jax.P(), BY_INSTANCE, jax.P()))
+      def add(total: Array, part: Array) -> Array:
+        # Held apart: fused with the addition, a gradient might be rounded in another place.
+        part = jax.lax.optimization_barrier(part.astype(jnp.float32))
+        return total + jnp.where(is_live, part, 0.0)
+
+      return jax.tree.map(add, sums, gradient), aux
+
+    function = self._spread(_traced_once(one), jax.P(), BY_INSTANCE, jax.P(), BY_INSTANCE)
+    return jax.jit(function, donate_argnums=(3,), out_shardings=(self._by_instance, None))
 
   @functools.cached_property
   def _score(self):
     """(params, TrainBatch [i, ...]) -> tokens, scores [i, ...]; no gradient."""
 
     def one(params, batch):
-      out = score(
+      return score(
         params,
-        jax.tree.map(lambda leaf: leaf[0], batch),
+        batch,
         model=self.model,
         numerics=self.numerics,
         num_pages=self.num_pages,
         page_size=self.page_size,
       )
-      return jax.tree.map(lambda leaf: leaf[None], out)
 
     return jax.jit(self._spread(_traced_once(one), jax.P(), BY_INSTANCE))
 
   def _spread(self, function: Any, *in_specs: jax.P) -> Any:
-    """Returns a function of one instance as one of the whole mesh."""
+    """Returns a function of one instance as one of the whole mesh, if that has several."""
     if self.mesh.size == 1:
       return function
+
+    def local(*args: Any) -> Any:
+      own = [
+        jax.tree.map(lambda leaf: leaf[0], arg) if spec == BY_INSTANCE else arg
+        for arg, spec in zip(args, in_specs, strict=True)
+      ]
+      return jax.tree.map(lambda leaf: leaf[None], function(*own))
+
     return jax.shard_map(
-      function, mesh=self.mesh, in_specs=in_specs, out_specs=BY_INSTANCE, check_vma=False
+      local, mesh=self.mesh, in_specs=in_specs, out_specs=BY_INSTANCE, check_vma=False
+    )
+
+  @property
+  def _by_instance(self) -> jax.sharding.NamedSharding:
+    """Of what every instance has its own of."""
+    return jax.sharding.NamedSharding(self.mesh, BY_INSTANCE if self.mesh.size > 1 else jax.P())
+
+  def _zeros(self, params: transformer.Params) -> Any:
+    """Returns f32 sums of nothing, shaped as the gradient."""
+    leading = (self.mesh.size,) if self.mesh.size > 1 else ()
+    return jax.tree.map(
+      lambda leaf: jnp.zeros((*leading, *leaf.shape), jnp.float32, device=self._by_instance),
+      lora.partition(params)[0],
     )
 
   @functools.cached_property
@@ -213,7 +272,7 @@ class Trainer:
       norms = dict(grad_norm=optax.tree.norm(gradient), update_norm=optax.tree.norm(updates))
       return TrainState(params, opt_state, state.step + 1), norms
 
-    return jax.jit(update)
+    return jax.jit(update, donate_argnums=(0,))
 
   def gradient(
     self,
@@ -249,28 +308,58 @@ class Trainer:
       np.full(num_micro, old_logprobs is None),
       reference_logprobs,
     )
-    total, values, metrics, scores = TreeSum(), [], [], []
-    mismatches = 0
-    for first in range(0, num_micro, width):
-      part = jax.tree.map(
-        lambda leaf, first=first: _padded(leaf[first : first + width], width), micro
-      )
-      out = self._gradient(params, part, denominators)
-      live = min(width, num_micro - first)
-      gradient, value, metric, tokens, part_scores = out
-      tokens, part_scores, value, metric = jax.device_get((tokens, part_scores, value, metric))
-      mismatches += int(np.sum(tokens[:live] != batch.targets[first : first + live]))
-      for index in range(live):
-        total.add(jax.tree.map(lambda leaf, index=index: _on_first(leaf, index), gradient))
-        values.append(value[index])
-        metrics.append(jax.tree.map(lambda leaf, index=index: leaf[index], metric))
-        scores.append(jax.tree.map(lambda leaf, index=index: leaf[index], part_scores))
+    total, mismatches = TreeSum(), 0
+    values: list[Any] = [None] * num_micro
+    metrics, scores = list(values), list(values)
+    all_runs = runs(num_micro)
+    for first in range(0, len(all_runs), width):
+      wave = all_runs[first : first + width]
+      sums = self._zeros(params)
+      for place in range(len(wave[0])):
+        indices = [run[place] for run in wave if place < len(run)]
+        part = jax.tree.map(lambda leaf, indices=indices: _taken(leaf, indices, width), micro)
+        sums, out = self._gradient(params, part, denominators, sums)
+        out = jax.device_get(out)
+        for row, index in enumerate(indices):
+          values[index], metrics[index], tokens, scores[index] = (
+            out if width == 1 else jax.tree.map(lambda leaf, row=row: leaf[row], out)
+          )
+          mismatches += int(np.sum(tokens != batch.targets[index]))
+      for place in range(len(wave)):
+        total.add(jax.tree.map(lambda leaf, place=place: _on_first(leaf, place), sums))
+      del sums
     assert mismatches == 0, f"head: {mismatches} forced tokens came out as others"
     loss_metrics = functools.reduce(losses.add_metrics, metrics)
     summary = {name: jnp.asarray(value) for name, value in losses.summarise(loss_metrics).items()}
     summary["loss"] = parallel.tree_sum_list([jnp.asarray(value) for value in values])
     stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *scores)
     return total.total(), summary, stacked
+
+  def plan(
+    self, params: transformer.Params, layout: packing.Layout, num_micro_batches: int
+  ) -> plan_lib.Plan:
+    """Returns what learning takes of a device's memory, before anything is computed.
+
+    Args:
+      params: what `gradient` is handed, or its shapes.
+      layout: of a micro-batch.
+      num_micro_batches: most of one optimiser step.
+    """
+    trained, frozen = lora.partition(params)
+    masters = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32), trained)
+    of_masters = plan_lib.tree_bytes(masters)
+    is_rounded = self.numerics.dtype != jnp.float32
+    sizes = (self.model, self.numerics, layout, self.page_size, self.remat)
+    return plan_lib.Plan(
+      masters=of_masters,
+      moments=plan_lib.tree_bytes(jax.eval_shape(self.optimizer.init, masters)),
+      # Weights in float32 that learn are the masters themselves.
+      weights=plan_lib.tree_bytes(params) if is_rounded or frozen is not None else 0,
+      sums=plan_lib.num_sums(len(runs(num_micro_batches))) * of_masters,
+      activations=plan_lib.activation_bytes(*sizes),
+      scratch=plan_lib.scratch_bytes(*sizes),
+      update=int(plan_lib.UPDATE_COPIES * of_masters),
+    )
 
   def scores(self, params: transformer.Params, batch: TrainBatch) -> TokenScores:
     """Scores a whole batch without a gradient, by the program that `gradient` differentiates.
@@ -288,17 +377,34 @@ class Trainer:
     seen = batch._replace(behaviour_logprobs=None, raw_logprobs=None)
     parts = []
     for first in range(0, num_micro, width):
-      part = jax.tree.map(
-        lambda leaf, first=first: _padded(leaf[first : first + width], width), seen
-      )
-      live = min(width, num_micro - first)
+      indices = range(first, min(first + width, num_micro))
+      part = jax.tree.map(lambda leaf, indices=indices: _taken(leaf, indices, width), seen)
       _, scores = jax.device_get(self._score(params, part))
-      parts.append(jax.tree.map(lambda leaf, live=live: leaf[:live], scores))
-    return jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)
+      if width == 1:
+        parts.append(scores)
+      else:
+        parts += [
+          jax.tree.map(lambda leaf, row=row: leaf[row], scores) for row in range(len(indices))
+        ]
+    return jax.tree.map(lambda *leaves: np.stack(leaves), *parts)
 
   def update(self, state: TrainState, gradient: Any) -> tuple[TrainState, dict[str, Array]]:
-    """Applies one gradient; returns the new state and the norms of gradient and update."""
+    """Applies one gradient; returns the new state and the norms of gradient and update.
+
+    `state` is given up: its arrays are gone afterwards.
+    """
     return self._update(state, gradient)
+
+
+def first_state(params: Any, optimizer: optax.GradientTransformation) -> TrainState:
+  """Returns the state of what has not learnt yet, with a copy of its f32 masters `params`."""
+  params = jax.tree.map(jnp.copy, params)
+  return TrainState(params, optimizer.init(params), jnp.int32(0))
+
+
+def is_given_up(state: TrainState) -> bool:
+  """Whether an update has taken the place of a state."""
+  return any(isinstance(x, jax.Array) and x.is_deleted() for x in jax.tree.leaves(state))
 
 
 def score(
@@ -309,15 +415,16 @@ def score(
   numerics: numerics_lib.NumericsConfig,
   num_pages: int,
   page_size: int,
+  remat: transformer.Remat = "none",
 ) -> tuple[Array, TokenScores]:
   """Scores the targets of one micro-batch (no leading axis): (tokens i32[n], scores f32[n]).
 
   The tokens are the targets again; they are returned so that this is the engine's head, output for
-  output.
+  output. `remat` is what a gradient keeps, see `transformer.forward`.
   """
   rows = batch.tokens
   pages = transformer.empty_pages(model, numerics, num_pages=num_pages, page_size=page_size)
-  hidden, _ = transformer.forward(params, rows, pages, config=model, numerics=numerics)
+  hidden, _ = transformer.forward(params, rows, pages, config=model, numerics=numerics, remat=remat)
   return transformer.head(
     params,
     hidden,
@@ -349,28 +456,37 @@ def rollout_gap(scores: TokenScores, batch: TrainBatch) -> dict[str, float]:
   )
 
 
-def _padded(leaf: Any, width: int) -> Any:
-  """Adds empty micro-batches up to the number of instances; an empty one computes no row."""
-  missing = width - leaf.shape[0]
+def _taken(leaf: Any, indices: Sequence[int], width: int) -> Any:
+  """Returns micro-batches of `leaf` [m, ...], one an instance; there is no axis for a single one.
+
+  Instances that have none get zeros: an empty micro-batch computes no row.
+  """
+  if width == 1:
+    return leaf[indices[0]]
+  part = leaf[np.asarray(indices)]
+  missing = width - len(indices)
   if not missing:
-    return leaf
-  return np.concatenate([leaf, np.zeros((missing, *leaf.shape[1:]), leaf.dtype)])
+    return part
+  return np.concatenate([part, np.zeros((missing, *leaf.shape[1:]), leaf.dtype)])
 
 
 def _on_first(leaf: Array, index: int) -> Array:
-  """Returns entry `index` of an array that is spread over instances, on the first of them."""
-  part = leaf.addressable_shards[index].data if leaf.sharding.num_devices > 1 else leaf
-  return jax.device_put(part.reshape(leaf.shape[1:]), jax.devices()[0])
+  """Returns the sum of instance `index` on the first device."""
+  if leaf.sharding.num_devices == 1:
+    return jax.device_put(leaf, jax.devices()[0])
+  part = leaf.addressable_shards[index].data
+  return jax.device_put(part, jax.devices()[0]).reshape(leaf.shape[1:])
 
 
-_add = jax.jit(lambda left, right: jax.tree.map(jnp.add, left, right))
+# Both operands end here: the sum takes the place of the one, and `TreeSum` deletes the other.
+_add = jax.jit(lambda left, right: jax.tree.map(jnp.add, left, right), donate_argnums=(0,))
 
 
 class TreeSum:
   """Adds pytrees that arrive one by one as `parallel.tree_sum_list` adds a list.
 
   Works like a binary counter: two blocks of equal size become one at once, so that at most
-  log2(count) + 1 partial sums are alive.
+  log2(count) + 1 partial sums are alive. What is added is given up.
   """
 
   def __init__(self):
@@ -380,13 +496,19 @@ class TreeSum:
     """Adds the next value."""
     size = 1
     while self._blocks and self._blocks[-1][0] == size:
-      _, left = self._blocks.pop()
-      value, size = _add(left, value), 2 * size
+      value, size = self._joined(value), 2 * size
     self._blocks.append((size, value))
 
   def total(self) -> Any:
-    """Returns the sum of all values; there is at least one."""
-    value = self._blocks[-1][1]
-    for _, left in reversed(self._blocks[:-1]):
-      value = _add(left, value)
+    """Returns the sum of all values, of which there is at least one; then there are none."""
+    _, value = self._blocks.pop()
+    while self._blocks:
+      value = self._joined(value)
     return value
+
+  def _joined(self, right: Any) -> Any:
+    _, left = self._blocks.pop()
+    total = _add(left, right)
+    for leaf in jax.tree.leaves(right):
+      leaf.delete()  # Once the addition has read it.
+    return total

@@ -27,7 +27,7 @@ SIZES = {
 
 
 @functools.cache
-def trainer_of(num_instances=1):
+def trainer_of(num_instances=1, remat: transformer.Remat = "none"):
   return step.Trainer(
     MODEL,
     NUMERICS,
@@ -36,6 +36,7 @@ def trainer_of(num_instances=1):
     parallel.make_mesh(num_instances=num_instances),
     packing.layout(**SIZES).num_pages,
     SIZES["page_size"],
+    remat,
   )
 
 
@@ -67,9 +68,9 @@ def packed(groups):
   return batch
 
 
-def gradient_of(batch, *, num_instances=1, old_logprobs=None, params=None):
+def gradient_of(batch, *, num_instances=1, old_logprobs=None, params=None, remat="none"):
   params = master_of() if params is None else params
-  return trainer_of(num_instances).gradient(
+  return trainer_of(num_instances, remat).gradient(
     params, batch, losses.denominators(batch), old_logprobs
   )
 
@@ -122,11 +123,64 @@ def test_values_one_by_one_are_added_as_a_list_of_them(count):
     {"w": jnp.asarray(rng.standard_normal(7) * 10.0 ** rng.integers(-3, 4), jnp.float32)}
     for _ in range(count)
   ]
+  expected = parallel.tree_sum_list([value["w"] for value in values])
   total = step.TreeSum()
   for value in values:
     total.add(value)
-  expected = parallel.tree_sum_list([value["w"] for value in values])
   np.testing.assert_array_equal(total.total()["w"], expected)
+
+
+@pytest.mark.parametrize(
+  ("count", "lengths"),
+  [
+    (1, [1]),
+    (2, [1, 1]),
+    (3, [2, 1]),
+    (16, [8, 8]),
+    (17, [5, 4, 4, 4]),
+    (33, [5, *[4] * 7]),
+    (65, [9, *[8] * 7]),
+  ],
+)
+def test_runs_by_hand(count, lengths):
+  found = step.runs(count)
+  assert [len(run) for run in found] == lengths
+  assert [index for run in found for index in run] == list(range(count))
+
+
+@pytest.mark.parametrize("count", [1, 2, 7, 8, 9, 31, 64, 65, 139])
+def test_runs_are_of_eight_at_most_and_instances_share_them_evenly(count):
+  found = step.runs(count)
+  assert max(map(len, found)) <= step.RUN_LENGTH and max(map(len, found)) - min(map(len, found)) < 2
+  assert (len(found) in (1, 2, 4, 8, 16, 32) and len(found) * 4 < count) or len(found) <= 2
+
+
+def test_an_update_takes_the_place_of_its_state_and_of_nothing_else():
+  trainer, params = trainer_of(), jax.tree.map(jnp.copy, master_of())
+  first = trainer.init(params)
+  gradient, _, _ = gradient_of(packed(groups_of()), params=params)
+  assert not step.is_given_up(first)
+  second, _ = trainer.update(first, gradient)
+  assert step.is_given_up(first) and not step.is_given_up(second)
+  assert not any(leaf.is_deleted() for leaf in jax.tree.leaves((params, gradient)))
+
+
+def test_few_sums_are_alive_at_once():
+  before = {id(one) for one in jax.live_arrays()}
+  total, most = step.TreeSum(), 0
+  for _ in range(16):
+    total.add({"w": jnp.ones(3) + 1})
+    most = max(most, sum(one.shape == (3,) and id(one) not in before for one in jax.live_arrays()))
+  assert most <= 5 and float(total.total()["w"][0]) == 32.0
+
+
+def test_layers_that_are_computed_again_score_with_the_same_bits():
+  batch = packed(groups_of())
+  kept, _, kept_scores = gradient_of(batch)
+  again, _, again_scores = gradient_of(batch, remat="layer")
+  assert_equal_bits(again_scores, kept_scores)
+  # Nor do the gradients differ, here: a journal holds a run to `TrainerConfig.remat` all the same.
+  assert_equal_bits(again, kept)
 
 
 def test_the_number_of_instances_changes_no_bit():

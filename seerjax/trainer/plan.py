@@ -1,0 +1,118 @@
+"""What learning takes of a device's memory, before anything is computed.
+
+    kept through the run    masters, moments of the optimiser, weights in compute dtype
+    while it learns         gradient sums, activations, scratch pages
+
+All but the activations are counted. Those are an estimate of XLA's temporaries, from the sums
+below, which were fitted to `memory_analysis` of compiled gradient programs
+(docs/results/memory.md): the head's, the dearest layer's, and what is kept of every layer for the
+way back.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+
+from seerjax import numerics as numerics_lib
+from seerjax.models import transformer
+from seerjax.trainer import packing
+
+MIB = 2**20
+# Fitted: f32 copies of the table that the head's gradient takes.
+HEAD_TABLES = 2.8
+# Fitted: f32 copies of one layer's weights, in its gradient.
+LAYER_WEIGHTS = 3.4
+# Counted: f32 arrays of all positions, by query heads and by key/value heads, in attention's.
+QUERY_ARRAYS, KEY_ARRAYS = 5, 6
+# Fitted: arrays [rows, d] that are kept of a layer that is computed again, and arrays of features,
+# queries and keys that are kept of one that is not.
+KEPT_AGAIN, KEPT_WHOLE = 3, 5
+# An update's temporaries, in copies of what learns: gradients that were clipped, and what is added.
+UPDATE_COPIES = 1.7
+
+
+class Plan(NamedTuple):
+  """Bytes of one device.
+
+  Attributes:
+    masters: f32 weights that learn.
+    moments: of the optimiser.
+    weights: what engine and trainer run, where these are no masters.
+    sums: gradients that are alive at once.
+    activations: temporaries of a gradient, an estimate.
+    scratch: keys and values of a micro-batch.
+    update: temporaries of an update, an estimate.
+  """
+
+  masters: int
+  moments: int
+  weights: int
+  sums: int
+  activations: int
+  scratch: int
+  update: int
+
+  @property
+  def kept(self) -> int:
+    """Bytes that are held while it samples, too."""
+    return self.masters + self.moments + self.weights
+
+  @property
+  def learning(self) -> int:
+    """Bytes that come on top while it learns, at the most."""
+    return max(self.sums + self.activations + self.scratch, self.masters + self.update)
+
+  def describe(self) -> str:
+    """Returns one line in MiB."""
+    parts = ("masters", "moments", "weights", "sums", "activations", "scratch")
+    names = dict(
+      weights="weights to run", sums="gradient sums", scratch="scratch pages",
+    )  # fmt: skip
+    values = self._asdict()
+    return ", ".join(f"{values[part] / MIB:,.0f} {names.get(part, part)}" for part in parts)
+
+
+def num_sums(num_runs: int) -> int:
+  """Returns how many gradient sums are alive at once: a run's own and the tree's."""
+  return max((1 + index.bit_count() for index in range(num_runs)), default=0)
+
+
+def tree_bytes(tree: Any) -> int:
+  """Returns the bytes of all arrays of a pytree, or of their shapes."""
+  return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def scratch_bytes(
+  model: transformer.TransformerConfig,
+  numerics: numerics_lib.NumericsConfig,
+  layout: packing.Layout,
+  page_size: int,
+  remat: transformer.Remat,
+) -> int:
+  """Returns the bytes of a micro-batch's pages: of all layers, or of one that is computed again."""
+  positions = layout.num_pages * page_size
+  per_layer = 2 * positions * model.num_kv_heads * model.head_dim * numerics.dtype.itemsize
+  return per_layer * (model.num_layers if remat == "none" else 1)
+
+
+def activation_bytes(
+  model: transformer.TransformerConfig,
+  numerics: numerics_lib.NumericsConfig,
+  layout: packing.Layout,
+  page_size: int,
+  remat: transformer.Remat,
+) -> int:
+  """Returns about how many bytes of temporaries a gradient takes beside its pages."""
+  rows, d = layout.num_rows, model.hidden_size
+  queries, keys = (heads * model.head_dim for heads in (model.num_heads, model.num_kv_heads))
+  item = numerics.dtype.itemsize
+  positions = layout.num_pages * page_size
+  head = HEAD_TABLES * model.vocab_size * d * 4
+  weights = d * (2 * queries + 2 * keys) + 3 * d * model.intermediate_size
+  attention = positions * (QUERY_ARRAYS * queries + KEY_ARRAYS * keys) * 4
+  layer = max(attention, LAYER_WEIGHTS * weights * 4)
+  kept = KEPT_AGAIN * d if remat == "layer" else KEPT_WHOLE * (d + queries + keys)
+  return int(head + layer + model.num_layers * rows * kept * item)
