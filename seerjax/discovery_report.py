@@ -345,8 +345,8 @@ def _published(found: Found) -> str:
   )
   return (
     f"<figure><figcaption><h3>Published values, {_direction(found)}</h3></figcaption>"
-    '<table class="ranks"><tr><th>value</th><th>who</th><th>when</th><th>where</th>'
-    f'<th>this run is</th></tr>{text}</table><p class="note">{claim}'
+    '<div class="scroll"><table class="ranks"><tr><th>value</th><th>who</th><th>when</th>'
+    f'<th>where</th><th>this run is</th></tr>{text}</table></div><p class="note">{claim}'
     " They are as printed at their sources: a difference"
     " below their last digit says nothing, and later ones may exist.</p></figure>"
   )
@@ -385,8 +385,8 @@ def rivals_section(found: Found) -> str:
   )
   return (
     f'<h2>Others, at equal CPU time</h2><p class="lead">Each had {report.escape(budget)}, like this'
-    ' run. One seed each.</p><figure><table class="ranks"><tr><th>method</th><th>best value</th>'
-    f"<th>this run is</th></tr>{rows}</table></figure>"
+    ' run. One seed each.</p><figure><div class="scroll"><table class="ranks"><tr><th>method</th>'
+    f"<th>best value</th><th>this run is</th></tr>{rows}</table></div></figure>"
   )
 
 
@@ -401,8 +401,8 @@ def path_section(found: Found) -> str:
   return (
     f'<h2>The way there</h2><div class="grid2">{report.line_chart(BEST_CHART, found.run)}'
     f"{lineage_chart(found)}</div><details><summary>Ancestors of the best, and the tokens that"
-    ' made them</summary><table class="ranks"><tr><th>step</th><th>value</th><th>change</th>'
-    f"<th>tokens</th></tr>{rows}</table></details>"
+    ' made them</summary><div class="scroll"><table class="ranks"><tr><th>step</th><th>value</th>'
+    f"<th>change</th><th>tokens</th></tr>{rows}</table></div></details>"
   )
 
 

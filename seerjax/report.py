@@ -533,9 +533,10 @@ def lengths_section(run: Run) -> str:
   return (
     '<h2>Response lengths</h2><div class="grid2 wide"><figure>'
     f'{histogram(counts)}<p class="note">share of the step\'s rollouts; dashed lines are means</p>'
-    '</figure><figure class="center"><table class="numbers"><tr><th></th><th>rollouts</th>'
+    '</figure><figure class="center"><div class="scroll"><table class="numbers"><tr><th></th>'
+    "<th>rollouts</th>"
     "<th>mean</th><th>median</th><th>p99</th><th>max</th><th>cut off</th></tr>"
-    f'{"".join(rows)}</table><p class="note">tokens; "cut off" counts rollouts that ended at'
+    f'{"".join(rows)}</table></div><p class="note">tokens; "cut off" counts rollouts that ended at'
     " max_tokens</p></figure></div>"
   )
 
@@ -693,7 +694,7 @@ h3 { font-size: 14px; font-weight: 600; margin: 0; }
 .grid3 { grid-template-columns: repeat(auto-fill, minmax(min(370px, 100%), 1fr)); }
 .grid2 > *, .grid3 > * { min-width: 0; }
 .wide, .grid3 { align-items: stretch; }
-figure { margin: 0; padding: 14px 16px 10px; }
+figure { margin: 0; padding: 14px 16px 10px; container-type: inline-size; }
 figure.center { display: flex; flex-direction: column; justify-content: center; }
 figcaption { display: flex; flex-wrap: wrap; justify-content: space-between; gap: 2px 12px;
   align-items: baseline; margin-bottom: 4px; }
@@ -705,10 +706,17 @@ figcaption { display: flex; flex-wrap: wrap; justify-content: space-between; gap
 .k1::before { background: var(--c1); } .k2::before { background: var(--c2); }
 .note { color: var(--soft); font-size: 12.5px; margin: 2px 0 2px; }
 svg { display: block; width: 100%; height: auto; }
+.scroll { overflow-x: auto; }  /* What is wider than a small screen moves in a frame of its own. */
+.scroll > svg { min-width: 1080px; } .scroll > svg.bars { min-width: 510px; }
+.scroll > .ranks { min-width: 460px; }
 figcaption + svg { overflow: visible; }  /* The longest numbers of the axis. */
 .picture { margin: 0 auto; border-radius: 6px; background: #ffffff; }
 .grid { stroke: var(--rule); stroke-width: 1; }
 .tick { fill: var(--soft); font-size: 11px; font-variant-numeric: tabular-nums; }
+/* Pictures shrink with their card, and their numbers must not. */
+@container (max-width: 400px) { .tick { font-size: 13px; } }
+@container (max-width: 340px) { .tick { font-size: 15px; } }
+.scroll .tick { font-size: 11px; }
 .line, .raw { fill: none; stroke: var(--c0); stroke-width: 2; stroke-linejoin: round;
   stroke-linecap: round; }
 .raw { stroke-width: 1; opacity: 0.32; }
@@ -751,6 +759,9 @@ tr:first-child > * { border-top: 0; }
 .ranks td { overflow-wrap: anywhere; }
 .ranks td:nth-child(odd) { white-space: nowrap; }  /* Numbers, dates and verdicts stay whole. */
 .ranks .ours td { font-weight: 650; color: var(--c0); }
+@media (max-width: 620px) { main { padding: 24px 12px 48px; } .pairs th { white-space: normal;
+  overflow-wrap: anywhere; } .tiles { grid-template-columns: repeat(auto-fit, minmax(140px, 1fr)); }
+  .tile b { white-space: normal; overflow-wrap: anywhere; } }
 @media print { body { background: none; } pre { max-height: none; } }
 """
 

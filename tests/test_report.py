@@ -9,6 +9,7 @@ import math
 import os
 import pathlib
 import re
+import shutil
 import subprocess
 import sys
 
@@ -16,7 +17,7 @@ import numpy as np
 import pytest
 
 from seerjax import metrics, report
-from seerjax.rollout import journal, trace as trace_lib
+from seerjax.rollout import chart, journal, trace as trace_lib
 from seerjax.rollout.trace import Span, Trace
 from seerjax.speculation.acceptance import Acceptance
 from seerjax.types import Completion, Request, Rollout, SamplingParams, Verdict
@@ -270,3 +271,66 @@ def test_it_runs_from_the_command_line(tmp_path):
 )
 def test_a_large_number_has_its_thousands_apart_whole_or_not(value, text):
   assert report.number(value) == text
+
+
+# On a small screen.
+
+
+def test_what_is_wider_than_a_small_screen_stands_in_a_frame_of_its_own(page):
+  pattern = r'<svg[^>]*viewBox="0 0 (\d+) |<table class="(?:numbers|ranks)"'
+  starts = list(re.finditer(pattern, page))
+  assert len(starts) > 10
+  for start in starts:
+    is_narrow = start[1] is not None and float(start[1]) <= report.WIDTH
+    assert is_narrow or page[: start.start()].endswith('<div class="scroll">'), start[0]
+
+
+def test_numbers_of_axes_are_ten_pixels_high_on_whatever_screen():
+  sizes = re.findall(r"\(max-width: (\d+)px\) { \.tick { font-size: ([\d.]+)px", report.STYLE)
+  for width in range(300, int(report.WIDTH) + 1):  # Of a card; 390 pixels of screen leave 332.
+    size = 11.0
+    for most, smaller in sizes:
+      size = float(smaller) if width <= int(most) else size
+    assert size * width / report.WIDTH >= 10, width
+  for drawn, least in ((chart.WIDTH, "svg"), (chart.BARS_WIDTH, r"svg\.bars")):
+    width = re.search(rf"\.scroll > {least} {{ min-width: (\d+)px", report.STYLE)
+    assert width is not None and 11 * int(width[1]) / drawn >= 10
+
+
+# Measures the page in a frame of 390 pixels: what leaves its card, and how high axes' numbers are.
+MEASURE = """<script>onload = () => setTimeout(() => {
+  const page = document.querySelector("iframe").contentDocument, found = [];
+  const out = (inner, outer) => { const a = inner.getBoundingClientRect();
+    const b = outer.getBoundingClientRect(); return a.left < b.left - 1 || a.right > b.right + 1; };
+  for (const one of page.querySelectorAll("details")) one.open = true;
+  for (const one of page.querySelectorAll("table, svg, svg text, .scroll")) {
+    const frame = one.parentElement.closest(".scroll");
+    if (!frame && out(one, one.closest("figure, details, article"))) found.push(one.outerHTML);
+  }
+  for (const one of page.querySelectorAll("svg text")) {
+    const size = parseFloat(page.defaultView.getComputedStyle(one).fontSize);
+    if (size * one.getScreenCTM().a < 9.99) found.push(one.outerHTML);
+  }
+  if (page.documentElement.scrollWidth > 390) found.push("the page itself");
+  document.body.innerHTML = `<pre>${found.length} found</pre>`;
+  document.querySelector("pre").append(...found.slice(0, 3));
+}, 300);</script>"""
+
+
+@pytest.mark.long
+def test_on_a_small_screen_nothing_leaves_its_card(page, tmp_path):
+  browser = shutil.which("chromium") or shutil.which("google-chrome")
+  if browser is None:
+    pytest.skip("no Chromium here")
+  bare = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", page)
+  old = bare.replace('class="scroll"', "")  # The twin: without frames, it is found.
+  for text, is_good in ((bare, True), (old, False)):
+    framed = f'<iframe style="width:390px;height:4000px;border:0" srcdoc="{html.escape(text)}">'
+    (tmp_path / "framed.html").write_text(f"<!doctype html><body>{framed}</iframe>{MEASURE}")
+    done = subprocess.run(
+      [browser, "--headless=new", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=3000",
+       f"--user-data-dir={tmp_path / 'browser'}", "--dump-dom",
+       (tmp_path / "framed.html").as_uri()],
+      capture_output=True, text=True, check=True, timeout=120,
+    )  # fmt: skip
+    assert ("<pre>0 found</pre>" in done.stdout) == is_good, done.stdout[-2000:]

@@ -118,7 +118,10 @@ def _figure(body: str, height: int, trace: Trace) -> str:
       f'<text class="tick" x="{LEFT + step * scale:.0f}" y="{height + 14}"'
       f' text-anchor="{anchor}">{step}</text>'
     )
-  return f'<svg viewBox="0 0 {WIDTH} {height + 20}" role="img">{body}{"".join(marks)}</svg>'
+  return (
+    f'<div class="scroll"><svg viewBox="0 0 {WIDTH} {height + 20}" role="img">{body}'
+    f"{''.join(marks)}</svg></div>"
+  )
 
 
 def section(step: int, trace: Trace, num_pages: int) -> str:
@@ -153,7 +156,10 @@ def bars(values: Mapping[int, float], most: float, form: str) -> str:
       f' text-anchor="middle">{value:{form}}</text><text class="tick" x="{middle:.1f}"'
       f' y="{BARS_HEIGHT + 36}" text-anchor="middle">{label}</text>'
     )
-  return f'<svg viewBox="0 0 {BARS_WIDTH} {BARS_HEIGHT + 44}" role="img">{"".join(parts)}</svg>'
+  return (
+    f'<div class="scroll"><svg class="bars" viewBox="0 0 {BARS_WIDTH} {BARS_HEIGHT + 44}"'
+    f' role="img">{"".join(parts)}</svg></div>'
+  )
 
 
 def drafts_section(drafts: Acceptance) -> str:

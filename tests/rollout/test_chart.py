@@ -27,7 +27,7 @@ def test_a_span_takes_the_first_free_lane():
 
 def test_the_chart_has_every_chunk_and_the_tail():
   root = ElementTree.fromstring(chart.gantt(TRACE))
-  rects = root.findall("rect")
+  rects = root.findall(".//rect")
   kinds = [rect.get("class") for rect in rects]
   assert kinds.count(None) == 4 and kinds.count("probe") == 3 and kinds.count("tail") == 1
   # Three requests: the last of them ends at 10, the one before at 7.
@@ -39,7 +39,7 @@ def test_the_chart_has_every_chunk_and_the_tail():
 
 def test_memory_is_drawn_for_every_instance():
   root = ElementTree.fromstring(chart.occupancy(TRACE, 10))
-  lines = root.findall("polyline")
+  lines = root.findall(".//polyline")
   assert len(lines) == 2 and all(len(line.get("points").split()) == 10 for line in lines)
 
 
