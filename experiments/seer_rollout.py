@@ -81,6 +81,11 @@ class Workload:
   seed: int = 0
 
   def __post_init__(self):
+    if not 1 <= self.num_instances <= parallel.MAX_INSTANCES or self.seed < 0:
+      raise ValueError(
+        f"Workload: got num_instances={self.num_instances}, seed={self.seed}, expected 1 to"
+        f" {parallel.MAX_INSTANCES} (one a device) and at least 0; choose others."
+      )
     if not 0 <= self.correlation <= 1 or not self.sigma > 0 or not self.mean_tokens >= 1:
       raise ValueError(
         f"Workload: got correlation={self.correlation}, sigma={self.sigma},"

@@ -26,6 +26,8 @@ import os
 import pathlib
 import re
 import shutil
+import signal
+import threading
 from typing import Any, NamedTuple
 
 import jax
@@ -116,6 +118,7 @@ def save(
     ValueError: if the step is there already, the host state would not survive JSON, a leaf is no
       array, or the fingerprint differs from the checkpoint's before (both values are named).
     OSError: if the disk is full; earlier checkpoints are untouched.
+    KeyboardInterrupt: on Ctrl-C, when the checkpoint is whole; on a second one at once.
   """
   directory = pathlib.Path(directory).absolute()
   if keep_latest < 1 or keep_every < 0:
@@ -136,6 +139,23 @@ def save(
   epochs = _continue_epochs(directory, step, dict(fingerprint), accept_new_numerics)
 
   incoming = directory / f".incoming_{step:08d}"
+  with _interrupts_put_off():
+    _publish(directory, step, leaves, host_state, epochs, incoming, keep_latest, keep_every)
+  return target
+
+
+def _publish(
+  directory: pathlib.Path,
+  step: int,
+  leaves: Mapping[str, Any],
+  host_state: Mapping[str, Any],
+  epochs: tuple[Epoch, ...],
+  incoming: pathlib.Path,
+  keep_latest: int,
+  keep_every: int,
+) -> None:
+  """Fills `incoming`, gives it its name, and removes what is no longer kept; see `save`."""
+  target = _path(directory, step)
   try:
     if jax.process_index() == 0:
       directory.mkdir(parents=True, exist_ok=True)
@@ -174,7 +194,6 @@ def save(
       raise metrics.disk_error("checkpoint.save", directory, error) from error
     raise
   _barrier("checkpoint_published")
-  return target
 
 
 def read_host_state(directory: str | os.PathLike, step: int | None = None) -> dict[str, Any]:
@@ -246,6 +265,30 @@ def _find(directory: pathlib.Path, step: int | None) -> pathlib.Path:
       " choose another step or directory, or start a new run."
     )
   return _path(directory, step)
+
+
+@contextlib.contextmanager
+def _interrupts_put_off() -> Iterator[None]:
+  """Within, a first Ctrl-C waits for the end: Orbax's threads would outlive the loop they talk to,
+  and say so at length. A second one, and handlers of the caller's own, are as ever."""
+  handler, waiting = signal.getsignal(signal.SIGINT), []
+  is_main = threading.current_thread() is threading.main_thread()
+  if handler is not signal.default_int_handler or not is_main:
+    yield
+    return
+
+  def wait(number: int, frame: Any) -> None:
+    if waiting:
+      raise KeyboardInterrupt
+    waiting.append(number)
+
+  signal.signal(signal.SIGINT, wait)
+  try:
+    yield
+  finally:
+    signal.signal(signal.SIGINT, handler)
+  if waiting:
+    raise KeyboardInterrupt
 
 
 @contextlib.contextmanager

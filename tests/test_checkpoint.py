@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 
 import jax
@@ -257,6 +258,28 @@ def start_python(code: str, *arguments: object) -> subprocess.Popen:
     text=True,
     env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
   )
+
+
+def test_ctrl_c_within_a_save_waits_until_it_is_whole(tmp_path, capfd):
+  state = {str(i): jnp.full((512, 512), i) for i in range(8)}
+  before = signal.signal(signal.SIGINT, signal.default_int_handler)
+  timer = threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT))
+
+  def go_on() -> None:
+    timer.start()
+    for step in range(100):
+      save(tmp_path, step, state, fingerprint={"a": "b"})
+
+  try:
+    with pytest.raises(KeyboardInterrupt):
+      go_on()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+  finally:
+    timer.cancel()
+    signal.signal(signal.SIGINT, before)
+  assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+  assert restore(tmp_path, state, fingerprint={"a": "b"}).step == checkpoint.latest_step(tmp_path)
+  assert "Traceback" not in capfd.readouterr().err
 
 
 def test_kill_minus_nine_at_any_moment_leaves_whole_checkpoints(tmp_path):

@@ -995,7 +995,7 @@ def test_an_archive_of_seeds_alone_is_refused_before_any_file(tmp_path):
 
 
 def test_a_negative_number_of_workers_is_refused_before_any_file(tmp_path):
-  with pytest.raises(ValueError, match="Judge: got num_workers=-1, expected at least 0"):
+  with pytest.raises(ValueError, match="DiscoverConfig.num_workers: got -1, expected at l"):
     discover(tmp_path / "run", num_workers=-1)
   assert not (tmp_path / "run").exists()
 

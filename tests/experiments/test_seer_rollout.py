@@ -64,3 +64,5 @@ def test_a_small_rollout_says_the_same_in_every_system(tmp_path):
 def test_a_workload_that_cannot_be_is_refused():
   with pytest.raises(ValueError, match=r"Workload: got correlation=2.0, .* expected 0 to 1"):
     seer_rollout.Workload(correlation=2.0)
+  with pytest.raises(ValueError, match=r"Workload: got num_instances=100000, .* expected 1 to"):
+    seer_rollout.Workload(num_instances=100000)
