@@ -438,12 +438,12 @@ def _discover(
       read_best(directory)  # Damaged, it is refused now, and not in the middle of the run.
     progress.say(f"resumed after step {step} of {config.num_steps}")
   with contextlib.ExitStack() as stack:
-    status = stack.enter_context(status_lib.kept(directory, step=step))
-    stack.enter_context(progress.beaten(status.beat))
     writer = stack.enter_context(writer_of(config, environment, policy))
     if not resume:  # Later ones may be longer; of them a part is left out.
       for root in archive_lib.seeds(archive):
         writer.check(root.artefact)
+    status = stack.enter_context(status_lib.kept(directory, step=step))
+    stack.enter_context(progress.beaten(status.beat))
     if isinstance(writer, writers.Programs):
       progress.say(writer.sandbox.describe())
     journal = None
