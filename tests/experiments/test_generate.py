@@ -101,15 +101,20 @@ def test_variables_of_a_template_are_read_from_the_command_line():
 def test_a_terminal_without_a_prompt_is_a_chat(tiny: str, end: str):
   parent, child = os.openpty()
   command = [sys.executable, "-m", "experiments.generate", f"--model={tiny}", "--max_tokens=4"]
-  process = subprocess.Popen(
-    command,
-    stdin=child,
-    stdout=child,
-    stderr=child,
-    cwd=ROOT,
-    env={**os.environ, "JAX_PLATFORMS": "cpu"},
-    start_new_session=True,
-  )
+  # What a shell starts in the background begins with Ctrl-C ignored, and so would its children.
+  before = signal.signal(signal.SIGINT, signal.default_int_handler)
+  try:
+    process = subprocess.Popen(
+      command,
+      stdin=child,
+      stdout=child,
+      stderr=child,
+      cwd=ROOT,
+      env={**os.environ, "JAX_PLATFORMS": "cpu"},
+      start_new_session=True,
+    )
+  finally:
+    signal.signal(signal.SIGINT, before)
   os.close(child)
   shown = ""
 

@@ -210,7 +210,7 @@ def test_without_a_checkpoint_the_model_itself_learns_again(
   shutil.rmtree(run / "checkpoints")
   finding, lines = replayed(run, "4/1/0")
   assert finding.is_equal, finding.text
-  assert finding.text.endswith("as it is now and steps 0 to 3 learnt again") and len(lines) == 4
+  assert finding.text.endswith("as it is now and steps 1 to 4 learnt again") and len(lines) == 4
 
 
 def test_a_flipped_bit_of_weights_learnt_again_is_traced_to_its_layer(letters: pathlib.Path):
