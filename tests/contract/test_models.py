@@ -7,42 +7,34 @@ kills. Each request is compared with itself alone, on one device in a bucket of 
 with the trainer's forward under `value_and_grad`, by bit. How often each event happened is printed,
 and an event that never happened is a failure.
 
-A case follows from the session's seed and its number alone:
-
-    python tests/contract/test_models.py SEED NUMBER        runs one case again
+A case follows from the session's seed and its number alone; a failure names both, and
+`python tests/support/model_cases.py SEED NUMBER` runs it again.
 """
 
 from __future__ import annotations
 
 import collections
+import dataclasses
 import functools
-import pathlib
+import os
+import subprocess
 import sys
-import tempfile
 
 import drawn_models
-from drawn_models import Case, Model
-from guessing import Guesser
-import jax
-import made_rollouts
-import numpy as np
-import optax
-import tiny_model
+from drawn_models import OF_A_MACHINE, OF_A_MODEL
+import model_cases
+import pytest
 
-from seerjax import parallel
+from seerjax import numerics as numerics_lib
 from seerjax.engine import runner as runner_lib
-from seerjax.engine.disk_store import DiskStore
-from seerjax.engine.kv_pool import KVPool, KVPoolConfig
-from seerjax.ops import sampling as sampling_lib
-from seerjax.trainer import losses, packing, step
-from seerjax.types import Completion, Request, Rollout
 
-MAX_STEPS = 3000
+BLOCKS = 26  # Models of the long run.
+# Beyond the long run's numbers.
+FRESH, ENVIRONMENT, TWINS = ((BLOCKS + place) * OF_A_MODEL for place in range(3))
 EVENTS = (
   "chunks",
   "paused",
   "preempted",
-  "cancelled",
   "spilled",
   "came from the host",
   "came from the disk",
@@ -52,295 +44,106 @@ EVENTS = (
   "resumed in the middle",
   "drafted tokens",
   "accepted tokens",
-  "side paths",
-  "positions reused",
-  "odd buckets",
-  "chunked prompts",
+  "greedy",
   "filtered",
   "biased",
   "grammars",
 )
 
 
-class Schedule:
-  """One case from its first request to its last; `run` returns what each request said."""
-
-  def __init__(
-    self,
-    case: Case,
-    folder: pathlib.Path,
-    events: collections.Counter[str],
-    kind: type[runner_lib.Runner] = runner_lib.Runner,
-  ):
-    self.case, self.folder, self.events, self.kind = case, folder, events, kind
-    self.rng = case.rng(2)
-    requests = drawn_models.requests_of(case)
-    self.live: dict[str, Request] = {}
-    self.found: dict[str, Completion] = {}
-    wait = int(self.rng.integers(0, 4))
-    self.todo: list[tuple[int, Request, Completion | None]] = [
-      (int(self.rng.integers(0, wait + 1)) * index, request, None)
-      for index, request in enumerate(requests)
-    ]
-    self.requests = {request.request_id: request for request in requests}
-    self.guesser = None
-    if case.right >= 0:
-      said = {
-        name: drawn_models.alone(case.model, request).tokens
-        for name, request in self.requests.items()
-      }
-      self.guesser = Guesser(said, int(self.rng.integers(2**32)), right=case.right)
-    self.damaged: set[pathlib.Path] = set()
-    self._begin()
-
-  def _begin(self) -> None:
-    """A process like new: only files are left of the one before."""
-    case = self.case
-    # What an earlier process left on the disk is removed.
-    store = DiskStore(self.folder, max_bytes=10**8) if case.has_disk else None
-    self.pool = KVPool(KVPoolConfig(host_pages=case.host_pages), store)
-    self.damaged.clear()
-    self.engine = drawn_models.make_engine(
-      case.machine, self.kind, drafter=self.guesser, kv_pool=self.pool
-    )
-
-  def run(self) -> dict[str, Completion]:
-    for now in range(MAX_STEPS):
-      due = [entry for entry in self.todo if entry[0] <= now]
-      self.todo = [entry for entry in self.todo if entry[0] > now]
-      for _, request, said in due:
-        self._submit(request, said)
-      self._disturb(now)
-      self._resume()
-      self.engine.step()
-      for completion in self.engine.poll():
-        self.found[completion.request_id] = completion
-        del self.live[completion.request_id]
-      if not self.todo and not self.live:
-        self._end()
-        return self.found
-    raise AssertionError(f"got {len(self.live)} unfinished requests after {MAX_STEPS} steps")
-
-  def _submit(self, request: Request, said: Completion | None = None) -> None:
-    rng, case = self.rng, self.case
-    instance = int(rng.integers(case.machine.mesh[0])) if rng.random() < 0.3 else None
-    self.engine.submit(
-      request, said=said, instance=instance, chunk_tokens=case.chunk_tokens or None
-    )
-    self.live[request.request_id] = request
-    self.events["resumed in the middle"] += said is not None
-    self.events["chunked prompts"] += len(request.prompt) > case.machine.sizes.row_buckets[-1]
-
-  def _happens(self, kind: str) -> bool:
-    return self.rng.random() < self.case.rates[kind]
-
-  def _some(self, names: list[str]) -> str:
-    return names[int(self.rng.integers(len(names)))]
-
-  def _disturb(self, now: int) -> None:
-    engine = self.engine
-    if self.live and self._happens("pause"):
-      self.events["paused"] += 1
-      engine.pause(self._some(sorted(self.live)))
-    if self.live and self._happens("preempt"):
-      before = engine.counters.preemptions
-      engine.preempt(self._some(sorted(self.live)))
-      self.events["preempted"] += engine.counters.preemptions - before
-    if self.live and self._happens("cancel"):
-      name = self._some(sorted(self.live))
-      engine.cancel(name)
-      self.todo.append((now + int(self.rng.integers(1, 6)), self.live.pop(name), None))
-      self.events["cancelled"] += 1
-    if self.live and self._happens("kill"):
-      self.events["killed"] += 1
-      said = {name: engine.progress(name) for name in sorted(self.live)}
-      self._count()
-      self._begin()
-      for name, progress in said.items():
-        self._submit(self.live[name], progress if progress.tokens else None)
-
-  def _resume(self) -> None:
-    """Moves what is paused about, and lets most of it go on."""
-    engine, rng = self.engine, self.rng
-    instances = self.case.machine.mesh[0]
-    self.events["chunks"] += len(engine.poll_paused())
-    for name in engine.poll_paused():
-      if self._happens("migrate"):
-        engine.migrate(name, int(rng.integers(instances)))
-    if engine.poll_paused() and self._happens("spill"):
-      self.events["spilled"] += len(engine.spill(engine.poll_paused()))
-    files = sorted(self.folder.glob("*.kv"))
-    if files and self._happens("damage"):
-      path = files[int(rng.integers(len(files)))]
-      if path not in self.damaged:
-        self._damage(path)
-    for name in engine.poll_paused():
-      if self._happens("resume"):
-        instance = int(rng.integers(instances)) if rng.random() < 0.2 else None
-        engine.resume(name, chunk_tokens=self.case.chunk_tokens or None, instance=instance)
-
-  def _damage(self, path: pathlib.Path) -> None:
-    """One bit, a cut, or the whole file."""
-    data = bytearray(path.read_bytes())
-    kind = int(self.rng.integers(4))
-    if kind < 2:
-      place = int(self.rng.integers(len(data)))
-      data[place] ^= 1 << int(self.rng.integers(8))
-      path.write_bytes(data)
-    elif kind == 2:
-      path.write_bytes(data[: len(data) // 2])
-    else:
-      path.unlink()
-    self.damaged.add(path)
-    self.events["files damaged"] += 1
-
-  def _count(self) -> None:
-    """Adds what an engine counted, when it is left."""
-    counters = self.engine.counters
-    for event, count in (
-      ("drafted tokens", counters.drafted_tokens),
-      ("accepted tokens", counters.accepted_tokens),
-      ("side paths", counters.side_paths),
-      ("positions reused", counters.reused_tokens),
-      ("pages copied", counters.page_copies),
-      ("steps", counters.steps),
-      ("tokens", counters.sampled_tokens),
-      ("pages migrated", self.engine.memory.counters.migrated_pages),
-      ("came from the host", self.pool.host.requests_out),
-      ("came from the disk", self.pool.store.requests_out),
-      ("damage noticed", self.pool.store.requests_lost),
-    ):
-      self.events[event] += count
-
-  def _end(self) -> None:
-    self._count()
-    engine, usable = self.engine, self.case.machine.sizes.num_pages - 1
-    free = [engine.free_pages(instance) for instance in range(engine.num_instances)]
-    assert free == [usable] * engine.num_instances, f"got free pages {free}, expected {usable}"
-    assert not self.pool.num_host_pages and not list(self.folder.glob("*.kv"))
+def test_no_model_of_this_session_changes_a_bit(seed, tell_events):
+  events = collections.Counter()
+  for number in range(FRESH, FRESH + OF_A_MACHINE):
+    model_cases.run_case(drawn_models.draw(seed, number), events, trains=False)
+  tell_events("a fresh model", events, ("chunks", "spilled", "drafted tokens", "comparisons"))
 
 
-def run_case(
-  case: Case,
-  events: collections.Counter[str],
-  kind: type[runner_lib.Runner] = runner_lib.Runner,
-) -> None:
-  """Runs a case and compares all of it."""
-  with tempfile.TemporaryDirectory() as folder:
+@pytest.mark.long
+@pytest.mark.parametrize("block", range(BLOCKS))
+def test_no_model_of_three_hundred_cases_changes_a_bit(block, seed, tell_events):
+  events = collections.Counter()
+  for number in range(OF_A_MODEL * block, OF_A_MODEL * (block + 1)):
+    model_cases.run_case(drawn_models.draw(seed, number), events)
+  assert events["cases"] == OF_A_MODEL
+  tell_events(f"block {block}", events, EVENTS)
+
+
+# What a process takes for its defaults.
+
+ENVIRONMENTS = (
+  {"JAX_DEFAULT_PRNG_IMPL": "rbg"},
+  {"JAX_DEFAULT_PRNG_IMPL": "unsafe_rbg", "JAX_THREEFRY_PARTITIONABLE": "false"},
+  {"NPROC": "1"},
+  {"NPROC": "5"},
+  {"XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false"},
+  {"JAX_ENABLE_X64": "true"},
+  {"JAX_DEFAULT_MATMUL_PRECISION": "bfloat16"},
+  {"JAX_DEFAULT_MATMUL_PRECISION": "highest"},
+)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("environment", ENVIRONMENTS, ids=lambda one: " ".join(one.values()))
+def test_a_process_of_another_environment_says_the_same_or_has_another_fingerprint(
+  environment, seed
+):
+  # The case holds in itself in any of them: the process compares its engines, its trainer too.
+  done = subprocess.run(
+    [sys.executable, model_cases.__file__, str(seed), str(ENVIRONMENT)],
+    env=os.environ | environment,
+    capture_output=True,
+    text=True,
+    timeout=600,
+  )
+  assert done.returncode == 0, done.stderr[-4000:]
+  digest, fingerprint = done.stdout.split()[-2:]
+  case = drawn_models.draw(seed, ENVIRONMENT)
+  ours = numerics_lib.fingerprint(case.model.numerics)["digest"]
+  assert digest == _digest(seed) or fingerprint != ours, case
+
+
+@functools.cache
+def _digest(seed: int) -> str:
+  return model_cases.digest_of(drawn_models.draw(seed, ENVIRONMENT), collections.Counter())
+
+
+# The twins.
+
+
+class ReadsTheBucket(runner_lib.Runner):
+  """The row tile is what the bucket has rows for, as in plain XLA: it follows the bucket."""
+
+  @functools.cached_property
+  def _by_tile(self) -> dict[int, runner_lib.Runner]:
+    return {}
+
+  def step(self, params, pages, inputs, key):
+    tile = 1 << (inputs.batch.tokens.shape[1] - 1).bit_length()
+    if tile not in self._by_tile:
+      numerics = dataclasses.replace(self.numerics, row_tile=tile)
+      self._by_tile[tile] = runner_lib.Runner(self.config, numerics, self.mesh, self.max_programs)
+    return self._by_tile[tile].step(params, pages, inputs, key)
+
+
+def _is_noticed(cases, **others) -> bool:
+  """Whether some case of them differs."""
+  for case in cases:
     try:
-      schedule = Schedule(case, pathlib.Path(folder), events, kind)
-      found = schedule.run()
-      differing = []
-      for name, request in schedule.requests.items():
-        wanted = drawn_models.alone(case.model, request)
-        events["comparisons"] += 3 * len(wanted.tokens)
-        if not tiny_model.same(found[name], wanted):
-          differing.append(f"{request}: got {found[name]}, expected {wanted}")
-        _count_request(request, events)
-      assert not differing, f"{len(differing)} of {len(found)} requests differ: {differing[0]}"
-      _compare_with_trainer(case, schedule.requests, found, events)
-    except Exception as error:
-      error.add_note(str(case))
-      raise
-  _count_case(case, events)
+      model_cases.run_case(case, collections.Counter(), trains=False, **others)
+    except AssertionError as error:
+      if "requests differ" not in str(error):
+        raise
+      return True
+  return False
 
 
-def _count_request(request: Request, events: collections.Counter[str]) -> None:
-  sampling = request.sampling
-  events["requests"] += 1
-  events["greedy"] += sampling.temperature == 0
-  events["filtered"] += bool(sampling.top_k) or sampling.top_p < 1 or sampling.min_p > 0
-  events["biased"] += bool(sampling.logit_bias)
-  events["grammars"] += bool(sampling.allowed)
+@pytest.mark.long
+def test_a_bucket_that_is_read_as_a_tile_is_noticed(seed):
+  numbers = range(TWINS, TWINS + 2 * OF_A_MODEL, OF_A_MACHINE)
+  assert _is_noticed((drawn_models.draw(seed, n) for n in numbers), kind=ReadsTheBucket)
 
 
-def _count_case(case: Case, events: collections.Counter[str]) -> None:
-  events["cases"] += 1
-  events[case.model.config.family] += 1
-  events[case.model.numerics.compute_dtype] += 1
-  events["adapters"] += bool(case.model.rank)
-  events["odd buckets"] += sum(bucket % 2 for bucket in case.machine.sizes.row_buckets)
-  events["several instances"] += case.machine.mesh[0] > 1
-  events["model shards"] += case.machine.mesh[1] > 1
-
-
-@functools.lru_cache(maxsize=4)
-def _trainer(model: Model) -> step.Trainer:
-  layout = packing.layout(numerics=model.numerics, **_layout(model))
-  return step.Trainer(
-    model=model.config,
-    numerics=model.numerics,
-    loss=losses.grpo(),
-    optimizer=optax.sgd(1e-3),
-    mesh=parallel.make_mesh(num_instances=model.train_instances),
-    num_pages=layout.num_pages,
-    page_size=model.train_page_size,
-  )
-
-
-def _layout(model: Model) -> dict[str, int]:
-  return dict(
-    page_size=model.train_page_size,
-    rows_per_micro_batch=model.train_rows,
-    max_sequences=5,
-    max_sequence_tokens=drawn_models.MAX_TOKENS,
-  )
-
-
-def _compare_with_trainer(
-  case: Case,
-  requests: dict[str, Request],
-  found: dict[str, Completion],
-  events: collections.Counter[str],
-) -> None:
-  """Packs groups in another order and scores them under a gradient."""
-  model, rng = case.model, case.rng(3)
-  groups = [
-    made_rollouts.group(
-      place,
-      *(
-        Rollout(
-          request=requests[f"{group}/{member}"],
-          completion=found[f"{group}/{member}"],
-          verdict=made_rollouts.NOTHING,
-        )
-        for member in range(case.group_size)
-      ),
-    )
-    for place, group in enumerate(rng.permutation(case.groups).tolist())
-  ]
-  advantages = rng.standard_normal((case.groups, case.group_size)).astype(np.float32)
-  batch = packing.pack(
-    groups,
-    advantages,
-    numerics=model.numerics,
-    num_biases=sampling_lib.MAX_LOGIT_BIAS,
-    **_layout(model),
-  )
-  gradient, _, scores = _trainer(model).gradient(
-    drawn_models.params_of(model), batch, losses.denominators(batch), None
-  )
-  mask = np.asarray(batch.loss_mask)
-  for name, ours, engines in (
-    ("behaviour_logprobs", scores.logprob, batch.behaviour_logprobs),
-    ("raw_logprobs", scores.raw_logprob, batch.raw_logprobs),
-  ):
-    ours, engines = tiny_model.bits(ours[mask]), tiny_model.bits(engines[mask])
-    events["comparisons"] += len(ours)
-    differing = sum(a != b for a, b in zip(ours, engines, strict=True))
-    assert not differing, f"trainer: {differing} of {len(ours)} {name} differ from the engine's"
-  assert all(np.isfinite(np.asarray(leaf)).all() for leaf in jax.tree.leaves(gradient))
-  events["micro-batches"] += len(mask)
-
-
-def run_cases(seed: int, numbers: range, events: collections.Counter[str]) -> None:
-  for number in numbers:
-    run_case(drawn_models.draw(seed, number), events)
-
-
-if __name__ == "__main__":
-  counted: collections.Counter[str] = collections.Counter()
-  one = drawn_models.draw(int(sys.argv[1]), int(sys.argv[2]))
-  print(one)
-  run_case(one, counted)
-  print(dict(counted))
+@pytest.mark.long
+def test_the_untiled_path_is_noticed(seed):
+  numbers = range(TWINS, TWINS + 2 * OF_A_MODEL, OF_A_MACHINE)
+  assert _is_noticed(drawn_models.untiled(drawn_models.draw(seed, n)) for n in numbers)

@@ -1,7 +1,7 @@
 """Whole cases as (seed, number) alone draws them: a model, numerics, an engine's sizes, requests.
 
     numbers 0 to 11    the first model: its numerics, weights and the trainer's layout are shared
-    numbers 0 to 3     its first machine: an engine's sizes and mesh
+    numbers 0 to 5     its first machine: an engine's sizes and mesh
     number 0           requests, tiers, drafts and a schedule of its own
 
 So what takes long to compile serves several cases: the reference and the trainer `OF_A_MODEL`, an
@@ -25,7 +25,7 @@ from seerjax.models import lora, transformer
 from seerjax.ops import rotary
 from seerjax.types import Completion, Request, SamplingParams
 
-OF_A_MODEL, OF_A_MACHINE = 12, 4  # Cases.
+OF_A_MODEL, OF_A_MACHINE = 12, 6  # Cases.
 MAX_PROMPT, MAX_ANSWER = 30, 18
 MAX_TOKENS = MAX_PROMPT + MAX_ANSWER
 
@@ -238,7 +238,7 @@ def draw(seed: int, number: int) -> Case:
   machine = draw_machine(np.random.default_rng((seed, number // OF_A_MACHINE, 1)), model)
   rng = np.random.default_rng((seed, number, 2))
   # What a case is about, besides what else it draws: the tiers, kills, drafts, or anything.
-  about = number % OF_A_MACHINE
+  about = number % OF_A_MACHINE % 4
   disturbed = about < 3 or rng.random() < 0.5
   rate = lambda *choices: _pick(rng, *choices) if disturbed else 0.0
   drawn = Case(
@@ -275,6 +275,14 @@ def draw(seed: int, number: int) -> Case:
     case 2:
       return dataclasses.replace(drawn, right=_pick(rng, 0.6, 0.8, 0.95))
   return drawn
+
+
+def untiled(case: Case) -> Case:
+  """Returns the case with plain XLA in the place of tiles."""
+  model = case.model
+  numerics = dataclasses.replace(model.numerics, implementation="untiled")
+  model = dataclasses.replace(model, numerics=numerics)
+  return dataclasses.replace(case, machine=dataclasses.replace(case.machine, model=model))
 
 
 def _room(sizes: EngineConfig) -> int:
