@@ -373,7 +373,7 @@ def make_engine(
     params_of(machine.model),
     numerics=machine.model.numerics,
     config=machine.sizes,
-    key=jax.random.key(11),
+    key=numerics_lib.key(11),
     runner=runner_of(machine, kind),
     **others,
   )

@@ -155,6 +155,8 @@ class Schedule:
     """One bit, a cut, or the whole file."""
     data = bytearray(path.read_bytes())
     kind = int(self.rng.integers(4))
+    if not data:  # Of a request that was paused before its first step.
+      return
     if kind < 2:
       place = int(self.rng.integers(len(data)))
       data[place] ^= 1 << int(self.rng.integers(8))
