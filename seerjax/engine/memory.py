@@ -151,6 +151,10 @@ class Memory:
     left: list[Sequence] = []
     leaving: list[tuple[Sequence, list[list[int]], int]] = []
     for sequence in sequences:
+      if not sequence.num_written:  # Paused before its first step: nothing that could come back.
+        self.release(sequence)
+        left.append(sequence)
+        continue
       parts = page_moves.rounds(sequence.pages[: self._num_pages(sequence.num_written)])
       count = sum(page_moves.bucket_for(len(part)) for part in parts)
       if not self.kv_pool.make_room(count + sum(entry[2] for entry in leaving)):

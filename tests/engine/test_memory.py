@@ -178,6 +178,27 @@ def test_a_full_pool_leaves_requests_where_they_are():
   assert all(engine.held_pages(name) for name in engine.poll_paused())
 
 
+def test_a_request_without_a_written_position_leaves_nothing_behind_and_may_be_spilled_again():
+  engine = make_engine((1, 1))
+  first, second = asked()[3:]
+  for request in (first, second):
+    engine.submit(request)
+  engine.step()  # All its rows are the first one's.
+  for _ in range(2):
+    engine.pause(second.request_id)
+    assert engine.held_pages(second.request_id)
+    assert engine.spill([second.request_id]) == [second.request_id]
+    assert not engine.held_pages(second.request_id)
+    engine.resume(second.request_id)
+    for _ in range(3):
+      engine.step()
+  while engine.num_unfinished:
+    engine.step()
+  assert engine.memory.kv_pool.num_host_pages == 0
+  for completion in engine.poll():
+    assert tiny_model.same(completion, answers()[completion.request_id])
+
+
 def test_no_room_elsewhere_leaves_a_request_where_it_is():
   engine = make_engine((2, 2))
   engine.submit(asked()[4], chunk_tokens=3, instance=0)
