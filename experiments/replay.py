@@ -344,6 +344,7 @@ def first_differing_layer(
     (layer, position) of the first rows that differ, layer 0 being the embedding and layer l the
     output of the l-th; None if all are equal.
   """
+  params, other_params = transformer.unstacked(params), transformer.unstacked(other_params)
   for depth in range(len(params["layers"]) + 1):
     if depth == 0:
       left = np.asarray(params["embed"][tokens])

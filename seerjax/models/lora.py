@@ -23,7 +23,7 @@ Source: Hu et al. 2021, https://arxiv.org/abs/2106.09685.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 import math
 from typing import Any
 
@@ -134,19 +134,34 @@ def attach(params: Params, adapter: Adapter, scale: float) -> Params:
   _check(params, adapter)
   _check_scale(scale)
 
+  is_stacked = transformer.is_stacked(params)
+  adapter = transformer.stacked(adapter) if is_stacked else adapter
+  scales = jnp.full(_num_layers(params) if is_stacked else (), scale, jnp.float32)
+
   def layer(weights: Params, adapters: Adapter) -> Params:
     attached = {
       f"{name}_lora": {
         "a": pair["a"].astype(weights[name].dtype),
         "b": pair["b"].astype(weights[name].dtype),
-        "scale": jnp.float32(scale),
+        "scale": scales,
       }
       for name, pair in adapters.items()
     }
     return {**weights, **attached}
 
-  layers = [layer(*both) for both in zip(params["layers"], adapter["layers"], strict=True)]
-  return {**params, "layers": layers}
+  return {**params, "layers": _each(layer, params["layers"], adapter["layers"])}
+
+
+def _each(function: Callable[..., Any], *layers: Any) -> Any:
+  """Applies a function to every layer of both, or to the dict that stacked ones are."""
+  if isinstance(layers[0], dict):
+    return function(*layers)
+  return [function(*of_one) for of_one in zip(*layers, strict=True)]
+
+
+def _num_layers(params: Params) -> int:
+  layers = params["layers"]
+  return jax.tree.leaves(layers)[0].shape[0] if isinstance(layers, dict) else len(layers)
 
 
 def merge(params: Params, adapter: Adapter, scale: float) -> Params:
@@ -162,6 +177,7 @@ def merge(params: Params, adapter: Adapter, scale: float) -> Params:
   Raises:
     ValueError: as `attach`.
   """
+  params = transformer.unstacked(params)
   _check(params, adapter)
   _check_scale(scale)
 
@@ -194,18 +210,19 @@ def _by_slab(name: str, pair: Adapter) -> tuple[Any, Any]:
 def partition(params: Params) -> tuple[Any, Any]:
   """Returns (what learns, what is frozen) of the weights that a step runs.
 
-  With adapters, what learns has the structure of the adapter, so its gradient fits an optimiser of
-  the f32 masters; without, everything learns.
+  With adapters, what learns has the structure of the adapter, stacked where the layers are;
+  without, everything learns. `transformer.unstacked` of its gradient fits the f32 masters.
   """
-  trained = [
-    {
+
+  def adapters(weights: Params) -> Adapter:
+    return {
       name.removesuffix("_lora"): {"a": weights[name]["a"], "b": weights[name]["b"]}
       for name in weights
       if name.endswith("_lora")
     }
-    for weights in params["layers"]
-  ]
-  if not any(trained):
+
+  trained = _each(adapters, params["layers"])
+  if not jax.tree.leaves(trained):
     return params, None
   return {"layers": trained}, params
 
@@ -221,20 +238,20 @@ def combine(trained: Any, frozen: Any) -> Params:
       f"{name}_lora": {**pair, "scale": scales[name]} for name, pair in adapters.items()
     }
 
-  layers = [layer(*both) for both in zip(frozen["layers"], trained["layers"], strict=True)]
-  return {**frozen, "layers": layers}
+  return {**frozen, "layers": _each(layer, frozen["layers"], trained["layers"])}
 
 
 def _check(params: Params, adapter: Adapter) -> None:
-  found, expected = len(adapter["layers"]), len(params["layers"])
+  found, expected = len(adapter["layers"]), _num_layers(params)
   if found != expected:
     raise ValueError(
       f"lora adapter: got {found} layers, expected the base's {expected}; it was made for another"
       " model."
     )
-  for index, (weights, adapters) in enumerate(
-    zip(params["layers"], adapter["layers"], strict=True)
-  ):
+  layers = params["layers"]
+  if isinstance(layers, dict):
+    layers = [jax.eval_shape(lambda: jax.tree.map(lambda leaf: leaf[0], layers))] * expected
+  for index, (weights, adapters) in enumerate(zip(layers, adapter["layers"], strict=True)):
     for name, pair in adapters.items():
       a, b = _by_slab(name, pair)
       slabs, rows, columns = weights[name].shape

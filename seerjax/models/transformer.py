@@ -6,6 +6,11 @@
 table and pages go in; hidden rows and pages come out. `head` turns hidden rows into tokens and
 scores; the engine lets it sample, the trainer hands it the tokens, and both run one tile program.
 
+Up to `UNROLLED_LAYERS` layers follow one another in the program; of a deeper model the weights that
+run are stacked, and one layer's program is looped over (`stacked`), to the same bits. Then the keys
+of all layers lie in one pool, a page's layers side by side, and the layer's number is part of the
+page's: what a loop carries is written where it lies, and no layer's pages are ever cut out.
+
 Parameters are a plain pytree. Every dimension that the `model` mesh axis may shard has its logical
 slabs in front (r = `reduction_shards`): one slab holds whole key/value heads with their queries.
 """
@@ -14,7 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from flax import nnx
 import jax
@@ -29,13 +34,18 @@ from seerjax.ops import attention, linear, logprobs, norms, rotary, sampling, ti
 from seerjax.types import SamplingRows, TokenBatch, TokenScores
 
 Params = dict[str, Any]
-Pages = tuple[tuple[Array, Array], ...]  # Per layer: keys, values f[k, m, z, c].
+# Keys and values: a pair f[k, m, z, c] a layer, or one pair f[k, m, l, z, c] of all layers.
+Pages = tuple[tuple[Array, Array], ...]
 
 # What a gradient keeps of the forward pass.
 Remat = Literal["none", "layer"]
 REMATS = ("none", "layer")
 
 FAMILIES = ("qwen3", "qwen2", "llama")
+# Layers of a model whose program repeats them; time to compile and size grow with each.
+UNROLLED_LAYERS = 8
+# A layer's products over slabs, which are most of its weights.
+SLABS = ("qkv", "out", "gate_up", "down")
 # Rows whose logits a gradient holds at once where a filter has to see them whole.
 FILTERED_ROWS = 16
 
@@ -206,8 +216,34 @@ def init(
 
 @functools.partial(jax.jit, static_argnums=(1,))
 def compute_params(master: Params, numerics: numerics_lib.NumericsConfig) -> Params:
-  """Returns the weights that engine and trainer both run: the master's, rounded once."""
-  return jax.tree.map(lambda leaf: leaf.astype(numerics.dtype), master)
+  """Returns the weights that engine and trainer both run: the master's, rounded once.
+
+  More than `UNROLLED_LAYERS` layers are `stacked`.
+  """
+  params = jax.tree.map(lambda leaf: leaf.astype(numerics.dtype), master)
+  return stacked(params) if len(params["layers"]) > UNROLLED_LAYERS else params
+
+
+def is_stacked(params: Params) -> bool:
+  """Whether the layers are one dict of `[l, ...]`, over which `forward` loops."""
+  return isinstance(params["layers"], dict)
+
+
+def stacked(params: Params) -> Params:
+  """Returns weights, or adapters, whose equal layers are one dict, every leaf `[l, ...]`."""
+  if is_stacked(params):
+    return params
+  return {**params, "layers": jax.tree.map(lambda *leaves: jnp.stack(leaves), *params["layers"])}
+
+
+def unstacked(params: Params) -> Params:
+  """Returns weights, gradients or adapters with a list of layers, as the masters have them."""
+  if not is_stacked(params):
+    return params
+  layers = params["layers"]
+  count = jax.tree.leaves(layers)[0].shape[0]
+  at = lambda index: jax.tree.map(lambda leaf: leaf[index], layers)
+  return {**params, "layers": [at(index) for index in range(count)]}
 
 
 def partition_specs(config: TransformerConfig, reduction_shards: int) -> Params:
@@ -216,8 +252,9 @@ def partition_specs(config: TransformerConfig, reduction_shards: int) -> Params:
 
 
 def specs_of(params: Params) -> Params:
-  """As `partition_specs`, for weights that may have adapters beside them (`models.lora`)."""
+  """As `partition_specs`, for weights that may be stacked, or have adapters beside them."""
   slabs = ("qkv", "qkv_bias", "out", "gate_up", "down", "head")
+  of_layers = (None,) if is_stacked(params) else ()
   slabs_of_adapters = (
     ("qkv_lora", "b"), ("gate_up_lora", "b"), ("out_lora", "a"), ("down_lora", "a")
   )  # fmt: skip
@@ -225,7 +262,8 @@ def specs_of(params: Params) -> Params:
   def spec(path, _):
     names = tuple(key.key for key in path if isinstance(key, jax.tree_util.DictKey))
     is_slab = names[-1] in slabs or names[-2:] in slabs_of_adapters
-    return jax.P(parallel.MODEL_AXIS) if is_slab else jax.P()
+    before = of_layers if names[0] == "layers" else ()
+    return jax.P(*before, parallel.MODEL_AXIS) if is_slab else jax.P()
 
   return jax.tree_util.tree_map_with_path(spec, params)
 
@@ -239,19 +277,44 @@ def empty_pages(
 ) -> Pages:
   """Returns zeroed pages of one instance; page 0 is the dump page of padding.
 
+  A pair a layer, f[k, m, z, c], up to `UNROLLED_LAYERS`; beyond, one pair f[k, m, l, z, c].
+
   Raises:
     ValueError: if pages do not fill splits exactly.
+  """
+  check_page_size(page_size, numerics)
+  shape = (config.num_kv_heads, num_pages, page_size, config.head_dim)
+  count = config.num_layers
+  if count > UNROLLED_LAYERS:
+    shape, count = (*shape[:2], count, *shape[2:]), 1
+  return tuple(
+    (jnp.zeros(shape, numerics.dtype), jnp.zeros(shape, numerics.dtype)) for _ in range(count)
+  )
+
+
+class ScratchPages(NamedTuple):
+  """Pages that hold nothing before a step and that nobody reads after it: a layer makes its own.
+
+  Attributes:
+    num_pages: the dump page 0 among them.
+    page_size: positions of one page.
+  """
+
+  num_pages: int
+  page_size: int
+
+
+def check_page_size(page_size: int, numerics: numerics_lib.NumericsConfig) -> None:
+  """Refuses pages that do not fill splits exactly.
+
+  Raises:
+    ValueError: with both numbers.
   """
   if numerics.kv_split % page_size:
     raise ValueError(
       f"page_size: got {page_size}, expected a divisor of kv_split={numerics.kv_split}; a split is"
       " read page by page."
     )
-  shape = (config.num_kv_heads, num_pages, page_size, config.head_dim)
-  return tuple(
-    (jnp.zeros(shape, numerics.dtype), jnp.zeros(shape, numerics.dtype))
-    for _ in range(config.num_layers)
-  )
 
 
 def _attention_inputs(
@@ -312,7 +375,7 @@ def _after_attention(
 ) -> Array:
   """Output projection and gated MLP, each added to the residual stream: f[n, d] -> f[n, d]."""
   x, mixed = rows
-  num_rows, num_slabs = x.shape[0], weights["out"].shape[0]
+  num_rows, num_slabs = x.shape[0], tiles.num_slabs(weights["out"])
   by_slab = jnp.swapaxes(mixed.reshape(num_rows, num_slabs, -1), 0, 1)
   if "out_lora" in weights:
     partials, low = tiles.map_slabs(
@@ -388,7 +451,7 @@ def _adapted_sum(
 def forward(
   params: Params,
   batch: TokenBatch,
-  pages: Pages,
+  pages: Pages | ScratchPages,
   *,
   config: TransformerConfig,
   numerics: numerics_lib.NumericsConfig,
@@ -398,9 +461,12 @@ def forward(
   """Runs every row through every layer.
 
   Args:
-    params: `compute_params` of the master weights; under `shard_map` this device's slabs.
+    params: `compute_params` of the master weights; under `shard_map` this device's slabs. Of
+      stacked layers one program runs, in a loop.
     batch: rows and segments.
-    pages: keys and values of all sequences; the rows' own are written before they are read.
+    pages: keys and values of all sequences (`empty_pages`); the rows' own are written before they
+      are read. `ScratchPages` where these rows are all that there is: a gradient needs them where
+      the layers of `empty_pages` lie in one pool.
     config: shape of the model.
     numerics: what decides bits.
     axis: mesh axis of the slabs, None on one device.
@@ -408,37 +474,66 @@ def forward(
       alone and computes the layer again as it goes back. The values are the same bits.
 
   Returns:
-    (hidden rows f[n, d] before the final norm, pages with the rows' keys and values).
+    (hidden rows f[n, d] before the final norm, pages with the rows' keys and values, none of
+    scratch pages).
+
+  Raises:
+    NotImplementedError: from a gradient through pages that all layers share.
+    ValueError: for stacked layers with pages of single ones, or slabs that do not divide the model.
   """
   numerics = numerics_for(config, numerics)
   num_rows = batch.tokens.shape[0]
   batch = _whole_tiles(batch, numerics)
+  is_scratch = isinstance(pages, ScratchPages)
+  is_pool = not is_scratch and pages[0][0].ndim == 5
   cos, sin = rotary.table(batch.positions, batch.num_rows, config.rotary, numerics)
-  page_size = pages[0][0].shape[2]
+  page_size = pages.page_size if is_scratch else pages[0][0].shape[-2]
   segment_rows = attention.segment_rows(batch, numerics, page_size)
-  x = params["embed"][batch.tokens]
   inputs = functools.partial(_attention_inputs, config, numerics, axis)
   outputs = functools.partial(_after_attention, config, numerics, axis)
 
-  def layer(weights: Params, x: Array, k_pages: Array, v_pages: Array):
+  def layer(x: Array, weights: Params, own: tuple[Array, Array], index: Array | int):
+    """Runs layer `index`, with its pages f[k, m, z, c]; of a pool, m counts pages of a layer."""
+    rows, own_batch = segment_rows, batch
+    if is_pool:
+      own_page = lambda page: page * config.num_layers + index
+      page, offset = batch.slots // page_size, batch.slots % page_size
+      slots = own_page(page) * page_size + offset
+      own_batch = batch._replace(slots=slots, page_table=own_page(batch.page_table))
+      rows = rows._replace(page_table=own_page(rows.page_table))
     q, k, v = tiles.map_rows(inputs, weights, (x, cos, sin), batch.num_rows, numerics)
-    k_pages = attention.write_pages(k_pages, k, batch.slots, batch.num_rows, numerics)
-    v_pages = attention.write_pages(v_pages, v, batch.slots, batch.num_rows, numerics)
-    mixed = attention.attend(q, k_pages, v_pages, batch, segment_rows, numerics)
+    k_pages, v_pages = (
+      attention.write_pages(whole, new, own_batch.slots, batch.num_rows, numerics)
+      for whole, new in zip(own, (k, v), strict=True)
+    )
+    mixed = attention.attend(q, k_pages, v_pages, own_batch, rows, numerics)
     x = tiles.map_rows(outputs, weights, (x, mixed), batch.num_rows, numerics)
-    return x, k_pages, v_pages
+    return x, (k_pages, v_pages)
 
-  def again(weights: Params, x: Array, k_pages: Array, v_pages: Array):
+  def again(x: Array, weights: Params, own: tuple[Array, Array], index: int):
     # Pages that are all zero, as a gradient's are, are not made before the layer is.
-    zero = tiles.late_zeros((), k_pages.dtype, lax.stop_gradient(x))
-    return jax.checkpoint(layer)(weights, x, k_pages + zero, v_pages + zero)
+    zero = tiles.late_zeros((), own[0].dtype, lax.stop_gradient(x))
+    run = jax.checkpoint(functools.partial(layer, index=index))
+    return run(x, weights, (own[0] + zero, own[1] + zero))
 
-  run_layer = again if remat == "layer" else layer
-  new_pages = []
-  for weights, (k_pages, v_pages) in zip(params["layers"], pages, strict=True):
-    x, k_pages, v_pages = run_layer(weights, x, k_pages, v_pages)
-    new_pages.append((k_pages, v_pages))
-  return x[:num_rows], tuple(new_pages)
+  x = params["embed"][batch.tokens]
+  if is_scratch:
+    x, pages = _with_scratch(config, numerics, axis, remat, pages, layer, x, params), ()
+  elif is_pool:
+    x, pages = _with_pool(config, layer, x, params, pages[0])
+  elif is_stacked(params):
+    raise ValueError(
+      f"forward: got stacked layers and a pair of pages for each of {len(pages)}, expected one pool"
+      " of them all; take empty_pages of the same model, or unstacked weights."
+    )
+  else:
+    run_layer = again if remat == "layer" else layer
+    new_pages = []
+    for index, (weights, own) in enumerate(zip(params["layers"], pages, strict=True)):
+      x, own = run_layer(x, weights, own, index)
+      new_pages.append(own)
+    pages = tuple(new_pages)
+  return x[:num_rows], pages
 
 
 def _whole_tiles(batch: TokenBatch, numerics: numerics_lib.NumericsConfig) -> TokenBatch:
@@ -451,6 +546,77 @@ def _whole_tiles(batch: TokenBatch, numerics: numerics_lib.NumericsConfig) -> To
     *tiles.padded((batch.segment_start, batch.segment_length, batch.page_table), segments),
     batch.num_segments,
   )
+
+
+def _with_scratch(
+  config: TransformerConfig,
+  numerics: numerics_lib.NumericsConfig,
+  axis: str | None,
+  remat: Remat,
+  pages: ScratchPages,
+  layer: Any,
+  x: Array,
+  params: Params,
+) -> Array:
+  """Runs `layer` after layer, each on fresh pages of its own."""
+  check_page_size(pages.page_size, numerics)
+  num_heads = config.num_kv_heads // (1 if axis is None else lax.axis_size(axis))
+  shape = (num_heads, *pages, config.head_dim)
+
+  def body(x: Array, weights: Params) -> tuple[Array, None]:
+    if remat == "layer":
+      fresh = tiles.late_zeros(shape, numerics.dtype, lax.stop_gradient(x))
+    else:
+      fresh = jnp.zeros(shape, numerics.dtype)
+    return layer(x, weights, (fresh, fresh), 0)[0], None
+
+  body = jax.checkpoint(body) if remat == "layer" else body
+  if is_stacked(params):
+    return lax.scan(body, x, params["layers"])[0]
+  for weights in params["layers"]:
+    x, _ = body(x, weights)
+  return x
+
+
+def _with_pool(
+  config: TransformerConfig, layer: Any, x: Array, params: Params, pool: tuple[Array, Array]
+) -> tuple[Array, Pages]:
+  """Runs `layer` after layer on one pool of pages f[k, m, l, z, c], written in place."""
+  shape = pool[0].shape
+  assert shape[2] == config.num_layers, f"got pages of {shape[2]} layers of {config.num_layers}"
+  own = tuple(half.reshape(shape[0], shape[1] * shape[2], *shape[3:]) for half in pool)
+  if is_stacked(params):
+    # Slabs are read one by one where they are multiplied: a layer's slice would be a copy of it.
+    layers = params["layers"]
+    names = [n for n in SLABS if n in layers and layers[n].shape[1] > 1]
+    rest = {name: leaf for name, leaf in layers.items() if name not in names}
+
+    def body(carry: Any, turn: Any) -> tuple[Any, None]:
+      weights, index = turn
+      slabs = {name: tiles.LayerSlabs(layers[name], index) for name in names}
+      return layer(carry[0], weights | slabs, carry[1], index), None
+
+    indices = jnp.arange(config.num_layers, dtype=jnp.int32)
+    (x, own), _ = lax.scan(body, (x, own), (rest, indices))
+  else:
+    for index, weights in enumerate(params["layers"]):
+      x, own = layer(x, weights, own, index)
+  return _without_gradient(x), (tuple(half.reshape(shape) for half in own),)
+
+
+@jax.custom_vjp
+def _without_gradient(x: Array) -> Array:
+  return x
+
+
+def _refuse_gradient(_, cotangent):
+  raise NotImplementedError(
+    f"forward: got a gradient f{list(cotangent.shape)} through pages that all layers share,"
+    " expected one through ScratchPages (each layer would have kept all pages); pass those."
+  )
+
+
+_without_gradient.defvjp(lambda x: (x, None), _refuse_gradient)
 
 
 def logits_rows(
@@ -762,7 +928,7 @@ def logits_of(
   page_size = min(numerics.kv_split, 64)
   batch, num_pages = sequences_batch(batch_size, length, numerics, page_size)
   batch = jax.tree.map(jnp.asarray, batch)._replace(tokens=tokens.reshape(-1))
-  pages = empty_pages(config, numerics, num_pages=num_pages, page_size=page_size)
+  pages = ScratchPages(num_pages, page_size)
   hidden, _ = forward(params, batch, pages, config=config, numerics=numerics)
   table = params.get("head")
   if table is None:

@@ -75,7 +75,7 @@ def columns(
 
 def contract(
   x: Float[Array, "r n e"],
-  w: Float[Array, "r e d"],
+  w: Float[Array, "r e d"] | tiles.LayerSlabs,
   one: Array,
   axis: str | None,
   numerics: numerics_lib.NumericsConfig,

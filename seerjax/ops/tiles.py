@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax import lax
@@ -276,6 +276,46 @@ def _place(tree: Any, float_gradients: list[Any]) -> Any:
 _map_rows.defvjp(_map_rows_forward, _map_rows_backward)
 
 
+class LayerSlabs(NamedTuple):
+  """The slabs of one of many layers, for `map_slabs`: each is read by itself, where it is used.
+
+  Attributes:
+    layers: f[l, r, ...], all of them.
+    index: i32[], which.
+  """
+
+  layers: Array
+  index: Array
+
+
+def _is_layered(leaf: Any) -> bool:
+  return isinstance(leaf, LayerSlabs)
+
+
+def num_slabs(leaf: Array | LayerSlabs) -> int:
+  """Returns r."""
+  return leaf.layers.shape[1] if isinstance(leaf, LayerSlabs) else leaf.shape[0]
+
+
+def _slab_at(leaf: Array | LayerSlabs, index: Array) -> Array:
+  if not isinstance(leaf, LayerSlabs):
+    return lax.dynamic_index_in_dim(leaf, index, 0, False)
+  shape = leaf.layers.shape[2:]
+  start = (leaf.index, index, *(jnp.int32(0) for _ in shape))
+  return lax.dynamic_slice(leaf.layers, start, (1, 1, *shape)).reshape(shape)
+
+
+def _without_layers(slabs: Any) -> Any:
+  """Returns the pytree with a layer's slabs cut out."""
+
+  def cut(leaf: Any) -> Array:
+    if not isinstance(leaf, LayerSlabs):
+      return leaf
+    return lax.dynamic_index_in_dim(leaf.layers, leaf.index, 0, False)
+
+  return jax.tree.map(cut, slabs, is_leaf=_is_layered)
+
+
 def map_slabs(
   function: SlabFunction,
   shared: Any,
@@ -289,7 +329,8 @@ def map_slabs(
   Args:
     function: `(shared, slab) -> outputs`.
     shared: pytree that every slab sees whole.
-    slabs: pytree of `[r, ...]`, the local slabs.
+    slabs: pytree of `[r, ...]`, the local slabs; those of one of many layers as `LayerSlabs`, of
+      which there is no gradient.
     one: `traced_one`.
     axis: mesh axis of the slabs, None on one device.
     numerics: kernels are not looped: nothing fuses with them.
@@ -298,26 +339,30 @@ def map_slabs(
     Pytree of `[r, ...]`: equal bits however many of the slabs are local. The single slab of a model
     that no mesh may shard is not looped.
   """
+  count = num_slabs(jax.tree.leaves(slabs, is_leaf=_is_layered)[0])
   if numerics.uses_kernels:
-    leaves, structure = jax.tree.flatten(slabs)
+    leaves, structure = jax.tree.flatten(_without_layers(slabs))
     parts = [function(shared, structure.unflatten(slab)) for slab in zip(*leaves, strict=True)]
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *parts)
-  if axis is None and jax.tree.leaves(slabs)[0].shape[0] == 1:
+  if count == 1:
+    slabs = _without_layers(slabs)
+  if axis is None and count == 1:
     out = function(shared, jax.tree.map(lambda leaf: leaf[0], slabs))
     return jax.tree.map(lambda leaf: leaf[None], out)
   return _map_slabs(function, shared, slabs, one)
 
 
 def _looped_slabs(function: SlabFunction, shared: Any, slabs: Any, one: Array) -> Any:
-  count = jax.tree.leaves(slabs)[0].shape[0]
+  count = num_slabs(jax.tree.leaves(slabs, is_leaf=_is_layered)[0])
   # Always shapes of two slabs, in and out: reading or writing the only slab is reading or writing
   # the whole, so XLA takes the body out of the loop or fuses it in another way (seen with JAX
   # 0.10.2, and with AVX2). The second slab is never computed.
   padding = max(2 - count, 0)
-  slabs = jax.tree.map(lambda leaf: _with_zero_rows(leaf, padding), slabs)
+  if padding:
+    slabs = jax.tree.map(lambda leaf: _with_zero_rows(leaf, padding), slabs)
 
   def slab(index: Array) -> Any:
-    return jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, index, 0, False), slabs)
+    return jax.tree.map(lambda leaf: _slab_at(leaf, index), slabs, is_leaf=_is_layered)
 
   shapes = jax.eval_shape(lambda: function(shared, slab(jnp.int32(0))))
   empty = jax.tree.map(lambda s: jnp.zeros((count + padding, *s.shape), s.dtype), shapes)

@@ -267,6 +267,7 @@ class Trainer:
   @functools.cached_property
   def _update(self):
     def update(state: TrainState, gradient):
+      gradient = transformer.unstacked(gradient)
       updates, opt_state = self.optimizer.update(gradient, state.opt_state, state.params)
       params = optax.apply_updates(state.params, updates)
       norms = dict(grad_norm=optax.tree.norm(gradient), update_norm=optax.tree.norm(updates))
@@ -293,7 +294,8 @@ class Trainer:
         if `LossConfig.kl_coefficient` is not 0.
 
     Returns:
-      (f32 gradient of what learns, {"loss": ...} and summarised loss metrics, scores f32[m, n]).
+      (f32 gradient of what learns, stacked where `params` are, {"loss": ...} and summarised loss
+      metrics, scores f32[m, n]).
 
     Raises:
       ValueError: if the loss needs `reference_logprobs` and they are None.
@@ -348,13 +350,14 @@ class Trainer:
     trained, frozen = lora.partition(params)
     masters = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32), trained)
     of_masters = plan_lib.tree_bytes(masters)
-    is_rounded = self.numerics.dtype != jnp.float32
+    is_deep = self.model.num_layers > transformer.UNROLLED_LAYERS
+    is_apart = is_deep or self.numerics.dtype != jnp.float32
     sizes = (self.model, self.numerics, layout, self.page_size, self.remat)
     return plan_lib.Plan(
       masters=of_masters,
       moments=plan_lib.tree_bytes(jax.eval_shape(self.optimizer.init, masters)),
-      # Weights in float32 that learn are the masters themselves.
-      weights=plan_lib.tree_bytes(params) if is_rounded or frozen is not None else 0,
+      # Weights in float32 that learn are the masters themselves, unless they are stacked.
+      weights=plan_lib.tree_bytes(params) if is_apart or frozen is not None else 0,
       sums=plan_lib.num_sums(len(runs(num_micro_batches))) * of_masters,
       activations=plan_lib.activation_bytes(*sizes),
       scratch=plan_lib.scratch_bytes(*sizes),
@@ -423,7 +426,7 @@ def score(
   output. `remat` is what a gradient keeps, see `transformer.forward`.
   """
   rows = batch.tokens
-  pages = transformer.empty_pages(model, numerics, num_pages=num_pages, page_size=page_size)
+  pages = transformer.ScratchPages(num_pages, page_size)
   hidden, _ = transformer.forward(params, rows, pages, config=model, numerics=numerics, remat=remat)
   return transformer.head(
     params,

@@ -1,0 +1,303 @@
+"""Layers in a loop say what layers in a row say: rows, keys, tokens, scores, under a gradient.
+
+Up to `UNROLLED_LAYERS` layers are a row; tests put fewer into a loop by stacking them, and more
+into a row by handing over weights that are not stacked.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import tiny_model
+
+from seerjax import parallel
+from seerjax.engine import engine as engine_lib, runner as runner_lib
+from seerjax.models import lora, transformer
+from seerjax.ops import rotary
+from seerjax.trainer import losses, packing, step as step_lib
+from seerjax.types import Problem, Request, Rollout, RolloutGroup, SamplingParams, Verdict
+
+PAGE_SIZE = 8
+# Widths that no tile divides; 8 slabs, 1 and 2.
+ODD = tiny_model.ODD
+QWEN2 = dataclasses.replace(
+  ODD,
+  family="qwen2",
+  vocab_size=46,
+  hidden_size=88,
+  intermediate_size=21,
+  num_layers=3,
+  num_heads=3,
+  num_kv_heads=1,
+  head_dim=10,
+  rotary=rotary.RotaryConfig(head_dim=10),
+)
+LLAMA = dataclasses.replace(
+  QWEN2,
+  family="llama",
+  num_layers=4,
+  intermediate_size=70,
+  num_heads=6,
+  num_kv_heads=2,
+  is_tied=False,
+)
+CASES = {"qwen3": (ODD, 8), "qwen2": (QWEN2, 1), "llama": (LLAMA, 2)}
+
+# A layer more than a row has, of two slabs.
+DEEP = dataclasses.replace(
+  tiny_model.SMALLEST,
+  num_layers=transformer.UNROLLED_LAYERS + 1,
+  num_heads=4,
+  num_kv_heads=2,
+  max_context=48,
+)
+DEEP_NUMERICS = dataclasses.replace(tiny_model.NUMERICS, reduction_shards=2)
+
+
+def pool_of(config, numerics, num_pages):
+  """Pages of all layers in one pool, however few there are."""
+  shape = (config.num_kv_heads, num_pages, config.num_layers, PAGE_SIZE, config.head_dim)
+  return ((jnp.zeros(shape, numerics.dtype), jnp.zeros(shape, numerics.dtype)),)
+
+
+def by_layer(pages):
+  """A pool's pages as those of single layers."""
+  keys, values = map(np.asarray, pages[0])
+  return [(keys[:, :, index], values[:, :, index]) for index in range(keys.shape[2])]
+
+
+def sequences(config, numerics, length):
+  tokens = tiny_model.random_tokens(config, 2, length)
+  batch, num_pages = transformer.sequences_batch(2, length, numerics, PAGE_SIZE)
+  return jax.tree.map(jnp.asarray, batch)._replace(tokens=tokens.reshape(-1)), tokens, num_pages
+
+
+def assert_equal(found, expected):
+  jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("length", [3, 21])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("case", CASES)
+def test_rows_and_keys_are_those_of_layers_in_a_row(case, dtype, length):
+  config, shards = CASES[case]
+  numerics = dataclasses.replace(
+    tiny_model.NUMERICS, reduction_shards=shards, compute_dtype=dtype
+  )
+  row = tiny_model.random_params(config, numerics)
+  loop = transformer.stacked(row)
+  assert_equal(transformer.unstacked(loop), row)
+  batch, tokens, num_pages = sequences(config, numerics, length)
+  forward = jax.jit(functools.partial(transformer.forward, config=config, numerics=numerics))
+  pages = transformer.empty_pages(config, numerics, num_pages=num_pages, page_size=PAGE_SIZE)
+  pool = pool_of(config, numerics, num_pages)
+  expected, expected_pages = forward(row, batch, pages)
+  found, found_pages = forward(loop, batch, pool)
+  assert_equal(found, expected)
+  assert_equal(by_layer(found_pages), [tuple(map(np.asarray, own)) for own in expected_pages])
+  # The twin: layers in another order are noticed.
+  turned, _ = forward(transformer.stacked({**row, "layers": row["layers"][::-1]}), batch, pool)
+  assert not np.array_equal(turned, expected)
+
+  def loss(params):
+    logits = transformer.logits_of(params, tokens, config=config, numerics=numerics)
+    return jnp.mean(jnp.square(logits)), logits
+
+  (_, found), gradient = jax.jit(jax.value_and_grad(loss, has_aux=True))(loop)
+  assert_equal(found, tiny_model.logits_of(row, tokens, config, numerics))
+  assert all(np.any(leaf[-1] != 0) for leaf in jax.tree.leaves(gradient["layers"]))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("model_shards", [2, 8])
+def test_a_mesh_changes_no_bit_of_layers_in_a_loop(model_shards):
+  numerics = tiny_model.NUMERICS
+  adapter = jax.tree.map(
+    lambda leaf: leaf + 0.05, lora.init(jax.random.key(1), ODD, numerics, rank=3)
+  )
+  row = lora.attach(tiny_model.random_params(ODD, numerics), adapter, 0.5)
+  loop = lora.attach(transformer.stacked(tiny_model.random_params(ODD, numerics)), adapter, 0.5)
+  batch, _, num_pages = sequences(ODD, numerics, 5)
+  pages = transformer.empty_pages(ODD, numerics, num_pages=num_pages, page_size=PAGE_SIZE)
+  run = functools.partial(transformer.forward, config=ODD, numerics=numerics)
+  expected, expected_pages = jax.jit(run)(row, batch, pages)
+  sharded = jax.shard_map(
+    functools.partial(run, axis="model"),
+    mesh=parallel.make_mesh(model_shards=model_shards),
+    in_specs=(transformer.specs_of(loop), jax.P(), jax.P("model")),
+    out_specs=(jax.P(), jax.P("model")),
+    check_vma=False,
+  )
+  found, found_pages = jax.jit(sharded)(loop, batch, pool_of(ODD, numerics, num_pages))
+  assert_equal(found, expected)
+  assert_equal(by_layer(found_pages), [tuple(map(np.asarray, own)) for own in expected_pages])
+
+
+# An engine and a trainer of a deep model.
+
+
+@functools.cache
+def deep_params(numerics, has_adapters=False):
+  params = transformer.compute_params(tiny_model.random_master(DEEP, numerics), numerics)
+  assert transformer.is_stacked(params)
+  if has_adapters:
+    adapter = lora.init(jax.random.key(1), DEEP, numerics, rank=2)
+    params = lora.attach(params, jax.tree.map(lambda leaf: leaf + 0.05, adapter), 0.5)
+  return params
+
+
+def request_of(index: int) -> Request:
+  return Request(
+    request_id=str(index),
+    prompt=tuple(range(1, 4 + 3 * index)),
+    sampling=SamplingParams(max_tokens=9),
+    seed=index,
+  )
+
+
+def answers(params, numerics, mesh, *, is_moved: bool) -> list:
+  """Six answers of one engine; with `is_moved`, their pages leave and change instance midway."""
+  engine = engine_lib.Engine(
+    DEEP,
+    params,
+    numerics=numerics,
+    config=engine_lib.EngineConfig(
+      page_size=PAGE_SIZE, num_pages=40, max_sequences=3, max_context=48, row_buckets=(8,)
+    ),
+    key=jax.random.key(7),
+    runner=runner_lib.Runner(DEEP, numerics, mesh, max_programs=2),
+  )
+  for index in range(6):
+    engine.submit(request_of(index), instance=0, chunk_tokens=3 if is_moved else None)
+  done, turn = {}, 0
+  while engine.num_unfinished:
+    engine.step()
+    done |= {one.request_id: one for one in engine.poll()}
+    for name in engine.poll_paused():
+      turn += 1
+      if turn % 2:
+        engine.spill([name])
+      elif engine.num_instances > 1:
+        assert engine.migrate(name, 1)
+      engine.resume(name, chunk_tokens=3)
+  return [done[str(index)] for index in range(6)]
+
+
+def gap_to_the_trainer(completions, params, numerics) -> float:
+  """The largest difference to the scores of the gradient's program."""
+  rollouts = [
+    Rollout(
+      request=request_of(index),
+      completion=one,
+      verdict=Verdict(reward=0.0, correct=False, well_formed=True),
+    )
+    for index, one in enumerate(completions)
+  ]
+  layout = dict(
+    numerics=numerics,
+    page_size=PAGE_SIZE,
+    rows_per_micro_batch=128,
+    max_sequences=8,
+    max_sequence_tokens=48,
+  )
+  problem = Problem(problem_id="0", prompt="")
+  groups = [
+    RolloutGroup(group_index=index, problem=problem, rollouts=(one,))
+    for index, one in enumerate(rollouts)
+  ]
+  batch = packing.pack(groups, np.ones((6, 1), np.float32), **layout)
+  trainer = step_lib.Trainer(
+    DEEP,
+    numerics,
+    losses.LossConfig(),
+    optax.sgd(1.0),
+    parallel.make_mesh(),
+    packing.layout(**layout).num_pages,
+    PAGE_SIZE,
+  )
+  gradient, _, scores = trainer.gradient(params, batch, losses.denominators(batch), None)
+  assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(gradient))
+  master = tiny_model.random_master(DEEP, numerics)
+  if transformer.is_stacked(params) and not any("lora" in name for name in params["layers"]):
+    state, _ = trainer.update(trainer.init(master), gradient)
+    assert jax.tree.structure(state.params) == jax.tree.structure(master)
+    assert not np.array_equal(state.params["layers"][8]["qkv"], master["layers"][8]["qkv"])
+  return step_lib.rollout_gap(scores, batch)["max_abs_raw_logprob_gap"]
+
+
+def test_a_deep_model_learns_from_the_bits_that_it_sampled_though_its_pages_left():
+  params = deep_params(DEEP_NUMERICS)
+  said = answers(params, DEEP_NUMERICS, parallel.make_mesh(), is_moved=True)
+  assert gap_to_the_trainer(said, params, DEEP_NUMERICS) == 0.0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("has_adapters", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_deep_model_says_the_same_in_a_loop_and_in_a_row(dtype, has_adapters):
+  numerics = dataclasses.replace(DEEP_NUMERICS, compute_dtype=dtype)
+  loop = deep_params(numerics, has_adapters)
+  row = transformer.unstacked(loop)
+  expected = answers(row, numerics, parallel.make_mesh(), is_moved=False)
+  for mesh in (
+    parallel.make_mesh(), parallel.make_mesh(model_shards=2), parallel.make_mesh(num_instances=2)
+  ):  # fmt: skip
+    found = answers(loop, numerics, mesh, is_moved=True)
+    assert all(map(tiny_model.same, found, expected))
+  assert gap_to_the_trainer(expected, loop, numerics) == 0.0
+  assert gap_to_the_trainer(expected, row, numerics) == 0.0
+
+
+def test_the_program_of_a_deep_model_does_not_grow_with_its_depth():
+  sizes = []
+  for num_layers in (transformer.UNROLLED_LAYERS + 1, 3 * transformer.UNROLLED_LAYERS):
+    config = dataclasses.replace(DEEP, num_layers=num_layers)
+    layout = transformer.shapes(config, 2)
+    params = jax.eval_shape(
+      functools.partial(transformer.compute_params, numerics=DEEP_NUMERICS), layout
+    )
+    batch, _, num_pages = sequences(config, DEEP_NUMERICS, 5)
+    pages = jax.eval_shape(
+      lambda config=config, num_pages=num_pages: transformer.empty_pages(
+        config, DEEP_NUMERICS, num_pages=num_pages, page_size=PAGE_SIZE
+      )
+    )
+    run = functools.partial(transformer.forward, config=config, numerics=DEEP_NUMERICS)
+    sizes.append(len(jax.jit(run).lower(params, batch, pages).as_text()))
+  assert sizes[1] < 1.02 * sizes[0]
+
+
+# Refusals.
+
+
+def test_a_gradient_through_pages_that_layers_share_is_refused():
+  params = transformer.stacked(tiny_model.random_params(ODD, tiny_model.NUMERICS))
+  batch, _, num_pages = sequences(ODD, tiny_model.NUMERICS, 3)
+  pool = pool_of(ODD, tiny_model.NUMERICS, num_pages)
+
+  def loss(params):
+    run = functools.partial(transformer.forward, config=ODD, numerics=tiny_model.NUMERICS)
+    return jnp.sum(run(params, batch, pool)[0])
+
+  with pytest.raises(NotImplementedError, match="got a gradient .* expected one through Scratch"):
+    jax.eval_shape(jax.grad(loss), params)
+
+
+def test_a_loop_needs_pages_in_one_pool():
+  params = transformer.stacked(tiny_model.random_params(ODD, tiny_model.NUMERICS))
+  batch, _, num_pages = sequences(ODD, tiny_model.NUMERICS, 3)
+  run = functools.partial(transformer.forward, config=ODD, numerics=tiny_model.NUMERICS)
+  pages = transformer.empty_pages(
+    ODD, tiny_model.NUMERICS, num_pages=num_pages, page_size=PAGE_SIZE
+  )
+  with pytest.raises(ValueError, match="got stacked layers and a pair of pages for each of 2"):
+    jax.eval_shape(run, params, batch, pages)
+  with pytest.raises(ValueError, match="page_size: got 12, expected a divisor of kv_split=16"):
+    run(params, batch, transformer.ScratchPages(num_pages, 12))
