@@ -336,7 +336,7 @@ def save(
       f"save: got dtype={dtype!r}, expected one of {numerics_lib.DTYPES}; 'bfloat16' is usual."
     )
   _check_layout(params, config)
-  _check_target(directory, overwrite)
+  check_target(directory, overwrite, CONFIG_FILE)
   if max_shard_bytes < 1:
     raise ValueError(
       f"save: got max_shard_bytes={max_shard_bytes}, expected at least 1; 5 GB are usual."
@@ -354,19 +354,31 @@ def save(
   others = 2**16 + 1024 * len(sizes) + sum(len(content) for content in token_files.values())
   _require_space(directory.parent, sum(sizes.values()) + others)
 
+  with whole_directory(directory) as partial:
+    _write_weights(partial, params, plan, sizes, dtype, max_shard_bytes)
+    eos_ids = () if tokenizer is None else tokenizer.eos_ids
+    write_json(partial / CONFIG_FILE, huggingface_config.to_object(config, dtype, eos_ids))
+    if tokenizer is not None:
+      tokenizer.save(partial)
+      if GENERATION_FILE not in tokenizer.files and eos_ids:
+        write_json(partial / GENERATION_FILE, {"eos_token_id": list(eos_ids)})
+
+
+@contextlib.contextmanager
+def whole_directory(directory: pathlib.Path) -> Iterator[pathlib.Path]:
+  """Hands over a directory to write files in, which then takes the place of `directory`, whole.
+
+  Files get the mode that the umask says, and are on the disk before they take the place.
+  """
   partial = directory.parent / f".{directory.name}.partial.{os.getpid()}"
   shutil.rmtree(partial, ignore_errors=True)
   partial.mkdir()
   try:
-    _write_weights(partial, params, plan, sizes, dtype, max_shard_bytes)
-    eos_ids = () if tokenizer is None else tokenizer.eos_ids
-    _write_json(partial / CONFIG_FILE, huggingface_config.to_object(config, dtype, eos_ids))
-    if tokenizer is not None:
-      tokenizer.save(partial)
-      if GENERATION_FILE not in tokenizer.files and eos_ids:
-        _write_json(partial / GENERATION_FILE, {"eos_token_id": list(eos_ids)})
-    for path in (*partial.iterdir(), partial):
+    yield partial
+    for path in partial.iterdir():
+      path.chmod(0o666 & ~_umask())  # safetensors makes its files for their owner alone.
       _flush(path)
+    _flush(partial)
     _place(partial, directory)
   finally:
     shutil.rmtree(partial, ignore_errors=True)
@@ -389,7 +401,12 @@ def _check_layout(params: transformer.Params, config: transformer.TransformerCon
       )
 
 
-def _check_target(directory: pathlib.Path, overwrite: bool) -> None:
+def check_target(directory: pathlib.Path, overwrite: bool, marker: str) -> None:
+  """Refuses a directory that may not be replaced: one without the file `marker` never may.
+
+  Raises:
+    FileExistsError: saying what is there.
+  """
   if not directory.exists():
     return
   if not directory.is_dir():
@@ -401,10 +418,11 @@ def _check_target(directory: pathlib.Path, overwrite: bool) -> None:
       f"{directory}: got a directory with files in it, expected none; choose another path, or pass"
       " overwrite=True."
     )
-  if not (directory / CONFIG_FILE).is_file():
+  if not (directory / marker).is_file():
+    kind = "a model" if marker == CONFIG_FILE else "an adapter"
     raise FileExistsError(
-      f"{directory}: got a directory without {CONFIG_FILE}, expected a model directory to"
-      " overwrite; choose another path."
+      f"{directory}: got a directory without {marker}, expected {kind} directory to overwrite;"
+      " choose another path."
     )
 
 
@@ -473,11 +491,19 @@ def _write_weights(
     weight_map.update(dict.fromkeys(names, file))
   if len(shards) > 1:
     metadata = {"total_size": sum(sizes.values())}
-    _write_json(directory / INDEX_FILE, {"metadata": metadata, "weight_map": weight_map})
+    write_json(directory / INDEX_FILE, {"metadata": metadata, "weight_map": weight_map})
 
 
-def _write_json(path: pathlib.Path, value: Mapping[str, Any]) -> None:
+def write_json(path: pathlib.Path, value: Mapping[str, Any]) -> None:
+  """Writes an object, keys sorted."""
   path.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _umask() -> int:
+  """Returns the process's mask of modes, which can only be read by setting it."""
+  mask = os.umask(0)
+  os.umask(mask)
+  return mask
 
 
 def _flush(path: pathlib.Path) -> None:

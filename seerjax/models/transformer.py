@@ -584,7 +584,8 @@ def _with_pool(
   """Runs `layer` after layer on one pool of pages f[k, m, l, z, c], written in place."""
   shape = pool[0].shape
   assert shape[2] == config.num_layers, f"got pages of {shape[2]} layers of {config.num_layers}"
-  own = tuple(half.reshape(shape[0], shape[1] * shape[2], *shape[3:]) for half in pool)
+  flat = (shape[0], shape[1] * shape[2], *shape[3:])
+  own = pool[0].reshape(flat), pool[1].reshape(flat)
   if is_stacked(params):
     # Slabs are read one by one where they are multiplied: a layer's slice would be a copy of it.
     layers = params["layers"]
@@ -601,7 +602,8 @@ def _with_pool(
   else:
     for index, weights in enumerate(params["layers"]):
       x, own = layer(x, weights, own, index)
-  return _without_gradient(x), (tuple(half.reshape(shape) for half in own),)
+  keys, values = own
+  return _without_gradient(x), ((keys.reshape(shape), values.reshape(shape)),)
 
 
 @jax.custom_vjp

@@ -213,11 +213,13 @@ REFUSED = [
   ("invariance", ["--part=e"], "--part: got e, expected some of a, b, c, d; --part=a,d runs two."),
   ("engine_throughput", ["--model=/nowhere"], "resolve: got '/nowhere', which is no directory"),
   ("generate", ["--prompt=1+1", "--top_p=0"], "SamplingParams.top_p: got 0.0, expected 0 < top_p"),
+  ("export", ["--run=/nowhere", "--out=there"], "--run: got /nowhere, which has no config.json"),
   ("pretrain_nano", ["--num_tokens=9"], "PretrainConfig: got num_tokens=9, tokens_per_batch=3072"),
   *(
     pytest.param(*case, marks=pytest.mark.long)
     for case in (
       ("grpo", ["seed=3"], "grpo: got ['seed=3'], expected flags alone; write --name=value."),
+      ("export", [], "--out: got no path, expected a directory to make; name one."),
       ("invariance", ["--part=c", "--model=/nowhere"], "resolve: got '/nowhere', which is no dir"),
       ("pretrain_nano", ["--start=/nowhere"], "/nowhere/config.json: got no such file, expected a"),
     )
@@ -228,7 +230,7 @@ REFUSED = [
 @pytest.mark.few(2)
 @pytest.mark.parametrize(("experiment", "arguments", "message"), REFUSED)
 def test_a_command_that_cannot_run_says_so_in_one_line(experiment, arguments, message, tmp_path):
-  workdir = [] if experiment == "generate" else [f"--workdir={tmp_path / 'run'}"]
+  workdir = [] if experiment in ("export", "generate") else [f"--workdir={tmp_path / 'run'}"]
   done = subprocess.run(
     [sys.executable, "-m", f"experiments.{experiment}", *arguments, *workdir],
     capture_output=True,

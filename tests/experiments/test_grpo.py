@@ -11,8 +11,9 @@ import sys
 
 import pytest
 
-from experiments import grpo
-from seerjax.models import huggingface
+from experiments import export, grpo
+from seerjax import metrics, numerics as numerics_lib
+from seerjax.models import huggingface, peft, transformer
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -63,12 +64,36 @@ def test_a_small_run_of_the_command_with_adapters(tiny: str, tmp_path: pathlib.P
   assert settings["numerics"]["reduction_shards"] == 2
   assert settings["fingerprint"]["reduction_shards"] == "2"
   assert (tmp_path / "run" / "report.html").stat().st_size > 1000
+  # So does any step that was saved, in a command of its own, and its adapters by themselves.
+  run = tmp_path / "run"
+  assert export.export(run, None, tmp_path / "last") == 1
+  for file in ("model.safetensors", "config.json", "tokenizer.json"):
+    assert (tmp_path / "last" / file).read_bytes() == (run / "model" / file).read_bytes()
+  assert export.export(run, 0, tmp_path / "adapter", is_adapter=True) == 0
+  first, scale = peft.load(tmp_path / "adapter", *settled(tiny))
+  assert scale == 4.0 and all(not pair["b"].any() for pair in first["layers"][0].values())
+  with pytest.raises(ValueError, match=r"got step 7 of .*, expected one of \(0, 1\)"):
+    export.export(run, 7, tmp_path / "seventh")
   # What is exported is a plain model, adapters merged.
   params, model = huggingface.load(tmp_path / "run" / "model", grpo.main_job().numerics)
   assert model.num_layers == len(params["layers"]) == 2
   assert set(params["layers"][0]) == set(
     huggingface.load(tiny, grpo.main_job().numerics)[0]["layers"][0]
   )
+
+
+def settled(model: str) -> tuple[transformer.TransformerConfig, numerics_lib.NumericsConfig]:
+  return huggingface.load_config(model), grpo.main_job().numerics
+
+
+def test_a_run_without_adapters_or_of_discovery_is_refused(tmp_path: pathlib.Path):
+  config = metrics.encode(dataclasses.asdict(grpo.main_job()))
+  metrics.write_summary(tmp_path / "config.json", config)
+  with pytest.raises(ValueError, match="--adapter: got .*, which trained all weights"):
+    export.export(tmp_path, None, tmp_path / "out", is_adapter=True)
+  metrics.write_summary(tmp_path / "config.json", {"problem": "denoising"})
+  with pytest.raises(ValueError, match="a run of discovery, expected one of experiments.grpo"):
+    export.export(tmp_path, None, tmp_path / "out")
 
 
 def test_what_was_saved_is_the_sum_of_all_steps():

@@ -77,6 +77,16 @@ def test_save_load_save_gives_equal_bytes(name, dtype, tmp_path):
   assert contents(tmp_path / "1") == contents(tmp_path / "2")
 
 
+@pytest.mark.parametrize(("mask", "mode"), [(0o022, 0o644), (0o027, 0o640)])
+def test_files_have_the_mode_that_the_umask_says(mask, mode, tmp_path):
+  before = os.umask(mask)
+  try:
+    huggingface.save(tmp_path / "model", random_params(QWEN3), QWEN3)
+  finally:
+    os.umask(before)
+  assert {path.stat().st_mode & 0o777 for path in (tmp_path / "model").iterdir()} == {mode}
+
+
 def test_bfloat16_loses_nothing_on_the_way_in_and_rounds_to_even_on_the_way_out(tmp_path):
   params = random_params(QWEN3)
   huggingface.save(tmp_path / "model", params, QWEN3)

@@ -1,0 +1,310 @@
+"""Adapters in and out as PEFT has them: adapter_config.json and adapter_model.safetensors.
+
+    theirs, for each: A [rank, inputs], B [outputs, rank]       ours
+    q_proj, k_proj, v_proj   <->   qkv       a f32[d, rank], b f32[r, rank, columns]
+    gate_proj, up_proj       <->   gate_up
+    o_proj                   <->   out       a f32[r, inputs / r, rank], b f32[rank, d]
+    down_proj                <->   down
+
+Ours shares A among the products that read one input. Out, each of them gets a copy; in, unlike ones
+stand side by side, each with rows of B of its own and zeros for the others, which says the same.
+
+Source: https://huggingface.co/docs/peft/developer_guides/checkpoint
+"""
+
+from __future__ import annotations
+
+import collections
+import math
+import os
+import pathlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import safetensors
+import safetensors.numpy
+
+from seerjax import numerics as numerics_lib
+from seerjax.models import huggingface, huggingface_config, lora, transformer
+
+CONFIG_FILE = "adapter_config.json"
+WEIGHTS_FILE = "adapter_model.safetensors"
+PREFIX = "base_model.model.model.layers"
+# Which of their modules make up each target of ours, side by side in its columns.
+MODULES = {
+  "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+  "out": ("self_attn.o_proj",),
+  "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+  "down": ("mlp.down_proj",),
+}
+# Fields of theirs that change what is computed, with the values under which it is x A B.
+PLAIN = {
+  "peft_type": ("LORA",),
+  "bias": ("none",),
+  "fan_in_fan_out": (False,),
+  "use_dora": (False,),
+  "modules_to_save": (None, []),
+  "layers_to_transform": (None, []),
+  "layer_replication": (None,),
+  "trainable_token_indices": (None, []),
+  "lora_bias": (False,),
+  "alora_invocation_tokens": (None,),
+}
+
+
+def save(
+  directory: str | os.PathLike[str],
+  adapter: lora.Adapter,
+  config: transformer.TransformerConfig,
+  *,
+  scale: float,
+  base: str = "",
+  overwrite: bool = False,
+) -> None:
+  """Writes an adapter that PEFT and `load` read; equal adapters give equal bytes.
+
+  Args:
+    directory: is made, whole or not at all.
+    adapter: f32 masters, of any `reduction_shards`.
+    config: of the model that it adapts.
+    scale: of the low-rank term (`RunConfig.lora_alpha / RunConfig.lora_rank`).
+    base: name or path of that model, for PEFT's AutoPeftModel.
+    overwrite: replace an adapter directory that is there.
+
+  Raises:
+    FileExistsError: if the directory holds something and may not be replaced.
+    ValueError: if the adapter has other layers than the model, or a scale that is not positive.
+  """
+  directory = pathlib.Path(os.path.abspath(directory))
+  if not 0 < scale < math.inf:
+    raise ValueError(
+      f"peft.save: got scale={scale}, expected a positive number; it is lora_alpha / lora_rank."
+    )
+  layers = transformer.unstacked(adapter)["layers"]
+  if len(layers) != config.num_layers:
+    raise ValueError(
+      f"peft.save: got an adapter of {len(layers)} layers, expected the model's"
+      f" {config.num_layers}; it was made for another model."
+    )
+  huggingface.check_target(directory, overwrite, CONFIG_FILE)
+  directory.parent.mkdir(parents=True, exist_ok=True)
+  tensors: dict[str, np.ndarray] = {}
+  ranks: dict[str, int] = {}
+  for index, layer in enumerate(layers):
+    for target, pair in layer.items():
+      a, b = (np.asarray(pair[name], np.float32) for name in ("a", "b"))
+      wide = a if target in lora.COLUMN_TARGETS else a.reshape(-1, a.shape[-1])
+      first = 0
+      for module, width in _widths(target, config).items():
+        part = b
+        if target in lora.COLUMN_TARGETS:  # [r, rank, columns] -> [rank, r columns]
+          local = width // b.shape[0]
+          part = np.swapaxes(b[..., first : first + local], 0, 1).reshape(b.shape[1], width)
+          first += local
+        name = f"{PREFIX}.{index}.{module}"
+        tensors[f"{name}.lora_A.weight"] = np.ascontiguousarray(wide.T)
+        tensors[f"{name}.lora_B.weight"] = np.ascontiguousarray(part.T)
+        ranks[module.rpartition(".")[2]] = wide.shape[-1]
+  usual = collections.Counter(ranks.values()).most_common(1)[0][0]
+  others = {name: rank for name, rank in ranks.items() if rank != usual}
+  settings = {
+    "peft_type": "LORA",
+    "task_type": "CAUSAL_LM",
+    "base_model_name_or_path": base,
+    "r": usual,
+    "lora_alpha": scale * usual,
+    "rank_pattern": others,
+    "alpha_pattern": {name: scale * rank for name, rank in others.items()},
+    "target_modules": sorted(ranks),
+    "lora_dropout": 0.0,
+    "bias": "none",
+    "fan_in_fan_out": False,
+    "inference_mode": True,
+  }
+  with huggingface.whole_directory(directory) as partial:
+    safetensors.numpy.save_file(tensors, partial / WEIGHTS_FILE, metadata={"format": "pt"})
+    huggingface.write_json(partial / CONFIG_FILE, settings)
+
+
+def load(
+  directory: str | os.PathLike[str],
+  config: transformer.TransformerConfig,
+  numerics: numerics_lib.NumericsConfig,
+) -> tuple[lora.Adapter, float]:
+  """Reads an adapter as PEFT writes it: (f32 masters, scale), for `lora.attach` and `lora.merge`.
+
+  A target whose modules have unlike A gets the sum of their ranks.
+
+  Args:
+    directory: holds adapter_config.json and adapter_model.safetensors.
+    config: of the model that it adapts.
+    numerics: `reduction_shards` decides the layout.
+
+  Raises:
+    FileNotFoundError: if one of the two files is missing.
+    ValueError: naming the field or tensor that is wrong, or asks for what we do not compute.
+  """
+  directory = pathlib.Path(directory)
+  shards = transformer.numerics_for(config, numerics).reduction_shards
+  path = directory / WEIGHTS_FILE
+  for file in (directory / CONFIG_FILE, path):
+    if not file.is_file():
+      raise FileNotFoundError(
+        f"{file}: got no such file, expected PEFT's adapter; check the path, and save it as"
+        " safetensors."
+      )
+  settings = huggingface_config.read_object(directory / CONFIG_FILE)
+  _check_plain(directory / CONFIG_FILE, settings)
+  tensors = _tensors(path)
+  adapter: lora.Adapter = {"layers": [{} for _ in range(config.num_layers)]}
+  scales: dict[str, float] = {}
+  for index, layer in enumerate(adapter["layers"]):
+    for target in MODULES:
+      parts = []
+      for module, width in _widths(target, config).items():
+        pair = _pair(path, tensors, f"{PREFIX}.{index}.{module}", _inputs(target, config), width)
+        parts.append(pair)
+        if pair is not None:
+          scales[module] = _scale(directory / CONFIG_FILE, settings, module, pair[0].shape[0])
+      if any(part is not None for part in parts):
+        layer[target] = _ours(target, parts, list(_widths(target, config).values()), shards)
+  if tensors:
+    raise ValueError(
+      f"{path}: got the tensor {min(tensors)}, expected lora_A and lora_B of"
+      f" {[name for names in MODULES.values() for name in names]} in {config.num_layers} layers; it"
+      " was made for another model, or adapts what we do not."
+    )
+  kinds = [set(layer) for layer in adapter["layers"]]
+  if not kinds[0] or any(kind != kinds[0] for kind in kinds):
+    raise ValueError(
+      f"{path}: got adapters of {sorted(kinds[0])} in layer 0 and of others elsewhere, expected the"
+      " same in every layer; adapt all layers alike."
+    )
+  if len(set(scales.values())) != 1:
+    raise ValueError(
+      f"{directory / CONFIG_FILE}: alpha_pattern: got scales {scales}, expected one for all"
+      " modules; make lora_alpha follow the rank."
+    )
+  return jax.tree.map(jnp.asarray, adapter), next(iter(scales.values()))
+
+
+def _widths(target: str, config: transformer.TransformerConfig) -> dict[str, int]:
+  """Returns how many outputs each of their modules has."""
+  d, inner = config.hidden_size, config.intermediate_size
+  queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+  widths = {"qkv": (queries, keys, keys), "out": (d,), "gate_up": (inner, inner), "down": (d,)}
+  return dict(zip(MODULES[target], widths[target], strict=True))
+
+
+def _inputs(target: str, config: transformer.TransformerConfig) -> int:
+  if target in lora.COLUMN_TARGETS:
+    return config.hidden_size
+  return config.num_heads * config.head_dim if target == "out" else config.intermediate_size
+
+
+def _tensors(path: pathlib.Path) -> dict[str, np.ndarray]:
+  try:
+    with safetensors.safe_open(path, framework="numpy") as file:
+      kinds = {name: file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118
+      for name, kind in kinds.items():
+        if kind not in huggingface.READABLE_DTYPES:
+          raise ValueError(
+            f"{path}: {name}: got dtype {kind}, expected one of {huggingface.READABLE_DTYPES}; save"
+            " it unquantised."
+          )
+      found = {name: file.get_tensor(name).astype(np.float32) for name in kinds}
+  except safetensors.SafetensorError as error:
+    raise ValueError(
+      f"{path}: got a file that is no whole safetensors file ({error}), expected one; it may be"
+      " truncated, save it again."
+    ) from error
+  for name, tensor in found.items():
+    if not np.isfinite(tensor).all():
+      raise ValueError(
+        f"{path}: {name}: got entries that are NaN or infinite, expected finite ones; the file is"
+        " corrupt, or its training diverged."
+      )
+  return found
+
+
+def _pair(
+  path: pathlib.Path, tensors: dict[str, np.ndarray], name: str, inputs: int, outputs: int
+) -> tuple[np.ndarray, np.ndarray] | None:
+  """Takes one module's A [rank, inputs] and B [outputs, rank] out of the tensors; None if none."""
+  a, b = (tensors.pop(f"{name}.lora_{half}.weight", None) for half in "AB")
+  if a is None and b is None:
+    return None
+  if a is None or b is None:
+    raise ValueError(f"{path}: {name}: got one of lora_A and lora_B, expected both; save it again.")
+  rank = a.shape[0]
+  if a.shape != (rank, inputs) or b.shape != (outputs, rank):
+    raise ValueError(
+      f"{path}: {name}: got lora_A {list(a.shape)} and lora_B {list(b.shape)}, expected [rank,"
+      f" {inputs}] and [{outputs}, rank]; it was made for another model."
+    )
+  return a, b
+
+
+def _ours(
+  target: str,
+  parts: list[tuple[np.ndarray, np.ndarray] | None],
+  widths: list[int],
+  shards: int,
+) -> dict[str, np.ndarray]:
+  """Joins the modules of one target: {"a", "b"} in slabs."""
+  known = [part for part in parts if part is not None]
+  is_shared = all(np.array_equal(part[0], known[0][0]) for part in known)
+  whole = known[0][0] if is_shared else np.concatenate([part[0] for part in known])
+  columns, first = [], 0
+  for part, width in zip(parts, widths, strict=True):
+    own = np.zeros((whole.shape[0], width), np.float32)
+    if part is not None:
+      rank = part[0].shape[0]
+      place = 0 if is_shared else first
+      own[place : place + rank] = part[1].T
+      first += rank
+    columns.append(own)
+  a = whole.T
+  if target not in lora.COLUMN_TARGETS:
+    return {"a": a.reshape(shards, -1, a.shape[1]), "b": columns[0]}
+  # [rank, r columns] -> [r, rank, columns]
+  slabs = [np.swapaxes(own.reshape(len(own), shards, -1), 0, 1) for own in columns]
+  return {"a": a, "b": np.concatenate(slabs, axis=-1)}
+
+
+def _check_plain(path: pathlib.Path, settings: dict[str, Any]) -> None:
+  for field, allowed in PLAIN.items():
+    if field in settings and settings[field] not in allowed:
+      raise ValueError(
+        f"{path}: {field}: got {settings[field]!r}, expected {allowed[0]!r}; other adapters than"
+        " plain low-rank ones are not built yet."
+      )
+  if "peft_type" not in settings:
+    raise ValueError(f"{path}: peft_type: got nothing, expected 'LORA'; is it PEFT's file?")
+
+
+def _scale(path: pathlib.Path, settings: dict[str, Any], module: str, rank: int) -> float:
+  """Returns alpha / rank of one module, as PEFT has it."""
+  short = module.rpartition(".")[2]
+  found: dict[str, Any] = {}
+  for field, pattern in (("r", "rank_pattern"), ("lora_alpha", "alpha_pattern")):
+    by_module = settings.get(pattern) or {}
+    names = [name.rpartition(".")[2] for names in MODULES.values() for name in names]
+    if unknown := sorted(set(by_module) - set(names)):
+      raise ValueError(
+        f"{path}: {pattern}: got {unknown}, expected some of {names}; give every layer the same."
+      )
+    found[field] = by_module.get(short, settings.get(field))
+  if found["r"] != rank:
+    raise ValueError(
+      f"{path}: r: got {found['r']} for {module}, expected the {rank} rows of its lora_A; the two"
+      " files do not belong together."
+    )
+  alpha = found["lora_alpha"]
+  if not isinstance(alpha, int | float) or not 0 < alpha < math.inf:
+    raise ValueError(
+      f"{path}: lora_alpha: got {alpha!r}, expected a positive number; save it again."
+    )
+  return alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)

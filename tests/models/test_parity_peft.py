@@ -1,0 +1,83 @@
+"""PEFT reads what we write and we read what it writes: a small random model says the same."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from seerjax import numerics as numerics_lib
+from seerjax.models import huggingface, lora, peft, transformer
+
+torch = pytest.importorskip("torch", reason="parity needs the optional torch (CPU)")
+transformers = pytest.importorskip("transformers", reason="parity needs the optional transformers")
+theirs = pytest.importorskip("peft", reason="parity needs the optional peft")
+
+NUMERICS = numerics_lib.NumericsConfig(
+  row_tile=8, query_tile=4, slot_tile=2, kv_split=32, reduction_shards=2
+)
+TOKENS = np.random.default_rng(1).integers(0, 94, (2, 24))
+
+
+@pytest.fixture
+def base(tmp_path):
+  """The directory of a random Qwen3 of theirs."""
+  torch.manual_seed(0)
+  config = transformers.Qwen3Config(
+    vocab_size=94, hidden_size=24, intermediate_size=70, num_hidden_layers=2,
+    num_attention_heads=4, num_key_value_heads=2, head_dim=10, tie_word_embeddings=True,
+  )  # fmt: skip
+  model = transformers.Qwen3ForCausalLM(config).eval().float()
+  with torch.no_grad():
+    for name, parameter in model.named_parameters():
+      parameter.copy_((1 if "norm" in name else 0) + 0.15 * torch.randn_like(parameter))
+  model.save_pretrained(tmp_path / "base")
+  return tmp_path / "base"
+
+
+def ours(base, adapter, scale):
+  params, config = huggingface.load(base, NUMERICS)
+  params = lora.attach(params, adapter, scale)
+  logits = lambda params: transformer.logits_of(
+    params, jnp.asarray(TOKENS, jnp.int32), config=config, numerics=NUMERICS
+  )
+  return np.asarray(jax.jit(logits)(params))
+
+
+def with_peft(base, adapter):
+  model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+  model = theirs.PeftModel.from_pretrained(model, adapter).eval()
+  with torch.no_grad():
+    return model(torch.asarray(TOKENS)).logits.numpy()
+
+
+def error(found, expected):
+  return np.abs(found - expected).max() / np.abs(expected).max()
+
+
+def test_peft_reads_ours_and_says_the_same(base, tmp_path):
+  config = huggingface.load_config(base)
+  rng = np.random.default_rng(0)
+  adapter = jax.tree.map(
+    lambda s: jnp.asarray(0.3 * rng.standard_normal(s.shape), jnp.float32),
+    lora.shapes(config, NUMERICS, 3),
+  )
+  peft.save(tmp_path / "adapter", adapter, config, scale=0.7, base=str(base))
+  zero = jax.tree.map(jnp.zeros_like, adapter)
+  found = with_peft(base, tmp_path / "adapter")
+  assert error(ours(base, adapter, 0.7), found) < 2e-5
+  assert error(ours(base, zero, 0.7), found) > 1e-2
+
+
+@pytest.mark.parametrize("modules", [["q_proj", "v_proj", "down_proj"], "all-linear"])
+def test_we_read_what_peft_writes_and_say_the_same(base, tmp_path, modules):
+  model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+  settings = theirs.LoraConfig(
+    r=4, lora_alpha=6, target_modules=modules, task_type="CAUSAL_LM", init_lora_weights=False
+  )
+  torch.manual_seed(1)
+  theirs.get_peft_model(model, settings).save_pretrained(tmp_path / "adapter")
+  adapter, scale = peft.load(tmp_path / "adapter", huggingface.load_config(base), NUMERICS)
+  assert scale == 1.5
+  assert error(ours(base, adapter, scale), with_peft(base, tmp_path / "adapter")) < 2e-5

@@ -1,0 +1,212 @@
+"""Adapters travel to PEFT and back; what strangers write is checked by name."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import jax
+import numpy as np
+import pytest
+import safetensors.numpy
+from small_configs import CONFIGS, QWEN3
+
+from seerjax import numerics as numerics_lib
+from seerjax.models import huggingface, lora, peft, transformer
+
+NUMERICS = numerics_lib.NumericsConfig(reduction_shards=2)
+
+
+def random_adapter(config, shards=2, rank=3, targets=lora.TARGETS):
+  rng = np.random.default_rng(0)
+  numerics = dataclasses.replace(NUMERICS, reduction_shards=shards)
+  shapes = lora.shapes(config, numerics, rank, targets)
+  return jax.tree.map(lambda s: rng.standard_normal(s.shape).astype(np.float32), shapes)
+
+
+def equal(found, expected):
+  jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+@pytest.fixture
+def saved(tmp_path):
+  peft.save(tmp_path / "adapter", random_adapter(QWEN3), QWEN3, scale=0.5)
+  return tmp_path / "adapter"
+
+
+def edit(directory, change):
+  path = directory / "adapter_model.safetensors"
+  tensors = dict(safetensors.numpy.load_file(path))
+  safetensors.numpy.save_file(change(tensors) or tensors, path)
+
+
+def configure(directory, **changes):
+  path = directory / "adapter_config.json"
+  path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_an_adapter_comes_back_as_it_was_in_any_number_of_slabs(name, tmp_path):
+  config = CONFIGS[name]
+  peft.save(tmp_path / "2", random_adapter(config), config, scale=0.5)
+  found, scale = peft.load(tmp_path / "2", config, NUMERICS)
+  assert scale == 0.5
+  equal(found, random_adapter(config))
+  one, _ = peft.load(tmp_path / "2", config, dataclasses.replace(NUMERICS, reduction_shards=1))
+  peft.save(tmp_path / "1", one, config, scale=scale)
+  for file in ("adapter_config.json", "adapter_model.safetensors"):
+    assert (tmp_path / "1" / file).read_bytes() == (tmp_path / "2" / file).read_bytes()
+
+
+def test_stacked_adapters_are_saved_as_their_masters_are(saved, tmp_path):
+  stacked = transformer.stacked(random_adapter(QWEN3))
+  peft.save(tmp_path / "other", stacked, QWEN3, scale=0.5)
+  file = "adapter_model.safetensors"
+  assert (tmp_path / "other" / file).read_bytes() == (saved / file).read_bytes()
+
+
+def test_a_product_of_theirs_is_a_product_of_ours(saved):
+  tensors = safetensors.numpy.load_file(saved / "adapter_model.safetensors")
+  pair, inner = random_adapter(QWEN3)["layers"][1]["gate_up"], QWEN3.intermediate_size
+  x = np.random.default_rng(1).standard_normal((4, QWEN3.hidden_size)).astype(np.float32)
+  name = "base_model.model.model.layers.1.mlp.up_proj.lora_"
+  theirs = x @ tensors[name + "A.weight"].T @ tensors[name + "B.weight"].T
+  by_slab = [x @ pair["a"] @ slab[:, inner // 2 :] for slab in pair["b"]]  # Gate, then up.
+  np.testing.assert_allclose(theirs, np.concatenate(by_slab, axis=1), rtol=1e-4, atol=1e-4)
+
+
+def test_unlike_a_stand_side_by_side_and_what_is_missing_is_zero(saved):
+  """As PEFT trains them: each module has an A of its own, and k_proj has none."""
+  prefix = "base_model.model.model.layers"
+  rng = np.random.default_rng(2)
+
+  def change(tensors):
+    for index in range(QWEN3.num_layers):
+      for half in "AB":
+        del tensors[f"{prefix}.{index}.self_attn.k_proj.lora_{half}.weight"]
+      name = f"{prefix}.{index}.self_attn.v_proj.lora_A.weight"
+      tensors[name] = rng.standard_normal(tensors[name].shape).astype(np.float32)
+
+  edit(saved, change)
+  tensors = safetensors.numpy.load_file(saved / "adapter_model.safetensors")
+  found, _ = peft.load(saved, QWEN3, NUMERICS)
+  pair = jax.tree.map(np.asarray, found["layers"][0]["qkv"])
+  assert pair["a"].shape == (QWEN3.hidden_size, 6)
+  products = np.concatenate([pair["a"] @ slab for slab in pair["b"]], axis=1)
+  own = products.reshape(QWEN3.hidden_size, 2, -1)  # By slab: queries, keys, values.
+  queries, keys = (heads * QWEN3.head_dim // 2 for heads in (QWEN3.num_heads, QWEN3.num_kv_heads))
+  assert not own[:, :, queries : queries + keys].any()
+  for module, part in (("q_proj", own[:, :, :queries]), ("v_proj", own[:, :, queries + keys :])):
+    a, b = (tensors[f"{prefix}.0.self_attn.{module}.lora_{half}.weight"] for half in "AB")
+    np.testing.assert_allclose(part.reshape(len(part), -1), (b @ a).T, rtol=1e-4, atol=1e-4)
+
+
+def test_ranks_that_differ_by_target_travel_with_one_scale(tmp_path):
+  wide, narrow = random_adapter(QWEN3, rank=4), random_adapter(QWEN3, rank=2)
+  layers = [
+    {**one, "out": other["out"]}
+    for one, other in zip(wide["layers"], narrow["layers"], strict=True)
+  ]
+  peft.save(tmp_path / "adapter", {"layers": layers}, QWEN3, scale=2.0)
+  settings = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+  assert settings["r"] == 4 and settings["lora_alpha"] == 8.0
+  assert settings["rank_pattern"] == {"o_proj": 2} and settings["alpha_pattern"] == {"o_proj": 4.0}
+  found, scale = peft.load(tmp_path / "adapter", QWEN3, NUMERICS)
+  assert scale == 2.0
+  equal(found, {"layers": layers})
+
+
+def test_a_rank_stabilised_scale_is_read(saved):
+  configure(saved, use_rslora=True, lora_alpha=6.0)
+  assert peft.load(saved, QWEN3, NUMERICS)[1] == 6.0 / 3**0.5
+
+
+@pytest.mark.parametrize(
+  ("changes", "message"),
+  [
+    (dict(peft_type="LOHA"), "peft_type: got 'LOHA', expected 'LORA'; other adapters"),
+    (dict(use_dora=True), "use_dora: got True, expected False; other adapters"),
+    (dict(bias="all"), "bias: got 'all', expected 'none'"),
+    (dict(modules_to_save=["lm_head"]), "modules_to_save: got .'lm_head'., expected None"),
+    (dict(r=4), "r: got 4 for self_attn.q_proj, expected the 3 rows of its lora_A; the two files"),
+    (dict(lora_alpha="much"), "lora_alpha: got 'much', expected a positive number"),
+    (dict(alpha_pattern={"o_proj": 9.0}), "alpha_pattern: got scales .* expected one for all"),
+    (dict(rank_pattern={"layers.0.q": 9}), "rank_pattern: got .'layers.0.q'., expected some of"),
+  ],
+)
+def test_settings_that_we_do_not_compute_are_refused(saved, changes, message):
+  configure(saved, **changes)
+  with pytest.raises(ValueError, match=f"adapter_config.json: {message}"):
+    peft.load(saved, QWEN3, NUMERICS)
+
+
+def _drop(tensors):
+  del tensors["base_model.model.model.layers.0.mlp.up_proj.lora_A.weight"]
+
+
+def _reshape(tensors):
+  name = "base_model.model.model.layers.0.mlp.up_proj.lora_A.weight"
+  tensors[name] = np.ascontiguousarray(tensors[name][:, :-1])
+
+
+def _damage(tensors):
+  tensors["base_model.model.model.layers.0.mlp.up_proj.lora_A.weight"][0, 0] = np.nan
+
+
+def _quantise(tensors):
+  name = "base_model.model.model.layers.0.mlp.up_proj.lora_A.weight"
+  tensors[name] = tensors[name].astype(np.int8)
+
+
+def _add(tensors):
+  tensors["base_model.model.lm_head.lora_A.weight"] = np.zeros((3, 4), np.float32)
+
+
+def _halve(tensors):
+  return {name: tensor for name, tensor in tensors.items() if ".layers.1.mlp" not in name}
+
+
+@pytest.mark.parametrize(
+  ("change", "message"),
+  [
+    (_drop, "layers.0.mlp.up_proj: got one of lora_A and lora_B, expected both"),
+    (_reshape, r"layers.0.mlp.up_proj: got lora_A \[3, .*expected \[rank, .*another model"),
+    (_damage, "up_proj.lora_A.weight: got entries that are NaN or infinite"),
+    (_quantise, "up_proj.lora_A.weight: got dtype I8, expected one of .*unquantised"),
+    (_add, "got the tensor base_model.model.lm_head.lora_A.weight, expected lora_A and lora_B"),
+    (_halve, "got adapters of .* in layer 0 and of others elsewhere, expected the same"),
+  ],
+)
+def test_tensors_that_do_not_fit_are_refused(saved, change, message):
+  edit(saved, change)
+  with pytest.raises(ValueError, match=message):
+    peft.load(saved, QWEN3, NUMERICS)
+
+
+def test_what_is_no_adapter_is_refused(saved, tmp_path):
+  configure(saved, peft_type="LORA")
+  settings = json.loads((saved / "adapter_config.json").read_text())
+  del settings["peft_type"]
+  (saved / "adapter_config.json").write_text(json.dumps(settings))
+  with pytest.raises(ValueError, match="peft_type: got nothing, expected 'LORA'"):
+    peft.load(saved, QWEN3, NUMERICS)
+  (saved / "adapter_model.safetensors").write_bytes(b"half")
+  configure(saved, peft_type="LORA")
+  with pytest.raises(ValueError, match="no whole safetensors file .*save it again"):
+    peft.load(saved, QWEN3, NUMERICS)
+  (saved / "adapter_model.safetensors").unlink()
+  with pytest.raises(FileNotFoundError, match="adapter_model.safetensors: got no such file"):
+    peft.load(saved, QWEN3, NUMERICS)
+  with pytest.raises(FileExistsError, match="got a directory with files in it"):
+    peft.save(saved, random_adapter(QWEN3), QWEN3, scale=0.5)
+  (tmp_path / "other").mkdir()
+  (tmp_path / "other" / "notes.txt").write_text("mine")
+  with pytest.raises(FileExistsError, match="without adapter_config.json, expected an adapter"):
+    peft.save(tmp_path / "other", random_adapter(QWEN3), QWEN3, scale=0.5, overwrite=True)
+  with pytest.raises(ValueError, match="scale=0, expected a positive number; it is lora_alpha"):
+    peft.save(tmp_path / "new", random_adapter(QWEN3), QWEN3, scale=0)
+  deeper = dataclasses.replace(QWEN3, num_layers=QWEN3.num_layers + 1)
+  with pytest.raises(ValueError, match="got an adapter of . layers, expected the model's"):
+    peft.save(tmp_path / "new", random_adapter(QWEN3), deeper, scale=0.5)
+  assert not (tmp_path / "new").exists()
+  assert huggingface.CONFIG_FILE not in {path.name for path in saved.iterdir()}
