@@ -34,7 +34,7 @@ from seerjax import (
   self_test,
 )
 from seerjax.engine import engine as engine_lib
-from seerjax.models import huggingface, tokenizer as tokenizer_lib, transformer
+from seerjax.models import huggingface, presets, tokenizer as tokenizer_lib, transformer
 from seerjax.rollout import rollout as rollout_lib
 from seerjax.tasks import base
 from seerjax.trainer import losses, step as step_lib
@@ -73,6 +73,24 @@ def load_policy(name: str, numerics: numerics_lib.NumericsConfig) -> rl.Policy:
     directory = huggingface.resolve(name)
   params, model = huggingface.load(directory, numerics)
   return rl.Policy(model, tokenizer_lib.load(directory), params)
+
+
+def say_memory(config: rl.RunConfig, name: str) -> None:
+  """Prints what memory a run of a model takes, whose shape is known before its weights are read.
+
+  Raises:
+    ValueError: with the figures, if that does not fit.
+  """
+  directory, published = pathlib.Path(name).expanduser(), name.rpartition("/")[2].lower()
+  if (directory / "config.json").is_file():
+    model = huggingface.load_config(directory)
+  elif published in presets.CONFIGS:
+    model = presets.get(published)
+  else:
+    return  # A Hub id that we do not know: its run says it.
+  if line := rl.chosen(config, rl.for_model(config, model)):
+    print(line)
+  print(rl.memory_plan(config, model).describe(), flush=True)
 
 
 def ignored(tokenizer: tokenizer_lib.Tokenizer) -> str:
@@ -133,6 +151,8 @@ def prepare(
   """
   rl.check_directory(directory, resume=resume)
   task = base.load(config.task, path=config.task_path or None)
+  if config.model != "nano":
+    say_memory(config, config.model)  # Before gigabytes are read.
   policy = load_policy(config.model, config.numerics)
   if policy.tokenizer.ignored_generation:
     print(ignored(policy.tokenizer), flush=True)

@@ -57,12 +57,13 @@ FLAGSHIP = ttt.DiscoverConfig(
 
 # As published, for a language model that writes programs; question and thinking take 26,000 tokens.
 PAPER = ttt.DiscoverConfig(
+  model="Qwen/Qwen3-8B",
   checkpoint_every=1,
   programs=writers.ProgramConfig(thinking_tokens=20_000, answer_tokens=6_700),
   numerics=numerics.NumericsConfig(reduction_shards=0),
   engine=engine_lib.EngineConfig(max_context=32_768),
   scheduler=scheduler.Ours(),
-  trainer=rl.TrainerConfig(rows_per_micro_batch=32_768, sequences_per_micro_batch=64),
+  trainer=rl.TrainerConfig(remat="layer"),
   optimizer=step_lib.OptimizerConfig(
     learning_rate=4e-5, b2=0.95, max_gradient_norm=math.inf
   ),
@@ -241,6 +242,7 @@ def discover(argv: list[str]) -> None:
     )
   policy, chosen = None, config.numerics
   if config.model != "tiny":
+    grpo.say_memory(config.run(environment), config.model)  # Before gigabytes are read.
     loaded = grpo.load_policy(config.model, config.numerics)
     policy = ttt.Policy(loaded.model, loaded.params, loaded.tokenizer)
     chosen = transformer.numerics_for(loaded.model, config.numerics)

@@ -345,7 +345,7 @@ def _train(
   given = config
   check_directory(directory, resume=resume)
   if resume:
-    config = _as_begun(config, directory)
+    config = as_begun(config, directory)
   config = for_model(config, policy.model)
   policy = dataclasses.replace(policy, tokenizer=chatting(policy.tokenizer, config.chat))
   if resume and config.stale != stale_lib.StaleConfig():
@@ -391,7 +391,7 @@ def _train(
         directory / "checkpoints",
         step,
         state,
-        host_state={"before": before, "clock": clock.read(), "sizes": _chosen_sizes(config)},
+        host_state={"before": before, "clock": clock.read(), "sizes": chosen_sizes(config)},
         fingerprint=fingerprint,
         accept_new_numerics=accept_new_numerics,
       )
@@ -1212,7 +1212,7 @@ def _layout(config: RunConfig) -> packing.Layout:
   return packing.layout(**_packing_arguments(config))
 
 
-def _chosen_sizes(config: RunConfig) -> dict[str, int]:
+def chosen_sizes(config: RunConfig) -> dict[str, int]:
   """Returns what the model decided, where the config left it open, for a resume."""
   return {
     "reduction_shards": config.numerics.reduction_shards,
@@ -1221,7 +1221,7 @@ def _chosen_sizes(config: RunConfig) -> dict[str, int]:
   }
 
 
-def _as_begun(config: RunConfig, directory: pathlib.Path) -> RunConfig:
+def as_begun(config: RunConfig, directory: pathlib.Path) -> RunConfig:
   """Returns the config of a resume, with what it leaves open as the run's checkpoint has it."""
   sizes = checkpoint.read_host_state(directory / "checkpoints").get("sizes", {})
 

@@ -403,9 +403,11 @@ def _discover(
       " choose another --workdir."
     )
   policy = tiny_policy(config, environment) if policy is None else policy
-  numerics = transformer.numerics_for(policy.model, config.numerics)
-  config = dataclasses.replace(config, numerics=numerics)
-  run = config.run(environment)
+  given = config.run(environment)
+  if resume:
+    given = rl.as_begun(given, directory)
+  run = rl.for_model(given, policy.model)
+  config = dataclasses.replace(config, numerics=run.numerics, trainer=run.trainer)
   fingerprint = numerics_lib.fingerprint(config.numerics)
   own_programs = rl.make_programs(run, policy.model)  # Nothing is compiled yet.
   programs = own_programs if programs is None else programs
@@ -414,6 +416,14 @@ def _discover(
       "discover.programs: got programs of another config or model, expected rl.make_programs of"
       " these; share them only between runs of one shape."
     )
+  if line := rl.chosen(given, run):
+    progress.say(line)
+  # The first weights are kept even where nothing pulls to them: how far they are is shown.
+  run_with_base = dataclasses.replace(
+    run, loss=dataclasses.replace(run.loss, kl_coefficient=1.0 if config.train else 0.0)
+  )
+  memory = rl.memory_plan(run_with_base, policy.model)
+  progress.say(memory.describe())
   state, step = rl.initial_state(run, policy), 0
   archive = first_archive(config, environment)
   start = archive_lib.best(archive).value
@@ -470,16 +480,12 @@ def _discover(
         # Learning begins here: with fresh moments, and with this as the base.
         policy = dataclasses.replace(policy, params=params)
         state = rl.initial_state(run, policy)
-    # The first weights are kept even where nothing pulls to them: how far they are is shown.
-    run_with_base = dataclasses.replace(
-      run, loss=dataclasses.replace(run.loss, kl_coefficient=1.0 if config.train else 0.0)
-    )
     base = rl.frozen_weights(run_with_base, policy)
     engine = engine_lib.Engine(
       policy.model,
       rl.running_weights(run, state.params, base),
       numerics=config.numerics,
-      config=config.engine,
+      config=memory.engine,
       key=numerics_lib.key(config.seed),
       tokenizer=policy.tokenizer,
       policy_version=step,
@@ -510,6 +516,7 @@ def _discover(
             "totals": totals,
             "clock": clock.read(),
             "config": settings,
+            "sizes": rl.chosen_sizes(run),
           },
           fingerprint=fingerprint,
           accept_new_numerics=accept_new_numerics,
@@ -538,6 +545,8 @@ def _discover(
           found = replanted(config, environment, found, step)
           new_state, numbers = state, {}
           if config.train:
+            if config.engine.gives_back_pages:
+              engine.give_back_pages()
             with progress.phase("learning"):
               new_state, numbers = learn(
                 config, run, programs.trainer, state, sampled, base, before_update=put_off

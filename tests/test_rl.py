@@ -19,6 +19,7 @@ from typing import Any
 import zlib
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny_model
@@ -34,7 +35,7 @@ from seerjax import (
   stops,
 )
 from seerjax.engine import engine as engine_lib, runner as runner_lib
-from seerjax.models import lora, tokenizer as tokenizer_lib, transformer
+from seerjax.models import lora, presets, tokenizer as tokenizer_lib, transformer
 from seerjax.rollout import (
   divided,
   journal as journal_lib,
@@ -999,3 +1000,53 @@ def test_what_never_clips_is_written_as_json(tmp_path):
   assert config["loss"]["clip_high"] == config["optimizer"]["max_gradient_norm"] == "Infinity"
   header, _ = journal_lib.read(tmp_path / "run" / "journal.jsonl")
   assert header.settings["loss"] == config["loss"]
+
+
+# What the model decides, and what memory it takes.
+
+
+def test_what_a_config_leaves_open_is_the_models_and_a_resume_keeps_it(tmp_path):
+  open_config = rl.RunConfig(engine=engine_lib.EngineConfig(max_context=512))
+  nano = presets.get("nano")
+  found = rl.for_model(open_config, nano)
+  assert rl.chosen(open_config, found) == (
+    "chosen for this model and context: numerics.reduction_shards=8,"
+    " trainer.rows_per_micro_batch=2048, trainer.sequences_per_micro_batch=32"
+  )
+  assert rl.for_model(found, nano) == found and rl.chosen(found, found) == ""
+  sizes = rl.chosen_sizes(found) | {"sequences_per_micro_batch": 16}
+  checkpoint.save(
+    tmp_path / "checkpoints",
+    0,
+    {"w": jnp.zeros(1)},
+    host_state={"sizes": sizes},
+    fingerprint=numerics_lib.fingerprint(NUMERICS),
+  )
+  resumed = rl.for_model(rl.as_begun(open_config, tmp_path), nano)
+  assert resumed.trainer.sequences_per_micro_batch == 16
+  named = dataclasses.replace(
+    open_config, trainer=rl.TrainerConfig(sequences_per_micro_batch=8)
+  )
+  assert rl.as_begun(named, tmp_path).trainer.sequences_per_micro_batch == 8
+
+
+def test_a_run_that_cannot_fit_is_refused_with_the_figures():
+  model = dataclasses.replace(presets.get("qwen3-32b"), num_layers=1, hidden_size=2**22)
+  message = (
+    r"got a run that takes more than there is \(memory, MiB a device: [\d,]+ masters, [\d,]+"
+    r" moments, .* gradient sums, [\d,]+ activations, [\d,]+ scratch pages, .* are free\), expected"
+    r" one that fits; set TrainerConfig.remat=layer"
+  )
+  with pytest.raises(ValueError, match=message):
+    rl.memory_plan(rl.RunConfig(), model)
+
+
+def test_a_plan_is_counted_before_anything_is_taken():
+  plan = rl.memory_plan(CONFIG, MODEL)
+  two = rl.memory_plan(dataclasses.replace(CONFIG, num_instances=2), MODEL)
+  assert 0 < plan.needed < two.needed and plan.others == 0 < two.others
+  assert plan.engine.num_pages > 0 and plan.pages > 0
+  engine = dataclasses.replace(CONFIG.engine, gives_back_pages=True)
+  back = dataclasses.replace(CONFIG, engine=engine)
+  assert rl.memory_plan(back, MODEL).needed < plan.needed
+  assert "that are given back" in rl.memory_plan(back, MODEL).describe()

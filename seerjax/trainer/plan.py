@@ -27,9 +27,9 @@ HEAD_TABLES = 2.8
 LAYER_WEIGHTS = 3.4
 # Counted: f32 arrays of all positions, by query heads and by key/value heads, in attention's.
 QUERY_ARRAYS, KEY_ARRAYS = 5, 6
-# Fitted: arrays [rows, d] that are kept of a layer that is computed again, and arrays of features,
-# queries and keys that are kept of one that is not.
-KEPT_AGAIN, KEPT_WHOLE = 3, 5
+# Fitted: bytes a row and feature that are kept of a layer that is computed again, in either dtype;
+# and arrays of features, queries and keys that are kept of one that is not.
+KEPT_BYTES, KEPT_ARRAYS = 6, 5
 # An update's temporaries, in copies of what learns: gradients that were clipped, and what is added.
 UPDATE_COPIES = 1.7
 
@@ -114,5 +114,5 @@ def activation_bytes(
   weights = d * (2 * queries + 2 * keys) + 3 * d * model.intermediate_size
   attention = positions * (QUERY_ARRAYS * queries + KEY_ARRAYS * keys) * 4
   layer = max(attention, LAYER_WEIGHTS * weights * 4)
-  kept = KEPT_AGAIN * d if remat == "layer" else KEPT_WHOLE * (d + queries + keys)
-  return int(head + layer + model.num_layers * rows * kept * item)
+  kept = KEPT_BYTES * d if remat == "layer" else KEPT_ARRAYS * item * (d + queries + keys)
+  return int(head + layer + model.num_layers * rows * kept)

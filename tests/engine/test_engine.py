@@ -24,6 +24,7 @@ from word_engine import (
 from seerjax import parallel
 from seerjax.engine import runner as runner_lib
 from seerjax.engine.engine import Engine, EngineConfig
+from seerjax.types import Request, SamplingParams
 
 # How requests end.
 
@@ -535,3 +536,21 @@ def test_a_runner_made_for_something_else_is_refused(what):
       mesh=mesh,
       runner=runner(),
     )
+
+
+def test_pages_that_were_given_back_and_taken_again_move_no_bit():
+  engine = tiny_model.make_engine(tiny_model.ALONE)
+  short = SamplingParams(max_tokens=6)
+  requests = [
+    Request(request_id=str(seed), prompt=(1, 2, 3), sampling=short, seed=seed) for seed in range(2)
+  ]
+  expected = engine.generate(requests)
+  held = engine.memory.pages
+  engine.give_back_pages()
+  assert all(leaf.is_deleted() for leaf in jax.tree.leaves(held)) and engine.plan()
+  found = engine.generate(requests)
+  assert all(tiny_model.same(a, b) for a, b in zip(found, expected, strict=True))
+  engine.give_back_pages()
+  engine.submit(requests[0])
+  with pytest.raises(ValueError, match="give_back_pages: got 1 unfinished requests, expected"):
+    engine.give_back_pages()

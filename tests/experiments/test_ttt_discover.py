@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+import contextlib
 import itertools
 import json
 import math
@@ -18,7 +19,7 @@ import time
 import pytest
 import tiny_problem
 
-from experiments import ttt_discover
+from experiments import grpo, ttt_discover
 from seerjax import ttt
 from seerjax.tasks import discovery, problems
 
@@ -144,6 +145,15 @@ def test_the_papers_preset_is_as_published():
   room = paper.engine.max_context - paper.programs.answer_tokens
   assert 26_000 <= room < 26_100 and paper.search == ttt.puct.SearchConfig()
   assert paper.objective == ttt.ObjectiveConfig()
+
+
+def test_the_papers_preset_says_what_memory_it_takes_before_weights_are_read(capsys):
+  paper = ttt_discover.PAPER
+  config = paper.run(problems.load("circle_packing:26", allow_weak_sandbox=True))
+  with contextlib.suppress(ValueError):  # Most machines do not hold it.
+    grpo.say_memory(config, paper.model)
+  said = capsys.readouterr().out
+  assert "trainer.rows_per_micro_batch=32768, trainer.sequences_per_micro_batch=1" in said
 
 
 @pytest.mark.long

@@ -411,3 +411,23 @@ def test_what_an_error_ended_is_refused():
   broken = dataclasses.replace(good, completion=completion)
   with pytest.raises(ValueError, match=r"request 'x': got a completion that an error ended"):
     packing.pack([group(0, broken)], ZERO, **SIZES)
+
+
+@pytest.mark.parametrize(
+  ("context", "per_position", "named", "expected"),
+  [
+    (512, 2 * 5 * 8 * 16 * 4, (0, 0), (2048, 32)),  # nano
+    (1024, 2 * 28 * 8 * 128 * 4, (0, 0), (2048, 4)),  # Qwen3-0.6B
+    (128, 2 * 28 * 8 * 128 * 4, (0, 0), (2048, 32)),
+    (32_768, 2 * 36 * 8 * 128 * 4, (0, 0), (32_768, 1)),  # Qwen3-8B
+    (40_000, 2 * 36 * 8 * 128 * 4, (0, 0), (65_536, 1)),
+    (1024, 2 * 28 * 8 * 128 * 4, (8192, 0), (8192, 8)),  # As many contexts as the rows hold.
+    (1024, 2 * 28 * 8 * 128 * 4, (512, 7), (512, 7)),
+  ],
+)
+def test_sizes_follow_from_model_and_context(context, per_position, named, expected):
+  rows, sequences = named
+  found = packing.derived_sizes(
+    context=context, bytes_per_position=per_position, rows=rows, sequences=sequences
+  )
+  assert found == expected

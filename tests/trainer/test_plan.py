@@ -1,0 +1,87 @@
+"""What learning takes of memory: counted by hand, and beside what XLA says of compiled programs."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+import tiny_model
+
+from seerjax import numerics as numerics_lib, parallel
+from seerjax.models import lora, presets, transformer
+from seerjax.trainer import losses, packing, plan, step
+
+NUMERICS = numerics_lib.NumericsConfig(query_tile=4, slot_tile=32, kv_split=64)
+QWEN3 = presets.get("qwen3-0.6b")
+
+
+def layout_of(rows=2048, sequences=4, context=1024):
+  return packing.layout(
+    numerics=NUMERICS,
+    page_size=32,
+    rows_per_micro_batch=rows,
+    max_sequences=sequences,
+    max_sequence_tokens=context,
+  )
+
+
+# MiB of temporaries by `memory_analysis`, of Qwen3 forms of head dimension 128 in slabs of eight.
+@pytest.mark.parametrize(
+  ("changes", "dtype", "remat", "measured"),
+  [
+    (dict(num_layers=1, vocab_size=4096), "bfloat16", "layer", 312),
+    (dict(num_layers=3, vocab_size=4096), "bfloat16", "layer", 336),
+    (dict(num_layers=3, vocab_size=4096), "float32", "layer", 334),
+    (dict(num_layers=3, vocab_size=4096), "bfloat16", "none", 586),
+    (
+      dict(num_layers=2, vocab_size=4096, hidden_size=2048, intermediate_size=6144),
+      "bfloat16", "layer", 782,
+    ),
+    (dict(num_layers=1), "bfloat16", "layer", 1913),
+  ],
+)  # fmt: skip
+def test_activations_are_about_what_xla_says(changes, dtype, remat, measured):
+  model = dataclasses.replace(QWEN3, **changes)
+  numerics = dataclasses.replace(NUMERICS, compute_dtype=dtype)
+  sizes = (model, numerics, layout_of(), 32, remat)
+  found = (plan.activation_bytes(*sizes) + plan.scratch_bytes(*sizes)) / plan.MIB
+  assert 0.9 * measured < found < 1.15 * measured
+
+
+def test_sums_alive_by_hand():
+  # One run: its own. Of eight, when the last begins: its own, and those of 4, 2 and 1.
+  assert [plan.num_sums(count) for count in (1, 2, 4, 8)] == [1, 2, 3, 4]
+
+
+def test_a_plan_counts_what_learns_and_what_runs():
+  model, numerics = tiny_model.CONFIG, tiny_model.BFLOAT16
+  layout = packing.layout(numerics=numerics, page_size=8, rows_per_micro_batch=64)
+  trainer = step.Trainer(
+    model,
+    numerics,
+    losses.grpo(),
+    step.make_optimizer(step.OptimizerConfig()),
+    parallel.make_mesh(),
+    layout.num_pages,
+    8,
+  )
+  shapes = transformer.shapes(model, 8)
+  count = sum(leaf.size for leaf in jax.tree.leaves(shapes))
+  weights = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16), shapes)
+  found = trainer.plan(weights, layout, 20)
+  assert (found.masters, found.weights, found.sums) == (4 * count, 2 * count, 3 * 4 * count)
+  assert 8 * count <= found.moments < 8 * count + 64
+  assert found.kept == found.masters + found.moments + found.weights
+  assert found.scratch == 2 * 2 * layout.num_pages * 8 * model.num_kv_heads * model.head_dim * 2
+  again = dataclasses.replace(trainer, remat="layer").plan(weights, layout, 20)
+  assert again.activations < found.activations and again.scratch * 2 == found.scratch
+  float32 = dataclasses.replace(trainer, numerics=tiny_model.NUMERICS).plan(shapes, layout, 20)
+  assert float32.weights == 0  # They are the masters.
+  adapters = lora.shapes(model, numerics, 2)
+  both = jax.eval_shape(lambda base, pair: lora.attach(base, pair, 1.0), weights, adapters)
+  adapted = trainer.plan(both, layout, 1)
+  size = sum(leaf.size for leaf in jax.tree.leaves(adapters))
+  assert adapted.masters == adapted.sums == 4 * size and adapted.weights > found.weights
+  assert found._replace(masters=3 * plan.MIB).describe().startswith("3 masters, 0 moments, 0 weig")
