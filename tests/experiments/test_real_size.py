@@ -1,0 +1,89 @@
+"""One whole step of a model of real size, by command: random weights in the shape of Qwen3-0.6B."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import pathlib
+import re
+import resource
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from experiments import generate, grpo
+from seerjax.models import huggingface, presets, tokenizer as tokenizer_lib, transformer
+from seerjax.models.transformer import TransformerConfig
+
+ROOT = pathlib.Path(__file__).parents[2]
+QWEN3 = presets.get("qwen3-0.6b")
+GIB = 2**30
+
+
+def write_random(directory: pathlib.Path, model: TransformerConfig) -> None:
+  """Writes random bfloat16 weights, and nano's tokenizer, whose ids are the vocabulary's first."""
+  numerics = transformer.numerics_for(model, grpo.main_job().numerics)
+  random = np.random.default_rng(0)
+
+  def leaf(path, shape):
+    name = path[-1].key
+    values = np.ones(shape.shape, np.float32)
+    if not name.endswith("norm"):
+      values = 0.02 * random.standard_normal(shape.shape, np.float32)
+    return jnp.asarray(values, jnp.bfloat16)
+
+  shapes = transformer.shapes(model, numerics.reduction_shards)
+  params = jax.tree_util.tree_map_with_path(leaf, shapes)
+  huggingface.save(directory, params, model, tokenizer=tokenizer_lib.load(generate.NANO))
+
+
+def one_step(model: pathlib.Path, workdir: pathlib.Path, log: pathlib.Path) -> tuple[str, int]:
+  """Takes one GRPO step of two groups of two answers of 32 tokens; (what it said, peak bytes)."""
+  command = (
+    sys.executable, "-m", "experiments.grpo", f"--config.model={model}", f"--workdir={workdir}",
+    "--nobitwise", "--config.num_steps=1", "--config.num_instances=1",
+    "--config.rollout.groups_per_step=2", "--config.rollout.group_size=2",
+    "--config.rollout.max_tokens=32", "--config.evaluation.num_problems=1",
+    "--config.engine.max_context=256", "--config.engine.max_sequences=4",
+    "--config.engine.row_buckets=(16,)", "--config.engine.gives_back_pages",
+    "--config.numerics.compute_dtype=bfloat16", "--config.trainer.remat=layer",
+  )  # fmt: skip
+  with log.open("w") as out:
+    done = subprocess.run(
+      command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
+      stdout=out, stderr=subprocess.STDOUT, check=False,
+    )  # fmt: skip
+  said = log.read_text()
+  assert done.returncode == 0, said
+  return said, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
+
+
+def planned_bytes(said: str) -> int:
+  """Returns the last plan's bytes: what is held, and what comes on top."""
+  found = re.findall(r"at most ([\d,]+) beside the ([\d,]+) held now", said)
+  return sum(int(number.replace(",", "")) for number in found[-1]) * 2**20
+
+
+@pytest.mark.long
+def test_a_whole_step_of_28_layers_fits_24_gib_and_its_plan(tmp_path: pathlib.Path):
+  model, workdir = tmp_path / "model", tmp_path / "run"
+  write_random(model, QWEN3)
+  said, peak = one_step(model, workdir, tmp_path / "log")
+  planned = planned_bytes(said)
+  print(f"peak {peak / GIB:.2f} GiB, planned {planned / GIB:.2f} GiB")
+  assert peak < 24 * GIB and 0.8 * planned < peak < 1.2 * planned
+  summary = json.loads((workdir / "summary.json").read_text())
+  assert summary["optimizer_steps"] == 1 and summary["kl_max"] == 0.0
+  assert summary["max_abs_logprob_gap"] == 0.0
+  assert huggingface.load_config(workdir / "model") == QWEN3
+
+
+def test_a_random_model_of_real_width_is_written_as_others_are(tmp_path: pathlib.Path):
+  model = dataclasses.replace(QWEN3, num_layers=1, vocab_size=1024, intermediate_size=64)
+  write_random(tmp_path / "model", model)
+  assert huggingface.load_config(tmp_path / "model") == model
