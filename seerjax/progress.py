@@ -18,6 +18,7 @@ import time
 from typing import Any, TypeVar
 
 import jax
+from numba.core import event as numba_events
 
 T = TypeVar("T")
 
@@ -26,6 +27,8 @@ TICK = 1.0  # Seconds.
 RECENT = 10.0  # Seconds that a rate is measured over.
 # JAX names what it traces, lowers and compiles, as each begins and as it ends.
 COMPILING = "/jax/core/compile/"
+NUMBA_COMPILES = "numba:compile"
+SAYS_MUCH = 20  # A twentieth of the requests.
 COMPILES_LONG = 1.0  # Seconds; what is shorter is not named.
 
 
@@ -72,6 +75,7 @@ class Progress:
     self._beat: Callable[[str], None] = lambda text: None
     self._phases: list[Phase] = []
     self._compiling: list[tuple[str, float]] = []
+    self._numba = _Numba(self._compiling, clock)
     self._step = self._num_steps = 0
     self._steps: list[float] = []  # Seconds of each.
     self._step_began = self._said_at = self._beat_at = clock()
@@ -140,7 +144,8 @@ class Progress:
         parts.append(f"{phase.num_finished:,} of {phase.total:,} requests")
       if phase.num_tokens is not None:
         parts += self._rate(phase, phase.num_tokens(), now)
-      if 0 < phase.num_finished < phase.total:
+      # The first few say little of the others.
+      if phase.total <= SAYS_MUCH * phase.num_finished < SAYS_MUCH * phase.total:
         rest = (now - phase.began) * (phase.total - phase.num_finished) / phase.num_finished
         left = [f"{duration(rest)} left here"]
     if self._step and self._steps:
@@ -194,6 +199,7 @@ class Progress:
         self._beat(text)
 
   def __enter__(self) -> Progress:
+    numba_events.register(NUMBA_COMPILES, self._numba)
     jax.monitoring.register_scalar_listener(self._compile_begins)
     jax.monitoring.register_event_duration_secs_listener(self._compile_ends)
     self._thread = threading.Thread(target=self._run, name="progress", daemon=True)
@@ -204,6 +210,7 @@ class Progress:
     self._ended.set()
     assert self._thread is not None
     self._thread.join()
+    numba_events.unregister(NUMBA_COMPILES, self._numba)
     jax.monitoring.unregister_scalar_listener(self._compile_begins)
     jax.monitoring.unregister_event_duration_listener(self._compile_ends)
 
@@ -219,6 +226,22 @@ class Progress:
   def _compile_ends(self, event: str, duration_secs: float, **about: Any) -> None:
     del duration_secs, about
     if event.startswith(COMPILING) and self._compiling:
+      self._compiling.pop()
+
+
+class _Numba(numba_events.Listener):
+  """Hears what numba compiles as it begins and ends."""
+
+  def __init__(self, compiling: list[tuple[str, float]], clock: Callable[[], float]):
+    self._compiling, self._clock = compiling, clock
+
+  def on_start(self, event: numba_events.Event) -> None:
+    assert event.data is not None
+    self._compiling.append((event.data["dispatcher"].py_func.__name__, self._clock()))
+
+  def on_end(self, event: numba_events.Event) -> None:
+    del event
+    if self._compiling:
       self._compiling.pop()
 
 

@@ -6,9 +6,10 @@ import time
 
 import jax
 import jax.numpy as jnp
+from numba.core import event as numba_events
 import pytest
 
-from seerjax import progress as progress_lib
+from seerjax import compiled, progress as progress_lib
 
 
 class Clock:
@@ -142,6 +143,34 @@ def test_a_compilation_is_named_as_long_as_it_lasts_and_by_a_thread_of_its_own()
   count = len(said)
   time.sleep(0.7)
   assert len(said) == count  # The thread has ended.
+
+
+def test_what_numba_compiles_is_named_too():
+  seen = []
+
+  @compiled.function
+  def counted_by_numba(count):
+    total = 0
+    for place in range(count):
+      total += place
+    return total
+
+  clock = Clock()
+  progress = progress_lib.Progress(seen.append, clock=clock)
+
+  class Watch(numba_events.Listener):
+    def on_start(self, event):
+      clock.now += 5.0
+      seen.append(progress.text)
+
+    def on_end(self, event):
+      pass
+
+  watch = Watch()
+  with progress, numba_events.install_listener("numba:compile", watch):
+    counted_by_numba(3)
+    assert progress.text == ""
+  assert seen[0] == "compiling counted_by_numba for 5 s"
 
 
 @pytest.mark.parametrize(
