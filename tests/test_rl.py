@@ -524,7 +524,7 @@ def test_stop_strings_and_chats_go_with_a_run_and_its_resume(tmp_path):
   # Some were cut within what they would have said.
   assert any("o" in tokenizer.decode(rollout.completion.tokens) for rollout in rollouts)
   task = Vowels(stop_at=2 * PER_STEP + 2, stop=interrupt)
-  with pytest.raises(rl.Interrupted):
+  with pytest.raises(stops.Interrupted):
     train(tmp_path / "run", task, **changes)
   others: tuple[tuple[dict[str, Any], str], ...] = (
     (dict(chat=tokenizer_lib.ChatConfig(system="Ho.")), "chat.system was 'Hi.' and is 'Ho.'"),
