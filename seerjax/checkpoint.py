@@ -116,7 +116,8 @@ def save(
 
   Raises:
     ValueError: if the step is there already, the host state would not survive JSON, a leaf is no
-      array, or the fingerprint differs from the checkpoint's before (both values are named).
+      array or not finite, or the fingerprint differs from the checkpoint's before (both values are
+      named).
     OSError: if the disk is full; earlier checkpoints are untouched.
     KeyboardInterrupt: on Ctrl-C, when the checkpoint is whole; on a second one at once.
   """
@@ -136,6 +137,11 @@ def save(
     )
   _require_json(host_state, "host_state")
   leaves = _leaves(state, "checkpoint.save: state")
+  numerics.require_finite(
+    leaves,
+    what=f"checkpoint.save: state of step {step}",
+    remedy="go on from the last checkpoint, with a lower learning rate where training diverged",
+  )
   epochs = _continue_epochs(directory, step, dict(fingerprint), accept_new_numerics)
 
   incoming = directory / f".incoming_{step:08d}"
@@ -233,7 +239,8 @@ def restore(
 
   Raises:
     ValueError: if the checkpoint is not there, truncated or altered (the file is named), of other
-      numerics (both values are named), or of other leaves, shapes or dtypes (each leaf is named).
+      numerics (both values are named), of other leaves, shapes or dtypes (each leaf is named), or
+      not finite.
   """
   path = _find(pathlib.Path(directory).absolute(), step)
   description = _describe(path)
@@ -250,6 +257,7 @@ def restore(
   for name, leaf in wanted.items():
     if name not in arrays:
       arrays[name] = (np if isinstance(leaf, np.ndarray) else jnp).zeros(leaf.shape, leaf.dtype)
+  numerics.require_finite(arrays, what=str(path), remedy="resume from an earlier step")
   structure = jax.tree.structure(abstract_state)
   state = jax.tree.unflatten(structure, [arrays[name] for name in wanted])
   return Restored(description["step"], state, description["host_state"], epochs)

@@ -138,6 +138,38 @@ def require_key(key: PRNGKeyArray, *, what: str) -> None:
     )
 
 
+@jax.jit
+def _is_finite(leaf: Array) -> Array:
+  return jnp.all(jnp.isfinite(leaf))
+
+
+def require_finite(tree: Any, *, what: str, remedy: str) -> None:
+  """Refuses numbers that are infinite or none; one check a leaf, read back together.
+
+  Args:
+    tree: pytree of arrays; integers and keys pass.
+    what: it is, for the message.
+    remedy: what to change.
+
+  Raises:
+    ValueError: naming the leaves.
+  """
+  leaves = [
+    (path, leaf)
+    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]
+    if jnp.issubdtype(leaf.dtype, jnp.inexact)
+  ]
+  flags = jax.device_get([_is_finite(leaf) for _, leaf in leaves])
+  checked = zip(leaves, flags, strict=True)
+  bad = [jax.tree_util.keystr(path) for (path, _), is_finite in checked if not is_finite]
+  if bad:
+    more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
+    raise ValueError(
+      f"{what}: got values that are not finite in {', '.join(bad[:3])}{more}, expected finite"
+      f" numbers in all {len(leaves)} arrays; {remedy}."
+    )
+
+
 def fingerprint(numerics: NumericsConfig) -> dict[str, str]:
   """Returns every value that decides bits, as text, and one digest of them all.
 

@@ -41,7 +41,7 @@ from seerjax.engine.kv_pool import KVPool
 from seerjax.engine.memory import Memory
 from seerjax.engine.sequence import Path, Sequence, Work
 from seerjax.engine.sizes import EngineConfig
-from seerjax.models import tokenizer as tokenizer_lib, transformer
+from seerjax.models import tokenizer as tokenizer_lib, transformer, weights
 from seerjax.ops import sampling, tiles
 from seerjax.types import Completion, Request
 
@@ -135,8 +135,9 @@ class Engine:
       kv_pool: where paused requests' keys go when their pages are needed; a default one if None.
 
     Raises:
-      ValueError: if slabs do not divide the model, pages do not fill splits exactly, `runner` was
-        made for something else, or free memory does not hold one context.
+      ValueError: if slabs do not divide the model, weights are not laid out for it in the compute
+        dtype or not finite, the key is not of `numerics.key`'s kind, pages do not fill splits
+        exactly, `runner` was made for something else, or free memory does not hold one context.
     """
     numerics = transformer.numerics_for(model, numerics)
     numerics_lib.require_key(key, what="Engine.key")
@@ -160,7 +161,7 @@ class Engine:
         " own model, numerics and mesh; share a Runner only between equals."
       )
     self._runner = runner
-    self._params = self._runner.place_params(params)
+    self._params = self._placed(params, "Engine.params")
     config = sizes.fitted(
       config, model, numerics, free_bytes=sizes.free_bytes(runner.mesh)
     )
@@ -425,7 +426,8 @@ class Engine:
     """Replaces the weights and drops every page written with the old ones.
 
     Raises:
-      ValueError: if requests are running, whose tokens would come from two policies.
+      ValueError: if requests are running, whose tokens would come from two policies, or if weights
+        are not the model's in the numerics' layout and dtype, or not finite; the old ones stay.
     """
     checks.whole("Engine.set_params: policy_version", policy_version, 0, None, "count updates")
     if self._live:
@@ -433,9 +435,17 @@ class Engine:
         f"Engine.set_params: got {len(self._live)} unfinished requests, expected none (a completion"
         " comes from one policy_version); finish or cancel them."
       )
-    self._params = self._runner.place_params(params)
+    self._params = self._placed(params, "Engine.set_params: params")
     self.policy_version = policy_version
     self.memory.forget_all()
+
+  def _placed(self, params: transformer.Params, what: str) -> transformer.Params:
+    """Returns weights on the mesh; refuses others than the fingerprint names."""
+    weights.check(params, self.model, self.numerics, dtype=self.numerics.dtype, what=what)
+    numerics_lib.require_finite(
+      params, what=what, remedy="nothing may be sampled from them: go back to an earlier checkpoint"
+    )
+    return self._runner.place_params(params)
 
   def poll_paused(self) -> list[str]:
     """Returns the requests whose chunk has ended, in that order; they hold their pages."""

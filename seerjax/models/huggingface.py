@@ -328,7 +328,7 @@ def save(
   Raises:
     FileExistsError: if the directory holds something and may not be replaced.
     OSError: if the disk has too little free space, with both numbers.
-    ValueError: if `params` is not laid out for `config`, or on another dtype.
+    ValueError: if `params` is not laid out for `config` or not finite, or on another dtype.
   """
   directory = pathlib.Path(os.path.abspath(directory))
   if dtype not in numerics_lib.DTYPES:
@@ -337,6 +337,9 @@ def save(
     )
   _check_layout(params, config)
   check_target(directory, overwrite, CONFIG_FILE)
+  numerics_lib.require_finite(
+    params, what="save: params", remedy="export an earlier step, whose weights are whole"
+  )
   if max_shard_bytes < 1:
     raise ValueError(
       f"save: got max_shard_bytes={max_shard_bytes}, expected at least 1; 5 GB are usual."

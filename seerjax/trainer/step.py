@@ -29,7 +29,7 @@ import optax
 
 from seerjax import numerics as numerics_lib, parallel
 from seerjax.array_typing import Array
-from seerjax.models import lora, transformer
+from seerjax.models import lora, transformer, weights
 from seerjax.trainer import losses, packing, plan as plan_lib
 from seerjax.types import TokenScores, TrainBatch, TrainState
 
@@ -172,7 +172,18 @@ class Trainer:
     `params` are the f32 masters of what learns: all weights, or an adapter of `models.lora`. They
     are copied, for `update` gives up the state that it is handed.
     """
+    if "embed" in params:
+      what = "Trainer.init: params"
+      weights.check(params, self.model, self.numerics, dtype=jnp.float32, what=what)
+    numerics_lib.require_finite(
+      params, what="Trainer.init: params", remedy="begin from weights that are whole"
+    )
     return first_state(params, self.optimizer)
+
+  def _placed(self, params: transformer.Params, what: str) -> transformer.Params:
+    """Returns weights on the whole mesh; refuses others than the fingerprint names."""
+    weights.check(params, self.model, self.numerics, dtype=self.numerics.dtype, what=what)
+    return jax.device_put(params, jax.sharding.NamedSharding(self.mesh, jax.P()))
 
   @functools.cached_property
   def _gradient(self):
@@ -298,10 +309,11 @@ class Trainer:
       metrics, scores f32[m, n]).
 
     Raises:
-      ValueError: if the loss needs `reference_logprobs` and they are None.
+      ValueError: if the loss needs `reference_logprobs` and they are None, or weights are not the
+        model's in the numerics' layout and dtype.
     """
+    params = self._placed(params, "Trainer.gradient: params")
     num_micro, num_rows = batch.targets.shape
-    params = jax.device_put(params, jax.sharding.NamedSharding(self.mesh, jax.P()))
     width = self.mesh.shape[parallel.INSTANCE_AXIS]
     zeros = np.zeros((num_micro, num_rows), np.float32)
     micro = MicroBatch(
@@ -374,8 +386,8 @@ class Trainer:
     Returns:
       f32[m, n]; bit for bit what `gradient` gives for the same weights.
     """
+    params = self._placed(params, "Trainer.scores: params")
     num_micro = batch.targets.shape[0]
-    params = jax.device_put(params, jax.sharding.NamedSharding(self.mesh, jax.P()))
     width = self.mesh.shape[parallel.INSTANCE_AXIS]
     seen = batch._replace(behaviour_logprobs=None, raw_logprobs=None)
     parts = []
@@ -395,8 +407,18 @@ class Trainer:
     """Applies one gradient; returns the new state and the norms of gradient and update.
 
     `state` is given up: its arrays are gone afterwards.
+
+    Raises:
+      ValueError: if the new weights are not finite, so that nobody publishes or saves them.
     """
-    return self._update(state, gradient)
+    state, norms = self._update(state, gradient)
+    numerics_lib.require_finite(
+      state.params,
+      what=f"Trainer.update: weights after a gradient of norm {float(norms['grad_norm']):g}",
+      remedy="go on from the last checkpoint with a lower OptimizerConfig.learning_rate or"
+      " max_gradient_norm",
+    )
+    return state, norms
 
 
 def first_state(params: Any, optimizer: optax.GradientTransformation) -> TrainState:

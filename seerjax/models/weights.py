@@ -1,0 +1,103 @@
+"""Whether weights are those of a model and of its numerics: path by path, before they are run.
+
+Other slabs, another dtype or a leaf too many compute without an error, but other bits than the
+fingerprint promises; weights that are not finite say nothing worth sampling.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from seerjax import numerics as numerics_lib
+from seerjax.models import transformer
+
+# Of what an adapter stands beside; `models.lora`.
+ADAPTED = {"qkv_lora": "qkv", "gate_up_lora": "gate_up", "out_lora": "out", "down_lora": "down"}
+WHOLE_INPUTS = ("qkv_lora", "gate_up_lora")
+
+
+def check(
+  params: Any,
+  model: transformer.TransformerConfig,
+  numerics: numerics_lib.NumericsConfig,
+  *,
+  dtype: Any,
+  what: str,
+) -> None:
+  """Refuses weights that are not laid out as the model's, with or without adapters.
+
+  Args:
+    params: of `transformer.forward`; adapters as `lora.attach` puts them.
+    model: shape of the model.
+    numerics: its `reduction_shards` decides the layout.
+    dtype: of every weight; an adapter's scale is float32 in any.
+    what: the argument, for the message.
+
+  Raises:
+    ValueError: naming the first path that differs, what is there and what should be.
+  """
+  expected = transformer.shapes(model, transformer.numerics_for(model, numerics).reduction_shards)
+  dtype = jnp.dtype(dtype)
+  wanted = _described(expected, dtype)
+  found = _described(_one_by_one(params), None)
+  for path, value in found.items():
+    names = tuple(key.key for key in path if isinstance(key, jax.tree_util.DictKey))
+    if len(names) == 3 and names[1] in ADAPTED:
+      wanted[path] = _of_adapter(path, value, names, expected, dtype)
+  for path in sorted({*wanted, *found}, key=jax.tree_util.keystr):
+    got, should = found.get(path, "nothing"), wanted.get(path, "nothing")
+    if got != should:
+      slabs = jax.tree.leaves(expected["layers"])[1].shape[0]
+      raise ValueError(
+        f"{what}{jax.tree_util.keystr(path)}: got {_word(got)}, expected {_word(should)} in a"
+        f" {model.family} model of {model.num_layers} layers with reduction_shards={slabs} in"
+        f" {dtype.name}; make weights for these numerics (huggingface.load or transformer.init) and"
+        " compute_params of them."
+      )
+
+
+def _one_by_one(params: Any) -> Any:
+  """Returns shapes of the layers one by one, also of those that are `transformer.stacked`."""
+  layers = params.get("layers") if isinstance(params, dict) else None
+  if not isinstance(layers, dict):
+    return params
+
+  def at(index: int, leaf: Any) -> Any:
+    is_there = leaf.ndim and index < leaf.shape[0]
+    return jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype) if is_there else None
+
+  most = max((leaf.shape[0] for leaf in jax.tree.leaves(layers) if leaf.ndim), default=0)
+  parts = [jax.tree.map(lambda leaf, i=i: at(i, leaf), layers) for i in range(most)]
+  return {**params, "layers": parts}
+
+
+def _described(tree: Any, dtype: Any) -> dict[Any, Any]:
+  """Returns (shape, dtype) by path; None for what is no array."""
+  leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
+  return {
+    path: (tuple(leaf.shape), jnp.dtype(leaf.dtype if dtype is None else dtype))
+    if hasattr(leaf, "dtype") and hasattr(leaf, "shape") else type(leaf).__name__
+    for path, leaf in leaves
+  }  # fmt: skip
+
+
+def _of_adapter(path: Any, value: Any, names: tuple[str, ...], expected: Any, dtype: Any) -> Any:
+  """Returns what an adapter's leaf of this rank should be."""
+  index, (_, name, part) = path[1].idx, names
+  if part == "scale":
+    return (), jnp.dtype(jnp.float32)
+  if part not in ("a", "b") or isinstance(value, str) or index >= len(expected["layers"]):
+    return "nothing"
+  shape = value[0]
+  slabs, rows, columns = expected["layers"][index][ADAPTED[name]].shape
+  rank = (shape[-1] if part == "a" else shape[-2]) if len(shape) >= 2 else 0
+  sizes = (rows, rank) if part == "a" else (rank, columns)
+  is_sliced = (part == "b") == (name in WHOLE_INPUTS)
+  return (slabs, *sizes) if is_sliced else sizes, dtype
+
+
+def _word(value: Any) -> str:
+  return value if isinstance(value, str) else f"{value[1].name}{list(value[0])}"
