@@ -165,6 +165,30 @@ def prepare(
   return task, policy
 
 
+def check_model(
+  config: rl.RunConfig, policy: rl.Policy, programs: rl.Programs, *, bitwise: bool
+) -> None:
+  """Says whether the run's own model, buckets and trainer are invariant here.
+
+  Raises:
+    ValueError: with `bitwise`, if they are not.
+  """
+  config = rl.for_model(config, policy.model)
+  params = rl.initial_state(config, policy).params
+  finding = self_test.measure_model(
+    policy.model,
+    rl.running_weights(config, params, rl.frozen_weights(config, policy)),
+    numerics=config.numerics,
+    config=config.engine,
+    runner=programs.runner,
+    trainer=programs.trainer,
+    pack=functools.partial(rl.pack, config),
+  )
+  print(f"of this run's model: {finding}", flush=True)
+  if bitwise:
+    self_test.require_model(finding, config.numerics)
+
+
 def saved(rows: Sequence[Mapping[str, float]]) -> str:
   """Returns one line on what the scheduler and drafts did in the rows of metrics.jsonl."""
   total = {
@@ -226,6 +250,10 @@ def learn(argv: list[str]) -> None:
   config = on_these_devices(config)
   with progress_lib.Progress(say) as progress, progress.phase("getting ready"):
     task, policy = prepare(config, directory, resume=args.resume, bitwise=args.bitwise)
+  # Before the run, whose programs it compiles.
+  programs = rl.make_programs(config, policy.model)
+  with progress_lib.Progress(say) as progress, progress.phase("asking the model twice"):
+    check_model(config, policy, programs, bitwise=args.bitwise)
   result = rl.train(
     config,
     policy,
@@ -234,6 +262,7 @@ def learn(argv: list[str]) -> None:
     resume=args.resume,
     accept_new_numerics=args.accept_new_numerics,
     say=say,
+    programs=programs,
   )
   with progress_lib.Progress(say) as progress, progress.phase("writing the model and the report"):
     huggingface.save(

@@ -9,12 +9,14 @@ scores that differ are counted:
     decode    one row at a time, over pages                as the engine continues a prompt
 
 Sequences lie across the end of the first split (what comes before them are pages of zeros), so that
-merging is measured too. Two programs are compiled for it, which takes seconds. The measurement can
-show that a backend is unfit; that it is fit is what the tests of the contract show.
+merging is measured too. Two programs are compiled for it, which takes seconds. What depends on a
+model's own sizes, buckets and noise shows in that model alone: `measure_model` asks a run's own.
+Both can show that a backend is unfit; that it is fit is what the tests of the contract show.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 import dataclasses
 import functools
 from typing import Any
@@ -23,12 +25,26 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from seerjax import numerics as numerics_lib
+from seerjax import numerics as numerics_lib, parallel
+from seerjax.engine import engine as engine_lib, runner as runner_lib
 from seerjax.models import transformer
 from seerjax.ops import logprobs, rotary, sampling, tiles
-from seerjax.types import SamplingParams, TokenBatch, TokenScores
+from seerjax.trainer import losses, step as step_lib
+from seerjax.types import (
+  Completion,
+  Problem,
+  Request,
+  Rollout,
+  RolloutGroup,
+  SamplingParams,
+  TokenBatch,
+  TokenScores,
+  TrainBatch,
+  Verdict,
+)
 
 SEQUENCE = 6  # Positions of one sequence.
+MODEL_TOKENS = 4  # Tokens that each request of `measure_model` says.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -230,6 +246,141 @@ def measure(numerics: numerics_lib.NumericsConfig) -> Finding:
     num_differing=sum(bad for _, bad, _ in compared),
     by_comparison=compared,
   )
+
+
+def measure_model(
+  model: transformer.TransformerConfig,
+  params: transformer.Params,
+  *,
+  numerics: numerics_lib.NumericsConfig,
+  config: engine_lib.EngineConfig,
+  runner: runner_lib.Runner | None = None,
+  trainer: step_lib.Trainer | None = None,
+  pack: Callable[[Sequence[RolloutGroup], np.ndarray], TrainBatch] | None = None,
+) -> Finding:
+  """Counts the bits that company, bucket and gradient change of what a run's own model says.
+
+  A few short requests are sampled, noise included, each alone in the smallest row bucket, then side
+  by side in every bucket; the trainer then scores what they said, under the gradient. With the
+  run's `runner` and `trainer` nothing is compiled that the run does not need.
+
+  Args:
+    model: shape of the model.
+    params: that are going to be run (`transformer.compute_params`).
+    numerics: the run's.
+    config: the run's engine.
+    runner: of the run; its own if None.
+    trainer: of the run; None compares engines alone.
+    pack: makes the trainer's batches, `(groups, advantages f32[b, g])`; needed with a trainer.
+
+  Raises:
+    ValueError: as `Engine`.
+  """
+  numerics = transformer.numerics_for(model, numerics)
+  context = min(config.max_context, model.max_context)
+  requests = _requests(model, numerics, context)
+  if runner is None:
+    runner = runner_lib.Runner(model, numerics, parallel.make_mesh(), len(config.row_buckets))
+
+  def answers(requests: Sequence[Request], bucket: int) -> list[Completion]:
+    last = config.row_buckets[-1]
+    engine = engine_lib.Engine(
+      model,
+      params,
+      numerics=numerics,
+      # Steps of this bucket, in the arrays that the run has: those of the copies follow the last.
+      config=dataclasses.replace(config, row_buckets=tuple(sorted({bucket, last}))),
+      key=numerics_lib.key(0),
+      runner=runner,
+    )
+    return engine.generate(requests)
+
+  alone = [answers([request], config.row_buckets[0])[0] for request in requests]
+  compared = [
+    (f"bucket {bucket}", _num_differing(answers(requests, bucket), alone), _num_values(alone))
+    for bucket in config.row_buckets
+  ]
+  if trainer is not None:
+    assert pack is not None
+    verdict = Verdict(reward=0.0, correct=False, well_formed=True)
+    rollouts = [
+      Rollout(request=request, completion=completion, verdict=verdict)
+      for request, completion in zip(requests, alone, strict=True)
+    ]
+    problem = Problem(problem_id="self_test", prompt="")
+    group = RolloutGroup(group_index=0, problem=problem, rollouts=tuple(rollouts))
+    batch = pack([group], np.zeros((1, len(rollouts)), np.float32))
+    reference = None
+    if trainer.loss.kl_coefficient:
+      reference = np.asarray(trainer.scores(params, batch).logprob)
+    _, _, scores = trainer.gradient(params, batch, losses.denominators(batch), None, reference)
+    mask = np.asarray(batch.loss_mask)
+    bad = int(np.sum((scores.logprob != batch.behaviour_logprobs)[mask]))
+    bad += int(np.sum((scores.raw_logprob != batch.raw_logprobs)[mask]))
+    compared.append(("trainer", bad, 2 * int(mask.sum())))
+  return Finding(
+    num_values=sum(count for _, _, count in compared),
+    num_differing=sum(bad for _, bad, _ in compared),
+    by_comparison=tuple(compared),
+  )
+
+
+def _requests(
+  model: transformer.TransformerConfig, numerics: numerics_lib.NumericsConfig, context: int
+) -> list[Request]:
+  """A few requests of lengths about the query tile, each with sampling of its own."""
+  rng = np.random.default_rng(2)
+  tile = numerics.query_tile
+  kinds = (SamplingParams(), SamplingParams(temperature=0.7, top_p=0.9), SamplingParams(top_k=3))
+  requests = []
+  for index, length in enumerate((1, tile, tile + 1, 2 * tile + 1)):
+    prompt = rng.integers(0, model.vocab_size, max(1, min(length, context - MODEL_TOKENS)))
+    sampling = dataclasses.replace(
+      kinds[index % len(kinds)], max_tokens=min(MODEL_TOKENS, context - len(prompt))
+    )
+    requests.append(
+      Request(
+        request_id=str(index), prompt=tuple(prompt.tolist()), sampling=sampling, seed=index
+      )
+    )
+  return requests
+
+
+def _num_values(completions: Sequence[Completion]) -> int:
+  return sum(3 * len(completion.tokens) for completion in completions)
+
+
+def _num_differing(found: Sequence[Completion], wanted: Sequence[Completion]) -> int:
+  """Returns how many tokens and log-probabilities differ; all that follow another token do."""
+  count = 0
+  for one, other in zip(found, wanted, strict=True):
+    for left, right in (
+      (one.tokens, other.tokens),
+      (one.behaviour_logprobs, other.behaviour_logprobs),
+      (one.raw_logprobs, other.raw_logprobs),
+    ):
+      same = np.asarray(left) == np.asarray(right)
+      count += int(np.sum(~same))
+  return count
+
+
+def require_model(finding: Finding, numerics: numerics_lib.NumericsConfig) -> None:
+  """Refuses a model whose own bits depend on company here.
+
+  Args:
+    finding: of `measure_model`.
+    numerics: that were measured.
+
+  Raises:
+    ValueError: with the finding.
+  """
+  if not finding.is_invariant:
+    raise ValueError(
+      f"self_test: got a model of which, in {numerics.implementation} {numerics.compute_dtype} on"
+      f" {jax.devices()[0].device_kind}, {finding}; expected 0 that differ. Set"
+      " NumericsConfig.implementation='tiled' or another row_tile, or pass --bitwise=False to go on"
+      " without equal bits."
+    )
 
 
 def describe(numerics: numerics_lib.NumericsConfig) -> str:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-import jax
-import pytest
+import functools
 
-from seerjax import self_test
+import jax
+import jax.numpy as jnp
+import pytest
+import tiny_model
+
+from seerjax import parallel, self_test
+from seerjax.engine import engine as engine_lib, runner as runner_lib
 from seerjax.numerics import NumericsConfig
+from seerjax.trainer import losses, packing, step as step_lib
 
 TILED = NumericsConfig(row_tile=16, query_tile=4, kv_split=64)
 UNTILED = NumericsConfig(row_tile=16, query_tile=4, kv_split=64, implementation="untiled")
@@ -51,3 +57,62 @@ def test_a_finding_names_the_comparisons_that_differ():
     num_values=30, num_differing=4, by_comparison=(("alone", 4, 10), ("decode", 0, 20))
   )
   assert str(finding) == "rows are NOT invariant: 4 of 30 values differ (alone 4 of 10)"
+
+
+SIZES = engine_lib.EngineConfig(
+  page_size=8, num_pages=17, max_sequences=4, max_context=32, row_buckets=(3, 24)
+)
+
+
+@functools.cache
+def runner():
+  return runner_lib.Runner(tiny_model.SMALLEST, tiny_model.ONE_SLAB, parallel.make_mesh(), 2)
+
+
+class Leaning(runner_lib.Runner):
+  """Steps of the large bucket score an ulp higher."""
+
+  def step(self, params, pages, inputs, key):
+    pages, tokens, scores = runner().step(params, pages, inputs, key)
+    if inputs.batch.tokens.shape[1] > 16:
+      scores = scores._replace(logprob=jnp.nextafter(scores.logprob, jnp.float32(1)))
+    return pages, tokens, scores
+
+
+def of_model(runner, **changes):
+  return self_test.measure_model(
+    tiny_model.SMALLEST,
+    tiny_model.random_params(tiny_model.SMALLEST, tiny_model.ONE_SLAB),
+    numerics=tiny_model.ONE_SLAB,
+    config=SIZES,
+    runner=runner,
+    **changes,
+  )
+
+
+def test_the_model_at_hand_is_asked_in_every_bucket_and_refused_for_an_ulp():
+  finding = of_model(runner())
+  # Four requests of four tokens: the token and two numbers.
+  assert finding.by_comparison == (("bucket 3", 0, 48), ("bucket 24", 0, 48))
+  self_test.require_model(finding, tiny_model.ONE_SLAB)
+
+  leaning = Leaning(tiny_model.SMALLEST, tiny_model.ONE_SLAB, parallel.make_mesh(), 2)
+  finding = of_model(leaning)
+  assert {name: bad for name, bad, _ in finding.by_comparison}["bucket 24"] > 0
+  with pytest.raises(ValueError, match="got a model of which, in tiled float32 .*rows are NOT"):
+    self_test.require_model(finding, tiny_model.ONE_SLAB)
+
+
+@pytest.mark.long
+def test_the_trainer_is_asked_what_the_model_at_hand_said():
+  sizes = dict(numerics=tiny_model.ONE_SLAB, page_size=8, rows_per_micro_batch=64)
+  layout = packing.layout(**sizes)
+  trainer = step_lib.Trainer(
+    tiny_model.SMALLEST, tiny_model.ONE_SLAB, losses.dapo(),
+    step_lib.make_optimizer(step_lib.OptimizerConfig()), parallel.make_mesh(), layout.num_pages, 8,
+  )  # fmt: skip
+  pack = functools.partial(packing.pack, **sizes)
+  assert of_model(runner(), trainer=trainer, pack=pack).by_comparison[-1] == ("trainer", 0, 32)
+  leaning = Leaning(tiny_model.SMALLEST, tiny_model.ONE_SLAB, parallel.make_mesh(), 2)
+  found = of_model(leaning, trainer=trainer, pack=pack).by_comparison[-1]
+  assert found[0] == "trainer" and 0 < found[1] < 32

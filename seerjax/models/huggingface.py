@@ -337,9 +337,6 @@ def save(
     )
   _check_layout(params, config)
   check_target(directory, overwrite, CONFIG_FILE)
-  numerics_lib.require_finite(
-    params, what="save: params", remedy="export an earlier step, whose weights are whole"
-  )
   if max_shard_bytes < 1:
     raise ValueError(
       f"save: got max_shard_bytes={max_shard_bytes}, expected at least 1; 5 GB are usual."
@@ -356,6 +353,9 @@ def save(
   # Headers and JSON files: far below 1 KiB a tensor.
   others = 2**16 + 1024 * len(sizes) + sum(len(content) for content in token_files.values())
   _require_space(directory.parent, sum(sizes.values()) + others)
+  numerics_lib.require_finite(
+    params, what="save: params", remedy="export an earlier step, whose weights are whole"
+  )
 
   with whole_directory(directory) as partial:
     _write_weights(partial, params, plan, sizes, dtype, max_shard_bytes)
