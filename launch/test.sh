@@ -88,15 +88,15 @@ environment_for() {
   environment "$2" "$3" "launch/locks/runtime-$1.txt" "launch/locks/dev-$1.txt"
 }
 
-# parity MINOR DIR: adds torch and transformers where this machine can install and import them.
+# parity MINOR DIR: adds torch, transformers and peft where this machine can install and import them.
 #
 # Not a failure where it cannot: the parity tests then skip, and say so.
 parity() {
   [ -f "launch/locks/parity-$1.txt" ] || return 0
   if ! environment "$2" "$3" "launch/locks/parity-$1.txt" ||
-    ! "$2/bin/python" -c 'import torch, transformers' 2>/dev/null; then
+    ! "$2/bin/python" -c 'import peft, torch, transformers' 2>/dev/null; then
     say "parity tests will skip: no CPU build of torch could be installed for Python $1"
-    "$2/bin/python" -m pip uninstall --quiet --yes torch transformers >/dev/null 2>&1
+    "$2/bin/python" -m pip uninstall --quiet --yes accelerate peft torch transformers >/dev/null 2>&1
     rm -f "$2/seerjax/parity-$1.txt"
   fi
 }

@@ -18,7 +18,7 @@ import tiny_model
 
 from seerjax import parallel
 from seerjax.engine import engine as engine_lib, runner as runner_lib
-from seerjax.models import lora, transformer
+from seerjax.models import lora, transformer, weights
 from seerjax.ops import rotary
 from seerjax.trainer import losses, packing, step as step_lib
 from seerjax.types import Problem, Request, Rollout, RolloutGroup, SamplingParams, Verdict
@@ -301,3 +301,19 @@ def test_a_loop_needs_pages_in_one_pool():
     jax.eval_shape(run, params, batch, pages)
   with pytest.raises(ValueError, match="page_size: got 12, expected a divisor of kv_split=16"):
     run(params, batch, transformer.ScratchPages(num_pages, 12))
+
+
+@pytest.mark.parametrize(
+  ("change", "message"),
+  [
+    (lambda leaf: leaf[:-1], r"params.*'layers'.*\[8\].*got nothing, expected float32"),
+    (lambda leaf: leaf.astype(jnp.bfloat16), r"'layers'.*\[0\].*got bfloat16.*expected float32"),
+  ],
+)
+def test_weights_in_a_loop_are_refused_by_the_path_of_a_layer(change, message):
+  params = deep_params(DEEP_NUMERICS)
+  check = functools.partial(weights.check, model=DEEP, numerics=DEEP_NUMERICS, dtype=jnp.float32)
+  check(params, what="params")
+  changed = {**params, "layers": jax.tree.map(change, params["layers"])}
+  with pytest.raises(ValueError, match=message):
+    check(changed, what="params")
