@@ -325,10 +325,10 @@ class Engine:
     except BaseException as error:
       at, self._at = self._at, None
       self._start_over(at)
-      is_ours = at is None or at[0].request.request_id not in self._live
-      if at is None or is_ours or not isinstance(error, Exception):
+      is_nobodys = at is None or at[0].request.request_id not in self._live
+      if at is None or is_nobodys or not isinstance(error, Exception):
         raise
-      self._fail(*at, error)
+      self._fail(at[0], at[1], error)
     updates, self._updates = self._updates, []
     return updates
 
