@@ -32,6 +32,7 @@ from seerjax.trainer import losses, packing, step
 from seerjax.types import Completion, Request, Rollout
 
 MAX_STEPS = 3000
+MAX_IDLE = 100  # Steps in which nobody says anything.
 
 
 class Schedule:
@@ -77,6 +78,7 @@ class Schedule:
     )
 
   def run(self) -> dict[str, Completion]:
+    idle = 0
     for now in range(MAX_STEPS):
       due = [entry for entry in self.todo if entry[0] <= now]
       self.todo = [entry for entry in self.todo if entry[0] > now]
@@ -84,7 +86,9 @@ class Schedule:
         self._submit(request, said)
       self._disturb(now)
       self._resume()
-      self.engine.step()
+      idle = 0 if self.engine.step() else idle + 1
+      if idle > MAX_IDLE:
+        self._make_room()
       for completion in self.engine.poll():
         self.found[completion.request_id] = completion
         del self.live[completion.request_id]
@@ -92,6 +96,13 @@ class Schedule:
         self._end()
         return self.found
     raise AssertionError(f"got {len(self.live)} unfinished requests after {MAX_STEPS} steps")
+
+  def _make_room(self) -> None:
+    """What a scheduler does: requests between chunks may hold what each other waits for."""
+    holding = [name for name in sorted(self.live) if self.engine.held_pages(name)]
+    if holding:
+      self.engine.preempt(holding[-1])
+      self.events["waited for each other"] += 1
 
   def _submit(self, request: Request, said: Completion | None = None) -> None:
     rng, case = self.rng, self.case
