@@ -104,39 +104,80 @@ def within_share(lengths: np.ndarray) -> float:
 
 
 def read_trace(path: str | os.PathLike[str]) -> np.ndarray:
-  """Returns i64[g, n] lengths of a public per-prompt trace: JSON lines with a list `output` each.
+  """Returns i64[g, n] lengths of a public trace: JSON lines, of either of PolyTrace's forms.
 
-  Other fields (`step`, `ranks`, `local_index`, `input`, `n_sampling`) are not read.
+  One line a prompt (`packed_lengths_step_*.jsonl`): a list `output` of its requests' lengths. Other
+  fields (`step`, `ranks`, `local_index`, `input`, `n_sampling`) are not read.
+
+  One line a request of several turns (`multiturn_workload_step_*.jsonl`): its length is the sum of
+  `completion_tokens` over its `turns`; requests of equal `step` and `prompt_group_id` are a group,
+  by first line. Requests of a validation are left out. What tools add to the context, what the
+  engine had cached, and the times of either are not read: a request is one generation here.
 
   Raises:
-    ValueError: naming the line that is not a prompt's list of positive lengths, or differs in
-      their number from the first.
+    ValueError: naming the line that is neither, or of the other form than the first, or a group
+      whose number of lengths differs from the first's; or if there is no line.
   """
   path = pathlib.Path(path)
-  rows: list[list[int]] = []
+  groups: dict[object, list[int]] = {}
+  first_lines: dict[object, int] = {}
+  has_turns = False
   for number, line in enumerate(path.read_text().splitlines(), start=1):
     if not line.strip():
       continue
-    row = _outputs(line)
-    if not row or len(row) != len(rows[0] if rows else row):
+    if not groups:
+      has_turns = _request(line) is not None
+    found = _request(line) if has_turns else _prompt(line, number)
+    if found is None:
       raise ValueError(
         f"{path}: got {line[:60]!r} in line {number}, expected JSON with a list 'output' of"
-        f" {len(rows[0]) if rows else 'some'} positive lengths; mend or drop that line."
+        " positive lengths, or with 'step', 'prompt_group_id', 'validate' and a list 'turns' of"
+        " 'completion_tokens', all lines of one form; mend or drop that line."
       )
-    rows.append(row)
-  if not rows:
+    group, lengths = found
+    if lengths:
+      groups.setdefault(group, []).extend(lengths)
+      first_lines.setdefault(group, number)
+  if not groups:
     raise ValueError(f"{path}: got no line, expected one a prompt; is this the right file?")
+  rows = list(groups.values())
+  for group, row in groups.items():
+    if len(row) != len(rows[0]):
+      raise ValueError(
+        f"{path}: got {len(row)} lengths of the prompt that begins in line {first_lines[group]},"
+        f" expected {len(rows[0])} as of the first; a file of which a part is missing is not read,"
+        " so drop the prompts that are not whole."
+      )
   return np.array(rows, np.int64)
 
 
-def _outputs(line: str) -> list[int]:
-  """Returns the lengths of a line of a trace, none if it is not one."""
+_Found = tuple[object, list[int]] | None  # A group's key, and lengths of it.
+
+
+def _prompt(line: str, number: int) -> _Found:
+  """Returns all lengths of a prompt from its line of a trace, None if it is not one."""
   try:
     lengths = json.loads(line)["output"]
   except (ValueError, KeyError, TypeError):
-    return []
+    return None
   is_list = isinstance(lengths, list) and all(type(n) is int and n > 0 for n in lengths)
-  return lengths if is_list else []
+  return (number, lengths) if is_list and lengths else None
+
+
+def _request(line: str) -> _Found:
+  """Returns the length of a request of several turns, None if the line is not one.
+
+  The list of lengths is empty where the request is of a validation.
+  """
+  try:
+    fields = json.loads(line)
+    turns = [turn["completion_tokens"] for turn in fields["turns"]]
+    group, is_validation = (fields["step"], fields["prompt_group_id"]), fields["validate"]
+  except (ValueError, KeyError, TypeError):
+    return None
+  if any(type(n) is not int or n < 0 for n in (*turns, *group)) or sum(turns) < 1:
+    return None
+  return group, [] if is_validation else [sum(turns)]
 
 
 def _clipped_mean(mu: float, sigma: float, cap: int) -> float:

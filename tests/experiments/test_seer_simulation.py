@@ -57,6 +57,19 @@ def test_the_other_tables_by_hand():
   assert "| ours | 3.1 |" in seer_simulation.decision_table({"ours": 3.14})
 
 
+def test_drawn_workloads_are_compared_and_misses_named():
+  lines: list[str] = []
+  found = seer_simulation.drawn([0, 1], lines.append, [8, 15])
+  assert [len(row["ours"]) for row in found] == [2, 2] and len(lines) == 2
+  assert lines[0].startswith("drawn, 8: places scarce, rho ")
+  found[1]["ours"] = [1.02, 0.9]
+  text = seer_simulation.drawn_table(found)
+  low, high = next(b for b in seer_simulation.LIKENESS if b[0] <= found[1]["rho"] < b[1])
+  assert f"| KV | {low} to {high} | 1 | 0.960 | 0.960 | 1 | 2 | 0.900 | 1 | 1 |" in text
+  assert "1 workloads with a replay below 0.99:" in text
+  assert text.endswith(f"chunk {found[1]['chunk_tokens']}: 1.020, 0.900")
+
+
 def test_a_picture_is_drawn(tmp_path: pathlib.Path):
   seer_simulation.picture(made(), tmp_path / "gains.png")
   assert (tmp_path / "gains.png").stat().st_size > 1000

@@ -56,7 +56,8 @@ POLICIES = {
   "divided": Divided(chunk_tokens=5, min_pull_tokens=3),
   "context": ContextAware(chunk_tokens=7, routing=ByRoom(max_imbalance=0.1)),
   "oracle": Oracle(chunk_tokens=6),
-  "ours": Ours(chunk_tokens=5, num_pilots=2, fair_every=3, lookahead=2, min_pull_tokens=3),
+  "ours": Ours(chunk_tokens=5, fair_every=3, min_pull_tokens=3),
+  "ours, alike": Ours(chunk_tokens=5, min_correlation=-1.0, fair_every=3, min_pull_tokens=3),
 }
 
 

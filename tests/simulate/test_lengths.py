@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pathlib
 
 import numpy as np
@@ -81,12 +82,19 @@ def test_a_trace_is_read(tmp_path: pathlib.Path):
 
 @pytest.mark.parametrize(
   "line",
-  ['{"output": [1]}', '{"output": [1, 0]}', '{"output": [1, 2.5]}', '{"input": 1}', "no", "[1, 2]"],
+  ['{"output": [1, 0]}', '{"output": [1, 2.5]}', '{"output": []}', '{"input": 1}', "no", "[1, 2]"],
 )
 def test_a_line_that_is_no_prompt_is_refused(tmp_path: pathlib.Path, line: str):
   path = tmp_path / "trace.jsonl"
   path.write_text('{"output": [5, 6]}\n' + line)
-  with pytest.raises(ValueError, match=r"in line 2, expected JSON with a list 'output' of 2 posit"):
+  with pytest.raises(ValueError, match=r"in line 2, expected JSON with a list 'output' of posit"):
+    lengths_lib.read_trace(path)
+
+
+def test_a_prompt_with_another_number_of_lengths_is_refused(tmp_path: pathlib.Path):
+  path = tmp_path / "trace.jsonl"
+  path.write_text('{"output": [5, 6]}\n{"output": [1]}')
+  with pytest.raises(ValueError, match="got 1 lengths of the prompt that begins in line 2, expect"):
     lengths_lib.read_trace(path)
 
 
@@ -94,4 +102,44 @@ def test_an_empty_trace_is_refused(tmp_path: pathlib.Path):
   path = tmp_path / "trace.jsonl"
   path.write_text("\n")
   with pytest.raises(ValueError, match="got no line, expected one a prompt"):
+    lengths_lib.read_trace(path)
+
+
+def turns(group: object, *tokens: object, validate: bool = False, step: int = 0) -> str:
+  said = [dict(turn=i, completion_tokens=count, cached_tokens=7) for i, count in enumerate(tokens)]
+  return json.dumps(dict(step=step, prompt_group_id=group, validate=validate, turns=said))
+
+
+def test_a_trace_of_several_turns_is_read_group_by_group(tmp_path: pathlib.Path):
+  path = tmp_path / "turns.jsonl"
+  lines = [
+    turns(5, 40, 0, 131),
+    turns(3, 29),
+    turns(3, 77, validate=True),
+    turns(3, 1, 2, 3, 4),
+    turns(5, 8),
+    turns(5, 9, step=1),
+    turns(5, 10, step=1),
+  ]
+  path.write_text("\n".join(lines))
+  np.testing.assert_array_equal(lengths_lib.read_trace(path), [[171, 8], [29, 10], [9, 10]])
+
+
+@pytest.mark.parametrize(
+  "line",
+  [turns(0, 0), turns(0, -1, 3), turns("a", 3), turns(0, 2.5), turns(0), '{"output": [5]}'],
+)
+def test_a_line_that_is_no_request_of_several_turns_is_refused(tmp_path: pathlib.Path, line: str):
+  path = tmp_path / "turns.jsonl"
+  path.write_text(turns(0, 3) + "\n" + line)
+  with pytest.raises(
+    ValueError, match="in line 2, expected JSON .*all lines of one form; mend or"
+  ):
+    lengths_lib.read_trace(path)
+
+
+def test_a_trace_of_several_turns_with_groups_cut_off_is_refused(tmp_path: pathlib.Path):
+  path = tmp_path / "turns.jsonl"
+  path.write_text("\n".join([turns(0, 3), turns(0, 4), turns(1, 5)]))
+  with pytest.raises(ValueError, match="got 1 lengths of the prompt that begins in line 3, expect"):
     lengths_lib.read_trace(path)
