@@ -135,7 +135,7 @@ class Ours(Divided):
     below what one that has not finished has generated; `max_tokens` before the first has finished.
 
   Attributes:
-    routing: once lengths are alike; before, it is `ByPrefix()`.
+    routing: once lengths are alike, and with 16 instances or more; else it is `ByPrefix()`.
     min_correlation: see above, of whole lengths; 2 is always `Divided`.
     num_compared: groups, by arrival, whose lengths are compared.
     fair_every: once lengths are alike, each so many decisions the first that arrived goes first; 0
@@ -576,10 +576,9 @@ class _OurQueue:
 
   def decide(self, instances: Instances) -> Decision | None:
     if not self._is_alike:
-      if not self._likeness.is_at_least(self._config.min_correlation):
-        return self._by_arrival.decide(instances)
-      if not self._is_worth_it():
-        return self._by_arrival.decide(instances)
+      is_seen = self._likeness.is_at_least(self._config.min_correlation)
+      if not (is_seen and self._is_worth_it()):
+        return self._decide_by_arrival(instances)
       self._is_alike = True
       for group in self._groups.values():
         self._others.rank(group.index, -self.estimate(group))
@@ -592,6 +591,12 @@ class _OurQueue:
     if decision is not None:
       self._until_fair = self._config.fair_every if is_fair else self._until_fair - 1
     return decision
+
+  def _decide_by_arrival(self, instances: Instances) -> Decision | None:
+    if len(instances.num_pages) < _MANY_INSTANCES:
+      return self._by_arrival.decide(instances)
+    item = self._by_arrival.first()
+    return item and _place(item, instances, _Room(instances), self._config)
 
   def _is_worth_it(self) -> bool:
     """Returns whether enough waits, and has never run, that another order can matter."""
@@ -606,6 +611,10 @@ class _OurQueue:
     else:
       self._others.push(item)
 
+
+# Equal numbers of requests do not even out what many instances hold: the fullest of 32 is far above
+# the mean, and the rollout waits for it.
+_MANY_INSTANCES = 16
 
 # Of all requests: below these, what runs already decides when the rollout ends, and another order
 # only disturbs it.
