@@ -365,10 +365,7 @@ def _train(
       " share them only between equals."
     )
   trainer = programs.trainer
-  if line := chosen(given, config):
-    progress.say(line)
   memory = memory_plan(config, policy.model)
-  progress.say(memory.describe())
   state, step, before = initial_state(config, policy), 0, {}
   base = frozen_weights(config, policy)
   if resume:
@@ -424,6 +421,9 @@ def _train(
     for sentence in missing_records(directory, step, journal):
       progress.say(sentence)
     metrics.write_summary(directory / "config.json", settings | {"fingerprint": fingerprint})
+    if line := chosen(given, config):
+      progress.say(line)
+    progress.say(memory.describe())
     progress.say(engine.plan())
     with progress.phase("measuring the engine's steps"):
       engine.drafter = drafter_for(config, engine)

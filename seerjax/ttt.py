@@ -416,14 +416,11 @@ def _discover(
       "discover.programs: got programs of another config or model, expected rl.make_programs of"
       " these; share them only between runs of one shape."
     )
-  if line := rl.chosen(given, run):
-    progress.say(line)
   # The first weights are kept even where nothing pulls to them: how far they are is shown.
   run_with_base = dataclasses.replace(
     run, loss=dataclasses.replace(run.loss, kl_coefficient=1.0 if config.train else 0.0)
   )
   memory = rl.memory_plan(run_with_base, policy.model)
-  progress.say(memory.describe())
   state, step = rl.initial_state(run, policy), 0
   archive = first_archive(config, environment)
   start = archive_lib.best(archive).value
@@ -491,6 +488,9 @@ def _discover(
       policy_version=step,
       runner=programs.runner,
     )
+    if line := rl.chosen(given, run):
+      progress.say(line)
+    progress.say(memory.describe())
     progress.say(engine.plan())
     numbers_file = stack.enter_context(
       metrics.Writer(
