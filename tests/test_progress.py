@@ -6,10 +6,11 @@ import time
 
 import jax
 import jax.numpy as jnp
+import numba
 from numba.core import event as numba_events
 import pytest
 
-from seerjax import compiled, progress as progress_lib
+from seerjax import progress as progress_lib
 
 
 class Clock:
@@ -148,7 +149,7 @@ def test_a_compilation_is_named_as_long_as_it_lasts_and_by_a_thread_of_its_own()
 def test_what_numba_compiles_is_named_too():
   seen = []
 
-  @compiled.function
+  @numba.njit  # Not kept on disk, where the next session would find it.
   def counted_by_numba(count):
     total = 0
     for place in range(count):
