@@ -540,11 +540,13 @@ def _whole_tiles(batch: TokenBatch, numerics: numerics_lib.NumericsConfig) -> To
   """Returns the batch in whole tiles of rows and segments, as the engine's and trainer's are."""
   rows = tiles.whole_rows(batch.tokens.shape[0], numerics)
   segments = tiles.whole_segments(batch.segment_start.shape[0], numerics)
-  return TokenBatch(
-    *tiles.padded((batch.tokens, batch.positions, batch.slots), rows),
-    batch.num_rows,
-    *tiles.padded((batch.segment_start, batch.segment_length, batch.page_table), segments),
-    batch.num_segments,
+  return batch._replace(
+    tokens=tiles.padded(batch.tokens, rows),
+    positions=tiles.padded(batch.positions, rows),
+    slots=tiles.padded(batch.slots, rows),
+    segment_start=tiles.padded(batch.segment_start, segments),
+    segment_length=tiles.padded(batch.segment_length, segments),
+    page_table=tiles.padded(batch.page_table, segments),
   )
 
 

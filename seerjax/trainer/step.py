@@ -87,9 +87,9 @@ class OptimizerConfig:
 def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
   """Returns the optax chain: clip, Adam, decay, learning rate."""
 
-  def warming(count: Array) -> Array:
+  def warming(count: jax.typing.ArrayLike) -> Array:
     # Optax counts from 0. From zero, the first batch would teach nothing.
-    return config.learning_rate * jnp.minimum((count + 1) / config.warmup_steps, 1.0)
+    return config.learning_rate * jnp.minimum((jnp.asarray(count) + 1) / config.warmup_steps, 1.0)
 
   learning_rate = warming if config.warmup_steps else config.learning_rate
   return optax.chain(
