@@ -40,8 +40,8 @@ class NumericsConfig:
     implementation: "tiled" is the portable invariant path; "pallas" asks for the GPU kernels;
       "pallas_interpreted" is the same kernels on a CPU, for tests; "untiled" is plain XLA, whose
       rows depend on the batch (to measure what invariance costs).
-    row_tile: rows of the one compiled tile program of token-wise work. 16 suits small batches, 64
-      training-heavy runs.
+    row_tile: rows of the one compiled tile program of token-wise work, two at least. 16 suits small
+      batches, 64 training-heavy runs.
     query_tile: positions of one attention segment.
     slot_tile: pieces of attention (a segment and a split) that one compiled program takes.
     kv_split: positions of one split of the key/value reduction, aligned to absolute positions.

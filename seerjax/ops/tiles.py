@@ -49,7 +49,16 @@ def whole(count: int, tile: int) -> int:
 def whole_rows(count: int, numerics: numerics_lib.NumericsConfig) -> int:
   """Returns the rows that arrays of `count` rows are allocated for: whole tiles where rows go
   through them, else `count`."""
-  return whole(count, numerics.row_tile) if numerics.implementation == "tiled" else count
+  return whole(count, tile_rows(numerics)) if numerics.implementation == "tiled" else count
+
+
+def tile_rows(numerics: numerics_lib.NumericsConfig) -> int:
+  """Returns the rows of a tile, two at least: `row_tile`.
+
+  XLA makes a product of one row a sum and fuses it with what is around it, so that an adapter's
+  bits followed the number of devices.
+  """
+  return max(2, numerics.row_tile)
 
 
 def whole_segments(count: int, numerics: numerics_lib.NumericsConfig) -> int:
@@ -177,7 +186,7 @@ def map_rows(
   # A count that is known while tracing would give a known trip count.
   num_rows = lax.optimization_barrier(num_rows)
   functions = (function, function if gradient_of is None else gradient_of)
-  row_tile = None if numerics.uses_kernels else numerics.row_tile
+  row_tile = None if numerics.uses_kernels else tile_rows(numerics)
   return _map_rows(functions, row_tile, weights, rows, num_rows)
 
 

@@ -68,6 +68,14 @@ def test_no_model_of_three_hundred_cases_changes_a_bit(block, seed, tell_events)
   tell_events(f"block {block}", events, EVENTS)
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("number", [288])
+def test_what_the_long_run_found_is_mended(number):
+  # 288: an adapter in tiles of one row on four devices.
+  case = drawn_models.draw(73184206, number)
+  model_cases.run_case(case, collections.Counter(), trains=False)
+
+
 # What a process takes for its defaults.
 
 ENVIRONMENTS = (

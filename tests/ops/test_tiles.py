@@ -158,6 +158,22 @@ def test_a_row_has_its_bits_in_any_number_of_tiles(num_rows, is_known):
     np.testing.assert_array_equal(part, wanted[:num_rows])
 
 
+def test_a_tile_has_two_rows_at_least():
+  # A product of one row is fused with what is around it: an adapter's bits then followed the mesh.
+  shapes = set()
+
+  def function(weights, rows, one):
+    del weights, one
+    shapes.add(rows.shape)
+    return rows
+
+  alone = dataclasses.replace(NUMERICS, row_tile=1)
+  rows = array(3, 5)
+  out = tiles.map_rows(function, (), rows, jnp.int32(3), alone)
+  np.testing.assert_array_equal(out, rows)
+  assert shapes == {(2, 5)} and tiles.whole_rows(3, alone) == 4
+
+
 def test_values_under_a_gradient_have_the_same_bits():
   numerics = numerics_lib.NumericsConfig(row_tile=16)
   x, scale, w, tokens = network_arguments()

@@ -32,6 +32,7 @@ from seerjax.trainer import losses, packing, step
 from seerjax.types import Completion, Request, Rollout
 
 MAX_STEPS = 3000
+MAX_DISTURBED = 1000
 MAX_IDLE = 100  # Steps in which nobody says anything.
 
 
@@ -47,6 +48,7 @@ class Schedule:
   ):
     self.case, self.folder, self.events, self.kind = case, folder, events, kind
     self.rng = case.rng(2)
+    self.now = 0
     requests = drawn_models.requests_of(case)
     self.live: dict[str, Request] = {}
     self.found: dict[str, Completion] = {}
@@ -79,7 +81,8 @@ class Schedule:
 
   def run(self) -> dict[str, Completion]:
     idle = 0
-    for now in range(MAX_STEPS):
+    for self.now in range(MAX_STEPS):
+      now = self.now
       due = [entry for entry in self.todo if entry[0] <= now]
       self.todo = [entry for entry in self.todo if entry[0] > now]
       for _, request, said in due:
@@ -89,6 +92,7 @@ class Schedule:
       idle = 0 if self.engine.step() else idle + 1
       if idle > MAX_IDLE:
         self._make_room()
+        idle = 0
       for completion in self.engine.poll():
         self.found[completion.request_id] = completion
         del self.live[completion.request_id]
@@ -115,7 +119,9 @@ class Schedule:
     self.events["chunked prompts"] += len(request.prompt) > case.machine.sizes.row_buckets[-1]
 
   def _happens(self, kind: str) -> bool:
-    return self.rng.random() < self.case.rates[kind]
+    # Where everything is undone as fast as it is done, somebody has to stop.
+    is_over = self.now > MAX_DISTURBED
+    return kind == "resume" if is_over else self.rng.random() < self.case.rates[kind]
 
   def _some(self, names: list[str]) -> str:
     return names[int(self.rng.integers(len(names)))]
