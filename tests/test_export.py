@@ -134,7 +134,9 @@ def test_the_train_step_exports(model):
   )
   counts = losses.Denominators(f32(), f32())
   master = params_like(model, jnp.float32)
-  state = jax.eval_shape(trainer.init, master)
+  state = jax.eval_shape(
+    functools.partial(step.first_state, optimizer=trainer.optimizer), master
+  )
   assert isinstance(state, TrainState)
   for platform in PLATFORMS:
     export(trainer._gradient, platform, params_like(model, NUMERICS.dtype), micro, counts, master)

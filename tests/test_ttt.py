@@ -657,6 +657,7 @@ def sampled():
 def learn(sampled, state, base, objective=CONFIG.objective):
   config = dataclasses.replace(CONFIG, objective=objective)
   run = config.run(tiny_problem.Row())
+  state = jax.tree.map(jnp.copy, state)  # An update gives up the state that it is handed.
   return ttt.learn(config, run, programs(1).trainer, state, sampled, base)
 
 

@@ -22,7 +22,7 @@ def test_problems_are_the_same_on_every_machine():
   golden = json.loads((pathlib.Path(__file__).parent / "countdown_golden.json").read_text())
   assert len(golden) >= 6
   for entry in golden:
-    assert dataclasses.asdict(TASK.problem(entry["split"], entry["index"])) == entry["problem"]
+    assert TASK.problem(entry["split"], entry["index"]) == Problem(**entry["problem"])
 
 
 @pytest.mark.parametrize("split", countdown.SPLITS)

@@ -45,7 +45,7 @@ def test_problems_are_the_same_on_every_machine():
   golden = json.loads(GOLDEN.read_text())
   assert len(golden) >= 6
   for entry in golden:
-    assert dataclasses.asdict(TASK.problem(entry["split"], entry["index"])) == entry["problem"]
+    assert TASK.problem(entry["split"], entry["index"]) == Problem(**entry["problem"])
 
 
 def test_every_solution_is_judged_correct_and_every_line_is_true():
