@@ -14,6 +14,7 @@ from typing import Any
 
 import rich.progress
 
+from experiments import grpo
 from seerjax import metrics, rl, ttt
 from seerjax.tasks import problems
 from seerjax.tasks.discovery import Environment
@@ -127,17 +128,21 @@ def check_problems(names: Sequence[str]) -> None:
 def discovered(
   config: ttt.DiscoverConfig, environment: Environment, programs: dict[Any, rl.Programs]
 ) -> tuple[ttt.Discovery, list[dict[str, Any]]]:
-  """Returns a run of the tiny policy, and its metrics by step.
+  """Returns a run of the tiny policy, and its metrics by step; first asks a model of a new shape.
 
   Args:
     config: of the run.
     environment: the problem.
     programs: what earlier runs compiled, by shape; takes what this one compiles.
+
+  Raises:
+    ValueError: if the bits of what a new shape says depend on company here.
   """
   policy, run = ttt.tiny_policy(config, environment), config.run(environment)
   shape = (policy.model, run.rollout.max_tokens)
   if shape not in programs:
     programs[shape] = rl.make_programs(run, policy.model)
+    grpo.check_model(run, policy, programs[shape])
   with tempfile.TemporaryDirectory() as directory:
     found = ttt.discover(
       config,

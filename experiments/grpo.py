@@ -14,7 +14,7 @@ Hardware: 2 CPU cores, 3 GiB. Numbers: docs/results/grpo.md
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import functools
 import pathlib
@@ -166,27 +166,40 @@ def prepare(
 
 
 def check_model(
-  config: rl.RunConfig, policy: rl.Policy, programs: rl.Programs, *, bitwise: bool
+  config: rl.RunConfig,
+  policy: rl.Learner,
+  programs: rl.Programs,
+  *,
+  say: Callable[[str], None] = print,
+  bitwise: bool = True,
+  learns: bool = True,
 ) -> None:
   """Says whether the run's own model, buckets and trainer are invariant here.
+
+  Args:
+    config: the run, or what discovery shares with one.
+    policy: what is going to be sampled.
+    programs: of the run, which compile here.
+    say: takes one line for people.
+    bitwise: whether to refuse what is not invariant.
+    learns: whether the trainer is asked too.
 
   Raises:
     ValueError: with `bitwise`, if they are not.
   """
   config = rl.for_model(config, policy.model)
   params = rl.initial_state(config, policy).params
-  finding = self_test.measure_model(
+  self_test.check_model(
     policy.model,
     rl.running_weights(config, params, rl.frozen_weights(config, policy)),
     numerics=config.numerics,
     config=config.engine,
     runner=programs.runner,
-    trainer=programs.trainer,
+    trainer=programs.trainer if learns else None,
     pack=functools.partial(rl.pack, config),
+    say=say,
+    bitwise=bitwise,
   )
-  print(f"of this run's model: {finding}", flush=True)
-  if bitwise:
-    self_test.require_model(finding, config.numerics)
 
 
 def saved(rows: Sequence[Mapping[str, float]]) -> str:
@@ -251,9 +264,10 @@ def learn(argv: list[str]) -> None:
   with progress_lib.Progress(say) as progress, progress.phase("getting ready"):
     task, policy = prepare(config, directory, resume=args.resume, bitwise=args.bitwise)
   # Before the run, whose programs it compiles.
-  programs = rl.make_programs(config, policy.model)
+  begun = rl.as_begun(config, directory) if args.resume else config
+  programs = rl.make_programs(begun, policy.model)
   with progress_lib.Progress(say) as progress, progress.phase("asking the model twice"):
-    check_model(config, policy, programs, bitwise=args.bitwise)
+    check_model(begun, policy, programs, say=say, bitwise=args.bitwise)
   result = rl.train(
     config,
     policy,

@@ -265,7 +265,9 @@ def run(workload: Workload, directory: pathlib.Path) -> dict[str, dict[str, Any]
     f" {workload.num_pages - 1} pages of {workload.page_size} positions",
     flush=True,
   )
-  make_engine().step_seconds([1])  # Compiles, which no system should pay for.
+  # Compiles too, which no system should pay for.
+  self_test.check_model(policy.model, weights, numerics=numerics, config=config, runner=runner)
+  make_engine().step_seconds([1])
   results, rollouts, first = {}, {}, {}
   for name, (policy_of_system, drafts) in systems(workload).items():
     drafter = SuffixDrafter(SpeculationArgs(top_k=workload.paths)) if drafts else None

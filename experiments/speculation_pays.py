@@ -148,6 +148,13 @@ class Asker:
     self._num_posed = 0
     untiled = dataclasses.replace(job.numerics, implementation="untiled")
     tiled_runner = self._runner(job.numerics)
+    self_test.check_model(
+      self.policy.model,
+      transformer.compute_params(self.policy.params, job.numerics),
+      numerics=job.numerics,
+      config=job.engine,
+      runner=tiled_runner,
+    )
     self.plain = self._engine(job.numerics, tiled_runner)
     self.untiled = self._engine(untiled, self._runner(untiled))
     self.drafting = self._engine(job.numerics, tiled_runner)

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 import concurrent.futures
 import dataclasses
+import functools
 import math
 import multiprocessing
 import pathlib
@@ -27,7 +28,17 @@ import jax
 import numpy as np
 
 from experiments import configuration, grpo
-from seerjax import discovery_report, metrics, numerics, rl, self_test, stops, ttt, writers
+from seerjax import (
+  discovery_report,
+  metrics,
+  numerics,
+  progress as progress_lib,
+  rl,
+  self_test,
+  stops,
+  ttt,
+  writers,
+)
 from seerjax.engine import engine as engine_lib
 from seerjax.models import transformer
 from seerjax.rollout import rollout as rollout_lib, scheduler
@@ -221,6 +232,7 @@ def discover(argv: list[str]) -> None:
   """Runs what the flags say, and prints what came of it."""
   args = flags.FLAGS
   directory = pathlib.Path(args.workdir)
+  say = functools.partial(print, flush=True)
   configuration.check_arguments(argv)
   config = configuration.from_flags(ttt.DiscoverConfig, args.config)
   jax.config.update("jax_num_cpu_devices", config.num_instances)
@@ -240,6 +252,7 @@ def discover(argv: list[str]) -> None:
       f"--compare: got {environment.name}, which has neither a language of edits nor baselines,"
       " expected one of the two; leave the flag out."
     )
+  rl.check_directory(directory, resume=args.resume)
   policy, chosen = None, config.numerics
   if config.model != "tiny":
     grpo.say_memory(config.run(environment), config.model)  # Before gigabytes are read.
@@ -247,6 +260,13 @@ def discover(argv: list[str]) -> None:
     policy = ttt.Policy(loaded.model, loaded.params, loaded.tokenizer)
     chosen = transformer.numerics_for(loaded.model, config.numerics)
   print(self_test.describe(chosen), flush=True)
+  policy = ttt.tiny_policy(config, environment) if policy is None else policy
+  run = config.run(environment)
+  if args.resume:
+    run = rl.as_begun(run, directory)
+  programs = rl.make_programs(run, policy.model)
+  with progress_lib.Progress(say) as progress, progress.phase("asking the model twice"):
+    grpo.check_model(run, policy, programs, say=say, bitwise=args.bitwise, learns=config.train)
   try:
     found = ttt.discover(
       config,
@@ -255,7 +275,8 @@ def discover(argv: list[str]) -> None:
       policy=policy,
       resume=args.resume,
       accept_new_numerics=args.accept_new_numerics,
-      say=lambda line: print(line, flush=True),
+      say=say,
+      programs=programs,
     )
   except stops.Interrupted as stopped:
     print(f"{stopped}\nreport   {discovery_report.render(directory, environment)}")
@@ -299,6 +320,7 @@ if __name__ == "__main__":
   configuration.define_presets(PRESETS, "runs/ttt_discover")
   flags.DEFINE_bool("resume", False, "Carry on from the latest checkpoint in --workdir.")
   flags.DEFINE_bool("accept_new_numerics", False, "Resume under another fingerprint.")
+  flags.DEFINE_bool("bitwise", True, "Refuse to start where rows are not invariant.")
   flags.DEFINE_bool("check_problem", False, "Only look for mistakes in the problem.")
   flags.DEFINE_float("check_seconds", 600.0, "That --check_problem may take.", lower_bound=1.0)
   flags.DEFINE_bool(

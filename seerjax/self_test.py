@@ -378,9 +378,39 @@ def require_model(finding: Finding, numerics: numerics_lib.NumericsConfig) -> No
     raise ValueError(
       f"self_test: got a model of which, in {numerics.implementation} {numerics.compute_dtype} on"
       f" {jax.devices()[0].device_kind}, {finding}; expected 0 that differ. Set"
-      " NumericsConfig.implementation='tiled' or another row_tile, or pass --bitwise=False to go on"
-      " without equal bits."
+      " NumericsConfig.implementation='tiled' or another row_tile, or, where there is that flag,"
+      " pass --bitwise=False to go on without equal bits."
     )
+
+
+def check_model(
+  model: transformer.TransformerConfig,
+  params: transformer.Params,
+  *,
+  numerics: numerics_lib.NumericsConfig,
+  config: engine_lib.EngineConfig,
+  runner: runner_lib.Runner,
+  trainer: step_lib.Trainer | None = None,
+  pack: Callable[[Sequence[RolloutGroup], np.ndarray], TrainBatch] | None = None,
+  say: Callable[[str], None] = print,
+  bitwise: bool = True,
+) -> None:
+  """Says what `measure_model` finds of the model at hand, before anything is sampled of it.
+
+  Args:
+    model, params, numerics, config, runner, trainer, pack: as for `measure_model`.
+    say: takes one line for people.
+    bitwise: whether to refuse a model whose bits depend on company.
+
+  Raises:
+    ValueError: with `bitwise`, as `require_model`.
+  """
+  finding = measure_model(
+    model, params, numerics=numerics, config=config, runner=runner, trainer=trainer, pack=pack
+  )
+  say(f"of this run's model: {finding}")
+  if bitwise:
+    require_model(finding, numerics)
 
 
 def describe(numerics: numerics_lib.NumericsConfig) -> str:

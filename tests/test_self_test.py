@@ -103,6 +103,29 @@ def test_the_model_at_hand_is_asked_in_every_bucket_and_refused_for_an_ulp():
     self_test.require_model(finding, tiny_model.ONE_SLAB)
 
 
+def test_experiments_say_what_was_found_before_they_refuse_or_go_on():
+  said = []
+
+  def check(runner, **changes):
+    self_test.check_model(
+      tiny_model.SMALLEST,
+      tiny_model.random_params(tiny_model.SMALLEST, tiny_model.ONE_SLAB),
+      numerics=tiny_model.ONE_SLAB,
+      config=SIZES,
+      runner=runner,
+      say=said.append,
+      **changes,
+    )
+
+  check(runner())
+  assert said == ["of this run's model: rows are invariant: 0 of 96 values differ"]
+  leaning = Leaning(tiny_model.SMALLEST, tiny_model.ONE_SLAB, parallel.make_mesh(), 2)
+  with pytest.raises(ValueError, match="got a model of which, .*, where there is that flag, pass"):
+    check(leaning)
+  check(leaning, bitwise=False)
+  assert said[1] == said[2] and "rows are NOT invariant" in said[1]
+
+
 @pytest.mark.long
 def test_the_trainer_is_asked_what_the_model_at_hand_said():
   sizes = dict(numerics=tiny_model.ONE_SLAB, page_size=8, rows_per_micro_batch=64)
