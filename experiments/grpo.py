@@ -53,9 +53,7 @@ def main_job() -> rl.RunConfig:
     numerics=numerics_lib.NumericsConfig(
       query_tile=4, slot_tile=32, kv_split=64, reduction_shards=0
     ),
-    engine=engine_lib.EngineConfig(
-      page_size=32, max_sequences=64, max_context=512, row_buckets=(64, 512)
-    ),
+    engine=engine_lib.EngineConfig(page_size=32, max_sequences=64, max_context=512),
     rollout=rollout_lib.RolloutConfig(
       groups_per_step=48, group_size=8, temperature=1.0, max_tokens=216
     ),

@@ -41,6 +41,9 @@ from seerjax.rollout import rollout as rollout_lib
 from seerjax.tasks import base
 from seerjax.types import Completion, Request
 
+# Named, because untiled computes its whole bucket.
+ROW_BUCKETS = (64, 512)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Workload:
@@ -140,7 +143,9 @@ class Asker:
 
   def __init__(self, workload: Workload):
     self.workload = workload
-    job = dataclasses.replace(grpo.main_job(), num_instances=1)
+    job = grpo.main_job()
+    engine = dataclasses.replace(job.engine, row_buckets=ROW_BUCKETS)
+    job = dataclasses.replace(job, num_instances=1, engine=engine)
     self.policy = grpo.load_policy(workload.model, job.numerics)
     self._job = job = rl.for_model(job, self.policy.model)
     self._task = base.load(job.task)
@@ -300,7 +305,7 @@ def tables(workload: Workload, turns: Sequence[Turn]) -> str:
       f"| {batch} | {np.median(tokens / plain):,.0f} | {np.median(tokens / drafts):,.0f} |"
       f" {ratio.mean:.2f} | {ratio.low:.2f} to {ratio.high:.2f} |"
     )
-  buckets = ", ".join(map(str, grpo.main_job().engine.row_buckets))
+  buckets = ", ".join(map(str, ROW_BUCKETS))
   lines += [
     "",
     f"Untiled computes its whole row bucket: {buckets} rows.",

@@ -1135,9 +1135,11 @@ def for_model(config: RunConfig, model: transformer.TransformerConfig) -> RunCon
     rows=trainer.rows_per_micro_batch,
     sequences=trainer.sequences_per_micro_batch,
   )
+  numerics = transformer.numerics_for(model, config.numerics)
   return dataclasses.replace(
     config,
-    numerics=transformer.numerics_for(model, config.numerics),
+    numerics=numerics,
+    engine=sizes.with_buckets(config.engine, model, numerics),
     trainer=dataclasses.replace(
       trainer, rows_per_micro_batch=rows, sequences_per_micro_batch=sequences
     ),
@@ -1150,6 +1152,7 @@ def chosen(config: RunConfig, of_model: RunConfig) -> str:
     f"{field}={new}"
     for field, old, new in (
       ("numerics.reduction_shards", config.numerics, of_model.numerics),
+      ("engine.row_buckets", config.engine, of_model.engine),
       ("trainer.rows_per_micro_batch", config.trainer, of_model.trainer),
       ("trainer.sequences_per_micro_batch", config.trainer, of_model.trainer),
     )
@@ -1212,10 +1215,11 @@ def _layout(config: RunConfig) -> packing.Layout:
   return packing.layout(**_packing_arguments(config))
 
 
-def chosen_sizes(config: RunConfig) -> dict[str, int]:
+def chosen_sizes(config: RunConfig) -> dict[str, Any]:
   """Returns what the model decided, where the config left it open, for a resume."""
   return {
     "reduction_shards": config.numerics.reduction_shards,
+    "row_buckets": list(config.engine.row_buckets),
     "rows_per_micro_batch": config.trainer.rows_per_micro_batch,
     "sequences_per_micro_batch": config.trainer.sequences_per_micro_batch,
   }
@@ -1223,14 +1227,19 @@ def chosen_sizes(config: RunConfig) -> dict[str, int]:
 
 def as_begun(config: RunConfig, directory: pathlib.Path) -> RunConfig:
   """Returns the config of a resume, with what it leaves open as the run's checkpoint has it."""
-  sizes = checkpoint.read_host_state(directory / "checkpoints").get("sizes", {})
+  begun = checkpoint.read_host_state(directory / "checkpoints").get("sizes", {})
+  # JSON has lists.
+  begun = {name: tuple(size) if isinstance(size, list) else size for name, size in begun.items()}
 
   def filled(part: Any) -> Any:
-    open_fields = {name: sizes[name] for name in sizes if vars(part).get(name) == 0}
+    open_fields = {name: begun[name] for name in begun if vars(part).get(name) in (0, ())}
     return dataclasses.replace(part, **open_fields)
 
   return dataclasses.replace(
-    config, numerics=filled(config.numerics), trainer=filled(config.trainer)
+    config,
+    numerics=filled(config.numerics),
+    engine=filled(config.engine),
+    trainer=filled(config.trainer),
   )
 
 

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from seerjax import numerics as numerics_lib, parallel
-from seerjax.engine import engine as engine_lib, runner as runner_lib
+from seerjax.engine import engine as engine_lib, runner as runner_lib, sizes
 from seerjax.models import transformer
 from seerjax.ops import logprobs, rotary, sampling, tiles
 from seerjax.trainer import losses, step as step_lib
@@ -277,6 +277,7 @@ def measure_model(
     ValueError: as `Engine`.
   """
   numerics = transformer.numerics_for(model, numerics)
+  config = sizes.with_buckets(config, model, numerics)
   context = min(config.max_context, model.max_context)
   requests = _requests(model, numerics, context)
   if runner is None:

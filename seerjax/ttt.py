@@ -407,7 +407,9 @@ def _discover(
   if resume:
     given = rl.as_begun(given, directory)
   run = rl.for_model(given, policy.model)
-  config = dataclasses.replace(config, numerics=run.numerics, trainer=run.trainer)
+  config = dataclasses.replace(
+    config, numerics=run.numerics, engine=run.engine, trainer=run.trainer
+  )
   fingerprint = numerics_lib.fingerprint(config.numerics)
   own_programs = rl.make_programs(run, policy.model)  # Nothing is compiled yet.
   programs = own_programs if programs is None else programs

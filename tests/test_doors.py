@@ -415,7 +415,7 @@ FIELDS: list[tuple[Callable[..., Any], str, Any, str, str]] = [
   (EngineConfig, "max_context", -5, "expected at least 2", "1024 is usual"),
   (EngineConfig, "max_context", 1, "expected at least 2", "1024 is usual"),
   (EngineConfig, "max_context", 2**40, "expected at most 2147483647", "1024 is usual"),
-  (EngineConfig, "row_buckets", (), "expected ascending positive row counts", "(64, 512) is usual"),
+  (EngineConfig, "row_buckets", None, "expected ascending positive", "(64, 512) is usual"),
   (EngineConfig, "row_buckets", (0,), "expected ascending positive", "(64, 512) is usual"),
   (EngineConfig, "row_buckets", (8, 4), "expected ascending positive", "(64, 512) is usual"),
   (EngineConfig, "row_buckets", (8, 8), "expected ascending positive", "(64, 512) is usual"),

@@ -1012,10 +1012,11 @@ def test_what_a_config_leaves_open_is_the_models_and_a_resume_keeps_it(tmp_path)
   found = rl.for_model(open_config, nano)
   assert rl.chosen(open_config, found) == (
     "chosen for this model and context: numerics.reduction_shards=8,"
-    " trainer.rows_per_micro_batch=2048, trainer.sequences_per_micro_batch=32"
+    " engine.row_buckets=(64, 512), trainer.rows_per_micro_batch=2048,"
+    " trainer.sequences_per_micro_batch=32"
   )
   assert rl.for_model(found, nano) == found and rl.chosen(found, found) == ""
-  sizes = rl.chosen_sizes(found) | {"sequences_per_micro_batch": 16}
+  sizes = rl.chosen_sizes(found) | {"sequences_per_micro_batch": 16, "row_buckets": [32, 256]}
   checkpoint.save(
     tmp_path / "checkpoints",
     0,
@@ -1025,10 +1026,14 @@ def test_what_a_config_leaves_open_is_the_models_and_a_resume_keeps_it(tmp_path)
   )
   resumed = rl.for_model(rl.as_begun(open_config, tmp_path), nano)
   assert resumed.trainer.sequences_per_micro_batch == 16
+  assert resumed.engine.row_buckets == (32, 256)
   named = dataclasses.replace(
-    open_config, trainer=rl.TrainerConfig(sequences_per_micro_batch=8)
+    open_config,
+    engine=dataclasses.replace(open_config.engine, row_buckets=(16,)),
+    trainer=rl.TrainerConfig(sequences_per_micro_batch=8),
   )
   assert rl.as_begun(named, tmp_path).trainer.sequences_per_micro_batch == 8
+  assert rl.for_model(rl.as_begun(named, tmp_path), nano).engine.row_buckets == (16,)
 
 
 def test_a_run_that_cannot_fit_is_refused_with_the_figures():

@@ -146,6 +146,7 @@ class Engine:
         f"EngineConfig.page_size: got {config.page_size}, expected a divisor of"
         f" kv_split={numerics.kv_split}; a split is read page by page."
       )
+    config = sizes.with_buckets(config, model, numerics)
     self.model = model
     self.numerics = numerics
     self.tokenizer = tokenizer

@@ -1,4 +1,4 @@
-"""How large an engine is: what its user says, and what free memory says where the user does not."""
+"""How large an engine is: what its user says, else what model and free memory say."""
 
 from __future__ import annotations
 
@@ -13,6 +13,15 @@ from seerjax.models import transformer
 
 # Of the memory that is free when an engine is made; the rest is for steps and for learning.
 PAGES_SHARE = 0.4
+# What one step may take of memory, where the model decides its rows.
+STEP_BYTES = 2**30
+# Most rows of steps that only decode, and of those that also prefill, where the model decides.
+DECODE_ROWS, PREFILL_ROWS = 64, 512
+# Counted: f32 arrays of a step's rows, by features of the MLP and of the hidden rows.
+MLP_ARRAYS, HIDDEN_ARRAYS = 3, 4
+# Measured (docs/results/memory.md): f32 arrays of a step's rows by tokens of the vocabulary, where
+# rows go through no tiles.
+LOGITS_ARRAYS = 8
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -26,8 +35,9 @@ class EngineConfig:
     max_sequences: sequences that run at once on one instance; 0 takes as many whole contexts as
       the pages hold, at most the first row bucket.
     max_context: most positions of one sequence, prompt and answer.
-    row_buckets: most rows of one step, per instance; one compiled program each. A step that only
-      decodes uses the smallest that fits. Its arrays are whole tiles, two at least, of
+    row_buckets: most rows of one step, per instance; one compiled program each; () lets model and
+      context decide (`derived_buckets`), never the memory that is free. A step that only decodes
+      uses the smallest that fits. Its arrays are whole tiles, two at least, of
       `NumericsConfig.row_tile` rows (`Engine.plan` names them), of which the bucket's are used.
     reuse_prefixes: keep pages findable for requests that start the same way.
     gives_back_pages: whether the pages' memory is free while the weights learn, and taken again for
@@ -38,7 +48,7 @@ class EngineConfig:
   num_pages: int = 0
   max_sequences: int = 0
   max_context: int = 1024
-  row_buckets: tuple[int, ...] = (64, 512)
+  row_buckets: tuple[int, ...] = ()
   reuse_prefixes: bool = True
   gives_back_pages: bool = False
 
@@ -52,14 +62,14 @@ class EngineConfig:
       checks.whole(f"EngineConfig.{field}", vars(self)[field], least, checks.MAX_INT32, fix)
     buckets = self.row_buckets
     is_list = isinstance(buckets, tuple | list) and all(map(checks.is_whole, buckets))
-    if not is_list or not buckets or list(buckets) != sorted(set(buckets)) or (
-      not 0 < buckets[0] <= buckets[-1] < checks.MAX_INT32
+    if not is_list or list(buckets) != sorted(set(buckets)) or (
+      buckets and not 0 < buckets[0] <= buckets[-1] < checks.MAX_INT32
     ):
       raise ValueError(
         f"EngineConfig.row_buckets: got {buckets}, expected ascending positive row counts; (64,"
-        " 512) is usual."
+        " 512) is usual, () lets the model decide."
       )
-    if buckets[-1] < self.max_sequences:
+    if buckets and buckets[-1] < self.max_sequences:
       raise ValueError(
         f"EngineConfig.row_buckets: got at most {buckets[-1]} rows, expected at least"
         f" max_sequences={self.max_sequences} (each decodes one row a step); raise the last bucket."
@@ -103,6 +113,54 @@ def page_bytes(
   return per_position * page_size * jnp.dtype(numerics.dtype).itemsize
 
 
+def derived_buckets(
+  model: transformer.TransformerConfig,
+  numerics: numerics_lib.NumericsConfig,
+  *,
+  context: int,
+  max_sequences: int = 0,
+) -> tuple[int, ...]:
+  """Returns the row buckets that a model and its context ask for; they change no bit.
+
+  Args:
+    model: shape of the model.
+    numerics: `implementation` decides whether a step's logits are there at once.
+    context: most positions of a sequence.
+    max_sequences: that run at once, 0 if that is open.
+
+  Returns:
+    `DECODE_ROWS` and `PREFILL_ROWS`, or less: powers of two whose arrays fit `STEP_BYTES`, that
+    `max_sequences` whole contexts can fill, and the last of which gives each sequence a row.
+  """
+  features = MLP_ARRAYS * model.intermediate_size + HIDDEN_ARRAYS * model.hidden_size
+  if numerics.implementation == "untiled":
+    features += LOGITS_ARRAYS * model.vocab_size
+  fitting = 1 << max(1, STEP_BYTES // (4 * features)).bit_length() - 1
+  few = min(DECODE_ROWS, fitting)
+  usable = 1 << ((max_sequences or few) * context - 1).bit_length()
+  last = min(PREFILL_ROWS, fitting, usable)
+  if max_sequences > last:
+    last = 1 << (max_sequences - 1).bit_length()
+  return (few, last) if few < last else (last,)
+
+
+def with_buckets(
+  config: EngineConfig,
+  model: transformer.TransformerConfig,
+  numerics: numerics_lib.NumericsConfig,
+) -> EngineConfig:
+  """Returns the config with the row buckets that it names, or `derived_buckets`."""
+  if config.row_buckets:
+    return config
+  buckets = derived_buckets(
+    model,
+    numerics,
+    context=min(config.max_context, model.max_context),
+    max_sequences=config.max_sequences,
+  )
+  return dataclasses.replace(config, row_buckets=buckets)
+
+
 def fitted(
   config: EngineConfig,
   model: transformer.TransformerConfig,
@@ -110,7 +168,7 @@ def fitted(
   *,
   free_bytes: float,
 ) -> EngineConfig:
-  """Returns the config with its zeros filled in.
+  """Returns the config with what it leaves open filled in.
 
   Args:
     config: sizes; what it names is taken as it is, where memory can hold it.
@@ -122,6 +180,7 @@ def fitted(
     ValueError: if the pages that fit do not hold one context, or memory does not hold the pages or
       the rows that it names.
   """
+  config = with_buckets(config, model, numerics)
   per_context = -(-config.max_context // config.page_size)
   # What a row takes at the least: its hidden features, its logits' features, its page table's row.
   row_bytes = 4 * (2 * model.hidden_size + per_context)

@@ -493,7 +493,7 @@ def test_an_unknown_request_is_refused(what):
   [
     ("max_sequences", -1, r"EngineConfig.max_sequences: got -1, expected at least 0; 0 asks"),
     ("num_pages", -1, r"EngineConfig.num_pages: got -1, expected at least 0; 0 asks the free"),
-    ("row_buckets", (), r"row_buckets: got \(\), expected ascending positive row counts; \(64,"),
+    ("row_buckets", (-3,), r"row_buckets: got \(-3,\), expected ascending positive"),
     ("row_buckets", (16, 4), r"row_buckets: got \(16, 4\), expected ascending"),
     ("row_buckets", (4, 4), r"row_buckets: got \(4, 4\), expected ascending"),
     ("row_buckets", (0, 4), r"row_buckets: got \(0, 4\), expected ascending"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import pytest
 import tiny_model
@@ -9,6 +11,7 @@ import tiny_model
 from seerjax import parallel
 from seerjax.engine import sizes
 from seerjax.engine.engine import Engine
+from seerjax.models import presets
 from seerjax.types import Request, SamplingParams
 
 MODEL, NUMERICS = tiny_model.CONFIG, tiny_model.NUMERICS
@@ -39,11 +42,55 @@ def test_zeros_are_filled_from_free_memory():
   assert unknown == plenty
 
 
+UNTILED = dataclasses.replace(NUMERICS, implementation="untiled")
+
+
+@pytest.mark.parametrize(
+  ("name", "numerics", "context", "max_sequences", "expected"),
+  [
+    # 4 (3 * 384 + 4 * 128) = 6,656 bytes a row: far more than 512 rows fit a GiB.
+    ("nano", NUMERICS, 512, 64, (64, 512)),
+    ("nano", NUMERICS, 1024, 0, (64, 512)),
+    ("nano", UNTILED, 512, 64, (64, 512)),
+    # 4 (3 * 3,072 + 4 * 1,024) = 53,248 and 4 (3 * 12,288 + 4 * 4,096) = 212,992: 5,041 of them.
+    ("qwen3-0.6b", NUMERICS, 1024, 0, (64, 512)),
+    ("qwen3-8b", NUMERICS, 32_768, 0, (64, 512)),
+    # 8 * 151,936 logits more, 4,915,200 and 5,074,944 bytes: 218 and 211 rows.
+    ("qwen3-0.6b", UNTILED, 1024, 0, (64, 128)),
+    ("qwen3-8b", UNTILED, 32_768, 0, (64, 128)),
+    # No more than sequences can fill, and no fewer than sequences.
+    ("nano", NUMERICS, 64, 3, (64, 256)),
+    ("nano", NUMERICS, 16, 1, (16,)),
+    ("nano", NUMERICS, 2, 0, (64, 128)),
+    ("qwen3-8b", UNTILED, 1024, 1000, (64, 1024)),
+  ],
+)
+def test_row_buckets_follow_from_model_and_context(
+  name, numerics, context, max_sequences, expected
+):
+  model = presets.get(name)
+  config = sizes.EngineConfig(max_context=context, max_sequences=max_sequences)
+  assert sizes.with_buckets(config, model, numerics).row_buckets == expected
+  # Of a model that has less, its own context counts.
+  short = dataclasses.replace(model, max_context=context)
+  config = sizes.EngineConfig(max_context=2**20, max_sequences=max_sequences)
+  assert sizes.with_buckets(config, short, numerics).row_buckets == expected
+
+
+def test_row_buckets_that_no_gib_holds_are_less_and_one_at_least():
+  # 16 * 2**20 bytes a row: 64 rows, a byte more: 32; 16 * 2**27: none.
+  for features, expected in ((2**20, (64,)), (2**20 + 1, (32,)), (2**27, (1,))):
+    model = dataclasses.replace(
+      presets.get("nano"), hidden_size=features - 3, intermediate_size=4
+    )
+    assert sizes.with_buckets(sizes.EngineConfig(), model, NUMERICS).row_buckets == expected
+
+
 def test_what_is_named_is_taken_as_it_is():
   named = sizes.EngineConfig(
     page_size=8, num_pages=7, max_sequences=3, max_context=32, row_buckets=(4, 16)
   )
-  assert fitted(named, 5) == named
+  assert fitted(named, 5) == named == sizes.with_buckets(named, MODEL, NUMERICS)
 
 
 def test_memory_that_holds_no_context_is_refused():
@@ -57,9 +104,11 @@ def test_free_memory_is_shared_by_the_devices_of_a_cpu():
 
 
 def test_an_engine_of_open_sizes_says_what_it_took_and_answers():
+  open_too = sizes.EngineConfig(page_size=8, max_sequences=4, max_context=32)
   engine = Engine(
-    MODEL, tiny_model.params(NUMERICS), numerics=NUMERICS, config=OPEN, key=jax.random.key(0)
+    MODEL, tiny_model.params(NUMERICS), numerics=NUMERICS, config=open_too, key=jax.random.key(0)
   )
+  assert engine.config.row_buckets == (64, 128)
   assert engine.plan().startswith("1 instance(s), each 17 pages of 8 positions")
   request = Request(request_id="0", prompt=(1, 2), sampling=SamplingParams(max_tokens=2))
   assert len(engine.generate([request])[0].tokens) == 2
