@@ -30,11 +30,12 @@ import numpy as np
 import optax
 
 from seerjax import NumericsConfig, rl, ttt
+from seerjax.discovery import loading
 from seerjax.engine.engine import EngineConfig
 from seerjax.models import tokenizer as tokenizer_lib, transformer
 from seerjax.ops import rotary
-from seerjax.rollout.rollout import RolloutConfig
-from seerjax.tasks import problems, word_problems
+from seerjax.rollout.groups import RolloutConfig
+from seerjax.tasks import word_problems
 
 PROBLEM = pathlib.Path(__file__).with_name("vehicle_routing.py")
 TOKENIZER = tokenizer_lib.load(pathlib.Path(transformer.__file__).parent / "nano")
@@ -119,7 +120,7 @@ def discovery_step(params: transformer.Params, directory: pathlib.Path) -> trans
   )
   found = ttt.discover(
     config,
-    problems.load(config.problem),
+    loading.load(config.problem),
     directory,
     policy=ttt.Policy(MODEL, params),
     say=lambda line: None,

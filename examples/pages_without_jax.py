@@ -1,6 +1,6 @@
 """How requests share a prompt's memory, without JAX: the engine's page pool on its own.
 
-`seerjax.engine.pages` decides which pages of key/value memory a request may share, must copy, or
+`seerjax.engine.kv.pages` decides which pages of key/value memory a request may share, must copy, or
 takes fresh; it is plain Python and NumPy, so a scheduler or a simulator can use it alone. Four
 requests with a prompt of 22 tokens come one after the other, to pages of 8 positions:
 
@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import sys
 
-from seerjax.engine import pages
+from seerjax.engine.kv import pages
 
 PAGE_SIZE = 8
 NUM_PAGES = 32

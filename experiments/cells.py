@@ -16,8 +16,8 @@ import rich.progress
 
 from experiments import grpo
 from seerjax import metrics, rl, ttt
-from seerjax.tasks import problems
-from seerjax.tasks.discovery import Environment
+from seerjax.discovery import loading
+from seerjax.discovery.environment import Environment
 
 FILE_NAME = "cells.jsonl"
 
@@ -119,7 +119,7 @@ def check_problems(names: Sequence[str]) -> None:
     ValueError: naming the first.
   """
   for name in names:
-    if problems.load(name).language is None:
+    if loading.load(name).language is None:
       raise ValueError(
         f"{name}: got a problem without a language of edits, expected one; choose another."
       )

@@ -19,7 +19,7 @@ from absl import flags
 import ml_collections
 from ml_collections import config_dict, config_flags
 
-from seerjax import stops
+from seerjax.run import stops
 
 T = TypeVar("T")
 

@@ -100,7 +100,7 @@ def prompts(workload: Workload) -> list[tuple[int, ...]]:
   """Returns one prompt a group: word problems as user turns."""
   from experiments import generate  # JAX stays out of the peers that do not need it.
   from seerjax.models import huggingface, tokenizer as tokenizer_lib
-  from seerjax.rollout import rollout as rollout_lib
+  from seerjax.rollout import groups
   from seerjax.tasks import base
 
   is_nano = workload.model == "nano"
@@ -109,9 +109,9 @@ def prompts(workload: Workload) -> list[tuple[int, ...]]:
   task = base.load("word_problems", path=None)
   count = task.num_problems("train")
   indices = [
-    rollout_lib.problem_index(place, count, workload.seed) for place in range(workload.num_prompts)
+    groups.problem_index(place, count, workload.seed) for place in range(workload.num_prompts)
   ]
-  return [rollout_lib.prompt_tokens(task.problem("train", index), tokenizer) for index in indices]
+  return [groups.prompt_tokens(task.problem("train", index), tokenizer) for index in indices]
 
 
 # What a peer is: a function that answers everything once and returns how many tokens it gave.

@@ -26,9 +26,10 @@ from absl import app, flags
 import jax
 
 from experiments import configuration, grpo
-from seerjax import numerics as numerics_lib, rl, stops
+from seerjax import numerics as numerics_lib, rl
 from seerjax.engine import engine as engine_lib
 from seerjax.models import tokenizer as tokenizer_lib, transformer
+from seerjax.run import stops
 from seerjax.types import Completion, Request, SamplingParams
 
 NANO = pathlib.Path(transformer.__file__).parent / "nano"

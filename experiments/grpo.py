@@ -25,17 +25,12 @@ from absl import app, flags, logging
 import jax
 
 from experiments import configuration
-from seerjax import (
-  metrics,
-  numerics as numerics_lib,
-  progress as progress_lib,
-  report,
-  rl,
-  self_test,
-)
+from seerjax import metrics, numerics as numerics_lib, rl
 from seerjax.engine import engine as engine_lib
 from seerjax.models import huggingface, presets, tokenizer as tokenizer_lib, transformer
-from seerjax.rollout import rollout as rollout_lib
+from seerjax.reports import run_report
+from seerjax.rollout import groups
+from seerjax.run import progress as progress_lib, self_test
 from seerjax.tasks import base
 from seerjax.trainer import losses, step as step_lib
 from seerjax.types import Task
@@ -54,7 +49,7 @@ def main_job() -> rl.RunConfig:
       query_tile=4, slot_tile=32, kv_split=64, reduction_shards=0
     ),
     engine=engine_lib.EngineConfig(page_size=32, max_sequences=64, max_context=512),
-    rollout=rollout_lib.RolloutConfig(
+    rollout=groups.RolloutConfig(
       groups_per_step=48, group_size=8, temperature=1.0, max_tokens=216
     ),
     loss=losses.dapo(),
@@ -125,7 +120,7 @@ def check_prompts(config: rl.RunConfig, task: Task, policy: rl.Policy) -> None:
     ("train", min(asked, MOST_CHECKED), (engine, model, rows)),
   ):
     context, context_name = min(limits)
-    rollout_lib.check_prompts(
+    groups.check_prompts(
       task,
       split,
       count,
@@ -284,7 +279,7 @@ def learn(argv: list[str]) -> None:
       tokenizer=policy.tokenizer,
       overwrite=True,  # A resumed run's.
     )
-    page = report.render(directory)
+    page = run_report.render(directory)
   for name in (
     "accuracy_before", "accuracy_after", "gain_interval_95", "max_abs_logprob_gap", "kl_max",
     "tokens_per_second", "length_mean", "length_p99", "seconds", "compile_seconds",

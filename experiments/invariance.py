@@ -30,7 +30,7 @@ from experiments import configuration, generate, grpo
 from seerjax import metrics, numerics as numerics_lib, rl
 from seerjax.engine import engine as engine_lib
 from seerjax.models import transformer
-from seerjax.rollout import rollout as rollout_lib
+from seerjax.rollout import groups
 from seerjax.tasks import base
 from seerjax.trainer import losses
 from seerjax.types import Completion, Request, SamplingParams
@@ -151,8 +151,8 @@ def longest_answered(
   count = task.num_problems("heldout")
   requests = []
   for place in range(CANDIDATES):
-    problem = task.problem("heldout", rollout_lib.problem_index(place, count, config.seed))
-    prompt = rollout_lib.prompt_tokens(problem, policy.tokenizer)
+    problem = task.problem("heldout", groups.problem_index(place, count, config.seed))
+    prompt = groups.prompt_tokens(problem, policy.tokenizer)
     requests.append(probe(config, policy, prompt, temperature=temperature, name=str(place)))
   engine = engine_of(
     config,
@@ -327,7 +327,7 @@ def compared_runs(
         max_context=384,
         row_buckets=(64, 256),
       ),
-      rollout=rollout_lib.RolloutConfig(
+      rollout=groups.RolloutConfig(
         groups_per_step=config.rl_groups, group_size=8, max_tokens=config.max_tokens
       ),
       trainer=rl.TrainerConfig(rows_per_micro_batch=2048),

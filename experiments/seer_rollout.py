@@ -27,13 +27,15 @@ import jax
 import numpy as np
 
 from experiments import configuration, grpo
-from seerjax import metrics, numerics as numerics_lib, parallel, report, rl, self_test
+from seerjax import metrics, numerics as numerics_lib, parallel, rl
 from seerjax.engine import engine as engine_lib, runner as runner_lib
-from seerjax.engine.kv_pool import KVPool, KVPoolConfig
+from seerjax.engine.kv.pool import KVPool, KVPoolConfig
 from seerjax.models import transformer
-from seerjax.rollout import chart, rollout as rollout_lib, scheduler
+from seerjax.reports import gantt, run_report
+from seerjax.rollout import groups, scheduler
 from seerjax.rollout.divided import DividedRollout
-from seerjax.speculation.drafters import SuffixDrafter
+from seerjax.run import self_test
+from seerjax.speculation.suffix_drafter import SuffixDrafter
 from seerjax.speculation.suffix_tree import SpeculationArgs
 from seerjax.tasks import base
 from seerjax.types import Completion, Request, SamplingParams
@@ -124,15 +126,15 @@ def requests(workload: Workload, policy: rl.Policy) -> list[Request]:
   )
   found = []
   for group in range(workload.num_groups):
-    index = rollout_lib.problem_index(group, task.num_problems("train"), workload.seed)
-    prompt = rollout_lib.prompt_tokens(task.problem("train", index), policy.tokenizer)
+    index = groups.problem_index(group, task.num_problems("train"), workload.seed)
+    prompt = groups.prompt_tokens(task.problem("train", index), policy.tokenizer)
     for member in range(workload.group_size):
       found.append(
         Request(
           request_id=f"0/{group}/{member}",
           prompt=prompt,
           sampling=sampling,
-          seed=rollout_lib.request_seed(workload.seed, 0, group, member),
+          seed=groups.request_seed(workload.seed, 0, group, member),
           group_id=f"0/{group}",
         )
       )
@@ -212,11 +214,11 @@ def page(workload: Workload, rollouts: dict[str, DividedRollout]) -> str:
   """Returns the systems' charts as one HTML page."""
   sections = []
   for name, rollout in rollouts.items():
-    body = chart.section(0, rollout.trace, workload.num_pages - 1)
-    sections.append(f"<h1>{report.escape(name)}</h1>{body}")
+    body = gantt.section(0, rollout.trace, workload.num_pages - 1)
+    sections.append(f"<h1>{run_report.escape(name)}</h1>{body}")
   return (
     '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-    f"<title>Rollouts · SeerJAX</title><style>{report.STYLE}</style></head>\n"
+    f"<title>Rollouts · SeerJAX</title><style>{run_report.STYLE}</style></head>\n"
     f"<body><main>{''.join(sections)}</main></body></html>\n"
   )
 

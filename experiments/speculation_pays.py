@@ -34,10 +34,11 @@ import rich.progress
 from scipy import stats
 
 from experiments import configuration, grpo
-from seerjax import metrics, numerics as numerics_lib, parallel, rl, self_test
+from seerjax import metrics, numerics as numerics_lib, parallel, rl
 from seerjax.engine import engine as engine_lib, runner as runner_lib
 from seerjax.models import transformer
-from seerjax.rollout import rollout as rollout_lib
+from seerjax.rollout import groups as groups_lib
+from seerjax.run import self_test
 from seerjax.tasks import base
 from seerjax.types import Completion, Request
 
@@ -149,7 +150,7 @@ class Asker:
     self.policy = grpo.load_policy(workload.model, job.numerics)
     self._job = job = rl.for_model(job, self.policy.model)
     self._task = base.load(job.task)
-    self._count = rollout_lib.num_problems(self._task, "train")
+    self._count = groups_lib.num_problems(self._task, "train")
     self._num_posed = 0
     untiled = dataclasses.replace(job.numerics, implementation="untiled")
     tiled_runner = self._runner(job.numerics)
@@ -224,8 +225,8 @@ class Asker:
     )
     found = []
     for _ in range(count):
-      index = rollout_lib.problem_index(self._num_posed, self._count, self.workload.seed)
-      requests = rollout_lib.group_requests(
+      index = groups_lib.problem_index(self._num_posed, self._count, self.workload.seed)
+      requests = groups_lib.group_requests(
         self._task.problem("train", index),
         group=self._num_posed,
         step=0,

@@ -31,8 +31,8 @@ from absl import app, flags
 import numpy as np
 
 from experiments import configuration
-from seerjax.engine.drafts import DraftQuery
-from seerjax.speculation import drafters, suffix_tree
+from seerjax.engine.drafting import DraftQuery
+from seerjax.speculation import suffix_drafter, suffix_tree
 from seerjax.speculation.suffix_tree import SpeculationArgs
 
 VOCABULARY = 32_000
@@ -281,7 +281,7 @@ def sample(workload: Workload) -> list[Sampled]:
   from seerjax import numerics as numerics_lib
   from seerjax.engine import engine as engine_lib
   from seerjax.models import transformer
-  from seerjax.rollout import rollout as rollout_lib
+  from seerjax.rollout import groups as groups_lib
   from seerjax.tasks import base
 
   job = grpo.main_job()
@@ -298,10 +298,10 @@ def sample(workload: Workload) -> list[Sampled]:
     key=numerics_lib.key(workload.seed),
     tokenizer=policy.tokenizer,
   )
-  count = rollout_lib.num_problems(task, "train")
+  count = groups_lib.num_problems(task, "train")
   groups = [
-    rollout_lib.group_requests(
-      task.problem("train", rollout_lib.problem_index(place, count, workload.seed)),
+    groups_lib.group_requests(
+      task.problem("train", groups_lib.problem_index(place, count, workload.seed)),
       group=place,
       step=0,
       config=config,
@@ -319,7 +319,7 @@ def sample(workload: Workload) -> list[Sampled]:
 
 def replay(group: Sampled, target: int, num_references: int, args: SpeculationArgs) -> int:
   """Returns the steps in which an answer is said, some whole answers of its siblings known."""
-  drafter = drafters.SuffixDrafter(args)
+  drafter = suffix_drafter.SuffixDrafter(args)
   num_prompt = len(group.prompt)
   for place in range(1, num_references + 1):
     sibling = (target + place) % len(group.answers)

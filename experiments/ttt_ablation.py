@@ -27,9 +27,9 @@ import numpy as np
 from scipy import stats
 
 from experiments import cells, configuration, ttt_discover
-from seerjax import metrics, numerics as numerics_lib, rl, self_test, ttt
-from seerjax.search import puct
-from seerjax.tasks import problems
+from seerjax import metrics, numerics as numerics_lib, rl, ttt
+from seerjax.discovery import loading, puct
+from seerjax.run import self_test
 
 # What stands in the place of an objective where nothing is learnt.
 OFF = "off"
@@ -134,7 +134,7 @@ def measure(
 ) -> dict[str, Any]:
   """Runs a cell; returns its record. Runs of one shape share what they compile."""
   config = grid.config_of(cell)
-  environment = problems.load(cell.problem)
+  environment = loading.load(cell.problem)
   found, rows = cells.discovered(config, environment, programs)
   return cell._asdict() | {
     "best": found.score.value,

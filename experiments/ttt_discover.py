@@ -3,7 +3,7 @@
 Claim: on one AHC058 instance a tiny transformer, trained from nothing, makes 25,600 attempts from a
 plain start within ten minutes, and what sampled has the log-probabilities that learn, to the bit.
 Command: bash launch/local.sh experiments.ttt_discover
-  another problem:         --config.problem=circle_packing:26   (see seerjax/tasks/problems.py)
+  another problem:         --config.problem=circle_packing:26   (see seerjax/discovery/loading.py)
   your own problem:        --config.problem=path/to/my_problem.py, after --check_problem
   a model writes programs: --preset=paper --config.model=PATH   (50 x 8 x 64, a context of 32,768)
   beside it, at equal CPU: --compare
@@ -28,23 +28,21 @@ import jax
 import numpy as np
 
 from experiments import configuration, grpo
-from seerjax import (
-  discovery_report,
-  metrics,
-  numerics,
-  progress as progress_lib,
-  rl,
-  self_test,
-  stops,
-  ttt,
-  writers,
+from seerjax import metrics, numerics, rl, ttt, writers
+from seerjax.discovery import (
+  archive as archive_lib,
+  edits,
+  environment as environment_lib,
+  loading,
+  problem_check,
+  puct,
 )
+from seerjax.discovery.environment import Artefact, Environment
 from seerjax.engine import engine as engine_lib
 from seerjax.models import transformer
-from seerjax.rollout import rollout as rollout_lib, scheduler
-from seerjax.search import archive as archive_lib, puct
-from seerjax.tasks import discovery, edits, problem_check, problems
-from seerjax.tasks.discovery import Artefact, Environment
+from seerjax.reports import discovery_report
+from seerjax.rollout import groups, scheduler
+from seerjax.run import progress as progress_lib, self_test, stops
 from seerjax.trainer import step as step_lib
 
 # The paper's attempts in four times its steps, so that a start is as new as can be: the search
@@ -109,7 +107,7 @@ def random_policy(
           edits.Job(
             by_id[start].artefact,
             edits.random_sentence(language, random),
-            rollout_lib.request_seed(config.seed, step, group, member),
+            groups.request_seed(config.seed, step, group, member),
           )
           for member in range(config.group_size)
         ]
@@ -148,9 +146,10 @@ def improvements_within(
   begin, found = time.process_time(), []
   for artefact, value in found_by:
     elapsed, before = time.process_time() - begin, found[-1][1] if found else math.nan
-    if isinstance(environment, discovery.Timed) and discovery.is_better(environment, value, before):
-      value = discovery.record_score(environment, artefact).value
-    if discovery.is_better(environment, value, before):
+    is_better = environment_lib.is_better(environment, value, before)
+    if isinstance(environment, environment_lib.Timed) and is_better:
+      value = environment_lib.record_score(environment, artefact).value
+    if environment_lib.is_better(environment, value, before):
       found.append((elapsed, value))
     if elapsed >= cpu_seconds:
       break
@@ -159,7 +158,7 @@ def improvements_within(
 
 def rival_names(environment: Environment) -> tuple[str, ...]:
   """Returns the names of who else looks for the best of a problem."""
-  has_own = isinstance(environment, discovery.Baselines)
+  has_own = isinstance(environment, environment_lib.Baselines)
   names = ("classical", "tool_from_random_starts") if has_own else ()
   return names if environment.language is None else (*names, "random_edits")
 
@@ -171,7 +170,7 @@ def rival(
   if name == "random_edits":
     found_by = random_policy(config, environment)
   else:
-    assert isinstance(environment, discovery.Baselines)
+    assert isinstance(environment, environment_lib.Baselines)
     source = environment.classical if name == "classical" else environment.polished_starts
     found_by = ((one, environment.verify(one).value) for one in source(config.seed))
   return improvements_within(environment, found_by, cpu_seconds)
@@ -207,7 +206,7 @@ def rivals(
 
 def _rival_by_name(job: tuple[ttt.DiscoverConfig, str, float]) -> float:
   config, name, cpu_seconds = job
-  return best_of(rival(config, problems.load(config.problem), name, cpu_seconds))
+  return best_of(rival(config, loading.load(config.problem), name, cpu_seconds))
 
 
 def check_problem(name: str, seed: int, seconds: float, *, allow_weak_sandbox: bool) -> int:
@@ -246,7 +245,7 @@ def discover(argv: list[str]) -> None:
         config.problem, config.seed, args.check_seconds, allow_weak_sandbox=allow_weak
       )
     )
-  environment = problems.load(config.problem, allow_weak_sandbox=allow_weak)
+  environment = loading.load(config.problem, allow_weak_sandbox=allow_weak)
   if args.compare and not rival_names(environment):
     raise ValueError(
       f"--compare: got {environment.name}, which has neither a language of edits nor baselines,"

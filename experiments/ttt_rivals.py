@@ -30,9 +30,9 @@ from absl import app, flags, logging
 import jax
 
 from experiments import cells, configuration, ttt_discover
-from seerjax import metrics, numerics as numerics_lib, rl, self_test, ttt
-from seerjax.search import puct
-from seerjax.tasks import problems
+from seerjax import metrics, numerics as numerics_lib, rl, ttt
+from seerjax.discovery import loading, puct
+from seerjax.run import self_test
 
 POLICY, NO_REUSE = "policy", "policy_without_reuse"
 RIVALS = ("classical", NO_REUSE, "random_edits", "tool_from_random_starts")
@@ -68,7 +68,7 @@ class Contest:
   def cells(self) -> Iterator[Cell]:
     """Yields all cells, seed by seed, a policy before its rivals."""
     for seed, problem in itertools.product(self.seeds, self.problems):
-      there = (NO_REUSE, *ttt_discover.rival_names(problems.load(problem)))
+      there = (NO_REUSE, *ttt_discover.rival_names(loading.load(problem)))
       yield Cell(problem, seed, POLICY)
       for rival in self.rivals:
         if rival in there:
@@ -102,7 +102,7 @@ def measure(
   programs: dict[Any, rl.Programs],
 ) -> dict[str, Any]:
   """Runs a cell, a rival for as long as its policy took; returns the cell's record."""
-  config, environment = contest.config_of(cell), problems.load(cell.problem)
+  config, environment = contest.config_of(cell), loading.load(cell.problem)
   if cell.contestant in (POLICY, NO_REUSE):
     found, rows = cells.discovered(config, environment, programs)
     result = {
@@ -176,7 +176,7 @@ def run(contest: Contest, directory: pathlib.Path) -> str:
     list(contest.cells()), directory, settings_of(contest), functools.partial(measure, contest)
   )
   rivals = {
-    problem: ttt_discover.rival_names(problems.load(problem))
+    problem: ttt_discover.rival_names(loading.load(problem))
     for problem in {record["problem"] for record in records}
   }
   text = table(records, rivals)

@@ -10,8 +10,8 @@ cd "$ROOT" || exit 1
 # The oldest Python that we support, and what is tested on the newest alone: experiments, the circle,
 # the launchers, tasks and the simulator are the same lines on both, and cost minutes.
 OLDEST=3.11
-NEWEST_ONLY="tests/experiments tests/launch tests/tasks tests/search tests/simulate tests/test_rl.py
-  tests/test_ttt.py tests/test_writers.py tests/test_discovery_report.py tests/test_vehicle_routing.py"
+NEWEST_ONLY="tests/experiments tests/launch tests/tasks tests/discovery tests/sandbox tests/simulate tests/test_rl.py
+  tests/test_ttt.py tests/test_writers.py tests/reports tests/test_vehicle_routing.py"
 WORKERS=${SEERJAX_TEST_WORKERS:-2}
 
 usage() {

@@ -27,36 +27,27 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from seerjax import (
-  checkpoint,
+from seerjax import checkpoint, host_memory, metrics, numerics as numerics_lib, parallel
+from seerjax.engine import engine as engine_lib, runner as runner_lib, sizes
+from seerjax.engine.kv import pool as kv_pool_lib, stores
+from seerjax.models import lora, tokenizer as tokenizer_lib, transformer
+from seerjax.rollout import (
+  divided,
+  groups as groups_lib,
+  journal as journal_lib,
+  scheduler,
+  trace as trace_lib,
+)
+from seerjax.run import (
   evaluation,
-  host_memory,
-  metrics,
-  numerics as numerics_lib,
-  parallel,
+  off_policy,
   progress as progress_lib,
   status as status_lib,
   stops as stops_lib,
   summary,
 )
-from seerjax.engine import (
-  engine as engine_lib,
-  kv_pool as kv_pool_lib,
-  runner as runner_lib,
-  sizes,
-  stores,
-)
-from seerjax.evaluation import EvaluationConfig
-from seerjax.models import lora, tokenizer as tokenizer_lib, transformer
-from seerjax.rollout import (
-  divided,
-  journal as journal_lib,
-  rollout as rollout_lib,
-  scheduler,
-  stale as stale_lib,
-  trace as trace_lib,
-)
-from seerjax.speculation import acceptance, budget as budget_lib, drafters
+from seerjax.run.evaluation import EvaluationConfig
+from seerjax.speculation import budget as budget_lib, statistics, suffix_drafter
 from seerjax.trainer import advantages, losses, packing, plan as plan_lib, step as step_lib
 from seerjax.types import Completion, Problem, Request, Rollout, RolloutGroup, Task, TrainState
 
@@ -143,12 +134,12 @@ class RunConfig:
   lora_alpha: float = 16.0
   numerics: numerics_lib.NumericsConfig = numerics_lib.NumericsConfig(reduction_shards=0)
   engine: engine_lib.EngineConfig = engine_lib.EngineConfig()
-  rollout: rollout_lib.RolloutConfig = rollout_lib.RolloutConfig()
+  rollout: groups_lib.RolloutConfig = groups_lib.RolloutConfig()
   chat: tokenizer_lib.ChatConfig = tokenizer_lib.ChatConfig()
   scheduler: scheduler.Ours = scheduler.Ours(chunk_tokens=128)
   kv_pool: kv_pool_lib.KVPoolConfig = kv_pool_lib.KVPoolConfig()
   budget: budget_lib.BudgetConfig = budget_lib.BudgetConfig()
-  stale: stale_lib.StaleConfig = stale_lib.StaleConfig()
+  stale: off_policy.StaleConfig = off_policy.StaleConfig()
   trainer: TrainerConfig = TrainerConfig()
   loss: losses.LossConfig = losses.LossConfig()
   optimizer: step_lib.OptimizerConfig = step_lib.OptimizerConfig()
@@ -348,13 +339,13 @@ def _train(
     config = as_begun(config, directory)
   config = for_model(config, policy.model)
   policy = dataclasses.replace(policy, tokenizer=chatting(policy.tokenizer, config.chat))
-  if resume and config.stale != stale_lib.StaleConfig():
+  if resume and config.stale != off_policy.StaleConfig():
     raise ValueError(
       f"RunConfig.stale: got {config.stale} and a run to resume, expected a new one (what is under"
       " way between two steps is kept in memory alone); choose another directory, without resume."
     )
   for split in ("train", "heldout"):
-    rollout_lib.num_problems(task, split)  # Refuses none.
+    groups_lib.num_problems(task, split)  # Refuses none.
   settings = metrics.encode(dataclasses.asdict(config))
   fingerprint = numerics_lib.fingerprint(config.numerics)
   if programs is None:
@@ -436,8 +427,8 @@ def _train(
       )
     )
     files.enter_context(progress.shown(writer.note))
-    carried = stale_lib.Carried()
-    ahead = stale_lib.Ahead(
+    carried = off_policy.Carried()
+    ahead = off_policy.Ahead(
       lambda step: sample(config, engine, task, journal, step, carried, progress=progress)
     )
     files.callback(ahead.close)
@@ -502,7 +493,7 @@ def circle(
   config: RunConfig,
   engine: engine_lib.Engine,
   trainer: step_lib.Trainer,
-  ahead: stale_lib.Ahead[Sampled],
+  ahead: off_policy.Ahead[Sampled],
   state: TrainState,
   step: int,
   base: transformer.Params | None,
@@ -540,7 +531,7 @@ def sample(
   task: Task,
   journal: journal_lib.Journal,
   step: int,
-  carried: stale_lib.Carried | None = None,
+  carried: off_policy.Carried | None = None,
   *,
   progress: progress_lib.Progress | None = None,
 ) -> Sampled:
@@ -610,7 +601,7 @@ def _watched(
   progress: progress_lib.Progress,
   name: str,
   engine: engine_lib.Engine,
-  run: rollout_lib.Generate,
+  run: groups_lib.Generate,
   requests: Sequence[Request],
 ) -> Iterator[Completion]:
   """Yields what `run` does; `progress` is told."""
@@ -626,16 +617,16 @@ def _partial_groups(
   task: Task,
   journal: journal_lib.Journal,
   step: int,
-  carried: stale_lib.Carried,
+  carried: off_policy.Carried,
   traces: list[trace_lib.Trace],
 ) -> tuple[list[RolloutGroup], int]:
   """Returns a step's groups, the others carried on, and how many of their tokens are old."""
   assert engine.tokenizer is not None
-  num_problems = rollout_lib.num_problems(task, "train")
+  num_problems = groups_lib.num_problems(task, "train")
 
   def pose(position: int) -> Problem:
-    index = rollout_lib.problem_index(position, num_problems, config.seed)
-    return rollout_lib.problem_of(task, "train", index)
+    index = groups_lib.problem_index(position, num_problems, config.seed)
+    return groups_lib.problem_of(task, "train", index)
 
   def rollout_of(said: Mapping[str, Completion]) -> divided.DividedRollout:
     # They go on with other weights: that is what a partial rollout is.
@@ -646,10 +637,10 @@ def _partial_groups(
     return rollout
 
   def keep(problem: Problem, rollout: Rollout) -> None:
-    place = rollout_lib.place_of(rollout.request.request_id)
+    place = groups_lib.place_of(rollout.request.request_id)
     journal.append(*place, rollout, problem_id=problem.problem_id, prompt_text=problem.prompt)
 
-  return stale_lib.sample_partial(
+  return off_policy.sample_partial(
     carried,
     config.rollout,
     num_begun=math.ceil(config.stale.begun * config.rollout.groups_per_step),
@@ -669,8 +660,8 @@ def step_groups(
   tokenizer: tokenizer_lib.Tokenizer,
   step: int,
   *,
-  generate: rollout_lib.Generate,
-  known: rollout_lib.Known,
+  generate: groups_lib.Generate,
+  known: groups_lib.Known,
   on_rollout: Callable[[int, int, Problem, Rollout], None],
 ) -> list[RolloutGroup]:
   """Returns the groups that a step learns from; the last three arguments as in `sample_groups`.
@@ -679,7 +670,7 @@ def step_groups(
   problems a round takes depends on the counts of the rounds before, never on who finished first.
   """
   wanted = config.rollout.groups_per_step
-  num_problems = rollout_lib.num_problems(task, "train")
+  num_problems = groups_lib.num_problems(task, "train")
   kept: list[RolloutGroup] = []
   rejected: list[RolloutGroup] = []
   taken = 0
@@ -688,10 +679,10 @@ def step_groups(
     start = step * wanted * config.trainer.max_rounds + taken
     count = wanted - len(kept)
     indices = [
-      rollout_lib.problem_index(start + place, num_problems, config.seed) for place in range(count)
+      groups_lib.problem_index(start + place, num_problems, config.seed) for place in range(count)
     ]
-    groups = rollout_lib.sample_groups(
-      [rollout_lib.problem_of(task, "train", index) for index in indices],
+    groups = groups_lib.sample_groups(
+      [groups_lib.problem_of(task, "train", index) for index in indices],
       first_group=taken,
       step=step,
       generate=generate,
@@ -909,7 +900,7 @@ def answer_of(config: RunConfig, engine: engine_lib.Engine, task: Task) -> evalu
   )
 
 
-def drafter_for(config: RunConfig, engine: engine_lib.Engine) -> drafters.SuffixDrafter:
+def drafter_for(config: RunConfig, engine: engine_lib.Engine) -> suffix_drafter.SuffixDrafter:
   """Returns a drafter of the groups' own texts, with a budget for this engine's step times."""
   # Times rise in stairs, one a tile of rows and one a bucket: a draft of a few rows is cheap on one
   # of them and dear on its edge, so that the first hundred rows are measured closely.
@@ -926,18 +917,18 @@ def drafter_for(config: RunConfig, engine: engine_lib.Engine) -> drafters.Suffix
     draft_seconds=DRAFT_SECONDS,
     drafting_seconds=DRAFTING_SECONDS,
   )
-  return drafters.SuffixDrafter(
+  return suffix_drafter.SuffixDrafter(
     budget=budget_lib.Budget(times, config.budget),
-    is_probe=lambda request_id: rollout_lib.place_of(request_id)[2] == 0,
+    is_probe=lambda request_id: groups_lib.place_of(request_id)[2] == 0,
   )
 
 
-def take_drafts(engine: engine_lib.Engine) -> acceptance.Acceptance:
+def take_drafts(engine: engine_lib.Engine) -> statistics.Acceptance:
   """Returns what came of the engine's drafts since this was asked last."""
   drafter = engine.drafter
-  if not isinstance(drafter, drafters.SuffixDrafter):
-    return acceptance.Acceptance()
-  found, drafter.acceptance = drafter.acceptance, acceptance.Acceptance()
+  if not isinstance(drafter, suffix_drafter.SuffixDrafter):
+    return statistics.Acceptance()
+  found, drafter.acceptance = drafter.acceptance, statistics.Acceptance()
   return found
 
 
@@ -954,7 +945,7 @@ def _first_params(config: RunConfig, policy: Learner) -> Any:
   """Returns what learns, as it begins: the policy's weights themselves, or fresh adapters."""
   if not config.lora_rank:
     return policy.params
-  key = numerics_lib.key(rollout_lib.request_seed(config.seed, -2))
+  key = numerics_lib.key(groups_lib.request_seed(config.seed, -2))
   return lora.init(key, policy.model, config.numerics, config.lora_rank)
 
 

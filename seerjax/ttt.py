@@ -15,7 +15,7 @@ the same bits and the same archive. Steps since then are taken again; of a langu
 tokens and programs are dear, a journal holds every chunk and every verdict.
 
 Source: Yuksekgonul et al. 2026 (TTT-Discover), https://arxiv.org/abs/2601.16175. Formulas:
-`trainer.entropic`, `search.puct`.
+`trainer.entropic`, `discovery.puct`.
 """
 
 from __future__ import annotations
@@ -34,27 +34,15 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from seerjax import (
-  checkpoint,
-  metrics,
-  numerics as numerics_lib,
-  parallel,
-  progress as progress_lib,
-  rl,
-  status as status_lib,
-  stops as stops_lib,
-  summary,
-  types,
-  writers,
-)
+from seerjax import checkpoint, metrics, numerics as numerics_lib, parallel, rl, types, writers
+from seerjax.discovery import archive as archive_lib, edits, environment as environment_lib, puct
+from seerjax.discovery.environment import Artefact, Environment
+from seerjax.discovery.programs import Attempt
 from seerjax.engine import engine as engine_lib
 from seerjax.models import tokenizer as tokenizer_lib, transformer
 from seerjax.ops import rotary
-from seerjax.rollout import divided, journal as journal_lib, rollout as rollout_lib, scheduler
-from seerjax.search import archive as archive_lib, puct
-from seerjax.tasks import discovery, edits
-from seerjax.tasks.discovery import Artefact, Environment
-from seerjax.tasks.programs import Attempt
+from seerjax.rollout import divided, groups, journal as journal_lib, scheduler
+from seerjax.run import progress as progress_lib, status as status_lib, stops as stops_lib, summary
 from seerjax.trainer import advantages, entropic, losses, step as step_lib
 from seerjax.types import Completion, Problem, Request, Rollout, RolloutGroup, TrainState, Verdict
 
@@ -148,7 +136,7 @@ class DiscoverConfig:
   """One run, whole. Every field can be set as `--config.field`, nested ones by dots.
 
   Attributes:
-    problem: see `tasks.problems.load`.
+    problem: see `discovery.loading.load`.
     model: "tiny" writes edits and is trained from nothing; a Hugging Face directory, or a Hub id,
       writes programs.
     seed: decides starts and samples; below 2**63.
@@ -257,7 +245,7 @@ class DiscoverConfig:
       numerics=self.numerics,
       engine=self.engine,
       scheduler=self.scheduler,
-      rollout=rollout_lib.RolloutConfig(
+      rollout=groups.RolloutConfig(
         groups_per_step=self.groups_per_step,
         group_size=self.group_size,
         temperature=self.temperature,
@@ -294,7 +282,7 @@ class Discovery:
   """
 
   artefact: Artefact
-  score: discovery.Score
+  score: environment_lib.Score
   archive: archive_lib.Archive
   state: TrainState
   summary: dict[str, Any]
@@ -394,7 +382,7 @@ def _discover(
 ) -> Discovery:
   """See `discover`."""
   clock = summary.RunClock()
-  helped = discovery.helper_seconds(environment)
+  helped = environment_lib.helper_seconds(environment)
   cpu_start, judged = time.process_time() + helped, helped
   rl.check_directory(directory, resume=resume)
   if not resume and (directory / BEST).is_file():
@@ -596,13 +584,13 @@ def _discover(
     except edits.WorkerDied:
       save(step)
       raise
-    if isinstance(environment, discovery.Timed):
+    if isinstance(environment, environment_lib.Timed):
       # The first may be first by luck alone.
       for leader in archive_lib.leaders(archive, NUM_CONFIRMED):
         write_best(directory, environment, archive, leader)
     # Not the archive's: before a kill a problem that is timed may have found a better one.
     best = read_best(directory)
-    score = discovery.record_score(environment, best["artefact"])
+    score = environment_lib.record_score(environment, best["artefact"])
     numbers = clock.read() | dict(
       problem=environment.name,
       best=score.value,
@@ -687,22 +675,22 @@ def sampler(
 
   def sampled(requests: Sequence[Request]) -> Iterator[Completion]:
     if journal is None:
-      yield from rollout_lib.whole(divided.DividedRollout(engine, config.scheduler).run(requests))
+      yield from groups.whole(divided.DividedRollout(engine, config.scheduler).run(requests))
       return
     missing: dict[str, Request] = {}
     for request in requests:
-      entry = journal.lookup(*rollout_lib.place_of(request.request_id))
+      entry = journal.lookup(*groups.place_of(request.request_id))
       if entry is None:
         missing[request.request_id] = request
       else:
         yield entry.rollout.completion
     asked = list(missing.values())
     answered = divided.resumed(engine, config.scheduler, journal, asked).run(asked)
-    for completion in rollout_lib.whole(answered):
+    for completion in groups.whole(answered):
       rollout = Rollout(
         request=missing[completion.request_id], completion=completion, verdict=_NOTHING
       )
-      journal.append(*rollout_lib.place_of(completion.request_id), rollout)
+      journal.append(*groups.place_of(completion.request_id), rollout)
       yield completion
 
   return generate
@@ -827,7 +815,7 @@ def warm_start(
   """
   language = _language(environment)
   random = np.random.default_rng([config.seed, 1])
-  artefacts = [environment.start(rollout_lib.request_seed(config.seed, -3, 0))]
+  artefacts = [environment.start(groups.request_seed(config.seed, -3, 0))]
   examples: list[writers.Said] = []
   num_tried = 0
   while len(examples) < config.tiny.warm_sentences and num_tried < 8 * config.tiny.warm_sentences:
@@ -914,7 +902,7 @@ def tiny_policy(config: DiscoverConfig, environment: Environment) -> Policy:
     rotary=rotary.RotaryConfig(head_dim=size, base=10_000.0),
     max_context=config.engine.max_context,
   )
-  key = numerics_lib.key(rollout_lib.request_seed(config.seed, -4))
+  key = numerics_lib.key(groups.request_seed(config.seed, -4))
   return Policy(model, transformer.init(key, model, config.numerics))
 
 
@@ -951,7 +939,7 @@ def seed_of(
   Raises:
     ValueError: if it is not valid: the environment's own mistake.
   """
-  artefact = environment.start(rollout_lib.request_seed(config.seed, -3, place, step))
+  artefact = environment.start(groups.request_seed(config.seed, -3, place, step))
   score = environment.verify(artefact)
   if not score.is_valid:
     raise ValueError(
@@ -1012,10 +1000,10 @@ def write_best(
 
   What is there already stays if it is better: a process that died knew more than its checkpoint.
   """
-  score = discovery.record_score(environment, best.artefact)
+  score = environment_lib.record_score(environment, best.artefact)
   path = directory / BEST
   if path.is_file():
-    if not discovery.is_better(environment, score.value, read_best(directory)["value"]):
+    if not environment_lib.is_better(environment, score.value, read_best(directory)["value"]):
       return
   elif not score.is_valid:
     raise ValueError(
@@ -1105,15 +1093,15 @@ def _differences(name: str, before: Any, now: Any) -> list[str]:
 
 def cpu_seconds(environment: Environment, writer: writers.Writer) -> float:
   """Returns the CPU seconds of this process, and of those that make and judge its attempts."""
-  return time.process_time() + writer.worker_seconds + discovery.helper_seconds(environment)
+  return time.process_time() + writer.worker_seconds + environment_lib.helper_seconds(environment)
 
 
 def judge_cpu_seconds(environment: Environment, writer: writers.Writer) -> float:
   """Returns the CPU seconds of attempts, in whatever process."""
-  return writer.cpu_seconds + discovery.helper_seconds(environment)
+  return writer.cpu_seconds + environment_lib.helper_seconds(environment)
 
 
-def _language(environment: Environment) -> discovery.EditLanguage:
+def _language(environment: Environment) -> environment_lib.EditLanguage:
   """Returns the environment's language of edits.
 
   Raises:

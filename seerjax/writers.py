@@ -16,12 +16,13 @@ import math
 import threading
 from typing import NamedTuple, Protocol, runtime_checkable
 
+from seerjax.discovery import edits, programs
+from seerjax.discovery.environment import Artefact, Environment
+from seerjax.discovery.programs import Attempt
 from seerjax.models import tokenizer as tokenizer_lib
-from seerjax.rollout import rollout as rollout_lib
+from seerjax.rollout import groups
 from seerjax.rollout.journal import Journal
-from seerjax.tasks import edits, programs, sandbox as sandbox_lib
-from seerjax.tasks.discovery import Artefact, Environment
-from seerjax.tasks.programs import Attempt
+from seerjax.sandbox import sandbox as sandbox_lib
 from seerjax.types import Completion, Request, SamplingParams
 
 MIN_DESCRIPTION = 200  # Characters of a problem's description that a context must have room for.
@@ -114,7 +115,7 @@ class Group:
       request_id=f"{step}/{group}/{member}",
       prompt=prompt,
       sampling=sampling,
-      seed=rollout_lib.request_seed(self.seed, step, group, member),
+      seed=groups.request_seed(self.seed, step, group, member),
       group_id=f"{step}/{group}",
     )
 
@@ -333,14 +334,14 @@ class Programs:
     forced = programs.forced_answer_text(completion.text, answer_marker=self._config.answer_marker)
     prompt = (*request.prompt, *completion.tokens, *self._tokenizer.encode(forced))
     room = programs.answer_budget(self._max_context, len(prompt))
-    step, group, member = rollout_lib.place_of(request.request_id)
+    step, group, member = groups.place_of(request.request_id)
     sampling = self._sampling(min(room, self._config.answer_tokens))
     # A member beyond all others: its own name and its own noise.
     return self._group.request(prompt, sampling, step, group, member + self._group.size)
 
   def attempts(self, jobs: Sequence[Job], journal: Journal | None = None) -> list[Attempt]:
     """See `Writer`."""
-    places = [rollout_lib.place_of(job.said[0].request.request_id) for job in jobs]
+    places = [groups.place_of(job.said[0].request.request_id) for job in jobs]
     found: dict[int, Attempt] = {}
     for i, place in enumerate(places):
       record = None if journal is None else journal.attempt(*place)

@@ -20,17 +20,15 @@ PACKAGES = ("seerjax", "pallas_kernels")
 STEPS: tuple[tuple[str, ...], ...] = (
   ("array_typing", "compiled", "host_memory", "pallas_kernels"),
   ("numerics", "types"),
-  (
-    "parallel", "metrics", "ops", "checkpoint", "search", "tasks", "stops", "progress", "energy",
-  ),
+  ("parallel", "metrics", "ops", "checkpoint", "tasks", "sandbox"),
   ("models",),
   ("engine", "trainer"),
   ("speculation", "rollout"),
-  (
-    "sleep", "simulate", "report", "discovery_report", "evaluation", "summary", "writers",
-    "status",
-  ),
-  ("rl", "ttt", "self_test"),
+  ("run", "sleep", "simulate"),
+  ("discovery",),
+  ("reports",),
+  ("writers",),
+  ("rl", "ttt"),
   ("experiments",),
   ("launch",),
 )
@@ -40,9 +38,13 @@ BESIDE = {
   "ops": {"parallel"},
   "checkpoint": {"parallel", "metrics"},
   "rollout": {"speculation"},
-  "discovery_report": {"report"},
   "ttt": {"rl"},
 }
+# Files of `tasks` that belong to another room.
+PUZZLES = (
+  "apple_machines", "autocorrelation", "circle_packing", "contest", "denoising", "kernel_speed",
+  "linear_programs", "minimum_overlap", "purse_seine", "step_functions",
+)  # fmt: skip
 ROOMS = tuple(room for step in STEPS for room in step)
 # The simulator and the engine run the same lines of these, so they know no JAX.
 HOST_ONLY = ("rollout/scheduler.py", "speculation/suffix_tree.py", "speculation/budget.py")
@@ -68,6 +70,8 @@ def allowed_rooms(room: str) -> set[str]:
 def room_of(module: str) -> str:
   """Returns the room of a dotted name of ours: "seerjax.ops.tiles" lies in "ops"."""
   parts = module.split(".")
+  if parts[:2] == ["seerjax", "tasks"] and len(parts) > 2 and parts[2] in PUZZLES:
+    return "discovery"
   return parts[1] if parts[0] == "seerjax" and len(parts) > 1 else parts[0]
 
 

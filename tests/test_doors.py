@@ -24,16 +24,17 @@ import numpy as np
 import pytest
 import tiny_model
 
-from seerjax import checkpoint, evaluation, metrics, parallel, rl, ttt, writers
-from seerjax.engine import kv_pool, pages, stores
+from seerjax import checkpoint, metrics, parallel, rl, ttt, writers
+from seerjax.discovery import archive, environment as environment_lib, loading, problem_file, puct
 from seerjax.engine.engine import Engine, EngineConfig
+from seerjax.engine.kv import pages, pool as kv_pool, stores
 from seerjax.models import huggingface, lora, tokenizer as tokenizer_lib, transformer
 from seerjax.numerics import NumericsConfig
 from seerjax.ops import rotary
-from seerjax.rollout import divided, journal, rollout, scheduler, stale
-from seerjax.search import archive, puct
+from seerjax.rollout import divided, groups as groups_lib, journal, scheduler
+from seerjax.run import evaluation, off_policy
 from seerjax.speculation import budget
-from seerjax.tasks import base, discovery, own_problem, problems
+from seerjax.tasks import base
 from seerjax.trainer import advantages, entropic, losses, packing, step
 from seerjax.types import (
   Completion,
@@ -60,7 +61,7 @@ RUN = rl.RunConfig(
   num_steps=1,
   numerics=NUMERICS,
   engine=SIZES,
-  rollout=rollout.RolloutConfig(groups_per_step=1, group_size=2, max_tokens=4),
+  rollout=groups_lib.RolloutConfig(groups_per_step=1, group_size=2, max_tokens=4),
   trainer=rl.TrainerConfig(rows_per_micro_batch=64, sequences_per_micro_batch=4),
   evaluation=evaluation.EvaluationConfig(num_problems=1),
 )
@@ -149,7 +150,7 @@ def judged(reward: Any) -> Verdict:
   """Judges by a task whose reward is this, or whose verdict raises it."""
   is_error = isinstance(reward, BaseException)
   said = raising(reward) if is_error else lambda *_: verdict(reward)
-  return rollout.judge(Own(verdict=said), problem(), "text")
+  return groups_lib.judge(Own(verdict=said), problem(), "text")
 
 
 class Doors:
@@ -200,7 +201,7 @@ class Doors:
   def rewarded(self, reward: Callable[..., Any]) -> Verdict:
     """Judges by a bare reward function."""
     task = base.function_task("own", self.file('{"prompt": "a"}'), reward)
-    return rollout.judge(task, task.problem("train", 0), "text")
+    return groups_lib.judge(task, task.problem("train", 0), "text")
 
   def damaged(self, name: str, content: bytes | int | None) -> pathlib.Path:
     """Returns a model directory with a file of other content, cut to a length, or gone."""
@@ -235,12 +236,12 @@ class Doors:
     )  # fmt: skip
 
   def discover(self, name: str = "circle_packing_plain:5", *, resume=False, **changes) -> Any:
-    environment = problems.load(name) if name else None
+    environment = loading.load(name) if name else None
     config = ttt.DiscoverConfig(**changes)
     return ttt.discover(config, environment, self.folder / "run", resume=resume)
 
   def own(self, source: str) -> Any:
-    return own_problem.load(self.file(source, "own.py"))
+    return problem_file.load(self.file(source, "own.py"))
 
   def writer(self, step: int = 0, **numbers: Any) -> None:
     with metrics.Writer(self.folder / "run", console="off", tensorboard=False) as writer:
@@ -279,7 +280,7 @@ def run(**changes) -> rl.RunConfig:
   return dataclasses.replace(RUN, **changes)
 
 
-def longer() -> rollout.RolloutConfig:
+def longer() -> groups_lib.RolloutConfig:
   return dataclasses.replace(RUN.rollout, max_tokens=5000)
 
 
@@ -311,8 +312,8 @@ def instances(count: int) -> scheduler.Instances:
   return scheduler.Instances.empty(count, page_size=1, num_pages=1, max_running=1)
 
 
-def score(is_valid: bool, value: float, reward: float) -> discovery.Score:
-  return discovery.Score(is_valid=is_valid, value=value, reward=reward)
+def score(is_valid: bool, value: float, reward: float) -> environment_lib.Score:
+  return environment_lib.Score(is_valid=is_valid, value=value, reward=reward)
 
 
 def prompts(path: pathlib.Path) -> base.FunctionTask:
@@ -320,11 +321,11 @@ def prompts(path: pathlib.Path) -> base.FunctionTask:
 
 
 def counted(num_problems: Callable[..., Any]) -> int:
-  return rollout.num_problems(Own(num_problems=num_problems), "train")
+  return groups_lib.num_problems(Own(num_problems=num_problems), "train")
 
 
 def posed(pose: Callable[..., Any]) -> Problem:
-  return rollout.problem_of(Own(problem=pose), "train", 0)
+  return groups_lib.problem_of(Own(problem=pose), "train", 0)
 
 
 def words_of(directory: pathlib.Path) -> tokenizer_lib.Tokenizer:
@@ -464,17 +465,17 @@ FIELDS: list[tuple[Callable[..., Any], str, Any, str, str]] = [
   (rotary_config, "factor", 0.0, "expected a positive number", "check rope_theta and"),
   (rotary_config, "factor", NAN, "expected a positive number", "check rope_theta and"),
   (rotary_config, "original_context", 0, "expected a positive number", "check rope_theta and"),
-  (rollout.RolloutConfig, "groups_per_step", 0,
+  (groups_lib.RolloutConfig, "groups_per_step", 0,
    "expected at least 1 and 2 (a", "32 and 8 are usual"),
-  (rollout.RolloutConfig, "group_size", 1, "expected at least 1 and 2 (a", "32 and 8 are usual"),
-  (rollout.RolloutConfig, "group_size", 0, "expected at least 1 and 2 (a", "32 and 8 are usual"),
-  (rollout.RolloutConfig, "temperature", -1.0, "expected 0", "is"),
-  (rollout.RolloutConfig, "temperature", NAN, "expected 0", "is"),
-  (rollout.RolloutConfig, "max_tokens", 0, "expected max_tokens >= 1", "raise it"),
-  (rollout.RolloutConfig, "max_tokens", 2.5, "expected a whole number", "round it"),
-  (rollout.RolloutConfig, "top_p", 0.0, "expected 0 < top_p <= 1", "1 keeps every"),
-  (rollout.RolloutConfig, "top_k", -1, "expected 0 <= top_k < 2**31", "0 keeps every token"),
-  (rollout.RolloutConfig, "min_p", 2.0, "expected 0 <= min_p <= 1", "0 drops no token"),
+  (groups_lib.RolloutConfig, "group_size", 1, "expected at least 1 and 2 (a", "32 and 8 are usual"),
+  (groups_lib.RolloutConfig, "group_size", 0, "expected at least 1 and 2 (a", "32 and 8 are usual"),
+  (groups_lib.RolloutConfig, "temperature", -1.0, "expected 0", "is"),
+  (groups_lib.RolloutConfig, "temperature", NAN, "expected 0", "is"),
+  (groups_lib.RolloutConfig, "max_tokens", 0, "expected max_tokens >= 1", "raise it"),
+  (groups_lib.RolloutConfig, "max_tokens", 2.5, "expected a whole number", "round it"),
+  (groups_lib.RolloutConfig, "top_p", 0.0, "expected 0 < top_p <= 1", "1 keeps every"),
+  (groups_lib.RolloutConfig, "top_k", -1, "expected 0 <= top_k < 2**31", "0 keeps every token"),
+  (groups_lib.RolloutConfig, "min_p", 2.0, "expected 0 <= min_p <= 1", "0 drops no token"),
   (rl.TrainerConfig, "num_mini_batches", 0, "expected at least 1", "1 is usual"),
   (rl.TrainerConfig, "num_mini_batches", -1, "expected at least 1", "1 is usual"),
   (rl.TrainerConfig, "max_rounds", 0, "expected at least 1", "1 is usual"),
@@ -550,11 +551,11 @@ FIELDS: list[tuple[Callable[..., Any], str, Any, str, str]] = [
   (scheduler.ByRoom, "max_imbalance", -1.0, "expected a part in [0, 1]", "say 0.05"),
   (scheduler.ByRoom, "max_imbalance", 2.0, "expected a part in [0, 1]", "say 0.05"),
   (scheduler.ByRoom, "max_imbalance", NAN, "expected a part in [0, 1]", "say 0.05"),
-  (stale.StaleConfig, "steps_ahead", 2, "expected 0 or 1, and 1 to 16", "1 and 1.0, or 0"),
-  (stale.StaleConfig, "steps_ahead", -1, "expected 0 or 1, and 1 to 16", "1 and 1.0, or 0"),
-  (stale.StaleConfig, "begun", 0.5, "expected 0 or 1, and 1 to 16", "1 and 1.0, or 0 and 2.0, are"),
-  (stale.StaleConfig, "begun", NAN, "expected 0 or 1, and 1 to 16", "1 and 1.0, or 0 and 2.0, are"),
-  (stale.StaleConfig, "begun", 100.0, "expected 0 or 1, and 1 to 16", "1 and 1.0, or 0"),
+  (off_policy.StaleConfig, "steps_ahead", 2, "expected 0 or 1, and 1 to 16", "1 and 1.0, or 0"),
+  (off_policy.StaleConfig, "steps_ahead", -1, "expected 0 or 1, and 1 to 16", "1 and 1.0, or 0"),
+  (off_policy.StaleConfig, "begun", 0.5, "expected 0 or 1, and 1 to 16", "or 0 and 2.0, are"),
+  (off_policy.StaleConfig, "begun", NAN, "expected 0 or 1, and 1 to 16", "or 0 and 2.0, are"),
+  (off_policy.StaleConfig, "begun", 100.0, "expected 0 or 1, and 1 to 16", "1 and 1.0, or 0"),
   (budget.BudgetConfig, "policy", "x", "expected one of ('mba', 'mba_paper')", "choose one"),
   (budget.BudgetConfig, "gamma_max", 0, "expected each at least 1", "for no speculation pass no"),
   (budget.BudgetConfig, "priority", 0.5, "expected each at least 1", "for no speculation pass no"),
@@ -840,10 +841,10 @@ ROWS = [
       "got 5000", "expected at most 63, because prompt and", "lower it, or raise those"),
   Row("more mini-batches than groups", lambda d: run(trainer=mini_batches()),
       "got 2", "expected at most", "lower it or sample more groups"),
-  Row("a rival on one device", lambda d: run(stale=stale.StaleConfig(steps_ahead=1)),
+  Row("a rival on one device", lambda d: run(stale=off_policy.StaleConfig(steps_ahead=1)),
       "got 1 with num_instances=1",
       "expected 2 or more (half of them sample", "raise RunConfig.num_instances"),
-  Row("two ways not to wait", lambda d: stale.StaleConfig(steps_ahead=1, begun=2.0),
+  Row("two ways not to wait", lambda d: off_policy.StaleConfig(steps_ahead=1, begun=2.0),
       "got steps_ahead=1 and begun=2.0",
       "expected one of them", "they are two ways of not waiting"),
   Row("a length that is not named", lambda d: losses.LossConfig(aggregation="constant_length"),
@@ -872,12 +873,12 @@ ROWS = [
   Row("invalid without a reason", lambda d: score(False, NAN, 0.0),
       "got value=nan, reward=0.0, reason='' of an",
       "expected NaN, 0 and a reason", "return `invalid(reason)`"),
-  Row("no such problem", lambda d: problems.load("nothing"),
+  Row("no such problem", lambda d: loading.load("nothing"),
       "got 'nothing'", "expected one of ['apple_machines',", "correct --config.problem"),
-  Row("a problem of x circles", lambda d: problems.load("circle_packing:x"),
+  Row("a problem of x circles", lambda d: loading.load("circle_packing:x"),
       "got 'circle_packing:x'",
       "expected a number of circles behind the", "circle_packing:26 is usual"),
-  Row("a problem of -1 circles", lambda d: problems.load("circle_packing:-1"),
+  Row("a problem of -1 circles", lambda d: loading.load("circle_packing:-1"),
       "got 'circle_packing:-1'",
       "expected a number of circles behind the", "circle_packing:26 is usual"),
   # Tasks and rewards of one's own.
@@ -983,10 +984,10 @@ ROWS = [
   Row("an imaginary reward", lambda d: judged(1j),
       "got reward 1j for problem 'a', text 'text'",
       "expected a finite number below 1e+15 in", "mend the task and resume: what was"),
-  Row("no verdict", lambda d: rollout.judge(Own(verdict=lambda *_: 1.0), problem(), "t"),
+  Row("no verdict", lambda d: groups_lib.judge(Own(verdict=lambda *_: 1.0), problem(), "t"),
       "got 1.0 (float) for problem 'a', text 't'",
       "expected a Verdict", "mend the task and resume: what was"),
-  Row("no text to judge", lambda d: rollout.judge(Own(), problem(), None),
+  Row("no text to judge", lambda d: groups_lib.judge(Own(), problem(), None),
       "got a text of type NoneType for problem 'a'", "expected a string", "pass Completion.text"),
   Row("a reward function that exits", lambda d: d.rewarded(raising(SystemExit(1))),
       "got SystemExit (1) while judging problem",
@@ -1045,10 +1046,10 @@ ROWS = [
   Row("a problem of your own without parts", lambda d: d.own("NAME = 5"),
       "got no function start, describe, verify, picture",
       "expected all of start, describe,", "write it, or begin with a copy of"),
-  Row("a problem of your own elsewhere", lambda d: own_problem.load(d.folder / "no.py"),
+  Row("a problem of your own elsewhere", lambda d: problem_file.load(d.folder / "no.py"),
       "got no such file",
       "expected Python with the functions", "set --config.problem to its path", FileNotFoundError),
-  Row("a problem of your own in text", lambda d: own_problem.load(d.file("", "a.txt")),
+  Row("a problem of your own in text", lambda d: problem_file.load(d.file("", "a.txt")),
       "got a file that ends with '.txt'", "expected '.py'", "rename it"),
   # Models and tokenizers.
   Row("no config", lambda d: d.weights(d.damaged("config.json", None)),

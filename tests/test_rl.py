@@ -24,25 +24,12 @@ import numpy as np
 import pytest
 import tiny_model
 
-from seerjax import (
-  checkpoint,
-  metrics,
-  numerics as numerics_lib,
-  parallel,
-  report,
-  rl,
-  status,
-  stops,
-)
+from seerjax import checkpoint, metrics, numerics as numerics_lib, parallel, rl
 from seerjax.engine import engine as engine_lib, runner as runner_lib
 from seerjax.models import lora, presets, tokenizer as tokenizer_lib, transformer
-from seerjax.rollout import (
-  divided,
-  journal as journal_lib,
-  rollout as rollout_lib,
-  scheduler,
-  stale,
-)
+from seerjax.reports import run_report
+from seerjax.rollout import divided, groups as groups_lib, journal as journal_lib, scheduler
+from seerjax.run import off_policy, status, stops
 from seerjax.trainer import losses, step as step_lib
 from seerjax.types import Problem, Verdict
 
@@ -62,7 +49,7 @@ CONFIG = rl.RunConfig(
   engine=engine_lib.EngineConfig(
     page_size=8, num_pages=64, max_sequences=4, max_context=48, row_buckets=(16,)
   ),
-  rollout=rollout_lib.RolloutConfig(groups_per_step=2, group_size=2, max_tokens=6),
+  rollout=groups_lib.RolloutConfig(groups_per_step=2, group_size=2, max_tokens=6),
   # Chunks end within answers.
   scheduler=scheduler.Ours(chunk_tokens=4),
   trainer=rl.TrainerConfig(rows_per_micro_batch=64, sequences_per_micro_batch=4),
@@ -431,8 +418,8 @@ def test_records_that_are_gone_are_named_and_end_no_run(whole, stopped_copy, how
   assert "traces.jsonl: got damage in line(s) 1, expected a step's trace in each; the run" in text
   assert_equal_bits(result.state, whole[1].state)
   assert [row["step"] for row in rows_of(stopped_copy)] == [3, 4, 4]
-  assert report.load(stopped_copy).traces.keys() == {1, 2, 3}
-  assert report.render(stopped_copy).is_file()
+  assert run_report.load(stopped_copy).traces.keys() == {1, 2, 3}
+  assert run_report.render(stopped_copy).is_file()
   said.clear()
   train(stopped_copy, resume=True, say=said.append, num_steps=5)
   assert sum("expected those of all" in line for line in said) == 2  # Until they are restored.
@@ -721,7 +708,7 @@ def groups_of(*, count=2, is_shuffled=False):
     finished = list(divided.DividedRollout(engine(), CONFIG.scheduler).run(requests))
     return finished[::-2] + finished[-2::-2] if is_shuffled else finished
 
-  return rollout_lib.sample_groups(
+  return groups_lib.sample_groups(
     [task.problem("train", index) for index in range(count)],
     first_group=0,
     step=0,
@@ -797,7 +784,7 @@ def test_answers_near_the_limit_lose_reward():
 
 def test_one_step_off_learns_from_the_weights_before(tmp_path):
   task = Vowels()
-  result = train(tmp_path, task, num_instances=2, stale=stale.StaleConfig(steps_ahead=1))
+  result = train(tmp_path, task, num_instances=2, stale=off_policy.StaleConfig(steps_ahead=1))
   rows = rows_of(tmp_path)[1:-1]
   assert [row["rollout/old_tokens"] > 0 for row in rows] == [False, True, True, True]
   # On-policy to the bit in the first step alone; then the gap is the step between.
@@ -805,13 +792,13 @@ def test_one_step_off_learns_from_the_weights_before(tmp_path):
   assert all(row["contract/max_abs_logprob_gap"] > 0 for row in rows[1:])
   assert rows[0]["train/ratio"] == 1.0 != rows[1]["train/ratio"]
   assert task.num_verdicts == 6 * PER_STEP + SHOWN and int(result.state.step) == 4
-  again = train(tmp_path / "again", num_instances=2, stale=stale.StaleConfig(steps_ahead=1))
+  again = train(tmp_path / "again", num_instances=2, stale=off_policy.StaleConfig(steps_ahead=1))
   assert_equal_bits(again.state, result.state)
 
 
 def test_partial_rollouts_learn_from_those_that_were_whole_first(tmp_path):
   task = Vowels()
-  result = train(tmp_path, task, stale=stale.StaleConfig(begun=2.0))
+  result = train(tmp_path, task, stale=off_policy.StaleConfig(begun=2.0))
   rows = rows_of(tmp_path)[1:-1]
   assert rows[0]["rollout/old_tokens"] == 0 == rows[0]["contract/max_abs_logprob_gap"]
   assert any(row["rollout/old_tokens"] > 0 for row in rows[1:])
@@ -826,12 +813,12 @@ def test_partial_rollouts_learn_from_those_that_were_whole_first(tmp_path):
   "changes, message",
   [
     (
-      dict(stale=stale.StaleConfig(steps_ahead=1)),
+      dict(stale=off_policy.StaleConfig(steps_ahead=1)),
       r"steps_ahead: got 1 with num_instances=1, expected 2 or more",
     ),
     (
       dict(
-        stale=stale.StaleConfig(begun=2.0),
+        stale=off_policy.StaleConfig(begun=2.0),
         trainer=dataclasses.replace(CONFIG.trainer, max_rounds=2),
       ),
       r"begun: got 2.0 with max_rounds=2, expected one of them at 1",
@@ -845,7 +832,7 @@ def test_rivals_that_cannot_be_are_refused(changes, message):
 
 def test_a_rival_is_not_resumed(stopped_copy):
   with pytest.raises(ValueError, match=r"RunConfig.stale: got .* and a run to resume, expected"):
-    train(stopped_copy, resume=True, stale=stale.StaleConfig(begun=2.0))
+    train(stopped_copy, resume=True, stale=off_policy.StaleConfig(begun=2.0))
 
 
 def test_rounds_replace_groups_that_say_nothing(tmp_path):

@@ -20,23 +20,13 @@ import pytest
 import tiny_model
 import tiny_problem
 
-from seerjax import (
-  checkpoint,
-  metrics,
-  models,
-  numerics as numerics_lib,
-  rl,
-  status,
-  stops,
-  ttt,
-  writers,
-)
+from seerjax import checkpoint, metrics, models, numerics as numerics_lib, rl, ttt, writers
+from seerjax.discovery import archive as archive_lib, edits, environment as environment_lib, puct
+from seerjax.discovery.programs import Attempt
 from seerjax.engine import engine as engine_lib
 from seerjax.models import tokenizer as tokenizer_lib, transformer
 from seerjax.rollout import scheduler
-from seerjax.search import archive as archive_lib, puct
-from seerjax.tasks import discovery, edits
-from seerjax.tasks.programs import Attempt
+from seerjax.run import status, stops
 from seerjax.trainer import advantages, entropic, losses, step as step_lib
 from seerjax.types import Completion, Request
 
@@ -733,8 +723,9 @@ def test_forced_tokens_get_no_gradient(sampled):
 
 def attempt(value: float, reward: float | None = None) -> Attempt:
   if math.isnan(value):
-    return Attempt(artefact=None, score=discovery.invalid("no"), status="invalid")
-  score = discovery.Score(is_valid=True, value=value, reward=value if reward is None else reward)
+    return Attempt(artefact=None, score=environment_lib.invalid("no"), status="invalid")
+  reward = value if reward is None else reward
+  score = environment_lib.Score(is_valid=True, value=value, reward=reward)
   return Attempt(artefact=[value], score=score, status="ok")
 
 
@@ -1088,7 +1079,7 @@ class Fickle(tiny_problem.Row):
 
   def verify(self, artefact):
     self.judged.append(1)
-    return discovery.invalid("no more") if len(self.judged) > 4 else super().verify(artefact)
+    return environment_lib.invalid("no more") if len(self.judged) > 4 else super().verify(artefact)
 
 
 class Impatient(tiny_problem.Row):

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from seerjax.tasks import own_problem, problem_check
-from seerjax.tasks.discovery import EditLanguage
+from seerjax.discovery import problem_check, problem_file
+from seerjax.discovery.environment import EditLanguage
 
 PATH = pathlib.Path(__file__).parents[1] / "examples" / "vehicle_routing.py"
 # Six customers on a line, 3, 4 and 5 times 100 to the right of the depot and to its left; vehicles
@@ -21,14 +21,14 @@ VERBS = dict(MOVE=6, BEFORE=7, SWAP=8, TURN=9, ALONE=10, POLISH=11)
 
 
 @pytest.fixture(scope="module")
-def problem() -> own_problem.OwnProblem:
-  loaded = own_problem.load(PATH)
-  assert isinstance(loaded, own_problem.OwnProblem)
+def problem() -> problem_file.OwnProblem:
+  loaded = problem_file.load(PATH)
+  assert isinstance(loaded, problem_file.OwnProblem)
   return loaded
 
 
 @pytest.fixture(scope="module")
-def on_a_line(tmp_path_factory) -> own_problem.OwnProblem:
+def on_a_line(tmp_path_factory) -> problem_file.OwnProblem:
   """The same file with an instance made by hand."""
   source = PATH.read_text()
   for old, new in (
@@ -41,8 +41,8 @@ def on_a_line(tmp_path_factory) -> own_problem.OwnProblem:
     source = source.replace(old, new)
   path = tmp_path_factory.mktemp("line") / "line.py"
   path.write_text(source)
-  loaded = own_problem.load(path)
-  assert isinstance(loaded, own_problem.OwnProblem)
+  loaded = problem_file.load(path)
+  assert isinstance(loaded, problem_file.OwnProblem)
   return loaded
 
 
@@ -58,7 +58,7 @@ def changed_by(language: Any, tours, tokens):
     return tours
 
 
-def edits_of(problem: own_problem.OwnProblem) -> Any:
+def edits_of(problem: problem_file.OwnProblem) -> Any:
   assert isinstance(problem.language, EditLanguage)
   return problem.language
 

@@ -11,9 +11,9 @@ import pytest
 import tiny_problem
 
 from seerjax import models, writers
+from seerjax.discovery import programs
 from seerjax.models import tokenizer as tokenizer_lib
 from seerjax.rollout.journal import Journal
-from seerjax.tasks import programs
 from seerjax.types import Completion, Request
 from seerjax.writers import Group, Job, ProgramConfig, Programs, Said
 

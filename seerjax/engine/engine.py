@@ -28,17 +28,11 @@ import numpy as np
 
 from seerjax import numerics as numerics_lib, parallel
 from seerjax.array_typing import PRNGKeyArray
-from seerjax.engine import (
-  batching,
-  checks,
-  drafts as drafts_lib,
-  pages as pages_lib,
-  runner as runner_lib,
-  sizes,
-)
-from seerjax.engine.drafts import Drafter, DraftQuery, verify
-from seerjax.engine.kv_pool import KVPool
-from seerjax.engine.memory import Memory
+from seerjax.engine import batching, checks, drafting, runner as runner_lib, sizes
+from seerjax.engine.drafting import Drafter, DraftQuery, verify
+from seerjax.engine.kv import pages as pages_lib
+from seerjax.engine.kv.memory import Memory
+from seerjax.engine.kv.pool import KVPool
 from seerjax.engine.sequence import Path, Sequence, Work
 from seerjax.engine.sizes import EngineConfig
 from seerjax.models import tokenizer as tokenizer_lib, transformer, weights
@@ -836,7 +830,7 @@ class Engine:
     if not queries:
       return work
     try:
-      drafts = drafts_lib.checked(
+      drafts = drafting.checked(
         self.drafter.draft(queries), queries, self.model.vocab_size
       )
     except Exception as error:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import dataclasses
 
 from seerjax.engine.engine import Engine
-from seerjax.rollout import rollout as rollout_lib
+from seerjax.rollout import groups
 from seerjax.rollout.buffer import NOWHERE, Buffer, State
 from seerjax.rollout.journal import Chunk, Journal
 from seerjax.rollout.scheduler import Decision, GroupFCFS, Instances, Scheduler, SchedulerConfig
@@ -313,12 +313,12 @@ def resumed(
   It adds its own chunks to the journal. Requests are named as `rollout.place_of` reads them.
   """
   names = [request.request_id for request in requests]
-  said = {name: journal.said(*rollout_lib.place_of(name)) for name in names}
+  said = {name: journal.said(*groups.place_of(name)) for name in names}
 
   def keep(request: Request, said: Completion) -> None:
     # The journal writes what is new of it.
     journal.append_chunk(
-      *rollout_lib.place_of(request.request_id),
+      *groups.place_of(request.request_id),
       Chunk(
         request=request,
         start=0,

@@ -9,7 +9,7 @@ import os
 import pathlib
 from typing import Any, NamedTuple
 
-from seerjax.speculation.acceptance import Acceptance
+from seerjax.speculation.statistics import Acceptance
 
 FILE_NAME = "traces.jsonl"
 

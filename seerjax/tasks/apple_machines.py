@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from seerjax import compiled
-from seerjax.tasks import discovery
+from seerjax.discovery import environment
 
 KINDS, LEVELS, TURNS = 10, 4, 500
 MACHINES = LEVELS * KINDS
@@ -78,7 +78,7 @@ _SLICE = 64_000
 _START_SLICES, _BURST = 16, 400
 
 PUBLISHED = tuple(
-  discovery.Published(
+  environment.Published(
     value=total / 150,
     who=who,
     year=year,
@@ -196,11 +196,11 @@ def parse(artefact: Any) -> tuple[Run, ...] | str:
       types = ", ".join(type(entry).__name__ for entry in run)
       return f"plan[{place}]: got [{types}], expected three integers [level, kind, end]"
     if not 0 <= level < LEVELS:
-      return f"plan[{place}]: got level {discovery.shown(level)}, expected 0 to {LEVELS - 1}"
+      return f"plan[{place}]: got level {environment.shown(level)}, expected 0 to {LEVELS - 1}"
     if not 0 <= kind < KINDS:
-      return f"plan[{place}]: got kind {discovery.shown(kind)}, expected 0 to {KINDS - 1}"
+      return f"plan[{place}]: got kind {environment.shown(kind)}, expected 0 to {KINDS - 1}"
     if not before < end <= TURNS:
-      return f"plan[{place}]: got end {discovery.shown(end)}, expected {before + 1} to {TURNS}"
+      return f"plan[{place}]: got end {environment.shown(end)}, expected {before + 1} to {TURNS}"
     runs.append((level, kind, end))
     before = end
   return tuple(runs)
@@ -227,8 +227,8 @@ class AppleMachines:
 
   name: str
   is_maximised: bool
-  published: tuple[discovery.Published, ...]
-  language: discovery.EditLanguage | None
+  published: tuple[environment.Published, ...]
+  language: environment.EditLanguage | None
   problem: Instance
 
   def __init__(
@@ -270,24 +270,24 @@ class AppleMachines:
     self._polish = Polish(polish_steps, polish_rounds)
     self.language = PlanEdits(self.problem, self._polish if with_polish else None)
 
-  def start(self, seed: int) -> discovery.Artefact:
+  def start(self, seed: int) -> environment.Artefact:
     """Returns the plain plan, whatever the seed: the first machine, whenever it can be paid for.
 
     From the empty plan, half of all sentences drawn at random would change nothing.
     """
     return [[0, 0, TURNS]]
 
-  def verify(self, artefact: discovery.Artefact) -> discovery.Score:
+  def verify(self, artefact: environment.Artefact) -> environment.Score:
     """Plays a plan in integers; the value is the contest's points, the reward 1 + log2(apples)."""
     runs = parse(artefact)
     if isinstance(runs, str):
-      return discovery.invalid(runs)
+      return environment.invalid(runs)
     apples = final_apples(self.problem, runs)
-    return discovery.Score(
+    return environment.Score(
       is_valid=True, value=float(points(apples)), reward=1.0 + math.log2(apples)
     )
 
-  def describe(self, artefact: discovery.Artefact, score: discovery.Score) -> str:
+  def describe(self, artefact: environment.Artefact, score: environment.Score) -> str:
     """Returns the rules, the input and the plan as text."""
     rows = "\n".join(
       f"  level {level}: {', '.join(map(str, row))}" for level, row in enumerate(self.problem.costs)
@@ -319,7 +319,7 @@ Define improve(artefact, seconds, seed), which returns a better plan of the same
  many seconds.
 """
 
-  def picture(self, artefact: discovery.Artefact) -> Any:
+  def picture(self, artefact: environment.Artefact) -> Any:
     """Returns a Figure: what is wanted and bought, by level over turns, above the apples."""
     from matplotlib import figure  # Slow to import, and needed here alone.
 
@@ -354,7 +354,7 @@ Define improve(artefact, seconds, seed), which returns a better plan of the same
     amount.set_ylabel("apples")
     return picture
 
-  def classical(self, seed: int) -> Iterator[discovery.Artefact]:
+  def classical(self, seed: int) -> Iterator[environment.Artefact]:
     """Yields the best plan so far, after each slice of about half a CPU second.
 
     Each start anneals the empty plan for two slices, from 1 to 0.003 bits. Then come slices of
@@ -384,7 +384,7 @@ Define improve(artefact, seconds, seed), which returns a better plan of the same
           best, best_bits = _artefact(machines, ends, num_runs), bits
         yield best
 
-  def polished_starts(self, seed: int) -> Iterator[discovery.Artefact]:
+  def polished_starts(self, seed: int) -> Iterator[environment.Artefact]:
     """Yields random plans of up to eight runs, each after a polish at a temperature of its own."""
     for number in itertools.count():
       state = _seeded(seed, 2, number)
@@ -460,7 +460,7 @@ class PlanEdits:
     """0, allowed in the place of a verb."""
     return STOP
 
-  def prompt(self, artefact: discovery.Artefact) -> tuple[int, ...]:
+  def prompt(self, artefact: environment.Artefact) -> tuple[int, ...]:
     """Returns three tokens a run (machine, end, how many were bought) and a mark; at most 97 ids.
 
     A token of a run's end stands for 16 turns, with the ids of runs; one of purchases for a
@@ -478,8 +478,8 @@ class PlanEdits:
     return (_BEGIN, *tokens.ravel().tolist())
 
   def apply(
-    self, artefact: discovery.Artefact, tokens: Sequence[int], seed: int
-  ) -> discovery.Artefact:
+    self, artefact: environment.Artefact, tokens: Sequence[int], seed: int
+  ) -> environment.Artefact:
     """Returns the plan after a sentence's edits, one after the other.
 
     Should it have more than 32 runs (and more than before), the shortest ones are given to the run
@@ -557,7 +557,7 @@ def _tables(problem: Instance) -> _Tables:
   return _Tables(apples.astype(np.float64), costs.astype(np.float64), apples, costs)
 
 
-def _plan(artefact: discovery.Artefact) -> tuple[Run, ...]:
+def _plan(artefact: environment.Artefact) -> tuple[Run, ...]:
   """Returns a plan's runs; raises ValueError if it is none."""
   runs = parse(artefact)
   if isinstance(runs, str):

@@ -27,8 +27,9 @@ from typing import Any
 import numpy as np
 
 from seerjax import compiled
-from seerjax.tasks import discovery, linear_programs, step_functions
-from seerjax.tasks.discovery import Artefact, Published, Score
+from seerjax.discovery import environment
+from seerjax.discovery.environment import Artefact, Published, Score
+from seerjax.tasks import linear_programs, step_functions
 from seerjax.tasks.step_functions import LAST, MAX_HEIGHT, MIN_SUM, NUM_AMOUNTS, POLISH, SIZES
 
 # What a verb of annealing reads from its place: a learning rate, and how many steps of the function
@@ -534,7 +535,7 @@ class FirstAutocorrelation(_Autocorrelation):
     """Returns C1, rounded up; the certificate is the fraction."""
     heights = step_functions.check_heights(artefact, self.num_steps)
     if isinstance(heights, str):
-      return discovery.invalid(heights)
+      return environment.invalid(heights)
     exact = first_constant(heights)
     value = step_functions.at_least(exact)
     proof = step_functions.certificate(exact, value)
@@ -585,7 +586,7 @@ class SecondAutocorrelation(_Autocorrelation):
     """Returns C2, rounded down; the certificate is the fraction."""
     heights = step_functions.check_heights(artefact, self.num_steps)
     if isinstance(heights, str):
-      return discovery.invalid(heights)
+      return environment.invalid(heights)
     exact = second_constant(heights)
     value = step_functions.at_most(exact)
     proof = step_functions.certificate(exact, value)

@@ -33,8 +33,9 @@ import numpy as np
 from scipy import sparse
 
 from seerjax import compiled
-from seerjax.tasks import discovery, linear_programs
-from seerjax.tasks.discovery import Artefact, EditLanguage, Published, Score
+from seerjax.discovery import environment
+from seerjax.discovery.environment import Artefact, EditLanguage, Published, Score
+from seerjax.tasks import linear_programs
 
 MAX_CIRCLES = 200
 STIFF = 6250.0  # Of the last stage of settling; overlaps are then about 1e-4.
@@ -171,11 +172,11 @@ class CirclePacking:
     """
     rows = _rows(artefact, self.num_circles)
     if isinstance(rows, str):
-      return discovery.invalid(rows)
+      return environment.invalid(rows)
     circles = np.array(rows).T
     reason = _wall_crossed(circles) or _overlap(circles)
     if reason:
-      return discovery.invalid(reason)
+      return environment.invalid(reason)
     (_, _, radii), unit = _whole(circles)
     total = Fraction(sum(radii), unit)
     value = float(total)

@@ -25,8 +25,9 @@ import re
 import threading
 from typing import Any, Protocol, runtime_checkable
 
-from seerjax.tasks import apple_machines, discovery, purse_seine
-from seerjax.tasks.sandbox import Limits, Outcome, Sandbox
+from seerjax.discovery import environment
+from seerjax.sandbox.sandbox import Limits, Outcome, Sandbox
+from seerjax.tasks import apple_machines, purse_seine
 
 LANGUAGES = ("c++", "python")
 MAX_SOURCE = 2**19  # Bytes, as in the contests.
@@ -52,7 +53,7 @@ class Contest(Protocol):
     ...
 
   @property
-  def published(self) -> tuple[discovery.Published, ...]:
+  def published(self) -> tuple[environment.Published, ...]:
     """Means over the contest's own cases."""
     ...
 
@@ -90,7 +91,7 @@ class PurseSeineContest:
 
   first_case: int = 0
   name: str = "purse_seine_programs"
-  published: tuple[discovery.Published, ...] = purse_seine.PUBLISHED
+  published: tuple[environment.Published, ...] = purse_seine.PUBLISHED
   reward_unit: float = 1500.0
 
   def __post_init__(self):
@@ -175,7 +176,7 @@ class AppleMachinesContest:
 
   first_case: int = 0
   name: str = "apple_machines_programs"
-  published: tuple[discovery.Published, ...] = apple_machines.PUBLISHED
+  published: tuple[environment.Published, ...] = apple_machines.PUBLISHED
   reward_unit: float = 1500.0 * 2000.0
 
   def __post_init__(self):
@@ -259,8 +260,8 @@ class ContestSolutions:
 
   name: str
   is_maximised: bool
-  published: tuple[discovery.Published, ...]
-  language: discovery.EditLanguage | None
+  published: tuple[environment.Published, ...]
+  language: environment.EditLanguage | None
   helper_cpu_seconds: float
 
   def __init__(
@@ -305,17 +306,17 @@ class ContestSolutions:
     self._refused: dict[str, str] = {}
     self._values: dict[str, tuple[int, ...]] = {}
 
-  def start(self, seed: int) -> discovery.Artefact:
+  def start(self, seed: int) -> environment.Artefact:
     """Returns a plain Python program, whatever the seed."""
     return {"language": "python", "source": self._contest.plain_source}
 
-  def verify(self, artefact: Any) -> discovery.Score:
+  def verify(self, artefact: Any) -> environment.Score:
     """Compiles and runs a program on all cases, unless it has been judged before; never raises."""
     values = self.case_values(artefact)
     if isinstance(values, str):
-      return discovery.invalid(values)
+      return environment.invalid(values)
     total, num = sum(values), len(values)
-    return discovery.Score(
+    return environment.Score(
       is_valid=True,
       value=total / num,
       reward=(1 + total / num) / self._contest.reward_unit,
@@ -348,7 +349,7 @@ class ContestSolutions:
       values.append(value)
     return _keep(self._values, digest, tuple(values))
 
-  def describe(self, artefact: discovery.Artefact, score: discovery.Score) -> str:
+  def describe(self, artefact: environment.Artefact, score: environment.Score) -> str:
     """Returns the problem, how programs are judged, and this program, as text."""
     return f"""\
 {self._contest.rules}
@@ -369,7 +370,7 @@ Write a Python function improve(artefact, seconds, seed) that takes such a dict 
 one; to return a program that you have written is enough.
 """
 
-  def picture(self, artefact: discovery.Artefact) -> Any:
+  def picture(self, artefact: environment.Artefact) -> Any:
     """Returns a matplotlib Figure of the values by case.
 
     Raises:
@@ -523,11 +524,11 @@ def _malformed(artefact: Any) -> str:
   if not isinstance(artefact, dict) or set(artefact) != {"language", "source"}:
     got = type(artefact).__name__
     if isinstance(artefact, dict):
-      got = sorted(map(discovery.shown, artefact))[:4]
+      got = sorted(map(environment.shown, artefact))[:4]
     return f"program: got {got}, expected a dict of 'language' and 'source'"
   language = artefact["language"]
   if not isinstance(language, str) or language not in LANGUAGES:
-    return f"language: got {discovery.shown(language)!r}, expected one of {LANGUAGES}"
+    return f"language: got {environment.shown(language)!r}, expected one of {LANGUAGES}"
   source = artefact["source"]
   if not isinstance(source, str):
     return f"source: got {type(source).__name__}, expected text"

@@ -43,8 +43,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy import sparse
 
-from seerjax.tasks import discovery
-from seerjax.tasks.discovery import Artefact, Published, Score
+from seerjax.discovery import environment as environment_lib
+from seerjax.discovery.environment import Artefact, Published, Score
 
 # Shares of the molecules; the rest is held out.
 TRAIN_SHARE, VALIDATION_SHARE = 0.6, 0.2
@@ -87,7 +87,7 @@ class Parameter(NamedTuple):
       kinds = int if isinstance(first, int) else int | float
       fits = isinstance(value, kinds) and not isinstance(value, bool) and first <= value <= last
       expected = f"{'an integer' if isinstance(first, int) else 'a number'} from {first} to {last}"
-    return "" if fits else f"{self.name}: got {discovery.shown(value)}, expected {expected}"
+    return "" if fits else f"{self.name}: got {environment_lib.shown(value)}, expected {expected}"
 
   def level(self, value: Any) -> int:
     """Returns the place of the choice that is nearest to an accepted value."""
@@ -561,15 +561,17 @@ class Denoising:
   def verify(self, artefact: Artefact) -> Score:
     reason = complaint(artefact)
     if reason:
-      return discovery.invalid(reason)
+      return environment_lib.invalid(reason)
     try:
       with np.errstate(over="ignore", invalid="ignore"):  # What is not finite is refused below.
         denoised = run(artefact["steps"], self.train)
     except np.linalg.LinAlgError as error:
-      return discovery.invalid(f"steps: {error}; expected numbers that stay far from overflow")
+      return environment_lib.invalid(
+          f"steps: {error}; expected numbers that stay far from overflow"
+        )
     reason = self._refusal(denoised)
     if reason:
-      return discovery.invalid(reason)
+      return environment_lib.invalid(reason)
     value = mse(denoised, self.validation)
     return Score(is_valid=True, value=value, reward=1 / (1e-8 + value))
 
@@ -632,7 +634,7 @@ class Denoising:
             break
           tried = [*best[:at], moved, *best[at + 1 :]]
           outcome = self.verify({"steps": tried})
-          if not discovery.is_better(self, outcome.value, score.value):
+          if not environment_lib.is_better(self, outcome.value, score.value):
             break
           best, score, improved = tried, outcome, True
         if improved:
@@ -669,7 +671,7 @@ class Denoising:
       for place in rng.permutation(len(grid)):
         candidate = {"steps": [dict(step) for step in grid[place]]}
         outcome = self.verify(candidate)
-        if discovery.is_better(self, outcome.value, score.value):
+        if environment_lib.is_better(self, outcome.value, score.value):
           best, score = candidate, outcome
         yield best
 
@@ -769,7 +771,7 @@ class Denoising:
 def complaint(artefact: Any) -> str:
   """Returns why something is no pipeline; "" if it is one."""
   if not isinstance(artefact, dict) or set(artefact) != {"steps"}:
-    return f'artefact: got {discovery.shown(artefact)}, expected {{"steps": [...]}}'
+    return f'artefact: got {environment_lib.shown(artefact)}, expected {{"steps": [...]}}'
   steps = artefact["steps"]
   if not isinstance(steps, list) or not 1 <= len(steps) <= MAX_STEPS:
     got = f"{len(steps)} steps" if isinstance(steps, list) else type(steps).__name__
@@ -781,10 +783,11 @@ def complaint(artefact: Any) -> str:
     operation = _BY_NAME.get(op) if isinstance(op, str) else None
     if operation is None:
       names = ", ".join(_BY_NAME)
-      return f'{where}: got {discovery.shown(step)}, expected a dict whose "op" is one of {names}'
+      got = environment_lib.shown(step)
+      return f'{where}: got {got}, expected a dict whose "op" is one of {names}'
     expected = {"op", *(parameter.name for parameter in operation.parameters)}
     if set(step) != expected:
-      got = ", ".join(sorted(map(discovery.shown, step)))
+      got = ", ".join(sorted(map(environment_lib.shown, step)))
       return f"{where}: got the fields {got}, expected {', '.join(sorted(expected))}"
     for parameter in operation.parameters:
       reason = parameter.complaint(step[parameter.name])

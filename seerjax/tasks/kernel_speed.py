@@ -50,8 +50,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import gpu, matmul, rms_norm
-from seerjax.tasks import discovery
-from seerjax.tasks.discovery import Artefact, Published, Score
+from seerjax.discovery import environment
+from seerjax.discovery.environment import Artefact, Published, Score
 
 TOLERANCE = 2e-2
 FLOAT32_TOLERANCE = 1e-4
@@ -155,13 +155,13 @@ def complaint(artefact: Any, fields: Sequence[Field]) -> str:
   """Returns why something does not choose each field once; "" if it does."""
   names = [field.name for field in fields]
   if not isinstance(artefact, dict) or set(artefact) != set(names):
-    return f"artefact: got {discovery.shown(artefact)}, expected a dict of {', '.join(names)}"
+    return f"artefact: got {environment.shown(artefact)}, expected a dict of {', '.join(names)}"
   for field in fields:
     value = artefact[field.name]
     # True is 1 to `in`, and 1.0 as well.
     if not any(type(value) is type(choice) and value == choice for choice in field.choices):
       listed = ", ".join(map(str, field.choices))
-      return f"{field.name}: got {discovery.shown(value)}, expected one of {listed}"
+      return f"{field.name}: got {environment.shown(value)}, expected one of {listed}"
   return ""
 
 
@@ -612,7 +612,7 @@ class _Timed:
     """Judges anything whatever; the value is timed, and so differs from call to call."""
     found = self.measure(artefact, laps=self.laps)
     if found.reason:
-      return discovery.invalid(found.reason)
+      return environment.invalid(found.reason)
     return Score(is_valid=True, value=found.speed_up, reward=found.speed_up)
 
   def confirm(self, artefact: Artefact, *, laps: int = CONFIRMING_LAPS) -> Score:
@@ -622,7 +622,7 @@ class _Timed:
     """
     found = self.measure(artefact, laps=laps)
     if found.reason:
-      return discovery.invalid(found.reason)
+      return environment.invalid(found.reason)
     return Score(is_valid=True, value=found.lower_quartile, reward=found.lower_quartile)
 
   def classical(self, seed: int) -> Iterator[Artefact]:
@@ -641,10 +641,10 @@ class _Timed:
             continue
           tried = {**best, field.name: choice}
           first = self.verify(tried).value
-          if discovery.is_better(self, first, value):
+          if environment.is_better(self, first, value):
             second, again = self.verify(tried).value, self.verify(best).value
             value = again
-            if discovery.is_better(self, second, again):
+            if environment.is_better(self, second, again):
               best, value = tried, second
           yield best
 
@@ -656,7 +656,7 @@ class _Timed:
       field = self.fields[rng.integers(len(self.fields))]
       other = {**drawn, field.name: field.choices[rng.integers(len(field.choices))]}
       values = [self.verify(artefact).value for artefact in (drawn, other)]
-      yield other if discovery.is_better(self, values[1], values[0]) else drawn
+      yield other if environment.is_better(self, values[1], values[0]) else drawn
 
   def picture(self, artefact: Artefact) -> Any:
     """Returns the laps' ratios, raced anew, and their median."""

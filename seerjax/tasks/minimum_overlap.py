@@ -27,8 +27,9 @@ from typing import Any
 
 import numpy as np
 
-from seerjax.tasks import discovery, linear_programs, step_functions
-from seerjax.tasks.discovery import Artefact, Published, Score
+from seerjax.discovery import environment
+from seerjax.discovery.environment import Artefact, Published, Score
+from seerjax.tasks import linear_programs, step_functions
 from seerjax.tasks.step_functions import LAST, MIRROR, POLISH, SIZES
 
 _TOOL_STEPS = 600  # Of a function that its linear programs take.
@@ -369,11 +370,11 @@ class MinimumOverlap:
     """Returns C5 of the admissible heights, rounded up; the certificate is the fraction."""
     heights = step_functions.check_heights(artefact, self.num_steps)
     if isinstance(heights, str):
-      return discovery.invalid(heights)
+      return environment.invalid(heights)
     exact = overlap_constant(heights)
     if exact is None:
       num_positive = sum(height > 0 for height in heights)
-      return discovery.invalid(
+      return environment.invalid(
         f"heights: got {num_positive} above 0, expected at least n / 2 = {self.num_steps / 2},"
         " since each is at most 1 and they sum to n / 2"
       )

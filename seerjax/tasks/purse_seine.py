@@ -28,7 +28,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from seerjax import compiled
-from seerjax.tasks import base, discovery
+from seerjax.discovery import environment
+from seerjax.tasks import base
 
 SIDE = 100_000  # Coordinates are 0..SIDE.
 MAX_VERTICES = 1000
@@ -56,7 +57,7 @@ _SLICE_KICKS = 100
 
 
 PUBLISHED = tuple(
-  discovery.Published(
+  environment.Published(
     value=total / 150,
     who=who,
     year=year,
@@ -185,7 +186,7 @@ def counter_of(points: Points) -> Counter:
   )
 
 
-def fence_of(artefact: discovery.Artefact) -> Fence:
+def fence_of(artefact: environment.Artefact) -> Fence:
   """Returns a legal artefact counter-clockwise and without vertices on a straight line."""
   points = np.array(artefact, np.int64)
   before, after = np.roll(points, 1, axis=0), np.roll(points, -1, axis=0)
@@ -196,7 +197,7 @@ def fence_of(artefact: discovery.Artefact) -> Fence:
   return Fence(np.ascontiguousarray(xs), np.ascontiguousarray(ys))
 
 
-def artefact_of(fence: Fence) -> discovery.Artefact:
+def artefact_of(fence: Fence) -> environment.Artefact:
   """Returns the fence as plain data, from its lower left vertex on: equal fences, equal data."""
   first = np.lexsort(fence[::-1])[0]
   xs, ys = (np.roll(along, -first).tolist() for along in fence)
@@ -223,14 +224,15 @@ def illegality(artefact: Any) -> str:
     return f"fence: got {num} vertices, expected 4 to {MAX_VERTICES}"
   for place, vertex in enumerate(artefact):
     if not isinstance(vertex, list | tuple) or len(vertex) != 2:
-      return f"vertex {place}: got {discovery.shown(vertex)}, expected [x, y]"
+      return f"vertex {place}: got {environment.shown(vertex)}, expected [x, y]"
     for number in vertex:
       # A bool is an int to Python, and a float is not exact.
       if isinstance(number, bool) or not isinstance(number, int):
         kind = type(number).__name__
-        return f"vertex {place}: got {kind} {discovery.shown(number)}, expected integers"
+        return f"vertex {place}: got {kind} {environment.shown(number)}, expected integers"
       if not 0 <= number <= SIDE:
-        return f"vertex {place}: got {discovery.shown(number)}, expected a coordinate in 0..{SIDE}"
+        got = environment.shown(number)
+        return f"vertex {place}: got {got}, expected a coordinate in 0..{SIDE}"
   seen: dict[tuple[int, int], int] = {}
   for place, (x, y) in enumerate(artefact):
     first = seen.setdefault((x, y), place)
@@ -270,8 +272,8 @@ class PurseSeine:
 
   name: str
   is_maximised: bool
-  published: tuple[discovery.Published, ...]
-  language: discovery.EditLanguage | None
+  published: tuple[environment.Published, ...]
+  language: environment.EditLanguage | None
 
   def __init__(
     self, instance: int = 0, *, points: Points | None = None, with_polish: bool = True
@@ -298,7 +300,7 @@ class PurseSeine:
     self._counter = counter_of(self.points)
     self.language = FenceEdits(self._counter, with_polish=with_polish)
 
-  def start(self, seed: int) -> discovery.Artefact:
+  def start(self, seed: int) -> environment.Artefact:
     """Returns a square around one of the ten densest cells."""
     corners = range(0, SIDE, _START_CELL)
     counts = [
@@ -310,15 +312,15 @@ class PurseSeine:
     high_x, high_y = x + _START_CELL, y + _START_CELL
     return [[x, y], [high_x, y], [high_x, high_y], [x, high_y]]
 
-  def verify(self, artefact: Any) -> discovery.Score:
+  def verify(self, artefact: Any) -> environment.Score:
     """Judges anything whatever, exactly; never raises."""
     reason = illegality(artefact)
     if reason:
-      return discovery.invalid(reason)
+      return environment.invalid(reason)
     value = max(0, count(self._counter, fence_of(artefact)) + 1)
-    return discovery.Score(is_valid=True, value=float(value), reward=(value + 1) / REWARD_UNIT)
+    return environment.Score(is_valid=True, value=float(value), reward=(value + 1) / REWARD_UNIT)
 
-  def classical(self, seed: int) -> Iterator[discovery.Artefact]:
+  def classical(self, seed: int) -> Iterator[environment.Artefact]:
     """Yields the best fence of an iterated local search after every hundred kicks.
 
     A kick is one random rectangle, or two, added, removed or pushed; then the edges climb, or now
@@ -356,7 +358,7 @@ class PurseSeine:
         if kicks % _SLICE_KICKS == 0:
           yield artefact_of(best)
 
-  def polished_starts(self, seed: int) -> Iterator[discovery.Artefact]:
+  def polished_starts(self, seed: int) -> Iterator[environment.Artefact]:
     """Yields starts, each polished by the longest tool that edits have."""
     for number in itertools.count():
       drawn = _seed("polished start", seed, number)
@@ -364,7 +366,7 @@ class PurseSeine:
       assert best is not None, "a run that starts legal stays so"
       yield artefact_of(best)
 
-  def describe(self, artefact: discovery.Artefact, score: discovery.Score) -> str:
+  def describe(self, artefact: environment.Artefact, score: environment.Score) -> str:
     """Returns the problem, its rules, where the points come from, and this fence, as text."""
     if self._instance is None:
       data = f"wanted = {self.points.wanted.tolist()}\nunwanted = {self.points.unwanted.tolist()}"
@@ -397,7 +399,7 @@ Write a Python function improve(artefact, seconds, seed) that takes such a list 
 one, within so many seconds.
 """
 
-  def picture(self, artefact: discovery.Artefact) -> Any:
+  def picture(self, artefact: environment.Artefact) -> Any:
     """Returns a matplotlib Figure of the points and the fence."""
     import matplotlib.figure
 
@@ -500,7 +502,7 @@ class FenceEdits:
     """None: all sentences have full length; `keep` does nothing."""
     return None
 
-  def prompt(self, artefact: discovery.Artefact) -> tuple[int, ...]:
+  def prompt(self, artefact: environment.Artefact) -> tuple[int, ...]:
     """Returns value, length and vertices by levels, then 9 x 9 cells: their points, what is inside.
 
     A cell's id is 3 times its level of (wanted - unwanted), plus how many of its four quarter
@@ -523,8 +525,8 @@ class FenceEdits:
     )
 
   def apply(
-    self, artefact: discovery.Artefact, tokens: Sequence[int], seed: int
-  ) -> discovery.Artefact:
+    self, artefact: environment.Artefact, tokens: Sequence[int], seed: int
+  ) -> environment.Artefact:
     """Returns the fence that a sentence makes of one.
 
     Raises:

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from seerjax.tasks import discovery
-from seerjax.tasks.discovery import Artefact
+from seerjax.discovery import environment
+from seerjax.discovery.environment import Artefact
 
 MAX_HEIGHT = 1000.0  # As in the paper's verifiers; scale means nothing here.
 MIN_SUM = 0.01
@@ -181,7 +181,7 @@ def view(heights: np.ndarray, top: float, gap: float, peak: float) -> tuple[int,
 
 def check_heights(artefact: Any, num_steps: int) -> tuple[float, ...] | str:
   """Returns the heights as floats, or the reason why the artefact is no step function."""
-  heights = discovery.check_numbers(artefact, "heights", least=num_steps, most=num_steps)
+  heights = environment.check_numbers(artefact, "heights", least=num_steps, most=num_steps)
   if isinstance(heights, str):
     return heights
   for place, height in enumerate(heights):

@@ -22,9 +22,9 @@ import numpy as np
 import pytest
 import tiny_model
 
-from seerjax.engine.disk_store import DiskStore
 from seerjax.engine.engine import Engine, EngineConfig
-from seerjax.engine.kv_pool import KVPool, KVPoolConfig
+from seerjax.engine.kv.disk_store import DiskStore
+from seerjax.engine.kv.pool import KVPool, KVPoolConfig
 from seerjax.rollout import scheduler
 from seerjax.rollout.divided import DividedRollout
 from seerjax.types import Completion, Request, SamplingParams

@@ -19,7 +19,8 @@ from word_engine import (
   same,
 )
 
-from seerjax.engine import engine as engine_lib, kv_pool as kv_pool_lib, runner as runner_lib
+from seerjax.engine import engine as engine_lib, runner as runner_lib
+from seerjax.engine.kv import pool as kv_pool_lib
 from seerjax.models import tokenizer as tokenizer_lib
 
 REQUESTS = [request(name, (5, 6, 7 + seed), seed=seed) for seed, name in enumerate("abc")]

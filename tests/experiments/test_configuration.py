@@ -15,8 +15,9 @@ from ml_collections import config_flags
 import pytest
 
 from experiments import configuration, grpo
-from seerjax import rl, stops
+from seerjax import rl
 from seerjax.models import tokenizer as tokenizer_lib
+from seerjax.run import stops
 from seerjax.trainer import losses
 
 ROOT = pathlib.Path(__file__).parents[2]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from experiments import generate, invariance
-from seerjax.rollout import rollout
+from seerjax.rollout import groups
 from seerjax.tasks import base
 from seerjax.types import Completion
 
@@ -83,8 +83,8 @@ def test_the_prompt_is_that_of_the_longest_answer_that_ends(tiny: str):
   policy, _ = generate.load(tiny)
   task = base.load("word_problems")
   candidates = [
-    rollout.prompt_tokens(
-      task.problem("heldout", rollout.problem_index(place, task.num_problems("heldout"), 0)),
+    groups.prompt_tokens(
+      task.problem("heldout", groups.problem_index(place, task.num_problems("heldout"), 0)),
       policy.tokenizer,
     )
     for place in range(invariance.CANDIDATES)

@@ -18,7 +18,7 @@ from experiments import generate, grpo, replay
 from seerjax import checkpoint, numerics as numerics_lib, rl
 from seerjax.engine import engine as engine_lib
 from seerjax.models import huggingface, tokenizer as tokenizer_lib, transformer
-from seerjax.rollout import journal as journal_lib, rollout as rollout_lib
+from seerjax.rollout import groups, journal as journal_lib
 from seerjax.trainer import losses, step as step_lib
 from seerjax.types import Problem, Verdict
 
@@ -58,7 +58,7 @@ def run_letters(model: str, directory: pathlib.Path, **changes: Any) -> pathlib.
     engine=engine_lib.EngineConfig(
       page_size=8, num_pages=64, max_sequences=8, max_context=64, row_buckets=(16,)
     ),
-    rollout=rollout_lib.RolloutConfig(groups_per_step=2, group_size=3, max_tokens=10),
+    rollout=groups.RolloutConfig(groups_per_step=2, group_size=3, max_tokens=10),
     trainer=rl.TrainerConfig(
       rows_per_micro_batch=64, sequences_per_micro_batch=4, num_mini_batches=2, max_rounds=2
     ),

@@ -11,7 +11,7 @@ import pytest
 import tiny_model
 
 from seerjax.engine.engine import Engine, EngineConfig
-from seerjax.engine.kv_pool import KVPool, KVPoolConfig
+from seerjax.engine.kv.pool import KVPool, KVPoolConfig
 from seerjax.rollout.divided import DividedRollout, resumed
 from seerjax.rollout.journal import Journal
 from seerjax.rollout.scheduler import ByPrefix, ContextAware, Divided, GroupFCFS, Oracle, Ours

@@ -6,7 +6,7 @@ import pytest
 
 from seerjax.rollout import trace as trace_lib
 from seerjax.rollout.trace import Span, StepTrace, Trace
-from seerjax.speculation.acceptance import Acceptance
+from seerjax.speculation.statistics import Acceptance
 
 ONE = Trace(
   spans=[Span("0/0/0", "g", 1, 0, 5, 5, True, True)], used_pages=[[1, 2]], rows=[3], spills=2

@@ -19,8 +19,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from seerjax import numerics as numerics_lib, parallel
-from seerjax.engine import engine as engine_lib, page_moves, runner as runner_lib
+from seerjax.engine import engine as engine_lib, runner as runner_lib
 from seerjax.engine.engine import EngineConfig
+from seerjax.engine.kv import page_moves
 from seerjax.models import lora, transformer
 from seerjax.ops import rotary
 from seerjax.types import Completion, Request, SamplingParams

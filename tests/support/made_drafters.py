@@ -1,6 +1,6 @@
 """Drafters that know nothing, too much, or just enough to mislead, for what must not care.
 
-A drafter is whatever has these methods (the engine's protocol, `seerjax/engine/drafts`):
+A drafter is whatever has these methods (the engine's protocol, `seerjax/engine/drafting`):
 
   draft(queries) -> for each query, paths of tokens; the first is the main one
   observe(request_id, group_id, num_drafted, num_accepted)
@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 import hashlib
 
-from seerjax.engine.drafts import DraftQuery
-from seerjax.speculation.drafters import Paths
+from seerjax.engine.drafting import DraftQuery
+from seerjax.speculation.suffix_drafter import Paths
 
 
 def number(*key: object) -> int:

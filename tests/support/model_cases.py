@@ -25,8 +25,8 @@ import tiny_model
 
 from seerjax import numerics as numerics_lib, parallel
 from seerjax.engine import runner as runner_lib
-from seerjax.engine.disk_store import DiskStore
-from seerjax.engine.kv_pool import KVPool, KVPoolConfig
+from seerjax.engine.kv.disk_store import DiskStore
+from seerjax.engine.kv.pool import KVPool, KVPoolConfig
 from seerjax.ops import sampling as sampling_lib
 from seerjax.trainer import losses, packing, step
 from seerjax.types import Completion, Request, Rollout

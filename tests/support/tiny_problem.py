@@ -19,8 +19,8 @@ import dataclasses
 import random
 from typing import Any
 
-from seerjax.tasks import discovery
-from seerjax.tasks.discovery import Artefact, Published, Score
+from seerjax.discovery import environment
+from seerjax.discovery.environment import Artefact, Published, Score
 
 PATH = __file__  # For `problems.load`.
 NUM_PLACES = 6
@@ -85,7 +85,7 @@ class Row:
   def verify(self, artefact: Artefact) -> Score:
     reason = reason_against(artefact)
     if reason:
-      return discovery.invalid(reason)
+      return environment.invalid(reason)
     value = value_of(artefact)
     if self.is_maximised:
       return Score(is_valid=True, value=float(value), reward=1.0 + value)

@@ -14,7 +14,8 @@ from matplotlib import figure
 import numpy as np
 import pytest
 
-from seerjax.tasks import apple_machines, discovery
+from seerjax.discovery import environment as environment_lib
+from seerjax.tasks import apple_machines
 
 ENVIRONMENT = apple_machines.AppleMachines(0)
 POLISHING = apple_machines.AppleMachines(0, with_polish=True, polish_steps=100)
@@ -75,9 +76,9 @@ def good_plan() -> list[list[int]]:
 
 def test_the_contract_is_kept():
   for environment in (ENVIRONMENT, POLISHING):
-    assert isinstance(environment, discovery.Environment)
-    assert isinstance(environment, discovery.Baselines)
-    assert isinstance(environment.language, discovery.EditLanguage)
+    assert isinstance(environment, environment_lib.Environment)
+    assert isinstance(environment, environment_lib.Baselines)
+    assert isinstance(environment.language, environment_lib.EditLanguage)
   assert ENVIRONMENT.name == "apple_machines_0000"
   values = [published.value for published in ENVIRONMENT.published]
   assert values == sorted(values, reverse=True)

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 import numpy as np
 import pytest
 
-from seerjax.tasks import autocorrelation, discovery, step_functions
+from seerjax.discovery import environment as environment_lib
+from seerjax.tasks import autocorrelation, step_functions
 
 FIRST = autocorrelation.FirstAutocorrelation(num_steps=24)
 SECOND = autocorrelation.SecondAutocorrelation(num_steps=20)
@@ -197,17 +198,17 @@ def test_verify_never_raises(artefact):
     autocorrelation.FirstAutocorrelation(num_steps=2),
     autocorrelation.SecondAutocorrelation(num_steps=3),
   ):
-    assert isinstance(environment.verify(artefact), discovery.Score)
+    assert isinstance(environment.verify(artefact), environment_lib.Score)
 
 
 @pytest.mark.parametrize(
   "environment", [*ENVIRONMENTS, autocorrelation.FirstAutocorrelation()], ids=lambda e: e.name
 )
 def test_the_contract_of_an_environment_holds(environment):
-  assert isinstance(environment, discovery.Environment)
-  assert isinstance(environment, discovery.Baselines)
+  assert isinstance(environment, environment_lib.Environment)
+  assert isinstance(environment, environment_lib.Baselines)
   language = environment.language
-  assert isinstance(language, discovery.EditLanguage)
+  assert isinstance(language, environment_lib.EditLanguage)
   assert language.vocab_size % 8 == 0 and language.vocab_size <= 128
   assert language.stop_token == 0
   for low, high in language.allowed:
@@ -271,9 +272,10 @@ def test_tools_never_worsen(environment, seed, amount, place):
     block = environment.language.block(autocorrelation.BLOCKS[place % 4])
     if verb == step_functions.POLISH or block == 1:  # Blocks forget what was finer, at first.
       # Scaling the start to mean 1 may move its value by a rounding.
-      assert not discovery.is_better(environment, before, value) or abs(value - before) < 1e-13
+      is_worse = environment_lib.is_better(environment, before, value)
+      assert not is_worse or abs(value - before) < 1e-13
     again = environment.language.apply(after, sentence((verb, amount, place)), seed)
-    assert abs(environment.verify(again).value - value) < 1e-13 or discovery.is_better(
+    assert abs(environment.verify(again).value - value) < 1e-13 or environment_lib.is_better(
       environment, environment.verify(again).value, value
     )
 
@@ -284,9 +286,9 @@ def test_both_tools_improve_a_plain_start(environment):
   value = environment.verify(start).value
   annealed = environment.language.apply(start, sentence((step_functions.LAST, 10, 6)), 0)
   after_annealing = environment.verify(annealed).value
-  assert discovery.is_better(environment, after_annealing, value)
+  assert environment_lib.is_better(environment, after_annealing, value)
   polished = environment.language.apply(annealed, sentence((step_functions.POLISH, 5, 0)), 0)
-  assert discovery.is_better(environment, environment.verify(polished).value, after_annealing)
+  assert environment_lib.is_better(environment, environment.verify(polished).value, after_annealing)
 
 
 @pytest.mark.parametrize(
@@ -339,7 +341,7 @@ def test_baselines_yield_valid_functions_that_beat_a_start(environment, baseline
   assert first == next(items()) and first != second
   before = environment.verify(environment.start(0)).value
   for item in (first, second):
-    assert discovery.is_better(environment, environment.verify(item).value, before)
+    assert environment_lib.is_better(environment, environment.verify(item).value, before)
 
 
 @pytest.mark.long

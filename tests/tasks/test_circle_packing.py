@@ -10,7 +10,8 @@ import math
 import numpy as np
 import pytest
 
-from seerjax.tasks import circle_packing, discovery
+from seerjax.discovery import environment as environment_lib
+from seerjax.tasks import circle_packing
 
 QUARTERS = [[x, y, 0.25] for x in (0.25, 0.75) for y in (0.25, 0.75)]
 SMALL = circle_packing.CirclePacking(num_circles=7)
@@ -41,9 +42,9 @@ def random_sentence(language, rng) -> tuple[int, ...]:
 @pytest.mark.parametrize("num_circles", [1, 26])
 def test_it_is_an_environment_with_baselines_and_a_language(num_circles):
   environment = circle_packing.CirclePacking(num_circles=num_circles)
-  assert isinstance(environment, discovery.Environment)
-  assert isinstance(environment, discovery.Baselines)
-  assert isinstance(environment.language, discovery.EditLanguage)
+  assert isinstance(environment, environment_lib.Environment)
+  assert isinstance(environment, environment_lib.Baselines)
+  assert isinstance(environment.language, environment_lib.EditLanguage)
   assert environment.name == f"circle_packing_{num_circles}" and environment.is_maximised
 
 

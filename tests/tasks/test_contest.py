@@ -10,8 +10,9 @@ import matplotlib.figure
 import numpy as np
 import pytest
 
-from seerjax.tasks import apple_machines, contest, discovery, purse_seine
-from seerjax.tasks.sandbox import Limits, Outcome, Sandbox
+from seerjax.discovery import environment as environment_lib
+from seerjax.sandbox.sandbox import Limits, Outcome, Sandbox
+from seerjax.tasks import apple_machines, contest, purse_seine
 
 SEINE, MACHINES = contest.PurseSeineContest(), contest.AppleMachinesContest()
 # Level 0 earns 1, 2 and 3 apples for each kind; the first machines cost 1, 2 and 4 apples.
@@ -69,17 +70,17 @@ def test_a_program_in_c_plus_plus_is_compiled_once_and_scored(sandbox: Sandbox):
   # What g++ made is not kept: 256 programs with a large array each would fill the memory.
   assert environment._refused == {}
   # The compiler's and the program's seconds count; what is remembered costs none.
-  assert isinstance(environment, discovery.Helped)
-  seconds = discovery.helper_seconds(environment)
+  assert isinstance(environment, environment_lib.Helped)
+  seconds = environment_lib.helper_seconds(environment)
   assert seconds > 0.1
   assert environment.verify(artefact) == score
-  assert discovery.helper_seconds(environment) == seconds
+  assert environment_lib.helper_seconds(environment) == seconds
 
 
 def test_plain_programs_answer_every_case(sandbox: Sandbox):
   for which, unit in ((SEINE, 1500), (MACHINES, 3e6)):
     environment = contest.ContestSolutions(which, sandbox=sandbox, num_cases=2)
-    assert isinstance(environment, discovery.Environment) and environment.language is None
+    assert isinstance(environment, environment_lib.Environment) and environment.language is None
     start = environment.start(0)
     score = environment.verify(start)
     assert score.is_valid, score.reason
@@ -103,9 +104,9 @@ def test_what_cannot_be_compiled_is_refused(sandbox: Sandbox):
   reason = environment.verify(artefact).reason
   assert "compilation: got exit code 1, expected 0" in reason and "missing" in reason
   # It is not compiled once more.
-  seconds = discovery.helper_seconds(environment)
+  seconds = environment_lib.helper_seconds(environment)
   assert environment.verify(artefact).reason == reason
-  assert discovery.helper_seconds(environment) == seconds
+  assert environment_lib.helper_seconds(environment) == seconds
   short = dataclasses.replace(contest.COMPILE_LIMITS, cpu_seconds=0.01)
   hasty = seine(sandbox, compile_limits=short)
   assert "compilation: got more than 0.01 seconds" in hasty.verify(artefact).reason

@@ -19,7 +19,8 @@ import numpy as np
 import pytest
 from scipy import sparse
 
-from seerjax.tasks import denoising, discovery
+from seerjax.discovery import environment as environment_lib
+from seerjax.tasks import denoising
 
 ENVIRONMENT = denoising.Denoising()
 LANGUAGE = ENVIRONMENT.language
@@ -397,9 +398,9 @@ def test_baselines_yield_valid_and_repeatable_pipelines():
 
 
 def test_it_is_an_environment_with_baselines():
-  assert isinstance(ENVIRONMENT, discovery.Environment)
-  assert isinstance(ENVIRONMENT, discovery.Baselines)
-  assert isinstance(LANGUAGE, discovery.EditLanguage)
+  assert isinstance(ENVIRONMENT, environment_lib.Environment)
+  assert isinstance(ENVIRONMENT, environment_lib.Baselines)
+  assert isinstance(LANGUAGE, environment_lib.EditLanguage)
   text = ENVIRONMENT.describe(MAGIC, ENVIRONMENT.verify(MAGIC))
   assert "improve(artefact, seconds, seed)" in text and str(MAGIC) in text
   for operation in denoising.OPERATIONS:

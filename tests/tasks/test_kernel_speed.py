@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels import gpu, matmul, rms_norm
-from seerjax.tasks import discovery, kernel_speed
+from seerjax.discovery import environment as environment_lib
+from seerjax.tasks import kernel_speed
 
 SIZE, DIM, HIDDEN = 8, 16, 24
 TINY = kernel_speed.TriMulSpeed(SIZE, dim=DIM, hidden=HIDDEN, laps=3)
@@ -366,12 +367,13 @@ def test_baselines_yield_schedules(baseline: str):
 
 def test_it_is_an_environment_with_baselines():
   for environment in (TINY, kernel_speed.TileSpeed(), kernel_speed.TileSpeed("rms_norm")):
-    assert isinstance(environment, discovery.Environment)
-    assert isinstance(environment, discovery.Baselines) and isinstance(environment, discovery.Timed)
-    assert isinstance(environment.language, discovery.EditLanguage)
+    assert isinstance(environment, environment_lib.Environment)
+    assert isinstance(environment, environment_lib.Baselines)
+    assert isinstance(environment, environment_lib.Timed)
+    assert isinstance(environment.language, environment_lib.EditLanguage)
     start = environment.start(0)
     assert not kernel_speed.complaint(start, environment.fields)
-    text = environment.describe(start, discovery.invalid("not timed"))
+    text = environment.describe(start, environment_lib.invalid("not timed"))
     assert "improve(artefact, seconds, seed)" in text and str(start) in text
   assert len(TINY.picture(PLAIN).axes[0].lines) == 3
 

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 import numpy as np
 import pytest
 
-from seerjax.tasks import discovery, minimum_overlap, step_functions
+from seerjax.discovery import environment as environment_lib
+from seerjax.tasks import minimum_overlap, step_functions
 
 SMALL = minimum_overlap.MinimumOverlap(num_steps=15)
 EVEN = minimum_overlap.MinimumOverlap(num_steps=12)
@@ -192,7 +193,7 @@ def test_large_functions_are_judged_and_bounds_are_within_a_rounding_of_exact_va
 def test_verify_never_raises(artefact):
   for n in (1, 2, 3):
     score = minimum_overlap.MinimumOverlap(num_steps=n).verify(artefact)
-    assert isinstance(score, discovery.Score)
+    assert isinstance(score, environment_lib.Score)
 
 
 @hypothesis.given(st.lists(st.floats(-3, 3), min_size=1, max_size=30))
@@ -235,10 +236,10 @@ def test_the_gradient_is_the_one_of_finite_differences():
   "environment", [SMALL, EVEN, minimum_overlap.MinimumOverlap()], ids=lambda e: e.name
 )
 def test_the_contract_of_an_environment_holds(environment):
-  assert isinstance(environment, discovery.Environment)
-  assert isinstance(environment, discovery.Baselines)
+  assert isinstance(environment, environment_lib.Environment)
+  assert isinstance(environment, environment_lib.Baselines)
   language = environment.language
-  assert isinstance(language, discovery.EditLanguage)
+  assert isinstance(language, environment_lib.EditLanguage)
   assert language.vocab_size % 8 == 0 and language.vocab_size <= 128
   assert language.stop_token == 0
   start = environment.start(3)

@@ -12,7 +12,8 @@ import matplotlib.figure
 import numpy as np
 import pytest
 
-from seerjax.tasks import discovery, purse_seine
+from seerjax.discovery import environment as environment_lib
+from seerjax.tasks import purse_seine
 
 WHOLE = purse_seine.PurseSeine(0)
 PLAIN = purse_seine.PurseSeine(0, with_polish=False)
@@ -215,8 +216,9 @@ def test_starts_are_squares_that_the_seed_chooses():
 
 def test_the_vocabulary_fits_its_protocol():
   language = WHOLE.language
-  assert isinstance(language, discovery.EditLanguage) and isinstance(WHOLE, discovery.Environment)
-  assert isinstance(WHOLE, discovery.Baselines)
+  assert isinstance(language, environment_lib.EditLanguage)
+  assert isinstance(WHOLE, environment_lib.Environment)
+  assert isinstance(WHOLE, environment_lib.Baselines)
   assert language.vocab_size % 8 == 0 and language.vocab_size <= 128
   assert all(0 <= low < high <= language.vocab_size for low, high in language.allowed)
   assert language.stop_token is None

@@ -1,0 +1,202 @@
+"""How a policy that writes edits changes an artefact: a sentence of tokens, applied and judged.
+
+  (artefact, tokens, seed) -> EditLanguage.apply -> verify -> Attempt
+
+A pure function of its arguments, so that attempts can be made in any order and in other processes
+(`Judge`), and made again after a restart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+import concurrent.futures
+import concurrent.futures.process
+import multiprocessing
+import multiprocessing.connection
+import os
+import signal
+import threading
+import time
+from typing import NamedTuple
+
+import numpy as np
+
+from seerjax.discovery import environment as environment_lib, loading
+from seerjax.discovery.environment import Artefact, EditLanguage, Environment
+from seerjax.discovery.programs import Attempt
+
+# Sentences that a worker process takes at a time: the hand-over costs about as much as one of them.
+BATCH = 4
+AFTER_PARENT_SECONDS = 3.0  # That a worker outlives SIGTERM, for its parent to end first.
+
+
+class WorkerDied(ChildProcessError):
+  """A worker process ended in the middle of its work."""
+
+
+class Job(NamedTuple):
+  """A sentence about an artefact; see `EditLanguage.apply`."""
+
+  artefact: Artefact
+  tokens: tuple[int, ...]
+  seed: int
+
+
+def attempt(environment: Environment, job: Job) -> Attempt:
+  """Returns what a sentence makes of an artefact."""
+  assert environment.language is not None
+  try:
+    artefact = environment.language.apply(job.artefact, job.tokens, job.seed)
+  except ValueError as error:
+    return _failed("malformed", str(error))
+  # A mistake of the language: what was found is not to be lost by it.
+  except (Exception, SystemExit) as error:
+    return _failed("failed", f"apply raised {type(error).__name__}: {str(error)[:200]}")
+  score = environment.verify(artefact)
+  if not score.is_valid:
+    return _failed("invalid", score.reason)
+  return Attempt(artefact=artefact, score=score, status="ok")
+
+
+def random_sentence(language: EditLanguage, random: np.random.Generator) -> tuple[int, ...]:
+  """Returns a random sentence: each length is as likely, and each id allowed at its place.
+
+  An empty sentence, which changes nothing, is not drawn.
+  """
+  stop, ranges = -1 if language.stop_token is None else language.stop_token, language.allowed
+  stops = [place for place, (low, high) in enumerate(ranges) if low <= stop < high]
+  ends = [*(place for place in stops if place), len(ranges)]
+  end = ends[int(random.integers(len(ends)))]
+  said = []
+  for place, (low, high) in enumerate(ranges[:end]):
+    if place in stops:  # One id fewer: not yet.
+      token = int(random.integers(low, high - 1))
+      said.append(token + (token >= stop))
+    else:
+      said.append(int(random.integers(low, high)))
+  return tuple(said) if end == len(ranges) else (*said, stop)
+
+
+class Judge:
+  """Makes attempts: here, or in worker processes that each have the problem.
+
+  A context manager; leaving it ends the workers.
+  """
+
+  def __init__(self, environment: Environment, problem: str, num_workers: int = 0):
+    """Makes a judge.
+
+    Args:
+      environment: of the attempts.
+      problem: its name, by which a worker process loads it again (`problems.load`).
+      num_workers: processes; 0 makes attempts here, which is best where one takes less than a
+        millisecond.
+
+    Raises:
+      ValueError: if the environment has no language of edits, or the number is negative, or more
+        than 1 where attempts are timed.
+    """
+    if environment.language is None:
+      raise ValueError(
+        f"{environment.name}: got a problem without a language of edits, expected one; give it"
+        " LANGUAGE, or choose a model that writes programs with --config.model."
+      )
+    if num_workers < 0:
+      raise ValueError(
+        f"Judge: got num_workers={num_workers}, expected at least 0; 0 judges in this process."
+      )
+    if num_workers > 1 and isinstance(environment, environment_lib.Timed):
+      raise ValueError(
+        f"Judge: got num_workers={num_workers} for {environment.name}, which is timed, expected at"
+        " most 1: side by side they slow each other down; set --config.num_workers=1."
+      )
+    self._environment = environment
+    self._pool = None
+    # CPU seconds of attempts, in whatever process; and those of them in other processes.
+    self.cpu_seconds = self.worker_seconds = 0.0
+    if num_workers:
+      self._pool = concurrent.futures.ProcessPoolExecutor(
+        num_workers,
+        # Forking a process whose threads hold locks (XLA's) may hang it.
+        multiprocessing.get_context("spawn"),
+        initializer=_begin_worker,
+        initargs=(problem,),
+      )
+
+  def attempts(self, jobs: Sequence[Job]) -> list[Attempt]:
+    """Returns an attempt for each job, in their order.
+
+    Raises:
+      WorkerDied: if a worker process did.
+    """
+    if self._pool is None:
+      begin = time.process_time()
+      found = [attempt(self._environment, job) for job in jobs]
+      self.cpu_seconds += time.process_time() - begin
+      return found
+    batches = [list(jobs[first : first + BATCH]) for first in range(0, len(jobs), BATCH)]
+    found = []
+    try:
+      for attempts, seconds in self._pool.map(_work, batches):
+        found += attempts
+        self.cpu_seconds += seconds
+        self.worker_seconds += seconds
+    except concurrent.futures.process.BrokenProcessPool:
+      raise WorkerDied(
+        f"Judge: got a worker process of {self._environment.name} that died, expected its verdicts;"
+        " was memory short, or does the problem end its process (os._exit, a crash in C)? With"
+        " --config.num_workers=0 it can be seen; --resume goes on after the last whole step."
+      ) from None
+    return found
+
+  def __enter__(self) -> Judge:
+    return self
+
+  def __exit__(self, *_: object) -> None:
+    if self._pool is not None:
+      self._pool.shutdown(cancel_futures=True)
+
+
+# The environment of a worker process.
+_of_worker: list[Environment] = []
+
+
+def follow_parent() -> None:
+  """Has a worker process leave Ctrl-C to its parent, and end when that has gone, however it did.
+
+  SIGTERM, which a job's end sends to all its processes, ends a worker a little later than the
+  parent, whose last step would else be one whose worker died.
+  """
+  signal.signal(signal.SIGINT, signal.SIG_IGN)
+  signal.signal(signal.SIGTERM, _end_later)
+  threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _begin_worker(problem: str) -> None:
+  follow_parent()
+  _of_worker.append(loading.load(problem))
+
+
+def _end_later(number: int, frame: object) -> None:
+  del number, frame
+  timer = threading.Timer(AFTER_PARENT_SECONDS, os._exit, (1,))
+  timer.daemon = True
+  timer.start()
+
+
+def _end_with_parent() -> None:
+  parent = multiprocessing.parent_process()
+  assert parent is not None
+  multiprocessing.connection.wait([parent.sentinel])
+  os._exit(1)  # Nobody would ever ask again.
+
+
+def _work(jobs: list[Job]) -> tuple[list[Attempt], float]:
+  begin = time.process_time()
+  found = [attempt(_of_worker[0], job) for job in jobs]
+  return found, time.process_time() - begin
+
+
+def _failed(status: str, reason: str) -> Attempt:
+  score = environment_lib.invalid(f"{status}: {reason[:300]}")
+  return Attempt(artefact=None, score=score, status=status, message=reason)

@@ -1,0 +1,366 @@
+"""Your own problem: a Python file with four functions becomes an `Environment`.
+
+  start(seed) -> artefact            plain data to begin with: numbers, strings, lists, dicts
+  describe(artefact, value) -> str   the problem, its rules and this artefact, for a language model
+  verify(artefact) -> value          a finite number; (None, reason) if it is no answer
+  picture(artefact) -> Figure        of matplotlib
+
+and, where wanted, these attributes:
+
+  NAME           for logs and files; the file's own name
+  IS_MAXIMISED   whether higher values are better; True
+  PUBLISHED      what others reached, the best first: (value, who, year, source), ...; ()
+  LANGUAGE       of edits, as `discovery.EditLanguage`; None: only programs change the artefacts
+  reward(value)  what is maximised: positive, rises as the value gets better; see `reward_of`
+
+The file needs nothing of this library; `examples/vehicle_routing.py` is a whole one. It is run as
+it is, with all rights of whoever runs it: only what a model writes is sandboxed.
+
+`verify` may be asked about anything that a program returned. Whatever is no plain data (NaN, a
+complex number, an array, a list within itself) is refused before it is called. An exception inside
+it makes the artefact invalid ("verify raised ..."), so that a run goes on; it is a defect of the
+file all the same, and `check` says so. A `Fraction` or an integer is kept as the certificate of the
+float that it rounds to, where the two differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+import dataclasses
+from fractions import Fraction
+import hashlib
+import importlib.util
+import inspect
+import math
+import os
+import pathlib
+import re
+import sys
+import types
+from typing import Any
+
+import numpy as np
+
+from seerjax.discovery import environment
+from seerjax.discovery.environment import Artefact, EditLanguage, Environment, Published, Score
+
+# The functions of a file, by what they are given.
+REQUIRED = {
+  "start": ("seed",),
+  "describe": ("artefact", "value"),
+  "verify": ("artefact",),
+  "picture": ("artefact",),
+}
+MAX_DEPTH = 64  # Lists within lists; a list within itself ends here.
+MAX_ITEMS = 1_000_000  # Numbers, strings and lists of one artefact in all.
+MAX_NUMBER = 1e300  # In size; sums and squares of a few such numbers are where floats end.
+# How the reason begins where the file itself is at fault, not the artefact.
+DEFECTS = ("verify raised", "verify returned", "reward raised", "reward returned")
+_NAME = re.compile(r"[A-Za-z0-9_.-]+", re.ASCII)
+_FORMS = (
+  f"a finite number up to {environment.MAX_VALUE} in size, or (None, reason) for what is no answer"
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OwnProblem:
+  """The functions of a file, as an `Environment`.
+
+  Attributes:
+    name, is_maximised, published, language: as `Environment` has them.
+    path: of the file.
+    functions: by name; "reward" is there if the file has one.
+  """
+
+  name: str
+  is_maximised: bool
+  published: tuple[Published, ...]
+  language: EditLanguage | None
+  path: pathlib.Path
+  functions: dict[str, Callable[..., Any]]
+
+  def start(self, seed: int) -> Artefact:
+    """Returns what the file's `start` does.
+
+    Raises:
+      ValueError: if that is no plain data. What the function raises is passed on.
+    """
+    artefact = self.functions["start"](seed)
+    if reason := not_plain(artefact):
+      raise ValueError(f"{self.path}: start({seed}) returned no plain data: {reason}.")
+    return artefact
+
+  def describe(self, artefact: Artefact, score: Score) -> str:
+    """Returns what the file's `describe` makes of the artefact and its value.
+
+    Raises:
+      ValueError: if that is no text. What the function raises is passed on.
+    """
+    text = self.functions["describe"](artefact, score.value)
+    if not isinstance(text, str):
+      raise ValueError(
+        f"{self.path}: describe returned {type(text).__name__}, expected text; return a str."
+      )
+    return text
+
+  def verify(self, artefact: Artefact) -> Score:
+    """Judges anything whatever by the file's `verify`; never raises."""
+    if reason := not_plain(artefact):
+      return environment.invalid(reason)
+    try:
+      returned = self.functions["verify"](artefact)
+    except (Exception, SystemExit) as error:
+      return environment.invalid(f"verify raised {named(error)}")
+    value, reason, certificate = _read(returned)
+    if reason:
+      return environment.invalid(reason)
+    if "reward" not in self.functions:
+      reward = reward_of(value, self.is_maximised)
+    else:
+      try:
+        reward = float(self.functions["reward"](value))
+      except (Exception, SystemExit) as error:
+        return environment.invalid(f"reward raised {named(error)} for the value {value}")
+      if not 0 < reward <= environment.MAX_VALUE:
+        return environment.invalid(
+          f"reward returned {reward} for the value {value}, expected a positive number up to"
+          f" {environment.MAX_VALUE}"
+        )
+    return Score(is_valid=True, value=value, reward=reward, certificate=certificate)
+
+  def picture(self, artefact: Artefact) -> Any:
+    """Returns what the file's `picture` draws."""
+    return self.functions["picture"](artefact)
+
+
+def load(path: str | os.PathLike[str]) -> Environment:
+  """Returns the environment that a user's file describes.
+
+  The file's folder is appended to `sys.path`, so that it may import its neighbours.
+
+  Args:
+    path: of the file, such as "examples/vehicle_routing.py".
+
+  Raises:
+    FileNotFoundError: if there is no such file.
+    ValueError: if it is no Python, cannot be imported, lacks a function, or has a function or an
+      attribute of another form than above.
+  """
+  path = pathlib.Path(path)
+  if not path.is_file():
+    raise FileNotFoundError(
+      f"{path}: got no such file, expected Python with the functions {', '.join(REQUIRED)}; set"
+      " --config.problem to its path (examples/vehicle_routing.py is one)."
+    )
+  if path.suffix != ".py":
+    raise ValueError(
+      f"{path}: got a file that ends with {path.suffix!r}, expected '.py'; rename it."
+    )
+  names = vars(_imported(path))
+  missing = [name for name in REQUIRED if not callable(names.get(name))]
+  if missing:
+    raise ValueError(
+      f"{path}: got no function {', '.join(missing)}, expected all of {', '.join(REQUIRED)}; write"
+      " it, or begin with a copy of examples/vehicle_routing.py."
+    )
+  functions = {name: names[name] for name in (*REQUIRED, "reward") if callable(names.get(name))}
+  for name, function in functions.items():
+    _check_arguments(path, name, function, REQUIRED.get(name, ("value",)))
+  return OwnProblem(
+    name=_name(path, names.get("NAME", path.stem)),
+    is_maximised=_is_maximised(path, names.get("IS_MAXIMISED", True)),
+    published=_published(path, names.get("PUBLISHED", ())),
+    language=_language(path, names.get("LANGUAGE")),
+    path=path,
+    functions=functions,
+  )
+
+
+def reward_of(value: float, is_maximised: bool) -> float:
+  """Returns the reward of a value where the file has no `reward`.
+
+    x = value or, if lower is better, -value;   1 + x if x >= 0,   1 / (1 - x) if x < 0
+
+  It is positive, smooth and rises everywhere. Values below 1e-6 or so drown in the 1, and costs
+  above 1e6 become tiny: such a file says `reward` itself.
+  """
+  x = value if is_maximised else -value
+  return 1.0 + x if x >= 0 else 1.0 / (1.0 - x)
+
+
+def not_plain(artefact: Any) -> str:
+  """Returns where an artefact is no plain data and why, or "" if it is.
+
+  Plain are None, bool, int and float below `MAX_NUMBER` in size, str, list, and dict with str
+  keys: exactly these, so that an artefact is equal to itself after JSON.
+  """
+  todo: list[tuple[tuple[str | int, ...], Any]] = [((), artefact)]
+  count = 1
+  while todo:
+    place, item = todo.pop()
+    if type(item) in (int, float):
+      if not -MAX_NUMBER < item < MAX_NUMBER:
+        # An integer of many digits cannot even be printed.
+        got = item if type(item) is float else "a huge integer"
+        return f"{where(place)}: got {got}, expected a number below {MAX_NUMBER} in size"
+    elif type(item) in (list, dict):
+      if len(place) >= MAX_DEPTH:
+        return f"artefact: got more than {MAX_DEPTH} lists within each other, expected fewer"
+      count += len(item)
+      if count > MAX_ITEMS:
+        return f"artefact: got more than {MAX_ITEMS} items, expected fewer"
+      if type(item) is dict:
+        strange = next((key for key in item if type(key) is not str), None)
+        if strange is not None:
+          kind = type(strange).__name__
+          return f"{where(place)}: got a key of type {kind}, expected strings as keys"
+      entries = item.items() if type(item) is dict else enumerate(item)
+      # Depth first, so that a list within itself ends at the limit and fills no memory before.
+      todo.extend(((*place, key), entry) for key, entry in entries)
+    elif item is not None and type(item) not in (bool, str):
+      return (
+        f"{where(place)}: got {type(item).__name__}, expected plain data (None, bool, int, float,"
+        " str, list, dict; arrays by .tolist())"
+      )
+  return ""
+
+
+def _imported(path: pathlib.Path) -> types.ModuleType:
+  digest = hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:8]
+  name = f"own_problem_{digest}_{path.stem}"
+  spec = importlib.util.spec_from_file_location(name, path)
+  assert spec is not None and spec.loader is not None  # Of a file that ends with .py.
+  module = importlib.util.module_from_spec(spec)
+  folder = str(path.resolve().parent)
+  if folder not in sys.path:
+    sys.path.append(folder)  # Last, so that no file there hides an installed package.
+  sys.modules[name] = module  # Dataclasses look their module up there.
+  try:
+    spec.loader.exec_module(module)
+  except SyntaxError as error:
+    del sys.modules[name]
+    raise ValueError(
+      f"{path}: got a syntax error in line {error.lineno} ({error.msg}), expected Python"
+      f" {sys.version_info.major}.{sys.version_info.minor}; mend that line."
+    ) from error
+  except (Exception, SystemExit) as error:
+    del sys.modules[name]
+    raise ValueError(
+      f"{path}: got {named(error)} while importing it, expected a file that can be imported;"
+      f" `python {path}` shows the line, and a module it imports may have to be installed."
+    ) from error
+  return module
+
+
+def _check_arguments(
+  path: pathlib.Path, name: str, function: Callable[..., Any], expected: tuple[str, ...]
+) -> None:
+  try:
+    signature = inspect.signature(function)
+  except (TypeError, ValueError):  # Written in C: it will have to say so itself.
+    return
+  try:
+    signature.bind(*expected)
+  except TypeError:
+    raise ValueError(
+      f"{path}: got {name}{signature}, expected {name}({', '.join(expected)}); change its"
+      " arguments, or give further ones a default."
+    ) from None
+
+
+def _name(path: pathlib.Path, name: Any) -> str:
+  if not isinstance(name, str) or not _NAME.fullmatch(name):
+    raise ValueError(
+      f"{path}: got NAME={name!r}, expected letters, digits and _ . - (files are named by it);"
+      " change it."
+    )
+  return name
+
+
+def _is_maximised(path: pathlib.Path, is_maximised: Any) -> bool:
+  if not isinstance(is_maximised, bool):
+    raise ValueError(
+      f"{path}: got IS_MAXIMISED={is_maximised!r}, expected True if higher values are better, else"
+      " False; change it."
+    )
+  return is_maximised
+
+
+def _published(path: pathlib.Path, published: Any) -> tuple[Published, ...]:
+  entries = []
+  for entry in published if isinstance(published, tuple | list) else [published]:
+    match entry:
+      case (int() | float() as value, str() as who, int() as year, str() as source):
+        entries.append(Published(float(value), who, year, source))
+      case _:
+        raise ValueError(
+          f"{path}: got {entry!r} in PUBLISHED, expected tuples of (value, who, year, source) such"
+          ' as (784.0, "Augerat et al.", 1995, "https://..."); change it.'
+        )
+  return tuple(entries)
+
+
+def _language(path: pathlib.Path, language: Any) -> EditLanguage | None:
+  if language is None or (
+    isinstance(language, EditLanguage) and not isinstance(language, type)
+  ):
+    return language
+  members = ("vocab_size", "allowed", "stop_token", "prompt", "apply")
+  missing = [member for member in members if not hasattr(language, member)]
+  raise ValueError(
+    f"{path}: got LANGUAGE={language!r} without {', '.join(missing) or 'an instance'}, expected an"
+    f" object with {', '.join(members)}; see seerjax.discovery.environment.EditLanguage."
+  )
+
+
+def named(error: BaseException) -> str:
+  """Returns "ValueError: its message" in one short line."""
+  try:
+    message = " ".join(str(error).split())[:200]
+  except Exception:  # The message may be made of hostile data.
+    message = ""
+  return f"{type(error).__name__}: {message}" if message else type(error).__name__
+
+
+def _read(returned: Any) -> tuple[float, str, str]:
+  """Returns (value, reason, certificate) of what a `verify` returned."""
+  value, reason, certificate = returned, "", ""
+  if isinstance(returned, tuple) and len(returned) == 2:
+    value, reason = returned
+  elif isinstance(returned, dict) and {"value"} <= returned.keys() <= {
+    "value", "reason", "certificate"
+  }:  # fmt: skip
+    value = returned["value"]
+    reason, certificate = returned.get("reason", ""), returned.get("certificate", "")
+  if not isinstance(reason, str) or not isinstance(certificate, str):
+    return math.nan, "verify returned a reason or certificate that is no text", ""
+  if reason:
+    return math.nan, reason, ""
+  number = int | float | Fraction | np.integer | np.floating
+  if isinstance(value, bool) or not isinstance(value, number):
+    return math.nan, f"verify returned {type(value).__name__}, expected {_FORMS}", ""
+  try:
+    rounded = float(value)
+  except OverflowError:
+    rounded = math.inf
+  except Exception as error:
+    return math.nan, f"verify returned a number that raised {type(error).__name__}", ""
+  if not abs(rounded) <= environment.MAX_VALUE:
+    return math.nan, f"verify returned {rounded}, expected {_FORMS}", ""
+  if not certificate and isinstance(value, int | Fraction) and value != rounded:
+    certificate = _exact(Fraction(value))
+  return rounded, "", certificate
+
+
+def _exact(value: Fraction) -> str:
+  """Returns a fraction as text: in decimals, or in hexadecimals where Python writes no more."""
+  try:
+    return str(value)
+  except ValueError:
+    return f"{hex(value.numerator)}/{hex(value.denominator)}"
+
+
+def where(place: Sequence[str | int]) -> str:
+  """Returns "artefact['routes'][3]"."""
+  return "artefact" + "".join(f"[{str(key)[:40]!r}]" if isinstance(key, str) else f"[{key}]"
+                              for key in place)  # fmt: skip

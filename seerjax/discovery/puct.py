@@ -1,0 +1,239 @@
+"""Where the next groups start: PUCT over the archive, and the rules that it is compared with.
+
+  score(s) = Q(s) + c S P(s) sqrt(1 + T) / (1 + n(s))
+
+  Q   m(s), the best value of a direct child; its own value before there is one
+  S   highest minus lowest value of the states that are no seeds (of all, before there is one), at
+      least 1e-6
+  P   (M - rank) / sum of the same, over M living states, rank 0 the best: a linear prior
+  n   expansions of s or of any descendant;  T  expansions in all
+
+A batch of "puct" walks down the scores and passes over every ancestor and every descendant of a
+state that it has taken: one state of a lineage, though siblings and cousins may go together. Roots
+of growing trees never depart, so each offers at least one state, and a batch is full wherever there
+are as many as groups; fewer are refused. Groups and seeds may be dealt to islands, each of which
+scores its own trees as if there were no others: then no family can take all groups.
+
+No rule has state. `select` is a pure function of (archive, num, config, seed); what is random is
+drawn from (seed, T), and T grows with every step.
+
+Source: Yuksekgonul et al. 2026 (TTT-Discover), https://arxiv.org/abs/2601.16175: a maximum where
+AlphaZero has a mean, ranks where it has a policy, and visits of descendants. The range is printed
+there as that of all states; its published code leaves the seeds out, as is the default here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+import dataclasses
+import math
+
+import numpy as np
+
+from seerjax.array_typing import Float
+from seerjax.discovery import archive as archives
+from seerjax.discovery.archive import Archive, State
+
+REUSE = ("puct", "epsilon_greedy", "greedy", "none", "sequential")
+MIN_RANGE = 1e-6  # Value units: published.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SearchConfig:
+  """How states are kept and chosen.
+
+  Attributes:
+    reuse: "puct": the scores above, one state of a lineage.
+      "epsilon_greedy": as greedy, but each group starts with probability `epsilon` from a state
+        drawn evenly from all.
+      "greedy": the best states, one group each.
+      "none": seeds alone, in turn; nothing found is started from.
+      "sequential": all groups from the best state so far (Sequential Best-of-N).
+    c: weight of exploration in PUCT; 1 is published.
+    epsilon: of epsilon-greedy; the paper compares with 0.1; with 0.2 it ranked first, within noise,
+      among 30 ways to search (harness-generalization, 2026).
+    keep_children: most children that an expansion admits, for `archive.start`.
+    capacity: most living states, for `archive.start`.
+    range_over_seeds: S counts the seeds' values too.
+    islands: a labelled deviation from the paper, of "puct": how many searches go on side by side;
+      group i belongs to island i modulo their number. 1 is published.
+    patience: a labelled deviation from the paper, of "puct": steps without a better state after
+      which an island's trees are closed and others planted, which the policy enters with all that
+      it has learnt. 0 never does, as published.
+  """
+
+  reuse: str = "puct"
+  c: float = 1.0
+  epsilon: float = 0.2
+  keep_children: int = 2
+  capacity: int = 1000
+  range_over_seeds: bool = False
+  islands: int = 1
+  patience: int = 0
+
+  def __post_init__(self):
+    if self.reuse not in REUSE:
+      raise ValueError(
+        f"SearchConfig.reuse: got {self.reuse!r}, expected one of {REUSE}; choose one."
+      )
+    if self.islands < 1 or self.patience < 0 or (
+      self.reuse != "puct" and (self.islands, self.patience) != (1, 0)
+    ):
+      raise ValueError(
+        f"SearchConfig: got islands={self.islands}, patience={self.patience} with"
+        f" reuse={self.reuse!r}, expected at least 1 and 0, and these but for 'puct': other ways to"
+        " reuse have one archive, which is never begun anew; set --config.search.islands=1 and"
+        " --config.search.patience=0."
+      )
+    if not 0 <= self.c < math.inf:
+      raise ValueError(
+        f"SearchConfig.c: got {self.c}, expected 0 <= c < inf; 1 is published, 0 never explores."
+      )
+    if not 0 <= self.epsilon <= 1:
+      raise ValueError(
+        f"SearchConfig.epsilon: got {self.epsilon}, expected a probability; 0.2 is usual."
+      )
+    if self.keep_children < 1 or self.capacity < 2:
+      raise ValueError(
+        f"SearchConfig: got keep_children={self.keep_children}, capacity={self.capacity}, expected"
+        " at least 1 child and 2 states; 2 and 1000 are published."
+      )
+
+
+def select(archive: Archive, num: int, config: SearchConfig, seed: int) -> tuple[int, ...]:
+  """Returns the ids of the states that the next `num` groups start from, one for each group.
+
+  Args:
+    archive: with at least `num` seeds.
+    num: groups.
+    config: whose `reuse` chooses the rule.
+    seed: of the run, at least 0; only "epsilon_greedy" draws.
+
+  Raises:
+    ValueError: if `num < 1`, there are fewer seeds than groups, or the seed is negative.
+  """
+  if not 1 <= num <= len(archive.roots):
+    raise ValueError(
+      f"puct.select: got num={num} groups for {len(archive.roots)} seeds, expected at least 1 and"
+      " no more than the seeds (each seed tree offers one lineage); start the archive with one seed"
+      " for each group."
+    )
+  if seed < 0:
+    raise ValueError(f"puct.select: got seed={seed}, expected at least 0; pass the run's seed.")
+  match config.reuse:
+    case "puct":
+      return by_score(archive, num, config, seed)
+    case "epsilon_greedy":
+      return epsilon_greedy(archive, num, config, seed)
+    case "greedy":
+      return greedy(archive, num, config, seed)
+    case "none":
+      return seeds_in_turn(archive, num, config, seed)
+    case _:
+      return sequential(archive, num, config, seed)
+
+
+def scores(
+  states: Sequence[State], num_expansions: int, config: SearchConfig
+) -> Float[np.ndarray, "m"]:
+  """Returns the PUCT score of each state as f64[m]; `num_expansions` is their T."""
+  values = np.asarray([state.value for state in states], np.float64)
+  exploited = np.asarray(
+    [state.value if state.best_child is None else state.best_child for state in states], np.float64
+  )
+  visits = np.asarray([state.visits for state in states], np.float64)
+  num = len(states)
+  prior = np.empty(num, np.float64)
+  prior[_best_first(values, values)] = np.arange(num, 0, -1) / (num * (num + 1) / 2)
+  is_found = np.asarray([not state.is_seed for state in states], np.bool_)
+  ranged = values[is_found] if is_found.any() and not config.range_over_seeds else values
+  spread = max(float(ranged.max() - ranged.min()), MIN_RANGE)
+  bonus = config.c * spread * prior * math.sqrt(1 + num_expansions)
+  return exploited + bonus / (1 + visits)
+
+
+def by_score(archive: Archive, num: int, config: SearchConfig, seed: int) -> tuple[int, ...]:
+  """Returns for each island the states of its highest scores of which none descends from another.
+
+  Equal scores go by value, then by age, the older first.
+
+  Raises:
+    ValueError: if there are more islands than groups.
+  """
+  del seed
+  if config.islands > num:
+    raise ValueError(
+      f"SearchConfig.islands: got {config.islands} for {num} groups, expected at most one a group;"
+      " lower it, or raise groups_per_step."
+    )
+  above = archives.ancestors(archive)
+  taken = [0] * num
+  for island in range(config.islands):
+    roots = archive.roots[island :: config.islands]
+    mine = slice(island, num, config.islands)
+    taken[mine] = _of_island(archive, roots, len(taken[mine]), above, config)
+  return tuple(taken)
+
+
+def _of_island(
+  archive: Archive,
+  roots: Sequence[int],
+  num: int,
+  above: Mapping[int, frozenset[int]],
+  config: SearchConfig,
+) -> list[int]:
+  """Returns `num` states of the trees with these roots, one of each lineage."""
+  states = [state for state in archive.states if state.seed_tree in roots]
+  # n counts the expansions of a whole tree at its root.
+  num_expansions = sum(state.visits for state in states if state.is_seed)
+  values = np.asarray([state.value for state in states], np.float64)
+  taken: list[int] = []
+  blocked: set[int] = set()  # Ancestors of what is taken.
+  for place in _best_first(scores(states, num_expansions, config), values):
+    state_id = states[place].state_id
+    if state_id in blocked or not above[state_id].isdisjoint(taken):
+      continue
+    taken.append(state_id)
+    blocked |= above[state_id]
+    if len(taken) == num:
+      break
+  assert len(taken) == num, "every seed tree offers a state"
+  return taken
+
+
+def epsilon_greedy(archive: Archive, num: int, config: SearchConfig, seed: int) -> tuple[int, ...]:
+  """Returns what `greedy` does, but for each group with probability epsilon any state at all."""
+  random = np.random.default_rng([seed, archive.num_expansions])
+  is_random = random.random(num) < config.epsilon
+  anyone = random.integers(len(archive.states), size=num)
+  return tuple(
+    archive.states[place].state_id if explores else state_id
+    for explores, place, state_id in zip(is_random, anyone, greedy(archive, num, config, seed))
+  )
+
+
+def greedy(archive: Archive, num: int, config: SearchConfig, seed: int) -> tuple[int, ...]:
+  """Returns the `num` best states, the older of equals first; they may be of one lineage."""
+  del config, seed
+  values = np.asarray([state.value for state in archive.states], np.float64)
+  return tuple(archive.states[place].state_id for place in _best_first(values, values)[:num])
+
+
+def seeds_in_turn(archive: Archive, num: int, config: SearchConfig, seed: int) -> tuple[int, ...]:
+  """Returns seeds only, going on where the expansions so far left off."""
+  del config, seed
+  ids = archive.roots
+  return tuple(ids[(archive.num_expansions + group) % len(ids)] for group in range(num))
+
+
+def sequential(archive: Archive, num: int, config: SearchConfig, seed: int) -> tuple[int, ...]:
+  """Returns the best state so far, `num` times."""
+  del config, seed
+  return (archives.best(archive).state_id,) * num
+
+
+def _best_first(keys: np.ndarray, values: np.ndarray) -> np.ndarray:
+  """Returns places by descending key, then by descending value, then oldest first."""
+  # A stable sort leaves equals in the order that they had.
+  by_value = np.argsort(-values, kind="stable")
+  return by_value[np.argsort(-keys[by_value], kind="stable")]

@@ -1,0 +1,252 @@
+"""The pages of all instances: who holds which, and how they leave a device and come back.
+
+    pages of an instance <-migrate-> of another <-spill, restore-> `KVPool` (pinned host, store)
+
+Only requests between two chunks are moved, whole. Everything is dispatched in program order: pages
+may be given out again as soon as the copy that reads them was dispatched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import numpy as np
+
+from seerjax.engine.kv import page_moves, pages as pages_lib
+from seerjax.engine.kv.pool import KVPool
+from seerjax.engine.sequence import Sequence
+
+
+@dataclasses.dataclass
+class MemoryCounters:
+  """What moved since the engine was made.
+
+  Attributes:
+    migrated_pages: that changed instance with their request.
+    pulled_pages: of prompts, copied from another instance.
+    spilled_pages: that left the devices.
+    restored_pages: that came back.
+    peer_bytes: that went from instance to instance.
+  """
+
+  migrated_pages: int = 0
+  pulled_pages: int = 0
+  spilled_pages: int = 0
+  restored_pages: int = 0
+  peer_bytes: int = 0
+
+
+class Memory:
+  """Pages, their pools, and the programs that move them."""
+
+  def __init__(
+    self,
+    pages: Any,
+    mesh: jax.sharding.Mesh,
+    *,
+    num_pages: int,
+    page_size: int,
+    table_width: int,
+    reuse_prefixes: bool,
+    kv_pool: KVPool,
+  ):
+    """Takes over `pages`, a pytree of f[i, k, m, z, c]."""
+    self.pages = pages
+    self.pools = [pages_lib.PagePool(num_pages, page_size) for _ in mesh.devices]
+    self.kv_pool = kv_pool
+    self.counters = MemoryCounters()
+    self._moves = page_moves.PageMoves(mesh)
+    self._page_size = page_size
+    self._table_width = table_width
+    self._reuse_prefixes = reuse_prefixes
+    leaves = jax.tree.leaves(pages)
+    of_instance = sum(math.prod(leaf.shape[1:]) * leaf.dtype.itemsize for leaf in leaves)
+    self._page_bytes = of_instance // num_pages
+    # By instance: target pages (0 where one is there already) and the parts, round by round.
+    self._arriving: list[list[tuple[list[int], Any]]] = [[] for _ in self.pools]
+
+  def hold(self, sequence: Sequence, pages: list[int]) -> None:
+    """Gives a sequence `pages`, all that it has from now on."""
+    sequence.hold(pages, self._table_width)
+
+  def release(self, sequence: Sequence) -> None:
+    """Takes a sequence's pages, wherever they are; it will have to compute them again."""
+    for page in sequence.pages:
+      self.pools[sequence.instance].release(page)
+    sequence.pages = []
+    sequence.num_written = 0
+    self.kv_pool.drop(sequence.request.request_id)
+
+  def forget_all(self) -> None:
+    """Drops everything that is not held: the weights changed."""
+    self.kv_pool.clear()
+    for pool in self.pools:
+      pool.forget_all()
+
+  def start_over(self, sequences: Iterable[Sequence], make_pages: Callable[[], Any]) -> None:
+    """Takes every page back, whatever the step that broke off was doing with it.
+
+    Args:
+      sequences: all that live; those that are off the devices stay there.
+      make_pages: returns empty pages as those that this was made with.
+    """
+    for pool in self.pools:
+      pool.reset()
+    self._arriving = [[] for _ in self.pools]
+    for sequence in sequences:
+      sequence.pages = []
+      if sequence.request.request_id not in self.kv_pool:
+        sequence.num_written = 0
+    self.pages = None  # The step has donated them, or left an error in them.
+    self.pages = make_pages()
+
+  def migrate(self, sequence: Sequence, instance: int) -> bool:
+    """Takes a sequence's pages to another instance; False if there is no room, nothing done."""
+    source, pool = sequence.instance, self.pools[instance]
+    if source == instance or not sequence.pages:
+      sequence.instance = instance
+      return True
+    num_written = self._num_pages(sequence.num_written)
+    shared = self._hold_prefix(pool, sequence.tokens[: sequence.num_written])
+    if num_written - len(shared) > pool.num_available:
+      for page in shared:
+        pool.release(page)
+      return False
+    fresh = pool.take(num_written - len(shared))
+    self._carry(source, sequence.pages[len(shared) : num_written], instance, fresh)
+    self.counters.migrated_pages += len(fresh)
+    for page in sequence.pages:
+      self.pools[source].release(page)
+    sequence.instance = instance
+    self.hold(sequence, [*shared, *fresh])
+    return True
+
+  def pull_prefix(self, tokens: list[int], source: int, target: int) -> int:
+    """Copies whole pages of a token sequence's start; returns how many positions found room."""
+    pool = self.pools[target]
+    shared = self._hold_prefix(pool, tokens)
+    found = self._hold_prefix(self.pools[source], tokens)
+    wanted = found[len(shared) :]
+    fresh = pool.take(min(len(wanted), pool.num_available))
+    self._carry(source, wanted[: len(fresh)], target, fresh)
+    self.counters.pulled_pages += len(fresh)
+    held = [*shared, *fresh]
+    pool.remember(tokens[: len(held) * self._page_size], held)
+    for page in held:
+      pool.release(page)
+    for page in found:
+      self.pools[source].release(page)
+    return len(fresh) * self._page_size
+
+  def spill(self, sequences: Iterable[Sequence]) -> list[Sequence]:
+    """Takes sequences' pages off the devices, in order, as far as the pool has room for them.
+
+    Returns:
+      Those that left.
+    """
+    left: list[Sequence] = []
+    leaving: list[tuple[Sequence, list[list[int]], int]] = []
+    for sequence in sequences:
+      if not sequence.num_written:  # Paused before its first step: nothing that could come back.
+        self.release(sequence)
+        left.append(sequence)
+        continue
+      parts = page_moves.rounds(sequence.pages[: self._num_pages(sequence.num_written)])
+      count = sum(page_moves.bucket_for(len(part)) for part in parts)
+      if not self.kv_pool.make_room(count + sum(entry[2] for entry in leaving)):
+        self._take_off(leaving)  # Then these may go on to the store.
+        leaving = []
+        if not self.kv_pool.make_room(count):
+          break
+      leaving.append((sequence, parts, count))
+      left.append(sequence)
+    self._take_off(leaving)
+    return left
+
+  def _take_off(self, leaving: list[tuple[Sequence, list[list[int]], int]]) -> None:
+    """Copies sequences to the pool, those of several instances together, and frees their pages."""
+    queues: list[list[tuple[Sequence, list[int]]]] = [[] for _ in self.pools]
+    rounds: dict[Sequence, list[Any]] = {}
+    for sequence, parts, _ in leaving:
+      queues[sequence.instance] += [(sequence, part) for part in parts]
+      rounds[sequence] = []
+    while any(queues):
+      turn = _equal_heads(queues, lambda entry: page_moves.bucket_for(len(entry[1])))
+      ids = self._page_ids({instance: part for instance, (_, part) in turn.items()})
+      values = self._moves.extract(self.pages, ids)
+      for instance, (sequence, part) in turn.items():
+        rounds[sequence].append(self._moves.take_off(values, instance))
+        self.counters.spilled_pages += len(part)
+    for sequence, _, count in leaving:
+      for page in sequence.pages:
+        self.pools[sequence.instance].release(page)
+      sequence.pages = []  # `num_written` stays: that much comes back.
+      self.kv_pool.put(sequence.request.request_id, count, rounds[sequence])
+
+  def begin_restore(self, sequence: Sequence, num_pages: int) -> bool:
+    """Gives a spilled sequence `num_pages` pages; False if there is no room, nothing done.
+
+    Its keys are on their way: `restore` writes them. Where the store has lost them, it is as if the
+    sequence had never run, and False too: they are computed again, to the same bits.
+    """
+    pool = self.pools[sequence.instance]
+    shared = self._hold_prefix(pool, sequence.tokens[: sequence.num_written])
+    if num_pages - len(shared) > pool.num_available:
+      for page in shared:
+        pool.release(page)
+      return False
+    self.hold(sequence, [*shared, *pool.take(num_pages - len(shared))])
+    rounds = self.kv_pool.take(sequence.request.request_id)
+    if rounds is None:
+      self.release(sequence)
+      return False
+    written = sequence.pages[: self._num_pages(sequence.num_written)]
+    targets = [0] * len(shared) + written[len(shared) :]
+    self._arriving[sequence.instance] += zip(page_moves.rounds(targets), rounds, strict=True)
+    return True
+
+  def restore(self) -> None:
+    """Writes what was asked back, before a step reads it."""
+    while any(self._arriving):
+      turn = _equal_heads(self._arriving, lambda entry: entry[1][0][0].shape[2])
+      values = self._moves.put_on(self.pages, {i: parts for i, (_, parts) in turn.items()})
+      ids = self._page_ids({instance: part for instance, (part, _) in turn.items()})
+      self.pages = self._moves.insert(self.pages, ids, values)
+      self.counters.restored_pages += int(np.count_nonzero(ids))
+
+  def _num_pages(self, positions: int) -> int:
+    return -(-positions // self._page_size)
+
+  def _hold_prefix(self, pool: pages_lib.PagePool, tokens: list[int]) -> list[int]:
+    """Returns whole pages of a sequence's start that a pool has, held."""
+    pages = list(pool.find(tokens).pages) if self._reuse_prefixes else []
+    for page in pages:
+      pool.hold(page)
+    return pages
+
+  def _carry(self, source: int, old: list[int], target: int, new: list[int]) -> None:
+    """Copies pages from instance to instance."""
+    for olds, news in zip(page_moves.rounds(old), page_moves.rounds(new), strict=True):
+      moves = np.zeros((4, page_moves.bucket_for(len(olds))), np.int32)
+      moves[0], moves[2] = source, target
+      moves[1, : len(olds)], moves[3, : len(news)] = olds, news
+      self.pages = self._moves.move(self.pages, moves)
+    self.counters.peer_bytes += len(new) * self._page_bytes
+
+  def _page_ids(self, by_instance: dict[int, list[int]]) -> np.ndarray:
+    """i32[i, n], padded with page 0."""
+    bucket = page_moves.bucket_for(max(len(part) for part in by_instance.values()))
+    ids = np.zeros((len(self.pools), bucket), np.int32)
+    for instance, part in by_instance.items():
+      ids[instance, : len(part)] = part
+    return ids
+
+
+def _equal_heads(queues: list[list[Any]], size: Callable[[Any], int]) -> dict[int, Any]:
+  """Pops the first of each queue, by its index, as far as they have the first one's size."""
+  wanted = next(size(queue[0]) for queue in queues if queue)
+  return {i: queue.pop(0) for i, queue in enumerate(queues) if queue and size(queue[0]) == wanted}

@@ -1,0 +1,1 @@
+"""A run as a page for people: one file, no script, nothing loaded."""

@@ -1,0 +1,210 @@
+"""What gives up on-policy data for time: rivals to compare with.
+
+    one step off   step k + 1 is sampled beside the learning of step k, on devices of its own
+    partial        more groups are begun than a step needs; once enough are whole the others wait,
+                   with their tokens, for the next step and its other weights
+
+Both learn from tokens that older weights sampled: the gap between engine and trainer that a run
+measures in every step is then their age, and no fault. What a partial rollout gives depends on who
+finished first. Neither can be resumed.
+
+Source: arXiv 2511.14617v3, section 4.4 (partial rollouts as in APRIL); TailSieve for one step off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+import concurrent.futures
+import dataclasses
+from typing import Generic, TypeVar
+
+from seerjax.models import tokenizer as tokenizer_lib
+from seerjax.rollout import groups as groups_lib
+from seerjax.rollout.divided import DividedRollout
+from seerjax.types import Completion, Problem, Request, Rollout, RolloutGroup, Task
+
+T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StaleConfig:
+  """How old what is learnt from may be. The default is on-policy.
+
+  Attributes:
+    steps_ahead: 1 samples a step beside the learning of the one before; 0 after it.
+    begun: groups under way at once, in multiples of those that a step learns from; above 1 those
+      that are not whole in time wait for the next step.
+  """
+
+  steps_ahead: int = 0
+  begun: float = 1.0
+
+  def __post_init__(self):
+    if self.steps_ahead not in (0, 1) or not 1 <= self.begun <= 16:
+      raise ValueError(
+        f"StaleConfig: got steps_ahead={self.steps_ahead}, begun={self.begun}, expected 0 or 1, and"
+        " 1 to 16; 1 and 1.0, or 0 and 2.0, are the rivals that are known."
+      )
+    if self.steps_ahead and self.begun > 1:
+      raise ValueError(
+        f"StaleConfig: got steps_ahead={self.steps_ahead} and begun={self.begun}, expected one of"
+        " them; they are two ways of not waiting."
+      )
+
+
+class Ahead(Generic[T]):
+  """Samples steps, one of them beside whatever else goes on."""
+
+  def __init__(self, sample: Callable[[int], T]):
+    self._sample = sample
+    self._thread = concurrent.futures.ThreadPoolExecutor(max_workers=1)
+    self._begun: dict[int, concurrent.futures.Future[T]] = {}
+
+  def begin(self, step: int) -> None:
+    """Starts to sample a step, and returns."""
+    self._begun[step] = self._thread.submit(self._sample, step)
+
+  def wait(self) -> None:
+    """Returns when nothing is being sampled.
+
+    Raises:
+      Exception: what sampling raised.
+    """
+    for begun in self._begun.values():
+      begun.result()
+
+  def take(self, step: int) -> T:
+    """Returns what was sampled for a step; samples it now if it was not begun.
+
+    Raises:
+      Exception: what sampling it raised.
+    """
+    begun = self._begun.pop(step, None)
+    return self._sample(step) if begun is None else begun.result()
+
+  def close(self) -> None:
+    """Waits, and ends the thread."""
+    self._thread.shutdown()
+
+
+@dataclasses.dataclass(eq=False)
+class Begun:
+  """A group that is under way.
+
+  Attributes:
+    problem: that its members answer.
+    requests: of its members.
+    rollouts: by member, those that are whole.
+  """
+
+  problem: Problem
+  requests: list[Request]
+  rollouts: dict[int, Rollout] = dataclasses.field(default_factory=dict)
+
+  @property
+  def is_whole(self) -> bool:
+    """Whether every member has answered."""
+    return len(self.rollouts) == len(self.requests)
+
+
+@dataclasses.dataclass
+class Carried:
+  """What goes from step to step where groups wait.
+
+  Attributes:
+    groups: under way, those begun first in front.
+    said: by request id, the beginnings of answers.
+    num_posed: problems begun so far.
+  """
+
+  groups: list[Begun] = dataclasses.field(default_factory=list)
+  said: dict[str, Completion] = dataclasses.field(default_factory=dict)
+  num_posed: int = 0
+
+
+def sample_partial(
+  carried: Carried,
+  config: groups_lib.RolloutConfig,
+  *,
+  num_begun: int,
+  step: int,
+  pose: Callable[[int], Problem],
+  task: Task,
+  tokenizer: tokenizer_lib.Tokenizer,
+  seed: int,
+  rollout_of: Callable[[Mapping[str, Completion]], DividedRollout],
+  on_rollout: Callable[[Problem, Rollout], None],
+) -> tuple[list[RolloutGroup], int]:
+  """Samples until as many groups are whole as a step learns from; the others are carried on.
+
+  Args:
+    carried: from the step before; changed.
+    config: of a step.
+    num_begun: groups under way.
+    step: names what is begun now.
+    pose: position of a problem -> problem.
+    task: judges.
+    tokenizer: makes the prompts.
+    seed: of the run.
+    rollout_of: makes a rollout that goes on from what was said.
+    on_rollout: called as each answer is whole.
+
+  Returns:
+    (the groups, numbered as they stand, how many of their tokens older weights sampled).
+
+  Raises:
+    ValueError: if the task cannot judge a text.
+  """
+  for place in range(num_begun - len(carried.groups)):
+    problem = pose(carried.num_posed)
+    requests = groups_lib.group_requests(
+      problem, group=place, step=step, config=config, tokenizer=tokenizer, seed=seed
+    )
+    carried.groups.append(Begun(problem, requests))
+    carried.num_posed += 1
+  # Tokens by older weights: all of an answer that was whole before, else its beginning.
+  old_tokens = {
+    rollout.request.request_id: len(rollout.completion.tokens)
+    for group in carried.groups
+    for rollout in group.rollouts.values()
+  } | {name: len(said.tokens) for name, said in carried.said.items()}
+  places = {
+    request.request_id: (group, member)
+    for group in carried.groups
+    for member, request in enumerate(group.requests)
+    if member not in group.rollouts
+  }
+
+  def keep(completion: Completion) -> None:
+    group, member = places[completion.request_id]
+    verdict = groups_lib.judge(task, group.problem, completion.text)
+    rollout = Rollout(
+      request=group.requests[member], completion=completion, verdict=verdict
+    )
+    group.rollouts[member] = rollout
+    on_rollout(group.problem, rollout)
+
+  rollout = rollout_of(carried.said)
+  wanted = config.groups_per_step
+  asked = [group.requests[member] for group, member in places.values()]
+  for completion in groups_lib.whole(rollout.run(asked)):
+    keep(completion)
+    if sum(group.is_whole for group in carried.groups) >= wanted:
+      break
+  finished, carried.said = rollout.stop()
+  for completion in groups_lib.whole(finished):
+    keep(completion)
+  chosen = [group for group in carried.groups if group.is_whole][:wanted]
+  carried.groups = [group for group in carried.groups if group not in chosen]
+  groups = [
+    RolloutGroup(
+      group_index=place,
+      problem=group.problem,
+      rollouts=tuple(group.rollouts[member] for member in range(len(group.requests))),
+    )
+    for place, group in enumerate(chosen)
+  ]
+  num_old = sum(
+    old_tokens.get(rollout.request.request_id, 0) for group in groups for rollout in group.rollouts
+  )
+  return groups, num_old

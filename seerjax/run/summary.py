@@ -1,0 +1,109 @@
+"""A run in numbers: what a step's rollouts were like, and what summary.json says of the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+import resource
+import time
+from typing import Any
+
+import jax
+import numpy as np
+
+from seerjax import metrics
+from seerjax.run import energy
+from seerjax.types import RolloutGroup
+
+
+def of_rollouts(groups: Sequence[RolloutGroup]) -> dict[str, float]:
+  """Returns what metrics.jsonl says of a step's judged groups."""
+  rollouts = [rollout for group in groups for rollout in group.rollouts]
+  lengths = np.asarray([len(rollout.completion.tokens) for rollout in rollouts])
+  spread = [float(np.ptp(group.rewards)) > 0 for group in groups]
+  return {
+    "rollout/reward_mean": float(np.mean([r.verdict.reward for r in rollouts], dtype=np.float64)),
+    "rollout/accuracy": float(np.mean([r.verdict.correct for r in rollouts])),
+    "rollout/well_formed": float(np.mean([r.verdict.well_formed for r in rollouts])),
+    "rollout/ended": float(np.mean([r.completion.finish_reason == "stop" for r in rollouts])),
+    "rollout/informative_groups": float(np.mean(spread)),
+    "rollout/length_mean": float(lengths.mean()),
+    "rollout/length_p99": float(np.quantile(lengths, 0.99)),
+  }
+
+
+def of_run(
+  before: dict[str, float], after: dict[str, float], rows: Sequence[dict[str, Any]]
+) -> dict[str, Any]:
+  """Returns the numbers of summary.json that come from accuracies and metrics."""
+  gain = after["accuracy"] - before["accuracy"]
+  # The two evaluations answer the same problems; unpaired errors are the wider interval.
+  error = float(np.hypot(after["standard_error"], before["standard_error"]))
+
+  def highest(name: str) -> float:
+    return max((abs(metrics.decode_number(row[name])) for row in rows), default=0.0)
+
+  def mean(name: str) -> float:
+    return float(np.mean([row[name] for row in rows])) if rows else 0.0
+
+  # All tokens by all time: a step that a resumed run read from its journal sampled nothing, in no
+  # time worth a name.
+  seconds = sum(row["rollout/seconds"] for row in rows)
+  sampled = sum(row["rollout/seconds"] * row["rollout/tokens_per_second"] for row in rows)
+  return dict(
+    accuracy_before=before["accuracy"],
+    accuracy_after=after["accuracy"],
+    gain=gain,
+    gain_interval_95=[gain - 1.96 * error, gain + 1.96 * error],
+    well_formed_before=before["well_formed"],
+    well_formed_after=after["well_formed"],
+    accuracy_well_formed_before=before["accuracy_well_formed"],
+    accuracy_well_formed_after=after["accuracy_well_formed"],
+    ended_before=before["ended"],
+    ended_after=after["ended"],
+    max_abs_logprob_gap=max(
+      highest("contract/max_abs_logprob_gap"), highest("contract/max_abs_raw_logprob_gap")
+    ),
+    kl_max=max(highest("contract/kl"), highest("contract/raw_kl")),
+    tokens_per_second=sampled / max(seconds, 1e-9),
+    length_mean=mean("rollout/length_mean"),
+    length_p99=max((row["rollout/length_p99"] for row in rows), default=0.0),
+  )
+
+
+class RunClock:
+  """Measures a run over all its processes: seconds, those XLA compiled, peak memory, and joules.
+
+  Each checkpoint holds what was measured until then (`read`), and a resumed run begins with it
+  (`carry_on`): what a kill lost since the last checkpoint is not counted.
+  """
+
+  def __init__(self):
+    self._before = dict(seconds=0.0, compile_seconds=0.0, peak_memory_gib=0.0, joules=0.0)
+    self._meter = energy.Meter()
+    self._started = time.monotonic()
+    self._compile_seconds = 0.0
+    jax.monitoring.register_event_duration_secs_listener(self._hear)
+
+  def _hear(self, event: str, duration_secs: float, **_: Any) -> None:
+    if event == "/jax/core/compile/backend_compile_duration":
+      self._compile_seconds += duration_secs
+
+  def carry_on(self, before: Mapping[str, float]) -> None:
+    """Begins with what the clock of the process before read last."""
+    self._before |= before  # It says no joules where none could be read.
+
+  @property
+  def joules(self) -> float | None:
+    """Those of all processes so far, None where they cannot be read; see `energy`."""
+    joules = self._meter.read()
+    return None if joules is None else self._before["joules"] + joules
+
+  def read(self) -> dict[str, float]:
+    """Returns seconds, compile_seconds, peak_memory_gib, and joules where they can be read."""
+    # Linux counts memory in KiB.
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    return dict(
+      seconds=self._before["seconds"] + time.monotonic() - self._started,
+      compile_seconds=self._before["compile_seconds"] + self._compile_seconds,
+      peak_memory_gib=max(self._before["peak_memory_gib"], peak),
+    ) | ({} if (joules := self.joules) is None else dict(joules=joules))

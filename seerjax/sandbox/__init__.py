@@ -1,0 +1,1 @@
+"""Programs that nobody trusts, run under limits."""

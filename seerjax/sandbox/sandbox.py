@@ -1,0 +1,528 @@
+"""Runs programs that nobody has read, so that whatever they do, only their data comes back.
+
+  program text, arguments --JSON--> a process that has nothing --JSON--> value, or why there is none
+
+Such a program sees an empty directory, the system and Python (read-only), and itself: no network,
+no other process, no file of the caller. It runs as nobody, under limits of time, memory, processes
+and output, in namespaces of its own, behind Landlock and seccomp; when it ends or is ended,
+everything it started is dead. `server` is the other half: what does all this. It makes the
+namespaces itself, as bubblewrap would, so that none has to be there.
+
+What comes back is data that an adversary wrote. A function's value was made by the same process
+that ran the program, so it proves nothing: the caller recomputes whatever counts.
+
+Source: Yuksekgonul et al. 2026 (TTT-Discover), https://arxiv.org/abs/2601.16175, whose programs run
+in a plain subprocess and return pickles; neither is done here.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent import futures
+import contextlib
+import dataclasses
+import importlib.util
+import json
+import math
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+import threading
+import types
+from typing import Any, NamedTuple
+import weakref
+
+from seerjax.sandbox import server
+
+NO_FILES: Mapping[str, bytes] = types.MappingProxyType({})
+MAX_DEPTH = 64  # Lists within lists of a result, so that no reader of it runs out of stack.
+MAX_LISTS = 1_000_000  # And dicts, in a result: an empty one is two characters, and 60 bytes here.
+MAX_LIMIT = 2**53
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Limits:
+  """What one call may use.
+
+  Attributes:
+    wall_seconds: of the clock, from the program's first line on.
+    cpu_seconds: of all its processes together.
+    memory_bytes: of all its processes together, the interpreter's own included.
+    file_bytes: of the largest file it may write, and of a function's result; all its files together
+      may have four times as much (where there are no namespaces, nobody counts them).
+    output_bytes: of its standard output, and as many of its standard error.
+    num_processes: at a time, threads included.
+    num_files: open at a time, in each process.
+  """
+
+  wall_seconds: float = 10.0
+  cpu_seconds: float = 10.0
+  memory_bytes: int = 2**30
+  file_bytes: int = 2**24
+  output_bytes: int = 2**20
+  num_processes: int = 32
+  num_files: int = 64
+
+  def __post_init__(self):
+    for field, value in dataclasses.asdict(self).items():
+      if not 0 < value < math.inf:
+        raise ValueError(
+          f"Limits.{field}: got {value}, expected a positive finite number; nothing can run within"
+          " less, and a limit there must be."
+        )
+      if not field.endswith("seconds") and not isinstance(value, int):
+        raise ValueError(
+          f"Limits.{field}: got {value!r}, expected a whole number (int), which the kernel takes;"
+          " round it."
+        )
+      if value > MAX_LIMIT:
+        raise ValueError(
+          f"Limits.{field}: got {value}, expected at most {MAX_LIMIT}, which the kernel can hold;"
+          " lower it."
+        )
+
+
+class Outcome(NamedTuple):
+  """How a program ended, and what it left.
+
+  Attributes:
+    status: "ok"; "failed" (its exit code is not 0, or it returned nothing that is JSON); "timeout"
+      (of the clock), "cpu", "memory", "output" (too much printed or written); "killed" (by a
+      signal, or with too many processes). A program that catches the refusal of a limit may end in
+      any other way.
+    exit_code: None if it did not exit by itself.
+    stdout, stderr: up to the limit.
+    files: those of `outputs` that are regular files, by name.
+    wall_seconds, cpu_seconds: what it took.
+  """
+
+  status: str
+  exit_code: int | None
+  stdout: bytes
+  stderr: bytes
+  files: Mapping[str, bytes]
+  wall_seconds: float
+  cpu_seconds: float
+
+
+class Sandbox:
+  """Runs untrusted programs; any number of threads may call it at a time.
+
+  One process stays, with numpy and scipy imported, and is forked for every call: close the sandbox,
+  or use it as a context manager.
+  """
+
+  def __init__(self, *, allow_weak: bool = False):
+    """Finds out what can be enforced here.
+
+    Args:
+      allow_weak: also run where programs could reach files, the network or other processes.
+
+    Raises:
+      ValueError: if they could, and `allow_weak` was not set.
+    """
+    self._lock = threading.Lock()
+    self._is_closed = False
+    self._start()
+    plan = self._plan
+    missing = [] if plan.namespaces or plan.landlock else ["file-system isolation"]
+    missing += [] if plan.namespaces or plan.seccomp else ["network isolation"]
+    # Landlock keeps signals from other processes of the same user since its sixth version.
+    missing += [] if plan.namespaces or plan.landlock >= 6 else ["process isolation"]
+    if missing and not allow_weak:
+      self.close()
+      raise ValueError(
+        f"Sandbox: got a machine without {' and '.join(missing)} ({self.describe()}), expected all"
+        " isolation for programs that nobody has read; allow user namespaces (sysctl"
+        " user.max_user_namespaces, kernel.apparmor_restrict_unprivileged_userns=0) or Landlock 6"
+        " and seccomp, or pass --allow_weak_sandbox if you trust every program."
+      )
+
+  def __enter__(self) -> Sandbox:
+    return self
+
+  def __exit__(self, *error: object) -> None:
+    self.close()
+
+  def close(self) -> None:
+    """Ends the server; calls that are under way still end within their limits."""
+    with self._lock:
+      self._is_closed = True
+      self._finalizer()
+
+  def describe(self) -> str:
+    """Returns what is enforced here, and what is not and why, in one line."""
+    plan = self._plan
+    parts = []
+    if plan.namespaces:
+      kinds = "pid, mount, network, ipc, uts, cgroup" + (", user" if plan.nests else "")
+      by = "made as root" if plan.namespaces == "root" else "made inside a user namespace"
+      parts += [f"namespaces ({kinds}; {by})", "an empty root with /usr and Python read-only"]
+    if plan.landlock:
+      parts.append(f"Landlock {plan.landlock}")
+    if plan.seccomp:
+      parts.append(f"seccomp ({len(server.DENIED) + 2} system calls refused)")
+    parts.append("rlimits")
+    if plan.watches:
+      parts.append("sums over all processes")
+    if os.geteuid() == 0 and plan.namespaces != "user":
+      parts.append(f"user {server.NOBODY}")
+    text = f"sandbox: {', '.join(parts)}"
+    if plan.denied:
+      text += "; not: " + "; ".join(f"{name} ({reason})" for name, reason in plan.denied)
+    return text
+
+  def run(
+    self,
+    command: Sequence[str],
+    *,
+    files: Mapping[str, bytes] = NO_FILES,
+    outputs: Sequence[str] = (),
+    stdin: bytes = b"",
+    limits: Limits = Limits(),
+  ) -> Outcome:
+    """Runs a command in an empty directory of its own.
+
+    Args:
+      command: program and arguments; found on the path of the system and of this Python.
+      files: put there first, executable, by name; a name may have folders ("src/main.cc").
+      outputs: names of files to read back afterwards. What is missing, a link, no regular file or
+        too large is left out.
+      stdin: what it reads.
+      limits: of this call.
+
+    Raises:
+      ValueError: if the command is empty, a name leads out of the directory, or the sandbox is
+        closed.
+      RuntimeError: if the isolation that was there at the start cannot be had any more.
+    """
+    if not command or not all(command):
+      raise ValueError(
+        f"Sandbox.run: got command {list(command)}, expected a program's name, then its arguments;"
+        " name one, such as 'g++'."
+      )
+    for name in (*files, *outputs):
+      parts = name.split("/")
+      if not name or "\0" in name or any(part in ("", ".", "..") for part in parts):
+        raise ValueError(
+          f"Sandbox.run: got the file name {name!r}, expected one beneath the working directory,"
+          " such as 'src/main.cc'; name it without '..' and without a leading '/'."
+        )
+    request = {"command": list(command), "files": list(files), "outputs": list(outputs)}
+    outcome, _ = self._call(request, [stdin, *files.values()], limits)
+    return outcome
+
+  def run_python(
+    self,
+    source: str,
+    function: str,
+    arguments: Mapping[str, Any],
+    *,
+    limits: Limits = Limits(),
+  ) -> tuple[Any, Outcome]:
+    """Calls a function of a program.
+
+    The program is run as a module named "program" (so `if __name__ == "__main__"` does nothing),
+    with numpy and scipy at hand. The global generators of `random` and `numpy.random` start from
+    seed 0. Where there are no namespaces, it can import only what its user may read.
+
+    Args:
+      source: of the program.
+      function: name of what it must define.
+      arguments: by name; JSON, numpy arrays become lists.
+      limits: of this call.
+
+    Returns:
+      The value that the function returned, as JSON gives it back (arrays and tuples are lists), and
+      the outcome. The value is None unless the status is "ok"; no number in it is infinite or NaN.
+
+    Raises:
+      ValueError: if the arguments are no JSON, or the sandbox is closed.
+      RuntimeError: as `run`.
+    """
+    try:
+      text = json.dumps(dict(arguments), allow_nan=False, default=server.as_plain)
+    except (TypeError, ValueError, RecursionError) as error:
+      raise ValueError(
+        f"Sandbox.run_python: got arguments that JSON cannot hold ({error}), expected finite"
+        " numbers, strings, lists and dicts; convert them first."
+      ) from error
+    request = {"function": function, "arguments": json.loads(text), "files": [], "outputs": []}
+    encoded = source.encode(errors="replace")  # A lone surrogate is no Python anyway.
+    outcome, result = self._call(request, [encoded, b""], limits)
+    if outcome.status != "ok":
+      return None, outcome
+    try:
+      return parse_result(result), outcome
+    except ValueError as error:
+      reason = f"{function}: got a result that is refused: {error}\n".encode(errors="replace")
+      return None, outcome._replace(status="failed", stderr=outcome.stderr + reason)
+
+  def _start(self) -> None:
+    """Starts the server and waits until it has said what it can enforce."""
+    control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    settings = json.dumps({"readable": readable_paths(), "packages": package_paths()})
+    # No interpreter's variable, no credential and no path of the caller's is passed on.
+    environment = {**server.ENVIRONMENT, "HOME": "/", "PATH": "/usr/local/bin:/usr/bin:/bin"}
+    if "LD_LIBRARY_PATH" in os.environ:  # Some interpreters do not start without.
+      environment["LD_LIBRARY_PATH"] = os.environ["LD_LIBRARY_PATH"]
+    with theirs:
+      process = subprocess.Popen(
+        [sys.executable, "-P", "-s", server.__file__, str(theirs.fileno()), settings],
+        pass_fds=[theirs.fileno()],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env=environment,
+        cwd="/",
+        start_new_session=True,  # An interrupt at the terminal is not for it.
+      )
+    self._control = control
+    self._finalizer = weakref.finalize(self, _end_server, control, process)
+    said = control.recv(2**16)
+    if not said:
+      self._finalizer()
+      raise RuntimeError(
+        f"Sandbox: got exit code {process.returncode} from its server, expected it to start; run"
+        f" `{sys.executable} {server.__file__}` by hand to see why."
+      )
+    plan = json.loads(said)
+    for field in ("denied", "readable"):
+      plan[field] = tuple(tuple(item) if isinstance(item, list) else item for item in plan[field])
+    self._plan = server.Plan(**plan)
+
+  def _call(
+    self, request: dict[str, Any], blobs: list[bytes], limits: Limits
+  ) -> tuple[Outcome, bytes]:
+    """Has one request run; returns its outcome and what came through the result's own pipe."""
+    request["limits"] = dataclasses.asdict(limits)
+    request["blobs"] = [len(blob) for blob in blobs]
+    reply = self._ask(request, blobs)
+    if reply is None and not self._is_served():
+      reply = self._ask(request, blobs)  # The server was killed before it had forked for us.
+    if reply is None:
+      reason = b"sandbox: the supervisor was killed (no memory left on this machine?)\n"
+      return Outcome("killed", None, b"", reason, {}, 0.0, 0.0), b""
+    header, (*parts,) = reply
+    if "error" in header:
+      raise RuntimeError(
+        f"Sandbox: got {header['error']!r} while isolating a program, expected what worked at the"
+        f" start ({self.describe()}); nothing was run."
+      )
+    stdout, stderr, result, *contents = parts
+    outcome = Outcome(
+      status=header["status"],
+      exit_code=header["exit_code"],
+      stdout=stdout,
+      stderr=stderr,
+      files=dict(zip(header["files"], contents)),
+      wall_seconds=header["wall_seconds"],
+      cpu_seconds=header["cpu_seconds"],
+    )
+    return outcome, result
+
+  def _ask(
+    self, request: dict[str, Any], blobs: list[bytes]
+  ) -> tuple[dict[str, Any], list[bytes]] | None:
+    """Sends a request to a fresh supervisor; returns its answer, or None if it was killed."""
+    # If we are interrupted in here, the supervisor sees the socket close, and kills all.
+    with self._supervisor() as ours:
+      with contextlib.suppress(ConnectionError):
+        server.send(ours, request, blobs)
+      reply = server.receive(ours)
+      with contextlib.suppress(ConnectionError):
+        ours.recv(1)  # Nothing; but then the supervisor has ended, too.
+    return reply
+
+  def _is_served(self) -> bool:
+    """Returns whether the server lives: it sends nothing more, until it closes."""
+    with self._lock:
+      try:
+        self._control.recv(1, socket.MSG_DONTWAIT)
+      except BlockingIOError:
+        return True
+      except OSError:  # Closed by us, or reset.
+        pass
+      return False
+
+  def _supervisor(self) -> socket.socket:
+    """Returns a socket to a fresh supervisor; a server that was killed is started again."""
+    with self._lock:
+      if self._is_closed:
+        raise ValueError("Sandbox: got a call after close(), expected none; make a new Sandbox.")
+      ours, theirs = socket.socketpair()
+      with theirs:
+        try:
+          socket.send_fds(self._control, [b"+"], [theirs.fileno()])
+        except (BrokenPipeError, ConnectionResetError):
+          plan = self._plan
+          self._finalizer()
+          self._start()
+          if self._plan != plan:
+            ours.close()
+            raise RuntimeError(
+              f"Sandbox: got {self.describe()} from a server that had to be started again, expected"
+              " what the first one enforced; make a new Sandbox."
+            ) from None
+          socket.send_fds(self._control, [b"+"], [theirs.fileno()])
+      return ours
+
+
+def _end_server(control: socket.socket, process: subprocess.Popen[bytes]) -> None:
+  control.close()  # The server's sign to end.
+  try:
+    process.wait(timeout=10)
+  except subprocess.TimeoutExpired:
+    process.kill()
+    process.wait()
+
+
+def package_paths() -> list[str]:
+  """Returns where numpy and scipy were installed for this interpreter."""
+  paths = []
+  for name in ("numpy", "scipy"):
+    spec = importlib.util.find_spec(name)
+    if spec is not None and spec.origin:
+      paths.append(str(pathlib.Path(spec.origin).parents[1]))
+  return list(dict.fromkeys(paths))
+
+
+def readable_paths() -> list[str]:
+  """Returns what programs need to read: the system's tools, Python, numpy; no path twice."""
+  wanted = [path for path in server.SYSTEM if os.path.isdir(path)]
+  for path in (sys.base_prefix, sys.prefix, *package_paths()):
+    path = os.path.abspath(path)
+    if path != "/" and not any((path + "/").startswith(other + "/") for other in wanted):
+      wanted.append(path)
+  others = (*server.SYSTEM_FILES, *server.DEVICES)
+  return wanted + [path for path in others if os.path.exists(path)]
+
+
+def parse_result(text: bytes) -> Any:
+  """Returns what strict JSON says.
+
+  Raises:
+    ValueError: if it is none, holds a number that is not finite or text that is no Unicode, or has
+      more than `MAX_LISTS` lists or `MAX_DEPTH` levels of them; with the reason.
+  """
+  if not text:
+    raise ValueError("got none at all, expected a value; end by returning, not by exiting")
+  # Brackets within strings count as well: there are seldom many.
+  if (num := text.count(b"[") + text.count(b"{")) > MAX_LISTS:
+    raise ValueError(f"got {num} lists and dicts, expected at most {MAX_LISTS}")
+
+  def number(digits: str) -> float:
+    value = float(digits)
+    if not math.isfinite(value):
+      raise ValueError(f"got {digits[:40]}, expected a finite number")
+    return value
+
+  try:
+    # Left to itself, json also takes other encodings, and halves of pairs.
+    value = json.loads(text.decode(), parse_float=number, parse_constant=number)
+    if b"\\ud" in text.lower():
+      json.dumps(value, ensure_ascii=False).encode()
+  except RecursionError as error:
+    raise ValueError(f"got lists nested too deep, expected at most {MAX_DEPTH} levels") from error
+  level = [value]
+  for _ in range(MAX_DEPTH):
+    level = [
+      child
+      for item in level
+      if isinstance(item, list | dict)
+      for child in (item.values() if isinstance(item, dict) else item)
+      if isinstance(child, list | dict)
+    ]
+  if level:
+    raise ValueError(f"got lists nested too deep, expected at most {MAX_DEPTH} levels")
+  return value
+
+
+class Pool:
+  """Threads that wait for slow calls, with a bound on how much may wait for them.
+
+  Whoever submits faster than the calls are done is held back. Every accepted call's future gets its
+  result or its error, and keeps it.
+  """
+
+  def __init__(self, num_workers: int, max_waiting: int):
+    """Starts with no thread; at most `num_workers` run, at most `max_waiting` calls wait."""
+    if num_workers < 1 or max_waiting < 0:
+      raise ValueError(
+        f"Pool: got num_workers={num_workers}, max_waiting={max_waiting}, expected at least 1 and"
+        " at least 0; two or more waiting keep the workers busy."
+      )
+    self._num_workers = num_workers
+    self._max_waiting = max_waiting
+    self._waiting: deque[tuple[futures.Future[Any], Callable[..., Any], tuple[Any, ...]]] = deque()
+    self._threads: list[threading.Thread] = []
+    self._num_idle = 0
+    self._changed = threading.Condition()
+    self._is_closed = False
+
+  def __enter__(self) -> Pool:
+    return self
+
+  def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+    self.close(cancel_waiting=kind is not None)
+
+  def submit(self, call: Callable[..., Any], *arguments: Any) -> futures.Future[Any]:
+    """Has `call(*arguments)` run on a worker; blocks while `max_waiting` others wait.
+
+    Not to be called from within such a call, which may then wait for itself.
+
+    Raises:
+      ValueError: if the pool is closed, or is closed while this blocks.
+    """
+    future: futures.Future[Any] = futures.Future()
+    with self._changed:
+      # An idle worker takes the call at once: it does not count as waiting.
+      self._changed.wait_for(
+        lambda: self._is_closed or len(self._waiting) < self._max_waiting + self._num_free()
+      )
+      if self._is_closed:
+        raise ValueError("Pool.submit: got a closed pool, expected an open one; make a new Pool.")
+      self._waiting.append((future, call, arguments))
+      if self._num_idle < len(self._waiting) and len(self._threads) < self._num_workers:
+        thread = threading.Thread(target=self._work, name="sandbox-pool", daemon=True)
+        self._threads.append(thread)
+        thread.start()
+      self._changed.notify_all()
+    return future
+
+  def close(self, *, cancel_waiting: bool = False) -> None:
+    """Waits for all accepted calls (or cancels those that wait), and ends the threads."""
+    with self._changed:
+      self._is_closed = True
+      if cancel_waiting:
+        for future, _, _ in self._waiting:
+          future.cancel()
+      self._changed.notify_all()
+    for thread in self._threads:
+      thread.join()
+
+  def _num_free(self) -> int:
+    return self._num_idle + self._num_workers - len(self._threads)
+
+  def _work(self) -> None:
+    while True:
+      with self._changed:
+        self._num_idle += 1
+        self._changed.notify_all()
+        self._changed.wait_for(lambda: self._waiting or self._is_closed)
+        self._num_idle -= 1
+        if not self._waiting:
+          return
+        future, call, arguments = self._waiting.popleft()
+        self._changed.notify_all()
+      if not future.set_running_or_notify_cancel():
+        continue
+      try:
+        future.set_result(call(*arguments))
+      except BaseException as error:
+        future.set_exception(error)
+      # Else the last call's value would live until the next one.
+      del future, call, arguments

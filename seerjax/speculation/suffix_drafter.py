@@ -1,0 +1,255 @@
+"""A drafter that learns from what a group's requests have said: one suffix tree a group.
+
+What is asked of it, and how its drafts are verified: `engine.drafting`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+import dataclasses
+
+import numpy as np
+
+from seerjax.engine.drafting import DraftQuery
+from seerjax.speculation import budget as budget_lib, statistics, suffix_tree
+
+# Tokens of the prompt with which the text of every answer begins, so that the first tokens of the
+# siblings are found from the prompt's end. The whole prompt is a text of its own, once a group.
+LEAD_IN = 8
+# The prompt's name among the requests of its group; nobody's else.
+PROMPT = "\0prompt"
+# While nothing is drafted, trees learn what was said in every so many steps only: a step then costs
+# next to nothing, and drafting can begin without a long silence.
+STEPS_PER_UPDATE = 256
+
+# Of one query: alternative continuations, the main one first, each as its tokens.
+Paths = Sequence[tuple[int, ...]]
+
+
+@dataclasses.dataclass(slots=True)
+class _Text:
+  """What a request says.
+
+  Attributes:
+    group: of the request.
+    is_high: whether it is of the high class.
+    tokens: prompt and answer, as they were asked about last; the asker's own list. () once the
+      request is over and its tree has all of them.
+    num_prompt: how many of them are the prompt.
+    num_lead: last tokens of the prompt that stand before the answer.
+    num_in_tree: tokens that the tree has, from the lead on.
+  """
+
+  group: str
+  is_high: bool
+  tokens: Sequence[int]
+  num_prompt: int
+  num_lead: int
+  num_in_tree: int = 0
+
+  def waiting(self) -> Sequence[int]:
+    """Returns the tokens that the tree does not have yet."""
+    return self.tokens[self.num_prompt - self.num_lead + self.num_in_tree :]
+
+
+class SuffixDrafter:
+  """Drafts from what the group has said: the prompt, the answer so far, the siblings' answers.
+
+  All texts together stay within `max_bytes`: whenever a group has finished and they do not, groups
+  are forgotten, those that finished first before those that came first.
+  """
+
+  def __init__(
+    self,
+    args: suffix_tree.SpeculationArgs = suffix_tree.DEFAULT_ARGS,
+    *,
+    budget: budget_lib.Budget | None = None,
+    is_probe: Callable[[str], bool] | None = None,
+    max_bytes: int = 2**28,
+  ):
+    """Makes a drafter without texts.
+
+    Args:
+      args: how drafts are made; `max_spec_tokens` bounds every path.
+      budget: plans each step's lengths; without one, as much is drafted as queries allow.
+      is_probe: whether a request is of the high class; none is if None.
+      max_bytes: of trees.
+
+    Raises:
+      ValueError: for arguments that name no draft.
+    """
+    suffix_tree.check_args(args)
+    self.args = args
+    self.budget = budget
+    self.acceptance = statistics.Acceptance()
+    self._is_probe = is_probe
+    self._max_bytes = max_bytes
+    self._trees = suffix_tree.GroupTrees()
+    # Group -> request -> its text, the prompt's among them. Groups stand in the order in which they
+    # came or finished.
+    self._texts: dict[str, dict[str, _Text]] = {}
+    # Of these, by request, those that are not over; and how many a group has.
+    self._live: dict[str, _Text] = {}
+    self._num_live: dict[str, int] = {}
+    # Request -> longest path that it was allowed in the last step.
+    self._allowed: dict[str, int] = {}
+    self._num_steps = 0
+
+  @property
+  def num_bytes(self) -> int:
+    """Bytes allocated for trees."""
+    return self._trees.num_bytes
+
+  @property
+  def group_ids(self) -> tuple[str, ...]:
+    """Groups whose texts are here."""
+    return tuple(self._texts)
+
+  def draft(self, queries: Sequence[DraftQuery]) -> Sequence[Paths]:
+    """Returns the paths of each query, [] where nothing is expected to hold; () if none may draft.
+    """
+    num_high = 0
+    for query in queries:
+      text = self._live.get(query.request_id)
+      num_high += (text or self._begin(query.request_id, *query[1:4])).is_high
+    self._num_steps += 1
+    if self._num_steps % STEPS_PER_UPDATE == 0:
+      self._update(queries)
+    self._allowed.clear()
+    widths = self._widths(queries, num_high)
+    order = [place for place, width in enumerate(widths) if width]
+    if not order:
+      return ()
+    self._allowed = {queries[place].request_id: widths[place] for place in order}
+    self._update([queries[place] for place in order])
+    contexts = [_tail(queries[place].tokens) for place in order]
+    limits = [(widths[place], queries[place].max_draft) for place in order]
+    groups = [_group(queries[place].group_id, queries[place].request_id) for place in order]
+    output = np.empty((len(order), self.args.top_k, self.args.max_spec_tokens), np.int32)
+    drafts = self._trees.batch_speculate(
+      groups,
+      np.cumsum([0, *map(len, contexts)]),
+      np.concatenate(contexts),
+      output,
+      self.args,
+      np.asarray(limits, np.int32),
+      [queries[place].request_id for place in order],
+    )
+    paths: list[Paths] = [[] for _ in queries]
+    for row, place in enumerate(order):
+      lengths = drafts.num_tokens[row].tolist()
+      paths[place] = [tuple(output[row, k, :n].tolist()) for k, n in enumerate(lengths) if n]
+      if not paths[place]:
+        self.observe(queries[place].request_id, queries[place].group_id, 0, 0)
+    return paths
+
+  def observe(
+    self, request_id: str, group_id: str, num_drafted: int, num_accepted: int
+  ) -> None:
+    """Takes what of the path that held furthest held."""
+    references = len(self._texts.get(_group(group_id, request_id), ())) - 2
+    self.acceptance.add(num_drafted, num_accepted, max(0, references))
+    allowed = self._allowed.pop(request_id, 0)
+    if self.budget is not None and allowed:
+      self.budget.observe(max(allowed, num_drafted), num_drafted, num_accepted)
+
+  def finish(
+    self, request_id: str, group_id: str, tokens: Sequence[int], num_prompt: int
+  ) -> None:
+    """Takes the whole text of a request that is over."""
+    text = self._live.get(request_id) or self._begin(request_id, group_id, tokens, num_prompt)
+    text.tokens = tokens
+    self._end(request_id, text)
+    if not group_id:
+      self.drop_group(text.group)
+    elif not self._num_live[text.group]:
+      self._forget_old(text.group)
+
+  def drop_group(self, group_id: str) -> None:
+    """Forgets a group and its requests.
+
+    Raises:
+      ValueError: if there is no such group.
+    """
+    self._trees.drop_group(group_id)
+    for name, text in self._texts.pop(group_id).items():
+      if self._live.get(name) is text:
+        del self._live[name]
+    del self._num_live[group_id]
+
+  def _widths(self, queries: Sequence[DraftQuery], num_high: int) -> Sequence[int]:
+    """Returns the longest path that each query may have; () if none may have any."""
+    most = self.args.max_spec_tokens
+    if self.budget is None:
+      return [max(0, min(most, query.max_draft)) for query in queries]
+    plan = self.budget.plan(num_high, len(queries) - num_high)
+    return [
+      max(
+        0,
+        min(
+          most, query.max_draft, plan.high if self._live[query.request_id].is_high else plan.low
+        ),
+      )
+      for query in queries[: plan.num_requests]
+    ]
+
+  def _begin(
+    self, request_id: str, group_id: str, tokens: Sequence[int], num_prompt: int
+  ) -> _Text:
+    """Starts a request's text, and with its first one its group."""
+    group = _group(group_id, request_id)
+    if group not in self._texts:
+      self._trees.register_group(group)
+      self._texts[group] = {PROMPT: _Text(group, False, tokens[:num_prompt], 0, 0)}
+      self._num_live[group] = 0
+    texts = self._texts[group]
+    if request_id in texts and texts[request_id].num_in_tree:
+      self._trees.remove_request(group, request_id)  # The name was used before.
+    is_high = self._is_probe is not None and self._is_probe(request_id)
+    lead = min(LEAD_IN, num_prompt)
+    self._live[request_id] = texts[request_id] = _Text(group, is_high, tokens, num_prompt, lead)
+    self._num_live[group] += 1
+    return texts[request_id]
+
+  def _end(self, request_id: str, text: _Text) -> None:
+    del self._live[request_id]
+    self._num_live[text.group] -= 1
+
+  def _update(self, queries: Sequence[DraftQuery]) -> None:
+    """Gives the trees of some requests' groups all that their texts said so far."""
+    for query in queries:
+      text = self._live[query.request_id]
+      was_cut = len(query.tokens) - text.num_prompt + text.num_lead < text.num_in_tree
+      if was_cut or (text.group, text.num_prompt) != (
+        _group(query.group_id, query.request_id), query.num_prompt
+      ):
+        # The name was given to another request, before this one was over.
+        self._end(query.request_id, text)
+        text = self._begin(query.request_id, *query[1:4])
+      text.tokens = query.tokens
+    for group in dict.fromkeys(self._live[query.request_id].group for query in queries):
+      updates = []
+      for name, text in self._texts[group].items():
+        if len(new := text.waiting()):
+          updates.append((name, text.num_in_tree, new))
+          text.num_in_tree += len(new)
+        if name not in self._live:
+          text.tokens = ()
+      if updates:
+        self._trees.update_many(group, updates)
+
+  def _forget_old(self, group: str) -> None:
+    """Puts a finished group behind all others, and forgets groups until the rest fit."""
+    self._texts[group] = self._texts.pop(group)
+    while self._trees.num_bytes > self._max_bytes:
+      finished = [name for name in self._texts if not self._num_live[name]]
+      self.drop_group(next(iter(finished or self._texts)))
+
+
+def _group(group_id: str, request_id: str) -> str:
+  # A request without a group is alone in one of its own.
+  return group_id or f"request {request_id}"
+
+
+def _tail(tokens: Sequence[int]) -> np.ndarray:
+  return np.asarray(tokens[-suffix_tree.DEPTH :], np.int32)

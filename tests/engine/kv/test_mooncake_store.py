@@ -1,0 +1,175 @@
+"""Mooncake Store, for real: a master of our own, and requests that spill to it.
+
+Needs the packages of launch/locks/mooncake-*.txt and the system's libibverbs; skips without.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+import time
+
+from moving_requests import assert_same, make_engine, run
+import pytest
+
+from seerjax.engine.kv import mooncake_store
+from seerjax.engine.kv.mooncake_store import BUFFER_BYTES, PART_BYTES, MooncakeStore
+from seerjax.engine.kv.pool import KVPool, KVPoolConfig
+from seerjax.engine.kv.stores import open_store
+
+
+def skip_without_mooncake() -> None:
+  # Without libibverbs it is there and does not load, which pytest would not skip by itself.
+  reason = "Mooncake or libibverbs is not installed"
+  pytest.importorskip("mooncake.store", reason=reason, exc_type=ImportError)
+
+
+def free_port() -> int:
+  with socket.socket() as one:
+    one.bind(("127.0.0.1", 0))
+    return one.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def master(tmp_path_factory) -> Iterator[str]:
+  """The address of a master that lives as long as this file's tests."""
+  skip_without_mooncake()
+  port = free_port()
+  log = (tmp_path_factory.mktemp("mooncake") / "master.log").open("w")
+  program = pathlib.Path(sys.executable).with_name("mooncake_master")
+  process = subprocess.Popen(
+    [program, "--rpc_port", str(port), "--metrics_port", str(free_port())],
+    stdout=log,
+    stderr=subprocess.STDOUT,
+  )
+  for _ in range(100):
+    with socket.socket() as one:
+      if one.connect_ex(("127.0.0.1", port)) == 0:
+        break
+    assert process.poll() is None, pathlib.Path(log.name).read_text()
+    time.sleep(0.1)
+  yield f"127.0.0.1:{port}"
+  process.terminate()
+  process.wait()
+  log.close()
+
+
+@pytest.fixture(scope="module")
+def member(master) -> Iterator[MooncakeStore]:
+  """Joining takes seconds, so one member of the cluster serves several tests."""
+  one = MooncakeStore(master, segment_bytes=BUFFER_BYTES)
+  yield one
+  one.close()
+
+
+@pytest.fixture
+def store(member) -> Iterator[MooncakeStore]:
+  yield member
+  for key in list(member._num_parts):
+    member.remove(key)
+
+
+def test_what_was_put_comes_back_and_goes(store):
+  long = os.urandom(2 * PART_BYTES + 1)
+  assert store.put("0/1/2", b"abc") and store.put("long", long)
+  assert store.get("0/1/2") == b"abc" and store.get("long") == long
+  assert store.put("0/1/2", b"other") and store.get("0/1/2") == b"other"
+  # At once, though it was read just now.
+  store.remove("long")
+  store.remove("long")
+  assert store.put("long", long[::-1]) and store.get("long") == long[::-1]
+  assert store.get("nobody") is None
+
+
+def test_a_full_cluster_says_so_and_keeps_what_it_has(store):
+  first = os.urandom(2 * PART_BYTES)
+  assert store.put("first", first)
+  assert not store.put("second", os.urandom(3 * PART_BYTES))
+  assert store.get("first") == first
+  store.remove("first")
+  assert store.put("second", first)
+
+
+def test_two_processes_of_one_cluster_do_not_meet(master, store):
+  other = MooncakeStore(master, segment_bytes=BUFFER_BYTES)
+  assert store.put("0/0/0", b"mine") and other.put("0/0/0", b"yours")
+  assert store.get("0/0/0") == b"mine" and other.get("0/0/0") == b"yours"
+  other.close()
+  assert store.get("0/0/0") == b"mine"
+
+
+def test_what_the_cluster_lost_is_nothing(store):
+  store.put("a", b"abc")
+  store._client.batch_remove([store._name("a", 0)], True)
+  assert store.get("a") is None
+
+
+def test_spilled_requests_come_back_from_the_cluster(master):
+  config = KVPoolConfig(host_pages=16, mooncake=master, store_bytes=BUFFER_BYTES)
+  store = open_store(config)
+  assert isinstance(store, MooncakeStore)
+  pool = KVPool(config, store)
+  engine = make_engine((2, 2), kv_pool=pool)
+  turn = iter(range(10**6))
+
+  def at_pause(request_id):
+    engine.spill([name for name in engine.poll_paused() if engine.held_pages(name)])
+    return next(turn) % 2
+
+  assert_same(run(engine, at_pause))
+  assert pool.store.requests_in == pool.store.requests_out > 0
+  assert pool.store.bytes_in == pool.store.bytes_out
+  store.close()
+
+
+# Refusals, which need no Mooncake.
+
+
+def test_a_small_segment_is_refused():
+  with pytest.raises(ValueError, match=r"segment_bytes: got 5, expected at least 16777216; lend"):
+    MooncakeStore("127.0.0.1:1", segment_bytes=5)
+
+
+@pytest.mark.parametrize("master", ["localhost", ":50051", "host:port"])
+def test_what_is_no_address_is_refused(master):
+  with pytest.raises(ValueError, match=f"got '{master}', expected host:port such as"):
+    MooncakeStore(master, segment_bytes=BUFFER_BYTES)
+
+
+def test_a_master_that_does_not_listen_is_refused_soon():
+  begin = time.monotonic()
+  with pytest.raises(ConnectionError, match=r"expected a master that listens; start one with"):
+    MooncakeStore(f"127.0.0.1:{free_port()}", segment_bytes=BUFFER_BYTES)
+  assert time.monotonic() - begin < 2 * mooncake_store.PATIENCE
+
+
+def test_what_listens_and_is_no_master_is_refused():
+  skip_without_mooncake()
+  with socket.create_server(("127.0.0.1", 0)) as listener:
+    master = f"127.0.0.1:{listener.getsockname()[1]}"
+    with pytest.raises(ValueError, match=r"got 'no answer in 2 s' .* give the master's RPC port"):
+      MooncakeStore(master, segment_bytes=BUFFER_BYTES, patience=2.0)
+
+
+def test_without_mooncake_it_says_what_to_install():
+  # In a process of its own, where the package cannot be found.
+  program = """
+import sys
+sys.modules["mooncake"] = None
+from seerjax.engine.kv.mooncake_store import BUFFER_BYTES, MooncakeStore
+MooncakeStore(sys.argv[1], segment_bytes=BUFFER_BYTES)
+"""
+  with socket.create_server(("127.0.0.1", 0)) as listener:
+    master = f"127.0.0.1:{listener.getsockname()[1]}"
+    done = subprocess.run(
+      [sys.executable, "-c", program, master],
+      capture_output=True,
+      text=True,
+      cwd=pathlib.Path(__file__).parents[2],
+      check=False,
+    )
+  assert "expected Mooncake; install seerjax[mooncake] and" in done.stderr

@@ -1,0 +1,339 @@
+"""The report holds a run in one page, says what is true of it, and never runs a model's text."""
+
+from __future__ import annotations
+
+import dataclasses
+import html.parser
+import json
+import math
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from seerjax import metrics
+from seerjax.reports import gantt, run_report
+from seerjax.rollout import journal, trace as trace_lib
+from seerjax.rollout.trace import Span, Trace
+from seerjax.speculation.statistics import Acceptance
+from seerjax.types import Completion, Request, Rollout, SamplingParams, Verdict
+
+NUM_STEPS = 60
+EVIL = "</pre><script>alert('pwned')</script><img src=x onerror=alert(1)>\ud800 & 3 < 4"
+
+
+def make_run(directory: pathlib.Path, *, gap: float = 0.0, text: str = "", steps=NUM_STEPS) -> None:
+  """Writes what a run of `steps` steps would leave."""
+  rng = np.random.default_rng(0)
+  with metrics.Writer(directory, console="off", tensorboard=False) as writer:
+    for step in range(steps):
+      done = step / steps
+      length = 70 + 55 * done + rng.normal(0, 4)
+      writer.write(
+        step,
+        {
+          "rollout/reward_mean": 0.42 + 0.3 * done**0.7 + rng.normal(0, 0.025),
+          "rollout/accuracy": 0.4 + 0.3 * done**0.7 + rng.normal(0, 0.025),
+          "rollout/length_mean": length,
+          "rollout/length_p99": 2.6 * length + rng.normal(0, 12),
+          "rollout/tokens_per_second": 4000 + rng.normal(0, 150),
+          "contract/kl": gap if step == 7 else 0.0,
+          "contract/max_abs_logprob_gap": gap if step == 7 else 0.0,
+          "train/loss": rng.normal(0, 0.01),
+          "train/grad_norm": float("nan") if step == 9 else 0.6 + rng.gamma(2, 0.1),
+          "train/entropy": 0.55 - 0.2 * done + rng.normal(0, 0.01),
+          "train/learning_rate": 1e-5,
+        },
+      )
+  metrics.write_summary(
+    directory / "summary.json",
+    dict(
+      accuracy_before=0.431,
+      accuracy_after=0.697,
+      max_abs_logprob_gap=gap,
+      kl_max=gap,
+      tokens_per_second=4012.7,
+      length_mean=121.3,
+      length_p99=334.0,
+      seconds=388.4,
+      optimizer_steps=steps,
+      gain_interval_95=[0.09012696391943989, 0.3],
+      numerics=dict(implementation="tiled", digest="7d1c"),
+    ),
+  )
+  config = {"model": "nano", "trainer": {"learning_rate": 1e-5, "group_size": 8}, "note": text}
+  (directory / "config.json").write_text(json.dumps(config))
+  for step in (0, steps - 1):
+    trace = Trace(
+      spans=[Span("0/0/0", "0/0", 0, 0, 5, 5, True, True)], used_pages=[[1]] * 5, rows=[1] * 5
+    )
+    drafts = Acceptance()
+    drafts.add(4, 3, num_references=step)
+    path = directory / trace_lib.FILE_NAME
+    trace_lib.append(path, step, trace_lib.StepTrace([trace], drafts))
+  fingerprint = {"implementation": "tiled", "row_tile": "16", "kv_split": "256", "digest": "7d1c"}
+  with journal.Journal(directory / "journal.jsonl", fingerprint=fingerprint, settings={}) as book:
+    for step, mean in ((0, 60), (1, 61), (steps - 1, 110)):
+      for group in range(6):
+        for member in range(4):
+          count = int(np.clip(rng.lognormal(np.log(mean), 0.5), 5, 400))
+          logprobs = -rng.random(count).astype(np.float32)
+          book.append(
+            step,
+            group,
+            member,
+            Rollout(
+              request=Request(request_id="r", prompt=(1, 2), sampling=SamplingParams()),
+              completion=Completion(
+                request_id="r",
+                tokens=tuple(range(count)),
+                behaviour_logprobs=logprobs,
+                raw_logprobs=logprobs,
+                policy_version=step,
+                finish_reason="stop",
+                text=text or "Start with 12 pencils.\n12 - 5 = 7\n7 + 9 = 16\nThe answer is 16.",
+              ),
+              verdict=Verdict(
+                reward=float((group + step) % 3 > 0),
+                correct=(group + step) % 3 > 0,
+                well_formed=True,
+                answer=text or "16",
+              ),
+            ),
+            prompt_text=text or "Mira has 12 pencils. She gives 5 away and buys 9. How many now?",
+          )
+
+
+class Tags(html.parser.HTMLParser):
+  """Collects what a browser would see of a page."""
+
+  def __init__(self, page: str):
+    super().__init__()
+    self.tags: list[tuple[str, dict]] = []
+    self.text = ""
+    self.feed(page)
+
+  def handle_starttag(self, tag, attrs):
+    self.tags.append((tag, dict(attrs)))
+
+  def handle_data(self, data):
+    self.text += data
+
+
+@pytest.fixture
+def page(tmp_path) -> str:
+  make_run(tmp_path / "grpo-nano")
+  path = run_report.render(tmp_path / "grpo-nano")
+  assert path == tmp_path / "grpo-nano/report.html"
+  return path.read_text()
+
+
+def test_every_section_is_there(page):
+  for text in (
+    "grpo-nano",
+    "43.1 → 69.7 %",
+    "+26.6 points",
+    "On-policy, to the bit",
+    "Learning",
+    "Reward",
+    "Accuracy",
+    "Response lengths",
+    "5 engine steps, 1 requests in 1 chunks",
+    "8 tokens drafted from sibling texts, 6 of them said (75%); 4.00 tokens a step",
+    "Transcripts",
+    "<h3>Step 1</h3>",
+    f"<h3>Step {NUM_STEPS}</h3>",
+    "Numerics fingerprint",
+    "kv_split",
+    "trainer.learning_rate",
+    "train/learning_rate",
+    "Mira has 12 pencils",
+    "✓ correct",
+    "✗ wrong",
+    "not finite: 1",
+    "0.09013, 0.3<",
+  ):
+    assert text in page, text
+  assert page.count("7d1c") == 1  # The summary's numerics are not told twice.
+
+
+def test_the_page_asks_for_nothing(page):
+  for tag, attributes in Tags(page).tags:
+    assert tag not in ("script", "link", "img", "iframe", "object", "embed")
+    assert not {"src", "href"} & attributes.keys()
+    assert not any(name.startswith("on") for name in attributes)
+  assert "url(" not in page and "@import" not in page and "http://" not in page
+  assert len(page) < 400_000
+
+
+def test_exact_zeros_are_said_in_words(page):
+  text = Tags(page).text
+  assert "KL(rollout ‖ trainer) is exactly 0.0 at every one of 60 recorded steps." in text
+  assert "gap| is exactly 0.0 at every one of 60 recorded steps." in text
+
+
+def test_a_gap_is_said_with_its_step(tmp_path):
+  make_run(tmp_path, gap=1e-7)
+  text = Tags(run_report.render(tmp_path).read_text()).text
+  assert "is not zero at 1 of 60 recorded steps: at most 1e-07 nats, at step 7." in text
+  assert "Equal bits are not shown" in text and "is exactly 0.0" not in text
+
+
+@pytest.mark.parametrize(
+  ("values", "expected"),
+  [
+    ([0.0, -0.0], "is exactly 0.0 at every one of 2"),
+    ([0.0, float("nan")], "at most nan nats, at step 1"),
+    ([-2.0, 1.0], "at most -2 nats, at step 0"),
+    ([], "was not recorded"),
+  ],
+)
+def test_the_sentence_of_a_promised_zero(values, expected):
+  points = (np.arange(len(values)), np.array(values))
+  held, sentence = run_report.gap_sentence("It", points)
+  assert expected in sentence and held == ("exactly" in sentence)
+
+
+def test_text_of_models_stays_text(tmp_path):
+  make_run(tmp_path, text=EVIL)
+  page = run_report.render(tmp_path).read_text()
+  seen = Tags(page)
+  assert not {"script", "img"} & {tag for tag, _ in seen.tags}
+  assert "<script>alert('pwned')</script>" in seen.text and "& 3 < 4" in seen.text
+  assert "<script" not in page
+
+
+def test_a_run_that_has_just_begun_is_rendered(tmp_path):
+  (tmp_path / "summary.json").write_text("{}")
+  assert "SeerJAX" in run_report.render(tmp_path).read_text()
+  (tmp_path / "metrics.jsonl").write_text('{"step": 0, "train/loss": "NaN", "a/b": "NaN"}\n')
+  assert "not finite: 1" in run_report.render(tmp_path).read_text()
+  (tmp_path / "metrics.jsonl").write_text('{"step": 0, "train/loss": 2.0, "contract/kl": 0.0}\n')
+  page = run_report.render(tmp_path).read_text()
+  assert "was not recorded, so nothing is claimed" in page and "<b>2</b>" in page
+
+
+def test_points_lie_where_the_numbers_say():
+  frame = run_report.Frame((0.0, 10.0), (0.0, 1.0))
+  assert frame.x(0.0) == run_report.LEFT and frame.x(10.0) == run_report.WIDTH - run_report.RIGHT
+  assert frame.y(0.0) == run_report.HEIGHT - run_report.BOTTOM and frame.y(1.0) == run_report.TOP
+
+
+def test_a_logarithmic_chart_has_a_decade_wherever_it_lies(tmp_path):
+  with metrics.Writer(tmp_path, console="off", tensorboard=False) as writer:
+    for step, value in enumerate((1e-2, 1e3, 1e8, 0.0, -1.0, math.nan)):
+      writer.write(step, {"objective/tilt": value})
+  run = run_report.load(tmp_path)
+  chart = run_report.Chart(
+    title="Tilt", names=("objective/tilt",), note="of it", is_logarithmic=True
+  )
+  page = run_report.line_chart(chart, run)
+  heights = [float(y) for y in re.findall(r'class="hit c0" cx="[^"]*" cy="([^"]*)"', page)]
+  assert len(heights) == 3 and heights[0] - heights[1] == pytest.approx(heights[1] - heights[2])
+  assert "not finite, or not above 0: 3" in page and ">100 k</text>" in page
+  # The twin: on an even scale the smaller two lie on one line.
+  page = run_report.line_chart(dataclasses.replace(gantt, is_logarithmic=False), run)
+  heights = [float(y) for y in re.findall(r'class="hit c0" cx="[^"]*" cy="([^"]*)"', page)]
+  assert len(heights) == 5 and heights[0] == heights[1] > heights[2]
+
+
+def test_ticks_are_round_and_inside():
+  np.testing.assert_allclose(run_report.ticks(0.0, 0.93), [0.0, 0.25, 0.5, 0.75])
+  np.testing.assert_allclose(run_report.ticks(-3.0, 17.0), [0.0, 5.0, 10.0, 15.0])
+  assert run_report.ticks(2.0, 2.0) == [2.0]
+
+
+def test_directories_and_files_that_are_no_run_are_refused(tmp_path):
+  with pytest.raises(ValueError, match=r"holds none of metrics.jsonl, summary.json"):
+    run_report.render(tmp_path)
+  (tmp_path / "summary.json").write_text("{")
+  with pytest.raises(ValueError, match=re.escape("summary.json, which is not JSON")):
+    run_report.render(tmp_path)
+
+
+def test_it_runs_from_the_command_line(tmp_path):
+  make_run(tmp_path, steps=3)
+  environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+  command = [sys.executable, "-m", "seerjax.reports.run_report"]
+  result = subprocess.run(
+    [*command, str(tmp_path)], capture_output=True, text=True, env=environment
+  )
+  assert result.stdout.strip() == str(tmp_path / "report.html"), result.stderr
+  result = subprocess.run(command, capture_output=True, text=True, env=environment)
+  assert result.returncode == 1 and "usage: python -m seerjax.reports.run_report" in result.stderr
+
+
+@pytest.mark.parametrize(
+  "value, text",
+  [(5181348, "5\u202f181\u202f348"), (5181348.25, "5\u202f181\u202f348"), (0.38091, "0.3809")],
+)
+def test_a_large_number_has_its_thousands_apart_whole_or_not(value, text):
+  assert run_report.number(value) == text
+
+
+# On a small screen.
+
+
+def test_what_is_wider_than_a_small_screen_stands_in_a_frame_of_its_own(page):
+  pattern = r'<svg[^>]*viewBox="0 0 (\d+) |<table class="(?:numbers|ranks)"'
+  starts = list(re.finditer(pattern, page))
+  assert len(starts) > 10
+  for start in starts:
+    is_narrow = start[1] is not None and float(start[1]) <= run_report.WIDTH
+    assert is_narrow or page[: start.start()].endswith('<div class="scroll">'), start[0]
+
+
+def test_numbers_of_axes_are_ten_pixels_high_on_whatever_screen():
+  sizes = re.findall(r"\(max-width: (\d+)px\) { \.tick { font-size: ([\d.]+)px", run_report.STYLE)
+  for width in range(300, int(run_report.WIDTH) + 1):  # Of a card; 390 pixels of screen leave 332.
+    size = 11.0
+    for most, smaller in sizes:
+      size = float(smaller) if width <= int(most) else size
+    assert size * width / run_report.WIDTH >= 10, width
+  for drawn, least in ((gantt.WIDTH, "svg"), (gantt.BARS_WIDTH, r"svg\.bars")):
+    width = re.search(rf"\.scroll > {least} {{ min-width: (\d+)px", run_report.STYLE)
+    assert width is not None and 11 * int(width[1]) / drawn >= 10
+
+
+# Measures the page in a frame of 390 pixels: what leaves its card, and how high axes' numbers are.
+MEASURE = """<script>onload = () => setTimeout(() => {
+  const page = document.querySelector("iframe").contentDocument, found = [];
+  const out = (inner, outer) => { const a = inner.getBoundingClientRect();
+    const b = outer.getBoundingClientRect(); return a.left < b.left - 1 || a.right > b.right + 1; };
+  for (const one of page.querySelectorAll("details")) one.open = true;
+  for (const one of page.querySelectorAll("table, svg, svg text, .scroll")) {
+    const frame = one.parentElement.closest(".scroll");
+    if (!frame && out(one, one.closest("figure, details, article"))) found.push(one.outerHTML);
+  }
+  for (const one of page.querySelectorAll("svg text")) {
+    const size = parseFloat(page.defaultView.getComputedStyle(one).fontSize);
+    if (size * one.getScreenCTM().a < 9.99) found.push(one.outerHTML);
+  }
+  if (page.documentElement.scrollWidth > 390) found.push("the page itself");
+  document.body.innerHTML = `<pre>${found.length} found</pre>`;
+  document.querySelector("pre").append(...found.slice(0, 3));
+}, 300);</script>"""
+
+
+@pytest.mark.long
+def test_on_a_small_screen_nothing_leaves_its_card(page, tmp_path):
+  browser = shutil.which("chromium") or shutil.which("google-chrome")
+  if browser is None:
+    pytest.skip("no Chromium here")
+  bare = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", page)
+  old = bare.replace('class="scroll"', "")  # The twin: without frames, it is found.
+  for text, is_good in ((bare, True), (old, False)):
+    framed = f'<iframe style="width:390px;height:4000px;border:0" srcdoc="{html.escape(text)}">'
+    (tmp_path / "framed.html").write_text(f"<!doctype html><body>{framed}</iframe>{MEASURE}")
+    done = subprocess.run(
+      [browser, "--headless=new", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=3000",
+       f"--user-data-dir={tmp_path / 'browser'}", "--dump-dom",
+       (tmp_path / "framed.html").as_uri()],
+      capture_output=True, text=True, check=True, timeout=120,
+    )  # fmt: skip
+    assert ("<pre>0 found</pre>" in done.stdout) == is_good, done.stdout[-2000:]

@@ -1,0 +1,141 @@
+"""Rivals that learn from older weights: what runs beside what, and what is carried on."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+
+import numpy as np
+import pytest
+import word_engine
+
+from seerjax.rollout import groups as groups_lib
+from seerjax.rollout.divided import DividedRollout
+from seerjax.rollout.scheduler import Divided
+from seerjax.run import off_policy
+from seerjax.types import Problem, Verdict
+
+CONFIG = groups_lib.RolloutConfig(groups_per_step=2, group_size=2, max_tokens=20)
+
+
+class Counts:
+  """Poses numbers and likes even lengths."""
+
+  name = "counts"
+
+  def num_problems(self, split: str) -> int:
+    return 100
+
+  def problem(self, split: str, index: int) -> Problem:
+    return Problem(problem_id=str(index), prompt=f"{index}?")
+
+  def verdict(self, problem: Problem, text: str) -> Verdict:
+    return Verdict(reward=float(len(text) % 2), correct=True, well_formed=True)
+
+
+def test_a_step_is_sampled_beside_whatever_goes_on():
+  begun, go_on = threading.Event(), threading.Event()
+
+  def sample(step: int) -> int:
+    begun.set()
+    assert go_on.wait(30)
+    return 10 * step
+
+  ahead = off_policy.Ahead(sample)
+  ahead.begin(3)
+  assert begun.wait(30)  # It runs, and we are here.
+  go_on.set()
+  ahead.wait()
+  assert ahead.take(3) == 30 and ahead.take(4) == 40
+  ahead.close()
+
+
+def test_what_sampling_raises_is_raised_where_it_is_waited_for():
+  def sample(step: int) -> int:
+    raise ValueError(f"step {step} fails")
+
+  ahead = off_policy.Ahead(sample)
+  ahead.begin(1)
+  with pytest.raises(ValueError, match="step 1 fails"):
+    ahead.wait()
+  with pytest.raises(ValueError, match="step 1 fails"):
+    ahead.take(1)
+  ahead.close()
+
+
+def test_groups_that_are_not_whole_are_carried_on_with_their_tokens():
+  engine = word_engine.make_engine()
+  carried = off_policy.Carried()
+  learnt, kept, num_old = [], [], []
+  for step in range(4):
+    beginnings = dict(carried.said)
+    before = {id(group): set(group.rollouts) for group in carried.groups}
+
+    def rollout_of(said, step=step):
+      said = {name: dataclasses.replace(one, policy_version=step) for name, one in said.items()}
+      return DividedRollout(engine, Divided(chunk_tokens=6), said=said)
+
+    engine.set_params(word_engine.params(step), policy_version=step)
+    groups, old = off_policy.sample_partial(
+      carried,
+      CONFIG,
+      num_begun=4,
+      step=step,
+      pose=lambda position: Counts().problem("train", position),
+      task=Counts(),
+      tokenizer=word_engine.TOKENIZER,
+      seed=0,
+      rollout_of=rollout_of,
+      on_rollout=lambda problem, rollout: kept.append(rollout.request.request_id),
+    )
+    assert engine.num_unfinished == 0 and engine.free_pages(0) == 8
+    assert [group.group_index for group in groups] == [0, 1] and len(carried.groups) == 2
+    expected_old = 0
+    for group in groups:
+      for rollout in group.rollouts:
+        name, tokens = rollout.request.request_id, rollout.completion.tokens
+        begun = beginnings[name].tokens if name in beginnings else ()
+        assert tokens[: len(begun)] == begun
+        # Whole before this step, or as far as it had come.
+        was_whole = rollout.completion.policy_version < step
+        expected_old += len(tokens) if was_whole else len(begun)
+    assert old == expected_old
+    num_old.append(old)
+    learnt += [group.problem.problem_id for group in groups]
+    assert len(before) <= 2
+  assert num_old[0] == 0 and sum(num_old) > 0
+  assert len(set(learnt)) == len(learnt) == 8 and len(set(kept)) == len(kept)
+  assert carried.num_posed == 10 and carried.said
+
+
+def test_rewards_stand_with_their_texts():
+  carried = off_policy.Carried()
+  groups, _ = off_policy.sample_partial(
+    carried,
+    CONFIG,
+    num_begun=2,
+    step=0,
+    pose=lambda position: Counts().problem("train", position),
+    task=Counts(),
+    tokenizer=word_engine.TOKENIZER,
+    seed=0,
+    rollout_of=lambda said: DividedRollout(word_engine.make_engine(), Divided(), said=said),
+    on_rollout=lambda problem, rollout: None,
+  )
+  for group in groups:
+    texts = [rollout.completion.text for rollout in group.rollouts]
+    np.testing.assert_array_equal(group.rewards, [len(text) % 2 for text in texts])
+  assert not carried.groups and not carried.said
+
+
+@pytest.mark.parametrize(
+  "fields, message",
+  [
+    (dict(steps_ahead=2), "got steps_ahead=2, begun=1.0, expected 0 or 1, and 1 to 16"),
+    (dict(begun=0.5), "got steps_ahead=0, begun=0.5, expected 0 or 1, and 1 to 16"),
+    (dict(steps_ahead=1, begun=2.0), "got steps_ahead=1 and begun=2.0, expected one of them"),
+  ],
+)
+def test_what_is_no_rival_is_refused(fields, message):
+  with pytest.raises(ValueError, match=f"StaleConfig: {message}"):
+    off_policy.StaleConfig(**fields)

@@ -1,0 +1,142 @@
+"""The start-up measurement: what it says of this backend, and that it can say no."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+import tiny_model
+
+from seerjax import parallel
+from seerjax.engine import engine as engine_lib, runner as runner_lib
+from seerjax.numerics import NumericsConfig
+from seerjax.run import self_test
+from seerjax.trainer import losses, packing, step as step_lib
+
+TILED = NumericsConfig(row_tile=16, query_tile=4, kv_split=64)
+UNTILED = NumericsConfig(row_tile=16, query_tile=4, kv_split=64, implementation="untiled")
+
+
+def test_tiled_rows_are_invariant_here():
+  finding = self_test.measure(TILED)
+  assert finding.is_invariant
+  assert finding.num_values > 5000
+  assert {name for name, _, _ in finding.by_comparison} == {
+    "two tiles", "tile by tile", "alone", "decode",
+  }  # fmt: skip
+  assert str(finding) == f"rows are invariant: 0 of {finding.num_values} values differ"
+  self_test.require(TILED)
+  # Measured once.
+  assert self_test.measure(TILED) is finding
+
+
+def test_the_line_for_people_says_where_and_what():
+  line = self_test.describe(TILED)
+  assert line.startswith(f"cpu ({jax.devices()[0].device_kind}, {len(jax.devices())} devices)")
+  assert f"JAX {jax.__version__}, tiled float32: rows are invariant: 0 of" in line
+  assert "\n" not in line
+
+
+def test_untiled_rows_are_refused_with_the_finding():
+  # The twin that must fail: were it invariant too, the measurement would show nothing.
+  assert not self_test.measure(UNTILED).is_invariant
+  with pytest.raises(ValueError, match="got implementation='untiled' on .*, where rows are NOT"):
+    self_test.require(UNTILED)
+  with pytest.raises(ValueError, match="values differ (.*); expected 0 that differ. Set"):
+    self_test.require(UNTILED)
+
+
+def test_splits_shorter_than_a_sequence_are_measured_too():
+  short = NumericsConfig(row_tile=4, query_tile=1, slot_tile=2, kv_split=4, reduction_shards=1)
+  assert self_test.measure(short).is_invariant
+
+
+def test_a_finding_names_the_comparisons_that_differ():
+  finding = self_test.Finding(
+    num_values=30, num_differing=4, by_comparison=(("alone", 4, 10), ("decode", 0, 20))
+  )
+  assert str(finding) == "rows are NOT invariant: 4 of 30 values differ (alone 4 of 10)"
+
+
+SIZES = engine_lib.EngineConfig(
+  page_size=8, num_pages=17, max_sequences=4, max_context=32, row_buckets=(3, 24)
+)
+
+
+@functools.cache
+def runner():
+  return runner_lib.Runner(tiny_model.SMALLEST, tiny_model.ONE_SLAB, parallel.make_mesh(), 2)
+
+
+class Leaning(runner_lib.Runner):
+  """Steps of the large bucket score an ulp higher."""
+
+  def step(self, params, pages, inputs, key):
+    pages, tokens, scores = runner().step(params, pages, inputs, key)
+    if inputs.batch.tokens.shape[1] > 16:
+      scores = scores._replace(logprob=jnp.nextafter(scores.logprob, jnp.float32(1)))
+    return pages, tokens, scores
+
+
+def of_model(runner, **changes):
+  return self_test.measure_model(
+    tiny_model.SMALLEST,
+    tiny_model.random_params(tiny_model.SMALLEST, tiny_model.ONE_SLAB),
+    numerics=tiny_model.ONE_SLAB,
+    config=SIZES,
+    runner=runner,
+    **changes,
+  )
+
+
+def test_the_model_at_hand_is_asked_in_every_bucket_and_refused_for_an_ulp():
+  finding = of_model(runner())
+  # Four requests of four tokens: the token and two numbers.
+  assert finding.by_comparison == (("bucket 3", 0, 48), ("bucket 24", 0, 48))
+  self_test.require_model(finding, tiny_model.ONE_SLAB)
+
+  leaning = Leaning(tiny_model.SMALLEST, tiny_model.ONE_SLAB, parallel.make_mesh(), 2)
+  finding = of_model(leaning)
+  assert {name: bad for name, bad, _ in finding.by_comparison}["bucket 24"] > 0
+  with pytest.raises(ValueError, match="got a model of which, in tiled float32 .*rows are NOT"):
+    self_test.require_model(finding, tiny_model.ONE_SLAB)
+
+
+def test_experiments_say_what_was_found_before_they_refuse_or_go_on():
+  said = []
+
+  def check(runner, **changes):
+    self_test.check_model(
+      tiny_model.SMALLEST,
+      tiny_model.random_params(tiny_model.SMALLEST, tiny_model.ONE_SLAB),
+      numerics=tiny_model.ONE_SLAB,
+      config=SIZES,
+      runner=runner,
+      say=said.append,
+      **changes,
+    )
+
+  check(runner())
+  assert said == ["of this run's model: rows are invariant: 0 of 96 values differ"]
+  leaning = Leaning(tiny_model.SMALLEST, tiny_model.ONE_SLAB, parallel.make_mesh(), 2)
+  with pytest.raises(ValueError, match="got a model of which, .*, where there is that flag, pass"):
+    check(leaning)
+  check(leaning, bitwise=False)
+  assert said[1] == said[2] and "rows are NOT invariant" in said[1]
+
+
+@pytest.mark.long
+def test_the_trainer_is_asked_what_the_model_at_hand_said():
+  sizes = dict(numerics=tiny_model.ONE_SLAB, page_size=8, rows_per_micro_batch=64)
+  layout = packing.layout(**sizes)
+  trainer = step_lib.Trainer(
+    tiny_model.SMALLEST, tiny_model.ONE_SLAB, losses.dapo(),
+    step_lib.make_optimizer(step_lib.OptimizerConfig()), parallel.make_mesh(), layout.num_pages, 8,
+  )  # fmt: skip
+  pack = functools.partial(packing.pack, **sizes)
+  assert of_model(runner(), trainer=trainer, pack=pack).by_comparison[-1] == ("trainer", 0, 32)
+  leaning = Leaning(tiny_model.SMALLEST, tiny_model.ONE_SLAB, parallel.make_mesh(), 2)
+  found = of_model(leaning, trainer=trainer, pack=pack).by_comparison[-1]
+  assert found[0] == "trainer" and 0 < found[1] < 32

@@ -1,0 +1,117 @@
+"""Both signals stop a run: at once, or at the end of what has to be whole."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+
+import pytest
+
+from seerjax.run import stops
+
+
+def send(number: int) -> None:
+  os.kill(os.getpid(), number)
+
+
+@pytest.fixture(autouse=True)
+def usual_handlers():
+  """What a shell starts in the background begins with Ctrl-C ignored."""
+  before = signal.signal(signal.SIGINT, signal.default_int_handler)
+  yield
+  assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+  assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+  signal.signal(signal.SIGINT, before)
+
+
+def test_sigterm_raises_at_once_and_says_which_it_was():
+  with pytest.raises(stops.Terminated) as caught, stops.heard():
+    send(signal.SIGTERM)
+  assert (stops.name_of(caught.value), stops.status_of(caught.value)) == ("SIGTERM", 143)
+
+
+def test_ctrl_c_is_no_sigterm():
+  with pytest.raises(KeyboardInterrupt) as caught, stops.heard():
+    send(signal.SIGINT)
+  assert not isinstance(caught.value, stops.Terminated)
+  assert (stops.name_of(caught.value), stops.status_of(caught.value)) == ("Ctrl-C", 130)
+
+
+@pytest.mark.parametrize("number", stops.SIGNALS)
+def test_a_signal_waits_for_the_end_of_what_has_to_be_whole(number, capfd):
+  done = []
+
+  def run(heard):
+    with heard.put_off():
+      with heard.put_off():
+        send(number)
+        done.append("inner")
+      done.append("outer")
+    done.append("never")
+
+  with pytest.raises(KeyboardInterrupt), stops.heard() as heard:
+    run(heard)
+  assert done == ["inner", "outer"]
+  assert "stopping as soon as this is whole; once more stops at once" in capfd.readouterr().err
+
+
+def test_whoever_sends_it_twice_means_it():
+  done = []
+
+  def run():
+    send(signal.SIGTERM)
+    done.append("once")
+    send(signal.SIGTERM)
+    done.append("never")
+
+  with pytest.raises(stops.Terminated), stops.heard() as heard, heard.put_off():
+    run()
+  assert done == ["once"]
+
+
+def test_what_saves_after_a_stop_is_not_stopped_by_the_next():
+  done = []
+  with stops.heard() as heard:
+    try:
+      send(signal.SIGTERM)
+    except KeyboardInterrupt:
+      with heard.put_off():
+        send(signal.SIGTERM)
+        done.append("saved")
+      done.append("and went on")
+  assert done == ["saved", "and went on"]
+
+
+def test_within_another_the_inner_one_hears_and_the_outer_one_afterwards():
+  def run():
+    with pytest.raises(stops.Terminated), stops.heard():
+      send(signal.SIGTERM)
+    send(signal.SIGTERM)
+
+  with pytest.raises(stops.Terminated), stops.heard():
+    run()
+
+
+def test_handlers_of_the_callers_own_stay():
+  seen = []
+  before = signal.signal(signal.SIGTERM, lambda number, frame: seen.append(number))
+  try:
+    with stops.heard():
+      send(signal.SIGTERM)
+  finally:
+    signal.signal(signal.SIGTERM, before)
+  assert seen == [signal.SIGTERM]
+
+
+def test_another_thread_than_the_main_one_hears_nothing_and_can_put_off_nothing():
+  seen = []
+
+  def work():
+    with stops.heard() as heard, heard.put_off():
+      seen.append(signal.getsignal(signal.SIGTERM))
+
+  thread = threading.Thread(target=work)
+  thread.start()
+  thread.join()
+  assert seen == [signal.SIG_DFL]

@@ -1,0 +1,224 @@
+"""Drafters in the place where the engine has them: they may do anything but change the text."""
+
+from __future__ import annotations
+
+import random
+from typing import NamedTuple
+
+import hypothesis
+from hypothesis import given, strategies as st
+from made_drafters import JunkDrafter, OracleDrafter
+import pytest
+
+from seerjax.engine.drafting import DraftQuery, verify
+from seerjax.speculation import budget
+from seerjax.speculation.suffix_drafter import SuffixDrafter
+from seerjax.speculation.suffix_tree import SpeculationArgs
+
+PROMPT = [90, 91, 92, 93, 94, 95, 96, 97, 98, 99]
+# As where sixteen rows cost what one costs.
+TIMES = budget.StepTimes(rows=(1, 16, 32, 512), seconds=(1.0, 1.0, 2.0, 32.0))
+
+
+class Request(NamedTuple):
+  request_id: str
+  group_id: str
+  prompt: list[int]
+  text: list[int]
+
+
+def run(drafter, requests, *, max_draft=8, batch=4, chooses=None):
+  """Says the requests' texts as an engine would; returns ({request: answer}, number of steps)."""
+  waiting, answers = list(requests), {}
+  running: list[Request] = []
+  steps = 0
+  while waiting or running:
+    while waiting and len(running) < batch:
+      running.append(waiting.pop(0))
+      answers[running[-1].request_id] = []
+    if chooses is not None:
+      chooses.shuffle(running)
+    queries = [
+      DraftQuery(
+        r.request_id,
+        r.group_id,
+        [*r.prompt, *answers[r.request_id]],
+        len(r.prompt),
+        min(max_draft, len(r.text) - len(answers[r.request_id]) - 1),
+      )
+      for r in running
+    ]
+    held = [list(query.tokens) for query in queries]
+    drafts = drafter.draft(queries) or [[]] * len(queries)
+    assert [query.tokens for query in queries] == held
+    assert len(drafts) == len(queries)
+    for request, query, paths in zip(list(running), queries, drafts):
+      assert sum(map(len, paths)) <= query.max_draft
+      paths = [path for path in paths if path]
+      answer = answers[request.request_id]
+      rest = request.text[len(answer) :]
+      # The target samples `rest` as long as it was fed `rest`.
+      sampled = [
+        [rest[k] if list(path[:k]) == rest[:k] else -1 for k in range(len(path) + 1)]
+        for path in paths or [()]
+      ]
+      verified = verify(paths or [()], sampled)
+      answer.extend(verified.tokens)
+      names = (request.request_id, request.group_id)
+      if paths:
+        drafter.observe(*names, len(paths[verified.path]), verified.num_accepted)
+      if len(answer) == len(request.text):
+        drafter.finish(*names, [*request.prompt, *answer], len(request.prompt))
+        running.remove(request)
+    steps += 1
+  return answers, steps
+
+
+def requests_of(*texts, group="g"):
+  return [Request(f"{group}/{i}", group, PROMPT, list(text)) for i, text in enumerate(texts)]
+
+
+def test_a_sibling_that_says_the_same_takes_few_steps():
+  text = list(range(40))
+  drafter = SuffixDrafter()
+  answers, steps = run(drafter, requests_of(text, text), batch=1)
+  assert answers == {"g/0": text, "g/1": text}
+  # Forty alone; then nine tokens a step, from the prompt's end on.
+  assert steps <= 40 + 5 + 3
+  assert drafter.acceptance.length_by_references[0] == 1.0
+  assert drafter.acceptance.length_by_references[1] > 5
+
+
+def test_groups_and_requests_without_one_do_not_see_each_other():
+  text = list(range(40))
+  strangers = [*requests_of(text, group="g"), *requests_of(text, group="h")]
+  assert run(SuffixDrafter(), strangers, batch=1)[1] == 80
+  alone = [Request("a", "", PROMPT, text), Request("b", "", PROMPT, text)]
+  drafter = SuffixDrafter()
+  assert run(drafter, alone, batch=1)[1] == 80
+  assert drafter.group_ids == ()
+
+
+def test_what_the_prompt_says_is_drafted():
+  text = [*PROMPT[2:9], 1, *PROMPT[2:9]]
+  answers, steps = run(SuffixDrafter(), requests_of(text))
+  assert answers["g/0"] == text and steps < len(text) - 4
+
+
+@given(st.integers(0, 2**32))
+@hypothesis.settings(max_examples=25)
+def test_no_drafter_changes_what_is_said(seed):
+  rng = random.Random(seed)
+  pieces = [[rng.randrange(6) for _ in range(rng.randrange(1, 9))] for _ in range(4)]
+  requests = [
+    Request(
+      f"r{n}",
+      rng.choice(["g", "h", ""]),
+      PROMPT[: rng.randrange(1, 10)],
+      [token for _ in range(rng.randrange(1, 8)) for token in rng.choice(pieces)],
+    )
+    for n in range(8)
+  ]
+  expected = {request.request_id: request.text for request in requests}
+  plain = sum(map(len, expected.values()))
+  config = budget.BudgetConfig(policy=rng.choice(budget.POLICIES), memory=8.0)
+  for drafter in (
+    SuffixDrafter(),
+    SuffixDrafter(SpeculationArgs(top_k=3, num_lookups=2, max_spec_tokens=5)),
+    SuffixDrafter(budget=budget.Budget(TIMES, config), is_probe=lambda name: name < "r3"),
+    SuffixDrafter(max_bytes=1),
+    JunkDrafter(seed, vocab_size=6, max_paths=3),
+    OracleDrafter(expected, vocab_size=6),
+    OracleDrafter(expected, vocab_size=6, error_rate=0.4, seed=seed),
+    OracleDrafter(expected, vocab_size=6, error_rate=1.0, num_right=2),
+  ):
+    answers, steps = run(
+      drafter, requests, batch=rng.randrange(1, 9), chooses=rng, max_draft=rng.randrange(10)
+    )
+    assert answers == expected
+    assert steps <= plain
+
+
+def test_equal_questions_get_equal_drafts():
+  rng = random.Random(0)
+  texts = [[rng.randrange(5) for _ in range(60)] for _ in range(6)]
+  runs = []
+  for _ in range(2):
+    drafter = SuffixDrafter(budget=budget.Budget(TIMES))
+    runs.append((run(drafter, requests_of(*texts)), drafter.acceptance))
+  assert runs[0] == runs[1]
+
+
+def test_an_oracle_is_always_right_and_an_adversary_just_as_long_as_it_likes():
+  text = list(range(37))
+  (request,) = requests_of(text)
+  assert run(OracleDrafter({"g/0": text}, vocab_size=64), [request], max_draft=5)[1] == 7
+  adversary = OracleDrafter({"g/0": text}, vocab_size=64, error_rate=1.0, num_right=2)
+  run(adversary, [request], max_draft=5)
+  assert {accepted for _, _, accepted in adversary.observations} == {2}
+
+
+def test_junk_is_the_same_for_the_same_seed():
+  queries = [DraftQuery(f"r{n}", "g", PROMPT, 10, 12) for n in range(50)]
+  one, two = (JunkDrafter(seed, vocab_size=9, max_paths=3).draft(queries) for seed in (1, 1))
+  assert one == two != JunkDrafter(2, vocab_size=9, max_paths=3).draft(queries)
+  assert {len(paths) for paths in one} == {0, 1, 2, 3}
+
+
+def test_it_goes_on_from_whatever_it_was_told():
+  drafter = SuffixDrafter()
+  # Told of a request that it was never asked about, and asked about one in the midst of its text.
+  drafter.finish("a", "g", [*PROMPT, 1, 2, 3, 4, 5], 10)
+  assert drafter.draft([DraftQuery("b", "g", [*PROMPT, 1, 2], 10, 8)]) == [[(3, 4, 5)]]
+  # One that was run elsewhere meanwhile, and a name that comes again with another text.
+  assert drafter.draft([DraftQuery("b", "g", [*PROMPT, 1, 2, 3, 4], 10, 8)]) == [[(5,)]]
+  assert drafter.draft([DraftQuery("a", "g", [*PROMPT, 7], 10, 8)]) == [[]]
+  assert drafter.draft([DraftQuery("c", "g", [*PROMPT, 1, 2], 10, 8)]) == [[(3, 4)]]
+
+
+def test_the_budget_rules_each_class():
+  times = budget.StepTimes(rows=(1, 4, 5, 512), seconds=(1.0, 1.0, 3.0, 512.0))
+  text = [*range(30)] * 4
+  lengths = set()
+
+  class Watched(SuffixDrafter):
+    def draft(self, queries):
+      drafts = super().draft(queries)
+      lengths.update(
+        (query.request_id, len(path)) for query, paths in zip(queries, drafts) for path in paths
+      )
+      return drafts
+
+  drafter = Watched(budget=budget.Budget(times), is_probe=lambda name: name == "g/0")
+  run(drafter, requests_of(text, text), batch=2)
+  # Four rows for two requests: two drafted tokens, and the high class gets both.
+  assert max(length for name, length in lengths if name == "g/0") >= 2
+  plain = budget.Budget(budget.StepTimes(rows=(1, 512), seconds=(1.0, 512.0)))
+  off = SuffixDrafter(budget=plain)
+  _, steps = run(off, requests_of(text, text), batch=2)
+  assert not plain.is_on and steps > 100
+
+
+def test_old_groups_are_forgotten_first():
+  drafter = SuffixDrafter(max_bytes=400_000)
+  rng = random.Random(1)
+  for number in range(12):
+    texts = [[rng.randrange(50) for _ in range(400)] for _ in range(2)]
+    run(drafter, requests_of(*texts, group=str(number)), batch=2)
+  assert drafter.num_bytes <= 400_000
+  assert 0 < len(drafter.group_ids) < 12
+  assert list(drafter.group_ids) == [str(n) for n in range(12)][-len(drafter.group_ids) :]
+  drafter.drop_group("11")
+  assert "11" not in drafter.group_ids
+
+
+@pytest.mark.parametrize(
+  "call, message",
+  [
+    (lambda: SuffixDrafter(SpeculationArgs(top_k=0)), "SpeculationArgs.top_k: got 0"),
+    (lambda: SuffixDrafter().drop_group("g"), "group 'g': got a group that is not here"),
+  ],
+)
+def test_refusals(call, message):
+  with pytest.raises(ValueError, match=message):
+    call()
