@@ -590,7 +590,7 @@ with sandbox.Sandbox() as box:
   done = subprocess.run(
     [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60
   )
-  assert done.stdout.split() == [str(tasks / "sandbox.py"), "1"], done.stderr
+  assert done.stdout.split() == [str(room / "sandbox.py"), "1"], done.stderr
 
 
 def test_a_command_reads_and_leaves_files(box: sandbox.Sandbox):
