@@ -197,10 +197,10 @@ LANGUAGE = Dies()
 """
 ORPHANS = """
 import os, sys
-from seerjax.tasks import edits, problems
+from seerjax.discovery import edits, loading
 
 if __name__ == "__main__":
-  with edits.Judge(problems.load(sys.argv[1]), sys.argv[1], 2) as judge:
+  with edits.Judge(loading.load(sys.argv[1]), sys.argv[1], 2) as judge:
     print(*{judge._pool.submit(os.getpid).result() for _ in range(50)}, flush=True)
     sys.stdin.read()
 """

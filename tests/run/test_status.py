@@ -12,7 +12,7 @@ import pytest
 
 from seerjax.run import status, stops
 
-ROOT = pathlib.Path(__file__).parents[1]
+ROOT = pathlib.Path(__file__).parents[2]
 
 
 def of(directory):
@@ -52,7 +52,7 @@ def test_a_run_that_ends_otherwise_says_why(tmp_path, error, state, why):
 
 RUNNING = """
 import pathlib, sys, time
-from seerjax import status
+from seerjax.run import status
 with status.kept(pathlib.Path(sys.argv[1])):
   print("running", flush=True)
   time.sleep(600)

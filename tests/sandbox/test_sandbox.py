@@ -583,7 +583,7 @@ def f():
   return 1
   """
   code = f"""
-from seerjax.tasks import sandbox
+from seerjax.sandbox import sandbox
 with sandbox.Sandbox() as box:
   print(sandbox.__file__, box.run_python({source!r}, "f", {{}}, limits=sandbox.{SMALL!r})[0])
 """
@@ -668,7 +668,7 @@ def test_an_interrupted_call_leaves_nothing_behind(box: sandbox.Sandbox):
 def test_a_caller_that_is_killed_leaves_nothing_behind():
   source = "import os, time\ndef f():\n  os.fork(), os.fork(), time.sleep(99)"
   code = f"""
-from seerjax.tasks import sandbox
+from seerjax.sandbox import sandbox
 with sandbox.Sandbox() as box:
   box.run_python({source!r}, "f", {{}}, limits=sandbox.Limits(wall_seconds=99.0))
 """

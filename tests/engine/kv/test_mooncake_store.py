@@ -169,7 +169,7 @@ MooncakeStore(sys.argv[1], segment_bytes=BUFFER_BYTES)
       [sys.executable, "-c", program, master],
       capture_output=True,
       text=True,
-      cwd=pathlib.Path(__file__).parents[2],
+      cwd=pathlib.Path(__file__).parents[3],
       check=False,
     )
   assert "expected Mooncake; install seerjax[mooncake] and" in done.stderr
