@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs every check: style, types, tests, the built wheel, and the tests again on Python 3.11.
+# Runs the checks, in three tiers: every day, all that CI runs, and the long ones.
 set -uo pipefail
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -7,8 +7,8 @@ ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 source "$ROOT/launch/environment.sh"
 cd "$ROOT" || exit 1
 
-# The oldest Python that we support, and what is tested on the newest alone: experiments, the circle,
-# the launchers, tasks and the simulator are the same lines on both, and cost minutes.
+# The oldest Python that we support, and what is tested on the newest alone: experiments, loops,
+# launchers, tasks and the simulator are the same lines on both, and cost minutes.
 OLDEST=3.11
 NEWEST_ONLY="tests/experiments tests/launch tests/tasks tests/discovery tests/sandbox tests/simulate tests/test_rl.py
   tests/test_ttt.py tests/test_writers.py tests/reports tests/test_vehicle_routing.py"
@@ -16,16 +16,20 @@ WORKERS=${SEERJAX_TEST_WORKERS:-2}
 
 usage() {
   cat <<'EOF'
-usage: bash launch/test.sh [--long] [pytest arguments]
+usage: bash launch/test.sh [--all | --changed[=REF] | --long] [pytest arguments]
 
-Without arguments: ruff, pyright, the whole suite, the built wheel with every example, all on the
-newest Python that is found; then every test of the contract, with one of its parameters, and a
-quarter of the files of unit tests, on Python 3.11 and with AVX2 alone. Parity with Hugging Face
-where torch can be installed. With arguments: pytest with them on the newest Python, no more.
+Without arguments, what one runs every day, on the newest Python that is found: ruff, pyright, the
+contract with its twins, and every room's everyday tests. Compiled programs are kept in .programs/
+for the next time. With pytest arguments: pytest with them, no more.
 
-  --long   runs the tests marked `long`, for an hour or two. What passed is kept in .long/; when
-           started again at the same sources, only what is missing runs.
-  --help   this text
+  --changed    ruff, pyright, the contract, and the everyday tests of the rooms in which files differ
+               from REF (by default from where this branch left origin/main) and of the rooms above
+  --all        what CI runs: everything but the long tests, compiled anew; the built wheel with every
+               example, parity with Hugging Face where torch can be installed, and the contract with a
+               quarter of the files of unit tests on Python 3.11 and with AVX2 alone
+  --long       runs the tests marked `long`, for an hour or two. What passed is kept in .long/; when
+               started again at the same sources, only what is missing runs.
+  --help       this text
 
   SEERJAX_TEST_SEED=N       repeats a run (each run prints its seed)
   SEERJAX_TEST_WORKERS=N    processes of pytest (2); 0 runs in one
@@ -33,14 +37,20 @@ where torch can be installed. With arguments: pytest with them on the newest Pyt
 EOF
 }
 
-long=""
+tier=everyday reference=""
 case ${1:-} in
   --help | -h)
     usage
     exit 0
     ;;
-  --long)
-    long=yes
+  --all | --long)
+    tier=${1#--}
+    shift
+    ;;
+  --changed | --changed=*)
+    tier=changed
+    reference=${1#--changed}
+    reference=${reference#=}
     shift
     ;;
 esac
@@ -53,8 +63,15 @@ export JAX_PLATFORMS=cpu
 # alone (Haswell, Zen) round a row by its place in the tile; these do not, and run everywhere. A
 # machine whose environment names others must not bring them back.
 export OPENBLAS_CORETYPE=Sandybridge
-# A cached executable would hide a program that no longer compiles.
 unset JAX_COMPILATION_CACHE_DIR
+case $tier in
+  everyday | changed)
+    # From the second time on, most of a test's time was compilation. Old programs leave first.
+    export JAX_COMPILATION_CACHE_DIR="$ROOT/.programs"
+    export JAX_COMPILATION_CACHE_MAX_SIZE=$((4 << 30))
+    export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0.1
+    ;;
+esac  # The other tiers compile anew: a kept program would hide one that no longer compiles.
 
 summary="" failures=0
 
@@ -247,12 +264,36 @@ newest="$ROOT/.venv"
 
 stage "environment, Python $minor" environment_for "$minor" "$newest" "$python" || finish
 
-if [ -n "$long" ]; then
+if [ "$tier" = long ]; then
   stage "long tests" run_long "$newest" "$@"
   finish
 fi
 if [ $# -gt 0 ]; then
   stage "pytest $*, Python $minor" run_pytest "$newest" "$@"
+  finish
+fi
+
+# tests_of_changes: prints the tests that concern what differs from `reference`, one a line.
+tests_of_changes() {
+  local base=${reference:-$(git merge-base HEAD origin/main 2>/dev/null)}
+  git rev-parse --verify --quiet "${base:-HEAD}^{commit}" >/dev/null || {
+    say "--changed: got '$base', expected a commit; name one with --changed=REF."
+    return 1
+  }
+  { git diff --name-only "${base:-HEAD}" && git ls-files -o --exclude-standard; } |
+    xargs "$newest/bin/python" tests/support/import_graph.py
+}
+
+if [ "$tier" != all ]; then
+  paths=""
+  if [ "$tier" = changed ]; then
+    paths=$(tests_of_changes) || exit 1
+    say "tests of what changed:" $paths
+  fi
+  stage "ruff" "$newest/bin/python" -m ruff check .
+  stage "pyright" "$newest/bin/python" -m pyright --pythonpath "$newest/bin/python"
+  # shellcheck disable=SC2086 # Paths of ours hold no spaces.
+  stage "everyday tests, Python $minor" run_pytest "$newest" --everyday $paths
   finish
 fi
 

@@ -36,6 +36,8 @@ IMPORT_HOOK = jaxtyping.install_import_hook(
 )
 
 TESTS = pathlib.Path(__file__).parent
+# Folders whose tests are all `thorough`: whole runs of commands, and what launches them.
+THOROUGH = ("experiments", "launch")
 STRICT = ("contract", "engine", "models", "ops", "pallas_kernels")
 # Folders that share programs, or runs, which one process of pytest should make and no other.
 PROCESSES = {
@@ -50,7 +52,10 @@ hypothesis.settings.load_profile("default")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-  """Names the file by which a session that takes hours goes on where the last one ended."""
+  """Chooses the tier, and the file by which a session of hours continues an earlier one."""
+  parser.addoption(
+    "--everyday", action="store_true", help="nothing `thorough`, but in files that are named"
+  )
   parser.addoption(
     "--finished", type=pathlib.Path, help="run no test that it names; those that pass enter it"
   )
@@ -89,15 +94,27 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log) -> ByFolder:
   return ByFolder(config, log)
 
 
+def is_thorough(item: pytest.Item) -> bool:
+  """Returns whether a test runs with launch/test.sh --all alone."""
+  folder = item.path.relative_to(TESTS).parts[0]
+  return folder in THOROUGH or item.get_closest_marker("thorough") is not None
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
   """Draws the parameters of tests marked `few`; those that are not drawn count as long.
 
-  With `-m long` all count as long. What `--finished` names is left out.
+  With `-m long` all count as long. What `--finished` names is left out. With `--everyday` one
+  parameter set of a test marked `few` runs, and of what is `thorough` the files that are named.
 
   SEERJAX_TEST_SHARE below 1 draws that share of the files first, among which the contract's always
   are, and of a test of the contract one of its parameters.
   """
+  if config.option.everyday:
+    named = {(config.invocation_params.dir / name).resolve() for name in config.args}
+    dear = {item for item in items if is_thorough(item) and item.path not in named}
+    config.hook.pytest_deselected(items=[*dear])
+    items[:] = [item for item in items if item not in dear]
   share = float(os.environ.get("SEERJAX_TEST_SHARE", "1"))
   files = sorted({item.path for item in items if item.path.parent.name != "contract"})
   draw = random.Random(f"{os.environ['SEERJAX_TEST_SEED']} files")
@@ -114,7 +131,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
   for name, several in variants.items():
     draw = random.Random(f"{os.environ['SEERJAX_TEST_SEED']} {name}")
     few = several[0].get_closest_marker("few")
-    num_drawn = 1 if few is None else few.args[0]
+    num_drawn = 1 if few is None or config.option.everyday else few.args[0]
     if config.option.markexpr == "long":
       num_drawn = 0
     for item in draw.sample(several, max(len(several) - num_drawn, 0)):
@@ -134,7 +151,8 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 
 def pytest_terminal_summary(terminalreporter, exitstatus: int) -> None:
-  """Prints what the fuzz tests met, and the seed again where -q hid it and something failed."""
+  """Prints what the fuzz tests met, seconds by file, and the seed again if something failed."""
+  tell_seconds_by_file(terminalreporter)
   for outcome in ("passed", "failed"):
     for report in terminalreporter.stats.get(outcome, []):
       for name, value in report.user_properties:
@@ -144,6 +162,21 @@ def pytest_terminal_summary(terminalreporter, exitstatus: int) -> None:
     terminalreporter.write_line(
       f"SEERJAX_TEST_SEED={os.environ['SEERJAX_TEST_SEED']} repeats this session"
     )
+
+
+def tell_seconds_by_file(terminalreporter) -> None:
+  """Prints how long the tests of each file took, fixtures included; the dearest first."""
+  seconds: dict[str, float] = {}
+  for reports in terminalreporter.stats.values():
+    for report in reports:
+      if isinstance(report, pytest.TestReport):
+        file = report.nodeid.partition("::")[0]
+        seconds[file] = seconds.get(file, 0.0) + report.duration
+  dear = sorted((item for item in seconds.items() if item[1] >= 1), key=lambda item: -item[1])
+  if len(seconds) > 1:
+    terminalreporter.write_line(f"seconds by file, {sum(seconds.values()):.0f} in all:")
+    for file, one in dear:
+      terminalreporter.write_line(f"  {one:6.1f}  {file}")
 
 
 @pytest.fixture(scope="session")
@@ -168,6 +201,9 @@ def tell_events(record_property) -> Callable[[str, Mapping[str, int], Sequence[s
 @pytest.fixture(scope="module")
 def programs_on_disk(tmp_path_factory) -> Iterator[None]:
   """Keeps compiled programs while a file's tests run: for runs that each make theirs anew."""
+  if jax.config.jax_compilation_cache_dir:
+    yield  # The whole session keeps them.
+    return
   before = (
     jax.config.jax_compilation_cache_dir,
     jax.config.jax_persistent_cache_min_compile_time_secs,

@@ -11,6 +11,7 @@ import pathlib
 import subprocess
 import sys
 
+from import_graph import imports, room_of
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -67,25 +68,12 @@ def allowed_rooms(room: str) -> set[str]:
   return {r for rooms in STEPS[:step] for r in rooms} | BESIDE.get(room, set()) | {room}
 
 
-def room_of(module: str) -> str:
-  """Returns the room of a dotted name of ours: "seerjax.ops.tiles" lies in "ops"."""
+def home_of(module: str) -> str:
+  """Returns the room of a dotted name of ours."""
   parts = module.split(".")
   if parts[:2] == ["seerjax", "tasks"] and len(parts) > 2 and parts[2] in PUZZLES:
     return "discovery"
-  return parts[1] if parts[0] == "seerjax" and len(parts) > 1 else parts[0]
-
-
-def imports(tree: ast.AST, module: str) -> set[str]:
-  """Returns every dotted name that a module imports; a relative one is made absolute."""
-  found = set()
-  for node in ast.walk(tree):
-    if isinstance(node, ast.Import):
-      found |= {alias.name for alias in node.names}
-    elif isinstance(node, ast.ImportFrom):
-      base = module.split(".")[: -node.level] if node.level else []
-      source = ".".join([*base, *([node.module] if node.module else [])])
-      found |= {f"{source}.{alias.name}" for alias in node.names}
-  return found
+  return room_of(module)
 
 
 def complaints(source: str, path: str) -> list[str]:
@@ -99,7 +87,7 @@ def complaints(source: str, path: str) -> list[str]:
   tree = ast.parse(source)
   names = imports(tree, module)
   tops = {name.split(".")[0] for name in names}
-  room = room_of(module)
+  room = home_of(module)
   within = path.removeprefix("seerjax/")
   found = []
 
@@ -117,7 +105,7 @@ def complaints(source: str, path: str) -> list[str]:
     )
     return found
   ours = {n for n in names if n.split(".")[0] in (*PACKAGES, "experiments") and n != "seerjax"}
-  stray = {room_of(name) for name in ours} & set(ROOMS) - allowed_rooms(room)
+  stray = {home_of(name) for name in ours} & set(ROOMS) - allowed_rooms(room)
   complain(
     {f"an import of {name!r}" for name in stray},
     f"imports of {', '.join(sorted(allowed_rooms(room)))} only",
@@ -133,7 +121,7 @@ def complaints(source: str, path: str) -> list[str]:
       "kernels are used without SeerJAX: write it with jax.numpy",
     )
   if within in HOST_ONLY:
-    rooms = {room_of(n) for n in ours} & set(ROOMS) - HOST_ONLY_ROOMS
+    rooms = {home_of(n) for n in ours} & set(ROOMS) - HOST_ONLY_ROOMS
     complain(
       (tops - HOST_ONLY_IMPORTS - sys.stdlib_module_names) | rooms,
       "imports of numpy, numba and seerjax.types only",

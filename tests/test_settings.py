@@ -18,6 +18,8 @@ import pytest
 
 from seerjax import numerics, types
 
+ROOT = pathlib.Path(__file__).parents[1]
+
 
 def test_there_are_eight_devices():
   assert jax.device_count() == 8
@@ -76,6 +78,7 @@ def test_a_seed_repeats_a_session():
   assert "SEERJAX_TEST_SEED=7" in done.stdout, done.stdout + done.stderr
 
 
+@pytest.mark.thorough
 def test_a_session_goes_on_after_what_passed(tmp_path: pathlib.Path):
   names = ("test_there_are_eight_devices", "test_a_session_is_worth_telling_of")
   finished = tmp_path / "finished.txt"
@@ -98,6 +101,24 @@ def test_a_session_goes_on_after_what_passed(tmp_path: pathlib.Path):
   events, name = finished.read_text().splitlines()[1:]
   assert events == "# this session: tests 1"
   assert name == f"tests/test_settings.py::{names[1]}"
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+  "arguments, found",
+  [
+    (["tests/launch/test_local.py"], True),
+    (["--everyday", "tests/launch"], False),
+    (["--everyday", "tests/launch/test_local.py"], True),
+  ],
+)
+def test_every_day_what_is_thorough_runs_only_where_it_is_named(arguments, found: bool):
+  command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--co", *arguments]
+  done = subprocess.run(
+    command, cwd=ROOT, env=os.environ | {"SEERJAX_TEST_SHARE": "1"},
+    capture_output=True, text=True, check=False,
+  )  # fmt: skip
+  assert ("tests/launch/test_local.py::" in done.stdout) == found, done.stdout + done.stderr
 
 
 def test_a_session_is_worth_telling_of(tell_events: Callable[..., None]):

@@ -1,0 +1,137 @@
+"""Which module imports which, read from the source, and which tests a change concerns.
+
+  python tests/support/import_graph.py FILE...    prints the paths of those tests, one a line
+
+Imports inside functions count as well, and those for type checkers.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable
+import pathlib
+import sys
+
+ROOT = pathlib.Path(__file__).parents[2]
+PACKAGES = ("seerjax", "pallas_kernels", "experiments")
+# What every test goes through.
+EVERYWHERE = ("pyproject.toml", "tests/conftest.py", "tests/support/annotation_checker.py")
+
+
+def room_of(module: str) -> str:
+  """Returns the room of a dotted name of ours: "seerjax.ops.tiles" lies in "ops"."""
+  parts = module.split(".")
+  return parts[1] if parts[0] == "seerjax" and len(parts) > 1 else parts[0]
+
+
+def imports(tree: ast.AST, module: str) -> set[str]:
+  """Returns every dotted name that a module imports; a relative one is made absolute."""
+  found = set()
+  for node in ast.walk(tree):
+    if isinstance(node, ast.Import):
+      found |= {alias.name for alias in node.names}
+    elif isinstance(node, ast.ImportFrom):
+      base = module.split(".")[: -node.level] if node.level else []
+      source = ".".join([*base, *([node.module] if node.module else [])])
+      found |= {f"{source}.{alias.name}" for alias in node.names}
+  return found
+
+
+def dotted(path: str) -> str:
+  """Returns the dotted name of a module: "seerjax/ops/__init__.py" is "seerjax.ops"."""
+  return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+def modules(root: pathlib.Path = ROOT) -> dict[str, str]:
+  """Returns the path of each module by its dotted name; what tests share has its short name."""
+  found = {}
+  for package in PACKAGES:
+    for path in sorted((root / package).rglob("*.py")):
+      relative = path.relative_to(root).as_posix()
+      found[dotted(relative)] = relative
+  for path in sorted((root / "tests/support").glob("*.py")):
+    found[path.stem] = path.relative_to(root).as_posix()
+  return found
+
+
+def imported_modules(names: Iterable[str], known: dict[str, str]) -> set[str]:
+  """Returns which known modules imported names lie in; packages on the way do not count."""
+  found = set()
+  for name in names:
+    parts = name.split(".")
+    for end in range(len(parts), 0, -1):
+      if (prefix := ".".join(parts[:end])) in known:
+        found.add(prefix)
+        break
+  return found
+
+
+def graph(root: pathlib.Path = ROOT) -> dict[str, set[str]]:
+  """Returns what each module imports of ours, by dotted names."""
+  known = modules(root)
+  return {
+    name: imported_modules(imports(ast.parse((root / path).read_text()), name), known) - {name}
+    for name, path in known.items()
+  }
+
+
+def circles(edges: dict[str, set[str]]) -> list[list[str]]:
+  """Returns the sets of modules that import one another, directly or not; [] is good."""
+  reachable = {name: above([name], edges) for name in edges}
+  found = {
+    tuple(sorted(other for other in reachable[name] if name in reachable[other]))
+    for name in edges
+  }
+  return sorted(list(circle) for circle in found if len(circle) > 1)
+
+
+def above(changed: Iterable[str], edges: dict[str, set[str]]) -> set[str]:
+  """Returns some modules and all that import them, directly or not."""
+  importers: dict[str, set[str]] = {}
+  for name, imported in edges.items():
+    for other in imported:
+      importers.setdefault(other, set()).add(name)
+  found, waiting = set(changed), list(changed)
+  while waiting:
+    new = importers.get(waiting.pop(), set()) - found
+    found |= new
+    waiting += new
+  return found
+
+
+def concerned(changed: Iterable[str], root: pathlib.Path = ROOT) -> list[str]:
+  """Returns the tests that changed files concern, as files and folders; the contract always.
+
+  Those are the tests of the changed rooms and of the rooms that import them, changed tests, and
+  tests of no room that import any of them. [`tests`] is all.
+
+  Args:
+    changed: paths from the root of the repository; prose concerns no test.
+    root: of the repository.
+  """
+  changed = set(changed)
+  if changed & {*EVERYWHERE}:
+    return ["tests"]
+  known, edges = modules(root), graph(root)
+  affected = above([name for name, path in known.items() if path in changed], edges)
+  found = {"tests/contract", "tests/test_dependencies.py", "tests/test_public_api.py"}
+  found |= {path for path in changed if path.startswith("tests/") and "/test_" in path}
+  # By their files, since those of these folders run every day only if they are named.
+  if any(path.startswith(("launch/", ".ci/")) for path in changed):
+    found |= {f"tests/launch/{path.name}" for path in (root / "tests/launch").glob("test_*.py")}
+  for path in map(pathlib.PurePosixPath, changed):
+    if path.parts[0] == "experiments":
+      found.add((pathlib.PurePosixPath("tests") / path.parent / f"test_{path.name}").as_posix())
+  rooms = {room_of(name) for name in affected if known[name].split("/")[0] in PACKAGES}
+  for room in rooms:
+    found |= {f"tests/{room}", f"tests/test_{room}.py"}
+  for path in sorted((root / "tests").glob("test_*.py")):
+    names = imports(ast.parse(path.read_text()), f"tests.{path.stem}")
+    if imported_modules(names, known) & affected:
+      found.add(f"tests/{path.name}")
+  there = sorted(path for path in found if (root / path).exists())
+  return there
+
+
+if __name__ == "__main__":
+  print("\n".join(concerned(sys.argv[1:])))
