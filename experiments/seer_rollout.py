@@ -32,7 +32,7 @@ from seerjax.engine import engine as engine_lib, runner as runner_lib
 from seerjax.engine.kv.pool import KVPool, KVPoolConfig
 from seerjax.models import transformer
 from seerjax.reports import gantt, run_report
-from seerjax.rollout import groups, scheduler
+from seerjax.rollout import groups, policies
 from seerjax.rollout.divided import DividedRollout
 from seerjax.run import self_test
 from seerjax.speculation.suffix_drafter import SuffixDrafter
@@ -144,12 +144,12 @@ def requests(workload: Workload, policy: rl.Policy) -> list[Request]:
 def systems(workload: Workload) -> dict[str, tuple[Any, bool]]:
   """Returns by name the scheduling policy and whether drafts are made, in the order they run."""
   chunk, pull = workload.chunk_tokens, workload.page_size
-  context = scheduler.ContextAware(chunk_tokens=chunk, min_pull_tokens=pull)
-  ours = scheduler.Ours(chunk_tokens=chunk, min_pull_tokens=pull)
+  context = policies.ContextAware(chunk_tokens=chunk, min_pull_tokens=pull)
+  ours = policies.LongestGroupFirst(chunk_tokens=chunk, min_pull_tokens=pull)
   return {
-    "groups, preempting": (scheduler.GroupFCFS(), False),
-    "groups, waiting": (scheduler.GroupFCFS(reserves=True), False),
-    "divided": (scheduler.Divided(chunk_tokens=chunk, min_pull_tokens=pull), False),
+    "groups, preempting": (policies.GroupFCFS(), False),
+    "groups, waiting": (policies.GroupFCFS(reserves=True), False),
+    "divided": (policies.Divided(chunk_tokens=chunk, min_pull_tokens=pull), False),
     "+ context": (context, False),
     "ours": (ours, False),
     "+ context + drafts": (context, True),

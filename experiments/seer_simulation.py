@@ -2,8 +2,8 @@ r"""THE PAPER'S CLUSTER ON PAPER: Seer's tables beside ours, from the scheduler 
 
 Claim: the simulator, with its free parameters fitted to the published baseline alone, shows how
 much of the published gains follows from scheduling and drafting as described, and where it does
-not; `Ours` takes at most a hundredth longer than plain divided rollout on drawn workloads, in the
-mean of their samples, and less in the mean of each kind.
+not; `LongestGroupFirst` takes at most a hundredth longer than plain divided rollout on drawn
+workloads, in the mean of their samples, and less in the mean of each kind.
 Command: bash launch/local.sh experiments.seer_simulation --workdir=runs/seer_simulation
   one part of it:       --parts=paper      (paper, chunks, sweep, drawn, rivals, decisions)
   a public trace:       --trace=lengths.jsonl    (JSON lines, either form of PolyTrace's)
@@ -25,7 +25,12 @@ from absl import app, flags
 import numpy as np
 
 from experiments import configuration
-from seerjax.rollout import buffer as buffer_lib, scheduler
+from seerjax.rollout import (
+  buffer as buffer_lib,
+  instances as instances_lib,
+  policies,
+  scheduler,
+)
 from seerjax.simulate import (
   calibration,
   cluster,
@@ -38,27 +43,28 @@ from seerjax.simulate.speculation import SpeculationConfig
 
 PARTS = ("paper", "chunks", "sweep", "drawn", "rivals", "decisions")
 PAPER_CHUNK = 8192  # As two notes on the paper say; the paper does not.
-OUR_CHUNK = scheduler.Ours().chunk_tokens
+OUR_CHUNK = policies.LongestGroupFirst().chunk_tokens
 RHOS = (0.05, 0.3, 0.7, 0.9)
-BY_ROOM = scheduler.ByRoom()
-DRAWN = range(1000, 1200)  # Of the seeds below 1000 some were looked at when `Ours` was made.
+BY_ROOM = policies.ByRoom()
+# Of the seeds below 1000 some were looked at when `LongestGroupFirst` was made.
+DRAWN = range(1000, 1200)
 LIKENESS = ((0.0, 0.3), (0.3, 0.6), (0.6, 1.0))  # Bands of rho in the table of drawn workloads.
 
 Report = Callable[[str], None]
-Policy = scheduler.SchedulerConfig
+Policy = policies.SchedulerConfig
 
 
-def policies(chunk: int) -> dict[str, Policy]:
+def systems(chunk: int) -> dict[str, Policy]:
   """Returns every policy by its label in the tables."""
   return {
-    "baseline": scheduler.GroupFCFS(),
-    "baseline, waits": scheduler.GroupFCFS(reserves=True),
-    "divided": scheduler.Divided(chunk_tokens=chunk),
-    "+ context": scheduler.ContextAware(chunk_tokens=chunk),
-    "oracle": scheduler.Oracle(chunk_tokens=chunk),
-    "ours": scheduler.Ours(chunk_tokens=chunk),
+    "baseline": policies.GroupFCFS(),
+    "baseline, waits": policies.GroupFCFS(reserves=True),
+    "divided": policies.Divided(chunk_tokens=chunk),
+    "+ context": policies.ContextAware(chunk_tokens=chunk),
+    "oracle": policies.Oracle(chunk_tokens=chunk),
+    "ours": policies.LongestGroupFirst(chunk_tokens=chunk),
     # The same order as `oracle`, but placed as ours: the bound that ours is held against.
-    "oracle, by room": scheduler.Oracle(chunk_tokens=chunk, routing=BY_ROOM),
+    "oracle, by room": policies.Oracle(chunk_tokens=chunk, routing=BY_ROOM),
   }
 
 
@@ -101,15 +107,15 @@ def paper(seeds: Sequence[int], report: Report) -> dict[str, Any]:
   for workload in workloads.WORKLOADS:
     samples = [workload.lengths(seed) for seed in seeds]
     rows = {}
-    for name, policy in policies(PAPER_CHUNK).items():
+    for name, policy in systems(PAPER_CHUNK).items():
       rows[name] = simulate(workload, policy, samples)
       report(f"{workload.name}, {name}: {rows[name]['seconds']:.0f} s")
-    ours = policies(OUR_CHUNK)
+    ours = systems(OUR_CHUNK)
     rows[f"ours, {OUR_CHUNK}"] = simulate(workload, ours["ours"], samples)
     rows[f"oracle, by room, {OUR_CHUNK}"] = simulate(workload, ours["oracle, by room"], samples)
     for name, policy in (
-      ("baseline + drafts", scheduler.GroupFCFS()),
-      ("+ drafts", scheduler.ContextAware(chunk_tokens=PAPER_CHUNK)),
+      ("baseline + drafts", policies.GroupFCFS()),
+      ("+ drafts", policies.ContextAware(chunk_tokens=PAPER_CHUNK)),
       (f"ours, {OUR_CHUNK} + drafts", ours["ours"]),
     ):
       rows[name] = simulate(workload, policy, samples, speculation=SpeculationConfig())
@@ -123,10 +129,10 @@ def chunks(seeds: Sequence[int], report: Report) -> dict[str, Any]:
   found: dict[str, Any] = {}
   for workload in workloads.WORKLOADS:
     samples = [workload.lengths(seed) for seed in seeds]
-    base = simulate(workload, scheduler.GroupFCFS(), samples)["seconds"]
+    base = simulate(workload, policies.GroupFCFS(), samples)["seconds"]
     found[workload.name] = {}
     for chunk in (1024, 2048, 4096, 8192, 16384):
-      rows = policies(chunk)
+      rows = systems(chunk)
       gains = {
         name: base / simulate(workload, rows[name], samples)["seconds"]
         for name in ("divided", "+ context", "oracle", "ours", "oracle, by room")
@@ -161,7 +167,7 @@ def sweep(seeds: Sequence[int], report: Report) -> list[dict[str, Any]]:
         samples = [workload.lengths(seed) for seed in seeds]
         rows = {
           name: simulate(workload, policy, samples, machines=machines)["seconds"]
-          for name, policy in policies(OUR_CHUNK).items()
+          for name, policy in systems(OUR_CHUNK).items()
         }
         gains = {name: rows["baseline"] / seconds for name, seconds in rows.items()}
         found.append(dict(kv_bound=is_kv_bound, group_size=group_size, rho=rho, gains=gains))
@@ -192,7 +198,7 @@ def drawn(
       lengths = workload.lengths(sample)
       for name, rows in seconds.items():
         result = cluster.Simulation(
-          workload.cluster(), policies(chunk)[name], lengths, max_tokens=workload.max_tokens
+          workload.cluster(), systems(chunk)[name], lengths, max_tokens=workload.max_tokens
         ).run()
         rows.append(result.total_seconds)
     ratios = (np.array(seconds["divided"]) / np.array(seconds["ours"])).tolist()
@@ -216,7 +222,7 @@ def rival_steps(seeds: Sequence[int], report: Report) -> dict[str, Any]:
   """Returns seconds a step of training, and the age of its data, for those that wait less."""
   found: dict[str, Any] = {}
   for workload in workloads.WORKLOADS:
-    baseline, ours = scheduler.GroupFCFS(), scheduler.Ours()
+    baseline, ours = policies.GroupFCFS(), policies.LongestGroupFirst()
     steps = {
       "synchronous, baseline": [rivals.synchronous(workload, baseline, seed) for seed in seeds],
       "one step off, baseline": [rivals.one_step_off(workload, baseline, seed) for seed in seeds],
@@ -240,8 +246,8 @@ def decisions(report: Report, num_groups: int = 10_000, group_size: int = 16) ->
   rng = np.random.default_rng(0)
   sample = np.clip(rng.lognormal(6.5, 0.8, (num_groups, group_size)), 1, 4096).astype(int)
   found = {}
-  for name, policy in policies(512).items():
-    if isinstance(policy, scheduler.Oracle):
+  for name, policy in systems(512).items():
+    if isinstance(policy, policies.Oracle):
       by_id = {f"{g}/{m}": int(n) for (g, m), n in np.ndenumerate(sample)}
       policy = dataclasses.replace(policy, lengths=by_id)
     found[name] = _microseconds(policy, sample)
@@ -254,9 +260,9 @@ def _microseconds(policy: Policy, sample: np.ndarray) -> float:
   buffer = buffer_lib.Buffer()
   for (group, member), _ in np.ndenumerate(sample):
     buffer.add(f"{group}/{member}", str(group), prompt_tokens=100, max_tokens=4096)
-  instances = scheduler.Instances.empty(64, page_size=32, num_pages=4000, max_running=64)
+  instances = instances_lib.Instances.empty(64, page_size=32, num_pages=4000, max_running=64)
   planner = scheduler.Scheduler(policy, buffer)
-  running: list[scheduler.Decision] = []
+  running: list[instances_lib.Decision] = []
   spent = 0.0
   while buffer.num_unfinished:
     while True:
@@ -290,7 +296,7 @@ def trace(path: str, report: Report) -> dict[str, Any]:
   )
   rows = {
     name: simulate(workload, policy, [sample])["seconds"]
-    for name, policy in policies(OUR_CHUNK).items()
+    for name, policy in systems(OUR_CHUNK).items()
   }
   share = lengths_lib.within_share(sample)
   report(f"{path}: {sample.shape[0]} groups, share of ln L between groups {share:.2f}")

@@ -41,7 +41,7 @@ from seerjax.discovery.environment import Artefact, Environment
 from seerjax.engine import engine as engine_lib
 from seerjax.models import transformer
 from seerjax.reports import discovery_report
-from seerjax.rollout import groups, scheduler
+from seerjax.rollout import groups, policies
 from seerjax.run import progress as progress_lib, self_test, stops
 from seerjax.trainer import step as step_lib
 
@@ -71,7 +71,7 @@ PAPER = ttt.DiscoverConfig(
   programs=writers.ProgramConfig(thinking_tokens=20_000, answer_tokens=6_700),
   numerics=numerics.NumericsConfig(reduction_shards=0),
   engine=engine_lib.EngineConfig(max_context=32_768),
-  scheduler=scheduler.Ours(),
+  scheduler=policies.LongestGroupFirst(),
   trainer=rl.TrainerConfig(remat="layer"),
   optimizer=step_lib.OptimizerConfig(
     learning_rate=4e-5, b2=0.95, max_gradient_norm=math.inf

@@ -35,7 +35,7 @@ from seerjax.rollout import (
   divided,
   groups as groups_lib,
   journal as journal_lib,
-  scheduler,
+  policies,
   trace as trace_lib,
 )
 from seerjax.run import (
@@ -136,7 +136,7 @@ class RunConfig:
   engine: engine_lib.EngineConfig = engine_lib.EngineConfig()
   rollout: groups_lib.RolloutConfig = groups_lib.RolloutConfig()
   chat: tokenizer_lib.ChatConfig = tokenizer_lib.ChatConfig()
-  scheduler: scheduler.Ours = scheduler.Ours(chunk_tokens=128)
+  scheduler: policies.LongestGroupFirst = policies.LongestGroupFirst(chunk_tokens=128)
   kv_pool: kv_pool_lib.KVPoolConfig = kv_pool_lib.KVPoolConfig()
   budget: budget_lib.BudgetConfig = budget_lib.BudgetConfig()
   stale: off_policy.StaleConfig = off_policy.StaleConfig()

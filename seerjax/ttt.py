@@ -41,7 +41,7 @@ from seerjax.discovery.programs import Attempt
 from seerjax.engine import engine as engine_lib
 from seerjax.models import tokenizer as tokenizer_lib, transformer
 from seerjax.ops import rotary
-from seerjax.rollout import divided, groups, journal as journal_lib, scheduler
+from seerjax.rollout import divided, groups, journal as journal_lib, policies
 from seerjax.run import progress as progress_lib, status as status_lib, stops as stops_lib, summary
 from seerjax.trainer import advantages, entropic, losses, step as step_lib
 from seerjax.types import Completion, Problem, Request, Rollout, RolloutGroup, TrainState, Verdict
@@ -187,7 +187,7 @@ class DiscoverConfig:
   engine: engine_lib.EngineConfig = engine_lib.EngineConfig(
     page_size=32, max_sequences=256, max_context=256, row_buckets=(256,)
   )
-  scheduler: scheduler.Ours = scheduler.Ours(chunk_tokens=128)
+  scheduler: policies.LongestGroupFirst = policies.LongestGroupFirst(chunk_tokens=128)
   trainer: rl.TrainerConfig = rl.TrainerConfig(
     rows_per_micro_batch=4096, sequences_per_micro_batch=64
   )

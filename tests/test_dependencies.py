@@ -48,7 +48,16 @@ PUZZLES = (
 )  # fmt: skip
 ROOMS = tuple(room for step in STEPS for room in step)
 # The simulator and the engine run the same lines of these, so they know no JAX.
-HOST_ONLY = ("rollout/scheduler.py", "speculation/suffix_tree.py", "speculation/budget.py")
+HOST_ONLY = (
+  "rollout/instances.py",
+  "rollout/likeness.py",
+  "rollout/policies.py",
+  "rollout/queues.py",
+  "rollout/routing.py",
+  "rollout/scheduler.py",
+  "speculation/suffix_tree.py",
+  "speculation/budget.py",
+)
 HOST_ONLY_IMPORTS = {"numpy", "numba", "seerjax"}
 HOST_ONLY_ROOMS = {"compiled", "types", "rollout", "speculation"}
 CLOCKS = {"time", "datetime"}

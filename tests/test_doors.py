@@ -31,7 +31,13 @@ from seerjax.engine.kv import pages, pool as kv_pool, stores
 from seerjax.models import huggingface, lora, tokenizer as tokenizer_lib, transformer
 from seerjax.numerics import NumericsConfig
 from seerjax.ops import rotary
-from seerjax.rollout import divided, groups as groups_lib, journal, scheduler
+from seerjax.rollout import (
+  divided,
+  groups as groups_lib,
+  instances as instances_lib,
+  journal,
+  policies,
+)
 from seerjax.run import evaluation, off_policy
 from seerjax.speculation import budget
 from seerjax.tasks import base
@@ -300,16 +306,19 @@ def others() -> rl.Programs:
   return rl.make_programs(run(lora_rank=2), MODEL)
 
 
-def ours() -> scheduler.Ours:
-  return scheduler.Ours(chunk_tokens=4)
+LONGEST = policies.LongestGroupFirst
+
+
+def ours() -> policies.LongestGroupFirst:
+  return policies.LongestGroupFirst(chunk_tokens=4)
 
 
 def rolled(engine: Engine, *asked: Request) -> list[Completion]:
   return list(divided.DividedRollout(engine, ours()).run(asked))
 
 
-def instances(count: int) -> scheduler.Instances:
-  return scheduler.Instances.empty(count, page_size=1, num_pages=1, max_running=1)
+def instances(count: int) -> instances_lib.Instances:
+  return instances_lib.Instances.empty(count, page_size=1, num_pages=1, max_running=1)
 
 
 def score(is_valid: bool, value: float, reward: float) -> environment_lib.Score:
@@ -539,18 +548,18 @@ FIELDS: list[tuple[Callable[..., Any], str, Any, str, str]] = [
    "expected 0", "is"),
   (evaluation.EvaluationConfig, "temperature", INF,
    "expected 0", "is"),
-  (scheduler.Ours, "chunk_tokens", 0, "expected at least 1 and 0", "8192 and 512 are the source's"),
-  (scheduler.Ours, "min_pull_tokens", -1, "expected at least 1 and 0", "8192 and 512 are"),
-  (scheduler.Ours, "min_correlation", -1.5, "expected a value in [-1, 2]", "0.5 is usual, 2 is"),
-  (scheduler.Ours, "min_correlation", 2.5, "expected a value in [-1, 2]", "0.5 is usual, 2 is"),
-  (scheduler.Ours, "min_correlation", NAN, "expected a value in [-1, 2]", "0.5 is usual, 2 is"),
-  (scheduler.Ours, "min_correlation", INF, "expected a value in [-1, 2]", "0.5 is usual, 2 is"),
-  (scheduler.Ours, "num_compared", -1, "expected at least 0 of each", "64 and 64 are usual"),
-  (scheduler.Ours, "fair_every", -1, "expected at least 0 of each", "64 and 64 are usual"),
-  (scheduler.ByPrefix, "max_spread", -1, "expected at least 0", "say 32"),
-  (scheduler.ByRoom, "max_imbalance", -1.0, "expected a part in [0, 1]", "say 0.05"),
-  (scheduler.ByRoom, "max_imbalance", 2.0, "expected a part in [0, 1]", "say 0.05"),
-  (scheduler.ByRoom, "max_imbalance", NAN, "expected a part in [0, 1]", "say 0.05"),
+  (LONGEST, "chunk_tokens", 0, "expected at least 1 and 0", "8192 and 512 are the source's"),
+  (LONGEST, "min_pull_tokens", -1, "expected at least 1 and 0", "8192 and 512 are"),
+  (LONGEST, "min_correlation", -1.5, "expected a value in [-1, 2]", "0.5 is usual, 2 is"),
+  (LONGEST, "min_correlation", 2.5, "expected a value in [-1, 2]", "0.5 is usual, 2 is"),
+  (LONGEST, "min_correlation", NAN, "expected a value in [-1, 2]", "0.5 is usual, 2 is"),
+  (LONGEST, "min_correlation", INF, "expected a value in [-1, 2]", "0.5 is usual, 2 is"),
+  (LONGEST, "num_compared", -1, "expected at least 0 of each", "64 and 64 are usual"),
+  (LONGEST, "fair_every", -1, "expected at least 0 of each", "64 and 64 are usual"),
+  (policies.ByPrefix, "max_spread", -1, "expected at least 0", "say 32"),
+  (policies.ByRoom, "max_imbalance", -1.0, "expected a part in [0, 1]", "say 0.05"),
+  (policies.ByRoom, "max_imbalance", 2.0, "expected a part in [0, 1]", "say 0.05"),
+  (policies.ByRoom, "max_imbalance", NAN, "expected a part in [0, 1]", "say 0.05"),
   (off_policy.StaleConfig, "steps_ahead", 2, "expected 0 or 1, and 1 to 16", "1 and 1.0, or 0"),
   (off_policy.StaleConfig, "steps_ahead", -1, "expected 0 or 1, and 1 to 16", "1 and 1.0, or 0"),
   (off_policy.StaleConfig, "begun", 0.5, "expected 0 or 1, and 1 to 16", "or 0 and 2.0, are"),

@@ -28,7 +28,7 @@ from seerjax import checkpoint, metrics, numerics as numerics_lib, parallel, rl
 from seerjax.engine import engine as engine_lib, runner as runner_lib
 from seerjax.models import lora, presets, tokenizer as tokenizer_lib, transformer
 from seerjax.reports import run_report
-from seerjax.rollout import divided, groups as groups_lib, journal as journal_lib, scheduler
+from seerjax.rollout import divided, groups as groups_lib, journal as journal_lib, policies
 from seerjax.run import off_policy, status, stops
 from seerjax.trainer import losses, step as step_lib
 from seerjax.types import Problem, Verdict
@@ -51,7 +51,7 @@ CONFIG = rl.RunConfig(
   ),
   rollout=groups_lib.RolloutConfig(groups_per_step=2, group_size=2, max_tokens=6),
   # Chunks end within answers.
-  scheduler=scheduler.Ours(chunk_tokens=4),
+  scheduler=policies.LongestGroupFirst(chunk_tokens=4),
   trainer=rl.TrainerConfig(rows_per_micro_batch=64, sequences_per_micro_batch=4),
   loss=losses.dapo(),
   optimizer=step_lib.OptimizerConfig(learning_rate=0.01),

@@ -25,7 +25,7 @@ from seerjax.discovery import archive as archive_lib, edits, environment as envi
 from seerjax.discovery.programs import Attempt
 from seerjax.engine import engine as engine_lib
 from seerjax.models import tokenizer as tokenizer_lib, transformer
-from seerjax.rollout import scheduler
+from seerjax.rollout import policies
 from seerjax.run import status, stops
 from seerjax.trainer import advantages, entropic, losses, step as step_lib
 from seerjax.types import Completion, Request
@@ -43,7 +43,7 @@ CONFIG = ttt.DiscoverConfig(
     page_size=8, num_pages=40, max_sequences=16, max_context=16, row_buckets=(16,)
   ),
   # Chunks end within sentences.
-  scheduler=scheduler.Ours(chunk_tokens=2),
+  scheduler=policies.LongestGroupFirst(chunk_tokens=2),
   trainer=rl.TrainerConfig(rows_per_micro_batch=64, sequences_per_micro_batch=8),
   optimizer=step_lib.OptimizerConfig(learning_rate=0.01),
 )

@@ -19,8 +19,10 @@ import dataclasses
 from seerjax.engine.engine import Engine
 from seerjax.rollout import groups
 from seerjax.rollout.buffer import NOWHERE, Buffer, State
+from seerjax.rollout.instances import Decision, Instances
 from seerjax.rollout.journal import Chunk, Journal
-from seerjax.rollout.scheduler import Decision, GroupFCFS, Instances, Scheduler, SchedulerConfig
+from seerjax.rollout.policies import GroupFCFS, SchedulerConfig
+from seerjax.rollout.scheduler import Scheduler
 from seerjax.rollout.trace import Span, Trace
 from seerjax.types import Completion, Request
 

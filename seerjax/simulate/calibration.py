@@ -13,7 +13,7 @@ import dataclasses
 
 import numpy as np
 
-from seerjax.rollout import scheduler
+from seerjax.rollout import policies
 from seerjax.simulate import cluster
 from seerjax.simulate.workloads import Workload
 
@@ -27,7 +27,7 @@ def baseline_columns(workload: Workload, seeds: Sequence[int]) -> dict[str, floa
   for seed in seeds:
     sampled = workload.lengths(seed)
     result = cluster.Simulation(
-      workload.cluster(), scheduler.GroupFCFS(), sampled, max_tokens=workload.max_tokens
+      workload.cluster(), policies.GroupFCFS(), sampled, max_tokens=workload.max_tokens
     ).run()
     tail = result.tail_seconds / result.total_seconds
     results.append((result.total_seconds, tail, result.num_preemptions / sampled.size))

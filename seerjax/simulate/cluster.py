@@ -20,7 +20,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from seerjax.rollout import buffer as buffer_lib, scheduler as scheduler_lib
+from seerjax.rollout import (
+  buffer as buffer_lib,
+  instances as instances_lib,
+  policies,
+  scheduler as scheduler_lib,
+)
 from seerjax.rollout.buffer import State
 from seerjax.simulate import costs, speculation as speculation_lib
 
@@ -131,7 +136,7 @@ class Simulation:
   def __init__(
     self,
     cluster: ClusterConfig,
-    policy: scheduler_lib.SchedulerConfig,
+    policy: policies.SchedulerConfig,
     lengths: np.ndarray,
     *,
     max_tokens: int,
@@ -164,12 +169,12 @@ class Simulation:
     self._group_of = np.nonzero(is_left)[0]
     self._group_size = group_size
     self._stop_after = num_groups if stop_after_groups is None else stop_after_groups
-    if isinstance(policy, scheduler_lib.Oracle):
+    if isinstance(policy, policies.Oracle):
       by_id = {item.request_id: int(self._lengths[item.index]) for item in self._items}
       policy = dataclasses.replace(policy, lengths=by_id)
-    self._preempts = isinstance(policy, scheduler_lib.GroupFCFS) and not policy.reserves
+    self._preempts = isinstance(policy, policies.GroupFCFS) and not policy.reserves
     self._scheduler = scheduler_lib.Scheduler(policy, self._buffer)
-    self._view = scheduler_lib.Instances.empty(
+    self._view = instances_lib.Instances.empty(
       cluster.num_instances,
       page_size=cluster.page_size,
       num_pages=cluster.num_pages,
@@ -181,7 +186,7 @@ class Simulation:
     self._machines = [_Machine(cluster, speculation, chances) for _ in range(cluster.num_instances)]
     self._events: list[tuple[float, int, int, int, int]] = []
     self._num_events = 0
-    self._decisions: dict[int, tuple[scheduler_lib.Decision, float]] = {}  # Of what runs.
+    self._decisions: dict[int, tuple[instances_lib.Decision, float]] = {}  # Of what runs.
     self._spilled: set[int] = set()  # Waiting requests whose KV went to the host.
     self._finished_in_group = group_size - is_left.sum(1)
     self._num_whole_groups = int((self._finished_in_group == group_size).sum())

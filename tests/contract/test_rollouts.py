@@ -25,7 +25,7 @@ import tiny_model
 from seerjax.engine.engine import Engine, EngineConfig
 from seerjax.engine.kv.disk_store import DiskStore
 from seerjax.engine.kv.pool import KVPool, KVPoolConfig
-from seerjax.rollout import scheduler
+from seerjax.rollout import policies
 from seerjax.rollout.divided import DividedRollout
 from seerjax.types import Completion, Request, SamplingParams
 
@@ -154,19 +154,19 @@ def policy_of(case: Case, requests: dict[str, Request], answers: dict[str, tuple
     chunk_tokens=case.chunk_tokens,
     min_pull_tokens=case.min_pull_tokens,
     routing=(
-      scheduler.ByRoom()
+      policies.ByRoom()
       if case.max_spread is None
-      else scheduler.ByPrefix(max_spread=case.max_spread)
+      else policies.ByPrefix(max_spread=case.max_spread)
     ),
   )
   if case.policy == "fcfs":
-    return scheduler.GroupFCFS()
+    return policies.GroupFCFS()
   if case.policy == "waiting fcfs":
-    return scheduler.GroupFCFS(reserves=True)
+    return policies.GroupFCFS(reserves=True)
   if case.policy == "oracle":
-    return scheduler.Oracle(**parts, lengths={name: len(answers[name]) for name in requests})
+    return policies.Oracle(**parts, lengths={name: len(answers[name]) for name in requests})
   kinds = dict(
-    divided=scheduler.Divided, context=scheduler.ContextAware, ours=scheduler.Ours
+    divided=policies.Divided, context=policies.ContextAware, ours=policies.LongestGroupFirst
   )
   return kinds[case.policy](**parts)
 

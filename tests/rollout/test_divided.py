@@ -14,7 +14,14 @@ from seerjax.engine.engine import Engine, EngineConfig
 from seerjax.engine.kv.pool import KVPool, KVPoolConfig
 from seerjax.rollout.divided import DividedRollout, resumed
 from seerjax.rollout.journal import Journal
-from seerjax.rollout.scheduler import ByPrefix, ContextAware, Divided, GroupFCFS, Oracle, Ours
+from seerjax.rollout.policies import (
+  ByPrefix,
+  ContextAware,
+  Divided,
+  GroupFCFS,
+  LongestGroupFirst,
+  Oracle,
+)
 from seerjax.types import Request, SamplingParams
 
 # Room for two requests at their ends on an instance, for five at their beginnings.
@@ -47,7 +54,7 @@ POLICIES = [
   Divided(chunk_tokens=5, min_pull_tokens=0, routing=ByPrefix(max_spread=1)),
   ContextAware(chunk_tokens=8, min_pull_tokens=4),
   Oracle(chunk_tokens=8, lengths=LENGTHS),
-  Ours(chunk_tokens=8, min_pull_tokens=4),
+  LongestGroupFirst(chunk_tokens=8, min_pull_tokens=4),
 ]
 
 

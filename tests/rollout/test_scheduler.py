@@ -9,19 +9,19 @@ from hypothesis import strategies as st
 import numpy as np
 import pytest
 
-from seerjax.rollout import scheduler as scheduler_lib
+from seerjax.rollout import instances as instances_lib, likeness, policies, queues
 from seerjax.rollout.buffer import Buffer, State
-from seerjax.rollout.scheduler import (
+from seerjax.rollout.instances import Instances
+from seerjax.rollout.policies import (
   ByPrefix,
   ByRoom,
   ContextAware,
   Divided,
   GroupFCFS,
-  Instances,
+  LongestGroupFirst,
   Oracle,
-  Ours,
-  Scheduler,
 )
+from seerjax.rollout.scheduler import Scheduler
 
 # Small enough that every rule is met within a few requests.
 POLICIES = {
@@ -30,8 +30,10 @@ POLICIES = {
   "divided by room": Divided(chunk_tokens=5, routing=ByRoom(max_imbalance=0.0)),
   "context": ContextAware(chunk_tokens=5, routing=ByPrefix(max_spread=1)),
   "oracle": Oracle(chunk_tokens=5, min_pull_tokens=2),
-  "ours": Ours(chunk_tokens=5, fair_every=3),
-  "ours, alike": Ours(chunk_tokens=3, min_correlation=-1.0, num_compared=3, fair_every=2),
+  "ours": LongestGroupFirst(chunk_tokens=5, fair_every=3),
+  "ours, alike": LongestGroupFirst(
+    chunk_tokens=3, min_correlation=-1.0, num_compared=3, fair_every=2
+  ),
 }
 
 
@@ -50,7 +52,7 @@ def filled(groups: list[list[int]], *, prompt: int = 4, max_tokens: int = 20) ->
   return buffer
 
 
-def take(planner: Scheduler, instances: Instances) -> list[scheduler_lib.Decision]:
+def take(planner: Scheduler, instances: Instances) -> list[instances_lib.Decision]:
   """All decisions until None, applied."""
   found = []
   while (decision := planner.next(instances)) is not None:
@@ -61,7 +63,7 @@ def take(planner: Scheduler, instances: Instances) -> list[scheduler_lib.Decisio
 
 
 def end(
-  planner: Scheduler, instances: Instances, decision: scheduler_lib.Decision, length: int = 10**9
+  planner: Scheduler, instances: Instances, decision: instances_lib.Decision, length: int = 10**9
 ) -> None:
   """Ends a chunk where its request has `length` tokens, or else at its end."""
   item = planner.buffer[decision.request_id]
@@ -70,7 +72,7 @@ def end(
   instances.release(decision.instance, decision.num_pages)
 
 
-def names(decisions: list[scheduler_lib.Decision]) -> list[str]:
+def names(decisions: list[instances_lib.Decision]) -> list[str]:
   return [decision.request_id for decision in decisions]
 
 
@@ -189,7 +191,7 @@ ALIKE = [[(11 * group) % 29 + 1] * 4 for group in range(28)]
 NOT_ALIKE = [[(7 * group + 12 * member) % 29 + 1 for member in range(4)] for group in range(28)]
 
 
-def order_of(policy: scheduler_lib.SchedulerConfig, lengths: list[list[int]]) -> list[str]:
+def order_of(policy: policies.SchedulerConfig, lengths: list[list[int]]) -> list[str]:
   """Which requests began, in their order: one instance, 40 places, all run alongside."""
   instances = Instances.empty(1, page_size=4, num_pages=1000, max_running=40)
   planner = Scheduler(policy, filled([[0] * len(row) for row in lengths], max_tokens=30))
@@ -212,16 +214,16 @@ def order_of(policy: scheduler_lib.SchedulerConfig, lengths: list[list[int]]) ->
 
 
 def test_ours_is_divided_where_lengths_are_not_alike():
-  ours, divided = Ours(chunk_tokens=4), Divided(chunk_tokens=4)
+  ours, divided = LongestGroupFirst(chunk_tokens=4), Divided(chunk_tokens=4)
   assert order_of(ours, NOT_ALIKE) == order_of(divided, NOT_ALIKE)
   # The twin: with no gate the order is another.
-  assert order_of(Ours(chunk_tokens=4, min_correlation=-1.0), NOT_ALIKE) != order_of(
+  assert order_of(LongestGroupFirst(chunk_tokens=4, min_correlation=-1.0), NOT_ALIKE) != order_of(
     divided, NOT_ALIKE
   )
 
 
 def test_ours_probes_all_groups_and_then_takes_the_longest_once_lengths_are_alike():
-  order = order_of(Ours(chunk_tokens=4, fair_every=0), ALIKE)
+  order = order_of(LongestGroupFirst(chunk_tokens=4, fair_every=0), ALIKE)
   divided = order_of(Divided(chunk_tokens=4), ALIKE)
   common = next(i for i, (one, other) in enumerate(zip(order, divided)) if one != other)
   # As many as run at once began by arrival, and those in the places of the first that finished.
@@ -236,7 +238,7 @@ def test_ours_probes_all_groups_and_then_takes_the_longest_once_lengths_are_alik
 
 def test_ours_counts_a_running_length_as_a_bound():
   instances = Instances.empty(1, page_size=4, num_pages=1000, max_running=6)
-  planner = Scheduler(Ours(), filled([[0, 0]], max_tokens=30))
+  planner = Scheduler(LongestGroupFirst(), filled([[0, 0]], max_tokens=30))
   first, second = take(planner, instances)
   planner.buffer.progress(first.request_id, 4)
   assert planner.next(instances) is None
@@ -249,7 +251,8 @@ def test_ours_counts_a_running_length_as_a_bound():
 def test_the_first_that_arrived_goes_first_now_and_then():
   # Alike at once; the probes of groups that keep arriving would always go before 0/1.
   instances = Instances.empty(1, page_size=4, num_pages=1000, max_running=40)
-  planner = Scheduler(Ours(chunk_tokens=4, fair_every=4), filled([[0] * 4] * 28, max_tokens=30))
+  policy = LongestGroupFirst(chunk_tokens=4, fair_every=4)
+  planner = Scheduler(policy, filled([[0] * 4] * 28, max_tokens=30))
   late = 0
   began = []
   while len(began) < 5000 and "27/3" not in began:
@@ -328,10 +331,13 @@ def test_a_request_that_fits_no_instance_is_refused():
   [
     (lambda: Divided(chunk_tokens=0), "Divided: got chunk_tokens=0"),
     (lambda: ContextAware(min_pull_tokens=-1), "ContextAware: got .* min_pull_tokens=-1"),
-    (lambda: Ours(min_correlation=-2), r"got min_correlation=-2, expected a value in \[-1, 2\]"),
-    (lambda: Ours(min_correlation=2.5), "got min_correlation=2.5"),
-    (lambda: Ours(num_compared=-1), "got num_compared=-1, fair_every=64, expected at least 0"),
-    (lambda: Ours(fair_every=-1), "num_compared=64, fair_every=-1, expected at least 0"),
+    (
+      lambda: LongestGroupFirst(min_correlation=-2),
+      r"got min_correlation=-2, expected a value in \[-1, 2\]",
+    ),
+    (lambda: LongestGroupFirst(min_correlation=2.5), "got min_correlation=2.5"),
+    (lambda: LongestGroupFirst(num_compared=-1), "got num_compared=-1, fair_every=64, expected"),
+    (lambda: LongestGroupFirst(fair_every=-1), "num_compared=64, fair_every=-1, expected"),
     (lambda: ByPrefix(max_spread=-1), "got max_spread=-1, expected at least 0"),
     (lambda: ByRoom(max_imbalance=2), "got max_imbalance=2, expected a part"),
     (
@@ -348,19 +354,19 @@ def test_settings_out_of_range_are_refused(make, message):
 def test_rank_correlation_by_hand():
   done = np.ones((4, 2), bool)
   rising = np.array([[1, 5], [2, 6], [3, 7], [4, 8]])
-  assert scheduler_lib.rank_correlation(rising, done) == (1.0, 0.0, 6)
+  assert likeness.rank_correlation(rising, done) == (1.0, 0.0, 6)
   falling = np.stack([rising[:, 0], rising[::-1, 1]], 1)
-  assert scheduler_lib.rank_correlation(falling, done) == (-1.0, 0.0, 6)
+  assert likeness.rank_correlation(falling, done) == (-1.0, 0.0, 6)
   # One of the six orders turned: (5 - 1) / 6. Without group 0 or 3 it is 1/3, else 1.
-  found = scheduler_lib.rank_correlation(np.array([[1, 5], [2, 7], [3, 6], [4, 8]]), done)
+  found = likeness.rank_correlation(np.array([[1, 5], [2, 7], [3, 6], [4, 8]]), done)
   assert found.correlation == pytest.approx(4 / 6)
   assert found.error == pytest.approx(np.sqrt(3 / 4 * 4 * (1 / 3) ** 2))
   # Two that still run at 3 are longer than all that finished below, in an order that none knows.
   bounds = np.array([[1, 1], [2, 2], [3, 3], [3, 3]])
   finished = np.array([[True, True], [True, True], [False, False], [False, False]])
-  assert scheduler_lib.rank_correlation(bounds, finished) == (1.0, 0.0, 5)
-  assert scheduler_lib.rank_correlation(bounds, finished & False).num_known == 0
-  assert scheduler_lib.rank_correlation(np.zeros((0, 2), int), np.zeros((0, 2), bool))[2] == 0
+  assert likeness.rank_correlation(bounds, finished) == (1.0, 0.0, 5)
+  assert likeness.rank_correlation(bounds, finished & False).num_known == 0
+  assert likeness.rank_correlation(np.zeros((0, 2), int), np.zeros((0, 2), bool))[2] == 0
 
 
 def test_rank_correlation_of_larger_groups_is_the_mean_over_pairs_of_places():
@@ -369,10 +375,10 @@ def test_rank_correlation_of_larger_groups_is_the_mean_over_pairs_of_places():
   agreed = known = 0
   for i in range(4):
     for j in range(i):
-      pair = scheduler_lib.rank_correlation(lengths[:, [i, j]], finished[:, [i, j]])
+      pair = likeness.rank_correlation(lengths[:, [i, j]], finished[:, [i, j]])
       agreed += round(pair.correlation * pair.num_known)
       known += pair.num_known
-  found = scheduler_lib.rank_correlation(lengths, finished)
+  found = likeness.rank_correlation(lengths, finished)
   assert found.num_known == known > 30
   assert found.correlation == pytest.approx(agreed / known)
 
@@ -383,7 +389,7 @@ def test_rank_correlation_tells_alike_from_not_alike_while_the_long_ones_still_r
     group, own = rng.standard_normal((32, 1)), rng.standard_normal((32, 4))
     lengths = np.exp(6 + 0.8 * (np.sqrt(rho) * group + np.sqrt(1 - rho) * own)).astype(int)
     level = int(np.median(lengths))
-    found = scheduler_lib.rank_correlation(np.minimum(lengths, level), lengths <= level)
+    found = likeness.rank_correlation(np.minimum(lengths, level), lengths <= level)
     assert low < found.correlation < high and 0 < found.error < 0.15
 
 
@@ -412,7 +418,7 @@ def cases(draw) -> Case:
   )
 
 
-def play(case: Case, policy: scheduler_lib.SchedulerConfig) -> list[scheduler_lib.Decision]:
+def play(case: Case, policy: policies.SchedulerConfig) -> list[instances_lib.Decision]:
   """A whole rollout; checks what must hold at every decision, and returns them all."""
   if isinstance(policy, Oracle):
     lengths = {
@@ -427,7 +433,7 @@ def play(case: Case, policy: scheduler_lib.SchedulerConfig) -> list[scheduler_li
   later = [
     (f"{g}/{m}", str(g)) for g, members in enumerate(case.lengths) for m in range(len(members)) if g
   ]
-  running: list[scheduler_lib.Decision] = []
+  running: list[instances_lib.Decision] = []
   decisions = []
   ends = 0
   while buffer.num_unfinished or later:
@@ -472,7 +478,7 @@ def test_any_schedule_fits_loses_nothing_and_can_be_had_again(name, case):
 def test_what_waits_by_the_rank_of_its_group_is_as_if_all_were_sorted(changes):
   """Requests run and come back, and groups get other ranks."""
   buffer = filled([[0] * 3] * 3)
-  items, ranks, waiting = list(buffer), [0, 0, 0], scheduler_lib._Ranked()
+  items, ranks, waiting = list(buffer), [0, 0, 0], queues.Ranked()
   for group in range(3):
     waiting.rank(group, 0)
   for item in items:
@@ -505,7 +511,7 @@ def test_the_room_of_instances_is_kept_true(changes):
   instances = Instances.empty(3, page_size=4, num_pages=9, max_running=2)
   for instance, kind, pages in changes:
     if kind == "admit":
-      instances.admit(scheduler_lib.Decision("a", instance, 1, pages, False, 0))
+      instances.admit(instances_lib.Decision("a", instance, 1, pages, False, 0))
     elif kind == "release":
       instances.release(instance, pages)
     else:

@@ -11,7 +11,7 @@ import word_engine
 
 from seerjax.rollout import groups as groups_lib
 from seerjax.rollout.divided import DividedRollout
-from seerjax.rollout.scheduler import Divided
+from seerjax.rollout.policies import Divided
 from seerjax.run import off_policy
 from seerjax.types import Problem, Verdict
 

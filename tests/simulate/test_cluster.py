@@ -11,17 +11,17 @@ import numpy as np
 import pytest
 
 from seerjax.rollout.buffer import Buffer, State
-from seerjax.rollout.scheduler import (
+from seerjax.rollout.instances import Instances
+from seerjax.rollout.policies import (
   ByRoom,
   ContextAware,
   Divided,
   GroupFCFS,
-  Instances,
+  LongestGroupFirst,
   Oracle,
-  Ours,
-  Scheduler,
   SchedulerConfig,
 )
+from seerjax.rollout.scheduler import Scheduler
 from seerjax.simulate import cluster as cluster_lib
 from seerjax.simulate.cluster import ClusterConfig, Simulation
 from seerjax.simulate.costs import CostModel
@@ -56,8 +56,10 @@ POLICIES = {
   "divided": Divided(chunk_tokens=5, min_pull_tokens=3),
   "context": ContextAware(chunk_tokens=7, routing=ByRoom(max_imbalance=0.1)),
   "oracle": Oracle(chunk_tokens=6),
-  "ours": Ours(chunk_tokens=5, fair_every=3, min_pull_tokens=3),
-  "ours, alike": Ours(chunk_tokens=5, min_correlation=-1.0, fair_every=3, min_pull_tokens=3),
+  "ours": LongestGroupFirst(chunk_tokens=5, fair_every=3, min_pull_tokens=3),
+  "ours, alike": LongestGroupFirst(
+    chunk_tokens=5, min_correlation=-1.0, fair_every=3, min_pull_tokens=3
+  ),
 }
 
 

@@ -1,4 +1,4 @@
-"""Drawn workloads are what they say, and `Ours` holds on them against plain divided rollout."""
+"""Drawn workloads are what they say; `LongestGroupFirst` holds on them against plain `Divided`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from seerjax.rollout import scheduler
+from seerjax.rollout import policies
 from seerjax.simulate import cluster, drawn
 
 # Hardly alike: other orders than that of arrival win or lose by luck here.
@@ -29,7 +29,7 @@ NOT_ALIKE = drawn.DrawnWorkload(
 
 
 def seconds(
-  workload: drawn.DrawnWorkload, policy: scheduler.SchedulerConfig, sample: int = 0
+  workload: drawn.DrawnWorkload, policy: policies.SchedulerConfig, sample: int = 0
 ) -> float:
   lengths = workload.lengths(sample)
   run = cluster.Simulation(workload.cluster(), policy, lengths, max_tokens=workload.max_tokens)
@@ -37,12 +37,14 @@ def seconds(
 
 
 def ratio(
-  workload: drawn.DrawnWorkload, sample: int = 0, least: float = scheduler.Ours().min_correlation
+  workload: drawn.DrawnWorkload,
+  sample: int = 0,
+  least: float = policies.LongestGroupFirst().min_correlation,
 ) -> float:
   """Throughput of ours over that of plain divided rollout."""
   chunk = workload.chunk_tokens
-  divided = seconds(workload, scheduler.Divided(chunk_tokens=chunk), sample)
-  ours = scheduler.Ours(chunk_tokens=chunk, min_correlation=least)
+  divided = seconds(workload, policies.Divided(chunk_tokens=chunk), sample)
+  ours = policies.LongestGroupFirst(chunk_tokens=chunk, min_correlation=least)
   return divided / seconds(workload, ours, sample)
 
 

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from seerjax.rollout.scheduler import Divided, GroupFCFS
+from seerjax.rollout.policies import Divided, GroupFCFS
 from seerjax.simulate import rivals, workloads
 
 SMALL = dataclasses.replace(

@@ -1,0 +1,348 @@
+"""Queues: the order of the waiting requests, one kind of queue a policy.
+
+Heaps hold stale entries, which are dropped when they surface, so that a decision costs
+O(log n + instances).
+"""
+
+from __future__ import annotations
+
+import heapq
+
+from seerjax.rollout import routing
+from seerjax.rollout.buffer import Group, Item, State, kv_positions
+from seerjax.rollout.instances import Decision, Instances, num_pages
+from seerjax.rollout.likeness import GroupLikeness
+from seerjax.rollout.policies import (
+  ContextAware,
+  Divided,
+  GroupFCFS,
+  LongestGroupFirst,
+  Oracle,
+  SchedulerConfig,
+)
+
+# Equal numbers of requests do not even out what many instances hold: the fullest of 32 is far above
+# the mean, and the rollout waits for it.
+_MANY_INSTANCES = 16
+
+# Of all requests: below these, what runs already decides when the rollout ends, and another order
+# only disturbs it.
+_LEAST_WAITING = 0.45
+_LEAST_FRESH = 0.2
+
+_Entry = tuple[int, int, int, Item]  # (key, arrival, serial, item)
+
+
+def _packed(first: int, second: int, third: int) -> int:
+  """Returns one integer that sorts as (first, second, third); one compares faster than three."""
+  return (first << 64) | (second << 32) | third
+
+
+class Sorted:
+  """Waiting requests by a key that may change, ties by arrival: a heap that drops old entries late.
+
+  A request's entry is the one of its last push; it counts while the request waits.
+  """
+
+  def __init__(self):
+    self._heap: list[_Entry] = []
+    self._serials: dict[int, int] = {}  # By request: that of its last push.
+    self._num_pushes = 0
+
+  def push(self, item: Item, key: int = 0) -> None:
+    self._num_pushes += 1
+    self._serials[item.index] = self._num_pushes
+    heapq.heappush(self._heap, (key, item.index, self._num_pushes, item))
+
+  def peek(self) -> Item | None:
+    while self._heap:
+      _, index, serial, item = self._heap[0]
+      if item.state is State.WAITING and self._serials[index] == serial:
+        return item
+      heapq.heappop(self._heap)
+    return None
+
+
+class InOrder:
+  """Waiting requests by arrival: a heap that drops those that no longer wait late."""
+
+  def __init__(self):
+    self._heap: list[tuple[int, Item]] = []
+    self._inside: set[int] = set()
+
+  def push(self, item: Item) -> None:
+    if item.index not in self._inside:
+      self._inside.add(item.index)
+      heapq.heappush(self._heap, (item.index, item))
+
+  def peek(self) -> Item | None:
+    while self._heap:
+      index, item = self._heap[0]
+      if item.state is State.WAITING:
+        return item
+      heapq.heappop(self._heap)
+      self._inside.remove(index)
+    return None
+
+
+class Ranked:
+  """Waiting requests by the rank of their group, the lowest first; ties by arrival.
+
+  Two heaps, one over the other: every group has its requests in one of its own, and stands in the
+  heap of groups as its first one does. So a group gets another rank by one push, whatever waits in
+  it. A group's entry is the one of its last push; it may promise more than the group still has,
+  never less.
+  """
+
+  def __init__(self):
+    self._groups: list[tuple[int, int, int]] = []  # (rank, arrival of the first, group)
+    self._waiting: dict[int, InOrder] = {}  # By group.
+    self._ranks: dict[int, int] = {}
+    self._shown: dict[int, tuple[int, int, int]] = {}  # By group: its last entry.
+
+  def rank(self, group: int, rank: int) -> None:
+    """Gives a group its rank."""
+    if self._ranks.get(group) != rank:
+      self._ranks[group] = rank
+      waiting = self._waiting.get(group)
+      first = waiting and waiting.peek()
+      if first:
+        self._show(group, first)
+
+  def push(self, item: Item) -> None:
+    """Takes a request of a group that has a rank."""
+    group = item.group.index
+    waiting = self._waiting.setdefault(group, InOrder())
+    waiting.push(item)
+    if waiting.peek() is item:
+      self._show(group, item)
+
+  def peek(self) -> Item | None:
+    while self._groups:
+      entry = self._groups[0]
+      group = entry[2]
+      first = self._waiting[group].peek() if self._shown.get(group) == entry else None
+      if first is not None and first.index == entry[1]:
+        return first
+      heapq.heappop(self._groups)
+      if first is not None:
+        self._show(group, first)
+      elif self._shown.get(group) == entry:
+        del self._shown[group]
+    return None
+
+  def _show(self, group: int, first: Item) -> None:
+    """Puts a group where its first request belongs."""
+    entry = (self._ranks[group], first.index, group)
+    if self._shown.get(group) != entry:
+      self._shown[group] = entry
+      heapq.heappush(self._groups, entry)
+
+
+class GroupQueue:
+  """Policy of `GroupFCFS`: one queue an instance, groups dealt out in turn."""
+
+  def __init__(self, config: GroupFCFS):
+    self._config = config
+    self._new: list[Item] = []
+    self._queues: list[Sorted] = []
+    self._turn = 0
+
+  def update(self, item: Item) -> None:
+    if item.state is State.WAITING:
+      self._new.append(item)
+
+  def estimate(self, group: Group) -> int:
+    return group.max_tokens
+
+  def decide(self, instances: Instances) -> Decision | None:
+    count = len(instances.free_pages)
+    while len(self._queues) < count:
+      self._queues.append(Sorted())
+    for item in self._new:
+      self._queues[item.group.index % count].push(item)
+    self._new.clear()
+    for place in range(self._turn, self._turn + count):
+      instance = place % count
+      item = self._queues[instance].peek()
+      if item is None:
+        continue
+      left = item.max_tokens - item.generated
+      positions = item.prompt_tokens + item.generated + (left - 1 if self._config.reserves else 0)
+      pages = num_pages(positions, instances.page_size)
+      if pages <= instances.room[instance]:
+        self._turn = instance + 1
+        here = item.prompt_tokens if instance in item.group.prompt_instances else 0
+        prefill = kv_positions(item) - here
+        return Decision(item.request_id, instance, left, pages, item.member == 0, prefill)
+    return None
+
+
+class ArrivalQueue:
+  """Policy of `Divided`: the first that arrived, or nothing."""
+
+  def __init__(self, config: Divided):
+    self._config = config
+    self._waiting = InOrder()
+
+  def update(self, item: Item) -> None:
+    if item.state is State.WAITING:
+      self._waiting.push(item)
+
+  def estimate(self, group: Group) -> int:
+    return group.max_tokens
+
+  def first(self) -> Item | None:
+    """Returns who waits and arrived first."""
+    return self._waiting.peek()
+
+  def decide(self, instances: Instances) -> Decision | None:
+    item = self._waiting.peek()
+    return item and routing.place(item, instances, routing.Room(instances), self._config)
+
+
+class OracleQueue:
+  """Policy of `Oracle`: the one with most tokens left, or nothing."""
+
+  def __init__(self, config: Oracle):
+    self._config = config
+    self._waiting = Sorted()
+
+  def update(self, item: Item) -> None:
+    if item.state is State.WAITING:
+      self._waiting.push(item, item.generated - self._config.lengths[item.request_id])
+
+  def estimate(self, group: Group) -> int:
+    return max(self._config.lengths[item.request_id] for item in group.members)
+
+  def decide(self, instances: Instances) -> Decision | None:
+    item = self._waiting.peek()
+    return item and routing.place(item, instances, routing.Room(instances), self._config)
+
+
+class ContextQueue:
+  """Policy of `ContextAware`, as printed: no other is looked at while a probe waits."""
+
+  def __init__(self, config: ContextAware):
+    self._config = config
+    self._probes = Sorted()
+    self._others = Sorted()
+    self._longest: dict[int, int] = {}  # By group: of its finished requests.
+
+  def update(self, item: Item) -> None:
+    group = item.group.index
+    if item.state is State.FINISHED and item.generated > self._longest.get(group, 0):
+      self._longest[group] = item.generated
+      for member in item.group.members:
+        self._push(member)
+    self._push(item)
+
+  def estimate(self, group: Group) -> int:
+    return self._longest.get(group.index, 0) or group.max_tokens
+
+  def decide(self, instances: Instances) -> Decision | None:
+    item = self._probes.peek() or self._others.peek()
+    return item and routing.place(item, instances, routing.Room(instances), self._config)
+
+  def _push(self, item: Item) -> None:
+    if item.state is State.WAITING:
+      if item.member == 0:
+        self._probes.push(item, item.generated)
+      else:
+        self._others.push(item, _packed(-self.estimate(item.group), item.group.index, item.member))
+
+
+class LongestGroupQueue:
+  """Policy of `LongestGroupFirst`."""
+
+  def __init__(self, config: LongestGroupFirst):
+    self._config = config
+    self._by_arrival = ArrivalQueue(
+      Divided(chunk_tokens=config.chunk_tokens, min_pull_tokens=config.min_pull_tokens)
+    )
+    self._likeness = GroupLikeness(config.num_compared)
+    self._is_alike = False
+    self._probes = Sorted()
+    self._others = Ranked()
+    self._groups: dict[int, Group] = {}
+    self._longest: dict[int, int] = {}  # By group: of its finished requests.
+    self._floors: dict[int, int] = {}  # By group: most that an unfinished member has generated.
+    self._until_fair = config.fair_every
+
+  def update(self, item: Item) -> None:
+    group, state = item.group.index, item.state
+    self._by_arrival.update(item)
+    is_longer = item.generated > self._floors.get(group, -1)
+    if not self._is_alike:
+      self._groups[group] = item.group
+      self._likeness.update(item)
+    if state is State.FINISHED:
+      self._longest[group] = max(self._longest.get(group, 0), item.generated)
+      unfinished = [one.generated for one in item.group.members if one.state is not State.FINISHED]
+      self._floors[group] = max(unfinished, default=0)
+    elif is_longer:
+      self._floors[group] = item.generated
+    if self._is_alike:
+      if is_longer or state is State.FINISHED:
+        self._others.rank(group, -self.estimate(item.group))
+      if state is State.WAITING:
+        self._push(item)
+
+  def estimate(self, group: Group) -> int:
+    longest, floor = self._longest.get(group.index), self._floors.get(group.index, 0)
+    return group.max_tokens if longest is None else max(longest, floor)
+
+  def decide(self, instances: Instances) -> Decision | None:
+    if not self._is_alike:
+      is_seen = self._likeness.is_at_least(self._config.min_correlation)
+      if not (is_seen and self._is_worth_it()):
+        return self._decide_by_arrival(instances)
+      self._is_alike = True
+      for group in self._groups.values():
+        self._others.rank(group.index, -self.estimate(group))
+        for item in group.members:
+          if item.state is State.WAITING:
+            self._push(item)
+    is_fair = self._config.fair_every > 0 and self._until_fair <= 0
+    item = self._by_arrival.first() if is_fair else self._probes.peek() or self._others.peek()
+    decision = item and routing.place(item, instances, routing.Room(instances), self._config)
+    if decision is not None:
+      self._until_fair = self._config.fair_every if is_fair else self._until_fair - 1
+    return decision
+
+  def _decide_by_arrival(self, instances: Instances) -> Decision | None:
+    if len(instances.num_pages) < _MANY_INSTANCES:
+      return self._by_arrival.decide(instances)
+    item = self._by_arrival.first()
+    return item and routing.place(item, instances, routing.Room(instances), self._config)
+
+  def _is_worth_it(self) -> bool:
+    """Returns whether enough waits, and has never run, that another order can matter."""
+    items = [item for group in self._groups.values() for item in group.members]
+    waiting = sum(item.state is State.WAITING for item in items)
+    fresh = sum(item.num_chunks == 0 for item in items)
+    return waiting >= _LEAST_WAITING * len(items) and fresh >= _LEAST_FRESH * len(items)
+
+  def _push(self, item: Item) -> None:
+    if item.member == 0:
+      self._probes.push(item, item.generated)
+    else:
+      self._others.push(item)
+
+
+Queue = GroupQueue | ArrivalQueue | OracleQueue | ContextQueue | LongestGroupQueue
+
+
+def queue_of(config: SchedulerConfig) -> Queue:
+  # The subclasses first.
+  match config:
+    case GroupFCFS():
+      return GroupQueue(config)
+    case LongestGroupFirst():
+      return LongestGroupQueue(config)
+    case Oracle():
+      return OracleQueue(config)
+    case ContextAware():
+      return ContextQueue(config)
+    case Divided():
+      return ArrivalQueue(config)

@@ -1,0 +1,80 @@
+"""Routing: on which instance a request's next chunk runs, and what it fetches or computes first."""
+
+from __future__ import annotations
+
+from seerjax.rollout.buffer import NOWHERE, Item, kv_positions
+from seerjax.rollout.instances import Decision, Instances, num_pages
+from seerjax.rollout.policies import ByPrefix, ByRoom, Divided
+
+
+class Room:
+  """What a decision may use.
+
+  Attributes:
+    pages: that a chunk could have, by instance; for reading.
+    most: the largest of them.
+  """
+
+  __slots__ = ("most", "pages")
+
+  def __init__(self, instances: Instances):
+    self.pages = instances.room
+    self.most = max(self.pages)
+
+  def keep(self, instance: int) -> None:
+    """Keeps an instance for somebody else."""
+    self.pages = list(self.pages)
+    self.pages[instance] = 0
+    self.most = max(self.pages)
+
+
+def place(item: Item, instances: Instances, room: Room, config: Divided) -> Decision | None:
+  """Returns the item's next chunk on the instance of its routing; None if it fits nowhere."""
+  chunk = min(config.chunk_tokens, item.max_tokens - item.generated)
+  pages = num_pages(item.prompt_tokens + item.generated + chunk - 1, instances.page_size)
+  if pages > room.most:
+    return None
+  if isinstance(config.routing, ByRoom):
+    chosen = _by_room(item, pages, room, instances, config.routing)
+  else:
+    chosen = _by_prefix(item, pages, room, instances, config.routing)
+  prompts = item.group.prompt_instances
+  best, source = item.kv_tokens, item.kv_instance
+  if source == NOWHERE and prompts:
+    best, source = item.prompt_tokens, min(prompts)
+  here = item.prompt_tokens if chosen in prompts else 0
+  if chosen == item.kv_instance:
+    here = item.kv_tokens
+  pull = best - here if best - here > config.min_pull_tokens else 0
+  prefill = kv_positions(item) - here - pull
+  is_probe = item.member == 0
+  if pull:
+    return Decision(item.request_id, chosen, chunk, pages, is_probe, prefill, pull, source)
+  return Decision(item.request_id, chosen, chunk, pages, is_probe, prefill)
+
+
+def _by_prefix(item: Item, pages: int, room: Room, instances: Instances, routing: ByPrefix) -> int:
+  running = instances.num_running
+  if max(running) - min(running) <= routing.max_spread:
+    holders = item.group.prompt_instances
+    if item.kv_instance != NOWHERE:
+      holders = {item.kv_instance}
+    holders = [i for i in holders if room.pages[i] >= pages]
+    if holders:
+      return min(holders, key=lambda i: (running[i], i))
+  # The least loaded is nearly always roomy enough; look at the others only if it is not.
+  least = running.index(min(running))
+  if room.pages[least] >= pages:
+    return least
+  roomy = (i for i, free in enumerate(room.pages) if free >= pages)
+  return min(roomy, key=lambda i: (running[i], i))
+
+
+def _by_room(item: Item, pages: int, room: Room, instances: Instances, routing: ByRoom) -> int:
+  free, home = room.pages, item.kv_instance
+  if home == NOWHERE and item.group.prompt_instances:
+    home = max(item.group.prompt_instances, key=lambda i: (free[i], -i))
+  if home != NOWHERE and free[home] >= pages:
+    if free[home] + routing.max_imbalance * instances.num_pages[home] >= room.most:
+      return home
+  return free.index(room.most)
