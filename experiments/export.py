@@ -58,7 +58,7 @@ def export(
   restored = checkpoint.restore(
     run / "checkpoints",
     jax.eval_shape(lambda: rl.initial_state(config, policy)),
-    fingerprint=numerics_lib.fingerprint(config.numerics),
+    fingerprint=numerics_lib.fingerprint(config.numerics, config.trainer.remat),
     step=step,
     accept_new_numerics=True,  # Weights are what they are.
   )

@@ -138,7 +138,8 @@ def find(directory: pathlib.Path, request: str) -> Recorded:
       f"--request: got {request}, which {directory / journal_lib.FILE_NAME} does not hold, expected"
       f" one of its steps {there or 'none'}; correct the numbers."
     )
-  recorded, here = header.fingerprints[entry.epoch], numerics_lib.fingerprint(config.numerics)
+  recorded = header.fingerprints[entry.epoch]
+  here = numerics_lib.fingerprint(config.numerics, config.trainer.remat)
   if recorded != here:
     raise ValueError(
       f"--run: got a request of another numerics fingerprint ({_difference(recorded, here)}),"
@@ -171,7 +172,7 @@ def masters_of(
     ValueError: if no checkpoint or journal leads to that version under this machine's numerics.
   """
   source = model = f"the model {config.model!r}, as it is now"
-  here = numerics_lib.fingerprint(config.numerics)
+  here = numerics_lib.fingerprint(config.numerics, config.trainer.remat)
   kept = [step for step in checkpoint.steps(directory / "checkpoints") if step <= version]
   start = max(kept, default=0)
   if kept:

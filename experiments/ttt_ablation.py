@@ -148,7 +148,7 @@ def measure(
     "kl_to_base": [row.get("objective/kl_to_base") for row in rows],
     "seed_trees_alive": [row["search/seed_trees_alive"] for row in rows],
     "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-    "numerics": numerics_lib.fingerprint(config.numerics)["digest"],
+    "numerics": numerics_lib.fingerprint(config.numerics, config.trainer.remat)["digest"],
     "settings": settings_of(grid),
   }  # fmt: skip
 

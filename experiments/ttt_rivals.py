@@ -125,7 +125,7 @@ def measure(
   return cell._asdict() | result | {
     "is_maximised": environment.is_maximised,
     "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-    "numerics": numerics_lib.fingerprint(config.numerics)["digest"],
+    "numerics": numerics_lib.fingerprint(config.numerics, config.trainer.remat)["digest"],
     "settings": settings_of(contest),
   }  # fmt: skip
 

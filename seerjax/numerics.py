@@ -170,10 +170,15 @@ def require_finite(tree: Any, *, what: str, remedy: str) -> None:
     )
 
 
-def fingerprint(numerics: NumericsConfig) -> dict[str, str]:
+def fingerprint(numerics: NumericsConfig, remat: str = "none") -> dict[str, str]:
   """Returns every value that decides bits, as text, and one digest of them all.
 
   Stored with checkpoints and journals; see `checkpoint` for what a mismatch refuses.
+
+  Args:
+    numerics: what decides bits, its slabs included.
+    remat: of the trainer (`TrainerConfig.remat`); named unless it is "none". Of layers in a loop
+      the sums of a gradient are rounded elsewhere where they are computed again.
 
   Raises:
     ValueError: if the number of slabs is left to a model.
@@ -193,6 +198,8 @@ def fingerprint(numerics: NumericsConfig) -> dict[str, str]:
   values["matmul_precision"] = str(jax.config.jax_default_matmul_precision)
   values["disable_jit"] = str(jax.config.jax_disable_jit)
   values["device_kind"] = _device_kind()
+  if remat != "none":
+    values["remat"] = remat
   values["digest"] = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
   return values
 

@@ -67,7 +67,8 @@ class TrainerConfig:
       reward linearly; 0 is off.
     remat: what a gradient keeps of the forward pass: "none" computes nothing again; "layer" keeps
       each layer's input alone, which takes a third more time and far less memory. Scores have the
-      same bits, sums of a gradient may be rounded elsewhere.
+      same bits; sums of a gradient may be rounded elsewhere (beyond eight layers they are), so that
+      the fingerprint names it.
   """
 
   rows_per_micro_batch: int = 0
@@ -347,7 +348,7 @@ def _train(
   for split in ("train", "heldout"):
     groups_lib.num_problems(task, split)  # Refuses none.
   settings = metrics.encode(dataclasses.asdict(config))
-  fingerprint = numerics_lib.fingerprint(config.numerics)
+  fingerprint = numerics_lib.fingerprint(config.numerics, config.trainer.remat)
   if programs is None:
     programs = make_programs(config, policy.model)
   elif programs.made_for != _programs_key(config, policy.model):

@@ -398,7 +398,7 @@ def _discover(
   config = dataclasses.replace(
     config, numerics=run.numerics, engine=run.engine, trainer=run.trainer
   )
-  fingerprint = numerics_lib.fingerprint(config.numerics)
+  fingerprint = numerics_lib.fingerprint(config.numerics, config.trainer.remat)
   own_programs = rl.make_programs(run, policy.model)  # Nothing is compiled yet.
   programs = own_programs if programs is None else programs
   if programs.made_for != own_programs.made_for:

@@ -39,6 +39,14 @@ def test_a_fingerprint_holds_every_field_and_what_xla_compiles_for():
   assert other["digest"] != found["digest"]
 
 
+def test_a_fingerprint_names_layers_that_are_computed_again():
+  kept, again = (numerics.fingerprint(NumericsConfig(), remat) for remat in ("none", "layer"))
+  assert kept == numerics.fingerprint(NumericsConfig()) and "remat" not in kept
+  assert again["remat"] == "layer" and again["digest"] != kept["digest"]
+  with pytest.raises(ValueError, match="remat was None and is 'layer'"):
+    numerics.require_same(kept, again, what="a run")
+
+
 def test_a_fingerprint_names_the_slabs_that_a_model_decided():
   assert NumericsConfig(reduction_shards=0).reduction_shards == 0
   with pytest.raises(ValueError, match=r"reduction_shards: got 0, .* transformer.numerics_for"):

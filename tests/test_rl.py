@@ -546,6 +546,11 @@ def test_other_numerics_are_refused_with_both_values_or_begin_an_epoch(stopped_c
   other = dataclasses.replace(NUMERICS, kv_split=8)
   with pytest.raises(ValueError, match=r"kv_split was '16' and is '8'.*--accept_new_numerics"):
     train(stopped_copy, resume=True, numerics=other)
+  again = dataclasses.replace(CONFIG.trainer, remat="layer")
+  with pytest.raises(ValueError, match=r"remat was None and is 'layer'.*--accept_new_numerics"):
+    rl.train(
+      dataclasses.replace(CONFIG, trainer=again), policy(), Vowels(), stopped_copy, resume=True
+    )
   train(stopped_copy, resume=True, numerics=other, accept_new_numerics=True)
   rows = rows_of(stopped_copy)
   assert [row["step"] for row in rows] == [0, 1, 2, 3, 4, 4]
