@@ -111,7 +111,7 @@ def stream(
   """
   times: list[float] = []
 
-  def on_step(updates: list[engine_lib.Update]) -> None:
+  def on_step(updates: list[engine_lib.StepOutput]) -> None:
     for update in updates:
       times.append(time.monotonic())
       say(update.text)

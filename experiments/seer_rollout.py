@@ -102,7 +102,7 @@ class EndsWhereTold(engine_lib.Engine):
 
   def _accept(self, sequence, token, logprob, raw_logprob):
     update = super()._accept(sequence, token, logprob, raw_logprob)
-    is_over = sequence.num_said >= self.lengths[update.request_id]
+    is_over = sequence.num_generated >= self.lengths[update.request_id]
     return update._replace(finish_reason="stop") if is_over else update
 
 

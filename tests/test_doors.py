@@ -176,7 +176,7 @@ class Doors:
 
   def said(self, said: Any = None, sampling=None, **changes) -> None:
     said = completion(**changes) if said is None else said
-    self.engine.submit(request(**(sampling or {})), said=said)
+    self.engine.submit(request(**(sampling or {})), resume_from=said)
 
   def paused(self) -> Engine:
     self.engine.submit(request("p"), chunk_tokens=2)
@@ -778,13 +778,13 @@ ROWS = [
       "got 2 of 2 tokens said, finish_reason ''",
       "expected one that is not over", "use what it said"),
   Row("said with NaN", lambda d: d.said(raw_logprobs=f32(NAN, -1)),
-      "got said.raw_logprobs of nan at place 0",
+      "got resume_from.raw_logprobs of nan at place 0",
       "expected a finite number of at most 0", "pass them as the engine returned"),
   Row("said with a positive log-probability", lambda d: d.said(raw_logprobs=f32(-1, 0.5)),
-      "got said.raw_logprobs of 0.5 at place 1",
+      "got resume_from.raw_logprobs of 0.5 at place 1",
       "expected a finite number of at most 0", "pass them as the engine returned"),
   Row("said what cannot be", lambda d: d.said(behaviour_logprobs=f32(-1, -INF)),
-      "got said.behaviour_logprobs of -inf at place 1",
+      "got resume_from.behaviour_logprobs of -inf at place 1",
       "expected a finite number of at most 0", "pass them as the engine returned"),
   Row("said above the vocabulary", lambda d: d.said(tokens=(1, 600)),
       "got token ids from 1 to 600", "expected 0 to 511", "encode with this model's tokenizer"),
@@ -803,7 +803,7 @@ ROWS = [
       "got float32[2] for 3 tokens",
       "expected float32[3], one for each", "store what the engine returned,"),
   Row("said as text", lambda d: d.said("abc"),
-      "got said of type str", "expected a Completion", "pass what Engine.progress returned"),
+      "got resume_from of type str", "expected a Completion", "pass what Engine.progress returned"),
   Row("more pages than memory", lambda d: d.made(num_pages=2**30),
       "got 1073741824 pages of 8 positions",
       "expected at most", "lower it, or 0 takes what fits"),

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from seerjax.engine import runner as runner_lib
-from seerjax.engine.sequence import Sequence as EngineSequence, Work
+from seerjax.engine.sequence import ScheduledRows, SequenceState
 from seerjax.ops import sampling
 from seerjax.types import SamplingParams, SamplingRows, TokenBatch
 
@@ -25,7 +25,7 @@ _INT32: Any = np.int32
 
 
 def instance_inputs(
-  work: Sequence[Work],
+  work: Sequence[ScheduledRows],
   copies: Sequence[tuple[int, int]],
   *,
   num_rows: int,
@@ -37,7 +37,7 @@ def instance_inputs(
 ) -> runner_lib.StepInputs:
   """Returns one instance's inputs (no instance axis).
 
-  Samples stand in the order of `work`, `Work.num_samples` each, path by path.
+  Samples stand in the order of `work`, `ScheduledRows.num_samples` each, path by path.
 
   Args:
     work: in order, rows ascending.
@@ -54,9 +54,9 @@ def instance_inputs(
     sequence, end = one.sequence, len(one.sequence.tokens)
     assert rows.row == one.first_row, f"work: got row {one.first_row}, expected {rows.row}"
     first = sequence.num_written
-    said: Sequence[int] = sequence.tokens[first : first + one.count]
+    settled: Sequence[int] = sequence.tokens[first : first + one.count]
     main = one.paths[0].tokens if one.paths else ()
-    rows.put([*said, *main] if main else said, first, sequence.page_row)
+    rows.put([*settled, *main] if main else settled, first, sequence.page_row)
     if one.is_sampled:
       rows.sample(1 + len(main), end, sequence)
     for path in one.paths[1:]:
@@ -103,19 +103,19 @@ class _Rows:
     self.low, self.high = _ZEROS(num_rows, np.int32), np.full(num_rows, sampling.NO_LIMIT, np.int32)
     self.row = self.num_segments = self.num_samples = 0
 
-  def put(self, said: Sequence[int], first: int, page_row: np.ndarray) -> None:
+  def put(self, tokens: Sequence[int], first: int, page_row: np.ndarray) -> None:
     """Adds consecutive positions of one page-table row."""
     row, segment, size = self.row, self.num_segments, self.page_size
-    count = len(said)
+    count = len(tokens)
     if count == 1:  # Nearly all; the general case below costs ten times as much.
-      self.tokens[row], self.positions[row] = said[0], first
+      self.tokens[row], self.positions[row] = tokens[0], first
       self.slots[row] = page_row[first // size] * size + first % size
       self.starts[segment], self.lengths[segment] = row, 1
       self.table[segment] = page_row
       self.num_segments += 1
     else:
       where = np.arange(first, first + count, dtype=np.int32)
-      self.tokens[row : row + count] = said
+      self.tokens[row : row + count] = tokens
       self.positions[row : row + count] = where
       self.slots[row : row + count] = page_row[where // size] * size + where % size
       in_rows = np.arange(0, count, self.query_tile, dtype=np.int32)
@@ -126,7 +126,7 @@ class _Rows:
       self.num_segments += len(in_rows)
     self.row += count
 
-  def sample(self, count: int, position: int, sequence: EngineSequence) -> None:
+  def sample(self, count: int, position: int, sequence: SequenceState) -> None:
     """Samples the last `count` rows; the first of these tokens will stand at `position`."""
     places = slice(self.num_samples, self.num_samples + count)
     self.sample_rows[places] = np.arange(self.row - count, self.row, dtype=np.int32)
@@ -139,7 +139,7 @@ class _Rows:
     self.num_samples += count
 
 
-def _sampling_rows(work: Sequence[Work], size: int) -> SamplingRows:
+def _sampling_rows(work: Sequence[ScheduledRows], size: int) -> SamplingRows:
   """Returns every sample's parameters, and unused rows up to `size`."""
   counts = [one.num_samples for one in work]
   rows = [*(one.sequence.sampling for one in work), _UNUSED]

@@ -56,66 +56,66 @@ def tokens_of(what: str, tokens: Any, vocab_size: int) -> None:
     )
 
 
-def said(
+def resume_from(
   request: Request,
-  said: Completion,
+  begun: Completion,
   *,
   policy_version: int,
   vocab_size: int,
   tokenizer: tokenizer_lib.Tokenizer | None,
 ) -> None:
-  """Refuses what a request cannot have said so far.
+  """Refuses what cannot be the beginning of a request's answer.
 
   Raises:
     ValueError: if it is of another request or policy, over already, or no sample of this request:
       log-probabilities that are none, tokens that it may not say.
   """
   what = f"request {request.request_id!r}"
-  if not isinstance(said, Completion):
+  if not isinstance(begun, Completion):
     raise ValueError(
-      f"{what}: got said of type {type(said).__name__}, expected a Completion; pass what"
+      f"{what}: got resume_from of type {type(begun).__name__}, expected a Completion; pass what"
       " Engine.progress returned."
     )
-  sampling, count = request.sampling, len(said.tokens)
-  if said.request_id != request.request_id:
+  sampling, count = request.sampling, len(begun.tokens)
+  if begun.request_id != request.request_id:
     raise ValueError(
-      f"{what}: got what request {said.request_id!r} said, expected its own; pass that of the same"
+      f"{what}: got what request {begun.request_id!r} said, expected its own; pass that of the same"
       " request_id."
     )
-  if said.policy_version != policy_version:
+  if begun.policy_version != policy_version:
     raise ValueError(
-      f"{what}: got {count} tokens said by policy_version {said.policy_version}, expected"
+      f"{what}: got {count} tokens said by policy_version {begun.policy_version}, expected"
       f" {policy_version}, the engine's (a completion comes from one policy_version); ask it"
       " from its prompt."
     )
-  if said.finish_reason or count >= sampling.max_tokens:
+  if begun.finish_reason or count >= sampling.max_tokens:
     raise ValueError(
       f"{what}: got {count} of {sampling.max_tokens} tokens said, finish_reason"
-      f" {said.finish_reason!r}, expected one that is not over; use what it said."
+      f" {begun.finish_reason!r}, expected one that is not over; use what it said."
     )
-  tokens_of(f"{what}, said.tokens", said.tokens, vocab_size)
-  ends = [place for place, token in enumerate(said.tokens) if token in sampling.stop_token_ids]
+  tokens_of(f"{what}, resume_from.tokens", begun.tokens, vocab_size)
+  ends = [place for place, token in enumerate(begun.tokens) if token in sampling.stop_token_ids]
   if ends:
     raise ValueError(
-      f"{what}: got the stop id {said.tokens[ends[0]]} at place {ends[0]} of what it said, expected"
-      " one that is not over; use what it said."
+      f"{what}: got the stop id {begun.tokens[ends[0]]} at place {ends[0]} of what it said,"
+      " expected one that is not over; use what it said."
     )
-  for place, (token, (low, high)) in enumerate(zip(said.tokens, sampling.allowed, strict=False)):
+  for place, (token, (low, high)) in enumerate(zip(begun.tokens, sampling.allowed, strict=False)):
     if not low <= token < high:
       raise ValueError(
         f"{what}: got token {token} at place {place} of what it said, expected {low} to {high - 1},"
         " which its grammar allows there; pass what this very request said."
       )
   for name in ("behaviour_logprobs", "raw_logprobs"):
-    values = vars(said)[name]
+    values = vars(begun)[name]
     wrong = np.flatnonzero(~(np.isfinite(values) & (values <= 0)))
     if len(wrong):
       raise ValueError(
-        f"{what}: got said.{name} of {values[wrong[0]]} at place {wrong[0]}, expected a finite"
-        " number of at most 0; pass them as the engine returned them."
+        f"{what}: got resume_from.{name} of {values[wrong[0]]} at place {wrong[0]}, expected a"
+        " finite number of at most 0; pass them as the engine returned them."
       )
   if tokenizer is not None and sampling.stop_strings:
-    text = tokenizer.decode(list(said.tokens), skip_special_tokens=True)
+    text = tokenizer.decode(list(begun.tokens), skip_special_tokens=True)
     found = [stop for stop in sampling.stop_strings if stop in text]
     if found:
       raise ValueError(

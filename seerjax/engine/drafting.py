@@ -1,11 +1,11 @@
-"""What the engine asks of a drafter: guesses at what requests will say next.
+"""What the engine asks of a drafter: guesses at the next tokens of requests.
 
-A draft is verified by the request's own sampling: it holds as far as it says what is sampled
-anyway.
+A draft is verified by the request's own sampling: it is accepted as far as it equals what is
+sampled anyway.
 
   draft    d1 d2 d3            rows of one segment: the last token, d1, d2, d3
   sampled  y1 y2 y3 y4         y is drawn by (request, position) alone, never by the draft
-  said     y1 .. y(m + 1)      m = how many of d1, d2, ... equal y1, y2, ... before the first that
+  answer   y1 .. y(m + 1)      m = how many of d1, d2, ... equal y1, y2, ... before the first that
                                does not; y(m + 1) is the bonus, or the correction
 
 So a drafter changes how many steps a text takes and nothing else, whatever it guesses.
@@ -61,7 +61,7 @@ class Drafter(Protocol):
       request_id: of the request.
       group_id: of its group.
       num_drafted: length of the path that held furthest.
-      num_accepted: its tokens that were said.
+      num_accepted: its tokens that were accepted.
     """
     ...
 
@@ -117,7 +117,7 @@ def checked(
 
 
 class Verified(NamedTuple):
-  """What a step said of one request.
+  """What became of the drafts of one request in a step.
 
   Attributes:
     path: the path that holds furthest; the first of several.

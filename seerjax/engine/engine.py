@@ -19,7 +19,6 @@ import dataclasses
 import itertools
 import math
 import time
-from typing import NamedTuple
 
 from absl import logging
 import jax
@@ -33,7 +32,7 @@ from seerjax.engine.drafting import Drafter, DraftQuery, verify
 from seerjax.engine.kv import pages as pages_lib
 from seerjax.engine.kv.memory import Memory
 from seerjax.engine.kv.pool import KVPool
-from seerjax.engine.sequence import Path, Sequence, Work
+from seerjax.engine.sequence import DraftPath, ScheduledRows, SequenceState, StepOutput
 from seerjax.engine.sizes import EngineConfig
 from seerjax.models import tokenizer as tokenizer_lib, transformer, weights
 from seerjax.ops import sampling, tiles
@@ -41,19 +40,6 @@ from seerjax.types import Completion, Request
 
 # Beyond any logit, and far from what overflows a float32 or means `sampling.DROPPED`.
 MAX_ABS_BIAS = 1e6
-
-
-class Update(NamedTuple):
-  """What one step said of one request: new tokens, their text, why it ended ("" if it did not).
-
-  `error` is what it met, where `finish_reason` is "error" (see `Completion`).
-  """
-
-  request_id: str
-  tokens: tuple[int, ...]
-  text: str
-  finish_reason: str
-  error: str = ""
 
 
 @dataclasses.dataclass
@@ -177,19 +163,19 @@ class Engine:
       kv_pool=KVPool() if kv_pool is None else kv_pool,
     )
     self._pools = self.memory.pools
-    self._waiting: list[collections.deque[Sequence]] = [
+    self._waiting: list[collections.deque[SequenceState]] = [
       collections.deque() for _ in self._pools
     ]
-    self._running: list[list[Sequence]] = [[] for _ in self._pools]
+    self._running: list[list[SequenceState]] = [[] for _ in self._pools]
     self._copies: list[list[tuple[int, int]]] = [[] for _ in self._pools]
     self._sources: list[list[int]] = [[] for _ in self._pools]  # Of those copies, held.
     self._paused: dict[str, None] = {}  # In the order they paused.
-    self._live: dict[str, Sequence] = {}
+    self._live: dict[str, SequenceState] = {}
     self._group_instance: dict[str, int] = {}
     self._finished: list[Completion] = []
-    self._updates: list[Update] = []  # Of a step that is not over.
+    self._updates: list[StepOutput] = []  # Of a step that is not over.
     # Whom a step is busy with, and how many tokens it had before.
-    self._at: tuple[Sequence, int] | None = None
+    self._at: tuple[SequenceState, int] | None = None
 
   @property
   def num_unfinished(self) -> int:
@@ -205,7 +191,7 @@ class Engine:
     self,
     request: Request,
     *,
-    said: Completion | None = None,
+    resume_from: Completion | None = None,
     instance: int | None = None,
     chunk_tokens: int | None = None,
   ) -> None:
@@ -213,16 +199,16 @@ class Engine:
 
     Args:
       request: to be answered.
-      said: what it has said already, of the same request by the same weights; it goes on from
-        there, and its keys are computed again.
+      resume_from: the beginning of its answer, of the same request by the same weights; the answer
+        continues behind it, and its keys are computed again.
       instance: where it runs; None keeps groups together, else takes the emptiest.
       chunk_tokens: pause after this many tokens, which is all that memory is reserved for; None
         answers to the end.
 
     Raises:
       ValueError: if it is empty, already here, too long for the context, can never fit in memory,
-        or asks for what this engine or model does not have; if `said` is of another policy, or
-        over already.
+        or asks for what this engine or model does not have; if `resume_from` is of another
+        policy, or over already.
     """
     what = f"request {request.request_id!r}"
     self.check(request)
@@ -231,10 +217,10 @@ class Engine:
     self._check_chunk(what, chunk_tokens)
     if instance is not None:
       self._check_instance(what, instance)
-    if said is not None:
-      checks.said(
+    if resume_from is not None:
+      checks.resume_from(
         request,
-        said,
+        resume_from,
         policy_version=self.policy_version,
         vocab_size=self.model.vocab_size,
         tokenizer=self.tokenizer,
@@ -243,9 +229,9 @@ class Engine:
     if instance is None:
       instance = self._instance_for(request)
     stream = None if self.tokenizer is None else self.tokenizer.stream()
-    sequence = Sequence(request, list(request.prompt), instance, stream, row, limit=0)
-    if said is not None:
-      self._say_again(sequence, said)
+    sequence = SequenceState(request, list(request.prompt), instance, stream, row, limit=0)
+    if resume_from is not None:
+      self._continue_from(sequence, resume_from)
     sequence.extend(chunk_tokens)
     self._take_pages()
     self._live[request.request_id] = sequence
@@ -306,7 +292,7 @@ class Engine:
         )
     sampling.sampling_rows([request.sampling])  # Refuses what cannot become a row.
 
-  def step(self) -> list[Update]:
+  def step(self) -> list[StepOutput]:
     """Runs one step of every instance; returns what was said.
 
     What a request meets in it ends that request, with finish_reason "error" and the reason, and the
@@ -374,7 +360,7 @@ class Engine:
     self,
     requests: Iterable[Request],
     *,
-    on_step: Callable[[list[Update]], None] | None = None,
+    on_step: Callable[[list[StepOutput]], None] | None = None,
   ) -> list[Completion]:
     """Runs requests to their ends and returns them in the order given.
 
@@ -682,7 +668,7 @@ class Engine:
 
   # How requests become rows.
 
-  def _sequence(self, request_id: str, what: str) -> Sequence:
+  def _sequence(self, request_id: str, what: str) -> SequenceState:
     if request_id not in self._live:
       raise ValueError(
         f"Engine.{what}: got request {request_id!r}, expected one of the {len(self._live)} that are"
@@ -690,7 +676,7 @@ class Engine:
       )
     return self._live[request_id]
 
-  def _paused_sequence(self, request_id: str, what: str) -> Sequence:
+  def _paused_sequence(self, request_id: str, what: str) -> SequenceState:
     sequence = self._sequence(request_id, what)
     if request_id not in self._paused:
       raise ValueError(
@@ -706,7 +692,7 @@ class Engine:
     if chunk_tokens is not None:
       checks.whole(f"{what}: chunk_tokens", chunk_tokens, 1, None, "None answers to the end")
 
-  def _say_again(self, sequence: Sequence, said: Completion) -> None:
+  def _continue_from(self, sequence: SequenceState, said: Completion) -> None:
     """Puts a sequence where it was when it had said `said`, half of a stop string included."""
     sequence.tokens.extend(said.tokens)
     sequence.logprobs.extend(np.asarray(said.behaviour_logprobs, np.float32).tolist())
@@ -734,7 +720,7 @@ class Engine:
     for instance, pool in enumerate(self._pools):
       waiting, running = self._waiting[instance], self._running[instance]
       prefilling = {s.request.group_id for s in running if s.is_prefilling and s.request.group_id}
-      held_back: list[Sequence] = []
+      held_back: list[SequenceState] = []
       while waiting and len(running) < self.config.max_sequences:
         sequence = waiting[0]
         self._at = (sequence, len(sequence.tokens))
@@ -791,7 +777,7 @@ class Engine:
       waiting.extendleft(reversed(held_back))
     self._at = None
 
-  def _plan(self, instance: int) -> list[Work]:
+  def _plan(self, instance: int) -> list[ScheduledRows]:
     """Shares a step's rows out: one for all that decode, the rest to prompts in order."""
     running = self._running[instance]
     budget = self.config.row_buckets[-1]
@@ -803,11 +789,11 @@ class Engine:
         count = min(count, spare)
         spare -= count
       if count:
-        work.append(Work(sequence, count, row))
+        work.append(ScheduledRows(sequence, count, row))
         row += count
     return work
 
-  def _drafted(self, work: list[list[Work]]) -> list[list[Work]]:
+  def _drafted(self, work: list[list[ScheduledRows]]) -> list[list[ScheduledRows]]:
     """Returns the work with drafts behind those that decode, as far as rows are left."""
     if self.drafter is None:
       return work
@@ -852,19 +838,19 @@ class Engine:
     return drafted
 
   def _paths(
-    self, piece: Work, drafts: Iterable[tuple[int, ...]], rows_left: int
-  ) -> tuple[Path, ...]:
+    self, piece: ScheduledRows, drafts: Iterable[tuple[int, ...]], rows_left: int
+  ) -> tuple[DraftPath, ...]:
     """Returns what of a drafter's paths there are rows, pages and a vocabulary for."""
     sequence, pool = piece.sequence, self._pools[piece.sequence.instance]
     size, end = self.config.page_size, len(sequence.tokens)
-    paths: list[Path] = []
+    paths: list[DraftPath] = []
     for draft in drafts:
       most = min(sequence.limit - end - 1, rows_left - bool(paths))
       tokens = draft[: max(most, 0)]
       if not tokens or any(path.tokens[: len(tokens)] == tokens for path in paths):
         continue
       if not paths:
-        paths.append(Path(tokens, sequence.page_row))
+        paths.append(DraftPath(tokens, sequence.page_row))
         rows_left -= len(tokens)
         continue
       first, last = (end - 1) // size, (end - 1 + len(tokens)) // size
@@ -875,11 +861,11 @@ class Engine:
       page_row[first : last + 1] = scratch
       if (end - 1) % size:
         self._copies[sequence.instance].append((sequence.pages[first], scratch[0]))
-      paths.append(Path(tokens, page_row, tuple(scratch)))
+      paths.append(DraftPath(tokens, page_row, tuple(scratch)))
       rows_left -= len(tokens) + 1
     return tuple(paths)
 
-  def _inputs(self, work: list[list[Work]]) -> runner_lib.StepInputs:
+  def _inputs(self, work: list[list[ScheduledRows]]) -> runner_lib.StepInputs:
     """Returns the step's arrays, instances in front."""
     rows = max(sum(piece.num_rows for piece in pieces) for pieces in work)
     parts = [
@@ -893,7 +879,7 @@ class Engine:
     return jax.tree.map(lambda *leaves: np.stack(leaves), *parts)
 
   def _instance_inputs(
-    self, work: list[Work], copies: list[tuple[int, int]], rows: int
+    self, work: list[ScheduledRows], copies: list[tuple[int, int]], rows: int
   ) -> runner_lib.StepInputs:
     bucket = next(size for size in self.config.row_buckets if size >= rows)
     return batching.instance_inputs(
@@ -908,7 +894,7 @@ class Engine:
       table_width=self._table_width,
     )
 
-  def _culprit(self, work: list[list[Work]]) -> tuple[Sequence, int] | None:
+  def _culprit(self, work: list[list[ScheduledRows]]) -> tuple[SequenceState, int] | None:
     """Returns the first request that cannot even alone become rows of a step, if any."""
     for piece in itertools.chain(*work):
       try:
@@ -924,13 +910,13 @@ class Engine:
     row = sampling.sampling_rows([request.sampling])
     work = []
     for index in range(num_rows):
-      sequence = Sequence(request, list(request.prompt), 0, None, row, limit=position + 1)
+      sequence = SequenceState(request, list(request.prompt), 0, None, row, limit=position + 1)
       sequence.hold([0], self._table_width)
       sequence.num_written = position
-      work.append(Work(sequence, 1, index))
+      work.append(ScheduledRows(sequence, 1, index))
     return self._inputs([work for _ in self._pools])
 
-  def _remember_prompts(self, work: list[list[Work]]) -> None:
+  def _remember_prompts(self, work: list[list[ScheduledRows]]) -> None:
     """Makes the prompts findable whose last position is written in this step."""
     if not self.config.reuse_prefixes:
       return
@@ -943,8 +929,8 @@ class Engine:
   # What becomes of sampled tokens.
 
   def _take(
-    self, piece: Work, tokens: list[int], logprobs: list[float], raw_logprobs: list[float]
-  ) -> Update:
+    self, piece: ScheduledRows, tokens: list[int], logprobs: list[float], raw_logprobs: list[float]
+  ) -> StepOutput:
     """Says what was sampled, along the path that agrees with it longest."""
     sequence = piece.sequence
     first = num_drafted = num_accepted = 0
@@ -982,9 +968,11 @@ class Engine:
     elif len(sequence.tokens) == sequence.limit:
       self._running[sequence.instance].remove(sequence)
       self._paused[request.request_id] = None
-    return Update(request.request_id, tuple(said), text, reason)
+    return StepOutput(request.request_id, tuple(said), text, reason)
 
-  def _adopt(self, sequence: Sequence, chosen: Path, paths: tuple[Path, ...]) -> None:
+  def _adopt(
+    self, sequence: SequenceState, chosen: DraftPath, paths: tuple[DraftPath, ...]
+  ) -> None:
     """Makes the chosen path's own pages the sequence's, and gives back the others'."""
     pool = self._pools[sequence.instance]
     pages = sequence.pages
@@ -1001,8 +989,8 @@ class Engine:
           pool.release(page)
 
   def _accept(
-    self, sequence: Sequence, token: int, logprob: float, raw_logprob: float
-  ) -> Update:
+    self, sequence: SequenceState, token: int, logprob: float, raw_logprob: float
+  ) -> StepOutput:
     sequence.tokens.append(token)
     sequence.logprobs.append(logprob)
     sequence.raw_logprobs.append(raw_logprob)
@@ -1011,7 +999,7 @@ class Engine:
     reason = ""
     if token in params.stop_token_ids:
       reason = "stop"
-    elif sequence.num_said == params.max_tokens:
+    elif sequence.num_generated == params.max_tokens:
       reason = "length"
     if sequence.stream is not None:
       sequence.text += sequence.stream.push(token)
@@ -1021,9 +1009,9 @@ class Engine:
       if cut is not None:
         sequence.text, reason = sequence.text[:cut], "stop"
     text = self._new_text(sequence, reason)
-    return Update(sequence.request.request_id, (token,), text, reason)
+    return StepOutput(sequence.request.request_id, (token,), text, reason)
 
-  def _new_text(self, sequence: Sequence, reason: str) -> str:
+  def _new_text(self, sequence: SequenceState, reason: str) -> str:
     """Text to stream: what might still become a stop string is held back."""
     end = len(sequence.text)
     if not reason:
@@ -1032,7 +1020,7 @@ class Engine:
     sequence.streamed += len(text)
     return text
 
-  def _finish(self, sequence: Sequence, reason: str) -> None:
+  def _finish(self, sequence: SequenceState, reason: str) -> None:
     request = sequence.request
     if self.config.reuse_prefixes:
       written = sequence.tokens[: sequence.num_written]
@@ -1042,7 +1030,7 @@ class Engine:
     self._leave(request.request_id)
     self._finished.append(sequence.completion(reason, self.policy_version))
 
-  def _tell_end(self, sequence: Sequence) -> None:
+  def _tell_end(self, sequence: SequenceState) -> None:
     """Tells the drafter, if there is one, that a request is over."""
     if self.drafter is None:
       return
@@ -1065,14 +1053,14 @@ class Engine:
     )
     self.drafter = None
 
-  def _fail(self, sequence: Sequence, num_tokens: int, error: Exception) -> None:
+  def _fail(self, sequence: SequenceState, num_tokens: int, error: Exception) -> None:
     """Ends a request by what it met; of a step that broke off nothing was said."""
-    sequence.unsay(num_tokens)
+    sequence.truncate(num_tokens)
     sequence.text = sequence.text[: sequence.streamed]
     request_id = sequence.request.request_id
     reason = (
       f"request {request_id!r}: got {type(error).__name__} ({error}) in a step after"
-      f" {sequence.num_said} tokens, expected none; mend what raised it, and ask again."
+      f" {sequence.num_generated} tokens, expected none; mend what raised it, and ask again."
     )
     logging.warning("%s", reason, exc_info=error)
     self.counters.errors += 1
@@ -1083,9 +1071,9 @@ class Engine:
     self.memory.release(sequence)
     self._leave(request_id)
     self._finished.append(sequence.completion("error", self.policy_version, reason))
-    self._updates.append(Update(request_id, (), "", "error", reason))
+    self._updates.append(StepOutput(request_id, (), "", "error", reason))
 
-  def _start_over(self, at: tuple[Sequence, int] | None) -> None:
+  def _start_over(self, at: tuple[SequenceState, int] | None) -> None:
     """Takes all pages back after a step that broke off: keys are computed again, to the same bits.
 
     Args:
@@ -1093,7 +1081,7 @@ class Engine:
     """
     self.counters.new_starts += 1
     if at is not None and len(at[0].tokens) > at[1]:
-      self._unsay(*at)
+      self._take_back(*at)
     order = [*itertools.chain(*self._running), *itertools.chain(*self._waiting)]
     order = dict.fromkeys([*order, *self._live.values()])  # One may have been between the two.
     for queue in (*self._running, *self._waiting):
@@ -1109,8 +1097,8 @@ class Engine:
       lambda: self._runner.empty_pages(self.config.num_pages, self.config.page_size),
     )
 
-  def _unsay(self, sequence: Sequence, num_tokens: int) -> None:
-    sequence.unsay(num_tokens)
+  def _take_back(self, sequence: SequenceState, num_tokens: int) -> None:
+    sequence.truncate(num_tokens)
     sequence.streamed, sequence.text = 0, ""
     if self.tokenizer is not None:
       sequence.stream = self.tokenizer.stream()
@@ -1130,5 +1118,5 @@ def _first_stop(text: str, stop_strings: tuple[str, ...]) -> int | None:
   return min(found, default=None)
 
 
-__all__ = ["Counters", "Engine", "EngineConfig", "Update"]
+__all__ = ["Counters", "Engine", "EngineConfig", "StepOutput"]
 

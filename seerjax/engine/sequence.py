@@ -12,8 +12,8 @@ from seerjax.types import Completion, Request, SamplingRows
 
 
 @dataclasses.dataclass(eq=False)
-class Sequence:
-  """A request, what it has said, and the memory it holds.
+class SequenceState:
+  """A request, its answer so far, and the memory it holds.
 
   Attributes:
     request: what was asked.
@@ -51,7 +51,7 @@ class Sequence:
     return len(self.request.prompt)
 
   @property
-  def num_said(self) -> int:
+  def num_generated(self) -> int:
     """Tokens of the answer."""
     return len(self.tokens) - len(self.request.prompt)
 
@@ -72,7 +72,7 @@ class Sequence:
     self.page_row[: len(pages)] = pages
 
   def completion(self, finish_reason: str, policy_version: int, error: str = "") -> Completion:
-    """Returns what was said so far."""
+    """Returns the answer so far."""
     return Completion(
       request_id=self.request.request_id,
       tokens=tuple(self.tokens[self.num_prompt :]),
@@ -84,13 +84,13 @@ class Sequence:
       error=error,
     )
 
-  def unsay(self, num_tokens: int) -> None:
-    """Forgets what was said beyond `num_tokens`, prompt included; its text stays as it is."""
+  def truncate(self, num_tokens: int) -> None:
+    """Drops the answer behind `num_tokens` tokens, prompt included; its text stays."""
     del self.tokens[num_tokens:]
-    del self.logprobs[self.num_said :], self.raw_logprobs[self.num_said :]
+    del self.logprobs[self.num_generated :], self.raw_logprobs[self.num_generated :]
 
 
-class Path(NamedTuple):
+class DraftPath(NamedTuple):
   """Drafted tokens of one step.
 
   Attributes:
@@ -105,7 +105,7 @@ class Path(NamedTuple):
   scratch: tuple[int, ...] = ()
 
 
-class Work(NamedTuple):
+class ScheduledRows(NamedTuple):
   """What one step computes for a sequence.
 
   Rows of a step, from `first_row` on: `count` positions from the first unwritten one on, then the
@@ -118,10 +118,10 @@ class Work(NamedTuple):
     paths: drafts; only where the rows reach the sequence's end.
   """
 
-  sequence: Sequence
+  sequence: SequenceState
   count: int
   first_row: int
-  paths: tuple[Path, ...] = ()
+  paths: tuple[DraftPath, ...] = ()
 
   @property
   def is_sampled(self) -> bool:
@@ -141,3 +141,21 @@ class Work(NamedTuple):
     if not self.paths:
       return int(self.is_sampled)
     return sum(len(path.tokens) + 1 for path in self.paths)
+
+
+class StepOutput(NamedTuple):
+  """What one step added to one request.
+
+  Attributes:
+    request_id: of the request.
+    tokens: sampled in this step.
+    text: of these tokens; what may still become a stop string is held back.
+    finish_reason: why it ended, "" if it did not.
+    error: what it met, where `finish_reason` is "error" (see `Completion`).
+  """
+
+  request_id: str
+  tokens: tuple[int, ...]
+  text: str
+  finish_reason: str
+  error: str = ""

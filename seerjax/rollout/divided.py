@@ -190,7 +190,7 @@ class DividedRollout:
         pulled = engine.memory.pull_prefix(list(request.prompt), decision.pull_from, target)
         self.trace.pulls += pulled > 0
       said = self._said.pop(request_id, None)
-      engine.submit(request, said=said, instance=target, chunk_tokens=chunk_tokens)
+      engine.submit(request, resume_from=said, instance=target, chunk_tokens=chunk_tokens)
     item = self.buffer[request_id]
     self._num_decisions += 1
     self._running[request_id] = _Running(

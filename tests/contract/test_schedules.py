@@ -247,7 +247,7 @@ class Schedule:
   def _submit(self, request: Request, said: Completion | None = None) -> None:
     if self.guesser is not None:
       self.answers[request.request_id] = self._expected(request).tokens
-    self.engine.submit(request, said=said)
+    self.engine.submit(request, resume_from=said)
     self.live[request.request_id] = request
     if said is None:
       self.said[request.request_id], self.streamed[request.request_id] = [], ""

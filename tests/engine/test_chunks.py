@@ -80,7 +80,7 @@ def test_another_engine_goes_on_from_what_was_said(count):
   said = first.progress(name)
   assert said.finish_reason == "" and said.tokens == plain.tokens[: len(said.tokens)]
   second = make_engine(ROOM)
-  second.submit(one, said=said)
+  second.submit(one, resume_from=said)
   while second.num_unfinished:
     second.step()
   [found] = second.poll()
@@ -123,10 +123,10 @@ def test_what_was_said_is_refused_when_it_is_not_the_beginning():
   engine = make_engine()
   [whole] = engine.generate([request(max_tokens=5)])
   with pytest.raises(ValueError, match=r"got 5 of 5 tokens said, finish_reason 'length', expected"):
-    engine.submit(request(max_tokens=5), said=whole)
+    engine.submit(request(max_tokens=5), resume_from=whole)
   other = dataclasses.replace(whole, finish_reason="", policy_version=8)
   with pytest.raises(ValueError, match=r"got 5 tokens said by policy_version 8, expected 0"):
-    engine.submit(request(max_tokens=9), said=other)
+    engine.submit(request(max_tokens=9), resume_from=other)
 
 
 def test_only_a_paused_request_is_resumed():

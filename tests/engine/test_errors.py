@@ -78,7 +78,7 @@ def test_a_tokenizer_that_breaks_ends_the_request_whose_text_it_was(answers, cap
   assert "request 'b': got RuntimeError (no such word) in a step after 4 tokens" in broken.error
   assert broken.error in caplog.text
   last = [update for update in updates if update.request_id == "b"][-1]
-  assert last == engine_lib.Update("b", (), "", "error", broken.error)
+  assert last == engine_lib.StepOutput("b", (), "", "error", broken.error)
   said = [token for update in updates if update.request_id == "b" for token in update.tokens]
   assert tuple(said) == broken.tokens
   assert engine.free_pages(0) == SIZES.num_pages - 1 and engine.counters.errors == 1

@@ -112,7 +112,7 @@ class Schedule:
     rng, case = self.rng, self.case
     instance = int(rng.integers(case.machine.mesh[0])) if rng.random() < 0.3 else None
     self.engine.submit(
-      request, said=said, instance=instance, chunk_tokens=case.chunk_tokens or None
+      request, resume_from=said, instance=instance, chunk_tokens=case.chunk_tokens or None
     )
     self.live[request.request_id] = request
     self.events["resumed in the middle"] += said is not None

@@ -18,7 +18,7 @@ import numpy as np
 
 from seerjax.engine.kv import page_moves, pages as pages_lib
 from seerjax.engine.kv.pool import KVPool
-from seerjax.engine.sequence import Sequence
+from seerjax.engine.sequence import SequenceState
 
 
 @dataclasses.dataclass
@@ -69,11 +69,11 @@ class Memory:
     # By instance: target pages (0 where one is there already) and the parts, round by round.
     self._arriving: list[list[tuple[list[int], Any]]] = [[] for _ in self.pools]
 
-  def hold(self, sequence: Sequence, pages: list[int]) -> None:
+  def hold(self, sequence: SequenceState, pages: list[int]) -> None:
     """Gives a sequence `pages`, all that it has from now on."""
     sequence.hold(pages, self._table_width)
 
-  def release(self, sequence: Sequence) -> None:
+  def release(self, sequence: SequenceState) -> None:
     """Takes a sequence's pages, wherever they are; it will have to compute them again."""
     for page in sequence.pages:
       self.pools[sequence.instance].release(page)
@@ -87,7 +87,7 @@ class Memory:
     for pool in self.pools:
       pool.forget_all()
 
-  def start_over(self, sequences: Iterable[Sequence], make_pages: Callable[[], Any]) -> None:
+  def start_over(self, sequences: Iterable[SequenceState], make_pages: Callable[[], Any]) -> None:
     """Takes every page back, whatever the step that broke off was doing with it.
 
     Args:
@@ -104,7 +104,7 @@ class Memory:
     self.pages = None  # The step has donated them, or left an error in them.
     self.pages = make_pages()
 
-  def migrate(self, sequence: Sequence, instance: int) -> bool:
+  def migrate(self, sequence: SequenceState, instance: int) -> bool:
     """Takes a sequence's pages to another instance; False if there is no room, nothing done."""
     source, pool = sequence.instance, self.pools[instance]
     if source == instance or not sequence.pages:
@@ -142,14 +142,14 @@ class Memory:
       self.pools[source].release(page)
     return len(fresh) * self._page_size
 
-  def spill(self, sequences: Iterable[Sequence]) -> list[Sequence]:
+  def spill(self, sequences: Iterable[SequenceState]) -> list[SequenceState]:
     """Takes sequences' pages off the devices, in order, as far as the pool has room for them.
 
     Returns:
       Those that left.
     """
-    left: list[Sequence] = []
-    leaving: list[tuple[Sequence, list[list[int]], int]] = []
+    left: list[SequenceState] = []
+    leaving: list[tuple[SequenceState, list[list[int]], int]] = []
     for sequence in sequences:
       if not sequence.num_written:  # Paused before its first step: nothing that could come back.
         self.release(sequence)
@@ -167,10 +167,10 @@ class Memory:
     self._take_off(leaving)
     return left
 
-  def _take_off(self, leaving: list[tuple[Sequence, list[list[int]], int]]) -> None:
+  def _take_off(self, leaving: list[tuple[SequenceState, list[list[int]], int]]) -> None:
     """Copies sequences to the pool, those of several instances together, and frees their pages."""
-    queues: list[list[tuple[Sequence, list[int]]]] = [[] for _ in self.pools]
-    rounds: dict[Sequence, list[Any]] = {}
+    queues: list[list[tuple[SequenceState, list[int]]]] = [[] for _ in self.pools]
+    rounds: dict[SequenceState, list[Any]] = {}
     for sequence, parts, _ in leaving:
       queues[sequence.instance] += [(sequence, part) for part in parts]
       rounds[sequence] = []
@@ -187,7 +187,7 @@ class Memory:
       sequence.pages = []  # `num_written` stays: that much comes back.
       self.kv_pool.put(sequence.request.request_id, count, rounds[sequence])
 
-  def begin_restore(self, sequence: Sequence, num_pages: int) -> bool:
+  def begin_restore(self, sequence: SequenceState, num_pages: int) -> bool:
     """Gives a spilled sequence `num_pages` pages; False if there is no room, nothing done.
 
     Its keys are on their way: `restore` writes them. Where the store has lost them, it is as if the

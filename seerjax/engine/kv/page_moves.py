@@ -153,7 +153,7 @@ class PageMoves:
 
 
 def _on_device(device: Any) -> jax.sharding.Sharding:
-  # The kind has to be said, or what lies in host memory stays there.
+  # The memory kind has to be named, or what lies in host memory stays there.
   return jax.sharding.SingleDeviceSharding(device, memory_kind=device.default_memory().kind)
 
 
