@@ -32,7 +32,7 @@ import numpy as np
 
 from experiments import configuration
 from seerjax.engine.drafting import DraftQuery
-from seerjax.speculation import suffix_drafter, suffix_tree
+from seerjax.speculation import group_trees, suffix_drafter, suffix_tree
 from seerjax.speculation.suffix_tree import SpeculationArgs
 
 VOCABULARY = 32_000
@@ -184,7 +184,7 @@ def cost(texts: np.ndarray, batch: int) -> Cost:
   """Appends a stream and drafts along the way."""
   groups, requests, length = texts.shape
   names = [str(request) for request in range(requests)]
-  trees = suffix_tree.GroupTrees()
+  trees = group_trees.GroupTrees()
   for group in range(groups):
     trees.register_group(str(group))
   linear, paths = SpeculationArgs(), SpeculationArgs(top_k=NUM_PATHS[-1])
@@ -198,7 +198,7 @@ def cost(texts: np.ndarray, batch: int) -> Cost:
         for request, name in enumerate(names)
       ]
       before = time.process_time()
-      trees.update_many(str(group), updates)
+      trees.append(str(group), updates)
       append += time.process_time() - before
     here, seen = start + batch, start + batch + 3
     if start % (8 * batch) != 4 * batch or here < suffix_tree.DEPTH or seen + 8 > length:

@@ -14,6 +14,7 @@ import inspect
 from typing import Any
 
 import numba
+from numba import carray, extending  # pyright: ignore[reportPrivateImportUsage]
 
 
 def function(python: Callable[..., Any]) -> Any:
@@ -29,3 +30,21 @@ def function(python: Callable[..., Any]) -> Any:
 def inlined(python: Callable[..., Any]) -> Any:
   """Compiles a function into each of those that call it."""
   return numba.njit(forceinline=True, error_model="numpy")(inspect.unwrap(python))
+
+
+def _address_to_pointer(typing_context: Any, address: Any) -> Any:
+  """Tells numba how an address becomes a pointer."""
+
+  def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    return builder.inttoptr(args[0], context.get_value_type(numba.types.voidptr))
+
+  return numba.types.voidptr(numba.types.intp), generate
+
+
+_pointer: Any = extending.intrinsic(_address_to_pointer)
+
+
+@inlined
+def bare(array):
+  """Returns the same memory as an array without an owner: nothing is counted when it is passed."""
+  return carray(_pointer(array.ctypes.data), array.shape, array.dtype)

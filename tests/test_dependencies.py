@@ -56,6 +56,8 @@ HOST_ONLY = (
   "rollout/routing.py",
   "rollout/scheduler.py",
   "speculation/suffix_tree.py",
+  "speculation/suffix_kernels.py",
+  "speculation/group_trees.py",
   "speculation/budget.py",
 )
 HOST_ONLY_IMPORTS = {"numpy", "numba", "seerjax"}

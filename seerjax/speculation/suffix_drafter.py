@@ -11,7 +11,7 @@ import dataclasses
 import numpy as np
 
 from seerjax.engine.drafting import DraftQuery
-from seerjax.speculation import budget as budget_lib, statistics, suffix_tree
+from seerjax.speculation import budget as budget_lib, group_trees, statistics, suffix_tree
 
 # Tokens of the prompt with which the text of every answer begins, so that the first tokens of the
 # siblings are found from the prompt's end. The whole prompt is a text of its own, once a group.
@@ -84,7 +84,7 @@ class SuffixDrafter:
     self.acceptance = statistics.Acceptance()
     self._is_probe = is_probe
     self._max_bytes = max_bytes
-    self._trees = suffix_tree.GroupTrees()
+    self._trees = group_trees.GroupTrees()
     # Group -> request -> its text, the prompt's among them. Groups stand in the order in which they
     # came or finished.
     self._texts: dict[str, dict[str, _Text]] = {}
@@ -236,7 +236,7 @@ class SuffixDrafter:
         if name not in self._live:
           text.tokens = ()
       if updates:
-        self._trees.update_many(group, updates)
+        self._trees.append(group, updates)
 
   def _forget_old(self, group: str) -> None:
     """Puts a finished group behind all others, and forgets groups until the rest fit."""

@@ -124,7 +124,7 @@ def test_no_drafter_changes_what_is_said(seed):
   config = budget.BudgetConfig(policy=rng.choice(budget.POLICIES), memory=8.0)
   for drafter in (
     SuffixDrafter(),
-    SuffixDrafter(SpeculationArgs(top_k=3, num_lookups=2, max_spec_tokens=5)),
+    SuffixDrafter(SpeculationArgs(top_k=3, max_spec_tokens=5)),
     SuffixDrafter(budget=budget.Budget(TIMES, config), is_probe=lambda name: name < "r3"),
     SuffixDrafter(max_bytes=1),
     JunkDrafter(seed, vocab_size=6, max_paths=3),
