@@ -95,7 +95,7 @@ def random_policy(
   archive = ttt.first_archive(config, environment)
   first = archive_lib.best(archive)
   yield first.artefact, ttt.shown(environment, first.value)
-  with edits.Judge(environment, config.problem) as judge:
+  with edits.Judge(environment, lambda: environment) as judge:
     step = 0
     while True:
       starts = puct.select(archive, config.groups_per_step, config.search, config.seed)
@@ -211,9 +211,8 @@ def _rival_by_name(job: tuple[ttt.DiscoverConfig, str, float]) -> float:
 
 def check_problem(name: str, seed: int, seconds: float, *, allow_weak_sandbox: bool) -> int:
   """Prints what is wrong with a problem; returns the program's status."""
-  findings = problem_check.check_apart(
-    name, seed, seconds=seconds, allow_weak_sandbox=allow_weak_sandbox
-  )
+  factory = functools.partial(loading.load, name, allow_weak_sandbox=allow_weak_sandbox)
+  findings = problem_check.check_apart(factory, seed, seconds=seconds)
   for finding in findings:
     print(finding)
   num_errors = sum(finding.level == "error" for finding in findings)
@@ -245,7 +244,8 @@ def discover(argv: list[str]) -> None:
         config.problem, config.seed, args.check_seconds, allow_weak_sandbox=allow_weak
       )
     )
-  environment = loading.load(config.problem, allow_weak_sandbox=allow_weak)
+  factory = functools.partial(loading.load, config.problem, allow_weak_sandbox=allow_weak)
+  environment = factory()
   if args.compare and not rival_names(environment):
     raise ValueError(
       f"--compare: got {environment.name}, which has neither a language of edits nor baselines,"
@@ -271,6 +271,7 @@ def discover(argv: list[str]) -> None:
       config,
       environment,
       directory,
+      factory=factory,
       policy=policy,
       resume=args.resume,
       accept_new_numerics=args.accept_new_numerics,

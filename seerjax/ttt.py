@@ -35,7 +35,13 @@ import jax
 import numpy as np
 
 from seerjax import checkpoint, metrics, numerics as numerics_lib, parallel, rl, types, writers
-from seerjax.discovery import archive as archive_lib, edits, environment as environment_lib, puct
+from seerjax.discovery import (
+  archive as archive_lib,
+  edits,
+  environment as environment_lib,
+  loading,
+  puct,
+)
 from seerjax.discovery.environment import Artefact, Environment
 from seerjax.discovery.programs import Attempt
 from seerjax.engine import engine as engine_lib
@@ -334,6 +340,7 @@ def discover(
   environment: Environment,
   directory: pathlib.Path,
   *,
+  factory: Callable[[], Environment] | None = None,
   policy: Policy | None = None,
   resume: bool = False,
   accept_new_numerics: bool = False,
@@ -344,9 +351,11 @@ def discover(
 
   Args:
     config: the run.
-    environment: the problem, `problems.load(config.problem)`.
+    environment: the problem, such as `discovery.loading.load(config.problem)`.
     directory: takes config.json, status.json, metrics.jsonl, best.json, checkpoints/ and
       summary.json; of a language model also journal.jsonl.
+    factory: makes the environment once more in each of `config.num_workers` processes, to which it
+      is pickled; `loading.load(config.problem)` if None.
     policy: what writes; `tiny_policy` if None, which goes with `model="tiny"` alone.
     resume: carry on from the latest checkpoint.
     accept_new_numerics: resume under another fingerprint, as a new epoch.
@@ -360,12 +369,22 @@ def discover(
   if not isinstance(environment, Environment):
     raise ValueError(
       f"discover.environment: got {type(environment).__name__}, expected a problem; pass"
-      " problems.load(config.problem), or what has the attributes of tasks.discovery.Environment."
+      " loading.load(config.problem), or what has the attributes of discovery.environment."
+      "Environment."
     )
   directory = pathlib.Path(directory)
   with stops_lib.heard() as stops, progress_lib.Progress(say) as progress:
     return _discover(
-      config, environment, directory, policy, resume, accept_new_numerics, programs, stops, progress
+      config,
+      environment,
+      directory,
+      factory or functools.partial(loading.load, config.problem),
+      policy,
+      resume,
+      accept_new_numerics,
+      programs,
+      stops,
+      progress,
     )
 
 
@@ -373,6 +392,7 @@ def _discover(
   config: DiscoverConfig,
   environment: Environment,
   directory: pathlib.Path,
+  factory: Callable[[], Environment],
   policy: Policy | None,
   resume: bool,
   accept_new_numerics: bool,
@@ -435,7 +455,7 @@ def _discover(
       read_best(directory)  # Damaged, it is refused now, and not in the middle of the run.
     progress.say(f"resumed after step {step} of {config.num_steps}")
   with contextlib.ExitStack() as stack:
-    writer = stack.enter_context(writer_of(config, environment, policy))
+    writer = stack.enter_context(writer_of(config, environment, policy, factory))
     if not resume:  # Later ones may be longer; of them a part is left out.
       for root in archive_lib.seeds(archive):
         writer.check(root.artefact)
@@ -869,13 +889,16 @@ def as_groups(said: Sequence[writers.Said]) -> list[RolloutGroup]:
 
 
 def writer_of(
-  config: DiscoverConfig, environment: Environment, policy: Policy
+  config: DiscoverConfig,
+  environment: Environment,
+  policy: Policy,
+  factory: Callable[[], Environment],
 ) -> contextlib.AbstractContextManager[writers.Edits | writers.Programs]:
   """Returns how the policy writes; to be entered."""
   group = writers.Group(size=config.group_size, temperature=config.temperature, seed=config.seed)
   context = min(config.engine.max_context, policy.model.max_context)
   if config.model == "tiny":
-    judge = edits.Judge(environment, config.problem, config.num_workers)
+    judge = edits.Judge(environment, factory, config.num_workers)
     return writers.Edits(environment, group, judge, context)
   if policy.tokenizer is None:
     raise ValueError(

@@ -1183,7 +1183,7 @@ ROWS = [
   Row("a run of rows of no tile", lambda d: d.train(trainer=rows_of(63)),
       "got rows_per_micro_batch=63", "expected a positive multiple of", "use 64"),
   Row("a search without a problem", lambda d: d.discover(""),
-      "got NoneType", "expected a problem", "pass problems.load(config.problem),"),
+      "got NoneType", "expected a problem", "pass loading.load(config.problem),"),
   Row("a search to resume that is not there", lambda d: d.discover(resume=True),
       "got 'circle_packing_plain:5'",
       "expected one of ['apple_machines',", "correct --config.problem"),

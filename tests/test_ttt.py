@@ -21,7 +21,13 @@ import tiny_model
 import tiny_problem
 
 from seerjax import checkpoint, metrics, models, numerics as numerics_lib, rl, ttt, writers
-from seerjax.discovery import archive as archive_lib, edits, environment as environment_lib, puct
+from seerjax.discovery import (
+  archive as archive_lib,
+  edits,
+  environment as environment_lib,
+  loading,
+  puct,
+)
 from seerjax.discovery.programs import Attempt
 from seerjax.engine import engine as engine_lib
 from seerjax.models import tokenizer as tokenizer_lib, transformer
@@ -358,7 +364,7 @@ def test_two_instances_change_no_bit(whole, tmp_path):
 
 @pytest.mark.long
 def test_a_worker_process_changes_no_bit(tmp_path):
-  environment = edits.problems.load(tiny_problem.PATH)
+  environment = loading.load(tiny_problem.PATH)
   runs = [
     discover(tmp_path / str(workers), environment, num_workers=workers, num_steps=2)
     for workers in (0, 1)
@@ -389,7 +395,7 @@ def test_what_was_done_before_a_worker_died_is_saved(tmp_path):
   problem.write_text(MORTAL)
   config = dict(problem=str(problem), tiny=NO_WARM_START, checkpoint_every=10)
   with pytest.raises(edits.WorkerDied, match="--resume goes on after the last whole step"):
-    discover(tmp_path / "run", edits.problems.load(str(problem)), num_workers=1, **config)
+    discover(tmp_path / "run", loading.load(str(problem)), num_workers=1, **config)
   # Two steps of sixteen attempts; in the third it died.
   assert checkpoint.steps(tmp_path / "run" / "checkpoints") == (0, 2)
   found = discover(tmp_path / "run", resume=True, **config)

@@ -8,7 +8,7 @@ A pure function of its arguments, so that attempts can be made in any order and 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 import concurrent.futures
 import concurrent.futures.process
 import multiprocessing
@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from seerjax.discovery import environment as environment_lib, loading
+from seerjax.discovery import environment as environment_lib
 from seerjax.discovery.environment import Artefact, EditLanguage, Environment
 from seerjax.discovery.programs import Attempt
 
@@ -83,12 +83,15 @@ class Judge:
   A context manager; leaving it ends the workers.
   """
 
-  def __init__(self, environment: Environment, problem: str, num_workers: int = 0):
+  def __init__(
+    self, environment: Environment, factory: Callable[[], Environment], num_workers: int = 0
+  ):
     """Makes a judge.
 
     Args:
       environment: of the attempts.
-      problem: its name, by which a worker process loads it again (`problems.load`).
+      factory: makes the environment once more in a worker process, to which it is pickled; not
+        called without workers.
       num_workers: processes; 0 makes attempts here, which is best where one takes less than a
         millisecond.
 
@@ -120,7 +123,7 @@ class Judge:
         # Forking a process whose threads hold locks (XLA's) may hang it.
         multiprocessing.get_context("spawn"),
         initializer=_begin_worker,
-        initargs=(problem,),
+        initargs=(factory,),
       )
 
   def attempts(self, jobs: Sequence[Job]) -> list[Attempt]:
@@ -172,9 +175,9 @@ def follow_parent() -> None:
   threading.Thread(target=_end_with_parent, daemon=True).start()
 
 
-def _begin_worker(problem: str) -> None:
+def _begin_worker(factory: Callable[[], Environment]) -> None:
   follow_parent()
-  _of_worker.append(loading.load(problem))
+  _of_worker.append(factory())
 
 
 def _end_later(number: int, frame: object) -> None:

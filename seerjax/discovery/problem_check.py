@@ -21,7 +21,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import rich.progress
 
-from seerjax.discovery import environment as environment_lib, loading, problem_file
+from seerjax.discovery import environment as environment_lib, problem_file
 from seerjax.discovery.environment import Artefact, EditLanguage, Environment, Score
 
 MAX_PROMPT = 100  # Tokens of an artefact, as `EditLanguage.prompt` has it.
@@ -47,20 +47,19 @@ class Finding(NamedTuple):
 
 
 def check_apart(
-  problem: str, seed: int, *, seconds: float, allow_weak_sandbox: bool = False
+  factory: Callable[[], Environment], seed: int, *, seconds: float
 ) -> list[Finding]:
   """Returns what `check` finds, in a process of its own: a problem may hang, or end its process.
 
   Args:
-    problem: its name, for `problems.load`.
+    factory: makes the environment in that process, to which it is pickled.
     seed: see `check`.
     seconds: that it may take; afterwards it is ended, and that is what was found.
-    allow_weak_sandbox: for `problems.load`.
   """
   context = multiprocessing.get_context("spawn")
   receiver, sender = context.Pipe(duplex=False)
   process = context.Process(
-    target=_check_and_send, args=(problem, seed, allow_weak_sandbox, sender), daemon=True
+    target=_check_and_send, args=(factory, seed, sender), daemon=True
   )
   process.start()
   sender.close()
@@ -100,14 +99,13 @@ def check_apart(
 
 
 def _check_and_send(
-  problem: str,
+  factory: Callable[[], Environment],
   seed: int,
-  allow_weak_sandbox: bool,
   sender: multiprocessing.connection.Connection,
 ) -> None:
   signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it, without a traceback.
   try:
-    environment = loading.load(problem, allow_weak_sandbox=allow_weak_sandbox)
+    environment = factory()
   except (ValueError, OSError, ImportError) as error:  # Its message says what to change.
     sender.send([Finding("error", str(error))])
     return

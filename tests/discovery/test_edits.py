@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import functools
 import math
 import os
 import pathlib
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 import tiny_problem
 
-from seerjax.discovery import edits
+from seerjax.discovery import edits, loading
 from seerjax.discovery.programs import Attempt
 
 ROW = [0, 1, 2, 0, 1, 2]
@@ -157,7 +158,7 @@ def test_random_sentences_follow_from_the_generator():
 
 def test_a_judge_answers_in_the_order_of_the_jobs_and_counts_its_seconds():
   asked = jobs(100)
-  with edits.Judge(tiny_problem.Row(), "not read without workers") as judge:
+  with edits.Judge(tiny_problem.Row(), tiny_problem.Row) as judge:
     found = judge.attempts(asked)
     assert judge.attempts([]) == []
   assert same(found, [edits.attempt(tiny_problem.Row(), job) for job in asked])
@@ -172,10 +173,11 @@ def test_a_judge_answers_in_the_order_of_the_jobs_and_counts_its_seconds():
 def test_worker_processes_make_the_same_attempts(num_workers):
   # Not a multiple of what a worker takes at a time.
   path, asked = tiny_problem.PATH, jobs(25 * edits.BATCH + 1)
-  environment = edits.problems.load(path)
-  with edits.Judge(environment, path) as judge:
+  factory = functools.partial(loading.load, path)
+  environment = factory()
+  with edits.Judge(environment, factory) as judge:
     expected = judge.attempts(asked)
-  with edits.Judge(environment, path, num_workers) as judge:
+  with edits.Judge(environment, factory, num_workers) as judge:
     found = [judge.attempts(asked) for _ in range(2)]
     assert judge.cpu_seconds == judge.worker_seconds > 0
   assert same(found[0], expected) and same(found[1], expected)
@@ -196,11 +198,12 @@ class Dies(Digits):
 LANGUAGE = Dies()
 """
 ORPHANS = """
-import os, sys
+import functools, os, sys
 from seerjax.discovery import edits, loading
 
 if __name__ == "__main__":
-  with edits.Judge(loading.load(sys.argv[1]), sys.argv[1], 2) as judge:
+  factory = functools.partial(loading.load, sys.argv[1])
+  with edits.Judge(factory(), factory, 2) as judge:
     print(*{judge._pool.submit(os.getpid).result() for _ in range(50)}, flush=True)
     sys.stdin.read()
 """
@@ -214,9 +217,9 @@ def environment_variables() -> dict[str, str]:
 
 def test_a_worker_that_dies_is_told_of(tmp_path):
   (tmp_path / "deadly.py").write_text(DEADLY)
-  path = str(tmp_path / "deadly.py")
+  factory = functools.partial(loading.load, str(tmp_path / "deadly.py"))
   with (
-    edits.Judge(edits.problems.load(path), path, 1) as judge,
+    edits.Judge(factory(), factory, 1) as judge,
     pytest.raises(edits.WorkerDied, match="got a worker process of digits that died, expected its"),
   ):
     judge.attempts(jobs(1))
@@ -266,12 +269,12 @@ def test_a_problem_without_a_language_is_refused():
     " model that writes programs with --config.model"
   )
   with pytest.raises(ValueError, match=expected):
-    edits.Judge(tiny_problem.Row(language=None), "digits")
+    edits.Judge(tiny_problem.Row(language=None), tiny_problem.Row)
 
 
 def test_a_negative_number_of_workers_is_refused():
   with pytest.raises(ValueError, match="Judge: got num_workers=-1, expected at least 0; 0 judges"):
-    edits.Judge(tiny_problem.Row(), "digits", -1)
+    edits.Judge(tiny_problem.Row(), tiny_problem.Row, -1)
 
 
 class TimedRow(tiny_problem.Row):
@@ -283,6 +286,6 @@ class TimedRow(tiny_problem.Row):
 def test_workers_side_by_side_are_refused_where_attempts_are_timed():
   environment = TimedRow()
   with pytest.raises(ValueError, match="which is timed, expected at most 1: side by side they"):
-    edits.Judge(environment, "a name", 2)
-  with edits.Judge(environment, "a name", 1) as judge:
+    edits.Judge(environment, TimedRow, 2)
+  with edits.Judge(environment, TimedRow, 1) as judge:
     assert judge.worker_seconds == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from fractions import Fraction
+import functools
 import json
 import math
 import pathlib
@@ -445,7 +446,7 @@ def test_a_problem_that_is_timed_need_not_repeat_its_values(written):
 
 def test_a_file_that_does_not_load_is_found(written):
   path = written(("def start", "def begin"))
-  (finding,) = problem_check.check_apart(str(path), 0, seconds=300)
+  (finding,) = problem_check.check_apart(functools.partial(problem_file.load, path), 0, seconds=300)
   assert finding.level == "error" and "got no function start, expected all of" in finding.sentence
 
 
@@ -458,12 +459,13 @@ def test_a_file_that_does_not_load_is_found(written):
 )
 def test_a_problem_that_ends_its_process_or_hangs_is_found(written, change, sentence):
   path = written((VALUE, change))
-  (finding,) = problem_check.check_apart(str(path), 0, seconds=15)
+  (finding,) = problem_check.check_apart(functools.partial(problem_file.load, path), 0, seconds=15)
   assert finding.level == "error" and finding.sentence.startswith(sentence)
 
 
 def test_a_sound_problem_passes_in_a_process_of_its_own(written):
-  assert problem_check.check_apart(str(written()), 0, seconds=300) == []
+  factory = functools.partial(problem_file.load, written())
+  assert problem_check.check_apart(factory, 0, seconds=300) == []
 
 
 def test_a_verifier_that_raises_is_found_in_any_environment(written):
