@@ -6,6 +6,7 @@ Claim: none; `ttt_ablation` and `ttt_rivals` run and keep their cells so.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+import functools
 import json
 import os
 import pathlib
@@ -15,8 +16,8 @@ from typing import Any
 import rich.progress
 
 from experiments import grpo
+from experiments.problems import names as names_lib
 from seerjax import metrics, rl, ttt
-from seerjax.discovery import loading
 from seerjax.discovery.environment import Environment
 
 FILE_NAME = "cells.jsonl"
@@ -112,14 +113,14 @@ def completed(
   return [found[cell] for cell in cells]
 
 
-def check_problems(names: Sequence[str]) -> None:
+def check_problems(problems: Sequence[str]) -> None:
   """Refuses problems that the tiny policy cannot write edits for, before any cell is run.
 
   Raises:
     ValueError: naming the first.
   """
-  for name in names:
-    if loading.load(name).language is None:
+  for name in problems:
+    if names_lib.load(name).language is None:
       raise ValueError(
         f"{name}: got a problem without a language of edits, expected one; choose another."
       )
@@ -148,6 +149,7 @@ def discovered(
       config,
       environment,
       pathlib.Path(directory),
+      factory=functools.partial(names_lib.load, config.problem),
       policy=policy,
       say=lambda _: None,
       programs=programs[shape],

@@ -27,8 +27,9 @@ import numpy as np
 from scipy import stats
 
 from experiments import cells, configuration, ttt_discover
+from experiments.problems import names as names_lib
 from seerjax import metrics, numerics as numerics_lib, rl, ttt
-from seerjax.discovery import loading, puct
+from seerjax.discovery import puct
 from seerjax.run import self_test
 
 # What stands in the place of an objective where nothing is learnt.
@@ -41,7 +42,7 @@ class Grid:
   """Which cells there are.
 
   Attributes:
-    problems: see `problems.load`.
+    problems: see `problems.names`.
     objectives: of `ttt.OBJECTIVES`.
     reuses: of `puct.REUSE`.
     seeds: runs of each.
@@ -134,7 +135,7 @@ def measure(
 ) -> dict[str, Any]:
   """Runs a cell; returns its record. Runs of one shape share what they compile."""
   config = grid.config_of(cell)
-  environment = loading.load(cell.problem)
+  environment = names_lib.load(cell.problem)
   found, rows = cells.discovered(config, environment, programs)
   return cell._asdict() | {
     "best": found.score.value,

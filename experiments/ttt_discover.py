@@ -3,7 +3,7 @@
 Claim: on one AHC058 instance a tiny transformer, trained from nothing, makes 25,600 attempts from a
 plain start within ten minutes, and what sampled has the log-probabilities that learn, to the bit.
 Command: bash launch/local.sh experiments.ttt_discover
-  another problem:         --config.problem=circle_packing:26   (see seerjax/discovery/loading.py)
+  another problem:         --config.problem=circle_packing:26   (see experiments/problems/names.py)
   your own problem:        --config.problem=path/to/my_problem.py, after --check_problem
   a model writes programs: --preset=paper --config.model=PATH   (50 x 8 x 64, a context of 32,768)
   beside it, at equal CPU: --compare
@@ -28,12 +28,12 @@ import jax
 import numpy as np
 
 from experiments import configuration, grpo
+from experiments.problems import names as names_lib
 from seerjax import metrics, numerics, rl, ttt, writers
 from seerjax.discovery import (
   archive as archive_lib,
   edits,
   environment as environment_lib,
-  loading,
   problem_check,
   puct,
 )
@@ -48,6 +48,7 @@ from seerjax.trainer import step as step_lib
 # The paper's attempts in four times its steps, so that a start is as new as can be: the search
 # alone was about twice as fast so (docs/results/ttt.md).
 FLAGSHIP = ttt.DiscoverConfig(
+  problem="apple_machines:0",
   num_steps=200,
   group_size=16,
   num_workers=2,  # An attempt takes 20 ms.
@@ -66,6 +67,7 @@ FLAGSHIP = ttt.DiscoverConfig(
 
 # As published, for a language model that writes programs; question and thinking take 26,000 tokens.
 PAPER = ttt.DiscoverConfig(
+  problem="apple_machines:0",
   model="Qwen/Qwen3-8B",
   checkpoint_every=1,
   programs=writers.ProgramConfig(thinking_tokens=20_000, answer_tokens=6_700),
@@ -206,12 +208,12 @@ def rivals(
 
 def _rival_by_name(job: tuple[ttt.DiscoverConfig, str, float]) -> float:
   config, name, cpu_seconds = job
-  return best_of(rival(config, loading.load(config.problem), name, cpu_seconds))
+  return best_of(rival(config, names_lib.load(config.problem), name, cpu_seconds))
 
 
 def check_problem(name: str, seed: int, seconds: float, *, allow_weak_sandbox: bool) -> int:
   """Prints what is wrong with a problem; returns the program's status."""
-  factory = functools.partial(loading.load, name, allow_weak_sandbox=allow_weak_sandbox)
+  factory = functools.partial(names_lib.load, name, allow_weak_sandbox=allow_weak_sandbox)
   findings = problem_check.check_apart(factory, seed, seconds=seconds)
   for finding in findings:
     print(finding)
@@ -244,7 +246,7 @@ def discover(argv: list[str]) -> None:
         config.problem, config.seed, args.check_seconds, allow_weak_sandbox=allow_weak
       )
     )
-  factory = functools.partial(loading.load, config.problem, allow_weak_sandbox=allow_weak)
+  factory = functools.partial(names_lib.load, config.problem, allow_weak_sandbox=allow_weak)
   environment = factory()
   if args.compare and not rival_names(environment):
     raise ValueError(

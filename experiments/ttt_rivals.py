@@ -30,8 +30,9 @@ from absl import app, flags, logging
 import jax
 
 from experiments import cells, configuration, ttt_discover
+from experiments.problems import names as names_lib
 from seerjax import metrics, numerics as numerics_lib, rl, ttt
-from seerjax.discovery import loading, puct
+from seerjax.discovery import puct
 from seerjax.run import self_test
 
 POLICY, NO_REUSE = "policy", "policy_without_reuse"
@@ -44,7 +45,7 @@ class Contest:
   """Which cells there are.
 
   Attributes:
-    problems: see `problems.load`. Inputs 0 and 100 of AHC058 are not among them: the flagship's
+    problems: see `problems.names`. Inputs 0 and 100 of AHC058 are not among them: the flagship's
       settings were chosen there.
     seeds: runs of each.
     rivals: of `RIVALS`, those that a problem has.
@@ -68,7 +69,7 @@ class Contest:
   def cells(self) -> Iterator[Cell]:
     """Yields all cells, seed by seed, a policy before its rivals."""
     for seed, problem in itertools.product(self.seeds, self.problems):
-      there = (NO_REUSE, *ttt_discover.rival_names(loading.load(problem)))
+      there = (NO_REUSE, *ttt_discover.rival_names(names_lib.load(problem)))
       yield Cell(problem, seed, POLICY)
       for rival in self.rivals:
         if rival in there:
@@ -102,7 +103,7 @@ def measure(
   programs: dict[Any, rl.Programs],
 ) -> dict[str, Any]:
   """Runs a cell, a rival for as long as its policy took; returns the cell's record."""
-  config, environment = contest.config_of(cell), loading.load(cell.problem)
+  config, environment = contest.config_of(cell), names_lib.load(cell.problem)
   if cell.contestant in (POLICY, NO_REUSE):
     found, rows = cells.discovered(config, environment, programs)
     result = {
@@ -176,7 +177,7 @@ def run(contest: Contest, directory: pathlib.Path) -> str:
     list(contest.cells()), directory, settings_of(contest), functools.partial(measure, contest)
   )
   rivals = {
-    problem: ttt_discover.rival_names(loading.load(problem))
+    problem: ttt_discover.rival_names(names_lib.load(problem))
     for problem in {record["problem"] for record in records}
   }
   text = table(records, rivals)

@@ -142,7 +142,7 @@ class DiscoverConfig:
   """One run, whole. Every field can be set as `--config.field`, nested ones by dots.
 
   Attributes:
-    problem: see `discovery.loading.load`.
+    problem: its name, by which the run is known; see `discovery.loading.load`.
     model: "tiny" writes edits and is trained from nothing; a Hugging Face directory, or a Hub id,
       writes programs.
     seed: decides starts and samples; below 2**63.
@@ -168,7 +168,7 @@ class DiscoverConfig:
     optimizer: the optax chain.
   """
 
-  problem: str = "apple_machines:0"
+  problem: str = ""
   model: str = "tiny"
   seed: int = 0
   num_steps: int = 50
@@ -372,6 +372,8 @@ def discover(
       " loading.load(config.problem), or what has the attributes of discovery.environment."
       "Environment."
     )
+  if factory is None and config.num_workers:
+    loading.check_name(config.problem)
   directory = pathlib.Path(directory)
   with stops_lib.heard() as stops, progress_lib.Progress(say) as progress:
     return _discover(

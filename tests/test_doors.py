@@ -24,6 +24,7 @@ import numpy as np
 import pytest
 import tiny_model
 
+from experiments.problems import names
 from seerjax import checkpoint, metrics, parallel, rl, ttt, writers
 from seerjax.discovery import archive, environment as environment_lib, loading, problem_file, puct
 from seerjax.engine.engine import Engine, EngineConfig
@@ -241,8 +242,8 @@ class Doors:
       self.folder / directory, resume=resume, programs=programs, say=lambda line: None,
     )  # fmt: skip
 
-  def discover(self, name: str = "circle_packing_plain:5", *, resume=False, **changes) -> Any:
-    environment = loading.load(name) if name else None
+  def discover(self, name: str = "circle_packing:5", *, resume=False, **changes) -> Any:
+    environment = names.load(name) if name else None
     config = ttt.DiscoverConfig(**changes)
     return ttt.discover(config, environment, self.folder / "run", resume=resume)
 
@@ -883,11 +884,13 @@ ROWS = [
       "got value=nan, reward=0.0, reason='' of an",
       "expected NaN, 0 and a reason", "return `invalid(reason)`"),
   Row("no such problem", lambda d: loading.load("nothing"),
+      "got 'nothing'", "expected 'my_module:MyProblem'", "correct --config.problem"),
+  Row("no such short name", lambda d: names.load("nothing"),
       "got 'nothing'", "expected one of ['apple_machines',", "correct --config.problem"),
-  Row("a problem of x circles", lambda d: loading.load("circle_packing:x"),
+  Row("a problem of x circles", lambda d: names.load("circle_packing:x"),
       "got 'circle_packing:x'",
       "expected a number of circles behind the", "circle_packing:26 is usual"),
-  Row("a problem of -1 circles", lambda d: loading.load("circle_packing:-1"),
+  Row("a problem of -1 circles", lambda d: names.load("circle_packing:-1"),
       "got 'circle_packing:-1'",
       "expected a number of circles behind the", "circle_packing:26 is usual"),
   # Tasks and rewards of one's own.
@@ -1185,11 +1188,11 @@ ROWS = [
   Row("a search without a problem", lambda d: d.discover(""),
       "got NoneType", "expected a problem", "pass loading.load(config.problem),"),
   Row("a search to resume that is not there", lambda d: d.discover(resume=True),
-      "got 'circle_packing_plain:5'",
-      "expected one of ['apple_machines',", "correct --config.problem"),
-  Row("a search by a model without its policy", lambda d: d.discover(model="x"),
-      "got 'circle_packing_plain:5'",
-      "expected one of ['apple_machines',", "correct --config.problem"),
+      "got no checkpoint to resume", "expected one under", "start a new run without --resume"),
+  Row("a search by a model without its policy", lambda d: d.discover(
+      model="x", lora_rank=0,
+      programs=writers.ProgramConfig(thinking_tokens=8, answer_tokens=8)),
+      "got 'x' and a policy without a tokenizer", "expected one", "pass the model's own"),
   Row("a number of another form", lambda d: d.writer(1, BadName=1),
       "got the name 'BadName'", "expected room/thing in lower case, such", "rename it"),
   Row("text as a number", lambda d: d.writer(1, a__b="text"),
@@ -1322,5 +1325,5 @@ def test_what_is_malformed_is_refused_with_a_sentence(row, shared, exported, tmp
 
 
 def test_the_table_is_as_long_as_it_should_be():
-  names = [row.name for row in ALL]
-  assert len(names) == len({*names}) >= 150
+  known = [row.name for row in ALL]
+  assert len(known) == len({*known}) >= 150

@@ -1,115 +1,79 @@
-"""Finds a problem of discovery by name, "circle_packing:26", or by the path of a file of yours."""
+"""Loads a problem of discovery: a class of a module, or a Python file with four functions.
+
+  "my_module:MyProblem"      the class, called with nothing
+  "my_module:MyProblem:26"   called with the number
+  "path/to/my_problem.py"    see `problem_file`
+"""
 
 from __future__ import annotations
 
+from typing import Any
+
+from seerjax.discovery import problem_file
 from seerjax.discovery.environment import Environment
+from seerjax.tasks import base
 
-# Name -> what its number says, and the number where none is given.
-NUMBERS = {
-  "apple_machines": ("instance", 0),
-  "apple_machines_plain": ("instance", 0),
-  "purse_seine": ("instance", 0),
-  "purse_seine_plain": ("instance", 0),
-  "circle_packing": ("circles", 26),
-  "minimum_overlap": ("steps", 51),
-  "first_autocorrelation": ("steps", 300),
-  "second_autocorrelation": ("steps", 100),
-  "trimul": ("positions", 64),
-  "pallas_matmul": ("rows", 4096),
-  "pallas_rms_norm": ("rows", 4096),
-  "purse_seine_programs": ("cases", 8),
-  "apple_machines_programs": ("cases", 8),
-}
-# Of the polish that ends a sentence about AHC058: five searches of 400 simulations, 15 ms.
-POLISH_STEPS, POLISH_ROUNDS = 400, 4
+MEMBERS = (
+  "name", "is_maximised", "published", "language", "start", "describe", "verify", "picture"
+)  # fmt: skip
 
 
-def load(name: str, *, allow_weak_sandbox: bool = False) -> Environment:
+def load(name: str, **arguments: Any) -> Environment:
   """Returns a problem.
 
   Args:
-    name: one of `NUMBERS`, with ":" and a number or without ("..._plain" does not polish;
-      "..._programs" are solved in C++ or Python, by a language model alone); "denoising", or
-      "denoising:PATH" for counts of your own; or the path of a Python file (`own_problem.load`).
-    allow_weak_sandbox: of "..._programs": see `sandbox.Sandbox`.
+    name: "my_module:MyProblem", or "my_module:MyProblem:NUMBER" for a class (or a function) that
+      takes a number first, imported from the Python path and then from the current directory
+      (which is appended to `sys.path`); or the path of a Python file (`problem_file.load`).
+    **arguments: further ones of the class.
 
   Raises:
-    ValueError: naming what was expected.
+    ValueError: naming what could not be found and what was expected. A `ValueError`, `OSError` or
+      `ImportError` of the class itself is passed on.
   """
-  # Imported here: each brings libraries of its own, and a worker process needs one of them.
+  check_name(name)
   if name.endswith(".py"):
-    from seerjax.discovery import problem_file
-
     return problem_file.load(name)
-  kind, _, rest = name.partition(":")
-  if kind == "denoising":
-    from seerjax.tasks import denoising
-
-    return denoising.Denoising(path=rest)
-  if kind not in NUMBERS:
+  module, attribute, *numbers = name.split(":")
+  found = base.imported(
+    f"{module}:{attribute}", caller="problem", example="my_module:MyProblem", expected="a problem"
+  )
+  if isinstance(found, type) or (callable(found) and not isinstance(found, Environment)):
+    try:
+      found = found(*map(int, numbers), **arguments)
+    except (ValueError, OSError, ImportError):
+      raise
+    except (Exception, SystemExit) as error:
+      raise ValueError(
+        f"problem: got {problem_file.named(error)} from {attribute}({', '.join(numbers)}), expected"
+        " a problem; mend it, or correct --config.problem."
+      ) from error
+  if not isinstance(found, Environment):
+    missing = [member for member in MEMBERS if not hasattr(found, member)]
     raise ValueError(
-      f"problem: got {name!r}, expected one of {sorted([*NUMBERS, 'denoising'])}, with a number as"
-      " in 'circle_packing:32', or the path of a Python file that ends with '.py'; correct"
+      f"problem: got {name!r} without {missing}, expected a problem with {', '.join(MEMBERS)}; see"
+      " seerjax.discovery.environment.Environment."
+    )
+  return found
+
+
+def check_name(name: str) -> None:
+  """Refuses a name that `load` cannot read.
+
+  Raises:
+    ValueError: if it has another form.
+  """
+  if name.endswith(".py"):
+    return
+  parts = name.split(":")
+  if len(parts) not in (2, 3) or not parts[0] or not parts[1].isidentifier():
+    raise ValueError(
+      f"problem: got {name!r}, expected 'my_module:MyProblem', with a number as in"
+      " 'my_module:MyProblem:26', or the path of a Python file that ends with '.py'; correct"
       " --config.problem."
     )
-  what, usual = NUMBERS[kind]
-  if rest and not (rest.isascii() and rest.isdecimal()):
+  if len(parts) == 3 and not (parts[2].isascii() and parts[2].isdecimal()):
     raise ValueError(
-      f"problem: got {name!r}, expected a number of {what} behind the colon; {kind}:{usual} is"
-      " usual."
+      f"problem: got {name!r}, expected a number behind the second colon; leave it away, or write"
+      f" {parts[0]}:{parts[1]}:26."
     )
-  number = int(rest) if rest else usual
-  match kind:
-    case "apple_machines":
-      from seerjax.tasks import apple_machines
-
-      return apple_machines.AppleMachines(
-        number, with_polish=True, polish_steps=POLISH_STEPS, polish_rounds=POLISH_ROUNDS
-      )
-    case "apple_machines_plain":
-      from seerjax.tasks import apple_machines
-
-      return apple_machines.AppleMachines(number)
-    case "purse_seine":
-      from seerjax.tasks import purse_seine
-
-      return purse_seine.PurseSeine(number)
-    case "purse_seine_plain":
-      from seerjax.tasks import purse_seine
-
-      return purse_seine.PurseSeine(number, with_polish=False)
-    case "circle_packing":
-      from seerjax.tasks import circle_packing
-
-      return circle_packing.CirclePacking(num_circles=number)
-    case "minimum_overlap":
-      from seerjax.tasks import minimum_overlap
-
-      return minimum_overlap.MinimumOverlap(num_steps=number)
-    case "first_autocorrelation":
-      from seerjax.tasks import autocorrelation
-
-      return autocorrelation.FirstAutocorrelation(num_steps=number)
-    case "second_autocorrelation":
-      from seerjax.tasks import autocorrelation
-
-      return autocorrelation.SecondAutocorrelation(num_steps=number)
-    case "trimul":
-      from seerjax.tasks import kernel_speed
-
-      return kernel_speed.TriMulSpeed(number)
-    case "pallas_matmul" | "pallas_rms_norm":
-      from seerjax.tasks import kernel_speed
-
-      kernel = "matmul" if kind == "pallas_matmul" else "rms_norm"
-      return kernel_speed.TileSpeed(kernel, rows=number)
-    case _:
-      from seerjax.sandbox import sandbox
-      from seerjax.tasks import contest
-
-      contests = {
-        "purse_seine_programs": contest.PurseSeineContest(),
-        "apple_machines_programs": contest.AppleMachinesContest(),
-      }
-      box = sandbox.Sandbox(allow_weak=allow_weak_sandbox)
-      return contest.ContestSolutions(contests[kind], sandbox=box, num_cases=number)

@@ -352,7 +352,7 @@ class AutocorrelationEdits:
     return self.better(heights, start)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class _Autocorrelation:
   """What both problems share."""
 
@@ -505,7 +505,7 @@ SECOND_PUBLISHED = (
 FIRST_GOAL, SECOND_GOAL = 1.5028628, 0.961206
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class FirstAutocorrelation(_Autocorrelation):
   """The first inequality: a function whose self-convolution has a small maximum.
 
@@ -556,7 +556,7 @@ class FirstAutocorrelation(_Autocorrelation):
     )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class SecondAutocorrelation(_Autocorrelation):
   """The second inequality: a function whose self-convolution is as flat as it can be.
 

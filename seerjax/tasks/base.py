@@ -376,7 +376,21 @@ def _with_prompts(name: str, path: str | os.PathLike[str] | None, reward: Reward
   return function_task(name, path, reward)
 
 
-def _outside_task(name: str, path: str | os.PathLike[str] | None) -> Task:
+def imported(name: str, *, caller: str, example: str, expected: str) -> Any:
+  """Returns what "my_module:attribute" names.
+
+  The module is imported from the Python path and then from the current directory, which is appended
+  to `sys.path`.
+
+  Args:
+    name: as above.
+    caller: with which messages begin.
+    example: of a name, for messages.
+    expected: of the attribute, for messages.
+
+  Raises:
+    ValueError: if the module cannot be imported, or has no such attribute.
+  """
   module_name, _, attribute = name.partition(":")
   if os.getcwd() not in sys.path and "" not in sys.path:
     sys.path.append(os.getcwd())  # Last, so that no file there hides an installed package.
@@ -384,27 +398,37 @@ def _outside_task(name: str, path: str | os.PathLike[str] | None) -> Task:
     module = importlib.import_module(module_name)
   except SyntaxError as error:
     raise ValueError(
-      f"tasks.load: got {name!r}, whose module has a syntax error in line {error.lineno} of"
+      f"{caller}: got {name!r}, whose module has a syntax error in line {error.lineno} of"
       f" {error.filename} ({error.msg}), expected Python"
       f" {sys.version_info.major}.{sys.version_info.minor}; mend that line."
     ) from error
   except (ImportError, ValueError) as error:
     raise ValueError(
-      f"tasks.load: got {name!r}, whose module {module_name!r} cannot be imported ({error}),"
-      " expected 'my_module:MyTask'; run from the folder of my_module.py or install it."
+      f"{caller}: got {name!r}, whose module {module_name!r} cannot be imported ({error}),"
+      f" expected {example!r}; run from the folder of my_module.py or install it."
     ) from error
   except (Exception, SystemExit) as error:
     raise ValueError(
-      f"tasks.load: got {name!r}, whose module {module_name!r} raised {type(error).__name__}"
+      f"{caller}: got {name!r}, whose module {module_name!r} raised {type(error).__name__}"
       f" ({error}) when it was imported, expected one that only defines; mend it, or put what runs"
       " under if __name__ == '__main__'."
     ) from error
   if attribute not in vars(module):
     raise ValueError(
-      f"tasks.load: got {name!r}, but {module_name!r} has no {attribute!r}, expected a task class,"
-      f" a task or a reward function; it has {sorted(k for k in vars(module) if k[:1] != '_')}."
+      f"{caller}: got {name!r}, but {module_name!r} has no {attribute!r}, expected {expected};"
+      f" it has {sorted(k for k in vars(module) if k[:1] != '_')}."
     )
-  found: Any = vars(module)[attribute]
+  return vars(module)[attribute]
+
+
+def _outside_task(name: str, path: str | os.PathLike[str] | None) -> Task:
+  found = imported(
+    name,
+    caller="tasks.load",
+    example="my_module:MyTask",
+    expected="a task class, a task or a reward function",
+  )
+  attribute = name.partition(":")[2]
   if isinstance(found, type):
     arguments = "" if path is None else repr(os.fspath(path))
     try:

@@ -115,7 +115,7 @@ class CirclePacking:
   published: tuple[Published, ...]
   language: EditLanguage | None
 
-  def __init__(self, *, num_circles: int = 26, num_edits: int = 3):
+  def __init__(self, num_circles: int = 26, *, num_edits: int = 3):
     self.language = CircleLanguage(num_circles=num_circles, num_edits=num_edits)
     self.num_circles = num_circles
     self.name = f"circle_packing_{num_circles}"

@@ -425,6 +425,22 @@ one; to return a program that you have written is enough.
     return reason
 
 
+def purse_seine_programs(
+  num_cases: int = 8, *, allow_weak_sandbox: bool = False
+) -> ContestSolutions:
+  """Returns AHC039 for programs, which run in a sandbox of its own."""
+  box = Sandbox(allow_weak=allow_weak_sandbox)
+  return ContestSolutions(PurseSeineContest(), sandbox=box, num_cases=num_cases)
+
+
+def apple_machines_programs(
+  num_cases: int = 8, *, allow_weak_sandbox: bool = False
+) -> ContestSolutions:
+  """Returns AHC058 for programs, which run in a sandbox of its own."""
+  box = Sandbox(allow_weak=allow_weak_sandbox)
+  return ContestSolutions(AppleMachinesContest(), sandbox=box, num_cases=num_cases)
+
+
 def integers(text: str, first: int = 0) -> list[int] | str:
   """Returns the integers that a text consists of, or the reason why it does not.
 

@@ -882,6 +882,16 @@ class TileSpeed(_Timed):
     return x, 1 + jax.random.normal(second, (features,), jnp.bfloat16) / 8
 
 
+def matmul_tiles(rows: int = 4096) -> TileSpeed:
+  """Returns the environment of the matmul kernel's tiles."""
+  return TileSpeed("matmul", rows=rows)
+
+
+def rms_norm_tiles(rows: int = 4096) -> TileSpeed:
+  """Returns the environment of the norm kernel's tiles."""
+  return TileSpeed("rms_norm", rows=rows)
+
+
 def walked_matmul(tiles: matmul.Config, x: jax.Array, w: jax.Array) -> jax.Array:
   """Returns x @ w, bf16[m, n], tile by tile as the kernel walks it, in plain XLA.
 

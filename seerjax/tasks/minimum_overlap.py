@@ -327,7 +327,7 @@ class MinimumOverlapEdits:
     return settle(heights if abs(scale - 1) < 1e-12 else heights * scale)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class MinimumOverlap:
   """The problem for step functions of one size.
 

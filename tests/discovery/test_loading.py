@@ -1,78 +1,57 @@
-"""Problems by name: what each name gives, and how a wrong one is refused."""
+"""Problems as the library loads them, and how a name that gives none is refused."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 import re
+import sys
 
-import numpy as np
 import pytest
 import tiny_problem
 
-from seerjax.discovery import edits, environment as environment_lib, loading
+from seerjax.discovery import environment as environment_lib, loading
 
-# (asked for, got): each problem as it is usual, and with a number.
-NAMES = (
-  ("apple_machines", "apple_machines_0000"),
-  ("apple_machines:12", "apple_machines_0012"),
-  ("apple_machines_plain:12", "apple_machines_0012"),
-  ("purse_seine", "purse_seine_0"),
-  ("purse_seine:3", "purse_seine_3"),
-  ("purse_seine_plain:3", "purse_seine_3"),
-  ("circle_packing", "circle_packing_26"),
-  ("circle_packing:5", "circle_packing_5"),
-  ("minimum_overlap", "minimum_overlap_51"),
-  ("minimum_overlap:20", "minimum_overlap_20"),
-  ("first_autocorrelation", "first_autocorrelation_300"),
-  ("first_autocorrelation:30", "first_autocorrelation_30"),
-  ("second_autocorrelation", "second_autocorrelation_100"),
-  ("second_autocorrelation:30", "second_autocorrelation_30"),
-  ("trimul", "trimul_64_128_128"),
-  ("trimul:16", "trimul_16_128_128"),
-  ("pallas_matmul:512", "matmul_tiles_512_4096_4096"),
-  ("pallas_rms_norm", "rms_norm_tiles_4096_4096"),
-  ("denoising", "denoising_simulated"),
-)
-PROGRAMS = (
-  ("purse_seine_programs:2", "purse_seine_programs_2"),
-  ("apple_machines_programs", "apple_machines_programs_8"),
-)
+MODULE = """
+import dataclasses
+
+import tiny_problem
 
 
-@pytest.mark.parametrize(("name", "found"), NAMES, ids=[name for name, _ in NAMES])
-def test_a_name_gives_a_whole_environment(name, found):
-  environment = loading.load(name)
-  assert environment.name == found
-  assert isinstance(environment, environment_lib.Environment)
-  assert isinstance(environment.language, environment_lib.EditLanguage)
-  # The engine's vocabulary is cut into eight, and each place allows ids of it.
-  language = environment.language
-  assert language.vocab_size % 8 == 0
-  assert all(0 <= low < high <= language.vocab_size for low, high in language.allowed)
+class Sized(tiny_problem.Row):
+  def __init__(self, size=3):
+    super().__init__()
+    object.__setattr__(self, "size", size)
 
 
-@pytest.mark.parametrize(("name", "found"), PROGRAMS)
-def test_programs_have_no_language_of_edits(name, found):
-  environment = loading.load(name)
-  assert environment.name == found and environment.language is None
-  assert isinstance(environment, environment_lib.Environment)
+def minimised(number):
+  return tiny_problem.Row(is_maximised=number > 0)
 
 
-def test_every_name_of_the_table_is_tested():
-  tested = {name.partition(":")[0] for name, _ in (*NAMES, *PROGRAMS)}
-  assert tested == {*loading.NUMBERS, "denoising"}
+READY = tiny_problem.Row()
+NOTHING = 7
 
 
-@pytest.mark.parametrize("kind", ["apple_machines", "purse_seine"])
-def test_a_plain_problem_is_the_same_one_without_the_polish(kind):
-  with_polish, plain = (loading.load(name) for name in (f"{kind}:1", f"{kind}_plain:1"))
-  start = with_polish.start(0)
-  assert start == plain.start(0) and with_polish.verify(start) == plain.verify(start)
-  assert with_polish.language is not None and plain.language is not None
-  assert with_polish.language.allowed != plain.language.allowed
+class Bare:
+  name = "bare"
 
 
-def test_a_colon_without_a_number_gives_the_usual_one():
-  assert loading.load("minimum_overlap:").name == loading.load("minimum_overlap").name
+def raises():
+  raise KeyError("no")
+
+
+def refuses(number):
+  raise ValueError(f"refuses: got {number}")
+"""
+
+
+@pytest.fixture(scope="module")
+def module(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+  """The name of a module on the Python path."""
+  folder = tmp_path_factory.mktemp("problems")
+  (folder / "made_problems.py").write_text(MODULE)
+  sys.path.append(str(folder))
+  yield "made_problems"
+  sys.path.remove(str(folder))
 
 
 def test_the_path_of_a_python_file_gives_the_problem_in_it():
@@ -84,52 +63,66 @@ def test_the_path_of_a_python_file_gives_the_problem_in_it():
   assert environment.start(3) == twin.start(3) != twin.start(4)
 
 
-def test_a_path_behind_denoising_is_that_of_counts(tmp_path):
-  with pytest.raises((OSError, ValueError), match="nowhere"):
-    loading.load(f"denoising:{tmp_path / 'nowhere.npz'}")
+def test_a_class_of_a_module_is_called_with_nothing_a_number_or_arguments(module):
+  usual, sized = loading.load(f"{module}:Sized"), loading.load(f"{module}:Sized:5")
+  assert vars(usual)["size"] == 3 and vars(sized)["size"] == 5
+  assert isinstance(usual, environment_lib.Environment)
+  assert vars(loading.load(f"{module}:Sized", size=7))["size"] == 7
+  assert loading.load("tiny_problem:Row", is_maximised=False).is_maximised is False
+
+
+def test_a_function_that_returns_a_problem_and_a_problem_itself_will_do(module):
+  assert loading.load(f"{module}:minimised:1").is_maximised
+  assert not loading.load(f"{module}:minimised:0").is_maximised
+  assert loading.load(f"{module}:READY").name == "digits"
+
+
+@pytest.mark.parametrize(
+  "name", ["", "chess", ":3", "chess:4", "problem.txt", "a:B:1:2", ":Row", "a:", "a:b-c"]
+)
+def test_a_name_of_another_form_is_refused(name):
+  expected = (
+    f"problem: got '{name}', expected 'my_module:MyProblem', with a number as in"
+    r" 'my_module:MyProblem:26', or the path of a Python file that ends with '\.py'; correct"
+    " --config.problem"
+  )
+  with pytest.raises(ValueError, match=expected):
+    loading.load(name)
+  with pytest.raises(ValueError, match=expected):
+    loading.check_name(name)
+
+
+@pytest.mark.parametrize("number", ["-1", "2.5", "x", " 3", "", "٣", "²"])
+def test_what_is_no_number_is_refused(number):
+  expected = (
+    f"problem: got 'tiny_problem:Row:{number}', expected a number behind the second colon; leave it"
+    " away, or write tiny_problem:Row:26"
+  )
+  with pytest.raises(ValueError, match=re.escape(expected)):
+    loading.load(f"tiny_problem:Row:{number}")
+
+
+@pytest.mark.parametrize(
+  "attribute, message",
+  [
+    ("Missing", "has no 'Missing', expected a problem; it has"),
+    ("NOTHING", r"without \['name', .*'picture'\], expected a problem with name, is_maximised"),
+    ("Bare", r"without \['is_maximised', .*'picture'\], expected a problem with name"),
+    ("raises", r"problem: got KeyError: 'no' from raises\(\), expected a problem; mend it"),
+    ("refuses:4", "^refuses: got 4"),
+  ],
+)
+def test_what_gives_no_problem_is_refused(module, attribute, message):
+  with pytest.raises(ValueError, match=message):
+    loading.load(f"{module}:{attribute}")
+
+
+def test_a_module_that_cannot_be_imported_is_refused():
+  expected = "problem: got 'no_such:Row', whose module 'no_such' cannot be imported (No module"
+  with pytest.raises(ValueError, match=re.escape(expected)):
+    loading.load("no_such:Row")
 
 
 def test_a_file_that_is_not_there_is_refused(tmp_path):
   with pytest.raises(FileNotFoundError, match=r"nowhere\.py: got no such file, expected Python"):
     loading.load(str(tmp_path / "nowhere.py"))
-
-
-@pytest.mark.parametrize("name", ["", "chess", ":3", "Circle_packing", "chess:4", "problem.txt"])
-def test_an_unknown_name_is_refused_with_those_that_there_are(name):
-  names = re.escape(str(sorted([*loading.NUMBERS, "denoising"])))
-  expected = (
-    rf"problem: got '{name}', expected one of {names}, with a number as in 'circle_packing:32', or"
-    r" the path of a Python file that ends with '\.py'; correct --config.problem"
-  )
-  with pytest.raises(ValueError, match=expected):
-    loading.load(name)
-
-
-@pytest.mark.parametrize("number", ["-1", "2.5", "x", " 3", "3:4", "٣", "²"])
-def test_what_is_no_number_is_refused(number):
-  expected = (
-    rf"problem: got 'circle_packing:{number}', expected a number of circles behind the colon;"
-    " circle_packing:26 is usual"
-  )
-  with pytest.raises(ValueError, match=expected):
-    loading.load(f"circle_packing:{number}")
-
-
-def test_a_number_out_of_range_is_refused_by_the_problem_itself():
-  with pytest.raises(ValueError, match="got 0, expected 1"):
-    loading.load("circle_packing:0")
-
-
-def test_what_was_loaded_twice_judges_alike():
-  # What a worker process loads is what this one has.
-  here, there = (loading.load("minimum_overlap:20") for _ in range(2))
-  start = here.start(5)
-  assert start == there.start(5)
-  assert here.language is not None and there.language is not None
-  random = np.random.default_rng(3)
-  found = []
-  for _ in range(20):
-    job = edits.Job(start, edits.random_sentence(here.language, random), 7)
-    found.append([edits.attempt(environment, job) for environment in (here, there)])
-  assert all(str(one) == str(other) for one, other in found)  # NaN is no NaN's equal.
-  assert any(one.score.is_valid for one, _ in found)

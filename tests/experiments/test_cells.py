@@ -16,7 +16,7 @@ import small_discovery
 import tiny_problem
 
 from experiments import cells
-from seerjax.discovery import loading
+from experiments.problems import names
 
 
 class Cell(NamedTuple):
@@ -98,7 +98,7 @@ def test_a_cell_is_one_line_of_json(tmp_path: pathlib.Path):
 
 @pytest.mark.long
 def test_a_new_shape_is_asked_before_its_first_cell_and_untiled_is_refused(capsys):
-  environment = loading.load(str(tiny_problem.__file__))
+  environment = names.load(str(tiny_problem.__file__))
   programs = {}
   config = dataclasses.replace(small_discovery.RUN, num_steps=1)
   cells.discovered(config, environment, programs)

@@ -20,8 +20,9 @@ import pytest
 import tiny_problem
 
 from experiments import grpo, ttt_discover
+from experiments.problems import names
 from seerjax import ttt
-from seerjax.discovery import environment as environment_lib, loading
+from seerjax.discovery import environment as environment_lib
 
 ROOT = pathlib.Path(__file__).parents[2]
 PROBLEM = str(tiny_problem.__file__)
@@ -41,7 +42,7 @@ def run(*flags: str) -> subprocess.CompletedProcess[str]:
 
 def test_random_sentences_find_something():
   config = ttt.DiscoverConfig(problem=PROBLEM, groups_per_step=2, group_size=8)
-  environment = loading.load(PROBLEM)
+  environment = names.load(PROBLEM)
   found = list(itertools.islice(ttt_discover.random_policy(config, environment), 40))
   values = [value for _, value in found]
   # It is maximised: values are as the archive has them.
@@ -56,7 +57,7 @@ def nothing_of(values: Iterable[float]) -> Iterator[tuple[None, float]]:
 
 
 def test_improvements_within_a_time_by_hand():
-  environment = loading.load(PROBLEM)  # Higher is better.
+  environment = names.load(PROBLEM)  # Higher is better.
   values = [math.nan, 3.0, math.nan, 5.0, 4.0]
   found = ttt_discover.improvements_within(environment, nothing_of(values), 1e9)
   assert [value for _, value in found] == [3.0, 5.0] and 0.0 <= found[0][0] <= found[1][0]
@@ -85,9 +86,9 @@ def test_what_seems_better_by_luck_of_a_clock_is_no_improvement():
 @pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=pytest.mark.long)])
 def test_rivals_that_a_problem_has_not_are_not_compared(num_workers: int):
   config = ttt.DiscoverConfig(problem=PROBLEM, groups_per_step=2, num_workers=num_workers)
-  found = ttt_discover.rivals(config, loading.load(PROBLEM), 0.0)
+  found = ttt_discover.rivals(config, names.load(PROBLEM), 0.0)
   # At no time at all each still has its first value.
-  _, first = next(ttt_discover.random_policy(config, loading.load(PROBLEM)))
+  _, first = next(ttt_discover.random_policy(config, names.load(PROBLEM)))
   assert found == {"random_edits": first}
 
 
@@ -100,7 +101,7 @@ def test_rivals_side_by_side_end_with_ctrl_c():
   begin = time.monotonic()
   try:
     with pytest.raises(KeyboardInterrupt):
-      ttt_discover.rivals(config, loading.load(PROBLEM), 60.0)
+      ttt_discover.rivals(config, names.load(PROBLEM), 60.0)
   finally:
     signal.signal(signal.SIGINT, before)
   assert time.monotonic() - begin < 40 and not multiprocessing.active_children()
@@ -108,8 +109,8 @@ def test_rivals_side_by_side_end_with_ctrl_c():
 
 def test_rivals_are_those_that_a_problem_can_have():
   everyone = ("classical", "tool_from_random_starts", "random_edits")
-  assert ttt_discover.rival_names(loading.load("circle_packing:5")) == everyone
-  assert ttt_discover.rival_names(loading.load(PROBLEM)) == ("random_edits",)
+  assert ttt_discover.rival_names(names.load("circle_packing:5")) == everyone
+  assert ttt_discover.rival_names(names.load(PROBLEM)) == ("random_edits",)
   assert ttt_discover.rival_names(tiny_problem.Row(language=None)) == ()
 
 
@@ -149,7 +150,7 @@ def test_the_papers_preset_is_as_published():
 
 def test_the_papers_preset_says_what_memory_it_takes_before_weights_are_read(capsys):
   paper = ttt_discover.PAPER
-  config = paper.run(loading.load("circle_packing:26", allow_weak_sandbox=True))
+  config = paper.run(names.load("circle_packing:26", allow_weak_sandbox=True))
   with contextlib.suppress(ValueError):  # Most machines do not hold it.
     grpo.say_memory(config, paper.model)
   said = capsys.readouterr().out
