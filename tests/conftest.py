@@ -41,7 +41,8 @@ THOROUGH = ("experiments", "launch")
 STRICT = ("contract", "engine", "models", "ops", "pallas_kernels")
 # Folders that share programs, or runs, which one process of pytest should make and no other.
 PROCESSES = {
-  "contract": "engines", "engine": "engines", "rollout": "engines", "experiments": "experiments",
+  "contract": "engines", "engine": "engines", "engine/kv": "engines", "rollout": "engines",
+  "experiments": "experiments",
 }  # fmt: skip
 
 # Compiling makes first examples slow, so no deadline. Examples are drawn afresh each time:
@@ -86,7 +87,8 @@ class ByFolder(xdist.scheduler.LoadScopeScheduling):
 
   def _split_scope(self, nodeid: str) -> str:
     file = nodeid.partition("::")[0]
-    return PROCESSES.get(file.split("/")[1], file)
+    folder = file.rpartition("/")[0].removeprefix("tests/")
+    return PROCESSES.get(folder, file)
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log) -> ByFolder:

@@ -1,6 +1,6 @@
 """Short names of these problems, such as "circle_packing:26", and what the library loads for them.
 
-  "circle_packing:26" -> "seerjax.tasks.circle_packing:CirclePacking:26" -> an environment
+  "circle_packing:26" -> "experiments.problems.circle_packing:CirclePacking:26" -> an environment
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from seerjax.discovery.environment import Environment
 
 # Of the polish that ends a sentence about AHC058: five searches of 400 simulations, 15 ms.
 POLISH = {"with_polish": True, "polish_steps": 400, "polish_rounds": 4}
-DENOISING = "seerjax.tasks.denoising:Denoising"
+DENOISING = "denoising:Denoising"
 
 
 class Name(NamedTuple):
   """What a short name stands for.
 
   Attributes:
-    target: module and class.
+    target: module of this folder, and class.
     what: its number says.
     usual: the number where none is given.
     arguments: further ones of the class.
@@ -36,25 +36,25 @@ class Name(NamedTuple):
 # What ends in "_plain" does not polish; what ends in "_programs" is solved in C++ or Python, by a
 # language model alone.
 NAMES: Mapping[str, Name] = types.MappingProxyType({
-  "apple_machines": Name("seerjax.tasks.apple_machines:AppleMachines", "instance", 0, POLISH),
-  "apple_machines_plain": Name("seerjax.tasks.apple_machines:AppleMachines", "instance", 0),
-  "purse_seine": Name("seerjax.tasks.purse_seine:PurseSeine", "instance", 0),
+  "apple_machines": Name("apple_machines:AppleMachines", "instance", 0, POLISH),
+  "apple_machines_plain": Name("apple_machines:AppleMachines", "instance", 0),
+  "purse_seine": Name("purse_seine:PurseSeine", "instance", 0),
   "purse_seine_plain": Name(
-    "seerjax.tasks.purse_seine:PurseSeine", "instance", 0, {"with_polish": False}
+    "purse_seine:PurseSeine", "instance", 0, {"with_polish": False}
   ),
-  "circle_packing": Name("seerjax.tasks.circle_packing:CirclePacking", "circles", 26),
-  "minimum_overlap": Name("seerjax.tasks.minimum_overlap:MinimumOverlap", "steps", 51),
+  "circle_packing": Name("circle_packing:CirclePacking", "circles", 26),
+  "minimum_overlap": Name("minimum_overlap:MinimumOverlap", "steps", 51),
   "first_autocorrelation": Name(
-    "seerjax.tasks.autocorrelation:FirstAutocorrelation", "steps", 300
+    "autocorrelation:FirstAutocorrelation", "steps", 300
   ),
   "second_autocorrelation": Name(
-    "seerjax.tasks.autocorrelation:SecondAutocorrelation", "steps", 100
+    "autocorrelation:SecondAutocorrelation", "steps", 100
   ),
-  "trimul": Name("seerjax.tasks.kernel_speed:TriMulSpeed", "positions", 64),
-  "pallas_matmul": Name("seerjax.tasks.kernel_speed:matmul_tiles", "rows", 4096),
-  "pallas_rms_norm": Name("seerjax.tasks.kernel_speed:rms_norm_tiles", "rows", 4096),
-  "purse_seine_programs": Name("seerjax.tasks.contest:purse_seine_programs", "cases", 8),
-  "apple_machines_programs": Name("seerjax.tasks.contest:apple_machines_programs", "cases", 8),
+  "trimul": Name("kernel_speed:TriMulSpeed", "positions", 64),
+  "pallas_matmul": Name("kernel_speed:matmul_tiles", "rows", 4096),
+  "pallas_rms_norm": Name("kernel_speed:rms_norm_tiles", "rows", 4096),
+  "purse_seine_programs": Name("contest:purse_seine_programs", "cases", 8),
+  "apple_machines_programs": Name("contest:apple_machines_programs", "cases", 8),
 })
 
 
@@ -73,7 +73,7 @@ def load(name: str, *, allow_weak_sandbox: bool = False) -> Environment:
   if name.endswith(".py"):
     return loading.load(name)
   if kind == "denoising":
-    return loading.load(DENOISING, path=rest)
+    return loading.load(f"{__package__}.{DENOISING}", path=rest)
   if kind not in NAMES:
     if not kind or not rest.partition(":")[0].isidentifier():
       raise ValueError(
@@ -91,4 +91,4 @@ def load(name: str, *, allow_weak_sandbox: bool = False) -> Environment:
   arguments = dict(known.arguments)
   if kind.endswith("_programs"):
     arguments["allow_weak_sandbox"] = allow_weak_sandbox
-  return loading.load(f"{known.target}:{rest or known.usual}", **arguments)
+  return loading.load(f"{__package__}.{known.target}:{rest or known.usual}", **arguments)

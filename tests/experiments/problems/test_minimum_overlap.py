@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 import numpy as np
 import pytest
 
+from experiments.problems import minimum_overlap, step_functions
 from seerjax.discovery import environment as environment_lib
-from seerjax.tasks import minimum_overlap, step_functions
 
 SMALL = minimum_overlap.MinimumOverlap(num_steps=15)
 EVEN = minimum_overlap.MinimumOverlap(num_steps=12)

@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from experiments.problems import kernel_speed
 from pallas_kernels import gpu, matmul, rms_norm
 from seerjax.discovery import environment as environment_lib
-from seerjax.tasks import kernel_speed
 
 SIZE, DIM, HIDDEN = 8, 16, 24
 TINY = kernel_speed.TriMulSpeed(SIZE, dim=DIM, hidden=HIDDEN, laps=3)

@@ -12,8 +12,8 @@ import matplotlib.figure
 import numpy as np
 import pytest
 
+from experiments.problems import purse_seine
 from seerjax.discovery import environment as environment_lib
-from seerjax.tasks import purse_seine
 
 WHOLE = purse_seine.PurseSeine(0)
 PLAIN = purse_seine.PurseSeine(0, with_polish=False)

@@ -32,10 +32,10 @@ from typing import Any
 import numpy as np
 from scipy import sparse
 
+from experiments.problems import linear_programs
 from seerjax import compiled
 from seerjax.discovery import environment
 from seerjax.discovery.environment import Artefact, EditLanguage, Published, Score
-from seerjax.tasks import linear_programs
 
 MAX_CIRCLES = 200
 STIFF = 6250.0  # Of the last stage of settling; overlaps are then about 1e-4.

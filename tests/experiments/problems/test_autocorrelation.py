@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 import numpy as np
 import pytest
 
+from experiments.problems import autocorrelation, step_functions
 from seerjax.discovery import environment as environment_lib
-from seerjax.tasks import autocorrelation, step_functions
 
 FIRST = autocorrelation.FirstAutocorrelation(num_steps=24)
 SECOND = autocorrelation.SecondAutocorrelation(num_steps=20)

@@ -9,7 +9,7 @@ import hypothesis
 from hypothesis import strategies as st
 import numpy as np
 
-from seerjax.tasks import step_functions
+from experiments.problems import step_functions
 
 
 @hypothesis.given(

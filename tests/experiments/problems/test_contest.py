@@ -10,9 +10,9 @@ import matplotlib.figure
 import numpy as np
 import pytest
 
+from experiments.problems import apple_machines, contest, purse_seine
 from seerjax.discovery import environment as environment_lib
 from seerjax.sandbox.sandbox import Limits, Outcome, Sandbox
-from seerjax.tasks import apple_machines, contest, purse_seine
 
 SEINE, MACHINES = contest.PurseSeineContest(), contest.AppleMachinesContest()
 # Level 0 earns 1, 2 and 3 apples for each kind; the first machines cost 1, 2 and 4 apples.

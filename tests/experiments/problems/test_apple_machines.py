@@ -14,8 +14,8 @@ from matplotlib import figure
 import numpy as np
 import pytest
 
+from experiments.problems import apple_machines
 from seerjax.discovery import environment as environment_lib
-from seerjax.tasks import apple_machines
 
 ENVIRONMENT = apple_machines.AppleMachines(0)
 POLISHING = apple_machines.AppleMachines(0, with_polish=True, polish_steps=100)

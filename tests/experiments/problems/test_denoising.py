@@ -19,8 +19,8 @@ import numpy as np
 import pytest
 from scipy import sparse
 
+from experiments.problems import denoising
 from seerjax.discovery import environment as environment_lib
-from seerjax.tasks import denoising
 
 ENVIRONMENT = denoising.Denoising()
 LANGUAGE = ENVIRONMENT.language
@@ -532,7 +532,7 @@ def test_h5ad_without_h5py_says_what_to_install(tmp_path):
   program = """
 import sys
 sys.modules["h5py"] = None
-from seerjax.tasks import denoising
+from experiments.problems import denoising
 denoising.load(sys.argv[1])
 """
   path = tmp_path / "cells.h5ad"
@@ -541,7 +541,7 @@ denoising.load(sys.argv[1])
     [sys.executable, "-c", program, path],
     capture_output=True,
     text=True,
-    cwd=pathlib.Path(__file__).parents[2],
+    cwd=pathlib.Path(__file__).parents[3],
     check=False,
   )
   assert "h5py is not installed; run `pip install h5py`" in done.stderr

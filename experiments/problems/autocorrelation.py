@@ -26,11 +26,18 @@ from typing import Any
 
 import numpy as np
 
+from experiments.problems import linear_programs, step_functions
+from experiments.problems.step_functions import (
+  LAST,
+  MAX_HEIGHT,
+  MIN_SUM,
+  NUM_AMOUNTS,
+  POLISH,
+  SIZES,
+)
 from seerjax import compiled
 from seerjax.discovery import environment
 from seerjax.discovery.environment import Artefact, Published, Score
-from seerjax.tasks import linear_programs, step_functions
-from seerjax.tasks.step_functions import LAST, MAX_HEIGHT, MIN_SUM, NUM_AMOUNTS, POLISH, SIZES
 
 # What a verb of annealing reads from its place: a learning rate, and how many steps of the function
 # go together; and from its amount. All are of use: sentences are drawn evenly until a policy knows

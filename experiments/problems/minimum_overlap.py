@@ -27,10 +27,10 @@ from typing import Any
 
 import numpy as np
 
+from experiments.problems import linear_programs, step_functions
+from experiments.problems.step_functions import LAST, MIRROR, POLISH, SIZES
 from seerjax.discovery import environment
 from seerjax.discovery.environment import Artefact, Published, Score
-from seerjax.tasks import linear_programs, step_functions
-from seerjax.tasks.step_functions import LAST, MIRROR, POLISH, SIZES
 
 _TOOL_STEPS = 600  # Of a function that its linear programs take.
 _MAX_RADIUS = 0.5

@@ -25,9 +25,9 @@ import re
 import threading
 from typing import Any, Protocol, runtime_checkable
 
+from experiments.problems import apple_machines, purse_seine
 from seerjax.discovery import environment
 from seerjax.sandbox.sandbox import Limits, Outcome, Sandbox
-from seerjax.tasks import apple_machines, purse_seine
 
 LANGUAGES = ("c++", "python")
 MAX_SOURCE = 2**19  # Bytes, as in the contests.

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy import optimize, sparse
 
-from seerjax.tasks import linear_programs
+from experiments.problems import linear_programs
 
 INF = np.inf
 

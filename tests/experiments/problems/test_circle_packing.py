@@ -10,8 +10,8 @@ import math
 import numpy as np
 import pytest
 
+from experiments.problems import circle_packing
 from seerjax.discovery import environment as environment_lib
-from seerjax.tasks import circle_packing
 
 QUARTERS = [[x, y, 0.25] for x in (0.25, 0.75) for y in (0.25, 0.75)]
 SMALL = circle_packing.CirclePacking(num_circles=7)
