@@ -41,11 +41,8 @@ BESIDE = {
   "rollout": {"speculation"},
   "ttt": {"rl"},
 }
-# Files of `tasks` that belong to another room.
-PUZZLES = (
-  "apple_machines", "autocorrelation", "circle_packing", "contest", "denoising", "kernel_speed",
-  "linear_programs", "minimum_overlap", "purse_seine", "step_functions",
-)  # fmt: skip
+# Of the extra `problems`: only what lies outside the wheel may need them.
+EXTRAS = {"scipy", "highspy"}
 ROOMS = tuple(room for step in STEPS for room in step)
 # The simulator and the engine run the same lines of these, so they know no JAX.
 HOST_ONLY = (
@@ -79,14 +76,6 @@ def allowed_rooms(room: str) -> set[str]:
   return {r for rooms in STEPS[:step] for r in rooms} | BESIDE.get(room, set()) | {room}
 
 
-def home_of(module: str) -> str:
-  """Returns the room of a dotted name of ours."""
-  parts = module.split(".")
-  if parts[:2] == ["seerjax", "tasks"] and len(parts) > 2 and parts[2] in PUZZLES:
-    return "discovery"
-  return room_of(module)
-
-
 def complaints(source: str, path: str) -> list[str]:
   """Returns what is wrong with the imports and look-ups of one module, as sentences.
 
@@ -98,7 +87,7 @@ def complaints(source: str, path: str) -> list[str]:
   tree = ast.parse(source)
   names = imports(tree, module)
   tops = {name.split(".")[0] for name in names}
-  room = home_of(module)
+  room = room_of(module)
   within = path.removeprefix("seerjax/")
   found = []
 
@@ -116,12 +105,18 @@ def complaints(source: str, path: str) -> list[str]:
     )
     return found
   ours = {n for n in names if n.split(".")[0] in (*PACKAGES, "experiments") and n != "seerjax"}
-  stray = {home_of(name) for name in ours} & set(ROOMS) - allowed_rooms(room)
+  stray = {room_of(name) for name in ours} & set(ROOMS) - allowed_rooms(room)
   complain(
     {f"an import of {name!r}" for name in stray},
     f"imports of {', '.join(sorted(allowed_rooms(room)))} only",
     "move the shared record to seerjax/types.py, or pass a callable in",
   )
+  if path.startswith(("seerjax/", "pallas_kernels/")):
+    complain(
+      {f"an import of {name!r}" for name in tops & {*EXTRAS, "experiments"}},
+      f"no import of {', '.join(sorted(EXTRAS))} or experiments",
+      "the library is installed without them: move what needs them to experiments/",
+    )
   if room == "pallas_kernels":
     # The benchmark is a program of its own, with flags, tables and other numbers to compare with.
     known = {"jax", "pallas_kernels", *sys.stdlib_module_names}
@@ -132,7 +127,7 @@ def complaints(source: str, path: str) -> list[str]:
       "kernels are used without SeerJAX: write it with jax.numpy",
     )
   if within in HOST_ONLY:
-    rooms = {home_of(n) for n in ours} & set(ROOMS) - HOST_ONLY_ROOMS
+    rooms = {room_of(n) for n in ours} & set(ROOMS) - HOST_ONLY_ROOMS
     complain(
       (tops - HOST_ONLY_IMPORTS - sys.stdlib_module_names) | rooms,
       "imports of numpy, numba and seerjax.types only",
@@ -192,6 +187,17 @@ def test_every_room_stands_in_one_step():
     ("seerjax/engine/engine.py", "from seerjax.trainer import step", "got an import of 'trainer'"),
     ("seerjax/models/lora.py", "from ..engine import pages", "move the shared record to"),
     ("seerjax/rl.py", "from experiments import grpo", "got an import of 'experiments'"),
+    (
+      "seerjax/__init__.py",
+      "def f():\n  from experiments.problems import names",
+      "got an import of 'experiments'; expected no import of highspy, scipy or experiments",
+    ),
+    (
+      "seerjax/discovery/archive.py",
+      "def f():\n  import scipy.optimize",
+      "got an import of 'scipy'; expected no import of highspy, scipy or experiments",
+    ),
+    ("seerjax/tasks/gsm8k.py", "from highspy import Highs", "got an import of 'highspy'"),
     ("seerjax/types.py", "from seerjax.ops import tiles", "or pass a callable in."),
     ("seerjax/helpers.py", "", "got the room 'helpers'; expected one of array_typing"),
     ("pallas_kernels/matmul.py", "import numpy as np", "expected imports of jax and the standard"),

@@ -149,6 +149,7 @@ def test_locks_hold_what_the_project_asks_for(minor: str):
     return {re.sub("[-_.]+", "-", re.split("[<>=\\[]", r)[0]).lower() for r in requirements}
 
   assert names(project["dependencies"]) <= set(runtime)
+  assert names(project["optional-dependencies"]["problems"]) <= set(runtime)
   assert names(project["optional-dependencies"]["mooncake"]) == set(read("mooncake"))
   assert names(project["optional-dependencies"]["dev"]) <= set(runtime) | set(dev)
   assert runtime["jax"].startswith("0.10." if minor == "3.11" else "0.12.")
