@@ -35,6 +35,9 @@ from seerjax.engine.engine import EngineConfig
 from seerjax.models import tokenizer as tokenizer_lib, transformer
 from seerjax.ops import rotary
 from seerjax.rollout.groups import RolloutConfig
+from seerjax.run.config import RunConfig, TrainerConfig
+from seerjax.run.evaluation import EvaluationConfig
+from seerjax.run.policy import Policy
 from seerjax.tasks import word_problems
 
 PROBLEM = pathlib.Path(__file__).with_name("vehicle_routing.py")
@@ -55,7 +58,7 @@ MODEL = transformer.TransformerConfig(
 ENGINE = EngineConfig(
   page_size=32, num_pages=96, max_sequences=8, max_context=256, row_buckets=(64,)
 )
-TRAINER = rl.TrainerConfig(rows_per_micro_batch=512, sequences_per_micro_batch=8)
+TRAINER = TrainerConfig(rows_per_micro_batch=512, sequences_per_micro_batch=8)
 LENGTH = 128  # Tokens of an example that is imitated; longer ones are cut.
 
 
@@ -84,14 +87,14 @@ def imitate(module: transformer.Transformer, optimizer: nnx.Optimizer, tokens: j
 
 def grpo_step(params: transformer.Params, directory: pathlib.Path) -> transformer.Params:
   """Returns the weights after one step of GRPO on word problems."""
-  config = rl.RunConfig(
+  config = RunConfig(
     model="an nnx module",
     num_steps=1,
     numerics=NUMERICS,
     engine=ENGINE,
     rollout=RolloutConfig(groups_per_step=2, group_size=4, max_tokens=12),
     trainer=TRAINER,
-    evaluation=rl.EvaluationConfig(num_problems=2),
+    evaluation=EvaluationConfig(num_problems=2),
   )
 
   class Brief(word_problems.WordProblems):
@@ -100,7 +103,7 @@ def grpo_step(params: transformer.Params, directory: pathlib.Path) -> transforme
     def verdict(self, problem, text):
       return dataclasses.replace(super().verdict(problem, text), reward=-len(text) / 100)
 
-  policy = rl.Policy(MODEL, TOKENIZER, params)
+  policy = Policy(MODEL, TOKENIZER, params)
   result = rl.train(config, policy, Brief(), directory, say=lambda line: None)
   assert result.summary["kl_max"] == 0.0 and result.summary["optimizer_steps"] == 1
   return result.state.params

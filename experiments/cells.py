@@ -17,8 +17,10 @@ import rich.progress
 
 from experiments import grpo
 from experiments.problems import names as names_lib
-from seerjax import metrics, rl, ttt
+from seerjax import metrics, ttt
 from seerjax.discovery.environment import Environment
+from seerjax.run import programs as programs_lib
+from seerjax.run.programs import Programs
 
 FILE_NAME = "cells.jsonl"
 
@@ -84,7 +86,7 @@ def completed(
   cells: Sequence[Any],
   directory: pathlib.Path,
   settings: dict[str, Any],
-  measure: Callable[[Any, dict[Any, dict[str, Any]], dict[Any, rl.Programs]], dict[str, Any]],
+  measure: Callable[[Any, dict[Any, dict[str, Any]], dict[Any, Programs]], dict[str, Any]],
 ) -> list[dict[str, Any]]:
   """Returns the records of all cells, in their order; runs and keeps those that are missing.
 
@@ -106,7 +108,7 @@ def completed(
   path, names = directory / FILE_NAME, cells[0]._fields
   found = {tuple(record[name] for name in names): record for record in read(path, settings)}
   missing = [cell for cell in cells if cell not in found]
-  programs: dict[Any, rl.Programs] = {}
+  programs: dict[Any, Programs] = {}
   for cell in rich.progress.track(missing, f"cells, {len(cells) - len(missing)} were finished"):
     found[cell] = measure(cell, found, programs)
     append(path, found[cell])
@@ -127,7 +129,7 @@ def check_problems(problems: Sequence[str]) -> None:
 
 
 def discovered(
-  config: ttt.DiscoverConfig, environment: Environment, programs: dict[Any, rl.Programs]
+  config: ttt.DiscoverConfig, environment: Environment, programs: dict[Any, Programs]
 ) -> tuple[ttt.Discovery, list[dict[str, Any]]]:
   """Returns a run of the tiny policy, and its metrics by step; first asks a model of a new shape.
 
@@ -142,7 +144,7 @@ def discovered(
   policy, run = ttt.tiny_policy(config, environment), config.run(environment)
   shape = (policy.model, run.rollout.max_tokens)
   if shape not in programs:
-    programs[shape] = rl.make_programs(run, policy.model)
+    programs[shape] = programs_lib.make_programs(run, policy.model)
     grpo.check_model(run, policy, programs[shape])
   with tempfile.TemporaryDirectory() as directory:
     found = ttt.discover(

@@ -15,8 +15,9 @@ from absl import app, flags, logging
 import jax
 
 from experiments import configuration, grpo, replay
-from seerjax import checkpoint, numerics as numerics_lib, rl
+from seerjax import checkpoint, numerics as numerics_lib
 from seerjax.models import huggingface, peft
+from seerjax.run import policy as policy_lib
 
 
 def export(
@@ -57,7 +58,7 @@ def export(
   policy = grpo.load_policy(config.model, config.numerics)
   restored = checkpoint.restore(
     run / "checkpoints",
-    jax.eval_shape(lambda: rl.initial_state(config, policy)),
+    jax.eval_shape(lambda: policy_lib.initial_state(config, policy)),
     fingerprint=numerics_lib.fingerprint(config.numerics, config.trainer.remat),
     step=step,
     accept_new_numerics=True,  # Weights are what they are.
@@ -74,7 +75,7 @@ def export(
   else:
     huggingface.save(
       out,
-      rl.exported_weights(config, policy, restored.state),
+      policy_lib.exported_weights(config, policy, restored.state),
       policy.model,
       dtype=dtype,
       tokenizer=policy.tokenizer,

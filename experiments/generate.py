@@ -26,10 +26,11 @@ from absl import app, flags
 import jax
 
 from experiments import configuration, grpo
-from seerjax import numerics as numerics_lib, rl
+from seerjax import numerics as numerics_lib
 from seerjax.engine import engine as engine_lib
 from seerjax.models import tokenizer as tokenizer_lib, transformer
-from seerjax.run import stops
+from seerjax.run import policy as policy_lib, stops
+from seerjax.run.policy import Policy
 from seerjax.types import Completion, Request, SamplingParams
 
 NANO = pathlib.Path(transformer.__file__).parent / "nano"
@@ -43,14 +44,14 @@ Ctrl-D  ends the chat, as Ctrl-C does, also within an answer"""
 Answer = Callable[[Sequence[tokenizer_lib.Message]], str]
 
 
-def load(name: str) -> tuple[rl.Policy, numerics_lib.NumericsConfig]:
+def load(name: str) -> tuple[Policy, numerics_lib.NumericsConfig]:
   """Returns a model by name and the main job's numerics, as the model decides them."""
   numerics = grpo.main_job().numerics
   policy = grpo.load_policy(name, numerics)
   return policy, transformer.numerics_for(policy.model, numerics)
 
 
-def prompt_tokens(policy: rl.Policy, prompt: str, *, is_raw: bool = False) -> tuple[int, ...]:
+def prompt_tokens(policy: Policy, prompt: str, *, is_raw: bool = False) -> tuple[int, ...]:
   """Returns a prompt's tokens, as a user's turn or, special tokens included, as it stands.
 
   Raises:
@@ -66,7 +67,7 @@ def prompt_tokens(policy: rl.Policy, prompt: str, *, is_raw: bool = False) -> tu
 
 
 def engine_for(
-  policy: rl.Policy,
+  policy: Policy,
   numerics: numerics_lib.NumericsConfig,
   *,
   num_tokens: int,
@@ -195,7 +196,7 @@ def converse(answer: Answer, read: Callable[[], str], tell: Callable[[str], None
 
 
 def chat(
-  policy: rl.Policy, numerics: numerics_lib.NumericsConfig, sampling: SamplingParams
+  policy: Policy, numerics: numerics_lib.NumericsConfig, sampling: SamplingParams
 ) -> None:
   """Chats in the terminal; Ctrl-D and Ctrl-C end it."""
   context = min(policy.model.max_context, CHAT_CONTEXT)
@@ -250,7 +251,7 @@ def main(argv: list[str]) -> None:
     )
     prompt = sys.stdin.read() if args.prompt == "-" else args.prompt or ""
     policy, numerics = load(args.model)
-    tokenizer = rl.chatting(policy.tokenizer, chat_config)
+    tokenizer = policy_lib.chatting(policy.tokenizer, chat_config)
     policy = dataclasses.replace(policy, tokenizer=tokenizer)
     if tokenizer.ignored_generation:
       print(grpo.ignored(tokenizer), file=sys.stderr)

@@ -30,7 +30,19 @@ from seerjax.engine import engine as engine_lib
 from seerjax.models import huggingface, presets, tokenizer as tokenizer_lib, transformer
 from seerjax.reports import run_report
 from seerjax.rollout import groups
-from seerjax.run import progress as progress_lib, self_test
+from seerjax.run import (
+  config as config_lib,
+  directory as directory_lib,
+  memory as memory_lib,
+  policy as policy_lib,
+  programs as programs_lib,
+  progress as progress_lib,
+  self_test,
+)
+from seerjax.run.config import RunConfig
+from seerjax.run.evaluation import EvaluationConfig
+from seerjax.run.policy import Policy
+from seerjax.run.programs import Programs
 from seerjax.tasks import base
 from seerjax.trainer import losses, step as step_lib
 from seerjax.types import Task
@@ -39,9 +51,9 @@ from seerjax.types import Task
 MOST_CHECKED = 10_000
 
 
-def main_job() -> rl.RunConfig:
+def main_job() -> RunConfig:
   """Returns the main job: nano on word problems, two devices side by side on two cores."""
-  return rl.RunConfig(
+  return RunConfig(
     num_steps=20,
     num_instances=2,
     checkpoint_every=10,
@@ -55,20 +67,20 @@ def main_job() -> rl.RunConfig:
     loss=losses.dapo(),
     optimizer=step_lib.OptimizerConfig(learning_rate=2e-4, warmup_steps=2),
     # Asked as it is trained: sampled, at the temperature of the rollouts.
-    evaluation=rl.EvaluationConfig(num_problems=2048, temperature=1.0),
+    evaluation=EvaluationConfig(num_problems=2048, temperature=1.0),
   )
 
 
-def load_policy(name: str, numerics: numerics_lib.NumericsConfig) -> rl.Policy:
+def load_policy(name: str, numerics: numerics_lib.NumericsConfig) -> Policy:
   """Returns a model by name: "nano", a Hugging Face directory, or a Hub id."""
   directory = pathlib.Path(transformer.__file__).parent / "nano"
   if name != "nano":
     directory = huggingface.resolve(name)
   params, model = huggingface.load(directory, numerics)
-  return rl.Policy(model, tokenizer_lib.load(directory), params)
+  return Policy(model, tokenizer_lib.load(directory), params)
 
 
-def say_memory(config: rl.RunConfig, name: str) -> None:
+def say_memory(config: RunConfig, name: str) -> None:
   """Prints what memory a run of a model takes, whose shape is known before its weights are read.
 
   Raises:
@@ -81,9 +93,9 @@ def say_memory(config: rl.RunConfig, name: str) -> None:
     model = presets.get(published)
   else:
     return  # A Hub id that we do not know: its run says it.
-  if line := rl.chosen(config, rl.for_model(config, model)):
+  if line := config_lib.chosen(config, config_lib.for_model(config, model)):
     print(line)
-  print(rl.memory_plan(config, model).describe(), flush=True)
+  print(memory_lib.memory_plan(config, model).describe(), flush=True)
 
 
 def ignored(tokenizer: tokenizer_lib.Tokenizer) -> str:
@@ -94,7 +106,7 @@ def ignored(tokenizer: tokenizer_lib.Tokenizer) -> str:
   )
 
 
-def on_these_devices(config: rl.RunConfig) -> rl.RunConfig:
+def on_these_devices(config: RunConfig) -> RunConfig:
   """Returns the config with no more instances than there are devices; says so if it has fewer."""
   found = len(jax.devices())
   if config.num_instances <= found:
@@ -103,7 +115,7 @@ def on_these_devices(config: rl.RunConfig) -> rl.RunConfig:
   return dataclasses.replace(config, num_instances=found)
 
 
-def check_prompts(config: rl.RunConfig, task: Task, policy: rl.Policy) -> None:
+def check_prompts(config: RunConfig, task: Task, policy: Policy) -> None:
   """Refuses prompts that leave no room for an answer, which the run would meet much later.
 
   Raises:
@@ -113,7 +125,7 @@ def check_prompts(config: rl.RunConfig, task: Task, policy: rl.Policy) -> None:
   # What may be too short for prompt and answer together, and for those that learn.
   engine = (config.engine.max_context, "EngineConfig.max_context")
   model = (policy.model.max_context, "the model's max_context")
-  of_model = rl.for_model(config, policy.model).trainer
+  of_model = config_lib.for_model(config, policy.model).trainer
   rows = (of_model.rows_per_micro_batch + 1, "TrainerConfig.rows_per_micro_batch + 1")
   for split, count, limits in (
     ("heldout", config.evaluation.num_problems, (engine, model)),
@@ -133,8 +145,8 @@ def check_prompts(config: rl.RunConfig, task: Task, policy: rl.Policy) -> None:
 
 
 def prepare(
-  config: rl.RunConfig, directory: pathlib.Path, *, resume: bool, bitwise: bool
-) -> tuple[Task, rl.Policy]:
+  config: RunConfig, directory: pathlib.Path, *, resume: bool, bitwise: bool
+) -> tuple[Task, Policy]:
   """Returns the task and the policy of a run, and says whether rows are invariant here.
 
   Raises:
@@ -142,16 +154,16 @@ def prepare(
       will not do.
     FileNotFoundError: if the task's file is not there.
   """
-  rl.check_directory(directory, resume=resume)
+  directory_lib.check_directory(directory, resume=resume)
   task = base.load(config.task, path=config.task_path or None)
   if config.model != "nano":
     say_memory(config, config.model)  # Before gigabytes are read.
   policy = load_policy(config.model, config.numerics)
   if policy.tokenizer.ignored_generation:
     print(ignored(policy.tokenizer), flush=True)
-  policy = dataclasses.replace(policy, tokenizer=rl.chatting(policy.tokenizer, config.chat))
+  policy = dataclasses.replace(policy, tokenizer=policy_lib.chatting(policy.tokenizer, config.chat))
   check_prompts(config, task, policy)
-  numerics = rl.for_model(config, policy.model).numerics
+  numerics = config_lib.for_model(config, policy.model).numerics
   print(self_test.describe(numerics), flush=True)
   if bitwise:
     self_test.require(numerics)
@@ -159,9 +171,9 @@ def prepare(
 
 
 def check_model(
-  config: rl.RunConfig,
-  policy: rl.Learner,
-  programs: rl.Programs,
+  config: RunConfig,
+  policy: policy_lib.Learner,
+  programs: Programs,
   *,
   say: Callable[[str], None] = print,
   bitwise: bool = True,
@@ -180,16 +192,16 @@ def check_model(
   Raises:
     ValueError: with `bitwise`, if they are not.
   """
-  config = rl.for_model(config, policy.model)
-  params = rl.initial_state(config, policy).params
+  config = config_lib.for_model(config, policy.model)
+  params = policy_lib.initial_state(config, policy).params
   self_test.check_model(
     policy.model,
-    rl.running_weights(config, params, rl.frozen_weights(config, policy)),
+    policy_lib.running_weights(config, params, policy_lib.frozen_weights(config, policy)),
     numerics=config.numerics,
     config=config.engine,
     runner=programs.runner,
     trainer=programs.trainer if learns else None,
-    pack=functools.partial(rl.pack, config),
+    pack=functools.partial(programs_lib.pack, config),
     say=say,
     bitwise=bitwise,
   )
@@ -220,7 +232,7 @@ def example(result: rl.Result) -> str:
   return "\n".join(lines)
 
 
-def next_commands(config: rl.RunConfig, directory: pathlib.Path, arguments: Sequence[str]) -> str:
+def next_commands(config: RunConfig, directory: pathlib.Path, arguments: Sequence[str]) -> str:
   """Returns three commands to try after a run that was begun with `arguments`."""
   # Of a flag that is given twice the last counts.
   more = shlex.join([*arguments, "--resume", f"--config.num_steps={2 * config.num_steps}"])
@@ -250,15 +262,15 @@ def learn(argv: list[str]) -> None:
   directory = pathlib.Path(args.workdir)
   say = functools.partial(print, flush=True)
   configuration.check_arguments(argv)
-  config = configuration.from_flags(rl.RunConfig, args.config)
+  config = configuration.from_flags(RunConfig, args.config)
   # Before the first use of a device: one virtual CPU device an instance.
   jax.config.update("jax_num_cpu_devices", config.num_instances)
   config = on_these_devices(config)
   with progress_lib.Progress(say) as progress, progress.phase("getting ready"):
     task, policy = prepare(config, directory, resume=args.resume, bitwise=args.bitwise)
   # Before the run, whose programs it compiles.
-  begun = rl.as_begun(config, directory) if args.resume else config
-  programs = rl.make_programs(begun, policy.model)
+  begun = directory_lib.as_begun(config, directory) if args.resume else config
+  programs = programs_lib.make_programs(begun, policy.model)
   with progress_lib.Progress(say) as progress, progress.phase("asking the model twice"):
     check_model(begun, policy, programs, say=say, bitwise=args.bitwise)
   result = rl.train(
@@ -274,7 +286,7 @@ def learn(argv: list[str]) -> None:
   with progress_lib.Progress(say) as progress, progress.phase("writing the model and the report"):
     huggingface.save(
       directory / "model",
-      rl.exported_weights(config, policy, result.state),
+      policy_lib.exported_weights(config, policy, result.state),
       policy.model,
       tokenizer=policy.tokenizer,
       overwrite=True,  # A resumed run's.

@@ -31,6 +31,10 @@ from seerjax import metrics, numerics as numerics_lib, rl
 from seerjax.engine import engine as engine_lib
 from seerjax.models import transformer
 from seerjax.rollout import groups
+from seerjax.run import directory as directory_lib
+from seerjax.run.config import RunConfig, TrainerConfig
+from seerjax.run.evaluation import EvaluationConfig
+from seerjax.run.policy import Policy
 from seerjax.tasks import base
 from seerjax.trainer import losses
 from seerjax.types import Completion, Request, SamplingParams
@@ -91,7 +95,7 @@ def paths(config: InvarianceConfig) -> dict[str, numerics_lib.NumericsConfig]:
 
 def engine_of(
   config: InvarianceConfig,
-  policy: rl.Policy,
+  policy: Policy,
   numerics: numerics_lib.NumericsConfig,
   *,
   max_sequences: int,
@@ -119,7 +123,7 @@ def engine_of(
 
 def probe(
   config: InvarianceConfig,
-  policy: rl.Policy,
+  policy: Policy,
   prompt: tuple[int, ...],
   *,
   temperature: float,
@@ -308,13 +312,13 @@ def one_prompt(config: InvarianceConfig, part: str, say: Say) -> dict[str, Any]:
 
 def compared_runs(
   config: InvarianceConfig, directory: pathlib.Path
-) -> dict[str, tuple[rl.RunConfig, pathlib.Path]]:
+) -> dict[str, tuple[RunConfig, pathlib.Path]]:
   """Returns the run of part (c) on each path, and where it goes."""
   runs = {}
   for name, numerics in paths(config).items():
     if name == "tiled, 1 slab":
       continue
-    run = rl.RunConfig(
+    run = RunConfig(
       model=config.model,
       seed=config.seed,
       num_steps=config.rl_steps,
@@ -330,10 +334,10 @@ def compared_runs(
       rollout=groups.RolloutConfig(
         groups_per_step=config.rl_groups, group_size=8, max_tokens=config.max_tokens
       ),
-      trainer=rl.TrainerConfig(rows_per_micro_batch=2048),
+      trainer=TrainerConfig(rows_per_micro_batch=2048),
       loss=losses.dapo(),
       optimizer=dataclasses.replace(grpo.main_job().optimizer, warmup_steps=0),
-      evaluation=rl.EvaluationConfig(num_problems=8),
+      evaluation=EvaluationConfig(num_problems=8),
     )
     runs[name] = run, directory / f"rl_{name}"
   return runs
@@ -542,7 +546,7 @@ def run(
     )
   for job, place in compared_runs(config, directory).values() if "c" in parts else ():
     # Now, and not after parts that take minutes.
-    rl.check_directory(place, resume=False)
+    directory_lib.check_directory(place, resume=False)
     policy = grpo.load_policy(config.model, job.numerics)
     grpo.check_prompts(job, base.load(job.task, path=None), policy)
   directory.mkdir(parents=True, exist_ok=True)

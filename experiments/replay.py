@@ -43,6 +43,9 @@ from seerjax import checkpoint, numerics as numerics_lib, rl
 from seerjax.models import transformer
 from seerjax.ops import sampling
 from seerjax.rollout import journal as journal_lib
+from seerjax.run import policy as policy_lib, programs as programs_lib
+from seerjax.run.config import RunConfig
+from seerjax.run.policy import Policy
 from seerjax.tasks import base
 from seerjax.trainer import step as step_lib
 from seerjax.types import Rollout, SamplingRows, TokenBatch
@@ -58,7 +61,7 @@ class Recorded(NamedTuple):
     rollout: from the journal.
   """
 
-  config: rl.RunConfig
+  config: RunConfig
   rollout: Rollout
 
 
@@ -77,7 +80,7 @@ class Finding(NamedTuple):
   layer: int | None
 
 
-def read_config(directory: pathlib.Path) -> rl.RunConfig:
+def read_config(directory: pathlib.Path) -> RunConfig:
   """Returns a run's settings.
 
   Raises:
@@ -89,8 +92,8 @@ def read_config(directory: pathlib.Path) -> rl.RunConfig:
       f"--run: got {directory}, which has no config.json, expected a run's directory; correct it."
     )
   stored = json.loads(path.read_text())
-  values = {field.name: _frozen(stored[field.name]) for field in dataclasses.fields(rl.RunConfig)}
-  return configuration.from_flags(rl.RunConfig, ml_collections.ConfigDict(values))
+  values = {field.name: _frozen(stored[field.name]) for field in dataclasses.fields(RunConfig)}
+  return configuration.from_flags(RunConfig, ml_collections.ConfigDict(values))
 
 
 def _frozen(value: Any) -> Any:
@@ -159,8 +162,8 @@ def _difference(recorded: Mapping[str, str], here: Mapping[str, str]) -> str:
 
 def masters_of(
   directory: pathlib.Path,
-  config: rl.RunConfig,
-  policy: rl.Policy,
+  config: RunConfig,
+  policy: Policy,
   version: int,
   say: Callable[[str], Any],
 ) -> tuple[Any, str]:
@@ -178,7 +181,7 @@ def masters_of(
   if kept:
     restored = checkpoint.restore(
       directory / "checkpoints",
-      jax.eval_shape(lambda: rl.initial_state(config, policy)),
+      jax.eval_shape(lambda: policy_lib.initial_state(config, policy)),
       fingerprint=here,
       step=start,
       # Weights are what they are; it is what follows them that these numerics must have computed.
@@ -187,7 +190,7 @@ def masters_of(
     state = restored.state
     source = f"checkpoint {start}" + (f" over {model}" if config.lora_rank else "")
   else:
-    state = rl.initial_state(config, policy)
+    state = policy_lib.initial_state(config, policy)
   steps = range(start, version)
   if not steps:
     return state.params, source
@@ -223,18 +226,18 @@ def masters_of(
 
 
 @functools.lru_cache(maxsize=2)
-def _trainer(config: rl.RunConfig, model: transformer.TransformerConfig) -> step_lib.Trainer:
+def _trainer(config: RunConfig, model: transformer.TransformerConfig) -> step_lib.Trainer:
   # Kept, so that several requests of a run compile once.
-  return rl.make_programs(config, model).trainer
+  return programs_lib.make_programs(config, model).trainer
 
 
-def running(config: rl.RunConfig, policy: rl.Policy, masters: Any) -> transformer.Params:
+def running(config: RunConfig, policy: Policy, masters: Any) -> transformer.Params:
   """Returns the weights that sample, adapters attached."""
-  return rl.running_weights(config, masters, rl.frozen_weights(config, policy))
+  return policy_lib.running_weights(config, masters, policy_lib.frozen_weights(config, policy))
 
 
 def running_perturbed(
-  config: rl.RunConfig, policy: rl.Policy, masters: Any, layer: int
+  config: RunConfig, policy: Policy, masters: Any, layer: int
 ) -> transformer.Params:
   """Returns `running` of weights whose layer is `perturbed`; under adapters, the frozen one."""
   if config.lora_rank:

@@ -27,7 +27,7 @@ import jax
 import numpy as np
 
 from experiments import configuration, grpo
-from seerjax import metrics, numerics as numerics_lib, parallel, rl
+from seerjax import metrics, numerics as numerics_lib, parallel
 from seerjax.engine import engine as engine_lib, runner as runner_lib
 from seerjax.engine.kv.pool import KVPool, KVPoolConfig
 from seerjax.models import transformer
@@ -35,6 +35,7 @@ from seerjax.reports import gantt, run_report
 from seerjax.rollout import groups, policies
 from seerjax.rollout.divided import DividedRollout
 from seerjax.run import self_test
+from seerjax.run.policy import Policy
 from seerjax.speculation.suffix_drafter import SuffixDrafter
 from seerjax.speculation.suffix_tree import SpeculationArgs
 from seerjax.tasks import base
@@ -117,7 +118,7 @@ def lengths(workload: Workload) -> np.ndarray:
   return np.clip(np.exp(logs), 8, workload.max_tokens).astype(np.int64)
 
 
-def requests(workload: Workload, policy: rl.Policy) -> list[Request]:
+def requests(workload: Workload, policy: Policy) -> list[Request]:
   """Returns the groups' requests, none of which can end by itself."""
   task = base.load("word_problems")
   sampling = SamplingParams(

@@ -34,11 +34,11 @@ import rich.progress
 from scipy import stats
 
 from experiments import configuration, grpo
-from seerjax import metrics, numerics as numerics_lib, parallel, rl
+from seerjax import metrics, numerics as numerics_lib, parallel
 from seerjax.engine import engine as engine_lib, runner as runner_lib
 from seerjax.models import transformer
 from seerjax.rollout import groups as groups_lib
-from seerjax.run import self_test
+from seerjax.run import config as config_lib, drafter as drafter_lib, self_test
 from seerjax.tasks import base
 from seerjax.types import Completion, Request
 
@@ -148,7 +148,7 @@ class Asker:
     engine = dataclasses.replace(job.engine, row_buckets=ROW_BUCKETS)
     job = dataclasses.replace(job, num_instances=1, engine=engine)
     self.policy = grpo.load_policy(workload.model, job.numerics)
-    self._job = job = rl.for_model(job, self.policy.model)
+    self._job = job = config_lib.for_model(job, self.policy.model)
     self._task = base.load(job.task)
     self._count = groups_lib.num_problems(self._task, "train")
     self._num_posed = 0
@@ -164,7 +164,7 @@ class Asker:
     self.plain = self._engine(job.numerics, tiled_runner)
     self.untiled = self._engine(untiled, self._runner(untiled))
     self.drafting = self._engine(job.numerics, tiled_runner)
-    self.drafting.drafter = rl.drafter_for(self._job, self.drafting)
+    self.drafting.drafter = drafter_lib.drafter_for(self._job, self.drafting)
 
   def _runner(self, numerics: numerics_lib.NumericsConfig) -> runner_lib.Runner:
     buckets = self._job.engine.row_buckets

@@ -28,9 +28,10 @@ from scipy import stats
 
 from experiments import cells, configuration, ttt_discover
 from experiments.problems import names as names_lib
-from seerjax import metrics, numerics as numerics_lib, rl, ttt
+from seerjax import metrics, numerics as numerics_lib, ttt
 from seerjax.discovery import puct
 from seerjax.run import self_test
+from seerjax.run.programs import Programs
 
 # What stands in the place of an objective where nothing is learnt.
 OFF = "off"
@@ -131,7 +132,7 @@ def settings_of(grid: Grid) -> dict[str, Any]:
 
 
 def measure(
-  grid: Grid, cell: Cell, programs: dict[Any, rl.Programs]
+  grid: Grid, cell: Cell, programs: dict[Any, Programs]
 ) -> dict[str, Any]:
   """Runs a cell; returns its record. Runs of one shape share what they compile."""
   config = grid.config_of(cell)

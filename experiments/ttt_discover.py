@@ -29,7 +29,7 @@ import numpy as np
 
 from experiments import configuration, grpo
 from experiments.problems import names as names_lib
-from seerjax import metrics, numerics, rl, ttt, writers
+from seerjax import metrics, numerics, ttt, writers
 from seerjax.discovery import (
   archive as archive_lib,
   edits,
@@ -42,7 +42,14 @@ from seerjax.engine import engine as engine_lib
 from seerjax.models import transformer
 from seerjax.reports import discovery_report
 from seerjax.rollout import groups, policies
-from seerjax.run import progress as progress_lib, self_test, stops
+from seerjax.run import (
+  directory as directory_lib,
+  programs as programs_lib,
+  progress as progress_lib,
+  self_test,
+  stops,
+)
+from seerjax.run.config import TrainerConfig
 from seerjax.trainer import step as step_lib
 
 # The paper's attempts in four times its steps, so that a start is as new as can be: the search
@@ -62,7 +69,7 @@ FLAGSHIP = ttt.DiscoverConfig(
   engine=dataclasses.replace(
     ttt.DiscoverConfig().engine, max_sequences=128, row_buckets=(128,)
   ),
-  trainer=rl.TrainerConfig(rows_per_micro_batch=2048, sequences_per_micro_batch=64),
+  trainer=TrainerConfig(rows_per_micro_batch=2048, sequences_per_micro_batch=64),
 )
 
 # As published, for a language model that writes programs; question and thinking take 26,000 tokens.
@@ -74,7 +81,7 @@ PAPER = ttt.DiscoverConfig(
   numerics=numerics.NumericsConfig(reduction_shards=0),
   engine=engine_lib.EngineConfig(max_context=32_768),
   scheduler=policies.LongestGroupFirst(),
-  trainer=rl.TrainerConfig(remat="layer"),
+  trainer=TrainerConfig(remat="layer"),
   optimizer=step_lib.OptimizerConfig(
     learning_rate=4e-5, b2=0.95, max_gradient_norm=math.inf
   ),
@@ -253,7 +260,7 @@ def discover(argv: list[str]) -> None:
       f"--compare: got {environment.name}, which has neither a language of edits nor baselines,"
       " expected one of the two; leave the flag out."
     )
-  rl.check_directory(directory, resume=args.resume)
+  directory_lib.check_directory(directory, resume=args.resume)
   policy, chosen = None, config.numerics
   if config.model != "tiny":
     grpo.say_memory(config.run(environment), config.model)  # Before gigabytes are read.
@@ -264,8 +271,8 @@ def discover(argv: list[str]) -> None:
   policy = ttt.tiny_policy(config, environment) if policy is None else policy
   run = config.run(environment)
   if args.resume:
-    run = rl.as_begun(run, directory)
-  programs = rl.make_programs(run, policy.model)
+    run = directory_lib.as_begun(run, directory)
+  programs = programs_lib.make_programs(run, policy.model)
   with progress_lib.Progress(say) as progress, progress.phase("asking the model twice"):
     grpo.check_model(run, policy, programs, say=say, bitwise=args.bitwise, learns=config.train)
   try:

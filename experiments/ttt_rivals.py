@@ -31,9 +31,10 @@ import jax
 
 from experiments import cells, configuration, ttt_discover
 from experiments.problems import names as names_lib
-from seerjax import metrics, numerics as numerics_lib, rl, ttt
+from seerjax import metrics, numerics as numerics_lib, ttt
 from seerjax.discovery import puct
 from seerjax.run import self_test
+from seerjax.run.programs import Programs
 
 POLICY, NO_REUSE = "policy", "policy_without_reuse"
 RIVALS = ("classical", NO_REUSE, "random_edits", "tool_from_random_starts")
@@ -100,7 +101,7 @@ def measure(
   contest: Contest,
   cell: Cell,
   finished: dict[Any, dict[str, Any]],
-  programs: dict[Any, rl.Programs],
+  programs: dict[Any, Programs],
 ) -> dict[str, Any]:
   """Runs a cell, a rival for as long as its policy took; returns the cell's record."""
   config, environment = contest.config_of(cell), names_lib.load(cell.problem)

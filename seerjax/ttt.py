@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from seerjax import checkpoint, metrics, numerics as numerics_lib, parallel, rl, types, writers
+from seerjax import checkpoint, metrics, numerics as numerics_lib, parallel, types, writers
 from seerjax.discovery import (
   archive as archive_lib,
   edits,
@@ -48,7 +48,19 @@ from seerjax.engine import engine as engine_lib
 from seerjax.models import tokenizer as tokenizer_lib, transformer
 from seerjax.ops import rotary
 from seerjax.rollout import divided, groups, journal as journal_lib, policies
-from seerjax.run import progress as progress_lib, status as status_lib, stops as stops_lib, summary
+from seerjax.run import (
+  config as config_lib,
+  directory as directory_lib,
+  memory as memory_lib,
+  policy as policy_lib,
+  programs as programs_lib,
+  progress as progress_lib,
+  status as status_lib,
+  stops as stops_lib,
+  summary,
+)
+from seerjax.run.config import RunConfig, TrainerConfig
+from seerjax.run.programs import Programs
 from seerjax.trainer import advantages, entropic, losses, step as step_lib
 from seerjax.types import Completion, Problem, Request, Rollout, RolloutGroup, TrainState, Verdict
 
@@ -194,7 +206,7 @@ class DiscoverConfig:
     page_size=32, max_sequences=256, max_context=256, row_buckets=(256,)
   )
   scheduler: policies.LongestGroupFirst = policies.LongestGroupFirst(chunk_tokens=128)
-  trainer: rl.TrainerConfig = rl.TrainerConfig(
+  trainer: TrainerConfig = TrainerConfig(
     rows_per_micro_batch=4096, sequences_per_micro_batch=64
   )
   optimizer: step_lib.OptimizerConfig = step_lib.OptimizerConfig(
@@ -236,12 +248,12 @@ class DiscoverConfig:
         " (attempts of a group have to differ); 1 is usual."
       )
 
-  def run(self, environment: Environment) -> rl.RunConfig:
+  def run(self, environment: Environment) -> RunConfig:
     """Returns what the parts that this circle shares with `rl` go by."""
     max_tokens = max(self.programs.thinking_tokens, self.programs.answer_tokens)
     if self.model == "tiny":
       max_tokens = len(_language(environment).allowed)
-    return rl.RunConfig(
+    return RunConfig(
       seed=self.seed,
       num_steps=self.num_steps,
       num_instances=self.num_instances,
@@ -345,7 +357,7 @@ def discover(
   resume: bool = False,
   accept_new_numerics: bool = False,
   say: Callable[[str], None] = print,
-  programs: rl.Programs | None = None,
+  programs: Programs | None = None,
 ) -> Discovery:
   """Runs the circle.
 
@@ -360,7 +372,7 @@ def discover(
     resume: carry on from the latest checkpoint.
     accept_new_numerics: resume under another fingerprint, as a new epoch.
     say: takes lines for people: what is found, and at least every ten seconds what it is at.
-    programs: of `rl.make_programs`, to share between runs of one shape; its own if None.
+    programs: of `run.programs.make_programs`, to share between runs of one shape; its own if None.
 
   Raises:
     stops.Interrupted: on Ctrl-C or SIGTERM; what was found is saved.
@@ -398,7 +410,7 @@ def _discover(
   policy: Policy | None,
   resume: bool,
   accept_new_numerics: bool,
-  programs: rl.Programs | None,
+  programs: Programs | None,
   stops: stops_lib.Stops,
   progress: progress_lib.Progress,
 ) -> Discovery:
@@ -406,7 +418,7 @@ def _discover(
   clock = summary.RunClock()
   helped = environment_lib.helper_seconds(environment)
   cpu_start, judged = time.process_time() + helped, helped
-  rl.check_directory(directory, resume=resume)
+  directory_lib.check_directory(directory, resume=resume)
   if not resume and (directory / BEST).is_file():
     raise ValueError(
       f"{directory / BEST}: got the best artefact of another run, expected none; move it away, or"
@@ -415,25 +427,25 @@ def _discover(
   policy = tiny_policy(config, environment) if policy is None else policy
   given = config.run(environment)
   if resume:
-    given = rl.as_begun(given, directory)
-  run = rl.for_model(given, policy.model)
+    given = directory_lib.as_begun(given, directory)
+  run = config_lib.for_model(given, policy.model)
   config = dataclasses.replace(
     config, numerics=run.numerics, engine=run.engine, trainer=run.trainer
   )
   fingerprint = numerics_lib.fingerprint(config.numerics, config.trainer.remat)
-  own_programs = rl.make_programs(run, policy.model)  # Nothing is compiled yet.
+  own_programs = programs_lib.make_programs(run, policy.model)  # Nothing is compiled yet.
   programs = own_programs if programs is None else programs
   if programs.made_for != own_programs.made_for:
     raise ValueError(
-      "discover.programs: got programs of another config or model, expected rl.make_programs of"
-      " these; share them only between runs of one shape."
+      "discover.programs: got programs of another config or model, expected make_programs of these;"
+      " share them only between runs of one shape."
     )
   # The first weights are kept even where nothing pulls to them: how far they are is shown.
   run_with_base = dataclasses.replace(
     run, loss=dataclasses.replace(run.loss, kl_coefficient=1.0 if config.train else 0.0)
   )
-  memory = rl.memory_plan(run_with_base, policy.model)
-  state, step = rl.initial_state(run, policy), 0
+  memory = memory_lib.memory_plan(run_with_base, policy.model)
+  state, step = policy_lib.initial_state(run, policy), 0
   archive = first_archive(config, environment)
   start = archive_lib.best(archive).value
   totals = dict(tokens=0, cpu_seconds=0.0, judge_cpu_seconds=0.0, start=start, best=start)
@@ -477,7 +489,7 @@ def _discover(
           resume_step=step - 1,  # It counts steps from 0.
         )
       )
-    for sentence in rl.missing_records(directory, step, journal):
+    for sentence in directory_lib.missing_records(directory, step, journal):
       progress.say(sentence)
     if not resume:
       metrics.write_summary(directory / "config.json", settings | {"fingerprint": fingerprint})
@@ -488,11 +500,11 @@ def _discover(
           )
         # Learning begins here: with fresh moments, and with this as the base.
         policy = dataclasses.replace(policy, params=params)
-        state = rl.initial_state(run, policy)
-    base = rl.frozen_weights(run_with_base, policy)
+        state = policy_lib.initial_state(run, policy)
+    base = policy_lib.frozen_weights(run_with_base, policy)
     engine = engine_lib.Engine(
       policy.model,
-      rl.running_weights(run, state.params, base),
+      policy_lib.running_weights(run, state.params, base),
       numerics=config.numerics,
       config=memory.engine,
       key=numerics_lib.key(config.seed),
@@ -500,7 +512,7 @@ def _discover(
       policy_version=step,
       runner=programs.runner,
     )
-    if line := rl.chosen(given, run):
+    if line := config_lib.chosen(given, run):
       progress.say(line)
     progress.say(memory.describe())
     progress.say(engine.plan())
@@ -528,7 +540,7 @@ def _discover(
             "totals": totals,
             "clock": clock.read(),
             "config": settings,
-            "sizes": rl.chosen_sizes(run),
+            "sizes": config_lib.chosen_sizes(run),
           },
           fingerprint=fingerprint,
           accept_new_numerics=accept_new_numerics,
@@ -564,7 +576,7 @@ def _discover(
                 config, run, programs.trainer, state, sampled, base, before_update=put_off
               )
               engine.set_params(
-                rl.running_weights(run, new_state.params, base), policy_version=step + 1
+                policy_lib.running_weights(run, new_state.params, base), policy_version=step + 1
               )
           tokens = sum(len(said.completion.tokens) for said in sequences(sampled))
           done = dict(
@@ -778,7 +790,7 @@ def objective_of(config: ObjectiveConfig, sampled: Sampled) -> tuple[np.ndarray,
 
 def learn(
   config: DiscoverConfig,
-  run: rl.RunConfig,
+  run: RunConfig,
   trainer: step_lib.Trainer,
   state: TrainState,
   sampled: Sampled,
@@ -794,9 +806,10 @@ def learn(
   values, numbers = objective_of(config.objective, sampled)
   # Each sequence of an attempt has its advantage.
   counts = [len(said) for group in sampled.said for said in group]
-  batch = rl.pack(run, as_groups(sequences(sampled)), np.repeat(values.ravel(), counts)[:, None])
+  each = np.repeat(values.ravel(), counts)[:, None]
+  batch = programs_lib.pack(run, as_groups(sequences(sampled)), each)
   if base is not None:
-    reference = trainer.scores(rl.reference_weights(run, state, base), batch).logprob
+    reference = trainer.scores(policy_lib.reference_weights(run, state, base), batch).logprob
     # What sampled is, to the bit, what the trainer scores: the first is at hand.
     chosen = (batch.behaviour_logprobs, reference, batch.loss_mask)
     numbers["objective/kl_to_base"] = entropic.kl_to_base(*chosen)
@@ -807,7 +820,7 @@ def learn(
         )
       )
   gradient, means, scores = trainer.gradient(
-    rl.running_weights(run, state.params, base), batch, losses.denominators(batch), None
+    policy_lib.running_weights(run, state.params, base), batch, losses.denominators(batch), None
   )
   gap = step_lib.rollout_gap(scores, batch)
   before_update()
@@ -822,7 +835,7 @@ def learn(
 
 
 def warm_start(
-  run: rl.RunConfig,
+  run: RunConfig,
   config: DiscoverConfig,
   environment: Environment,
   writer: writers.Edits,
@@ -868,8 +881,8 @@ def warm_start(
     for first in range(0, len(examples), size):
       part = examples[first : first + size]
       # Advantage 1 for all: the likelihood of what they say goes up.
-      batch = rl.pack(run, as_groups(part), np.ones((len(part), 1), np.float32))
-      params = rl.running_weights(run, state.params, None)
+      batch = programs_lib.pack(run, as_groups(part), np.ones((len(part), 1), np.float32))
+      params = policy_lib.running_weights(run, state.params, None)
       gradient, _, _ = trainer.gradient(params, batch, losses.denominators(batch), None)
       state, _ = trainer.update(state, gradient)
   return state.params
@@ -907,7 +920,7 @@ def writer_of(
       f"DiscoverConfig.model: got {config.model!r} and a policy without a tokenizer, expected one;"
       " pass the model's own."
     )
-  tokenizer = rl.chatting(policy.tokenizer, config.chat)
+  tokenizer = policy_lib.chatting(policy.tokenizer, config.chat)
   return writers.Programs(environment, group, config.programs, tokenizer, context)
 
 

@@ -39,7 +39,6 @@ BESIDE = {
   "ops": {"parallel"},
   "checkpoint": {"parallel", "metrics"},
   "rollout": {"speculation"},
-  "ttt": {"rl"},
 }
 # Of the extra `problems`: only what lies outside the wheel may need them.
 EXTRAS = {"scipy", "highspy"}

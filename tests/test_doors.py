@@ -39,7 +39,10 @@ from seerjax.rollout import (
   journal,
   policies,
 )
-from seerjax.run import evaluation, off_policy
+from seerjax.run import evaluation, off_policy, programs as programs_lib
+from seerjax.run.config import RunConfig, TrainerConfig
+from seerjax.run.policy import Policy
+from seerjax.run.programs import Programs
 from seerjax.speculation import budget
 from seerjax.tasks import base
 from seerjax.trainer import advantages, entropic, losses, packing, step
@@ -64,12 +67,12 @@ NUMERICS = tiny_model.ONE_SLAB
 SIZES = EngineConfig(
   page_size=8, num_pages=9, max_sequences=4, max_context=64, row_buckets=(8,)
 )
-RUN = rl.RunConfig(
+RUN = RunConfig(
   num_steps=1,
   numerics=NUMERICS,
   engine=SIZES,
   rollout=groups_lib.RolloutConfig(groups_per_step=1, group_size=2, max_tokens=4),
-  trainer=rl.TrainerConfig(rows_per_micro_batch=64, sequences_per_micro_batch=4),
+  trainer=TrainerConfig(rows_per_micro_batch=64, sequences_per_micro_batch=4),
   evaluation=evaluation.EvaluationConfig(num_problems=1),
 )
 
@@ -235,7 +238,7 @@ class Doors:
     huggingface.save(self.folder / name, params, config, **changes)
 
   def train(self, task: Any = None, *, directory: Any = "run", programs=None, **changes) -> Any:
-    policy = rl.Policy(MODEL, TOKENIZER, tiny_model.random_master(MODEL, NUMERICS))
+    policy = Policy(MODEL, TOKENIZER, tiny_model.random_master(MODEL, NUMERICS))
     resume = changes.pop("resume", False)
     return rl.train(
       dataclasses.replace(RUN, **changes), policy, Own() if task is None else task,
@@ -283,7 +286,7 @@ def stored(path: pathlib.Path) -> Any:
   return stores.open_store(kv_pool.KVPoolConfig(disk=str(path)))
 
 
-def run(**changes) -> rl.RunConfig:
+def run(**changes) -> RunConfig:
   return dataclasses.replace(RUN, **changes)
 
 
@@ -291,11 +294,11 @@ def longer() -> groups_lib.RolloutConfig:
   return dataclasses.replace(RUN.rollout, max_tokens=5000)
 
 
-def mini_batches() -> rl.TrainerConfig:
+def mini_batches() -> TrainerConfig:
   return dataclasses.replace(RUN.trainer, num_mini_batches=2)
 
 
-def rows_of(count: int) -> rl.TrainerConfig:
+def rows_of(count: int) -> TrainerConfig:
   return dataclasses.replace(RUN.trainer, rows_per_micro_batch=count)
 
 
@@ -303,8 +306,8 @@ def pages_of(size: int) -> EngineConfig:
   return dataclasses.replace(SIZES, page_size=size)
 
 
-def others() -> rl.Programs:
-  return rl.make_programs(run(lora_rank=2), MODEL)
+def others() -> Programs:
+  return programs_lib.make_programs(run(lora_rank=2), MODEL)
 
 
 LONGEST = policies.LongestGroupFirst
@@ -486,24 +489,24 @@ FIELDS: list[tuple[Callable[..., Any], str, Any, str, str]] = [
   (groups_lib.RolloutConfig, "top_p", 0.0, "expected 0 < top_p <= 1", "1 keeps every"),
   (groups_lib.RolloutConfig, "top_k", -1, "expected 0 <= top_k < 2**31", "0 keeps every token"),
   (groups_lib.RolloutConfig, "min_p", 2.0, "expected 0 <= min_p <= 1", "0 drops no token"),
-  (rl.TrainerConfig, "num_mini_batches", 0, "expected at least 1", "1 is usual"),
-  (rl.TrainerConfig, "num_mini_batches", -1, "expected at least 1", "1 is usual"),
-  (rl.TrainerConfig, "max_rounds", 0, "expected at least 1", "1 is usual"),
-  (rl.TrainerConfig, "rows_per_micro_batch", -1, "expected at least 0", "lets the model"),
-  (rl.TrainerConfig, "sequences_per_micro_batch", -1, "expected at least 0", "lets the model"),
-  (rl.RunConfig, "seed", -1, "expected 0 <= seed < 2**63", "choose a smaller one"),
-  (rl.RunConfig, "seed", 2**63, "expected 0 <= seed < 2**63", "choose a smaller one"),
-  (rl.RunConfig, "seed", 2**65, "expected 0 <= seed < 2**63", "choose a smaller one"),
-  (rl.RunConfig, "num_steps", -1, "expected at least 0", "raise it"),
-  (rl.RunConfig, "num_instances", 0, "expected at least 1", "raise it"),
-  (rl.RunConfig, "num_instances", -2, "expected at least 1", "raise it"),
-  (rl.RunConfig, "num_instances", 100000, "expected at most 1024 (one a device)", "lower it"),
-  (rl.RunConfig, "checkpoint_every", 0, "expected at least 1", "raise it"),
-  (rl.RunConfig, "lora_rank", -1, "expected at least 0", "raise it"),
-  (rl.RunConfig, "lora_alpha", 0.0, "expected a positive number", "16 is usual"),
-  (rl.RunConfig, "lora_alpha", NAN, "expected a positive number", "16 is usual"),
-  (rl.RunConfig, "lora_alpha", INF, "expected a positive number", "16 is usual"),
-  (rl.RunConfig, "lora_alpha", -1.0, "expected a positive number", "16 is usual"),
+  (TrainerConfig, "num_mini_batches", 0, "expected at least 1", "1 is usual"),
+  (TrainerConfig, "num_mini_batches", -1, "expected at least 1", "1 is usual"),
+  (TrainerConfig, "max_rounds", 0, "expected at least 1", "1 is usual"),
+  (TrainerConfig, "rows_per_micro_batch", -1, "expected at least 0", "lets the model"),
+  (TrainerConfig, "sequences_per_micro_batch", -1, "expected at least 0", "lets the model"),
+  (RunConfig, "seed", -1, "expected 0 <= seed < 2**63", "choose a smaller one"),
+  (RunConfig, "seed", 2**63, "expected 0 <= seed < 2**63", "choose a smaller one"),
+  (RunConfig, "seed", 2**65, "expected 0 <= seed < 2**63", "choose a smaller one"),
+  (RunConfig, "num_steps", -1, "expected at least 0", "raise it"),
+  (RunConfig, "num_instances", 0, "expected at least 1", "raise it"),
+  (RunConfig, "num_instances", -2, "expected at least 1", "raise it"),
+  (RunConfig, "num_instances", 100000, "expected at most 1024 (one a device)", "lower it"),
+  (RunConfig, "checkpoint_every", 0, "expected at least 1", "raise it"),
+  (RunConfig, "lora_rank", -1, "expected at least 0", "raise it"),
+  (RunConfig, "lora_alpha", 0.0, "expected a positive number", "16 is usual"),
+  (RunConfig, "lora_alpha", NAN, "expected a positive number", "16 is usual"),
+  (RunConfig, "lora_alpha", INF, "expected a positive number", "16 is usual"),
+  (RunConfig, "lora_alpha", -1.0, "expected a positive number", "16 is usual"),
   (losses.LossConfig, "algorithm", "ppo", "expected one of ('grpo',", "'grpo' is usual"),
   (losses.LossConfig, "clip_low", -0.1, "expected 0 <= clip_low <= 1", "0.2 is usual, 1"),
   (losses.LossConfig, "clip_low", 1.5, "expected 0 <= clip_low <= 1", "0.2 is usual, 1"),

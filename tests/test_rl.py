@@ -29,7 +29,20 @@ from seerjax.engine import engine as engine_lib, runner as runner_lib
 from seerjax.models import lora, presets, tokenizer as tokenizer_lib, transformer
 from seerjax.reports import run_report
 from seerjax.rollout import divided, groups as groups_lib, journal as journal_lib, policies
-from seerjax.run import off_policy, status, stops
+from seerjax.run import (
+  config as config_lib,
+  directory as directory_lib,
+  memory as memory_lib,
+  off_policy,
+  policy as policy_lib,
+  programs as programs_lib,
+  status,
+  stops,
+)
+from seerjax.run.config import RunConfig, TrainerConfig
+from seerjax.run.evaluation import EvaluationConfig
+from seerjax.run.policy import Policy
+from seerjax.run.programs import Programs
 from seerjax.trainer import losses, step as step_lib
 from seerjax.types import Problem, Verdict
 
@@ -40,7 +53,7 @@ NANO = pathlib.Path(transformer.__file__).parent / "nano"
 # Its words are nano's.
 MODEL = dataclasses.replace(tiny_model.SMALLEST, vocab_size=512, num_layers=1)
 NUMERICS = tiny_model.ONE_SLAB
-CONFIG = rl.RunConfig(
+CONFIG = RunConfig(
   model="tiny",
   task="vowels",
   num_steps=4,
@@ -52,10 +65,10 @@ CONFIG = rl.RunConfig(
   rollout=groups_lib.RolloutConfig(groups_per_step=2, group_size=2, max_tokens=6),
   # Chunks end within answers.
   scheduler=policies.LongestGroupFirst(chunk_tokens=4),
-  trainer=rl.TrainerConfig(rows_per_micro_batch=64, sequences_per_micro_batch=4),
+  trainer=TrainerConfig(rows_per_micro_batch=64, sequences_per_micro_batch=4),
   loss=losses.dapo(),
   optimizer=step_lib.OptimizerConfig(learning_rate=0.01),
-  evaluation=rl.EvaluationConfig(num_problems=4),
+  evaluation=EvaluationConfig(num_problems=4),
 )
 PER_STEP = 4  # Rollouts of a step, and problems of an evaluation.
 SHOWN = 2  # Verdicts of the problem that a run's end shows, before and after.
@@ -114,10 +127,10 @@ def kill():
 
 
 @functools.cache
-def policy() -> rl.Policy:
+def policy() -> Policy:
   master = transformer.init(jax.random.key(0), MODEL, NUMERICS)
   master = jax.tree.map(lambda leaf: leaf * 4 if leaf.ndim > 1 else leaf, master)
-  return rl.Policy(MODEL, tokenizer_lib.load(NANO), master)
+  return Policy(MODEL, tokenizer_lib.load(NANO), master)
 
 
 @functools.cache
@@ -127,15 +140,15 @@ def runner(num_instances, numerics, has_adapters):
 
 
 @functools.cache
-def programs(config: rl.RunConfig) -> rl.Programs:
-  made = rl.make_programs(config, MODEL)
+def programs(config: RunConfig) -> Programs:
+  made = programs_lib.make_programs(config, MODEL)
   if config.stale.steps_ahead:
     return made  # Its devices are its own.
   shared = runner(config.num_instances, config.numerics, config.lora_rank > 0)
   return dataclasses.replace(made, runner=shared)
 
 
-def programs_of(config: rl.RunConfig) -> rl.Programs:
+def programs_of(config: RunConfig) -> Programs:
   """Compiled once for all configs that differ in what is not compiled."""
   return programs(
     dataclasses.replace(
@@ -428,7 +441,7 @@ def test_records_that_are_gone_are_named_and_end_no_run(whole, stopped_copy, how
 def test_the_summary_of_a_resumed_run_counts_all_its_processes(stopped_copy):
   before = checkpoint.restore(
     stopped_copy / "checkpoints",
-    jax.eval_shape(lambda: rl.initial_state(CONFIG, policy())),
+    jax.eval_shape(lambda: policy_lib.initial_state(CONFIG, policy())),
     fingerprint=numerics_lib.fingerprint(NUMERICS),
   ).host_state["clock"]
   began = time.monotonic()
@@ -479,8 +492,8 @@ def test_the_directory_of_a_run_is_refused_before_any_work(whole):
 def test_numbers_without_a_checkpoint_are_another_run_too(tmp_path):
   (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n')
   with pytest.raises(ValueError, match=r"another run \(its numbers\), expected none; carry on wi"):
-    rl.check_directory(tmp_path, resume=False)
-  rl.check_directory(tmp_path / "new", resume=False)
+    directory_lib.check_directory(tmp_path, resume=False)
+  directory_lib.check_directory(tmp_path / "new", resume=False)
 
 
 def test_nothing_to_resume_is_refused(tmp_path):
@@ -536,10 +549,10 @@ def test_a_tokenizer_that_says_other_things_is_refused():
   )
   message = "RunConfig.chat: got .*'Hi.'.* and a tokenizer with .*'Ho.'.*; set --config.chat alone"
   with pytest.raises(ValueError, match=message):
-    rl.chatting(own, tokenizer_lib.ChatConfig(system="Hi."))
+    policy_lib.chatting(own, tokenizer_lib.ChatConfig(system="Hi."))
   with pytest.raises(ValueError, match="RunConfig.chat"):
-    rl.chatting(own, tokenizer_lib.ChatConfig())
-  assert rl.chatting(own, own.chat_config) == own
+    policy_lib.chatting(own, tokenizer_lib.ChatConfig())
+  assert policy_lib.chatting(own, own.chat_config) == own
 
 
 def test_other_numerics_are_refused_with_both_values_or_begin_an_epoch(stopped_copy):
@@ -573,8 +586,8 @@ def test_other_numerics_are_refused_with_both_values_or_begin_an_epoch(stopped_c
     dict(engine=dataclasses.replace(CONFIG.engine, num_pages=65)),
     dict(engine=dataclasses.replace(CONFIG.engine, max_context=40)),
     dict(engine=dataclasses.replace(CONFIG.engine, max_sequences=3)),
-    dict(trainer=rl.TrainerConfig(rows_per_micro_batch=72, sequences_per_micro_batch=4)),
-    dict(trainer=rl.TrainerConfig(rows_per_micro_batch=64, sequences_per_micro_batch=5)),
+    dict(trainer=TrainerConfig(rows_per_micro_batch=72, sequences_per_micro_batch=4)),
+    dict(trainer=TrainerConfig(rows_per_micro_batch=64, sequences_per_micro_batch=5)),
   ],
 )
 def test_programs_of_another_config_are_refused(tmp_path, changes):
@@ -649,38 +662,38 @@ def test_a_task_that_cannot_judge_is_named_and_nothing_is_lost(whole, tmp_path, 
 @pytest.mark.parametrize(
   ("kind", "changes", "message"),
   [
-    (rl.TrainerConfig, dict(num_mini_batches=0), "TrainerConfig.num_mini_batches: got 0, expected"),
-    (rl.TrainerConfig, dict(max_rounds=0), "TrainerConfig.max_rounds: got 0, expected at least 1"),
-    (rl.RunConfig, dict(num_steps=-1), "RunConfig.num_steps: got -1, expected at least 0"),
-    (rl.RunConfig, dict(checkpoint_every=0), "RunConfig.checkpoint_every: got 0, expected at lea"),
-    (rl.RunConfig, dict(num_instances=0), "RunConfig.num_instances: got 0, expected at least 1"),
-    (rl.RunConfig, dict(lora_rank=-1), "RunConfig.lora_rank: got -1, expected at least 0"),
-    (rl.RunConfig, dict(lora_alpha=0.0), "RunConfig.lora_alpha: got 0.0, expected a positive"),
-    (rl.RunConfig, dict(lora_alpha=math.inf), "RunConfig.lora_alpha: got inf, expected a positive"),
+    (TrainerConfig, dict(num_mini_batches=0), "TrainerConfig.num_mini_batches: got 0, expected"),
+    (TrainerConfig, dict(max_rounds=0), "TrainerConfig.max_rounds: got 0, expected at least 1"),
+    (RunConfig, dict(num_steps=-1), "RunConfig.num_steps: got -1, expected at least 0"),
+    (RunConfig, dict(checkpoint_every=0), "RunConfig.checkpoint_every: got 0, expected at lea"),
+    (RunConfig, dict(num_instances=0), "RunConfig.num_instances: got 0, expected at least 1"),
+    (RunConfig, dict(lora_rank=-1), "RunConfig.lora_rank: got -1, expected at least 0"),
+    (RunConfig, dict(lora_alpha=0.0), "RunConfig.lora_alpha: got 0.0, expected a positive"),
+    (RunConfig, dict(lora_alpha=math.inf), "RunConfig.lora_alpha: got inf, expected a positive"),
     (
-      rl.RunConfig,
-      dict(trainer=rl.TrainerConfig(num_mini_batches=33)),
+      RunConfig,
+      dict(trainer=TrainerConfig(num_mini_batches=33)),
       "num_mini_batches: got 33, expected at most RolloutConfig.groups_per_step=32",
     ),
     (
-      rl.RunConfig,
+      RunConfig,
       dict(engine=engine_lib.EngineConfig(max_context=256)),
       "RolloutConfig.max_tokens: got 256, expected at most 255, because prompt and answer have to"
       " fit EngineConfig.max_context=256 and",
     ),
     (
-      rl.RunConfig,
-      dict(trainer=rl.TrainerConfig(rows_per_micro_batch=128)),
+      RunConfig,
+      dict(trainer=TrainerConfig(rows_per_micro_batch=128)),
       "got 256, expected at most 128, .*TrainerConfig.rows_per_micro_batch=128; lower it, or",
     ),
     (
-      rl.RunConfig,
-      dict(trainer=rl.TrainerConfig(overlong_buffer=257)),
+      RunConfig,
+      dict(trainer=TrainerConfig(overlong_buffer=257)),
       "TrainerConfig.overlong_buffer: got 257, expected 0 to RolloutConfig.max_tokens=256; a fifth",
     ),
     (
-      rl.RunConfig,
-      dict(trainer=rl.TrainerConfig(overlong_buffer=-1)),
+      RunConfig,
+      dict(trainer=TrainerConfig(overlong_buffer=-1)),
       "TrainerConfig.overlong_buffer: got -1, expected 0 to",
     ),
   ],
@@ -728,8 +741,8 @@ def groups_of(*, count=2, is_shuffled=False):
 
 
 def learn(groups, config=CONFIG):
-  state = rl.initial_state(config, policy())
-  base = rl.frozen_weights(config, policy())
+  state = policy_lib.initial_state(config, policy())
+  base = policy_lib.frozen_weights(config, policy())
   return rl.learn(config, programs_of(config).trainer, state, groups, base)
 
 
@@ -880,7 +893,7 @@ def known_of(directory):
 
 def learn_again(steps, known, *, state=None, config=CONFIG):
   task, lines = Vowels(), []
-  state = rl.initial_state(config, policy()) if state is None else state
+  state = policy_lib.initial_state(config, policy()) if state is None else state
   state = rl.learn_again(
     config, policy(), task, programs_of(config).trainer, state, steps, known, say=lines.append
   )
@@ -940,7 +953,7 @@ def test_the_reference_is_the_policy_of_the_start_also_after_a_resume(tmp_path):
   held, numbers = rl.learn(
     dataclasses.replace(CONFIG, loss=loss),
     programs_of(dataclasses.replace(CONFIG, loss=loss)).trainer,
-    rl.initial_state(CONFIG, policy()),
+    policy_lib.initial_state(CONFIG, policy()),
     groups_of(),
     jax.tree.map(lambda leaf: leaf * np.float32(1.1), policy().params),
   )
@@ -960,7 +973,7 @@ def test_adapters_learn_beside_frozen_weights(tmp_path):
     assert row["contract/max_abs_logprob_gap"] == row["contract/max_abs_raw_logprob_gap"] == 0.0
   # A fresh adapter says what the reference says.
   assert rows[0]["train/kl_reference"] == 0.0 < rows[2]["train/kl_reference"]
-  start = rl.initial_state(dataclasses.replace(CONFIG, **changes), policy())
+  start = policy_lib.initial_state(dataclasses.replace(CONFIG, **changes), policy())
   assert jax.tree.structure(expected.state.params) == jax.tree.structure(
     lora.shapes(MODEL, NUMERICS, 2)
   )
@@ -972,7 +985,7 @@ def test_adapters_learn_beside_frozen_weights(tmp_path):
   result = train(tmp_path / "parts", num_steps=3, resume=True, num_instances=2, **changes)
   assert_equal_bits(result.state, expected.state)
   config = dataclasses.replace(CONFIG, **changes)
-  merged = rl.exported_weights(config, policy(), expected.state)
+  merged = policy_lib.exported_weights(config, policy(), expected.state)
   assert jax.tree.structure(merged) == jax.tree.structure(policy().params)
   by_hand = 8.0 * (np.asarray(pair["a"])[None] @ np.asarray(pair["b"]))
   np.testing.assert_allclose(
@@ -982,7 +995,7 @@ def test_adapters_learn_beside_frozen_weights(tmp_path):
 
 def test_full_fine_tuning_exports_its_masters(whole):
   state = whole[1].state
-  assert rl.exported_weights(CONFIG, policy(), state) is state.params
+  assert policy_lib.exported_weights(CONFIG, policy(), state) is state.params
 
 
 def test_what_never_clips_is_written_as_json(tmp_path):
@@ -999,16 +1012,17 @@ def test_what_never_clips_is_written_as_json(tmp_path):
 
 
 def test_what_a_config_leaves_open_is_the_models_and_a_resume_keeps_it(tmp_path):
-  open_config = rl.RunConfig(engine=engine_lib.EngineConfig(max_context=512))
+  open_config = RunConfig(engine=engine_lib.EngineConfig(max_context=512))
   nano = presets.get("nano")
-  found = rl.for_model(open_config, nano)
-  assert rl.chosen(open_config, found) == (
+  found = config_lib.for_model(open_config, nano)
+  assert config_lib.chosen(open_config, found) == (
     "chosen for this model and context: numerics.reduction_shards=8,"
     " engine.row_buckets=(64, 512), trainer.rows_per_micro_batch=2048,"
     " trainer.sequences_per_micro_batch=32"
   )
-  assert rl.for_model(found, nano) == found and rl.chosen(found, found) == ""
-  sizes = rl.chosen_sizes(found) | {"sequences_per_micro_batch": 16, "row_buckets": [32, 256]}
+  assert config_lib.for_model(found, nano) == found and config_lib.chosen(found, found) == ""
+  chosen = config_lib.chosen_sizes(found)
+  sizes = chosen | {"sequences_per_micro_batch": 16, "row_buckets": [32, 256]}
   checkpoint.save(
     tmp_path / "checkpoints",
     0,
@@ -1016,16 +1030,17 @@ def test_what_a_config_leaves_open_is_the_models_and_a_resume_keeps_it(tmp_path)
     host_state={"sizes": sizes},
     fingerprint=numerics_lib.fingerprint(NUMERICS),
   )
-  resumed = rl.for_model(rl.as_begun(open_config, tmp_path), nano)
+  resumed = config_lib.for_model(directory_lib.as_begun(open_config, tmp_path), nano)
   assert resumed.trainer.sequences_per_micro_batch == 16
   assert resumed.engine.row_buckets == (32, 256)
   named = dataclasses.replace(
     open_config,
     engine=dataclasses.replace(open_config.engine, row_buckets=(16,)),
-    trainer=rl.TrainerConfig(sequences_per_micro_batch=8),
+    trainer=TrainerConfig(sequences_per_micro_batch=8),
   )
-  assert rl.as_begun(named, tmp_path).trainer.sequences_per_micro_batch == 8
-  assert rl.for_model(rl.as_begun(named, tmp_path), nano).engine.row_buckets == (16,)
+  assert directory_lib.as_begun(named, tmp_path).trainer.sequences_per_micro_batch == 8
+  begun = directory_lib.as_begun(named, tmp_path)
+  assert config_lib.for_model(begun, nano).engine.row_buckets == (16,)
 
 
 def test_a_run_that_cannot_fit_is_refused_with_the_figures():
@@ -1036,15 +1051,15 @@ def test_a_run_that_cannot_fit_is_refused_with_the_figures():
     r" one that fits; set TrainerConfig.remat=layer"
   )
   with pytest.raises(ValueError, match=message):
-    rl.memory_plan(rl.RunConfig(), model)
+    memory_lib.memory_plan(RunConfig(), model)
 
 
 def test_a_plan_is_counted_before_anything_is_taken():
-  plan = rl.memory_plan(CONFIG, MODEL)
-  two = rl.memory_plan(dataclasses.replace(CONFIG, num_instances=2), MODEL)
+  plan = memory_lib.memory_plan(CONFIG, MODEL)
+  two = memory_lib.memory_plan(dataclasses.replace(CONFIG, num_instances=2), MODEL)
   assert 0 < plan.needed < two.needed and plan.others == 0 < two.others
   assert plan.engine.num_pages > 0 and plan.pages > 0
   engine = dataclasses.replace(CONFIG.engine, gives_back_pages=True)
   back = dataclasses.replace(CONFIG, engine=engine)
-  assert rl.memory_plan(back, MODEL).needed < plan.needed
-  assert "that are given back" in rl.memory_plan(back, MODEL).describe()
+  assert memory_lib.memory_plan(back, MODEL).needed < plan.needed
+  assert "that are given back" in memory_lib.memory_plan(back, MODEL).describe()

@@ -20,7 +20,7 @@ import pytest
 import tiny_model
 import tiny_problem
 
-from seerjax import checkpoint, metrics, models, numerics as numerics_lib, rl, ttt, writers
+from seerjax import checkpoint, metrics, models, numerics as numerics_lib, ttt, writers
 from seerjax.discovery import (
   archive as archive_lib,
   edits,
@@ -32,7 +32,9 @@ from seerjax.discovery.programs import Attempt
 from seerjax.engine import engine as engine_lib
 from seerjax.models import tokenizer as tokenizer_lib, transformer
 from seerjax.rollout import policies
-from seerjax.run import status, stops
+from seerjax.run import policy as policy_lib, programs as programs_lib, status, stops
+from seerjax.run.config import TrainerConfig
+from seerjax.run.programs import Programs
 from seerjax.trainer import advantages, entropic, losses, step as step_lib
 from seerjax.types import Completion, Request
 
@@ -50,7 +52,7 @@ CONFIG = ttt.DiscoverConfig(
   ),
   # Chunks end within sentences.
   scheduler=policies.LongestGroupFirst(chunk_tokens=2),
-  trainer=rl.TrainerConfig(rows_per_micro_batch=64, sequences_per_micro_batch=8),
+  trainer=TrainerConfig(rows_per_micro_batch=64, sequences_per_micro_batch=8),
   optimizer=step_lib.OptimizerConfig(learning_rate=0.01),
 )
 PER_STEP = 16  # Attempts of a step.
@@ -65,10 +67,10 @@ def model() -> transformer.TransformerConfig:
 
 
 @functools.cache
-def programs(num_instances: int) -> rl.Programs:
+def programs(num_instances: int) -> Programs:
   """Compiled once for all runs."""
   config = dataclasses.replace(CONFIG, num_instances=num_instances)
-  return rl.make_programs(config.run(tiny_problem.Row()), model())
+  return programs_lib.make_programs(config.run(tiny_problem.Row()), model())
 
 
 def discover(directory, environment=None, *, config=CONFIG, resume=False, say=None, **changes):
@@ -119,7 +121,7 @@ def flipped(params, name="embed"):
 
 def abstract_state():
   params = ttt.tiny_policy(CONFIG, tiny_problem.Row()).params
-  state = rl.initial_state(CONFIG.run(tiny_problem.Row()), ttt.Policy(model(), params))
+  state = policy_lib.initial_state(CONFIG.run(tiny_problem.Row()), ttt.Policy(model(), params))
   return jax.eval_shape(lambda: dict(state=state, base=params))
 
 
@@ -544,7 +546,7 @@ AUTHOR = dataclasses.replace(
   engine=engine_lib.EngineConfig(
     page_size=16, num_pages=600, max_sequences=8, max_context=1024, row_buckets=(64,)
   ),
-  trainer=rl.TrainerConfig(rows_per_micro_batch=4096, sequences_per_micro_batch=8),
+  trainer=TrainerConfig(rows_per_micro_batch=4096, sequences_per_micro_batch=8),
 )
 
 
@@ -596,11 +598,11 @@ def test_a_language_models_run_that_died_goes_on_from_its_journal(tmp_path):
 def test_adapters_learn_from_both_sequences_of_an_attempt_to_the_bit():
   environment, policy = Describes(), author()
   run = AUTHOR.run(environment)
-  compiled = rl.make_programs(run, policy.model)
-  state, base = rl.initial_state(run, policy), rl.frozen_weights(run, policy)
+  compiled = programs_lib.make_programs(run, policy.model)
+  state, base = policy_lib.initial_state(run, policy), policy_lib.frozen_weights(run, policy)
   engine = engine_lib.Engine(
     policy.model,
-    rl.running_weights(run, state.params, base),
+    policy_lib.running_weights(run, state.params, base),
     numerics=AUTHOR.numerics,
     config=AUTHOR.engine,
     key=jax.random.key(AUTHOR.seed),
@@ -618,7 +620,8 @@ def test_adapters_learn_from_both_sequences_of_an_attempt_to_the_bit():
       state, numbers = ttt.learn(
         AUTHOR, run, compiled.trainer, state, found._replace(attempts=worth), base
       )
-      engine.set_params(rl.running_weights(run, state.params, base), policy_version=step + 1)
+      weights = policy_lib.running_weights(run, state.params, base)
+      engine.set_params(weights, policy_version=step + 1)
       every.append(numbers)
   for numbers in every:
     assert numbers["contract/kl"] == numbers["contract/max_abs_logprob_gap"] == 0.0
@@ -634,7 +637,7 @@ def sampled():
   """A first step's attempts and what they were sampled with: (sampled, state, base)."""
   environment = tiny_problem.Row()
   run, policy = CONFIG.run(environment), ttt.tiny_policy(CONFIG, environment)
-  state = rl.initial_state(run, policy)
+  state = policy_lib.initial_state(run, policy)
   base = transformer.compute_params(policy.params, CONFIG.numerics)
   engine = engine_lib.Engine(
     policy.model,
@@ -699,7 +702,7 @@ def test_a_step_learns_what_the_best_of_each_group_did(sampled):
   assert after.step == 1 and state.step == 0
   weights = transformer.compute_params(after.params, CONFIG.numerics)
   run = CONFIG.run(tiny_problem.Row())
-  batch = rl.pack(run, ttt.as_groups(ttt.sequences(found)), values.reshape(-1, 1))
+  batch = programs_lib.pack(run, ttt.as_groups(ttt.sequences(found)), values.reshape(-1, 1))
   moved = programs(1).trainer.scores(weights, batch).logprob - batch.behaviour_logprobs
   assert np.sum((moved * batch.advantages)[np.asarray(batch.loss_mask)]) > 0
 
@@ -712,7 +715,7 @@ def test_forced_tokens_get_no_gradient(sampled):
   answer = said("0/0/4", (1, 2))
   answer = answer._replace(request=dataclasses.replace(answer.request, prompt=before))
   run = CONFIG.run(tiny_problem.Row())
-  batch = rl.pack(run, ttt.as_groups([thought, answer]), np.ones((2, 1), np.float32))
+  batch = programs_lib.pack(run, ttt.as_groups([thought, answer]), np.ones((2, 1), np.float32))
   mask = np.asarray(batch.loss_mask)
   assert batch.targets[mask].tolist() == [*thought.completion.tokens, 1, 2]
 
@@ -867,7 +870,7 @@ def test_the_warm_start_teaches_to_say_valid_sentences():
   tiny = dataclasses.replace(CONFIG.tiny, warm_sentences=512, warm_passes=2)
   config = dataclasses.replace(CONFIG, tiny=tiny)
   run, policy = config.run(environment), ttt.tiny_policy(config, environment)
-  state, heard = rl.initial_state(run, policy), []
+  state, heard = policy_lib.initial_state(run, policy), []
   # Sentences that it has never seen: some can be applied, and digits of 6 never can.
   random, valid, never = np.random.default_rng(77), [], []
   with ttt.writer_of(config, environment, policy) as writer:
@@ -887,7 +890,7 @@ def test_the_warm_start_teaches_to_say_valid_sentences():
 
   def logprob(said: list[writers.Said], params: transformer.Params) -> float:
     """Nats a token."""
-    batch = rl.pack(run, ttt.as_groups(said), np.ones((len(said), 1), np.float32))
+    batch = programs_lib.pack(run, ttt.as_groups(said), np.ones((len(said), 1), np.float32))
     scores = programs(1).trainer.scores(transformer.compute_params(params, config.numerics), batch)
     return float(np.mean(scores.logprob[np.asarray(batch.loss_mask)]))
 

@@ -15,9 +15,9 @@ from ml_collections import config_flags
 import pytest
 
 from experiments import configuration, grpo
-from seerjax import rl
 from seerjax.models import tokenizer as tokenizer_lib
 from seerjax.run import stops
+from seerjax.run.config import RunConfig
 from seerjax.trainer import losses
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -164,7 +164,7 @@ def test_a_name_from_elsewhere_is_refused():
 
 def test_adapters_are_a_flag():
   assert parsed(grpo.main_job(), "--config.lora_rank=8").lora_rank == 8
-  assert isinstance(parsed(grpo.main_job()), rl.RunConfig)
+  assert isinstance(parsed(grpo.main_job()), RunConfig)
 
 
 def test_words_that_belong_to_no_flag_are_refused():

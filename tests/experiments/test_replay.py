@@ -19,6 +19,9 @@ from seerjax import checkpoint, numerics as numerics_lib, rl
 from seerjax.engine import engine as engine_lib
 from seerjax.models import huggingface, tokenizer as tokenizer_lib, transformer
 from seerjax.rollout import groups, journal as journal_lib
+from seerjax.run import policy as policy_lib
+from seerjax.run.config import RunConfig, TrainerConfig
+from seerjax.run.evaluation import EvaluationConfig
 from seerjax.trainer import losses, step as step_lib
 from seerjax.types import Problem, Verdict
 
@@ -49,7 +52,7 @@ class Silent(Letters):
 
 def run_letters(model: str, directory: pathlib.Path, **changes: Any) -> pathlib.Path:
   """A run of five steps that keeps the weights before steps 0 and 3, and the last."""
-  config = rl.RunConfig(
+  config = RunConfig(
     model=model,
     task=f"{__name__}:Silent",
     num_steps=5,
@@ -59,12 +62,12 @@ def run_letters(model: str, directory: pathlib.Path, **changes: Any) -> pathlib.
       page_size=8, num_pages=64, max_sequences=8, max_context=64, row_buckets=(16,)
     ),
     rollout=groups.RolloutConfig(groups_per_step=2, group_size=3, max_tokens=10),
-    trainer=rl.TrainerConfig(
+    trainer=TrainerConfig(
       rows_per_micro_batch=64, sequences_per_micro_batch=4, num_mini_batches=2, max_rounds=2
     ),
     loss=losses.dapo(),
     optimizer=step_lib.OptimizerConfig(learning_rate=0.01),
-    evaluation=rl.EvaluationConfig(num_problems=1),
+    evaluation=EvaluationConfig(num_problems=1),
   )
   config = dataclasses.replace(config, **changes)
   policy = grpo.load_policy(model, config.numerics)
@@ -103,7 +106,7 @@ def adapters(small: str, tmp_path_factory: pytest.TempPathFactory) -> pathlib.Pa
     num_steps=3,
     lora_rank=2,
     loss=losses.grpo(kl_coefficient=0.1),
-    trainer=rl.TrainerConfig(rows_per_micro_batch=64, sequences_per_micro_batch=4),
+    trainer=TrainerConfig(rows_per_micro_batch=64, sequences_per_micro_batch=4),
   )
 
 
@@ -277,7 +280,7 @@ def test_a_checkpoint_of_other_numerics_carries_what_was_sampled_after_it(
   policy = grpo.load_policy(config.model, config.numerics)
   restored = checkpoint.restore(
     run / "checkpoints",
-    jax.eval_shape(lambda: rl.initial_state(config, policy)),
+    jax.eval_shape(lambda: policy_lib.initial_state(config, policy)),
     fingerprint=numerics_lib.fingerprint(config.numerics),
     step=3,
   )

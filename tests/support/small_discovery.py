@@ -6,7 +6,7 @@ import dataclasses
 
 from seerjax import ttt
 from seerjax.engine.engine import EngineConfig
-from seerjax.rl import TrainerConfig
+from seerjax.run.config import TrainerConfig
 
 RUN = ttt.DiscoverConfig(
   num_steps=2,

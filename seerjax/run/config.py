@@ -1,0 +1,218 @@
+"""What one training run is told: `RunConfig`, its part on learning, and what is left to the model.
+
+A field of 0 or () that a model decides is filled by `for_model`; a resume takes it from the run's
+checkpoint (`directory.as_begun`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+from seerjax import numerics as numerics_lib, parallel
+from seerjax.engine import engine as engine_lib, sizes
+from seerjax.engine.kv import pool as kv_pool_lib
+from seerjax.models import tokenizer as tokenizer_lib, transformer
+from seerjax.rollout import groups as groups_lib, policies
+from seerjax.run import off_policy
+from seerjax.run.evaluation import EvaluationConfig
+from seerjax.speculation import budget as budget_lib
+from seerjax.trainer import losses, packing, step as step_lib
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainerConfig:
+  """How a step's groups become gradients.
+
+  Attributes:
+    rows_per_micro_batch: rows of one gradient program; 0 lets model and context decide
+      (`packing.derived_sizes`), never the memory that is free, for they shape a gradient's sums.
+    sequences_per_micro_batch: most sequences in it; scratch pages are kept for so many. 0 as above.
+    num_mini_batches: optimiser steps on one batch of rollouts; the first is exactly on-policy.
+    max_rounds: DAPO's dynamic sampling: groups whose rewards are all equal are replaced by the next
+      problems' for at most this many rounds; 1 keeps every group.
+    overlong_buffer: DAPO's overlong shaping: answers within this many tokens of `max_tokens` lose
+      reward linearly; 0 is off.
+    remat: what a gradient keeps of the forward pass: "none" computes nothing again; "layer" keeps
+      each layer's input alone, which takes a third more time and far less memory. Scores have the
+      same bits; sums of a gradient may be rounded elsewhere (beyond eight layers they are), so that
+      the fingerprint names it.
+  """
+
+  rows_per_micro_batch: int = 0
+  sequences_per_micro_batch: int = 0
+  num_mini_batches: int = 1
+  max_rounds: int = 1
+  overlong_buffer: int = 0
+  remat: transformer.Remat = "none"
+
+  def __post_init__(self):
+    if self.remat not in transformer.REMATS:
+      raise ValueError(
+        f"TrainerConfig.remat: got {self.remat!r}, expected one of {transformer.REMATS}; 'layer'"
+        " is for models whose activations do not fit."
+      )
+    for field, least, usual in (
+      ("rows_per_micro_batch", 0, "0, which lets the model decide,"),
+      ("sequences_per_micro_batch", 0, "0, which lets the model decide,"),
+      ("num_mini_batches", 1, 1), ("max_rounds", 1, 1),
+    ):  # fmt: skip
+      if (value := vars(self)[field]) < least:
+        raise ValueError(
+          f"TrainerConfig.{field}: got {value}, expected at least {least}; {usual} is usual."
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunConfig:
+  """One run, whole. Every field can be set as `--config.field`, nested ones by dots.
+
+  Attributes:
+    model: "nano", a Hugging Face directory, or a Hub id.
+    task: "word_problems", "countdown", "gsm8k", "module:Task" or "module:reward_function".
+    task_path: what the task reads, if it reads anything.
+    seed: decides problems and samples.
+    num_steps: rounds of the circle.
+    num_instances: devices that sample and learn side by side; changes no bit.
+    checkpoint_every: steps.
+    lora_rank: columns of the low-rank adapters that learn in place of the weights; 0 is full
+      fine-tuning.
+    lora_alpha: adapters count alpha / rank times.
+    numerics: what decides bits.
+    engine: sizes of the engine.
+    rollout: what a step samples.
+    chat: what every prompt says besides its problem, evaluations included.
+    scheduler: which request's next chunk runs, and where; changes no bit.
+    kv_pool: where keys of waiting requests go when their pages are needed; changes no bit.
+    budget: how much is drafted from the group's own texts, where it pays; changes no bit.
+    stale: whether it may learn from what older weights sampled, as a rival; by default it does not.
+    trainer: how it learns.
+    loss: the objective.
+    optimizer: the optax chain.
+    evaluation: held-out accuracy.
+  """
+
+  model: str = "nano"
+  task: str = "word_problems"
+  task_path: str = ""
+  seed: int = 0
+  num_steps: int = 40
+  num_instances: int = 1
+  checkpoint_every: int = 10
+  lora_rank: int = 0
+  lora_alpha: float = 16.0
+  numerics: numerics_lib.NumericsConfig = numerics_lib.NumericsConfig(reduction_shards=0)
+  engine: engine_lib.EngineConfig = engine_lib.EngineConfig()
+  rollout: groups_lib.RolloutConfig = groups_lib.RolloutConfig()
+  chat: tokenizer_lib.ChatConfig = tokenizer_lib.ChatConfig()
+  scheduler: policies.LongestGroupFirst = policies.LongestGroupFirst(chunk_tokens=128)
+  kv_pool: kv_pool_lib.KVPoolConfig = kv_pool_lib.KVPoolConfig()
+  budget: budget_lib.BudgetConfig = budget_lib.BudgetConfig()
+  stale: off_policy.StaleConfig = off_policy.StaleConfig()
+  trainer: TrainerConfig = TrainerConfig()
+  loss: losses.LossConfig = losses.LossConfig()
+  optimizer: step_lib.OptimizerConfig = step_lib.OptimizerConfig()
+  evaluation: EvaluationConfig = EvaluationConfig()
+
+  def __post_init__(self):
+    if not 0 <= self.seed < 2**63:
+      raise ValueError(
+        f"RunConfig.seed: got {self.seed}, expected 0 <= seed < 2**63; choose a smaller one."
+      )
+    if self.num_instances > parallel.MAX_INSTANCES:
+      raise ValueError(
+        f"RunConfig.num_instances: got {self.num_instances}, expected at most"
+        f" {parallel.MAX_INSTANCES} (one a device); lower it."
+      )
+    for field, least in (
+      ("num_steps", 0), ("num_instances", 1), ("checkpoint_every", 1), ("lora_rank", 0)
+    ):  # fmt: skip
+      if vars(self)[field] < least:
+        raise ValueError(
+          f"RunConfig.{field}: got {vars(self)[field]}, expected at least {least}; raise it."
+        )
+    if not 0 < self.lora_alpha < math.inf:
+      raise ValueError(
+        f"RunConfig.lora_alpha: got {self.lora_alpha}, expected a positive number; 16 is usual."
+      )
+    if self.stale.steps_ahead and self.num_instances < 2:
+      raise ValueError(
+        f"StaleConfig.steps_ahead: got {self.stale.steps_ahead} with num_instances="
+        f"{self.num_instances}, expected 2 or more (half of them sample while the others learn);"
+        " raise RunConfig.num_instances."
+      )
+    if self.stale.begun > 1 and self.trainer.max_rounds > 1:
+      raise ValueError(
+        f"StaleConfig.begun: got {self.stale.begun} with max_rounds={self.trainer.max_rounds},"
+        " expected one of them at 1; dynamic sampling needs whole steps."
+      )
+    if self.trainer.num_mini_batches > self.rollout.groups_per_step:
+      raise ValueError(
+        f"TrainerConfig.num_mini_batches: got {self.trainer.num_mini_batches}, expected at most"
+        f" RolloutConfig.groups_per_step={self.rollout.groups_per_step} (a group is not divided);"
+        " lower it or sample more groups."
+      )
+    most = self.rollout.max_tokens
+    # A prompt has one token at least, and the last token of an answer needs no row.
+    room = min(
+      self.engine.max_context - 1, self.trainer.rows_per_micro_batch or self.engine.max_context
+    )
+    if most > room:
+      raise ValueError(
+        f"RolloutConfig.max_tokens: got {most}, expected at most {room}, because prompt and answer"
+        f" have to fit EngineConfig.max_context={self.engine.max_context} and"
+        f" TrainerConfig.rows_per_micro_batch={self.trainer.rows_per_micro_batch}; lower it, or"
+        " raise those."
+      )
+    if not 0 <= self.trainer.overlong_buffer <= most:
+      raise ValueError(
+        f"TrainerConfig.overlong_buffer: got {self.trainer.overlong_buffer}, expected 0 to"
+        f" RolloutConfig.max_tokens={most}; a fifth of it is usual, 0 is off."
+      )
+
+
+def for_model(config: RunConfig, model: transformer.TransformerConfig) -> RunConfig:
+  """Returns the config with what it leaves to the model as the model decides it."""
+  trainer = config.trainer
+  rows, sequences = packing.derived_sizes(
+    context=min(config.engine.max_context, model.max_context),
+    bytes_per_position=2 * model.num_layers * model.num_kv_heads * model.head_dim * 4,
+    rows=trainer.rows_per_micro_batch,
+    sequences=trainer.sequences_per_micro_batch,
+  )
+  numerics = transformer.numerics_for(model, config.numerics)
+  return dataclasses.replace(
+    config,
+    numerics=numerics,
+    engine=sizes.with_buckets(config.engine, model, numerics),
+    trainer=dataclasses.replace(
+      trainer, rows_per_micro_batch=rows, sequences_per_micro_batch=sequences
+    ),
+  )
+
+
+def chosen(config: RunConfig, of_model: RunConfig) -> str:
+  """Returns one line on what a config left to the model (`for_model`); "" if nothing."""
+  names = [
+    f"{field}={new}"
+    for field, old, new in (
+      ("numerics.reduction_shards", config.numerics, of_model.numerics),
+      ("engine.row_buckets", config.engine, of_model.engine),
+      ("trainer.rows_per_micro_batch", config.trainer, of_model.trainer),
+      ("trainer.sequences_per_micro_batch", config.trainer, of_model.trainer),
+    )
+    for old, new in [(vars(part)[field.partition(".")[2]] for part in (old, new))]
+    if old != new
+  ]
+  return f"chosen for this model and context: {', '.join(names)}" if names else ""
+
+
+def chosen_sizes(config: RunConfig) -> dict[str, Any]:
+  """Returns what the model decided, where the config left it open, for a resume."""
+  return {
+    "reduction_shards": config.numerics.reduction_shards,
+    "row_buckets": list(config.engine.row_buckets),
+    "rows_per_micro_batch": config.trainer.rows_per_micro_batch,
+    "sequences_per_micro_batch": config.trainer.sequences_per_micro_batch,
+  }

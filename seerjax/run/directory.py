@@ -1,0 +1,104 @@
+"""A run's directory: what is refused, what a resume reads back, and what it misses."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from typing import Any
+
+from seerjax import checkpoint, metrics
+from seerjax.rollout import journal as journal_lib, trace as trace_lib
+from seerjax.run.config import RunConfig
+
+
+def check_directory(directory: pathlib.Path, *, resume: bool) -> None:
+  """Refuses a directory that cannot be begun or resumed.
+
+  Raises:
+    ValueError: if a new run would meet another one, or there is nothing to resume.
+  """
+  if directory.exists() and not directory.is_dir():
+    raise ValueError(
+      f"{directory}: got a file, expected a run's directory or nothing yet; choose another"
+      " --workdir."
+    )
+  latest = checkpoint.latest_step(directory / "checkpoints")
+  numbers = directory / metrics.FILE_NAME
+  if resume and latest is None:
+    raise ValueError(
+      f"{directory}: got no checkpoint to resume, expected one under {directory / 'checkpoints'};"
+      " start a new run without --resume, or name the run's directory with --workdir."
+    )
+  if not resume and (latest is not None or (numbers.is_file() and numbers.stat().st_size)):
+    found = "its numbers" if latest is None else f"a checkpoint after step {latest}"
+    raise ValueError(
+      f"{directory}: got the directory of another run ({found}), expected none; carry on with"
+      " --resume, choose another --workdir, or remove it."
+    )
+
+
+def as_begun(config: RunConfig, directory: pathlib.Path) -> RunConfig:
+  """Returns the config of a resume, with what it leaves open as the run's checkpoint has it."""
+  begun = checkpoint.read_host_state(directory / "checkpoints").get("sizes", {})
+  # JSON has lists.
+  begun = {name: tuple(size) if isinstance(size, list) else size for name, size in begun.items()}
+
+  def filled(part: Any) -> Any:
+    open_fields = {name: begun[name] for name in begun if vars(part).get(name) in (0, ())}
+    return dataclasses.replace(part, **open_fields)
+
+  return dataclasses.replace(
+    config,
+    numerics=filled(config.numerics),
+    engine=filled(config.engine),
+    trainer=filled(config.trainer),
+  )
+
+
+def missing_records(
+  directory: pathlib.Path, step: int, journal: journal_lib.Journal | None
+) -> list[str]:
+  """Returns a sentence for each file that lacks what whole steps had written: a run needs none.
+
+  Args:
+    directory: of a run that is resumed.
+    step: whole steps of it.
+    journal: of the run; None if it has none.
+
+  Raises:
+    ValueError: if the numbers are damaged before their end.
+  """
+  sentences = []
+  if journal is not None:
+    of_rollouts = journal.keys()
+    known = {key[0] for key in of_rollouts}
+    if missing := [one for one in range(step) if one not in known]:
+      sentences.append(
+        f"{journal.path}: got no rollouts of {len(missing)} of {step} steps, expected those of all;"
+        " the run goes on, but these steps can neither be read nor replayed: restore the file from"
+        " a copy if you need them."
+      )
+  path = directory / metrics.FILE_NAME
+  known = {row["step"] for row in metrics.read(path)} if path.is_file() else set()
+  if missing := [one for one in range(1, step + 1) if one not in known]:
+    sentences.append(
+      f"{path}: got no numbers of {len(missing)} of {step} steps, expected those of all; the run"
+      " goes on, but its report and summary lack them: restore the file from a copy if you need"
+      " them."
+    )
+  path = directory / trace_lib.FILE_NAME
+  if damaged := trace_lib.damaged_lines(path):
+    sentences.append(
+      f"{path}: got damage in line(s) {', '.join(map(str, damaged))}, expected a step's trace in"
+      " each; the run goes on, but its report lacks them: restore the file from a copy if you need"
+      " them."
+    )
+  return sentences
+
+
+def accuracy_at(directory: pathlib.Path, step: int) -> dict[str, float]:
+  """Reads the evaluation after a step back; empty if there was none or it was not finished."""
+  path = directory / metrics.FILE_NAME
+  rows = [row for row in metrics.read(path) if row["step"] == step] if path.is_file() else []
+  named = [(name, value) for row in rows for name, value in row.items()]
+  return {name.removeprefix("heldout/"): v for name, v in named if name.startswith("heldout/")}

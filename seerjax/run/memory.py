@@ -1,0 +1,119 @@
+"""What a run takes of memory, counted before anything is taken."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import jax
+
+from seerjax import host_memory
+from seerjax.engine import engine as engine_lib, sizes
+from seerjax.models import lora, transformer
+from seerjax.run import programs as programs_lib
+from seerjax.run.config import RunConfig, for_model
+from seerjax.trainer import plan as plan_lib
+
+
+class MemoryPlan(NamedTuple):
+  """What a run takes of memory, in bytes of its fullest device.
+
+  Attributes:
+    learning: masters, moments, gradient sums and the rest.
+    frozen: weights that do not learn, beside those that run.
+    pages: of the engine.
+    are_pages_given_back: while it learns.
+    held: by this process already, the policy's first weights included; of a CPU alone.
+    others: of all other devices together, where they share one memory; else 0.
+    free: now.
+    engine: sizes, with what was open decided.
+  """
+
+  learning: plan_lib.Plan
+  frozen: int
+  pages: int
+  are_pages_given_back: bool
+  held: int
+  others: int
+  free: float
+  engine: engine_lib.EngineConfig
+
+  @property
+  def needed(self) -> int:
+    """Bytes on top of what is held, at the most."""
+    while_learning = self.learning.learning + (0 if self.are_pages_given_back else self.pages)
+    return self.learning.kept + self.frozen + max(self.pages, while_learning) + self.others
+
+  def describe(self) -> str:
+    """Returns one line in MiB."""
+    mib = plan_lib.MIB
+    given_back = " that are given back while it learns" if self.are_pages_given_back else ""
+    others = f", {self.others / mib:,.0f} on the other devices" if self.others else ""
+    free = (
+      f"{self.free / mib:,.0f} are free" if self.free < math.inf else "nothing says what is free"
+    )
+    return (
+      f"memory, MiB a device: {self.learning.describe()}, {self.frozen / mib:,.0f} frozen weights,"
+      f" {self.pages / mib:,.0f} pages of the engine{given_back}{others}; at most"
+      f" {self.needed / mib:,.0f} beside the {self.held / mib:,.0f} held now, and {free}"
+    )
+
+
+def memory_plan(config: RunConfig, model: transformer.TransformerConfig) -> MemoryPlan:
+  """Returns what a run is going to take; nothing is computed or allocated.
+
+  Raises:
+    ValueError: with all figures, if that does not fit what is free.
+  """
+  config = for_model(config, model)
+  trainer, mesh = programs_lib.make_programs(config, model).trainer, programs_lib.meshes(config)[1]
+  dtype = config.numerics.dtype
+  masters = transformer.shapes(model, config.numerics.reduction_shards)
+  weights = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), masters)
+  whole_bytes = plan_lib.tree_bytes(weights)
+  if config.lora_rank:
+    adapter = lora.shapes(model, config.numerics, config.lora_rank)
+    attached = lambda base, adapter: lora.attach(base, adapter, 1.0)
+    weights = jax.eval_shape(attached, weights, adapter)
+  learning = trainer.plan(weights, programs_lib.layout(config), _most_micro_batches(config))
+  # Under adapters the frozen weights are those that run.
+  frozen = whole_bytes if config.loss.kl_coefficient and not config.lora_rank else 0
+  num_devices, is_cpu = mesh.devices.size, jax.default_backend() == "cpu"
+  free = sizes.free_bytes(mesh)
+  others = 0
+  if is_cpu:
+    free *= num_devices
+    of_each = max(learning.weights, whole_bytes) + frozen + learning.activations + learning.scratch
+    others = (num_devices - 1) * (of_each + learning.masters)
+  plan = MemoryPlan(
+    learning, frozen, 0, config.engine.gives_back_pages,
+    held=int(host_memory.resident_bytes()) if is_cpu else 0,
+    others=others, free=free, engine=config.engine,
+  )  # fmt: skip
+  if plan.needed > free:
+    raise ValueError(
+      f"RunConfig: got a run that takes more than there is ({plan.describe()}), expected one that"
+      " fits; set TrainerConfig.remat=layer, RunConfig.lora_rank or a bfloat16"
+      " NumericsConfig.compute_dtype, lower EngineConfig.max_context or"
+      " TrainerConfig.sequences_per_micro_batch, or free memory."
+    )
+  sharers = num_devices if is_cpu else 1
+  left = (free - plan.needed) / sharers
+  if plan.are_pages_given_back:
+    left += learning.learning / sharers
+  engine = sizes.fitted(config.engine, model, config.numerics, free_bytes=left)
+  page = sizes.page_bytes(model, config.numerics, page_size=engine.page_size)
+  return plan._replace(
+    engine=engine,
+    pages=engine.num_pages * page,
+    others=others + (num_devices - 1) * engine.num_pages * page if is_cpu else 0,
+  )
+
+
+def _most_micro_batches(config: RunConfig) -> int:
+  """Returns how many micro-batches an optimiser step has where every answer is a whole context."""
+  groups = -(-config.rollout.groups_per_step // config.trainer.num_mini_batches)
+  longest = min(config.engine.max_context - 1, config.trainer.rows_per_micro_batch)
+  fitting = max(1, config.trainer.rows_per_micro_batch // longest)
+  together = min(fitting, config.trainer.sequences_per_micro_batch)
+  return -(-groups * config.rollout.group_size // together)

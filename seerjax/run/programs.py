@@ -1,0 +1,87 @@
+"""A run's compiled programs, the devices that they run on, and the shapes of what they learn from.
+
+Runs of one shape in one process may share them: `make_programs`, once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+
+from seerjax import parallel
+from seerjax.engine import runner as runner_lib
+from seerjax.models import transformer
+from seerjax.run.config import RunConfig, for_model
+from seerjax.trainer import packing, step as step_lib
+from seerjax.types import RolloutGroup
+
+
+@dataclasses.dataclass(frozen=True)
+class Programs:
+  """A run's compiled programs. Runs of one shape in one process may share them."""
+
+  made_for: tuple[Any, ...]
+  trainer: step_lib.Trainer
+  runner: runner_lib.Runner
+
+
+def make_programs(config: RunConfig, model: transformer.TransformerConfig) -> Programs:
+  """Returns what a run compiles; nothing is compiled before it is first used."""
+  config = for_model(config, model)
+  sampling, learning = meshes(config)
+  trainer = step_lib.Trainer(
+    model,
+    config.numerics,
+    config.loss,
+    step_lib.make_optimizer(config.optimizer),
+    learning,
+    layout(config).num_pages,
+    config.engine.page_size,
+    config.trainer.remat,
+  )
+  runner = runner_lib.Runner(model, config.numerics, sampling, len(config.engine.row_buckets))
+  return Programs(_programs_key(config, model), trainer, runner)
+
+
+def meshes(config: RunConfig) -> tuple[jax.sharding.Mesh, jax.sharding.Mesh]:
+  """Returns where it samples and where it learns: everywhere, unless both go on at once."""
+  if not config.stale.steps_ahead:
+    mesh = parallel.make_mesh(num_instances=config.num_instances)
+    return mesh, mesh
+  half = config.num_instances // 2
+  return (
+    parallel.make_mesh(num_instances=half),
+    parallel.make_mesh(num_instances=config.num_instances - half, first=half),
+  )
+
+
+def _programs_key(config: RunConfig, model: transformer.TransformerConfig) -> tuple[Any, ...]:
+  return (
+    model, config.num_instances, config.stale.steps_ahead, config.lora_rank, config.numerics,
+    config.engine, layout(config), config.trainer.remat, config.loss, config.optimizer,
+  )  # fmt: skip
+
+
+def _packing_arguments(config: RunConfig) -> dict[str, Any]:
+  rows = config.trainer.rows_per_micro_batch
+  longest = min(config.engine.max_context, rows + 1)
+  return dict(
+    numerics=config.numerics,
+    page_size=config.engine.page_size,
+    rows_per_micro_batch=rows,
+    max_sequence_tokens=longest,
+    max_sequences=config.trainer.sequences_per_micro_batch,
+  )
+
+
+def layout(config: RunConfig) -> packing.Layout:
+  return packing.layout(**_packing_arguments(config))
+
+
+def pack(config: RunConfig, groups: Sequence[RolloutGroup], values: np.ndarray) -> Any:
+  """Returns the groups as one `TrainBatch` of the run's fixed shapes."""
+  return packing.pack(groups, values, **_packing_arguments(config))
