@@ -31,7 +31,7 @@ from seerjax import metrics, numerics as numerics_lib, parallel
 from seerjax.engine import engine as engine_lib, runner as runner_lib
 from seerjax.engine.kv.pool import KVPool, KVPoolConfig
 from seerjax.models import transformer
-from seerjax.reports import gantt, run_report
+from seerjax.reports import gantt, page
 from seerjax.rollout import groups, policies
 from seerjax.rollout.divided import DividedRollout
 from seerjax.run import self_test
@@ -211,15 +211,15 @@ def table(results: dict[str, dict[str, Any]]) -> str:
   return "\n".join(lines)
 
 
-def page(workload: Workload, rollouts: dict[str, DividedRollout]) -> str:
+def rollouts_page(workload: Workload, rollouts: dict[str, DividedRollout]) -> str:
   """Returns the systems' charts as one HTML page."""
   sections = []
   for name, rollout in rollouts.items():
     body = gantt.section(0, rollout.trace, workload.num_pages - 1)
-    sections.append(f"<h1>{run_report.escape(name)}</h1>{body}")
+    sections.append(f"<h1>{page.escape(name)}</h1>{body}")
   return (
     '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-    f"<title>Rollouts · SeerJAX</title><style>{run_report.STYLE}</style></head>\n"
+    f"<title>Rollouts · SeerJAX</title><style>{page.STYLE}</style></head>\n"
     f"<body><main>{''.join(sections)}</main></body></html>\n"
   )
 
@@ -293,7 +293,7 @@ def run(workload: Workload, directory: pathlib.Path) -> dict[str, dict[str, Any]
   record = {"workload": dataclasses.asdict(workload), "results": results}
   metrics.write_summary(directory / "results.json", json.loads(json.dumps(record)))
   (directory / "table.md").write_text(table(results) + "\n")
-  (directory / "rollouts.html").write_text(page(workload, rollouts), encoding="utf-8")
+  (directory / "rollouts.html").write_text(rollouts_page(workload, rollouts), encoding="utf-8")
   return results
 
 

@@ -27,7 +27,7 @@ import tiny_model
 from seerjax import checkpoint, metrics, numerics as numerics_lib, parallel, rl
 from seerjax.engine import engine as engine_lib, runner as runner_lib
 from seerjax.models import lora, presets, tokenizer as tokenizer_lib, transformer
-from seerjax.reports import run_report
+from seerjax.reports import run_directory, run_report
 from seerjax.rollout import divided, groups as groups_lib, journal as journal_lib, policies
 from seerjax.run import (
   config as config_lib,
@@ -431,7 +431,7 @@ def test_records_that_are_gone_are_named_and_end_no_run(whole, stopped_copy, how
   assert "traces.jsonl: got damage in line(s) 1, expected a step's trace in each; the run" in text
   assert_equal_bits(result.state, whole[1].state)
   assert [row["step"] for row in rows_of(stopped_copy)] == [3, 4, 4]
-  assert run_report.load(stopped_copy).traces.keys() == {1, 2, 3}
+  assert run_directory.load(stopped_copy).traces.keys() == {1, 2, 3}
   assert run_report.render(stopped_copy).is_file()
   said.clear()
   train(stopped_copy, resume=True, say=said.append, num_steps=5)

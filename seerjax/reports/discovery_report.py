@@ -1,4 +1,4 @@
-"""A discovery's report: what was found, how, and what it is worth beside others, on one page.
+"""A discovery's report: what was found, how, and what it is worth among others, on one page.
 
 It reads what `ttt.discover` leaves in its directory:
 
@@ -7,7 +7,7 @@ It reads what `ttt.discover` leaves in its directory:
   summary.json     the headline, and "rivals" if others ran  (there once the run has ended)
   config.json      the settings and the fingerprint
 
-Like every page of `seerjax.reports.run_report` it has no script and asks for nothing. The
+Like every page of `seerjax.reports` it has no script and asks for nothing. The
 artefact's picture is whatever the problem draws of it (`Environment.picture`): of its SVG only
 known shapes come through, under names of their own, without links.
 
@@ -32,8 +32,8 @@ import numpy as np
 
 from seerjax import metrics
 from seerjax.discovery.environment import Artefact, Environment
-from seerjax.reports import run_report
-from seerjax.reports.run_report import Chart, Frame
+from seerjax.reports import charts, page, run_directory, run_report
+from seerjax.reports.charts import Chart, Frame
 
 BEST = "best.json"
 BEST_FIELDS = ("problem", "value", "certificate", "artefact", "lineage", "tree")
@@ -151,7 +151,7 @@ class Found:
     date: of best.json, year-month-day in UTC.
   """
 
-  run: run_report.Run
+  run: run_directory.Run
   environment: Environment
   artefact: Artefact
   value: float
@@ -193,7 +193,7 @@ def load(run_dir: str | os.PathLike, environment: Environment) -> Found:
       " experiments.ttt_discover; pass its --workdir (other runs are drawn by python -m"
       " seerjax.reports.run_report)."
     )
-  best = run_report.read_json(path)
+  best = run_directory.read_json(path)
   try:
     missing = [name for name in BEST_FIELDS if name not in best]
     if missing:
@@ -231,7 +231,7 @@ def load(run_dir: str | os.PathLike, environment: Environment) -> Found:
     )
   written = datetime.datetime.fromtimestamp(path.stat().st_mtime, datetime.UTC)
   return Found(
-    run=run_report.load(run_dir),
+    run=run_directory.load(run_dir),
     environment=environment,
     artefact=best["artefact"],
     value=value,
@@ -260,26 +260,26 @@ def headline(found: Found) -> str:
   where = f"found in step {won}" if won else "the start itself"
   share = f"{100 * gain / abs(found.start):+.3g} % of the start" if found.start else ""
   tiles = [
-    (run_report.number(found.value, TILE_DIGITS), f"best value, {_direction(found)}", where),
-    (run_report.number(found.start, TILE_DIGITS), "start", "the best of them"),
+    (page.number(found.value, TILE_DIGITS), f"best value, {_direction(found)}", where),
+    (page.number(found.start, TILE_DIGITS), "start", "the best of them"),
     (_signed(gain, TILE_DIGITS), "gain", share),
   ]
   sizes = [run.config.get(name) for name in ("groups_per_step", "group_size")]
   if all(isinstance(size, int) for size in sizes):
     attempts = found.num_steps * math.prod(size for size in sizes if size is not None)
-    tiles.append((run_report.number(attempts), "attempts", f"{found.num_steps} of {planned} steps"))
+    tiles.append((page.number(attempts), "attempts", f"{found.num_steps} of {planned} steps"))
   seconds = _cpu_seconds(found)
   if seconds is not None:
     judge = run.summary.get("judge_cpu_seconds")
-    note = "" if judge is None else f"edits and verdicts: {run_report.number(judge, 3)}"
+    note = "" if judge is None else f"edits and verdicts: {page.number(judge, 3)}"
     whole = round(seconds) if seconds >= 100 else seconds
-    tiles.append((run_report.number(whole), "CPU seconds", note))
+    tiles.append((page.number(whole), "CPU seconds", note))
   if "contract/max_abs_logprob_gap" in run.curves:
     gap = float(np.max(run.curves["contract/max_abs_logprob_gap"][1]))
     tiles.append(
-      (run_report.number(gap), "log-probability gap", "nats, engine to trainer, at most")
+      (page.number(gap), "log-probability gap", "nats, engine to trainer, at most")
     )
-  return run_report.header(f"discovery · {run.name}", found.environment.name, tiles)
+  return page.header(f"discovery · {run.name}", found.environment.name, tiles)
 
 
 def _direction(found: Found) -> str:
@@ -287,7 +287,7 @@ def _direction(found: Found) -> str:
 
 
 def _signed(value: float, digits: int) -> str:
-  return f"{'+' if value >= 0 else '−'}{run_report.number(abs(value), digits)}"
+  return f"{'+' if value >= 0 else '−'}{page.number(abs(value), digits)}"
 
 
 def _cpu_seconds(found: Found) -> float | None:
@@ -298,7 +298,7 @@ def _cpu_seconds(found: Found) -> float | None:
 
 
 def artefact_section(found: Found, picture: str) -> str:
-  """What was found, drawn by the problem, beside what others have published.
+  """What was found, drawn by the problem, next to what others have published.
 
   Args:
     found: the run.
@@ -311,7 +311,7 @@ def artefact_section(found: Found, picture: str) -> str:
   )
   return (
     f'<h2>The best artefact</h2><div class="grid2"><figure>{picture}'
-    f'<p class="note">{run_report.escape(certificate)} All of it is in {BEST}.</p></figure>'
+    f'<p class="note">{page.escape(certificate)} All of it is in {BEST}.</p></figure>'
     f"{_published(found)}</div>"
   )
 
@@ -336,15 +336,15 @@ def _published(found: Found) -> str:
   rows.sort(key=lambda row: -row[0] if found.environment.is_maximised else row[0])
   text = "".join(
     f'<tr class="{"theirs" if verdict else "ours"}">'
-    + _cells(run_report.number(value, VALUE_DIGITS), who, when, source, verdict)
+    + _cells(page.number(value, VALUE_DIGITS), who, when, source, verdict)
     + "</tr>"
     for value, who, when, source, verdict in rows
   )
-  rivals = [one.value for one in published if one.is_comparable]
-  beaten = sum(found.gain(value) > 0 for value in rivals)
+  comparable = [one.value for one in published if one.is_comparable]
+  beaten = sum(found.gain(value) > 0 for value in comparable)
   claim = (
-    f"This run is better than {beaten} of {len(rivals)} published values."
-    if rivals
+    f"This run is better than {beaten} of {len(comparable)} published values."
+    if comparable
     else "They are of other inputs, so that this run beats none of them."
   )
   return (
@@ -357,7 +357,7 @@ def _published(found: Found) -> str:
 
 
 def _cells(*texts: str) -> str:
-  return "".join(f"<td>{run_report.escape(text)}</td>" for text in texts)
+  return "".join(f"<td>{page.escape(text)}</td>" for text in texts)
 
 
 def _comparison(found: Found, other: float) -> str:
@@ -366,22 +366,22 @@ def _comparison(found: Found, other: float) -> str:
   gain = found.gain(other)
   if not gain:
     return "equal"
-  return f"{'better' if gain > 0 else 'worse'} by {run_report.number(abs(gain), 3)}"
+  return f"{'better' if gain > 0 else 'worse'} by {page.number(abs(gain), 3)}"
 
 
-def rivals_section(found: Found) -> str:
+def baselines_section(found: Found) -> str:
   """What others found on this problem in the same CPU time."""
-  rivals = found.run.summary.get("rivals")
-  if not rivals or not isinstance(rivals, dict):
+  baselines = found.run.summary.get("rivals")  # The name in the files.
+  if not baselines or not isinstance(baselines, dict):
     return ""
-  values = {name: float(metrics.decode_number(value)) for name, value in rivals.items()}
+  values = {name: float(metrics.decode_number(value)) for name, value in baselines.items()}
   seconds = _cpu_seconds(found)
   budget = "as many CPU seconds" if seconds is None else f"{seconds:.0f} CPU seconds"
   rows = "".join(
     "<tr>"
     + _cells(
       name.replace("_", " "),
-      "nothing valid" if math.isnan(value) else run_report.number(value, VALUE_DIGITS),
+      "nothing valid" if math.isnan(value) else page.number(value, VALUE_DIGITS),
       _comparison(found, value),
     )
     + "</tr>"
@@ -389,7 +389,7 @@ def rivals_section(found: Found) -> str:
   )
   return (
     "<h2>Others, at equal CPU time</h2>"
-    f'<p class="lead">Each had {run_report.escape(budget)}, like this run.'
+    f'<p class="lead">Each had {page.escape(budget)}, like this run.'
     ' One seed each.</p><figure><div class="scroll"><table class="ranks"><tr><th>method</th>'
     f"<th>best value</th><th>this run is</th></tr>{rows}</table></div></figure>"
   )
@@ -400,11 +400,11 @@ def path_section(found: Found) -> str:
   rows, before = "", None
   for state in found.lineage:
     change = "" if before is None else _signed(state.value - before, 6)
-    cells = (str(state.step), run_report.number(state.value, VALUE_DIGITS), change, _tokens(state))
+    cells = (str(state.step), page.number(state.value, VALUE_DIGITS), change, _tokens(state))
     rows += f"<tr>{_cells(*cells)}</tr>"
     before = state.value
   return (
-    f'<h2>The way there</h2><div class="grid2">{run_report.line_chart(BEST_CHART, found.run)}'
+    f'<h2>The way there</h2><div class="grid2">{charts.line_chart(BEST_CHART, found.run)}'
     f"{lineage_chart(found)}</div><details><summary>Ancestors of the best, and the tokens that"
     ' made them</summary><div class="scroll"><table class="ranks"><tr><th>step</th><th>value</th>'
     f"<th>change</th><th>tokens</th></tr>{rows}</table></div></details>"
@@ -433,12 +433,12 @@ def lineage_chart(found: Found) -> str:
   margin = 0.08 * (high - low) or 0.1 * abs(high) or 1.0
   last_step = max(found.num_steps, states[-1].step, 1)
   frame = Frame((0.0, float(last_step)), (low - margin, high + margin))
-  parts = [frame.axes("step", run_report.axis_number)]
+  parts = [frame.axes("step", page.axis_number)]
   if not math.isnan(goal):
-    y, words = frame.y(goal), f"published: {run_report.number(goal, VALUE_DIGITS)}"
+    y, words = frame.y(goal), f"published: {page.number(goal, VALUE_DIGITS)}"
     parts.append(
-      f'<line class="mean c1" x1="{run_report.LEFT}" x2="{run_report.WIDTH - run_report.RIGHT}"'
-      f' y1="{y:.1f}" y2="{y:.1f}"><title>{run_report.escape(words)}</title></line>'
+      f'<line class="mean c1" x1="{charts.LEFT}" x2="{charts.WIDTH - charts.RIGHT}"'
+      f' y1="{y:.1f}" y2="{y:.1f}"><title>{page.escape(words)}</title></line>'
     )
   places = {state.id: (frame.x(state.step), frame.y(state.value)) for state in found.tree}
   branches = [
@@ -448,19 +448,19 @@ def lineage_chart(found: Found) -> str:
   ]
   if branches:
     parts.append(f'<path class="raw" d="{"".join(branches)}"/>')
-  line = run_report.polyline(
+  line = charts.polyline(
     frame,
     np.array([state.step for state in states], float),
     np.array([state.value for state in states]),
   )
   parts.append(f'<path class="line" d="{line}"/>')
   for state in states:
-    words = f"step {state.step}: {run_report.number(state.value, VALUE_DIGITS)}"
+    words = f"step {state.step}: {page.number(state.value, VALUE_DIGITS)}"
     if state.tokens:
       words += f"\ntokens {_tokens(state)}"
     parts.append(
       f'<circle class="dot" cx="{frame.x(state.step):.1f}" cy="{frame.y(state.value):.1f}" r="4">'
-      f"<title>{run_report.escape(words)}</title></circle>"
+      f"<title>{page.escape(words)}</title></circle>"
     )
   note = (
     "dots: ancestors of the best, each made from the one before; faint: all else that was kept of"
@@ -471,11 +471,11 @@ def lineage_chart(found: Found) -> str:
     '<figure><figcaption><h3>Lineage of the best</h3><div class="keys"><span class="key k0">'
     f"<b>{len(states)}</b> of {len(found.tree)} states</span></div></figcaption>"
     f"{frame.svg('Lineage of the best', ''.join(parts))}"
-    f'<p class="note">{run_report.escape(note)}</p></figure>'
+    f'<p class="note">{page.escape(note)}</p></figure>'
   )
 
 
-def rewards_chart(run: run_report.Run) -> str:
+def rewards_chart(run: run_directory.Run) -> str:
   """Returns the distribution of rewards over the steps as a figure; empty if the run has none."""
   chart = REWARD_CHART
   if not {*chart.names} <= {*run.curves}:
@@ -487,32 +487,32 @@ def rewards_chart(run: run_report.Run) -> str:
   margin = 0.08 * (high - low) or 0.1 * abs(high) or 1.0
   last_step = max(float(steps[-1]), float(steps[0]) + 1)
   frame = Frame((float(steps[0]), last_step), (low - margin, high + margin))
-  parts = [frame.axes("step", run_report.axis_number)]
+  parts = [frame.axes("step", page.axis_number)]
   for least, most in zip(levels[:middle], levels[:middle:-1], strict=True):
     # There along the upper edge, and back along the lower one.
-    edge = run_report.polyline(
+    edge = charts.polyline(
       frame, np.concatenate([steps, steps[::-1]]), np.concatenate([most, least[::-1]])
     )
     parts.append(f'<path class="bar" fill-opacity="0.18" d="{edge}Z"/>')
-  parts.append(f'<path class="line" d="{run_report.polyline(frame, steps, median)}"/>')
-  parts.append(f'<path class="line c1" d="{run_report.polyline(frame, steps, mean)}"/>')
+  parts.append(f'<path class="line" d="{charts.polyline(frame, steps, median)}"/>')
+  parts.append(f'<path class="line c1" d="{charts.polyline(frame, steps, mean)}"/>')
   heads = "".join(
-    f'<span class="key k{i}">{label} <b>{run_report.number(float(ends[0]), 4)} →'
-    f" {run_report.number(float(ends[-1]), 4)}</b></span>"
+    f'<span class="key k{i}">{label} <b>{page.number(float(ends[0]), 4)} →'
+    f" {page.number(float(ends[-1]), 4)}</b></span>"
     for i, (label, ends) in enumerate((("median", median), ("mean", mean)))
   )
   return (
     f'<figure><figcaption><h3>{chart.title}</h3><div class="keys">{heads}</div></figcaption>'
     f"{frame.svg(chart.title, ''.join(parts))}"
-    f'<p class="note">{run_report.escape(chart.note)}</p></figure>'
+    f'<p class="note">{page.escape(chart.note)}</p></figure>'
   )
 
 
 def search_section(found: Found) -> str:
   """What the attempts were worth, and what became of the archive."""
-  charts = rewards_chart(found.run)
-  charts += "".join(run_report.line_chart(chart, found.run) for chart in SEARCH_CHARTS)
-  return f'<h2>Search</h2><div class="grid3">{charts}</div>' if charts else ""
+  figures = rewards_chart(found.run)
+  figures += "".join(charts.line_chart(chart, found.run) for chart in SEARCH_CHARTS)
+  return f'<h2>Search</h2><div class="grid3">{figures}</div>' if figures else ""
 
 
 def learning_section(found: Found) -> str:
@@ -522,8 +522,8 @@ def learning_section(found: Found) -> str:
       '<h2>Learning</h2><p class="lead">Training was off: the weights that began sampled every'
       " attempt.</p>"
     )
-  charts = "".join(run_report.line_chart(chart, found.run) for chart in LEARNING_CHARTS)
-  return f'<h2>Learning</h2><div class="grid3">{charts}</div>' if charts else ""
+  figures = "".join(charts.line_chart(chart, found.run) for chart in LEARNING_CHARTS)
+  return f'<h2>Learning</h2><div class="grid3">{figures}</div>' if figures else ""
 
 
 def record_section(found: Found) -> str:
@@ -532,15 +532,15 @@ def record_section(found: Found) -> str:
   if len(text) > MAX_ARTEFACT_TEXT:
     text = f"{text[:MAX_ARTEFACT_TEXT]} … {len(text) - MAX_ARTEFACT_TEXT} more characters in {BEST}"
   # What the page says elsewhere, with more digits, is left out.
-  said = ("problem", "best", "start", "certificate", "found_in_step", "rivals")
-  summary = {name: value for name, value in found.run.summary.items() if name not in said}
+  shown = ("problem", "best", "start", "certificate", "found_in_step", "rivals")
+  summary = {name: value for name, value in found.run.summary.items() if name not in shown}
   return (
     run_report.details_section(
       dataclasses.replace(found.run, summary=summary),
       (BEST_CHART, REWARD_CHART, *SEARCH_CHARTS, *LEARNING_CHARTS),
     )
     + "<details><summary>The artefact, as JSON</summary>"
-    + f"<pre>{run_report.escape(text)}</pre></details>"
+    + f"<pre>{page.escape(text)}</pre></details>"
   )
 
 
@@ -584,7 +584,7 @@ def artefact_picture(found: Found) -> str:
   except Exception as error:  # It is the problem's own code: whatever it does, the page is written.
     return (
       '<p class="lead">There is no picture: the problem\'s picture(artefact) raised'
-      f" {run_report.escape(type(error).__name__)}: {run_report.escape(error)}</p>"
+      f" {page.escape(type(error).__name__)}: {page.escape(error)}</p>"
     )
 
 
@@ -592,7 +592,7 @@ def inline_svg(text: str, label: str) -> str:
   """Returns an SVG file as an element of a page, with known shapes only and ids of its own.
 
   Links lose their target, texts about the picture are left out, and so is a style for all elements:
-  it would hold for the whole page. What matplotlib says there is said at the root instead.
+  it would hold for the whole page. What matplotlib sets there is set at the root instead.
 
   Args:
     text: of the file.
@@ -660,15 +660,15 @@ def render(run_dir: str | os.PathLike, environment: Environment) -> pathlib.Path
   sections = (
     headline(found),
     artefact_section(found, picture),
-    rivals_section(found),
+    baselines_section(found),
     path_section(found),
     search_section(found),
     run_report.contract_section(found.run),
     learning_section(found),
     record_section(found),
   )
-  path = pathlib.Path(run_dir) / run_report.FILE_NAME
+  path = pathlib.Path(run_dir) / page.FILE_NAME
   title = f"{environment.name} · {found.run.name}"
-  text = run_report.page(title, sections, has_images="<image" in picture)
+  text = page.html_page(title, sections, has_images="<image" in picture)
   path.write_text(text, encoding="utf-8")
   return path

@@ -1,4 +1,4 @@
-"""Pictures of a rollout for the report: who ran where and when, how full the memory was, and what
+"""Pictures of a rollout for the report: what ran where and when, how full the memory was, and what
 came of drafts.
 
 Inline SVG whose colours come from the page. A chunk is a bar in a lane of its instance, coloured by

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from seerjax import metrics
-from seerjax.reports import gantt, run_report
+from seerjax.reports import charts, gantt, page as page_lib, run_directory, run_report
 from seerjax.rollout import journal, trace as trace_lib
 from seerjax.rollout.trace import Span, Trace
 from seerjax.speculation.statistics import Acceptance
@@ -219,33 +219,33 @@ def test_a_run_that_has_just_begun_is_rendered(tmp_path):
 
 
 def test_points_lie_where_the_numbers_say():
-  frame = run_report.Frame((0.0, 10.0), (0.0, 1.0))
-  assert frame.x(0.0) == run_report.LEFT and frame.x(10.0) == run_report.WIDTH - run_report.RIGHT
-  assert frame.y(0.0) == run_report.HEIGHT - run_report.BOTTOM and frame.y(1.0) == run_report.TOP
+  frame = charts.Frame((0.0, 10.0), (0.0, 1.0))
+  assert frame.x(0.0) == charts.LEFT and frame.x(10.0) == charts.WIDTH - charts.RIGHT
+  assert frame.y(0.0) == charts.HEIGHT - charts.BOTTOM and frame.y(1.0) == charts.TOP
 
 
 def test_a_logarithmic_chart_has_a_decade_wherever_it_lies(tmp_path):
   with metrics.Writer(tmp_path, console="off", tensorboard=False) as writer:
     for step, value in enumerate((1e-2, 1e3, 1e8, 0.0, -1.0, math.nan)):
       writer.write(step, {"objective/tilt": value})
-  run = run_report.load(tmp_path)
-  chart = run_report.Chart(
+  run = run_directory.load(tmp_path)
+  chart = charts.Chart(
     title="Tilt", names=("objective/tilt",), note="of it", is_logarithmic=True
   )
-  page = run_report.line_chart(chart, run)
+  page = charts.line_chart(chart, run)
   heights = [float(y) for y in re.findall(r'class="hit c0" cx="[^"]*" cy="([^"]*)"', page)]
   assert len(heights) == 3 and heights[0] - heights[1] == pytest.approx(heights[1] - heights[2])
   assert "not finite, or not above 0: 3" in page and ">100 k</text>" in page
   # The twin: on an even scale the smaller two lie on one line.
-  page = run_report.line_chart(dataclasses.replace(gantt, is_logarithmic=False), run)
+  page = charts.line_chart(dataclasses.replace(chart, is_logarithmic=False), run)
   heights = [float(y) for y in re.findall(r'class="hit c0" cx="[^"]*" cy="([^"]*)"', page)]
   assert len(heights) == 5 and heights[0] == heights[1] > heights[2]
 
 
 def test_ticks_are_round_and_inside():
-  np.testing.assert_allclose(run_report.ticks(0.0, 0.93), [0.0, 0.25, 0.5, 0.75])
-  np.testing.assert_allclose(run_report.ticks(-3.0, 17.0), [0.0, 5.0, 10.0, 15.0])
-  assert run_report.ticks(2.0, 2.0) == [2.0]
+  np.testing.assert_allclose(charts.ticks(0.0, 0.93), [0.0, 0.25, 0.5, 0.75])
+  np.testing.assert_allclose(charts.ticks(-3.0, 17.0), [0.0, 5.0, 10.0, 15.0])
+  assert charts.ticks(2.0, 2.0) == [2.0]
 
 
 def test_directories_and_files_that_are_no_run_are_refused(tmp_path):
@@ -273,7 +273,7 @@ def test_it_runs_from_the_command_line(tmp_path):
   [(5181348, "5\u202f181\u202f348"), (5181348.25, "5\u202f181\u202f348"), (0.38091, "0.3809")],
 )
 def test_a_large_number_has_its_thousands_apart_whole_or_not(value, text):
-  assert run_report.number(value) == text
+  assert page_lib.number(value) == text
 
 
 # On a small screen.
@@ -284,19 +284,19 @@ def test_what_is_wider_than_a_small_screen_stands_in_a_frame_of_its_own(page):
   starts = list(re.finditer(pattern, page))
   assert len(starts) > 10
   for start in starts:
-    is_narrow = start[1] is not None and float(start[1]) <= run_report.WIDTH
+    is_narrow = start[1] is not None and float(start[1]) <= charts.WIDTH
     assert is_narrow or page[: start.start()].endswith('<div class="scroll">'), start[0]
 
 
 def test_numbers_of_axes_are_ten_pixels_high_on_whatever_screen():
-  sizes = re.findall(r"\(max-width: (\d+)px\) { \.tick { font-size: ([\d.]+)px", run_report.STYLE)
-  for width in range(300, int(run_report.WIDTH) + 1):  # Of a card; 390 pixels of screen leave 332.
+  sizes = re.findall(r"\(max-width: (\d+)px\) { \.tick { font-size: ([\d.]+)px", page_lib.STYLE)
+  for width in range(300, int(charts.WIDTH) + 1):  # Of a card; 390 pixels of screen leave 332.
     size = 11.0
     for most, smaller in sizes:
       size = float(smaller) if width <= int(most) else size
-    assert size * width / run_report.WIDTH >= 10, width
+    assert size * width / charts.WIDTH >= 10, width
   for drawn, least in ((gantt.WIDTH, "svg"), (gantt.BARS_WIDTH, r"svg\.bars")):
-    width = re.search(rf"\.scroll > {least} {{ min-width: (\d+)px", run_report.STYLE)
+    width = re.search(rf"\.scroll > {least} {{ min-width: (\d+)px", page_lib.STYLE)
     assert width is not None and 11 * int(width[1]) / drawn >= 10
 
 

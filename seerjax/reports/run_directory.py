@@ -1,0 +1,120 @@
+"""What a run leaves in its directory, read for a report; each file if it is there.
+
+  metrics.jsonl    curves                       (seerjax.metrics)
+  summary.json     the headline and its table
+  config.json      the settings, and "fingerprint" if it has one
+  journal.jsonl    lengths and transcripts      (seerjax.rollout.journal)
+  traces.jsonl     what ran where and when      (seerjax.rollout.trace)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import pathlib
+from typing import Any
+
+import numpy as np
+
+from seerjax import metrics
+from seerjax.rollout import journal, trace as trace_lib
+
+Points = tuple[np.ndarray, np.ndarray]  # (steps, values), of equal length.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Run:
+  """What a run directory holds.
+
+  Attributes:
+    name: of the directory.
+    curves: by metric name, the steps and values.
+    summary: empty if there is none.
+    config: empty if there is none.
+    fingerprints: of the journal's epochs, or the config's.
+    first: rollouts of the journal's first step, by (group, member).
+    last: rollouts of its last step; empty if there is one step only.
+    traces: by step, what was done for it.
+  """
+
+  name: str
+  curves: dict[str, Points]
+  summary: dict[str, Any]
+  config: dict[str, Any]
+  fingerprints: tuple[dict[str, str], ...]
+  first: tuple[journal.Entry, ...]
+  last: tuple[journal.Entry, ...]
+  traces: dict[int, trace_lib.StepTrace]
+
+
+def load(run_dir: str | os.PathLike) -> Run:
+  """Reads a run directory.
+
+  Raises:
+    ValueError: if it holds none of a run's files, or one of them is damaged.
+  """
+  path = pathlib.Path(run_dir)
+  sources = (metrics.FILE_NAME, "summary.json", "config.json", journal.FILE_NAME)
+  if not any((path / name).is_file() for name in sources):
+    raise ValueError(
+      f"report: got {path}, which holds none of {', '.join(sources)}, expected the directory of a"
+      " run; pass the one that the experiment printed."
+    )
+  lines = metrics.read(path / metrics.FILE_NAME) if (path / metrics.FILE_NAME).is_file() else []
+  curves: dict[str, tuple[list, list]] = {}
+  for line in lines:
+    for name, value in line.items():
+      if name != "step":
+        steps, values = curves.setdefault(name, ([], []))
+        steps.append(line["step"])
+        values.append(float(value))
+  first: tuple[journal.Entry, ...] = ()
+  last: tuple[journal.Entry, ...] = ()
+  config = read_json(path / "config.json")
+  fingerprints: tuple[dict[str, str], ...] = ()
+  if isinstance(config.get("fingerprint"), dict):
+    fingerprints = (config["fingerprint"],)
+  if (path / journal.FILE_NAME).is_file():
+    header, entries = journal.read(path / journal.FILE_NAME)
+    fingerprints = header.fingerprints
+    by_step: dict[int, list[journal.Entry]] = {}
+    for entry in entries:
+      by_step.setdefault(entry.step, []).append(entry)
+      for step in sorted(by_step)[1:-1]:  # Two steps are held, however long the run was.
+        del by_step[step]
+    ordered = [
+      tuple(sorted(by_step[step], key=lambda e: (e.group, e.member))) for step in sorted(by_step)
+    ]
+    first = ordered[0] if ordered else ()
+    last = ordered[-1] if len(ordered) > 1 else ()
+  return Run(
+    name=path.resolve().name,
+    curves={
+      name: (np.asarray(steps, float), np.asarray(values, float))
+      for name, (steps, values) in curves.items()
+    },
+    summary=read_json(path / "summary.json"),
+    config={name: value for name, value in config.items() if name != "fingerprint"},
+    fingerprints=fingerprints,
+    first=first,
+    last=last,
+    traces=trace_lib.read(path / trace_lib.FILE_NAME),
+  )
+
+
+def read_json(path: pathlib.Path) -> dict[str, Any]:
+  """Returns the object of a JSON file, empty if there is no such file.
+
+  Raises:
+    ValueError: if it is not JSON.
+  """
+  if not path.is_file():
+    return {}
+  try:
+    value = json.loads(path.read_text(encoding="utf-8"))
+  except ValueError as error:
+    raise ValueError(
+      f"report: got {path}, which is not JSON ({error}), expected a JSON object; mend or remove it."
+    ) from error
+  return value if isinstance(value, dict) else {"value": value}
