@@ -29,7 +29,7 @@ from seerjax import numerics as numerics_lib, parallel
 from seerjax.array_typing import PRNGKeyArray
 from seerjax.engine import batching, checks, drafting, runner as runner_lib, sizes
 from seerjax.engine.drafting import Drafter, DraftQuery, verify
-from seerjax.engine.kv import pages as pages_lib
+from seerjax.engine.kv import prefix_index
 from seerjax.engine.kv.memory import Memory
 from seerjax.engine.kv.pool import KVPool
 from seerjax.engine.sequence import DraftPath, ScheduledRows, SequenceState, StepOutput
@@ -155,7 +155,7 @@ class Engine:
     self._table_width = splits * (numerics.kv_split // config.page_size)
     self.memory = Memory(
       self._runner.empty_pages(config.num_pages, config.page_size),
-      self._runner.mesh,
+      self._runner.page_moves,
       num_pages=config.num_pages,
       page_size=config.page_size,
       table_width=self._table_width,
@@ -743,7 +743,7 @@ class Engine:
         if self.config.reuse_prefixes and sequence.request.group_id in prefilling:
           held_back.append(waiting.popleft())  # A sibling is writing the prompt they share.
           continue
-        hit = pages_lib.PrefixHit((), None, 0)
+        hit = prefix_index.NO_HIT
         if self.config.reuse_prefixes:
           hit = pool.find(sequence.tokens[:-1])
         for page in hit.pages:
@@ -755,7 +755,7 @@ class Engine:
           # The page to copy may be the very one that is missing: with nobody running, waiting for
           # another would be forever.
           pool.release(hit.copy_from)
-          hit = pages_lib.PrefixHit(hit.pages, None, len(hit.pages) * self.config.page_size)
+          hit = prefix_index.PrefixHit(hit.pages, None, len(hit.pages) * self.config.page_size)
         if needed > pool.num_available:
           for page in hit.pages:
             pool.release(page)

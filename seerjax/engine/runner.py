@@ -19,6 +19,7 @@ import numpy as np
 
 from seerjax import numerics as numerics_lib, parallel
 from seerjax.array_typing import Array, Int, PRNGKeyArray
+from seerjax.engine.kv import page_moves as page_moves_lib
 from seerjax.models import transformer
 from seerjax.types import SamplingRows, TokenBatch, TokenScores
 
@@ -153,6 +154,11 @@ class Runner:
   def _axis(self) -> str | None:
     return parallel.MODEL_AXIS if self.mesh.shape[parallel.MODEL_AXIS] > 1 else None
 
+  @functools.cached_property
+  def page_moves(self) -> page_moves_lib.PageMoves:
+    """Programs that carry pages, compiled once for all engines that share this runner."""
+    return page_moves_lib.PageMoves(self.mesh)
+
   def _sharding(self, *spec: str | None) -> jax.sharding.NamedSharding:
     return jax.sharding.NamedSharding(self.mesh, jax.P(*spec))
 
@@ -191,7 +197,7 @@ class Runner:
     num_traces = collections.Counter()
 
     def step(params, pages, words, key, layout):
-      size = pages[0][0].shape
+      size = jax.tree.leaves(pages)[0].shape
       num_traces[size] += 1
       # The interpreter of kernels is known to JAX's caches only once it has run.
       count, most = num_traces[size], self.max_programs + self.numerics.is_interpreted

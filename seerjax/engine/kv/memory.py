@@ -46,7 +46,7 @@ class Memory:
   def __init__(
     self,
     pages: Any,
-    mesh: jax.sharding.Mesh,
+    moves: page_moves.PageMoves,
     *,
     num_pages: int,
     page_size: int,
@@ -54,12 +54,12 @@ class Memory:
     reuse_prefixes: bool,
     kv_pool: KVPool,
   ):
-    """Takes over `pages`, a pytree of f[i, k, m, z, c]."""
+    """Takes over `pages`, a pytree of f[i, k, m, ...] whose axis m is that of pages."""
     self.pages = pages
-    self.pools = [pages_lib.PagePool(num_pages, page_size) for _ in mesh.devices]
+    self.pools = [pages_lib.PagePool(num_pages, page_size) for _ in moves.mesh.devices]
     self.kv_pool = kv_pool
     self.counters = MemoryCounters()
-    self._moves = page_moves.PageMoves(mesh)
+    self._moves = moves
     self._page_size = page_size
     self._table_width = table_width
     self._reuse_prefixes = reuse_prefixes

@@ -6,7 +6,8 @@ import hypothesis
 from hypothesis import stateful, strategies as st
 import pytest
 
-from seerjax.engine.kv.pages import MAX_PARTIAL_CANDIDATES, PagePool, PrefixHit
+from seerjax.engine.kv.pages import PagePool
+from seerjax.engine.kv.prefix_index import MAX_PARTIAL_CANDIDATES, PrefixHit
 
 
 def test_pages_are_taken_in_order_and_page_zero_is_nobodys():
@@ -225,8 +226,8 @@ class PoolMachine(stateful.RuleBasedStateMachine):
       assert self.pool._holders[page] == held.count(page)
     assert self.pool.num_available == len(free) + len(idle)
     # What is free cannot be found.
-    found = set(self.pool._page_of.values())
-    found |= {page for followers in self.pool._followers.values() for page in followers}
+    found = set(self.pool._index._page_of.values())
+    found |= {page for followers in self.pool._index._followers.values() for page in followers}
     assert not found & set(free)
 
 

@@ -1,0 +1,113 @@
+"""Which pages hold the start of a token sequence, so that another sequence may use them.
+
+A page's keys and values are a pure function of the tokens up to its end (and of the weights), so a
+page whose tokens are known can serve every sequence that starts the same way:
+
+    full page      shared, by the digest of all tokens up to its end
+    partial page   copied before it is written: the longest common start of its tokens is kept
+
+The index knows tokens and page numbers only; who holds a page is `PagePool`'s.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Sequence
+import hashlib
+from typing import NamedTuple
+
+import numpy as np
+
+# Candidates looked at for the partial page; more would cost time for a page's worth of prefill.
+MAX_PARTIAL_CANDIDATES = 8
+
+
+class PrefixHit(NamedTuple):
+  """What of a prompt is in memory already.
+
+  Attributes:
+    pages: full pages to share, in order.
+    copy_from: page whose start is to be copied, None if there is none.
+    num_tokens: positions covered by `pages` and the copy.
+  """
+
+  pages: tuple[int, ...]
+  copy_from: int | None
+  num_tokens: int
+
+
+NO_HIT = PrefixHit((), None, 0)
+
+
+def _digest(previous: bytes, tokens: Sequence[int]) -> bytes:
+  return hashlib.blake2b(previous + np.asarray(tokens, np.int32).tobytes(), digest_size=16).digest()
+
+
+class PrefixIndex:
+  """The known tokens of one instance's pages."""
+
+  def __init__(self, page_size: int):
+    self._page_size = page_size
+    self.clear()
+
+  def clear(self) -> None:
+    """Forgets the tokens of every page."""
+    self._page_of: dict[bytes, int] = {}
+    self._names: dict[int, list[tuple[bytes, bytes]]] = {}
+    # By the digest of everything before a page: the tokens known in pages that follow it.
+    self._followers: dict[bytes, dict[int, tuple[int, ...]]] = collections.defaultdict(dict)
+
+  def knows(self, page: int) -> bool:
+    """Returns whether a page can be found."""
+    return page in self._names
+
+  def find(self, tokens: Sequence[int]) -> PrefixHit:
+    """Returns the longest start of `tokens` whose keys and values are in memory."""
+    size, pages, previous = self._page_size, [], b""
+    while (len(pages) + 1) * size <= len(tokens):
+      digest = _digest(previous, tokens[len(pages) * size : (len(pages) + 1) * size])
+      if digest not in self._page_of:
+        break
+      pages.append(self._page_of[digest])
+      previous = digest
+    rest = tuple(tokens[len(pages) * size : (len(pages) + 1) * size])
+    best, best_length = None, 0
+    candidates = list(self._followers.get(previous, {}).items())[-MAX_PARTIAL_CANDIDATES:]
+    for page, known in candidates:
+      length = 0
+      while length < min(len(known), len(rest)) and known[length] == rest[length]:
+        length += 1
+      if length > best_length:
+        best, best_length = page, length
+    return PrefixHit(tuple(pages), best, len(pages) * size + best_length)
+
+  def remember(self, tokens: Sequence[int], pages: Sequence[int]) -> None:
+    """Makes a sequence's written positions findable.
+
+    Args:
+      tokens: all tokens from position 0 whose keys and values are written.
+      pages: the sequence's pages.
+    """
+    size, previous = self._page_size, b""
+    for index in range(-(-len(tokens) // size)):
+      part = tuple(tokens[index * size : (index + 1) * size])
+      page = pages[index]
+      known = self._followers[previous].get(page, ())
+      if len(part) > len(known):
+        self._followers[previous][page] = part
+        if not known:
+          self._names.setdefault(page, []).append((previous, b""))
+      digest = _digest(previous, part)
+      if len(part) == size and digest not in self._page_of:
+        self._page_of[digest] = page
+        self._names.setdefault(page, []).append((previous, digest))
+      previous = digest
+
+  def forget(self, page: int) -> None:
+    """Forgets one page's tokens; an unknown page is no error."""
+    for previous, digest in self._names.pop(page, []):
+      self._followers[previous].pop(page, None)
+      if not self._followers[previous]:
+        del self._followers[previous]
+      if digest:
+        self._page_of.pop(digest, None)
