@@ -28,7 +28,7 @@ import numpy as np
 
 from experiments import configuration, grpo
 from seerjax import metrics, numerics as numerics_lib, parallel
-from seerjax.engine import engine as engine_lib, runner as runner_lib
+from seerjax.engine import engine as engine_lib, runner as runner_lib, timing
 from seerjax.engine.kv.pool import KVPool, KVPoolConfig
 from seerjax.models import transformer
 from seerjax.reports import gantt, page
@@ -170,13 +170,13 @@ def run_system(
   found = {completion.request_id: completion for completion in rollout.run(asked)}
   seconds = time.monotonic() - begin
   trace, engine = rollout.trace, rollout.engine
-  pool = engine.memory.kv_pool
+  moved = engine.counters
   numbers = {
     "steps": trace.num_steps,
     "tail_steps": trace.tail_steps(),
     "preemptions_a_request": trace.preemptions / len(asked),
     "rows": sum(trace.rows),
-    "moved_bytes": engine.memory.counters.peer_bytes + pool.host.bytes_in + pool.host.bytes_out,
+    "moved_bytes": moved.peer_bytes + moved.host.bytes_in + moved.host.bytes_out,
     "migrations": trace.migrations,
     "spills": trace.spills,
     "dropped": trace.dropped,
@@ -270,7 +270,7 @@ def run(workload: Workload, directory: pathlib.Path) -> dict[str, dict[str, Any]
   )
   # Compiles too, which no system should pay for.
   self_test.check_model(policy.model, weights, numerics=numerics, config=config, runner=runner)
-  make_engine().step_seconds([1])
+  timing.step_seconds(make_engine(), [1])
   results, rollouts, first = {}, {}, {}
   for name, (policy_of_system, drafts) in systems(workload).items():
     drafter = SuffixDrafter(SpeculationArgs(top_k=workload.paths)) if drafts else None

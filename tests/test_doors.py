@@ -27,6 +27,7 @@ import tiny_model
 from experiments.problems import names
 from seerjax import checkpoint, metrics, parallel, rl, ttt, writers
 from seerjax.discovery import archive, environment as environment_lib, loading, problem_file, puct
+from seerjax.engine import timing
 from seerjax.engine.engine import Engine, EngineConfig
 from seerjax.engine.kv import pages, pool as kv_pool, stores
 from seerjax.models import huggingface, lora, tokenizer as tokenizer_lib, transformer
@@ -755,12 +756,16 @@ ROWS = [
   Row("moved while it runs", lambda d: d.running().migrate("x", 0),
       "got request 'x', which is not paused",
       "expected one of the 0 that are", "its chunk is still running"),
-  Row("no rows to time", lambda d: d.engine.step_seconds([0]),
+  Row("no rows to time", lambda d: timing.step_seconds(d.engine, [0]),
       "got 0", "expected at least 1", "a step has a row at least"),
-  Row("timed never", lambda d: d.engine.step_seconds([1], repeats=0),
+  Row("timed never", lambda d: timing.step_seconds(d.engine, [1], repeats=0),
       "got 0", "expected at least 1", "6 are usual"),
-  Row("timed while it runs", lambda d: d.running().step_seconds([1]),
+  Row("timed while it runs", lambda d: timing.step_seconds(d.running(), [1]),
       "got 1 unfinished requests", "expected none", "measure before they come"),
+  Row("pulled to nowhere", lambda d: d.engine.pull_prefix([1, 2], 0, 9),
+      "target: instance: got 9", "expected 0 to 0", "the mesh has no more"),
+  Row("a step of too many rows", lambda d: d.engine.idle_step(10**6),
+      "got 1000000", "expected 1 to 8", "the last row bucket is the most"),
   Row("pages of no token", lambda d: d.engine.pages_for(0),
       "got 0 tokens", "expected at least 1", "a prompt has one"),
   Row("new weights while it runs", lambda d: d.running().set_params({}, 1),

@@ -14,20 +14,17 @@ here can change what is said (DESIGN: the contract), only when.
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Iterable
-import dataclasses
+from collections.abc import Callable, Iterable, Sequence
 import itertools
-import math
-import time
 
 from absl import logging
 import jax
-from jax.experimental import multihost_utils
 import numpy as np
 
 from seerjax import numerics as numerics_lib, parallel
 from seerjax.array_typing import PRNGKeyArray
 from seerjax.engine import batching, checks, drafting, runner as runner_lib, sizes
+from seerjax.engine.counters import Counters
 from seerjax.engine.drafting import Drafter, DraftQuery, verify
 from seerjax.engine.kv import prefix_index
 from seerjax.engine.kv.memory import Memory
@@ -40,39 +37,6 @@ from seerjax.types import Completion, Request
 
 # Beyond any logit, and far from what overflows a float32 or means `sampling.DROPPED`.
 MAX_ABS_BIAS = 1e6
-
-
-@dataclasses.dataclass
-class Counters:
-  """What happened since the engine was made.
-
-  Attributes:
-    steps: programs run.
-    rows: rows computed.
-    sampled_tokens: tokens said.
-    reused_tokens: positions found in memory instead of computed.
-    page_copies: partial pages copied before they were written.
-    preemptions: sequences that lost their pages.
-    waits: steps in which somebody waited for pages.
-    drafted_tokens: drafted tokens verified, of all paths.
-    accepted_tokens: drafted tokens said.
-    side_paths: times a path that was not the first was the longest.
-    errors: requests that ended by what they met in a step.
-    new_starts: times a step broke off, and everybody's keys were computed again.
-  """
-
-  steps: int = 0
-  rows: int = 0
-  sampled_tokens: int = 0
-  reused_tokens: int = 0
-  page_copies: int = 0
-  preemptions: int = 0
-  waits: int = 0
-  drafted_tokens: int = 0
-  accepted_tokens: int = 0
-  side_paths: int = 0
-  errors: int = 0
-  new_starts: int = 0
 
 
 class Engine:
@@ -131,7 +95,8 @@ class Engine:
     self.numerics = numerics
     self.tokenizer = tokenizer
     self.drafter = drafter
-    self.counters = Counters()
+    kv_pool = KVPool() if kv_pool is None else kv_pool
+    self.counters = Counters(host=kv_pool.host, store=kv_pool.store)
     if runner is None:
       mesh = parallel.make_mesh() if mesh is None else mesh
       runner = runner_lib.Runner(model, numerics, mesh, len(config.row_buckets))
@@ -160,7 +125,8 @@ class Engine:
       page_size=config.page_size,
       table_width=self._table_width,
       reuse_prefixes=config.reuse_prefixes,
-      kv_pool=KVPool() if kv_pool is None else kv_pool,
+      kv_pool=kv_pool,
+      counters=self.counters,
     )
     self._pools = self.memory.pools
     self._waiting: list[collections.deque[SequenceState]] = [
@@ -483,6 +449,24 @@ class Engine:
     self._check_instance(f"Engine.migrate of {request_id!r}", instance)
     return self.memory.migrate(sequence, instance)
 
+  def pull_prefix(self, tokens: Sequence[int], source: int, target: int) -> int:
+    """Copies the whole pages of a token sequence's start from one instance to another.
+
+    Args:
+      tokens: of a prompt, from position 0.
+      source: the instance that has them, as far as it has.
+      target: where requests that start so are going to run.
+
+    Returns:
+      Positions that were copied: those that `source` has, `target` lacks and has room for.
+
+    Raises:
+      ValueError: if there is no such instance.
+    """
+    for name, instance in (("source", source), ("target", target)):
+      self._check_instance(f"Engine.pull_prefix: {name}", instance)
+    return self.memory.pull_prefix(tokens, source, target)
+
   def spill(self, request_ids: Iterable[str]) -> list[str]:
     """Takes paused requests' pages off the devices, in order, until the pool is full.
 
@@ -592,42 +576,34 @@ class Engine:
     self._leave(request_id)
     self._updates = [update for update in self._updates if update.request_id != request_id]
 
-  def step_seconds(self, rows: Iterable[int], *, repeats: int = 6) -> dict[int, float]:
-    """Returns the seconds of a step that samples so many rows, over all instances together.
+  def idle_step(self, num_rows: int) -> Callable[[], None]:
+    """Returns a function that runs a step of rows that belong to no request, to its end.
 
-    Rows are of page 0, at a quarter of the context; each time is the least of `repeats`, between
-    which all others are measured, so that a slow second spoils none. Process 0 measures for all.
+    For measuring. Rows stand at a quarter of the context and write page 0, as padding does.
+
+    Args:
+      num_rows: of each instance.
 
     Raises:
-      ValueError: if requests are unfinished, whose pages a step would go on from.
+      ValueError: if requests are unfinished, whose pages a step would change.
     """
     if self._live:
       raise ValueError(
-        f"Engine.step_seconds: got {len(self._live)} unfinished requests, expected none; measure"
+        f"Engine.idle_step: got {len(self._live)} unfinished requests, expected none; measure"
         " before they come."
       )
-    rows = sorted(set(rows))
-    checks.whole("Engine.step_seconds: repeats", repeats, 1, None, "6 are usual")
-    for count in rows:
-      checks.whole("Engine.step_seconds: rows", count, 1, None, "a step has a row at least")
+    last = self.config.row_buckets[-1]
+    checks.whole("Engine.idle_step: num_rows", num_rows, 1, last, "the last row bucket is the most")
     self._take_pages()
-    found: dict[int, float] = dict.fromkeys(rows, math.inf)
-    for repeat in range(repeats + 1):  # The first compiles.
-      for count in found:
-        of_instance = min(-(-count // len(self._pools)), self.config.row_buckets[-1])
-        inputs = self._idle_inputs(of_instance)
-        begin = time.monotonic()
-        self.memory.pages, *out = self._runner.step(
-          self._params, self.memory.pages, inputs, self._key
-        )
-        jax.block_until_ready(out)
-        if repeat:
-          found[count] = min(found[count], time.monotonic() - begin)
-    if jax.process_count() > 1:
-      values = np.asarray(list(found.values()), np.float64)
-      values = multihost_utils.broadcast_one_to_all(values)
-      found = dict(zip(found, values.tolist(), strict=True))
-    return found
+    inputs = self._idle_inputs(num_rows)
+
+    def run() -> None:
+      self.memory.pages, *out = self._runner.step(
+        self._params, self.memory.pages, inputs, self._key
+      )
+      jax.block_until_ready(out)
+
+    return run
 
   def give_back_pages(self) -> None:
     """Frees the memory of all pages until the next request; nothing that was written is kept.
@@ -904,7 +880,7 @@ class Engine:
     return None
 
   def _idle_inputs(self, num_rows: int) -> runner_lib.StepInputs:
-    """Returns a step of rows that belong to nobody and write where padding does."""
+    """Returns a step of rows that belong to no request and write where padding does."""
     position = self._context // 4
     request = Request(request_id="idle", prompt=(0,) * (position + 1))
     row = sampling.sampling_rows([request.sampling])

@@ -187,7 +187,7 @@ class DividedRollout:
     else:
       request = self._requests[request_id]
       if decision.pull_tokens and decision.pull_from != target:
-        pulled = engine.memory.pull_prefix(list(request.prompt), decision.pull_from, target)
+        pulled = engine.pull_prefix(request.prompt, decision.pull_from, target)
         self.trace.pulls += pulled > 0
       said = self._said.pop(request_id, None)
       engine.submit(request, resume_from=said, instance=target, chunk_tokens=chunk_tokens)

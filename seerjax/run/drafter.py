@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from seerjax.engine import engine as engine_lib
+from seerjax.engine import engine as engine_lib, timing
 from seerjax.rollout import groups as groups_lib
 from seerjax.run.config import RunConfig
 from seerjax.speculation import budget as budget_lib, statistics, suffix_drafter
@@ -22,7 +22,7 @@ def drafter_for(config: RunConfig, engine: engine_lib.Engine) -> suffix_drafter.
   powers = [2**power for power in range(buckets[-1].bit_length())]
   of_instance = {*powers, *range(4, 129, 4), *buckets, *(bucket + 1 for bucket in buckets)}
   rows = sorted(engine.num_instances * n for n in of_instance if n <= buckets[-1])
-  seconds = engine.step_seconds(rows)
+  seconds = timing.step_seconds(engine, rows)
   # A smaller step never takes longer, and noise only adds: no more than the fastest of the larger.
   least = np.minimum.accumulate([seconds[count] for count in reversed(rows)])[::-1].tolist()
   times = budget_lib.StepTimes(

@@ -154,15 +154,3 @@ def test_a_running_chunk_may_be_ended_at_any_step():
   while engine.num_unfinished:
     engine.step()
   assert same(engine.poll()[0], plain)
-
-
-def test_step_times_disturb_nothing():
-  one = request(max_tokens=9)
-  [plain] = make_engine(ROOM).generate([one])
-  engine = make_engine(ROOM)
-  seconds = engine.step_seconds([1, 4, 16])
-  assert sorted(seconds) == [1, 4, 16] and min(seconds.values()) > 0
-  assert same(engine.generate([one])[0], plain)
-  engine.submit(one)
-  with pytest.raises(ValueError, match=r"Engine.step_seconds: got 1 unfinished requests, expected"):
-    engine.step_seconds([1])

@@ -196,7 +196,7 @@ class Schedule:
       ("pages copied", counters.page_copies),
       ("steps", counters.steps),
       ("tokens", counters.sampled_tokens),
-      ("pages migrated", self.engine.memory.counters.migrated_pages),
+      ("pages migrated", self.engine.counters.migrated_pages),
       ("came from the host", self.pool.host.requests_out),
       ("came from the disk", self.pool.store.requests_out),
       ("damage noticed", self.pool.store.requests_lost),

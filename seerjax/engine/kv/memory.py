@@ -8,36 +8,17 @@ may be given out again as soon as the copy that reads them was dispatched.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-import dataclasses
+from collections.abc import Callable, Iterable, Sequence
 import math
 from typing import Any
 
 import jax
 import numpy as np
 
+from seerjax.engine.counters import Counters
 from seerjax.engine.kv import page_moves, pages as pages_lib
 from seerjax.engine.kv.pool import KVPool
 from seerjax.engine.sequence import SequenceState
-
-
-@dataclasses.dataclass
-class MemoryCounters:
-  """What moved since the engine was made.
-
-  Attributes:
-    migrated_pages: that changed instance with their request.
-    pulled_pages: of prompts, copied from another instance.
-    spilled_pages: that left the devices.
-    restored_pages: that came back.
-    peer_bytes: that went from instance to instance.
-  """
-
-  migrated_pages: int = 0
-  pulled_pages: int = 0
-  spilled_pages: int = 0
-  restored_pages: int = 0
-  peer_bytes: int = 0
 
 
 class Memory:
@@ -53,12 +34,13 @@ class Memory:
     table_width: int,
     reuse_prefixes: bool,
     kv_pool: KVPool,
+    counters: Counters,
   ):
     """Takes over `pages`, a pytree of f[i, k, m, ...] whose axis m is that of pages."""
     self.pages = pages
     self.pools = [pages_lib.PagePool(num_pages, page_size) for _ in moves.mesh.devices]
     self.kv_pool = kv_pool
-    self.counters = MemoryCounters()
+    self.counters = counters
     self._moves = moves
     self._page_size = page_size
     self._table_width = table_width
@@ -125,7 +107,7 @@ class Memory:
     self.hold(sequence, [*shared, *fresh])
     return True
 
-  def pull_prefix(self, tokens: list[int], source: int, target: int) -> int:
+  def pull_prefix(self, tokens: Sequence[int], source: int, target: int) -> int:
     """Copies whole pages of a token sequence's start; returns how many positions found room."""
     pool = self.pools[target]
     shared = self._hold_prefix(pool, tokens)
@@ -221,7 +203,7 @@ class Memory:
   def _num_pages(self, positions: int) -> int:
     return -(-positions // self._page_size)
 
-  def _hold_prefix(self, pool: pages_lib.PagePool, tokens: list[int]) -> list[int]:
+  def _hold_prefix(self, pool: pages_lib.PagePool, tokens: Sequence[int]) -> list[int]:
     """Returns whole pages of a sequence's start that a pool has, held."""
     pages = list(pool.find(tokens).pages) if self._reuse_prefixes else []
     for page in pages:

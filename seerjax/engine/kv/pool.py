@@ -22,6 +22,7 @@ import jax
 import numpy as np
 
 from seerjax.array_typing import Array
+from seerjax.engine.counters import TierCounters
 
 
 @runtime_checkable
@@ -73,29 +74,6 @@ class KVPoolConfig:
         f"KVPoolConfig: got store_bytes={self.store_bytes}, expected at least 0; say how much the"
         " store may hold."
       )
-
-
-@dataclasses.dataclass
-class TierCounters:
-  """What passed through one tier.
-
-  Attributes:
-    bytes_in: that arrived.
-    bytes_out: that came back.
-    requests_in: requests that arrived.
-    requests_out: requests that came back.
-    requests_lost: requests that did not, or with other bytes: they are computed again.
-    failures: times it raised instead of an answer.
-    seconds_stalled: spent waiting for them.
-  """
-
-  bytes_in: int = 0
-  bytes_out: int = 0
-  requests_in: int = 0
-  requests_out: int = 0
-  requests_lost: int = 0
-  failures: int = 0
-  seconds_stalled: float = 0.0
 
 
 class _Held(NamedTuple):

@@ -78,7 +78,7 @@ def test_migrated_requests_say_the_same():
     return instance
 
   assert_same(run(engine, at_pause))
-  counters = engine.memory.counters
+  counters = engine.counters
   assert counters.migrated_pages > 10 and counters.peer_bytes > 0
 
 
@@ -98,7 +98,7 @@ def test_spilled_requests_come_back_anywhere(mesh, tier, tmp_path):
     return next(turn) % mesh[0]
 
   assert_same(run(engine, at_pause))
-  counters = engine.memory.counters
+  counters = engine.counters
   assert counters.spilled_pages >= counters.restored_pages > 0
   assert pool.host.requests_in == pool.host.requests_out + pool.store.requests_in > 0
   assert (pool.store.requests_in > 0) == (tier == "store")
@@ -219,8 +219,8 @@ def test_a_prompt_is_pulled_from_where_it_is():
   while engine.num_unfinished:
     engine.step()
   prompt = list(asked()[4].prompt)  # 26 positions: six whole pages.
-  assert engine.memory.pull_prefix(prompt, 0, 1) == 24
-  assert engine.memory.pull_prefix(prompt, 0, 1) == 0
+  assert engine.pull_prefix(prompt, 0, 1) == 24
+  assert engine.pull_prefix(prompt, 0, 1) == 0
   before = engine.counters.reused_tokens
   engine.submit(asked()[4], instance=1)
   while engine.num_unfinished:

@@ -1,0 +1,75 @@
+"""One record of what an engine did: steps, tokens, and the pages that moved."""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass
+class TierCounters:
+  """What passed through one tier of the KV pool.
+
+  Attributes:
+    bytes_in: that arrived.
+    bytes_out: that came back.
+    requests_in: requests that arrived.
+    requests_out: requests that came back.
+    requests_lost: requests that did not, or with other bytes: they are computed again.
+    failures: times it raised instead of an answer.
+    seconds_stalled: spent waiting for it.
+  """
+
+  bytes_in: int = 0
+  bytes_out: int = 0
+  requests_in: int = 0
+  requests_out: int = 0
+  requests_lost: int = 0
+  failures: int = 0
+  seconds_stalled: float = 0.0
+
+
+@dataclasses.dataclass
+class Counters:
+  """What happened since the engine was made.
+
+  Attributes:
+    steps: programs run.
+    rows: rows computed.
+    sampled_tokens: tokens sampled and kept.
+    reused_tokens: positions found in memory instead of computed.
+    page_copies: partial pages copied before they were written.
+    preemptions: sequences that lost their pages.
+    waits: times in which a request waited for pages at the beginning of a step.
+    drafted_tokens: drafted tokens verified, of all paths.
+    accepted_tokens: drafted tokens that were sampled too.
+    side_paths: times a path that was not the first was the longest.
+    errors: requests that ended by what they met in a step.
+    new_starts: times a step broke off, and the keys of all requests were computed again.
+    migrated_pages: pages that changed instance with their request.
+    pulled_pages: pages of prompts, copied from another instance.
+    spilled_pages: pages that left the devices.
+    restored_pages: pages that came back.
+    peer_bytes: bytes that went from instance to instance.
+    host: the pool's pinned host memory.
+    store: the pool's store.
+  """
+
+  steps: int = 0
+  rows: int = 0
+  sampled_tokens: int = 0
+  reused_tokens: int = 0
+  page_copies: int = 0
+  preemptions: int = 0
+  waits: int = 0
+  drafted_tokens: int = 0
+  accepted_tokens: int = 0
+  side_paths: int = 0
+  errors: int = 0
+  new_starts: int = 0
+  migrated_pages: int = 0
+  pulled_pages: int = 0
+  spilled_pages: int = 0
+  restored_pages: int = 0
+  peer_bytes: int = 0
+  host: TierCounters = dataclasses.field(default_factory=TierCounters)
+  store: TierCounters = dataclasses.field(default_factory=TierCounters)

@@ -1,0 +1,21 @@
+"""Step times: measured before requests come, and without a trace in what these become."""
+
+from __future__ import annotations
+
+from moving_requests import asked, make_engine
+import pytest
+import tiny_model
+
+from seerjax.engine import timing
+
+
+def test_step_times_disturb_nothing():
+  one = asked()[3]
+  [plain] = make_engine((1, 1)).generate([one])
+  engine = make_engine((1, 1))
+  seconds = timing.step_seconds(engine, [1, 4, 16])
+  assert sorted(seconds) == [1, 4, 16] and min(seconds.values()) > 0
+  assert tiny_model.same(engine.generate([one])[0], plain)
+  engine.submit(one)
+  with pytest.raises(ValueError, match=r"Engine.idle_step: got 1 unfinished requests, expected"):
+    timing.step_seconds(engine, [1])
