@@ -11,7 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
   from seerjax import array_typing, numerics, types
+  from seerjax.engine.engine import Engine
+  from seerjax.engine.sizes import EngineConfig
+  from seerjax.models.loading import load_model
   from seerjax.numerics import NumericsConfig
+  from seerjax.rl import RunConfig, train
+  from seerjax.ttt import discover
   from seerjax.types import (
     Completion,
     Problem,
@@ -25,31 +30,43 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# The module of each public record; a public name that is not listed here is itself a module.
+# The module of each public name; one that is not listed here is itself a module.
 _HOMES = {
   "Completion": "types",
+  "Engine": "engine.engine",
+  "EngineConfig": "engine.sizes",
   "NumericsConfig": "numerics",
   "Problem": "types",
   "Request": "types",
   "Rollout": "types",
   "RolloutGroup": "types",
+  "RunConfig": "rl",
   "SamplingParams": "types",
   "Task": "types",
   "Verdict": "types",
+  "discover": "ttt",
+  "load_model": "models.loading",
+  "train": "rl",
 }
 
 __all__ = [
   "Completion",
+  "Engine",
+  "EngineConfig",
   "NumericsConfig",
   "Problem",
   "Request",
   "Rollout",
   "RolloutGroup",
+  "RunConfig",
   "SamplingParams",
   "Task",
   "Verdict",
   "array_typing",
+  "discover",
+  "load_model",
   "numerics",
+  "train",
   "types",
 ]
 

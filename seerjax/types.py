@@ -275,7 +275,13 @@ class Verdict:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rollout:
-  """One request's whole life: what was asked, said and judged."""
+  """One request's whole life.
+
+  Attributes:
+    request: what was asked.
+    completion: what was answered.
+    verdict: how that was judged.
+  """
 
   request: Request
   completion: Completion

@@ -68,7 +68,12 @@ def describe_module(path: pathlib.Path) -> list[str]:
   if path.is_dir():
     children = sorted(p for p in path.glob("*.py") if is_public(p.stem))
     return [line for p in children for line in (f"  [{p.stem}]", *describe_module(p))]
-  return [line for node in ast.parse(path.read_text()).body for line in describe(node, "  ")]
+  return [
+    line
+    for node in ast.parse(path.read_text()).body
+    if not isinstance(node, ast.FunctionDef | ast.ClassDef) or is_public(node.name)
+    for line in describe(node, "  ")
+  ]
 
 
 def public_api() -> str:
