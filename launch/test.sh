@@ -102,7 +102,7 @@ finish() {
 
 # environment_for MINOR DIR PYTHON
 environment_for() {
-  environment "$2" "$3" "launch/locks/runtime-$1.txt" "launch/locks/dev-$1.txt"
+  environment "$2" "$3" "launch/locks/runtime-$1.txt" "launch/locks/dev-$1.txt" "launch/locks/docs-$1.txt"
 }
 
 # parity MINOR DIR: adds torch, transformers and peft where this machine can install and import them.

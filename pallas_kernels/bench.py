@@ -1,8 +1,8 @@
 """Checks the kernels on a GPU, then times them beside what else computes the same.
 
-  python -m pallas_kernels.bench [--out=DIR] [--only=matmul,attention] [--seconds=450]
-  python -m pallas_kernels.bench --dry_run
-  python -m pallas_kernels.bench --question=wgmma_width
+    python -m pallas_kernels.bench [--out=DIR] [--only=matmul,attention] [--seconds=450]
+    python -m pallas_kernels.bench --dry_run
+    python -m pallas_kernels.bench --question=wgmma_width
 
 First the machine's own copy bandwidth and matmul rate; then agreement with the definitions and the
 invariance of every row's bits; then the table. The speed of a kernel that failed a check is not

@@ -361,6 +361,6 @@ def _exact(value: Fraction) -> str:
 
 
 def where(place: Sequence[str | int]) -> str:
-  """Returns "artefact['routes'][3]"."""
+  """Returns a place within an artefact, such as `artefact['routes'][3]`."""
   return "artefact" + "".join(f"[{str(key)[:40]!r}]" if isinstance(key, str) else f"[{key}]"
                               for key in place)  # fmt: skip

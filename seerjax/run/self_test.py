@@ -399,7 +399,13 @@ def check_model(
   """Says what `measure_model` finds of the model at hand, before anything is sampled of it.
 
   Args:
-    model, params, numerics, config, runner, trainer, pack: as for `measure_model`.
+    model: as for `measure_model`, like the rest up to `pack`.
+    params: weights in compute dtype.
+    numerics: what decides bits.
+    config: sizes of the engine.
+    runner: compiled programs.
+    trainer: whose forward is asked too, or None.
+    pack: what makes its batches.
     say: takes one line for people.
     bitwise: whether to refuse a model whose bits depend on company.
 

@@ -1,0 +1,151 @@
+"""The site of docs/: it builds, holds every public name, and its guides are programs that run.
+
+  mkdocs.yml, docs/*.md, docstrings -- mkdocs build --strict --> pages, that ask no network
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PUBLIC_API = ROOT / "tests" / "public_api.txt"
+GUIDES = sorted((DOCS / "guides").glob("*.md"))
+BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
+FILE_NAME = re.compile(r"# ([a-z_]+\.py)\n")  # The first line of a block that is a file.
+# What a browser asks for by itself when a page is opened; a link that one clicks is none of it.
+ASKED = re.compile(
+  r"<(?:script|img|iframe|source)\b[^>]*\bsrc=[\"']?(?:https?:)?//[^\"'> ]+"
+  r"|<link\b[^>]*\brel=[\"']?(?:stylesheet|preconnect|preload|icon)[^>]*\bhref=[\"']?(?:https?:)?//"
+  r"|@import\s+[^;]*//|url\([\"']?(?:https?:)?//"
+)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory) -> pathlib.Path:
+  """Returns the built site; skips where launch/locks/docs-*.txt is not installed."""
+  if importlib.util.find_spec("mkdocs") is None:
+    pytest.skip("mkdocs is not installed: pip install -r launch/locks/docs-3.13.txt")
+  folder = tmp_path_factory.mktemp("site")
+  done = subprocess.run(
+    [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)],
+    cwd=ROOT,
+    capture_output=True,
+    text=True,
+    check=False,
+  )
+  assert done.returncode == 0, done.stdout + done.stderr
+  return folder
+
+
+def public_names(text: str) -> list[str]:
+  """Returns the dotted names that a list of public signatures declares, methods and fields too."""
+  names: list[str] = []
+  path: list[str] = []  # By depth: a module, a class in it, a member of the class.
+  for line in text.splitlines():
+    name = re.match(
+      r"( *)(?:@[\w.]+ )*(?:class |def )?([A-Za-z_][\w.]*)(?:\(|:| = | ->|$|, from (.*)$)", line
+    )
+    if name is None:
+      continue
+    indent, word, home = name.groups()
+    if home:  # A name at the front door: what follows is of its own module.
+      path = [home]
+    elif not indent:
+      path = [word]
+    else:
+      path = [*path[: len(indent) // 2], word]
+      if word != "__init__":  # It stands with its class.
+        names.append(".".join(path))
+  return names
+
+
+def anchors(site: pathlib.Path) -> set[str]:
+  pages = (site / "reference").glob("*.html")
+  return {anchor for page in pages for anchor in re.findall(r'\bid="([^"]+)"', page.read_text())}
+
+
+def test_names_are_read_from_signatures():
+  text = """seerjax.A, from seerjax.types
+  class A(B)
+    x: int = 3
+    @property def y(self) -> int
+
+seerjax.types
+  K = 4
+  def f(x: int) -> int
+"""
+  assert public_names(text) == [
+    "seerjax.types.A", "seerjax.types.A.x", "seerjax.types.A.y", "seerjax.types.K",
+    "seerjax.types.f",
+  ]  # fmt: skip
+
+
+def test_every_public_name_is_in_the_reference(site: pathlib.Path):
+  names = public_names(PUBLIC_API.read_text())
+  assert len(names) > 100
+  missing = sorted(set(names) - anchors(site))
+  assert not missing, f"the reference lacks {missing}; a page of docs/reference names their module"
+  assert "seerjax.types.Sheduler" not in anchors(site)
+
+
+def test_the_front_door_is_listed_whole():
+  import seerjax
+
+  listed = re.findall(r"^\| \[`seerjax\.(\w+)`\]", (DOCS / "reference/index.md").read_text(), re.M)
+  assert listed == seerjax.__all__
+
+
+def test_a_page_asks_no_network(site: pathlib.Path):
+  asked = {
+    f"{path.relative_to(site)}: {found}"
+    for path in (*site.rglob("*.html"), *site.rglob("*.css"), *site.rglob("*.svg"))
+    for found in ASKED.findall(path.read_text())
+  }
+  assert not asked
+
+
+@pytest.mark.parametrize(
+  "text",
+  [
+    '<script src="https://x.org/a.js">',
+    '<link href="a" rel="stylesheet" href="//x.org/a.css">',
+    "src: url(https://x.org/a.woff2)",
+  ],
+)
+def test_a_page_that_asks_is_seen(text: str):
+  assert ASKED.search(text)
+
+
+def test_guides_have_programs():
+  assert sum(len(BLOCK.findall(path.read_text())) for path in GUIDES) >= 5
+
+
+@pytest.mark.parametrize("guide", GUIDES, ids=lambda path: path.stem)
+def test_the_programs_of_a_guide_run(guide: pathlib.Path, tmp_path: pathlib.Path):
+  """Blocks that begin with the name of a file are that file; the others run one after the other."""
+  programs = []
+  for block in BLOCK.findall(guide.read_text()):
+    name = FILE_NAME.match(block)
+    if name is None:
+      programs.append(block)
+    else:
+      (tmp_path / name[1]).write_text(block)
+      programs.append(f"import {name[1].removesuffix('.py')}\n")
+  if not programs:
+    pytest.skip("no program on this page")
+  (tmp_path / "guide_of_docs.py").write_text("\n".join(programs))
+  done = subprocess.run(
+    [sys.executable, "guide_of_docs.py"],
+    cwd=tmp_path,
+    capture_output=True,
+    text=True,
+    check=False,
+  )
+  assert done.returncode == 0, done.stdout + done.stderr
