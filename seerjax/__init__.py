@@ -15,7 +15,8 @@ if TYPE_CHECKING:
   from seerjax.engine.sizes import EngineConfig
   from seerjax.models.loading import load_model
   from seerjax.numerics import NumericsConfig
-  from seerjax.rl import RunConfig, train
+  from seerjax.rl import train
+  from seerjax.run.config import RunConfig
   from seerjax.ttt import discover
   from seerjax.types import (
     Completion,
@@ -40,7 +41,7 @@ _HOMES = {
   "Request": "types",
   "Rollout": "types",
   "RolloutGroup": "types",
-  "RunConfig": "rl",
+  "RunConfig": "run.config",
   "SamplingParams": "types",
   "Task": "types",
   "Verdict": "types",
