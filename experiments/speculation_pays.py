@@ -164,7 +164,7 @@ class Asker:
     self.plain = self._engine(job.numerics, tiled_runner)
     self.untiled = self._engine(untiled, self._runner(untiled))
     self.drafting = self._engine(job.numerics, tiled_runner)
-    self.drafting.drafter = drafter_lib.drafter_for(self._job, self.drafting)
+    drafter_lib.RunDrafts(job.speculation).begin(self.drafting)
 
   def _runner(self, numerics: numerics_lib.NumericsConfig) -> runner_lib.Runner:
     buckets = self._job.engine.row_buckets

@@ -53,6 +53,7 @@ from seerjax.run import (
 from seerjax.run.config import RunConfig
 from seerjax.run.policy import Policy
 from seerjax.run.programs import Programs
+from seerjax.speculation import statistics
 from seerjax.trainer import advantages, losses, step as step_lib
 from seerjax.types import Completion, Problem, Request, Rollout, RolloutGroup, Task, TrainState
 
@@ -87,7 +88,8 @@ class Sampled(NamedTuple):
 # Settings that the journal does not hold a resumed run to: the fingerprint speaks for the first,
 # and the others move no bit.
 FREE_SETTINGS = (
-  "numerics", "num_steps", "num_instances", "checkpoint_every", "scheduler", "kv_pool", "budget"
+  "numerics", "num_steps", "num_instances", "checkpoint_every", "scheduler", "kv_pool",
+  "speculation",
 )  # fmt: skip
 # What the progress bar shows.
 CONSOLE_DIGITS = {
@@ -179,6 +181,7 @@ def _train(
       " share them only between equals."
     )
   trainer = programs.trainer
+  drafts = drafter_lib.RunDrafts(config.speculation)
   memory = memory_lib.memory_plan(config, policy.model)
   state, step, before = policy_lib.initial_state(config, policy), 0, {}
   base = policy_lib.frozen_weights(config, policy)
@@ -244,7 +247,7 @@ def _train(
     progress.say(memory.describe())
     progress.say(engine.plan())
     with progress.phase("measuring the engine's steps"):
-      engine.drafter = drafter_lib.drafter_for(config, engine)
+      drafts.begin(engine)
     writer = files.enter_context(
       metrics.Writer(
         directory,
@@ -256,7 +259,9 @@ def _train(
     files.enter_context(progress.shown(writer.note))
     carried = off_policy.Carried()
     ahead = off_policy.Ahead(
-      lambda step: sample(config, engine, task, journal, step, carried, progress=progress)
+      lambda step: sample(
+        config, engine, task, journal, step, carried, progress=progress, drafts=drafts
+      )
     )
     files.callback(ahead.close)
 
@@ -361,6 +366,7 @@ def sample(
   carried: off_policy.Carried | None = None,
   *,
   progress: progress_lib.Progress | None = None,
+  drafts: drafter_lib.RunDrafts | None = None,
 ) -> Sampled:
   """Samples and judges a step's groups; what the journal holds is not sampled again.
 
@@ -372,12 +378,14 @@ def sample(
     step: from 0.
     carried: groups that wait from step to step (`StaleConfig.begun`).
     progress: is told.
+    drafts: of the engine's drafter.
   """
   assert engine.tokenizer is not None
   watched = progress or progress_lib.silent()
   begin = time.monotonic()
   counted = dataclasses.replace(engine.counters)
-  drafter_lib.take_drafts(engine)  # Those of evaluations are not the step's.
+  take_drafts = drafts.take if drafts else statistics.Acceptance
+  take_drafts()  # Those of evaluations are not the step's.
   traces: list[trace_lib.Trace] = []
 
   def known(group: int, member: int) -> Rollout | None:
@@ -410,7 +418,7 @@ def sample(
     )
     completions = [rollout.completion for group in groups for rollout in group.rollouts]
     num_old = sum(len(one.tokens) for one in completions if one.policy_version < step)
-  done = trace_lib.StepTrace(traces, drafter_lib.take_drafts(engine))
+  done = trace_lib.StepTrace(traces, take_drafts())
   trace_lib.append(journal.path.with_name(trace_lib.FILE_NAME), step, done)
   seconds, counters = time.monotonic() - begin, engine.counters
   num_tokens = counters.sampled_tokens - counted.sampled_tokens

@@ -17,7 +17,7 @@ from seerjax.models import tokenizer as tokenizer_lib, transformer
 from seerjax.rollout import groups as groups_lib, policies
 from seerjax.run import off_policy
 from seerjax.run.evaluation import EvaluationConfig
-from seerjax.speculation import budget as budget_lib
+from seerjax.speculation.config import SpeculationConfig
 from seerjax.trainer import losses, packing, step as step_lib
 
 
@@ -85,7 +85,7 @@ class RunConfig:
     chat: what every prompt says besides its problem, evaluations included.
     scheduler: which request's next chunk runs, and where; changes no bit.
     kv_pool: where keys of waiting requests go when their pages are needed; changes no bit.
-    budget: how much is drafted from the group's own texts, where it pays; changes no bit.
+    speculation: what drafts, and how much where it pays; changes no bit.
     stale: whether it may learn from what older weights sampled, as a rival; by default it does not.
     trainer: how it learns.
     loss: the objective.
@@ -108,7 +108,7 @@ class RunConfig:
   chat: tokenizer_lib.ChatConfig = tokenizer_lib.ChatConfig()
   scheduler: policies.LongestGroupFirst = policies.LongestGroupFirst(chunk_tokens=128)
   kv_pool: kv_pool_lib.KVPoolConfig = kv_pool_lib.KVPoolConfig()
-  budget: budget_lib.BudgetConfig = budget_lib.BudgetConfig()
+  speculation: SpeculationConfig = SpeculationConfig()
   stale: off_policy.StaleConfig = off_policy.StaleConfig()
   trainer: TrainerConfig = TrainerConfig()
   loss: losses.LossConfig = losses.LossConfig()

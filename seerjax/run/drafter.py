@@ -1,46 +1,38 @@
-"""A run's drafts: of the group's own texts, as many as this engine's step times make pay."""
+"""A run's drafts: the drafter that its config names, and what came of what it drafted."""
 
 from __future__ import annotations
 
-import numpy as np
-
-from seerjax.engine import engine as engine_lib, timing
-from seerjax.rollout import groups as groups_lib
-from seerjax.run.config import RunConfig
-from seerjax.speculation import budget as budget_lib, statistics, suffix_drafter
-
-# Host seconds of a request's draft, and of a step that drafts for anybody: 0.35 to 0.6 ms were
-# measured for a single request, most of them to show its tree what the siblings said since.
-DRAFT_SECONDS, DRAFTING_SECONDS = 2e-5, 4e-4
+from seerjax.engine.engine import Engine
+from seerjax.rollout import groups
+from seerjax.speculation import config as config_lib, statistics
 
 
-def drafter_for(config: RunConfig, engine: engine_lib.Engine) -> suffix_drafter.SuffixDrafter:
-  """Returns a drafter of the groups' own texts, with a budget for this engine's step times."""
-  # Times rise in stairs, one a tile of rows and one a bucket: a draft of a few rows is cheap on one
-  # of them and dear on its edge, so that the first hundred rows are measured closely.
-  buckets = engine.config.row_buckets
-  powers = [2**power for power in range(buckets[-1].bit_length())]
-  of_instance = {*powers, *range(4, 129, 4), *buckets, *(bucket + 1 for bucket in buckets)}
-  rows = sorted(engine.num_instances * n for n in of_instance if n <= buckets[-1])
-  seconds = timing.step_seconds(engine, rows)
-  # A smaller step never takes longer, and noise only adds: no more than the fastest of the larger.
-  least = np.minimum.accumulate([seconds[count] for count in reversed(rows)])[::-1].tolist()
-  times = budget_lib.StepTimes(
-    rows=tuple(rows),
-    seconds=tuple(least),
-    draft_seconds=DRAFT_SECONDS,
-    drafting_seconds=DRAFTING_SECONDS,
-  )
-  return suffix_drafter.SuffixDrafter(
-    budget=budget_lib.Budget(times, config.budget),
-    is_probe=lambda request_id: groups_lib.place_of(request_id)[2] == 0,
-  )
+class RunDrafts:
+  """Gives a run's engine its drafter, and tells step by step what came of the drafts."""
 
+  def __init__(self, config: config_lib.SpeculationConfig):
+    """Refuses what names no drafter, before a run begins.
 
-def take_drafts(engine: engine_lib.Engine) -> statistics.Acceptance:
-  """Returns what came of the engine's drafts since this was asked last."""
-  drafter = engine.drafter
-  if not isinstance(drafter, suffix_drafter.SuffixDrafter):
-    return statistics.Acceptance()
-  found, drafter.acceptance = drafter.acceptance, statistics.Acceptance()
-  return found
+    Raises:
+      ValueError: if there is no function of that name.
+    """
+    config_lib.load(config)
+    self._config = config
+    self._acceptance = statistics.Acceptance()
+
+  def begin(self, engine: Engine) -> None:
+    """Makes the drafter, which may measure the engine's steps, and hands it to the engine.
+
+    Raises:
+      ValueError: if it is no drafter.
+    """
+    run = config_lib.DraftedRun(
+      engine=engine,
+      is_probe=lambda request_id: groups.place_of(request_id)[2] == 0,
+      acceptance=self._acceptance,
+    )
+    engine.drafter = config_lib.make_drafter(self._config, run)
+
+  def take(self) -> statistics.Acceptance:
+    """Returns what came of the drafts since this was asked last."""
+    return self._acceptance.take()

@@ -19,7 +19,7 @@ high (a group's first request, on which the others' schedule waits) and low. Two
 
 Off when it does not pay: both lengths are 0 unless fewer seconds a token are expected, by a margin
 that is wider for switching on than for staying on. While it is off, a few requests draft now and
-then, so rarely that the steps together lose no more than `probe_cost` to it.
+then, so rarely that the steps together lose no more than `PROBE_COST` to it.
 
 Source: Seer (arXiv 2511.14617v3), section 3.4 and Algorithm 1. No clock: equal inputs, equal plans.
 """
@@ -36,6 +36,16 @@ import operator
 from typing import NamedTuple
 
 POLICIES = ("mba", "mba_paper")
+# Drafting switches on where seconds per token fall by more than the first share, and off where they
+# fall by less than the second: what is measured wavers, and each switch costs a few slow steps.
+ON_GAIN, OFF_GAIN = 0.1, 0.05
+# Share of the steps' seconds that drafting may cost while it is off: less than steps waver by.
+PROBE_COST = 0.0025
+# Requests that draft in a probe: two say more than one for hardly more rows.
+PROBE_REQUESTS = 2
+# Steps of a request after which an observation counts half: enough that single drafts average out,
+# few enough that weights that learn and texts that become alike are followed.
+MEMORY = 512.0
 
 
 class Plan(NamedTuple):
@@ -61,7 +71,7 @@ class StepTimes:
 
   Attributes:
     rows: ascending row counts.
-    seconds: of a step of so many rows; between two it is interpolated, beyond the last it goes on
+    seconds: of a step of so many rows; between two it is interpolated, beyond the last it grows
       in proportion to the rows.
     draft_seconds: host seconds of drafting for one request.
     drafting_seconds: host seconds of a step that drafts at all, besides these.
@@ -112,41 +122,21 @@ class BudgetConfig:
     policy: "mba" or "mba_paper".
     gamma_max: longest draft.
     priority: how many times a token of the high class counts; Seer's lambda.
-    on_gain: switches on where seconds per token fall by more than this share.
-    off_gain: switches off where they fall by less.
-    probe_cost: share of the steps' seconds that drafting may cost while it is off.
-    probe_requests: requests that draft in a probe.
-    memory: steps of a request after which an observation counts half.
   """
 
   policy: str = "mba"
   gamma_max: int = 8
   priority: float = 2.0
-  on_gain: float = 0.1
-  off_gain: float = 0.05
-  probe_cost: float = 0.0025
-  probe_requests: int = 2
-  memory: float = 512.0
 
   def __post_init__(self):
     if self.policy not in POLICIES:
       raise ValueError(
         f"BudgetConfig.policy: got {self.policy!r}, expected one of {POLICIES}; choose one."
       )
-    if self.gamma_max < 1 or self.probe_requests < 1 or not self.priority >= 1:
+    if self.gamma_max < 1 or not self.priority >= 1:
       raise ValueError(
-        f"BudgetConfig: got gamma_max={self.gamma_max}, probe_requests={self.probe_requests},"
-        f" priority={self.priority}, expected each at least 1; for no speculation pass no drafter."
-      )
-    if not 0 <= self.off_gain <= self.on_gain < 1:
-      raise ValueError(
-        f"BudgetConfig: got off_gain={self.off_gain}, on_gain={self.on_gain}, expected 0 <="
-        " off_gain <= on_gain < 1; switching on should need more than staying on."
-      )
-    if not 0 < self.probe_cost <= 1 or not self.memory > 0:
-      raise ValueError(
-        f"BudgetConfig: got probe_cost={self.probe_cost}, memory={self.memory}, expected a share"
-        " in (0, 1] and a positive number of steps."
+        f"BudgetConfig: got gamma_max={self.gamma_max}, priority={self.priority}, expected each at"
+        " least 1; 8 and 2 are usual."
       )
 
 
@@ -181,7 +171,7 @@ def seconds_per_token(
   times: StepTimes,
   reach: Sequence[float] | None = None,
 ) -> float:
-  """Returns the expected seconds per token said, of classes with a draft length each."""
+  """Returns the expected seconds per sampled token, of classes with a draft length each."""
   rows = tokens = 0.0
   num_drafting = 0
   for batch, length in zip(batches, lengths):
@@ -288,7 +278,7 @@ class Budget:
     # Classes -> their lengths, until there is news of drafts.
     self._best: dict[tuple[int, int], tuple[int, int, float]] = {}
     # By position: how often a token was allowed and drafted; and, where all before it held, how
-    # often it was allowed and held. Counts halve in `memory` steps: instead, new ones weigh more.
+    # often it was allowed and held. Counts halve in `MEMORY` steps: instead, new ones weigh more.
     self._allowed, self._drafted, self._tried, self._held = (
       [0.0] * self.config.gamma_max for _ in range(4)
     )
@@ -313,12 +303,12 @@ class Budget:
     batch = num_high + num_low
     if batch == 0:
       return OFF
-    config, classes = self.config, (num_high, num_low)
+    classes = (num_high, num_low)
     if classes not in self._best:
       self._best[classes] = self._best_lengths(*classes)
     high, low, gain = self._best[classes]
     is_known = self._allowed[0] > 0
-    self.is_on = is_known and gain > (config.off_gain if self.is_on else config.on_gain)
+    self.is_on = is_known and gain > (OFF_GAIN if self.is_on else ON_GAIN)
     if self.is_on:
       return Plan(high, low, batch)
     return self._probe(batch)
@@ -342,7 +332,7 @@ class Budget:
     if num_allowed == 0:
       return
     self._best.clear()
-    self._weight *= 2 ** (1 / self.config.memory)
+    self._weight *= 2 ** (1 / MEMORY)
     if self._weight > 1e30:
       for counts in (self._allowed, self._drafted, self._tried, self._held):
         counts[:] = [count / self._weight for count in counts]
@@ -377,10 +367,10 @@ class Budget:
 
   def _probe(self, batch: int) -> Plan:
     """Returns the largest probe whose cost has been saved up, or nothing."""
-    config, plain = self.config, self.times.step(batch)
-    self._credit = min(self._credit + config.probe_cost, 1.0 + config.probe_cost)
-    for num, length in ((config.probe_requests, 4), (1, 4), (1, 2), (1, 1)):
-      num, length = min(num, batch), min(length, config.gamma_max)
+    plain = self.times.step(batch)
+    self._credit = min(self._credit + PROBE_COST, 1.0 + PROBE_COST)
+    for num, length in ((PROBE_REQUESTS, 4), (1, 4), (1, 2), (1, 1)):
+      num, length = min(num, batch), min(length, self.config.gamma_max)
       seconds = self.times.step(batch + num * length) + self.times.draft(num)
       if seconds / plain - 1 <= self._credit:
         self._credit -= seconds / plain - 1

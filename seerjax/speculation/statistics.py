@@ -61,6 +61,12 @@ class Acceptance:
       before = self.by_references.get(references, (0, 0))
       self.by_references[references] = (before[0] + steps, before[1] + tokens)
 
+  def take(self) -> Acceptance:
+    """Returns what was counted so far, and begins again with nothing."""
+    found = dataclasses.replace(self)
+    self.num_steps, self.drafted_at, self.accepted_at, self.by_references = 0, [], [], {}
+    return found
+
   @property
   def num_drafted(self) -> int:
     """Drafted tokens."""

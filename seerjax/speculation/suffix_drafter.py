@@ -11,7 +11,14 @@ import dataclasses
 import numpy as np
 
 from seerjax.engine.drafting import DraftQuery
-from seerjax.speculation import budget as budget_lib, group_trees, statistics, suffix_tree
+from seerjax.speculation import (
+  budget as budget_lib,
+  config as config_lib,
+  group_trees,
+  statistics,
+  step_times,
+  suffix_tree,
+)
 
 # Tokens of the prompt with which the text of every answer begins, so that the first tokens of the
 # siblings are found from the prompt's end. The whole prompt is a text of its own, once a group.
@@ -65,6 +72,7 @@ class SuffixDrafter:
     *,
     budget: budget_lib.Budget | None = None,
     is_probe: Callable[[str], bool] | None = None,
+    acceptance: statistics.Acceptance | None = None,
     max_bytes: int = 2**28,
   ):
     """Makes a drafter without texts.
@@ -73,6 +81,7 @@ class SuffixDrafter:
       args: how drafts are made; `max_spec_tokens` bounds every path.
       budget: plans each step's lengths; without one, as much is drafted as queries allow.
       is_probe: whether a request is of the high class; none is if None.
+      acceptance: takes what comes of drafts; a record of its own if None.
       max_bytes: of trees.
 
     Raises:
@@ -81,7 +90,7 @@ class SuffixDrafter:
     suffix_tree.check_args(args)
     self.args = args
     self.budget = budget
-    self.acceptance = statistics.Acceptance()
+    self.acceptance = statistics.Acceptance() if acceptance is None else acceptance
     self._is_probe = is_probe
     self._max_bytes = max_bytes
     self._trees = group_trees.GroupTrees()
@@ -244,6 +253,12 @@ class SuffixDrafter:
     while self._trees.num_bytes > self._max_bytes:
       finished = [name for name in self._texts if not self._num_live[name]]
       self.drop_group(next(iter(finished or self._texts)))
+
+
+def of_run(config: config_lib.SpeculationConfig, run: config_lib.DraftedRun) -> SuffixDrafter:
+  """Returns a run's drafter, with a budget for the step times of the run's engine."""
+  budget = budget_lib.Budget(step_times.measure(run.engine), config.budget)
+  return SuffixDrafter(budget=budget, is_probe=run.is_probe, acceptance=run.acceptance)
 
 
 def _group(group_id: str, request_id: str) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 
 import hypothesis
 from hypothesis import given, strategies as st
@@ -169,7 +168,7 @@ def test_it_switches_on_where_drafts_hold_and_stays_off_where_rows_cost():
 
 
 def test_it_switches_off_where_drafts_fail_and_on_again():
-  plans = Budget(SATURATING, BudgetConfig(memory=64.0))
+  plans = Budget(SATURATING)
   made = drive(plans, 0, 8, 2000, lambda step: 8 if step < 100 or step >= 1000 else 0)
   assert made[99].low > 0 and not any(plan.num_requests > 2 for plan in made[300:1000])
   assert any(plan.num_requests for plan in made[300:1000])
@@ -178,25 +177,24 @@ def test_it_switches_off_where_drafts_fail_and_on_again():
 
 def test_probes_cost_no_more_than_they_may():
   for times, batch in itertools.product((FLAT, SATURATING, LINEAR), (1, 3, 64)):
-    config = BudgetConfig(probe_cost=0.02)
-    plans = Budget(times, config)
+    plans = Budget(times)
     spent = 0.0
     for plan in drive(plans, 0, batch, 1000, lambda step: 0):
       extra = times.step(batch + plan.num_requests * plan.low) - times.step(batch)
       spent += extra / times.step(batch)
     assert 0 < plans.acceptance[0] < 0.2
-    assert spent <= 0.02 * 1000 + 1.1
+    assert spent <= budget.PROBE_COST * 1000 + 1.1
 
 
 def test_a_wavering_gain_does_not_switch_at_every_step():
-  plans = Budget(SATURATING, BudgetConfig(memory=16.0))
+  plans = Budget(SATURATING, BudgetConfig())
   made = drive(plans, 0, 4, 400, lambda step: step % 2)
   switches = sum((a.num_requests > 2) != (b.num_requests > 2) for a, b in itertools.pairwise(made))
   assert switches <= 20
 
 
 def test_chances_by_hand():
-  plans = Budget(FLAT, BudgetConfig(gamma_max=2, memory=math.inf))
+  plans = Budget(FLAT, BudgetConfig(gamma_max=2))
   for _ in range(4000):
     plans.observe(2, 2, 1)
     plans.observe(2, 1, 0)
@@ -206,11 +204,11 @@ def test_chances_by_hand():
 
 
 def test_old_observations_fade_and_counts_stay_finite():
-  plans = Budget(FLAT, BudgetConfig(memory=2.0))
+  plans = Budget(FLAT)
   for _ in range(1000):
     plans.observe(8, 8, 8)
   assert plans.acceptance[0] > 0.8
-  for _ in range(50):
+  for _ in range(2 * int(budget.MEMORY)):
     plans.observe(8, 8, 0)
   assert plans.acceptance[0] < 0.5
 
@@ -239,8 +237,7 @@ def test_the_paper_s_policy_can_be_chosen():
     ),
     (lambda: BudgetConfig(policy="mbb"), "got 'mbb', expected one of"),
     (lambda: BudgetConfig(gamma_max=0), "got gamma_max=0"),
-    (lambda: BudgetConfig(on_gain=0.0), "got off_gain=0.05, on_gain=0.0"),
-    (lambda: BudgetConfig(probe_cost=0.0), "got probe_cost=0.0"),
+    (lambda: BudgetConfig(priority=0.5), "priority=0.5, expected each at least 1"),
     (lambda: Budget(FLAT).observe(1, 2, 1), "got 1 accepted of 2 drafted of 1 allowed"),
   ],
 )

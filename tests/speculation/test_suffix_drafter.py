@@ -121,7 +121,7 @@ def test_no_drafter_changes_what_is_said(seed):
   ]
   expected = {request.request_id: request.text for request in requests}
   plain = sum(map(len, expected.values()))
-  config = budget.BudgetConfig(policy=rng.choice(budget.POLICIES), memory=8.0)
+  config = budget.BudgetConfig(policy=rng.choice(budget.POLICIES))
   for drafter in (
     SuffixDrafter(),
     SuffixDrafter(SpeculationArgs(top_k=3, max_spec_tokens=5)),
