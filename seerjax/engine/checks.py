@@ -10,8 +10,11 @@ from typing import Any
 import numpy as np
 
 from seerjax.models import tokenizer as tokenizer_lib
+from seerjax.ops import sampling
 from seerjax.types import Completion, Request
 
+# Beyond any logit, and far from what overflows a float32 or means `sampling.DROPPED`.
+MAX_ABS_BIAS = 1e6
 MAX_INT32 = 2**31 - 1  # Positions, pages and rows are counted in it on the devices.
 
 
@@ -56,6 +59,89 @@ def tokens_of(what: str, tokens: Any, vocab_size: int) -> None:
     )
 
 
+def chunk(what: str, chunk_tokens: int | None) -> None:
+  """Refuses a chunk of no token.
+
+  Raises:
+    ValueError: with `what` at its beginning.
+  """
+  if chunk_tokens is not None:
+    whole(f"{what}: chunk_tokens", chunk_tokens, 1, None, "None answers to the end")
+
+
+def request(
+  request: Request,
+  *,
+  context: int,
+  model_context: int,
+  vocab_size: int,
+  needed_pages: int,
+  num_pages: int,
+  page_size: int,
+  has_tokenizer: bool,
+) -> None:
+  """Refuses a request that an engine could never answer.
+
+  Args:
+    request: to be answered.
+    context: most positions of a sequence.
+    model_context: those of the model.
+    vocab_size: of the model.
+    needed_pages: of its prompt and longest answer (`sizes.pages_for`).
+    num_pages: of one instance, the reserved one included.
+    page_size: positions of a page.
+    has_tokenizer: whether text can be read for stop strings.
+
+  Raises:
+    ValueError: if it is empty, too long, can never fit in memory, or asks for what this engine or
+      model does not have.
+  """
+  what = f"request {request.request_id!r}"
+  if not request.prompt:
+    raise ValueError(f"{what}: got an empty prompt, expected one token or more; add a BOS token.")
+  tokens_of(what, request.prompt, vocab_size)
+  tokens_of(f"{what}, stop_token_ids", request.sampling.stop_token_ids, vocab_size)
+  if not 0 <= request.seed < 2**32:
+    raise ValueError(f"{what}: got seed {request.seed}, expected 0 <= seed < 2**32; fold it.")
+  if len(request.prompt) + 1 > context:
+    raise ValueError(
+      f"{what}: got a prompt of {len(request.prompt)} tokens, expected fewer than the context of"
+      f" {context}; shorten it or raise EngineConfig.max_context (the model's is"
+      f" {model_context})."
+    )
+  if len(request.prompt) + request.sampling.max_tokens > context:
+    raise ValueError(
+      f"{what}: got {len(request.prompt)} prompt tokens and max_tokens"
+      f" {request.sampling.max_tokens}, expected a sum of at most the context of {context}; lower"
+      " SamplingParams.max_tokens or raise EngineConfig.max_context."
+    )
+  if needed_pages > num_pages - 1:
+    raise ValueError(
+      f"{what}: got a need of {needed_pages} pages of {page_size} positions, expected"
+      f" at most {num_pages - 1}; it can never fit: raise EngineConfig.num_pages or lower"
+      " max_tokens."
+    )
+  if request.sampling.stop_strings and not has_tokenizer:
+    raise ValueError(
+      f"{what}: got stop_strings without a tokenizer, expected Engine(tokenizer=...); use"
+      " stop_token_ids or pass one."
+    )
+  highest = max((high for _, high in request.sampling.allowed), default=0)
+  if highest > vocab_size:
+    raise ValueError(
+      f"{what}: got a grammar that allows ids up to {highest - 1}, expected at most"
+      f" {vocab_size - 1}; write SamplingParams.allowed for this model's vocabulary."
+    )
+  for token, bias in request.sampling.logit_bias:
+    if not 0 <= token < vocab_size or not abs(bias) <= MAX_ABS_BIAS:
+      raise ValueError(
+        f"{what}: got logit_bias ({token}, {bias}), expected a token id from 0 to"
+        f" {vocab_size - 1} and a bias from -{MAX_ABS_BIAS:g} to {MAX_ABS_BIAS:g}; the"
+        " lowest forbids a token."
+      )
+  sampling.sampling_rows([request.sampling])  # Refuses what cannot become a row.
+
+
 def resume_from(
   request: Request,
   begun: Completion,
@@ -76,7 +162,7 @@ def resume_from(
       f"{what}: got resume_from of type {type(begun).__name__}, expected a Completion; pass what"
       " Engine.progress returned."
     )
-  sampling, count = request.sampling, len(begun.tokens)
+  params, count = request.sampling, len(begun.tokens)
   if begun.request_id != request.request_id:
     raise ValueError(
       f"{what}: got what request {begun.request_id!r} said, expected its own; pass that of the same"
@@ -88,19 +174,19 @@ def resume_from(
       f" {policy_version}, the engine's (a completion comes from one policy_version); ask it"
       " from its prompt."
     )
-  if begun.finish_reason or count >= sampling.max_tokens:
+  if begun.finish_reason or count >= params.max_tokens:
     raise ValueError(
-      f"{what}: got {count} of {sampling.max_tokens} tokens said, finish_reason"
+      f"{what}: got {count} of {params.max_tokens} tokens said, finish_reason"
       f" {begun.finish_reason!r}, expected one that is not over; use what it said."
     )
   tokens_of(f"{what}, resume_from.tokens", begun.tokens, vocab_size)
-  ends = [place for place, token in enumerate(begun.tokens) if token in sampling.stop_token_ids]
+  ends = [place for place, token in enumerate(begun.tokens) if token in params.stop_token_ids]
   if ends:
     raise ValueError(
       f"{what}: got the stop id {begun.tokens[ends[0]]} at place {ends[0]} of what it said,"
       " expected one that is not over; use what it said."
     )
-  for place, (token, (low, high)) in enumerate(zip(begun.tokens, sampling.allowed, strict=False)):
+  for place, (token, (low, high)) in enumerate(zip(begun.tokens, params.allowed, strict=False)):
     if not low <= token < high:
       raise ValueError(
         f"{what}: got token {token} at place {place} of what it said, expected {low} to {high - 1},"
@@ -114,9 +200,9 @@ def resume_from(
         f"{what}: got resume_from.{name} of {values[wrong[0]]} at place {wrong[0]}, expected a"
         " finite number of at most 0; pass them as the engine returned them."
       )
-  if tokenizer is not None and sampling.stop_strings:
+  if tokenizer is not None and params.stop_strings:
     text = tokenizer.decode(list(begun.tokens), skip_special_tokens=True)
-    found = [stop for stop in sampling.stop_strings if stop in text]
+    found = [stop for stop in params.stop_strings if stop in text]
     if found:
       raise ValueError(
         f"{what}: got the stop string {found[0]!r} in what it said, expected one that is not over;"

@@ -150,6 +150,24 @@ class Runner:
     """Instances of the mesh."""
     return self.mesh.shape[parallel.INSTANCE_AXIS]
 
+  def require_is_of(
+    self,
+    model: transformer.TransformerConfig,
+    numerics: numerics_lib.NumericsConfig,
+    mesh: jax.sharding.Mesh | None,
+  ) -> None:
+    """Refuses an engine of another model or numerics, or of another mesh if it names one.
+
+    Raises:
+      ValueError: with what this runner was made for.
+    """
+    if (self.config, self.numerics) != (model, numerics) or mesh not in (None, self.mesh):
+      raise ValueError(
+        f"Engine.runner: got one of {self.numerics} for a {self.config.family} model of"
+        f" {self.config.num_layers} layers on {self.mesh.size} device(s), expected the engine's"
+        " own model, numerics and mesh; share a Runner only between equals."
+      )
+
   @property
   def _axis(self) -> str | None:
     return parallel.MODEL_AXIS if self.mesh.shape[parallel.MODEL_AXIS] > 1 else None

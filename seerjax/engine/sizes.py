@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from seerjax import host_memory, numerics as numerics_lib
 from seerjax.engine import checks
 from seerjax.models import transformer
+from seerjax.ops import tiles
 
 # Of the memory that is free when an engine is made; the rest is for steps and for learning.
 PAGES_SHARE = 0.4
@@ -74,6 +75,30 @@ class EngineConfig:
         f"EngineConfig.row_buckets: got at most {buckets[-1]} rows, expected at least"
         f" max_sequences={self.max_sequences} (each decodes one row a step); raise the last bucket."
       )
+
+
+def require_whole_splits(config: EngineConfig, numerics: numerics_lib.NumericsConfig) -> None:
+  """Refuses pages that do not fill splits exactly.
+
+  Raises:
+    ValueError: with both sizes.
+  """
+  if numerics.kv_split % config.page_size:
+    raise ValueError(
+      f"EngineConfig.page_size: got {config.page_size}, expected a divisor of"
+      f" kv_split={numerics.kv_split}; a split is read page by page."
+    )
+
+
+def pages_for(num_tokens: int, page_size: int) -> int:
+  """Returns the pages that `num_tokens` (at least 1) of prompt and answer need."""
+  # The last token sampled is never read back, so it needs no position.
+  return -(-(num_tokens - 1) // page_size)
+
+
+def table_width(config: EngineConfig, *, context: int, kv_split: int) -> int:
+  """Returns the pages of a page table's row: whole splits that hold one context."""
+  return -(-context // kv_split) * (kv_split // config.page_size)
 
 
 def free_bytes(mesh: jax.sharding.Mesh) -> float:
@@ -222,3 +247,23 @@ def fitted(
       )
   max_sequences = config.max_sequences or max(1, min(most, (num_pages - 1) // per_context))
   return dataclasses.replace(config, num_pages=num_pages, max_sequences=max_sequences)
+
+
+def described(
+  config: EngineConfig,
+  numerics: numerics_lib.NumericsConfig,
+  *,
+  num_instances: int,
+  pages_bytes: int,
+  weights_bytes: int,
+) -> str:
+  """Returns one line that says what was allocated, over all instances."""
+  positions = (config.num_pages - 1) * config.page_size
+  buckets = ", ".join(str(rows) for rows in config.row_buckets)
+  arrays = ", ".join(str(tiles.whole_rows(rows, numerics)) for rows in config.row_buckets)
+  return (
+    f"{num_instances} instance(s), each {config.num_pages} pages of {config.page_size} positions"
+    f" ({positions:,} tokens of context) and {config.max_sequences} sequences; steps of {buckets}"
+    f" rows in arrays of {arrays}; {pages_bytes / 2**20:.1f} MiB of pages,"
+    f" {weights_bytes / 2**20:.1f} MiB of weights"
+  )

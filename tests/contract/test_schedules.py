@@ -273,15 +273,15 @@ class Schedule:
     for until, pool, pages in self.withheld:
       if until <= self.step:
         for page in pages:
-          self.engine._pools[pool].release(page)
+          self.engine.memory.pools[pool].release(page)
     self.withheld = [entry for entry in self.withheld if entry[0] > self.step]
 
   def _disturb(self, disturbance: Disturbance) -> None:
     ids = sorted(self.live)
     if disturbance.kind == "withhold":
-      for pool in range(len(self.engine._pools)):
-        count = self.engine._pools[pool].num_available
-        pages = self.engine._pools[pool].take(count)
+      for pool in range(len(self.engine.memory.pools)):
+        count = self.engine.memory.pools[pool].num_available
+        pages = self.engine.memory.pools[pool].take(count)
         self.withheld.append((self.step + disturbance.steps, pool, pages))
         self.events["pages withheld"] += count
     elif disturbance.kind == "restart":
@@ -318,7 +318,7 @@ class Schedule:
 
   def _step(self) -> None:
     prefilling = any(
-      sequence.is_prefilling for running in self.engine._running for sequence in running
+      sequence.is_prefilling for running in self.engine._requests.running for sequence in running
     )
     updates = self.engine.step()
     self.events["mixed steps"] += prefilling and bool(updates)

@@ -123,7 +123,7 @@ def test_what_unwritten_memory_holds_changes_nothing(numerics):
   while engine.num_unfinished:
     engine.step()
     is_written = np.zeros((SIZES.num_pages, SIZES.page_size), bool)
-    for sequence in engine._running[0]:
+    for sequence in engine._requests.running[0]:
       positions = np.arange(sequence.num_written)
       pages = np.asarray(sequence.pages)[positions // SIZES.page_size]
       is_written[pages, positions % SIZES.page_size] = True
@@ -157,9 +157,9 @@ def test_one_flipped_mantissa_bit_in_a_page_is_noticed(numerics):
     for request in requests(4):
       engine.submit(request)
     engine.step()
-    while any(sequence.is_prefilling for sequence in engine._running[0]):
+    while any(sequence.is_prefilling for sequence in engine._requests.running[0]):
       engine.step()
-    for sequence in engine._running[0]:
+    for sequence in engine._requests.running[0]:
       flip_lowest_bit(engine, sequence.pages[0], offset)
     while engine.num_unfinished:
       engine.step()
@@ -208,7 +208,7 @@ class FollowsLength(engine_lib.Engine):
   """
 
   def step(self):
-    longest = max(len(sequence.tokens) for sequence in self._live.values())
+    longest = max(len(sequence.tokens) for sequence in self._requests.live.values())
     split = 8 if longest > 32 else 16
     self._runner = tiny_model.runner(dataclasses.replace(self.numerics, kv_split=split))
     return super().step()

@@ -202,7 +202,7 @@ def test_a_cancelled_request_leaves_nothing_behind():
     engine.cancel(name)
   completions = run(engine)
   assert sorted(completions) == ["c", "d"] and engine.counters.preemptions == 0
-  assert engine._pools[0].num_available == 8
+  assert engine.memory.pools[0].num_available == 8
   assert len(engine.generate([request("a")])) == 1  # The name is free again.
 
 
@@ -309,7 +309,7 @@ def test_siblings_held_back_go_on_without_the_one_they_waited_for(what):
   for index in range(4):
     engine.submit(request(str(index), tokens_from(3, 40), seed=index, group="g", max_tokens=3))
   engine.step()  # 16 of 40 positions of "0"; the others are held back.
-  assert [len(engine._running[0]), len(engine._waiting[0])] == [1, 3]
+  assert [len(engine._requests.running[0]), len(engine._requests.waiting[0])] == [1, 3]
   (engine.cancel if what == "cancel" else engine.preempt)("0")
   assert len(run(engine)) == (3 if what == "cancel" else 4)
 
@@ -393,7 +393,7 @@ def test_requests_go_to_the_instance_with_the_fewest_and_groups_stay_together():
   )
   for name, group in (("a", "g"), ("b", "g"), ("c", ""), ("d", "h"), ("e", "h"), ("f", "g")):
     engine.submit(request(name, group=group))
-  places = [[s.request.request_id for s in waiting] for waiting in engine._waiting]
+  places = [[s.request.request_id for s in waiting] for waiting in engine._requests.waiting]
   assert places == [["a", "b", "f"], ["c", "d", "e"]]
 
 
@@ -437,7 +437,7 @@ def test_a_request_that_cannot_run_is_refused(one, message):
   engine = make_engine()
   with pytest.raises(ValueError, match=message):
     engine.submit(one)
-  assert engine.num_unfinished == 0 and not engine._waiting[0]
+  assert engine.num_unfinished == 0 and not engine._requests.waiting[0]
 
 
 def test_a_request_of_the_whole_context_is_taken():

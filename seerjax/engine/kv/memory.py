@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from seerjax.engine.counters import Counters
-from seerjax.engine.kv import page_moves, pages as pages_lib
+from seerjax.engine.kv import page_moves, pages as pages_lib, prefix_index
 from seerjax.engine.kv.pool import KVPool
 from seerjax.engine.sequence import SequenceState
 
@@ -54,6 +54,15 @@ class Memory:
   def hold(self, sequence: SequenceState, pages: list[int]) -> None:
     """Gives a sequence `pages`, all that it has from now on."""
     sequence.hold(pages, self._table_width)
+
+  def find(self, instance: int, tokens: Sequence[int]) -> prefix_index.PrefixHit:
+    """Returns what of a token sequence's start an instance has, if prefixes are reused."""
+    return self.pools[instance].find(tokens) if self._reuse_prefixes else prefix_index.NO_HIT
+
+  def remember(self, sequence: SequenceState, tokens: Sequence[int]) -> None:
+    """Makes `tokens`, the written start of a sequence, findable on its instance."""
+    if self._reuse_prefixes:
+      self.pools[sequence.instance].remember(tokens, sequence.pages)
 
   def release(self, sequence: SequenceState) -> None:
     """Takes a sequence's pages, wherever they are; it will have to compute them again."""

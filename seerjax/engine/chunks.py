@@ -1,0 +1,177 @@
+"""What may be done to requests between their chunks, and to the pages that they hold then.
+
+    running -> (end of chunk, `pause`) paused: holds its pages -> `resume` -> waiting -> running
+                                          |        ^
+                        `migrate`, `spill`, `preempt`: its pages go elsewhere, or are given up
+
+None of it changes a bit of an answer. What the caller decides by, `held_pages` and `free_pages`,
+counts pages of one instance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from seerjax.engine import checks, sizes
+from seerjax.engine.counters import Counters
+from seerjax.engine.kv.memory import Memory
+from seerjax.engine.requests import Requests
+from seerjax.engine.sizes import EngineConfig
+
+
+class Chunks:
+  """The part of an engine that a scheduler of chunks decides by and calls.
+
+  Attributes:
+    config: sizes, all of them filled in.
+    counters: of all that the engine does.
+    memory: pages of all instances.
+  """
+
+  def __init__(
+    self, requests: Requests, memory: Memory, counters: Counters, *, config: EngineConfig
+  ):
+    self.config = config
+    self.counters = counters
+    self.memory = memory
+    self._requests = requests
+
+  @property
+  def num_unfinished(self) -> int:
+    """Requests submitted and not finished."""
+    return len(self._requests.live)
+
+  @property
+  def num_instances(self) -> int:
+    """Instances of the mesh."""
+    return len(self.memory.pools)
+
+  def poll_paused(self) -> list[str]:
+    """Returns the requests whose chunk has ended, in that order; they hold their pages."""
+    return list(self._requests.paused)
+
+  def pause(self, request_id: str) -> None:
+    """Ends a request's chunk now; it keeps its pages.
+
+    Raises:
+      ValueError: if there is no such request.
+    """
+    sequence = self._requests.find(request_id, "pause")
+    if request_id not in self._requests.paused:
+      self._requests.pause(sequence)
+
+  def resume(
+    self, request_id: str, *, chunk_tokens: int | None = None, instance: int | None = None
+  ) -> None:
+    """Lets a paused request continue for another chunk, once its memory is there.
+
+    Args:
+      request_id: of a paused request.
+      chunk_tokens: as for `submit`.
+      instance: where; None stays. A request that still has pages elsewhere loses them and computes
+        them again (`migrate` takes them along); one that was spilled comes back there.
+
+    Raises:
+      ValueError: if there is no such request or instance, or it is not paused.
+    """
+    sequence = self._requests.find_paused(request_id, "resume")
+    checks.chunk(f"Engine.resume of {request_id!r}", chunk_tokens)
+    if instance is not None:
+      self._requests.check_instance(f"Engine.resume of {request_id!r}", instance)
+      if instance != sequence.instance:
+        if sequence.pages:
+          self.memory.release(sequence)
+        sequence.instance = instance
+    sequence.extend(chunk_tokens)
+    self._requests.resume(sequence)
+
+  def migrate(self, request_id: str, instance: int) -> bool:
+    """Takes a paused request's pages to another instance; False if it has no room for them.
+
+    Raises:
+      ValueError: if there is no such request or instance, or it is not paused.
+    """
+    sequence = self._requests.find_paused(request_id, "migrate")
+    self._requests.check_instance(f"Engine.migrate of {request_id!r}", instance)
+    return self.memory.migrate(sequence, instance)
+
+  def pull_prefix(self, tokens: Sequence[int], source: int, target: int) -> int:
+    """Copies the whole pages of a token sequence's start from one instance to another.
+
+    Returns:
+      Positions that were copied: those that `source` has, `target` lacks and has room for.
+
+    Raises:
+      ValueError: if there is no such instance.
+    """
+    for name, instance in (("source", source), ("target", target)):
+      self._requests.check_instance(f"Engine.pull_prefix: {name}", instance)
+    return self.memory.pull_prefix(tokens, source, target)
+
+  def spill(self, request_ids: Iterable[str]) -> list[str]:
+    """Takes paused requests' pages off the devices, in order, until the pool is full.
+
+    Returns:
+      Those that left. They come back when they are resumed, on any instance.
+
+    Raises:
+      ValueError: if there is no such request, or it is not paused.
+    """
+    if isinstance(request_ids, str):
+      raise ValueError(
+        f"Engine.spill: got the text {request_ids!r}, expected several ids; write spill([...])."
+      )
+    # A name that comes twice is one request.
+    sequences = [self._requests.find_paused(name, "spill") for name in dict.fromkeys(request_ids)]
+    left = self.memory.spill([sequence for sequence in sequences if sequence.pages])
+    return [sequence.request.request_id for sequence in left]
+
+  def instance_of(self, request_id: str) -> int:
+    """Returns where a request runs, waits or lies; ValueError if there is no such request."""
+    return self._requests.find(request_id, "instance_of").instance
+
+  def held_pages(self, request_id: str) -> int:
+    """Returns the pages of its instance that a request holds; 0 if it is spilled or waits.
+
+    Raises:
+      ValueError: if there is no such request.
+    """
+    return len(self._requests.find(request_id, "held_pages").pages)
+
+  def free_pages(self, instance: int) -> int:
+    """Returns how many pages could be given out now; ValueError if there is no such instance."""
+    self._requests.check_instance("Engine.free_pages", instance)
+    return self.memory.pools[instance].num_available
+
+  def awaited_pages(self, instance: int) -> int:
+    """Returns how many pages the requests that wait on an instance are going to take at most.
+
+    Raises:
+      ValueError: if there is no such instance.
+    """
+    self._requests.check_instance("Engine.awaited_pages", instance)
+    waiting = self._requests.waiting[instance]
+    return sum(self.pages_for(sequence.limit) - len(sequence.pages) for sequence in waiting)
+
+  def pages_for(self, num_tokens: int) -> int:
+    """Returns the pages that tokens of prompt and answer need; ValueError if there is none."""
+    if num_tokens < 1:
+      raise ValueError(
+        f"Engine.pages_for: got {num_tokens} tokens, expected at least 1; a prompt has one."
+      )
+    return sizes.pages_for(num_tokens, self.config.page_size)
+
+  def preempt(self, request_id: str) -> None:
+    """Drops a request's pages; it prefills again to the same bits.
+
+    One that was running waits first in line; one that is paused stays so.
+
+    Raises:
+      ValueError: if there is no such request.
+    """
+    sequence = self._requests.find(request_id, "preempt")
+    is_running = sequence in self._requests.running[sequence.instance]
+    self.counters.preemptions += is_running or sequence.num_written > 0
+    self.memory.release(sequence)
+    if is_running:
+      self._requests.preempt(sequence)

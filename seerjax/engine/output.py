@@ -1,0 +1,234 @@
+"""What becomes of sampled tokens: verified drafts, text, stops, and the ends of requests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+import itertools
+from typing import Any
+
+from absl import logging
+import numpy as np
+
+from seerjax.engine.counters import Counters
+from seerjax.engine.drafting import Drafter, verify
+from seerjax.engine.kv.memory import Memory
+from seerjax.engine.planner import Planner
+from seerjax.engine.requests import Requests
+from seerjax.engine.sequence import ScheduledRows, SequenceState, StepOutput
+from seerjax.models import tokenizer as tokenizer_lib
+from seerjax.types import Completion
+
+Accept = Callable[[SequenceState, int, float, float], StepOutput]
+AskDrafter = Callable[[Callable[[Drafter], Any]], Any]
+
+
+def accept(
+  sequence: SequenceState, token: int, logprob: float, raw_logprob: float
+) -> StepOutput:
+  """Appends one sampled token to an answer; returns its text and why it ended the answer, if so."""
+  sequence.tokens.append(token)
+  sequence.logprobs.append(logprob)
+  sequence.raw_logprobs.append(raw_logprob)
+  params = sequence.request.sampling
+  reason = ""
+  if token in params.stop_token_ids:
+    reason = "stop"
+  elif sequence.num_generated == params.max_tokens:
+    reason = "length"
+  if sequence.stream is not None:
+    sequence.text += sequence.stream.push(token)
+    if reason:
+      sequence.text += sequence.stream.finish()
+    cut = _first_stop(sequence.text, params.stop_strings)
+    if cut is not None:
+      sequence.text, reason = sequence.text[:cut], "stop"
+  text = _new_text(sequence, reason)
+  return StepOutput(sequence.request.request_id, (token,), text, reason)
+
+
+def continue_from(sequence: SequenceState, begun: Completion) -> None:
+  """Puts a new sequence where its answer was `begun`, half of a stop string included."""
+  sequence.tokens.extend(begun.tokens)
+  sequence.logprobs.extend(np.asarray(begun.behaviour_logprobs, np.float32).tolist())
+  sequence.raw_logprobs.extend(np.asarray(begun.raw_logprobs, np.float32).tolist())
+  if sequence.stream is not None:
+    sequence.text = "".join(sequence.stream.push(token) for token in begun.tokens)
+  _new_text(sequence, "")  # Streamed once already.
+
+
+def take_back(
+  sequence: SequenceState, num_tokens: int, tokenizer: tokenizer_lib.Tokenizer | None
+) -> None:
+  """Drops what a step that broke off had appended behind `num_tokens`, prompt included."""
+  sequence.truncate(num_tokens)
+  sequence.streamed, sequence.text = 0, ""
+  if tokenizer is not None:
+    sequence.stream = stream = tokenizer.stream()
+    answer = sequence.tokens[sequence.num_prompt :]
+    sequence.text = "".join(stream.push(token) for token in answer)
+  _new_text(sequence, "")  # Streamed once already.
+
+
+def _new_text(sequence: SequenceState, reason: str) -> str:
+  """Text to stream: what might still become a stop string is held back."""
+  end = len(sequence.text)
+  if not reason:
+    end -= max((len(stop) - 1 for stop in sequence.request.sampling.stop_strings), default=0)
+  text = sequence.text[sequence.streamed : max(end, sequence.streamed)]
+  sequence.streamed += len(text)
+  return text
+
+
+def _first_stop(text: str, stop_strings: tuple[str, ...]) -> int | None:
+  """Returns where the first stop string begins, None if there is none."""
+  found = [place for stop in stop_strings if (place := text.find(stop)) >= 0]
+  return min(found, default=None)
+
+
+class Outputs:
+  """What the steps of one engine add to its requests, until it is taken.
+
+  Attributes:
+    finished: completions, in the order they finished.
+    updates: of the step that runs.
+  """
+
+  def __init__(
+    self,
+    requests: Requests,
+    memory: Memory,
+    planner: Planner,
+    counters: Counters,
+    *,
+    accept: Accept,
+    ask_drafter: AskDrafter,
+  ):
+    self._requests = requests
+    self._memory = memory
+    self._planner = planner
+    self._counters = counters
+    self._accept = accept
+    self._ask_drafter = ask_drafter
+    self.finished: list[Completion] = []
+    self.updates: list[StepOutput] = []
+
+  def add(
+    self,
+    piece: ScheduledRows,
+    tokens: list[int],
+    logprobs: list[float],
+    raw_logprobs: list[float],
+    *,
+    policy_version: int,
+  ) -> None:
+    """Appends what was sampled to a request's answer; what it meets then ends this request."""
+    self._requests.busy = before = (piece.sequence, len(piece.sequence.tokens))
+    try:
+      update = self._add(piece, tokens, logprobs, raw_logprobs, policy_version)
+    except Exception as error:
+      self.fail(*before, error, policy_version=policy_version)
+    else:
+      self.updates.append(update)
+
+  def _add(
+    self,
+    piece: ScheduledRows,
+    tokens: list[int],
+    logprobs: list[float],
+    raw_logprobs: list[float],
+    policy_version: int,
+  ) -> StepOutput:
+    """Appends the tokens along the path that agrees longest with what was sampled."""
+    sequence = piece.sequence
+    first = num_drafted = num_accepted = 0
+    if piece.paths:
+      ends = list(itertools.accumulate((len(path.tokens) + 1 for path in piece.paths), initial=0))
+      verified = verify(
+        [path.tokens for path in piece.paths],
+        [tokens[start:end] for start, end in itertools.pairwise(ends)],
+      )
+      chosen, first = piece.paths[verified.path], ends[verified.path]
+      num_drafted, num_accepted = len(chosen.tokens), verified.num_accepted
+      self._planner.adopt(piece, chosen)
+      self._counters.drafted_tokens += sum(len(path.tokens) for path in piece.paths)
+      self._counters.side_paths += bool(chosen.scratch)
+    added: list[int] = []
+    text = reason = ""
+    for index in range(first, first + num_accepted + 1):
+      self._counters.sampled_tokens += 1
+      update = self._accept(sequence, tokens[index], logprobs[index], raw_logprobs[index])
+      added += update.tokens
+      text, reason = text + update.text, update.finish_reason
+      if reason:
+        break
+      # The next token of the answer was drafted, so the keys up to it are written.
+      sequence.num_written = len(sequence.tokens) - 1
+    request = sequence.request
+    self._counters.accepted_tokens += len(added) - 1
+    if piece.paths:
+      self._ask_drafter(
+        lambda drafter: drafter.observe(
+          request.request_id, request.group_id, num_drafted, len(added) - 1
+        )
+      )
+    if reason:
+      self._tell_end(sequence)
+      self._memory.remember(sequence, sequence.tokens[: sequence.num_written])
+      self._leave(sequence, reason, policy_version)
+    elif len(sequence.tokens) == sequence.limit:
+      self._requests.pause(sequence)
+    return StepOutput(request.request_id, tuple(added), text, reason)
+
+  def fail(
+    self, sequence: SequenceState, num_tokens: int, error: Exception, *, policy_version: int
+  ) -> None:
+    """Ends a request by what it met; a step that broke off adds nothing to its answer.
+
+    Args:
+      sequence: of the request.
+      num_tokens: that it had before the step, prompt included.
+      error: what it met.
+      policy_version: of the engine.
+    """
+    sequence.truncate(num_tokens)
+    sequence.text = sequence.text[: sequence.streamed]
+    request_id = sequence.request.request_id
+    reason = (
+      f"request {request_id!r}: got {type(error).__name__} ({error}) in a step after"
+      f" {sequence.num_generated} tokens, expected none; mend what raised it, and ask again."
+    )
+    logging.warning("%s", reason, exc_info=error)
+    self._counters.errors += 1
+    self._tell_end(sequence)
+    self._leave(sequence, "error", policy_version, reason)
+    self.updates.append(StepOutput(request_id, (), "", "error", reason))
+
+  def drop(self, request_id: str) -> None:
+    """Forgets what a step that is not over has added to a request."""
+    self.updates = [update for update in self.updates if update.request_id != request_id]
+
+  def take_updates(self) -> list[StepOutput]:
+    """Returns what a step added, and forgets it."""
+    updates, self.updates = self.updates, []
+    return updates
+
+  def take_finished(self) -> list[Completion]:
+    """Returns the requests finished since the last call."""
+    finished, self.finished = self.finished, []
+    return finished
+
+  def _leave(
+    self, sequence: SequenceState, reason: str, policy_version: int, error: str = ""
+  ) -> None:
+    self._memory.release(sequence)
+    self._requests.remove(sequence)
+    self.finished.append(sequence.completion(reason, policy_version, error))
+
+  def _tell_end(self, sequence: SequenceState) -> None:
+    """Tells the drafter, if there is one, that a request is over."""
+    request = sequence.request
+    self._ask_drafter(
+      lambda drafter: drafter.finish(
+        request.request_id, request.group_id, sequence.tokens, sequence.num_prompt
+      )
+    )

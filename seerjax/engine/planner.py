@@ -1,0 +1,291 @@
+"""What the next step computes: who gets pages, how its rows are shared out, which drafts fit.
+
+A step takes one row from every sequence that decodes and fills what is left with pieces of prompts;
+drafts take the rows that are left then. Nothing here reads a clock or changes a bit of an answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+import itertools
+
+import jax
+import numpy as np
+
+from seerjax import numerics as numerics_lib
+from seerjax.engine import batching
+from seerjax.engine.counters import Counters
+from seerjax.engine.drafting import DraftQuery
+from seerjax.engine.kv import pages as pages_lib, prefix_index
+from seerjax.engine.kv.memory import Memory
+from seerjax.engine.requests import Requests
+from seerjax.engine.runner import StepInputs
+from seerjax.engine.sequence import DraftPath, ScheduledRows, SequenceState
+from seerjax.engine.sizes import EngineConfig, pages_for
+from seerjax.ops import sampling, tiles
+from seerjax.types import Request
+
+Place = tuple[int, int]  # Of scheduled rows: instance, and index among the instance's.
+
+
+class Planner:
+  """Plans the steps of one engine."""
+
+  def __init__(
+    self,
+    requests: Requests,
+    memory: Memory,
+    counters: Counters,
+    *,
+    config: EngineConfig,
+    numerics: numerics_lib.NumericsConfig,
+    table_width: int,
+  ):
+    self._requests = requests
+    self._memory = memory
+    self._counters = counters
+    self._config = config
+    self._numerics = numerics
+    self._table_width = table_width
+    self.start_over()
+
+  def start_over(self) -> None:
+    """Forgets the copies of a step that broke off."""
+    # By instance: (from, to), and the pages that are held until they are copied.
+    self._copies: list[list[tuple[int, int]]] = [[] for _ in self._memory.pools]
+    self._sources: list[list[int]] = [[] for _ in self._memory.pools]
+
+  # Pages.
+
+  def admit(self) -> None:
+    """Gives pages to waiting sequences, first come first served, all they can ever need."""
+    for instance, pool in enumerate(self._memory.pools):
+      waiting, running = self._requests.waiting[instance], self._requests.running[instance]
+      prefilling = {s.request.group_id for s in running if s.is_prefilling and s.request.group_id}
+      held_back: list[SequenceState] = []
+      while waiting and len(running) < self._config.max_sequences:
+        sequence = waiting[0]
+        self._requests.busy = (sequence, len(sequence.tokens))
+        is_fresh = not (sequence.pages or sequence.num_written)
+        group = sequence.request.group_id
+        if is_fresh and self._config.reuse_prefixes and group in prefilling:
+          held_back.append(waiting.popleft())  # A sibling is writing the prompt they share.
+          continue
+        if sequence.pages:
+          has_pages = self._extend(sequence, pool)
+        elif sequence.num_written:  # Spilled: it comes back before the step.
+          num_pages = pages_for(sequence.limit, self._config.page_size)
+          has_pages = self._memory.begin_restore(sequence, num_pages)
+        else:
+          has_pages = self._begin(sequence, pool)
+        if not has_pages:
+          self._counters.waits += 1
+          break
+        waiting.popleft()
+        running.append(sequence)
+        if is_fresh and sequence.is_prefilling and group:
+          prefilling.add(group)
+      waiting.extendleft(reversed(held_back))
+    self._requests.busy = None
+
+  def _extend(self, sequence: SequenceState, pool: pages_lib.PagePool) -> bool:
+    """Gives a sequence that holds its past the pages of its next chunk; False if there are none."""
+    needed = pages_for(sequence.limit, self._config.page_size) - len(sequence.pages)
+    if needed > pool.num_available:
+      return False
+    self._memory.hold(sequence, [*sequence.pages, *pool.take(max(needed, 0))])
+    return True
+
+  def _begin(self, sequence: SequenceState, pool: pages_lib.PagePool) -> bool:
+    """Gives a sequence its first pages, shared ones among them; False if there are too few."""
+    hit = self._memory.find(sequence.instance, sequence.tokens[:-1])
+    for page in hit.pages:
+      pool.hold(page)
+    if hit.copy_from is not None:
+      pool.hold(hit.copy_from)
+    needed = pages_for(sequence.limit, self._config.page_size) - len(hit.pages)
+    if needed > pool.num_available and hit.copy_from is not None:
+      # The page to copy may be the very one that is missing: where nothing runs, waiting for
+      # another would be forever.
+      pool.release(hit.copy_from)
+      hit = prefix_index.PrefixHit(hit.pages, None, len(hit.pages) * self._config.page_size)
+    if needed > pool.num_available:
+      for page in hit.pages:
+        pool.release(page)
+      return False
+    fresh = pool.take(needed)
+    self._memory.hold(sequence, [*hit.pages, *fresh])
+    sequence.num_written = hit.num_tokens
+    if hit.copy_from is not None:
+      self._copies[sequence.instance].append((hit.copy_from, fresh[0]))
+      self._counters.page_copies += 1
+      # Held until the copy is made: a page that comes back from the pool is written before it.
+      self._sources[sequence.instance].append(hit.copy_from)
+    self._counters.reused_tokens += hit.num_tokens
+    return True
+
+  # Rows.
+
+  def schedule(self) -> list[list[ScheduledRows]]:
+    """Shares a step's rows out, by instance: one for all that decode, the rest to prompts."""
+    return [self._schedule(running) for running in self._requests.running]
+
+  def _schedule(self, running: Sequence[SequenceState]) -> list[ScheduledRows]:
+    pending = [(sequence, len(sequence.tokens) - sequence.num_written) for sequence in running]
+    spare = self._config.row_buckets[-1] - sum(1 for _, count in pending if count == 1)
+    scheduled, row = [], 0
+    for sequence, count in pending:
+      if count > 1:
+        count = min(count, spare)
+        spare -= count
+      if count:
+        scheduled.append(ScheduledRows(sequence, count, row))
+        row += count
+    return scheduled
+
+  def remember_prompts(self, scheduled: list[list[ScheduledRows]]) -> None:
+    """Makes the prompts findable whose last position is written in this step."""
+    for piece in itertools.chain(*scheduled):
+      sequence = piece.sequence
+      if sequence.num_written < sequence.num_prompt <= sequence.num_written + piece.count:
+        self._memory.remember(sequence, sequence.request.prompt)
+
+  # Rows of drafts.
+
+  def draft_queries(
+    self, scheduled: list[list[ScheduledRows]]
+  ) -> tuple[list[DraftQuery], list[Place]]:
+    """Returns a query for each sequence that is sampled and has rows left, and its place."""
+    queries, places = [], []
+    for instance, spare in enumerate(self._spare_rows(scheduled)):
+      for index, piece in enumerate(scheduled[instance]):
+        sequence = piece.sequence
+        # The token sampled after the last draft is part of the answer, too.
+        most = min(sequence.limit - len(sequence.tokens) - 1, spare)
+        if piece.is_sampled and most > 0:
+          request = sequence.request
+          queries.append(
+            DraftQuery(
+              request.request_id, request.group_id, sequence.tokens, sequence.num_prompt, most
+            )
+          )
+          places.append((instance, index))
+    return queries, places
+
+  def with_drafts(
+    self,
+    scheduled: list[list[ScheduledRows]],
+    drafts: dict[Place, list[tuple[int, ...]]],
+  ) -> list[list[ScheduledRows]]:
+    """Returns the rows with drafts behind those that are sampled, as far as rows are left."""
+    drafted = []
+    for instance, rows_left in enumerate(self._spare_rows(scheduled)):
+      row, planned = 0, []
+      for index, piece in enumerate(scheduled[instance]):
+        paths = self._paths(piece, drafts.get((instance, index), ()), rows_left)
+        piece = piece._replace(first_row=row, paths=paths)
+        row += piece.num_rows
+        rows_left -= piece.num_rows - piece.count
+        planned.append(piece)
+      drafted.append(planned)
+    return drafted
+
+  def _spare_rows(self, scheduled: list[list[ScheduledRows]]) -> list[int]:
+    most = self._config.row_buckets[-1]
+    return [most - sum(piece.count for piece in pieces) for pieces in scheduled]
+
+  def _paths(
+    self, piece: ScheduledRows, drafts: Iterable[tuple[int, ...]], rows_left: int
+  ) -> tuple[DraftPath, ...]:
+    """Returns what of a drafter's paths there are rows, pages and a vocabulary for."""
+    sequence, pool = piece.sequence, self._memory.pools[piece.sequence.instance]
+    size, end = self._config.page_size, len(sequence.tokens)
+    paths: list[DraftPath] = []
+    for draft in drafts:
+      most = min(sequence.limit - end - 1, rows_left - bool(paths))
+      tokens = draft[: max(most, 0)]
+      if not tokens or any(path.tokens[: len(tokens)] == tokens for path in paths):
+        continue
+      if not paths:
+        paths.append(DraftPath(tokens, sequence.page_row))
+        rows_left -= len(tokens)
+        continue
+      first, last = (end - 1) // size, (end - 1 + len(tokens)) // size
+      if piece.count > 1 or pool.num_available < last - first + 1:
+        break
+      scratch = pool.take(last - first + 1)
+      page_row = sequence.page_row.copy()
+      page_row[first : last + 1] = scratch
+      if (end - 1) % size:
+        self._copies[sequence.instance].append((sequence.pages[first], scratch[0]))
+      paths.append(DraftPath(tokens, page_row, tuple(scratch)))
+      rows_left -= len(tokens) + 1
+    return tuple(paths)
+
+  def adopt(self, piece: ScheduledRows, chosen: DraftPath) -> None:
+    """Makes the chosen path's own pages its sequence's, and gives back the others'."""
+    sequence = piece.sequence
+    pool, pages = self._memory.pools[sequence.instance], sequence.pages
+    if chosen.scratch:
+      first = (len(sequence.tokens) - 1) // self._config.page_size
+      replaced = pages[first : first + len(chosen.scratch)]
+      pages = [*pages[:first], *chosen.scratch, *pages[first + len(chosen.scratch) :]]
+      for page in replaced:
+        pool.release(page)
+      self._memory.hold(sequence, pages)
+    for path in piece.paths:
+      if path is not chosen:
+        for page in path.scratch:
+          pool.release(page)
+
+  # Arrays.
+
+  def inputs(self, scheduled: list[list[ScheduledRows]]) -> StepInputs:
+    """Returns the step's arrays, instances in front."""
+    rows = max(sum(piece.num_rows for piece in pieces) for pieces in scheduled)
+    parts = [
+      self._instance_inputs(pieces, copies, rows)
+      for pieces, copies in zip(scheduled, self._copies, strict=True)
+    ]
+    self._copies = [[] for _ in self._memory.pools]
+    for pool, sources in zip(self._memory.pools, self._sources, strict=True):
+      while sources:
+        pool.release(sources.pop())
+    return jax.tree.map(lambda *leaves: np.stack(leaves), *parts)
+
+  def culprit(self, scheduled: list[list[ScheduledRows]]) -> tuple[SequenceState, int] | None:
+    """Returns the first request that cannot even alone become rows of a step, if any."""
+    for piece in itertools.chain(*scheduled):
+      try:
+        self._instance_inputs([piece._replace(first_row=0)], [], piece.num_rows)
+      except Exception:
+        return piece.sequence, len(piece.sequence.tokens)
+    return None
+
+  def idle_inputs(self, num_rows: int, position: int) -> StepInputs:
+    """Returns a step of rows that belong to no request and write where padding does."""
+    request = Request(request_id="idle", prompt=(0,) * (position + 1))
+    row = sampling.sampling_rows([request.sampling])
+    scheduled = []
+    for index in range(num_rows):
+      sequence = SequenceState(request, list(request.prompt), 0, None, row, limit=position + 1)
+      sequence.hold([0], self._table_width)
+      sequence.num_written = position
+      scheduled.append(ScheduledRows(sequence, 1, index))
+    return self.inputs([scheduled for _ in self._memory.pools])
+
+  def _instance_inputs(
+    self, scheduled: list[ScheduledRows], copies: list[tuple[int, int]], rows: int
+  ) -> StepInputs:
+    bucket = next(size for size in self._config.row_buckets if size >= rows)
+    return batching.instance_inputs(
+      scheduled,
+      copies,
+      num_rows=tiles.whole_rows(bucket, self._numerics),
+      num_segments=tiles.whole_segments(bucket, self._numerics),
+      # One for each sequence that begins, and one for a path of it.
+      max_copies=2 * self._config.row_buckets[-1],
+      query_tile=self._numerics.query_tile,
+      page_size=self._config.page_size,
+      table_width=self._table_width,
+    )

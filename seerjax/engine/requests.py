@@ -1,0 +1,143 @@
+"""The unfinished requests of an engine: which of them wait, run, or are paused.
+
+    waiting -> running -> (end of a chunk) paused -> waiting again, or (end of the answer) gone
+"""
+
+from __future__ import annotations
+
+import collections
+import itertools
+
+import numpy as np
+
+from seerjax.engine import checks
+from seerjax.engine.sequence import SequenceState
+from seerjax.types import Request
+
+
+class Requests:
+  """Queues by instance.
+
+  Attributes:
+    live: every unfinished request, by its id.
+    waiting: for memory, in order.
+    running: rows of every step.
+    paused: ids, in the order in which their chunks ended.
+    busy: the request that a step is working on, and how many tokens it had before; None if what is
+      being done belongs to no single request.
+  """
+
+  def __init__(self, num_instances: int):
+    self.live: dict[str, SequenceState] = {}
+    self.waiting: list[collections.deque[SequenceState]] = [
+      collections.deque() for _ in range(num_instances)
+    ]
+    self.running: list[list[SequenceState]] = [[] for _ in range(num_instances)]
+    self.paused: dict[str, None] = {}
+    self.busy: tuple[SequenceState, int] | None = None
+    self._group_instance: dict[str, int] = {}
+
+  def take_busy(self) -> tuple[SequenceState, int] | None:
+    """Returns `busy`, which is None from then on."""
+    busy, self.busy = self.busy, None
+    return busy
+
+  def find(self, request_id: str, what: str) -> SequenceState:
+    """Returns an unfinished request.
+
+    Raises:
+      ValueError: if there is none of this id; `what` is the door that was asked.
+    """
+    if request_id not in self.live:
+      raise ValueError(
+        f"Engine.{what}: got request {request_id!r}, expected one of the {len(self.live)} that are"
+        " unfinished; it may be done already (poll)."
+      )
+    return self.live[request_id]
+
+  def find_paused(self, request_id: str, what: str) -> SequenceState:
+    """Returns a paused request.
+
+    Raises:
+      ValueError: as `find`, and if it is not paused.
+    """
+    sequence = self.find(request_id, what)
+    if request_id not in self.paused:
+      raise ValueError(
+        f"Engine.{what}: got request {request_id!r}, which is not paused, expected one of the"
+        f" {len(self.paused)} that are (poll_paused); its chunk is still running."
+      )
+    return sequence
+
+  def check_instance(self, what: str, instance: int) -> None:
+    """Refuses an instance that the mesh does not have.
+
+    Raises:
+      ValueError: with `what` at its beginning.
+    """
+    most = len(self.running) - 1
+    checks.whole(f"{what}: instance", instance, 0, most, "the mesh has no more")
+
+  def instance_for(self, request: Request) -> int:
+    """Returns where a request runs: with its group, whose prompt it shares, or with the fewest."""
+    group = request.group_id
+    if group in self._group_instance:
+      return self._group_instance[group]
+    loads = [
+      len(waiting) + len(running)
+      for waiting, running in zip(self.waiting, self.running, strict=True)
+    ]
+    instance = int(np.argmin(loads))
+    if group:
+      self._group_instance[group] = instance
+    return instance
+
+  def add(self, sequence: SequenceState) -> None:
+    """Adds a request that waits for memory."""
+    self.live[sequence.request.request_id] = sequence
+    self.waiting[sequence.instance].append(sequence)
+
+  def pause(self, sequence: SequenceState) -> None:
+    """Ends a request's chunk, whether it has begun or not."""
+    self._leave_queue(sequence)
+    self.paused[sequence.request.request_id] = None
+
+  def resume(self, sequence: SequenceState) -> None:
+    """Lets a paused request wait for the memory of another chunk."""
+    del self.paused[sequence.request.request_id]
+    waiting = self.waiting[sequence.instance]
+    # Those that hold memory go first: behind one that waits for it, both would wait forever.
+    (waiting.appendleft if sequence.pages else waiting.append)(sequence)
+
+  def preempt(self, sequence: SequenceState) -> None:
+    """Lets a running request wait first in line."""
+    self.running[sequence.instance].remove(sequence)
+    self.waiting[sequence.instance].appendleft(sequence)
+
+  def remove(self, sequence: SequenceState) -> None:
+    """Forgets a request."""
+    request_id = sequence.request.request_id
+    if request_id in self.paused:
+      del self.paused[request_id]
+    else:
+      self._leave_queue(sequence)
+    del self.live[request_id]
+    if not self.live:
+      self._group_instance.clear()
+
+  def wait_again(self) -> None:
+    """Lets all that are not paused wait, those that ran before the others."""
+    # One may have been between two queues when a step broke off.
+    order = [*itertools.chain(*self.running), *itertools.chain(*self.waiting)]
+    order = dict.fromkeys([*order, *self.live.values()])
+    for queue in (*self.running, *self.waiting):
+      queue.clear()
+    for sequence in order:
+      request_id = sequence.request.request_id
+      if request_id in self.live and request_id not in self.paused:
+        self.waiting[sequence.instance].append(sequence)
+
+  def _leave_queue(self, sequence: SequenceState) -> None:
+    for queue in (self.running[sequence.instance], self.waiting[sequence.instance]):
+      if sequence in queue:
+        queue.remove(sequence)
