@@ -103,7 +103,7 @@ def grpo_step(params: transformer.Params, directory: pathlib.Path) -> transforme
     def verdict(self, problem, text):
       return dataclasses.replace(super().verdict(problem, text), reward=-len(text) / 100)
 
-  policy = Policy(MODEL, TOKENIZER, params)
+  policy = Policy(MODEL, params, TOKENIZER)
   result = rl.train(config, policy, Brief(), directory, say=lambda line: None)
   assert result.summary["kl_max"] == 0.0 and result.summary["optimizer_steps"] == 1
   return result.state.params
@@ -125,7 +125,7 @@ def discovery_step(params: transformer.Params, directory: pathlib.Path) -> trans
     config,
     loading.load(config.problem),
     directory,
-    policy=ttt.Policy(MODEL, params),
+    policy=Policy(MODEL, params),
     say=lambda line: None,
   )
   print(f"discovery: the shortest tours found are {found.score.value:.0f} long")

@@ -17,7 +17,7 @@ import jax
 from experiments import configuration, grpo, replay
 from seerjax import checkpoint, numerics as numerics_lib
 from seerjax.models import huggingface, peft
-from seerjax.run import policy as policy_lib
+from seerjax.run import policy as policy_lib, programs as programs_lib
 
 
 def export(
@@ -58,7 +58,7 @@ def export(
   policy = grpo.load_policy(config.model, config.numerics)
   restored = checkpoint.restore(
     run / "checkpoints",
-    jax.eval_shape(lambda: policy_lib.initial_state(config, policy)),
+    jax.eval_shape(lambda: programs_lib.first_state(config, policy)),
     fingerprint=numerics_lib.fingerprint(config.numerics, config.trainer.remat),
     step=step,
     accept_new_numerics=True,  # Weights are what they are.
@@ -75,7 +75,7 @@ def export(
   else:
     huggingface.save(
       out,
-      policy_lib.exported_weights(config, policy, restored.state),
+      policy_lib.exported_weights(config.weights, policy, restored.state.params),
       policy.model,
       dtype=dtype,
       tokenizer=policy.tokenizer,

@@ -62,7 +62,7 @@ def prompt_tokens(policy: Policy, prompt: str, *, is_raw: bool = False) -> tuple
       f"--prompt: got {prompt!r}, expected at least one character that is no space; write"
       " --prompt='How many ...?', or --prompt=- to read it from stdin."
     )
-  tokenizer = policy.tokenizer
+  tokenizer = policy.require_tokenizer()
   return tuple(tokenizer.encode(prompt) if is_raw else tokenizer.chat_ids(prompt))
 
 
@@ -98,7 +98,7 @@ def engine_for(
     numerics=numerics,
     config=config,
     key=key,
-    tokenizer=policy.tokenizer,
+    tokenizer=policy.require_tokenizer(),
   )
 
 
@@ -251,7 +251,7 @@ def main(argv: list[str]) -> None:
     )
     prompt = sys.stdin.read() if args.prompt == "-" else args.prompt or ""
     policy, numerics = load(args.model)
-    tokenizer = policy_lib.chatting(policy.tokenizer, chat_config)
+    tokenizer = policy_lib.chatting(policy.require_tokenizer(), chat_config)
     policy = dataclasses.replace(policy, tokenizer=tokenizer)
     if tokenizer.ignored_generation:
       print(grpo.ignored(tokenizer), file=sys.stderr)
@@ -260,7 +260,7 @@ def main(argv: list[str]) -> None:
       top_k=args.top_k,
       top_p=args.top_p,
       max_tokens=args.max_tokens,
-      stop_token_ids=policy.tokenizer.eos_ids,
+      stop_token_ids=policy.require_tokenizer().eos_ids,
       stop_strings=tuple(args.stop),
     )
     if is_chat:

@@ -77,7 +77,7 @@ def load_policy(name: str, numerics: numerics_lib.NumericsConfig) -> Policy:
   if name != "nano":
     directory = huggingface.resolve(name)
   params, model = huggingface.load(directory, numerics)
-  return Policy(model, tokenizer_lib.load(directory), params)
+  return Policy(model, params, tokenizer_lib.load(directory))
 
 
 def say_memory(config: RunConfig, name: str) -> None:
@@ -136,7 +136,7 @@ def check_prompts(config: RunConfig, task: Task, policy: Policy) -> None:
       task,
       split,
       count,
-      tokenizer=policy.tokenizer,
+      tokenizer=policy.require_tokenizer(),
       max_tokens=config.rollout.max_tokens,
       context=context,
       context_name=context_name,
@@ -159,9 +159,9 @@ def prepare(
   if config.model != "nano":
     say_memory(config, config.model)  # Before gigabytes are read.
   policy = load_policy(config.model, config.numerics)
-  if policy.tokenizer.ignored_generation:
-    print(ignored(policy.tokenizer), flush=True)
-  policy = dataclasses.replace(policy, tokenizer=policy_lib.chatting(policy.tokenizer, config.chat))
+  if policy.require_tokenizer().ignored_generation:
+    print(ignored(policy.require_tokenizer()), flush=True)
+  policy = policy.with_chat(config.chat)
   check_prompts(config, task, policy)
   numerics = config_lib.for_model(config, policy.model).numerics
   print(self_test.describe(numerics), flush=True)
@@ -172,7 +172,7 @@ def prepare(
 
 def check_model(
   config: RunConfig,
-  policy: policy_lib.Learner,
+  policy: Policy,
   programs: Programs,
   *,
   say: Callable[[str], None] = print,
@@ -193,10 +193,10 @@ def check_model(
     ValueError: with `bitwise`, if they are not.
   """
   config = config_lib.for_model(config, policy.model)
-  params = policy_lib.initial_state(config, policy).params
+  params = programs_lib.first_state(config, policy).params
   self_test.check_model(
     policy.model,
-    policy_lib.running_weights(config, params, policy_lib.frozen_weights(config, policy)),
+    policy_lib.running_weights(config.weights, params, programs_lib.base_weights(config, policy)),
     numerics=config.numerics,
     config=config.engine,
     runner=programs.runner,
@@ -286,7 +286,7 @@ def learn(argv: list[str]) -> None:
   with progress_lib.Progress(say) as progress, progress.phase("writing the model and the report"):
     huggingface.save(
       directory / "model",
-      policy_lib.exported_weights(config, policy, result.state),
+      policy_lib.exported_weights(config.weights, policy, result.state.params),
       policy.model,
       tokenizer=policy.tokenizer,
       overwrite=True,  # A resumed run's.

@@ -117,7 +117,7 @@ def engine_of(
       reuse_prefixes=False,
     ),
     key=numerics_lib.key(config.seed),
-    tokenizer=policy.tokenizer,
+    tokenizer=policy.require_tokenizer(),
   )
 
 
@@ -133,7 +133,7 @@ def probe(
   sampling = SamplingParams(
     temperature=temperature,
     max_tokens=config.max_tokens,
-    stop_token_ids=policy.tokenizer.eos_ids,
+    stop_token_ids=policy.require_tokenizer().eos_ids,
   )
   return Request(request_id=name, prompt=prompt, sampling=sampling, seed=config.seed)
 
@@ -156,7 +156,7 @@ def longest_answered(
   requests = []
   for place in range(CANDIDATES):
     problem = task.problem("heldout", groups.problem_index(place, count, config.seed))
-    prompt = groups.prompt_tokens(problem, policy.tokenizer)
+    prompt = groups.prompt_tokens(problem, policy.require_tokenizer())
     requests.append(probe(config, policy, prompt, temperature=temperature, name=str(place)))
   engine = engine_of(
     config,
@@ -220,7 +220,7 @@ def random_batches(
         temperature=float(rng.choice([0.0, 0.7, 1.0])),
         max_tokens=int(rng.integers(1, config.max_tokens + 1)),
       )
-      tokens = tuple(int(t) for t in rng.integers(0, policy.tokenizer.vocab_size, length))
+      tokens = tuple(int(t) for t in rng.integers(0, policy.require_tokenizer().vocab_size, length))
       requests.append(
         Request(request_id=f"other/{batch}/{i}", prompt=tokens, sampling=other, seed=i)
       )

@@ -181,7 +181,7 @@ def masters_of(
   if kept:
     restored = checkpoint.restore(
       directory / "checkpoints",
-      jax.eval_shape(lambda: policy_lib.initial_state(config, policy)),
+      jax.eval_shape(lambda: programs_lib.first_state(config, policy)),
       fingerprint=here,
       step=start,
       # Weights are what they are; it is what follows them that these numerics must have computed.
@@ -190,7 +190,7 @@ def masters_of(
     state = restored.state
     source = f"checkpoint {start}" + (f" over {model}" if config.lora_rank else "")
   else:
-    state = policy_lib.initial_state(config, policy)
+    state = programs_lib.first_state(config, policy)
   steps = range(start, version)
   if not steps:
     return state.params, source
@@ -233,7 +233,8 @@ def _trainer(config: RunConfig, model: transformer.TransformerConfig) -> step_li
 
 def running(config: RunConfig, policy: Policy, masters: Any) -> transformer.Params:
   """Returns the weights that sample, adapters attached."""
-  return policy_lib.running_weights(config, masters, policy_lib.frozen_weights(config, policy))
+  base = programs_lib.base_weights(config, policy)
+  return policy_lib.running_weights(config.weights, masters, base)
 
 
 def running_perturbed(

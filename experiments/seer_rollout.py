@@ -123,12 +123,12 @@ def requests(workload: Workload, policy: Policy) -> list[Request]:
   task = base.load("word_problems")
   sampling = SamplingParams(
     max_tokens=workload.max_tokens,
-    logit_bias=tuple((token, FORBIDDEN) for token in policy.tokenizer.eos_ids),
+    logit_bias=tuple((token, FORBIDDEN) for token in policy.require_tokenizer().eos_ids),
   )
   found = []
   for group in range(workload.num_groups):
     index = groups.problem_index(group, task.num_problems("train"), workload.seed)
-    prompt = groups.prompt_tokens(task.problem("train", index), policy.tokenizer)
+    prompt = groups.prompt_tokens(task.problem("train", index), policy.require_tokenizer())
     for member in range(workload.group_size):
       found.append(
         Request(

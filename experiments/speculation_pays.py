@@ -231,7 +231,7 @@ class Asker:
         group=self._num_posed,
         step=0,
         config=config,
-        tokenizer=self.policy.tokenizer,
+        tokenizer=self.policy.require_tokenizer(),
         seed=self.workload.seed,
       )
       found.append(requests[:size])

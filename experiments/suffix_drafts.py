@@ -296,7 +296,7 @@ def sample(workload: Workload) -> list[Sampled]:
     numerics=job.numerics,
     config=job.engine,
     key=numerics_lib.key(workload.seed),
-    tokenizer=policy.tokenizer,
+    tokenizer=policy.require_tokenizer(),
   )
   count = groups_lib.num_problems(task, "train")
   groups = [
@@ -305,7 +305,7 @@ def sample(workload: Workload) -> list[Sampled]:
       group=place,
       step=0,
       config=config,
-      tokenizer=policy.tokenizer,
+      tokenizer=policy.require_tokenizer(),
       seed=workload.seed,
     )
     for place in range(workload.num_prompts)

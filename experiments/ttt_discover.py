@@ -50,6 +50,7 @@ from seerjax.run import (
   stops,
 )
 from seerjax.run.config import TrainerConfig
+from seerjax.run.policy import Policy
 from seerjax.trainer import step as step_lib
 
 # The paper's attempts in four times its steps, so that a start is as new as can be: the search
@@ -265,7 +266,7 @@ def discover(argv: list[str]) -> None:
   if config.model != "tiny":
     grpo.say_memory(config.run(environment), config.model)  # Before gigabytes are read.
     loaded = grpo.load_policy(config.model, config.numerics)
-    policy = ttt.Policy(loaded.model, loaded.params, loaded.tokenizer)
+    policy = Policy(loaded.model, loaded.params, loaded.tokenizer)
     chosen = transformer.numerics_for(loaded.model, config.numerics)
   print(self_test.describe(chosen), flush=True)
   policy = ttt.tiny_policy(config, environment) if policy is None else policy

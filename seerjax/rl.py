@@ -163,7 +163,7 @@ def _train(
   if resume:
     config = directory_lib.as_begun(config, directory)
   config = config_lib.for_model(config, policy.model)
-  policy = dataclasses.replace(policy, tokenizer=policy_lib.chatting(policy.tokenizer, config.chat))
+  policy = policy.with_chat(config.chat)
   if resume and config.stale != off_policy.StaleConfig():
     raise ValueError(
       f"RunConfig.stale: got {config.stale} and a run to resume, expected a new one (what is under"
@@ -183,8 +183,8 @@ def _train(
   trainer = programs.trainer
   drafts = drafter_lib.RunDrafts(config.speculation)
   memory = memory_lib.memory_plan(config, policy.model)
-  state, step, before = policy_lib.initial_state(config, policy), 0, {}
-  base = policy_lib.frozen_weights(config, policy)
+  state, step, before = programs_lib.first_state(config, policy), 0, {}
+  base = programs_lib.base_weights(config, policy)
   if resume:
     restored = checkpoint.restore(
       directory / "checkpoints",
@@ -217,11 +217,13 @@ def _train(
   # Before the journal, which holds a run to its settings from its first line on.
   engine = engine_lib.Engine(
     policy.model,
-    policy_lib.published_weights(config, state.params, base),
+    policy_lib.published_weights(
+      config.weights, state.params, base, is_copied=config.stale.steps_ahead > 0
+    ),
     numerics=config.numerics,
     config=memory.engine,
     key=numerics_lib.key(config.seed),
-    tokenizer=policy.tokenizer,
+    tokenizer=policy.require_tokenizer(),
     policy_version=step,
     runner=programs.runner,
     kv_pool=kv_pool_lib.KVPool(config.kv_pool, stores.open_store(config.kv_pool)),
@@ -303,7 +305,8 @@ def _train(
       after = accuracy_after(step)
       with progress.phase("answering one problem again"):
         now = answer_of(config, engine, task)
-        first = policy_lib.running_weights(config, policy_lib.first_params(config, policy), base)
+        first = policy_lib.first_params(config.weights, policy)
+        first = policy_lib.running_weights(config.weights, first, base)
         engine.set_params(first, policy_version=0)
         then = answer_of(config, engine, task)
     except KeyboardInterrupt as stop:
@@ -346,7 +349,9 @@ def circle(
       config, trainer, state, sampled.groups, base,
       num_old=sampled.num_old, before_update=before_update,
     )  # fmt: skip
-    weights = policy_lib.published_weights(config, state.params, base)
+    weights = policy_lib.published_weights(
+      config.weights, state.params, base, is_copied=config.stale.steps_ahead > 0
+    )
     learned_at = time.monotonic()
     ahead.wait()
     engine.set_params(weights, policy_version=step + 1)
@@ -572,11 +577,11 @@ def learn(
   batches = [
     programs_lib.pack(config, [groups[i] for i in part.tolist()], values[part]) for part in parts
   ]
-  sampling_params = policy_lib.running_weights(config, state.params, base)
+  sampling_params = policy_lib.running_weights(config.weights, state.params, base)
   references: list[Any] = [None] * len(batches)  # f32[m, n] each, or None.
   if config.loss.kl_coefficient:
     assert base is not None
-    reference = policy_lib.reference_weights(config, state, base)
+    reference = policy_lib.reference_weights(config.weights, state.params, base)
     references = [trainer.scores(reference, batch).logprob for batch in batches]
 
   # With the weights that sampled, over the whole batch, before any update.
@@ -603,7 +608,7 @@ def learn(
   for index, batch in enumerate(batches):
     gradient = first_gradient
     if index:
-      params = policy_lib.running_weights(config, state.params, base)
+      params = policy_lib.running_weights(config.weights, state.params, base)
       counts = losses.denominators(batch)
       gradient, means, _ = trainer.gradient(params, batch, counts, olds[index], references[index])
       numbers |= {f"train/later_{name}": float(value) for name, value in means.items()}
@@ -662,7 +667,7 @@ def learn_again(
     step: step_groups(
       config,
       task,
-      policy.tokenizer,
+      policy.require_tokenizer(),
       step,
       generate=functools.partial(refuse, step),
       known=functools.partial(known, step),
@@ -670,7 +675,7 @@ def learn_again(
     )
     for step in steps
   }
-  base = policy_lib.frozen_weights(config, policy)
+  base = programs_lib.base_weights(config, policy)
   for step in steps:
     begin = time.monotonic()
     state, numbers = learn(config, trainer, state, groups.pop(step), base)

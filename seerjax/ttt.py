@@ -60,6 +60,7 @@ from seerjax.run import (
   summary,
 )
 from seerjax.run.config import RunConfig, TrainerConfig
+from seerjax.run.policy import Policy
 from seerjax.run.programs import Programs
 from seerjax.trainer import advantages, entropic, losses, step as step_lib
 from seerjax.types import Completion, Problem, Request, Rollout, RolloutGroup, TrainState, Verdict
@@ -279,15 +280,6 @@ class DiscoverConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class Policy:
-  """What writes: a model's shape, its first f32 weights, and how its prompts and answers read."""
-
-  model: transformer.TransformerConfig
-  params: transformer.Params
-  tokenizer: tokenizer_lib.Tokenizer | None = None
-
-
-@dataclasses.dataclass(frozen=True)
 class Discovery:
   """What a run leaves behind.
 
@@ -441,11 +433,8 @@ def _discover(
       " share them only between runs of one shape."
     )
   # The first weights are kept even where nothing pulls to them: how far they are is shown.
-  run_with_base = dataclasses.replace(
-    run, loss=dataclasses.replace(run.loss, kl_coefficient=1.0 if config.train else 0.0)
-  )
-  memory = memory_lib.memory_plan(run_with_base, policy.model)
-  state, step = policy_lib.initial_state(run, policy), 0
+  memory = memory_lib.memory_plan(run, policy.model, keeps_base=config.train)
+  state, step = programs_lib.first_state(run, policy), 0
   archive = first_archive(config, environment)
   start = archive_lib.best(archive).value
   totals = dict(tokens=0, cpu_seconds=0.0, judge_cpu_seconds=0.0, start=start, best=start)
@@ -500,11 +489,14 @@ def _discover(
           )
         # Learning begins here: with fresh moments, and with this as the base.
         policy = dataclasses.replace(policy, params=params)
-        state = policy_lib.initial_state(run, policy)
-    base = policy_lib.frozen_weights(run_with_base, policy)
+        state = programs_lib.first_state(run, policy)
+    base = None
+    if config.train or run.keeps_base:
+      learning = programs_lib.meshes(run)[1]
+      base = policy_lib.frozen_weights(policy, run.numerics, learning)
     engine = engine_lib.Engine(
       policy.model,
-      policy_lib.running_weights(run, state.params, base),
+      policy_lib.running_weights(run.weights, state.params, base),
       numerics=config.numerics,
       config=memory.engine,
       key=numerics_lib.key(config.seed),
@@ -575,9 +567,8 @@ def _discover(
               new_state, numbers = learn(
                 config, run, programs.trainer, state, sampled, base, before_update=put_off
               )
-              engine.set_params(
-                policy_lib.running_weights(run, new_state.params, base), policy_version=step + 1
-              )
+              weights = policy_lib.running_weights(run.weights, new_state.params, base)
+              engine.set_params(weights, policy_version=step + 1)
           tokens = sum(len(said.completion.tokens) for said in sequences(sampled))
           done = dict(
             tokens=totals["tokens"] + tokens,
@@ -809,7 +800,8 @@ def learn(
   each = np.repeat(values.ravel(), counts)[:, None]
   batch = programs_lib.pack(run, as_groups(sequences(sampled)), each)
   if base is not None:
-    reference = trainer.scores(policy_lib.reference_weights(run, state, base), batch).logprob
+    reference_weights = policy_lib.reference_weights(run.weights, state.params, base)
+    reference = trainer.scores(reference_weights, batch).logprob
     # What sampled is, to the bit, what the trainer scores: the first is at hand.
     chosen = (batch.behaviour_logprobs, reference, batch.loss_mask)
     numbers["objective/kl_to_base"] = entropic.kl_to_base(*chosen)
@@ -819,9 +811,8 @@ def learn(
           batch.advantages, *chosen, config.objective.kl_coefficient
         )
       )
-  gradient, means, scores = trainer.gradient(
-    policy_lib.running_weights(run, state.params, base), batch, losses.denominators(batch), None
-  )
+  params = policy_lib.running_weights(run.weights, state.params, base)
+  gradient, means, scores = trainer.gradient(params, batch, losses.denominators(batch), None)
   gap = step_lib.rollout_gap(scores, batch)
   before_update()
   state, norms = trainer.update(state, gradient)
@@ -882,7 +873,7 @@ def warm_start(
       part = examples[first : first + size]
       # Advantage 1 for all: the likelihood of what they say goes up.
       batch = programs_lib.pack(run, as_groups(part), np.ones((len(part), 1), np.float32))
-      params = policy_lib.running_weights(run, state.params, None)
+      params = policy_lib.running_weights(run.weights, state.params, None)
       gradient, _, _ = trainer.gradient(params, batch, losses.denominators(batch), None)
       state, _ = trainer.update(state, gradient)
   return state.params

@@ -239,7 +239,7 @@ class Doors:
     huggingface.save(self.folder / name, params, config, **changes)
 
   def train(self, task: Any = None, *, directory: Any = "run", programs=None, **changes) -> Any:
-    policy = Policy(MODEL, TOKENIZER, tiny_model.random_master(MODEL, NUMERICS))
+    policy = Policy(MODEL, tiny_model.random_master(MODEL, NUMERICS), TOKENIZER)
     resume = changes.pop("resume", False)
     return rl.train(
       dataclasses.replace(RUN, **changes), policy, Own() if task is None else task,

@@ -130,7 +130,7 @@ def kill():
 def policy() -> Policy:
   master = transformer.init(jax.random.key(0), MODEL, NUMERICS)
   master = jax.tree.map(lambda leaf: leaf * 4 if leaf.ndim > 1 else leaf, master)
-  return Policy(MODEL, tokenizer_lib.load(NANO), master)
+  return Policy(MODEL, master, tokenizer_lib.load(NANO))
 
 
 @functools.cache
@@ -441,7 +441,7 @@ def test_records_that_are_gone_are_named_and_end_no_run(whole, stopped_copy, how
 def test_the_summary_of_a_resumed_run_counts_all_its_processes(stopped_copy):
   before = checkpoint.restore(
     stopped_copy / "checkpoints",
-    jax.eval_shape(lambda: policy_lib.initial_state(CONFIG, policy())),
+    jax.eval_shape(lambda: programs_lib.first_state(CONFIG, policy())),
     fingerprint=numerics_lib.fingerprint(NUMERICS),
   ).host_state["clock"]
   began = time.monotonic()
@@ -517,7 +517,7 @@ def test_stop_strings_and_chats_go_with_a_run_and_its_resume(tmp_path):
   )
   expected = train(tmp_path / "whole", **changes)
   rollouts = [entry.rollout for entry in journal_lib.read(tmp_path / "whole" / "journal.jsonl")[1]]
-  tokenizer = policy().tokenizer
+  tokenizer = policy().require_tokenizer()
   for rollout in rollouts:
     text = tokenizer.decode(rollout.request.prompt, skip_special_tokens=False)
     assert text.startswith("<|im_start|>system\nHi.<|im_end|>\n<|im_start|>user\n")
@@ -545,7 +545,7 @@ def test_stop_strings_and_chats_go_with_a_run_and_its_resume(tmp_path):
 
 def test_a_tokenizer_that_says_other_things_is_refused():
   own = dataclasses.replace(
-    policy().tokenizer, chat_config=tokenizer_lib.ChatConfig(system="Ho.")
+    policy().require_tokenizer(), chat_config=tokenizer_lib.ChatConfig(system="Ho.")
   )
   message = "RunConfig.chat: got .*'Hi.'.* and a tokenizer with .*'Ho.'.*; set --config.chat alone"
   with pytest.raises(ValueError, match=message):
@@ -714,7 +714,7 @@ def engine():
     numerics=NUMERICS,
     config=CONFIG.engine,
     key=jax.random.key(0),
-    tokenizer=policy().tokenizer,
+    tokenizer=policy().require_tokenizer(),
     runner=runner(1, NUMERICS, False),
   )
 
@@ -733,7 +733,7 @@ def groups_of(*, count=2, is_shuffled=False):
     generate=generate,
     task=task,
     config=CONFIG.rollout,
-    tokenizer=policy().tokenizer,
+    tokenizer=policy().require_tokenizer(),
     seed=0,
     known=lambda group, member: None,
     on_rollout=lambda *_: None,
@@ -741,8 +741,8 @@ def groups_of(*, count=2, is_shuffled=False):
 
 
 def learn(groups, config=CONFIG):
-  state = policy_lib.initial_state(config, policy())
-  base = policy_lib.frozen_weights(config, policy())
+  state = programs_lib.first_state(config, policy())
+  base = programs_lib.base_weights(config, policy())
   return rl.learn(config, programs_of(config).trainer, state, groups, base)
 
 
@@ -893,7 +893,7 @@ def known_of(directory):
 
 def learn_again(steps, known, *, state=None, config=CONFIG):
   task, lines = Vowels(), []
-  state = policy_lib.initial_state(config, policy()) if state is None else state
+  state = programs_lib.first_state(config, policy()) if state is None else state
   state = rl.learn_again(
     config, policy(), task, programs_of(config).trainer, state, steps, known, say=lines.append
   )
@@ -953,7 +953,7 @@ def test_the_reference_is_the_policy_of_the_start_also_after_a_resume(tmp_path):
   held, numbers = rl.learn(
     dataclasses.replace(CONFIG, loss=loss),
     programs_of(dataclasses.replace(CONFIG, loss=loss)).trainer,
-    policy_lib.initial_state(CONFIG, policy()),
+    programs_lib.first_state(CONFIG, policy()),
     groups_of(),
     jax.tree.map(lambda leaf: leaf * np.float32(1.1), policy().params),
   )
@@ -973,7 +973,7 @@ def test_adapters_learn_beside_frozen_weights(tmp_path):
     assert row["contract/max_abs_logprob_gap"] == row["contract/max_abs_raw_logprob_gap"] == 0.0
   # A fresh adapter says what the reference says.
   assert rows[0]["train/kl_reference"] == 0.0 < rows[2]["train/kl_reference"]
-  start = policy_lib.initial_state(dataclasses.replace(CONFIG, **changes), policy())
+  start = programs_lib.first_state(dataclasses.replace(CONFIG, **changes), policy())
   assert jax.tree.structure(expected.state.params) == jax.tree.structure(
     lora.shapes(MODEL, NUMERICS, 2)
   )
@@ -985,7 +985,7 @@ def test_adapters_learn_beside_frozen_weights(tmp_path):
   result = train(tmp_path / "parts", num_steps=3, resume=True, num_instances=2, **changes)
   assert_equal_bits(result.state, expected.state)
   config = dataclasses.replace(CONFIG, **changes)
-  merged = policy_lib.exported_weights(config, policy(), expected.state)
+  merged = policy_lib.exported_weights(config.weights, policy(), expected.state.params)
   assert jax.tree.structure(merged) == jax.tree.structure(policy().params)
   by_hand = 8.0 * (np.asarray(pair["a"])[None] @ np.asarray(pair["b"]))
   np.testing.assert_allclose(
@@ -995,7 +995,7 @@ def test_adapters_learn_beside_frozen_weights(tmp_path):
 
 def test_full_fine_tuning_exports_its_masters(whole):
   state = whole[1].state
-  assert policy_lib.exported_weights(CONFIG, policy(), state) is state.params
+  assert policy_lib.exported_weights(CONFIG.weights, policy(), state.params) is state.params
 
 
 def test_what_never_clips_is_written_as_json(tmp_path):

@@ -34,6 +34,7 @@ from seerjax.models import tokenizer as tokenizer_lib, transformer
 from seerjax.rollout import policies
 from seerjax.run import policy as policy_lib, programs as programs_lib, status, stops
 from seerjax.run.config import TrainerConfig
+from seerjax.run.policy import Policy
 from seerjax.run.programs import Programs
 from seerjax.trainer import advantages, entropic, losses, step as step_lib
 from seerjax.types import Completion, Request
@@ -121,7 +122,7 @@ def flipped(params, name="embed"):
 
 def abstract_state():
   params = ttt.tiny_policy(CONFIG, tiny_problem.Row()).params
-  state = policy_lib.initial_state(CONFIG.run(tiny_problem.Row()), ttt.Policy(model(), params))
+  state = policy_lib.initial_state(CONFIG.run(tiny_problem.Row()), Policy(model(), params))
   return jax.eval_shape(lambda: dict(state=state, base=params))
 
 
@@ -525,14 +526,14 @@ def test_an_island_that_is_stuck_is_planted_anew_and_the_best_is_kept(tmp_path):
 
 
 @functools.cache
-def author() -> ttt.Policy:
+def author() -> Policy:
   """A model with random weights, whose words are no program."""
   tokenizer = tokenizer_lib.load(pathlib.Path(models.__file__).parent / "nano")
   config = dataclasses.replace(
     tiny_model.SMALLEST, vocab_size=tokenizer.vocab_size, max_context=1024
   )
   params = transformer.init(jax.random.key(0), config, AUTHOR.numerics)
-  return ttt.Policy(config, params, tokenizer)
+  return Policy(config, params, tokenizer)
 
 
 AUTHOR = dataclasses.replace(
@@ -599,10 +600,10 @@ def test_adapters_learn_from_both_sequences_of_an_attempt_to_the_bit():
   environment, policy = Describes(), author()
   run = AUTHOR.run(environment)
   compiled = programs_lib.make_programs(run, policy.model)
-  state, base = policy_lib.initial_state(run, policy), policy_lib.frozen_weights(run, policy)
+  state, base = programs_lib.first_state(run, policy), programs_lib.base_weights(run, policy)
   engine = engine_lib.Engine(
     policy.model,
-    policy_lib.running_weights(run, state.params, base),
+    policy_lib.running_weights(run.weights, state.params, base),
     numerics=AUTHOR.numerics,
     config=AUTHOR.engine,
     key=jax.random.key(AUTHOR.seed),
@@ -620,7 +621,7 @@ def test_adapters_learn_from_both_sequences_of_an_attempt_to_the_bit():
       state, numbers = ttt.learn(
         AUTHOR, run, compiled.trainer, state, found._replace(attempts=worth), base
       )
-      weights = policy_lib.running_weights(run, state.params, base)
+      weights = policy_lib.running_weights(run.weights, state.params, base)
       engine.set_params(weights, policy_version=step + 1)
       every.append(numbers)
   for numbers in every:
@@ -637,7 +638,7 @@ def sampled():
   """A first step's attempts and what they were sampled with: (sampled, state, base)."""
   environment = tiny_problem.Row()
   run, policy = CONFIG.run(environment), ttt.tiny_policy(CONFIG, environment)
-  state = policy_lib.initial_state(run, policy)
+  state = programs_lib.first_state(run, policy)
   base = transformer.compute_params(policy.params, CONFIG.numerics)
   engine = engine_lib.Engine(
     policy.model,
@@ -870,7 +871,7 @@ def test_the_warm_start_teaches_to_say_valid_sentences():
   tiny = dataclasses.replace(CONFIG.tiny, warm_sentences=512, warm_passes=2)
   config = dataclasses.replace(CONFIG, tiny=tiny)
   run, policy = config.run(environment), ttt.tiny_policy(config, environment)
-  state, heard = policy_lib.initial_state(run, policy), []
+  state, heard = programs_lib.first_state(run, policy), []
   # Sentences that it has never seen: some can be applied, and digits of 6 never can.
   random, valid, never = np.random.default_rng(77), [], []
   with ttt.writer_of(config, environment, policy) as writer:

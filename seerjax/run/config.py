@@ -17,6 +17,7 @@ from seerjax.models import tokenizer as tokenizer_lib, transformer
 from seerjax.rollout import groups as groups_lib, policies
 from seerjax.run import off_policy
 from seerjax.run.evaluation import EvaluationConfig
+from seerjax.run.policy import WeightsConfig
 from seerjax.speculation.config import SpeculationConfig
 from seerjax.trainer import losses, packing, step as step_lib
 
@@ -170,6 +171,18 @@ class RunConfig:
         f"TrainerConfig.overlong_buffer: got {self.trainer.overlong_buffer}, expected 0 to"
         f" RolloutConfig.max_tokens={most}; a fifth of it is usual, 0 is off."
       )
+
+  @property
+  def weights(self) -> WeightsConfig:
+    """Which weights learn."""
+    return WeightsConfig(
+      numerics=self.numerics, lora_rank=self.lora_rank, lora_alpha=self.lora_alpha, seed=self.seed
+    )
+
+  @property
+  def keeps_base(self) -> bool:
+    """Whether the first weights are kept: adapters stand on them, or a pull goes to them."""
+    return bool(self.lora_rank or self.loss.kl_coefficient)
 
 
 def for_model(config: RunConfig, model: transformer.TransformerConfig) -> RunConfig:

@@ -59,8 +59,15 @@ class MemoryPlan(NamedTuple):
     )
 
 
-def memory_plan(config: RunConfig, model: transformer.TransformerConfig) -> MemoryPlan:
+def memory_plan(
+  config: RunConfig, model: transformer.TransformerConfig, *, keeps_base: bool | None = None
+) -> MemoryPlan:
   """Returns what a run is going to take; nothing is computed or allocated.
+
+  Args:
+    config: the run.
+    model: its shape.
+    keeps_base: whether the first weights are kept too; None is as the config needs them.
 
   Raises:
     ValueError: with all figures, if that does not fit what is free.
@@ -77,7 +84,8 @@ def memory_plan(config: RunConfig, model: transformer.TransformerConfig) -> Memo
     weights = jax.eval_shape(attached, weights, adapter)
   learning = trainer.plan(weights, programs_lib.layout(config), _most_micro_batches(config))
   # Under adapters the frozen weights are those that run.
-  frozen = whole_bytes if config.loss.kl_coefficient and not config.lora_rank else 0
+  keeps_base = config.keeps_base if keeps_base is None else keeps_base
+  frozen = whole_bytes if keeps_base and not config.lora_rank else 0
   num_devices, is_cpu = mesh.devices.size, jax.default_backend() == "cpu"
   free = sizes.free_bytes(mesh)
   others = 0

@@ -8,38 +8,71 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from seerjax import numerics as numerics_lib
 from seerjax.models import lora, tokenizer as tokenizer_lib, transformer
 from seerjax.rollout import groups as groups_lib
-from seerjax.run import programs as programs_lib
-from seerjax.run.config import RunConfig
 from seerjax.trainer import step as step_lib
 from seerjax.types import TrainState
 
 
-@runtime_checkable
-class Learner(Protocol):
-  """Of whatever policy, what learns: a model's shape and its f32 master weights."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WeightsConfig:
+  """Which weights learn, and the numbers in which they run.
+
+  Attributes:
+    numerics: of engine and trainer.
+    lora_rank: columns of the adapters that learn; 0 where all weights learn.
+    lora_alpha: adapters count alpha / rank times.
+    seed: of fresh adapters.
+  """
+
+  numerics: numerics_lib.NumericsConfig
+  lora_rank: int = 0
+  lora_alpha: float = 16.0
+  seed: int = 0
 
   @property
-  def model(self) -> transformer.TransformerConfig: ...
-
-  @property
-  def params(self) -> transformer.Params: ...
+  def scale(self) -> float:
+    """How many times adapters count."""
+    return self.lora_alpha / self.lora_rank
 
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
-  """What learns: a model's shape, its tokenizer and its f32 master weights."""
+  """What learns: a model's shape, its first f32 master weights, and how its text reads.
+
+  Attributes:
+    model: its shape.
+    params: f32 master weights, as a run begins with them.
+    tokenizer: None of a policy that says no text: edits have a vocabulary of their own.
+  """
 
   model: transformer.TransformerConfig
-  tokenizer: tokenizer_lib.Tokenizer
   params: transformer.Params
+  tokenizer: tokenizer_lib.Tokenizer | None = None
+
+  def require_tokenizer(self) -> tokenizer_lib.Tokenizer:
+    """Returns the tokenizer.
+
+    Raises:
+      ValueError: if there is none.
+    """
+    if self.tokenizer is None:
+      raise ValueError(
+        "Policy.tokenizer: got None, expected the model's own, for prompts and answers are text;"
+        " pass models.tokenizer.load(directory)."
+      )
+    return self.tokenizer
+
+  def with_chat(self, config: tokenizer_lib.ChatConfig) -> Policy:
+    """Returns the policy with a tokenizer that is `chatting`."""
+    return dataclasses.replace(self, tokenizer=chatting(self.require_tokenizer(), config))
 
 
 def chatting(
@@ -58,73 +91,75 @@ def chatting(
   return dataclasses.replace(tokenizer, chat_config=config)
 
 
-def initial_state(config: RunConfig, policy: Learner) -> TrainState:
+def initial_state(
+  weights: WeightsConfig, policy: Policy, optimizer: optax.GradientTransformation
+) -> TrainState:
   """Returns the state of a run that has not learnt: of all weights, or of fresh adapters."""
-  optimizer = step_lib.make_optimizer(config.optimizer)
-  return step_lib.first_state(first_params(config, policy), optimizer)
+  return step_lib.first_state(first_params(weights, policy), optimizer)
 
 
-def first_params(config: RunConfig, policy: Learner) -> Any:
+def first_params(weights: WeightsConfig, policy: Policy) -> Any:
   """Returns what learns, as it begins: the policy's weights themselves, or fresh adapters."""
-  if not config.lora_rank:
+  if not weights.lora_rank:
     return policy.params
-  key = numerics_lib.key(groups_lib.request_seed(config.seed, -2))
-  return lora.init(key, policy.model, config.numerics, config.lora_rank)
+  key = numerics_lib.key(groups_lib.request_seed(weights.seed, -2))
+  return lora.init(key, policy.model, weights.numerics, weights.lora_rank)
 
 
-def frozen_weights(config: RunConfig, policy: Learner) -> transformer.Params | None:
-  """Returns the policy's first weights in compute dtype, None if the run does not need them.
+def frozen_weights(
+  policy: Policy, numerics: numerics_lib.NumericsConfig, mesh: jax.sharding.Mesh
+) -> transformer.Params:
+  """Returns the policy's first weights in compute dtype, on the mesh that learns.
 
-  They are the base under adapters, and the reference policy of `LossConfig.kl_coefficient`.
+  They are the base under adapters, and the reference of a pull to the first policy; a run without
+  either has no need of them.
   """
-  if not config.lora_rank and not config.loss.kl_coefficient:
-    return None
   # On the whole mesh at once, so that no step has to copy them there.
-  whole = jax.sharding.NamedSharding(programs_lib.meshes(config)[1], jax.P())
-  return jax.device_put(transformer.compute_params(policy.params, config.numerics), whole)
+  whole = jax.sharding.NamedSharding(mesh, jax.P())
+  return jax.device_put(transformer.compute_params(policy.params, numerics), whole)
 
 
 def running_weights(
-  config: RunConfig, params: Any, base: transformer.Params | None
+  weights: WeightsConfig, params: Any, base: transformer.Params | None
 ) -> transformer.Params:
   """Returns what engine and trainer both run.
 
   Args:
-    config: the run.
+    weights: which of them learn.
     params: f32 masters of what learns (`TrainState.params`).
-    base: of `frozen_weights`.
+    base: of `frozen_weights`; needed under adapters alone.
   """
-  if not config.lora_rank:
-    return transformer.compute_params(params, config.numerics)
+  if not weights.lora_rank:
+    return transformer.compute_params(params, weights.numerics)
   assert base is not None
-  return lora.attach(base, params, config.lora_alpha / config.lora_rank)
+  return lora.attach(base, params, weights.scale)
 
 
 def published_weights(
-  config: RunConfig, params: Any, base: transformer.Params | None
+  weights: WeightsConfig, params: Any, base: transformer.Params | None, *, is_copied: bool = False
 ) -> transformer.Params:
-  """Returns `running_weights` for the engine, which may sample while an update takes `params`.
+  """Returns `running_weights` for the engine.
 
-  They are copies only where it does (`StaleConfig.steps_ahead`): float32 weights are otherwise the
+  With `is_copied` it may sample while an update takes `params`: float32 weights are otherwise the
   masters themselves, whose place the next masters take before the engine runs again.
   """
-  weights = running_weights(config, params, base)
-  return jax.tree.map(jnp.copy, weights) if config.stale.steps_ahead else weights
+  found = running_weights(weights, params, base)
+  return jax.tree.map(jnp.copy, found) if is_copied else found
 
 
 def reference_weights(
-  config: RunConfig, state: TrainState, base: transformer.Params
+  weights: WeightsConfig, params: Any, base: transformer.Params
 ) -> transformer.Params:
   """Returns the policy before it learnt, as `running_weights` has it now."""
-  if not config.lora_rank:
+  if not weights.lora_rank:
     return base
   # Adapters that say nothing: scored by the program that scores those that learn, so that a fresh
   # one is at a distance of exactly zero.
-  return running_weights(config, jax.tree.map(jnp.zeros_like, state.params), base)
+  return running_weights(weights, jax.tree.map(jnp.zeros_like, params), base)
 
 
-def exported_weights(config: RunConfig, policy: Policy, state: TrainState) -> transformer.Params:
+def exported_weights(weights: WeightsConfig, policy: Policy, params: Any) -> transformer.Params:
   """Returns plain f32 weights of what was learnt, adapters merged; for other programs to load."""
-  if not config.lora_rank:
-    return state.params
-  return lora.merge(policy.params, state.params, config.lora_alpha / config.lora_rank)
+  if not weights.lora_rank:
+    return params
+  return lora.merge(policy.params, params, weights.scale)

@@ -15,9 +15,11 @@ import numpy as np
 from seerjax import parallel
 from seerjax.engine import runner as runner_lib
 from seerjax.models import transformer
+from seerjax.run import policy as policy_lib
 from seerjax.run.config import RunConfig, for_model
+from seerjax.run.policy import Policy
 from seerjax.trainer import packing, step as step_lib
-from seerjax.types import RolloutGroup
+from seerjax.types import RolloutGroup, TrainState
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +59,19 @@ def meshes(config: RunConfig) -> tuple[jax.sharding.Mesh, jax.sharding.Mesh]:
     parallel.make_mesh(num_instances=half),
     parallel.make_mesh(num_instances=config.num_instances - half, first=half),
   )
+
+
+def first_state(config: RunConfig, policy: Policy) -> TrainState:
+  """Returns the state of a run that has not learnt."""
+  optimizer = step_lib.make_optimizer(config.optimizer)
+  return policy_lib.initial_state(config.weights, policy, optimizer)
+
+
+def base_weights(config: RunConfig, policy: Policy) -> transformer.Params | None:
+  """Returns `policy.frozen_weights` where the run learns, None if it does not need them."""
+  if not config.keeps_base:
+    return None
+  return policy_lib.frozen_weights(policy, config.numerics, meshes(config)[1])
 
 
 def _programs_key(config: RunConfig, model: transformer.TransformerConfig) -> tuple[Any, ...]:

@@ -47,7 +47,7 @@ def test_streamed_parts_are_the_text_and_a_seed_repeats_it(tiny: str):
   assert speak(messages) == "".join(said) == text
   # What follows has less room, and then none.
   messages += [dict(role="assistant", content=text), dict(role="user", content="So")]
-  room = size - len(policy.tokenizer.chat_ids(messages))
+  room = size - len(policy.require_tokenizer().chat_ids(messages))
   assert 0 < room < 12
   said.clear()
   speak(messages)
@@ -141,7 +141,7 @@ def test_a_terminal_without_a_prompt_is_a_chat(tiny: str, end: str):
 def test_a_raw_prompt_has_no_template(tiny: str):
   policy, _ = generate.load(tiny)
   raw = generate.prompt_tokens(policy, "3+4=", is_raw=True)
-  assert raw == tuple(policy.tokenizer.encode("3+4="))
+  assert raw == tuple(policy.require_tokenizer().encode("3+4="))
   assert len(generate.prompt_tokens(policy, "3+4=")) > len(raw)
 
 

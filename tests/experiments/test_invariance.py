@@ -85,7 +85,7 @@ def test_the_prompt_is_that_of_the_longest_answer_that_ends(tiny: str):
   candidates = [
     groups.prompt_tokens(
       task.problem("heldout", groups.problem_index(place, task.num_problems("heldout"), 0)),
-      policy.tokenizer,
+      policy.require_tokenizer(),
     )
     for place in range(invariance.CANDIDATES)
   ]

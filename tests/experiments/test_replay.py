@@ -19,7 +19,7 @@ from seerjax import checkpoint, numerics as numerics_lib, rl
 from seerjax.engine import engine as engine_lib
 from seerjax.models import huggingface, tokenizer as tokenizer_lib, transformer
 from seerjax.rollout import groups, journal as journal_lib
-from seerjax.run import policy as policy_lib
+from seerjax.run import programs as programs_lib
 from seerjax.run.config import RunConfig, TrainerConfig
 from seerjax.run.evaluation import EvaluationConfig
 from seerjax.trainer import losses, step as step_lib
@@ -280,7 +280,7 @@ def test_a_checkpoint_of_other_numerics_carries_what_was_sampled_after_it(
   policy = grpo.load_policy(config.model, config.numerics)
   restored = checkpoint.restore(
     run / "checkpoints",
-    jax.eval_shape(lambda: policy_lib.initial_state(config, policy)),
+    jax.eval_shape(lambda: programs_lib.first_state(config, policy)),
     fingerprint=numerics_lib.fingerprint(config.numerics),
     step=3,
   )
