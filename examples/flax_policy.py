@@ -32,7 +32,12 @@ import optax
 from seerjax import NumericsConfig, rl, ttt
 from seerjax.discovery import loading
 from seerjax.engine.engine import EngineConfig
-from seerjax.models import tokenizer as tokenizer_lib, transformer
+from seerjax.models import (
+  config as model_config,
+  flax_module,
+  parameters,
+  tokenizer as tokenizer_lib,
+)
 from seerjax.ops import rotary
 from seerjax.rollout.groups import RolloutConfig
 from seerjax.run.config import RunConfig, TrainerConfig
@@ -41,9 +46,9 @@ from seerjax.run.policy import Policy
 from seerjax.tasks import word_problems
 
 PROBLEM = pathlib.Path(__file__).with_name("vehicle_routing.py")
-TOKENIZER = tokenizer_lib.load(pathlib.Path(transformer.__file__).parent / "nano")
+TOKENIZER = tokenizer_lib.load(pathlib.Path(tokenizer_lib.__file__).parent / "nano")
 NUMERICS = NumericsConfig(query_tile=4, slot_tile=32, kv_split=64)
-MODEL = transformer.TransformerConfig(
+MODEL = model_config.TransformerConfig(
   family="qwen3",
   vocab_size=TOKENIZER.vocab_size,
   hidden_size=32,
@@ -73,10 +78,10 @@ def examples() -> jax.Array:
 
 
 @nnx.jit
-def imitate(module: transformer.Transformer, optimizer: nnx.Optimizer, tokens: jax.Array):
+def imitate(module: flax_module.Transformer, optimizer: nnx.Optimizer, tokens: jax.Array):
   """Takes one step on the next token's log-probability in i32[b, t]; returns the loss before it."""
 
-  def loss(module: transformer.Transformer) -> jax.Array:
+  def loss(module: flax_module.Transformer) -> jax.Array:
     scores = jax.nn.log_softmax(module(tokens)[:, :-1])
     return -jnp.mean(jnp.take_along_axis(scores, tokens[:, 1:, None], axis=-1))
 
@@ -85,7 +90,7 @@ def imitate(module: transformer.Transformer, optimizer: nnx.Optimizer, tokens: j
   return value
 
 
-def grpo_step(params: transformer.Params, directory: pathlib.Path) -> transformer.Params:
+def grpo_step(params: parameters.Params, directory: pathlib.Path) -> parameters.Params:
   """Returns the weights after one step of GRPO on word problems."""
   config = RunConfig(
     model="an nnx module",
@@ -109,7 +114,7 @@ def grpo_step(params: transformer.Params, directory: pathlib.Path) -> transforme
   return result.state.params
 
 
-def discovery_step(params: transformer.Params, directory: pathlib.Path) -> transformer.Params:
+def discovery_step(params: parameters.Params, directory: pathlib.Path) -> parameters.Params:
   """Returns the weights after one step of test-time training on one problem."""
   config = ttt.DiscoverConfig(
     problem=str(PROBLEM),
@@ -135,7 +140,7 @@ def discovery_step(params: transformer.Params, directory: pathlib.Path) -> trans
 def main() -> bool:
   """Goes the whole way round; returns whether the module says our forward's bits at the end."""
   tokens = examples()
-  module = transformer.Transformer(MODEL, NUMERICS, rngs=nnx.Rngs(params=0))
+  module = flax_module.Transformer(MODEL, NUMERICS, rngs=nnx.Rngs(params=0))
   optimizer = nnx.Optimizer(module, optax.adam(3e-3), wrt=nnx.Param)
   losses = [float(imitate(module, optimizer, tokens)) for _ in range(20)]
   print(f"imitation under nnx.Optimizer: {losses[0]:.3f} -> {losses[-1]:.3f} nats a token")
@@ -152,8 +157,8 @@ def main() -> bool:
   assert min(moved) > 0
 
   module.set_params(third)
-  expected = transformer.logits_of(
-    transformer.compute_params(third, NUMERICS), tokens, config=MODEL, numerics=NUMERICS
+  expected = flax_module.logits_of(
+    parameters.compute_params(third, NUMERICS), tokens, config=MODEL, numerics=NUMERICS
   )
   is_equal = np.array_equal(nnx.jit(lambda module, x: module(x))(module, tokens), expected)
   losses = [float(imitate(module, optimizer, tokens)) for _ in range(20)]

@@ -21,7 +21,7 @@ import numpy as np
 
 from seerjax import NumericsConfig, Request, SamplingParams, numerics
 from seerjax.engine import engine as engine_lib
-from seerjax.models import huggingface, tokenizer as tokenizer_lib, transformer
+from seerjax.models import huggingface, parameters, tokenizer as tokenizer_lib
 from seerjax.types import Completion
 
 QUESTION = (
@@ -38,7 +38,7 @@ def ask(seeds: list[int], page_size: int) -> list[Completion]:
   tokenizer = tokenizer_lib.load(NANO)
   engine = engine_lib.Engine(
     model,
-    transformer.compute_params(params, NUMERICS),
+    parameters.compute_params(params, NUMERICS),
     numerics=NUMERICS,
     config=engine_lib.EngineConfig(
       page_size=page_size, num_pages=256, max_sequences=4, max_context=256, row_buckets=(64,)

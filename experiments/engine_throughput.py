@@ -125,7 +125,7 @@ def our_answer(
   from experiments import grpo
   from seerjax import numerics as numerics_lib, parallel
   from seerjax.engine import engine as engine_lib
-  from seerjax.models import transformer
+  from seerjax.models import parameters
   from seerjax.types import Request, SamplingParams
 
   numerics = dataclasses.replace(grpo.main_job().numerics, **settings)
@@ -143,7 +143,7 @@ def our_answer(
   )
   engine = engine_lib.Engine(
     policy.model,
-    transformer.compute_params(policy.params, numerics),
+    parameters.compute_params(policy.params, numerics),
     numerics=numerics,
     config=config,
     key=numerics_lib.key(workload.seed),
@@ -163,7 +163,7 @@ def our_answer(
 
   def answer() -> int:
     # Pages of the run before are forgotten, so that every run prefills.
-    engine.set_params(transformer.compute_params(policy.params, numerics), policy_version=0)
+    engine.set_params(parameters.compute_params(policy.params, numerics), policy_version=0)
     return sum(len(completion.tokens) for completion in engine.generate(requests))
 
   return answer

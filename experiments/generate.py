@@ -28,12 +28,12 @@ import jax
 from experiments import configuration, grpo
 from seerjax import numerics as numerics_lib
 from seerjax.engine import engine as engine_lib
-from seerjax.models import tokenizer as tokenizer_lib, transformer
+from seerjax.models import config as model_config, parameters, tokenizer as tokenizer_lib
 from seerjax.run import policy as policy_lib, stops
 from seerjax.run.policy import Policy
 from seerjax.types import Completion, Request, SamplingParams
 
-NANO = pathlib.Path(transformer.__file__).parent / "nano"
+NANO = pathlib.Path(tokenizer_lib.__file__).parent / "nano"
 PREFILL_ROWS = 256
 CHAT_CONTEXT = 4096  # Most positions of a chat, where the model has so many.
 HELP = """/help   this
@@ -48,7 +48,7 @@ def load(name: str) -> tuple[Policy, numerics_lib.NumericsConfig]:
   """Returns a model by name and the main job's numerics, as the model decides them."""
   numerics = grpo.main_job().numerics
   policy = grpo.load_policy(name, numerics)
-  return policy, transformer.numerics_for(policy.model, numerics)
+  return policy, model_config.numerics_for(policy.model, numerics)
 
 
 def prompt_tokens(policy: Policy, prompt: str, *, is_raw: bool = False) -> tuple[int, ...]:
@@ -91,7 +91,7 @@ def engine_for(
     max_context=num_tokens,
     row_buckets=(1, PREFILL_ROWS),
   )
-  params = transformer.compute_params(policy.params, numerics)
+  params = parameters.compute_params(policy.params, numerics)
   return engine_lib.Engine(
     policy.model,
     params,

@@ -29,7 +29,7 @@ import numpy as np
 from experiments import configuration, generate, grpo
 from seerjax import metrics, numerics as numerics_lib, rl
 from seerjax.engine import engine as engine_lib
-from seerjax.models import transformer
+from seerjax.models import parameters
 from seerjax.rollout import groups
 from seerjax.run import directory as directory_lib
 from seerjax.run.config import RunConfig, TrainerConfig
@@ -106,7 +106,7 @@ def engine_of(
   page_size = min(32, numerics.kv_split)
   return engine_lib.Engine(
     policy.model,
-    transformer.compute_params(policy.params, numerics),
+    parameters.compute_params(policy.params, numerics),
     numerics=numerics,
     config=engine_lib.EngineConfig(
       page_size=page_size,
@@ -376,7 +376,7 @@ def price(config: InvarianceConfig, say: Say) -> dict[str, Any]:
       page_size = min(32, numerics.kv_split)
       engines[name] = engine_lib.Engine(
         policy.model,
-        transformer.compute_params(policy.params, numerics),
+        parameters.compute_params(policy.params, numerics),
         numerics=numerics,
         config=engine_lib.EngineConfig(
           page_size=page_size,

@@ -28,7 +28,14 @@ import rich.progress
 
 from experiments import configuration, nano_corpus
 from seerjax import checkpoint, numerics as numerics_lib
-from seerjax.models import huggingface, presets, tokenizer as tokenizer_lib, transformer
+from seerjax.models import (
+  config as model_config,
+  flax_module,
+  huggingface,
+  parameters,
+  presets,
+  tokenizer as tokenizer_lib,
+)
 
 LENGTHS = (64, 96, 128, 192, 256, 384)  # Longer documents are left out: below one in a thousand.
 
@@ -110,12 +117,12 @@ def numerics_for(length: int) -> numerics_lib.NumericsConfig:
   )
 
 
-def make_step(model: transformer.TransformerConfig, optimizer: optax.GradientTransformation):
+def make_step(model: model_config.TransformerConfig, optimizer: optax.GradientTransformation):
   """Returns the compiled `(params, opt_state, tokens, weights) -> (params, opt_state, metrics)`."""
 
   def loss(params, tokens, weights):
     numerics = numerics_for(tokens.shape[1])
-    logits = transformer.logits_of(params, tokens, config=model, numerics=numerics)[:, :-1]
+    logits = flax_module.logits_of(params, tokens, config=model, numerics=numerics)[:, :-1]
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
     weights = weights[:, 1:]
     answers = (weights == 1.0).astype(jnp.float32)
@@ -136,7 +143,7 @@ def make_step(model: transformer.TransformerConfig, optimizer: optax.GradientTra
 
 
 def pretrain(
-  config: PretrainConfig, model: transformer.TransformerConfig, start: str, directory: pathlib.Path
+  config: PretrainConfig, model: model_config.TransformerConfig, start: str, directory: pathlib.Path
 ) -> None:
   """Trains on `num_tokens` tokens and writes `directory`/model; resumes what is there.
 
@@ -155,7 +162,7 @@ def pretrain(
       " resume; choose another, or remove it."
     )
   numerics = numerics_for(LENGTHS[0])
-  tokenizer = tokenizer_lib.load(pathlib.Path(transformer.__file__).parent / "nano")
+  tokenizer = tokenizer_lib.load(pathlib.Path(huggingface.__file__).parent / "nano")
   num_steps = config.num_tokens // config.tokens_per_batch
   schedule = optax.warmup_cosine_decay_schedule(
     0.0, config.learning_rate, num_steps // 50, num_steps, config.learning_rate / 10
@@ -166,7 +173,7 @@ def pretrain(
   if start:
     params, model = huggingface.load(start, numerics)
   else:
-    params = transformer.init(numerics_lib.key(config.seed), model, numerics)
+    params = parameters.init(numerics_lib.key(config.seed), model, numerics)
   opt_state, first = optimizer.init(params), 0
   fingerprint = numerics_lib.fingerprint(numerics)
   checkpoints = directory / "checkpoints"

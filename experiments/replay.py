@@ -40,7 +40,14 @@ import numpy as np
 
 from experiments import configuration, grpo
 from seerjax import checkpoint, numerics as numerics_lib, rl
-from seerjax.models import transformer
+from seerjax.models import (
+  config as model_config,
+  flax_module,
+  head,
+  kv_layout,
+  parameters,
+  transformer,
+)
 from seerjax.ops import sampling
 from seerjax.rollout import journal as journal_lib
 from seerjax.run import policy as policy_lib, programs as programs_lib
@@ -226,12 +233,12 @@ def masters_of(
 
 
 @functools.lru_cache(maxsize=2)
-def _trainer(config: RunConfig, model: transformer.TransformerConfig) -> step_lib.Trainer:
+def _trainer(config: RunConfig, model: model_config.TransformerConfig) -> step_lib.Trainer:
   # Kept, so that several requests of a run compile once.
   return programs_lib.make_programs(config, model).trainer
 
 
-def running(config: RunConfig, policy: Policy, masters: Any) -> transformer.Params:
+def running(config: RunConfig, policy: Policy, masters: Any) -> parameters.Params:
   """Returns the weights that sample, adapters attached."""
   base = programs_lib.base_weights(config, policy)
   return policy_lib.running_weights(config.weights, masters, base)
@@ -239,7 +246,7 @@ def running(config: RunConfig, policy: Policy, masters: Any) -> transformer.Para
 
 def running_perturbed(
   config: RunConfig, policy: Policy, masters: Any, layer: int
-) -> transformer.Params:
+) -> parameters.Params:
   """Returns `running` of weights whose layer is `perturbed`; under adapters, the frozen one."""
   if config.lora_rank:
     policy = dataclasses.replace(policy, params=perturbed(policy.params, layer))
@@ -247,7 +254,7 @@ def running_perturbed(
   return running(config, policy, perturbed(masters, layer))
 
 
-def perturbed(master: transformer.Params, layer: int) -> transformer.Params:
+def perturbed(master: parameters.Params, layer: int) -> parameters.Params:
   """Returns the weights with the highest mantissa bit of one entry flipped.
 
   Args:
@@ -269,7 +276,7 @@ def whole_batch(
   tokens: np.ndarray, numerics: numerics_lib.NumericsConfig, page_size: int
 ) -> tuple[TokenBatch, int]:
   """Returns the rows of one whole sequence (numpy), and the number of pages."""
-  batch, num_pages = transformer.sequences_batch(1, len(tokens), numerics, page_size)
+  batch, num_pages = flax_module.sequences_batch(1, len(tokens), numerics, page_size)
   # Any: the records are typed as device arrays, and this one is made on the host.
   rows: Any = tokens.astype(np.int32)
   return batch._replace(tokens=rows), num_pages
@@ -292,41 +299,41 @@ def row_batch(batch: TokenBatch, position: int) -> TokenBatch:
 
 
 @functools.cache
-def _forward(model: transformer.TransformerConfig, numerics: numerics_lib.NumericsConfig):
+def _forward(model: model_config.TransformerConfig, numerics: numerics_lib.NumericsConfig):
   return jax.jit(functools.partial(transformer.forward, config=model, numerics=numerics))
 
 
-def _shortened(params: transformer.Params, depth: int) -> transformer.Params:
+def _shortened(params: parameters.Params, depth: int) -> parameters.Params:
   """Returns the weights of the first `depth` layers: their forward ends with that layer's rows."""
   return {**params, "layers": params["layers"][:depth]}
 
 
 def in_one_piece(
-  model: transformer.TransformerConfig,
+  model: model_config.TransformerConfig,
   numerics: numerics_lib.NumericsConfig,
-  params: transformer.Params,
+  params: parameters.Params,
   tokens: np.ndarray,
 ) -> np.ndarray:
   """Returns f[t, d], hidden rows of a sequence that is prefilled whole."""
   page_size = min(PAGE_SIZE, numerics.kv_split)
   batch, num_pages = whole_batch(tokens, numerics, page_size)
   model = dataclasses.replace(model, num_layers=len(params["layers"]))
-  pages = transformer.empty_pages(model, numerics, num_pages=num_pages, page_size=page_size)
+  pages = kv_layout.empty_pages(model, numerics, num_pages=num_pages, page_size=page_size)
   hidden, _ = _forward(model, numerics)(params, jax.tree.map(jnp.asarray, batch), pages)
   return np.asarray(hidden)
 
 
 def token_by_token(
-  model: transformer.TransformerConfig,
+  model: model_config.TransformerConfig,
   numerics: numerics_lib.NumericsConfig,
-  params: transformer.Params,
+  params: parameters.Params,
   tokens: np.ndarray,
 ) -> np.ndarray:
   """Returns f[t, d], hidden rows of a sequence that is decoded from its first token on."""
   page_size = min(PAGE_SIZE, numerics.kv_split)
   batch, num_pages = whole_batch(tokens, numerics, page_size)
   model = dataclasses.replace(model, num_layers=len(params["layers"]))
-  pages = transformer.empty_pages(model, numerics, num_pages=num_pages, page_size=page_size)
+  pages = kv_layout.empty_pages(model, numerics, num_pages=num_pages, page_size=page_size)
   step = _forward(model, numerics)
   rows = []
   for position in range(len(tokens)):
@@ -337,10 +344,10 @@ def token_by_token(
 
 
 def first_differing_layer(
-  model: transformer.TransformerConfig,
+  model: model_config.TransformerConfig,
   numerics: numerics_lib.NumericsConfig,
-  params: transformer.Params,
-  other_params: transformer.Params,
+  params: parameters.Params,
+  other_params: parameters.Params,
   tokens: np.ndarray,
 ) -> tuple[int, int] | None:
   """Compares `params` in one piece with `other_params` token by token.
@@ -349,7 +356,7 @@ def first_differing_layer(
     (layer, position) of the first rows that differ, layer 0 being the embedding and layer l the
     output of the l-th; None if all are equal.
   """
-  params, other_params = transformer.unstacked(params), transformer.unstacked(other_params)
+  params, other_params = parameters.unstacked(params), parameters.unstacked(other_params)
   for depth in range(len(params["layers"]) + 1):
     if depth == 0:
       left = np.asarray(params["embed"][tokens])
@@ -365,8 +372,8 @@ def first_differing_layer(
 
 def sample_again(
   recorded: Recorded,
-  model: transformer.TransformerConfig,
-  params: transformer.Params,
+  model: model_config.TransformerConfig,
+  params: parameters.Params,
   positions: range,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
   """Samples the tokens at some places of the answer, each after the journal's tokens before it.
@@ -380,14 +387,14 @@ def sample_again(
   hidden = in_one_piece(model, numerics, params, whole[: start + positions[-1]])
   rows = start - 1 + np.asarray(positions)
   count = len(rows)
-  parameters = sampling.sampling_rows([request.sampling] * count, positions)
+  drawn_by = sampling.sampling_rows([request.sampling] * count, positions)
 
-  head = jax.jit(functools.partial(transformer.head, config=model, numerics=numerics))
-  tokens, scores = head(
+  score = jax.jit(functools.partial(head.sample_and_score, config=model, numerics=numerics))
+  tokens, scores = score(
     params,
     jnp.asarray(hidden[rows]),
     jnp.full((count,), -1, jnp.int32),
-    SamplingRows(*map(jnp.asarray, parameters)),
+    SamplingRows(*map(jnp.asarray, drawn_by)),
     jnp.full((count,), request.seed, jnp.uint32),
     jnp.asarray(rows + 1, jnp.int32),
     jnp.int32(count),

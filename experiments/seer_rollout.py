@@ -30,7 +30,7 @@ from experiments import configuration, grpo
 from seerjax import metrics, numerics as numerics_lib, parallel
 from seerjax.engine import engine as engine_lib, runner as runner_lib, timing
 from seerjax.engine.kv.pool import KVPool, KVPoolConfig
-from seerjax.models import transformer
+from seerjax.models import parameters
 from seerjax.reports import gantt, page
 from seerjax.rollout import groups, policies
 from seerjax.rollout.divided import DividedRollout
@@ -245,7 +245,7 @@ def run(workload: Workload, directory: pathlib.Path) -> dict[str, dict[str, Any]
   )
   mesh = parallel.make_mesh(num_instances=workload.num_instances)
   runner = runner_lib.Runner(policy.model, numerics, mesh, 1)
-  weights = transformer.compute_params(policy.params, numerics)
+  weights = parameters.compute_params(policy.params, numerics)
 
   def make_engine(drafter: Any = None) -> EndsWhereTold:
     engine = EndsWhereTold(

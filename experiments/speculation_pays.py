@@ -36,7 +36,7 @@ from scipy import stats
 from experiments import configuration, grpo
 from seerjax import metrics, numerics as numerics_lib, parallel
 from seerjax.engine import engine as engine_lib, runner as runner_lib
-from seerjax.models import transformer
+from seerjax.models import parameters
 from seerjax.rollout import groups as groups_lib
 from seerjax.run import config as config_lib, drafter as drafter_lib, self_test
 from seerjax.tasks import base
@@ -156,7 +156,7 @@ class Asker:
     tiled_runner = self._runner(job.numerics)
     self_test.check_model(
       self.policy.model,
-      transformer.compute_params(self.policy.params, job.numerics),
+      parameters.compute_params(self.policy.params, job.numerics),
       numerics=job.numerics,
       config=job.engine,
       runner=tiled_runner,
@@ -175,7 +175,7 @@ class Asker:
   ) -> engine_lib.Engine:
     return engine_lib.Engine(
       self.policy.model,
-      transformer.compute_params(self.policy.params, numerics),
+      parameters.compute_params(self.policy.params, numerics),
       numerics=numerics,
       config=self._job.engine,
       key=numerics_lib.key(self.workload.seed),

@@ -280,7 +280,7 @@ def sample(workload: Workload) -> list[Sampled]:
   from experiments import grpo
   from seerjax import numerics as numerics_lib
   from seerjax.engine import engine as engine_lib
-  from seerjax.models import transformer
+  from seerjax.models import parameters
   from seerjax.rollout import groups as groups_lib
   from seerjax.tasks import base
 
@@ -292,7 +292,7 @@ def sample(workload: Workload) -> list[Sampled]:
   )
   engine = engine_lib.Engine(
     policy.model,
-    transformer.compute_params(policy.params, job.numerics),
+    parameters.compute_params(policy.params, job.numerics),
     numerics=job.numerics,
     config=job.engine,
     key=numerics_lib.key(workload.seed),

@@ -39,7 +39,7 @@ from seerjax.discovery import (
 )
 from seerjax.discovery.environment import Artefact, Environment
 from seerjax.engine import engine as engine_lib
-from seerjax.models import transformer
+from seerjax.models import config as model_config
 from seerjax.reports import discovery_report
 from seerjax.rollout import groups, policies
 from seerjax.run import (
@@ -267,7 +267,7 @@ def discover(argv: list[str]) -> None:
     grpo.say_memory(config.run(environment), config.model)  # Before gigabytes are read.
     loaded = grpo.load_policy(config.model, config.numerics)
     policy = Policy(loaded.model, loaded.params, loaded.tokenizer)
-    chosen = transformer.numerics_for(loaded.model, config.numerics)
+    chosen = model_config.numerics_for(loaded.model, config.numerics)
   print(self_test.describe(chosen), flush=True)
   policy = ttt.tiny_policy(config, environment) if policy is None else policy
   run = config.run(environment)

@@ -47,7 +47,7 @@ class NumericsConfig:
     kv_split: positions of one split of the key/value reduction, aligned to absolute positions.
     reduction_shards: logical slabs of every dimension a mesh may shard; contractions over them are
       added as one balanced binary tree. 0 leaves the number to the model
-      (`transformer.numerics_for`): as many as divide it, 8 at most.
+      (`models.config.numerics_for`): as many as divide it, 8 at most.
     compute_dtype: of weights and activations; sums are always float32.
   """
 
@@ -186,7 +186,7 @@ def fingerprint(numerics: NumericsConfig, remat: str = "none") -> dict[str, str]
   if not numerics.reduction_shards:
     raise ValueError(
       "NumericsConfig.reduction_shards: got 0, expected the number that the model decides; a"
-      " fingerprint names it, so take transformer.numerics_for(model, numerics)."
+      " fingerprint names it, so take models.config.numerics_for(model, numerics)."
     )
   values = {field: str(value) for field, value in dataclasses.asdict(numerics).items()}
   values["bits_version"] = str(BITS_VERSION)

@@ -29,7 +29,7 @@ import numpy as np
 from seerjax import checkpoint, metrics, numerics as numerics_lib
 from seerjax.engine import engine as engine_lib
 from seerjax.engine.kv import pool as kv_pool_lib, stores
-from seerjax.models import tokenizer as tokenizer_lib, transformer
+from seerjax.models import parameters, tokenizer as tokenizer_lib
 from seerjax.rollout import (
   divided,
   groups as groups_lib,
@@ -331,7 +331,7 @@ def circle(
   ahead: off_policy.Ahead[Sampled],
   state: TrainState,
   step: int,
-  base: transformer.Params | None,
+  base: parameters.Params | None,
   *,
   progress: progress_lib.Progress,
   before_update: Callable[[], object],
@@ -549,7 +549,7 @@ def learn(
   trainer: step_lib.Trainer,
   state: TrainState,
   groups: Sequence[RolloutGroup],
-  base: transformer.Params | None = None,
+  base: parameters.Params | None = None,
   *,
   num_old: int = 0,
   before_update: Callable[[], object] = lambda: None,

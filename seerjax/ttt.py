@@ -45,7 +45,7 @@ from seerjax.discovery import (
 from seerjax.discovery.environment import Artefact, Environment
 from seerjax.discovery.programs import Attempt
 from seerjax.engine import engine as engine_lib
-from seerjax.models import tokenizer as tokenizer_lib, transformer
+from seerjax.models import config as model_config, parameters, tokenizer as tokenizer_lib
 from seerjax.ops import rotary
 from seerjax.rollout import divided, groups, journal as journal_lib, policies
 from seerjax.run import (
@@ -785,7 +785,7 @@ def learn(
   trainer: step_lib.Trainer,
   state: TrainState,
   sampled: Sampled,
-  base: transformer.Params | None,
+  base: parameters.Params | None,
   *,
   before_update: Callable[[], object] = lambda: None,
 ) -> tuple[TrainState, dict[str, float]]:
@@ -833,7 +833,7 @@ def warm_start(
   trainer: step_lib.Trainer,
   state: TrainState,
   say: Callable[[str], None],
-) -> transformer.Params:
+) -> parameters.Params:
   """Returns weights that have learnt to say random valid sentences.
 
   An honest stand-in for pre-training: sentences are drawn evenly from the grammar, applied to the
@@ -919,7 +919,7 @@ def tiny_policy(config: DiscoverConfig, environment: Environment) -> Policy:
   """Returns a small transformer with random weights over the environment's vocabulary."""
   language, tiny = _language(environment), config.tiny
   size = tiny.hidden_size // tiny.num_heads
-  model = transformer.TransformerConfig(
+  model = model_config.TransformerConfig(
     family="qwen3",
     vocab_size=language.vocab_size,
     hidden_size=tiny.hidden_size,
@@ -932,7 +932,7 @@ def tiny_policy(config: DiscoverConfig, environment: Environment) -> Policy:
     max_context=config.engine.max_context,
   )
   key = numerics_lib.key(groups.request_seed(config.seed, -4))
-  return Policy(model, transformer.init(key, model, config.numerics))
+  return Policy(model, parameters.init(key, model, config.numerics))
 
 
 def first_archive(config: DiscoverConfig, environment: Environment) -> archive_lib.Archive:

@@ -430,7 +430,7 @@ class TrainState(NamedTuple):
   """Everything the optimiser owns.
 
   Attributes:
-    params: master weights, f32, as `models.transformer.init` lays them out.
+    params: master weights, f32, as `models.parameters.init` lays them out.
     opt_state: optax state.
     step: i32[], optimiser steps taken.
   """

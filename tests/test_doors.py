@@ -30,7 +30,7 @@ from seerjax.discovery import archive, environment as environment_lib, loading, 
 from seerjax.engine import timing
 from seerjax.engine.engine import Engine, EngineConfig
 from seerjax.engine.kv import pages, pool as kv_pool, stores
-from seerjax.models import huggingface, lora, tokenizer as tokenizer_lib, transformer
+from seerjax.models import config as model_config, huggingface, lora, tokenizer as tokenizer_lib
 from seerjax.numerics import NumericsConfig
 from seerjax.ops import rotary
 from seerjax.rollout import (
@@ -61,7 +61,7 @@ from seerjax.types import (
 pytestmark = pytest.mark.usefixtures("unchecked_annotations")
 
 NAN, INF = float("nan"), float("inf")
-NANO = pathlib.Path(transformer.__file__).parent / "nano"
+NANO = pathlib.Path(huggingface.__file__).parent / "nano"
 TOKENIZER = tokenizer_lib.load(NANO)
 MODEL = dataclasses.replace(tiny_model.SMALLEST, vocab_size=512, num_layers=1)  # Nano's words.
 NUMERICS = tiny_model.ONE_SLAB
@@ -106,7 +106,7 @@ def words(**changes) -> SamplingParams:
   return SamplingParams(**({"max_tokens": 1} | changes))
 
 
-def model(**changes) -> transformer.TransformerConfig:
+def model(**changes) -> model_config.TransformerConfig:
   return dataclasses.replace(MODEL, **changes)
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from seerjax import parallel
 from seerjax.engine import runner
-from seerjax.models import presets, transformer
+from seerjax.models import kv_layout, parameters, presets
 from seerjax.numerics import NumericsConfig
 from seerjax.trainer import losses, packing, step
 from seerjax.types import SamplingRows, TokenBatch, TrainBatch, TrainState
@@ -65,7 +65,7 @@ def sampling_rows(*lead):
 
 
 def params_like(model, dtype):
-  layout = transformer.shapes(model, NUMERICS.reduction_shards)
+  layout = parameters.shapes(model, NUMERICS.reduction_shards)
   return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), layout)
 
 
@@ -90,7 +90,7 @@ def test_the_engine_step_exports(model):
     num_copies=i32(),
   )
   pages = jax.eval_shape(
-    lambda: transformer.empty_pages(model, NUMERICS, num_pages=1024, page_size=PAGE_SIZE)
+    lambda: kv_layout.empty_pages(model, NUMERICS, num_pages=1024, page_size=PAGE_SIZE)
   )
   key = jax.eval_shape(lambda: jax.random.key(0))
   function = functools.partial(

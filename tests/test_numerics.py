@@ -49,7 +49,7 @@ def test_a_fingerprint_names_layers_that_are_computed_again():
 
 def test_a_fingerprint_names_the_slabs_that_a_model_decided():
   assert NumericsConfig(reduction_shards=0).reduction_shards == 0
-  with pytest.raises(ValueError, match=r"reduction_shards: got 0, .* transformer.numerics_for"):
+  with pytest.raises(ValueError, match=r"reduction_shards: got 0, .* models.config.numerics_for"):
     numerics.fingerprint(NumericsConfig(reduction_shards=0))
 
 

@@ -26,7 +26,7 @@ import tiny_model
 
 from seerjax import checkpoint, metrics, numerics as numerics_lib, parallel, rl
 from seerjax.engine import engine as engine_lib, runner as runner_lib
-from seerjax.models import lora, presets, tokenizer as tokenizer_lib, transformer
+from seerjax.models import lora, parameters, presets, tokenizer as tokenizer_lib
 from seerjax.reports import run_directory, run_report
 from seerjax.rollout import divided, groups as groups_lib, journal as journal_lib, policies
 from seerjax.run import (
@@ -49,7 +49,7 @@ from seerjax.types import Problem, Verdict
 pytestmark = pytest.mark.usefixtures("programs_on_disk")
 
 TESTS = pathlib.Path(__file__).parent
-NANO = pathlib.Path(transformer.__file__).parent / "nano"
+NANO = pathlib.Path(tokenizer_lib.__file__).parent / "nano"
 # Its words are nano's.
 MODEL = dataclasses.replace(tiny_model.SMALLEST, vocab_size=512, num_layers=1)
 NUMERICS = tiny_model.ONE_SLAB
@@ -128,7 +128,7 @@ def kill():
 
 @functools.cache
 def policy() -> Policy:
-  master = transformer.init(jax.random.key(0), MODEL, NUMERICS)
+  master = parameters.init(jax.random.key(0), MODEL, NUMERICS)
   master = jax.tree.map(lambda leaf: leaf * 4 if leaf.ndim > 1 else leaf, master)
   return Policy(MODEL, master, tokenizer_lib.load(NANO))
 
@@ -710,7 +710,7 @@ def test_a_config_that_cannot_be_is_refused(kind, changes, message):
 def engine():
   return engine_lib.Engine(
     MODEL,
-    transformer.compute_params(policy().params, NUMERICS),
+    parameters.compute_params(policy().params, NUMERICS),
     numerics=NUMERICS,
     config=CONFIG.engine,
     key=jax.random.key(0),

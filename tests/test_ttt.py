@@ -30,7 +30,7 @@ from seerjax.discovery import (
 )
 from seerjax.discovery.programs import Attempt
 from seerjax.engine import engine as engine_lib
-from seerjax.models import tokenizer as tokenizer_lib, transformer
+from seerjax.models import config as model_config, parameters, tokenizer as tokenizer_lib
 from seerjax.rollout import policies
 from seerjax.run import policy as policy_lib, programs as programs_lib, status, stops
 from seerjax.run.config import TrainerConfig
@@ -63,7 +63,7 @@ TIMES = ("search/cpu_seconds", "train/seconds")
 
 
 @functools.cache
-def model() -> transformer.TransformerConfig:
+def model() -> model_config.TransformerConfig:
   return ttt.tiny_policy(CONFIG, tiny_problem.Row()).model
 
 
@@ -532,7 +532,7 @@ def author() -> Policy:
   config = dataclasses.replace(
     tiny_model.SMALLEST, vocab_size=tokenizer.vocab_size, max_context=1024
   )
-  params = transformer.init(jax.random.key(0), config, AUTHOR.numerics)
+  params = parameters.init(jax.random.key(0), config, AUTHOR.numerics)
   return Policy(config, params, tokenizer)
 
 
@@ -639,7 +639,7 @@ def sampled():
   environment = tiny_problem.Row()
   run, policy = CONFIG.run(environment), ttt.tiny_policy(CONFIG, environment)
   state = programs_lib.first_state(run, policy)
-  base = transformer.compute_params(policy.params, CONFIG.numerics)
+  base = parameters.compute_params(policy.params, CONFIG.numerics)
   engine = engine_lib.Engine(
     policy.model,
     base,
@@ -701,7 +701,7 @@ def test_a_step_learns_what_the_best_of_each_group_did(sampled):
   values, _ = ttt.objective_of(objective, found)
   after, _ = learn(found, state, None, objective)
   assert after.step == 1 and state.step == 0
-  weights = transformer.compute_params(after.params, CONFIG.numerics)
+  weights = parameters.compute_params(after.params, CONFIG.numerics)
   run = CONFIG.run(tiny_problem.Row())
   batch = programs_lib.pack(run, ttt.as_groups(ttt.sequences(found)), values.reshape(-1, 1))
   moved = programs(1).trainer.scores(weights, batch).logprob - batch.behaviour_logprobs
@@ -889,10 +889,10 @@ def test_the_warm_start_teaches_to_say_valid_sentences():
         never.append(one)
   assert heard[0].startswith("warm start: 512 valid sentences of ")
 
-  def logprob(said: list[writers.Said], params: transformer.Params) -> float:
+  def logprob(said: list[writers.Said], params: parameters.Params) -> float:
     """Nats a token."""
     batch = programs_lib.pack(run, ttt.as_groups(said), np.ones((len(said), 1), np.float32))
-    scores = programs(1).trainer.scores(transformer.compute_params(params, config.numerics), batch)
+    scores = programs(1).trainer.scores(parameters.compute_params(params, config.numerics), batch)
     return float(np.mean(scores.logprob[np.asarray(batch.loss_mask)]))
 
   assert logprob(valid, learnt) > logprob(valid, policy.params) + 0.01

@@ -35,7 +35,7 @@ from seerjax.engine.planner import Planner
 from seerjax.engine.requests import Requests
 from seerjax.engine.sequence import ScheduledRows, SequenceState, StepOutput
 from seerjax.engine.sizes import EngineConfig
-from seerjax.models import tokenizer as tokenizer_lib, transformer, weights
+from seerjax.models import config as model_config, parameters, tokenizer as tokenizer_lib, weights
 from seerjax.ops import sampling
 from seerjax.types import Completion, Request
 
@@ -49,8 +49,8 @@ class Engine(Chunks):
 
   def __init__(
     self,
-    model: transformer.TransformerConfig,
-    params: transformer.Params,
+    model: model_config.TransformerConfig,
+    params: parameters.Params,
     *,
     numerics: numerics_lib.NumericsConfig,
     config: EngineConfig = EngineConfig(),
@@ -66,7 +66,7 @@ class Engine(Chunks):
 
     Args:
       model: shape of the model.
-      params: weights in compute dtype (`transformer.compute_params`).
+      params: weights in compute dtype (`parameters.compute_params`).
       numerics: what decides bits.
       config: sizes.
       key: sampling key of the run (`numerics.key`); only folded, so that it may be reused for equal
@@ -84,7 +84,7 @@ class Engine(Chunks):
         dtype or not finite, the key is not of `numerics.key`'s kind, pages do not fill splits
         exactly, `runner` was made for something else, or free memory does not hold one context.
     """
-    numerics = transformer.numerics_for(model, numerics)
+    numerics = model_config.numerics_for(model, numerics)
     numerics_lib.require_key(key, what="Engine.key")
     sizes.require_whole_splits(config, numerics)
     config = sizes.with_buckets(config, model, numerics)
@@ -346,7 +346,7 @@ class Engine(Chunks):
       self._outputs.finished.extend(others)
     return [completion for completion in wanted.values() if completion is not None]
 
-  def set_params(self, params: transformer.Params, policy_version: int) -> None:
+  def set_params(self, params: parameters.Params, policy_version: int) -> None:
     """Replaces the weights and drops every page written with the old ones.
 
     Raises:
@@ -363,7 +363,7 @@ class Engine(Chunks):
     self.policy_version = policy_version
     self.memory.forget_all()
 
-  def _placed(self, params: transformer.Params, what: str) -> transformer.Params:
+  def _placed(self, params: parameters.Params, what: str) -> parameters.Params:
     """Returns weights on the mesh; refuses others than the fingerprint names."""
     weights.check(params, self.model, self.numerics, dtype=self.numerics.dtype, what=what)
     numerics_lib.require_finite(

@@ -20,7 +20,7 @@ import numpy as np
 from seerjax import numerics as numerics_lib, parallel
 from seerjax.array_typing import Array, Int, PRNGKeyArray
 from seerjax.engine.kv import page_moves as page_moves_lib
-from seerjax.models import transformer
+from seerjax.models import config as model_config, head, kv_layout, parameters, transformer
 from seerjax.types import SamplingRows, TokenBatch, TokenScores
 
 
@@ -82,10 +82,10 @@ def unpack(words: Int[Array, "w"], layout: _Layout) -> StepInputs:
   return jax.tree.unflatten(layout.tree, leaves)
 
 
-def copy_pages(pages: transformer.Pages, copies: Array, num_copies: Array) -> transformer.Pages:
+def copy_pages(pages: kv_layout.Pages, copies: Array, num_copies: Array) -> kv_layout.Pages:
   """Copies whole pages inside one instance, in order; pages f[k, m, z, c], copies i32[b, 2]."""
 
-  def body(index: Array, pages: transformer.Pages) -> transformer.Pages:
+  def body(index: Array, pages: kv_layout.Pages) -> kv_layout.Pages:
     source, target = copies[index, 0], copies[index, 1]
 
     def copy(whole: Array) -> Array:
@@ -98,21 +98,21 @@ def copy_pages(pages: transformer.Pages, copies: Array, num_copies: Array) -> tr
 
 
 def instance_step(
-  params: transformer.Params,
-  pages: transformer.Pages,
+  params: parameters.Params,
+  pages: kv_layout.Pages,
   inputs: StepInputs,
   key: PRNGKeyArray,
   *,
-  config: transformer.TransformerConfig,
+  config: model_config.TransformerConfig,
   numerics: numerics_lib.NumericsConfig,
   axis: str | None,
-) -> tuple[transformer.Pages, Int[Array, "b"], TokenScores]:
+) -> tuple[kv_layout.Pages, Int[Array, "b"], TokenScores]:
   """One step of one instance (no instance axis): new pages, sampled tokens i32[b], their scores."""
   pages = copy_pages(pages, inputs.copies, inputs.num_copies)
   hidden, pages = transformer.forward(
     params, inputs.batch, pages, config=config, numerics=numerics, axis=axis
   )
-  tokens, scores = transformer.head(
+  tokens, scores = head.sample_and_score(
     params,
     hidden[inputs.sample_rows],
     jnp.full(inputs.sample_rows.shape, -1, jnp.int32),
@@ -140,7 +140,7 @@ class Runner:
       and fails. Engines that share a runner may hold different numbers of pages.
   """
 
-  config: transformer.TransformerConfig
+  config: model_config.TransformerConfig
   numerics: numerics_lib.NumericsConfig
   mesh: jax.sharding.Mesh
   max_programs: int
@@ -152,7 +152,7 @@ class Runner:
 
   def require_is_of(
     self,
-    model: transformer.TransformerConfig,
+    model: model_config.TransformerConfig,
     numerics: numerics_lib.NumericsConfig,
     mesh: jax.sharding.Mesh | None,
   ) -> None:
@@ -180,9 +180,9 @@ class Runner:
   def _sharding(self, *spec: str | None) -> jax.sharding.NamedSharding:
     return jax.sharding.NamedSharding(self.mesh, jax.P(*spec))
 
-  def place_params(self, params: transformer.Params) -> transformer.Params:
+  def place_params(self, params: parameters.Params) -> parameters.Params:
     """Returns the weights on the mesh: slabs over `model`, copies for every instance."""
-    specs = transformer.specs_of(params)
+    specs = parameters.specs_of(params)
     return jax.tree.map(
       lambda leaf, spec: jax.device_put(leaf, jax.sharding.NamedSharding(self.mesh, spec)),
       params,
@@ -193,7 +193,7 @@ class Runner:
   def empty_pages(self, num_pages: int, page_size: int) -> Any:
     """Returns zeroed pages f[i, k, m, z, c] of every layer."""
     one = jax.eval_shape(
-      lambda: transformer.empty_pages(
+      lambda: kv_layout.empty_pages(
         self.config, self.numerics, num_pages=num_pages, page_size=page_size
       )
     )
@@ -236,7 +236,7 @@ class Runner:
         functools.partial(step, layout=layout),
         mesh=self.mesh,
         # Of these very weights: adapters may stand beside them.
-        in_specs=(transformer.specs_of(params), page_spec, by_instance, jax.P()),
+        in_specs=(parameters.specs_of(params), page_spec, by_instance, jax.P()),
         out_specs=(page_spec, by_instance, by_instance),
         check_vma=False,
       )(params, pages, words, key)
@@ -249,7 +249,7 @@ class Runner:
     )
 
   def step(
-    self, params: transformer.Params, pages: Any, inputs: StepInputs, key: PRNGKeyArray
+    self, params: parameters.Params, pages: Any, inputs: StepInputs, key: PRNGKeyArray
   ) -> tuple[Any, Any, TokenScores]:
     """Runs one step. `pages` is donated.
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from seerjax import host_memory, numerics as numerics_lib
 from seerjax.engine import checks
-from seerjax.models import transformer
+from seerjax.models import config as model_config
 from seerjax.ops import tiles
 
 # Of the memory that is free when an engine is made; the rest is for steps and for learning.
@@ -117,7 +117,7 @@ def free_bytes(mesh: jax.sharding.Mesh) -> float:
 
 
 def pages_that_fit(
-  model: transformer.TransformerConfig,
+  model: model_config.TransformerConfig,
   numerics: numerics_lib.NumericsConfig,
   *,
   page_size: int,
@@ -128,7 +128,7 @@ def pages_that_fit(
 
 
 def page_bytes(
-  model: transformer.TransformerConfig,
+  model: model_config.TransformerConfig,
   numerics: numerics_lib.NumericsConfig,
   *,
   page_size: int,
@@ -139,7 +139,7 @@ def page_bytes(
 
 
 def derived_buckets(
-  model: transformer.TransformerConfig,
+  model: model_config.TransformerConfig,
   numerics: numerics_lib.NumericsConfig,
   *,
   context: int,
@@ -171,7 +171,7 @@ def derived_buckets(
 
 def with_buckets(
   config: EngineConfig,
-  model: transformer.TransformerConfig,
+  model: model_config.TransformerConfig,
   numerics: numerics_lib.NumericsConfig,
 ) -> EngineConfig:
   """Returns the config with the row buckets that it names, or `derived_buckets`."""
@@ -188,7 +188,7 @@ def with_buckets(
 
 def fitted(
   config: EngineConfig,
-  model: transformer.TransformerConfig,
+  model: model_config.TransformerConfig,
   numerics: numerics_lib.NumericsConfig,
   *,
   free_bytes: float,

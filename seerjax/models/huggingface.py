@@ -30,7 +30,12 @@ import safetensors
 import safetensors.numpy
 
 from seerjax import numerics as numerics_lib
-from seerjax.models import huggingface_config, tokenizer as tokenizer_lib, transformer
+from seerjax.models import (
+  config as model_config,
+  huggingface_config,
+  parameters,
+  tokenizer as tokenizer_lib,
+)
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
@@ -45,7 +50,7 @@ IGNORED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
-def load_config(directory: str | os.PathLike[str]) -> transformer.TransformerConfig:
+def load_config(directory: str | os.PathLike[str]) -> model_config.TransformerConfig:
   """Reads config.json, in the spellings of transformers 4 and 5.
 
   Raises:
@@ -71,7 +76,7 @@ class _Leaf(NamedTuple):
   tensors: tuple[tuple[str, tuple[int, ...]], ...]
 
 
-def _plan(config: transformer.TransformerConfig) -> list[tuple[tuple[Any, ...], _Leaf]]:
+def _plan(config: model_config.TransformerConfig) -> list[tuple[tuple[Any, ...], _Leaf]]:
   """Returns (path in `Params`, where it lies) of every parameter, in the checkpoint's order."""
   d, c, inner = config.hidden_size, config.head_dim, config.intermediate_size
   q_size, kv_size = config.num_heads * c, config.num_kv_heads * c
@@ -133,7 +138,7 @@ def load(
   directory: str | os.PathLike[str],
   numerics: numerics_lib.NumericsConfig,
   dtype: Any = jnp.float32,
-) -> tuple[transformer.Params, transformer.TransformerConfig]:
+) -> tuple[parameters.Params, model_config.TransformerConfig]:
   """Reads a model directory into our layout, tensor by tensor from mapped files.
 
   Args:
@@ -150,11 +155,11 @@ def load(
   """
   directory = pathlib.Path(directory)
   config = load_config(directory)
-  numerics = transformer.numerics_for(config, numerics)
-  layout = transformer.shapes(config, numerics.reduction_shards)
+  numerics = model_config.numerics_for(config, numerics)
+  layout = parameters.shapes(config, numerics.reduction_shards)
   plan = _plan(config)
   expected = {name: shape for _, leaf in plan for name, shape in leaf.tensors}
-  params: transformer.Params = {"layers": [{} for _ in range(config.num_layers)]}
+  params: parameters.Params = {"layers": [{} for _ in range(config.num_layers)]}
   with contextlib.ExitStack() as stack:
     checkpoint = _Checkpoint(directory, stack)
     found = {name for name in checkpoint.file_of if not IGNORED.fullmatch(name)}
@@ -303,8 +308,8 @@ def _require_tied(checkpoint: _Checkpoint, shape: tuple[int, ...]) -> None:
 
 def save(
   directory: str | os.PathLike[str],
-  params: transformer.Params,
-  config: transformer.TransformerConfig,
+  params: parameters.Params,
+  config: model_config.TransformerConfig,
   *,
   dtype: str = "bfloat16",
   tokenizer: tokenizer_lib.Tokenizer | None = None,
@@ -387,10 +392,10 @@ def whole_directory(directory: pathlib.Path) -> Iterator[pathlib.Path]:
     shutil.rmtree(partial, ignore_errors=True)
 
 
-def _check_layout(params: transformer.Params, config: transformer.TransformerConfig) -> None:
+def _check_layout(params: parameters.Params, config: model_config.TransformerConfig) -> None:
   layers = params.get("layers", [])
   shards = layers[0]["down"].shape[0] if layers and "down" in layers[0] else 1
-  flat_expected = jax.tree_util.tree_flatten_with_path(transformer.shapes(config, shards))[0]
+  flat_expected = jax.tree_util.tree_flatten_with_path(parameters.shapes(config, shards))[0]
   flat_found = jax.tree_util.tree_flatten_with_path(params)[0]
   expected = {jax.tree_util.keystr(path): leaf.shape for path, leaf in flat_expected}
   found = {jax.tree_util.keystr(path): leaf.shape for path, leaf in flat_found}
@@ -452,7 +457,7 @@ def _shards_of(sizes: Mapping[str, int], max_shard_bytes: int) -> list[list[str]
 
 
 def _tensors(
-  params: transformer.Params, plan: list[tuple[tuple[Any, ...], _Leaf]], dtype: np.dtype
+  params: parameters.Params, plan: list[tuple[tuple[Any, ...], _Leaf]], dtype: np.dtype
 ) -> Iterator[tuple[str, np.ndarray]]:
   """Yields every tensor of the checkpoint, in the plan's order."""
   for path, leaf in plan:
@@ -476,7 +481,7 @@ def _widths(leaf: _Leaf, whole: np.ndarray) -> list[int]:
 
 def _write_weights(
   directory: pathlib.Path,
-  params: transformer.Params,
+  params: parameters.Params,
   plan: list[tuple[tuple[Any, ...], _Leaf]],
   sizes: Mapping[str, int],
   dtype: str,

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import pathlib
 from typing import Any
 
-from seerjax.models import tokenizer as tokenizer_lib, transformer
+from seerjax.models import config as model_config, tokenizer as tokenizer_lib
 from seerjax.ops import rotary
 
 ARCHITECTURES = {
@@ -50,7 +50,7 @@ _ROPE_FIELDS: dict[str, dict[str, Any]] = {
 }
 
 
-def read(path: pathlib.Path) -> transformer.TransformerConfig:
+def read(path: pathlib.Path) -> model_config.TransformerConfig:
   """Reads config.json, in the spellings of transformers 4 and 5.
 
   Raises:
@@ -64,7 +64,7 @@ def read(path: pathlib.Path) -> transformer.TransformerConfig:
   default_head_dim = 128 if family == "qwen3" else max(hidden_size // num_heads, 1)
   head_dim = fields.whole("head_dim", default_head_dim)
   max_context = fields.whole("max_position_embeddings")
-  return transformer.TransformerConfig(
+  return model_config.TransformerConfig(
     family=family,
     vocab_size=fields.whole("vocab_size"),
     hidden_size=hidden_size,
@@ -81,7 +81,7 @@ def read(path: pathlib.Path) -> transformer.TransformerConfig:
 
 
 def to_object(
-  config: transformer.TransformerConfig, dtype: str, eos_ids: tuple[int, ...]
+  config: model_config.TransformerConfig, dtype: str, eos_ids: tuple[int, ...]
 ) -> dict[str, Any]:
   """Returns config.json as both transformers 4 and 5 read it."""
   turn = config.rotary
@@ -159,9 +159,9 @@ def _family(fields: _Fields) -> str:
         "other architectures are not built yet",
       )
     family = by_architecture[architectures[0]] if family is None else family
-  if family not in transformer.FAMILIES:
+  if family not in model_config.FAMILIES:
     raise fields.refuse(
-      "model_type", f"one of {transformer.FAMILIES}", "other families are not built yet"
+      "model_type", f"one of {model_config.FAMILIES}", "other families are not built yet"
     )
   if architectures is not None and by_architecture[architectures[0]] != family:
     raise fields.refuse(

@@ -10,7 +10,12 @@ import os
 import pathlib
 
 from seerjax import numerics as numerics_lib
-from seerjax.models import huggingface, tokenizer as tokenizer_lib, transformer
+from seerjax.models import (
+  config as model_config,
+  huggingface,
+  parameters,
+  tokenizer as tokenizer_lib,
+)
 
 # The model in the package.
 NANO = pathlib.Path(__file__).parent / "nano"
@@ -22,13 +27,13 @@ class Model:
 
   Attributes:
     config: shape of the model.
-    params: weights in compute dtype, as `transformer.compute_params` lays them out.
+    params: weights in compute dtype, as `parameters.compute_params` lays them out.
     numerics: what decides bits, with the slabs that the model asks for.
     tokenizer: between text and tokens; None for an engine that is given tokens alone.
   """
 
-  config: transformer.TransformerConfig
-  params: transformer.Params
+  config: model_config.TransformerConfig
+  params: parameters.Params
   numerics: numerics_lib.NumericsConfig
   tokenizer: tokenizer_lib.Tokenizer | None = None
 
@@ -64,10 +69,10 @@ def load_model(
     numerics = numerics_lib.NumericsConfig(reduction_shards=0)
   directory = directory_of(name_or_path)
   masters, config = huggingface.load(directory, numerics)
-  numerics = transformer.numerics_for(config, numerics)
+  numerics = model_config.numerics_for(config, numerics)
   return Model(
     config=config,
-    params=transformer.compute_params(masters, numerics),
+    params=parameters.compute_params(masters, numerics),
     numerics=numerics,
     tokenizer=tokenizer_lib.load(directory),
   )

@@ -30,10 +30,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from seerjax import numerics as numerics_lib
-from seerjax.array_typing import PRNGKeyArray
-from seerjax.models import transformer
-from seerjax.models.transformer import Params, TransformerConfig
+from seerjax import numerics as numerics_lib, parallel
+from seerjax.array_typing import Array, PRNGKeyArray
+from seerjax.models import config as model_config, parameters
+from seerjax.models.config import TransformerConfig
+from seerjax.models.parameters import Params
+from seerjax.ops import linear
 
 Adapter = dict[str, Any]
 
@@ -65,8 +67,8 @@ def shapes(
       f"lora rank: got {rank}, expected 1 <= rank <= {smallest}, the smallest dimension of the"
       " adapted weights; 8 to 64 is usual."
     )
-  numerics = transformer.numerics_for(config, numerics)
-  layout = transformer.shapes(config, numerics.reduction_shards)
+  numerics = model_config.numerics_for(config, numerics)
+  layout = parameters.shapes(config, numerics.reduction_shards)
 
   def f32(*shape: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, jnp.float32)
@@ -120,7 +122,7 @@ def attach(params: Params, adapter: Adapter, scale: float) -> Params:
   """Returns the weights with the adapter beside them, as `transformer.forward` runs them.
 
   Args:
-    params: the base, in compute dtype (`transformer.compute_params`); not copied.
+    params: the base, in compute dtype (`parameters.compute_params`); not copied.
     adapter: f32 masters, rounded to the base's dtype here.
     scale: of the low-rank term, usually alpha / rank. Kept in float32 and applied to x @ A before
       that is rounded, so it rounds no weight.
@@ -134,8 +136,8 @@ def attach(params: Params, adapter: Adapter, scale: float) -> Params:
   _check(params, adapter)
   _check_scale(scale)
 
-  is_stacked = transformer.is_stacked(params)
-  adapter = transformer.stacked(adapter) if is_stacked else adapter
+  is_stacked = parameters.is_stacked(params)
+  adapter = parameters.stacked(adapter) if is_stacked else adapter
   scales = jnp.full(_num_layers(params) if is_stacked else (), scale, jnp.float32)
 
   def layer(weights: Params, adapters: Adapter) -> Params:
@@ -177,7 +179,7 @@ def merge(params: Params, adapter: Adapter, scale: float) -> Params:
   Raises:
     ValueError: as `attach`.
   """
-  params = transformer.unstacked(params)
+  params = parameters.unstacked(params)
   _check(params, adapter)
   _check_scale(scale)
 
@@ -211,7 +213,7 @@ def partition(params: Params) -> tuple[Any, Any]:
   """Returns (what learns, what is frozen) of the weights that a step runs.
 
   With adapters, what learns has the structure of the adapter, stacked where the layers are;
-  without, everything learns. `transformer.unstacked` of its gradient fits the f32 masters.
+  without, everything learns. `parameters.unstacked` of its gradient fits the f32 masters.
   """
 
   def adapters(weights: Params) -> Adapter:
@@ -263,3 +265,24 @@ def _check(params: Params, adapter: Adapter) -> None:
           f" {pair['b'].shape}, expected those of a weight {weights[name].shape}; make it with the"
           " same model and NumericsConfig.reduction_shards."
         )
+
+
+def low_rank(product: Array, adapter: Params, dtype: jnp.dtype) -> Array:
+  """f32[n, rank] x @ A to what meets B: scaled in float32, then rounded once."""
+  return (product * adapter["scale"]).astype(dtype)
+
+
+def adapted_sum(
+  partials: Array,
+  low: Array,
+  adapter: Params,
+  dtype: jnp.dtype,
+  axis: str | None,
+  numerics: numerics_lib.NumericsConfig,
+) -> Array:
+  """Adds the slabs' partial x @ W and x @ A in the tree, then the low-rank term: f[n, d]."""
+  whole, low = (
+    parallel.tree_sum(parallel.gather_slabs(part, axis)) for part in (partials, low)
+  )
+  product = linear.dot(low_rank(low, adapter, dtype), adapter["b"], numerics)
+  return (whole + product).astype(dtype)

@@ -27,7 +27,7 @@ import safetensors
 import safetensors.numpy
 
 from seerjax import numerics as numerics_lib
-from seerjax.models import huggingface, huggingface_config, lora, transformer
+from seerjax.models import config as model_config, huggingface, huggingface_config, lora, parameters
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -57,7 +57,7 @@ PLAIN = {
 def save(
   directory: str | os.PathLike[str],
   adapter: lora.Adapter,
-  config: transformer.TransformerConfig,
+  config: model_config.TransformerConfig,
   *,
   scale: float,
   base: str = "",
@@ -82,7 +82,7 @@ def save(
     raise ValueError(
       f"peft.save: got scale={scale}, expected a positive number; it is lora_alpha / lora_rank."
     )
-  layers = transformer.unstacked(adapter)["layers"]
+  layers = parameters.unstacked(adapter)["layers"]
   if len(layers) != config.num_layers:
     raise ValueError(
       f"peft.save: got an adapter of {len(layers)} layers, expected the model's"
@@ -130,7 +130,7 @@ def save(
 
 def load(
   directory: str | os.PathLike[str],
-  config: transformer.TransformerConfig,
+  config: model_config.TransformerConfig,
   numerics: numerics_lib.NumericsConfig,
 ) -> tuple[lora.Adapter, float]:
   """Reads an adapter as PEFT writes it: (f32 masters, scale), for `lora.attach` and `lora.merge`.
@@ -147,7 +147,7 @@ def load(
     ValueError: naming the field or tensor that is wrong, or asks for what we do not compute.
   """
   directory = pathlib.Path(directory)
-  shards = transformer.numerics_for(config, numerics).reduction_shards
+  shards = model_config.numerics_for(config, numerics).reduction_shards
   path = directory / WEIGHTS_FILE
   for file in (directory / CONFIG_FILE, path):
     if not file.is_file():
@@ -190,7 +190,7 @@ def load(
   return jax.tree.map(jnp.asarray, adapter), next(iter(scales.values()))
 
 
-def _widths(target: str, config: transformer.TransformerConfig) -> dict[str, int]:
+def _widths(target: str, config: model_config.TransformerConfig) -> dict[str, int]:
   """Returns how many outputs each of their modules has."""
   d, inner = config.hidden_size, config.intermediate_size
   queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
@@ -198,7 +198,7 @@ def _widths(target: str, config: transformer.TransformerConfig) -> dict[str, int
   return dict(zip(MODULES[target], widths[target], strict=True))
 
 
-def _inputs(target: str, config: transformer.TransformerConfig) -> int:
+def _inputs(target: str, config: model_config.TransformerConfig) -> int:
   if target in lora.COLUMN_TARGETS:
     return config.hidden_size
   return config.num_heads * config.head_dim if target == "out" else config.intermediate_size

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 import dataclasses
 import types
 
-from seerjax.models import transformer
-from seerjax.models.transformer import TransformerConfig
+from seerjax.models import config as model_config
+from seerjax.models.config import TransformerConfig
 from seerjax.ops import rotary
 
 
@@ -151,7 +151,7 @@ CONFIGS: Mapping[str, TransformerConfig] = types.MappingProxyType(
 # Slabs of each: 8 where every sharded dimension allows it, else the largest that divides (2 and 4
 # for Qwen2.5, by its key/value heads). The model axis of a mesh can have no more devices.
 REDUCTION_SHARDS: Mapping[str, int] = types.MappingProxyType(
-  {name: transformer.largest_shards(config) for name, config in CONFIGS.items()}
+  {name: model_config.largest_shards(config) for name, config in CONFIGS.items()}
 )
 
 

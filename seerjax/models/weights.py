@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from seerjax import numerics as numerics_lib
-from seerjax.models import transformer
+from seerjax.models import config as model_config, parameters
 
 # Of what an adapter stands beside; `models.lora`.
 ADAPTED = {"qkv_lora": "qkv", "gate_up_lora": "gate_up", "out_lora": "out", "down_lora": "down"}
@@ -21,7 +21,7 @@ WHOLE_INPUTS = ("qkv_lora", "gate_up_lora")
 
 def check(
   params: Any,
-  model: transformer.TransformerConfig,
+  model: model_config.TransformerConfig,
   numerics: numerics_lib.NumericsConfig,
   *,
   dtype: Any,
@@ -39,7 +39,7 @@ def check(
   Raises:
     ValueError: naming the first path that differs, what is there and what should be.
   """
-  expected = transformer.shapes(model, transformer.numerics_for(model, numerics).reduction_shards)
+  expected = parameters.shapes(model, model_config.numerics_for(model, numerics).reduction_shards)
   dtype = jnp.dtype(dtype)
   wanted = _described(expected, dtype)
   params = _by_layer(params)
@@ -55,13 +55,13 @@ def check(
       raise ValueError(
         f"{what}{jax.tree_util.keystr(path)}: got {_word(got)}, expected {_word(should)} in a"
         f" {model.family} model of {model.num_layers} layers with reduction_shards={slabs} in"
-        f" {dtype.name}; make weights for these numerics (huggingface.load or transformer.init) and"
+        f" {dtype.name}; make weights for these numerics (huggingface.load or parameters.init) and"
         " compute_params of them."
       )
 
 
 def _one_by_one(params: Any) -> Any:
-  """Returns shapes of the layers one by one, also of those that are `transformer.stacked`."""
+  """Returns shapes of the layers one by one, also of those that are `parameters.stacked`."""
   layers = params.get("layers") if isinstance(params, dict) else None
   if not isinstance(layers, dict):
     return params

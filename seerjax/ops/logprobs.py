@@ -9,7 +9,7 @@ The vocabulary is summed in slabs, as every dimension that a mesh may shard. A s
   M = max(m)   L = sum(exp(m - M) * l)   S = sum(exp(m - M) * (s + (m - M) * l))
   logsumexp = M + log(L)   entropy = log(L) - S / L
 
-The engine and the trainer reach this through the same tile program (`models.transformer.head`), so
+The engine and the trainer reach this through the same tile program (`models.head`), so
 both see the same bits. A gradient takes `score_by_slab`, which holds one slab of logits at a time.
 """
 

@@ -13,7 +13,7 @@ from typing import Any
 from seerjax import numerics as numerics_lib, parallel
 from seerjax.engine import engine as engine_lib, sizes
 from seerjax.engine.kv import pool as kv_pool_lib
-from seerjax.models import tokenizer as tokenizer_lib, transformer
+from seerjax.models import config as model_config, tokenizer as tokenizer_lib, transformer
 from seerjax.rollout import groups as groups_lib, policies
 from seerjax.run import off_policy
 from seerjax.run.evaluation import EvaluationConfig
@@ -185,7 +185,7 @@ class RunConfig:
     return bool(self.lora_rank or self.loss.kl_coefficient)
 
 
-def for_model(config: RunConfig, model: transformer.TransformerConfig) -> RunConfig:
+def for_model(config: RunConfig, model: model_config.TransformerConfig) -> RunConfig:
   """Returns the config with what it leaves to the model as the model decides it."""
   trainer = config.trainer
   rows, sequences = packing.derived_sizes(
@@ -194,7 +194,7 @@ def for_model(config: RunConfig, model: transformer.TransformerConfig) -> RunCon
     rows=trainer.rows_per_micro_batch,
     sequences=trainer.sequences_per_micro_batch,
   )
-  numerics = transformer.numerics_for(model, config.numerics)
+  numerics = model_config.numerics_for(model, config.numerics)
   return dataclasses.replace(
     config,
     numerics=numerics,

@@ -9,7 +9,7 @@ import jax
 
 from seerjax import host_memory
 from seerjax.engine import engine as engine_lib, sizes
-from seerjax.models import lora, transformer
+from seerjax.models import config as model_config, lora, parameters
 from seerjax.run import programs as programs_lib
 from seerjax.run.config import RunConfig, for_model
 from seerjax.trainer import plan as plan_lib
@@ -60,7 +60,7 @@ class MemoryPlan(NamedTuple):
 
 
 def memory_plan(
-  config: RunConfig, model: transformer.TransformerConfig, *, keeps_base: bool | None = None
+  config: RunConfig, model: model_config.TransformerConfig, *, keeps_base: bool | None = None
 ) -> MemoryPlan:
   """Returns what a run is going to take; nothing is computed or allocated.
 
@@ -75,7 +75,7 @@ def memory_plan(
   config = for_model(config, model)
   trainer, mesh = programs_lib.make_programs(config, model).trainer, programs_lib.meshes(config)[1]
   dtype = config.numerics.dtype
-  masters = transformer.shapes(model, config.numerics.reduction_shards)
+  masters = parameters.shapes(model, config.numerics.reduction_shards)
   weights = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), masters)
   whole_bytes = plan_lib.tree_bytes(weights)
   if config.lora_rank:

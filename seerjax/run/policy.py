@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import optax
 
 from seerjax import numerics as numerics_lib
-from seerjax.models import lora, tokenizer as tokenizer_lib, transformer
+from seerjax.models import config as model_config, lora, parameters, tokenizer as tokenizer_lib
 from seerjax.rollout import groups as groups_lib
 from seerjax.trainer import step as step_lib
 from seerjax.types import TrainState
@@ -53,8 +53,8 @@ class Policy:
     tokenizer: None of a policy that says no text: edits have a vocabulary of their own.
   """
 
-  model: transformer.TransformerConfig
-  params: transformer.Params
+  model: model_config.TransformerConfig
+  params: parameters.Params
   tokenizer: tokenizer_lib.Tokenizer | None = None
 
   def require_tokenizer(self) -> tokenizer_lib.Tokenizer:
@@ -108,7 +108,7 @@ def first_params(weights: WeightsConfig, policy: Policy) -> Any:
 
 def frozen_weights(
   policy: Policy, numerics: numerics_lib.NumericsConfig, mesh: jax.sharding.Mesh
-) -> transformer.Params:
+) -> parameters.Params:
   """Returns the policy's first weights in compute dtype, on the mesh that learns.
 
   They are the base under adapters, and the reference of a pull to the first policy; a run without
@@ -116,12 +116,12 @@ def frozen_weights(
   """
   # On the whole mesh at once, so that no step has to copy them there.
   whole = jax.sharding.NamedSharding(mesh, jax.P())
-  return jax.device_put(transformer.compute_params(policy.params, numerics), whole)
+  return jax.device_put(parameters.compute_params(policy.params, numerics), whole)
 
 
 def running_weights(
-  weights: WeightsConfig, params: Any, base: transformer.Params | None
-) -> transformer.Params:
+  weights: WeightsConfig, params: Any, base: parameters.Params | None
+) -> parameters.Params:
   """Returns what engine and trainer both run.
 
   Args:
@@ -130,14 +130,14 @@ def running_weights(
     base: of `frozen_weights`; needed under adapters alone.
   """
   if not weights.lora_rank:
-    return transformer.compute_params(params, weights.numerics)
+    return parameters.compute_params(params, weights.numerics)
   assert base is not None
   return lora.attach(base, params, weights.scale)
 
 
 def published_weights(
-  weights: WeightsConfig, params: Any, base: transformer.Params | None, *, is_copied: bool = False
-) -> transformer.Params:
+  weights: WeightsConfig, params: Any, base: parameters.Params | None, *, is_copied: bool = False
+) -> parameters.Params:
   """Returns `running_weights` for the engine.
 
   With `is_copied` it may sample while an update takes `params`: float32 weights are otherwise the
@@ -148,8 +148,8 @@ def published_weights(
 
 
 def reference_weights(
-  weights: WeightsConfig, params: Any, base: transformer.Params
-) -> transformer.Params:
+  weights: WeightsConfig, params: Any, base: parameters.Params
+) -> parameters.Params:
   """Returns the policy before it learnt, as `running_weights` has it now."""
   if not weights.lora_rank:
     return base
@@ -158,7 +158,7 @@ def reference_weights(
   return running_weights(weights, jax.tree.map(jnp.zeros_like, params), base)
 
 
-def exported_weights(weights: WeightsConfig, policy: Policy, params: Any) -> transformer.Params:
+def exported_weights(weights: WeightsConfig, policy: Policy, params: Any) -> parameters.Params:
   """Returns plain f32 weights of what was learnt, adapters merged; for other programs to load."""
   if not weights.lora_rank:
     return params

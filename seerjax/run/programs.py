@@ -14,7 +14,7 @@ import numpy as np
 
 from seerjax import parallel
 from seerjax.engine import runner as runner_lib
-from seerjax.models import transformer
+from seerjax.models import config as model_config, parameters
 from seerjax.run import policy as policy_lib
 from seerjax.run.config import RunConfig, for_model
 from seerjax.run.policy import Policy
@@ -31,7 +31,7 @@ class Programs:
   runner: runner_lib.Runner
 
 
-def make_programs(config: RunConfig, model: transformer.TransformerConfig) -> Programs:
+def make_programs(config: RunConfig, model: model_config.TransformerConfig) -> Programs:
   """Returns what a run compiles; nothing is compiled before it is first used."""
   config = for_model(config, model)
   sampling, learning = meshes(config)
@@ -67,14 +67,14 @@ def first_state(config: RunConfig, policy: Policy) -> TrainState:
   return policy_lib.initial_state(config.weights, policy, optimizer)
 
 
-def base_weights(config: RunConfig, policy: Policy) -> transformer.Params | None:
+def base_weights(config: RunConfig, policy: Policy) -> parameters.Params | None:
   """Returns `policy.frozen_weights` where the run learns, None if it does not need them."""
   if not config.keeps_base:
     return None
   return policy_lib.frozen_weights(policy, config.numerics, meshes(config)[1])
 
 
-def _programs_key(config: RunConfig, model: transformer.TransformerConfig) -> tuple[Any, ...]:
+def _programs_key(config: RunConfig, model: model_config.TransformerConfig) -> tuple[Any, ...]:
   return (
     model, config.num_instances, config.stale.steps_ahead, config.lora_rank, config.numerics,
     config.engine, layout(config), config.trainer.remat, config.loss, config.optimizer,

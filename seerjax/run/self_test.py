@@ -27,7 +27,7 @@ import numpy as np
 
 from seerjax import numerics as numerics_lib, parallel
 from seerjax.engine import engine as engine_lib, runner as runner_lib, sizes
-from seerjax.models import transformer
+from seerjax.models import config as model_config, head, kv_layout, parameters, transformer
 from seerjax.ops import logprobs, rotary, sampling, tiles
 from seerjax.trainer import losses, step as step_lib
 from seerjax.types import (
@@ -74,11 +74,11 @@ class Finding:
     return f"rows are NOT invariant: {counted} ({where})"
 
 
-def _model(numerics: numerics_lib.NumericsConfig) -> transformer.TransformerConfig:
+def _model(numerics: numerics_lib.NumericsConfig) -> model_config.TransformerConfig:
   heads = max(numerics.reduction_shards or 8, 2)
   # Kernels multiply tiles of 64.
   width = 64 if numerics.uses_kernels else 8
-  return transformer.TransformerConfig(
+  return model_config.TransformerConfig(
     family="llama",
     vocab_size=2 * width * heads,
     # A width at which XLA:CPU sums a row of 8 to 31 unlike one of more: of 72 or 256 features all
@@ -95,8 +95,8 @@ def _model(numerics: numerics_lib.NumericsConfig) -> transformer.TransformerConf
 
 
 def _params(
-  config: transformer.TransformerConfig, numerics: numerics_lib.NumericsConfig
-) -> transformer.Params:
+  config: model_config.TransformerConfig, numerics: numerics_lib.NumericsConfig
+) -> parameters.Params:
   """Weights from numpy (nothing to compile), large enough that every part matters."""
   rng = np.random.default_rng(0)
 
@@ -104,7 +104,7 @@ def _params(
     noise = 0.15 * rng.standard_normal(shape.shape, np.float32)
     return jnp.asarray(noise + np.float32("norm" in path[-1].key), numerics.dtype)
 
-  layout = transformer.shapes(config, numerics.reduction_shards)
+  layout = parameters.shapes(config, numerics.reduction_shards)
   return jax.tree_util.tree_map_with_path(leaf, layout)
 
 
@@ -164,7 +164,7 @@ def measure(numerics: numerics_lib.NumericsConfig) -> Finding:
     Finding.
   """
   config = _model(numerics)
-  numerics = transformer.numerics_for(config, numerics)
+  numerics = model_config.numerics_for(config, numerics)
   params = _params(config, numerics)
   tile = numerics.row_tile
   total = 3 * tile
@@ -178,16 +178,16 @@ def measure(numerics: numerics_lib.NumericsConfig) -> Finding:
   def scored(weights, rows, one):
     # The head without its sampling, whose sort and noise take longer to compile than all else.
     hidden, targets = rows
-    logits = transformer.logits_rows(config, numerics, None, weights, hidden, one)
+    logits = head.logits_rows(config, numerics, None, weights, hidden, one)
     return logprobs.score_rows(logits, logits / jnp.float32(0.7), targets, one, numerics)
 
   def scores_of(params, hidden, targets, num_rows):
     if numerics.uses_kernels:
       # One kernel samples and scores.
       count = targets.shape[0]
-      parameters = sampling.sampling_rows([SamplingParams(temperature=0.7)] * count)
-      _, scores = transformer.head(
-        params, hidden, targets, jax.tree.map(jnp.asarray, parameters),
+      drawn_by = sampling.sampling_rows([SamplingParams(temperature=0.7)] * count)
+      _, scores = head.sample_and_score(
+        params, hidden, targets, jax.tree.map(jnp.asarray, drawn_by),
         jnp.zeros(count, jnp.uint32), jnp.zeros(count, jnp.int32), num_rows,
         numerics_lib.key(0), config=config, numerics=numerics,
       )  # fmt: skip
@@ -209,7 +209,7 @@ def measure(numerics: numerics_lib.NumericsConfig) -> Finding:
   forward = jax.jit(run)
   backward = jax.jit(jax.value_and_grad(loss, has_aux=True))
   width = _splits(numerics)
-  empty = transformer.empty_pages(
+  empty = kv_layout.empty_pages(
     config, numerics, num_pages=1 + num_sequences * width, page_size=numerics.kv_split
   )
 
@@ -249,8 +249,8 @@ def measure(numerics: numerics_lib.NumericsConfig) -> Finding:
 
 
 def measure_model(
-  model: transformer.TransformerConfig,
-  params: transformer.Params,
+  model: model_config.TransformerConfig,
+  params: parameters.Params,
   *,
   numerics: numerics_lib.NumericsConfig,
   config: engine_lib.EngineConfig,
@@ -266,7 +266,7 @@ def measure_model(
 
   Args:
     model: shape of the model.
-    params: that are going to be run (`transformer.compute_params`).
+    params: that are going to be run (`parameters.compute_params`).
     numerics: the run's.
     config: the run's engine.
     runner: of the run; its own if None.
@@ -276,7 +276,7 @@ def measure_model(
   Raises:
     ValueError: as `Engine`.
   """
-  numerics = transformer.numerics_for(model, numerics)
+  numerics = model_config.numerics_for(model, numerics)
   config = sizes.with_buckets(config, model, numerics)
   context = min(config.max_context, model.max_context)
   requests = _requests(model, numerics, context)
@@ -327,7 +327,7 @@ def measure_model(
 
 
 def _requests(
-  model: transformer.TransformerConfig, numerics: numerics_lib.NumericsConfig, context: int
+  model: model_config.TransformerConfig, numerics: numerics_lib.NumericsConfig, context: int
 ) -> list[Request]:
   """A few requests of lengths about the query tile, each with sampling of its own."""
   rng = np.random.default_rng(2)
@@ -385,8 +385,8 @@ def require_model(finding: Finding, numerics: numerics_lib.NumericsConfig) -> No
 
 
 def check_model(
-  model: transformer.TransformerConfig,
-  params: transformer.Params,
+  model: model_config.TransformerConfig,
+  params: parameters.Params,
   *,
   numerics: numerics_lib.NumericsConfig,
   config: engine_lib.EngineConfig,

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import jax
 
 from seerjax import numerics as numerics_lib
-from seerjax.models import transformer
+from seerjax.models import config as model_config, transformer
 from seerjax.trainer import packing
 
 MIB = 2**20
@@ -86,7 +86,7 @@ def tree_bytes(tree: Any) -> int:
 
 
 def scratch_bytes(
-  model: transformer.TransformerConfig,
+  model: model_config.TransformerConfig,
   numerics: numerics_lib.NumericsConfig,
   layout: packing.Layout,
   page_size: int,
@@ -99,7 +99,7 @@ def scratch_bytes(
 
 
 def activation_bytes(
-  model: transformer.TransformerConfig,
+  model: model_config.TransformerConfig,
   numerics: numerics_lib.NumericsConfig,
   layout: packing.Layout,
   page_size: int,

@@ -29,7 +29,15 @@ import optax
 
 from seerjax import numerics as numerics_lib, parallel
 from seerjax.array_typing import Array
-from seerjax.models import lora, transformer, weights
+from seerjax.models import (
+  config as model_config,
+  head,
+  kv_layout,
+  lora,
+  parameters,
+  transformer,
+  weights,
+)
 from seerjax.trainer import losses, packing, plan as plan_lib
 from seerjax.types import TokenScores, TrainBatch, TrainState
 
@@ -157,7 +165,7 @@ class Trainer:
       `transformer.forward`.
   """
 
-  model: transformer.TransformerConfig
+  model: model_config.TransformerConfig
   numerics: numerics_lib.NumericsConfig
   loss: losses.LossConfig
   optimizer: optax.GradientTransformation
@@ -166,7 +174,7 @@ class Trainer:
   page_size: int
   remat: transformer.Remat = "none"
 
-  def init(self, params: transformer.Params) -> TrainState:
+  def init(self, params: parameters.Params) -> TrainState:
     """Returns the state of a run that has not learnt yet.
 
     `params` are the f32 masters of what learns: all weights, or an adapter of `models.lora`. They
@@ -180,7 +188,7 @@ class Trainer:
     )
     return first_state(params, self.optimizer)
 
-  def _placed(self, params: transformer.Params, what: str) -> transformer.Params:
+  def _placed(self, params: parameters.Params, what: str) -> parameters.Params:
     """Returns weights on the whole mesh; refuses others than the fingerprint names."""
     weights.check(params, self.model, self.numerics, dtype=self.numerics.dtype, what=what)
     return jax.device_put(params, jax.sharding.NamedSharding(self.mesh, jax.P()))
@@ -267,7 +275,7 @@ class Trainer:
     """Of what every instance has its own of."""
     return jax.sharding.NamedSharding(self.mesh, BY_INSTANCE if self.mesh.size > 1 else jax.P())
 
-  def _zeros(self, params: transformer.Params) -> Any:
+  def _zeros(self, params: parameters.Params) -> Any:
     """Returns f32 sums of nothing, shaped as the gradient."""
     leading = (self.mesh.size,) if self.mesh.size > 1 else ()
     return jax.tree.map(
@@ -278,7 +286,7 @@ class Trainer:
   @functools.cached_property
   def _update(self):
     def update(state: TrainState, gradient):
-      gradient = transformer.unstacked(gradient)
+      gradient = parameters.unstacked(gradient)
       updates, opt_state = self.optimizer.update(gradient, state.opt_state, state.params)
       params = optax.apply_updates(state.params, updates)
       norms = dict(grad_norm=optax.tree.norm(gradient), update_norm=optax.tree.norm(updates))
@@ -288,7 +296,7 @@ class Trainer:
 
   def gradient(
     self,
-    params: transformer.Params,
+    params: parameters.Params,
     batch: TrainBatch,
     denominators: losses.Denominators,
     old_logprobs: np.ndarray | None,
@@ -350,7 +358,7 @@ class Trainer:
     return total.total(), summary, stacked
 
   def plan(
-    self, params: transformer.Params, layout: packing.Layout, num_micro_batches: int
+    self, params: parameters.Params, layout: packing.Layout, num_micro_batches: int
   ) -> plan_lib.Plan:
     """Returns what learning takes of a device's memory, before anything is computed.
 
@@ -362,7 +370,7 @@ class Trainer:
     trained, frozen = lora.partition(params)
     masters = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32), trained)
     of_masters = plan_lib.tree_bytes(masters)
-    is_deep = self.model.num_layers > transformer.UNROLLED_LAYERS
+    is_deep = self.model.num_layers > parameters.UNROLLED_LAYERS
     is_apart = is_deep or self.numerics.dtype != jnp.float32
     sizes = (self.model, self.numerics, layout, self.page_size, self.remat)
     return plan_lib.Plan(
@@ -376,7 +384,7 @@ class Trainer:
       update=int(plan_lib.UPDATE_COPIES * of_masters),
     )
 
-  def scores(self, params: transformer.Params, batch: TrainBatch) -> TokenScores:
+  def scores(self, params: parameters.Params, batch: TrainBatch) -> TokenScores:
     """Scores a whole batch without a gradient, by the program that `gradient` differentiates.
 
     Args:
@@ -433,10 +441,10 @@ def is_given_up(state: TrainState) -> bool:
 
 
 def score(
-  params: transformer.Params,
+  params: parameters.Params,
   batch: TrainBatch,
   *,
-  model: transformer.TransformerConfig,
+  model: model_config.TransformerConfig,
   numerics: numerics_lib.NumericsConfig,
   num_pages: int,
   page_size: int,
@@ -448,9 +456,9 @@ def score(
   output. `remat` is what a gradient keeps, see `transformer.forward`.
   """
   rows = batch.tokens
-  pages = transformer.ScratchPages(num_pages, page_size)
+  pages = kv_layout.ScratchPages(num_pages, page_size)
   hidden, _ = transformer.forward(params, rows, pages, config=model, numerics=numerics, remat=remat)
-  return transformer.head(
+  return head.sample_and_score(
     params,
     hidden,
     batch.targets,

@@ -13,12 +13,12 @@ import tiny_model
 
 from seerjax import numerics as numerics_lib, parallel
 from seerjax.engine import engine as engine_lib
-from seerjax.models import transformer
+from seerjax.models import config as model_config, parameters
 from seerjax.ops import rotary, tiles
 from seerjax.trainer import losses, packing, step as step_lib
 from seerjax.types import Problem, Request, Rollout, RolloutGroup, SamplingParams, Verdict
 
-MODEL = transformer.TransformerConfig(
+MODEL = model_config.TransformerConfig(
   family="qwen3",
   vocab_size=46,
   hidden_size=88,
@@ -41,11 +41,11 @@ def numerics_of(row_tile: int) -> numerics_lib.NumericsConfig:
   )
 
 
-def weights() -> transformer.Params:
+def weights() -> parameters.Params:
   rng = np.random.default_rng(0)
   return jax.tree.map(
     lambda leaf: jnp.asarray(0.25 * rng.standard_normal(leaf.shape, np.float32)),
-    transformer.shapes(MODEL, 1),
+    parameters.shapes(MODEL, 1),
   )
 
 

@@ -20,7 +20,7 @@ import tiny_model
 
 from seerjax import numerics as numerics_lib
 from seerjax.engine import engine as engine_lib
-from seerjax.models import lora, transformer
+from seerjax.models import lora, parameters
 from seerjax.ops import sampling
 from seerjax.types import Request, SamplingParams
 
@@ -33,7 +33,7 @@ def seeded_digest() -> str:
   key = numerics_lib.key(11)
   rows = jnp.arange(5, dtype=jnp.uint32), jnp.arange(5, dtype=jnp.int32), jnp.ones(5, bool)
   noise = jax.jit(lambda key: sampling.noise_rows(key, *rows, 64))(key)
-  drawn = noise, transformer.init(key, model, numerics), lora.init(key, model, numerics, 3)
+  drawn = noise, parameters.init(key, model, numerics), lora.init(key, model, numerics, 3)
   digest = hashlib.sha256()
   for leaf in jax.tree.leaves(drawn):
     digest.update(np.asarray(leaf).tobytes())
@@ -121,8 +121,8 @@ def test_a_key_whose_noise_depends_on_the_batch_is_refused(make, got):
   numerics, model = tiny_model.NUMERICS, tiny_model.CONFIG
   with pytest.raises(ValueError, match=f"(?s)Engine.key: {wanted}"):
     engine_lib.Engine(model, tiny_model.params(numerics), numerics=numerics, key=key)
-  with pytest.raises(ValueError, match=f"(?s)transformer.init: key: {wanted}"):
-    transformer.init(key, model, numerics)
+  with pytest.raises(ValueError, match=f"(?s)parameters.init: key: {wanted}"):
+    parameters.init(key, model, numerics)
   with pytest.raises(ValueError, match=f"(?s)lora.init: key: {wanted}"):
     lora.init(key, model, numerics, 2)
 

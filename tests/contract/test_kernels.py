@@ -17,7 +17,14 @@ import pytest
 from pallas_kernels import gpu
 from seerjax import numerics as numerics_lib
 from seerjax.engine import engine as engine_lib
-from seerjax.models import transformer
+from seerjax.models import (
+  config as model_config,
+  flax_module,
+  head,
+  kv_layout,
+  parameters,
+  transformer,
+)
 from seerjax.ops import rotary, sampling
 from seerjax.types import Request, SamplingParams
 
@@ -34,7 +41,7 @@ NUMERICS = numerics_lib.NumericsConfig(
   reduction_shards=1,
 )
 # The least that the kernels take: tiles of 64.
-CONFIG = transformer.TransformerConfig(
+CONFIG = model_config.TransformerConfig(
   family="qwen3",
   vocab_size=128,
   hidden_size=64,
@@ -51,15 +58,15 @@ PAGE_SIZE, ROWS = 32, 8
 
 @functools.cache
 def params():
-  master = transformer.init(jax.random.key(0), CONFIG, NUMERICS)
-  return transformer.compute_params(master, NUMERICS)
+  master = parameters.init(jax.random.key(0), CONFIG, NUMERICS)
+  return parameters.compute_params(master, NUMERICS)
 
 
 def forward(params, batch, forced, rows, numerics):
   """One batch of `ROWS` rows through forward and head; rows at one position share their noise."""
-  pages = transformer.empty_pages(CONFIG, numerics, num_pages=9, page_size=PAGE_SIZE)
+  pages = kv_layout.empty_pages(CONFIG, numerics, num_pages=9, page_size=PAGE_SIZE)
   hidden, _ = transformer.forward(params, batch, pages, config=CONFIG, numerics=numerics)
-  return hidden, transformer.head(
+  return hidden, head.sample_and_score(
     params, hidden, forced, rows, jnp.zeros(ROWS, jnp.uint32), batch.positions,
     batch.num_rows, jax.random.key(1), config=CONFIG, numerics=numerics,
   )  # fmt: skip
@@ -70,7 +77,7 @@ step = jax.jit(forward, static_argnums=4)
 
 def sequences(lengths):
   """A batch of `ROWS` rows with sequences of these lengths side by side, and its rows' places."""
-  whole, _ = transformer.sequences_batch(1, ROWS, NUMERICS, PAGE_SIZE)
+  whole, _ = flax_module.sequences_batch(1, ROWS, NUMERICS, PAGE_SIZE)
   rng = np.random.default_rng(5)
   tokens = {length: rng.integers(0, CONFIG.vocab_size, 16).astype(np.int32) for length in (3, 4, 1)}
   fields = {name: np.zeros_like(np.asarray(value)) for name, value in whole._asdict().items()}

@@ -18,7 +18,7 @@ import tiny_model
 
 from seerjax import parallel
 from seerjax.engine import engine as engine_lib, runner as runner_lib
-from seerjax.models import lora, transformer, weights
+from seerjax.models import flax_module, kv_layout, lora, parameters, transformer, weights
 from seerjax.ops import rotary
 from seerjax.trainer import losses, packing, step as step_lib
 from seerjax.types import Problem, Request, Rollout, RolloutGroup, SamplingParams, Verdict
@@ -52,7 +52,7 @@ CASES = {"qwen3": (ODD, 8), "qwen2": (QWEN2, 1), "llama": (LLAMA, 2)}
 # A layer more than a row has, of two slabs.
 DEEP = dataclasses.replace(
   tiny_model.SMALLEST,
-  num_layers=transformer.UNROLLED_LAYERS + 1,
+  num_layers=parameters.UNROLLED_LAYERS + 1,
   num_heads=4,
   num_kv_heads=2,
   max_context=48,
@@ -74,7 +74,7 @@ def by_layer(pages):
 
 def sequences(config, numerics, length):
   tokens = tiny_model.random_tokens(config, 2, length)
-  batch, num_pages = transformer.sequences_batch(2, length, numerics, PAGE_SIZE)
+  batch, num_pages = flax_module.sequences_batch(2, length, numerics, PAGE_SIZE)
   return jax.tree.map(jnp.asarray, batch)._replace(tokens=tokens.reshape(-1)), tokens, num_pages
 
 
@@ -92,22 +92,22 @@ def test_rows_and_keys_are_those_of_layers_in_a_row(case, dtype, length):
     tiny_model.NUMERICS, reduction_shards=shards, compute_dtype=dtype
   )
   row = tiny_model.random_params(config, numerics)
-  loop = transformer.stacked(row)
-  assert_equal(transformer.unstacked(loop), row)
+  loop = parameters.stacked(row)
+  assert_equal(parameters.unstacked(loop), row)
   batch, tokens, num_pages = sequences(config, numerics, length)
   forward = jax.jit(functools.partial(transformer.forward, config=config, numerics=numerics))
-  pages = transformer.empty_pages(config, numerics, num_pages=num_pages, page_size=PAGE_SIZE)
+  pages = kv_layout.empty_pages(config, numerics, num_pages=num_pages, page_size=PAGE_SIZE)
   pool = pool_of(config, numerics, num_pages)
   expected, expected_pages = forward(row, batch, pages)
   found, found_pages = forward(loop, batch, pool)
   assert_equal(found, expected)
   assert_equal(by_layer(found_pages), [tuple(map(np.asarray, own)) for own in expected_pages])
   # The twin: layers in another order are noticed.
-  turned, _ = forward(transformer.stacked({**row, "layers": row["layers"][::-1]}), batch, pool)
+  turned, _ = forward(parameters.stacked({**row, "layers": row["layers"][::-1]}), batch, pool)
   assert not np.array_equal(turned, expected)
 
   def loss(params):
-    logits = transformer.logits_of(params, tokens, config=config, numerics=numerics)
+    logits = flax_module.logits_of(params, tokens, config=config, numerics=numerics)
     return jnp.mean(jnp.square(logits)), logits
 
   (_, found), gradient = jax.jit(jax.value_and_grad(loss, has_aux=True))(loop)
@@ -123,15 +123,15 @@ def test_a_mesh_changes_no_bit_of_layers_in_a_loop(model_shards):
     lambda leaf: leaf + 0.05, lora.init(jax.random.key(1), ODD, numerics, rank=3)
   )
   row = lora.attach(tiny_model.random_params(ODD, numerics), adapter, 0.5)
-  loop = lora.attach(transformer.stacked(tiny_model.random_params(ODD, numerics)), adapter, 0.5)
+  loop = lora.attach(parameters.stacked(tiny_model.random_params(ODD, numerics)), adapter, 0.5)
   batch, _, num_pages = sequences(ODD, numerics, 5)
-  pages = transformer.empty_pages(ODD, numerics, num_pages=num_pages, page_size=PAGE_SIZE)
+  pages = kv_layout.empty_pages(ODD, numerics, num_pages=num_pages, page_size=PAGE_SIZE)
   run = functools.partial(transformer.forward, config=ODD, numerics=numerics)
   expected, expected_pages = jax.jit(run)(row, batch, pages)
   sharded = jax.shard_map(
     functools.partial(run, axis="model"),
     mesh=parallel.make_mesh(model_shards=model_shards),
-    in_specs=(transformer.specs_of(loop), jax.P(), jax.P("model")),
+    in_specs=(parameters.specs_of(loop), jax.P(), jax.P("model")),
     out_specs=(jax.P(), jax.P("model")),
     check_vma=False,
   )
@@ -145,8 +145,8 @@ def test_a_mesh_changes_no_bit_of_layers_in_a_loop(model_shards):
 
 @functools.cache
 def deep_params(numerics, has_adapters=False):
-  params = transformer.compute_params(tiny_model.random_master(DEEP, numerics), numerics)
-  assert transformer.is_stacked(params)
+  params = parameters.compute_params(tiny_model.random_master(DEEP, numerics), numerics)
+  assert parameters.is_stacked(params)
   if has_adapters:
     adapter = lora.init(jax.random.key(1), DEEP, numerics, rank=2)
     params = lora.attach(params, jax.tree.map(lambda leaf: leaf + 0.05, adapter), 0.5)
@@ -225,7 +225,7 @@ def gap_to_the_trainer(completions, params, numerics) -> float:
   gradient, _, scores = trainer.gradient(params, batch, losses.denominators(batch), None)
   assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(gradient))
   master = tiny_model.random_master(DEEP, numerics)
-  if transformer.is_stacked(params) and not any("lora" in name for name in params["layers"]):
+  if parameters.is_stacked(params) and not any("lora" in name for name in params["layers"]):
     state, _ = trainer.update(trainer.init(master), gradient)
     assert jax.tree.structure(state.params) == jax.tree.structure(master)
     assert not np.array_equal(state.params["layers"][8]["qkv"], master["layers"][8]["qkv"])
@@ -244,7 +244,7 @@ def test_a_deep_model_learns_from_the_bits_that_it_sampled_though_its_pages_left
 def test_a_deep_model_says_the_same_in_a_loop_and_in_a_row(dtype, has_adapters):
   numerics = dataclasses.replace(DEEP_NUMERICS, compute_dtype=dtype)
   loop = deep_params(numerics, has_adapters)
-  row = transformer.unstacked(loop)
+  row = parameters.unstacked(loop)
   expected = answers(row, numerics, parallel.make_mesh(), is_moved=False)
   for mesh in (
     parallel.make_mesh(), parallel.make_mesh(model_shards=2), parallel.make_mesh(num_instances=2)
@@ -257,15 +257,15 @@ def test_a_deep_model_says_the_same_in_a_loop_and_in_a_row(dtype, has_adapters):
 
 def test_the_program_of_a_deep_model_does_not_grow_with_its_depth():
   sizes = []
-  for num_layers in (transformer.UNROLLED_LAYERS + 1, 3 * transformer.UNROLLED_LAYERS):
+  for num_layers in (parameters.UNROLLED_LAYERS + 1, 3 * parameters.UNROLLED_LAYERS):
     config = dataclasses.replace(DEEP, num_layers=num_layers)
-    layout = transformer.shapes(config, 2)
+    layout = parameters.shapes(config, 2)
     params = jax.eval_shape(
-      functools.partial(transformer.compute_params, numerics=DEEP_NUMERICS), layout
+      functools.partial(parameters.compute_params, numerics=DEEP_NUMERICS), layout
     )
     batch, _, num_pages = sequences(config, DEEP_NUMERICS, 5)
     pages = jax.eval_shape(
-      lambda config=config, num_pages=num_pages: transformer.empty_pages(
+      lambda config=config, num_pages=num_pages: kv_layout.empty_pages(
         config, DEEP_NUMERICS, num_pages=num_pages, page_size=PAGE_SIZE
       )
     )
@@ -278,7 +278,7 @@ def test_the_program_of_a_deep_model_does_not_grow_with_its_depth():
 
 
 def test_a_gradient_through_pages_that_layers_share_is_refused():
-  params = transformer.stacked(tiny_model.random_params(ODD, tiny_model.NUMERICS))
+  params = parameters.stacked(tiny_model.random_params(ODD, tiny_model.NUMERICS))
   batch, _, num_pages = sequences(ODD, tiny_model.NUMERICS, 3)
   pool = pool_of(ODD, tiny_model.NUMERICS, num_pages)
 
@@ -291,16 +291,16 @@ def test_a_gradient_through_pages_that_layers_share_is_refused():
 
 
 def test_a_loop_needs_pages_in_one_pool():
-  params = transformer.stacked(tiny_model.random_params(ODD, tiny_model.NUMERICS))
+  params = parameters.stacked(tiny_model.random_params(ODD, tiny_model.NUMERICS))
   batch, _, num_pages = sequences(ODD, tiny_model.NUMERICS, 3)
   run = functools.partial(transformer.forward, config=ODD, numerics=tiny_model.NUMERICS)
-  pages = transformer.empty_pages(
+  pages = kv_layout.empty_pages(
     ODD, tiny_model.NUMERICS, num_pages=num_pages, page_size=PAGE_SIZE
   )
   with pytest.raises(ValueError, match="got stacked layers and a pair of pages for each of 2"):
     jax.eval_shape(run, params, batch, pages)
   with pytest.raises(ValueError, match="page_size: got 12, expected a divisor of kv_split=16"):
-    run(params, batch, transformer.ScratchPages(num_pages, 12))
+    run(params, batch, kv_layout.ScratchPages(num_pages, 12))
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 import tiny_model
 
 from experiments import generate, grpo, invariance
-from seerjax.models import huggingface, tokenizer as tokenizer_lib, transformer
+from seerjax.models import huggingface, parameters, tokenizer as tokenizer_lib
 
 
 @pytest.fixture(scope="session")
@@ -28,7 +28,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
     max_context=512,
   )
   numerics = grpo.main_job().numerics
-  params = transformer.init(jax.random.key(0), model, numerics)
+  params = parameters.init(jax.random.key(0), model, numerics)
   # At the usual scale of an initialisation every distribution is nearly uniform.
   params = jax.tree.map(lambda leaf: leaf * 4 if leaf.ndim > 1 else leaf, params)
   huggingface.save(directory, params, model, tokenizer=tokenizer_lib.load(generate.NANO))

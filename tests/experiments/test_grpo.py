@@ -13,7 +13,7 @@ import pytest
 
 from experiments import export, grpo
 from seerjax import metrics, numerics as numerics_lib
-from seerjax.models import huggingface, peft, transformer
+from seerjax.models import config as model_config, huggingface, peft
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -82,7 +82,7 @@ def test_a_small_run_of_the_command_with_adapters(tiny: str, tmp_path: pathlib.P
   )
 
 
-def settled(model: str) -> tuple[transformer.TransformerConfig, numerics_lib.NumericsConfig]:
+def settled(model: str) -> tuple[model_config.TransformerConfig, numerics_lib.NumericsConfig]:
   return huggingface.load_config(model), grpo.main_job().numerics
 
 

@@ -17,8 +17,14 @@ import numpy as np
 import pytest
 
 from experiments import generate, grpo
-from seerjax.models import huggingface, presets, tokenizer as tokenizer_lib, transformer
-from seerjax.models.transformer import TransformerConfig
+from seerjax.models import (
+  config as model_config,
+  huggingface,
+  parameters,
+  presets,
+  tokenizer as tokenizer_lib,
+)
+from seerjax.models.config import TransformerConfig
 
 ROOT = pathlib.Path(__file__).parents[2]
 QWEN3 = presets.get("qwen3-0.6b")
@@ -27,7 +33,7 @@ GIB = 2**30
 
 def write_random(directory: pathlib.Path, model: TransformerConfig) -> None:
   """Writes random bfloat16 weights, and nano's tokenizer, whose ids are the vocabulary's first."""
-  numerics = transformer.numerics_for(model, grpo.main_job().numerics)
+  numerics = model_config.numerics_for(model, grpo.main_job().numerics)
   random = np.random.default_rng(0)
 
   def leaf(path, shape):
@@ -37,7 +43,7 @@ def write_random(directory: pathlib.Path, model: TransformerConfig) -> None:
       values = 0.02 * random.standard_normal(shape.shape, np.float32)
     return jnp.asarray(values, jnp.bfloat16)
 
-  shapes = transformer.shapes(model, numerics.reduction_shards)
+  shapes = parameters.shapes(model, numerics.reduction_shards)
   params = jax.tree_util.tree_map_with_path(leaf, shapes)
   huggingface.save(directory, params, model, tokenizer=tokenizer_lib.load(generate.NANO))
 

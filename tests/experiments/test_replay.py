@@ -17,7 +17,7 @@ import tiny_model
 from experiments import generate, grpo, replay
 from seerjax import checkpoint, numerics as numerics_lib, rl
 from seerjax.engine import engine as engine_lib
-from seerjax.models import huggingface, tokenizer as tokenizer_lib, transformer
+from seerjax.models import huggingface, parameters, tokenizer as tokenizer_lib
 from seerjax.rollout import groups, journal as journal_lib
 from seerjax.run import programs as programs_lib
 from seerjax.run.config import RunConfig, TrainerConfig
@@ -83,7 +83,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> str:
   """The directory of a random model of one layer that reads nano's tokens."""
   directory = tmp_path_factory.mktemp("small") / "model"
   model = dataclasses.replace(tiny_model.SMALLEST, vocab_size=512, num_layers=1)
-  params = transformer.init(jax.random.key(0), model, tiny_model.ONE_SLAB)
+  params = parameters.init(jax.random.key(0), model, tiny_model.ONE_SLAB)
   params = jax.tree.map(lambda leaf: leaf * 4 if leaf.ndim > 1 else leaf, params)
   huggingface.save(directory, params, model, tokenizer=tokenizer_lib.load(generate.NANO))
   return str(directory)

@@ -23,7 +23,7 @@ import tokenizers.models
 import tokenizers.pre_tokenizers
 
 from seerjax import numerics as numerics_lib
-from seerjax.models import huggingface, tokenizer as tokenizer_lib, transformer
+from seerjax.models import huggingface, parameters, tokenizer as tokenizer_lib
 
 NUMERICS = numerics_lib.NumericsConfig(reduction_shards=2)
 
@@ -31,7 +31,7 @@ NUMERICS = numerics_lib.NumericsConfig(reduction_shards=2)
 def random_params(config, shards=2, seed=0):
   rng = np.random.default_rng(seed)
   return jax.tree.map(
-    lambda s: rng.standard_normal(s.shape).astype(np.float32), transformer.shapes(config, shards)
+    lambda s: rng.standard_normal(s.shape).astype(np.float32), parameters.shapes(config, shards)
   )
 
 
@@ -236,7 +236,7 @@ def test_a_full_disk_is_refused_before_anything_is_written(tmp_path):
   # Arrays of a petabyte that take no memory.
   config = dataclasses.replace(QWEN3, vocab_size=2**46)
   params = jax.tree.map(
-    lambda s: np.broadcast_to(np.float32(0), s.shape), transformer.shapes(config, 1)
+    lambda s: np.broadcast_to(np.float32(0), s.shape), parameters.shapes(config, 1)
   )
   with pytest.raises(OSError, match=r"got [\d.]+ GiB of free space, expected at least 1572864"):
     huggingface.save(tmp_path / "model", params, config)

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from seerjax import NumericsConfig
-from seerjax.models import huggingface, loading, transformer
+from seerjax.models import config as model_config, huggingface, loading, parameters
 
 
 def test_nano_is_loaded_by_name_with_the_slabs_that_it_asks_for():
   model = loading.load_model()
-  assert model.numerics.reduction_shards == transformer.largest_shards(model.config)
+  assert model.numerics.reduction_shards == model_config.largest_shards(model.config)
   assert model.tokenizer is not None
   assert model.tokenizer.vocab_size == model.config.vocab_size
 
@@ -23,7 +23,7 @@ def test_a_directory_and_numerics_of_ones_own_are_taken():
   model = loading.load_model(loading.NANO, numerics)
   masters, config = huggingface.load(loading.NANO, numerics)
   assert (model.config, model.numerics) == (config, numerics)
-  expected = transformer.compute_params(masters, numerics)["embed"]
+  expected = parameters.compute_params(masters, numerics)["embed"]
   assert model.params["embed"].dtype == "bfloat16"
   assert np.array_equal(np.asarray(model.params["embed"]), np.asarray(expected))
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from seerjax import numerics as numerics_lib
-from seerjax.models import huggingface, transformer
+from seerjax.models import flax_module, huggingface
 
 torch = pytest.importorskip("torch", reason="parity needs the optional torch (CPU)")
 transformers = pytest.importorskip("transformers", reason="parity needs the optional transformers")
@@ -135,7 +135,7 @@ def ours(directory, case):
   numerics = numerics_lib.NumericsConfig(**(vars(NUMERICS) | {"reduction_shards": CASES[case][1]}))
   params, config = huggingface.load(directory, numerics)
   logits = jax.jit(
-    lambda params, tokens: transformer.logits_of(params, tokens, config=config, numerics=numerics)
+    lambda params, tokens: flax_module.logits_of(params, tokens, config=config, numerics=numerics)
   )
   return params, config, logits
 

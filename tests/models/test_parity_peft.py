@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from seerjax import numerics as numerics_lib
-from seerjax.models import huggingface, lora, peft, transformer
+from seerjax.models import flax_module, huggingface, lora, peft
 
 torch = pytest.importorskip("torch", reason="parity needs the optional torch (CPU)")
 transformers = pytest.importorskip("transformers", reason="parity needs the optional transformers")
@@ -39,7 +39,7 @@ def base(tmp_path):
 def ours(base, adapter, scale):
   params, config = huggingface.load(base, NUMERICS)
   params = lora.attach(params, adapter, scale)
-  logits = lambda params: transformer.logits_of(
+  logits = lambda params: flax_module.logits_of(
     params, jnp.asarray(TOKENS, jnp.int32), config=config, numerics=NUMERICS
   )
   return np.asarray(jax.jit(logits)(params))

@@ -12,7 +12,7 @@ import safetensors.numpy
 from small_configs import CONFIGS, QWEN3
 
 from seerjax import numerics as numerics_lib
-from seerjax.models import huggingface, lora, peft, transformer
+from seerjax.models import huggingface, lora, parameters, peft
 
 NUMERICS = numerics_lib.NumericsConfig(reduction_shards=2)
 
@@ -59,7 +59,7 @@ def test_an_adapter_comes_back_as_it_was_in_any_number_of_slabs(name, tmp_path):
 
 
 def test_stacked_adapters_are_saved_as_their_masters_are(saved, tmp_path):
-  stacked = transformer.stacked(random_adapter(QWEN3))
+  stacked = parameters.stacked(random_adapter(QWEN3))
   peft.save(tmp_path / "other", stacked, QWEN3, scale=0.5)
   file = "adapter_model.safetensors"
   assert (tmp_path / "other" / file).read_bytes() == (saved / file).read_bytes()

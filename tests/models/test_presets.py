@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from seerjax import numerics as numerics_lib
-from seerjax.models import presets, transformer
+from seerjax.models import config as model_config, parameters, presets
 from seerjax.ops import rotary
 
 # Parameters by the safetensors metadata of each repository; tied heads count once.
@@ -28,8 +28,8 @@ PARAMETERS = {
 }
 
 
-def count(config: transformer.TransformerConfig, shards: int) -> int:
-  leaves = jax.tree.leaves(transformer.shapes(config, shards))
+def count(config: model_config.TransformerConfig, shards: int) -> int:
+  leaves = jax.tree.leaves(parameters.shapes(config, shards))
   return sum(int(np.prod(leaf.shape, dtype=np.int64)) for leaf in leaves)
 
 
@@ -50,7 +50,7 @@ def test_every_preset_but_ours_has_a_published_count():
 def test_every_preset_divides_into_its_slabs(name):
   shards = presets.REDUCTION_SHARDS[name]
   numerics = numerics_lib.NumericsConfig(reduction_shards=shards)
-  assert transformer.numerics_for(presets.get(name), numerics) == numerics
+  assert model_config.numerics_for(presets.get(name), numerics) == numerics
   assert shards == (
     2
     if name in ("qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-3b")

@@ -14,7 +14,15 @@ import pytest
 import tiny_model
 
 from seerjax import parallel
-from seerjax.models import presets, transformer
+from seerjax.models import (
+  config as model_config,
+  flax_module,
+  head,
+  kv_layout,
+  parameters,
+  presets,
+  transformer,
+)
 from seerjax.ops import attention, norms, rotary, sampling
 from seerjax.types import SamplingParams
 
@@ -91,7 +99,7 @@ def test_logits_and_gradients_are_the_definitions(family):
     return jnp.sum(jnp.tanh(logits / 10) * weights), logits
 
   def ours(params):
-    return transformer.logits_of(params, tokens[None], config=config, numerics=NUMERICS)[0]
+    return flax_module.logits_of(params, tokens[None], config=config, numerics=NUMERICS)[0]
 
   def reference(params):
     return logits_reference(params, tokens, config)
@@ -152,10 +160,10 @@ def test_rows_are_equal_alone_in_a_batch_and_permuted(numerics):
 def stacked_rows(params, tokens, num_rows):
   """Hidden rows of sequences of one position each: as many rows as tokens."""
   page_size = NUMERICS.kv_split
-  batch, num_pages = transformer.sequences_batch(tokens.shape[0], 1, NUMERICS, page_size)
+  batch, num_pages = flax_module.sequences_batch(tokens.shape[0], 1, NUMERICS, page_size)
   batch = jax.tree.map(jnp.asarray, batch)
   batch = batch._replace(tokens=tokens, num_rows=num_rows, num_segments=num_rows)
-  pages = transformer.empty_pages(QWEN3, NUMERICS, num_pages=num_pages, page_size=page_size)
+  pages = kv_layout.empty_pages(QWEN3, NUMERICS, num_pages=num_pages, page_size=page_size)
   return transformer.forward(params, batch, pages, config=QWEN3, numerics=NUMERICS)[0]
 
 
@@ -219,7 +227,7 @@ def test_gradients_of_scores_are_the_definitions(count, is_filtered):
   params = params_of(QWEN3, NUMERICS)
   rng = np.random.default_rng(count)
   hidden = jnp.asarray(rng.standard_normal((count, QWEN3.hidden_size)), jnp.float32)
-  parameters = [
+  requests = [
     SamplingParams(
       temperature=(1.0, 0.7, 0.0)[row % 3],
       top_k=3 if is_filtered and row % 2 else 0,
@@ -227,7 +235,7 @@ def test_gradients_of_scores_are_the_definitions(count, is_filtered):
     )
     for row in range(count)
   ]
-  rows = jax.tree.map(jnp.asarray, sampling.sampling_rows(parameters))
+  rows = jax.tree.map(jnp.asarray, sampling.sampling_rows(requests))
   table = params["head"] if "head" in params else params["embed"]
 
   def logits_of(hidden, table):
@@ -249,7 +257,7 @@ def test_gradients_of_scores_are_the_definitions(count, is_filtered):
 
   def ours(hidden, table):
     name = "head" if "head" in params else "embed"
-    _, scores = transformer.head(
+    _, scores = head.sample_and_score(
       {**params, name: table}, hidden, tokens, rows, seeds, positions, jnp.int32(count),
       jax.random.key(0), config=QWEN3, numerics=NUMERICS,
     )  # fmt: skip
@@ -276,7 +284,7 @@ def scored_forward(params, pages, batch, rows, *, config, numerics, axis=None):
   count = hidden.shape[0]
   seeds = jnp.arange(count, dtype=jnp.uint32)
   forced = jnp.where(jnp.arange(count, dtype=jnp.int32) % 3 == 0, batch.tokens, -1)
-  scored = transformer.head(
+  scored = head.sample_and_score(
     params,
     hidden,
     forced,
@@ -311,12 +319,12 @@ def scored_forward(params, pages, batch, rows, *, config, numerics, axis=None):
 )
 def test_a_mesh_changes_no_bit(config, numerics, sizes):
   params, length = params_of(config, numerics), 6
-  batch, num_pages = transformer.sequences_batch(2, length, numerics, 8)
+  batch, num_pages = flax_module.sequences_batch(2, length, numerics, 8)
   batch = jax.tree.map(jnp.asarray, batch)._replace(tokens=tokens_of(2, length).reshape(-1))
-  pages = transformer.empty_pages(config, numerics, num_pages=num_pages, page_size=8)
+  pages = kv_layout.empty_pages(config, numerics, num_pages=num_pages, page_size=8)
   rows = jax.tree.map(jnp.asarray, sampling.sampling_rows(SAMPLING * 3))
   run = functools.partial(scored_forward, config=config, numerics=numerics)
-  specs = transformer.partition_specs(config, 8)
+  specs = parameters.partition_specs(config, 8)
   expected = jax.jit(run)(params, pages, batch, rows)
   for model_shards in sizes:
     sharded = jax.shard_map(
@@ -332,7 +340,7 @@ def test_a_mesh_changes_no_bit(config, numerics, sizes):
 
 def test_specs_have_the_tree_of_the_parameters():
   for config in FAMILIES.values():
-    specs, shapes = transformer.partition_specs(config, 8), transformer.shapes(config, 8)
+    specs, shapes = parameters.partition_specs(config, 8), parameters.shapes(config, 8)
     by_leaf = jax.tree.map(
       lambda spec, shape: (spec, shape.shape),
       specs,
@@ -349,10 +357,10 @@ def test_specs_have_the_tree_of_the_parameters():
 
 def test_init_has_the_layout_and_is_a_function_of_its_key():
   numerics = dataclasses.replace(NUMERICS, reduction_shards=4)
-  first = transformer.init(jax.random.key(0), QWEN2, numerics)
-  again = transformer.init(jax.random.key(0), QWEN2, numerics)
-  other = transformer.init(jax.random.key(1), QWEN2, numerics)
-  layout = transformer.shapes(QWEN2, 4)
+  first = parameters.init(jax.random.key(0), QWEN2, numerics)
+  again = parameters.init(jax.random.key(0), QWEN2, numerics)
+  other = parameters.init(jax.random.key(1), QWEN2, numerics)
+  layout = parameters.shapes(QWEN2, 4)
   assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), first) == jax.tree.map(
     lambda leaf: (leaf.shape, leaf.dtype), layout
   )
@@ -363,35 +371,35 @@ def test_init_has_the_layout_and_is_a_function_of_its_key():
 
 
 def test_the_module_says_what_the_function_says():
-  module = transformer.Transformer(QWEN3, NUMERICS, rngs=nnx.Rngs(params=5))
+  module = flax_module.Transformer(QWEN3, NUMERICS, rngs=nnx.Rngs(params=5))
   tokens = tokens_of(1, 5)
   params = module.pure_params()
   jax.tree.map(np.testing.assert_array_equal, params, jax.tree.map(jnp.asarray, params))
-  compute = transformer.compute_params(params, NUMERICS)
+  compute = parameters.compute_params(params, NUMERICS)
   expected = tiny_model.logits_of(compute, tokens, QWEN3, NUMERICS)
   found = nnx.jit(lambda module, tokens: module(tokens))(module, tokens)
   np.testing.assert_array_equal(found, expected)
 
 
 def test_weights_go_into_a_module_and_come_out_of_it():
-  params = transformer.init(jax.random.key(1), QWEN3, NUMERICS)
-  other = transformer.init(jax.random.key(2), QWEN3, NUMERICS)
-  module = transformer.Transformer(QWEN3, NUMERICS, params=params)
+  params = parameters.init(jax.random.key(1), QWEN3, NUMERICS)
+  other = parameters.init(jax.random.key(2), QWEN3, NUMERICS)
+  module = flax_module.Transformer(QWEN3, NUMERICS, params=params)
   jax.tree.map(np.testing.assert_array_equal, module.pure_params(), params)
   tokens = tokens_of(1, 5)
   forward = nnx.jit(lambda module, tokens: module(tokens))
   for weights in (params, other):
     module.set_params(weights)
-    compute = transformer.compute_params(weights, NUMERICS)
-    expected = transformer.logits_of(compute, tokens, config=QWEN3, numerics=NUMERICS)
+    compute = parameters.compute_params(weights, NUMERICS)
+    expected = flax_module.logits_of(compute, tokens, config=QWEN3, numerics=NUMERICS)
     np.testing.assert_array_equal(forward(module, tokens), expected)
   jax.tree.map(np.testing.assert_array_equal, module.pure_params(), other)
 
 
 def test_a_module_learns_as_its_weights_do_under_nnx():
   config = dataclasses.replace(QWEN3, num_layers=1)  # Compiled twice.
-  params = transformer.init(jax.random.key(1), config, NUMERICS)
-  module = transformer.Transformer(config, NUMERICS, params=params)
+  params = parameters.init(jax.random.key(1), config, NUMERICS)
+  module = flax_module.Transformer(config, NUMERICS, params=params)
   optimizer = nnx.Optimizer(module, optax.sgd(0.5), wrt=nnx.Param)
   tokens = tokens_of(1, 5)
 
@@ -408,8 +416,8 @@ def test_a_module_learns_as_its_weights_do_under_nnx():
   @jax.jit
   def plain(params):
     def loss(params):
-      compute = transformer.compute_params(params, NUMERICS)
-      return loss_of(transformer.logits_of(compute, tokens, config=config, numerics=NUMERICS))
+      compute = parameters.compute_params(params, NUMERICS)
+      return loss_of(flax_module.logits_of(compute, tokens, config=config, numerics=NUMERICS))
 
     value, gradient = jax.value_and_grad(loss)(params)
     return value, jax.tree.map(lambda leaf, slope: leaf - 0.5 * slope, params, gradient)
@@ -424,10 +432,10 @@ def test_a_module_learns_as_its_weights_do_under_nnx():
 
 
 def test_largest_shards_by_hand():
-  assert transformer.largest_shards(QWEN3) == 8
-  assert transformer.largest_shards(dataclasses.replace(QWEN3, vocab_size=44)) == 4
-  assert transformer.largest_shards(dataclasses.replace(QWEN3, intermediate_size=6)) == 2
-  assert transformer.largest_shards(dataclasses.replace(QWEN3, num_kv_heads=1)) == 1
+  assert model_config.largest_shards(QWEN3) == 8
+  assert model_config.largest_shards(dataclasses.replace(QWEN3, vocab_size=44)) == 4
+  assert model_config.largest_shards(dataclasses.replace(QWEN3, intermediate_size=6)) == 2
+  assert model_config.largest_shards(dataclasses.replace(QWEN3, num_kv_heads=1)) == 1
 
 
 @pytest.mark.parametrize(("kv_heads", "slabs"), [(2, 2), (4, 4), (8, 8)])
@@ -435,12 +443,12 @@ def test_a_model_chooses_its_slabs_where_that_is_left_to_it(kv_heads, slabs):
   config = dataclasses.replace(QWEN2, num_kv_heads=kv_heads, num_heads=8)
   left = dataclasses.replace(NUMERICS, reduction_shards=0)
   chosen = dataclasses.replace(NUMERICS, reduction_shards=slabs)
-  assert transformer.numerics_for(config, left) == chosen
-  assert transformer.numerics_for(config, chosen) is chosen
-  params = transformer.init(jax.random.key(0), config, left)
+  assert model_config.numerics_for(config, left) == chosen
+  assert model_config.numerics_for(config, chosen) is chosen
+  params = parameters.init(jax.random.key(0), config, left)
   assert params["layers"][0]["down"].shape[0] == slabs
   tokens = tiny_model.random_tokens(config, 1, 5)
-  logits = functools.partial(transformer.logits_of, config=config, numerics=left)
+  logits = functools.partial(flax_module.logits_of, config=config, numerics=left)
   assert jax.eval_shape(logits, params, tokens).shape == (1, 5, config.vocab_size)
 
 
@@ -470,7 +478,7 @@ def test_a_shape_that_cannot_be_is_refused(changes, message):
 )
 def test_slabs_that_do_not_divide_are_refused(changes, message):
   with pytest.raises(ValueError, match=message):
-    transformer.init(jax.random.key(0), dataclasses.replace(QWEN3, **changes), NUMERICS)
+    parameters.init(jax.random.key(0), dataclasses.replace(QWEN3, **changes), NUMERICS)
 
 
 @pytest.mark.parametrize(
@@ -483,10 +491,10 @@ def test_slabs_that_do_not_divide_are_refused(changes, message):
   ],
 )
 def test_a_module_refuses_weights_of_another_model(change, message):
-  params = transformer.init(jax.random.key(1), QWEN3, NUMERICS)
+  params = parameters.init(jax.random.key(1), QWEN3, NUMERICS)
   with pytest.raises(ValueError, match=f"Transformer.{message}"):
-    transformer.Transformer(QWEN3, NUMERICS, params=change(params))
-  module = transformer.Transformer(QWEN3, NUMERICS, params=params)
+    flax_module.Transformer(QWEN3, NUMERICS, params=change(params))
+  module = flax_module.Transformer(QWEN3, NUMERICS, params=params)
   with pytest.raises(ValueError, match=f"Transformer.{message}"):
     module.set_params(change(params))
   jax.tree.map(np.testing.assert_array_equal, module.pure_params(), params)
@@ -497,19 +505,19 @@ def test_a_module_refuses_weights_of_another_model(change, message):
 )
 def test_a_module_has_weights_of_one_kind(arguments, given, unchecked_annotations):
   with pytest.raises(ValueError, match=f"Transformer: got {given} of rngs and params, expected"):
-    transformer.Transformer(QWEN3, NUMERICS, **arguments)
+    flax_module.Transformer(QWEN3, NUMERICS, **arguments)
 
 
 def test_pages_that_do_not_fill_a_split_are_refused():
   with pytest.raises(ValueError, match="page_size: got 12, expected a divisor of kv_split=16"):
-    transformer.empty_pages(QWEN3, NUMERICS, num_pages=2, page_size=12)
+    kv_layout.empty_pages(QWEN3, NUMERICS, num_pages=2, page_size=12)
 
 
 def test_kernels_without_a_gpu_are_refused():
   numerics = dataclasses.replace(BFLOAT16, implementation="pallas")
   message = "rms_norm: got the platform 'cpu', expected an NVIDIA GPU of compute capability 9.0"
   with pytest.raises(NotImplementedError, match=message):
-    transformer.logits_of(
+    flax_module.logits_of(
       params_of(QWEN3, BFLOAT16), tokens_of(1, 2), config=QWEN3, numerics=numerics
     )
 

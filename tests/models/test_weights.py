@@ -12,7 +12,7 @@ import tiny_model
 
 from seerjax import checkpoint, numerics as numerics_lib, parallel
 from seerjax.engine import engine as engine_lib
-from seerjax.models import huggingface, lora, transformer, weights
+from seerjax.models import huggingface, lora, parameters, weights
 from seerjax.trainer import losses, packing, step as step_lib
 
 MODEL, NUMERICS = tiny_model.SMALLEST, tiny_model.ONE_SLAB
@@ -127,9 +127,9 @@ def test_weights_and_adapters_of_the_numerics_are_taken():
   for params in (running(), adapted(), adapted(rank=1)):
     weights.check(params, MODEL, NUMERICS, dtype=jnp.float32, what="params")
   bfloat16 = dataclasses.replace(tiny_model.NUMERICS, compute_dtype="bfloat16")
-  deep = dataclasses.replace(MODEL, num_layers=transformer.UNROLLED_LAYERS + 1)
+  deep = dataclasses.replace(MODEL, num_layers=parameters.UNROLLED_LAYERS + 1)
   stacked = running(deep)
-  assert transformer.is_stacked(stacked)
+  assert parameters.is_stacked(stacked)
   weights.check(stacked, deep, NUMERICS, dtype=jnp.float32, what="params")
   cut = stacked["layers"] | {"out": stacked["layers"]["out"][:-1]}
   with pytest.raises(ValueError, match=r"params\['layers'\]\[8\]\['out'\]: got nothing, expected"):

@@ -10,11 +10,11 @@ from hypothesis import given, strategies as st
 import numpy as np
 import pytest
 
-from seerjax.models import tokenizer as tokenizer_lib, transformer
+from seerjax.models import tokenizer as tokenizer_lib
 from seerjax.rollout import groups as groups_lib
 from seerjax.types import Completion, Problem, Rollout, Verdict
 
-TOKENIZER = tokenizer_lib.load(pathlib.Path(transformer.__file__).parent / "nano")
+TOKENIZER = tokenizer_lib.load(pathlib.Path(tokenizer_lib.__file__).parent / "nano")
 CONFIG = groups_lib.RolloutConfig(groups_per_step=3, group_size=2, max_tokens=4, temperature=0.5)
 PROBLEMS = [Problem(problem_id=f"p{index}", prompt=f"{index} + 1?") for index in range(3)]
 

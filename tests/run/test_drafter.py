@@ -16,7 +16,7 @@ import tiny_model
 from seerjax import numerics as numerics_lib, rl
 from seerjax.engine.drafting import DraftQuery
 from seerjax.engine.sizes import EngineConfig
-from seerjax.models import tokenizer, transformer
+from seerjax.models import parameters, tokenizer
 from seerjax.rollout import journal, trace
 from seerjax.rollout.groups import RolloutConfig
 from seerjax.run.config import RunConfig, TrainerConfig
@@ -28,7 +28,7 @@ from seerjax.speculation.config import DraftedRun, SpeculationConfig, make_draft
 from seerjax.speculation.statistics import Acceptance
 from seerjax.types import Problem, Verdict
 
-NANO = pathlib.Path(transformer.__file__).parent / "nano"
+NANO = pathlib.Path(parameters.__file__).parent / "nano"
 # Its words are nano's.
 MODEL = dataclasses.replace(tiny_model.SMALLEST, vocab_size=512, num_layers=1)
 
@@ -103,7 +103,7 @@ def records_of(directory: pathlib.Path) -> list[dict]:
 
 @pytest.mark.usefixtures("programs_on_disk")
 def test_a_draft_model_of_ones_own_is_named_and_changes_no_bit(tmp_path):
-  master = transformer.init(numerics_lib.key(0), MODEL, tiny_model.ONE_SLAB)
+  master = parameters.init(numerics_lib.key(0), MODEL, tiny_model.ONE_SLAB)
   policy = Policy(MODEL, tokenizer.load(NANO), master)
   configs = {
     "own": config_of(SpeculationConfig(drafter=f"{__name__}:DraftModel")),

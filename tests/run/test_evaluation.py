@@ -7,11 +7,11 @@ import pathlib
 import numpy as np
 import pytest
 
-from seerjax.models import tokenizer as tokenizer_lib, transformer
+from seerjax.models import tokenizer as tokenizer_lib
 from seerjax.run import evaluation
 from seerjax.types import Completion, Problem, Verdict
 
-TOKENIZER = tokenizer_lib.load(pathlib.Path(transformer.__file__).parent / "nano")
+TOKENIZER = tokenizer_lib.load(pathlib.Path(tokenizer_lib.__file__).parent / "nano")
 # (text, number of tokens, why it ended) of the first request, the second, and so on.
 ANSWERS = (("aa", 2, "stop"), ("b", 1, "stop"), ("abca", 3, "length"), ("bb", 6, "stop"))
 

@@ -22,7 +22,7 @@ from seerjax import numerics as numerics_lib, parallel
 from seerjax.engine import engine as engine_lib, runner as runner_lib
 from seerjax.engine.engine import EngineConfig
 from seerjax.engine.kv import page_moves
-from seerjax.models import lora, transformer
+from seerjax.models import config as model_config, lora, parameters
 from seerjax.ops import rotary
 from seerjax.types import Completion, Request, SamplingParams
 
@@ -46,7 +46,7 @@ class Model:
     train_instances: instances of the trainer's mesh.
   """
 
-  config: transformer.TransformerConfig
+  config: model_config.TransformerConfig
   numerics: numerics_lib.NumericsConfig
   weights_seed: int
   deviation: float
@@ -168,8 +168,8 @@ def draw_model(rng: np.random.Generator) -> Model:
     reduction_shards=slabs,
     compute_dtype=_pick(rng, "float32", "float32", "bfloat16"),
   )
-  config = transformer.TransformerConfig(
-    family=_pick(rng, *transformer.FAMILIES),
+  config = model_config.TransformerConfig(
+    family=_pick(rng, *model_config.FAMILIES),
     # Odd numbers of slabs' columns.
     vocab_size=slabs * (1 + 2 * int(rng.integers(10 // slabs, 50 // slabs))),
     hidden_size=hidden_size,
@@ -336,7 +336,7 @@ def _sampling(rng: np.random.Generator, vocab_size: int) -> SamplingParams:
 
 
 @functools.lru_cache(maxsize=4)
-def params_of(model: Model) -> transformer.Params:
+def params_of(model: Model) -> parameters.Params:
   """Returns weights in the compute dtype, an adapter with a B that is not zero beside them."""
   rng = np.random.default_rng(model.weights_seed)
 
@@ -344,7 +344,7 @@ def params_of(model: Model) -> transformer.Params:
     noise = model.deviation * rng.standard_normal(shape.shape)
     return jnp.asarray((noise + ("norm" in path[-1].key)).astype(np.float32))
 
-  layout = transformer.shapes(model.config, model.numerics.reduction_shards)
+  layout = parameters.shapes(model.config, model.numerics.reduction_shards)
   master = jax.tree_util.tree_map_with_path(leaf, layout)
   params = jax.tree.map(lambda leaf: leaf.astype(model.numerics.dtype), master)
   if not model.rank:

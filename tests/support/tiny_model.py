@@ -11,11 +11,11 @@ import numpy as np
 
 from seerjax import numerics as numerics_lib, parallel
 from seerjax.engine import engine as engine_lib, runner as runner_lib
-from seerjax.models import transformer
+from seerjax.models import config as model_config, flax_module, parameters
 from seerjax.ops import rotary
 
 # Every other small model of the tests says in what it differs from this one.
-CONFIG = transformer.TransformerConfig(
+CONFIG = model_config.TransformerConfig(
   family="qwen3",
   vocab_size=64,
   hidden_size=32,
@@ -51,16 +51,16 @@ ONE_SLAB = numerics_lib.NumericsConfig(
 
 
 @functools.cache
-def params(numerics: numerics_lib.NumericsConfig, seed: int = 0) -> transformer.Params:
+def params(numerics: numerics_lib.NumericsConfig, seed: int = 0) -> parameters.Params:
   """Random weights, large enough for distributions that are neither flat nor certain."""
-  master = transformer.init(numerics_lib.key(seed), CONFIG, numerics)
-  return transformer.compute_params(jax.tree.map(lambda leaf: leaf * 5, master), numerics)
+  master = parameters.init(numerics_lib.key(seed), CONFIG, numerics)
+  return parameters.compute_params(jax.tree.map(lambda leaf: leaf * 5, master), numerics)
 
 
 @functools.cache
 def random_master(
-  config: transformer.TransformerConfig, numerics: numerics_lib.NumericsConfig
-) -> transformer.Params:
+  config: model_config.TransformerConfig, numerics: numerics_lib.NumericsConfig
+) -> parameters.Params:
   """f32 weights large enough that every part matters, norms around one; nothing is compiled."""
   rng = np.random.default_rng(3)
 
@@ -68,20 +68,20 @@ def random_master(
     noise = 0.15 * rng.standard_normal(shape.shape)
     return jnp.asarray((noise + ("norm" in path[-1].key)).astype(np.float32))
 
-  layout = transformer.shapes(config, numerics.reduction_shards)
+  layout = parameters.shapes(config, numerics.reduction_shards)
   return jax.tree_util.tree_map_with_path(leaf, layout)
 
 
 @functools.cache
 def random_params(
-  config: transformer.TransformerConfig, numerics: numerics_lib.NumericsConfig
-) -> transformer.Params:
+  config: model_config.TransformerConfig, numerics: numerics_lib.NumericsConfig
+) -> parameters.Params:
   """`random_master` in the compute dtype."""
-  return transformer.compute_params(random_master(config, numerics), numerics)
+  return parameters.compute_params(random_master(config, numerics), numerics)
 
 
 def random_tokens(
-  config: transformer.TransformerConfig, batch_size: int, length: int, seed: int = 0
+  config: model_config.TransformerConfig, batch_size: int, length: int, seed: int = 0
 ) -> jax.Array:
   """i32[b, t] of the model's vocabulary."""
   rng = np.random.default_rng(seed)
@@ -90,13 +90,13 @@ def random_tokens(
 
 @functools.partial(jax.jit, static_argnames=("config", "numerics"))
 def logits_of(
-  params: transformer.Params,
+  params: parameters.Params,
   tokens: jax.Array,
-  config: transformer.TransformerConfig,
+  config: model_config.TransformerConfig,
   numerics: numerics_lib.NumericsConfig,
 ) -> jax.Array:
   """f32[b, t, v] of whole sequences: one program for each shape, model and numerics."""
-  return transformer.logits_of(params, tokens, config=config, numerics=numerics)
+  return flax_module.logits_of(params, tokens, config=config, numerics=numerics)
 
 
 @functools.cache

@@ -13,7 +13,7 @@ import tiny_model
 from seerjax import models, parallel
 from seerjax.engine import runner as runner_lib
 from seerjax.engine.engine import Engine, EngineConfig
-from seerjax.models import tokenizer as tokenizer_lib, transformer
+from seerjax.models import parameters, tokenizer as tokenizer_lib
 from seerjax.types import Request, SamplingParams
 
 # The words of the shipped tokenizer; the shape of the tiny model.
@@ -28,8 +28,8 @@ SIZES = EngineConfig(
 
 @functools.cache
 def params(seed: int = 0):
-  master = transformer.init(jax.random.key(seed), CONFIG, NUMERICS)
-  return transformer.compute_params(jax.tree.map(lambda leaf: leaf * 5, master), NUMERICS)
+  master = parameters.init(jax.random.key(seed), CONFIG, NUMERICS)
+  return parameters.compute_params(jax.tree.map(lambda leaf: leaf * 5, master), NUMERICS)
 
 
 def runner() -> runner_lib.Runner:

@@ -10,7 +10,7 @@ import made_rollouts
 import numpy as np
 import tiny_model
 
-from seerjax.models import transformer
+from seerjax.models import kv_layout, parameters, transformer
 from seerjax.trainer import packing
 
 NUMERICS, CONFIG = tiny_model.ONE_SLAB, tiny_model.SMALLEST
@@ -37,8 +37,8 @@ def hidden_and_gradient(master, rows, num_pages):
   """Hidden rows under grad, and the gradient of a sum over loss rows."""
 
   def loss(master):
-    params = transformer.compute_params(master, NUMERICS)
-    pages = transformer.empty_pages(
+    params = parameters.compute_params(master, NUMERICS)
+    pages = kv_layout.empty_pages(
       CONFIG, NUMERICS, num_pages=num_pages, page_size=SIZES["page_size"]
     )
     hidden, _ = transformer.forward(params, rows.tokens, pages, config=CONFIG, numerics=NUMERICS)

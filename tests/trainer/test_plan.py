@@ -10,7 +10,7 @@ import pytest
 import tiny_model
 
 from seerjax import numerics as numerics_lib, parallel
-from seerjax.models import lora, presets, transformer
+from seerjax.models import lora, parameters, presets
 from seerjax.trainer import losses, packing, plan, step
 
 NUMERICS = numerics_lib.NumericsConfig(query_tile=4, slot_tile=32, kv_split=64)
@@ -67,7 +67,7 @@ def test_a_plan_counts_what_learns_and_what_runs():
     layout.num_pages,
     8,
   )
-  shapes = transformer.shapes(model, 8)
+  shapes = parameters.shapes(model, 8)
   count = sum(leaf.size for leaf in jax.tree.leaves(shapes))
   weights = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16), shapes)
   found = trainer.plan(weights, layout, 20)

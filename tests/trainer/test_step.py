@@ -13,7 +13,7 @@ import pytest
 import tiny_model
 
 from seerjax import parallel, types
-from seerjax.models import presets, transformer
+from seerjax.models import flax_module, head, kv_layout, parameters, presets, transformer
 from seerjax.numerics import NumericsConfig
 from seerjax.ops import sampling
 from seerjax.trainer import losses, packing, step
@@ -85,12 +85,12 @@ def assert_equal_bits(found, expected):
 def scores_alone(params, tokens, targets):
   """The engine's functions on one sequence, without a gradient."""
   count = tokens.shape[0]
-  rows, num_pages = transformer.sequences_batch(1, count, NUMERICS, 16)
+  rows, num_pages = flax_module.sequences_batch(1, count, NUMERICS, 16)
   rows = jax.tree.map(jnp.asarray, rows)._replace(tokens=tokens)
-  pages = transformer.empty_pages(MODEL, NUMERICS, num_pages=num_pages, page_size=16)
+  pages = kv_layout.empty_pages(MODEL, NUMERICS, num_pages=num_pages, page_size=16)
   hidden, _ = transformer.forward(params, rows, pages, config=MODEL, numerics=NUMERICS)
   params_rows = sampling.sampling_rows([types.SamplingParams()] * count)
-  return transformer.head(
+  return head.sample_and_score(
     params,
     hidden,
     targets,
@@ -198,7 +198,7 @@ def computed_once_and_again(model, numerics, **changes):
       model, numerics, losses.dapo(), step.make_optimizer(step.OptimizerConfig()),
       parallel.make_mesh(), packing.layout(**sizes).num_pages, sizes["page_size"], remat,
     )  # fmt: skip
-    params = transformer.compute_params(master, numerics)
+    params = parameters.compute_params(master, numerics)
     gradient, _, scores = trainer.gradient(params, batch, losses.denominators(batch), None)
     found.append((gradient, scores))
   return found
@@ -219,7 +219,7 @@ def test_layers_in_a_row_that_are_computed_again_have_the_same_gradients(config,
 @pytest.mark.long
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_layers_in_a_loop_that_are_computed_again_score_with_the_same_bits(dtype):
-  deep = dataclasses.replace(presets.get("nano"), num_layers=transformer.UNROLLED_LAYERS + 1)
+  deep = dataclasses.replace(presets.get("nano"), num_layers=parameters.UNROLLED_LAYERS + 1)
   numerics = NumericsConfig(
     query_tile=4, slot_tile=32, kv_split=64, compute_dtype=dtype
   )

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from seerjax import numerics as numerics_lib
-from seerjax.models import transformer
+from seerjax.models import config as model_config, kv_layout, parameters, transformer
 from seerjax.ops import rotary
 from seerjax.types import TokenBatch
 
@@ -39,7 +39,7 @@ numerics = numerics_lib.NumericsConfig(query_tile=4, slot_tile=8, kv_split=64)
 for word in sys.argv[1:]:
   kind, depth, width = word.split("-")
   d = int(width)
-  config = transformer.TransformerConfig(
+  config = model_config.TransformerConfig(
     family="qwen3",
     vocab_size=512,
     hidden_size=d,
@@ -50,13 +50,13 @@ for word in sys.argv[1:]:
     head_dim=d // 16,
     rotary=rotary.RotaryConfig(head_dim=d // 16),
   )
-  layout = transformer.shapes(config, 8)
+  layout = parameters.shapes(config, 8)
   rng = np.random.default_rng(0)
   params = jax.tree.map(
     lambda leaf, rng=rng: jnp.asarray(0.05 * rng.standard_normal(leaf.shape, np.float32)), layout
   )
-  params = transformer.stacked(params) if kind == "loop" else params
-  pages = transformer.empty_pages(config, numerics, num_pages=400, page_size=32)
+  params = parameters.stacked(params) if kind == "loop" else params
+  pages = kv_layout.empty_pages(config, numerics, num_pages=400, page_size=32)
   run = jax.jit(
     functools.partial(transformer.forward, config=config, numerics=numerics), donate_argnums=2
   )

@@ -1,0 +1,107 @@
+"""The shape of one decoder, and what numerics it allows."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from seerjax import numerics as numerics_lib
+from seerjax.ops import rotary
+
+FAMILIES = ("qwen3", "qwen2", "llama")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TransformerConfig:
+  """Shape of one decoder.
+
+  Attributes:
+    family: "qwen3" (norms on queries and keys), "qwen2" (biases on q, k, v) or "llama".
+    vocab_size: rows of the embedding.
+    hidden_size: d.
+    intermediate_size: features inside the gated MLP.
+    num_layers: decoder blocks.
+    num_heads: query heads.
+    num_kv_heads: key/value heads; `num_heads / num_kv_heads` queries share one.
+    head_dim: c.
+    norm_eps: of every RMS norm.
+    rotary: of every layer.
+    is_tied: the head reads the embedding table.
+    max_context: positions the model was made for; longer prompts are refused.
+  """
+
+  family: str
+  vocab_size: int
+  hidden_size: int
+  intermediate_size: int
+  num_layers: int
+  num_heads: int
+  num_kv_heads: int
+  head_dim: int
+  norm_eps: float = 1e-6
+  rotary: rotary.RotaryConfig
+  is_tied: bool = True
+  max_context: int = 4096
+
+  def __post_init__(self):
+    if self.family not in FAMILIES:
+      raise ValueError(
+        f"TransformerConfig.family: got {self.family!r}, expected one of {FAMILIES}; other families"
+        " are not built yet."
+      )
+    for field in (
+      "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads",
+      "max_context",
+    ):  # fmt: skip
+      if vars(self)[field] < 1:
+        raise ValueError(
+          f"TransformerConfig.{field}: got {vars(self)[field]}, expected at least 1; check"
+          " config.json."
+        )
+    if not 0 < self.norm_eps < 1:
+      raise ValueError(
+        f"TransformerConfig.norm_eps: got {self.norm_eps}, expected 0 < norm_eps < 1; 1e-6 is"
+        " usual."
+      )
+    if self.num_heads % self.num_kv_heads:
+      raise ValueError(
+        f"TransformerConfig.num_heads: got {self.num_heads} query heads for {self.num_kv_heads}"
+        " key/value heads, expected a multiple; check config.json."
+      )
+    if self.rotary.head_dim != self.head_dim:
+      raise ValueError(
+        f"TransformerConfig.rotary.head_dim: got {self.rotary.head_dim}, expected"
+        f" head_dim={self.head_dim}; make them equal."
+      )
+
+  @property
+  def group(self) -> int:
+    """Query heads of one key/value head."""
+    return self.num_heads // self.num_kv_heads
+
+
+def largest_shards(config: TransformerConfig) -> int:
+  """Returns the largest power of two, at most 8, that divides every sharded dimension."""
+  sizes = (config.num_kv_heads, config.intermediate_size, config.vocab_size)
+  return max(r for r in (1, 2, 4, 8) if all(size % r == 0 for size in sizes))
+
+
+def numerics_for(
+  config: TransformerConfig, numerics: numerics_lib.NumericsConfig
+) -> numerics_lib.NumericsConfig:
+  """Returns the numerics with as many slabs as the model allows, where it is left to the model.
+
+  Raises:
+    ValueError: for a number of slabs that does not divide the model, naming the dimension and both
+      numbers.
+  """
+  if not numerics.reduction_shards:
+    return dataclasses.replace(numerics, reduction_shards=largest_shards(config))
+  shards = numerics.reduction_shards
+  for field in ("num_kv_heads", "intermediate_size", "vocab_size"):
+    size = dataclasses.asdict(config)[field]
+    if size % shards:
+      raise ValueError(
+        f"NumericsConfig.reduction_shards: got {shards}, expected a divisor of {field}={size};"
+        f" use reduction_shards={largest_shards(config)} for this model, or 0, which finds it."
+      )
+  return numerics

@@ -1,0 +1,143 @@
+"""Parameters: their layout, how they are drawn, rounded and stacked, and where they live on a mesh.
+
+They are a plain pytree. Every dimension that the `model` mesh axis may shard has its logical slabs
+in front (r = `reduction_shards`): one slab holds whole key/value heads with their queries.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from seerjax import numerics as numerics_lib, parallel
+from seerjax.array_typing import Array, PRNGKeyArray
+from seerjax.models.config import TransformerConfig, numerics_for
+
+Params = dict[str, Any]
+
+# Layers of a model whose program repeats them; time to compile and size grow with each.
+UNROLLED_LAYERS = 8
+
+
+def shapes(config: TransformerConfig, reduction_shards: int) -> Params:
+  """Returns every parameter's shape (f32), as `jax.ShapeDtypeStruct`s: the layout of `Params`."""
+  r, d, c = reduction_shards, config.hidden_size, config.head_dim
+  q_columns = config.num_heads // r * c
+  kv_columns = config.num_kv_heads // r * c
+  inner = config.intermediate_size // r
+
+  def f32(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+  layer = {
+    "attention_norm": f32(d),
+    "qkv": f32(r, d, q_columns + 2 * kv_columns),  # Columns: queries, keys, values of the slab.
+    "out": f32(r, q_columns, d),
+    "mlp_norm": f32(d),
+    "gate_up": f32(r, d, 2 * inner),  # Columns: gate, up of the slab.
+    "down": f32(r, inner, d),
+  }
+  if config.family == "qwen2":
+    layer["qkv_bias"] = f32(r, q_columns + 2 * kv_columns)
+  if config.family == "qwen3":
+    layer["query_norm"] = f32(c)
+    layer["key_norm"] = f32(c)
+  params = {
+    "embed": f32(config.vocab_size, d),
+    "layers": [dict(layer) for _ in range(config.num_layers)],
+    "final_norm": f32(d),
+  }
+  if not config.is_tied:
+    params["head"] = f32(r, config.vocab_size // r, d)
+  return params
+
+
+def init(
+  key: PRNGKeyArray, config: TransformerConfig, numerics: numerics_lib.NumericsConfig
+) -> Params:
+  """Returns f32 master weights: normal with deviation 0.02, norms at one, biases at zero.
+
+  Args:
+    key: of `numerics.key`; consumed.
+    config: shape.
+    numerics: `reduction_shards` decides the layout; the same key gives other values under another.
+
+  Raises:
+    ValueError: if slabs do not divide the model, or the key is of another kind.
+  """
+  numerics = numerics_for(config, numerics)
+  numerics_lib.require_key(key, what="parameters.init: key")
+  layout = shapes(config, numerics.reduction_shards)
+  paths, structure = jax.tree_util.tree_flatten_with_path(layout)
+  residual_scale = (2 * config.num_layers) ** -0.5
+
+  def leaf(index: int, path, shape) -> Array:
+    name = path[-1].key
+    if name.endswith("norm"):
+      return jnp.ones(shape.shape, shape.dtype)
+    if name == "qkv_bias":
+      return jnp.zeros(shape.shape, shape.dtype)
+    scale = 0.02 * (residual_scale if name in ("out", "down") else 1.0)
+    with numerics_lib.pinned_randomness():
+      noise = jax.random.normal(jax.random.fold_in(key, index), shape.shape, shape.dtype)
+    return jnp.float32(scale) * noise
+
+  leaves = [leaf(index, path, shape) for index, (path, shape) in enumerate(paths)]
+  return structure.unflatten(leaves)
+
+
+@functools.partial(jax.jit, static_argnums=(1,))
+def compute_params(master: Params, numerics: numerics_lib.NumericsConfig) -> Params:
+  """Returns the weights that engine and trainer both run: the master's, rounded once.
+
+  More than `UNROLLED_LAYERS` layers are `stacked`.
+  """
+  params = jax.tree.map(lambda leaf: leaf.astype(numerics.dtype), master)
+  return stacked(params) if len(params["layers"]) > UNROLLED_LAYERS else params
+
+
+def is_stacked(params: Params) -> bool:
+  """Whether the layers are one dict of `[l, ...]`, over which `forward` loops."""
+  return isinstance(params["layers"], dict)
+
+
+def stacked(params: Params) -> Params:
+  """Returns weights, or adapters, whose equal layers are one dict, every leaf `[l, ...]`."""
+  if is_stacked(params):
+    return params
+  return {**params, "layers": jax.tree.map(lambda *leaves: jnp.stack(leaves), *params["layers"])}
+
+
+def unstacked(params: Params) -> Params:
+  """Returns weights, gradients or adapters with a list of layers, as the masters have them."""
+  if not is_stacked(params):
+    return params
+  layers = params["layers"]
+  count = jax.tree.leaves(layers)[0].shape[0]
+  at = lambda index: jax.tree.map(lambda leaf: leaf[index], layers)
+  return {**params, "layers": [at(index) for index in range(count)]}
+
+
+def partition_specs(config: TransformerConfig, reduction_shards: int) -> Params:
+  """Returns where each parameter lives on the mesh: slabs over `model`, the rest everywhere."""
+  return specs_of(shapes(config, reduction_shards))
+
+
+def specs_of(params: Params) -> Params:
+  """As `partition_specs`, for weights that may be stacked, or have adapters beside them."""
+  slabs = ("qkv", "qkv_bias", "out", "gate_up", "down", "head")
+  of_layers = (None,) if is_stacked(params) else ()
+  slabs_of_adapters = (
+    ("qkv_lora", "b"), ("gate_up_lora", "b"), ("out_lora", "a"), ("down_lora", "a")
+  )  # fmt: skip
+
+  def spec(path, _):
+    names = tuple(key.key for key in path if isinstance(key, jax.tree_util.DictKey))
+    is_slab = names[-1] in slabs or names[-2:] in slabs_of_adapters
+    before = of_layers if names[0] == "layers" else ()
+    return jax.P(*before, parallel.MODEL_AXIS) if is_slab else jax.P()
+
+  return jax.tree_util.tree_map_with_path(spec, params)
