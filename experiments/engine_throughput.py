@@ -101,12 +101,12 @@ def prompts(workload: Workload) -> list[tuple[int, ...]]:
   from experiments import generate  # JAX stays out of the peers that do not need it.
   from seerjax.models import huggingface, tokenizer as tokenizer_lib
   from seerjax.rollout import groups
-  from seerjax.tasks import base
+  from seerjax.tasks import loading
 
   is_nano = workload.model == "nano"
   directory = generate.NANO if is_nano else huggingface.resolve(workload.model)
   tokenizer = tokenizer_lib.load(directory)
-  task = base.load("word_problems", path=None)
+  task = loading.load("word_problems", path=None)
   count = task.num_problems("train")
   indices = [
     groups.problem_index(place, count, workload.seed) for place in range(workload.num_prompts)

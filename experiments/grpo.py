@@ -43,7 +43,7 @@ from seerjax.run.config import RunConfig
 from seerjax.run.evaluation import EvaluationConfig
 from seerjax.run.policy import Policy
 from seerjax.run.programs import Programs
-from seerjax.tasks import base
+from seerjax.tasks import loading
 from seerjax.trainer import losses, step as step_lib
 from seerjax.types import Task
 
@@ -155,7 +155,7 @@ def prepare(
     FileNotFoundError: if the task's file is not there.
   """
   directory_lib.check_directory(directory, resume=resume)
-  task = base.load(config.task, path=config.task_path or None)
+  task = loading.load(config.task, path=config.task_path or None)
   if config.model != "nano":
     say_memory(config, config.model)  # Before gigabytes are read.
   policy = load_policy(config.model, config.numerics)

@@ -35,7 +35,7 @@ from seerjax.run import directory as directory_lib
 from seerjax.run.config import RunConfig, TrainerConfig
 from seerjax.run.evaluation import EvaluationConfig
 from seerjax.run.policy import Policy
-from seerjax.tasks import base
+from seerjax.tasks import loading
 from seerjax.trainer import losses
 from seerjax.types import Completion, Request, SamplingParams
 
@@ -151,7 +151,7 @@ def longest_answered(
     (the prompt's tokens, the length of that answer in tokens).
   """
   policy, numerics = generate.load(config.model)
-  task = base.load("word_problems", path=None)
+  task = loading.load("word_problems", path=None)
   count = task.num_problems("heldout")
   requests = []
   for place in range(CANDIDATES):
@@ -347,7 +347,7 @@ def on_policy(config: InvarianceConfig, directory: pathlib.Path, say: Say) -> di
   """Part (c): a short run on each path; KL and largest log-probability gap of every step."""
   results = {}
   for name, (run, place) in compared_runs(config, directory).items():
-    policy, task = grpo.load_policy(config.model, run.numerics), base.load(run.task, path=None)
+    policy, task = grpo.load_policy(config.model, run.numerics), loading.load(run.task, path=None)
     rl.train(run, policy, task, place, say=lambda line: say(f"  {line}"))
     rows = [row for row in metrics.read(place / "metrics.jsonl") if "contract/kl" in row]
     results[name] = {
@@ -548,7 +548,7 @@ def run(
     # Now, and not after parts that take minutes.
     directory_lib.check_directory(place, resume=False)
     policy = grpo.load_policy(config.model, job.numerics)
-    grpo.check_prompts(job, base.load(job.task, path=None), policy)
+    grpo.check_prompts(job, loading.load(job.task, path=None), policy)
   directory.mkdir(parents=True, exist_ok=True)
   results: dict[str, Any] = {}
   for part in parts:

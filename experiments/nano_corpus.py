@@ -20,7 +20,8 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from experiments import configuration
 from seerjax.models import tokenizer as tokenizer_lib
-from seerjax.tasks import base, countdown, word_problems
+from seerjax.tasks import countdown, word_problems
+from seerjax.tasks.draws import Draws
 
 COUNTDOWN_RATE = 0.15
 BRIEF_RATE = 0.25
@@ -57,7 +58,7 @@ def documents(
   answered by its last line alone, as people do who calculate in their heads: both ways are there to
   choose from, and which of them pays is for reinforcement learning to find out.
   """
-  draws = base.Draws("nano_corpus", seed)
+  draws = Draws("nano_corpus", seed)
   words = word_problems.WordProblems()
   large = word_problems.WordProblems(config=LARGE)
   numbers = countdown.Countdown()

@@ -53,7 +53,7 @@ from seerjax.rollout import journal as journal_lib
 from seerjax.run import policy as policy_lib, programs as programs_lib
 from seerjax.run.config import RunConfig
 from seerjax.run.policy import Policy
-from seerjax.tasks import base
+from seerjax.tasks import loading
 from seerjax.trainer import step as step_lib
 from seerjax.types import Rollout, SamplingRows, TokenBatch
 
@@ -221,7 +221,7 @@ def masters_of(
   state = rl.learn_again(
     config,
     policy,
-    base.load(config.task, path=config.task_path or None),
+    loading.load(config.task, path=config.task_path or None),
     _trainer(config, policy.model),
     state,
     steps,

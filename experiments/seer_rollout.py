@@ -38,7 +38,7 @@ from seerjax.run import self_test
 from seerjax.run.policy import Policy
 from seerjax.speculation.suffix_drafter import SuffixDrafter
 from seerjax.speculation.suffix_tree import SpeculationArgs
-from seerjax.tasks import base
+from seerjax.tasks import loading
 from seerjax.types import Completion, Request, SamplingParams
 
 # Cannot be said: answers end where they are told to.
@@ -120,7 +120,7 @@ def lengths(workload: Workload) -> np.ndarray:
 
 def requests(workload: Workload, policy: Policy) -> list[Request]:
   """Returns the groups' requests, none of which can end by itself."""
-  task = base.load("word_problems")
+  task = loading.load("word_problems")
   sampling = SamplingParams(
     max_tokens=workload.max_tokens,
     logit_bias=tuple((token, FORBIDDEN) for token in policy.require_tokenizer().eos_ids),

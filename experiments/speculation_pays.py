@@ -39,7 +39,7 @@ from seerjax.engine import engine as engine_lib, runner as runner_lib
 from seerjax.models import parameters
 from seerjax.rollout import groups as groups_lib
 from seerjax.run import config as config_lib, drafter as drafter_lib, self_test
-from seerjax.tasks import base
+from seerjax.tasks import loading
 from seerjax.types import Completion, Request
 
 # Named, because untiled computes its whole bucket.
@@ -149,7 +149,7 @@ class Asker:
     job = dataclasses.replace(job, num_instances=1, engine=engine)
     self.policy = grpo.load_policy(workload.model, job.numerics)
     self._job = job = config_lib.for_model(job, self.policy.model)
-    self._task = base.load(job.task)
+    self._task = loading.load(job.task)
     self._count = groups_lib.num_problems(self._task, "train")
     self._num_posed = 0
     untiled = dataclasses.replace(job.numerics, implementation="untiled")

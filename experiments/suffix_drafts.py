@@ -282,11 +282,11 @@ def sample(workload: Workload) -> list[Sampled]:
   from seerjax.engine import engine as engine_lib
   from seerjax.models import parameters
   from seerjax.rollout import groups as groups_lib
-  from seerjax.tasks import base
+  from seerjax.tasks import loading
 
   job = grpo.main_job()
   policy = grpo.load_policy(job.model, job.numerics)
-  task = base.load(job.task, path=None)
+  task = loading.load(job.task, path=None)
   config = dataclasses.replace(
     job.rollout, groups_per_step=workload.num_prompts, group_size=workload.group_size
   )

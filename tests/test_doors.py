@@ -45,7 +45,8 @@ from seerjax.run.config import RunConfig, TrainerConfig
 from seerjax.run.policy import Policy
 from seerjax.run.programs import Programs
 from seerjax.speculation import budget
-from seerjax.tasks import base
+from seerjax.tasks import loading as tasks_loading
+from seerjax.tasks.function_task import FunctionTask, function_task
 from seerjax.trainer import advantages, entropic, losses, packing, step
 from seerjax.types import (
   Completion,
@@ -204,14 +205,14 @@ class Doors:
     importlib.invalidate_caches()
     sys.path.append(str(self.folder))
     try:
-      return base.load(f"own_task:{attribute}")
+      return tasks_loading.load(f"own_task:{attribute}")
     finally:
       sys.path.remove(str(self.folder))
       sys.modules.pop("own_task", None)
 
   def rewarded(self, reward: Callable[..., Any]) -> Verdict:
     """Judges by a bare reward function."""
-    task = base.function_task("own", self.file('{"prompt": "a"}'), reward)
+    task = function_task("own", self.file('{"prompt": "a"}'), reward)
     return groups_lib.judge(task, task.problem("train", 0), "text")
 
   def damaged(self, name: str, content: bytes | int | None) -> pathlib.Path:
@@ -330,8 +331,8 @@ def score(is_valid: bool, value: float, reward: float) -> environment_lib.Score:
   return environment_lib.Score(is_valid=is_valid, value=value, reward=reward)
 
 
-def prompts(path: pathlib.Path) -> base.FunctionTask:
-  return base.function_task("own", path, lambda prompt, text: 1.0)
+def prompts(path: pathlib.Path) -> FunctionTask:
+  return function_task("own", path, lambda prompt, text: 1.0)
 
 
 def counted(num_problems: Callable[..., Any]) -> int:
@@ -920,27 +921,27 @@ ROWS = [
   Row("a reward without prompts", lambda d: d.module("def Task(prompt, text): return 1.0"),
       "got a bare reward function and no path",
       "expected a JSON-lines file with \"prompt\"", "set --config.task_path"),
-  Row("no such module", lambda d: base.load("no_such_module:Task"),
+  Row("no such module", lambda d: tasks_loading.load("no_such_module:Task"),
       "got 'no_such_module:Task', whose module",
       "expected 'my_module:MyTask'", "run from the folder of my_module.py"),
-  Row("no module", lambda d: base.load(":Task"),
+  Row("no module", lambda d: tasks_loading.load(":Task"),
       "got ':Task', whose module '' cannot be imported",
       "expected 'my_module:MyTask'", "run from the folder of my_module.py"),
-  Row("no such task", lambda d: base.load("nothing"),
+  Row("no such task", lambda d: tasks_loading.load("nothing"),
       "got name 'nothing'",
       "expected 'word_problems', 'countdown',", "check the spelling of --config.task"),
-  Row("no name of a task", lambda d: base.load(""),
+  Row("no name of a task", lambda d: tasks_loading.load(""),
       "got name ''",
       "expected 'word_problems', 'countdown',", "check the spelling of --config.task"),
-  Row("a path for drawn problems", lambda d: base.load("word_problems", path="x"),
+  Row("a path for drawn problems", lambda d: tasks_loading.load("word_problems", path="x"),
       "got path 'x'",
       "expected none because its problems are", "drop --config.task_path or choose"),
-  Row("GSM8K without a path", lambda d: base.load("gsm8k"),
+  Row("GSM8K without a path", lambda d: tasks_loading.load("gsm8k"),
       "got no path", "expected the original JSON lines", "set --config.task_path to the"),
-  Row("GSM8K elsewhere", lambda d: base.load("gsm8k", path=d.folder / "no"),
+  Row("GSM8K elsewhere", lambda d: tasks_loading.load("gsm8k", path=d.folder / "no"),
       "got no such file",
       "expected JSON lines with the keys", "set --config.task_path to the file", FileNotFoundError),
-  Row("GSM8K without answers", lambda d: base.load("gsm8k", path=d.file(GSM8K)),
+  Row("GSM8K without answers", lambda d: tasks_loading.load("gsm8k", path=d.file(GSM8K)),
       "got the answer 'b'",
       "expected it to end with '#### <number>'", "use the original files, or repair"),
   Row("no prompts", lambda d: prompts(d.file("")),
@@ -1039,10 +1040,10 @@ ROWS = [
       "expected a Problem", "mend the task and resume: what was"),
   Row("no problem", lambda d: posed(lambda *_: None),
       "got None (NoneType) from problem('train', 0)", "expected a Problem", "return"),
-  Row("problem -1", lambda d: base.load("word_problems").problem("train", -1),
+  Row("problem -1", lambda d: tasks_loading.load("word_problems").problem("train", -1),
       "got problem index -1 of split 'train'",
       "expected 0 <= index < 300000", "take the index modulo"),
-  Row("no such split", lambda d: base.load("word_problems").problem("test", 0),
+  Row("no such split", lambda d: tasks_loading.load("word_problems").problem("test", 0),
       "got split 'test'", "expected one of ('train', 'heldout',", "'train' is usual"),
   Row("a problem of your own in no Python", lambda d: d.own("def f(:"),
       "got a syntax error in line 1 (invalid syntax)", "expected Python", "mend that line"),

@@ -29,7 +29,7 @@ import numpy as np
 
 from seerjax import compiled
 from seerjax.discovery import environment
-from seerjax.tasks import base
+from seerjax.tasks.draws import Draws
 
 SIDE = 100_000  # Coordinates are 0..SIDE.
 MAX_VERTICES = 1000
@@ -308,7 +308,7 @@ class PurseSeine:
       for x in corners
       for y in corners
     ]
-    _, x, y = sorted(counts)[base.Draws("purse_seine start", seed).below(10)]
+    _, x, y = sorted(counts)[Draws("purse_seine start", seed).below(10)]
     high_x, high_y = x + _START_CELL, y + _START_CELL
     return [[x, y], [high_x, y], [high_x, high_y], [x, high_y]]
 
@@ -329,7 +329,7 @@ class PurseSeine:
     get longer, so that no length has to be known beforehand. (Long annealing of edges alone settles
     early on which clusters are in, and ends lower.)
     """
-    draws = base.Draws("purse_seine classical", seed)
+    draws = Draws("purse_seine classical", seed)
     best = fence_of(self.start(seed))
     best_value = count(self._counter, best)
     kicks = 0
@@ -543,7 +543,7 @@ class FenceEdits:
           f"purse_seine sentence: got {token} at {place}, expected {low} <= id < {high}; see"
           " `allowed`."
         )
-    draws = base.Draws("purse_seine edits", seed)
+    draws = Draws("purse_seine edits", seed)
     fence = fence_of(artefact)
     for first in range(0, NUM_EDITS * len(_FIELDS), len(_FIELDS)):
       verb, x, y, width, height = (
@@ -625,7 +625,7 @@ def anneal(
 
 def _seed(*names: object) -> int:
   """Returns a number in 1..2**63 - 1 that follows from the names."""
-  return 1 + base.Draws("purse_seine", *names).below(2**63 - 1)
+  return 1 + Draws("purse_seine", *names).below(2**63 - 1)
 
 
 def _edited(fence: Fence, verb: int, x: int, y: int, width: int, height: int) -> Fence:

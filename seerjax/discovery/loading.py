@@ -11,7 +11,7 @@ from typing import Any
 
 from seerjax.discovery import problem_file
 from seerjax.discovery.environment import Environment
-from seerjax.tasks import base
+from seerjax.tasks import loading as tasks_loading
 
 MEMBERS = (
   "name", "is_maximised", "published", "language", "start", "describe", "verify", "picture"
@@ -35,7 +35,7 @@ def load(name: str, **arguments: Any) -> Environment:
   if name.endswith(".py"):
     return problem_file.load(name)
   module, attribute, *numbers = name.split(":")
-  found = base.imported(
+  found = tasks_loading.imported(
     f"{module}:{attribute}", caller="problem", example="my_module:MyProblem", expected="a problem"
   )
   if isinstance(found, type) or (callable(found) and not isinstance(found, Environment)):

@@ -1,8 +1,10 @@
 """Where problems come from and what a good answer is."""
 
-from seerjax.tasks.base import Draws, FunctionTask, function_task, load
 from seerjax.tasks.countdown import Countdown, CountdownConfig
+from seerjax.tasks.draws import Draws
+from seerjax.tasks.function_task import FunctionTask, function_task
 from seerjax.tasks.gsm8k import Gsm8k
+from seerjax.tasks.loading import load
 from seerjax.tasks.word_problems import WordProblems, WordProblemsConfig
 
 __all__ = [

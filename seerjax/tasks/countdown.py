@@ -14,7 +14,8 @@ import dataclasses
 from fractions import Fraction
 import re
 
-from seerjax.tasks import base
+from seerjax.tasks import answers, splits
+from seerjax.tasks.draws import Draws
 from seerjax.types import Problem, Verdict
 
 SPLITS = ("train", "heldout", "pretrain")
@@ -84,7 +85,7 @@ class Path:
   is_sum: bool
 
 
-def _walk(numbers: list[int], draws: base.Draws, max_value: int) -> Path:
+def _walk(numbers: list[int], draws: Draws, max_value: int) -> Path:
   """Returns a random path through all the numbers; every value on it is in 1..max_value."""
   order = draws.sample(numbers, len(numbers))
   path = Path(value=order[0], lines=(), expression=str(order[0]), is_sum=False)
@@ -170,14 +171,14 @@ class Countdown:
       pretrain=self.config.num_pretrain,
     )
     if split not in sizes:
-      raise base.unknown_split(self.name, split, SPLITS)
+      raise splits.unknown_split(self.name, split, SPLITS)
     return sizes[split]
 
   def problem(self, split: str, index: int) -> Problem:
     """Returns problem `index`; held-out problems have a number that no other split reaches."""
-    base.check_index(self.name, split, index, self.num_problems(split))
+    splits.check_index(self.name, split, index, self.num_problems(split))
     config = self.config
-    draws = base.Draws(self.name, split, index)
+    draws = Draws(self.name, split, index)
     count = draws.between(config.min_numbers, config.max_numbers)
     numbers = [draws.between(2, config.max_number) for _ in range(count)]
     max_value = config.max_target
@@ -200,12 +201,12 @@ class Countdown:
       question=question,
       answer=f"{path.value} = {' '.join(map(str, numbers))}",
       num_steps=len(tried) * len(path.lines),
-      solution="\n".join((*tried, f"{base.ANSWER_MARK} {path.expression}")),
+      solution="\n".join((*tried, f"{answers.ANSWER_MARK} {path.expression}")),
     )
 
   def verdict(self, problem: Problem, text: str) -> Verdict:
     """Reward 1 if the text ends with exactly one "#### <expression>" that makes the target."""
-    answer = base.marked_answer(text)
+    answer = answers.marked_answer(text)
     target, numbers = _parts(problem.answer)
     value = None if answer is None else evaluate(answer, numbers)
     if answer is None or value is None:

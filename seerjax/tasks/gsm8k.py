@@ -39,7 +39,7 @@ import os
 import pathlib
 import re
 
-from seerjax.tasks import base
+from seerjax.tasks import answers, jsonl, splits
 from seerjax.types import Problem, Verdict
 
 MAX_READ = 20_000  # Characters of a text's end that are searched for an answer.
@@ -66,15 +66,16 @@ _BOXED = "\\boxed{"
 def _value(match: re.Match[str]) -> Fraction | None:
   """Returns what looks like a number as one, None if it cannot be read."""
   text, parts = match.string, _PLAIN.fullmatch(match["whole"])
-  power = int(match["power"] or 0) if len(match["power"] or "") < 5 else base.MAX_NUMBER_DIGITS + 1
+  is_short = len(match["power"] or "") < 5
+  power = int(match["power"] or 0) if is_short else answers.MAX_NUMBER_DIGITS + 1
   denominators = [part.strip() for part in match["denominators"].split("/")[1:]]
   behind = text[match.end() : match.end() + 1]
-  if parts is None or len(denominators) > 1 or abs(power) > base.MAX_NUMBER_DIGITS:
+  if parts is None or len(denominators) > 1 or abs(power) > answers.MAX_NUMBER_DIGITS:
     return None
   if behind == "^" or behind.isnumeric():
     return None
   whole, decimals = (parts[1] or "0").replace(",", ""), parts[2] or ""
-  if max(map(len, (whole, decimals, *denominators))) > base.MAX_NUMBER_DIGITS:
+  if max(map(len, (whole, decimals, *denominators))) > answers.MAX_NUMBER_DIGITS:
     return None
   value = Fraction(int(whole + decimals), 10 ** len(decimals)) * Fraction(10) ** power
   if denominators and int(denominators[0]):  # A slash may be punctuation.
@@ -119,7 +120,7 @@ def _last_boxed(text: str) -> str | None:
 
 def extract(text: str) -> Fraction | None:
   """Returns the text's answer as an exact rational, or None if it has none; see the table above."""
-  head, mark, tail = _plain(text[-MAX_READ:]).rpartition(base.ANSWER_MARK)
+  head, mark, tail = _plain(text[-MAX_READ:]).rpartition(answers.ANSWER_MARK)
   line = tail.strip().partition("\n")[0]
   if mark and line:
     # Only what stands on the mark's own line is the answer; chatter may follow.
@@ -150,7 +151,7 @@ class Gsm8k:
       return self.train
     if split == "heldout":
       return self.heldout
-    raise base.unknown_split(self.name, split, ("train", "heldout"))
+    raise splits.unknown_split(self.name, split, ("train", "heldout"))
 
   def num_problems(self, split: str) -> int:
     """Returns how many problems the split has."""
@@ -159,7 +160,7 @@ class Gsm8k:
   def problem(self, split: str, index: int) -> Problem:
     """Returns problem `index`, in the order of the file."""
     problems = self._problems(split)
-    base.check_index(self.name, split, index, len(problems))
+    splits.check_index(self.name, split, index, len(problems))
     return problems[index]
 
   def verdict(self, problem: Problem, text: str) -> Verdict:
@@ -169,7 +170,7 @@ class Gsm8k:
       return Verdict(reward=0.0, correct=False, well_formed=False)
     correct = value == Fraction(problem.answer)
     return Verdict(
-      reward=float(correct), correct=correct, well_formed=True, answer=base.number_text(value)
+      reward=float(correct), correct=correct, well_formed=True, answer=answers.number_text(value)
     )
 
 
@@ -180,9 +181,9 @@ INSTRUCTION = (
 
 def _read(path: pathlib.Path, instruction: str) -> list[Problem]:
   problems = []
-  for index, row in enumerate(base.read_rows(path, ("question", "answer"))):
+  for index, row in enumerate(jsonl.read_rows(path, ("question", "answer"))):
     value = extract(row["answer"])
-    if base.ANSWER_MARK not in row["answer"] or value is None:
+    if answers.ANSWER_MARK not in row["answer"] or value is None:
       raise ValueError(
         f"{path}, row {index + 1}: got the answer {row['answer'][-80:]!r}, expected it to end with"
         " '#### <number>'; use the original files, or repair that row."
@@ -193,7 +194,7 @@ def _read(path: pathlib.Path, instruction: str) -> list[Problem]:
         problem_id=f"gsm8k-{path.stem}-{index}",
         prompt=f"{question}\n{instruction}" if instruction else question,
         question=question,
-        answer=base.number_text(value),
+        answer=answers.number_text(value),
         # The reference has one step a line, and the answer's line.
         num_steps=len([line for line in row["answer"].split("\n") if line.strip()]) - 1,
         solution=row["answer"],
@@ -219,5 +220,5 @@ def load(path: str | os.PathLike[str], *, instruction: str = INSTRUCTION) -> Gsm
     train = _read(path / "train.jsonl", instruction)
     heldout = _read(path / "test.jsonl", instruction)
   else:
-    train, heldout = base.split_rows(_read(path, instruction))
+    train, heldout = splits.split_rows(_read(path, instruction))
   return Gsm8k(train=tuple(train), heldout=tuple(heldout))

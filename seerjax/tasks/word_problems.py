@@ -17,7 +17,8 @@ from __future__ import annotations
 import dataclasses
 from fractions import Fraction
 
-from seerjax.tasks import base
+from seerjax.tasks import answers, splits
+from seerjax.tasks.draws import Draws
 from seerjax.types import Problem, Verdict
 
 NAMES = (
@@ -346,7 +347,7 @@ class Context:
 class _Teller:
   """Says things in the forms of a split, and sometimes something that does not matter."""
 
-  def __init__(self, config: WordProblemsConfig, split: str, draws: base.Draws):
+  def __init__(self, config: WordProblemsConfig, split: str, draws: Draws):
     scale = config.heldout_scale if split == "heldout" else 1.0
     self.config = config
     self.split = split
@@ -497,7 +498,7 @@ def _joined(first: Chain, second: Chain, operator: str) -> Chain:
 
 
 def _question(
-  teller: _Teller, context: Context, number: int, order: base.Draws
+  teller: _Teller, context: Context, number: int, order: Draws
 ) -> tuple[str, tuple[str, ...], Fraction]:
   """Returns (question, solution lines, answer) of question `number` of the context.
 
@@ -524,7 +525,7 @@ def _question(
         friends = [2, 4]
       count = draws.choice(friends)
       answer = Fraction(chain.value, count)
-      line = f"{chain.value}/{count}={base.number_text(answer)}"
+      line = f"{chain.value}/{count}={answers.number_text(answer)}"
       return teller.ask("share", k=count, **words), (*chain.lines, line), answer
     return teller.ask("now", **words), chain.lines, Fraction(chain.value)
   joins = order.sample((("both", "+"), ("difference", "-")), 2)
@@ -565,7 +566,7 @@ class WordProblems:
       pretrain=self.config.num_pretrain,
     )
     if split not in sizes:
-      raise base.unknown_split(self.name, split, SPLITS)
+      raise splits.unknown_split(self.name, split, SPLITS)
     return sizes[split] // QUESTIONS_PER_CONTEXT
 
   def num_problems(self, split: str) -> int:
@@ -574,22 +575,22 @@ class WordProblems:
 
   def problem(self, split: str, index: int) -> Problem:
     """Returns problem `index` of the split."""
-    base.check_index(self.name, split, index, self.num_problems(split))
+    splits.check_index(self.name, split, index, self.num_problems(split))
     number, context = divmod(index, self.num_contexts(split))
     return self._problem(split, context, number)
 
   def questions(self, split: str, context: int) -> tuple[Problem, ...]:
     """Returns the problems of one context; their `context` texts are equal."""
-    base.check_index(self.name, split, context, self.num_contexts(split))
+    splits.check_index(self.name, split, context, self.num_contexts(split))
     return tuple(self._problem(split, context, q) for q in range(QUESTIONS_PER_CONTEXT))
 
   def verdict(self, problem: Problem, text: str) -> Verdict:
     """Reward 1 if the text ends with exactly one "#### <number>" and it is the answer, else 0."""
-    return base.number_verdict(problem, text)
+    return answers.number_verdict(problem, text)
 
   def _problem(self, split: str, context_index: int, number: int) -> Problem:
     config = self.config
-    teller = _Teller(config, split, base.Draws(self.name, split, context_index))
+    teller = _Teller(config, split, Draws(self.name, split, context_index))
     events, is_long = teller.num_events()
     kind = teller.draws.below(config.story_weight + config.trade_weight + config.people_weight)
     if kind < config.trade_weight:
@@ -598,10 +599,10 @@ class WordProblems:
       context = _people(teller, events)
     else:
       context = _story(teller, events, is_long)
-    teller.draws = base.Draws(self.name, split, context_index, number)
-    order = base.Draws(self.name, split, context_index, "order")
+    teller.draws = Draws(self.name, split, context_index, number)
+    order = Draws(self.name, split, context_index, "order")
     question, lines, answer = _question(teller, context, number, order)
-    final = base.number_text(answer)
+    final = answers.number_text(answer)
     return Problem(
       problem_id=f"{self.name}-{split}-{context_index}-{number}",
       prompt=f"{context.text} {question}",
@@ -609,5 +610,5 @@ class WordProblems:
       question=question,
       answer=final,
       num_steps=len(lines),
-      solution="\n".join((*lines, f"{base.ANSWER_MARK} {final}")),
+      solution="\n".join((*lines, f"{answers.ANSWER_MARK} {final}")),
     )

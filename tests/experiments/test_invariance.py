@@ -11,7 +11,7 @@ import pytest
 
 from experiments import generate, invariance
 from seerjax.rollout import groups
-from seerjax.tasks import base
+from seerjax.tasks import loading
 from seerjax.types import Completion
 
 
@@ -81,7 +81,7 @@ def test_the_prompt_is_that_of_the_longest_answer_that_ends(tiny: str):
   config = invariance.InvarianceConfig(model=tiny, max_tokens=6)
   prompt, length = invariance.longest_answered(config, 0.0)
   policy, _ = generate.load(tiny)
-  task = base.load("word_problems")
+  task = loading.load("word_problems")
   candidates = [
     groups.prompt_tokens(
       task.problem("heldout", groups.problem_index(place, task.num_problems("heldout"), 0)),

@@ -15,7 +15,7 @@ import hypothesis
 from hypothesis import strategies as st
 import pytest
 
-from seerjax.tasks import base, word_problems
+from seerjax.tasks import answers, word_problems
 from seerjax.types import Problem
 
 TASK = word_problems.WordProblems()
@@ -65,8 +65,8 @@ def test_every_solution_is_judged_correct_and_every_line_is_true():
           "*": lambda a, b: a * b,
           "/": lambda a, b: a / b,
         }[sign](Fraction(first), Fraction(second))
-        assert value == base.read_number(right) and value >= 0, line
-      assert base.read_number(lines[-1].partition("=")[2]) == base.read_number(problem.answer)
+        assert value == answers.read_number(right) and value >= 0, line
+      assert answers.read_number(lines[-1].partition("=")[2]) == answers.read_number(problem.answer)
 
 
 def test_a_story_told_by_hand():

@@ -1,0 +1,70 @@
+"""Tasks of a file of prompts and a reward function."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from seerjax import tasks
+from seerjax.tasks.function_task import function_task
+
+
+def test_a_row_may_be_a_conversation(tmp_path):
+  messages = [
+    dict(role="system", content="Be brief."), dict(role="user", content="a?"),
+    dict(role="assistant", content="b"), dict(role="user", content="c?"),
+  ]  # fmt: skip
+  path = tmp_path / "rows.jsonl"
+  path.write_text(json.dumps(dict(messages=messages)) + "\n" + json.dumps(dict(prompt="d?")))
+  task = function_task("mine", path, lambda prompt, text: float(prompt == "c?"))
+  first, second = (task.problem("train", index) for index in range(2))
+  assert first.messages == tuple(messages) and first.prompt == first.question == "c?"
+  assert second.messages == () and second.prompt == "d?"
+  assert task.verdict(first, "").correct and not task.verdict(second, "").correct
+
+
+@pytest.mark.parametrize(
+  ("row", "message"),
+  [
+    ({"text": "a"}, r"row 1: got the keys \('text',\) and messages=None, expected \"prompt\", or"),
+    ({"messages": "a"}, "row 1: got the keys .* and messages='a', expected \"prompt\", or"),
+    ({"messages": [{"content": "a"}]}, "row 1: got the keys .* expected \"prompt\", or"),
+    ({"messages": [{"role": "user"}]}, "row 1: got messages without a user's last text, expected"),
+    ({"messages": [{"role": "system", "content": "a"}]}, "row 1: got messages without a user's"),
+    ({"prompt": " "}, "row 1: got prompt=' ', expected a string that is not empty; repair or"),
+    ({"prompt": 5}, "row 1: got prompt=5, expected a string that is not empty; repair or remove"),
+  ],
+)
+def test_a_row_that_asks_nothing_is_refused(tmp_path, row, message):
+  path = tmp_path / "rows.jsonl"
+  path.write_text(json.dumps(row))
+  with pytest.raises(ValueError, match=message):
+    function_task("mine", path, lambda prompt, text: 1.0)
+
+
+def test_a_bare_reward_function_is_a_task(outside):
+  task = tasks.load("outside_task_module:reward", path=outside / "prompts.jsonl")
+  assert task.num_problems("train") == task.num_problems("heldout") == 2
+  problem = task.problem("train", 0)
+  assert (problem.prompt, problem.answer) == ("say a", "3")
+  assert task.verdict(problem, "I say a").correct
+  assert task.verdict(problem, "no").reward == 0.0
+  given = tasks.load("mine", path=outside / "prompts.jsonl", reward=lambda prompt, text: 0.5)
+  assert given.verdict(problem, "x").reward == 0.5
+  assert given.name == "mine"
+
+
+@pytest.mark.parametrize("reward", [float("nan"), float("inf"), None, "1.0", [1.0, 2.0]])
+def test_a_reward_that_is_no_finite_number_is_refused_with_its_prompt(outside, reward):
+  task = tasks.load("mine", path=outside / "prompts.jsonl", reward=lambda prompt, text: reward)
+  with pytest.raises(ValueError, match="for the prompt 'say a', expected a finite float"):
+    task.verdict(task.problem("train", 0), "text")
+
+
+def test_an_unknown_split_or_index_is_refused(outside):
+  task = tasks.load("mine", path=outside / "prompts.jsonl", reward=lambda prompt, text: 1.0)
+  with pytest.raises(ValueError, match="got split 'test', expected one of"):
+    task.num_problems("test")
+  with pytest.raises(ValueError, match="got problem index 2 of split 'train', expected 0 <= index"):
+    task.problem("train", 2)

@@ -1,0 +1,43 @@
+"""The ways to name a task."""
+
+from __future__ import annotations
+
+import pytest
+
+from seerjax import tasks
+
+
+def test_own_tasks_load_by_name():
+  assert tasks.load("word_problems").name == "word_problems"
+  assert tasks.load("countdown").name == "countdown"
+
+
+def test_tasks_load_from_the_current_directory(outside):
+  task = tasks.load("outside_task_module:MyTask")
+  assert task.problem("train", 0).prompt == "nowhere"
+  task = tasks.load("outside_task_module:MyTask", path="somewhere")
+  assert task.problem("train", 0).prompt == "somewhere"
+  task = tasks.load("outside_task_module:an_instance")
+  assert task.problem("train", 0).prompt == "made already"
+
+
+@pytest.mark.parametrize(
+  ("name", "message"),
+  [
+    ("word_problem", "got name 'word_problem', expected 'word_problems', 'countdown', 'gsm8k'"),
+    ("gsm8k", "gsm8k: got no path, expected the original JSON lines"),
+    ("no_such_module:x", "whose module 'no_such_module' cannot be imported"),
+    (":x", "whose module '' cannot be imported"),
+    ("outside_task_module:Absent", "has no 'Absent'.*it has .*'MyTask'"),
+    ("outside_task_module:reward", "got a bare reward function and no path"),
+    ("outside_task_module:half_a_task", r"without \['name', 'num_problems', 'verdict'\]"),
+  ],
+)
+def test_unusable_names_are_refused(outside, name, message):
+  with pytest.raises(ValueError, match=message):
+    tasks.load(name)
+
+
+def test_a_path_for_generated_problems_is_refused():
+  with pytest.raises(ValueError, match="word_problems: got path 'x', expected none"):
+    tasks.load("word_problems", path="x")
