@@ -1,6 +1,6 @@
 """Where problems come from and what a good answer is."""
 
-from seerjax.tasks.countdown import Countdown, CountdownConfig
+from seerjax.tasks.countdown import Countdown
 from seerjax.tasks.draws import Draws
 from seerjax.tasks.function_task import FunctionTask, function_task
 from seerjax.tasks.gsm8k import Gsm8k
@@ -9,7 +9,6 @@ from seerjax.tasks.word_problems import WordProblems, WordProblemsConfig
 
 __all__ = [
   "Countdown",
-  "CountdownConfig",
   "Draws",
   "FunctionTask",
   "Gsm8k",

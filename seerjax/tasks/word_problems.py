@@ -30,6 +30,23 @@ SPLITS = ("train", "heldout", "pretrain")
 QUESTIONS_PER_CONTEXT = 3
 MAX_PEOPLE = 8
 MAX_REPEATS = 5
+# Problems of each split: more than any run draws, and few enough to be named by an index.
+SIZES = {"train": 300_000, "heldout": 30_000, "pretrain": 30_000_000}
+HELDOUT_SCALE = 1.4  # Both limits of `WordProblemsConfig` are multiplied by this in "heldout".
+# That a held-out sentence has an unseen form: always, but the draw belongs to what a problem is.
+UNSEEN_RATE = 1.0
+# Events of a context: most are short, some are long, which makes the tail of lengths that the
+# rollout has to live with. A question may add a step.
+MEAN_STEPS = 2.5
+LONG_RATE, LONG_MEAN_STEPS = 0.06, 10.0
+MAX_STEPS = 24
+DISTRACTOR_RATE = 0.1  # That an irrelevant sentence follows a sentence.
+# That an event is a daily one, worth 2 to 5 steps; more in long contexts: their prompts stay short.
+REPEAT_RATE, LONG_REPEAT_RATE = 0.08, 0.4
+SCALE_RATE = 0.12  # That an event multiplies or halves.
+FRACTION_RATE = 0.2  # That a sharing question may have an answer that is no integer.
+# Of ten contexts, how many are of each kind; see `Context`.
+STORY_WEIGHT, TRADE_WEIGHT, PEOPLE_WEIGHT = 5, 2, 3
 
 # What is said, in which forms. p and q are people, o and x things, n and k numbers.
 TRAIN_FORMS: dict[str, tuple[str, ...]] = {
@@ -228,76 +245,26 @@ HELDOUT_FORMS: dict[str, tuple[str, ...]] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WordProblemsConfig:
-  """How hard the problems are.
+  """How large the numbers are.
 
   Attributes:
     max_operand: largest number that a train sentence adds or takes away.
     max_total: largest number of things anyone has in train.
-    heldout_scale: both limits are multiplied by this in "heldout".
-    unseen_rate: probability that a held-out sentence has an unseen form; the question always has.
-    mean_steps: mean number of events of an ordinary context.
-    long_rate: probability of a long context.
-    long_mean_steps: mean number of events of a long context.
-    max_steps: most events of a context; a question may add a step.
-    distractor_rate: probability that an irrelevant sentence follows a sentence.
-    repeat_rate: probability that an event is a daily one, worth 2 to 5 steps.
-    long_repeat_rate: the same in long contexts, which keeps their prompts short.
-    scale_rate: probability that an event multiplies or halves.
-    fraction_rate: probability that a sharing question may have an answer that is no integer.
-    story_weight, trade_weight, people_weight: integers, how often each kind of context comes.
-    num_train, num_heldout, num_pretrain: problems of each split.
   """
 
   max_operand: int = 40
   max_total: int = 150
-  heldout_scale: float = 1.4
-  unseen_rate: float = 1.0
-  mean_steps: float = 2.5
-  long_rate: float = 0.06
-  long_mean_steps: float = 10.0
-  max_steps: int = 24
-  distractor_rate: float = 0.1
-  repeat_rate: float = 0.08
-  long_repeat_rate: float = 0.4
-  scale_rate: float = 0.12
-  fraction_rate: float = 0.2
-  story_weight: int = 5
-  trade_weight: int = 2
-  people_weight: int = 3
-  num_train: int = 300_000
-  num_heldout: int = 30_000
-  num_pretrain: int = 30_000_000
 
   def __post_init__(self):
-    def refuse(field: str, got: object, expected: str, fix: str):
-      raise ValueError(f"WordProblemsConfig.{field}: got {got}, expected {expected}; {fix}.")
-
     if self.max_operand < 4:
-      refuse("max_operand", self.max_operand, "at least 4", "40 is usual")
-    if self.max_total < 2 * self.max_operand:
-      refuse(
-        "max_total",
-        self.max_total,
-        f"at least 2 * max_operand = {2 * self.max_operand}",
-        "raise it",
+      raise ValueError(
+        f"WordProblemsConfig.max_operand: got {self.max_operand}, expected at least 4; 40 is usual."
       )
-    if not 1.0 <= self.heldout_scale <= 10.0:
-      refuse("heldout_scale", self.heldout_scale, "1 <= heldout_scale <= 10", "1.4 is usual")
-    if not 1 <= self.max_steps <= 100:
-      refuse("max_steps", self.max_steps, "1 <= max_steps <= 100", "24 is usual")
-    for field in ("mean_steps", "long_mean_steps"):
-      value = {"mean_steps": self.mean_steps, "long_mean_steps": self.long_mean_steps}[field]
-      if not 1.0 <= value <= self.max_steps:
-        refuse(field, value, f"1 <= {field} <= max_steps = {self.max_steps}", "lower it")
-    for field, value in dataclasses.asdict(self).items():
-      if field.endswith("_rate") and not 0.0 <= value <= 1.0:
-        refuse(field, value, "a probability between 0 and 1", "0 switches it off")
-      if field.endswith("_weight") and value < 0:
-        refuse(field, value, "a weight >= 0", "0 switches that kind off")
-      if field.startswith("num_") and value < QUESTIONS_PER_CONTEXT:
-        refuse(field, value, f"at least {QUESTIONS_PER_CONTEXT} problems", "raise it")
-    if self.story_weight + self.trade_weight + self.people_weight < 1:
-      refuse("story_weight", self.story_weight, "one weight above 0", "set story_weight=1")
+    if self.max_total < 2 * self.max_operand:
+      raise ValueError(
+        f"WordProblemsConfig.max_total: got {self.max_total}, expected at least 2 * max_operand ="
+        f" {2 * self.max_operand}; raise it."
+      )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -348,8 +315,7 @@ class _Teller:
   """Says things in the forms of a split, and sometimes something that does not matter."""
 
   def __init__(self, config: WordProblemsConfig, split: str, draws: Draws):
-    scale = config.heldout_scale if split == "heldout" else 1.0
-    self.config = config
+    scale = HELDOUT_SCALE if split == "heldout" else 1.0
     self.split = split
     self.draws = draws
     self.max_operand = int(config.max_operand * scale)
@@ -366,22 +332,22 @@ class _Teller:
     return self.draws.choice(forms).format(o=self.things[0], **words)
 
   def _forms(self, what: str) -> tuple[str, ...]:
-    if self.split == "heldout" and self.draws.chance(self.config.unseen_rate):
+    if self.split == "heldout" and self.draws.chance(UNSEEN_RATE):
       return HELDOUT_FORMS[what]
     return TRAIN_FORMS[what]
 
   def distract(self, person: str) -> list[str]:
-    if not self.draws.chance(self.config.distractor_rate):
+    if not self.draws.chance(DISTRACTOR_RATE):
       return []
     number = self.draws.between(2, self.max_operand)
     return [self.say("distractor", p=person, q=self.names[-1], x=self.things[1], n=number)]
 
   def num_events(self) -> tuple[int, bool]:
-    """Returns (events, whether the context is a long one): 1 + geometric, cut at max_steps."""
-    is_long = self.draws.chance(self.config.long_rate)
-    mean = self.config.long_mean_steps if is_long else self.config.mean_steps
+    """Returns (events, whether the context is a long one): 1 + geometric, cut at `MAX_STEPS`."""
+    is_long = self.draws.chance(LONG_RATE)
+    mean = LONG_MEAN_STEPS if is_long else MEAN_STEPS
     events = 1
-    while events < self.config.max_steps and self.draws.chance(1.0 - 1.0 / mean):
+    while events < MAX_STEPS and self.draws.chance(1.0 - 1.0 / mean):
       events += 1
     return events, is_long
 
@@ -396,7 +362,7 @@ class _Teller:
   def change(self, chain: Chain, most_steps: int, repeat_rate: float) -> tuple[str, Chain]:
     """Returns a sentence and the chain after it, 1 to `most_steps` steps longer."""
     person, value = chain.person, chain.value
-    if self.draws.chance(self.config.scale_rate):
+    if self.draws.chance(SCALE_RATE):
       times = self.draws.between(2, 3)
       if value * times <= self.max_total and self.draws.chance(0.5):
         return self.say("times", p=person, k=times), chain.then("*", times)
@@ -421,7 +387,7 @@ class _Teller:
 
 def _story(teller: _Teller, events: int, is_long: bool) -> Context:
   """One person, one thing after another."""
-  repeat_rate = teller.config.long_repeat_rate if is_long else teller.config.repeat_rate
+  repeat_rate = LONG_REPEAT_RATE if is_long else REPEAT_RATE
   person = teller.names[0]
   sentence, chain = teller.start(person, may_box=True)
   sentences = [sentence, *teller.distract(person)]
@@ -433,7 +399,7 @@ def _story(teller: _Teller, events: int, is_long: bool) -> Context:
 
 def _trade(teller: _Teller, events: int, is_long: bool) -> Context:
   """Two people who buy, lose and give to each other; each knows of about half of the events."""
-  repeat_rate = teller.config.long_repeat_rate if is_long else teller.config.repeat_rate
+  repeat_rate = LONG_REPEAT_RATE if is_long else REPEAT_RATE
   sentences, chains = [], []
   for person in teller.names[:2]:
     sentence, chain = teller.start(person, may_box=False)
@@ -521,7 +487,7 @@ def _question(
       return teller.ask("price", k=price, **words), longer.lines, Fraction(longer.value)
     if what == "share":
       friends = [k for k in (2, 3, 4, 5) if chain.value % k == 0]
-      if draws.chance(teller.config.fraction_rate) or not friends:
+      if draws.chance(FRACTION_RATE) or not friends:
         friends = [2, 4]
       count = draws.choice(friends)
       answer = Fraction(chain.value, count)
@@ -560,14 +526,9 @@ class WordProblems:
 
   def num_contexts(self, split: str) -> int:
     """Returns how many contexts the split has."""
-    sizes = dict(
-      train=self.config.num_train,
-      heldout=self.config.num_heldout,
-      pretrain=self.config.num_pretrain,
-    )
-    if split not in sizes:
+    if split not in SIZES:
       raise splits.unknown_split(self.name, split, SPLITS)
-    return sizes[split] // QUESTIONS_PER_CONTEXT
+    return SIZES[split] // QUESTIONS_PER_CONTEXT
 
   def num_problems(self, split: str) -> int:
     """Returns how many problems the split has: contexts times questions."""
@@ -589,13 +550,12 @@ class WordProblems:
     return answers.number_verdict(problem, text)
 
   def _problem(self, split: str, context_index: int, number: int) -> Problem:
-    config = self.config
-    teller = _Teller(config, split, Draws(self.name, split, context_index))
+    teller = _Teller(self.config, split, Draws(self.name, split, context_index))
     events, is_long = teller.num_events()
-    kind = teller.draws.below(config.story_weight + config.trade_weight + config.people_weight)
-    if kind < config.trade_weight:
-      context = _trade(teller, min(events + 1, config.max_steps), is_long)
-    elif kind < config.trade_weight + config.people_weight and events < MAX_PEOPLE:
+    kind = teller.draws.below(STORY_WEIGHT + TRADE_WEIGHT + PEOPLE_WEIGHT)
+    if kind < TRADE_WEIGHT:
+      context = _trade(teller, min(events + 1, MAX_STEPS), is_long)
+    elif kind < TRADE_WEIGHT + PEOPLE_WEIGHT and events < MAX_PEOPLE:
       context = _people(teller, events)
     else:
       context = _story(teller, events, is_long)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import dataclasses
 from fractions import Fraction
 import functools
 import json
@@ -71,21 +70,22 @@ def test_every_solution_is_judged_correct_and_every_line_is_true():
 
 def test_a_story_told_by_hand():
   # The numbers of a story's prompt, taken in order, give the lines of its solution.
-  config = dataclasses.replace(
-    TASK.config, trade_weight=0, people_weight=0, distractor_rate=0.0, scale_rate=0.0,
-    repeat_rate=0.0, long_repeat_rate=0.0, long_rate=0.0,
-  )  # fmt: skip
-  task = word_problems.WordProblems(config=config)
-  for index in range(300):
-    problem = task.problem("train", index)
-    if "boxes" in problem.context:
+  num_told = 0
+  for index in range(1000):
+    problem = TASK.problem("train", index)
+    words = set(re.findall(r"\w+", problem.context))
+    if words & {"boxes", "times", "half", "day", "days", "years"} or any(
+      len(words & {*of}) > 1 for of in (word_problems.NAMES, word_problems.OBJECTS)
+    ):
       continue
+    num_told += 1
     told = [int(n) for n in re.findall(r"\d+", problem.context)]
     value = told[0]
     for sentence, number in zip(problem.context.split(". ")[1:], told[1:], strict=True):
       is_loss = re.search("sells|loses|takes|to a friend|gives a friend", sentence)
       value += -number if is_loss else number
     assert problem.answer == str(value)
+  assert num_told > 100
 
 
 def test_context_and_question_make_the_prompt_and_contexts_are_shared():
@@ -151,7 +151,7 @@ def test_lengths_have_a_long_tail_and_belong_to_the_context():
   steps = sorted(problem.num_steps for problem in problems("train", 1000))
   assert 2 <= steps[500] <= 4
   assert steps[980] >= 3.5 * steps[500]
-  assert 20 <= steps[-1] <= TASK.config.max_steps + 4
+  assert 20 <= steps[-1] <= word_problems.MAX_STEPS + 4
   groups = [[p.num_steps for p in TASK.questions("train", i)] for i in range(300)]
   mean = sum(map(sum, groups)) / (3 * len(groups))
   between = sum((sum(g) / 3 - mean) ** 2 for g in groups) / len(groups)
@@ -167,17 +167,14 @@ def test_some_answers_are_fractions_but_few():
 @pytest.mark.parametrize("split", word_problems.SPLITS)
 def test_knobs_at_their_limits_make_sound_problems(split):
   for config in (
-    word_problems.WordProblemsConfig(max_operand=4, max_total=8, scale_rate=1.0),
-    word_problems.WordProblemsConfig(distractor_rate=1.0, repeat_rate=1.0, long_rate=1.0),
-    word_problems.WordProblemsConfig(people_weight=0, story_weight=0, mean_steps=1.0),
-    word_problems.WordProblemsConfig(mean_steps=24.0, trade_weight=0, unseen_rate=0.0),
-    word_problems.WordProblemsConfig(max_steps=1, mean_steps=1.0, long_mean_steps=1.0),
+    word_problems.WordProblemsConfig(max_operand=4, max_total=8),
+    word_problems.WordProblemsConfig(max_operand=99, max_total=400),
   ):
     task = word_problems.WordProblems(config=config)
     for index in range(40):
       for problem in task.questions(split, index):
         assert task.verdict(problem, problem.solution).correct
-        assert problem.num_steps <= 2 * config.max_steps + 2
+        assert problem.num_steps <= 2 * word_problems.MAX_STEPS + 2
         # Nobody is ever left with nothing or less; only a difference may be 0.
         assert "=0\n" not in problem.solution.rpartition("\n")[0]
         assert "=-" not in problem.solution
@@ -201,17 +198,6 @@ def test_verdict_never_raises(text):
   [
     (dict(max_operand=3), "max_operand: got 3, expected at least 4"),
     (dict(max_total=79), r"max_total: got 79, expected at least 2 \* max_operand = 80"),
-    (dict(heldout_scale=0.5), "heldout_scale: got 0.5, expected 1 <= heldout_scale <= 10"),
-    (dict(max_steps=0), "max_steps: got 0, expected 1 <= max_steps <= 100"),
-    (dict(mean_steps=0.5), "mean_steps: got 0.5, expected 1 <= mean_steps <= max_steps = 24"),
-    (dict(long_mean_steps=25.0), "long_mean_steps: got 25.0, expected 1 <= long_mean_steps"),
-    (dict(scale_rate=1.5), "scale_rate: got 1.5, expected a probability"),
-    (dict(trade_weight=-1), "trade_weight: got -1, expected a weight >= 0"),
-    (dict(num_train=2), "num_train: got 2, expected at least 3 problems"),
-    (
-      dict(story_weight=0, trade_weight=0, people_weight=0),
-      "story_weight: got 0, expected one weight above 0",
-    ),
   ],
 )
 def test_impossible_knobs_are_refused(change, message):
