@@ -22,7 +22,7 @@ from seerjax.discovery.programs import Attempt
 from seerjax.models import tokenizer as tokenizer_lib
 from seerjax.rollout import groups
 from seerjax.rollout.journal import Journal
-from seerjax.sandbox import sandbox as sandbox_lib
+from seerjax.sandbox import pool as pool_lib, sandbox as sandbox_lib
 from seerjax.types import Completion, Request, SamplingParams
 
 MIN_DESCRIPTION = 200  # Characters of a problem's description that a context must have room for.
@@ -247,7 +247,7 @@ class Programs:
     self._environment, self._group, self._config = environment, group, config
     self._tokenizer, self._max_context = tokenizer, max_context
     self.sandbox = sandbox_lib.Sandbox(allow_weak=config.allow_weak_sandbox)
-    self._pool = sandbox_lib.Pool(config.num_workers, 2 * config.num_workers)
+    self._pool = pool_lib.Pool(config.num_workers, 2 * config.num_workers)
     # Beyond the question: the longest that forced tokens can be is that of a text without a marker.
     forced = programs.forced_answer_text("", answer_marker=config.answer_marker)
     self._reserved = (
