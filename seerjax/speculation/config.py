@@ -19,7 +19,6 @@ from seerjax.engine.drafting import Drafter
 from seerjax.engine.engine import Engine
 from seerjax.speculation.budget import BudgetConfig
 from seerjax.speculation.statistics import Acceptance
-from seerjax.tasks import base
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
