@@ -50,7 +50,7 @@ from seerjax.models import (
 )
 from seerjax.ops import sampling
 from seerjax.rollout import journal as journal_lib
-from seerjax.run import policy as policy_lib, programs as programs_lib
+from seerjax.run import policy as policy_lib, programs as programs_lib, stored_settings
 from seerjax.run.config import RunConfig
 from seerjax.run.policy import Policy
 from seerjax.tasks import loading
@@ -98,8 +98,9 @@ def read_config(directory: pathlib.Path) -> RunConfig:
     raise ValueError(
       f"--run: got {directory}, which has no config.json, expected a run's directory; correct it."
     )
-  stored = json.loads(path.read_text())
-  values = {field.name: _frozen(stored[field.name]) for field in dataclasses.fields(RunConfig)}
+  stored = stored_settings.as_today(json.loads(path.read_text()))
+  fields = [field.name for field in dataclasses.fields(RunConfig) if field.name in stored]
+  values = {name: _frozen(stored[name]) for name in fields}
   return configuration.from_flags(RunConfig, ml_collections.ConfigDict(values))
 
 

@@ -9,6 +9,10 @@ import numpy as np
 
 from seerjax.rollout.buffer import Group, Item, State
 
+# Groups, by arrival, whose lengths are compared: enough for a small error, few enough that what
+# compares all pairs of them costs nothing.
+NUM_COMPARED = 64
+
 # Below these, likeness is not judged.
 _FEWEST_FINISHED = 12
 _FEWEST_GROUPS = 4
@@ -68,14 +72,13 @@ class GroupLikeness:
   lengths alone, and not from an order by estimates, which would look like likeness.
   """
 
-  def __init__(self, num_groups: int):
-    self._num_groups = num_groups
+  def __init__(self):
     self._groups: dict[int, Group] = {}
     self._num_finished = 0
     self._next = _FEWEST_FINISHED  # Measure when so many have finished.
 
   def update(self, item: Item) -> None:
-    if item.group.index < self._num_groups:
+    if item.group.index < NUM_COMPARED:
       self._groups[item.group.index] = item.group
       self._num_finished += item.state is State.FINISHED
 

@@ -49,18 +49,7 @@ class ByRoom:
 
   What an instance's step costs beyond its fixed part follows from the KV that it reads, so this
   evens the instances' steps out, which numbers of requests do not.
-
-  Attributes:
-    max_imbalance: part of an instance's pages by which its KV's home may have fewer free.
   """
-
-  max_imbalance: float = 0.05
-
-  def __post_init__(self):
-    if not 0 <= self.max_imbalance <= 1:
-      raise ValueError(
-        f"ByRoom: got max_imbalance={self.max_imbalance}, expected a part in [0, 1]; say 0.05."
-      )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -113,8 +102,8 @@ class LongestGroupFirst(Divided):
   Which request is long is luck where lengths within a group are not alike: any other order than
   that of arrival then loses as often as it wins. So the first chunks go as `Divided` gives them,
   routing included, and every decision stays so where likeness stays low. It is measured on what has
-  finished of the first `num_compared` groups and on what their others have generated so far
-  (`rank_correlation`). Once that is at least `min_correlation`, its standard error taken off, while
+  finished of the groups that arrived first and on what their others have generated so far
+  (`rollout.likeness`). Once that is at least `min_correlation`, its standard error taken off, while
   much still waits and has never run, the order is from then on that of algorithm 2 with better
   estimates:
 
@@ -123,19 +112,17 @@ class LongestGroupFirst(Divided):
   - then the group of the largest estimate: the longest of its members that have finished, and never
     below what one that has not finished has generated; `max_tokens` before the first has finished.
 
+  Now and then the request that arrived first goes first (`queues.FAIR_EVERY`), so that none waits
+  for ever.
+
   Attributes:
     routing: once lengths are alike, and with 16 instances or more; else it is `ByPrefix()`.
     min_correlation: see above, of whole lengths; 2 is always `Divided`.
-    num_compared: groups, by arrival, whose lengths are compared.
-    fair_every: once lengths are alike, each so many decisions the first that arrived goes first; 0
-      never.
   """
 
   chunk_tokens: int = 2048
   routing: ByPrefix | ByRoom = ByRoom()
   min_correlation: float = 0.5
-  num_compared: int = 64
-  fair_every: int = 64
 
   def __post_init__(self):
     super().__post_init__()
@@ -143,11 +130,6 @@ class LongestGroupFirst(Divided):
       raise ValueError(
         f"LongestGroupFirst: got min_correlation={self.min_correlation}, expected a value in"
         " [-1, 2]; 0.5 is usual, 2 is never."
-      )
-    if min(self.num_compared, self.fair_every) < 0:
-      raise ValueError(
-        f"LongestGroupFirst: got num_compared={self.num_compared}, fair_every={self.fair_every},"
-        " expected at least 0 of each; 64 and 64 are usual."
       )
 
 

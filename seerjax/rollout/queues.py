@@ -21,6 +21,10 @@ from seerjax.rollout.policies import (
   SchedulerConfig,
 )
 
+# Once lengths are alike, each so many decisions the request that arrived first goes first: rarely
+# enough to cost nothing, often enough that none waits for ever while groups keep arriving.
+FAIR_EVERY = 64
+
 # Equal numbers of requests do not even out what many instances hold: the fullest of 32 is far above
 # the mean, and the rollout waits for it.
 _MANY_INSTANCES = 16
@@ -193,7 +197,7 @@ class ArrivalQueue:
     return group.max_tokens
 
   def first(self) -> Item | None:
-    """Returns who waits and arrived first."""
+    """Returns the waiting request that arrived first."""
     return self._waiting.peek()
 
   def decide(self, instances: Instances) -> Decision | None:
@@ -260,14 +264,14 @@ class LongestGroupQueue:
     self._by_arrival = ArrivalQueue(
       Divided(chunk_tokens=config.chunk_tokens, min_pull_tokens=config.min_pull_tokens)
     )
-    self._likeness = GroupLikeness(config.num_compared)
+    self._likeness = GroupLikeness()
     self._is_alike = False
     self._probes = Sorted()
     self._others = Ranked()
     self._groups: dict[int, Group] = {}
     self._longest: dict[int, int] = {}  # By group: of its finished requests.
     self._floors: dict[int, int] = {}  # By group: most that an unfinished member has generated.
-    self._until_fair = config.fair_every
+    self._until_fair = FAIR_EVERY
 
   def update(self, item: Item) -> None:
     group, state = item.group.index, item.state
@@ -303,11 +307,11 @@ class LongestGroupQueue:
         for item in group.members:
           if item.state is State.WAITING:
             self._push(item)
-    is_fair = self._config.fair_every > 0 and self._until_fair <= 0
+    is_fair = self._until_fair <= 0
     item = self._by_arrival.first() if is_fair else self._probes.peek() or self._others.peek()
     decision = item and routing.place(item, instances, routing.Room(instances), self._config)
     if decision is not None:
-      self._until_fair = self._config.fair_every if is_fair else self._until_fair - 1
+      self._until_fair = FAIR_EVERY if is_fair else self._until_fair - 1
     return decision
 
   def _decide_by_arrival(self, instances: Instances) -> Decision | None:

@@ -6,6 +6,10 @@ from seerjax.rollout.buffer import NOWHERE, Item, kv_positions
 from seerjax.rollout.instances import Decision, Instances, num_pages
 from seerjax.rollout.policies import ByPrefix, ByRoom, Divided
 
+# With `ByRoom`, the part of an instance's pages by which the home of a request's KV may have fewer
+# free than the roomiest: moving the KV to even out less than that costs more than it gives.
+MAX_IMBALANCE = 0.05
+
 
 class Room:
   """What a decision may use.
@@ -35,7 +39,7 @@ def place(item: Item, instances: Instances, room: Room, config: Divided) -> Deci
   if pages > room.most:
     return None
   if isinstance(config.routing, ByRoom):
-    chosen = _by_room(item, pages, room, instances, config.routing)
+    chosen = _by_room(item, pages, room, instances)
   else:
     chosen = _by_prefix(item, pages, room, instances, config.routing)
   prompts = item.group.prompt_instances
@@ -70,11 +74,11 @@ def _by_prefix(item: Item, pages: int, room: Room, instances: Instances, routing
   return min(roomy, key=lambda i: (running[i], i))
 
 
-def _by_room(item: Item, pages: int, room: Room, instances: Instances, routing: ByRoom) -> int:
+def _by_room(item: Item, pages: int, room: Room, instances: Instances) -> int:
   free, home = room.pages, item.kv_instance
   if home == NOWHERE and item.group.prompt_instances:
     home = max(item.group.prompt_instances, key=lambda i: (free[i], -i))
   if home != NOWHERE and free[home] >= pages:
-    if free[home] + routing.max_imbalance * instances.num_pages[home] >= room.most:
+    if free[home] + MAX_IMBALANCE * instances.num_pages[home] >= room.most:
       return home
   return free.index(room.most)

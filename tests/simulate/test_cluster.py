@@ -54,12 +54,10 @@ POLICIES = {
   "baseline": GroupFCFS(),
   "baseline, waits": GroupFCFS(reserves=True),
   "divided": Divided(chunk_tokens=5, min_pull_tokens=3),
-  "context": ContextAware(chunk_tokens=7, routing=ByRoom(max_imbalance=0.1)),
+  "context": ContextAware(chunk_tokens=7, routing=ByRoom()),
   "oracle": Oracle(chunk_tokens=6),
-  "ours": LongestGroupFirst(chunk_tokens=5, fair_every=3, min_pull_tokens=3),
-  "ours, alike": LongestGroupFirst(
-    chunk_tokens=5, min_correlation=-1.0, fair_every=3, min_pull_tokens=3
-  ),
+  "ours": LongestGroupFirst(chunk_tokens=5, min_pull_tokens=3),
+  "ours, alike": LongestGroupFirst(chunk_tokens=5, min_correlation=-1.0, min_pull_tokens=3),
 }
 
 
