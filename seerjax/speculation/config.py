@@ -66,7 +66,7 @@ def load(config: SpeculationConfig) -> MakeDrafter:
   Raises:
     ValueError: if there is no such function.
   """
-  found = base.imported(
+  found = loading.imported(
     config.drafter,
     caller="SpeculationConfig.drafter",
     example="my_module:make_drafter",
