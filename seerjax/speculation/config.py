@@ -19,6 +19,7 @@ from seerjax.engine.drafting import Drafter
 from seerjax.engine.engine import Engine
 from seerjax.speculation.budget import BudgetConfig
 from seerjax.speculation.statistics import Acceptance
+from seerjax.tasks import loading
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
