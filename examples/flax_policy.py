@@ -109,7 +109,7 @@ def grpo_step(params: parameters.Params, directory: pathlib.Path) -> parameters.
       return dataclasses.replace(super().verdict(problem, text), reward=-len(text) / 100)
 
   policy = Policy(MODEL, params, TOKENIZER)
-  result = rl.train(config, policy, Brief(), directory, say=lambda line: None)
+  result = rl.train(config, policy, Brief(), directory, log=lambda line: None)
   assert result.summary["kl_max"] == 0.0 and result.summary["optimizer_steps"] == 1
   return result.state.params
 

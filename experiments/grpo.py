@@ -280,7 +280,7 @@ def learn(argv: list[str]) -> None:
     directory,
     resume=args.resume,
     accept_new_numerics=args.accept_new_numerics,
-    say=say,
+    log=say,
     programs=programs,
   )
   with progress_lib.Progress(say) as progress, progress.phase("writing the model and the report"):

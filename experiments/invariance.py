@@ -348,7 +348,7 @@ def on_policy(config: InvarianceConfig, directory: pathlib.Path, say: Say) -> di
   results = {}
   for name, (run, place) in compared_runs(config, directory).items():
     policy, task = grpo.load_policy(config.model, run.numerics), loading.load(run.task, path=None)
-    rl.train(run, policy, task, place, say=lambda line: say(f"  {line}"))
+    rl.train(run, policy, task, place, log=lambda line: say(f"  {line}"))
     rows = [row for row in metrics.read(place / "metrics.jsonl") if "contract/kl" in row]
     results[name] = {
       key: [float(metrics.decode_number(row[f"contract/{key}"])) for row in rows]

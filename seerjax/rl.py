@@ -23,10 +23,9 @@ import pathlib
 import time
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 
-from seerjax import checkpoint, metrics, numerics as numerics_lib
+from seerjax import metrics, numerics as numerics_lib
 from seerjax.engine import engine as engine_lib
 from seerjax.engine.kv import pool as kv_pool_lib, stores
 from seerjax.models import parameters, tokenizer as tokenizer_lib
@@ -46,8 +45,7 @@ from seerjax.run import (
   policy as policy_lib,
   programs as programs_lib,
   progress as progress_lib,
-  status as status_lib,
-  stops as stops_lib,
+  session as session_lib,
   summary,
 )
 from seerjax.run.config import RunConfig
@@ -108,7 +106,7 @@ def train(
   *,
   resume: bool = False,
   accept_new_numerics: bool = False,
-  say: Callable[[str], None] = print,
+  log: Callable[[str], None] = print,
   programs: Programs | None = None,
 ) -> Result:
   """Runs the circle.
@@ -121,7 +119,7 @@ def train(
       checkpoints/ and summary.json.
     resume: carry on from the latest checkpoint; finished rollouts are read from the journal.
     accept_new_numerics: resume under another fingerprint, as a new epoch.
-    say: takes lines for people: what is found, and at least every ten seconds what it is at.
+    log: takes lines for people: what is found, and at least every ten seconds what it is at.
     programs: of `make_programs` for an equal config and model; its own if None.
 
   Returns:
@@ -138,30 +136,28 @@ def train(
       f"train.task: got {type(task).__name__}, expected a task with name, num_problems, problem and"
       " verdict; pass tasks.load(...), or see seerjax.types.Task."
     )
-  directory = pathlib.Path(directory)
-  with stops_lib.heard() as stops, progress_lib.Progress(say) as progress:
-    return _train(
-      config, policy, task, directory, resume, accept_new_numerics, programs, stops, progress
-    )
+  with session_lib.Session(
+    pathlib.Path(directory),
+    num_steps=config.num_steps,
+    resume=resume,
+    accept_new_numerics=accept_new_numerics,
+    log=log,
+  ) as run:
+    return _train(config, policy, task, run, resume, programs)
 
 
 def _train(
   config: RunConfig,
   policy: Policy,
   task: Task,
-  directory: pathlib.Path,
+  run: session_lib.Session,
   resume: bool,
-  accept_new_numerics: bool,
   programs: Programs | None,
-  stops: stops_lib.Stops,
-  progress: progress_lib.Progress,
 ) -> Result:
   """See `train`."""
-  clock = summary.RunClock()
-  given = config
-  directory_lib.check_directory(directory, resume=resume)
+  given, progress = config, run.progress
   if resume:
-    config = directory_lib.as_begun(config, directory)
+    config = directory_lib.as_begun(config, run.directory)
   config = config_lib.for_model(config, policy.model)
   policy = policy.with_chat(config.chat)
   if resume and config.stale != off_policy.StaleConfig():
@@ -171,11 +167,10 @@ def _train(
     )
   for split in ("train", "heldout"):
     groups_lib.num_problems(task, split)  # Refuses none.
-  settings = metrics.encode(dataclasses.asdict(config))
   fingerprint = numerics_lib.fingerprint(config.numerics, config.trainer.remat)
   if programs is None:
     programs = programs_lib.make_programs(config, policy.model)
-  elif programs.made_for != programs_lib._programs_key(config, policy.model):
+  elif programs.made_for != programs_lib.key_of(config, policy.model):
     raise ValueError(
       "train.programs: got programs of another config or model, expected make_programs of these;"
       " share them only between equals."
@@ -183,37 +178,11 @@ def _train(
   trainer = programs.trainer
   drafts = drafter_lib.RunDrafts(config.speculation)
   memory = memory_lib.memory_plan(config, policy.model)
-  state, step, before = programs_lib.first_state(config, policy), 0, {}
+  state, before = programs_lib.first_state(config, policy), {}
   base = programs_lib.base_weights(config, policy)
-  if resume:
-    restored = checkpoint.restore(
-      directory / "checkpoints",
-      jax.eval_shape(lambda: state),
-      fingerprint=fingerprint,
-      accept_new_numerics=accept_new_numerics,
-    )
-    state, step = restored.state, restored.step
-    before = restored.host_state["before"] or directory_lib.accuracy_at(directory, 0)
-    clock.carry_on(restored.host_state["clock"])
-    progress.say(f"resumed after step {step} of {config.num_steps}")
-
-  def save(step: int) -> None:
-    if checkpoint.latest_step(directory / "checkpoints") == step:
-      return
-    with stops.put_off(), progress.phase("saving"):
-      checkpoint.save(
-        directory / "checkpoints",
-        step,
-        state,
-        host_state={
-          "before": before,
-          "clock": clock.read(),
-          "sizes": config_lib.chosen_sizes(config),
-        },
-        fingerprint=fingerprint,
-        accept_new_numerics=accept_new_numerics,
-      )
-
+  if restored := run.restore(lambda: state, fingerprint=fingerprint):
+    state = restored.state
+    before = restored.host_state["before"] or directory_lib.accuracy_at(run.directory, 0)
   # Before the journal, which holds a run to its settings from its first line on.
   engine = engine_lib.Engine(
     policy.model,
@@ -224,103 +193,74 @@ def _train(
     config=memory.engine,
     key=numerics_lib.key(config.seed),
     tokenizer=policy.require_tokenizer(),
-    policy_version=step,
+    policy_version=run.step,
     runner=programs.runner,
     kv_pool=kv_pool_lib.KVPool(config.kv_pool, stores.open_store(config.kv_pool)),
   )
-  with contextlib.ExitStack() as files:
-    status = files.enter_context(status_lib.kept(directory, step=step))
-    files.enter_context(progress.beaten(status.beat))
-    journal = files.enter_context(
-      journal_lib.Journal(
-        directory / "journal.jsonl",
-        fingerprint=fingerprint,
-        settings={name: settings[name] for name in settings if name not in FREE_SETTINGS},
-        accept_new_numerics=accept_new_numerics,
-        # The journal counts steps from 0: what step `step` sampled is not of a whole step yet.
-        resume_step=step - 1,
-      )
+  run.open(
+    metrics.encode(dataclasses.asdict(config)),
+    fingerprint=fingerprint,
+    free=FREE_SETTINGS,
+    sizes=config_lib.chosen_sizes(config),
+    console_digits=CONSOLE_DIGITS,
+  )
+  if line := config_lib.chosen(given, config):
+    progress.say(line)
+  progress.say(memory.describe())
+  progress.say(engine.plan())
+  with progress.phase("measuring the engine's steps"):
+    drafts.begin(engine)
+  journal = run.journal
+  assert journal is not None
+  carried = off_policy.Carried()
+  ahead = off_policy.Ahead(
+    lambda step: sample(
+      config, engine, task, journal, step, carried, progress=progress, drafts=drafts
     )
-    for sentence in directory_lib.missing_records(directory, step, journal):
-      progress.say(sentence)
-    metrics.write_summary(directory / "config.json", settings | {"fingerprint": fingerprint})
-    if line := config_lib.chosen(given, config):
-      progress.say(line)
-    progress.say(memory.describe())
-    progress.say(engine.plan())
-    with progress.phase("measuring the engine's steps"):
-      drafts.begin(engine)
-    writer = files.enter_context(
-      metrics.Writer(
-        directory,
-        resume_step=step if resume else None,
-        total_steps=config.num_steps,
-        console_digits=CONSOLE_DIGITS,
-      )
-    )
-    files.enter_context(progress.shown(writer.note))
-    carried = off_policy.Carried()
-    ahead = off_policy.Ahead(
-      lambda step: sample(
-        config, engine, task, journal, step, carried, progress=progress, drafts=drafts
-      )
-    )
-    files.callback(ahead.close)
+  )
+  run.enter(contextlib.closing(ahead))
 
-    def accuracy_after(step: int) -> dict[str, float]:
-      found = directory_lib.accuracy_at(directory, step)  # Of a run that was stopped since.
-      if not found:
-        when = {config.num_steps: "after", 0: "before"}.get(step, f"after step {step}")
-        progress.say(f"held-out accuracy on {config.evaluation.num_problems} problems, {when}:")
-        found = accuracy_of(config, engine, task, progress)
-        writer.write(step, {f"heldout/{name}": value for name, value in found.items()})
-        progress.say(f"  {evaluation.describe(found)}")
-      return found
+  def accuracy_after(step: int) -> dict[str, float]:
+    found = directory_lib.accuracy_at(run.directory, step)  # Of a run that was stopped since.
+    if not found:
+      when = {config.num_steps: "after", 0: "before"}.get(step, f"after step {step}")
+      progress.say(f"held-out accuracy on {config.evaluation.num_problems} problems, {when}:")
+      found = accuracy_of(config, engine, task, progress)
+      run.writer.write(step, {f"heldout/{name}": value for name, value in found.items()})
+      progress.say(f"  {evaluation.describe(found)}")
+    return found
 
-    every = config.evaluation.every
-    try:
-      save(step)  # The first at once, so that from here on a kill can be resumed.
-      before = before or accuracy_after(0)
-      while step < config.num_steps:
-        progress.begin_step(step + 1, config.num_steps)
-        joules = clock.joules
-        with contextlib.ExitStack() as whole:
-          # From the first update on, a stop waits until the step is whole, its numbers included.
-          put_off = functools.partial(whole.enter_context, stops.put_off())
-          new_state, numbers = circle(
-            config, engine, trainer, ahead, state, step, base,
-            progress=progress, before_update=put_off,
-          )  # fmt: skip
-          if joules is not None:
-            numbers["circle/joules"] = (clock.joules or 0.0) - joules
-          writer.write(step + 1, numbers)
-          progress.has_said()
-          state, step = new_state, step + 1
-          status.step = step
-        if step % config.checkpoint_every == 0 or step == config.num_steps:
-          save(step)
-        if every and step % every == 0 and step < config.num_steps:
-          accuracy_after(step)
-      progress.end_steps()
-      after = accuracy_after(step)
-      with progress.phase("answering one problem again"):
-        now = answer_of(config, engine, task)
-        first = policy_lib.first_params(config.weights, policy)
-        first = policy_lib.running_weights(config.weights, first, base)
-        engine.set_params(first, policy_version=0)
-        then = answer_of(config, engine, task)
-    except KeyboardInterrupt as stop:
-      if not step_lib.is_given_up(state):  # A second one, in the middle of an update.
-        save(step)
-      raise stops_lib.Interrupted(
-        f"stopped by {stops_lib.name_of(stop)} after step {step} of {config.num_steps}; --resume"
-        " goes on",
-        stops_lib.status_of(stop),
-      ) from None
-    written = [row for row in metrics.read(directory / "metrics.jsonl") if "contract/kl" in row]
-    numbers = summary.of_run(before, after, written) | clock.read()
-    numbers |= dict(optimizer_steps=int(state.step), numerics=fingerprint)
-    metrics.write_summary(directory / "summary.json", numbers)
+  def host_state() -> dict[str, Any]:
+    return {"before": before}
+
+  every = config.evaluation.every
+  run.begin(state, host_state)
+  before = before or accuracy_after(0)
+  while run.step < config.num_steps:
+    joules = run.clock.joules
+    with run.next_step() as put_off_stops:
+      state, numbers = circle(
+        config, engine, trainer, ahead, state, run.step, base,
+        progress=progress, before_update=put_off_stops,
+      )  # fmt: skip
+      if joules is not None:
+        numbers["circle/joules"] = (run.clock.joules or 0.0) - joules
+      run.finish_step(state, host_state, numbers)
+    run.save_if_due(every=config.checkpoint_every)
+    if every and run.step % every == 0 and run.step < config.num_steps:
+      accuracy_after(run.step)
+  progress.end_steps()
+  after = accuracy_after(run.step)
+  with progress.phase("answering one problem again"):
+    now = answer_of(config, engine, task)
+    first = policy_lib.first_params(config.weights, policy)
+    first = policy_lib.running_weights(config.weights, first, base)
+    engine.set_params(first, policy_version=0)
+    then = answer_of(config, engine, task)
+  written = [row for row in metrics.read(run.directory / metrics.FILE_NAME) if "contract/kl" in row]
+  numbers = summary.of_run(before, after, written) | run.clock.read()
+  numbers |= dict(optimizer_steps=int(state.step), numerics=fingerprint)
+  metrics.write_summary(run.directory / "summary.json", numbers)
   return Result(state, numbers, then, now)
 
 

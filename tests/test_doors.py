@@ -244,7 +244,7 @@ class Doors:
     resume = changes.pop("resume", False)
     return rl.train(
       dataclasses.replace(RUN, **changes), policy, Own() if task is None else task,
-      self.folder / directory, resume=resume, programs=programs, say=lambda line: None,
+      self.folder / directory, resume=resume, programs=programs, log=lambda line: None,
     )  # fmt: skip
 
   def discover(self, name: str = "circle_packing:5", *, resume=False, **changes) -> Any:

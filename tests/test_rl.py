@@ -179,7 +179,7 @@ def train(
     pathlib.Path(directory),
     resume=resume,
     accept_new_numerics=accept_new_numerics,
-    say=say,
+    log=say,
     programs=programs_of(config),
   )
 
@@ -352,7 +352,7 @@ def test_sigterm_ends_a_run_after_its_last_whole_step_whenever_it_comes(
   if moment == "saving":
     task = WatchesSaves(directory / "checkpoints")
   with pytest.raises(stops.Interrupted) as caught:
-    rl.train(CONFIG, policy(), task, directory, say=lambda line: None, programs=runs)
+    rl.train(CONFIG, policy(), task, directory, log=lambda line: None, programs=runs)
   why = f"stopped by SIGTERM after step {step} of 4; --resume goes on"
   assert (str(caught.value), caught.value.status) == (why, 143)
   found = status.read(directory)

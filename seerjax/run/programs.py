@@ -46,7 +46,7 @@ def make_programs(config: RunConfig, model: model_config.TransformerConfig) -> P
     config.trainer.remat,
   )
   runner = runner_lib.Runner(model, config.numerics, sampling, len(config.engine.row_buckets))
-  return Programs(_programs_key(config, model), trainer, runner)
+  return Programs(key_of(config, model), trainer, runner)
 
 
 def meshes(config: RunConfig) -> tuple[jax.sharding.Mesh, jax.sharding.Mesh]:
@@ -74,7 +74,8 @@ def base_weights(config: RunConfig, policy: Policy) -> parameters.Params | None:
   return policy_lib.frozen_weights(policy, config.numerics, meshes(config)[1])
 
 
-def _programs_key(config: RunConfig, model: model_config.TransformerConfig) -> tuple[Any, ...]:
+def key_of(config: RunConfig, model: model_config.TransformerConfig) -> tuple[Any, ...]:
+  """Returns all that decides a run's programs (`Programs.made_for`)."""
   return (
     model, config.num_instances, config.stale.steps_ahead, config.lora_rank, config.numerics,
     config.engine, layout(config), config.trainer.remat, config.loss, config.optimizer,

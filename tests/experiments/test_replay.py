@@ -71,7 +71,7 @@ def run_letters(model: str, directory: pathlib.Path, **changes: Any) -> pathlib.
   )
   config = dataclasses.replace(config, **changes)
   policy = grpo.load_policy(model, config.numerics)
-  rl.train(config, policy, Letters(), directory, say=lambda line: None)
+  rl.train(config, policy, Letters(), directory, log=lambda line: None)
   return directory
 
 

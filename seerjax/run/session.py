@@ -1,0 +1,252 @@
+"""A run's life in its directory, which every loop that trains enters.
+
+    with Session(directory, num_steps=..., resume=..., log=...) as run:
+                                         a directory that will not do is refused, Ctrl-C is heard
+      found = run.restore(like, ...)     what the latest checkpoint holds, None of a new run
+      run.open(settings, ...)            status.json, journal, config.json, metrics.jsonl
+      run.begin(state, host_state)       the first checkpoint: from here on a stop saves
+      while run.step < num_steps:
+        with run.next_step() as put_off_stops:
+          ...                            `put_off_stops` before the first update of the weights
+          run.finish_step(state, host_state, numbers)
+        run.save_if_due(every=...)
+
+A checkpoint holds the state (a tree of arrays) and the host state (JSON) of the last whole step,
+the run's clock, and which settings its model chose. Ctrl-C and SIGTERM end the `with` as one
+`stops.Interrupted`, when that step has been saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+import contextlib
+import functools
+import pathlib
+import time
+from typing import Any
+
+import jax
+
+from seerjax import checkpoint, metrics
+from seerjax.rollout import journal as journal_lib
+from seerjax.run import (
+  directory as directory_lib,
+  progress as progress_lib,
+  status as status_lib,
+  stops as stops_lib,
+  summary,
+)
+from seerjax.trainer import step as step_lib
+
+# Returns what a checkpoint holds besides arrays, as JSON; asked when one is due.
+HostState = Callable[[], Mapping[str, Any]]
+
+
+class Session:
+  """One run of this process; see above.
+
+  Attributes:
+    directory: of the run.
+    num_steps: that the run is going to have.
+    step: whole steps so far.
+    progress: what people are told, and what the run is at.
+    clock: of all processes of the run.
+    journal: finished rollouts, once open; None of a run without one.
+    writer: of metrics.jsonl, once open.
+  """
+
+  def __init__(
+    self,
+    directory: pathlib.Path,
+    *,
+    num_steps: int,
+    resume: bool = False,
+    accept_new_numerics: bool = False,
+    log: Callable[[str], None] = print,
+    keep_checkpoints: int = 3,
+  ):
+    """Takes what holds for every run; nothing is touched before `open`.
+
+    Args:
+      directory: of the run.
+      num_steps: that the run is going to have.
+      resume: carry on from the latest checkpoint.
+      accept_new_numerics: resume under another fingerprint, as a new epoch.
+      log: takes lines for people.
+      keep_checkpoints: how many of the newest are kept.
+    """
+    self.directory = pathlib.Path(directory)
+    self.num_steps = num_steps
+    self.step = 0
+    self.journal: journal_lib.Journal | None = None
+    self._resume, self._accept_new_numerics = resume, accept_new_numerics
+    self._log, self._keep_checkpoints = log, keep_checkpoints
+    self._fingerprint: dict[str, str] = {}
+    self._sizes: Mapping[str, Any] = {}
+    self._state: Any = None
+    self._host_state: HostState = dict
+    self._saved_at = 0.0
+
+  def __enter__(self) -> Session:
+    with contextlib.ExitStack() as stack:
+      self._stops = stack.enter_context(stops_lib.heard())
+      self.progress = stack.enter_context(progress_lib.Progress(self._log))
+      self.clock = summary.RunClock()
+      directory_lib.check_directory(self.directory, resume=self._resume)
+      self._stack = stack.pop_all()
+    return self
+
+  def __exit__(self, *error: Any) -> None:
+    self._stack.__exit__(*error)
+
+  def enter(self, part: contextlib.AbstractContextManager[Any]) -> Any:
+    """Enters a part of the loop's own, to be left with the session, before its files."""
+    return self._stack.enter_context(part)
+
+  def restore(
+    self, like: Callable[[], Any], *, fingerprint: Mapping[str, str]
+  ) -> checkpoint.Restored | None:
+    """Returns what the latest checkpoint holds, None of a new run.
+
+    Args:
+      like: returns a state of the run's shapes; it is traced, nothing is computed.
+      fingerprint: of the run's numerics.
+
+    Raises:
+      ValueError: if the checkpoint is of other shapes or of other numerics.
+    """
+    if not self._resume:
+      return None
+    restored = checkpoint.restore(
+      self.directory / "checkpoints",
+      jax.eval_shape(like),
+      fingerprint=fingerprint,
+      accept_new_numerics=self._accept_new_numerics,
+    )
+    self.step = restored.step
+    self.clock.carry_on(restored.host_state["clock"])
+    self.progress.say(f"resumed after step {self.step} of {self.num_steps}")
+    return restored
+
+  def open(
+    self,
+    settings: Mapping[str, Any],
+    *,
+    fingerprint: Mapping[str, str],
+    free: Sequence[str],
+    sizes: Mapping[str, Any],
+    console_digits: Mapping[str, int],
+    has_journal: bool = True,
+  ) -> None:
+    """Opens the run's files.
+
+    Args:
+      settings: of the run, JSON, with what was left to the model decided.
+      fingerprint: of its numerics.
+      free: names of settings that a resume may change.
+      sizes: what the model decided, for a resume.
+      console_digits: what the progress bar shows.
+      has_journal: whether rollouts are kept.
+
+    Raises:
+      ValueError: if another process is at the directory, or the journal is of other settings.
+    """
+    self._fingerprint, self._sizes = dict(fingerprint), sizes
+    self._status = self.enter(status_lib.kept(self.directory, step=self.step))
+    self.enter(self.progress.beaten(self._status.beat))
+    if has_journal:
+      self.journal = self.enter(
+        journal_lib.Journal(
+          self.directory / journal_lib.FILE_NAME,
+          fingerprint=fingerprint,
+          settings={name: settings[name] for name in settings if name not in free},
+          accept_new_numerics=self._accept_new_numerics,
+          # It counts steps from 0: what step `step` sampled is not of a whole step yet.
+          resume_step=self.step - 1,
+        )
+      )
+    for sentence in directory_lib.missing_records(self.directory, self.step, self.journal):
+      self.progress.say(sentence)
+    metrics.write_summary(
+      self.directory / "config.json", {**settings, "fingerprint": self._fingerprint}
+    )
+    self.writer = self.enter(
+      metrics.Writer(
+        self.directory,
+        resume_step=self.step if self._resume else None,
+        total_steps=self.num_steps,
+        console_digits=console_digits,
+      )
+    )
+    self.enter(self.progress.shown(self.writer.note))
+
+  def begin(self, state: Any, host_state: HostState) -> None:
+    """Saves a new run's first checkpoint; from here on a stop saves the last whole step."""
+    self._state, self._host_state = state, host_state
+    self._stack.push(self._stopped)
+    self.save()
+    self._saved_at = time.monotonic()
+
+  @contextlib.contextmanager
+  def next_step(self) -> Iterator[Callable[[], object]]:
+    """Within, the next step is taken.
+
+    Yields:
+      What puts a stop off until the step is whole, to be called when its first update comes.
+    """
+    self.progress.begin_step(self.step + 1, self.num_steps)
+    with contextlib.ExitStack() as whole:
+      yield functools.partial(whole.enter_context, self._stops.put_off())
+
+  def finish_step(self, state: Any, host_state: HostState, numbers: Mapping[str, float]) -> None:
+    """Writes a step's numbers; from here on its state is what a checkpoint would hold.
+
+    Call it within `next_step`, so that the two go together whenever a stop comes.
+    """
+    self.writer.write(self.step + 1, numbers)
+    self.progress.has_said()
+    self._state, self._host_state = state, host_state
+    self.step += 1
+    self._status.step = self.step
+
+  def save_if_due(self, *, every: int, max_seconds: float | None = None) -> None:
+    """Saves the last whole step if it is due.
+
+    Args:
+      every: steps; the run's last one is due as well.
+      max_seconds: age of the last checkpoint, beyond which the next is due.
+    """
+    age = time.monotonic() - self._saved_at
+    is_old = max_seconds is not None and age > max_seconds
+    if self.step % every == 0 or self.step == self.num_steps or is_old:
+      self.save()
+      self._saved_at = time.monotonic()
+
+  def save(self) -> None:
+    """Saves the last whole step, if it is not saved yet."""
+    directory = self.directory / "checkpoints"
+    if checkpoint.latest_step(directory) == self.step:
+      return
+    with self._stops.put_off(), self.progress.phase("saving"):
+      checkpoint.save(
+        directory,
+        self.step,
+        self._state,
+        host_state={**self._host_state(), "clock": self.clock.read(), "sizes": self._sizes},
+        fingerprint=self._fingerprint,
+        accept_new_numerics=self._accept_new_numerics,
+        keep_latest=self._keep_checkpoints,
+      )
+
+  def _stopped(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+    """Saves the last whole step where a signal ends the run, and says so."""
+    del kind, trace
+    if not isinstance(error, KeyboardInterrupt):
+      return
+    if not step_lib.is_given_up(self._state):  # A second one, in the middle of an update.
+      self.save()
+    raise stops_lib.Interrupted(
+      f"stopped by {stops_lib.name_of(error)} after step {self.step} of {self.num_steps}; --resume"
+      " goes on",
+      stops_lib.status_of(error),
+    ) from None
