@@ -10,7 +10,7 @@ The workload: word problems, answers by nano whose ends are told: log-normal len
 group. A scheduler does not know them, only `max_tokens`. All systems have the same pages, slots and
 rows of a step; of pages so few that the first baseline preempts about once a request. Steps are
 counted, for they do not depend on the machine; drafts are made wherever a group's texts suggest
-one, without a budget, for the same reason. Seconds stand beside them.
+one, without a budget, for the same reason. Seconds stand next to them.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from seerjax.speculation.suffix_tree import SpeculationArgs
 from seerjax.tasks import loading
 from seerjax.types import Completion, Request, SamplingParams
 
-# Cannot be said: answers end where they are told to.
+# A bias that forbids a token: answers end where they are told to.
 FORBIDDEN = -1e6
 
 
@@ -305,7 +305,7 @@ def main(argv: list[str]) -> None:
     jax.config.update("jax_num_cpu_devices", workload.num_instances)
     results = run(workload, pathlib.Path(args.workdir))
   print(table(results))
-  print("equal bits: every system said the same tokens with the same log-probabilities")
+  print("equal bits: every system sampled the same tokens with the same log-probabilities")
   print(f"charts   {pathlib.Path(args.workdir) / 'rollouts.html'}")
 
 

@@ -1,4 +1,4 @@
-r"""THE PAPER'S CLUSTER ON PAPER: Seer's tables beside ours, from the scheduler that really runs.
+r"""THE PAPER'S CLUSTER ON PAPER: Seer's tables next to ours, from the scheduler that really runs.
 
 Claim: the simulator, with its free parameters fitted to the published baseline alone, shows how
 much of the published gains follows from scheduling and drafting as described, and where it does
@@ -32,11 +32,11 @@ from seerjax.rollout import (
   scheduler,
 )
 from seerjax.simulate import (
+  baselines,
   calibration,
   cluster,
   drawn as drawn_lib,
   lengths as lengths_lib,
-  rivals,
   workloads,
 )
 from seerjax.simulate.speculation import SpeculationConfig
@@ -102,7 +102,7 @@ def simulate(
 
 
 def paper(seeds: Sequence[int], report: Report) -> dict[str, Any]:
-  """Returns the paper's columns, ours beside them, by workload and policy."""
+  """Returns the paper's columns, ours next to them, by workload and policy."""
   found: dict[str, Any] = {}
   for workload in workloads.WORKLOADS:
     samples = [workload.lengths(seed) for seed in seeds]
@@ -224,16 +224,18 @@ def rival_steps(seeds: Sequence[int], report: Report) -> dict[str, Any]:
   for workload in workloads.WORKLOADS:
     baseline, ours = policies.GroupFCFS(), policies.LongestGroupFirst()
     steps = {
-      "synchronous, baseline": [rivals.synchronous(workload, baseline, seed) for seed in seeds],
-      "one step off, baseline": [rivals.one_step_off(workload, baseline, seed) for seed in seeds],
+      "synchronous, baseline": [baselines.synchronous(workload, baseline, seed) for seed in seeds],
+      "one step off, baseline": [
+        baselines.one_step_off(workload, baseline, seed) for seed in seeds
+      ],
       # The first steps begin with nothing left over, so that they are not counted.
-      "partial, baseline": rivals.partial(workload, baseline, range(3 + len(seeds)))[3:],
-      "synchronous, ours": [rivals.synchronous(workload, ours, seed) for seed in seeds],
+      "partial, baseline": baselines.partial(workload, baseline, range(3 + len(seeds)))[3:],
+      "synchronous, ours": [baselines.synchronous(workload, ours, seed) for seed in seeds],
     }
     found[workload.name] = {
       name: {
         field.name: float(np.mean([getattr(step, field.name) for step in rows]))
-        for field in dataclasses.fields(rivals.Step)
+        for field in dataclasses.fields(baselines.Step)
       }
       for name, rows in steps.items()
     }
@@ -304,7 +306,7 @@ def trace(path: str, report: Report) -> dict[str, Any]:
 
 
 def paper_tables(found: dict[str, Any]) -> str:
-  """Returns markdown: published beside simulated, with the ratio, and whether it lies within 10 %.
+  """Returns markdown: published next to simulated, with the ratio, and whether it lies within 10 %.
 
   Args:
     found: of `paper`.
@@ -411,16 +413,16 @@ def drawn_table(found: list[dict[str, Any]]) -> str:
   return "\n".join(lines + [f"- {_drawn_line(row)}" for row in misses])
 
 
-def rival_table(found: dict[str, Any]) -> str:
+def baseline_table(found: dict[str, Any]) -> str:
   """Returns markdown: what a step costs, and how old its data is."""
   lines = [
-    "| workload | circle | s a step | stale tokens | mean length |",
+    "| workload | loop | s a step | stale tokens | mean length |",
     "|---|---|---:|---:|---:|",
   ]
   for name, rows in found.items():
-    for circle, row in rows.items():
+    for loop, row in rows.items():
       lines.append(
-        f"| {name} | {circle} | {row['seconds']:,.0f} | {100 * row['stale_share']:.0f} % |"
+        f"| {name} | {loop} | {row['seconds']:,.0f} | {100 * row['stale_share']:.0f} % |"
         f" {row['mean_tokens']:,.0f} |"
       )
   return "\n".join(lines)
@@ -459,7 +461,7 @@ TABLES: dict[str, Callable[[Any], str]] = {
   "chunks": chunk_table,
   "sweep": sweep_table,
   "drawn": drawn_table,
-  "rivals": rival_table,
+  "rivals": baseline_table,
   "decisions": decision_table,
 }
 

@@ -85,7 +85,7 @@ class Workload:
     return -(-self.requests_of(batch) // self.group_size)
 
   def requests_of(self, batch: int) -> int:
-    """Returns how many requests a pair answers: until half of them are said, all slots are full."""
+    """Returns how many requests a pair answers: until half of them are over, all slots are full."""
     return batch + -(-batch // 2)
 
   @property
@@ -95,7 +95,7 @@ class Workload:
 
 
 class Pair(NamedTuple):
-  """The same requests without and with drafts: seconds, and tokens said."""
+  """The same requests without and with drafts: seconds, and sampled tokens."""
 
   plain: float
   drafts: float
@@ -240,7 +240,7 @@ class Asker:
 
 
 class Answered(NamedTuple):
-  """What an engine said, in the requests' order, and the seconds of its own steps."""
+  """What an engine answered, in the requests' order, and the seconds of its own steps."""
 
   completions: list[Completion]
   seconds: float
@@ -274,8 +274,8 @@ def answers(
         seconds[place] += time.perf_counter() - begin
   found = []
   for engine, own_seconds in zip(engines, seconds):
-    said = {completion.request_id: completion for completion in engine.poll()}
-    found.append(Answered([said[request.request_id] for request in requests], own_seconds))
+    by_id = {completion.request_id: completion for completion in engine.poll()}
+    found.append(Answered([by_id[request.request_id] for request in requests], own_seconds))
   return found
 
 

@@ -11,7 +11,7 @@ group's sixteen requests in one call, and the groups in turn, so that each finds
 Drafts are made for a text that its tree has up to its end, as in one process, and for one that runs
 three tokens further, as in a replica that is fed in batches.
 
-Acceptance is replayed as in table 2 of Seer (arXiv 2511.14617): every rollout is said once more,
+Acceptance is replayed as in table 2 of Seer (arXiv 2511.14617): every rollout is sampled again,
 its own past and n whole texts of its siblings known, drafts of up to 8 tokens verified against it.
 The bonus token counts.
 """
@@ -318,7 +318,7 @@ def sample(workload: Workload) -> list[Sampled]:
 
 
 def replay(group: Sampled, target: int, num_references: int, args: SpeculationArgs) -> int:
-  """Returns the steps in which an answer is said, some whole answers of its siblings known."""
+  """Returns the steps in which an answer is sampled, some whole answers of its siblings known."""
   drafter = suffix_drafter.SuffixDrafter(args)
   num_prompt = len(group.prompt)
   for place in range(1, num_references + 1):
@@ -326,16 +326,16 @@ def replay(group: Sampled, target: int, num_references: int, args: SpeculationAr
     tokens = [*group.prompt, *group.answers[sibling]]
     drafter.draft([DraftQuery(str(sibling), "g", tokens, num_prompt, 0)])
   answer = group.answers[target]
-  said = steps = 0
-  while said < len(answer):
-    query = DraftQuery("target", "g", group.prompt + answer[:said], num_prompt, 8 * args.top_k)
+  num_known = steps = 0
+  while num_known < len(answer):
+    query = DraftQuery("target", "g", group.prompt + answer[:num_known], num_prompt, 8 * args.top_k)
     (paths,) = drafter.draft([query])
     # Own samples are the answer itself, as far as a path agrees with it.
-    counts = [agreement(path, answer[said:]) for path in paths]
+    counts = [agreement(path, answer[num_known:]) for path in paths]
     held = max(counts, default=0)
-    new = answer[said : said + held + 1]
+    new = answer[num_known : num_known + held + 1]
     num_drafted = len(paths[counts.index(held)]) if paths else 0
-    said += len(new)
+    num_known += len(new)
     steps += 1
     if num_drafted:
       drafter.observe("target", "g", num_drafted, len(new) - 1)
@@ -368,7 +368,7 @@ def acceptance_lengths(
 
 
 def acceptance_table(lengths: dict[tuple[int, int], float]) -> str:
-  """Returns acceptance lengths as a table in Markdown, Seer's beside them."""
+  """Returns acceptance lengths as a table in Markdown, Seer's next to them."""
   seer = {
     0: (1.70, 1.77, 1.85), 1: (2.04, 2.14, 2.25), 5: (2.32, 2.44, 2.59), 15: (2.53, 2.69, 2.85),
   }

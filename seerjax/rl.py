@@ -412,7 +412,7 @@ def _partial_groups(
     # They go on with other weights: that is what a partial rollout is.
     version = engine.policy_version
     said = {name: dataclasses.replace(one, policy_version=version) for name, one in said.items()}
-    rollout = divided.DividedRollout(engine, config.scheduler, said=said)
+    rollout = divided.DividedRollout(engine, config.scheduler, resume_from=said)
     traces.append(rollout.trace)
     return rollout
 

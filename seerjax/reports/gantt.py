@@ -170,8 +170,8 @@ def drafts_section(drafts: Acceptance) -> str:
   by_references = drafts.length_by_references
   return (
     f'<h2>Drafts</h2><p class="lead">{drafts.num_drafted:,} tokens drafted from sibling texts,'
-    f" {drafts.num_accepted:,} of them said ({drafts.rate:.0%}); {drafts.length:.2f} tokens a step"
-    f' and request, the bonus included.</p><div class="grid2"><figure>'
+    f" {drafts.num_accepted:,} of them accepted ({drafts.rate:.0%}); {drafts.length:.2f} tokens a"
+    f' step and request, the bonus included.</p><div class="grid2"><figure>'
     f'{bars(by_position, 1.0, ".0%")}<p class="note">drafted tokens that held, by position in the'
     f' draft</p></figure><figure>{bars(by_references, max(by_references.values()), ".2f")}'
     '<p class="note">tokens a step, by number of sibling texts known</p></figure></div>'

@@ -35,7 +35,7 @@ class Group:
     index: by arrival, from 0.
     members: by arrival; the first is the probe.
     prompt_instances: those where a member has run, so that the prompt's KV may lie there: a hint,
-      for who needs the memory more may have taken it.
+      for another request may have taken the memory since.
     max_tokens: the largest of its members'.
   """
 

@@ -6,8 +6,9 @@
 
 Between two chunks a request holds its pages until a running one needs them; then they go to a peer
 with room, to pinned host memory or to the store, and come back with the next chunk, on whichever
-instance that runs. Where nothing has room, whoever wanted it waits. No decision here reads a clock:
-all are functions of the step and of what was said, so every process takes the same ones.
+instance that runs. Where nothing has room, the request that needs it waits. No decision here
+reads a clock: all are functions of the step and of the sampled tokens, so that every process takes
+the same ones.
 """
 
 from __future__ import annotations
@@ -53,16 +54,16 @@ class DividedRollout:
     engine: Engine,
     policy: SchedulerConfig,
     *,
-    said: Mapping[str, Completion] | None = None,
-    on_chunk: Callable[[Request, Completion], None] = lambda request, said: None,
+    resume_from: Mapping[str, Completion] | None = None,
+    on_chunk: Callable[[Request, Completion], None] = lambda request, so_far: None,
   ):
     """Makes a rollout.
 
     Args:
       engine: with no unfinished requests.
       policy: of the scheduler.
-      said: by request id, what a journal holds of requests that are not over.
-      on_chunk: called with a request and all that it has said when its chunk ends and it is not
+      resume_from: by request id, what a journal holds of requests that are not over.
+      on_chunk: called with a request and its completion so far when its chunk ends and it is not
         over.
 
     Raises:
@@ -78,7 +79,7 @@ class DividedRollout:
     self.trace = Trace()
     self._grows = isinstance(policy, GroupFCFS) and not policy.reserves
     self._scheduler = Scheduler(policy, self.buffer)
-    self._said = dict(said or {})
+    self._resume_from = dict(resume_from or {})
     self._on_chunk = on_chunk
     config = engine.config
     self._instances = Instances.empty(
@@ -102,14 +103,14 @@ class DividedRollout:
     for request in requests:
       self.engine.check(request)
     for request in requests:
-      said = self._said.get(request.request_id)
+      begun = self._resume_from.get(request.request_id)
       self._requests[request.request_id] = request
       self.buffer.add(
         request.request_id,
         request.group_id or request.request_id,
         prompt_tokens=len(request.prompt),
         max_tokens=request.sampling.max_tokens,
-        generated=len(said.tokens) if said else 0,
+        generated=len(begun.tokens) if begun else 0,
       )
     while self.buffer.num_unfinished:
       self._decide()
@@ -132,17 +133,18 @@ class DividedRollout:
     """Ends the rollout before its requests do; the engine is free then.
 
     Returns:
-      Completions that `run` has not yielded yet, and by request id what the others have said.
+      Completions that `run` has not yielded yet, and by request id the completions so far of
+      the others.
     """
-    said = dict(self._said)
+    begun = dict(self._resume_from)
     for request_id in self._requests:
       item = self.buffer[request_id]
       if item.num_chunks and item.state is not State.FINISHED:
-        said[request_id] = self.engine.progress(request_id)
+        begun[request_id] = self.engine.progress(request_id)
         self.engine.cancel(request_id)
     finished = list(self._unread)
     self._unread.clear()
-    return finished, {name: one for name, one in said.items() if one.tokens}
+    return finished, {name: one for name, one in begun.items() if one.tokens}
 
   def _record(self) -> None:
     engine = self.engine
@@ -189,8 +191,8 @@ class DividedRollout:
       if decision.pull_tokens and decision.pull_from != target:
         pulled = engine.pull_prefix(request.prompt, decision.pull_from, target)
         self.trace.pulls += pulled > 0
-      said = self._said.pop(request_id, None)
-      engine.submit(request, resume_from=said, instance=target, chunk_tokens=chunk_tokens)
+      begun = self._resume_from.pop(request_id, None)
+      engine.submit(request, resume_from=begun, instance=target, chunk_tokens=chunk_tokens)
     item = self.buffer[request_id]
     self._num_decisions += 1
     self._running[request_id] = _Running(
@@ -219,7 +221,7 @@ class DividedRollout:
     return pages
 
   def _free(self, instance: int) -> int:
-    """Pages of an instance that nobody has been promised."""
+    """Pages of an instance that are free and promised to no request."""
     return self.engine.free_pages(instance) - self.engine.awaited_pages(instance)
 
   def _make_room(self, instance: int, num_pages: int, keep: str) -> bool:
@@ -246,7 +248,7 @@ class DividedRollout:
   def _drop_one(self) -> None:
     """Takes the pages of the request that waits shortest: it has most in front of it."""
     held = [name for name in self.engine.poll_paused() if self.engine.held_pages(name)]
-    assert held, "requests wait, nothing runs, and nobody holds memory"
+    assert held, "requests wait, nothing runs, and no request holds memory"
     self.engine.preempt(held[-1])
     self.buffer.lost_kv(held[-1])
     self.trace.dropped += 1
@@ -310,30 +312,30 @@ class DividedRollout:
 def resumed(
   engine: Engine, policy: SchedulerConfig, journal: Journal, requests: Sequence[Request]
 ) -> DividedRollout:
-  """Returns a rollout, to be run with `requests`, that goes on where a journal's chunks end.
+  """Returns a rollout, to be run with `requests`, that begins where a journal's chunks end.
 
-  It adds its own chunks to the journal. Requests are named as `rollout.place_of` reads them.
+  It adds its own chunks to the journal. Requests are named as `groups.place_of` reads them.
   """
   names = [request.request_id for request in requests]
-  said = {name: journal.said(*groups.place_of(name)) for name in names}
+  begun = {name: journal.begun(*groups.place_of(name)) for name in names}
 
-  def keep(request: Request, said: Completion) -> None:
+  def keep(request: Request, so_far: Completion) -> None:
     # The journal writes what is new of it.
     journal.append_chunk(
       *groups.place_of(request.request_id),
       Chunk(
         request=request,
         start=0,
-        tokens=said.tokens,
-        behaviour_logprobs=said.behaviour_logprobs,
-        raw_logprobs=said.raw_logprobs,
-        policy_version=said.policy_version,
+        tokens=so_far.tokens,
+        behaviour_logprobs=so_far.behaviour_logprobs,
+        raw_logprobs=so_far.raw_logprobs,
+        policy_version=so_far.policy_version,
       ),
     )
 
   return DividedRollout(
     engine,
     policy,
-    said={name: known for name, known in said.items() if known is not None},
+    resume_from={name: known for name, known in begun.items() if known is not None},
     on_chunk=keep,
   )

@@ -137,7 +137,7 @@ def num_problems(task: Task, split: str) -> int:
   """Returns how many problems a split has.
 
   Raises:
-    ValueError: if it has none, or the task raises, exits, or says no number.
+    ValueError: if it has none, or the task raises, exits, or gives no number.
   """
   try:
     count = task.num_problems(split)
@@ -179,7 +179,7 @@ def check_prompts(
     tokenizer: of the policy.
     max_tokens: most generated tokens.
     context: most tokens of prompt and answer together.
-    context_name: which setting says so.
+    context_name: the setting that bounds it.
     seed: of the run.
 
   Raises:

@@ -74,7 +74,7 @@ class Entry:
     member: index of the rollout in the group.
     epoch: which of the journal's fingerprints holds for it.
     problem_id: of the problem, "" if not given.
-    prompt_text: what the prompt's tokens say, for readers; "" if not given.
+    prompt_text: the prompt as text, for readers; "" if not given.
     rollout: the record itself.
   """
 
@@ -425,7 +425,7 @@ class Journal:
       member: index of the rollout in the group.
       rollout: what is kept.
       problem_id: of the problem.
-      prompt_text: what the prompt's tokens say, for readers.
+      prompt_text: the prompt as text, for readers.
 
     Returns:
       False if an equal record was there already, and nothing was written.
@@ -556,8 +556,8 @@ class Journal:
     offsets = self._chunks.get((step, group, member), ())
     return tuple(_chunk(self._read(offset)["chunk"]) for offset in offsets)
 
-  def said(self, step: int, group: int, member: int) -> Completion | None:
-    """Returns what the journalled chunks of an unfinished rollout say, None if there is none."""
+  def begun(self, step: int, group: int, member: int) -> Completion | None:
+    """Returns the completion so far of an unfinished rollout, None if no chunk is here."""
     chunks = self.chunks(step, group, member)
     if not chunks or (step, group, member) in self._index:
       return None

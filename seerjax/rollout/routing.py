@@ -26,7 +26,7 @@ class Room:
     self.most = max(self.pages)
 
   def keep(self, instance: int) -> None:
-    """Keeps an instance for somebody else."""
+    """Keeps an instance for other requests."""
     self.pages = list(self.pages)
     self.pages[instance] = 0
     self.most = max(self.pages)

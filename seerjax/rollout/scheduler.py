@@ -18,7 +18,7 @@ from seerjax.rollout.policies import SchedulerConfig
 
 
 class Scheduler:
-  """Says what runs next; reads a buffer, changes nothing in it.
+  """Decides what runs next; reads a buffer, changes nothing in it.
 
   while (decision := scheduler.next(instances)) is not None:
     buffer.begin_chunk(decision.request_id, decision.instance, decision.max_chunk_tokens)

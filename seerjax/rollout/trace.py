@@ -91,7 +91,7 @@ class StepTrace(NamedTuple):
 
 
 def summarise(traces: Sequence[Trace]) -> dict[str, float]:
-  """Returns what metrics.jsonl says of a step's rollouts, which ran one after the other."""
+  """Returns the metrics of a step's rollouts, which ran one after the other."""
   return {
     "schedule/steps": float(sum(trace.num_steps for trace in traces)),
     "schedule/tail_steps": float(sum(trace.tail_steps() for trace in traces)),
@@ -133,7 +133,7 @@ def damaged_lines(path: str | os.PathLike) -> list[int]:
 
 
 def _lines(path: str | os.PathLike) -> Iterator[tuple[int, tuple[int, StepTrace] | None]]:
-  """Yields each line's number and what it says, None if it is torn or damaged."""
+  """Yields each line's number and what it holds, None if it is torn or damaged."""
   data = pathlib.Path(path).read_bytes() if pathlib.Path(path).is_file() else b""
   for number, line in enumerate(data.split(b"\n"), 1):
     try:

@@ -64,12 +64,12 @@ class CostModel:
       raise ValueError(
         f"CostModel: got {self.resident_bytes:.3g} bytes of weights on"
         f" {self.num_devices} x {self.device_bytes:.3g} bytes at memory_share={self.memory_share},"
-        " expected room for KV beside them; use more devices or a larger share."
+        " expected room for KV next to them; use more devices or a larger share."
       )
 
   @property
   def kv_tokens(self) -> int:
-    """Returns how many positions of KV fit beside the weights."""
+    """Returns how many positions of KV fit next to the weights."""
     room = self.num_devices * self.device_bytes * self.memory_share - self.resident_bytes
     return int(room // self.kv_bytes)
 
@@ -86,7 +86,7 @@ class CostModel:
     Args:
       batch: requests.
       context: positions of KV that they read, in all.
-      draft_tokens: verified for each, beside its own token.
+      draft_tokens: verified for each, in addition to its own token.
     """
     rows = batch * (1 + draft_tokens)
     touched = self.weight_bytes * (1 - (1 - self.active_bytes / self.weight_bytes) ** rows)

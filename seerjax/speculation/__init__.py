@@ -1,1 +1,1 @@
-"""What may be said next: drafts from a group's own texts, and how many tokens of them pay."""
+"""Drafts: guesses at the next tokens from a group's own texts, and how many of them pay."""

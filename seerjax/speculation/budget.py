@@ -1,4 +1,4 @@
-"""How many tokens to draft: as many as pay, more for those whose end is waited for.
+"""How many tokens to draft: as many as pay, more for requests that others wait for.
 
   a[k]     P(the first k drafted tokens all hold)     measured on the way
   r[k]     P(a draft has k tokens, if it may)         measured on the way
@@ -41,7 +41,7 @@ POLICIES = ("mba", "mba_paper")
 ON_GAIN, OFF_GAIN = 0.1, 0.05
 # Share of the steps' seconds that drafting may cost while it is off: less than steps waver by.
 PROBE_COST = 0.0025
-# Requests that draft in a probe: two say more than one for hardly more rows.
+# Requests that draft in a probe: two tell more than one for hardly more rows.
 PROBE_REQUESTS = 2
 # Steps of a request after which an observation counts half: enough that single drafts average out,
 # few enough that weights that learn and texts that become alike are followed.
@@ -290,7 +290,7 @@ class Budget:
   def acceptance(self) -> tuple[float, ...]:
     """a[1], a[2], ...: P(the first k all hold); a position seen little is taken as all are."""
     held = self._chances(self._held, self._tried, 0.5)
-    # What holds was drafted: estimates from few counts may say otherwise.
+    # What holds was drafted: estimates from few counts may contradict that.
     return tuple(min(pair) for pair in zip(held, self.reach))
 
   @property
@@ -317,7 +317,7 @@ class Budget:
     """Takes what came of one request's draft.
 
     Args:
-      num_allowed: tokens that it might have drafted; 0 says nothing.
+      num_allowed: tokens that it might have drafted; 0 tells nothing.
       num_drafted: that it did.
       num_accepted: that held.
 

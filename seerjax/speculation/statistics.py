@@ -1,6 +1,6 @@
 """What came of drafts, by position and by how many sibling texts a draft could draw on.
 
-Acceptance *length* counts the bonus token: tokens said a step. Acceptance *rate* is accepted /
+Acceptance *length* counts the bonus token: tokens sampled a step. Acceptance *rate* is accepted /
 drafted. How a draft is verified: `engine.drafting`.
 """
 
@@ -18,7 +18,7 @@ class Acceptance:
     num_steps: entries, those in which nothing was found to draft too.
     drafted_at: drafted_at[k]: steps that drafted more than k tokens.
     accepted_at: accepted_at[k]: steps in which more than k held.
-    by_references: number of sibling texts known -> (steps, tokens said).
+    by_references: number of sibling texts known -> (steps, tokens sampled).
   """
 
   num_steps: int = 0
@@ -79,7 +79,7 @@ class Acceptance:
 
   @property
   def length(self) -> float:
-    """Acceptance length: tokens said a step, the bonus included; 1 if there was no step."""
+    """Acceptance length: tokens sampled a step, the bonus included; 1 if there was no step."""
     return 1 + self.num_accepted / max(self.num_steps, 1)
 
   @property

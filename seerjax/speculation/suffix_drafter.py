@@ -1,4 +1,4 @@
-"""A drafter that learns from what a group's requests have said: one suffix tree a group.
+"""A drafter that learns from the texts of a group's requests: one suffix tree a group.
 
 What is asked of it, and how its drafts are verified: `engine.drafting`.
 """
@@ -23,10 +23,10 @@ from seerjax.speculation import (
 # Tokens of the prompt with which the text of every answer begins, so that the first tokens of the
 # siblings are found from the prompt's end. The whole prompt is a text of its own, once a group.
 LEAD_IN = 8
-# The prompt's name among the requests of its group; nobody's else.
+# The prompt's name among the requests of its group; no request has it.
 PROMPT = "\0prompt"
-# While nothing is drafted, trees learn what was said in every so many steps only: a step then costs
-# next to nothing, and drafting can begin without a long silence.
+# While nothing is drafted, trees learn the new tokens in every so many steps only: a step then
+# costs next to nothing, and drafting can begin without a long silence.
 STEPS_PER_UPDATE = 256
 
 # Of one query: alternative continuations, the main one first, each as its tokens.
@@ -35,12 +35,12 @@ Paths = Sequence[tuple[int, ...]]
 
 @dataclasses.dataclass(slots=True)
 class _Text:
-  """What a request says.
+  """The text of a request.
 
   Attributes:
     group: of the request.
     is_high: whether it is of the high class.
-    tokens: prompt and answer, as they were asked about last; the asker's own list. () once the
+    tokens: prompt and answer, as of the last query; the engine's own list. () once the
       request is over and its tree has all of them.
     num_prompt: how many of them are the prompt.
     num_lead: last tokens of the prompt that stand before the answer.
@@ -60,7 +60,7 @@ class _Text:
 
 
 class SuffixDrafter:
-  """Drafts from what the group has said: the prompt, the answer so far, the siblings' answers.
+  """Drafts from the group's texts: the prompt, the answer so far, the siblings' answers.
 
   All texts together stay within `max_bytes`: whenever a group has finished and they do not, groups
   are forgotten, those that finished first before those that came first.
@@ -225,7 +225,7 @@ class SuffixDrafter:
     self._num_live[text.group] -= 1
 
   def _update(self, queries: Sequence[DraftQuery]) -> None:
-    """Gives the trees of some requests' groups all that their texts said so far."""
+    """Gives the trees of some requests' groups all tokens of their texts so far."""
     for query in queries:
       text = self._live[query.request_id]
       was_cut = len(query.tokens) - text.num_prompt + text.num_lead < text.num_in_tree

@@ -214,7 +214,7 @@ def run_case(
       rollout = DividedRollout(
         engine,
         policy,
-        said=dict(journal),
+        resume_from=dict(journal),
         on_chunk=lambda request, said: journal.update({request.request_id: said}),
       )
       left = [request for name, request in requests.items() if name not in finished]

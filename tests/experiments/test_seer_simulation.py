@@ -53,7 +53,7 @@ def test_the_other_tables_by_hand():
   assert "| KV | 8 | 0.3 | 1.00 | 1.50 | 1.90 | 2.00 | 95.0 % | 1.27 |" in text
   assert "| M | 1024 | 1.00 |" in seer_simulation.chunk_table({"M": {1024: {"divided": 1.0}}})
   step = dict(seconds=1000.0, stale_share=0.5, mean_tokens=2000.0)
-  assert "| M | a | 1,000 | 50 % | 2,000 |" in seer_simulation.rival_table({"M": {"a": step}})
+  assert "| M | a | 1,000 | 50 % | 2,000 |" in seer_simulation.baseline_table({"M": {"a": step}})
   assert "| ours | 3.1 |" in seer_simulation.decision_table({"ours": 3.14})
 
 
@@ -78,7 +78,7 @@ def test_a_picture_is_drawn(tmp_path: pathlib.Path):
 def test_every_policy_decides_fast_and_to_the_end():
   lines: list[str] = []
   found = seer_simulation.decisions(lines.append, num_groups=30, group_size=8)
-  assert set(found) == set(seer_simulation.policies(512))
+  assert set(found) == set(seer_simulation.systems(512))
   assert len(lines) == len(found)
   # The bar of 20 us is measured alone on a core; this one holds on a busy machine.
   assert max(found.values()) < 1000

@@ -120,7 +120,7 @@ def test_a_rollout_that_is_stopped_goes_on_elsewhere(policy):
   found |= {completion.request_id: completion for completion in finished}
   left = [request for request in asked() if request.request_id not in found]
   assert said and said.keys() <= {request.request_id for request in left}
-  for completion in DividedRollout(make_engine(1), policy, said=said).run(left):
+  for completion in DividedRollout(make_engine(1), policy, resume_from=said).run(left):
     found[completion.request_id] = completion
   assert found.keys() == plain().keys()
   assert all(tiny_model.same(found[name], plain()[name], 0) for name in found)
@@ -145,7 +145,7 @@ def test_what_a_journal_holds_is_not_said_again():
   rollout = DividedRollout(
     engine,
     Divided(chunk_tokens=10),
-    said={"3/2": said},
+    resume_from={"3/2": said},
     on_chunk=lambda request, said: heard.append((request.request_id, len(said.tokens))),
   )
   [found] = rollout.run([request])
@@ -190,7 +190,7 @@ def test_a_rollout_goes_on_from_a_journal_and_adds_to_it(tmp_path):
     assert ended.has_bits_of(expected[ended.request_id])
   left = [one for one in requests if one.request_id != ended.request_id]
   with book() as journal:
-    said = [journal.said(*map(int, one.request_id.split("/"))) for one in left]
+    said = [journal.begun(*map(int, one.request_id.split("/"))) for one in left]
     assert any(said) and all(len(one.tokens) % 8 == 0 for one in said if one)
     engine = make_engine(1)
     for one in resumed(engine, policy, journal, left).run(left):

@@ -73,7 +73,7 @@ def test_groups_that_are_not_whole_are_carried_on_with_their_tokens():
 
     def rollout_of(said, step=step):
       said = {name: dataclasses.replace(one, policy_version=step) for name, one in said.items()}
-      return DividedRollout(engine, Divided(chunk_tokens=6), said=said)
+      return DividedRollout(engine, Divided(chunk_tokens=6), resume_from=said)
 
     engine.set_params(word_engine.params(step), policy_version=step)
     groups, old = off_policy.sample_partial(
@@ -119,7 +119,7 @@ def test_rewards_stand_with_their_texts():
     task=Counts(),
     tokenizer=word_engine.TOKENIZER,
     seed=0,
-    rollout_of=lambda said: DividedRollout(word_engine.make_engine(), Divided(), said=said),
+    rollout_of=lambda said: DividedRollout(word_engine.make_engine(), Divided(), resume_from=said),
     on_rollout=lambda problem, rollout: None,
   )
   for group in groups:

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from seerjax.rollout.policies import Divided, GroupFCFS
-from seerjax.simulate import rivals, workloads
+from seerjax.simulate import baselines, workloads
 
 SMALL = dataclasses.replace(
   workloads.MOONLIGHT, num_instances=4, num_groups=24, mean_tokens=2000, max_tokens=8000
@@ -15,30 +15,30 @@ SMALL = dataclasses.replace(
 
 
 def test_training_is_the_rest_of_the_iteration():
-  assert rivals.training_seconds(workloads.MOONLIGHT) == pytest.approx(3910 * 16 / 84)
+  assert baselines.training_seconds(workloads.MOONLIGHT) == pytest.approx(3910 * 16 / 84)
 
 
 def test_one_step_off_is_never_fresh_and_waits_for_the_slower_part():
-  step = rivals.one_step_off(SMALL, GroupFCFS(), 0, shares=(0.5,))
+  step = baselines.one_step_off(SMALL, GroupFCFS(), 0, shares=(0.5,))
   assert step.stale_share == 1.0
-  assert step.seconds >= rivals.training_seconds(SMALL) / 0.5
-  assert rivals.one_step_off(SMALL, GroupFCFS(), 0).seconds <= step.seconds
-  assert rivals.synchronous(SMALL, GroupFCFS(), 0).stale_share == 0.0
+  assert step.seconds >= baselines.training_seconds(SMALL) / 0.5
+  assert baselines.one_step_off(SMALL, GroupFCFS(), 0).seconds <= step.seconds
+  assert baselines.synchronous(SMALL, GroupFCFS(), 0).stale_share == 0.0
 
 
 def test_partial_rollouts_leave_the_longest_for_later():
   policy = Divided(chunk_tokens=500)
-  plain = rivals.synchronous(SMALL, policy, 0)
-  first, *later = rivals.partial(SMALL, policy, range(3))
+  plain = baselines.synchronous(SMALL, policy, 0)
+  first, *later = baselines.partial(SMALL, policy, range(3))
   assert first.stale_share == 0.0
   assert first.mean_tokens < plain.mean_tokens
   assert all(0 < step.stale_share < 1 for step in later)
   # As many as needed, and no more than needed: nothing is left over, and nothing is stale.
-  exact = rivals.partial(SMALL, policy, range(2), begun=1.0)
+  exact = baselines.partial(SMALL, policy, range(2), begun=1.0)
   assert [step.stale_share for step in exact] == [0.0, 0.0]
   assert exact[0].seconds == pytest.approx(plain.seconds)
 
 
 def test_fewer_groups_than_needed_are_refused():
   with pytest.raises(ValueError, match="got begun=0.5, expected at least 1"):
-    rivals.partial(SMALL, GroupFCFS(), [0], begun=0.5)
+    baselines.partial(SMALL, GroupFCFS(), [0], begun=0.5)

@@ -1,7 +1,7 @@
 """What gives up on-policy data for time: one step off, and partial rollouts.
 
     synchronous     rollout of step k, then training on it, on all devices
-    one step off    rollout of step k + 1 on some devices, beside training on step k on the others
+    one step off    rollout of step k + 1 on some devices, during training on step k on the others
     partial         more groups are begun than needed; once enough are whole the others wait, with
                     their tokens, for the next step and its other weights
 
@@ -36,13 +36,13 @@ class Step:
 
 
 def training_seconds(workload: workloads.Workload) -> float:
-  """Returns the time beside the rollout in an iteration of the baseline, on all devices."""
+  """Returns the time outside the rollout in an iteration of the baseline, on all devices."""
   share = workload.rollout_share
   return workload.published.baseline_seconds * (1 - share) / share
 
 
 def synchronous(workload: workloads.Workload, policy: policies.SchedulerConfig, seed: int) -> Step:
-  """Returns a step of the plain circle."""
+  """Returns a step of the plain loop."""
   lengths = workload.lengths(seed)
   result = cluster.Simulation(
     workload.cluster(), policy, lengths, max_tokens=workload.max_tokens
