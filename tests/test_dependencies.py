@@ -11,6 +11,7 @@ import pathlib
 import subprocess
 import sys
 
+import import_graph
 from import_graph import imports, room_of
 import pytest
 
@@ -164,6 +165,10 @@ def sources() -> list[pathlib.Path]:
 def test_imports_run_one_way(path: pathlib.Path):
   found = complaints(path.read_text(), path.relative_to(ROOT).as_posix())
   assert not found, "\n".join(found)
+
+
+def test_no_modules_import_one_another():
+  assert import_graph.circles(import_graph.graph()) == []
 
 
 def test_every_room_stands_in_one_step():
