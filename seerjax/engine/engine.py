@@ -31,6 +31,7 @@ from seerjax.engine.counters import Counters
 from seerjax.engine.drafting import Drafter
 from seerjax.engine.kv.memory import Memory
 from seerjax.engine.kv.pool import KVPool
+from seerjax.engine.kv.values import fingerprint_digest
 from seerjax.engine.planner import Planner
 from seerjax.engine.requests import Requests
 from seerjax.engine.sequence import ScheduledRows, SequenceState, StepOutput
@@ -106,8 +107,9 @@ class Engine(Chunks):
     table_width = sizes.table_width(config, context=self._context, kv_split=numerics.kv_split)
     kv_pool = KVPool() if kv_pool is None else kv_pool
     counters = Counters(host=kv_pool.host, store=kv_pool.store)
+    pages = runner.empty_pages(config.num_pages, config.page_size)
     memory = Memory(
-      runner.empty_pages(config.num_pages, config.page_size),
+      pages,
       runner.page_moves,
       num_pages=config.num_pages,
       page_size=config.page_size,
@@ -115,7 +117,9 @@ class Engine(Chunks):
       reuse_prefixes=config.reuse_prefixes,
       kv_pool=kv_pool,
       counters=counters,
+      fingerprint=fingerprint_digest(model, numerics, pages),
     )
+    memory.publish(self._params, policy_version)
     requests = Requests(runner.num_instances)
     super().__init__(requests, memory, counters, config=config)
     self._planner = planner = Planner(
@@ -138,7 +142,7 @@ class Engine(Chunks):
     Args:
       request: to be answered.
       resume_from: the beginning of its answer, of the same request by the same weights; the answer
-        continues behind it, and its keys are computed again.
+        continues behind it, and its keys come from the store or are computed again.
       instance: where it runs; None keeps groups together, else takes the emptiest.
       chunk_tokens: pause after this many tokens, which is all that memory is reserved for; None
         answers to the end.
@@ -170,6 +174,7 @@ class Engine(Chunks):
     sequence = SequenceState(request, list(request.prompt), instance, stream, row, limit=0)
     if resume_from is not None:
       output.continue_from(sequence, resume_from)
+      self.memory.claim(sequence)
     sequence.extend(chunk_tokens)
     self._take_pages()
     self._requests.add(sequence)
@@ -252,10 +257,7 @@ class Engine(Chunks):
   def _inputs(self, scheduled: list[list[ScheduledRows]]) -> runner_lib.StepInputs:
     return self._planner.inputs(scheduled)
 
-  def _accept(
-    self, sequence: SequenceState, token: int, logprob: float, raw_logprob: float
-  ) -> StepOutput:
-    return output.accept(sequence, token, logprob, raw_logprob)
+  _accept = staticmethod(output.accept)
 
   def _with_drafts(self, scheduled: list[list[ScheduledRows]]) -> list[list[ScheduledRows]]:
     queries, places = self._planner.draft_queries(scheduled)
@@ -360,8 +362,9 @@ class Engine(Chunks):
         " completion comes from one policy_version); finish or cancel them."
       )
     self._params = self._placed(params, "Engine.set_params: params")
-    self.policy_version = policy_version
     self.memory.forget_all()
+    self.policy_version = policy_version
+    self.memory.publish(self._params, policy_version)
 
   def _placed(self, params: parameters.Params, what: str) -> parameters.Params:
     """Returns weights on the mesh; refuses others than the fingerprint names."""

@@ -21,6 +21,7 @@ from word_engine import (
 
 from seerjax.engine import engine as engine_lib, runner as runner_lib
 from seerjax.engine.kv import pool as kv_pool_lib
+from seerjax.engine.kv.values import Identity
 from seerjax.models import tokenizer as tokenizer_lib
 
 REQUESTS = [request(name, (5, 6, 7 + seed), seed=seed) for seed, name in enumerate("abc")]
@@ -222,6 +223,9 @@ class BrokenStore:
   def put(self, key: str, data: bytes) -> bool:
     raise OSError("the disk is gone")
 
+  def has(self, key: str) -> bool:
+    raise OSError("the disk is gone")
+
   def get(self, key: str) -> bytes | None:
     raise OSError("the disk is gone")
 
@@ -231,6 +235,8 @@ class BrokenStore:
 
 def test_a_store_that_raises_is_one_that_is_full(caplog):
   pool = kv_pool_lib.KVPool(kv_pool_lib.KVPoolConfig(host_pages=1), BrokenStore())
-  pool.put("a", 1, [])
+  pool.identify(lambda: Identity("f", "w", 0))
+  pool.put("a", 1, [], [1, 2])
+  assert not pool.claim("b", [1, 2])
   assert not pool.make_room(1) and "a" in pool
-  assert "got OSError (the disk is gone)" in caplog.text and pool.store.failures == 1
+  assert "got OSError (the disk is gone)" in caplog.text and pool.store.failures == 2

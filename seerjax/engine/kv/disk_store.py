@@ -1,22 +1,35 @@
-"""The store tier on a local disk: one file a request, bounded."""
+"""The store tier on a local disk: one file a value, bounded, shared by processes.
+
+    directory/OWNER/NAME.kv     NAME follows from the key, so any process finds it
+    directory/OWNER/lock        locked while the process that wrote the files lives
+
+Each process writes and removes files of its own folder only, and reads all folders. What a process
+that is gone left there belongs to the next one that opens the directory: it stays readable, and
+goes first when room is needed.
+"""
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import os
 import pathlib
+import uuid
+import weakref
+
+LOCK_NAME = "lock"
 
 
 class DiskStore:
-  """Files under a directory of its own; what an earlier process left there is removed."""
+  """Files under a folder of its own, in a directory that processes share."""
 
   def __init__(self, directory: str | os.PathLike[str], *, max_bytes: int):
     """Makes a store.
 
     Args:
       directory: is made; files of other names in it are left alone.
-      max_bytes: of all files together.
+      max_bytes: of the files of this process, those that it took over included.
 
     Raises:
       ValueError: if `max_bytes` is negative, or the directory is a file.
@@ -28,7 +41,8 @@ class DiskStore:
       )
     self.directory = pathlib.Path(directory)
     self.max_bytes = max_bytes
-    self._sizes: dict[str, int] = {}
+    self._sizes: dict[str, int] = {}  # By name of file: what this process put.
+    self._left: dict[str, int] = {}  # What processes before left, oldest first.
     try:
       self.directory.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError) as error:
@@ -36,42 +50,105 @@ class DiskStore:
         f"DiskStore.directory: got {self.directory}, which is or goes through a file, expected a"
         " directory; choose another KVPoolConfig.disk."
       ) from error
-    for left in self.directory.glob("*.kv"):
-      left.unlink()
+    lock = None
+    while lock is None:  # Another process may take over a folder in the moment before it is locked.
+      self._folder = self.directory / uuid.uuid4().hex
+      self._folder.mkdir()
+      lock = _locked(self._folder)
+    weakref.finalize(self, os.close, lock)
+    self._take_over()
+    self._make_room(0)
 
   @property
   def num_bytes(self) -> int:
-    """Bytes on the disk now."""
-    return sum(self._sizes.values())
-
-  def _path(self, key: str) -> pathlib.Path:
-    # Any key makes a name: ids may hold slashes.
-    return self.directory / f"{hashlib.blake2b(key.encode(), digest_size=16).hexdigest()}.kv"
+    """Bytes on the disk now, of this process's files."""
+    return sum(self._sizes.values()) + sum(self._left.values())
 
   def put(self, key: str, data: bytes) -> bool:
     """Writes a file; False if the bound or the disk itself has no room."""
-    if self.num_bytes - self._sizes.get(key, 0) + len(data) > self.max_bytes:
+    name = _file_name(key)
+    self._left.pop(name, None)  # Written over.
+    if sum(self._sizes.values()) - self._sizes.get(name, 0) + len(data) > self.max_bytes:
       return False
-    path = self._path(key)
+    self._make_room(len(data) - self._sizes.get(name, 0))
+    path = self._folder / name
+    unfinished = path.with_suffix(".tmp")
     try:
-      path.write_bytes(data)
+      unfinished.write_bytes(data)
+      unfinished.replace(path)  # Whole, for the other processes.
     except OSError as error:
+      unfinished.unlink(missing_ok=True)
       path.unlink(missing_ok=True)
-      self._sizes.pop(key, None)
+      self._sizes.pop(name, None)
       if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return False
       raise
-    self._sizes[key] = len(data)
+    self._sizes[name] = len(data)
     return True
 
+  def has(self, key: str) -> bool:
+    """Returns whether a file is there, of whichever process."""
+    return bool(self._paths(key))
+
   def get(self, key: str) -> bytes | None:
-    """Reads a file back; None if there is none."""
-    try:
-      return self._path(key).read_bytes() if key in self._sizes else None
-    except OSError:
-      return None  # Another program removed it, or the disk fails.
+    """Reads a file, of whichever process; None if there is none."""
+    for path in self._paths(key):
+      try:
+        return path.read_bytes()
+      except OSError:
+        pass  # Its process has just removed it, or the disk fails.
+    return None
 
   def remove(self, key: str) -> None:
-    """Removes a file; an unknown key is no error."""
-    if self._sizes.pop(key, None) is not None:
-      self._path(key).unlink(missing_ok=True)
+    """Removes a file of this process; any other key is no error."""
+    name = _file_name(key)
+    if self._sizes.pop(name, None) is not None:
+      (self._folder / name).unlink(missing_ok=True)
+
+  def _paths(self, key: str) -> list[pathlib.Path]:
+    name = _file_name(key)
+    own = self._folder / name
+    return [own] if own.exists() else sorted(self.directory.glob(f"*/{name}"))
+
+  def _make_room(self, num_bytes: int) -> None:
+    """Removes what processes before left, as far as room for `num_bytes` asks for it."""
+    while self._left and self.num_bytes + num_bytes > self.max_bytes:
+      name = next(iter(self._left))
+      del self._left[name]
+      (self._folder / name).unlink(missing_ok=True)
+
+  def _take_over(self) -> None:
+    """Moves files whose processes are gone to this one's folder."""
+    found = []
+    for folder in {path.parent for path in self.directory.glob(f"*/{LOCK_NAME}")}:
+      lock = None if folder == self._folder else _locked(folder)
+      if lock is None:
+        continue
+      for path in folder.glob("*.kv"):
+        status = path.stat()
+        path.replace(self._folder / path.name)
+        found.append((status.st_mtime_ns, path.name, status.st_size))
+      for path in folder.iterdir():
+        path.unlink()
+      folder.rmdir()
+      os.close(lock)
+    self._left = {name: size for _, name, size in sorted(found)}
+
+
+def _file_name(key: str) -> str:
+  # Any key makes a name: it may hold slashes.
+  return f"{hashlib.blake2b(key.encode(), digest_size=16).hexdigest()}.kv"
+
+
+def _locked(folder: pathlib.Path) -> int | None:
+  """Returns an open file that holds a folder's lock; None if another process holds it."""
+  try:
+    file = os.open(folder / LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o644)
+  except FileNotFoundError:
+    return None  # Another process took the folder over.
+  try:
+    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+  except BlockingIOError:
+    os.close(file)
+    return None
+  return file

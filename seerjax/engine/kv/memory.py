@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from seerjax.engine.counters import Counters
-from seerjax.engine.kv import page_moves, pages as pages_lib, prefix_index
+from seerjax.engine.kv import page_moves, pages as pages_lib, prefix_index, values
 from seerjax.engine.kv.pool import KVPool
 from seerjax.engine.sequence import SequenceState
 
@@ -35,12 +35,14 @@ class Memory:
     reuse_prefixes: bool,
     kv_pool: KVPool,
     counters: Counters,
+    fingerprint: str,
   ):
     """Takes over `pages`, a pytree of f[i, k, m, ...] whose axis m is that of pages."""
     self.pages = pages
     self.pools = [pages_lib.PagePool(num_pages, page_size) for _ in moves.mesh.devices]
     self.kv_pool = kv_pool
     self.counters = counters
+    self._fingerprint = fingerprint
     self._moves = moves
     self._page_size = page_size
     self._table_width = table_width
@@ -71,6 +73,12 @@ class Memory:
     sequence.pages = []
     sequence.num_written = 0
     self.kv_pool.drop(sequence.request.request_id)
+
+  def publish(self, params: Any, policy_version: int) -> None:
+    """Says of which weights, on their mesh, keys and values are written from now on."""
+    self.kv_pool.identify(
+      lambda: values.Identity(self._fingerprint, values.weights_digest(params), policy_version)
+    )
 
   def forget_all(self) -> None:
     """Drops everything that is not held: the weights changed."""
@@ -168,15 +176,16 @@ class Memory:
     while any(queues):
       turn = _equal_heads(queues, lambda entry: page_moves.bucket_for(len(entry[1])))
       ids = self._page_ids({instance: part for instance, (_, part) in turn.items()})
-      values = self._moves.extract(self.pages, ids)
+      extracted = self._moves.extract(self.pages, ids)
       for instance, (sequence, part) in turn.items():
-        rounds[sequence].append(self._moves.take_off(values, instance))
+        rounds[sequence].append(self._moves.take_off(extracted, instance))
         self.counters.spilled_pages += len(part)
     for sequence, _, count in leaving:
       for page in sequence.pages:
         self.pools[sequence.instance].release(page)
       sequence.pages = []  # `num_written` stays: that much comes back.
-      self.kv_pool.put(sequence.request.request_id, count, rounds[sequence])
+      written = sequence.tokens[: sequence.num_written]
+      self.kv_pool.put(sequence.request.request_id, count, rounds[sequence], written)
 
   def begin_restore(self, sequence: SequenceState, num_pages: int) -> bool:
     """Gives a spilled sequence `num_pages` pages; False if there is no room, nothing done.
@@ -200,13 +209,23 @@ class Memory:
     self._arriving[sequence.instance] += zip(page_moves.rounds(targets), rounds, strict=True)
     return True
 
+  def claim(self, sequence: SequenceState) -> None:
+    """Lets a new sequence that continues an answer come back from the store, if it is there.
+
+    One process decides this alone, so where several run one program, its keys are computed again.
+    """
+    written = sequence.tokens[:-1]
+    if jax.process_count() == 1 and self.kv_pool.claim(sequence.request.request_id, written):
+      sequence.num_written = len(written)
+
   def restore(self) -> None:
-    """Writes what was asked back, before a step reads it."""
+    """Writes what was asked back, before a step reads it, and counts the step."""
+    self.kv_pool.advance()
     while any(self._arriving):
       turn = _equal_heads(self._arriving, lambda entry: entry[1][0][0].shape[2])
-      values = self._moves.put_on(self.pages, {i: parts for i, (_, parts) in turn.items()})
+      arrived = self._moves.put_on(self.pages, {i: parts for i, (_, parts) in turn.items()})
       ids = self._page_ids({instance: part for instance, (part, _) in turn.items()})
-      self.pages = self._moves.insert(self.pages, ids, values)
+      self.pages = self._moves.insert(self.pages, ids, arrived)
       self.counters.restored_pages += int(np.count_nonzero(ids))
 
   def _num_pages(self, positions: int) -> int:

@@ -22,7 +22,6 @@ import socket
 import subprocess
 import sys
 from typing import Any
-import uuid
 
 # What the client says when no segment has room.
 NO_SPACE = -200
@@ -44,7 +43,8 @@ sys.exit(status != 0)
 
 
 class MooncakeStore:
-  """One process's door to the cluster. Its keys are its own: another process's never meet them."""
+  """One process's door to the cluster. A value is parts, and after them their number under its key:
+  another process that finds the number finds the parts."""
 
   def __init__(
     self, master: str, *, segment_bytes: int, host: str = "127.0.0.1", patience: float = 30.0
@@ -72,8 +72,7 @@ class MooncakeStore:
     store_lib = _library()
     _check_joins(host, master, patience)
     self._client: Any = store_lib.MooncakeDistributedStore()
-    self._prefix = uuid.uuid4().hex
-    self._num_parts: dict[str, int] = {}
+    self._num_parts: dict[str, int] = {}  # Of what this process put.
     status = self._client.setup(
       host, "P2PHANDSHAKE", segment_bytes, BUFFER_BYTES, "tcp", "", master
     )
@@ -93,11 +92,15 @@ class MooncakeStore:
     Raises:
       ConnectionError: if the cluster fails in another way.
     """
+    if key not in self._num_parts and self.has(key):
+      return True  # Another process put it; it is the same (`Store`), and that process's to remove.
     self.remove(key)
     parts = [data[start : start + PART_BYTES] for start in range(0, len(data), PART_BYTES)]
+    names = [self._name(key, index) for index in range(len(parts))]
+    objects = [*zip(names, parts), (self._name(key), str(len(parts)).encode())]
     self._num_parts[key] = len(parts)
-    for index, part in enumerate(parts):
-      status = self._client.put(self._name(key, index), part, self._pinned)
+    for index, (name, part) in enumerate(objects):
+      status = self._client.put(name, part, self._pinned)
       if status != 0:
         self._num_parts[key] = index
         self.remove(key)
@@ -110,17 +113,22 @@ class MooncakeStore:
     return True
 
   def get(self, key: str) -> bytes | None:
-    """Returns what was put; None if it is not there, or a process that held it is gone."""
-    count = self._num_parts.get(key)
-    if count is None:
+    """Returns what was put, by whichever process; None if it is not there, or was lost with one."""
+    count = self._client.get(self._name(key))
+    if not count:
       return None
-    parts = [self._client.get(self._name(key, index)) for index in range(count)]
+    parts = [self._client.get(self._name(key, index)) for index in range(int(count))]
     return b"".join(parts) if all(parts) else None
 
+  def has(self, key: str) -> bool:
+    """Returns whether a value is there, whichever process put it."""
+    return bool(self._client.get(self._name(key)))
+
   def remove(self, key: str) -> None:
-    """Forgets a key at once; an unknown one is no error."""
-    names = [self._name(key, index) for index in range(self._num_parts.pop(key, 0))]
-    if names:
+    """Forgets at once what this process put; any other key is no error and stays."""
+    count = self._num_parts.pop(key, None)
+    if count is not None:
+      names = [self._name(key), *(self._name(key, index) for index in range(count))]
       self._client.batch_remove(names, True)
 
   def close(self) -> None:
@@ -129,8 +137,8 @@ class MooncakeStore:
       self.remove(key)
     self._client.close()
 
-  def _name(self, key: str, index: int) -> str:
-    return f"{self._prefix}/{key}/{index}"
+  def _name(self, key: str, index: int | None = None) -> str:
+    return f"seerjax/{key}" if index is None else f"seerjax/{key}/{index}"
 
 
 def _check_listens(master: str) -> None:

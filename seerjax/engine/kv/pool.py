@@ -4,18 +4,21 @@
 
 The engine spills a request between two of its chunks and brings it back before the next one. Here
 lie the requests that are off the devices, whole, each under its id. A request is dropped the moment
-it ends; one that lives is never dropped to make room: when a tier is full, `has_room` says so, and
-whoever wanted the room waits.
+it ends; one that lives is never dropped to make room: when a tier is full, `make_room` returns
+False, and the caller waits.
+
+In the store, values are named by their content (`values`), so that another process with the same
+weights finds them: `claim` asks for a request whose answer began elsewhere.
 """
 
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 import dataclasses
+import functools
 import time
 from typing import Any, NamedTuple, Protocol, runtime_checkable
-import zlib
 
 from absl import logging
 import jax
@@ -23,22 +26,37 @@ import numpy as np
 
 from seerjax.array_typing import Array
 from seerjax.engine.counters import TierCounters
+from seerjax.engine.kv import values
+from seerjax.engine.kv.values import Identity
+
+# How long what this process wrote to a store stays after none of its own requests needs it, so that
+# another process may read it: longer than a restart from a journal takes. Room that is needed
+# earlier is taken earlier.
+PIN_STEPS = 1024
 
 
 @runtime_checkable
 class Store(Protocol):
-  """The last tier: bytes by key, outside of this process's memory."""
+  """The last tier: bytes by key, outside of this process's memory, shared by processes.
+
+  Keys follow from content (`values.Identity.key`): what two processes put under one key is equal.
+  A process removes only what it has put itself.
+  """
 
   def put(self, key: str, data: bytes) -> bool:
     """Keeps `data`; False if there is no room for it now."""
     ...
 
+  def has(self, key: str) -> bool:
+    """Returns whether a value is there, whichever process put it."""
+    ...
+
   def get(self, key: str) -> bytes | None:
-    """Returns what was put; None if it is not there, or no longer."""
+    """Returns what was put, by whichever process; None if it is not there, or no longer."""
     ...
 
   def remove(self, key: str) -> None:
-    """Forgets a key at once; an unknown one is no error."""
+    """Forgets at once what this process put; any other key is no error and stays."""
     ...
 
 
@@ -48,7 +66,7 @@ class KVPoolConfig:
 
   Attributes:
     host_pages: pages of all requests together in pinned host memory.
-    disk: directory of the store on a local disk; "" is none.
+    disk: directory of the store on a local disk, which processes may share; "" is none.
     mooncake: "host:port" of a Mooncake master whose cluster is the store; "" is none.
     store_bytes: of the disk that may be used, or of memory lent to the cluster.
   """
@@ -82,15 +100,7 @@ class _Held(NamedTuple):
   num_pages: int
   num_bytes: int
   rounds: list[list[list[Array]]]
-
-
-class _Stored(NamedTuple):
-  """A request in the store: how its bytes are to be read, and their CRC-32."""
-
-  num_pages: int
-  num_bytes: int
-  check: int
-  shapes: list[list[list[tuple[tuple[int, ...], Any]]]]
+  tokens: tuple[int, ...]
 
 
 class KVPool:
@@ -101,9 +111,15 @@ class KVPool:
     self.host = TierCounters()
     self.store = TierCounters()
     self._store = store
-    # Oldest first: that is who goes on to the store.
+    self._identity: Callable[[], Identity] | None = None
+    # Oldest first: that is the one that is sent on to the store.
     self._held: collections.OrderedDict[str, _Held] = collections.OrderedDict()
-    self._stored: dict[str, _Stored] = {}
+    self._stored: dict[str, str] = {}  # Keys in the store, by request.
+    self._needed: collections.Counter[str] = collections.Counter()  # Requests, by key.
+    self._own: set[str] = set()  # Keys that this process put and has not removed.
+    # Keys of `_own` that no request needs, and the step from which on none did, oldest first.
+    self._unneeded: collections.OrderedDict[str, int] = collections.OrderedDict()
+    self._step = 0
     self._host_pages = 0
 
   def __contains__(self, request_id: str) -> bool:
@@ -119,6 +135,21 @@ class KVPool:
     """Pages in pinned host memory."""
     return self._host_pages
 
+  def identify(self, identity: Callable[[], Identity]) -> None:
+    """Says whose keys and values come from now on.
+
+    Args:
+      identity: called when a store is written or read for the first time, and then never again: the
+        digest of the weights takes time.
+    """
+    self._identity = functools.cache(identity)
+
+  def advance(self) -> None:
+    """Counts a step; what this process put is removed `PIN_STEPS` after it was needed last."""
+    self._step += 1
+    while self._unneeded and next(iter(self._unneeded.values())) + PIN_STEPS <= self._step:
+      self._remove(next(iter(self._unneeded)))
+
   def make_room(self, num_pages: int) -> bool:
     """Returns whether pinned host memory has room, after sending the oldest on to the store."""
     while self.free_host_pages < num_pages:
@@ -126,14 +157,30 @@ class KVPool:
         return False
     return True
 
-  def put(self, request_id: str, num_pages: int, rounds: list[list[list[Array]]]) -> None:
-    """Keeps a request's pages, for which `make_room` has found room."""
+  def put(
+    self,
+    request_id: str,
+    num_pages: int,
+    rounds: list[list[list[Array]]],
+    tokens: Sequence[int],
+  ) -> None:
+    """Keeps a request's pages, for which `make_room` has found room; they are those of `tokens`."""
     assert request_id not in self and num_pages <= self.free_host_pages, request_id
     num_bytes = sum(part.nbytes for leaves in rounds for leaf in leaves for part in leaf)
-    self._held[request_id] = _Held(num_pages, num_bytes, rounds)
+    self._held[request_id] = _Held(num_pages, num_bytes, rounds, tuple(tokens))
     self._host_pages += num_pages
     self.host.bytes_in += num_bytes
     self.host.requests_in += 1
+
+  def claim(self, request_id: str, tokens: Sequence[int]) -> bool:
+    """Returns whether the store has the pages of `tokens`; they are the request's to take then."""
+    if self._store is None or request_id in self:
+      return False
+    key = self._identified().key(tokens)
+    if not self._asked("has", False, lambda store: store.has(key)):
+      return False
+    self._need(request_id, key)
+    return True
 
   def take(self, request_id: str) -> list[list[list[Any]]] | None:
     """Returns a request's pages, round by round, and forgets them; None if the store lost them.
@@ -147,34 +194,59 @@ class KVPool:
       self.host.bytes_out += held.num_bytes
       self.host.requests_out += 1
       return held.rounds
-    stored = self._stored.pop(request_id)
+    key = self._stored[request_id]
     begin = time.monotonic()
-    assert self._store is not None
-    data = self._asked("get", None, lambda store: store.get(request_id))
-    self._asked("remove", None, lambda store: store.remove(request_id))
+    data = self._asked("get", None, lambda store: store.get(key))
+    rounds = None if data is None else values.unpacked(data, self._identified())
+    self._let_go(request_id)
     self.store.seconds_stalled += time.monotonic() - begin
-    if data is None or zlib.crc32(data) != stored.check:
+    if data is None or rounds is None:
       self.store.requests_lost += 1
+      if key in self._unneeded:  # To be written again when it is spilled again.
+        self._remove(key)
       return None
-    self.store.bytes_out += stored.num_bytes
+    self.store.bytes_out += len(data)
     self.store.requests_out += 1
-    return _unpacked(data, stored.shapes)
+    return rounds
 
   def drop(self, request_id: str) -> None:
     """Forgets a request, wherever it is; one that is not here is no error."""
     if request_id in self._held:
       self._host_pages -= self._held.pop(request_id).num_pages
     elif request_id in self._stored:
-      del self._stored[request_id]
-      self._asked("remove", None, lambda store: store.remove(request_id))
+      self._let_go(request_id)
 
   def clear(self) -> None:
     """Forgets every request: the weights changed."""
     for request_id in [*self._held, *self._stored]:
       self.drop(request_id)
 
+  def _identified(self) -> Identity:
+    assert self._identity is not None, "KVPool.identify comes first"
+    return self._identity()
+
+  def _need(self, request_id: str, key: str) -> None:
+    self._stored[request_id] = key
+    self._needed[key] += 1
+    self._unneeded.pop(key, None)
+
+  def _let_go(self, request_id: str) -> None:
+    """Forgets which key a request has; the value stays for a while, for other processes."""
+    key = self._stored.pop(request_id)
+    self._needed[key] -= 1
+    if not self._needed[key]:
+      del self._needed[key]
+      if key in self._own:
+        self._unneeded[key] = self._step
+
+  def _remove(self, key: str) -> None:
+    """Removes a value of this process that no request needs."""
+    del self._unneeded[key]
+    self._own.discard(key)
+    self._asked("remove", None, lambda store: store.remove(key))
+
   def _asked(self, what: str, otherwise: Any, ask: Callable[[Store], Any]) -> Any:
-    """Returns what the store answers; where it fails, `otherwise`, as one that lost what it had."""
+    """Returns the store's answer; where it fails, `otherwise`, as one that lost what it had."""
     assert self._store is not None
     try:
       return ask(self._store)
@@ -190,34 +262,22 @@ class KVPool:
 
   def _send_on(self, request_id: str) -> bool:
     """Moves a request from host memory to the store; False if that is full."""
-    assert self._store is not None
     held = self._held[request_id]
     begin = time.monotonic()
-    arrays = jax.tree.map(np.asarray, held.rounds)
-    data = b"".join(np.ascontiguousarray(leaf).tobytes() for leaf in jax.tree.leaves(arrays))
-    is_kept = self._asked("put", False, lambda store: store.put(request_id, data))
-    self.store.seconds_stalled += time.monotonic() - begin
-    if not is_kept:
-      return False
+    identity = self._identified()
+    key = identity.key(held.tokens)
+    if key not in self._own:
+      data = values.packed(jax.tree.map(np.asarray, held.rounds), identity)
+      while not self._asked("put", False, lambda store: store.put(key, data)):
+        if not self._unneeded:
+          self.store.seconds_stalled += time.monotonic() - begin
+          return False
+        self._remove(next(iter(self._unneeded)))
+      self._own.add(key)
+      self.store.bytes_in += len(data)
+    self._need(request_id, key)
     del self._held[request_id]
     self._host_pages -= held.num_pages
-    shapes = jax.tree.map(lambda array: (array.shape, array.dtype), arrays)
-    self._stored[request_id] = _Stored(
-      held.num_pages, held.num_bytes, zlib.crc32(data), shapes
-    )
-    self.store.bytes_in += held.num_bytes
     self.store.requests_in += 1
+    self.store.seconds_stalled += time.monotonic() - begin
     return True
-
-
-def _unpacked(data: bytes, shapes: list[list[list[tuple[tuple[int, ...], Any]]]]) -> Any:
-  offset = 0
-
-  def read(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    nonlocal offset
-    count = int(np.prod(shape))
-    array = np.frombuffer(data, dtype, count, offset).reshape(shape)
-    offset += array.nbytes
-    return array
-
-  return [[[read(*part) for part in leaf] for leaf in leaves] for leaves in shapes]

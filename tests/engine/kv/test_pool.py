@@ -9,9 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from seerjax.engine.kv import values
 from seerjax.engine.kv.disk_store import DiskStore
-from seerjax.engine.kv.pool import KVPool, KVPoolConfig
+from seerjax.engine.kv.pool import PIN_STEPS, KVPool, KVPoolConfig
 from seerjax.engine.kv.stores import open_store
+from seerjax.engine.kv.values import Identity
 
 
 def rounds(seed: int):
@@ -28,34 +30,112 @@ def bits(tree) -> list[bytes]:
   return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
 
 
+def make_pool(directory: pathlib.Path, max_bytes: int = 10**6, weights: str = "w") -> KVPool:
+  pool = KVPool(KVPoolConfig(host_pages=4), DiskStore(directory, max_bytes=max_bytes))
+  pool.identify(lambda: Identity("f", weights, 3))
+  return pool
+
+
+def send_on(pool: KVPool, name: str, tokens: list[int]) -> None:
+  """Puts a request's pages, and makes room for others: they go to the store."""
+  pool.put(name, 4, rounds(sum(tokens)), tokens)
+  assert pool.make_room(4)
+
+
 def test_what_the_host_has_no_room_for_comes_back_from_the_disk(tmp_path):
-  pool = KVPool(KVPoolConfig(host_pages=4), DiskStore(tmp_path, max_bytes=10**6))
+  pool = make_pool(tmp_path)
   for name in ("a", "b"):
     assert pool.make_room(4)
-    pool.put(name, 4, rounds(ord(name)))
-  assert "a" in pool and "b" in pool and len(list(tmp_path.iterdir())) == 1
+    pool.put(name, 4, rounds(ord(name)), [ord(name)])
+  assert "a" in pool and "b" in pool and len(list(tmp_path.glob("*/*.kv"))) == 1
   assert bits(pool.take("a")) == bits(rounds(ord("a")))
   assert bits(pool.take("b")) == bits(rounds(ord("b")))
   assert (pool.store.requests_in, pool.store.requests_out, pool.host.requests_out) == (1, 1, 1)
-  assert "a" not in pool and not list(tmp_path.iterdir())
+  assert "a" not in pool
 
 
 def test_what_the_store_lost_or_changed_is_not_given_back(tmp_path):
-  pool = KVPool(KVPoolConfig(host_pages=4), DiskStore(tmp_path, max_bytes=10**6))
-  for damage in (lambda path: path.write_bytes(path.read_bytes()[:-1] + b"x"), pathlib.Path.unlink):
-    pool.put("a", 4, rounds(0))
-    assert pool.make_room(4)
-    [path] = tmp_path.iterdir()
+  def flip(path: pathlib.Path, place: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[place] ^= 1
+    path.write_bytes(data)
+
+  damages = (
+    lambda path: flip(path, -1),
+    lambda path: flip(path, 40),  # Of the header.
+    lambda path: flip(path, 0),
+    lambda path: path.write_bytes(b"short"),
+    pathlib.Path.unlink,
+  )
+  pool = make_pool(tmp_path)
+  for damage in damages:
+    send_on(pool, "a", [1, 2])
+    [path] = tmp_path.glob("*/*.kv")
     damage(path)
-    assert pool.take("a") is None and "a" not in pool
-  assert (pool.store.requests_out, pool.store.requests_lost) == (0, 2)
+    assert pool.take("a") is None and "a" not in pool and not path.exists()
+  assert (pool.store.requests_out, pool.store.requests_lost) == (0, len(damages))
 
 
 def test_a_full_store_leaves_a_request_where_it_is(tmp_path):
-  pool = KVPool(KVPoolConfig(host_pages=4), DiskStore(tmp_path, max_bytes=10))
-  pool.put("a", 4, rounds(0))
+  pool = make_pool(tmp_path, max_bytes=10)
+  pool.put("a", 4, rounds(0), [0])
   assert not pool.make_room(1) and pool.num_host_pages == 4
   assert bits(pool.take("a")) == bits(rounds(0))
+
+
+def test_values_stay_for_some_steps_and_make_room_before(tmp_path):
+  pool = make_pool(tmp_path)
+  send_on(pool, "a", [1])
+  for _ in range(2 * PIN_STEPS):
+    pool.advance()
+  assert bits(pool.take("a")) == bits(rounds(1))  # Of a request that lives, for ever.
+  for _ in range(PIN_STEPS - 1):
+    pool.advance()
+  assert list(tmp_path.glob("*/*.kv"))
+  pool.advance()
+  assert not list(tmp_path.glob("*/*.kv"))
+
+  send_on(pool, "b", [2])
+  [size] = (path.stat().st_size for path in tmp_path.glob("*/*.kv"))
+  pool = make_pool(tmp_path / "small", max_bytes=size)
+  send_on(pool, "c", [3])
+  pool.drop("c")
+  send_on(pool, "d", [4])  # In the room of what nothing needs.
+  pool.put("e", 4, rounds(5), [5])
+  assert not pool.make_room(4) and bits(pool.take("d")) == bits(rounds(4))
+
+
+def test_another_process_finds_values_by_tokens_and_weights_and_removes_none(tmp_path):
+  first, second, other = make_pool(tmp_path), make_pool(tmp_path), make_pool(tmp_path, weights="v")
+  send_on(first, "a", [1, 2, 3])
+  assert not other.claim("x", [1, 2, 3]) and not second.claim("x", [1, 2])
+  assert second.claim("x", [1, 2, 3]) and not second.claim("x", [1, 2, 3])
+  assert bits(second.take("x")) == bits(rounds(6))
+  for _ in range(2 * PIN_STEPS):
+    second.advance()
+  assert bits(first.take("a")) == bits(rounds(6))
+
+
+def test_two_requests_of_equal_tokens_share_a_value(tmp_path):
+  pool = make_pool(tmp_path)
+  send_on(pool, "a", [1])
+  send_on(pool, "b", [1])
+  assert len(list(tmp_path.glob("*/*.kv"))) == 1
+  pool.drop("a")
+  for _ in range(2 * PIN_STEPS):
+    pool.advance()
+  assert bits(pool.take("b")) == bits(rounds(1))
+
+
+def test_a_value_says_what_it_is():
+  identity = Identity("f", "w", 7)
+  data = values.packed(jax.tree.map(np.asarray, rounds(0)), identity)
+  for part in (b'"policy_version": 7', b'"fingerprint": "f"', b"bfloat16[2, 3, 4, 5]"):
+    assert part in data
+  assert bits(values.unpacked(data, identity)) == bits(rounds(0))
+  assert values.unpacked(data, identity._replace(fingerprint="g")) is None
+  assert values.unpacked(data, identity._replace(weights="v")) is None
+  assert values.unpacked(data, identity._replace(policy_version=8)) is not None
 
 
 def test_a_config_names_its_store(tmp_path):

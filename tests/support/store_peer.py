@@ -1,0 +1,80 @@
+"""A process of its own with an engine on a shared disk store, for tests of what it leaves there.
+
+    python store_peer.py DIRECTORY
+
+It writes begun.pickle, what its requests have answered when their pages are in the store, waits for
+theirs.pickle, what the other process' requests have, and writes done.pickle: those to their ends.
+"""
+
+from __future__ import annotations
+
+import pathlib
+import pickle
+import sys
+import time
+
+from moving_requests import asked, make_engine
+
+from seerjax.engine.engine import Engine
+from seerjax.engine.kv.disk_store import DiskStore
+from seerjax.engine.kv.pool import KVPool, KVPoolConfig
+from seerjax.types import Completion
+
+
+def begin(engine: Engine, names: tuple[str, ...]) -> dict[str, Completion]:
+  """Answers the first chunk of requests and sends their pages to the store."""
+  for request in asked():
+    if request.request_id in names:
+      engine.submit(request, chunk_tokens=7)
+  while len(engine.poll_paused()) < len(names):
+    engine.step()
+  for name in names:
+    assert engine.spill([name]) == [name]
+  pool = engine.memory.kv_pool
+  while pool.num_host_pages:
+    assert pool.make_room(pool.free_host_pages + 1)
+  return {name: engine.progress(name) for name in names}
+
+
+def end(engine: Engine, begun: dict[str, Completion]) -> dict[str, Completion]:
+  """Answers requests that began elsewhere to their ends."""
+  for request in asked():
+    if request.request_id in begun:
+      engine.submit(request, resume_from=begun[request.request_id])
+  found = {}
+  while len(found) < len(begun):
+    engine.step()
+    found |= {completion.request_id: completion for completion in engine.poll()}
+  return found
+
+
+def make_peer(directory: pathlib.Path, **others) -> Engine:
+  """An engine whose pool sends all it can to a store in the directory."""
+  store = DiskStore(directory / "kv", max_bytes=10**7)
+  return make_engine((1, 1), kv_pool=KVPool(KVPoolConfig(host_pages=64), store), **others)
+
+
+def wait_for(path: pathlib.Path) -> dict[str, Completion]:
+  """Reads what the other process wrote."""
+  deadline = time.monotonic() + 300
+  while not path.exists():
+    assert time.monotonic() < deadline, f"{path.name} never came"
+    time.sleep(0.05)
+  return pickle.loads(path.read_bytes())
+
+
+def tell(path: pathlib.Path, what: object) -> None:
+  """Writes for the other process, whole."""
+  path.with_suffix(".tmp").write_bytes(pickle.dumps(what))
+  path.with_suffix(".tmp").replace(path)
+
+
+def main(directory: pathlib.Path) -> None:
+  engine = make_peer(directory)
+  tell(directory / "begun.pickle", begin(engine, ("r/3",)))
+  found = end(engine, wait_for(directory / "theirs.pickle"))
+  tell(directory / "done.pickle", (found, engine.counters))
+
+
+if __name__ == "__main__":
+  main(pathlib.Path(sys.argv[1]))
