@@ -180,6 +180,11 @@ def _train(
   memory = memory_lib.memory_plan(config, policy.model)
   state, before = programs_lib.first_state(config, policy), {}
   base = programs_lib.base_weights(config, policy)
+  run.hold_to(
+    metrics.encode(dataclasses.asdict(config)),
+    free=FREE_SETTINGS,
+    defaults=metrics.encode(dataclasses.asdict(RunConfig())),
+  )
   if restored := run.restore(lambda: state, fingerprint=fingerprint):
     state = restored.state
     before = restored.host_state["before"] or directory_lib.accuracy_at(run.directory, 0)
@@ -197,13 +202,7 @@ def _train(
     runner=programs.runner,
     kv_pool=kv_pool_lib.KVPool(config.kv_pool, stores.open_store(config.kv_pool)),
   )
-  run.open(
-    metrics.encode(dataclasses.asdict(config)),
-    fingerprint=fingerprint,
-    free=FREE_SETTINGS,
-    sizes=config_lib.chosen_sizes(config),
-    console_digits=CONSOLE_DIGITS,
-  )
+  run.open(sizes=config_lib.chosen_sizes(config), console_digits=CONSOLE_DIGITS)
   if line := config_lib.chosen(given, config):
     progress.say(line)
   progress.say(memory.describe())

@@ -19,7 +19,7 @@ Nothing here reads a clock or a device.
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 import dataclasses
 import errno
 import fcntl
@@ -353,6 +353,7 @@ class Journal:
     settings: Mapping[str, Any],
     accept_new_numerics: bool = False,
     resume_step: int = -1,
+    as_today: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict,
   ):
     """Opens a journal, or starts one.
 
@@ -363,6 +364,7 @@ class Journal:
       accept_new_numerics: on another fingerprint, start a new epoch and keep both. Rollouts of
         steps after `resume_step` then no longer count: they are sampled again, to other bits.
       resume_step: the last step that the run had finished.
+      as_today: returns the settings that the journal began with as `settings` would have them.
 
     Raises:
       ValueError: if another writer has it open, if the file is damaged before its end or no
@@ -396,7 +398,11 @@ class Journal:
         self.fingerprints = [fingerprint]
       else:
         header = _header(self.path)
-        _require_equal_settings(self.path, header["settings"], settings)
+        if differing := settings_differences(as_today(header["settings"]), settings):
+          raise ValueError(
+            f"{self.path}: got other run settings ({'; '.join(differing)}), expected those the"
+            " journal began with; restore them, or start a new run directory."
+          )
         if self.fingerprints[-1] != fingerprint:
           if not accept_new_numerics:
             numerics.require_same(self.fingerprints[-1], fingerprint, what=str(self.path))
@@ -685,23 +691,19 @@ def _plain_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     ) from error
 
 
-def _require_equal_settings(
-  path: pathlib.Path, stored: Mapping[str, Any], current: Mapping[str, Any]
-) -> None:
-  differing = [
-    f"{where} was {_short(was)} and is {_short(is_now)}"
-    for name in sorted(set(stored) | set(current))
-    if name not in stored or name not in current or stored[name] != current[name]
-    for where, was, is_now in (
-      _first_difference(stored.get(name), current.get(name), name)
-      or (name, stored.get(name), current.get(name)),
-    )
-  ]
-  if differing:
-    raise ValueError(
-      f"{path}: got other run settings ({'; '.join(differing)}), expected those the journal began"
-      " with; restore them, or start a new run directory."
-    )
+def settings_differences(stored: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
+  """Returns a sentence for each setting that differs or that one side lacks, by its dotted name."""
+  found: list[str] = []
+
+  def compare(was: Any, now: Any, where: str) -> None:
+    if isinstance(was, Mapping) and isinstance(now, Mapping):
+      for name in sorted({*was, *now}):
+        compare(was.get(name), now.get(name), f"{where}.{name}".strip("."))
+    elif was != now:
+      found.append(f"{where} was {_short(was)} and is {_short(now)}")
+
+  compare(stored, current, "")
+  return found
 
 
 def _first_difference(stored: Any, current: Any, where: str = "") -> tuple[str, Any, Any] | None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 import dataclasses
 import pathlib
 from typing import Any
 
 from seerjax import checkpoint, metrics
 from seerjax.rollout import journal as journal_lib, trace as trace_lib
+from seerjax.run import stored_settings
 from seerjax.run.config import RunConfig
 
 
@@ -53,6 +55,41 @@ def as_begun(config: RunConfig, directory: pathlib.Path) -> RunConfig:
     engine=filled(config.engine),
     trainer=filled(config.trainer),
   )
+
+
+def check_settings(
+  stored: Mapping[str, Any],
+  current: Mapping[str, Any],
+  *,
+  free: Sequence[str],
+  defaults: Mapping[str, Any],
+) -> None:
+  """Refuses to resume a run with settings that would make it another one.
+
+  Args:
+    stored: that the run began with, in the names of its release.
+    current: of today, JSON.
+    free: names of settings that may be others.
+    defaults: of today's settings, for those that the run's release did not have.
+
+  Raises:
+    ValueError: naming them with both values.
+  """
+  before = held_settings(stored, free=free, defaults=defaults)
+  now = {name: value for name, value in current.items() if name not in free}
+  if changed := journal_lib.settings_differences(before, now):
+    raise ValueError(
+      f"--resume: got other settings ({'; '.join(changed)}), expected those of the run; set them as"
+      " in its config.json, or choose another --workdir."
+    )
+
+
+def held_settings(
+  stored: Mapping[str, Any], *, free: Sequence[str], defaults: Mapping[str, Any]
+) -> dict[str, Any]:
+  """Returns stored settings as today's would be, without those that may be others on a resume."""
+  found = stored_settings.completed(stored, defaults)
+  return {name: value for name, value in found.items() if name not in free}
 
 
 def missing_records(

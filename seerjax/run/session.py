@@ -2,8 +2,9 @@
 
     with Session(directory, num_steps=..., resume=..., log=...) as run:
                                          a directory that will not do is refused, Ctrl-C is heard
-      found = run.restore(like, ...)     what the latest checkpoint holds, None of a new run
-      run.open(settings, ...)            status.json, journal, config.json, metrics.jsonl
+      run.hold_to(settings, ...)         what a run to resume must have begun with
+      found = run.restore(like, ...)     what its latest checkpoint holds, None of a new run
+      run.open(...)                      status.json, journal, config.json, metrics.jsonl
       run.begin(state, host_state)       the first checkpoint: from here on a stop saves
       while run.step < num_steps:
         with run.next_step() as put_off_stops:
@@ -82,6 +83,9 @@ class Session:
     self._resume, self._accept_new_numerics = resume, accept_new_numerics
     self._log, self._keep_checkpoints = log, keep_checkpoints
     self._fingerprint: dict[str, str] = {}
+    self._settings: Mapping[str, Any] = {}
+    self._defaults: Mapping[str, Any] = {}
+    self._free: Sequence[str] = ()
     self._sizes: Mapping[str, Any] = {}
     self._state: Any = None
     self._host_state: HostState = dict
@@ -103,6 +107,25 @@ class Session:
     """Enters a part of the loop's own, to be left with the session, before its files."""
     return self._stack.enter_context(part)
 
+  def hold_to(
+    self, settings: Mapping[str, Any], *, free: Sequence[str], defaults: Mapping[str, Any]
+  ) -> None:
+    """Takes the run's settings; a checkpoint that tells its own must have the same ones.
+
+    Args:
+      settings: of the run, JSON, with what was left to the model decided.
+      free: names of settings that a resume may change.
+      defaults: of these settings, JSON: what a directory has that does not know of one yet.
+
+    Raises:
+      ValueError: naming those that differ with both values.
+    """
+    self._settings, self._free, self._defaults = settings, free, defaults
+    if self._resume:
+      stored = checkpoint.read_host_state(self.directory / "checkpoints").get("config")
+      if stored is not None:  # Else the journal tells.
+        directory_lib.check_settings(stored, settings, free=free, defaults=defaults)
+
   def restore(
     self, like: Callable[[], Any], *, fingerprint: Mapping[str, str]
   ) -> checkpoint.Restored | None:
@@ -115,6 +138,7 @@ class Session:
     Raises:
       ValueError: if the checkpoint is of other shapes or of other numerics.
     """
+    self._fingerprint = dict(fingerprint)
     if not self._resume:
       return None
     restored = checkpoint.restore(
@@ -130,10 +154,7 @@ class Session:
 
   def open(
     self,
-    settings: Mapping[str, Any],
     *,
-    fingerprint: Mapping[str, str],
-    free: Sequence[str],
     sizes: Mapping[str, Any],
     console_digits: Mapping[str, int],
     has_journal: bool = True,
@@ -141,9 +162,6 @@ class Session:
     """Opens the run's files.
 
     Args:
-      settings: of the run, JSON, with what was left to the model decided.
-      fingerprint: of its numerics.
-      free: names of settings that a resume may change.
       sizes: what the model decided, for a resume.
       console_digits: what the progress bar shows.
       has_journal: whether rollouts are kept.
@@ -151,15 +169,20 @@ class Session:
     Raises:
       ValueError: if another process is at the directory, or the journal is of other settings.
     """
-    self._fingerprint, self._sizes = dict(fingerprint), sizes
+    self._sizes = sizes
     self._status = self.enter(status_lib.kept(self.directory, step=self.step))
     self.enter(self.progress.beaten(self._status.beat))
     if has_journal:
       self.journal = self.enter(
         journal_lib.Journal(
           self.directory / journal_lib.FILE_NAME,
-          fingerprint=fingerprint,
-          settings={name: settings[name] for name in settings if name not in free},
+          fingerprint=self._fingerprint,
+          settings={
+            name: value for name, value in self._settings.items() if name not in self._free
+          },
+          as_today=functools.partial(
+            directory_lib.held_settings, free=self._free, defaults=self._defaults
+          ),
           accept_new_numerics=self._accept_new_numerics,
           # It counts steps from 0: what step `step` sampled is not of a whole step yet.
           resume_step=self.step - 1,
@@ -168,7 +191,7 @@ class Session:
     for sentence in directory_lib.missing_records(self.directory, self.step, self.journal):
       self.progress.say(sentence)
     metrics.write_summary(
-      self.directory / "config.json", {**settings, "fingerprint": self._fingerprint}
+      self.directory / "config.json", {**self._settings, "fingerprint": self._fingerprint}
     )
     self.writer = self.enter(
       metrics.Writer(

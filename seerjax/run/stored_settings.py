@@ -1,7 +1,7 @@
 """Settings as a directory of the release before has them, in today's names.
 
 Kept for one release. A setting that got another name is read under that; one that has become a
-constant must have had its value, and is left out.
+constant must have had its value, and is left out; one that is new had the value of its default.
 """
 
 from __future__ import annotations
@@ -33,6 +33,25 @@ def as_today(stored: Mapping[str, Any]) -> dict[str, Any]:
     ValueError: if one of these had another value.
   """
   return _mapped(stored, "")
+
+
+def completed(stored: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns `as_today`, with the defaults of settings that are newer than what was stored.
+
+  Raises:
+    ValueError: as `as_today`.
+  """
+  return _filled(as_today(stored), defaults)
+
+
+def _filled(found: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+  filled = dict(found)
+  for name, default in defaults.items():
+    if name not in filled:
+      filled[name] = default
+    elif isinstance(filled[name], Mapping) and isinstance(default, Mapping):
+      filled[name] = _filled(filled[name], default)
+  return filled
 
 
 def _mapped(stored: Mapping[str, Any], start: str) -> dict[str, Any]:

@@ -58,3 +58,9 @@ def test_the_table_has_the_constants_of_the_code():
   assert [values[f"speculation.budget.{name}"] for name in names] == [
     vars(budget)[name.upper()] for name in names
   ]
+
+
+def test_a_setting_that_is_new_had_its_default():
+  defaults = {"seed": 0, "scheduler": {"chunk_tokens": 64, "patience": 2}, "shine": 1.5}
+  found = stored_settings.completed({"seed": 3, "scheduler": {"chunk_tokens": 128}}, defaults)
+  assert found == {"seed": 3, "scheduler": {"chunk_tokens": 128, "patience": 2}, "shine": 1.5}
