@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import html.parser
 import json
-import math
 import os
 import pathlib
 import re
@@ -17,7 +15,7 @@ import numpy as np
 import pytest
 
 from seerjax import metrics
-from seerjax.reports import charts, gantt, page as page_lib, run_directory, run_report
+from seerjax.reports import charts, run_report
 from seerjax.rollout import journal, trace as trace_lib
 from seerjax.rollout.trace import Span, Trace
 from seerjax.speculation.statistics import Acceptance
@@ -218,44 +216,6 @@ def test_a_run_that_has_just_begun_is_rendered(tmp_path):
   assert "was not recorded, so nothing is claimed" in page and "<b>2</b>" in page
 
 
-def test_points_lie_where_the_numbers_say():
-  frame = charts.Frame((0.0, 10.0), (0.0, 1.0))
-  assert frame.x(0.0) == charts.LEFT and frame.x(10.0) == charts.WIDTH - charts.RIGHT
-  assert frame.y(0.0) == charts.HEIGHT - charts.BOTTOM and frame.y(1.0) == charts.TOP
-
-
-def test_a_logarithmic_chart_has_a_decade_wherever_it_lies(tmp_path):
-  with metrics.Writer(tmp_path, console="off", tensorboard=False) as writer:
-    for step, value in enumerate((1e-2, 1e3, 1e8, 0.0, -1.0, math.nan)):
-      writer.write(step, {"objective/tilt": value})
-  run = run_directory.load(tmp_path)
-  chart = charts.Chart(
-    title="Tilt", names=("objective/tilt",), note="of it", is_logarithmic=True
-  )
-  page = charts.line_chart(chart, run)
-  heights = [float(y) for y in re.findall(r'class="hit c0" cx="[^"]*" cy="([^"]*)"', page)]
-  assert len(heights) == 3 and heights[0] - heights[1] == pytest.approx(heights[1] - heights[2])
-  assert "not finite, or not above 0: 3" in page and ">100 k</text>" in page
-  # The twin: on an even scale the smaller two lie on one line.
-  page = charts.line_chart(dataclasses.replace(chart, is_logarithmic=False), run)
-  heights = [float(y) for y in re.findall(r'class="hit c0" cx="[^"]*" cy="([^"]*)"', page)]
-  assert len(heights) == 5 and heights[0] == heights[1] > heights[2]
-
-
-def test_ticks_are_round_and_inside():
-  np.testing.assert_allclose(charts.ticks(0.0, 0.93), [0.0, 0.25, 0.5, 0.75])
-  np.testing.assert_allclose(charts.ticks(-3.0, 17.0), [0.0, 5.0, 10.0, 15.0])
-  assert charts.ticks(2.0, 2.0) == [2.0]
-
-
-def test_directories_and_files_that_are_no_run_are_refused(tmp_path):
-  with pytest.raises(ValueError, match=r"holds none of metrics.jsonl, summary.json"):
-    run_report.render(tmp_path)
-  (tmp_path / "summary.json").write_text("{")
-  with pytest.raises(ValueError, match=re.escape("summary.json, which is not JSON")):
-    run_report.render(tmp_path)
-
-
 def test_it_runs_from_the_command_line(tmp_path):
   make_run(tmp_path, steps=3)
   environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
@@ -268,17 +228,6 @@ def test_it_runs_from_the_command_line(tmp_path):
   assert result.returncode == 1 and "usage: python -m seerjax.reports.run_report" in result.stderr
 
 
-@pytest.mark.parametrize(
-  "value, text",
-  [(5181348, "5\u202f181\u202f348"), (5181348.25, "5\u202f181\u202f348"), (0.38091, "0.3809")],
-)
-def test_a_large_number_has_its_thousands_apart_whole_or_not(value, text):
-  assert page_lib.number(value) == text
-
-
-# On a small screen.
-
-
 def test_what_is_wider_than_a_small_screen_stands_in_a_frame_of_its_own(page):
   pattern = r'<svg[^>]*viewBox="0 0 (\d+) |<table class="(?:numbers|ranks)"'
   starts = list(re.finditer(pattern, page))
@@ -286,18 +235,6 @@ def test_what_is_wider_than_a_small_screen_stands_in_a_frame_of_its_own(page):
   for start in starts:
     is_narrow = start[1] is not None and float(start[1]) <= charts.WIDTH
     assert is_narrow or page[: start.start()].endswith('<div class="scroll">'), start[0]
-
-
-def test_numbers_of_axes_are_ten_pixels_high_on_whatever_screen():
-  sizes = re.findall(r"\(max-width: (\d+)px\) { \.tick { font-size: ([\d.]+)px", page_lib.STYLE)
-  for width in range(300, int(charts.WIDTH) + 1):  # Of a card; 390 pixels of screen leave 332.
-    size = 11.0
-    for most, smaller in sizes:
-      size = float(smaller) if width <= int(most) else size
-    assert size * width / charts.WIDTH >= 10, width
-  for drawn, least in ((gantt.WIDTH, "svg"), (gantt.BARS_WIDTH, r"svg\.bars")):
-    width = re.search(rf"\.scroll > {least} {{ min-width: (\d+)px", page_lib.STYLE)
-    assert width is not None and 11 * int(width[1]) / drawn >= 10
 
 
 # Measures the page in a frame of 390 pixels: what leaves its card, and how high axes' numbers are.
