@@ -76,6 +76,25 @@ def describe_module(path: pathlib.Path) -> list[str]:
   ]
 
 
+def inherited(node: ast.stmt, body: list[ast.stmt]) -> list[str]:
+  """Returns the public signatures that a class has from bases of ours, imported by name."""
+  if not isinstance(node, ast.ClassDef):
+    return []
+  wanted = {base.id for base in node.bases if isinstance(base, ast.Name)}
+  lines = []
+  for statement in body:
+    if isinstance(statement, ast.ImportFrom) and str(statement.module).startswith("seerjax."):
+      path = ROOT / f"{str(statement.module).replace('.', '/')}.py"
+      for name in wanted & {alias.name for alias in statement.names}:
+        [base] = (
+          one
+          for one in ast.parse(path.read_text()).body
+          if isinstance(one, ast.ClassDef) and one.name == name
+        )
+        lines += describe(base, "  ")
+  return lines
+
+
 def public_api() -> str:
   """Returns the whole public API as text, one signature a line."""
   names, homes, _ = front_door()
@@ -89,7 +108,8 @@ def public_api() -> str:
         if target_name(n) == name
         or (isinstance(n, ast.ClassDef | ast.FunctionDef) and n.name == name)
       )
-      lines += [f"seerjax.{name}, from seerjax.{homes[name]}", *describe(node, "  "), ""]
+      lines += [f"seerjax.{name}, from seerjax.{homes[name]}", *describe(node, "  ")]
+      lines += [*inherited(node, body), ""]
     else:
       room = ROOT / "seerjax" / name
       path = room if room.is_dir() else room.with_suffix(".py")

@@ -47,8 +47,8 @@ class Drafter(Protocol):
   def draft(self, queries: Sequence[DraftQuery]) -> Sequence[Sequence[Sequence[int]]]:
     """Returns paths of token ids for each query, none or more; the first is the likeliest.
 
-    Asked once a step. The engine cuts what it has no rows, pages or vocabulary for. Who guesses
-    nothing at all may return ().
+    Asked once a step. The engine cuts what it has no rows, pages or vocabulary for. A drafter
+    that guesses nothing at all may return ().
     """
     ...
 

@@ -136,7 +136,7 @@ class Runner:
     config: shape of the model.
     numerics: what decides bits.
     mesh: `parallel.make_mesh`.
-    max_programs: row buckets; one trace more for the pages of one size is a retrace nobody wanted,
+    max_programs: row buckets; one trace more for the pages of one size is a retrace by mistake,
       and fails. Engines that share a runner may hold different numbers of pages.
   """
 
@@ -235,7 +235,7 @@ class Runner:
       return jax.shard_map(
         functools.partial(step, layout=layout),
         mesh=self.mesh,
-        # Of these very weights: adapters may stand beside them.
+        # Of these very weights: adapters may be among them.
         in_specs=(parameters.specs_of(params), page_spec, by_instance, jax.P()),
         out_specs=(page_spec, by_instance, by_instance),
         check_vma=False,

@@ -157,7 +157,7 @@ class Memory:
       parts = page_moves.rounds(sequence.pages[: self._num_pages(sequence.num_written)])
       count = sum(page_moves.bucket_for(len(part)) for part in parts)
       if not self.kv_pool.make_room(count + sum(entry[2] for entry in leaving)):
-        self._take_off(leaving)  # Then these may go on to the store.
+        self._take_off(leaving)  # Then these may be sent to the store.
         leaving = []
         if not self.kv_pool.make_room(count):
           break
