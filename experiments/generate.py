@@ -37,10 +37,10 @@ NANO = pathlib.Path(tokenizer_lib.__file__).parent / "nano"
 PREFILL_ROWS = 256
 CHAT_CONTEXT = 4096  # Most positions of a chat, where the model has so many.
 HELP = """/help   this
-/new    forgets what was said
+/new    forgets the conversation
 Ctrl-D  ends the chat, as Ctrl-C does, also within an answer"""
 
-# What was said so far to what is said next.
+# The conversation so far to the next answer.
 Answer = Callable[[Sequence[tokenizer_lib.Message]], str]
 
 
@@ -167,7 +167,7 @@ def converse(answer: Answer, read: Callable[[], str], tell: Callable[[str], None
   """Chats until there is nothing more to read.
 
   Args:
-    answer: to what was said; what it refuses is told, and the chat goes on without that question.
+    answer: to the conversation; a refusal is printed, and the chat continues without that question.
     read: the next line; raises EOFError at the end.
     tell: takes lines that are no answers.
   """
@@ -187,11 +187,11 @@ def converse(answer: Answer, read: Callable[[], str], tell: Callable[[str], None
     elif line:
       asked = [*messages, {"role": "user", "content": line.strip()}]
       try:
-        said = answer(asked)
+        text = answer(asked)
       except ValueError as error:
         tell(str(error))
         continue
-      messages = [*asked, {"role": "assistant", "content": said}]
+      messages = [*asked, {"role": "assistant", "content": text}]
       tell("")
 
 

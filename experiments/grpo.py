@@ -102,7 +102,7 @@ def ignored(tokenizer: tokenizer_lib.Tokenizer) -> str:
   """Returns one line on what a model's directory asks for in vain."""
   return (
     f"generation_config.json: {', '.join(tokenizer.ignored_generation)} are not taken; how is"
-    " sampled is said by flags alone"
+    " sampled is decided by flags alone"
   )
 
 

@@ -1,4 +1,4 @@
-"""Does a batch change what is said? The Thinking Machines experiments at our scale.
+"""Does a batch change what is sampled? The Thinking Machines experiments at our scale.
 
 Claim: on the tiled path 1,000 completions of one prompt inside random batches are one completion,
 to the last bit of every log-probability, greedy or sampled; on-policy KL is flat 0.0. On plain XLA

@@ -1,7 +1,7 @@
 r"""One rollout under memory pressure: the baseline, then Seer's parts one after the other.
 
 Claim: the same texts, to the bit, in 0.59 of the baseline's steps and 0.06 of its tail's, by chunks
-and pages that move, longest groups first, drafts from sibling texts; nobody is preempted.
+and pages that move, longest groups first, drafts from sibling texts; no request is preempted.
 Command: bash launch/local.sh experiments.seer_rollout --workdir=runs/seer_rollout
 Hardware: 2 CPU cores (four virtual devices), about 10 minutes
 Numbers: docs/results/seer_rollout.md

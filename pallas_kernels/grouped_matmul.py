@@ -273,7 +273,7 @@ def row_tiles(padded: PaddedGroups, num_rows: int, block_m: int) -> matmul.Group
   num_tiles = -(-(padded.past - padded.first) // block_m)
   past_tile = jnp.cumsum(num_tiles)
   tile = jnp.arange(most, dtype=jnp.int32)
-  # Tiles past the last one repeat the last expert's; nobody visits them.
+  # Tiles past the last one repeat the last expert's; they are not visited.
   expert = jnp.searchsorted(past_tile, tile, side="right").astype(jnp.int32)
   expert = jnp.minimum(expert, num_experts - 1)
   within = tile - (past_tile - num_tiles)[expert]

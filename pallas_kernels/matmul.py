@@ -600,7 +600,7 @@ def contract(
         lax.fori_loop(0, shards * tile.steps, copy_step, None)
 
       past = for_each_tile(copy_tile)
-      # No barrier is left with an arrival that nobody has waited for.
+      # No barrier is left with an arrival that was not waited for.
       drain = lambda step, _: plgpu.barrier_wait(empty.at[lax.rem(step, stages)])
       lax.fori_loop(jnp.maximum(past - stages, 0), past, drain, None)
 

@@ -601,7 +601,7 @@ def _gradients(
     dz = _logit_gradients(hidden, table, saved, cotangents, start, width, config, interpret)
     part = lax.dynamic_slice_in_dim(table, start, width)
     dhidden = product(dz, part, residual=dhidden, out_dtype=jnp.float32)
-    # The weight's gradient of a product that nobody reads, and that is therefore not computed.
+    # The weight's gradient of a product that is not read, and that is therefore not computed.
     _, pull = jax.vjp(lambda part: product(hidden, part, transposed=True), part)
     return dhidden, pull(dz)[0]
 
@@ -753,7 +753,7 @@ def _over_tiles(
         lax.fori_loop(0, steps, copy_step, None)
 
       for_each_block(copy_block)
-      # No barrier is left with an arrival that nobody has waited for.
+      # No barrier is left with an arrival that was not waited for.
       past = lax.div(num_visits - lax.axis_index("block") + num_blocks - 1, num_blocks) * steps
       drain = lambda step, _: plgpu.barrier_wait(empty.at[lax.rem(step, stages)])
       lax.fori_loop(jnp.maximum(past - stages, 0), past, drain, None)

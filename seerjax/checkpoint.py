@@ -7,7 +7,7 @@
     .incoming_00000016/     a save that is going on, or was killed; never read
 
 A save fills `.incoming_*`, waits for the disk, and gives the directory its name in one rename, so
-that whoever looks sees a whole checkpoint or none. A restore checks, before any array is read, the
+that a reader sees a whole checkpoint or none. A restore checks, before any array is read, the
 fingerprint, the checksum of every file, and every leaf's shape and dtype.
 
 The directory is on a local or shared POSIX file system and has one run at a time writing to it.

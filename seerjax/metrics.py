@@ -187,7 +187,7 @@ def write_summary(path: str | os.PathLike, summary: Mapping[str, Any]) -> None:
 
 
 def disk_error(what: str, path: pathlib.Path, error: OSError) -> OSError:
-  """Returns `error` again, with the path, the free space and the way out said."""
+  """Returns `error` again, with the path, the free space and what to do added."""
   if error.errno not in FULL_DISK:
     return error
   free = shutil.disk_usage(path.parent).free

@@ -147,7 +147,7 @@ def _is_whole(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-  # Infinity and NaN too: whoever runs the request says how far a bias may go.
+  # Infinity and NaN too: the engine that runs the request decides how far a bias may go.
   return isinstance(value, int | float | np.integer | np.floating)
 
 

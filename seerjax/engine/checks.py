@@ -165,32 +165,32 @@ def resume_from(
   params, count = request.sampling, len(begun.tokens)
   if begun.request_id != request.request_id:
     raise ValueError(
-      f"{what}: got what request {begun.request_id!r} said, expected its own; pass that of the same"
-      " request_id."
+      f"{what}: got what request {begun.request_id!r} sampled, expected its own; pass that of the"
+      " same request_id."
     )
   if begun.policy_version != policy_version:
     raise ValueError(
-      f"{what}: got {count} tokens said by policy_version {begun.policy_version}, expected"
+      f"{what}: got {count} tokens sampled by policy_version {begun.policy_version}, expected"
       f" {policy_version}, the engine's (a completion comes from one policy_version); ask it"
       " from its prompt."
     )
   if begun.finish_reason or count >= params.max_tokens:
     raise ValueError(
-      f"{what}: got {count} of {params.max_tokens} tokens said, finish_reason"
-      f" {begun.finish_reason!r}, expected one that is not over; use what it said."
+      f"{what}: got {count} of {params.max_tokens} tokens sampled, finish_reason"
+      f" {begun.finish_reason!r}, expected one that is not over; use what it sampled."
     )
   tokens_of(f"{what}, resume_from.tokens", begun.tokens, vocab_size)
   ends = [place for place, token in enumerate(begun.tokens) if token in params.stop_token_ids]
   if ends:
     raise ValueError(
-      f"{what}: got the stop id {begun.tokens[ends[0]]} at place {ends[0]} of what it said,"
-      " expected one that is not over; use what it said."
+      f"{what}: got the stop id {begun.tokens[ends[0]]} at place {ends[0]} of what it sampled,"
+      " expected one that is not over; use what it sampled."
     )
   for place, (token, (low, high)) in enumerate(zip(begun.tokens, params.allowed, strict=False)):
     if not low <= token < high:
       raise ValueError(
-        f"{what}: got token {token} at place {place} of what it said, expected {low} to {high - 1},"
-        " which its grammar allows there; pass what this very request said."
+        f"{what}: got token {token} at place {place} of what it sampled, expected {low} to"
+        f" {high - 1}, which its grammar allows there; pass what this very request sampled."
       )
   for name in ("behaviour_logprobs", "raw_logprobs"):
     values = vars(begun)[name]
@@ -205,6 +205,6 @@ def resume_from(
     found = [stop for stop in params.stop_strings if stop in text]
     if found:
       raise ValueError(
-        f"{what}: got the stop string {found[0]!r} in what it said, expected one that is not over;"
-        " use what it said."
+        f"{what}: got the stop string {found[0]!r} in what it sampled, expected one that is not"
+        " over; use what it sampled."
       )

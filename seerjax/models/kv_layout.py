@@ -47,7 +47,7 @@ def empty_pages(
 
 
 class ScratchPages(NamedTuple):
-  """Pages that hold nothing before a step and that nobody reads after it: a layer makes its own.
+  """Pages that hold nothing before a step and that are not read after it: a layer makes its own.
 
   Attributes:
     num_pages: the dump page 0 among them.

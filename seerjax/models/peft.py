@@ -6,8 +6,9 @@
     o_proj                   <->   out       a f32[r, inputs / r, rank], b f32[rank, d]
     down_proj                <->   down
 
-Ours shares A among the products that read one input. Out, each of them gets a copy; in, unlike ones
-stand side by side, each with rows of B of its own and zeros for the others, which says the same.
+This library shares A among the products that read one input. Out, each of them gets a copy; in,
+unlike ones stand side by side, each with rows of B of its own and zeros for the others, which gives
+the same product.
 
 Source: https://huggingface.co/docs/peft/developer_guides/checkpoint
 """

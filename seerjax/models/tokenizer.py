@@ -143,9 +143,9 @@ class Tokenizer:
 
   @property
   def ignored_generation(self) -> tuple[str, ...]:
-    """What generation_config.json asks for and nobody takes, such as ("temperature=0.6",).
+    """What generation_config.json asks for in vain, such as ("temperature=0.6",).
 
-    How a request is sampled is said by its `SamplingParams` alone.
+    How a request is sampled is decided by its `SamplingParams` alone.
     """
     if "generation_config.json" not in self.files:
       return ()
@@ -271,7 +271,7 @@ class Tokenizer:
     """Returns the ids of a conversation by the chat template; arguments as for `chat`.
 
     The template's own special tokens become their ids; those in messages, tools, documents and
-    variables are text, so that nobody who writes them begins or ends a turn. Where there are none,
+    variables are text, so that their writer can neither begin nor end a turn. Where there are none,
     these are the ids of `chat`'s text.
 
     Raises:
@@ -338,8 +338,8 @@ class Tokenizer:
       messages = [{"role": "system", "content": self.chat_config.system}, *messages]
     given = {"tools": None, "documents": None, **self.chat_config.variables, **variables}
     outside: list[str] = []
-    said = [{k: v for k, v in message.items() if v is not None} for message in messages]
-    said = _plain_data(said, "Tokenizer.chat: messages", outside)
+    plain = [{k: v for k, v in message.items() if v is not None} for message in messages]
+    plain = _plain_data(plain, "Tokenizer.chat: messages", outside)
     given = _plain_data(given, "Tokenizer.chat: variables", outside)
     functions = {"strftime_now": lambda form: (now or datetime.datetime.now()).strftime(form)}
     marks: dict[str, str] = {}
@@ -349,7 +349,7 @@ class Tokenizer:
       )
       marks = compiled.marks
       text = compiled.template.render(
-        messages=said,
+        messages=plain,
         add_generation_prompt=add_generation_prompt,
         **{**functions, **compiled.special_tokens, **given},
       )

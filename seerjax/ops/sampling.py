@@ -163,7 +163,7 @@ def processed_rows(logits: Float[Array, "n v"], sampling: SamplingRows) -> Float
   """Returns z: biased, tempered, `DROPPED` outside grammar and filters.
 
   For use on the rows of one tile. The rare paths stand behind `cond`s, so a row's common path has
-  one program, whoever shares its tile.
+  one program, whatever else is in its tile.
   """
   scaled = scaled_rows(logits, sampling, jnp.int32(0))
   kept = lax.cond(

@@ -1,11 +1,11 @@
-"""What a run is at, said at least every ten seconds.
+"""What a run is doing, reported at least every ten seconds.
 
     step 3 of 20: sampling, 212 of 384 requests, 3,412 tokens/s, 9 s left here, 4 min left in all
     step 1 of 20: learning; compiling jit(gradient) for 8 s
 
-A thread of its own says it, so that a long compilation is not silent. On a terminal it stands
-beside the bar and changes every second; elsewhere it is a line, where nothing else was said for so
-long. It is for people: nothing that a run computes depends on it.
+A thread of its own reports it, so that a long compilation is not silent. On a terminal it stands
+next to the bar and changes every second; elsewhere it is a line, where nothing else was printed for
+so long. It is for people: nothing that a run computes depends on it.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class Progress:
     self.has_said()
 
   def has_said(self) -> None:
-    """Is told that somebody else has said something."""
+    """Is told that another line was printed."""
     self._said_at = self._clock()
 
   def begin_step(self, step: int, num_steps: int) -> None:
@@ -134,7 +134,7 @@ class Progress:
 
   @property
   def text(self) -> str:
-    """What the run is at, in one line; "" if nobody has said."""
+    """What the run is at, in one line; "" if that is not known."""
     now = self._clock()
     head = f"step {self._step} of {self._num_steps}" if self._step else ""
     parts, left = [], []
@@ -176,7 +176,7 @@ class Progress:
 
   @contextlib.contextmanager
   def beaten(self, beat: Callable[[str], None]) -> Iterator[None]:
-    """Within, `beat` takes the text every ten seconds, whoever says what."""
+    """Within, `beat` takes the text every ten seconds, whatever else is printed."""
     self._beat = beat
     try:
       yield
@@ -246,7 +246,7 @@ class _Numba(numba_events.Listener):
 
 
 def silent() -> Progress:
-  """Returns one that nobody sees, for who has no other."""
+  """Returns one that prints nothing, for callers that have no other."""
   return Progress(lambda line: None)
 
 

@@ -261,7 +261,7 @@ def measure_model(
   """Counts the bits that company, bucket and gradient change of what a run's own model says.
 
   A few short requests are sampled, noise included, each alone in the smallest row bucket, then side
-  by side in every bucket; the trainer then scores what they said, under the gradient. With the
+  by side in every bucket; the trainer then scores what they sampled, under the gradient. With the
   run's `runner` and `trainer` nothing is compiled that the run does not need.
 
   Args:

@@ -1,4 +1,4 @@
-"""status.json: what has become of a run, for whoever watches its directory.
+"""status.json: what has become of a run, for programs that watch its directory.
 
     running --> finished            summary.json is there
             --> stopped             by Ctrl-C or SIGTERM, its last whole step saved: --resume
@@ -134,7 +134,7 @@ def _is_alive(record: dict[str, Any]) -> bool:
   except ProcessLookupError:
     return False
   except PermissionError:
-    pass  # Somebody else's.
+    pass  # Another user's.
   return record["process_started"] in ("", _started(record["pid"]))
 
 

@@ -1,1 +1,1 @@
-"""Programs that nobody trusts, run under limits."""
+"""Untrusted programs, run under limits."""

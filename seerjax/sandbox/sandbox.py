@@ -1,11 +1,11 @@
-"""Runs programs that nobody has read, so that whatever they do, only their data comes back.
+"""Runs untrusted programs, so that whatever they do, only their data comes back.
 
   program text, arguments --JSON--> a process that has nothing --JSON--> value, or why there is none
 
 Such a program sees an empty directory, the system and Python (read-only), and itself: no network,
-no other process, no file of the caller. It runs as nobody, under limits of time, memory, processes
-and output, in namespaces of its own, behind Landlock and seccomp; when it ends or is ended,
-everything it started is dead. `server` is the other half: what does all this. It makes the
+no other process, no file of the caller. It runs as the user `nobody`, under limits of time, memory,
+processes and output, in namespaces of its own, behind Landlock and seccomp; when it ends or is
+ended, everything it started is dead. `server` is the other half: what does all this. It makes the
 namespaces itself, as bubblewrap would, so that none has to be there.
 
 What comes back is data that an adversary wrote. A function's value was made by the same process
@@ -50,7 +50,7 @@ class Limits:
     cpu_seconds: of all its processes together.
     memory_bytes: of all its processes together, the interpreter's own included.
     file_bytes: of the largest file it may write, and of a function's result; all its files together
-      may have four times as much (where there are no namespaces, nobody counts them).
+      may have four times as much (where there are no namespaces, they are not counted).
     output_bytes: of its standard output, and as many of its standard error.
     num_processes: at a time, threads included.
     num_files: open at a time, in each process.
@@ -260,7 +260,7 @@ class Sandbox:
       return None, outcome._replace(status="failed", stderr=outcome.stderr + reason)
 
   def _start(self) -> None:
-    """Starts the server and waits until it has said what it can enforce."""
+    """Starts the server and waits until it has reported what it can enforce."""
     control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     settings = json.dumps({"readable": readable_paths(), "packages": package_paths()})
     # No interpreter's variable, no credential and no path of the caller's is passed on.
@@ -280,14 +280,14 @@ class Sandbox:
       )
     self._control = control
     self._finalizer = weakref.finalize(self, _end_server, control, process)
-    said = control.recv(2**16)
-    if not said:
+    report = control.recv(2**16)
+    if not report:
       self._finalizer()
       raise RuntimeError(
         f"Sandbox: got exit code {process.returncode} from its server, expected it to start; run"
         f" `{sys.executable} {server.__file__}` by hand to see why."
       )
-    plan = json.loads(said)
+    plan = json.loads(report)
     for field in ("denied", "readable"):
       plan[field] = tuple(tuple(item) if isinstance(item, list) else item for item in plan[field])
     self._plan = server.Plan(**plan)

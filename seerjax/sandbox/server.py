@@ -92,7 +92,8 @@ DENIED = {
   "fsconfig": (431, 431), "fsmount": (432, 432), "fspick": (433, 433),
   "mount_setattr": (442, 442), "name_to_handle_at": (303, 264), "open_by_handle_at": (304, 265),
   "unshare": (272, 97), "setns": (308, 268), "socket": (41, 198), "keyctl": (250, 219),
-  # Messages in flight are nobody's memory, and the pipes among them have no writer that can die.
+  # Messages in flight count as no process's memory, and the pipes among them have no writer that
+  # can die.
   "socketpair": (53, 199),
   # Without namespaces they reach other processes of the same user.
   "setpriority": (141, 140), "ioprio_set": (251, 30), "sched_setaffinity": (203, 122),
@@ -179,7 +180,7 @@ def make_read_only(path: str, *, flags: int) -> None:
 
 def main(control: socket.socket, settings: Mapping[str, Any]) -> None:
   """Says what is enforced here, imports what programs need, then forks for each call until EOF."""
-  os.umask(0o022)  # Nobody has to reach what root makes in here.
+  os.umask(0o022)  # The unprivileged user has to reach what root makes in here.
   signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # Supervisors need no waiting for.
   signal.signal(signal.SIGINT, signal.SIG_IGN)  # A program may send it to its supervisor.
   # A supervisor's own parent ends at once: the server inherits it.
@@ -191,7 +192,7 @@ def main(control: socket.socket, settings: Mapping[str, Any]) -> None:
   for name in PRELOADED:
     with contextlib.suppress(BlockingIOError):
       if not control.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):
-        return  # Closed already: nobody waits for the rest.
+        return  # Closed already: the rest is not awaited.
     with contextlib.suppress(ImportError):
       __import__(name)
   gc.collect()
@@ -415,7 +416,7 @@ def make_box(plan: Plan, request: Mapping[str, Any], blobs: list[bytes], stage: 
   box = stage
   root = ""
   if plan.namespaces:
-    # Any directory that holds nothing of use will do: in here, nobody else sees it.
+    # Any directory that holds nothing of use will do: no other process sees it.
     stage = next(
       path for path in ("/sys", "/mnt", "/srv", "/media", "/opt")
       if os.path.isdir(path) and not any((r + "/").startswith(path + "/") for r in plan.readable)
@@ -443,7 +444,7 @@ def make_box(plan: Plan, request: Mapping[str, Any], blobs: list[bytes], stage: 
   contents = list(blobs)
   if "function" in request:
     contents.pop(0)
-  # The input is a file without a name: nothing blocks, and nobody has to feed it.
+  # The input is a file without a name: nothing blocks, and no writer is needed.
   with open(f"{box}/stdin", "w+b") as file:
     file.write(contents.pop(0) if contents else b"")
     file.flush()
@@ -807,7 +808,7 @@ def pivot(root: str) -> None:
 
 
 def drop_privileges(plan: Plan) -> None:
-  """Becomes nobody, with no capability in any namespace."""
+  """Becomes the user `nobody`, with no capability in any namespace."""
   if os.geteuid() == 0 and plan.namespaces != "user":
     os.setgroups([])
     os.setresgid(NOBODY, NOBODY, NOBODY)
@@ -842,7 +843,7 @@ def set_limits(limits: Mapping[str, Any], num_others: int) -> None:
     (resource.RLIMIT_CORE, 1, 1),  # Unlike 0, this keeps the host's crash reporter out, too.
     (resource.RLIMIT_MEMLOCK, 0, 0),
     (resource.RLIMIT_MSGQUEUE, 0, 0),
-    (resource.RLIMIT_SIGPENDING, 1024, 1024),  # Timers, too, which are nobody's memory.
+    (resource.RLIMIT_SIGPENDING, 1024, 1024),  # Timers, too, which count as no process's memory.
   ):
     most = resource.getrlimit(kind)[1]
     if most != resource.RLIM_INFINITY:

@@ -108,7 +108,7 @@ def function_task(name: str, path: str | os.PathLike[str], reward: Reward) -> Fu
 
 
 def _last_question(path: str | os.PathLike[str], index: int, row: dict[str, Any]) -> str:
-  """Returns what a user said last in a row's conversation."""
+  """Returns the last message of a user in a row's conversation."""
   messages = row.get("messages")
   if not isinstance(messages, list) or not all(
     isinstance(message, dict) and isinstance(message.get("role"), str) for message in messages

@@ -10,7 +10,7 @@ these rules, the first that applies; a box is \boxed{...}:
 |                               | the first number, units may follow ("15 apples", "$1,234.50")    |
 |  two numbers, and nothing but | none: lists, ranges and sums are no answer                       |
 |  , : / or a sign between them | ("13, 12", "10-12", "12 13", "5 + 7", "3 1/2")                   |
-|  words without a number       | none, whatever was said before ("nan", "the value above")        |
+|  words without a number       | none, whatever came before ("nan", "the value above")        |
 | something in its last box     | the only number in it, after its last = ("\boxed{x = 12}");      |
 |                               | none if it holds two, or none                                    |
 | neither                       | its last number                                                  |
@@ -26,7 +26,7 @@ these rules, the first that applies; a box is \boxed{...}:
 | not                           | raised to a power or with a sign of a fraction behind it, or     |
 |                               | longer than 40 digits                                            |
 
-What looks like a number and cannot be read is a number nobody knows: it is never cut to what can.
+What looks like a number and cannot be read is an unknown number: it is never cut to what can.
 
 Source: Cobbe et al. 2021, https://arxiv.org/abs/2110.14168; data under the MIT licence.
 """
@@ -209,7 +209,7 @@ def load(path: str | os.PathLike[str], *, instruction: str = INSTRUCTION) -> Gsm
   Args:
     path: a directory with train.jsonl and test.jsonl (which is "heldout"), or one file, of which
       every tenth problem is held out.
-    instruction: said after every question, on a line of its own; "" for none.
+    instruction: added after every question, on a line of its own; "" for none.
 
   Raises:
     FileNotFoundError: naming the file that is missing.

@@ -48,7 +48,7 @@ FRACTION_RATE = 0.2  # That a sharing question may have an answer that is no int
 # Of ten contexts, how many are of each kind; see `Context`.
 STORY_WEIGHT, TRADE_WEIGHT, PEOPLE_WEIGHT = 5, 2, 3
 
-# What is said, in which forms. p and q are people, o and x things, n and k numbers.
+# What sentences tell, in which forms. p and q are people, o and x things, n and k numbers.
 TRAIN_FORMS: dict[str, tuple[str, ...]] = {
   "start": (
     "{p} has {n} {o}.",

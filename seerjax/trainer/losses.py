@@ -54,7 +54,7 @@ class LossConfig:
 
   Attributes:
     algorithm: one of `ALGORITHMS`. It decides the advantage (`advantages.for_algorithm`) and, for
-      "gspo", that the ratio is one number per sequence; all else is said by the fields below.
+      "gspo", that the ratio is one number per sequence; all else is decided by the fields below.
     clip_low: the ratio counts down to 1 - clip_low; 1 never clips.
     clip_high: the ratio counts up to 1 + clip_high; inf never clips.
     aggregation: one of `AGGREGATIONS`: how rows are weighed, see the module.

@@ -15,7 +15,7 @@ a sequence that does not fit opens the next micro-batch, and none is revisited).
 whole batch read in (group, member) order, and a sequence never crosses a micro-batch. Each sequence
 is cut into segments of `query_tile` positions. Sequence j of a micro-batch owns the p pages 1 + j p
 to (j + 1) p, used or not: the gradient of attention reads its rows there as a dense block. Page 0
-belongs to nobody and takes what padding rows would write.
+belongs to no sequence and takes what padding rows would write.
 
   rows       | a0 a1 a2 a3 a4 | b0 b1 b2 | padding |        query_tile = 4, page_size = 2, p = 8
   segments   | 0         | 1  | 2        |
@@ -67,10 +67,10 @@ class Layout(NamedTuple):
   num_pages: int
 
 
-# Rows of a micro-batch where nobody names them, or a whole context's.
+# Rows of a micro-batch where the user does not name them, or a whole context's.
 LEAST_ROWS = 2048
-# Sequences of a micro-batch where nobody names them: as many as have keys and values of all layers,
-# counted in float32, in so many bytes; 64 rows are left to each.
+# Sequences of a micro-batch where the user does not name them: as many as have keys and values of
+# all layers, counted in float32, in so many bytes; 64 rows are left to each.
 SCRATCH_BYTES, ROWS_OF_SEQUENCE = 2**30, 64
 
 

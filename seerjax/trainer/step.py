@@ -417,7 +417,7 @@ class Trainer:
     `state` is given up: its arrays are gone afterwards.
 
     Raises:
-      ValueError: if the new weights are not finite, so that nobody publishes or saves them.
+      ValueError: if the new weights are not finite, so that they are never published or saved.
     """
     state, norms = self._update(state, gradient)
     numerics_lib.require_finite(

@@ -125,7 +125,7 @@ def test_a_terminal_without_a_prompt_is_a_chat(tiny: str, end: str):
 
   until("> ")
   os.write(parent, b"/help\n")
-  until("forgets what was said")
+  until("forgets the conversation")
   for turn in range(2):
     os.write(parent, b"Tom has 3 apples.\n")
     until("> ", 3 + turn)
