@@ -16,7 +16,7 @@ The tail: 15 members of every group have answered before the clock starts; then 
 `batch` at a time.
 
 A turn is one pair of every batch size, and is kept in --workdir as soon as it is measured; the same
-command goes on after the last one.
+command continues after the last one.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def bound(ratios: Sequence[float] | np.ndarray) -> Bound:
   return Bound(*(float(np.exp(x)) for x in (middle, middle - half, middle + half)))
 
 
-class Asker:
+class Comparison:
   """Poses problems, none in two turns, to engines that differ in speed alone.
 
   Attributes:
@@ -355,11 +355,11 @@ def run(workload: Workload, directory: pathlib.Path) -> str:
   path = directory / "results.json"
   turns = measured(workload, path)
   if len(turns) < workload.pairs:
-    asker = Asker(workload)
-    asker.turn(workload.pairs)  # Compiles; its times are not kept.
+    comparison = Comparison(workload)
+    comparison.turn(workload.pairs)  # Compiles; its times are not kept.
     left = range(len(turns), workload.pairs)
     for number in rich.progress.track(left, f"turns from {left.start}"):
-      turns.append(asker.turn(number))
+      turns.append(comparison.turn(number))
       record = {"workload": dataclasses.asdict(workload), "turns": [t._asdict() for t in turns]}
       metrics.write_summary(path, json.loads(json.dumps(record)))
   text = tables(workload, turns)

@@ -81,7 +81,7 @@ def partial(
   seeds: Sequence[int],
   begun: float = 2.0,
 ) -> list[Step]:
-  """Returns a step for each seed, one after the other; what is left over goes on in the next.
+  """Returns a step for each seed, one after the other; what is left over is continued in the next.
 
   Args:
     workload: of which `num_groups` whole groups make a step.
