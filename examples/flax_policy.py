@@ -31,6 +31,7 @@ import optax
 
 from seerjax import NumericsConfig, rl, ttt
 from seerjax.discovery import loading
+from seerjax.discovery.config import DiscoverConfig, TinyConfig
 from seerjax.engine.engine import EngineConfig
 from seerjax.models import (
   config as model_config,
@@ -116,7 +117,7 @@ def grpo_step(params: parameters.Params, directory: pathlib.Path) -> parameters.
 
 def discovery_step(params: parameters.Params, directory: pathlib.Path) -> parameters.Params:
   """Returns the weights after one step of test-time training on one problem."""
-  config = ttt.DiscoverConfig(
+  config = DiscoverConfig(
     problem=str(PROBLEM),
     num_steps=1,
     groups_per_step=2,
@@ -124,7 +125,7 @@ def discovery_step(params: parameters.Params, directory: pathlib.Path) -> parame
     numerics=NUMERICS,
     engine=ENGINE,
     trainer=TRAINER,
-    tiny=ttt.TinyConfig(warm_sentences=0),  # The weights are what they are.
+    tiny=TinyConfig(warm_sentences=0),  # The weights are what they are.
   )
   found = ttt.discover(
     config,

@@ -18,6 +18,8 @@ import rich.progress
 from experiments import grpo
 from experiments.problems import names as names_lib
 from seerjax import metrics, ttt
+from seerjax.discovery import tiny_policy as tiny_policy_lib
+from seerjax.discovery.config import DiscoverConfig
 from seerjax.discovery.environment import Environment
 from seerjax.run import programs as programs_lib
 from seerjax.run.programs import Programs
@@ -129,7 +131,7 @@ def check_problems(problems: Sequence[str]) -> None:
 
 
 def discovered(
-  config: ttt.DiscoverConfig, environment: Environment, programs: dict[Any, Programs]
+  config: DiscoverConfig, environment: Environment, programs: dict[Any, Programs]
 ) -> tuple[ttt.Discovery, list[dict[str, Any]]]:
   """Returns a run of the tiny policy, and its metrics by step; first asks a model of a new shape.
 
@@ -141,7 +143,7 @@ def discovered(
   Raises:
     ValueError: if the bits of what a new shape says depend on company here.
   """
-  policy, run = ttt.tiny_policy(config, environment), config.run(environment)
+  policy, run = tiny_policy_lib.tiny_policy(config, environment), config.run(environment)
   shape = (policy.model, run.rollout.max_tokens)
   if shape not in programs:
     programs[shape] = programs_lib.make_programs(run, policy.model)

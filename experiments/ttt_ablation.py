@@ -28,8 +28,10 @@ from scipy import stats
 
 from experiments import cells, configuration, ttt_discover
 from experiments.problems import names as names_lib
-from seerjax import metrics, numerics as numerics_lib, ttt
-from seerjax.discovery import puct
+from seerjax import metrics, numerics as numerics_lib
+from seerjax.discovery import objective as objective_lib, puct
+from seerjax.discovery.config import DiscoverConfig
+from seerjax.discovery.objective import ObjectiveConfig
 from seerjax.run import self_test
 from seerjax.run.programs import Programs
 
@@ -44,7 +46,7 @@ class Grid:
 
   Attributes:
     problems: see `problems.names`.
-    objectives: of `ttt.OBJECTIVES`.
+    objectives: of `objective_lib.OBJECTIVES`.
     reuses: of `puct.REUSE`.
     seeds: runs of each.
     with_off: whether each way of reuse also runs without training.
@@ -52,27 +54,27 @@ class Grid:
   """
 
   problems: tuple[str, ...] = ("apple_machines_plain:0", "examples/vehicle_routing.py")
-  objectives: tuple[str, ...] = ttt.OBJECTIVES
+  objectives: tuple[str, ...] = objective_lib.OBJECTIVES
   reuses: tuple[str, ...] = ("puct", "epsilon_greedy", "sequential", "none")
   seeds: tuple[int, ...] = (0, 1, 2)
   with_off: bool = True
-  run: ttt.DiscoverConfig = dataclasses.replace(
+  run: DiscoverConfig = dataclasses.replace(
     ttt_discover.FLAGSHIP,
     num_steps=60,
     num_workers=0,  # Without a polish an attempt takes no longer than handing it over.
     checkpoint_every=60,
     # As published.
     search=puct.SearchConfig(),
-    objective=ttt.ObjectiveConfig(),
+    objective=ObjectiveConfig(),
   )
 
   def __post_init__(self):
-    unknown = {*self.objectives} - {*ttt.OBJECTIVES} | {*self.reuses} - {*puct.REUSE}
+    unknown = {*self.objectives} - {*objective_lib.OBJECTIVES} | {*self.reuses} - {*puct.REUSE}
     if unknown or not self.problems or not self.seeds:
       raise ValueError(
         f"Grid: got objectives={self.objectives}, reuses={self.reuses}, problems={self.problems},"
-        f" seeds={self.seeds}, expected some of {ttt.OBJECTIVES} and {puct.REUSE}, a problem and a"
-        " seed; correct the spelling."
+        f" seeds={self.seeds}, expected some of {objective_lib.OBJECTIVES} and {puct.REUSE}, a"
+        " problem and a seed; correct the spelling."
       )
 
   def cells(self) -> Iterator[Cell]:
@@ -83,7 +85,7 @@ class Grid:
     ):
       yield Cell(problem, objective, reuse, seed)
 
-  def config_of(self, cell: Cell) -> ttt.DiscoverConfig:
+  def config_of(self, cell: Cell) -> DiscoverConfig:
     """Returns the run of a cell."""
     run = self.run
     objective = run.objective

@@ -29,15 +29,20 @@ import numpy as np
 
 from experiments import configuration, grpo
 from experiments.problems import names as names_lib
-from seerjax import metrics, numerics, ttt, writers
+from seerjax import metrics, numerics, ttt
 from seerjax.discovery import (
   archive as archive_lib,
   edits,
   environment as environment_lib,
   problem_check,
   puct,
+  record as record_lib,
+  starts as starts_lib,
+  tiny_policy as tiny_policy_lib,
 )
+from seerjax.discovery.config import DiscoverConfig, ProgramConfig, TinyConfig
 from seerjax.discovery.environment import Artefact, Environment
+from seerjax.discovery.objective import ObjectiveConfig
 from seerjax.engine import engine as engine_lib
 from seerjax.models import config as model_config
 from seerjax.reports import discovery_report
@@ -55,30 +60,30 @@ from seerjax.trainer import step as step_lib
 
 # The paper's attempts in four times its steps, so that a start is as new as can be: the search
 # alone was about twice as fast so (docs/results/ttt.md).
-FLAGSHIP = ttt.DiscoverConfig(
+FLAGSHIP = DiscoverConfig(
   problem="apple_machines:0",
   num_steps=200,
   group_size=16,
   num_workers=2,  # An attempt takes 20 ms.
   checkpoint_every=20,
   # The grammar leaves little to learn beforehand, and each of these is an attempt that is lost.
-  tiny=ttt.TinyConfig(warm_sentences=256),
+  tiny=TinyConfig(warm_sentences=256),
   # One tree after another, each until it stands still: the best of what was tried (ttt.md).
   search=puct.SearchConfig(patience=8),
   # Paid as published, it learns to leave good plans alone (ttt.md).
-  objective=ttt.ObjectiveConfig(gains_only=True, divergence=1.5, kl_coefficient=0.3),
+  objective=ObjectiveConfig(gains_only=True, divergence=1.5, kl_coefficient=0.3),
   engine=dataclasses.replace(
-    ttt.DiscoverConfig().engine, max_sequences=128, row_buckets=(128,)
+    DiscoverConfig().engine, max_sequences=128, row_buckets=(128,)
   ),
   trainer=TrainerConfig(rows_per_micro_batch=2048, sequences_per_micro_batch=64),
 )
 
 # As published, for a language model that writes programs; question and thinking take 26,000 tokens.
-PAPER = ttt.DiscoverConfig(
+PAPER = DiscoverConfig(
   problem="apple_machines:0",
   model="Qwen/Qwen3-8B",
   checkpoint_every=1,
-  programs=writers.ProgramConfig(thinking_tokens=20_000, answer_tokens=6_700),
+  programs=ProgramConfig(thinking_tokens=20_000, answer_tokens=6_700),
   numerics=numerics.NumericsConfig(reduction_shards=0),
   engine=engine_lib.EngineConfig(max_context=32_768),
   scheduler=policies.LongestGroupFirst(),
@@ -91,7 +96,7 @@ PRESETS = {"flagship": FLAGSHIP, "paper": PAPER}
 
 
 def random_policy(
-  config: ttt.DiscoverConfig, environment: Environment
+  config: DiscoverConfig, environment: Environment
 ) -> Iterator[tuple[Artefact, float]]:
   """Yields the start, then each group's best of the same search with sentences drawn evenly.
 
@@ -102,9 +107,9 @@ def random_policy(
   """
   language = environment.language
   assert language is not None
-  archive = ttt.first_archive(config, environment)
+  archive = starts_lib.first_archive(config, environment)
   first = archive_lib.best(archive)
-  yield first.artefact, ttt.shown(environment, first.value)
+  yield first.artefact, environment_lib.signed(environment, first.value)
   with edits.Judge(environment, lambda: environment) as judge:
     step = 0
     while True:
@@ -124,7 +129,7 @@ def random_policy(
         found = [
           archive_lib.Child(
             artefact=one.artefact,
-            value=ttt.signed(environment, one.score.value),
+            value=environment_lib.signed(environment, one.score.value),
             reward=one.score.reward,
           )
           for one in judge.attempts(jobs)
@@ -133,9 +138,9 @@ def random_policy(
         expansions.append((start, found))
         # After each group: one of slow edits takes a while.
         best = max(found or [by_id[start]], key=lambda one: one.value)
-        yield best.artefact, ttt.shown(environment, best.value)
+        yield best.artefact, environment_lib.signed(environment, best.value)
       archive = archive_lib.record_step(archive, expansions, step=step)
-      archive = ttt.replanted(config, environment, archive, step)
+      archive = starts_lib.replanted(config, environment, archive, step)
       step += 1
 
 
@@ -174,7 +179,7 @@ def rival_names(environment: Environment) -> tuple[str, ...]:
 
 
 def rival(
-  config: ttt.DiscoverConfig, environment: Environment, name: str, cpu_seconds: float
+  config: DiscoverConfig, environment: Environment, name: str, cpu_seconds: float
 ) -> list[tuple[float, float]]:
   """Returns the improvements that one of `rival_names` finds in so many CPU seconds."""
   if name == "random_edits":
@@ -192,7 +197,7 @@ def best_of(improvements: list[tuple[float, float]]) -> float:
 
 
 def rivals(
-  config: ttt.DiscoverConfig, environment: Environment, cpu_seconds: float
+  config: DiscoverConfig, environment: Environment, cpu_seconds: float
 ) -> dict[str, float]:
   """Returns what others find in the same CPU time: name -> best value.
 
@@ -214,7 +219,7 @@ def rivals(
       raise
 
 
-def _rival_by_name(job: tuple[ttt.DiscoverConfig, str, float]) -> float:
+def _rival_by_name(job: tuple[DiscoverConfig, str, float]) -> float:
   config, name, cpu_seconds = job
   return best_of(rival(config, names_lib.load(config.problem), name, cpu_seconds))
 
@@ -242,7 +247,7 @@ def discover(argv: list[str]) -> None:
   directory = pathlib.Path(args.workdir)
   say = functools.partial(print, flush=True)
   configuration.check_arguments(argv)
-  config = configuration.from_flags(ttt.DiscoverConfig, args.config)
+  config = configuration.from_flags(DiscoverConfig, args.config)
   jax.config.update("jax_num_cpu_devices", config.num_instances)
   if args.allow_weak_sandbox:
     programs = dataclasses.replace(config.programs, allow_weak_sandbox=True)
@@ -269,7 +274,7 @@ def discover(argv: list[str]) -> None:
     policy = Policy(loaded.model, loaded.params, loaded.tokenizer)
     chosen = model_config.numerics_for(loaded.model, config.numerics)
   print(self_test.describe(chosen), flush=True)
-  policy = ttt.tiny_policy(config, environment) if policy is None else policy
+  policy = tiny_policy_lib.tiny_policy(config, environment) if policy is None else policy
   run = config.run(environment)
   if args.resume:
     run = directory_lib.as_begun(run, directory)
@@ -323,7 +328,8 @@ def discover(argv: list[str]) -> None:
   for one in environment.published[:3]:
     where = "" if one.is_comparable else "; of other inputs"
     print(f"published                {one.value:.10g} ({one.who}, {one.year}{where})")
-  print(f"report   {page}\nartefact {directory / ttt.BEST}\nnumbers  {directory / 'summary.json'}")
+  print(f"report   {page}\nartefact {directory / record_lib.BEST}")
+  print(f"numbers  {directory / 'summary.json'}")
 
 
 if __name__ == "__main__":

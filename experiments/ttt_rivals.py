@@ -31,8 +31,9 @@ import jax
 
 from experiments import cells, configuration, ttt_discover
 from experiments.problems import names as names_lib
-from seerjax import metrics, numerics as numerics_lib, ttt
+from seerjax import metrics, numerics as numerics_lib
 from seerjax.discovery import puct
+from seerjax.discovery.config import DiscoverConfig
 from seerjax.run import self_test
 from seerjax.run.programs import Programs
 
@@ -58,7 +59,7 @@ class Contest:
   )
   seeds: tuple[int, ...] = (0,)
   rivals: tuple[str, ...] = RIVALS
-  run: ttt.DiscoverConfig = dataclasses.replace(ttt_discover.FLAGSHIP, num_workers=0)
+  run: DiscoverConfig = dataclasses.replace(ttt_discover.FLAGSHIP, num_workers=0)
 
   def __post_init__(self):
     if not self.problems or not self.seeds or {*self.rivals} - {*RIVALS}:
@@ -76,7 +77,7 @@ class Contest:
         if rival in there:
           yield Cell(problem, seed, rival)
 
-  def config_of(self, cell: Cell) -> ttt.DiscoverConfig:
+  def config_of(self, cell: Cell) -> DiscoverConfig:
     """Returns the run of a cell's policy."""
     config = dataclasses.replace(self.run, problem=cell.problem, seed=cell.seed)
     if cell.contestant == NO_REUSE:

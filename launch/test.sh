@@ -11,7 +11,7 @@ cd "$ROOT" || exit 1
 # launchers, tasks and the simulator are the same lines on both, and cost minutes.
 OLDEST=3.11
 NEWEST_ONLY="tests/experiments tests/launch tests/tasks tests/discovery tests/sandbox tests/simulate tests/test_rl.py
-  tests/test_ttt.py tests/test_writers.py tests/reports tests/test_vehicle_routing.py"
+  tests/test_ttt.py tests/reports tests/test_vehicle_routing.py"
 WORKERS=${SEERJAX_TEST_WORKERS:-2}
 
 usage() {

@@ -29,7 +29,6 @@ STEPS: tuple[tuple[str, ...], ...] = (
   ("run", "sleep", "simulate"),
   ("discovery",),
   ("reports",),
-  ("writers",),
   ("rl", "ttt"),
   ("experiments",),
   ("launch",),

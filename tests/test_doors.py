@@ -25,8 +25,10 @@ import pytest
 import tiny_model
 
 from experiments.problems import names
-from seerjax import checkpoint, metrics, parallel, rl, ttt, writers
+from seerjax import checkpoint, metrics, parallel, rl, ttt
 from seerjax.discovery import archive, environment as environment_lib, loading, problem_file, puct
+from seerjax.discovery.config import DiscoverConfig, ProgramConfig, TinyConfig
+from seerjax.discovery.objective import ObjectiveConfig
 from seerjax.engine import timing
 from seerjax.engine.engine import Engine, EngineConfig
 from seerjax.engine.kv import pages, pool as kv_pool, stores
@@ -249,7 +251,7 @@ class Doors:
 
   def discover(self, name: str = "circle_packing:5", *, resume=False, **changes) -> Any:
     environment = names.load(name) if name else None
-    config = ttt.DiscoverConfig(**changes)
+    config = DiscoverConfig(**changes)
     return ttt.discover(config, environment, self.folder / "run", resume=resume)
 
   def own(self, source: str) -> Any:
@@ -589,45 +591,45 @@ FIELDS: list[tuple[Callable[..., Any], str, Any, str, str]] = [
   (puct.SearchConfig, "capacity", 1, "expected at least 1 child and", "2 and 1000 are"),
   (puct.SearchConfig, "islands", 0, "expected at least 1 and 0,", "set"),
   (puct.SearchConfig, "patience", -1, "expected at least 1 and 0,", "set"),
-  (ttt.TinyConfig, "hidden_size", 0, "expected heads in eights", "64, 8 and 2 are"),
-  (ttt.TinyConfig, "hidden_size", 12, "expected heads in eights", "64, 8 and 2 are"),
-  (ttt.TinyConfig, "num_layers", 0, "expected heads in eights", "64, 8 and 2 are"),
-  (ttt.TinyConfig, "num_heads", 3, "expected heads in eights", "64, 8 and 2 are"),
-  (ttt.TinyConfig, "num_heads", 0, "expected heads in eights", "64, 8 and 2 are"),
-  (ttt.TinyConfig, "warm_sentences", -1, "expected at least 0", "0 begins with random weights"),
-  (ttt.TinyConfig, "warm_passes", -1, "expected at least 0", "0 begins with random weights"),
-  (ttt.ObjectiveConfig, "kind", "x", "expected one of ('adaptive', 'constant',", "choose one"),
-  (ttt.ObjectiveConfig, "divergence", 0.0, "expected a positive number of", "ln 2 and 2 are"),
-  (ttt.ObjectiveConfig, "divergence", NAN, "expected a positive number of", "ln 2 and 2 are"),
-  (ttt.ObjectiveConfig, "divergence", INF, "expected a positive number of", "ln 2 and 2 are"),
-  (ttt.ObjectiveConfig, "beta", -1.0, "expected a positive number of", "ln 2 and 2 are"),
-  (ttt.ObjectiveConfig, "beta", NAN, "expected a positive number of", "ln 2 and 2 are"),
-  (ttt.ObjectiveConfig, "max_advantage", -1.0, "expected numbers of at least 0", "0 is off"),
-  (ttt.ObjectiveConfig, "max_advantage", NAN, "expected numbers of at least 0", "0 is off"),
-  (ttt.ObjectiveConfig, "kl_coefficient", -1.0, "expected numbers of at least 0", "0 is off"),
-  (ttt.ObjectiveConfig, "kl_coefficient", NAN, "expected numbers of at least 0", "0 is off"),
-  (ttt.DiscoverConfig, "seed", -1, "expected at least 0", "raise it"),
-  (ttt.DiscoverConfig, "seed", 2**63, "expected less than 2**63", "choose a smaller one"),
-  (ttt.DiscoverConfig, "num_steps", 0, "expected at least 1", "raise it"),
-  (ttt.DiscoverConfig, "groups_per_step", 0, "expected at least 1", "raise it"),
-  (ttt.DiscoverConfig, "group_size", 1, "expected at least 4", "raise it"),
-  (ttt.DiscoverConfig, "temperature", 0.0, "expected 0.0001 <=", "1 is usual"),
-  (ttt.DiscoverConfig, "temperature", NAN, "expected 0.0001 <=", "1 is usual"),
-  (ttt.DiscoverConfig, "temperature", INF, "expected 0.0001 <=", "1 is usual"),
-  (ttt.DiscoverConfig, "num_workers", -1, "expected at least 0", "raise it"),
-  (ttt.DiscoverConfig, "num_instances", 0, "expected at least 1", "raise it"),
-  (ttt.DiscoverConfig, "num_instances", 100000, "expected at most 1024 (one a device)", "lower it"),
-  (ttt.DiscoverConfig, "checkpoint_every", 0, "expected at least 1", "raise it"),
-  (ttt.DiscoverConfig, "lora_rank", -1, "expected at least 0", "raise it"),
-  (ttt.DiscoverConfig, "lora_alpha", 0.0, "expected a positive number", "32 is usual"),
-  (ttt.DiscoverConfig, "lora_alpha", NAN, "expected a positive number", "32 is usual"),
-  (writers.ProgramConfig, "thinking_tokens", 0, "expected at least 1", "raise it"),
-  (writers.ProgramConfig, "answer_tokens", 0, "expected at least 1", "raise it"),
-  (writers.ProgramConfig, "seconds", 0.0, "expected a positive number", "10 is usual"),
-  (writers.ProgramConfig, "seconds", NAN, "expected a positive number", "10 is usual"),
-  (writers.ProgramConfig, "seconds", INF, "expected a positive number", "10 is usual"),
-  (writers.ProgramConfig, "memory_mib", 0, "expected at least 1", "raise it"),
-  (writers.ProgramConfig, "num_workers", 0, "expected at least 1", "raise it"),
+  (TinyConfig, "hidden_size", 0, "expected heads in eights", "64, 8 and 2 are"),
+  (TinyConfig, "hidden_size", 12, "expected heads in eights", "64, 8 and 2 are"),
+  (TinyConfig, "num_layers", 0, "expected heads in eights", "64, 8 and 2 are"),
+  (TinyConfig, "num_heads", 3, "expected heads in eights", "64, 8 and 2 are"),
+  (TinyConfig, "num_heads", 0, "expected heads in eights", "64, 8 and 2 are"),
+  (TinyConfig, "warm_sentences", -1, "expected at least 0", "0 begins with random weights"),
+  (TinyConfig, "warm_passes", -1, "expected at least 0", "0 begins with random weights"),
+  (ObjectiveConfig, "kind", "x", "expected one of ('adaptive', 'constant',", "choose one"),
+  (ObjectiveConfig, "divergence", 0.0, "expected a positive number of", "ln 2 and 2 are"),
+  (ObjectiveConfig, "divergence", NAN, "expected a positive number of", "ln 2 and 2 are"),
+  (ObjectiveConfig, "divergence", INF, "expected a positive number of", "ln 2 and 2 are"),
+  (ObjectiveConfig, "beta", -1.0, "expected a positive number of", "ln 2 and 2 are"),
+  (ObjectiveConfig, "beta", NAN, "expected a positive number of", "ln 2 and 2 are"),
+  (ObjectiveConfig, "max_advantage", -1.0, "expected numbers of at least 0", "0 is off"),
+  (ObjectiveConfig, "max_advantage", NAN, "expected numbers of at least 0", "0 is off"),
+  (ObjectiveConfig, "kl_coefficient", -1.0, "expected numbers of at least 0", "0 is off"),
+  (ObjectiveConfig, "kl_coefficient", NAN, "expected numbers of at least 0", "0 is off"),
+  (DiscoverConfig, "seed", -1, "expected at least 0", "raise it"),
+  (DiscoverConfig, "seed", 2**63, "expected less than 2**63", "choose a smaller one"),
+  (DiscoverConfig, "num_steps", 0, "expected at least 1", "raise it"),
+  (DiscoverConfig, "groups_per_step", 0, "expected at least 1", "raise it"),
+  (DiscoverConfig, "group_size", 1, "expected at least 4", "raise it"),
+  (DiscoverConfig, "temperature", 0.0, "expected 0.0001 <=", "1 is usual"),
+  (DiscoverConfig, "temperature", NAN, "expected 0.0001 <=", "1 is usual"),
+  (DiscoverConfig, "temperature", INF, "expected 0.0001 <=", "1 is usual"),
+  (DiscoverConfig, "num_workers", -1, "expected at least 0", "raise it"),
+  (DiscoverConfig, "num_instances", 0, "expected at least 1", "raise it"),
+  (DiscoverConfig, "num_instances", 100000, "expected at most 1024 (one a device)", "lower it"),
+  (DiscoverConfig, "checkpoint_every", 0, "expected at least 1", "raise it"),
+  (DiscoverConfig, "lora_rank", -1, "expected at least 0", "raise it"),
+  (DiscoverConfig, "lora_alpha", 0.0, "expected a positive number", "32 is usual"),
+  (DiscoverConfig, "lora_alpha", NAN, "expected a positive number", "32 is usual"),
+  (ProgramConfig, "thinking_tokens", 0, "expected at least 1", "raise it"),
+  (ProgramConfig, "answer_tokens", 0, "expected at least 1", "raise it"),
+  (ProgramConfig, "seconds", 0.0, "expected a positive number", "10 is usual"),
+  (ProgramConfig, "seconds", NAN, "expected a positive number", "10 is usual"),
+  (ProgramConfig, "seconds", INF, "expected a positive number", "10 is usual"),
+  (ProgramConfig, "memory_mib", 0, "expected at least 1", "raise it"),
+  (ProgramConfig, "num_workers", 0, "expected at least 1", "raise it"),
 ]  # fmt: skip
 
 # Everything else that a user calls.
@@ -855,7 +857,7 @@ ROWS = [
       "got 2.0", "expected None with algorithm='gspo'", "set tis_cap=None or another"),
   Row("no instances to schedule", lambda d: instances(0),
       "got num_instances=0, page_size=1, num_pages=1,", "expected", " at least 1 of each"),
-  Row("a mean with a deviation", lambda d: ttt.ObjectiveConfig(kind="mean", valid_only=True),
+  Row("a mean with a deviation", lambda d: ObjectiveConfig(kind="mean", valid_only=True),
       "got kind='mean' with valid_only=True,",
       "expected neither", "they belong to 'adaptive' and"),
   Row("an adapter of no rank", lambda d: lora.shapes(MODEL, NUMERICS, 0),
@@ -1183,7 +1185,7 @@ ROWS = [
       "got no checkpoint to resume", "expected one under", "start a new run without --resume"),
   Row("a search by a model without its policy", lambda d: d.discover(
       model="x", lora_rank=0,
-      programs=writers.ProgramConfig(thinking_tokens=8, answer_tokens=8)),
+      programs=ProgramConfig(thinking_tokens=8, answer_tokens=8)),
       "got 'x' and a policy without a tokenizer", "expected one", "pass the model's own"),
   Row("a number of another form", lambda d: d.writer(1, BadName=1),
       "got the name 'BadName'", "expected room/thing in lower case, such", "rename it"),

@@ -13,7 +13,7 @@ import re
 import pytest
 
 from experiments import configuration, grpo
-from seerjax import ttt
+from seerjax.discovery.config import DiscoverConfig
 
 ROOT = pathlib.Path(__file__).parents[1]
 PAGES = (
@@ -63,7 +63,7 @@ def test_the_flags_of_the_pages_exist():
   for page in pages:
     for line in page.read_text().splitlines():
       is_discovery = page.stem in ("discovery", "problem") or re.search("ttt_|--preset", line)
-      default = ttt.DiscoverConfig() if is_discovery else grpo.main_job()
+      default = DiscoverConfig() if is_discovery else grpo.main_job()
       configuration.check_names(default, flags_of(line))
       num_flags += len(flags_of(line))
   assert num_flags >= 20

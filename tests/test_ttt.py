@@ -20,15 +20,25 @@ import pytest
 import tiny_model
 import tiny_problem
 
-from seerjax import checkpoint, metrics, models, numerics as numerics_lib, ttt, writers
+from seerjax import checkpoint, metrics, models, numerics as numerics_lib, ttt
 from seerjax.discovery import (
   archive as archive_lib,
+  attempts as attempts_lib,
+  config as discovery_config,
   edits,
   environment as environment_lib,
   loading,
+  numbers as numbers_lib,
+  objective as objective_lib,
   puct,
+  record as record_lib,
+  starts as starts_lib,
+  tiny_policy as tiny_policy_lib,
 )
-from seerjax.discovery.programs import Attempt
+from seerjax.discovery.attempts import Attempt, Said, Sampled
+from seerjax.discovery.config import DiscoverConfig, ProgramConfig, TinyConfig
+from seerjax.discovery.edit_policy import EditPolicy
+from seerjax.discovery.objective import ObjectiveConfig
 from seerjax.engine import engine as engine_lib
 from seerjax.models import config as model_config, parameters, tokenizer as tokenizer_lib
 from seerjax.rollout import policies
@@ -39,14 +49,14 @@ from seerjax.run.programs import Programs
 from seerjax.trainer import advantages, entropic, losses, step as step_lib
 from seerjax.types import Completion, Request
 
-CONFIG = ttt.DiscoverConfig(
+CONFIG = DiscoverConfig(
   problem=tiny_problem.PATH,
   seed=3,
   num_steps=4,
   groups_per_step=4,
   group_size=4,
   checkpoint_every=2,
-  tiny=ttt.TinyConfig(hidden_size=32, num_layers=1, warm_sentences=48, warm_passes=1),
+  tiny=TinyConfig(hidden_size=32, num_layers=1, warm_sentences=48, warm_passes=1),
   numerics=tiny_model.ONE_SLAB,
   engine=engine_lib.EngineConfig(
     page_size=8, num_pages=40, max_sequences=16, max_context=16, row_buckets=(16,)
@@ -64,7 +74,7 @@ TIMES = ("search/cpu_seconds", "train/seconds")
 
 @functools.cache
 def model() -> model_config.TransformerConfig:
-  return ttt.tiny_policy(CONFIG, tiny_problem.Row()).model
+  return tiny_policy_lib.tiny_policy(CONFIG, tiny_problem.Row()).model
 
 
 @functools.cache
@@ -121,8 +131,8 @@ def flipped(params, name="embed"):
 
 
 def abstract_state():
-  params = ttt.tiny_policy(CONFIG, tiny_problem.Row()).params
-  state = policy_lib.initial_state(CONFIG.run(tiny_problem.Row()), Policy(model(), params))
+  params = tiny_policy_lib.tiny_policy(CONFIG, tiny_problem.Row()).params
+  state = programs_lib.first_state(CONFIG.run(tiny_problem.Row()), Policy(model(), params))
   return jax.eval_shape(lambda: dict(state=state, base=params))
 
 
@@ -345,7 +355,7 @@ def test_the_best_is_on_disk_before_anything_is_sampled(tmp_path):
 
 
 def seeds_of(environment):
-  return ttt.first_archive(CONFIG, environment).states
+  return starts_lib.first_archive(CONFIG, environment).states
 
 
 def test_a_run_that_has_ended_changes_nothing_when_resumed_and_can_go_on(whole, tmp_path):
@@ -443,9 +453,9 @@ def test_every_rule_of_reuse_runs(tmp_path, reuse):
 
 
 @pytest.mark.few(2)
-@pytest.mark.parametrize("kind", ttt.OBJECTIVES)
+@pytest.mark.parametrize("kind", objective_lib.OBJECTIVES)
 def test_every_objective_learns(tmp_path, kind):
-  objective = ttt.ObjectiveConfig(kind=kind, kl_coefficient=0.1 if kind == "constant" else 0.0)
+  objective = ObjectiveConfig(kind=kind, kl_coefficient=0.1 if kind == "constant" else 0.0)
   found = discover(tmp_path / "run", num_steps=1, tiny=NO_WARM_START, objective=objective)
   (row,) = rows_of(tmp_path / "run")
   assert row["contract/max_abs_logprob_gap"] == row["contract/kl"] == 0.0
@@ -484,7 +494,7 @@ class Lucky(tiny_problem.Row):
 def test_of_a_timed_problem_the_best_is_what_a_longer_verdict_confirms(tmp_path):
   environment = Lucky()
   found = discover(tmp_path / "run", environment, train=False, tiny=NO_WARM_START)
-  leaders = archive_lib.leaders(found.archive, ttt.NUM_CONFIRMED)
+  leaders = archive_lib.leaders(found.archive, record_lib.NUM_CONFIRMED)
   worth = [environment.confirm(state.artefact).value for state in leaders]
   assert worth[0] < max(worth)  # The first is first by luck.
   assert found.score == environment.confirm(found.artefact)
@@ -543,7 +553,7 @@ AUTHOR = dataclasses.replace(
   groups_per_step=2,
   checkpoint_every=10,
   lora_rank=2,
-  programs=writers.ProgramConfig(thinking_tokens=5, answer_tokens=4, allow_weak_sandbox=True),
+  programs=ProgramConfig(thinking_tokens=5, answer_tokens=4, allow_weak_sandbox=True),
   engine=engine_lib.EngineConfig(
     page_size=16, num_pages=600, max_sequences=8, max_context=1024, row_buckets=(64,)
   ),
@@ -610,8 +620,8 @@ def test_adapters_learn_from_both_sequences_of_an_attempt_to_the_bit():
     tokenizer=policy.tokenizer,
     runner=compiled.runner,
   )
-  archive, every = ttt.first_archive(AUTHOR, environment), []
-  with ttt.writer_of(AUTHOR, environment, policy) as writer:
+  archive, every = starts_lib.first_archive(AUTHOR, environment), []
+  with ttt.writer_of(AUTHOR, environment, policy, Describes) as writer:
     for step in range(2):
       found = ttt.sample(AUTHOR, engine, writer, archive, step)
       # Whoever has thought to the end answers in a second sequence.
@@ -637,7 +647,7 @@ def test_adapters_learn_from_both_sequences_of_an_attempt_to_the_bit():
 def sampled():
   """A first step's attempts and what they were sampled with: (sampled, state, base)."""
   environment = tiny_problem.Row()
-  run, policy = CONFIG.run(environment), ttt.tiny_policy(CONFIG, environment)
+  run, policy = CONFIG.run(environment), tiny_policy_lib.tiny_policy(CONFIG, environment)
   state = programs_lib.first_state(run, policy)
   base = parameters.compute_params(policy.params, CONFIG.numerics)
   engine = engine_lib.Engine(
@@ -648,8 +658,8 @@ def sampled():
     key=jax.random.key(CONFIG.seed),
     runner=programs(1).runner,
   )
-  with ttt.writer_of(CONFIG, environment, policy) as writer:
-    archive = ttt.first_archive(CONFIG, environment)
+  with ttt.writer_of(CONFIG, environment, policy, tiny_problem.Row) as writer:
+    archive = starts_lib.first_archive(CONFIG, environment)
     found = ttt.sample(CONFIG, engine, writer, archive, 0)
   return found, state, base
 
@@ -664,7 +674,7 @@ def learn(sampled, state, base, objective=CONFIG.objective):
 def test_requests_say_where_they_belong_and_attempts_follow_from_them(sampled):
   found, _, _ = sampled
   environment = tiny_problem.Row()
-  states = ttt.first_archive(CONFIG, environment).states
+  states = starts_lib.first_archive(CONFIG, environment).states
   names, seeds = [], set()
   for group, (start, reward, said, attempts) in enumerate(zip(*found, strict=True)):
     assert reward == states[start].reward
@@ -698,25 +708,27 @@ def test_one_bit_of_a_weight_opens_the_gap(sampled):
 def test_a_step_learns_what_the_best_of_each_group_did(sampled):
   found, state, _ = sampled
   objective = dataclasses.replace(CONFIG.objective, kl_coefficient=0.0)
-  values, _ = ttt.objective_of(objective, found)
+  values, _ = objective_lib.objective_of(objective, found)
   after, _ = learn(found, state, None, objective)
   assert after.step == 1 and state.step == 0
   weights = parameters.compute_params(after.params, CONFIG.numerics)
   run = CONFIG.run(tiny_problem.Row())
-  batch = programs_lib.pack(run, ttt.as_groups(ttt.sequences(found)), values.reshape(-1, 1))
+  groups = attempts_lib.as_groups(attempts_lib.sequences(found))
+  batch = programs_lib.pack(run, groups, values.reshape(-1, 1))
   moved = programs(1).trainer.scores(weights, batch).logprob - batch.behaviour_logprobs
   assert np.sum((moved * batch.advantages)[np.asarray(batch.loss_mask)]) > 0
 
 
 def test_forced_tokens_get_no_gradient(sampled):
   found, _, base = sampled
-  # As `writers.Programs` asks again: what was thought is prompt, and so is the notice behind it.
-  thought = ttt.sequences(found)[0]
+  # As `ProgramPolicy` asks again: what was thought is prompt, and so is the notice behind it.
+  thought = attempts_lib.sequences(found)[0]
   before = (*thought.request.prompt, *thought.completion.tokens, 9, 10, 11)
   answer = said("0/0/4", (1, 2))
   answer = answer._replace(request=dataclasses.replace(answer.request, prompt=before))
   run = CONFIG.run(tiny_problem.Row())
-  batch = programs_lib.pack(run, ttt.as_groups([thought, answer]), np.ones((2, 1), np.float32))
+  groups = attempts_lib.as_groups([thought, answer])
+  batch = programs_lib.pack(run, groups, np.ones((2, 1), np.float32))
   mask = np.asarray(batch.loss_mask)
   assert batch.targets[mask].tolist() == [*thought.completion.tokens, 1, 2]
 
@@ -739,7 +751,7 @@ def attempt(value: float, reward: float | None = None) -> Attempt:
   return Attempt(artefact=[value], score=score, status="ok")
 
 
-def said(name: str = "0/0/0", tokens: tuple[int, ...] = (1, 2)) -> writers.Said:
+def said(name: str = "0/0/0", tokens: tuple[int, ...] = (1, 2)) -> Said:
   logprobs = np.zeros(len(tokens), np.float32)
   completion = Completion(
     request_id=name,
@@ -750,12 +762,12 @@ def said(name: str = "0/0/0", tokens: tuple[int, ...] = (1, 2)) -> writers.Said:
     finish_reason="stop",
     policy_version=0,
   )
-  return writers.Said(Request(request_id=name, prompt=(3,)), completion)
+  return Said(Request(request_id=name, prompt=(3,)), completion)
 
 
-def step_of(*groups, starts=None, start_rewards=None) -> ttt.Sampled:
+def step_of(*groups, starts=None, start_rewards=None) -> Sampled:
   """A step whose attempts have these values."""
-  return ttt.Sampled(
+  return Sampled(
     starts=tuple(range(len(groups))) if starts is None else starts,
     start_rewards=(0.0,) * len(groups) if start_rewards is None else start_rewards,
     said=[
@@ -770,7 +782,7 @@ REWARDS = np.nan_to_num(np.asarray(GROUPS))
 
 
 def test_the_adaptive_objective_is_the_entropic_one_and_says_so():
-  values, numbers = ttt.objective_of(ttt.ObjectiveConfig(), step_of(*GROUPS))
+  values, numbers = objective_lib.objective_of(ObjectiveConfig(), step_of(*GROUPS))
   expected = entropic.entropic(REWARDS)
   np.testing.assert_array_equal(values, expected.advantages)
   assert values.dtype == np.float32 and not values[1].any()
@@ -785,8 +797,8 @@ def test_the_adaptive_objective_is_the_entropic_one_and_says_so():
 
 
 def test_a_constant_beta_by_hand():
-  config = ttt.ObjectiveConfig(kind="constant", beta=2.0)
-  values, numbers = ttt.objective_of(config, step_of(GROUPS[0]))
+  config = ObjectiveConfig(kind="constant", beta=2.0)
+  values, numbers = objective_lib.objective_of(config, step_of(GROUPS[0]))
   e = [math.exp(2 * (reward - 6) / 5) for reward in GROUPS[0]]
   expected = [x / ((sum(e) - x) / 3) - 1 for x in e]
   np.testing.assert_allclose(values[0], expected, rtol=1e-6)
@@ -795,36 +807,36 @@ def test_a_constant_beta_by_hand():
 
 def test_what_is_invalid_counts_as_zero_or_not_at_all():
   group = (math.nan, math.nan, 4.0, 5.0, 6.0, 9.0)
-  config = ttt.ObjectiveConfig(kind="constant", valid_only=True)
-  values, _ = ttt.objective_of(config, step_of(group))
+  config = ObjectiveConfig(kind="constant", valid_only=True)
+  values, _ = objective_lib.objective_of(config, step_of(group))
   expected = entropic.entropic(np.asarray([[4.0, 5.0, 6.0, 9.0]]), beta=2.0).advantages
   np.testing.assert_array_equal(values[0], [-1, -1, *expected[0]])
-  values, _ = ttt.objective_of(ttt.ObjectiveConfig(kind="constant"), step_of(group))
+  values, _ = objective_lib.objective_of(ObjectiveConfig(kind="constant"), step_of(group))
   expected = entropic.entropic(np.asarray([[0, 0, 4.0, 5.0, 6.0, 9.0]]), beta=2.0).advantages
   np.testing.assert_array_equal(values, expected)
 
 
-@pytest.mark.parametrize("kind", ttt.OBJECTIVES)
+@pytest.mark.parametrize("kind", objective_lib.OBJECTIVES)
 def test_only_gains_over_the_start_may_be_paid_for(kind):
-  config = ttt.ObjectiveConfig(kind=kind, gains_only=True)
+  config = ObjectiveConfig(kind=kind, gains_only=True)
   group = (math.nan, 1.0, 4.0, 5.0, 9.0)
-  values, _ = ttt.objective_of(config, step_of(group, group, start_rewards=(4.0, 9.0)))
+  values, _ = objective_lib.objective_of(config, step_of(group, group, start_rewards=(4.0, 9.0)))
   nothing = math.nan
   gains = step_of((nothing, nothing, nothing, 1.0, 5.0), (nothing,) * 5)
-  expected, _ = ttt.objective_of(ttt.ObjectiveConfig(kind=kind), gains)
+  expected, _ = objective_lib.objective_of(ObjectiveConfig(kind=kind), gains)
   np.testing.assert_array_equal(values, expected)
   assert values[0, 4] > values[0, 3] > values[0, 2] == values[0, 0] and not values[1].any()
 
 
 def test_advantages_can_be_cut_off():
-  values, _ = ttt.objective_of(ttt.ObjectiveConfig(), step_of(*GROUPS))
-  cut, _ = ttt.objective_of(ttt.ObjectiveConfig(max_advantage=1.5), step_of(*GROUPS))
+  values, _ = objective_lib.objective_of(ObjectiveConfig(), step_of(*GROUPS))
+  cut, _ = objective_lib.objective_of(ObjectiveConfig(max_advantage=1.5), step_of(*GROUPS))
   assert values.max() > 1.5
   np.testing.assert_array_equal(cut, np.minimum(values, np.float32(1.5)))
 
 
 def test_mean_and_grpo_are_the_plain_ones():
-  values, numbers = ttt.objective_of(ttt.ObjectiveConfig(kind="mean"), step_of(*GROUPS))
+  values, numbers = objective_lib.objective_of(ObjectiveConfig(kind="mean"), step_of(*GROUPS))
   np.testing.assert_array_equal(values[0], [-2, -1, 0, 3])
   # Nothing is tilted: all four count.
   untilted = {
@@ -834,7 +846,7 @@ def test_mean_and_grpo_are_the_plain_ones():
     "objective/degenerate_groups": 1.0,
   }
   assert numbers == untilted
-  values, numbers = ttt.objective_of(ttt.ObjectiveConfig(kind="grpo"), step_of(*GROUPS))
+  values, numbers = objective_lib.objective_of(ObjectiveConfig(kind="grpo"), step_of(*GROUPS))
   np.testing.assert_array_equal(values, advantages.grpo(REWARDS))
   assert numbers == untilted
 
@@ -846,7 +858,8 @@ def test_the_best_two_of_each_group_enter_the_archive_by_the_problems_sign(is_ma
   archive = archive_lib.start(
     [archive_lib.Child(artefact=[9.0, i], value=-9.0, reward=1.0) for i in range(2)]
   )
-  after = ttt.archived(environment, archive, step_of((3.0, 7.0, math.nan, 5.0), (math.nan,)), 6)
+  step = step_of((3.0, 7.0, math.nan, 5.0), (math.nan,))
+  after = starts_lib.archived(environment, archive, step, 6)
   new = after.states[2:]
   assert [state.artefact for state in new] == [[7.0], [5.0]] if is_maximised else [[3.0], [5.0]]
   assert [state.value for state in new] == [sign * state.artefact[0] for state in new]
@@ -855,12 +868,13 @@ def test_the_best_two_of_each_group_enter_the_archive_by_the_problems_sign(is_ma
   assert [state.tokens for state in new] == ([(0, 1), (0, 3)] if is_maximised else [(0, 0), (0, 3)])
   # A group without anything valid counts as an expansion too.
   assert after.num_expansions == 2 and [state.visits for state in after.states[:2]] == [1, 1]
-  assert ttt.shown(environment, archive_lib.best(after).value) == (7.0 if is_maximised else 3.0)
+  best = environment_lib.signed(environment, archive_lib.best(after).value)
+  assert best == (7.0 if is_maximised else 3.0)
 
 
 def test_groups_of_one_are_in_the_order_of_what_was_said():
   names = ("1/0/1", "0/5/2", "0/10/0")
-  groups = ttt.as_groups([said(name) for name in names])
+  groups = attempts_lib.as_groups([said(name) for name in names])
   assert [group.group_index for group in groups] == [0, 1, 2]
   assert [group.rollouts[0].request.request_id for group in groups] == list(names)
   assert all(len(group.rollouts) == 1 for group in groups)
@@ -870,14 +884,16 @@ def test_the_warm_start_teaches_to_say_valid_sentences():
   environment = tiny_problem.Row()
   tiny = dataclasses.replace(CONFIG.tiny, warm_sentences=512, warm_passes=2)
   config = dataclasses.replace(CONFIG, tiny=tiny)
-  run, policy = config.run(environment), ttt.tiny_policy(config, environment)
+  run, policy = config.run(environment), tiny_policy_lib.tiny_policy(config, environment)
   state, heard = programs_lib.first_state(run, policy), []
   # Sentences that it has never seen: some can be applied, and digits of 6 never can.
   random, valid, never = np.random.default_rng(77), [], []
-  with ttt.writer_of(config, environment, policy) as writer:
-    assert isinstance(writer, writers.Edits)
-    learnt = ttt.warm_start(run, config, environment, writer, programs(1).trainer, state,
-      heard.append)  # fmt: skip
+  with ttt.writer_of(config, environment, policy, tiny_problem.Row) as writer:
+    assert isinstance(writer, EditPolicy)
+    trainer = programs(1).trainer
+    learnt = tiny_policy_lib.warm_start(
+      run, config, environment, writer, trainer, state, heard.append
+    )
     while len(valid) < 32 or len(never) < 32:
       artefact = environment.start(int(random.integers(1000)))
       tokens = edits.random_sentence(environment.language, random)
@@ -889,9 +905,10 @@ def test_the_warm_start_teaches_to_say_valid_sentences():
         never.append(one)
   assert heard[0].startswith("warm start: 512 valid sentences of ")
 
-  def logprob(said: list[writers.Said], params: parameters.Params) -> float:
+  def logprob(said: list[Said], params: parameters.Params) -> float:
     """Nats a token."""
-    batch = programs_lib.pack(run, ttt.as_groups(said), np.ones((len(said), 1), np.float32))
+    groups = attempts_lib.as_groups(said)
+    batch = programs_lib.pack(run, groups, np.ones((len(said), 1), np.float32))
     scores = programs(1).trainer.scores(parameters.compute_params(params, config.numerics), batch)
     return float(np.mean(scores.logprob[np.asarray(batch.loss_mask)]))
 
@@ -902,7 +919,8 @@ def test_the_warm_start_teaches_to_say_valid_sentences():
 def test_the_tiny_policy_follows_from_the_seed_and_reads_the_vocabulary():
   environment = tiny_problem.Row()
   first, again, other = (
-    ttt.tiny_policy(dataclasses.replace(CONFIG, seed=seed), environment) for seed in (3, 3, 4)
+    tiny_policy_lib.tiny_policy(dataclasses.replace(CONFIG, seed=seed), environment)
+    for seed in (3, 3, 4)
   )
   assert first.model.vocab_size == 16 and first.model.hidden_size == 32
   assert same_bits(first.params, again.params) and not same_bits(first.params, other.params)
@@ -910,8 +928,8 @@ def test_the_tiny_policy_follows_from_the_seed_and_reads_the_vocabulary():
 
 def test_signs_there_and_back():
   for environment in (tiny_problem.Row(), tiny_problem.Row(is_maximised=False)):
-    assert ttt.shown(environment, ttt.signed(environment, 2.5)) == 2.5
-  assert ttt.signed(tiny_problem.Row(is_maximised=False), 2.5) == -2.5
+    assert environment_lib.signed(environment, environment_lib.signed(environment, 2.5)) == 2.5
+  assert environment_lib.signed(tiny_problem.Row(is_maximised=False), 2.5) == -2.5
 
 
 # Whom it refuses.
@@ -930,7 +948,7 @@ def test_signs_there_and_back():
 )
 def test_a_tiny_policy_that_cannot_be_is_refused(changes, message):
   with pytest.raises(ValueError, match=message):
-    ttt.TinyConfig(**changes)
+    TinyConfig(**changes)
 
 
 @pytest.mark.parametrize(
@@ -948,7 +966,7 @@ def test_a_tiny_policy_that_cannot_be_is_refused(changes, message):
 )
 def test_an_objective_that_cannot_be_is_refused(changes, message):
   with pytest.raises(ValueError, match=message):
-    ttt.ObjectiveConfig(**changes)
+    ObjectiveConfig(**changes)
 
 
 @pytest.mark.parametrize(
@@ -971,7 +989,7 @@ def test_an_objective_that_cannot_be_is_refused(changes, message):
 )
 def test_a_run_that_cannot_be_is_refused(changes, message):
   with pytest.raises(ValueError, match=message):
-    ttt.DiscoverConfig(**changes)
+    DiscoverConfig(**changes)
 
 
 def test_a_problem_without_a_language_is_refused_before_any_file(tmp_path):
@@ -1014,7 +1032,9 @@ def test_a_model_that_writes_programs_needs_a_tokenizer():
   expected = "DiscoverConfig.model: got 'somewhere' and a policy without a tokenizer, expected one"
   with (
     pytest.raises(ValueError, match=expected),
-    ttt.writer_of(config, environment, ttt.tiny_policy(CONFIG, environment)),
+    ttt.writer_of(
+      config, environment, tiny_policy_lib.tiny_policy(CONFIG, environment), tiny_problem.Row
+    ),
   ):
     pass
 
@@ -1055,11 +1075,11 @@ def test_of_nested_settings_those_that_differ_are_named():
   other = metrics.encode(dataclasses.asdict(dataclasses.replace(CONFIG, objective=objective)))
   expected = r"got other settings \(objective.kl_coefficient: 0.1 before, 0.25 now\), expected"
   with pytest.raises(ValueError, match=expected):
-    ttt.check_settings(settings, other)
+    discovery_config.check_settings(settings, other)
   # Of another release, which had no such setting.
   del settings["objective"]["kl_coefficient"]
   with pytest.raises(ValueError, match=r"\(objective.kl_coefficient: None before, 0.25 now\)"):
-    ttt.check_settings(settings, other)
+    discovery_config.check_settings(settings, other)
 
 
 @pytest.mark.parametrize(
@@ -1079,7 +1099,7 @@ def test_a_damaged_best_is_refused_by_its_name(crashed_copy, text, reason):
   assert rows_of(crashed_copy) == before
   (crashed_copy / "best.json").unlink()
   discover(crashed_copy, resume=True, num_steps=2)
-  assert ttt.read_best(crashed_copy)["step"] <= 2
+  assert record_lib.read_best(crashed_copy)["step"] <= 2
 
 
 class Fickle(tiny_problem.Row):
@@ -1108,7 +1128,7 @@ def test_ctrl_c_before_there_is_a_best_is_no_stop_after_a_step_and_can_be_resume
   assert checkpoint.steps(tmp_path / "run" / "checkpoints") == (0,)
   assert not (tmp_path / "run" / "best.json").exists()
   discover(tmp_path / "run", tiny=NO_WARM_START, resume=True, num_steps=1)
-  assert ttt.read_best(tmp_path / "run")["step"] <= 1
+  assert record_lib.read_best(tmp_path / "run")["step"] <= 1
 
 
 def test_the_best_of_another_run_is_refused_and_kept(whole, tmp_path):
@@ -1149,10 +1169,10 @@ def test_a_defect_of_the_language_is_said_once_and_the_run_goes_on(tmp_path):
 def test_a_step_without_anything_valid_is_remarked_on():
   none = step_of((math.nan,) * 4, (math.nan,) * 4)
   with ttt.writer_of(
-    CONFIG, tiny_problem.Row(), ttt.tiny_policy(CONFIG, tiny_problem.Row())
+    CONFIG, tiny_problem.Row(), tiny_policy_lib.tiny_policy(CONFIG, tiny_problem.Row()), tiny_problem.Row
   ) as writer:
-    assert ttt.remark_on(writer, none) == "none of 8 attempts is valid, the first: no"
-    assert ttt.remark_on(writer, step_of((math.nan, 1.0), (math.nan,) * 2)) == ""
+    assert numbers_lib.remark_on(writer, none) == "none of 8 attempts is valid, the first: no"
+    assert numbers_lib.remark_on(writer, step_of((math.nan, 1.0), (math.nan,) * 2)) == ""
 
 
 def test_a_prompt_that_the_context_cannot_hold_is_refused_before_any_file(tmp_path):
@@ -1183,11 +1203,11 @@ def test_other_numerics_are_taken_if_that_is_said_and_refused_if_not(crashed_cop
 
 def test_settings_that_change_no_bit_are_free():
   settings = metrics.encode(dataclasses.asdict(CONFIG))
-  for name in ttt.FREE_SETTINGS:
+  for name in discovery_config.FREE_SETTINGS:
     assert name in settings
-    ttt.check_settings(settings, settings | {name: "another"})
+    discovery_config.check_settings(settings, settings | {name: "another"})
   # Of numerics the fingerprint speaks, which a flag may accept.
-  ttt.check_settings(settings, settings | {"numerics": "another"})
-  for name in sorted(set(settings) - {*ttt.FREE_SETTINGS, "numerics"}):
+  discovery_config.check_settings(settings, settings | {"numerics": "another"})
+  for name in sorted(set(settings) - {*discovery_config.FREE_SETTINGS, "numerics"}):
     with pytest.raises(ValueError, match=rf"--resume: got other settings \({name}: .* another now"):
-      ttt.check_settings(settings, settings | {name: "another"})
+      discovery_config.check_settings(settings, settings | {name: "another"})

@@ -22,8 +22,8 @@ from typing import NamedTuple
 import numpy as np
 
 from seerjax.discovery import environment as environment_lib
+from seerjax.discovery.attempts import Attempt
 from seerjax.discovery.environment import Artefact, EditLanguage, Environment
-from seerjax.discovery.programs import Attempt
 
 # Sentences that a worker process takes at a time: the hand-over costs about as much as one of them.
 BATCH = 4

@@ -262,3 +262,26 @@ def shown(value: Any) -> str:
   except (ValueError, RecursionError):
     # Thousands of digits, or of brackets.
     return type(value).__name__
+
+
+def signed(environment: Environment, value: float) -> float:
+  """Returns a value in the problem's own unit as the archive orders it: higher is better.
+
+  A change of sign is its own inverse, so that it also leads back from the archive's value to the
+  problem's.
+  """
+  return value if environment.is_maximised else -value
+
+
+def language_of(environment: Environment) -> EditLanguage:
+  """Returns the environment's language of edits.
+
+  Raises:
+    ValueError: if it has none.
+  """
+  if environment.language is None:
+    raise ValueError(
+      f"{environment.name}: got a problem without a language of edits, expected one; give it"
+      " LANGUAGE, or choose a model that writes programs with --config.model."
+    )
+  return environment.language

@@ -21,15 +21,12 @@ appendix; there the forced tokens of one completion carried a mask.
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping
-import dataclasses
-import math
 import re
-from typing import Any
 import warnings
 
 from seerjax.discovery import environment as environment_lib
-from seerjax.discovery.environment import Artefact, Environment, Score
+from seerjax.discovery.attempts import Attempt
+from seerjax.discovery.environment import Artefact, Environment
 from seerjax.sandbox.sandbox import Limits, Sandbox
 
 FUNCTION = "improve"
@@ -42,48 +39,6 @@ _NOTICE = "\n\n(No tokens are left to think with. The answer follows now: the pr
 # Possessive: what was matched is not given back, or a long line would take its length squared.
 _FENCE = re.compile(r" {0,3}(`{3,})[ \t]*+(\w*+)([^`]*+)")
 _MARKS = ("python", "py", "python3")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Attempt:
-  """What came of one text of a model.
-
-  Attributes:
-    artefact: plain data, valid; None if there is none.
-    score: of the artefact, by the environment; invalid with a reason if there is none.
-    status: "ok"; "malformed" (no program to run), "invalid" (it returned no answer), or how it
-      failed, as `sandbox.Outcome.status` has it.
-    message: why there is no program to run, or the end of what it printed (its errors last).
-    cpu_seconds: that the program used; 0 if none ran.
-  """
-
-  artefact: Artefact | None
-  score: Score
-  status: str
-  message: str = ""
-  cpu_seconds: float = 0.0
-
-  def __post_init__(self):
-    if len({self.status == "ok", self.score.is_valid, self.artefact is not None}) > 1:
-      raise ValueError(
-        f"Attempt: got status={self.status!r}, is_valid={self.score.is_valid} and"
-        f" {'no' if self.artefact is None else 'an'} artefact, expected a valid artefact exactly"
-        " where the status is 'ok'; change the three together."
-      )
-
-
-def to_record(attempt: Attempt) -> dict[str, Any]:
-  """Returns an attempt as JSON; `from_record` gives back an equal one."""
-  score = dataclasses.asdict(attempt.score)
-  if not attempt.score.is_valid:
-    del score["value"]  # NaN is no JSON.
-  return dataclasses.asdict(attempt) | {"score": score}
-
-
-def from_record(record: Mapping[str, Any]) -> Attempt:
-  """Returns the attempt that `to_record` was given."""
-  score = Score(**{"value": math.nan} | record["score"])
-  return Attempt(**{**record, "score": score})
 
 
 def instructions() -> str:

@@ -16,7 +16,7 @@ import pytest
 import tiny_problem
 
 from seerjax.discovery import edits, loading
-from seerjax.discovery.programs import Attempt
+from seerjax.discovery.attempts import Attempt
 
 ROW = [0, 1, 2, 0, 1, 2]
 WRITE, RAISE, STOP = tiny_problem.WRITE, tiny_problem.RAISE, tiny_problem.STOP

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 import pytest
 
 from seerjax.discovery import environment, programs
+from seerjax.discovery.attempts import Attempt
 from seerjax.discovery.environment import Artefact, EditLanguage, Score
 from seerjax.sandbox.sandbox import Limits, Sandbox
 
@@ -55,7 +56,7 @@ def sandbox() -> Iterator[Sandbox]:
     yield box
 
 
-def attempted(sandbox: Sandbox, source: str, limits: Limits = LIMITS) -> programs.Attempt:
+def attempted(sandbox: Sandbox, source: str, limits: Limits = LIMITS) -> Attempt:
   return programs.attempt(
     sandbox, Product(), [0.5, 0.25, 0.125], fenced(source), seconds=1.5, seed=7, limits=limits
   )
@@ -218,7 +219,7 @@ def test_an_attempt_that_contradicts_itself_is_refused(artefact, is_valid, statu
   valid = Score(is_valid=True, value=1.0, reward=1.0)
   score = valid if is_valid else environment.invalid("no")
   with pytest.raises(ValueError, match=f"Attempt: got status='{status}', is_valid={is_valid} and"):
-    programs.Attempt(artefact=artefact, score=score, status=status)
+    Attempt(artefact=artefact, score=score, status=status)
 
 
 THINK = "Let me see.\n```python\nx = 1\n```\nNo.\n"

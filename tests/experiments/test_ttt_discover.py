@@ -22,7 +22,9 @@ import tiny_problem
 from experiments import grpo, ttt_discover
 from experiments.problems import names
 from seerjax import ttt
-from seerjax.discovery import environment as environment_lib
+from seerjax.discovery import environment as environment_lib, starts as starts_lib
+from seerjax.discovery.config import DiscoverConfig
+from seerjax.discovery.objective import ObjectiveConfig
 
 ROOT = pathlib.Path(__file__).parents[2]
 PROBLEM = str(tiny_problem.__file__)
@@ -41,12 +43,13 @@ def run(*flags: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_random_sentences_find_something():
-  config = ttt.DiscoverConfig(problem=PROBLEM, groups_per_step=2, group_size=8)
+  config = DiscoverConfig(problem=PROBLEM, groups_per_step=2, group_size=8)
   environment = names.load(PROBLEM)
   found = list(itertools.islice(ttt_discover.random_policy(config, environment), 40))
   values = [value for _, value in found]
   # It is maximised: values are as the archive has them.
-  assert values[0] == max(state.value for state in ttt.first_archive(config, environment).states)
+  archive = starts_lib.first_archive(config, environment)
+  assert values[0] == max(state.value for state in archive.states)
   assert values[0] < max(values)
   assert all(environment.verify(artefact).value == value for artefact, value in found)
   assert found == list(itertools.islice(ttt_discover.random_policy(config, environment), 40))
@@ -85,7 +88,7 @@ def test_what_seems_better_by_luck_of_a_clock_is_no_improvement():
 
 @pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=pytest.mark.long)])
 def test_rivals_that_a_problem_has_not_are_not_compared(num_workers: int):
-  config = ttt.DiscoverConfig(problem=PROBLEM, groups_per_step=2, num_workers=num_workers)
+  config = DiscoverConfig(problem=PROBLEM, groups_per_step=2, num_workers=num_workers)
   found = ttt_discover.rivals(config, names.load(PROBLEM), 0.0)
   # At no time at all each still has its first value.
   _, first = next(ttt_discover.random_policy(config, names.load(PROBLEM)))
@@ -94,7 +97,7 @@ def test_rivals_that_a_problem_has_not_are_not_compared(num_workers: int):
 
 @pytest.mark.long
 def test_rivals_side_by_side_end_with_ctrl_c():
-  config = ttt.DiscoverConfig(problem=PROBLEM, groups_per_step=2, num_workers=1)
+  config = DiscoverConfig(problem=PROBLEM, groups_per_step=2, num_workers=1)
   # What a shell starts in the background begins with Ctrl-C ignored.
   before = signal.signal(signal.SIGINT, signal.default_int_handler)
   threading.Timer(3.0, os.kill, [os.getpid(), signal.SIGINT]).start()
@@ -145,7 +148,7 @@ def test_the_papers_preset_is_as_published():
   assert (paper.lora_rank, paper.optimizer.learning_rate) == (32, 4e-5)
   room = paper.engine.max_context - paper.programs.answer_tokens
   assert 26_000 <= room < 26_100 and paper.search == ttt.puct.SearchConfig()
-  assert paper.objective == ttt.ObjectiveConfig()
+  assert paper.objective == ObjectiveConfig()
 
 
 def test_the_papers_preset_says_what_memory_it_takes_before_weights_are_read(capsys):

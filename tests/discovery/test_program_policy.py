@@ -10,12 +10,14 @@ import numpy as np
 import pytest
 import tiny_problem
 
-from seerjax import models, writers
-from seerjax.discovery import programs
+from seerjax import models
+from seerjax.discovery import program_policy, programs
+from seerjax.discovery.attempts import Group, Job, Said, Writer
+from seerjax.discovery.config import ProgramConfig
+from seerjax.discovery.program_policy import ProgramPolicy
 from seerjax.models import tokenizer as tokenizer_lib
 from seerjax.rollout.journal import Journal
 from seerjax.types import Completion, Request
-from seerjax.writers import Group, Job, ProgramConfig, Programs, Said
 
 TOKENIZER = tokenizer_lib.load(pathlib.Path(models.__file__).parent / "nano")
 ENVIRONMENT = tiny_problem.Row()
@@ -47,11 +49,11 @@ def completion(request: Request, text: str) -> Completion:
 
 @pytest.fixture(scope="module")
 def writer():
-  with Programs(ENVIRONMENT, GROUP, CONFIG, TOKENIZER, 4096) as made:
+  with ProgramPolicy(ENVIRONMENT, GROUP, CONFIG, TOKENIZER, 4096) as made:
     yield made
 
 
-def test_who_thinks_too_long_is_asked_again_and_forced_tokens_are_prompt(writer: Programs):
+def test_who_thinks_too_long_is_asked_again_and_forced_tokens_are_prompt(writer: ProgramPolicy):
   requests = writer.ask(START, 4, 1)
   assert [request.request_id for request in requests] == ["4/1/0", "4/1/1"]
   assert requests[0].prompt == requests[1].prompt and requests[0].seed != requests[1].seed
@@ -74,7 +76,7 @@ def test_who_thinks_too_long_is_asked_again_and_forced_tokens_are_prompt(writer:
   assert second.sampling.max_tokens == 30 and second.seed not in {one.seed for one in requests}
 
 
-def test_what_the_journal_holds_is_not_run_again(writer: Programs, tmp_path):
+def test_what_the_journal_holds_is_not_run_again(writer: ProgramPolicy, tmp_path):
   requests = writer.ask(START, 2, 1)
   texts = [BEST, BEST.replace("[5]", "[9]")]
   jobs = [
@@ -84,7 +86,7 @@ def test_what_the_journal_holds_is_not_run_again(writer: Programs, tmp_path):
   with Journal(tmp_path / "journal.jsonl", fingerprint={}, settings={}) as journal:
     found = writer.attempts(jobs, journal)
     assert [one.status for one in found] == ["ok", "invalid"]
-  with Programs(ENVIRONMENT, GROUP, CONFIG, TOKENIZER, 4096) as ended:
+  with ProgramPolicy(ENVIRONMENT, GROUP, CONFIG, TOKENIZER, 4096) as ended:
     pass
   # In another process, and with one that can run nothing any more.
   with Journal(tmp_path / "journal.jsonl", fingerprint={}, settings={}) as journal:
@@ -101,7 +103,7 @@ def other_step(request: Request) -> Request:
   return dataclasses.replace(request, request_id="3/0/0")
 
 
-def test_programs_run_and_are_judged_anew(writer: Programs):
+def test_programs_run_and_are_judged_anew(writer: ProgramPolicy):
   request = writer.ask(START, 0, 0)[0]
   texts = [BEST, BEST.replace("[5]", "[9]"), "no program", BEST.replace("return", "raise")]
   jobs = [Job(START, (Said(request, completion(request, text)),)) for text in texts]
@@ -113,7 +115,7 @@ def test_programs_run_and_are_judged_anew(writer: Programs):
 
 def test_a_context_without_room_for_an_answer_is_refused():
   with (
-    Programs(ENVIRONMENT, GROUP, CONFIG, TOKENIZER, 60) as writer,
+    ProgramPolicy(ENVIRONMENT, GROUP, CONFIG, TOKENIZER, 60) as writer,
     pytest.raises(ValueError, match="got a context of 60 tokens, expected at least [0-9]+: [0-9]+"),
   ):
     writer.check(START)
@@ -121,10 +123,10 @@ def test_a_context_without_room_for_an_answer_is_refused():
 
 def test_however_little_room_there_is_a_later_question_is_asked():
   # Enough for what is checked at the start and for no more.
-  with Programs(Long(), GROUP, CONFIG, TOKENIZER, 10**6) as writer:
-    text = programs.shortened(Long().describe(START, None), writers.MIN_DESCRIPTION)
+  with ProgramPolicy(Long(), GROUP, CONFIG, TOKENIZER, 10**6) as writer:
+    text = programs.shortened(Long().describe(START, None), program_policy.MIN_DESCRIPTION)
     least = len(writer._question(text)) + writer._reserved
-  with Programs(Long(), GROUP, CONFIG, TOKENIZER, least) as writer:
+  with ProgramPolicy(Long(), GROUP, CONFIG, TOKENIZER, least) as writer:
     writer.check(START)
     # Words that take more tokens than those of the start.
     (request, _) = writer.ask(START, 0, 0, printed="0123456789" * 500)
@@ -140,7 +142,7 @@ class Long(tiny_problem.Row):
 
 def test_a_long_description_is_shortened_so_that_question_and_answers_fit():
   context = 1000
-  with Programs(Long(), GROUP, CONFIG, TOKENIZER, context) as writer:
+  with ProgramPolicy(Long(), GROUP, CONFIG, TOKENIZER, context) as writer:
     (request, _) = writer.ask(START, 0, 0, printed="PRINTED")
     said = TOKENIZER.decode(request.prompt)
     assert "RULES. many" in said and "PRINTED" in said and "characters are left out here" in said
@@ -153,7 +155,7 @@ def test_a_long_description_is_shortened_so_that_question_and_answers_fit():
     assert second.sampling.max_tokens == CONFIG.answer_tokens
     assert len(second.prompt) + CONFIG.answer_tokens <= context
     # The twin: what is short is whole.
-  with Programs(ENVIRONMENT, GROUP, CONFIG, TOKENIZER, 4096) as writer:
+  with ProgramPolicy(ENVIRONMENT, GROUP, CONFIG, TOKENIZER, 4096) as writer:
     assert "left out" not in TOKENIZER.decode(writer.ask(START, 0, 0)[0].prompt)
 
 
@@ -170,5 +172,5 @@ def test_refusals(arguments, message):
     ProgramConfig(**arguments)
 
 
-def test_both_are_writers(writer: Programs):
-  assert isinstance(writer, writers.Writer)
+def test_both_are_writers(writer: ProgramPolicy):
+  assert isinstance(writer, Writer)

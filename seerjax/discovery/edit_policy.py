@@ -1,0 +1,95 @@
+"""A small transformer writes one sentence of the environment's language of edits.
+
+The grammar is a mask of ids by place in the sentence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from seerjax.discovery import (
+  attempts as attempts_lib,
+  edits,
+)
+from seerjax.discovery.attempts import Attempt, Generate, Said
+from seerjax.discovery.environment import Artefact, Environment
+from seerjax.rollout.journal import Journal
+from seerjax.types import (
+  Request,
+  SamplingParams,
+)
+
+
+class EditPolicy:
+  """Sentences of the environment's language, applied and judged by `edits.Judge`.
+
+  A context manager: it ends the judge's workers.
+  """
+
+  def __init__(
+    self, environment: Environment, group: attempts_lib.Group, judge: edits.Judge, max_context: int
+  ):
+    """Makes a writer; `judge` has refused an environment without a language."""
+    assert environment.language is not None
+    self._language, self._group, self._judge = environment.language, group, judge
+    self._max_prompt = max_context - len(self._language.allowed)
+    self._sampling = SamplingParams(
+      temperature=group.temperature,
+      allowed=tuple(self._language.allowed),
+      max_tokens=len(self._language.allowed),
+      stop_token_ids=() if self._language.stop_token is None else (self._language.stop_token,),
+    )
+
+  def check(self, artefact: Artefact) -> None:
+    """See `Writer`; a start has to be read whole."""
+    num = len(self._language.prompt(artefact))
+    if num > self._max_prompt:
+      raise ValueError(
+        f"EditLanguage: got a prompt of {num} ids and sentences of {len(self._language.allowed)},"
+        f" expected a prompt of at most {self._max_prompt} within the context; raise"
+        " --config.engine.max_context, or have the language's prompt say less."
+      )
+
+  def ask(
+    self, artefact: Artefact, step: int, group: int, *, printed: str = ""
+  ) -> list[Request]:
+    """See `Writer`; no program made it."""
+    del printed
+    return [self.request(artefact, step, group, member) for member in range(self._group.size)]
+
+  def request(self, artefact: Artefact, step: int, group: int, member: int) -> Request:
+    """Returns the request of one member."""
+    prompt = tuple(self._language.prompt(artefact))[: self._max_prompt]
+    return self._group.request(prompt, self._sampling, step, group, member)
+
+  def answers(self, generate: Generate, requests: Sequence[Request]) -> list[tuple[Said, ...]]:
+    """See `Writer`."""
+    return [(said,) for said in attempts_lib.in_order(generate, requests)]
+
+  def attempts(
+    self, jobs: Sequence[attempts_lib.Job], journal: Journal | None = None
+  ) -> list[Attempt]:
+    """See `Writer`; edits are applied again in less time than a disk needs."""
+    del journal
+    return self._judge.attempts(
+      [
+        edits.Job(job.artefact, job.said[0].completion.tokens, job.said[0].request.seed)
+        for job in jobs
+      ]
+    )
+
+  @property
+  def cpu_seconds(self) -> float:
+    """CPU seconds of attempts so far, in whatever process."""
+    return self._judge.cpu_seconds
+
+  @property
+  def worker_seconds(self) -> float:
+    """Those of them that other processes spent."""
+    return self._judge.worker_seconds
+
+  def __enter__(self) -> EditPolicy:
+    return self
+
+  def __exit__(self, *_: object) -> None:
+    self._judge.__exit__()

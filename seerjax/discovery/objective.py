@@ -1,0 +1,87 @@
+"""What the weights of a discovery move towards: advantages of a step's attempts."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+
+from seerjax.discovery.attempts import Sampled
+from seerjax.trainer import advantages, entropic
+
+OBJECTIVES = ("adaptive", "constant", "mean", "grpo")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ObjectiveConfig:
+  """What the weights move towards.
+
+  Attributes:
+    kind: "adaptive" solves beta for each group; "constant" takes `beta`; "mean" is reward minus the
+      group's mean; "grpo" divides that by the deviation.
+    divergence: nats between the tilted and the even group, for "adaptive".
+    beta: for "constant", on rewards divided by their group's range.
+    gains_only: a labelled deviation from the paper: an attempt is paid for what it is better than
+      its start, and nothing if it is not. Else a policy that edits is paid most surely for leaving
+      what is good as it is.
+    valid_only: a labelled deviation from the paper; see `entropic.entropic`.
+    max_advantage: cuts advantages off above it; 0 does not.
+    kl_coefficient: pull to the first weights, inside the advantage; 0.1 and 0.01 are published.
+  """
+
+  kind: str = "adaptive"
+  divergence: float = math.log(2)
+  beta: float = 2.0
+  gains_only: bool = False
+  valid_only: bool = False
+  max_advantage: float = 0.0
+  kl_coefficient: float = 0.1
+
+  def __post_init__(self):
+    if self.kind not in OBJECTIVES:
+      raise ValueError(
+        f"ObjectiveConfig.kind: got {self.kind!r}, expected one of {OBJECTIVES}; choose one."
+      )
+    if not 0 <= self.kl_coefficient < math.inf or not 0 <= self.max_advantage < math.inf:
+      raise ValueError(
+        f"ObjectiveConfig: got kl_coefficient={self.kl_coefficient}, max_advantage="
+        f"{self.max_advantage}, expected numbers of at least 0; 0 is off."
+      )
+    if self.kind in ("mean", "grpo") and (self.valid_only or self.max_advantage):
+      raise ValueError(
+        f"ObjectiveConfig: got kind={self.kind!r} with valid_only={self.valid_only}, max_advantage="
+        f"{self.max_advantage}, expected neither: they belong to 'adaptive' and 'constant'."
+      )
+    if not 0 < self.divergence < math.inf or not 0 <= self.beta < math.inf:
+      raise ValueError(
+        f"ObjectiveConfig: got divergence={self.divergence}, beta={self.beta}, expected a positive"
+        " number of nats and a beta of at least 0; ln 2 and 2 are published."
+      )
+
+
+def objective_of(config: ObjectiveConfig, sampled: Sampled) -> tuple[np.ndarray, dict[str, float]]:
+  """Returns the advantages f32[b, g] of a step's attempts, and what they look like."""
+  rewards = np.asarray([[a.score.reward for a in group] for group in sampled.attempts], np.float64)
+  valid = np.asarray([[a.score.is_valid for a in group] for group in sampled.attempts])
+  if config.gains_only:
+    rewards = np.maximum(rewards - np.asarray(sampled.start_rewards)[:, None], 0.0)
+  # "mean" and "grpo" tilt nothing: beta is 0, and all of a group count.
+  beta = {"adaptive": None, "constant": config.beta}.get(config.kind, 0.0)
+  found = entropic.entropic(
+    rewards,
+    divergence=config.divergence,
+    beta=beta,
+    valid=valid,
+    valid_only=config.valid_only,
+    max_advantage=config.max_advantage or None,
+  )
+  values = found.advantages
+  if config.kind in ("mean", "grpo"):
+    values = (advantages.dr_grpo if config.kind == "mean" else advantages.grpo)(rewards)
+  return values, {
+    "objective/beta": float(np.mean(found.beta)),
+    "objective/divergence": float(np.mean(found.kl)),
+    "objective/effective_samples": float(np.mean(found.effective_samples)),
+    "objective/degenerate_groups": float(sum(map(bool, found.reason))),
+  }

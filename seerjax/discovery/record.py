@@ -1,0 +1,91 @@
+"""The best artefact that was ever found: best.json, on disk as soon as it is known."""
+
+from __future__ import annotations
+
+import json
+import math
+import pathlib
+from typing import Any
+
+from seerjax import metrics
+from seerjax.discovery import (
+  archive as archive_lib,
+  environment as environment_lib,
+)
+from seerjax.discovery.environment import Environment
+
+BEST = "best.json"
+
+# Of a problem that is timed: states whose values are taken once more, with care, at the end.
+NUM_CONFIRMED = 8
+
+
+def write_best(
+  directory: pathlib.Path,
+  environment: Environment,
+  archive: archive_lib.Archive,
+  best: archive_lib.State,
+) -> None:
+  """Writes the best artefact so far, its lineage, the tree that it grew on, and what it is worth.
+
+  At once, and whole.
+
+  What is there already stays if it is better: a process that died knew more than its checkpoint.
+  """
+  score = environment_lib.record_score(environment, best.artefact)
+  path = directory / BEST
+  if path.is_file():
+    if not environment_lib.is_better(environment, score.value, read_best(directory)["value"]):
+      return
+  elif not score.is_valid:
+    raise ValueError(
+      f"{environment.name}: got an artefact that was valid and now is not ({score.reason}),"
+      " expected one verdict; have verify draw nothing and read no clock, or try --check_problem."
+    )
+  lineage = [
+    # Steps count from 1, as in metrics.jsonl; 0 is the start.
+    dict(
+      step=state.step + 1,
+      value=environment_lib.signed(environment, state.value),
+      tokens=state.tokens,
+    )
+    for state in archive_lib.lineage(archive, best.state_id)
+  ]
+  tree = [
+    dict(id=state.state_id, parent=state.parent, step=state.step + 1,
+         value=environment_lib.signed(environment, state.value))
+    for state in archive_lib.family(archive, best.state_id)
+  ]  # fmt: skip
+  record = dict(
+    problem=environment.name,
+    value=score.value,
+    certificate=score.certificate,
+    step=best.step + 1,
+    artefact=best.artefact,
+    lineage=lineage,
+    tree=tree,
+  )
+  metrics.write_summary(path, json.loads(json.dumps(record)))
+
+
+def read_best(directory: pathlib.Path) -> dict[str, Any]:
+  """Returns what `write_best` wrote.
+
+  Raises:
+    ValueError: naming the file, if it is damaged.
+  """
+  path = directory / BEST
+  try:
+    found = json.loads(path.read_text(encoding="utf-8"))
+    if not math.isfinite(found["value"]):
+      raise ValueError(f"its value is {found['value']}")
+    missing = {"artefact", "step", "lineage", "tree"} - {*found}
+    if missing:
+      raise ValueError(f"it has no {', '.join(sorted(missing))}")
+    return found
+  except (KeyError, TypeError, ValueError) as error:
+    raise ValueError(
+      f"{path}: got a damaged file ({type(error).__name__}: {error}), expected the best artefact as"
+      " it was written; take it from a copy, or remove it: the best of the checkpoint is written"
+      " again on --resume."
+    ) from error

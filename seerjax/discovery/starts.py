@@ -1,0 +1,83 @@
+"""Where the groups of a discovery start, and what of their attempts enters the archive."""
+
+from __future__ import annotations
+
+from seerjax.discovery import (
+  archive as archive_lib,
+  environment as environment_lib,
+)
+from seerjax.discovery.attempts import Sampled
+from seerjax.discovery.config import DiscoverConfig
+from seerjax.discovery.environment import Environment
+from seerjax.rollout import groups
+
+
+def first_archive(config: DiscoverConfig, environment: Environment) -> archive_lib.Archive:
+  """Returns an archive of as many starts as there are groups.
+
+  Raises:
+    ValueError: if a start is not valid: the environment's own mistake.
+  """
+  seeds = [seed_of(config, environment, place) for place in range(config.groups_per_step)]
+  return archive_lib.start(
+    seeds, keep_children=config.search.keep_children, capacity=config.search.capacity
+  )
+
+
+def replanted(
+  config: DiscoverConfig, environment: Environment, archive: archive_lib.Archive, step: int
+) -> archive_lib.Archive:
+  """Returns the archive with fresh starts in the place of islands that are stuck after a step."""
+  search = config.search
+  for root in archive_lib.stuck_roots(
+    archive, step, islands=search.islands, patience=search.patience
+  ):
+    seed = seed_of(config, environment, archive.roots.index(root), step + 1)
+    archive = archive_lib.replant(archive, root, seed, step=step)
+  return archive
+
+
+def seed_of(
+  config: DiscoverConfig, environment: Environment, place: int, step: int = 0
+) -> archive_lib.Child:
+  """Returns the start of a group's tree that may grow from a step on.
+
+  Raises:
+    ValueError: if it is not valid: the environment's own mistake.
+  """
+  artefact = environment.start(groups.request_seed(config.seed, -3, place, step))
+  score = environment.verify(artefact)
+  if not score.is_valid:
+    raise ValueError(
+      f"{environment.name}: got an invalid start ({score.reason}), expected a valid one; mend its"
+      " `start`, and try --check_problem."
+    )
+  return archive_lib.Child(
+    artefact=artefact, value=environment_lib.signed(environment, score.value), reward=score.reward
+  )
+
+
+def archived(
+  environment: Environment, archive: archive_lib.Archive, sampled: Sampled, step: int
+) -> archive_lib.Archive:
+  """Returns the archive after a step's attempts."""
+  expansions = [
+    (
+      start,
+      [
+        archive_lib.Child(
+          artefact=attempt.artefact,
+          value=environment_lib.signed(environment, attempt.score.value),
+          reward=attempt.score.reward,
+          tokens=said[-1].completion.text or said[-1].completion.tokens,
+          printed=attempt.message,
+        )
+        for said, attempt in zip(group, attempts, strict=True)
+        if attempt.score.is_valid
+      ],
+    )
+    for start, group, attempts in zip(
+      sampled.starts, sampled.said, sampled.attempts, strict=True
+    )
+  ]
+  return archive_lib.record_step(archive, expansions, step=step)
