@@ -1168,9 +1168,8 @@ def test_a_defect_of_the_language_is_said_once_and_the_run_goes_on(tmp_path):
 
 def test_a_step_without_anything_valid_is_remarked_on():
   none = step_of((math.nan,) * 4, (math.nan,) * 4)
-  with ttt.writer_of(
-    CONFIG, tiny_problem.Row(), tiny_policy_lib.tiny_policy(CONFIG, tiny_problem.Row()), tiny_problem.Row
-  ) as writer:
+  policy = tiny_policy_lib.tiny_policy(CONFIG, tiny_problem.Row())
+  with ttt.writer_of(CONFIG, tiny_problem.Row(), policy, tiny_problem.Row) as writer:
     assert numbers_lib.remark_on(writer, none) == "none of 8 attempts is valid, the first: no"
     assert numbers_lib.remark_on(writer, step_of((math.nan, 1.0), (math.nan,) * 2)) == ""
 
