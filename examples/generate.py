@@ -22,6 +22,7 @@ import numpy as np
 from seerjax import NumericsConfig, Request, SamplingParams, numerics
 from seerjax.engine import engine as engine_lib
 from seerjax.models import huggingface, parameters, tokenizer as tokenizer_lib
+from seerjax.models.loading import Model
 from seerjax.types import Completion
 
 QUESTION = (
@@ -37,14 +38,11 @@ def ask(seeds: list[int], page_size: int) -> list[Completion]:
   params, model = huggingface.load(NANO, NUMERICS)
   tokenizer = tokenizer_lib.load(NANO)
   engine = engine_lib.Engine(
-    model,
-    parameters.compute_params(params, NUMERICS),
-    numerics=NUMERICS,
+    Model(model, parameters.compute_params(params, NUMERICS), NUMERICS, tokenizer),
     config=engine_lib.EngineConfig(
       page_size=page_size, num_pages=256, max_sequences=4, max_context=256, row_buckets=(64,)
     ),
     key=numerics.key(0),
-    tokenizer=tokenizer,
   )
   prompt = tuple(tokenizer.chat_ids(QUESTION))
   sampling = SamplingParams(max_tokens=96, stop_token_ids=tokenizer.eos_ids)

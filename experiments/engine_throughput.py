@@ -126,6 +126,7 @@ def our_answer(
   from seerjax import numerics as numerics_lib, parallel
   from seerjax.engine import engine as engine_lib
   from seerjax.models import parameters
+  from seerjax.models.loading import Model
   from seerjax.types import Request, SamplingParams
 
   numerics = dataclasses.replace(grpo.main_job().numerics, **settings)
@@ -142,9 +143,7 @@ def our_answer(
     row_buckets=tuple(sorted({8, 32, num_sequences, max(256, num_sequences)})),
   )
   engine = engine_lib.Engine(
-    policy.model,
-    parameters.compute_params(policy.params, numerics),
-    numerics=numerics,
+    Model(policy.model, parameters.compute_params(policy.params, numerics), numerics),
     config=config,
     key=numerics_lib.key(workload.seed),
     mesh=parallel.make_mesh(num_instances=workload.num_instances),

@@ -29,6 +29,7 @@ from experiments import configuration, grpo
 from seerjax import numerics as numerics_lib
 from seerjax.engine import engine as engine_lib
 from seerjax.models import config as model_config, parameters, tokenizer as tokenizer_lib
+from seerjax.models.loading import Model
 from seerjax.run import policy as policy_lib, stops
 from seerjax.run.policy import Policy
 from seerjax.types import Completion, Request, SamplingParams
@@ -93,12 +94,9 @@ def engine_for(
   )
   params = parameters.compute_params(policy.params, numerics)
   return engine_lib.Engine(
-    policy.model,
-    params,
-    numerics=numerics,
+    Model(policy.model, params, numerics, policy.require_tokenizer()),
     config=config,
     key=key,
-    tokenizer=policy.require_tokenizer(),
   )
 
 

@@ -30,6 +30,7 @@ from experiments import configuration, generate, grpo
 from seerjax import metrics, numerics as numerics_lib, rl
 from seerjax.engine import engine as engine_lib
 from seerjax.models import parameters
+from seerjax.models.loading import Model
 from seerjax.rollout import groups
 from seerjax.run import directory as directory_lib
 from seerjax.run.config import RunConfig, TrainerConfig
@@ -105,9 +106,12 @@ def engine_of(
   """Returns an engine with pages for all its sequences at their longest; it reuses none."""
   page_size = min(32, numerics.kv_split)
   return engine_lib.Engine(
-    policy.model,
-    parameters.compute_params(policy.params, numerics),
-    numerics=numerics,
+    Model(
+      policy.model,
+      parameters.compute_params(policy.params, numerics),
+      numerics,
+      policy.require_tokenizer(),
+    ),
     config=engine_lib.EngineConfig(
       page_size=page_size,
       num_pages=max_sequences * math.ceil(max_context / page_size) + 1,
@@ -117,7 +121,6 @@ def engine_of(
       reuse_prefixes=False,
     ),
     key=numerics_lib.key(config.seed),
-    tokenizer=policy.require_tokenizer(),
   )
 
 
@@ -375,9 +378,7 @@ def price(config: InvarianceConfig, say: Say) -> dict[str, Any]:
       policy = grpo.load_policy(config.model, numerics)
       page_size = min(32, numerics.kv_split)
       engines[name] = engine_lib.Engine(
-        policy.model,
-        parameters.compute_params(policy.params, numerics),
-        numerics=numerics,
+        Model(policy.model, parameters.compute_params(policy.params, numerics), numerics),
         config=engine_lib.EngineConfig(
           page_size=page_size,
           num_pages=size * (context // page_size) + 1,

@@ -31,6 +31,7 @@ from seerjax import metrics, numerics as numerics_lib, parallel
 from seerjax.engine import engine as engine_lib, runner as runner_lib, timing
 from seerjax.engine.kv.pool import KVPool, KVPoolConfig
 from seerjax.models import parameters
+from seerjax.models.loading import Model
 from seerjax.reports import gantt, page
 from seerjax.rollout import groups, policies
 from seerjax.rollout.divided import DividedRollout
@@ -249,9 +250,7 @@ def run(workload: Workload, directory: pathlib.Path) -> dict[str, dict[str, Any]
 
   def make_engine(drafter: Any = None) -> EndsWhereTold:
     engine = EndsWhereTold(
-      policy.model,
-      weights,
-      numerics=numerics,
+      Model(policy.model, weights, numerics),
       config=config,
       key=numerics_lib.key(workload.seed),
       runner=runner,

@@ -37,6 +37,7 @@ from experiments import configuration, grpo
 from seerjax import metrics, numerics as numerics_lib, parallel
 from seerjax.engine import engine as engine_lib, runner as runner_lib
 from seerjax.models import parameters
+from seerjax.models.loading import Model
 from seerjax.rollout import groups as groups_lib
 from seerjax.run import config as config_lib, drafter as drafter_lib, self_test
 from seerjax.tasks import loading
@@ -174,9 +175,7 @@ class Comparison:
     self, numerics: numerics_lib.NumericsConfig, runner: runner_lib.Runner
   ) -> engine_lib.Engine:
     return engine_lib.Engine(
-      self.policy.model,
-      parameters.compute_params(self.policy.params, numerics),
-      numerics=numerics,
+      Model(self.policy.model, parameters.compute_params(self.policy.params, numerics), numerics),
       config=self._job.engine,
       key=numerics_lib.key(self.workload.seed),
       runner=runner,

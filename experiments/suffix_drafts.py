@@ -32,6 +32,7 @@ import numpy as np
 
 from experiments import configuration
 from seerjax.engine.drafting import DraftQuery
+from seerjax.models.loading import Model
 from seerjax.speculation import group_trees, suffix_drafter, suffix_tree
 from seerjax.speculation.suffix_tree import SpeculationArgs
 
@@ -291,12 +292,14 @@ def sample(workload: Workload) -> list[Sampled]:
     job.rollout, groups_per_step=workload.num_prompts, group_size=workload.group_size
   )
   engine = engine_lib.Engine(
-    policy.model,
-    parameters.compute_params(policy.params, job.numerics),
-    numerics=job.numerics,
+    Model(
+      policy.model,
+      parameters.compute_params(policy.params, job.numerics),
+      job.numerics,
+      policy.require_tokenizer(),
+    ),
     config=job.engine,
     key=numerics_lib.key(workload.seed),
-    tokenizer=policy.require_tokenizer(),
   )
   count = groups_lib.num_problems(task, "train")
   groups = [

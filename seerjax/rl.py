@@ -29,6 +29,7 @@ from seerjax import metrics, numerics as numerics_lib
 from seerjax.engine import engine as engine_lib
 from seerjax.engine.kv import pool as kv_pool_lib, stores
 from seerjax.models import parameters, tokenizer as tokenizer_lib
+from seerjax.models.loading import Model
 from seerjax.rollout import (
   divided,
   groups as groups_lib,
@@ -190,14 +191,16 @@ def _train(
     before = restored.host_state["before"] or directory_lib.accuracy_at(run.directory, 0)
   # Before the journal, which holds a run to its settings from its first line on.
   engine = engine_lib.Engine(
-    policy.model,
-    policy_lib.published_weights(
+    Model(
+      policy.model,
+      policy_lib.published_weights(
       config.weights, state.params, base, is_copied=config.stale.steps_ahead > 0
     ),
-    numerics=config.numerics,
+      config.numerics,
+      policy.require_tokenizer(),
+    ),
     config=memory.engine,
     key=numerics_lib.key(config.seed),
-    tokenizer=policy.require_tokenizer(),
     policy_version=run.step,
     runner=programs.runner,
     kv_pool=kv_pool_lib.KVPool(config.kv_pool, stores.open_store(config.kv_pool)),

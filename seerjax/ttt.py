@@ -53,6 +53,7 @@ from seerjax.discovery.environment import Artefact, Environment
 from seerjax.discovery.program_policy import ProgramPolicy
 from seerjax.engine import engine as engine_lib
 from seerjax.models import parameters
+from seerjax.models.loading import Model
 from seerjax.rollout import divided, groups, journal as journal_lib
 from seerjax.run import (
   config as config_lib,
@@ -254,12 +255,14 @@ def _discover(
       learning = programs_lib.meshes(run)[1]
       base = policy_lib.frozen_weights(policy, run.numerics, learning)
     engine = engine_lib.Engine(
-      policy.model,
-      policy_lib.running_weights(run.weights, state.params, base),
-      numerics=config.numerics,
+      Model(
+        policy.model,
+        policy_lib.running_weights(run.weights, state.params, base),
+        config.numerics,
+        policy.tokenizer,
+      ),
       config=memory.engine,
       key=numerics_lib.key(config.seed),
-      tokenizer=policy.tokenizer,
       policy_version=step,
       runner=programs.runner,
     )

@@ -33,6 +33,7 @@ from seerjax.engine import timing
 from seerjax.engine.engine import Engine, EngineConfig
 from seerjax.engine.kv import pages, pool as kv_pool, stores
 from seerjax.models import config as model_config, huggingface, lora, tokenizer as tokenizer_lib
+from seerjax.models.loading import Model
 from seerjax.numerics import NumericsConfig
 from seerjax.ops import rotary
 from seerjax.rollout import (
@@ -177,7 +178,7 @@ class Doors:
     numerics = changes.pop("numerics", NUMERICS)
     config = dataclasses.replace(SIZES, **changes)
     params = tiny_model.random_params(MODEL, NUMERICS)
-    return Engine(MODEL, params, numerics=numerics, config=config, key=jax.random.key(0))
+    return Engine(Model(MODEL, params, numerics), config=config, key=jax.random.key(0))
 
   def submit(self, *arguments, **sampling) -> None:
     self.engine.submit(request(*arguments, **sampling))
@@ -1293,9 +1294,7 @@ def exported(tmp_path_factory) -> pathlib.Path:
 def shared() -> tuple[Engine, Completion]:
   """The engine of all rows, and what it answers before any."""
   params = tiny_model.random_params(MODEL, NUMERICS)
-  engine = Engine(
-    MODEL, params, numerics=NUMERICS, config=SIZES, key=jax.random.key(3), tokenizer=TOKENIZER
-  )
+  engine = Engine(Model(MODEL, params, NUMERICS, TOKENIZER), config=SIZES, key=jax.random.key(3))
   [answer] = engine.generate([request("probe", (9, 8, 7), seed=5, max_tokens=2)])
   return engine, answer
 

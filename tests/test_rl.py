@@ -27,6 +27,7 @@ import tiny_model
 from seerjax import checkpoint, metrics, numerics as numerics_lib, parallel, rl
 from seerjax.engine import engine as engine_lib, runner as runner_lib
 from seerjax.models import lora, parameters, presets, tokenizer as tokenizer_lib
+from seerjax.models.loading import Model
 from seerjax.reports import run_directory, run_report
 from seerjax.rollout import divided, groups as groups_lib, journal as journal_lib, policies
 from seerjax.run import (
@@ -709,12 +710,14 @@ def test_a_config_that_cannot_be_is_refused(kind, changes, message):
 @functools.cache
 def engine():
   return engine_lib.Engine(
-    MODEL,
-    parameters.compute_params(policy().params, NUMERICS),
-    numerics=NUMERICS,
+    Model(
+      MODEL,
+      parameters.compute_params(policy().params, NUMERICS),
+      NUMERICS,
+      policy().require_tokenizer(),
+    ),
     config=CONFIG.engine,
     key=jax.random.key(0),
-    tokenizer=policy().require_tokenizer(),
     runner=runner(1, NUMERICS, False),
   )
 

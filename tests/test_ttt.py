@@ -41,6 +41,7 @@ from seerjax.discovery.edit_policy import EditPolicy
 from seerjax.discovery.objective import ObjectiveConfig
 from seerjax.engine import engine as engine_lib
 from seerjax.models import config as model_config, parameters, tokenizer as tokenizer_lib
+from seerjax.models.loading import Model
 from seerjax.rollout import policies
 from seerjax.run import policy as policy_lib, programs as programs_lib, status, stops
 from seerjax.run.config import TrainerConfig
@@ -612,12 +613,14 @@ def test_adapters_learn_from_both_sequences_of_an_attempt_to_the_bit():
   compiled = programs_lib.make_programs(run, policy.model)
   state, base = programs_lib.first_state(run, policy), programs_lib.base_weights(run, policy)
   engine = engine_lib.Engine(
-    policy.model,
-    policy_lib.running_weights(run.weights, state.params, base),
-    numerics=AUTHOR.numerics,
+    Model(
+      policy.model,
+      policy_lib.running_weights(run.weights, state.params, base),
+      AUTHOR.numerics,
+      policy.tokenizer,
+    ),
     config=AUTHOR.engine,
     key=jax.random.key(AUTHOR.seed),
-    tokenizer=policy.tokenizer,
     runner=compiled.runner,
   )
   archive, every = starts_lib.first_archive(AUTHOR, environment), []
@@ -651,9 +654,7 @@ def sampled():
   state = programs_lib.first_state(run, policy)
   base = parameters.compute_params(policy.params, CONFIG.numerics)
   engine = engine_lib.Engine(
-    policy.model,
-    base,
-    numerics=CONFIG.numerics,
+    Model(policy.model, base, CONFIG.numerics),
     config=CONFIG.engine,
     key=jax.random.key(CONFIG.seed),
     runner=programs(1).runner,

@@ -123,8 +123,8 @@ def request(
     )
   if request.sampling.stop_strings and not has_tokenizer:
     raise ValueError(
-      f"{what}: got stop_strings without a tokenizer, expected Engine(tokenizer=...); use"
-      " stop_token_ids or pass one."
+      f"{what}: got stop_strings without a tokenizer, expected a model that has one; use"
+      " stop_token_ids, or load the model with its tokenizer."
     )
   highest = max((high for _, high in request.sampling.allowed), default=0)
   if highest > vocab_size:

@@ -25,7 +25,7 @@ import jax
 
 from seerjax import numerics as numerics_lib, parallel
 from seerjax.array_typing import PRNGKeyArray
-from seerjax.engine import checks, drafting, output, runner as runner_lib, sizes
+from seerjax.engine import checks, drafting, output, runner as runner_lib, sizes, texts
 from seerjax.engine.chunks import Chunks
 from seerjax.engine.counters import Counters
 from seerjax.engine.drafting import Drafter
@@ -36,9 +36,10 @@ from seerjax.engine.planner import Planner
 from seerjax.engine.requests import Requests
 from seerjax.engine.sequence import ScheduledRows, SequenceState, StepOutput
 from seerjax.engine.sizes import EngineConfig
-from seerjax.models import config as model_config, parameters, tokenizer as tokenizer_lib, weights
+from seerjax.models import config as model_config, parameters, weights
+from seerjax.models.loading import Model
 from seerjax.ops import sampling
-from seerjax.types import Completion, Request
+from seerjax.types import Completion, Request, SamplingParams
 
 
 class Engine(Chunks):
@@ -50,13 +51,10 @@ class Engine(Chunks):
 
   def __init__(
     self,
-    model: model_config.TransformerConfig,
-    params: parameters.Params,
+    model: Model,
     *,
-    numerics: numerics_lib.NumericsConfig,
     config: EngineConfig = EngineConfig(),
-    key: PRNGKeyArray,
-    tokenizer: tokenizer_lib.Tokenizer | None = None,
+    key: PRNGKeyArray | None = None,
     mesh: jax.sharding.Mesh | None = None,
     policy_version: int = 0,
     runner: runner_lib.Runner | None = None,
@@ -66,15 +64,12 @@ class Engine(Chunks):
     """Makes an engine.
 
     Args:
-      model: shape of the model.
-      params: weights in compute dtype (`parameters.compute_params`).
-      numerics: what decides bits.
-      config: sizes.
-      key: sampling key of the run (`numerics.key`); only folded, so that it may be reused for equal
-        text.
-      tokenizer: needed for stop strings and text.
+      model: shape, weights, numerics and tokenizer (`load_model`).
+      config: sizes; those that it leaves open follow from the model and from free memory.
+      key: sampling key of the run (`numerics.key`), that of seed 0 if None; only folded, so that it
+        may be reused for equal text.
       mesh: `parallel.make_mesh`; one device if None.
-      policy_version: of `params`.
+      policy_version: of the weights.
       runner: compiled programs to share with other engines of the same model, numerics and mesh;
         its own if None.
       drafter: guesses tokens that are then verified together; None verifies nothing.
@@ -85,25 +80,26 @@ class Engine(Chunks):
         dtype or not finite, the key is not of `numerics.key`'s kind, pages do not fill splits
         exactly, `runner` was made for something else, or free memory does not hold one context.
     """
-    numerics = model_config.numerics_for(model, numerics)
+    shape, numerics = model.config, model_config.numerics_for(model.config, model.numerics)
+    key = numerics_lib.key(0) if key is None else key
     numerics_lib.require_key(key, what="Engine.key")
     sizes.require_whole_splits(config, numerics)
-    config = sizes.with_buckets(config, model, numerics)
+    config = sizes.with_buckets(config, shape, numerics)
     if runner is None:
       mesh = parallel.make_mesh() if mesh is None else mesh
-      runner = runner_lib.Runner(model, numerics, mesh, len(config.row_buckets))
-    runner.require_is_of(model, numerics, mesh)
-    self.model = model
+      runner = runner_lib.Runner(shape, numerics, mesh, len(config.row_buckets))
+    runner.require_is_of(shape, numerics, mesh)
+    self.model = shape
     self.numerics = numerics
-    self.tokenizer = tokenizer
+    self.tokenizer = model.tokenizer
     self.drafter = drafter
     self.policy_version = policy_version
     self._runner = runner
     self._key = key
-    self._params = self._placed(params, "Engine.params")
-    config = sizes.fitted(config, model, numerics, free_bytes=sizes.free_bytes(runner.mesh))
+    self._params = self._placed(model.params, "Engine.params")
+    config = sizes.fitted(config, shape, numerics, free_bytes=sizes.free_bytes(runner.mesh))
     # Positions of one sequence at most: beyond its model's, none is ever asked for.
-    self._context = min(config.max_context, model.max_context)
+    self._context = min(config.max_context, shape.max_context)
     table_width = sizes.table_width(config, context=self._context, kv_split=numerics.kv_split)
     kv_pool = KVPool() if kv_pool is None else kv_pool
     counters = Counters(host=kv_pool.host, store=kv_pool.store)
@@ -117,7 +113,7 @@ class Engine(Chunks):
       reuse_prefixes=config.reuse_prefixes,
       kv_pool=kv_pool,
       counters=counters,
-      fingerprint=fingerprint_digest(model, numerics, pages),
+      fingerprint=fingerprint_digest(shape, numerics, pages),
     )
     memory.publish(self._params, policy_version)
     requests = Requests(runner.num_instances)
@@ -304,25 +300,27 @@ class Engine(Chunks):
 
   def generate(
     self,
-    requests: Iterable[Request],
+    requests: str | Iterable[Request | str],
     *,
+    sampling: SamplingParams | None = None,
     on_step: Callable[[list[StepOutput]], None] | None = None,
   ) -> list[Completion]:
     """Runs requests to their ends and returns them in the order given.
 
     Args:
-      requests: submitted at once, all or none.
+      requests: submitted at once, all or none; a text is one user's turn, and may stand alone.
+      sampling: of texts (`texts.as_requests` says what None is); requests have their own.
       on_step: called with each step's updates, for streaming and progress. It may cancel requests;
         they are left out of what is returned.
 
     Raises:
-      ValueError: as `submit`.
+      ValueError: as `submit`; for a text without a tokenizer, or one that says nothing.
     """
     if isinstance(requests, Request):
       raise ValueError(
         "Engine.generate: got one Request, expected several of them; write generate([request])."
       )
-    requests = list(requests)
+    requests = texts.as_requests(requests, sampling, self.tokenizer, self._context)
     others = self.poll()  # Of earlier requests, which may have had the same ids.
     wanted: dict[str, Completion | None] = {}
     try:

@@ -221,7 +221,11 @@ class Tokenizer:
     return ids
 
   def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-    """Returns the text of the ids; ids beyond the vocabulary (a model's padding) say nothing."""
+    """Returns the text of the ids; ids beyond the vocabulary (a model's padding) have none.
+
+    Raises:
+      ValueError: for an id below 0, or from 2**32 on.
+    """
     plain = [int(i) for i in ids]
     if min(plain, default=0) < 0 or max(plain, default=0) >= 2**32:
       raise ValueError(

@@ -28,6 +28,7 @@ import numpy as np
 from seerjax import numerics as numerics_lib, parallel
 from seerjax.engine import engine as engine_lib, runner as runner_lib, sizes
 from seerjax.models import config as model_config, head, kv_layout, parameters, transformer
+from seerjax.models.loading import Model
 from seerjax.ops import logprobs, rotary, sampling, tiles
 from seerjax.trainer import losses, step as step_lib
 from seerjax.types import (
@@ -286,10 +287,7 @@ def measure_model(
   def answers(requests: Sequence[Request], bucket: int) -> list[Completion]:
     last = config.row_buckets[-1]
     engine = engine_lib.Engine(
-      model,
-      params,
-      numerics=numerics,
-      # Steps of this bucket, in the arrays that the run has: those of the copies follow the last.
+      Model(model, params, numerics),
       config=dataclasses.replace(config, row_buckets=tuple(sorted({bucket, last}))),
       key=numerics_lib.key(0),
       runner=runner,

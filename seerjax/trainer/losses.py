@@ -390,7 +390,11 @@ def kl_k3(logprobs: Array, other_logprobs: Array) -> Array:
 
 
 def kl_estimate(estimator: str, logprobs: Array, other_logprobs: Array) -> Array:
-  """Returns `kl_k1`, `kl_k2` or `kl_k3` of its arguments, as `LossConfig.kl_estimator` says."""
+  """Returns `kl_k1`, `kl_k2` or `kl_k3` of its arguments, as `LossConfig.kl_estimator` says.
+
+  Raises:
+    ValueError: for another estimator.
+  """
   match estimator:
     case "k1":
       return kl_k1(logprobs, other_logprobs)

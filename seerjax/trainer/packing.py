@@ -267,7 +267,7 @@ def unpack(values: ArrayLike, batch: TrainBatch) -> list[np.ndarray]:
   `unpack(batch.targets, batch)` are the completions' tokens.
 
   Args:
-    values: [m, n, ...], one entry a row.
+    values: f32[m, n, ...], or of another dtype, one entry a row.
     batch: from `pack`.
 
   Returns:

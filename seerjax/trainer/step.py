@@ -141,12 +141,19 @@ def _traced_once(function: Any) -> Any:
 
 
 class MicroBatch(NamedTuple):
-  """What the gradient program sees of a `TrainBatch`: everything but the engine's numbers."""
+  """What the gradient program sees of a `TrainBatch`: everything but the engine's numbers.
 
-  batch: TrainBatch  # Its behaviour_logprobs and raw_logprobs are None.
-  old_logprobs: Any  # f32[n], of the weights that sampled; read unless is_first.
-  is_first: Any  # bool[], the weights are those that sampled.
-  reference_logprobs: Any = None  # f32[n], of the reference policy; None without one.
+  Attributes:
+    batch: its behaviour_logprobs and raw_logprobs are None.
+    old_logprobs: f32[n], of the weights that sampled; read unless `is_first`.
+    is_first: bool[], the weights are those that sampled.
+    reference_logprobs: f32[n], of the reference policy; None without one.
+  """
+
+  batch: TrainBatch
+  old_logprobs: Any
+  is_first: Any
+  reference_logprobs: Any = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,6 +14,7 @@ import tiny_model
 from seerjax import numerics as numerics_lib, parallel
 from seerjax.engine import engine as engine_lib
 from seerjax.models import config as model_config, parameters
+from seerjax.models.loading import Model
 from seerjax.ops import rotary, tiles
 from seerjax.trainer import losses, packing, step as step_lib
 from seerjax.types import Problem, Request, Rollout, RolloutGroup, SamplingParams, Verdict
@@ -62,9 +63,7 @@ class Seen(engine_lib.Engine):
 
 def answer(row_tile: int, bucket: int):
   engine = Seen(
-    MODEL,
-    weights(),
-    numerics=numerics_of(row_tile),
+    Model(MODEL, weights(), numerics_of(row_tile)),
     config=engine_lib.EngineConfig(
       page_size=PAGE_SIZE, num_pages=9, max_sequences=1, max_context=64, row_buckets=(bucket,)
     ),

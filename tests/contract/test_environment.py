@@ -21,6 +21,7 @@ import tiny_model
 from seerjax import numerics as numerics_lib
 from seerjax.engine import engine as engine_lib
 from seerjax.models import lora, parameters
+from seerjax.models.loading import Model
 from seerjax.ops import sampling
 from seerjax.types import Request, SamplingParams
 
@@ -74,9 +75,7 @@ def answers_digest() -> str:
 
   def answers(requests):
     engine = engine_lib.Engine(
-      tiny_model.CONFIG,
-      tiny_model.params(tiny_model.NUMERICS),
-      numerics=tiny_model.NUMERICS,
+      Model(tiny_model.CONFIG, tiny_model.params(tiny_model.NUMERICS), tiny_model.NUMERICS),
       config=sizes,
       key=numerics_lib.key(11),
       runner=tiny_model.runner(tiny_model.NUMERICS),
@@ -120,7 +119,7 @@ def test_a_key_whose_noise_depends_on_the_batch_is_refused(make, got):
   wanted = f"got .*{got}.*expected one of threefry2x32.*make it by seerjax.numerics.key"
   numerics, model = tiny_model.NUMERICS, tiny_model.CONFIG
   with pytest.raises(ValueError, match=f"(?s)Engine.key: {wanted}"):
-    engine_lib.Engine(model, tiny_model.params(numerics), numerics=numerics, key=key)
+    engine_lib.Engine(Model(model, tiny_model.params(numerics), numerics), key=key)
   with pytest.raises(ValueError, match=f"(?s)parameters.init: key: {wanted}"):
     parameters.init(key, model, numerics)
   with pytest.raises(ValueError, match=f"(?s)lora.init: key: {wanted}"):

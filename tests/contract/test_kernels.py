@@ -25,6 +25,7 @@ from seerjax.models import (
   parameters,
   transformer,
 )
+from seerjax.models.loading import Model
 from seerjax.ops import rotary, sampling
 from seerjax.types import Request, SamplingParams
 
@@ -155,9 +156,7 @@ def test_a_gradient_moves_no_bit_of_the_scores():
 def test_requests_say_alone_what_they_say_together():
   def engine(most):
     return engine_lib.Engine(
-      CONFIG,
-      params(),
-      numerics=NUMERICS,
+      Model(CONFIG, params(), NUMERICS),
       config=engine_lib.EngineConfig(
         page_size=PAGE_SIZE, num_pages=17, max_sequences=most, max_context=128, row_buckets=(ROWS,)
       ),

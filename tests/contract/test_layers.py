@@ -19,6 +19,7 @@ import tiny_model
 from seerjax import parallel
 from seerjax.engine import engine as engine_lib, runner as runner_lib
 from seerjax.models import flax_module, kv_layout, lora, parameters, transformer, weights
+from seerjax.models.loading import Model
 from seerjax.ops import rotary
 from seerjax.trainer import losses, packing, step as step_lib
 from seerjax.types import Problem, Request, Rollout, RolloutGroup, SamplingParams, Verdict
@@ -165,9 +166,7 @@ def request_of(index: int) -> Request:
 def answers(params, numerics, mesh, *, is_moved: bool) -> list:
   """Six answers of one engine; with `is_moved`, their pages leave and change instance midway."""
   engine = engine_lib.Engine(
-    DEEP,
-    params,
-    numerics=numerics,
+    Model(DEEP, params, numerics),
     config=engine_lib.EngineConfig(
       page_size=PAGE_SIZE, num_pages=40, max_sequences=3, max_context=48, row_buckets=(8,)
     ),

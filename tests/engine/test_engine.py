@@ -24,6 +24,7 @@ from word_engine import (
 from seerjax import parallel
 from seerjax.engine import runner as runner_lib
 from seerjax.engine.engine import Engine, EngineConfig
+from seerjax.models.loading import Model
 from seerjax.types import Request, SamplingParams
 
 # How requests end.
@@ -358,9 +359,7 @@ def test_nothing_is_traced_after_the_first_step_of_each_bucket():
 
   def engine(config):
     return Engine(
-      tiny_model.CONFIG,
-      tiny_model.params(NUMERICS),
-      numerics=NUMERICS,
+      Model(tiny_model.CONFIG, tiny_model.params(NUMERICS), NUMERICS),
       config=config,
       key=jax.random.key(3),
       runner=own,
@@ -389,7 +388,10 @@ def test_the_plan_says_what_was_allocated():
 def test_requests_go_to_the_instance_with_the_fewest_and_groups_stay_together():
   mesh = parallel.make_mesh(num_instances=2)
   engine = Engine(
-    CONFIG, params(), numerics=NUMERICS, config=SIZES, key=jax.random.key(0), mesh=mesh
+    Model(CONFIG, params(), NUMERICS),
+    config=SIZES,
+    key=jax.random.key(0),
+    mesh=mesh,
   )
   for name, group in (("a", "g"), ("b", "g"), ("c", ""), ("d", "h"), ("e", "h"), ("f", "g")):
     engine.submit(request(name, group=group))
@@ -466,7 +468,7 @@ def test_a_second_request_of_one_name_is_refused_while_the_first_runs():
 
 
 def test_stop_strings_without_a_tokenizer_are_refused():
-  with pytest.raises(ValueError, match=r"got stop_strings without a tokenizer, expected Engine\("):
+  with pytest.raises(ValueError, match="stop_strings without a tokenizer, expected a model that"):
     make_engine(tokenizer=None).submit(request(stop_strings=("x",)))
 
 
@@ -516,7 +518,7 @@ def test_pages_that_do_not_fill_a_split_are_refused(page_size):
 def test_slabs_that_do_not_divide_the_model_are_refused():
   numerics = dataclasses.replace(NUMERICS, reduction_shards=16)
   with pytest.raises(ValueError, match="reduction_shards: got 16, expected a divisor of num_kv_"):
-    Engine(CONFIG, params(), numerics=numerics, config=SIZES, key=jax.random.key(0))
+    Engine(Model(CONFIG, params(), numerics), config=SIZES, key=jax.random.key(0))
 
 
 @pytest.mark.parametrize("what", ["model", "numerics", "mesh"])
@@ -528,9 +530,7 @@ def test_a_runner_made_for_something_else_is_refused(what):
     ValueError, match=r"Engine.runner: got one of .* for a qwen3 model of 2 layers on 1 device\(s\)"
   ):
     Engine(
-      model,
-      params(),
-      numerics=numerics,
+      Model(model, params(), numerics),
       config=SIZES,
       key=jax.random.key(0),
       mesh=mesh,

@@ -23,6 +23,7 @@ from seerjax.engine import engine as engine_lib, runner as runner_lib
 from seerjax.engine.kv import pool as kv_pool_lib
 from seerjax.engine.kv.values import Identity
 from seerjax.models import tokenizer as tokenizer_lib
+from seerjax.models.loading import Model
 
 REQUESTS = [request(name, (5, 6, 7 + seed), seed=seed) for seed, name in enumerate("abc")]
 
@@ -157,12 +158,9 @@ def failing_engine(error: BaseException, *at: int) -> engine_lib.Engine:
   errors = {"error": error, "at": at}
   engine = make_engine()
   return engine_lib.Engine(
-    CONFIG,
-    params(),
-    numerics=NUMERICS,
+    Model(CONFIG, params(), NUMERICS, TOKENIZER),
     config=SIZES,
     key=engine._key,
-    tokenizer=TOKENIZER,
     runner=Failing(inner.config, inner.numerics, mesh, 2, inner=inner, errors=errors),
   )
 

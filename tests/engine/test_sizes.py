@@ -12,6 +12,7 @@ from seerjax import parallel
 from seerjax.engine import sizes
 from seerjax.engine.engine import Engine
 from seerjax.models import presets
+from seerjax.models.loading import Model
 from seerjax.types import Request, SamplingParams
 
 MODEL, NUMERICS = tiny_model.CONFIG, tiny_model.NUMERICS
@@ -106,7 +107,9 @@ def test_free_memory_is_shared_by_the_devices_of_a_cpu():
 def test_an_engine_of_open_sizes_says_what_it_took_and_answers():
   open_too = sizes.EngineConfig(page_size=8, max_sequences=4, max_context=32)
   engine = Engine(
-    MODEL, tiny_model.params(NUMERICS), numerics=NUMERICS, config=open_too, key=jax.random.key(0)
+    Model(MODEL, tiny_model.params(NUMERICS), NUMERICS),
+    config=open_too,
+    key=jax.random.key(0),
   )
   assert engine.config.row_buckets == (64, 128)
   assert engine.plan().startswith("1 instance(s), each 17 pages of 8 positions")

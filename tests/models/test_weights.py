@@ -13,6 +13,7 @@ import tiny_model
 from seerjax import checkpoint, numerics as numerics_lib, parallel
 from seerjax.engine import engine as engine_lib
 from seerjax.models import huggingface, lora, parameters, weights
+from seerjax.models.loading import Model
 from seerjax.trainer import losses, packing, step as step_lib
 
 MODEL, NUMERICS = tiny_model.SMALLEST, tiny_model.ONE_SLAB
@@ -87,9 +88,7 @@ SIZES = engine_lib.EngineConfig(
 
 
 def engine_of(params):
-  return engine_lib.Engine(
-    MODEL, params, numerics=NUMERICS, config=SIZES, key=numerics_lib.key(0)
-  )
+  return engine_lib.Engine(Model(MODEL, params, NUMERICS), config=SIZES, key=numerics_lib.key(0))
 
 
 def trainer_of():

@@ -22,7 +22,7 @@ from seerjax import numerics as numerics_lib, parallel
 from seerjax.engine import engine as engine_lib, runner as runner_lib
 from seerjax.engine.engine import EngineConfig
 from seerjax.engine.kv import page_moves
-from seerjax.models import config as model_config, lora, parameters
+from seerjax.models import config as model_config, loading, lora, parameters
 from seerjax.ops import rotary
 from seerjax.types import Completion, Request, SamplingParams
 
@@ -370,9 +370,7 @@ def make_engine(
 ) -> engine_lib.Engine:
   """Returns an engine with nothing in it."""
   return engine_lib.Engine(
-    machine.model.config,
-    params_of(machine.model),
-    numerics=machine.model.numerics,
+    loading.Model(machine.model.config, params_of(machine.model), machine.model.numerics),
     config=machine.sizes,
     key=numerics_lib.key(11),
     runner=runner_of(machine, kind),

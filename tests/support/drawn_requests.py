@@ -13,6 +13,7 @@ from seerjax import models
 from seerjax.engine import engine as engine_lib
 from seerjax.engine.engine import EngineConfig
 from seerjax.models import tokenizer as tokenizer_lib
+from seerjax.models.loading import Model
 from seerjax.types import Completion, Request, SamplingParams
 
 # Ids 3 to 63 are one character each, so that a random text stops at random strings.
@@ -58,12 +59,9 @@ def make_engine(
 ) -> engine_lib.Engine:
   """Returns an engine that knows text; engines of one numerics and mesh share programs."""
   return kind(
-    tiny_model.CONFIG,
-    tiny_model.params(numerics),
-    numerics=numerics,
+    Model(tiny_model.CONFIG, tiny_model.params(numerics), numerics, TOKENIZER),
     config=config,
     key=jax.random.key(11),
-    tokenizer=TOKENIZER,
     runner=tiny_model.runner(numerics, *mesh),
     **others,
   )

@@ -8,6 +8,7 @@ import jax
 import tiny_model
 
 from seerjax.engine.engine import Engine, EngineConfig
+from seerjax.models.loading import Model
 from seerjax.types import Request, SamplingParams
 
 SIZES = EngineConfig(
@@ -23,9 +24,7 @@ def answers() -> dict:
 
 def make_engine(mesh, sizes=SIZES, **others) -> Engine:
   return Engine(
-    tiny_model.CONFIG,
-    tiny_model.params(tiny_model.NUMERICS),
-    numerics=tiny_model.NUMERICS,
+    Model(tiny_model.CONFIG, tiny_model.params(tiny_model.NUMERICS), tiny_model.NUMERICS),
     config=sizes,
     key=jax.random.key(5),
     runner=tiny_model.runner(tiny_model.NUMERICS, *mesh),

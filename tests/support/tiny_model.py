@@ -12,6 +12,7 @@ import numpy as np
 from seerjax import numerics as numerics_lib, parallel
 from seerjax.engine import engine as engine_lib, runner as runner_lib
 from seerjax.models import config as model_config, flax_module, parameters
+from seerjax.models.loading import Model
 from seerjax.ops import rotary
 
 # Every other small model of the tests says in what it differs from this one.
@@ -118,9 +119,7 @@ def make_engine(
 ) -> engine_lib.Engine:
   """Returns an engine of `kind` with nothing in it."""
   return kind(
-    CONFIG,
-    params(numerics),
-    numerics=numerics,
+    Model(CONFIG, params(numerics), numerics),
     config=config,
     key=numerics_lib.key(11),
     runner=runner(numerics, num_instances, model_shards),

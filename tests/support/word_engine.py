@@ -14,6 +14,7 @@ from seerjax import models, parallel
 from seerjax.engine import runner as runner_lib
 from seerjax.engine.engine import Engine, EngineConfig
 from seerjax.models import parameters, tokenizer as tokenizer_lib
+from seerjax.models.loading import Model
 from seerjax.types import Request, SamplingParams
 
 # The words of the shipped tokenizer; the shape of the tiny model.
@@ -45,12 +46,9 @@ def _runner(dtype_promotion: str) -> runner_lib.Runner:
 
 def make_engine(config=SIZES, *, seed=0, tokenizer=TOKENIZER, drafter=None) -> Engine:
   return Engine(
-    CONFIG,
-    params(seed),
-    numerics=NUMERICS,
+    Model(CONFIG, params(seed), NUMERICS, tokenizer),
     config=config,
     key=jax.random.key(3),
-    tokenizer=tokenizer,
     runner=runner(),
     policy_version=seed,
     drafter=drafter,

@@ -20,6 +20,7 @@ from seerjax.engine.kv import values
 from seerjax.engine.kv.disk_store import DiskStore
 from seerjax.engine.kv.pool import KVPool, KVPoolConfig
 from seerjax.engine.runner import Runner
+from seerjax.models.loading import Model
 
 SUPPORT = pathlib.Path(tiny_model.__file__).parent
 ROOT = SUPPORT.parents[1]
@@ -182,9 +183,7 @@ def test_a_layout_of_one_array_spills_migrates_and_comes_back(tier, tmp_path):
     KVPoolConfig(host_pages=64 if tier == "host" else 16), DiskStore(tmp_path, max_bytes=10**7)
   )
   engine = Engine(
-    tiny_model.CONFIG,
-    tiny_model.params(tiny_model.NUMERICS),
-    numerics=tiny_model.NUMERICS,
+    Model(tiny_model.CONFIG, tiny_model.params(tiny_model.NUMERICS), tiny_model.NUMERICS),
     config=make_engine((2, 2)).config,
     key=jax.random.key(5),
     runner=runner,
