@@ -91,6 +91,7 @@ def imitate(module: flax_module.Transformer, optimizer: nnx.Optimizer, tokens: j
   return value
 
 
+# --8<-- [start:grpo_step]
 def grpo_step(params: parameters.Params, directory: pathlib.Path) -> parameters.Params:
   """Returns the weights after one step of GRPO on word problems."""
   config = RunConfig(
@@ -115,6 +116,7 @@ def grpo_step(params: parameters.Params, directory: pathlib.Path) -> parameters.
   return result.state.params
 
 
+# --8<-- [end:grpo_step]
 def discovery_step(params: parameters.Params, directory: pathlib.Path) -> parameters.Params:
   """Returns the weights after one step of test-time training on one problem."""
   config = DiscoverConfig(

@@ -21,8 +21,8 @@ PAGES = (
 )  # fmt: skip
 GUIDES = ROOT / "docs" / "guides"
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
-MAX_README_PROGRAM_LINES = 20
-MAX_README_LINES = 300
+MAX_README_PROGRAM_LINES = 8
+MAX_README_LINES = 110
 
 
 def readme_program() -> str:
