@@ -7,10 +7,10 @@ from hypothesis import stateful, strategies as st
 import pytest
 
 from seerjax.engine.kv.pages import PagePool
-from seerjax.engine.kv.prefix_index import MAX_PARTIAL_CANDIDATES, PrefixHit
+from seerjax.engine.kv.prefix_index import PrefixHit
 
 
-def test_pages_are_taken_in_order_and_page_zero_is_nobodys():
+def test_pages_are_taken_in_order_and_page_zero_stays():
   pool = PagePool(5, 4)
   assert pool.num_available == 4
   assert pool.take(3) == [1, 2, 3]
@@ -24,69 +24,6 @@ def test_released_pages_without_known_tokens_are_free_again():
   pool.release(2)
   pool.release(1)
   assert pool.take(2) == [2, 1]
-
-
-def test_an_empty_pool_finds_nothing():
-  assert PagePool(4, 2).find([1, 2, 3]) == PrefixHit((), None, 0)
-  assert PagePool(4, 2).find([]) == PrefixHit((), None, 0)
-
-
-def test_full_pages_are_shared_and_the_partial_one_is_copied():
-  pool = PagePool(8, 4)
-  pages = pool.take(3)
-  pool.remember([1, 2, 3, 4, 5, 6, 7, 8, 9, 10], pages)
-  # 4 + 4 in full pages, then 9 of (9, 10).
-  assert pool.find([1, 2, 3, 4, 5, 6, 7, 8, 9, 0, 0]) == PrefixHit((1, 2), 3, 9)
-  assert pool.find([1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11]) == PrefixHit((1, 2), 3, 10)
-  assert pool.find([1, 2, 3, 4, 5, 6, 7, 8]) == PrefixHit((1, 2), None, 8)
-  # The start of a full page is worth a copy too.
-  assert pool.find([1, 2, 3, 4, 5, 6]) == PrefixHit((1,), 2, 6)
-  assert pool.find([1, 2, 0]) == PrefixHit((), 1, 2)
-  assert pool.find([2, 2]) == PrefixHit((), None, 0)
-
-
-def test_equal_tokens_after_another_start_are_another_page():
-  # A page's keys depend on all tokens before it; its digest continues theirs.
-  pool = PagePool(8, 2)
-  pool.remember([1, 2, 3, 4], pool.take(2))
-  assert pool.find([9, 9, 3, 4]) == PrefixHit((), None, 0)
-  assert pool.find([3, 4]) == PrefixHit((), None, 0)
-  pool.remember([9, 9, 3, 4], pool.take(2))
-  assert pool.find([9, 9, 3, 4]) == PrefixHit((3, 4), None, 4)
-  assert pool.find([1, 2, 3, 4]) == PrefixHit((1, 2), None, 4)
-
-
-def test_the_first_of_two_pages_with_equal_tokens_is_found():
-  pool = PagePool(8, 2)
-  pool.remember([1, 2], pool.take(1))
-  pool.remember([1, 2], pool.take(1))
-  assert pool.find([1, 2, 3]).pages == (1,)
-  pool.release(1)
-  pool.take(6)  # Needs page 1 too.
-  # The other still serves, as a copy that happens to be whole.
-  assert pool.find([1, 2, 3]) == PrefixHit((), 2, 2)
-
-
-def test_a_page_that_grows_is_found_by_all_its_tokens():
-  pool = PagePool(8, 4)
-  pages = pool.take(1)
-  pool.remember([1], pages)
-  assert pool.find([1, 2, 3]) == PrefixHit((), 1, 1)
-  pool.remember([1, 2, 3, 4], pages)
-  assert pool.find([1, 2, 3]) == PrefixHit((), 1, 3)
-  pool.remember([1, 2], pages)  # Knowing less again forgets nothing.
-  assert pool.find([1, 2, 3, 4]) == PrefixHit((1,), None, 4)
-
-
-def test_the_longest_of_many_candidates_is_copied_and_only_the_latest_are_looked_at():
-  count = MAX_PARTIAL_CANDIDATES
-  pool = PagePool(count + 3, 4)
-  pool.remember([7, 8, 9], pool.take(1))
-  for token in range(count - 1):
-    pool.remember([7, 8, 10 + token], pool.take(1))
-  assert pool.find([7, 8, 9, 9]) == PrefixHit((), 1, 3)
-  pool.remember([7, 8, 30], pool.take(1))
-  assert pool.find([7, 8, 9, 9]).num_tokens == 2
 
 
 def test_the_page_unused_longest_goes_first_and_a_hold_renews():
