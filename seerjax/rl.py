@@ -59,9 +59,13 @@ from seerjax.types import Completion, Problem, Request, Rollout, RolloutGroup, T
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-  """What a run leaves behind: final state, the numbers of summary.json, and one problem.
+  """What a run leaves behind.
 
-  That problem is the first of those held out, answered by the first weights and by the last.
+  Attributes:
+    state: weights and optimiser at the end.
+    summary: the numbers of summary.json.
+    before: the first held-out problem, answered by the first weights.
+    after: the same, answered by the last weights.
   """
 
   state: TrainState

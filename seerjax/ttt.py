@@ -535,7 +535,11 @@ def writer_of(
   policy: Policy,
   factory: Callable[[], Environment],
 ) -> contextlib.AbstractContextManager[EditPolicy | ProgramPolicy]:
-  """Returns how the policy writes; to be entered."""
+  """Returns how the policy writes; to be entered.
+
+  Raises:
+    ValueError: if it writes programs and has no tokenizer.
+  """
   group = attempts_lib.Group(
     size=config.group_size, temperature=config.temperature, seed=config.seed
   )

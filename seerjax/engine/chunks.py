@@ -154,7 +154,11 @@ class Chunks:
     return sum(self.pages_for(sequence.limit) - len(sequence.pages) for sequence in waiting)
 
   def pages_for(self, num_tokens: int) -> int:
-    """Returns the pages that tokens of prompt and answer need; ValueError if there is none."""
+    """Returns the pages that tokens of prompt and answer need.
+
+    Raises:
+      ValueError: if there is no token.
+    """
     if num_tokens < 1:
       raise ValueError(
         f"Engine.pages_for: got {num_tokens} tokens, expected at least 1; a prompt has one."
