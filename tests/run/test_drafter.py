@@ -104,7 +104,7 @@ def records_of(directory: pathlib.Path) -> list[dict]:
 @pytest.mark.usefixtures("programs_on_disk")
 def test_a_draft_model_of_ones_own_is_named_and_changes_no_bit(tmp_path):
   master = parameters.init(numerics_lib.key(0), MODEL, tiny_model.ONE_SLAB)
-  policy = Policy(MODEL, tokenizer.load(NANO), master)
+  policy = Policy(MODEL, master, tokenizer.load(NANO))
   configs = {
     "own": config_of(SpeculationConfig(drafter=f"{__name__}:DraftModel")),
     "default": config_of(SpeculationConfig()),
