@@ -23,6 +23,7 @@ STEPS: tuple[tuple[str, ...], ...] = (
   ("array_typing", "compiled", "host_memory", "pallas_kernels"),
   ("numerics", "types"),
   ("parallel", "metrics", "ops", "checkpoint", "tasks", "sandbox"),
+  ("backends",),
   ("models",),
   ("engine", "trainer"),
   ("speculation", "rollout"),

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from seerjax import numerics as numerics_lib
+from seerjax.backends import choice
 from seerjax.engine import batching
 from seerjax.engine.counters import Counters
 from seerjax.engine.drafting import DraftQuery
@@ -22,7 +23,7 @@ from seerjax.engine.requests import Requests
 from seerjax.engine.runner import StepInputs
 from seerjax.engine.sequence import DraftPath, ScheduledRows, SequenceState
 from seerjax.engine.sizes import EngineConfig, pages_for
-from seerjax.ops import sampling, tiles
+from seerjax.ops import sampling
 from seerjax.types import Request
 
 Place = tuple[int, int]  # Of scheduled rows: instance, and index among the instance's.
@@ -281,8 +282,8 @@ class Planner:
     return batching.instance_inputs(
       scheduled,
       copies,
-      num_rows=tiles.whole_rows(bucket, self._numerics),
-      num_segments=tiles.whole_segments(bucket, self._numerics),
+      num_rows=choice.backend_of(self._numerics).whole_rows(bucket),
+      num_segments=choice.backend_of(self._numerics).whole_segments(bucket),
       # One for each sequence that begins, and one for a path of it.
       max_copies=2 * self._config.row_buckets[-1],
       query_tile=self._numerics.query_tile,

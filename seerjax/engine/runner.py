@@ -82,21 +82,6 @@ def unpack(words: Int[Array, "w"], layout: _Layout) -> StepInputs:
   return jax.tree.unflatten(layout.tree, leaves)
 
 
-def copy_pages(pages: kv_layout.Pages, copies: Array, num_copies: Array) -> kv_layout.Pages:
-  """Copies whole pages inside one instance, in order; pages f[k, m, z, c], copies i32[b, 2]."""
-
-  def body(index: Array, pages: kv_layout.Pages) -> kv_layout.Pages:
-    source, target = copies[index, 0], copies[index, 1]
-
-    def copy(whole: Array) -> Array:
-      part = lax.dynamic_index_in_dim(whole, source, 1)
-      return lax.dynamic_update_slice_in_dim(whole, part, target, 1)
-
-    return jax.tree.map(copy, pages)
-
-  return lax.fori_loop(jnp.int32(0), num_copies, body, pages)
-
-
 def instance_step(
   params: parameters.Params,
   pages: kv_layout.Pages,
@@ -108,7 +93,7 @@ def instance_step(
   axis: str | None,
 ) -> tuple[kv_layout.Pages, Int[Array, "b"], TokenScores]:
   """One step of one instance (no instance axis): new pages, sampled tokens i32[b], their scores."""
-  pages = copy_pages(pages, inputs.copies, inputs.num_copies)
+  pages = kv_layout.copy_pages(pages, inputs.copies, inputs.num_copies)
   hidden, pages = transformer.forward(
     params, inputs.batch, pages, config=config, numerics=numerics, axis=axis
   )

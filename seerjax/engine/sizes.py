@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 
 from seerjax import host_memory, numerics as numerics_lib
+from seerjax.backends import choice
 from seerjax.engine import checks
 from seerjax.models import config as model_config
-from seerjax.ops import tiles
 
 # Of the memory that is free when an engine is made; the rest is for steps and for learning.
 PAGES_SHARE = 0.4
@@ -260,7 +260,8 @@ def described(
   """Returns one line that says what was allocated, over all instances."""
   positions = (config.num_pages - 1) * config.page_size
   buckets = ", ".join(str(rows) for rows in config.row_buckets)
-  arrays = ", ".join(str(tiles.whole_rows(rows, numerics)) for rows in config.row_buckets)
+  whole_rows = choice.backend_of(numerics).whole_rows
+  arrays = ", ".join(str(whole_rows(rows)) for rows in config.row_buckets)
   return (
     f"{num_instances} instance(s), each {config.num_pages} pages of {config.page_size} positions"
     f" ({positions:,} tokens of context) and {config.max_sequences} sequences; steps of {buckets}"

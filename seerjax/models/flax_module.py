@@ -12,11 +12,11 @@ import numpy as np
 
 from seerjax import numerics as numerics_lib
 from seerjax.array_typing import Array, Float, Int
+from seerjax.backends import choice
 from seerjax.models import head, transformer
 from seerjax.models.config import TransformerConfig, numerics_for
 from seerjax.models.kv_layout import ScratchPages
 from seerjax.models.parameters import Params, compute_params, init, shapes
-from seerjax.ops import tiles
 from seerjax.types import TokenBatch
 
 
@@ -156,6 +156,7 @@ def logits_of(
   if table is None:
     table = params["embed"].reshape(numerics.reduction_shards, -1, config.hidden_size)
   weights = {"final_norm": params["final_norm"], "head": table}
-  rows = functools.partial(head.logits_rows, config, numerics, None)
-  logits = tiles.map_rows(rows, weights, hidden, batch.num_rows, numerics)
+  backend = choice.backend_of(numerics)
+  rows = functools.partial(head.logits_rows, backend, config, None)
+  logits = backend.map_rows(rows, weights, hidden, batch.num_rows)
   return logits.reshape(batch_size, length, -1)

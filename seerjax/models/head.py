@@ -5,19 +5,19 @@ The engine lets it sample, the trainer hands it the tokens, and both run one til
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import jax
 from jax import lax
 import jax.numpy as jnp
 
-from pallas_kernels import token_logprobs
 from seerjax import numerics as numerics_lib, parallel
 from seerjax.array_typing import Array, Float, Int, PRNGKeyArray
+from seerjax.backends import choice
+from seerjax.backends.protocol import Operations, Shape, Stage
 from seerjax.models.config import TransformerConfig, numerics_for
 from seerjax.models.parameters import Params
-from seerjax.ops import linear, logprobs, norms, sampling, tiles
+from seerjax.ops import logprobs, sampling, tiles
 from seerjax.types import SamplingRows, TokenScores
 
 # Rows whose logits a gradient holds at once where a filter has to see them whole.
@@ -25,18 +25,18 @@ FILTERED_ROWS = 16
 
 
 def logits_rows(
-  config: TransformerConfig,
-  numerics: numerics_lib.NumericsConfig,
+  operations: Operations,
+  shape: Shape,
   axis: str | None,
   weights: Params,
   hidden: Array,
   one: Array,
 ) -> Float[Array, "n v"]:
   """Final norm and vocabulary product: f[n, d] -> f32[n, v]. For use on the rows of one tile."""
-  normed = norms.rms_norm_rows(hidden, weights["final_norm"], config.norm_eps, numerics)
+  normed = operations.rms_norm_rows(hidden, weights["final_norm"], shape.norm_eps)
   slabs = weights["head"]  # f[r, v / r, d]
-  slab = lambda x, rows: linear.dot_rows(x, rows, numerics)
-  parts = tiles.map_slabs(slab, normed, slabs, one, axis, numerics)
+  slab = lambda x, rows: operations.dot_rows(x, rows)
+  parts = operations.map_slabs(slab, normed, slabs, one, axis)
   parts = parallel.gather_slabs(parts, axis)
   return jnp.swapaxes(parts, 0, 1).reshape(hidden.shape[0], -1)
 
@@ -83,87 +83,56 @@ def sample_and_score(
     table = parallel.local_part(whole, axis)
   weights = {"final_norm": params["final_norm"], "head": table, "key": jax.random.key_data(key)}
   count = forced.shape[0]
-  whole = tiles.whole_rows(count, numerics)
+  backend = choice.backend_of(numerics)
+  whole = backend.whole_rows(count)
   hidden, forced, seeds, positions = tiles.padded((hidden, forced, seeds, positions), whole)
   sampling_rows = sampling.padded(sampling_rows, whole)
   is_wanted = (forced < 0) & (sampling_rows.temperature > 0)
   rows = (hidden, forced, sampling_rows, seeds, positions, is_wanted)
-  run = _kernel_head if numerics.uses_kernels else _tiled_head
-  out = run(config, numerics, axis, weights, rows, num_rows)
+  stage = Stage(config, axis, score_rows, given_rows)
+  out = backend.head(stage, weights, rows, num_rows)
   return jax.tree.map(lambda leaf: leaf[:count], out)
 
 
-def _tiled_head(
-  config: TransformerConfig,
-  numerics: numerics_lib.NumericsConfig,
+def score_rows(
+  operations: Operations,
+  shape: Shape,
   axis: str | None,
   weights: Params,
   rows: Any,
-  num_rows: Array,
+  one: Array,
 ) -> tuple[Int[Array, "n"], TokenScores]:
-  """The head, tile by tile, each with its logits whole."""
-
-  def tile(weights, rows, one):
-    hidden, forced, sampling_rows, seeds, positions, is_wanted = rows
-    logits = logits_rows(config, numerics, axis, weights, hidden, one)
-    processed = sampling.processed_rows(logits, sampling_rows)
-    key = numerics_lib.wrap_key(weights["key"])
-    noise = sampling.noise_rows(key, seeds, positions, is_wanted, config.vocab_size)
-    chosen = sampling.choose_rows(lax.stop_gradient(processed), noise)
-    tokens = jnp.where(forced >= 0, forced, chosen)
-    return tokens, logprobs.score_rows(logits, processed, tokens, one, numerics)
-
-  def given(weights, rows, one):
-    # What a gradient may reach: scores of given tokens. Drawing noise again would cost more than
-    # the rest, at run time and at compile time.
-    hidden, forced, sampling_rows, *_ = rows
-    given_rows = (hidden, jnp.maximum(forced, 0), sampling_rows)
-    return _given_scores(config, numerics, axis, weights, given_rows, one)
-
-  return tiles.map_rows(tile, weights, rows, num_rows, numerics, gradient_of=given)
-
-
-def _kernel_head(
-  config: TransformerConfig,
-  numerics: numerics_lib.NumericsConfig,
-  axis: str | None,
-  weights: Params,
-  rows: Any,
-  num_rows: Array,
-) -> tuple[Int[Array, "n"], TokenScores]:
-  """The head by one kernel, which holds no logits; a biased, filtered or restricted row is tiled.
-
-  Which of the two a row takes follows its own parameters, never its neighbours'.
-  """
-  hidden, forced, parameters, seeds, positions, _ = rows
+  """The head of the rows of one tile, with their logits whole."""
+  hidden, forced, sampling_rows, seeds, positions, is_wanted = rows
+  logits = logits_rows(operations, shape, axis, weights, hidden, one)
+  processed = sampling.processed_rows(logits, sampling_rows)
   key = numerics_lib.wrap_key(weights["key"])
-  fold = lambda seed, position: jax.random.fold_in(jax.random.fold_in(key, seed), position)
-  normed = norms.rms_norm_rows(hidden, weights["final_norm"], config.norm_eps, numerics)
-  tokens, *scores = token_logprobs.token_logprobs(
-    normed,
-    # Every device of the axis scores whole rows: its slabs are the table's, its bits too.
-    parallel.gather_slabs(weights["head"], axis),
-    forced,
-    parameters.temperature,
-    jax.random.key_data(jax.vmap(fold)(seeds, positions)),
-    config=token_logprobs.Config(shards=numerics.reduction_shards),
-    interpret=numerics.is_interpreted,
-  )
-  is_special = sampling.is_filtered(parameters) | sampling.is_restricted(parameters)
-  is_special |= jnp.any(parameters.bias_ids >= 0, axis=1)
-  common = tokens, TokenScores(*scores)
-  tiled = dataclasses.replace(numerics, implementation="tiled")
-  special = lax.cond(
-    jnp.any(is_special),
-    lambda: _tiled_head(config, tiled, axis, weights, rows, num_rows),
-    lambda: jax.tree.map(jnp.zeros_like, common),
-  )
-  return jax.tree.map(lambda a, b: jnp.where(is_special, a, b), special, common)
+  noise = sampling.noise_rows(key, seeds, positions, is_wanted, shape.vocab_size)
+  chosen = sampling.choose_rows(lax.stop_gradient(processed), noise)
+  tokens = jnp.where(forced >= 0, forced, chosen)
+  return tokens, logprobs.score_rows(logits, processed, tokens, one, operations.numerics)
+
+
+def given_rows(
+  operations: Operations,
+  shape: Shape,
+  axis: str | None,
+  weights: Params,
+  rows: Any,
+  one: Array,
+) -> TokenScores:
+  """What a gradient may reach: scores of given tokens.
+
+  Drawing noise again would cost more than the rest, at run time and at compile time.
+  """
+  hidden, forced, sampling_rows, *_ = rows
+  given = (hidden, jnp.maximum(forced, 0), sampling_rows)
+  return _given_scores(operations, shape, axis, weights, given, one)
 
 
 def _given_scores(
-  config: TransformerConfig,
-  numerics: numerics_lib.NumericsConfig,
+  operations: Operations,
+  shape: Shape,
   axis: str | None,
   weights: Params,
   rows: tuple[Array, Array, SamplingRows],
@@ -177,13 +146,13 @@ def _given_scores(
 
   def by_slab(rows):
     hidden, tokens, parameters = rows
-    normed = norms.rms_norm_rows(hidden, weights["final_norm"], config.norm_eps, numerics)
+    normed = operations.rms_norm_rows(hidden, weights["final_norm"], shape.norm_eps)
     slabs = weights["head"]
     local, width, _ = slabs.shape
     start = 0 if axis is None else lax.axis_index(axis) * jnp.int32(local)
 
     def logits_of(slab, first):
-      raw = linear.dot_rows(normed, slab, numerics)
+      raw = operations.dot_rows(normed, slab)
       return raw, sampling.scaled_rows(raw, parameters, first)
 
     firsts = (start + jnp.arange(local, dtype=jnp.int32)) * jnp.int32(width)
@@ -193,9 +162,9 @@ def _given_scores(
     @jax.checkpoint
     def few(rows):
       hidden, tokens, parameters = rows
-      logits = logits_rows(config, numerics, axis, weights, hidden, one)
+      logits = logits_rows(operations, shape, axis, weights, hidden, one)
       processed = sampling.processed_rows(logits, parameters)
-      return logprobs.score_rows(logits, processed, tokens, one, numerics)
+      return logprobs.score_rows(logits, processed, tokens, one, operations.numerics)
 
     return tiles.in_chunks(few, rows, FILTERED_ROWS)
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import jax
+from jax import lax
 import jax.numpy as jnp
 
 from seerjax import numerics as numerics_lib
@@ -15,8 +17,10 @@ from seerjax.array_typing import Array
 from seerjax.models.config import TransformerConfig
 from seerjax.models.parameters import UNROLLED_LAYERS
 
-# Keys and values: a pair f[k, m, z, c] a layer, or one pair f[k, m, l, z, c] of all layers.
-Pages = tuple[tuple[Array, Array], ...]
+# What a layer keeps of its rows: keys and values, f[k, m, z, c] each.
+LayerPages = tuple[Array, ...]
+# Those of each layer, or one of all layers, f[k, m, l, z, c].
+Pages = tuple[LayerPages, ...]
 
 # The axis of every leaf that counts pages, m: all that the rest of the library knows of them.
 PAGE_AXIS = 1
@@ -69,3 +73,47 @@ def check_page_size(page_size: int, numerics: numerics_lib.NumericsConfig) -> No
       f"page_size: got {page_size}, expected a divisor of kv_split={numerics.kv_split}; a split is"
       " read page by page."
     )
+
+
+def page_size_of(pages: Pages | ScratchPages) -> int:
+  """Returns the positions of one page."""
+  return pages.page_size if isinstance(pages, ScratchPages) else pages[0][0].shape[-2]
+
+
+def is_pool(pages: Pages | ScratchPages) -> bool:
+  """Whether the pages of all layers lie in one pool."""
+  return not isinstance(pages, ScratchPages) and pages[0][0].ndim == 5
+
+
+def scratch_of_layer(
+  config: TransformerConfig, pages: ScratchPages, model_shards: int
+) -> tuple[tuple[int, ...], int]:
+  """Returns the shape of a layer's arrays on one of `model_shards` devices, and their number."""
+  return (config.num_kv_heads // model_shards, *pages, config.head_dim), 2
+
+
+def flat_pool(pool: LayerPages) -> LayerPages:
+  """f[k, m, l, z, c] -> f[k, m * l, z, c]: `page_in_pool` of a layer is one of its pages."""
+  return tuple(
+    leaf.reshape(leaf.shape[0], leaf.shape[1] * leaf.shape[2], *leaf.shape[3:]) for leaf in pool
+  )
+
+
+def page_in_pool(page: Array, index: Array | int, num_layers: int) -> Array:
+  """Returns where a layer's page lies in the flat pool."""
+  return page * num_layers + index
+
+
+def copy_pages(pages: Pages, copies: Array, num_copies: Array) -> Pages:
+  """Copies whole pages inside one instance, in order: copies i32[b, 2] are (from, to)."""
+
+  def body(index: Array, pages: Pages) -> Pages:
+    source, target = copies[index, 0], copies[index, 1]
+
+    def copy(whole: Array) -> Array:
+      part = lax.dynamic_index_in_dim(whole, source, PAGE_AXIS)
+      return lax.dynamic_update_slice_in_dim(whole, part, target, PAGE_AXIS)
+
+    return jax.tree.map(copy, pages)
+
+  return lax.fori_loop(jnp.int32(0), num_copies, body, pages)

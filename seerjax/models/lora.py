@@ -32,10 +32,10 @@ import jax.numpy as jnp
 
 from seerjax import numerics as numerics_lib, parallel
 from seerjax.array_typing import Array, PRNGKeyArray
+from seerjax.backends.protocol import Operations
 from seerjax.models import config as model_config, parameters
 from seerjax.models.config import TransformerConfig
 from seerjax.models.parameters import Params
-from seerjax.ops import linear
 
 Adapter = dict[str, Any]
 
@@ -273,16 +273,16 @@ def low_rank(product: Array, adapter: Params, dtype: jnp.dtype) -> Array:
 
 
 def adapted_sum(
+  operations: Operations,
   partials: Array,
   low: Array,
   adapter: Params,
   dtype: jnp.dtype,
   axis: str | None,
-  numerics: numerics_lib.NumericsConfig,
 ) -> Array:
   """Adds the slabs' partial x @ W and x @ A in the tree, then the low-rank term: f[n, d]."""
   whole, low = (
     parallel.tree_sum(parallel.gather_slabs(part, axis)) for part in (partials, low)
   )
-  product = linear.dot(low_rank(low, adapter, dtype), adapter["b"], numerics)
+  product = operations.dot(low_rank(low, adapter, dtype), adapter["b"])
   return (whole + product).astype(dtype)

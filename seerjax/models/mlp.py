@@ -7,17 +7,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from seerjax import numerics as numerics_lib, parallel
+from seerjax import parallel
 from seerjax.array_typing import Array
+from seerjax.backends.protocol import Operations, Shape
 from seerjax.models import lora
-from seerjax.models.config import TransformerConfig
 from seerjax.models.parameters import Params
-from seerjax.ops import linear, norms, tiles
+from seerjax.ops import tiles
 
 
 def output_rows(
-  config: TransformerConfig,
-  numerics: numerics_lib.NumericsConfig,
+  operations: Operations,
+  shape: Shape,
   axis: str | None,
   weights: Params,
   rows: Any,
@@ -28,50 +28,51 @@ def output_rows(
   num_rows, num_slabs = x.shape[0], tiles.num_slabs(weights["out"])
   by_slab = jnp.swapaxes(mixed.reshape(num_rows, num_slabs, -1), 0, 1)
   if "out_lora" in weights:
-    partials, low = tiles.map_slabs(
-      lambda _, slab: tuple(linear.dot(slab[0], w, numerics) for w in slab[1:]),
+    partials, low = operations.map_slabs(
+      lambda _, slab: tuple(operations.dot(slab[0], w) for w in slab[1:]),
       (),
       (by_slab, weights["out"], weights["out_lora"]["a"]),
       one,
       axis,
-      numerics,
     )
-    x = x + lora.adapted_sum(partials, low, weights["out_lora"], x.dtype, axis, numerics)
+    x = x + lora.adapted_sum(operations, partials, low, weights["out_lora"], x.dtype, axis)
   else:
-    x = x + linear.contract(by_slab, weights["out"], one, axis, numerics)
-  normed = norms.rms_norm_rows(x, weights["mlp_norm"], config.norm_eps, numerics)
-  return x + _mlp(normed, weights, one, axis, numerics)
+    x = x + operations.contract(by_slab, weights["out"], one, axis)
+  normed = operations.rms_norm_rows(x, weights["mlp_norm"], shape.norm_eps)
+  return x + _mlp(operations, axis, weights, normed, one)
 
 
 def _mlp(
-  x: Array,
-  weights: Params,
-  one: Array,
+  operations: Operations,
   axis: str | None,
-  numerics: numerics_lib.NumericsConfig,
+  weights: Params,
+  x: Array,
+  one: Array,
 ) -> Array:
   """silu(x @ gate) * (x @ up) @ down, slab by slab in one loop."""
   slabs, low = {name: weights[name] for name in ("gate_up", "down")}, None
   if "gate_up_lora" in weights:
     adapter = weights["gate_up_lora"]
-    low = lora.low_rank(linear.dot(x, adapter["a"], numerics), adapter, x.dtype)
+    low = lora.low_rank(operations.dot(x, adapter["a"]), adapter, x.dtype)
     slabs["gate_up_lora"] = adapter["b"]
   if "down_lora" in weights:
     slabs["down_lora"] = weights["down_lora"]["a"]
 
   def slab(shared: tuple[Array, Array | None], weights: Params) -> Any:
     x, low = shared
-    gate_up = linear.dot(x, weights["gate_up"], numerics)
+    gate_up = operations.dot(x, weights["gate_up"])
     if low is not None:
-      gate_up = gate_up + linear.dot(low, weights["gate_up_lora"], numerics)
+      gate_up = gate_up + operations.dot(low, weights["gate_up_lora"])
     gate, up = jnp.split(gate_up, 2, axis=-1)
     inner = (jax.nn.silu(gate) * up).astype(x.dtype)
-    down = linear.dot(inner, weights["down"], numerics)
+    down = operations.dot(inner, weights["down"])
     if "down_lora" in weights:
-      return down, linear.dot(inner, weights["down_lora"], numerics)
+      return down, operations.dot(inner, weights["down_lora"])
     return down
 
-  partials = tiles.map_slabs(slab, (x, low), slabs, one, axis, numerics)
+  partials = operations.map_slabs(slab, (x, low), slabs, one, axis)
   if "down_lora" in weights:
-    return lora.adapted_sum(partials[0], partials[1], weights["down_lora"], x.dtype, axis, numerics)
+    return lora.adapted_sum(
+      operations, partials[0], partials[1], weights["down_lora"], x.dtype, axis
+    )
   return parallel.tree_sum(parallel.gather_slabs(partials, axis)).astype(x.dtype)

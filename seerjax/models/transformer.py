@@ -22,6 +22,8 @@ import jax.numpy as jnp
 
 from seerjax import numerics as numerics_lib
 from seerjax.array_typing import Array, Float
+from seerjax.backends import choice
+from seerjax.backends.protocol import Backend, Stage
 from seerjax.models import attention as model_attention, kv_layout, mlp, parameters
 from seerjax.models.config import TransformerConfig, numerics_for
 from seerjax.models.parameters import Params
@@ -71,41 +73,38 @@ def forward(
   """
   numerics = numerics_for(config, numerics)
   num_rows = batch.tokens.shape[0]
-  batch = _whole_tiles(batch, numerics)
-  is_scratch = isinstance(pages, kv_layout.ScratchPages)
-  is_pool = not is_scratch and pages[0][0].ndim == 5
-  cos, sin = rotary.table(batch.positions, batch.num_rows, config.rotary, numerics)
-  page_size = pages.page_size if is_scratch else pages[0][0].shape[-2]
+  backend = choice.backend_of(numerics)
+  batch = _whole_tiles(batch, backend)
+  is_pool = kv_layout.is_pool(pages)
+  turns = lambda _, positions, __: rotary.table_rows(positions, config.rotary)
+  cos, sin = backend.map_rows(turns, (), batch.positions, batch.num_rows)
+  page_size = kv_layout.page_size_of(pages)
   segment_rows = attention.segment_rows(batch, numerics, page_size)
-  inputs = functools.partial(model_attention.input_rows, config, numerics, axis)
-  outputs = functools.partial(mlp.output_rows, config, numerics, axis)
+  inputs = Stage(config, axis, model_attention.input_rows)
+  outputs = Stage(config, axis, mlp.output_rows)
 
-  def layer(x: Array, weights: Params, own: tuple[Array, Array], index: Array | int):
+  def layer(x: Array, weights: Params, own: kv_layout.LayerPages, index: Array | int):
     """Runs layer `index`, with its pages f[k, m, z, c]; of a pool, m counts pages of a layer."""
     rows, own_batch = segment_rows, batch
     if is_pool:
-      own_page = lambda page: page * config.num_layers + index
+      own_page = lambda page: kv_layout.page_in_pool(page, index, config.num_layers)
       page, offset = batch.slots // page_size, batch.slots % page_size
       slots = own_page(page) * page_size + offset
       own_batch = batch._replace(slots=slots, page_table=own_page(batch.page_table))
       rows = rows._replace(page_table=own_page(rows.page_table))
-    q, k, v = tiles.map_rows(inputs, weights, (x, cos, sin), batch.num_rows, numerics)
-    k_pages, v_pages = (
-      attention.write_pages(whole, new, own_batch.slots, batch.num_rows, numerics)
-      for whole, new in zip(own, (k, v), strict=True)
-    )
-    mixed = attention.attend(q, k_pages, v_pages, own_batch, rows, numerics)
-    x = tiles.map_rows(outputs, weights, (x, mixed), batch.num_rows, numerics)
-    return x, (k_pages, v_pages)
+    q, *new = backend.attention_inputs(inputs, weights, (x, cos, sin), batch.num_rows)
+    own = backend.write_pages(own, tuple(new), own_batch.slots, batch.num_rows)
+    mixed = backend.attend(q, own, own_batch, rows)
+    return backend.after_attention(outputs, weights, (x, mixed), batch.num_rows), own
 
-  def again(x: Array, weights: Params, own: tuple[Array, Array], index: int):
+  def again(x: Array, weights: Params, own: kv_layout.LayerPages, index: int):
     # Pages that are all zero, as a gradient's are, are not made before the layer is.
     zero = tiles.late_zeros((), own[0].dtype, lax.stop_gradient(x))
     run = jax.checkpoint(functools.partial(layer, index=index))
-    return run(x, weights, (own[0] + zero, own[1] + zero))
+    return run(x, weights, tuple(leaf + zero for leaf in own))
 
   x = params["embed"][batch.tokens]
-  if is_scratch:
+  if isinstance(pages, kv_layout.ScratchPages):
     x, pages = _with_scratch(config, numerics, axis, remat, pages, layer, x, params), ()
   elif is_pool:
     x, pages = _with_pool(config, layer, x, params, pages[0])
@@ -124,10 +123,10 @@ def forward(
   return x[:num_rows], pages
 
 
-def _whole_tiles(batch: TokenBatch, numerics: numerics_lib.NumericsConfig) -> TokenBatch:
+def _whole_tiles(batch: TokenBatch, backend: Backend) -> TokenBatch:
   """Returns the batch in whole tiles of rows and segments, as the engine's and trainer's are."""
-  rows = tiles.whole_rows(batch.tokens.shape[0], numerics)
-  segments = tiles.whole_segments(batch.segment_start.shape[0], numerics)
+  rows = backend.whole_rows(batch.tokens.shape[0])
+  segments = backend.whole_segments(batch.segment_start.shape[0])
   return batch._replace(
     tokens=tiles.padded(batch.tokens, rows),
     positions=tiles.padded(batch.positions, rows),
@@ -150,15 +149,15 @@ def _with_scratch(
 ) -> Array:
   """Runs `layer` after layer, each on fresh pages of its own."""
   kv_layout.check_page_size(pages.page_size, numerics)
-  num_heads = config.num_kv_heads // (1 if axis is None else lax.axis_size(axis))
-  shape = (num_heads, *pages, config.head_dim)
+  model_shards = 1 if axis is None else lax.axis_size(axis)
+  shape, count = kv_layout.scratch_of_layer(config, pages, model_shards)
 
   def body(x: Array, weights: Params) -> tuple[Array, None]:
     if remat == "layer":
       fresh = tiles.late_zeros(shape, numerics.dtype, lax.stop_gradient(x))
     else:
       fresh = jnp.zeros(shape, numerics.dtype)
-    return layer(x, weights, (fresh, fresh), 0)[0], None
+    return layer(x, weights, (fresh,) * count, 0)[0], None
 
   body = jax.checkpoint(body) if remat == "layer" else body
   if parameters.is_stacked(params):
@@ -169,13 +168,13 @@ def _with_scratch(
 
 
 def _with_pool(
-  config: TransformerConfig, layer: Any, x: Array, params: Params, pool: tuple[Array, Array]
+  config: TransformerConfig, layer: Any, x: Array, params: Params, pool: kv_layout.LayerPages
 ) -> tuple[Array, kv_layout.Pages]:
   """Runs `layer` after layer on one pool of pages f[k, m, l, z, c], written in place."""
-  shape = pool[0].shape
-  assert shape[2] == config.num_layers, f"got pages of {shape[2]} layers of {config.num_layers}"
-  flat = (shape[0], shape[1] * shape[2], *shape[3:])
-  own = pool[0].reshape(flat), pool[1].reshape(flat)
+  shapes = [leaf.shape for leaf in pool]
+  count = shapes[0][2]
+  assert count == config.num_layers, f"got pages of {count} layers of {config.num_layers}"
+  own = kv_layout.flat_pool(pool)
   if parameters.is_stacked(params):
     # Slabs are read one by one where they are multiplied: a layer's slice would be a copy of it.
     layers = params["layers"]
@@ -192,8 +191,8 @@ def _with_pool(
   else:
     for index, weights in enumerate(params["layers"]):
       x, own = layer(x, weights, own, index)
-  keys, values = own
-  return _without_gradient(x), ((keys.reshape(shape), values.reshape(shape)),)
+  pool = tuple(leaf.reshape(shape) for leaf, shape in zip(own, shapes, strict=True))
+  return _without_gradient(x), (pool,)
 
 
 @jax.custom_vjp

@@ -19,6 +19,7 @@ Sources: Milakov & Gimelshein 2018, https://arxiv.org/abs/1805.02867; flash-deco
 
 from __future__ import annotations
 
+from collections.abc import Callable
 import functools
 from typing import NamedTuple
 
@@ -26,7 +27,6 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
-from pallas_kernels import attention as kernel
 from seerjax import numerics as numerics_lib
 from seerjax.array_typing import Array, Float, Int
 from seerjax.ops import tiles
@@ -34,8 +34,6 @@ from seerjax.types import TokenBatch
 
 # A masked score. Finite, so that a fully masked row subtracts equal numbers instead of inf - inf.
 MASKED = -1e30
-# Keys that the kernel multiplies at a time, where a split has as many.
-KEY_BLOCK = 128
 # Rows of a product that XLA's CPU backend takes at a time, at most.
 QUERY_ROWS = 8
 # Query positions that the gradient takes at a time.
@@ -197,6 +195,7 @@ def attend(
   batch: TokenBatch,
   rows: SegmentRows,
   numerics: numerics_lib.NumericsConfig,
+  read: Callable[..., Array] | None = None,
 ) -> Float[Array, "n k g c"]:
   """Causal attention of every row over its own sequence's pages.
 
@@ -206,35 +205,20 @@ def attend(
     v_pages: f[k, m, z, c].
     batch: rows and segments.
     rows: `segment_rows` of the batch.
-    numerics: "tiled" reads splits, and so do kernels; "untiled" is plain XLA.
+    numerics: sizes of tiles and splits.
+    read: the forward, with these arguments and `numerics` first; None takes item by item.
 
   Returns:
-    f[n, k, g, c] in q's dtype. Without kernels, the gradient assumes the training layout of pages:
-    row j of a micro-batch's sequences owns pages 1 + j * p to (j + 1) * p, where p is the page
-    table's width, writes its rows there, and reads the last of them; those before may be others'.
+    f[n, k, g, c] in q's dtype. The gradient assumes the training layout of pages: row j of a
+    micro-batch's sequences owns pages 1 + j * p to (j + 1) * p, where p is the page table's width,
+    writes its rows there, and reads the last of them; those before may be others'.
   """
-  if numerics.uses_kernels:
-    config = kernel.Config(
-      kv_split=numerics.kv_split,
-      key_block=min(numerics.kv_split, KEY_BLOCK),
-      query_tile=numerics.query_tile,
-    )
-    segments = kernel.Segments(
-      batch.positions,
-      batch.segment_start,
-      batch.segment_length,
-      batch.page_table,
-      batch.num_segments,
-    )
-    return kernel.attention(
-      q, k_pages, v_pages, segments, config=config, interpret=numerics.is_interpreted
-    )
-  return _attend(numerics, q, k_pages, v_pages, batch, rows)
+  read = _tiled if read is None else read
+  return _attend(read, numerics, q, k_pages, v_pages, batch, rows)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(numerics, q, k_pages, v_pages, batch, rows):
-  read = _plain if numerics.implementation == "untiled" else _tiled
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _attend(read, numerics, q, k_pages, v_pages, batch, rows):
   return read(numerics, q, k_pages, v_pages, batch, rows)
 
 
@@ -325,16 +309,17 @@ def _tiled(numerics, q, k_pages, v_pages, batch, rows):
   return jnp.swapaxes(out[:, rows.place_of], 0, 1)
 
 
-def _attend_forward(numerics, q, k_pages, v_pages, batch, rows):
-  out = _attend(numerics, q, k_pages, v_pages, batch, rows)
+def _attend_forward(read, numerics, q, k_pages, v_pages, batch, rows):
+  out = _attend(read, numerics, q, k_pages, v_pages, batch, rows)
   return out, (q, k_pages, v_pages, batch)
 
 
-def _attend_backward(numerics, residuals, gradient):
+def _attend_backward(forward, numerics, residuals, gradient):
   """Causal attention of each sequence against all its pages, block by block of queries, float32.
 
   Exact gradients in one fixed order; time follows the lengths that are there.
   """
+  del forward
   q, k_pages, v_pages, batch = residuals
   num_heads, num_pages, page_size, head_dim = k_pages.shape
   pages_per_sequence = batch.page_table.shape[1]
@@ -443,16 +428,8 @@ def write_pages(
   values: Float[Array, "n k c"],
   slots: Int[Array, "n"],
   num_rows: Array,
-  numerics: numerics_lib.NumericsConfig,
 ) -> Float[Array, "k m z c"]:
   """Returns the pages with the first `num_rows` rows' keys (or values) at their slots."""
-  if numerics.uses_kernels:
-    # All rows at once, which is no sum: valid slots differ, and padding rows are dropped.
-    num_pages, page_size = pages.shape[1:3]
-    live = jnp.arange(slots.shape[0], dtype=jnp.int32) < num_rows
-    page = jnp.where(live, slots // page_size, num_pages)
-    update = jnp.swapaxes(values, 0, 1).astype(pages.dtype)
-    return pages.at[:, page, slots % page_size].set(update, mode="drop")
   return _write_pages(pages, values, slots, num_rows)
 
 
@@ -487,50 +464,6 @@ def _write_pages_backward(residuals, gradient):
 
 
 _write_pages.defvjp(_write_pages_forward, _write_pages_backward)
-
-
-def _plain(numerics, q, k_pages, v_pages, batch, rows):
-  """All segments and heads at once, split by split as far as the longest sequence goes.
-
-  What one writes without the contract: shapes, and so bits, follow the batch.
-  """
-  num_heads, _, page_size, head_dim = k_pages.shape
-  num_segments, query_tile = batch.segment_start.shape[0], numerics.query_tile
-  split, group = numerics.kv_split, q.shape[2]
-  pages_per_split = split // page_size
-  position_of = rows.position_of[:num_segments]
-  queries = q[rows.row_of[:num_segments]] * jnp.asarray(head_dim**-0.5, q.dtype)
-  columns = jnp.arange(split, dtype=jnp.int32)
-
-  def body(index: Array, total: Partial) -> Partial:
-    pages = lax.dynamic_slice_in_dim(
-      batch.page_table, index * pages_per_split, pages_per_split, 1
-    )
-
-    def read(source: Array) -> Array:
-      part = source.at[:, pages].get(mode="promise_in_bounds")
-      return part.reshape(num_heads, num_segments, split, head_dim)
-
-    scores = jnp.einsum(
-      "sqkgc,ksxc->ksqgx", queries, read(k_pages), preferred_element_type=jnp.float32
-    )
-    visible = index * split + columns[None, None, :] <= position_of[:, :, None]
-    visible = visible[None, :, :, None, :]
-    scores = jnp.where(visible, scores, jnp.float32(MASKED))
-    maximum = jnp.max(scores, axis=-1)
-    weights = jnp.where(visible, jnp.exp(scores - maximum[..., None]), jnp.float32(0))
-    values = read(v_pages)
-    weighted = jnp.einsum(
-      "ksqgx,ksxc->ksqgc", weights.astype(values.dtype), values,
-      preferred_element_type=jnp.float32,
-    )  # fmt: skip
-    return merge(total, Partial(maximum, jnp.sum(weights, axis=-1), weighted))
-
-  total = nothing((num_heads, num_segments, query_tile, group), head_dim)
-  total = lax.fori_loop(jnp.int32(0), jnp.max(position_of) // split + 1, body, total)
-  out = total.weighted / jnp.where(total.total > 0, total.total, 1.0)[..., None]
-  out = out.astype(q.dtype).reshape(num_heads, num_segments * query_tile, group, head_dim)
-  return jnp.swapaxes(out[:, rows.place_of], 0, 1)
 
 
 def attention_reference(

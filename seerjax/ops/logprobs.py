@@ -77,7 +77,7 @@ def _partials_of(logits: Any, one: Array, numerics: numerics_lib.NumericsConfig)
     return jax.tree.map(lambda z: partial_rows(cut(z)), logits)
 
   indices = jnp.arange(num_slabs, dtype=jnp.int32)
-  return tiles.map_slabs(slab, logits, indices, one, None, numerics)
+  return tiles.map_slabs(slab, logits, indices, one, None)
 
 
 def score_rows(

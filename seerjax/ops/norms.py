@@ -10,27 +10,18 @@ from __future__ import annotations
 from jax import lax
 import jax.numpy as jnp
 
-from pallas_kernels import rms_norm as kernel
 from seerjax import numerics as numerics_lib
 from seerjax.array_typing import Array, Float
 from seerjax.ops import tiles
 
 
 def rms_norm_rows(
-  x: Float[Array, "... d"],
-  scale: Float[Array, "d"],
-  eps: float,
-  numerics: numerics_lib.NumericsConfig,
+  x: Float[Array, "... d"], scale: Float[Array, "d"], eps: float
 ) -> Float[Array, "... d"]:
   """Norms the last axis: statistics in float32, rounded to x's dtype before the scale is applied.
 
-  Published Llama and Qwen checkpoints round there too; the kernel rounds once, at the end. For use
-  on the rows of one tile, or with kernels on all rows.
+  Published Llama and Qwen checkpoints round there too. For use on the rows of one tile.
   """
-  if numerics.uses_kernels:
-    flat = x.reshape(-1, x.shape[-1])
-    normed = kernel.rms_norm(flat, scale, eps=eps, interpret=numerics.is_interpreted)
-    return normed.reshape(x.shape)
   x32 = x.astype(jnp.float32)
   variance = jnp.mean(x32 * x32, axis=-1, keepdims=True)
   normed = (x32 * lax.rsqrt(variance + jnp.float32(eps))).astype(x.dtype)
@@ -46,7 +37,7 @@ def rms_norm(
 ) -> Float[Array, "n d"]:
   """Returns f[n, d] in x's dtype; a row's bits depend on that row alone, also under `grad`."""
   return tiles.map_rows(
-    lambda scale, x, _: rms_norm_rows(x, scale, eps, numerics),
+    lambda scale, x, _: rms_norm_rows(x, scale, eps),
     scale,
     x,
     jnp.int32(x.shape[0]),

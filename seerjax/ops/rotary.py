@@ -16,9 +16,7 @@ from typing import Literal
 import jax.numpy as jnp
 import numpy as np
 
-from seerjax import numerics as numerics_lib
-from seerjax.array_typing import Array, Float, Int, Positions
-from seerjax.ops import tiles
+from seerjax.array_typing import Array, Float, Int
 
 Scaling = Literal["none", "linear", "llama3", "yarn"]
 SCALINGS = ("none", "linear", "llama3", "yarn")
@@ -105,22 +103,10 @@ def frequencies(config: RotaryConfig) -> tuple[np.ndarray, float]:
 def table_rows(
   positions: Int[Array, "n"], config: RotaryConfig
 ) -> tuple[Float[Array, "n e"], Float[Array, "n e"]]:
-  """Returns cos and sin, f32[n, c / 2]. For use on the rows of one tile."""
+  """Returns cos and sin, f32[n, c / 2], of every layer. For use on the rows of one tile."""
   radians_per_position, factor = frequencies(config)
   angles = positions.astype(jnp.float32)[:, None] * jnp.asarray(radians_per_position)[None, :]
   return jnp.cos(angles) * jnp.float32(factor), jnp.sin(angles) * jnp.float32(factor)
-
-
-def table(
-  positions: Positions,
-  num_rows: Array,
-  config: RotaryConfig,
-  numerics: numerics_lib.NumericsConfig,
-) -> tuple[Float[Array, "n e"], Float[Array, "n e"]]:
-  """Returns cos and sin of every row, f32[n, c / 2]; computed once, used by every layer."""
-  return tiles.map_rows(
-    lambda _, positions, __: table_rows(positions, config), (), positions, num_rows, numerics
-  )
 
 
 def rotate_rows(

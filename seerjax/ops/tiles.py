@@ -46,12 +46,6 @@ def whole(count: int, tile: int) -> int:
   return max(2, -(-count // tile)) * tile
 
 
-def whole_rows(count: int, numerics: numerics_lib.NumericsConfig) -> int:
-  """Returns the rows that arrays of `count` rows are allocated for: whole tiles where rows go
-  through them, else `count`."""
-  return whole(count, tile_rows(numerics)) if numerics.implementation == "tiled" else count
-
-
 def tile_rows(numerics: numerics_lib.NumericsConfig) -> int:
   """Returns the rows of a tile, two at least: `row_tile`.
 
@@ -59,11 +53,6 @@ def tile_rows(numerics: numerics_lib.NumericsConfig) -> int:
   bits followed the number of devices.
   """
   return max(2, numerics.row_tile)
-
-
-def whole_segments(count: int, numerics: numerics_lib.NumericsConfig) -> int:
-  """As `whole_rows`, of segments, whose tile is `slot_tile`."""
-  return whole(count, numerics.slot_tile) if numerics.implementation == "tiled" else count
 
 
 def padded(tree: Any, count: int) -> Any:
@@ -173,7 +162,7 @@ def map_rows(
     rows: pytree of `[n, ...]`.
     num_rows: i32[], rows that are computed; the rest of the output is zero from the next multiple
       of `row_tile` on, and unspecified (but finite) before it.
-    numerics: "tiled" loops; kernels and "untiled" take all rows at once.
+    numerics: its `row_tile`.
     gradient_of: what the backward pass differentiates in its place, where part of `function` is
       dear and has no gradient. Its float outputs are those of `function`, in their order.
 
@@ -181,13 +170,25 @@ def map_rows(
     Pytree of `[n, ...]`. Gradients reach the float leaves of `weights` and `rows` from the first
     `num_rows` rows only.
   """
-  if numerics.implementation == "untiled":
-    return function(weights, rows, traced_one(num_rows))
   # A count that is known while tracing would give a known trip count.
   num_rows = lax.optimization_barrier(num_rows)
   functions = (function, function if gradient_of is None else gradient_of)
-  row_tile = None if numerics.uses_kernels else tile_rows(numerics)
-  return _map_rows(functions, row_tile, weights, rows, num_rows)
+  return _map_rows(functions, tile_rows(numerics), weights, rows, num_rows)
+
+
+def all_rows(
+  function: RowFunction,
+  weights: Any,
+  rows: Any,
+  num_rows: Array,
+  *,
+  gradient_of: RowFunction | None = None,
+) -> Any:
+  """As `map_rows`, with all rows at once: where `function` is made of kernels, with which nothing
+  fuses, and whose sums do not depend on the number of rows."""
+  num_rows = lax.optimization_barrier(num_rows)
+  functions = (function, function if gradient_of is None else gradient_of)
+  return _map_rows(functions, None, weights, rows, num_rows)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -331,7 +332,6 @@ def map_slabs(
   slabs: Any,
   one: Array,
   axis: str | None,
-  numerics: numerics_lib.NumericsConfig,
 ) -> Any:
   """Applies a function to every local slab of a sharded dimension, each at one fixed shape.
 
@@ -342,23 +342,25 @@ def map_slabs(
       which there is no gradient.
     one: `traced_one`.
     axis: mesh axis of the slabs, None on one device.
-    numerics: kernels are not looped: nothing fuses with them.
 
   Returns:
     Pytree of `[r, ...]`: equal bits however many of the slabs are local. The single slab of a model
     that no mesh may shard is not looped.
   """
   count = num_slabs(jax.tree.leaves(slabs, is_leaf=_is_layered)[0])
-  if numerics.uses_kernels:
-    leaves, structure = jax.tree.flatten(_without_layers(slabs))
-    parts = [function(shared, structure.unflatten(slab)) for slab in zip(*leaves, strict=True)]
-    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *parts)
   if count == 1:
     slabs = _without_layers(slabs)
   if axis is None and count == 1:
     out = function(shared, jax.tree.map(lambda leaf: leaf[0], slabs))
     return jax.tree.map(lambda leaf: leaf[None], out)
   return _map_slabs(function, shared, slabs, one)
+
+
+def each_slab(function: SlabFunction, shared: Any, slabs: Any) -> Any:
+  """As `map_slabs`, slab after slab without a loop: for kernels, with which nothing fuses."""
+  leaves, structure = jax.tree.flatten(_without_layers(slabs))
+  parts = [function(shared, structure.unflatten(slab)) for slab in zip(*leaves, strict=True)]
+  return jax.tree.map(lambda *leaves: jnp.stack(leaves), *parts)
 
 
 def _looped_slabs(function: SlabFunction, shared: Any, slabs: Any, one: Array) -> Any:

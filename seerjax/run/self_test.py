@@ -26,10 +26,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from seerjax import numerics as numerics_lib, parallel
+from seerjax.backends import choice
 from seerjax.engine import engine as engine_lib, runner as runner_lib, sizes
 from seerjax.models import config as model_config, head, kv_layout, parameters, transformer
 from seerjax.models.loading import Model
-from seerjax.ops import logprobs, rotary, sampling, tiles
+from seerjax.ops import logprobs, rotary, sampling
 from seerjax.trainer import losses, step as step_lib
 from seerjax.types import (
   Completion,
@@ -77,15 +78,15 @@ class Finding:
 
 def _model(numerics: numerics_lib.NumericsConfig) -> model_config.TransformerConfig:
   heads = max(numerics.reduction_shards or 8, 2)
-  # Kernels multiply tiles of 64.
-  width = 64 if numerics.uses_kernels else 8
+  # Kernels multiply tiles.
+  width = choice.backend_of(numerics).smallest_width
   return model_config.TransformerConfig(
     family="llama",
     vocab_size=2 * width * heads,
     # A width at which XLA:CPU sums a row of 8 to 31 unlike one of more: of 72 or 256 features all
     # rows agreed, untiled too, and nothing would have been measured.
     hidden_size=128,
-    intermediate_size=width * heads if numerics.uses_kernels else 12 * heads,
+    intermediate_size=max(width, 12) * heads,
     num_layers=2,
     num_heads=2 * heads,
     num_kv_heads=heads,
@@ -166,6 +167,7 @@ def measure(numerics: numerics_lib.NumericsConfig) -> Finding:
   """
   config = _model(numerics)
   numerics = model_config.numerics_for(config, numerics)
+  backend = choice.backend_of(numerics)
   params = _params(config, numerics)
   tile = numerics.row_tile
   total = 3 * tile
@@ -179,11 +181,11 @@ def measure(numerics: numerics_lib.NumericsConfig) -> Finding:
   def scored(weights, rows, one):
     # The head without its sampling, whose sort and noise take longer to compile than all else.
     hidden, targets = rows
-    logits = head.logits_rows(config, numerics, None, weights, hidden, one)
+    logits = head.logits_rows(backend, config, None, weights, hidden, one)
     return logprobs.score_rows(logits, logits / jnp.float32(0.7), targets, one, numerics)
 
   def scores_of(params, hidden, targets, num_rows):
-    if numerics.uses_kernels:
+    if not backend.holds_logits:
       # One kernel samples and scores.
       count = targets.shape[0]
       drawn_by = sampling.sampling_rows([SamplingParams(temperature=0.7)] * count)
@@ -194,7 +196,7 @@ def measure(numerics: numerics_lib.NumericsConfig) -> Finding:
       )  # fmt: skip
       return scores
     weights = {"final_norm": params["final_norm"], "head": params["head"]}
-    return tiles.map_rows(scored, weights, (hidden, targets), num_rows, numerics)
+    return backend.map_rows(scored, weights, (hidden, targets), num_rows)
 
   def run(params, pages, batch: TokenBatch):
     hidden, pages = transformer.forward(params, batch, pages, config=config, numerics=numerics)

@@ -42,8 +42,9 @@ from typing import Any, NamedTuple
 from jax.typing import ArrayLike
 import numpy as np
 
+from seerjax.backends import choice
 from seerjax.numerics import NumericsConfig
-from seerjax.ops import sampling as sampling_ops, tiles
+from seerjax.ops import sampling as sampling_ops
 from seerjax.types import Rollout, RolloutGroup, SamplingRows, TokenBatch, TrainBatch
 
 
@@ -160,11 +161,11 @@ def layout(
   max_sequences = min(max_sequences, rows_per_micro_batch)
   query_tile = numerics.query_tile
   segments = (rows_per_micro_batch + max_sequences * (query_tile - 1)) // query_tile
-  segments = tiles.whole_segments(segments, numerics)
+  segments = choice.backend_of(numerics).whole_segments(segments)
   splits = -(-(max_sequence_tokens - 1) // numerics.kv_split)
   pages_per_sequence = splits * (numerics.kv_split // page_size)
   return Layout(
-    num_rows=tiles.whole_rows(rows_per_micro_batch, numerics),
+    num_rows=choice.backend_of(numerics).whole_rows(rows_per_micro_batch),
     max_sequences=max_sequences,
     max_sequence_tokens=max_sequence_tokens,
     num_segments=segments,
@@ -221,7 +222,8 @@ def pack(
   ordered = _ordered(groups, advantages)
   for _, rollout, _ in ordered:
     _check_rollout(rollout, shapes, rows_per_micro_batch, num_biases)
-  shared_page_size = None if numerics.uses_kernels else page_size
+  shares_pages = choice.backend_of(numerics).shares_pages_under_gradient
+  shared_page_size = page_size if shares_pages else None
   micro_batches = _next_fit(
     [rollout for _, rollout, _ in ordered], shapes, rows_per_micro_batch, shared_page_size
   )

@@ -10,6 +10,7 @@ import tiny_model
 
 from seerjax import parallel
 from seerjax.engine import runner as runner_lib
+from seerjax.models import kv_layout
 from seerjax.types import SamplingRows, TokenBatch
 
 
@@ -18,7 +19,7 @@ def test_pages_are_copied_in_order_and_padding_copies_nothing():
   start = np.asarray([[0, 1, 2, 3], [10, 11, 12, 13]], np.float32)[:, :, None, None]
   pages = ((jnp.asarray(start), jnp.asarray(100 + start)),)
   copies = jnp.asarray([[1, 2], [2, 3], [3, 1]], jnp.int32)
-  copy = jax.jit(runner_lib.copy_pages)
+  copy = jax.jit(kv_layout.copy_pages)
   for count, wanted in (
     (0, [0, 1, 2, 3]),
     (1, [0, 1, 1, 3]),

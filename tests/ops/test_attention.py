@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from seerjax import numerics as numerics_lib
+from seerjax.backends import choice
 from seerjax.ops import attention
 from seerjax.types import TokenBatch
 
@@ -83,10 +84,10 @@ def rows_of(sequences, pieces, rows):
 @functools.partial(jax.jit, static_argnums=(6,))
 def run(q, k, v, k_pages, v_pages, batch, numerics):
   """Writes and attends: what one layer does."""
-  k_pages = attention.write_pages(k_pages, k, batch.slots, batch.num_rows, numerics)
-  v_pages = attention.write_pages(v_pages, v, batch.slots, batch.num_rows, numerics)
+  backend = choice.backend_of(numerics)
+  pages = backend.write_pages((k_pages, v_pages), (k, v), batch.slots, batch.num_rows)
   rows = attention.segment_rows(batch, numerics, k_pages.shape[2])
-  return attention.attend(q, k_pages, v_pages, batch, rows, numerics), k_pages, v_pages
+  return backend.attend(q, pages, batch, rows), *pages
 
 
 def pages_like(num_pages, page_size, dtype=jnp.float32, fill=0.0):
@@ -376,7 +377,7 @@ def test_rows_are_written_to_their_slots_and_nowhere_else(count):
   values = sequence_of(5, 1)[1]
   slots = jnp.asarray([9, 4, 31, 8, 17], jnp.int32)
   pages = pages_like(5, 8, fill=-1.0)
-  write = functools.partial(attention.write_pages, numerics=NUMERICS)
+  write = attention.write_pages
   written = jax.jit(write)(pages, values, slots, jnp.int32(count))
   expected = np.array(pages).reshape(HEADS, 40, HEAD_DIM)
   for row in range(count):
@@ -392,7 +393,7 @@ def test_the_gradient_of_written_pages_goes_to_what_they_hold(count):
   weights = jnp.asarray(np.random.default_rng(3).standard_normal(pages.shape), jnp.float32)
 
   def loss(pages, values):
-    written = attention.write_pages(pages, values, slots, jnp.int32(count), NUMERICS)
+    written = attention.write_pages(pages, values, slots, jnp.int32(count))
     return jnp.sum(written * weights)
 
   def reference(pages, values):

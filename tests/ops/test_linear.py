@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from seerjax import numerics as numerics_lib, parallel
-from seerjax.ops import linear, tiles
+from seerjax.backends import choice
+from seerjax.ops import linear
 
 NUMERICS = numerics_lib.NumericsConfig(row_tile=4)
 UNTILED = numerics_lib.NumericsConfig(row_tile=4, implementation="untiled")
@@ -26,10 +27,10 @@ def network(x, up, down, numerics):
 
   def rows(weights, x, one):
     up, down = weights
-    inner = jnp.tanh(linear.columns(x, up, one, None, numerics))
-    return linear.contract(inner, down, one, None, numerics)
+    inner = jnp.tanh(linear.columns(x, up, one, None))
+    return linear.contract(inner, down, one, None)
 
-  return tiles.map_rows(rows, (up, down), x, jnp.int32(x.shape[0]), numerics)
+  return choice.backend_of(numerics).map_rows(rows, (up, down), x, jnp.int32(x.shape[0]))
 
 
 def network_reference(x, up, down):
@@ -88,8 +89,8 @@ def test_devices_change_no_bit(model_shards):
   one = jnp.int32(1)
 
   def both(x, up, down, one, axis=None):
-    inner = linear.columns(x, up, one, axis, NUMERICS)
-    return linear.contract(inner, down, one, axis, NUMERICS)
+    inner = linear.columns(x, up, one, axis)
+    return linear.contract(inner, down, one, axis)
 
   expected = jax.jit(both)(x, up, down, one)
   sharded = jax.shard_map(
@@ -114,9 +115,9 @@ def test_slabs_are_added_as_a_balanced_tree_by_hand():
 def test_sums_are_float32_and_rounded_once():
   x = jnp.full((1, 257), 1, jnp.bfloat16)
   w = jnp.full((257, 1), 1, jnp.bfloat16)
-  assert float(linear.dot(x, w, NUMERICS)[0, 0]) == 257  # 256 in bfloat16.
+  assert float(linear.dot(x, w)[0, 0]) == 257  # 256 in bfloat16.
   # Two slabs of 257: 514 is no bfloat16, and rounds to 512 or 516 once, at the end.
   one = jnp.int32(1)
-  found = linear.contract(x[None].repeat(2, 0), w[None].repeat(2, 0), one, None, NUMERICS)
+  found = linear.contract(x[None].repeat(2, 0), w[None].repeat(2, 0), one, None)
   assert found.dtype == jnp.bfloat16
   assert float(found[0, 0]) == float(jnp.bfloat16(514))

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from seerjax import numerics as numerics_lib
-from seerjax.ops import rotary
+from seerjax.ops import rotary, tiles
 
 NUMERICS = numerics_lib.NumericsConfig(row_tile=4)
 PLAIN = rotary.RotaryConfig(head_dim=10, base=500.0)
@@ -30,8 +30,12 @@ SIZES = (0, 1, 3, 4, 5, 11)
 
 
 def table(positions, config):
-  positions = jnp.asarray(positions, jnp.int32)
-  return rotary.table(positions, jnp.int32(positions.shape[0]), config, NUMERICS)
+  return table_of(jnp.asarray(positions, jnp.int32), len(positions), config)
+
+
+def table_of(positions, count, config):
+  rows = lambda _, positions, __: rotary.table_rows(positions, config)
+  return tiles.map_rows(rows, (), positions, jnp.int32(count), NUMERICS)
 
 
 def rotate_reference(x, positions, config):
@@ -151,7 +155,7 @@ def test_a_row_has_its_bits_alone_in_a_batch_permuted_and_under_a_gradient(dtype
 
 
 def test_rows_beyond_the_live_ones_are_zero():
-  cos, sin = rotary.table(jnp.arange(12, dtype=jnp.int32), jnp.int32(3), PLAIN, NUMERICS)
+  cos, sin = table_of(jnp.arange(12, dtype=jnp.int32), 3, PLAIN)
   np.testing.assert_array_equal(cos[4:], np.zeros((8, 5)))
   np.testing.assert_array_equal(sin[4:], np.zeros((8, 5)))
 

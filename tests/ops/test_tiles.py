@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from seerjax import numerics as numerics_lib
+from seerjax.backends import choice
 from seerjax.ops import linear, logprobs, norms, tiles
 
 NUMERICS = numerics_lib.NumericsConfig(row_tile=4)
@@ -118,19 +119,18 @@ def test_a_long_backward_pass_runs_in_chunks_and_says_the_same(dtype):
 
 def network(x, scale, w, tokens, num_rows, numerics):
   """Two layers and scored tokens, with work between the loops that XLA would like to fuse."""
+  backend = choice.backend_of(numerics)
   for _ in range(2):
-    norm = lambda scale, x, _: norms.rms_norm_rows(x, scale, 1e-6, numerics)
-    x = tiles.map_rows(norm, scale, x, num_rows, numerics)
-    x = tiles.map_rows(
-      lambda w, x, _: jnp.tanh(linear.dot(x, w, numerics)) + x, w, x, num_rows, numerics
-    )
+    norm = lambda scale, x, _: norms.rms_norm_rows(x, scale, 1e-6)
+    x = backend.map_rows(norm, scale, x, num_rows)
+    x = backend.map_rows(lambda w, x, _: jnp.tanh(linear.dot(x, w)) + x, w, x, num_rows)
 
   def score(_, rows, one):
     logits, tokens = rows
     whole = dataclasses.replace(numerics, reduction_shards=1)
     return logprobs.score_rows(logits, logits, tokens, one, whole).logprob
 
-  return x, tiles.map_rows(score, (), (x * 3, tokens), num_rows, numerics)
+  return x, backend.map_rows(score, (), (x * 3, tokens), num_rows)
 
 
 def network_arguments():
@@ -171,7 +171,7 @@ def test_a_tile_has_two_rows_at_least():
   rows = array(3, 5)
   out = tiles.map_rows(function, (), rows, jnp.int32(3), alone)
   np.testing.assert_array_equal(out, rows)
-  assert shapes == {(2, 5)} and tiles.whole_rows(3, alone) == 4
+  assert shapes == {(2, 5)} and tiles.whole(3, tiles.tile_rows(alone)) == 4
 
 
 def test_values_under_a_gradient_have_the_same_bits():
@@ -216,7 +216,7 @@ def test_slabs_and_their_gradients_are_those_of_the_plain_function(num_slabs, ax
   table, index = jnp.arange(num_slabs * 4, dtype=jnp.int32).reshape(num_slabs, 4), jnp.int32(2)
 
   def looped(x, w, one):
-    out = tiles.map_slabs(slab_function, (x, index), (w, table), one, axis, NUMERICS)
+    out = tiles.map_slabs(slab_function, (x, index), (w, table), one, axis)
     return jnp.sum(jnp.sin(out["y"])), out
 
   def plain(x, w):

@@ -19,6 +19,7 @@ import numpy as np
 
 from seerjax import parallel
 from seerjax.array_typing import Array
+from seerjax.models.kv_layout import PAGE_AXIS
 
 # Pages of one program; a request takes as many rounds as it needs.
 BUCKETS = (4, 32)
@@ -66,7 +67,7 @@ class PageMoves:
   @functools.cached_property
   def _extract(self):
     def extract(pages: Any, ids: Array) -> Any:
-      return jax.tree.map(lambda whole: jnp.take(whole, ids[0], axis=2), pages)
+      return jax.tree.map(lambda whole: jnp.take(whole, ids[0], axis=1 + PAGE_AXIS), pages)
 
     return self._program(extract, (_PAGES, _BY_INSTANCE), ())
 
@@ -88,7 +89,7 @@ class PageMoves:
       rows = jnp.arange(source.shape[0], dtype=jnp.int32)
 
       def carry(whole: Array) -> Array:
-        buffers = lax.all_gather(jnp.take(whole[0], send, axis=1), parallel.INSTANCE_AXIS)
+        buffers = lax.all_gather(jnp.take(whole[0], send, axis=PAGE_AXIS), parallel.INSTANCE_AXIS)
         arrived = buffers[source, :, rows]  # f[n, k, z, c]
         return whole.at[0, :, receive].set(arrived)
 

@@ -1,0 +1,1 @@
+"""Implementations of the stages that the forward calls, one file each."""

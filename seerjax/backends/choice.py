@@ -1,0 +1,16 @@
+"""Which implementation runs: chosen once, from the numerics, so that the fingerprint names it."""
+
+from __future__ import annotations
+
+from seerjax import numerics as numerics_lib
+from seerjax.backends.mosaic_gpu import MosaicGpu
+from seerjax.backends.plain import Plain
+from seerjax.backends.protocol import Backend
+from seerjax.backends.tiled import Tiled
+
+
+def backend_of(numerics: numerics_lib.NumericsConfig) -> Backend:
+  """Returns the implementation that the numerics name."""
+  if numerics.uses_kernels:
+    return MosaicGpu(numerics)
+  return Plain(numerics) if numerics.implementation == "untiled" else Tiled(numerics)

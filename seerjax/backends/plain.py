@@ -1,0 +1,87 @@
+"""Plain XLA, all rows at once: rows depend on the batch. To measure what invariance costs."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from jax import lax
+import jax.numpy as jnp
+
+from seerjax.array_typing import Array
+from seerjax.backends.tiled import Tiled
+from seerjax.ops import attention, tiles
+from seerjax.types import TokenBatch
+
+
+@dataclasses.dataclass(frozen=True)
+class Plain(Tiled):
+  """See `protocol.Backend`."""
+
+  def whole_rows(self, count: int) -> int:
+    return count
+
+  def whole_segments(self, count: int) -> int:
+    return count
+
+  def map_rows(
+    self,
+    function: tiles.RowFunction,
+    weights: Any,
+    rows: Any,
+    num_rows: Array,
+    *,
+    gradient_of: tiles.RowFunction | None = None,
+  ) -> Any:
+    del gradient_of  # The function's own gradient.
+    return function(weights, rows, tiles.traced_one(num_rows))
+
+  def attend(
+    self, q: Array, pages: tuple[Array, ...], batch: TokenBatch, rows: attention.SegmentRows
+  ) -> Array:
+    keys, values = pages
+    return attention.attend(q, keys, values, batch, rows, self.numerics, read_splits)
+
+
+def read_splits(numerics, q, k_pages, v_pages, batch, rows):
+  """All segments and heads at once, split by split as far as the longest sequence goes.
+
+  What one writes without the contract: shapes, and so bits, follow the batch.
+  """
+  num_heads, _, page_size, head_dim = k_pages.shape
+  num_segments, query_tile = batch.segment_start.shape[0], numerics.query_tile
+  split, group = numerics.kv_split, q.shape[2]
+  pages_per_split = split // page_size
+  position_of = rows.position_of[:num_segments]
+  queries = q[rows.row_of[:num_segments]] * jnp.asarray(head_dim**-0.5, q.dtype)
+  columns = jnp.arange(split, dtype=jnp.int32)
+
+  def body(index: Array, total: attention.Partial) -> attention.Partial:
+    pages = lax.dynamic_slice_in_dim(
+      batch.page_table, index * pages_per_split, pages_per_split, 1
+    )
+
+    def read(source: Array) -> Array:
+      part = source.at[:, pages].get(mode="promise_in_bounds")
+      return part.reshape(num_heads, num_segments, split, head_dim)
+
+    scores = jnp.einsum(
+      "sqkgc,ksxc->ksqgx", queries, read(k_pages), preferred_element_type=jnp.float32
+    )
+    visible = index * split + columns[None, None, :] <= position_of[:, :, None]
+    visible = visible[None, :, :, None, :]
+    scores = jnp.where(visible, scores, jnp.float32(attention.MASKED))
+    maximum = jnp.max(scores, axis=-1)
+    weights = jnp.where(visible, jnp.exp(scores - maximum[..., None]), jnp.float32(0))
+    values = read(v_pages)
+    weighted = jnp.einsum(
+      "ksqgx,ksxc->ksqgc", weights.astype(values.dtype), values,
+      preferred_element_type=jnp.float32,
+    )  # fmt: skip
+    return attention.merge(total, attention.Partial(maximum, jnp.sum(weights, axis=-1), weighted))
+
+  total = attention.nothing((num_heads, num_segments, query_tile, group), head_dim)
+  total = lax.fori_loop(jnp.int32(0), jnp.max(position_of) // split + 1, body, total)
+  out = total.weighted / jnp.where(total.total > 0, total.total, 1.0)[..., None]
+  out = out.astype(q.dtype).reshape(num_heads, num_segments * query_tile, group, head_dim)
+  return jnp.swapaxes(out[:, rows.place_of], 0, 1)

@@ -1,0 +1,155 @@
+"""What an implementation of the forward is: five stages, and what their definitions are written in.
+
+    attention_inputs -> write_pages -> attend -> after_attention        layer by layer
+    head                                                                once
+
+A stage of rows comes with its definition (`models.attention`, `models.mlp`, `models.head`), which
+is written in the `Operations` of what runs it. XLA's implementations run the definition; one
+that has a program of its own for a stage runs that, and keeps the contract: a row's bits depend on
+that row alone, and are the same under a gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+from seerjax import numerics as numerics_lib
+from seerjax.array_typing import Array
+from seerjax.ops import attention, tiles
+from seerjax.types import TokenBatch, TokenScores
+
+# `(operations, shape, axis, weights, rows, one) -> outputs`, of the rows of one tile.
+Definition = Callable[..., Any]
+
+
+@runtime_checkable
+class Shape(Protocol):
+  """What a stage knows of the model; `models.config.TransformerConfig` has it."""
+
+  @property
+  def vocab_size(self) -> int: ...
+  @property
+  def head_dim(self) -> int: ...
+  @property
+  def group(self) -> int: ...
+  @property
+  def norm_eps(self) -> float: ...
+
+
+class Stage(NamedTuple):
+  """A stage of one model.
+
+  Attributes:
+    shape: of the model.
+    axis: mesh axis of the slabs, None on one device.
+    rows: its definition.
+    gradient_of: what the backward pass differentiates in its place; None is `rows` itself.
+  """
+
+  shape: Shape
+  axis: str | None
+  rows: Definition
+  gradient_of: Definition | None = None
+
+
+@runtime_checkable
+class Operations(Protocol):
+  """What definitions of rows are written in. All but `map_rows` are for use on its rows."""
+
+  @property
+  def numerics(self) -> numerics_lib.NumericsConfig:
+    """What decides bits."""
+    ...
+
+  def map_rows(
+    self,
+    function: tiles.RowFunction,
+    weights: Any,
+    rows: Any,
+    num_rows: Array,
+    *,
+    gradient_of: tiles.RowFunction | None = None,
+  ) -> Any:
+    """Applies a row-wise function to every row; see `tiles.map_rows`."""
+    ...
+
+  def map_slabs(
+    self, function: tiles.SlabFunction, shared: Any, slabs: Any, one: Array, axis: str | None
+  ) -> Any:
+    """Applies a function to every local slab; see `tiles.map_slabs`."""
+    ...
+
+  def dot(self, x: Array, w: Array) -> Array:
+    """f[n, a] @ f[a, e] -> f32[n, e], with float32 sums."""
+    ...
+
+  def dot_rows(self, x: Array, table: Array) -> Array:
+    """f[n, d] @ f[v, d]^T -> f32[n, v], with float32 sums."""
+    ...
+
+  def contract(self, x: Array, w: Any, one: Array, axis: str | None) -> Array:
+    """f[r, n, e] @ f[r, e, d], the local slabs, added in the fixed tree: f[n, d] in x's dtype."""
+    ...
+
+  def rms_norm_rows(self, x: Array, scale: Array, eps: float) -> Array:
+    """Norms the last axis: f[..., d] -> f[..., d]."""
+    ...
+
+
+@runtime_checkable
+class Backend(Operations, Protocol):
+  """One implementation, for one record of numerics. Frozen: programs are traced with it."""
+
+  @property
+  def smallest_width(self) -> int:
+    """Features of a head, at least."""
+    ...
+
+  @property
+  def holds_logits(self) -> bool:
+    """Whether `head` has a row's logits in memory, so that they can be had."""
+    ...
+
+  @property
+  def shares_pages_under_gradient(self) -> bool:
+    """Whether the gradient of `attend` reaches pages of another sequence of the batch."""
+    ...
+
+  def whole_rows(self, count: int) -> int:
+    """Returns the rows that arrays of `count` rows are allocated for."""
+    ...
+
+  def whole_segments(self, count: int) -> int:
+    """As `whole_rows`, of segments."""
+    ...
+
+  def attention_inputs(self, stage: Stage, weights: Any, rows: Any, num_rows: Array) -> Any:
+    """Hidden rows f[n, d], cos and sin -> (queries f[n, k, g, c], what a layer's pages take)."""
+    ...
+
+  def write_pages(
+    self, pages: tuple[Array, ...], values: tuple[Array, ...], slots: Array, num_rows: Array
+  ) -> tuple[Array, ...]:
+    """Returns a layer's pages with the first `num_rows` rows' values f[n, k, c] at their slots."""
+    ...
+
+  def attend(
+    self,
+    q: Array,
+    pages: tuple[Array, ...],
+    batch: TokenBatch,
+    rows: attention.SegmentRows,
+  ) -> Array:
+    """Attention of every row over its own sequence's pages: f[n, k, g, c]; `ops.attention`."""
+    ...
+
+  def after_attention(self, stage: Stage, weights: Any, rows: Any, num_rows: Array) -> Array:
+    """Hidden rows f[n, d] and what they attended f[n, k, g, c] -> hidden rows f[n, d]."""
+    ...
+
+  def head(
+    self, stage: Stage, weights: Any, rows: Any, num_rows: Array
+  ) -> tuple[Array, TokenScores]:
+    """Tokens i32[n], sampled or given, and their scores; `models.head`."""
+    ...

@@ -1,0 +1,103 @@
+"""The portable implementation: XLA, one compiled program of one tile of rows (`ops`)."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+from seerjax import numerics as numerics_lib
+from seerjax.array_typing import Array
+from seerjax.backends.protocol import Stage
+from seerjax.ops import attention, linear, norms, tiles
+from seerjax.types import TokenBatch, TokenScores
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiled:
+  """See `protocol.Backend`.
+
+  Attributes:
+    numerics: what decides bits.
+  """
+
+  numerics: numerics_lib.NumericsConfig
+
+  @property
+  def smallest_width(self) -> int:
+    return 8
+
+  @property
+  def holds_logits(self) -> bool:
+    return True
+
+  @property
+  def shares_pages_under_gradient(self) -> bool:
+    return True
+
+  def whole_rows(self, count: int) -> int:
+    return tiles.whole(count, tiles.tile_rows(self.numerics))
+
+  def whole_segments(self, count: int) -> int:
+    return tiles.whole(count, self.numerics.slot_tile)
+
+  def map_rows(
+    self,
+    function: tiles.RowFunction,
+    weights: Any,
+    rows: Any,
+    num_rows: Array,
+    *,
+    gradient_of: tiles.RowFunction | None = None,
+  ) -> Any:
+    return tiles.map_rows(
+      function, weights, rows, num_rows, self.numerics, gradient_of=gradient_of
+    )
+
+  def map_slabs(
+    self, function: tiles.SlabFunction, shared: Any, slabs: Any, one: Array, axis: str | None
+  ) -> Any:
+    return tiles.map_slabs(function, shared, slabs, one, axis)
+
+  def dot(self, x: Array, w: Array) -> Array:
+    return linear.dot(x, w)
+
+  def dot_rows(self, x: Array, table: Array) -> Array:
+    return linear.dot_rows(x, table)
+
+  def contract(self, x: Array, w: Any, one: Array, axis: str | None) -> Array:
+    return linear.contract(x, w, one, axis)
+
+  def rms_norm_rows(self, x: Array, scale: Array, eps: float) -> Array:
+    return norms.rms_norm_rows(x, scale, eps)
+
+  def attention_inputs(self, stage: Stage, weights: Any, rows: Any, num_rows: Array) -> Any:
+    return self._defined(stage, weights, rows, num_rows)
+
+  def write_pages(
+    self, pages: tuple[Array, ...], values: tuple[Array, ...], slots: Array, num_rows: Array
+  ) -> tuple[Array, ...]:
+    return tuple(
+      attention.write_pages(whole, new, slots, num_rows)
+      for whole, new in zip(pages, values, strict=True)
+    )
+
+  def attend(
+    self, q: Array, pages: tuple[Array, ...], batch: TokenBatch, rows: attention.SegmentRows
+  ) -> Array:
+    keys, values = pages
+    return attention.attend(q, keys, values, batch, rows, self.numerics)
+
+  def after_attention(self, stage: Stage, weights: Any, rows: Any, num_rows: Array) -> Array:
+    return self._defined(stage, weights, rows, num_rows)
+
+  def head(
+    self, stage: Stage, weights: Any, rows: Any, num_rows: Array
+  ) -> tuple[Array, TokenScores]:
+    return self._defined(stage, weights, rows, num_rows)
+
+  def _defined(self, stage: Stage, weights: Any, rows: Any, num_rows: Array) -> Any:
+    """Runs a stage's definition, tile by tile."""
+    bind = lambda definition: functools.partial(definition, self, stage.shape, stage.axis)
+    gradient_of = None if stage.gradient_of is None else bind(stage.gradient_of)
+    return self.map_rows(bind(stage.rows), weights, rows, num_rows, gradient_of=gradient_of)

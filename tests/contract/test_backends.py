@@ -1,0 +1,189 @@
+"""A backend is its protocol and no more: one that only wraps the tiled one keeps the contract.
+
+The engine and the trainer run through a record that has nothing but the protocol's methods, so what
+they asked of an implementation beyond them would fail here.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+import optax
+import pytest
+import tiny_model
+
+from seerjax import parallel
+from seerjax.backends import choice, protocol, tiled
+from seerjax.engine import engine as engine_lib, runner as runner_lib
+from seerjax.trainer import losses, packing, step
+from seerjax.types import Problem, Request, Rollout, RolloutGroup, SamplingParams, Verdict
+
+NUMERICS = tiny_model.NUMERICS
+STAGES = ("attention_inputs", "write_pages", "attend", "after_attention", "head")
+SIZES = engine_lib.EngineConfig(
+  page_size=8, num_pages=40, max_sequences=6, max_context=64, row_buckets=(24,)
+)
+LAYOUT = dict(page_size=8, rows_per_micro_batch=96, max_sequences=5, max_sequence_tokens=64)
+REQUESTS = tuple(
+  Request(
+    request_id=str(index),
+    prompt=tuple(range(1, 5 + 6 * index)),
+    sampling=SamplingParams(max_tokens=12, temperature=0.7, top_k=9 * (index % 2)),
+    seed=index,
+  )
+  for index in range(4)
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Wrapping:
+  """Each method calls the tiled one's, and counts the stages."""
+
+  numerics: object
+  calls: collections.Counter = dataclasses.field(compare=False)
+
+  @property
+  def _inner(self):
+    return tiled.Tiled(self.numerics)
+
+  @property
+  def smallest_width(self):
+    return self._inner.smallest_width
+
+  @property
+  def holds_logits(self):
+    return self._inner.holds_logits
+
+  @property
+  def shares_pages_under_gradient(self):
+    return self._inner.shares_pages_under_gradient
+
+  def whole_rows(self, count):
+    return self._inner.whole_rows(count)
+
+  def whole_segments(self, count):
+    return self._inner.whole_segments(count)
+
+  def map_rows(self, function, weights, rows, num_rows, *, gradient_of=None):
+    return self._inner.map_rows(function, weights, rows, num_rows, gradient_of=gradient_of)
+
+  def map_slabs(self, function, shared, slabs, one, axis):
+    return self._inner.map_slabs(function, shared, slabs, one, axis)
+
+  def dot(self, x, w):
+    return self._inner.dot(x, w)
+
+  def dot_rows(self, x, table):
+    return self._inner.dot_rows(x, table)
+
+  def contract(self, x, w, one, axis):
+    return self._inner.contract(x, w, one, axis)
+
+  def rms_norm_rows(self, x, scale, eps):
+    return self._inner.rms_norm_rows(x, scale, eps)
+
+  def attention_inputs(self, *arguments):
+    self.calls["attention_inputs"] += 1
+    return self._inner.attention_inputs(*arguments)
+
+  def write_pages(self, *arguments):
+    self.calls["write_pages"] += 1
+    return self._inner.write_pages(*arguments)
+
+  def attend(self, *arguments):
+    self.calls["attend"] += 1
+    return self._inner.attend(*arguments)
+
+  def after_attention(self, *arguments):
+    self.calls["after_attention"] += 1
+    return self._inner.after_attention(*arguments)
+
+  def head(self, *arguments):
+    self.calls["head"] += 1
+    return self._inner.head(*arguments)
+
+
+def sampled() -> list:
+  """Completions of a fresh engine, whose programs are traced anew."""
+  mesh = parallel.make_mesh(num_instances=1)
+  engine = engine_lib.Engine(
+    tiny_model.CONFIG,
+    tiny_model.params(NUMERICS),
+    numerics=NUMERICS,
+    config=SIZES,
+    key=jax.random.key(11),
+    runner=runner_lib.Runner(tiny_model.CONFIG, NUMERICS, mesh, max_programs=2),
+  )
+  return engine.generate(REQUESTS)
+
+
+@functools.cache
+def expected() -> list:
+  """Completions of the tiled backend."""
+  return tiny_model.make_engine(SIZES, NUMERICS).generate(REQUESTS)
+
+
+def packed(completions):
+  rollouts = tuple(
+    Rollout(
+      request=request,
+      completion=completion,
+      verdict=Verdict(reward=0.0, correct=False, well_formed=False),
+    )
+    for request, completion in zip(REQUESTS, completions)
+  )
+  group = RolloutGroup(group_index=0, problem=Problem(problem_id="0", prompt=""), rollouts=rollouts)
+  advantages = np.asarray([[-1.0, 1.0, -1.0, 1.0]], np.float32)
+  return packing.pack([group], advantages, numerics=NUMERICS, **LAYOUT)
+
+
+def scores_under_gradient(batch):
+  """Scores of a fresh trainer, with a gradient."""
+  trainer = step.Trainer(
+    model=tiny_model.CONFIG,
+    numerics=NUMERICS,
+    loss=losses.grpo(),
+    optimizer=optax.sgd(1e-3),
+    mesh=parallel.make_mesh(num_instances=1),
+    num_pages=packing.layout(numerics=NUMERICS, **LAYOUT).num_pages,
+    page_size=LAYOUT["page_size"],
+  )
+  params = tiny_model.params(NUMERICS)
+  return trainer.gradient(params, batch, losses.denominators(batch), None)[2]
+
+
+def test_a_backend_that_only_wraps_the_tiled_one_passes_the_contract(
+  monkeypatch: pytest.MonkeyPatch,
+):
+  wanted = expected()
+  calls = collections.Counter()
+  monkeypatch.setattr(choice, "backend_of", lambda numerics: Wrapping(numerics, calls))
+  found = sampled()
+  assert all(tiny_model.same(one, other) for one, other in zip(found, wanted, strict=True))
+  assert all(calls[name] for name in STAGES), f"got {dict(calls)}"
+  calls.clear()
+  batch = packed(found)
+  scores = scores_under_gradient(batch)
+  assert all(calls[name] for name in STAGES), f"got {dict(calls)}"
+  assert set(step.rollout_gap(scores, batch).values()) == {0.0}
+
+
+def test_the_wrapping_backend_has_the_protocols_members_alone():
+  names = {name for name in dir(Wrapping) if not name.startswith("_")} | {"numerics"}
+  members = {*vars(protocol.Backend), *vars(protocol.Operations)}
+  assert names == {name for name in members if not name.startswith("_")}
+
+
+def test_a_stage_of_another_backend_moves_bits(monkeypatch: pytest.MonkeyPatch):
+  class Doubling(Wrapping):
+    def after_attention(self, *arguments):
+      return super().after_attention(*arguments) * np.float32(1 + 2**-20)
+
+  wanted = expected()
+  calls = collections.Counter()
+  monkeypatch.setattr(choice, "backend_of", lambda numerics: Doubling(numerics, calls))
+  assert not all(tiny_model.same(one, other) for one, other in zip(sampled(), wanted))
