@@ -24,7 +24,7 @@ with the weights as they were found, and the hidden rows of the two are compared
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import functools
 import json
@@ -50,12 +50,17 @@ from seerjax.models import (
 )
 from seerjax.ops import sampling
 from seerjax.rollout import journal as journal_lib
-from seerjax.run import policy as policy_lib, programs as programs_lib, stored_settings
+from seerjax.run import (
+  policy as policy_lib,
+  programs as programs_lib,
+  replay as replay_lib,
+  stored_settings,
+)
 from seerjax.run.config import RunConfig
 from seerjax.run.policy import Policy
 from seerjax.tasks import loading
 from seerjax.trainer import step as step_lib
-from seerjax.types import Rollout, SamplingRows, TokenBatch
+from seerjax.types import Rollout, RolloutGroup, SamplingRows, TokenBatch, TrainState
 
 PAGE_SIZE = 32
 
@@ -219,15 +224,22 @@ def masters_of(
   def rollout_of(step: int, group: int, member: int) -> Rollout | None:
     return known.get((step, group, member))
 
-  state = rl.learn_again(
+  trainer, first = _trainer(config, policy.model), programs_lib.base_weights(config, policy)
+
+  def learn(
+    state: TrainState, groups: Sequence[RolloutGroup]
+  ) -> tuple[TrainState, dict[str, float]]:
+    return rl.learn(config, trainer, state, groups, rl.judge(config, groups), first)
+
+  state = replay_lib.learn_again(
+    learn,
     config,
-    policy,
     loading.load(config.task, path=config.task_path or None),
-    _trainer(config, policy.model),
+    policy.require_tokenizer(),
     state,
     steps,
     rollout_of,
-    say=say,
+    log=say,
   )
   learnt = f"step {version}" if len(steps) == 1 else f"steps {start + 1} to {version}"
   return state.params, f"{source} and {learnt} learnt again"

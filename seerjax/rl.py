@@ -1,61 +1,55 @@
-"""THE CIRCLE: sample, judge, learn, publish, again.
+"""Reinforcement learning, the loop: sample, judge, learn, publish.
 
-    problems -> tasks prompt -> engine samples -> task judges -> groups
+    problems -> task's prompts -> engine samples -> verdicts -> advantages
        ^                                                           |
-       +---- engine.set_params <- params <- optimiser <- packed batch
+       +---- engine.set_params <- weights <- optimiser <- loss <---+
 
 Everything a step does is a function of (config, step): which problems, which seeds, which tokens,
 which gradient. That is why a killed run resumes to the same bits, and why the log-probabilities
 that sampled are, to the bit, those that learn.
 
-Read on from `train`: `circle` is one round of it, `sample` and `learn` are its halves;
-`learn_again` takes rounds again from a journal.
+`train` is the loop, and `train_step` one round of it: `sample` asks the engine for tokens and the
+task for a verdict on each answer, `judge` makes advantages of their rewards, `learn` takes the loss
+and its gradient, and what was learnt is published to the engine. What every run has besides (its
+directory, checkpoints, Ctrl-C) is `run.session`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-import contextlib
 import dataclasses
 import functools
-import math
 import pathlib
 import time
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
+import optax
 
-from seerjax import metrics, numerics as numerics_lib
+from seerjax import metrics
 from seerjax.engine import engine as engine_lib
-from seerjax.engine.kv import pool as kv_pool_lib, stores
-from seerjax.models import parameters, tokenizer as tokenizer_lib
-from seerjax.models.loading import Model
-from seerjax.rollout import (
-  divided,
-  groups as groups_lib,
-  journal as journal_lib,
-  trace as trace_lib,
-)
+from seerjax.models import parameters
+from seerjax.rollout import divided, journal as journal_lib
 from seerjax.run import (
-  config as config_lib,
-  directory as directory_lib,
   drafter as drafter_lib,
   evaluation,
-  memory as memory_lib,
-  off_policy,
   policy as policy_lib,
   programs as programs_lib,
   progress as progress_lib,
+  rounds,
+  sampling,
   session as session_lib,
+  setup as setup_lib,
   summary,
 )
 from seerjax.run.config import RunConfig
 from seerjax.run.policy import Policy
 from seerjax.run.programs import Programs
-from seerjax.speculation import statistics
-from seerjax.trainer import advantages, losses, step as step_lib
+from seerjax.trainer import advantages as advantages_lib, losses, step as step_lib
 from seerjax.types import Completion, Problem, Request, Rollout, RolloutGroup, Task, TrainState
 
+# Rewards f32[b, g] of a step's groups to advantages [b, g].
+Advantages = Callable[[np.ndarray], Any]
 
 @dataclasses.dataclass(frozen=True)
 class Result:
@@ -74,35 +68,6 @@ class Result:
   after: evaluation.Answer
 
 
-class Sampled(NamedTuple):
-  """What a step learns from.
-
-  Attributes:
-    groups: judged.
-    num_old: tokens of theirs that older weights sampled.
-    numbers: how they were sampled.
-  """
-
-  groups: list[RolloutGroup]
-  num_old: int
-  numbers: dict[str, float]
-
-
-# Settings that the journal does not hold a resumed run to: the fingerprint speaks for the first,
-# and the others move no bit.
-FREE_SETTINGS = (
-  "numerics", "num_steps", "num_instances", "checkpoint_every", "scheduler", "kv_pool",
-  "speculation",
-)  # fmt: skip
-# What the progress bar shows.
-CONSOLE_DIGITS = {
-  "rollout/reward_mean": 4,
-  "rollout/length_mean": 4,
-  "rollout/tokens_per_second": 4,
-  "contract/kl": 4,
-}
-
-
 def train(
   config: RunConfig,
   policy: Policy,
@@ -113,8 +78,12 @@ def train(
   accept_new_numerics: bool = False,
   log: Callable[[str], None] = print,
   programs: Programs | None = None,
+  loss: step_lib.PolicyLoss = losses.policy_loss,
+  advantages: Advantages | None = None,
+  optimizer: optax.GradientTransformation | None = None,
+  on_step: Callable[[int, TrainState, Mapping[str, float]], object] = lambda *_: None,
 ) -> Result:
-  """Runs the circle.
+  """Runs the loop.
 
   Args:
     config: the run.
@@ -125,10 +94,13 @@ def train(
     resume: carry on from the latest checkpoint; finished rollouts are read from the journal.
     accept_new_numerics: resume under another fingerprint, as a new epoch.
     log: takes lines for people: what is found, and at least every ten seconds what it is at.
-    programs: of `make_programs` for an equal config and model; its own if None.
-
-  Returns:
-    The final state and summary.
+    programs: of `make_programs` for an equal config and model, and the same `loss` and `optimizer`;
+      its own if None.
+    loss: of one micro-batch, in the place of `losses.policy_loss`.
+    advantages: of rewards f32[b, g] of groups, in the place of those of `config.loss.algorithm`.
+    optimizer: an optax chain in the place of `config.optimizer`.
+    on_step: called after each whole step with its number from 1, its state and its numbers. Like
+      the three above no setting: a resume has to be given the same ones again.
 
   Raises:
     stops.Interrupted: on Ctrl-C or SIGTERM, when the last whole step has been saved.
@@ -148,161 +120,80 @@ def train(
     accept_new_numerics=accept_new_numerics,
     log=log,
   ) as run:
-    return _train(config, policy, task, run, resume, programs)
-
-
-def _train(
-  config: RunConfig,
-  policy: Policy,
-  task: Task,
-  run: session_lib.Session,
-  resume: bool,
-  programs: Programs | None,
-) -> Result:
-  """See `train`."""
-  given, progress = config, run.progress
-  if resume:
-    config = directory_lib.as_begun(config, run.directory)
-  config = config_lib.for_model(config, policy.model)
-  policy = policy.with_chat(config.chat)
-  if resume and config.stale != off_policy.StaleConfig():
-    raise ValueError(
-      f"RunConfig.stale: got {config.stale} and a run to resume, expected a new one (what is under"
-      " way between two steps is kept in memory alone); choose another directory, without resume."
+    ready = setup_lib.set_up(run, config, policy, task, programs, loss, optimizer, resume=resume)
+    config, engine, base = ready.config, ready.engine, ready.base
+    state, before = ready.state, ready.before
+    usual = functools.partial(
+      sample, config, engine, task, ready.journal, progress=run.progress, drafts=ready.drafts
     )
-  for split in ("train", "heldout"):
-    groups_lib.num_problems(task, split)  # Refuses none.
-  fingerprint = numerics_lib.fingerprint(config.numerics, config.trainer.remat)
-  if programs is None:
-    programs = programs_lib.make_programs(config, policy.model)
-  elif programs.made_for != programs_lib.key_of(config, policy.model):
-    raise ValueError(
-      "train.programs: got programs of another config or model, expected make_programs of these;"
-      " share them only between equals."
-    )
-  trainer = programs.trainer
-  drafts = drafter_lib.RunDrafts(config.speculation)
-  memory = memory_lib.memory_plan(config, policy.model)
-  state, before = programs_lib.first_state(config, policy), {}
-  base = programs_lib.base_weights(config, policy)
-  run.hold_to(
-    metrics.encode(dataclasses.asdict(config)),
-    free=FREE_SETTINGS,
-    defaults=metrics.encode(dataclasses.asdict(RunConfig())),
-  )
-  if restored := run.restore(lambda: state, fingerprint=fingerprint):
-    state = restored.state
-    before = restored.host_state["before"] or directory_lib.accuracy_at(run.directory, 0)
-  # Before the journal, which holds a run to its settings from its first line on.
-  engine = engine_lib.Engine(
-    Model(
-      policy.model,
-      policy_lib.published_weights(
-      config.weights, state.params, base, is_copied=config.stale.steps_ahead > 0
-    ),
-      config.numerics,
-      policy.require_tokenizer(),
-    ),
-    config=memory.engine,
-    key=numerics_lib.key(config.seed),
-    policy_version=run.step,
-    runner=programs.runner,
-    kv_pool=kv_pool_lib.KVPool(config.kv_pool, stores.open_store(config.kv_pool)),
-  )
-  run.open(sizes=config_lib.chosen_sizes(config), console_digits=CONSOLE_DIGITS)
-  if line := config_lib.chosen(given, config):
-    progress.say(line)
-  progress.say(memory.describe())
-  progress.say(engine.plan())
-  with progress.phase("measuring the engine's steps"):
-    drafts.begin(engine)
-  journal = run.journal
-  assert journal is not None
-  carried = off_policy.Carried()
-  ahead = off_policy.Ahead(
-    lambda step: sample(
-      config, engine, task, journal, step, carried, progress=progress, drafts=drafts
-    )
-  )
-  run.enter(contextlib.closing(ahead))
-
-  def accuracy_after(step: int) -> dict[str, float]:
-    found = directory_lib.accuracy_at(run.directory, step)  # Of a run that was stopped since.
-    if not found:
-      when = {config.num_steps: "after", 0: "before"}.get(step, f"after step {step}")
-      progress.say(f"held-out accuracy on {config.evaluation.num_problems} problems, {when}:")
-      found = accuracy_of(config, engine, task, progress)
-      run.writer.write(step, {f"heldout/{name}": value for name, value in found.items()})
-      progress.say(f"  {evaluation.describe(found)}")
-    return found
-
-  def host_state() -> dict[str, Any]:
-    return {"before": before}
-
-  every = config.evaluation.every
-  run.begin(state, host_state)
-  before = before or accuracy_after(0)
-  while run.step < config.num_steps:
-    joules = run.clock.joules
-    with run.next_step() as put_off_stops:
-      state, numbers = circle(
-        config, engine, trainer, ahead, state, run.step, base,
-        progress=progress, before_update=put_off_stops,
-      )  # fmt: skip
-      if joules is not None:
-        numbers["circle/joules"] = (run.clock.joules or 0.0) - joules
-      run.finish_step(state, host_state, numbers)
-    run.save_if_due(every=config.checkpoint_every)
-    if every and run.step % every == 0 and run.step < config.num_steps:
-      accuracy_after(run.step)
-  progress.end_steps()
-  after = accuracy_after(run.step)
-  with progress.phase("answering one problem again"):
-    now = answer_of(config, engine, task)
-    first = policy_lib.first_params(config.weights, policy)
-    first = policy_lib.running_weights(config.weights, first, base)
-    engine.set_params(first, policy_version=0)
-    then = answer_of(config, engine, task)
-  written = [row for row in metrics.read(run.directory / metrics.FILE_NAME) if "contract/kl" in row]
-  numbers = summary.of_run(before, after, written) | run.clock.read()
-  numbers |= dict(optimizer_steps=int(state.step), numerics=fingerprint)
-  metrics.write_summary(run.directory / "summary.json", numbers)
-  return Result(state, numbers, then, now)
+    sample_step, publish = setup_lib.ends(ready, run, task, usual)
+    run.begin(state, lambda: {"before": before})
+    before = before or setup_lib.accuracy_after(0, run, ready.asked)
+    while run.step < config.num_steps:
+      joules = run.clock.joules
+      with run.next_step() as put_off_stops:
+        state, numbers = train_step(
+          config, engine, ready.trainer, state, run.step, base,
+          sample=sample_step, publish=publish, advantages=advantages, progress=run.progress,
+          before_update=put_off_stops,
+        )  # fmt: skip
+        if joules is not None:
+          numbers["circle/joules"] = (run.clock.joules or 0.0) - joules
+        run.finish_step(state, lambda: {"before": before}, numbers)
+      on_step(run.step, state, numbers)
+      run.save_if_due(every=config.checkpoint_every)
+      every = config.evaluation.every
+      if every and run.step % every == 0 and run.step < config.num_steps:
+        setup_lib.accuracy_after(run.step, run, ready.asked)
+    run.progress.end_steps()
+    after = setup_lib.accuracy_after(run.step, run, ready.asked)
+    with run.progress.phase("answering one problem again"):
+      now = ready.asked.answer()
+      first = policy_lib.first_params(config.weights, ready.policy)
+      first = policy_lib.running_weights(config.weights, first, base)
+      engine.set_params(first, policy_version=0)
+      then = ready.asked.answer()
+    rows = metrics.read(run.directory / metrics.FILE_NAME)
+    numbers = summary.of_run(before, after, [row for row in rows if "contract/kl" in row])
+    numbers |= run.clock.read()
+    numbers |= dict(optimizer_steps=int(state.step), numerics=ready.fingerprint)
+    metrics.write_summary(run.directory / "summary.json", numbers)
+    return Result(state, numbers, then, now)
 
 
-def circle(
+def train_step(
   config: RunConfig,
   engine: engine_lib.Engine,
   trainer: step_lib.Trainer,
-  ahead: off_policy.Ahead[Sampled],
   state: TrainState,
   step: int,
   base: parameters.Params | None,
   *,
+  sample: setup_lib.Sample,
+  publish: setup_lib.Publish,
+  advantages: Advantages | None,
   progress: progress_lib.Progress,
   before_update: Callable[[], object],
 ) -> tuple[TrainState, dict[str, float]]:
-  """One round: sample, judge, learn, publish. Returns the new state and the round's numbers."""
+  """Takes one step: sample, judge, learn, publish; returns the new state and the step's numbers.
+
+  `sample` returns the step's groups and how they were sampled, `publish` hands the new weights to
+  what samples; the other arguments are those of the halves.
+  """
   begin = time.monotonic()
-  sampled = ahead.take(step)
-  if config.stale.steps_ahead and step + 1 < config.num_steps:
-    ahead.begin(step + 1)  # By the weights of this step, beside what follows.
+  groups, sampled = sample(step)
   sampled_at = time.monotonic()
   if config.engine.gives_back_pages and not engine.num_unfinished:
     engine.give_back_pages()
   with progress.phase("learning"):
+    values = judge(config, groups, advantages)
     state, learned = learn(
-      config, trainer, state, sampled.groups, base,
-      num_old=sampled.num_old, before_update=before_update,
-    )  # fmt: skip
-    weights = policy_lib.published_weights(
-      config.weights, state.params, base, is_copied=config.stale.steps_ahead > 0
+      config, trainer, state, groups, values, base, before_update=before_update
     )
+    weights = policy_lib.running_weights(config.weights, state.params, base)
     learned_at = time.monotonic()
-    ahead.wait()
-    engine.set_params(weights, policy_version=step + 1)
-  numbers = summary.of_rollouts(sampled.groups) | sampled.numbers | learned
-  return state, numbers | {
+    publish(weights, step + 1)
+  return state, summary.of_rollouts(groups) | sampled | learned | {
     "train/seconds": learned_at - sampled_at,
     "circle/seconds": time.monotonic() - begin,
   }
@@ -314,30 +205,27 @@ def sample(
   task: Task,
   journal: journal_lib.Journal,
   step: int,
-  carried: off_policy.Carried | None = None,
   *,
   progress: progress_lib.Progress | None = None,
   drafts: drafter_lib.RunDrafts | None = None,
-) -> Sampled:
-  """Samples and judges a step's groups; what the journal holds is not sampled again.
+) -> tuple[list[RolloutGroup], dict[str, float]]:
+  """Samples a step's groups, with a verdict on each answer as it is whole.
 
   Args:
     config: the run.
     engine: with the weights that sample.
-    task: poses and judges.
-    journal: of the run.
+    task: poses, and gives verdicts.
+    journal: of the run; what it holds is not sampled again.
     step: from 0.
-    carried: groups that wait from step to step (`StaleConfig.begun`).
     progress: is told.
     drafts: of the engine's drafter.
+
+  Returns:
+    The groups, and how they were sampled.
   """
   assert engine.tokenizer is not None
   watched = progress or progress_lib.silent()
-  begin = time.monotonic()
-  counted = dataclasses.replace(engine.counters)
-  take_drafts = drafts.take if drafts else statistics.Acceptance
-  take_drafts()  # Those of evaluations are not the step's.
-  traces: list[trace_lib.Trace] = []
+  measure = sampling.Measure(engine, drafts)
 
   def known(group: int, member: int) -> Rollout | None:
     entry = journal.lookup(step, group, member)
@@ -350,144 +238,43 @@ def sample(
 
   def generate(requests: Sequence[Request]) -> Iterator[Completion]:
     rollout = divided.resumed(engine, config.scheduler, journal, requests)
-    traces.append(rollout.trace)
-    yield from _watched(watched, "sampling", engine, rollout.run, requests)
+    measure.traces.append(rollout.trace)
+    yield from sampling.watched(watched, "sampling", engine, rollout.run, requests)
 
-  if config.stale.begun > 1:
-    assert carried is not None
-    with watched.phase("sampling", num_tokens=lambda: engine.counters.sampled_tokens):
-      groups, num_old = _partial_groups(config, engine, task, journal, step, carried, traces)
-  else:
-    groups = step_groups(
-      config,
-      task,
-      engine.tokenizer,
-      step,
-      generate=generate,
-      known=known,
-      on_rollout=keep,
-    )
-    completions = [rollout.completion for group in groups for rollout in group.rollouts]
-    num_old = sum(len(one.tokens) for one in completions if one.policy_version < step)
-  done = trace_lib.StepTrace(traces, take_drafts())
-  trace_lib.append(journal.path.with_name(trace_lib.FILE_NAME), step, done)
-  seconds, counters = time.monotonic() - begin, engine.counters
-  num_tokens = counters.sampled_tokens - counted.sampled_tokens
-  numbers = trace_lib.summarise(traces) | {
-    "schedule/drafted_tokens": float(counters.drafted_tokens - counted.drafted_tokens),
-    "schedule/accepted_tokens": float(counters.accepted_tokens - counted.accepted_tokens),
-    "rollout/seconds": seconds,
-    "rollout/tokens_per_second": num_tokens / max(seconds, 1e-9),
-    "rollout/old_tokens": float(num_old),
-  }
-  return Sampled(groups, num_old, numbers)
-
-
-def _watched(
-  progress: progress_lib.Progress,
-  name: str,
-  engine: engine_lib.Engine,
-  run: groups_lib.Generate,
-  requests: Sequence[Request],
-) -> Iterator[Completion]:
-  """Yields what `run` does; `progress` is told."""
-  with progress.phase(
-    name, total=len(requests), num_tokens=lambda: engine.counters.sampled_tokens
-  ) as phase:
-    yield from progress.judged(run(requests), phase)
-
-
-def _partial_groups(
-  config: RunConfig,
-  engine: engine_lib.Engine,
-  task: Task,
-  journal: journal_lib.Journal,
-  step: int,
-  carried: off_policy.Carried,
-  traces: list[trace_lib.Trace],
-) -> tuple[list[RolloutGroup], int]:
-  """Returns a step's groups, the others carried on, and how many of their tokens are old."""
-  assert engine.tokenizer is not None
-  num_problems = groups_lib.num_problems(task, "train")
-
-  def pose(position: int) -> Problem:
-    index = groups_lib.problem_index(position, num_problems, config.seed)
-    return groups_lib.problem_of(task, "train", index)
-
-  def rollout_of(said: Mapping[str, Completion]) -> divided.DividedRollout:
-    # They go on with other weights: that is what a partial rollout is.
-    version = engine.policy_version
-    said = {name: dataclasses.replace(one, policy_version=version) for name, one in said.items()}
-    rollout = divided.DividedRollout(engine, config.scheduler, resume_from=said)
-    traces.append(rollout.trace)
-    return rollout
-
-  def keep(problem: Problem, rollout: Rollout) -> None:
-    place = groups_lib.place_of(rollout.request.request_id)
-    journal.append(*place, rollout, problem_id=problem.problem_id, prompt_text=problem.prompt)
-
-  return off_policy.sample_partial(
-    carried,
+  groups = rounds.step_groups(
     config.rollout,
-    num_begun=math.ceil(config.stale.begun * config.rollout.groups_per_step),
-    step=step,
-    pose=pose,
+    max_rounds=config.trainer.max_rounds,
     task=task,
     tokenizer=engine.tokenizer,
     seed=config.seed,
-    rollout_of=rollout_of,
+    step=step,
+    generate=generate,
+    known=known,
     on_rollout=keep,
   )
+  num_old = sum(len(one.tokens) for one in _completions(groups) if one.policy_version < step)
+  return groups, measure.finish(journal.path.parent, step, num_old=num_old)
 
 
-def step_groups(
-  config: RunConfig,
-  task: Task,
-  tokenizer: tokenizer_lib.Tokenizer,
-  step: int,
-  *,
-  generate: groups_lib.Generate,
-  known: groups_lib.Known,
-  on_rollout: Callable[[int, int, Problem, Rollout], None],
-) -> list[RolloutGroup]:
-  """Returns the groups that a step learns from; the last three arguments as in `sample_groups`.
+def judge(
+  config: RunConfig, groups: Sequence[RolloutGroup], advantages: Advantages | None = None
+) -> np.ndarray:
+  """Returns advantages [b, g] of a step's answers: their verdicts' rewards, compared within groups.
 
-  With dynamic sampling, rounds follow each other until enough groups have unequal rewards; which
-  problems a round takes depends on the counts of the rounds before, never on who finished first.
+  Args:
+    config: the run: its overlong shaping, and the algorithm of its loss.
+    groups: with their verdicts.
+    advantages: of rewards, in the place of the algorithm's.
   """
-  wanted = config.rollout.groups_per_step
-  num_problems = groups_lib.num_problems(task, "train")
-  kept: list[RolloutGroup] = []
-  rejected: list[RolloutGroup] = []
-  taken = 0
-  for _ in range(config.trainer.max_rounds):
-    # A step's problems start at the same place however many rounds the steps before it took.
-    start = step * wanted * config.trainer.max_rounds + taken
-    count = wanted - len(kept)
-    indices = [
-      groups_lib.problem_index(start + place, num_problems, config.seed) for place in range(count)
-    ]
-    groups = groups_lib.sample_groups(
-      [groups_lib.problem_of(task, "train", index) for index in indices],
-      first_group=taken,
-      step=step,
-      generate=generate,
-      task=task,
-      config=config.rollout,
-      tokenizer=tokenizer,
-      seed=config.seed,
-      known=known,
-      on_rollout=on_rollout,
+  rewards = np.stack([group.rewards for group in groups])
+  if config.trainer.overlong_buffer:
+    lengths = np.asarray([[len(r.completion.tokens) for r in g.rollouts] for g in groups])
+    rewards = rewards + advantages_lib.overlong_penalty(
+      lengths, max_tokens=config.rollout.max_tokens, buffer=config.trainer.overlong_buffer
     )
-    taken += count
-    is_kept = [config.trainer.max_rounds == 1 or np.ptp(group.rewards) > 0 for group in groups]
-    kept += [group for group, keep_it in zip(groups, is_kept, strict=True) if keep_it]
-    rejected += [group for group, keep_it in zip(groups, is_kept, strict=True) if not keep_it]
-    if len(kept) == wanted:
-      break
-  # A step always has the same number of groups; those without information fill it up.
-  chosen = kept + rejected[: wanted - len(kept)]
-  return sorted(chosen, key=lambda group: group.group_index)
+  if advantages is None:
+    return advantages_lib.for_algorithm(config.loss.algorithm, rewards)
+  return np.asarray(advantages(rewards), np.float32)
 
 
 def learn(
@@ -495,30 +282,26 @@ def learn(
   trainer: step_lib.Trainer,
   state: TrainState,
   groups: Sequence[RolloutGroup],
+  values: np.ndarray,
   base: parameters.Params | None = None,
   *,
-  num_old: int = 0,
   before_update: Callable[[], object] = lambda: None,
 ) -> tuple[TrainState, dict[str, float]]:
   """Takes the optimiser steps of one batch of groups; returns the new state and its numbers.
 
+  Where an answer is of older weights than those of `state`, ratios are to what sampled it.
+
   Args:
     config: the run.
-    trainer: its programs.
+    trainer: its programs, the loss among them.
     state: with the weights that sampled.
-    groups: judged.
-    base: of `frozen_weights`.
-    num_old: tokens that other weights sampled; where there are any, ratios are to those of the
-      engine.
+    groups: with their verdicts.
+    values: their advantages [b, g], of `judge`.
+    base: of `programs.base_weights`.
     before_update: called before the first update, from which on `state` may be used up.
   """
-  rewards = np.stack([group.rewards for group in groups])
-  if config.trainer.overlong_buffer:
-    lengths = np.asarray([[len(r.completion.tokens) for r in g.rollouts] for g in groups])
-    rewards = rewards + advantages.overlong_penalty(
-      lengths, max_tokens=config.rollout.max_tokens, buffer=config.trainer.overlong_buffer
-    )
-  values = advantages.for_algorithm(config.loss.algorithm, rewards)
+  version = int(state.step) // config.trainer.num_mini_batches
+  is_old = any(one.policy_version < version for one in _completions(groups))
   parts = np.array_split(np.arange(len(groups)), config.trainer.num_mini_batches)
   batches = [
     programs_lib.pack(config, [groups[i] for i in part.tolist()], values[part]) for part in parts
@@ -531,7 +314,7 @@ def learn(
     references = [trainer.scores(reference, batch).logprob for batch in batches]
 
   # With the weights that sampled, over the whole batch, before any update.
-  olds: list[Any] = [batch.behaviour_logprobs if num_old else None for batch in batches]
+  olds: list[Any] = [batch.behaviour_logprobs if is_old else None for batch in batches]
   first_scores = []
   first_gradient, numbers = None, {}
   for index, batch in enumerate(batches):
@@ -540,7 +323,7 @@ def learn(
       sampling_params, batch, counts, olds[index], references[index]
     )
     first_scores.append(scores)
-    olds[index] = batch.behaviour_logprobs if num_old else scores.logprob
+    olds[index] = batch.behaviour_logprobs if is_old else scores.logprob
     if index == 0:
       first_gradient = gradient
       numbers |= {f"train/{name}": float(value) for name, value in means.items()}
@@ -565,103 +348,5 @@ def learn(
   return state, numbers
 
 
-def learn_again(
-  config: RunConfig,
-  policy: Policy,
-  task: Task,
-  trainer: step_lib.Trainer,
-  state: TrainState,
-  steps: range,
-  known: Callable[[int, int, int], Rollout | None],
-  *,
-  say: Callable[[str], None] = print,
-) -> TrainState:
-  """Takes steps of a run again with the rollouts of its journal; the state has the run's bits.
-
-  Nothing is sampled and nothing judged: the rewards are the journal's, and the task only poses its
-  problems again.
-
-  Args:
-    config: the run.
-    policy: its start.
-    task: the run's.
-    trainer: its programs, on any number of instances.
-    state: before the first of `steps`.
-    steps: consecutive.
-    known: (step, group, member) -> the journal's rollout, None if it has none.
-    say: takes a line a step.
-
-  Returns:
-    The state after the last of `steps`.
-
-  Raises:
-    ValueError: naming the rollouts that the journal lacks, before anything is computed.
-  """
-
-  def refuse(step: int, requests: Sequence[Request]) -> tuple[Completion, ...]:
-    if requests:
-      names = [request.request_id for request in requests]
-      more = f" and {len(names) - 8} more" if len(names) > 8 else ""
-      raise ValueError(
-        f"journal: got no rollout {', '.join(names[:8])}{more}, expected all that step"
-        f" {step + 1} learnt from (names count steps from 0); restore the file, or keep a"
-        " checkpoint of a later step."
-      )
-    return ()
-
-  groups = {
-    step: step_groups(
-      config,
-      task,
-      policy.require_tokenizer(),
-      step,
-      generate=functools.partial(refuse, step),
-      known=functools.partial(known, step),
-      on_rollout=lambda *_: None,
-    )
-    for step in steps
-  }
-  base = programs_lib.base_weights(config, policy)
-  for step in steps:
-    begin = time.monotonic()
-    state, numbers = learn(config, trainer, state, groups.pop(step), base)
-    say(
-      f"step {step + 1} learnt again, {step - steps.start + 1} of {len(steps)}: log-probability gap"
-      f" {numbers['contract/max_abs_logprob_gap']}, {time.monotonic() - begin:.1f} s"
-    )
-  return state
-
-
-def accuracy_of(
-  config: RunConfig,
-  engine: engine_lib.Engine,
-  task: Task,
-  progress: progress_lib.Progress | None = None,
-) -> dict[str, float]:
-  """Returns held-out accuracy with the engine's weights; see `evaluation.evaluate`."""
-  assert engine.tokenizer is not None
-  watched = progress or progress_lib.silent()
-  rollout = divided.DividedRollout(engine, config.scheduler)
-  return evaluation.evaluate(
-    config.evaluation,
-    generate=functools.partial(_watched, watched, "evaluating", engine, rollout.run),
-    task=task,
-    tokenizer=engine.tokenizer,
-    max_tokens=config.rollout.max_tokens,
-    seed=config.seed,
-    stop_strings=config.rollout.stop_strings,
-  )
-
-
-def answer_of(config: RunConfig, engine: engine_lib.Engine, task: Task) -> evaluation.Answer:
-  """Returns what the engine's weights answer to the first held-out problem, as evaluated."""
-  assert engine.tokenizer is not None
-  return evaluation.first_answer(
-    config.evaluation,
-    generate=divided.DividedRollout(engine, config.scheduler).run,
-    task=task,
-    tokenizer=engine.tokenizer,
-    max_tokens=config.rollout.max_tokens,
-    seed=config.seed,
-    stop_strings=config.rollout.stop_strings,
-  )
+def _completions(groups: Sequence[RolloutGroup]) -> list[Completion]:
+  return [rollout.completion for group in groups for rollout in group.rollouts]

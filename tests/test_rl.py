@@ -21,6 +21,7 @@ import zlib
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 import tiny_model
 
@@ -37,6 +38,7 @@ from seerjax.run import (
   off_policy,
   policy as policy_lib,
   programs as programs_lib,
+  replay,
   status,
   stops,
 )
@@ -746,7 +748,8 @@ def groups_of(*, count=2, is_shuffled=False):
 def learn(groups, config=CONFIG):
   state = programs_lib.first_state(config, policy())
   base = programs_lib.base_weights(config, policy())
-  return rl.learn(config, programs_of(config).trainer, state, groups, base)
+  values = rl.judge(config, groups)
+  return rl.learn(config, programs_of(config).trainer, state, groups, values, base)
 
 
 def test_the_order_of_completion_changes_no_bit_of_the_weights():
@@ -862,10 +865,10 @@ def test_rounds_replace_groups_that_say_nothing(tmp_path):
   for turn in range(2):
     path = tmp_path / f"{turn}.jsonl"
     with journal_lib.Journal(path, fingerprint={}, settings={}) as journal:
-      found.append([rl.sample(config, engine(), Coin(), journal, step).groups for step in range(4)])
+      found.append([rl.sample(config, engine(), Coin(), journal, step)[0] for step in range(4)])
       # Known rollouts give the same groups, whatever round they are of.
       task = Coin()
-      known = [rl.sample(config, engine(), task, journal, step).groups for step in range(4)]
+      known = [rl.sample(config, engine(), task, journal, step)[0] for step in range(4)]
       assert task.num_verdicts == 0
       taken = journal.keys()
       num_taken.append([sum(at == step for at, *_ in taken) for step in range(4)])
@@ -897,9 +900,11 @@ def known_of(directory):
 def learn_again(steps, known, *, state=None, config=CONFIG):
   task, lines = Vowels(), []
   state = programs_lib.first_state(config, policy()) if state is None else state
-  state = rl.learn_again(
-    config, policy(), task, programs_of(config).trainer, state, steps, known, say=lines.append
-  )
+  trainer, base = programs_of(config).trainer, programs_lib.base_weights(config, policy())
+  state = replay.learn_again(
+    lambda state, groups: rl.learn(config, trainer, state, groups, rl.judge(config, groups), base),
+    config, task, policy().require_tokenizer(), state, steps, known, log=lines.append,
+  )  # fmt: skip
   assert task.num_verdicts == 0
   assert [line.partition(",")[0] for line in lines] == [f"step {i + 1} learnt again" for i in steps]
   return state
@@ -958,6 +963,7 @@ def test_the_reference_is_the_policy_of_the_start_also_after_a_resume(tmp_path):
     programs_of(dataclasses.replace(CONFIG, loss=loss)).trainer,
     programs_lib.first_state(CONFIG, policy()),
     groups_of(),
+    rl.judge(CONFIG, groups_of()),
     jax.tree.map(lambda leaf: leaf * np.float32(1.1), policy().params),
   )
   assert numbers["train/kl_reference"] > 0.0
@@ -1066,3 +1072,28 @@ def test_a_plan_is_counted_before_anything_is_taken():
   back = dataclasses.replace(CONFIG, engine=engine)
   assert memory_lib.memory_plan(back, MODEL).needed < plan.needed
   assert "that are given back" in memory_lib.memory_plan(back, MODEL).describe()
+
+
+# What a caller puts in the place of today's.
+
+
+def test_callables_stand_in_for_loss_advantages_and_optimizer(tmp_path):
+  seen, shapes = [], []
+
+  def loss(*args, **kwargs):
+    value, numbers = losses.policy_loss(*args, **kwargs)
+    return 2 * value, numbers
+
+  def advantages(rewards):
+    shapes.append(rewards.shape)
+    return rewards - rewards.mean(1, keepdims=True)
+
+  result = rl.train(
+    dataclasses.replace(CONFIG, num_steps=2), policy(), Vowels(), tmp_path, log=lambda line: None,
+    loss=loss, advantages=advantages, optimizer=optax.sgd(0.5),
+    on_step=lambda step, state, numbers: seen.append((step, int(state.step), numbers)),
+  )  # fmt: skip
+  assert [row[:2] for row in seen] == [(1, 1), (2, 2)] and shapes == [(2, 2)] * 2
+  assert all(row[2]["contract/kl"] == 0.0 for row in seen)
+  assert seen[0][2]["train/update_norm"] == pytest.approx(0.5 * seen[0][2]["train/grad_norm"])
+  assert int(result.state.step) == 2

@@ -10,13 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 import dataclasses
-from typing import NamedTuple
+import functools
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from seerjax import types
+from seerjax.engine import engine as engine_lib
 from seerjax.models import tokenizer as tokenizer_lib
-from seerjax.rollout import groups
+from seerjax.rollout import divided, groups, policies
+from seerjax.run import progress as progress_lib, sampling
 from seerjax.types import Completion, Problem, Task, Verdict
 
 
@@ -159,3 +162,47 @@ def describe(accuracy: dict[str, float]) -> str:
     f" {accuracy['accuracy_well_formed']:.1%} of the well-formed {accuracy['well_formed']:.1%},"
     f" {accuracy['ended']:.1%} ended by themselves, {accuracy['length']:.1f} tokens on average"
   )
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluator:
+  """Asks a run's engine, with whatever weights it has.
+
+  Attributes:
+    config: how many problems, at which temperature.
+    engine: with its tokenizer.
+    task: poses and judges.
+    rollout: what an answer may be.
+    policy: of scheduling.
+    seed: of the run.
+    progress: is told.
+  """
+
+  config: EvaluationConfig
+  engine: engine_lib.Engine
+  task: Task
+  rollout: groups.RolloutConfig
+  policy: policies.SchedulerConfig
+  seed: int
+  progress: progress_lib.Progress
+
+  def accuracy(self) -> dict[str, float]:
+    """Returns held-out accuracy; see `evaluate`."""
+    run = divided.DividedRollout(self.engine, self.policy).run
+    watched = functools.partial(sampling.watched, self.progress, "evaluating", self.engine, run)
+    return evaluate(self.config, generate=watched, **self._asked())
+
+  def answer(self) -> Answer:
+    """Returns the answer to the first held-out problem; see `first_answer`."""
+    run = divided.DividedRollout(self.engine, self.policy).run
+    return first_answer(self.config, generate=run, **self._asked())
+
+  def _asked(self) -> dict[str, Any]:
+    assert self.engine.tokenizer is not None
+    return dict(
+      task=self.task,
+      tokenizer=self.engine.tokenizer,
+      max_tokens=self.rollout.max_tokens,
+      seed=self.seed,
+      stop_strings=self.rollout.stop_strings,
+    )

@@ -16,11 +16,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 import concurrent.futures
 import dataclasses
-from typing import Generic, TypeVar
+import math
+from typing import Any, Generic, TypeVar
 
+import jax
+import jax.numpy as jnp
+
+from seerjax.engine import engine as engine_lib
 from seerjax.models import tokenizer as tokenizer_lib
-from seerjax.rollout import groups as groups_lib
+from seerjax.rollout import groups as groups_lib, journal as journal_lib, policies
 from seerjax.rollout.divided import DividedRollout
+from seerjax.run import progress as progress_lib, sampling
+from seerjax.run.drafter import RunDrafts
 from seerjax.types import Completion, Problem, Request, Rollout, RolloutGroup, Task
 
 T = TypeVar("T")
@@ -52,39 +59,112 @@ class StaleConfig:
       )
 
 
-class Ahead(Generic[T]):
-  """Samples steps, one of them beside whatever else goes on."""
+class OneStepOff(Generic[T]):
+  """Samples each step beside the learning of the one before.
 
-  def __init__(self, sample: Callable[[int], T]):
-    self._sample = sample
+  It stands in the place of what a loop samples and publishes with.
+  """
+
+  def __init__(
+    self, sample: Callable[[int], T], publish: Callable[[Any, int], None], *, num_steps: int
+  ):
+    """Takes what samples a step and what publishes weights of a version, and how many steps."""
+    self._sample, self._publish, self._num_steps = sample, publish, num_steps
     self._thread = concurrent.futures.ThreadPoolExecutor(max_workers=1)
     self._begun: dict[int, concurrent.futures.Future[T]] = {}
 
-  def begin(self, step: int) -> None:
-    """Starts to sample a step, and returns."""
-    self._begun[step] = self._thread.submit(self._sample, step)
-
-  def wait(self) -> None:
-    """Returns when nothing is being sampled.
-
-    Raises:
-      Exception: what sampling raised.
-    """
-    for begun in self._begun.values():
-      begun.result()
-
-  def take(self, step: int) -> T:
-    """Returns what was sampled for a step; samples it now if it was not begun.
+  def sample(self, step: int) -> T:
+    """Returns what was sampled for a step, and begins the next by the same weights.
 
     Raises:
       Exception: what sampling it raised.
     """
     begun = self._begun.pop(step, None)
-    return self._sample(step) if begun is None else begun.result()
+    found = self._sample(step) if begun is None else begun.result()
+    if step + 1 < self._num_steps:
+      self._begun[step + 1] = self._thread.submit(self._sample, step + 1)
+    return found
+
+  def publish(self, weights: Any, policy_version: int) -> None:
+    """Publishes a copy of weights when nothing is being sampled.
+
+    A copy, for the engine samples while an update takes the place of float32 masters.
+
+    Raises:
+      Exception: what sampling raised.
+    """
+    weights = jax.tree.map(jnp.copy, weights)
+    for begun in self._begun.values():
+      begun.result()
+    self._publish(weights, policy_version)
 
   def close(self) -> None:
     """Waits, and ends the thread."""
     self._thread.shutdown()
+
+
+class Partial:
+  """Samples steps whose groups may wait for the next one; in the place of what samples a step."""
+
+  def __init__(
+    self,
+    engine: engine_lib.Engine,
+    task: Task,
+    journal: journal_lib.Journal,
+    rollout: groups_lib.RolloutConfig,
+    *,
+    begun: float,
+    policy: policies.SchedulerConfig,
+    seed: int,
+    progress: progress_lib.Progress,
+    drafts: RunDrafts,
+  ):
+    """Takes what samples, poses and judges, and `StaleConfig.begun`."""
+    self._engine, self._task, self._journal, self._rollout = engine, task, journal, rollout
+    self._num_begun = math.ceil(begun * rollout.groups_per_step)
+    self._policy, self._seed = policy, seed
+    self._progress, self._drafts = progress, drafts
+    self._carried = Carried()
+
+  def sample(self, step: int) -> tuple[list[RolloutGroup], dict[str, float]]:
+    """Returns a step's groups, the others carried on, and how they were sampled."""
+    engine = self._engine
+    measure = sampling.Measure(engine, self._drafts)
+    num_problems = groups_lib.num_problems(self._task, "train")
+    assert engine.tokenizer is not None
+
+    def pose(position: int) -> Problem:
+      index = groups_lib.problem_index(position, num_problems, self._seed)
+      return groups_lib.problem_of(self._task, "train", index)
+
+    def rollout_of(said: Mapping[str, Completion]) -> DividedRollout:
+      # They are continued with other weights: that is what a partial rollout is.
+      version = engine.policy_version
+      said = {name: dataclasses.replace(one, policy_version=version) for name, one in said.items()}
+      rollout = DividedRollout(engine, self._policy, resume_from=said)
+      measure.traces.append(rollout.trace)
+      return rollout
+
+    def keep(problem: Problem, rollout: Rollout) -> None:
+      place = groups_lib.place_of(rollout.request.request_id)
+      self._journal.append(
+        *place, rollout, problem_id=problem.problem_id, prompt_text=problem.prompt
+      )
+
+    with self._progress.phase("sampling", num_tokens=lambda: engine.counters.sampled_tokens):
+      groups, num_old = sample_partial(
+        self._carried,
+        self._rollout,
+        num_begun=self._num_begun,
+        step=step,
+        pose=pose,
+        task=self._task,
+        tokenizer=engine.tokenizer,
+        seed=self._seed,
+        rollout_of=rollout_of,
+        on_rollout=keep,
+      )
+    return groups, measure.finish(self._journal.path.parent, step, num_old=num_old)
 
 
 @dataclasses.dataclass(eq=False)
@@ -175,8 +255,13 @@ def sample_partial(
     if member not in group.rollouts
   }
 
+  # Whole by these weights, yet not theirs alone: what learns has to know.
+  versions = {name: said.policy_version for name, said in carried.said.items() if said.tokens}
+
   def keep(completion: Completion) -> None:
     group, member = places[completion.request_id]
+    version = versions.get(completion.request_id, completion.policy_version)
+    completion = dataclasses.replace(completion, policy_version=version)
     verdict = groups_lib.judge(task, group.problem, completion.text)
     rollout = Rollout(
       request=group.requests[member], completion=completion, verdict=verdict

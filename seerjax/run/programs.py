@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import optax
 
 from seerjax import parallel
 from seerjax.engine import runner as runner_lib
@@ -18,7 +19,7 @@ from seerjax.models import config as model_config, parameters
 from seerjax.run import policy as policy_lib
 from seerjax.run.config import RunConfig, for_model
 from seerjax.run.policy import Policy
-from seerjax.trainer import packing, step as step_lib
+from seerjax.trainer import losses, packing, step as step_lib
 from seerjax.types import RolloutGroup, TrainState
 
 
@@ -31,22 +32,36 @@ class Programs:
   runner: runner_lib.Runner
 
 
-def make_programs(config: RunConfig, model: model_config.TransformerConfig) -> Programs:
-  """Returns what a run compiles; nothing is compiled before it is first used."""
+def make_programs(
+  config: RunConfig,
+  model: model_config.TransformerConfig,
+  *,
+  loss: step_lib.PolicyLoss = losses.policy_loss,
+  optimizer: optax.GradientTransformation | None = None,
+) -> Programs:
+  """Returns what a run compiles; nothing is compiled before it is first used.
+
+  Args:
+    config: the run.
+    model: its shape.
+    loss: of one micro-batch, as `losses.policy_loss`.
+    optimizer: an optax chain in the place of the config's.
+  """
   config = for_model(config, model)
   sampling, learning = meshes(config)
   trainer = step_lib.Trainer(
     model,
     config.numerics,
     config.loss,
-    step_lib.make_optimizer(config.optimizer),
+    step_lib.make_optimizer(config.optimizer) if optimizer is None else optimizer,
     learning,
     layout(config).num_pages,
     config.engine.page_size,
     config.trainer.remat,
+    loss,
   )
   runner = runner_lib.Runner(model, config.numerics, sampling, len(config.engine.row_buckets))
-  return Programs(key_of(config, model), trainer, runner)
+  return Programs(key_of(config, model, loss, optimizer), trainer, runner)
 
 
 def meshes(config: RunConfig) -> tuple[jax.sharding.Mesh, jax.sharding.Mesh]:
@@ -61,9 +76,11 @@ def meshes(config: RunConfig) -> tuple[jax.sharding.Mesh, jax.sharding.Mesh]:
   )
 
 
-def first_state(config: RunConfig, policy: Policy) -> TrainState:
-  """Returns the state of a run that has not learnt."""
-  optimizer = step_lib.make_optimizer(config.optimizer)
+def first_state(
+  config: RunConfig, policy: Policy, optimizer: optax.GradientTransformation | None = None
+) -> TrainState:
+  """Returns the state of a run that has not learnt; `optimizer` in the place of the config's."""
+  optimizer = step_lib.make_optimizer(config.optimizer) if optimizer is None else optimizer
   return policy_lib.initial_state(config.weights, policy, optimizer)
 
 
@@ -74,11 +91,17 @@ def base_weights(config: RunConfig, policy: Policy) -> parameters.Params | None:
   return policy_lib.frozen_weights(policy, config.numerics, meshes(config)[1])
 
 
-def key_of(config: RunConfig, model: model_config.TransformerConfig) -> tuple[Any, ...]:
+def key_of(
+  config: RunConfig,
+  model: model_config.TransformerConfig,
+  loss: step_lib.PolicyLoss = losses.policy_loss,
+  optimizer: optax.GradientTransformation | None = None,
+) -> tuple[Any, ...]:
   """Returns all that decides a run's programs (`Programs.made_for`)."""
   return (
     model, config.num_instances, config.stale.steps_ahead, config.lora_rank, config.numerics,
     config.engine, layout(config), config.trainer.remat, config.loss, config.optimizer,
+    loss, optimizer,
   )  # fmt: skip
 
 

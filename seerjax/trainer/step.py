@@ -15,7 +15,7 @@ needed is given up: an optimiser step takes the place of the state that it began
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 import dataclasses
 import functools
 import itertools
@@ -156,6 +156,10 @@ class MicroBatch(NamedTuple):
   reference_logprobs: Any = None
 
 
+# What `losses.policy_loss` is: a micro-batch's share of the loss, and its metrics.
+PolicyLoss = Callable[..., tuple[Array, losses.LossMetrics]]
+
+
 @dataclasses.dataclass(frozen=True)
 class Trainer:
   """Gradient and update programs of one model.
@@ -170,6 +174,7 @@ class Trainer:
     page_size: positions of one page.
     remat: what a gradient keeps of the forward pass ("none" computes nothing again), see
       `transformer.forward`.
+    policy_loss: of one micro-batch, as `losses.policy_loss`.
   """
 
   model: model_config.TransformerConfig
@@ -180,6 +185,7 @@ class Trainer:
   num_pages: int
   page_size: int
   remat: transformer.Remat = "none"
+  policy_loss: PolicyLoss = losses.policy_loss
 
   def init(self, params: parameters.Params) -> TrainState:
     """Returns the state of a run that has not learnt yet.
@@ -219,7 +225,7 @@ class Trainer:
       )
       current = jax.lax.stop_gradient(scores.logprob)
       old = jnp.where(micro.is_first, current, micro.old_logprobs)
-      value, metrics = losses.policy_loss(
+      value, metrics = self.policy_loss(
         scores.logprob,
         scores.entropy,
         micro.batch,

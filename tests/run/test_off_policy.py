@@ -33,33 +33,43 @@ class Counts:
     return Verdict(reward=float(len(text) % 2), correct=True, well_formed=True)
 
 
-def test_a_step_is_sampled_beside_whatever_goes_on():
-  begun, go_on = threading.Event(), threading.Event()
+def test_the_next_step_is_sampled_while_this_one_learns_and_weights_wait_for_it():
+  begun, may_end, published = threading.Event(), threading.Event(), []
 
   def sample(step: int) -> int:
-    begun.set()
-    assert go_on.wait(30)
+    if step == 1:
+      begun.set()
+      assert may_end.wait(30)
     return 10 * step
 
-  ahead = off_policy.Ahead(sample)
-  ahead.begin(3)
+  def publish(weights, version: int) -> None:
+    assert may_end.is_set()  # Not while a step is being sampled.
+    published.append((weights, version))
+
+  ahead = off_policy.OneStepOff(sample, publish, num_steps=2)
+  assert ahead.sample(0) == 0
   assert begun.wait(30)  # It runs, and we are here.
-  go_on.set()
-  ahead.wait()
-  assert ahead.take(3) == 30 and ahead.take(4) == 40
+  assert published == []
+  may_end.set()
+  ahead.publish({"down": np.float32(3)}, 1)
+  assert [version for _, version in published] == [1] and published[0][0]["down"] == 3
+  assert ahead.sample(1) == 10  # The last: none is begun after it.
+  ahead.publish({}, 2)
   ahead.close()
 
 
 def test_what_sampling_raises_is_raised_where_it_is_waited_for():
   def sample(step: int) -> int:
-    raise ValueError(f"step {step} fails")
+    if step == 1:
+      raise ValueError(f"step {step} fails")
+    return step
 
-  ahead = off_policy.Ahead(sample)
-  ahead.begin(1)
+  ahead = off_policy.OneStepOff(sample, lambda *_: None, num_steps=2)
+  assert ahead.sample(0) == 0
   with pytest.raises(ValueError, match="step 1 fails"):
-    ahead.wait()
+    ahead.publish({}, 1)
   with pytest.raises(ValueError, match="step 1 fails"):
-    ahead.take(1)
+    ahead.sample(1)
   ahead.close()
 
 
@@ -96,9 +106,11 @@ def test_groups_that_are_not_whole_are_carried_on_with_their_tokens():
         name, tokens = rollout.request.request_id, rollout.completion.tokens
         begun = beginnings[name].tokens if name in beginnings else ()
         assert tokens[: len(begun)] == begun
-        # Whole before this step, or as far as it had come.
-        was_whole = rollout.completion.policy_version < step
+        # Whole before this step, or as far as it had come; either way what learns is told.
+        is_old = rollout.completion.policy_version < step
+        was_whole = is_old and name not in beginnings
         expected_old += len(tokens) if was_whole else len(begun)
+        assert is_old == (was_whole or len(begun) > 0)
     assert old == expected_old
     num_old.append(old)
     learnt += [group.problem.problem_id for group in groups]

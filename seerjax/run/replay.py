@@ -1,0 +1,84 @@
+"""Takes steps of a run again from its journal: the weights between two checkpoints, to the bit.
+
+Nothing is sampled and nothing judged: the rewards are the journal's, and the task only poses its
+problems again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+import functools
+import time
+
+from seerjax.models import tokenizer as tokenizer_lib
+from seerjax.run import rounds
+from seerjax.run.config import RunConfig
+from seerjax.types import Completion, Request, Rollout, RolloutGroup, Task, TrainState
+
+# Takes one step's optimiser steps, as the run did: (state, groups) -> (state, numbers).
+Learn = Callable[[TrainState, Sequence[RolloutGroup]], tuple[TrainState, Mapping[str, float]]]
+
+
+def learn_again(
+  learn: Learn,
+  config: RunConfig,
+  task: Task,
+  tokenizer: tokenizer_lib.Tokenizer,
+  state: TrainState,
+  steps: range,
+  known: Callable[[int, int, int], Rollout | None],
+  *,
+  log: Callable[[str], None] = print,
+) -> TrainState:
+  """Takes steps of a run again with the rollouts of its journal; the state has the run's bits.
+
+  Args:
+    learn: the run's own, on any number of instances.
+    config: the run.
+    task: the run's.
+    tokenizer: of its policy, with its chat.
+    state: before the first of `steps`.
+    steps: consecutive.
+    known: (step, group, member) -> the journal's rollout, None if it has none.
+    log: takes a line a step.
+
+  Returns:
+    The state after the last of `steps`.
+
+  Raises:
+    ValueError: naming the rollouts that the journal lacks, before anything is computed.
+  """
+
+  def refuse(step: int, requests: Sequence[Request]) -> tuple[Completion, ...]:
+    if requests:
+      names = [request.request_id for request in requests]
+      more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+      raise ValueError(
+        f"journal: got no rollout {', '.join(names[:8])}{more}, expected all that step"
+        f" {step + 1} learnt from (names count steps from 0); restore the file, or keep a"
+        " checkpoint of a later step."
+      )
+    return ()
+
+  groups = {
+    step: rounds.step_groups(
+      config.rollout,
+      max_rounds=config.trainer.max_rounds,
+      task=task,
+      tokenizer=tokenizer,
+      seed=config.seed,
+      step=step,
+      generate=functools.partial(refuse, step),
+      known=functools.partial(known, step),
+      on_rollout=lambda *_: None,
+    )
+    for step in steps
+  }
+  for step in steps:
+    begin = time.monotonic()
+    state, numbers = learn(state, groups.pop(step))
+    log(
+      f"step {step + 1} learnt again, {step - steps.start + 1} of {len(steps)}: log-probability gap"
+      f" {numbers['contract/max_abs_logprob_gap']}, {time.monotonic() - begin:.1f} s"
+    )
+  return state

@@ -1,0 +1,79 @@
+"""The groups that a step learns from: rounds of problems, until enough of them say something.
+
+With DAPO's dynamic sampling a group whose rewards are all equal is replaced by the next problem's.
+Source: Yu et al. 2025 (DAPO), https://arxiv.org/abs/2503.14476.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from seerjax.models import tokenizer as tokenizer_lib
+from seerjax.rollout import groups as groups_lib
+from seerjax.types import Problem, Rollout, RolloutGroup, Task
+
+
+def step_groups(
+  config: groups_lib.RolloutConfig,
+  *,
+  max_rounds: int,
+  task: Task,
+  tokenizer: tokenizer_lib.Tokenizer,
+  seed: int,
+  step: int,
+  generate: groups_lib.Generate,
+  known: groups_lib.Known,
+  on_rollout: Callable[[int, int, Problem, Rollout], None],
+) -> list[RolloutGroup]:
+  """Returns the groups that a step learns from.
+
+  With `max_rounds` above 1, rounds follow each other until enough groups have unequal rewards;
+  which problems a round takes depends on the counts of the rounds before, never on who finished
+  first.
+
+  Args:
+    config: of a step.
+    max_rounds: 1 keeps every group.
+    task: poses and judges.
+    tokenizer: makes the prompts.
+    seed: of the run.
+    step: of the run, from 0.
+    generate: as in `sample_groups`, and so the last two.
+    known: rollouts that need not be sampled again.
+    on_rollout: called as each one finishes.
+  """
+  wanted = config.groups_per_step
+  num_problems = groups_lib.num_problems(task, "train")
+  kept: list[RolloutGroup] = []
+  rejected: list[RolloutGroup] = []
+  taken = 0
+  for _ in range(max_rounds):
+    # A step's problems start at the same place however many rounds the steps before it took.
+    start = step * wanted * max_rounds + taken
+    count = wanted - len(kept)
+    indices = [
+      groups_lib.problem_index(start + place, num_problems, seed) for place in range(count)
+    ]
+    groups = groups_lib.sample_groups(
+      [groups_lib.problem_of(task, "train", index) for index in indices],
+      first_group=taken,
+      step=step,
+      generate=generate,
+      task=task,
+      config=config,
+      tokenizer=tokenizer,
+      seed=seed,
+      known=known,
+      on_rollout=on_rollout,
+    )
+    taken += count
+    is_kept = [max_rounds == 1 or np.ptp(group.rewards) > 0 for group in groups]
+    kept += [group for group, keep_it in zip(groups, is_kept, strict=True) if keep_it]
+    rejected += [group for group, keep_it in zip(groups, is_kept, strict=True) if not keep_it]
+    if len(kept) == wanted:
+      break
+  # A step always has the same number of groups; those without information fill it up.
+  chosen = kept + rejected[: wanted - len(kept)]
+  return sorted(chosen, key=lambda group: group.group_index)

@@ -1,0 +1,196 @@
+"""What a run has when its loop begins, and what closes around the sampling of its steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+import contextlib
+import dataclasses
+
+import optax
+
+from seerjax import metrics, numerics as numerics_lib
+from seerjax.engine import engine as engine_lib
+from seerjax.engine.kv import pool as kv_pool_lib, stores
+from seerjax.models import parameters
+from seerjax.models.loading import Model
+from seerjax.rollout import groups as groups_lib, journal as journal_lib
+from seerjax.run import (
+  config as config_lib,
+  directory as directory_lib,
+  drafter as drafter_lib,
+  evaluation,
+  memory as memory_lib,
+  off_policy,
+  policy as policy_lib,
+  programs as programs_lib,
+  session as session_lib,
+)
+from seerjax.run.config import RunConfig
+from seerjax.run.policy import Policy
+from seerjax.run.programs import Programs
+from seerjax.trainer import step as step_lib
+from seerjax.types import RolloutGroup, Task, TrainState
+
+# What samples a step, and what publishes weights under a version.
+Sample = Callable[[int], tuple[list[RolloutGroup], dict[str, float]]]
+Publish = Callable[[parameters.Params, int], None]
+
+# Settings that a resumed run may change: the fingerprint speaks for the first, and the others move
+# no bit.
+FREE_SETTINGS = (
+  "numerics", "num_steps", "num_instances", "checkpoint_every", "scheduler", "kv_pool",
+  "speculation",
+)  # fmt: skip
+# What the progress bar shows.
+CONSOLE_DIGITS = {
+  "rollout/reward_mean": 4,
+  "rollout/length_mean": 4,
+  "rollout/tokens_per_second": 4,
+  "contract/kl": 4,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Setup:
+  """What a run has when its loop begins.
+
+  Attributes:
+    config: with what was left open decided.
+    policy: with the run's chat in its tokenizer.
+    fingerprint: of the run's numerics.
+    trainer: gradient and update.
+    engine: with the weights of `state`.
+    journal: open.
+    drafts: of the engine's drafter.
+    asked: asks the engine held-out problems.
+    state: of a new run or of the latest checkpoint.
+    base: of `programs.base_weights`.
+    before: held-out accuracy before the first step, empty if it was not measured yet.
+  """
+
+  config: RunConfig
+  policy: Policy
+  fingerprint: dict[str, str]
+  trainer: step_lib.Trainer
+  engine: engine_lib.Engine
+  journal: journal_lib.Journal
+  drafts: drafter_lib.RunDrafts
+  asked: evaluation.Evaluator
+  state: TrainState
+  base: parameters.Params | None
+  before: dict[str, float]
+
+
+def set_up(
+  run: session_lib.Session,
+  config: RunConfig,
+  policy: Policy,
+  task: Task,
+  programs: Programs | None,
+  loss: step_lib.PolicyLoss,
+  optimizer: optax.GradientTransformation | None,
+  *,
+  resume: bool,
+) -> Setup:
+  """Returns what the loop begins with; the arguments are those of `rl.train`.
+
+  Raises:
+    ValueError: for settings, programs or a task that cannot work, before the journal is begun.
+  """
+  given, progress = config, run.progress
+  if resume:
+    config = directory_lib.as_begun(config, run.directory)
+  config = config_lib.for_model(config, policy.model)
+  policy = policy.with_chat(config.chat)
+  if resume and config.stale != off_policy.StaleConfig():
+    raise ValueError(
+      f"RunConfig.stale: got {config.stale} and a run to resume, expected a new one (what is under"
+      " way between two steps is kept in memory alone); choose another directory, without resume."
+    )
+  for split in ("train", "heldout"):
+    groups_lib.num_problems(task, split)  # Refuses none.
+  fingerprint = numerics_lib.fingerprint(config.numerics, config.trainer.remat)
+  if programs is None:
+    programs = programs_lib.make_programs(config, policy.model, loss=loss, optimizer=optimizer)
+  elif programs.made_for != programs_lib.key_of(config, policy.model, loss, optimizer):
+    raise ValueError(
+      "train.programs: got programs of another config or model, expected make_programs of these;"
+      " share them only between equals."
+    )
+  drafts = drafter_lib.RunDrafts(config.speculation)
+  memory = memory_lib.memory_plan(config, policy.model)
+  state, before = programs_lib.first_state(config, policy, optimizer), {}
+  base = programs_lib.base_weights(config, policy)
+  run.hold_to(
+    metrics.encode(dataclasses.asdict(config)),
+    free=FREE_SETTINGS,
+    defaults=metrics.encode(dataclasses.asdict(RunConfig())),
+  )
+  if restored := run.restore(lambda: state, fingerprint=fingerprint):
+    state = restored.state
+    before = restored.host_state["before"] or directory_lib.accuracy_at(run.directory, 0)
+  published = policy_lib.published_weights(
+    config.weights, state.params, base, is_copied=config.stale.steps_ahead > 0
+  )
+  # Before the journal, which holds a run to its settings from its first line on.
+  engine = engine_lib.Engine(
+    Model(policy.model, published, config.numerics, policy.require_tokenizer()),
+    config=memory.engine,
+    key=numerics_lib.key(config.seed),
+    policy_version=run.step,
+    runner=programs.runner,
+    kv_pool=kv_pool_lib.KVPool(config.kv_pool, stores.open_store(config.kv_pool)),
+  )
+  run.open(sizes=config_lib.chosen_sizes(config), console_digits=CONSOLE_DIGITS)
+  for line in (config_lib.chosen(given, config), memory.describe(), engine.plan()):
+    if line:
+      progress.say(line)
+  with progress.phase("measuring the engine's steps"):
+    drafts.begin(engine)
+  asked = evaluation.Evaluator(
+    config.evaluation, engine, task, config.rollout, config.scheduler, config.seed, progress
+  )
+  assert run.journal is not None
+  return Setup(
+    config, policy, fingerprint, programs.trainer, engine, run.journal, drafts, asked, state, base,
+    before,
+  )  # fmt: skip
+
+
+def ends(
+  ready: Setup, run: session_lib.Session, task: Task, sample: Sample
+) -> tuple[Sample, Publish]:
+  """Returns what samples a run's steps and what publishes its weights.
+
+  They are `sample` and the engine's own, or what `StaleConfig` closes around them.
+  """
+  config, engine = ready.config, ready.engine
+
+  def publish(weights: parameters.Params, policy_version: int) -> None:
+    engine.set_params(weights, policy_version=policy_version)
+
+  if config.stale.begun > 1:
+    partial = off_policy.Partial(
+      engine, task, ready.journal, config.rollout, begun=config.stale.begun,
+      policy=config.scheduler, seed=config.seed, progress=run.progress, drafts=ready.drafts,
+    )  # fmt: skip
+    return partial.sample, publish
+  if config.stale.steps_ahead:
+    ahead = off_policy.OneStepOff(sample, publish, num_steps=config.num_steps)
+    run.enter(contextlib.closing(ahead))
+    return ahead.sample, ahead.publish
+  return sample, publish
+
+
+def accuracy_after(
+  step: int, run: session_lib.Session, asked: evaluation.Evaluator
+) -> dict[str, float]:
+  """Returns held-out accuracy after a step; what a run that was stopped since found is read."""
+  if found := directory_lib.accuracy_at(run.directory, step):
+    return found
+  when = {run.num_steps: "after", 0: "before"}.get(step, f"after step {step}")
+  run.progress.say(f"held-out accuracy on {asked.config.num_problems} problems, {when}:")
+  found = asked.accuracy()
+  run.writer.write(step, {f"heldout/{name}": value for name, value in found.items()})
+  run.progress.say(f"  {evaluation.describe(found)}")
+  return found
