@@ -12,7 +12,7 @@ import pytest
 import tiny_model
 
 from seerjax import parallel
-from seerjax.models import lora, transformer
+from seerjax.models import flax_module, kv_layout, lora, parameters, transformer
 
 NUMERICS, BFLOAT16 = tiny_model.NUMERICS, tiny_model.BFLOAT16
 MODEL = tiny_model.ODD
@@ -83,7 +83,7 @@ def test_merging_by_hand():
 
 
 def loss_of(params, numerics):
-  logits = transformer.logits_of(params, tokens_of(2, LENGTH), config=MODEL, numerics=numerics)
+  logits = flax_module.logits_of(params, tokens_of(2, LENGTH), config=MODEL, numerics=numerics)
   return jnp.mean(jax.nn.logsumexp(logits * logits, axis=-1)), logits
 
 
@@ -152,13 +152,13 @@ on_one_device = jax.jit(hidden_rows)
 @pytest.mark.parametrize("model_shards", [2, 8])
 def test_devices_change_no_bit(model_shards):
   params = lora.attach(base_of(NUMERICS), adapter_of(), SCALE)
-  batch, num_pages = transformer.sequences_batch(2, 5, NUMERICS, 16)
+  batch, num_pages = flax_module.sequences_batch(2, 5, NUMERICS, 16)
   batch = jax.tree.map(jnp.asarray, batch)._replace(tokens=tokens_of(2, 5).reshape(-1))
-  pages = transformer.empty_pages(MODEL, NUMERICS, num_pages=num_pages, page_size=16)
+  pages = kv_layout.empty_pages(MODEL, NUMERICS, num_pages=num_pages, page_size=16)
   sharded = jax.shard_map(
     functools.partial(hidden_rows, axis="model"),
     mesh=parallel.make_mesh(model_shards=model_shards),
-    in_specs=(transformer.specs_of(params), jax.P("model"), jax.P()),
+    in_specs=(parameters.specs_of(params), jax.P("model"), jax.P()),
     out_specs=jax.P(),
     check_vma=False,
   )

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from seerjax import numerics as numerics_lib
-from seerjax.models import transformer
+from seerjax.models import config as model_config
 
 MAGIC = b"SEERKV01"
 ALIGNMENT = 64  # Bytes.
@@ -55,7 +55,7 @@ def _hex(digest: Any) -> str:
 
 
 def fingerprint_digest(
-  model: transformer.TransformerConfig, numerics: numerics_lib.NumericsConfig, pages: Any
+  model: model_config.TransformerConfig, numerics: numerics_lib.NumericsConfig, pages: Any
 ) -> str:
   """Returns the digest of all but the weights that pages follow from.
 
