@@ -14,38 +14,35 @@ Takes about ten seconds on two CPU cores, nearly all of it compilation. The last
 
 from __future__ import annotations
 
-import pathlib
 import sys
 
 import numpy as np
 
-from seerjax import NumericsConfig, Request, SamplingParams, numerics
-from seerjax.engine import engine as engine_lib
-from seerjax.models import huggingface, parameters, tokenizer as tokenizer_lib
-from seerjax.models.loading import Model
-from seerjax.types import Completion
+from seerjax import (
+  Completion,
+  Engine,
+  EngineConfig,
+  NumericsConfig,
+  Request,
+  SamplingParams,
+  load_model,
+)
 
 QUESTION = (
   "Leo starts with 4 boxes of 7 eggs. Then for 5 days Leo gets 6 eggs each day. Later a friend"
   " gives 14 eggs to Leo. Then Leo loses 43 eggs. How many eggs does Leo have in the end?"
 )
-NANO = pathlib.Path(huggingface.__file__).parent / "nano"
 NUMERICS = NumericsConfig(query_tile=4, kv_split=64)
 
 
 def ask(seeds: list[int], page_size: int) -> list[Completion]:
   """Returns one answer a seed, all sampled side by side by an engine of their own."""
-  params, model = huggingface.load(NANO, NUMERICS)
-  tokenizer = tokenizer_lib.load(NANO)
-  engine = engine_lib.Engine(
-    Model(model, parameters.compute_params(params, NUMERICS), NUMERICS, tokenizer),
-    config=engine_lib.EngineConfig(
-      page_size=page_size, num_pages=256, max_sequences=4, max_context=256, row_buckets=(64,)
-    ),
-    key=numerics.key(0),
-  )
-  prompt = tuple(tokenizer.chat_ids(QUESTION))
-  sampling = SamplingParams(max_tokens=96, stop_token_ids=tokenizer.eos_ids)
+  model = load_model("nano", NUMERICS)
+  assert model.tokenizer is not None
+  sizes = EngineConfig(page_size=page_size, max_sequences=4, max_context=256)
+  engine = Engine(model, config=sizes)
+  prompt = tuple(model.tokenizer.chat_ids(QUESTION))
+  sampling = SamplingParams(max_tokens=96, stop_token_ids=model.tokenizer.eos_ids)
   return engine.generate(
     Request(request_id=str(seed), prompt=prompt, sampling=sampling, seed=seed) for seed in seeds
   )
