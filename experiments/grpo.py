@@ -27,7 +27,7 @@ import jax
 from experiments import configuration
 from seerjax import metrics, numerics as numerics_lib, rl
 from seerjax.engine import engine as engine_lib
-from seerjax.models import huggingface, loading, presets, tokenizer as tokenizer_lib
+from seerjax.models import huggingface, loading as model_loading, presets, tokenizer as tokenizer_lib
 from seerjax.reports import run_report
 from seerjax.rollout import groups
 from seerjax.run import (
@@ -73,7 +73,7 @@ def main_job() -> RunConfig:
 
 def load_policy(name: str, numerics: numerics_lib.NumericsConfig) -> Policy:
   """Returns a model by name: "nano", a Hugging Face directory, or a Hub id."""
-  directory = loading.directory_of(name)
+  directory = model_loading.directory_of(name)
   params, model = huggingface.load(directory, numerics)
   return Policy(model, params, tokenizer_lib.load(directory))
 
