@@ -27,7 +27,12 @@ import jax
 from experiments import configuration
 from seerjax import metrics, numerics as numerics_lib, rl
 from seerjax.engine import engine as engine_lib
-from seerjax.models import huggingface, loading as model_loading, presets, tokenizer as tokenizer_lib
+from seerjax.models import (
+  huggingface,
+  loading as model_loading,
+  presets,
+  tokenizer as tokenizer_lib,
+)
 from seerjax.reports import run_report
 from seerjax.rollout import groups
 from seerjax.run import (
