@@ -276,6 +276,7 @@ def test_the_last_row_is_the_last_evaluation(whole):
 # What stops a run changes no bit of it.
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("num_instances", [1, 2])
 def test_after_ctrl_c_the_run_goes_on_to_the_same_bits(whole, stopped_copy, num_instances):
   directory, expected, _ = whole
@@ -335,6 +336,7 @@ class WatchesSaves(Vowels):
     terminate()
 
 
+@pytest.mark.thorough
 @pytest.mark.few(2)
 @pytest.mark.parametrize(
   ("moment", "step"),
@@ -376,6 +378,7 @@ def test_two_instances_change_no_bit(whole, tmp_path):
   assert rows_of(tmp_path / "run") == rows_of(directory)
 
 
+@pytest.mark.thorough
 def test_after_kill_the_journal_is_read_and_the_bits_are_the_same(whole, tmp_path):
   directory, expected, _ = whole
   done = subprocess.run(
@@ -418,6 +421,7 @@ def test_a_run_that_has_ended_writes_its_last_row_once(whole, tmp_path):
   assert [row["step"] for row in rows_of(copy)] == [0, 1, 2, 3, 4, 4, 5, 5]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("how", ["lost", "emptied"])
 def test_records_that_are_gone_are_named_and_end_no_run(whole, stopped_copy, how):
   for name in ("journal.jsonl", "metrics.jsonl"):
@@ -454,6 +458,7 @@ def test_the_summary_of_a_resumed_run_counts_all_its_processes(stopped_copy):
   assert 0 <= before["compile_seconds"] <= summary["compile_seconds"] < summary["seconds"]
 
 
+@pytest.mark.thorough
 def test_steps_read_from_the_journal_do_not_slow_the_run(whole, tmp_path):
   copy = pathlib.Path(shutil.copytree(whole[0], tmp_path / "run"))
   for step in (2, 4):
@@ -471,6 +476,7 @@ def run_until_killed(directory: str) -> None:
   train(directory, Vowels(stop_at=3 * PER_STEP + 2, stop=kill), checkpoint_every=10)
 
 
+@pytest.mark.thorough
 def test_a_kill_in_the_first_evaluation_can_be_resumed(whole, tmp_path):
   with pytest.raises(ValueError, match="while judging problem 'heldout-"):
     train(tmp_path / "run", Vowels(stop_at=2, stop=lambda: 1 / 0))
@@ -512,6 +518,7 @@ def test_other_settings_are_refused_with_both_values(stopped_copy):
   assert (stopped_copy / "config.json").read_bytes() == config
 
 
+@pytest.mark.thorough
 def test_stop_strings_and_chats_go_with_a_run_and_its_resume(tmp_path):
   changes: dict[str, Any] = dict(
     num_steps=2,
@@ -558,6 +565,7 @@ def test_a_tokenizer_that_says_other_things_is_refused():
   assert policy_lib.chatting(own, own.chat_config) == own
 
 
+@pytest.mark.thorough
 def test_other_numerics_are_refused_with_both_values_or_begin_an_epoch(stopped_copy):
   other = dataclasses.replace(NUMERICS, kv_split=8)
   with pytest.raises(ValueError, match=r"kv_split was '16' and is '8'.*--accept_new_numerics"):
@@ -638,6 +646,7 @@ def test_what_cannot_work_is_refused_before_the_journal_begins(tmp_path, task, c
   assert task.num_verdicts == 0 and not (tmp_path / "run").exists()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
   ("stop", "message"),
   [
@@ -806,6 +815,7 @@ def test_answers_near_the_limit_lose_reward():
 # Rivals that learn from older weights.
 
 
+@pytest.mark.thorough
 def test_one_step_off_learns_from_the_weights_before(tmp_path):
   task = Vowels()
   result = train(tmp_path, task, num_instances=2, stale=off_policy.StaleConfig(steps_ahead=1))
@@ -820,6 +830,7 @@ def test_one_step_off_learns_from_the_weights_before(tmp_path):
   assert_equal_bits(again.state, result.state)
 
 
+@pytest.mark.thorough
 def test_partial_rollouts_learn_from_those_that_were_whole_first(tmp_path):
   task = Vowels()
   result = train(tmp_path, task, stale=off_policy.StaleConfig(begun=2.0))
@@ -859,6 +870,7 @@ def test_a_rival_is_not_resumed(stopped_copy):
     train(stopped_copy, resume=True, stale=off_policy.StaleConfig(begun=2.0))
 
 
+@pytest.mark.thorough
 def test_rounds_replace_groups_that_say_nothing(tmp_path):
   config = dataclasses.replace(CONFIG, trainer=dataclasses.replace(CONFIG.trainer, max_rounds=3))
   found, num_taken = [], []
@@ -910,6 +922,7 @@ def learn_again(steps, known, *, state=None, config=CONFIG):
   return state
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("num_instances", [1, 2])
 def test_steps_are_learnt_again_to_the_same_bits(whole, num_instances):
   directory, expected, _ = whole
@@ -949,6 +962,7 @@ def test_steps_with_rollouts_missing_are_not_learnt_again(whole):
 # What learns, and what it is held to.
 
 
+@pytest.mark.thorough
 def test_the_reference_is_the_policy_of_the_start_also_after_a_resume(tmp_path):
   loss = losses.grpo(kl_coefficient=0.5)
   expected = train(tmp_path / "whole", loss=loss, num_steps=2)
@@ -1020,6 +1034,7 @@ def test_what_never_clips_is_written_as_json(tmp_path):
 # What the model decides, and what memory it takes.
 
 
+@pytest.mark.thorough
 def test_what_a_config_leaves_open_is_the_models_and_a_resume_keeps_it(tmp_path):
   open_config = RunConfig(engine=engine_lib.EngineConfig(max_context=512))
   nano = presets.get("nano")

@@ -296,6 +296,7 @@ def test_a_run_that_died_goes_on_to_the_same_bits(whole, crashed_copy):
   assert found.summary["tokens"] == whole[1].summary["tokens"]
 
 
+@pytest.mark.thorough
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
   ("number", "name"), [(signal.SIGINT, "Ctrl-C"), (signal.SIGTERM, "SIGTERM")]
@@ -419,6 +420,7 @@ def test_what_was_done_before_a_worker_died_is_saved(tmp_path):
 # What may be chosen.
 
 
+@pytest.mark.thorough
 def test_without_training_it_searches_and_leaves_the_weights_alone(whole, tmp_path):
   found = discover(tmp_path / "run", train=False, num_steps=2)
   first = restored_from(whole[0], 2).state["base"]
@@ -434,6 +436,7 @@ def test_without_training_it_searches_and_leaves_the_weights_alone(whole, tmp_pa
   assert {n: v for n, v in whole_rows[0].items() if n in rows[0]} == rows[0]
 
 
+@pytest.mark.thorough
 @pytest.mark.few(1)
 @pytest.mark.parametrize("reuse", puct.REUSE)
 def test_every_rule_of_reuse_runs(tmp_path, reuse):
@@ -453,6 +456,7 @@ def test_every_rule_of_reuse_runs(tmp_path, reuse):
     assert len(parents) <= 1
 
 
+@pytest.mark.thorough
 @pytest.mark.few(2)
 @pytest.mark.parametrize("kind", objective_lib.OBJECTIVES)
 def test_every_objective_learns(tmp_path, kind):
@@ -492,6 +496,7 @@ class Lucky(tiny_problem.Row):
     return super().verify(artefact)
 
 
+@pytest.mark.thorough
 def test_of_a_timed_problem_the_best_is_what_a_longer_verdict_confirms(tmp_path):
   environment = Lucky()
   found = discover(tmp_path / "run", environment, train=False, tiny=NO_WARM_START)
@@ -511,6 +516,7 @@ RESTLESS = dataclasses.replace(
 )
 
 
+@pytest.mark.thorough
 def test_an_island_that_is_stuck_is_planted_anew_and_the_best_is_kept(tmp_path):
   environment = tiny_problem.Row()
   whole = discover(tmp_path / "whole", environment, config=RESTLESS)
@@ -881,6 +887,7 @@ def test_groups_of_one_are_in_the_order_of_what_was_said():
   assert all(len(group.rollouts) == 1 for group in groups)
 
 
+@pytest.mark.thorough
 def test_the_warm_start_teaches_to_say_valid_sentences():
   environment = tiny_problem.Row()
   tiny = dataclasses.replace(CONFIG.tiny, warm_sentences=512, warm_passes=2)
@@ -1156,6 +1163,7 @@ def test_another_text_of_the_problem_is_another_run(tmp_path):
     discover(tmp_path / "run", resume=True, **config)
 
 
+@pytest.mark.thorough
 def test_a_defect_of_the_language_is_said_once_and_the_run_goes_on(tmp_path):
   heard = []
   environment = tiny_problem.Row(language=tiny_problem.Digits(stop_at=3, stop=lambda: 1 / 0))
@@ -1187,6 +1195,7 @@ def test_a_prompt_that_the_context_cannot_hold_is_refused_before_any_file(tmp_pa
   assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.thorough
 def test_other_numerics_are_taken_if_that_is_said_and_refused_if_not(crashed_copy):
   config = dataclasses.replace(
     CONFIG,

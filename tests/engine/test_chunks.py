@@ -122,7 +122,7 @@ def test_refused_with_a_reason(arguments, message):
 def test_what_was_said_is_refused_when_it_is_not_the_beginning():
   engine = make_engine()
   [whole] = engine.generate([request(max_tokens=5)])
-  with pytest.raises(ValueError, match=r"got 5 of 5 tokens sampled, finish_reason .length."):
+  with pytest.raises(ValueError, match=r"got 5 of 5 tokens sampled, finish_reason 'length'"):
     engine.submit(request(max_tokens=5), resume_from=whole)
   other = dataclasses.replace(whole, finish_reason="", policy_version=8)
   with pytest.raises(ValueError, match=r"got 5 tokens sampled by policy_version 8, expected 0"):

@@ -482,12 +482,14 @@ except Exception as error:
   ).stdout
 
 
+@pytest.mark.thorough
 def test_offline_is_said_clearly(tmp_path):
   said = resolve_elsewhere("", tmp_path, HF_HUB_OFFLINE="1")
   assert said.startswith("FileNotFoundError resolve: got no answer with the files of 'seerjax/no-")
   assert "pass the path of a download" in said
 
 
+@pytest.mark.thorough
 def test_a_proxy_that_refuses_is_said_clearly(tmp_path):
   # A bare handler knows no method, so not CONNECT either: it answers 501.
   with http.server.HTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler) as server:
@@ -501,6 +503,7 @@ def test_a_proxy_that_refuses_is_said_clearly(tmp_path):
   assert "from the Hub (ProxyError: 501 " in said
 
 
+@pytest.mark.thorough
 def test_a_missing_hub_package_is_said_clearly(tmp_path):
   said = resolve_elsewhere("import sys; sys.modules['huggingface_hub'] = None", tmp_path)
   assert said.startswith("ImportError resolve: got the Hub id 'seerjax/no-such-model' without")

@@ -319,6 +319,7 @@ def test_a_dry_run_lowers_and_names_what_does_not(tmp_path):
   ) in page
 
 
+@pytest.mark.thorough
 @needs_interpreter
 def test_a_dry_run_checks_lowers_and_writes_both_files(tmp_path):
   # One check or two of each kernel. All of them are the command with --dry_run.

@@ -141,6 +141,7 @@ def test_swiglus_gradients_are_the_definitions():
     np.testing.assert_allclose(as_float64(got), as_float64(want), rtol=2**-5, atol=0.1)
 
 
+@pytest.mark.thorough
 @needs_interpreter
 @pytest.mark.parametrize("transposed", [False, long(True)])
 def test_slabs_of_columns_are_as_many_calls(transposed):
