@@ -40,7 +40,7 @@ from typing import Any
 # JSON: None, bool, int, float (finite), str, list and dict of these.
 Artefact = Any
 
-FORMAT = "seerjax.discovery.archive/3"
+FORMAT = "seerjax.search.archive/3"  # A name of the format, not of a module: it stays.
 MAX_VALUE = 1e300  # So that the range of two values is finite.
 
 

@@ -284,7 +284,7 @@ def test_the_lineage_of_an_unknown_state_is_refused():
 
 @pytest.mark.parametrize("text", ["{}", "[]", '{"format": "other/2"}'])
 def test_another_format_is_refused(text):
-  with pytest.raises(ValueError, match=r"got format .*, expected 'seerjax.discovery.archive/3'"):
+  with pytest.raises(ValueError, match=r"got format .*, expected 'seerjax.search.archive/3'"):
     archive.from_json(text)
 
 
