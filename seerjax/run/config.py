@@ -74,7 +74,7 @@ class RunConfig:
     task: "word_problems", "countdown", "gsm8k", "module:Task" or "module:reward_function".
     task_path: what the task reads, if it reads anything.
     seed: decides problems and samples.
-    num_steps: rounds of the circle.
+    num_steps: rounds of sample, judge, learn, publish.
     num_instances: devices that sample and learn side by side; changes no bit.
     checkpoint_every: steps.
     lora_rank: columns of the low-rank adapters that learn in place of the weights; 0 is full
