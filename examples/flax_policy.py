@@ -134,7 +134,7 @@ def discovery_step(params: parameters.Params, directory: pathlib.Path) -> parame
     loading.load(config.problem),
     directory,
     policy=Policy(MODEL, params),
-    say=lambda line: None,
+    log=lambda line: None,
   )
   print(f"discovery: the shortest tours found are {found.score.value:.0f} long")
   return found.state.params

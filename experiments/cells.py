@@ -155,7 +155,7 @@ def discovered(
       pathlib.Path(directory),
       factory=functools.partial(names_lib.load, config.problem),
       policy=policy,
-      say=lambda _: None,
+      log=lambda _: None,
       programs=programs[shape],
     )
     return found, metrics.read(pathlib.Path(directory) / metrics.FILE_NAME)

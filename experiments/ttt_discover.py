@@ -290,11 +290,13 @@ def discover(argv: list[str]) -> None:
       policy=policy,
       resume=args.resume,
       accept_new_numerics=args.accept_new_numerics,
-      say=say,
+      log=say,
       programs=programs,
     )
   except stops.Interrupted as stopped:
-    print(f"{stopped}\nreport   {discovery_report.render(directory, environment)}")
+    print(stopped)
+    if (directory / record_lib.BEST).is_file():
+      print(f"report   {discovery_report.render(directory, environment)}")
     sys.exit(stopped.status)
   except KeyboardInterrupt as stop:
     print("stopped before the first step, or after the last; nothing that was saved is lost")

@@ -1,4 +1,4 @@
-"""THE CIRCLE for one problem: keep training until it gives way.
+"""The loop for one problem: keep training until it gives way.
 
     archive --PUCT--> starts -> prompts -> engine samples -> attempts -> verdicts -> archive
        ^                                                                    |
@@ -28,10 +28,9 @@ import pathlib
 import time
 from typing import Any
 
-import jax
 import numpy as np
 
-from seerjax import checkpoint, metrics, numerics as numerics_lib
+from seerjax import metrics, numerics as numerics_lib
 from seerjax.discovery import (
   archive as archive_lib,
   attempts as attempts_lib,
@@ -62,9 +61,7 @@ from seerjax.run import (
   policy as policy_lib,
   programs as programs_lib,
   progress as progress_lib,
-  status as status_lib,
-  stops as stops_lib,
-  summary,
+  session as session_lib,
 )
 from seerjax.run.config import RunConfig
 from seerjax.run.policy import Policy
@@ -105,10 +102,10 @@ def discover(
   policy: Policy | None = None,
   resume: bool = False,
   accept_new_numerics: bool = False,
-  say: Callable[[str], None] = print,
+  log: Callable[[str], None] = print,
   programs: Programs | None = None,
 ) -> Discovery:
-  """Runs the circle.
+  """Keeps training on one problem, and keeps the best that was ever found.
 
   Args:
     config: the run.
@@ -120,7 +117,7 @@ def discover(
     policy: what writes; `tiny_policy` if None, which goes with `model="tiny"` alone.
     resume: carry on from the latest checkpoint.
     accept_new_numerics: resume under another fingerprint, as a new epoch.
-    say: takes lines for people: what is found, and at least every ten seconds what it is at.
+    log: takes lines for people: what is found, and at least every ten seconds what it is at.
     programs: of `run.programs.make_programs`, to share between runs of one shape; its own if None.
 
   Raises:
@@ -133,271 +130,162 @@ def discover(
       " loading.load(config.problem), or what has the attributes of discovery.environment."
       "Environment."
     )
-  if factory is None and config.num_workers:
-    loading.check_name(config.problem)
-  directory = pathlib.Path(directory)
-  with stops_lib.heard() as stops, progress_lib.Progress(say) as progress:
-    return _discover(
-      config,
-      environment,
-      directory,
-      factory or functools.partial(loading.load, config.problem),
-      policy,
-      resume,
-      accept_new_numerics,
-      programs,
-      stops,
-      progress,
-    )
+  if factory is None:
+    factory = functools.partial(loading.load, config.problem)
+    if config.num_workers:
+      loading.check_name(config.problem)
+  with session_lib.Session(
+    pathlib.Path(directory),
+    num_steps=config.num_steps,
+    resume=resume,
+    accept_new_numerics=accept_new_numerics,
+    log=log,
+    keep_checkpoints=2,
+  ) as run:
+    record_lib.check_directory(run.directory, resume=resume)
+    return _discover(config, environment, factory, run, resume, policy, programs)
 
 
 def _discover(
   config: DiscoverConfig,
   environment: Environment,
-  directory: pathlib.Path,
   factory: Callable[[], Environment],
-  policy: Policy | None,
+  run: session_lib.Session,
   resume: bool,
-  accept_new_numerics: bool,
+  policy: Policy | None,
   programs: Programs | None,
-  stops: stops_lib.Stops,
-  progress: progress_lib.Progress,
 ) -> Discovery:
   """See `discover`."""
-  clock = summary.RunClock()
-  helped = environment_lib.helper_seconds(environment)
-  cpu_start, judged = time.process_time() + helped, helped
-  directory_lib.check_directory(directory, resume=resume)
-  if not resume and (directory / record_lib.BEST).is_file():
-    raise ValueError(
-      f"{directory / record_lib.BEST}: got the best artefact of another run, expected none; move it"
-      " away, or choose another --workdir."
-    )
+  meter = numbers_lib.CpuMeter(environment)
   policy = tiny_policy_lib.tiny_policy(config, environment) if policy is None else policy
   given = config.run(environment)
   if resume:
-    given = directory_lib.as_begun(given, directory)
-  run = config_lib.for_model(given, policy.model)
+    given = directory_lib.as_begun(given, run.directory)
+  shape = config_lib.for_model(given, policy.model)
   config = dataclasses.replace(
-    config, numerics=run.numerics, engine=run.engine, trainer=run.trainer
+    config, numerics=shape.numerics, engine=shape.engine, trainer=shape.trainer
   )
-  fingerprint = numerics_lib.fingerprint(config.numerics, config.trainer.remat)
-  own_programs = programs_lib.make_programs(run, policy.model)  # Nothing is compiled yet.
-  programs = own_programs if programs is None else programs
-  if programs.made_for != own_programs.made_for:
+  if programs is None:
+    programs = programs_lib.make_programs(shape, policy.model)
+  elif programs.made_for != programs_lib.key_of(shape, policy.model):
     raise ValueError(
       "discover.programs: got programs of another config or model, expected make_programs of these;"
       " share them only between runs of one shape."
     )
   # The first weights are kept even where nothing pulls to them: how far they are is shown.
-  memory = memory_lib.memory_plan(run, policy.model, keeps_base=config.train)
-  state, step = programs_lib.first_state(run, policy), 0
+  memory = memory_lib.memory_plan(shape, policy.model, keeps_base=config.train)
+  state = programs_lib.first_state(shape, policy)
   archive = starts_lib.first_archive(config, environment)
-  start = archive_lib.best(archive).value
-  totals = dict(tokens=0, cpu_seconds=0.0, judge_cpu_seconds=0.0, start=start, best=start)
-  digest = discovery_config.problem_sha256(config)
-  settings = metrics.encode(dataclasses.asdict(config) | {"problem_sha256": digest})
-  if resume:
-    # First: of another model the leaves would have other shapes, which says less.
-    before = checkpoint.read_host_state(directory / "checkpoints")["config"]
-    discovery_config.check_settings(before, settings)
-    like = dict(state=state, base=policy.params)
-    restored = checkpoint.restore(
-      directory / "checkpoints",
-      jax.eval_shape(lambda: like),
-      fingerprint=fingerprint,
-      accept_new_numerics=accept_new_numerics,
-    )
-    state, step = restored.state["state"], restored.step
+  totals = numbers_lib.first_totals(archive)
+  settings = discovery_config.settings_of(config)
+  run.hold_to(
+    settings,
+    free=discovery_config.NOT_COMPARED,
+    defaults=discovery_config.settings_of(DiscoverConfig()),
+  )
+  like = dict(state=state, base=policy.params)
+  fingerprint = numerics_lib.fingerprint(config.numerics, config.trainer.remat)
+  if restored := run.restore(lambda: like, fingerprint=fingerprint):
+    state = restored.state["state"]
     policy = dataclasses.replace(policy, params=restored.state["base"])
     archive = archive_lib.from_json(restored.host_state["archive"])
     totals = restored.host_state["totals"]
-    clock.carry_on(restored.host_state["clock"])
-    if (directory / record_lib.BEST).is_file():
-      record_lib.read_best(directory)  # Damaged, it is refused now, not in the middle of the run.
-    progress.say(f"resumed after step {step} of {config.num_steps}")
-  with contextlib.ExitStack() as stack:
-    writer = stack.enter_context(writer_of(config, environment, policy, factory))
-    if not resume:  # Later ones may be longer; of them a part is left out.
-      for root in archive_lib.seeds(archive):
-        writer.check(root.artefact)
-    status = stack.enter_context(status_lib.kept(directory, step=step))
-    stack.enter_context(progress.beaten(status.beat))
-    if isinstance(writer, ProgramPolicy):
-      progress.say(writer.sandbox.describe())
-    journal = None
-    if config.model != "tiny":
-      free = discovery_config.NOT_COMPARED
-      held = {name: settings[name] for name in settings if name not in free}
-      journal = stack.enter_context(
-        journal_lib.Journal(
-          directory / journal_lib.FILE_NAME,
-          fingerprint=fingerprint,
-          settings=held,
-          accept_new_numerics=accept_new_numerics,
-          resume_step=step - 1,  # It counts steps from 0.
-        )
+    record_lib.check_best(run.directory)
+  writer = run.enter(writer_of(config, environment, policy, factory))
+  if not resume:  # Later ones may be longer; of them a part is left out.
+    for root in archive_lib.seeds(archive):
+      writer.check(root.artefact)
+  run.open(
+    sizes=config_lib.chosen_sizes(shape),
+    console_digits=numbers_lib.CONSOLE_DIGITS,
+    has_journal=config.model != "tiny",
+  )
+  if isinstance(writer, ProgramPolicy):
+    run.progress.say(writer.sandbox.describe())
+  elif not resume and config.tiny.warm_sentences:
+    with run.progress.phase("warming up"):
+      params = tiny_policy_lib.warm_start(
+        shape, config, environment, writer, programs.trainer, state, run.progress.say
       )
-    for sentence in directory_lib.missing_records(directory, step, journal):
-      progress.say(sentence)
-    if not resume:
-      metrics.write_summary(directory / "config.json", settings | {"fingerprint": fingerprint})
-      if isinstance(writer, EditPolicy) and config.tiny.warm_sentences:
-        with progress.phase("warming up"):
-          params = tiny_policy_lib.warm_start(
-            run, config, environment, writer, programs.trainer, state, progress.say
-          )
-        # Learning begins here: with fresh moments, and with this as the base.
-        policy = dataclasses.replace(policy, params=params)
-        state = programs_lib.first_state(run, policy)
-    base = None
-    if config.train or run.keeps_base:
-      learning = programs_lib.meshes(run)[1]
-      base = policy_lib.frozen_weights(policy, run.numerics, learning)
-    engine = engine_lib.Engine(
-      Model(
-        policy.model,
-        policy_lib.running_weights(run.weights, state.params, base),
-        config.numerics,
-        policy.tokenizer,
-      ),
-      config=memory.engine,
-      key=numerics_lib.key(config.seed),
-      policy_version=step,
-      runner=programs.runner,
-    )
-    if line := config_lib.chosen(given, run):
-      progress.say(line)
-    progress.say(memory.describe())
-    progress.say(engine.plan())
-    numbers_file = stack.enter_context(
-      metrics.Writer(
-        directory,
-        resume_step=step if resume else None,
-        total_steps=config.num_steps,
-        console_digits=numbers_lib.CONSOLE_DIGITS,
-      )
-    )
+    # Learning begins here: with fresh moments, and with this as the base.
+    policy = dataclasses.replace(policy, params=params)
+    state = programs_lib.first_state(shape, policy)
+  base = None
+  if config.train or shape.keeps_base:
+    base = policy_lib.frozen_weights(policy, shape.numerics, programs_lib.meshes(shape)[1])
+  engine = engine_lib.Engine(
+    Model(
+      policy.model,
+      policy_lib.running_weights(shape.weights, state.params, base),
+      config.numerics,
+      policy.tokenizer,
+    ),
+    config=memory.engine,
+    key=numerics_lib.key(config.seed),
+    policy_version=run.step,
+    runner=programs.runner,
+  )
+  if line := config_lib.chosen(given, shape):
+    run.progress.say(line)
+  run.progress.say(memory.describe())
+  run.progress.say(engine.plan())
 
-    stack.enter_context(progress.shown(numbers_file.note))
+  def saved(archive: archive_lib.Archive, totals: dict[str, float]) -> session_lib.HostState:
+    return lambda: {"archive": archive_lib.to_json(archive), "totals": totals, "config": settings}
 
-    def save(step: int) -> None:
-      if checkpoint.latest_step(directory / "checkpoints") == step:
-        return
-      with stops.put_off(), progress.phase("saving"):
-        checkpoint.save(
-          directory / "checkpoints",
-          step,
-          dict(state=state, base=policy.params),
-          host_state={
-            "archive": archive_lib.to_json(archive),
-            "totals": totals,
-            "clock": clock.read(),
-            "config": settings,
-            "sizes": config_lib.chosen_sizes(run),
-          },
-          fingerprint=fingerprint,
-          accept_new_numerics=accept_new_numerics,
-          keep_latest=2,
+  first = policy.params
+  run.begin(dict(state=state, base=first), saved(archive, totals))
+  record_lib.write_first(run.directory, environment, archive)
+  remarked = ""
+  try:
+    while run.step < config.num_steps:
+      # From the first update on, a stop waits until the step is whole, its numbers included.
+      with run.next_step() as put_off_stops:
+        sampled = sample(
+          config, engine, writer, archive, run.step, run.journal, progress=run.progress
         )
-
-    if not resume:
-      save(0)
-    if not (directory / record_lib.BEST).is_file():
-      record_lib.write_best(directory, environment, archive, archive_lib.best(archive))
-    saved_at, has_remarked = time.monotonic(), False
-    try:
-      while step < config.num_steps:
-        progress.begin_step(step + 1, config.num_steps)
-        with contextlib.ExitStack() as whole:
-          # From the first update on, a stop waits until the step is whole, its numbers included.
-          put_off = functools.partial(whole.enter_context, stops.put_off())
-          sampled = sample(config, engine, writer, archive, step, journal, progress=progress)
-          remark = "" if has_remarked else numbers_lib.remark_on(writer, sampled)
-          if remark:
-            progress.say(f"step {step + 1}: {remark}")
-            has_remarked = True  # Once is enough.
-          found = starts_lib.archived(environment, archive, sampled, step)
-          if archive_lib.best(found).value > totals["best"]:
-            record_lib.write_best(directory, environment, found, archive_lib.best(found))
-          found = starts_lib.replanted(config, environment, found, step)
-          new_state, numbers = state, {}
-          if config.train:
-            if config.engine.gives_back_pages:
-              engine.give_back_pages()
-            with progress.phase("learning"):
-              new_state, numbers = learn(
-                config, run, programs.trainer, state, sampled, base, before_update=put_off
-              )
-              weights = policy_lib.running_weights(run.weights, new_state.params, base)
-              engine.set_params(weights, policy_version=step + 1)
-          tokens = sum(len(said.completion.tokens) for said in attempts_lib.sequences(sampled))
-          done = dict(
-            tokens=totals["tokens"] + tokens,
-            cpu_seconds=(
-              totals["cpu_seconds"] + numbers_lib.cpu_seconds(environment, writer) - cpu_start
-            ),
-            judge_cpu_seconds=(
-              totals["judge_cpu_seconds"]
-              + numbers_lib.judge_cpu_seconds(environment, writer)
-              - judged
-            ),
-            start=totals["start"],
-            best=max(totals["best"], archive_lib.best(found).value),
+        if not remarked:  # Once is enough.
+          remarked = numbers_lib.remark_on(writer, sampled)
+          if remarked:
+            run.progress.say(f"step {run.step + 1}: {remarked}")
+        found = starts_lib.archived(environment, archive, sampled, run.step)
+        if archive_lib.best(found).value > totals["best"]:
+          record_lib.write_best(run.directory, environment, found, archive_lib.best(found))
+        found = starts_lib.replanted(config, environment, found, run.step)
+        new_state, numbers = state, {}
+        if config.train:
+          new_state, numbers = learn_and_publish(
+            config, shape, engine, programs.trainer, state, sampled, base, run, put_off_stops
           )
-          numbers |= numbers_lib.of_search(environment, found, sampled, done) | {
-            "search/replanted": float(len({*found.roots} - {*archive.roots})),
-            "search/tokens": float(done["tokens"]),
-            "search/cpu_seconds": done["cpu_seconds"],
-          }
-          if (joules := clock.joules) is not None:
-            numbers["search/joules"] = joules
-          numbers_file.write(step + 1, numbers)
-          progress.has_said()
-          # Together, and after its numbers: whenever a stop comes, what is saved is a whole step.
-          state, archive, totals, step = new_state, found, done, step + 1
-          status.step = step
-        cpu_start = numbers_lib.cpu_seconds(environment, writer)
-        judged = numbers_lib.judge_cpu_seconds(environment, writer)
-        is_due = step % config.checkpoint_every == 0 or time.monotonic() - saved_at > SAVE_SECONDS
-        if is_due or step == config.num_steps:
-          save(step)
-          saved_at = time.monotonic()
-      progress.end_steps()
-    except KeyboardInterrupt as stop:
-      if not step_lib.is_given_up(state):  # A second one, in the middle of an update.
-        save(step)
-      raise stops_lib.Interrupted(
-        f"stopped by {stops_lib.name_of(stop)} after step {step} of {config.num_steps}; --resume"
-        " goes on",
-        stops_lib.status_of(stop),
-      ) from None
-    except edits.WorkerDied:
-      save(step)
-      raise
-    if isinstance(environment, environment_lib.Timed):
-      # The first may be first by luck alone.
-      for leader in archive_lib.leaders(archive, record_lib.NUM_CONFIRMED):
-        record_lib.write_best(directory, environment, archive, leader)
-    # Not the archive's: before a kill a problem that is timed may have found a better one.
-    best = record_lib.read_best(directory)
-    score = environment_lib.record_score(environment, best["artefact"])
-    numbers = clock.read() | dict(
-      problem=environment.name,
-      best=score.value,
-      start=environment_lib.signed(environment, totals["start"]),
-      certificate=score.certificate,
-      attempts=step * config.groups_per_step * config.group_size,
-      tokens=totals["tokens"],
-      cpu_seconds=totals["cpu_seconds"],
-      judge_cpu_seconds=totals["judge_cpu_seconds"],
-      lineage=len(best["lineage"]),
-      found_in_step=best["step"],
-      optimizer_steps=int(state.step),
-      numerics=fingerprint,
-    )
-    metrics.write_summary(directory / "summary.json", numbers)
+        done = numbers_lib.totals_after(totals, sampled, found, meter.spent(writer))
+        numbers |= numbers_lib.of_search(environment, archive, found, sampled, done)
+        if (joules := run.clock.joules) is not None:
+          numbers["search/joules"] = joules
+        run.finish_step(dict(state=new_state, base=first), saved(found, done), numbers)
+        state, archive, totals = new_state, found, done
+      run.save_if_due(every=config.checkpoint_every, max_seconds=SAVE_SECONDS)
+    run.progress.end_steps()
+  except edits.WorkerDied:
+    run.save()
+    raise
+  best, score = record_lib.final_best(run.directory, environment, archive)
+  numbers = run.clock.read() | dict(
+    problem=environment.name,
+    best=score.value,
+    start=environment_lib.signed(environment, totals["start"]),
+    certificate=score.certificate,
+    attempts=run.step * config.groups_per_step * config.group_size,
+    tokens=totals["tokens"],
+    cpu_seconds=totals["cpu_seconds"],
+    judge_cpu_seconds=totals["judge_cpu_seconds"],
+    lineage=len(best["lineage"]),
+    found_in_step=best["step"],
+    optimizer_steps=int(state.step),
+    numerics=fingerprint,
+  )
+  metrics.write_summary(run.directory / "summary.json", numbers)
   return Discovery(best["artefact"], score, archive, state, numbers)
+
 
 
 def sample(
@@ -480,6 +368,29 @@ def sampler(
   return generate
 
 
+def learn_and_publish(
+  config: DiscoverConfig,
+  shape: RunConfig,
+  engine: engine_lib.Engine,
+  trainer: step_lib.Trainer,
+  state: TrainState,
+  sampled: Sampled,
+  base: parameters.Params | None,
+  run: session_lib.Session,
+  before_update: Callable[[], object],
+) -> tuple[TrainState, dict[str, float]]:
+  """Learns from a step's attempts, and gives the engine the weights that sample the next one's."""
+  if config.engine.gives_back_pages:
+    engine.give_back_pages()
+  with run.progress.phase("learning"):
+    state, numbers = learn(
+      config, shape, trainer, state, sampled, base, before_update=before_update
+    )
+    weights = policy_lib.running_weights(shape.weights, state.params, base)
+    engine.set_params(weights, policy_version=run.step + 1)
+  return state, numbers
+
+
 def learn(
   config: DiscoverConfig,
   run: RunConfig,
@@ -524,9 +435,6 @@ def learn(
     "train/grad_norm": float(norms["grad_norm"]),
     "train/seconds": time.monotonic() - begin,
   }
-
-
-# Policy, archive, and what a run writes of them.
 
 
 def writer_of(

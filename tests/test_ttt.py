@@ -43,7 +43,13 @@ from seerjax.engine import engine as engine_lib
 from seerjax.models import config as model_config, parameters, tokenizer as tokenizer_lib
 from seerjax.models.loading import Model
 from seerjax.rollout import policies
-from seerjax.run import policy as policy_lib, programs as programs_lib, status, stops
+from seerjax.run import (
+  directory as directory_lib,
+  policy as policy_lib,
+  programs as programs_lib,
+  status,
+  stops,
+)
 from seerjax.run.config import TrainerConfig
 from seerjax.run.policy import Policy
 from seerjax.run.programs import Programs
@@ -92,7 +98,7 @@ def discover(directory, environment=None, *, config=CONFIG, resume=False, say=No
     tiny_problem.Row() if environment is None else environment,
     pathlib.Path(directory),
     resume=resume,
-    say=(lambda line: None) if say is None else say,
+    log=(lambda line: None) if say is None else say,
     programs=programs(config.num_instances),
   )
 
@@ -584,7 +590,7 @@ def write_programs(directory, left=math.inf, **changes):
   environment = Describes()
   object.__setattr__(environment, "left", left)
   say = lambda line: None
-  return ttt.discover(AUTHOR, environment, directory, policy=author(), say=say, **changes)
+  return ttt.discover(AUTHOR, environment, directory, policy=author(), log=say, **changes)
 
 
 @pytest.mark.long
@@ -1060,7 +1066,7 @@ def test_nothing_to_resume_is_refused(tmp_path):
 def test_other_settings_are_refused_with_both_values_and_nothing_is_touched(crashed_copy):
   before = {path: path.read_bytes() for path in crashed_copy.rglob("*") if path.is_file()}
   expected = (
-    r"--resume: got other settings \(group_size: 4 before, 8 now; seed: 3 before, 5 now\), expected"
+    r"--resume: got other settings \(group_size was 4 and is 8; seed was 3 and is 5\), expected"
     " those of the run; set them as in its config.json, or choose another --workdir"
   )
   with pytest.raises(ValueError, match=expected):
@@ -1072,22 +1078,29 @@ def test_other_settings_are_refused_with_both_values_and_nothing_is_touched(cras
 def test_a_model_of_another_size_is_refused_by_its_setting(crashed_copy):
   tiny = dataclasses.replace(CONFIG.tiny, hidden_size=48)
   larger = dataclasses.replace(CONFIG, tiny=tiny)
-  expected = r"other settings \(tiny.hidden_size: 32 before, 48 now\)"
+  expected = r"other settings \(tiny.hidden_size was 32 and is 48\)"
   with pytest.raises(ValueError, match=expected):
     ttt.discover(larger, tiny_problem.Row(), crashed_copy, resume=True)
 
 
+def check_settings(before, now):
+  defaults = discovery_config.settings_of(DiscoverConfig())
+  directory_lib.check_settings(
+    before, now, free=discovery_config.NOT_COMPARED, defaults=defaults
+  )
+
+
 def test_of_nested_settings_those_that_differ_are_named():
-  settings = metrics.encode(dataclasses.asdict(CONFIG))
+  settings = discovery_config.settings_of(CONFIG)
   objective = dataclasses.replace(CONFIG.objective, kl_coefficient=0.25)
-  other = metrics.encode(dataclasses.asdict(dataclasses.replace(CONFIG, objective=objective)))
-  expected = r"got other settings \(objective.kl_coefficient: 0.1 before, 0.25 now\), expected"
+  other = discovery_config.settings_of(dataclasses.replace(CONFIG, objective=objective))
+  expected = r"got other settings \(objective.kl_coefficient was 0.1 and is 0.25\), expected"
   with pytest.raises(ValueError, match=expected):
-    discovery_config.check_settings(settings, other)
-  # Of another release, which had no such setting.
+    check_settings(settings, other)
+  # Of another release, which had no such setting: it had the default.
   del settings["objective"]["kl_coefficient"]
-  with pytest.raises(ValueError, match=r"\(objective.kl_coefficient: None before, 0.25 now\)"):
-    discovery_config.check_settings(settings, other)
+  with pytest.raises(ValueError, match=expected):
+    check_settings(settings, other)
 
 
 @pytest.mark.parametrize(
@@ -1130,8 +1143,8 @@ class Impatient(tiny_problem.Row):
     return interrupt() if len(self.judged) == 5 else super().verify(artefact)
 
 
-def test_ctrl_c_before_there_is_a_best_is_no_stop_after_a_step_and_can_be_resumed(tmp_path):
-  with pytest.raises(KeyboardInterrupt):
+def test_ctrl_c_before_there_is_a_best_can_be_resumed(tmp_path):
+  with pytest.raises(stops.Interrupted, match="after step 0 of"):
     discover(tmp_path / "run", Impatient(), tiny=NO_WARM_START)
   assert checkpoint.steps(tmp_path / "run" / "checkpoints") == (0,)
   assert not (tmp_path / "run" / "best.json").exists()
@@ -1159,7 +1172,7 @@ def test_another_text_of_the_problem_is_another_run(tmp_path):
   config = dict(problem=str(problem), num_steps=1, tiny=NO_WARM_START)
   discover(tmp_path / "run", **config)
   problem.write_text(problem.read_text() + "\n# Changed.\n")
-  with pytest.raises(ValueError, match=r"got other settings \(problem_sha256: \w{64} before, "):
+  with pytest.raises(ValueError, match=r"other settings \(problem_sha256 was '\w{64}' and is '"):
     discover(tmp_path / "run", resume=True, **config)
 
 
@@ -1190,7 +1203,7 @@ def test_a_prompt_that_the_context_cannot_hold_is_refused_before_any_file(tmp_pa
       dataclasses.replace(CONFIG, engine=engine),
       tiny_problem.Row(),
       tmp_path / "run",
-      say=lambda line: None,
+      log=lambda line: None,
     )
   assert not (tmp_path / "run").exists()
 
@@ -1203,7 +1216,7 @@ def test_other_numerics_are_taken_if_that_is_said_and_refused_if_not(crashed_cop
     num_steps=3,
   )
   resumed = functools.partial(
-    ttt.discover, config, tiny_problem.Row(), crashed_copy, resume=True, say=lambda line: None
+    ttt.discover, config, tiny_problem.Row(), crashed_copy, resume=True, log=lambda line: None
   )
   with pytest.raises(ValueError, match="query_tile"):
     resumed()
@@ -1211,12 +1224,12 @@ def test_other_numerics_are_taken_if_that_is_said_and_refused_if_not(crashed_cop
 
 
 def test_settings_that_change_no_bit_are_free():
-  settings = metrics.encode(dataclasses.asdict(CONFIG))
+  settings = discovery_config.settings_of(CONFIG)
   for name in discovery_config.FREE_SETTINGS:
     assert name in settings
-    discovery_config.check_settings(settings, settings | {name: "another"})
+    check_settings(settings, settings | {name: "another"})
   # Of numerics the fingerprint speaks, which a flag may accept.
-  discovery_config.check_settings(settings, settings | {"numerics": "another"})
+  check_settings(settings, settings | {"numerics": "another"})
   for name in sorted(set(settings) - {*discovery_config.FREE_SETTINGS, "numerics"}):
-    with pytest.raises(ValueError, match=rf"--resume: got other settings \({name}: .* another now"):
-      discovery_config.check_settings(settings, settings | {name: "another"})
+    with pytest.raises(ValueError, match=rf"other settings \({name} was .* and is 'another'"):
+      check_settings(settings, settings | {name: "another"})

@@ -8,7 +8,7 @@ import math
 import pathlib
 from typing import Any
 
-from seerjax import numerics as numerics_lib, parallel, types
+from seerjax import metrics, numerics as numerics_lib, parallel, types
 from seerjax.discovery import (
   environment as environment_lib,
   puct,
@@ -107,7 +107,7 @@ class DiscoverConfig:
     model: "tiny" writes edits and is trained from nothing; a Hugging Face directory, or a Hub id,
       writes programs.
     seed: decides starts and samples; below 2**63.
-    num_steps: rounds of the circle; 50 is published.
+    num_steps: steps of the loop; 50 is published.
     groups_per_step: starts of a step; 8 is published.
     group_size: attempts from each start; 64 is published.
     train: whether the weights move at all.
@@ -198,7 +198,7 @@ class DiscoverConfig:
       )
 
   def run(self, environment: Environment) -> RunConfig:
-    """Returns what the parts that this circle shares with `rl` go by."""
+    """Returns what the parts that this loop shares with `rl` go by."""
     max_tokens = max(self.programs.thinking_tokens, self.programs.answer_tokens)
     if self.model == "tiny":
       max_tokens = len(environment_lib.language_of(environment).allowed)
@@ -227,33 +227,11 @@ class DiscoverConfig:
     )
 
 
-def check_settings(before: dict[str, Any], now: dict[str, Any]) -> None:
-  """Refuses to resume a run with settings that would make it another one.
-
-  Raises:
-    ValueError: naming them with both values.
-  """
-  changed = [
-    difference
-    for name in sorted({*before, *now} - {*NOT_COMPARED})
-    for difference in _differences(name, before.get(name), now.get(name))
-  ]
-  if changed:
-    raise ValueError(
-      f"--resume: got other settings ({'; '.join(changed)}), expected those of the run; set them as"
-      " in its config.json, or choose another --workdir."
-    )
-
-
-def _differences(name: str, before: Any, now: Any) -> list[str]:
-  """Returns a sentence for each setting that differs, by its dotted name."""
-  if isinstance(before, dict) and isinstance(now, dict):
-    return [
-      difference
-      for field in sorted({*before, *now})
-      for difference in _differences(f"{name}.{field}", before.get(field), now.get(field))
-    ]
-  return [] if before == now else [f"{name}: {before} before, {now} now"]
+def settings_of(config: DiscoverConfig) -> dict[str, Any]:
+  """Returns what a run is held to on a resume, as JSON: its config and its problem's own file."""
+  return metrics.encode(
+    dataclasses.asdict(config) | {"problem_sha256": problem_sha256(config)}
+  )
 
 
 def problem_sha256(config: DiscoverConfig) -> str:

@@ -8,6 +8,7 @@ import numpy as np
 
 from seerjax.discovery import (
   archive as archive_lib,
+  attempts as attempts_lib,
   environment as environment_lib,
 )
 from seerjax.discovery.attempts import Sampled, Writer
@@ -39,13 +40,63 @@ def remark_on(writer: Writer, sampled: Sampled) -> str:
   return ""
 
 
+class CpuMeter:
+  """Counts the CPU seconds of a discovery: this process, and those that make and judge attempts."""
+
+  def __init__(self, environment: Environment):
+    """Begins to count."""
+    self._environment = environment
+    helped = environment_lib.helper_seconds(environment)
+    self._all, self._judged = time.process_time() + helped, helped
+
+  def spent(self, writer: Writer) -> tuple[float, float]:
+    """Returns the seconds since it was asked last: in all, and of attempts alone."""
+    helped = environment_lib.helper_seconds(self._environment)
+    now = time.process_time() + writer.worker_seconds + helped
+    judged = writer.cpu_seconds + helped
+    found = now - self._all, judged - self._judged
+    self._all, self._judged = now, judged
+    return found
+
+
+def first_totals(archive: archive_lib.Archive) -> dict[str, float]:
+  """Returns what a run counts from its first step on, as it begins."""
+  start = archive_lib.best(archive).value
+  return dict(tokens=0, cpu_seconds=0.0, judge_cpu_seconds=0.0, start=start, best=start)
+
+
+def totals_after(
+  totals: dict[str, float],
+  sampled: Sampled,
+  archive: archive_lib.Archive,
+  spent: tuple[float, float],
+) -> dict[str, float]:
+  """Returns a run's totals after a step.
+
+  Args:
+    totals: before it.
+    sampled: its attempts.
+    archive: after it.
+    spent: of `CpuMeter`.
+  """
+  tokens = sum(len(said.completion.tokens) for said in attempts_lib.sequences(sampled))
+  return dict(
+    tokens=totals["tokens"] + tokens,
+    cpu_seconds=totals["cpu_seconds"] + spent[0],
+    judge_cpu_seconds=totals["judge_cpu_seconds"] + spent[1],
+    start=totals["start"],
+    best=max(totals["best"], archive_lib.best(archive).value),
+  )
+
+
 def of_search(
   environment: Environment,
+  before: archive_lib.Archive,
   after: archive_lib.Archive,
   sampled: Sampled,
   totals: dict[str, float],
 ) -> dict[str, float]:
-  """Returns a step's numbers of the search; `totals` has the first and the best value so far."""
+  """Returns a step's numbers of the search; `totals` are those after it."""
   scores = [a.score for group in sampled.attempts for a in group]
   rewards = [score.reward for score in scores]
   values = [score.value for score in scores if score.is_valid]
@@ -56,6 +107,9 @@ def of_search(
     "search/seed_trees_alive": float(archive_lib.num_seed_trees_alive(after)),
     "search/valid_rate": len(values) / len(scores),
     "search/reward_mean": float(np.mean(rewards)),
+    "search/replanted": float(len({*after.roots} - {*before.roots})),
+    "search/tokens": float(totals["tokens"]),
+    "search/cpu_seconds": totals["cpu_seconds"],
   }
   for percent, reward in zip(REWARD_PERCENTS, np.percentile(rewards, REWARD_PERCENTS)):
     numbers[f"search/reward_p{percent}"] = float(reward)
@@ -66,13 +120,3 @@ def of_search(
       for name, value in zip(("p10", "median", "p90"), quantiles)
     }
   return numbers
-
-
-def cpu_seconds(environment: Environment, writer: Writer) -> float:
-  """Returns the CPU seconds of this process, and of those that make and judge its attempts."""
-  return time.process_time() + writer.worker_seconds + environment_lib.helper_seconds(environment)
-
-
-def judge_cpu_seconds(environment: Environment, writer: Writer) -> float:
-  """Returns the CPU seconds of attempts, in whatever process."""
-  return writer.cpu_seconds + environment_lib.helper_seconds(environment)

@@ -20,6 +20,50 @@ BEST = "best.json"
 NUM_CONFIRMED = 8
 
 
+def check_directory(directory: pathlib.Path, *, resume: bool) -> None:
+  """Refuses to begin where the best artefact of another run lies.
+
+  Raises:
+    ValueError: naming the file.
+  """
+  if not resume and (directory / BEST).is_file():
+    raise ValueError(
+      f"{directory / BEST}: got the best artefact of another run, expected none; move it away, or"
+      " choose another --workdir."
+    )
+
+
+def check_best(directory: pathlib.Path) -> None:
+  """Refuses a damaged file as a run is resumed, and not in the middle of it.
+
+  Raises:
+    ValueError: naming the file.
+  """
+  if (directory / BEST).is_file():
+    read_best(directory)
+
+
+def write_first(
+  directory: pathlib.Path, environment: Environment, archive: archive_lib.Archive
+) -> None:
+  """Writes the best of the archive where no file says of a better one yet."""
+  if not (directory / BEST).is_file():
+    write_best(directory, environment, archive, archive_lib.best(archive))
+
+
+def final_best(
+  directory: pathlib.Path, environment: Environment, archive: archive_lib.Archive
+) -> tuple[dict[str, Any], environment_lib.Score]:
+  """Returns the record of a run that ends, and its score; of a timed problem it is confirmed."""
+  if isinstance(environment, environment_lib.Timed):
+    # The first may be first by luck alone.
+    for leader in archive_lib.leaders(archive, NUM_CONFIRMED):
+      write_best(directory, environment, archive, leader)
+  # Not the archive's: before a kill a problem that is timed may have found a better one.
+  best = read_best(directory)
+  return best, environment_lib.record_score(environment, best["artefact"])
+
+
 def write_best(
   directory: pathlib.Path,
   environment: Environment,

@@ -448,8 +448,8 @@ def first_state(params: Any, optimizer: optax.GradientTransformation) -> TrainSt
   return TrainState(params, optimizer.init(params), jnp.int32(0))
 
 
-def is_given_up(state: TrainState) -> bool:
-  """Whether an update has taken the place of a state."""
+def is_given_up(state: Any) -> bool:
+  """Whether an update has taken the place of a state, or of one within a tree."""
   return any(isinstance(x, jax.Array) and x.is_deleted() for x in jax.tree.leaves(state))
 
 

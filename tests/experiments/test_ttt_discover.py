@@ -188,7 +188,7 @@ def test_a_run_leaves_its_best_and_its_page_and_refuses_to_begin_again(tmp_path:
   more = run(*small, "--resume", "--config.num_steps=3")
   assert more.returncode == 0 and "resumed after step 2 of 3" in more.stdout, more.stderr
   other = run(*small, "--resume", "--config.group_size=9")
-  assert other.returncode == 2 and "group_size: 8 before, 9 now" in other.stderr
+  assert other.returncode == 2 and "group_size was 8 and is 9" in other.stderr
 
 
 @pytest.mark.long
