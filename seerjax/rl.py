@@ -51,6 +51,7 @@ from seerjax.types import Completion, Problem, Request, Rollout, RolloutGroup, T
 # Rewards f32[b, g] of a step's groups to advantages [b, g].
 Advantages = Callable[[np.ndarray], Any]
 
+
 @dataclasses.dataclass(frozen=True)
 class Result:
   """What a run leaves behind.
@@ -121,14 +122,13 @@ def train(
     log=log,
   ) as run:
     ready = setup_lib.set_up(run, config, policy, task, programs, loss, optimizer, resume=resume)
-    config, engine, base = ready.config, ready.engine, ready.base
-    state, before = ready.state, ready.before
+    config, engine, base, state = ready.config, ready.engine, ready.base, ready.state
     usual = functools.partial(
       sample, config, engine, task, ready.journal, progress=run.progress, drafts=ready.drafts
     )
     sample_step, publish = setup_lib.ends(ready, run, task, usual)
-    run.begin(state, lambda: {"before": before})
-    before = before or setup_lib.accuracy_after(0, run, ready.asked)
+    run.begin(state, lambda: {"before": ready.before})
+    before = ready.before or setup_lib.accuracy_after(0, run, ready.asked)
     while run.step < config.num_steps:
       joules = run.clock.joules
       with run.next_step() as put_off_stops:
@@ -155,8 +155,7 @@ def train(
       then = ready.asked.answer()
     rows = metrics.read(run.directory / metrics.FILE_NAME)
     numbers = summary.of_run(before, after, [row for row in rows if "contract/kl" in row])
-    numbers |= run.clock.read()
-    numbers |= dict(optimizer_steps=int(state.step), numerics=ready.fingerprint)
+    numbers |= run.clock.read() | dict(optimizer_steps=int(state.step), numerics=ready.fingerprint)
     metrics.write_summary(run.directory / "summary.json", numbers)
     return Result(state, numbers, then, now)
 
@@ -177,8 +176,7 @@ def train_step(
 ) -> tuple[TrainState, dict[str, float]]:
   """Takes one step: sample, judge, learn, publish; returns the new state and the step's numbers.
 
-  `sample` returns the step's groups and how they were sampled, `publish` hands the new weights to
-  what samples; the other arguments are those of the halves.
+  `sample` returns the step's groups and their numbers, `publish` hands the new weights over.
   """
   begin = time.monotonic()
   groups, sampled = sample(step)
@@ -221,7 +219,7 @@ def sample(
     drafts: of the engine's drafter.
 
   Returns:
-    The groups, and how they were sampled.
+    The groups, and the numbers of how they were sampled.
   """
   assert engine.tokenizer is not None
   watched = progress or progress_lib.silent()
