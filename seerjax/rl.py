@@ -294,7 +294,7 @@ def learn(
     trainer: its programs, the loss among them.
     state: with the weights that sampled.
     groups: with their verdicts.
-    values: their advantages [b, g], of `judge`.
+    values: f32[b, g], their advantages, of `judge`.
     base: of `programs.base_weights`.
     before_update: called before the first update, from which on `state` may be used up.
   """

@@ -13,7 +13,24 @@ import tomllib
 ROOT = pathlib.Path(__file__).parents[1]
 COMMITTED = ROOT / "tests" / "public_api.txt"
 # What `seerjax.__all__` does not name, and is settled too: a change is one of the interface.
-SETTLED = ("engine.chunks",)
+SETTLED = (
+  "engine.chunks",
+  "engine.runner",
+  "engine.sequence",
+  "models.config",
+  "models.head",
+  "models.huggingface",
+  "models.kv_layout",
+  "models.loading",
+  "models.parameters",
+  "models.tokenizer",
+  "models.transformer",
+  "rollout.groups",
+  "rollout.journal",
+  "run.policy",
+  "trainer.packing",
+  "trainer.step",
+)
 
 
 def front_door() -> tuple[list[str], dict[str, str], str]:
