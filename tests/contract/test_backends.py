@@ -19,6 +19,7 @@ import tiny_model
 from seerjax import parallel
 from seerjax.backends import choice, protocol, tiled
 from seerjax.engine import engine as engine_lib, runner as runner_lib
+from seerjax.models.loading import Model
 from seerjax.trainer import losses, packing, step
 from seerjax.types import Problem, Request, Rollout, RolloutGroup, SamplingParams, Verdict
 
@@ -111,9 +112,7 @@ def sampled() -> list:
   """Completions of a fresh engine, whose programs are traced anew."""
   mesh = parallel.make_mesh(num_instances=1)
   engine = engine_lib.Engine(
-    tiny_model.CONFIG,
-    tiny_model.params(NUMERICS),
-    numerics=NUMERICS,
+    Model(tiny_model.CONFIG, tiny_model.params(NUMERICS), NUMERICS),
     config=SIZES,
     key=jax.random.key(11),
     runner=runner_lib.Runner(tiny_model.CONFIG, NUMERICS, mesh, max_programs=2),
