@@ -1,16 +1,13 @@
-"""Frozen dataclasses as flags, `--config.optimizer.learning_rate=1e-4`, and back; refusals.
+"""Frozen dataclasses as flags, `--config.optimizer.learning_rate=1e-4`, and back.
 
 Claim: none; every experiment's command line goes through here.
 """
 
 from __future__ import annotations
 
-import ast
-from collections.abc import Iterator, Mapping, Sequence
-import contextlib
+from collections.abc import Mapping, Sequence
 import dataclasses
 import difflib
-import pathlib
 import sys
 import typing
 from typing import Any, TypeVar
@@ -19,7 +16,7 @@ from absl import flags
 import ml_collections
 from ml_collections import config_dict, config_flags
 
-from seerjax.run import stops
+from seerjax.run import command_line
 
 T = TypeVar("T")
 
@@ -86,23 +83,13 @@ def name_entries(values: ml_collections.ConfigDict, config: Any, arguments: Sequ
       at, inner = vars(at)[part], inner[part]
     if not isinstance(at, Mapping):
       continue
-    value = literal(text)
+    value = command_line.literal(text)
     if not isinstance(value, (str, bool, int, float)):
       raise ValueError(
         f"--{name}: got {text!r}, expected text, a number, True or False; write --{name}=False."
       )
     with inner.unlocked():
       inner[parts[-1]] = value
-
-
-def literal(text: str) -> Any:
-  """Returns what a command line's text means: True and False in any case, a number, else text."""
-  if text.lower() in ("true", "false"):
-    return text.lower() == "true"
-  try:
-    return ast.literal_eval(text)
-  except (ValueError, SyntaxError):
-    return text
 
 
 def define_presets(presets: Mapping[str, Any], workdir: str) -> None:
@@ -112,7 +99,7 @@ def define_presets(presets: Mapping[str, Any], workdir: str) -> None:
   """
   names = list(presets)
   flags.DEFINE_enum("preset", names[0], names, "What --config begins with.")
-  with refusals():
+  with command_line.refusals():
     try:
       flags.FLAGS(sys.argv, known_only=True)  # The others are not defined yet.
     except flags.IllegalFlagValueError as error:
@@ -125,7 +112,7 @@ def define_flags(default: Any, workdir: str) -> None:
 
   Ends the program where the command line names a field that there is not.
   """
-  with refusals():
+  with command_line.refusals():
     check_names(default, sys.argv[1:])
     values = to_flags(default)
     name_entries(values, default, sys.argv[1:])
@@ -169,41 +156,6 @@ def _kind_of(hint: Any, values: ml_collections.ConfigDict) -> Any:
   kinds = typing.get_args(hint) or (hint,)
   names = [{field.name for field in dataclasses.fields(kind)} for kind in kinds]
   return next((kind for kind, own in zip(kinds, names) if own == set(values)), kinds[0])
-
-
-def check_arguments(argv: Sequence[str]) -> None:
-  """Refuses words on a command line that belong to no flag.
-
-  Raises:
-    ValueError: naming them.
-  """
-  if argv[1:]:
-    raise ValueError(
-      f"{pathlib.Path(argv[0]).stem}: got {list(argv[1:])}, expected flags alone; write"
-      " --name=value."
-    )
-
-
-@contextlib.contextmanager
-def refusals() -> Iterator[None]:
-  """Ends the program with a refusal's message alone on stderr and status 2.
-
-  What an experiment refuses is the caller's to mend (a flag, a path, a full disk, a package that is
-  missing): the message says how, and a traceback would bury it. Ctrl-C and SIGTERM are no mistakes,
-  and get one line as well, with the status that a shell expects: 130 and 143.
-  """
-  try:
-    with stops.heard():
-      yield
-  except (ValueError, OSError, ImportError) as error:
-    print(error, file=sys.stderr)
-    sys.exit(2)
-  except stops.Interrupted as stopped:
-    print(stopped)
-    sys.exit(stopped.status)
-  except KeyboardInterrupt as stop:
-    print(f"stopped by {stops.name_of(stop)}; what was finished is kept", file=sys.stderr)
-    sys.exit(stops.status_of(stop))
 
 
 def _flag_value(value: Any) -> Any:

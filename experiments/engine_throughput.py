@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 from absl import app, flags
 import numpy as np
 
-from experiments import configuration
+from seerjax.run import command_line, policy as policy_lib, presets as run_presets
 
 ROOT = pathlib.Path(__file__).parents[1]
 
@@ -98,13 +98,12 @@ def forced_lengths(workload: Workload) -> np.ndarray:
 
 def prompts(workload: Workload) -> list[tuple[int, ...]]:
   """Returns one prompt a group: word problems as user turns."""
-  from experiments import generate  # JAX stays out of the peers that do not need it.
-  from seerjax.models import huggingface, tokenizer as tokenizer_lib
+  # JAX stays out of the peers that do not need it.
+  from seerjax.models import loading as model_loading, tokenizer as tokenizer_lib
   from seerjax.rollout import groups
   from seerjax.tasks import loading
 
-  is_nano = workload.model == "nano"
-  directory = generate.NANO if is_nano else huggingface.resolve(workload.model)
+  directory = model_loading.directory_of(workload.model)
   tokenizer = tokenizer_lib.load(directory)
   task = loading.load("word_problems", path=None)
   count = task.num_problems("train")
@@ -122,15 +121,14 @@ def our_answer(
   workload: Workload, texts: list[tuple[int, ...]], lengths: np.ndarray, settings: dict[str, Any]
 ) -> Answer:
   """Returns a peer that is this engine."""
-  from experiments import grpo
   from seerjax import numerics as numerics_lib, parallel
   from seerjax.engine import engine as engine_lib
   from seerjax.models import parameters
   from seerjax.models.loading import Model
   from seerjax.types import Request, SamplingParams
 
-  numerics = dataclasses.replace(grpo.main_job().numerics, **settings)
-  policy = grpo.load_policy(workload.model, numerics)
+  numerics = dataclasses.replace(run_presets.main_job().numerics, **settings)
+  policy = policy_lib.load_policy(workload.model, numerics)
   page_size = 32
   longest = max(map(len, texts)) + workload.max_tokens
   num_sequences = -(-lengths.size // workload.num_instances)
@@ -179,12 +177,12 @@ def their_answer(
   import torch  # pyright: ignore[reportMissingImports]
   import transformers  # pyright: ignore[reportMissingImports]
 
-  from experiments import generate
+  from seerjax.models import loading
 
   torch.set_num_threads(workload.num_threads)
   torch.manual_seed(workload.seed)
   transformers.logging.set_verbosity_error()
-  directory = generate.NANO if workload.model == "nano" else workload.model
+  directory = loading.NANO if workload.model == "nano" else workload.model
   model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
   inputs = [list(text) for text in texts for _ in range(workload.group_size)]
   wanted = lengths.reshape(-1)
@@ -480,8 +478,8 @@ def main(argv: list[str]) -> None:
       jax.config.update("jax_num_cpu_devices", workload["num_instances"])
     serve(name, Workload(**workload), [tuple(text) for text in texts])
     return
-  with configuration.refusals():
-    configuration.check_arguments(argv)
+  with command_line.refusals():
+    command_line.check_arguments(argv)
     workload = Workload(
       model=args.model, max_tokens=args.max_tokens, num_prompts=args.num_prompts
     )

@@ -14,10 +14,10 @@ import pathlib
 from absl import app, flags, logging
 import jax
 
-from experiments import configuration, grpo, replay
+from experiments import replay
 from seerjax import checkpoint, numerics as numerics_lib
 from seerjax.models import huggingface, peft
-from seerjax.run import policy as policy_lib, programs as programs_lib
+from seerjax.run import command_line, policy as policy_lib, programs as programs_lib
 
 
 def export(
@@ -55,7 +55,7 @@ def export(
       f"--adapter: got {run}, which trained all weights, expected a run with lora_rank; leave the"
       " flag out."
     )
-  policy = grpo.load_policy(config.model, config.numerics)
+  policy = policy_lib.load_policy(config.model, config.numerics)
   restored = checkpoint.restore(
     run / "checkpoints",
     jax.eval_shape(lambda: programs_lib.first_state(config, policy)),
@@ -87,8 +87,8 @@ def export(
 def main(argv: list[str]) -> None:
   logging.set_verbosity(logging.WARNING)  # Orbax tells of every file.
   args = flags.FLAGS
-  with configuration.refusals():
-    configuration.check_arguments(argv)
+  with command_line.refusals():
+    command_line.check_arguments(argv)
     if not args.out:
       raise ValueError("--out: got no path, expected a directory to make; name one.")
     step = export(

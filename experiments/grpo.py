@@ -25,62 +25,32 @@ from absl import app, flags, logging
 import jax
 
 from experiments import configuration
-from seerjax import metrics, numerics as numerics_lib, rl
-from seerjax.engine import engine as engine_lib
+from seerjax import metrics, rl
 from seerjax.models import (
   huggingface,
-  loading as model_loading,
   presets,
-  tokenizer as tokenizer_lib,
 )
 from seerjax.reports import run_report
 from seerjax.rollout import groups
 from seerjax.run import (
+  command_line,
   config as config_lib,
   directory as directory_lib,
   memory as memory_lib,
   policy as policy_lib,
+  presets as run_presets,
   programs as programs_lib,
   progress as progress_lib,
   self_test,
 )
 from seerjax.run.config import RunConfig
-from seerjax.run.evaluation import EvaluationConfig
 from seerjax.run.policy import Policy
 from seerjax.run.programs import Programs
 from seerjax.tasks import loading
-from seerjax.trainer import losses, step as step_lib
 from seerjax.types import Task
 
 # Train prompts read beforehand; a longer one that comes later is refused when it comes.
 MOST_CHECKED = 10_000
-
-
-def main_job() -> RunConfig:
-  """Returns the main job: nano on word problems, two devices side by side on two cores."""
-  return RunConfig(
-    num_steps=20,
-    num_instances=2,
-    checkpoint_every=10,
-    numerics=numerics_lib.NumericsConfig(
-      query_tile=4, slot_tile=32, kv_split=64, reduction_shards=0
-    ),
-    engine=engine_lib.EngineConfig(page_size=32, max_sequences=64, max_context=512),
-    rollout=groups.RolloutConfig(
-      groups_per_step=48, group_size=8, temperature=1.0, max_tokens=216
-    ),
-    loss=losses.dapo(),
-    optimizer=step_lib.OptimizerConfig(learning_rate=2e-4, warmup_steps=2),
-    # Asked as it is trained: sampled, at the temperature of the rollouts.
-    evaluation=EvaluationConfig(num_problems=2048, temperature=1.0),
-  )
-
-
-def load_policy(name: str, numerics: numerics_lib.NumericsConfig) -> Policy:
-  """Returns a model by name: "nano", a Hugging Face directory, or a Hub id."""
-  directory = model_loading.directory_of(name)
-  params, model = huggingface.load(directory, numerics)
-  return Policy(model, params, tokenizer_lib.load(directory))
 
 
 def say_memory(config: RunConfig, name: str) -> None:
@@ -99,14 +69,6 @@ def say_memory(config: RunConfig, name: str) -> None:
   if line := config_lib.chosen(config, config_lib.for_model(config, model)):
     print(line)
   print(memory_lib.memory_plan(config, model).describe(), flush=True)
-
-
-def ignored(tokenizer: tokenizer_lib.Tokenizer) -> str:
-  """Returns one line on what a model's directory asks for in vain."""
-  return (
-    f"generation_config.json: {', '.join(tokenizer.ignored_generation)} are not taken; how is"
-    " sampled is decided by flags alone"
-  )
 
 
 def on_these_devices(config: RunConfig) -> RunConfig:
@@ -161,9 +123,9 @@ def prepare(
   task = loading.load(config.task, path=config.task_path or None)
   if config.model != "nano":
     say_memory(config, config.model)  # Before gigabytes are read.
-  policy = load_policy(config.model, config.numerics)
+  policy = policy_lib.load_policy(config.model, config.numerics)
   if policy.require_tokenizer().ignored_generation:
-    print(ignored(policy.require_tokenizer()), flush=True)
+    print(policy_lib.ignored_settings(policy.require_tokenizer()), flush=True)
   policy = policy.with_chat(config.chat)
   check_prompts(config, task, policy)
   numerics = config_lib.for_model(config, policy.model).numerics
@@ -255,7 +217,7 @@ def next_commands(config: RunConfig, directory: pathlib.Path, arguments: Sequenc
 def main(argv: list[str]) -> None:
   logging.set_verbosity(logging.WARNING)  # Checkpoints would tell of every file.
   # Later refusals too: what was finished is in --workdir, and --resume goes on from it.
-  with configuration.refusals():
+  with command_line.refusals():
     learn(argv)
 
 
@@ -264,7 +226,7 @@ def learn(argv: list[str]) -> None:
   args = flags.FLAGS
   directory = pathlib.Path(args.workdir)
   say = functools.partial(print, flush=True)
-  configuration.check_arguments(argv)
+  command_line.check_arguments(argv)
   config = configuration.from_flags(RunConfig, args.config)
   # Before the first use of a device: one virtual CPU device an instance.
   jax.config.update("jax_num_cpu_devices", config.num_instances)
@@ -310,7 +272,7 @@ def learn(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-  configuration.define_flags(main_job(), "runs/grpo")
+  configuration.define_flags(run_presets.main_job(), "runs/grpo")
   flags.DEFINE_bool("resume", False, "Carry on from the latest checkpoint in --workdir.")
   flags.DEFINE_bool("accept_new_numerics", False, "Resume under another fingerprint.")
   flags.DEFINE_bool("bitwise", True, "Refuse to start where rows are not invariant.")

@@ -26,13 +26,18 @@ from absl import app, flags, logging
 import jax
 import numpy as np
 
-from experiments import configuration, generate, grpo
-from seerjax import metrics, numerics as numerics_lib, rl
+from experiments import grpo
+from seerjax import generate, metrics, numerics as numerics_lib, rl
 from seerjax.engine import engine as engine_lib
 from seerjax.models import parameters
 from seerjax.models.loading import Model
 from seerjax.rollout import groups
-from seerjax.run import directory as directory_lib
+from seerjax.run import (
+  command_line,
+  directory as directory_lib,
+  policy as policy_lib,
+  presets as run_presets,
+)
 from seerjax.run.config import RunConfig, TrainerConfig
 from seerjax.run.evaluation import EvaluationConfig
 from seerjax.run.policy import Policy
@@ -192,7 +197,7 @@ def random_batches(
   An engine, the number of probes, the others' prompts, lengths and parameters, and the steps at
   which everything arrives are drawn anew for each batch.
   """
-  policy = grpo.load_policy(config.model, numerics)
+  policy = policy_lib.load_policy(config.model, numerics)
   rng = np.random.default_rng(config.seed)
   engines = [
     engine_of(
@@ -339,7 +344,7 @@ def compared_runs(
       ),
       trainer=TrainerConfig(rows_per_micro_batch=2048),
       loss=losses.dapo(),
-      optimizer=dataclasses.replace(grpo.main_job().optimizer, warmup_steps=0),
+      optimizer=dataclasses.replace(run_presets.main_job().optimizer, warmup_steps=0),
       evaluation=EvaluationConfig(num_problems=8),
     )
     runs[name] = run, directory / f"rl_{name}"
@@ -350,7 +355,8 @@ def on_policy(config: InvarianceConfig, directory: pathlib.Path, say: Say) -> di
   """Part (c): a short run on each path; KL and largest log-probability gap of every step."""
   results = {}
   for name, (run, place) in compared_runs(config, directory).items():
-    policy, task = grpo.load_policy(config.model, run.numerics), loading.load(run.task, path=None)
+    policy = policy_lib.load_policy(config.model, run.numerics)
+    task = loading.load(run.task, path=None)
     rl.train(run, policy, task, place, log=lambda line: say(f"  {line}"))
     rows = [row for row in metrics.read(place / "metrics.jsonl") if "contract/kl" in row]
     results[name] = {
@@ -375,7 +381,7 @@ def price(config: InvarianceConfig, say: Say) -> dict[str, Any]:
   for size in config.batch_sizes:
     engines = {}
     for name, numerics in paths(config).items():
-      policy = grpo.load_policy(config.model, numerics)
+      policy = policy_lib.load_policy(config.model, numerics)
       page_size = min(32, numerics.kv_split)
       engines[name] = engine_lib.Engine(
         Model(policy.model, parameters.compute_params(policy.params, numerics), numerics),
@@ -548,7 +554,7 @@ def run(
   for job, place in compared_runs(config, directory).values() if "c" in parts else ():
     # Now, and not after parts that take minutes.
     directory_lib.check_directory(place, resume=False)
-    policy = grpo.load_policy(config.model, job.numerics)
+    policy = policy_lib.load_policy(config.model, job.numerics)
     grpo.check_prompts(job, loading.load(job.task, path=None), policy)
   directory.mkdir(parents=True, exist_ok=True)
   results: dict[str, Any] = {}
@@ -573,8 +579,8 @@ def run(
 def main(argv: list[str]) -> None:
   args = flags.FLAGS
   logging.set_verbosity(logging.WARNING)  # Orbax tells of every file.
-  with configuration.refusals():
-    configuration.check_arguments(argv)
+  with command_line.refusals():
+    command_line.check_arguments(argv)
     config = InvarianceConfig(
       model=args.model,
       prompt=args.prompt,

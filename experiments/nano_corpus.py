@@ -18,8 +18,8 @@ import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from experiments import configuration
 from seerjax.models import tokenizer as tokenizer_lib
+from seerjax.run import command_line
 from seerjax.tasks import countdown, word_problems
 from seerjax.tasks.draws import Draws
 
@@ -130,8 +130,8 @@ def lengths(
 
 
 def main(argv: list[str]) -> None:
-  with configuration.refusals():
-    configuration.check_arguments(argv)
+  with command_line.refusals():
+    command_line.check_arguments(argv)
     tokenizer = train_tokenizer(flags.FLAGS.workdir)
   print(f"{tokenizer.vocab_size} tokens in {flags.FLAGS.workdir}")
   for split in ("train", "heldout"):

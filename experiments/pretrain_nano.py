@@ -26,7 +26,7 @@ import numpy as np
 import optax
 import rich.progress
 
-from experiments import configuration, nano_corpus
+from experiments import nano_corpus
 from seerjax import checkpoint, numerics as numerics_lib
 from seerjax.models import (
   config as model_config,
@@ -36,6 +36,7 @@ from seerjax.models import (
   presets,
   tokenizer as tokenizer_lib,
 )
+from seerjax.run import command_line
 
 LENGTHS = (64, 96, 128, 192, 256, 384)  # Longer documents are left out: below one in a thousand.
 
@@ -210,8 +211,8 @@ def pretrain(
 
 def main(argv: list[str]) -> None:
   args = flags.FLAGS
-  with configuration.refusals():
-    configuration.check_arguments(argv)
+  with command_line.refusals():
+    command_line.check_arguments(argv)
     config = PretrainConfig(
       num_tokens=args.num_tokens,
       learning_rate=args.learning_rate,

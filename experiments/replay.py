@@ -38,7 +38,7 @@ import jax.numpy as jnp
 import ml_collections
 import numpy as np
 
-from experiments import configuration, grpo
+from experiments import configuration
 from seerjax import checkpoint, numerics as numerics_lib, rl
 from seerjax.models import (
   config as model_config,
@@ -445,7 +445,7 @@ def replay(
       " away to replay all."
     )
   positions = range(length) if token is None else range(token, token + 1)
-  policy = grpo.load_policy(config.model, config.numerics)
+  policy = policy_lib.load_policy(config.model, config.numerics)
   model = policy.model
   if perturb is not None and not 1 <= perturb <= model.num_layers:
     raise ValueError(

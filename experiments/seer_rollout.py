@@ -26,7 +26,7 @@ from absl import app, flags
 import jax
 import numpy as np
 
-from experiments import configuration, grpo
+from experiments import configuration
 from seerjax import metrics, numerics as numerics_lib, parallel
 from seerjax.engine import engine as engine_lib, runner as runner_lib, timing
 from seerjax.engine.kv.pool import KVPool, KVPoolConfig
@@ -35,7 +35,7 @@ from seerjax.models.loading import Model
 from seerjax.reports import gantt, page
 from seerjax.rollout import groups, policies
 from seerjax.rollout.divided import DividedRollout
-from seerjax.run import self_test
+from seerjax.run import command_line, policy as policy_lib, self_test
 from seerjax.run.policy import Policy
 from seerjax.speculation.suffix_drafter import SuffixDrafter
 from seerjax.speculation.suffix_tree import SpeculationArgs
@@ -233,7 +233,7 @@ def run(workload: Workload, directory: pathlib.Path) -> dict[str, dict[str, Any]
   """
   numerics = numerics_lib.NumericsConfig(query_tile=4, slot_tile=32, kv_split=64)
   print(self_test.describe(numerics), flush=True)
-  policy = grpo.load_policy(workload.model, numerics)
+  policy = policy_lib.load_policy(workload.model, numerics)
   asked = requests(workload, policy)
   told = dict(zip([one.request_id for one in asked], lengths(workload).ravel().tolist()))
   longest = max(len(one.prompt) for one in asked) + workload.max_tokens
@@ -298,8 +298,8 @@ def run(workload: Workload, directory: pathlib.Path) -> dict[str, dict[str, Any]
 
 def main(argv: list[str]) -> None:
   args = flags.FLAGS
-  with configuration.refusals():
-    configuration.check_arguments(argv)
+  with command_line.refusals():
+    command_line.check_arguments(argv)
     workload = configuration.from_flags(Workload, args.config)
     jax.config.update("jax_num_cpu_devices", workload.num_instances)
     results = run(workload, pathlib.Path(args.workdir))

@@ -24,13 +24,13 @@ from typing import Any
 from absl import app, flags
 import numpy as np
 
-from experiments import configuration
 from seerjax.rollout import (
   buffer as buffer_lib,
   instances as instances_lib,
   policies,
   scheduler,
 )
+from seerjax.run import command_line
 from seerjax.simulate import (
   baselines,
   calibration,
@@ -521,8 +521,8 @@ def fit(seeds: Sequence[int], report: Report) -> None:
 def main(argv: list[str]) -> None:
   args = flags.FLAGS
   directory = pathlib.Path(args.workdir)
-  with configuration.refusals():
-    configuration.check_arguments(argv)
+  with command_line.refusals():
+    command_line.check_arguments(argv)
     report = lambda line: print(line, flush=True)
     if args.trace:
       gains = trace(args.trace, report)["gains"]

@@ -33,13 +33,20 @@ import numpy as np
 import rich.progress
 from scipy import stats
 
-from experiments import configuration, grpo
+from experiments import configuration
 from seerjax import metrics, numerics as numerics_lib, parallel
 from seerjax.engine import engine as engine_lib, runner as runner_lib
 from seerjax.models import parameters
 from seerjax.models.loading import Model
 from seerjax.rollout import groups as groups_lib
-from seerjax.run import config as config_lib, drafter as drafter_lib, self_test
+from seerjax.run import (
+  command_line,
+  config as config_lib,
+  drafter as drafter_lib,
+  policy as policy_lib,
+  presets as run_presets,
+  self_test,
+)
 from seerjax.tasks import loading
 from seerjax.types import Completion, Request
 
@@ -145,10 +152,10 @@ class Comparison:
 
   def __init__(self, workload: Workload):
     self.workload = workload
-    job = grpo.main_job()
+    job = run_presets.main_job()
     engine = dataclasses.replace(job.engine, row_buckets=ROW_BUCKETS)
     job = dataclasses.replace(job, num_instances=1, engine=engine)
-    self.policy = grpo.load_policy(workload.model, job.numerics)
+    self.policy = policy_lib.load_policy(workload.model, job.numerics)
     self._job = job = config_lib.for_model(job, self.policy.model)
     self._task = loading.load(job.task)
     self._count = groups_lib.num_problems(self._task, "train")
@@ -368,10 +375,10 @@ def run(workload: Workload, directory: pathlib.Path) -> str:
 
 def main(argv: list[str]) -> None:
   args = flags.FLAGS
-  with configuration.refusals():
-    configuration.check_arguments(argv)
+  with command_line.refusals():
+    command_line.check_arguments(argv)
     workload = configuration.from_flags(Workload, args.config)
-    print(self_test.describe(grpo.main_job().numerics), flush=True)
+    print(self_test.describe(run_presets.main_job().numerics), flush=True)
     text = run(workload, pathlib.Path(args.workdir))
   print(f"\n{text}\n\nwritten to {args.workdir}")
 

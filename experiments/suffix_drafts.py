@@ -30,9 +30,9 @@ from typing import NamedTuple
 from absl import app, flags
 import numpy as np
 
-from experiments import configuration
 from seerjax.engine.drafting import DraftQuery
 from seerjax.models.loading import Model
+from seerjax.run import command_line, policy as policy_lib, presets as run_presets
 from seerjax.speculation import group_trees, suffix_drafter, suffix_tree
 from seerjax.speculation.suffix_tree import SpeculationArgs
 
@@ -278,15 +278,14 @@ class Sampled(NamedTuple):
 
 def sample(workload: Workload) -> list[Sampled]:
   """Returns nano's answers to word problems at temperature 1."""
-  from experiments import grpo
   from seerjax import numerics as numerics_lib
   from seerjax.engine import engine as engine_lib
   from seerjax.models import parameters
   from seerjax.rollout import groups as groups_lib
   from seerjax.tasks import loading
 
-  job = grpo.main_job()
-  policy = grpo.load_policy(job.model, job.numerics)
+  job = run_presets.main_job()
+  policy = policy_lib.load_policy(job.model, job.numerics)
   task = loading.load(job.task, path=None)
   config = dataclasses.replace(
     job.rollout, groups_per_step=workload.num_prompts, group_size=workload.group_size
@@ -423,8 +422,8 @@ def run(workload: Workload, streams: Sequence[str], directory: pathlib.Path) -> 
 
 def main(argv: list[str]) -> None:
   args = flags.FLAGS
-  with configuration.refusals():
-    configuration.check_arguments(argv)
+  with command_line.refusals():
+    command_line.check_arguments(argv)
     workload = Workload(
       num_groups=args.num_groups, num_tokens=args.num_tokens, num_prompts=args.num_prompts
     )

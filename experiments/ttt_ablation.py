@@ -32,7 +32,7 @@ from seerjax import metrics, numerics as numerics_lib
 from seerjax.discovery import objective as objective_lib, puct
 from seerjax.discovery.config import DiscoverConfig
 from seerjax.discovery.objective import ObjectiveConfig
-from seerjax.run import self_test
+from seerjax.run import command_line, self_test
 from seerjax.run.programs import Programs
 
 # What stands in the place of an objective where nothing is learnt.
@@ -264,8 +264,8 @@ def run(grid: Grid, directory: pathlib.Path) -> str:
 def main(argv: list[str]) -> None:
   logging.set_verbosity(logging.WARNING)  # Checkpoints would tell of every file.
   args = flags.FLAGS
-  with configuration.refusals():
-    configuration.check_arguments(argv)
+  with command_line.refusals():
+    command_line.check_arguments(argv)
     grid = configuration.from_flags(Grid, args.config)
     jax.config.update("jax_num_cpu_devices", grid.run.num_instances)
     print(self_test.describe(grid.run.numerics), flush=True)

@@ -48,7 +48,9 @@ from seerjax.models import config as model_config
 from seerjax.reports import discovery_report
 from seerjax.rollout import groups, policies
 from seerjax.run import (
+  command_line,
   directory as directory_lib,
+  policy as policy_lib,
   programs as programs_lib,
   progress as progress_lib,
   self_test,
@@ -237,7 +239,7 @@ def check_problem(name: str, seed: int, seconds: float, *, allow_weak_sandbox: b
 
 def main(argv: list[str]) -> None:
   logging.set_verbosity(logging.WARNING)  # Checkpoints would tell of every file.
-  with configuration.refusals():
+  with command_line.refusals():
     discover(argv)
 
 
@@ -246,7 +248,7 @@ def discover(argv: list[str]) -> None:
   args = flags.FLAGS
   directory = pathlib.Path(args.workdir)
   say = functools.partial(print, flush=True)
-  configuration.check_arguments(argv)
+  command_line.check_arguments(argv)
   config = configuration.from_flags(DiscoverConfig, args.config)
   jax.config.update("jax_num_cpu_devices", config.num_instances)
   if args.allow_weak_sandbox:
@@ -270,7 +272,7 @@ def discover(argv: list[str]) -> None:
   policy, chosen = None, config.numerics
   if config.model != "tiny":
     grpo.say_memory(config.run(environment), config.model)  # Before gigabytes are read.
-    loaded = grpo.load_policy(config.model, config.numerics)
+    loaded = policy_lib.load_policy(config.model, config.numerics)
     policy = Policy(loaded.model, loaded.params, loaded.tokenizer)
     chosen = model_config.numerics_for(loaded.model, config.numerics)
   print(self_test.describe(chosen), flush=True)

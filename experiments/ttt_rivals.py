@@ -34,7 +34,7 @@ from experiments.problems import names as names_lib
 from seerjax import metrics, numerics as numerics_lib
 from seerjax.discovery import puct
 from seerjax.discovery.config import DiscoverConfig
-from seerjax.run import self_test
+from seerjax.run import command_line, self_test
 from seerjax.run.programs import Programs
 
 POLICY, NO_REUSE = "policy", "policy_without_reuse"
@@ -190,8 +190,8 @@ def run(contest: Contest, directory: pathlib.Path) -> str:
 def main(argv: list[str]) -> None:
   logging.set_verbosity(logging.WARNING)  # Checkpoints would tell of every file.
   args = flags.FLAGS
-  with configuration.refusals():
-    configuration.check_arguments(argv)
+  with command_line.refusals():
+    command_line.check_arguments(argv)
     contest = configuration.from_flags(Contest, args.config)
     jax.config.update("jax_num_cpu_devices", contest.run.num_instances)
     print(self_test.describe(contest.run.numerics), flush=True)

@@ -30,7 +30,7 @@ STEPS: tuple[tuple[str, ...], ...] = (
   ("run", "sleep", "simulate"),
   ("discovery",),
   ("reports",),
-  ("rl", "ttt"),
+  ("rl", "ttt", "generate"),
   ("experiments",),
   ("launch",),
 )

@@ -15,7 +15,14 @@ import jax.numpy as jnp
 import optax
 
 from seerjax import numerics as numerics_lib
-from seerjax.models import config as model_config, lora, parameters, tokenizer as tokenizer_lib
+from seerjax.models import (
+  config as model_config,
+  huggingface,
+  loading,
+  lora,
+  parameters,
+  tokenizer as tokenizer_lib,
+)
 from seerjax.rollout import groups as groups_lib
 from seerjax.trainer import step as step_lib
 from seerjax.types import TrainState
@@ -163,3 +170,18 @@ def exported_weights(weights: WeightsConfig, policy: Policy, params: Any) -> par
   if not weights.lora_rank:
     return params
   return lora.merge(policy.params, params, weights.scale)
+
+
+def load_policy(name: str, numerics: numerics_lib.NumericsConfig) -> Policy:
+  """Returns a model by name: "nano", a Hugging Face directory, or a Hub id."""
+  directory = loading.directory_of(name)
+  params, model = huggingface.load(directory, numerics)
+  return Policy(model, params, tokenizer_lib.load(directory))
+
+
+def ignored_settings(tokenizer: tokenizer_lib.Tokenizer) -> str:
+  """Returns one line on what a model's directory asks for in vain."""
+  return (
+    f"generation_config.json: {', '.join(tokenizer.ignored_generation)} are not taken; how is"
+    " sampled is decided by flags alone"
+  )

@@ -10,8 +10,9 @@ import jax
 import pytest
 import tiny_model
 
-from experiments import generate, grpo, invariance
-from seerjax.models import huggingface, parameters, tokenizer as tokenizer_lib
+from experiments import invariance
+from seerjax.models import huggingface, loading, parameters, tokenizer as tokenizer_lib
+from seerjax.run import presets as run_presets
 
 
 @pytest.fixture(scope="session")
@@ -27,11 +28,11 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
     num_kv_heads=2,  # As small Qwen2.5 models have; what is left to the model is 2 slabs.
     max_context=512,
   )
-  numerics = grpo.main_job().numerics
+  numerics = run_presets.main_job().numerics
   params = parameters.init(jax.random.key(0), model, numerics)
   # At the usual scale of an initialisation every distribution is nearly uniform.
   params = jax.tree.map(lambda leaf: leaf * 4 if leaf.ndim > 1 else leaf, params)
-  huggingface.save(directory, params, model, tokenizer=tokenizer_lib.load(generate.NANO))
+  huggingface.save(directory, params, model, tokenizer=tokenizer_lib.load(loading.NANO))
   return str(directory)
 
 

@@ -14,9 +14,9 @@ import ml_collections
 from ml_collections import config_flags
 import pytest
 
-from experiments import configuration, grpo
+from experiments import configuration
 from seerjax.models import tokenizer as tokenizer_lib
-from seerjax.run import stops
+from seerjax.run import command_line, presets as run_presets, stops
 from seerjax.run.config import RunConfig
 from seerjax.trainer import losses
 
@@ -56,8 +56,8 @@ class Outer:
 
 def test_what_is_not_said_stays():
   assert parsed(Outer()) == Outer()
-  assert parsed(grpo.main_job()) == grpo.main_job()
-  assert hash(parsed(grpo.main_job())) == hash(grpo.main_job())
+  assert parsed(run_presets.main_job()) == run_presets.main_job()
+  assert hash(parsed(run_presets.main_job())) == hash(run_presets.main_job())
 
 
 def test_nested_fields_are_overridden_by_dots():
@@ -71,7 +71,7 @@ def test_an_int_is_welcome_where_a_float_is():
 
 def test_tuples_stay_tuples():
   assert parsed(Outer(), "--config.inner.sizes=(16, 32, 64)").inner.sizes == (16, 32, 64)
-  job = parsed(grpo.main_job(), "--config.engine.row_buckets=(64,)")
+  job = parsed(run_presets.main_job(), "--config.engine.row_buckets=(64,)")
   assert job.engine.row_buckets == (64,)
 
 
@@ -82,7 +82,7 @@ def test_none_stays_none_or_takes_a_number():
 
 def test_entries_of_a_mapping_are_named_on_the_command_line():
   job = parsed(
-    grpo.main_job(),
+    run_presets.main_job(),
     "--config.chat.system=Be brief.",
     "--config.chat.variables.enable_thinking=False",
     "--config.chat.variables.style=plain",
@@ -90,7 +90,7 @@ def test_entries_of_a_mapping_are_named_on_the_command_line():
   )
   assert job.chat.system == "Be brief."
   assert job.chat.variables == dict(enable_thinking=False, style="plain", depth=3)
-  assert hash(job) != hash(grpo.main_job())
+  assert hash(job) != hash(run_presets.main_job())
   # As config.json keeps it.
   stored = ml_collections.ConfigDict(dict(system="", variables=dict(enable_thinking=True)))
   found = configuration.from_flags(tokenizer_lib.ChatConfig, stored)
@@ -111,11 +111,11 @@ def test_entries_of_a_mapping_are_named_on_the_command_line():
 )
 def test_entries_that_no_flag_can_hold_are_refused(argument, message):
   with pytest.raises(ValueError, match=message):
-    parsed(grpo.main_job(), argument)
+    parsed(run_presets.main_job(), argument)
 
 
 def test_infinity_is_read_from_flags_and_from_json():
-  job = parsed(grpo.main_job(), "--config.loss.clip_high=inf")
+  job = parsed(run_presets.main_job(), "--config.loss.clip_high=inf")
   assert job.loss.clip_high == float("inf")
   stored = configuration.to_flags(losses.dapo()).to_dict() | {"clip_high": "Infinity"}
   found = configuration.from_flags(losses.LossConfig, ml_collections.ConfigDict(stored))
@@ -163,47 +163,47 @@ def test_a_name_from_elsewhere_is_refused():
 
 
 def test_adapters_are_a_flag():
-  assert parsed(grpo.main_job(), "--config.lora_rank=8").lora_rank == 8
-  assert isinstance(parsed(grpo.main_job()), RunConfig)
+  assert parsed(run_presets.main_job(), "--config.lora_rank=8").lora_rank == 8
+  assert isinstance(parsed(run_presets.main_job()), RunConfig)
 
 
 def test_words_that_belong_to_no_flag_are_refused():
-  configuration.check_arguments(["/experiments/grpo.py"])
+  command_line.check_arguments(["/experiments/grpo.py"])
   with pytest.raises(ValueError, match=r"grpo: got \['seed', '3'\], expected flags alone; write"):
-    configuration.check_arguments(["/experiments/grpo.py", "seed", "3"])
+    command_line.check_arguments(["/experiments/grpo.py", "seed", "3"])
 
 
 @pytest.mark.parametrize("kind", [ValueError, FileNotFoundError, ImportError])
 def test_a_refusal_is_its_message_alone(kind, capsys):
-  with pytest.raises(SystemExit) as stopped, configuration.refusals():
+  with pytest.raises(SystemExit) as stopped, command_line.refusals():
     raise kind("--part: got e, expected a; correct it.")
   assert stopped.value.code == 2
   assert capsys.readouterr().err == "--part: got e, expected a; correct it.\n"
 
 
 def test_ctrl_c_ends_with_one_line(capsys):
-  with pytest.raises(SystemExit) as stopped, configuration.refusals():
+  with pytest.raises(SystemExit) as stopped, command_line.refusals():
     raise KeyboardInterrupt
   assert stopped.value.code == 130
   assert capsys.readouterr().err == "stopped by Ctrl-C; what was finished is kept\n"
 
 
 def test_sigterm_ends_with_one_line_and_its_status(capsys):
-  with pytest.raises(SystemExit) as stopped, configuration.refusals():
+  with pytest.raises(SystemExit) as stopped, command_line.refusals():
     os.kill(os.getpid(), signal.SIGTERM)
   assert stopped.value.code == 143
   assert capsys.readouterr().err == "stopped by SIGTERM; what was finished is kept\n"
 
 
 def test_a_run_that_was_stopped_says_after_which_step(capsys):
-  with pytest.raises(SystemExit) as stopped, configuration.refusals():
+  with pytest.raises(SystemExit) as stopped, command_line.refusals():
     raise stops.Interrupted("stopped by SIGTERM after step 2 of 4; --resume goes on", 143)
   assert stopped.value.code == 143
   assert capsys.readouterr().out == "stopped by SIGTERM after step 2 of 4; --resume goes on\n"
 
 
 def test_a_mistake_of_ours_keeps_its_traceback():
-  with pytest.raises(AssertionError, match="ours"), configuration.refusals():
+  with pytest.raises(AssertionError, match="ours"), command_line.refusals():
     raise AssertionError("ours")
 
 

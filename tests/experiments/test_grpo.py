@@ -14,6 +14,7 @@ import pytest
 from experiments import export, grpo
 from seerjax import metrics, numerics as numerics_lib
 from seerjax.models import config as model_config, huggingface, peft
+from seerjax.run import presets as run_presets
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -75,19 +76,19 @@ def test_a_small_run_of_the_command_with_adapters(tiny: str, tmp_path: pathlib.P
   with pytest.raises(ValueError, match=r"got step 7 of .*, expected one of \(0, 1\)"):
     export.export(run, 7, tmp_path / "seventh")
   # What is exported is a plain model, adapters merged.
-  params, model = huggingface.load(tmp_path / "run" / "model", grpo.main_job().numerics)
+  params, model = huggingface.load(tmp_path / "run" / "model", run_presets.main_job().numerics)
   assert model.num_layers == len(params["layers"]) == 2
   assert set(params["layers"][0]) == set(
-    huggingface.load(tiny, grpo.main_job().numerics)[0]["layers"][0]
+    huggingface.load(tiny, run_presets.main_job().numerics)[0]["layers"][0]
   )
 
 
 def settled(model: str) -> tuple[model_config.TransformerConfig, numerics_lib.NumericsConfig]:
-  return huggingface.load_config(model), grpo.main_job().numerics
+  return huggingface.load_config(model), run_presets.main_job().numerics
 
 
 def test_a_run_without_adapters_or_of_discovery_is_refused(tmp_path: pathlib.Path):
-  config = metrics.encode(dataclasses.asdict(grpo.main_job()))
+  config = metrics.encode(dataclasses.asdict(run_presets.main_job()))
   metrics.write_summary(tmp_path / "config.json", config)
   with pytest.raises(ValueError, match="--adapter: got .*, which trained all weights"):
     export.export(tmp_path, None, tmp_path / "out", is_adapter=True)
@@ -138,7 +139,7 @@ def test_help_says_what_it_is_and_what_it_takes():
   ],
 )
 def test_what_is_not_there_is_refused(changes, message, tmp_path):
-  config = dataclasses.replace(grpo.main_job(), **changes)
+  config = dataclasses.replace(run_presets.main_job(), **changes)
   with pytest.raises((ValueError, FileNotFoundError), match=message):
     grpo.prepare(config, tmp_path / "run", resume=False, bitwise=True)
   assert not (tmp_path / "run").exists()
@@ -146,33 +147,34 @@ def test_what_is_not_there_is_refused(changes, message, tmp_path):
 
 def test_there_must_be_something_to_resume(tmp_path):
   with pytest.raises(ValueError, match=r"got no checkpoint to resume, expected one under"):
-    grpo.prepare(grpo.main_job(), tmp_path, resume=True, bitwise=True)
+    grpo.prepare(run_presets.main_job(), tmp_path, resume=True, bitwise=True)
 
 
 @pytest.mark.parametrize(
   ("changes", "message"),
   [
     (
-      dict(rollout=dataclasses.replace(grpo.main_job().rollout, max_tokens=400)),
+      dict(rollout=dataclasses.replace(run_presets.main_job().rollout, max_tokens=400)),
       r"word_problems: got a prompt of \d+ tokens \(problem 'word_problems-heldout-.*' of split"
       r" 'heldout'\) and max_tokens 400, expected a sum of at most 512 \(EngineConfig.max_context",
     ),
     (
       dict(
-        rollout=dataclasses.replace(grpo.main_job().rollout, max_tokens=1000),
-        engine=dataclasses.replace(grpo.main_job().engine, max_context=2048),
+        rollout=dataclasses.replace(run_presets.main_job().rollout, max_tokens=1000),
+        engine=dataclasses.replace(run_presets.main_job().engine, max_context=2048),
       ),
       r"expected a sum of at most 1024 \(the model's max_context\); raise that, or lower Rollout",
     ),
     (
-      dict(trainer=dataclasses.replace(grpo.main_job().trainer, rows_per_micro_batch=256)),
+      dict(trainer=dataclasses.replace(run_presets.main_job().trainer, rows_per_micro_batch=256)),
       r"of split 'train'\) and max_tokens 216, expected a sum of at most 257 \(TrainerConfig.rows",
     ),
   ],
 )
 def test_prompts_without_room_for_an_answer_are_refused_beforehand(changes, message, tmp_path):
-  evaluation = dataclasses.replace(grpo.main_job().evaluation, num_problems=200)
-  config = dataclasses.replace(grpo.main_job(), evaluation=evaluation, num_steps=4, **changes)
+  job = run_presets.main_job()
+  evaluation = dataclasses.replace(job.evaluation, num_problems=200)
+  config = dataclasses.replace(job, evaluation=evaluation, num_steps=4, **changes)
   with pytest.raises(ValueError, match=message):
     grpo.prepare(config, tmp_path / "run", resume=False, bitwise=True)
   assert not (tmp_path / "run").exists()

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments import generate, grpo
+from experiments import generate
 from seerjax.models import (
   config as model_config,
   huggingface,
@@ -25,6 +25,7 @@ from seerjax.models import (
   tokenizer as tokenizer_lib,
 )
 from seerjax.models.config import TransformerConfig
+from seerjax.run import presets as run_presets
 
 ROOT = pathlib.Path(__file__).parents[2]
 QWEN3 = presets.get("qwen3-0.6b")
@@ -33,7 +34,7 @@ GIB = 2**30
 
 def write_random(directory: pathlib.Path, model: TransformerConfig) -> None:
   """Writes random bfloat16 weights, and nano's tokenizer, whose ids are the vocabulary's first."""
-  numerics = model_config.numerics_for(model, grpo.main_job().numerics)
+  numerics = model_config.numerics_for(model, run_presets.main_job().numerics)
   random = np.random.default_rng(0)
 
   def leaf(path, shape):

@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 import tiny_model
 
-from experiments import generate, grpo, replay
+from experiments import generate, replay
 from seerjax import checkpoint, numerics as numerics_lib, rl
 from seerjax.engine import engine as engine_lib
 from seerjax.models import huggingface, parameters, tokenizer as tokenizer_lib
 from seerjax.rollout import groups, journal as journal_lib
-from seerjax.run import programs as programs_lib
+from seerjax.run import policy as policy_lib, programs as programs_lib
 from seerjax.run.config import RunConfig, TrainerConfig
 from seerjax.run.evaluation import EvaluationConfig
 from seerjax.trainer import losses, step as step_lib
@@ -70,7 +70,7 @@ def run_letters(model: str, directory: pathlib.Path, **changes: Any) -> pathlib.
     evaluation=EvaluationConfig(num_problems=1),
   )
   config = dataclasses.replace(config, **changes)
-  policy = grpo.load_policy(model, config.numerics)
+  policy = policy_lib.load_policy(model, config.numerics)
   rl.train(config, policy, Letters(), directory, log=lambda line: None)
   return directory
 
@@ -277,7 +277,7 @@ def test_a_checkpoint_of_other_numerics_carries_what_was_sampled_after_it(
   run = copy_of(letters, tmp_path)
   write_journal_again(run, lambda entry: entry, epoch_at=3)
   config = replay.read_config(run)
-  policy = grpo.load_policy(config.model, config.numerics)
+  policy = policy_lib.load_policy(config.model, config.numerics)
   restored = checkpoint.restore(
     run / "checkpoints",
     jax.eval_shape(lambda: programs_lib.first_state(config, policy)),
@@ -328,7 +328,7 @@ def test_a_flipped_bit_under_adapters_is_traced_to_its_layer(adapters: pathlib.P
 
 
 def test_a_flipped_bit_is_one_bit_of_one_weight(tiny: str):
-  master = grpo.load_policy(tiny, tiny_model.ONE_SLAB).params
+  master = policy_lib.load_policy(tiny, tiny_model.ONE_SLAB).params
   changed = replay.perturbed(master, 2)
   pairs = zip(jax.tree.leaves(master), jax.tree.leaves(changed), strict=True)
   words = [np.asarray(a).view(np.uint32) ^ np.asarray(b).view(np.uint32) for a, b in pairs]

@@ -1,0 +1,303 @@
+"""Streams one answer, token by token, as it is sampled; in a terminal, without a prompt, chats.
+
+    python -m seerjax.generate --prompt="Tom has 3 apples and buys 4. How many?"
+
+The text is a function of (weights, prompt, sampling parameters, seed) alone: ask twice, get the
+same bits. Text goes to stdout, numbers to stderr.
+
+  a chat:         no --prompt; Ctrl-D or Ctrl-C ends it, /help says what there is
+  another model:  --model=PATH_OR_HUB_ID
+  no thoughts:    --variable=enable_thinking=False, which Qwen3's template reads
+  from stdin:     --prompt=-
+  no template:    --raw
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+import contextlib
+import dataclasses
+import math
+import sys
+import time
+from typing import Any
+
+from absl import app, flags
+import jax
+
+from seerjax import numerics as numerics_lib
+from seerjax.engine import engine as engine_lib
+from seerjax.models import config as model_config, parameters, tokenizer as tokenizer_lib
+from seerjax.models.loading import Model
+from seerjax.run import command_line, policy as policy_lib, presets as run_presets, stops
+from seerjax.run.policy import Policy
+from seerjax.types import Completion, Request, SamplingParams
+
+PREFILL_ROWS = 256
+CHAT_CONTEXT = 4096  # Most positions of a chat, where the model has so many.
+HELP = """/help   this
+/new    forgets the conversation
+Ctrl-D  ends the chat, as Ctrl-C does, also within an answer"""
+
+# The conversation so far to the next answer.
+Answer = Callable[[Sequence[tokenizer_lib.Message]], str]
+
+
+def load(name: str) -> tuple[Policy, numerics_lib.NumericsConfig]:
+  """Returns a model by name and the main job's numerics, as the model decides them."""
+  numerics = run_presets.main_job().numerics
+  policy = policy_lib.load_policy(name, numerics)
+  return policy, model_config.numerics_for(policy.model, numerics)
+
+
+def prompt_tokens(policy: Policy, prompt: str, *, is_raw: bool = False) -> tuple[int, ...]:
+  """Returns a prompt's tokens, as a user's turn or, special tokens included, as it stands.
+
+  Raises:
+    ValueError: if there is nothing but white space.
+  """
+  if not prompt.strip():
+    raise ValueError(
+      f"--prompt: got {prompt!r}, expected at least one character that is no space; write"
+      " --prompt='How many ...?', or --prompt=- to read it from stdin."
+    )
+  tokenizer = policy.require_tokenizer()
+  return tuple(tokenizer.encode(prompt) if is_raw else tokenizer.chat_ids(prompt))
+
+
+def engine_for(
+  policy: Policy,
+  numerics: numerics_lib.NumericsConfig,
+  *,
+  num_tokens: int,
+  key: jax.Array,
+) -> engine_lib.Engine:
+  """Returns an engine for one request of `num_tokens` positions, prompt and answer.
+
+  Raises:
+    ValueError: if the model was not made for so many.
+  """
+  if num_tokens > policy.model.max_context:
+    raise ValueError(
+      f"generate: got a prompt and max_tokens of {num_tokens} positions together, expected at most"
+      f" the model's {policy.model.max_context}; shorten the prompt or lower --max_tokens."
+    )
+  page_size = min(32, numerics.kv_split)
+  config = engine_lib.EngineConfig(
+    page_size=page_size,
+    num_pages=math.ceil(num_tokens / page_size) + 1,
+    max_sequences=1,
+    max_context=num_tokens,
+    row_buckets=(1, PREFILL_ROWS),
+  )
+  params = parameters.compute_params(policy.params, numerics)
+  return engine_lib.Engine(
+    Model(policy.model, params, numerics, policy.require_tokenizer()),
+    config=config,
+    key=key,
+  )
+
+
+def stream(
+  engine: engine_lib.Engine, request: Request, say: Callable[[str], None]
+) -> tuple[Completion, float]:
+  """Runs one request, handing over its text as it comes.
+
+  Returns:
+    (completion, tokens per second once both programs are compiled, 0 for too few tokens).
+  """
+  times: list[float] = []
+
+  def on_step(updates: list[engine_lib.StepOutput]) -> None:
+    for update in updates:
+      times.append(time.monotonic())
+      say(update.text)
+
+  (completion,) = engine.generate([request], on_step=on_step)
+  # The first token comes out of the prefill's program, the second out of the decoding one.
+  rate = (len(times) - 2) / (times[-1] - times[1]) if len(times) > 2 else 0.0
+  return completion, rate
+
+
+def answerer(
+  engine: engine_lib.Engine,
+  sampling: SamplingParams,
+  *,
+  seed: int,
+  say: Callable[[str], None],
+) -> Answer:
+  """Returns what continues a conversation: each answer is streamed, and the engine stays.
+
+  Args:
+    engine: whose context bounds the conversation; it has its tokenizer.
+    sampling: of every answer; one that finds less room than `max_tokens` gets what there is.
+    seed: of every answer.
+    say: takes text as it comes.
+  """
+  tokenizer = engine.tokenizer
+  assert tokenizer is not None
+
+  def answer(messages: Sequence[tokenizer_lib.Message]) -> str:
+    tokens = tuple(tokenizer.chat_ids(messages))
+    room = engine.config.max_context - len(tokens)
+    if room < 1:
+      raise ValueError(
+        f"generate: got a conversation of {len(tokens)} tokens, expected less than"
+        f" {engine.config.max_context}; /new begins another."
+      )
+    request = Request(
+      request_id=str(len(messages)),
+      prompt=tokens,
+      sampling=dataclasses.replace(sampling, max_tokens=min(sampling.max_tokens, room)),
+      seed=seed,
+    )
+    completion, _ = stream(engine, request, say)
+    if completion.error:
+      raise ValueError(completion.error)
+    return completion.text
+
+  return answer
+
+
+def converse(answer: Answer, read: Callable[[], str], tell: Callable[[str], None]) -> None:
+  """Chats until there is nothing more to read.
+
+  Args:
+    answer: to the conversation; a refusal is printed, and the chat continues without that question.
+    read: the next line; raises EOFError at the end.
+    tell: takes lines that are no answers.
+  """
+  messages: list[tokenizer_lib.Message] = []
+  while True:
+    try:
+      line = read().rstrip()
+    except EOFError:
+      return
+    if line == "/help":
+      tell(HELP)
+    elif line == "/new":
+      messages = []
+      tell("forgotten")
+    elif line.startswith("/"):
+      tell(f"got {line.split()[0]!r}, expected /help or /new; begin with a space to say it")
+    elif line:
+      asked = [*messages, {"role": "user", "content": line.strip()}]
+      try:
+        text = answer(asked)
+      except ValueError as error:
+        tell(str(error))
+        continue
+      messages = [*asked, {"role": "assistant", "content": text}]
+      tell("")
+
+
+def chat(
+  policy: Policy, numerics: numerics_lib.NumericsConfig, sampling: SamplingParams
+) -> None:
+  """Chats in the terminal; Ctrl-D and Ctrl-C end it."""
+  context = min(policy.model.max_context, CHAT_CONTEXT)
+  engine = engine_for(policy, numerics, num_tokens=context, key=jax.random.key(0))
+  with contextlib.suppress(ImportError):
+    import readline  # noqa: F401  Lines can be edited where there is one.
+  print(
+    f"{flags.FLAGS.model}, {context} tokens in all; /help says what there is, Ctrl-D ends it. The"
+    " first answer waits for its program to be compiled.",
+    file=sys.stderr,
+  )
+  answer = answerer(
+    engine, sampling, seed=flags.FLAGS.seed, say=lambda text: print(text, end="", flush=True)
+  )
+  try:
+    converse(answer, lambda: input("> "), print)
+  except stops.Terminated:
+    raise
+  except KeyboardInterrupt:
+    pass  # Here it is how one leaves.
+  print(flush=True)
+
+
+def variables_of(arguments: Sequence[str]) -> dict[str, Any]:
+  """Returns the chat template's variables by name, of NAME=VALUE each.
+
+  Raises:
+    ValueError: for an argument of another form.
+  """
+  found: dict[str, Any] = {}
+  for argument in arguments:
+    name, is_given, value = argument.partition("=")
+    if not is_given:
+      raise ValueError(
+        f"--variable: got {argument!r}, expected NAME=VALUE; write --variable={name}=True."
+      )
+    found[name] = command_line.literal(value)
+  return found
+
+
+def main(argv: list[str]) -> None:
+  args = flags.FLAGS
+  with command_line.refusals():
+    command_line.check_arguments(argv)
+    is_chat = args.prompt is None and sys.stdin.isatty() and sys.stdout.isatty()
+    if is_chat and args.raw:
+      raise ValueError(
+        "--raw: got no --prompt, expected one (a chat needs its template); write --prompt='...'."
+      )
+    chat_config = tokenizer_lib.ChatConfig(
+      system=args.system, variables=variables_of(args.variable)
+    )
+    prompt = sys.stdin.read() if args.prompt == "-" else args.prompt or ""
+    policy, numerics = load(args.model)
+    tokenizer = policy_lib.chatting(policy.require_tokenizer(), chat_config)
+    policy = dataclasses.replace(policy, tokenizer=tokenizer)
+    if tokenizer.ignored_generation:
+      print(policy_lib.ignored_settings(tokenizer), file=sys.stderr)
+    sampling = SamplingParams(
+      temperature=args.temperature,
+      top_k=args.top_k,
+      top_p=args.top_p,
+      max_tokens=args.max_tokens,
+      stop_token_ids=policy.require_tokenizer().eos_ids,
+      stop_strings=tuple(args.stop),
+    )
+    if is_chat:
+      chat(policy, numerics, sampling)
+      return
+    tokens = prompt_tokens(policy, prompt, is_raw=args.raw)
+    engine = engine_for(
+      policy, numerics, num_tokens=len(tokens) + args.max_tokens, key=numerics_lib.key(0)
+    )
+    request = Request(request_id="0", prompt=tokens, sampling=sampling, seed=args.seed)
+
+    def say(text: str) -> None:
+      print(text, end="", flush=True)
+
+    completion, rate = stream(engine, request, say)
+  print(flush=True)
+  print(
+    f"{len(tokens)} prompt tokens, {len(completion.tokens)} generated, {rate:.0f} tokens/s without"
+    f" compilation; finish reason: {completion.finish_reason}",
+    file=sys.stderr,
+  )
+  if completion.error:
+    print(completion.error, file=sys.stderr)
+    sys.exit(2)
+
+
+def define_flags() -> None:
+  """Defines the flags of the command."""
+  flags.DEFINE_string("prompt", None, "What is asked; - reads it from stdin. None is a chat.")
+  flags.DEFINE_string("system", "", "Said before a conversation, where the model has such a turn.")
+  flags.DEFINE_multi_string("variable", [], "NAME=VALUE for the chat template; may be repeated.")
+  flags.DEFINE_string("model", "nano", "nano, a Hugging Face directory, or a Hub id.")
+  flags.DEFINE_float("temperature", 1.0, "0 is greedy.")
+  flags.DEFINE_integer("top_k", 0, "Keeps the k most likely tokens; 0 keeps all.")
+  flags.DEFINE_float("top_p", 1.0, "Keeps the most likely tokens up to this probability.")
+  flags.DEFINE_integer("max_tokens", 256, "Most tokens generated.")
+  flags.DEFINE_integer("seed", 0, "Of the request; the same seed gives the same text.")
+  flags.DEFINE_multi_string("stop", [], "Ends the text before this string; may be repeated.")
+  flags.DEFINE_bool("raw", False, "Sends the prompt as it stands, without the chat template.")
+
+
+if __name__ == "__main__":
+  define_flags()
+  app.run(main)

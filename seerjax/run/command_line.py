@@ -1,0 +1,57 @@
+"""What every command shares: the meaning of a word, stray words, and a refusal in one line."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Sequence
+import contextlib
+import pathlib
+import sys
+from typing import Any
+
+from seerjax.run import stops
+
+
+def literal(text: str) -> Any:
+  """Returns what a command line's text means: True and False in any case, a number, else text."""
+  if text.lower() in ("true", "false"):
+    return text.lower() == "true"
+  try:
+    return ast.literal_eval(text)
+  except (ValueError, SyntaxError):
+    return text
+
+
+def check_arguments(argv: Sequence[str]) -> None:
+  """Refuses words on a command line that belong to no flag.
+
+  Raises:
+    ValueError: naming them.
+  """
+  if argv[1:]:
+    raise ValueError(
+      f"{pathlib.Path(argv[0]).stem}: got {list(argv[1:])}, expected flags alone; write"
+      " --name=value."
+    )
+
+
+@contextlib.contextmanager
+def refusals() -> Iterator[None]:
+  """Ends the program with a refusal's message alone on stderr and status 2.
+
+  What a command refuses is the caller's to mend (a flag, a path, a full disk, a package that is
+  missing): the message says how, and a traceback would bury it. Ctrl-C and SIGTERM are no mistakes,
+  and get one line as well, with the status that a shell expects: 130 and 143.
+  """
+  try:
+    with stops.heard():
+      yield
+  except (ValueError, OSError, ImportError) as error:
+    print(error, file=sys.stderr)
+    sys.exit(2)
+  except stops.Interrupted as stopped:
+    print(stopped)
+    sys.exit(stopped.status)
+  except KeyboardInterrupt as stop:
+    print(f"stopped by {stops.name_of(stop)}; what was finished is kept", file=sys.stderr)
+    sys.exit(stops.status_of(stop))
