@@ -238,6 +238,7 @@ def test_what_keeps_the_house_is_let_in(path: str, source: str):
   assert complaints(source, path) == []
 
 
+@pytest.mark.thorough
 def test_importing_everything_touches_no_device():
   program = f"""
 import importlib, pathlib

@@ -371,6 +371,7 @@ def vars_of(record):
   return {field.name: vars(record)[field.name] for field in dataclasses.fields(record)}
 
 
+@pytest.mark.thorough
 def test_two_instances_change_no_bit(whole, tmp_path):
   directory, expected, _ = whole
   result = train(tmp_path / "run", num_instances=2)

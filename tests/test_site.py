@@ -138,6 +138,7 @@ def test_guides_have_programs():
   assert sum(len(BLOCK.findall(path.read_text())) for path in GUIDES) >= 10
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("guide", GUIDES, ids=lambda path: path.stem)
 def test_the_programs_of_a_guide_run(guide: pathlib.Path, tmp_path: pathlib.Path):
   """Blocks that begin with the name of a file are that file; the others run one after the other."""

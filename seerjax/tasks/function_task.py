@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 import dataclasses
+import inspect
 import json
 import math
 import os
@@ -12,7 +13,8 @@ from typing import Any
 from seerjax.tasks import jsonl, splits
 from seerjax.types import Problem, Verdict
 
-Reward = Callable[[str, str], float]
+# (prompt, text), or (prompt, text, row) with the prompt's whole row of the file.
+Reward = Callable[[str, str], float] | Callable[[str, str, Mapping[str, Any]], float]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -23,13 +25,16 @@ class FunctionTask:
     name: for logs.
     train: problems to learn from.
     heldout: problems to measure on.
-    reward: (prompt, text) -> finite float; a completion counts as correct from 1.0 on.
+    reward: (prompt, text) or (prompt, text, row) -> finite float; a completion counts as correct
+      from 1.0 on.
+    rows: the whole row of the file, by problem id; read if the reward takes three arguments.
   """
 
   name: str
   train: tuple[Problem, ...]
   heldout: tuple[Problem, ...]
   reward: Reward
+  rows: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
 
   def _problems(self, split: str) -> tuple[Problem, ...]:
     if split == "train":
@@ -55,7 +60,8 @@ class FunctionTask:
       ValueError: if the function returns anything but a finite number, naming the prompt. What the
         function itself raises is passed on: it is the caller's own error.
     """
-    reward = self.reward(problem.prompt, text)
+    row = (self.rows[problem.problem_id],) if takes_row(self.reward) else ()
+    reward = self.reward(problem.prompt, text, *row)
     try:
       value = math.nan if isinstance(reward, (str, bytes)) else float(reward)
     except (TypeError, ValueError, OverflowError):
@@ -69,6 +75,21 @@ class FunctionTask:
     return Verdict(reward=value, correct=value >= 1.0, well_formed=True)
 
 
+def takes_row(reward: Reward) -> bool:
+  """Returns whether a reward function has to be given a third argument, the prompt's whole row."""
+  try:
+    parameters = inspect.signature(reward).parameters.values()
+  except ValueError:  # One written in C tells no names: two arguments are usual.
+    return False
+  needed = [
+    parameter
+    for parameter in parameters
+    if parameter.default is parameter.empty
+    and parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+  ]
+  return len(needed) >= 3
+
+
 def function_task(name: str, path: str | os.PathLike[str], reward: Reward) -> FunctionTask:
   """Makes a task of a prompts file and a reward function.
 
@@ -77,14 +98,15 @@ def function_task(name: str, path: str | os.PathLike[str], reward: Reward) -> Fu
     path: JSON lines with "prompt" or "messages" (a conversation, [{"role", "content"}, ...]) and,
       optionally, "answer".
     reward: (prompt, text) -> finite float; of a conversation, the prompt is the last message of a
-      user.
+      user. With a third argument it is given the whole row, other columns included.
 
   Raises:
     FileNotFoundError: if there is no such file.
     ValueError: naming the row that has neither, or a conversation without a user's text.
   """
-  problems = []
+  problems, rows = [], {}
   for index, row in enumerate(jsonl.read_rows(path, ())):
+    rows[f"{name}-{index}"] = dict(row)
     messages = row.get("messages", ())
     if messages or "prompt" not in row:
       row["prompt"] = _last_question(path, index, row)
@@ -104,7 +126,9 @@ def function_task(name: str, path: str | os.PathLike[str], reward: Reward) -> Fu
       )
     )
   train, heldout = splits.split_rows(problems)
-  return FunctionTask(name=name, train=tuple(train), heldout=tuple(heldout), reward=reward)
+  return FunctionTask(
+    name=name, train=tuple(train), heldout=tuple(heldout), reward=reward, rows=rows
+  )
 
 
 def _last_question(path: str | os.PathLike[str], index: int, row: dict[str, Any]) -> str:

@@ -24,7 +24,8 @@ def load(
     name: 'word_problems', 'countdown', 'gsm8k' (needs `path`), or 'my_module:attribute', imported
       from the Python path and then from the current directory (which is appended to `sys.path`).
       The attribute is a task, a class of tasks (called with `path` if one is given, else with
-      nothing), or a bare function reward(prompt, text) -> float, which needs `path`.
+      nothing), or a bare function reward(prompt, text) or reward(prompt, text, row) -> float, which
+      needs `path`.
     path: a data file or directory; for a bare reward, JSON lines with "prompt" or "messages".
     reward: a reward function given directly; then `name` is only a label and `path` is needed.
 

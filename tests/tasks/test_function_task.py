@@ -24,6 +24,25 @@ def test_a_row_may_be_a_conversation(tmp_path):
   assert task.verdict(first, "").correct and not task.verdict(second, "").correct
 
 
+def test_a_reward_may_take_the_whole_row(tmp_path):
+  path = tmp_path / "rows.jsonl"
+  rows = [dict(prompt="a?", answer={"low": 1, "high": 3}), dict(prompt="b?", unit="m")]
+  path.write_text("\n".join(map(json.dumps, rows)))
+
+  def reward(prompt, text, row):
+    assert row["prompt"] == prompt
+    return float(row["answer"]["low"] <= int(text) <= row["answer"]["high"])
+
+  task = function_task("mine", path, reward)
+  first, second = (task.problem("train", index) for index in range(2))
+  assert task.verdict(first, "2").correct and not task.verdict(first, "4").correct
+  with pytest.raises(KeyError, match="answer"):  # What the function raises is passed on.
+    task.verdict(second, "2")
+  # A third argument with a default is the function's own.
+  plain = function_task("mine", path, lambda prompt, text, scale=0.5: scale)
+  assert plain.verdict(first, "2").reward == 0.5
+
+
 @pytest.mark.parametrize(
   ("row", "message"),
   [
