@@ -14,14 +14,17 @@ which gradient. Archive and weights are published as one checkpoint, so that a k
 the same bits and the same archive. Steps since then are taken again; of a language model, whose
 tokens and programs are dear, a journal holds every chunk and every verdict.
 
+`discover` is the loop: `sample` chooses starts and samples a group from each, `judge` makes the
+attempts and scores them, `learn` takes one optimiser step, and `publish` gives the engine what was
+learnt.
+
 Source: Yuksekgonul et al. 2026 (TTT-Discover), https://arxiv.org/abs/2601.16175. Formulas:
 `trainer.entropic`, `discovery.puct`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-import contextlib
+from collections.abc import Callable
 import dataclasses
 import functools
 import pathlib
@@ -30,11 +33,10 @@ from typing import Any
 
 import numpy as np
 
-from seerjax import metrics, numerics as numerics_lib
+from seerjax import metrics
 from seerjax.discovery import (
   archive as archive_lib,
   attempts as attempts_lib,
-  config as discovery_config,
   edits,
   environment as environment_lib,
   loading,
@@ -42,22 +44,17 @@ from seerjax.discovery import (
   objective as objective_lib,
   puct,
   record as record_lib,
+  sampling,
+  setup as setup_lib,
   starts as starts_lib,
-  tiny_policy as tiny_policy_lib,
 )
-from seerjax.discovery.attempts import Generate, Sampled, Writer
+from seerjax.discovery.attempts import Sampled, Writer
 from seerjax.discovery.config import DiscoverConfig
-from seerjax.discovery.edit_policy import EditPolicy
 from seerjax.discovery.environment import Artefact, Environment
-from seerjax.discovery.program_policy import ProgramPolicy
 from seerjax.engine import engine as engine_lib
 from seerjax.models import parameters
-from seerjax.models.loading import Model
-from seerjax.rollout import divided, groups, journal as journal_lib
+from seerjax.rollout import journal as journal_lib
 from seerjax.run import (
-  config as config_lib,
-  directory as directory_lib,
-  memory as memory_lib,
   policy as policy_lib,
   programs as programs_lib,
   progress as progress_lib,
@@ -67,7 +64,7 @@ from seerjax.run.config import RunConfig
 from seerjax.run.policy import Policy
 from seerjax.run.programs import Programs
 from seerjax.trainer import entropic, losses, step as step_lib
-from seerjax.types import Completion, Request, Rollout, TrainState
+from seerjax.types import TrainState
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,84 +153,14 @@ def _discover(
   programs: Programs | None,
 ) -> Discovery:
   """See `discover`."""
-  meter = numbers_lib.CpuMeter(environment)
-  policy = tiny_policy_lib.tiny_policy(config, environment) if policy is None else policy
-  given = config.run(environment)
-  if resume:
-    given = directory_lib.as_begun(given, run.directory)
-  shape = config_lib.for_model(given, policy.model)
-  config = dataclasses.replace(
-    config, numerics=shape.numerics, engine=shape.engine, trainer=shape.trainer
-  )
-  if programs is None:
-    programs = programs_lib.make_programs(shape, policy.model)
-  elif programs.made_for != programs_lib.key_of(shape, policy.model):
-    raise ValueError(
-      "discover.programs: got programs of another config or model, expected make_programs of these;"
-      " share them only between runs of one shape."
-    )
-  # The first weights are kept even where nothing pulls to them: how far they are is shown.
-  memory = memory_lib.memory_plan(shape, policy.model, keeps_base=config.train)
-  state = programs_lib.first_state(shape, policy)
-  archive = starts_lib.first_archive(config, environment)
-  totals = numbers_lib.first_totals(archive)
-  settings = discovery_config.settings_of(config)
-  run.hold_to(
-    settings,
-    free=discovery_config.NOT_COMPARED,
-    defaults=discovery_config.settings_of(DiscoverConfig()),
-  )
-  like = dict(state=state, base=policy.params)
-  fingerprint = numerics_lib.fingerprint(config.numerics, config.trainer.remat)
-  if restored := run.restore(lambda: like, fingerprint=fingerprint):
-    state = restored.state["state"]
-    policy = dataclasses.replace(policy, params=restored.state["base"])
-    archive = archive_lib.from_json(restored.host_state["archive"])
-    totals = restored.host_state["totals"]
-    record_lib.check_best(run.directory)
-  writer = run.enter(writer_of(config, environment, policy, factory))
-  if not resume:  # Later ones may be longer; of them a part is left out.
-    for root in archive_lib.seeds(archive):
-      writer.check(root.artefact)
-  run.open(
-    sizes=config_lib.chosen_sizes(shape),
-    console_digits=numbers_lib.CONSOLE_DIGITS,
-    has_journal=config.model != "tiny",
-  )
-  if isinstance(writer, ProgramPolicy):
-    run.progress.say(writer.sandbox.describe())
-  elif not resume and config.tiny.warm_sentences:
-    with run.progress.phase("warming up"):
-      params = tiny_policy_lib.warm_start(
-        shape, config, environment, writer, programs.trainer, state, run.progress.say
-      )
-    # Learning begins here: with fresh moments, and with this as the base.
-    policy = dataclasses.replace(policy, params=params)
-    state = programs_lib.first_state(shape, policy)
-  base = None
-  if config.train or shape.keeps_base:
-    base = policy_lib.frozen_weights(policy, shape.numerics, programs_lib.meshes(shape)[1])
-  engine = engine_lib.Engine(
-    Model(
-      policy.model,
-      policy_lib.running_weights(shape.weights, state.params, base),
-      config.numerics,
-      policy.tokenizer,
-    ),
-    config=memory.engine,
-    key=numerics_lib.key(config.seed),
-    policy_version=run.step,
-    runner=programs.runner,
-  )
-  if line := config_lib.chosen(given, shape):
-    run.progress.say(line)
-  run.progress.say(memory.describe())
-  run.progress.say(engine.plan())
+  ready = setup_lib.set_up(run, config, environment, factory, policy, programs, resume=resume)
+  config, engine, writer, trainer = ready.config, ready.engine, ready.writer, ready.trainer
+  state, archive, totals = ready.state, ready.archive, ready.totals
 
   def saved(archive: archive_lib.Archive, totals: dict[str, float]) -> session_lib.HostState:
-    return lambda: {"archive": archive_lib.to_json(archive), "totals": totals, "config": settings}
+    return lambda: dict(archive=archive_lib.to_json(archive), totals=totals, config=ready.settings)
 
-  first = policy.params
+  first = ready.first_params
   run.begin(dict(state=state, base=first), saved(archive, totals))
   record_lib.write_first(run.directory, environment, archive)
   remarked = ""
@@ -244,20 +171,24 @@ def _discover(
         sampled = sample(
           config, engine, writer, archive, run.step, run.journal, progress=run.progress
         )
-        if not remarked:  # Once is enough.
-          remarked = numbers_lib.remark_on(writer, sampled)
-          if remarked:
-            run.progress.say(f"step {run.step + 1}: {remarked}")
+        sampled = judge(writer, archive, sampled, run.journal, progress=run.progress)
+        if not remarked and (remarked := numbers_lib.remark_on(writer, sampled)):  # Once is enough.
+          run.progress.say(f"step {run.step + 1}: {remarked}")
         found = starts_lib.archived(environment, archive, sampled, run.step)
         if archive_lib.best(found).value > totals["best"]:
           record_lib.write_best(run.directory, environment, found, archive_lib.best(found))
         found = starts_lib.replanted(config, environment, found, run.step)
         new_state, numbers = state, {}
         if config.train:
-          new_state, numbers = learn_and_publish(
-            config, shape, engine, programs.trainer, state, sampled, base, run, put_off_stops
-          )
-        done = numbers_lib.totals_after(totals, sampled, found, meter.spent(writer))
+          if config.engine.gives_back_pages:
+            engine.give_back_pages()
+          with run.progress.phase("learning"):
+            new_state, numbers = learn(
+              config, ready.run_config, trainer, state, sampled, ready.base,
+              before_update=put_off_stops,
+            )  # fmt: skip
+            publish(ready.run_config, engine, new_state, ready.base, policy_version=run.step + 1)
+        done = numbers_lib.totals_after(totals, sampled, found, ready.meter.spent(writer))
         numbers |= numbers_lib.of_search(environment, archive, found, sampled, done)
         if (joules := run.clock.joules) is not None:
           numbers["search/joules"] = joules
@@ -269,23 +200,11 @@ def _discover(
     run.save()
     raise
   best, score = record_lib.final_best(run.directory, environment, archive)
-  numbers = run.clock.read() | dict(
-    problem=environment.name,
-    best=score.value,
-    start=environment_lib.signed(environment, totals["start"]),
-    certificate=score.certificate,
-    attempts=run.step * config.groups_per_step * config.group_size,
-    tokens=totals["tokens"],
-    cpu_seconds=totals["cpu_seconds"],
-    judge_cpu_seconds=totals["judge_cpu_seconds"],
-    lineage=len(best["lineage"]),
-    found_in_step=best["step"],
-    optimizer_steps=int(state.step),
-    numerics=fingerprint,
-  )
+  numbers = run.clock.read()
+  numbers |= numbers_lib.of_run(config, environment, best, score, totals, run.step)
+  numbers |= dict(optimizer_steps=int(state.step), numerics=ready.fingerprint)
   metrics.write_summary(run.directory / "summary.json", numbers)
   return Discovery(best["artefact"], score, archive, state, numbers)
-
 
 
 def sample(
@@ -298,97 +217,44 @@ def sample(
   *,
   progress: progress_lib.Progress | None = None,
 ) -> Sampled:
-  """Chooses a step's starts, samples a group from each, and makes the attempts."""
-  watched = progress or progress_lib.silent()
+  """Chooses a step's starts and samples a group from each; attempts are made by `judge`."""
   starts = puct.select(archive, config.groups_per_step, config.search, config.seed)
   by_id = {state.state_id: state for state in archive.states}
-  artefacts = [by_id[start].artefact for start in starts]
   asked = [
-    writer.ask(artefact, step, group, printed=by_id[start].printed)
-    for group, (start, artefact) in enumerate(zip(starts, artefacts, strict=True))
+    writer.ask(by_id[start].artefact, step, group, printed=by_id[start].printed)
+    for group, start in enumerate(starts)
   ]
   said = iter(
     writer.answers(
-      sampler(config, engine, journal, watched),
+      sampling.sampler(config, engine, journal, progress or progress_lib.silent()),
       [request for requests in asked for request in requests],
     )
   )
-  by_group = [[next(said) for _ in requests] for requests in asked]
-  jobs = [
-    attempts_lib.Job(artefact, one)
-    for artefact, ones in zip(artefacts, by_group, strict=True)
-    for one in ones
-  ]
-  with watched.phase("judging"):
-    attempts = iter(writer.attempts(jobs, journal))
   return Sampled(
     starts=starts,
     start_rewards=tuple(by_id[start].reward for start in starts),
-    said=by_group,
-    attempts=[[next(attempts) for _ in ones] for ones in by_group],
+    said=[[next(said) for _ in requests] for requests in asked],
   )
 
 
-def sampler(
-  config: DiscoverConfig,
-  engine: engine_lib.Engine,
-  journal: journal_lib.Journal | None,
-  progress: progress_lib.Progress,
-) -> Generate:
-  """Returns what samples completions; what a journal holds is not sampled again."""
-
-  def generate(requests: Sequence[Request]) -> Iterator[Completion]:
-    with progress.phase(
-      "sampling", total=len(requests), num_tokens=lambda: engine.counters.sampled_tokens
-    ) as phase:
-      for completion in sampled(requests):
-        phase.num_finished += 1
-        yield completion
-
-  def sampled(requests: Sequence[Request]) -> Iterator[Completion]:
-    if journal is None:
-      yield from groups.whole(divided.DividedRollout(engine, config.scheduler).run(requests))
-      return
-    missing: dict[str, Request] = {}
-    for request in requests:
-      entry = journal.lookup(*groups.place_of(request.request_id))
-      if entry is None:
-        missing[request.request_id] = request
-      else:
-        yield entry.rollout.completion
-    asked = list(missing.values())
-    answered = divided.resumed(engine, config.scheduler, journal, asked).run(asked)
-    for completion in groups.whole(answered):
-      rollout = Rollout(
-        request=missing[completion.request_id], completion=completion, verdict=attempts_lib.UNJUDGED
-      )
-      journal.append(*groups.place_of(completion.request_id), rollout)
-      yield completion
-
-  return generate
-
-
-def learn_and_publish(
-  config: DiscoverConfig,
-  shape: RunConfig,
-  engine: engine_lib.Engine,
-  trainer: step_lib.Trainer,
-  state: TrainState,
+def judge(
+  writer: Writer,
+  archive: archive_lib.Archive,
   sampled: Sampled,
-  base: parameters.Params | None,
-  run: session_lib.Session,
-  before_update: Callable[[], object],
-) -> tuple[TrainState, dict[str, float]]:
-  """Learns from a step's attempts, and gives the engine the weights that sample the next one's."""
-  if config.engine.gives_back_pages:
-    engine.give_back_pages()
-  with run.progress.phase("learning"):
-    state, numbers = learn(
-      config, shape, trainer, state, sampled, base, before_update=before_update
-    )
-    weights = policy_lib.running_weights(shape.weights, state.params, base)
-    engine.set_params(weights, policy_version=run.step + 1)
-  return state, numbers
+  journal: journal_lib.Journal | None = None,
+  *,
+  progress: progress_lib.Progress | None = None,
+) -> Sampled:
+  """Returns what was sampled with the attempts that come of it, each with its score."""
+  artefacts = {state.state_id: state.artefact for state in archive.states}
+  jobs = [
+    attempts_lib.Job(artefacts[start], said)
+    for start, group in zip(sampled.starts, sampled.said, strict=True)
+    for said in group
+  ]
+  with (progress or progress_lib.silent()).phase("judging"):
+    attempts = iter(writer.attempts(jobs, journal))
+  return sampled._replace(attempts=[[next(attempts) for _ in group] for group in sampled.said])
 
 
 def learn(
@@ -437,30 +303,14 @@ def learn(
   }
 
 
-def writer_of(
-  config: DiscoverConfig,
-  environment: Environment,
-  policy: Policy,
-  factory: Callable[[], Environment],
-) -> contextlib.AbstractContextManager[EditPolicy | ProgramPolicy]:
-  """Returns how the policy writes; to be entered.
-
-  Raises:
-    ValueError: if it writes programs and has no tokenizer.
-  """
-  group = attempts_lib.Group(
-    size=config.group_size, temperature=config.temperature, seed=config.seed
-  )
-  context = min(config.engine.max_context, policy.model.max_context)
-  if config.model == "tiny":
-    judge = edits.Judge(environment, factory, config.num_workers)
-    return EditPolicy(environment, group, judge, context)
-  if policy.tokenizer is None:
-    raise ValueError(
-      f"DiscoverConfig.model: got {config.model!r} and a policy without a tokenizer, expected one;"
-      " pass the model's own."
-    )
-  tokenizer = policy_lib.chatting(policy.tokenizer, config.chat)
-  return ProgramPolicy(environment, group, config.programs, tokenizer, context)
-
-
+def publish(
+  run: RunConfig,
+  engine: engine_lib.Engine,
+  state: TrainState,
+  base: parameters.Params | None,
+  *,
+  policy_version: int,
+) -> None:
+  """Gives the engine the weights that sample the next step."""
+  weights = policy_lib.running_weights(run.weights, state.params, base)
+  engine.set_params(weights, policy_version=policy_version)

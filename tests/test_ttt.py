@@ -32,6 +32,7 @@ from seerjax.discovery import (
   objective as objective_lib,
   puct,
   record as record_lib,
+  setup as setup_lib,
   starts as starts_lib,
   tiny_policy as tiny_policy_lib,
 )
@@ -636,7 +637,7 @@ def test_adapters_learn_from_both_sequences_of_an_attempt_to_the_bit():
     runner=compiled.runner,
   )
   archive, every = starts_lib.first_archive(AUTHOR, environment), []
-  with ttt.writer_of(AUTHOR, environment, policy, Describes) as writer:
+  with setup_lib.writer_of(AUTHOR, environment, policy, Describes) as writer:
     for step in range(2):
       found = ttt.sample(AUTHOR, engine, writer, archive, step)
       # Whoever has thought to the end answers in a second sequence.
@@ -671,9 +672,9 @@ def sampled():
     key=jax.random.key(CONFIG.seed),
     runner=programs(1).runner,
   )
-  with ttt.writer_of(CONFIG, environment, policy, tiny_problem.Row) as writer:
+  with setup_lib.writer_of(CONFIG, environment, policy, tiny_problem.Row) as writer:
     archive = starts_lib.first_archive(CONFIG, environment)
-    found = ttt.sample(CONFIG, engine, writer, archive, 0)
+    found = ttt.judge(writer, archive, ttt.sample(CONFIG, engine, writer, archive, 0))
   return found, state, base
 
 
@@ -902,7 +903,7 @@ def test_the_warm_start_teaches_to_say_valid_sentences():
   state, heard = programs_lib.first_state(run, policy), []
   # Sentences that it has never seen: some can be applied, and digits of 6 never can.
   random, valid, never = np.random.default_rng(77), [], []
-  with ttt.writer_of(config, environment, policy, tiny_problem.Row) as writer:
+  with setup_lib.writer_of(config, environment, policy, tiny_problem.Row) as writer:
     assert isinstance(writer, EditPolicy)
     trainer = programs(1).trainer
     learnt = tiny_policy_lib.warm_start(
@@ -1046,7 +1047,7 @@ def test_a_model_that_writes_programs_needs_a_tokenizer():
   expected = "DiscoverConfig.model: got 'somewhere' and a policy without a tokenizer, expected one"
   with (
     pytest.raises(ValueError, match=expected),
-    ttt.writer_of(
+    setup_lib.writer_of(
       config, environment, tiny_policy_lib.tiny_policy(CONFIG, environment), tiny_problem.Row
     ),
   ):
@@ -1191,7 +1192,7 @@ def test_a_defect_of_the_language_is_said_once_and_the_run_goes_on(tmp_path):
 def test_a_step_without_anything_valid_is_remarked_on():
   none = step_of((math.nan,) * 4, (math.nan,) * 4)
   policy = tiny_policy_lib.tiny_policy(CONFIG, tiny_problem.Row())
-  with ttt.writer_of(CONFIG, tiny_problem.Row(), policy, tiny_problem.Row) as writer:
+  with setup_lib.writer_of(CONFIG, tiny_problem.Row(), policy, tiny_problem.Row) as writer:
     assert numbers_lib.remark_on(writer, none) == "none of 8 attempts is valid, the first: no"
     assert numbers_lib.remark_on(writer, step_of((math.nan, 1.0), (math.nan,) * 2)) == ""
 

@@ -171,13 +171,13 @@ class Sampled(NamedTuple):
     starts: for each group, the state it started from.
     start_rewards: and what that state was worth.
     said: for each attempt, the sequences of which it was made.
-    attempts: and what came of it.
+    attempts: and what came of it; empty before `ttt.judge`.
   """
 
   starts: tuple[int, ...]
   start_rewards: tuple[float, ...]
   said: list[list[tuple[Said, ...]]]
-  attempts: list[list[Attempt]]
+  attempts: Sequence[Sequence[Attempt]] = ()
 
 
 def sequences(sampled: Sampled) -> list[Said]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 import time
+from typing import Any
 
 import numpy as np
 
@@ -12,6 +14,7 @@ from seerjax.discovery import (
   environment as environment_lib,
 )
 from seerjax.discovery.attempts import Sampled, Writer
+from seerjax.discovery.config import DiscoverConfig
 from seerjax.discovery.edit_policy import EditPolicy
 from seerjax.discovery.environment import Environment
 
@@ -120,3 +123,35 @@ def of_search(
       for name, value in zip(("p10", "median", "p90"), quantiles)
     }
   return numbers
+
+
+def of_run(
+  config: DiscoverConfig,
+  environment: Environment,
+  best: Mapping[str, Any],
+  score: environment_lib.Score,
+  totals: dict[str, float],
+  num_steps: int,
+) -> dict[str, Any]:
+  """Returns the numbers of a run's search.
+
+  Args:
+    config: of the run.
+    environment: its problem.
+    best: the record of its best artefact.
+    score: of that.
+    totals: after the last step.
+    num_steps: that were taken.
+  """
+  return dict(
+    problem=environment.name,
+    best=score.value,
+    start=environment_lib.signed(environment, totals["start"]),
+    certificate=score.certificate,
+    attempts=num_steps * config.groups_per_step * config.group_size,
+    tokens=totals["tokens"],
+    cpu_seconds=totals["cpu_seconds"],
+    judge_cpu_seconds=totals["judge_cpu_seconds"],
+    lineage=len(best["lineage"]),
+    found_in_step=best["step"],
+  )

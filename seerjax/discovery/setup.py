@@ -1,0 +1,197 @@
+"""What a discovery has when its loop begins."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+import contextlib
+import dataclasses
+from typing import Any
+
+from seerjax import numerics as numerics_lib
+from seerjax.discovery import (
+  archive as archive_lib,
+  attempts as attempts_lib,
+  config as discovery_config,
+  edits,
+  numbers as numbers_lib,
+  record as record_lib,
+  starts as starts_lib,
+  tiny_policy as tiny_policy_lib,
+)
+from seerjax.discovery.config import DiscoverConfig
+from seerjax.discovery.edit_policy import EditPolicy
+from seerjax.discovery.environment import Environment
+from seerjax.discovery.program_policy import ProgramPolicy
+from seerjax.engine import engine as engine_lib
+from seerjax.models import parameters
+from seerjax.models.loading import Model
+from seerjax.run import (
+  config as config_lib,
+  directory as directory_lib,
+  memory as memory_lib,
+  policy as policy_lib,
+  programs as programs_lib,
+  session as session_lib,
+)
+from seerjax.run.config import RunConfig
+from seerjax.run.policy import Policy
+from seerjax.run.programs import Programs
+from seerjax.trainer import step as step_lib
+from seerjax.types import TrainState
+
+
+@dataclasses.dataclass(frozen=True)
+class Setup:
+  """What a discovery has when its loop begins.
+
+  Attributes:
+    config: with what was left open decided.
+    settings: of the config, as a resume compares them.
+    run_config: of the parts that this loop shares with `rl`.
+    fingerprint: of the run's numerics.
+    meter: counts CPU seconds, from the beginning.
+    writer: entered.
+    trainer: gradient and update.
+    engine: with the weights of `state`.
+    state: of a new run, warm, or of the latest checkpoint.
+    first_params: the weights that learning began with.
+    base: the same, frozen for the engine and the trainer; None if nothing asks for them.
+    archive: of a new run or of the latest checkpoint.
+    totals: of `numbers`, likewise.
+  """
+
+  config: DiscoverConfig
+  settings: dict[str, Any]
+  run_config: RunConfig
+  fingerprint: dict[str, str]
+  meter: numbers_lib.CpuMeter
+  writer: EditPolicy | ProgramPolicy
+  trainer: step_lib.Trainer
+  engine: engine_lib.Engine
+  state: TrainState
+  first_params: parameters.Params
+  base: parameters.Params | None
+  archive: archive_lib.Archive
+  totals: dict[str, float]
+
+
+def set_up(
+  run: session_lib.Session,
+  config: DiscoverConfig,
+  environment: Environment,
+  factory: Callable[[], Environment],
+  policy: Policy | None,
+  programs: Programs | None,
+  *,
+  resume: bool,
+) -> Setup:
+  """Returns what the loop begins with; the arguments are those of `ttt.discover`.
+
+  Raises:
+    ValueError: for settings, programs or a problem that cannot work, before anything is sampled.
+  """
+  meter = numbers_lib.CpuMeter(environment)
+  policy = tiny_policy_lib.tiny_policy(config, environment) if policy is None else policy
+  given = config.run(environment)
+  if resume:
+    given = directory_lib.as_begun(given, run.directory)
+  run_config = config_lib.for_model(given, policy.model)
+  config = dataclasses.replace(
+    config, numerics=run_config.numerics, engine=run_config.engine, trainer=run_config.trainer
+  )
+  if programs is None:
+    programs = programs_lib.make_programs(run_config, policy.model)
+  elif programs.made_for != programs_lib.key_of(run_config, policy.model):
+    raise ValueError(
+      "discover.programs: got programs of another config or model, expected make_programs of these;"
+      " share them only between runs of one shape."
+    )
+  # The first weights are kept even where nothing pulls to them: how far they are is shown.
+  memory = memory_lib.memory_plan(run_config, policy.model, keeps_base=config.train)
+  state = programs_lib.first_state(run_config, policy)
+  archive = starts_lib.first_archive(config, environment)
+  totals = numbers_lib.first_totals(archive)
+  settings = discovery_config.settings_of(config)
+  run.hold_to(
+    settings,
+    free=discovery_config.NOT_COMPARED,
+    defaults=discovery_config.settings_of(DiscoverConfig()),
+  )
+  like = dict(state=state, base=policy.params)
+  fingerprint = numerics_lib.fingerprint(config.numerics, config.trainer.remat)
+  if restored := run.restore(lambda: like, fingerprint=fingerprint):
+    state = restored.state["state"]
+    policy = dataclasses.replace(policy, params=restored.state["base"])
+    archive = archive_lib.from_json(restored.host_state["archive"])
+    totals = restored.host_state["totals"]
+    record_lib.check_best(run.directory)
+  writer = run.enter(writer_of(config, environment, policy, factory))
+  if not resume:  # Later ones may be longer; of them a part is left out.
+    for root in archive_lib.seeds(archive):
+      writer.check(root.artefact)
+  run.open(
+    sizes=config_lib.chosen_sizes(run_config),
+    console_digits=numbers_lib.CONSOLE_DIGITS,
+    has_journal=config.model != "tiny",
+  )
+  if isinstance(writer, ProgramPolicy):
+    run.progress.say(writer.sandbox.describe())
+  elif not resume and config.tiny.warm_sentences:
+    with run.progress.phase("warming up"):
+      params = tiny_policy_lib.warm_start(
+        run_config, config, environment, writer, programs.trainer, state, run.progress.say
+      )
+    # Learning begins here: with fresh moments, and with this as the base.
+    policy = dataclasses.replace(policy, params=params)
+    state = programs_lib.first_state(run_config, policy)
+  base = None
+  if config.train or run_config.keeps_base:
+    mesh = programs_lib.meshes(run_config)[1]
+    base = policy_lib.frozen_weights(policy, run_config.numerics, mesh)
+  engine = engine_lib.Engine(
+    Model(
+      policy.model,
+      policy_lib.running_weights(run_config.weights, state.params, base),
+      config.numerics,
+      policy.tokenizer,
+    ),
+    config=memory.engine,
+    key=numerics_lib.key(config.seed),
+    policy_version=run.step,
+    runner=programs.runner,
+  )
+  if line := config_lib.chosen(given, run_config):
+    run.progress.say(line)
+  run.progress.say(memory.describe())
+  run.progress.say(engine.plan())
+  return Setup(
+    config, settings, run_config, fingerprint, meter, writer, programs.trainer, engine, state,
+    policy.params, base, archive, totals,
+  )  # fmt: skip
+
+
+def writer_of(
+  config: DiscoverConfig,
+  environment: Environment,
+  policy: Policy,
+  factory: Callable[[], Environment],
+) -> contextlib.AbstractContextManager[EditPolicy | ProgramPolicy]:
+  """Returns how the policy writes; to be entered.
+
+  Raises:
+    ValueError: if it writes programs and has no tokenizer.
+  """
+  group = attempts_lib.Group(
+    size=config.group_size, temperature=config.temperature, seed=config.seed
+  )
+  context = min(config.engine.max_context, policy.model.max_context)
+  if config.model == "tiny":
+    judge = edits.Judge(environment, factory, config.num_workers)
+    return EditPolicy(environment, group, judge, context)
+  if policy.tokenizer is None:
+    raise ValueError(
+      f"DiscoverConfig.model: got {config.model!r} and a policy without a tokenizer, expected one;"
+      " pass the model's own."
+    )
+  tokenizer = policy_lib.chatting(policy.tokenizer, config.chat)
+  return ProgramPolicy(environment, group, config.programs, tokenizer, context)
