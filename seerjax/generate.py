@@ -286,7 +286,7 @@ def main(argv: list[str]) -> None:
 def define_flags() -> None:
   """Defines the flags of the command."""
   flags.DEFINE_string("prompt", None, "What is asked; - reads it from stdin. None is a chat.")
-  flags.DEFINE_string("system", "", "Said before a conversation, where the model has such a turn.")
+  flags.DEFINE_string("system", "", "Begins a conversation, where the model has such a turn.")
   flags.DEFINE_multi_string("variable", [], "NAME=VALUE for the chat template; may be repeated.")
   flags.DEFINE_string("model", "nano", "nano, a Hugging Face directory, or a Hub id.")
   flags.DEFINE_float("temperature", 1.0, "0 is greedy.")

@@ -15,9 +15,9 @@ for. After the last run nothing is bought.
 
   [[0, 0, 16], [0, 8, 31], [1, 8, 60]]  turns 0-15: (0, 0), turns 16-30: (0, 8), turns 31-59: (1, 8)
 
-Every order of purchases can be said (saving up is wanting what is dear), and a change early in the
-plan leaves the times of the rest alone. In runs by count, the obvious other choice, it moves all
-that follows: annealed for 100,000 simulations (four inputs), they ended two bits lower.
+Every order of purchases can be expressed (saving up is wanting what is dear), and a change early in
+the plan leaves the times of the rest alone. In runs by count, the obvious other choice, it moves
+all that follows: annealed for 100,000 simulations (four inputs), they ended two bits lower.
 
 Inputs are our own, drawn as the contest's statement says. Source: AtCoder Heuristic Contest 058;
 Yuksekgonul et al. 2026 (TTT-Discover), https://arxiv.org/abs/2601.16175.
@@ -552,7 +552,7 @@ class _Tables(NamedTuple):
 
 @functools.lru_cache(maxsize=256)
 def _tables(problem: Instance) -> _Tables:
-  """Returns an input's arrays; nobody writes to them."""
+  """Returns an input's arrays, which are not written to."""
   apples, costs = np.array(problem.apples, np.int64), np.array(problem.costs, np.int64)
   return _Tables(apples.astype(np.float64), costs.astype(np.float64), apples, costs)
 

@@ -39,7 +39,7 @@ COMPILE_LIMITS = Limits(
   wall_seconds=120.0, cpu_seconds=60.0, memory_bytes=2**31, file_bytes=2**26, output_bytes=2**20
 )
 _MAX_KEPT = 256  # Programs whose values, or whose compiler's complaints, are remembered.
-_MAX_MESSAGE = 400  # Characters of what a compiler or a program said.
+_MAX_MESSAGE = 400  # Characters of what a compiler or a program printed.
 _NUMBER = re.compile(r"[+-]?[0-9]{1,9}", re.ASCII)
 
 
@@ -466,7 +466,7 @@ def machines_input(problem: apple_machines.Instance) -> str:
 
 
 def read_orders(output: str, turns: int) -> list[tuple[int, int] | None] | str:
-  """Returns what is bought in each turn (None: nothing), or the reason why this is not said.
+  """Returns what is bought in each turn (None: nothing), or the reason why that is not known.
 
   As the contest's own tester reads it: a line that begins with # is a comment, numbers may have a
   plus sign, and what follows the last turn is not read.
@@ -558,8 +558,8 @@ def _malformed(artefact: Any) -> str:
 
 
 def _failure(outcome: Outcome, limits: Limits) -> str:
-  """Returns how a run failed, with the end of what it said."""
-  said = outcome.stderr.decode(errors="replace").strip()
+  """Returns how a run failed, with the end of what it printed."""
+  printed = outcome.stderr.decode(errors="replace").strip()
   match outcome.status:
     case "timeout":
       return f"got no end within {limits.wall_seconds:g} seconds of the clock, expected an answer"
@@ -573,7 +573,8 @@ def _failure(outcome: Outcome, limits: Limits) -> str:
       return "got no file, expected a program"
   how = f"exit code {outcome.exit_code}" if outcome.status == "failed" else "a killed program"
   # A compiler says first what is wrong, a program's traceback last.
-  part = said[:_MAX_MESSAGE] if "error:" in said[:_MAX_MESSAGE] else said[-_MAX_MESSAGE:]
+  head = printed[:_MAX_MESSAGE]
+  part = head if "error:" in head else printed[-_MAX_MESSAGE:]
   return f"got {how}, expected 0" + (f": {part}" if part else "")
 
 

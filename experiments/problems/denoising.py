@@ -325,7 +325,7 @@ def _read_h5ad(file: pathlib.Path) -> np.ndarray:
 
 
 def checked(counts: np.ndarray, name: str) -> Counts:
-  """Returns counts without the genes that nobody has; refuses what are no counts.
+  """Returns counts without the genes that no cell has; refuses what are no counts.
 
   Args:
     counts: [c, g], of any real dtype.
@@ -601,7 +601,7 @@ class Denoising:
     """
     if self.counts.truth is None:
       raise ValueError(
-        f"Denoising.against_truth: got {self.name}, expected a simulated set; nobody knows the"
+        f"Denoising.against_truth: got {self.name}, expected a simulated set; nothing tells the"
         " truth of a measured one: use `heldout`."
       )
     return mse(self.denoise(artefact), self.counts.truth)

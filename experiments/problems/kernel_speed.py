@@ -16,7 +16,7 @@ cannot run them, for the same tiles walked in the same order by XLA itself.
 
 The rules of the race, so that only speed can win it:
 
-  inputs    fresh for each lap, weights too, from seeds that nobody knows: nothing can be kept from
+  inputs    fresh for each lap, weights too, from unknown seeds: nothing can be kept from
             one call for the next
   answers   those of the timed calls themselves are compared, after the clock has stopped; one wrong
             answer, and the schedule is no answer
@@ -453,7 +453,7 @@ def race(
     inputs_of: of a seed and the lap's number, so that kinds can take turns.
     laps: that count; as many warming ones as there are `KINDS` come first, and are checked too.
     tolerance: absolute and relative.
-    seed: None for one that nobody knows; a number only makes the inputs repeatable.
+    seed: None for an unknown one; a number only makes the inputs repeatable.
   """
   rng = np.random.Generator(np.random.PCG64(secrets.randbits(64) if seed is None else seed))
   warming = len(KINDS)
@@ -678,7 +678,7 @@ class _Timed:
     )
     return (
       f"{self.name} on {jax.devices()[0].device_kind}. Choose the fields of a schedule so that the"
-      " program built from it is as fast as possible and right on inputs that nobody has seen."
+      " program built from it is as fast as possible and right on inputs that were never seen."
       f" The value is the reference's time over the program's, median of {self.laps} laps on fresh"
       f" inputs.\nFields:\n{listed}\nNow: {artefact}\nIts value: {score.value:.4f}.\n"
       "Write Python that defines improve(artefact, seconds, seed) and returns a better dict of all"
@@ -861,7 +861,7 @@ class TileSpeed(_Timed):
   def _support(
     self, config: matmul.Config | rms_norm.Config, rows: int, *, interpret: bool
   ) -> str | None:
-    # The device first: on a CPU nobody should be sent to mend shapes.
+    # The device first: on a CPU no one should have to mend shapes.
     reason = gpu.device_reason(interpret)
     if reason:
       return reason

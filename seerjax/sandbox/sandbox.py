@@ -134,7 +134,7 @@ class Sandbox:
       self.close()
       raise ValueError(
         f"Sandbox: got a machine without {' and '.join(missing)} ({self.describe()}), expected all"
-        " isolation for programs that nobody has read; allow user namespaces (sysctl"
+        " isolation for untrusted programs; allow user namespaces (sysctl"
         " user.max_user_namespaces, kernel.apparmor_restrict_unprivileged_userns=0) or Landlock 6"
         " and seccomp, or pass --allow_weak_sandbox if you trust every program."
       )
