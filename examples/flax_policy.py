@@ -50,7 +50,6 @@ PROBLEM = pathlib.Path(__file__).with_name("vehicle_routing.py")
 TOKENIZER = tokenizer_lib.load(pathlib.Path(tokenizer_lib.__file__).parent / "nano")
 NUMERICS = NumericsConfig(query_tile=4, slot_tile=32, kv_split=64)
 MODEL = model_config.TransformerConfig(
-  family="qwen3",
   vocab_size=TOKENIZER.vocab_size,
   hidden_size=32,
   intermediate_size=64,
@@ -58,6 +57,7 @@ MODEL = model_config.TransformerConfig(
   num_heads=8,
   num_kv_heads=8,
   head_dim=4,
+  has_qk_norms=True,
   rotary=rotary.RotaryConfig(head_dim=4, base=10_000.0),
   max_context=256,
 )

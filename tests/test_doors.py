@@ -457,7 +457,6 @@ FIELDS: list[tuple[Callable[..., Any], str, Any, str, str]] = [
   (NumericsConfig, "slot_tile", 5, "expected a power of two", "the defaults are row_tile=16,"),
   (kv_pool.KVPoolConfig, "host_pages", -1, "expected at least 0", "0 leaves the peers' free"),
   (kv_pool.KVPoolConfig, "store_bytes", -1, "expected at least 0", "say how much the store may"),
-  (model, "family", "gpt2", "expected one of ('qwen3',", "other families"),
   (model, "vocab_size", 0, "expected at least 1", "check config.json"),
   (model, "vocab_size", -1, "expected at least 1", "check config.json"),
   (model, "hidden_size", 0, "expected at least 1", "check config.json"),

@@ -34,7 +34,6 @@ def tiny_policy(config: DiscoverConfig, environment: Environment) -> Policy:
   language, tiny = environment_lib.language_of(environment), config.tiny
   size = tiny.hidden_size // tiny.num_heads
   model = model_config.TransformerConfig(
-    family="qwen3",
     vocab_size=language.vocab_size,
     hidden_size=tiny.hidden_size,
     intermediate_size=3 * tiny.hidden_size,
@@ -42,6 +41,7 @@ def tiny_policy(config: DiscoverConfig, environment: Environment) -> Policy:
     num_heads=tiny.num_heads,
     num_kv_heads=tiny.num_heads,
     head_dim=size,
+    has_qk_norms=True,
     rotary=rotary.RotaryConfig(head_dim=size, base=10_000.0),
     max_context=config.engine.max_context,
   )

@@ -148,7 +148,7 @@ class Runner:
     """
     if (self.config, self.numerics) != (model, numerics) or mesh not in (None, self.mesh):
       raise ValueError(
-        f"Engine.runner: got one of {self.numerics} for a {self.config.family} model of"
+        f"Engine.runner: got one of {self.numerics} for a model of"
         f" {self.config.num_layers} layers on {self.mesh.size} device(s), expected the engine's"
         " own model, numerics and mesh; share a Runner only between equals."
       )

@@ -97,11 +97,11 @@ def _plan(config: model_config.TransformerConfig) -> list[tuple[tuple[Any, ...],
       ),
       "down": _Leaf("rows", ((mlp + "down_proj.weight", (d, inner)),)),
     }
-    if config.family == "qwen2":
+    if config.has_qkv_biases:
       leaves["qkv_bias"] = _Leaf(
         "bias", tuple((f"{attention}{name}.bias", (size,)) for name, size in heads)
       )
-    if config.family == "qwen3":
+    if config.has_qk_norms:
       leaves["query_norm"] = _Leaf("plain", ((attention + "q_norm.weight", (c,)),))
       leaves["key_norm"] = _Leaf("plain", ((attention + "k_norm.weight", (c,)),))
     plan.extend((("layers", index, name), leaf) for name, leaf in leaves.items())
@@ -174,7 +174,8 @@ def load(
     if unexpected := found - set(expected):
       raise ValueError(
         f"{directory}: got the tensors {_names(unexpected)}, expected none of them in a model of"
-        f" family {config.family!r} with {config.num_layers} layers; check {CONFIG_FILE}."
+        f" family {huggingface_config.family_of(config)!r} with {config.num_layers} layers; check"
+        f" {CONFIG_FILE}."
       )
     for leaf_path, leaf in plan:
       owner: Any = params
@@ -333,7 +334,8 @@ def save(
   Raises:
     FileExistsError: if the directory holds something and may not be replaced.
     OSError: if the disk has too little free space, with both numbers.
-    ValueError: if `params` is not laid out for `config` or not finite, or on another dtype.
+    ValueError: if `params` is not laid out for `config` or not finite, on another dtype, or if no
+      family of checkpoints is of this `config`.
   """
   directory = pathlib.Path(os.path.abspath(directory))
   if dtype not in numerics_lib.DTYPES:
@@ -346,6 +348,8 @@ def save(
     raise ValueError(
       f"save: got max_shard_bytes={max_shard_bytes}, expected at least 1; 5 GB are usual."
     )
+  eos_ids = () if tokenizer is None else tokenizer.eos_ids
+  described = huggingface_config.to_object(config, dtype, eos_ids)
   directory.parent.mkdir(parents=True, exist_ok=True)
   plan = _plan(config)
   item_bytes = 2 if dtype == "bfloat16" else 4
@@ -364,8 +368,7 @@ def save(
 
   with whole_directory(directory) as partial:
     _write_weights(partial, params, plan, sizes, dtype, max_shard_bytes)
-    eos_ids = () if tokenizer is None else tokenizer.eos_ids
-    write_json(partial / CONFIG_FILE, huggingface_config.to_object(config, dtype, eos_ids))
+    write_json(partial / CONFIG_FILE, described)
     if tokenizer is not None:
       tokenizer.save(partial)
       if GENERATION_FILE not in tokenizer.files and eos_ids:

@@ -10,15 +10,30 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 import pathlib
-from typing import Any
+from typing import Any, NamedTuple
 
 from seerjax.models import config as model_config, tokenizer as tokenizer_lib
 from seerjax.ops import rotary
 
-ARCHITECTURES = {
-  "qwen3": "Qwen3ForCausalLM",
-  "qwen2": "Qwen2ForCausalLM",
-  "llama": "LlamaForCausalLM",
+
+class Family(NamedTuple):
+  """What a checkpoint's `model_type` says of our configuration.
+
+  Attributes:
+    architecture: the one that its config.json names.
+    has_qk_norms: of the `TransformerConfig`.
+    has_qkv_biases: of the `TransformerConfig`.
+  """
+
+  architecture: str
+  has_qk_norms: bool
+  has_qkv_biases: bool
+
+
+FAMILIES = {
+  "qwen3": Family("Qwen3ForCausalLM", has_qk_norms=True, has_qkv_biases=False),
+  "qwen2": Family("Qwen2ForCausalLM", has_qk_norms=False, has_qkv_biases=True),
+  "llama": Family("LlamaForCausalLM", has_qk_norms=False, has_qkv_biases=False),
 }
 
 # What each kind of scaling may say. None: any value; else the values that change nothing.
@@ -65,7 +80,6 @@ def read(path: pathlib.Path) -> model_config.TransformerConfig:
   head_dim = fields.whole("head_dim", default_head_dim)
   max_context = fields.whole("max_position_embeddings")
   return model_config.TransformerConfig(
-    family=family,
     vocab_size=fields.whole("vocab_size"),
     hidden_size=hidden_size,
     intermediate_size=fields.whole("intermediate_size"),
@@ -73,6 +87,8 @@ def read(path: pathlib.Path) -> model_config.TransformerConfig:
     num_heads=num_heads,
     num_kv_heads=fields.whole("num_key_value_heads", num_heads),
     head_dim=head_dim,
+    has_qk_norms=FAMILIES[family].has_qk_norms,
+    has_qkv_biases=FAMILIES[family].has_qkv_biases,
     norm_eps=fields.number("rms_norm_eps", 1e-6),
     rotary=_rotary(fields, head_dim, max_context),
     is_tied=fields.flag("tie_word_embeddings"),
@@ -80,11 +96,32 @@ def read(path: pathlib.Path) -> model_config.TransformerConfig:
   )
 
 
+def family_of(config: model_config.TransformerConfig) -> str:
+  """Returns the `model_type` of checkpoints of this configuration.
+
+  Raises:
+    ValueError: if there is none.
+  """
+  adds = (config.has_qk_norms, config.has_qkv_biases)
+  for name, family in FAMILIES.items():
+    if (family.has_qk_norms, family.has_qkv_biases) == adds:
+      return name
+  raise ValueError(
+    f"TransformerConfig: got has_qk_norms={config.has_qk_norms} and"
+    f" has_qkv_biases={config.has_qkv_biases}, expected those of one of {tuple(FAMILIES)}; no"
+    " config.json that transformers reads describes this model."
+  )
+
+
 def to_object(
   config: model_config.TransformerConfig, dtype: str, eos_ids: tuple[int, ...]
 ) -> dict[str, Any]:
-  """Returns config.json as both transformers 4 and 5 read it."""
-  turn = config.rotary
+  """Returns config.json as both transformers 4 and 5 read it.
+
+  Raises:
+    ValueError: if no family is of this configuration.
+  """
+  family, turn = family_of(config), config.rotary
   scaling: dict[str, Any] = {}
   if turn.scaling != "none":
     scaling |= {"rope_type": turn.scaling, "factor": turn.factor}
@@ -98,7 +135,7 @@ def to_object(
     if turn.attention_factor is not None:
       scaling["attention_factor"] = turn.attention_factor
   values = {
-    "architectures": [ARCHITECTURES[config.family]],
+    "architectures": [FAMILIES[family].architecture],
     "attention_dropout": 0.0,
     "bos_token_id": None,
     "dtype": dtype,
@@ -109,7 +146,7 @@ def to_object(
     "hidden_size": config.hidden_size,
     "intermediate_size": config.intermediate_size,
     "max_position_embeddings": config.max_context,
-    "model_type": config.family,
+    "model_type": family,
     "num_attention_heads": config.num_heads,
     "num_hidden_layers": config.num_layers,
     "num_key_value_heads": config.num_kv_heads,
@@ -122,9 +159,9 @@ def to_object(
     "use_cache": True,
     "vocab_size": config.vocab_size,
   }
-  if config.family != "qwen2":
+  if family != "qwen2":
     values["attention_bias"] = False
-  if config.family == "llama":
+  if family == "llama":
     values["mlp_bias"] = False
   else:
     values |= {"sliding_window": None, "use_sliding_window": False}
@@ -149,7 +186,7 @@ def read_object(path: pathlib.Path) -> dict[str, Any]:
 
 def _family(fields: _Fields) -> str:
   family, architectures = fields.get("model_type"), fields.get("architectures")
-  by_architecture = {architecture: family for family, architecture in ARCHITECTURES.items()}
+  by_architecture = {family.architecture: name for name, family in FAMILIES.items()}
   if architectures is not None:
     is_known = isinstance(architectures, list) and len(architectures) == 1
     if not is_known or str(architectures[0]) not in by_architecture:
@@ -159,13 +196,15 @@ def _family(fields: _Fields) -> str:
         "other architectures are not built yet",
       )
     family = by_architecture[architectures[0]] if family is None else family
-  if family not in model_config.FAMILIES:
+  if family not in FAMILIES:
     raise fields.refuse(
-      "model_type", f"one of {model_config.FAMILIES}", "other families are not built yet"
+      "model_type", f"one of {tuple(FAMILIES)}", "other families are not built yet"
     )
   if architectures is not None and by_architecture[architectures[0]] != family:
     raise fields.refuse(
-      "architectures", f"[{ARCHITECTURES[family]!r}] for model_type {family!r}", "correct the file"
+      "architectures",
+      f"[{FAMILIES[family].architecture!r}] for model_type {family!r}",
+      "correct the file",
     )
   return family
 

@@ -40,9 +40,9 @@ def shapes(config: TransformerConfig, reduction_shards: int) -> Params:
     "gate_up": f32(r, d, 2 * inner),  # Columns: gate, up of the slab.
     "down": f32(r, inner, d),
   }
-  if config.family == "qwen2":
+  if config.has_qkv_biases:
     layer["qkv_bias"] = f32(r, q_columns + 2 * kv_columns)
-  if config.family == "qwen3":
+  if config.has_qk_norms:
     layer["query_norm"] = f32(c)
     layer["key_norm"] = f32(c)
   params = {

@@ -19,7 +19,6 @@ from seerjax.ops import rotary
 def nano() -> TransformerConfig:
   """Returns the small model that this package ships: every sharded dimension divides by 8."""
   return TransformerConfig(
-    family="qwen3",
     vocab_size=512,
     hidden_size=128,
     intermediate_size=384,
@@ -27,6 +26,7 @@ def nano() -> TransformerConfig:
     num_heads=8,
     num_kv_heads=8,
     head_dim=16,
+    has_qk_norms=True,
     norm_eps=1e-6,
     rotary=rotary.RotaryConfig(head_dim=16, base=10_000.0),
     is_tied=True,
@@ -52,7 +52,6 @@ def _qwen3(
   hidden: int, intermediate: int, layers: int, heads: int, is_tied: bool
 ) -> TransformerConfig:
   return TransformerConfig(
-    family="qwen3",
     vocab_size=151_936,
     hidden_size=hidden,
     intermediate_size=intermediate,
@@ -60,6 +59,7 @@ def _qwen3(
     num_heads=heads,
     num_kv_heads=8,
     head_dim=128,
+    has_qk_norms=True,
     norm_eps=1e-6,
     rotary=rotary.RotaryConfig(head_dim=128, base=1_000_000.0),
     is_tied=is_tied,
@@ -79,7 +79,6 @@ def _qwen25(
 ) -> TransformerConfig:
   head_dim = hidden // heads
   return TransformerConfig(
-    family="qwen2",
     vocab_size=vocab_size,
     hidden_size=hidden,
     intermediate_size=intermediate,
@@ -87,6 +86,7 @@ def _qwen25(
     num_heads=heads,
     num_kv_heads=kv_heads,
     head_dim=head_dim,
+    has_qkv_biases=True,
     norm_eps=1e-6,
     rotary=rotary.RotaryConfig(head_dim=head_dim, base=1_000_000.0),
     is_tied=is_tied,
@@ -105,7 +105,6 @@ def _llama3(
   is_tied: bool,
 ) -> TransformerConfig:
   return TransformerConfig(
-    family="llama",
     vocab_size=128_256,
     hidden_size=hidden,
     intermediate_size=intermediate,

@@ -54,7 +54,7 @@ def check(
       slabs = jax.tree.leaves(expected["layers"])[1].shape[0]
       raise ValueError(
         f"{what}{jax.tree_util.keystr(path)}: got {_word(got)}, expected {_word(should)} in a"
-        f" {model.family} model of {model.num_layers} layers with reduction_shards={slabs} in"
+        f" model of {model.num_layers} layers with reduction_shards={slabs} in"
         f" {dtype.name}; make weights for these numerics (huggingface.load or parameters.init) and"
         " compute_params of them."
       )

@@ -81,7 +81,6 @@ def _model(numerics: numerics_lib.NumericsConfig) -> model_config.TransformerCon
   # Kernels multiply tiles.
   width = choice.backend_of(numerics).smallest_width
   return model_config.TransformerConfig(
-    family="llama",
     vocab_size=2 * width * heads,
     # A width at which XLA:CPU sums a row of 8 to 31 unlike one of more: of 72 or 256 features all
     # rows agreed, untiled too, and nothing would have been measured.

@@ -20,7 +20,6 @@ from seerjax.trainer import losses, packing, step as step_lib
 from seerjax.types import Problem, Request, Rollout, RolloutGroup, SamplingParams, Verdict
 
 MODEL = model_config.TransformerConfig(
-  family="qwen3",
   vocab_size=46,
   hidden_size=88,
   intermediate_size=21,
@@ -28,6 +27,7 @@ MODEL = model_config.TransformerConfig(
   num_heads=3,
   num_kv_heads=1,
   head_dim=10,
+  has_qk_norms=True,
   rotary=rotary.RotaryConfig(head_dim=10),
 )
 PAGE_SIZE = 8

@@ -43,7 +43,6 @@ NUMERICS = numerics_lib.NumericsConfig(
 )
 # The least that the kernels take: tiles of 64.
 CONFIG = model_config.TransformerConfig(
-  family="qwen3",
   vocab_size=128,
   hidden_size=64,
   intermediate_size=64,
@@ -51,6 +50,7 @@ CONFIG = model_config.TransformerConfig(
   num_heads=2,
   num_kv_heads=1,
   head_dim=64,
+  has_qk_norms=True,
   rotary=rotary.RotaryConfig(head_dim=64),
   is_tied=True,
 )

@@ -29,7 +29,8 @@ PAGE_SIZE = 8
 ODD = tiny_model.ODD
 QWEN2 = dataclasses.replace(
   ODD,
-  family="qwen2",
+  has_qk_norms=False,
+  has_qkv_biases=True,
   vocab_size=46,
   hidden_size=88,
   intermediate_size=21,
@@ -41,7 +42,7 @@ QWEN2 = dataclasses.replace(
 )
 LLAMA = dataclasses.replace(
   QWEN2,
-  family="llama",
+  has_qkv_biases=False,
   num_layers=4,
   intermediate_size=70,
   num_heads=6,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 
@@ -79,7 +80,14 @@ def test_defaults_of_missing_fields(path):
   edit_config(path, model_type="llama", architectures=..., hidden_size=24)
   assert huggingface_config.read(path).head_dim == 6
   edit_config(path, model_type=..., architectures=["Qwen2ForCausalLM"])
-  assert huggingface_config.read(path).family == "qwen2"
+  assert huggingface_config.family_of(huggingface_config.read(path)) == "qwen2"
+
+
+def test_a_shape_of_no_family_is_refused():
+  both = dataclasses.replace(QWEN3, has_qkv_biases=True)
+  message = "got has_qk_norms=True and has_qkv_biases=True, expected those of one of .*'qwen3'"
+  with pytest.raises(ValueError, match=message):
+    huggingface_config.to_object(both, "bfloat16", ())
 
 
 def test_a_sliding_window_that_is_never_reached_is_fine(path):

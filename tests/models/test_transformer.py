@@ -29,8 +29,8 @@ from seerjax.types import SamplingParams
 NUMERICS, BFLOAT16 = tiny_model.NUMERICS, tiny_model.BFLOAT16
 UNTILED = dataclasses.replace(NUMERICS, implementation="untiled")
 QWEN3 = tiny_model.ODD
-QWEN2 = dataclasses.replace(QWEN3, family="qwen2", is_tied=False)
-LLAMA = dataclasses.replace(QWEN3, family="llama", norm_eps=1e-5, is_tied=False)
+QWEN2 = dataclasses.replace(QWEN3, has_qk_norms=False, has_qkv_biases=True, is_tied=False)
+LLAMA = dataclasses.replace(QWEN3, has_qk_norms=False, norm_eps=1e-5, is_tied=False)
 FAMILIES = dict(qwen3=QWEN3, qwen2=QWEN2, llama=LLAMA)
 LENGTH = 17  # Four tiles and a row, and a split and a row.
 
@@ -63,13 +63,13 @@ def logits_reference(params, tokens, config):
     parts = []
     for index, slab in enumerate(layer["qkv"]):
       qkv = matmul(normed, slab)
-      if config.family == "qwen2":
+      if config.has_qkv_biases:
         qkv = qkv + layer["qkv_bias"][index][None]
       heads = qkv.reshape(length, -1, c)
       kv = heads.shape[1] // (group + 2)
       parts.append((heads[:, : kv * group], heads[:, kv * group : -kv], heads[:, -kv:]))
     q, k, v = (jnp.concatenate(part, axis=1) for part in zip(*parts))
-    if config.family == "qwen3":
+    if config.has_qk_norms:
       q, k = norm(q, layer["query_norm"]), norm(k, layer["key_norm"])
     q, k = rotary.rotate_rows(q, cos, sin), rotary.rotate_rows(k, cos, sin)
     mixed = attention.attention_reference(q.reshape(length, -1, group, c), k, v)
@@ -458,7 +458,6 @@ def test_a_model_chooses_its_slabs_where_that_is_left_to_it(kv_heads, slabs):
 @pytest.mark.parametrize(
   ("changes", "message"),
   [
-    (dict(family="gpt2"), "TransformerConfig.family: got 'gpt2', expected one of"),
     (dict(num_heads=12), "TransformerConfig.num_heads: got 12 query heads for 8 key/value heads"),
     (dict(head_dim=8), "TransformerConfig.rotary.head_dim: got 6, expected head_dim=8"),
   ],

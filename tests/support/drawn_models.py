@@ -22,7 +22,7 @@ from seerjax import numerics as numerics_lib, parallel
 from seerjax.engine import engine as engine_lib, runner as runner_lib
 from seerjax.engine.engine import EngineConfig
 from seerjax.engine.kv import page_moves
-from seerjax.models import config as model_config, loading, lora, parameters
+from seerjax.models import config as model_config, huggingface_config, loading, lora, parameters
 from seerjax.ops import rotary
 from seerjax.types import Completion, Request, SamplingParams
 
@@ -62,7 +62,7 @@ class Model:
     scaling = "" if c.rotary.scaling == "none" else f", {c.rotary.scaling}"
     adapter = f", rank {self.rank} alpha {self.alpha} on {self.targets}" if self.rank else ""
     return (
-      f"{c.family} of vocabulary {c.vocab_size}, hidden {c.hidden_size}, MLP"
+      f"{huggingface_config.family_of(c)} of vocabulary {c.vocab_size}, hidden {c.hidden_size}, MLP"
       f" {c.intermediate_size}, {c.num_layers} layer(s), {c.num_heads}/{c.num_kv_heads} heads of"
       f" {c.head_dim}{scaling}, {'tied' if c.is_tied else 'with a head'}, deviation"
       f" {self.deviation}, weights {self.weights_seed}{adapter}; {n.compute_dtype}, tiles"
@@ -168,8 +168,8 @@ def draw_model(rng: np.random.Generator) -> Model:
     reduction_shards=slabs,
     compute_dtype=_pick(rng, "float32", "float32", "bfloat16"),
   )
+  family = huggingface_config.FAMILIES[_pick(rng, *huggingface_config.FAMILIES)]
   config = model_config.TransformerConfig(
-    family=_pick(rng, *model_config.FAMILIES),
     # Odd numbers of slabs' columns.
     vocab_size=slabs * (1 + 2 * int(rng.integers(10 // slabs, 50 // slabs))),
     hidden_size=hidden_size,
@@ -178,6 +178,8 @@ def draw_model(rng: np.random.Generator) -> Model:
     num_heads=num_kv_heads * group,
     num_kv_heads=num_kv_heads,
     head_dim=head_dim,
+    has_qk_norms=family.has_qk_norms,
+    has_qkv_biases=family.has_qkv_biases,
     norm_eps=_pick(rng, 1e-6, 1e-5),
     rotary=rotary.RotaryConfig(
       head_dim=head_dim, base=_pick(rng, 1e3, 1e4, 1e6), scaling=scaling, **scaled

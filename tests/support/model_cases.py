@@ -27,6 +27,7 @@ from seerjax import numerics as numerics_lib, parallel
 from seerjax.engine import runner as runner_lib
 from seerjax.engine.kv.disk_store import DiskStore
 from seerjax.engine.kv.pool import KVPool, KVPoolConfig
+from seerjax.models import huggingface_config
 from seerjax.ops import sampling as sampling_lib
 from seerjax.trainer import losses, packing, step
 from seerjax.types import Completion, Request, Rollout
@@ -261,7 +262,7 @@ def _count_request(request: Request, events: collections.Counter[str]) -> None:
 
 def _count_case(case: Case, events: collections.Counter[str]) -> None:
   events["cases"] += 1
-  events[case.model.config.family] += 1
+  events[huggingface_config.family_of(case.model.config)] += 1
   events[case.model.numerics.compute_dtype] += 1
   events["adapters"] += bool(case.model.rank)
   events["odd buckets"] += sum(bucket % 2 for bucket in case.machine.sizes.row_buckets)

@@ -20,10 +20,10 @@ QWEN3 = dataclasses.replace(
   is_tied=False,
   max_context=64,
 )
-QWEN2 = dataclasses.replace(QWEN3, family="qwen2", is_tied=True)
+QWEN2 = dataclasses.replace(QWEN3, has_qk_norms=False, has_qkv_biases=True, is_tied=True)
 LLAMA = dataclasses.replace(
   QWEN3,
-  family="llama",
+  has_qk_norms=False,
   norm_eps=1e-5,
   rotary=rotary.RotaryConfig(
     head_dim=4, base=1000.0, scaling="llama3", factor=8.0, original_context=16

@@ -17,7 +17,6 @@ from seerjax.ops import rotary
 
 # Every other small model of the tests says in what it differs from this one.
 CONFIG = model_config.TransformerConfig(
-  family="qwen3",
   vocab_size=64,
   hidden_size=32,
   intermediate_size=32,
@@ -25,6 +24,7 @@ CONFIG = model_config.TransformerConfig(
   num_heads=16,
   num_kv_heads=8,
   head_dim=8,
+  has_qk_norms=True,
   rotary=rotary.RotaryConfig(head_dim=8),
 )
 NUMERICS = numerics_lib.NumericsConfig(

@@ -40,7 +40,6 @@ for word in sys.argv[1:]:
   kind, depth, width = word.split("-")
   d = int(width)
   config = model_config.TransformerConfig(
-    family="qwen3",
     vocab_size=512,
     hidden_size=d,
     intermediate_size=3 * d,
@@ -48,6 +47,7 @@ for word in sys.argv[1:]:
     num_heads=16,
     num_kv_heads=8,
     head_dim=d // 16,
+    has_qk_norms=True,
     rotary=rotary.RotaryConfig(head_dim=d // 16),
   )
   layout = parameters.shapes(config, 8)
