@@ -5,12 +5,11 @@ from __future__ import annotations
 import dataclasses
 
 import jax
-import jax.numpy as jnp
 
 from seerjax import host_memory, numerics as numerics_lib
 from seerjax.backends import choice
 from seerjax.engine import checks
-from seerjax.models import config as model_config
+from seerjax.models import config as model_config, kv_layout
 
 # Of the memory that is free when an engine is made; the rest is for steps and for learning.
 PAGES_SHARE = 0.4
@@ -133,9 +132,15 @@ def page_bytes(
   *,
   page_size: int,
 ) -> int:
-  """Returns the bytes of one page, keys and values of all layers."""
-  per_position = 2 * model.num_layers * model.num_kv_heads * model.head_dim
-  return per_position * page_size * jnp.dtype(numerics.dtype).itemsize
+  """Returns the bytes of one page of all layers, as their layout says.
+
+  Raises:
+    ValueError: if pages do not fill splits exactly.
+  """
+  page = jax.eval_shape(
+    lambda: kv_layout.empty_pages(model, numerics, num_pages=1, page_size=page_size)
+  )
+  return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(page))
 
 
 def derived_buckets(
