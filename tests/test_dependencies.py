@@ -60,14 +60,8 @@ HOST_ONLY = (
 HOST_ONLY_IMPORTS = {"numpy", "numba", "seerjax"}
 HOST_ONLY_ROOMS = {"compiled", "types", "rollout", "speculation"}
 CLOCKS = {"time", "datetime"}
-# The benchmark's modules: the program, and what it times, checks and asks.
-BENCH = (
-  "pallas_kernels/bench.py",
-  "pallas_kernels/bench_cases.py",
-  "pallas_kernels/bench_checks.py",
-  "pallas_kernels/bench_questions.py",
-  "pallas_kernels/bench_timing.py",
-)
+# The benchmark: the program, and what it times, checks and asks.
+BENCH = "pallas_kernels/bench/"
 
 
 def allowed_rooms(room: str) -> set[str]:
@@ -120,7 +114,7 @@ def complaints(source: str, path: str) -> list[str]:
   if room == "pallas_kernels":
     # The benchmark is a program of its own, with flags, tables and other numbers to compare with.
     known = {"jax", "pallas_kernels", *sys.stdlib_module_names}
-    known |= {"absl", "numpy"} if path in BENCH else set()
+    known |= {"absl", "numpy"} if path.startswith(BENCH) else set()
     complain(
       tops - known,
       "imports of jax and the standard library only",
@@ -230,8 +224,8 @@ def test_what_breaks_the_house_is_named(path: str, source: str, expected: str):
     ("seerjax/ops/norms.py", "import jax\nfrom seerjax import numerics, parallel\ngetattr(a, 'b')"),
     ("seerjax/rl.py", "from seerjax import engine, trainer, rollout"),
     ("seerjax/rollout/scheduler.py", "import heapq\nimport numpy as np\nfrom seerjax import types"),
-    ("pallas_kernels/bench.py", "from absl import app\nimport jax\nimport time"),
-    ("pallas_kernels/bench_checks.py", "import numpy as np\nfrom pallas_kernels import matmul"),
+    ("pallas_kernels/bench/__main__.py", "from absl import app\nimport jax\nimport time"),
+    ("pallas_kernels/bench/checks.py", "import numpy as np\nfrom pallas_kernels import matmul"),
   ],
 )
 def test_what_keeps_the_house_is_let_in(path: str, source: str):
@@ -246,8 +240,7 @@ root = pathlib.Path({str(ROOT)!r})
 for package in {PACKAGES!r}:
   for path in sorted((root / package).rglob("*.py")):
     parts = path.relative_to(root).with_suffix("").parts
-    # __main__ and the benchmark's program have flags.
-    if parts[-1] not in ("__main__", "bench"):
+    if parts[-1] != "__main__":  # Programs have flags.
       importlib.import_module(".".join(p for p in parts if p != "__init__"))
 import jax
 # Refused, or without effect, once a backend exists.

@@ -28,9 +28,9 @@ def checkout(tmp_path: pathlib.Path) -> pathlib.Path:
   """A checkout with a bench of a few lines, in a path with spaces."""
   root = tmp_path / "a checkout"
   shutil.copytree(ROOT / "launch", root / "launch")
-  (root / "pallas_kernels").mkdir()
+  (root / "pallas_kernels" / "bench").mkdir(parents=True)
   (root / "pallas_kernels" / "__init__.py").write_text("")
-  (root / "pallas_kernels" / "bench.py").write_text(BENCH)
+  (root / "pallas_kernels" / "bench" / "__main__.py").write_text(BENCH)
   return root
 
 
@@ -77,12 +77,12 @@ def test_parts_are_chosen_and_results_go_where_they_are_wanted(
 
 
 def test_a_part_that_fails_or_has_no_time_fails_the_whole(checkout: pathlib.Path):
-  (checkout / "pallas_kernels" / "status").write_text("")
+  (checkout / "pallas_kernels" / "bench" / "status").write_text("")
   status, text = run(checkout, "--dry_run", "--only=bench,questions")
   assert status == 1
   assert text.count("  FAILED ") == 2
   assert "gpu_check.sh: 2 part(s) FAILED" in text
-  (checkout / "pallas_kernels" / "orders").write_text("60")
+  (checkout / "pallas_kernels" / "bench" / "orders").write_text("60")
   status, text = run(checkout, "--dry_run", "--only=bench,questions", "--seconds=1")
   assert status == 1
   assert "NO TIME" in text

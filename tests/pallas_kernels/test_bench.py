@@ -16,9 +16,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import bench, bench_cases, bench_checks, bench_questions, bench_timing, gpu
-from pallas_kernels.bench_checks import Check
-from pallas_kernels.bench_timing import Contestant, Machine, Timing
+from pallas_kernels import gpu
+from pallas_kernels.bench import (
+  __main__ as bench,
+  cases as cases_lib,
+  checks as checks_lib,
+  questions as questions_lib,
+  timing as timing_lib,
+)
+from pallas_kernels.bench.checks import Check
+from pallas_kernels.bench.timing import Contestant, Machine, Timing
 
 ROOT = pathlib.Path(__file__).parents[2]
 needs_interpreter = pytest.mark.skipif(
@@ -40,9 +47,9 @@ FEATURES = 64
 VECTOR = jax.ShapeDtypeStruct((FEATURES,), jnp.float32)
 
 
-def case(bar=None, ours=jnp.sin, peers=(), kernel="rms_norm", name="small") -> bench_cases.Case:
+def case(bar=None, ours=jnp.sin, peers=(), kernel="rms_norm", name="small") -> cases_lib.Case:
   contestants = [Contestant(label, call, (VECTOR,)) for label, call in peers]
-  return bench_cases.Case(
+  return cases_lib.Case(
     kernel,
     name,
     Contestant("ours", ours, (VECTOR,)),
@@ -68,13 +75,13 @@ def cannot(x):
 @pytest.mark.parametrize(
   "bar, seconds, verdict, text",
   [
-    (bench_cases.Bar(bench_cases.COPY, 0.80), 1.24e-6, "met", "at least 80 % of copy bandwidth"),
-    (bench_cases.Bar(bench_cases.COPY, 0.80), 1.30e-6, "not met", ""),
-    (bench_cases.PREFILL, 1.6e-6, "met", "at least 60 % of matmul peak"),
-    (bench_cases.PREFILL, 1.7e-6, "not met", ""),
-    (bench_cases.Bar("peer", 0.85), 2.3e-6, "met", "at least 85 % of peer"),
-    (bench_cases.Bar("peer", 0.85), 2.4e-6, "not met", ""),
-    (bench_cases.VERIFICATION, 1e-6, "not measured", "at most 1.05 times one token"),
+    (cases_lib.Bar(cases_lib.COPY, 0.80), 1.24e-6, "met", "at least 80 % of copy bandwidth"),
+    (cases_lib.Bar(cases_lib.COPY, 0.80), 1.30e-6, "not met", ""),
+    (cases_lib.PREFILL, 1.6e-6, "met", "at least 60 % of matmul peak"),
+    (cases_lib.PREFILL, 1.7e-6, "not met", ""),
+    (cases_lib.Bar("peer", 0.85), 2.3e-6, "met", "at least 85 % of peer"),
+    (cases_lib.Bar("peer", 0.85), 2.4e-6, "not met", ""),
+    (cases_lib.VERIFICATION, 1e-6, "not measured", "at most 1.05 times one token"),
     (None, 1e-6, "", ""),
   ],
 )
@@ -89,8 +96,8 @@ def test_bars_are_judged_by_what_they_name(bar, seconds, verdict, text):
 
 def test_a_verification_is_judged_by_the_time_of_one_token():
   for seconds, verdict in ((1.04e-6, "met"), (1.06e-6, "not met")):
-    timings = [Timing("ours", seconds), Timing(bench_cases.ONE_TOKEN, 1e-6)]
-    assert bench.judged(case(bench_cases.VERIFICATION), timings, MACHINE).verdict == verdict
+    timings = [Timing("ours", seconds), Timing(cases_lib.ONE_TOKEN, 1e-6)]
+    assert bench.judged(case(cases_lib.VERIFICATION), timings, MACHINE).verdict == verdict
 
 
 def test_the_page_says_times_shares_peers_and_bars():
@@ -100,7 +107,7 @@ def test_the_page_says_times_shares_peers_and_bars():
     Timing("stock", reason="ValueError: m=8 | 128"),
   ]
   report = bench.Report(HEADER, MACHINE, passing())
-  report.rows.append(bench.judged(case(bench_cases.Bar("cuBLAS", 0.85)), timings, MACHINE))
+  report.rows.append(bench.judged(case(cases_lib.Bar("cuBLAS", 0.85)), timings, MACHINE))
   page = bench.markdown(report)
   assert "2026-01-02 at abc1234: NVIDIA H200, 580.1, Python 3.12.3, JAX 0.11.2." in page
   assert "copies 4.00 TB/s (read and written) and multiplies bfloat16 at 800 TFLOP/s" in page
@@ -197,12 +204,12 @@ def test_a_case_gets_its_share_or_is_left_out(remaining, num_left, longest, expe
 
 def test_the_number_of_copies_outlasts_l2_and_fits_memory():
   # A megabyte, a microsecond: as many as one program may hold.
-  assert bench_timing.num_copies(1e6, 1e-6) == bench_timing.MOST_COPIES
+  assert timing_lib.num_copies(1e6, 1e-6) == timing_lib.MOST_COPIES
   # Fifty megabytes of weights, 12 microseconds; then a cache of two gigabytes; then one of nine.
-  assert bench_timing.num_copies(50e6, 12e-6) == bench_timing.MOST_COPIES
-  assert bench_timing.num_copies(100e6, 200e-6) == 10
-  assert bench_timing.num_copies(2.1e9, 500e-6) == 2
-  assert bench_timing.num_copies(9e9, 2e-3) == 1
+  assert timing_lib.num_copies(50e6, 12e-6) == timing_lib.MOST_COPIES
+  assert timing_lib.num_copies(100e6, 200e-6) == 10
+  assert timing_lib.num_copies(2.1e9, 500e-6) == 2
+  assert timing_lib.num_copies(9e9, 2e-3) == 1
 
 
 def test_contestants_are_timed_in_turn_and_one_that_raises_is_a_line():
@@ -212,29 +219,29 @@ def test_contestants_are_timed_in_turn_and_one_that_raises_is_a_line():
     Contestant("shared", lambda x, n: x * n, (VECTOR, np.float32(3) * np.ones(FEATURES, "f4"))),
     Contestant("torch", lambda torch, x: torch.sin(x), (VECTOR,), is_torch=True),
   ]
-  timings = {t.name: t for t in bench_timing.race(contestants, 100e6, 1e-3, 0.1)}
+  timings = {t.name: t for t in timing_lib.race(contestants, 100e6, 1e-3, 0.1)}
   assert list(timings) == ["sine", "cannot", "shared", "torch"]
   for name in ("sine", "shared"):
     assert 0 < timings[name].least <= timings[name].median <= timings[name].most
   assert timings["cannot"].reason == "ValueError: m=8 must be divisible by 128"
   # Here PyTorch is absent, or has no GPU.
   assert timings["torch"].reason
-  row = bench.judged(case(bench_cases.Bar("cannot", 0.85)), [*timings.values()], MACHINE)
+  row = bench.judged(case(cases_lib.Bar("cannot", 0.85)), [*timings.values()], MACHINE)
   assert row.verdict == "not measured"
   assert bench.judged(case(), [timings["cannot"]], MACHINE).verdict == "failed"
 
 
 def test_a_machine_is_measured():
-  machine = bench_timing.measure_machine(1 << 20, (64, 128))
+  machine = timing_lib.measure_machine(1 << 20, (64, 128))
   assert machine.copy_bandwidth > 1e6
   assert machine.matmul_peak > 1e6
 
 
 def test_inputs_are_drawn_where_they_are_shapes():
-  drawn = bench_timing.draw((VECTOR, np.arange(3)), seed=0)
+  drawn = timing_lib.draw((VECTOR, np.arange(3)), seed=0)
   assert abs(float(jnp.std(drawn[0])) - 1) < 0.4
   np.testing.assert_array_equal(drawn[1], np.arange(3))
-  assert bench_timing.shapes_of((np.arange(3, dtype=np.int32), VECTOR))[0].shape == (3,)
+  assert timing_lib.shapes_of((np.arange(3, dtype=np.int32), VECTOR))[0].shape == (3,)
 
 
 @pytest.mark.parametrize(
@@ -247,7 +254,7 @@ def test_inputs_are_drawn_where_they_are_shapes():
   ],
 )
 def test_values_agree_within_limits_and_nan_never(found, expected, passed):
-  done = bench_checks.agreement(
+  done = checks_lib.agreement(
     "rms_norm", "x", np.asarray(found), np.asarray(expected), (0.01, 0.02)
   )
   assert done.passed is passed
@@ -255,35 +262,35 @@ def test_values_agree_within_limits_and_nan_never(found, expected, passed):
 
 def test_bits_are_counted_where_values_are_equal():
   zero, minus_zero = jnp.zeros(3), -jnp.zeros(3)
-  assert bench_checks.num_differing((zero, zero), (minus_zero, zero)) == 3
+  assert checks_lib.num_differing((zero, zero), (minus_zero, zero)) == 3
   nan = jnp.full(2, jnp.nan, jnp.bfloat16)
-  assert bench_checks.num_differing(nan, nan) == 0
-  done = bench_checks.same_bits("matmul", "claim", "stages", [(zero, minus_zero), (zero, zero)])
+  assert checks_lib.num_differing(nan, nan) == 0
+  done = checks_lib.same_bits("matmul", "claim", "stages", [(zero, minus_zero), (zero, zero)])
   assert (done.passed, done.seen) == (False, "differ: 3 of 6 entries")
 
 
 def test_cases_hold_the_issues_shapes_and_count_bytes_and_operations():
-  cases = {case.name: case for case in bench_cases.cases()}
+  cases = {case.name: case for case in cases_lib.cases()}
   product = cases["Qwen3-8B qkv, 1 row"]
   assert product.num_bytes == 2 * (4096 + 4096 * 6144 + 6144)
   assert product.num_operations == 2 * 4096 * 6144
   decode = cases["Qwen3-8B decode, 64 x 8192"]
   assert decode.num_bytes == 2 * (2 * 64 * 8192 * 8 * 128 + 2 * 64 * 4096)
-  assert decode.bar == bench_cases.DECODE
+  assert decode.bar == cases_lib.DECODE
   prefill = cases["Qwen3-8B prefill, 4 x 2048"]
   assert prefill.num_operations == 4 * 4 * (2048 * 2049 / 2) * 4096
   verification = cases["gpt-oss-120b verification of 8 drafts, 1 x 8192"]
   assert verification.ours.inputs[0].shape == (9, 8, 8, 64)
-  for model in bench_cases.MODELS:
+  for model in cases_lib.MODELS:
     for num_rows in (1, 8, 16, 64, 1024, 4096):
       for layer in ("qkv", "out", "gate_up", "down"):
-        bar = cases[f"{model.name} {layer}, {bench_cases.rows_text(num_rows)}"].bar
-        few = bench_cases.ROWS_FROM_MEMORY if num_rows <= 64 else None
-        assert bar == (bench_cases.ROWS_FROM_TENSOR_CORE if num_rows >= 1024 else few)
+        bar = cases[f"{model.name} {layer}, {cases_lib.rows_text(num_rows)}"].bar
+        few = cases_lib.ROWS_FROM_MEMORY if num_rows <= 64 else None
+        assert bar == (cases_lib.ROWS_FROM_TENSOR_CORE if num_rows >= 1024 else few)
 
 
 def test_segments_of_a_case_cover_every_new_row_once():
-  _, _, _, segments = bench_cases.paged(bench_cases.QWEN3_8B, 3, 256, 20, 16)
+  _, _, _, segments = cases_lib.paged(cases_lib.QWEN3_8B, 3, 256, 20, 16)
   np.testing.assert_array_equal(segments.segment_start, [0, 16, 20, 36, 40, 56])
   np.testing.assert_array_equal(segments.segment_length, [16, 4] * 3)
   np.testing.assert_array_equal(segments.positions, np.tile(np.arange(236, 256), 3))
@@ -291,8 +298,8 @@ def test_segments_of_a_case_cover_every_new_row_once():
   assert (segments.page_table[::2] == segments.page_table[1::2]).all()
 
 
-def first_of_each_kind() -> list[bench_cases.Case]:
-  cases = bench_cases.cases()
+def first_of_each_kind() -> list[cases_lib.Case]:
+  cases = cases_lib.cases()
   kept = {case.name: case for case in cases if case.name.startswith("Qwen3-30B")}
   names = ("norm, 64 rows", "gate_up, 8 rows", "verification of 8 drafts, 1 x 8192")
   return [kept[f"Qwen3-30B-A3B {name}"] for name in names]
@@ -323,9 +330,9 @@ def test_a_dry_run_lowers_and_names_what_does_not(tmp_path):
 @needs_interpreter
 def test_a_dry_run_checks_lowers_and_writes_both_files(tmp_path):
   # One check or two of each kernel. All of them are the command with --dry_run.
-  sizes = dataclasses.replace(bench_checks.TINY, interpret=True, rows=(1, 9))
+  sizes = dataclasses.replace(checks_lib.TINY, interpret=True, rows=(1, 9))
   report = bench.Report(bench.header("abc1234", is_dry=True))
-  checks = bench_checks.kernel_checks(sizes)
+  checks = checks_lib.kernel_checks(sizes)
   few = {name: itertools.islice(checks[name], 2 if name == "rms_norm" else 1) for name in checks}
   bench.bench(report, few, first_of_each_kind(), 60.0, tmp_path)
   assert report.failures == []
@@ -341,28 +348,28 @@ def test_a_dry_run_checks_lowers_and_writes_both_files(tmp_path):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kernel", bench_checks.kernel_checks(bench_checks.TINY))
+@pytest.mark.parametrize("kernel", checks_lib.kernel_checks(checks_lib.TINY))
 def test_all_checks_hold_on_this_gpu(kernel):
-  for done in bench_checks.kernel_checks(bench_checks.TINY)[kernel]:
+  for done in checks_lib.kernel_checks(checks_lib.TINY)[kernel]:
     assert done.passed or done.kind == "question", done
 
 
 @pytest.mark.parametrize(
   "question",
   [
-    bench_questions.register_operand,
-    bench_questions.glue_fma,
-    bench_questions.prefill_merge,
-    bench_questions.cpu_lowering,
-    pytest.param(bench_questions.wgmma_height, marks=needs_interpreter),
-    pytest.param(bench_questions.operand_order, marks=needs_interpreter),
-    pytest.param(bench_questions.wgmma_width, marks=needs_interpreter),
+    questions_lib.register_operand,
+    questions_lib.glue_fma,
+    questions_lib.prefill_merge,
+    questions_lib.cpu_lowering,
+    pytest.param(questions_lib.wgmma_height, marks=needs_interpreter),
+    pytest.param(questions_lib.operand_order, marks=needs_interpreter),
+    pytest.param(questions_lib.wgmma_width, marks=needs_interpreter),
   ],
 )
 def test_questions_are_asked_without_a_gpu_and_then_change_nothing(question):
   small = {"weights": ((64, 64, 1),), "claim_rows": 9, "swapped_rows": (8, 16)}
-  sizes = dataclasses.replace(bench_checks.TINY, interpret=True, **small)
-  answer = bench_questions.ask(question, bench_questions.Setting(sizes, None))
+  sizes = dataclasses.replace(checks_lib.TINY, interpret=True, **small)
+  answer = questions_lib.ask(question, questions_lib.Setting(sizes, None))
   assert answer.name == question.__name__
   assert answer.seen.startswith("dry run: ")
   assert answer.change == "none: ask on a GPU"
@@ -370,9 +377,9 @@ def test_questions_are_asked_without_a_gpu_and_then_change_nothing(question):
 
 def test_glue_is_its_definition():
   x, angle = jnp.asarray([[1.0, 2.0, 3.0, 4.0]]), jnp.asarray([[0.0, np.pi / 2]], jnp.float32)
-  np.testing.assert_allclose(bench_questions.rotary(x, angle), [[1, -4, 3, 2]], atol=1e-6)
-  np.testing.assert_allclose(bench_questions.residual(x, x), 1.7 * x, rtol=1e-6)
-  np.testing.assert_allclose(bench_questions.gated(x, x), x * jax.nn.silu(x), rtol=1e-6)
+  np.testing.assert_allclose(questions_lib.rotary(x, angle), [[1, -4, 3, 2]], atol=1e-6)
+  np.testing.assert_allclose(questions_lib.residual(x, x), 1.7 * x, rtol=1e-6)
+  np.testing.assert_allclose(questions_lib.gated(x, x), x * jax.nn.silu(x), rtol=1e-6)
 
 
 def test_an_answer_that_raises_is_a_failure_and_the_others_are_asked(tmp_path):
@@ -380,8 +387,8 @@ def test_an_answer_that_raises_is_a_failure_and_the_others_are_asked(tmp_path):
     raise RuntimeError("no room")
 
   report = bench.Report(HEADER)
-  setting = bench_questions.Setting(bench_checks.TINY, None)
-  bench.answer_questions(report, [broken, bench_questions.glue_fma], setting, tmp_path)
+  setting = questions_lib.Setting(checks_lib.TINY, None)
+  bench.answer_questions(report, [broken, questions_lib.glue_fma], setting, tmp_path)
   assert report.failures == ["broken: RuntimeError: no room"]
   assert [answer.name for answer in report.answers] == ["glue_fma"]
   assert "| glue_fma | Does XLA contract multiply-adds by size? | dry run:" in bench.markdown(
@@ -391,9 +398,9 @@ def test_an_answer_that_raises_is_a_failure_and_the_others_are_asked(tmp_path):
 
 def test_questions_of_the_list_are_questions_of_the_program():
   text = (ROOT / "docs/results/GPU_TODO.md").read_text()
-  for question in bench_questions.QUESTIONS:
+  for question in questions_lib.QUESTIONS:
     assert f"--question={question.__name__}`" in text
-  assert text.count("--question=") == len(bench_questions.QUESTIONS)
+  assert text.count("--question=") == len(questions_lib.QUESTIONS)
 
 
 @pytest.mark.parametrize(
@@ -413,8 +420,8 @@ def test_what_cannot_be_asked_is_refused(call, message):
 def test_names_choose_kernels_and_questions():
   assert bench.chosen([], ("matmul", "rms_norm")) == ("matmul", "rms_norm")
   assert bench.chosen(["rms_norm"], ("matmul", "rms_norm")) == ("rms_norm",)
-  assert bench.chosen_questions("glue_fma") == (bench_questions.glue_fma,)
-  assert bench.chosen_questions("all") == bench_questions.QUESTIONS
+  assert bench.chosen_questions("glue_fma") == (questions_lib.glue_fma,)
+  assert bench.chosen_questions("all") == questions_lib.QUESTIONS
 
 
 def test_a_cpu_is_told_of_the_dry_run(tmp_path):

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import attention, gpu, grouped_matmul, matmul, rms_norm, token_logprobs
-from pallas_kernels.bench_timing import Contestant
+from pallas_kernels.bench.timing import Contestant
 
 # Positions of one page of keys or values.
 PAGE = 64

@@ -13,8 +13,8 @@ that is not met is a number, not a failure.
 `--dry_run` goes the same way on a CPU: tiny checks in the interpreter (JAX 0.11.1 or later), and
 every shape lowered for an H200 in place of being timed.
 
-How time is taken stands in `bench_timing.py`, what is timed in `bench_cases.py`, what has to hold
-in `bench_checks.py`, open questions in `bench_questions.py`.
+How time is taken stands in `timing.py`, what is timed in `cases.py`, what has to hold
+in `checks.py`, open questions in `questions.py`.
 """
 
 from __future__ import annotations
@@ -33,10 +33,15 @@ import time
 from absl import app, flags
 import jax
 
-from pallas_kernels import bench_cases, bench_checks, bench_questions, gpu
-from pallas_kernels.bench_cases import COPY, PEAK, Case
-from pallas_kernels.bench_checks import Check
-from pallas_kernels.bench_timing import (
+from pallas_kernels import gpu
+from pallas_kernels.bench import (
+  cases as cases_lib,
+  checks as checks_lib,
+  questions as questions_lib,
+)
+from pallas_kernels.bench.cases import COPY, PEAK, Case
+from pallas_kernels.bench.checks import Check
+from pallas_kernels.bench.timing import (
   Machine,
   Timing,
   measure_machine,
@@ -98,7 +103,7 @@ class Report:
   machine: Machine | None = None
   checks: list[Check] = dataclasses.field(default_factory=list)
   rows: list[Row] = dataclasses.field(default_factory=list)
-  answers: list[bench_questions.Answer] = dataclasses.field(default_factory=list)
+  answers: list[questions_lib.Answer] = dataclasses.field(default_factory=list)
   left_out: list[str] = dataclasses.field(default_factory=list)
   failures: list[str] = dataclasses.field(default_factory=list)
 
@@ -118,7 +123,7 @@ def main(arguments: Sequence[str]) -> None:
   os.environ["XLA_FLAGS"] = f"{own_flags} --xla_gpu_enable_triton_gemm=false".strip()
   is_dry = IS_DRY.value
   small = is_dry or IS_SMALL.value
-  sizes = bench_checks.TINY if small else bench_checks.FULL
+  sizes = checks_lib.TINY if small else checks_lib.FULL
   sizes = dataclasses.replace(sizes, interpret=is_dry)
   reason = gpu.device_reason(interpret=is_dry)
   if reason is not None:
@@ -129,11 +134,11 @@ def main(arguments: Sequence[str]) -> None:
   if QUESTION.value:
     questions = chosen_questions(QUESTION.value)
     report.machine = None if is_dry else measure_machine()
-    answer_questions(report, questions, bench_questions.Setting(sizes, report.machine), directory)
+    answer_questions(report, questions, questions_lib.Setting(sizes, report.machine), directory)
   else:
-    checks = bench_checks.kernel_checks(sizes)
+    checks = checks_lib.kernel_checks(sizes)
     kernels = chosen(ONLY.value, tuple(checks))
-    cases = [] if IS_SMALL.value or CHECKS_ONLY.value else list(bench_cases.cases())
+    cases = [] if IS_SMALL.value or CHECKS_ONLY.value else list(cases_lib.cases())
     cases = [case for case in cases if case.kernel in kernels]
     bench(report, {name: checks[name] for name in kernels}, cases, SECONDS.value, directory)
   report.write(directory)
@@ -279,15 +284,15 @@ def judged(case: Case, timings: Sequence[Timing], machine: Machine) -> Row:
 
 def answer_questions(
   report: Report,
-  questions: Iterable[Callable[[bench_questions.Setting], bench_questions.Answer]],
-  setting: bench_questions.Setting,
+  questions: Iterable[Callable[[questions_lib.Setting], questions_lib.Answer]],
+  setting: questions_lib.Setting,
   directory: pathlib.Path,
 ) -> None:
   """Asks each; one that raises is a failure, and the others go on."""
   for question in questions:
     name = question.__name__
     try:
-      answer = bench_questions.ask(question, setting)
+      answer = questions_lib.ask(question, setting)
       report.answers.append(answer)
       print(f"{name}: {answer.seen}", flush=True)
     except Exception as error:
@@ -305,11 +310,11 @@ def chosen(names: Sequence[str], known: Sequence[str]) -> tuple[str, ...]:
 
 def chosen_questions(
   name: str,
-) -> tuple[Callable[[bench_questions.Setting], bench_questions.Answer], ...]:
+) -> tuple[Callable[[questions_lib.Setting], questions_lib.Answer], ...]:
   """Returns the question that `--question` names, or all of them."""
-  known = {question.__name__: question for question in bench_questions.QUESTIONS}
+  known = {question.__name__: question for question in questions_lib.QUESTIONS}
   if name == "all":
-    return bench_questions.QUESTIONS
+    return questions_lib.QUESTIONS
   if name not in known:
     raise app.UsageError(f"--question: got {name!r}, expected one of all, {', '.join(known)}.")
   return (known[name],)
@@ -323,7 +328,7 @@ def output_of(*command: str) -> str:
   try:
     done = subprocess.run(
       command,
-      cwd=pathlib.Path(__file__).parents[1],
+      cwd=pathlib.Path(__file__).parents[2],
       capture_output=True,
       text=True,
       check=True,
@@ -357,7 +362,7 @@ def bar_text(case: Case) -> str:
   """Returns a case's bar in words; empty without one."""
   if case.bar is None:
     return ""
-  if case.bar.measure == bench_cases.ONE_TOKEN:
+  if case.bar.measure == cases_lib.ONE_TOKEN:
     return f"at most {1 / case.bar.least:.2f} times one token"
   names = {COPY: "of copy bandwidth", PEAK: "of matmul peak"}
   return (

@@ -22,8 +22,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import attention, bench_cases, bench_checks, gpu, matmul
-from pallas_kernels.bench_timing import Contestant, Machine, race, shapes_of
+from pallas_kernels import attention, gpu, matmul
+from pallas_kernels.bench import cases as cases_lib, checks as checks_lib
+from pallas_kernels.bench.timing import Contestant, Machine, race, shapes_of
 
 # Of the product that takes its left operand from registers or from shared memory.
 ROWS, COLUMNS, K = 64, 128, 256
@@ -49,14 +50,14 @@ class Setting:
     machine: that times; None in a dry run, which lowers instead.
   """
 
-  sizes: bench_checks.Sizes
+  sizes: checks_lib.Sizes
   machine: Machine | None
 
 
 def _count(pairs: list[tuple[str, Any, Any]]) -> tuple[str, bool]:
   """Returns differing entries of each (name, found, expected), and whether there are none."""
   counts = [
-    (name, bench_checks.num_differing(found, expected), np.size(expected))
+    (name, checks_lib.num_differing(found, expected), np.size(expected))
     for name, found, expected in pairs
   ]
   seen = "; ".join(f"{name}: {count:,} of {size:,} differ" for name, count, size in counts)
@@ -66,7 +67,7 @@ def _count(pairs: list[tuple[str, Any, Any]]) -> tuple[str, bool]:
 def _products(setting: Setting, num_rows: int) -> tuple[Callable[..., Any], jax.Array, jax.Array]:
   """Returns f32 x @ w under fields of `matmul.Config`, with x and w."""
   k, n, _ = setting.sizes.weights[-1]
-  x, w = bench_checks.normal(0, num_rows, k), bench_checks.normal(1, k, n)
+  x, w = checks_lib.normal(0, num_rows, k), checks_lib.normal(1, k, n)
 
   def product(rows: jax.Array, **fields: Any) -> jax.Array:
     return matmul.matmul(
@@ -158,7 +159,7 @@ def left_operand_product(x: jax.Array, w: jax.Array, from_registers: bool) -> ja
 
 def register_operand(setting: Setting) -> Answer:
   asked = "Does a left operand in registers change bits?"
-  x, w = bench_checks.normal(0, ROWS, K), bench_checks.normal(1, K, COLUMNS)
+  x, w = checks_lib.normal(0, ROWS, K), checks_lib.normal(1, K, COLUMNS)
   registers, memory = (
     functools.partial(left_operand_product, from_registers=where) for where in (True, False)
   )
@@ -191,8 +192,8 @@ def gated(gate: jax.Array, up: jax.Array) -> jax.Array:
 
 def glue_fma(setting: Setting) -> Answer:
   most, features = (4096, 4096) if setting.machine is not None else (128, 64)
-  x, y = bench_checks.normal(0, most, features), bench_checks.normal(1, most, features)
-  angle = 100 * bench_checks.normal(2, most, features // 2, dtype=jnp.float32)
+  x, y = checks_lib.normal(0, most, features), checks_lib.normal(1, most, features)
+  angle = 100 * checks_lib.normal(2, most, features // 2, dtype=jnp.float32)
   pairs = []
   for function, *inputs in ((rotary, x, angle), (residual, x, y), (gated, x, y)):
     call = jax.jit(function)
@@ -214,7 +215,7 @@ def glue_fma(setting: Setting) -> Answer:
 def parallel_merge(setting: Setting) -> Answer:
   sizes = setting.sizes
   heads, group, head_dim, _ = sizes.layers[0]
-  sequences = bench_checks.Sequences.normal(heads, group, head_dim, sizes.context)
+  sequences = checks_lib.Sequences.normal(heads, group, head_dim, sizes.context)
   pieces = [(i % 2, length - 1, 1) for i, length in enumerate(sizes.lengths)]
   batch = sequences.batch(pieces, 0, len(pieces), len(pieces))
   parallel, sequential = (
@@ -233,7 +234,7 @@ def parallel_merge(setting: Setting) -> Answer:
   )
 
 
-def _raced(setting: Setting, case: bench_cases.Case, contestants: list[Contestant]) -> list[str]:
+def _raced(setting: Setting, case: cases_lib.Case, contestants: list[Contestant]) -> list[str]:
   """Times contestants, or lowers them; a sentence for each."""
   if setting.machine is None:
     for contestant in contestants:
@@ -250,10 +251,10 @@ def _raced(setting: Setting, case: bench_cases.Case, contestants: list[Contestan
 
 
 def prefill_merge(setting: Setting) -> Answer:
-  model = bench_cases.QWEN3_8B
-  case = bench_cases.prefill(model, 4, 2048)
+  model = cases_lib.QWEN3_8B
+  case = cases_lib.prefill(model, 4, 2048)
   contestants = [
-    bench_cases.attended(
+    cases_lib.attended(
       f"kv_split = {split}", model, 4, 2048, 2048, attention.Config(kv_split=split)
     )
     for split in (128, 256)
@@ -268,11 +269,11 @@ def prefill_merge(setting: Setting) -> Answer:
 
 
 def decode_bandwidth(setting: Setting) -> Answer:
-  model, seen = bench_cases.QWEN3_8B, []
-  for sequences, context in bench_cases.DECODES:
-    case = bench_cases.decode(model, sequences, context)
+  model, seen = cases_lib.QWEN3_8B, []
+  for sequences, context in cases_lib.DECODES:
+    case = cases_lib.decode(model, sequences, context)
     contestants = [
-      bench_cases.attended(mode, model, sequences, context, 1, attention.Config(mode=mode))
+      cases_lib.attended(mode, model, sequences, context, 1, attention.Config(mode=mode))
       for mode in ("sequential", "parallel")
     ]
     seen.append(f"{case.name}: " + ", ".join(_raced(setting, case, contestants)))
@@ -291,7 +292,7 @@ def lowered_matmul(x: jax.Array, w: jax.Array) -> jax.Array:
 
 def export_matmul() -> jax.export.Exported:
   """Lowers a matmul for an H200, whatever this machine is."""
-  shapes = (bench_cases.struct(64, 4096), bench_cases.struct(4096, 6144))
+  shapes = (cases_lib.struct(64, 4096), cases_lib.struct(4096, 6144))
   with gpu.h200():
     return jax.export.export(jax.jit(lowered_matmul), platforms=["cuda"])(*shapes)
 
@@ -301,10 +302,10 @@ def cpu_lowering(setting: Setting) -> Answer:
   if setting.machine is None:
     size = len(export_matmul().mlir_module_serialized)
     return Answer("cpu_lowering", asked, f"exported, {size:,} bytes", "")
-  root = pathlib.Path(__file__).parents[1]
+  root = pathlib.Path(__file__).parents[2]
   with tempfile.TemporaryDirectory() as directory:
     path = pathlib.Path(directory) / "matmul"
-    program = "import pathlib; from pallas_kernels import bench_questions as q;"
+    program = "import pathlib; from pallas_kernels.bench import questions as q;"
     program += f" pathlib.Path({str(path)!r}).write_bytes(q.export_matmul().serialize())"
     # A process that sees no GPU.
     subprocess.run(
@@ -315,7 +316,7 @@ def cpu_lowering(setting: Setting) -> Answer:
       timeout=120,
     )
     exported = jax.export.deserialize(bytearray(path.read_bytes()))
-  x, w = bench_checks.normal(0, 64, 4096), bench_checks.normal(1, 4096, 6144)
+  x, w = checks_lib.normal(0, 64, 4096), checks_lib.normal(1, 4096, 6144)
   seen, equal = _count(
     [("lowered on a CPU against here", exported.call(x, w), lowered_matmul(x, w))]
   )

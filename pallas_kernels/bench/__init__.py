@@ -1,0 +1,1 @@
+"""The benchmark of the kernels: `python -m pallas_kernels.bench`."""
