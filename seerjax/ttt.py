@@ -224,7 +224,7 @@ def sample(
     writer.ask(by_id[start].artefact, step, group, printed=by_id[start].printed)
     for group, start in enumerate(starts)
   ]
-  said = iter(
+  sequences = iter(
     writer.answers(
       sampling.sampler(config, engine, journal, progress or progress_lib.silent()),
       [request for requests in asked for request in requests],
@@ -233,7 +233,7 @@ def sample(
   return Sampled(
     starts=starts,
     start_rewards=tuple(by_id[start].reward for start in starts),
-    said=[[next(said) for _ in requests] for requests in asked],
+    sequences=[[next(sequences) for _ in requests] for requests in asked],
   )
 
 
@@ -248,13 +248,13 @@ def judge(
   """Returns what was sampled with the attempts that come of it, each with its score."""
   artefacts = {state.state_id: state.artefact for state in archive.states}
   jobs = [
-    attempts_lib.Job(artefacts[start], said)
-    for start, group in zip(sampled.starts, sampled.said, strict=True)
-    for said in group
+    attempts_lib.Job(artefacts[start], sequences)
+    for start, group in zip(sampled.starts, sampled.sequences, strict=True)
+    for sequences in group
   ]
   with (progress or progress_lib.silent()).phase("judging"):
     attempts = iter(writer.attempts(jobs, journal))
-  return sampled._replace(attempts=[[next(attempts) for _ in group] for group in sampled.said])
+  return sampled._replace(attempts=[[next(attempts) for _ in group] for group in sampled.sequences])
 
 
 def learn(
@@ -274,7 +274,7 @@ def learn(
   begin = time.monotonic()
   values, numbers = objective_lib.objective_of(config.objective, sampled)
   # Each sequence of an attempt has its advantage.
-  counts = [len(said) for group in sampled.said for said in group]
+  counts = [len(sequences) for group in sampled.sequences for sequences in group]
   each = np.repeat(values.ravel(), counts)[:, None]
   batch = programs_lib.pack(run, attempts_lib.as_groups(attempts_lib.sequences(sampled)), each)
   if base is not None:

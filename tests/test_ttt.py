@@ -1,4 +1,4 @@
-"""The circle for one problem: what a run finds, and that nothing that stops it changes a bit."""
+"""The loop for one problem: what a run finds, and that nothing that stops it changes a bit."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from seerjax.discovery import (
   starts as starts_lib,
   tiny_policy as tiny_policy_lib,
 )
-from seerjax.discovery.attempts import Attempt, Said, Sampled
+from seerjax.discovery.attempts import Attempt, Sampled, SampledSequence
 from seerjax.discovery.config import DiscoverConfig, ProgramConfig, TinyConfig
 from seerjax.discovery.edit_policy import EditPolicy
 from seerjax.discovery.objective import ObjectiveConfig
@@ -293,9 +293,9 @@ def test_every_start_is_judged_and_groups_start_as_the_search_says(whole):
 
 
 def test_a_run_that_died_goes_on_to_the_same_bits(whole, crashed_copy):
-  said = []
-  found = discover(crashed_copy, resume=True, say=said.append)
-  assert said[0] == "resumed after step 2 of 4"
+  heard = []
+  found = discover(crashed_copy, resume=True, say=heard.append)
+  assert heard[0] == "resumed after step 2 of 4"
   assert is_same_run(crashed_copy, found, whole)
   # Seconds of both processes count; of what died, up to its checkpoint.
   seconds = [row["search/cpu_seconds"] for row in rows_of(crashed_copy, without=())]
@@ -640,10 +640,10 @@ def test_adapters_learn_from_both_sequences_of_an_attempt_to_the_bit():
   with setup_lib.writer_of(AUTHOR, environment, policy, Describes) as writer:
     for step in range(2):
       found = ttt.sample(AUTHOR, engine, writer, archive, step)
-      # Whoever has thought to the end answers in a second sequence.
-      assert {len(said) for group in found.said for said in group} == {2}
+      # A model that has thought to the end answers in a second sequence.
+      assert {len(sequences) for group in found.sequences for sequences in group} == {2}
       # What it says is no program; let some be worth more than others all the same.
-      worth = [[attempt(1.0 + member) for member in range(AUTHOR.group_size)] for _ in found.said]
+      worth = [[attempt(1.0 + member) for member in range(AUTHOR.group_size)] for _ in found.starts]
       state, numbers = ttt.learn(
         AUTHOR, run, compiled.trainer, state, found._replace(attempts=worth), base
       )
@@ -690,9 +690,9 @@ def test_requests_say_where_they_belong_and_attempts_follow_from_them(sampled):
   environment = tiny_problem.Row()
   states = starts_lib.first_archive(CONFIG, environment).states
   names, seeds = [], set()
-  for group, (start, reward, said, attempts) in enumerate(zip(*found, strict=True)):
+  for group, (start, reward, sequences, attempts) in enumerate(zip(*found, strict=True)):
     assert reward == states[start].reward
-    for member, ((one,), attempt) in enumerate(zip(said, attempts, strict=True)):
+    for member, ((one,), attempt) in enumerate(zip(sequences, attempts, strict=True)):
       names.append(one.request.request_id)
       assert names[-1] == one.completion.request_id == f"0/{group}/{member}"
       assert one.request.prompt == environment.language.prompt(states[start].artefact)
@@ -738,7 +738,7 @@ def test_forced_tokens_get_no_gradient(sampled):
   # As `ProgramPolicy` asks again: what was thought is prompt, and so is the notice behind it.
   thought = attempts_lib.sequences(found)[0]
   before = (*thought.request.prompt, *thought.completion.tokens, 9, 10, 11)
-  answer = said("0/0/4", (1, 2))
+  answer = sequence("0/0/4", (1, 2))
   answer = answer._replace(request=dataclasses.replace(answer.request, prompt=before))
   run = CONFIG.run(tiny_problem.Row())
   groups = attempts_lib.as_groups([thought, answer])
@@ -765,7 +765,7 @@ def attempt(value: float, reward: float | None = None) -> Attempt:
   return Attempt(artefact=[value], score=score, status="ok")
 
 
-def said(name: str = "0/0/0", tokens: tuple[int, ...] = (1, 2)) -> Said:
+def sequence(name: str = "0/0/0", tokens: tuple[int, ...] = (1, 2)) -> SampledSequence:
   logprobs = np.zeros(len(tokens), np.float32)
   completion = Completion(
     request_id=name,
@@ -776,7 +776,7 @@ def said(name: str = "0/0/0", tokens: tuple[int, ...] = (1, 2)) -> Said:
     finish_reason="stop",
     policy_version=0,
   )
-  return Said(Request(request_id=name, prompt=(3,)), completion)
+  return SampledSequence(Request(request_id=name, prompt=(3,)), completion)
 
 
 def step_of(*groups, starts=None, start_rewards=None) -> Sampled:
@@ -784,8 +784,9 @@ def step_of(*groups, starts=None, start_rewards=None) -> Sampled:
   return Sampled(
     starts=tuple(range(len(groups))) if starts is None else starts,
     start_rewards=(0.0,) * len(groups) if start_rewards is None else start_rewards,
-    said=[
-      [(said(f"0/{g}/{m}", (g, m)),) for m in range(len(group))] for g, group in enumerate(groups)
+    sequences=[
+      [(sequence(f"0/{g}/{m}", (g, m)),) for m in range(len(group))]
+      for g, group in enumerate(groups)
     ],
     attempts=[[attempt(value) for value in group] for group in groups],
   )
@@ -888,7 +889,7 @@ def test_the_best_two_of_each_group_enter_the_archive_by_the_problems_sign(is_ma
 
 def test_groups_of_one_are_in_the_order_of_what_was_said():
   names = ("1/0/1", "0/5/2", "0/10/0")
-  groups = attempts_lib.as_groups([said(name) for name in names])
+  groups = attempts_lib.as_groups([sequence(name) for name in names])
   assert [group.group_index for group in groups] == [0, 1, 2]
   assert [group.rollouts[0].request.request_id for group in groups] == list(names)
   assert all(len(group.rollouts) == 1 for group in groups)
@@ -913,17 +914,17 @@ def test_the_warm_start_teaches_to_say_valid_sentences():
       artefact = environment.start(int(random.integers(1000)))
       tokens = edits.random_sentence(environment.language, random)
       request = writer.ask(artefact, 0, 0)[0]
-      one = said(tokens=tokens)._replace(request=request)
+      one = sequence(tokens=tokens)._replace(request=request)
       if edits.attempt(environment, edits.Job(artefact, tokens, 0)).score.is_valid:
         valid.append(one)
       elif tokens[-1] == tiny_problem.FIRST_AMOUNT + 6:
         never.append(one)
   assert heard[0].startswith("warm start: 512 valid sentences of ")
 
-  def logprob(said: list[Said], params: parameters.Params) -> float:
+  def logprob(sequences: list[SampledSequence], params: parameters.Params) -> float:
     """Nats a token."""
-    groups = attempts_lib.as_groups(said)
-    batch = programs_lib.pack(run, groups, np.ones((len(said), 1), np.float32))
+    groups = attempts_lib.as_groups(sequences)
+    batch = programs_lib.pack(run, groups, np.ones((len(sequences), 1), np.float32))
     scores = programs(1).trainer.scores(parameters.compute_params(params, config.numerics), batch)
     return float(np.mean(scores.logprob[np.asarray(batch.loss_mask)]))
 

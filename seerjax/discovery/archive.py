@@ -9,8 +9,8 @@ An *expansion* is one group of attempts from one state. It admits its best new c
 Each group counts once, however many attempts it holds, and also if none of them was valid. m goes
 to the parent only, n to all its ancestors.
 
-An archive never changes: `record_step` takes one and returns the next, so that whoever publishes
-it together with the weights can do so at once. Ids are given out in ascending order and never
+An archive never changes: `record_step` takes one and returns the next, so that it can be
+published together with the weights at once. Ids are given out in ascending order and never
 again; hence a lower id is an older state. Beyond the capacity the states of the lowest values
 depart, the roots of living trees never. Those that still have living descendants are remembered:
 lineages stay whole, and their visits go on counting.
@@ -50,7 +50,7 @@ class Child:
 
   Attributes:
     artefact: JSON data; tuples become lists.
-    value: HIGHER IS BETTER; whoever minimises negates.
+    value: HIGHER IS BETTER; of a problem that minimises, negated.
     reward: what the policy is trained with; only carried along.
     tokens: the ids, or the text, that made it; () for a seed.
     printed: the end of what the program that made it printed; "" if none did.

@@ -74,7 +74,7 @@ def from_record(record: Mapping[str, Any]) -> Attempt:
   return Attempt(**{**record, "score": score})
 
 
-class Said(NamedTuple):
+class SampledSequence(NamedTuple):
   """One request and its completion: a sequence that is learnt from."""
 
   request: Request
@@ -82,10 +82,10 @@ class Said(NamedTuple):
 
 
 class Job(NamedTuple):
-  """An attempt that was said and is to be made: where it started, and its sequences."""
+  """An attempt that is to be made of what was sampled: where it started, and its sequences."""
 
   artefact: Artefact
-  said: tuple[Said, ...]
+  sequences: tuple[SampledSequence, ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -140,8 +140,10 @@ class Writer(Protocol):
     """
     ...
 
-  def answers(self, generate: Generate, requests: Sequence[Request]) -> list[tuple[Said, ...]]:
-    """Returns what was said to each request, in their order: one sequence or more."""
+  def answers(
+    self, generate: Generate, requests: Sequence[Request]
+  ) -> list[tuple[SampledSequence, ...]]:
+    """Returns what answers each request, in their order: one sequence or more."""
     ...
 
   def attempts(self, jobs: Sequence[Job], journal: Journal | None = None) -> list[Attempt]:
@@ -170,22 +172,22 @@ class Sampled(NamedTuple):
   Attributes:
     starts: for each group, the state it started from.
     start_rewards: and what that state was worth.
-    said: for each attempt, the sequences of which it was made.
+    sequences: for each attempt, the sequences of which it was made.
     attempts: and what came of it; empty before `ttt.judge`.
   """
 
   starts: tuple[int, ...]
   start_rewards: tuple[float, ...]
-  said: list[list[tuple[Said, ...]]]
+  sequences: list[list[tuple[SampledSequence, ...]]]
   attempts: Sequence[Sequence[Attempt]] = ()
 
 
-def sequences(sampled: Sampled) -> list[Said]:
+def sequences(sampled: Sampled) -> list[SampledSequence]:
   """Returns all sequences of a step, by group, then by member."""
-  return [one for group in sampled.said for said in group for one in said]
+  return [one for group in sampled.sequences for sequences in group for one in sequences]
 
 
-def as_groups(said: Sequence[Said]) -> list[RolloutGroup]:
+def as_groups(sampled: Sequence[SampledSequence]) -> list[RolloutGroup]:
   """Returns sequences as groups of one, whose advantages are known already."""
   return [
     RolloutGroup(
@@ -193,11 +195,11 @@ def as_groups(said: Sequence[Said]) -> list[RolloutGroup]:
       problem=Problem(problem_id=request.request_id, prompt=""),
       rollouts=(Rollout(request=request, completion=completion, verdict=UNJUDGED),),
     )
-    for index, (request, completion) in enumerate(said)
+    for index, (request, completion) in enumerate(sampled)
   ]
 
 
-def in_order(generate: Generate, requests: Sequence[Request]) -> list[Said]:
+def in_order(generate: Generate, requests: Sequence[Request]) -> list[SampledSequence]:
   """Returns each request with its completion, in the order of the requests."""
-  said = {completion.request_id: completion for completion in generate(requests)}
-  return [Said(request, said[request.request_id]) for request in requests]
+  completions = {completion.request_id: completion for completion in generate(requests)}
+  return [SampledSequence(request, completions[request.request_id]) for request in requests]

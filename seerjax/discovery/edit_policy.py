@@ -11,7 +11,7 @@ from seerjax.discovery import (
   attempts as attempts_lib,
   edits,
 )
-from seerjax.discovery.attempts import Attempt, Generate, Said
+from seerjax.discovery.attempts import Attempt, Generate, SampledSequence
 from seerjax.discovery.environment import Artefact, Environment
 from seerjax.rollout.journal import Journal
 from seerjax.types import (
@@ -62,9 +62,11 @@ class EditPolicy:
     prompt = tuple(self._language.prompt(artefact))[: self._max_prompt]
     return self._group.request(prompt, self._sampling, step, group, member)
 
-  def answers(self, generate: Generate, requests: Sequence[Request]) -> list[tuple[Said, ...]]:
+  def answers(
+    self, generate: Generate, requests: Sequence[Request]
+  ) -> list[tuple[SampledSequence, ...]]:
     """See `Writer`."""
-    return [(said,) for said in attempts_lib.in_order(generate, requests)]
+    return [(sequence,) for sequence in attempts_lib.in_order(generate, requests)]
 
   def attempts(
     self, jobs: Sequence[attempts_lib.Job], journal: Journal | None = None
@@ -73,7 +75,7 @@ class EditPolicy:
     del journal
     return self._judge.attempts(
       [
-        edits.Job(job.artefact, job.said[0].completion.tokens, job.said[0].request.seed)
+        edits.Job(job.artefact, job.sequences[0].completion.tokens, job.sequences[0].request.seed)
         for job in jobs
       ]
     )

@@ -67,14 +67,14 @@ def random_sentence(language: EditLanguage, random: np.random.Generator) -> tupl
   stops = [place for place, (low, high) in enumerate(ranges) if low <= stop < high]
   ends = [*(place for place in stops if place), len(ranges)]
   end = ends[int(random.integers(len(ends)))]
-  said = []
+  sentence = []
   for place, (low, high) in enumerate(ranges[:end]):
     if place in stops:  # One id fewer: not yet.
       token = int(random.integers(low, high - 1))
-      said.append(token + (token >= stop))
+      sentence.append(token + (token >= stop))
     else:
-      said.append(int(random.integers(low, high)))
-  return tuple(said) if end == len(ranges) else (*said, stop)
+      sentence.append(int(random.integers(low, high)))
+  return tuple(sentence) if end == len(ranges) else (*sentence, stop)
 
 
 class Judge:
@@ -191,7 +191,7 @@ def _end_with_parent() -> None:
   parent = multiprocessing.parent_process()
   assert parent is not None
   multiprocessing.connection.wait([parent.sentinel])
-  os._exit(1)  # Nobody would ever ask again.
+  os._exit(1)  # No request would come any more.
 
 
 def _work(jobs: list[Job]) -> tuple[list[Attempt], float]:

@@ -4,7 +4,7 @@ An *artefact* is what is searched for and what the user keeps: plain JSON data (
 lists, dicts with string keys), so that it crosses processes and restarts without code. Its `Score`
 is recomputed from the artefact alone; nothing that wrote it is asked what it is worth.
 
-A policy changes an artefact in one of two ways, through the same circle (`seerjax.ttt`):
+A policy changes an artefact in one of two ways, through the same loop (`seerjax.ttt`):
 
   edits      tokens of a small vocabulary, applied to the artefact it started from (`EditLanguage`)
   programs   source text that a sandbox runs on it (`describe` says how, `sandbox.sandbox` runs it)
@@ -31,14 +31,14 @@ Artefact = Any
 
 
 class Published(NamedTuple):
-  """A value that somebody reached, as printed there.
+  """A value that was reached elsewhere, as printed there.
 
   Attributes:
     value: in the problem's own unit.
     who: person, system or paper.
     year: of it.
     source: where it is printed.
-    is_comparable: whether it is of this very problem; a mean over inputs that are not ours is not.
+    is_comparable: whether it is of this very problem; a mean over other inputs is not.
   """
 
   value: float
@@ -150,7 +150,7 @@ class Environment(Protocol):
 
   @property
   def published(self) -> tuple[Published, ...]:
-    """What others reached, the best first; empty if nobody has."""
+    """What others reached, the best first; empty if there is none."""
     ...
 
   @property
@@ -179,7 +179,7 @@ class Environment(Protocol):
 class Baselines(Protocol):
   """What an environment is compared with, at equal CPU time.
 
-  Both are endless; an item takes about a CPU second at most, so that whoever compares can stop by
+  Both are endless; an item takes about a CPU second at most, so that a comparison can stop by
   the clock.
   """
 

@@ -82,7 +82,7 @@ def totals_after(
     archive: after it.
     spent: of `CpuMeter`.
   """
-  tokens = sum(len(said.completion.tokens) for said in attempts_lib.sequences(sampled))
+  tokens = sum(len(sequence.completion.tokens) for sequence in attempts_lib.sequences(sampled))
   return dict(
     tokens=totals["tokens"] + tokens,
     cpu_seconds=totals["cpu_seconds"] + spent[0],

@@ -71,10 +71,10 @@ def check_apart(
     shown = progress.add_task(stage, total=None)
     try:
       while receiver.poll(max(end - time.monotonic(), 0.0)):
-        said = receiver.recv()
-        if isinstance(said, list):
-          return said
-        stage = said
+        message = receiver.recv()
+        if isinstance(message, list):
+          return message
+        stage = message
         progress.update(shown, description=stage)
     except EOFError:
       process.join()

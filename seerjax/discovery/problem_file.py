@@ -14,7 +14,7 @@ and, where wanted, these attributes:
   reward(value)  what is maximised: positive, rises as the value gets better; see `reward_of`
 
 The file needs nothing of this library; `examples/vehicle_routing.py` is a whole one. It is run as
-it is, with all rights of whoever runs it: only what a model writes is sandboxed.
+it is, with all rights of its user: only what a model writes is sandboxed.
 
 `verify` may be asked about anything that a program returned. Whatever is no plain data (NaN, a
 complex number, an array, a list within itself) is refused before it is called. An exception inside

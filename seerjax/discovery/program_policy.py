@@ -13,7 +13,7 @@ from seerjax.discovery import (
   attempts as attempts_lib,
   programs,
 )
-from seerjax.discovery.attempts import Attempt, Generate, Said
+from seerjax.discovery.attempts import Attempt, Generate, SampledSequence
 from seerjax.discovery.config import ProgramConfig
 from seerjax.discovery.environment import Artefact, Environment
 from seerjax.models import tokenizer as tokenizer_lib
@@ -100,8 +100,8 @@ class ProgramPolicy:
 
   def _question(self, text: str) -> tuple[int, ...]:
     """Returns the tokens of a description and of how to answer."""
-    said = f"{text}\n\n{programs.instructions()}"
-    return tuple(self._tokenizer.chat_ids([{"role": "user", "content": said}]))
+    question = f"{text}\n\n{programs.instructions()}"
+    return tuple(self._tokenizer.chat_ids([{"role": "user", "content": question}]))
 
   def _sampling(self, max_tokens: int) -> SamplingParams:
     return SamplingParams(
@@ -110,7 +110,9 @@ class ProgramPolicy:
       stop_token_ids=tuple(self._tokenizer.eos_ids),
     )
 
-  def answers(self, generate: Generate, requests: Sequence[Request]) -> list[tuple[Said, ...]]:
+  def answers(
+    self, generate: Generate, requests: Sequence[Request]
+  ) -> list[tuple[SampledSequence, ...]]:
     """See `Writer`."""
     first = attempts_lib.in_order(generate, requests)
     again: dict[int, Request] = {}
@@ -119,7 +121,8 @@ class ProgramPolicy:
         again[place] = self._second(request, completion)
     second = dict(zip(again, attempts_lib.in_order(generate, list(again.values()))))
     return [
-      (said, second[place]) if place in second else (said,) for place, said in enumerate(first)
+      (sequence, second[place]) if place in second else (sequence,)
+      for place, sequence in enumerate(first)
     ]
 
   def _needs_answer(self, completion: Completion) -> bool:
@@ -144,7 +147,7 @@ class ProgramPolicy:
     self, jobs: Sequence[attempts_lib.Job], journal: Journal | None = None
   ) -> list[Attempt]:
     """See `Writer`."""
-    places = [groups.place_of(job.said[0].request.request_id) for job in jobs]
+    places = [groups.place_of(job.sequences[0].request.request_id) for job in jobs]
     found: dict[int, Attempt] = {}
     for i, place in enumerate(places):
       record = None if journal is None else journal.attempt(*place)
@@ -174,9 +177,9 @@ class ProgramPolicy:
       self.sandbox,
       self._environment,
       job.artefact,
-      "".join(said.completion.text for said in job.said),
+      "".join(sequence.completion.text for sequence in job.sequences),
       seconds=self._config.seconds,
-      seed=job.said[0].request.seed,
+      seed=job.sequences[0].request.seed,
       limits=self._limits,
     )
 

@@ -69,15 +69,15 @@ def archived(
           artefact=attempt.artefact,
           value=environment_lib.signed(environment, attempt.score.value),
           reward=attempt.score.reward,
-          tokens=said[-1].completion.text or said[-1].completion.tokens,
+          tokens=sequences[-1].completion.text or sequences[-1].completion.tokens,
           printed=attempt.message,
         )
-        for said, attempt in zip(group, attempts, strict=True)
+        for sequences, attempt in zip(group, attempts, strict=True)
         if attempt.score.is_valid
       ],
     )
     for start, group, attempts in zip(
-      sampled.starts, sampled.said, sampled.attempts, strict=True
+      sampled.starts, sampled.sequences, sampled.attempts, strict=True
     )
   ]
   return archive_lib.record_step(archive, expansions, step=step)

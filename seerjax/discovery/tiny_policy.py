@@ -12,7 +12,7 @@ from seerjax.discovery import (
   edits,
   environment as environment_lib,
 )
-from seerjax.discovery.attempts import Said
+from seerjax.discovery.attempts import SampledSequence
 from seerjax.discovery.config import DiscoverConfig
 from seerjax.discovery.edit_policy import EditPolicy
 from seerjax.discovery.environment import Environment
@@ -66,7 +66,7 @@ def warm_start(
   language = environment_lib.language_of(environment)
   random = np.random.default_rng([config.seed, 1])
   artefacts = [environment.start(groups.request_seed(config.seed, -3, 0))]
-  examples: list[Said] = []
+  examples: list[SampledSequence] = []
   num_tried = 0
   while len(examples) < config.tiny.warm_sentences and num_tried < 8 * config.tiny.warm_sentences:
     jobs = []
@@ -84,12 +84,12 @@ def warm_start(
         finish_reason="stop",
         policy_version=0,
       )
-      jobs.append(attempts_lib.Job(artefact, (Said(request, completion),)))
+      jobs.append(attempts_lib.Job(artefact, (SampledSequence(request, completion),)))
     num_tried += len(jobs)
     for job, attempt in zip(jobs, writer.attempts(jobs), strict=True):
       if attempt.score.is_valid and len(examples) < config.tiny.warm_sentences:
         artefacts.append(attempt.artefact)
-        examples += job.said
+        examples += job.sequences
   say(f"warm start: {len(examples)} valid sentences of {num_tried} drawn evenly")
   size = config.groups_per_step * config.group_size
   for _ in range(config.tiny.warm_passes):

@@ -137,11 +137,13 @@ class Partial:
       index = groups_lib.problem_index(position, num_problems, self._seed)
       return groups_lib.problem_of(self._task, "train", index)
 
-    def rollout_of(said: Mapping[str, Completion]) -> DividedRollout:
+    def rollout_of(beginnings: Mapping[str, Completion]) -> DividedRollout:
       # They are continued with other weights: that is what a partial rollout is.
       version = engine.policy_version
-      said = {name: dataclasses.replace(one, policy_version=version) for name, one in said.items()}
-      rollout = DividedRollout(engine, self._policy, resume_from=said)
+      renewed = {
+        name: dataclasses.replace(one, policy_version=version) for name, one in beginnings.items()
+      }
+      rollout = DividedRollout(engine, self._policy, resume_from=renewed)
       measure.traces.append(rollout.trace)
       return rollout
 
@@ -193,12 +195,12 @@ class Carried:
 
   Attributes:
     groups: under way, those begun first in front.
-    said: by request id, the beginnings of answers.
+    beginnings: by request id, the beginnings of answers.
     num_posed: problems begun so far.
   """
 
   groups: list[Begun] = dataclasses.field(default_factory=list)
-  said: dict[str, Completion] = dataclasses.field(default_factory=dict)
+  beginnings: dict[str, Completion] = dataclasses.field(default_factory=dict)
   num_posed: int = 0
 
 
@@ -226,7 +228,7 @@ def sample_partial(
     task: judges.
     tokenizer: makes the prompts.
     seed: of the run.
-    rollout_of: makes a rollout that goes on from what was said.
+    rollout_of: makes a rollout that goes on from those beginnings.
     on_rollout: called as each answer is whole.
 
   Returns:
@@ -247,7 +249,7 @@ def sample_partial(
     rollout.request.request_id: len(rollout.completion.tokens)
     for group in carried.groups
     for rollout in group.rollouts.values()
-  } | {name: len(said.tokens) for name, said in carried.said.items()}
+  } | {name: len(one.tokens) for name, one in carried.beginnings.items()}
   places = {
     request.request_id: (group, member)
     for group in carried.groups
@@ -256,7 +258,7 @@ def sample_partial(
   }
 
   # Whole by these weights, yet not theirs alone: what learns has to know.
-  versions = {name: said.policy_version for name, said in carried.said.items() if said.tokens}
+  versions = {name: one.policy_version for name, one in carried.beginnings.items() if one.tokens}
 
   def keep(completion: Completion) -> None:
     group, member = places[completion.request_id]
@@ -269,14 +271,14 @@ def sample_partial(
     group.rollouts[member] = rollout
     on_rollout(group.problem, rollout)
 
-  rollout = rollout_of(carried.said)
+  rollout = rollout_of(carried.beginnings)
   wanted = config.groups_per_step
   asked = [group.requests[member] for group, member in places.values()]
   for completion in groups_lib.whole(rollout.run(asked)):
     keep(completion)
     if sum(group.is_whole for group in carried.groups) >= wanted:
       break
-  finished, carried.said = rollout.stop()
+  finished, carried.beginnings = rollout.stop()
   for completion in groups_lib.whole(finished):
     keep(completion)
   chosen = [group for group in carried.groups if group.is_whole][:wanted]

@@ -22,7 +22,7 @@ from numba.core import event as numba_events
 
 T = TypeVar("T")
 
-SAID_EVERY = 10.0  # Seconds, at most.
+LINE_SECONDS = 10.0  # Without a line, at most.
 TICK = 1.0  # Seconds.
 RECENT = 10.0  # Seconds that a rate is measured over.
 # JAX names what it traces, lowers and compiles, as each begins and as it ends.
@@ -60,7 +60,7 @@ class Progress:
     self,
     say: Callable[[str], None],
     *,
-    every: float = SAID_EVERY,
+    every: float = LINE_SECONDS,
     clock: Callable[[], float] = time.monotonic,
   ):
     """Takes who says a line.
@@ -78,7 +78,7 @@ class Progress:
     self._numba = _Numba(self._compiling, clock)
     self._step = self._num_steps = 0
     self._steps: list[float] = []  # Seconds of each.
-    self._step_began = self._said_at = self._beat_at = clock()
+    self._step_began = self._printed_at = self._beat_at = clock()
     self._beating = threading.Lock()
     self._ended = threading.Event()
     self._thread: threading.Thread | None = None
@@ -88,11 +88,11 @@ class Progress:
   def say(self, line: str) -> None:
     """Says a line now."""
     self._say(line)
-    self.has_said()
+    self.has_printed()
 
-  def has_said(self) -> None:
+  def has_printed(self) -> None:
     """Is told that another line was printed."""
-    self._said_at = self._clock()
+    self._printed_at = self._clock()
 
   def begin_step(self, step: int, num_steps: int) -> None:
     """Begins a step, from 1; the one before is finished."""
@@ -190,8 +190,8 @@ class Progress:
     if not text:
       return
     if self._show(text):
-      self._said_at = now
-    elif now - self._said_at >= self._every:
+      self._printed_at = now
+    elif now - self._printed_at >= self._every:
       self.say(text)
     if now - self._beat_at >= self._every:
       self._beat_at = now

@@ -227,7 +227,7 @@ class Session:
     Call it within `next_step`, so that the two go together whenever a stop comes.
     """
     self.writer.write(self.step + 1, numbers)
-    self.progress.has_said()
+    self.progress.has_printed()
     self._state, self._host_state = state, host_state
     self.step += 1
     self._status.step = self.step

@@ -12,7 +12,7 @@ import tiny_problem
 
 from seerjax import models
 from seerjax.discovery import program_policy, programs
-from seerjax.discovery.attempts import Group, Job, Said, Writer
+from seerjax.discovery.attempts import Group, Job, SampledSequence, Writer
 from seerjax.discovery.config import ProgramConfig
 from seerjax.discovery.program_policy import ProgramPolicy
 from seerjax.models import tokenizer as tokenizer_lib
@@ -80,7 +80,7 @@ def test_what_the_journal_holds_is_not_run_again(writer: ProgramPolicy, tmp_path
   requests = writer.ask(START, 2, 1)
   texts = [BEST, BEST.replace("[5]", "[9]")]
   jobs = [
-    Job(START, (Said(request, completion(request, text)),))
+    Job(START, (SampledSequence(request, completion(request, text)),))
     for request, text in zip(requests, texts, strict=True)
   ]
   with Journal(tmp_path / "journal.jsonl", fingerprint={}, settings={}) as journal:
@@ -94,7 +94,7 @@ def test_what_the_journal_holds_is_not_run_again(writer: ProgramPolicy, tmp_path
     assert [repr(one) for one in again] == [repr(one) for one in found]  # NaN equals no NaN.
     assert ended.cpu_seconds == 0
     # The twin: what the journal does not hold is run.
-    new = jobs[0].said[0]._replace(request=other_step(requests[0]))
+    new = jobs[0].sequences[0]._replace(request=other_step(requests[0]))
     with pytest.raises(ValueError, match="Pool.submit: got a closed pool"):
       ended.attempts([Job(START, (new,))], journal)
 
@@ -106,7 +106,7 @@ def other_step(request: Request) -> Request:
 def test_programs_run_and_are_judged_anew(writer: ProgramPolicy):
   request = writer.ask(START, 0, 0)[0]
   texts = [BEST, BEST.replace("[5]", "[9]"), "no program", BEST.replace("return", "raise")]
-  jobs = [Job(START, (Said(request, completion(request, text)),)) for text in texts]
+  jobs = [Job(START, (SampledSequence(request, completion(request, text)),)) for text in texts]
   found = writer.attempts(jobs)
   assert [one.status for one in found] == ["ok", "invalid", "malformed", "failed"]
   assert found[0].score.value == tiny_problem.MOST and found[0].artefact == [5] * 6

@@ -78,12 +78,14 @@ def test_groups_that_are_not_whole_are_carried_on_with_their_tokens():
   carried = off_policy.Carried()
   learnt, kept, num_old = [], [], []
   for step in range(4):
-    beginnings = dict(carried.said)
+    beginnings = dict(carried.beginnings)
     before = {id(group): set(group.rollouts) for group in carried.groups}
 
-    def rollout_of(said, step=step):
-      said = {name: dataclasses.replace(one, policy_version=step) for name, one in said.items()}
-      return DividedRollout(engine, Divided(chunk_tokens=6), resume_from=said)
+    def rollout_of(beginnings, step=step):
+      renewed = {
+        name: dataclasses.replace(one, policy_version=step) for name, one in beginnings.items()
+      }
+      return DividedRollout(engine, Divided(chunk_tokens=6), resume_from=renewed)
 
     engine.set_params(word_engine.params(step), policy_version=step)
     groups, old = off_policy.sample_partial(
@@ -117,7 +119,7 @@ def test_groups_that_are_not_whole_are_carried_on_with_their_tokens():
     assert len(before) <= 2
   assert num_old[0] == 0 and sum(num_old) > 0
   assert len(set(learnt)) == len(learnt) == 8 and len(set(kept)) == len(kept)
-  assert carried.num_posed == 10 and carried.said
+  assert carried.num_posed == 10 and carried.beginnings
 
 
 def test_rewards_stand_with_their_texts():
@@ -131,13 +133,13 @@ def test_rewards_stand_with_their_texts():
     task=Counts(),
     tokenizer=word_engine.TOKENIZER,
     seed=0,
-    rollout_of=lambda said: DividedRollout(word_engine.make_engine(), Divided(), resume_from=said),
+    rollout_of=lambda old: DividedRollout(word_engine.make_engine(), Divided(), resume_from=old),
     on_rollout=lambda problem, rollout: None,
   )
   for group in groups:
     texts = [rollout.completion.text for rollout in group.rollouts]
     np.testing.assert_array_equal(group.rewards, [len(text) % 2 for text in texts])
-  assert not carried.groups and not carried.said
+  assert not carried.groups and not carried.beginnings
 
 
 @pytest.mark.parametrize(

@@ -120,7 +120,7 @@ def test_every_ten_seconds_there_is_a_beat_whoever_says_what(clock):
   with progress.phase("learning"), progress.beaten(beats.append):
     for second in range(31):
       clock.now = float(second)
-      progress.has_said()
+      progress.has_printed()
       progress.tick()
   clock.now = 50.0
   with progress.phase("saving"):
