@@ -1,0 +1,135 @@
+"""How positions are cut, how much is in flight, and the shared memory that this takes."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal, NamedTuple
+
+import jax.numpy as jnp
+
+from pallas_kernels import gpu
+
+HEAD_DIMS = (64, 128)
+# Rows of queries that one warpgroup multiplies, and most warpgroups that do.
+ROWS = 64
+MAX_WARPGROUPS = 2
+# A partial is written to memory so many rows at a time, and only rows that live.
+ROW_GROUP = 8
+# Of the warpgroup that copies and of those that compute, where there are three of them.
+COPY_REGISTERS = 40
+COMPUTE_REGISTERS = 232
+# Of merges and of the backward, which have one warpgroup each.
+BLOCKS_PER_MULTIPROCESSOR = 2
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+  """How positions are cut and how much is in flight.
+
+  Attributes:
+    kv_split: contract. Positions of one split, aligned to absolute positions.
+    key_block: contract. Keys that are multiplied at a time within a split.
+    query_tile: tuning. Most positions of a segment; times the query heads of a key/value head at
+      most 128 rows.
+    mode: tuning. "sequential" or "parallel", see above.
+    stages: tuning. Blocks of keys, and of values, in flight; at most 4.
+    skip_blocks: tuning. Leave out blocks of a split of which no row of the tile sees a key. They
+      would add zeros.
+  """
+
+  kv_split: int = 256
+  key_block: int = 128
+  query_tile: int = 16
+  mode: Literal["sequential", "parallel"] = "sequential"
+  stages: int = 2
+  skip_blocks: bool = True
+
+  def __post_init__(self) -> None:
+    if self.key_block not in (64, 128, 256):
+      raise ValueError(f"got key_block={self.key_block}; expected 64, 128 or 256.")
+    if self.kv_split < 1 or self.kv_split % self.key_block:
+      raise ValueError(
+        f"got kv_split={self.kv_split}; expected a positive multiple of key_block={self.key_block}."
+      )
+    if self.mode not in ("sequential", "parallel"):
+      raise ValueError(f"got mode={self.mode!r}; expected 'sequential' or 'parallel'.")
+    if self.query_tile < 1:
+      raise ValueError(f"got query_tile={self.query_tile}; expected at least 1.")
+    if not 1 <= self.stages <= 4:
+      raise ValueError(f"got stages={self.stages}; expected 1 to 4.")
+
+  def warpgroups(self, group: int) -> int:
+    """Returns how many warpgroups compute, for `group` query heads a key/value head."""
+    return -(-self.query_tile * group // ROWS)
+
+  def scratch(self, group: int, head_dim: int, page_size: int, sinks: bool) -> gpu.Scratch:
+    """Returns what one block of the forward allocates."""
+    compute = self.warpgroups(group)
+    copies = -(-self.key_block // page_size)
+    blocks = self.kv_split // self.key_block
+    keys = gpu.Buffer((self.stages, self.key_block, head_dim), jnp.bfloat16, swizzled=True)
+    scratch = {
+      "q": gpu.Buffer((compute, ROWS, head_dim), jnp.bfloat16, swizzled=True),
+      "p": gpu.Buffer((compute, blocks, ROWS, self.key_block), jnp.bfloat16, swizzled=True),
+      "k": keys,
+      "v": keys,
+      "q_loaded": gpu.Barriers(num_arrivals=compute + sinks),
+      "k_loaded": gpu.Barriers(num_arrivals=copies, num_barriers=self.stages),
+      "v_loaded": gpu.Barriers(num_arrivals=copies, num_barriers=self.stages),
+      "q_free": gpu.Barriers(num_arrivals=compute),
+      "k_free": gpu.Barriers(num_arrivals=compute, num_barriers=self.stages),
+      "v_free": gpu.Barriers(num_arrivals=compute, num_barriers=self.stages),
+    }
+    if self.mode == "parallel":
+      scratch["partial"] = gpu.Buffer((compute, ROWS, head_dim), jnp.float32, swizzled=True)
+    if sinks:
+      scratch["sinks"] = gpu.Buffer((compute, ROWS), jnp.float32)
+    return scratch
+
+  def shared_memory_bytes(self, group: int, head_dim: int, page_size: int, sinks: bool) -> int:
+    """Returns the most that a block of any of the kernels takes."""
+    scratches = [self.scratch(group, head_dim, page_size, sinks)]
+    scratches.append(backward_scratch(head_dim, 3, 2 * ROWS))
+    if self.mode == "parallel":
+      scratches.append(self.merge_scratch(head_dim, sinks))
+    return max(gpu.shared_memory_bytes(scratch) for scratch in scratches)
+
+  def merge_scratch(self, head_dim: int, sinks: bool) -> gpu.Scratch:
+    """Returns what one block of the merge of partials allocates."""
+    scratch = {
+      "partial": gpu.Buffer((self.stages, ROWS, head_dim), jnp.float32, swizzled=True),
+      "stats": gpu.Buffer((self.stages, 2, ROWS), jnp.float32),
+      "mean": gpu.Buffer((ROWS, head_dim), jnp.bfloat16, swizzled=True),
+      "loaded": gpu.Barriers(num_barriers=self.stages * (ROWS // ROW_GROUP)),
+      "stats_loaded": gpu.Barriers(num_barriers=self.stages),
+    }
+    if sinks:
+      scratch["sinks"] = gpu.Buffer((ROWS,), jnp.float32)
+      scratch["sinks_loaded"] = gpu.Barriers()
+    return scratch
+
+
+class Static(NamedTuple):
+  """What a kernel is compiled for."""
+
+  config: Config
+  window: int | None
+  interpret: bool
+
+
+def backward_scratch(head_dim: int, num_copies: int, passing_copies: int) -> gpu.Scratch:
+  """Returns what one block of the backward allocates, for queries or for keys and values.
+
+  Args:
+    head_dim: c.
+    num_copies: that fill what is `held` for a whole item: q and do, or k and v.
+    passing_copies: that fill one of two places of the others, `passing` by.
+  """
+  return {
+    "held": gpu.Buffer((2, ROWS, head_dim), jnp.bfloat16, swizzled=True),
+    "passing": gpu.Buffer((2, 2, ROWS, head_dim), jnp.bfloat16, swizzled=True),
+    "weights": gpu.Buffer((2, ROWS, ROWS), jnp.bfloat16, swizzled=True),
+    "rows": gpu.Buffer((2, 3, ROWS), jnp.float32),
+    "held_loaded": gpu.Barriers(num_arrivals=num_copies),
+    "loaded": gpu.Barriers(num_arrivals=passing_copies, num_barriers=2),
+  }

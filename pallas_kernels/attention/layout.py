@@ -1,0 +1,212 @@
+"""Which rows attend to which pages, and the work, tiles and splits that follow from it."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+
+from pallas_kernels.attention.config import ROW_GROUP, ROWS, Static
+
+
+class Segments(NamedTuple):
+  """Which rows attend to which pages.
+
+  A segment is up to `query_tile` consecutive rows that are consecutive positions of one sequence.
+  Segments lie in the order of their rows; rows and segments past the last one are padding.
+
+  Attributes:
+    positions: i32[n], absolute position of each row in its sequence.
+    segment_start: i32[s], first row of the segment.
+    segment_length: i32[s], valid rows of the segment.
+    page_table: i32[s, p], pages of the segment's sequence by position // page_size.
+    num_segments: i32[], valid segments.
+  """
+
+  positions: jax.Array
+  segment_start: jax.Array
+  segment_length: jax.Array
+  page_table: jax.Array
+  num_segments: jax.Array
+
+
+class Work(NamedTuple):
+  """Integers that say what is to be done; computed by XLA, once a call.
+
+  Attributes:
+    count: i32[1], units that there are. Each is done for every key/value head.
+    segment: i32[u], of the unit.
+    split: i32[u], its first split.
+    num_splits: i32[u], how many splits it folds; 1 in mode "parallel".
+    first_position: i32[s], of the segment.
+    last_position: i32[s], of the segment.
+    row_groups: i32[s], groups of 8 live rows.
+    first_group: i32[u], of the unit's partial in the workspace, a key/value head.
+    page_table: i32[s, p], padded to whole splits.
+  """
+
+  count: jax.Array
+  segment: jax.Array
+  split: jax.Array
+  num_splits: jax.Array
+  first_position: jax.Array
+  last_position: jax.Array
+  row_groups: jax.Array
+  first_group: jax.Array
+  page_table: jax.Array
+
+
+def is_used(segments: Segments) -> jax.Array:
+  """Returns bool[s]: the segments that are no padding."""
+  numbers = jnp.arange(segments.segment_start.shape[0], dtype=jnp.int32)
+  return (numbers < segments.num_segments) & (segments.segment_length > 0)
+
+
+def segment_of_rows(segments: Segments) -> tuple[jax.Array, jax.Array]:
+  """Returns (i32[n], bool[n]): each row's segment, and whether it has one."""
+  rows = jnp.arange(segments.positions.shape[0], dtype=jnp.int32)
+  # Padding segments start past every row, so that the search never finds them.
+  start = jnp.where(is_used(segments), segments.segment_start, rows.shape[0])
+  segment = jnp.searchsorted(start, rows, side="right").astype(jnp.int32) - 1
+  segment = jnp.maximum(segment, 0)
+  offset = rows - segments.segment_start[segment]
+  live = (offset >= 0) & (offset < segments.segment_length[segment])
+  return segment, live & is_used(segments)[segment]
+
+
+def split_range(static: Static, segments: Segments) -> tuple[jax.Array, jax.Array]:
+  """Returns i32[s] twice: the first split that each segment sees and how many; none if padding."""
+  used = is_used(segments)
+  first_position = segments.positions[segments.segment_start]
+  split = jnp.int32(static.config.kv_split)
+  first = jnp.zeros_like(first_position)
+  if static.window is not None:
+    first = jnp.maximum(first_position - jnp.int32(static.window - 1), 0) // split
+  last = (first_position + segments.segment_length - 1) // split
+  return jnp.where(used, first, 0), jnp.where(used, last - first + 1, 0)
+
+
+def plan(static: Static, group: int, segments: Segments, page_size: int) -> tuple[Work, Work, int]:
+  """Returns (work of the forward kernel, work of the merge kernel, most groups); integers only."""
+  config = static.config
+  num_segments, num_pages = segments.page_table.shape
+  pages_per_split = max(config.kv_split // page_size, 1)
+  page_table = jnp.pad(segments.page_table, ((0, 0), (0, -num_pages % pages_per_split)))
+  most_splits = page_table.shape[1] // pages_per_split
+  if static.window is not None:
+    most_splits = min(most_splits, (static.window + config.query_tile - 2) // config.kv_split + 2)
+  first, num_splits = split_range(static, segments)
+  live = (segments.segment_length * group + (ROW_GROUP - 1)) // ROW_GROUP
+  first_position = segments.positions[segments.segment_start]
+  common = dict(
+    first_position=first_position,
+    last_position=first_position + segments.segment_length - 1,
+    row_groups=live.astype(jnp.int32),
+    page_table=page_table,
+  )
+  # Long segments begin first, so that the last ones to end are short.
+  order = jnp.argsort(-num_splits, stable=True).astype(jnp.int32)
+  count = jnp.sum(num_splits > 0, dtype=jnp.int32)[None]
+  nothing = jnp.zeros_like(order)
+  whole = Work(
+    count=count,
+    segment=order,
+    split=first[order],
+    num_splits=num_splits[order],
+    first_group=nothing,
+    **common,
+  )
+  if config.mode == "sequential":
+    return whole, whole, 0
+  num_rows = config.warpgroups(group) * ROWS
+  most_live = min(
+    num_segments * num_rows // ROW_GROUP,
+    num_segments + segments.positions.shape[0] * group // ROW_GROUP,
+  )
+  ends = jnp.cumsum(num_splits, dtype=jnp.int32)
+  first_unit = ends - num_splits
+  groups = num_splits * live
+  first_group = jnp.cumsum(groups, dtype=jnp.int32) - groups
+  units = jnp.arange(num_segments * most_splits, dtype=jnp.int32)
+  segment = jnp.searchsorted(ends, units, side="right").astype(jnp.int32)
+  segment = jnp.minimum(segment, num_segments - 1)
+  offset = units - first_unit[segment]
+  parts = Work(
+    count=ends[-1:],
+    segment=segment,
+    split=first[segment] + offset,
+    num_splits=jnp.ones_like(segment),
+    first_group=first_group[segment] + offset * live[segment],
+    **common,
+  )
+  merges = whole._replace(split=first_unit[order], first_group=first_group[order])
+  return parts, merges, most_live * most_splits
+
+
+def readers(
+  static: Static, segments: Segments, page_size: int, num_pages: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """Returns (segment i32[x], index i32[x], start i32[m + 1]): who sees each page, ascending."""
+  width = segments.page_table.shape[1]
+  first_position = segments.positions[segments.segment_start]
+  last = jnp.where(is_used(segments), first_position + segments.segment_length - 1, -1)
+  begin = jnp.arange(width, dtype=jnp.int32) * page_size
+  seen = begin[None, :] <= last[:, None]
+  if static.window is not None:
+    seen = seen & (begin[None, :] + page_size > first_position[:, None] - (static.window - 1))
+  pages = jnp.where(seen, segments.page_table, num_pages).reshape(-1)
+  order = jnp.argsort(pages, stable=True).astype(jnp.int32)
+  start = jnp.searchsorted(pages[order], jnp.arange(num_pages + 1, dtype=jnp.int32))
+  return order // width, order % width, start.astype(jnp.int32)
+
+
+def tiles(static: Static, group: int, x: jax.Array, segments: Segments) -> jax.Array:
+  """Returns f[s, k, r, c] of f[n, k, g, c]: rows by segment, position and query head; else zero."""
+  num_rows, num_heads, _, head_dim = x.shape
+  offsets = jnp.arange(static.config.query_tile, dtype=jnp.int32)
+  row = jnp.minimum(segments.segment_start[:, None] + offsets[None, :], num_rows - 1)
+  live = offsets[None, :] < segments.segment_length[:, None]
+  tiles = jnp.where(live[:, :, None, None, None], x[row], jnp.zeros((), x.dtype))
+  tiles = jnp.swapaxes(tiles, 1, 2).reshape(row.shape[0], num_heads, -1, head_dim)
+  padding = static.config.warpgroups(group) * ROWS - tiles.shape[2]
+  return jnp.pad(tiles, ((0, 0), (0, 0), (0, padding), (0, 0)))
+
+
+def from_tiles(static: Static, group: int, tiles: jax.Array, segments: Segments) -> jax.Array:
+  """Returns f[n, k, g, c] of f[s, k, r, c]; zero where no segment has the row."""
+  num_segments, num_heads, _, head_dim = tiles.shape
+  query_tile = static.config.query_tile
+  segment, live = segment_of_rows(segments)
+  rows = jnp.arange(segment.shape[0], dtype=jnp.int32)
+  offset = jnp.clip(rows - segments.segment_start[segment], 0, query_tile - 1)
+  tiles = tiles[:, :, : query_tile * group]
+  tiles = tiles.reshape(num_segments, num_heads, query_tile, group, head_dim)
+  return jnp.where(live[:, None, None, None], tiles[segment, :, offset], jnp.zeros((), tiles.dtype))
+
+
+def sink_rows(static: Static, sinks: jax.Array, head_dim: int) -> jax.Array:
+  """Returns f32[k, w, 64] of f[k, g]: each row's sink as an unscaled score."""
+  rows = static.config.warpgroups(sinks.shape[1]) * ROWS
+  group = sinks.shape[1]
+  scores = sinks.astype(jnp.float32) * jnp.float32(math.sqrt(head_dim))
+  scores = jnp.tile(scores, (1, static.config.query_tile))
+  scores = jnp.pad(scores, ((0, 0), (0, rows - static.config.query_tile * group)))
+  return scores.reshape(scores.shape[0], -1, ROWS)
+
+
+def items(count: Any, num_heads: int, num_blocks: int) -> Any:
+  """Returns how many items, of count * num_heads, this block of a persistent grid does."""
+  block = lax.axis_index("block")
+  return lax.div(count * num_heads - block + (num_blocks - 1), num_blocks)
+
+
+def pieces(pages: jax.Array, piece: int) -> jax.Array:
+  """Returns f[k, m * z / piece, piece, c]: a copy starts at a whole index."""
+  return pages.reshape(pages.shape[0], -1, piece, pages.shape[-1])
+
+
+def listed(x: jax.Array | None) -> list[jax.Array]:
+  return [] if x is None else [x]
