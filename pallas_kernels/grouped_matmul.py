@@ -41,6 +41,7 @@ from jax import lax
 import jax.numpy as jnp
 
 from pallas_kernels import matmul
+from pallas_kernels.matmul_tiles import WGMMA_ROWS, Groups
 
 # Rows that dw adds at once, after which each group's part of the contraction is rounded up.
 PART_ROWS = 64
@@ -66,12 +67,12 @@ class Config:
   snake_width: int = 8
 
   def __post_init__(self) -> None:
-    self.for_rows(matmul.WGMMA_ROWS + 1, 1)  # Refuses what it cannot use.
+    self.for_rows(WGMMA_ROWS + 1, 1)  # Refuses what it cannot use.
 
   def for_rows(self, num_rows: int, num_experts: int) -> matmul.Config:
     """Returns that of `matmul`; where experts have few rows each, a tile has one warpgroup."""
-    is_short = num_rows <= num_experts * matmul.WGMMA_ROWS
-    block_m = min(self.block_m, matmul.WGMMA_ROWS) if is_short else self.block_m
+    is_short = num_rows <= num_experts * WGMMA_ROWS
+    block_m = min(self.block_m, WGMMA_ROWS) if is_short else self.block_m
     return matmul.Config(**(dataclasses.asdict(self) | dict(block_m=block_m)))
 
   def shared_memory_bytes(self, num_rows: int, num_experts: int) -> int:
@@ -208,7 +209,7 @@ def _weight_gradient(
   each = dataclasses.replace(config.for_rows(left.shape[1], 1), block_k=PART_ROWS)
   padded = padded_groups(group_sizes, x.shape[0], PART_ROWS, least=PART_ROWS)
   experts = jnp.arange(w.shape[0], dtype=jnp.int32)
-  work = matmul.Groups(
+  work = Groups(
     jnp.stack([experts, padded.first, padded.past], axis=1),
     jnp.full((1,), w.shape[0], jnp.int32),
   )
@@ -265,7 +266,7 @@ def padded_groups(
   return PaddedGroups(past - sizes, past, place, most)
 
 
-def row_tiles(padded: PaddedGroups, num_rows: int, block_m: int) -> matmul.Groups:
+def row_tiles(padded: PaddedGroups, num_rows: int, block_m: int) -> Groups:
   """Returns the work list: each group's rows in tiles of `block_m`, in order."""
   num_experts = padded.first.shape[0]
   with_rows = min(num_experts, num_rows)
@@ -279,4 +280,4 @@ def row_tiles(padded: PaddedGroups, num_rows: int, block_m: int) -> matmul.Group
   within = tile - (past_tile - num_tiles)[expert]
   first = padded.first[expert] + within * block_m
   items = jnp.stack([expert, first, padded.past[expert]], axis=1)
-  return matmul.Groups(items, past_tile[-1:])
+  return Groups(items, past_tile[-1:])

@@ -58,6 +58,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
 from pallas_kernels import gpu, matmul
+from pallas_kernels.token_partials import (
+  MERGED_ROWS,
+  NUM_STATISTICS,
+  Partial,
+  fold_tiles,
+  higher,
+  merge_slabs,
+)
 
 # Rows of one wgmma, and of one warpgroup.
 ROWS = 64
@@ -66,9 +74,6 @@ WARPGROUPS = 2
 PIECE = 32
 # dz leaves in squares of this side.
 SQUARE = 64
-# Rows that one block of the second and third kernel merges, one a thread.
-MERGED_ROWS = 128
-UNROLL = 8
 # TMA copies whole tiles of 8 rows x 64 bfloat16.
 ROW_MULTIPLE = 8
 MULTIPLE = 64
@@ -98,33 +103,6 @@ class TokenLogprobs(NamedTuple):
   logprob: jax.Array
   raw_logprob: jax.Array
   entropy: jax.Array
-
-
-class Partial(NamedTuple):
-  """What a row's softmax and argmax come to over some ids; f32 each.
-
-  Attributes:
-    raw_maximum: m of z.
-    raw_total: l of z.
-    maximum: m of t.
-    total: l of t.
-    weighted: s of t.
-    score: the highest t + gumbel; 1e30 where the target is here, -1e30 where it is elsewhere.
-    token: its id.
-    logit: its z.
-  """
-
-  raw_maximum: Any
-  raw_total: Any
-  maximum: Any
-  total: Any
-  weighted: Any
-  score: Any
-  token: Any
-  logit: Any
-
-
-NUM_STATISTICS = len(Partial._fields)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -365,27 +343,6 @@ def gumbel(bits: Any) -> Any:
   return -jnp.log(-jnp.log(uniform))
 
 
-def merge(a: Partial, b: Partial) -> Partial:
-  """Merges what two runs of ids come to; a's ids are the lower ones."""
-  raw_maximum = jnp.maximum(a.raw_maximum, b.raw_maximum)
-  raw_total = jnp.exp(a.raw_maximum - raw_maximum) * a.raw_total
-  raw_total = raw_total + jnp.exp(b.raw_maximum - raw_maximum) * b.raw_total
-  maximum = jnp.maximum(a.maximum, b.maximum)
-  total, weighted = 0.0, 0.0
-  for part in (a, b):
-    below = part.maximum - maximum
-    factor = jnp.exp(below)
-    total = total + factor * part.total
-    weighted = weighted + factor * (part.weighted + below * part.total)
-  return Partial(raw_maximum, raw_total, maximum, total, weighted, *_higher(a[5:], b[5:]))
-
-
-def _higher(a: Sequence[Any], b: Sequence[Any]) -> Sequence[Any]:
-  """Returns the (score, token, logit) of the higher score; a's, whose ids are lower, on a tie."""
-  is_higher = b[0] > a[0]
-  return tuple(jnp.where(is_higher, new, old) for old, new in zip(a, b))
-
-
 class Place(NamedTuple):
   """Where a warpgroup's tile of logits lies.
 
@@ -491,7 +448,7 @@ def _forward(
       token = jnp.min(jnp.where(scores == wide(score), ids, MAX_VOCABULARY), axis=1)
       logit = jnp.sum(jnp.where(ids == wide(token), z, 0.0), axis=1)
       found.append((score, token, logit))
-    score, token, logit = functools.reduce(_higher, found)
+    score, token, logit = functools.reduce(higher, found)
     partial = Partial(
       raw_maximum, raw_total, maximum, total, weighted, score, token.astype(jnp.float32), logit
     )
@@ -512,76 +469,10 @@ def _forward(
     width=width,
     interpret=interpret,
   )
-  merged = _merge_slabs(_fold_tiles(partials, shards, interpret), temperature, interpret)
+  merged = merge_slabs(fold_tiles(partials, shards, interpret), temperature, interpret)
   token, logprob, raw_logprob, entropy, normaliser, raw_normaliser = merged[:, :num_rows]
   scores = TokenLogprobs(token.astype(jnp.int32), logprob, raw_logprob, entropy)
   return scores, (normaliser, raw_normaliser)
-
-
-def _fold_tiles(partials: jax.Array, slabs: int, interpret: bool) -> jax.Array:
-  """Merges each slab's tiles from left to right: f32[tiles, 8, n] to f32[slabs, 8, n]."""
-  num_tiles, (_, statistics, padded) = partials.shape[0] // slabs, partials.shape
-
-  def body(partials_ref, slabs_ref):
-    block = lax.axis_index("block")
-    slab, rows = lax.rem(block, slabs), pl.ds(lax.div(block, slabs) * MERGED_ROWS, MERGED_ROWS)
-    tile = lambda i: _read(partials_ref, slab * num_tiles + i, rows)
-
-    def fold(first, count, total):
-      # All are read before the first is merged, so that their latencies overlap.
-      for part in [tile(first + i) for i in range(count)]:
-        total = merge(total, part)
-      return total
-
-    total = tile(0)
-    steps, rest = divmod(num_tiles - 1, UNROLL)
-    total = lax.fori_loop(0, steps, lambda i, total: fold(1 + i * UNROLL, UNROLL, total), total)
-    total = fold(1 + steps * UNROLL, rest, total)
-    for i, value in enumerate(total):
-      slabs_ref[slab, i, rows] = value
-
-  return gpu.kernel(
-    body,
-    name="token_logprobs_fold",
-    out_type=jax.ShapeDtypeStruct((slabs, statistics, padded), jnp.float32),
-    scratch={},
-    num_blocks=slabs * padded // MERGED_ROWS,
-    interpret=interpret,
-  )(partials)
-
-
-def _merge_slabs(partials: jax.Array, temperature: jax.Array, interpret: bool) -> jax.Array:
-  """Merges slabs as a tree: token, logprob, raw_logprob, entropy, logsumexp of t, of z."""
-  slabs, _, padded = partials.shape
-
-  def body(partials_ref, temperature_ref, out_ref):
-    rows = pl.ds(lax.axis_index("block") * MERGED_ROWS, MERGED_ROWS)
-    parts = [_read(partials_ref, slab, rows) for slab in range(slabs)]
-    while len(parts) > 1:
-      parts = [merge(a, b) for a, b in zip(parts[::2], parts[1::2])]
-    (whole,) = parts
-    normaliser = whole.maximum + jnp.log(whole.total)
-    raw_normaliser = whole.raw_maximum + jnp.log(whole.raw_total)
-    logprob = whole.logit / temperature_ref[rows] - normaliser
-    entropy = jnp.log(whole.total) - whole.weighted / whole.total
-    results = (
-      whole.token, logprob, whole.logit - raw_normaliser, entropy, normaliser, raw_normaliser
-    )  # fmt: skip
-    for i, value in enumerate(results):
-      out_ref[i, rows] = value
-
-  return gpu.kernel(
-    body,
-    name="token_logprobs_merge",
-    out_type=jax.ShapeDtypeStruct((6, padded), jnp.float32),
-    scratch={},
-    num_blocks=padded // MERGED_ROWS,
-    interpret=interpret,
-  )(partials, temperature)
-
-
-def _read(partials_ref: Any, index: Any, rows: Any) -> Partial:
-  return Partial(*(partials_ref[index, i, rows] for i in range(NUM_STATISTICS)))
 
 
 def _gradients(

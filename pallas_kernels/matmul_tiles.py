@@ -1,0 +1,105 @@
+"""The tiles of `matmul` and `grouped_matmul`: what a block holds, and where it works."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import gpu
+
+# Rows of one wgmma; y leaves in squares of this side.
+WGMMA_ROWS = 64
+SQUARE = 64
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+  """One kernel's tiles; which operands are stored with the contraction as their last axis."""
+
+  block_m: int
+  block_n: int
+  block_k: int
+  swapped: bool
+  num_weights: int = 1
+  x_k_last: bool = True
+  w_k_last: bool = False
+  out_dtype: Any = jnp.bfloat16
+  residual_dtype: Any = None
+  max_stages: int = 8
+
+  @property
+  def warpgroups(self) -> int:
+    """Those that multiply."""
+    return (self.block_n if self.swapped else self.block_m) // WGMMA_ROWS
+
+  @property
+  def square(self) -> tuple[int, int]:
+    """A piece of y that leaves at once, as (tokens, columns)."""
+    return (self.block_m, SQUARE) if self.swapped else (WGMMA_ROWS, SQUARE)
+
+  def scratch(self, stages: int) -> gpu.Scratch:
+    x_tile = (self.block_m, self.block_k) if self.x_k_last else (self.block_k, self.block_m)
+    w_tile = (self.block_n, self.block_k) if self.w_k_last else (self.block_k, self.block_n)
+    weights = {
+      f"w{i}": gpu.Buffer((stages, *w_tile), jnp.bfloat16, swizzled=True)
+      for i in range(self.num_weights)
+    }
+    scratch = {
+      "x": gpu.Buffer((stages, *x_tile), jnp.bfloat16, swizzled=True),
+      **weights,
+      "y": gpu.Buffer((self.warpgroups, 2, *self.square), self.out_dtype, swizzled=True),
+      "full": gpu.Barriers(1 + self.num_weights, stages),
+      "empty": gpu.Barriers(self.warpgroups, stages),
+    }
+    if self.residual_dtype is not None:
+      shape = (self.warpgroups, *self.square)
+      scratch["residual"] = gpu.Buffer(shape, self.residual_dtype, swizzled=True)
+      scratch["residual_full"] = gpu.Barriers(1, self.warpgroups)
+    return scratch
+
+  @property
+  def stages(self) -> int:
+    """The deepest ring that fits."""
+    for stages in range(self.max_stages, 2, -1):
+      if gpu.shared_memory_bytes(self.scratch(stages)) <= gpu.SHARED_MEMORY_LIMIT_BYTES:
+        return stages
+    return 2
+
+  @property
+  def shared_memory_bytes(self) -> int:
+    return gpu.shared_memory_bytes(self.scratch(self.stages))
+
+
+class Groups(NamedTuple):
+  """Work that follows experts: each tile of rows, or each run of the contraction, has one weight.
+
+  Where x's rows are cut (`Plan.x_k_last`), an item is a tile of `block_m` rows. It starts at a
+  multiple of 8, and writes rows up to `past`, a multiple of 8. Else an item is one expert's part of
+  the contraction, whose start and length are multiples of `block_k`, the length not 0.
+
+  Attributes:
+    items: i32[i, 3] of (expert, first, past).
+    num_items: i32[1]; later ones are not visited.
+  """
+
+  items: jax.Array
+  num_items: jax.Array
+
+
+class Tile(NamedTuple):
+  """A tile of y: its corner, its steps and where they begin, and the rows that it may write.
+
+  `x`, `weight` and `plane` choose among several matrices x, w and y, where there are several.
+  """
+
+  row: Any
+  column: Any
+  steps: Any
+  first_part: Any = 0
+  x: Any = None
+  weight: Any = None
+  plane: Any = None
+  past_row: Any = None

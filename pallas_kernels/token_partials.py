@@ -1,0 +1,134 @@
+"""What a row's softmax and argmax come to over some ids, and the kernels that merge it.
+
+For `token_logprobs`, whose docstring has the formulas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax import lax
+from jax.experimental import pallas as pl
+import jax.numpy as jnp
+
+from pallas_kernels import gpu
+
+# Rows that one block of the two kernels merges, one a thread.
+MERGED_ROWS = 128
+UNROLL = 8
+
+
+class Partial(NamedTuple):
+  """What a row's softmax and argmax come to over some ids; f32 each.
+
+  Attributes:
+    raw_maximum: m of z.
+    raw_total: l of z.
+    maximum: m of t.
+    total: l of t.
+    weighted: s of t.
+    score: the highest t + gumbel; 1e30 where the target is here, -1e30 where it is elsewhere.
+    token: its id.
+    logit: its z.
+  """
+
+  raw_maximum: Any
+  raw_total: Any
+  maximum: Any
+  total: Any
+  weighted: Any
+  score: Any
+  token: Any
+  logit: Any
+
+
+NUM_STATISTICS = len(Partial._fields)
+
+
+def merge(a: Partial, b: Partial) -> Partial:
+  """Merges what two runs of ids come to; a's ids are the lower ones."""
+  raw_maximum = jnp.maximum(a.raw_maximum, b.raw_maximum)
+  raw_total = jnp.exp(a.raw_maximum - raw_maximum) * a.raw_total
+  raw_total = raw_total + jnp.exp(b.raw_maximum - raw_maximum) * b.raw_total
+  maximum = jnp.maximum(a.maximum, b.maximum)
+  total, weighted = 0.0, 0.0
+  for part in (a, b):
+    below = part.maximum - maximum
+    factor = jnp.exp(below)
+    total = total + factor * part.total
+    weighted = weighted + factor * (part.weighted + below * part.total)
+  return Partial(raw_maximum, raw_total, maximum, total, weighted, *higher(a[5:], b[5:]))
+
+
+def higher(a: Sequence[Any], b: Sequence[Any]) -> Sequence[Any]:
+  """Returns the (score, token, logit) of the higher score; a's, whose ids are lower, on a tie."""
+  is_higher = b[0] > a[0]
+  return tuple(jnp.where(is_higher, new, old) for old, new in zip(a, b))
+
+
+def fold_tiles(partials: jax.Array, slabs: int, interpret: bool) -> jax.Array:
+  """Merges each slab's tiles from left to right: f32[tiles, 8, n] to f32[slabs, 8, n]."""
+  num_tiles, (_, statistics, padded) = partials.shape[0] // slabs, partials.shape
+
+  def body(partials_ref, slabs_ref):
+    block = lax.axis_index("block")
+    slab, rows = lax.rem(block, slabs), pl.ds(lax.div(block, slabs) * MERGED_ROWS, MERGED_ROWS)
+    tile = lambda i: _read(partials_ref, slab * num_tiles + i, rows)
+
+    def fold(first, count, total):
+      # All are read before the first is merged, so that their latencies overlap.
+      for part in [tile(first + i) for i in range(count)]:
+        total = merge(total, part)
+      return total
+
+    total = tile(0)
+    steps, rest = divmod(num_tiles - 1, UNROLL)
+    total = lax.fori_loop(0, steps, lambda i, total: fold(1 + i * UNROLL, UNROLL, total), total)
+    total = fold(1 + steps * UNROLL, rest, total)
+    for i, value in enumerate(total):
+      slabs_ref[slab, i, rows] = value
+
+  return gpu.kernel(
+    body,
+    name="token_logprobs_fold",
+    out_type=jax.ShapeDtypeStruct((slabs, statistics, padded), jnp.float32),
+    scratch={},
+    num_blocks=slabs * padded // MERGED_ROWS,
+    interpret=interpret,
+  )(partials)
+
+
+def merge_slabs(partials: jax.Array, temperature: jax.Array, interpret: bool) -> jax.Array:
+  """Merges slabs as a tree: token, logprob, raw_logprob, entropy, logsumexp of t, of z."""
+  slabs, _, padded = partials.shape
+
+  def body(partials_ref, temperature_ref, out_ref):
+    rows = pl.ds(lax.axis_index("block") * MERGED_ROWS, MERGED_ROWS)
+    parts = [_read(partials_ref, slab, rows) for slab in range(slabs)]
+    while len(parts) > 1:
+      parts = [merge(a, b) for a, b in zip(parts[::2], parts[1::2])]
+    (whole,) = parts
+    normaliser = whole.maximum + jnp.log(whole.total)
+    raw_normaliser = whole.raw_maximum + jnp.log(whole.raw_total)
+    logprob = whole.logit / temperature_ref[rows] - normaliser
+    entropy = jnp.log(whole.total) - whole.weighted / whole.total
+    results = (
+      whole.token, logprob, whole.logit - raw_normaliser, entropy, normaliser, raw_normaliser
+    )  # fmt: skip
+    for i, value in enumerate(results):
+      out_ref[i, rows] = value
+
+  return gpu.kernel(
+    body,
+    name="token_logprobs_merge",
+    out_type=jax.ShapeDtypeStruct((6, padded), jnp.float32),
+    scratch={},
+    num_blocks=padded // MERGED_ROWS,
+    interpret=interpret,
+  )(partials, temperature)
+
+
+def _read(partials_ref: Any, index: Any, rows: Any) -> Partial:
+  return Partial(*(partials_ref[index, i, rows] for i in range(NUM_STATISTICS)))
