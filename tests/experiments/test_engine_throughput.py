@@ -7,9 +7,9 @@ import pathlib
 import numpy as np
 import pytest
 
-from experiments import engine_throughput, generate
+from experiments import engine_throughput
 from experiments.engine_throughput import Workload
-from seerjax.models import tokenizer as tokenizer_lib
+from seerjax.models import loading as model_loading, tokenizer as tokenizer_lib
 
 RESULTS = {
   "tiled-8": dict(tokens_per_second=2000.0, lowest=1900.0, highest=2100.0, peak=2**30),
@@ -76,7 +76,7 @@ def test_an_answer_counts_if_every_token_came():
 
 def test_a_peer_that_cannot_run_says_why_and_holds_up_no_other(tmp_path: pathlib.Path):
   # A tokenizer without weights: prompts can be made, and nobody can answer them.
-  tokenizer_lib.load(generate.NANO).save(tmp_path / "model")
+  tokenizer_lib.load(model_loading.NANO).save(tmp_path / "model")
   workload = Workload(model=str(tmp_path / "model"), num_prompts=1, group_size=2, max_tokens=4)
   lines: list[str] = []
   results = engine_throughput.measure(["tiled-8"], workload, 1, lines.append)

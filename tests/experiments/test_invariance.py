@@ -9,7 +9,8 @@ import pathlib
 import numpy as np
 import pytest
 
-from experiments import generate, invariance
+from experiments import invariance
+from seerjax import generate
 from seerjax.rollout import groups
 from seerjax.tasks import loading
 from seerjax.types import Completion

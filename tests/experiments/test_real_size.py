@@ -16,10 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments import generate
 from seerjax.models import (
   config as model_config,
   huggingface,
+  loading as model_loading,
   parameters,
   presets,
   tokenizer as tokenizer_lib,
@@ -46,7 +46,7 @@ def write_random(directory: pathlib.Path, model: TransformerConfig) -> None:
 
   shapes = parameters.shapes(model, numerics.reduction_shards)
   params = jax.tree_util.tree_map_with_path(leaf, shapes)
-  huggingface.save(directory, params, model, tokenizer=tokenizer_lib.load(generate.NANO))
+  huggingface.save(directory, params, model, tokenizer=tokenizer_lib.load(model_loading.NANO))
 
 
 def one_step(model: pathlib.Path, workdir: pathlib.Path, log: pathlib.Path) -> tuple[str, int]:

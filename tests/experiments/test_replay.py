@@ -14,10 +14,15 @@ import numpy as np
 import pytest
 import tiny_model
 
-from experiments import generate, replay
+from experiments import replay
 from seerjax import checkpoint, numerics as numerics_lib, rl
 from seerjax.engine import engine as engine_lib
-from seerjax.models import huggingface, parameters, tokenizer as tokenizer_lib
+from seerjax.models import (
+  huggingface,
+  loading as model_loading,
+  parameters,
+  tokenizer as tokenizer_lib,
+)
 from seerjax.rollout import groups, journal as journal_lib
 from seerjax.run import policy as policy_lib, programs as programs_lib
 from seerjax.run.config import RunConfig, TrainerConfig
@@ -85,7 +90,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> str:
   model = dataclasses.replace(tiny_model.SMALLEST, vocab_size=512, num_layers=1)
   params = parameters.init(jax.random.key(0), model, tiny_model.ONE_SLAB)
   params = jax.tree.map(lambda leaf: leaf * 4 if leaf.ndim > 1 else leaf, params)
-  huggingface.save(directory, params, model, tokenizer=tokenizer_lib.load(generate.NANO))
+  huggingface.save(directory, params, model, tokenizer=tokenizer_lib.load(model_loading.NANO))
   return str(directory)
 
 
