@@ -1,0 +1,243 @@
+"""Matrix products: one chain of fused multiply-adds an output, in ascending k.
+
+How many rows and columns are computed together changes no chain, so that a row's bits know nothing
+of the rows around it: heights follow the load. Blocks of 4 rows and 96 columns live in registers.
+"""
+
+from __future__ import annotations
+
+from seerjax.backends.native import vectors
+from seerjax.backends.native.numbers import f32, float_of_half, jit
+from seerjax.backends.native.pointers import floats, halves
+
+# Rows of a block, and columns of a panel of transposed weights.
+BLOCK_ROWS = 4
+PANEL = 96
+
+_row_12 = vectors.product_block(1, 12, False)
+_row_6 = vectors.product_block(1, 6, False)
+_row_4 = vectors.product_block(1, 4, False)
+_row_3 = vectors.product_block(1, 3, False)
+_row_2 = vectors.product_block(1, 2, False)
+_row_1 = vectors.product_block(1, 1, False)
+_row_rest = vectors.product_block(1, 1, False, is_partial=True)
+_rows_6 = vectors.product_block(BLOCK_ROWS, 6, False)
+_rows_4 = vectors.product_block(BLOCK_ROWS, 4, False)
+_rows_3 = vectors.product_block(BLOCK_ROWS, 3, False)
+_rows_2 = vectors.product_block(BLOCK_ROWS, 2, False)
+_rows_1 = vectors.product_block(BLOCK_ROWS, 1, False)
+_rows_rest = vectors.product_block(BLOCK_ROWS, 1, False, is_partial=True)
+_row_bf16_12 = vectors.product_block(1, 12, True)
+_row_bf16_6 = vectors.product_block(1, 6, True)
+_row_bf16_4 = vectors.product_block(1, 4, True)
+_row_bf16_3 = vectors.product_block(1, 3, True)
+_row_bf16_2 = vectors.product_block(1, 2, True)
+_row_bf16_1 = vectors.product_block(1, 1, True)
+_row_bf16_rest = vectors.product_block(1, 1, True, is_partial=True)
+_rows_bf16_6 = vectors.product_block(BLOCK_ROWS, 6, True)
+_rows_bf16_4 = vectors.product_block(BLOCK_ROWS, 4, True)
+_rows_bf16_3 = vectors.product_block(BLOCK_ROWS, 3, True)
+_rows_bf16_2 = vectors.product_block(BLOCK_ROWS, 2, True)
+_rows_bf16_1 = vectors.product_block(BLOCK_ROWS, 1, True)
+_rows_bf16_rest = vectors.product_block(BLOCK_ROWS, 1, True, is_partial=True)
+
+# Elements of weights that are streamed: more are read in steps of k that go over all columns, so
+# that memory is read in whole rows.
+_STREAMED = 1 << 17
+_STREAM_STEPS, _CACHE_STEPS = 32, 256
+
+
+@jit
+def _row(a, a_row, a_step, rows, w, w_step, columns, k, c, c_row, is_added):
+  """All columns of one row."""
+  size = 4
+  first = 0
+  while columns - first >= 16:
+    left = (columns - first) // 16
+    at, to = w + size * first, c + 4 * first
+    if left >= 12:
+      _row_12(a, a_row, a_step, rows, at, w_step, k, to, c_row, is_added, 0)
+      first += 192
+    elif left >= 6:
+      _row_6(a, a_row, a_step, rows, at, w_step, k, to, c_row, is_added, 0)
+      first += 96
+    elif left >= 4:
+      _row_4(a, a_row, a_step, rows, at, w_step, k, to, c_row, is_added, 0)
+      first += 64
+    elif left >= 3:
+      _row_3(a, a_row, a_step, rows, at, w_step, k, to, c_row, is_added, 0)
+      first += 48
+    elif left >= 2:
+      _row_2(a, a_row, a_step, rows, at, w_step, k, to, c_row, is_added, 0)
+      first += 32
+    else:
+      _row_1(a, a_row, a_step, rows, at, w_step, k, to, c_row, is_added, 0)
+      first += 16
+  if first < columns:
+    at, to = w + size * first, c + 4 * first
+    _row_rest(a, a_row, a_step, rows, at, w_step, k, to, c_row, is_added, columns - first)
+
+
+@jit
+def _rows(a, a_row, a_step, rows, w, w_step, columns, k, c, c_row, is_added):
+  """All columns of up to four rows."""
+  size = 4
+  first = 0
+  while columns - first >= 16:
+    left = (columns - first) // 16
+    at, to = w + size * first, c + 4 * first
+    if left >= 6:
+      _rows_6(a, a_row, a_step, rows, at, w_step, k, to, c_row, is_added, 0)
+      first += 96
+    elif left >= 4:
+      _rows_4(a, a_row, a_step, rows, at, w_step, k, to, c_row, is_added, 0)
+      first += 64
+    elif left >= 3:
+      _rows_3(a, a_row, a_step, rows, at, w_step, k, to, c_row, is_added, 0)
+      first += 48
+    elif left >= 2:
+      _rows_2(a, a_row, a_step, rows, at, w_step, k, to, c_row, is_added, 0)
+      first += 32
+    else:
+      _rows_1(a, a_row, a_step, rows, at, w_step, k, to, c_row, is_added, 0)
+      first += 16
+  if first < columns:
+    at, to = w + size * first, c + 4 * first
+    _rows_rest(a, a_row, a_step, rows, at, w_step, k, to, c_row, is_added, columns - first)
+
+
+@jit
+def _row_bf16(a, a_row, a_step, rows, w, w_step, columns, k, c, c_row, is_added):
+  """All columns of one row."""
+  size = 2
+  first = 0
+  while columns - first >= 16:
+    left = (columns - first) // 16
+    at, to = w + size * first, c + 4 * first
+    if left >= 12:
+      _row_bf16_12(a, a_row, a_step, rows, at, w_step, k, to, c_row, is_added, 0)
+      first += 192
+    elif left >= 6:
+      _row_bf16_6(a, a_row, a_step, rows, at, w_step, k, to, c_row, is_added, 0)
+      first += 96
+    elif left >= 4:
+      _row_bf16_4(a, a_row, a_step, rows, at, w_step, k, to, c_row, is_added, 0)
+      first += 64
+    elif left >= 3:
+      _row_bf16_3(a, a_row, a_step, rows, at, w_step, k, to, c_row, is_added, 0)
+      first += 48
+    elif left >= 2:
+      _row_bf16_2(a, a_row, a_step, rows, at, w_step, k, to, c_row, is_added, 0)
+      first += 32
+    else:
+      _row_bf16_1(a, a_row, a_step, rows, at, w_step, k, to, c_row, is_added, 0)
+      first += 16
+  if first < columns:
+    at, to = w + size * first, c + 4 * first
+    _row_bf16_rest(a, a_row, a_step, rows, at, w_step, k, to, c_row, is_added, columns - first)
+
+
+@jit
+def _rows_bf16(a, a_row, a_step, rows, w, w_step, columns, k, c, c_row, is_added):
+  """All columns of up to four rows."""
+  size = 2
+  first = 0
+  while columns - first >= 16:
+    left = (columns - first) // 16
+    at, to = w + size * first, c + 4 * first
+    if left >= 6:
+      _rows_bf16_6(a, a_row, a_step, rows, at, w_step, k, to, c_row, is_added, 0)
+      first += 96
+    elif left >= 4:
+      _rows_bf16_4(a, a_row, a_step, rows, at, w_step, k, to, c_row, is_added, 0)
+      first += 64
+    elif left >= 3:
+      _rows_bf16_3(a, a_row, a_step, rows, at, w_step, k, to, c_row, is_added, 0)
+      first += 48
+    elif left >= 2:
+      _rows_bf16_2(a, a_row, a_step, rows, at, w_step, k, to, c_row, is_added, 0)
+      first += 32
+    else:
+      _rows_bf16_1(a, a_row, a_step, rows, at, w_step, k, to, c_row, is_added, 0)
+      first += 16
+  if first < columns:
+    at, to = w + size * first, c + 4 * first
+    _rows_bf16_rest(a, a_row, a_step, rows, at, w_step, k, to, c_row, is_added, columns - first)
+
+
+@jit
+def product(a, a_row, a_step, rows, w, is_bf16, w_step, columns, k, c, c_row, is_added):
+  """c[rows, columns] (+)= a[rows, k] @ w[k, columns], all addresses of a first element.
+
+  Args:
+    a: f32; `a_row` and `a_step` are the elements between two rows and between two steps of k.
+    rows: any number.
+    w: f32 or bf16 (`is_bf16`), rows of `w_step` elements.
+    k: 0 gives zeros.
+    c: f32, rows of `c_row` elements.
+    is_added: 1 continues the chains that c holds, 0 begins at zero.
+  """
+  size = 2 if is_bf16 else 4
+  if k == 0 and not is_added:
+    for row in range(rows):
+      out = floats(c + 4 * row * c_row)
+      for column in range(columns):
+        out[column] = f32(0.0)
+  steps = _CACHE_STEPS if rows > BLOCK_ROWS else _STREAM_STEPS
+  if k * columns <= _STREAMED:
+    steps = max(k, 1)
+  # Up to four rows go over all columns of some steps; more rows go over one panel's steps.
+  width = columns if rows <= BLOCK_ROWS else PANEL
+  for begin in range(0, k, steps):
+    count = min(steps, k - begin)
+    goes_on = 1 if begin > 0 else is_added
+    for column in range(0, columns, width):
+      wide = min(width, columns - column)
+      at = w + size * (begin * w_step + column)
+      for row in range(0, rows, BLOCK_ROWS):
+        high = min(BLOCK_ROWS, rows - row)
+        left, to = a + 4 * (row * a_row + begin * a_step), c + 4 * (row * c_row + column)
+        if is_bf16:
+          if high == 1:
+            _row_bf16(left, a_row, a_step, high, at, w_step, wide, count, to, c_row, goes_on)
+          else:
+            _rows_bf16(left, a_row, a_step, high, at, w_step, wide, count, to, c_row, goes_on)
+        elif high == 1:
+          _row(left, a_row, a_step, high, at, w_step, wide, count, to, c_row, goes_on)
+        else:
+          _rows(left, a_row, a_step, high, at, w_step, wide, count, to, c_row, goes_on)
+
+
+@jit
+def pack_transposed(source, is_bf16, source_row, columns, k, panel):
+  """Writes up to `PANEL` rows f[columns, k] as columns f32[k, PANEL]; the rest is zero."""
+  out = floats(panel)
+  size = 2 if is_bf16 else 4
+  blocks, steps = columns // 16, k // 16
+  for block in range(blocks):
+    for step in range(steps):
+      at = source + size * (16 * block * source_row + 16 * step)
+      to = panel + 4 * (16 * step * PANEL + 16 * block)
+      if is_bf16:
+        vectors.transpose_bf16(at, source_row, to, PANEL)
+      else:
+        vectors.transpose_f32(at, source_row, to, PANEL)
+  wide, narrow = floats(source), halves(source)
+  for column in range(columns):
+    begin = 16 * steps if column < 16 * blocks else 0
+    for step in range(begin, k):
+      place = column * source_row + step
+      out[step * PANEL + column] = float_of_half(narrow[place]) if is_bf16 else wide[place]
+  for step in range(k):
+    for column in range(columns, PANEL):
+      out[step * PANEL + column] = f32(0.0)
+
+
+@jit
+def product_transposed(a, a_row, rows, w, is_bf16, w_row, columns, k, c, c_row, is_added, panel):
+  """c[rows, columns] (+)= a[rows, k] @ w[columns, k]^T; `panel` is scratch, f32[k, PANEL]."""
+  size = 2 if is_bf16 else 4
+  for column in range(0, columns, PANEL):
+    wide = min(PANEL, columns - column)
+    pack_transposed(w + size * column * w_row, is_bf16, w_row, wide, k, panel)
+    product(a, a_row, 1, rows, panel, False, PANEL, wide, k, c + 4 * column, c_row, is_added)

@@ -1,0 +1,299 @@
+"""Vectors of 16 floats: the block of a product, sums in a fixed order, a transposition.
+
+Vectors decide speed alone. A product's output is one chain of fused multiply-adds in ascending k,
+whatever block it was computed in; a sum of n numbers is 16 partial sums, of the numbers whose index
+has the same remainder by 16, added as a binary tree. Weights may be float32 or bfloat16, which is
+widened as it is read; everything else is float32.
+
+LLVM splits a vector of 16 where the processor's are shorter. No operation carries a flag that would
+let it reorder or fuse.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+
+from seerjax.backends.native.pointers import intrinsic
+
+# Floats of a vector.
+LANES = 16
+
+_FLOAT, _HALF, _INT, _WORD = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
+_VECTOR, _HALVES = ir.VectorType(_FLOAT, LANES), ir.VectorType(_HALF, LANES)
+_INTS, _MASK = ir.VectorType(_INT, LANES), ir.VectorType(ir.IntType(1), LANES)
+_ZERO = ir.Constant(_VECTOR, [0.0] * LANES)
+_IOTA = ir.Constant(ir.VectorType(_WORD, LANES), list(range(LANES)))
+
+
+def _word(value: int):
+  return ir.Constant(_WORD, value)
+
+
+def _splat(builder, scalar):
+  undefined = ir.Constant(ir.VectorType(scalar.type, LANES), ir.Undefined)
+  first = builder.insert_element(undefined, scalar, ir.Constant(_INT, 0))
+  return builder.shuffle_vector(first, undefined, ir.Constant(_INTS, [0] * LANES))
+
+
+def _shuffle(builder, a, b, order: list[int]):
+  indices = ir.Constant(ir.VectorType(_INT, len(order)), order)
+  return builder.shuffle_vector(a, b, indices)
+
+
+def _widened(builder, halves):
+  """bfloat16 to float32: its bits are the upper half."""
+  bits = builder.shl(builder.zext(halves, _INTS), ir.Constant(_INTS, [16] * LANES))
+  return builder.bitcast(bits, _VECTOR)
+
+
+def _element(is_bf16: bool):
+  return _HALF if is_bf16 else _FLOAT
+
+
+def _load(builder, pointer, is_bf16: bool = False):
+  """16 elements at a pointer to the first, as floats."""
+  vector = _HALVES if is_bf16 else _VECTOR
+  size = 2 if is_bf16 else 4
+  loaded = builder.load(builder.bitcast(pointer, vector.as_pointer()), align=size)
+  return _widened(builder, loaded) if is_bf16 else loaded
+
+
+def _load_first(builder, pointer, mask, is_bf16: bool = False):
+  """As `_load`, of the elements that the mask names; zero in place of the others."""
+  vector = _HALVES if is_bf16 else _VECTOR
+  name = "llvm.masked.load.v16i16.p0" if is_bf16 else "llvm.masked.load.v16f32.p0"
+  kind = ir.FunctionType(vector, [vector.as_pointer(), _INT, _MASK, vector])
+  function = cgutils.get_or_insert_function(builder.module, kind, name)
+  zero = ir.Constant(vector, [0] * LANES) if is_bf16 else _ZERO
+  size = ir.Constant(_INT, 2 if is_bf16 else 4)
+  loaded = builder.call(function, [builder.bitcast(pointer, vector.as_pointer()), size, mask, zero])
+  return _widened(builder, loaded) if is_bf16 else loaded
+
+
+def _store(builder, value, pointer) -> None:
+  builder.store(value, builder.bitcast(pointer, value.type.as_pointer()), align=4)
+
+
+def _store_first(builder, value, pointer, mask) -> None:
+  kind = ir.FunctionType(ir.VoidType(), [_VECTOR, _VECTOR.as_pointer(), _INT, _MASK])
+  function = cgutils.get_or_insert_function(builder.module, kind, "llvm.masked.store.v16f32.p0")
+  pointer = builder.bitcast(pointer, _VECTOR.as_pointer())
+  builder.call(function, [value, pointer, ir.Constant(_INT, 4), mask])
+
+
+def _mask(builder, count):
+  """The first `count` lanes."""
+  return builder.icmp_signed("<", _IOTA, _splat(builder, count))
+
+
+def _fma(builder, x, y, z):
+  kind = ir.FunctionType(_VECTOR, [_VECTOR] * 3)
+  function = cgutils.get_or_insert_function(builder.module, kind, "llvm.fma.v16f32")
+  return builder.call(function, [x, y, z])
+
+
+def _at(builder, pointer, offset):
+  return builder.gep(pointer, [offset])
+
+
+def _loop(builder, name: str):
+  """Opens a loop whose body follows: (block before, body, block after)."""
+  before, body = builder.block, builder.append_basic_block(name)
+  after = builder.append_basic_block(f"{name}_end")
+  builder.branch(body)
+  builder.position_at_end(body)
+  return before, body, after
+
+
+def product_block(num_rows: int, num_vectors: int, is_bf16: bool, is_partial: bool = False) -> Any:
+  """Returns an intrinsic: c[rows, 16 * vectors] (+)= a[rows, k] @ w[k, 16 * vectors].
+
+  Its arguments are int64s: `a, a_row, a_step` (address and strides of a row and of a step of k, in
+  elements), `rows` (1 to `num_rows`; the block repeats the last one to its full height), `w,
+  w_step, k` (at least 1), `c, c_row`, `is_added` (whether chains begin at what c holds instead of
+  zero) and `columns`, how many of the last vector's there are if `is_partial`.
+  """
+
+  @intrinsic
+  def block(
+    typing_context, a, a_row, a_step, rows, w, w_step, k, c, c_row, is_added, columns
+  ):
+    def codegen(context, builder, signature, arguments):
+      a, a_row, a_step, rows, w, w_step, k, c, c_row, is_added, columns = arguments
+      a, c = (builder.inttoptr(pointer, _FLOAT.as_pointer()) for pointer in (a, c))
+      w = builder.inttoptr(w, _element(is_bf16).as_pointer())
+      mask = _mask(builder, columns) if is_partial else None
+      last = builder.sub(rows, _word(1))
+
+      def row_start(base, stride, row: int):
+        inside = builder.icmp_signed("<", _word(row), last)
+        return _at(builder, base, builder.mul(stride, builder.select(inside, _word(row), last)))
+
+      a_rows = [row_start(a, a_row, row) for row in range(num_rows)]
+      c_rows = [row_start(c, c_row, row) for row in range(num_rows)]
+      cells = [(row, vector) for row in range(num_rows) for vector in range(num_vectors)]
+      place = {cell: _at(builder, c_rows[cell[0]], _word(cell[1] * LANES)) for cell in cells}
+      keep = builder.icmp_signed("!=", is_added, _word(0))
+
+      def read(pointer, is_bf16=False):
+        if mask is None:
+          return _load(builder, pointer, is_bf16)
+        return _load_first(builder, pointer, mask, is_bf16)
+
+      start = {cell: builder.select(keep, read(place[cell]), _ZERO) for cell in cells}
+      before, body, after = _loop(builder, "product")
+      step = builder.phi(_WORD)
+      step.add_incoming(_word(0), before)
+      sums = {cell: builder.phi(_VECTOR) for cell in cells}
+      w_row = _at(builder, w, builder.mul(step, w_step))
+      columns_of = [
+        read(_at(builder, w_row, _word(vector * LANES)), is_bf16) for vector in range(num_vectors)
+      ]
+      a_offset = builder.mul(step, a_step)
+      new = {}
+      for row in range(num_rows):
+        scalar = _splat(builder, builder.load(_at(builder, a_rows[row], a_offset)))
+        for vector in range(num_vectors):
+          cell = row, vector
+          sums[cell].add_incoming(start[cell], before)
+          new[cell] = _fma(builder, scalar, columns_of[vector], sums[cell])
+          sums[cell].add_incoming(new[cell], body)
+      following = builder.add(step, _word(1))
+      step.add_incoming(following, body)
+      builder.cbranch(builder.icmp_signed("<", following, k), body, after)
+      builder.position_at_end(after)
+      for cell in cells:
+        if mask is None:
+          _store(builder, new[cell], place[cell])
+        else:
+          _store_first(builder, new[cell], place[cell], mask)
+      return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 11), codegen
+
+  return block
+
+
+def _tree(builder, vector, combine):
+  """16 lanes to one: halves are combined four times."""
+  for count in (8, 4, 2, 1):
+    low = _shuffle(builder, vector, vector, list(range(count)))
+    high = _shuffle(builder, vector, vector, list(range(count, 2 * count)))
+    vector = combine(low, high)
+  return builder.extract_element(vector, ir.Constant(_INT, 0))
+
+
+def _reduction(kind: str) -> Any:
+  @intrinsic
+  def reduction(typing_context, x, y, count):
+    def codegen(context, builder, signature, arguments):
+      x, y, count = arguments
+      x, y = (builder.inttoptr(pointer, _FLOAT.as_pointer()) for pointer in (x, y))
+      first = ir.Constant(_VECTOR, [-math.inf if kind == "maximum" else 0.0] * LANES)
+
+      def larger(a, b):
+        return builder.select(builder.fcmp_ordered(">", b, a), b, a)
+
+      def combined(total, here, other):
+        if kind == "sum":
+          return builder.fadd(total, here)
+        if kind == "dot":
+          return _fma(builder, here, other(), total)
+        return larger(total, here)
+
+      whole = builder.and_(count, _word(-LANES))
+      before_body = builder.append_basic_block("whole")
+      body, after = builder.append_basic_block("vectors"), builder.append_basic_block("rest")
+      some, done = builder.append_basic_block("partial"), builder.append_basic_block("done")
+      builder.branch(before_body)
+      builder.position_at_end(before_body)
+      builder.cbranch(builder.icmp_signed(">", whole, _word(0)), body, after)
+      builder.position_at_end(body)
+      index, total = builder.phi(_WORD), builder.phi(_VECTOR)
+      index.add_incoming(_word(0), before_body)
+      total.add_incoming(first, before_body)
+      here = _load(builder, _at(builder, x, index))
+      new = combined(total, here, lambda: _load(builder, _at(builder, y, index)))
+      following = builder.add(index, _word(LANES))
+      index.add_incoming(following, body)
+      total.add_incoming(new, body)
+      builder.cbranch(builder.icmp_signed("<", following, whole), body, after)
+      builder.position_at_end(after)
+      total = builder.phi(_VECTOR)
+      total.add_incoming(first, before_body)
+      total.add_incoming(new, body)
+      builder.cbranch(builder.icmp_signed("<", whole, count), some, done)
+      builder.position_at_end(some)
+      mask = _mask(builder, builder.sub(count, whole))
+      here = _load_first(builder, _at(builder, x, whole), mask)
+      if kind == "maximum":
+        here = builder.select(mask, here, first)
+      rest = combined(total, here, lambda: _load_first(builder, _at(builder, y, whole), mask))
+      builder.branch(done)
+      builder.position_at_end(done)
+      vector = builder.phi(_VECTOR)
+      vector.add_incoming(total, after)
+      vector.add_incoming(rest, some)
+      return _tree(builder, vector, larger if kind == "maximum" else builder.fadd)
+
+    return types.float32(types.int64, types.int64, types.int64), codegen
+
+  return reduction
+
+
+# (address, the same or another address, count) to one float: of n numbers the partial sum of lane
+# l takes l, l + 16, ..., and the lanes are added as a tree. The maximum of none is minus infinity.
+sum_of = _reduction("sum")
+dot_of = _reduction("dot")
+maximum_of = _reduction("maximum")
+
+
+def _transposition(is_bf16: bool) -> Any:
+  @intrinsic
+  def transpose(typing_context, source, source_row, target, target_row):
+    def codegen(context, builder, signature, arguments):
+      source, source_row, target, target_row = arguments
+      source = builder.inttoptr(source, _element(is_bf16).as_pointer())
+      target = builder.inttoptr(target, _FLOAT.as_pointer())
+      rows = [
+        _load(builder, _at(builder, source, builder.mul(source_row, _word(row))), is_bf16)
+        for row in range(LANES)
+      ]
+      # Interleave row i with row i + 8, four times: then row j of 16 holds column j.
+      low = [i // 2 + LANES * (i % 2) for i in range(LANES)]
+      high = [LANES // 2 + place for place in low]
+      for _ in range(4):
+        pairs = list(zip(rows[: LANES // 2], rows[LANES // 2 :], strict=True))
+        rows = [_shuffle(builder, a, b, order) for a, b in pairs for order in (low, high)]
+      for row, vector in enumerate(rows):
+        _store(builder, vector, _at(builder, target, builder.mul(target_row, _word(row))))
+      return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 4), codegen
+
+  return transpose
+
+
+# (source, elements between its rows, target, floats between its rows): 16 rows of 16.
+transpose_f32 = _transposition(False)
+transpose_bf16 = _transposition(True)
+
+
+@intrinsic
+def prefetch(typing_context, address):
+  """Asks for the cache line at an address."""
+
+  def codegen(context, builder, signature, arguments):
+    byte = ir.IntType(8).as_pointer()
+    kind = ir.FunctionType(ir.VoidType(), [byte, _INT, _INT, _INT])
+    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+    pointer = builder.inttoptr(arguments[0], byte)
+    builder.call(function, [pointer, *(ir.Constant(_INT, value) for value in (0, 3, 1))])
+    return context.get_dummy_value()
+
+  return types.void(types.int64), codegen

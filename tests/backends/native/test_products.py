@@ -1,0 +1,68 @@
+"""Products of the native backend against chains of fused multiply-adds in NumPy, by bits."""
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import native_reference as reference
+import numpy as np
+import pytest
+
+from seerjax.backends.native import ffi, products
+from seerjax.backends.native.numbers import jit
+
+# (rows, k, columns): one row, a block and a rest, columns that no vector or panel divides.
+SHAPES = ((1, 128, 384), (3, 17, 5), (7, 33, 50), (64, 128, 112), (5, 300, 97), (2, 700, 210))
+
+
+@jit
+def one(arguments):
+  return 1
+
+
+@jit
+def multiply(arguments, results, first, last, worker):
+  n, k = ffi.dimension(arguments, 0, 0), ffi.dimension(arguments, 0, 1)
+  e = ffi.dimension(arguments, 1, 1)
+  products.product(
+    ffi.address(arguments, 0), k, 1, n, ffi.address(arguments, 1), ffi.is_bfloat16(arguments, 1),
+    e, e, k, ffi.address(results, 0), e, 0,
+  )  # fmt: skip
+
+
+@jit
+def multiply_transposed(arguments, results, first, last, worker):
+  n, k = ffi.dimension(arguments, 0, 0), ffi.dimension(arguments, 0, 1)
+  e = ffi.dimension(arguments, 1, 0)
+  products.product_transposed(
+    ffi.address(arguments, 0), k, n, ffi.address(arguments, 1), ffi.is_bfloat16(arguments, 1),
+    k, e, k, ffi.address(results, 0), e, 0, ffi.address(results, 1),
+  )  # fmt: skip
+
+
+MULTIPLY = ffi.Handler("test_multiply", one, multiply)
+TRANSPOSED = ffi.Handler("test_multiply_transposed", one, multiply_transposed)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16], ids=("f32", "bf16"))
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_product_is_one_chain_an_output_whatever_its_blocks(shape, dtype):
+  n, k, e = shape
+  generator = np.random.default_rng(n)
+  x = generator.standard_normal((n, k)).astype(np.float32)
+  w = generator.standard_normal((k, e)).astype(dtype)
+  out = jax.ShapeDtypeStruct((n, e), jnp.float32)
+  panel = jax.ShapeDtypeStruct((k, products.PANEL), jnp.float32)
+  (got,) = jax.jit(lambda x, w: MULTIPLY([out], x, w))(x, w)
+  transposed = np.ascontiguousarray(w.T)
+  other, _ = jax.jit(lambda x, w: TRANSPOSED([out, panel], x, w))(x, transposed)
+  expected = reference.product(x, w)
+  np.testing.assert_array_equal(np.asarray(got).view(np.int32), expected.view(np.int32))
+  np.testing.assert_array_equal(np.asarray(other).view(np.int32), expected.view(np.int32))
+
+
+def test_a_chain_that_begins_elsewhere_has_other_bits():
+  generator = np.random.default_rng(0)
+  x = generator.standard_normal((2, 40)).astype(np.float32)
+  w = generator.standard_normal((40, 16)).astype(np.float32)
+  late = reference.product(x[:, 20:], w[20:]) + reference.product(x[:, :20], w[:20])
+  assert np.any(reference.product(x, w) != late)
