@@ -1,0 +1,31 @@
+"""The root-mean-square norm of a row (`ops.norms`), whose sum of squares is one `dot_of`."""
+
+from __future__ import annotations
+
+import math
+
+from seerjax.backends.native import vectors
+from seerjax.backends.native.numbers import f32, jit, round_row
+from seerjax.backends.native.pointers import floats
+
+
+@jit
+def inverse_root(x, count, eps):
+  """1 / sqrt(mean(x ** 2) + eps) of `count` floats at an address."""
+  return f32(1.0) / f32(math.sqrt(vectors.dot_of(x, x, count) / f32(count) + eps))
+
+
+@jit
+def norm_row(x, scale, count, eps, is_bf16, out):
+  """out = x * inverse_root(x) * scale, rounded after each product if the compute type is bfloat16.
+
+  All are addresses of floats; `out` may be `x`.
+  """
+  inverse = inverse_root(x, count, eps)
+  source, scales, target = floats(x), floats(scale), floats(out)
+  for i in range(count):
+    target[i] = source[i] * inverse
+  round_row(out, is_bf16, count)
+  for i in range(count):
+    target[i] = target[i] * scales[i]
+  round_row(out, is_bf16, count)
