@@ -13,9 +13,11 @@ not zeroed, and a result may serve as scratch memory.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+import ctypes
 import dataclasses
 import functools
 import inspect
+import pathlib
 from typing import Any
 
 import jax
@@ -23,6 +25,7 @@ import numba
 from numba import types
 
 from seerjax.array_typing import Array
+from seerjax.backends.native import objects
 from seerjax.backends.native.numbers import jit
 from seerjax.backends.native.pointers import flush_denormals, integers, restore_denormals, words
 
@@ -71,7 +74,7 @@ class Handler:
 
   name: str
   count: Callable[[Any], Any]
-  work: Callable[..., None]
+  work: Any
 
   def __call__(
     self,
@@ -93,15 +96,17 @@ class Handler:
 
 @functools.cache
 def _register(handler: Handler) -> None:
-  capsule = jax.ffi.pycapsule(_compiled(handler).ctypes)
+  source = pathlib.Path(inspect.getsourcefile(handler.work.py_func)).read_text()
+  where = objects.address(handler.name, source, functools.partial(_compiled, handler))
+  capsule = jax.ffi.pycapsule(ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_void_p)(where))
   jax.ffi.register_ffi_target(handler.name, capsule, platform="cpu")
 
 
-@functools.cache
-def _compiled(handler: Handler) -> Any:
+def _compiled(handler: Handler) -> str:
+  """Returns the module of a handler in LLVM's language; its entry is named `objects.ENTRY`."""
   count, work = handler.count, handler.work
 
-  def call(frame):
+  def handler_entry(frame):  # The name is `objects.ENTRY`.
     if frame[1] != 0:
       extension = words(frame[1])
       if (extension[1] & 0xFFFFFFFF) == 1:  # What handlers are asked once, when registered.
@@ -110,9 +115,15 @@ def _compiled(handler: Handler) -> Any:
         return 0
     before = flush_denormals()
     arguments, results = words(frame[9]), words(frame[14])
-    work(arguments, results, 0, count(arguments), 0)
+    first, worker = types.int64(0), types.int64(0)
+    work(arguments, results, first, count(arguments), worker)
     restore_denormals(before)
     return 0
 
   signature = types.int64(types.CPointer(types.int64))
-  return numba.cfunc(signature)(inspect.unwrap(call))
+  options: dict[str, Any] = dict(no_cpython_wrapper=True, no_cfunc_wrapper=True)
+  compiled: Any = numba.njit(signature, error_model="numpy", **options)(
+    inspect.unwrap(handler_entry)
+  )
+  (module,) = compiled.inspect_llvm().values()
+  return module

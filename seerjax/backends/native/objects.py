@@ -1,0 +1,136 @@
+"""Compiled handlers on disk, so that the next process loads them instead of compiling.
+
+numba compiles a handler to LLVM's intermediate language, LLVM to an object file, and the file is
+loaded by LLVM's own linker. (numba's own cache looks at one file of several, and keeps no function
+that another function makes.) A file is named by what decides its contents: the sources of this
+folder and of the handler, the versions of numba and llvmlite, and the processor. It lies beside
+JAX's compiled programs, or in the user's cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+import functools
+import hashlib
+import importlib.metadata
+import os
+import pathlib
+import tempfile
+from typing import Any
+
+from absl import logging
+import jax
+import llvmlite.binding as llvm
+
+# What numba's name of a module's entry contains, and the name of what is loaded.
+ENTRY = "handler_entry"
+_SYMBOL = "seerjax_handler"
+# A handler in C's calling convention around numba's own, whose errors cannot occur.
+_WRAPPER = """
+target triple = "{triple}"
+target datalayout = "{layout}"
+declare i32 @"{entry}"(ptr, ptr, ptr)
+define i64 @{symbol}(ptr %frame) {{
+  %value = alloca i64
+  %error = alloca ptr
+  %status = call i32 @"{entry}"(ptr %value, ptr %error, ptr %frame)
+  %result = load i64, ptr %value
+  ret i64 %result
+}}
+"""
+# Engines of LLVM that own the machine code: they live as long as the process.
+_loaded: list[Any] = []
+
+
+def address(name: str, source: str, compiled: Callable[[], str]) -> int:
+  """Returns where a handler's machine code lies in this process.
+
+  Args:
+    name: of the handler.
+    source: text of the file that it stands in.
+    compiled: returns its module in LLVM's language; called where no file is found, or one that is
+      damaged.
+  """
+  path = _folder() / f"{name}-{_digest(source)}.o"
+  code = _read(path)
+  if code is None:
+    code = _object_of(compiled())
+    _write(path, code)
+  module = llvm.parse_assembly("")
+  engine = llvm.create_mcjit_compiler(module, _machine())
+  engine.add_object_file(llvm.ObjectFileRef.from_data(code))
+  engine.finalize_object()
+  _loaded.append(engine)
+  return engine.get_function_address(_SYMBOL)
+
+
+@functools.cache
+def _digest(text: str) -> str:
+  """Returns what names a file: of the sources, the compilers and the processor."""
+  parts = [text, *(importlib.metadata.version(name) for name in ("numba", "llvmlite"))]
+  parts += _processor()
+  for source in sorted(pathlib.Path(__file__).parent.glob("*.py")):
+    parts += [source.name, source.read_text()]
+  return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+
+
+def _processor() -> tuple[str, str, str]:
+  """LLVM's names of the machine, the processor and its features; numba reads the same variables."""
+  cpu = os.environ.get("NUMBA_CPU_NAME") or llvm.get_host_cpu_name()
+  features = os.environ.get("NUMBA_CPU_FEATURES")
+  if features is None:
+    features = llvm.get_host_cpu_features().flatten()
+  return llvm.get_default_triple(), cpu, features
+
+
+@functools.cache
+def _machine() -> Any:
+  llvm.initialize_native_target()
+  llvm.initialize_native_asmprinter()
+  triple, cpu, features = _processor()
+  target = llvm.Target.from_triple(triple)
+  return target.create_target_machine(cpu=cpu, features=features, opt=3, jit=True)
+
+
+def _object_of(module_text: str) -> bytes:
+  machine = _machine()
+  module = llvm.parse_assembly(module_text)
+  (entry,) = [f.name for f in module.functions if not f.is_declaration and ENTRY in f.name]
+  wrapper = _WRAPPER.format(
+    triple=module.triple, layout=module.data_layout, entry=entry, symbol=_SYMBOL
+  )
+  module.link_in(llvm.parse_assembly(wrapper))
+  module.verify()
+  return machine.emit_object(module)
+
+
+def _folder() -> pathlib.Path:
+  programs = jax.config.jax_compilation_cache_dir
+  if programs and "://" not in programs:
+    return pathlib.Path(programs) / "native"
+  cache = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
+  return pathlib.Path(cache) / "seerjax"
+
+
+def _read(path: pathlib.Path) -> bytes | None:
+  """Returns the code of a whole file, None if there is none."""
+  try:
+    content = path.read_bytes()
+  except OSError:
+    return None
+  check, code = content[:32], content[32:]
+  return code if hashlib.sha256(code).digest() == check else None
+
+
+def _write(path: pathlib.Path, code: bytes) -> None:
+  """Keeps the code; a process that dies meanwhile leaves no file of that name."""
+  try:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+      file.write(hashlib.sha256(code).digest() + code)
+    os.replace(file.name, path)
+  except OSError as error:
+    logging.warning(
+      "native handlers: got %s, expected a folder to keep compiled code in; it is compiled again by"
+      " every process: make %s writable, or set JAX_COMPILATION_CACHE_DIR.", error, path.parent,
+    )  # fmt: skip
