@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from small_run import assert_equal_bits, rows_of, train
 
 from seerjax import numerics
+from seerjax.reports import run_directory, run_report
 from seerjax.rollout import journal
 from seerjax.run import directory
 
@@ -57,3 +59,40 @@ def test_a_journal_of_the_release_before_is_continued(tmp_path):
       path, fingerprint=fingerprint, settings=today | {"engine": {"page_size": 16, "shine": 2.0}},
       as_today=as_today,
     )  # fmt: skip
+
+
+def test_numbers_without_a_checkpoint_are_another_run_too(tmp_path):
+  (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n')
+  with pytest.raises(ValueError, match=r"another run \(its numbers\), expected none; carry on wi"):
+    directory.check_directory(tmp_path, resume=False)
+  directory.check_directory(tmp_path / "new", resume=False)
+
+
+def test_nothing_to_resume_is_refused(tmp_path):
+  with pytest.raises(ValueError, match=r"got no checkpoint to resume, expected one under .*check"):
+    train(tmp_path / "run", resume=True)
+  assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("how", ["lost", "emptied"])
+def test_records_that_are_gone_are_named_and_end_no_run(whole, stopped_copy, how):
+  for name in ("journal.jsonl", "metrics.jsonl"):
+    path = stopped_copy / name
+    path.unlink() if how == "lost" else path.write_bytes(b"")
+  traces = stopped_copy / "traces.jsonl"
+  data = traces.read_bytes()
+  traces.write_bytes(data[:5] + b"\xff" + data[6:])
+  said = []
+  result = train(stopped_copy, resume=True, say=said.append)
+  text = "\n".join(said)
+  assert "journal.jsonl: got no rollouts of 2 of 2 steps, expected those of all; the run" in text
+  assert "metrics.jsonl: got no numbers of 2 of 2 steps, expected those of all; the run" in text
+  assert "traces.jsonl: got damage in line(s) 1, expected a step's trace in each; the run" in text
+  assert_equal_bits(result.state, whole[1].state)
+  assert [row["step"] for row in rows_of(stopped_copy)] == [3, 4, 4]
+  assert run_directory.load(stopped_copy).traces.keys() == {1, 2, 3}
+  assert run_report.render(stopped_copy).is_file()
+  said.clear()
+  train(stopped_copy, resume=True, say=said.append, num_steps=5)
+  assert sum("expected those of all" in line for line in said) == 2  # Until they are restored.

@@ -7,9 +7,10 @@ import threading
 
 import numpy as np
 import pytest
+from small_run import PER_STEP, SHOWN, Vowels, assert_equal_bits, rows_of, train
 import word_engine
 
-from seerjax.rollout import groups as groups_lib
+from seerjax.rollout import groups as groups_lib, journal as journal_lib
 from seerjax.rollout.divided import DividedRollout
 from seerjax.rollout.policies import Divided
 from seerjax.run import off_policy
@@ -153,3 +154,32 @@ def test_rewards_stand_with_their_texts():
 def test_what_is_no_rival_is_refused(fields, message):
   with pytest.raises(ValueError, match=f"StaleConfig: {message}"):
     off_policy.StaleConfig(**fields)
+
+
+@pytest.mark.thorough
+def test_one_step_off_learns_from_the_weights_before(tmp_path):
+  task = Vowels()
+  result = train(tmp_path, task, num_instances=2, stale=off_policy.StaleConfig(steps_ahead=1))
+  rows = rows_of(tmp_path)[1:-1]
+  assert [row["rollout/old_tokens"] > 0 for row in rows] == [False, True, True, True]
+  # On-policy to the bit in the first step alone; then the gap is the step between.
+  assert rows[0]["contract/max_abs_logprob_gap"] == 0.0
+  assert all(row["contract/max_abs_logprob_gap"] > 0 for row in rows[1:])
+  assert rows[0]["train/ratio"] == 1.0 != rows[1]["train/ratio"]
+  assert task.num_verdicts == 6 * PER_STEP + SHOWN and int(result.state.step) == 4
+  again = train(tmp_path / "again", num_instances=2, stale=off_policy.StaleConfig(steps_ahead=1))
+  assert_equal_bits(again.state, result.state)
+
+
+@pytest.mark.thorough
+def test_partial_rollouts_learn_from_those_that_were_whole_first(tmp_path):
+  task = Vowels()
+  result = train(tmp_path, task, stale=off_policy.StaleConfig(begun=2.0))
+  rows = rows_of(tmp_path)[1:-1]
+  assert rows[0]["rollout/old_tokens"] == 0 == rows[0]["contract/max_abs_logprob_gap"]
+  assert any(row["rollout/old_tokens"] > 0 for row in rows[1:])
+  for row in rows:
+    assert (row["contract/max_abs_logprob_gap"] > 0) == (row["rollout/old_tokens"] > 0)
+  assert int(result.state.step) == 4
+  _, entries = journal_lib.read(tmp_path / "journal.jsonl")
+  assert len(list(entries)) == task.num_verdicts - 2 * PER_STEP - SHOWN >= 4 * PER_STEP

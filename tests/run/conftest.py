@@ -1,0 +1,26 @@
+"""A whole run, and one that Ctrl-C met, which the tests of this folder share."""
+
+from __future__ import annotations
+
+import pathlib
+import shutil
+
+import pytest
+import small_run
+
+
+@pytest.fixture(scope="module")
+def whole(programs_on_disk):
+  """An uninterrupted run: (directory, result, task)."""
+  return small_run.whole_run()
+
+
+@pytest.fixture(scope="module")
+def stopped(programs_on_disk):
+  """A run that Ctrl-C met in its third step, whose first two of four rollouts were judged."""
+  return small_run.stopped_run()
+
+
+@pytest.fixture
+def stopped_copy(stopped, tmp_path):
+  return pathlib.Path(shutil.copytree(stopped, tmp_path / "run"))

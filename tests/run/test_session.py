@@ -1,0 +1,310 @@
+"""What stops a run changes no bit of it, and other settings than the run's are refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import pathlib
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from small_run import (
+  CONFIG,
+  NUMERICS,
+  PER_STEP,
+  SHOWN,
+  Vowels,
+  assert_equal_bits,
+  interrupt,
+  policy,
+  programs_of,
+  records_of,
+  rows_of,
+  train,
+)
+
+from seerjax import checkpoint, numerics as numerics_lib, rl
+from seerjax.models import tokenizer as tokenizer_lib
+from seerjax.rollout import journal as journal_lib
+from seerjax.run import programs as programs_lib, status, stops
+from seerjax.trainer import losses, step as step_lib
+from seerjax.types import Verdict
+
+pytestmark = pytest.mark.usefixtures("programs_on_disk")
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("num_instances", [1, 2])
+def test_after_ctrl_c_the_run_goes_on_to_the_same_bits(whole, stopped_copy, num_instances):
+  directory, expected, _ = whole
+  task = Vowels()
+  result = train(stopped_copy, task, resume=True, num_instances=num_instances)
+  assert_equal_bits(result.state, expected.state)
+  assert rows_of(stopped_copy) == rows_of(directory)
+  # The first evaluation is not repeated, nor are the two rollouts that were judged.
+  assert task.num_verdicts == 3 * PER_STEP - 2 + SHOWN
+
+
+class UsesItsStateUp(step_lib.Trainer):
+  """Leaves nothing of the state before, as a program that is given its buffers would."""
+
+  def update(self, state, gradient):
+    new, norms = super().update(state, gradient)
+    if int(new.step) == 2:
+      jax.tree.map(lambda leaf: leaf.delete(), state)
+      terminate()
+    return new, norms
+
+
+def terminate():
+  os.kill(os.getpid(), signal.SIGTERM)
+
+
+def terminate_within_a_compilation():
+  def begins(event, value, **about):
+    del value
+    if event.endswith("backend_compile_duration") and about["fun_name"] == "jit(never_seen)":
+      jax.monitoring.unregister_scalar_listener(begins)
+      terminate()
+
+  def never_seen(x):
+    return x + 1
+
+  jax.monitoring.register_scalar_listener(begins)
+  jax.jit(never_seen)(np.zeros(3))
+  raise AssertionError("it was not stopped")
+
+
+class WatchesSaves(Vowels):
+  """Stops the world in the middle of the first checkpoint after its first verdict."""
+
+  def __init__(self, checkpoints: pathlib.Path):
+    super().__init__()
+    self.checkpoints = checkpoints
+
+  def verdict(self, problem, text):
+    if not self.num_verdicts:
+      threading.Thread(target=self.watch, daemon=True).start()
+    return super().verdict(problem, text)
+
+  def watch(self):
+    while not any(path.name.startswith(".incoming") for path in self.checkpoints.iterdir()):
+      time.sleep(1e-4)
+    terminate()
+
+
+@pytest.mark.thorough
+@pytest.mark.few(2)
+@pytest.mark.parametrize(
+  ("moment", "step"),
+  [("sampling", 1), ("compiling", 1), ("updating", 2), ("saving", 2), ("evaluating", 4)],
+)
+def test_sigterm_ends_a_run_after_its_last_whole_step_whenever_it_comes(
+  whole, tmp_path, moment, step
+):
+  directory = tmp_path / "run"
+  runs = programs_of(CONFIG)
+  task = {
+    "sampling": Vowels(2 * PER_STEP + 2, terminate),
+    "compiling": Vowels(2 * PER_STEP + 2, terminate_within_a_compilation),
+    "evaluating": Vowels(5 * PER_STEP + 2, terminate),
+  }.get(moment, Vowels())
+  if moment == "updating":
+    runs = dataclasses.replace(runs, trainer=UsesItsStateUp(**vars_of(runs.trainer)))
+  if moment == "saving":
+    task = WatchesSaves(directory / "checkpoints")
+  with pytest.raises(stops.Interrupted) as caught:
+    rl.train(CONFIG, policy(), task, directory, log=lambda line: None, programs=runs)
+  why = f"stopped by SIGTERM after step {step} of 4; --resume goes on"
+  assert (str(caught.value), caught.value.status) == (why, 143)
+  found = status.read(directory)
+  assert found is not None
+  assert (found["state"], found["why"], found["step"]) == ("stopped", why, step)
+  assert checkpoint.latest_step(directory / "checkpoints") == step
+  assert rows_of(directory) == rows_of(whole[0])[: step + 1]
+
+
+def vars_of(record):
+  return {field.name: vars(record)[field.name] for field in dataclasses.fields(record)}
+
+
+@pytest.mark.thorough
+def test_after_kill_the_journal_is_read_and_the_bits_are_the_same(whole, tmp_path):
+  directory, expected, _ = whole
+  done = subprocess.run(
+    [sys.executable, "-c", "import sys, small_run; small_run.run_until_killed(sys.argv[1])"]
+    + [str(tmp_path / "run")],
+    cwd=ROOT,
+    env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests/support'}"},
+    capture_output=True,
+    text=True,
+    check=False,
+  )
+  assert done.returncode == -signal.SIGKILL, done.stderr
+  assert checkpoint.steps(tmp_path / "run" / "checkpoints") == (0,)
+  kinds = [record["kind"] for record in records_of(tmp_path / "run")]
+  assert kinds.count("chunk") >= 2 * PER_STEP  # Of answers of five or six tokens.
+  task = Vowels()
+  result = train(tmp_path / "run", task, resume=True)
+  assert_equal_bits(result.state, expected.state)
+  assert rows_of(tmp_path / "run") == rows_of(directory)
+  # Nothing of the two whole steps is sampled again, nor the one rollout of the third.
+  assert task.num_verdicts == 3 * PER_STEP - 1 + SHOWN
+  rows = rows_of(tmp_path / "run", without=())
+  rates = [row["rollout/tokens_per_second"] for row in rows[1:-1]]
+  assert rates[:2] == [0.0, 0.0] and min(rates[2:]) > 0.0
+
+
+def test_a_run_that_has_ended_writes_its_last_row_once(whole, tmp_path):
+  directory, expected, _ = whole
+  copy = pathlib.Path(shutil.copytree(directory, tmp_path / "run"))
+  written = (copy / "metrics.jsonl").read_bytes()
+  task = Vowels()
+  result = train(copy, task, resume=True)
+  assert task.num_verdicts == SHOWN  # Nor is it measured again.
+  assert (copy / "metrics.jsonl").read_bytes() == written
+  assert_equal_bits(result.state, expected.state)
+  timed = ("seconds", "compile_seconds", "peak_memory_gib")
+  assert result.summary | {name: expected.summary[name] for name in timed} == expected.summary
+  # A longer run goes on, and measures where it ends.
+  train(copy, task, resume=True, num_steps=5)
+  assert [row["step"] for row in rows_of(copy)] == [0, 1, 2, 3, 4, 4, 5, 5]
+
+
+@pytest.mark.thorough
+def test_a_kill_in_the_first_evaluation_can_be_resumed(whole, tmp_path):
+  with pytest.raises(ValueError, match="while judging problem 'heldout-"):
+    train(tmp_path / "run", Vowels(stop_at=2, stop=lambda: 1 / 0))
+  task = Vowels()
+  train(tmp_path / "run", task, resume=True, num_steps=1)
+  assert task.num_verdicts == 3 * PER_STEP + SHOWN
+  assert rows_of(tmp_path / "run")[:2] == rows_of(whole[0])[:2]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+  ("stop", "message"),
+  [
+    (
+      lambda: 1 / 0,
+      r"vowels: got ZeroDivisionError \(division by zero\) while judging problem 'tr",
+    ),
+    (
+      lambda: Verdict(reward=float("nan"), correct=False, well_formed=False),
+      r"vowels: got reward nan for problem 'train-\d', text .*, expected a finite number",
+    ),
+  ],
+)
+def test_a_task_that_cannot_judge_is_named_and_nothing_is_lost(whole, tmp_path, stop, message):
+  directory, expected, _ = whole
+  with pytest.raises(ValueError, match=message):
+    train(tmp_path / "run", Vowels(stop_at=2 * PER_STEP + 3, stop=stop))
+  _, entries = journal_lib.read(tmp_path / "run" / "journal.jsonl")
+  assert len(list(entries)) == PER_STEP + 2
+  result = train(tmp_path / "run", resume=True)
+  assert_equal_bits(result.state, expected.state)
+  assert rows_of(tmp_path / "run") == rows_of(directory)
+
+
+def test_the_summary_of_a_resumed_run_counts_all_its_processes(stopped_copy):
+  before = checkpoint.restore(
+    stopped_copy / "checkpoints",
+    jax.eval_shape(lambda: programs_lib.first_state(CONFIG, policy())),
+    fingerprint=numerics_lib.fingerprint(NUMERICS),
+  ).host_state["clock"]
+  began = time.monotonic()
+  summary = train(stopped_copy, resume=True).summary
+  here = time.monotonic() - began
+  assert 0 < before["seconds"] < summary["seconds"] < before["seconds"] + here
+  assert 0 <= before["compile_seconds"] <= summary["compile_seconds"] < summary["seconds"]
+
+
+def test_the_directory_of_a_run_is_refused_before_any_work(whole):
+  directory, task = whole[0], Vowels()
+  before = {path: path.read_bytes() for path in directory.iterdir() if path.is_file()}
+  with pytest.raises(ValueError, match=r"got the directory of another run \(a checkpoint after st"):
+    train(directory, task, seed=5)
+  assert task.num_verdicts == 0
+  assert before == {path: path.read_bytes() for path in directory.iterdir() if path.is_file()}
+
+
+def test_other_settings_are_refused_with_both_values(stopped_copy):
+  config = (stopped_copy / "config.json").read_bytes()
+  with pytest.raises(ValueError, match="got other run settings .seed was 0 and is 3"):
+    train(stopped_copy, resume=True, seed=3)
+  assert (stopped_copy / "config.json").read_bytes() == config
+
+
+@pytest.mark.thorough
+def test_stop_strings_and_chats_go_with_a_run_and_its_resume(tmp_path):
+  changes: dict[str, Any] = dict(
+    num_steps=2,
+    rollout=dataclasses.replace(CONFIG.rollout, stop_strings=("o", "an")),
+    chat=tokenizer_lib.ChatConfig(system="Hi."),
+  )
+  expected = train(tmp_path / "whole", **changes)
+  rollouts = [entry.rollout for entry in journal_lib.read(tmp_path / "whole" / "journal.jsonl")[1]]
+  tokenizer = policy().require_tokenizer()
+  for rollout in rollouts:
+    text = tokenizer.decode(rollout.request.prompt, skip_special_tokens=False)
+    assert text.startswith("<|im_start|>system\nHi.<|im_end|>\n<|im_start|>user\n")
+    assert "o" not in rollout.completion.text and "an" not in rollout.completion.text
+  # Some were cut within what they would have said.
+  assert any("o" in tokenizer.decode(rollout.completion.tokens) for rollout in rollouts)
+  task = Vowels(stop_at=2 * PER_STEP + 2, stop=interrupt)
+  with pytest.raises(stops.Interrupted):
+    train(tmp_path / "run", task, **changes)
+  others: tuple[tuple[dict[str, Any], str], ...] = (
+    (dict(chat=tokenizer_lib.ChatConfig(system="Ho.")), "chat.system was 'Hi.' and is 'Ho.'"),
+    (
+      dict(chat=tokenizer_lib.ChatConfig(system="Hi.", variables=dict(brief=True))),
+      "chat.variables.brief was None and is True",
+    ),
+    (dict(rollout=CONFIG.rollout), r"rollout.stop_strings was \['o', 'an'\] and is \[\]"),
+  )
+  for other, message in others:
+    with pytest.raises(ValueError, match=f"got other run settings .*{message}"):
+      train(tmp_path / "run", resume=True, **(changes | other))
+  result = train(tmp_path / "run", resume=True, **changes)
+  assert_equal_bits(result.state, expected.state)
+  assert rows_of(tmp_path / "run") == rows_of(tmp_path / "whole")
+
+
+@pytest.mark.thorough
+def test_other_numerics_are_refused_with_both_values_or_begin_an_epoch(stopped_copy):
+  other = dataclasses.replace(NUMERICS, kv_split=8)
+  with pytest.raises(ValueError, match=r"kv_split was '16' and is '8'.*--accept_new_numerics"):
+    train(stopped_copy, resume=True, numerics=other)
+  again = dataclasses.replace(CONFIG.trainer, remat="layer")
+  with pytest.raises(ValueError, match=r"remat was None and is 'layer'.*--accept_new_numerics"):
+    rl.train(
+      dataclasses.replace(CONFIG, trainer=again), policy(), Vowels(), stopped_copy, resume=True
+    )
+  train(stopped_copy, resume=True, numerics=other, accept_new_numerics=True)
+  rows = rows_of(stopped_copy)
+  assert [row["step"] for row in rows] == [0, 1, 2, 3, 4, 4]
+  # Were a rollout of the old numerics left in the third step, it would show here.
+  assert all(row["contract/max_abs_logprob_gap"] == 0.0 for row in rows[1:-1])
+  header, _ = journal_lib.read(stopped_copy / "journal.jsonl")
+  assert [fingerprint["kv_split"] for fingerprint in header.fingerprints] == ["16", "8"]
+
+
+def test_what_never_clips_is_written_as_json(tmp_path):
+  optimizer = step_lib.OptimizerConfig(max_gradient_norm=float("inf"))
+  with pytest.raises(stops.Interrupted, match="stopped by Ctrl-C after step 0 of 4"):
+    train(tmp_path / "run", Vowels(1, interrupt), loss=losses.rloo(), optimizer=optimizer)
+  config = json.loads((tmp_path / "run" / "config.json").read_text())
+  assert config["loss"]["clip_high"] == config["optimizer"]["max_gradient_norm"] == "Infinity"
+  header, _ = journal_lib.read(tmp_path / "run" / "journal.jsonl")
+  assert header.settings["loss"] == config["loss"]
