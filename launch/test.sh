@@ -26,7 +26,7 @@ for the next time. With pytest arguments: pytest with them, no more.
                from REF (by default from where this branch left origin/main) and of the rooms above
   --all        what CI runs: everything but the long tests, compiled anew; the built wheel with every
                example, parity with Hugging Face where torch can be installed, and the contract with a
-               quarter of the files of unit tests on Python 3.11 and with AVX2 alone
+               tenth of the files of unit tests on Python 3.11 and with AVX2 alone
   --long       runs the tests marked `long`, for an hour or two. What passed is kept in .long/; when
                started again at the same sources, only what is missing runs.
   --help       this text
@@ -150,13 +150,13 @@ run_pytest() {
 
 # The contract holds on CPUs without AVX-512 too, for which XLA fuses and rounds differently: these
 # tests run as such a CPU would. (Another kind of CPU ignores the flag.) Every test of the contract runs
-# with one of its parameters, and a quarter of the other files, drawn by the seed: all have run on the
-# newest Python just before.
+# with one of its parameters, and of the other files a tenth, drawn by the seed, with what they run every
+# day: all of them have run on the newest Python just before.
 run_oldest() {
   local skip ignored=()
   for skip in $NEWEST_ONLY; do ignored+=("--ignore=$skip"); done
-  SEERJAX_TEST_SHARE=0.25 XLA_FLAGS="${XLA_FLAGS:-} --xla_cpu_max_isa=AVX2" \
-    run_pytest "$1" "${ignored[@]}"
+  SEERJAX_TEST_SHARE=0.1 XLA_FLAGS="${XLA_FLAGS:-} --xla_cpu_max_isa=AVX2" \
+    run_pytest "$1" --everyday "${ignored[@]}"
 }
 
 # built_wheel DIR MINOR: installs the built wheel, and nothing else of this checkout, then runs every
@@ -316,7 +316,7 @@ stage "wheel and examples, Python $minor" built_wheel "$newest"
 
 if [ -n "${preparing:-}" ]; then
   stage "environment, Python $OLDEST (made beside the first checks)" settled "$preparing" "$said" &&
-    stage "contract, a quarter of the unit tests, Python $OLDEST" run_oldest "$oldest"
+    stage "contract, a tenth of the unit tests, Python $OLDEST" run_oldest "$oldest"
 elif [ "$minor" != "$OLDEST" ]; then
   summary="$summary  $(printf '%-6s %5d s  %s' skipped 0 "Python $OLDEST: none found")
 "

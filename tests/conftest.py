@@ -39,10 +39,10 @@ TESTS = pathlib.Path(__file__).parent
 # Folders whose tests are all `thorough`: whole runs of commands, and what launches them.
 THOROUGH = ("experiments", "launch")
 STRICT = ("contract", "engine", "models", "ops", "pallas_kernels")
-# Folders that share programs, or runs, which one process of pytest should make and no other.
+# Folders and files that share programs, or runs, which one process of pytest should make alone.
 PROCESSES = {
   "contract": "engines", "engine": "engines", "engine/kv": "engines", "rollout": "engines",
-  "experiments": "experiments",
+  "run": "runs", "test_rl.py": "runs", "experiments": "experiments",
 }  # fmt: skip
 
 # Compiling makes first examples slow, so no deadline. Examples are drawn afresh each time:
@@ -86,9 +86,9 @@ class ByFolder(xdist.scheduler.LoadScopeScheduling):
   """Deals whole files to pytest's processes, and what `PROCESSES` says as if it were one file."""
 
   def _split_scope(self, nodeid: str) -> str:
-    file = nodeid.partition("::")[0]
-    folder = file.rpartition("/")[0].removeprefix("tests/")
-    return PROCESSES.get(folder, file)
+    file = nodeid.partition("::")[0].removeprefix("tests/")
+    folder = file.rpartition("/")[0]
+    return PROCESSES.get(folder) or PROCESSES.get(file, file)
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log) -> ByFolder:
@@ -200,9 +200,15 @@ def tell_events(record_property) -> Callable[[str, Mapping[str, int], Sequence[s
   return tell
 
 
+@pytest.fixture(scope="session")
+def programs_folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+  """Takes the compiled programs of this process, of the files that keep them."""
+  return tmp_path_factory.mktemp("programs")
+
+
 @pytest.fixture(scope="module")
-def programs_on_disk(tmp_path_factory) -> Iterator[None]:
-  """Keeps compiled programs while a file's tests run: for runs that each make theirs anew."""
+def programs_on_disk(programs_folder: pathlib.Path) -> Iterator[None]:
+  """Keeps compiled programs on disk for a file's tests: for runs that each make theirs anew."""
   if jax.config.jax_compilation_cache_dir:
     yield  # The whole session keeps them.
     return
@@ -210,7 +216,7 @@ def programs_on_disk(tmp_path_factory) -> Iterator[None]:
     jax.config.jax_compilation_cache_dir,
     jax.config.jax_persistent_cache_min_compile_time_secs,
   )
-  jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("programs")))
+  jax.config.update("jax_compilation_cache_dir", str(programs_folder))
   jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
   compilation_cache.reset_cache()  # Else a process stays with what it chose when it first compiled.
   yield
