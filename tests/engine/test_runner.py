@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny_model
+from word_engine import CONFIG, NUMERICS, SIZES, params, request, runner, tokens_from
 
 from seerjax import parallel
 from seerjax.engine import runner as runner_lib
+from seerjax.engine.engine import Engine, EngineConfig
 from seerjax.models import kv_layout
+from seerjax.models.loading import Model
 from seerjax.types import SamplingRows, TokenBatch
 
 
@@ -101,3 +106,44 @@ def test_a_runner_is_equal_to_one_of_the_same_things():
   one = runner_lib.Runner(tiny_model.CONFIG, tiny_model.NUMERICS, mesh, 1)
   assert one == runner_lib.Runner(tiny_model.CONFIG, tiny_model.NUMERICS, mesh, 1)
   assert one != runner_lib.Runner(tiny_model.CONFIG, tiny_model.BFLOAT16, mesh, 1)
+
+
+def test_nothing_is_traced_after_the_first_step_of_each_bucket():
+  own = runner_lib.Runner(tiny_model.CONFIG, NUMERICS, parallel.make_mesh(), max_programs=1)
+  sizes = EngineConfig(page_size=8, num_pages=9, max_sequences=2, max_context=32, row_buckets=(8,))
+
+  def engine(config):
+    return Engine(
+      Model(tiny_model.CONFIG, tiny_model.params(NUMERICS), NUMERICS),
+      config=config,
+      key=jax.random.key(3),
+      runner=own,
+    )
+
+  one = engine(sizes)
+  one.generate([request()])
+  one.set_params(tiny_model.params(NUMERICS, 1), 1)
+  # Filters, biases, lengths, other weights, another engine, more sequences: the same program.
+  one.generate([request("b", tokens_from(0, 5)[:1], top_k=3, logit_bias=((1, 1.0),)), request("c")])
+  engine(dataclasses.replace(sizes, max_sequences=3)).generate([request()])
+  with pytest.raises(
+    AssertionError, match="engine step: got trace 2, expected one for each of 1 row buckets"
+  ):
+    engine(dataclasses.replace(sizes, row_buckets=(9,))).generate([request()])
+
+
+@pytest.mark.parametrize("what", ["model", "numerics", "mesh"])
+def test_a_runner_made_for_something_else_is_refused(what):
+  model = dataclasses.replace(CONFIG, num_layers=3) if what == "model" else CONFIG
+  numerics = tiny_model.BFLOAT16 if what == "numerics" else NUMERICS
+  mesh = parallel.make_mesh(num_instances=2) if what == "mesh" else None
+  with pytest.raises(
+    ValueError, match=r"Engine.runner: got one of .* for a model of 2 layers on 1 device\(s\)"
+  ):
+    Engine(
+      Model(model, params(), numerics),
+      config=SIZES,
+      key=jax.random.key(0),
+      mesh=mesh,
+      runner=runner(),
+    )

@@ -7,6 +7,7 @@ import dataclasses
 import jax
 import pytest
 import tiny_model
+import word_engine
 
 from seerjax import parallel
 from seerjax.engine import sizes
@@ -115,3 +116,35 @@ def test_an_engine_of_open_sizes_says_what_it_took_and_answers():
   assert engine.plan().startswith("1 instance(s), each 17 pages of 8 positions")
   request = Request(request_id="0", prompt=(1, 2), sampling=SamplingParams(max_tokens=2))
   assert len(engine.generate([request])[0].tokens) == 2
+
+
+def test_the_plan_says_what_was_allocated():
+  assert word_engine.make_engine().plan() == (
+    "1 instance(s), each 9 pages of 8 positions (64 tokens of context) and 4 sequences; steps of"
+    " 4, 16 rows in arrays of 8, 16; 0.1 MiB of pages, 0.2 MiB of weights"
+  )
+
+
+@pytest.mark.parametrize(
+  "field, value, message",
+  [
+    ("max_sequences", -1, r"EngineConfig.max_sequences: got -1, expected at least 0; 0 asks"),
+    ("num_pages", -1, r"EngineConfig.num_pages: got -1, expected at least 0; 0 asks the free"),
+    ("row_buckets", (-3,), r"row_buckets: got \(-3,\), expected ascending positive"),
+    ("row_buckets", (16, 4), r"row_buckets: got \(16, 4\), expected ascending"),
+    ("row_buckets", (4, 4), r"row_buckets: got \(4, 4\), expected ascending"),
+    ("row_buckets", (0, 4), r"row_buckets: got \(0, 4\), expected ascending"),
+    ("row_buckets", (2, 3), r"row_buckets: got at most 3 rows, expected at least max_sequences=4"),
+  ],
+)
+def test_sizes_that_cannot_be_are_refused(field, value, message):
+  with pytest.raises(ValueError, match=message):
+    dataclasses.replace(word_engine.SIZES, **{field: value})
+
+
+@pytest.mark.parametrize("page_size", [3, 32])
+def test_pages_that_do_not_fill_a_split_are_refused(page_size):
+  with pytest.raises(
+    ValueError, match=rf"EngineConfig.page_size: got {page_size}, expected a divisor of kv_split=16"
+  ):
+    word_engine.make_engine(dataclasses.replace(word_engine.SIZES, page_size=page_size))

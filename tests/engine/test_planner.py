@@ -1,0 +1,113 @@
+"""Who is admitted, what is shared, and that nobody waits for ever."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import tiny_model
+from word_engine import SIZES, make_engine, request, run, tokens_from
+
+
+def test_members_of_a_group_share_the_pages_of_their_prompt():
+  prompt = tokens_from(3, 19)
+  members = [
+    request(str(index), prompt, seed=index, group="g", max_tokens=5) for index in range(4)
+  ]
+  engine = make_engine()
+  completions = engine.generate(members)
+  # The first writes 19; the others find 18: two full pages, and two positions of the third.
+  assert engine.counters.reused_tokens == 3 * 18 and engine.counters.page_copies == 3
+  assert engine.counters.rows == 19 + 3 * 1 + 4 * 4
+  assert engine.counters.sampled_tokens == 20
+  plain = make_engine(dataclasses.replace(SIZES, reuse_prefixes=False))
+  for ours, alone in zip(completions, plain.generate(members), strict=True):
+    assert tiny_model.same(ours, alone)
+  assert plain.counters.reused_tokens == plain.counters.page_copies == 0
+  assert plain.counters.rows == 4 * 19 + 4 * 4
+
+
+def test_the_next_turn_finds_the_last():
+  engine = make_engine()
+  [first] = engine.generate([request("a", tokens_from(1, 10), max_tokens=10)])
+  prompt = tokens_from(1, 10) + first.tokens + (4, 4)
+  [second] = engine.generate([request("b", prompt, max_tokens=4)])
+  # The last token said was never read back, so its position is not written.
+  assert engine.counters.reused_tokens == 19
+  assert tiny_model.same(second, make_engine().generate([request("b", prompt, max_tokens=4)])[0])
+
+
+def test_when_pages_run_out_requests_wait_and_all_finish():
+  requests = [
+    request(str(index), tokens_from(index, 20), seed=index, max_tokens=13) for index in range(7)
+  ]
+  engine = make_engine()
+  completions = engine.generate(requests)
+  assert engine.counters.waits > 0 and engine.counters.preemptions == 0
+  for one, completion in zip(requests, completions, strict=True):
+    assert tiny_model.same(completion, make_engine().generate([one])[0])
+
+
+def test_a_request_that_needs_the_page_it_would_copy_gets_it():
+  engine = make_engine()
+  engine.generate([request("a", tokens_from(1, 30), max_tokens=34)])
+  # All 8 pages are idle now. "b" needs all 8, and the first of them starts as its own does.
+  prompt = tokens_from(1, 3) + tokens_from(200, 30)
+  engine.submit(request("b", prompt, max_tokens=31))
+  assert len(run(engine)["b"].tokens) == 31
+  assert engine.counters.page_copies == 0
+
+
+def test_a_request_that_shares_full_pages_and_needs_all_the_rest_gets_them():
+  engine = make_engine()
+  engine.generate([request("a", tokens_from(1, 30), max_tokens=34)])
+  prompt = tokens_from(1, 20) + tokens_from(200, 12)
+  engine.submit(request("b", prompt, max_tokens=32))
+  assert len(run(engine)["b"].tokens) == 32
+  assert engine.counters.reused_tokens == 16
+
+
+@pytest.mark.parametrize("what", ["cancel", "preempt"])
+def test_siblings_held_back_go_on_without_the_one_they_waited_for(what):
+  engine = make_engine()
+  for index in range(4):
+    engine.submit(request(str(index), tokens_from(3, 40), seed=index, group="g", max_tokens=3))
+  engine.step()  # 16 of 40 positions of "0"; the others are held back.
+  assert [len(engine._requests.running[0]), len(engine._requests.waiting[0])] == [1, 3]
+  (engine.cancel if what == "cancel" else engine.preempt)("0")
+  assert len(run(engine)) == (3 if what == "cancel" else 4)
+
+
+def test_a_group_whose_members_differ_in_their_prompts_finishes():
+  engine = make_engine()
+  for index in range(4):
+    engine.submit(request(str(index), tokens_from(index, 20), group="g", max_tokens=3))
+  assert len(run(engine)) == 4
+
+
+def test_a_large_request_is_not_overtaken_for_ever():
+  engine = make_engine()
+  engine.submit(request("first", tokens_from(9, 10), max_tokens=20))
+  engine.submit(request("large", tokens_from(1, 30), max_tokens=34))
+  served = []
+  for index in range(30):
+    engine.submit(request(f"small {index}", tokens_from(index, 4), max_tokens=4))
+    engine.step()
+    served += [completion.request_id for completion in engine.poll()]
+  while engine.num_unfinished:
+    engine.step()
+    served += [completion.request_id for completion in engine.poll()]
+  assert served[:2] == ["first", "large"] and len(served) == 32
+
+
+def test_preempting_one_in_every_step_holds_nobody_else_up():
+  engine = make_engine()
+  for index in range(3):
+    engine.submit(request(str(index), seed=index))
+  finished = []
+  for _ in range(40):
+    engine.step()
+    finished += [completion.request_id for completion in engine.poll()]
+    if "0" not in finished:
+      engine.preempt("0")
+  assert {"1", "2"} <= set(finished)
