@@ -112,6 +112,15 @@ class Backend(Operations, Protocol):
     ...
 
   @property
+  def page_axes(self) -> tuple[str, ...]:
+    """Axes of one page of one head in each of a layer's arrays f[k, m, ...]: z position, c feature.
+
+    ("zc", "zc") keeps keys and values f[k, m, z, c]; of ("cz", "zc") the keys are f[k, m, c, z].
+    All that reads or makes pages outside of a backend follows this (`models.kv_layout`).
+    """
+    ...
+
+  @property
   def shares_pages_under_gradient(self) -> bool:
     """Whether the gradient of `attend` reaches pages of another sequence of the batch."""
     ...

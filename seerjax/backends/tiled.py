@@ -32,6 +32,10 @@ class Tiled:
     return True
 
   @property
+  def page_axes(self) -> tuple[str, ...]:
+    return "zc", "zc"
+
+  @property
   def shares_pages_under_gradient(self) -> bool:
     return True
 

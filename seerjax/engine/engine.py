@@ -97,7 +97,7 @@ class Engine(Chunks):
     self._runner = runner
     self._key = key
     self._params = self._placed(model.params, "Engine.params")
-    config = sizes.fitted(config, shape, numerics, free_bytes=sizes.free_bytes(runner.mesh))
+    config = sizes.fitted(config, shape, runner.stages, free_bytes=sizes.free_bytes(runner.mesh))
     # Positions of one sequence at most: beyond its model's, none is ever asked for.
     self._context = min(config.max_context, shape.max_context)
     table_width = sizes.table_width(config, context=self._context, kv_split=numerics.kv_split)
@@ -119,7 +119,7 @@ class Engine(Chunks):
     requests = Requests(runner.num_instances)
     super().__init__(requests, memory, counters, config=config)
     self._planner = planner = Planner(
-      requests, memory, counters, config=config, numerics=numerics, table_width=table_width
+      requests, memory, counters, config=config, backend=runner.stages, table_width=table_width
     )
     self._outputs = output.Outputs(
       requests, memory, planner, counters, accept=self._accept, ask_drafter=self._ask_drafter
@@ -424,7 +424,7 @@ class Engine(Chunks):
     """Returns one line that says what was allocated."""
     return sizes.described(
       self.config,
-      self.numerics,
+      self._runner.stages,
       num_instances=self.num_instances,
       pages_bytes=sum(leaf.nbytes for leaf in jax.tree.leaves(self.memory.pages)),
       weights_bytes=sum(leaf.nbytes for leaf in jax.tree.leaves(self._params)),

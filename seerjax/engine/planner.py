@@ -12,8 +12,7 @@ import itertools
 import jax
 import numpy as np
 
-from seerjax import numerics as numerics_lib
-from seerjax.backends import choice
+from seerjax.backends.protocol import Backend
 from seerjax.engine import batching
 from seerjax.engine.counters import Counters
 from seerjax.engine.drafting import DraftQuery
@@ -39,14 +38,14 @@ class Planner:
     counters: Counters,
     *,
     config: EngineConfig,
-    numerics: numerics_lib.NumericsConfig,
+    backend: Backend,
     table_width: int,
   ):
     self._requests = requests
     self._memory = memory
     self._counters = counters
     self._config = config
-    self._numerics = numerics
+    self._backend = backend
     self._table_width = table_width
     self.start_over()
 
@@ -282,11 +281,11 @@ class Planner:
     return batching.instance_inputs(
       scheduled,
       copies,
-      num_rows=choice.backend_of(self._numerics).whole_rows(bucket),
-      num_segments=choice.backend_of(self._numerics).whole_segments(bucket),
+      num_rows=self._backend.whole_rows(bucket),
+      num_segments=self._backend.whole_segments(bucket),
       # One for each sequence that begins, and one for a path of it.
       max_copies=2 * self._config.row_buckets[-1],
-      query_tile=self._numerics.query_tile,
+      query_tile=self._backend.numerics.query_tile,
       page_size=self._config.page_size,
       table_width=self._table_width,
     )

@@ -19,6 +19,8 @@ import numpy as np
 
 from seerjax import numerics as numerics_lib, parallel
 from seerjax.array_typing import Array, Int, PRNGKeyArray
+from seerjax.backends import choice
+from seerjax.backends.protocol import Backend
 from seerjax.engine.kv import page_moves as page_moves_lib
 from seerjax.models import config as model_config, head, kv_layout, parameters, transformer
 from seerjax.types import SamplingRows, TokenBatch, TokenScores
@@ -91,11 +93,12 @@ def instance_step(
   config: model_config.TransformerConfig,
   numerics: numerics_lib.NumericsConfig,
   axis: str | None,
+  backend: Backend | None = None,
 ) -> tuple[kv_layout.Pages, Int[Array, "b"], TokenScores]:
   """One step of one instance (no instance axis): new pages, sampled tokens i32[b], their scores."""
   pages = kv_layout.copy_pages(pages, inputs.copies, inputs.num_copies)
   hidden, pages = transformer.forward(
-    params, inputs.batch, pages, config=config, numerics=numerics, axis=axis
+    params, inputs.batch, pages, config=config, numerics=numerics, axis=axis, backend=backend
   )
   tokens, scores = head.sample_and_score(
     params,
@@ -109,6 +112,7 @@ def instance_step(
     config=config,
     numerics=numerics,
     axis=axis,
+    backend=backend,
   )
   return pages, tokens, scores
 
@@ -123,12 +127,20 @@ class Runner:
     mesh: `parallel.make_mesh`.
     max_programs: row buckets; one trace more for the pages of one size is a retrace by mistake,
       and fails. Engines that share a runner may hold different numbers of pages.
+    backend: what runs the stages of the forward; None is the one that the numerics name.
   """
 
   config: model_config.TransformerConfig
   numerics: numerics_lib.NumericsConfig
   mesh: jax.sharding.Mesh
   max_programs: int
+  backend: Backend | None = None
+
+  @functools.cached_property
+  def stages(self) -> Backend:
+    """What runs the stages: `backend`, or the one that the numerics name."""
+    numerics = model_config.numerics_for(self.config, self.numerics)
+    return self.backend or choice.backend_of(numerics)
 
   @property
   def num_instances(self) -> int:
@@ -176,10 +188,14 @@ class Runner:
     )
 
   def empty_pages(self, num_pages: int, page_size: int) -> Any:
-    """Returns zeroed pages f[i, k, m, z, c] of every layer."""
+    """Returns zeroed pages f[i, k, m, ...] of every layer, as `kv_layout.empty_pages` has them."""
     one = jax.eval_shape(
       lambda: kv_layout.empty_pages(
-        self.config, self.numerics, num_pages=num_pages, page_size=page_size
+        self.config,
+        self.numerics,
+        num_pages=num_pages,
+        page_size=page_size,
+        backend=self.stages,
       )
     )
     shape, sharding = (self.num_instances,), self._page_sharding
@@ -194,7 +210,11 @@ class Runner:
   @functools.cached_property
   def _program(self):
     local = functools.partial(
-      instance_step, config=self.config, numerics=self.numerics, axis=self._axis
+      instance_step,
+      config=self.config,
+      numerics=self.numerics,
+      axis=self._axis,
+      backend=self.stages,
     )
 
     num_traces = collections.Counter()

@@ -7,7 +7,7 @@ import dataclasses
 import jax
 
 from seerjax import host_memory, numerics as numerics_lib
-from seerjax.backends import choice
+from seerjax.backends.protocol import Backend
 from seerjax.engine import checks
 from seerjax.models import config as model_config, kv_layout
 
@@ -117,18 +117,18 @@ def free_bytes(mesh: jax.sharding.Mesh) -> float:
 
 def pages_that_fit(
   model: model_config.TransformerConfig,
-  numerics: numerics_lib.NumericsConfig,
+  backend: Backend,
   *,
   page_size: int,
   memory_bytes: float,
 ) -> int:
   """Returns how many pages of all layers `memory_bytes` (finite) hold."""
-  return int(memory_bytes // page_bytes(model, numerics, page_size=page_size))
+  return int(memory_bytes // page_bytes(model, backend, page_size=page_size))
 
 
 def page_bytes(
   model: model_config.TransformerConfig,
-  numerics: numerics_lib.NumericsConfig,
+  backend: Backend,
   *,
   page_size: int,
 ) -> int:
@@ -138,7 +138,9 @@ def page_bytes(
     ValueError: if pages do not fill splits exactly.
   """
   page = jax.eval_shape(
-    lambda: kv_layout.empty_pages(model, numerics, num_pages=1, page_size=page_size)
+    lambda: kv_layout.empty_pages(
+      model, backend.numerics, num_pages=1, page_size=page_size, backend=backend
+    )
   )
   return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(page))
 
@@ -194,7 +196,7 @@ def with_buckets(
 def fitted(
   config: EngineConfig,
   model: model_config.TransformerConfig,
-  numerics: numerics_lib.NumericsConfig,
+  backend: Backend,
   *,
   free_bytes: float,
 ) -> EngineConfig:
@@ -203,14 +205,14 @@ def fitted(
   Args:
     config: sizes; what it names is taken as it is, where memory can hold it.
     model: shape of the model.
-    numerics: of the pages.
+    backend: that writes the pages.
     free_bytes: memory of one instance.
 
   Raises:
     ValueError: if the pages that fit do not hold one context, or memory does not hold the pages or
       the rows that it names.
   """
-  config = with_buckets(config, model, numerics)
+  config = with_buckets(config, model, backend.numerics)
   per_context = -(-config.max_context // config.page_size)
   # What a row takes at the least: its hidden features, its logits' features, its page table's row.
   row_bytes = 4 * (2 * model.hidden_size + per_context)
@@ -223,7 +225,7 @@ def fitted(
   most_pages = checks.MAX_INT32
   if free_bytes < float("inf"):
     most_pages = pages_that_fit(
-      model, numerics, page_size=config.page_size, memory_bytes=free_bytes
+      model, backend, page_size=config.page_size, memory_bytes=free_bytes
     )
   if config.num_pages > most_pages:
     raise ValueError(
@@ -239,7 +241,7 @@ def fitted(
       num_pages = min(
         num_pages,
         pages_that_fit(
-          model, numerics, page_size=config.page_size, memory_bytes=PAGES_SHARE * free_bytes
+          model, backend, page_size=config.page_size, memory_bytes=PAGES_SHARE * free_bytes
         ),
       )
     if num_pages <= per_context:
@@ -256,7 +258,7 @@ def fitted(
 
 def described(
   config: EngineConfig,
-  numerics: numerics_lib.NumericsConfig,
+  backend: Backend,
   *,
   num_instances: int,
   pages_bytes: int,
@@ -265,8 +267,7 @@ def described(
   """Returns one line that says what was allocated, over all instances."""
   positions = (config.num_pages - 1) * config.page_size
   buckets = ", ".join(str(rows) for rows in config.row_buckets)
-  whole_rows = choice.backend_of(numerics).whole_rows
-  arrays = ", ".join(str(whole_rows(rows)) for rows in config.row_buckets)
+  arrays = ", ".join(str(backend.whole_rows(rows)) for rows in config.row_buckets)
   return (
     f"{num_instances} instance(s), each {config.num_pages} pages of {config.page_size} positions"
     f" ({positions:,} tokens of context) and {config.max_sequences} sequences; steps of {buckets}"

@@ -151,12 +151,14 @@ def logits_of(
   batch, num_pages = sequences_batch(batch_size, length, numerics, page_size)
   batch = jax.tree.map(jnp.asarray, batch)._replace(tokens=tokens.reshape(-1))
   pages = ScratchPages(num_pages, page_size)
-  hidden, _ = transformer.forward(params, batch, pages, config=config, numerics=numerics)
+  backend = choice.backend_of(numerics)
+  hidden, _ = transformer.forward(
+    params, batch, pages, config=config, numerics=numerics, backend=backend
+  )
   table = params.get("head")
   if table is None:
     table = params["embed"].reshape(numerics.reduction_shards, -1, config.hidden_size)
   weights = {"final_norm": params["final_norm"], "head": table}
-  backend = choice.backend_of(numerics)
   rows = functools.partial(head.logits_rows, backend, config, None)
   logits = backend.map_rows(rows, weights, hidden, batch.num_rows)
   return logits.reshape(batch_size, length, -1)

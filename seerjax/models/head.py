@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from seerjax import numerics as numerics_lib, parallel
 from seerjax.array_typing import Array, Float, Int, PRNGKeyArray
 from seerjax.backends import choice
-from seerjax.backends.protocol import Operations, Shape, Stage
+from seerjax.backends.protocol import Backend, Operations, Shape, Stage
 from seerjax.models.config import TransformerConfig, numerics_for
 from seerjax.models.parameters import Params
 from seerjax.ops import logprobs, sampling, tiles
@@ -54,6 +54,7 @@ def sample_and_score(
   config: TransformerConfig,
   numerics: numerics_lib.NumericsConfig,
   axis: str | None = None,
+  backend: Backend | None = None,
 ) -> tuple[Int[Array, "n"], TokenScores]:
   """Samples the next token of each row, or takes the given one, and scores it.
 
@@ -72,6 +73,7 @@ def sample_and_score(
     config: shape of the model.
     numerics: what decides bits.
     axis: mesh axis of the slabs, None on one device.
+    backend: what runs the head; None is the one that the numerics name.
 
   Returns:
     (tokens i32[n], their scores). A gradient is that of the scores of forced tokens.
@@ -83,7 +85,7 @@ def sample_and_score(
     table = parallel.local_part(whole, axis)
   weights = {"final_norm": params["final_norm"], "head": table, "key": jax.random.key_data(key)}
   count = forced.shape[0]
-  backend = choice.backend_of(numerics)
+  backend = backend or choice.backend_of(numerics)
   whole = backend.whole_rows(count)
   hidden, forced, seeds, positions = tiles.padded((hidden, forced, seeds, positions), whole)
   sampling_rows = sampling.padded(sampling_rows, whole)

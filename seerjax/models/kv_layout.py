@@ -2,6 +2,9 @@
 
     up to `UNROLLED_LAYERS` layers    a pair f[k, m, z, c] for each
     more                              one pair f[k, m, l, z, c], a page's layers side by side
+
+What a page of one head looks like is the backend's, which writes and reads it (`page_axes`): keys
+may be f[k, m, c, z], with a feature's positions side by side.
 """
 
 from __future__ import annotations
@@ -14,10 +17,12 @@ import jax.numpy as jnp
 
 from seerjax import numerics as numerics_lib
 from seerjax.array_typing import Array
+from seerjax.backends import choice
+from seerjax.backends.protocol import Backend
 from seerjax.models.config import TransformerConfig
 from seerjax.models.parameters import UNROLLED_LAYERS
 
-# What a layer keeps of its rows: keys and values, f[k, m, z, c] each.
+# What a layer keeps of its rows: keys and values, f[k, m, z, c] each where the backend has it so.
 LayerPages = tuple[Array, ...]
 # Those of each layer, or one of all layers, f[k, m, l, z, c].
 Pages = tuple[LayerPages, ...]
@@ -32,22 +37,32 @@ def empty_pages(
   *,
   num_pages: int,
   page_size: int,
+  backend: Backend | None = None,
 ) -> Pages:
   """Returns zeroed pages of one instance; page 0 is the dump page of padding.
 
   A pair a layer, f[k, m, z, c], up to `UNROLLED_LAYERS`; beyond, one pair f[k, m, l, z, c].
 
+  Args:
+    config: shape of the model.
+    numerics: of the pages.
+    num_pages: m, page 0 among them.
+    page_size: z, positions of one page; a divisor of `kv_split`.
+    backend: that will write them; None is the one that the numerics name.
+
   Raises:
     ValueError: if pages do not fill splits exactly.
   """
   check_page_size(page_size, numerics)
-  shape = (config.num_kv_heads, num_pages, page_size, config.head_dim)
-  count = config.num_layers
+  backend = backend or choice.backend_of(numerics)
+  count, layers = config.num_layers, ()
   if count > UNROLLED_LAYERS:
-    shape, count = (*shape[:2], count, *shape[2:]), 1
-  return tuple(
-    (jnp.zeros(shape, numerics.dtype), jnp.zeros(shape, numerics.dtype)) for _ in range(count)
-  )
+    count, layers = 1, (count,)
+  shapes = [
+    (config.num_kv_heads, num_pages, *layers, *page)
+    for page in _page_shapes(config, page_size, backend)
+  ]
+  return tuple(tuple(jnp.zeros(shape, numerics.dtype) for shape in shapes) for _ in range(count))
 
 
 class ScratchPages(NamedTuple):
@@ -75,25 +90,41 @@ def check_page_size(page_size: int, numerics: numerics_lib.NumericsConfig) -> No
     )
 
 
-def page_size_of(pages: Pages | ScratchPages) -> int:
+def _page_shapes(
+  config: TransformerConfig, page_size: int, backend: Backend
+) -> tuple[tuple[int, ...], ...]:
+  """Returns the shape of one page of one head, for each of a layer's arrays."""
+  sizes = dict(z=page_size, c=config.head_dim)
+  return tuple(tuple(sizes[axis] for axis in axes) for axes in backend.page_axes)
+
+
+def page_size_of(pages: Pages | ScratchPages, backend: Backend) -> int:
   """Returns the positions of one page."""
-  return pages.page_size if isinstance(pages, ScratchPages) else pages[0][0].shape[-2]
+  if isinstance(pages, ScratchPages):
+    return pages.page_size
+  axes = backend.page_axes[0]
+  return pages[0][0].shape[axes.index("z") - len(axes)]
 
 
-def is_pool(pages: Pages | ScratchPages) -> bool:
+def is_pool(pages: Pages | ScratchPages, backend: Backend) -> bool:
   """Whether the pages of all layers lie in one pool."""
-  return not isinstance(pages, ScratchPages) and pages[0][0].ndim == 5
+  # Beside the axes of a page, those of heads, pages and layers.
+  return not isinstance(pages, ScratchPages) and pages[0][0].ndim == 3 + len(backend.page_axes[0])
 
 
 def scratch_of_layer(
-  config: TransformerConfig, pages: ScratchPages, model_shards: int
-) -> tuple[tuple[int, ...], int]:
-  """Returns the shape of a layer's arrays on one of `model_shards` devices, and their number."""
-  return (config.num_kv_heads // model_shards, *pages, config.head_dim), 2
+  config: TransformerConfig, pages: ScratchPages, model_shards: int, backend: Backend
+) -> tuple[tuple[int, ...], ...]:
+  """Returns the shapes of a layer's arrays on one of `model_shards` devices."""
+  num_heads = config.num_kv_heads // model_shards
+  return tuple(
+    (num_heads, pages.num_pages, *page)
+    for page in _page_shapes(config, pages.page_size, backend)
+  )
 
 
 def flat_pool(pool: LayerPages) -> LayerPages:
-  """f[k, m, l, z, c] -> f[k, m * l, z, c]: `page_in_pool` of a layer is one of its pages."""
+  """f[k, m, l, ...] -> f[k, m * l, ...]: `page_in_pool` of a layer is one of its pages."""
   return tuple(
     leaf.reshape(leaf.shape[0], leaf.shape[1] * leaf.shape[2], *leaf.shape[3:]) for leaf in pool
   )

@@ -47,6 +47,7 @@ def forward(
   numerics: numerics_lib.NumericsConfig,
   axis: str | None = None,
   remat: Remat = "none",
+  backend: Backend | None = None,
 ) -> tuple[Float[Array, "n d"], kv_layout.Pages]:
   """Runs every row through every layer.
 
@@ -62,6 +63,7 @@ def forward(
     axis: mesh axis of the slabs, None on one device.
     remat: what a gradient keeps: "none" computes nothing again, "layer" keeps each layer's input
       alone and computes the layer again as it goes back. The values are the same bits.
+    backend: what runs the stages; None is the one that the numerics name.
 
   Returns:
     (hidden rows f[n, d] before the final norm, pages with the rows' keys and values, none of
@@ -73,18 +75,18 @@ def forward(
   """
   numerics = numerics_for(config, numerics)
   num_rows = batch.tokens.shape[0]
-  backend = choice.backend_of(numerics)
+  backend = backend or choice.backend_of(numerics)
   batch = _whole_tiles(batch, backend)
-  is_pool = kv_layout.is_pool(pages)
+  is_pool = kv_layout.is_pool(pages, backend)
   turns = lambda _, positions, __: rotary.table_rows(positions, config.rotary)
   cos, sin = backend.map_rows(turns, (), batch.positions, batch.num_rows)
-  page_size = kv_layout.page_size_of(pages)
+  page_size = kv_layout.page_size_of(pages, backend)
   segment_rows = attention.segment_rows(batch, numerics, page_size)
   inputs = Stage(config, axis, model_attention.input_rows)
   outputs = Stage(config, axis, mlp.output_rows)
 
   def layer(x: Array, weights: Params, own: kv_layout.LayerPages, index: Array | int):
-    """Runs layer `index`, with its pages f[k, m, z, c]; of a pool, m counts pages of a layer."""
+    """Runs layer `index`, with its pages f[k, m, ...]; of a pool, m counts pages of a layer."""
     rows, own_batch = segment_rows, batch
     if is_pool:
       own_page = lambda page: kv_layout.page_in_pool(page, index, config.num_layers)
@@ -105,7 +107,7 @@ def forward(
 
   x = params["embed"][batch.tokens]
   if isinstance(pages, kv_layout.ScratchPages):
-    x, pages = _with_scratch(config, numerics, axis, remat, pages, layer, x, params), ()
+    x, pages = _with_scratch(config, backend, axis, remat, pages, layer, x, params), ()
   elif is_pool:
     x, pages = _with_pool(config, layer, x, params, pages[0])
   elif parameters.is_stacked(params):
@@ -139,7 +141,7 @@ def _whole_tiles(batch: TokenBatch, backend: Backend) -> TokenBatch:
 
 def _with_scratch(
   config: TransformerConfig,
-  numerics: numerics_lib.NumericsConfig,
+  backend: Backend,
   axis: str | None,
   remat: Remat,
   pages: kv_layout.ScratchPages,
@@ -148,16 +150,19 @@ def _with_scratch(
   params: Params,
 ) -> Array:
   """Runs `layer` after layer, each on fresh pages of its own."""
-  kv_layout.check_page_size(pages.page_size, numerics)
+  kv_layout.check_page_size(pages.page_size, backend.numerics)
   model_shards = 1 if axis is None else lax.axis_size(axis)
-  shape, count = kv_layout.scratch_of_layer(config, pages, model_shards)
+  shapes = kv_layout.scratch_of_layer(config, pages, model_shards, backend)
+  dtype = backend.numerics.dtype
+
+  def zeros(shape: tuple[int, ...], x: Array) -> Array:
+    if remat == "layer":
+      return tiles.late_zeros(shape, dtype, lax.stop_gradient(x))
+    return jnp.zeros(shape, dtype)
 
   def body(x: Array, weights: Params) -> tuple[Array, None]:
-    if remat == "layer":
-      fresh = tiles.late_zeros(shape, numerics.dtype, lax.stop_gradient(x))
-    else:
-      fresh = jnp.zeros(shape, numerics.dtype)
-    return layer(x, weights, (fresh,) * count, 0)[0], None
+    fresh = {shape: zeros(shape, x) for shape in shapes}  # One for all arrays of a shape.
+    return layer(x, weights, tuple(fresh[shape] for shape in shapes), 0)[0], None
 
   body = jax.checkpoint(body) if remat == "layer" else body
   if parameters.is_stacked(params):
@@ -170,7 +175,7 @@ def _with_scratch(
 def _with_pool(
   config: TransformerConfig, layer: Any, x: Array, params: Params, pool: kv_layout.LayerPages
 ) -> tuple[Array, kv_layout.Pages]:
-  """Runs `layer` after layer on one pool of pages f[k, m, l, z, c], written in place."""
+  """Runs `layer` after layer on one pool of pages f[k, m, l, ...], written in place."""
   shapes = [leaf.shape for leaf in pool]
   count = shapes[0][2]
   assert count == config.num_layers, f"got pages of {count} layers of {config.num_layers}"

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import jax
 
 from seerjax import host_memory
+from seerjax.backends import choice
 from seerjax.engine import engine as engine_lib, sizes
 from seerjax.models import config as model_config, lora, parameters
 from seerjax.run import programs as programs_lib
@@ -109,8 +110,9 @@ def memory_plan(
   left = (free - plan.needed) / sharers
   if plan.are_pages_given_back:
     left += learning.learning / sharers
-  engine = sizes.fitted(config.engine, model, config.numerics, free_bytes=left)
-  page = sizes.page_bytes(model, config.numerics, page_size=engine.page_size)
+  backend = choice.backend_of(config.numerics)
+  engine = sizes.fitted(config.engine, model, backend, free_bytes=left)
+  page = sizes.page_bytes(model, backend, page_size=engine.page_size)
   return plan._replace(
     engine=engine,
     pages=engine.num_pages * page,

@@ -14,6 +14,7 @@ import numpy as np
 import optax
 
 from seerjax import parallel
+from seerjax.backends import choice
 from seerjax.engine import runner as runner_lib
 from seerjax.models import config as model_config, parameters
 from seerjax.run import policy as policy_lib
@@ -49,6 +50,7 @@ def make_programs(
   """
   config = for_model(config, model)
   sampling, learning = meshes(config)
+  backend = choice.backend_of(config.numerics)
   trainer = step_lib.Trainer(
     model,
     config.numerics,
@@ -59,8 +61,11 @@ def make_programs(
     config.engine.page_size,
     config.trainer.remat,
     loss,
+    backend,
   )
-  runner = runner_lib.Runner(model, config.numerics, sampling, len(config.engine.row_buckets))
+  runner = runner_lib.Runner(
+    model, config.numerics, sampling, len(config.engine.row_buckets), backend
+  )
   return Programs(key_of(config, model, loss, optimizer), trainer, runner)
 
 

@@ -76,10 +76,11 @@ class Finding:
     return f"rows are NOT invariant: {counted} ({where})"
 
 
-def _model(numerics: numerics_lib.NumericsConfig) -> model_config.TransformerConfig:
+def _model(
+  numerics: numerics_lib.NumericsConfig, width: int
+) -> model_config.TransformerConfig:
+  """Returns a small model whose heads have `width` features."""
   heads = max(numerics.reduction_shards or 8, 2)
-  # Kernels multiply tiles.
-  width = choice.backend_of(numerics).smallest_width
   return model_config.TransformerConfig(
     vocab_size=2 * width * heads,
     # A width at which XLA:CPU sums a row of 8 to 31 unlike one of more: of 72 or 256 features all
@@ -164,7 +165,8 @@ def measure(numerics: numerics_lib.NumericsConfig) -> Finding:
   Returns:
     Finding.
   """
-  config = _model(numerics)
+  # Kernels multiply tiles.
+  config = _model(numerics, choice.backend_of(numerics).smallest_width)
   numerics = model_config.numerics_for(config, numerics)
   backend = choice.backend_of(numerics)
   params = _params(config, numerics)
@@ -191,14 +193,16 @@ def measure(numerics: numerics_lib.NumericsConfig) -> Finding:
       _, scores = head.sample_and_score(
         params, hidden, targets, jax.tree.map(jnp.asarray, drawn_by),
         jnp.zeros(count, jnp.uint32), jnp.zeros(count, jnp.int32), num_rows,
-        numerics_lib.key(0), config=config, numerics=numerics,
+        numerics_lib.key(0), config=config, numerics=numerics, backend=backend,
       )  # fmt: skip
       return scores
     weights = {"final_norm": params["final_norm"], "head": params["head"]}
     return backend.map_rows(scored, weights, (hidden, targets), num_rows)
 
   def run(params, pages, batch: TokenBatch):
-    hidden, pages = transformer.forward(params, batch, pages, config=config, numerics=numerics)
+    hidden, pages = transformer.forward(
+      params, batch, pages, config=config, numerics=numerics, backend=backend
+    )
     targets = (batch.tokens * 7 + 3) % config.vocab_size
     return hidden, scores_of(params, hidden, targets, batch.num_rows), pages
 
@@ -212,7 +216,11 @@ def measure(numerics: numerics_lib.NumericsConfig) -> Finding:
   backward = jax.jit(jax.value_and_grad(loss, has_aux=True))
   width = _splits(numerics)
   empty = kv_layout.empty_pages(
-    config, numerics, num_pages=1 + num_sequences * width, page_size=numerics.kv_split
+    config,
+    numerics,
+    num_pages=1 + num_sequences * width,
+    page_size=numerics.kv_split,
+    backend=backend,
   )
 
   def numbers(hidden, scores: TokenScores, count: int) -> np.ndarray:

@@ -43,6 +43,7 @@ from jax.typing import ArrayLike
 import numpy as np
 
 from seerjax.backends import choice
+from seerjax.backends.protocol import Backend
 from seerjax.numerics import NumericsConfig
 from seerjax.ops import sampling as sampling_ops
 from seerjax.types import Rollout, RolloutGroup, SamplingRows, TokenBatch, TrainBatch
@@ -109,6 +110,7 @@ def layout(
   rows_per_micro_batch: int,
   max_sequences: int | None = None,
   max_sequence_tokens: int | None = None,
+  backend: Backend | None = None,
 ) -> Layout:
   """Returns the shapes that `pack` gives with the same arguments.
 
@@ -124,6 +126,7 @@ def layout(
       as many as fit at that length.
     max_sequence_tokens: most tokens of one sequence; None allows what fits, which is
       rows_per_micro_batch + 1.
+    backend: that the rows are for; None is the one that the numerics name.
 
   Returns:
     Layout.
@@ -161,11 +164,12 @@ def layout(
   max_sequences = min(max_sequences, rows_per_micro_batch)
   query_tile = numerics.query_tile
   segments = (rows_per_micro_batch + max_sequences * (query_tile - 1)) // query_tile
-  segments = choice.backend_of(numerics).whole_segments(segments)
+  backend = backend or choice.backend_of(numerics)
+  segments = backend.whole_segments(segments)
   splits = -(-(max_sequence_tokens - 1) // numerics.kv_split)
   pages_per_sequence = splits * (numerics.kv_split // page_size)
   return Layout(
-    num_rows=choice.backend_of(numerics).whole_rows(rows_per_micro_batch),
+    num_rows=backend.whole_rows(rows_per_micro_batch),
     max_sequences=max_sequences,
     max_sequence_tokens=max_sequence_tokens,
     num_segments=segments,
@@ -185,6 +189,7 @@ def pack(
   max_sequence_tokens: int | None = None,
   num_biases: int = 0,
   num_micro_batches: int | None = None,
+  backend: Backend | None = None,
 ) -> TrainBatch:
   """Packs rollouts into micro-batches, by (group_index, member).
 
@@ -199,6 +204,7 @@ def pack(
     num_biases: e, entries of `SamplingRows.bias_ids`.
     num_micro_batches: m; None makes as many as are needed, more adds empty ones, so that m need
       not change from batch to batch.
+    backend: see `layout`.
 
   Returns:
     TrainBatch of NumPy arrays with leading m. `SamplingRows` holds the request's parameters on loss
@@ -212,18 +218,19 @@ def pack(
       one finite number a token, it has more logit biases than `num_biases`, or more micro-batches
       are needed than `num_micro_batches`; and as `layout`.
   """
+  backend = backend or choice.backend_of(numerics)
   shapes = layout(
     numerics=numerics,
     page_size=page_size,
     rows_per_micro_batch=rows_per_micro_batch,
     max_sequences=max_sequences,
     max_sequence_tokens=max_sequence_tokens,
+    backend=backend,
   )
   ordered = _ordered(groups, advantages)
   for _, rollout, _ in ordered:
     _check_rollout(rollout, shapes, rows_per_micro_batch, num_biases)
-  shares_pages = choice.backend_of(numerics).shares_pages_under_gradient
-  shared_page_size = page_size if shares_pages else None
+  shared_page_size = page_size if backend.shares_pages_under_gradient else None
   micro_batches = _next_fit(
     [rollout for _, rollout, _ in ordered], shapes, rows_per_micro_batch, shared_page_size
   )

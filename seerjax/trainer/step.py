@@ -29,6 +29,8 @@ import optax
 
 from seerjax import numerics as numerics_lib, parallel
 from seerjax.array_typing import Array
+from seerjax.backends import choice
+from seerjax.backends.protocol import Backend
 from seerjax.models import (
   config as model_config,
   head,
@@ -175,6 +177,7 @@ class Trainer:
     remat: what a gradient keeps of the forward pass ("none" computes nothing again), see
       `transformer.forward`.
     policy_loss: of one micro-batch, as `losses.policy_loss`.
+    backend: what runs the stages of the forward; None is the one that the numerics name.
   """
 
   model: model_config.TransformerConfig
@@ -186,6 +189,13 @@ class Trainer:
   page_size: int
   remat: transformer.Remat = "none"
   policy_loss: PolicyLoss = losses.policy_loss
+  backend: Backend | None = None
+
+  @functools.cached_property
+  def stages(self) -> Backend:
+    """What runs the stages: `backend`, or the one that the numerics name."""
+    numerics = model_config.numerics_for(self.model, self.numerics)
+    return self.backend or choice.backend_of(numerics)
 
   def init(self, params: parameters.Params) -> TrainState:
     """Returns the state of a run that has not learnt yet.
@@ -222,6 +232,7 @@ class Trainer:
         num_pages=self.num_pages,
         page_size=self.page_size,
         remat=self.remat,
+        backend=self.stages,
       )
       current = jax.lax.stop_gradient(scores.logprob)
       old = jnp.where(micro.is_first, current, micro.old_logprobs)
@@ -263,6 +274,7 @@ class Trainer:
         numerics=self.numerics,
         num_pages=self.num_pages,
         page_size=self.page_size,
+        backend=self.stages,
       )
 
     return jax.jit(self._spread(_traced_once(one), jax.P(), BY_INSTANCE))
@@ -462,15 +474,18 @@ def score(
   num_pages: int,
   page_size: int,
   remat: transformer.Remat = "none",
+  backend: Backend | None = None,
 ) -> tuple[Array, TokenScores]:
   """Scores the targets of one micro-batch (no leading axis): (tokens i32[n], scores f32[n]).
 
   The tokens are the targets again; they are returned so that this is the engine's head, output for
-  output. `remat` is what a gradient keeps, see `transformer.forward`.
+  output. `remat` is what a gradient keeps, `backend` what runs it: see `transformer.forward`.
   """
   rows = batch.tokens
   pages = kv_layout.ScratchPages(num_pages, page_size)
-  hidden, _ = transformer.forward(params, rows, pages, config=model, numerics=numerics, remat=remat)
+  hidden, _ = transformer.forward(
+    params, rows, pages, config=model, numerics=numerics, remat=remat, backend=backend
+  )
   return head.sample_and_score(
     params,
     hidden,
@@ -482,6 +497,7 @@ def score(
     numerics_lib.key(0),  # Nothing is sampled here.
     config=model,
     numerics=numerics,
+    backend=backend,
   )
 
 

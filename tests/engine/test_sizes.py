@@ -10,6 +10,7 @@ import tiny_model
 import word_engine
 
 from seerjax import parallel
+from seerjax.backends import choice
 from seerjax.engine import sizes
 from seerjax.engine.engine import Engine
 from seerjax.models import presets
@@ -17,6 +18,7 @@ from seerjax.models.loading import Model
 from seerjax.types import Request, SamplingParams
 
 MODEL, NUMERICS = tiny_model.CONFIG, tiny_model.NUMERICS
+BACKEND = choice.backend_of(NUMERICS)
 PAGE_BYTES = 2 * MODEL.num_layers * MODEL.num_kv_heads * MODEL.head_dim * 8 * 4
 OPEN = sizes.EngineConfig(page_size=8, max_context=32, row_buckets=(4, 16))
 
@@ -24,14 +26,15 @@ OPEN = sizes.EngineConfig(page_size=8, max_context=32, row_buckets=(4, 16))
 def fitted(config: sizes.EngineConfig, num_pages: float) -> sizes.EngineConfig:
   """The config where PAGES_SHARE of free memory holds so many pages."""
   free = (num_pages + 0.5) * PAGE_BYTES / sizes.PAGES_SHARE
-  return sizes.fitted(config, MODEL, NUMERICS, free_bytes=free)
+  return sizes.fitted(config, MODEL, BACKEND, free_bytes=free)
 
 
 def test_pages_that_fit_is_memory_over_the_bytes_of_a_page():
   for numerics, expected in ((NUMERICS, 10), (tiny_model.BFLOAT16, 20)):
     memory = 10 * PAGE_BYTES
-    assert sizes.pages_that_fit(MODEL, numerics, page_size=8, memory_bytes=memory) == expected
-  assert sizes.pages_that_fit(MODEL, NUMERICS, page_size=8, memory_bytes=memory - 1) == 9
+    backend = choice.backend_of(numerics)
+    assert sizes.pages_that_fit(MODEL, backend, page_size=8, memory_bytes=memory) == expected
+  assert sizes.pages_that_fit(MODEL, BACKEND, page_size=8, memory_bytes=memory - 1) == 9
 
 
 def test_zeros_are_filled_from_free_memory():
@@ -40,7 +43,7 @@ def test_zeros_are_filled_from_free_memory():
   assert (plenty.num_pages, plenty.max_sequences) == (17, 4)
   scarce = fitted(OPEN, 10)
   assert (scarce.num_pages, scarce.max_sequences) == (10, 2)
-  unknown = sizes.fitted(OPEN, MODEL, NUMERICS, free_bytes=float("inf"))
+  unknown = sizes.fitted(OPEN, MODEL, BACKEND, free_bytes=float("inf"))
   assert unknown == plenty
 
 
