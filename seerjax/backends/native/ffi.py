@@ -96,7 +96,7 @@ class Handler:
 
 @functools.cache
 def _register(handler: Handler) -> None:
-  source = pathlib.Path(inspect.getsourcefile(handler.work.py_func)).read_text()
+  source = pathlib.Path(inspect.getfile(handler.work.py_func)).read_text()
   where = objects.address(handler.name, source, functools.partial(_compiled, handler))
   capsule = jax.ffi.pycapsule(ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_void_p)(where))
   jax.ffi.register_ffi_target(handler.name, capsule, platform="cpu")

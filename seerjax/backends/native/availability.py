@@ -1,0 +1,95 @@
+"""Whether native handlers run here: what XLA's frames hold, and a first product by bits.
+
+Both are looked at before a program calls a handler, since one cannot fail: a frame of another shape
+would be read wrongly, and another compiler's fused multiply-add would move a bit.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import pathlib
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+# The fields of XLA's records, in order: `ffi` counts their words. More may follow the last one of a
+# record that is no part of another one.
+_OUTER = {
+  "XLA_FFI_CallFrame": "struct_size extension_start api ctx stage args rets",
+  "XLA_FFI_Buffer": "struct_size extension_start dtype data rank dims",
+  "XLA_FFI_Metadata": "struct_size api_version traits",
+}
+_INNER = {
+  "XLA_FFI_Args": "struct_size extension_start size types args",
+  "XLA_FFI_Rets": "struct_size extension_start size types rets",
+  "XLA_FFI_Api_Version": "struct_size extension_start major_version minor_version",
+}
+_HEADER = pathlib.Path("xla/ffi/api/c_api.h")
+# Of the bits that `_first_bits` gives; a test computes them in NumPy.
+EXPECTED = "bf1eaa7bdc3f849c"
+
+
+def reason_against() -> str | None:
+  """Returns why native handlers cannot run in this process, or None if they can."""
+  platform = jax.default_backend()
+  if platform != "cpu":
+    return f"JAX's backend is {platform}, and native handlers are of the CPU"
+  if jax.config.jax_disable_jit:
+    return "JAX_DISABLE_JIT is set"
+  return _reason()
+
+
+@functools.cache
+def _reason() -> str | None:
+  header = pathlib.Path(jax.ffi.include_dir()) / _HEADER
+  try:
+    difference = differing_record(header.read_text())
+  except OSError as error:
+    return f"XLA's header of foreign functions cannot be read ({error})"
+  if difference is not None:
+    return f"XLA's record {difference} is not the one that is known"
+  try:
+    got = _first_bits()
+  except Exception as error:  # A compiler that is missing, or that does not know this machine.
+    return f"numba could not compile a handler here ({type(error).__name__}: {error})"
+  if got != EXPECTED:
+    return f"a first product gave other bits here (digest {got}, expected {EXPECTED})"
+  return None
+
+
+def differing_record(header: str) -> str | None:
+  """Returns the name of a record whose fields are others in XLA's header, None if all are known."""
+  for name, fields in (_OUTER | _INNER).items():
+    found = re.search(rf"struct {name} \{{(.*?)\n\}};", header, re.DOTALL)
+    if found is None:
+      return name
+    body = re.sub(r"//[^\n]*", "", found.group(1))
+    got, known = re.findall(r"(\w+);", body), fields.split()
+    if got[: len(known)] != known or (name in _INNER and len(got) > len(known)):
+      return name
+  return None
+
+
+def first_operands() -> tuple[np.ndarray, np.ndarray]:
+  """Returns f32[3, 21] and f32[21, 19], whose product and its exp and log are the first look."""
+  numbers = np.arange(21 * 22, dtype=np.float32) * np.float32(0.7548777) % np.float32(1)
+  return numbers[: 3 * 21].reshape(3, 21) - np.float32(0.4), numbers[3 * 21 :].reshape(21, 19)
+
+
+def digest_of(product: np.ndarray, exp: np.ndarray, log: np.ndarray) -> str:
+  """Returns a digest of three arrays' bits."""
+  parts = [np.ascontiguousarray(part, np.float32).tobytes() for part in (product, exp, log)]
+  return hashlib.sha256(b"".join(parts)).hexdigest()[:16]
+
+
+def _first_bits() -> str:
+  # Imported here: a missing numba is a reason, not an error.
+  from seerjax.backends.native import first_product
+
+  x, w = first_operands()
+  shape = jax.ShapeDtypeStruct((x.shape[0], w.shape[1]), jnp.float32)
+  run = jax.jit(lambda x, w: first_product.HANDLER([shape] * 3, x, w))
+  return digest_of(*(np.asarray(part) for part in run(x, w)))
