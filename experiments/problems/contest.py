@@ -25,7 +25,8 @@ import re
 import threading
 from typing import Any, Protocol, runtime_checkable
 
-from experiments.problems import apple_machines, purse_seine
+from experiments.problems import purse_seine
+from experiments.problems.apple_machines import rules as apple_rules
 from seerjax.discovery import environment
 from seerjax.sandbox.sandbox import Limits, Outcome, Sandbox
 
@@ -176,7 +177,7 @@ class AppleMachinesContest:
 
   first_case: int = 0
   name: str = "apple_machines_programs"
-  published: tuple[environment.Published, ...] = apple_machines.PUBLISHED
+  published: tuple[environment.Published, ...] = apple_rules.PUBLISHED
   reward_unit: float = 1500.0 * 2000.0
 
   def __post_init__(self):
@@ -189,8 +190,8 @@ class AppleMachinesContest:
   def rules(self) -> str:
     """The problem, its input and its output."""
     return f"""\
-There are N = {apple_machines.KINDS} kinds of machine (j) on L = {apple_machines.LEVELS} levels (i)
-and T = {apple_machines.TURNS} turns. At first there are
+There are N = {apple_rules.KINDS} kinds of machine (j) on L = {apple_rules.LEVELS} levels (i)
+and T = {apple_rules.TURNS} turns. At first there are
 K = 1 apples; every machine has count B[i][j] = 1 and power P[i][j] = 0. In each turn at most one
 machine (i, j) is bought: it costs C[i][j] * (P[i][j] + 1) apples, which must be there, and raises
 P[i][j] by 1. Then, for i = 0, 1, ..., L-1 in this order and every j:
@@ -233,15 +234,15 @@ for turn in range(turns):
 
   def case_input(self, case: int) -> bytes:
     """Returns N L T K, A and C."""
-    return machines_input(apple_machines.instance(self.first_case + case)).encode()
+    return machines_input(apple_rules.instance(self.first_case + case)).encode()
 
   def value(self, case: int, output: str) -> int | str:
     """Returns the points of the turns that were printed."""
-    orders = read_orders(output, apple_machines.TURNS)
+    orders = read_orders(output, apple_rules.TURNS)
     if isinstance(orders, str):
       return orders
-    apples = play(apple_machines.instance(self.first_case + case), orders)
-    return apples if isinstance(apples, str) else apple_machines.points(apples)
+    apples = play(apple_rules.instance(self.first_case + case), orders)
+    return apples if isinstance(apples, str) else apple_rules.points(apples)
 
 
 class ContestSolutions:
@@ -455,10 +456,10 @@ def integers(text: str, first: int = 0) -> list[int] | str:
   return [int(word) for word in words]
 
 
-def machines_input(problem: apple_machines.Instance) -> str:
+def machines_input(problem: apple_rules.Instance) -> str:
   """Returns an input of AHC058 as a program reads it."""
   rows = [
-    (len(problem.apples), len(problem.costs), apple_machines.TURNS, 1),
+    (len(problem.apples), len(problem.costs), apple_rules.TURNS, 1),
     problem.apples,
     *problem.costs,
   ]
@@ -492,10 +493,10 @@ def read_orders(output: str, turns: int) -> list[tuple[int, int] | None] | str:
     if len(order) == 1:
       return f"turn {len(orders)}: got level {order[0]} alone, expected level and kind, or -1"
     level, kind = order
-    if not (0 <= level < apple_machines.LEVELS and 0 <= kind < apple_machines.KINDS):
+    if not (0 <= level < apple_rules.LEVELS and 0 <= kind < apple_rules.KINDS):
       return (
         f"turn {len(orders)}: got level {level} and kind {kind}, expected 0 to"
-        f" {apple_machines.LEVELS - 1} and 0 to {apple_machines.KINDS - 1}"
+        f" {apple_rules.LEVELS - 1} and 0 to {apple_rules.KINDS - 1}"
       )
     orders.append((level, kind))
     place += 2
@@ -505,7 +506,7 @@ def read_orders(output: str, turns: int) -> list[tuple[int, int] | None] | str:
 
 
 def play(
-  problem: apple_machines.Instance, orders: Sequence[tuple[int, int] | None]
+  problem: apple_rules.Instance, orders: Sequence[tuple[int, int] | None]
 ) -> int | str:
   """Returns the apples after the turns, in integers of any size, or why an order is impossible.
 

@@ -10,13 +10,14 @@ import matplotlib.figure
 import numpy as np
 import pytest
 
-from experiments.problems import apple_machines, contest, purse_seine
+from experiments.problems import contest, purse_seine
+from experiments.problems.apple_machines import rules as apple_rules
 from seerjax.discovery import environment as environment_lib
 from seerjax.sandbox.sandbox import Limits, Outcome, Sandbox
 
 SEINE, MACHINES = contest.PurseSeineContest(), contest.AppleMachinesContest()
 # Level 0 earns 1, 2 and 3 apples for each kind; the first machines cost 1, 2 and 4 apples.
-TOY = apple_machines.Instance(
+TOY = apple_rules.Instance(
   apples=(1, 2, 3), costs=((1, 2, 4), (3, 50, 60), (700, 800, 900), (9000, 9000, 9000))
 )
 SQUARE = "4\n40000 40000\n60000 40000\n60000 60000\n40000 60000\n"
@@ -228,14 +229,14 @@ def test_three_turns_by_hand():
 
 
 def test_turns_agree_with_the_plans_of_apple_machines():
-  problem = apple_machines.instance(3)
+  problem = apple_rules.instance(3)
   plan = [(0, 0, 40), (0, 3, 90), (1, 3, 300), (0, 3, 480)]
-  turns = apple_machines.trace(problem, plan)
+  turns = apple_rules.trace(problem, plan)
   orders = [plan[turn.run][:2] if turn.is_bought else None for turn in turns]
   assert contest.play(problem, orders) == turns[-1].apples
   output = "".join("-1\n" if order is None else f"{order[0]} {order[1]}\n" for order in orders)
   points = contest.AppleMachinesContest(first_case=3).value(0, output)
-  assert points == apple_machines.points(turns[-1].apples)
+  assert points == apple_rules.points(turns[-1].apples)
 
 
 @pytest.mark.parametrize(
