@@ -22,11 +22,13 @@ import jax.numpy as jnp
 
 from seerjax.array_typing import Array, PRNGKeyArray
 
-Implementation = Literal["tiled", "pallas", "pallas_interpreted", "untiled"]
-IMPLEMENTATIONS = ("tiled", "pallas", "pallas_interpreted", "untiled")
+Implementation = Literal["tiled", "native", "pallas", "pallas_interpreted", "untiled"]
+IMPLEMENTATIONS = ("tiled", "native", "pallas", "pallas_interpreted", "untiled")
 DTYPES = ("float32", "bfloat16")
 # Raised with every change of ours that moves a bit; CHANGELOG.md names each.
 BITS_VERSION = 4
+# Of the native implementation, likewise.
+NATIVE_BITS_VERSION = 1
 # Of every key: with another ("rbg" is usual on TPUs) noise depends on the batch it is drawn in.
 KEY_IMPLEMENTATION = "threefry2x32"
 CPUINFO = pathlib.Path("/proc/cpuinfo")
@@ -37,7 +39,8 @@ class NumericsConfig:
   """The numerics of one run.
 
   Attributes:
-    implementation: "tiled" is the portable invariant path; "pallas" asks for the GPU kernels;
+    implementation: "tiled" is the portable invariant path; "native" is the CPU's own, several times
+      as fast, whose handlers numba compiles; "pallas" asks for the GPU kernels;
       "pallas_interpreted" is the same kernels on a CPU, for tests; "untiled" is plain XLA, whose
       rows depend on the batch (to measure what invariance costs).
     row_tile: rows of the one compiled tile program of token-wise work, two at least. 16 suits small
@@ -190,6 +193,9 @@ def fingerprint(numerics: NumericsConfig, remat: str = "none") -> dict[str, str]
     )
   values = {field: str(value) for field, value in dataclasses.asdict(numerics).items()}
   values["bits_version"] = str(BITS_VERSION)
+  if numerics.implementation == "native":
+    values["native_bits_version"] = str(NATIVE_BITS_VERSION)
+    values["numba_version"] = importlib.metadata.version("numba")
   values["jax_version"] = jax.__version__
   values["jaxlib_version"] = importlib.metadata.version("jaxlib")
   values["xla_flags"] = os.environ.get("XLA_FLAGS", "")

@@ -13,4 +13,9 @@ def backend_of(numerics: numerics_lib.NumericsConfig) -> Backend:
   """Returns the implementation that the numerics name."""
   if numerics.uses_kernels:
     return MosaicGpu(numerics)
+  if numerics.implementation == "native":
+    # Imported here: numba takes a second, and may be missing where nothing native runs.
+    from seerjax.backends.numba_cpu import NumbaCpu
+
+    return NumbaCpu(numerics)
   return Plain(numerics) if numerics.implementation == "untiled" else Tiled(numerics)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from seerjax import numerics as numerics_lib
 from seerjax.array_typing import Array
-from seerjax.ops import attention, tiles
+from seerjax.ops import attention, rotary, tiles
 from seerjax.types import TokenBatch, TokenScores
 
 # `(operations, shape, axis, weights, rows, one) -> outputs`, of the rows of one tile.
@@ -131,6 +131,12 @@ class Backend(Operations, Protocol):
 
   def whole_segments(self, count: int) -> int:
     """As `whole_rows`, of segments."""
+    ...
+
+  def turns(
+    self, config: rotary.RotaryConfig, positions: Array, num_rows: Array
+  ) -> tuple[Array, Array]:
+    """Positions i32[n] -> cos and sin, f32[n, c / 2], of every layer's rotation."""
     ...
 
   def attention_inputs(self, stage: Stage, weights: Any, rows: Any, num_rows: Array) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 from seerjax import numerics as numerics_lib
 from seerjax.array_typing import Array
 from seerjax.backends.protocol import Stage
-from seerjax.ops import attention, linear, norms, tiles
+from seerjax.ops import attention, linear, norms, rotary, tiles
 from seerjax.types import TokenBatch, TokenScores
 
 
@@ -74,6 +74,12 @@ class Tiled:
 
   def rms_norm_rows(self, x: Array, scale: Array, eps: float) -> Array:
     return norms.rms_norm_rows(x, scale, eps)
+
+  def turns(
+    self, config: rotary.RotaryConfig, positions: Array, num_rows: Array
+  ) -> tuple[Array, Array]:
+    rows = lambda _, positions, __: rotary.table_rows(positions, config)
+    return self.map_rows(rows, (), positions, num_rows)
 
   def attention_inputs(self, stage: Stage, weights: Any, rows: Any, num_rows: Array) -> Any:
     return self._defined(stage, weights, rows, num_rows)

@@ -27,7 +27,7 @@ from seerjax.backends.protocol import Backend, Stage
 from seerjax.models import attention as model_attention, kv_layout, mlp, parameters
 from seerjax.models.config import TransformerConfig, numerics_for
 from seerjax.models.parameters import Params
-from seerjax.ops import attention, rotary, tiles
+from seerjax.ops import attention, tiles
 from seerjax.types import TokenBatch
 
 # What a gradient keeps of the forward pass.
@@ -78,8 +78,7 @@ def forward(
   backend = backend or choice.backend_of(numerics)
   batch = _whole_tiles(batch, backend)
   is_pool = kv_layout.is_pool(pages, backend)
-  turns = lambda _, positions, __: rotary.table_rows(positions, config.rotary)
-  cos, sin = backend.map_rows(turns, (), batch.positions, batch.num_rows)
+  cos, sin = backend.turns(config.rotary, batch.positions, batch.num_rows)
   page_size = kv_layout.page_size_of(pages, backend)
   segment_rows = attention.segment_rows(batch, numerics, page_size)
   inputs = Stage(config, axis, model_attention.input_rows)

@@ -94,6 +94,9 @@ class Wrapping:
   def rms_norm_rows(self, x, scale, eps):
     return self._inner.rms_norm_rows(x, scale, eps)
 
+  def turns(self, *arguments):
+    return self._inner.turns(*arguments)
+
   def attention_inputs(self, *arguments):
     self.calls["attention_inputs"] += 1
     return self._inner.attention_inputs(*arguments)
