@@ -137,7 +137,7 @@ def test_a_drafter_that_errs_is_not_asked_again_and_changes_no_bit(
   assert engine.free_pages(0) == SIZES.num_pages - 1
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Failing(runner_lib.Runner):
   """The shared runner, whose step raises once, after it has taken the pages."""
 
