@@ -25,8 +25,8 @@ import re
 import threading
 from typing import Any, Protocol, runtime_checkable
 
-from experiments.problems import purse_seine
 from experiments.problems.apple_machines import rules as apple_rules
+from experiments.problems.purse_seine import PurseSeine, rules as seine_rules
 from seerjax.discovery import environment
 from seerjax.sandbox.sandbox import Limits, Outcome, Sandbox
 
@@ -92,7 +92,7 @@ class PurseSeineContest:
 
   first_case: int = 0
   name: str = "purse_seine_programs"
-  published: tuple[environment.Published, ...] = purse_seine.PUBLISHED
+  published: tuple[environment.Published, ...] = seine_rules.PUBLISHED
   reward_unit: float = 1500.0
 
   def __post_init__(self):
@@ -106,15 +106,15 @@ class PurseSeineContest:
     """The problem, its input and its output."""
     return f"""\
 The plane holds N = 5000 wanted and 5000 unwanted points with integer coordinates in
-0..{purse_seine.SIDE}, all different, in 10 to 25 Gaussian clusters of each kind (centres in
+0..{seine_rules.SIDE}, all different, in 10 to 25 Gaussian clusters of each kind (centres in
 20000..80000, standard deviations in 1000..5000). Fence in many wanted points and few unwanted ones.
 
 Input: N; then N lines "x y" of wanted points; then N lines of unwanted points.
 Output: m; then m lines "x y", the vertices of one polygon in order.
-- 4 <= m <= {purse_seine.MAX_VERTICES}; vertices are different, with integer coordinates in
-  0..{purse_seine.SIDE};
+- 4 <= m <= {seine_rules.MAX_VERTICES}; vertices are different, with integer coordinates in
+  0..{seine_rules.SIDE};
 - every edge is parallel to an axis; all edges together are at most
-  {purse_seine.MAX_PERIMETER} long;
+  {seine_rules.MAX_PERIMETER} long;
 - edges have no point in common but the vertex between two neighbours.
 Of several answers the last one counts. Points on the fence count as inside. The value is
 max(0, wanted inside - unwanted inside + 1); higher is better."""
@@ -140,7 +140,7 @@ for a, b in ((x, y), (x + side, y), (x + side, y + side), (x, y + side)):
 
   def case_input(self, case: int) -> bytes:
     """Returns N and the points."""
-    points = purse_seine.points_of(self.first_case + case)
+    points = seine_rules.points_of(self.first_case + case)
     lines = [str(len(points.wanted))]
     lines += [f"{x} {y}" for kind in points for x, y in kind.tolist()]
     return ("\n".join(lines) + "\n").encode()
@@ -155,15 +155,15 @@ for a, b in ((x, y), (x + side, y), (x + side, y + side), (x, y + side)):
     place, num = 0, 0
     while place < len(numbers):
       num = numbers[place]
-      if not 4 <= num <= purse_seine.MAX_VERTICES:
-        return f"output: got {num} vertices, expected 4 to {purse_seine.MAX_VERTICES}"
+      if not 4 <= num <= seine_rules.MAX_VERTICES:
+        return f"output: got {num} vertices, expected 4 to {seine_rules.MAX_VERTICES}"
       place += 1 + 2 * num
     if place > len(numbers):
       given = len(numbers) - (place - 2 * num)
       return f"output: got {given} coordinates, expected {2 * num} for {num} vertices"
     last = numbers[-2 * num :]
     vertices = [list(vertex) for vertex in zip(last[::2], last[1::2])]
-    score = purse_seine.PurseSeine(self.first_case + case).verify(vertices)
+    score = PurseSeine(self.first_case + case).verify(vertices)
     return int(score.value) if score.is_valid else score.reason
 
 

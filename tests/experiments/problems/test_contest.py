@@ -10,8 +10,9 @@ import matplotlib.figure
 import numpy as np
 import pytest
 
-from experiments.problems import contest, purse_seine
+from experiments.problems import contest
 from experiments.problems.apple_machines import rules as apple_rules
+from experiments.problems.purse_seine import rules as seine_rules
 from seerjax.discovery import environment as environment_lib
 from seerjax.sandbox.sandbox import Limits, Outcome, Sandbox
 
@@ -54,7 +55,7 @@ def square_values() -> list[int]:
   for case in range(2):
     counts = [
       int(((kind >= 40_000) & (kind <= 60_000)).all(axis=1).sum())
-      for kind in purse_seine.points_of(case)
+      for kind in seine_rules.points_of(case)
     ]
     values.append(max(0, counts[0] - counts[1] + 1))
   return values
@@ -159,7 +160,7 @@ def test_every_way_to_fail_has_its_words(status: str, words: str):
 
 
 def test_a_program_that_fails_on_the_second_case_is_worth_nothing(sandbox: Sandbox):
-  second = purse_seine.points_of(1).wanted[0].tolist()
+  second = seine_rules.points_of(1).wanted[0].tolist()
   source = f"""
 numbers = open(0).read().split()
 print({SQUARE!r} if numbers[1:3] != {[str(number) for number in second]} else 'no')
@@ -201,7 +202,7 @@ def test_impossible_settings_are_refused(sandbox: Sandbox):
 
 def test_inputs_have_the_contests_form():
   lines = SEINE.case_input(1).decode().splitlines()
-  points = np.concatenate(purse_seine.points_of(1))
+  points = np.concatenate(seine_rules.points_of(1))
   assert lines[0] == "5000" and len(lines) == 10_001
   assert [list(map(int, line.split())) for line in lines[1:]] == points.tolist()
   assert contest.machines_input(TOY) == (
