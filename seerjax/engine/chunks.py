@@ -20,35 +20,15 @@ from seerjax.engine.sizes import EngineConfig
 
 
 class Chunks:
-  """The part of an engine that a scheduler of chunks decides by and calls.
-
-  Attributes:
-    config: sizes, all of them filled in.
-    counters: of all that the engine does.
-    memory: pages of all instances.
-  """
+  """What a scheduler of chunks decides by and calls, of one engine; `Engine` has each as a door."""
 
   def __init__(
     self, requests: Requests, memory: Memory, counters: Counters, *, config: EngineConfig
   ):
-    self.config = config
-    self.counters = counters
-    self.memory = memory
+    self._config = config
+    self._counters = counters
+    self._memory = memory
     self._requests = requests
-
-  @property
-  def num_unfinished(self) -> int:
-    """Requests submitted and not finished."""
-    return len(self._requests.live)
-
-  @property
-  def num_instances(self) -> int:
-    """Instances of the mesh."""
-    return len(self.memory.pools)
-
-  def poll_paused(self) -> list[str]:
-    """Returns the requests whose chunk has ended, in that order; they hold their pages."""
-    return list(self._requests.paused)
 
   def pause(self, request_id: str) -> None:
     """Ends a request's chunk now; it keeps its pages.
@@ -80,7 +60,7 @@ class Chunks:
       self._requests.check_instance(f"Engine.resume of {request_id!r}", instance)
       if instance != sequence.instance:
         if sequence.pages:
-          self.memory.release(sequence)
+          self._memory.release(sequence)
         sequence.instance = instance
     sequence.extend(chunk_tokens)
     self._requests.resume(sequence)
@@ -93,7 +73,7 @@ class Chunks:
     """
     sequence = self._requests.find_paused(request_id, "migrate")
     self._requests.check_instance(f"Engine.migrate of {request_id!r}", instance)
-    return self.memory.migrate(sequence, instance)
+    return self._memory.migrate(sequence, instance)
 
   def pull_prefix(self, tokens: Sequence[int], source: int, target: int) -> int:
     """Copies the whole pages of a token sequence's start from one instance to another.
@@ -106,7 +86,7 @@ class Chunks:
     """
     for name, instance in (("source", source), ("target", target)):
       self._requests.check_instance(f"Engine.pull_prefix: {name}", instance)
-    return self.memory.pull_prefix(tokens, source, target)
+    return self._memory.pull_prefix(tokens, source, target)
 
   def spill(self, request_ids: Iterable[str]) -> list[str]:
     """Takes paused requests' pages off the devices, in order, until the pool is full.
@@ -123,12 +103,8 @@ class Chunks:
       )
     # A name that comes twice is one request.
     sequences = [self._requests.find_paused(name, "spill") for name in dict.fromkeys(request_ids)]
-    left = self.memory.spill([sequence for sequence in sequences if sequence.pages])
+    left = self._memory.spill([sequence for sequence in sequences if sequence.pages])
     return [sequence.request.request_id for sequence in left]
-
-  def instance_of(self, request_id: str) -> int:
-    """Returns where a request runs, waits or lies; ValueError if there is no such request."""
-    return self._requests.find(request_id, "instance_of").instance
 
   def held_pages(self, request_id: str) -> int:
     """Returns the pages of its instance that a request holds; 0 if it is spilled or waits.
@@ -141,7 +117,7 @@ class Chunks:
   def free_pages(self, instance: int) -> int:
     """Returns how many pages could be given out now; ValueError if there is no such instance."""
     self._requests.check_instance("Engine.free_pages", instance)
-    return self.memory.pools[instance].num_available
+    return self._memory.pools[instance].num_available
 
   def awaited_pages(self, instance: int) -> int:
     """Returns how many pages the requests that wait on an instance are going to take at most.
@@ -163,7 +139,7 @@ class Chunks:
       raise ValueError(
         f"Engine.pages_for: got {num_tokens} tokens, expected at least 1; a prompt has one."
       )
-    return sizes.pages_for(num_tokens, self.config.page_size)
+    return sizes.pages_for(num_tokens, self._config.page_size)
 
   def preempt(self, request_id: str) -> None:
     """Drops a request's pages; it prefills again to the same bits.
@@ -175,7 +151,7 @@ class Chunks:
     """
     sequence = self._requests.find(request_id, "preempt")
     is_running = sequence in self._requests.running[sequence.instance]
-    self.counters.preemptions += is_running or sequence.num_written > 0
-    self.memory.release(sequence)
+    self._counters.preemptions += is_running or sequence.num_written > 0
+    self._memory.release(sequence)
     if is_running:
       self._requests.preempt(sequence)

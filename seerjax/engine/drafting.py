@@ -13,10 +13,11 @@ So a drafter changes how many steps a text takes and nothing else, whatever it g
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 import itertools
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+from absl import logging
 import numpy as np
 
 MAX_PATHS = 64  # Of one request in one step; more are not read.
@@ -114,6 +115,40 @@ def checked(
       plain.append(ids)
     found.append(plain)
   return found
+
+
+class Drafting:
+  """The drafter of one engine.
+
+  Attributes:
+    drafter: None drafts nothing.
+  """
+
+  def __init__(self, drafter: Drafter | None):
+    self.drafter = drafter
+
+  def ask(self, ask: Callable[[Drafter], Any]) -> Any:
+    """Returns the drafter's answer; None without a drafter. One that fails is not asked again."""
+    if self.drafter is None:
+      return None
+    try:
+      return ask(self.drafter)
+    except Exception as error:
+      logging.warning(
+        "Engine.drafter: got %s (%s) from %s, expected token ids for each request; it is not asked"
+        " again, and all answers stay the same: mend it, and set Engine.drafter anew.",
+        type(error).__name__, error, type(self.drafter).__name__, exc_info=error,
+      )  # fmt: skip
+      self.drafter = None
+      return None
+
+  def paths(
+    self, queries: Sequence[DraftQuery], vocab_size: int
+  ) -> Sequence[list[tuple[int, ...]]]:
+    """Returns `checked` drafts for each query; () where there is nothing to be drafted."""
+    if not queries:
+      return ()
+    return self.ask(lambda drafter: checked(drafter.draft(queries), queries, vocab_size)) or ()
 
 
 class Verified(NamedTuple):

@@ -17,15 +17,13 @@ in `output`, what a scheduler may do between chunks in `chunks`, and where keys 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
 
-from absl import logging
 import jax
 
 from seerjax import numerics as numerics_lib, parallel
 from seerjax.array_typing import PRNGKeyArray
-from seerjax.engine import checks, drafting, output, runner as runner_lib, sizes, texts
+from seerjax.engine import checks, drafting, generation, output, runner as runner_lib, sizes, texts
 from seerjax.engine.chunks import Chunks
 from seerjax.engine.counters import Counters
 from seerjax.engine.drafting import Drafter
@@ -36,17 +34,22 @@ from seerjax.engine.planner import Planner
 from seerjax.engine.requests import Requests
 from seerjax.engine.sequence import ScheduledRows, SequenceState, StepOutput
 from seerjax.engine.sizes import EngineConfig
-from seerjax.models import config as model_config, parameters, weights
+from seerjax.models import config as model_config, parameters
 from seerjax.models.loading import Model
 from seerjax.ops import sampling
 from seerjax.types import Completion, Request, SamplingParams
 
 
-class Engine(Chunks):
+class Engine:
   """Continuous batching of requests over one mesh.
 
   Requests may be submitted at any time, also between steps. Call `step` until `num_unfinished` is
   zero and take what is done from `poll`; `generate` does just that.
+
+  Attributes:
+    config: sizes, all of them filled in.
+    counters: of all that the engine does.
+    memory: pages of all instances.
   """
 
   def __init__(
@@ -92,38 +95,56 @@ class Engine(Chunks):
     self.model = shape
     self.numerics = numerics
     self.tokenizer = model.tokenizer
-    self.drafter = drafter
     self.policy_version = policy_version
     self._runner = runner
     self._key = key
-    self._params = self._placed(model.params, "Engine.params")
+    self._params = runner.place_params(model.params, what="Engine.params")
     config = sizes.fitted(config, shape, runner.stages, free_bytes=sizes.free_bytes(runner.mesh))
     # Positions of one sequence at most: beyond its model's, none is ever asked for.
     self._context = min(config.max_context, shape.max_context)
     table_width = sizes.table_width(config, context=self._context, kv_split=numerics.kv_split)
     kv_pool = KVPool() if kv_pool is None else kv_pool
     counters = Counters(host=kv_pool.host, store=kv_pool.store)
-    pages = runner.empty_pages(config.num_pages, config.page_size)
     memory = Memory(
-      pages,
+      lambda: runner.empty_pages(config.num_pages, config.page_size),
       runner.page_moves,
-      num_pages=config.num_pages,
-      page_size=config.page_size,
+      config=config,
       table_width=table_width,
-      reuse_prefixes=config.reuse_prefixes,
       kv_pool=kv_pool,
       counters=counters,
-      fingerprint=fingerprint_digest(shape, numerics, pages),
+      fingerprint=lambda pages: fingerprint_digest(shape, numerics, pages),
     )
     memory.publish(self._params, policy_version)
     requests = Requests(runner.num_instances)
-    super().__init__(requests, memory, counters, config=config)
+    self.config, self.counters, self.memory = config, counters, memory
+    self._requests = requests
+    self._chunks = Chunks(requests, memory, counters, config=config)
+    self._drafting = drafting.Drafting(drafter)
     self._planner = planner = Planner(
       requests, memory, counters, config=config, backend=runner.stages, table_width=table_width
     )
     self._outputs = output.Outputs(
-      requests, memory, planner, counters, accept=self._accept, ask_drafter=self._ask_drafter
+      requests, memory, planner, counters, accept=self._accept, ask_drafter=self._drafting.ask
     )
+
+  @property
+  def drafter(self) -> Drafter | None:
+    """What guesses tokens; one that failed is None from then on. It may be set at any time."""
+    return self._drafting.drafter
+
+  @drafter.setter
+  def drafter(self, drafter: Drafter | None) -> None:
+    self._drafting.drafter = drafter
+
+  @property
+  def num_unfinished(self) -> int:
+    """Requests submitted and not finished."""
+    return len(self._requests.live)
+
+  @property
+  def num_instances(self) -> int:
+    """Instances of the mesh."""
+    return self._runner.num_instances
 
   def submit(
     self,
@@ -166,13 +187,11 @@ class Engine(Chunks):
     row = sampling.sampling_rows([request.sampling])
     if instance is None:
       instance = self._requests.instance_for(request)
-    stream = None if self.tokenizer is None else self.tokenizer.stream()
-    sequence = SequenceState(request, list(request.prompt), instance, stream, row, limit=0)
+    sequence = output.begun(request, instance, row, self.tokenizer, resume_from)
     if resume_from is not None:
-      output.continue_from(sequence, resume_from)
       self.memory.claim(sequence)
     sequence.extend(chunk_tokens)
-    self._take_pages()
+    self.memory.take_again()
     self._requests.add(sequence)
 
   def check(self, request: Request) -> None:
@@ -181,16 +200,15 @@ class Engine(Chunks):
     Raises:
       ValueError: as `submit`, of the request itself.
     """
+    page_size = self.config.page_size
     checks.request(
       request,
       context=self._context,
       model_context=self.model.max_context,
       vocab_size=self.model.vocab_size,
-      needed_pages=sizes.pages_for(
-        len(request.prompt) + request.sampling.max_tokens, self.config.page_size
-      ),
+      needed_pages=sizes.pages_for(len(request.prompt) + request.sampling.max_tokens, page_size),
       num_pages=self.config.num_pages,
-      page_size=self.config.page_size,
+      page_size=page_size,
       has_tokenizer=self.tokenizer is not None,
     )
 
@@ -257,42 +275,22 @@ class Engine(Chunks):
 
   def _with_drafts(self, scheduled: list[list[ScheduledRows]]) -> list[list[ScheduledRows]]:
     queries, places = self._planner.draft_queries(scheduled)
-    if not queries:
-      return scheduled
-    drafts = self._ask_drafter(
-      lambda drafter: drafting.checked(drafter.draft(queries), queries, self.model.vocab_size)
-    )
-    if not drafts or not any(drafts):
+    drafts = self._drafting.paths(queries, self.model.vocab_size)
+    if not any(drafts):
       return scheduled
     return self._planner.with_drafts(scheduled, dict(zip(places, drafts, strict=True)))
-
-  def _ask_drafter(self, ask: Callable[[Drafter], Any]) -> Any:
-    """Returns the drafter's answer; None without a drafter. One that fails is not asked again."""
-    if self.drafter is None:
-      return None
-    try:
-      return ask(self.drafter)
-    except Exception as error:
-      logging.warning(
-        "Engine.drafter: got %s (%s) from %s, expected token ids for each request; it is not asked"
-        " again, and all answers stay the same: mend it, and set Engine.drafter anew.",
-        type(error).__name__, error, type(self.drafter).__name__, exc_info=error,
-      )  # fmt: skip
-      self.drafter = None
-      return None
 
   def _start_over(self, busy: tuple[SequenceState, int] | None) -> None:
     """Takes all pages back after a step that broke off: keys are computed again, to the same bits.
 
-    Args:
-      busy: the request that the step was working on and how many tokens it had before, if any.
+    `busy` is the request that it was working on and how many tokens that had before, if any.
     """
     self.counters.new_starts += 1
-    if busy is not None and len(busy[0].tokens) > busy[1]:
+    if busy is not None:
       output.take_back(*busy, self.tokenizer)
     self._requests.wait_again()
     self._planner.start_over()
-    self.memory.start_over(self._requests.live.values(), self._empty_pages)
+    self.memory.start_over(self._requests.live.values())
 
   def poll(self) -> list[Completion]:
     """Returns the requests finished since the last call, in the order they finished."""
@@ -316,35 +314,62 @@ class Engine(Chunks):
     Raises:
       ValueError: as `submit`; for a text without a tokenizer, or one that says nothing.
     """
-    if isinstance(requests, Request):
-      raise ValueError(
-        "Engine.generate: got one Request, expected several of them; write generate([request])."
-      )
     requests = texts.as_requests(requests, sampling, self.tokenizer, self._context)
-    others = self.poll()  # Of earlier requests, which may have had the same ids.
-    wanted: dict[str, Completion | None] = {}
-    try:
-      for request in requests:
-        self.submit(request)
-        wanted[request.request_id] = None
-      while any(request_id in self._requests.live for request_id in wanted):
-        updates = self.step()
-        if on_step is not None:
-          on_step(updates)
-        for completion in self.poll():
-          if completion.request_id in wanted:
-            wanted[completion.request_id] = completion
-          else:
-            others.append(completion)
-    except BaseException:  # Also what `on_step` raises, and Ctrl-C: nothing is left behind.
-      for request_id in wanted:
-        if request_id in self._requests.live:
-          self.cancel(request_id)
-      others += [one for one in self.poll() if one.request_id not in wanted]
-      raise
-    finally:
-      self._outputs.finished.extend(others)
-    return [completion for completion in wanted.values() if completion is not None]
+    return generation.to_ends(
+      self, requests, live=self._requests.live, keep=self._outputs.put_back, on_step=on_step
+    )
+
+  # Between chunks.
+
+  def poll_paused(self) -> list[str]:
+    """Returns the requests whose chunk has ended, in that order; they hold their pages."""
+    return list(self._requests.paused)
+
+  def pause(self, request_id: str) -> None:
+    """Ends a request's chunk now; it keeps its pages. ValueError if there is no such request."""
+    self._chunks.pause(request_id)
+
+  def resume(
+    self, request_id: str, *, chunk_tokens: int | None = None, instance: int | None = None
+  ) -> None:
+    """Lets a paused request continue for another chunk; see `Chunks.resume`."""
+    self._chunks.resume(request_id, chunk_tokens=chunk_tokens, instance=instance)
+
+  def migrate(self, request_id: str, instance: int) -> bool:
+    """Takes a paused request's pages to another instance; see `Chunks.migrate`."""
+    return self._chunks.migrate(request_id, instance)
+
+  def pull_prefix(self, tokens: Sequence[int], source: int, target: int) -> int:
+    """Copies the whole pages of a start to another instance; see `Chunks.pull_prefix`."""
+    return self._chunks.pull_prefix(tokens, source, target)
+
+  def spill(self, request_ids: Iterable[str]) -> list[str]:
+    """Takes paused requests' pages off the devices; see `Chunks.spill`."""
+    return self._chunks.spill(request_ids)
+
+  def preempt(self, request_id: str) -> None:
+    """Drops a request's pages; it prefills again to the same bits; see `Chunks.preempt`."""
+    self._chunks.preempt(request_id)
+
+  def instance_of(self, request_id: str) -> int:
+    """Returns where a request runs, waits or lies; ValueError if there is no such request."""
+    return self._requests.find(request_id, "instance_of").instance
+
+  def held_pages(self, request_id: str) -> int:
+    """Returns the pages of its instance that a request holds; see `Chunks.held_pages`."""
+    return self._chunks.held_pages(request_id)
+
+  def free_pages(self, instance: int) -> int:
+    """Returns how many pages could be given out now; ValueError if there is no such instance."""
+    return self._chunks.free_pages(instance)
+
+  def awaited_pages(self, instance: int) -> int:
+    """Returns how many pages those that wait will take at most; see `Chunks.awaited_pages`."""
+    return self._chunks.awaited_pages(instance)
+
+  def pages_for(self, num_tokens: int) -> int:
+    """Returns the pages that tokens of prompt and answer need; see `Chunks.pages_for`."""
+    return self._chunks.pages_for(num_tokens)
 
   def set_params(self, params: parameters.Params, policy_version: int) -> None:
     """Replaces the weights and drops every page written with the old ones.
@@ -354,23 +379,12 @@ class Engine(Chunks):
         are not the model's in the numerics' layout and dtype, or not finite; the old ones stay.
     """
     checks.whole("Engine.set_params: policy_version", policy_version, 0, None, "count updates")
-    if self.num_unfinished:
-      raise ValueError(
-        f"Engine.set_params: got {self.num_unfinished} unfinished requests, expected none (a"
-        " completion comes from one policy_version); finish or cancel them."
-      )
-    self._params = self._placed(params, "Engine.set_params: params")
+    fix = "finish or cancel them (a completion comes from one policy_version)"
+    self._requests.require_none("set_params", fix)
+    self._params = self._runner.place_params(params, what="Engine.set_params: params")
     self.memory.forget_all()
     self.policy_version = policy_version
     self.memory.publish(self._params, policy_version)
-
-  def _placed(self, params: parameters.Params, what: str) -> parameters.Params:
-    """Returns weights on the mesh; refuses others than the fingerprint names."""
-    weights.check(params, self.model, self.numerics, dtype=self.numerics.dtype, what=what)
-    numerics_lib.require_finite(
-      params, what=what, remedy="nothing may be sampled from them: go back to an earlier checkpoint"
-    )
-    return self._runner.place_params(params)
 
   def progress(self, request_id: str) -> Completion:
     """Returns a request's answer so far; ValueError if there is no such request."""
@@ -394,10 +408,10 @@ class Engine(Chunks):
     Raises:
       ValueError: if requests are unfinished, whose pages a step would change.
     """
-    self._require_idle("idle_step", "measure before they come")
+    self._requests.require_none("idle_step", "measure before they come")
     last = self.config.row_buckets[-1]
     checks.whole("Engine.idle_step: num_rows", num_rows, 1, last, "the last row bucket is the most")
-    self._take_pages()
+    self.memory.take_again()
     inputs = self._planner.idle_inputs(num_rows, self._context // 4)
 
     def run() -> None:
@@ -414,11 +428,8 @@ class Engine(Chunks):
     Raises:
       ValueError: if requests are unfinished, whose keys these are.
     """
-    self._require_idle("give_back_pages", "finish or cancel them")
-    self.memory.forget_all()
-    for leaf in jax.tree.leaves(self.memory.pages):
-      leaf.delete()
-    self.memory.pages = None
+    self._requests.require_none("give_back_pages", "finish or cancel them")
+    self.memory.give_back()
 
   def plan(self) -> str:
     """Returns one line that says what was allocated."""
@@ -429,20 +440,6 @@ class Engine(Chunks):
       pages_bytes=sum(leaf.nbytes for leaf in jax.tree.leaves(self.memory.pages)),
       weights_bytes=sum(leaf.nbytes for leaf in jax.tree.leaves(self._params)),
     )
-
-  def _require_idle(self, what: str, fix: str) -> None:
-    if self.num_unfinished:
-      raise ValueError(
-        f"Engine.{what}: got {self.num_unfinished} unfinished requests, expected none; {fix}."
-      )
-
-  def _empty_pages(self) -> Any:
-    return self._runner.empty_pages(self.config.num_pages, self.config.page_size)
-
-  def _take_pages(self) -> None:
-    """Takes the memory of all pages again, if it was given back."""
-    if self.memory.pages is None:
-      self.memory.pages = self._empty_pages()
 
 
 __all__ = ["Counters", "Engine", "EngineConfig", "StepOutput"]

@@ -16,7 +16,7 @@ from seerjax.engine.planner import Planner
 from seerjax.engine.requests import Requests
 from seerjax.engine.sequence import ScheduledRows, SequenceState, StepOutput
 from seerjax.models import tokenizer as tokenizer_lib
-from seerjax.types import Completion
+from seerjax.types import Completion, Request, SamplingRows
 
 Accept = Callable[[SequenceState, int, float, float], StepOutput]
 AskDrafter = Callable[[Callable[[Drafter], Any]], Any]
@@ -46,8 +46,30 @@ def accept(
   return StepOutput(sequence.request.request_id, (token,), text, reason)
 
 
-def continue_from(sequence: SequenceState, begun: Completion) -> None:
-  """Puts a new sequence where its answer was `begun`, half of a stop string included."""
+def begun(
+  request: Request,
+  instance: int,
+  row: SamplingRows,
+  tokenizer: tokenizer_lib.Tokenizer | None,
+  resume_from: Completion | None,
+) -> SequenceState:
+  """Returns a request's sequence at its beginning, or where its answer was `resume_from`.
+
+  Args:
+    request: that is new.
+    instance: where it runs.
+    row: how it is sampled.
+    tokenizer: None makes no text.
+    resume_from: the beginning of its answer, half of a stop string included.
+  """
+  stream = None if tokenizer is None else tokenizer.stream()
+  sequence = SequenceState(request, list(request.prompt), instance, stream, row, limit=0)
+  if resume_from is not None:
+    _continue_from(sequence, resume_from)
+  return sequence
+
+
+def _continue_from(sequence: SequenceState, begun: Completion) -> None:
   sequence.tokens.extend(begun.tokens)
   sequence.logprobs.extend(np.asarray(begun.behaviour_logprobs, np.float32).tolist())
   sequence.raw_logprobs.extend(np.asarray(begun.raw_logprobs, np.float32).tolist())
@@ -59,7 +81,9 @@ def continue_from(sequence: SequenceState, begun: Completion) -> None:
 def take_back(
   sequence: SequenceState, num_tokens: int, tokenizer: tokenizer_lib.Tokenizer | None
 ) -> None:
-  """Drops what a step that broke off had appended behind `num_tokens`, prompt included."""
+  """Drops what a step that broke off had appended behind `num_tokens`, prompt included, if any."""
+  if len(sequence.tokens) <= num_tokens:
+    return
   sequence.truncate(num_tokens)
   sequence.streamed, sequence.text = 0, ""
   if tokenizer is not None:
@@ -216,6 +240,10 @@ class Outputs:
     """Returns the requests finished since the last call."""
     finished, self.finished = self.finished, []
     return finished
+
+  def put_back(self, finished: list[Completion]) -> None:
+    """Takes completions that are not for the one that took them; they are taken the next time."""
+    self.finished.extend(finished)
 
   def _leave(
     self, sequence: SequenceState, reason: str, policy_version: int, error: str = ""

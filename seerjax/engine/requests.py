@@ -69,6 +69,17 @@ class Requests:
       )
     return sequence
 
+  def require_none(self, what: str, fix: str) -> None:
+    """Refuses what an engine with unfinished requests cannot do.
+
+    Raises:
+      ValueError: with their number; `what` is the door that was asked.
+    """
+    if self.live:
+      raise ValueError(
+        f"Engine.{what}: got {len(self.live)} unfinished requests, expected none; {fix}."
+      )
+
   def check_instance(self, what: str, instance: int) -> None:
     """Refuses an instance that the mesh does not have.
 

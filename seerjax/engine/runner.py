@@ -22,7 +22,7 @@ from seerjax.array_typing import Array, Int, PRNGKeyArray
 from seerjax.backends import choice
 from seerjax.backends.protocol import Backend
 from seerjax.engine.kv import page_moves as page_moves_lib
-from seerjax.models import config as model_config, head, kv_layout, parameters, transformer
+from seerjax.models import config as model_config, head, kv_layout, parameters, transformer, weights
 from seerjax.types import SamplingRows, TokenBatch, TokenScores
 
 
@@ -177,8 +177,19 @@ class Runner:
   def _sharding(self, *spec: str | None) -> jax.sharding.NamedSharding:
     return jax.sharding.NamedSharding(self.mesh, jax.P(*spec))
 
-  def place_params(self, params: parameters.Params) -> parameters.Params:
-    """Returns the weights on the mesh: slabs over `model`, copies for every instance."""
+  def place_params(
+    self, params: parameters.Params, *, what: str = "Runner.place_params: params"
+  ) -> parameters.Params:
+    """Returns the weights on the mesh: slabs over `model`, copies for every instance.
+
+    Raises:
+      ValueError: if they are not the model's in the numerics' layout and dtype, or not finite;
+        `what` is the argument, for the message.
+    """
+    weights.check(params, self.config, self.numerics, dtype=self.numerics.dtype, what=what)
+    numerics_lib.require_finite(
+      params, what=what, remedy="nothing may be sampled from them: go back to an earlier checkpoint"
+    )
     specs = parameters.specs_of(params)
     return jax.tree.map(
       lambda leaf, spec: jax.device_put(leaf, jax.sharding.NamedSharding(self.mesh, spec)),

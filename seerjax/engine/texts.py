@@ -25,8 +25,12 @@ def as_requests(
     context: most positions of a prompt and its answer.
 
   Raises:
-    ValueError: for a text without a tokenizer, or one that says nothing.
+    ValueError: for one request alone, a text without a tokenizer, or one that says nothing.
   """
+  if isinstance(asked, Request):
+    raise ValueError(
+      "Engine.generate: got one Request, expected several of them; write generate([request])."
+    )
   requests: list[Request] = []
   for place, one in enumerate([asked] if isinstance(asked, str) else asked):
     if not isinstance(one, str):

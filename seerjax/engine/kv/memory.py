@@ -19,6 +19,7 @@ from seerjax.engine.counters import Counters
 from seerjax.engine.kv import page_moves, pages as pages_lib, prefix_index, values
 from seerjax.engine.kv.pool import KVPool
 from seerjax.engine.sequence import SequenceState
+from seerjax.engine.sizes import EngineConfig
 
 
 class Memory:
@@ -26,30 +27,34 @@ class Memory:
 
   def __init__(
     self,
-    pages: Any,
+    make_pages: Callable[[], Any],
     moves: page_moves.PageMoves,
     *,
-    num_pages: int,
-    page_size: int,
+    config: EngineConfig,
     table_width: int,
-    reuse_prefixes: bool,
     kv_pool: KVPool,
     counters: Counters,
-    fingerprint: str,
+    fingerprint: Callable[[Any], str],
   ):
-    """Takes over `pages`, a pytree of f[i, k, m, ...] whose axis m is that of pages."""
-    self.pages = pages
-    self.pools = [pages_lib.PagePool(num_pages, page_size) for _ in moves.mesh.devices]
+    """Takes what `make_pages` gives, a pytree of f[i, k, m, ...] whose axis m is that of pages.
+
+    `fingerprint` names what keys and values of such pages are, for a store that others read.
+    """
+    self.pages = pages = make_pages()
+    self._make_pages = make_pages
+    self.pools = [
+      pages_lib.PagePool(config.num_pages, config.page_size) for _ in moves.mesh.devices
+    ]
     self.kv_pool = kv_pool
     self.counters = counters
-    self._fingerprint = fingerprint
+    self._fingerprint = fingerprint(pages)
     self._moves = moves
-    self._page_size = page_size
+    self._page_size = config.page_size
     self._table_width = table_width
-    self._reuse_prefixes = reuse_prefixes
+    self._reuse_prefixes = config.reuse_prefixes
     leaves = jax.tree.leaves(pages)
     of_instance = sum(math.prod(leaf.shape[1:]) * leaf.dtype.itemsize for leaf in leaves)
-    self._page_bytes = of_instance // num_pages
+    self._page_bytes = of_instance // config.num_pages
     # By instance: target pages (0 where one is there already) and the parts, round by round.
     self._arriving: list[list[tuple[list[int], Any]]] = [[] for _ in self.pools]
 
@@ -86,12 +91,23 @@ class Memory:
     for pool in self.pools:
       pool.forget_all()
 
-  def start_over(self, sequences: Iterable[SequenceState], make_pages: Callable[[], Any]) -> None:
+  def give_back(self) -> None:
+    """Frees the devices' memory, of which nothing is held; nothing that was written is kept."""
+    self.forget_all()
+    for leaf in jax.tree.leaves(self.pages):
+      leaf.delete()
+    self.pages = None
+
+  def take_again(self) -> None:
+    """Takes the devices' memory again, if it was given back."""
+    if self.pages is None:
+      self.pages = self._make_pages()
+
+  def start_over(self, sequences: Iterable[SequenceState]) -> None:
     """Takes every page back, whatever the step that broke off was doing with it.
 
     Args:
       sequences: all that live; those that are off the devices stay there.
-      make_pages: returns empty pages as those that this was made with.
     """
     for pool in self.pools:
       pool.reset()
@@ -101,7 +117,7 @@ class Memory:
       if sequence.request.request_id not in self.kv_pool:
         sequence.num_written = 0
     self.pages = None  # The step has donated them, or left an error in them.
-    self.pages = make_pages()
+    self.pages = self._make_pages()
 
   def migrate(self, sequence: SequenceState, instance: int) -> bool:
     """Takes a sequence's pages to another instance; False if there is no room, nothing done."""
