@@ -123,3 +123,26 @@ def log(x: np.ndarray) -> np.ndarray:
 def rounded(x: np.ndarray, dtype: str) -> np.ndarray:
   """f32 rounded to the compute dtype, as f32."""
   return flush(x.astype(ml_dtypes.bfloat16).astype(np.float32)) if dtype == "bfloat16" else x
+
+
+def scaled_queries(q: np.ndarray, dtype: str) -> np.ndarray:
+  """f32[..., c] times 1 / sqrt(c), rounded to the compute dtype."""
+  return rounded(flush(flush(q) * np.float32(q.shape[-1] ** -0.5)), dtype)
+
+
+def softmax(q: np.ndarray, keys: np.ndarray) -> np.ndarray:
+  """Scaled queries f32[c] and keys f32[x, c]: exp of the scores below their maximum, f32[x]."""
+  scores = product(keys, q[:, None])[:, 0]
+  return exp(flush(scores - np.max(scores)))
+
+
+def attention(q: np.ndarray, keys: np.ndarray, values: np.ndarray, dtype: str) -> np.ndarray:
+  """One row's attention: q f32[c], scaled here, over all of f32[x, c]; f32[c]."""
+  weights = softmax(scaled_queries(q, dtype), keys)
+  sums = total(weights)
+  weights = rounded(weights, dtype)
+  chains = np.zeros((4, q.shape[0]), np.float32)
+  for position, weight in enumerate(weights):
+    chains[position % 4] = fma(weight, values[position], chains[position % 4])
+  whole = flush(flush(chains[0] + chains[1]) + flush(chains[2] + chains[3]))
+  return rounded(flush(whole / sums), dtype)

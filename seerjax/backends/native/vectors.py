@@ -1,4 +1,4 @@
-"""Vectors of 16 floats: the block of a product, sums in a fixed order, a transposition.
+"""Vectors of 16 floats: blocks of products and attention, sums in a fixed order, a transposition.
 
 Vectors decide speed alone. A product's output is one chain of fused multiply-adds in ascending k,
 whatever block it was computed in; a sum of n numbers is 16 partial sums, of the numbers whose index
@@ -110,6 +110,19 @@ def _loop(builder, name: str):
   return before, body, after
 
 
+def _row_starts(builder, num_rows: int, rows, *arrays):
+  """The start of each row, by array of (base, stride); those past the last repeat it."""
+  last = builder.sub(rows, _word(1))
+  numbers = [
+    builder.select(builder.icmp_signed("<", _word(row), last), _word(row), last)
+    for row in range(num_rows)
+  ]
+  return [
+    [_at(builder, base, builder.mul(stride, number)) for number in numbers]
+    for base, stride in arrays
+  ]
+
+
 def product_block(num_rows: int, num_vectors: int, is_bf16: bool, is_partial: bool = False) -> Any:
   """Returns an intrinsic: c[rows, 16 * vectors] (+)= a[rows, k] @ w[k, 16 * vectors].
 
@@ -128,14 +141,7 @@ def product_block(num_rows: int, num_vectors: int, is_bf16: bool, is_partial: bo
       a, c = (builder.inttoptr(pointer, _FLOAT.as_pointer()) for pointer in (a, c))
       w = builder.inttoptr(w, _element(is_bf16).as_pointer())
       mask = _mask(builder, columns) if is_partial else None
-      last = builder.sub(rows, _word(1))
-
-      def row_start(base, stride, row: int):
-        inside = builder.icmp_signed("<", _word(row), last)
-        return _at(builder, base, builder.mul(stride, builder.select(inside, _word(row), last)))
-
-      a_rows = [row_start(a, a_row, row) for row in range(num_rows)]
-      c_rows = [row_start(c, c_row, row) for row in range(num_rows)]
+      a_rows, c_rows = _row_starts(builder, num_rows, rows, (a, a_row), (c, c_row))
       cells = [(row, vector) for row in range(num_rows) for vector in range(num_vectors)]
       place = {cell: _at(builder, c_rows[cell[0]], _word(cell[1] * LANES)) for cell in cells}
       keep = builder.icmp_signed("!=", is_added, _word(0))
@@ -172,6 +178,139 @@ def product_block(num_rows: int, num_vectors: int, is_bf16: bool, is_partial: bo
           _store(builder, new[cell], place[cell])
         else:
           _store_first(builder, new[cell], place[cell], mask)
+      return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 11), codegen
+
+  return block
+
+
+def score_block(num_rows: int, num_vectors: int, is_bf16: bool) -> Any:
+  """Returns an intrinsic: scores[rows, 16 * vectors] = q[rows, c] @ keys, 16 slots a vector.
+
+  Its arguments are int64s: `q, q_row, rows` as of `product_block`; the addresses of four vectors of
+  slots, at their first feature (those past `num_vectors` are not read); `k_step, k`, the slots
+  between two features and how many features there are, at least 1; `scores, scores_row`.
+  """
+
+  @intrinsic
+  def block(typing_context, q, q_row, rows, k0, k1, k2, k3, k_step, k, scores, scores_row):
+    def codegen(context, builder, signature, arguments):
+      q, q_row, rows = arguments[:3]
+      k_step, k, scores, scores_row = arguments[7:]
+      q, scores = (builder.inttoptr(pointer, _FLOAT.as_pointer()) for pointer in (q, scores))
+      element = _element(is_bf16).as_pointer()
+      keys = [builder.inttoptr(pointer, element) for pointer in arguments[3 : 3 + num_vectors]]
+      starts = _row_starts(builder, num_rows, rows, (q, q_row), (scores, scores_row))
+      q_rows, score_rows = starts
+      cells = [(row, vector) for row in range(num_rows) for vector in range(num_vectors)]
+      before, body, after = _loop(builder, "scores")
+      step = builder.phi(_WORD)
+      step.add_incoming(_word(0), before)
+      sums = {cell: builder.phi(_VECTOR) for cell in cells}
+      offset = builder.mul(step, k_step)
+      slots = [_load(builder, _at(builder, pointer, offset), is_bf16) for pointer in keys]
+      new = {}
+      for row in range(num_rows):
+        scalar = _splat(builder, builder.load(_at(builder, q_rows[row], step)))
+        for vector in range(num_vectors):
+          cell = row, vector
+          sums[cell].add_incoming(_ZERO, before)
+          new[cell] = _fma(builder, scalar, slots[vector], sums[cell])
+          sums[cell].add_incoming(new[cell], body)
+      next_step = builder.add(step, _word(1))
+      step.add_incoming(next_step, body)
+      builder.cbranch(builder.icmp_signed("<", next_step, k), body, after)
+      builder.position_at_end(after)
+      for row, vector in cells:
+        place = _at(builder, score_rows[row], _word(vector * LANES))
+        _store(builder, new[row, vector], place)
+      return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 11), codegen
+
+  return block
+
+
+# Chains of a weighted sum of values: by position mod 4.
+CHAINS = 4
+
+
+def value_block(num_rows: int, num_vectors: int, is_bf16: bool) -> Any:
+  """Returns an intrinsic: chains[rows, 4, 16 * vectors] = weights[rows, x] @ values, x by mod 4.
+
+  Its arguments are int64s: `weights, weights_row, rows` as of `product_block`; `values, value_row`,
+  the address of the columns in page 0 and the features of a slot; `table`, the address of the
+  pages' numbers, i32; `page_size`, a multiple of 4; `count`, positions, a multiple of 4 and at
+  least that; `chains, chains_row, chain`, where they go and the floats between rows and chains.
+  Pages follow one another by `page_size` slots.
+  """
+
+  @intrinsic
+  def block(
+    typing_context, weights, weights_row, rows, values, value_row, table, page_size, count,
+    chains, chains_row, chain,
+  ):  # fmt: skip
+    def codegen(context, builder, signature, arguments):
+      weights, weights_row, rows, values, value_row, table, page_size, count = arguments[:8]
+      chains, chains_row, chain = arguments[8:]
+      weights, chains = (
+        builder.inttoptr(pointer, _FLOAT.as_pointer()) for pointer in (weights, chains)
+      )
+      values = builder.inttoptr(values, _element(is_bf16).as_pointer())
+      table = builder.inttoptr(table, _INT.as_pointer())
+      starts = _row_starts(builder, num_rows, rows, (weights, weights_row), (chains, chains_row))
+      weight_rows, chain_rows = starts
+      cells = [
+        (row, part, vector)
+        for row in range(num_rows)
+        for part in range(CHAINS)
+        for vector in range(num_vectors)
+      ]
+      page_elements = builder.mul(page_size, value_row)
+      before, each_page, after = _loop(builder, "pages")
+      page = builder.phi(_WORD)
+      page.add_incoming(_word(0), before)
+      held = {cell: builder.phi(_VECTOR) for cell in cells}
+      next_page = builder.add(page, _word(1))
+      number = builder.sext(builder.load(_at(builder, table, page)), _WORD)
+      start = _at(builder, values, builder.mul(number, page_elements))
+      first = builder.mul(page, page_size)
+      left = builder.sub(count, first)
+      more = builder.icmp_signed(">", left, page_size)
+      slots = builder.select(more, page_size, left)
+      _, body, page_end = _loop(builder, "slots")
+      slot = builder.phi(_WORD)
+      slot.add_incoming(_word(0), each_page)
+      sums = {cell: builder.phi(_VECTOR) for cell in cells}
+      new = {}
+      for part in range(CHAINS):
+        offset = builder.mul(builder.add(slot, _word(part)), value_row)
+        columns = []
+        for vector in range(num_vectors):
+          place = builder.add(offset, _word(vector * LANES))
+          columns.append(_load(builder, _at(builder, start, place), is_bf16))
+        position = builder.add(builder.add(first, slot), _word(part))
+        for row in range(num_rows):
+          scalar = _splat(builder, builder.load(_at(builder, weight_rows[row], position)))
+          for vector in range(num_vectors):
+            cell = row, part, vector
+            new[cell] = _fma(builder, scalar, columns[vector], sums[cell])
+      for cell in cells:
+        held[cell].add_incoming(_ZERO, before)
+        held[cell].add_incoming(new[cell], page_end)
+        sums[cell].add_incoming(held[cell], each_page)
+        sums[cell].add_incoming(new[cell], body)
+      next_slot = builder.add(slot, _word(CHAINS))
+      slot.add_incoming(next_slot, body)
+      builder.cbranch(builder.icmp_signed("<", next_slot, slots), body, page_end)
+      builder.position_at_end(page_end)
+      page.add_incoming(next_page, page_end)
+      builder.cbranch(more, each_page, after)
+      builder.position_at_end(after)
+      for row, part, vector in cells:
+        place = builder.add(builder.mul(chain, _word(part)), _word(vector * LANES))
+        _store(builder, new[row, part, vector], _at(builder, chain_rows[row], place))
       return context.get_dummy_value()
 
     return types.void(*[types.int64] * 11), codegen
@@ -282,18 +421,3 @@ def _transposition(is_bf16: bool) -> Any:
 # (source, elements between its rows, target, floats between its rows): 16 rows of 16.
 transpose_f32 = _transposition(False)
 transpose_bf16 = _transposition(True)
-
-
-@intrinsic
-def prefetch(typing_context, address):
-  """Asks for the cache line at an address."""
-
-  def codegen(context, builder, signature, arguments):
-    byte = ir.IntType(8).as_pointer()
-    kind = ir.FunctionType(ir.VoidType(), [byte, _INT, _INT, _INT])
-    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-    pointer = builder.inttoptr(arguments[0], byte)
-    builder.call(function, [pointer, *(ir.Constant(_INT, value) for value in (0, 3, 1))])
-    return context.get_dummy_value()
-
-  return types.void(types.int64), codegen

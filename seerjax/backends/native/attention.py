@@ -1,0 +1,369 @@
+"""Attention of segments over pages: a row's chains follow positions, and nothing else.
+
+A score is one chain of fused multiply-adds over the features. The softmax takes its maximum over
+all keys that a row sees, which is exact in any order, so that no splits are needed; exponents are
+added as 16 partial sums by position mod 16, then as a tree. Values are four chains by position mod
+4, added (0 + 1) + (2 + 3) and divided by the sum. Keys beyond a row's position are not read.
+
+An item of work is a segment and a head; its rows (positions x query heads of the head's group) go
+in blocks of four, which share every page that is read. Heads follow one another, and of each the
+segments, so that the pages of a common prompt are still in cache.
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+from numba import types
+
+from seerjax import numerics as numerics_lib
+from seerjax.array_typing import Array, Float
+from seerjax.backends.native import ffi, vectors
+from seerjax.backends.native.ffi import address, dimension, integer, is_bfloat16
+from seerjax.backends.native.numbers import (
+  exp,
+  f32,
+  float_of_half,
+  jit,
+  read_row,
+  round_row,
+  write_row,
+)
+from seerjax.backends.native.pointers import floats, fma, halves, integers
+from seerjax.ops import attention
+from seerjax.types import TokenBatch
+
+# Rows of a block.
+BLOCK_ROWS = 4
+_LANES, _CHAINS = vectors.LANES, vectors.CHAINS
+
+_scores_1_4 = vectors.score_block(1, 4, False)
+_scores_2_4 = vectors.score_block(2, 4, False)
+_scores_4_4 = vectors.score_block(4, 4, False)
+_scores_4_1 = vectors.score_block(4, 1, False)
+_scores_bf16_1_4 = vectors.score_block(1, 4, True)
+_scores_bf16_2_4 = vectors.score_block(2, 4, True)
+_scores_bf16_4_4 = vectors.score_block(4, 4, True)
+_scores_bf16_4_1 = vectors.score_block(4, 1, True)
+_values_1_4 = vectors.value_block(1, 4, False)
+_values_1_1 = vectors.value_block(1, 1, False)
+_values_2_2 = vectors.value_block(2, 2, False)
+_values_4_1 = vectors.value_block(4, 1, False)
+_values_bf16_1_4 = vectors.value_block(1, 4, True)
+_values_bf16_1_1 = vectors.value_block(1, 1, True)
+_values_bf16_2_2 = vectors.value_block(2, 2, True)
+_values_bf16_4_1 = vectors.value_block(4, 1, True)
+
+
+@jit
+def _slots_at(keys, size, table, page_size, page_elements, chunk):
+  """Where the 16 slots from position 16 * chunk begin."""
+  position = _LANES * chunk
+  page = types.int64(integers(table)[position // page_size])
+  return keys + size * (page * page_elements + position % page_size)
+
+
+@jit
+def _narrow_scores(q, rows, keys, is_bf16, table, page_size, head_dim, count, scores, width):
+  """As `scores_of`, of pages that vectors do not divide."""
+  pages = integers(table)
+  for page in range((count + page_size - 1) // page_size):
+    here = types.int64(pages[page]) * page_size * head_dim
+    wide, narrow = floats(keys + 4 * here), halves(keys + 2 * here)
+    for row in range(rows):
+      query = floats(q + 4 * row * head_dim)
+      out = floats(scores + 4 * (row * width + page * page_size))
+      for slot in range(page_size):
+        out[slot] = f32(0.0)
+      for feature in range(head_dim):
+        for slot in range(page_size):
+          place = feature * page_size + slot
+          key = float_of_half(narrow[place]) if is_bf16 else wide[place]
+          out[slot] = fma(query[feature], key, out[slot])
+
+
+@jit
+def scores_of(q, rows, keys, is_bf16, table, page_size, head_dim, count, scores, width):
+  """scores[row, x] = q[row] . key x for the first `count` positions x of a sequence.
+
+  Args:
+    q: f32[rows, head_dim], up to four rows.
+    keys: page 0 of the head.
+    table: i32[p], the sequence's pages.
+    scores: f32[rows, width]; whole vectors are written, `count` in pages and vectors of 16.
+  """
+  if page_size % _LANES != 0:
+    _narrow_scores(q, rows, keys, is_bf16, table, page_size, head_dim, count, scores, width)
+    return
+  size = 2 if is_bf16 else 4
+  elements = page_size * head_dim
+  last = (count - 1) // _LANES
+  chunk = 0
+  while chunk + 3 <= last:
+    k0 = _slots_at(keys, size, table, page_size, elements, chunk)
+    k1 = _slots_at(keys, size, table, page_size, elements, chunk + 1)
+    k2 = _slots_at(keys, size, table, page_size, elements, chunk + 2)
+    k3 = _slots_at(keys, size, table, page_size, elements, chunk + 3)
+    to = scores + 4 * _LANES * chunk
+    if is_bf16:
+      if rows == 1:
+        _scores_bf16_1_4(q, head_dim, rows, k0, k1, k2, k3, page_size, head_dim, to, width)
+      elif rows == 2:
+        _scores_bf16_2_4(q, head_dim, rows, k0, k1, k2, k3, page_size, head_dim, to, width)
+      else:
+        _scores_bf16_4_4(q, head_dim, rows, k0, k1, k2, k3, page_size, head_dim, to, width)
+    elif rows == 1:
+      _scores_1_4(q, head_dim, rows, k0, k1, k2, k3, page_size, head_dim, to, width)
+    elif rows == 2:
+      _scores_2_4(q, head_dim, rows, k0, k1, k2, k3, page_size, head_dim, to, width)
+    else:
+      _scores_4_4(q, head_dim, rows, k0, k1, k2, k3, page_size, head_dim, to, width)
+    chunk += 4
+  while chunk <= last:
+    k0 = _slots_at(keys, size, table, page_size, elements, chunk)
+    to = scores + 4 * _LANES * chunk
+    if is_bf16:
+      _scores_bf16_4_1(q, head_dim, rows, k0, k0, k0, k0, page_size, head_dim, to, width)
+    else:
+      _scores_4_1(q, head_dim, rows, k0, k0, k0, k0, page_size, head_dim, to, width)
+    chunk += 1
+
+
+@jit
+def _wide_chains(weights, width, rows, values, is_bf16, table, page_size, head_dim, count, chains):
+  """The chains of whole vectors of features, over `count` positions, a multiple of 4.
+
+  Few rows hold many columns in registers, and many rows few.
+  """
+  size = 2 if is_bf16 else 4
+  row, chain = _CHAINS * head_dim, head_dim
+  first = 0
+  while first + _LANES <= head_dim:
+    left = (head_dim - first) // _LANES
+    at, to = values + size * first, chains + 4 * first
+    if rows == 1 and left >= 4:
+      if is_bf16:
+        _values_bf16_1_4(
+          weights, width, rows, at, head_dim, table, page_size, count, to, row, chain
+        )
+      else:
+        _values_1_4(weights, width, rows, at, head_dim, table, page_size, count, to, row, chain)
+      first += 4 * _LANES
+    elif rows <= 2 and left >= 2:
+      if is_bf16:
+        _values_bf16_2_2(
+          weights, width, rows, at, head_dim, table, page_size, count, to, row, chain
+        )
+      else:
+        _values_2_2(weights, width, rows, at, head_dim, table, page_size, count, to, row, chain)
+      first += 2 * _LANES
+    else:
+      if is_bf16:
+        if rows == 1:
+          _values_bf16_1_1(
+            weights, width, rows, at, head_dim, table, page_size, count, to, row, chain
+          )
+        else:
+          _values_bf16_4_1(
+            weights, width, rows, at, head_dim, table, page_size, count, to, row, chain
+          )
+      elif rows == 1:
+        _values_1_1(weights, width, rows, at, head_dim, table, page_size, count, to, row, chain)
+      else:
+        _values_4_1(weights, width, rows, at, head_dim, table, page_size, count, to, row, chain)
+      first += _LANES
+
+
+@jit
+def _go_on(weights, values, is_bf16, table, page_size, head_dim, begin, end, first, last, chains):
+  """Continues a row's chains of features [first, last) over positions [begin, end)."""
+  weight, pages = floats(weights), integers(table)
+  for position in range(begin, end):
+    page = types.int64(pages[position // page_size])
+    here = (page * page_size + position % page_size) * head_dim
+    wide, narrow = floats(values + 4 * here), halves(values + 2 * here)
+    out = floats(chains + 4 * (position % _CHAINS) * head_dim)
+    x = weight[position]
+    for feature in range(first, last):
+      value = float_of_half(narrow[feature]) if is_bf16 else wide[feature]
+      out[feature] = fma(x, value, out[feature])
+
+
+@jit
+def _block(
+  q, rows, first_seen, group, keys, values, is_bf16, table, page_size, head_dim, scores, width,
+  chains, totals,
+):  # fmt: skip
+  """Weighted values of up to four rows: the chains, and what they are divided by.
+
+  Row r is query head (first row + r) mod group of its position; `first_seen` is the first row's
+  place in (position, head) order, with the positions that come before it: row r sees
+  (first_seen + r) // group + 1 keys.
+  """
+  fewest = first_seen // group + 1
+  most = (first_seen + rows - 1) // group + 1
+  scores_of(q, rows, keys, is_bf16, table, page_size, head_dim, most, scores, width)
+  for row in range(rows):
+    seen = (first_seen + row) // group + 1
+    here = scores + 4 * row * width
+    x = floats(here)
+    maximum = vectors.maximum_of(here, here, seen)
+    for position in range(seen):
+      x[position] = exp(x[position] - maximum)
+    floats(totals)[row] = vectors.sum_of(here, here, seen)
+    round_row(here, is_bf16, seen)
+  out = floats(chains)
+  for place in range(rows * _CHAINS * head_dim):
+    out[place] = f32(0.0)
+  whole, features = 0, 0
+  if page_size % _CHAINS == 0 and fewest >= _CHAINS:
+    whole, features = fewest // _CHAINS * _CHAINS, head_dim // _LANES * _LANES
+    _wide_chains(scores, width, rows, values, is_bf16, table, page_size, head_dim, whole, chains)
+  for row in range(rows):
+    seen = (first_seen + row) // group + 1
+    here, to = scores + 4 * row * width, chains + 4 * row * _CHAINS * head_dim
+    _go_on(here, values, is_bf16, table, page_size, head_dim, whole, seen, 0, features, to)
+    _go_on(here, values, is_bf16, table, page_size, head_dim, 0, seen, features, head_dim, to)
+
+
+@jit
+def scaled_queries(q, is_bf16, head_dim, out):
+  """Reads a row and scales it by 1 / sqrt(head_dim) in float32, rounded as the row is."""
+  scale = f32(1.0 / math.sqrt(types.float64(head_dim)))
+  read_row(q, is_bf16, out, head_dim)
+  x = floats(out)
+  for feature in range(head_dim):
+    x[feature] = x[feature] * scale
+  round_row(out, is_bf16, head_dim)
+
+
+@jit
+def _items(arguments):
+  """Heads by segments, and one more that zeroes padding rows."""
+  return integer(arguments, 7, 0) * dimension(arguments, 0, 1) + 1
+
+
+@jit
+def _attend(arguments, results, first, last, worker):
+  """q f[n, k, g, c], keys f[k, m, c, z], values, positions, segments' start, length, pages; counts.
+
+  Scratch: queries f32[4, c], their chains f32[4, 4, c], sums, scores f32[4, x].
+  """
+  num_rows, num_heads = dimension(arguments, 0, 0), dimension(arguments, 0, 1)
+  group, head_dim = dimension(arguments, 0, 2), dimension(arguments, 0, 3)
+  num_pages, page_size = dimension(arguments, 1, 1), dimension(arguments, 1, 3)
+  pages_of_segment = dimension(arguments, 6, 1)
+  positions = integers(address(arguments, 3))
+  starts, lengths = integers(address(arguments, 4)), integers(address(arguments, 5))
+  num_segments, live = integer(arguments, 7, 0), integer(arguments, 8, 0)
+  rows_are_bf16, pages_are_bf16 = is_bfloat16(arguments, 0), is_bfloat16(arguments, 1)
+  row_size, size = 2 if rows_are_bf16 else 4, 2 if pages_are_bf16 else 4
+  q, out = address(arguments, 0), address(results, 0)
+  queries = address(results, 1) + 4 * worker * dimension(results, 1, 1)
+  chains = queries + 4 * BLOCK_ROWS * head_dim
+  totals = chains + 4 * BLOCK_ROWS * _CHAINS * head_dim
+  scores = totals + 4 * _LANES
+  width = score_width(pages_of_segment, page_size)
+  for item in range(first, last):
+    if item == num_segments * num_heads:
+      row_elements = num_heads * group * head_dim
+      bits = halves(out + row_size * live * row_elements)
+      for place in range((num_rows - live) * row_elements * row_size // 2):
+        bits[place] = 0
+      continue
+    head, segment = item // num_segments, item % num_segments
+    start = types.int64(starts[segment])
+    position = types.int64(positions[start])
+    table = address(arguments, 6) + 4 * segment * pages_of_segment
+    head_pages = size * head * num_pages * page_size * head_dim
+    keys, values = address(arguments, 1) + head_pages, address(arguments, 2) + head_pages
+    num_queries = lengths[segment] * group
+    for block in range(0, num_queries, BLOCK_ROWS):
+      rows = min(BLOCK_ROWS, num_queries - block)
+      for row in range(rows):
+        place = block + row
+        where = ((start + place // group) * num_heads + head) * group + place % group
+        source = q + row_size * where * head_dim
+        scaled_queries(source, rows_are_bf16, head_dim, queries + 4 * row * head_dim)
+      _block(
+        queries, rows, position * group + block, group, keys, values, pages_are_bf16, table,
+        page_size, head_dim, scores, width, chains, totals,
+      )  # fmt: skip
+      for row in range(rows):
+        place = block + row
+        where = ((start + place // group) * num_heads + head) * group + place % group
+        total = floats(totals)[row]
+        x = floats(chains + 4 * row * _CHAINS * head_dim)
+        for feature in range(head_dim):
+          low = x[feature] + x[head_dim + feature]
+          high = x[2 * head_dim + feature] + x[3 * head_dim + feature]
+          x[feature] = (low + high) / total
+        target = out + row_size * where * head_dim
+        write_row(chains + 4 * row * _CHAINS * head_dim, target, rows_are_bf16, head_dim)
+
+
+def _score_width(pages_of_segment, page_size):
+  """Scores of a row at most, in whole vectors."""
+  return (pages_of_segment * page_size + 15) // 16 * 16
+
+
+score_width = jit(_score_width)
+_ATTEND = ffi.Handler("seerjax_attend", _items, _attend)
+
+
+def attend(
+  q: Float[Array, "n k g c"],
+  pages: tuple[Float[Array, "k m c z"], Float[Array, "k m z c"]],
+  batch: TokenBatch,
+) -> Float[Array, "n k g c"]:
+  """Causal attention of every row over its own sequence's pages; `ops.attention.attend`.
+
+  Args:
+    q: f[n, k, g, c], queries by key/value head; scaled by 1 / sqrt(c) here, in float32.
+    pages: keys f[k, m, c, z] and values f[k, m, z, c]; the rows' own are already written.
+    batch: rows and segments.
+
+  Returns:
+    f[n, k, g, c] in q's dtype; zero in rows past the last.
+  """
+  return _attended(q, *pages, batch)
+
+
+@jax.custom_vjp
+def _attended(q, keys, values, batch):
+  page_size, head_dim = values.shape[2:]
+  width = _score_width(batch.page_table.shape[1], page_size)
+  scratch = BLOCK_ROWS * head_dim * (1 + _CHAINS) + _LANES + BLOCK_ROWS * width
+  out, _ = _ATTEND(
+    [jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct((1, scratch), jnp.float32)],
+    q,
+    keys,
+    values,
+    batch.positions,
+    batch.segment_start,
+    batch.segment_length,
+    batch.page_table,
+    batch.num_segments,
+    batch.num_rows,
+  )
+  return out
+
+
+def _attended_forward(q, keys, values, batch):
+  return _attended(q, keys, values, batch), (q, keys, values, batch)
+
+
+def _attended_backward(residuals, gradient):
+  """The gradient of the tiled attention, whose keys are f[k, m, z, c]."""
+  q, keys, values, batch = residuals
+  numerics = numerics_lib.NumericsConfig(kv_split=values.shape[2])
+  rows = attention.segment_rows(batch, numerics, values.shape[2])
+  turned = jnp.swapaxes(keys, 2, 3)
+  tiled = lambda q, keys, values: attention.attend(q, keys, values, batch, rows, numerics)
+  grad_q, grad_keys, grad_values = jax.vjp(tiled, q, turned, values)[1](gradient)
+  return grad_q, jnp.swapaxes(grad_keys, 2, 3), grad_values, None
+
+
+_attended.defvjp(_attended_forward, _attended_backward)

@@ -1,0 +1,161 @@
+"""Pages of the native backend, and the rows' keys and values written into them.
+
+A page of a head holds keys transposed, f[c, z] with the slots side by side, so that a query meets
+16 slots at a time; values are f[z, c]. Padding rows are written nowhere, the dump page included.
+"""
+
+from __future__ import annotations
+
+import jax
+
+from seerjax.array_typing import Array, Float, Int
+from seerjax.backends.native import ffi
+from seerjax.backends.native.ffi import address, dimension, integer, is_bfloat16
+from seerjax.backends.native.numbers import jit
+from seerjax.backends.native.pointers import halves, integers, unsigned
+
+# Axes of one page of one head, of keys and of values: z slots, c features.
+PAGE_AXES = ("cz", "zc")
+
+
+@jit
+def _rows(arguments):
+  return integer(arguments, 5, 0)
+
+
+@jit
+def _write(arguments, results, first, last, worker):
+  """Keys, values f[k, m, ...], the rows' f[n, k, c], slots, rows -> the pages in place."""
+  heads, pages = dimension(results, 0, 0), dimension(results, 0, 1)
+  head_dim, page_size = dimension(results, 0, 2), dimension(results, 0, 3)
+  slots = integers(address(arguments, 4))
+  key_pages, value_pages = address(results, 0), address(results, 1)
+  keys, values = address(arguments, 2), address(arguments, 3)
+  narrow = is_bfloat16(arguments, 0)
+  for row in range(first, last):
+    page, slot = slots[row] // page_size, slots[row] % page_size
+    for head in range(heads):
+      at = (head * pages + page) * page_size * head_dim
+      source = (row * heads + head) * head_dim
+      # Bits are copied, so that the two types differ by width alone.
+      if narrow:
+        to, given = halves(key_pages + 2 * (at + slot)), halves(keys + 2 * source)
+        for feature in range(head_dim):
+          to[feature * page_size] = given[feature]
+        to, given = halves(value_pages + 2 * (at + slot * head_dim)), halves(values + 2 * source)
+        for feature in range(head_dim):
+          to[feature] = given[feature]
+      else:
+        out, wide = unsigned(key_pages + 4 * (at + slot)), unsigned(keys + 4 * source)
+        for feature in range(head_dim):
+          out[feature * page_size] = wide[feature]
+        out = unsigned(value_pages + 4 * (at + slot * head_dim))
+        wide = unsigned(values + 4 * source)
+        for feature in range(head_dim):
+          out[feature] = wide[feature]
+
+
+_WRITE = ffi.Handler("seerjax_write_pages", _rows, _write)
+
+
+@jit
+def _take(arguments, results, first, last, worker):
+  """Gradients of keys and values f[k, m, ...], the rows' f[n, k, c] for their shape, slots, rows.
+
+  The rows' slots move from the pages' gradients to the rows' own, and are zero there.
+  """
+  heads, pages = dimension(results, 0, 0), dimension(results, 0, 1)
+  head_dim, page_size = dimension(results, 0, 2), dimension(results, 0, 3)
+  slots = integers(address(arguments, 4))
+  key_pages, value_pages = address(results, 0), address(results, 1)
+  keys, values = address(results, 2), address(results, 3)
+  narrow = is_bfloat16(arguments, 0)
+  rows = integer(arguments, 5, 0)
+  for row in range(first, last):
+    is_row = row < rows
+    page, slot = slots[row] // page_size, slots[row] % page_size
+    for head in range(heads):
+      at = (head * pages + page) * page_size * head_dim
+      target = (row * heads + head) * head_dim
+      if narrow:
+        given, to = halves(key_pages + 2 * (at + slot)), halves(keys + 2 * target)
+        for feature in range(head_dim):
+          to[feature] = given[feature * page_size] if is_row else 0
+          if is_row:
+            given[feature * page_size] = 0
+        given, to = halves(value_pages + 2 * (at + slot * head_dim)), halves(values + 2 * target)
+        for feature in range(head_dim):
+          to[feature] = given[feature] if is_row else 0
+          if is_row:
+            given[feature] = 0
+      else:
+        wide, out = unsigned(key_pages + 4 * (at + slot)), unsigned(keys + 4 * target)
+        for feature in range(head_dim):
+          out[feature] = wide[feature * page_size] if is_row else 0
+          if is_row:
+            wide[feature * page_size] = 0
+        wide = unsigned(value_pages + 4 * (at + slot * head_dim))
+        out = unsigned(values + 4 * target)
+        for feature in range(head_dim):
+          out[feature] = wide[feature] if is_row else 0
+          if is_row:
+            wide[feature] = 0
+
+
+@jit
+def _all_rows(arguments):
+  return dimension(arguments, 2, 0)
+
+
+_TAKE = ffi.Handler("seerjax_take_pages", _all_rows, _take)
+
+
+def _like(array: Array) -> jax.ShapeDtypeStruct:
+  return jax.ShapeDtypeStruct(array.shape, array.dtype)
+
+
+def write_pages(
+  pages: tuple[Float[Array, "k m c z"], Float[Array, "k m z c"]],
+  values: tuple[Float[Array, "n k c"], Float[Array, "n k c"]],
+  slots: Int[Array, "n"],
+  num_rows: Array,
+) -> tuple[Array, ...]:
+  """Returns the pages with the first `num_rows` rows' keys and values at their slots, in place.
+
+  Args:
+    pages: keys f[k, m, c, z] and values f[k, m, z, c].
+    values: the rows' keys and values, f[n, k, c] each.
+    slots: i32[n], page * z + offset.
+    num_rows: i32[], rows that are no padding.
+  """
+  return _written(*pages, *values, slots, num_rows)
+
+
+@jax.custom_vjp
+def _written(key_pages, value_pages, keys, values, slots, num_rows):
+  keys, values = keys.astype(key_pages.dtype), values.astype(value_pages.dtype)
+  results = [_like(key_pages), _like(value_pages)]
+  operands = (key_pages, value_pages, keys, values, slots, num_rows)
+  return _WRITE(results, *operands, aliases={0: 0, 1: 1})
+
+
+def _written_forward(key_pages, value_pages, keys, values, slots, num_rows):
+  out = _written(key_pages, value_pages, keys, values, slots, num_rows)
+  return out, (keys, values, slots, num_rows)
+
+
+def _written_backward(residuals, gradients):
+  keys, values, slots, num_rows = residuals
+  dtype = gradients[0].dtype
+  results = [
+    *map(_like, gradients),
+    *(jax.ShapeDtypeStruct(x.shape, dtype) for x in (keys, values)),
+  ]
+  operands = (*gradients, keys.astype(dtype), values.astype(dtype), slots, num_rows)
+  key_pages, value_pages, new_keys, new_values = _TAKE(results, *operands, aliases={0: 0, 1: 1})
+  return (
+    key_pages, value_pages, new_keys.astype(keys.dtype), new_values.astype(values.dtype), None, None
+  )  # fmt: skip
+
+
+_written.defvjp(_written_forward, _written_backward)
