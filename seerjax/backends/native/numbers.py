@@ -114,6 +114,19 @@ def write_row(source, target, is_bf16, count):
 
 
 @jit
+def zero_row(target, is_bf16, count):
+  """Writes `count` zeros to an address of float32 or bfloat16."""
+  if is_bf16:
+    narrow = halves(target)
+    for i in range(count):
+      narrow[i] = np.uint16(0)
+  else:
+    wide = floats(target)
+    for i in range(count):
+      wide[i] = f32(0.0)
+
+
+@jit
 def round_row(values, is_bf16, count):
   """Rounds `count` floats in place to bfloat16, if that is the compute type."""
   if is_bf16:

@@ -187,7 +187,7 @@ def product(a, a_row, a_step, rows, w, is_bf16, w_step, columns, k, c, c_row, is
   if k * columns <= _STREAMED:
     steps = max(k, 1)
   # Up to four rows go over all columns of some steps; more rows go over one panel's steps.
-  width = columns if rows <= BLOCK_ROWS else PANEL
+  width = max(columns, 1) if rows <= BLOCK_ROWS else PANEL
   for begin in range(0, k, steps):
     count = min(steps, k - begin)
     goes_on = 1 if begin > 0 else is_added
