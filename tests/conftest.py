@@ -202,8 +202,11 @@ def tell_events(record_property) -> Callable[[str, Mapping[str, int], Sequence[s
 
 @pytest.fixture(scope="session")
 def programs_folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-  """Takes the compiled programs of this process, of the files that keep them."""
-  return tmp_path_factory.mktemp("programs")
+  """Takes the compiled programs of this session, all its processes, of the files that keep them."""
+  folder = tmp_path_factory.getbasetemp()
+  if "PYTEST_XDIST_WORKER" in os.environ:
+    folder = folder.parent  # Of the session; a process has one within it.
+  return folder / "programs"
 
 
 @pytest.fixture(scope="module")
@@ -212,16 +215,19 @@ def programs_on_disk(programs_folder: pathlib.Path) -> Iterator[None]:
   if jax.config.jax_compilation_cache_dir:
     yield  # The whole session keeps them.
     return
-  before = (
-    jax.config.jax_compilation_cache_dir,
-    jax.config.jax_persistent_cache_min_compile_time_secs,
-  )
-  jax.config.update("jax_compilation_cache_dir", str(programs_folder))
-  jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+  kept = {
+    "jax_compilation_cache_dir": str(programs_folder),
+    "jax_persistent_cache_min_compile_time_secs": 0.2,
+    # With a bound, processes take turns at an entry.
+    "jax_compilation_cache_max_size": 4 << 30,
+  }
+  before = {name: jax.config.values[name] for name in kept}
+  for name, value in kept.items():
+    jax.config.update(name, value)
   compilation_cache.reset_cache()  # Else a process stays with what it chose when it first compiled.
   yield
-  jax.config.update("jax_compilation_cache_dir", before[0])
-  jax.config.update("jax_persistent_cache_min_compile_time_secs", before[1])
+  for name, value in before.items():
+    jax.config.update(name, value)
   compilation_cache.reset_cache()
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
-import shutil
 
 import jax
 import pytest
@@ -44,11 +43,3 @@ def trained(
   directory = tmp_path_factory.mktemp("trained")
   config = invariance.InvarianceConfig(model=tiny, rl_steps=2, rl_groups=1, max_tokens=12)
   return directory, invariance.on_policy(config, directory, lambda line: None)
-
-
-@pytest.fixture
-def run_copy(
-  trained: tuple[pathlib.Path, dict[str, dict[str, list[float]]]], tmp_path: pathlib.Path
-) -> pathlib.Path:
-  """A copy of the tiled run that a test may damage."""
-  return pathlib.Path(shutil.copytree(trained[0] / "rl_tiled", tmp_path / "run"))

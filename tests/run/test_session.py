@@ -146,7 +146,13 @@ def test_after_kill_the_journal_is_read_and_the_bits_are_the_same(whole, tmp_pat
     [sys.executable, "-c", "import sys, small_run; small_run.run_until_killed(sys.argv[1])"]
     + [str(tmp_path / "run")],
     cwd=ROOT,
-    env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests/support'}"},
+    # Programs of this process serve that one.
+    env=os.environ
+    | {
+      "PYTHONPATH": f"{ROOT}:{ROOT / 'tests/support'}",
+      "JAX_NUM_CPU_DEVICES": str(jax.device_count()),
+      "JAX_COMPILATION_CACHE_DIR": str(jax.config.jax_compilation_cache_dir),
+    },
     capture_output=True,
     text=True,
     check=False,
