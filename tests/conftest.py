@@ -83,12 +83,22 @@ class Finished:
 
 
 class ByFolder(xdist.scheduler.LoadScopeScheduling):
-  """Deals whole files to pytest's processes, and what `PROCESSES` says as if it were one file."""
+  """Deals whole files to pytest's processes, and what `PROCESSES` says as if it were one file.
+
+  Where a share of the files is drawn, little is left to share but what the disk keeps.
+  """
 
   def _split_scope(self, nodeid: str) -> str:
     file = nodeid.partition("::")[0].removeprefix("tests/")
+    if share_of_files() < 1:
+      return file
     folder = file.rpartition("/")[0]
     return PROCESSES.get(folder) or PROCESSES.get(file, file)
+
+
+def share_of_files() -> float:
+  """Returns which share of the files besides the contract's this session runs; 1 is all."""
+  return float(os.environ.get("SEERJAX_TEST_SHARE", "1"))
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log) -> ByFolder:
@@ -117,7 +127,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     dear = {item for item in items if is_thorough(item) and item.path not in named}
     config.hook.pytest_deselected(items=[*dear])
     items[:] = [item for item in items if item not in dear]
-  share = float(os.environ.get("SEERJAX_TEST_SHARE", "1"))
+  share = share_of_files()
   files = sorted({item.path for item in items if item.path.parent.name != "contract"})
   draw = random.Random(f"{os.environ['SEERJAX_TEST_SEED']} files")
   absent = {*draw.sample(files, round((1 - share) * len(files)))}
