@@ -8,19 +8,36 @@ tiles, batches, buckets or threads. Where a mesh may shard a contraction a slab 
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from seerjax.array_typing import Array
-from seerjax.backends.native import rotation
+from seerjax.backends.native import head, rotation
+from seerjax.backends.protocol import Stage
 from seerjax.backends.tiled import Tiled
 from seerjax.ops import rotary
+from seerjax.types import TokenScores
 
 
 @dataclasses.dataclass(frozen=True)
 class NumbaCpu(Tiled):
   """See `protocol.Backend`."""
 
+  @property
+  def holds_logits(self) -> bool:
+    return False
+
   def turns(
     self, config: rotary.RotaryConfig, positions: Array, num_rows: Array
   ) -> tuple[Array, Array]:
     cos, sin = rotation.table_rows(config, positions, num_rows)
     return cos, sin
+
+  def head(
+    self, stage: Stage, weights: Any, rows: Any, num_rows: Array
+  ) -> tuple[Array, TokenScores]:
+    return head.head(self._tiled, stage, weights, rows, num_rows)
+
+  @property
+  def _tiled(self) -> Tiled:
+    """Runs what has no native handler."""
+    return Tiled(dataclasses.replace(self.numerics, implementation="tiled"))
