@@ -11,16 +11,25 @@ import dataclasses
 from typing import Any
 
 from seerjax.array_typing import Array
-from seerjax.backends.native import head, rotation
+from seerjax.backends.native import (
+  attention as native_attention,
+  head,
+  pages as native_pages,
+  rotation,
+)
 from seerjax.backends.protocol import Stage
 from seerjax.backends.tiled import Tiled
-from seerjax.ops import rotary
-from seerjax.types import TokenScores
+from seerjax.ops import attention, rotary
+from seerjax.types import TokenBatch, TokenScores
 
 
 @dataclasses.dataclass(frozen=True)
 class NumbaCpu(Tiled):
   """See `protocol.Backend`."""
+
+  @property
+  def page_axes(self) -> tuple[str, ...]:
+    return "cz", "zc"
 
   @property
   def holds_logits(self) -> bool:
@@ -31,6 +40,20 @@ class NumbaCpu(Tiled):
   ) -> tuple[Array, Array]:
     cos, sin = rotation.table_rows(config, positions, num_rows)
     return cos, sin
+
+  def write_pages(
+    self, pages: tuple[Array, ...], values: tuple[Array, ...], slots: Array, num_rows: Array
+  ) -> tuple[Array, ...]:
+    key_pages, value_pages = pages
+    keys, own_values = values
+    return native_pages.write_pages((key_pages, value_pages), (keys, own_values), slots, num_rows)
+
+  def attend(
+    self, q: Array, pages: tuple[Array, ...], batch: TokenBatch, rows: attention.SegmentRows
+  ) -> Array:
+    del rows
+    keys, values = pages
+    return native_attention.attend(q, (keys, values), batch)
 
   def head(
     self, stage: Stage, weights: Any, rows: Any, num_rows: Array
