@@ -163,27 +163,20 @@ def _score(arguments, results, first, last, worker):
     columns = min(CHUNK, width - begin)
     source = table + size * (slab * width + begin) * d
     first_id = (ffi.integer(arguments, 8, 1) + slab) * width + begin
-    if not is_whole:
-      for column in range(0, columns, products.PANEL):
-        products.pack_transposed(
-          source + size * column * d, is_bf16, d, min(products.PANEL, columns - column), d,
-          panels + 4 * column * d,
-        )  # fmt: skip
     for row in range(0, num_rows, ROWS):
       rows = min(ROWS, num_rows - row)
       if item == first or not is_whole:
         _normed(arguments, row, rows, scale, eps, normed)
         _folded(arguments, row, rows, keys)
-      if is_whole:
-        products.product_transposed(
-          normed, d, rows, source, is_bf16, d, columns, d, logits, chunk, 0, panels
+      for column in range(0, columns, products.PANEL):
+        wide = min(products.PANEL, columns - column)
+        panel = panels if is_whole else panels + 4 * column * d
+        if row == 0:
+          at = source + size * column * d
+          products.pack_transposed(at, is_bf16, d, wide, d, panel)
+        products.product(
+          normed, d, 1, rows, panel, False, products.PANEL, wide, d, logits + 4 * column, chunk, 0
         )  # fmt: skip
-      else:
-        for column in range(0, columns, products.PANEL):
-          products.product(
-            normed, d, 1, rows, panels + 4 * column * d, False, products.PANEL,
-            min(products.PANEL, columns - column), d, logits + 4 * column, chunk, 0,
-          )  # fmt: skip
       key = unsigned(keys)
       for i in range(rows):
         _partial(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from seerjax.backends.native.numbers import f32, jit, log
+from seerjax.backends.native.numbers import f32, inlined, jit, log
 from seerjax.backends.native.pointers import float_of, floats
 
 u32 = np.uint32
@@ -15,14 +15,14 @@ u32 = np.uint32
 _TINY = f32(np.finfo(np.float32).tiny)
 
 
-@jit
+@inlined
 def _mix(a, b, turn):
   a = u32(a + b)
   b = u32(u32(b << u32(turn)) | u32(b >> u32(32 - turn)))
   return a, u32(a ^ b)
 
 
-@jit
+@inlined
 def threefry(k0, k1, a, b):
   """Threefry-2x32 of a key's two words and a counter's, all u32."""
   k2 = u32(k0 ^ k1 ^ u32(0x1BD11BDA))
@@ -60,7 +60,7 @@ def fold_in(k0, k1, data):
   return threefry(k0, k1, u32(0), u32(data))
 
 
-@jit
+@inlined
 def gumbel(k0, k1, place):
   """Entry `place` (u32) of `jax.random.gumbel(key, (v,))`, whatever v is."""
   a, b = threefry(k0, k1, u32(0), place)
