@@ -14,6 +14,7 @@ from seerjax.array_typing import Array
 from seerjax.backends.native import (
   attention as native_attention,
   head,
+  layers,
   pages as native_pages,
   rotation,
 )
@@ -41,6 +42,9 @@ class NumbaCpu(Tiled):
     cos, sin = rotation.table_rows(config, positions, num_rows)
     return cos, sin
 
+  def attention_inputs(self, stage: Stage, weights: Any, rows: Any, num_rows: Array) -> Any:
+    return layers.attention_inputs(stage, weights, rows, num_rows)
+
   def write_pages(
     self, pages: tuple[Array, ...], values: tuple[Array, ...], slots: Array, num_rows: Array
   ) -> tuple[Array, ...]:
@@ -54,6 +58,9 @@ class NumbaCpu(Tiled):
     del rows
     keys, values = pages
     return native_attention.attend(q, (keys, values), batch)
+
+  def after_attention(self, stage: Stage, weights: Any, rows: Any, num_rows: Array) -> Array:
+    return layers.after_attention(stage, weights, rows, num_rows)
 
   def head(
     self, stage: Stage, weights: Any, rows: Any, num_rows: Array
