@@ -33,13 +33,14 @@ class Counters:
   """What happened since the engine was made.
 
   Attributes:
-    steps: programs run.
+    visits: times the devices were handed work, by `Engine.step`.
+    steps: that they ran, one or more a visit.
     rows: rows computed.
     sampled_tokens: tokens sampled and kept.
     reused_tokens: positions found in memory instead of computed.
     page_copies: partial pages copied before they were written.
     preemptions: sequences that lost their pages.
-    waits: times in which a request waited for pages at the beginning of a step.
+    waits: times in which a request waited for pages at the beginning of a visit.
     drafted_tokens: drafted tokens verified, of all paths.
     accepted_tokens: drafted tokens that were sampled too.
     side_paths: times a path that was not the first was the longest.
@@ -54,6 +55,7 @@ class Counters:
     store: the pool's store.
   """
 
+  visits: int = 0
   steps: int = 0
   rows: int = 0
   sampled_tokens: int = 0

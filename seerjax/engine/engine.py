@@ -10,6 +10,10 @@ yet. When a piece reaches the sequence's end, its last row is sampled; behind it
 tokens, which are sampled in the same step and kept as far as they are what was sampled. Nothing
 here can change the tokens of an answer (DESIGN: the contract), only when they come.
 
+`Engine.step` is one *visit*: a step, or, where every row decodes and nothing has to be asked in
+between, up to `EngineConfig.steps_per_visit` of them, which run on the devices before the host
+looks again. What waits, is submitted, paused or drafted is so between visits.
+
 Who waits and runs is in `requests`, what a step computes in `planner`, what becomes of its samples
 in `output`, what a scheduler may do between chunks in `chunks`, and where keys and values lie in
 `kv/memory`.
@@ -213,13 +217,14 @@ class Engine:
     )
 
   def step(self) -> list[StepOutput]:
-    """Runs one step of every instance; returns what it added to the requests.
+    """Runs one visit of every instance; returns what it added to the requests.
 
-    What a request meets in it ends that request, with finish_reason "error" and the reason, and the
-    others continue. What belongs to no request (a device that fails, Ctrl-C) is raised; then all
-    pages are taken back, and the next step continues every answer, to the same bits. A drafter that
-    raises or drafts what are no tokens is not asked again, and a warning says so: drafts change no
-    bit.
+    That is one step, or several where all rows decode (`EngineConfig.steps_per_visit`); a request
+    is named once, with all its tokens. What a request meets in it ends that request, with
+    finish_reason "error" and the reason, and the others continue. What belongs to no request (a
+    device that fails, Ctrl-C) is raised; then all pages are taken back, and the next visit
+    continues every answer, to the same bits. A drafter that raises or drafts what are no tokens is
+    not asked again, and a warning says so: drafts change no bit.
     """
     self._requests.busy = None
     try:
@@ -248,28 +253,30 @@ class Engine:
     except Exception:
       self._requests.busy = self._planner.culprit(scheduled)
       raise
-    self.memory.pages, tokens, scores = self._runner.step(
-      self._params, self.memory.pages, inputs, self._key
-    )
-    self.counters.steps += 1
+    num_steps = self._planner.num_steps(scheduled)
+    if num_steps > 1:
+      visit = self._visit_inputs(scheduled, inputs, num_steps)
+      pages, *found = self._runner.visit(self._params, self.memory.pages, visit, self._key)
+    else:
+      pages, *found = self._runner.step(self._params, self.memory.pages, inputs, self._key)
+    self.memory.pages = pages
     self._planner.remember_prompts(scheduled)  # On the host, while the device computes.
-    sampled = jax.device_get((tokens, scores.logprob, scores.raw_logprob))
-    columns = [part.tolist() for part in sampled]
-    for instance, pieces in enumerate(scheduled):
-      place = 0
-      for piece in pieces:
-        self.counters.rows += piece.num_rows
-        num_samples = piece.num_samples
-        piece.sequence.num_written += piece.count
-        if num_samples:
-          mine = slice(place, place + num_samples)
-          place += num_samples
-          drawn, logprobs, raw = (column[instance][mine] for column in columns)
-          self._outputs.add(piece, drawn, logprobs, raw, policy_version=self.policy_version)
+    tokens, scores = jax.device_get(found)
+    columns = [
+      (part[:, :num_steps] if num_steps > 1 else part[:, None]).tolist()
+      for part in (tokens, scores.logprob, scores.raw_logprob)
+    ]
+    self.counters.visits += 1
+    self._outputs.take(scheduled, columns, num_steps, policy_version=self.policy_version)
     self._requests.busy = None
 
   def _inputs(self, scheduled: list[list[ScheduledRows]]) -> runner_lib.StepInputs:
     return self._planner.inputs(scheduled)
+
+  def _visit_inputs(
+    self, scheduled: list[list[ScheduledRows]], inputs: runner_lib.StepInputs, num_steps: int
+  ) -> runner_lib.VisitInputs:
+    return self._planner.visit_inputs(scheduled, inputs, num_steps)
 
   _accept = staticmethod(output.accept)
 
@@ -308,7 +315,7 @@ class Engine:
     Args:
       requests: submitted at once, all or none; a text is one user's turn, and may stand alone.
       sampling: of texts (`texts.as_requests` says what None is); requests have their own.
-      on_step: called with each step's updates, for streaming and progress. It may cancel requests;
+      on_step: called with each visit's updates, for streaming and progress. It may cancel requests;
         they are left out of what is returned.
 
     Raises:

@@ -103,6 +103,23 @@ def _new_text(sequence: SequenceState, reason: str) -> str:
   return text
 
 
+def _by_request(updates: list[StepOutput]) -> list[StepOutput]:
+  """Returns the updates with those of one request in one, where its first one stood."""
+  place_of: dict[str, int] = {}
+  found: list[StepOutput] = []
+  for update in updates:
+    place = place_of.get(update.request_id)
+    if place is None or found[place].finish_reason:  # The name may be used again.
+      place_of[update.request_id] = len(found)
+      found.append(update)
+    else:
+      before = found[place]
+      found[place] = update._replace(
+        tokens=before.tokens + update.tokens, text=before.text + update.text
+      )
+  return found
+
+
 def _first_stop(text: str, stop_strings: tuple[str, ...]) -> int | None:
   """Returns where the first stop string begins, None if there is none."""
   found = [place for stop in stop_strings if (place := text.find(stop)) >= 0]
@@ -114,7 +131,7 @@ class Outputs:
 
   Attributes:
     finished: completions, in the order they finished.
-    updates: of the step that runs.
+    updates: of the visit that runs, step by step.
   """
 
   def __init__(
@@ -136,6 +153,44 @@ class Outputs:
     self.finished: list[Completion] = []
     self.updates: list[StepOutput] = []
 
+  def take(
+    self,
+    scheduled: list[list[ScheduledRows]],
+    columns: list[list[list[list[Any]]]],
+    num_steps: int,
+    *,
+    policy_version: int,
+  ) -> None:
+    """Takes what a visit sampled, step by step, as if each step had been one alone.
+
+    Args:
+      scheduled: the rows of its first step, by instance; those of more than one decode.
+      columns: tokens, log-probabilities and raw ones, by instance, step and sample.
+      num_steps: of the visit at most; it ends with the last answer or chunk.
+      policy_version: of the engine.
+    """
+    rows: list[tuple[int, slice, ScheduledRows]] = []
+    for instance, pieces in enumerate(scheduled):
+      place = 0
+      for piece in pieces:
+        rows.append((instance, slice(place, place + piece.num_samples), piece))
+        place = rows[-1][1].stop
+    for step in range(num_steps):
+      self._counters.steps += 1
+      live = []
+      for row in rows:
+        instance, mine, piece = row
+        self._counters.rows += piece.num_rows
+        piece.sequence.num_written += piece.count
+        if mine.start < mine.stop:
+          drawn, logprobs, raw = (column[instance][step][mine] for column in columns)
+          assert drawn[0] >= 0, f"got no token of a row that decodes in step {step} of a visit"
+          if self.add(piece, drawn, logprobs, raw, policy_version=policy_version):
+            live.append(row)
+      rows = live
+      if not rows:
+        break
+
   def add(
     self,
     piece: ScheduledRows,
@@ -144,15 +199,20 @@ class Outputs:
     raw_logprobs: list[float],
     *,
     policy_version: int,
-  ) -> None:
-    """Appends what was sampled to a request's answer; what it meets then ends this request."""
+  ) -> bool:
+    """Appends what was sampled to a request's answer; what it meets then ends this request.
+
+    Returns:
+      Whether its chunk goes on.
+    """
     self._requests.busy = before = (piece.sequence, len(piece.sequence.tokens))
     try:
       update = self._add(piece, tokens, logprobs, raw_logprobs, policy_version)
     except Exception as error:
       self.fail(*before, error, policy_version=policy_version)
-    else:
-      self.updates.append(update)
+      return False
+    self.updates.append(update)
+    return not update.finish_reason and len(piece.sequence.tokens) < piece.sequence.limit
 
   def _add(
     self,
@@ -232,9 +292,9 @@ class Outputs:
     self.updates = [update for update in self.updates if update.request_id != request_id]
 
   def take_updates(self) -> list[StepOutput]:
-    """Returns what a step added, and forgets it."""
+    """Returns what a visit added, once for each request, and forgets it."""
     updates, self.updates = self.updates, []
-    return updates
+    return _by_request(updates)
 
   def take_finished(self) -> list[Completion]:
     """Returns the requests finished since the last call."""

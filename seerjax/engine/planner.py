@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 import itertools
+from typing import Any
 
 import jax
 import numpy as np
@@ -19,7 +20,7 @@ from seerjax.engine.drafting import DraftQuery
 from seerjax.engine.kv import pages as pages_lib, prefix_index
 from seerjax.engine.kv.memory import Memory
 from seerjax.engine.requests import Requests
-from seerjax.engine.runner import StepInputs
+from seerjax.engine.runner import MAX_STOP_IDS, StepInputs, VisitInputs
 from seerjax.engine.sequence import DraftPath, ScheduledRows, SequenceState
 from seerjax.engine.sizes import EngineConfig, pages_for
 from seerjax.ops import sampling
@@ -143,6 +144,17 @@ class Planner:
         row += count
     return scheduled
 
+  def num_steps(self, scheduled: list[list[ScheduledRows]]) -> int:
+    """Returns the steps that these rows may stay on the devices, at most: of rows that decode, no
+    draft among them, and that are asked nothing between two tokens; 1 of all others."""
+    most = 0
+    for piece in itertools.chain(*scheduled):
+      sequence, sampling = piece.sequence, piece.sequence.request.sampling
+      if piece.num_rows > 1 or not piece.is_sampled or sampling.stop_strings or sampling.allowed:
+        return 1
+      most = max(most, sequence.limit - len(sequence.tokens))
+    return min(most, self._config.steps_per_visit)
+
   def remember_prompts(self, scheduled: list[list[ScheduledRows]]) -> None:
     """Makes the prompts findable whose last position is written in this step."""
     for piece in itertools.chain(*scheduled):
@@ -252,6 +264,25 @@ class Planner:
       while sources:
         pool.release(sources.pop())
     return jax.tree.map(lambda *leaves: np.stack(leaves), *parts)
+
+  def visit_inputs(
+    self, scheduled: list[list[ScheduledRows]], inputs: StepInputs, num_steps: int
+  ) -> VisitInputs:
+    """Returns the arrays of a visit that begins with these rows, each of which decodes."""
+    shape = inputs.sample_rows.shape
+    remaining = np.zeros(shape, np.int32)
+    stops = np.full((*shape, MAX_STOP_IDS), -1, np.int32)
+    for instance, pieces in enumerate(scheduled):
+      for row, piece in enumerate(pieces):
+        sequence = piece.sequence
+        remaining[instance, row] = sequence.limit - len(sequence.tokens)
+        ids = sequence.request.sampling.stop_token_ids[:MAX_STOP_IDS]
+        stops[instance, row, : len(ids)] = ids
+    # Any: the record is typed as device arrays, and this one is made on the host.
+    fields: dict[str, Any] = dict(
+      remaining=remaining, stops=stops, num_steps=np.full(shape[:1], num_steps, np.int32)
+    )
+    return VisitInputs(step=inputs, **fields)
 
   def culprit(self, scheduled: list[list[ScheduledRows]]) -> tuple[SequenceState, int] | None:
     """Returns the first request that cannot even alone become rows of a step, if any."""

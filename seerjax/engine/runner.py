@@ -1,12 +1,14 @@
-"""The compiled engine step: copy pages, run rows, sample.
+"""The compiled engine step: copy pages, run rows, sample; and many of them in one visit.
 
-One program per row bucket. Row, segment, sample and copy counts are traced, so a bucket costs
-memory, not time: what is not used is not computed.
+One program per row bucket, and one more where rows that decode stay on the devices for several
+steps. Row, segment, sample and copy counts are traced, so a bucket costs memory, not time: what is
+not used is not computed.
 """
 
 from __future__ import annotations
 
 import collections
+from collections.abc import Callable
 import dataclasses
 import functools
 import math
@@ -21,9 +23,13 @@ from seerjax import numerics as numerics_lib, parallel
 from seerjax.array_typing import Array, Int, PRNGKeyArray
 from seerjax.backends import choice
 from seerjax.backends.protocol import Backend
+from seerjax.engine import sizes
 from seerjax.engine.kv import page_moves as page_moves_lib
 from seerjax.models import config as model_config, head, kv_layout, parameters, transformer, weights
 from seerjax.types import SamplingRows, TokenBatch, TokenScores
+
+# Stop ids of a request that end its row on the device; the host knows of more at the visit's end.
+MAX_STOP_IDS = 4
 
 
 class StepInputs(NamedTuple):
@@ -50,15 +56,34 @@ class StepInputs(NamedTuple):
   num_copies: Int[Array, "i"]
 
 
+class VisitInputs(NamedTuple):
+  """Several decode steps of every instance; a leading instance axis on every field, as there.
+
+  Attributes:
+    step: the first step; row, segment and sample j are those of one sequence, which decodes.
+    remaining: i32[i, n], tokens that each row may sample before its chunk ends; 0 for padding.
+    stops: i32[i, n, e], ids that end a row's answer, -1 for none.
+    num_steps: i32[i], steps at most; no more than `MAX_STEPS_PER_VISIT`.
+  """
+
+  step: StepInputs
+  remaining: Int[Array, "i n"]
+  stops: Int[Array, "i n e"]
+  num_steps: Int[Array, "i"]
+
+
 class _Layout(NamedTuple):
-  """Where the parts of a `StepInputs` lie in a row of words: shapes without the instance axis."""
+  """Where the parts of a step's or visit's inputs lie in a row of words.
+
+  Shapes are those without the instance axis.
+  """
 
   tree: Any
   shapes: tuple[tuple[int, ...], ...]
   dtypes: tuple[str, ...]
 
 
-def pack(inputs: StepInputs) -> tuple[np.ndarray, _Layout]:
+def pack(inputs: StepInputs | VisitInputs) -> tuple[np.ndarray, _Layout]:
   """Returns all inputs as one i32[i, w], and how to read it.
 
   A transfer costs as much for one array as for another, and a step of few rows is hardly longer
@@ -73,7 +98,7 @@ def pack(inputs: StepInputs) -> tuple[np.ndarray, _Layout]:
   return np.concatenate(words, axis=1), layout
 
 
-def unpack(words: Int[Array, "w"], layout: _Layout) -> StepInputs:
+def unpack(words: Int[Array, "w"], layout: _Layout) -> Any:
   """Returns one instance's inputs, bit for bit, as `pack` took them."""
   leaves, place = [], 0
   for shape, dtype in zip(layout.shapes, layout.dtypes, strict=True):
@@ -97,6 +122,23 @@ def instance_step(
 ) -> tuple[kv_layout.Pages, Int[Array, "b"], TokenScores]:
   """One step of one instance (no instance axis): new pages, sampled tokens i32[b], their scores."""
   pages = kv_layout.copy_pages(pages, inputs.copies, inputs.num_copies)
+  return _run_rows(
+    params, pages, inputs, key, config=config, numerics=numerics, axis=axis, backend=backend
+  )
+
+
+def _run_rows(
+  params: parameters.Params,
+  pages: kv_layout.Pages,
+  inputs: StepInputs,
+  key: PRNGKeyArray,
+  *,
+  config: model_config.TransformerConfig,
+  numerics: numerics_lib.NumericsConfig,
+  axis: str | None,
+  backend: Backend | None,
+) -> tuple[kv_layout.Pages, Int[Array, "b"], TokenScores]:
+  """As `instance_step`, once pages are copied."""
   hidden, pages = transformer.forward(
     params, inputs.batch, pages, config=config, numerics=numerics, axis=axis, backend=backend
   )
@@ -115,6 +157,107 @@ def instance_step(
     backend=backend,
   )
   return pages, tokens, scores
+
+
+class _Decoding(NamedTuple):
+  """What a visit carries from step to step.
+
+  Attributes:
+    count: i32[], steps done.
+    pages: of the instance.
+    tokens: i32[n], each row's last token.
+    positions: i32[n], where it stands.
+    is_live: bool[n], whether the row decodes on.
+    sampled: i32[t, n], tokens by step, -1 where a row did not decode.
+    scores: f32[t, n] of these.
+  """
+
+  count: Array
+  pages: kv_layout.Pages
+  tokens: Int[Array, "n"]
+  positions: Int[Array, "n"]
+  is_live: Array
+  sampled: Array
+  scores: TokenScores
+
+
+def instance_visit(
+  params: parameters.Params,
+  pages: kv_layout.Pages,
+  inputs: VisitInputs,
+  key: PRNGKeyArray,
+  *,
+  config: model_config.TransformerConfig,
+  numerics: numerics_lib.NumericsConfig,
+  axis: str | None,
+  backend: Backend,
+) -> tuple[kv_layout.Pages, Int[Array, "t n"], TokenScores]:
+  """Several decode steps of one instance (no instance axis), each with the bits of a step alone.
+
+  A row's next token is fed back, and its key's slot read off its row of the page table. A row that
+  sampled a stop id, or the last token of its chunk, is dead from then on: it writes the dump page
+  and attends to nothing. The loop ends when all rows are dead; all devices of the model axis hold
+  the same rows and leave it together, and nothing in it is exchanged between instances.
+
+  Returns:
+    (pages, tokens i32[t, n], scores f32[t, n]) by step; tokens are -1 where a row was dead.
+  """
+  step, batch = inputs.step, inputs.step.batch
+  page_size = kv_layout.page_size_of(pages, backend)
+  num_rows, num_segments = batch.tokens.shape[0], batch.segment_start.shape[0]
+  rows = jnp.arange(num_rows, dtype=jnp.int32)
+  segments = jnp.arange(num_segments, dtype=jnp.int32)
+  tables = batch.page_table[jnp.minimum(rows, num_segments - 1)]
+  row_of_segment = jnp.minimum(segments, num_rows - 1)
+
+  def again(now: _Decoding) -> Array:
+    return (now.count < inputs.num_steps) & jnp.any(now.is_live)
+
+  def decode(now: _Decoding) -> _Decoding:
+    place = now.positions // page_size
+    page = jnp.take_along_axis(tables, place[:, None], axis=1)[:, 0]
+    slots = page * page_size + now.positions % page_size
+    is_attended = now.is_live[row_of_segment] & (segments < batch.num_segments)
+    one_step = step._replace(
+      batch=batch._replace(
+        tokens=now.tokens,
+        positions=now.positions,
+        slots=jnp.where(now.is_live, slots, 0),
+        segment_length=is_attended.astype(jnp.int32),
+      ),
+      positions=now.positions + 1,
+    )
+    pages, tokens, scores = _run_rows(
+      params, now.pages, one_step, key, config=config, numerics=numerics, axis=axis, backend=backend
+    )
+    tokens = jnp.where(now.is_live, tokens, -1)
+    keep = lambda whole, part: lax.dynamic_update_index_in_dim(whole, part, now.count, 0)
+    is_stop = jnp.any(inputs.stops == tokens[:, None], axis=1)
+    is_live = now.is_live & (now.count + 1 < inputs.remaining) & ~is_stop
+    return _Decoding(
+      now.count + 1,
+      pages,
+      jnp.where(is_live, tokens, now.tokens),
+      jnp.where(is_live, now.positions + 1, now.positions),
+      is_live,
+      keep(now.sampled, tokens),
+      jax.tree.map(keep, now.scores, scores),
+    )
+
+  # Whole for every number of steps, so that none is a program of its own.
+  shape = (sizes.MAX_STEPS_PER_VISIT, num_rows)
+  nothing = jnp.zeros(shape, jnp.float32)
+  begin = _Decoding(
+    jnp.int32(0),
+    kv_layout.copy_pages(pages, step.copies, step.num_copies),
+    batch.tokens,
+    batch.positions,
+    inputs.remaining > 0,
+    jnp.full(shape, -1, jnp.int32),
+    TokenScores(nothing, nothing, nothing),
+  )
+  end = lax.while_loop(again, decode, begin)
+  return end.pages, end.sampled, end.scores
 
 
 @dataclasses.dataclass(frozen=True)
@@ -219,15 +362,22 @@ class Runner:
     return self._sharding(parallel.INSTANCE_AXIS, parallel.MODEL_AXIS)
 
   @functools.cached_property
-  def _program(self):
+  def _step_program(self):
+    return self._compiled(instance_step)
+
+  @functools.cached_property
+  def _visit_program(self):
+    return self._compiled(instance_visit)
+
+  def _compiled(self, of_instance: Callable[..., Any]):
+    """Returns the program of all instances, compiled once for each row bucket."""
     local = functools.partial(
-      instance_step,
+      of_instance,
       config=self.config,
       numerics=self.numerics,
       axis=self._axis,
       backend=self.stages,
     )
-
     num_traces = collections.Counter()
 
     def step(params, pages, words, key, layout):
@@ -273,4 +423,15 @@ class Runner:
       (pages, tokens i32[i, b], scores f32[i, b]), on the devices.
     """
     words, layout = pack(inputs)
-    return self._program(params, pages, words, key, layout)
+    return self._step_program(params, pages, words, key, layout)
+
+  def visit(
+    self, params: parameters.Params, pages: Any, inputs: VisitInputs, key: PRNGKeyArray
+  ) -> tuple[Any, Any, TokenScores]:
+    """Runs several steps of rows that decode; compiled when it is first called. `pages` is donated.
+
+    Returns:
+      (pages, tokens i32[i, t, n], scores f32[i, t, n]), on the devices; see `instance_visit`.
+    """
+    words, layout = pack(inputs)
+    return self._visit_program(params, pages, words, key, layout)

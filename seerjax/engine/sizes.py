@@ -22,6 +22,8 @@ MLP_ARRAYS, HIDDEN_ARRAYS = 3, 4
 # Measured (docs/results/memory.md): f32 arrays of a step's rows by tokens of the vocabulary, where
 # rows go through no tiles.
 LOGITS_ARRAYS = 8
+# What a visit's results are allocated for.
+MAX_STEPS_PER_VISIT = 32
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,6 +41,10 @@ class EngineConfig:
       context decide (`derived_buckets`), never the memory that is free. A step that only decodes
       uses the smallest that fits. Its arrays are whole tiles, two at least, of
       `NumericsConfig.row_tile` rows (`Engine.plan` names them), of which the bucket's are used.
+    steps_per_visit: most steps that rows which decode take on the devices before the host is asked
+      again, from 1 to 32. Single steps are taken where a prompt is being written, a draft verified,
+      or a row has stop strings or a grammar. More spares the host's work for each of them; what is
+      submitted, waits or is drafted meanwhile is seen that much later.
     reuse_prefixes: keep pages findable for requests that start the same way.
     gives_back_pages: whether the pages' memory is free while the weights learn, and taken again for
       the next rollouts.
@@ -49,6 +55,7 @@ class EngineConfig:
   max_sequences: int = 0
   max_context: int = 1024
   row_buckets: tuple[int, ...] = ()
+  steps_per_visit: int = 1
   reuse_prefixes: bool = True
   gives_back_pages: bool = False
 
@@ -60,6 +67,13 @@ class EngineConfig:
       ("max_context", 2, "a prompt and an answer have a token each; 1024 is usual"),
     ):
       checks.whole(f"EngineConfig.{field}", vars(self)[field], least, checks.MAX_INT32, fix)
+    checks.whole(
+      "EngineConfig.steps_per_visit",
+      self.steps_per_visit,
+      1,
+      MAX_STEPS_PER_VISIT,
+      "1 asks the host after every step, 8 is usual where its work is the larger part",
+    )
     buckets = self.row_buckets
     is_list = isinstance(buckets, tuple | list) and all(map(checks.is_whole, buckets))
     if not is_list or list(buckets) != sorted(set(buckets)) or (

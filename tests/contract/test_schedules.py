@@ -1,10 +1,11 @@
 """No schedule changes a bit of what a request says.
 
 Hypothesis draws schedules: requests and when they come, batch mixes, chunk sizes, page sizes, KV
-buckets, memory pressure, preemption, cancelling, prefix hits, further turns, stop strings, restarts
-and meshes. Every completion is compared, token by token and log-probability by log-probability,
-with the same request alone in a plain engine. How often each event happened is printed, and an
-event that never happened is a failure.
+buckets, memory pressure, preemption, cancelling, prefix hits, further turns, stop strings,
+restarts, meshes, and how many decode steps the devices take before the host looks again. Every
+completion is compared, token by token and log-probability by log-probability, with the same request
+alone in a plain engine. How often each event happened is printed, and an event that never happened
+is a failure.
 
 A KV bucket is the width of the page table (`max_context`, in whole splits): with the row bucket it
 decides which compiled program a step is. Engines of several widths take over from one another.
@@ -78,6 +79,15 @@ EVENTS = (
   "filtered",
   "biased",
 )
+# Where a visit may have several steps: what happens in the middle of one.
+VISIT_EVENTS = (
+  "visits of several steps",
+  "ended by an id within a visit",
+  "ended by its length within a visit",
+  "ended its chunk within a visit",
+  "continued in visits of another length",
+)
+VISIT_ENDS = {"stop": "by an id", "length": "by its length", "": "its chunk"}
 REUSE_EVENTS = ("positions reused", "pages copied")
 OTHER_BUCKET = "continued in another KV bucket"
 
@@ -93,7 +103,8 @@ class Turn(NamedTuple):
 
 
 class Ask(NamedTuple):
-  """The fields of a `Request`, steps since the one before, and what follows its answer.
+  """The fields of a `Request`, visits since the one before, tokens of a chunk (None: all), and what
+  follows its answer.
 
   Fields and not records: annotations are checked at random places, which must not happen while
   hypothesis draws.
@@ -105,6 +116,7 @@ class Ask(NamedTuple):
   seed: int
   group_id: str
   wait: int
+  chunk_tokens: int | None
   then: Turn | None
 
   @property
@@ -119,10 +131,10 @@ class Ask(NamedTuple):
 
 
 class Disturbance(NamedTuple):
-  """Something done to the engine, `wait` steps after the one before.
+  """Something done to the engine, `wait` visits after the one before.
 
   `choice` is the request, counted round; `steps` is how long pages are withheld or a cancelled
-  request stays away. A restart takes the next context.
+  request stays away. A restart takes the next context, and the next number of steps a visit.
   """
 
   wait: int
@@ -135,12 +147,12 @@ class Plan(NamedTuple):
   """One schedule: all that there is to decide. `guesses` seeds a drafter; None has none."""
 
   context: int
+  steps_per_visit: int
   guesses: int | None
   asks: tuple[Ask, ...]
   disturbances: tuple[Disturbance, ...]
 
 
-TURNS = st.none() | st.builds(Turn, tokens(1, 4), SAMPLING)
 DISTURBANCES = st.lists(
   st.builds(
     Disturbance,
@@ -158,14 +170,18 @@ DISTURBANCES = st.lists(
 
 
 @st.composite
-def plans(draw, contexts: tuple[int, ...]) -> Plan:
-  """Groups of one to four; half of the prompts start like another."""
+def plans(draw, contexts: tuple[int, ...], steps: tuple[int, ...]) -> Plan:
+  """Groups of one to four; half of the prompts start like another. Where a visit may have several
+  steps, no row of every other schedule keeps it to one."""
+  is_free = draw(st.booleans()) and len(steps) > 1
+  asked_nothing = dict(stop_strings=(), allowed=()) if is_free else {}
+  sampling_of = SAMPLING.map(lambda fields: fields | asked_nothing)
   starts = [draw(tokens(3, 30)) for _ in range(2)]
   waits = st.integers(0, draw(st.sampled_from([0, 1, 4])))
   asks = []
   for group in range(draw(st.integers(2, 4))):
     start = draw(st.sampled_from([(), *starts]))
-    prompt, sampling = start + draw(tokens(1, 12)), draw(SAMPLING)
+    prompt, sampling = start + draw(tokens(1, 12)), draw(sampling_of)
     members = draw(st.integers(1, 4))
     asks += [
       Ask(
@@ -175,16 +191,35 @@ def plans(draw, contexts: tuple[int, ...]) -> Plan:
         seed=draw(st.integers(0, 2**32 - 1)),
         group_id=f"group {group}" if members > 1 else "",
         wait=draw(waits),
-        then=draw(TURNS),
+        chunk_tokens=draw(st.none() | st.integers(1, 12)),
+        then=draw(st.none() | st.builds(Turn, tokens(1, 4), sampling_of)),
       )
       for member in range(members)
     ]
   return Plan(
     context=draw(st.sampled_from(contexts)),
+    steps_per_visit=draw(st.sampled_from(steps)),
     guesses=draw(st.none() | st.integers(0, 2**32 - 1)),
     asks=tuple(draw(st.permutations(asks))),
     disturbances=draw(DISTURBANCES),
   )
+
+
+def within_visits(numerics, context: int, steps: int) -> Plan:
+  """Returns a schedule, always among them, of rows that leave in the middle of visits: one by an
+  id, one by its length, and one at the end of each chunk; then other engines go on."""
+  first, seed = (5, 6, 7), 3
+  answer = alone(numerics, first, SamplingParams(max_tokens=20), seed).tokens
+  stop = next(place for place in range(4, 20) if answer[place] not in answer[:place])
+  fields = dict(max_tokens=20, stop_token_ids=(answer[stop],))
+  asks = [
+    Ask("by an id", first, fields, seed, "", 0, None, None),
+    Ask("by its length", first, dict(max_tokens=6), 4, "", 0, None, None),
+    Ask("by chunks", (8, 9), dict(max_tokens=20), 5, "", 0, 7, None),
+    Ask("to the end", (10,), dict(max_tokens=20), 6, "", 0, None, None),
+  ]
+  restart = Disturbance(wait=3, kind="restart", choice=0, steps=1)
+  return Plan(context, steps, None, tuple(asks), (restart,))
 
 
 # How it is run.
@@ -193,7 +228,8 @@ def plans(draw, contexts: tuple[int, ...]) -> Plan:
 class Schedule:
   """One plan over one engine after another; `run` checks every completion.
 
-  `make(context, drafter=...)` gives an engine of that KV bucket; restarts take `contexts` in turn.
+  `make(context, steps_per_visit, drafter=...)` gives an engine of that KV bucket; restarts take
+  `contexts` and `steps` in turn.
   """
 
   def __init__(
@@ -201,18 +237,23 @@ class Schedule:
     plan: Plan,
     make: Callable[..., engine_lib.Engine],
     contexts: tuple[int, ...],
+    steps: tuple[int, ...],
     numerics,
     events: collections.Counter[str],
   ):
-    self.make, self.contexts = make, contexts
+    self.make, self.contexts, self.steps = make, contexts, steps
     self.numerics, self.events = numerics, events
     self.answers: dict[str, tuple[int, ...]] = {}
-    self.guesser = None if plan.guesses is None else Guesser(self.answers, plan.guesses)
-    self.context, self.engine = plan.context, make(plan.context, drafter=self.guesser)
+    self.guesser = (
+      None if plan.guesses is None else Guesser(self.answers, plan.guesses, silent=0.4)
+    )
+    self.context, self.steps_per_visit = plan.context, plan.steps_per_visit
+    self.engine = make(plan.context, plan.steps_per_visit, drafter=self.guesser)
     self.step = 0
     # By the step in which it comes.
     self.todo: list[tuple[int, Request]] = []
     self.turns: dict[str, Turn] = {}
+    self.chunks: dict[str, int | None] = {}
     self.disturbances: list[tuple[int, Disturbance]] = []
     # By request id: the request, and the tokens and text that were streamed.
     self.live: dict[str, Request] = {}
@@ -224,6 +265,7 @@ class Schedule:
     for ask in plan.asks:
       due += ask.wait
       self.todo.append((due, ask.request))
+      self.chunks[ask.request_id] = ask.chunk_tokens
       if ask.then is not None:
         self.turns[ask.request_id] = ask.then
     due = 0
@@ -247,7 +289,8 @@ class Schedule:
   def _submit(self, request: Request, said: Completion | None = None) -> None:
     if self.guesser is not None:
       self.answers[request.request_id] = self._expected(request).tokens
-    self.engine.submit(request, resume_from=said)
+    chunk_tokens = self.chunks.get(request.request_id)
+    self.engine.submit(request, resume_from=said, chunk_tokens=chunk_tokens)
     self.live[request.request_id] = request
     if said is None:
       self.said[request.request_id], self.streamed[request.request_id] = [], ""
@@ -285,8 +328,7 @@ class Schedule:
         self.withheld.append((self.step + disturbance.steps, pool, pages))
         self.events["pages withheld"] += count
     elif disturbance.kind == "restart":
-      place = self.contexts.index(self.context) + 1
-      self._restart(self.contexts[place % len(self.contexts)])
+      self._restart()
     elif ids and disturbance.kind == "preempt":
       before = self.engine.counters.preemptions
       self.engine.preempt(ids[disturbance.choice % len(ids)])
@@ -297,12 +339,15 @@ class Schedule:
       self.todo.append((self.step + disturbance.steps, self.live.pop(request_id)))
       self.events["cancelled"] += 1
 
-  def _restart(self, context: int) -> None:
+  def _restart(self) -> None:
     """Nothing survives but what was said: each request goes on from there in a new engine."""
     self._count()
     self.events["restarts"] += 1
-    previous, before, self.context = self.engine, self.context, context
-    self.engine, self.withheld = self.make(context, drafter=self.guesser), []
+    previous, before, steps_before = self.engine, self.context, self.steps_per_visit
+    self.context = context = _after(before, self.contexts)
+    self.steps_per_visit = _after(steps_before, self.steps)
+    self.engine = self.make(context, self.steps_per_visit, drafter=self.guesser)
+    self.withheld = []
     self._count_engine()
     for request_id in sorted(self.live):
       said = previous.progress(request_id)
@@ -311,6 +356,8 @@ class Schedule:
         continue
       self.events["continued requests"] += 1
       self.events[OTHER_BUCKET] += context != before
+      is_other = self.steps_per_visit != steps_before
+      self.events["continued in visits of another length"] += is_other
       stops = self.live[request_id].sampling.stop_strings
       starts = {stop[:length] for stop in stops for length in range(1, len(stop))}
       self.events["continued within a stop string"] += said.text.endswith(tuple(starts))
@@ -320,9 +367,17 @@ class Schedule:
     prefilling = any(
       sequence.is_prefilling for running in self.engine._requests.running for sequence in running
     )
+    steps_before = self.engine.counters.steps
     updates = self.engine.step()
+    num_steps = self.engine.counters.steps - steps_before
+    paused = self.engine.poll_paused()
     self.events["mixed steps"] += prefilling and bool(updates)
+    self.events["visits of several steps"] += num_steps > 1
     for update in updates:
+      if len(update.tokens) < num_steps:  # It left before the visit's end.
+        why = VISIT_ENDS[update.finish_reason]
+        assert update.finish_reason or update.request_id in paused
+        self.events[f"ended {why} within a visit"] += 1
       self.said[update.request_id].extend(update.tokens)
       self.streamed[update.request_id] += update.text
     for completion in self.engine.poll():
@@ -339,6 +394,14 @@ class Schedule:
         self.events["stopped by an id" if by_id else "stopped by a string"] += 1
       if request_id in self.turns:
         self._next_turn(request, expected.tokens, self.turns.pop(request_id))
+
+    for request_id in self.engine.poll_paused():
+      self.engine.resume(request_id, chunk_tokens=self.chunks[request_id])
+    if not num_steps and self.live and not self.withheld:
+      # All wait, and what they wait for is what they hold between chunks.
+      held = [name for name in sorted(self.live) if self.engine.held_pages(name)]
+      if held:
+        self.engine.preempt(held[-1])
 
   def _next_turn(self, request: Request, answer: tuple[int, ...], turn: Turn) -> None:
     prompt = request.prompt + answer + turn.question
@@ -360,6 +423,7 @@ class Schedule:
     """Adds what the engine counted; each engine is asked once, when it is left."""
     counters = dataclasses.asdict(self.engine.counters)
     for event, field in (
+      ("visits", "visits"),
       ("steps with waiting", "waits"),
       ("positions reused", "reused_tokens"),
       ("pages copied", "page_copies"),
@@ -372,6 +436,10 @@ class Schedule:
       self.events[event] += counters[field]
 
 
+def _after(value: int, values: tuple[int, ...]) -> int:
+  return values[(values.index(value) + 1) % len(values)]
+
+
 def run_schedules(
   numerics,
   size: str,
@@ -381,21 +449,24 @@ def run_schedules(
   seed: int,
   settings: hypothesis.settings,
   events: collections.Counter[str],
+  steps: tuple[int, ...] = (1,),
   kind: type[engine_lib.Engine] = engine_lib.Engine,
 ) -> None:
   """Runs as many schedules as the settings say; they share compiled programs, not pages."""
   num_instances, model_shards = mesh
 
-  def make(context: int, **others) -> engine_lib.Engine:
-    config = dataclasses.replace(SIZES[size], max_context=context)
+  def make(context: int, steps_per_visit: int, **others) -> engine_lib.Engine:
+    config = dataclasses.replace(
+      SIZES[size], max_context=context, steps_per_visit=steps_per_visit
+    )
     return make_engine(config, numerics, mesh, kind, **others)
 
   @hypothesis.seed(seed)
   @settings
-  @hypothesis.given(plan=plans(contexts))
+  @hypothesis.given(plan=plans(contexts, steps))
   def check(plan: Plan) -> None:
     try:
-      Schedule(plan, make, contexts, numerics, events).run()
+      Schedule(plan, make, contexts, steps, numerics, events).run()
     except AssertionError as error:
       error.add_note(f"schedule: size {size!r}, mesh {mesh}, contexts {contexts}, seed {seed}")
       raise
@@ -403,17 +474,23 @@ def run_schedules(
     events[f"pages of {SIZES[size].page_size}"] += 1
     events[f"instances {num_instances}, model shards {model_shards}"] += 1
 
+  if len(steps) > 1:
+    check = hypothesis.example(plan=within_visits(numerics, contexts[0], max(steps)))(check)
   check()
 
 
 NUMERICS = {"f32": tiny_model.NUMERICS, "bf16": tiny_model.BFLOAT16}
-# A second KV bucket where it costs one program.
+STEPS = (3, 8, 1)  # Of a visit, at most.
+# A second KV bucket where it costs one program, and visits of several steps where they do.
 QUICK = {
   "f32": (
-    ("chunks of 16", (1, 1), (64,)),
-    ("chunks of 1 to 7", (2, 1), (64, 144)),
+    ("chunks of 16", (1, 1), (64,), STEPS),
+    ("chunks of 1 to 7", (2, 1), (64, 144), (1,)),
   ),
-  "bf16": (("chunks of 16", (2, 2), (64,)), ("chunks of 1 to 7", (1, 1), (64, 144))),
+  "bf16": (
+    ("chunks of 16", (2, 2), (64,), STEPS),
+    ("chunks of 1 to 7", (1, 1), (64, 144), (1,)),
+  ),
 }
 
 
@@ -423,13 +500,14 @@ def expected_events(
   buckets = tuple(f"engines of context {context}" for context in contexts)
   # A second path needs more rows than the smallest steps have.
   common = tuple(event for event in EVENTS if has_room or event != "side paths")
-  return common + (REUSE_EVENTS if reuse else ()) + buckets + (OTHER_BUCKET,)
+  reused = REUSE_EVENTS if reuse else ()
+  return common + VISIT_EVENTS + reused + buckets + (OTHER_BUCKET,)
 
 
 @pytest.mark.parametrize("dtype", ["f32", "bf16"])
 def test_no_schedule_changes_a_bit(dtype, seed, tell_events):
   events = collections.Counter()
-  for place, (size, mesh, contexts) in enumerate(QUICK[dtype]):
+  for place, (size, mesh, contexts, steps) in enumerate(QUICK[dtype]):
     # More where requests move between KV buckets, which only some of them do.
     settings = hypothesis.settings(max_examples=9 if len(contexts) > 1 else 5)
     run_schedules(
@@ -440,6 +518,7 @@ def test_no_schedule_changes_a_bit(dtype, seed, tell_events):
       seed=100 * seed + place,
       settings=settings,
       events=events,
+      steps=steps,
     )
   tell_events(dtype, events, expected_events((64, 144), reuse=True))
 
@@ -458,7 +537,7 @@ def test_an_engine_that_follows_the_batch_is_found_out(seed):
   settings = hypothesis.settings(
     max_examples=6, phases=[hypothesis.Phase.generate], database=None, report_multiple_bugs=False
   )
-  size, mesh, contexts = QUICK["bf16"][1]
+  size, mesh, contexts, _ = QUICK["bf16"][1]
   with pytest.raises(AssertionError, match="got Completion"):
     run_schedules(
       NUMERICS["bf16"],
@@ -469,6 +548,38 @@ def test_an_engine_that_follows_the_batch_is_found_out(seed):
       settings=settings,
       events=collections.Counter(),
       kind=FollowsTheBatch,
+    )
+
+
+class BeginsLate(engine_lib.Engine):
+  """An engine whose visits of several steps begin one position late."""
+
+  def _visit_inputs(self, work, inputs, num_steps):
+    visit = super()._visit_inputs(work, inputs, num_steps)
+    batch = visit.step.batch
+    late = batch._replace(positions=batch.positions + 1)
+    return visit._replace(step=visit.step._replace(batch=late))
+
+
+def test_an_engine_that_loses_its_place_in_a_visit_is_found_out(seed):
+  settings = hypothesis.settings(
+    max_examples=2,
+    phases=[hypothesis.Phase.explicit, hypothesis.Phase.generate],
+    database=None,
+    report_multiple_bugs=False,
+  )
+  size, mesh, contexts, _ = QUICK["f32"][0]
+  with pytest.raises(AssertionError, match="got Completion"):
+    run_schedules(
+      NUMERICS["f32"],
+      size,
+      mesh,
+      contexts,
+      seed=seed,
+      settings=settings,
+      events=collections.Counter(),
+      steps=(8, 3),
+      kind=BeginsLate,
     )
 
 
@@ -489,6 +600,7 @@ def test_no_schedule_of_five_hundred_changes_a_bit(block, seed, tell_events):
     seed=100 * seed + 10 + block,
     settings=hypothesis.settings(max_examples=26),
     events=events,
+    steps=STEPS,
   )
   assert events["schedules"] >= 26
   expected = expected_events(

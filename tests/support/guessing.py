@@ -11,7 +11,8 @@ import numpy as np
 class Guesser(Observed):
   """Drafts paths that are right for a while, wrong, too long, or of no vocabulary at all.
 
-  A first path errs more often, so that another one may hold longer.
+  A first path errs more often, so that another one may hold longer. A share `silent` of visits gets
+  no draft at all.
   """
 
   def __init__(
@@ -22,6 +23,7 @@ class Guesser(Observed):
     right: float = 0.8,
     max_paths: int = 3,
     max_draft: int = 6,
+    silent: float = 0.0,
   ):
     super().__init__()
     self._answers = answers
@@ -29,8 +31,11 @@ class Guesser(Observed):
     self._right = right
     self._max_paths = max_paths
     self._max_draft = max_draft
+    self._silent = silent
 
   def draft(self, queries):
+    if self._rng.random() < self._silent:
+      return ()
     rights = [self._right / 2] + [self._right] * (self._max_paths - 1)
     return [[self._path(query, right) for right in rights[: self._count()]] for query in queries]
 
