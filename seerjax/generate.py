@@ -107,15 +107,17 @@ def stream(
     (completion, tokens per second once both programs are compiled, 0 for too few tokens).
   """
   times: list[float] = []
+  counts: list[int] = []
 
   def on_step(updates: list[engine_lib.StepOutput]) -> None:
     for update in updates:
       times.append(time.monotonic())
+      counts.append(len(update.tokens))
       say(update.text)
 
   (completion,) = engine.generate([request], on_step=on_step)
-  # The first token comes out of the prefill's program, the second out of the decoding one.
-  rate = (len(times) - 2) / (times[-1] - times[1]) if len(times) > 2 else 0.0
+  # The first comes out of the prefill's program, the second out of the decoding one.
+  rate = sum(counts[2:]) / (times[-1] - times[1]) if len(times) > 2 else 0.0
   return completion, rate
 
 

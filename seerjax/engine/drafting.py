@@ -48,8 +48,9 @@ class Drafter(Protocol):
   def draft(self, queries: Sequence[DraftQuery]) -> Sequence[Sequence[Sequence[int]]]:
     """Returns paths of token ids for each query, none or more; the first is the likeliest.
 
-    Asked once a step. The engine cuts what it has no rows, pages or vocabulary for. A drafter
-    that guesses nothing at all may return ().
+    Asked once a visit (`Engine.step`): where nothing is drafted, a request may get several tokens
+    before the next. The engine cuts what it has no rows, pages or vocabulary for. A drafter that
+    guesses nothing at all may return ().
     """
     ...
 

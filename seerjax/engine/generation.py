@@ -34,7 +34,7 @@ def to_ends(
     requests: submitted at once, all or none.
     live: ids of the unfinished.
     keep: takes what others' requests finished with, for the next `poll`.
-    on_step: called with each step's updates.
+    on_step: called with each visit's updates.
 
   Raises:
     BaseException: what a step or `on_step` raises, Ctrl-C too; nothing of `requests` is left then.

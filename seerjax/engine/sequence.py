@@ -144,11 +144,11 @@ class ScheduledRows(NamedTuple):
 
 
 class StepOutput(NamedTuple):
-  """What one step added to one request.
+  """What one visit added to one request.
 
   Attributes:
     request_id: of the request.
-    tokens: sampled in this step.
+    tokens: sampled in this visit.
     text: of these tokens; what may still become a stop string is held back.
     finish_reason: why it ended, "" if it did not.
     error: what it met, where `finish_reason` is "error" (see `Completion`).

@@ -7,7 +7,7 @@
 Between two chunks a request holds its pages until a running one needs them; then they go to a peer
 with room, to pinned host memory or to the store, and come back with the next chunk, on whichever
 instance that runs. Where nothing has room, the request that needs it waits. No decision here
-reads a clock: all are functions of the step and of the sampled tokens, so that every process takes
+reads a clock: all are functions of the visit and of the sampled tokens, so that every process takes
 the same ones.
 """
 

@@ -1,4 +1,7 @@
-"""What a rollout did, step by step: for metrics, for the report's chart, for experiments."""
+"""What a rollout did, visit by visit: for metrics, for the report's chart, for experiments.
+
+A step of a rollout is one visit of its engine (`Engine.step`), of one step or of several.
+"""
 
 from __future__ import annotations
 
@@ -40,12 +43,12 @@ class Span(NamedTuple):
 
 @dataclasses.dataclass
 class Trace:
-  """What a rollout did, step by step.
+  """What a rollout did, visit by visit.
 
   Attributes:
     spans: chunks, by their ends.
-    used_pages: by step and instance, pages that cannot be given out.
-    rows: by step, rows computed on all instances.
+    used_pages: by visit and instance, pages that cannot be given out.
+    rows: by visit, rows computed on all instances.
     preemptions: running requests that lost their pages to others.
     dropped: waiting requests that did, because no tier had room and nothing else could run.
     held_back: decisions that waited because no tier had room.
@@ -66,7 +69,7 @@ class Trace:
 
   @property
   def num_steps(self) -> int:
-    """Engine steps of the rollout."""
+    """Visits of the rollout's engine."""
     return len(self.rows)
 
   def tail_steps(self, share: float = 0.1) -> int:

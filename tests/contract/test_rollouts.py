@@ -2,7 +2,7 @@
 
 Hypothesis draws rollouts: groups of requests, a scheduling policy and its chunk size, 1, 2 or 4
 instances with little memory, tiers with more or less room, drafters from good to hostile, and the
-steps at which everything is killed but what a journal holds. Every completion is compared with the
+visits at which everything is killed but what a journal holds. Every completion is compared with the
 same request alone in a plain engine. How often each event happened is printed, and an event that
 never happened is a failure.
 """
@@ -31,7 +31,7 @@ from seerjax.types import Completion, Request, SamplingParams
 
 # The longest request nearly fills an instance.
 SIZES = EngineConfig(page_size=4, num_pages=15, max_sequences=6, max_context=64, row_buckets=(16,))
-MAX_STEPS = 2000
+MAX_VISITS = 2000
 
 EVENTS = (
   "requests",
@@ -54,7 +54,7 @@ EVENTS = (
 class Case(NamedTuple):
   """One rollout: all that there is to decide.
 
-  `prompts` by group, `members` (group, sampling fields, seed); `kills` are steps after a start;
+  `prompts` by group, `members` (group, sampling fields, seed); `kills` are visits after a start;
   `guesses` is (seed, share of right tokens), None drafts nothing; without `max_spread` room decides
   where a chunk runs.
   """
@@ -139,13 +139,13 @@ class Killed(Exception):
 
 
 class Mortal(Engine):
-  """An engine that dies after some steps; 0 lives."""
+  """An engine that dies after some visits; 0 lives."""
 
-  steps_to_live = 0
+  visits_to_live = 0
 
   def step(self):
-    assert self.counters.steps < MAX_STEPS, "the rollout does not end"
-    if self.steps_to_live and self.counters.steps == self.steps_to_live:
+    assert self.counters.visits < MAX_VISITS, "the rollout does not end"
+    if self.visits_to_live and self.counters.visits == self.visits_to_live:
       raise Killed
     return super().step()
 
@@ -205,12 +205,12 @@ def run_case(
   journal: dict[str, Completion] = {}
   events["requests"] += len(requests)
   with tempfile.TemporaryDirectory() as folder:
-    for steps_to_live in (*case.kills, 0):
+    for visits_to_live in (*case.kills, 0):
       store = DiskStore(pathlib.Path(folder) / "kv", max_bytes=10**8) if case.has_store else None
       pool = KVPool(KVPoolConfig(host_pages=case.host_pages), store)
       mesh = (num_instances, 1)
       engine = make_engine(SIZES, numerics, mesh, kind, drafter=guesser, kv_pool=pool)
-      engine.steps_to_live = steps_to_live
+      engine.visits_to_live = visits_to_live
       rollout = DividedRollout(
         engine,
         policy,

@@ -130,6 +130,7 @@ def test_nothing_is_traced_after_the_first_step_of_each_bucket():
     AssertionError, match="engine step: got trace 2, expected one for each of 1 row buckets"
   ):
     engine(dataclasses.replace(sizes, row_buckets=(9,))).generate([request()])
+  assert "_visit_program" not in vars(own)  # Never made where the host is asked after every step.
 
 
 @pytest.mark.parametrize("what", ["model", "numerics", "mesh"])

@@ -133,6 +133,8 @@ def test_the_plan_says_what_was_allocated():
   [
     ("max_sequences", -1, r"EngineConfig.max_sequences: got -1, expected at least 0; 0 asks"),
     ("num_pages", -1, r"EngineConfig.num_pages: got -1, expected at least 0; 0 asks the free"),
+    ("steps_per_visit", 0, r"EngineConfig.steps_per_visit: got 0, expected 1 to 32; 1 asks the"),
+    ("steps_per_visit", 33, r"EngineConfig.steps_per_visit: got 33, expected 1 to 32; 1 asks"),
     ("row_buckets", (-3,), r"row_buckets: got \(-3,\), expected ascending positive"),
     ("row_buckets", (16, 4), r"row_buckets: got \(16, 4\), expected ascending"),
     ("row_buckets", (4, 4), r"row_buckets: got \(4, 4\), expected ascending"),

@@ -58,8 +58,8 @@ POLICIES = [
 ]
 
 
-def make_engine(num_instances: int, **others) -> Engine:
-  return moving_requests.make_engine((num_instances, 1), SIZES, **others)
+def make_engine(num_instances: int, sizes: EngineConfig = SIZES, **others) -> Engine:
+  return moving_requests.make_engine((num_instances, 1), sizes, **others)
 
 
 @functools.cache
@@ -90,6 +90,16 @@ def test_every_policy_says_the_same(policy):
     assert trace.preemptions > 0
   else:
     assert trace.preemptions == trace.dropped == 0
+
+
+@pytest.mark.thorough
+def test_every_policy_says_the_same_in_visits_of_several_steps():
+  sizes = dataclasses.replace(SIZES, steps_per_visit=8)
+  for policy in POLICIES:
+    rollout = run(policy, sizes=sizes)
+    counters = rollout.engine.counters
+    # What the scheduler counts are visits.
+    assert counters.visits <= rollout.trace.num_steps < counters.steps
 
 
 def test_chunks_move_and_spill():
