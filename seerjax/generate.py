@@ -27,7 +27,7 @@ import jax
 
 from seerjax import numerics as numerics_lib
 from seerjax.engine import engine as engine_lib
-from seerjax.models import config as model_config, parameters, tokenizer as tokenizer_lib
+from seerjax.models import chat_template, config as model_config, parameters
 from seerjax.models.loading import Model
 from seerjax.run import command_line, policy as policy_lib, presets as run_presets, stops
 from seerjax.run.policy import Policy
@@ -40,7 +40,7 @@ HELP = """/help   this
 Ctrl-D  ends the chat, as Ctrl-C does, also within an answer"""
 
 # The conversation so far to the next answer.
-Answer = Callable[[Sequence[tokenizer_lib.Message]], str]
+Answer = Callable[[Sequence[chat_template.Message]], str]
 
 
 def load(name: str) -> tuple[Policy, numerics_lib.NumericsConfig]:
@@ -139,7 +139,7 @@ def answerer(
   tokenizer = engine.tokenizer
   assert tokenizer is not None
 
-  def answer(messages: Sequence[tokenizer_lib.Message]) -> str:
+  def answer(messages: Sequence[chat_template.Message]) -> str:
     tokens = tuple(tokenizer.chat_ids(messages))
     room = engine.config.max_context - len(tokens)
     if room < 1:
@@ -169,7 +169,7 @@ def converse(answer: Answer, read: Callable[[], str], tell: Callable[[str], None
     read: the next line; raises EOFError at the end.
     tell: takes lines that are no answers.
   """
-  messages: list[tokenizer_lib.Message] = []
+  messages: list[chat_template.Message] = []
   while True:
     try:
       line = read().rstrip()
@@ -244,7 +244,7 @@ def main(argv: list[str]) -> None:
       raise ValueError(
         "--raw: got no --prompt, expected one (a chat needs its template); write --prompt='...'."
       )
-    chat_config = tokenizer_lib.ChatConfig(
+    chat_config = chat_template.ChatConfig(
       system=args.system, variables=variables_of(args.variable)
     )
     prompt = sys.stdin.read() if args.prompt == "-" else args.prompt or ""

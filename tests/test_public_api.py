@@ -17,6 +17,7 @@ SETTLED = (
   "engine.chunks",
   "engine.runner",
   "engine.sequence",
+  "models.chat_template",
   "models.config",
   "models.head",
   "models.huggingface",

@@ -16,7 +16,7 @@ from seerjax.discovery import (
 from seerjax.discovery.environment import Environment
 from seerjax.discovery.objective import ObjectiveConfig
 from seerjax.engine import engine as engine_lib
-from seerjax.models import tokenizer as tokenizer_lib
+from seerjax.models import chat_template
 from seerjax.rollout import groups, policies
 from seerjax.run.config import RunConfig, TrainerConfig
 from seerjax.trainer import entropic, losses, step as step_lib
@@ -144,7 +144,7 @@ class DiscoverConfig:
   lora_alpha: float = 32.0
   tiny: TinyConfig = TinyConfig()
   programs: ProgramConfig = ProgramConfig()
-  chat: tokenizer_lib.ChatConfig = tokenizer_lib.ChatConfig()
+  chat: chat_template.ChatConfig = chat_template.ChatConfig()
   search: puct.SearchConfig = puct.SearchConfig()
   objective: ObjectiveConfig = ObjectiveConfig()
   # Of the tiles that were tried with the tiny policy, these take least time in all.

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import pathlib
 from typing import Any, NamedTuple
 
-from seerjax.models import config as model_config, tokenizer as tokenizer_lib
+from seerjax.models import config as model_config, tokenizer_files
 from seerjax.ops import rotary
 
 
@@ -181,7 +181,7 @@ def read_object(path: pathlib.Path) -> dict[str, Any]:
     raise FileNotFoundError(
       f"{path}: got no such file, expected a Hugging Face model directory; check the path."
     ) from error
-  return tokenizer_lib.json_object(path, content)
+  return tokenizer_files.json_object(path, content)
 
 
 def _family(fields: _Fields) -> str:

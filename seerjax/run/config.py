@@ -13,7 +13,7 @@ from typing import Any
 from seerjax import numerics as numerics_lib, parallel
 from seerjax.engine import engine as engine_lib, sizes
 from seerjax.engine.kv import pool as kv_pool_lib
-from seerjax.models import config as model_config, tokenizer as tokenizer_lib, transformer
+from seerjax.models import chat_template, config as model_config, transformer
 from seerjax.rollout import groups as groups_lib, policies
 from seerjax.run import off_policy
 from seerjax.run.evaluation import EvaluationConfig
@@ -106,7 +106,7 @@ class RunConfig:
   numerics: numerics_lib.NumericsConfig = numerics_lib.NumericsConfig(reduction_shards=0)
   engine: engine_lib.EngineConfig = engine_lib.EngineConfig()
   rollout: groups_lib.RolloutConfig = groups_lib.RolloutConfig()
-  chat: tokenizer_lib.ChatConfig = tokenizer_lib.ChatConfig()
+  chat: chat_template.ChatConfig = chat_template.ChatConfig()
   scheduler: policies.LongestGroupFirst = policies.LongestGroupFirst(chunk_tokens=128)
   kv_pool: kv_pool_lib.KVPoolConfig = kv_pool_lib.KVPoolConfig()
   speculation: SpeculationConfig = SpeculationConfig()

@@ -16,6 +16,7 @@ import optax
 
 from seerjax import numerics as numerics_lib
 from seerjax.models import (
+  chat_template,
   config as model_config,
   huggingface,
   loading,
@@ -77,20 +78,20 @@ class Policy:
       )
     return self.tokenizer
 
-  def with_chat(self, config: tokenizer_lib.ChatConfig) -> Policy:
+  def with_chat(self, config: chat_template.ChatConfig) -> Policy:
     """Returns the policy with a tokenizer that is `chatting`."""
     return dataclasses.replace(self, tokenizer=chatting(self.require_tokenizer(), config))
 
 
 def chatting(
-  tokenizer: tokenizer_lib.Tokenizer, config: tokenizer_lib.ChatConfig
+  tokenizer: tokenizer_lib.Tokenizer, config: chat_template.ChatConfig
 ) -> tokenizer_lib.Tokenizer:
   """Returns a tokenizer whose every chat says what a run's config has it say.
 
   Raises:
     ValueError: if the tokenizer says other things of its own, which no journal would know of.
   """
-  if tokenizer.chat_config not in (config, tokenizer_lib.ChatConfig()):
+  if tokenizer.chat_config not in (config, chat_template.ChatConfig()):
     raise ValueError(
       f"RunConfig.chat: got {config} and a tokenizer with {tokenizer.chat_config}, expected one of"
       " them to be empty; set --config.chat alone."

@@ -15,7 +15,7 @@ from ml_collections import config_flags
 import pytest
 
 from experiments import configuration
-from seerjax.models import tokenizer as tokenizer_lib
+from seerjax.models import chat_template
 from seerjax.run import command_line, presets as run_presets, stops
 from seerjax.run.config import RunConfig
 from seerjax.trainer import losses
@@ -93,8 +93,8 @@ def test_entries_of_a_mapping_are_named_on_the_command_line():
   assert hash(job) != hash(run_presets.main_job())
   # As config.json keeps it.
   stored = ml_collections.ConfigDict(dict(system="", variables=dict(enable_thinking=True)))
-  found = configuration.from_flags(tokenizer_lib.ChatConfig, stored)
-  assert found == tokenizer_lib.ChatConfig(variables=dict(enable_thinking=True))
+  found = configuration.from_flags(chat_template.ChatConfig, stored)
+  assert found == chat_template.ChatConfig(variables=dict(enable_thinking=True))
   assert parsed(found, "--config.variables.enable_thinking=false").variables == dict(
     enable_thinking=False
   )

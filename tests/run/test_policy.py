@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 from small_run import CONFIG, policy
 
-from seerjax.models import tokenizer as tokenizer_lib
+from seerjax.models import chat_template
 from seerjax.run import policy as policy_lib
 
 pytestmark = pytest.mark.usefixtures("programs_on_disk")
@@ -15,13 +15,13 @@ pytestmark = pytest.mark.usefixtures("programs_on_disk")
 
 def test_a_tokenizer_that_says_other_things_is_refused():
   own = dataclasses.replace(
-    policy().require_tokenizer(), chat_config=tokenizer_lib.ChatConfig(system="Ho.")
+    policy().require_tokenizer(), chat_config=chat_template.ChatConfig(system="Ho.")
   )
   message = "RunConfig.chat: got .*'Hi.'.* and a tokenizer with .*'Ho.'.*; set --config.chat alone"
   with pytest.raises(ValueError, match=message):
-    policy_lib.chatting(own, tokenizer_lib.ChatConfig(system="Hi."))
+    policy_lib.chatting(own, chat_template.ChatConfig(system="Hi."))
   with pytest.raises(ValueError, match="RunConfig.chat"):
-    policy_lib.chatting(own, tokenizer_lib.ChatConfig())
+    policy_lib.chatting(own, chat_template.ChatConfig())
   assert policy_lib.chatting(own, own.chat_config) == own
 
 

@@ -33,7 +33,7 @@ from small_run import (
 )
 
 from seerjax import checkpoint, numerics as numerics_lib, rl
-from seerjax.models import tokenizer as tokenizer_lib
+from seerjax.models import chat_template
 from seerjax.rollout import journal as journal_lib
 from seerjax.run import programs as programs_lib, status, stops
 from seerjax.trainer import losses, step as step_lib
@@ -257,7 +257,7 @@ def test_stop_strings_and_chats_go_with_a_run_and_its_resume(tmp_path):
   changes: dict[str, Any] = dict(
     num_steps=2,
     rollout=dataclasses.replace(CONFIG.rollout, stop_strings=("o", "an")),
-    chat=tokenizer_lib.ChatConfig(system="Hi."),
+    chat=chat_template.ChatConfig(system="Hi."),
   )
   expected = train(tmp_path / "whole", **changes)
   rollouts = [entry.rollout for entry in journal_lib.read(tmp_path / "whole" / "journal.jsonl")[1]]
@@ -272,9 +272,9 @@ def test_stop_strings_and_chats_go_with_a_run_and_its_resume(tmp_path):
   with pytest.raises(stops.Interrupted):
     train(tmp_path / "run", task, **changes)
   others: tuple[tuple[dict[str, Any], str], ...] = (
-    (dict(chat=tokenizer_lib.ChatConfig(system="Ho.")), "chat.system was 'Hi.' and is 'Ho.'"),
+    (dict(chat=chat_template.ChatConfig(system="Ho.")), "chat.system was 'Hi.' and is 'Ho.'"),
     (
-      dict(chat=tokenizer_lib.ChatConfig(system="Hi.", variables=dict(brief=True))),
+      dict(chat=chat_template.ChatConfig(system="Hi.", variables=dict(brief=True))),
       "chat.variables.brief was None and is True",
     ),
     (dict(rollout=CONFIG.rollout), r"rollout.stop_strings was \['o', 'an'\] and is \[\]"),

@@ -1,7 +1,11 @@
-"""Chats of every published form: ids as transformers has them, and nobody's words make a turn."""
+"""Chats of every published form: ids as transformers has them, and no words make a turn.
+
+And templates that are not to be trusted.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import functools
 import itertools
@@ -12,7 +16,7 @@ import pytest
 import tokenizers
 from tokenizers import models, pre_tokenizers
 
-from seerjax.models import tokenizer as tokenizer_lib
+from seerjax.models import chat_template, tokenizer as tokenizer_lib, tokenizer_files
 from tests.support import chat_forms
 
 NOW = datetime.datetime(2026, 7, 26)
@@ -111,7 +115,7 @@ def test_no_words_at_all_make_a_turn(data: st.DataObject):
   text = tokenizer.chat(messages, now=NOW, **variables)
   assert tokenizer.decode(ids, skip_special_tokens=False) == text
   rendered, marks, _ = tokenizer._rendered(messages, True, NOW, variables)
-  letters = tokenizer_lib.SURROGATE.findall(rendered)
+  letters = chat_template.SURROGATE.findall(rendered)
   assert specials(tokenizer, ids) == [tokenizer.special_ids[marks[letter]] for letter in letters]
 
 
@@ -167,7 +171,7 @@ def test_templates_see_no_tools_and_no_documents():
 
 
 def test_every_role_is_a_variable():
-  roles = {role: f"<|{role}|>" for role in tokenizer_lib.SPECIAL_TOKENS}
+  roles = {role: f"<|{role}|>" for role in tokenizer_files.SPECIAL_TOKENS}
   template = "".join(f"{{{{ {role} }}}}" for role in roles)
   assert with_template(template, **roles).chat("a") == "".join(roles.values())
 
@@ -244,9 +248,9 @@ def test_text_of_completions_may_hold_marks_or_letters():
 
 
 def test_a_run_says_its_system_text_and_variables_in_every_chat():
-  config = tokenizer_lib.ChatConfig(system="Be brief.", variables=dict(enable_thinking=False))
+  config = chat_template.ChatConfig(system="Be brief.", variables=dict(enable_thinking=False))
   plain = tokenizer_of("qwen3")
-  tokenizer = tokenizer_lib.dataclasses.replace(plain, chat_config=config)
+  tokenizer = dataclasses.replace(plain, chat_config=config)
   system = dict(role="system", content="Be brief.")
   user = dict(role="user", content="a")
   expected = plain.chat([system, user], enable_thinking=False)
@@ -266,4 +270,73 @@ def test_a_run_says_its_system_text_and_variables_in_every_chat():
 )
 def test_variables_that_no_template_can_read_are_refused(variables, message):
   with pytest.raises(ValueError, match=message):
-    tokenizer_lib.ChatConfig(variables=variables)
+    chat_template.ChatConfig(variables=variables)
+
+
+def test_templates_have_the_helpers_they_count_on():
+  tokenizer = with_template(
+    "{%- for m in messages %}\n"
+    "  {%- if loop.index > 1 %}{% break %}{% endif %}\n"
+    "  {%- generation %}{{ m | tojson }}{% endgeneration %}\n"
+    "{%- endfor %}\n"
+    "{{- strftime_now('%Y') }}{{ thinking }}"
+  )
+  text = tokenizer.chat("<é>", now=datetime.datetime(1999, 1, 2), thinking="no")
+  assert text == '{"role": "user", "content": "<é>"}1999no'
+  assert int(with_template("{{ strftime_now('%Y') }}").chat("a")) >= 2024
+
+
+@pytest.mark.parametrize(
+  "template",
+  [
+    "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+    "{{ messages.append(1) }}",
+    "{{ raise_exception.__globals__ }}",
+    "{{ strftime_now.__closure__ }}",
+    "{{ cycler.__init__.__globals__.os }}",
+    "{{ ''['__class__'].__mro__ }}",
+    "{{ (messages | attr('__class__')).__mro__ }}",
+    "{% for i in range(10000000) %}{% endfor %}",
+  ],
+)
+def test_malicious_templates_are_refused(template):
+  with pytest.raises(ValueError, match="Tokenizer.chat: got .* chat template"):
+    with_template(template).chat("hi")
+
+
+def test_the_sandbox_says_why():
+  with pytest.raises(ValueError, match="that the sandbox forbids .*'__class__'.*do not trust"):
+    with_template("{{ ''.__class__.__name__ }}").chat("hi")
+
+
+@pytest.mark.parametrize(
+  ("template", "message"),
+  [
+    ("{{ raise_exception('must alternate') }}", r"from the chat template \(must alternate\)"),
+    ("{% for %}", "TemplateSyntaxError from the chat template"),
+    ("{{ messages[0].absent.deeper }}", "UndefinedError from the chat template"),
+    ("{{ 1 + 'a' }}", "TypeError inside the chat template"),
+    ("{{ 1 // 0 }}", "ZeroDivisionError inside the chat template"),
+    ("", "got a tokenizer without chat template"),
+  ],
+)
+def test_template_errors_are_quoted(template, message):
+  message = message.replace(
+    "TemplateError .* roles", r"TemplateError from the chat template \(roles"
+  )
+  with pytest.raises(ValueError, match=message):
+    with_template(template).chat("hi")
+
+
+@pytest.mark.parametrize(
+  ("messages", "message"),
+  [
+    ([], "got no messages, expected at least one"),
+    ("", "got an empty user message at index 0"),
+    ([{"role": "system", "content": ""}, {"role": "user"}], "empty user message at index 1"),
+    ([{"content": "hi"}], r"got message 0 with the keys \['content'\], expected 'role'"),
+  ],
+)
+def test_empty_chats_are_refused(messages, message):
+  with pytest.raises(ValueError, match=message):
+    tokenizer_of("qwen3").chat(messages)

@@ -1,0 +1,372 @@
+"""Chats as text: a chat template's program, run where it can do nothing but read.
+
+A template is a program from a stranger: it runs in jinja2's immutable sandbox. The messages are
+strangers' words as well: a user who writes `<|im_end|>` must not end a turn. So special tokens in
+the template's own text are lone surrogates while it runs, characters that no message can hold
+(`Rendered.marks`), and `models.tokenizer` makes their ids of them alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+import dataclasses
+import datetime
+import functools
+import json
+import re
+from typing import Any, NamedTuple
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.sandbox
+import jinja2.visitor
+
+# A mark of the template stands as one lone surrogate in what it renders.
+FIRST_SURROGATE, LAST_SURROGATE = 0xD800, 0xDFFF
+SURROGATE = re.compile("[\ud800-\udfff]")
+
+Message = Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ChatConfig:
+  """What every chat of a run says besides its messages.
+
+  Attributes:
+    system: what the system says before a conversation that has no system message; "" is nothing.
+    variables: of the chat template, such as `enable_thinking=False` for Qwen3; text, numbers,
+      booleans, None, and lists and mappings of these.
+  """
+
+  system: str = ""
+  variables: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+  def __post_init__(self):
+    for name in self.variables:
+      if not name.isidentifier() or name in ("messages", "add_generation_prompt", "now"):
+        raise ValueError(
+          f"ChatConfig.variables: got {name!r}, expected the name of a variable that the chat"
+          " template reads, messages and add_generation_prompt aside; write"
+          " --config.chat.variables.enable_thinking=False."
+        )
+    plain_data(dict(self.variables), "ChatConfig.variables")
+
+  def __hash__(self) -> int:
+    return hash((self.system, json.dumps(plain_data(self.variables, "ChatConfig.variables"))))
+
+
+class Rendered(NamedTuple):
+  """A chat as its template writes it.
+
+  Attributes:
+    text: in which each of the template's own special tokens is one lone surrogate.
+    marks: special tokens by the surrogate that stands for them.
+    outside: every text that came from outside of the template.
+  """
+
+  text: str
+  marks: Mapping[str, str]
+  outside: Sequence[str]
+
+
+def rendered(
+  template: str,
+  messages: Sequence[Message] | str,
+  *,
+  special: Iterable[str],
+  roles: Mapping[str, str],
+  config: ChatConfig,
+  add_generation_prompt: bool,
+  now: datetime.datetime | None,
+  variables: Mapping[str, Any],
+) -> Rendered:
+  """Returns a conversation as a chat template writes it.
+
+  Args:
+    template: jinja2 source.
+    messages: as of `Tokenizer.chat`.
+    special: texts of the special tokens.
+    roles: special tokens by role, which are variables of the template.
+    config: what every chat says besides its messages.
+    add_generation_prompt: whether to end where the assistant begins to speak.
+    now: what `strftime_now` sees; the clock if None.
+    variables: further ones of the template, before those of `config`.
+
+  Raises:
+    ValueError: as `Tokenizer.chat`.
+  """
+  if isinstance(messages, str):
+    messages = [{"role": "user", "content": messages}]
+  if not messages:
+    raise ValueError(
+      "Tokenizer.chat: got no messages, expected at least one; pass"
+      ' [{"role": "user", "content": "..."}].'
+    )
+  for index, message in enumerate(messages):
+    if "role" not in message:
+      raise ValueError(
+        f"Tokenizer.chat: got message {index} with the keys {sorted(message)}, expected 'role'"
+        " and 'content'; add the role."
+      )
+    if message["role"] == "user" and not message.get("content"):
+      raise ValueError(
+        f"Tokenizer.chat: got an empty user message at index {index}, expected at least one"
+        " character; a prompt must not be empty."
+      )
+  if not template:
+    raise ValueError(
+      "Tokenizer.chat: got a tokenizer without chat template, expected chat_template.jinja or"
+      " 'chat_template' in tokenizer_config.json; add one, or encode plain text."
+    )
+  if config.system and messages[0]["role"] != "system":
+    messages = [{"role": "system", "content": config.system}, *messages]
+  given = {"tools": None, "documents": None, **config.variables, **variables}
+  outside: list[str] = []
+  plain = [{k: v for k, v in message.items() if v is not None} for message in messages]
+  plain = plain_data(plain, "Tokenizer.chat: messages", outside)
+  given = plain_data(given, "Tokenizer.chat: variables", outside)
+  functions = {"strftime_now": lambda form: (now or datetime.datetime.now()).strftime(form)}
+  marks: dict[str, str] = {}
+  try:
+    compiled = _compiled(template, tuple(special), tuple(roles.items()))
+    marks = compiled.marks
+    text = compiled.template.render(
+      messages=plain,
+      add_generation_prompt=add_generation_prompt,
+      **{**functions, **compiled.special_tokens, **given},
+    )
+  except jinja2.exceptions.SecurityError as error:
+    raise ValueError(
+      f"Tokenizer.chat: got a chat template that the sandbox forbids ({error}), expected one that"
+      " only reads its messages; do not trust this template."
+    ) from error
+  except jinja2.exceptions.TemplateError as error:
+    raise ValueError(
+      f"Tokenizer.chat: got {type(error).__name__} from the chat template"
+      f" ({unmarked(str(error), marks)}), expected text; correct the messages, or the template."
+    ) from error
+  except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
+    # Raised by the template's own expressions, such as adding a number to a string.
+    raise ValueError(
+      f"Tokenizer.chat: got {type(error).__name__} inside the chat template"
+      f" ({unmarked(str(error), marks)}), expected text; check that the messages have the shape"
+      " that this template reads."
+    ) from error
+  return Rendered(text, marks, outside)
+
+
+def unmarked(text: str, marks: Mapping[str, str]) -> str:
+  """Returns a rendered text with its special tokens in the surrogates' place."""
+  return SURROGATE.sub(lambda match: marks.get(match[0], match[0]), text)
+
+
+def check_utf8(text: str, where: str) -> None:
+  """Refuses text that UTF-8 cannot hold.
+
+  Raises:
+    ValueError: with `where` at its beginning.
+  """
+  found = SURROGATE.search(text)
+  if found:  # `tokenizers` would only say that it got no str.
+    raise ValueError(
+      f"{where}: got text with a lone surrogate at offset {found.start()}, expected characters that"
+      " UTF-8 can hold; replace it."
+    )
+
+
+def plain_data(value: Any, where: str, texts: list[str] | None = None) -> Any:
+  """Returns a copy made of JSON's kinds alone, which have no method that a template could misuse.
+
+  Args:
+    value: what a template is to read.
+    where: for the refusal.
+    texts: takes every text in it, keys included.
+
+  Raises:
+    ValueError: for any other kind, and for text that UTF-8 cannot hold.
+  """
+  if isinstance(value, str):
+    check_utf8(value, where)
+    if texts is not None:
+      texts.append(str(value))
+    return str(value)
+  if value is None or isinstance(value, (bool, int, float)):
+    return value
+  if isinstance(value, Mapping):
+    return {plain_data(k, where, texts): plain_data(v, where, texts) for k, v in value.items()}
+  if isinstance(value, (list, tuple)):
+    return [plain_data(item, where, texts) for item in value]
+  raise ValueError(
+    f"{where}: got {value!r} of type {type(value).__name__}, expected text, numbers, booleans,"
+    " None, and lists and mappings of these; convert it."
+  )
+
+
+class _Generation(jinja2.ext.Extension):
+  """Lets `{% generation %}...{% endgeneration %}` through: it marks the assistant's own words."""
+
+  tags = {"generation"}
+
+  def parse(self, parser: Any) -> Any:
+    next(parser.stream)
+    return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _raise_exception(message: str) -> None:
+  raise jinja2.exceptions.TemplateError(message)
+
+
+def _to_json(
+  value: Any,
+  ensure_ascii: bool = False,
+  indent: int | None = None,
+  separators: tuple[str, str] | None = None,
+  sort_keys: bool = False,
+) -> str:
+  # Not jinja2's own filter, which escapes <, > and & for HTML.
+  return json.dumps(
+    value,
+    ensure_ascii=ensure_ascii,
+    indent=indent,
+    separators=separators,
+    sort_keys=sort_keys,
+  )
+
+
+class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
+  """Raises where jinja2 hands out an undefined value, which prints as nothing."""
+
+  def unsafe_undefined(self, obj: Any, attribute: str) -> Any:
+    raise jinja2.exceptions.SecurityError(
+      f"access to attribute {attribute!r} of {type(obj).__name__!r} object is unsafe"
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Compiled:
+  """A template's program, in whose text every special token is one lone surrogate.
+
+  Attributes:
+    template: the program.
+    marks: special tokens by the surrogate that stands for them.
+    special_tokens: by role, marked.
+  """
+
+  template: jinja2.Template
+  marks: dict[str, str]
+  special_tokens: dict[str, str]
+
+
+# Where a template compares its own text with what it reads, it has to stay as it is written.
+_COMPARING_METHODS = (
+  "split", "rsplit", "partition", "rpartition", "startswith", "endswith", "removeprefix",
+  "removesuffix", "find", "rfind", "index", "rindex", "count", "strip", "lstrip", "rstrip", "get",
+)  # fmt: skip
+_COMPARING_FILTERS = ("trim", "select", "reject", "selectattr", "rejectattr", "attr")
+
+
+@functools.lru_cache(maxsize=16)
+def _compiled(
+  chat_template: str, special: tuple[str, ...], roles: tuple[tuple[str, str], ...]
+) -> _Compiled:
+  """Returns the template's program, made once: that takes longer than a prompt does with it.
+
+  Args:
+    chat_template: jinja2 source.
+    special: texts of the special tokens.
+    roles: pairs (role, text).
+  """
+  # Block trimming and these names are what templates written for Hugging Face count on.
+  environment = _Sandbox(
+    trim_blocks=True,
+    lstrip_blocks=True,
+    extensions=[_Generation, "jinja2.ext.loopcontrols"],
+  )
+  environment.filters["tojson"] = _to_json
+  environment.globals["raise_exception"] = _raise_exception
+  tree = environment.parse(chat_template)
+  marker = _Marker(special, dict(roles))
+  special_tokens = {role: marker.marked(text) for role, text in roles}
+  marker.visit(tree)
+  marks = {letter: text for text, letter in marker.letters.items()}
+  return _Compiled(environment.from_string(tree), marks, special_tokens)
+
+
+class _Marker(jinja2.visitor.NodeTransformer):
+  """Puts surrogates for special tokens into a template's text, but where it only compares."""
+
+  def __init__(self, special: Sequence[str], roles: Mapping[str, str]):
+    longest_first = sorted(special, key=len, reverse=True)
+    self._special = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+    self._roles = roles
+    self._is_comparing = False
+    self.letters: dict[str, str] = {}
+
+  def marked(self, text: str) -> str:
+    return self._special.sub(lambda match: self._letter(match[0]), text)
+
+  def _letter(self, token: str) -> str:
+    if token not in self.letters:
+      code = FIRST_SURROGATE + len(self.letters)
+      if code > LAST_SURROGATE:
+        most = LAST_SURROGATE - FIRST_SURROGATE + 1
+        raise jinja2.exceptions.TemplateError(f"more than {most} special tokens in its text")
+      self.letters[token] = chr(code)
+    return self.letters[token]
+
+  def _compare(self, nodes: Sequence[jinja2.nodes.Node | None]) -> list[Any]:
+    before, self._is_comparing = self._is_comparing, True
+    visited = [node if node is None else self.visit(node) for node in nodes]
+    self._is_comparing = before
+    return visited
+
+  def visit_TemplateData(self, node: jinja2.nodes.TemplateData) -> jinja2.nodes.Node:
+    node.data = self.marked(node.data)
+    return node
+
+  def visit_Const(self, node: jinja2.nodes.Const) -> jinja2.nodes.Node:
+    if isinstance(node.value, str) and not self._is_comparing:
+      node.value = self.marked(node.value)
+    return node
+
+  def visit_Name(self, node: jinja2.nodes.Name) -> jinja2.nodes.Node:
+    if self._is_comparing and node.ctx == "load" and node.name in self._roles:
+      return jinja2.nodes.Const(self._roles[node.name], lineno=node.lineno)
+    return node
+
+  def visit_Compare(self, node: jinja2.nodes.Compare) -> jinja2.nodes.Node:
+    node.expr, *node.ops = self._compare([node.expr, *node.ops])
+    return node
+
+  def visit_Test(self, node: jinja2.nodes.Test) -> jinja2.nodes.Node:
+    # What is tested may be a name that is not defined.
+    node.node = self.visit(node.node)
+    node.args = self._compare(node.args)
+    return node
+
+  def visit_Getitem(self, node: jinja2.nodes.Getitem) -> jinja2.nodes.Node:
+    node.node = self.visit(node.node)
+    (node.arg,) = self._compare([node.arg])
+    return node
+
+  def visit_Pair(self, node: jinja2.nodes.Pair) -> jinja2.nodes.Node:
+    (node.key,) = self._compare([node.key])
+    node.value = self.visit(node.value)
+    return node
+
+  def visit_Call(self, node: jinja2.nodes.Call) -> jinja2.nodes.Node:
+    return self._call(node, node.node.attr if isinstance(node.node, jinja2.nodes.Getattr) else "")
+
+  def visit_Filter(self, node: jinja2.nodes.Filter) -> jinja2.nodes.Node:
+    return self._call(node, node.name)
+
+  def _call(self, node: Any, name: str) -> jinja2.nodes.Node:
+    compares = _COMPARING_FILTERS if isinstance(node, jinja2.nodes.Filter) else _COMPARING_METHODS
+    # Of `replace`, what is looked for is compared, and what stands for it is the template's own.
+    count = len(node.args) if name in compares else 1 if name == "replace" else 0
+    compared, rest = self._compare(node.args[:count]), node.args[count:]
+    node.args = rest
+    self.generic_visit(node)
+    node.args = [*compared, *node.args]
+    return node
