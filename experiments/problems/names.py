@@ -1,11 +1,11 @@
-"""Short names of these problems, such as "circle_packing:26", and what the library loads for them.
+"""Short names of these problems, such as "circle_packing:26", and the problems that they stand for.
 
-  "circle_packing:26" -> "experiments.problems.circle_packing:CirclePacking:26" -> an environment
+  "circle_packing:26" -> circle_packing.CirclePacking(26) -> an environment
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 import types
 from typing import Any, NamedTuple
 
@@ -14,20 +14,17 @@ from seerjax.discovery.environment import Environment
 
 # Of the polish that ends a sentence about AHC058: five searches of 400 simulations, 15 ms.
 POLISH = {"with_polish": True, "polish_steps": 400, "polish_rounds": 4}
-DENOISING = "denoising:Denoising"
 
 
 class Name(NamedTuple):
-  """What a short name stands for.
+  """What a short name says.
 
   Attributes:
-    target: module of this folder, and class.
     what: its number says.
     usual: the number where none is given.
-    arguments: further ones of the class.
+    arguments: further ones of the problem.
   """
 
-  target: str
   what: str
   usual: int
   arguments: Mapping[str, Any] = types.MappingProxyType({})
@@ -36,25 +33,19 @@ class Name(NamedTuple):
 # What ends in "_plain" does not polish; what ends in "_programs" is solved in C++ or Python, by a
 # language model alone.
 NAMES: Mapping[str, Name] = types.MappingProxyType({
-  "apple_machines": Name("apple_machines:AppleMachines", "instance", 0, POLISH),
-  "apple_machines_plain": Name("apple_machines:AppleMachines", "instance", 0),
-  "purse_seine": Name("purse_seine:PurseSeine", "instance", 0),
-  "purse_seine_plain": Name(
-    "purse_seine:PurseSeine", "instance", 0, {"with_polish": False}
-  ),
-  "circle_packing": Name("circle_packing:CirclePacking", "circles", 26),
-  "minimum_overlap": Name("minimum_overlap:MinimumOverlap", "steps", 51),
-  "first_autocorrelation": Name(
-    "autocorrelation:FirstAutocorrelation", "steps", 300
-  ),
-  "second_autocorrelation": Name(
-    "autocorrelation:SecondAutocorrelation", "steps", 100
-  ),
-  "trimul": Name("kernel_speed:TriMulSpeed", "positions", 64),
-  "pallas_matmul": Name("kernel_speed:matmul_tiles", "rows", 4096),
-  "pallas_rms_norm": Name("kernel_speed:rms_norm_tiles", "rows", 4096),
-  "purse_seine_programs": Name("contest:purse_seine_programs", "cases", 8),
-  "apple_machines_programs": Name("contest:apple_machines_programs", "cases", 8),
+  "apple_machines": Name("instance", 0, POLISH),
+  "apple_machines_plain": Name("instance", 0),
+  "purse_seine": Name("instance", 0),
+  "purse_seine_plain": Name("instance", 0, {"with_polish": False}),
+  "circle_packing": Name("circles", 26),
+  "minimum_overlap": Name("steps", 51),
+  "first_autocorrelation": Name("steps", 300),
+  "second_autocorrelation": Name("steps", 100),
+  "trimul": Name("positions", 64),
+  "pallas_matmul": Name("rows", 4096),
+  "pallas_rms_norm": Name("rows", 4096),
+  "purse_seine_programs": Name("cases", 8),
+  "apple_machines_programs": Name("cases", 8),
 })
 
 
@@ -67,13 +58,13 @@ def load(name: str, *, allow_weak_sandbox: bool = False) -> Environment:
     allow_weak_sandbox: of "..._programs": see `sandbox.Sandbox`.
 
   Raises:
-    ValueError: naming what was expected.
+    ValueError: naming what was expected, or the package that the problem needs.
   """
   kind, _, rest = name.partition(":")
   if name.endswith(".py"):
     return loading.load(name)
   if kind == "denoising":
-    return loading.load(f"{__package__}.{DENOISING}", path=rest)
+    return _maker(kind)(rest)
   if kind not in NAMES:
     if not kind or not rest.partition(":")[0].isidentifier():
       raise ValueError(
@@ -91,4 +82,65 @@ def load(name: str, *, allow_weak_sandbox: bool = False) -> Environment:
   arguments = dict(known.arguments)
   if kind.endswith("_programs"):
     arguments["allow_weak_sandbox"] = allow_weak_sandbox
-  return loading.load(f"{__package__}.{known.target}:{rest or known.usual}", **arguments)
+  return _maker(kind)(int(rest or known.usual), **arguments)
+
+
+def _maker(kind: str) -> Callable[..., Environment]:
+  """Imports the problem of a name, and no other: what it needs may not be installed."""
+  try:
+    return _imported(kind)
+  except ModuleNotFoundError as error:
+    raise ValueError(
+      f"problem: got {kind!r}, which needs {error.name}, expected it to be installed; run"
+      " `pip install '.[problems]'`."
+    ) from error
+
+
+def _imported(kind: str) -> Callable[..., Environment]:
+  match kind:
+    case "apple_machines" | "apple_machines_plain":
+      from experiments.problems.apple_machines import AppleMachines
+
+      return AppleMachines
+    case "purse_seine" | "purse_seine_plain":
+      from experiments.problems.purse_seine import PurseSeine
+
+      return PurseSeine
+    case "apple_machines_programs" | "purse_seine_programs":
+      from experiments.problems import contest
+
+      if kind == "apple_machines_programs":
+        return contest.apple_machines_programs
+      return contest.purse_seine_programs
+    case "circle_packing":
+      from experiments.problems.circle_packing import CirclePacking
+
+      return CirclePacking
+    case "minimum_overlap":
+      from experiments.problems.minimum_overlap import MinimumOverlap
+
+      return MinimumOverlap
+    case "first_autocorrelation" | "second_autocorrelation":
+      from experiments.problems import autocorrelation
+
+      if kind == "first_autocorrelation":
+        return autocorrelation.FirstAutocorrelation
+      return autocorrelation.SecondAutocorrelation
+    case "trimul":
+      from experiments.problems.kernel_speed import TriMulSpeed
+
+      return TriMulSpeed
+    case "pallas_matmul":
+      from experiments.problems.kernel_speed import matmul_tiles
+
+      return matmul_tiles
+    case "pallas_rms_norm":
+      from experiments.problems.kernel_speed import rms_norm_tiles
+
+      return rms_norm_tiles
+    case "denoising":
+      from experiments.problems.denoising import Denoising
+
+      return Denoising
+    case _:
+      raise AssertionError(kind)

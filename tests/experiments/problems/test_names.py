@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import pathlib
 import re
+import subprocess
+import sys
 
+import import_graph
 import numpy as np
 import pytest
 import tiny_problem
@@ -49,6 +53,56 @@ def test_a_name_gives_a_whole_environment(name, found):
   language = environment.language
   assert language.vocab_size % 8 == 0
   assert all(0 <= low < high <= language.vocab_size for low, high in language.allowed)
+
+
+@pytest.mark.parametrize(
+  ("path", "found"),
+  [
+    ("apple_machines:AppleMachines:12", "apple_machines_0012"),
+    ("purse_seine:PurseSeine:3", "purse_seine_3"),
+    ("circle_packing:CirclePacking:5", "circle_packing_5"),
+    ("minimum_overlap:MinimumOverlap:20", "minimum_overlap_20"),
+    ("autocorrelation:FirstAutocorrelation:30", "first_autocorrelation_30"),
+    ("kernel_speed:TriMulSpeed:16", "trimul_16_128_128"),
+    ("kernel_speed:matmul_tiles:512", "matmul_tiles_512_4096_4096"),
+    ("denoising:Denoising", "denoising_simulated"),
+    ("contest:purse_seine_programs:2", "purse_seine_programs_2"),
+  ],
+)
+def test_the_paths_that_runs_have_stored_still_load(path, found):
+  assert names.load(f"experiments.problems.{path}").name == found
+
+
+def test_a_change_of_any_problem_concerns_what_loads_it_by_name():
+  edges = import_graph.graph()
+  problems = {module for module in edges if module.startswith("experiments.problems.")}
+  unseen = {
+    module for module in problems if "experiments.problems.names" not in
+    import_graph.above([module], edges)
+  }  # fmt: skip
+  assert len(problems) > 30 and not unseen
+  assert "experiments.ttt_discover" in import_graph.above(["experiments.problems.names"], edges)
+
+
+def test_a_problem_whose_package_is_not_there_says_what_to_install():
+  # In a process of its own, where the package cannot be found; another problem does not need it.
+  program = """
+import sys
+sys.modules["highspy"] = None
+from experiments.problems import names
+print(names.load("apple_machines").name)
+names.load("circle_packing")
+"""
+  done = subprocess.run(
+    [sys.executable, "-c", program],
+    capture_output=True,
+    text=True,
+    cwd=pathlib.Path(__file__).parents[3],
+    check=False,
+  )
+  assert done.stdout == "apple_machines_0000\n"
+  expected = "got 'circle_packing', which needs highspy, expected it to be installed; run `pip"
+  assert expected in done.stderr
 
 
 @pytest.mark.parametrize(("name", "found"), PROGRAMS)
