@@ -170,7 +170,7 @@ def _anneal(start, is_second, num_steps, learning_rate, first_temperature, last_
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class AutocorrelationEdits:
+class AutocorrelationEdits(step_functions.StepEdits):
   """The edits of both problems.
 
     noise, remelt, set, shift, smooth, stretch, mirror   a region (`step_functions.reshape`)
@@ -186,21 +186,8 @@ class AutocorrelationEdits:
     target: the value that the view measures the distance to.
   """
 
-  num_steps: int
   is_second: bool
   target: float
-
-  @property
-  def vocab_size(self) -> int:
-    return step_functions.VOCAB_SIZE
-
-  @property
-  def allowed(self) -> tuple[tuple[int, int], ...]:
-    return step_functions.allowed()
-
-  @property
-  def stop_token(self) -> int | None:
-    return step_functions.STOP_TOKEN
 
   def prompt(self, artefact: Artefact) -> tuple[int, ...]:
     """Returns the value's bucket, where f*f is largest, and the heights, coarsely."""
@@ -453,24 +440,19 @@ class _Autocorrelation:
 
   def picture(self, artefact: Artefact) -> Any:
     """Returns a Figure of the function, and of f*f with its maximum marked."""
-    from matplotlib import figure  # Slow to import, and only a picture needs it.
-
     heights = self.language.settle(np.array(artefact, np.float64))
     nodes = np.concatenate([[0.0], np.convolve(heights, heights), [0.0]])
     nodes = nodes / (2 * self.num_steps)  # f*f of the function with mean height 1 on a width 1/2.
-    at = np.linspace(-0.5, 0.5, nodes.size)
-    drawing = figure.Figure(figsize=(9, 4), layout="constrained")
-    left, right = drawing.subplots(1, 2)
-    left.stairs(heights, np.linspace(-0.25, 0.25, self.num_steps + 1), fill=True)
-    left.set(xlabel="x", ylabel="f(x)", title=f"{self.num_steps} steps, mean 1")
-    right.plot(at, nodes)
-    peak = int(nodes.argmax())
-    right.axhline(nodes[peak], linestyle="--", linewidth=0.8, color="C3")
-    right.plot([at[peak]], [nodes[peak]], "o", color="C3")
     name = "C2" if self.language.is_second else "C1"
     value = self.language.value(heights)
-    right.set(xlabel="x", ylabel="(f*f)(x)", title=f"{name} = {value:.8f}")
-    return drawing
+    return step_functions.picture(
+      heights,
+      (-0.25, 0.25),
+      nodes,
+      (-0.5, 0.5),
+      left=dict(xlabel="x", ylabel="f(x)", title=f"{self.num_steps} steps, mean 1"),
+      right=dict(xlabel="x", ylabel="(f*f)(x)", title=f"{name} = {value:.8f}"),
+    )
 
 
 _TTT = "https://arxiv.org/abs/2601.16175"

@@ -246,7 +246,7 @@ def _cost(num_steps: int) -> float:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MinimumOverlapEdits:
+class MinimumOverlapEdits(step_functions.StepEdits):
   """The edits of this problem.
 
     noise, remelt, set, shift, smooth, stretch   a region (`step_functions.reshape`)
@@ -256,24 +256,7 @@ class MinimumOverlapEdits:
 
   Of symmetric heights the first six see, and change, the left half; the right one follows. What
   ends without a polish is polished, since perturbed heights as such are never better.
-
-  Attributes:
-    num_steps: of the function.
   """
-
-  num_steps: int
-
-  @property
-  def vocab_size(self) -> int:
-    return step_functions.VOCAB_SIZE
-
-  @property
-  def allowed(self) -> tuple[tuple[int, int], ...]:
-    return step_functions.allowed()
-
-  @property
-  def stop_token(self) -> int | None:
-    return step_functions.STOP_TOKEN
 
   def prompt(self, artefact: Artefact) -> tuple[int, ...]:
     """Returns the value's bucket, the shift of the largest overlap, and the heights, coarsely."""
@@ -404,24 +387,18 @@ class MinimumOverlap:
 
   def picture(self, artefact: Artefact) -> Any:
     """Returns a Figure of the function, and of its overlap by shift with the maximum marked."""
-    from matplotlib import figure  # Slow to import, and only a picture needs it.
-
-    n = self.num_steps
     found = admissible(step_functions.dyadic(artefact))
     assert found is not None  # Only what the verifier accepts is drawn.
     heights = np.array([number / found[1] for number in found[0]])
     values = np.concatenate([[0.0], overlaps(heights), [0.0]])
-    shifts = np.linspace(-2.0, 2.0, values.size)
-    drawing = figure.Figure(figsize=(9, 4), layout="constrained")
-    left, right = drawing.subplots(1, 2)
-    left.stairs(heights, np.linspace(0.0, 2.0, n + 1), fill=True)
-    left.set(xlabel="x", ylabel="h(x)", ylim=(0, 1.02), title=f"{n} steps")
-    right.plot(shifts, values)
-    peak = int(values.argmax())
-    right.axhline(values[peak], linestyle="--", linewidth=0.8, color="C3")
-    right.plot([shifts[peak]], [values[peak]], "o", color="C3")
-    right.set(xlabel="shift", ylabel="overlap", title=f"C5 = {values[peak]:.8f}")
-    return drawing
+    return step_functions.picture(
+      heights,
+      (0.0, 2.0),
+      values,
+      (-2.0, 2.0),
+      left=dict(xlabel="x", ylabel="h(x)", ylim=(0, 1.02), title=f"{self.num_steps} steps"),
+      right=dict(xlabel="shift", ylabel="overlap", title=f"C5 = {values.max():.8f}"),
+    )
 
   def polished_starts(self, seed: int) -> Iterator[Artefact]:
     """Yields starts, each polished once with what a sentence may spend."""

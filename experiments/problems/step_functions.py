@@ -10,7 +10,8 @@ reshape a region and mean the same in all problems; `polish` and `last` are each
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+import dataclasses
 import decimal
 from fractions import Fraction
 import math
@@ -73,6 +74,32 @@ def allowed() -> tuple[tuple[int, int], ...]:
     triples.append((_AMOUNT, _AMOUNT + NUM_AMOUNTS))
     triples.append((_PLACE, _PLACE + NUM_PLACES))
   return tuple(triples)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepEdits:
+  """What the languages of all these problems share: their ids, and the form of a sentence.
+
+  Attributes:
+    num_steps: of the function.
+  """
+
+  num_steps: int
+
+  @property
+  def vocab_size(self) -> int:
+    """Ids are 0 <= id < vocab_size."""
+    return VOCAB_SIZE
+
+  @property
+  def allowed(self) -> tuple[tuple[int, int], ...]:
+    """By place in the sentence, first id and the one behind the last."""
+    return allowed()
+
+  @property
+  def stop_token(self) -> int | None:
+    """0, allowed in the place of a verb but the first."""
+    return STOP_TOKEN
 
 
 def parse(tokens: Sequence[int]) -> tuple[Edit, ...]:
@@ -177,6 +204,38 @@ def view(heights: np.ndarray, top: float, gap: float, peak: float) -> tuple[int,
     _BUCKET + min(max(int(peak * NUM_BUCKETS), 0), NUM_BUCKETS - 1),
     *(_LEVEL + int(level) for level in levels),
   )
+
+
+def picture(
+  heights: np.ndarray,
+  span: tuple[float, float],
+  values: np.ndarray,
+  reach: tuple[float, float],
+  *,
+  left: Mapping[str, Any],
+  right: Mapping[str, Any],
+) -> Any:
+  """Returns a Figure of the function, and of what is judged of it, with its maximum marked.
+
+  Args:
+    heights: f64[n].
+    span: where the function begins and ends.
+    values: f64[m], linear between evenly spaced places.
+    reach: the first of these places and the last.
+    left, right: titles and labels of both plots.
+  """
+  from matplotlib import figure  # Slow to import, and only a picture needs it.
+
+  drawing = figure.Figure(figsize=(9, 4), layout="constrained")
+  function, judged = drawing.subplots(1, 2)
+  function.stairs(heights, np.linspace(*span, heights.size + 1), fill=True)
+  function.set(**left)
+  at, peak = np.linspace(*reach, values.size), int(values.argmax())
+  judged.plot(at, values)
+  judged.axhline(values[peak], linestyle="--", linewidth=0.8, color="C3")
+  judged.plot([at[peak]], [values[peak]], "o", color="C3")
+  judged.set(**right)
+  return drawing
 
 
 def check_heights(artefact: Any, num_steps: int) -> tuple[float, ...] | str:
