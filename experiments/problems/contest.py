@@ -93,7 +93,7 @@ class PurseSeineContest:
   first_case: int = 0
   name: str = "purse_seine_programs"
   published: tuple[environment.Published, ...] = seine_rules.PUBLISHED
-  reward_unit: float = 1500.0
+  reward_unit: float = seine_rules.REWARD_UNIT
 
   def __post_init__(self):
     if self.first_case < 0:

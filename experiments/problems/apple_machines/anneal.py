@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from experiments.problems import xorshift
 from experiments.problems.apple_machines import changes, plans
 from experiments.problems.apple_machines.changes import (
   CHANGE,
@@ -85,13 +86,8 @@ def seeded(*numbers: int) -> np.ndarray:
 
 @compiled.function
 def below(state: np.ndarray, bound: int) -> int:
-  """Returns an integer in [0, bound), bound far below 2**32, by Vigna's xorshift64*."""
-  x = state[0]
-  x ^= x >> np.uint64(12)
-  x ^= x << np.uint64(25)
-  x ^= x >> np.uint64(27)
-  state[0] = x
-  high = (x * np.uint64(2685821657736338717)) >> np.uint64(33)
+  """Returns an integer in [0, bound), bound far below 2**32."""
+  high = xorshift.bits(state) >> np.uint64(33)
   return int(np.int64((high * np.uint64(bound)) >> np.uint64(31)))
 
 

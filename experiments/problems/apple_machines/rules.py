@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from experiments.problems import atcoder
 from seerjax.discovery import environment
 
 KINDS, LEVELS, TURNS = 10, 4, 500
@@ -16,20 +17,11 @@ MACHINES = LEVELS * KINDS
 
 FIRST_APPLES = 1
 
-PUBLISHED = tuple(
-  environment.Published(
-    value=total / 150,
-    who=who,
-    year=year,
-    source="arXiv 2601.16175; mean over the contest's 150 inputs, which are not ours",
-    is_comparable=False,
-  )
-  for total, who, year in (
-    (848_414_228, "TTT-Discover (gpt-oss-120b, C++)", 2026),
-    (848_373_282, "ALE-Agent", 2025),
-    (847_674_723, "the contest's best human", 2025),
-    (772_429_752, "best of 25,600 (gpt-oss-120b, C++)", 2026),
-  )
+PUBLISHED = atcoder.published(
+  (848_414_228, "TTT-Discover (gpt-oss-120b, C++)", 2026),
+  (848_373_282, "ALE-Agent", 2025),
+  (847_674_723, "the contest's best human", 2025),
+  (772_429_752, "best of 25,600 (gpt-oss-120b, C++)", 2026),
 )
 
 Run = tuple[int, int, int]

@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 
+from experiments.problems import xorshift
 from experiments.problems.purse_seine import counting
 from experiments.problems.purse_seine.counting import Counter
 from experiments.problems.purse_seine.rules import MAX_PERIMETER, MAX_VERTICES, SIDE, Fence
@@ -87,19 +88,10 @@ def polished(counter: Counter, fence: Fence, level: int, seed: int) -> Fence | N
   return best
 
 
-_A, _B, _C, _D = np.uint64(12), np.uint64(25), np.uint64(27), np.uint64(11)
-_FACTOR = np.uint64(0x2545F4914F6CDD1D)
-
-
 @compiled.function
 def _uniform(state: np.ndarray) -> float:
-  """Returns a number in [0, 1); xorshift64*, whose state is u64[1]."""
-  x = state[0]
-  x ^= x >> _A
-  x ^= x << _B
-  x ^= x >> _C
-  state[0] = x
-  return np.float64((x * _FACTOR) >> _D) * 2.0**-53
+  """Returns a number in [0, 1)."""
+  return np.float64(xorshift.bits(state) >> np.uint64(11)) * 2.0**-53
 
 
 @compiled.function

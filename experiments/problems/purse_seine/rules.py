@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from experiments.problems import atcoder
 from seerjax import compiled
 from seerjax.discovery import environment
 
@@ -17,21 +18,12 @@ MAX_VERTICES = 1000
 MAX_PERIMETER = 400_000
 REWARD_UNIT = 1500.0  # The reference divides the mean value by it.
 
-PUBLISHED = tuple(
-  environment.Published(
-    value=total / 150,
-    who=who,
-    year=year,
-    source="arXiv 2601.16175; mean over the contest's 150 inputs, which are not ours",
-    is_comparable=False,
-  )
-  for total, who, year in (
-    (567_062, "TTT-Discover (gpt-oss-120b, C++)", 2026),
-    (566_997, "the contest's best human", 2024),
-    (558_026, "ShinkaEvolve", 2025),
-    (554_171, "best of 25,600 (gpt-oss-120b, C++)", 2026),
-    (550_647, "ALE-Agent", 2025),
-  )
+PUBLISHED = atcoder.published(
+  (567_062, "TTT-Discover (gpt-oss-120b, C++)", 2026),
+  (566_997, "the contest's best human", 2024),
+  (558_026, "ShinkaEvolve", 2025),
+  (554_171, "best of 25,600 (gpt-oss-120b, C++)", 2026),
+  (550_647, "ALE-Agent", 2025),
 )
 
 
