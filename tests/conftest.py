@@ -58,6 +58,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     "--everyday", action="store_true", help="nothing `thorough`, but in files that are named"
   )
   parser.addoption(
+    "--whole", metavar="FILE,...", help="with --everyday: the files that count as named"
+  )
+  parser.addoption(
     "--finished", type=pathlib.Path, help="run no test that it names; those that pass enter it"
   )
 
@@ -117,13 +120,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
   """Draws the parameters of tests marked `few`; those that are not drawn count as long.
 
   With `-m long` all count as long. What `--finished` names is left out. With `--everyday` one
-  parameter set of a test marked `few` runs, and of what is `thorough` the files that are named.
+  parameter set of a test marked `few` runs, and of what is `thorough` the files that are named: all
+  that are arguments, or those of `--whole`.
 
   SEERJAX_TEST_SHARE below 1 draws that share of the files first, among which the contract's always
   are, and of a test of the contract one of its parameters.
   """
   if config.option.everyday:
-    named = {(config.invocation_params.dir / name).resolve() for name in config.args}
+    whole = config.args if config.option.whole is None else config.option.whole.split(",")
+    named = {(config.invocation_params.dir / name).resolve() for name in whole}
     dear = {item for item in items if is_thorough(item) and item.path not in named}
     config.hook.pytest_deselected(items=[*dear])
     items[:] = [item for item in items if item not in dear]

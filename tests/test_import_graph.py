@@ -25,7 +25,10 @@ FILES = {
   "experiments/grpo.py": "from seerjax import rl",
   "tests/experiments/test_grpo.py": "",
   "tests/launch/test_local.py": "",
-  "tests/trainer/test_step.py": "",
+  "tests/engine/conftest.py": "",
+  "tests/run/conftest.py": "import small",
+  "tests/run/test_run.py": "",
+  "tests/trainer/test_step.py": "import small",
   "tests/test_rl.py": "",
   "tests/test_small.py": "import small",
   "tests/test_other.py": "from seerjax import types",
@@ -60,6 +63,25 @@ def test_a_circle_is_found_within_functions_too(tree: pathlib.Path):
 @pytest.mark.parametrize(
   "changed, expected",
   [
+    ([], []),
+    (["seerjax/trainer/step.py"], ["tests/trainer/test_step.py"]),
+    (["seerjax/rl.py", "seerjax/engine/engine.py"], ["tests/test_rl.py"]),
+    # A part of what is tested as a whole.
+    (["seerjax/trainer/step/parts.py"], ["tests/trainer/test_step.py"]),
+    (["experiments/grpo.py", "README.md"], ["tests/experiments/test_grpo.py"]),
+    (["tests/engine/test_pages.py"], ["tests/engine/test_pages.py"]),
+    ([".ci/run"], ["tests/launch/test_local.py"]),
+  ],
+)
+def test_what_runs_whole_is_what_changed_and_what_is_named_after_it(
+  tree: pathlib.Path, changed: list[str], expected: list[str]
+):
+  assert import_graph.own_tests(changed, tree) == expected
+
+
+@pytest.mark.parametrize(
+  "changed, expected",
+  [
     (["README.md"], ["tests/contract"]),
     (
       ["seerjax/engine/pages.py"],
@@ -76,13 +98,14 @@ def test_a_circle_is_found_within_functions_too(tree: pathlib.Path):
         "tests/trainer",
       ],
     ),
-    (["tests/support/small.py"], ["tests/contract", "tests/test_small.py"]),
+    (
+      ["tests/support/small.py"],
+      ["tests/contract", "tests/run", "tests/test_small.py", "tests/trainer/test_step.py"],
+    ),
+    (["tests/engine/conftest.py"], ["tests/contract", "tests/engine"]),
     (["tests/engine/test_pages.py"], ["tests/contract", "tests/engine/test_pages.py"]),
     (["launch/local.sh"], ["tests/contract", "tests/launch/test_local.py"]),
-    (
-      ["experiments/grpo.py"],
-      ["tests/contract", "tests/experiments", "tests/experiments/test_grpo.py"],
-    ),
+    (["experiments/grpo.py"], ["tests/contract", "tests/experiments"]),
     (["seerjax/rl.py", "tests/conftest.py"], ["tests"]),
   ],
 )

@@ -110,6 +110,8 @@ def test_a_session_goes_on_after_what_passed(tmp_path: pathlib.Path):
     (["tests/launch/test_local.py"], True),
     (["--everyday", "tests/launch"], False),
     (["--everyday", "tests/launch/test_local.py"], True),
+    (["--everyday", "--whole=", "tests/launch/test_local.py"], False),
+    (["--everyday", "--whole=tests/x.py,tests/launch/test_local.py", "tests/launch"], True),
   ],
 )
 def test_every_day_what_is_thorough_runs_only_where_it_is_named(arguments, found: bool):

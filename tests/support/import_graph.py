@@ -1,6 +1,6 @@
 """Which module imports which, read from the source, and which tests a change concerns.
 
-  python tests/support/import_graph.py FILE...    prints the paths of those tests, one a line
+  python tests/support/import_graph.py FILE...    prints pytest's arguments for them, one a line
 
 Imports inside functions count as well, and those for type checkers.
 """
@@ -99,11 +99,39 @@ def above(changed: Iterable[str], edges: dict[str, set[str]]) -> set[str]:
   return found
 
 
+def is_shared(path: str, changed: set[str]) -> bool:
+  """Returns whether a path is a changed file that tests share."""
+  return path in changed and path.startswith("tests/support/")
+
+
+def own_tests(changed: Iterable[str], root: pathlib.Path = ROOT) -> list[str]:
+  """Returns the files that test changed files by name, and changed tests: those to run whole.
+
+  "seerjax/run/session.py" has tests/run/test_session.py, a file of a folder also the test of that
+  folder; launch/ and .ci/ have all of tests/launch.
+  """
+  found = set()
+  for path in map(pathlib.PurePosixPath, changed):
+    top, *inner = path.parts
+    if top == "tests" and path.name.startswith("test_"):
+      found.add(path.as_posix())
+    elif top in ("launch", ".ci"):
+      found |= {f"tests/launch/{one.name}" for one in (root / "tests/launch").glob("test_*.py")}
+    elif top in PACKAGES:
+      mirror = pathlib.PurePosixPath("tests", *(inner if top == "seerjax" else path.parts))
+      found |= {
+        (mirror.parent / f"test_{mirror.stem}.py").as_posix(),
+        (mirror.parent.parent / f"test_{mirror.parent.name}.py").as_posix(),
+      }
+  return sorted(one for one in found if (root / one).exists())
+
+
 def concerned(changed: Iterable[str], root: pathlib.Path = ROOT) -> list[str]:
   """Returns the tests that changed files concern, as files and folders; the contract always.
 
-  Those are the tests of the changed rooms and of the rooms that import them, changed tests, and
-  tests of no room that import any of them. [`tests`] is all.
+  Those are the tests of the changed rooms and of the rooms that import them, `own_tests`, tests of
+  no room that import any of them, and tests that import changed files of tests/support; a
+  folder whose conftest.py changed, or imports such a file, counts whole. [`tests`] is all.
 
   Args:
     changed: paths from the root of the repository; prose concerns no test.
@@ -115,23 +143,23 @@ def concerned(changed: Iterable[str], root: pathlib.Path = ROOT) -> list[str]:
   known, edges = modules(root), graph(root)
   affected = above([name for name, path in known.items() if path in changed], edges)
   found = {"tests/contract", "tests/test_dependencies.py", "tests/test_public_api.py"}
-  found |= {path for path in changed if path.startswith("tests/") and "/test_" in path}
-  # By their files, since those of these folders run every day only if they are named.
-  if any(path.startswith(("launch/", ".ci/")) for path in changed):
-    found |= {f"tests/launch/{path.name}" for path in (root / "tests/launch").glob("test_*.py")}
-  for path in map(pathlib.PurePosixPath, changed):
-    if path.parts[0] == "experiments":
-      found.add((pathlib.PurePosixPath("tests") / path.parent / f"test_{path.name}").as_posix())
+  found |= {*own_tests(changed, root)}
   rooms = {room_of(name) for name in affected if known[name].split("/")[0] in PACKAGES}
   for room in rooms:
     found |= {f"tests/{room}", f"tests/test_{room}.py"}
-  for path in sorted((root / "tests").glob("test_*.py")):
-    names = imports(ast.parse(path.read_text()), f"tests.{path.stem}")
-    if imported_modules(names, known) & affected:
-      found.add(f"tests/{path.name}")
+  shared = above([name for name in affected if is_shared(known[name], changed)], edges)
+  for path in sorted((root / "tests").rglob("*.py")):
+    relative = path.relative_to(root)
+    is_conftest = path.name == "conftest.py"
+    if not (is_conftest or path.name.startswith("test_")):
+      continue
+    names = imports(ast.parse(path.read_text()), dotted(relative.as_posix()))
+    wanted = affected if path.parent == root / "tests" else shared
+    if imported_modules(names, known) & wanted or (is_conftest and relative.as_posix() in changed):
+      found.add((relative.parent if is_conftest else relative).as_posix())
   there = sorted(path for path in found if (root / path).exists())
-  return there
+  return [path for path in there if not {*map(str, pathlib.PurePosixPath(path).parents)} & {*there}]
 
 
 if __name__ == "__main__":
-  print("\n".join(concerned(sys.argv[1:])))
+  print(f"--whole={','.join(own_tests(sys.argv[1:]))}", *concerned(sys.argv[1:]), sep="\n")
