@@ -131,15 +131,16 @@ def section(step: int, trace: Trace, num_pages: int) -> str:
     places.setdefault(span.request_id, set()).add(span.instance)
   moved = sum(len(instances) > 1 for instances in places.values())
   facts = (
-    f"step {step}: {trace.num_steps} engine steps, {len(places)} requests in {len(trace.spans)}"
-    f" chunks, {moved} of them on more than one instance; {trace.tail_steps()} steps for the last"
-    f" tenth alone; {trace.preemptions} preempted"
+    f"step {step}: {trace.num_steps} visits of the engine, {len(places)} requests in"
+    f" {len(trace.spans)} chunks, {moved} of them on more than one instance; {trace.tail_steps()}"
+    f" visits for the last tenth alone; {trace.preemptions} preempted"
   )
   return (
     f'<h2>Rollout</h2><p class="lead">{facts}.</p><figure>{gantt(trace)}<p class="note">chunks by'
-    " instance and engine step, coloured by group; dark edges begin probes; shaded is the tail</p>"
+    " instance and visit (a step of the engine, or several that decode), coloured by group; dark"
+    " edges begin probes; shaded is the tail</p>"
     f'</figure><figure>{occupancy(trace, num_pages)}<p class="note">pages in use, by'
-    " instance and engine step</p></figure>"
+    " instance and visit</p></figure>"
   )
 
 

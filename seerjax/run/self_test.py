@@ -270,9 +270,10 @@ def measure_model(
 ) -> Finding:
   """Counts the bits that company, bucket and gradient change of what a run's own model says.
 
-  A few short requests are sampled, noise included, each alone in the smallest row bucket, then side
-  by side in every bucket; the trainer then scores what they sampled, under the gradient. With the
-  run's `runner` and `trainer` nothing is compiled that the run does not need.
+  A few short requests are sampled, noise included, each alone and step by step in the smallest row
+  bucket, then side by side in every bucket, in the run's visits; the trainer then scores what they
+  sampled, under the gradient. With the run's `runner` and `trainer` nothing is compiled that the
+  run does not need.
 
   Args:
     model: shape of the model.
@@ -293,21 +294,24 @@ def measure_model(
   if runner is None:
     runner = runner_lib.Runner(model, numerics, parallel.make_mesh(), len(config.row_buckets))
 
-  def answers(requests: Sequence[Request], bucket: int) -> list[Completion]:
-    last = config.row_buckets[-1]
+  def answers(requests: Sequence[Request], bucket: int, steps: int) -> list[Completion]:
+    buckets = tuple(sorted({bucket, config.row_buckets[-1]}))
     engine = engine_lib.Engine(
       Model(model, params, numerics),
-      config=dataclasses.replace(config, row_buckets=tuple(sorted({bucket, last}))),
+      config=dataclasses.replace(config, row_buckets=buckets, steps_per_visit=steps),
       key=numerics_lib.key(0),
       runner=runner,
     )
     return engine.generate(requests)
 
-  alone = [answers([request], config.row_buckets[0])[0] for request in requests]
-  compared = [
-    (f"bucket {bucket}", _num_differing(answers(requests, bucket), alone), _num_values(alone))
-    for bucket in config.row_buckets
-  ]
+  alone = [answers([request], config.row_buckets[0], 1)[0] for request in requests]
+  compared, smaller = [], 0
+  for bucket in config.row_buckets:
+    # Where no run's decoding rows need the bucket, its visits are no program of the run's.
+    steps = config.steps_per_visit if max(1, config.max_sequences) > smaller else 1
+    found = answers(requests, bucket, steps)
+    compared.append((f"bucket {bucket}", _num_differing(found, alone), _num_values(alone)))
+    smaller = bucket
   if trainer is not None:
     assert pack is not None
     verdict = Verdict(reward=0.0, correct=False, well_formed=True)

@@ -141,7 +141,7 @@ def test_every_section_is_there(page):
     "Reward",
     "Accuracy",
     "Response lengths",
-    "5 engine steps, 1 requests in 1 chunks",
+    "5 visits of the engine, 1 requests in 1 chunks",
     "8 tokens drafted from sibling texts, 6 of them accepted (75%); 4.00 tokens a step",
     "Transcripts",
     "<h3>Step 1</h3>",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
@@ -80,12 +81,24 @@ class Leaning(runner_lib.Runner):
     return pages, tokens, scores
 
 
-def of_model(runner, **changes):
+class LeaningInVisits(runner_lib.Runner):
+  """Visits of several steps score an ulp higher."""
+
+  def step(self, params, pages, inputs, key):
+    return runner().step(params, pages, inputs, key)
+
+  def visit(self, params, pages, inputs, key):
+    pages, tokens, scores = runner().visit(params, pages, inputs, key)
+    leaning = jnp.nextafter(scores.logprob, jnp.float32(1))
+    return pages, tokens, scores._replace(logprob=leaning)
+
+
+def of_model(runner, config=SIZES, **changes):
   return self_test.measure_model(
     tiny_model.SMALLEST,
     tiny_model.random_params(tiny_model.SMALLEST, tiny_model.ONE_SLAB),
     numerics=tiny_model.ONE_SLAB,
-    config=SIZES,
+    config=config,
     runner=runner,
     **changes,
   )
@@ -102,6 +115,16 @@ def test_the_model_at_hand_is_asked_in_every_bucket_and_refused_for_an_ulp():
   assert {name: bad for name, bad, _ in finding.by_comparison}["bucket 24"] > 0
   with pytest.raises(ValueError, match="got a model of which, in tiled float32 .*rows are NOT"):
     self_test.require_model(finding, tiny_model.ONE_SLAB)
+
+
+@pytest.mark.thorough
+def test_the_model_at_hand_is_asked_in_visits_as_the_run_s():
+  config = dataclasses.replace(SIZES, steps_per_visit=8)
+  assert of_model(runner(), config).is_invariant
+  leaning = LeaningInVisits(tiny_model.SMALLEST, tiny_model.ONE_SLAB, parallel.make_mesh(), 2)
+  found = of_model(leaning, config).by_comparison
+  assert [bad > 0 for _, bad, _ in found] == [True, True]
+  assert of_model(leaning).is_invariant
 
 
 def test_experiments_say_what_was_found_before_they_refuse_or_go_on():
