@@ -146,3 +146,23 @@ def attention(q: np.ndarray, keys: np.ndarray, values: np.ndarray, dtype: str) -
     chains[position % 4] = fma(weight, values[position], chains[position % 4])
   whole = flush(flush(chains[0] + chains[1]) + flush(chains[2] + chains[3]))
   return rounded(flush(whole / sums), dtype)
+
+
+def attention_gradients(
+  q: np.ndarray, keys: np.ndarray, values: np.ndarray, back: np.ndarray, dtype: str,
+  grad_keys: np.ndarray, grad_values: np.ndarray,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:  # fmt: skip
+  """One row's part of the gradients, given what `back` f32[c] its attention gets.
+
+  Returns:
+    f32[c] of q; `grad_keys` and `grad_values` f32[x, c] with the row's part at the end of their
+    chains.
+  """
+  q = scaled_queries(q, dtype)
+  weights = softmax(q, keys)
+  weights = flush(weights / total(weights))
+  slopes = product(values, back[:, None])[:, 0]
+  slopes = flush(weights * flush(slopes - dot(weights, slopes)))
+  grad_q = flush(product(slopes[None], keys)[0] * np.float32(q.shape[0] ** -0.5))
+  grad_keys = fma(slopes[:, None], q[None], grad_keys)
+  return rounded(grad_q, dtype), grad_keys, fma(weights[:, None], back[None], grad_values)

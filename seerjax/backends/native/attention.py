@@ -12,41 +12,27 @@ segments, so that the pages of a common prompt are still in cache.
 
 from __future__ import annotations
 
-import math
-
 import jax
 import jax.numpy as jnp
 from numba import types
 
-from seerjax import numerics as numerics_lib
 from seerjax.array_typing import Array, Float
 from seerjax.backends.native import ffi, vectors
-from seerjax.backends.native.ffi import address, dimension, integer, is_bfloat16
-from seerjax.backends.native.numbers import (
-  exp,
-  f32,
-  float_of_half,
-  jit,
-  read_row,
-  round_row,
-  write_row,
+from seerjax.backends.native.attention_backward import attend_backward
+from seerjax.backends.native.attention_scores import (
+  BLOCK_ROWS,
+  most_scores,
+  scaled_queries,
+  score_width,
+  scores_of,
 )
+from seerjax.backends.native.ffi import address, dimension, integer, is_bfloat16
+from seerjax.backends.native.numbers import exp, f32, float_of_half, jit, round_row, write_row
 from seerjax.backends.native.pointers import floats, fma, halves, integers
-from seerjax.ops import attention
 from seerjax.types import TokenBatch
 
-# Rows of a block.
-BLOCK_ROWS = 4
 _LANES, _CHAINS = vectors.LANES, vectors.CHAINS
 
-_scores_1_4 = vectors.score_block(1, 4, False)
-_scores_2_4 = vectors.score_block(2, 4, False)
-_scores_4_4 = vectors.score_block(4, 4, False)
-_scores_4_1 = vectors.score_block(4, 1, False)
-_scores_bf16_1_4 = vectors.score_block(1, 4, True)
-_scores_bf16_2_4 = vectors.score_block(2, 4, True)
-_scores_bf16_4_4 = vectors.score_block(4, 4, True)
-_scores_bf16_4_1 = vectors.score_block(4, 1, True)
 _values_1_4 = vectors.value_block(1, 4, False)
 _values_1_1 = vectors.value_block(1, 1, False)
 _values_2_2 = vectors.value_block(2, 2, False)
@@ -55,80 +41,6 @@ _values_bf16_1_4 = vectors.value_block(1, 4, True)
 _values_bf16_1_1 = vectors.value_block(1, 1, True)
 _values_bf16_2_2 = vectors.value_block(2, 2, True)
 _values_bf16_4_1 = vectors.value_block(4, 1, True)
-
-
-@jit
-def _slots_at(keys, size, table, page_size, page_elements, chunk):
-  """Where the 16 slots from position 16 * chunk begin."""
-  position = _LANES * chunk
-  page = types.int64(integers(table)[position // page_size])
-  return keys + size * (page * page_elements + position % page_size)
-
-
-@jit
-def _narrow_scores(q, rows, keys, is_bf16, table, page_size, head_dim, count, scores, width):
-  """As `scores_of`, of pages that vectors do not divide."""
-  pages = integers(table)
-  for page in range((count + page_size - 1) // page_size):
-    here = types.int64(pages[page]) * page_size * head_dim
-    wide, narrow = floats(keys + 4 * here), halves(keys + 2 * here)
-    for row in range(rows):
-      query = floats(q + 4 * row * head_dim)
-      out = floats(scores + 4 * (row * width + page * page_size))
-      for slot in range(page_size):
-        out[slot] = f32(0.0)
-      for feature in range(head_dim):
-        for slot in range(page_size):
-          place = feature * page_size + slot
-          key = float_of_half(narrow[place]) if is_bf16 else wide[place]
-          out[slot] = fma(query[feature], key, out[slot])
-
-
-@jit
-def scores_of(q, rows, keys, is_bf16, table, page_size, head_dim, count, scores, width):
-  """scores[row, x] = q[row] . key x for the first `count` positions x of a sequence.
-
-  Args:
-    q: f32[rows, head_dim], up to four rows.
-    keys: page 0 of the head.
-    table: i32[p], the sequence's pages.
-    scores: f32[rows, width]; whole vectors are written, `count` in pages and vectors of 16.
-  """
-  if page_size % _LANES != 0:
-    _narrow_scores(q, rows, keys, is_bf16, table, page_size, head_dim, count, scores, width)
-    return
-  size = 2 if is_bf16 else 4
-  elements = page_size * head_dim
-  last = (count - 1) // _LANES
-  chunk = 0
-  while chunk + 3 <= last:
-    k0 = _slots_at(keys, size, table, page_size, elements, chunk)
-    k1 = _slots_at(keys, size, table, page_size, elements, chunk + 1)
-    k2 = _slots_at(keys, size, table, page_size, elements, chunk + 2)
-    k3 = _slots_at(keys, size, table, page_size, elements, chunk + 3)
-    to = scores + 4 * _LANES * chunk
-    if is_bf16:
-      if rows == 1:
-        _scores_bf16_1_4(q, head_dim, rows, k0, k1, k2, k3, page_size, head_dim, to, width)
-      elif rows == 2:
-        _scores_bf16_2_4(q, head_dim, rows, k0, k1, k2, k3, page_size, head_dim, to, width)
-      else:
-        _scores_bf16_4_4(q, head_dim, rows, k0, k1, k2, k3, page_size, head_dim, to, width)
-    elif rows == 1:
-      _scores_1_4(q, head_dim, rows, k0, k1, k2, k3, page_size, head_dim, to, width)
-    elif rows == 2:
-      _scores_2_4(q, head_dim, rows, k0, k1, k2, k3, page_size, head_dim, to, width)
-    else:
-      _scores_4_4(q, head_dim, rows, k0, k1, k2, k3, page_size, head_dim, to, width)
-    chunk += 4
-  while chunk <= last:
-    k0 = _slots_at(keys, size, table, page_size, elements, chunk)
-    to = scores + 4 * _LANES * chunk
-    if is_bf16:
-      _scores_bf16_4_1(q, head_dim, rows, k0, k0, k0, k0, page_size, head_dim, to, width)
-    else:
-      _scores_4_1(q, head_dim, rows, k0, k0, k0, k0, page_size, head_dim, to, width)
-    chunk += 1
 
 
 @jit
@@ -229,17 +141,6 @@ def _block(
 
 
 @jit
-def scaled_queries(q, is_bf16, head_dim, out):
-  """Reads a row and scales it by 1 / sqrt(head_dim) in float32, rounded as the row is."""
-  scale = f32(1.0 / math.sqrt(types.float64(head_dim)))
-  read_row(q, is_bf16, out, head_dim)
-  x = floats(out)
-  for feature in range(head_dim):
-    x[feature] = x[feature] * scale
-  round_row(out, is_bf16, head_dim)
-
-
-@jit
 def _items(arguments):
   """Heads by segments, and one more that zeroes padding rows."""
   return integer(arguments, 7, 0) * dimension(arguments, 0, 1) + 1
@@ -304,12 +205,6 @@ def _attend(arguments, results, first, last, worker):
         write_row(chains + 4 * row * _CHAINS * head_dim, target, rows_are_bf16, head_dim)
 
 
-def _score_width(pages_of_segment, page_size):
-  """Scores of a row at most, in whole vectors."""
-  return (pages_of_segment * page_size + 15) // 16 * 16
-
-
-score_width = jit(_score_width)
 _ATTEND = ffi.Handler("seerjax_attend", _items, _attend)
 
 
@@ -334,7 +229,7 @@ def attend(
 @jax.custom_vjp
 def _attended(q, keys, values, batch):
   page_size, head_dim = values.shape[2:]
-  width = _score_width(batch.page_table.shape[1], page_size)
+  width = most_scores(batch.page_table.shape[1], page_size)
   scratch = BLOCK_ROWS * head_dim * (1 + _CHAINS) + _LANES + BLOCK_ROWS * width
   out, _ = _ATTEND(
     [jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct((1, scratch), jnp.float32)],
@@ -356,14 +251,8 @@ def _attended_forward(q, keys, values, batch):
 
 
 def _attended_backward(residuals, gradient):
-  """The gradient of the tiled attention, whose keys are f[k, m, z, c]."""
   q, keys, values, batch = residuals
-  numerics = numerics_lib.NumericsConfig(kv_split=values.shape[2])
-  rows = attention.segment_rows(batch, numerics, values.shape[2])
-  turned = jnp.swapaxes(keys, 2, 3)
-  tiled = lambda q, keys, values: attention.attend(q, keys, values, batch, rows, numerics)
-  grad_q, grad_keys, grad_values = jax.vjp(tiled, q, turned, values)[1](gradient)
-  return grad_q, jnp.swapaxes(grad_keys, 2, 3), grad_values, None
+  return *attend_backward(q, keys, values, batch, gradient), None
 
 
 _attended.defvjp(_attended_forward, _attended_backward)

@@ -79,7 +79,7 @@ def _row(a, a_row, a_step, rows, w, w_step, columns, k, c, c_row, is_added):
 
 
 @jit
-def _rows(a, a_row, a_step, rows, w, w_step, columns, k, c, c_row, is_added):
+def few_rows(a, a_row, a_step, rows, w, w_step, columns, k, c, c_row, is_added):
   """All columns of up to four rows."""
   size = 4
   first = 0
@@ -205,7 +205,7 @@ def product(a, a_row, a_step, rows, w, is_bf16, w_step, columns, k, c, c_row, is
         elif high == 1:
           _row(left, a_row, a_step, high, at, w_step, wide, count, to, c_row, goes_on)
         else:
-          _rows(left, a_row, a_step, high, at, w_step, wide, count, to, c_row, goes_on)
+          few_rows(left, a_row, a_step, high, at, w_step, wide, count, to, c_row, goes_on)
 
 
 @jit

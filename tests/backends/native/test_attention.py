@@ -104,6 +104,91 @@ def test_a_row_is_chains_by_position_whatever_its_pages_and_block(shape, dtype):
   same_bits(found, expected_rows(q, pages, batch, tables, pieces, dtype))
 
 
+def gradients(attend, q, pages, weights, batch):
+  """Of the weighted sum of what live rows attend."""
+  batch = jax.tree.map(jnp.asarray, batch)
+  live = jnp.arange(q.shape[0]) < batch.num_rows
+
+  def loss(q, pages):
+    out = attend(q, pages, batch).astype(jnp.float32)
+    return jnp.sum(jnp.where(live[:, None, None, None], out * weights, 0.0))
+
+  return jax.jit(jax.grad(loss, (0, 1)))(q, pages)
+
+
+# Prompts and answers, the last of which reads the first two pages of the first.
+SHARING = ((0, 0, 40), (1, 0, 5), (2, 32, 11))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("shape", [(2, 2, 16, 16), (1, 3, 6, 8), (1, 1, 21, 2)], ids=str)
+def test_a_gradient_is_chains_over_the_rows_of_the_batch(shape, dtype):
+  heads, group, head_dim, page_size = shape
+  order = np.arange(1, 1 + 3 * (-(-CONTEXT // page_size)))
+  order[-CONTEXT // page_size :][: 32 // page_size] = order[: 32 // page_size]
+  batch, tables, num_pages = batch_of(
+    SHARING, page_size=page_size, query_tile=7, rows=64, order=order
+  )
+  q, pages, _ = arrays_of(shape, num_pages, 64, dtype)
+  weights = arrays_of(shape, num_pages, 64, "float32", seed=1)[0]
+  seen = np.zeros(num_pages * page_size, bool)
+  for sequence, first, count in SHARING:
+    place = np.arange(first + count)
+    seen[tables[sequence][place // page_size] * page_size + place % page_size] = True
+  seen = seen.reshape(num_pages, page_size)
+  pages = (
+    jnp.where(seen[None, :, None, :], pages[0], jnp.nan),
+    jnp.where(seen[None, :, :, None], pages[1], jnp.nan),
+  )
+  grad_q, (grad_keys, grad_values) = gradients(attention.attend, q, pages, weights, batch)
+
+  slots = lambda x: np.asarray(x).astype(np.float32).reshape(heads, -1, head_dim)
+  keys, values = slots(jnp.swapaxes(pages[0], 2, 3)), slots(pages[1])
+  back = reference.rounded(np.asarray(weights), dtype)
+  expected_q = np.zeros(q.shape, np.float32)
+  expected_keys, expected_values = np.zeros_like(keys), np.zeros_like(values)
+  row = 0
+  for sequence, first, count in SHARING:
+    for position in range(first, first + count):
+      place = np.arange(position + 1)
+      own = tables[sequence][place // page_size] * page_size + place % page_size
+      for head, one in np.ndindex(heads, group):
+        found = reference.attention_gradients(
+          np.asarray(q).astype(np.float32)[row, head, one], keys[head, own], values[head, own],
+          back[row, head, one], dtype, expected_keys[head, own], expected_values[head, own],
+        )  # fmt: skip
+        expected_q[row, head, one], expected_keys[head, own], expected_values[head, own] = found
+      row += 1
+  same_bits(grad_q, expected_q)
+  same_bits(slots(jnp.swapaxes(grad_keys, 2, 3)), reference.rounded(expected_keys, dtype))
+  same_bits(slots(grad_values), reference.rounded(expected_values, dtype))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_gradient_is_that_of_the_tiled_backend(dtype):
+  numerics = numerics_lib.NumericsConfig(
+    row_tile=8, query_tile=8, slot_tile=2, kv_split=32, compute_dtype=dtype
+  )
+  batch, _, num_pages = batch_of(
+    ((0, 0, 9), (1, 0, 40)), page_size=16, query_tile=8, rows=56, order=np.arange(1, 13)
+  )
+  q, pages, _ = arrays_of((2, 2, 16, 16), num_pages, 56, dtype)
+  weights = arrays_of((2, 2, 16, 16), num_pages, 56, "float32", seed=1)[0]
+
+  def other(q, pages, batch):
+    rows = tiled_attention.segment_rows(batch, numerics, 16)
+    keys, values = pages
+    return tiled_attention.attend(q, jnp.swapaxes(keys, 2, 3), values, batch, rows, numerics)
+
+  found = gradients(attention.attend, q, pages, weights, batch)
+  expected = gradients(other, q, pages, weights, batch)
+  for got, want in zip(jax.tree.leaves(found), jax.tree.leaves(expected)):
+    assert got.dtype == want.dtype
+    got, want = (np.asarray(x).astype(np.float32) for x in (got, want))
+    scale = np.max(np.abs(want)) * (1e-5 if dtype == "float32" else 4e-2)
+    np.testing.assert_allclose(got, want, rtol=0, atol=scale)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_attention_is_that_of_the_tiled_backend(dtype):
   numerics = numerics_lib.NumericsConfig(

@@ -1,0 +1,301 @@
+"""The gradient of attention over pages, in one order: chains over a batch's rows as they stand.
+
+With w the softmax of a row's scores over the keys that it sees, and d the row's gradient,
+
+    dv[x] = sum over rows of w[x] d                  dw[x] = d . v[x]
+    ds[x] = w[x] (dw[x] - sum over y of w[y] dw[y])
+    dk[x] = sum over rows of ds[x] q                 dq = sum over x of ds[x] k[x]
+
+where q is scaled and rounded as the forward has it. The sum over y is 16 partial sums by position
+mod 16, then a tree; every other sum is one chain of fused multiply-adds: over features, over
+positions, or over rows in the batch's order and over the query heads of each. Page tables are the
+batch's, so that a page may be seen by any number of sequences. All of it is float32.
+
+An item of work is a head. Rows that follow one another in a sequence go in blocks of 32, each page
+of their keys and values is transposed once a block.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from numba import types
+import numpy as np
+
+from seerjax.array_typing import Array
+from seerjax.backends.native import ffi, products, vectors
+from seerjax.backends.native.attention_scores import (
+  BLOCK_ROWS,
+  most_scores,
+  scaled_queries,
+  score_width,
+  scores_of,
+)
+from seerjax.backends.native.ffi import address, dimension, integer, is_bfloat16
+from seerjax.backends.native.numbers import (
+  exp,
+  f32,
+  float_of_half,
+  jit,
+  read_row,
+  write_row,
+)
+from seerjax.backends.native.pointers import floats, halves, integers
+from seerjax.types import TokenBatch
+
+# Rows of a block, a multiple of `BLOCK_ROWS`: they share what is made of a page.
+ROWS = 32
+_LANES = vectors.LANES
+# Numbers that numba does not take for literals, for which it would compile anew.
+_ONE = np.int64(1)
+_Q, _KEYS, _POSITIONS, _STARTS, _LENGTHS, _TABLE, _SEGMENTS, _LIVE, _GRADIENT = map(
+  np.int64, (0, 1, 3, 4, 5, 6, 7, 8, 9)
+)
+
+
+@jit
+def _product(a, a_row, a_step, rows, w, w_step, columns, k, c, c_row, is_added):
+  """c[rows, columns] (+)= a[rows, k] @ w[k, columns], as `products.product` of float32."""
+  for row in range(0, rows, products.BLOCK_ROWS):
+    high = min(products.BLOCK_ROWS, rows - row)
+    products.few_rows(
+      a + 4 * row * a_row, a_row, a_step, high, w, w_step, columns, k, c + 4 * row * c_row, c_row,
+      is_added,
+    )  # fmt: skip
+
+
+@jit
+def _transpose(source, is_bf16, rows, columns, target):
+  """f[rows, columns] -> f32[columns, rows]."""
+  size = 2 if is_bf16 else 4
+  whole_rows, whole_columns = rows // _LANES * _LANES, columns // _LANES * _LANES
+  for row in range(0, whole_rows, _LANES):
+    for column in range(0, whole_columns, _LANES):
+      at, to = source + size * (row * columns + column), target + 4 * (column * rows + row)
+      if is_bf16:
+        vectors.transpose_bf16(at, columns, to, rows)
+      else:
+        vectors.transpose_f32(at, columns, to, rows)
+  wide, narrow, out = floats(source), halves(source), floats(target)
+  for row in range(rows):
+    for column in range(whole_columns if row < whole_rows else 0, columns):
+      place = row * columns + column
+      out[column * rows + row] = float_of_half(narrow[place]) if is_bf16 else wide[place]
+
+
+@jit
+def _softmax(weights, first_seen, group, row, width, end):
+  """Scores of a row of a block to weights, zero from what it sees to `end`."""
+  seen = (first_seen + row) // group + 1
+  here = weights + 4 * row * width
+  x = floats(here)
+  maximum = vectors.maximum_of(here, here, seen)
+  for position in range(seen):
+    x[position] = exp(x[position] - maximum)
+  total = vectors.sum_of(here, here, seen)
+  for position in range(seen):
+    x[position] = x[position] / total
+  for position in range(seen, end):
+    x[position] = f32(0.0)
+
+
+@jit
+def _of_scores(weights, slopes, first_seen, group, row, width, end):
+  """Gradients of a row's weights to those of its scores, zero from what it sees to `end`."""
+  seen = (first_seen + row) // group + 1
+  here, there = weights + 4 * row * width, slopes + 4 * row * width
+  inner = vectors.dot_of(here, there, seen)
+  w, x = floats(here), floats(there)
+  for position in range(seen):
+    x[position] = w[position] * (x[position] - inner)
+  for position in range(seen, end):
+    x[position] = f32(0.0)
+
+
+@jit
+def _block(
+  rows, first_seen, group, keys, values, is_bf16, table, page_size, head_dim, width, queries,
+  gradients, grad_queries, weights, slopes, turned, grad_keys, grad_values,
+):  # fmt: skip
+  """Gradients of up to `ROWS` rows of a sequence; row r sees (first_seen + r) // group + 1 keys.
+
+  Args:
+    keys, values: page 0 of the head; grad_keys, grad_values: likewise, f32, which are added to.
+    queries, gradients: f32[rows, c], scaled queries and what comes back to the rows.
+    grad_queries: f32[rows, c], written: the gradient of the scaled queries.
+    weights, slopes: scratch, f32[rows, width]; turned: f32[z, c].
+  """
+  size = 2 if is_bf16 else 4
+  elements = page_size * head_dim
+  pages = integers(table)
+  most = (first_seen + rows - 1) // group + 1
+  num_pages = (most + page_size - 1) // page_size
+  for row in range(0, rows, BLOCK_ROWS):
+    scores_of(
+      queries + 4 * row * head_dim, min(BLOCK_ROWS, rows - row), keys, is_bf16, table, page_size,
+      head_dim, most, weights + 4 * row * width, width,
+    )  # fmt: skip
+  for row in range(rows):
+    _softmax(weights, first_seen, group, row, width, num_pages * page_size)
+  for page in range(num_pages):
+    here = types.int64(pages[page]) * elements
+    _transpose(values + size * here, is_bf16, page_size, head_dim, turned)
+    _product(
+      gradients, head_dim, _ONE, rows, turned, page_size, page_size, head_dim,
+      slopes + 4 * page * page_size, width, 0,
+    )  # fmt: skip
+  for row in range(rows):
+    _of_scores(weights, slopes, first_seen, group, row, width, num_pages * page_size)
+  for page in range(num_pages):
+    here = types.int64(pages[page]) * elements
+    # Slots that none of the rows sees may hold anything.
+    slots = min(page_size, most - page * page_size)
+    w, x = weights + 4 * page * page_size, slopes + 4 * page * page_size
+    _transpose(keys + size * here, is_bf16, head_dim, page_size, turned)
+    _product(
+      x, width, _ONE, rows, turned, head_dim, head_dim, slots, grad_queries, head_dim,
+      1 if page > 0 else 0,
+    )  # fmt: skip
+    _product(
+      queries, _ONE, head_dim, head_dim, x, width, slots, rows, grad_keys + 4 * here, page_size, 1
+    )
+    _product(
+      w, _ONE, width, slots, gradients, head_dim, head_dim, rows, grad_values + 4 * here, head_dim,
+      1,
+    )  # fmt: skip
+
+
+@jit
+def _same_pages(table, pages_of_segment, one, other):
+  """Whether two segments have the same pages."""
+  left = integers(table + 4 * one * pages_of_segment)
+  right = integers(table + 4 * other * pages_of_segment)
+  differing = 0
+  for page in range(pages_of_segment):
+    differing += left[page] != right[page]
+  return differing == 0
+
+
+@jit
+def _heads(arguments):
+  return dimension(arguments, _Q, _ONE)
+
+
+@jit
+def _attend_backward(arguments, results, first, last, worker):
+  """The operands of `attention`, then what comes back f[n, k, g, c].
+
+  Results: gradients of q, f[n, k, g, c], of keys f32[k, m, c, z] and values f32[k, m, z, c].
+  Scratch: queries, gradients, gradients of queries f32[r, c], weights and slopes f32[r, x], a page.
+  """
+  num_rows, num_heads = dimension(arguments, _Q, 0), dimension(arguments, _Q, _ONE)
+  group, head_dim = dimension(arguments, _Q, 2), dimension(arguments, _Q, 3)
+  num_pages, page_size = dimension(arguments, _KEYS, _ONE), dimension(arguments, _KEYS, 3)
+  pages_of_segment = dimension(arguments, _TABLE, _ONE)
+  positions, tables = integers(address(arguments, _POSITIONS)), address(arguments, _TABLE)
+  starts, lengths = integers(address(arguments, _STARTS)), integers(address(arguments, _LENGTHS))
+  num_segments, live = integer(arguments, _SEGMENTS, 0), integer(arguments, _LIVE, 0)
+  rows_are_bf16, is_bf16 = is_bfloat16(arguments, _Q), is_bfloat16(arguments, _KEYS)
+  row_size, size = 2 if rows_are_bf16 else 4, 2 if is_bf16 else 4
+  width = score_width(pages_of_segment, page_size)
+  queries = address(results, 3) + 4 * worker * dimension(results, 3, _ONE)
+  gradients = queries + 4 * ROWS * head_dim
+  grad_queries = gradients + 4 * ROWS * head_dim
+  weights = grad_queries + 4 * ROWS * head_dim
+  slopes = weights + 4 * ROWS * width
+  turned = slopes + 4 * ROWS * width
+  scale = f32(1.0 / np.sqrt(types.float64(head_dim)))
+  head_elements = num_pages * page_size * head_dim
+  for head in range(first, last):
+    keys = address(arguments, _KEYS) + size * head * head_elements
+    values = address(arguments, 2) + size * head * head_elements
+    grad_keys = address(results, 1) + 4 * head * head_elements
+    grad_values = address(results, 2) + 4 * head * head_elements
+    x, y = floats(grad_keys), floats(grad_values)
+    for place in range(head_elements):
+      x[place] = f32(0.0)
+    for place in range(head_elements):
+      y[place] = f32(0.0)
+    for row in range(live, num_rows):
+      place = row_size * (row * num_heads + head) * group * head_dim
+      bits = halves(address(results, 0) + place)
+      for half in range(group * head_dim * row_size // 2):
+        bits[half] = 0
+    segment = 0
+    while segment < num_segments:
+      # Segments that go on with the one before are one piece.
+      piece = segment
+      start = types.int64(starts[piece])
+      position = types.int64(positions[start])
+      count = types.int64(lengths[piece])
+      segment += 1
+      while (
+        segment < num_segments
+        and starts[segment] == start + count
+        and positions[start + count] == position + count
+        and _same_pages(tables, pages_of_segment, piece, segment)
+      ):
+        count += lengths[segment]
+        segment += 1
+      table = tables + 4 * piece * pages_of_segment
+      for block in range(0, count * group, ROWS):
+        rows = min(ROWS, count * group - block)
+        for row in range(rows):
+          place = block + row
+          where = ((start + place // group) * num_heads + head) * group + place % group
+          at = row_size * where * head_dim
+          to = 4 * row * head_dim
+          scaled_queries(address(arguments, _Q) + at, rows_are_bf16, head_dim, queries + to)
+          read_row(address(arguments, _GRADIENT) + at, rows_are_bf16, gradients + to, head_dim)
+        _block(
+          rows, position * group + block, group, keys, values, is_bf16, table, page_size, head_dim,
+          width, queries, gradients, grad_queries, weights, slopes, turned, grad_keys, grad_values,
+        )  # fmt: skip
+        for row in range(rows):
+          place = block + row
+          where = ((start + place // group) * num_heads + head) * group + place % group
+          out = floats(grad_queries + 4 * row * head_dim)
+          for feature in range(head_dim):
+            out[feature] = out[feature] * scale
+          target = address(results, 0) + row_size * where * head_dim
+          write_row(grad_queries + 4 * row * head_dim, target, rows_are_bf16, head_dim)
+
+
+_BACKWARD = ffi.Handler("seerjax_attend_backward", _heads, _attend_backward)
+
+
+def attend_backward(
+  q: Array, keys: Array, values: Array, batch: TokenBatch, gradient: Array
+) -> tuple[Array, Array, Array]:
+  """Returns the gradients of `attention.attend`'s queries, keys and values.
+
+  Args:
+    q: f[n, k, g, c].
+    keys: f[k, m, c, z].
+    values: f[k, m, z, c].
+    batch: rows and segments.
+    gradient: f[n, k, g, c], of what it returned.
+
+  Returns:
+    f[n, k, g, c], zero in rows past the last; f[k, m, c, z] and f[k, m, z, c], of `keys`' dtype.
+  """
+  page_size, head_dim = values.shape[2:]
+  width = most_scores(batch.page_table.shape[1], page_size)
+  scratch = ROWS * (3 * head_dim + 2 * width) + page_size * head_dim
+  results = [jax.ShapeDtypeStruct(q.shape, q.dtype)]
+  results += [jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in (keys, values)]
+  results += [jax.ShapeDtypeStruct((1, scratch), jnp.float32)]
+  grad_q, grad_keys, grad_values, _ = _BACKWARD(
+    results,
+    q,
+    keys,
+    values,
+    batch.positions,
+    batch.segment_start,
+    batch.segment_length,
+    batch.page_table,
+    batch.num_segments,
+    batch.num_rows,
+    gradient.astype(q.dtype),
+  )
+  return grad_q, grad_keys.astype(keys.dtype), grad_values.astype(values.dtype)
