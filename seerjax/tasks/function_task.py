@@ -36,22 +36,17 @@ class FunctionTask:
   reward: Reward
   rows: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
 
-  def _problems(self, split: str) -> tuple[Problem, ...]:
-    if split == "train":
-      return self.train
-    if split == "heldout":
-      return self.heldout
-    raise splits.unknown_split(self.name, split, ("train", "heldout"))
+  @property
+  def _splits(self) -> splits.Splits:
+    return splits.Splits(self.name, self.train, self.heldout)
 
   def num_problems(self, split: str) -> int:
     """Returns the number of prompts in the split."""
-    return len(self._problems(split))
+    return len(self._splits.problems(split))
 
   def problem(self, split: str, index: int) -> Problem:
     """Returns prompt `index` of the split, in the order of the file."""
-    problems = self._problems(split)
-    splits.check_index(self.name, split, index, len(problems))
-    return problems[index]
+    return self._splits.problem(split, index)
 
   def verdict(self, problem: Problem, text: str) -> Verdict:
     """Judges by the reward function.

@@ -1,13 +1,51 @@
-"""What tasks share about splits: which rows are held out, and the refusals of a wrong one."""
+"""What tasks share about splits: which rows are held out, what each has, and the refusals."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
+
+from seerjax.types import Problem
 
 T = TypeVar("T")
 
 HELDOUT_EVERY = 10  # In a single file, every tenth row is held out.
+
+
+class Splits(NamedTuple):
+  """The problems of a task's file or files.
+
+  Attributes:
+    task: its name, for messages.
+    train: to learn from.
+    heldout: to measure on.
+  """
+
+  task: str
+  train: tuple[Problem, ...]
+  heldout: tuple[Problem, ...]
+
+  def problems(self, split: str) -> tuple[Problem, ...]:
+    """Returns the problems of a split.
+
+    Raises:
+      ValueError: for a split that is neither.
+    """
+    if split == "train":
+      return self.train
+    if split == "heldout":
+      return self.heldout
+    raise unknown_split(self.task, split, ("train", "heldout"))
+
+  def problem(self, split: str, index: int) -> Problem:
+    """Returns problem `index` of a split.
+
+    Raises:
+      ValueError: as `problems`, and for an index outside of it.
+    """
+    problems = self.problems(split)
+    check_index(self.task, split, index, len(problems))
+    return problems[index]
 
 
 def check_index(task: str, split: str, index: int, num_problems: int) -> None:

@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
+import pytest
+
 from seerjax.tasks import splits
+from seerjax.types import Problem
 
 
 def test_every_tenth_row_is_held_out():
   train, heldout = splits.split_rows(range(25))
   assert heldout == [9, 19]
   assert sorted(train + heldout) == list(range(25))
+
+
+def test_problems_are_found_by_split_and_index_and_others_are_refused():
+  train, heldout = (Problem(problem_id=name, prompt="?") for name in ("a", "b"))
+  found = splits.Splits("mine", (train,), (heldout,))
+  assert found.problem("train", 0) == train and found.problems("heldout") == (heldout,)
+  with pytest.raises(ValueError, match=r"mine: got split 'test', expected one of \('train', 'held"):
+    found.problems("test")
+  with pytest.raises(ValueError, match="mine: got problem index 1 of split 'heldout', expected"):
+    found.problem("heldout", 1)
