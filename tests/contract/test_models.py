@@ -51,21 +51,28 @@ EVENTS = (
 )
 
 
-def test_no_model_of_this_session_changes_a_bit(seed, tell_events):
+@pytest.mark.parametrize(
+  "implementation", ["tiled", pytest.param("native", marks=pytest.mark.thorough)]
+)
+def test_no_model_of_this_session_changes_a_bit(implementation, seed, tell_events):
   events = collections.Counter()
   for number in range(FRESH, FRESH + OF_A_MACHINE):
-    model_cases.run_case(drawn_models.draw(seed, number), events, trains=False)
-  tell_events("a fresh model", events, ("chunks", "spilled", "drafted tokens", "comparisons"))
+    case = drawn_models.implemented(drawn_models.draw(seed, number), implementation)
+    model_cases.run_case(case, events, trains=False)
+  expected = ("chunks", "spilled", "drafted tokens", "comparisons")
+  tell_events(f"a fresh model, {implementation}", events, expected)
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("implementation", ["tiled", "native"])
 @pytest.mark.parametrize("block", range(BLOCKS))
-def test_no_model_of_three_hundred_cases_changes_a_bit(block, seed, tell_events):
+def test_no_model_of_three_hundred_cases_changes_a_bit(block, implementation, seed, tell_events):
   events = collections.Counter()
   for number in range(OF_A_MODEL * block, OF_A_MODEL * (block + 1)):
-    model_cases.run_case(drawn_models.draw(seed, number), events)
+    case = drawn_models.implemented(drawn_models.draw(seed, number), implementation)
+    model_cases.run_case(case, events)
   assert events["cases"] == OF_A_MODEL
-  tell_events(f"block {block}", events, EVENTS)
+  tell_events(f"block {block}, {implementation}", events, EVENTS)
 
 
 @pytest.mark.long
@@ -154,4 +161,5 @@ def test_a_bucket_that_is_read_as_a_tile_is_noticed(seed):
 @pytest.mark.long
 def test_the_untiled_path_is_noticed(seed):
   numbers = range(TWINS, TWINS + 2 * OF_A_MODEL, OF_A_MACHINE)
-  assert _is_noticed(drawn_models.untiled(drawn_models.draw(seed, n)) for n in numbers)
+  cases = (drawn_models.draw(seed, n) for n in numbers)
+  assert _is_noticed(drawn_models.implemented(case, "untiled") for case in cases)

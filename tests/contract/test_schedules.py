@@ -479,7 +479,12 @@ def run_schedules(
   check()
 
 
-NUMERICS = {"f32": tiny_model.NUMERICS, "bf16": tiny_model.BFLOAT16}
+NUMERICS = {
+  "f32": tiny_model.NUMERICS,
+  "bf16": tiny_model.BFLOAT16,
+  "native f32": tiny_model.NATIVE,
+  "native bf16": tiny_model.NATIVE_BFLOAT16,
+}
 STEPS = (3, 8, 1)  # Of a visit, at most.
 # A second KV bucket where it costs one program, and visits of several steps where they do.
 QUICK = {
@@ -490,6 +495,14 @@ QUICK = {
   "bf16": (
     ("chunks of 16", (2, 2), (64,), STEPS),
     ("chunks of 1 to 7", (1, 1), (64, 144), (1,)),
+  ),
+  "native f32": (
+    ("small pages", (2, 2), (64,), STEPS),
+    ("chunks of 1 to 7", (1, 1), (64, 144), (1,)),
+  ),
+  "native bf16": (
+    ("chunks of 16", (1, 2), (64,), STEPS),
+    ("chunks of 1 to 7", (2, 1), (64, 144), (1,)),
   ),
 }
 
@@ -504,7 +517,9 @@ def expected_events(
   return common + VISIT_EVENTS + reused + buckets + (OTHER_BUCKET,)
 
 
-@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+@pytest.mark.parametrize(
+  "dtype", ["f32", "bf16", "native f32", pytest.param("native bf16", marks=pytest.mark.thorough)]
+)
 def test_no_schedule_changes_a_bit(dtype, seed, tell_events):
   events = collections.Counter()
   for place, (size, mesh, contexts, steps) in enumerate(QUICK[dtype]):

@@ -280,10 +280,10 @@ def draw(seed: int, number: int) -> Case:
   return drawn
 
 
-def untiled(case: Case) -> Case:
-  """Returns the case with plain XLA in the place of tiles."""
+def implemented(case: Case, implementation: numerics_lib.Implementation) -> Case:
+  """Returns the case with another implementation in the place of tiles."""
   model = case.model
-  numerics = dataclasses.replace(model.numerics, implementation="untiled")
+  numerics = dataclasses.replace(model.numerics, implementation=implementation)
   model = dataclasses.replace(model, numerics=numerics)
   return dataclasses.replace(case, machine=dataclasses.replace(case.machine, model=model))
 

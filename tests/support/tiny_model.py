@@ -31,6 +31,8 @@ NUMERICS = numerics_lib.NumericsConfig(
   row_tile=4, query_tile=4, slot_tile=2, kv_split=16, reduction_shards=8
 )
 BFLOAT16 = dataclasses.replace(NUMERICS, compute_dtype="bfloat16")
+NATIVE = dataclasses.replace(NUMERICS, implementation="native")
+NATIVE_BFLOAT16 = dataclasses.replace(BFLOAT16, implementation="native")
 
 # Sizes that are no powers of two where they need not be.
 ODD = dataclasses.replace(

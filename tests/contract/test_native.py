@@ -1,0 +1,180 @@
+"""The native backend's own part of the contract: no tiles, splits or buckets, any vector width.
+
+The fuzzes of schedules, models and the trainer run it, too; here is what it alone promises, and
+what of it can be broken.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny_model
+
+from seerjax import numerics as numerics_lib, parallel
+from seerjax.backends.numba_cpu import NumbaCpu
+from seerjax.engine import engine as engine_lib, runner as runner_lib
+from seerjax.models import flax_module, head, kv_layout, transformer
+from seerjax.models.loading import Model
+from seerjax.ops import sampling
+from seerjax.types import Request, SamplingParams
+
+BOTH = pytest.mark.parametrize(
+  "numerics",
+  [
+    pytest.param(tiny_model.NATIVE, id="f32"),
+    pytest.param(tiny_model.NATIVE_BFLOAT16, id="bf16", marks=pytest.mark.thorough),
+  ],
+)
+SIZES = engine_lib.EngineConfig(
+  page_size=8, num_pages=60, max_sequences=8, max_context=64, row_buckets=(8, 32),
+  reuse_prefixes=False,
+)  # fmt: skip
+LENGTH = 8  # Positions of each sequence of the forward below.
+
+
+@functools.cache
+def scored(numerics: numerics_lib.NumericsConfig, num_sequences: int) -> list[np.ndarray]:
+  """What `LENGTH` rows each of so many sequences give: tokens and scores, by row."""
+  config, params = tiny_model.CONFIG, tiny_model.params(numerics)
+  batch, num_pages = flax_module.sequences_batch(num_sequences, LENGTH, numerics, 8)
+  rng = np.random.default_rng(3)  # A sequence's tokens are the same beside any number of others.
+  tokens = rng.integers(0, config.vocab_size, (64, LENGTH)).astype(np.int32)[:num_sequences]
+  batch = jax.tree.map(jnp.asarray, batch)._replace(tokens=jnp.asarray(tokens.reshape(-1)))
+  count = num_sequences * LENGTH
+  drawn_by = sampling.sampling_rows([SamplingParams(temperature=0.8)] * count)
+
+  @jax.jit
+  def run(params, batch):
+    pages = kv_layout.empty_pages(config, numerics, num_pages=num_pages, page_size=8)
+    hidden, _ = transformer.forward(params, batch, pages, config=config, numerics=numerics)
+    given = jnp.full(count, -1, jnp.int32)
+    return head.sample_and_score(
+      params, hidden, given, jax.tree.map(jnp.asarray, drawn_by), jnp.arange(count, dtype="uint32"),
+      batch.positions, batch.num_rows, numerics_lib.key(0), config=config, numerics=numerics,
+    )  # fmt: skip
+
+  return [np.asarray(leaf) for leaf in jax.tree.leaves(run(params, batch))]
+
+
+@BOTH
+@pytest.mark.parametrize("num_sequences", [3, 4, 7, 64])
+def test_a_row_has_its_bits_among_any_number_of_rows(numerics, num_sequences):
+  for alone, among in zip(scored(numerics, 1), scored(numerics, num_sequences), strict=True):
+    np.testing.assert_array_equal(alone.view(np.int32), among[:LENGTH].view(np.int32))
+
+
+def requests(count: int) -> list[Request]:
+  rng = np.random.default_rng(5)
+  return [
+    Request(
+      request_id=str(index),
+      prompt=tuple(rng.integers(0, 64, int(rng.integers(4, 30))).tolist()),
+      sampling=SamplingParams(max_tokens=20),
+      seed=index,
+    )
+    for index in range(count)
+  ]
+
+
+def num_differing(completions, numerics) -> int:
+  wanted = [
+    tiny_model.alone(numerics, request.prompt, request.sampling, request.seed)
+    for request in requests(len(completions))
+  ]
+  ordered = sorted(completions, key=lambda completion: int(completion.request_id))
+  return sum(not tiny_model.same(c, w) for c, w in zip(ordered, wanted, strict=True))
+
+
+@BOTH
+def test_stale_pages_may_hold_anything_even_nan(numerics):
+  engine = tiny_model.make_engine(SIZES, numerics)
+  for request in requests(4):
+    engine.submit(request)
+  while engine.num_unfinished:
+    engine.step()
+    is_written = np.zeros((SIZES.num_pages, SIZES.page_size), bool)
+    for sequence in engine._requests.running[0]:
+      positions = np.arange(sequence.num_written)
+      pages = np.asarray(sequence.pages)[positions // SIZES.page_size]
+      is_written[pages, positions % SIZES.page_size] = True
+    keys, values = jnp.asarray(is_written)[None, None, :, None], jnp.asarray(is_written)
+    stale = lambda written, leaf: jnp.where(written, leaf, jnp.asarray(np.nan, leaf.dtype))
+    engine.memory.pages = tuple(
+      (stale(keys, of_keys), stale(values[None, None, :, :, None], of_values))
+      for of_keys, of_values in engine.memory.pages
+    )
+  assert num_differing(engine.poll(), numerics) == 0
+
+
+# The twin.
+
+
+class FollowsTheBatch(NumbaCpu):
+  """The chain of a logit goes backward where a step samples more than four rows."""
+
+  def head(self, stage, weights, rows, num_rows):
+    usual = super().head(stage, weights, rows, num_rows)
+    backward = {
+      **weights,
+      "final_norm": weights["final_norm"][::-1],
+      "head": weights["head"][..., ::-1],
+    }
+    other = super().head(stage, backward, (rows[0][:, ::-1], *rows[1:]), num_rows)
+    return jax.tree.map(lambda a, b: jnp.where(num_rows > 4, a, b), other, usual)
+
+
+@BOTH
+def test_a_chain_that_follows_the_batch_is_noticed(numerics):
+  mesh = parallel.make_mesh()
+  engine = engine_lib.Engine(
+    Model(tiny_model.CONFIG, tiny_model.params(numerics), numerics),
+    config=SIZES,
+    key=numerics_lib.key(11),
+    runner=runner_lib.Runner(
+      tiny_model.CONFIG, numerics, mesh, max_programs=2, backend=FollowsTheBatch(numerics)
+    ),
+  )
+  assert num_differing(engine.generate(requests(8)), numerics) > 0
+
+
+# Another processor.
+
+DIGEST = """
+import hashlib, sys
+sys.path.insert(0, {support!r})
+import jax
+jax.config.update("jax_num_cpu_devices", 8)
+sys.path.insert(0, {here!r})
+import test_native, tiny_model
+parts = [
+  part.tobytes()
+  for numerics in (tiny_model.NATIVE, tiny_model.NATIVE_BFLOAT16)
+  for part in test_native.scored(numerics, 3)
+]
+print(hashlib.sha256(b"".join(parts)).hexdigest())
+"""
+
+
+@pytest.mark.thorough
+def test_a_processor_of_shorter_vectors_says_the_same():
+  # With the name alone LLVM would still use what this processor has.
+  older = {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": ""}
+  here = os.path.dirname(__file__)
+  program = DIGEST.format(here=here, support=os.path.join(here, "..", "support"))
+
+  def digest(environment):
+    done = subprocess.run(
+      [sys.executable, "-c", program], env=os.environ | environment, capture_output=True, text=True,
+      timeout=600,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout.split()[-1]
+
+  assert digest(older) == digest({})
