@@ -104,3 +104,55 @@ def score(
   raw = logits[rows, tokens]
   logprob, raw_logprob = flush(flush(raw / divisor) - normaliser), flush(raw - raw_normaliser)
   return Scores(tokens, logprob, raw_logprob, entropy, normaliser, raw_normaliser)
+
+
+class Gradient(NamedTuple):
+  """f32, before it is rounded to the compute dtype."""
+
+  norm: np.ndarray
+  table: np.ndarray
+  hidden: np.ndarray
+
+
+def gradient(
+  hidden: np.ndarray,
+  scale: np.ndarray,
+  table: np.ndarray,
+  temperature: np.ndarray,
+  scores: Scores,
+  cotangent: np.ndarray,
+  eps: float,
+  dtype: str,
+) -> Gradient:
+  """The gradient of the scores of tokens; `cotangent` is f32[3, n], as `TokenScores`."""
+  count, (slabs, width, d) = hidden.shape[0], table.shape
+  normed = norm(hidden, scale, eps, dtype)
+  logits = reference.product(normed, table.reshape(-1, d).T)
+  column = lambda x: x[:, None]
+  divisor = column(np.where(temperature > 0, temperature, f32(1)))
+  logprob, raw, entropy = (column(x) for x in cotangent)
+  below = flush(flush(logits / divisor) - column(scores.normaliser))
+  factor = flush(logprob + flush(entropy * flush(below + column(scores.entropy))))
+  processed = flush(flush(-reference.exp(below) * factor) / divisor)
+  weights = reference.exp(flush(logits - column(scores.raw_normaliser)))
+  found = flush(processed - flush(raw * weights))
+  rows = np.arange(count)
+  at_token = flush(flush(logprob / divisor) + raw)[:, 0]
+  found[rows, scores.tokens] = flush(found[rows, scores.tokens] + at_token)
+  table_gradient = reference.product(found.T, normed).reshape(table.shape)
+  by_slab = [
+    reference.product(found[:, slab * width : (slab + 1) * width], table[slab])
+    for slab in range(slabs)
+  ]
+  cotangent_of_normed = reference.tree_sum(np.stack(by_slab))
+  inverse = flush(f32(1) / np.sqrt(flush(reference.dot(hidden, hidden) / f32(d)) + f32(eps)))
+  x = flush(hidden * column(inverse))
+  norm_gradient = np.zeros(d, f32)
+  for row in range(count):
+    one = reference.rounded(x[row], dtype)
+    norm_gradient = fma(cotangent_of_normed[row], one, norm_gradient)
+  scaled = flush(cotangent_of_normed * scale)
+  mean = column(flush(reference.dot(scaled, x) / f32(d)))
+  return Gradient(
+    norm_gradient, table_gradient, flush(column(inverse) * flush(scaled - flush(x * mean)))
+  )

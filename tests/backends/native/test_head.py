@@ -8,16 +8,17 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 import ml_dtypes
 import native_head_reference as reference
+import native_reference
 import numpy as np
 import pytest
 
 from seerjax import numerics as numerics_lib, parallel
-from seerjax.backends.native import head
+from seerjax.backends.native import head, head_backward, head_forward
 from seerjax.backends.protocol import Stage
 from seerjax.backends.tiled import Tiled
 from seerjax.models import head as definition
 from seerjax.ops import sampling
-from seerjax.types import SamplingParams
+from seerjax.types import SamplingParams, TokenScores
 
 NUMPY = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16}
 # (rows, d, slabs, ids of a slab): chunks with a rest, slabs of one chunk, more rows than are held
@@ -71,7 +72,7 @@ def tiled_of(weights, dtype="float32"):
 
 @functools.partial(jax.jit, static_argnums=0)
 def scored(stage, weights, rows, num_rows):
-  return head.scored_rows(stage, weights, rows, num_rows)
+  return head_forward.scored_rows(stage, weights, rows, num_rows)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -185,19 +186,87 @@ def test_noise_of_a_rows_place_in_the_batch_would_give_it_away():
   by_place = (*rows[:4], np.arange(6, dtype=np.int32), rows[5])
   moved = part(rows, 1, 6)
   moved_by_place = (*moved[:4], np.arange(5, dtype=np.int32), moved[5])
-  run = lambda rows, n: np.asarray(scored(stage_of(weights), weights, rows, jnp.int32(n))[0])
+  run = lambda rows, n: np.asarray(scored(stage_of(weights), weights, rows, jnp.int32(n)).tokens)
   np.testing.assert_array_equal(run(rows, 6)[1:], run(moved, 5))
   assert np.any(run(by_place, 6)[1:] != run(moved_by_place, 5))
 
 
 def test_a_chain_that_begins_at_a_slab_has_other_bits():
   weights, rows = problem((5, 33, 4, 57), "float32")
-  got = scored(stage_of(weights), weights, rows, jnp.int32(5))[1]
+  got = scored(stage_of(weights), weights, rows, jnp.int32(5)).scores
   whole = {**weights, "head": weights["head"].reshape(1, -1, 33)}
-  other = scored(stage_of(whole), whole, rows, jnp.int32(5))[1]
+  other = scored(stage_of(whole), whole, rows, jnp.int32(5)).scores
   got, other = np.stack(got), np.stack(other)
   np.testing.assert_allclose(got, other, rtol=1e-5)
   assert np.any(got != other)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def pulled(stage, weights, rows, num_rows, scored, cotangent):
+  return head_backward.gradient(stage, weights, rows, num_rows, scored, cotangent)
+
+
+def cotangent_of(rows):
+  """f32[3, n], as of a loss: some rows have none, few have all three."""
+  count = rows[1].shape[0]
+  found = np.random.default_rng(1).standard_normal((3, count)).astype(np.float32)
+  found[1] *= np.arange(count) % 2 == 0
+  return found * (np.arange(count) % 4 != 1)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_the_gradient_is_its_chains_in_numpy(shape, dtype):
+  weights, rows = problem(shape, dtype)
+  stage, num_rows, cotangent = stage_of(weights), jnp.int32(shape[0]), cotangent_of(rows)
+  found = scored(stage, weights, rows, num_rows)
+  got = pulled(stage, weights, rows, num_rows, found, TokenScores(*cotangent))
+  floats = lambda x: np.asarray(x).astype(np.float32)
+  expected = reference.gradient(
+    floats(rows[0]), floats(weights["final_norm"]), floats(weights["head"]), rows[2].temperature,
+    expected_of(weights, rows, dtype), cotangent, 1e-6, dtype,
+  )  # fmt: skip
+  wanted = jax.tree.map(lambda x: native_reference.rounded(x, dtype), tuple(expected))
+  assert_equal(jax.tree.map(floats, got), wanted)
+
+
+def test_a_gradient_on_several_devices_has_equal_bits():
+  weights, rows = problem((7, 32, 4, 50), "float32")
+  cotangent = TokenScores(*cotangent_of(rows))
+  stage, axis = stage_of(weights, parallel.MODEL_AXIS), parallel.MODEL_AXIS
+
+  def run(stage, weights, rows):
+    found = head_forward.scored_rows(stage, weights, rows, jnp.int32(7))
+    return head_backward.gradient(stage, weights, rows, jnp.int32(7), found, cotangent)
+
+  expected = jax.jit(functools.partial(run, stage_of(weights)))(weights, rows)
+  sharded = jax.jit(
+    jax.shard_map(
+      functools.partial(run, stage), mesh=parallel.make_mesh(model_shards=2),
+      in_specs=({"final_norm": P(), "head": P(axis), "key": P()}, P()),
+      out_specs=(P(), P(axis), P()), check_vma=False,
+    )
+  )  # fmt: skip
+  assert_equal(sharded(weights, rows), expected)
+  # A chain over the ids of all slabs would give the number of slabs away.
+  whole = {**weights, "head": weights["head"].reshape(1, -1, 32)}
+  _, _, hidden = jax.jit(functools.partial(run, stage_of(whole)))(whole, rows)
+  assert np.any(np.asarray(hidden) != np.asarray(expected[2]))
+
+
+def test_a_gradient_knows_nothing_of_rows_behind_the_valid_ones():
+  weights, rows = problem((70, 20, 2, 90), "float32")
+  cotangent = TokenScores(*cotangent_of(rows))
+  stage = stage_of(weights)
+  run = lambda rows, count, cotangent: pulled(
+    stage, weights, rows, count, scored(stage, weights, rows, count), cotangent
+  )
+  hidden = np.where(np.arange(70)[:, None] < 66, rows[0], np.float32(np.nan))
+  norm, table, got = run((hidden, *rows[1:]), jnp.int32(66), cotangent)
+  expected = run(part(rows, 0, 66), jnp.int32(66), part(cotangent, 0, 66))
+  assert_equal((norm, table, got[:66]), expected)
+  assert not np.any(got[66:])
+  assert not any(np.any(leaf) for leaf in run(rows, jnp.int32(0), cotangent))
 
 
 def gradient(run, stage, weights, rows):
@@ -212,8 +281,8 @@ def gradient(run, stage, weights, rows):
     scores = run(stage, these, (hidden, *rows[1:]), jnp.int32(count - 2))[1]
     return sum(jnp.sum(w * score) for w, score in zip(factors, scores, strict=True))
 
-  arguments = (weights["final_norm"], weights["head"], rows[0])
-  return jax.jit(jax.grad(loss))(jax.tree.map(jnp.asarray, arguments))
+  weights, rows = jax.tree.map(jnp.asarray, (weights, rows))
+  return jax.jit(jax.grad(loss))((weights["final_norm"], weights["head"], rows[0]))
 
 
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.thorough)])
