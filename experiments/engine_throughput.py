@@ -1,35 +1,39 @@
-"""One grouped, long-tailed workload: this engine against Hugging Face transformers.
+"""One grouped, long-tailed workload: this engine against transformers and llama.cpp.
 
-Claim: at least 10x the useful tokens/s of a static batch of `transformers.generate` on the same two
-cores; invariance costs at most 25 % there with one reduction slab and 60 % with the shipped eight.
+Claim: on the same two cores the native implementation, several decode steps a visit, gives at least
+4x the useful tokens/s of the tiled one, 10x those of a static batch of `transformers.generate`, 4x
+those of batches sorted by length, and 3x those of llama.cpp; every answer is still invariant.
 Command: bash launch/local.sh experiments.engine_throughput --workdir=runs/engine_throughput
-  peers need torch and transformers (the parity packages of launch/test.sh); without them the script
-  says so and measures this engine alone
+  peers need packages of their own, which `bash launch/peers.sh` installs; the script says which are
+  missing and measures the others
+  in a minute: --num_prompts=2 --max_tokens=64 --repetitions=1
 Hardware: 2 CPU cores, about 15 minutes. Numbers: docs/results/engine_throughput.md
 
 The workload: 16 prompts x 8 answers whose lengths are forced, log-normal and alike within a group,
 clipped at 512. Useful tokens are those asked for; what a static batch computes beyond an answer's
-length is not. Every peer runs in a process of its own (its peak memory is its own too), warms up
-once on the whole workload, and then the peers take turns.
+length is not. Every peer runs in a process of its own (its peak memory and its CPU seconds are its
+own too), warms up once on the whole workload, and then the peers take turns. CPU seconds count
+every thread of a process: where a machine is busy they tell more than wall seconds do.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 import dataclasses
-import importlib.util
 import json
 import os
 import pathlib
 import resource
 import subprocess
 import sys
+import tempfile
 import time
 from typing import Any, NamedTuple
 
 from absl import app, flags
 import numpy as np
 
+from experiments import gguf, llama_cpp
 from seerjax.run import command_line, policy as policy_lib, presets as run_presets
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -46,7 +50,7 @@ class Workload:
     max_tokens: the longest answer; longer draws are clipped.
     seed: of problems and lengths.
     num_instances: of our engine; one virtual CPU device each.
-    num_threads: of torch.
+    num_threads: of torch, and of llama.cpp.
   """
 
   model: str = "nano"
@@ -59,33 +63,57 @@ class Workload:
 
 
 class Peer(NamedTuple):
-  """Who answers: a label for people, whether it needs torch, and its settings."""
+  """Who answers.
+
+  Attributes:
+    label: for people.
+    kind: "ours", "transformers" or "llama.cpp".
+    settings: of ours, fields of `NumericsConfig`; of others, how they batch.
+    engine: of ours, fields of `EngineConfig`.
+  """
 
   label: str
-  needs_torch: bool
+  kind: str
   settings: dict[str, Any]
+  engine: dict[str, Any] = {}
 
 
 PEERS = {
-  "tiled-8": Peer("SeerJAX, tiled, 8 slabs (as shipped)", False, {}),
-  "tiled-1": Peer("SeerJAX, tiled, 1 slab", False, dict(reduction_shards=1)),
+  "native": Peer("SeerJAX, native", "ours", dict(implementation="native")),
+  "tiled-8": Peer("SeerJAX, tiled, 8 slabs", "ours", dict(implementation="tiled")),
+  "tiled-1": Peer(
+    "SeerJAX, tiled, 1 slab", "ours", dict(reduction_shards=1, implementation="tiled")
+  ),
   "untiled-1": Peer(
     "SeerJAX, untiled (not invariant), 1 slab",
-    False,
+    "ours",
     dict(reduction_shards=1, implementation="untiled"),
   ),
-  "hf-static": Peer("transformers generate, one batch of all", True, dict(batch_size=0)),
+  "hf-static": Peer("transformers generate, one batch of all", "transformers", dict(batch_size=0)),
   "hf-static-32": Peer(
-    "transformers generate, batches of 32 in order", True, dict(batch_size=32)
+    "transformers generate, batches of 32 in order", "transformers", dict(batch_size=32)
   ),
   "hf-sorted-32": Peer(
     "transformers generate, batches of 32 sorted by the (foreknown) length",
-    True,
+    "transformers",
     dict(batch_size=32, is_sorted=True),
   ),
-  "hf-continuous": Peer("transformers continuous batching", True, dict(is_continuous=True)),
+  "hf-continuous": Peer(
+    "transformers continuous batching", "transformers", dict(is_continuous=True)
+  ),
+  # Its best of flash attention on, off and its own choice, and of f16 and f32 keys and values.
+  "llama-cpp": Peer(
+    "llama.cpp, float32, a stream a sequence, slots by the (foreknown) length",
+    "llama.cpp",
+    dict(flash=False, kv="f32"),
+  ),
 }
 BASELINE = "hf-static"
+# What must give how many times the useful tokens/s of what.
+AIMED = "native"
+AIMS = {"tiled-8": 4.0, "hf-static": 10.0, "hf-sorted-32": 4.0, "llama-cpp": 3.0}
+# Packages of the kinds that need some.
+PACKAGES = {"transformers": ("torch", "transformers"), "llama.cpp": (llama_cpp.PACKAGE,)}
 
 
 def forced_lengths(workload: Workload) -> np.ndarray:
@@ -118,7 +146,7 @@ Answer = Callable[[], int]
 
 
 def our_answer(
-  workload: Workload, texts: list[tuple[int, ...]], lengths: np.ndarray, settings: dict[str, Any]
+  workload: Workload, texts: list[tuple[int, ...]], lengths: np.ndarray, peer: Peer
 ) -> Answer:
   """Returns a peer that is this engine."""
   from seerjax import numerics as numerics_lib, parallel
@@ -127,7 +155,7 @@ def our_answer(
   from seerjax.models.loading import Model
   from seerjax.types import Request, SamplingParams
 
-  numerics = dataclasses.replace(run_presets.main_job().numerics, **settings)
+  numerics = dataclasses.replace(run_presets.main_job().numerics, **peer.settings)
   policy = policy_lib.load_policy(workload.model, numerics)
   page_size = 32
   longest = max(map(len, texts)) + workload.max_tokens
@@ -139,6 +167,7 @@ def our_answer(
     max_context=longest,
     # Small buckets serve the tail; for the tiled path they only save memory.
     row_buckets=tuple(sorted({8, 32, num_sequences, max(256, num_sequences)})),
+    **peer.engine,
   )
   engine = engine_lib.Engine(
     Model(policy.model, parameters.compute_params(policy.params, numerics), numerics),
@@ -167,13 +196,14 @@ def our_answer(
 
 
 def their_answer(
-  workload: Workload, texts: list[tuple[int, ...]], lengths: np.ndarray, settings: dict[str, Any]
+  workload: Workload, texts: list[tuple[int, ...]], lengths: np.ndarray, peer: Peer
 ) -> Answer:
   """Returns a peer that is Hugging Face transformers on torch.
 
   Static batches are padded on the left and run until their longest answer is there; no token ends
   an answer. Continuous batching is told every length beforehand.
   """
+  settings = peer.settings
   import torch  # pyright: ignore[reportMissingImports]
   import transformers  # pyright: ignore[reportMissingImports]
 
@@ -246,21 +276,44 @@ def their_answer(
   return continuous if settings.get("is_continuous") else static
 
 
+def llama_answer(
+  workload: Workload, texts: list[tuple[int, ...]], lengths: np.ndarray, peer: Peer
+) -> Answer:
+  """Returns a peer that is llama.cpp, on a GGUF of the same weights in float32."""
+  from seerjax.models import loading
+
+  with tempfile.TemporaryDirectory() as directory:
+    file = pathlib.Path(directory, "model.gguf")
+    gguf.write(loading.directory_of(workload.model), file, np.dtype(np.float32))
+    model = llama_cpp.Model(
+      file,
+      num_sequences=lengths.size,
+      context=max(map(len, texts)) + workload.max_tokens,
+      num_threads=workload.num_threads,
+      **peer.settings,
+    )
+  rng = np.random.default_rng(workload.seed)
+  return lambda: sum(map(len, llama_cpp.answer(model, texts, lengths, rng)))
+
+
+BUILDERS = {"ours": our_answer, "transformers": their_answer, "llama.cpp": llama_answer}
+
+
 def serve(name: str, workload: Workload, texts: list[tuple[int, ...]]) -> None:
   """A peer's process: answers once for each line on stdin, one JSON line each."""
   lengths = forced_lengths(workload)
   peer = PEERS[name]
-  build = their_answer if peer.needs_torch else our_answer
   reply = os.fdopen(os.dup(1), "w")
   os.dup2(2, 1)  # What libraries print must not look like a reply.
   try:
-    answer = build(workload, texts, lengths, peer.settings)
+    answer = BUILDERS[peer.kind](workload, texts, lengths, peer)
     for _ in sys.stdin:
-      begin = time.perf_counter()
+      begin, cpu_begin = time.perf_counter(), time.process_time()
       num_tokens = answer()
-      seconds = time.perf_counter() - begin
+      cpu_seconds, seconds = time.process_time() - cpu_begin, time.perf_counter() - begin
       peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-      print(json.dumps(dict(seconds=seconds, tokens=num_tokens, peak=peak)), file=reply, flush=True)
+      record = dict(seconds=seconds, cpu_seconds=cpu_seconds, tokens=num_tokens, peak=peak)
+      print(json.dumps(record), file=reply, flush=True)
   except Exception as error:  # Another library's failure is a finding, to be told with its name.
     print(json.dumps(dict(error=f"{type(error).__name__}: {error}")), file=reply, flush=True)
     raise
@@ -269,11 +322,17 @@ def serve(name: str, workload: Workload, texts: list[tuple[int, ...]]) -> None:
 class Process:
   """A peer in a process of its own."""
 
-  def __init__(self, name: str, workload: Workload, texts: list[tuple[int, ...]]):
+  def __init__(
+    self,
+    name: str,
+    workload: Workload,
+    texts: list[tuple[int, ...]],
+    python: str = sys.executable,
+  ):
     arguments = json.dumps([name, dataclasses.asdict(workload), texts])
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH", "")])])
     self._process = subprocess.Popen(
-      [sys.executable, "-P", "-m", "experiments.engine_throughput", "--serve"],
+      [python, "-P", "-m", "experiments.engine_throughput", "--serve"],
       stdin=subprocess.PIPE,
       stdout=subprocess.PIPE,
       text=True,
@@ -302,9 +361,28 @@ class Process:
     self._process.stdout.close()
 
 
-def missing_packages() -> list[str]:
-  """Returns which of the packages that the peers need are not installed."""
-  return [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]
+def missing_packages(kind: str, python: str) -> list[str]:
+  """Returns which packages that peers of a kind need a Python does not find."""
+  program = (
+    "import importlib.util, sys;"
+    " print(*[name for name in sys.argv[1:] if importlib.util.find_spec(name) is None])"
+  )
+  command = [python, "-P", "-c", program, *PACKAGES.get(kind, ())]
+  return subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
+
+
+def pythons(torch_python: str) -> dict[str, str]:
+  """Returns the Python of each kind of peer.
+
+  Args:
+    torch_python: of transformers; if empty, this one where it has torch, else that of .venv-3.11
+      if there is one (torch's CPU build is locked for Python 3.11 alone).
+  """
+  beside = ROOT / ".venv-3.11" / "bin" / "python"
+  if not torch_python:
+    is_here = not missing_packages("transformers", sys.executable)
+    torch_python = str(beside) if beside.exists() and not is_here else sys.executable
+  return dict.fromkeys(BUILDERS, sys.executable) | {"transformers": torch_python}
 
 
 def fault(reply: dict[str, Any], num_tokens: int) -> str:
@@ -317,7 +395,11 @@ def fault(reply: dict[str, Any], num_tokens: int) -> str:
 
 
 def measure(
-  names: list[str], workload: Workload, repetitions: int, say: Callable[[str], None]
+  names: list[str],
+  workload: Workload,
+  repetitions: int,
+  say: Callable[[str], None],
+  interpreters: dict[str, str],
 ) -> dict[str, Any]:
   """Returns, by peer, its seconds, tokens/s and peak memory, or why it has none."""
   texts = prompts(workload)
@@ -336,18 +418,21 @@ def measure(
 
   try:
     for name in names:
-      processes[name] = Process(name, workload, texts)
+      processes[name] = Process(name, workload, texts, interpreters[PEERS[name].kind])
       if first := answer(name):
         say(f"{PEERS[name].label}: warmed up in {first['seconds']:.1f} s")
-        results[name] = dict(seconds=[], warmup_seconds=first["seconds"])
+        results[name] = dict(seconds=[], cpu_seconds=[], warmup_seconds=first["seconds"])
     for repetition in range(repetitions):
       # Backwards every second time: what the machine does meanwhile then hits all peers alike.
       for name in list(processes)[:: 1 if repetition % 2 == 0 else -1]:
         if reply := answer(name):
           results[name]["seconds"].append(reply["seconds"])
+          results[name]["cpu_seconds"].append(reply["cpu_seconds"])
           results[name]["peak"] = reply["peak"]
-          rate = useful / reply["seconds"]
-          say(f"{repetition + 1}/{repetitions}  {name:14s} {rate:8.0f} tokens/s")
+          say(
+            f"{repetition + 1}/{repetitions}  {name:14s} {useful / reply['seconds']:8.0f} tokens/s,"
+            f" {useful / reply['cpu_seconds']:8.0f} a CPU second"
+          )
   finally:
     for process in processes.values():
       process.close()
@@ -358,6 +443,7 @@ def measure(
         tokens_per_second=float(np.median(rates)),
         lowest=float(rates.min()),
         highest=float(rates.max()),
+        tokens_per_cpu_second=float(np.median(useful / np.asarray(result["cpu_seconds"]))),
       )
   return results
 
@@ -366,19 +452,44 @@ def table(results: dict[str, Any]) -> str:
   """Returns the results as Markdown, with ratios to the static batch."""
   baseline = results.get(BASELINE, {}).get("tokens_per_second")
   lines = [
-    "| engine | useful tokens/s, median (range) | times static batch | peak memory, MiB |",
-    "|---|---|---|---|",
+    "| engine | useful tokens/s, median (range) | times static batch | useful tokens a CPU second |"
+    " wall s | CPU s | peak memory, MiB |",
+    "|---|---|---|---|---|---|---|",
   ]
   for name, result in results.items():
     label = PEERS[name].label
     if "error" in result:
-      lines.append(f"| {label} | does not run here: {result['error']} | | |")
+      lines.append(f"| {label} | does not run here: {result['error']} | | | | | |")
       continue
     ratio = f"{result['tokens_per_second'] / baseline:.1f}" if baseline else "not measured"
     lines.append(
       f"| {label} | {result['tokens_per_second']:,.0f} ({result['lowest']:,.0f} to"
-      f" {result['highest']:,.0f}) | {ratio} | {result['peak'] / 2**20:,.0f} |"
+      f" {result['highest']:,.0f}) | {ratio} | {result['tokens_per_cpu_second']:,.0f} |"
+      f" {np.median(result['seconds']):.2f} | {np.median(result['cpu_seconds']):.2f} |"
+      f" {result['peak'] / 2**20:,.0f} |"
     )
+  return "\n".join(lines)
+
+
+def aims(results: dict[str, Any]) -> str:
+  """Returns the ratios that are aimed at as Markdown, and which of them hold."""
+  ours = results.get(AIMED, {})
+  if "tokens_per_second" not in ours:
+    return f"{PEERS[AIMED].label} was not measured, and so no aim."
+  lines = [
+    f"| useful tokens of {PEERS[AIMED].label}, times those of | aimed at | a wall second |"
+    " a CPU second | holds (wall) |",
+    "|---|---|---|---|---|",
+  ]
+  for name, aim in AIMS.items():
+    label, theirs = PEERS[name].label, results.get(name, {})
+    if "tokens_per_second" not in theirs:
+      lines.append(f"| {label} | {aim:g} | not measured | | |")
+      continue
+    ratio = ours["tokens_per_second"] / theirs["tokens_per_second"]
+    by_cpu = ours["tokens_per_cpu_second"] / theirs["tokens_per_cpu_second"]
+    holds = "yes" if ratio >= aim else "**no**"
+    lines.append(f"| {label} | {aim:g} | {ratio:.1f} | {by_cpu:.1f} | {holds} |")
   return "\n".join(lines)
 
 
@@ -410,7 +521,7 @@ def picture(results: dict[str, Any], path: pathlib.Path) -> None:
   rows = {name: result for name, result in results.items() if "error" not in result}
   figure, axes = pyplot.subplots(figsize=(7, 0.5 + 0.45 * len(rows)))
   for place, (name, result) in enumerate(reversed(rows.items())):
-    color = "tab:gray" if PEERS[name].needs_torch else "tab:blue"
+    color = "tab:blue" if PEERS[name].kind == "ours" else "tab:gray"
     rate = result["tokens_per_second"]
     axes.barh(place, rate, color=color)
     axes.text(rate, place, f" {rate:,.0f}", va="center")
@@ -422,8 +533,15 @@ def picture(results: dict[str, Any], path: pathlib.Path) -> None:
   pyplot.close(figure)
 
 
-def chosen_peers(names: list[str], say: Callable[[str], None]) -> list[str]:
-  """Returns the peers that can run here, all of them if none is named.
+def chosen_peers(
+  names: list[str], missing: dict[str, list[str]], say: Callable[[str], None]
+) -> list[str]:
+  """Returns the peers that can run here, of those that are named, or of all if none is.
+
+  Args:
+    names: of peers.
+    missing: by kind, the packages that are not installed.
+    say: is told which kinds are left out.
 
   Raises:
     ValueError: if a name is not known.
@@ -433,13 +551,14 @@ def chosen_peers(names: list[str], say: Callable[[str], None]) -> list[str]:
       f"--peers: got {', '.join(unknown)}, expected some of {', '.join(PEERS)}; correct the name."
     )
   names = names or list(PEERS)
-  missing = missing_packages()
-  if missing and any(PEERS[name].needs_torch for name in names):
-    say(
-      f"{' and '.join(missing)} not installed: this engine is measured alone (install the parity"
-      " packages of this project to compare with transformers)"
-    )
-    names = [name for name in names if not PEERS[name].needs_torch]
+  for kind, packages in missing.items():
+    left_out = [name for name in names if PEERS[name].kind == kind and packages]
+    if left_out:
+      say(
+        f"{' and '.join(packages)} not installed: {', '.join(left_out)} left out (`bash"
+        " launch/peers.sh` installs what this experiment compares with)"
+      )
+    names = [name for name in names if name not in left_out]
   return names
 
 
@@ -449,19 +568,22 @@ def run(
   repetitions: int,
   directory: pathlib.Path,
   say: Callable[[str], None],
+  torch_python: str = "",
 ) -> dict[str, Any]:
   """Measures, prints, and writes results.json, table.md and throughput.png."""
-  names = chosen_peers(names, say)
+  interpreters = pythons(torch_python)
+  missing = {kind: missing_packages(kind, interpreters[kind]) for kind in PACKAGES}
+  names = chosen_peers(names, missing, say)
   lengths = forced_lengths(workload)
   say(
     f"{lengths.size} requests in {len(lengths)} groups, answers of {lengths.mean():.0f} tokens on"
     f" average, {lengths.max()} at most, {lengths.sum():,} together"
   )
-  results = measure(names, workload, repetitions, say)
+  results = measure(names, workload, repetitions, say, interpreters)
   directory.mkdir(parents=True, exist_ok=True)
   record = dict(workload=dataclasses.asdict(workload), repetitions=repetitions, results=results)
   (directory / "results.json").write_text(json.dumps(record, indent=1) + "\n")
-  text = f"{table(results)}\n\n{costs(results)}\n"
+  text = f"{table(results)}\n\n{aims(results)}\n\n{costs(results)}\n"
   (directory / "table.md").write_text(text)
   picture(results, directory / "throughput.png")
   say(f"\n{text}\nwritten to {directory}")
@@ -472,7 +594,7 @@ def main(argv: list[str]) -> None:
   args = flags.FLAGS
   if args.serve:
     name, workload, texts = json.loads(sys.stdin.readline())
-    if not PEERS[name].needs_torch:
+    if PEERS[name].kind == "ours":
       import jax
 
       jax.config.update("jax_num_cpu_devices", workload["num_instances"])
@@ -489,6 +611,7 @@ def main(argv: list[str]) -> None:
       args.repetitions,
       pathlib.Path(args.workdir),
       lambda line: print(line, flush=True),
+      args.torch_python,
     )
 
 
@@ -498,6 +621,7 @@ if __name__ == "__main__":
   flags.DEFINE_integer("repetitions", 3, "How often each peer answers after its warm-up.", 1)
   flags.DEFINE_integer("num_prompts", 16, "Groups of 8.", 1)
   flags.DEFINE_integer("max_tokens", 512, "Longest answer.", 1)
+  flags.DEFINE_string("torch_python", "", "Of the peers on torch; this one, or .venv-3.11's.")
   flags.DEFINE_string("workdir", "runs/engine_throughput", "Takes numbers, table and picture.")
   flags.DEFINE_bool("serve", False, "Internal: be the peer that stdin names.")
   app.run(main)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pathlib
+import sys
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,12 +13,30 @@ from experiments import engine_throughput
 from experiments.engine_throughput import Workload
 from seerjax.models import loading as model_loading, tokenizer as tokenizer_lib
 
+
+def result(rate: float, *, per_cpu: float, mebibytes: int) -> dict[str, Any]:
+  """A peer's numbers, of 2,000 useful tokens a round."""
+  return dict(
+    tokens_per_second=rate,
+    lowest=rate - 100,
+    highest=rate + 100,
+    tokens_per_cpu_second=per_cpu,
+    seconds=[2000 / rate],
+    cpu_seconds=[2000 / per_cpu],
+    peak=mebibytes * 2**20,
+  )
+
+
 RESULTS = {
-  "tiled-8": dict(tokens_per_second=2000.0, lowest=1900.0, highest=2100.0, peak=2**30),
-  "untiled-1": dict(tokens_per_second=2500.0, lowest=2400.0, highest=2600.0, peak=2**30),
-  "hf-static": dict(tokens_per_second=200.0, lowest=190.0, highest=210.0, peak=2**29),
+  "native": result(8000.0, per_cpu=4000.0, mebibytes=1024),
+  "tiled-8": result(2000.0, per_cpu=1000.0, mebibytes=1024),
+  "untiled-1": result(2500.0, per_cpu=1250.0, mebibytes=1024),
+  "hf-static": result(200.0, per_cpu=100.0, mebibytes=512),
+  "hf-sorted-32": result(2100.0, per_cpu=800.0, mebibytes=512),
   "hf-continuous": dict(error="OSError: no"),
 }
+# Every package that a peer needs, by kind.
+HERE = {kind: [] for kind in engine_throughput.PACKAGES}
 
 
 def test_lengths_are_grouped_and_long_tailed():
@@ -32,28 +52,49 @@ def test_lengths_are_grouped_and_long_tailed():
 
 def test_ratios_by_hand():
   text = engine_throughput.table(RESULTS)
-  assert "| 2,000 (1,900 to 2,100) | 10.0 | 1,024 |" in text
-  assert "| 200 (190 to 210) | 1.0 | 512 |" in text
+  assert "| 2,000 (1,900 to 2,100) | 10.0 | 1,000 | 1.00 | 2.00 | 1,024 |" in text
+  assert "| 200 (100 to 300) | 1.0 | 100 | 10.00 | 20.00 | 512 |" in text
   assert "does not run here: OSError: no" in text
   assert engine_throughput.costs(RESULTS).startswith("Invariance with 8 slabs costs +25% time")
   alone = {name: RESULTS[name] for name in ("tiled-8", "untiled-1")}
   assert "not measured" in engine_throughput.table(alone)
 
 
-def test_without_torch_the_engine_is_measured_alone():
+def test_aims_by_hand():
+  text = engine_throughput.aims(RESULTS)
+  assert "| SeerJAX, tiled, 8 slabs | 4 | 4.0 | 4.0 | yes |" in text
+  assert "one batch of all | 10 | 40.0 | 40.0 | yes |" in text
+  assert "(foreknown) length | 4 | 3.8 | 5.0 | **no** |" in text
+  assert "slots by the (foreknown) length | 3 | not measured | | |" in text
+  without = {name: RESULTS[name] for name in ("tiled-8", "hf-static")}
+  assert engine_throughput.aims(without) == "SeerJAX, native was not measured, and so no aim."
+
+
+def test_peers_without_their_packages_are_left_out_and_named():
   lines: list[str] = []
-  names = engine_throughput.chosen_peers([], lines.append)
-  if engine_throughput.missing_packages():
-    assert names == ["tiled-8", "tiled-1", "untiled-1"]
-    assert "this engine is measured alone" in lines[0]
-  else:
-    assert names == list(engine_throughput.PEERS)
-    assert not lines
+  everyone = list(engine_throughput.PEERS)
+  assert engine_throughput.chosen_peers([], HERE, lines.append) == everyone
+  assert not lines
+  missing = HERE | {"transformers": ["torch", "transformers"], "llama.cpp": ["xllamacpp"]}
+  chosen = engine_throughput.chosen_peers([], missing, lines.append)
+  assert chosen == [name for name in everyone if engine_throughput.PEERS[name].kind == "ours"]
+  assert "torch and transformers not installed: hf-static, hf-static-32, hf-sorted-32" in lines[0]
+  assert lines[1].startswith("xllamacpp not installed: llama-cpp left out (`bash launch/peers.sh`")
+  lines.clear()
+  engine_throughput.chosen_peers(["native"], missing, lines.append)
+  assert not lines  # Nobody asked for them.
+
+
+def test_packages_are_looked_for_in_the_python_that_runs_the_peer():
+  assert engine_throughput.missing_packages("ours", sys.executable) == []
+  found = engine_throughput.pythons("/usr/bin/another")
+  assert found["transformers"] == "/usr/bin/another"
+  assert found["ours"] == found["llama.cpp"] == sys.executable
 
 
 def test_an_unknown_peer_is_refused():
-  with pytest.raises(ValueError, match=r"--peers: got vllm, expected some of tiled-8, tiled-1"):
-    engine_throughput.chosen_peers(["tiled-8", "vllm"], print)
+  with pytest.raises(ValueError, match=r"--peers: got vllm, expected some of native, tiled-8"):
+    engine_throughput.chosen_peers(["tiled-8", "vllm"], HERE, print)
 
 
 @pytest.mark.long
@@ -62,8 +103,9 @@ def test_peers_take_turns_and_give_every_token(tiny: str, tmp_path: pathlib.Path
   lines: list[str] = []
   results = engine_throughput.run(workload, ["tiled-8"], 1, tmp_path, lines.append)
   assert results["tiled-8"]["tokens_per_second"] > 0
+  assert results["tiled-8"]["tokens_per_cpu_second"] > 0
   assert results["tiled-8"]["peak"] > 2**20
-  assert "SeerJAX, tiled, 8 slabs (as shipped)" in (tmp_path / "table.md").read_text()
+  assert "SeerJAX, tiled, 8 slabs" in (tmp_path / "table.md").read_text()
   assert (tmp_path / "throughput.png").stat().st_size > 1000
 
 
@@ -79,9 +121,11 @@ def test_a_peer_that_cannot_run_says_why_and_holds_up_no_other(tmp_path: pathlib
   tokenizer_lib.load(model_loading.NANO).save(tmp_path / "model")
   workload = Workload(model=str(tmp_path / "model"), num_prompts=1, group_size=2, max_tokens=4)
   lines: list[str] = []
-  results = engine_throughput.measure(["tiled-8"], workload, 1, lines.append)
+  results = engine_throughput.measure(
+    ["tiled-8"], workload, 1, lines.append, {"ours": sys.executable}
+  )
   assert "config.json: got no such file" in results["tiled-8"]["error"]
-  assert len(lines) == 1 and "SeerJAX, tiled, 8 slabs (as shipped): does not run here" in lines[0]
+  assert len(lines) == 1 and "SeerJAX, tiled, 8 slabs: does not run here" in lines[0]
   assert "does not run here: FileNotFoundError" in engine_throughput.table(results)
 
 

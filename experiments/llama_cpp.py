@@ -1,0 +1,284 @@
+"""llama.cpp, called through the C interface that the package xllamacpp carries.
+
+Claim: none; `engine_throughput` and `real_size` measure it beside us.
+
+The wheel on PyPI is built for every x86 processor with AVX2, and uses no AVX-512. Its extension
+module exports llama.cpp's C functions; no header comes with it, so `_parameters` compares the
+defaults that it returns with those that the layout used here was read from, and refuses others.
+
+A sequence has a stream of its own in the cache (`kv_unified` is off): in a unified cache every
+sequence attends to everybody's keys.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import pathlib
+from typing import Any
+
+import numpy as np
+
+PACKAGE = "xllamacpp"
+# In words of 32 bits, of `llama_context_params`; with the defaults of the locked version.
+CONTEXT_WORDS = {
+  "n_ctx": (0, 512),
+  "n_batch": (1, 2048),
+  "n_ubatch": (2, 512),
+  "n_seq_max": (3, 1),
+  "n_threads": (7, 4),
+  "n_threads_batch": (8, 4),
+  "flash_attn_type": (13, 2**32 - 1),
+  "type_k": (26, 1),
+  "type_v": (27, 1),
+  # embeddings, offload_kqv, no_perf, op_offload; swa_full, kv_unified: a byte each.
+  "flags": (34, 0x01010100),
+  "more_flags": (35, 0x00000001),
+}
+# Kinds of the cache's tensors.
+KV_KINDS = {"f32": 0, "f16": 1, "bf16": 30}
+
+
+class _Parameters(ctypes.Structure):
+  """A record that is handed over by value; longer than those of llama.cpp, whose ends are read."""
+
+  _fields_ = [("words", ctypes.c_uint32 * 128)]
+
+
+class _Batch(ctypes.Structure):
+  """`llama_batch`: one row a token."""
+
+  _fields_ = [
+    ("n_tokens", ctypes.c_int32),
+    ("token", ctypes.c_void_p),
+    ("embd", ctypes.c_void_p),
+    ("pos", ctypes.c_void_p),
+    ("n_seq_id", ctypes.c_void_p),
+    ("seq_id", ctypes.c_void_p),
+    ("logits", ctypes.c_void_p),
+  ]
+
+
+def is_installed() -> bool:
+  """Returns whether the package is there."""
+  return importlib.util.find_spec(PACKAGE) is not None
+
+
+def _library() -> ctypes.CDLL:
+  """Returns llama.cpp with the types of what is called."""
+  spec = importlib.util.find_spec(PACKAGE)
+  if spec is None or spec.origin is None:
+    raise ModuleNotFoundError(
+      f"llama.cpp: got no package {PACKAGE}, expected the one of launch/locks/llama.txt; run"
+      " `bash launch/peers.sh`."
+    )
+  (path,) = pathlib.Path(spec.origin).parent.glob("xllamacpp*.so")
+  library = ctypes.CDLL(str(path))
+  pointer = ctypes.c_void_p
+  types: dict[str, tuple[Any, list[Any]]] = {
+    "llama_backend_init": (None, []),
+    "llama_log_set": (None, [pointer, pointer]),
+    "llama_model_default_params": (_Parameters, []),
+    "llama_context_default_params": (_Parameters, []),
+    "llama_model_load_from_file": (pointer, [ctypes.c_char_p, _Parameters]),
+    "llama_init_from_model": (pointer, [pointer, _Parameters]),
+    "llama_model_get_vocab": (pointer, [pointer]),
+    "llama_vocab_n_tokens": (ctypes.c_int32, [pointer]),
+    "llama_get_memory": (pointer, [pointer]),
+    "llama_memory_clear": (None, [pointer, ctypes.c_bool]),
+    "llama_memory_seq_cp": (None, [pointer, *4 * [ctypes.c_int32]]),
+    "llama_decode": (ctypes.c_int32, [pointer, _Batch]),
+    "llama_get_logits": (ctypes.POINTER(ctypes.c_float), [pointer]),
+    "llama_free": (None, [pointer]),
+    "llama_model_free": (None, [pointer]),
+  }
+  for name, (result, arguments) in types.items():
+    function = getattr(library, name)  # Kept by the library, unlike library[name].
+    function.restype, function.argtypes = result, arguments
+  return library
+
+
+def check_defaults(words: list[int]) -> None:
+  """Compares a record of default parameters with the layout that is used here.
+
+  Raises:
+    RuntimeError: if it is another version's.
+  """
+  for name, (place, expected) in CONTEXT_WORDS.items():
+    if words[place] != expected:
+      raise RuntimeError(
+        f"llama.cpp: got {words[place]} in place of the default {name}, expected {expected}, as the"
+        " locked version says; install that one (`bash launch/peers.sh`)."
+      )
+
+
+class Model:
+  """A model and a cache of so many streams.
+
+  Args:
+    path: a GGUF file.
+    num_sequences: streams of the cache.
+    context: positions of each.
+    num_threads: that compute.
+    flash: whether attention is fused; None lets llama.cpp decide.
+    kv: kind of the cached keys and values, of `KV_KINDS`.
+  """
+
+  def __init__(
+    self,
+    path: pathlib.Path,
+    *,
+    num_sequences: int,
+    context: int,
+    num_threads: int,
+    flash: bool | None = None,
+    kv: str = "f16",
+  ):
+    self._library = _library()
+    silent = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)
+    self._log = silent(lambda level, text, data: None)
+    self._library.llama_log_set(self._log, None)
+    self._library.llama_backend_init()
+    parameters = self._library.llama_context_default_params()
+    check_defaults(list(parameters.words))
+    chosen = dict(
+      n_ctx=num_sequences * -(-context // 256) * 256,
+      n_batch=2048,
+      n_ubatch=512,
+      n_seq_max=num_sequences,
+      n_threads=num_threads,
+      n_threads_batch=num_threads,
+      flash_attn_type=2**32 - 1 if flash is None else int(flash),
+      type_k=KV_KINDS[kv],
+      type_v=KV_KINDS[kv],
+    )
+    for name, value in chosen.items():
+      parameters.words[CONTEXT_WORDS[name][0]] = value
+    model_parameters = self._library.llama_model_default_params()
+    self._model = self._library.llama_model_load_from_file(str(path).encode(), model_parameters)
+    if not self._model:
+      raise ValueError(
+        f"{path}: got a file that llama.cpp does not load, expected a GGUF of Qwen3; write it anew"
+        " with experiments/gguf.py."
+      )
+    self._context = self._library.llama_init_from_model(self._model, parameters)
+    if not self._context:
+      raise MemoryError(
+        f"llama.cpp: got no context of {num_sequences} sequences of {context} positions; ask for"
+        " fewer."
+      )
+    vocab = self._library.llama_model_get_vocab(self._model)
+    self.vocab_size: int = self._library.llama_vocab_n_tokens(vocab)
+    self._memory = self._library.llama_get_memory(self._context)
+
+  def forget(self) -> None:
+    """Empties every stream."""
+    self._library.llama_memory_clear(self._memory, False)
+
+  def copy(self, source: int, target: int) -> None:
+    """Copies a stream's keys and values to another stream."""
+    self._library.llama_memory_seq_cp(self._memory, source, target, -1, -1)
+
+  def forward(
+    self, tokens: np.ndarray, positions: np.ndarray, sequences: np.ndarray, is_read: np.ndarray
+  ) -> np.ndarray:
+    """Computes rows, at most 2,048 of them, and appends their keys to their streams.
+
+    Args:
+      tokens: i32[n].
+      positions: i32[n], of each stream the next ones.
+      sequences: i32[n].
+      is_read: bool[n], whose logits are wanted.
+
+    Returns:
+      f32[k, v], the logits of the k rows that are read, in order; valid until the next call.
+
+    Raises:
+      RuntimeError: if llama.cpp refuses the rows.
+    """
+    rows = [np.ascontiguousarray(values, np.int32) for values in (tokens, positions, sequences)]
+    one = np.ones(len(tokens), np.int32)
+    lists = (rows[2].ctypes.data + 4 * np.arange(len(tokens))).astype(np.uint64)
+    wanted = np.ascontiguousarray(is_read, np.int8)
+    batch = _Batch(
+      len(tokens), rows[0].ctypes.data, None, rows[1].ctypes.data, one.ctypes.data,
+      lists.ctypes.data, wanted.ctypes.data,
+    )  # fmt: skip
+    if status := self._library.llama_decode(self._context, batch):
+      raise RuntimeError(
+        f"llama.cpp: got status {status} for {len(tokens)} rows, expected 0; the cache holds fewer"
+        " positions than were asked for."
+      )
+    count = int(wanted.sum())
+    logits = self._library.llama_get_logits(self._context)
+    return np.ctypeslib.as_array(logits, (count, self.vocab_size))
+
+  def close(self) -> None:
+    """Gives the memory back."""
+    self._library.llama_free(self._context)
+    self._library.llama_model_free(self._model)
+
+
+def sample(logits: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+  """Draws i32[n] from the softmax of f32[n, v]: the first of exponential clocks to ring."""
+  weights = np.exp(logits - logits.max(axis=1, keepdims=True))
+  clocks = rng.standard_exponential(logits.shape, dtype=np.float32)
+  return np.argmax(weights / clocks, axis=1).astype(np.int32)
+
+
+def prefill(model: Model, prompt: tuple[int, ...], sequence: int) -> np.ndarray:
+  """Writes a prompt to an empty stream; returns f32[v], the logits after its last token."""
+  length = len(prompt)
+  last = np.arange(length) == length - 1
+  tokens, places = np.asarray(prompt, np.int32), np.arange(length)
+  return model.forward(tokens, places, np.full(length, sequence), last)[0].copy()
+
+
+def answer(
+  model: Model,
+  prompts: list[tuple[int, ...]],
+  lengths: np.ndarray,
+  rng: np.random.Generator | None,
+) -> list[list[int]]:
+  """Answers prompts with answers of given lengths, all at once.
+
+  A prompt is computed once, and its stream is copied to the other members of its group. Streams
+  are in the order of their lengths, the longest first: llama.cpp computes in one go only what lies
+  in neighbouring streams, and so the living stay neighbours.
+
+  Args:
+    model: with a stream for each answer, and 2,048 at most.
+    prompts: of each group.
+    lengths: i32[g, m] at least 1, of the members' answers.
+    rng: of the samples; None takes the likeliest token.
+
+  Returns:
+    tokens of the answers, a group's members together.
+  """
+
+  def choose(logits: np.ndarray) -> np.ndarray:
+    return np.argmax(logits, axis=1).astype(np.int32) if rng is None else sample(logits, rng)
+
+  num_members = lengths.shape[1]
+  wanted = lengths.reshape(-1)
+  order = np.argsort(-wanted, kind="stable")  # The stream's answer.
+  stream_of = np.argsort(order)
+  model.forget()
+  first = np.empty((len(wanted), model.vocab_size), np.float32)
+  for group, prompt in enumerate(prompts):
+    streams = stream_of[group * num_members : (group + 1) * num_members]
+    first[streams] = prefill(model, prompt, int(streams[0]))
+    for stream in streams[1:]:
+      model.copy(int(streams[0]), int(stream))
+  positions = np.repeat([len(prompt) for prompt in prompts], num_members)[order].astype(np.int32)
+  remaining = wanted[order]
+  steps = [choose(first)]
+  for step in range(1, int(remaining[0])):
+    living = int(np.searchsorted(-remaining, -step))
+    streams = np.arange(living)
+    logits = model.forward(steps[-1][:living], positions[:living], streams, streams >= 0)
+    positions[:living] += 1
+    steps.append(choose(logits))
+  return [
+    [int(tokens[stream]) for tokens in steps[: int(remaining[stream])]] for stream in stream_of
+  ]

@@ -1,0 +1,34 @@
+#!/usr/bin/env bash
+# Installs what experiments compare us with: llama.cpp beside our own packages, and transformers on
+# torch for Python 3.11, for which a CPU build is locked. Nothing else needs them.
+set -euo pipefail
+
+ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+# shellcheck source=launch/environment.sh
+source "$ROOT/launch/environment.sh"
+
+case ${1:-} in
+  "") ;;
+  --help | -h)
+    cat <<'EOF'
+usage: bash launch/peers.sh
+
+Adds llama.cpp to .venv, and makes .venv-3.11 with transformers on a CPU build of torch where this
+machine has Python 3.11. experiments.engine_throughput and experiments.real_size find both.
+EOF
+    exit 0
+    ;;
+  *) fail "got '$1', expected no argument; --help says what is installed." ;;
+esac
+
+found=$(find_python)
+environment "$ROOT/.venv" "${found#* }" \
+  "$ROOT/launch/locks/runtime-${found%% *}.txt" "$ROOT/launch/locks/llama.txt" ||
+  say "llama.cpp is left out: its wheel is for x86-64 Linux"
+if found=$(find_python 3.11); then
+  environment "$ROOT/.venv-3.11" "${found#* }" \
+    "$ROOT/launch/locks/runtime-3.11.txt" "$ROOT/launch/locks/parity-3.11.txt" ||
+    say "transformers is left out: no CPU build of torch could be installed"
+else
+  say "transformers is left out: a CPU build of torch is locked for Python 3.11 alone"
+fi
