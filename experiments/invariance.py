@@ -2,9 +2,11 @@
 
 Claim: on the tiled path 1,000 completions of one prompt inside random batches are one completion,
 to the last bit of every log-probability, greedy or sampled; on-policy KL is flat 0.0. On plain XLA
-(untiled) bits differ, and KL is not 0.
+(untiled) bits differ, and KL is not 0. Natively the price is less than nothing: at least 1.5x the
+tokens/s of untiled with fitting buckets at 1, 8 and 64 rows, and 4x those of tiled at 1.
 Command: bash launch/local.sh experiments.invariance --workdir=runs/invariance
   one part:      --part=a,d          (a greedy, b sampled, c on-policy training, d the price)
+  (d) in a minute: --part=d --batch_sizes=1,8 --repetitions=2
   another model: --model=PATH_OR_HUB_ID (a Qwen3 with the article's own prompt, for example), with
                  --prompt="Tell me about Richard Feynman" --max_tokens=1000
 Hardware: 2 CPU cores, about 20 minutes for all parts. Numbers: docs/results/invariance.md
@@ -51,6 +53,11 @@ FEYNMAN = "Tell me about Richard Feynman"
 ENGINES = ((8, (1, 2, 8, 64)), (64, (16, 64, 256)))
 CANDIDATES = 64  # Held-out problems of which (a) and (b) ask the longest answered.
 
+# What native is to give in part (d), by batch size: times untiled's tokens/s, and times tiled's.
+UNTILED_AIMS = {1: 1.5, 8: 1.5, 64: 1.5}
+LEAST_OF_UNTILED = 1.0
+TILED_AIMS = {1: 4.0}
+
 Say = Callable[[str], None]
 
 
@@ -66,7 +73,7 @@ class InvarianceConfig:
     temperature: of (b).
     rl_steps: optimiser steps of (c).
     rl_groups: problems of a step of (c).
-    batch_sizes: of (d).
+    batch_sizes: of (d); each is the row bucket too.
     decode_steps: timed at once in (d).
     repetitions: of (d), the paths taking turns.
     seed: of prompts, batches and samples.
@@ -79,21 +86,28 @@ class InvarianceConfig:
   temperature: float = 1.0
   rl_steps: int = 6
   rl_groups: int = 8
-  batch_sizes: tuple[int, ...] = (1, 2, 4, 8, 16, 64, 128)
+  batch_sizes: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128)
   decode_steps: int = 16
   repetitions: int = 5
   seed: int = 0
 
 
 def paths(config: InvarianceConfig) -> dict[str, numerics_lib.NumericsConfig]:
-  """Returns the numerics that are compared: the shipped ones, one slab, and plain XLA."""
+  """Returns the numerics that are compared: tiled, with one slab, and plain XLA."""
   _, numerics = generate.load(config.model)
+  numerics = dataclasses.replace(numerics, implementation="tiled")
   one = dataclasses.replace(numerics, reduction_shards=1)
   return {
     "tiled": numerics,
     "tiled, 1 slab": one,
     "untiled": dataclasses.replace(one, implementation="untiled"),
   }
+
+
+def priced_paths(config: InvarianceConfig) -> dict[str, numerics_lib.NumericsConfig]:
+  """Returns what part (d) times: the paths that are compared, and the native one."""
+  compared = paths(config)
+  return compared | {"native": dataclasses.replace(compared["tiled"], implementation="native")}
 
 
 # (a) and (b): one prompt in random company.
@@ -377,10 +391,10 @@ def price(config: InvarianceConfig, say: Say) -> dict[str, Any]:
   Every sequence decodes from the same position on, so that no path gains by raggedness.
   """
   prompt_length, context = 32, 128
-  results: dict[str, Any] = {name: {} for name in paths(config)}
+  results: dict[str, Any] = {name: {} for name in priced_paths(config)}
   for size in config.batch_sizes:
     engines = {}
-    for name, numerics in paths(config).items():
+    for name, numerics in priced_paths(config).items():
       policy = policy_lib.load_policy(config.model, numerics)
       page_size = min(32, numerics.kv_split)
       engines[name] = engine_lib.Engine(
@@ -470,24 +484,41 @@ def tables(results: dict[str, Any]) -> str:
       lines.append(f"| {step + 1} | " + " | ".join(cells) + " |")
     sections.append("\n".join(lines))
   if "d" in results:
-    names = list(results["d"])
-    lines = [
-      "**(d) the price: decoded tokens/s, median (range); one device**\n",
-      "The row bucket is the batch, since untiled computes its whole bucket.\n",
-      "| batch | " + " | ".join(names) + " | tiled / untiled | tiled, 1 slab / untiled |",
-      "|---|" + "---|" * (len(names) + 2),
-    ]
-    for size in results["d"][names[0]]:
-      rows = {name: results["d"][name][size] for name in names}
-      cells = [
-        f"{row['median']:,.0f} ({row['lowest']:,.0f} to {row['highest']:,.0f})"
-        for row in rows.values()
-      ]
-      plain = rows["untiled"]["median"]
-      ratios = [f"{rows[name]['median'] / plain:.2f}" for name in ("tiled", "tiled, 1 slab")]
-      lines.append(f"| {size} | " + " | ".join(cells + ratios) + " |")
-    sections.append("\n".join(lines))
+    sections += [price_table(results["d"]), aims(results["d"])]
   return "\n\n".join(sections) + "\n"
+
+
+def price_table(results: dict[str, Any]) -> str:
+  """Returns part (d) as Markdown."""
+  names = list(results)
+  ratios = (*((name, "untiled") for name in names if name != "untiled"), ("native", "tiled"))
+  lines = [
+    "**(d) the price: decoded tokens/s, median (range); one device**\n",
+    "The row bucket is the batch, since untiled computes its whole bucket.\n",
+    "| batch | " + " | ".join([*names, *(f"{name} / {other}" for name, other in ratios)]) + " |",
+    "|---|" + "---|" * (len(names) + len(ratios)),
+  ]
+  for size in results[names[0]]:
+    rows = {name: results[name][size] for name in names}
+    cells = [
+      f"{row['median']:,.0f} ({row['lowest']:,.0f} to {row['highest']:,.0f})"
+      for row in rows.values()
+    ]
+    cells += [f"{rows[name]['median'] / rows[other]['median']:.2f}" for name, other in ratios]
+    lines.append(f"| {size} | " + " | ".join(cells) + " |")
+  return "\n".join(lines)
+
+
+def aims(results: dict[str, Any]) -> str:
+  """Returns what native is to reach at each batch size that was timed, and whether it does."""
+  lines = ["| native, times | batch | aimed at | measured | holds |", "|---|---|---|---|---|"]
+  for other, aim_of in (("untiled", UNTILED_AIMS), ("tiled", TILED_AIMS)):
+    for size in results["native"]:
+      if aim := aim_of.get(size, LEAST_OF_UNTILED if other == "untiled" else 0.0):
+        ratio = results["native"][size]["median"] / results[other][size]["median"]
+        holds = "yes" if ratio >= aim else "**no**"
+        lines.append(f"| {other} | {size} | {aim:g} | {ratio:.2f} | {holds} |")
+  return "\n".join(lines)
 
 
 def _place(index: int | None) -> str:
@@ -588,6 +619,7 @@ def main(argv: list[str]) -> None:
       max_tokens=args.max_tokens,
       rl_steps=args.rl_steps,
       repetitions=args.repetitions,
+      batch_sizes=tuple(map(int, args.batch_sizes)),
       seed=args.seed,
     )
     run(
@@ -606,6 +638,7 @@ if __name__ == "__main__":
   flags.DEFINE_integer("max_tokens", 128, "Longest completion.", 1)
   flags.DEFINE_integer("rl_steps", 6, "Steps of c.", 1)
   flags.DEFINE_integer("repetitions", 5, "Of d.", 1)
+  flags.DEFINE_list("batch_sizes", ["1", "2", "4", "8", "16", "32", "64", "128"], "Of d.")
   flags.DEFINE_integer("seed", 0, "Of everything random.")
   flags.DEFINE_string("workdir", "runs/invariance", "Takes numbers, tables and the picture.")
   app.run(main)

@@ -28,7 +28,7 @@ def result(rate: float, *, per_cpu: float, mebibytes: int) -> dict[str, Any]:
 
 
 RESULTS = {
-  "native": result(8000.0, per_cpu=4000.0, mebibytes=1024),
+  "native-k": result(8000.0, per_cpu=4000.0, mebibytes=1024),
   "tiled-8": result(2000.0, per_cpu=1000.0, mebibytes=1024),
   "untiled-1": result(2500.0, per_cpu=1250.0, mebibytes=1024),
   "hf-static": result(200.0, per_cpu=100.0, mebibytes=512),
@@ -67,7 +67,9 @@ def test_aims_by_hand():
   assert "(foreknown) length | 4 | 3.8 | 5.0 | **no** |" in text
   assert "slots by the (foreknown) length | 3 | not measured | | |" in text
   without = {name: RESULTS[name] for name in ("tiled-8", "hf-static")}
-  assert engine_throughput.aims(without) == "SeerJAX, native was not measured, and so no aim."
+  assert engine_throughput.aims(without) == (
+    "SeerJAX, native, 8 steps a visit was not measured, and so no aim."
+  )
 
 
 def test_peers_without_their_packages_are_left_out_and_named():
@@ -93,7 +95,7 @@ def test_packages_are_looked_for_in_the_python_that_runs_the_peer():
 
 
 def test_an_unknown_peer_is_refused():
-  with pytest.raises(ValueError, match=r"--peers: got vllm, expected some of native, tiled-8"):
+  with pytest.raises(ValueError, match=r"--peers: got vllm, expected some of native-k, native"):
     engine_throughput.chosen_peers(["tiled-8", "vllm"], HERE, print)
 
 

@@ -69,7 +69,7 @@ def test_one_prompt_in_random_company_and_its_price(tiny: str, tmp_path: pathlib
   assert tiled["completions"] == untiled["completions"] == 24
   assert (tiled["distinct_tokens"], tiled["distinct_bits"]) == (1, 1)
   assert untiled["distinct_bits"] > 1  # The twin: plain XLA follows the batch.
-  assert set(results["d"]) == {"tiled", "tiled, 1 slab", "untiled"}
+  assert set(results["d"]) == {"tiled", "tiled, 1 slab", "untiled", "native"}
   assert all(sizes[2]["median"] > 0 for sizes in results["d"].values())
   text = (tmp_path / "table.md").read_text()
   assert "| tiled | 24 | 1 | none | 1 | none |" in text
@@ -99,6 +99,24 @@ def test_training_is_on_policy_to_the_bit(trained):
   assert results["tiled"] == {key: [0.0, 0.0] for key in results["tiled"]}
   assert max(results["untiled"]["max_abs_logprob_gap"]) > 0
   assert "| 2 | 0 | 0 |" in invariance.tables({"c": results})
+
+
+def test_ratios_of_the_price_by_hand():
+  def rate(median: float) -> dict[str, float]:
+    return dict(median=median, lowest=median - 10, highest=median + 10)
+
+  results = {
+    "tiled": {1: rate(100.0), 2: rate(300.0)},
+    "untiled": {1: rate(400.0), 2: rate(500.0)},
+    "native": {1: rate(500.0), 2: rate(600.0)},
+  }
+  text = invariance.tables({"d": results})
+  assert "| batch | tiled | untiled | native | tiled / untiled | native / untiled | nat" in text
+  assert "| 500 (490 to 510) | 0.25 | 1.25 | 5.00 |" in text
+  assert "| untiled | 1 | 1.5 | 1.25 | **no** |" in text
+  assert "| untiled | 2 | 1 | 1.20 | yes |" in text
+  assert "| tiled | 1 | 4 | 5.00 | yes |" in text
+  assert "| tiled | 2 |" not in text  # Nothing is aimed at there.
 
 
 def test_a_part_that_is_none_is_refused(tmp_path: pathlib.Path):
