@@ -29,3 +29,27 @@ def norm_row(x, scale, count, eps, is_bf16, out):
   for i in range(count):
     target[i] = target[i] * scales[i]
   round_row(out, is_bf16, count)
+
+
+@jit
+def norm_row_gradient(x, scale, count, eps, is_bf16, cotangent, of_x, of_scale):
+  """The gradient of `norm_row`: of the row, and this row's part of the scale's.
+
+  All are addresses of floats; `of_x` may be `cotangent`.
+  """
+  inverse = inverse_root(x, count, eps)
+  source, scales, given = floats(x), floats(scale), floats(cotangent)
+  row, part = floats(of_x), floats(of_scale)
+  for i in range(count):
+    part[i] = source[i] * inverse
+  round_row(of_scale, is_bf16, count)
+  for i in range(count):
+    part[i] = part[i] * given[i]
+  round_row(of_scale, is_bf16, count)
+  for i in range(count):
+    row[i] = given[i] * scales[i]
+  round_row(of_x, is_bf16, count)
+  along = vectors.dot_of(of_x, x, count) / f32(count) * (inverse * inverse * inverse)
+  for i in range(count):
+    row[i] = row[i] * inverse - source[i] * along
+  round_row(of_x, is_bf16, count)

@@ -6,6 +6,8 @@ of the rows around it: heights follow the load. Blocks of 4 rows and 96 columns 
 
 from __future__ import annotations
 
+import numpy as np
+
 from seerjax.backends.native import vectors
 from seerjax.backends.native.numbers import f32, float_of_half, jit
 from seerjax.backends.native.pointers import floats, halves
@@ -45,6 +47,8 @@ _rows_bf16_rest = vectors.product_block(BLOCK_ROWS, 1, True, is_partial=True)
 # that memory is read in whole rows.
 _STREAMED = 1 << 17
 _STREAM_STEPS, _CACHE_STEPS = 32, 256
+# Values that numba does not take for literals, for which it would compile a product anew.
+_ONE, _NO, _PANEL = np.int64(1), np.bool_(False), np.int64(PANEL)
 
 
 @jit
@@ -240,4 +244,4 @@ def product_transposed(a, a_row, rows, w, is_bf16, w_row, columns, k, c, c_row, 
   for column in range(0, columns, PANEL):
     wide = min(PANEL, columns - column)
     pack_transposed(w + size * column * w_row, is_bf16, w_row, wide, k, panel)
-    product(a, a_row, 1, rows, panel, False, PANEL, wide, k, c + 4 * column, c_row, is_added)
+    product(a, a_row, _ONE, rows, panel, _NO, _PANEL, wide, k, c + 4 * column, c_row, is_added)
