@@ -7,6 +7,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import native_layer_reference as layer_reference
 import native_reference as reference
 import numpy as np
 import pytest
@@ -66,79 +67,6 @@ def wide(tree):
   return jax.tree.map(lambda leaf: np.asarray(leaf).astype(f32), tree)
 
 
-def normed_of(x, scale, eps, dtype):
-  mean = reference.dot(x, x) / f32(x.shape[-1])
-  inverse = f32(1) / np.sqrt(mean + f32(eps))
-  return reference.rounded(reference.rounded(x * inverse[..., None], dtype) * scale, dtype)
-
-
-def low_of(product, adapter, dtype):
-  return reference.rounded(product * adapter["scale"], dtype)
-
-
-def expected_inputs(config, dtype, weights, rows):
-  """Queries, keys and values in NumPy."""
-  x, cos, sin = rows
-  n, c, group = x.shape[0], config.head_dim, config.group
-  normed = normed_of(x, weights["attention_norm"], config.norm_eps, dtype)
-  low = None
-  if "qkv_lora" in weights:
-    own = weights["qkv_lora"]
-    low = low_of(reference.product(normed, own["a"]), own, dtype)
-  outputs = []
-  for slab, w in enumerate(weights["qkv"]):
-    qkv = reference.product(normed, w)
-    if low is not None:
-      qkv = reference.product(low, weights["qkv_lora"]["b"][slab], qkv)
-    qkv = reference.rounded(qkv, dtype)
-    if "qkv_bias" in weights:
-      qkv = reference.rounded(qkv + weights["qkv_bias"][slab], dtype)
-    heads = qkv.reshape(n, -1, c)
-    own = heads.shape[1] // (group + 2)
-    q, k, v = np.split(heads, (own * group, own * (group + 1)), axis=1)
-    turned = []
-    for part, name in ((q, "query_norm"), (k, "key_norm")):
-      if name in weights:
-        part = normed_of(part, weights[name], config.norm_eps, dtype)
-      a, b = np.split(part, 2, axis=-1)
-      cosine, sine = cos[:, None], sin[:, None]
-      part = np.concatenate([a * cosine - b * sine, b * cosine + a * sine], axis=-1)
-      turned.append(reference.rounded(part, dtype))
-    outputs.append((turned[0].reshape(n, own, group, c), turned[1], v))
-  return tuple(np.concatenate(parts, axis=1) for parts in zip(*outputs, strict=True))
-
-
-def summed(dtype, weights, name, inputs):
-  """The tree over slabs of inputs [r][n, e] @ W, and the adapter's term."""
-  total = reference.tree_sum(
-    np.stack([reference.product(x, w) for x, w in zip(inputs, weights[name], strict=True)])
-  )
-  if f"{name}_lora" in weights:
-    own = weights[f"{name}_lora"]
-    low = [reference.product(x, a) for x, a in zip(inputs, own["a"], strict=True)]
-    low = low_of(reference.tree_sum(np.stack(low)), own, dtype)
-    total = reference.product(low, own["b"], total)
-  return reference.rounded(total, dtype)
-
-
-def expected_outputs(config, dtype, weights, rows):
-  """Hidden rows after the MLP in NumPy."""
-  x, mixed = rows
-  parts = np.split(mixed.reshape(x.shape[0], -1), weights["out"].shape[0], axis=1)
-  x = reference.rounded(x + summed(dtype, weights, "out", parts), dtype)
-  normed = normed_of(x, weights["mlp_norm"], config.norm_eps, dtype)
-  inner = []
-  for slab, w in enumerate(weights["gate_up"]):
-    gate_up = reference.product(normed, w)
-    if "gate_up_lora" in weights:
-      own = weights["gate_up_lora"]
-      low = low_of(reference.product(normed, own["a"]), own, dtype)
-      gate_up = reference.product(low, own["b"][slab], gate_up)
-    gate, up = np.split(gate_up, 2, axis=1)
-    inner.append(reference.rounded(gate / (f32(1) + reference.exp(-gate)) * up, dtype))
-  return reference.rounded(x + summed(dtype, weights, "down", inner), dtype)
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", CASES, ids=("biases", "adapters", "one slab"))
 def test_a_layer_is_its_chains_and_agrees_with_xla(case, dtype):
@@ -148,22 +76,130 @@ def test_a_layer_is_its_chains_and_agrees_with_xla(case, dtype):
   of_inputs, of_outputs = rows_of(config, numerics, 7)
   inputs, outputs = stages_of(config)
   count, tiled = jnp.int32(5), Tiled(numerics)
-  got = *program(layers.attention_inputs, inputs)(weights, of_inputs, count), program(
-    layers.after_attention, outputs
-  )(weights, of_outputs, count)
+  got = (
+    *program(layers.attention_inputs, inputs)(weights, of_inputs, count),
+    program(layers.after_attention, outputs)(weights, of_outputs, count),
+  )
   live = jax.tree.map(lambda leaf: leaf[:5], (of_inputs, of_outputs))
   plain, (first, second) = wide(weights), wide(live)
-  expected = *expected_inputs(config, dtype, plain, first), expected_outputs(
-    config, dtype, plain, second
+  expected = (
+    *layer_reference.attention_inputs(config, dtype, plain, first),
+    layer_reference.after_attention(config, dtype, plain, second),
   )
-  by_xla = *tiled.attention_inputs(inputs, weights, of_inputs, count), tiled.after_attention(
-    outputs, weights, of_outputs, count
+  by_xla = (
+    *tiled.attention_inputs(inputs, weights, of_inputs, count),
+    tiled.after_attention(outputs, weights, of_outputs, count),
   )
   close = 1e-5 if dtype == "float32" else 2e-2
   for found, chain, other in zip(wide(got), expected, wide(by_xla), strict=True):
     np.testing.assert_array_equal(found[:5].view(np.int32), chain.view(np.int32))
     np.testing.assert_allclose(found[:5], other[:5], rtol=0, atol=close * np.abs(chain).max())
     assert not np.any(found[5:])
+
+
+def gradients_of(functions, config, weights, of_inputs, of_outputs, given, count):
+  """Of the weights and rows, for cotangents of (queries, keys, values, hidden rows)."""
+  stages = stages_of(config)
+
+  def run(weights, of_inputs, of_outputs, given):
+    first, pull_inputs = jax.vjp(
+      lambda w, rows: functions[0](stages[0], w, rows, count), weights, of_inputs
+    )
+    second, pull_outputs = jax.vjp(
+      lambda w, rows: functions[1](stages[1], w, rows, count), weights, of_outputs
+    )
+    del first, second
+    return pull_inputs(given[:3]), pull_outputs(given[3])
+
+  return jax.jit(run)(weights, of_inputs, of_outputs, given)
+
+
+def leaves_of(expected, found):
+  """(name, expected, found) of every weight that the reference has a gradient of."""
+  for path, leaf in jax.tree_util.tree_flatten_with_path(expected)[0]:
+    other = found
+    for key in path:
+      other = other[key.key]
+    yield jax.tree_util.keystr(path), leaf, other
+
+
+def equal_bits(a, b, what=""):
+  np.testing.assert_array_equal(a.view(np.int32), b.view(np.int32), err_msg=what)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", CASES, ids=("biases", "adapters", "one slab"))
+def test_a_gradient_is_its_chains_and_agrees_with_xla(case, dtype):
+  config, slabs, targets = case
+  # Adapters in bfloat16: of two chunks of rows.
+  count = tiles.BACKWARD_ROWS + 9 if (slabs, dtype) == (2, "bfloat16") else 7
+  numerics = numerics_of(dtype, slabs)
+  weights = params_of(config, numerics, targets)["layers"][0]
+  of_inputs, of_outputs = rows_of(config, numerics, count)
+  (_, _, _), (x, mixed) = rows_of(config, numerics, count, seed=2)
+  given = mixed, mixed[:, :, 0], mixed[:, :, 1], x
+  live, tiled = count - 2, Tiled(numerics)
+  native = layers.attention_inputs, layers.after_attention
+  xla = tiled.attention_inputs, tiled.after_attention
+  run = lambda functions: wide(
+    gradients_of(functions, config, weights, of_inputs, of_outputs, given, jnp.int32(live))
+  )
+  found, by_xla = run(native), run(xla)
+  cut = jax.tree.map(lambda leaf: leaf[:live], (of_inputs, of_outputs, given))
+  plain, (first, second, wanted) = wide(weights), wide(cut)
+  of_weights, of_x = layer_reference.attention_inputs_gradient(
+    config, dtype, plain, first, wanted[:3]
+  )
+  others, of_rows = layer_reference.after_attention_gradient(
+    config, dtype, plain, second, wanted[3]
+  )
+  for expected, (got, _), (other, _) in zip((of_weights, others), found, by_xla, strict=True):
+    for name, leaf, here in leaves_of(expected, got):
+      equal_bits(reference.rounded(leaf, dtype), here, name)
+    for name, leaf, there in leaves_of(expected, other):
+      atol = (1e-5 if dtype == "float32" else 4e-2) * np.abs(leaf).max()
+      np.testing.assert_allclose(leaf, there, rtol=0, atol=atol, err_msg=name)
+  (_, ((x, *_), (hidden, mixed))) = found[0][0], (found[0][1], found[1][1])
+  for here, expected in ((x, of_x), (hidden, of_rows[0]), (mixed, of_rows[1])):
+    equal_bits(here[:live], expected)
+    assert not np.any(here[live:])
+  for here, there in ((x, by_xla[0][1][0]), (hidden, by_xla[1][1][0]), (mixed, by_xla[1][1][1])):
+    atol = (1e-5 if dtype == "float32" else 4e-2) * np.abs(there).max()
+    np.testing.assert_allclose(here, there, rtol=0, atol=atol)
+
+
+def test_a_rows_gradient_knows_nothing_of_the_others():
+  numerics = numerics_of("bfloat16", 2)
+  weights = params_of(ADAPTED, numerics, lora.TARGETS)["layers"][0]
+  rows = rows_of(ADAPTED, numerics, 70)
+  (_, _, _), (x, mixed) = rows_of(ADAPTED, numerics, 70, seed=2)
+  given = mixed, mixed[:, :, 0], mixed[:, :, 1], x
+  native = layers.attention_inputs, layers.after_attention
+
+  def run(count):
+    first, second, own = jax.tree.map(lambda leaf: leaf[70 - count :], (*rows, given))
+    found = gradients_of(native, ADAPTED, weights, first, second, own, jnp.int32(count))
+    return jax.tree.leaves(wide((found[0][1][0], found[1][1])))
+
+  whole = run(70)
+  for count in (1, 3, 6):
+    for some, every in zip(run(count), whole, strict=True):
+      equal_bits(some, every[70 - count :])
+
+
+def test_rows_behind_the_last_leave_no_trace_in_a_gradient():
+  numerics = numerics_of("float32", 8)
+  weights = params_of(PLAIN, numerics, ())["layers"][0]
+  rows = rows_of(PLAIN, numerics, 6)
+  (_, _, _), (x, mixed) = rows_of(PLAIN, numerics, 6, seed=2)
+  native = layers.attention_inputs, layers.after_attention
+
+  def run(rest):
+    behind = lambda leaf: leaf.at[4:].set(rest)
+    first, second, own = jax.tree.map(behind, (*rows, (mixed, mixed[:, :, 0], mixed[:, :, 1], x)))
+    return wide(gradients_of(native, PLAIN, weights, first, second, own, jnp.int32(4)))
+
+  jax.tree.map(equal_bits, run(np.nan), run(1.0))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
