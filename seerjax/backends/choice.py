@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from seerjax import numerics as numerics_lib
-from seerjax.backends.mosaic_gpu import MosaicGpu
 from seerjax.backends.plain import Plain
 from seerjax.backends.protocol import Backend
 from seerjax.backends.tiled import Tiled
@@ -12,6 +11,9 @@ from seerjax.backends.tiled import Tiled
 def backend_of(numerics: numerics_lib.NumericsConfig) -> Backend:
   """Returns the implementation that the numerics name."""
   if numerics.uses_kernels:
+    # Imported here: what it needs of JAX takes a fifth of a command's start, and no CPU runs it.
+    from seerjax.backends.mosaic_gpu import MosaicGpu
+
     return MosaicGpu(numerics)
   if numerics.implementation == "native":
     # Imported here: numba takes a second, and may be missing where nothing native runs.
