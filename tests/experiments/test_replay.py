@@ -179,7 +179,7 @@ def test_a_changed_record_is_told_from_a_changed_computation(
 # Weights that are not kept.
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
   ("request_name", "steps", "source"),
   [

@@ -42,7 +42,7 @@ def network_reference(x, up, down):
 run = jax.jit(network, static_argnums=3)
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(4)
 @pytest.mark.parametrize("num_slabs", [1, 2, 8])
 @pytest.mark.parametrize("num_rows", SIZES)
 def test_values_and_gradients_are_the_definitions(num_rows, num_slabs):

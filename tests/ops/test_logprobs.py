@@ -24,7 +24,7 @@ def arguments(count, vocabulary=44, seed=0):
   return logits, jnp.asarray(rng.integers(0, vocabulary, count), jnp.int32)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("count", [0, 1, 3, 4, 5, 11])
 def test_logprobs_and_gradients_are_the_definitions(count):
   logits, tokens = arguments(count)

@@ -261,7 +261,7 @@ MODELS = {
 }
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize(
   "num_segments, num_rows, query_tile, context, mode",

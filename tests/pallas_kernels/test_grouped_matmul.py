@@ -55,7 +55,7 @@ def with_gradients(kernel, x, group_sizes, w, dy, **options):
   return y, *pull(dy)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 # The interpreter's outputs start as NaN, so that a row that nobody writes is seen.
 @needs_interpreter
 @pytest.mark.parametrize("sizes", SIZES)
@@ -183,7 +183,7 @@ def test_every_row_is_in_one_tile_of_its_expert(sizes, block_m):
   assert (np.asarray(padded.place)[sum(sizes) :] >= padded.num_rows).all()
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("m, e, k, n", BENCHMARK)
 def test_benchmark_shapes_lower_for_a_gpu(m, e, k, n):
   def forward_and_gradient(x, group_sizes, w):

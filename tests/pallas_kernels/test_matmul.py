@@ -229,7 +229,7 @@ def test_by_default_no_tile_follows_the_number_of_rows(pair):
   assert {matmul.plan(tuned, num_rows).block_m for num_rows in (1, 9, 64, 65)} == {8, 16, 64, 128}
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(4)
 @pytest.mark.parametrize("k, n, shards, transposed", BENCHMARK)
 @pytest.mark.parametrize(
   "num_rows, swapped_rows",
