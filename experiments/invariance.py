@@ -405,6 +405,7 @@ def price(config: InvarianceConfig, say: Say) -> dict[str, Any]:
           max_sequences=size,
           max_context=context,
           row_buckets=(size, 2 * max(size, 64)),
+          steps_per_visit=1,  # Steps are timed one by one.
         ),
         key=numerics_lib.key(config.seed),
       )

@@ -29,6 +29,12 @@ class NumbaCpu(Tiled):
   """See `protocol.Backend`."""
 
   @property
+  def steps_per_visit(self) -> int:
+    # The host's work is a large part of a short step: 1, 2, 4, 8 and 16 gave 4.7, 5.6, 6.8, 7.2 and
+    # 7.8 thousand tokens per CPU second of nano.
+    return 8
+
+  @property
   def page_axes(self) -> tuple[str, ...]:
     return "cz", "zc"
 

@@ -112,6 +112,11 @@ class Backend(Operations, Protocol):
     ...
 
   @property
+  def steps_per_visit(self) -> int:
+    """Decode steps that an engine's visit has at most, where its config does not say."""
+    ...
+
+  @property
   def page_axes(self) -> tuple[str, ...]:
     """Axes of one page of one head in each of a layer's arrays f[k, m, ...]: z position, c feature.
 

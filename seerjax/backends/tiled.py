@@ -32,6 +32,11 @@ class Tiled:
     return True
 
   @property
+  def steps_per_visit(self) -> int:
+    # 8 gave 9 % more tokens per CPU second of nano, for one program more to compile in each bucket.
+    return 1
+
+  @property
   def page_axes(self) -> tuple[str, ...]:
     return "zc", "zc"
 

@@ -41,10 +41,10 @@ class EngineConfig:
       context decide (`derived_buckets`), never the memory that is free. A step that only decodes
       uses the smallest that fits. Its arrays are whole tiles, two at least, of
       `NumericsConfig.row_tile` rows (`Engine.plan` names them), of which the bucket's are used.
-    steps_per_visit: most steps that rows which decode take on the devices before the host is asked
-      again, from 1 to 32. Single steps are taken where a prompt is being written, a draft verified,
-      or a row has stop strings or a grammar. More spares the host's work for each of them; what is
-      submitted, waits or is drafted meanwhile is seen that much later.
+    steps_per_visit: most steps, up to 32, that rows which decode take on the devices before the
+      host looks again; 0 lets the backend decide, 1 looks after each. Single steps are taken where
+      a prompt is written, a draft verified, or a row has stop strings or a grammar. More spares
+      the host's work; what is submitted, waits, streams or is drafted is seen that much later.
     reuse_prefixes: keep pages findable for requests that start the same way.
     gives_back_pages: whether the pages' memory is free while the weights learn, and taken again for
       the next rollouts.
@@ -55,7 +55,7 @@ class EngineConfig:
   max_sequences: int = 0
   max_context: int = 1024
   row_buckets: tuple[int, ...] = ()
-  steps_per_visit: int = 1
+  steps_per_visit: int = 0
   reuse_prefixes: bool = True
   gives_back_pages: bool = False
 
@@ -70,9 +70,9 @@ class EngineConfig:
     checks.whole(
       "EngineConfig.steps_per_visit",
       self.steps_per_visit,
-      1,
+      0,
       MAX_STEPS_PER_VISIT,
-      "1 asks the host after every step, 8 is usual where its work is the larger part",
+      "0 lets the backend decide, 1 looks after every step",
     )
     buckets = self.row_buckets
     is_list = isinstance(buckets, tuple | list) and all(map(checks.is_whole, buckets))
@@ -219,7 +219,7 @@ def fitted(
   Args:
     config: sizes; what it names is taken as it is, where memory can hold it.
     model: shape of the model.
-    backend: that writes the pages.
+    backend: that writes the pages and runs the steps.
     free_bytes: memory of one instance.
 
   Raises:
@@ -267,7 +267,10 @@ def fitted(
         " EngineConfig.num_pages."
       )
   max_sequences = config.max_sequences or max(1, min(most, (num_pages - 1) // per_context))
-  return dataclasses.replace(config, num_pages=num_pages, max_sequences=max_sequences)
+  steps = config.steps_per_visit or backend.steps_per_visit
+  return dataclasses.replace(
+    config, num_pages=num_pages, max_sequences=max_sequences, steps_per_visit=steps
+  )
 
 
 def described(

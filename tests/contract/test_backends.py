@@ -63,6 +63,10 @@ class Wrapping:
     return self._inner.holds_logits
 
   @property
+  def steps_per_visit(self):
+    return self._inner.steps_per_visit
+
+  @property
   def page_axes(self):
     return "cz", "zc"
 

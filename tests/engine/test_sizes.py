@@ -47,6 +47,13 @@ def test_zeros_are_filled_from_free_memory():
   assert unknown == plenty
 
 
+@pytest.mark.parametrize(("implementation", "expected"), [("tiled", 1), ("native", 8)])
+def test_steps_of_a_visit_that_are_left_open_are_the_backend_s(implementation, expected):
+  backend = choice.backend_of(dataclasses.replace(NUMERICS, implementation=implementation))
+  found = sizes.fitted(OPEN, MODEL, backend, free_bytes=float("inf"))
+  assert found.steps_per_visit == expected
+
+
 UNTILED = dataclasses.replace(NUMERICS, implementation="untiled")
 
 
@@ -93,7 +100,12 @@ def test_row_buckets_that_no_gib_holds_are_less_and_one_at_least():
 
 def test_what_is_named_is_taken_as_it_is():
   named = sizes.EngineConfig(
-    page_size=8, num_pages=7, max_sequences=3, max_context=32, row_buckets=(4, 16)
+    page_size=8,
+    num_pages=7,
+    max_sequences=3,
+    max_context=32,
+    row_buckets=(4, 16),
+    steps_per_visit=3,
   )
   assert fitted(named, 5) == named == sizes.with_buckets(named, MODEL, NUMERICS)
 
@@ -133,8 +145,8 @@ def test_the_plan_says_what_was_allocated():
   [
     ("max_sequences", -1, r"EngineConfig.max_sequences: got -1, expected at least 0; 0 asks"),
     ("num_pages", -1, r"EngineConfig.num_pages: got -1, expected at least 0; 0 asks the free"),
-    ("steps_per_visit", 0, r"EngineConfig.steps_per_visit: got 0, expected 1 to 32; 1 asks the"),
-    ("steps_per_visit", 33, r"EngineConfig.steps_per_visit: got 33, expected 1 to 32; 1 asks"),
+    ("steps_per_visit", -1, r"EngineConfig.steps_per_visit: got -1, expected 0 to 32; 0 lets the"),
+    ("steps_per_visit", 33, r"EngineConfig.steps_per_visit: got 33, expected 0 to 32; 0 lets"),
     ("row_buckets", (-3,), r"row_buckets: got \(-3,\), expected ascending positive"),
     ("row_buckets", (16, 4), r"row_buckets: got \(16, 4\), expected ascending"),
     ("row_buckets", (4, 4), r"row_buckets: got \(4, 4\), expected ascending"),

@@ -128,7 +128,7 @@ def make_engine(
   )
 
 
-# One request at a time, prompts in chunks of 16, nothing reused.
+# One request at a time, prompts in chunks of 16, nothing reused, single steps.
 ALONE = engine_lib.EngineConfig(
   page_size=16,
   num_pages=5,
@@ -136,6 +136,7 @@ ALONE = engine_lib.EngineConfig(
   max_context=64,
   row_buckets=(16,),
   reuse_prefixes=False,
+  steps_per_visit=1,
 )
 
 
