@@ -9,6 +9,7 @@ import tiny_model
 
 from seerjax.engine.engine import Engine, EngineConfig
 from seerjax.models.loading import Model
+from seerjax.numerics import NumericsConfig
 from seerjax.types import Request, SamplingParams
 
 SIZES = EngineConfig(
@@ -17,17 +18,17 @@ SIZES = EngineConfig(
 
 
 @functools.cache
-def answers() -> dict:
-  engine = make_engine((1, 1))
+def answers(numerics: NumericsConfig = tiny_model.NUMERICS) -> dict:
+  engine = make_engine((1, 1), numerics=numerics)
   return {completion.request_id: completion for completion in engine.generate(asked())}
 
 
-def make_engine(mesh, sizes=SIZES, **others) -> Engine:
+def make_engine(mesh, sizes=SIZES, numerics=tiny_model.NUMERICS, **others) -> Engine:
   return Engine(
-    Model(tiny_model.CONFIG, tiny_model.params(tiny_model.NUMERICS), tiny_model.NUMERICS),
+    Model(tiny_model.CONFIG, tiny_model.params(numerics), numerics),
     config=sizes,
     key=jax.random.key(5),
-    runner=tiny_model.runner(tiny_model.NUMERICS, *mesh),
+    runner=tiny_model.runner(numerics, *mesh),
     **others,
   )
 
@@ -65,6 +66,7 @@ def run(engine: Engine, at_pause, chunk_tokens=5) -> dict:
   return found
 
 
-def assert_same(found: dict) -> None:
-  assert found.keys() == answers().keys()
-  assert all(tiny_model.same(found[name], answers()[name], 0) for name in found)
+def assert_same(found: dict, numerics: NumericsConfig = tiny_model.NUMERICS) -> None:
+  wanted = answers(numerics)
+  assert found.keys() == wanted.keys()
+  assert all(tiny_model.same(found[name], wanted[name], 0) for name in found)

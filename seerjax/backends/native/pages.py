@@ -14,9 +14,6 @@ from seerjax.backends.native.ffi import address, dimension, integer, is_bfloat16
 from seerjax.backends.native.numbers import jit
 from seerjax.backends.native.pointers import halves, integers, unsigned
 
-# Axes of one page of one head, of keys and of values: z slots, c features.
-PAGE_AXES = ("cz", "zc")
-
 
 @jit
 def _rows(arguments):

@@ -105,6 +105,27 @@ def test_spilled_requests_come_back_anywhere(mesh, tier, tmp_path):
   assert bool(list(tmp_path.glob("*/*.kv"))) == (tier == "store")
 
 
+def test_pages_whose_keys_are_transposed_migrate_and_come_back_from_a_store(tmp_path):
+  pool = KVPool(KVPoolConfig(host_pages=16), DiskStore(tmp_path, max_bytes=10**7))
+  engine = make_engine((2, 2), numerics=tiny_model.NATIVE, kv_pool=pool)
+  keys, values = engine.memory.pages[0]
+  assert keys.shape[3:] == values.shape[3:][::-1] != values.shape[3:]
+  turn = iter(range(10**6))
+
+  def at_pause(request_id):
+    place = next(turn)
+    instance = place % 2
+    if place % 3 == 0:
+      engine.spill([name for name in engine.poll_paused() if engine.held_pages(name)])
+    else:
+      assert engine.migrate(request_id, instance)
+    return instance
+
+  assert_same(run(engine, at_pause), tiny_model.NATIVE)
+  counters = engine.counters
+  assert counters.migrated_pages and counters.restored_pages and pool.store.requests_in
+
+
 def test_what_a_store_loses_is_computed_again(tmp_path):
   pool = KVPool(KVPoolConfig(host_pages=16), DiskStore(tmp_path, max_bytes=10**7))
   engine = make_engine((1, 1), kv_pool=pool)
