@@ -66,6 +66,8 @@ def of_class(node: ast.ClassDef, name: str) -> Iterator[str]:
     if isinstance(member, ast.FunctionDef) and (
       not member.name.startswith("_") or member.name == "__init__"
     ):
+      if any(ast.unparse(one).endswith(".setter") for one in member.decorator_list):
+        continue  # What it sets, the property itself says.
       yield from of_function(member, f"{name}.{member.name}")
     elif is_record and isinstance(member, ast.AnnAssign):
       field = ast.unparse(member.target)

@@ -96,12 +96,9 @@ class Engine:
       mesh = parallel.make_mesh() if mesh is None else mesh
       runner = runner_lib.Runner(shape, numerics, mesh, len(config.row_buckets))
     runner.require_is_of(shape, numerics, mesh)
-    self.model = shape
-    self.numerics = numerics
-    self.tokenizer = model.tokenizer
+    self.model, self.numerics, self.tokenizer = shape, numerics, model.tokenizer
     self.policy_version = policy_version
-    self._runner = runner
-    self._key = key
+    self._runner, self._key = runner, key
     self._params = runner.place_params(model.params, what="Engine.params")
     config = sizes.fitted(config, shape, runner.stages, free_bytes=sizes.free_bytes(runner.mesh))
     # Positions of one sequence at most: beyond its model's, none is ever asked for.
