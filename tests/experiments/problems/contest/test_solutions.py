@@ -1,26 +1,21 @@
-"""Contest solutions: programs are compiled, run and judged; whatever goes wrong is said."""
+"""Programs are compiled, run and judged; whatever goes wrong is said."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 import dataclasses
 import math
 
 import matplotlib.figure
-import numpy as np
 import pytest
 
 from experiments.problems import contest
-from experiments.problems.apple_machines import rules as apple_rules
+from experiments.problems.contest import solutions
 from experiments.problems.purse_seine import rules as seine_rules
 from seerjax.discovery import environment as environment_lib
 from seerjax.sandbox.sandbox import Limits, Outcome, Sandbox
 
 SEINE, MACHINES = contest.PurseSeineContest(), contest.AppleMachinesContest()
-# Level 0 earns 1, 2 and 3 apples for each kind; the first machines cost 1, 2 and 4 apples.
-TOY = apple_rules.Instance(
-  apples=(1, 2, 3), costs=((1, 2, 4), (3, 50, 60), (700, 800, 900), (9000, 9000, 9000))
-)
+
 SQUARE = "4\n40000 40000\n60000 40000\n60000 60000\n40000 60000\n"
 # The square around the middle of the plane; of both answers the last one counts.
 C_PLUS_PLUS = """
@@ -34,12 +29,6 @@ int main() {
   std::cout << "4\\n40000 40000\\n60000 40000\\n60000 60000\\n40000 60000\\n";
 }
 """
-
-
-@pytest.fixture(scope="module")
-def sandbox() -> Iterator[Sandbox]:
-  with Sandbox(allow_weak=True) as one:
-    yield one
 
 
 def python(source: str) -> dict[str, str]:
@@ -109,7 +98,7 @@ def test_what_cannot_be_compiled_is_refused(sandbox: Sandbox):
   seconds = environment_lib.helper_seconds(environment)
   assert environment.verify(artefact).reason == reason
   assert environment_lib.helper_seconds(environment) == seconds
-  short = dataclasses.replace(contest.COMPILE_LIMITS, cpu_seconds=0.01)
+  short = dataclasses.replace(solutions.COMPILE_LIMITS, cpu_seconds=0.01)
   hasty = seine(sandbox, compile_limits=short)
   assert "compilation: got more than 0.01 seconds" in hasty.verify(artefact).reason
   with pytest.raises(ValueError, match=r"got a program that is worth nothing \(compilation: "):
@@ -156,7 +145,7 @@ def test_programs_that_fail_are_worth_nothing(sandbox: Sandbox, source: str, rea
 )
 def test_every_way_to_fail_has_its_words(status: str, words: str):
   outcome = Outcome(status, None, b"", b"what it said\n", {}, 0.0, 0.0)
-  assert contest._failure(outcome, contest.RUN_LIMITS) == words
+  assert solutions._failure(outcome, solutions.RUN_LIMITS) == words
 
 
 def test_a_program_that_fails_on_the_second_case_is_worth_nothing(sandbox: Sandbox):
@@ -198,68 +187,3 @@ def test_impossible_settings_are_refused(sandbox: Sandbox):
     contest.PurseSeineContest(first_case=-1)
   with pytest.raises(ValueError, match="AppleMachinesContest.first_case: got -1, expected 0 or"):
     contest.AppleMachinesContest(first_case=-1)
-
-
-def test_inputs_have_the_contests_form():
-  lines = SEINE.case_input(1).decode().splitlines()
-  points = np.concatenate(seine_rules.points_of(1))
-  assert lines[0] == "5000" and len(lines) == 10_001
-  assert [list(map(int, line.split())) for line in lines[1:]] == points.tolist()
-  assert contest.machines_input(TOY) == (
-    "3 4 500 1\n1 2 3\n1 2 4\n3 50 60\n700 800 900\n9000 9000 9000\n"
-  )
-  rows = [list(map(int, line.split())) for line in MACHINES.case_input(0).decode().splitlines()]
-  assert rows[0] == [10, 4, 500, 1] and [len(row) for row in rows[1:]] == [10] * 5
-  assert rows[1] == sorted(rows[1]) and rows[1][0] == rows[2][0] == 1
-
-
-def test_three_turns_by_hand():
-  # Turn 0: (0, 0) for 1 apple, 0 left; it works once: 1 apple.
-  assert contest.play(TOY, [(0, 0)]) == 1
-  # Turn 1: nothing is bought, 2 apples. Turn 2: (0, 1) for 2; 0 left, 1 + 2 are added.
-  assert contest.play(TOY, [(0, 0), None, (0, 1)]) == 3
-  # Turn 3: (1, 0) for 3; 3 are added, and then there are 2 of (0, 0): 2 + 2 more in turn 4.
-  assert contest.play(TOY, [(0, 0), None, (0, 1), (1, 0)]) == 3
-  assert contest.play(TOY, [(0, 0), None, (0, 1), (1, 0), None]) == 7
-  # A second (0, 0) costs twice as much, and has power 2: 3 of it, 2 apples each, and 2 of (0, 1).
-  assert contest.play(TOY, [(0, 0), None, (0, 1), (1, 0), None, (0, 0)]) == 7 - 2 + 3 * 2 + 2
-  assert contest.play(TOY, []) == 1
-  assert contest.play(TOY, [(0, 0), (0, 0)]) == (
-    "turn 1: got an order of level 0 and kind 0 for 2 apples, expected at most the 1 that are there"
-  )
-
-
-def test_turns_agree_with_the_plans_of_apple_machines():
-  problem = apple_rules.instance(3)
-  plan = [(0, 0, 40), (0, 3, 90), (1, 3, 300), (0, 3, 480)]
-  turns = apple_rules.trace(problem, plan)
-  orders = [plan[turn.run][:2] if turn.is_bought else None for turn in turns]
-  assert contest.play(problem, orders) == turns[-1].apples
-  output = "".join("-1\n" if order is None else f"{order[0]} {order[1]}\n" for order in orders)
-  points = contest.AppleMachinesContest(first_case=3).value(0, output)
-  assert points == apple_rules.points(turns[-1].apples)
-
-
-@pytest.mark.parametrize(
-  ("output", "reason"),
-  [
-    ("-1\n" * 499, "output: got 499 turns, expected 500"),
-    ("-1\n" * 499 + "0", "turn 499: got level 0 alone, expected level and kind, or -1"),
-    ("4 0\n", "turn 0: got level 4 and kind 0, expected 0 to 3 and 0 to 9"),
-    ("-1 0 -1\n", "turn 1: got level 0 and kind -1, expected 0 to 3 and 0 to 9"),
-    ("0 0\n0 x\n", "output: got 'x' as word 3, expected an integer"),
-    ("3 9\n" + "-1\n" * 499, "turn 0: got an order of level 3 and kind 9 for"),
-  ],
-)
-def test_orders_that_cannot_be_are_refused(output: str, reason: str):
-  value = MACHINES.value(0, output)
-  assert isinstance(value, str) and reason in value
-
-
-def test_orders_are_read_as_the_contests_tester_reads_them():
-  output = "# a plan\n+0 0\n" + "-1\n  # and then\n" * 499
-  assert contest.read_orders(output, 500) == [(0, 0), *[None] * 499]
-  # What follows the last turn is not read, be it an order or none.
-  assert contest.read_orders(output + "3 9\nend\n", 500) == [(0, 0), *[None] * 499]
-  assert contest.read_orders("# -1\n", 1) == "output: got 0 turns, expected 1"
-  assert "'#' as word 1" in contest.read_orders("0 # 1\n", 1)
