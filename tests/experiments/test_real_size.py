@@ -11,42 +11,17 @@ import resource
 import subprocess
 import sys
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
 
+from experiments import decode_speed
 from seerjax.models import (
-  config as model_config,
   huggingface,
-  loading as model_loading,
-  parameters,
   presets,
-  tokenizer as tokenizer_lib,
 )
-from seerjax.models.config import TransformerConfig
-from seerjax.run import presets as run_presets
 
 ROOT = pathlib.Path(__file__).parents[2]
 QWEN3 = presets.get("qwen3-0.6b")
 GIB = 2**30
-
-
-def write_random(directory: pathlib.Path, model: TransformerConfig) -> None:
-  """Writes random bfloat16 weights, and nano's tokenizer, whose ids are the vocabulary's first."""
-  numerics = model_config.numerics_for(model, run_presets.main_job().numerics)
-  random = np.random.default_rng(0)
-
-  def leaf(path, shape):
-    name = path[-1].key
-    values = np.ones(shape.shape, np.float32)
-    if not name.endswith("norm"):
-      values = 0.02 * random.standard_normal(shape.shape, np.float32)
-    return jnp.asarray(values, jnp.bfloat16)
-
-  shapes = parameters.shapes(model, numerics.reduction_shards)
-  params = jax.tree_util.tree_map_with_path(leaf, shapes)
-  huggingface.save(directory, params, model, tokenizer=tokenizer_lib.load(model_loading.NANO))
 
 
 def one_step(model: pathlib.Path, workdir: pathlib.Path, log: pathlib.Path) -> tuple[str, int]:
@@ -79,7 +54,7 @@ def planned_bytes(said: str) -> int:
 @pytest.mark.long
 def test_a_whole_step_of_28_layers_fits_24_gib_and_its_plan(tmp_path: pathlib.Path):
   model, workdir = tmp_path / "model", tmp_path / "run"
-  write_random(model, QWEN3)
+  decode_speed.write_random(model, QWEN3)
   said, peak = one_step(model, workdir, tmp_path / "log")
   planned = planned_bytes(said)
   print(f"peak {peak / GIB:.2f} GiB, planned {planned / GIB:.2f} GiB")
@@ -92,5 +67,5 @@ def test_a_whole_step_of_28_layers_fits_24_gib_and_its_plan(tmp_path: pathlib.Pa
 
 def test_a_random_model_of_real_width_is_written_as_others_are(tmp_path: pathlib.Path):
   model = dataclasses.replace(QWEN3, num_layers=1, vocab_size=1024, intermediate_size=64)
-  write_random(tmp_path / "model", model)
+  decode_speed.write_random(tmp_path / "model", model)
   assert huggingface.load_config(tmp_path / "model") == model
