@@ -59,13 +59,19 @@ DEEP = dataclasses.replace(
   num_kv_heads=2,
   max_context=48,
 )
+NUMERICS = {
+  "f32": tiny_model.NUMERICS,
+  "bf16": tiny_model.BFLOAT16,
+  "native f32": tiny_model.NATIVE,
+  "native bf16": tiny_model.NATIVE_BFLOAT16,
+}
 DEEP_NUMERICS = dataclasses.replace(tiny_model.NUMERICS, reduction_shards=2)
 
 
 def pool_of(config, numerics, num_pages):
   """Pages of all layers in one pool, however few there are."""
-  shape = (config.num_kv_heads, num_pages, config.num_layers, PAGE_SIZE, config.head_dim)
-  return ((jnp.zeros(shape, numerics.dtype), jnp.zeros(shape, numerics.dtype)),)
+  pages = kv_layout.empty_pages(config, numerics, num_pages=num_pages, page_size=PAGE_SIZE)
+  return (tuple(jnp.stack(leaves, axis=2) for leaves in zip(*pages, strict=True)),)
 
 
 def by_layer(pages):
@@ -86,13 +92,11 @@ def assert_equal(found, expected):
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("length", [3, 21])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("numerics", NUMERICS.values(), ids=NUMERICS)
 @pytest.mark.parametrize("case", CASES)
-def test_rows_and_keys_are_those_of_layers_in_a_row(case, dtype, length):
+def test_rows_and_keys_are_those_of_layers_in_a_row(case, numerics, length):
   config, shards = CASES[case]
-  numerics = dataclasses.replace(
-    tiny_model.NUMERICS, reduction_shards=shards, compute_dtype=dtype
-  )
+  numerics = dataclasses.replace(numerics, reduction_shards=shards)
   row = tiny_model.random_params(config, numerics)
   loop = parameters.stacked(row)
   assert_equal(parameters.unstacked(loop), row)
