@@ -85,7 +85,12 @@ PEERS = {
     dict(implementation="native"),
     dict(steps_per_visit=8),
   ),
-  "native": Peer("SeerJAX, native", "ours", dict(implementation="native")),
+  "native": Peer(
+    "SeerJAX, native, single steps",
+    "ours",
+    dict(implementation="native"),
+    dict(steps_per_visit=1),
+  ),
   "tiled-8": Peer("SeerJAX, tiled, 8 slabs", "ours", dict(implementation="tiled")),
   "tiled-1": Peer(
     "SeerJAX, tiled, 1 slab", "ours", dict(reduction_shards=1, implementation="tiled")
