@@ -1,0 +1,66 @@
+"""What is compiled is kept, and compiled anew when anything that it was made of changes."""
+
+from __future__ import annotations
+
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from seerjax import compiled
+
+LOW = """
+from seerjax import compiled
+STEP = {step}
+
+@compiled.function
+def low(x):
+  return x + STEP * {factor}
+"""
+HIGH = """
+from seerjax import compiled
+import low
+from low import STEP
+
+@compiled.function
+def called(x):
+  return 10 * low.low(x)
+
+@compiled.function
+def read(x):
+  return 10 * x + STEP
+
+@compiled.function
+def through(x):
+  return called(x)
+"""
+PROGRAM = """
+import high
+for function in (high.called, high.read, high.through):
+  print(function(3), sum(function.stats.cache_hits.values()))
+"""
+
+
+@pytest.mark.thorough
+def test_a_change_in_another_file_is_seen_and_nothing_else_compiles_anew(tmp_path: pathlib.Path):
+  root = pathlib.Path(compiled.__file__).parents[1]
+
+  def ran(step: int, factor: int) -> str:
+    (tmp_path / "low.py").write_text(LOW.format(step=step, factor=factor))
+    done = subprocess.run(
+      [sys.executable, "-c", PROGRAM],
+      capture_output=True,
+      text=True,
+      cwd=tmp_path,
+      env={"PYTHONPATH": f"{root}:{tmp_path}", "PATH": "/usr/bin:/bin"},
+      check=False,
+    )
+    return done.stdout or done.stderr
+
+  (tmp_path / "high.py").write_text(HIGH)
+  assert ran(1, 1) == "40 0\n31 0\n40 0\n"
+  assert ran(1, 1) == "40 1\n31 1\n40 1\n"
+  # The number that one reads stays; what the others call does not.
+  assert ran(1, 2) == "50 0\n31 1\n50 0\n"
+  assert ran(4, 2) == "110 0\n34 0\n110 0\n"
