@@ -756,7 +756,7 @@ ROWS = [
       "got 0 tokens", "expected at least 1", "a prompt has one"),
   Row("new weights while it runs", lambda d: d.running().set_params({}, 1),
       "got 1 unfinished requests",
-      "expected none (a completion comes from", "finish or cancel them"),
+      "expected none", "finish or cancel them (a completion comes from"),
   Row("a negative version", lambda d: d.engine.set_params({}, -1),
       "got -1", "expected at least 0", "count updates"),
   Row("a named version", lambda d: d.engine.set_params({}, "one"),
