@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from seerjax import parallel
 from seerjax.array_typing import Array
@@ -49,6 +50,8 @@ from seerjax.types import TokenScores
 # Columns of a tensor f32[n, 6]: cotangents, then what the forward found.
 _LOGPROB, _RAW, _ENTROPY, _NORMALISER, _RAW_NORMALISER, _OWN_ENTROPY = range(6)
 _COLUMNS = 6
+# Numbers that numba does not take for literals, for which it would compile a product anew.
+_ONE, _NARROW = np.int64(1), np.bool_(False)
 
 
 @jit
@@ -114,11 +117,11 @@ def _differentiate(arguments, results, first, last, worker):
           )  # fmt: skip
         goes_on = 1 if row > 0 else 0
         products.product(
-          logits, 1, chunk, columns, normed, False, d, d, rows, total, d, goes_on
+          logits, _ONE, chunk, columns, normed, _NARROW, d, d, rows, total, d, goes_on
         )  # fmt: skip
         goes_on = 1 if begin > 0 else 0
         products.product(
-          logits, chunk, 1, rows, source, is_bf16, d, d, columns,
+          logits, chunk, _ONE, rows, source, is_bf16, d, d, columns,
           ffi.address(results, 0) + 4 * (slab * n + row) * d, d, goes_on,
         )  # fmt: skip
       if is_bf16:

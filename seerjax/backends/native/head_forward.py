@@ -37,6 +37,9 @@ CHUNK = 8 * products.PANEL
 ROWS = 64
 # Floats of a partial: raw m and l, then m, l and s, then the best, its id's bits, its raw logit.
 _FIELDS = 8
+# Numbers that numba does not take for literals, for which it would compile a product anew.
+_PANEL, _ONE, _ZERO = np.int64(products.PANEL), np.int64(1), np.int64(0)
+_NARROW = np.bool_(False)
 _INFINITY = f32(np.inf)
 
 
@@ -148,13 +151,16 @@ def chunk_logits(normed, rows, d, source, is_bf16, columns, is_packed, is_whole,
   (`is_whole`).
   """
   size = 2 if is_bf16 else 4
-  for column in range(0, columns, products.PANEL):
+  done = 0
+  if is_whole and rows <= products.FEW_ROWS:
+    done = products.few_transposed(normed, d, rows, source, is_bf16, d, columns, d, to, step)
+  for column in range(done, columns, products.PANEL):
     wide = min(products.PANEL, columns - column)
     panel = panels if is_whole else panels + 4 * column * d
     if not is_packed:
       products.pack_transposed(source + size * column * d, is_bf16, d, wide, d, panel)
     products.product(
-      normed, d, 1, rows, panel, False, products.PANEL, wide, d, to + 4 * column, step, 0
+      normed, d, _ONE, rows, panel, _NARROW, _PANEL, wide, d, to + 4 * column, step, _ZERO
     )  # fmt: skip
 
 

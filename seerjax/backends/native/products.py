@@ -15,6 +15,11 @@ from seerjax.backends.native.pointers import floats, halves
 # Rows of a block, and columns of a panel of transposed weights.
 BLOCK_ROWS = 4
 PANEL = 96
+# Rows for which transposed weights are turned in registers.
+FEW_ROWS = 8
+
+_turned_1, _turned_8 = (vectors.transposed_block(rows, False) for rows in (1, FEW_ROWS))
+_turned_bf16_1, _turned_bf16_8 = (vectors.transposed_block(rows, True) for rows in (1, FEW_ROWS))
 
 _row_12 = vectors.product_block(1, 12, False)
 _row_6 = vectors.product_block(1, 6, False)
@@ -245,3 +250,25 @@ def product_transposed(a, a_row, rows, w, is_bf16, w_row, columns, k, c, c_row, 
     wide = min(PANEL, columns - column)
     pack_transposed(w + size * column * w_row, is_bf16, w_row, wide, k, panel)
     product(a, a_row, _ONE, rows, panel, _NO, _PANEL, wide, k, c + 4 * column, c_row, is_added)
+
+
+@jit
+def few_transposed(a, a_row, rows, w, is_bf16, w_row, columns, k, c, c_row):
+  """As `product_transposed` from zero, for up to `FEW_ROWS` rows; the weights are not packed.
+
+  Returns the number of columns that it did: those of whole vectors, none if 32 does not divide k.
+  """
+  size = 2 if is_bf16 else 4
+  whole = columns // 16 * 16 if k % 32 == 0 else 0
+  for column in range(0, whole, 16):
+    at, to = w + size * column * w_row, c + 4 * column
+    if is_bf16:
+      if rows == 1:
+        _turned_bf16_1(a, a_row, rows, at, w_row, k, to, c_row)
+      else:
+        _turned_bf16_8(a, a_row, rows, at, w_row, k, to, c_row)
+    elif rows == 1:
+      _turned_1(a, a_row, rows, at, w_row, k, to, c_row)
+    else:
+      _turned_8(a, a_row, rows, at, w_row, k, to, c_row)
+  return whole

@@ -392,6 +392,16 @@ dot_of = _reduction("dot")
 maximum_of = _reduction("maximum")
 
 
+def _transposed(builder, rows):
+  """A square's 16 rows to its columns: interleave row i with row i + 8, four times."""
+  low = [i // 2 + LANES * (i % 2) for i in range(LANES)]
+  high = [LANES // 2 + place for place in low]
+  for _ in range(4):
+    pairs = list(zip(rows[: LANES // 2], rows[LANES // 2 :], strict=True))
+    rows = [_shuffle(builder, a, b, order) for a, b in pairs for order in (low, high)]
+  return rows
+
+
 def _transposition(is_bf16: bool) -> Any:
   @intrinsic
   def transpose(typing_context, source, source_row, target, target_row):
@@ -403,13 +413,7 @@ def _transposition(is_bf16: bool) -> Any:
         _load(builder, _at(builder, source, builder.mul(source_row, _word(row))), is_bf16)
         for row in range(LANES)
       ]
-      # Interleave row i with row i + 8, four times: then row j of 16 holds column j.
-      low = [i // 2 + LANES * (i % 2) for i in range(LANES)]
-      high = [LANES // 2 + place for place in low]
-      for _ in range(4):
-        pairs = list(zip(rows[: LANES // 2], rows[LANES // 2 :], strict=True))
-        rows = [_shuffle(builder, a, b, order) for a, b in pairs for order in (low, high)]
-      for row, vector in enumerate(rows):
+      for row, vector in enumerate(_transposed(builder, rows)):
         _store(builder, vector, _at(builder, target, builder.mul(target_row, _word(row))))
       return context.get_dummy_value()
 
@@ -421,3 +425,67 @@ def _transposition(is_bf16: bool) -> Any:
 # (source, elements between its rows, target, floats between its rows): 16 rows of 16.
 transpose_f32 = _transposition(False)
 transpose_bf16 = _transposition(True)
+
+
+def _load_pairs(builder, pointer):
+  """32 bfloat16 at a pointer to the first, as 16 pairs."""
+  return builder.load(builder.bitcast(pointer, _INTS.as_pointer()), align=2)
+
+
+def _halves_of(builder, pairs):
+  """Pairs of bfloat16 to the floats of the first, and of the second."""
+  first = builder.shl(pairs, ir.Constant(_INTS, [16] * LANES))
+  second = builder.and_(pairs, ir.Constant(_INTS, [0xFFFF0000] * LANES))
+  return builder.bitcast(first, _VECTOR), builder.bitcast(second, _VECTOR)
+
+
+def transposed_block(num_rows: int, is_bf16: bool) -> Any:
+  """Returns an intrinsic: c[rows, 16] = a[rows, k] @ w[16, k]^T, turned in registers.
+
+  Its arguments are int64s: `a, a_row, rows` (1 to `num_rows`), `w, w_row, k` (some 16 of float32,
+  some 32 of bfloat16, which are turned in pairs) and `c, c_row`.
+  """
+
+  @intrinsic
+  def block(typing_context, a, a_row, rows, w, w_row, k, c, c_row):
+    def codegen(context, builder, signature, arguments):
+      a, a_row, rows, w, w_row, k, c, c_row = arguments
+      a, c = (builder.inttoptr(pointer, _FLOAT.as_pointer()) for pointer in (a, c))
+      w = builder.inttoptr(w, _element(is_bf16).as_pointer())
+      last = builder.sub(rows, _word(1))
+
+      def row_start(base, stride, row: int):
+        inside = builder.icmp_signed("<", _word(row), last)
+        return _at(builder, base, builder.mul(stride, builder.select(inside, _word(row), last)))
+
+      a_rows = [row_start(a, a_row, row) for row in range(num_rows)]
+      w_rows = [_at(builder, w, builder.mul(w_row, _word(row))) for row in range(LANES)]
+      before, body, after = _loop(builder, "transposed")
+      step = builder.phi(_WORD)
+      sums = [builder.phi(_VECTOR) for _ in range(num_rows)]
+      places = [_at(builder, row, step) for row in w_rows]
+      if is_bf16:
+        pairs = _transposed(builder, [_load_pairs(builder, place) for place in places])
+        steps = [half for pair in pairs for half in _halves_of(builder, pair)]
+      else:
+        steps = _transposed(builder, [_load(builder, place) for place in places])
+      new = list(sums)
+      for place, column in enumerate(steps):
+        for row in range(num_rows):
+          at = _at(builder, a_rows[row], builder.add(step, _word(place)))
+          new[row] = _fma(builder, _splat(builder, builder.load(at)), column, new[row])
+      following = builder.add(step, _word(len(steps)))
+      step.add_incoming(_word(0), before)
+      step.add_incoming(following, body)
+      for total, value in zip(sums, new, strict=True):
+        total.add_incoming(_ZERO, before)
+        total.add_incoming(value, body)
+      builder.cbranch(builder.icmp_signed("<", following, k), body, after)
+      builder.position_at_end(after)
+      for row in range(num_rows):
+        _store(builder, new[row], row_start(c, c_row, row))
+      return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 8), codegen
+
+  return block

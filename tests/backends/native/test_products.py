@@ -11,7 +11,7 @@ from seerjax.backends.native import ffi, products
 from seerjax.backends.native.numbers import jit
 
 # (rows, k, columns): one row, a block and a rest, columns that no vector or panel divides.
-SHAPES = ((1, 128, 384), (3, 17, 5), (7, 33, 50), (64, 128, 112), (5, 300, 97), (2, 700, 210))
+SHAPES = ((1, 128, 384), (3, 17, 5), (7, 33, 50), (64, 128, 112), (5, 320, 97), (2, 700, 210))
 
 
 @jit
@@ -39,8 +39,22 @@ def multiply_transposed(arguments, results, first, last, worker):
   )  # fmt: skip
 
 
+@jit
+def multiply_few(arguments, results, first, last, worker):
+  n, k = ffi.dimension(arguments, 0, 0), ffi.dimension(arguments, 0, 1)
+  e = ffi.dimension(arguments, 1, 0)
+  left, w = ffi.address(arguments, 0), ffi.address(arguments, 1)
+  is_bf16, to = ffi.is_bfloat16(arguments, 1), ffi.address(results, 0)
+  done = products.few_transposed(left, k, n, w, is_bf16, k, e, k, to, e)
+  products.product_transposed(
+    left, k, n, w + (2 if is_bf16 else 4) * done * k, is_bf16, k, e - done, k, to + 4 * done, e, 0,
+    ffi.address(results, 1),
+  )  # fmt: skip
+
+
 MULTIPLY = ffi.Handler("test_multiply", one, multiply)
 TRANSPOSED = ffi.Handler("test_multiply_transposed", one, multiply_transposed)
+FEW = ffi.Handler("test_multiply_few", one, multiply_few)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16], ids=("f32", "bf16"))
@@ -58,6 +72,9 @@ def test_a_product_is_one_chain_an_output_whatever_its_blocks(shape, dtype):
   expected = reference.product(x, w)
   np.testing.assert_array_equal(np.asarray(got).view(np.int32), expected.view(np.int32))
   np.testing.assert_array_equal(np.asarray(other).view(np.int32), expected.view(np.int32))
+  if n <= products.FEW_ROWS:
+    few, _ = jax.jit(lambda x, w: FEW([out, panel], x, w))(x, transposed)
+    np.testing.assert_array_equal(np.asarray(few).view(np.int32), expected.view(np.int32))
 
 
 def test_a_chain_that_begins_elsewhere_has_other_bits():
