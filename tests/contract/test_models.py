@@ -76,10 +76,10 @@ def test_no_model_of_three_hundred_cases_changes_a_bit(block, implementation, se
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("number", [288])
-def test_what_the_long_run_found_is_mended(number):
-  # 288: an adapter in tiles of one row on four devices.
-  case = drawn_models.draw(73184206, number)
+@pytest.mark.parametrize("seed, number", [(73184206, 288), (684845178, 312)])
+def test_what_other_runs_found_is_mended(seed, number):
+  # An adapter in tiles of one row; an adapter of rank 1; both on four devices.
+  case = drawn_models.draw(seed, number)
   model_cases.run_case(case, collections.Counter(), trains=False)
 
 
