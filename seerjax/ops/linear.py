@@ -20,8 +20,8 @@ from seerjax.ops import tiles
 def dot(x: Float[Array, "n a"], w: Float[Array, "a e"]) -> Float[Array, "n e"]:
   """Returns f32[n, e], `x @ w` with float32 sums."""
   if x.shape[1] == 1:
-    # XLA makes a contraction of one term an elementwise product, and then one fused multiply-add with
-    # what is added to it, or not, as the program around it has it. Of two terms it stays a product.
+    # XLA makes a contraction of one term an elementwise product, and then one fused multiply-add
+    # with what is added to it, or not, as the program around it has it. Two terms stay a product.
     x, w = jnp.pad(x, ((0, 0), (0, 1))), jnp.pad(w, ((0, 1), (0, 0)))
   return lax.dot_general(
     x,

@@ -124,8 +124,8 @@ def test_sums_are_float32_and_rounded_once():
 
 
 def test_a_contraction_of_one_term_stays_a_product_by_hand():
-  # (1 + 2^-12)^2 - 1 is 2^-11 + 2^-24. The product is rounded to 1 + 2^-11 before the sum; one fused
-  # multiply-add would keep the last term.
+  # (1 + 2^-12)^2 - 1 is 2^-11 + 2^-24. The product is rounded to 1 + 2^-11 before the sum; one
+  # fused multiply-add would keep the last term.
   value = jnp.full((2, 1), 1 + 2**-12, jnp.float32)
   found = jax.jit(lambda x, w, y: y + linear.dot(x, w))(value, value.T, jnp.full((2, 2), -1.0))
   np.testing.assert_array_equal(found, np.full((2, 2), 2.0**-11, np.float32))
