@@ -23,7 +23,6 @@ import dataclasses
 import json
 import os
 import pathlib
-import resource
 import subprocess
 import sys
 import time
@@ -173,12 +172,17 @@ def our_answer(directory: pathlib.Path, config: Config, name: str) -> Answer:
   return answer
 
 
+def gguf_file(directory: pathlib.Path) -> pathlib.Path:
+  """Returns the GGUF file of a model's directory, beside it; all of the name counts ("0.6b")."""
+  return directory.with_name(f"{directory.name}.gguf")
+
+
 def llama_answer(directory: pathlib.Path, config: Config, name: str) -> Answer:
   """Returns llama.cpp on a GGUF in bfloat16, which is made beside the directory once."""
   del name
-  file = directory.with_suffix(".gguf")
+  file = gguf_file(directory)
   if not file.exists():
-    partial = file.with_suffix(".partial")
+    partial = file.with_name(f"{file.name}.partial")
     gguf.write(directory, partial, np.dtype(ml_dtypes.bfloat16))
     partial.replace(file)
   models = {
@@ -255,8 +259,8 @@ def serve(name: str, directory: pathlib.Path, config: Config) -> None:
   try:
     answer = BUILDERS[PEERS[name].kind](directory, config, name)
     batches = decoding(answer, config)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    print(json.dumps(dict(batches=batches, peak=peak)), file=reply, flush=True)
+    record = dict(batches=batches, peak=engine_throughput.peak_memory())
+    print(json.dumps(record), file=reply, flush=True)
   except Exception as error:  # Another library's failure is a finding, to be told with its name.
     print(json.dumps(dict(error=f"{type(error).__name__}: {error}")), file=reply, flush=True)
     raise

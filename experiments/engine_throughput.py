@@ -23,6 +23,7 @@ import dataclasses
 import json
 import os
 import pathlib
+import re
 import resource
 import subprocess
 import sys
@@ -310,6 +311,20 @@ def llama_answer(
 BUILDERS = {"ours": our_answer, "transformers": their_answer, "llama.cpp": llama_answer}
 
 
+def peak_memory() -> int:
+  """Returns the most bytes that this process has held since its program began.
+
+  Linux hands the parent's peak down with `ru_maxrss`, through fork and exec alike, so that a small
+  peer of a parent that once held much would seem as large. The address space's own mark is new with
+  each program.
+  """
+  status = pathlib.Path("/proc/self/status")
+  if not status.exists():  # macOS, where `ru_maxrss` has bytes.
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+  (kibibytes,) = re.findall(r"^VmHWM:\s+(\d+) kB$", status.read_text(), re.MULTILINE)
+  return int(kibibytes) * 1024
+
+
 def serve(name: str, workload: Workload, texts: list[tuple[int, ...]]) -> None:
   """A peer's process: answers once for each line on stdin, one JSON line each."""
   lengths = forced_lengths(workload)
@@ -322,8 +337,9 @@ def serve(name: str, workload: Workload, texts: list[tuple[int, ...]]) -> None:
       begin, cpu_begin = time.perf_counter(), time.process_time()
       num_tokens = answer()
       cpu_seconds, seconds = time.process_time() - cpu_begin, time.perf_counter() - begin
-      peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-      record = dict(seconds=seconds, cpu_seconds=cpu_seconds, tokens=num_tokens, peak=peak)
+      record = dict(
+        seconds=seconds, cpu_seconds=cpu_seconds, tokens=num_tokens, peak=peak_memory()
+      )
       print(json.dumps(record), file=reply, flush=True)
   except Exception as error:  # Another library's failure is a finding, to be told with its name.
     print(json.dumps(dict(error=f"{type(error).__name__}: {error}")), file=reply, flush=True)

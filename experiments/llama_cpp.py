@@ -1,6 +1,6 @@
 """llama.cpp, called through the C interface that the package xllamacpp carries.
 
-Claim: none; `engine_throughput` and `real_size` measure it beside us.
+Claim: none; `engine_throughput` and `decode_speed` measure it beside us.
 
 The wheel on PyPI is built for every x86 processor with AVX2, and uses no AVX-512. Its extension
 module exports llama.cpp's C functions; no header comes with it, so `_parameters` compares the

@@ -14,7 +14,7 @@ case ${1:-} in
 usage: bash launch/peers.sh
 
 Adds llama.cpp to .venv, and makes .venv-3.11 with transformers on a CPU build of torch where this
-machine has Python 3.11. experiments.engine_throughput and experiments.real_size find both.
+machine has Python 3.11. experiments.engine_throughput and experiments.decode_speed find both.
 EOF
     exit 0
     ;;

@@ -54,6 +54,11 @@ def test_a_copy_has_a_bandwidth():
   assert 1e7 < decode_speed.copy_bandwidth(2, num_bytes=2**22, rounds=2) < 1e13
 
 
+def test_models_whose_names_share_a_beginning_have_files_of_their_own():
+  files = [decode_speed.gguf_file(pathlib.Path("m", f"qwen3-{size}")) for size in ("0.6b", "0.7b")]
+  assert files == [pathlib.Path("m/qwen3-0.6b.gguf"), pathlib.Path("m/qwen3-0.7b.gguf")]
+
+
 def test_an_unknown_side_is_refused():
   with pytest.raises(ValueError, match=r"--peers: got vllm, expected some of native, tiled"):
     decode_speed.chosen_peers(["native", "vllm"], HERE, print)

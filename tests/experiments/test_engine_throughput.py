@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+import subprocess
 import sys
 from typing import Any
 
@@ -129,6 +130,21 @@ def test_a_peer_that_cannot_run_says_why_and_holds_up_no_other(tmp_path: pathlib
   assert "config.json: got no such file" in results["tiled-8"]["error"]
   assert len(lines) == 1 and "SeerJAX, tiled, 8 slabs: does not run here" in lines[0]
   assert "does not run here: FileNotFoundError" in engine_throughput.table(results)
+
+
+def test_a_peers_peak_is_its_own_and_not_that_of_who_started_it():
+  held = np.ones(2**27, np.float32)  # 512 MiB, more than a peer needs that does nothing.
+  program = (
+    "import resource; from experiments import engine_throughput as e;"
+    " print(e.peak_memory(), 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+  )
+  command = [sys.executable, "-c", program]
+  done = subprocess.run(
+    command, check=True, capture_output=True, text=True, cwd=engine_throughput.ROOT
+  )
+  own, with_parents = map(int, done.stdout.split())
+  assert 2**22 < own < held.nbytes
+  assert sys.platform != "linux" or with_parents >= held.nbytes  # What would be wrong.
 
 
 def test_a_process_that_ended_is_an_error(tmp_path: pathlib.Path):
