@@ -455,9 +455,13 @@ class Trainer:
 
 
 def first_state(params: Any, optimizer: optax.GradientTransformation) -> TrainState:
-  """Returns the state of what has not learnt yet, with a copy of its f32 masters `params`."""
+  """Returns the state of what has not learnt yet, with a copy of its f32 masters `params`.
+
+  It lies where `Trainer.update` leaves the states after it, so that one program serves them all.
+  """
   params = jax.tree.map(jnp.copy, params)
-  return TrainState(params, optimizer.init(params), jnp.int32(0))
+  state = TrainState(params, optimizer.init(params), jnp.int32(0))
+  return jax.device_put(state, jax.devices()[0])
 
 
 def is_given_up(state: Any) -> bool:

@@ -168,6 +168,14 @@ def test_an_update_takes_the_place_of_its_state_and_of_nothing_else():
   assert not any(leaf.is_deleted() for leaf in jax.tree.leaves((params, gradient)))
 
 
+def test_one_program_serves_the_first_update_and_those_after_it():
+  trainer, state = trainer_of(), trainer_of().init(master_of())
+  gradient, _, _ = gradient_of(packed(groups_of()))
+  for _ in range(2):
+    state, _ = trainer.update(state, gradient)
+  assert trainer._update._cache_size() == 1
+
+
 def test_few_sums_are_alive_at_once():
   before = {id(one) for one in jax.live_arrays()}
   total, most = step.TreeSum(), 0
