@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+import json
 import os
 import pathlib
 import subprocess
@@ -70,15 +71,50 @@ def test_warnings_from_our_packages_are_errors():
     warnings.warn_explicit("from them", UserWarning, "core.py", 1, module="elsewhere")
 
 
-def test_a_seed_repeats_a_session():
-  program = "import os; os.environ['SEERJAX_TEST_SEED'] = '7'; import pytest, sys;"
-  program += f" sys.exit(pytest.main(['-p', 'no:cacheprovider', '--co', {__file__!r}]))"
-  command = [sys.executable, "-c", program]
-  done = subprocess.run(command, capture_output=True, text=True, check=False)
-  assert "SEERJAX_TEST_SEED=7" in done.stdout, done.stdout + done.stderr
+LAUNCHER = "tests/launch/test_local.py"  # A thorough file, in a thorough folder.
+# Arguments of a session, and whether it runs that file.
+SESSIONS = (
+  ([LAUNCHER], True),
+  (["--everyday", "tests/launch"], False),
+  (["--everyday", LAUNCHER], True),
+  (["--everyday", "--whole=", LAUNCHER], False),
+  (["--everyday", f"--whole=tests/x.py,{LAUNCHER}", "tests/launch"], True),
+)
 
 
-@pytest.mark.thorough
+@pytest.fixture(scope="module")
+def collected() -> list[str]:
+  """What each of `SESSIONS` says that it would run, all asked for in one process, of seed 7."""
+  program = """
+import json, sys, pytest
+for arguments in json.loads(sys.argv[1]):
+  pytest.main(["-p", "no:cacheprovider", "--co", *arguments])
+  print("the next session", flush=True)
+"""
+  done = subprocess.run(
+    [sys.executable, "-c", program, json.dumps([arguments for arguments, _ in SESSIONS])],
+    cwd=ROOT,
+    # All files: this session may have a share of them.
+    env=os.environ | {"SEERJAX_TEST_SEED": "7", "SEERJAX_TEST_SHARE": "1"},
+    capture_output=True,
+    text=True,
+    check=False,
+  )
+  said = done.stdout.split("the next session")[:-1]
+  assert len(said) == len(SESSIONS), done.stdout + done.stderr
+  return said
+
+
+def test_a_seed_repeats_a_session(collected: list[str]):
+  assert all("SEERJAX_TEST_SEED=7" in said for said in collected), collected
+
+
+def test_every_day_what_is_thorough_runs_only_where_it_is_named(collected: list[str]):
+  for (arguments, found), said in zip(SESSIONS, collected, strict=True):
+    assert ("<Module test_local.py>" in said) == found, (arguments, said)
+
+
+@pytest.mark.long  # As the option itself, which is of `launch/test.sh --long`.
 def test_a_session_goes_on_after_what_passed(tmp_path: pathlib.Path):
   names = ("test_there_are_eight_devices", "test_a_session_is_worth_telling_of")
   finished = tmp_path / "finished.txt"
@@ -101,26 +137,6 @@ def test_a_session_goes_on_after_what_passed(tmp_path: pathlib.Path):
   events, name = finished.read_text().splitlines()[1:]
   assert events == "# this session: tests 1"
   assert name == f"tests/test_settings.py::{names[1]}"
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-  "arguments, found",
-  [
-    (["tests/launch/test_local.py"], True),
-    (["--everyday", "tests/launch"], False),
-    (["--everyday", "tests/launch/test_local.py"], True),
-    (["--everyday", "--whole=", "tests/launch/test_local.py"], False),
-    (["--everyday", "--whole=tests/x.py,tests/launch/test_local.py", "tests/launch"], True),
-  ],
-)
-def test_every_day_what_is_thorough_runs_only_where_it_is_named(arguments, found: bool):
-  command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--co", *arguments]
-  done = subprocess.run(
-    command, cwd=ROOT, env=os.environ | {"SEERJAX_TEST_SHARE": "1"},
-    capture_output=True, text=True, check=False,
-  )  # fmt: skip
-  assert ("tests/launch/test_local.py::" in done.stdout) == found, done.stdout + done.stderr
 
 
 def test_a_session_is_worth_telling_of(tell_events: Callable[..., None]):

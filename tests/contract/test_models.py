@@ -51,6 +51,7 @@ EVENTS = (
 )
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
   "implementation", ["tiled", pytest.param("native", marks=pytest.mark.thorough)]
 )

@@ -162,7 +162,7 @@ print(hashlib.sha256(b"".join(parts)).hexdigest())
 """
 
 
-@pytest.mark.thorough
+@pytest.mark.long
 def test_a_processor_of_shorter_vectors_says_the_same():
   # With the name alone LLVM would still use what this processor has.
   older = {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": ""}
