@@ -25,8 +25,8 @@ for the next time. With pytest arguments: pytest with them, no more.
   --changed    ruff, pyright, the contract, and the everyday tests of the rooms in which files differ
                from REF (by default from where this branch left origin/main) and of the rooms above
   --all        what CI runs: everything but the long tests, compiled anew; the built wheel with every
-               example, parity with Hugging Face where torch can be installed, and the contract with a
-               tenth of the files of unit tests on Python 3.11 and with AVX2 alone
+               example, parity with Hugging Face where torch can be installed, and half the contract with
+               a tenth of the files of unit tests on Python 3.11 and with AVX2 alone
   --long       runs the tests marked `long`, for an hour or two. What passed is kept in .long/; when
                started again at the same sources, only what is missing runs.
   --help       this text
@@ -149,9 +149,9 @@ run_pytest() {
 }
 
 # The contract holds on CPUs without AVX-512 too, for which XLA fuses and rounds differently: these
-# tests run as such a CPU would. (Another kind of CPU ignores the flag.) Every test of the contract runs
-# with one of its parameters, and of the other files a tenth, drawn by the seed, with what they run every
-# day: all of them have run on the newest Python just before.
+# tests run as such a CPU would. (Another kind of CPU ignores the flag.) Of the contract's files half
+# run, each test with one of its parameters, and of the other files a tenth, with what they run every
+# day, all drawn by the seed: all of them have run on the newest Python just before.
 run_oldest() {
   local skip ignored=() programs status=0
   for skip in $NEWEST_ONLY; do ignored+=("--ignore=$skip"); done
@@ -303,26 +303,30 @@ if [ "$tier" != all ]; then
   finish
 fi
 
-# The oldest Python's packages come while style and types are checked, which takes one core.
+# What takes one core runs beside the examples: pyright, and making the oldest Python's environment.
+typed=$(mktemp) || exit 1
+"$newest/bin/python" -m pyright --pythonpath "$newest/bin/python" >"$typed" 2>&1 &
+typing=$!
+trap 'kill $typing ${preparing:-} 2>/dev/null' EXIT
 if [ "$minor" != "$OLDEST" ] && [ -z "${SEERJAX_PYTHON:-}" ] &&
   found=$(find_python "$OLDEST" 2>/dev/null); then
   oldest="$ROOT/.venv-$OLDEST"
   said=$(mktemp) || exit 1
   oldest_environment "$oldest" "${found#* }" >"$said" 2>&1 &
   preparing=$!
-  trap 'kill "$preparing" 2>/dev/null' EXIT
 fi
 
 stage "ruff" "$newest/bin/python" -m ruff check .
-stage "pyright" "$newest/bin/python" -m pyright --pythonpath "$newest/bin/python"
+stage "wheel and examples, Python $minor" built_wheel "$newest"
+# Before torch comes: where it is, pyright reads its types.
+stage "pyright (beside them)" settled "$typing" "$typed"
 stage "parity packages, Python $minor" parity "$minor" "$newest" "$python"
 stage "Mooncake, Python $minor" mooncake "$minor" "$newest" "$python"
 stage "tests, Python $minor" run_pytest "$newest"
-stage "wheel and examples, Python $minor" built_wheel "$newest"
 
 if [ -n "${preparing:-}" ]; then
-  stage "environment, Python $OLDEST (made beside the first checks)" settled "$preparing" "$said" &&
-    stage "contract, a tenth of the unit tests, Python $OLDEST" run_oldest "$oldest"
+  stage "environment, Python $OLDEST (made beside the examples)" settled "$preparing" "$said" &&
+    stage "half the contract, a tenth of the unit tests, Python $OLDEST" run_oldest "$oldest"
 elif [ "$minor" != "$OLDEST" ]; then
   summary="$summary  $(printf '%-6s %5d s  %s' skipped 0 "Python $OLDEST: none found")
 "

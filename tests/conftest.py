@@ -38,6 +38,8 @@ IMPORT_HOOK = jaxtyping.install_import_hook(
 TESTS = pathlib.Path(__file__).parent
 # Folders whose tests are all `thorough`: whole runs of commands, and what launches them.
 THOROUGH = ("experiments", "launch")
+# Of the contract's files, where SEERJAX_TEST_SHARE draws less of the others.
+SHARE_OF_CONTRACT = 0.5
 STRICT = ("contract", "engine", "models", "ops", "pallas_kernels")
 # Folders and files that share programs, or runs, which one process of pytest should make alone.
 PROCESSES = {
@@ -100,7 +102,7 @@ class ByFolder(xdist.scheduler.LoadScopeScheduling):
 
 
 def share_of_files() -> float:
-  """Returns which share of the files besides the contract's this session runs; 1 is all."""
+  """Returns which share of the files besides the contract's this session runs; 1 is all of both."""
   return float(os.environ.get("SEERJAX_TEST_SHARE", "1"))
 
 
@@ -123,8 +125,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
   parameter set of a test marked `few` runs, and of what is `thorough` the files that are named: all
   that are arguments, or those of `--whole`.
 
-  SEERJAX_TEST_SHARE below 1 draws that share of the files first, among which the contract's always
-  are, and of a test of the contract one of its parameters.
+  SEERJAX_TEST_SHARE below 1 draws that share of the files first, of the contract's files
+  `SHARE_OF_CONTRACT`, and of a test of the contract one of its parameters.
   """
   if config.option.everyday:
     whole = config.args if config.option.whole is None else config.option.whole.split(",")
@@ -133,9 +135,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     config.hook.pytest_deselected(items=[*dear])
     items[:] = [item for item in items if item not in dear]
   share = share_of_files()
-  files = sorted({item.path for item in items if item.path.parent.name != "contract"})
   draw = random.Random(f"{os.environ['SEERJAX_TEST_SEED']} files")
-  absent = {*draw.sample(files, round((1 - share) * len(files)))}
+  absent = set()
+  for is_contract in (False, True):
+    files = {item.path for item in items if (item.path.parent.name == "contract") == is_contract}
+    drawn = max(share, SHARE_OF_CONTRACT) if is_contract else share
+    absent |= {*draw.sample(sorted(files), round((1 - drawn) * len(files)))}
   config.hook.pytest_deselected(items=[item for item in items if item.path in absent])
   items[:] = [item for item in items if item.path not in absent]
   variants: dict[str, list[pytest.Item]] = {}
