@@ -22,8 +22,8 @@ import jax.numpy as jnp
 
 from seerjax.array_typing import Array, PRNGKeyArray
 
-Implementation = Literal["tiled", "native", "pallas", "pallas_interpreted", "untiled"]
-IMPLEMENTATIONS = ("tiled", "native", "pallas", "pallas_interpreted", "untiled")
+Implementation = Literal["auto", "tiled", "native", "pallas", "pallas_interpreted", "untiled"]
+IMPLEMENTATIONS = ("auto", "tiled", "native", "pallas", "pallas_interpreted", "untiled")
 DTYPES = ("float32", "bfloat16")
 # Raised with every change of ours that moves a bit; CHANGELOG.md names each.
 BITS_VERSION = 4
@@ -39,8 +39,10 @@ class NumericsConfig:
   """The numerics of one run.
 
   Attributes:
-    implementation: "tiled" is the portable invariant path; "native" is the CPU's own, several times
-      as fast, whose handlers numba compiles; "pallas" asks for the GPU kernels;
+    implementation: "auto" leaves it to the machine (`models.config.numerics_for`): "native" where
+      that can run, else "tiled", with a line that says why. "tiled" is the portable invariant path;
+      "native" is the CPU's own, several times as fast, whose handlers numba compiles; "pallas" asks
+      for the GPU kernels;
       "pallas_interpreted" is the same kernels on a CPU, for tests; "untiled" is plain XLA, whose
       rows depend on the batch (to measure what invariance costs).
     row_tile: rows of the one compiled tile program of token-wise work, two at least. 16 suits small
@@ -54,7 +56,7 @@ class NumericsConfig:
     compute_dtype: of weights and activations; sums are always float32.
   """
 
-  implementation: Implementation = "tiled"
+  implementation: Implementation = "auto"
   row_tile: int = 16
   query_tile: int = 8
   slot_tile: int = 8
@@ -184,8 +186,13 @@ def fingerprint(numerics: NumericsConfig, remat: str = "none") -> dict[str, str]
       the sums of a gradient are rounded elsewhere where they are computed again.
 
   Raises:
-    ValueError: if the number of slabs is left to a model.
+    ValueError: if the number of slabs is left to a model, or the implementation to the machine.
   """
+  if numerics.implementation == "auto":
+    raise ValueError(
+      "NumericsConfig.implementation: got 'auto', expected the one that this machine runs; a"
+      " fingerprint names it, so take models.config.numerics_for(model, numerics)."
+    )
   if not numerics.reduction_shards:
     raise ValueError(
       "NumericsConfig.reduction_shards: got 0, expected the number that the model decides; a"

@@ -452,7 +452,7 @@ FIELDS: list[tuple[Callable[..., Any], str, Any, str, str]] = [
   (NumericsConfig, "reduction_shards", -1, "expected a power of two", "the defaults are"),
   (NumericsConfig, "compute_dtype", "float16", "expected one of ('float32',", "'float32' is"),
   (NumericsConfig, "compute_dtype", "x", "expected one of ('float32',", "'float32' is"),
-  (NumericsConfig, "implementation", "fast", "expected one of ('tiled',", "'tiled' runs"),
+  (NumericsConfig, "implementation", "fast", "expected one of ('auto', 'tiled',", "'tiled' runs"),
   (NumericsConfig, "query_tile", 0, "expected a power of two", "the defaults are row_tile=16,"),
   (NumericsConfig, "slot_tile", 5, "expected a power of two", "the defaults are row_tile=16,"),
   (kv_pool.KVPoolConfig, "host_pages", -1, "expected at least 0", "0 leaves the peers' free"),

@@ -23,7 +23,7 @@ from seerjax.types import SamplingRows, TokenBatch, TrainBatch, TrainState
 PLATFORMS = ("tpu", "cuda")
 PAGE_SIZE = 64
 BIASES = 16
-NUMERICS = NumericsConfig(row_tile=64, compute_dtype="bfloat16")
+NUMERICS = NumericsConfig(row_tile=64, compute_dtype="bfloat16", implementation="tiled")
 
 
 def models():

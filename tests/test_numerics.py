@@ -10,6 +10,8 @@ import pytest
 from seerjax import numerics
 from seerjax.numerics import NumericsConfig
 
+TILED = NumericsConfig(implementation="tiled")
+
 
 @pytest.mark.parametrize(
   ("change", "message"),
@@ -27,7 +29,7 @@ def test_impossible_numerics_are_refused(change, message):
 
 
 def test_a_fingerprint_holds_every_field_and_what_xla_compiles_for():
-  found = numerics.fingerprint(NumericsConfig())
+  found = numerics.fingerprint(TILED)
   fields = {field.name for field in dataclasses.fields(NumericsConfig)}
   about = {"bits_version", "jax_version", "jaxlib_version", "xla_flags", "device_kind", "digest"}
   about |= {"x64", "matmul_precision", "disable_jit"}
@@ -35,13 +37,13 @@ def test_a_fingerprint_holds_every_field_and_what_xla_compiles_for():
   assert found["jax_version"] == jax.__version__
   # Every CPU is "cpu" to JAX; two with other instructions are not the same to XLA.
   assert found["device_kind"].startswith("cpu ")
-  other = numerics.fingerprint(NumericsConfig(row_tile=32))
+  other = numerics.fingerprint(NumericsConfig(row_tile=32, implementation="tiled"))
   assert other["digest"] != found["digest"]
 
 
 def test_a_fingerprint_names_layers_that_are_computed_again():
-  kept, again = (numerics.fingerprint(NumericsConfig(), remat) for remat in ("none", "layer"))
-  assert kept == numerics.fingerprint(NumericsConfig()) and "remat" not in kept
+  kept, again = (numerics.fingerprint(TILED, remat) for remat in ("none", "layer"))
+  assert kept == numerics.fingerprint(TILED) and "remat" not in kept
   assert again["remat"] == "layer" and again["digest"] != kept["digest"]
   with pytest.raises(ValueError, match="remat was None and is 'layer'"):
     numerics.require_same(kept, again, what="a run")
@@ -50,11 +52,11 @@ def test_a_fingerprint_names_layers_that_are_computed_again():
 def test_a_fingerprint_names_the_slabs_that_a_model_decided():
   assert NumericsConfig(reduction_shards=0).reduction_shards == 0
   with pytest.raises(ValueError, match=r"reduction_shards: got 0, .* models.config.numerics_for"):
-    numerics.fingerprint(NumericsConfig(reduction_shards=0))
+    numerics.fingerprint(NumericsConfig(reduction_shards=0, implementation="tiled"))
 
 
 def test_other_numerics_are_refused_with_both_values():
-  first, second = (numerics.fingerprint(NumericsConfig(kv_split=n)) for n in (64, 128))
+  first, second = (numerics.fingerprint(dataclasses.replace(TILED, kv_split=n)) for n in (64, 128))
   numerics.require_same(first, first, what="a run")
   with pytest.raises(ValueError, match=r"a run: got .*\(kv_split was '64' and is '128'\)"):
     numerics.require_same(first, second, what="a run")

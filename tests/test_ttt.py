@@ -21,6 +21,7 @@ import tiny_model
 import tiny_problem
 
 from seerjax import checkpoint, metrics, models, numerics as numerics_lib, ttt
+from seerjax.backends import choice
 from seerjax.discovery import (
   archive as archive_lib,
   attempts as attempts_lib,
@@ -148,7 +149,7 @@ def restored_from(directory, step=None):
   return checkpoint.restore(
     pathlib.Path(directory) / "checkpoints",
     abstract_state(),
-    fingerprint=numerics_lib.fingerprint(CONFIG.numerics),
+    fingerprint=numerics_lib.fingerprint(choice.decided(CONFIG.numerics)),
     step=step,
   )
 
@@ -337,7 +338,7 @@ def test_another_bit_of_one_weight_is_another_run(whole, crashed_copy):
     before.step,
     before.state | {"state": other},
     host_state=before.host_state,
-    fingerprint=numerics_lib.fingerprint(CONFIG.numerics),
+    fingerprint=numerics_lib.fingerprint(choice.decided(CONFIG.numerics)),
   )
   found = discover(crashed_copy, resume=True)
   assert not is_same_run(crashed_copy, found, whole)

@@ -279,11 +279,15 @@ class Runner:
   max_programs: int
   backend: Backend | None = None
 
+  def __post_init__(self):
+    # With what they leave open decided, so that two of them compare.
+    decided = model_config.numerics_for(self.config, self.numerics)
+    object.__setattr__(self, "numerics", decided)
+
   @functools.cached_property
   def stages(self) -> Backend:
     """What runs the stages: `backend`, or the one that the numerics name."""
-    numerics = model_config.numerics_for(self.config, self.numerics)
-    return self.backend or choice.backend_of(numerics)
+    return self.backend or choice.backend_of(self.numerics)
 
   @property
   def num_instances(self) -> int:

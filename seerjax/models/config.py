@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from seerjax import numerics as numerics_lib
+from seerjax.backends import choice
 from seerjax.ops import rotary
 
 
@@ -83,12 +84,15 @@ def largest_shards(config: TransformerConfig) -> int:
 def numerics_for(
   config: TransformerConfig, numerics: numerics_lib.NumericsConfig
 ) -> numerics_lib.NumericsConfig:
-  """Returns the numerics with as many slabs as the model allows, where it is left to the model.
+  """Returns the numerics with what they leave open decided, by this machine and by the model.
+
+  "auto" becomes the implementation that runs here, and 0 slabs as many as the model allows.
 
   Raises:
-    ValueError: for a number of slabs that does not divide the model, naming the dimension and both
-      numbers.
+    ValueError: for an implementation that cannot run here, or a number of slabs that does not
+      divide the model, naming the dimension and both numbers.
   """
+  numerics = choice.decided(numerics)
   if not numerics.reduction_shards:
     return dataclasses.replace(numerics, reduction_shards=largest_shards(config))
   shards = numerics.reduction_shards

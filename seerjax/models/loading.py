@@ -57,8 +57,8 @@ def load_model(
   Args:
     name_or_path: "nano" (the model in the package), a Hugging Face directory, or a Hub id such as
       "Qwen/Qwen3-0.6B", which is downloaded into the Hub's cache.
-    numerics: what decides bits; None is the tiled path in float32, with as many slabs as the model
-      allows.
+    numerics: what decides bits; None is float32 by what runs here ("auto"), with as many slabs as
+      the model allows.
 
   Raises:
     FileNotFoundError: if there is no such directory, or the Hub does not give it.

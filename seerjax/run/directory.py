@@ -42,11 +42,12 @@ def check_directory(directory: pathlib.Path, *, resume: bool) -> None:
 def as_begun(config: RunConfig, directory: pathlib.Path) -> RunConfig:
   """Returns the config of a resume, with what it leaves open as the run's checkpoint has it."""
   begun = checkpoint.read_host_state(directory / "checkpoints").get("sizes", {})
-  # JSON has lists.
+  # JSON has lists. A run that does not tell its implementation began when "tiled" was the default.
   begun = {name: tuple(size) if isinstance(size, list) else size for name, size in begun.items()}
+  begun.setdefault("implementation", "tiled")
 
   def filled(part: Any) -> Any:
-    open_fields = {name: begun[name] for name in begun if vars(part).get(name) in (0, ())}
+    open_fields = {name: begun[name] for name in begun if vars(part).get(name) in (0, (), "auto")}
     return dataclasses.replace(part, **open_fields)
 
   return dataclasses.replace(

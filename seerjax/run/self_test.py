@@ -386,6 +386,7 @@ def require_model(finding: Finding, numerics: numerics_lib.NumericsConfig) -> No
   Raises:
     ValueError: with the finding.
   """
+  numerics = choice.decided(numerics)
   if not finding.is_invariant:
     raise ValueError(
       f"self_test: got a model of which, in {numerics.implementation} {numerics.compute_dtype} on"
@@ -433,7 +434,7 @@ def check_model(
 
 def describe(numerics: numerics_lib.NumericsConfig) -> str:
   """Returns one line: where we are, what runs, and what the measurement found."""
-  devices = jax.devices()
+  numerics, devices = choice.decided(numerics), jax.devices()
   return (
     f"{devices[0].platform} ({devices[0].device_kind}, {len(devices)}"
     f" device{'s' if len(devices) > 1 else ''}), JAX {jax.__version__},"
@@ -447,6 +448,7 @@ def require(numerics: numerics_lib.NumericsConfig) -> None:
   Raises:
     ValueError: with the finding.
   """
+  numerics = choice.decided(numerics)
   finding = measure(numerics)
   if not finding.is_invariant:
     raise ValueError(

@@ -191,11 +191,15 @@ class Trainer:
   policy_loss: PolicyLoss = losses.policy_loss
   backend: Backend | None = None
 
+  def __post_init__(self):
+    # With what they leave open decided, so that two of them compare.
+    decided = model_config.numerics_for(self.model, self.numerics)
+    object.__setattr__(self, "numerics", decided)
+
   @functools.cached_property
   def stages(self) -> Backend:
     """What runs the stages: `backend`, or the one that the numerics name."""
-    numerics = model_config.numerics_for(self.model, self.numerics)
-    return self.backend or choice.backend_of(numerics)
+    return self.backend or choice.backend_of(self.numerics)
 
   def init(self, params: parameters.Params) -> TrainState:
     """Returns the state of a run that has not learnt yet.

@@ -38,7 +38,12 @@ REQUEST = Request(
 
 def numerics_of(row_tile: int) -> numerics_lib.NumericsConfig:
   return numerics_lib.NumericsConfig(
-    row_tile=row_tile, query_tile=2, slot_tile=4, kv_split=16, reduction_shards=1
+    implementation="tiled",
+    row_tile=row_tile,
+    query_tile=2,
+    slot_tile=4,
+    kv_split=16,
+    reduction_shards=1,
   )
 
 

@@ -16,7 +16,9 @@ from seerjax.backends import choice
 from seerjax.ops import attention
 from seerjax.types import TokenBatch
 
-NUMERICS = numerics_lib.NumericsConfig(row_tile=4, query_tile=4, slot_tile=2, kv_split=16)
+NUMERICS = numerics_lib.NumericsConfig(
+  implementation="tiled", row_tile=4, query_tile=4, slot_tile=2, kv_split=16
+)
 UNTILED = dataclasses.replace(NUMERICS, implementation="untiled")
 HEADS, HEAD_DIM = 2, 6
 

@@ -13,7 +13,7 @@ from seerjax import numerics as numerics_lib, parallel
 from seerjax.backends import choice
 from seerjax.ops import linear
 
-NUMERICS = numerics_lib.NumericsConfig(row_tile=4)
+NUMERICS = numerics_lib.NumericsConfig(row_tile=4, implementation="tiled")
 UNTILED = numerics_lib.NumericsConfig(row_tile=4, implementation="untiled")
 SIZES = (0, 1, 3, 4, 5, 11)
 

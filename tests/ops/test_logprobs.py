@@ -10,12 +10,12 @@ import pytest
 from seerjax import numerics as numerics_lib
 from seerjax.ops import logprobs, sampling, tiles
 
-NUMERICS = numerics_lib.NumericsConfig(row_tile=4, reduction_shards=4)
+NUMERICS = numerics_lib.NumericsConfig(row_tile=4, reduction_shards=4, implementation="tiled")
 ONE = jnp.int32(1)
 
 
 def slabs(count):
-  return numerics_lib.NumericsConfig(reduction_shards=count)
+  return numerics_lib.NumericsConfig(reduction_shards=count, implementation="tiled")
 
 
 def arguments(count, vocabulary=44, seed=0):

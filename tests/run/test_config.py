@@ -89,8 +89,8 @@ def test_what_a_config_leaves_open_is_the_models_and_a_resume_keeps_it(tmp_path)
   nano = presets.get("nano")
   found = config_lib.for_model(open_config, nano)
   assert config_lib.chosen(open_config, found) == (
-    "chosen for this model and context: numerics.reduction_shards=8,"
-    " engine.row_buckets=(64, 512), trainer.rows_per_micro_batch=2048,"
+    "chosen for this model and context: numerics.implementation=native,"
+    " numerics.reduction_shards=8, engine.row_buckets=(64, 512), trainer.rows_per_micro_batch=2048,"
     " trainer.sequences_per_micro_batch=32"
   )
   assert config_lib.for_model(found, nano) == found and config_lib.chosen(found, found) == ""
@@ -114,3 +114,15 @@ def test_what_a_config_leaves_open_is_the_models_and_a_resume_keeps_it(tmp_path)
   assert directory_lib.as_begun(named, tmp_path).trainer.sequences_per_micro_batch == 8
   begun = directory_lib.as_begun(named, tmp_path)
   assert config_lib.for_model(begun, nano).engine.row_buckets == (16,)
+  # A run that began before there was a choice was tiled, and stays so.
+  assert resumed.numerics.implementation == "native"
+  del sizes["implementation"]
+  checkpoint.save(
+    tmp_path / "checkpoints",
+    1,
+    {"w": jnp.zeros(1)},
+    host_state={"sizes": sizes},
+    fingerprint=numerics_lib.fingerprint(NUMERICS),
+  )
+  older = config_lib.for_model(directory_lib.as_begun(open_config, tmp_path), nano)
+  assert older.numerics.implementation == "tiled"

@@ -16,7 +16,7 @@ from seerjax.numerics import NumericsConfig
 from seerjax.run import self_test
 from seerjax.trainer import losses, packing, step as step_lib
 
-TILED = NumericsConfig(row_tile=16, query_tile=4, kv_split=64)
+TILED = NumericsConfig(row_tile=16, query_tile=4, kv_split=64, implementation="tiled")
 UNTILED = NumericsConfig(row_tile=16, query_tile=4, kv_split=64, implementation="untiled")
 
 
@@ -50,7 +50,14 @@ def test_untiled_rows_are_refused_with_the_finding():
 
 
 def test_splits_shorter_than_a_sequence_are_measured_too():
-  short = NumericsConfig(row_tile=4, query_tile=1, slot_tile=2, kv_split=4, reduction_shards=1)
+  short = NumericsConfig(
+    implementation="tiled",
+    row_tile=4,
+    query_tile=1,
+    slot_tile=2,
+    kv_split=4,
+    reduction_shards=1,
+  )
   assert self_test.measure(short).is_invariant
 
 
@@ -113,7 +120,7 @@ def test_the_model_at_hand_is_asked_in_every_bucket_and_refused_for_an_ulp():
   leaning = Leaning(tiny_model.SMALLEST, tiny_model.ONE_SLAB, parallel.make_mesh(), 2)
   finding = of_model(leaning)
   assert {name: bad for name, bad, _ in finding.by_comparison}["bucket 24"] > 0
-  with pytest.raises(ValueError, match="got a model of which, in tiled float32 .*rows are NOT"):
+  with pytest.raises(ValueError, match="got a model of which, in native float32 .*rows are NOT"):
     self_test.require_model(finding, tiny_model.ONE_SLAB)
 
 

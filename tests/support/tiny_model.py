@@ -27,8 +27,14 @@ CONFIG = model_config.TransformerConfig(
   has_qk_norms=True,
   rotary=rotary.RotaryConfig(head_dim=8),
 )
+# Single steps and pages of one layout, which unit tests look into; whole runs take the default.
 NUMERICS = numerics_lib.NumericsConfig(
-  row_tile=4, query_tile=4, slot_tile=2, kv_split=16, reduction_shards=8
+  implementation="tiled",
+  row_tile=4,
+  query_tile=4,
+  slot_tile=2,
+  kv_split=16,
+  reduction_shards=8,
 )
 BFLOAT16 = dataclasses.replace(NUMERICS, compute_dtype="bfloat16")
 NATIVE = dataclasses.replace(NUMERICS, implementation="native")

@@ -15,7 +15,9 @@ from seerjax import types
 from seerjax.numerics import NumericsConfig
 from seerjax.trainer import losses, packing
 
-NUMERICS = NumericsConfig(row_tile=4, query_tile=4, slot_tile=2, kv_split=8, reduction_shards=1)
+NUMERICS = NumericsConfig(
+  implementation="tiled", row_tile=4, query_tile=4, slot_tile=2, kv_split=8, reduction_shards=1
+)
 SIZES = {"numerics": NUMERICS, "page_size": 2, "rows_per_micro_batch": 12}
 # Of the random cases: at most four groups of four rollouts, each with rows of its own.
 MOST_MICRO_BATCHES, MOST_ROWS = 16, 32
@@ -50,7 +52,7 @@ def cases(draw):
     query_tile=draw(st.sampled_from([1, 4, 8])),
     slot_tile=draw(st.sampled_from([1, 4])),
     kv_split=draw(st.sampled_from([8, 16])),
-    reduction_shards=1,
+    reduction_shards=1, implementation="tiled",
   )
   rows = draw(st.sampled_from([8, 20, MOST_ROWS]))
   sizes = {

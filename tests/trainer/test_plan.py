@@ -13,7 +13,9 @@ from seerjax import numerics as numerics_lib, parallel
 from seerjax.models import lora, parameters, presets
 from seerjax.trainer import losses, packing, plan, step
 
-NUMERICS = numerics_lib.NumericsConfig(query_tile=4, slot_tile=32, kv_split=64)
+NUMERICS = numerics_lib.NumericsConfig(
+  implementation="tiled", query_tile=4, slot_tile=32, kv_split=64
+)
 QWEN3 = presets.get("qwen3-0.6b")
 
 

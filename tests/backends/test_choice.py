@@ -1,0 +1,51 @@
+"""What "auto" stands for, and how an implementation that cannot run here is refused."""
+
+from __future__ import annotations
+
+import logging
+
+import jax
+import pytest
+
+from seerjax import numerics as numerics_lib
+from seerjax.backends import choice
+from seerjax.backends.native import availability
+from seerjax.numerics import NumericsConfig
+
+
+@pytest.fixture
+def no_compiler():
+  """A process in which JAX compiles nothing, which is one of the reasons against handlers."""
+  choice._say_once.cache_clear()
+  with jax.disable_jit():
+    yield
+
+
+def test_the_machine_decides_what_is_left_to_it():
+  decided = choice.decided(NumericsConfig(row_tile=4))
+  assert availability.reason_against() is None
+  assert decided == NumericsConfig(row_tile=4, implementation="native")
+  assert choice.decided(decided) is decided
+
+
+def test_where_handlers_cannot_run_it_is_tiled_and_one_line_says_why(no_compiler, caplog):
+  with caplog.at_level(logging.WARNING):
+    first, second = (choice.decided(NumericsConfig(row_tile=tile)) for tile in (4, 8))
+  assert first == NumericsConfig(row_tile=4, implementation="tiled")
+  assert second.implementation == "tiled"
+  lines = [record.getMessage() for record in caplog.records if "implementation" in record.msg]
+  assert lines == ["NumericsConfig.implementation='auto' is 'tiled' here: JAX_DISABLE_JIT is set."]
+
+
+def test_native_by_name_is_refused_where_it_cannot_run(no_compiler):
+  with pytest.raises(ValueError, match="got 'native', and JAX_DISABLE_JIT is set; expected a mach"):
+    choice.decided(NumericsConfig(implementation="native"))
+
+
+def test_a_backend_has_the_numerics_that_were_decided():
+  assert choice.backend_of(NumericsConfig()).numerics == NumericsConfig(implementation="native")
+
+
+def test_what_is_left_to_the_machine_has_no_fingerprint():
+  with pytest.raises(ValueError, match=r"implementation: got 'auto', .* models.config.numerics_fo"):
+    numerics_lib.fingerprint(NumericsConfig())
