@@ -18,6 +18,7 @@ import tiny_model
 
 from experiments import replay
 from seerjax import checkpoint, numerics as numerics_lib, rl
+from seerjax.backends import choice
 from seerjax.models import (
   huggingface,
 )
@@ -71,7 +72,7 @@ def run_letters(model: str, directory: pathlib.Path, **changes: Any) -> pathlib.
 
 
 OTHER_NUMERICS = numerics_lib.fingerprint(
-  dataclasses.replace(tiny_model.ONE_SLAB, implementation="tiled")
+  choice.decided(dataclasses.replace(tiny_model.ONE_SLAB, row_tile=4))
 )
 
 
