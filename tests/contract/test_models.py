@@ -53,7 +53,7 @@ EVENTS = (
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
-  "implementation", ["tiled", pytest.param("native", marks=pytest.mark.thorough)]
+  "implementation", [pytest.param("tiled", marks=pytest.mark.thorough), "native"]
 )
 def test_no_model_of_this_session_changes_a_bit(implementation, seed, tell_events):
   events = collections.Counter()

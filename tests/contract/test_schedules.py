@@ -517,6 +517,8 @@ def expected_events(
   return common + VISIT_EVENTS + reused + buckets + (OTHER_BUCKET,)
 
 
+# Every day the contract is held to the default on a CPU; in CI to the portable path as well.
+@pytest.mark.thorough
 @pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", ["f32", "bf16"])
 def test_no_schedule_changes_a_bit(dtype, seed, tell_events):

@@ -37,7 +37,7 @@ BOTH = pytest.mark.parametrize(
   "numerics",
   [
     pytest.param(tiny_model.NUMERICS, id="f32"),
-    pytest.param(tiny_model.BFLOAT16, id="bf16"),
+    pytest.param(tiny_model.BFLOAT16, id="bf16", marks=pytest.mark.thorough),
     pytest.param(tiny_model.NATIVE, id="native f32"),
     pytest.param(tiny_model.NATIVE_BFLOAT16, id="native bf16", marks=pytest.mark.thorough),
   ],
