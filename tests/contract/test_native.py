@@ -6,6 +6,8 @@ what of it can be broken.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+import contextlib
 import functools
 import os
 import subprocess
@@ -18,6 +20,7 @@ import pytest
 import tiny_model
 
 from seerjax import numerics as numerics_lib, parallel
+from seerjax.backends.native import ffi, numbers, pointers, threads
 from seerjax.backends.numba_cpu import NumbaCpu
 from seerjax.engine import engine as engine_lib, runner as runner_lib
 from seerjax.models import flax_module, head, kv_layout, transformer
@@ -39,8 +42,25 @@ SIZES = engine_lib.EngineConfig(
 LENGTH = 8  # Positions of each sequence of the forward below.
 
 
+@contextlib.contextmanager
+def threaded(number: int) -> Iterator[None]:
+  """Programs that are traced within have so many threads a call, which share the least work."""
+  before = os.environ.pop(threads.VARIABLE, None)
+  os.environ[threads.VARIABLE] = str(number)
+  threads.process[1] = 1
+  try:
+    yield
+  finally:
+    threads.process[1] = threads.LEAST_COST
+    os.environ.pop(threads.VARIABLE)
+    if before is not None:
+      os.environ[threads.VARIABLE] = before
+
+
 @functools.cache
-def scored(numerics: numerics_lib.NumericsConfig, num_sequences: int) -> list[np.ndarray]:
+def scored(
+  numerics: numerics_lib.NumericsConfig, num_sequences: int, num_threads: int = 1
+) -> list[np.ndarray]:
   """What `LENGTH` rows each of so many sequences give: tokens and scores, by row."""
   config, params = tiny_model.CONFIG, tiny_model.params(numerics)
   batch, num_pages = flax_module.sequences_batch(num_sequences, LENGTH, numerics, 8)
@@ -60,14 +80,46 @@ def scored(numerics: numerics_lib.NumericsConfig, num_sequences: int) -> list[np
       batch.positions, batch.num_rows, numerics_lib.key(0), config=config, numerics=numerics,
     )  # fmt: skip
 
-  return [np.asarray(leaf) for leaf in jax.tree.leaves(run(params, batch))]
+  with threaded(num_threads):
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(run(params, batch))]
 
 
 @BOTH
-@pytest.mark.parametrize("num_sequences", [3, 4, 7, 64])
-def test_a_row_has_its_bits_among_any_number_of_rows(numerics, num_sequences):
-  for alone, among in zip(scored(numerics, 1), scored(numerics, num_sequences), strict=True):
+@pytest.mark.parametrize("num_threads", [1, 2])
+@pytest.mark.parametrize("num_sequences", [1, 3, 4, 7, 64])
+def test_a_row_has_its_bits_among_any_number_of_rows_and_threads(
+  numerics, num_sequences, num_threads
+):
+  here = scored(numerics, num_sequences, num_threads)
+  for alone, among in zip(scored(numerics, 1), here, strict=True):
     np.testing.assert_array_equal(alone.view(np.int32), among[:LENGTH].view(np.int32))
+
+
+@BOTH
+def test_a_gradient_has_its_bits_with_any_number_of_threads(numerics):
+  config, params = tiny_model.CONFIG, tiny_model.params(numerics)
+  batch, num_pages = flax_module.sequences_batch(7, LENGTH, numerics, 8)
+  count = 7 * LENGTH
+  given = np.random.default_rng(3).integers(0, config.vocab_size, count).astype(np.int32)
+  batch = jax.tree.map(jnp.asarray, batch)._replace(tokens=jnp.asarray(np.roll(given, 1)))
+  drawn_by = sampling.sampling_rows([SamplingParams(temperature=0.8)] * count)
+
+  def loss(params):
+    pages = kv_layout.empty_pages(config, numerics, num_pages=num_pages, page_size=8)
+    hidden, _ = transformer.forward(params, batch, pages, config=config, numerics=numerics)
+    _, scores = head.sample_and_score(
+      params, hidden, jnp.asarray(given), jax.tree.map(jnp.asarray, drawn_by),
+      jnp.arange(count, dtype="uint32"), batch.positions, batch.num_rows, numerics_lib.key(0),
+      config=config, numerics=numerics,
+    )  # fmt: skip
+    return jnp.sum(scores.logprob)
+
+  def gradient(num_threads):
+    with threaded(num_threads):
+      return jax.tree.leaves(jax.jit(jax.grad(lambda params: loss(params)))(params))
+
+  for one, two in zip(gradient(1), gradient(2), strict=True):
+    assert np.asarray(one).tobytes() == np.asarray(two).tobytes()
 
 
 def requests(count: int) -> list[Request]:
@@ -142,6 +194,41 @@ def test_a_chain_that_follows_the_batch_is_noticed(numerics):
     ),
   )
   assert num_differing(engine.generate(requests(8)), numerics) > 0
+
+
+def running_sum(name, is_of_piece):
+  """A handler of x f32[n] whose items should know nothing of each other."""
+
+  @numbers.jit
+  def count(arguments):
+    return ffi.dimension(arguments, 0, 0)
+
+  @numbers.jit
+  def work(arguments, results, first, last, worker):
+    x, out = pointers.floats(ffi.address(arguments, 0)), pointers.floats(ffi.address(results, 0))
+    for item in range(first, last):
+      total = numbers.f32(0.0)
+      for before in range(first if is_of_piece else 0, item + 1):
+        total += x[before]
+      out[item] = total
+
+  return ffi.Handler(name, count, work, count)
+
+
+def summed(handler, x, num_threads):
+  shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (x.shape, (num_threads, 0))]
+  with threaded(num_threads):
+    return np.asarray(jax.jit(lambda x: handler(shapes, x)[0])(x))
+
+
+def test_a_chain_that_begins_with_a_threads_piece_is_noticed():
+  x = np.random.default_rng(0).standard_normal(64).astype(np.float32)
+  usual = running_sum("seerjax_test_sum", False)
+  broken = running_sum("seerjax_test_sum_of_a_piece", True)
+  np.testing.assert_array_equal(summed(usual, x, 1), np.cumsum(x))
+  np.testing.assert_array_equal(summed(usual, x, 2), np.cumsum(x))
+  np.testing.assert_array_equal(summed(broken, x, 1), np.cumsum(x))
+  assert np.any(summed(broken, x, 2) != np.cumsum(x))
 
 
 # Another processor.

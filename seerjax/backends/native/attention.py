@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from numba import types
 
 from seerjax.array_typing import Array, Float
-from seerjax.backends.native import ffi, vectors
+from seerjax.backends.native import ffi, threads, vectors
 from seerjax.backends.native.attention_backward import attend_backward
 from seerjax.backends.native.attention_scores import (
   BLOCK_ROWS,
@@ -205,7 +205,18 @@ def _attend(arguments, results, first, last, worker):
         write_row(chains + 4 * row * _CHAINS * head_dim, target, rows_are_bf16, head_dim)
 
 
-_ATTEND = ffi.Handler("seerjax_attend", _items, _attend)
+@jit
+def _cost(arguments):
+  """Two products of a row with each key that it sees; exponents and memory cost thrice as much."""
+  positions, starts = integers(address(arguments, 3)), integers(address(arguments, 4))
+  lengths, keys = integers(address(arguments, 5)), types.int64(0)
+  for segment in range(integer(arguments, 7, 0)):
+    keys += lengths[segment] * (positions[starts[segment]] + lengths[segment])
+  heads = dimension(arguments, 0, 1) * dimension(arguments, 0, 2)
+  return 8 * keys * heads * dimension(arguments, 0, 3)
+
+
+_ATTEND = ffi.Handler("seerjax_attend", _items, _attend, _cost)
 
 
 def attend(
@@ -231,8 +242,9 @@ def _attended(q, keys, values, batch):
   page_size, head_dim = values.shape[2:]
   width = most_scores(batch.page_table.shape[1], page_size)
   scratch = BLOCK_ROWS * head_dim * (1 + _CHAINS) + _LANES + BLOCK_ROWS * width
+  own = jax.ShapeDtypeStruct((threads.number(), scratch), jnp.float32)
   out, _ = _ATTEND(
-    [jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct((1, scratch), jnp.float32)],
+    [jax.ShapeDtypeStruct(q.shape, q.dtype), own],
     q,
     keys,
     values,

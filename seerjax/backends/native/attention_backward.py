@@ -23,7 +23,7 @@ from numba import types
 import numpy as np
 
 from seerjax.array_typing import Array
-from seerjax.backends.native import ffi, products, vectors
+from seerjax.backends.native import ffi, products, threads, vectors
 from seerjax.backends.native.attention_scores import (
   BLOCK_ROWS,
   most_scores,
@@ -261,7 +261,20 @@ def _attend_backward(arguments, results, first, last, worker):
           write_row(grad_queries + 4 * row * head_dim, target, rows_are_bf16, head_dim)
 
 
-_BACKWARD = ffi.Handler("seerjax_attend_backward", _heads, _attend_backward)
+@jit
+def _cost(arguments):
+  """Five products of every row with the keys that come before it, by head."""
+  positions, lengths = (
+    integers(address(arguments, _POSITIONS)), integers(address(arguments, _LENGTHS))
+  )  # fmt: skip
+  starts, keys = integers(address(arguments, _STARTS)), types.int64(0)
+  for segment in range(integer(arguments, _SEGMENTS, 0)):
+    keys += lengths[segment] * (positions[starts[segment]] + lengths[segment])
+  heads = dimension(arguments, _Q, _ONE) * dimension(arguments, _Q, 2)
+  return 5 * keys * heads * dimension(arguments, _Q, 3)
+
+
+_BACKWARD = ffi.Handler("seerjax_attend_backward", _heads, _attend_backward, _cost)
 
 
 def attend_backward(
@@ -284,7 +297,7 @@ def attend_backward(
   scratch = ROWS * (3 * head_dim + 2 * width) + page_size * head_dim
   results = [jax.ShapeDtypeStruct(q.shape, q.dtype)]
   results += [jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in (keys, values)]
-  results += [jax.ShapeDtypeStruct((1, scratch), jnp.float32)]
+  results += [jax.ShapeDtypeStruct((threads.number(), scratch), jnp.float32)]
   grad_q, grad_keys, grad_values, _ = _BACKWARD(
     results,
     q,

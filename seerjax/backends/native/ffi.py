@@ -25,9 +25,15 @@ import numba
 from numba import types
 
 from seerjax.array_typing import Array
-from seerjax.backends.native import objects
+from seerjax.backends.native import objects, threads
 from seerjax.backends.native.numbers import jit
-from seerjax.backends.native.pointers import flush_denormals, integers, restore_denormals, words
+from seerjax.backends.native.pointers import (
+  address_of,
+  flush_denormals,
+  integers,
+  restore_denormals,
+  words,
+)
 
 # XLA's code of bfloat16; every other operand of ours has 32 bits.
 _BFLOAT16 = 16
@@ -70,11 +76,14 @@ class Handler:
     work: jitted, `work(arguments, results, first, last, worker)`: does the items from `first` to
       before `last`. Scratch memory is the last result, f32[w, ...]; `worker` is the row of it that
       is this call's own.
+    cost: jitted, `cost(arguments)`: how many multiply-adds all items are about, for a call whose
+      items are shared out among up to `w` threads (`threads.number`); None for one thread.
   """
 
   name: str
   count: Callable[[Any], Any]
   work: Any
+  cost: Callable[[Any], Any] | None = None
 
   def __call__(
     self,
@@ -97,22 +106,43 @@ class Handler:
 @functools.cache
 def _register(handler: Handler) -> None:
   source = pathlib.Path(inspect.getfile(handler.work.py_func)).read_text()
-  where = objects.address(handler.name, source, functools.partial(_compiled, handler))
+  compiled = functools.partial(_compiled, handler)
+  where = objects.address(handler.name, source, compiled, ctypes.addressof(threads.process))
   capsule = jax.ffi.pycapsule(ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_void_p)(where))
   jax.ffi.register_ffi_target(handler.name, capsule, platform="cpu")
 
 
+@jit
+def _is_question(frame):
+  """Answers what handlers are asked once, when they are registered."""
+  if frame[1] == 0:
+    return False
+  extension = words(frame[1])
+  if (extension[1] & 0xFFFFFFFF) != 1:
+    return False
+  metadata = integers(extension[3])
+  metadata[6], metadata[7], metadata[8] = _MAJOR, _MINOR, 0
+  return True
+
+
 def _compiled(handler: Handler) -> str:
   """Returns the module of a handler in LLVM's language; its entry is named `objects.ENTRY`."""
+  python = _alone(handler) if handler.cost is None else _shared(handler)
+  word = types.int64
+  signature = word(types.CPointer(word), word, word)
+  options: dict[str, Any] = dict(no_cpython_wrapper=True, no_cfunc_wrapper=True)
+  compiled: Any = numba.njit(signature, error_model="numpy", **options)(inspect.unwrap(python))
+  (module,) = compiled.inspect_llvm().values()
+  return module
+
+
+def _alone(handler: Handler) -> Callable[..., Any]:
+  """A handler whose items are done by the thread that is called."""
   count, work = handler.count, handler.work
 
-  def handler_entry(frame):  # The name is `objects.ENTRY`.
-    if frame[1] != 0:
-      extension = words(frame[1])
-      if (extension[1] & 0xFFFFFFFF) == 1:  # What handlers are asked once, when registered.
-        metadata = integers(extension[3])
-        metadata[6], metadata[7], metadata[8] = _MAJOR, _MINOR, 0
-        return 0
+  def handler_entry(frame, task, process):  # The name is `objects.ENTRY`.
+    if _is_question(frame):
+      return 0
     before = flush_denormals()
     arguments, results = words(frame[9]), words(frame[14])
     first, worker = types.int64(0), types.int64(0)
@@ -120,10 +150,40 @@ def _compiled(handler: Handler) -> str:
     restore_denormals(before)
     return 0
 
-  signature = types.int64(types.CPointer(types.int64))
-  options: dict[str, Any] = dict(no_cpython_wrapper=True, no_cfunc_wrapper=True)
-  compiled: Any = numba.njit(signature, error_model="numpy", **options)(
-    inspect.unwrap(handler_entry)
-  )
-  (module,) = compiled.inspect_llvm().values()
-  return module
+  return handler_entry
+
+
+def _shared(handler: Handler) -> Callable[..., Any]:
+  """A handler whose items are shared out; it is also what other threads run (`task` is 0)."""
+  count, work, cost = handler.count, handler.work, handler.cost
+
+  def handler_entry(data, task, process):  # The name is `objects.ENTRY`.
+    first, worker = types.int64(0), types.int64(0)
+    if task != 0:
+      if _is_question(data):
+        return 0
+      arguments, results = words(data[9]), words(data[14])
+      last, threads_at_most = count(arguments), dimension(results, data[12] - 1, 0)
+      team = threads.ask(data, task, threads_at_most, last, cost(arguments), process)
+    else:
+      team = address_of(data)
+      worker = threads.join(team)
+      if worker == 0:
+        return 0
+      arguments, results = threads.arguments_of(team), threads.results_of(team)
+      last = threads.last_of(team)
+    before = flush_denormals()
+    if team != 0:
+      first = threads.take(team)
+    while first < last:
+      end = last if team == 0 else threads.end_of(team, first)
+      work(arguments, results, first, end, worker)
+      first = last if team == 0 else threads.take(team)
+    restore_denormals(before)
+    if task != 0:
+      threads.finish(team, process)
+    else:
+      threads.leave(team)
+    return 0
+
+  return handler_entry

@@ -19,7 +19,7 @@ import numpy as np
 
 from seerjax import parallel
 from seerjax.array_typing import Array
-from seerjax.backends.native import ffi, norms, products, vectors
+from seerjax.backends.native import ffi, norms, products, threads, vectors
 from seerjax.backends.native.head_forward import (
   CHUNK,
   ROWS,
@@ -128,7 +128,14 @@ def _differentiate(arguments, results, first, last, worker):
         write_row(sums, target, True, columns * d)
 
 
-_GRADIENT = ffi.Handler("seerjax_head_gradient", _count_slabs, _differentiate)
+@jit
+def _cost(arguments):
+  """Three products of every row with the table."""
+  ids = ffi.dimension(arguments, 1, 0) * ffi.dimension(arguments, 1, 1)
+  return 3 * ffi.integer(arguments, 5, 0) * ids * ffi.dimension(arguments, 0, 1)
+
+
+_GRADIENT = ffi.Handler("seerjax_head_gradient", _count_slabs, _differentiate, _cost)
 
 
 @jit
@@ -222,7 +229,7 @@ def gradient(
     [
       floats_shape(slabs, count, d),
       jax.ShapeDtypeStruct(table.shape, table.dtype),
-      floats_shape(1, scratch),
+      floats_shape(threads.number(), scratch),
     ],
     normed,
     table,

@@ -25,7 +25,7 @@ import numpy as np
 
 from seerjax import parallel
 from seerjax.array_typing import Array
-from seerjax.backends.native import ffi, noise, norms, products, vectors
+from seerjax.backends.native import ffi, noise, norms, products, threads, vectors
 from seerjax.backends.native.numbers import exp, f32, jit, log, read_row
 from seerjax.backends.native.pointers import bits_of, float_of, floats, fma, integers, unsigned
 from seerjax.backends.protocol import Stage
@@ -208,7 +208,15 @@ def _score(arguments, results, first, last, worker):
         )  # fmt: skip
 
 
-_PARTIALS = ffi.Handler("seerjax_head_partials", _count_chunks, _score)
+@jit
+def _cost_of_scores(arguments):
+  """The product, and what a logit's exponents and noise cost."""
+  rows, d = ffi.integer(arguments, 5, 0), ffi.dimension(arguments, 0, 1)
+  ids = ffi.dimension(arguments, 1, 0) * ffi.dimension(arguments, 1, 1)
+  return rows * ids * (d + 128)
+
+
+_PARTIALS = ffi.Handler("seerjax_head_partials", _count_chunks, _score, _cost_of_scores)
 
 
 @jit
@@ -329,8 +337,9 @@ def scored_rows(stage: Stage, weights: Any, rows: Any, num_rows: Array) -> Score
   normed, keys = prepared_rows(stage, weights, rows, num_rows)
   sizes = sizes_of(num_rows, first_slab(stage, table))
   scratch = panels_size(count, d, chunk) + (min(count, ROWS) + 2) * chunk
+  own = floats_shape(threads.number(), scratch)
   partials, _ = _PARTIALS(
-    [floats_shape(local * -(-width // CHUNK), count, _FIELDS), floats_shape(1, scratch)],
+    [floats_shape(local * -(-width // CHUNK), count, _FIELDS), own],
     normed,
     table,
     parameters.temperature,

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from seerjax.array_typing import Array
-from seerjax.backends.native import ffi, norms, products
+from seerjax.backends.native import ffi, norms, products, threads
 from seerjax.backends.native.numbers import exp, f32, jit, read_row, round_row, write_row, zero_row
 from seerjax.backends.native.pointers import floats
 from seerjax.backends.protocol import Stage
@@ -67,6 +67,19 @@ def slab_of(arguments, operand, layer, slab):
   size = ffi.dimension(arguments, operand, 2) * ffi.dimension(arguments, operand, 3)
   width = 2 if ffi.is_bfloat16(arguments, operand) else 4
   return ffi.address(arguments, operand) + width * (min(layer, layers - 1) * slabs + slab) * size
+
+
+@jit
+def weights_of(arguments, operand):
+  """How many weights all slabs f[l, r, a, b] of one layer are."""
+  size = ffi.dimension(arguments, operand, 2) * ffi.dimension(arguments, operand, 3)
+  return ffi.dimension(arguments, operand, 1) * size
+
+
+@jit
+def live_rows(arguments, sizes):
+  """How many rows of the first operand are no padding."""
+  return min(ffi.integer(arguments, sizes, 0), ffi.dimension(arguments, 0, 0))
 
 
 @jit
@@ -236,8 +249,8 @@ def adapter(weights: Params, name: str) -> tuple[Array, Array, Array]:
 
 
 def scratch(*shapes: tuple[int, ...]) -> jax.ShapeDtypeStruct:
-  """Scratch memory of one worker, which holds these shapes behind each other."""
-  return f32_of(1, sum(math.prod(shape) for shape in shapes))
+  """Scratch memory of each worker, which holds these shapes behind each other."""
+  return f32_of(threads.number(), sum(math.prod(shape) for shape in shapes))
 
 
 def f32_of(*shape: int) -> jax.ShapeDtypeStruct:

@@ -28,6 +28,7 @@ from seerjax.backends.native.layer_parts import (
   DOWN,
   DOWN_A,
   DOWN_B,
+  GATE_UP,
   GATE_UP_A,
   KEY_NORM,
   LOWS,
@@ -59,6 +60,7 @@ from seerjax.backends.native.layer_parts import (
   blocks,
   f32_of,
   input_operands,
+  live_rows,
   merge,
   mlp,
   mlp_inputs,
@@ -71,6 +73,7 @@ from seerjax.backends.native.layer_parts import (
   scratch,
   scratch_of,
   waiting,
+  weights_of,
   write_rows,
 )
 from seerjax.backends.native.numbers import jit, read_row, round_row, write_row, zero_row
@@ -274,10 +277,31 @@ def _finish(arguments, results, first, last, worker):
     write_rows(x, rows, d, results, ZERO, begin, live)
 
 
-_INPUTS = ffi.Handler("seerjax_attention_inputs", blocks, _attention_inputs)
-_AFTER = ffi.Handler("seerjax_after_attention", blocks, _after_attention)
-_PROJECT = ffi.Handler("seerjax_after_attention_project", blocks, _project)
-_BETWEEN = ffi.Handler("seerjax_after_attention_between", blocks, _between)
+@jit
+def _cost_of_inputs(arguments):
+  return live_rows(arguments, SIZES) * weights_of(arguments, QKV)
+
+
+@jit
+def _cost_of_projection(arguments):
+  return live_rows(arguments, SIZES_AFTER) * weights_of(arguments, OUT)
+
+
+@jit
+def _cost_of_mlp(arguments):
+  weights = weights_of(arguments, GATE_UP) + weights_of(arguments, DOWN)
+  return live_rows(arguments, SIZES_AFTER) * weights
+
+
+@jit
+def _cost_after(arguments):
+  return _cost_of_projection(arguments) + _cost_of_mlp(arguments)
+
+
+_INPUTS = ffi.Handler("seerjax_attention_inputs", blocks, _attention_inputs, _cost_of_inputs)
+_AFTER = ffi.Handler("seerjax_after_attention", blocks, _after_attention, _cost_after)
+_PROJECT = ffi.Handler("seerjax_after_attention_project", blocks, _project, _cost_of_projection)
+_BETWEEN = ffi.Handler("seerjax_after_attention_between", blocks, _between, _cost_of_mlp)
 _FINISH = ffi.Handler("seerjax_after_attention_finish", blocks, _finish)
 
 

@@ -68,6 +68,7 @@ from seerjax.backends.native.layer_parts import (
   scratch_of,
   slab_of,
   waiting,
+  weights_of,
 )
 from seerjax.backends.native.numbers import exp, f32, jit, read_row, round_row, write_row, zero_row
 from seerjax.backends.native.pointers import floats
@@ -420,9 +421,34 @@ def _add_gradient(arguments, results, first, last, worker):
     )  # fmt: skip
 
 
-_AFTER = ffi.Handler("seerjax_after_attention_gradient", _blocks, _after_attention)
-_INPUTS = ffi.Handler("seerjax_attention_inputs_gradient", _blocks, _attention_inputs)
-_ADD_GRADIENT = ffi.Handler("seerjax_weight_gradient", _count_gradient, _add_gradient)
+@jit
+def _cost_after(arguments):
+  """A chunk's products, forward again and backward."""
+  weights = weights_of(arguments, OUT) + weights_of(arguments, GATE_UP)
+  weights += weights_of(arguments, DOWN)
+  return 2 * _live(arguments, SIZES_AFTER, ZERO, _ROWS) * weights
+
+
+@jit
+def _cost_of_inputs(arguments):
+  """As `_cost_after`."""
+  return 2 * _live(arguments, SIZES, ZERO, _ROWS) * weights_of(arguments, QKV)
+
+
+@jit
+def _cost_of_gradient(arguments):
+  a, b = ffi.dimension(arguments, 3, 1), ffi.dimension(arguments, 3, 2)
+  rows = _live(arguments, ZERO, ZERO, ffi.dimension(arguments, 1, 0))
+  return rows * ffi.dimension(arguments, 3, 0) * a * b
+
+
+_AFTER = ffi.Handler("seerjax_after_attention_gradient", _blocks, _after_attention, _cost_after)
+_INPUTS = ffi.Handler(
+  "seerjax_attention_inputs_gradient", _blocks, _attention_inputs, _cost_of_inputs
+)
+_ADD_GRADIENT = ffi.Handler(
+  "seerjax_weight_gradient", _count_gradient, _add_gradient, _cost_of_gradient
+)
 
 # A weight's gradient: of f32[r, a, b] so far, x f32[m, ...] and cotangents f32[m, ...].
 Terms = dict[str, tuple[Array, Array]]
@@ -574,9 +600,8 @@ def _by_chunks(
       x, given = terms[name]
       r, a, b = total.shape
       m = x.shape[0]
-      (new[name],) = _ADD_GRADIENT(
-        [f32_of(r, a, b)], here, x.reshape(m, -1, a), given.reshape(m, -1, b), total, aliases={3: 0}
-      )
+      operands = here, x.reshape(m, -1, a), given.reshape(m, -1, b), total
+      new[name], _ = _ADD_GRADIENT([f32_of(r, a, b), scratch()], *operands, aliases={3: 0})
     return into, new
 
   count = rows[0].shape[0]

@@ -10,6 +10,7 @@ JAX's compiled programs, or in the user's cache.
 from __future__ import annotations
 
 from collections.abc import Callable
+import ctypes
 import functools
 import hashlib
 import importlib.metadata
@@ -25,24 +26,35 @@ import llvmlite.binding as llvm
 # What numba's name of a module's entry contains, and the name of what is loaded.
 ENTRY = "handler_entry"
 _SYMBOL = "seerjax_handler"
-# A handler in C's calling convention around numba's own, whose errors cannot occur.
+# In C's calling convention around numba's own, whose errors cannot occur: a handler, and what a
+# thread of XLA's pool runs for it. The variable is set once the code is loaded.
+_PROCESS = "seerjax_process"
 _WRAPPER = """
 target triple = "{triple}"
 target datalayout = "{layout}"
-declare i32 @"{entry}"(ptr, ptr, ptr)
+@{process} = global i64 0
+declare i32 @"{entry}"(ptr, ptr, ptr, i64, i64)
 define i64 @{symbol}(ptr %frame) {{
   %value = alloca i64
   %error = alloca ptr
-  %status = call i32 @"{entry}"(ptr %value, ptr %error, ptr %frame)
+  %process = load i64, ptr @{process}
+  %task = ptrtoint ptr @{symbol}_task to i64
+  %status = call i32 @"{entry}"(ptr %value, ptr %error, ptr %frame, i64 %task, i64 %process)
   %result = load i64, ptr %value
   ret i64 %result
+}}
+define void @{symbol}_task(ptr %data) {{
+  %value = alloca i64
+  %error = alloca ptr
+  %status = call i32 @"{entry}"(ptr %value, ptr %error, ptr %data, i64 0, i64 0)
+  ret void
 }}
 """
 # Engines of LLVM that own the machine code: they live as long as the process.
 _loaded: list[Any] = []
 
 
-def address(name: str, source: str, compiled: Callable[[], str]) -> int:
+def address(name: str, source: str, compiled: Callable[[], str], process: int) -> int:
   """Returns where a handler's machine code lies in this process.
 
   Args:
@@ -50,6 +62,7 @@ def address(name: str, source: str, compiled: Callable[[], str]) -> int:
     source: text of the file that it stands in.
     compiled: returns its module in LLVM's language; called where no file is found, or one that is
       damaged.
+    process: address of what all calls of this process share (`threads.process`).
   """
   path = _folder() / f"{name}-{_digest(source)}.o"
   code = _read(path)
@@ -61,6 +74,7 @@ def address(name: str, source: str, compiled: Callable[[], str]) -> int:
   engine.add_object_file(llvm.ObjectFileRef.from_data(code))
   engine.finalize_object()
   _loaded.append(engine)
+  ctypes.c_int64.from_address(engine.get_global_value_address(_PROCESS)).value = process
   return engine.get_function_address(_SYMBOL)
 
 
@@ -97,7 +111,7 @@ def _object_of(module_text: str) -> bytes:
   module = llvm.parse_assembly(module_text)
   (entry,) = [f.name for f in module.functions if not f.is_declaration and ENTRY in f.name]
   wrapper = _WRAPPER.format(
-    triple=module.triple, layout=module.data_layout, entry=entry, symbol=_SYMBOL
+    triple=module.triple, layout=module.data_layout, entry=entry, symbol=_SYMBOL, process=_PROCESS
   )
   module.link_in(llvm.parse_assembly(wrapper))
   module.verify()

@@ -73,14 +73,14 @@ def bits_of(typing_context, value):
   return types.int32(types.float32), lambda _, builder, __, a: builder.bitcast(a[0], ir.IntType(32))
 
 
-def _machine(builder) -> str:
-  triple = builder.module.triple
-  return "x86" if triple.startswith(("x86", "i386", "i686")) else "arm"
+def is_x86(builder) -> bool:
+  """Whether code is made for an x86 processor, and else for ARM."""
+  return builder.module.triple.startswith(("x86", "i386", "i686"))
 
 
 def _read_control(builder):
   """The control register of floating-point numbers: i32 on x86, i64 on ARM."""
-  if _machine(builder) == "x86":
+  if is_x86(builder):
     slot = cgutils.alloca_once(builder, ir.IntType(32))
     _mxcsr(builder, "llvm.x86.sse.stmxcsr", slot)
     return builder.load(slot)
@@ -89,7 +89,7 @@ def _read_control(builder):
 
 
 def _write_control(builder, value) -> None:
-  if _machine(builder) == "x86":
+  if is_x86(builder):
     slot = cgutils.alloca_once(builder, ir.IntType(32))
     builder.store(value, slot)
     _mxcsr(builder, "llvm.x86.sse.ldmxcsr", slot)
@@ -112,7 +112,7 @@ def flush_denormals(typing_context):
 
   def codegen(context, builder, signature, arguments):
     old = _read_control(builder)
-    flag = _FLUSH_X86 if _machine(builder) == "x86" else _FLUSH_ARM
+    flag = _FLUSH_X86 if is_x86(builder) else _FLUSH_ARM
     _write_control(builder, builder.or_(old, ir.Constant(old.type, flag)))
     return builder.zext(old, ir.IntType(64)) if old.type.width < 64 else old
 
@@ -125,7 +125,7 @@ def restore_denormals(typing_context, old):
 
   def codegen(context, builder, signature, arguments):
     value = arguments[0]
-    if _machine(builder) == "x86":
+    if is_x86(builder):
       value = builder.trunc(value, ir.IntType(32))
     _write_control(builder, value)
     return context.get_dummy_value()
