@@ -8,33 +8,13 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import pathlib
-import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-# The fields of XLA's records, in order: `ffi` counts their words. More may follow the last one of a
-# record that is no part of another one.
-_OUTER = {
-  "XLA_FFI_CallFrame": "struct_size extension_start api ctx stage args rets",
-  "XLA_FFI_Buffer": "struct_size extension_start dtype data rank dims",
-  "XLA_FFI_Metadata": "struct_size api_version traits",
-}
-_INNER = {
-  "XLA_FFI_Args": "struct_size extension_start size types args",
-  "XLA_FFI_Rets": "struct_size extension_start size types rets",
-  "XLA_FFI_Api_Version": "struct_size extension_start major_version minor_version",
-}
-# Those of its pool of threads; "*" is a field that may have any name.
-POOL = {
-  "XLA_FFI_ThreadPool_Schedule_Args": "struct_size extension_start ctx task data",
-  "XLA_FFI_Error_Destroy_Args": "struct_size extension_start error",
-  "XLA_FFI_Api": "struct_size extension_start api_version internal_api XLA_FFI_Error_Create *"
-  " XLA_FFI_Error_Destroy * * * * * * * * XLA_FFI_ThreadPool_Schedule",
-}
-HEADER = pathlib.Path("xla/ffi/api/c_api.h")
+from seerjax.backends.native import header
+
 # Of the bits that `_first_bits` gives; a test computes them in NumPy.
 EXPECTED = "bf1eaa7bdc3f849c"
 
@@ -51,9 +31,8 @@ def reason_against() -> str | None:
 
 @functools.cache
 def _reason() -> str | None:
-  header = pathlib.Path(jax.ffi.include_dir()) / HEADER
   try:
-    difference = differing_record(header.read_text())
+    difference = header.differing_record(header.text())
   except OSError as error:
     return f"XLA's header of foreign functions cannot be read ({error})"
   if difference is not None:
@@ -64,21 +43,6 @@ def _reason() -> str | None:
     return f"numba could not compile a handler here ({type(error).__name__}: {error})"
   if got != EXPECTED:
     return f"a first product gave other bits here (digest {got}, expected {EXPECTED})"
-  return None
-
-
-def differing_record(header: str, records: dict[str, str] = _OUTER | _INNER) -> str | None:
-  """Returns the name of a record whose fields are others in XLA's header, None if all are known."""
-  header = re.sub(r"_XLA_FFI_API_STRUCT_FIELD\((\w+)\)", r"\1", header)
-  for name, fields in records.items():
-    found = re.search(rf"struct {name} \{{(.*?)\n\}};", header, re.DOTALL)
-    if found is None:
-      return name
-    body = re.sub(r"//[^\n]*", "", found.group(1))
-    got, known = re.findall(r"(\w+);", body), fields.split()
-    is_known = len(got) >= len(known) and all(k in ("*", g) for g, k in zip(got, known))
-    if not is_known or (name in _INNER and len(got) > len(known)):
-      return name
   return None
 
 

@@ -127,7 +127,8 @@ def _is_question(frame):
 
 def _compiled(handler: Handler) -> str:
   """Returns the module of a handler in LLVM's language; its entry is named `objects.ENTRY`."""
-  python = _alone(handler) if handler.cost is None else _shared(handler)
+  cost = handler.cost
+  python = _alone(handler) if cost is None else _shared(handler, cost)
   word = types.int64
   signature = word(types.CPointer(word), word, word)
   options: dict[str, Any] = dict(no_cpython_wrapper=True, no_cfunc_wrapper=True)
@@ -153,9 +154,9 @@ def _alone(handler: Handler) -> Callable[..., Any]:
   return handler_entry
 
 
-def _shared(handler: Handler) -> Callable[..., Any]:
+def _shared(handler: Handler, cost: Callable[[Any], Any]) -> Callable[..., Any]:
   """A handler whose items are shared out; it is also what other threads run (`task` is 0)."""
-  count, work, cost = handler.count, handler.work, handler.cost
+  count, work = handler.count, handler.work
 
   def handler_entry(data, task, process):  # The name is `objects.ENTRY`.
     first, worker = types.int64(0), types.int64(0)

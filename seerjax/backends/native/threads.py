@@ -15,16 +15,14 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
-import pathlib
 from typing import Any
 
-import jax
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 import numpy as np
 
-from seerjax.backends.native import availability
+from seerjax.backends.native import header
 from seerjax.backends.native.numbers import jit
 from seerjax.backends.native.pointers import intrinsic, is_x86, words
 
@@ -74,8 +72,7 @@ def number() -> int:
 @functools.cache
 def _has_pool() -> bool:
   """Whether XLA's functions of its pool are those that are known."""
-  header = pathlib.Path(jax.ffi.include_dir()) / availability.HEADER
-  return availability.differing_record(header.read_text(), availability.POOL) is None
+  return header.differing_record(header.text(), header.POOL) is None
 
 
 def _memory(builder, address) -> Any:

@@ -1,15 +1,12 @@
 """Whether native handlers run here, and what is said where they do not."""
 
-import pathlib
-
-import jax
 import native_reference as reference
 import numpy as np
 import pytest
 
-from seerjax.backends.native import availability
+from seerjax.backends.native import availability, header
 
-HEADER = (pathlib.Path(jax.ffi.include_dir()) / "xla/ffi/api/c_api.h").read_text()
+HEADER = header.text()
 
 
 def test_the_first_look_finds_nothing_against_it_here():
@@ -33,6 +30,6 @@ def test_what_is_expected_of_the_first_product_is_the_reference_in_numpy():
   ],
 )
 def test_a_record_of_another_shape_is_named(old, new, name):
-  assert availability.differing_record(HEADER) is None
+  assert header.differing_record(HEADER) is None
   assert old in HEADER
-  assert availability.differing_record(HEADER.replace(old, new, 1)) == name
+  assert header.differing_record(HEADER.replace(old, new, 1)) == name

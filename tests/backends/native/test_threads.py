@@ -2,16 +2,15 @@
 
 import contextlib
 import os
-import pathlib
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from seerjax.backends.native import availability, ffi, numbers, pointers, threads
+from seerjax.backends.native import ffi, header, numbers, pointers, threads
 
-HEADER = (pathlib.Path(jax.ffi.include_dir()) / "xla/ffi/api/c_api.h").read_text()
+HEADER = header.text()
 
 
 @contextlib.contextmanager
@@ -119,12 +118,12 @@ def test_a_number_of_threads_that_is_none_is_refused(value):
   ],
 )  # fmt: skip
 def test_functions_of_the_pool_in_other_places_are_noticed(old, new, name):
-  assert availability.differing_record(HEADER, availability.POOL) is None
+  assert header.differing_record(HEADER, header.POOL) is None
   assert old in HEADER
-  assert availability.differing_record(HEADER.replace(old, new, 1), availability.POOL) == name
+  assert header.differing_record(HEADER.replace(old, new, 1), header.POOL) == name
 
 
 def test_the_pool_of_the_oldest_supported_version_is_known():
   renamed = HEADER.replace("XLA_FFI_InvokeContext_Get)", "XLA_FFI_ExecutionContext_Get)")
   renamed = renamed.replace("XLA_FFI_Error_GetDetails)", "XLA_FFI_Error_GetMessage)")
-  assert availability.differing_record(renamed, availability.POOL) is None
+  assert header.differing_record(renamed, header.POOL) is None
