@@ -60,7 +60,7 @@ def _product(a, a_row, a_step, rows, w, w_step, columns, k, c, c_row, is_added):
     high = min(products.BLOCK_ROWS, rows - row)
     products.few_rows(
       a + 4 * row * a_row, a_row, a_step, high, w, w_step, columns, k, c + 4 * row * c_row, c_row,
-      is_added,
+      is_added, 0,
     )  # fmt: skip
 
 

@@ -51,13 +51,13 @@ _rows_bf16_rest = vectors.product_block(BLOCK_ROWS, 1, True, is_partial=True)
 # Elements of weights that are streamed: more are read in steps of k that go over all columns, so
 # that memory is read in whole rows.
 _STREAMED = 1 << 17
-_STREAM_STEPS, _CACHE_STEPS = 32, 256
+_STREAM_STEPS, _CACHE_STEPS = 16, 256
 # Values that numba does not take for literals, for which it would compile a product anew.
 _ONE, _NO, _PANEL = np.int64(1), np.bool_(False), np.int64(PANEL)
 
 
 @jit
-def _row(a, a_row, a_step, rows, w, w_step, columns, k, c, c_row, is_added):
+def _row(a, a_row, a_step, rows, w, w_step, columns, k, c, c_row, is_added, ahead):
   """All columns of one row."""
   size = 4
   first = 0
@@ -65,30 +65,31 @@ def _row(a, a_row, a_step, rows, w, w_step, columns, k, c, c_row, is_added):
     left = (columns - first) // 16
     at, to = w + size * first, c + 4 * first
     if left >= 12:
-      _row_12(a, a_row, a_step, rows, at, w_step, k, to, c_row, is_added, 0)
+      _row_12(a, a_row, a_step, rows, at, w_step, k, to, c_row, is_added, 0, ahead)
       first += 192
     elif left >= 6:
-      _row_6(a, a_row, a_step, rows, at, w_step, k, to, c_row, is_added, 0)
+      _row_6(a, a_row, a_step, rows, at, w_step, k, to, c_row, is_added, 0, ahead)
       first += 96
     elif left >= 4:
-      _row_4(a, a_row, a_step, rows, at, w_step, k, to, c_row, is_added, 0)
+      _row_4(a, a_row, a_step, rows, at, w_step, k, to, c_row, is_added, 0, ahead)
       first += 64
     elif left >= 3:
-      _row_3(a, a_row, a_step, rows, at, w_step, k, to, c_row, is_added, 0)
+      _row_3(a, a_row, a_step, rows, at, w_step, k, to, c_row, is_added, 0, ahead)
       first += 48
     elif left >= 2:
-      _row_2(a, a_row, a_step, rows, at, w_step, k, to, c_row, is_added, 0)
+      _row_2(a, a_row, a_step, rows, at, w_step, k, to, c_row, is_added, 0, ahead)
       first += 32
     else:
-      _row_1(a, a_row, a_step, rows, at, w_step, k, to, c_row, is_added, 0)
+      _row_1(a, a_row, a_step, rows, at, w_step, k, to, c_row, is_added, 0, ahead)
       first += 16
   if first < columns:
     at, to = w + size * first, c + 4 * first
-    _row_rest(a, a_row, a_step, rows, at, w_step, k, to, c_row, is_added, columns - first)
+    left = columns - first
+    _row_rest(a, a_row, a_step, rows, at, w_step, k, to, c_row, is_added, left, ahead)
 
 
 @jit
-def few_rows(a, a_row, a_step, rows, w, w_step, columns, k, c, c_row, is_added):
+def few_rows(a, a_row, a_step, rows, w, w_step, columns, k, c, c_row, is_added, ahead):
   """All columns of up to four rows."""
   size = 4
   first = 0
@@ -96,27 +97,28 @@ def few_rows(a, a_row, a_step, rows, w, w_step, columns, k, c, c_row, is_added):
     left = (columns - first) // 16
     at, to = w + size * first, c + 4 * first
     if left >= 6:
-      _rows_6(a, a_row, a_step, rows, at, w_step, k, to, c_row, is_added, 0)
+      _rows_6(a, a_row, a_step, rows, at, w_step, k, to, c_row, is_added, 0, ahead)
       first += 96
     elif left >= 4:
-      _rows_4(a, a_row, a_step, rows, at, w_step, k, to, c_row, is_added, 0)
+      _rows_4(a, a_row, a_step, rows, at, w_step, k, to, c_row, is_added, 0, ahead)
       first += 64
     elif left >= 3:
-      _rows_3(a, a_row, a_step, rows, at, w_step, k, to, c_row, is_added, 0)
+      _rows_3(a, a_row, a_step, rows, at, w_step, k, to, c_row, is_added, 0, ahead)
       first += 48
     elif left >= 2:
-      _rows_2(a, a_row, a_step, rows, at, w_step, k, to, c_row, is_added, 0)
+      _rows_2(a, a_row, a_step, rows, at, w_step, k, to, c_row, is_added, 0, ahead)
       first += 32
     else:
-      _rows_1(a, a_row, a_step, rows, at, w_step, k, to, c_row, is_added, 0)
+      _rows_1(a, a_row, a_step, rows, at, w_step, k, to, c_row, is_added, 0, ahead)
       first += 16
   if first < columns:
     at, to = w + size * first, c + 4 * first
-    _rows_rest(a, a_row, a_step, rows, at, w_step, k, to, c_row, is_added, columns - first)
+    left = columns - first
+    _rows_rest(a, a_row, a_step, rows, at, w_step, k, to, c_row, is_added, left, ahead)
 
 
 @jit
-def _row_bf16(a, a_row, a_step, rows, w, w_step, columns, k, c, c_row, is_added):
+def _row_bf16(a, a_row, a_step, rows, w, w_step, columns, k, c, c_row, is_added, ahead):
   """All columns of one row."""
   size = 2
   first = 0
@@ -124,30 +126,31 @@ def _row_bf16(a, a_row, a_step, rows, w, w_step, columns, k, c, c_row, is_added)
     left = (columns - first) // 16
     at, to = w + size * first, c + 4 * first
     if left >= 12:
-      _row_bf16_12(a, a_row, a_step, rows, at, w_step, k, to, c_row, is_added, 0)
+      _row_bf16_12(a, a_row, a_step, rows, at, w_step, k, to, c_row, is_added, 0, ahead)
       first += 192
     elif left >= 6:
-      _row_bf16_6(a, a_row, a_step, rows, at, w_step, k, to, c_row, is_added, 0)
+      _row_bf16_6(a, a_row, a_step, rows, at, w_step, k, to, c_row, is_added, 0, ahead)
       first += 96
     elif left >= 4:
-      _row_bf16_4(a, a_row, a_step, rows, at, w_step, k, to, c_row, is_added, 0)
+      _row_bf16_4(a, a_row, a_step, rows, at, w_step, k, to, c_row, is_added, 0, ahead)
       first += 64
     elif left >= 3:
-      _row_bf16_3(a, a_row, a_step, rows, at, w_step, k, to, c_row, is_added, 0)
+      _row_bf16_3(a, a_row, a_step, rows, at, w_step, k, to, c_row, is_added, 0, ahead)
       first += 48
     elif left >= 2:
-      _row_bf16_2(a, a_row, a_step, rows, at, w_step, k, to, c_row, is_added, 0)
+      _row_bf16_2(a, a_row, a_step, rows, at, w_step, k, to, c_row, is_added, 0, ahead)
       first += 32
     else:
-      _row_bf16_1(a, a_row, a_step, rows, at, w_step, k, to, c_row, is_added, 0)
+      _row_bf16_1(a, a_row, a_step, rows, at, w_step, k, to, c_row, is_added, 0, ahead)
       first += 16
   if first < columns:
     at, to = w + size * first, c + 4 * first
-    _row_bf16_rest(a, a_row, a_step, rows, at, w_step, k, to, c_row, is_added, columns - first)
+    left = columns - first
+    _row_bf16_rest(a, a_row, a_step, rows, at, w_step, k, to, c_row, is_added, left, ahead)
 
 
 @jit
-def _rows_bf16(a, a_row, a_step, rows, w, w_step, columns, k, c, c_row, is_added):
+def _rows_bf16(a, a_row, a_step, rows, w, w_step, columns, k, c, c_row, is_added, ahead):
   """All columns of up to four rows."""
   size = 2
   first = 0
@@ -155,23 +158,24 @@ def _rows_bf16(a, a_row, a_step, rows, w, w_step, columns, k, c, c_row, is_added
     left = (columns - first) // 16
     at, to = w + size * first, c + 4 * first
     if left >= 6:
-      _rows_bf16_6(a, a_row, a_step, rows, at, w_step, k, to, c_row, is_added, 0)
+      _rows_bf16_6(a, a_row, a_step, rows, at, w_step, k, to, c_row, is_added, 0, ahead)
       first += 96
     elif left >= 4:
-      _rows_bf16_4(a, a_row, a_step, rows, at, w_step, k, to, c_row, is_added, 0)
+      _rows_bf16_4(a, a_row, a_step, rows, at, w_step, k, to, c_row, is_added, 0, ahead)
       first += 64
     elif left >= 3:
-      _rows_bf16_3(a, a_row, a_step, rows, at, w_step, k, to, c_row, is_added, 0)
+      _rows_bf16_3(a, a_row, a_step, rows, at, w_step, k, to, c_row, is_added, 0, ahead)
       first += 48
     elif left >= 2:
-      _rows_bf16_2(a, a_row, a_step, rows, at, w_step, k, to, c_row, is_added, 0)
+      _rows_bf16_2(a, a_row, a_step, rows, at, w_step, k, to, c_row, is_added, 0, ahead)
       first += 32
     else:
-      _rows_bf16_1(a, a_row, a_step, rows, at, w_step, k, to, c_row, is_added, 0)
+      _rows_bf16_1(a, a_row, a_step, rows, at, w_step, k, to, c_row, is_added, 0, ahead)
       first += 16
   if first < columns:
     at, to = w + size * first, c + 4 * first
-    _rows_bf16_rest(a, a_row, a_step, rows, at, w_step, k, to, c_row, is_added, columns - first)
+    left = columns - first
+    _rows_bf16_rest(a, a_row, a_step, rows, at, w_step, k, to, c_row, is_added, left, ahead)
 
 
 @jit
@@ -192,29 +196,37 @@ def product(a, a_row, a_step, rows, w, is_bf16, w_step, columns, k, c, c_row, is
       out = floats(c + 4 * row * c_row)
       for column in range(columns):
         out[column] = f32(0.0)
-  steps = _CACHE_STEPS if rows > BLOCK_ROWS else _STREAM_STEPS
-  if k * columns <= _STREAMED:
-    steps = max(k, 1)
-  # Up to four rows go over all columns of some steps; more rows go over one panel's steps.
-  width = max(columns, 1) if rows <= BLOCK_ROWS else PANEL
+  is_streamed = k * columns > _STREAMED
+  # Few rows go over all columns of some steps; more rows go over one panel's steps.
+  is_wide = rows <= BLOCK_ROWS or (is_streamed and rows <= FEW_ROWS)
+  width = max(columns, 1) if is_wide else PANEL
+  steps = max(k, 1)
+  if is_streamed:
+    steps = _STREAM_STEPS if is_wide else _CACHE_STEPS
   for begin in range(0, k, steps):
     count = min(steps, k - begin)
     goes_on = 1 if begin > 0 else is_added
     for column in range(0, columns, width):
       wide = min(width, columns - column)
       at = w + size * (begin * w_step + column)
+      # What is read next: the next panel of these steps, or the first one of the next steps, which
+      # behind the last step are those of the next slab.
+      ahead = width if column + width < columns else count * w_step - column
       for row in range(0, rows, BLOCK_ROWS):
         high = min(BLOCK_ROWS, rows - row)
         left, to = a + 4 * (row * a_row + begin * a_step), c + 4 * (row * c_row + column)
+        later = ahead if is_streamed and row == 0 else 0
         if is_bf16:
           if high == 1:
-            _row_bf16(left, a_row, a_step, high, at, w_step, wide, count, to, c_row, goes_on)
+            _row_bf16(left, a_row, a_step, high, at, w_step, wide, count, to, c_row, goes_on, later)
           else:
-            _rows_bf16(left, a_row, a_step, high, at, w_step, wide, count, to, c_row, goes_on)
+            _rows_bf16(
+              left, a_row, a_step, high, at, w_step, wide, count, to, c_row, goes_on, later
+            )
         elif high == 1:
-          _row(left, a_row, a_step, high, at, w_step, wide, count, to, c_row, goes_on)
+          _row(left, a_row, a_step, high, at, w_step, wide, count, to, c_row, goes_on, later)
         else:
-          few_rows(left, a_row, a_step, high, at, w_step, wide, count, to, c_row, goes_on)
+          few_rows(left, a_row, a_step, high, at, w_step, wide, count, to, c_row, goes_on, later)
 
 
 @jit

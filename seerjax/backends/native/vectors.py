@@ -20,8 +20,8 @@ from numba.core import cgutils
 
 from seerjax.backends.native.pointers import intrinsic
 
-# Floats of a vector.
-LANES = 16
+# Floats of a vector, and bytes of a line of memory, which a cache holds or does not.
+LANES, LINE = 16, 64
 
 _FLOAT, _HALF, _INT, _WORD = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
 _VECTOR, _HALVES = ir.VectorType(_FLOAT, LANES), ir.VectorType(_HALF, LANES)
@@ -91,6 +91,16 @@ def _mask(builder, count):
   return builder.icmp_signed("<", _IOTA, _splat(builder, count))
 
 
+def _prefetch(builder, pointer) -> None:
+  """Asks for a line of memory that will be read; an address where nothing lies does no harm."""
+  byte = ir.IntType(8).as_pointer()
+  kind = ir.FunctionType(ir.VoidType(), [byte, _INT, _INT, _INT])
+  function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+  # To be read, into the second cache, as data.
+  numbers = [ir.Constant(_INT, number) for number in (0, 2, 1)]
+  builder.call(function, [builder.bitcast(pointer, byte), *numbers])
+
+
 def _fma(builder, x, y, z):
   kind = ir.FunctionType(_VECTOR, [_VECTOR] * 3)
   function = cgutils.get_or_insert_function(builder.module, kind, "llvm.fma.v16f32")
@@ -129,15 +139,16 @@ def product_block(num_rows: int, num_vectors: int, is_bf16: bool, is_partial: bo
   Its arguments are int64s: `a, a_row, a_step` (address and strides of a row and of a step of k, in
   elements), `rows` (1 to `num_rows`; the block repeats the last one to its full height), `w,
   w_step, k` (at least 1), `c, c_row`, `is_added` (whether chains begin at what c holds instead of
-  zero) and `columns`, how many of the last vector's there are if `is_partial`.
+  zero), `columns`, how many of the last vector's there are if `is_partial`, and `ahead`: unless it
+  is 0, what lies so many elements behind a row of w is asked for while the row is read.
   """
 
   @intrinsic
   def block(
-    typing_context, a, a_row, a_step, rows, w, w_step, k, c, c_row, is_added, columns
+    typing_context, a, a_row, a_step, rows, w, w_step, k, c, c_row, is_added, columns, ahead
   ):
     def codegen(context, builder, signature, arguments):
-      a, a_row, a_step, rows, w, w_step, k, c, c_row, is_added, columns = arguments
+      a, a_row, a_step, rows, w, w_step, k, c, c_row, is_added, columns, ahead = arguments
       a, c = (builder.inttoptr(pointer, _FLOAT.as_pointer()) for pointer in (a, c))
       w = builder.inttoptr(w, _element(is_bf16).as_pointer())
       mask = _mask(builder, columns) if is_partial else None
@@ -160,6 +171,11 @@ def product_block(num_rows: int, num_vectors: int, is_bf16: bool, is_partial: bo
       columns_of = [
         read(_at(builder, w_row, _word(vector * LANES)), is_bf16) for vector in range(num_vectors)
       ]
+      with builder.if_then(builder.icmp_signed("!=", ahead, _word(0))):
+        later = _at(builder, w_row, ahead)
+        for vector in range(0, num_vectors, LINE // (LANES * (2 if is_bf16 else 4))):
+          _prefetch(builder, _at(builder, later, _word(vector * LANES)))
+      body_end = builder.block
       a_offset = builder.mul(step, a_step)
       new = {}
       for row in range(num_rows):
@@ -168,9 +184,9 @@ def product_block(num_rows: int, num_vectors: int, is_bf16: bool, is_partial: bo
           cell = row, vector
           sums[cell].add_incoming(start[cell], before)
           new[cell] = _fma(builder, scalar, columns_of[vector], sums[cell])
-          sums[cell].add_incoming(new[cell], body)
+          sums[cell].add_incoming(new[cell], body_end)
       following = builder.add(step, _word(1))
-      step.add_incoming(following, body)
+      step.add_incoming(following, body_end)
       builder.cbranch(builder.icmp_signed("<", following, k), body, after)
       builder.position_at_end(after)
       for cell in cells:
@@ -180,7 +196,7 @@ def product_block(num_rows: int, num_vectors: int, is_bf16: bool, is_partial: bo
           _store_first(builder, new[cell], place[cell], mask)
       return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 11), codegen
+    return types.void(*[types.int64] * 12), codegen
 
   return block
 
@@ -464,6 +480,8 @@ def transposed_block(num_rows: int, is_bf16: bool) -> Any:
       step = builder.phi(_WORD)
       sums = [builder.phi(_VECTOR) for _ in range(num_rows)]
       places = [_at(builder, row, step) for row in w_rows]
+      for place in places:  # What the next 16 rows hold there.
+        _prefetch(builder, _at(builder, place, builder.mul(w_row, _word(LANES))))
       if is_bf16:
         pairs = _transposed(builder, [_load_pairs(builder, place) for place in places])
         steps = [half for pair in pairs for half in _halves_of(builder, pair)]

@@ -10,8 +10,12 @@ import pytest
 from seerjax.backends.native import ffi, products
 from seerjax.backends.native.numbers import jit
 
-# (rows, k, columns): one row, a block and a rest, columns that no vector or panel divides.
-SHAPES = ((1, 128, 384), (3, 17, 5), (7, 33, 50), (64, 128, 112), (5, 320, 97), (2, 700, 210))
+# (rows, k, columns): one row, a block and a rest, columns that no vector or panel divides; the last
+# ones' weights are streamed, for a few rows over all columns and for more by panels.
+SHAPES = (
+  (1, 128, 384), (3, 17, 5), (7, 33, 50), (64, 128, 112), (5, 320, 97),
+  (1, 700, 210), (2, 700, 210), (7, 700, 210), (9, 700, 210),
+)  # fmt: skip
 
 
 @jit
