@@ -121,9 +121,10 @@ def is_thorough(item: pytest.Item) -> bool:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
   """Draws the parameters of tests marked `few`; those that are not drawn count as long.
 
-  With `-m long` all count as long. What `--finished` names is left out. With `--everyday` one
-  parameter set of a test marked `few` runs, and of what is `thorough` the files that are named: all
-  that are arguments, or those of `--whole`.
+  Parameter sets marked `few(n, of="kind")` are drawn among those of their kind, in all tests of a
+  file alike. With `-m long` all count as long. What `--finished` names is left out. With
+  `--everyday` one parameter set of a test marked `few` runs, and of what is `thorough` the files
+  that are named: all that are arguments, or those of `--whole`.
 
   SEERJAX_TEST_SHARE below 1 draws that share of the files first, of the contract's files
   `SHARE_OF_CONTRACT`, and of a test of the contract one of its parameters.
@@ -143,15 +144,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     absent |= {*draw.sample(sorted(files), round((1 - drawn) * len(files)))}
   config.hook.pytest_deselected(items=[item for item in items if item.path in absent])
   items[:] = [item for item in items if item.path not in absent]
-  variants: dict[str, list[pytest.Item]] = {}
+  variants: dict[tuple[str, str], list[pytest.Item]] = {}
   for item in items:
-    is_drawn = item.get_closest_marker("few") or (
-      share < 1 and item.path.parent.name == "contract"
-    )
-    if is_drawn and not item.get_closest_marker("long"):
-      variants.setdefault(item.nodeid.partition("[")[0], []).append(item)
-  for name, several in variants.items():
-    draw = random.Random(f"{os.environ['SEERJAX_TEST_SEED']} {name}")
+    few = item.get_closest_marker("few")
+    of_contract = share < 1 and item.path.parent.name == "contract"
+    if (few or of_contract) and not item.get_closest_marker("long"):
+      kind = few.kwargs.get("of", "") if few and not of_contract else ""
+      variants.setdefault((item.nodeid.partition("[")[0], kind), []).append(item)
+  for (name, kind), several in variants.items():
+    # Tests of a file that draw of one kind draw alike, and share what they compile.
+    place = f"{several[0].path.name} {kind}" if kind else name
+    draw = random.Random(f"{os.environ['SEERJAX_TEST_SEED']} {place}")
     few = several[0].get_closest_marker("few")
     num_drawn = 1 if few is None or config.option.everyday else few.args[0]
     if config.option.markexpr == "long":

@@ -517,23 +517,20 @@ def expected_events(
   return common + VISIT_EVENTS + reused + buckets + (OTHER_BUCKET,)
 
 
+ONE_TILED, ONE_NATIVE = pytest.mark.few(1, of="tiled"), pytest.mark.few(1, of="native")
+
+
 # Every day the contract is held to the default on a CPU; in CI to the portable path as well.
-@pytest.mark.thorough
-@pytest.mark.few(1)
-@pytest.mark.parametrize("dtype", ["f32", "bf16"])
-def test_no_schedule_changes_a_bit(dtype, seed, tell_events):
-  run_quick_schedules(dtype, seed, tell_events)
-
-
-@pytest.mark.few(1)
 @pytest.mark.parametrize(
-  "dtype", ["native f32", pytest.param("native bf16", marks=pytest.mark.thorough)]
+  "dtype",
+  [
+    pytest.param("f32", marks=[ONE_TILED, pytest.mark.thorough]),
+    pytest.param("bf16", marks=[ONE_TILED, pytest.mark.thorough]),
+    pytest.param("native f32", marks=ONE_NATIVE),
+    pytest.param("native bf16", marks=[ONE_NATIVE, pytest.mark.thorough]),
+  ],
 )
-def test_no_schedule_changes_a_bit_natively(dtype, seed, tell_events):
-  run_quick_schedules(dtype, seed, tell_events)
-
-
-def run_quick_schedules(dtype, seed, tell_events):
+def test_no_schedule_changes_a_bit(dtype, seed, tell_events):
   events = collections.Counter()
   for place, (size, mesh, contexts, steps) in enumerate(QUICK[dtype]):
     # More where requests move between KV buckets, which only some of them do.
