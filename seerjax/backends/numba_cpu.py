@@ -10,6 +10,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import jax
+
 from seerjax.array_typing import Array
 from seerjax.backends.native import (
   attention as native_attention,
@@ -64,6 +66,19 @@ class NumbaCpu(Tiled):
     del rows
     keys, values = pages
     return native_attention.attend(q, (keys, values), batch)
+
+  def attend_own(
+    self,
+    q: Array,
+    pages: tuple[Array, ...],
+    values: tuple[Array, ...],
+    batch: TokenBatch,
+    rows: attention.SegmentRows,
+  ) -> Array:
+    del rows
+    key_pages, value_pages = (jax.ShapeDtypeStruct(page.shape, page.dtype) for page in pages)
+    keys, own_values = values
+    return native_attention.attend_own(q, (keys, own_values), (key_pages, value_pages), batch)
 
   def after_attention(self, stage: Stage, weights: Any, rows: Any, num_rows: Array) -> Array:
     return layers.after_attention(stage, weights, rows, num_rows)

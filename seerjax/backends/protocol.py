@@ -164,6 +164,20 @@ class Backend(Operations, Protocol):
     """Attention of every row over its own sequence's pages: f[n, k, g, c]; `ops.attention`."""
     ...
 
+  def attend_own(
+    self,
+    q: Array,
+    pages: tuple[Array, ...],
+    values: tuple[Array, ...],
+    batch: TokenBatch,
+    rows: attention.SegmentRows,
+  ) -> Array:
+    """`write_pages` and `attend`, of rows that see one another alone.
+
+    `pages` are zeros that nobody else reads, neither then nor afterwards.
+    """
+    ...
+
   def after_attention(self, stage: Stage, weights: Any, rows: Any, num_rows: Array) -> Array:
     """Hidden rows f[n, d] and what they attended f[n, k, g, c] -> hidden rows f[n, d]."""
     ...

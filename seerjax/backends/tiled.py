@@ -103,6 +103,18 @@ class Tiled:
     keys, values = pages
     return attention.attend(q, keys, values, batch, rows, self.numerics)
 
+  def attend_own(
+    self,
+    q: Array,
+    pages: tuple[Array, ...],
+    values: tuple[Array, ...],
+    batch: TokenBatch,
+    rows: attention.SegmentRows,
+  ) -> Array:
+    return self.attend(
+      q, self.write_pages(pages, values, batch.slots, batch.num_rows), batch, rows
+    )
+
   def after_attention(self, stage: Stage, weights: Any, rows: Any, num_rows: Array) -> Array:
     return self._defined(stage, weights, rows, num_rows)
 

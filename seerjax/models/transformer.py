@@ -78,6 +78,7 @@ def forward(
   backend = backend or choice.backend_of(numerics)
   batch = _whole_tiles(batch, backend)
   is_pool = kv_layout.is_pool(pages, backend)
+  is_scratch = isinstance(pages, kv_layout.ScratchPages)
   cos, sin = backend.turns(config.rotary, batch.positions, batch.num_rows)
   page_size = kv_layout.page_size_of(pages, backend)
   segment_rows = attention.segment_rows(batch, numerics, page_size)
@@ -94,8 +95,11 @@ def forward(
       own_batch = batch._replace(slots=slots, page_table=own_page(batch.page_table))
       rows = rows._replace(page_table=own_page(rows.page_table))
     q, *new = backend.attention_inputs(inputs, weights, (x, cos, sin), batch.num_rows)
-    own = backend.write_pages(own, tuple(new), own_batch.slots, batch.num_rows)
-    mixed = backend.attend(q, own, own_batch, rows)
+    if is_scratch:
+      mixed = backend.attend_own(q, own, tuple(new), batch, rows)
+    else:
+      own = backend.write_pages(own, tuple(new), own_batch.slots, batch.num_rows)
+      mixed = backend.attend(q, own, own_batch, rows)
     return backend.after_attention(outputs, weights, (x, mixed), batch.num_rows), own
 
   def again(x: Array, weights: Params, own: kv_layout.LayerPages, index: int):
@@ -105,7 +109,7 @@ def forward(
     return run(x, weights, tuple(leaf + zero for leaf in own))
 
   x = params["embed"][batch.tokens]
-  if isinstance(pages, kv_layout.ScratchPages):
+  if is_scratch:
     x, pages = _with_scratch(config, backend, axis, remat, pages, layer, x, params), ()
   elif is_pool:
     x, pages = _with_pool(config, layer, x, params, pages[0])

@@ -113,6 +113,10 @@ class Wrapping:
     self.calls["attend"] += 1
     return self._inner.attend(q, turned(pages), *arguments)
 
+  def attend_own(self, q, pages, values, batch, rows):
+    pages = self.write_pages(pages, values, batch.slots, batch.num_rows)
+    return self.attend(q, pages, batch, rows)
+
   def after_attention(self, *arguments):
     self.calls["after_attention"] += 1
     return self._inner.after_attention(*arguments)

@@ -12,12 +12,14 @@ segments, so that the pages of a common prompt are still in cache.
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from numba import types
 
 from seerjax.array_typing import Array, Float
-from seerjax.backends.native import ffi, threads, vectors
+from seerjax.backends.native import ffi, pages as native_pages, threads, vectors
 from seerjax.backends.native.attention_backward import attend_backward
 from seerjax.backends.native.attention_scores import (
   BLOCK_ROWS,
@@ -264,7 +266,59 @@ def _attended_forward(q, keys, values, batch):
 
 def _attended_backward(residuals, gradient):
   q, keys, values, batch = residuals
-  return *attend_backward(q, keys, values, batch, gradient), None
+  grad_q, *grad_pages = attend_backward(q, keys, values, batch, gradient, is_whole=True)
+  grad_keys, grad_values = (x.astype(keys.dtype) for x in grad_pages)
+  return grad_q, grad_keys, grad_values, None
 
 
 _attended.defvjp(_attended_forward, _attended_backward)
+
+
+def attend_own(
+  q: Float[Array, "n k g c"],
+  values: tuple[Float[Array, "n k c"], Float[Array, "n k c"]],
+  pages: tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct],
+  batch: TokenBatch,
+) -> Float[Array, "n k g c"]:
+  """`pages.write_pages` and `attend`, of rows that see one another alone.
+
+  Pages are made for the call and not zeroed: a slot that no row wrote holds anything, and is not
+  read. Of memory that nothing writes the system has no page.
+
+  Args:
+    q: f[n, k, g, c].
+    values: the rows' keys and values, f[n, k, c] each, of q's dtype.
+    pages: what the rows are written to, f[k, m, c, z] and f[k, m, z, c].
+    batch: rows and segments.
+
+  Returns:
+    As `attend`.
+  """
+  (keys, own_values), (key_pages, value_pages) = values, pages
+  shapes = (key_pages.shape, value_pages.shape)
+  return _attended_own(shapes, key_pages.dtype, q, keys, own_values, batch)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _attended_own(shapes, dtype, q, keys, values, batch):
+  return _attended_own_forward(shapes, dtype, q, keys, values, batch)[0]
+
+
+def _attended_own_forward(shapes, dtype, q, keys, values, batch):
+  results = tuple(jax.ShapeDtypeStruct(shape, dtype) for shape in shapes)
+  pages = native_pages.written_anew(results, (keys, values), batch.slots, batch.num_rows)
+  return _attended(q, *pages, batch), (q, *pages, batch)
+
+
+def _attended_own_backward(shapes, dtype, residuals, gradient):
+  q, key_pages, value_pages, batch = residuals
+  grad_q, *grad_pages = attend_backward(q, key_pages, value_pages, batch, gradient, is_whole=False)
+  num_rows, heads, _, features = q.shape
+  grad_keys, grad_values = native_pages.taken(
+    grad_pages, (num_rows, heads, features), batch.slots, batch.num_rows
+  )
+  # As the gradients of pages, then those of rows are.
+  return grad_q, *(x.astype(dtype).astype(q.dtype) for x in (grad_keys, grad_values)), None
+
+
+_attended_own.defvjp(_attended_own_forward, _attended_own_backward)

@@ -9,7 +9,9 @@ With w the softmax of a row's scores over the keys that it sees, and d the row's
 where q is scaled and rounded as the forward has it. The sum over y is 16 partial sums by position
 mod 16, then a tree; every other sum is one chain of fused multiply-adds: over features, over
 positions, or over rows in the batch's order and over the query heads of each. Page tables are the
-batch's, so that a page may be seen by any number of sequences. All of it is float32.
+batch's, so that a page may be seen by any number of sequences. All of it is float32. A page's
+gradients are zeroed where a segment first names it; the pages that none names, which are most of a
+nearly empty batch's, only for those who read them (`is_whole`).
 
 An item of work is a head. Rows that follow one another in a sequence go in blocks of 32, each page
 of their keys and values is transposed once a block.
@@ -39,6 +41,7 @@ from seerjax.backends.native.numbers import (
   jit,
   read_row,
   write_row,
+  zero_row,
 )
 from seerjax.backends.native.pointers import floats, halves, integers
 from seerjax.types import TokenBatch
@@ -47,9 +50,9 @@ from seerjax.types import TokenBatch
 ROWS = 32
 _LANES = vectors.LANES
 # Numbers that numba does not take for literals, for which it would compile anew.
-_ONE = np.int64(1)
-_Q, _KEYS, _POSITIONS, _STARTS, _LENGTHS, _TABLE, _SEGMENTS, _LIVE, _GRADIENT = map(
-  np.int64, (0, 1, 3, 4, 5, 6, 7, 8, 9)
+_ONE, _NO = np.int64(1), np.bool_(False)
+_Q, _KEYS, _POSITIONS, _STARTS, _LENGTHS, _TABLE, _SEGMENTS, _LIVE, _GRADIENT, _WHOLE = map(
+  np.int64, (0, 1, 3, 4, 5, 6, 7, 8, 9, 10)
 )
 
 
@@ -166,6 +169,17 @@ def _block(
 
 
 @jit
+def _zero_pages(pages, count, is_named, keys, values, elements):
+  """Zeroes a head's gradients in `count` pages that were not named before, and marks them."""
+  for place in range(count):
+    page = types.int64(pages[place])
+    if is_named[page] == 0:
+      is_named[page] = 1
+      zero_row(keys + 4 * page * elements, _NO, elements)
+      zero_row(values + 4 * page * elements, _NO, elements)
+
+
+@jit
 def _same_pages(table, pages_of_segment, one, other):
   """Whether two segments have the same pages."""
   left = integers(table + 4 * one * pages_of_segment)
@@ -183,10 +197,11 @@ def _heads(arguments):
 
 @jit
 def _attend_backward(arguments, results, first, last, worker):
-  """The operands of `attention`, then what comes back f[n, k, g, c].
+  """The operands of `attention`, what comes back f[n, k, g, c], and whether every page is zeroed.
 
   Results: gradients of q, f[n, k, g, c], of keys f32[k, m, c, z] and values f32[k, m, z, c].
-  Scratch: queries, gradients, gradients of queries f32[r, c], weights and slopes f32[r, x], a page.
+  Scratch: queries, gradients, gradients of queries f32[r, c], weights and slopes f32[r, x], a page,
+  which pages were named i32[m].
   """
   num_rows, num_heads = dimension(arguments, _Q, 0), dimension(arguments, _Q, _ONE)
   group, head_dim = dimension(arguments, _Q, 2), dimension(arguments, _Q, 3)
@@ -204,18 +219,18 @@ def _attend_backward(arguments, results, first, last, worker):
   weights = grad_queries + 4 * ROWS * head_dim
   slopes = weights + 4 * ROWS * width
   turned = slopes + 4 * ROWS * width
+  elements = page_size * head_dim
+  is_named = integers(turned + 4 * elements)
+  is_whole = integer(arguments, _WHOLE, 0)
   scale = f32(1.0 / np.sqrt(types.float64(head_dim)))
-  head_elements = num_pages * page_size * head_dim
+  head_elements = num_pages * elements
   for head in range(first, last):
     keys = address(arguments, _KEYS) + size * head * head_elements
     values = address(arguments, 2) + size * head * head_elements
     grad_keys = address(results, 1) + 4 * head * head_elements
     grad_values = address(results, 2) + 4 * head * head_elements
-    x, y = floats(grad_keys), floats(grad_values)
-    for place in range(head_elements):
-      x[place] = f32(0.0)
-    for place in range(head_elements):
-      y[place] = f32(0.0)
+    for page in range(num_pages):
+      is_named[page] = 0
     for row in range(live, num_rows):
       place = row_size * (row * num_heads + head) * group * head_dim
       bits = halves(address(results, 0) + place)
@@ -238,6 +253,8 @@ def _attend_backward(arguments, results, first, last, worker):
         count += lengths[segment]
         segment += 1
       table = tables + 4 * piece * pages_of_segment
+      named = (position + count + page_size - 1) // page_size
+      _zero_pages(integers(table), named, is_named, grad_keys, grad_values, elements)
       for block in range(0, count * group, ROWS):
         rows = min(ROWS, count * group - block)
         for row in range(rows):
@@ -259,6 +276,10 @@ def _attend_backward(arguments, results, first, last, worker):
             out[feature] = out[feature] * scale
           target = address(results, 0) + row_size * where * head_dim
           write_row(grad_queries + 4 * row * head_dim, target, rows_are_bf16, head_dim)
+    for page in range(num_pages if is_whole else 0):
+      if is_named[page] == 0:
+        zero_row(grad_keys + 4 * page * elements, _NO, elements)
+        zero_row(grad_values + 4 * page * elements, _NO, elements)
 
 
 @jit
@@ -278,7 +299,13 @@ _BACKWARD = ffi.Handler("seerjax_attend_backward", _heads, _attend_backward, _co
 
 
 def attend_backward(
-  q: Array, keys: Array, values: Array, batch: TokenBatch, gradient: Array
+  q: Array,
+  keys: Array,
+  values: Array,
+  batch: TokenBatch,
+  gradient: Array,
+  *,
+  is_whole: bool,
 ) -> tuple[Array, Array, Array]:
   """Returns the gradients of `attention.attend`'s queries, keys and values.
 
@@ -288,13 +315,14 @@ def attend_backward(
     values: f[k, m, z, c].
     batch: rows and segments.
     gradient: f[n, k, g, c], of what it returned.
+    is_whole: whether pages that no segment names are zeroed, too; else they hold anything.
 
   Returns:
-    f[n, k, g, c], zero in rows past the last; f[k, m, c, z] and f[k, m, z, c], of `keys`' dtype.
+    f[n, k, g, c], zero in rows past the last; f32[k, m, c, z] and f32[k, m, z, c].
   """
   page_size, head_dim = values.shape[2:]
   width = most_scores(batch.page_table.shape[1], page_size)
-  scratch = ROWS * (3 * head_dim + 2 * width) + page_size * head_dim
+  scratch = ROWS * (3 * head_dim + 2 * width) + page_size * head_dim + values.shape[1]
   results = [jax.ShapeDtypeStruct(q.shape, q.dtype)]
   results += [jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in (keys, values)]
   results += [jax.ShapeDtypeStruct((threads.number(), scratch), jnp.float32)]
@@ -310,5 +338,6 @@ def attend_backward(
     batch.num_segments,
     batch.num_rows,
     gradient.astype(q.dtype),
+    jnp.int32(is_whole),
   )
-  return grad_q, grad_keys.astype(keys.dtype), grad_values.astype(values.dtype)
+  return grad_q, grad_keys, grad_values

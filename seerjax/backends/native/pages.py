@@ -6,7 +6,10 @@ A page of a head holds keys transposed, f[c, z] with the slots side by side, so 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import jax
+import jax.numpy as jnp
 
 from seerjax.array_typing import Array, Float, Int
 from seerjax.backends.native import ffi
@@ -126,6 +129,39 @@ def write_pages(
     num_rows: i32[], rows that are no padding.
   """
   return _written(*pages, *values, slots, num_rows)
+
+
+def written_anew(
+  pages: tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct],
+  values: tuple[Float[Array, "n k c"], Float[Array, "n k c"]],
+  slots: Int[Array, "n"],
+  num_rows: Array,
+) -> tuple[Array, ...]:
+  """As `write_pages`, of pages that are made by the call: other slots hold anything.
+
+  It has no gradient: `taken` is what one is made of.
+  """
+  none = [jnp.zeros((0,), page.dtype) for page in pages]
+  keys, own_values = (x.astype(page.dtype) for x, page in zip(values, pages, strict=True))
+  return _WRITE(pages, *none, keys, own_values, slots, num_rows)
+
+
+def taken(
+  gradients: Sequence[Array], shape: tuple[int, int, int], slots: Int[Array, "n"], num_rows: Array
+) -> tuple[Array, Array]:
+  """Returns the rows' keys' and values' part of gradients of pages, f[n, k, c] of their dtype.
+
+  Args:
+    gradients: of keys f[k, m, c, z] and values f[k, m, z, c]; only the rows' slots are read.
+    shape: n, k, c.
+    slots: i32[n].
+    num_rows: i32[]; rows from there on have none.
+  """
+  row = jax.ShapeDtypeStruct(shape, gradients[0].dtype)
+  # Only the number of rows is read of the two in the middle.
+  operands = (*gradients, slots, slots, slots, num_rows)
+  *_, keys, values = _TAKE([*map(_like, gradients), row, row], *operands, aliases={0: 0, 1: 1})
+  return keys, values
 
 
 @jax.custom_vjp
