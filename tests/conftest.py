@@ -101,6 +101,11 @@ class ByFolder(xdist.scheduler.LoadScopeScheduling):
     return PROCESSES.get(folder) or PROCESSES.get(file, file)
 
 
+def is_of_contract(path: pathlib.Path) -> bool:
+  """Returns whether a file of tests is of the contract."""
+  return path.parent == TESTS / "contract"
+
+
 def share_of_files() -> float:
   """Returns which share of the files besides the contract's this session runs; 1 is all of both."""
   return float(os.environ.get("SEERJAX_TEST_SHARE", "1"))
@@ -132,14 +137,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
   if config.option.everyday:
     whole = config.args if config.option.whole is None else config.option.whole.split(",")
     named = {(config.invocation_params.dir / name).resolve() for name in whole}
-    dear = {item for item in items if is_thorough(item) and item.path not in named}
+    # Where a share of the files is drawn, the contract's are whole: its portable path is thorough.
+    is_whole = lambda path: path in named or (share_of_files() < 1 and is_of_contract(path))
+    dear = {item for item in items if is_thorough(item) and not is_whole(item.path)}
     config.hook.pytest_deselected(items=[*dear])
     items[:] = [item for item in items if item not in dear]
   share = share_of_files()
   draw = random.Random(f"{os.environ['SEERJAX_TEST_SEED']} files")
   absent = set()
   for is_contract in (False, True):
-    files = {item.path for item in items if (item.path.parent.name == "contract") == is_contract}
+    files = {item.path for item in items if is_of_contract(item.path) == is_contract}
     drawn = max(share, SHARE_OF_CONTRACT) if is_contract else share
     absent |= {*draw.sample(sorted(files), round((1 - drawn) * len(files)))}
   config.hook.pytest_deselected(items=[item for item in items if item.path in absent])
@@ -147,7 +154,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
   variants: dict[tuple[str, str], list[pytest.Item]] = {}
   for item in items:
     few = item.get_closest_marker("few")
-    of_contract = share < 1 and item.path.parent.name == "contract"
+    of_contract = share < 1 and is_of_contract(item.path)
     if (few or of_contract) and not item.get_closest_marker("long"):
       kind = few.kwargs.get("of", "") if few and not of_contract else ""
       variants.setdefault((item.nodeid.partition("[")[0], kind), []).append(item)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from experiments import invariance
-from seerjax import generate
+from seerjax import generate, metrics
 from seerjax.rollout import groups
 from seerjax.tasks import loading
 from seerjax.types import Completion
@@ -78,6 +78,7 @@ def test_one_prompt_in_random_company_and_its_price(tiny: str, tmp_path: pathlib
   assert (tmp_path / "invariance.png").stat().st_size > 1000
 
 
+@pytest.mark.long
 def test_the_prompt_is_that_of_the_longest_answer_that_ends(tiny: str):
   config = invariance.InvarianceConfig(model=tiny, max_tokens=6)
   prompt, length = invariance.longest_answered(config, 0.0)
@@ -94,6 +95,7 @@ def test_the_prompt_is_that_of_the_longest_answer_that_ends(tiny: str):
   assert (prompt, length) == (candidates[0], 6)
 
 
+@pytest.mark.long
 def test_training_is_on_policy_to_the_bit(trained):
   _, results = trained
   assert results["tiled"] == {key: [0.0, 0.0] for key in results["tiled"]}
@@ -126,11 +128,14 @@ def test_a_part_that_is_none_is_refused(tmp_path: pathlib.Path):
     invariance.run(invariance.InvarianceConfig(), (), tmp_path, print)
 
 
-def test_what_part_c_cannot_run_is_refused_before_the_parts_ahead_of_it(trained, tiny, tmp_path):
+def test_what_part_c_cannot_run_is_refused_before_the_parts_ahead_of_it(tiny, tmp_path):
   lines: list[str] = []
   config = invariance.InvarianceConfig(model=tiny)
+  other = tmp_path / "other"
+  (other / "rl_tiled").mkdir(parents=True)
+  (other / "rl_tiled" / metrics.FILE_NAME).write_text("{}\n")
   with pytest.raises(ValueError, match=r"rl_tiled: got the directory of another run"):
-    invariance.run(config, ("a", "c"), trained[0], lines.append)
+    invariance.run(config, ("a", "c"), other, lines.append)
   config = invariance.InvarianceConfig(model=tiny, max_tokens=380)
   with pytest.raises(ValueError, match=r"max_tokens 380, expected a sum of at most 384 .Engine"):
     invariance.run(config, ("a", "c"), tmp_path, lines.append)

@@ -156,7 +156,7 @@ def test_one_token_replays(letters: pathlib.Path):
   assert re.search(r" 1 of ([5-9]|10) tokens", finding.text)
 
 
-@pytest.mark.few(1)
+@pytest.mark.long
 @pytest.mark.parametrize("layer", [1, 2])
 def test_a_flipped_bit_is_traced_to_its_layer(trained, layer: int):
   finding = replay.replay(trained[0] / "rl_tiled", "0/0/0", perturb=layer)
@@ -304,6 +304,7 @@ def test_a_run_of_adapters_replays(adapters: pathlib.Path, request_name: str, nu
   assert "checkpoint 0 over the model '" in finding.text and len(lines) == num_learnt
 
 
+@pytest.mark.long
 def test_adapters_that_learnt_are_not_those_of_the_start(
   adapters: pathlib.Path, tmp_path: pathlib.Path
 ):
@@ -321,6 +322,7 @@ def test_adapters_that_learnt_are_not_those_of_the_start(
   assert not finding.is_equal and finding.layer is None
 
 
+@pytest.mark.long
 def test_a_flipped_bit_under_adapters_is_traced_to_its_layer(adapters: pathlib.Path):
   finding, _ = replayed(adapters, "1/0/0", perturb=1)
   assert not finding.is_equal and finding.layer == 1

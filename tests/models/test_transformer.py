@@ -391,7 +391,7 @@ def test_weights_go_into_a_module_and_come_out_of_it():
   for weights in (params, other):
     module.set_params(weights)
     compute = parameters.compute_params(weights, NUMERICS)
-    expected = flax_module.logits_of(compute, tokens, config=QWEN3, numerics=NUMERICS)
+    expected = tiny_model.logits_of(compute, tokens, QWEN3, NUMERICS)
     np.testing.assert_array_equal(forward(module, tokens), expected)
   jax.tree.map(np.testing.assert_array_equal, module.pure_params(), other)
 
