@@ -93,6 +93,8 @@ def _wide_chains(weights, width, rows, values, is_bf16, table, page_size, head_d
 @jit
 def _go_on(weights, values, is_bf16, table, page_size, head_dim, begin, end, first, last, chains):
   """Continues a row's chains of features [first, last) over positions [begin, end)."""
+  if first >= last:
+    return
   weight, pages = floats(weights), integers(table)
   for position in range(begin, end):
     page = types.int64(pages[position // page_size])

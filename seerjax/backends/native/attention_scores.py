@@ -7,7 +7,7 @@ import math
 from numba import types
 
 from seerjax.backends.native import vectors
-from seerjax.backends.native.numbers import f32, float_of_half, jit, read_row, round_row
+from seerjax.backends.native.numbers import f32, float_of_half, inlined, jit, read_row, round_row
 from seerjax.backends.native.pointers import floats, fma, halves, integers
 
 # Rows of a block.
@@ -24,7 +24,7 @@ _scores_bf16_4_4 = vectors.score_block(4, 4, True)
 _scores_bf16_4_1 = vectors.score_block(4, 1, True)
 
 
-@jit
+@inlined
 def _slots_at(keys, size, table, page_size, page_elements, chunk):
   """Where the 16 slots from position 16 * chunk begin."""
   position = _LANES * chunk

@@ -21,12 +21,11 @@ import pathlib
 from typing import Any
 
 import jax
-import numba
 from numba import types
 
 from seerjax.array_typing import Array
-from seerjax.backends.native import objects, threads
-from seerjax.backends.native.numbers import jit
+from seerjax.backends.native import front, objects, threads
+from seerjax.backends.native.front import inlined, jit
 from seerjax.backends.native.pointers import (
   address_of,
   flush_denormals,
@@ -41,25 +40,25 @@ _BFLOAT16 = 16
 _MAJOR, _MINOR = 0, 1
 
 
-@jit
+@inlined
 def address(buffers, index):
   """Where a buffer's elements begin."""
   return words(buffers[index])[3]
 
 
-@jit
+@inlined
 def dimension(buffers, index, axis):
   """The size of one of a buffer's axes."""
   return words(words(buffers[index])[5])[axis]
 
 
-@jit
+@inlined
 def is_bfloat16(buffers, index):
   """Whether a buffer's elements are bfloat16."""
   return integers(buffers[index] + 16)[0] == _BFLOAT16
 
 
-@jit
+@inlined
 def integer(buffers, index, place):
   """An element of an i32 buffer, as int64."""
   return types.int64(integers(words(buffers[index])[3])[place])
@@ -125,23 +124,19 @@ def _is_question(frame):
   return True
 
 
-def _compiled(handler: Handler) -> str:
-  """Returns the module of a handler in LLVM's language; its entry is named `objects.ENTRY`."""
+def _compiled(handler: Handler) -> Any:
+  """Returns the module of a handler, as `objects` takes it."""
   cost = handler.cost
   python = _alone(handler) if cost is None else _shared(handler, cost)
   word = types.int64
-  signature = word(types.CPointer(word), word, word)
-  options: dict[str, Any] = dict(no_cpython_wrapper=True, no_cfunc_wrapper=True)
-  compiled: Any = numba.njit(signature, error_model="numpy", **options)(inspect.unwrap(python))
-  (module,) = compiled.inspect_llvm().values()
-  return module
+  return front.module_of(front.jit(python), word(types.CPointer(word), word, word))
 
 
 def _alone(handler: Handler) -> Callable[..., Any]:
   """A handler whose items are done by the thread that is called."""
   count, work = handler.count, handler.work
 
-  def handler_entry(frame, task, process):  # The name is `objects.ENTRY`.
+  def handler_entry(frame, task, process):
     if _is_question(frame):
       return 0
     before = flush_denormals()
@@ -158,7 +153,7 @@ def _shared(handler: Handler, cost: Callable[[Any], Any]) -> Callable[..., Any]:
   """A handler whose items are shared out; it is also what other threads run (`task` is 0)."""
   count, work = handler.count, handler.work
 
-  def handler_entry(data, task, process):  # The name is `objects.ENTRY`.
+  def handler_entry(data, task, process):
     first, worker = types.int64(0), types.int64(0)
     if task != 0:
       if _is_question(data):

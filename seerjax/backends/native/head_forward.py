@@ -26,7 +26,7 @@ import numpy as np
 from seerjax import parallel
 from seerjax.array_typing import Array
 from seerjax.backends.native import ffi, noise, norms, products, threads, vectors
-from seerjax.backends.native.numbers import exp, f32, jit, log, read_row
+from seerjax.backends.native.numbers import exp, f32, inlined, jit, log, read_row
 from seerjax.backends.native.pointers import bits_of, float_of, floats, fma, integers, unsigned
 from seerjax.backends.protocol import Stage
 from seerjax.types import TokenScores
@@ -43,13 +43,13 @@ _NARROW = np.bool_(False)
 _INFINITY = f32(np.inf)
 
 
-@jit
+@inlined
 def divisor_of(temperature):
   """What logits are divided by: a row at temperature 0 is left at 1."""
   return temperature if temperature > f32(0.0) else f32(1.0)
 
 
-@jit
+@inlined
 def chunks_of(width):
   """How many chunks a slab has."""
   return (width + CHUNK - 1) // CHUNK

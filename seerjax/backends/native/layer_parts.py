@@ -14,7 +14,16 @@ import numpy as np
 
 from seerjax.array_typing import Array
 from seerjax.backends.native import ffi, norms, products, threads
-from seerjax.backends.native.numbers import exp, f32, jit, read_row, round_row, write_row, zero_row
+from seerjax.backends.native.numbers import (
+  exp,
+  f32,
+  inlined,
+  jit,
+  read_row,
+  round_row,
+  write_row,
+  zero_row,
+)
 from seerjax.backends.native.pointers import floats
 from seerjax.backends.protocol import Stage
 from seerjax.ops import tiles
@@ -48,19 +57,19 @@ def blocks(arguments):
   return (ffi.dimension(arguments, 0, 0) + products.BLOCK_ROWS - 1) // products.BLOCK_ROWS
 
 
-@jit
+@inlined
 def scalar(arguments, operand, place):
   """An element of an f32 operand."""
   return floats(ffi.address(arguments, operand))[place]
 
 
-@jit
+@inlined
 def scratch_of(results, place, worker):
   """Address of a worker's row of scratch memory f32[w, ...]."""
   return ffi.address(results, place) + 4 * worker * ffi.dimension(results, place, 1)
 
 
-@jit
+@inlined
 def slab_of(arguments, operand, layer, slab):
   """Address of a slab of weights f[l, r, a, b]; of one layer the index is not looked at."""
   layers, slabs = ffi.dimension(arguments, operand, 0), ffi.dimension(arguments, operand, 1)
@@ -139,7 +148,7 @@ def product(arguments, operand, layer, slab, x, x_row, rows, out, is_added):
   )  # fmt: skip
 
 
-@jit
+@inlined
 def waiting(slab):
   """How many sums wait while a tree of slabs comes to `slab`: its bits that are one."""
   count = 0

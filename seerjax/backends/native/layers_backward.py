@@ -70,7 +70,16 @@ from seerjax.backends.native.layer_parts import (
   waiting,
   weights_of,
 )
-from seerjax.backends.native.numbers import exp, f32, jit, read_row, round_row, write_row, zero_row
+from seerjax.backends.native.numbers import (
+  exp,
+  f32,
+  inlined,
+  jit,
+  read_row,
+  round_row,
+  write_row,
+  zero_row,
+)
 from seerjax.backends.native.pointers import floats
 from seerjax.backends.protocol import Stage
 from seerjax.ops import tiles
@@ -131,7 +140,7 @@ def _back_low(lows, scale, is_bf16, count, low):
     out[i] = values[i] * scale
 
 
-@jit
+@inlined
 def _live(arguments, sizes, begin, rows):
   """How many of a chunk's `rows` from `begin` on there are."""
   left = ffi.integer(arguments, sizes, 0) - ffi.integer(arguments, sizes, 2) - begin

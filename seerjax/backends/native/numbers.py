@@ -6,36 +6,14 @@ about an ulp, with every multiply-add fused. bfloat16 is float32's upper half, r
 
 from __future__ import annotations
 
-from collections.abc import Callable
-import inspect
-from typing import Any
-
-import numba
 import numpy as np
 
+from seerjax.backends.native.front import inlined, jit
 from seerjax.backends.native.pointers import bits_of, float_of, floats, fma, halves
 
 f32 = np.float32
 # Beyond these exp is zero (the smallest normal number), or would overflow.
 _SMALLEST, _LARGEST = f32(-87.3), f32(88.0)
-
-
-# A division by zero is IEEE's, as in NumPy. Python calls none of these functions: without wrappers
-# for it an eighth less is compiled.
-_OPTIONS: dict[str, Any] = dict(
-  error_model="numpy", boundscheck=False, no_cpython_wrapper=True, no_cfunc_wrapper=True
-)
-
-
-def jit(python: Callable[..., Any]) -> Any:
-  """Compiles what handlers are made of."""
-  # The function itself, not what may check its annotations.
-  return numba.njit(**_OPTIONS)(inspect.unwrap(python))
-
-
-def inlined(python: Callable[..., Any]) -> Any:
-  """As `jit`, of what loops call an element: a call that stays one keeps its loop from vectors."""
-  return numba.njit(**_OPTIONS, forceinline=True)(inspect.unwrap(python))
 
 
 @inlined

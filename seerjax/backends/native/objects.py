@@ -1,10 +1,10 @@
 """Compiled handlers on disk, so that the next process loads them instead of compiling.
 
-numba compiles a handler to LLVM's intermediate language, LLVM to an object file, and the file is
-loaded by LLVM's own linker. (numba's own cache looks at one file of several, and keeps no function
-that another function makes.) A file is named by what decides its contents: the sources of this
-folder and of the handler, the versions of numba and llvmlite, and the processor. It lies beside
-JAX's compiled programs, or in the user's cache.
+numba lowers a handler to LLVM's intermediate language (`front`), LLVM makes an object file of it,
+and the file is loaded by LLVM's own linker. (numba's own cache looks at one file of several, and
+keeps no function that another function makes.) A file is named by what decides its contents: the
+sources of this folder and of the handler, the versions of numba and llvmlite, and the processor. It
+lies beside JAX's compiled programs, or in the user's cache.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from absl import logging
 import jax
 import llvmlite.binding as llvm
 
-# What numba's name of a module's entry contains, and the name of what is loaded.
-ENTRY = "handler_entry"
+from seerjax.backends.native import front
+
+# The name of what is loaded.
 _SYMBOL = "seerjax_handler"
 # In C's calling convention around numba's own, whose errors cannot occur: a handler, and what a
 # thread of XLA's pool runs for it. The variable is set once the code is loaded.
@@ -54,14 +55,14 @@ define void @{symbol}_task(ptr %data) {{
 _loaded: list[Any] = []
 
 
-def address(name: str, source: str, compiled: Callable[[], str], process: int) -> int:
+def address(name: str, source: str, compiled: Callable[[], llvm.ModuleRef], process: int) -> int:
   """Returns where a handler's machine code lies in this process.
 
   Args:
     name: of the handler.
     source: text of the file that it stands in.
-    compiled: returns its module in LLVM's language; called where no file is found, or one that is
-      damaged.
+    compiled: returns its module, of `front.module_of`; called where no file is found, or one that
+      is damaged.
     process: address of what all calls of this process share (`threads.process`).
   """
   path = _folder() / f"{name}-{_digest(source)}.o"
@@ -106,16 +107,26 @@ def _machine() -> Any:
   return target.create_target_machine(cpu=cpu, features=features, opt=3, jit=True)
 
 
-def _object_of(module_text: str) -> bytes:
-  machine = _machine()
-  module = llvm.parse_assembly(module_text)
-  (entry,) = [f.name for f in module.functions if not f.is_declaration and ENTRY in f.name]
+def optimise(module: llvm.ModuleRef) -> None:
+  """Optimises a module in place; nothing in it allows LLVM to reorder or fuse."""
+  options = llvm.create_pipeline_tuning_options(speed_level=3)
+  options.loop_vectorization = True
+  options.slp_vectorization = False
+  passes = llvm.create_pass_builder(_machine(), options)
+  passes.getModulePassManager().run(module, passes)
+
+
+def _object_of(module: llvm.ModuleRef) -> bytes:
+  entry = front.entry_of(module)
   wrapper = _WRAPPER.format(
-    triple=module.triple, layout=module.data_layout, entry=entry, symbol=_SYMBOL, process=_PROCESS
-  )
+    triple=module.triple, layout=module.data_layout, entry=entry.name, symbol=_SYMBOL,
+    process=_PROCESS,
+  )  # fmt: skip
   module.link_in(llvm.parse_assembly(wrapper))
+  entry.linkage = llvm.Linkage.internal
   module.verify()
-  return machine.emit_object(module)
+  optimise(module)
+  return _machine().emit_object(module)
 
 
 def _folder() -> pathlib.Path:

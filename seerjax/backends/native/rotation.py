@@ -14,7 +14,7 @@ import numpy as np
 
 from seerjax.array_typing import Array
 from seerjax.backends.native import ffi
-from seerjax.backends.native.numbers import f32, jit
+from seerjax.backends.native.numbers import f32, inlined, jit
 from seerjax.backends.native.pointers import floats, integers
 from seerjax.ops import rotary
 
@@ -24,7 +24,7 @@ _HALF_PI, _HALF_PI_REST = 1.57079632673412561417e00, 6.07710050650619224932e-11
 _TO_WHOLE = 6755399441055744.0  # 1.5 * 2 ** 52: adding it rounds to a whole number.
 
 
-@jit
+@inlined
 def _sine(x, z):
   y = -2.50507602534068634195e-08 + z * 1.58969099521155010221e-10
   y = 2.75573137070700676789e-06 + z * y
@@ -33,7 +33,7 @@ def _sine(x, z):
   return x + x * z * (-1.66666666666666324348e-01 + z * y)
 
 
-@jit
+@inlined
 def _cosine(z):
   y = 2.08757232129817482790e-09 + z * -1.13596475577881948265e-11
   y = -2.75573143513906633035e-07 + z * y
