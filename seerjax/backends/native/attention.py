@@ -307,8 +307,10 @@ def _attended_own(shapes, dtype, q, keys, values, batch):
 
 
 def _attended_own_forward(shapes, dtype, q, keys, values, batch):
-  results = tuple(jax.ShapeDtypeStruct(shape, dtype) for shape in shapes)
-  pages = native_pages.written_anew(results, (keys, values), batch.slots, batch.num_rows)
+  keys_shape, values_shape = (jax.ShapeDtypeStruct(shape, dtype) for shape in shapes)
+  pages = native_pages.written_anew(
+    (keys_shape, values_shape), (keys, values), batch.slots, batch.num_rows
+  )
   return _attended(q, *pages, batch), (q, *pages, batch)
 
 
