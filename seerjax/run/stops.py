@@ -6,7 +6,9 @@
         save()
 
 A signal is heard between two lines of Python: one that comes while XLA compiles is heard when it
-has compiled. Who sends it a second time, while it is put off, means it: that one raises at once.
+has compiled. Where nothing can be raised (a function of ours that C calls, as LLVM does) it comes
+again until it can. Who sends it a second time, while it is put off, means it: that one raises at
+once.
 Source: https://docs.python.org/3/library/signal.html, "Note on Signal Handlers and Exceptions".
 """
 
@@ -16,10 +18,12 @@ from collections.abc import Iterator
 import contextlib
 import os
 import signal
+import sys
 import threading
 from typing import Any
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+AGAIN_SECONDS = 0.05
 
 
 class Terminated(KeyboardInterrupt):
@@ -70,6 +74,15 @@ class Stops:
     self._has_raised = True
     raise Terminated if number == signal.SIGTERM else KeyboardInterrupt
 
+  def send_again(self, stop: KeyboardInterrupt) -> None:
+    """Sends a signal once more whose exception was raised where it could go nowhere."""
+    number = signal.SIGTERM if isinstance(stop, Terminated) else signal.SIGINT
+    self._has_raised = False
+    # Not at once: we are still where it would be lost.
+    timer = threading.Timer(AGAIN_SECONDS, os.kill, (os.getpid(), number))
+    timer.daemon = True
+    timer.start()
+
   @contextlib.contextmanager
   def put_off(self) -> Iterator[None]:
     """Within, a signal waits until the end; after one was raised already, the next is forgotten."""
@@ -91,7 +104,7 @@ def heard() -> Iterator[Stops]:
   Handlers of the caller's own stay, and so does what is ignored (Ctrl-C, in a shell's background);
   in another thread than the main one nothing is heard.
   """
-  stops, before = Stops(), {}
+  stops, before, usual_hook = Stops(), {}, sys.unraisablehook
   if threading.current_thread() is threading.main_thread():
     for number in SIGNALS:
       handler = signal.getsignal(number)
@@ -99,8 +112,19 @@ def heard() -> Iterator[Stops]:
       if handler is usual or isinstance(handler, Stops):
         before[number] = handler
         signal.signal(number, stops)
+
+  def hook(lost: Any) -> None:
+    if isinstance(lost.exc_value, KeyboardInterrupt):
+      stops.send_again(lost.exc_value)
+    else:
+      usual_hook(lost)
+
+  if before:
+    sys.unraisablehook = hook
   try:
     yield stops
   finally:
+    if sys.unraisablehook is hook:
+      sys.unraisablehook = usual_hook
     for number, handler in before.items():
       signal.signal(number, handler)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
+import sys
 import threading
+import time
 
 import pytest
 
@@ -36,6 +39,35 @@ def test_ctrl_c_is_no_sigterm():
     send(signal.SIGINT)
   assert not isinstance(caught.value, stops.Terminated)
   assert (stops.name_of(caught.value), stops.status_of(caught.value)) == ("Ctrl-C", 130)
+
+
+@pytest.mark.parametrize("number", stops.SIGNALS)
+def test_a_signal_that_comes_where_nothing_can_be_raised_comes_again(number):
+  hook = sys.unraisablehook
+  kind = stops.Terminated if number == signal.SIGTERM else KeyboardInterrupt
+  called_by_c = ctypes.CFUNCTYPE(None)(lambda: send(number))
+
+  def run():
+    called_by_c()  # Raises nothing.
+    time.sleep(30)
+
+  with pytest.raises(kind), stops.heard():
+    run()
+  assert sys.unraisablehook is hook
+
+
+def test_another_error_where_nothing_can_be_raised_is_told_as_ever():
+  def fails():
+    raise ValueError("told")
+
+  before, told = sys.unraisablehook, []
+  sys.unraisablehook = lambda lost: told.append(lost.exc_value)
+  try:
+    with stops.heard():
+      ctypes.CFUNCTYPE(None)(fails)()
+  finally:
+    sys.unraisablehook = before
+  assert [str(error) for error in told] == ["told"]
 
 
 @pytest.mark.parametrize("number", stops.SIGNALS)
