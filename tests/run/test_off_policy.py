@@ -12,7 +12,7 @@ import word_engine
 
 from seerjax.rollout import groups as groups_lib, journal as journal_lib
 from seerjax.rollout.divided import DividedRollout
-from seerjax.rollout.policies import Divided
+from seerjax.rollout.policies import Divided, LongestGroupFirst
 from seerjax.run import off_policy
 from seerjax.types import Problem, Verdict
 
@@ -174,7 +174,9 @@ def test_one_step_off_learns_from_the_weights_before(tmp_path):
 @pytest.mark.thorough
 def test_partial_rollouts_learn_from_those_that_were_whole_first(tmp_path):
   task = Vowels()
-  result = train(tmp_path, task, stale=off_policy.StaleConfig(begun=2.0))
+  # Longer chunks of answers this short would all end in one visit of several steps.
+  scheduler = LongestGroupFirst(chunk_tokens=1)
+  result = train(tmp_path, task, scheduler=scheduler, stale=off_policy.StaleConfig(begun=2.0))
   rows = rows_of(tmp_path)[1:-1]
   assert rows[0]["rollout/old_tokens"] == 0 == rows[0]["contract/max_abs_logprob_gap"]
   assert any(row["rollout/old_tokens"] > 0 for row in rows[1:])
