@@ -116,10 +116,18 @@ def test_a_gradient_has_its_bits_with_any_number_of_threads(numerics):
 
   def gradient(num_threads):
     with threaded(num_threads):
-      return jax.tree.leaves(jax.jit(jax.grad(lambda params: loss(params)))(params))
+      run = jax.jit(jax.grad(lambda params: loss(params)))
+      # Waited for within, where the least work is shared.
+      return [np.asarray(leaf) for leaf in jax.tree.leaves(run(params))]
 
-  for one, two in zip(gradient(1), gradient(2), strict=True):
-    assert np.asarray(one).tobytes() == np.asarray(two).tobytes()
+  alone = gradient(1)
+  for _ in range(20):
+    helped = threads.process[2]
+    for one, two in zip(alone, gradient(2), strict=True):
+      assert one.tobytes() == two.tobytes()
+    if threads.process[2] > helped:
+      return
+  pytest.fail("no thread came to help in 20 gradients")
 
 
 def requests(count: int) -> list[Request]:
