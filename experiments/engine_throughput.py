@@ -106,7 +106,7 @@ PEERS = {
     "transformers generate, batches of 32 in order", "transformers", dict(batch_size=32)
   ),
   "hf-sorted-32": Peer(
-    "transformers generate, batches of 32 sorted by the (foreknown) length",
+    "transformers generate, batches of 32 sorted by length, which they are told",
     "transformers",
     dict(batch_size=32, is_sorted=True),
   ),
@@ -115,7 +115,7 @@ PEERS = {
   ),
   # Its best of flash attention on, off and its own choice, and of f16 and f32 keys and values.
   "llama-cpp": Peer(
-    "llama.cpp, float32, a stream a sequence, slots by the (foreknown) length",
+    "llama.cpp, float32, a stream a sequence, slots by length, which it is told",
     "llama.cpp",
     dict(flash=False, kv="f32"),
   ),

@@ -89,7 +89,7 @@ def engine_for(
     max_sequences=1,
     max_context=num_tokens,
     row_buckets=(1, PREFILL_ROWS),
-    steps_per_visit=1,  # Somebody reads along.
+    steps_per_visit=1,  # A person reads along.
   )
   params = parameters.compute_params(policy.params, numerics)
   return engine_lib.Engine(

@@ -174,7 +174,7 @@ class Backend(Operations, Protocol):
   ) -> Array:
     """`write_pages` and `attend`, of rows that see one another alone.
 
-    `pages` are zeros that nobody else reads, neither then nor afterwards.
+    `pages` are zeros that nothing else reads, neither then nor afterwards.
     """
     ...
 

@@ -12,7 +12,7 @@ from typing import Any
 class Pool:
   """Threads that wait for slow calls, with a bound on how much may wait for them.
 
-  Whoever submits faster than the calls are done is held back. Every accepted call's future gets its
+  Submitting faster than calls are done is held back. Every accepted call's future gets its
   result or its error, and keeps it.
   """
 

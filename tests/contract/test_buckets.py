@@ -1,4 +1,4 @@
-"""The row bucket is nobody's business: arrays are whole tiles, and an odd bucket changes no bit.
+"""The row bucket changes nothing: arrays are whole tiles, and an odd bucket changes no bit.
 
 The model is the one of which odd buckets once moved bits: no tile divides its sizes.
 """

@@ -1,4 +1,4 @@
-"""What a process takes for its defaults is nobody's business: pinned, or named by the fingerprint.
+"""What a process takes for its defaults moves no bit: pinned, or named by the fingerprint.
 
 Today's bits were drawn under JAX's own defaults; under others the same must come out.
 """

@@ -65,8 +65,8 @@ def test_aims_by_hand():
   text = engine_throughput.aims(RESULTS)
   assert "| SeerJAX, tiled, 8 slabs | 4 | 4.0 | 4.0 | yes |" in text
   assert "one batch of all | 10 | 40.0 | 40.0 | yes |" in text
-  assert "(foreknown) length | 4 | 3.8 | 5.0 | **no** |" in text
-  assert "slots by the (foreknown) length | 3 | not measured | | |" in text
+  assert "length, which they are told | 4 | 3.8 | 5.0 | **no** |" in text
+  assert "slots by length, which it is told | 3 | not measured | | |" in text
   without = {name: RESULTS[name] for name in ("tiled-8", "hf-static")}
   assert engine_throughput.aims(without) == (
     "SeerJAX, native, 8 steps a visit was not measured, and so no aim."
@@ -85,7 +85,7 @@ def test_peers_without_their_packages_are_left_out_and_named():
   assert lines[1].startswith("xllamacpp not installed: llama-cpp left out (`bash launch/peers.sh`")
   lines.clear()
   engine_throughput.chosen_peers(["native"], missing, lines.append)
-  assert not lines  # Nobody asked for them.
+  assert not lines  # Nothing asked for them.
 
 
 def test_packages_are_looked_for_in_the_python_that_runs_the_peer():
@@ -120,7 +120,7 @@ def test_an_answer_counts_if_every_token_came():
 
 
 def test_a_peer_that_cannot_run_says_why_and_holds_up_no_other(tmp_path: pathlib.Path):
-  # A tokenizer without weights: prompts can be made, and nobody can answer them.
+  # A tokenizer without weights: prompts can be made, but not answered.
   tokenizer_lib.load(model_loading.NANO).save(tmp_path / "model")
   workload = Workload(model=str(tmp_path / "model"), num_prompts=1, group_size=2, max_tokens=4)
   lines: list[str] = []

@@ -1,10 +1,10 @@
-"""Threads of one call: pieces of its items are taken by whoever is free, on XLA's own pool.
+"""Threads of one call: each free thread takes pieces of its items, on XLA's own pool.
 
 Items are independent of each other, so who computes one, and when, moves no bit. The thread that
 XLA calls is always one of the workers, and the others are tasks of the pool of the program
 (`XLA_FFI_ThreadPool_Schedule`). XLA promises no task a thread of its own: one that begins late
 finds the call closed and leaves, so that a call waits only for those that have begun. What they
-share therefore outlives the call: whoever lets go of it last gives it back.
+share therefore outlives the call: the last thread that lets go of it gives it back.
 
 Several programs may run at once, one a virtual device. Threads at work are counted over the whole
 process, and a call asks for no more than the processors that are left.
@@ -39,7 +39,7 @@ _PIECES = np.int64(4)
 # Words of what the threads of a call share; those that are written have a cache line each.
 _NEXT, _JOINED, _FINISHED, _HELD, _RECORD = map(np.int64, (0, 8, 16, 24, 32))
 _ARGUMENTS, _RESULTS, _TOTAL, _PIECE, _PROCESS, _SIZE = map(np.int64, (40, 41, 42, 43, 44, 48))
-# Added to the number of those that joined once nobody else may.
+# Added to the number of those that joined once no other thread may.
 _CLOSED = np.int64(1 << 32)
 # Words of XLA's list of functions.
 _DESTROY_ERROR, _SCHEDULE = np.int64(8), np.int64(17)

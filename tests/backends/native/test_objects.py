@@ -97,7 +97,7 @@ def test_several_may_write_one_file_at_once(folder):
   count, everyone = 4, threading.Barrier(4)
 
   def compiled():
-    everyone.wait()  # Nobody has found a file.
+    everyone.wait()  # None has found a file.
     return module()
 
   with concurrent.futures.ThreadPoolExecutor(count) as pool:
