@@ -56,7 +56,7 @@ def {FUNCTION}({", ".join(ARGUMENTS)}):
 Rules:
 - Return plain data of the form described above, finite; arrays of numpy come back as lists.
 - The standard library, numpy and scipy may be imported. There is no network, no file that outlives
-  the program, and one CPU core. The end of what is printed is shown to its next attempt.
+  the program, and one CPU core. The end of what is printed is shown to whoever goes on from here.
 - The artefact is judged anew from what is returned; a score that the program states is not read.
 - The last block marked `python` counts, in at most {MAX_PROGRAM} characters.
 """
