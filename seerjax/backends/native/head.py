@@ -56,9 +56,12 @@ def _head_backward(tiled: Backend, stage: Stage, residuals: Any, cotangent: Any)
   is_special = _is_special(rows[2])
   none = jnp.float32(0)
   common = jax.tree.map(lambda leaf: jnp.where(is_special, none, leaf), wanted)
-  gradient = head_backward.gradient(stage, weights, rows, num_rows, scored, common)
 
-  def with_special(gradient: Any) -> Any:
+  def of_common(hidden: Array) -> Any:
+    own = (hidden, *rows[1:])
+    return head_backward.gradient(stage, weights, own, num_rows, scored, common)
+
+  def of_both() -> Any:
     definition = stage.gradient_of or stage.rows
     given = functools.partial(definition, tiled, stage.shape, stage.axis)
 
@@ -68,11 +71,11 @@ def _head_backward(tiled: Backend, stage: Stage, residuals: Any, cotangent: Any)
 
     _, pull = jax.vjp(scores, weights["final_norm"], weights["head"], rows[0])
     special = pull(jax.tree.map(lambda leaf: jnp.where(is_special, leaf, none), wanted))
-    return jax.tree.map(jnp.add, gradient, special)
+    # One after the other: the tiled one's float32 tables are gone before there is another's table.
+    special, hidden = lax.optimization_barrier((special, rows[0]))
+    return jax.tree.map(jnp.add, of_common(hidden), special)
 
-  norm, table, hidden = lax.cond(
-    jnp.any(is_special), with_special, lambda gradient: gradient, gradient
-  )
+  norm, table, hidden = lax.cond(jnp.any(is_special), of_both, lambda: of_common(rows[0]))
   return {"final_norm": norm, "head": table, "key": None}, (hidden, *[None] * 5), None
 
 
