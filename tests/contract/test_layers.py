@@ -122,9 +122,9 @@ def test_rows_and_keys_are_those_of_layers_in_a_row(case, numerics, length):
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("numerics", NUMERICS.values(), ids=NUMERICS)
 @pytest.mark.parametrize("model_shards", [2, 8])
-def test_a_mesh_changes_no_bit_of_layers_in_a_loop(model_shards):
-  numerics = tiny_model.NUMERICS
+def test_a_mesh_changes_no_bit_of_layers_in_a_loop(model_shards, numerics):
   adapter = jax.tree.map(
     lambda leaf: leaf + 0.05, lora.init(jax.random.key(1), ODD, numerics, rank=3)
   )
@@ -244,9 +244,9 @@ def test_a_deep_model_learns_from_the_bits_that_it_sampled_though_its_pages_left
 
 @pytest.mark.long
 @pytest.mark.parametrize("has_adapters", [False, True])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_deep_model_says_the_same_in_a_loop_and_in_a_row(dtype, has_adapters):
-  numerics = dataclasses.replace(DEEP_NUMERICS, compute_dtype=dtype)
+@pytest.mark.parametrize("numerics", NUMERICS.values(), ids=NUMERICS)
+def test_a_deep_model_says_the_same_in_a_loop_and_in_a_row(numerics, has_adapters):
+  numerics = dataclasses.replace(numerics, reduction_shards=DEEP_NUMERICS.reduction_shards)
   loop = deep_params(numerics, has_adapters)
   row = parameters.unstacked(loop)
   expected = answers(row, numerics, parallel.make_mesh(), is_moved=False)

@@ -287,19 +287,26 @@ def run_cases(
   check()
 
 
-NUMERICS = {"f32": tiny_model.NUMERICS, "bf16": tiny_model.BFLOAT16}
+NUMERICS = {
+  "f32": tiny_model.NUMERICS,
+  "bf16": tiny_model.BFLOAT16,
+  "native f32": tiny_model.NATIVE,
+  "native bf16": tiny_model.NATIVE_BFLOAT16,
+}
 
 
-def test_no_rollout_changes_a_bit(seed, tell_events):
+# Every day on the default of a CPU; in CI on the portable path as well.
+@pytest.mark.parametrize("dtype", [pytest.param("f32", marks=pytest.mark.thorough), "native f32"])
+def test_no_rollout_changes_a_bit(dtype, seed, tell_events):
   events = collections.Counter()
   run_cases(
-    NUMERICS["f32"],
+    NUMERICS[dtype],
     2,
     seed=seed,
     settings=hypothesis.settings(max_examples=14),
     events=events,
   )
-  tell_events("rollouts", events, EVENTS)
+  tell_events(f"rollouts, {dtype}", events, EVENTS)
 
 
 def test_noise_that_follows_the_instance_is_found_out(seed):
@@ -318,9 +325,10 @@ def test_noise_that_follows_the_instance_is_found_out(seed):
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("backend", ["", "native "], ids=["tiled", "native"])
 @pytest.mark.parametrize("block", range(12))
-def test_no_rollout_of_three_hundred_changes_a_bit(block, seed, tell_events):
-  dtype, num_instances = ("f32", "bf16")[block % 2], (1, 2, 4)[block // 2 % 3]
+def test_no_rollout_of_three_hundred_changes_a_bit(block, backend, seed, tell_events):
+  dtype, num_instances = backend + ("f32", "bf16")[block % 2], (1, 2, 4)[block // 2 % 3]
   events = collections.Counter()
   run_cases(
     NUMERICS[dtype],

@@ -609,11 +609,12 @@ def test_an_engine_that_loses_its_place_in_a_visit_is_found_out(seed):
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("backend", ["", "native "], ids=["tiled", "native"])
 @pytest.mark.parametrize("block", range(20))
-def test_no_schedule_of_five_hundred_changes_a_bit(block, seed, tell_events):
+def test_no_schedule_of_five_hundred_changes_a_bit(block, backend, seed, tell_events):
   # Every (dtype, mesh) with at least two of the five sizes; each block is a test of its own, so
-  # that an interrupted run goes on where it stopped.
-  dtype, mesh = ("f32", "bf16")[block % 2], MESHES[block // 2 % 4]
+  # that an interrupted run resumes where it stopped.
+  dtype, mesh = backend + ("f32", "bf16")[block % 2], MESHES[block // 2 % 4]
   size = list(SIZES)[(block + block // 8) % 5]
   events = collections.Counter()
   # Of 26 the first is the least schedule there is: hypothesis begins with it.

@@ -44,6 +44,11 @@ NUMERICS = [
   ),
 ]
 BOTH = pytest.mark.parametrize("numerics", NUMERICS)
+# Of the long tests, in both dtypes.
+OF_BACKENDS = {
+  "tiled": (tiny_model.NUMERICS, tiny_model.BFLOAT16),
+  "native": (tiny_model.NATIVE, tiny_model.NATIVE_BFLOAT16),
+}
 # What splits and tiles have broken; a native row has neither, and test_native breaks its chains.
 TILED = pytest.mark.parametrize("numerics", NUMERICS[:2])
 SAMPLING = (
@@ -163,9 +168,10 @@ def test_scores_under_grad_are_the_engines_in_every_packing(numerics, seed):
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("implementation", OF_BACKENDS)
 @pytest.mark.parametrize("block", range(10))
-def test_no_batch_of_five_hundred_opens_a_gap(block, seed, tell_events):
-  numerics = (tiny_model.NUMERICS, tiny_model.BFLOAT16)[block % 2]
+def test_no_batch_of_five_hundred_opens_a_gap(block, implementation, seed, tell_events):
+  numerics = OF_BACKENDS[implementation][block % 2]
   num_instances = 1 + block // 2 % 2
   rng = np.random.default_rng((seed, 2000 + block))
   events = collections.Counter()
@@ -186,17 +192,19 @@ def test_no_batch_of_five_hundred_opens_a_gap(block, seed, tell_events):
       events["groups left out"] += len(sampled) - len(order)
       events["several micro-batches"] += batch.loss_mask.shape[0] > 1
       events["tokens"] += int(np.asarray(batch.loss_mask).sum())
-  name = f"block {block}, {numerics.compute_dtype}, {num_instances} instance(s)"
+  name = f"block {block}, {implementation} {numerics.compute_dtype}, {num_instances} instance(s)"
   tell_events(name, events, ("batches", "groups left out", "several micro-batches", "preempted"))
 
 
 @pytest.mark.long
-def test_two_instances_and_another_row_tile_in_turn():
+@pytest.mark.parametrize("implementation", OF_BACKENDS)
+def test_two_instances_and_another_row_tile_in_turn(implementation):
   # The engine on the same other numerics each time: the tile is theirs to share.
+  float32, bfloat16 = OF_BACKENDS[implementation]
   for numerics, num_instances in (
-    (tiny_model.NUMERICS, 2),
-    (dataclasses.replace(tiny_model.NUMERICS, row_tile=16, query_tile=8, kv_split=32), 1),
-    (dataclasses.replace(tiny_model.BFLOAT16, reduction_shards=1), 2),
+    (float32, 2),
+    (dataclasses.replace(float32, row_tile=16, query_tile=8, kv_split=32), 1),
+    (dataclasses.replace(bfloat16, reduction_shards=1), 2),
   ):
     sampled = sample(numerics)
     batch = pack(sampled, range(len(sampled)), numerics)

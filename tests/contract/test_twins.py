@@ -25,13 +25,17 @@ SIZES = engine_lib.EngineConfig(
   row_buckets=(16,),
   reuse_prefixes=False,
 )
-BOTH = pytest.mark.parametrize(
-  "numerics",
-  [
-    pytest.param(tiny_model.NUMERICS, id="f32"),
-    pytest.param(tiny_model.BFLOAT16, id="bf16", marks=pytest.mark.long),
-  ],
-)
+TILED = [
+  pytest.param(tiny_model.NUMERICS, id="f32"),
+  pytest.param(tiny_model.BFLOAT16, id="bf16", marks=pytest.mark.long),
+]
+NATIVE = [
+  pytest.param(tiny_model.NATIVE, id="native f32", marks=pytest.mark.long),
+  pytest.param(tiny_model.NATIVE_BFLOAT16, id="native bf16", marks=pytest.mark.long),
+]
+ALL = pytest.mark.parametrize("numerics", TILED + NATIVE)
+# What splits break; a native row has none, and test_native breaks its chains.
+BOTH = pytest.mark.parametrize("numerics", TILED)
 
 
 def requests(count: int, max_tokens: int = 20) -> list[Request]:
@@ -148,7 +152,7 @@ def flip_lowest_bit(engine, page: int, offset: int) -> None:
   engine.memory.pages = ((keys, values), *others)
 
 
-@BOTH
+@ALL
 def test_one_flipped_mantissa_bit_in_a_page_is_noticed(numerics):
   # A bit far behind the point may be rounded away, so not every flip shows; some have to.
   noticed = 0
@@ -167,7 +171,7 @@ def test_one_flipped_mantissa_bit_in_a_page_is_noticed(numerics):
   assert noticed > 0
 
 
-@BOTH
+@ALL
 def test_a_page_table_that_points_at_another_page_is_noticed(numerics):
   # The second page read twice. To exchange the two would only add equal terms in another order,
   # which bfloat16 rounds away.
@@ -182,7 +186,7 @@ def test_a_page_table_that_points_at_another_page_is_noticed(numerics):
   assert num_differing(disturbed(misdirect, numerics), numerics) > 0
 
 
-@BOTH
+@ALL
 def test_one_noise_key_used_twice_is_noticed(numerics):
   # The second token of each request is drawn with the first one's noise; all else is as it was.
   def repeat(inputs, work):
