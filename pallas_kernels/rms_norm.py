@@ -1,30 +1,41 @@
-"""Root-mean-square norm of rows, alone or of a sum with the residual stream.
+"""Root-mean-square norm of rows, alone or of a sum with the residual stream; of heads at once.
 
   y = x * rsqrt(mean(x ** 2) + eps) * scale                      rms_norm
   total = x + residual;  y = rms_norm(total)                     add_rms_norm
+  y_i = rms_norm(x_i, scale_i)                                   rms_norm_each
 
-One warpgroup norms one row at a time, in f32, and rounds y once, at the end. The reduction is the
-contract: a row is padded with zeros to a multiple of `padding` features, thread t of 128 adds its
-own features in ascending order, and the 128 sums are added by one tree. `total` is rounded to x's
-dtype first, so that `add_rms_norm(x, residual)` and `rms_norm(x + residual)` agree bit for bit.
+In f32, and y is rounded once, at the end. The reduction is the contract, and follows the number of
+features alone:
+- Wide rows: one warpgroup norms one row at a time. A row is padded with zeros to a multiple of
+  `padding` features, thread t of 128 adds its own features in ascending order, and the 128 sums are
+  added by one tree.
+- Narrow rows, as heads have them (64, 128, 192 or 256 features): one warpgroup norms 64 rows at
+  once, and the four threads that hold a row add their own features, then each other's sums. Arrays
+  of rows are walked one behind the other, so queries and keys with their two scales are one launch.
+
+`total` is rounded to x's dtype first, so that `add_rms_norm(x, residual)` and
+`rms_norm(x + residual)` agree bit for bit; so do `rms_norm_each` and `rms_norm` of each array.
 
 Backward, with r = rsqrt(mean(x ** 2) + eps) and g = dy * scale:
 
   dx = r * (g - x * r ** 2 * mean(g * x))
   dscale = sum over rows of dy * x * r
 
-A row's dx depends on that row alone. dscale is added in two stages of fixed order: rows of a chunk
-of `chunk_rows` in ascending order, then chunks in ascending order.
+A row's dx depends on that row alone; it is made as a wide row's, whatever its features. dscale is
+added in two stages of fixed order: rows of a chunk of `chunk_rows` in ascending order, then chunks
+in ascending order.
 
-Shared memory: each input row and each output row once, padded.
+Shared memory: each input row and each output row once, padded; of narrow rows, 64 of them once.
 
 Source: Zhang & Sennrich 2019, https://arxiv.org/abs/1910.07467.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 import dataclasses
 import functools
+import itertools
 import math
 from typing import Any
 
@@ -37,6 +48,12 @@ import jax.numpy as jnp
 from pallas_kernels import gpu
 
 MAX_FEATURES = 8192
+# Rows of at most so many features, in multiples of NARROW_MULTIPLE, are normed NARROW_ROWS at once.
+NARROW_FEATURES = 256
+NARROW_MULTIPLE = 64
+NARROW_ROWS = 64
+# TMA copies whole tiles of so many rows into the layout that shared memory is read by.
+ROW_MULTIPLE = 8
 # Stage two adds columns of 128 features, one a thread, so many chunks ahead.
 COLUMNS = 128
 UNROLL = 8
@@ -49,7 +66,8 @@ class Config:
   Attributes:
     padding: contract. A row is padded to a multiple of this many features.
     chunk_rows: contract of dscale. Rows that one block adds before chunks are added.
-    blocks_per_multiprocessor: tuning. Rows in flight on each multiprocessor.
+    blocks_per_multiprocessor: tuning. Rows, or tiles of narrow rows, in flight on each
+      multiprocessor.
   """
 
   padding: int = 1024
@@ -77,6 +95,11 @@ class Config:
       gpu.shared_memory_bytes(self.scratch(features, dtype, inputs, outputs))
       for inputs, outputs in ((2, 2), (3, 1))
     )
+
+
+def is_narrow(features: int) -> bool:
+  """Returns whether rows of so many features are normed 64 at once; it is the contract's."""
+  return features <= NARROW_FEATURES and features % NARROW_MULTIPLE == 0
 
 
 def is_supported(
@@ -144,7 +167,48 @@ def rms_norm(
     NotImplementedError: `is_supported` gives a reason; the message is that reason.
   """
   _refuse(is_supported(x, scale, config=config, interpret=interpret))
+  if is_narrow(x.shape[1]):
+    return _norm_each((x,), (scale,), eps, config, interpret)[0]
   return _norm(x, scale, None, eps, config, interpret)[0]
+
+
+def rms_norm_each(
+  arrays: Sequence[jax.Array],
+  scales: Sequence[jax.Array],
+  *,
+  eps: float = 1e-6,
+  config: Config = Config(),
+  interpret: bool = False,
+) -> tuple[jax.Array, ...]:
+  """Returns each array's `rms_norm` with its own scale, bit for bit; narrow rows in one launch.
+
+  For queries f[r, n, h, c] and keys f[r, n, h', c] of all slabs, with their two scales f[c].
+
+  Args:
+    arrays: bf16 or f32 [..., d], one d and one dtype; the leading axes are each array's own.
+    scales: bf16 or f32 [d], one an array.
+    eps: added to the mean square.
+    config: see `Config`.
+    interpret: run on a CPU; slow, for tests.
+
+  Raises:
+    NotImplementedError: the arrays differ in features or dtype, or `is_supported` gives a reason
+      for the rows of one of them.
+    ValueError: there are not as many scales as arrays.
+  """
+  if len(arrays) != len(scales):
+    raise ValueError(f"got {len(arrays)} arrays and {len(scales)} scales; expected one an array.")
+  kinds = sorted({f"{x.dtype}[..., {x.shape[-1]}]" for x in arrays})
+  if len(kinds) > 1:
+    _refuse(f"got arrays {' and '.join(kinds)}, expected one dtype and one number of features")
+  rows = tuple(x.reshape(-1, x.shape[-1]) for x in arrays)
+  for x, scale in zip(rows, scales):
+    _refuse(is_supported(x, scale, config=config, interpret=interpret))
+  if rows and is_narrow(rows[0].shape[1]):
+    normed = _norm_each(rows, tuple(scales), eps, config, interpret)
+  else:
+    normed = tuple(_norm(x, s, None, eps, config, interpret)[0] for x, s in zip(rows, scales))
+  return tuple(y.reshape(x.shape) for x, y in zip(arrays, normed))
 
 
 def add_rms_norm(
@@ -161,6 +225,9 @@ def add_rms_norm(
   Arguments and refusals are those of `rms_norm`; `residual` has x's shape and dtype.
   """
   _refuse(is_supported(x, scale, residual, config=config, interpret=interpret))
+  if is_narrow(x.shape[1]):
+    total = x + residual
+    return _norm_each((total,), (scale,), eps, config, interpret)[0], total
   return _norm(x, scale, residual, eps, config, interpret)
 
 
@@ -176,7 +243,50 @@ def padded_view(features: int, padding: int) -> tuple[int, int]:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
-def _norm(
+def _norm(x, scale, residual, eps, config, interpret):
+  return _wide(x, scale, residual, eps, config, interpret)
+
+
+def _norm_forward(x, scale, residual, eps, config, interpret):
+  normed, total = _wide(x, scale, residual, eps, config, interpret)
+  return (normed, total), (total, scale, residual is None)
+
+
+def _norm_backward(eps, config, interpret, saved, cotangents):
+  total, scale, alone = saved
+  dnormed, dtotal = cotangents
+  # Alone, total is the caller's own x, which nobody reads from here.
+  dtotal = None if alone else dtotal
+  dx, dscale = _gradients(total, scale, dnormed, dtotal, eps, config, interpret)
+  return dx, dscale, None if alone else dx
+
+
+_norm.defvjp(_norm_forward, _norm_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
+def _norm_each(arrays, scales, eps, config, interpret):
+  return _narrow(arrays, scales, eps, config, interpret)
+
+
+def _norm_each_forward(arrays, scales, eps, config, interpret):
+  return _narrow(arrays, scales, eps, config, interpret), (arrays, scales)
+
+
+def _norm_each_backward(eps, config, interpret, saved, cotangents):
+  each = [
+    _gradients(x, scale, dy, None, eps, config, interpret)
+    for x, scale, dy in zip(*saved, cotangents)
+  ]
+  return tuple(dx for dx, _ in each), tuple(dscale for _, dscale in each)
+
+
+_norm_each.defvjp(_norm_each_forward, _norm_each_backward)
+
+
+# Static, so that a model's layers share one program and lowering does not grow with them.
+@functools.partial(jax.jit, static_argnums=(3, 4, 5))
+def _wide(
   x: jax.Array,
   scale: jax.Array,
   residual: jax.Array | None,
@@ -184,7 +294,7 @@ def _norm(
   config: Config,
   interpret: bool,
 ) -> tuple[jax.Array, jax.Array]:
-  """Returns (normed, total); without a residual, total is x."""
+  """Returns (normed, total), a row at a time; without a residual, total is x."""
   num_rows, features = x.shape
   if num_rows == 0:
     return x, x
@@ -235,26 +345,84 @@ def _norm(
   return normed, x if residual is None else results[1].reshape(x.shape)
 
 
-def _norm_forward(x, scale, residual, eps, config, interpret):
-  normed, total = _norm(x, scale, residual, eps, config, interpret)
-  return (normed, total), (total, scale, residual is None)
+@functools.partial(jax.jit, static_argnums=(2, 3, 4))
+def _narrow(
+  arrays: tuple[jax.Array, ...],
+  scales: tuple[jax.Array, ...],
+  eps: float,
+  config: Config,
+  interpret: bool,
+) -> tuple[jax.Array, ...]:
+  """Returns each f[n, d] of `arrays` normed, 64 rows at a time: tiles of all arrays in one line."""
+  inputs = [_whole_tiles(x) for x in arrays if x.shape[0]]
+  if not inputs:
+    return arrays
+  kept = [scale for x, scale in zip(arrays, scales) if x.shape[0]]
+  dtype, features = inputs[0].dtype, inputs[0].shape[1]
+  starts = [0, *itertools.accumulate(-(-x.shape[0] // NARROW_ROWS) for x in inputs)]
+
+  def body(*refs: Any, rows: Any, loaded: Any) -> None:
+    num = len(inputs)
+    input_refs, scale_refs, output_refs = refs[:num], refs[num : 2 * num], refs[2 * num :]
+
+    def for_its_array(tile: Any, visit: Any) -> None:
+      for i in range(num):
+        place = pl.ds((tile - starts[i]) * NARROW_ROWS, NARROW_ROWS)
+        is_mine = (tile >= starts[i]) & (tile < starts[i + 1])
+        pl.when(is_mine)(functools.partial(visit, i, place))
+
+    @plgpu.nd_loop((starts[-1],), collective_axes="block")
+    def _(loop: plgpu.NDLoopInfo) -> None:
+      (tile,) = loop.index
+      plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+      for_its_array(
+        tile, lambda i, place: plgpu.copy_gmem_to_smem(input_refs[i].at[place], rows, loaded)
+      )
+      plgpu.barrier_wait(loaded)
+      x = gpu.load(rows, plgpu.Layout.WGMMA).astype(jnp.float32)
+      inverse = lax.rsqrt(jnp.sum(x * x, axis=1) / features + eps)
+      scale = _columns_of(scale_refs[0])
+      for start, ref in zip(starts[1:], scale_refs[1:]):
+        scale = lax.cond(tile >= start, lambda _, ref=ref: _columns_of(ref), lambda old: old, scale)
+      y = x * lax.broadcast_in_dim(inverse, x.shape, (0,))
+      y = y * lax.broadcast_in_dim(scale, x.shape, (1,))
+      rows[...] = y.astype(dtype)
+      plgpu.commit_smem()
+      for_its_array(
+        tile, lambda i, place: plgpu.copy_smem_to_gmem(rows, output_refs[i].at[place])
+      )
+
+    plgpu.wait_smem_to_gmem(0)
+
+  outputs = iter(
+    gpu.kernel(
+      body,
+      name="rms_norm_each",
+      out_type=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs],
+      scratch={
+        "rows": gpu.Buffer((NARROW_ROWS, features), dtype, swizzled=True),
+        "loaded": gpu.Barriers(),
+      },
+      num_blocks=_num_blocks(starts[-1], config, interpret),
+      interpret=interpret,
+    )(*inputs, *kept)
+  )
+
+  def rows_of(x: jax.Array) -> jax.Array:
+    if x.shape[0] == 0:
+      return x
+    normed = next(outputs)
+    return normed if normed.shape == x.shape else normed[: x.shape[0]]
+
+  return tuple(rows_of(x) for x in arrays)
 
 
-def _norm_backward(eps, config, interpret, saved, cotangents):
-  total, scale, alone = saved
-  dnormed, dtotal = cotangents
-  dx, dscale = _gradients(total, scale, dnormed, dtotal, eps, config, interpret)
-  return dx, dscale, None if alone else dx
-
-
-_norm.defvjp(_norm_forward, _norm_backward)
-
-
+@functools.partial(jax.jit, static_argnums=(4, 5, 6))
 def _gradients(
   x: jax.Array,
   scale: jax.Array,
   dy: jax.Array,
-  dtotal: jax.Array,
+  dtotal: jax.Array | None,
   eps: float,
   config: Config,
   interpret: bool,
@@ -268,8 +436,10 @@ def _gradients(
   num_chunks = -(-num_rows // config.chunk_rows)
   num_partials = -(-num_chunks // UNROLL) * UNROLL
   view = (num_rows, full_runs, width)
+  inputs = [array.reshape(view) for array in (x, dy, dtotal) if array is not None]
 
-  def body(x_ref, dy_ref, dtotal_ref, scale_ref, dx_ref, partial_ref, *, loaded, **buffers):
+  def body(*refs: Any, loaded: Any, **buffers: Any) -> None:
+    *input_refs, scale_ref, dx_ref, partial_ref = refs
     ins, (out,) = _sorted_buffers(buffers)
     _clear(ins)
     scale_row = scale_ref[...].astype(jnp.float32)
@@ -281,13 +451,16 @@ def _gradients(
       first = chunk * config.chunk_rows
 
       def add_row(row, dscale):
-        _load_rows((x_ref, dy_ref, dtotal_ref), ins, row, full_runs, loaded)
-        x_row, dy_row, dtotal_row = (ref[...].astype(jnp.float32) for ref in ins)
+        _load_rows(input_refs, ins, row, full_runs, loaded)
+        x_row, dy_row, *totals = (ref[...].astype(jnp.float32) for ref in ins)
         inverse = lax.rsqrt(jnp.sum(x_row * x_row) / features + eps)
         g = dy_row * scale_row
         slope = jnp.sum(g * x_row) / features * (inverse * inverse)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        out[...] = (inverse * (g - x_row * slope) + dtotal_row).astype(x.dtype)
+        dx_row = inverse * (g - x_row * slope)
+        for dtotal_row in totals:
+          dx_row = dx_row + dtotal_row
+        out[...] = dx_row.astype(x.dtype)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(out.at[pl.ds(0, full_runs)], dx_ref.at[row])
         return dscale + dy_row * (x_row * inverse)
@@ -306,10 +479,10 @@ def _gradients(
       jax.ShapeDtypeStruct(view, x.dtype),
       jax.ShapeDtypeStruct((num_partials, runs, width), jnp.float32),
     ],
-    scratch=config.scratch(features, x.dtype, 3, 1),
+    scratch=config.scratch(features, x.dtype, len(inputs), 1),
     num_blocks=_num_blocks(num_partials, config, interpret),
     interpret=interpret,
-  )(x.reshape(view), dy.reshape(view), dtotal.reshape(view), _padded(scale, runs, width))
+  )(*inputs, _padded(scale, runs, width))
 
   def add_chunks(partial_ref, dscale_ref):
     columns = pl.ds(lax.axis_index("block") * COLUMNS, COLUMNS)
@@ -338,8 +511,19 @@ def _num_blocks(num_items: int, config: Config, interpret: bool) -> int:
   return min(num_items, most)
 
 
+def _whole_tiles(x: jax.Array) -> jax.Array:
+  """Adds rows of zeros up to a multiple of 8, which costs a copy where there are any to add."""
+  missing = -x.shape[0] % ROW_MULTIPLE
+  return jnp.pad(x, ((0, missing), (0, 0))) if missing else x
+
+
 def _padded(scale: jax.Array, runs: int, width: int) -> jax.Array:
   return jnp.pad(scale, (0, runs * width - scale.shape[0])).reshape(runs, width)
+
+
+def _columns_of(scale_ref: Any) -> Any:
+  """Reads a scale as the columns of 64 rows: f32[d]."""
+  return gpu.load(scale_ref, plgpu.Layout.WGMMA.reduce(0)).astype(jnp.float32)
 
 
 def _sorted_buffers(buffers: dict[str, Any]) -> tuple[list[Any], list[Any]]:

@@ -107,6 +107,125 @@ def test_a_rows_bits_depend_on_that_row_alone(seed):
       np.testing.assert_array_equal(as_float64(part), as_float64(all_rows[chosen]))
 
 
+def norm_each(arrays, scales):
+  return rms_norm.rms_norm_each(arrays, scales, config=CONFIG, interpret=True)
+
+
+def heads(shape, dtype=jnp.bfloat16, seed: int = 0) -> jax.Array:
+  """Returns f[shape] of a spread that differs from head to head."""
+  rng = np.random.default_rng(seed)
+  x = rng.standard_normal(shape) * np.exp(rng.standard_normal((*shape[:-1], 1)))
+  return jnp.asarray(x, dtype)
+
+
+@needs_interpreter
+@pytest.mark.parametrize(
+  "num_rows, features, dtype",
+  [
+    (3, 64, jnp.bfloat16),
+    (17, 128, jnp.float32),
+    (0, 128, jnp.bfloat16),
+    long(9, 256, jnp.float32),
+  ],
+)
+def test_heads_of_all_slabs_are_normed_as_each_array_alone(num_rows, features, dtype):
+  # Tiles of 64 rows that end within an array, and more of them than blocks.
+  tolerance = 2e-6 if dtype == jnp.float32 else 2**-8
+  q, k = heads((2, num_rows, 4, features), dtype), heads((2, num_rows, 1, features), dtype, 1)
+  scales = scale_of(features, jnp.bfloat16), 2 * scale_of(features, jnp.bfloat16)
+  found = jax.jit(norm_each)((q, k), scales)
+  for x, scale, got in zip((q, k), scales, found):
+    assert (got.shape, got.dtype) == (x.shape, x.dtype)
+    flat = x.reshape(-1, features)
+    want = as_float64(rms_norm.reference(flat, scale)).reshape(x.shape)
+    np.testing.assert_allclose(as_float64(got), want, rtol=tolerance, atol=tolerance)
+    alone = as_float64(norm(flat, scale)[0]).reshape(x.shape)
+    np.testing.assert_array_equal(as_float64(got), alone)
+    fused, total = norm(flat, scale, flat)
+    np.testing.assert_array_equal(as_float64(total), as_float64(flat + flat))
+    np.testing.assert_array_equal(as_float64(fused), as_float64(norm(flat + flat, scale)[0]))
+
+
+@needs_interpreter
+def test_a_scale_of_another_array_is_noticed():
+  # The twin: the same comparison, with the scales the wrong way round.
+  q, k = heads((2, 3, 4, 64)), heads((2, 3, 1, 64), seed=1)
+  scales = scale_of(64), 2 * scale_of(64)
+  right, wrong = norm_each((q, k), scales), norm_each((q, k), scales[::-1])
+  assert all((as_float64(a) != as_float64(b)).any() for a, b in zip(right, wrong))
+
+
+@needs_interpreter
+def test_wide_rows_are_normed_each_by_itself():
+  arrays = rows(2, 320), rows(3, 320, seed=1)
+  scales = scale_of(320), 2 * scale_of(320)
+  for x, scale, got in zip(arrays, scales, norm_each(arrays, scales)):
+    np.testing.assert_array_equal(as_float64(got), as_float64(norm(x, scale)[0]))
+  assert norm_each((), ()) == ()
+
+
+@pytest.mark.few(1)
+@needs_interpreter
+def test_gradients_of_heads_are_the_definitions():
+  arrays = heads((2, 3, 4, 64), jnp.float32), heads((2, 3, 1, 64), jnp.float32, 1)
+  scales = scale_of(64), 2 * scale_of(64)
+  weights = heads((2, 3, 4, 64), jnp.float32, 2), heads((2, 3, 1, 64), jnp.float32, 3)
+
+  def reference(arrays, scales):
+    each = [rms_norm.reference(x.reshape(-1, 64), s) for x, s in zip(arrays, scales)]
+    return tuple(y.reshape(x.shape) for x, y in zip(arrays, each))
+
+  def gradient(norm_each):
+    loss = lambda *args: sum(jnp.sum(y * w) for y, w in zip(norm_each(*args), weights))
+    return jax.jit(jax.grad(loss, argnums=(0, 1)))(arrays, scales)
+
+  found, expected = jax.tree.leaves(gradient(norm_each)), jax.tree.leaves(gradient(reference))
+  for got, want in zip(found, expected, strict=True):
+    np.testing.assert_allclose(as_float64(got), as_float64(want), rtol=1e-5, atol=1e-5)
+
+
+@needs_interpreter
+def test_a_narrow_rows_bits_depend_on_that_row_alone(seed):
+  rng = np.random.default_rng(seed)
+  x, scale = heads((70, 64), seed=seed), scale_of(64)
+  run = jax.jit(lambda x: norm_each((x,), (scale,))[0])
+  whole = run(x)
+  for size in (1, 70):  # Alone, and in another order.
+    chosen = rng.permutation(70)[:size]
+    np.testing.assert_array_equal(as_float64(run(x[chosen])), as_float64(whole[chosen]))
+
+
+@pytest.mark.parametrize("num_rows", [1, 64, long(1024)])
+@pytest.mark.parametrize("features", [64, 128, long(256)])
+def test_heads_of_all_slabs_are_one_launch(num_rows, features):
+  q = jax.ShapeDtypeStruct((8, num_rows, 4, features), jnp.bfloat16)
+  k = jax.ShapeDtypeStruct((8, num_rows, 1, features), jnp.bfloat16)
+  scale = jax.ShapeDtypeStruct((features,), jnp.bfloat16)
+  module = gpu.lower_for_cuda(rms_norm.rms_norm_each, (q, k), (scale, scale))
+  assert module.count("custom_call @mosaic_gpu") == 1
+  # Rows come in whole tiles of eight here: nothing is padded, copied or cut beside the launch.
+  assert "stablehlo.pad" not in module and "stablehlo.slice" not in module
+
+
+def test_layers_share_their_programs():
+  x = jax.ShapeDtypeStruct((8, 1024), jnp.bfloat16)
+  scale = jax.ShapeDtypeStruct((1024,), jnp.bfloat16)
+
+  def layers(num: int, config_of=lambda i: rms_norm.Config()) -> int:
+    def loss(x, scale):
+      for i in range(num):
+        x, total = rms_norm.add_rms_norm(x, x, scale, config=config_of(i))
+        x = rms_norm.rms_norm(x + total, scale, config=config_of(i))
+      return jnp.sum(x.astype(jnp.float32))
+
+    module = gpu.lower_for_cuda(jax.value_and_grad(loss, argnums=(0, 1)), x, scale)
+    return module.count("custom_call @mosaic_gpu")
+
+  assert layers(2) == layers(4) < 9
+  # The twin: programs that differ are not shared.
+  assert layers(4, lambda i: rms_norm.Config(chunk_rows=1 + i)) > 12
+
+
 @pytest.mark.parametrize("features", [2048, 2880, 4096])
 @pytest.mark.parametrize("num_rows", [8, long(64), 4096])
 def test_benchmark_shapes_lower_for_a_gpu(num_rows, features):
@@ -163,6 +282,20 @@ def test_dtypes_that_cannot_run_are_refused():
     rms_norm.rms_norm(half, jnp.zeros(8))
   with pytest.raises(NotImplementedError, match="got scale of int32, expected bfloat16"):
     rms_norm.rms_norm(single, jnp.zeros(8, jnp.int32))
+
+
+def test_arrays_that_cannot_share_a_launch_are_refused():
+  x, scale = jnp.zeros((3, 64), jnp.bfloat16), jnp.zeros(64)
+  with pytest.raises(NotImplementedError) as refusal:
+    rms_norm.rms_norm_each((x, jnp.zeros((3, 128))), (scale, scale))
+  assert str(refusal.value) == (
+    "rms_norm: got arrays bfloat16[..., 64] and float32[..., 128], expected one dtype and one"
+    " number of features."
+  )
+  with pytest.raises(ValueError, match="got 2 arrays and 1 scales; expected one an array."):
+    rms_norm.rms_norm_each((x, x), (scale,))
+  with gpu.h200(), pytest.raises(NotImplementedError, match="and scale.3., expected x.n, d."):
+    rms_norm.rms_norm_each((x,), (jnp.zeros(3),))
 
 
 def test_a_cpu_is_refused():
