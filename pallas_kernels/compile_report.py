@@ -1,0 +1,318 @@
+"""Compiles the kernels for a Hopper GPU on any machine, and fails where what comes out is bad.
+
+    python -m pallas_kernels.compile_report [--only=matmul,attention] [--case=TEXT] [--out=DIR]
+
+A case is one call at one shape, forward or backward. A line of the table is one kernel of one case:
+registers of a thread, bytes that it spills, shared memory of a block, what ptxas warns of, how many
+multiply-adds are rounded once (FFMA), and how many products and sums ptxas was free to make one of.
+What is refused:
+
+  a case that does not compile;
+  a warning that products of the tensor core wait for one another (C7510 to C7512);
+  more bytes spilled than `ALLOWANCES` has for the kernel's file;
+  other floating-point opcodes, or another number of one, for another number of rows;
+  programs that fold the same partials with different numbers of fused multiply-adds.
+
+`DIR` gets kernels.json and kernels.md. It needs JAX's CUDA plugin and no GPU: `bash
+launch/gpu_compile.sh` makes an environment that has it.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import concurrent.futures
+import dataclasses
+import json
+import multiprocessing
+import os
+import pathlib
+import shutil
+import sys
+import tempfile
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import sass
+from pallas_kernels.bench import cases as bench_cases
+from pallas_kernels.bench.cases import GPT_OSS, QWEN3_8B, QWEN3_30B
+from pallas_kernels.sass import Kernel
+
+# Bytes a thread that a kernel's file may spill; the file says why. Others spill none.
+ALLOWANCES: Mapping[str, int] = {}
+# The kernel that folds a case's partials is the last of these that it has.
+FOLDS = ("attention", "attention_merge")
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+  """A call that is compiled.
+
+  Attributes:
+    kernel: its file.
+    name: what is called, at which shape.
+    call: the function.
+    inputs: its arguments, arrays or their shapes.
+    family: cases of one family differ in the number of rows alone, so that their arithmetic is one.
+    fold: cases of one name fold partials to the same bits.
+  """
+
+  kernel: str
+  name: str
+  call: Callable[..., Any]
+  inputs: tuple[Any, ...]
+  family: str = ""
+  fold: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+  """What became of a case; `error` is empty where it compiled."""
+
+  kernel: str
+  name: str
+  family: str = ""
+  fold: str = ""
+  kernels: tuple[Kernel, ...] = ()
+  seconds: float = 0.0
+  error: str = ""
+
+
+def cases() -> Iterator[Case]:
+  """Yields every case of the benchmark, and gradients; the slowest to compile come first."""
+  forward = [of_bench(case) for case in bench_cases.cases()]
+  yield from (case for case in forward if case.kernel == "token_logprobs")
+  yield from gradients()
+  yield from (case for case in forward if case.kernel != "token_logprobs")
+
+
+def of_bench(case: bench_cases.Case) -> Case:
+  """Returns a case of the benchmark as one that is compiled."""
+  what, _, _ = case.name.rpartition(", ")
+  model = case.name.split()[0]
+  return Case(
+    case.kernel,
+    case.name,
+    case.ours.call,
+    case.ours.inputs,
+    family=what if case.kernel in ("matmul", "rms_norm") else "",
+    fold=f"{model} decode" if " decode, " in case.name and "window" not in case.name else "",
+  )
+
+
+def gradients() -> Iterator[Case]:
+  """Yields the backward pass of each kernel, once a model that makes it another program."""
+  for case in (
+    bench_cases.scores(QWEN3_8B, 4096),
+    *(bench_cases.product(QWEN3_8B, layer, 1024) for layer in bench_cases.layers(QWEN3_8B)),
+    bench_cases.gate_up(QWEN3_8B, 1024),
+    bench_cases.prefill(QWEN3_8B, 4, 2048),
+    bench_cases.prefill(GPT_OSS, 4, 2048),
+    bench_cases.norm(QWEN3_8B, 4096),
+    bench_cases.experts(QWEN3_30B, "gate", QWEN3_30B.hidden, QWEN3_30B.intermediate, 4096),
+  ):
+    yield Case(
+      case.kernel, f"{case.name}, gradient", gradient(case.ours.call), case.ours.inputs
+    )
+
+
+def gradient(call: Callable[..., Any]) -> Callable[..., Any]:
+  """Returns the gradient of the sum of all numbers that `call` returns, by its bfloat16 inputs."""
+
+  def of_inputs(*inputs: Any) -> Any:
+    leaves, tree = jax.tree.flatten(inputs)
+    varied = [i for i, leaf in enumerate(leaves) if leaf.dtype == jnp.bfloat16]
+
+    def total(values: list[Any]) -> Any:
+      whole = dict(enumerate(leaves)) | dict(zip(varied, values))
+      out = jax.tree.leaves(call(*tree.unflatten([whole[i] for i in range(len(leaves))])))
+      return sum(x.astype(jnp.float32).sum() for x in out if jnp.issubdtype(x.dtype, jnp.floating))
+
+    return jax.grad(total)([leaves[i] for i in varied])
+
+  return of_inputs
+
+
+# ----- what is refused
+
+
+def complaints(
+  results: Sequence[Result], allowances: Mapping[str, int] = ALLOWANCES
+) -> list[str]:
+  """Returns what is wrong with compiled cases, as sentences."""
+  found = []
+  for result in results:
+    where = f"{result.kernel}: {result.name}"
+    if result.error:
+      found.append(f"{where}: does not compile: {result.error}")
+    for kernel in result.kernels:
+      of_kernel = kernel_complaints(kernel, allowances.get(result.kernel, 0))
+      found += [f"{where}: {kernel.name}: {sentence}" for sentence in of_kernel]
+  return found + arithmetic_complaints(results) + fold_complaints(results)
+
+
+def kernel_complaints(kernel: Kernel, allowance: int) -> list[str]:
+  """Returns what is wrong with one kernel, which may spill `allowance` bytes a thread."""
+  found = [text for text in kernel.warnings if any(code in text for code in sass.SERIALIZED)]
+  if max(kernel.spill_stores, kernel.spill_loads) > allowance:
+    found.append(
+      f"got {kernel.spill_stores} bytes of spill stores and {kernel.spill_loads} of spill loads,"
+      f" expected at most {allowance} a thread"
+    )
+  return found
+
+
+def arithmetic_complaints(results: Iterable[Result]) -> list[str]:
+  """Returns where the arithmetic of a kernel follows the number of rows."""
+  first: dict[tuple[str, str], tuple[str, Kernel]] = {}
+  found = []
+  for result in results:
+    for kernel in result.kernels if result.family else ():
+      name, other = first.setdefault((result.family, kernel.name), (result.name, kernel))
+      if kernel.arithmetic != other.arithmetic:
+        opcodes = {*kernel.arithmetic.items()} ^ {*other.arithmetic.items()}
+        differing = ", ".join(sorted({opcode for opcode, _ in opcodes}))
+        found.append(
+          f"{result.kernel}: {result.name}: {kernel.name}: got other numbers of {differing} than in"
+          f" {name!r}, expected one arithmetic for every number of rows"
+        )
+  return found
+
+
+def fold_complaints(results: Iterable[Result]) -> list[str]:
+  """Returns where programs that fold the same partials fuse different numbers of multiply-adds."""
+  first: dict[str, tuple[str, Kernel]] = {}
+  found = []
+  for result in results:
+    if not result.fold or not result.kernels:
+      continue
+    kernel = max(result.kernels, key=lambda k: FOLDS.index(k.name) if k.name in FOLDS else -1)
+    name, other = first.setdefault(result.fold, (result.name, kernel))
+    if kernel.num_fused != other.num_fused:
+      found.append(
+        f"{result.kernel}: {result.name}: {kernel.name}: got {kernel.num_fused} fused"
+        f" multiply-adds, expected the {other.num_fused} of {other.name} in {name!r}, which folds"
+        " to the same bits"
+      )
+  return found
+
+
+# ----- cases, compiled
+
+
+def compiled(case: Case) -> Result:
+  """Compiles a case in this process."""
+  result = Result(case.kernel, case.name, case.family, case.fold)
+  try:
+    made = sass.compile_for_hopper(case.call, *case.inputs)
+  # Whatever a case raises is what the report says of it.
+  except Exception as error:
+    lines = str(error).strip().splitlines() or ["no message"]
+    return dataclasses.replace(result, error=f"{type(error).__name__}: {lines[0]}"[:300])
+  seconds = made.lowering_seconds + made.compile_seconds
+  return dataclasses.replace(result, kernels=made.kernels, seconds=seconds)
+
+
+def _begin(folder: pathlib.Path) -> None:
+  """Readies a process of the pool."""
+  sass.use_folder(folder / str(os.getpid()))
+
+
+def _compiled_by_name(kernel: str, name: str) -> Result:
+  return compiled(next(c for c in cases() if (c.kernel, c.name) == (kernel, name)))
+
+
+def all_compiled(chosen: Sequence[Case], num_processes: int) -> Iterator[Result]:
+  """Compiles cases, several processes at a time; yields results as they come."""
+  folder = pathlib.Path(tempfile.mkdtemp(prefix="compile_report_"))
+  pool = concurrent.futures.ProcessPoolExecutor(
+    num_processes, multiprocessing.get_context("spawn"), _begin, (folder,)
+  )
+  try:
+    with pool:
+      pending = [pool.submit(_compiled_by_name, case.kernel, case.name) for case in chosen]
+      yield from (done.result() for done in concurrent.futures.as_completed(pending))
+  finally:
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+# ----- the table
+
+
+HEADER = (
+  "kernel", "case", "program", "blocks x threads", "registers", "spill stores / loads, B",
+  "shared memory, B", "FFMA", "fusible", "warnings",
+)  # fmt: skip
+
+
+def rows(result: Result) -> Iterator[tuple[str, ...]]:
+  """Yields the lines of a case."""
+  if result.error:
+    yield (result.kernel, result.name, "does not compile", *[""] * 6, result.error)
+  for kernel in result.kernels:
+    codes = sorted({text[1:6] for text in kernel.warnings})
+    yield (
+      result.kernel,
+      result.name,
+      kernel.name,
+      f"{kernel.num_blocks} x {kernel.num_threads}",
+      str(kernel.registers),
+      f"{kernel.spill_stores} / {kernel.spill_loads}",
+      f"{kernel.shared_memory:,}",
+      str(kernel.num_fused),
+      str(kernel.num_fusible),
+      " ".join(codes),
+    )
+
+
+def markdown(results: Iterable[Result]) -> str:
+  """Returns the table of all kernels."""
+  lines = [HEADER, ["---"] * len(HEADER), *(row for result in results for row in rows(result))]
+  return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def main(arguments: Sequence[str]) -> int:
+  """Returns the exit status: 1 if something is refused."""
+  parser = argparse.ArgumentParser(prog="python -m pallas_kernels.compile_report")
+  parser.add_argument("--only", default="", help="kernels, with commas between; all where empty")
+  parser.add_argument("--case", default="", help="only cases in whose name this text stands")
+  parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("runs/gpu_compile"))
+  parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
+  options = parser.parse_args(arguments)
+  if reason := sass.reason_against():
+    parser.error(reason)
+  everything = list(cases())
+  known = sorted({case.kernel for case in everything})
+  kernels = options.only.split(",") if options.only else known
+  for name in kernels:
+    if name not in known:
+      parser.error(f"--only: got {name!r}, expected some of {', '.join(known)}")
+  chosen = [c for c in everything if c.kernel in kernels and options.case in c.name]
+  if not chosen:
+    parser.error(f"--case: got {options.case!r}, which stands in no case's name")
+  places = {(case.kernel, case.name): place for place, case in enumerate(everything)}
+  results = []
+  for result in all_compiled(chosen, min(options.processes, len(chosen))):
+    results.append(result)
+    for row in rows(result):
+      print(" | ".join(row), flush=True)
+  results.sort(key=lambda r: places[r.kernel, r.name])
+  options.out.mkdir(parents=True, exist_ok=True)
+  record = [dataclasses.asdict(result) for result in results]
+  (options.out / "kernels.json").write_text(json.dumps(record, indent=1) + "\n")
+  (options.out / "kernels.md").write_text(markdown(results))
+  refused = complaints(results)
+  for sentence in refused:
+    print(f"REFUSED  {sentence}")
+  print(
+    f"{len(results)} cases, {sum(len(r.kernels) for r in results)} kernels, {len(refused)} refused,"
+    f" {sum(r.seconds for r in results):.0f} CPU seconds; {options.out / 'kernels.md'}"
+  )
+  return 1 if refused else 0
+
+
+if __name__ == "__main__":
+  os.environ["JAX_PLATFORMS"] = "cpu"
+  sys.exit(main(sys.argv[1:]))
