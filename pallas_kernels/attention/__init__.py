@@ -16,9 +16,10 @@ The contract, for a row of queries q and one split, whose keys are taken `key_bl
   p = exp2((s - m) * log2(e) / sqrt(c))    the one place that scales
   l = sum of p, acc = bf16(p) v        blocks of keys in ascending order, f32
 
-  merge: m = max(m1, m2); x = x1 * exp2((m1 - m) * scale) + x2 * exp2((m2 - m) * scale), for l, acc
+  merge: m = max(m1, m2); x = x1 * exp2((m1 - m) * scale) + x2 * exp2((m2 - m) * scale), for l, acc,
+         each product rounded to f32 before it is added (`rounding.product`)
 
-A sink is one more partial, (sink * sqrt(c), 1, 0), merged after the last split. At the end
+A sink is one more partial, (sink * sqrt(c), 1, nothing), merged after the last split. At the end
 acc * (1 / l) is rounded to bfloat16, once. Splits follow absolute positions, and one that is fully
 masked merges as exactly nothing: so decoding (one live row), verification, chunked prefill and
 training are one program with one set of bits, whatever else is in the batch.

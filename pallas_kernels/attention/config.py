@@ -33,8 +33,8 @@ class Config:
       most 128 rows.
     mode: tuning. "sequential" or "parallel", see above.
     stages: tuning. Blocks of keys, and of values, in flight; at most 4.
-    skip_blocks: tuning. Leave out blocks of a split of which no row of the tile sees a key. They
-      would add zeros.
+    skip_blocks: tuning. Leave out blocks of a split of which no row of the tile sees a key, which
+      would add zeros, and the mask of a split of which every row sees every key.
   """
 
   kv_split: int = 256

@@ -139,7 +139,7 @@ def _forward_kernel(
           plgpu.barrier_wait(k_free.at[lax.rem(step - i, stages)])
           plgpu.barrier_wait(v_free.at[lax.rem(step - i, stages)])
 
-    def blocks_partial(count, step, row, key):
+    def blocks_partial(count, is_masked, step, row, key):
       """The softmax sum of `count` blocks, with their own maximum."""
       scores = []
       for b in range(count):
@@ -147,8 +147,10 @@ def _forward_kernel(
         plgpu.barrier_wait(k_loaded.at[slot])
         found = softmax.multiply(q.at[warpgroup], k.at[slot].transpose((1, 0)), key_block)
         plgpu.barrier_arrive(k_free.at[slot])
-        seen = softmax.visible(row, key + b * key_block, group, static.window, found.shape)
-        scores.append(jnp.where(seen, found, jnp.float32(MASKED)))
+        if is_masked:
+          seen = softmax.visible(row, key + b * key_block, group, static.window, found.shape)
+          found = jnp.where(seen, found, jnp.float32(MASKED))
+        scores.append(found)
       maximum = jnp.full((ROWS,), FLOOR, jnp.float32)
       for s in scores:
         maximum = jnp.maximum(maximum, jnp.max(s, axis=1))
@@ -177,23 +179,36 @@ def _forward_kernel(
         plgpu.barrier_arrive(v_free.at[lax.rem(step + b, stages)])
       return Partial(maximum, total, weighted)
 
+    def is_seen_by_all(segment, split):
+      """Returns bool[]: every row of the tile sees every key of the split."""
+      start = split * config.kv_split
+      seen = start + config.kv_split <= units.first_position[segment] + 1
+      if static.window is not None:
+        # A tile's rows past the segment's end see less than they would; nobody reads them.
+        seen = seen & (start > units.last_position[segment] - static.window)
+      return seen
+
     def split_partial(step, segment, split):
       """Returns the softmax sum of one split, with its own maximum, and the next step."""
       first, count = blocks_of(segment, split)
       # Of the first key, counted from the segment's first position.
       key = split * config.kv_split + first * key_block - units.first_position[segment]
       row = warpgroup * ROWS
-      if config.skip_blocks and blocks > 1:
-        sums = [functools.partial(blocks_partial, n) for n in range(1, blocks + 1)]
-        part = lax.switch(count - 1, sums, step, row, key)
+      if config.skip_blocks:
+        # A mask moves no bit of a row that sees all keys, so it is left out where all rows do.
+        sums = [functools.partial(blocks_partial, n, True) for n in range(1, blocks + 1)]
+        sums.append(functools.partial(blocks_partial, blocks, False))
+        chosen = jnp.where(is_seen_by_all(segment, split), blocks, count - 1)
+        part = lax.switch(chosen, sums, step, row, key)
       else:
-        part = blocks_partial(blocks, step, row, key)
+        part = blocks_partial(blocks, True, step, row, key)
       return part, step + count
 
     def write_mean(total, segment, head):
       out_ref, stats_ref = outputs
       rows = pl.ds(warpgroup * ROWS, ROWS)
-      total, mean = softmax.finish(total, None if sinks is None else more["sinks"][warpgroup])
+      row_sinks = None if sinks is None else more["sinks"][warpgroup]
+      total, mean = softmax.finish(total, row_sinks, static.interpret)
       stats_ref[segment, head, warpgroup, 0] = total.maximum
       stats_ref[segment, head, warpgroup, 1] = total.total
       # The queries have been read: their place takes the output.
@@ -234,7 +249,7 @@ def _forward_kernel(
           def attend_split(j, carry):
             total, step = carry
             part, step = split_partial(step, segment, split + j)
-            return softmax.merge(total, part), step
+            return softmax.merge(total, part, static.interpret), step
 
           total, step = lax.fori_loop(
             0, units.num_splits[unit], attend_split, (softmax.nothing(head_dim), step)
@@ -361,14 +376,15 @@ def _merge_kernel(
           first_step + j, lambda slot, i, _: plgpu.barrier_wait(loaded.at[slot * groups + i])
         )
         plgpu.barrier_wait(stats_loaded.at[slot])
-        return softmax.merge(total, Partial(stats[slot, 0], stats[slot, 1], partial[slot]))
+        part = Partial(stats[slot, 0], stats[slot, 1], partial[slot])
+        return softmax.merge(total, part, static.interpret)
 
       total = lax.fori_loop(0, num_splits, merge_split, softmax.nothing(head_dim))
       row_sinks = None
       if sinks is not None:
         plgpu.barrier_wait(more["sinks_loaded"])
         row_sinks = more["sinks"][...]
-      total, value = softmax.finish(total, row_sinks)
+      total, value = softmax.finish(total, row_sinks, static.interpret)
       stats_ref[segment, head, warpgroup, 0] = total.maximum
       stats_ref[segment, head, warpgroup, 1] = total.total
       mean[...] = value.astype(jnp.bfloat16)

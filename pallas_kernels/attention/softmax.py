@@ -11,6 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
+from pallas_kernels import rounding
 from pallas_kernels.attention.config import ROWS
 
 # A masked score, and the maximum of a split without a visible key: exp2 of their difference is 0,
@@ -37,13 +38,6 @@ def rows(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
   return lax.broadcast_in_dim(x, shape, (0,))
 
 
-def sum_of(x: jax.Array, y: jax.Array) -> jax.Array:
-  """Returns x + y for two products that are rounded first: a fused multiply-add would round once,
-  and whether the compiler fuses depends on the program around."""
-  x, y = lax.optimization_barrier((x, y))
-  return x + y
-
-
 def nothing(head_dim: int) -> Partial:
   return Partial(
     jnp.full((ROWS,), FLOOR, jnp.float32),
@@ -52,33 +46,48 @@ def nothing(head_dim: int) -> Partial:
   )
 
 
-def merge(left: Partial, right: Partial) -> Partial:
+def merge(left: Partial, right: Partial, interpret: bool) -> Partial:
   """Returns the sum over both key sets; one without a visible key leaves the other's bits."""
   shape = left.weighted.shape
   scale = scale_of(shape[1])
   maximum = jnp.maximum(left.maximum, right.maximum)
-  left_scale = jnp.exp2((left.maximum - maximum) * scale)
-  right_scale = jnp.exp2((right.maximum - maximum) * scale)
-  return Partial(
-    maximum,
-    sum_of(left.total * left_scale, right.total * right_scale),
-    sum_of(left.weighted * rows(left_scale, shape), right.weighted * rows(right_scale, shape)),
-  )
+
+  def scaled(part: Partial) -> tuple[jax.Array, jax.Array]:
+    factor = jnp.exp2((part.maximum - maximum) * scale)
+    total = rounding.product(part.total, factor, layout=rounding.ROWS, interpret=interpret)
+    weighted = rounding.product(
+      part.weighted, rows(factor, shape), layout=rounding.TILE, interpret=interpret
+    )
+    return total, weighted
+
+  left_total, left_weighted = scaled(left)
+  right_total, right_weighted = scaled(right)
+  return Partial(maximum, left_total + right_total, left_weighted + right_weighted)
 
 
-def finish(total: Partial, sinks: jax.Array | None) -> tuple[Partial, jax.Array]:
+def finish(total: Partial, sinks: jax.Array | None, interpret: bool) -> tuple[Partial, jax.Array]:
   """Returns the sum with the sinks, and its mean f32[r, c]."""
+  shape = total.weighted.shape
   if sinks is not None:
-    one, zero = jnp.full((ROWS,), 1, jnp.float32), jnp.zeros(total.weighted.shape, jnp.float32)
-    total = merge(total, Partial(sinks, one, zero))
+    # `merge` with a partial of total 1 and weighted values 0.
+    maximum = jnp.maximum(total.maximum, sinks)
+    factor, sink = (jnp.exp2((x - maximum) * scale_of(shape[1])) for x in (total.maximum, sinks))
+    total = Partial(
+      maximum,
+      rounding.product(total.total, factor, layout=rounding.ROWS, interpret=interpret) + sink,
+      total.weighted * rows(factor, shape),
+    )
   inverse = 1 / jnp.where(total.total > 0, total.total, jnp.float32(1))
-  return total, total.weighted * rows(inverse, total.weighted.shape)
+  return total, total.weighted * rows(inverse, shape)
 
 
 def visible(
   row: Any, key: Any, group: int, window: int | None, shape: tuple[int, ...], rows_axis: int = 0
 ) -> Any:
   """Returns bool[shape]: which keys the rows of a tile see.
+
+  One or two limits along the first axis, compared with a counter along the second, so that what a
+  thread keeps is a value for each of its rows and not one for each of its elements.
 
   Args:
     row: i32[], the first row, counted from the tile's first position; `group` rows a position.
@@ -88,15 +97,22 @@ def visible(
     shape: rows along `rows_axis`, keys along the other.
     rows_axis: 0 or 1.
   """
+  first = lax.iota(jnp.int32, shape[0])
+  counter = lax.broadcasted_iota(jnp.int32, shape, 1)
   # Key x is seen by row r if x <= r // group, that is x * group <= r.
-  rows = lax.broadcasted_iota(jnp.int32, shape, rows_axis)
-  keys = lax.broadcasted_iota(jnp.int32, shape, 1 - rows_axis)
-  difference = rows - keys * group
-  least = key * group - row
-  visible = difference >= least
+  if rows_axis == 0:
+    last_key = lax.div(first + row, jnp.int32(group))
+    keys = counter + key
+    seen = keys <= rows(last_key, shape)
+    if window is not None:
+      seen = seen & (keys > rows(last_key - window, shape))
+    return seen
+  first_row = (first + key) * group
+  tile_rows = counter + row
+  seen = tile_rows >= rows(first_row, shape)
   if window is not None:
-    visible = visible & (difference < least + window * group)
-  return visible
+    seen = seen & (tile_rows < rows(first_row + window * group, shape))
+  return seen
 
 
 def multiply(left: Any, right: Any, columns: int) -> jax.Array:
