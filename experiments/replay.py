@@ -39,7 +39,7 @@ import ml_collections
 import numpy as np
 
 from experiments import configuration
-from seerjax import checkpoint, numerics as numerics_lib, rl
+from seerjax import checkpoint, numerics as numerics_lib, rl, xla_flags
 from seerjax.models import (
   config as model_config,
   flax_module,
@@ -497,6 +497,7 @@ def main(argv: list[str], say: Callable[[str], Any] = print) -> None:
   args = flags.FLAGS
   logging.set_verbosity(logging.WARNING)  # Orbax tells of every file.
   try:
+    xla_flags.pin(say)
     finding = replay(
       pathlib.Path(args.run), args.request, token=args.token, perturb=args.perturb, say=say
     )

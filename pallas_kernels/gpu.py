@@ -20,8 +20,9 @@ import jax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-# Of one block on Hopper, 227 KiB.
-SHARED_MEMORY_LIMIT_BYTES = 232_448
+from pallas_kernels import device as device_lib
+from pallas_kernels.device import SHARED_MEMORY_LIMIT_BYTES
+
 # Mosaic's own use: room for sums over the four warps of a warpgroup.
 REDUCTION_SCRATCH_BYTES = 128 * 4 * 4
 # Every buffer in shared memory starts at a multiple of this.
@@ -110,20 +111,16 @@ def device_reason(interpret: bool) -> str | None:
       f"got interpret=True with JAX {jax.__version__}, expected JAX 0.11.1 or later, where the GPU"
       " interpreter is public; upgrade JAX (which needs Python 3.12)"
     )
-  advice = "run on an H100 or H200, or pass interpret=True to run the kernel slowly on a CPU"
-  expected = "expected an NVIDIA GPU of compute capability 9.0 (Hopper)"
   abstract = jax.sharding.get_abstract_mesh().abstract_device
   if abstract is not None:
     if any(name in abstract.device_kind for name in HOPPER):
       return None
-    return f"got the abstract device {abstract.device_kind!r}, {expected}; {advice}"
-  device = jax.devices()[0]
-  if device.platform != "gpu":
-    return f"got the platform {device.platform!r}, {expected}; {advice}"
-  if device.compute_capability != "9.0":
-    capability = f"compute capability {device.compute_capability}"
-    return f"got {device.device_kind} of {capability}, {expected}; {advice}"
-  return None
+    got = f"got the abstract device {abstract.device_kind!r}"
+    return f"{got}, {device_lib.EXPECTED}; {device_lib.ADVICE}"
+  platform = jax.devices()[0].platform
+  if platform != "gpu":
+    return f"got the platform {platform!r}, {device_lib.EXPECTED}; {device_lib.ADVICE}"
+  return device_lib.reason_against(device_lib.facts())
 
 
 def num_multiprocessors(interpret: bool) -> int:

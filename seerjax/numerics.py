@@ -20,6 +20,8 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import device
+from seerjax import xla_flags
 from seerjax.array_typing import Array, PRNGKeyArray
 
 Implementation = Literal["auto", "tiled", "native", "pallas", "pallas_interpreted", "untiled"]
@@ -39,10 +41,11 @@ class NumericsConfig:
   """The numerics of one run.
 
   Attributes:
-    implementation: "auto" leaves it to the machine (`models.config.numerics_for`): "native" where
-      that can run, else "tiled", with a line that says why. "tiled" is the portable invariant path;
+    implementation: "auto" leaves it to the machine and the model (`models.config.numerics_for`):
+      on a CPU "native" where that can run, on a GPU "pallas" where the kernels take the model in
+      bfloat16, else "tiled", with a line that says why. "tiled" is the portable invariant path;
       "native" is the CPU's own, several times as fast, whose handlers numba compiles; "pallas" asks
-      for the GPU kernels;
+      for the kernels of Hopper GPUs, and is refused where they cannot run;
       "pallas_interpreted" is the same kernels on a CPU, for tests; "untiled" is plain XLA, whose
       rows depend on the batch (to measure what invariance costs).
     row_tile: rows of the one compiled tile program of token-wise work, two at least. 16 suits small
@@ -186,7 +189,8 @@ def fingerprint(numerics: NumericsConfig, remat: str = "none") -> dict[str, str]
       the sums of a gradient are rounded elsewhere where they are computed again.
 
   Raises:
-    ValueError: if the number of slabs is left to a model, or the implementation to the machine.
+    ValueError: if the number of slabs is left to a model, or the implementation to the machine; on
+      a GPU, if XLA's flags leave bits to what is fast (`xla_flags`).
   """
   if numerics.implementation == "auto":
     raise ValueError(
@@ -211,17 +215,29 @@ def fingerprint(numerics: NumericsConfig, remat: str = "none") -> dict[str, str]
   values["matmul_precision"] = str(jax.config.jax_default_matmul_precision)
   values["disable_jit"] = str(jax.config.jax_disable_jit)
   values["device_kind"] = _device_kind()
+  if jax.default_backend() == "gpu":
+    xla_flags.require_gpu_flags(values["xla_flags"])
+    values |= of_gpu(device.facts())
   if remat != "none":
     values["remat"] = remat
   values["digest"] = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
   return values
 
 
+def of_gpu(facts: device.Facts) -> dict[str, str]:
+  """Returns what a fingerprint holds of a GPU's software besides XLA's flags."""
+  return {
+    "gpu_plugin": facts.plugin,
+    "gpu_ptxas": device.version_text(facts.ptxas),
+    "gpu_driver": facts.driver,
+  }
+
+
 def _device_kind() -> str:
   """Returns what the compiler compiles for; JAX calls every CPU "cpu"."""
-  device = jax.devices()[0]
-  if device.platform != "cpu" or not CPUINFO.is_file():
-    return device.device_kind
+  first = jax.devices()[0]
+  if first.platform != "cpu" or not CPUINFO.is_file():
+    return first.device_kind
   lines = CPUINFO.read_text().splitlines()
   features = sorted({line for line in lines if line.startswith(("flags", "Features"))})
   return f"cpu {hashlib.sha256(''.join(features).encode()).hexdigest()[:8]}"

@@ -68,7 +68,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-  """Draws the session's seed once; pytest's worker processes inherit it."""
+  """Draws the session's seed once and sets a GPU's flags; worker processes inherit both."""
+  # Imported here, behind the hook; on a CPU it sets nothing.
+  from seerjax import xla_flags
+
+  xla_flags.pin(print)
   os.environ.setdefault("SEERJAX_TEST_SEED", str(secrets.randbelow(2**30)))
   if config.option.finished and not hasattr(config, "workerinput"):
     config.pluginmanager.register(Finished(config.option.finished))

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
 
 import jax
 import pytest
 
+from pallas_kernels import device
 from seerjax import numerics
 from seerjax.numerics import NumericsConfig
 
 TILED = NumericsConfig(implementation="tiled")
+# Digests of a CPU's fields at BITS_VERSION 4, with what the machine says left out.
+RECORDED = {"tiled": "8cd7d7c880631e41", "native": "c24fd0b0a4bce0cd"}
 
 
 @pytest.mark.parametrize(
@@ -60,3 +65,32 @@ def test_other_numerics_are_refused_with_both_values():
   numerics.require_same(first, first, what="a run")
   with pytest.raises(ValueError, match=r"a run: got .*\(kv_split was '64' and is '128'\)"):
     numerics.require_same(first, second, what="a run")
+
+
+def test_on_a_gpu_a_fingerprint_names_what_compiles_and_drives_it():
+  facts = device.Facts(
+    kind="NVIDIA H200",
+    compute_capability="9.0",
+    ptxas=(13, 0, 88),
+    plugin="jax-cuda13-plugin 0.11.2, jax-cuda13-pjrt 0.11.2",
+    driver="580.159.04",
+  )
+  assert numerics.of_gpu(facts) == {
+    "gpu_plugin": "jax-cuda13-plugin 0.11.2, jax-cuda13-pjrt 0.11.2",
+    "gpu_ptxas": "13.0.88",
+    "gpu_driver": "580.159.04",
+  }
+  unsaid = device.Facts(kind="NVIDIA H200", compute_capability="9.0")
+  assert set(numerics.of_gpu(unsaid).values()) == {"unknown"}
+
+
+def test_on_a_cpu_a_fingerprint_has_the_digest_of_its_own_fields_alone():
+  """Stored fingerprints of CPU runs stay what they were: no field of a GPU is among them."""
+  for implementation in ("tiled", "native"):
+    found = numerics.fingerprint(NumericsConfig(implementation=implementation))
+    fixed = found | dict(jax_version="0", jaxlib_version="0", device_kind="cpu", xla_flags="")
+    if implementation == "native":
+      fixed["numba_version"] = "0"
+    del fixed["digest"]
+    text = json.dumps(fixed, sort_keys=True).encode()
+    assert hashlib.sha256(text).hexdigest()[:16] == RECORDED[implementation]

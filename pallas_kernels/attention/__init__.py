@@ -49,6 +49,7 @@ of fixed size; Xiao et al. 2023, https://arxiv.org/abs/2309.17453, for sinks.
 from __future__ import annotations
 
 import functools
+from typing import TypeAlias
 
 import jax
 from jax import lax
@@ -61,15 +62,17 @@ from pallas_kernels.attention.layout import Segments
 
 __all__ = ["Config", "Segments", "attention", "is_supported", "reference"]
 
+Shaped: TypeAlias = jax.Array | jax.ShapeDtypeStruct
+
 
 def is_supported(
-  q: jax.Array,
-  k_pages: jax.Array,
-  v_pages: jax.Array,
+  q: Shaped,
+  k_pages: Shaped,
+  v_pages: Shaped,
   segments: Segments,
   *,
   window: int | None = None,
-  sinks: jax.Array | None = None,
+  sinks: Shaped | None = None,
   config: Config = Config(),
   interpret: bool = False,
 ) -> str | None:

@@ -6,34 +6,71 @@ import dataclasses
 import functools
 
 from absl import logging
+import jax
 
 from seerjax import numerics as numerics_lib
 from seerjax.backends.plain import Plain
-from seerjax.backends.protocol import Backend
+from seerjax.backends.protocol import Backend, Decoder
 from seerjax.backends.tiled import Tiled
 
 
-def decided(numerics: numerics_lib.NumericsConfig) -> numerics_lib.NumericsConfig:
+def decided(
+  numerics: numerics_lib.NumericsConfig, shape: Decoder | None = None
+) -> numerics_lib.NumericsConfig:
   """Returns the numerics with the implementation that "auto" stands for on this machine.
 
+  Args:
+    numerics: of a model whose number of slabs is decided, where there is a shape.
+    shape: of the model; without one, kernels are asked about the device alone.
+
   Raises:
-    ValueError: if "native" is asked for by name and cannot run here.
+    ValueError: if "native" is asked for by name and cannot run here, or if kernels are and cannot
+      run this model here, with the sentence of their `is_supported`.
   """
   if numerics.implementation == "auto":
-    return dataclasses.replace(numerics, implementation=_of_this_machine())
+    return dataclasses.replace(numerics, implementation=_of_this_machine(numerics, shape))
   if numerics.implementation == "native" and (reason := _reason_against_native()):
     raise ValueError(
       f"NumericsConfig.implementation: got 'native', and {reason}; expected a machine that can run"
       " it: use 'auto', which takes 'tiled' here."
     )
+  if numerics.uses_kernels and shape is not None:
+    if reason := _reason_against_kernels(numerics, shape):
+      raise ValueError(
+        f"NumericsConfig.implementation: got {numerics.implementation!r}, and {reason}; expected a"
+        " machine, a model and numerics that the kernels take: use 'auto', which takes another"
+        " implementation where they do not."
+      )
   return numerics
 
 
-def _of_this_machine() -> numerics_lib.Implementation:
-  if reason := _reason_against_native():
-    _say_once(f"NumericsConfig.implementation='auto' is 'tiled' here: {reason}.")
-    return "tiled"
-  return "native"
+def _of_this_machine(
+  numerics: numerics_lib.NumericsConfig, shape: Decoder | None
+) -> numerics_lib.Implementation:
+  if jax.default_backend() == "gpu":
+    chosen, reason = chosen_on_gpu(numerics, shape)
+  else:
+    reason = _reason_against_native()
+    chosen = "tiled" if reason else "native"
+  if reason:
+    _say_once(f"NumericsConfig.implementation='auto' is {chosen!r} here: {reason}.")
+  return chosen
+
+
+def chosen_on_gpu(
+  numerics: numerics_lib.NumericsConfig, shape: Decoder | None
+) -> tuple[numerics_lib.Implementation, str]:
+  """Returns what "auto" is on a GPU, and why it is not "pallas"; "" where it is.
+
+  Args:
+    numerics: with the number of slabs decided, where there is a shape.
+    shape: of the model; None asks about the device alone.
+  """
+  if numerics.compute_dtype != "bfloat16":
+    return "tiled", f"the kernels multiply bfloat16, and compute_dtype is {numerics.compute_dtype}"
+  kernels = dataclasses.replace(numerics, implementation="pallas")
+  reason = _reason_against_kernels(kernels, shape)
+  return ("tiled", reason) if reason else ("pallas", "")
 
 
 def _reason_against_native() -> str | None:
@@ -43,18 +80,28 @@ def _reason_against_native() -> str | None:
   return availability.reason_against()
 
 
+def _reason_against_kernels(
+  numerics: numerics_lib.NumericsConfig, shape: Decoder | None
+) -> str | None:
+  # Imported here, as in `backend_of`.
+  from seerjax.backends import kernel_support
+
+  return kernel_support.reason_against(numerics, shape)
+
+
 @functools.cache
 def _say_once(line: str) -> None:
   logging.warning(line)
 
 
-def backend_of(numerics: numerics_lib.NumericsConfig) -> Backend:
+def backend_of(
+  numerics: numerics_lib.NumericsConfig, shape: Decoder | None = None
+) -> Backend:
   """Returns the implementation that the numerics name, or that runs here if they leave it open.
 
-  Raises:
-    ValueError: as `decided`.
+  Arguments and refusals are those of `decided`.
   """
-  numerics = decided(numerics)
+  numerics = decided(numerics, shape)
   if numerics.uses_kernels:
     # Imported here: what it needs of JAX takes a fifth of a command's start, and no CPU runs it.
     from seerjax.backends.mosaic_gpu import MosaicGpu

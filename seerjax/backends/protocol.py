@@ -37,6 +37,22 @@ class Shape(Protocol):
   def norm_eps(self) -> float: ...
 
 
+@runtime_checkable
+class Decoder(Shape, Protocol):
+  """What decides whether an implementation can run a model; `TransformerConfig` has it too."""
+
+  @property
+  def hidden_size(self) -> int: ...
+  @property
+  def intermediate_size(self) -> int: ...
+  @property
+  def num_heads(self) -> int: ...
+  @property
+  def num_kv_heads(self) -> int: ...
+  @property
+  def has_qk_norms(self) -> bool: ...
+
+
 class Stage(NamedTuple):
   """A stage of one model.
 

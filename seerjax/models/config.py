@@ -89,12 +89,11 @@ def numerics_for(
   "auto" becomes the implementation that runs here, and 0 slabs as many as the model allows.
 
   Raises:
-    ValueError: for an implementation that cannot run here, or a number of slabs that does not
-      divide the model, naming the dimension and both numbers.
+    ValueError: for an implementation that cannot run this model here, or a number of slabs that
+      does not divide the model, naming the dimension and both numbers.
   """
-  numerics = choice.decided(numerics)
   if not numerics.reduction_shards:
-    return dataclasses.replace(numerics, reduction_shards=largest_shards(config))
+    numerics = dataclasses.replace(numerics, reduction_shards=largest_shards(config))
   shards = numerics.reduction_shards
   for field in ("num_kv_heads", "intermediate_size", "vocab_size"):
     size = dataclasses.asdict(config)[field]
@@ -103,4 +102,4 @@ def numerics_for(
         f"NumericsConfig.reduction_shards: got {shards}, expected a divisor of {field}={size};"
         f" use reduction_shards={largest_shards(config)} for this model, or 0, which finds it."
       )
-  return numerics
+  return choice.decided(numerics, config)

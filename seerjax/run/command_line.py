@@ -9,6 +9,7 @@ import pathlib
 import sys
 from typing import Any
 
+from seerjax import xla_flags
 from seerjax.run import stops
 
 
@@ -42,9 +43,12 @@ def refusals() -> Iterator[None]:
   What a command refuses is the caller's to mend (a flag, a path, a full disk, a package that is
   missing): the message says how, and a traceback would bury it. Ctrl-C and SIGTERM are no mistakes,
   and get one line as well, with the status that a shell expects: 130 and 143.
+
+  It is where every command begins, so that XLA's flags of a GPU are set here (`xla_flags.pin`).
   """
   try:
     with stops.heard():
+      xla_flags.pin(print)
       yield
   except (ValueError, OSError, ImportError) as error:
     print(error, file=sys.stderr)

@@ -1,0 +1,97 @@
+"""XLA's flags that a run on a GPU needs, set before a backend reads them.
+
+Without them XLA chooses tilings by timing them when a program is compiled, so that two processes
+with one fingerprint may add in another order, and scatters add in the order of arrival.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+import importlib.util
+import os
+import pathlib
+import shutil
+
+VARIABLE = "XLA_FLAGS"
+# Each with the values that mean the same. Source: xla/xla.proto, DebugOptions.
+GPU_FLAGS = {
+  "--xla_gpu_autotune_level": ("0",),
+  "--xla_gpu_deterministic_ops": ("true", "1", ""),
+}
+PLUGINS = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
+DEVICES = pathlib.Path("/dev")
+
+
+def with_gpu_flags(flags: str) -> str:
+  """Returns XLA_FLAGS with those of a GPU last, spelled alike whoever set some of them before.
+
+  Raises:
+    ValueError: if one is there with another value.
+  """
+  others = []
+  for flag in flags.split():
+    name, _, value = flag.partition("=")
+    if name not in GPU_FLAGS:
+      others.append(flag)
+    elif value.lower() not in GPU_FLAGS[name]:
+      raise ValueError(
+        f"{VARIABLE}: got {flag}, expected {name}={GPU_FLAGS[name][0]} on a GPU, where bits must"
+        " not follow what was fast when a program was compiled; remove it."
+      )
+  return " ".join([*others, *(f"{name}={values[0]}" for name, values in GPU_FLAGS.items())])
+
+
+def require_gpu_flags(flags: str) -> None:
+  """Refuses XLA_FLAGS under which two processes on equal GPUs may differ.
+
+  Raises:
+    ValueError: naming what they should be.
+  """
+  if flags.split() != with_gpu_flags(flags).split():
+    raise ValueError(
+      f"{VARIABLE}: got {flags!r} on a GPU, expected {with_gpu_flags(flags)!r} before the first use"
+      " of a device: call seerjax.xla_flags.pin(print) where the program begins."
+    )
+
+
+def takes_gpu(platforms: str, has_plugin: bool, has_device: bool) -> bool:
+  """Returns whether JAX will run on an NVIDIA GPU.
+
+  Args:
+    platforms: JAX_PLATFORMS, "" where JAX chooses itself.
+    has_plugin: JAX's plugin for CUDA is installed.
+    has_device: the machine has such a GPU.
+  """
+  if platforms:
+    return platforms.split(",")[0] in ("cuda", "gpu")
+  return has_plugin and has_device
+
+
+def pin(say: Callable[[str], None]) -> None:
+  """Sets the flags of a GPU where JAX will run on one, and says so; elsewhere it does nothing.
+
+  A backend reads them once, when it starts: call this before the first use of a device.
+
+  Args:
+    say: takes one line for people.
+
+  Raises:
+    ValueError: as `with_gpu_flags`.
+  """
+  if not takes_gpu(os.environ.get("JAX_PLATFORMS", ""), _has_plugin(), _has_device()):
+    return
+  before = os.environ.get(VARIABLE, "")
+  if (flags := with_gpu_flags(before)) != before:
+    os.environ[VARIABLE] = flags
+    say(f"on a GPU, {VARIABLE} is now {flags!r}: no bit follows what was fast at compilation")
+
+
+def _has_plugin() -> bool:
+  # Of a name with a dot, the package before it has to exist.
+  if importlib.util.find_spec("jax_plugins") is None:
+    return False
+  return any(importlib.util.find_spec(name) is not None for name in PLUGINS)
+
+
+def _has_device() -> bool:
+  return any(DEVICES.glob("nvidia[0-9]*")) or shutil.which("nvidia-smi") is not None
