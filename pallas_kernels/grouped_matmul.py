@@ -73,7 +73,8 @@ class Config:
     """Returns that of `matmul`; where experts have few rows each, a tile has one warpgroup."""
     is_short = num_rows <= num_experts * WGMMA_ROWS
     block_m = min(self.block_m, WGMMA_ROWS) if is_short else self.block_m
-    return matmul.Config(**(dataclasses.asdict(self) | dict(block_m=block_m)))
+    fields: dict[str, Any] = dataclasses.asdict(self) | {"block_m": block_m}
+    return matmul.Config(**fields)
 
   def shared_memory_bytes(self, num_rows: int, num_experts: int) -> int:
     """Returns what a block takes."""
@@ -172,7 +173,7 @@ def _grouped_matmul(x, group_sizes, w, transposed, out_dtype, config, interpret)
   padded = padded_groups(group_sizes, num_rows, matmul.ROW_MULTIPLE)
   work = row_tiles(padded, num_rows, each.block_m)
   tiles = matmul.plan(each, num_rows, w_k_last=transposed, out_dtype=jnp.dtype(out_dtype))
-  y = matmul.contract(tiles, each, padded.rows_of(x), (w,), None, None, interpret, work)
+  y = matmul.contract(tiles, padded.rows_of(x), (w,), None, None, interpret, work)
   return jnp.take(y, padded.place, axis=0, mode="fill", fill_value=0)
 
 
@@ -215,7 +216,7 @@ def _weight_gradient(
   )
   tiles = matmul.plan(each, left.shape[1], x_k_last=False, out_dtype=w.dtype)
   rows, columns = padded.rows_of(left), padded.rows_of(right)
-  return matmul.contract(tiles, each, rows, (columns,), None, None, interpret, work)
+  return matmul.contract(tiles, rows, (columns,), None, None, interpret, work)
 
 
 def expert_of_rows(group_sizes: jax.Array, num_rows: int) -> jax.Array:

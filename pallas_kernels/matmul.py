@@ -1,12 +1,27 @@
-"""Matmul of tokens with a weight, and a SwiGLU pair; one reduction order whatever the batch.
+"""Matmul of tokens with a weight or its slabs, and a SwiGLU pair; one reduction order whatever the
+batch.
 
   y[m, n] = sum over k of x[m, k] * w[k, n]  (+ bias[n]) (+ residual[m, n])         matmul
   y[m, n] = silu(x @ gate) * (x @ up)                                               swiglu
+  y[m, n] = (stream[m, n] +) sum over slabs r of x[r] @ w[r]                        contract_slabs
 
-The reduction is the contract, and follows the weight's (n, k) alone, never m. K is cut into
-`shards` of equal length. A shard starts from zero and adds blocks of `block_k` in ascending order:
-bf16 products, f32 sums in the tensor core, which itself takes 16 at a time. Shards are added as one
-balanced binary tree in f32. Bias, then residual, are added in f32; then y is rounded, once.
+A weight may come as slabs [r, k, n]: of `matmul` and `swiglu` they are slabs of columns, and y is
+[r, m, n]; of `contract_slabs` they are slabs of the contraction. All are one launch.
+
+The reduction is the contract, and follows the weight's (n, k) alone, never m. The contraction has
+parts: slabs, or `shards` of equal length that K is cut into. A part starts from zero and adds
+blocks of `block_k` in ascending order: bf16 products, f32 sums in the tensor core, which itself
+takes 16 at a time. Parts are added as one balanced binary tree in f32. Bias, then residual, are
+added in f32; then y is rounded, once. A stream is added to the rounded sum, and rounded once more:
+these are the bits of two operations, and those of a mesh whose devices hold some slabs each, gather
+their f32 sums and add them by `matmul_parts.add_partials`: a balanced tree of balanced trees.
+
+Two programs share that tree. `sequential`: one tile of y goes through all parts and adds two sums
+as soon as both exist, so that of eight parts four sums are alive at most; one of them waits in
+shared memory. `parallel`, for products whose tiles would leave most multiprocessors without one:
+each part of a tile is a tile by itself and leaves its f32 sum in memory, and `matmul_parts` adds
+them. Instructions and their order are the same for each part, and sums are single IEEE additions
+with no product beside them, so that nothing can be fused into them.
 
 Two orientations share this order; by default all take the tall one. It lays tokens on wgmma's
 64-row axis; the swapped one, for few tokens, lays the weight's columns there and tokens on the axis
@@ -23,7 +38,8 @@ that are no multiple of 8 cost a copy of x and y: TMA moves 8 rows at a time.
 Backward: dx = dy @ w^T by the same kernel (so a row of dx depends on that row alone) and
 dw = x^T @ dy, whose sum over tokens is in ascending order; dy is rounded to bf16 first.
 
-Shared memory: (stages of x and weights) + 64 x 64 of y (and residual), two for each warpgroup.
+Shared memory: (stages of x and weights) + 64 x 64 of y (and residual), two for each warpgroup (+
+64 x columns of f32 for each warpgroup, where eight parts are added).
 
 Source: Osama et al. 2023, https://arxiv.org/abs/2301.03598, for persistent tiles; Zhang et al.
 2025, https://arxiv.org/abs/2511.17826, for one tree over the contraction.
@@ -34,7 +50,7 @@ from __future__ import annotations
 from collections.abc import Callable
 import dataclasses
 import functools
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import jax
 from jax import lax
@@ -43,13 +59,19 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
 from pallas_kernels import gpu
+from pallas_kernels.matmul_parts import MAX_PARTS, add_parts, add_tree
 from pallas_kernels.matmul_tiles import SQUARE, WGMMA_ROWS, Groups, Plan, Tile
 
 # Shared memory is laid out in tiles of 8 rows x 64 bfloat16, and TMA copies whole ones: n and k are
 # multiples of 64; of more than 8 tokens, up to 7 rows of zeros are added.
 MULTIPLE = 64
 ROW_MULTIPLE = 8
-MAX_SHARDS = 8
+# A weight of at most so many columns has narrow tiles, so that its slabs fill more of the machine.
+NARROW_COLUMNS = 1024
+# Of so many parts, the first half's sum waits in shared memory for the second's.
+PARKED_PARTS = 4
+# Parts lie apart where fewer than one multiprocessor in so many would have a tile.
+IDLE_SHARE = 3
 # The copying warpgroup gives registers to the two others: 40 + 2 * 232 of 512 a thread.
 COPY_REGISTERS = 40
 MULTIPLY_REGISTERS = 232
@@ -68,11 +90,13 @@ class Config:
       of the swapped one, give the same bits. Up to so many tokens take the swapped one; 0, the
       default, for never: then no instruction follows m.
     block_m: tuning. Tokens of a tall tile: 64 for each of its warpgroups.
-    block_n: tuning. Columns of a tall tile; halved for a pair, or where shards are kept in
-      registers.
+    block_n: tuning. Columns of a tall tile; halved for a pair and where parts are added, at most
+      128 for a weight (or a slab) of at most 1,024 columns. It follows no number of rows.
     swapped_block_n: tuning. Columns of a swapped tile: 64 for each of its warpgroups.
     max_stages: tuning. Depth of the ring, where shared memory allows it.
     snake_width: tuning. Tiles along n that are walked together, so that L2 serves them.
+    mode: tuning. "sequential", "parallel", or "auto": parallel where a product of several parts has
+      tiles for fewer than a third of the multiprocessors (and no bias). Both give the same bits.
   """
 
   block_k: int = 64
@@ -83,6 +107,7 @@ class Config:
   swapped_block_n: int = 64
   max_stages: int = 8
   snake_width: int = 8
+  mode: str = "auto"
 
   def __post_init__(self) -> None:
     choices = {
@@ -92,6 +117,7 @@ class Config:
       "block_m": (64, 128),
       "block_n": (128, 256),
       "swapped_block_n": (64, 128),
+      "mode": ("auto", "sequential", "parallel"),
     }
     for name, allowed in choices.items():
       if getattr(self, name) not in allowed:
@@ -113,13 +139,26 @@ def plan(
   config: Config,
   num_rows: int,
   *,
+  columns: int | None = None,
   pair: bool = False,
+  joined: bool = False,
+  slabs: int | None = None,
   x_k_last: bool = True,
   w_k_last: bool = False,
   out_dtype: Any = jnp.bfloat16,
   residual_dtype: Any = None,
 ) -> Plan:
-  """Returns the tiles for that many tokens; the order of no sum depends on them."""
+  """Returns the tiles for that many tokens; the order of no sum depends on them.
+
+  Args:
+    config: see `Config`.
+    num_rows: m.
+    columns: n, where it may make tiles narrow.
+    pair, joined: of `swiglu`, whose weights may be one array.
+    slabs: those that are added; None where they are not, and K is cut into the config's shards.
+    x_k_last, w_k_last, out_dtype, residual_dtype: see `Plan`.
+  """
+  shards = config.shards if slabs is None else slabs
   # Tokens that are contracted (dw) have no short side: they stay tall.
   swapped = x_k_last and num_rows <= config.swapped_rows
   if swapped:
@@ -127,18 +166,25 @@ def plan(
     block_n = config.swapped_block_n
   else:
     block_m = config.block_m
-    block_n = config.block_n // 2 if pair or config.shards > 1 else config.block_n
+    block_n = config.block_n // 2 if pair or shards > 1 else config.block_n
+    if columns is not None and columns <= NARROW_COLUMNS:
+      block_n = min(block_n, 128)
   return Plan(
     block_m=block_m,
     block_n=block_n,
     block_k=config.block_k,
     swapped=swapped,
     num_weights=2 if pair else 1,
+    joined=joined,
     x_k_last=x_k_last,
     w_k_last=w_k_last,
-    out_dtype=out_dtype,
+    shards=shards,
+    slabs_summed=slabs is not None,
+    rounds_first=slabs is not None,
+    out_dtype=jnp.dtype(out_dtype),
     residual_dtype=residual_dtype,
     max_stages=config.max_stages,
+    snake_width=config.snake_width,
   )
 
 
@@ -150,6 +196,7 @@ def is_supported(
   w: Shaped,
   up: Shaped | None = None,
   *,
+  kind: Literal["matmul", "swiglu", "contract_slabs"] = "matmul",
   transposed: bool = False,
   bias: Shaped | None = None,
   residual: Shaped | None = None,
@@ -157,19 +204,42 @@ def is_supported(
   config: Config = Config(),
   interpret: bool = False,
 ) -> str | None:
-  """Returns None if the kernel can run on these arguments here, else the reason that it cannot."""
+  """Returns None if the kernel can run on these arguments here, else the reason that it cannot.
+
+  Args:
+    x, w, up: the operands; `up` alone makes it a swiglu, and a swiglu without it is of a joined w.
+    kind: the function that is asked about.
+    transposed, bias, out_dtype, config, interpret: that function's.
+    residual: that function's, or `contract_slabs`'s stream.
+  """
+  pair = kind == "swiglu" or up is not None
+  summed = kind == "contract_slabs"
   weight = "w[n, k]" if transposed else "w[k, n]"
-  if x.ndim != 2 or w.ndim not in (2, 3) or x.shape[1] != w.shape[-1 if transposed else -2]:
+  if summed:
+    if w.ndim != 3 or w.shape[0] not in (1, 2, 4, MAX_PARTS):
+      return f"got w{list(w.shape)}, expected 1, 2, 4 or {MAX_PARTS} slabs, w[r, ...]"
+    k = w.shape[2 if transposed else 1]
+    if x.ndim not in (2, 3) or x.shape[-1] != (k if x.ndim == 3 else w.shape[0] * k):
+      return f"got x{list(x.shape)} and w{list(w.shape)}, expected x[r, m, k] or x[m, r * k]"
+    if x.ndim == 3 and x.shape[0] != w.shape[0]:
+      return f"got x{list(x.shape)} and w{list(w.shape)}, expected as many slabs of both"
+  elif x.ndim != 2 or w.ndim not in (2, 3) or x.shape[1] != w.shape[-1 if transposed else -2]:
     return f"got x{list(x.shape)} and w{list(w.shape)}, expected x[m, k] and {weight}"
   for name, array in (("x", x), ("w", w), ("up", up)):
     if array is not None and array.dtype != jnp.bfloat16:
       return f"got {name} of {array.dtype}, expected bfloat16; cast it"
   if up is not None and up.shape != w.shape:
     return f"got up{list(up.shape)}, expected gate's shape {list(w.shape)}"
-  if up is not None and config.shards != 1:
+  if pair and config.shards != 1:
     return f"got shards={config.shards} for swiglu, expected 1: silu is applied to whole sums"
-  num_rows, k = x.shape
+  if summed and config.shards != 1:
+    return f"got shards={config.shards} for contract_slabs, expected 1: its slabs are the parts"
+  num_rows, k = x.shape[-2], w.shape[-1 if transposed else -2]
   n, slabs = w.shape[-2 if transposed else -1], w.shape[:-2]
+  joined = pair and up is None
+  if joined and n % (2 * MULTIPLE):
+    return f"got n={n} for gate and up in one, expected a multiple of {2 * MULTIPLE}: pad each"
+  n = n // 2 if joined else n
   for name, size in (("k", k), ("n", n)):
     if size < MULTIPLE or size % MULTIPLE:
       return f"got {name}={size}, expected a positive multiple of {MULTIPLE}: pad it"
@@ -178,11 +248,18 @@ def is_supported(
       f"got k={k} in {config.shards} shards, expected a multiple of shards * block_k ="
       f" {config.shards * config.block_k}; take fewer shards"
     )
+  if summed and x.ndim == 2 and k % config.block_k:
+    return (
+      f"got k={k} of a slab beside the next one's, expected a multiple of block_k ="
+      f" {config.block_k}; take a smaller block_k, or x[r, m, k]"
+    )
   if 0 in slabs:
     return f"got w{list(w.shape)}, expected at least one slab"
   floats = (jnp.bfloat16, jnp.float32)
-  for name, array, shape in (("bias", bias, (n,)), ("residual", residual, (num_rows, n))):
-    expected = (*slabs, *shape)
+  added = "stream" if summed else "residual"
+  planes = () if summed else slabs
+  for name, array, shape in (("bias", bias, (n,)), (added, residual, (num_rows, n))):
+    expected = (*planes, *shape)
     if array is not None and (array.shape != expected or array.dtype not in floats):
       return (
         f"got {name} {array.dtype}{list(array.shape)}, expected bfloat16 or float32"
@@ -193,7 +270,9 @@ def is_supported(
   tiles = plan(
     config,
     num_rows,
-    pair=up is not None,
+    columns=n,
+    pair=pair,
+    slabs=w.shape[0] if summed else None,
     w_k_last=transposed,
     out_dtype=out_dtype or x.dtype,
     residual_dtype=None if residual is None else residual.dtype,
@@ -221,12 +300,25 @@ def reference(
 
 
 def swiglu_reference(
-  x: jax.Array, gate: jax.Array, up: jax.Array, *, transposed: bool = False
+  x: jax.Array, gate: jax.Array, up: jax.Array | None = None, *, transposed: bool = False
 ) -> jax.Array:
-  """The definition of `swiglu`, in float32: f32[m, n]."""
+  """The definition of `swiglu`, in float32: f32[m, n] or f32[r, m, n]."""
+  if up is None:
+    gate, up = jnp.split(gate, 2, axis=-2 if transposed else -1)
   return jax.nn.silu(reference(x, gate, transposed=transposed)) * reference(
     x, up, transposed=transposed
   )
+
+
+def contract_slabs_reference(
+  x: jax.Array, w: jax.Array, *, transposed: bool = False, stream: jax.Array | None = None
+) -> jax.Array:
+  """The definition of `contract_slabs`, in float32 (the sum is not rounded): f32[m, n]."""
+  if x.ndim == 2:
+    x = jnp.swapaxes(x.reshape(x.shape[0], w.shape[0], -1), 0, 1)
+  partials = reference(x, w, transposed=transposed)
+  y = add_tree(list(partials))
+  return y if stream is None else y + stream.astype(jnp.float32)
 
 
 def matmul(
@@ -275,7 +367,7 @@ def matmul(
 def swiglu(
   x: jax.Array,
   gate: jax.Array,
-  up: jax.Array,
+  up: jax.Array | None = None,
   *,
   transposed: bool = False,
   config: Config = Config(),
@@ -283,12 +375,59 @@ def swiglu(
 ) -> jax.Array:
   """Returns silu(x @ gate) * (x @ up): bf16[m, n], rounded once, after the product.
 
-  Arguments and refusals are those of `matmul`; `up` has gate's shape.
+  Arguments and refusals are those of `matmul`, slabs too; `up` has gate's shape. Without it `gate`
+  holds both, bf16[k, 2 n]: the columns of gate, and then those of up (of each slab, where there
+  are slabs). Neither is copied.
   """
-  reason = is_supported(x, gate, up, transposed=transposed, config=config, interpret=interpret)
+  reason = is_supported(
+    x, gate, up, kind="swiglu", transposed=transposed, config=config, interpret=interpret
+  )
   if reason is not None:
     raise NotImplementedError(f"swiglu: {reason}.")
   return _swiglu(x, gate, up, transposed, config, interpret)
+
+
+def contract_slabs(
+  x: jax.Array,
+  w: jax.Array,
+  *,
+  transposed: bool = False,
+  stream: jax.Array | None = None,
+  out_dtype: Any = None,
+  config: Config = Config(),
+  interpret: bool = False,
+) -> jax.Array:
+  """Returns the sum over slabs of x[r] @ w[r], as one tree, rounded; or stream + that: f[m, n].
+
+  With a stream it is rounded twice, as `stream + contract_slabs(x, w)` is. A device that holds some
+  of a mesh's slabs asks for float32 of its own; its sum is one part of `add_partials`.
+
+  Args:
+    x: bf16[r, m, k], or bf16[m, r * k] with the slabs side by side; m may be 0.
+    w: bf16[r, k, n], or bf16[r, n, k] where `transposed`; r is 1, 2, 4 or 8.
+    transposed: w is stored with the contraction last.
+    stream: bf16 or f32 [m, n].
+    out_dtype: bfloat16 or float32; x's where None.
+    config: see `Config`; its `shards` is 1.
+    interpret: run on a CPU; slow, for tests.
+
+  Raises:
+    NotImplementedError: `is_supported` gives a reason; the message is that reason.
+  """
+  reason = is_supported(
+    x,
+    w,
+    kind="contract_slabs",
+    transposed=transposed,
+    residual=stream,
+    out_dtype=out_dtype,
+    config=config,
+    interpret=interpret,
+  )
+  if reason is not None:
+    raise NotImplementedError(f"contract_slabs: {reason}.")
+  dtype = jnp.dtype(out_dtype or x.dtype).name
+  return _contract_slabs(x, w, stream, transposed, dtype, config, interpret)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6, 7))
@@ -296,11 +435,12 @@ def _matmul(x, w, bias, residual, transposed, out_dtype, config, interpret):
   tiles = plan(
     config,
     x.shape[0],
+    columns=w.shape[-2 if transposed else -1],
     w_k_last=transposed,
     out_dtype=jnp.dtype(out_dtype),
     residual_dtype=None if residual is None else residual.dtype,
   )
-  return contract(tiles, config, x, (w,), bias, residual, interpret)
+  return _product(tiles, x, (w,), bias, residual, config, interpret)
 
 
 def _matmul_forward(x, w, bias, residual, transposed, out_dtype, config, interpret):
@@ -326,8 +466,9 @@ _matmul.defvjp(_matmul_forward, _matmul_backward)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
 def _swiglu(x, gate, up, transposed, config, interpret):
-  tiles = plan(config, x.shape[0], pair=True, w_k_last=transposed)
-  return contract(tiles, config, x, (gate, up), None, None, interpret)
+  n = gate.shape[-2 if transposed else -1] // (2 if up is None else 1)
+  tiles = plan(config, x.shape[0], columns=n, pair=True, joined=up is None, w_k_last=transposed)
+  return contract(tiles, x, (gate,) if up is None else (gate, up), None, None, interpret)
 
 
 def _swiglu_forward(x, gate, up, transposed, config, interpret):
@@ -337,21 +478,65 @@ def _swiglu_forward(x, gate, up, transposed, config, interpret):
 def _swiglu_backward(transposed, config, interpret, saved, dy):
   x, gate, up = saved
   # The two sums are made again, in the forward's order, instead of stored.
-  gated, raised = (
-    _matmul(x, w, None, None, transposed, "float32", config, interpret) for w in (gate, up)
-  )
+  again = lambda w: _matmul(x, w, None, None, transposed, "float32", config, interpret)
+  gated, raised = jnp.split(again(gate), 2, axis=-1) if up is None else (again(gate), again(up))
   activated, pull = jax.vjp(jax.nn.silu, gated)
   dy32 = dy.astype(jnp.float32)
   dgated = pull(dy32 * raised)[0].astype(x.dtype)
   draised = (dy32 * activated).astype(x.dtype)
-  dx = _input_gradient(dgated, gate, transposed, jnp.float32, config, interpret)
-  dx = dx + _input_gradient(draised, up, transposed, jnp.float32, config, interpret)
-  dgate = _weight_gradient(x, dgated, transposed, gate.dtype, config, interpret)
-  dup = _weight_gradient(x, draised, transposed, up.dtype, config, interpret)
-  return dx.astype(x.dtype), dgate, dup
+  weight_gradient = functools.partial(
+    _weight_gradient, x, transposed=transposed, dtype=gate.dtype, config=config, interpret=interpret
+  )
+  input_gradient = functools.partial(
+    _input_gradient, transposed=transposed, config=config, interpret=interpret
+  )
+  if up is None:
+    both = jnp.concatenate([dgated, draised], axis=-1)
+    return input_gradient(both, gate, dtype=x.dtype), weight_gradient(both), None
+  dx = input_gradient(dgated, gate, dtype=jnp.float32)
+  dx = dx + input_gradient(draised, up, dtype=jnp.float32)
+  return dx.astype(x.dtype), weight_gradient(dgated), weight_gradient(draised)
 
 
 _swiglu.defvjp(_swiglu_forward, _swiglu_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5, 6))
+def _contract_slabs(x, w, stream, transposed, out_dtype, config, interpret):
+  tiles = plan(
+    config,
+    x.shape[-2],
+    columns=w.shape[-2 if transposed else -1],
+    slabs=w.shape[0],
+    w_k_last=transposed,
+    out_dtype=jnp.dtype(out_dtype),
+    residual_dtype=None if stream is None else stream.dtype,
+  )
+  return _product(tiles, x, (w,), None, stream, config, interpret)
+
+
+def _contract_slabs_forward(x, w, stream, transposed, out_dtype, config, interpret):
+  y = _contract_slabs(x, w, stream, transposed, out_dtype, config, interpret)
+  return y, (x, w, None if stream is None else stream[:0])
+
+
+def _contract_slabs_backward(transposed, out_dtype, config, interpret, saved, dy):
+  del out_dtype
+  x, w, stream = saved
+  slabs, rows = w.shape[0], x.shape[-2]
+  rounded = dy.astype(x.dtype)
+  dx = _slab_gradients(rounded, w, transposed, x.dtype, config, interpret)
+  dw = _weight_gradient(x, rounded, transposed, w.dtype, config, interpret)
+  if x.ndim == 2:  # Slabs lie side by side.
+    dx = jnp.swapaxes(dx, 0, 1).reshape(rows, -1)
+    if transposed:
+      dw = jnp.swapaxes(dw.reshape(dw.shape[0], slabs, -1), 0, 1)
+    else:
+      dw = dw.reshape(w.shape)
+  return dx, dw, None if stream is None else dy.astype(stream.dtype)
+
+
+_contract_slabs.defvjp(_contract_slabs_forward, _contract_slabs_backward)
 
 
 def _input_gradient(
@@ -359,39 +544,105 @@ def _input_gradient(
 ) -> jax.Array:
   """Returns dy @ w^T, [m, k]: a forward matmul of the weight stored the other way round.
 
-  Slabs are added in f32, in ascending order, before the one rounding.
+  Slabs, [r, m, n] and w's, are parts of one contraction, rounded once; of more than eight, eights
+  are added in ascending order.
   """
+  if w.ndim == 2:
+    return _slab_gradients(dy, w, transposed, dtype, config, interpret)
   whole = dataclasses.replace(config, shards=1)
-  several = w.ndim == 3
-  out_dtype = jnp.float32 if several else dtype
-  tiles = plan(whole, dy.shape[-2], w_k_last=not transposed, out_dtype=out_dtype)
-  dx = contract(tiles, whole, dy, (w,), None, None, interpret)
-  return functools.reduce(jnp.add, dx).astype(dtype) if several else dx
+
+  def of(first: int, size: int, out_dtype: Any) -> jax.Array:
+    tiles = plan(
+      whole,
+      dy.shape[-2],
+      columns=w.shape[-1 if transposed else -2],
+      slabs=size,
+      w_k_last=not transposed,
+      out_dtype=out_dtype,
+    )
+    some = slice(first, first + size)
+    return _product(tiles, dy[some], (w[some],), None, None, whole, interpret)
+
+  slabs = w.shape[0]
+  if slabs <= MAX_PARTS:
+    return of(0, slabs, dtype)
+  eights = range(0, slabs, MAX_PARTS)
+  sums = [of(first, min(MAX_PARTS, slabs - first), jnp.float32) for first in eights]
+  return functools.reduce(jnp.add, sums).astype(dtype)
+
+
+def _slab_gradients(
+  dy: jax.Array, w: jax.Array, transposed: bool, dtype: Any, config: Config, interpret: bool
+) -> jax.Array:
+  """Returns dy @ w^T, [m, k], or that of each slab, [r, m, k]."""
+  whole = dataclasses.replace(config, shards=1)
+  columns = w.shape[-1 if transposed else -2]
+  tiles = plan(whole, dy.shape[-2], columns=columns, w_k_last=not transposed, out_dtype=dtype)
+  return contract(tiles, dy, (w,), None, None, interpret)
 
 
 def _weight_gradient(
   x: jax.Array, dy: jax.Array, transposed: bool, dtype: Any, config: Config, interpret: bool
 ) -> jax.Array:
   """Returns the sum over tokens of x^T dy, [k, n] or, where transposed, [n, k]; for each slab."""
-  if x.shape[0] == 0:
-    n, k = dy.shape[-1], x.shape[1]
-    return jnp.zeros((*dy.shape[:-2], *((n, k) if transposed else (k, n))), dtype)
+  if x.shape[-2] == 0:
+    n, k = dy.shape[-1], x.shape[-1]
+    slabs = dy.shape[:-2] or x.shape[:-2]
+    return jnp.zeros((*slabs, *((n, k) if transposed else (k, n))), dtype)
   whole = dataclasses.replace(config, shards=1)
   left, right = (dy, x) if transposed else (x, dy)
   tiles = plan(whole, left.shape[-1], x_k_last=False, out_dtype=dtype)
-  return contract(tiles, whole, left, (right,), None, None, interpret)
+  return contract(tiles, left, (right,), None, None, interpret)
 
 
-def add_tree(partials: list[Any]) -> Any:
-  """Adds a power of two of partial sums as one balanced binary tree: ((0+1)+(2+3))+..."""
-  while len(partials) > 1:
-    partials = [a + b for a, b in zip(partials[::2], partials[1::2])]
-  return partials[0]
+def _product(
+  tiles: Plan,
+  x: jax.Array,
+  weights: Arrays,
+  bias: jax.Array | None,
+  residual: jax.Array | None,
+  config: Config,
+  interpret: bool,
+) -> jax.Array:
+  """Returns y, in the mode that fills the machine; both modes give one set of bits."""
+  if not _is_parallel(tiles, x, weights[0], bias, config, interpret):
+    return contract(tiles, x, weights, bias, residual, interpret)
+  each = dataclasses.replace(
+    tiles, apart=True, rounds_first=False, out_dtype=jnp.dtype(jnp.float32), residual_dtype=None
+  )
+  partials = contract(each, x, weights, None, None, interpret)
+  several = partials.ndim == 4
+  y = add_parts(
+    partials if several else partials[None],
+    residual if several or residual is None else residual[None],
+    tiles.rounds_first,
+    tiles.out_dtype,
+    interpret,
+  )
+  return y if several else y[0]
 
 
+def _is_parallel(
+  tiles: Plan,
+  x: jax.Array,
+  w: jax.Array,
+  bias: jax.Array | None,
+  config: Config,
+  interpret: bool,
+) -> bool:
+  """Whether parts are tiles of their own. It never decides a bit."""
+  m, n = x.shape[-2], w.shape[-2 if tiles.w_k_last else -1]
+  if tiles.shards == 1 or bias is not None or config.mode == "sequential" or m == 0:
+    return False
+  planes = 1 if w.ndim == 2 or tiles.slabs_summed else w.shape[0]
+  num_tiles = planes * -(-m // tiles.block_m) * -(-n // tiles.block_n)
+  is_idle = num_tiles * IDLE_SHARE < gpu.num_multiprocessors(interpret)
+  return config.mode == "parallel" or is_idle
+
+
+@functools.partial(jax.jit, static_argnames=("tiles", "interpret"))
 def contract(
   tiles: Plan,
-  config: Config,
   x: jax.Array,
   weights: Arrays,
   bias: jax.Array | None,
@@ -401,19 +652,29 @@ def contract(
 ) -> jax.Array:
   """The kernel. x is [m, k], or [k, m] unless `x_k_last`; weights are [k, n], or [n, k].
 
-  Of x, of weights, or of both there may be r, [r, ...]: of y, bias and residual there are r then.
+  Of x, of weights, or of both there may be r, [r, ...]: of y, bias and residual there are r then,
+  unless those slabs are summed, where x may also be [m, r * k]. Of parts that lie apart y has one
+  plane each, [s, m, n] or [r, s, m, n].
   With groups whose rows are cut, each tile takes one of the weights; where the contraction is cut,
   x and w are one matrix each, and y one for each item. What no item covers is not written.
+
+  Compiled by itself: a layer that calls it as another does adds nothing to a program's text.
   """
-  n = weights[0].shape[-2 if tiles.w_k_last else -1]
-  num_rows = x.shape[-2]
+  w_shape = weights[0].shape
+  k, n = (w_shape[-1], w_shape[-2]) if tiles.w_k_last else w_shape[-2:]
+  n = n // 2 if tiles.joined else n
+  num_rows, shards = x.shape[-2], tiles.shards
+  slabs = () if tiles.slabs_summed else (x.shape[:-2] or w_shape[:-2])
   if tiles.x_k_last and num_rows == 0:
-    return jnp.zeros((*weights[0].shape[:-2], 0, n), tiles.out_dtype)
+    return jnp.zeros((*slabs, 0, n), tiles.out_dtype)
   x = _whole_rows(x)
   residual = None if residual is None else _whole_rows(residual)
   if not tiles.x_k_last:
     weights = tuple(_whole_rows(w) for w in weights)
-  m, k = x.shape[-2:] if tiles.x_k_last else x.shape[:-3:-1]
+  m = x.shape[-2 if tiles.x_k_last else -1]
+  # A contraction of tokens has the rows of zeros too.
+  k = k if tiles.x_k_last else x.shape[-2]
+  part_size = k if tiles.slabs_summed else k // shards
   cut_rows, cut_parts = (groups, None) if tiles.x_k_last else (None, groups)
   grid = (-(-m // tiles.block_m), -(-n // tiles.block_n))
   planes = None
@@ -421,12 +682,12 @@ def contract(
     grid = (cut_rows.items.shape[0], grid[1])
   elif cut_parts is not None:
     planes = cut_parts.items.shape[0]
-  elif x.ndim == 3 or weights[0].ndim == 3:
-    planes = (x if x.ndim == 3 else weights[0]).shape[0]
+  elif slabs or tiles.apart:
+    planes = (slabs[0] if slabs else 1) * (shards if tiles.apart else 1)
   most_tiles = grid[0] * grid[1] * (1 if planes is None else planes)
   num_blocks = min(most_tiles, gpu.num_multiprocessors(interpret))
-  shards = config.shards
-  whole_steps = -(-(k // shards) // tiles.block_k)
+  parts_of_tile = tiles.parts_of_tile
+  whole_steps = -(-part_size // tiles.block_k)
   stages = tiles.stages
   copying = tiles.warpgroups
   optional = [bias] if bias is not None else []
@@ -441,7 +702,9 @@ def contract(
     work_refs, (x_ref, *refs) = refs[: len(work)], refs[len(work) :]
     x_buffer = buffers["x"]
     w_buffers = [buffers[f"w{i}"] for i in range(tiles.num_weights)]
-    w_refs, (*optional_refs, y_ref) = refs[: tiles.num_weights], refs[tiles.num_weights :]
+    w_refs, (*optional_refs, y_ref) = refs[: len(weights)], refs[len(weights) :]
+    # (reference, first column) of each.
+    halves = [(w_refs[0], 0), (w_refs[0], n)] if tiles.joined else [(ref, 0) for ref in w_refs]
     bias_ref = optional_refs[0] if bias is not None else None
     residual_ref = optional_refs[-1] if residual is not None else None
     warpgroup = lax.axis_index("warpgroup")
@@ -450,18 +713,21 @@ def contract(
       if cut_rows is not None:
         items_ref, num_items_ref = work_refs
         shape = (num_items_ref[0], grid[1])
-        item, column = plgpu.planar_snake(index, shape, 1, config.snake_width)
+        item, column = plgpu.planar_snake(index, shape, 1, tiles.snake_width)
         weight, first, past = (items_ref[item, i] for i in range(3))
         row = pl.multiple_of(first, ROW_MULTIPLE)
         return Tile(row, column * tiles.block_n, whole_steps, weight=weight, past_row=past)
-      plane = None
+      plane: Any = None
       if planes is not None:
         plane_tiles = jnp.int32(grid[0] * grid[1])
         plane, index = lax.div(index, plane_tiles), lax.rem(index, plane_tiles)
-      row, column = plgpu.planar_snake(index, grid, 1, config.snake_width)
+      row, column = plgpu.planar_snake(index, grid, 1, tiles.snake_width)
       corner = (row * tiles.block_m, column * tiles.block_n)
       if cut_parts is None:
-        return Tile(*corner, whole_steps, x=plane, weight=plane, plane=plane)
+        matrix, shard = plane, 0
+        if tiles.apart:
+          matrix, shard = lax.div(plane, jnp.int32(shards)), lax.rem(plane, jnp.int32(shards))
+        return Tile(*corner, whole_steps, x=matrix, weight=matrix, plane=plane, shard=shard)
       items_ref, _ = work_refs
       plane, first, past = (items_ref[plane, i] for i in range(3))
       steps = lax.div(past - first, jnp.int32(tiles.block_k))
@@ -477,7 +743,7 @@ def contract(
       def visit_one(i, first_step):
         tile = tile_of(block + i * num_blocks)
         visit(tile, first_step)
-        return first_step + shards * tile.steps
+        return first_step + parts_of_tile * tile.steps
 
       num_mine = lax.div(num_tiles - block + (num_blocks - 1), jnp.int32(num_blocks))
       return lax.fori_loop(0, num_mine, visit_one, jnp.int32(0))
@@ -489,23 +755,39 @@ def contract(
 
       def copy_tile(tile, first_step):
         rows, columns = pl.ds(tile.row, tiles.block_m), pl.ds(tile.column, tiles.block_n)
-        x_matrix = (tile.x,) if x.ndim == 3 else ()
-        matrix = (tile.weight,) if weights[0].ndim == 3 else ()
 
-        def copy_step(i, _):
-          step = first_step + i
-          slot = lax.rem(step, stages)
-          pl.when(step >= stages)(lambda: plgpu.barrier_wait(empty.at[slot]))
-          part = pl.ds(tile.first_part + i * tiles.block_k, tiles.block_k)
-          x_index = (rows, part) if tiles.x_k_last else (part, rows)
-          x_part = x_ref.at[(*x_matrix, *x_index)]
-          plgpu.copy_gmem_to_smem(x_part, x_buffer.at[slot], full.at[slot])
-          for w_ref, w_buffer in zip(w_refs, w_buffers):
-            w_index = (columns, part) if tiles.w_k_last else (part, columns)
-            w_part = w_ref.at[(*matrix, *w_index)]
-            plgpu.copy_gmem_to_smem(w_part, w_buffer.at[slot], full.at[slot])
+        def copy_part(index, _):
+          shard = tile.shard + index
+          first_of_part = first_step + index * tile.steps
+          # Where a slab is not a matrix of its own, it is cut from one.
+          x_first = w_first = tile.first_part
+          if shards > 1 and not (tiles.slabs_summed and x.ndim == 3):
+            x_first = x_first + shard * part_size
+          if shards > 1 and not tiles.slabs_summed:
+            w_first = w_first + shard * part_size
+          x_matrix = () if x.ndim == 2 else (shard if tiles.slabs_summed else tile.x,)
+          matrix = ()
+          if weights[0].ndim == 3:
+            matrix = (shard if tiles.slabs_summed else tile.weight,)
 
-        lax.fori_loop(0, shards * tile.steps, copy_step, None)
+          def copy_step(i, _):
+            step = first_of_part + i
+            slot = lax.rem(step, stages)
+            pl.when(step >= stages)(lambda: plgpu.barrier_wait(empty.at[slot]))
+            x_part = pl.ds(x_first + i * tiles.block_k, tiles.block_k)
+            x_index = (rows, x_part) if tiles.x_k_last else (x_part, rows)
+            source = x_ref.at[(*x_matrix, *x_index)]
+            plgpu.copy_gmem_to_smem(source, x_buffer.at[slot], full.at[slot])
+            w_part = pl.ds(w_first + i * tiles.block_k, tiles.block_k)
+            for (w_ref, first_column), w_buffer in zip(halves, w_buffers):
+              mine = pl.ds(tile.column + first_column, tiles.block_n) if first_column else columns
+              w_index = (mine, w_part) if tiles.w_k_last else (w_part, mine)
+              source = w_ref.at[(*matrix, *w_index)]
+              plgpu.copy_gmem_to_smem(source, w_buffer.at[slot], full.at[slot])
+
+          lax.fori_loop(0, tile.steps, copy_step, None)
+
+        lax.fori_loop(0, parts_of_tile, copy_part, None)
 
       past = for_each_tile(copy_tile)
       # No barrier is left with an arrival that was not waited for.
@@ -553,17 +835,37 @@ def contract(
         plgpu.WGMMAAccumulatorRef((WGMMA_ROWS, wgmma_columns), jnp.float32)
       ] * tiles.num_weights
 
+      def add(lefts, rights):
+        if lefts is None:
+          # Not before: the barrier keeps it from being read where all registers are taken.
+          plgpu.commit_smem()
+          lefts = (plgpu.layout_cast(buffers["parked"].at[warpgroup][...], plgpu.Layout.WGMMA),)
+        # The compiler would move sums behind the last part, and keep every part until then.
+        return lax.optimization_barrier(tuple(a + b for a, b in zip(lefts, rights)))
+
       def multiply_tile(tile, first_step):
-        partials = [
-          pl.run_scoped(
+        # Sums of 1, 2, 4, ... parts that wait for their right neighbour, the larger first.
+        pending = []
+        for part in range(parts_of_tile):
+          total = pl.run_scoped(
             functools.partial(
-              add_shard, first_step=first_step + shard * tile.steps, steps=tile.steps
+              add_shard, first_step=first_step + part * tile.steps, steps=tile.steps
             ),
             *accumulators,
           )
-          for shard in range(shards)
-        ]
-        write_tile([add_tree(list(parts)) for parts in zip(*partials)], tile)
+          num_parts = part + 1
+          while num_parts % 2 == 0:
+            total = add(pending.pop(), total)
+            num_parts //= 2
+          pending.append(total)
+          if tiles.parks and part + 1 == PARKED_PARTS:
+            buffers["parked"].at[warpgroup][...] = pending.pop()[0]
+            plgpu.commit_smem()
+            pending.append(None)
+        while len(pending) > 1:
+          right = pending.pop()
+          pending.append(add(pending.pop(), right))
+        write_tile(list(pending[0]), tile)
 
       def leave(square, row, columns, tile):
         """Copies a square to y, or those of its rows that the tile may write."""
@@ -610,6 +912,8 @@ def contract(
               source, residual_buffer.at[warpgroup], residual_full.at[warpgroup]
             )
             plgpu.barrier_wait(residual_full.at[warpgroup])
+            if tiles.rounds_first:
+              value = value.astype(tiles.out_dtype).astype(jnp.float32)
             value = value + _read(residual_buffer.at[warpgroup], tiles.swapped)
           plgpu.wait_smem_to_gmem(1, wait_read_only=True)
           _write(y.at[warpgroup, slot], value.astype(tiles.out_dtype), tiles.swapped)
@@ -633,6 +937,8 @@ def contract(
     num_threads=tiles.warpgroups + 1,
     thread_name="warpgroup",
   )(*work, x, *weights, *optional)
+  if tiles.apart:
+    out = out.reshape(*slabs, shards, m, n)
   return out[..., :num_rows, :] if tiles.x_k_last else out
 
 

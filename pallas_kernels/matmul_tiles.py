@@ -17,18 +17,40 @@ SQUARE = 64
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-  """One kernel's tiles; which operands are stored with the contraction as their last axis."""
+  """One kernel's tiles; which operands are stored with the contraction as their last axis.
+
+  Attributes:
+    block_m, block_n, block_k: a tile's tokens, columns, and part of the contraction at once.
+    swapped: the weight's columns lie on wgmma's 64 rows.
+    num_weights: 2 for a pair, whose columns are then multiplied side by side.
+    joined: the pair is one array, the columns of its first half and then those of its second.
+    x_k_last, w_k_last: the contraction is the last axis.
+    shards: parts of the contraction that are added as one tree.
+    slabs_summed: those parts are slabs, [r, ...]; else they are cut from the contraction.
+    apart: each part is a tile by itself, of a plane of y of its own; nothing is added.
+    rounds_first: the sum is rounded before the residual is added, and once more after.
+    out_dtype: of y.
+    residual_dtype: of what is added to y, if anything is.
+    max_stages: depth of the ring, where shared memory allows it.
+    snake_width: tiles along n that are walked together.
+  """
 
   block_m: int
   block_n: int
   block_k: int
   swapped: bool
   num_weights: int = 1
+  joined: bool = False
   x_k_last: bool = True
   w_k_last: bool = False
+  shards: int = 1
+  slabs_summed: bool = False
+  apart: bool = False
+  rounds_first: bool = False
   out_dtype: Any = jnp.bfloat16
   residual_dtype: Any = None
   max_stages: int = 8
+  snake_width: int = 8
 
   @property
   def warpgroups(self) -> int:
@@ -39,6 +61,19 @@ class Plan:
   def square(self) -> tuple[int, int]:
     """A piece of y that leaves at once, as (tokens, columns)."""
     return (self.block_m, SQUARE) if self.swapped else (WGMMA_ROWS, SQUARE)
+
+  @property
+  def parts_of_tile(self) -> int:
+    """Parts of the contraction that one tile goes through."""
+    return 1 if self.apart else self.shards
+
+  @property
+  def parks(self) -> bool:
+    """Whether the sum of the first half waits in shared memory for that of the second.
+
+    Of eight parts, four sums are alive while the last is multiplied: more than registers hold.
+    """
+    return not self.swapped and self.parts_of_tile > 4
 
   def scratch(self, stages: int) -> gpu.Scratch:
     x_tile = (self.block_m, self.block_k) if self.x_k_last else (self.block_k, self.block_m)
@@ -54,6 +89,9 @@ class Plan:
       "full": gpu.Barriers(1 + self.num_weights, stages),
       "empty": gpu.Barriers(self.warpgroups, stages),
     }
+    if self.parks:
+      shape = (self.warpgroups, WGMMA_ROWS, self.block_n)
+      scratch["parked"] = gpu.Buffer(shape, jnp.float32, swizzled=True)
     if self.residual_dtype is not None:
       shape = (self.warpgroups, *self.square)
       scratch["residual"] = gpu.Buffer(shape, self.residual_dtype, swizzled=True)
@@ -92,7 +130,8 @@ class Groups(NamedTuple):
 class Tile(NamedTuple):
   """A tile of y: its corner, its steps and where they begin, and the rows that it may write.
 
-  `x`, `weight` and `plane` choose among several matrices x, w and y, where there are several.
+  `x`, `weight` and `plane` choose among several matrices x, w and y, where there are several;
+  `shard` is the tile's only part of the contraction, where parts are apart.
   """
 
   row: Any
@@ -103,3 +142,4 @@ class Tile(NamedTuple):
   weight: Any = None
   plane: Any = None
   past_row: Any = None
+  shard: Any = 0

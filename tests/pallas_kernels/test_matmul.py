@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import gpu, matmul
+from pallas_kernels import gpu, matmul, matmul_parts
 
 needs_interpreter = pytest.mark.skipif(
   not hasattr(plgpu, "InterpretGPUParams"),
@@ -53,6 +53,10 @@ def as_float64(x) -> np.ndarray:
 # Compiled once for each shape: most of an interpreted kernel's time is its compilation.
 interpreted = jax.jit(
   functools.partial(matmul.matmul, interpret=True),
+  static_argnames=("transposed", "out_dtype", "config"),
+)
+interpreted_contraction = jax.jit(
+  functools.partial(matmul.contract_slabs, interpret=True),
   static_argnames=("transposed", "out_dtype", "config"),
 )
 interpreted_swiglu = jax.jit(
@@ -169,12 +173,141 @@ def test_slabs_of_columns_are_as_many_calls(transposed):
 
 
 @needs_interpreter
+@pytest.mark.parametrize("transposed", [False, long(True)])
+def test_slabs_of_gate_and_up_in_one_are_as_many_pairs(transposed):
+  x, joined = array(9, K), array(2, *((256, K) if transposed else (K, 256)), seed=1)
+  gate, up = jnp.split(joined, 2, axis=1 if transposed else 2)
+  found = interpreted_swiglu(x, joined, transposed=transposed)
+  alone = [interpreted_swiglu(x, gate[i], up[i], transposed=transposed) for i in range(2)]
+  np.testing.assert_array_equal(as_float64(found), as_float64(jnp.stack(alone)))
+  swapped = [interpreted_swiglu(x, up[i], gate[i], transposed=transposed) for i in range(2)]
+  assert (as_float64(found) != as_float64(jnp.stack(swapped))).any()
+
+
+@pytest.mark.thorough
+@needs_interpreter
+def test_gradients_of_gate_and_up_in_one_are_the_definitions():
+  x, joined = array(9, K) * 0.1, array(2, K, 128, seed=1)
+  weights = array(2, 9, 64, seed=4).astype(jnp.float32)
+  found = gradients(interpreted_swiglu, weights, x, joined)
+  expected = gradients(matmul.swiglu_reference, weights, x, joined)
+  for got, want in zip(found, expected):
+    assert got.dtype == want.dtype
+    np.testing.assert_allclose(as_float64(got), as_float64(want), rtol=2**-5, atol=0.1)
+
+
+@needs_interpreter
+@pytest.mark.parametrize("slabs, num_rows", [(4, 9), long(8, 9), long(8, 70), long(1, 3)])
+def test_slabs_of_a_contraction_are_added_as_one_tree(slabs, num_rows):
+  x, w = array(slabs, num_rows, 64), array(slabs, 64, 192, seed=1)
+  config = dataclasses.replace(CONFIG, mode="sequential")
+  call = functools.partial(interpreted_contraction, out_dtype=jnp.float32)
+  found = call(x, w, config=config)
+  parts = [interpreted(x[i], w[i], out_dtype=jnp.float32, config=CONFIG) for i in range(slabs)]
+  np.testing.assert_array_equal(found, matmul.add_tree(parts))
+  np.testing.assert_allclose(
+    found, matmul.contract_slabs_reference(x, w), rtol=1e-5, atol=1e-4
+  )
+  if slabs > 2:
+    assert (np.asarray(found) != np.asarray(functools.reduce(jnp.add, parts))).any()
+  # Parts that lie apart, slabs that lie side by side, and those of several devices.
+  apart = dataclasses.replace(CONFIG, mode="parallel")
+  np.testing.assert_array_equal(call(x, w, config=apart), found)
+  beside = jnp.swapaxes(x, 0, 1).reshape(num_rows, -1)
+  np.testing.assert_array_equal(call(beside, w, config=config), found)
+  for local in (2, 4):
+    if local < slabs:
+      devices = [
+        call(x[i : i + local], w[i : i + local], config=config) for i in range(0, slabs, local)
+      ]
+      whole = matmul_parts.add_partials(jnp.stack(devices), interpret=True)
+      np.testing.assert_array_equal(whole, found)
+
+
+@needs_interpreter
+@pytest.mark.parametrize("mode", [long("sequential"), "parallel"])
+@pytest.mark.parametrize("transposed", [False, long(True)])
+def test_a_stream_is_added_to_the_rounded_sum(mode, transposed):
+  x, w = array(2, 9, 64), array(2, *((192, 64) if transposed else (64, 192)), seed=1)
+  stream = array(9, 192, seed=2)
+  call = functools.partial(
+    interpreted_contraction, transposed=transposed, config=dataclasses.replace(CONFIG, mode=mode)
+  )
+  found = call(x, w, stream=stream)
+  np.testing.assert_array_equal(as_float64(found), as_float64(stream + call(x, w)))
+  once = (stream.astype(jnp.float32) + call(x, w, out_dtype=jnp.float32)).astype(jnp.bfloat16)
+  assert (as_float64(found) != as_float64(once)).any()
+
+
+@pytest.mark.thorough
+@needs_interpreter
+@pytest.mark.parametrize(
+  "num_rows, beside, transposed",
+  [(5, True, False), long(9, False, True), long(0, False, False), long(70, True, True)],
+)
+def test_gradients_of_a_contraction_of_slabs_are_the_definitions(num_rows, beside, transposed):
+  shape = (num_rows, 4 * 64) if beside else (4, num_rows, 64)
+  x, w = array(*shape), array(4, *((192, 64) if transposed else (64, 192)), seed=1)
+  stream = array(num_rows, 192, seed=3)
+  weights = array(num_rows, 192, seed=4).astype(jnp.float32)
+
+  def call(function, x, w, stream):
+    return function(x, w, stream=stream, transposed=transposed)
+
+  kernel = functools.partial(interpreted_contraction, out_dtype=jnp.float32, config=CONFIG)
+  inputs = (x, w, stream)
+  found = gradients(functools.partial(call, kernel), weights, *inputs)
+  expected = gradients(
+    functools.partial(call, matmul.contract_slabs_reference), weights, *inputs
+  )
+  for got, want in zip(found, expected):
+    assert got.dtype == want.dtype
+    np.testing.assert_allclose(as_float64(got), as_float64(want), rtol=2**-7, atol=1e-2)
+
+
+@pytest.mark.thorough
+@needs_interpreter
+def test_shards_have_the_same_bits_in_either_mode():
+  x, w = array(9, 256), array(2, 256, 64, seed=1)
+  more = dict(residual=array(2, 9, 64, seed=2))
+  config = dataclasses.replace(CONFIG, shards=4, mode="sequential")
+  apart = dataclasses.replace(config, mode="parallel")
+  found = interpreted(x, w, config=config, **more)
+  np.testing.assert_array_equal(
+    as_float64(found), as_float64(interpreted(x, w, config=apart, **more))
+  )
+  whole = dataclasses.replace(config, shards=1)
+  single = functools.partial(interpreted, x, w, out_dtype=jnp.float32)
+  assert (as_float64(single(config=apart)) != as_float64(single(config=whole))).any()
+
+
+@pytest.mark.thorough
+@needs_interpreter
+@pytest.mark.parametrize("mode", ["sequential", long("parallel")])
+def test_a_row_of_a_contraction_of_slabs_is_that_rows_alone(mode, seed):
+  rng = np.random.default_rng(seed)
+  x, stream = array(8, 70, 64, seed=seed), array(70, 64, seed=seed + 1)
+  w = array(8, 64, 64, seed=seed + 2)
+  call = functools.partial(
+    interpreted_contraction, config=dataclasses.replace(CONFIG, mode=mode)
+  )
+  whole = call(x, w, stream=stream)
+  for size in (70, 1):
+    chosen = rng.permutation(70)[:size]
+    part = call(x[:, chosen], w, stream=stream[chosen])
+    np.testing.assert_array_equal(as_float64(part), as_float64(whole[chosen]))
+
+
+@needs_interpreter
 def test_slabs_of_no_rows_are_empty():
   x, w = array(0, K), array(2, K, 64)
   y, pull = jax.vjp(functools.partial(interpreted, config=CONFIG), x, w)
   dx, dw = pull(y)
   assert y.shape == (2, 0, 64) and dx.shape == x.shape
   assert dw.shape == w.shape and not as_float64(dw).any()
+  y = interpreted_contraction(array(2, 0, K), w)
+  assert y.shape == (0, 64) and y.dtype == jnp.bfloat16
+  assert interpreted_swiglu(x, array(2, K, 256)).shape == (2, 0, 128)
 
 
 @pytest.mark.few(1)
@@ -223,7 +356,10 @@ def test_both_orientations_add_the_same_products(seed):
 
 @pytest.mark.parametrize("pair", [False, True])
 def test_by_default_no_tile_follows_the_number_of_rows(pair):
-  plans = {matmul.plan(matmul.Config(), num_rows, pair=pair) for num_rows in (1, 8, 64, 65, 4096)}
+  plans = {
+    matmul.plan(matmul.Config(), num_rows, columns=4096, pair=pair, slabs=None if pair else 8)
+    for num_rows in (1, 8, 64, 65, 4096)
+  }
   assert len(plans) == 1
   tuned = matmul.Config(swapped_rows=64)
   assert {matmul.plan(tuned, num_rows).block_m for num_rows in (1, 9, 64, 65)} == {8, 16, 64, 128}
@@ -278,6 +414,48 @@ def test_slabs_lower_for_a_gpu(num_rows):
 
   inputs = (struct(num_rows, 4096), struct(8, 4096, 768), struct(8, 768), struct(8, num_rows, 768))
   assert gpu.lower_for_cuda(forward_and_gradient, *inputs).count("mosaic_gpu") >= 3
+
+
+@pytest.mark.parametrize("mode", ["sequential", "parallel"])
+@pytest.mark.parametrize("k, n", [(512, 4096), long(1536, 4096), long(64, 64)])
+def test_contractions_of_slabs_lower_for_a_gpu(k, n, mode):
+  def forward_and_gradient(x, w, stream):
+    config = matmul.Config(mode=mode)
+    call = functools.partial(matmul.contract_slabs, config=config)
+    y, pull = jax.vjp(lambda x, w, s: call(x, w, stream=s), x, w, stream)
+    return y, pull(y)
+
+  inputs = (struct(64, 8 * k), struct(8, k, n), struct(64, n))
+  module = gpu.lower_for_cuda(forward_and_gradient, *inputs)
+  assert ("add_parts" in module) == (mode == "parallel")
+
+
+def test_few_rows_of_a_contraction_lie_apart():
+  def names(num_rows, **fields):
+    config = matmul.Config(**fields)
+    module = gpu.lower_for_cuda(
+      functools.partial(matmul.contract_slabs, config=config),
+      struct(num_rows, 4096),
+      struct(8, 512, 4096),
+    )
+    return "add_parts" in module
+
+  # 32 tiles at up to 128 rows, of 132 multiprocessors; 64 at more.
+  assert [names(rows) for rows in (1, 128, 129)] == [True, True, False]
+  assert not names(1, mode="sequential")
+
+
+def test_layers_share_one_kernel():
+  def layers(count):
+    def run(x, *weights):
+      for w in weights:
+        x = matmul.matmul(x, w)
+      return x
+
+    return gpu.lower_for_cuda(run, struct(64, 512), *[struct(512, 512)] * count)
+
+  assert layers(2).count("mosaic_gpu_v2") == layers(5).count("mosaic_gpu_v2")
+  assert len(layers(5)) < 1.2 * len(layers(2))
 
 
 @pytest.mark.parametrize("k, n", GATES)
@@ -335,7 +513,7 @@ def refusal(call) -> str:
     ((3, 64), (64, 64), dict(out_dtype=jnp.float16), "got out_dtype=float16, expected bfloat16"),
     (
       (300, 128),
-      (128, 256),
+      (128, 1088),
       dict(config=matmul.Config(block_k=128), out_dtype=jnp.float32),
       "bytes of shared memory, expected at most 232448; make block_m, block_n or block_k smaller",
     ),
@@ -356,8 +534,44 @@ def test_dtypes_and_pairs_that_cannot_run_are_refused():
   assert "got up[64, 32], expected gate's shape [64, 64]" in refusal(
     lambda: matmul.swiglu(x, w, w[:, :32])
   )
+  assert "got n=64 for gate and up in one, expected a multiple of 128: pad each" in refusal(
+    lambda: matmul.swiglu(x, w)
+  )
   assert "got shards=2 for swiglu, expected 1" in refusal(
     lambda: matmul.swiglu(x, w, w, config=matmul.Config(shards=2))
+  )
+
+
+@pytest.mark.parametrize(
+  "x, w, more, message",
+  [
+    ((3, 64), (64, 64), {}, "contract_slabs: got w[64, 64], expected 1, 2, 4 or 8 slabs, w[r,"),
+    ((3, 3, 64), (3, 64, 64), {}, "got w[3, 64, 64], expected 1, 2, 4 or 8 slabs"),
+    ((3, 64), (2, 64, 64), {}, "got x[3, 64] and w[2, 64, 64], expected x[r, m, k] or x[m, r * k]"),
+    ((4, 3, 64), (2, 64, 64), {}, "expected as many slabs of both"),
+    (
+      (3, 128),
+      (2, 64, 64),
+      dict(config=matmul.Config(shards=2)),
+      "got shards=2 for contract_slabs, expected 1: its slabs are the parts",
+    ),
+    (
+      (3, 128),
+      (2, 64, 64),
+      dict(config=matmul.Config(block_k=128)),
+      "got k=64 of a slab beside the next one's, expected a multiple of block_k = 128; take a",
+    ),
+    (
+      (3, 128),
+      (2, 64, 64),
+      dict(stream=jnp.zeros((2, 3, 64))),
+      "got stream float32[2, 3, 64], expected bfloat16 or float32 [3, 64]",
+    ),
+  ],
+)
+def test_slabs_that_cannot_be_contracted_are_refused(x, w, more, message):
+  assert message in refusal(
+    lambda: matmul.contract_slabs(jnp.zeros(x, jnp.bfloat16), jnp.zeros(w, jnp.bfloat16), **more)
   )
 
 
@@ -377,6 +591,7 @@ def test_a_cpu_is_refused():
     ("swapped_block_n", 32, "got swapped_block_n=32; expected one of (64, 128)."),
     ("max_stages", 1, "got max_stages=1; expected at least 2."),
     ("snake_width", 0, "got snake_width=0; expected at least 1."),
+    ("mode", "both", "got mode=both; expected one of ('auto', 'sequential', 'parallel')."),
   ],
 )
 def test_a_config_that_cannot_work_is_refused(field, value, message):
