@@ -1,13 +1,14 @@
 """Scores of given or sampled next tokens, from hidden states, without logits in memory.
 
-  z = hidden @ table^T        t = z / temperature        (temperature 0: 1, and no noise)
+  z = hidden @ table^T        t = z * (1 / temperature)  (temperature 0: 1, and no noise)
   token = target, or argmax(t + gumbel(key)) where target is -1; ties go to the lowest id
   logprob = t[token] - logsumexp(t)                 raw_logprob = z[token] - logsumexp(z)
   entropy = logsumexp(t) - sum(softmax(t) * t)
 
 One warpgroup takes 64 rows and `vocabulary_tile` ids: it multiplies in the tensor core (bf16
 products, f32 sums, blocks of `block_k` in ascending order from zero) and leaves eight numbers a
-row, relative to the tile's own maximum, its sums taken 32 ids at a time in ascending order:
+row, relative to the tile's own maximum, its sums taken 32 ids at a time in ascending order, each
+in one step of a loop, so that few values are alive beside the logits:
 
   m = max(z)   l = sum(exp(z - m))   of t too, and s = sum(exp(t - m) * (t - m))
   the highest t + gumbel (or the target), its id, its z
@@ -23,16 +24,17 @@ block's two warpgroups take two tiles of the vocabulary; beyond, they take 64 ro
 
 Noise is counter-based: bits of id i are Threefry-2x32 of (row's key, i), as `jax.random.gumbel`
 draws them under `jax_threefry_partitionable`, so that both draw the same noise up to the rounding
-of a logarithm. Where none of 64 rows samples, none is drawn.
+of a logarithm. Where none of 64 rows samples, none is drawn; a row that is given or greedy adds
+none in either case, and all of its sums are one code.
 
 Backward: logits are computed again, `gradient_columns` ids at a time, and become
 
-  dz = [id is token] * (dlogprob / temperature + draw_logprob) - softmax(z) * draw_logprob
-       - softmax(t) * (dlogprob + dentropy * (t - logsumexp(t) + entropy)) / temperature
+  dz = [id is token] * (dlogprob * inverse + draw_logprob) - softmax(z) * draw_logprob
+       - softmax(t) * (dlogprob + dentropy * (t - logsumexp(t) + entropy)) * inverse
 
-rounded to bf16. Then dhidden = dz @ table, added chunk by chunk in ascending order in f32, and
-dtable = dz^T @ hidden, over rows in ascending order, by `matmul`'s kernels. A row of dhidden
-depends on that row alone. The token is a constant.
+with inverse = 1 / temperature, rounded to bf16. Then dhidden = dz @ table, added chunk by chunk in
+ascending order in f32, and dtable = dz^T @ hidden, over rows in ascending order, by `matmul`'s
+kernels. A row of dhidden depends on that row alone. The token is a constant.
 
 Rows whose distribution is filtered (top-k, top-p, min-p) or biased are not for this kernel: a
 filter has to see a row whole. The caller takes another path for them.
@@ -87,6 +89,8 @@ ABSENT = -1e30
 # In place of a target: take the argmax, without or with noise.
 GREEDY = -1
 SAMPLED = -2
+# The target is an id of another slab.
+ELSEWHERE = -3
 
 
 class TokenLogprobs(NamedTuple):
@@ -267,7 +271,7 @@ def reference(
   """The definition, in float32; it holds f32[n, v]."""
   rows = table.reshape(-1, table.shape[-1]).astype(jnp.float32)
   z = jnp.dot(hidden.astype(jnp.float32), rows.T, precision=lax.Precision.HIGHEST)
-  t = z / jnp.where(temperature > 0, temperature, 1.0)[:, None]
+  t = z * (1 / jnp.where(temperature > 0, temperature, 1.0))[:, None]
   wrap = functools.partial(jax.random.wrap_key_data, impl="threefry2x32")
   draw = lambda key: jax.random.gumbel(wrap(key), z.shape[1:], jnp.float32)
   with jax.threefry_partitionable(True):
@@ -381,6 +385,8 @@ def _scores_backward(config, interpret, saved, cotangents):
 _scores.defvjp(_scores_forward, _scores_backward)
 
 
+# Static, so that calls of one shape share one program in whatever holds them.
+@functools.partial(jax.jit, static_argnums=(5, 6))
 def _forward(
   hidden: jax.Array,
   table: jax.Array,
@@ -400,7 +406,7 @@ def _forward(
   is_sampled = (targets < 0) & (temperature > 0)
   targets = jnp.where(targets < 0, jnp.where(is_sampled, SAMPLED, GREEDY), targets)
   targets = jnp.pad(targets, (0, padded - num_rows))
-  temperature = _tempered(temperature, padded)
+  inverse = _inverse(temperature, padded)
   keys = jnp.pad(keys, ((0, padded - num_rows), (0, 0)))
   has_noise = jnp.any((targets == SAMPLED).reshape(-1, ROWS), axis=1).astype(jnp.int32)
   width = table.shape[0] // shards
@@ -408,47 +414,54 @@ def _forward(
   tiles = plan(config, num_rows)
 
   def write_partial(logits, place, refs, _):
-    has_noise_ref, target_ref, temperature_ref, key_0_ref, key_1_ref, partials_ref = refs
+    has_noise_ref, target_ref, inverse_ref, key_0_ref, key_1_ref, partials_ref = refs
     rows = pl.ds(place.row, ROWS)
-    target, temperature, key_0, key_1 = (
+    target, inverse, key_0, key_1 = (
       gpu.load(ref.at[rows], plgpu.Layout.WGMMA.reduce(1))
-      for ref in (target_ref, temperature_ref, key_0_ref, key_1_ref)
+      for ref in (target_ref, inverse_ref, key_0_ref, key_1_ref)
     )
     is_noisy = has_noise_ref[lax.div(place.row, ROWS)] > 0
     wide = lambda values: _columns(values, PIECE)
-    pieces = []
-    for first in range(0, config.vocabulary_tile, PIECE):
-      ids = _ids(place.first + first, PIECE)
-      is_here = ids < place.past
-      ids = jnp.where(is_here, ids, MAX_VOCABULARY)
-      pieces.append((is_here, ids, jnp.where(is_here, logits[:, first : first + PIECE], ABSENT)))
-    raw_maximum = functools.reduce(jnp.maximum, (jnp.max(z, axis=1) for *_, z in pieces))
-    # Division keeps the order, so no pass over t is needed, nor registers for it.
-    maximum = raw_maximum / temperature
-    raw_total = total = weighted = jnp.zeros((ROWS,), jnp.float32)
-    found = []
-    for is_here, ids, z in pieces:
+    pieces = [
+      jnp.where(_ids(place.first + i, PIECE) < place.past, logits[:, i : i + PIECE], ABSENT)
+      for i in range(0, config.vocabulary_tile, PIECE)
+    ]
+    raw_maximum = functools.reduce(jnp.maximum, (jnp.max(z, axis=1) for z in pieces))
+    # A positive factor keeps the order, so no pass over t is needed, nor registers for it.
+    maximum = raw_maximum * inverse
+    # An id that is absent from this slab may be another slab's target.
+    target = jnp.where(target < place.past, target, ELSEWHERE)
+
+    # One step's registers at a time beside the logits: unrolled, they spill.
+    def add_piece(i, sums):
+      raw_total, total, weighted, *best = sums
+      z = lax.switch(i, [lambda z=z: z for z in pieces])
+      ids = _ids(place.first + i * PIECE, PIECE)
       raw_total = raw_total + jnp.sum(jnp.exp(z - wide(raw_maximum)), axis=1)
-      t = jnp.where(is_here, z / wide(temperature), ABSENT)
+      t = jnp.maximum(z * wide(inverse), ABSENT)
       below = t - wide(maximum)
       weights = jnp.exp(below)
       total = total + jnp.sum(weights, axis=1)
       weighted = weighted + jnp.sum(weights * below, axis=1)
-      # Whether a neighbour samples decides about the noise alone: the sums are one code.
-      noise = lax.cond(
-        is_noisy,
-        lambda ids: gumbel(random_bits(wide(key_0), wide(key_1), ids.astype(jnp.uint32))),
-        lambda ids: jnp.zeros(ids.shape, jnp.float32),
-        ids,
-      )
-      scores = t + jnp.where(wide(target) == SAMPLED, noise, 0.0)
+
+      def with_noise(t):
+        noise = gumbel(random_bits(wide(key_0), wide(key_1), ids.astype(jnp.uint32)))
+        return jnp.where(wide(target) == SAMPLED, t + noise, t)
+
+      # Whether a neighbour samples decides about the noise alone.
+      scores = lax.cond(is_noisy, with_noise, lambda t: t, t)
       is_target = jnp.where(ids == wide(target), -ABSENT, ABSENT)
-      scores = jnp.where(wide(target) >= 0, is_target, scores)
+      scores = jnp.where((wide(target) == SAMPLED) | (wide(target) == GREEDY), scores, is_target)
       score = jnp.max(scores, axis=1)
       token = jnp.min(jnp.where(scores == wide(score), ids, MAX_VOCABULARY), axis=1)
       logit = jnp.sum(jnp.where(ids == wide(token), z, 0.0), axis=1)
-      found.append((score, token, logit))
-    score, token, logit = functools.reduce(higher, found)
+      return raw_total, total, weighted, *higher(best, (score, token, logit))
+
+    zero = jnp.zeros((ROWS,), jnp.float32)
+    nothing = (zero + 2 * ABSENT, jnp.zeros((ROWS,), jnp.int32), zero)
+    raw_total, total, weighted, score, token, logit = lax.fori_loop(
+      0, len(pieces), add_piece, (zero, zero, zero, *nothing)
+    )
     partial = Partial(
       raw_maximum, raw_total, maximum, total, weighted, score, token.astype(jnp.float32), logit
     )
@@ -462,19 +475,20 @@ def _forward(
     config=config,
     hidden=hidden,
     table=table,
-    inputs=(has_noise, targets, temperature, keys[:, 0], keys[:, 1]),
+    inputs=(has_noise, targets, inverse, keys[:, 0], keys[:, 1]),
     out_type=jax.ShapeDtypeStruct((shards * num_tiles, NUM_STATISTICS, padded), jnp.float32),
     start=jnp.int32(0),
     slabs=shards,
     width=width,
     interpret=interpret,
   )
-  merged = merge_slabs(fold_tiles(partials, shards, interpret), temperature, interpret)
+  merged = merge_slabs(fold_tiles(partials, shards, interpret), inverse, interpret)
   token, logprob, raw_logprob, entropy, normaliser, raw_normaliser = merged[:, :num_rows]
   scores = TokenLogprobs(token.astype(jnp.int32), logprob, raw_logprob, entropy)
   return scores, (normaliser, raw_normaliser)
 
 
+@functools.partial(jax.jit, static_argnums=(4, 5))
 def _gradients(
   hidden: jax.Array,
   table: jax.Array,
@@ -521,23 +535,23 @@ def _logit_gradients(
   num_rows = hidden.shape[0]
   padded = -(-num_rows // MERGED_ROWS) * MERGED_ROWS
   temperature, tokens, *others = (*saved, *cotangents)
-  rows_of = [_tempered(temperature, padded)]
+  rows_of = [_inverse(temperature, padded)]
   rows_of += [jnp.pad(array, (0, padded - num_rows)) for array in (tokens, *others)]
 
   def write_gradient(logits, place, refs, squares):
     *row_refs, dz_ref = refs
     rows = pl.ds(place.row, ROWS)
-    temperature, token, entropy, normaliser, raw_normaliser, dlogprob, draw_logprob, dentropy = (
+    inverse, token, entropy, normaliser, raw_normaliser, dlogprob, draw_logprob, dentropy = (
       gpu.load(ref.at[rows], plgpu.Layout.WGMMA.reduce(1)) for ref in row_refs
     )
-    at_token = dlogprob / temperature + draw_logprob
+    at_token = dlogprob * inverse + draw_logprob
     wide = lambda values: _columns(values, SQUARE)
     num_squares = config.vocabulary_tile // SQUARE
     for i in range(num_squares):
       first = i * SQUARE
       z = logits[:, first : first + SQUARE]
-      below = z / wide(temperature) - wide(normaliser)
-      slope = (wide(dlogprob) + wide(dentropy) * (below + wide(entropy))) / wide(temperature)
+      below = z * wide(inverse) - wide(normaliser)
+      slope = (wide(dlogprob) + wide(dentropy) * (below + wide(entropy))) * wide(inverse)
       dz = jnp.where(_ids(place.first + first, SQUARE) == wide(token), wide(at_token), 0.0)
       dz = dz - jnp.exp(z - wide(raw_normaliser)) * wide(draw_logprob) - jnp.exp(below) * slope
       square = squares.at[i % 2]
@@ -715,10 +729,10 @@ def _columns(values: Any, count: int) -> Any:
   return lax.broadcast_in_dim(values, (ROWS, count), (0,))
 
 
-def _tempered(temperature: jax.Array, padded: int) -> jax.Array:
-  """Returns what logits are divided by: f32[padded]."""
-  divisor = jnp.where(temperature > 0, temperature, jnp.float32(1))
-  return jnp.pad(divisor, (0, padded - divisor.shape[0]), constant_values=1)
+def _inverse(temperature: jax.Array, padded: int) -> jax.Array:
+  """Returns what logits are multiplied by: f32[padded]."""
+  inverse = 1 / jnp.where(temperature > 0, temperature, jnp.float32(1))
+  return jnp.pad(inverse, (0, padded - inverse.shape[0]), constant_values=1)
 
 
 def _whole_rows(hidden: jax.Array) -> jax.Array:

@@ -100,11 +100,11 @@ def fold_tiles(partials: jax.Array, slabs: int, interpret: bool) -> jax.Array:
   )(partials)
 
 
-def merge_slabs(partials: jax.Array, temperature: jax.Array, interpret: bool) -> jax.Array:
+def merge_slabs(partials: jax.Array, inverse: jax.Array, interpret: bool) -> jax.Array:
   """Merges slabs as a tree: token, logprob, raw_logprob, entropy, logsumexp of t, of z."""
   slabs, _, padded = partials.shape
 
-  def body(partials_ref, temperature_ref, out_ref):
+  def body(partials_ref, inverse_ref, out_ref):
     rows = pl.ds(lax.axis_index("block") * MERGED_ROWS, MERGED_ROWS)
     parts = [_read(partials_ref, slab, rows) for slab in range(slabs)]
     while len(parts) > 1:
@@ -112,7 +112,7 @@ def merge_slabs(partials: jax.Array, temperature: jax.Array, interpret: bool) ->
     (whole,) = parts
     normaliser = whole.maximum + jnp.log(whole.total)
     raw_normaliser = whole.raw_maximum + jnp.log(whole.raw_total)
-    logprob = whole.logit / temperature_ref[rows] - normaliser
+    logprob = whole.logit * inverse_ref[rows] - normaliser
     entropy = jnp.log(whole.total) - whole.weighted / whole.total
     results = (
       whole.token, logprob, whole.logit - raw_normaliser, entropy, normaliser, raw_normaliser
@@ -127,7 +127,7 @@ def merge_slabs(partials: jax.Array, temperature: jax.Array, interpret: bool) ->
     scratch={},
     num_blocks=padded // MERGED_ROWS,
     interpret=interpret,
-  )(partials, temperature)
+  )(partials, inverse)
 
 
 def _read(partials_ref: Any, index: Any, rows: Any) -> Partial:
