@@ -27,9 +27,7 @@ import json
 import multiprocessing
 import os
 import pathlib
-import shutil
 import sys
-import tempfile
 from typing import Any
 
 import jax
@@ -38,7 +36,7 @@ import jax.numpy as jnp
 from pallas_kernels import sass
 from pallas_kernels.bench import cases as bench_cases
 from pallas_kernels.bench.cases import GPT_OSS, QWEN3_8B, QWEN3_30B
-from pallas_kernels.sass import Kernel
+from pallas_kernels.sass import Kernel, Launch
 
 # Bytes a thread that a kernel's file may spill; the file says why. Others spill none.
 ALLOWANCES: Mapping[str, int] = {}
@@ -76,6 +74,7 @@ class Result:
   family: str = ""
   fold: str = ""
   kernels: tuple[Kernel, ...] = ()
+  launches: tuple[Launch, ...] = ()
   seconds: float = 0.0
   error: str = ""
 
@@ -212,12 +211,9 @@ def compiled(case: Case) -> Result:
     lines = str(error).strip().splitlines() or ["no message"]
     return dataclasses.replace(result, error=f"{type(error).__name__}: {lines[0]}"[:300])
   seconds = made.lowering_seconds + made.compile_seconds
-  return dataclasses.replace(result, kernels=made.kernels, seconds=seconds)
-
-
-def _begin(folder: pathlib.Path) -> None:
-  """Readies a process of the pool."""
-  sass.use_folder(folder / str(os.getpid()))
+  return dataclasses.replace(
+    result, kernels=made.kernels, launches=made.launches, seconds=seconds
+  )
 
 
 def _compiled_by_name(kernel: str, name: str) -> Result:
@@ -226,44 +222,39 @@ def _compiled_by_name(kernel: str, name: str) -> Result:
 
 def all_compiled(chosen: Sequence[Case], num_processes: int) -> Iterator[Result]:
   """Compiles cases, several processes at a time; yields results as they come."""
-  folder = pathlib.Path(tempfile.mkdtemp(prefix="compile_report_"))
-  pool = concurrent.futures.ProcessPoolExecutor(
-    num_processes, multiprocessing.get_context("spawn"), _begin, (folder,)
-  )
-  try:
-    with pool:
-      pending = [pool.submit(_compiled_by_name, case.kernel, case.name) for case in chosen]
-      yield from (done.result() for done in concurrent.futures.as_completed(pending))
-  finally:
-    shutil.rmtree(folder, ignore_errors=True)
+  spawning = multiprocessing.get_context("spawn")
+  with concurrent.futures.ProcessPoolExecutor(num_processes, spawning) as pool:
+    pending = [pool.submit(_compiled_by_name, case.kernel, case.name) for case in chosen]
+    yield from (done.result() for done in concurrent.futures.as_completed(pending))
 
 
 # ----- the table
 
 
 HEADER = (
-  "kernel", "case", "program", "blocks x threads", "registers", "spill stores / loads, B",
+  "kernel", "case", "program", "blocks", "threads", "registers", "spill stores / loads, B",
   "shared memory, B", "FFMA", "fusible", "warnings",
 )  # fmt: skip
 
 
 def rows(result: Result) -> Iterator[tuple[str, ...]]:
-  """Yields the lines of a case."""
+  """Yields the lines of a case; several launches of one name may be of several sizes."""
   if result.error:
-    yield (result.kernel, result.name, "does not compile", *[""] * 6, result.error)
+    yield (result.kernel, result.name, "does not compile", *[""] * 7, result.error)
   for kernel in result.kernels:
-    codes = sorted({text[1:6] for text in kernel.warnings})
+    launches = [launch for launch in result.launches if launch.name == kernel.name]
     yield (
       result.kernel,
       result.name,
       kernel.name,
-      f"{kernel.num_blocks} x {kernel.num_threads}",
+      " or ".join(sorted({str(launch.num_blocks) for launch in launches}, key=int)),
+      str(kernel.num_threads),
       str(kernel.registers),
       f"{kernel.spill_stores} / {kernel.spill_loads}",
-      f"{kernel.shared_memory:,}",
+      " or ".join(f"{size:,}" for size in sorted({launch.shared_memory for launch in launches})),
       str(kernel.num_fused),
       str(kernel.num_fusible),
-      " ".join(codes),
+      " ".join(sorted({text[1:6] for text in kernel.warnings})),
     )
 
 
