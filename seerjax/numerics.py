@@ -31,6 +31,8 @@ DTYPES = ("float32", "bfloat16")
 BITS_VERSION = 4
 # Of the native implementation, likewise.
 NATIVE_BITS_VERSION = 1
+# Of the kernels' implementation, likewise.
+PALLAS_BITS_VERSION = 2
 # Of every key: with another ("rbg" is usual on TPUs) noise depends on the batch it is drawn in.
 KEY_IMPLEMENTATION = "threefry2x32"
 CPUINFO = pathlib.Path("/proc/cpuinfo")
@@ -207,6 +209,8 @@ def fingerprint(numerics: NumericsConfig, remat: str = "none") -> dict[str, str]
   if numerics.implementation == "native":
     values["native_bits_version"] = str(NATIVE_BITS_VERSION)
     values["numba_version"] = importlib.metadata.version("numba")
+  if numerics.uses_kernels:
+    values["pallas_bits_version"] = str(PALLAS_BITS_VERSION)
   values["jax_version"] = jax.__version__
   values["jaxlib_version"] = importlib.metadata.version("jaxlib")
   values["xla_flags"] = os.environ.get("XLA_FLAGS", "")

@@ -46,6 +46,13 @@ def test_a_fingerprint_holds_every_field_and_what_xla_compiles_for():
   assert other["digest"] != found["digest"]
 
 
+def test_a_fingerprint_names_the_bits_of_its_implementation_alone():
+  kernels = numerics.fingerprint(NumericsConfig(implementation="pallas", compute_dtype="bfloat16"))
+  assert kernels["pallas_bits_version"] == str(numerics.PALLAS_BITS_VERSION)
+  assert "native_bits_version" not in kernels
+  assert "pallas_bits_version" not in numerics.fingerprint(TILED)
+
+
 def test_a_fingerprint_names_layers_that_are_computed_again():
   kept, again = (numerics.fingerprint(TILED, remat) for remat in ("none", "layer"))
   assert kept == numerics.fingerprint(TILED) and "remat" not in kept

@@ -1,8 +1,23 @@
-"""GPU kernels (`pallas_kernels`), all rows at once: their sums do not depend on the batch."""
+"""GPU kernels (`pallas_kernels`), all rows at once: their sums do not depend on the batch.
+
+A layer is few launches, whatever the number of its slabs. The slabs of columns are one product, and
+so are those of a contraction, which a kernel adds as one tree with the residual stream behind it:
+
+  norm | q, k, v = x @ slabs | norms of heads | turn, write pages | attend
+  x + mixed @ slabs | norm | silu(x @ gate) * (x @ up) | x + inner @ slabs
+
+On a mesh a device adds its own slabs in float32; the partial sums are gathered and added in the
+same tree, then the residual stream, and the sum is rounded once, as in the kernel. Layers with
+adapters run the definitions of `models`, product by product and slab by slab.
+
+Nothing within a step follows a number that the host would have to read back: it has seen the
+sampling parameters, and says where no row is special.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -12,9 +27,9 @@ import jax.numpy as jnp
 from pallas_kernels import attention as attention_kernel, matmul, rms_norm, token_logprobs
 from seerjax import numerics as numerics_lib, parallel
 from seerjax.array_typing import Array
-from seerjax.backends.protocol import Stage
+from seerjax.backends.protocol import Definition, Shape, Stage
 from seerjax.backends.tiled import Tiled
-from seerjax.ops import attention, sampling, tiles
+from seerjax.ops import attention, rotary, sampling, tiles
 from seerjax.types import TokenBatch, TokenScores
 
 # Keys that the kernel multiplies at a time, where a split has as many.
@@ -32,6 +47,10 @@ class MosaicGpu(Tiled):
   @property
   def holds_logits(self) -> bool:
     return False
+
+  @property
+  def waits_for_predicates(self) -> bool:
+    return True
 
   @property
   def shares_pages_under_gradient(self) -> bool:
@@ -80,6 +99,33 @@ class MosaicGpu(Tiled):
     flat = x.reshape(-1, x.shape[-1])
     normed = rms_norm.rms_norm(flat, scale, eps=eps, interpret=self.numerics.is_interpreted)
     return normed.reshape(x.shape)
+
+  def columns(self, x: Array, slabs: Array, **more: Any) -> Array:
+    """bf16[n, d] @ the local slabs bf16[r, d, e] -> f[r, n, e], by one launch."""
+    return matmul.matmul(x, slabs, interpret=self.numerics.is_interpreted, **more)
+
+  def add_contraction(self, residual: Array, x: Array, slabs: Array, axis: str | None) -> Array:
+    """bf16[n, d] + bf16[n, r * e] @ the local slabs bf16[r, e, d], by one launch on one device."""
+    count, width, features = slabs.shape
+    whole = slabs.reshape(count * width, features)
+    product = functools.partial(
+      matmul.matmul,
+      x,
+      whole,
+      config=matmul.Config(shards=count),
+      interpret=self.numerics.is_interpreted,
+    )
+    if axis is None:
+      return product(residual=residual)
+    partials = parallel.gather_slabs(product(out_dtype=jnp.float32)[None], axis)
+    total = parallel.tree_sum(partials) + residual.astype(jnp.float32)
+    return total.astype(residual.dtype)
+
+  def attention_inputs(self, stage: Stage, weights: Any, rows: Any, num_rows: Array) -> Any:
+    return self._defined(_in_few_launches(stage, weights, _input_rows), weights, rows, num_rows)
+
+  def after_attention(self, stage: Stage, weights: Any, rows: Any, num_rows: Array) -> Array:
+    return self._defined(_in_few_launches(stage, weights, _output_rows), weights, rows, num_rows)
 
   def write_pages(
     self, pages: tuple[Array, ...], values: tuple[Array, ...], slots: Array, num_rows: Array
@@ -137,9 +183,10 @@ class MosaicGpu(Tiled):
       config=token_logprobs.Config(shards=self.numerics.reduction_shards),
       interpret=self.numerics.is_interpreted,
     )
-    is_special = sampling.is_filtered(parameters) | sampling.is_restricted(parameters)
-    is_special |= jnp.any(parameters.bias_ids >= 0, axis=1)
     common = tokens, TokenScores(*scores)
+    if stage.is_plain:
+      return common
+    is_special = sampling.is_special(parameters)
     tiled = Tiled(dataclasses.replace(self.numerics, implementation="tiled"))
     special = lax.cond(
       jnp.any(is_special),
@@ -147,6 +194,60 @@ class MosaicGpu(Tiled):
       lambda: jax.tree.map(jnp.zeros_like, common),
     )
     return jax.tree.map(lambda a, b: jnp.where(is_special, a, b), special, common)
+
+
+def _in_few_launches(stage: Stage, weights: Any, rows: Definition) -> Stage:
+  """Returns the stage with a definition of ours, where the kernels take its slabs as they are."""
+  has_adapters = any(name.endswith("_lora") for name in weights)
+  widths = [tiles.slab_shape(weights[name]) for name in ("qkv", "out", "gate_up", "down")]
+  is_whole = not any(size % matmul.MULTIPLE for shape in widths for size in shape)
+  return stage._replace(rows=rows) if is_whole and not has_adapters else stage
+
+
+def _input_rows(
+  kernels: MosaicGpu,
+  shape: Shape,
+  axis: str | None,
+  weights: Any,
+  rows: Any,
+  one: Array,
+) -> tuple[Array, Array, Array]:
+  """As `models.attention.input_rows`, with all slabs and all heads at once."""
+  del axis, one
+  x, cos, sin = rows
+  num_rows, group, c = x.shape[0], shape.group, shape.head_dim
+  normed = kernels.rms_norm_rows(x, weights["attention_norm"], shape.norm_eps)
+  qkv = kernels.columns(normed, tiles.whole_slabs(weights["qkv"]), bias=weights.get("qkv_bias"))
+  # bf16[r, n, e] -> [n, r, heads of a slab, c].
+  heads = jnp.swapaxes(qkv.reshape(qkv.shape[0], num_rows, -1, c), 0, 1)
+  count = heads.shape[2] // (group + 2)
+  parts = jnp.split(heads, [count * group, count * (group + 1)], axis=2)
+  q, k, v = (part.reshape(num_rows, -1, c) for part in parts)
+  if "query_norm" in weights:
+    q = kernels.rms_norm_rows(q, weights["query_norm"], shape.norm_eps)
+    k = kernels.rms_norm_rows(k, weights["key_norm"], shape.norm_eps)
+  q, k = rotary.rotate_rows(q, cos, sin), rotary.rotate_rows(k, cos, sin)
+  return q.reshape(num_rows, -1, group, c), k, v
+
+
+def _output_rows(
+  kernels: MosaicGpu,
+  shape: Shape,
+  axis: str | None,
+  weights: Any,
+  rows: Any,
+  one: Array,
+) -> Array:
+  """As `models.mlp.output_rows`, but each sum with the residual stream is rounded once."""
+  del one
+  x, mixed = rows
+  num_rows = x.shape[0]
+  out, gate_up, down = (tiles.whole_slabs(weights[name]) for name in ("out", "gate_up", "down"))
+  x = kernels.add_contraction(x, mixed.reshape(num_rows, -1), out, axis)
+  normed = kernels.rms_norm_rows(x, weights["mlp_norm"], shape.norm_eps)
+  gate, up = jnp.split(kernels.columns(normed, gate_up, out_dtype=jnp.float32), 2, axis=-1)
+  inner = (jax.nn.silu(gate) * up).astype(x.dtype)  # bf16[r, n, e]
+  return kernels.add_contraction(x, jnp.swapaxes(inner, 0, 1).reshape(num_rows, -1), down, axis)
 
 
 def _padded(x: Array, axis: int) -> Array:

@@ -61,12 +61,14 @@ class Stage(NamedTuple):
     axis: mesh axis of the slabs, None on one device.
     rows: its definition.
     gradient_of: what the backward pass differentiates in its place; None is `rows` itself.
+    is_plain: of a head: whoever called knows that no row is biased, filtered or restricted.
   """
 
   shape: Shape
   axis: str | None
   rows: Definition
   gradient_of: Definition | None = None
+  is_plain: bool = False
 
 
 @runtime_checkable
@@ -125,6 +127,15 @@ class Backend(Operations, Protocol):
   @property
   def holds_logits(self) -> bool:
     """Whether `head` has a row's logits in memory, so that they can be had."""
+    ...
+
+  @property
+  def waits_for_predicates(self) -> bool:
+    """Whether the host waits where a loop or a branch follows a number that a device computed.
+
+    A step is then to have none: its page copies are a program of their own, run where there are
+    any, and the host, which has seen the sampling parameters, says where a head is plain.
+    """
     ...
 
   @property

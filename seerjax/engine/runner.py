@@ -26,6 +26,7 @@ from seerjax.backends.protocol import Backend
 from seerjax.engine import sizes
 from seerjax.engine.kv import page_moves as page_moves_lib
 from seerjax.models import config as model_config, head, kv_layout, parameters, transformer, weights
+from seerjax.ops import sampling
 from seerjax.types import SamplingRows, TokenBatch, TokenScores
 
 # Stop ids of a request that end its row on the device; the host knows of more at the visit's end.
@@ -119,12 +120,17 @@ def instance_step(
   numerics: numerics_lib.NumericsConfig,
   axis: str | None,
   backend: Backend | None = None,
+  is_plain: bool = False,
 ) -> tuple[kv_layout.Pages, Int[Array, "b"], TokenScores]:
-  """One step of one instance (no instance axis): new pages, sampled tokens i32[b], their scores."""
+  """One step of one instance (no instance axis): new pages, sampled tokens i32[b], their scores.
+
+  `is_plain` is that of `head.sample_and_score`.
+  """
   pages = kv_layout.copy_pages(pages, inputs.copies, inputs.num_copies)
-  return _run_rows(
-    params, pages, inputs, key, config=config, numerics=numerics, axis=axis, backend=backend
+  run_rows = functools.partial(
+    _run_rows, config=config, numerics=numerics, axis=axis, backend=backend, is_plain=is_plain
   )
+  return run_rows(params, pages, inputs, key)
 
 
 def _run_rows(
@@ -137,6 +143,7 @@ def _run_rows(
   numerics: numerics_lib.NumericsConfig,
   axis: str | None,
   backend: Backend | None,
+  is_plain: bool,
 ) -> tuple[kv_layout.Pages, Int[Array, "b"], TokenScores]:
   """As `instance_step`, once pages are copied."""
   hidden, pages = transformer.forward(
@@ -155,6 +162,7 @@ def _run_rows(
     numerics=numerics,
     axis=axis,
     backend=backend,
+    is_plain=is_plain,
   )
   return pages, tokens, scores
 
@@ -191,6 +199,7 @@ def instance_visit(
   numerics: numerics_lib.NumericsConfig,
   axis: str | None,
   backend: Backend,
+  is_plain: bool = False,
 ) -> tuple[kv_layout.Pages, Int[Array, "t n"], TokenScores]:
   """Several decode steps of one instance (no instance axis), each with the bits of a step alone.
 
@@ -203,6 +212,9 @@ def instance_visit(
     (pages, tokens i32[t, n], scores f32[t, n]) by step; tokens are -1 where a row was dead.
   """
   step, batch = inputs.step, inputs.step.batch
+  run_rows = functools.partial(
+    _run_rows, config=config, numerics=numerics, axis=axis, backend=backend, is_plain=is_plain
+  )
   page_size = kv_layout.page_size_of(pages, backend)
   num_rows, num_segments = batch.tokens.shape[0], batch.segment_start.shape[0]
   rows = jnp.arange(num_rows, dtype=jnp.int32)
@@ -227,9 +239,7 @@ def instance_visit(
       ),
       positions=now.positions + 1,
     )
-    pages, tokens, scores = _run_rows(
-      params, now.pages, one_step, key, config=config, numerics=numerics, axis=axis, backend=backend
-    )
+    pages, tokens, scores = run_rows(params, now.pages, one_step, key)
     tokens = jnp.where(now.is_live, tokens, -1)
     keep = lambda whole, part: lax.dynamic_update_index_in_dim(whole, part, now.count, 0)
     is_stop = jnp.any(inputs.stops == tokens[:, None], axis=1)
@@ -384,8 +394,8 @@ class Runner:
     )
     num_traces = collections.Counter()
 
-    def step(params, pages, words, key, layout):
-      size = jax.tree.leaves(pages)[0].shape
+    def step(params, pages, words, key, layout, is_plain):
+      size = jax.tree.leaves(pages)[0].shape, is_plain
       num_traces[size] += 1
       # The interpreter of kernels is known to JAX's caches only once it has run.
       count, most = num_traces[size], self.max_programs + self.numerics.is_interpreted
@@ -394,16 +404,16 @@ class Runner:
         " changed its shape or type"
       )
       pages = jax.tree.map(lambda leaf: leaf[0], pages)
-      out = local(params, pages, unpack(words[0], layout), key)
+      out = local(params, pages, unpack(words[0], layout), key, is_plain=is_plain)
       return jax.tree.map(lambda leaf: leaf[None], out)
 
     by_instance = jax.P(parallel.INSTANCE_AXIS)
     page_spec = jax.P(parallel.INSTANCE_AXIS, parallel.MODEL_AXIS)
 
-    def spread(params, pages, words, key, layout):
+    def spread(params, pages, words, key, layout, is_plain):
       # Replication over `model` is ours to keep: gathered slabs are added in one order on all.
       return jax.shard_map(
-        functools.partial(step, layout=layout),
+        functools.partial(step, layout=layout, is_plain=is_plain),
         mesh=self.mesh,
         # Of these very weights: adapters may be among them.
         in_specs=(parameters.specs_of(params), page_spec, by_instance, jax.P()),
@@ -413,7 +423,7 @@ class Runner:
 
     return jax.jit(
       spread if self.mesh.size > 1 else step,
-      static_argnums=(4,),
+      static_argnums=(4, 5),
       donate_argnums=(1,),
       out_shardings=(self._page_sharding, None, None),
     )
@@ -426,8 +436,27 @@ class Runner:
     Returns:
       (pages, tokens i32[i, b], scores f32[i, b]), on the devices.
     """
+    pages, inputs, is_plain = self._decided(pages, inputs)
     words, layout = pack(inputs)
-    return self._step_program(params, pages, words, key, layout)
+    return self._step_program(params, pages, words, key, layout, is_plain)
+
+  def _decided(self, pages: Any, inputs: StepInputs) -> tuple[Any, StepInputs, bool]:
+    """Returns pages, inputs and `is_plain` of a step that may read no number of a device's back.
+
+    Its copies are made, and the step is left no room for any. Nothing is decided for a backend
+    whose steps read numbers anyway.
+    """
+    if not self.stages.waits_for_predicates:
+      return pages, inputs, False
+    for copies in page_moves_lib.copy_rounds(inputs.copies, inputs.num_copies):
+      pages = self.page_moves.copy(pages, copies)
+    rows = np.arange(inputs.sample_rows.shape[1])
+    is_live = rows[None, :] < np.asarray(inputs.num_samples)[:, None]
+    is_special = sampling.is_special(inputs.sampling) & is_live
+    without = inputs._replace(
+      copies=inputs.copies[:, :0], num_copies=np.zeros_like(inputs.num_copies)
+    )
+    return pages, without, not bool(np.any(is_special))
 
   def visit(
     self, params: parameters.Params, pages: Any, inputs: VisitInputs, key: PRNGKeyArray
@@ -437,5 +466,6 @@ class Runner:
     Returns:
       (pages, tokens i32[i, t, n], scores f32[i, t, n]), on the devices; see `instance_visit`.
     """
-    words, layout = pack(inputs)
-    return self._visit_program(params, pages, words, key, layout)
+    pages, step, is_plain = self._decided(pages, inputs.step)
+    words, layout = pack(inputs._replace(step=step))
+    return self._visit_program(params, pages, words, key, layout, is_plain)

@@ -55,6 +55,7 @@ def sample_and_score(
   numerics: numerics_lib.NumericsConfig,
   axis: str | None = None,
   backend: Backend | None = None,
+  is_plain: bool = False,
 ) -> tuple[Int[Array, "n"], TokenScores]:
   """Samples the next token of each row, or takes the given one, and scores it.
 
@@ -74,6 +75,8 @@ def sample_and_score(
     numerics: what decides bits.
     axis: mesh axis of the slabs, None on one device.
     backend: what runs the head; None is the one that the numerics name.
+    is_plain: no row of the first `num_rows` is biased, filtered or restricted, so that what such
+      rows need may be left out. No other row's bits follow it.
 
   Returns:
     (tokens i32[n], their scores). A gradient is that of the scores of forced tokens.
@@ -91,7 +94,7 @@ def sample_and_score(
   sampling_rows = sampling.padded(sampling_rows, whole)
   is_wanted = (forced < 0) & (sampling_rows.temperature > 0)
   rows = (hidden, forced, sampling_rows, seeds, positions, is_wanted)
-  stage = Stage(config, axis, score_rows, given_rows)
+  stage = Stage(config, axis, score_rows, given_rows, is_plain)
   out = backend.head(stage, weights, rows, num_rows)
   return jax.tree.map(lambda leaf: leaf[:count], out)
 

@@ -136,7 +136,12 @@ def page_in_pool(page: Array, index: Array | int, num_layers: int) -> Array:
 
 
 def copy_pages(pages: Pages, copies: Array, num_copies: Array) -> Pages:
-  """Copies whole pages inside one instance, in order: copies i32[b, 2] are (from, to)."""
+  """Copies whole pages inside one instance, in order: copies i32[b, 2] are (from, to).
+
+  Where there is no room for any (b is 0) there is no loop either.
+  """
+  if not copies.shape[0]:
+    return pages
 
   def body(index: Array, pages: Pages) -> Pages:
     source, target = copies[index, 0], copies[index, 1]

@@ -93,10 +93,12 @@ def init(
 def compute_params(master: Params, numerics: numerics_lib.NumericsConfig) -> Params:
   """Returns the weights that engine and trainer both run: the master's, rounded once.
 
-  More than `UNROLLED_LAYERS` layers are `stacked`.
+  More than `UNROLLED_LAYERS` layers are `stacked`, but where they go to kernels: a kernel's operand
+  is a whole array, so a layer's slice would be a copy of its weights in every step.
   """
   params = jax.tree.map(lambda leaf: leaf.astype(numerics.dtype), master)
-  return stacked(params) if len(params["layers"]) > UNROLLED_LAYERS else params
+  is_stacked = len(params["layers"]) > UNROLLED_LAYERS and not numerics.uses_kernels
+  return stacked(params) if is_stacked else params
 
 
 def is_stacked(params: Params) -> bool:

@@ -93,14 +93,20 @@ def padded(sampling: SamplingRows, count: int) -> SamplingRows:
   return SamplingRows(**padded)
 
 
-def is_filtered(sampling: SamplingRows) -> Array:
+def is_filtered(sampling: SamplingRows) -> Array | np.ndarray:
   """Returns bool[n]: whether a row drops any entry; its scores then need the row whole."""
   return (sampling.top_k > 0) | (sampling.top_p < 1.0) | (sampling.min_p > 0.0)
 
 
-def is_restricted(sampling: SamplingRows) -> Array:
+def is_restricted(sampling: SamplingRows) -> Array | np.ndarray:
   """Returns bool[n]: whether a grammar leaves a row some ids only."""
   return sampling.high < NO_LIMIT
+
+
+def is_special(sampling: SamplingRows) -> Array | np.ndarray:
+  """Returns bool[n]: whether a row is filtered, restricted or biased; numpy of numpy."""
+  is_special = is_filtered(sampling) | is_restricted(sampling)
+  return is_special | (sampling.bias_ids >= 0).any(axis=-1)
 
 
 def _allowed_rows(scaled: Array, sampling: SamplingRows, first: Array) -> Array:

@@ -307,6 +307,16 @@ def num_slabs(leaf: Array | LayerSlabs) -> int:
   return leaf.layers.shape[1] if isinstance(leaf, LayerSlabs) else leaf.shape[0]
 
 
+def slab_shape(leaf: Array | LayerSlabs) -> tuple[int, ...]:
+  """Returns the shape of one slab."""
+  return leaf.layers.shape[2:] if isinstance(leaf, LayerSlabs) else leaf.shape[1:]
+
+
+def whole_slabs(leaf: Array | LayerSlabs) -> Array:
+  """Returns f[r, ...], a layer's slabs cut out of those of all layers."""
+  return _without_layers(leaf)
+
+
 def _slab_at(leaf: Array | LayerSlabs, index: Array) -> Array:
   if not isinstance(leaf, LayerSlabs):
     return lax.dynamic_index_in_dim(leaf, index, 0, False)

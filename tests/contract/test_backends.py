@@ -63,6 +63,10 @@ class Wrapping:
     return self._inner.holds_logits
 
   @property
+  def waits_for_predicates(self):
+    return self._inner.waits_for_predicates
+
+  @property
   def steps_per_visit(self):
     return self._inner.steps_per_visit
 

@@ -14,6 +14,7 @@ from word_engine import CONFIG, NUMERICS, SIZES, params, request, runner, tokens
 from seerjax import parallel
 from seerjax.engine import runner as runner_lib
 from seerjax.engine.engine import Engine, EngineConfig
+from seerjax.engine.kv import page_moves
 from seerjax.models import kv_layout
 from seerjax.models.loading import Model
 from seerjax.types import SamplingRows, TokenBatch
@@ -33,6 +34,64 @@ def test_pages_are_copied_in_order_and_padding_copies_nothing():
     ((keys, values),) = copy(pages, copies, jnp.int32(count))
     np.testing.assert_array_equal(keys[:, :, 0, 0], [wanted, [10 + page for page in wanted]])
     np.testing.assert_array_equal(values, keys + 100)
+
+
+def drawn_copies(seed):
+  """Copies i32[2, 60, 2] between few pages, each of which a later one may read or write again."""
+  rng = np.random.default_rng(seed)
+  counts = rng.integers(0, 60, 2).astype(np.int32)
+  return rng.integers(1, 40, (2, 60, 2)).astype(np.int32), counts
+
+
+def in_order(copies, counts):
+  """i32[2, 40]: what pages that held their own numbers hold after each instance's copies."""
+  pages = np.tile(np.arange(40), (2, 1))
+  for own, part, count in zip(pages, copies, counts, strict=True):
+    for source, target in part[:count]:
+      own[target] = own[source]
+  return pages
+
+
+def by_rounds(rounds):
+  """As `in_order`, where all of a round is read before any is written."""
+  pages = np.tile(np.arange(40), (2, 1))
+  for one in rounds:
+    read = np.take_along_axis(pages, one[..., 0], axis=1)
+    np.put_along_axis(pages, one[..., 1], read, axis=1)
+  return pages
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_rounds_copy_as_one_copy_after_the_other(seed):
+  copies, counts = drawn_copies(seed)
+  rounds = page_moves.copy_rounds(copies, counts)
+  assert all(one.shape[1] in page_moves.BUCKETS for one in rounds)
+  np.testing.assert_array_equal(by_rounds(rounds), in_order(copies, counts))
+
+
+def test_copies_in_one_round_are_others():
+  """The twin: a page that is copied on within a step has to be written first."""
+  copies, counts = drawn_copies(0)
+  rounds = [np.where(np.arange(60)[None, :, None] < counts[:, None, None], copies, 0)]
+  assert not np.array_equal(by_rounds(rounds), in_order(copies, counts))
+
+
+def test_no_copies_are_no_rounds():
+  copies, _ = drawn_copies(0)
+  assert page_moves.copy_rounds(copies, np.zeros(2, np.int32)) == []
+
+
+def test_a_round_is_copied_on_the_devices():
+  moves = tiny_model.runner(tiny_model.NUMERICS, 2, 4).page_moves
+  start = np.arange(2 * 8 * 6 * 2, dtype=np.float32).reshape(2, 8, 6, 1, 2)  # f[i, k, m, z, c]
+  place = jax.sharding.NamedSharding(moves.mesh, jax.P("instance", "model"))
+  copies = np.zeros((2, 4, 2), np.int32)
+  copies[0, :3], copies[1, 0] = [[1, 2], [3, 4], [5, 1]], [2, 5]
+  (found,) = moves.copy((jax.device_put(start, place),), copies)
+  wanted = start.copy()
+  for instance in range(2):
+    wanted[instance][:, copies[instance, :, 1]] = start[instance][:, copies[instance, :, 0]]
+  np.testing.assert_array_equal(found, wanted)
 
 
 def test_inputs_travel_as_words_and_keep_every_bit():

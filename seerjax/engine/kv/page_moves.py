@@ -44,6 +44,37 @@ def rounds(pages: list[int]) -> list[list[int]]:
   return pieces
 
 
+def copy_rounds(copies: Any, num_copies: Any) -> list[np.ndarray]:
+  """Cuts a step's copies into rounds i32[i, n, 2]; all of one may be read before any is written.
+
+  Args:
+    copies: i32[i, c, 2] (numpy), (from, to) pages by instance, to be made in order.
+    num_copies: i32[i] (numpy), how many there are.
+
+  Returns:
+    Rounds of a bucket's size, padded with copies of page 0 to itself; none if there are no copies.
+  """
+  by_instance = []
+  for own, count in zip(copies, num_copies, strict=True):
+    pieces: list[list[tuple[int, int]]] = []
+    written: set[int] = set()
+    for source, target in own[:count].tolist():
+      if not pieces or len(pieces[-1]) == BUCKETS[-1] or written & {source, target}:
+        pieces.append([])
+        written = set()
+      pieces[-1].append((source, target))
+      written.add(target)
+    by_instance.append(pieces)
+  found = []
+  for index in range(max(map(len, by_instance))):
+    pieces = [pieces[index] if index < len(pieces) else [] for pieces in by_instance]
+    whole = np.zeros((len(pieces), bucket_for(max(map(len, pieces))), 2), np.int32)
+    for instance, piece in enumerate(pieces):
+      whole[instance, : len(piece)] = np.asarray(piece, np.int32).reshape(-1, 2)
+    found.append(whole)
+  return found
+
+
 @dataclasses.dataclass(frozen=True)
 class PageMoves:
   """The programs of one mesh, compiled when first used. Pages are pytrees of f[i, k, m, z, c].
@@ -80,6 +111,20 @@ class PageMoves:
     return self._program(insert, (_PAGES, _BY_INSTANCE, _PAGES), (0,))
 
   @functools.cached_property
+  def _copy(self):
+    def copy(pages: Any, copies: Array) -> Any:
+      source, target = copies[0, :, 0], copies[0, :, 1]
+
+      def of(whole: Array) -> Array:
+        # Held apart: one fusion that reads and writes the pages would begin with a copy of them.
+        read = lax.optimization_barrier(jnp.take(whole, source, axis=1 + PAGE_AXIS))
+        return whole.at[:, :, target].set(read)
+
+      return jax.tree.map(of, pages)
+
+    return self._program(copy, (_PAGES, _BY_INSTANCE), (0,))
+
+  @functools.cached_property
   def _move(self):
     def move(pages: Any, moves: Array) -> Any:
       source, source_page, target, target_page = moves
@@ -104,6 +149,10 @@ class PageMoves:
   def insert(self, pages: Any, ids: np.ndarray, values: Any) -> Any:
     """Returns `pages`, which is donated, with f[i, k, n, z, c] written to the pages i32[i, n]."""
     return self._insert(pages, ids, values)
+
+  def copy(self, pages: Any, copies: np.ndarray) -> Any:
+    """Returns `pages`, which is donated, after one of `copy_rounds`: i32[i, n, 2], (from, to)."""
+    return self._copy(pages, copies)
 
   def move(self, pages: Any, moves: np.ndarray) -> Any:
     """Returns `pages`, which is donated, after moves i32[4, n].
