@@ -149,10 +149,11 @@ def kernel(
     out_type: `jax.ShapeDtypeStruct`, or a tuple of them.
     scratch: what one block allocates.
     num_blocks: the length of the grid.
-    interpret: run on the CPU, with race detection.
+    interpret: run on the CPU, with race detection. Then it may be vmapped, one call after the
+      other, which stands for a mesh: the interpreter itself knows one device at a time.
     **threads: `num_threads` and `thread_name`, for several warpgroups a block.
   """
-  return plgpu.kernel(
+  call = plgpu.kernel(
     body,
     out_type=out_type,
     scratch_types={key: item.allocation() for key, item in scratch.items()},
@@ -166,6 +167,7 @@ def kernel(
     kernel_name=name,
     **threads,
   )
+  return jax.custom_batching.sequential_vmap(call) if interpret else call
 
 
 def load(ref: Any, layout: Any) -> Any:

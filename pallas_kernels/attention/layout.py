@@ -59,6 +59,11 @@ class Work(NamedTuple):
   page_table: jax.Array
 
 
+def _places(ascending: jax.Array, values: jax.Array, *, side: str) -> jax.Array:
+  """Returns i32: `jnp.searchsorted`, as one launch and not as a loop of many."""
+  return jnp.searchsorted(ascending, values, side=side, method="scan_unrolled").astype(jnp.int32)
+
+
 def is_used(segments: Segments) -> jax.Array:
   """Returns bool[s]: the segments that are no padding."""
   numbers = jnp.arange(segments.segment_start.shape[0], dtype=jnp.int32)
@@ -70,7 +75,7 @@ def segment_of_rows(segments: Segments) -> tuple[jax.Array, jax.Array]:
   rows = jnp.arange(segments.positions.shape[0], dtype=jnp.int32)
   # Padding segments start past every row, so that the search never finds them.
   start = jnp.where(is_used(segments), segments.segment_start, rows.shape[0])
-  segment = jnp.searchsorted(start, rows, side="right").astype(jnp.int32) - 1
+  segment = _places(start, rows, side="right") - 1
   segment = jnp.maximum(segment, 0)
   offset = rows - segments.segment_start[segment]
   live = (offset >= 0) & (offset < segments.segment_length[segment])
@@ -131,7 +136,7 @@ def plan(static: Static, group: int, segments: Segments, page_size: int) -> tupl
   groups = num_splits * live
   first_group = jnp.cumsum(groups, dtype=jnp.int32) - groups
   units = jnp.arange(num_segments * most_splits, dtype=jnp.int32)
-  segment = jnp.searchsorted(ends, units, side="right").astype(jnp.int32)
+  segment = _places(ends, units, side="right")
   segment = jnp.minimum(segment, num_segments - 1)
   offset = units - first_unit[segment]
   parts = Work(
@@ -159,8 +164,8 @@ def readers(
     seen = seen & (begin[None, :] + page_size > first_position[:, None] - (static.window - 1))
   pages = jnp.where(seen, segments.page_table, num_pages).reshape(-1)
   order = jnp.argsort(pages, stable=True).astype(jnp.int32)
-  start = jnp.searchsorted(pages[order], jnp.arange(num_pages + 1, dtype=jnp.int32))
-  return order // width, order % width, start.astype(jnp.int32)
+  start = _places(pages[order], jnp.arange(num_pages + 1, dtype=jnp.int32), side="left")
+  return order // width, order % width, start
 
 
 def tiles(static: Static, group: int, x: jax.Array, segments: Segments) -> jax.Array:

@@ -224,8 +224,10 @@ def _input_rows(
   parts = jnp.split(heads, [count * group, count * (group + 1)], axis=2)
   q, k, v = (part.reshape(num_rows, -1, c) for part in parts)
   if "query_norm" in weights:
-    q = kernels.rms_norm_rows(q, weights["query_norm"], shape.norm_eps)
-    k = kernels.rms_norm_rows(k, weights["key_norm"], shape.norm_eps)
+    scales = weights["query_norm"], weights["key_norm"]
+    q, k = rms_norm.rms_norm_each(
+      (q, k), scales, eps=shape.norm_eps, interpret=kernels.numerics.is_interpreted
+    )
   q, k = rotary.rotate_rows(q, cos, sin), rotary.rotate_rows(k, cos, sin)
   return q.reshape(num_rows, -1, group, c), k, v
 
