@@ -6,9 +6,8 @@ so are those of a contraction, which a kernel adds as one tree with the residual
   norm | q, k, v = x @ slabs | norms of heads | turn, write pages | attend
   x + mixed @ slabs | norm | silu(x @ gate) * (x @ up) | x + inner @ slabs
 
-On a mesh a device adds its own slabs in float32; the partial sums are gathered and added in the
-same tree, then the residual stream, and the sum is rounded once, as in the kernel. Layers with
-adapters run the definitions of `models`, product by product and slab by slab.
+On a mesh a device adds its own slabs in float32; the sums are gathered and added in the same tree.
+Layers with adapters run the definitions of `models`, product by product and slab by slab.
 
 Nothing within a step follows a number that the host would have to read back: it has seen the
 sampling parameters, and says where no row is special.
@@ -17,14 +16,19 @@ sampling parameters, and says where no row is special.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
 from jax import lax
 import jax.numpy as jnp
 
-from pallas_kernels import attention as attention_kernel, matmul, rms_norm, token_logprobs
+from pallas_kernels import (
+  attention as attention_kernel,
+  matmul,
+  matmul_parts,
+  rms_norm,
+  token_logprobs,
+)
 from seerjax import numerics as numerics_lib, parallel
 from seerjax.array_typing import Array
 from seerjax.backends.protocol import Definition, Shape, Stage
@@ -100,26 +104,19 @@ class MosaicGpu(Tiled):
     normed = rms_norm.rms_norm(flat, scale, eps=eps, interpret=self.numerics.is_interpreted)
     return normed.reshape(x.shape)
 
-  def columns(self, x: Array, slabs: Array, **more: Any) -> Array:
-    """bf16[n, d] @ the local slabs bf16[r, d, e] -> f[r, n, e], by one launch."""
-    return matmul.matmul(x, slabs, interpret=self.numerics.is_interpreted, **more)
+  def add_contraction(self, stream: Array, x: Array, slabs: Array, axis: str | None) -> Array:
+    """bf16[n, d] + the sum over all slabs of x bf16[r, n, e] @ bf16[r, e, d], itself rounded.
 
-  def add_contraction(self, residual: Array, x: Array, slabs: Array, axis: str | None) -> Array:
-    """bf16[n, d] + bf16[n, r * e] @ the local slabs bf16[r, e, d], by one launch on one device."""
-    count, width, features = slabs.shape
-    whole = slabs.reshape(count * width, features)
-    product = functools.partial(
-      matmul.matmul,
-      x,
-      whole,
-      config=matmul.Config(shards=count),
-      interpret=self.numerics.is_interpreted,
-    )
+    x may also have the slabs side by side: bf16[n, r * e].
+    """
+    interpret = self.numerics.is_interpreted
     if axis is None:
-      return product(residual=residual)
-    partials = parallel.gather_slabs(product(out_dtype=jnp.float32)[None], axis)
-    total = parallel.tree_sum(partials) + residual.astype(jnp.float32)
-    return total.astype(residual.dtype)
+      return matmul.contract_slabs(x, slabs, stream=stream, interpret=interpret)
+    own = matmul.contract_slabs(x, slabs, out_dtype=jnp.float32, interpret=interpret)
+    sums = parallel.gather_slabs(own[None], axis)
+    return matmul_parts.add_partials(
+      sums, stream=stream, out_dtype=stream.dtype, interpret=interpret
+    )
 
   def attention_inputs(self, stage: Stage, weights: Any, rows: Any, num_rows: Array) -> Any:
     return self._defined(_in_few_launches(stage, weights, _input_rows), weights, rows, num_rows)
@@ -217,7 +214,9 @@ def _input_rows(
   x, cos, sin = rows
   num_rows, group, c = x.shape[0], shape.group, shape.head_dim
   normed = kernels.rms_norm_rows(x, weights["attention_norm"], shape.norm_eps)
-  qkv = kernels.columns(normed, tiles.whole_slabs(weights["qkv"]), bias=weights.get("qkv_bias"))
+  interpret = kernels.numerics.is_interpreted
+  slabs, bias = tiles.whole_slabs(weights["qkv"]), weights.get("qkv_bias")
+  qkv = matmul.matmul(normed, slabs, bias=bias, interpret=interpret)
   # bf16[r, n, e] -> [n, r, heads of a slab, c].
   heads = jnp.swapaxes(qkv.reshape(qkv.shape[0], num_rows, -1, c), 0, 1)
   count = heads.shape[2] // (group + 2)
@@ -225,9 +224,7 @@ def _input_rows(
   q, k, v = (part.reshape(num_rows, -1, c) for part in parts)
   if "query_norm" in weights:
     scales = weights["query_norm"], weights["key_norm"]
-    q, k = rms_norm.rms_norm_each(
-      (q, k), scales, eps=shape.norm_eps, interpret=kernels.numerics.is_interpreted
-    )
+    q, k = rms_norm.rms_norm_each((q, k), scales, eps=shape.norm_eps, interpret=interpret)
   q, k = rotary.rotate_rows(q, cos, sin), rotary.rotate_rows(k, cos, sin)
   return q.reshape(num_rows, -1, group, c), k, v
 
@@ -240,16 +237,14 @@ def _output_rows(
   rows: Any,
   one: Array,
 ) -> Array:
-  """As `models.mlp.output_rows`, but each sum with the residual stream is rounded once."""
+  """As `models.mlp.output_rows`, with all slabs at once."""
   del one
   x, mixed = rows
-  num_rows = x.shape[0]
   out, gate_up, down = (tiles.whole_slabs(weights[name]) for name in ("out", "gate_up", "down"))
-  x = kernels.add_contraction(x, mixed.reshape(num_rows, -1), out, axis)
+  x = kernels.add_contraction(x, mixed.reshape(x.shape[0], -1), out, axis)
   normed = kernels.rms_norm_rows(x, weights["mlp_norm"], shape.norm_eps)
-  gate, up = jnp.split(kernels.columns(normed, gate_up, out_dtype=jnp.float32), 2, axis=-1)
-  inner = (jax.nn.silu(gate) * up).astype(x.dtype)  # bf16[r, n, e]
-  return kernels.add_contraction(x, jnp.swapaxes(inner, 0, 1).reshape(num_rows, -1), down, axis)
+  inner = matmul.swiglu(normed, gate_up, interpret=kernels.numerics.is_interpreted)
+  return kernels.add_contraction(x, inner, down, axis)
 
 
 def _padded(x: Array, axis: int) -> Array:
