@@ -28,7 +28,7 @@ import multiprocessing
 import os
 import pathlib
 import sys
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -42,6 +42,9 @@ from pallas_kernels.sass import Kernel, Launch
 ALLOWANCES: Mapping[str, int] = {}
 # The kernel that folds a case's partials is the last of these that it has.
 FOLDS = ("attention", "attention_merge")
+
+# Opcodes and how often they stand in the code of a kernel.
+Arithmetic: TypeAlias = tuple[tuple[str, int], ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,18 +167,22 @@ def kernel_complaints(kernel: Kernel, allowance: int) -> list[str]:
 
 
 def arithmetic_complaints(results: Iterable[Result]) -> list[str]:
-  """Returns where the arithmetic of a kernel follows the number of rows."""
-  first: dict[tuple[str, str], tuple[str, Kernel]] = {}
+  """Returns where arithmetic follows the number of rows; that of folds is compared apart."""
+  first: dict[tuple[str, str], tuple[str, set[Arithmetic]]] = {}
   found = []
   for result in results:
+    arithmetic: dict[str, set[Arithmetic]] = {}
     for kernel in result.kernels if result.family else ():
-      name, other = first.setdefault((result.family, kernel.name), (result.name, kernel))
-      if kernel.arithmetic != other.arithmetic:
-        opcodes = {*kernel.arithmetic.items()} ^ {*other.arithmetic.items()}
-        differing = ", ".join(sorted({opcode for opcode, _ in opcodes}))
+      if kernel.name not in FOLDS:
+        arithmetic.setdefault(kernel.name, set()).add(tuple(kernel.arithmetic.items()))
+    for name, own in arithmetic.items():
+      case, other = first.setdefault((result.family, name), (result.name, own))
+      if own != other:
+        items = {item for one in own ^ other for item in one}
+        opcodes = ", ".join(sorted({opcode for opcode, _ in items}))
         found.append(
-          f"{result.kernel}: {result.name}: {kernel.name}: got other numbers of {differing} than in"
-          f" {name!r}, expected one arithmetic for every number of rows"
+          f"{result.kernel}: {result.name}: {name}: got other numbers of {opcodes} than in"
+          f" {case!r}, expected one arithmetic for every number of rows"
         )
   return found
 

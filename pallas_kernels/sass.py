@@ -8,8 +8,8 @@ memory, and whether it had to put products of the tensor core one after the othe
 how fast a kernel is; and XLA's choices among its own products are not those of a machine that has a
 GPU to time them.
 
-Mosaic prints what it makes on the process's standard output, which is read while XLA compiles.
-Equal kernels are made once a process, so that each compilation here begins with empty caches.
+Mosaic prints what it makes on the process's standard output, which is read while XLA compiles. It
+makes equal kernels once a process, known by the hash that stands in XLA's program.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class Compiled:
   """A function, compiled.
 
   Attributes:
-    kernels: in the order in which Mosaic made them; equal ones once.
+    kernels: in the order of the program; equal ones once.
     launches: of kernels, in the order of the trace; those of a loop's body once.
     program: XLA's text of the program, after all its passes.
     temporary_bytes: of device memory beside arguments and results.
@@ -158,16 +158,34 @@ def compile_for_hopper(
   with _printed() as text:
     compiled = lowered.compile()
   ended = time.process_time()
+  program = compiled.as_text() or ""
   memory = compiled.memory_analysis()
   assert memory is not None, "XLA knows what memory a program for a GPU takes"
   return Compiled(
-    kernels_of("".join(text)),
+    _of_program(program, kernels_of("".join(text))),
     tuple(launches_of(traced.jaxpr.jaxpr)),
-    compiled.as_text() or "",
+    program,
     memory.temp_size_in_bytes,
     is_lowered - started,
     ended - is_lowered,
   )
+
+
+# What this process has made, by hash.
+_MADE: dict[str, Kernel] = {}
+
+
+def _of_program(program: str, new: tuple[Kernel, ...]) -> tuple[Kernel, ...]:
+  """Returns the kernels of a program: those that it made, and those that were made before it."""
+  hashes = list(dict.fromkeys(re.findall(r'kernel_hash = "((?:[^"\\]|\\.)*)"', program)))
+  unknown = [name for name in hashes if name not in _MADE]
+  if len(unknown) != len(new):
+    raise RuntimeError(
+      f"compile_for_hopper: got the text of {len(new)} kernels, expected that of {len(unknown)}, of"
+      " which no earlier program of this process has one; compile it in a process of its own."
+    )
+  _MADE.update(zip(unknown, new))
+  return tuple(_MADE[name] for name in hashes)
 
 
 @functools.cache
