@@ -72,9 +72,9 @@ NARROW_COLUMNS = 1024
 PARKED_PARTS = 4
 # Parts lie apart where fewer than one multiprocessor in so many would have a tile.
 IDLE_SHARE = 3
-# The copying warpgroup gives registers to the two others: 40 + 2 * 232 of 512 a thread.
-COPY_REGISTERS = 40
-MULTIPLY_REGISTERS = 232
+# The copying warpgroup gives registers to the two others: 24 + 2 * 240 of 504 a thread.
+COPY_REGISTERS = 24
+MULTIPLY_REGISTERS = 240
 
 Arrays: TypeAlias = tuple[jax.Array, ...]
 
@@ -756,9 +756,10 @@ def contract(
       def copy_tile(tile, first_step):
         rows, columns = pl.ds(tile.row, tiles.block_m), pl.ds(tile.column, tiles.block_n)
 
-        def copy_part(index, _):
-          shard = tile.shard + index
-          first_of_part = first_step + index * tile.steps
+        def copy_step(i, _):
+          shard, part = tile.shard, i
+          if parts_of_tile > 1:
+            shard, part = lax.div(i, jnp.int32(tile.steps)), lax.rem(i, jnp.int32(tile.steps))
           # Where a slab is not a matrix of its own, it is cut from one.
           x_first = w_first = tile.first_part
           if shards > 1 and not (tiles.slabs_summed and x.ndim == 3):
@@ -770,24 +771,22 @@ def contract(
           if weights[0].ndim == 3:
             matrix = (shard if tiles.slabs_summed else tile.weight,)
 
-          def copy_step(i, _):
-            step = first_of_part + i
-            slot = lax.rem(step, stages)
-            pl.when(step >= stages)(lambda: plgpu.barrier_wait(empty.at[slot]))
-            x_part = pl.ds(x_first + i * tiles.block_k, tiles.block_k)
-            x_index = (rows, x_part) if tiles.x_k_last else (x_part, rows)
-            source = x_ref.at[(*x_matrix, *x_index)]
-            plgpu.copy_gmem_to_smem(source, x_buffer.at[slot], full.at[slot])
-            w_part = pl.ds(w_first + i * tiles.block_k, tiles.block_k)
-            for (w_ref, first_column), w_buffer in zip(halves, w_buffers):
-              mine = pl.ds(tile.column + first_column, tiles.block_n) if first_column else columns
-              w_index = (mine, w_part) if tiles.w_k_last else (w_part, mine)
-              source = w_ref.at[(*matrix, *w_index)]
-              plgpu.copy_gmem_to_smem(source, w_buffer.at[slot], full.at[slot])
+          step = first_step + i
+          slot = lax.rem(step, stages)
+          pl.when(step >= stages)(lambda: plgpu.barrier_wait(empty.at[slot]))
+          x_part = pl.ds(x_first + part * tiles.block_k, tiles.block_k)
+          x_index = (rows, x_part) if tiles.x_k_last else (x_part, rows)
+          source = x_ref.at[(*x_matrix, *x_index)]
+          plgpu.copy_gmem_to_smem(source, x_buffer.at[slot], full.at[slot])
+          w_part = pl.ds(w_first + part * tiles.block_k, tiles.block_k)
+          for (w_ref, first_column), w_buffer in zip(halves, w_buffers):
+            mine = pl.ds(tile.column + first_column, tiles.block_n) if first_column else columns
+            w_index = (mine, w_part) if tiles.w_k_last else (w_part, mine)
+            source = w_ref.at[(*matrix, *w_index)]
+            plgpu.copy_gmem_to_smem(source, w_buffer.at[slot], full.at[slot])
 
-          lax.fori_loop(0, tile.steps, copy_step, None)
-
-        lax.fori_loop(0, parts_of_tile, copy_part, None)
+        # One loop over all parts: the compiler would unroll short ones into registers it lacks.
+        lax.fori_loop(0, parts_of_tile * tile.steps, copy_step, None)
 
       past = for_each_tile(copy_tile)
       # No barrier is left with an arrival that was not waited for.
@@ -813,16 +812,16 @@ def contract(
             plgpu.wgmma(accumulator, left, x_tile.T)
 
       def add_shard(*accumulators, first_step, steps):
-        def add_step(i, _):
-          slot = lax.rem(first_step + i, stages)
+        def add_step(step, _):
+          slot = lax.rem(step, stages)
           plgpu.barrier_wait(full.at[slot])
           multiply(accumulators, slot)
           # The previous block has been read once only this one's products are under way.
           plgpu.wgmma_wait(len(accumulators))
-          previous = lax.rem(first_step + i + stages - 1, stages)
-          pl.when(i > 0)(lambda: plgpu.barrier_arrive(empty.at[previous]))
+          previous = lax.rem(step + stages - 1, stages)
+          pl.when(step > first_step)(lambda: plgpu.barrier_arrive(empty.at[previous]))
 
-        lax.fori_loop(0, steps, add_step, None)
+        lax.fori_loop(first_step, first_step + steps, add_step, None)
         plgpu.wgmma_wait(0)
         plgpu.barrier_arrive(empty.at[lax.rem(first_step + steps - 1, stages)])
         # Layouts are named wherever the search for them would be long (minutes, on JAX 0.10).
@@ -927,7 +926,7 @@ def contract(
 
   out = gpu.kernel(
     body,
-    name="matmul",
+    name="matmul_parts" if tiles.apart else "matmul",
     out_type=jax.ShapeDtypeStruct(
       (m, n) if planes is None else (planes, m, n), tiles.out_dtype
     ),
