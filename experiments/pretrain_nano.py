@@ -113,8 +113,10 @@ def batches(
 def numerics_for(length: int) -> numerics_lib.NumericsConfig:
   """Returns plain XLA with one segment a row."""
   tile = 1 << (length - 1).bit_length()
-  return numerics_lib.NumericsConfig(
-    implementation="untiled", query_tile=tile, kv_split=64, reduction_shards=1
+  return numerics_lib.with_row_tile(
+    numerics_lib.NumericsConfig(
+      implementation="untiled", query_tile=tile, kv_split=64, reduction_shards=1
+    )
   )
 
 

@@ -8,6 +8,7 @@ lives elsewhere.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 import contextlib
 import dataclasses
 import hashlib
@@ -15,6 +16,7 @@ import importlib.metadata
 import json
 import os
 import pathlib
+import types
 from typing import Any, Literal
 
 import jax
@@ -35,6 +37,10 @@ NATIVE_BITS_VERSION = 1
 PALLAS_BITS_VERSION = 2
 # Of every key: with another ("rbg" is usual on TPUs) noise depends on the batch it is drawn in.
 KEY_IMPLEMENTATION = "threefry2x32"
+# Rows of the one compiled tile program where nothing is said: of a platform, and of all others. By
+# the TPU compiler's estimates (docs/results/tpu_compile.md) fewer take nearly as long there.
+ROW_TILES: Mapping[str, int] = types.MappingProxyType({"tpu": 128})
+ROW_TILE = 16
 CPUINFO = pathlib.Path("/proc/cpuinfo")
 
 
@@ -51,7 +57,7 @@ class NumericsConfig:
       "pallas_interpreted" is the same kernels on a CPU, for tests; "untiled" is plain XLA, whose
       rows depend on the batch (to measure what invariance costs).
     row_tile: rows of the one compiled tile program of token-wise work, two at least. 16 suits small
-      batches, 64 training-heavy runs.
+      batches, 64 training-heavy runs. 0 leaves it to the platform (`row_tile_of`).
     query_tile: positions of one attention segment.
     slot_tile: pieces of attention (a segment and a split) that one compiled program takes.
     kv_split: positions of one split of the key/value reduction, aligned to absolute positions.
@@ -62,7 +68,7 @@ class NumericsConfig:
   """
 
   implementation: Implementation = "auto"
-  row_tile: int = 16
+  row_tile: int = 0
   query_tile: int = 8
   slot_tile: int = 8
   kv_split: int = 256
@@ -88,13 +94,13 @@ class NumericsConfig:
       )
     for field in ("row_tile", "query_tile", "slot_tile", "kv_split", "reduction_shards"):
       value = getattr(self, field)
-      if field == "reduction_shards" and value == 0:
+      if field in ("row_tile", "reduction_shards") and isinstance(value, int) and value == 0:
         continue
       if not isinstance(value, int) or value < 1 or value & (value - 1):
         raise ValueError(
           f"NumericsConfig.{field}: got {value}, expected a power of two; the defaults are"
-          " row_tile=16, query_tile=8, slot_tile=8, kv_split=256, reduction_shards=8 (0 leaves it"
-          " to the model)."
+          " row_tile=0 (which leaves it to the platform), query_tile=8, slot_tile=8, kv_split=256,"
+          " reduction_shards=8 (0 leaves it to the model)."
         )
 
   @property
@@ -111,6 +117,18 @@ class NumericsConfig:
   def dtype(self) -> jnp.dtype:
     """The compute dtype as JAX names it."""
     return jnp.dtype(self.compute_dtype)
+
+
+def row_tile_of(platform: str) -> int:
+  """Returns the rows of a tile on a platform ("cpu", "tpu", ...) where the numerics name none."""
+  return ROW_TILES.get(platform, ROW_TILE)
+
+
+def with_row_tile(numerics: NumericsConfig) -> NumericsConfig:
+  """Returns the numerics with the rows of a tile: those that they name, or this platform's."""
+  if numerics.row_tile:
+    return numerics
+  return dataclasses.replace(numerics, row_tile=row_tile_of(jax.devices()[0].platform))
 
 
 def key(seed: int) -> PRNGKeyArray:
@@ -191,13 +209,18 @@ def fingerprint(numerics: NumericsConfig, remat: str = "none") -> dict[str, str]
       the sums of a gradient are rounded elsewhere where they are computed again.
 
   Raises:
-    ValueError: if the number of slabs is left to a model, or the implementation to the machine; on
-      a GPU, if XLA's flags leave bits to what is fast (`xla_flags`).
+    ValueError: if the number of slabs is left to a model, or the implementation or the rows of a
+      tile to the machine; on a GPU, if XLA's flags leave bits to what is fast (`xla_flags`).
   """
   if numerics.implementation == "auto":
     raise ValueError(
       "NumericsConfig.implementation: got 'auto', expected the one that this machine runs; a"
       " fingerprint names it, so take models.config.numerics_for(model, numerics)."
+    )
+  if not numerics.row_tile:
+    raise ValueError(
+      "NumericsConfig.row_tile: got 0, expected the rows that this platform takes; a fingerprint"
+      " names them, so take models.config.numerics_for(model, numerics)."
     )
   if not numerics.reduction_shards:
     raise ValueError(

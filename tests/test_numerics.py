@@ -13,7 +13,7 @@ from pallas_kernels import device
 from seerjax import numerics
 from seerjax.numerics import NumericsConfig
 
-TILED = NumericsConfig(implementation="tiled")
+TILED = NumericsConfig(implementation="tiled", row_tile=16)
 # Digests of a CPU's fields at BITS_VERSION 4, with what the machine says left out.
 RECORDED = {"tiled": "8cd7d7c880631e41", "native": "c24fd0b0a4bce0cd"}
 
@@ -47,7 +47,9 @@ def test_a_fingerprint_holds_every_field_and_what_xla_compiles_for():
 
 
 def test_a_fingerprint_names_the_bits_of_its_implementation_alone():
-  kernels = numerics.fingerprint(NumericsConfig(implementation="pallas", compute_dtype="bfloat16"))
+  kernels = numerics.fingerprint(
+    dataclasses.replace(TILED, implementation="pallas", compute_dtype="bfloat16")
+  )
   assert kernels["pallas_bits_version"] == str(numerics.PALLAS_BITS_VERSION)
   assert "native_bits_version" not in kernels
   assert "pallas_bits_version" not in numerics.fingerprint(TILED)
@@ -64,7 +66,21 @@ def test_a_fingerprint_names_layers_that_are_computed_again():
 def test_a_fingerprint_names_the_slabs_that_a_model_decided():
   assert NumericsConfig(reduction_shards=0).reduction_shards == 0
   with pytest.raises(ValueError, match=r"reduction_shards: got 0, .* models.config.numerics_for"):
-    numerics.fingerprint(NumericsConfig(reduction_shards=0, implementation="tiled"))
+    numerics.fingerprint(dataclasses.replace(TILED, reduction_shards=0))
+
+
+def test_a_fingerprint_names_the_rows_of_a_tile_that_a_platform_decided():
+  # A CPU's have not moved; a TPU's fill its matrix unit.
+  assert [numerics.row_tile_of(name) for name in ("cpu", "cuda", "tpu")] == [16, 16, 128]
+  open_rows = dataclasses.replace(TILED, row_tile=0)
+  with pytest.raises(ValueError, match=r"row_tile: got 0, .* models.config.numerics_for"):
+    numerics.fingerprint(open_rows)
+  decided = numerics.with_row_tile(open_rows)
+  assert numerics.fingerprint(decided) == numerics.fingerprint(TILED)
+  named = dataclasses.replace(TILED, row_tile=128)
+  assert numerics.with_row_tile(named) is named
+  with pytest.raises(ValueError, match="row_tile was '16' and is '128'"):
+    numerics.require_same(numerics.fingerprint(decided), numerics.fingerprint(named), what="a run")
 
 
 def test_other_numerics_are_refused_with_both_values():
@@ -94,7 +110,9 @@ def test_on_a_gpu_a_fingerprint_names_what_compiles_and_drives_it():
 def test_on_a_cpu_a_fingerprint_has_the_digest_of_its_own_fields_alone():
   """Stored fingerprints of CPU runs stay what they were: no field of a GPU is among them."""
   for implementation in ("tiled", "native"):
-    found = numerics.fingerprint(NumericsConfig(implementation=implementation))
+    found = numerics.fingerprint(
+      numerics.with_row_tile(NumericsConfig(implementation=implementation))
+    )
     fixed = found | dict(jax_version="0", jaxlib_version="0", device_kind="cpu", xla_flags="")
     if implementation == "native":
       fixed["numba_version"] = "0"

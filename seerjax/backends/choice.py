@@ -17,7 +17,7 @@ from seerjax.backends.tiled import Tiled
 def decided(
   numerics: numerics_lib.NumericsConfig, shape: Decoder | None = None
 ) -> numerics_lib.NumericsConfig:
-  """Returns the numerics with the implementation that "auto" stands for on this machine.
+  """Returns the numerics with what this machine decides: what "auto" is, and the rows of a tile.
 
   Args:
     numerics: of a model whose number of slabs is decided, where there is a shape.
@@ -27,6 +27,7 @@ def decided(
     ValueError: if "native" is asked for by name and cannot run here, or if kernels are and cannot
       run this model here, with the sentence of their `is_supported`.
   """
+  numerics = numerics_lib.with_row_tile(numerics)
   if numerics.implementation == "auto":
     return dataclasses.replace(numerics, implementation=_of_this_machine(numerics, shape))
   if numerics.implementation == "native" and (reason := _reason_against_native()):

@@ -86,7 +86,8 @@ def numerics_for(
 ) -> numerics_lib.NumericsConfig:
   """Returns the numerics with what they leave open decided, by this machine and by the model.
 
-  "auto" becomes the implementation that runs here, and 0 slabs as many as the model allows.
+  "auto" becomes the implementation that runs here, 0 rows of a tile those of the platform, and 0
+  slabs as many as the model allows.
 
   Raises:
     ValueError: for an implementation that cannot run this model here, or a number of slabs that

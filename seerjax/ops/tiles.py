@@ -47,12 +47,12 @@ def whole(count: int, tile: int) -> int:
 
 
 def tile_rows(numerics: numerics_lib.NumericsConfig) -> int:
-  """Returns the rows of a tile, two at least: `row_tile`.
+  """Returns the rows of a tile, two at least: `row_tile`, or the platform's where that is open.
 
   XLA makes a product of one row a sum and fuses it with what is around it, so that an adapter's
   bits followed the number of devices.
   """
-  return max(2, numerics.row_tile)
+  return max(2, numerics_lib.with_row_tile(numerics).row_tile)
 
 
 def padded(tree: Any, count: int) -> Any:

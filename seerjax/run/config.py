@@ -211,6 +211,7 @@ def chosen(config: RunConfig, of_model: RunConfig) -> str:
     f"{field}={new}"
     for field, old, new in (
       ("numerics.implementation", config.numerics, of_model.numerics),
+      ("numerics.row_tile", config.numerics, of_model.numerics),
       ("numerics.reduction_shards", config.numerics, of_model.numerics),
       ("engine.row_buckets", config.engine, of_model.engine),
       ("trainer.rows_per_micro_batch", config.trainer, of_model.trainer),
@@ -226,6 +227,7 @@ def chosen_sizes(config: RunConfig) -> dict[str, Any]:
   """Returns what the model decided, where the config left it open, for a resume."""
   return {
     "implementation": config.numerics.implementation,
+    "row_tile": config.numerics.row_tile,
     "reduction_shards": config.numerics.reduction_shards,
     "row_buckets": list(config.engine.row_buckets),
     "rows_per_micro_batch": config.trainer.rows_per_micro_batch,

@@ -42,6 +42,7 @@ from typing import Any, NamedTuple
 from jax.typing import ArrayLike
 import numpy as np
 
+from seerjax import numerics as numerics_lib
 from seerjax.backends import choice
 from seerjax.backends.protocol import Backend
 from seerjax.numerics import NumericsConfig
@@ -140,11 +141,12 @@ def layout(
       f"pack: got page_size={page_size}, expected a divisor of NumericsConfig.kv_split="
       f"{numerics.kv_split}; a split is read page by page, 16 is usual."
     )
-  if rows_per_micro_batch < 1 or rows_per_micro_batch % numerics.row_tile:
-    below = rows_per_micro_batch // numerics.row_tile * numerics.row_tile
+  tile = numerics_lib.with_row_tile(numerics).row_tile
+  if rows_per_micro_batch < 1 or rows_per_micro_batch % tile:
+    below = rows_per_micro_batch // tile * tile
     raise ValueError(
       f"pack: got rows_per_micro_batch={rows_per_micro_batch}, expected a positive multiple of"
-      f" NumericsConfig.row_tile={numerics.row_tile}; use {below + numerics.row_tile}."
+      f" NumericsConfig.row_tile={tile}; use {below + tile}."
     )
   if max_sequence_tokens is None:
     max_sequence_tokens = rows_per_micro_batch + 1

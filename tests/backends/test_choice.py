@@ -43,7 +43,8 @@ def test_native_by_name_is_refused_where_it_cannot_run(no_compiler):
 
 
 def test_a_backend_has_the_numerics_that_were_decided():
-  assert choice.backend_of(NumericsConfig()).numerics == NumericsConfig(implementation="native")
+  decided = NumericsConfig(implementation="native", row_tile=16)
+  assert choice.backend_of(NumericsConfig()).numerics == decided
 
 
 def test_what_is_left_to_the_machine_has_no_fingerprint():

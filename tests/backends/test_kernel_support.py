@@ -20,7 +20,7 @@ from seerjax.models import config as model_config, kv_layout, parameters, preset
 from seerjax.numerics import NumericsConfig
 from seerjax.types import SamplingRows, TokenBatch
 
-BFLOAT16 = NumericsConfig(compute_dtype="bfloat16")
+BFLOAT16 = NumericsConfig(compute_dtype="bfloat16", row_tile=16)
 PALLAS = dataclasses.replace(BFLOAT16, implementation="pallas")
 QWEN3 = presets.get("qwen3-8b")
 CPU = "got the platform 'cpu', expected an NVIDIA GPU of compute capability 9.0 (Hopper)"

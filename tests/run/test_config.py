@@ -90,8 +90,8 @@ def test_what_a_config_leaves_open_is_the_models_and_a_resume_keeps_it(tmp_path)
   found = config_lib.for_model(open_config, nano)
   assert config_lib.chosen(open_config, found) == (
     "chosen for this model and context: numerics.implementation=native,"
-    " numerics.reduction_shards=8, engine.row_buckets=(64, 512), trainer.rows_per_micro_batch=2048,"
-    " trainer.sequences_per_micro_batch=32"
+    " numerics.row_tile=16, numerics.reduction_shards=8, engine.row_buckets=(64, 512),"
+    " trainer.rows_per_micro_batch=2048, trainer.sequences_per_micro_batch=32"
   )
   assert config_lib.for_model(found, nano) == found and config_lib.chosen(found, found) == ""
   chosen = config_lib.chosen_sizes(found)

@@ -45,7 +45,7 @@ def test_free_settings_may_be_others_under_the_name_of_before():
 
 def test_a_journal_of_the_release_before_is_continued(tmp_path):
   path = tmp_path / journal.FILE_NAME
-  fingerprint = numerics.fingerprint(numerics.NumericsConfig(implementation="tiled"))
+  fingerprint = numerics.fingerprint(numerics.NumericsConfig(implementation="tiled", row_tile=16))
   with journal.Journal(path, fingerprint=fingerprint, settings=BEFORE):
     pass
 

@@ -1,0 +1,33 @@
+#!/usr/bin/env bash
+# Compiles the engine's step and the trainer's for TPUs, on a machine that has none.
+set -euo pipefail
+
+ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+# shellcheck source=launch/environment.sh
+source "$ROOT/launch/environment.sh"
+
+if [ "${1:-}" = --help ] || [ "${1:-}" = -h ]; then
+  cat <<'EOT'
+usage: bash launch/tpu_compile.sh [--flags of experiments.tpu_compile]
+
+Makes .venv-tpu in the checkout with the newest Python that has a lock for it (3.13 or 3.12), adds
+libtpu (half a gigabyte, x86-64 Linux) and compiles Qwen3-0.6B and 8B for TPU v5e and v6e, case after
+case, each in a process of its own. Nothing is run: a TPU would be needed. What each case is and what
+the compiler said goes to runs/tpu_compile (--workdir=DIR), as results.jsonl and table.md; cases that
+results.jsonl holds are not compiled again.
+
+  --cases=TEXT   only the cases whose name contains it
+  --list         names the cases, and compiles none
+EOT
+  exit 0
+fi
+
+found=$(find_python "3.13 3.12")
+minor=${found%% *}
+environment "$ROOT/.venv-tpu" "${found#* }" "$ROOT/launch/locks/runtime-$minor.txt" \
+  "$ROOT/launch/locks/tpu-compile-$minor.txt" ||
+  fail "libtpu is not installed: its wheel is for x86-64 Linux with glibc 2.31 or later."
+# The host's own platform traces; the compiler is asked for by name.
+export JAX_PLATFORMS=cpu
+cd "$ROOT"
+exec nice -n 10 "$ROOT/.venv-tpu/bin/python" -P -m experiments.tpu_compile "$@"
