@@ -70,7 +70,12 @@ def params_like(model, dtype):
 
 
 def export(function, platform, *args):
-  exported = jax.export.export(jax.jit(function), platforms=[platform])(*args)
+  # Where pages lie on a TPU (`ops.attention`) is said by a call that JAX may spell otherwise one
+  # day; what is exported here is not kept.
+  checks = [jax.export.DisabledSafetyCheck.custom_call("LayoutConstraint")]
+  exported = jax.export.export(jax.jit(function), platforms=[platform], disabled_checks=checks)(
+    *args
+  )
   assert exported.platforms == (platform,)
   assert len(exported.mlir_module_serialized) > 10_000
   return exported

@@ -25,6 +25,7 @@ from typing import NamedTuple
 
 import jax
 from jax import lax
+from jax.experimental import layout
 import jax.numpy as jnp
 
 from seerjax import numerics as numerics_lib
@@ -442,9 +443,24 @@ def _write_pages(pages, values, slots, num_rows):
     slot = slots[row]
     zero = jnp.int32(0)
     where = (zero, slot // page_size, slot % page_size, zero)
-    return lax.dynamic_update_slice(pages, update.reshape(num_heads, 1, 1, head_dim), where)
+    pages = lax.dynamic_update_slice(pages, update.reshape(num_heads, 1, 1, head_dim), where)
+    return _as_they_are_read(pages)
 
   return lax.fori_loop(jnp.int32(0), num_rows, body, pages)
+
+
+def _as_they_are_read(pages: Array) -> Array:
+  """Returns the pages, on a TPU in the order of their axes.
+
+  There XLA chooses where axes lie in memory. For rows that are written one by one it puts a row's
+  heads side by side, and then, for attention, copies all pages into the other order: twice in every
+  layer of a step.
+  """
+
+  def in_order(pages: Array) -> Array:
+    return layout.with_layout_constraint(pages, layout.Layout(tuple(range(pages.ndim))))
+
+  return lax.platform_dependent(pages, tpu=in_order, default=lambda pages: pages)
 
 
 def _write_pages_forward(pages, values, slots, num_rows):

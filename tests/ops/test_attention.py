@@ -436,3 +436,11 @@ def test_an_only_block_or_tile_never_stands_alone():
   rows = attention.segment_rows(batch, NUMERICS, 16)
   assert rows.num_splits.shape == (2, NUMERICS.slot_tile)
   assert rows.segment_of.shape == (2, 2 * NUMERICS.slot_tile)
+
+
+def test_pages_keep_the_order_of_their_axes_on_a_tpu_and_say_nothing_elsewhere():
+  pages, values = jnp.zeros((HEADS, 3, 4, HEAD_DIM)), jnp.ones((5, HEADS, HEAD_DIM))
+  arguments = pages, values, jnp.arange(5, dtype=jnp.int32), jnp.int32(5)
+  traced = jax.jit(attention.write_pages).trace(*arguments)
+  texts = {p: traced.lower(lowering_platforms=(p,)).as_text() for p in ("tpu", "cpu", "cuda")}
+  assert [name for name, text in texts.items() if "LayoutConstraint" in text] == ["tpu"]
