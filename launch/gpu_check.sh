@@ -1,76 +1,74 @@
 #!/usr/bin/env bash
-# Checks and times the kernels on a GPU machine, with what is installed there; nothing is installed.
+# Asks a machine with a Hopper GPU all that is open, in parts that each fit ten minutes of it.
 set -uo pipefail
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 # shellcheck source=launch/environment.sh
 source "$ROOT/launch/environment.sh"
 
-PARTS="racecheck memcheck kernels self_test contract bench"
-# What a part may take, in seconds; the bench takes what is left.
-SHORT_PART=50
+PARTS="1 2 3 4 5 6 7"
+# Seconds of each part; those of a dry run, which interprets, are for a slow CPU.
+LIMITS="480 360 480 480 480 360 480"
+DRY_LIMIT=900
 
 usage() {
   cat <<'EOF'
-usage: bash launch/gpu_check.sh [--dry_run] [--out=DIR] [--only=PART,PART] [--seconds=N]
+usage: bash launch/gpu_check.sh [--part=N,N] [--dry_run] [--out=DIR] [--wheels=DIR] [--seconds=N]
 
-Runs the repository's kernels on a machine with an NVIDIA H100 or H200, by a Python there that has
-JAX with CUDA, NumPy and absl-py. Nothing is installed. First it says what the machine is; then, each
-within a limit of time:
+Runs on a machine with an NVIDIA H100 or H200, by a Python there that has JAX with CUDA, NumPy and
+absl-py. Nothing is installed, and nothing comes from a network. First it says what the machine is;
+then these parts, in this order, 45 minutes of them at most:
 
-  racecheck  tiny checks of every kernel under compute-sanitizer, where that is present
-  memcheck   the same, for accesses out of bounds
-  kernels    tests marked `gpu`, where pytest and what tests need are present
-  self_test  the start-up measurement of the portable path, where its packages are present
-  contract   tests/contract on the GPU, where pytest and what tests need are present
-  bench      python -m pallas_kernels.bench: agreement, invariance, then the table
-  questions  python -m pallas_kernels.bench --question=all; only where --only names it
+  1 kernels    each kernel runs, agrees with its definition, keeps a row's bits         8 minutes
+  2 questions  what the contract turns on, the worst first                              6
+  3 bits       engine = trainer on this GPU: self-tests, tests of kernels and contract  8
+  4 speed      kernels beside cuBLAS and copies, at the engine's own shapes             8
+  5 steps      the engine's own step: tiled, pallas, pallas with command buffers        8
+  6 job        the main job twice, shortened, and one SHA-256                           6
+  7 memory     every kernel under compute-sanitizer: memcheck, then racecheck           8
 
-What is not present is named, and is no failure. The exit status is 1 if any part failed or ran out
-of time.
+A part is several processes, each with a limit of its own: one that hangs costs its own time. What is
+not present is named, and is no failure. The exit status is 1 if a process failed or ran out of time.
 
-  --dry_run      on a CPU: bench interprets and lowers; parts that need a GPU are left out
-  --out=DIR      gets DIR/bench.json, DIR/bench.md and a log of each part (runs/gpu_check)
-  --only=PARTS   these parts alone, with commas between; one part alone gets all the time
-  --seconds=N    for all parts together (470; 1800 in a dry run)
-  --help         this text
+  --part=N,N    these parts alone
+  --dry_run     on a CPU, through all parts: small sizes, the interpreter in the GPU's place
+  --out=DIR     gets summary.txt, and of each part N partN.log and partN.tar.gz, which grow after
+                every process (runs/gpu_check)
+  --wheels=DIR  packages that this Python lacks are taken from wheels there (.whl in the checkout),
+                such as ml_collections and tensorboardX (for part 6) and beartype (for part 3):
+                python3 -m pip download --no-deps --only-binary=:all: -d .whl NAME==VERSION
+  --seconds=N   for each part, instead of the minutes above
+  --help        this text
 
   SEERJAX_PYTHON=/path/to/python   uses that interpreter
 EOF
 }
 
-out="$ROOT/runs/gpu_check" only="" seconds="" dry_run=""
+out="$ROOT/runs/gpu_check" parts="" seconds="" dry_run="" wheels="$ROOT/.whl"
 for argument in "$@"; do
   case $argument in
     --dry_run) dry_run=yes ;;
     --out=*) out=${argument#*=} ;;
-    --only=*) only=${argument#*=} ;;
+    --part=*) parts=${argument#*=} ;;
+    --wheels=*) wheels=${argument#*=} ;;
     --seconds=*) seconds=${argument#*=} ;;
     --help | -h)
       usage
       exit 0
       ;;
-    *) fail "got '$argument', expected --dry_run, --out=, --only=, --seconds= or --help." ;;
+    *) fail "got '$argument', expected --part=, --dry_run, --out=, --wheels=, --seconds= or --help." ;;
   esac
 done
-[ -n "$only" ] || only=$PARTS
-only=${only//,/ }
-for part in $only; do
-  case " $PARTS questions " in
+[ -n "$parts" ] || parts=$PARTS
+parts=${parts//,/ }
+for part in $parts; do
+  case " $PARTS " in
     *" $part "*) ;;
-    *) fail "--only: got '$part', expected some of: $PARTS questions." ;;
+    *) fail "--part: got '$part', expected some of: $PARTS." ;;
   esac
 done
-if [ -z "$seconds" ]; then
-  seconds=470
-  [ -z "$dry_run" ] || seconds=1800
-fi
 case $seconds in
   *[!0-9]*) fail "--seconds: got '$seconds', expected a number of seconds." ;;
-esac
-case $only in
-  *' '*) ;;
-  *) SHORT_PART=$seconds ;;
 esac
 
 # lacks PYTHON: prints what it lacks to run the kernels, in one line; nothing if it can.
@@ -136,130 +134,236 @@ EOF
 
 mkdir -p "$out" || fail "--out: got '$out', expected a folder that can be made."
 out=$(cd "$out" && pwd)
-export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"
-# JAX leaves memory of the GPU to PyTorch, and to the part before it that still ends.
+scratch=$(mktemp -d) || fail "got no folder for what processes write, expected one; set TMPDIR."
+trap 'rm -rf "$scratch"' EXIT
+for wheel in "$wheels"/*.whl; do
+  [ -e "$wheel" ] || continue
+  "$python" -m zipfile -e "$wheel" "$scratch/site" ||
+    fail "--wheels: got '$wheel', expected a wheel; download it again."
+done
+export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}:$scratch/site"
+# JAX leaves memory of the GPU to PyTorch, and to the process before it that still ends.
 export XLA_PYTHON_CLIENT_PREALLOCATE=false
+# Two runs, or two processes, must not choose tilings by what was fast.
+[ -n "$dry_run" ] || export XLA_FLAGS="${XLA_FLAGS:+$XLA_FLAGS }--xla_gpu_autotune_level=0"
 cd "$ROOT" || exit 1
 
-printf '== machine\n'
+commit=$(git rev-parse --short HEAD 2>/dev/null || printf 'unknown')
+: >"$out/summary.txt"
+
+# tell LINE: for people and for the summary.
+tell() { printf '%s\n' "$*" | tee -a "$out/summary.txt"; }
+
+tell "commit $commit, parts $parts${dry_run:+, a dry run: nothing here was measured}"
 if type -P nvidia-smi >/dev/null; then
-  nvidia-smi --query-gpu=name,driver_version,memory.total,clocks.sm,power.limit --format=csv
+  tell "$(nvidia-smi --query-gpu=name,driver_version,memory.total,clocks.sm,power.limit --format=csv,noheader)"
 else
-  printf 'no nvidia-smi\n'
+  tell "no nvidia-smi"
 fi
-"$python" -c '
+tell "$("$python" -c '
 import sys, jax
 
 print(sys.executable, "Python", sys.version.split()[0], "JAX", jax.__version__, *jax.devices())
-'
-commit=$(git rev-parse --short HEAD 2>/dev/null || printf 'unknown')
-printf 'commit %s\n' "$commit"
+')"
 
-summary="" failures=0
+failures=0 end=0 number=0
 
-# note VERDICT SECONDS TEXT: adds a line to the summary.
-note() {
-  summary="$summary  $(printf '%-8s %5d s  %s' "$1" "$2" "$3")
-"
+# begin NUMBER: a part begins; its processes share its seconds.
+begin() {
+  local limits
+  number=$1
+  read -ra limits <<<"$LIMITS"
+  end=$((SECONDS + ${seconds:-${dry_run:+$DRY_LIMIT}}))
+  [ -n "$seconds$dry_run" ] || end=$((SECONDS + limits[number - 1]))
+  : >"$out/part$number.log"
+  mkdir -p "$scratch/part$number"
+  tell "part $number"
 }
 
-# part NAME LIMIT COMMAND...: runs a part within its limit, and within what is left of all seconds.
-part() {
-  local name=$1 limit=$2 started=$SECONDS left=$((seconds - SECONDS)) status verdict=ok
-  shift 2
-  [ "$limit" -le "$left" ] || limit=$left
-  printf '\n== %s\n' "$name"
-  if [ "$limit" -le 0 ]; then
-    note "NO TIME" 0 "$name: --only=$name --seconds=N gives it more"
-    failures=$((failures + 1))
+# process NAME LIMIT MODULES COMMAND...: one process of a part, within its limit and what is left.
+#
+# MODULES, with spaces between, have to be importable. Results are kept before the next one begins.
+process() {
+  local name=$1 limit=$2 modules missing started=$SECONDS left=$((end - SECONDS)) status verdict=ok
+  read -ra modules <<<"$3"
+  shift 3
+  printf '\n== part %s: %s\n' "$number" "$name" | tee -a "$out/part$number.log"
+  missing=$(missing_modules ${modules[@]+"${modules[@]}"})
+  if [ -n "$missing" ]; then
+    absent "$name" "this Python has no $missing, and no wheel of it lies in $wheels"
     return
   fi
-  timeout --kill-after=10 "$limit" "$@" 2>&1 | tee "$out/$name.log"
-  status=${PIPESTATUS[0]}
-  case $status in
-    0) ;;
-    124 | 137) verdict="NO TIME" ;;
-    *) verdict=FAILED ;;
-  esac
+  [ -z "$dry_run" ] || limit=$left
+  [ "$limit" -le "$left" ] || limit=$left
+  if [ "$limit" -le 0 ]; then
+    verdict="NO TIME"
+  else
+    timeout --kill-after=10 "$limit" "$@" 2>&1 | tee -a "$out/part$number.log"
+    status=${PIPESTATUS[0]}
+    case $status in
+      0) ;;
+      124 | 137) verdict="NO TIME" ;;
+      *) verdict=FAILED ;;
+    esac
+    tar -czf "$out/part$number.tar.gz" -C "$scratch" "part$number"
+  fi
   [ "$verdict" = ok ] || failures=$((failures + 1))
-  note "$verdict" $((SECONDS - started)) "$name"
+  tell "$(printf '  %-8s %5d s  %s' "$verdict" $((SECONDS - started)) "$name")"
 }
 
-# absent NAME WHY: a part that cannot run here, which is no failure.
-absent() {
-  printf '\n== %s\nnot run: %s\n' "$1" "$2"
-  note "not run" 0 "$1: $2"
-}
+# absent NAME WHY: a process that cannot run here, which is no failure.
+absent() { tell "$(printf '  %-8s %5d s  %s' "not run" 0 "$1: $2")"; }
 
-# sanitize TOOL: tiny checks of every kernel under a tool of compute-sanitizer.
-sanitize() {
-  local sanitizer
-  sanitizer=$(type -P compute-sanitizer || printf '/usr/local/cuda/bin/compute-sanitizer')
-  if [ -n "$dry_run" ]; then
-    absent "$1" "it needs a GPU"
-  elif [ ! -x "$sanitizer" ]; then
-    absent "$1" "no compute-sanitizer on PATH or in /usr/local/cuda/bin"
-  else
-    part "$1" "$SHORT_PART" "$sanitizer" --tool "$1" --error-exitcode 9 --target-processes all \
-      "$python" -m pallas_kernels.bench --small --out="$out/$1" --commit="$commit"
-  fi
-}
-
-# tested NAME MODULES COMMAND...: a part that needs modules, their names with spaces between.
-tested() {
-  local name=$1 modules missing
-  read -ra modules <<<"$2"
+# bench NAME LIMIT FLAG...: the benchmark of the kernels, in a process of its own.
+bench() {
+  local name=$1 limit=$2
   shift 2
-  missing=$(missing_modules "${modules[@]}")
-  if [ -n "$dry_run" ]; then
-    absent "$name" "it needs a GPU"
-  elif [ -n "$missing" ]; then
-    absent "$name" "this Python has no $missing"
-  else
-    part "$name" "$SHORT_PART" "$@"
-  fi
+  process "$name" "$limit" "" "$python" -m pallas_kernels.bench --commit="$commit" \
+    --out="$scratch/part$number/${name// /_}" ${dry_run:+--dry_run} "$@"
 }
 
-LIBRARY="flax optax orbax jaxtyping ml_collections numba tokenizers safetensors"
-TESTS="pytest pytest_timeout hypothesis jaxtyping beartype $LIBRARY"
+KERNELS="matmul attention token_logprobs rms_norm grouped_matmul"
+LIBRARY="flax optax orbax jaxtyping numba tokenizers safetensors"
+TESTS="pytest pytest_timeout xdist hypothesis $LIBRARY"
 
-for name in $only; do
-  case $name in
-    racecheck | memcheck) sanitize "$name" ;;
-    kernels)
-      tested kernels "$TESTS" env SEERJAX_TEST_PLATFORMS=cuda,cpu \
-        "$python" -m pytest -q -m gpu tests/pallas_kernels
-      ;;
-    self_test)
-      tested self_test "$LIBRARY" "$python" -c '
-from seerjax import numerics, self_test
+kernels() {
+  local kernel
+  for kernel in $KERNELS; do bench "$kernel" 110 --checks_only --only="$kernel" --seconds=90; done
+}
 
-config = numerics.NumericsConfig()
+questions() {
+  local question
+  for question in parallel_merge wgmma_height wgmma_width operand_order glue_fma cpu_lowering \
+    register_operand; do
+    bench "$question" 75 --question="$question"
+  done
+}
+
+# self_test IMPLEMENTATION LIMIT: counts the bits that a row's company changes.
+self_test() {
+  local implementation=$1
+  [ -z "$dry_run" ] || implementation=${implementation/pallas/pallas_interpreted}
+  process "self_test $1" "$2" "$LIBRARY" "$python" -c '
+import sys
+
+from seerjax import xla_flags
+
+xla_flags.pin(print)
+from seerjax.numerics import NumericsConfig
+from seerjax.run import self_test
+
+small = dict(row_tile=4, query_tile=4, slot_tile=2, kv_split=64, reduction_shards=1)
+config = NumericsConfig(
+  implementation=sys.argv[1], compute_dtype="bfloat16", **(small if sys.argv[2] else {})
+)
 print(self_test.describe(config))
 self_test.require(config)
-'
-      ;;
-    contract)
-      tested contract "$TESTS" env SEERJAX_TEST_PLATFORMS=cuda,cpu \
-        "$python" -m pytest -q -x tests/contract
-      ;;
-    bench)
-      left=$((seconds - SECONDS - 10))
-      [ "$left" -gt 1 ] || left=1
-      part bench "$seconds" "$python" -m pallas_kernels.bench --out="$out" --seconds="$left" \
-        --commit="$commit" ${dry_run:+--dry_run}
-      ;;
-    questions)
-      part questions "$seconds" "$python" -m pallas_kernels.bench --question=all \
-        --out="$out/questions" --commit="$commit" ${dry_run:+--dry_run}
-      ;;
+' "$implementation" "$dry_run"
+}
+
+bits() {
+  local platforms=cuda,cpu
+  [ -z "$dry_run" ] || platforms=cpu
+  self_test pallas 150
+  self_test tiled 120
+  process "tests of the contract" 180 "$TESTS" env SEERJAX_TEST_PLATFORMS=$platforms \
+    "$python" -m pytest -n 0 -q -m "not gpu" tests/contract/test_kernels.py
+  if [ -n "$dry_run" ]; then
+    absent "tests of the kernels" "they need a GPU"
+  else
+    process "tests of the kernels" 150 "$TESTS" env SEERJAX_TEST_PLATFORMS=$platforms \
+      "$python" -m pytest -n 0 -q -m gpu tests/pallas_kernels
+  fi
+}
+
+speed() {
+  bench "speed of matmul" 180 --only=matmul --models=Qwen3-8B --tiny_checks --seconds=160
+  bench "speed of attention" 150 --only=attention --models=Qwen3-8B --tiny_checks --seconds=130
+  bench "speed of token_logprobs" 70 --only=token_logprobs --models=Qwen3-8B --tiny_checks \
+    --seconds=60
+  bench "speed of rms_norm" 50 --only=rms_norm --models=Qwen3-8B --tiny_checks --seconds=40
+  bench "decode_bandwidth" 60 --question=decode_bandwidth
+  bench "prefill_merge" 45 --question=prefill_merge
+}
+
+# steps_of NAME IMPLEMENTATION FLAGS: the engine's own step under XLA's FLAGS.
+steps_of() {
+  process "$1" 160 "$LIBRARY" env XLA_FLAGS="${XLA_FLAGS:-} $3" \
+    "$python" -m experiments.engine_step --implementation="$2" --rows=64,1,16,256 \
+    --out="$scratch/part$number/steps.jsonl" ${dry_run:+--dry_run --rows=1,16}
+}
+
+steps() {
+  steps_of "pallas" pallas "--xla_gpu_enable_command_buffer="
+  steps_of "pallas with command buffers" pallas \
+    "--xla_gpu_enable_command_buffer=$COMMAND_BUFFERS --xla_gpu_graph_min_graph_size=1"
+  steps_of "tiled" tiled "--xla_gpu_enable_command_buffer="
+}
+COMMAND_BUFFERS=FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN
+
+job() {
+  local run sums
+  local small=(
+    --config.num_steps=2 --config.num_instances=1 --config.rollout.groups_per_step=8
+    --config.evaluation.num_problems=128
+  )
+  [ -z "$dry_run" ] || small=(
+    --config.num_steps=1 --config.num_instances=1 --config.rollout.groups_per_step=2
+    --config.rollout.group_size=2 --config.rollout.max_tokens=16 --config.evaluation.num_problems=8
+  )
+  for run in first second; do
+    process "the main job, $run" 180 "$LIBRARY ml_collections tensorboardX" \
+      "$python" -m experiments.grpo --workdir="$scratch/part$number/$run" "${small[@]}"
+  done
+  sums=$(cd "$scratch/part$number" && sha256sum ./*/model/model.safetensors 2>/dev/null)
+  [ -n "$sums" ] || return
+  if [ "$(printf '%s\n' "$sums" | cut -d' ' -f1 | sort | uniq -c | sed 's/^ *//' | cut -d' ' -f1)" = 2 ]; then
+    tell "  one SHA-256 of what both learned: ${sums%% *}"
+  else
+    tell "  FAILED   no one SHA-256 of what both learned:"
+    tell "$sums"
+    failures=$((failures + 1))
+  fi
+}
+
+memory() {
+  local tool kernel sanitizer
+  sanitizer=$(type -P compute-sanitizer || printf '/usr/local/cuda/bin/compute-sanitizer')
+  if [ -n "$dry_run" ]; then
+    # The interpreter finds races of its own accord.
+    bench "small checks of rms_norm" 90 --small --only=rms_norm
+    return
+  elif [ ! -x "$sanitizer" ]; then
+    absent memory "no compute-sanitizer on PATH or in /usr/local/cuda/bin"
+    return
+  fi
+  for tool in memcheck racecheck; do
+    for kernel in $KERNELS; do
+      process "$tool of $kernel" 90 "" "$sanitizer" --tool "$tool" --error-exitcode 9 \
+        --target-processes all "$python" -m pallas_kernels.bench --small --only="$kernel" \
+        --out="$scratch/part$number/${tool}_$kernel" --commit="$commit"
+    done
+  done
+}
+
+for part in $parts; do
+  begin "$part"
+  case $part in
+    1) kernels ;;
+    2) questions ;;
+    3) bits ;;
+    4) speed ;;
+    5) steps ;;
+    6) job ;;
+    7) memory ;;
   esac
 done
 
-printf '\n== summary\n%s' "$summary"
+printf '\n== summary\n'
+cat "$out/summary.txt"
 if [ "$failures" -eq 0 ]; then
   printf 'gpu_check.sh: passed in %d s; %s\n' "$SECONDS" "$out"
   exit 0
 fi
-printf 'gpu_check.sh: %d part(s) FAILED in %d s; %s\n' "$failures" "$SECONDS" "$out"
+printf 'gpu_check.sh: %d process(es) FAILED in %d s; %s\n' "$failures" "$SECONDS" "$out"
 exit 1

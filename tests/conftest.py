@@ -15,6 +15,7 @@ import secrets
 
 os.environ["JAX_PLATFORMS"] = os.environ.get("SEERJAX_TEST_PLATFORMS", "cpu")
 
+import annotation_checker
 import hypothesis
 import jax
 from jax.experimental.compilation_cache import compilation_cache
@@ -180,9 +181,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_report_header(config: pytest.Config) -> str:
+  unchecked = "" if annotation_checker.HAS_BEARTYPE else "; annotations unchecked: no beartype"
   return (
     f"seerjax: JAX {jax.__version__}, SEERJAX_TEST_SEED={os.environ['SEERJAX_TEST_SEED']}"
-    " (set it to repeat this session)"
+    f" (set it to repeat this session){unchecked}"
   )
 
 

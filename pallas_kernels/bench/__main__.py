@@ -64,6 +64,8 @@ OUT = flags.DEFINE_string("out", "runs/bench", "Gets bench.json and bench.md.")
 ONLY = flags.DEFINE_list("only", [], "Kernels; all where empty.")
 IS_DRY = flags.DEFINE_bool("dry_run", False, "Interpret and lower on a CPU; time nothing.")
 IS_SMALL = flags.DEFINE_bool("small", False, "Tiny checks on the GPU alone, as a sanitizer likes.")
+TINY_CHECKS = flags.DEFINE_bool("tiny_checks", False, "Tiny checks before full-sized cases.")
+MODELS = flags.DEFINE_list("models", [], "Whose cases; all where empty.")
 CHECKS_ONLY = flags.DEFINE_bool("checks_only", False, "Check, and time nothing.")
 SECONDS = flags.DEFINE_float("seconds", 450.0, "What checks and cases share.", lower_bound=1.0)
 QUESTION = flags.DEFINE_string("question", "", "Asks an open question, or all of them.")
@@ -123,7 +125,7 @@ def main(arguments: Sequence[str]) -> None:
   os.environ["XLA_FLAGS"] = f"{own_flags} --xla_gpu_enable_triton_gemm=false".strip()
   is_dry = IS_DRY.value
   small = is_dry or IS_SMALL.value
-  sizes = checks_lib.TINY if small else checks_lib.FULL
+  sizes = checks_lib.TINY if small or TINY_CHECKS.value else checks_lib.FULL
   sizes = dataclasses.replace(sizes, interpret=is_dry)
   reason = gpu.device_reason(interpret=is_dry)
   if reason is not None:
@@ -137,9 +139,10 @@ def main(arguments: Sequence[str]) -> None:
     answer_questions(report, questions, questions_lib.Setting(sizes, report.machine), directory)
   else:
     checks = checks_lib.kernel_checks(sizes)
-    kernels = chosen(ONLY.value, tuple(checks))
+    kernels = named(ONLY.value, tuple(checks), "--only")
     cases = [] if IS_SMALL.value or CHECKS_ONLY.value else list(cases_lib.cases())
-    cases = [case for case in cases if case.kernel in kernels]
+    models = named(MODELS.value, [model.name for model in cases_lib.MODELS], "--models")
+    cases = [c for c in cases if c.kernel in kernels and c.name.startswith(models)]
     bench(report, {name: checks[name] for name in kernels}, cases, SECONDS.value, directory)
   report.write(directory)
   print(markdown(report))
@@ -162,7 +165,7 @@ def bench(
   if not is_dry and cases:
     report.machine = measure_machine()
   # A dry run leaves nothing out.
-  limit = float("inf") if is_dry else seconds * CHECKS_SHARE
+  limit = float("inf") if is_dry else seconds * (CHECKS_SHARE if cases else 1)
   check(report, checks, limit, clock, lambda: report.write(directory))
   refusals = {name: refusal(name, report.checks) for name in checks}
   seen: set[str] = set()
@@ -300,11 +303,11 @@ def answer_questions(
     report.write(directory)
 
 
-def chosen(names: Sequence[str], known: Sequence[str]) -> tuple[str, ...]:
-  """Returns the kernels that `--only` names, all where it names none."""
+def named(names: Sequence[str], known: Sequence[str], flag: str) -> tuple[str, ...]:
+  """Returns what a flag names, all that is known where it names none."""
   for name in names:
     if name not in known:
-      raise app.UsageError(f"--only: got {name!r}, expected some of {', '.join(known)}.")
+      raise app.UsageError(f"{flag}: got {name!r}, expected some of {', '.join(known)}.")
   return tuple(names or known)
 
 

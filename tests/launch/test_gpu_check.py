@@ -7,6 +7,8 @@ import pathlib
 import shutil
 import subprocess
 import sys
+import tarfile
+import zipfile
 
 import pytest
 
@@ -50,43 +52,96 @@ def run(checkout: pathlib.Path, *arguments: str, **environment: str) -> tuple[in
 def test_help_names_every_part(checkout: pathlib.Path):
   status, text = run(checkout, "--help")
   assert status == 0
-  for part in ("racecheck", "memcheck", "kernels", "self_test", "contract", "bench", "questions"):
-    assert f"\n  {part} " in text
+  names = ("kernels", "questions", "bits", "speed", "steps", "job", "memory")
+  for number, name in enumerate(names, start=1):
+    assert f"\n  {number} {name} " in text
 
 
-def test_a_dry_run_runs_the_bench_and_says_what_it_leaves_out(checkout: pathlib.Path):
-  status, text = run(checkout, "--dry_run")
+def test_parts_are_processes_whose_results_are_kept(checkout: pathlib.Path):
+  status, text = run(checkout, "--dry_run", "--part=1,2")
   assert status == 0, text
   out = checkout / "runs" / "gpu_check"
-  assert f"bench got --out={out} --seconds=" in text
-  assert "--commit=unknown --dry_run\n" in text
-  for part in ("racecheck", "memcheck", "kernels", "self_test", "contract"):
-    assert f"  not run      0 s  {part}: it needs a GPU\n" in text or f"{part}: this Python" in text
+  summary = (out / "summary.txt").read_text()
+  assert summary.startswith("commit unknown, parts 1 2, a dry run: nothing here was measured\n")
+  kernels = ("matmul", "attention", "token_logprobs", "rms_norm", "grouped_matmul")
+  questions = (
+    "parallel_merge", "wgmma_height", "wgmma_width", "operand_order", "glue_fma", "cpu_lowering",
+    "register_operand",
+  )  # fmt: skip
+  # The worst first, each in a process of its own.
+  lines = [line.split(" s  ")[-1] for line in summary.splitlines() if line.startswith("  ok ")]
+  assert lines == [*kernels, *questions]
+  log = (out / "part1.log").read_text()
+  for kernel in kernels:
+    assert f"/part1/{kernel} --dry_run --checks_only --only={kernel} --seconds=" in log
+  for part, names in ((1, kernels), (2, questions)):
+    with tarfile.open(out / f"part{part}.tar.gz") as kept:
+      assert {f"part{part}/{name}" for name in names} <= set(kept.getnames())
   assert "gpu_check.sh: passed in" in text
-  assert "bench got" in (out / "bench.log").read_text()
+  # As few files as come back from a lent machine.
+  assert len(list(out.iterdir())) == 5
 
 
-def test_parts_are_chosen_and_results_go_where_they_are_wanted(
+def test_results_go_where_they_are_wanted(checkout: pathlib.Path, tmp_path: pathlib.Path):
+  out = tmp_path / "some where"
+  status, text = run(checkout, "--dry_run", f"--out={out}", "--part=7")
+  assert status == 0, text
+  assert "--small --only=rms_norm" in (out / "part7.log").read_text()
+  assert sorted(path.name for path in out.iterdir()) == [
+    "part7.log", "part7.tar.gz", "summary.txt"
+  ]  # fmt: skip
+
+
+def test_the_engines_own_shapes_are_timed(checkout: pathlib.Path):
+  status, text = run(checkout, "--dry_run", "--part=4")
+  assert status == 0, text
+  for kernel in ("matmul", "attention", "token_logprobs", "rms_norm"):
+    assert f"--only={kernel} --models=Qwen3-8B --tiny_checks" in text
+  assert "--question=decode_bandwidth" in text
+
+
+def test_a_process_that_fails_or_has_no_time_fails_the_whole(checkout: pathlib.Path):
+  (checkout / "pallas_kernels" / "bench" / "status").write_text("")
+  status, text = run(checkout, "--dry_run", "--part=2")
+  assert status == 1
+  assert text.count("\n  FAILED ") == 2 * 7  # As it comes, and in the summary.
+  assert "gpu_check.sh: 7 process(es) FAILED" in text
+  (checkout / "pallas_kernels" / "bench" / "orders").write_text("60")
+  status, text = run(checkout, "--dry_run", "--part=2", "--seconds=1")
+  assert status == 1
+  assert text.count("\n  NO TIME ") == 2 * 7
+
+
+def test_what_this_python_lacks_is_named_or_taken_from_a_wheel(
   checkout: pathlib.Path, tmp_path: pathlib.Path
 ):
-  out = tmp_path / "some where"
-  status, text = run(checkout, "--dry_run", f"--out={out}", "--only=questions")
+  script = checkout / "launch" / "gpu_check.sh"
+  script.write_text(script.read_text().replace('LIBRARY="', 'LIBRARY="a_package_of_nobody '))
+  status, text = run(checkout, "--dry_run", "--part=5", f"--wheels={tmp_path}")
   assert status == 0, text
-  assert f"bench got --question=all --out={out}/questions --commit=unknown --dry_run\n" in text
-  assert text.count("\n== ") == 2  # questions and the summary
+  assert "this Python has no a_package_of_nobody, and no wheel of it lies in" in text
+  with zipfile.ZipFile(tmp_path / "a_package_of_nobody-1-py3-none-any.whl", "w") as wheel:
+    wheel.writestr("a_package_of_nobody.py", "")
+  (checkout / "experiments").mkdir()
+  (checkout / "experiments" / "__init__.py").write_text("")
+  (checkout / "experiments" / "engine_step.py").write_text("import a_package_of_nobody as a, sys\n")
+  status, text = run(checkout, "--dry_run", "--part=5", f"--wheels={tmp_path}")
+  assert status == 0, text
+  assert text.count("\n  ok ") == 2 * 3
+  (tmp_path / "broken.whl").write_text("no zip")
+  status, text = run(checkout, "--dry_run", "--part=5", f"--wheels={tmp_path}")
+  assert status == 1
+  assert f"--wheels: got '{tmp_path}/broken.whl', expected a wheel; download it again." in text
 
 
-def test_a_part_that_fails_or_has_no_time_fails_the_whole(checkout: pathlib.Path):
-  (checkout / "pallas_kernels" / "bench" / "status").write_text("")
-  status, text = run(checkout, "--dry_run", "--only=bench,questions")
-  assert status == 1
-  assert text.count("  FAILED ") == 2
-  assert "gpu_check.sh: 2 part(s) FAILED" in text
-  (checkout / "pallas_kernels" / "bench" / "orders").write_text("60")
-  status, text = run(checkout, "--dry_run", "--only=bench,questions", "--seconds=1")
-  assert status == 1
-  assert "NO TIME" in text
-  assert "questions: --only=questions --seconds=N gives it more" in text
+@pytest.mark.long
+def test_a_dry_run_goes_through_all_parts(tmp_path: pathlib.Path):
+  """The real thing, interpreted; a quarter of an hour and more."""
+  status, text = run(ROOT, "--dry_run", f"--out={tmp_path}")
+  assert status == 0, text
+  for part in range(1, 8):
+    assert f"\npart {part}\n" in text
+  assert "one SHA-256 of what both learned: " in text
 
 
 def test_a_python_without_jax_is_named(checkout: pathlib.Path, tmp_path: pathlib.Path):
@@ -111,8 +166,8 @@ def test_a_machine_without_a_gpu_is_named(checkout: pathlib.Path):
 @pytest.mark.parametrize(
   "argument, message",
   [
-    ("--fast", "got '--fast', expected --dry_run, --out=, --only=, --seconds= or --help."),
-    ("--only=bench,speed", "--only: got 'speed', expected some of: racecheck memcheck kernels"),
+    ("--fast", "got '--fast', expected --part=, --dry_run, --out=, --wheels=, --seconds= or"),
+    ("--part=1,speed", "--part: got 'speed', expected some of: 1 2 3 4 5 6 7."),
     ("--seconds=soon", "--seconds: got 'soon', expected a number of seconds."),
   ],
 )

@@ -406,7 +406,10 @@ def test_questions_of_the_list_are_questions_of_the_program():
 @pytest.mark.parametrize(
   "call, message",
   [
-    (lambda: bench.chosen(["relu"], ("matmul", "rms_norm")), "got 'relu', expected some of matmul"),
+    (
+      lambda: bench.named(["relu"], ("matmul", "rms_norm"), "--only"),
+      "--only: got 'relu', expected some of matmul",
+    ),
     (lambda: bench.chosen_questions("all_of"), "got 'all_of', expected one of all, wgmma_width"),
     (lambda: bench.main(["bench", "fast"]), "got 'fast', expected flags only."),
   ],
@@ -418,8 +421,8 @@ def test_what_cannot_be_asked_is_refused(call, message):
 
 
 def test_names_choose_kernels_and_questions():
-  assert bench.chosen([], ("matmul", "rms_norm")) == ("matmul", "rms_norm")
-  assert bench.chosen(["rms_norm"], ("matmul", "rms_norm")) == ("rms_norm",)
+  assert bench.named([], ("matmul", "rms_norm"), "--only") == ("matmul", "rms_norm")
+  assert bench.named(["rms_norm"], ("matmul", "rms_norm"), "--only") == ("rms_norm",)
   assert bench.chosen_questions("glue_fma") == (questions_lib.glue_fma,)
   assert bench.chosen_questions("all") == questions_lib.QUESTIONS
 

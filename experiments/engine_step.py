@@ -1,0 +1,320 @@
+"""The engine's own step at its own shapes: milliseconds, launches, bytes of weights a millisecond.
+
+Claim: on an H100 or H200 a decoding step of Qwen3-8B by the kernels takes at most 1.5 times as long
+as its bytes (weights, and keys and values of the context) take to be copied; not measured yet.
+Command: bash launch/gpu_check.sh --part=5
+  one implementation: python -m experiments.engine_step --implementation=pallas --rows=1,64
+  on a CPU, to see that it goes: python -m experiments.engine_step --dry_run
+Hardware: an H100 or H200; 16 GB of weights and 9 to 20 GB of pages. Numbers: none yet
+
+Every row is a sequence of its own that decodes its next token at the end of `--context` positions;
+weights and keys are random. Steps follow one another, each with the pages of the one before; a time
+is the median of several turns of steps. Launches are counted in the compiled program: what XLA
+hands to the GPU, times the turns of the loop that it stands in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+import dataclasses
+import functools
+import json
+import pathlib
+import re
+import statistics
+import time
+from typing import Any
+
+from absl import app, flags
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.bench import timing
+from seerjax import numerics as numerics_lib
+from seerjax.engine import runner as runner_lib
+from seerjax.models import config as model_config, kv_layout, parameters, presets
+from seerjax.numerics import NumericsConfig
+from seerjax.ops import rotary, sampling
+from seerjax.run import command_line
+from seerjax.types import SamplingParams, TokenBatch
+
+PAGE_SIZE = 64
+TURNS = 5
+# What a dry run steps through: the least that the kernels take.
+SMALL = model_config.TransformerConfig(
+  vocab_size=128,
+  hidden_size=64,
+  intermediate_size=64,
+  num_layers=2,
+  num_heads=2,
+  num_kv_heads=1,
+  head_dim=64,
+  has_qk_norms=True,
+  rotary=rotary.RotaryConfig(head_dim=64),
+)
+# What is no launch of its own in a compiled program.
+FREE = (
+  "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call",
+  "after-all", "partition-id", "replica-id", "opt-barrier", "async-done", "copy-done",
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Timed:
+  """What was seen of one number of rows.
+
+  Attributes:
+    device: that ran it.
+    implementation: of the forward.
+    xla_flags: of the process.
+    model: by name.
+    rows: sequences that decode together.
+    context: positions that each of them sees.
+    compile_seconds: lowering and compilation.
+    milliseconds: of a step; the median, the least and the most of the turns.
+    launches: of a step; those within a loop of unknown length are counted once.
+    unknown_loops: how many such loops there are.
+    weight_bytes: of all layers and the head.
+    page_bytes: of the keys and values that a step reads.
+  """
+
+  device: str
+  implementation: str
+  xla_flags: str
+  model: str
+  rows: int
+  context: int
+  compile_seconds: float
+  milliseconds: tuple[float, float, float]
+  launches: int
+  unknown_loops: int
+  weight_bytes: int
+  page_bytes: int
+
+  def line(self, copy_bandwidth: float) -> str:
+    """Returns one line for people; `copy_bandwidth` is in bytes a second, 0 where unknown."""
+    median, least, most = self.milliseconds
+    text = (
+      f"{self.model} {self.implementation} {self.rows:4d} rows: {median:9.3f} ms ({least:.3f} to"
+      f" {most:.3f}), {self.launches:,} launches ({self.unknown_loops} loops of unknown length),"
+      f" {self.weight_bytes / median / 1e6:,.1f} MB of weights a ms, compiled in"
+      f" {self.compile_seconds:.0f} s"
+    )
+    if not copy_bandwidth:
+      return text
+    bound = 1e3 * (self.weight_bytes + self.page_bytes) / copy_bandwidth
+    return f"{text}, {median / bound:.2f} times what a copy of its bytes takes ({bound:.3f} ms)"
+
+
+def launches(program: str) -> tuple[int, int]:
+  """Returns how many launches a compiled program makes, and its loops of unknown length.
+
+  A loop's body counts as often as XLA knows that it runs, once where it does not know; of a
+  condition's branches the longest counts.
+
+  Args:
+    program: XLA's text of it.
+  """
+  bodies: dict[str, list[str]] = {}
+  lines: list[str] = []
+  entry = ""
+  for line in program.splitlines():
+    if begins := re.match(r"(ENTRY )?%?([\w.\-]+) .*\{$", line):
+      lines = bodies.setdefault(begins.group(2), [])
+      entry = begins.group(2) if begins.group(1) else entry
+    elif " = " in line:
+      lines.append(line)
+
+  @functools.cache
+  def count(name: str) -> tuple[int, int]:
+    total, unknown = 0, 0
+    for line in bodies.get(name, []):
+      found = re.match(r"\s*(?:ROOT )?%?[\w.\-]+ = (?:\([^=]*?\)|\S+) ([a-z\-]+)\(", line)
+      operation = found.group(1) if found else ""
+      if operation == "while":
+        turns = re.search(r'"known_trip_count":\{"n":"(\d+)"', line)
+        inner = [count(part) for part in _called(line, "body", "condition")]
+        times = int(turns.group(1)) if turns else 1
+        total += times * sum(part for part, _ in inner)
+        unknown += times * sum(part for _, part in inner) + (turns is None)
+      elif operation == "conditional":
+        inner = [count(p) for p in _called(line, "true_computation", "false_computation", "branch")]
+        total += max(part for part, _ in inner)
+        unknown += max(part for _, part in inner)
+      elif operation == "call":
+        for part in _called(line, "to_apply"):
+          total, unknown = total + count(part)[0], unknown + count(part)[1]
+      elif operation and operation not in FREE:
+        total += 1
+    return total, unknown
+
+  return count(entry)
+
+
+def _called(line: str, *keys: str) -> Iterator[str]:
+  """Yields the computations that an instruction names under these keys."""
+  for key in keys:
+    for names in re.findall(rf"{key}\w*=\{{?([^,}}\s]+(?:, %[^,}}\s]+)*)", line):
+      for name in names.split(", "):
+        yield name.lstrip("%")
+
+
+def decoding(
+  model: model_config.TransformerConfig, rows: int, context: int
+) -> runner_lib.StepInputs:
+  """Returns the inputs of one instance: every row decodes at the end of its own context."""
+  width = -(-context // PAGE_SIZE)
+  row = np.arange(rows, dtype=np.int32)
+  table = 1 + row[:, None] * width + np.arange(width, dtype=np.int32)
+  last = np.full(rows, context - 1, np.int32)
+  # Any: the records are typed as device arrays, and these are made on the host.
+  batch: dict[str, Any] = dict(
+    tokens=row % model.vocab_size,
+    positions=last,
+    slots=table[:, -1] * PAGE_SIZE + last % PAGE_SIZE,
+    num_rows=np.int32(rows),
+    segment_start=row,
+    segment_length=np.ones(rows, np.int32),
+    page_table=table,
+    num_segments=np.int32(rows),
+  )
+  inputs: dict[str, Any] = dict(
+    batch=TokenBatch(**batch),
+    sample_rows=row,
+    sampling=sampling.sampling_rows([SamplingParams(temperature=1.0)] * rows),
+    seeds=row.astype(np.uint32),
+    positions=last + 1,
+    num_samples=np.int32(rows),
+    copies=np.zeros((rows, 2), np.int32),
+    num_copies=np.int32(0),
+  )
+  return jax.tree.map(jnp.asarray, runner_lib.StepInputs(**inputs))
+
+
+def random_weights(
+  model: model_config.TransformerConfig, numerics: NumericsConfig
+) -> parameters.Params:
+  """Returns weights in the layout and dtype that run, drawn where they lie."""
+  shapes = jax.eval_shape(
+    lambda masters: parameters.compute_params(masters, numerics),
+    parameters.shapes(model, numerics.reduction_shards),
+  )
+
+  @functools.partial(jax.jit, static_argnums=1)
+  def uniform(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    return jax.random.uniform(key, shape, numerics.dtype, -0.03, 0.03)
+
+  def leaf(path: Any, shape: jax.ShapeDtypeStruct) -> jax.Array:
+    name = jax.tree_util.keystr(path)
+    if "norm" in name:
+      return jnp.ones(shape.shape, shape.dtype)
+    return uniform(numerics_lib.key(sum(map(ord, name))), shape.shape)
+
+  return jax.tree_util.tree_map_with_path(leaf, shapes)
+
+
+def timed(
+  name: str,
+  model: model_config.TransformerConfig,
+  numerics: NumericsConfig,
+  params: parameters.Params,
+  rows: int,
+  *,
+  context: int,
+  steps: int,
+  turns: int,
+) -> Timed:
+  """Compiles the step of so many rows and times turns of so many steps, after one more."""
+  inputs = decoding(model, rows, context)
+  pages = kv_layout.empty_pages(
+    model, numerics, num_pages=1 + rows * -(-context // PAGE_SIZE), page_size=PAGE_SIZE
+  )
+  key = numerics_lib.key(0)
+  step = functools.partial(
+    runner_lib.instance_step, config=model, numerics=numerics, axis=None
+  )
+  started = time.perf_counter()
+  compiled = jax.jit(step, donate_argnums=(1,)).lower(params, pages, inputs, key).compile()
+  compile_seconds = time.perf_counter() - started
+
+  def turn(pages: Any, count: int) -> tuple[Any, float]:
+    started = time.perf_counter()
+    for _ in range(count):
+      pages, tokens, _ = compiled(params, pages, inputs, key)
+    jax.block_until_ready(tokens)
+    return pages, 1e3 * (time.perf_counter() - started) / count
+
+  pages, _ = turn(pages, 1)
+  milliseconds = []
+  for _ in range(turns):
+    pages, took = turn(pages, steps)
+    milliseconds.append(took)
+  count, unknown = launches(compiled.as_text() or "")
+  read = {part: leaf for part, leaf in params.items() if part != "embed" or model.is_tied}
+  of_pages = sum(leaf.nbytes for leaf in jax.tree.leaves(pages))
+  return Timed(
+    device=jax.devices()[0].device_kind,
+    implementation=numerics.implementation,
+    xla_flags=numerics_lib.fingerprint(numerics)["xla_flags"],
+    model=name,
+    rows=rows,
+    context=context,
+    compile_seconds=compile_seconds,
+    milliseconds=(statistics.median(milliseconds), min(milliseconds), max(milliseconds)),
+    launches=count,
+    unknown_loops=unknown,
+    weight_bytes=sum(leaf.nbytes for leaf in jax.tree.leaves(read)),
+    page_bytes=of_pages,
+  )
+
+
+def main(argv: list[str]) -> None:
+  args = flags.FLAGS
+  with command_line.refusals():
+    command_line.check_arguments(argv)
+    model, name, context, steps = presets.get(args.preset), args.preset, args.context, args.steps
+    # Any: what a flag holds, which NumericsConfig refuses where it is no implementation.
+    implementation: Any = args.implementation
+    turns = TURNS
+    if args.dry_run:
+      model, name, context, steps, turns = SMALL, "a small model (dry run)", PAGE_SIZE, 1, 1
+      implementation = "pallas_interpreted" if implementation == "pallas" else implementation
+    elif args.layers:
+      model = dataclasses.replace(model, num_layers=args.layers)
+      name += f" of {args.layers} layers"
+    numerics = model_config.numerics_for(
+      model,
+      NumericsConfig(
+        implementation=implementation,
+        compute_dtype="bfloat16",
+        reduction_shards=0,
+        row_tile=args.row_tile,
+      ),
+    )
+    bandwidth = 0.0 if args.dry_run else timing.measure_machine().copy_bandwidth
+    params = random_weights(model, numerics)
+    out = pathlib.Path(args.out)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    for rows in args.rows:
+      found = timed(
+        name, model, numerics, params, int(rows), context=context, steps=steps, turns=turns
+      )
+      print(found.line(bandwidth), flush=True)
+      with out.open("a") as file:  # As they come: a later one may hang.
+        file.write(json.dumps({"copy_bandwidth": bandwidth, **dataclasses.asdict(found)}) + "\n")
+
+
+if __name__ == "__main__":
+  flags.DEFINE_enum("preset", "qwen3-8b", sorted(presets.CONFIGS), "The model's shape.")
+  flags.DEFINE_enum(
+    "implementation", "auto", numerics_lib.IMPLEMENTATIONS, "As NumericsConfig has it."
+  )
+  flags.DEFINE_list("rows", ["1", "16", "64", "256"], "Sequences that decode together.")
+  flags.DEFINE_integer("layers", 0, "Fewer layers than the model's; 0 is all.", lower_bound=0)
+  flags.DEFINE_integer("context", 512, "Positions of each sequence.", lower_bound=1)
+  flags.DEFINE_integer("steps", 10, "Steps of one turn.", lower_bound=1)
+  flags.DEFINE_integer("row_tile", 16, "Of tiled.", lower_bound=2)
+  flags.DEFINE_bool("dry_run", False, "A small model and one step, on any machine.")
+  flags.DEFINE_string("out", "runs/engine_step.jsonl", "Gets one line for each number of rows.")
+  app.run(main)
