@@ -26,7 +26,7 @@ import tiny_model
 from seerjax import numerics as numerics_lib, parallel
 from seerjax.engine import runner as runner_lib
 from seerjax.engine.kv.disk_store import DiskStore
-from seerjax.engine.kv.pool import KVPool, KVPoolConfig
+from seerjax.engine.kv.pool import PIN_STEPS, KVPool, KVPoolConfig
 from seerjax.models import huggingface_config
 from seerjax.ops import sampling as sampling_lib
 from seerjax.trainer import losses, packing, step
@@ -72,13 +72,18 @@ class Schedule:
   def _begin(self) -> None:
     """A process like new: only files are left of the one before."""
     case = self.case
-    # What an earlier process left on the disk is removed.
+    # It takes over what an earlier process left on the disk.
     store = DiskStore(self.folder, max_bytes=10**8) if case.has_disk else None
+    self.left = {path.name for path in self._files()}
     self.pool = KVPool(KVPoolConfig(host_pages=case.host_pages), store)
     self.damaged.clear()
     self.engine = drawn_models.make_engine(
       case.machine, self.kind, drafter=self.guesser, kv_pool=self.pool
     )
+
+  def _files(self) -> list[pathlib.Path]:
+    """Those of the disk's store, in a folder for each process."""
+    return sorted(self.folder.glob("*/*.kv"), key=lambda path: path.name)
 
   def run(self) -> dict[str, Completion]:
     idle = 0
@@ -159,7 +164,7 @@ class Schedule:
         engine.migrate(name, int(rng.integers(instances)))
     if engine.poll_paused() and self._happens("spill"):
       self.events["spilled"] += len(engine.spill(engine.poll_paused()))
-    files = sorted(self.folder.glob("*.kv"))
+    files = self._files()
     if files and self._happens("damage"):
       path = files[int(rng.integers(len(files)))]
       if path not in self.damaged:
@@ -209,7 +214,10 @@ class Schedule:
     engine, usable = self.engine, self.case.machine.sizes.num_pages - 1
     free = [engine.free_pages(instance) for instance in range(engine.num_instances)]
     assert free == [usable] * engine.num_instances, f"got free pages {free}, expected {usable}"
-    assert not self.pool.num_host_pages and not list(self.folder.glob("*.kv"))
+    assert not self.pool.num_host_pages
+    for _ in range(PIN_STEPS):  # What no request needs stays for as long.
+      self.pool.advance()
+    assert {path.name for path in self._files()} <= self.left, "a file was put and not removed"
 
 
 def run_case(
