@@ -8,11 +8,11 @@ source "$ROOT/launch/environment.sh"
 
 usage() {
   cat <<'EOF'
-usage: bash launch/local.sh [--platform=cpu|cuda|tpu] [--dry-run] [experiments.NAME] [--flags]
+usage: bash launch/local.sh [--platform=cpu|cuda|tpu] [--dry-run] [experiments.NAME | seerjax.serve] [--flags]
 
 Makes .venv in the checkout with the newest Python it can find (3.13, 3.12 or 3.11), installs the
 locked versions, and runs `python -m experiments.NAME --flags`. Without a name it runs the main job,
-experiments.grpo. The second time, nothing is installed.
+experiments.grpo; seerjax.serve [MODEL] serves a model. The second time, nothing is installed.
 
   --platform=P   instead of what is detected (an NVIDIA GPU, a TPU, else the CPU)
   --dry-run      says what would be done, and does nothing
@@ -60,10 +60,11 @@ done
 
 name=${name:-experiments.grpo}
 case $name in
-  experiments.*) ;;
-  *) fail "got the experiment '$name', expected experiments.NAME; bash launch/local.sh --help lists them." ;;
+  experiments.* | seerjax.serve) ;;
+  *) fail "got the experiment '$name', expected experiments.NAME or seerjax.serve; bash launch/local.sh --help lists them." ;;
 esac
 file="$ROOT/$(printf '%s' "$name" | tr . /).py"
+[ "$name" != seerjax.serve ] || file="$ROOT/seerjax/serve/__main__.py"
 [ -f "$file" ] || fail "got the experiment '$name', expected one that exists ($file does not);" \
   "bash launch/local.sh --help lists them."
 

@@ -28,6 +28,7 @@ STEPS: tuple[tuple[str, ...], ...] = (
   ("engine", "trainer"),
   ("speculation", "rollout"),
   ("run", "sleep", "simulate"),
+  ("serve",),
   ("discovery",),
   ("reports",),
   ("rl", "ttt", "generate"),

@@ -63,6 +63,14 @@ def test_flags_go_to_the_experiment(checkout: pathlib.Path):
   assert "run experiments.grpo --config.steps=3\n" in text
 
 
+def test_the_server_is_started_like_an_experiment(checkout: pathlib.Path):
+  (checkout / "seerjax" / "serve").mkdir(parents=True)
+  (checkout / "seerjax" / "serve" / "__main__.py").write_text("")
+  status, text = run(checkout, "--dry-run", "seerjax.serve", "nano", "--port=1")
+  assert status == 0
+  assert text.endswith("run seerjax.serve nano --port=1\n")
+
+
 def test_cuda_is_chosen_by_the_driver(checkout: pathlib.Path, tmp_path: pathlib.Path):
   tools = tmp_path / "tools"
   tools.mkdir()

@@ -1,0 +1,155 @@
+"""Serves a model by OpenAI's protocol, from this machine alone unless a token is set.
+
+    python -m seerjax.serve [MODEL]      MODEL: nano, a Hugging Face directory, or a Hub id
+
+    curl http://127.0.0.1:8000/v1/chat/completions -H 'content-type: application/json' \\
+      -d '{"messages": [{"role": "user", "content": "How many?"}], "seed": 1}'
+
+Equal `system_fingerprint`, question, parameters and seed mean equal bits, whoever else is asking.
+A token comes from the variable SEERJAX_SERVE_TOKEN, or from --token_file.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import pathlib
+import sys
+import time
+
+from absl import app, flags
+
+from seerjax import numerics as numerics_lib
+from seerjax.engine.engine import Engine, EngineConfig
+from seerjax.models import chat_template, loading
+from seerjax.run import command_line, policy as policy_lib
+from seerjax.serve import identity, served as served_lib, server
+from seerjax.serve.config import ServeConfig
+from seerjax.serve.routes import Service
+from seerjax.serve.served import Served
+from seerjax.types import Request, SamplingParams
+
+TOKEN_VARIABLE = "SEERJAX_SERVE_TOKEN"
+
+
+def token_of(file: str) -> str:
+  """Returns the token that clients have to send, of a file or of the environment; "" is none.
+
+  Raises:
+    ValueError: if the file holds none.
+  """
+  if not file:
+    return os.environ.get(TOKEN_VARIABLE, "")
+  token = pathlib.Path(file).read_text().strip()
+  if not token:
+    raise ValueError(f"--token_file: got {file}, which is empty, expected a token; write one.")
+  return token
+
+
+def serve_config() -> ServeConfig:
+  """Returns what the flags say."""
+  args = flags.FLAGS
+  return ServeConfig(
+    host=args.host,
+    port=args.port,
+    token=token_of(args.token_file),
+    max_body_bytes=args.max_body_bytes,
+    max_answer_tokens=args.max_answer_tokens,
+    max_waiting=args.max_waiting,
+    max_waiting_of_client=args.max_waiting_of_client,
+    timeout_seconds=args.timeout_seconds,
+    grace_seconds=args.grace_seconds,
+  )
+
+
+def load(name: str) -> dict[str, Served]:
+  """Returns what is served, by name."""
+  args = flags.FLAGS
+  model = loading.load_model(name)
+  if model.tokenizer is None:
+    raise ValueError(f"MODEL: got {name!r} without a tokenizer, expected one; add tokenizer.json.")
+  chat = chat_template.ChatConfig(system=args.system)
+  tokenizer = policy_lib.chatting(model.tokenizer, chat)
+  defaults, ignored = served_lib.generation_defaults(tokenizer)
+  if ignored:
+    say(f"generation_config.json: {', '.join(ignored)} are not taken: they are not supported")
+  key = numerics_lib.key(args.key_seed)
+  model = loading.Model(model.config, model.params, model.numerics, tokenizer)
+  engine = Engine(
+    model,
+    config=EngineConfig(
+      max_context=min(args.max_context or model.config.max_context, model.config.max_context),
+      max_sequences=args.max_sequences,
+      num_pages=args.num_pages,
+    ),
+    key=key,
+  )
+  say(engine.plan())
+  warm(engine)
+  served = Served(
+    name=pathlib.PurePath(name).name if pathlib.Path(name).is_dir() else name,
+    engine=engine,
+    fingerprint=identity.fingerprint(model, key),
+    defaults=defaults,
+    created=int(time.time()),
+  )
+  return {served.name: served}
+
+
+def warm(engine: Engine) -> None:
+  """Compiles what answers need, so that no client waits for it."""
+  last = engine.config.row_buckets[-1]
+  room = min(last, engine.config.max_context) - 40
+  if room > 0:
+    prompt = (0,) * max(1, room)
+    sampling = SamplingParams(max_tokens=40)
+    engine.generate([Request(request_id="warm", prompt=prompt, sampling=sampling)])
+
+
+def say(line: str) -> None:
+  """Prints a line of what is going on."""
+  print(line, file=sys.stderr, flush=True)
+
+
+def main(argv: list[str]) -> None:
+  with command_line.refusals():
+    if len(argv) > 2:
+      raise ValueError(f"seerjax.serve: got {argv[1:]}, expected one MODEL and flags; write one.")
+    config = serve_config()
+    logging.basicConfig(
+      format="%(asctime)s %(message)s", level=logging.WARNING, stream=sys.stderr, force=True
+    )
+    logging.getLogger("seerjax.serve").setLevel(logging.INFO)
+    models = load(argv[1] if argv[1:] else "nano")
+    service = Service(models, config)
+    found = server.listening(service)
+    for served in models.values():
+      say(f"model {served.name}, {served.context} tokens of context, {served.fingerprint}")
+    say(f"serving at {server.address(found)}/v1")
+    server.run(service, [found])
+
+
+def define_flags() -> None:
+  """Defines the flags of the command."""
+  usual = ServeConfig()
+  flags.DEFINE_string("host", usual.host, "Address to listen at; another needs a token.")
+  flags.DEFINE_integer("port", usual.port, "Port to listen at; 0 takes a free one.")
+  flags.DEFINE_string("token_file", "", "File with the token that clients have to send.")
+  flags.DEFINE_string("system", "", "Begins a conversation that has no system message.")
+  flags.DEFINE_integer("max_context", 0, "Positions of a prompt and its answer; 0: the model's.")
+  flags.DEFINE_integer("max_sequences", 0, "Answers at once; 0 asks the free memory.")
+  flags.DEFINE_integer("num_pages", 0, "Pages of keys and values; 0 asks the free memory.")
+  flags.DEFINE_integer("key_seed", 0, "Of the sampling key, which is a part of the fingerprint.")
+  flags.DEFINE_integer("max_body_bytes", usual.max_body_bytes, "Of one request.")
+  flags.DEFINE_integer("max_answer_tokens", usual.max_answer_tokens, "Of one answer.")
+  flags.DEFINE_integer("max_waiting", usual.max_waiting, "Answers that wait for the engine.")
+  flags.DEFINE_integer(
+    "max_waiting_of_client", usual.max_waiting_of_client, "Those of one client."
+  )
+  flags.DEFINE_float("timeout_seconds", usual.timeout_seconds, "That an answer may take.")
+  flags.DEFINE_float("grace_seconds", usual.grace_seconds, "After SIGTERM, for what runs.")
+
+
+if __name__ == "__main__":
+  define_flags()
+  app.run(main)

@@ -1,0 +1,253 @@
+"""Answers as OpenAI's protocol writes them: one body, or the pieces of a stream.
+
+What the protocol has no place for stands beside it under names of its own: a choice's `seed`, each
+token's id and its log-probability before temperature and filters, a prompt's log-probabilities.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+import json
+from typing import Any
+
+from seerjax.serve.engine_thread import Part, PromptScores
+from seerjax.serve.parts import Piece, Splitter
+from seerjax.serve.served import Plan
+from seerjax.serve.vocabulary import Vocabulary
+
+Body = dict[str, Any]
+DONE = b"data: [DONE]\n\n"
+
+
+def event(body: Mapping[str, Any]) -> bytes:
+  """Returns one piece of a stream."""
+  return b"data: " + encoded(body) + b"\n\n"
+
+
+def encoded(body: Mapping[str, Any]) -> bytes:
+  """Returns JSON in ASCII: whatever a stranger wrote can be quoted."""
+  return json.dumps(body, allow_nan=False, separators=(",", ":")).encode()
+
+
+class Answer:
+  """One request's answer while it comes."""
+
+  def __init__(self, plan: Plan, *, answer_id: str, created: int):
+    self._plan = plan
+    self._vocabulary = plan.served.vocabulary
+    kind = "chat.completion" if plan.asked.is_chat else "text_completion"
+    if plan.asked.is_chat and plan.asked.is_streamed:
+      kind = "chat.completion.chunk"
+    self._head: Body = {
+      "id": answer_id,
+      "object": kind,
+      "created": created,
+      "model": plan.served.name,
+      "system_fingerprint": plan.fingerprint,
+    }
+    count = len(plan.requests)
+    self._splitters = [plan.splitter() for _ in range(count)] if plan.asked.is_chat else []
+    self._has_begun = [False] * count
+    self._num_calls = [0] * count
+    self._offsets = [0] * count
+    self._prompts: dict[int, PromptScores] = {}
+    self.num_answered = 0
+
+  @property
+  def usage(self) -> Body:
+    """Tokens that were read and said."""
+    read = sum(len(prompt) for prompt in self._plan.prompts)
+    return {
+      "prompt_tokens": read,
+      "completion_tokens": self.num_answered,
+      "total_tokens": read + self.num_answered,
+    }
+
+  def take_prompt(self, scores: PromptScores) -> None:
+    """Takes a prompt's scores, which come before its first choice."""
+    self._prompts[scores.prompt] = scores
+
+  def whole(self, parts: Sequence[Part]) -> Body:
+    """Returns the body of an answer that is not streamed; `parts` are whole choices."""
+    choices = []
+    for part in sorted(parts, key=lambda part: part.choice):
+      self.num_answered += len(part.tokens)
+      choices.append(self._chat(part) if self._plan.asked.is_chat else self._completion(part))
+    return {**self._head, "choices": choices, "usage": self.usage}
+
+  def piece(self, part: Part) -> list[Body]:
+    """Returns the pieces of a stream that a part makes."""
+    self.num_answered += len(part.tokens)
+    if self._plan.asked.is_chat:
+      return self._chat_pieces(part)
+    return [{**self._head, "choices": [self._completion(part)]}]
+
+  def last_piece(self) -> Body:
+    """Returns the piece that counts, where one was asked for."""
+    return {**self._head, "choices": [], "usage": self.usage}
+
+  # Chats.
+
+  def _chat(self, part: Part) -> Body:
+    splitter = self._splitters[part.choice]
+    message, calls = _joined([*splitter.push(part.text), *splitter.finish()])
+    return self._choice(
+      part, message={"role": "assistant", **message}, logprobs=self._chat_logprobs(part),
+      finish_reason="tool_calls" if calls and part.finish_reason == "stop" else part.finish_reason,
+    )  # fmt: skip
+
+  def _choice(self, part: Part, **fields: Any) -> Body:
+    choice: Body = {
+      "index": part.choice, **fields, "seed": self._plan.requests[part.choice].seed,
+    }  # fmt: skip
+    if not self._plan.asked.is_streamed or not self._has_begun[part.choice]:
+      scores = self._prompt_of(part.choice)
+      if scores is not None:
+        choice["prompt_logprobs"] = scores
+    self._has_begun[part.choice] = True
+    return choice
+
+  def _chat_pieces(self, part: Part) -> list[Body]:
+    splitter: Splitter = self._splitters[part.choice]
+    pieces = splitter.push(part.text)
+    if part.finish_reason:
+      pieces += splitter.finish()
+    deltas = [self._delta(part.choice, piece) for piece in pieces] or [{"content": ""}]
+    if not self._has_begun[part.choice]:
+      deltas[0] = {"role": "assistant", **deltas[0]}
+    bodies = []
+    for place, delta in enumerate(deltas):
+      is_last = place == len(deltas) - 1
+      reason = part.finish_reason if is_last and part.finish_reason else None
+      if reason == "stop" and self._num_calls[part.choice]:
+        reason = "tool_calls"
+      logprobs = self._chat_logprobs(part) if not place else None
+      choice = self._choice(part, delta=delta, logprobs=logprobs, finish_reason=reason)
+      bodies.append({**self._head, "choices": [choice]})
+    return bodies
+
+  def _delta(self, choice: int, piece: Piece) -> Body:
+    if piece.kind != "call":
+      return {"content" if piece.kind == "content" else "reasoning_content": piece.text}
+    index = self._num_calls[choice]
+    self._num_calls[choice] += 1
+    return {"tool_calls": [{"index": index, **_call(piece, index)}]}
+
+  def _chat_logprobs(self, part: Part) -> Body | None:
+    if not self._plan.asked.wants_logprobs:
+      return None
+    tops = part.tops or [()] * len(part.tokens)
+    rows = zip(part.tokens, part.logprobs, part.raw_logprobs, tops, strict=True)
+    return {
+      "content": [
+        {
+          **self._token(token, logprob),
+          "raw_logprob": raw,
+          "top_logprobs": [self._token(*one) for one in top],
+        }
+        for token, logprob, raw, top in rows
+      ]
+    }
+
+  def _token(self, token: int, logprob: float) -> Body:
+    return {
+      "token": self._vocabulary.text_of(token),
+      "token_id": token,
+      "logprob": logprob,
+      "bytes": [*self._vocabulary.bytes_of(token)],
+    }
+
+  def _prompt_of(self, choice: int) -> list[Body | None] | None:
+    """Returns a prompt's tokens, as chats and completions both name them."""
+    asked, place = self._plan.asked, self._plan.prompt_of(choice)
+    scores = self._prompts.get(place)
+    if scores is None:
+      return None
+    prompt = self._plan.prompts[place]
+    found: list[Body | None] = [None]  # Nothing precedes the first.
+    for token, logprob, top in zip(prompt[1:], scores.logprobs, scores.tops, strict=True):
+      row = self._token(token, logprob)
+      if asked.num_prompt_top:
+        row["top_logprobs"] = [self._token(*one) for one in top]
+      found.append(row)
+    return found
+
+  # Completions.
+
+  def _completion(self, part: Part) -> Body:
+    asked, text, place = self._plan.asked, part.text, self._plan.prompt_of(part.choice)
+    is_first = not self._has_begun[part.choice]
+    prompt = self._plan.prompts[place]
+    if asked.is_echoed and is_first:
+      text = _prompt_text(self._plan, place) + text
+    logprobs = None
+    if asked.wants_logprobs:
+      rows = _Rows(self._vocabulary, self._offsets[part.choice], bool(asked.num_top))
+      scores = self._prompts.get(place)
+      if asked.is_echoed and is_first and scores is not None:
+        tops = [None, *scores.tops]
+        for token, logprob, top in zip(prompt, [None, *scores.logprobs], tops, strict=True):
+          rows.add(token, logprob, logprob, top)
+      tops = part.tops or [()] * len(part.tokens)
+      for row in zip(part.tokens, part.logprobs, part.raw_logprobs, tops, strict=True):
+        rows.add(*row)
+      logprobs, self._offsets[part.choice] = rows.body, rows.offset
+    return self._choice(
+      part, text=text, logprobs=logprobs, finish_reason=part.finish_reason or None
+    )
+
+
+class _Rows:
+  """The columns of a completion's log-probabilities."""
+
+  def __init__(self, vocabulary: Vocabulary, offset: int, has_tops: bool):
+    self._vocabulary, self.offset = vocabulary, offset
+    self.body: Body = dict(
+      tokens=[], token_ids=[], token_logprobs=[], raw_logprobs=[], text_offset=[],
+      top_logprobs=[] if has_tops else None,
+    )  # fmt: skip
+
+  def add(
+    self,
+    token: int,
+    logprob: float | None,
+    raw: float | None,
+    top: Sequence[tuple[int, float]] | None,
+  ) -> None:
+    body, text_of = self.body, self._vocabulary.text_of
+    body["tokens"].append(text_of(token))
+    body["token_ids"].append(token)
+    body["token_logprobs"].append(logprob)
+    body["raw_logprobs"].append(raw)
+    body["text_offset"].append(self.offset)
+    self.offset += len(self._vocabulary.bytes_of(token).decode(errors="ignore"))
+    if body["top_logprobs"] is not None:
+      named = None if top is None else {text_of(one): value for one, value in top}
+      body["top_logprobs"].append(named)
+
+
+def _joined(pieces: Sequence[Piece]) -> tuple[Body, int]:
+  """Returns the fields of a message and how many calls it has."""
+  text = lambda kind: "".join(piece.text for piece in pieces if piece.kind == kind)
+  message: Body = {"content": text("content")}
+  if reasoning := text("reasoning"):
+    message["reasoning_content"] = reasoning
+  calls = [piece for piece in pieces if piece.kind == "call"]
+  if calls:
+    message["tool_calls"] = [_call(piece, place) for place, piece in enumerate(calls)]
+  return message, len(calls)
+
+
+def _call(piece: Piece, index: int) -> Body:
+  return {
+    "id": f"call_{index}",
+    "type": "function",
+    "function": {"name": piece.name, "arguments": piece.text},
+  }
+
+
+def _prompt_text(plan: Plan, place: int) -> str:
+  asked = plan.asked.prompts[place]
+  if isinstance(asked, str):
+    return asked
+  return plan.served.tokenizer.decode(asked, skip_special_tokens=False)

@@ -1,0 +1,65 @@
+"""How much a server takes, and for how long."""
+
+from __future__ import annotations
+
+import dataclasses
+
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ServeConfig:
+  """Bounds of a server. None of them changes a bit of an answer.
+
+  Attributes:
+    host: address to listen at; another than the machine's own needs a token.
+    port: to listen at; 0 takes one that is free.
+    token: what a client has to send as `Authorization: Bearer TOKEN`; "" asks for none.
+    max_body_bytes: of one request.
+    max_answer_tokens: of one choice; also what is taken where a chat names no `max_tokens`.
+    max_waiting: choices that wait for the engine.
+    max_waiting_of_client: of one client.
+    max_connections: open ones.
+    body_seconds: that a body may take to arrive.
+    timeout_seconds: that an answer may take.
+    grace_seconds: that what runs has once the server is told to stop.
+  """
+
+  host: str = "127.0.0.1"
+  port: int = 8000
+  token: str = ""
+  max_body_bytes: int = 4 << 20
+  max_answer_tokens: int = 1024
+  max_waiting: int = 1024
+  max_waiting_of_client: int = 512
+  max_connections: int = 2048
+  body_seconds: float = 30.0
+  timeout_seconds: float = 600.0
+  grace_seconds: float = 20.0
+
+  def __post_init__(self):
+    for field, least in (
+      ("port", 0), ("max_body_bytes", 1), ("max_answer_tokens", 1), ("max_waiting", 1),
+      ("max_waiting_of_client", 1), ("max_connections", 1),
+    ):  # fmt: skip
+      value = vars(self)[field]
+      if not isinstance(value, int) or value < least:
+        raise ValueError(
+          f"ServeConfig.{field}: got {value!r}, expected a whole number of at least {least}; raise"
+          " it."
+        )
+    for field in ("body_seconds", "timeout_seconds", "grace_seconds"):
+      if not vars(self)[field] > 0:
+        raise ValueError(
+          f"ServeConfig.{field}: got {vars(self)[field]}, expected more than 0 seconds; raise it."
+        )
+    if self.host not in LOOPBACK and not self.token:
+      raise ValueError(
+        f"ServeConfig.host: got {self.host!r} without a token, expected one of {LOOPBACK}, or a"
+        " token: whoever reaches the port may ask; set SEERJAX_SERVE_TOKEN or --token_file."
+      )
+    if not self.token.isascii() or any(not letter.isprintable() for letter in self.token):
+      raise ValueError(
+        "ServeConfig.token: got one that no header can carry, expected printable ASCII; make"
+        " another."
+      )

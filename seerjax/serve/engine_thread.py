@@ -1,0 +1,441 @@
+"""The one thread that runs the engines: jobs come in, parts of answers go out.
+
+    submit --> a line for each client --round robin, as pages allow--> engine --> Job.deliver
+    cancel, swap, stop --------------------^
+
+Nothing here can change a bit of an answer (DESIGN: the contract): who waits, who is cancelled and
+in which order clients are served decide only when a token comes.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable, Iterable, Mapping
+import dataclasses
+import logging
+import math
+import threading
+import time
+from typing import Any, NamedTuple
+
+from seerjax.engine.engine import Engine
+from seerjax.engine.sequence import StepOutput
+from seerjax.serve.refusals import Refusal
+from seerjax.types import Completion, Request
+
+LOG = logging.getLogger("seerjax.serve")
+# Steps of one engine that may break off, one after the other, before its requests are given up.
+MAX_FAILURES = 3
+MAX_RETRY_SECONDS = 60
+
+
+class Part(NamedTuple):
+  """What came of one choice: all of it, or, of a stream, what one visit added.
+
+  Attributes:
+    choice: index in `Job.requests`.
+    text: new text.
+    tokens: new tokens.
+    logprobs: of these, under the processed distribution.
+    raw_logprobs: of these, under softmax(logits).
+    tops: for each of these, (token, log-probability) of the likeliest, where they were asked for.
+    finish_reason: why the choice ended, "" if it did not.
+    error: what it met, where `finish_reason` is "error".
+  """
+
+  choice: int
+  text: str
+  tokens: tuple[int, ...]
+  logprobs: tuple[float, ...]
+  raw_logprobs: tuple[float, ...]
+  tops: tuple[tuple[tuple[int, float], ...], ...] = ()
+  finish_reason: str = ""
+  error: str = ""
+
+
+class PromptScores(NamedTuple):
+  """Log-probabilities of a prompt's tokens under softmax(logits), by the trainer's forward.
+
+  Attributes:
+    prompt: index among the job's prompts.
+    logprobs: of every token but the first.
+    tops: for each of these, (token, log-probability) of the likeliest.
+  """
+
+  prompt: int
+  logprobs: tuple[float, ...]
+  tops: tuple[tuple[tuple[int, float], ...], ...]
+
+
+Event = Part | PromptScores | Refusal
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Job:
+  """Answers that are asked for together.
+
+  Attributes:
+    job_id: unique.
+    client: whom it is fair to.
+    model: name of the engine.
+    requests: one a choice; those of one prompt follow one another and have its `group_id`.
+    is_streamed: whether every visit's part is delivered.
+    num_top: of `Part.tops`.
+    wants_prompt: whether `PromptScores` are.
+    num_prompt_top: of `PromptScores.tops`.
+    deliver: takes what comes; called on the engine's thread, so it only passes it on.
+  """
+
+  job_id: str
+  client: str
+  model: str
+  requests: tuple[Request, ...]
+  is_streamed: bool = False
+  num_top: int = 0
+  wants_prompt: bool = False
+  num_prompt_top: int = 0
+  deliver: Callable[[Event], None]
+
+
+@dataclasses.dataclass(eq=False)
+class _Choice:
+  """One choice of a job, and how many of its tokens were delivered."""
+
+  job: Job
+  index: int
+  sent: int = 0
+
+  @property
+  def request(self) -> Request:
+    return self.job.requests[self.index]
+
+
+class _Swap(NamedTuple):
+  run: Callable[[], Any]
+  done: Callable[[Any], None]
+
+
+class EngineThread:
+  """Runs engines by name on a thread of its own, from `start` to `stop`.
+
+  Attributes:
+    engines: by name.
+    refused: requests turned away because too many waited.
+  """
+
+  def __init__(
+    self,
+    engines: Mapping[str, Engine],
+    *,
+    max_waiting: int,
+    max_waiting_of_client: int,
+    on_tokens: Callable[[str, int], None] = lambda model, count: None,
+  ):
+    """Makes it.
+
+    Args:
+      engines: by name; nobody else may touch them from `start` on.
+      max_waiting: choices that wait for an engine, at most.
+      max_waiting_of_client: of one client, at most.
+      on_tokens: told how many tokens each visit sampled, by name.
+    """
+    self.engines = dict(engines)
+    self.refused = 0
+    self._max_waiting = max_waiting
+    self._max_waiting_of_client = max_waiting_of_client
+    self._on_tokens = on_tokens
+    self._changed = threading.Condition()
+    # Under `_changed`: whoever asks and the thread both have these.
+    self._lines: dict[str, collections.deque[_Choice]] = {}
+    self._cancelled: set[str] = set()
+    self._swaps: collections.deque[_Swap] = collections.deque()
+    self._deadline = math.inf
+    self._is_stopping = self._is_over = False
+    # The thread's own.
+    self._live: dict[str, dict[str, _Choice]] = {name: {} for name in engines}
+    self._failures: dict[str, int] = dict.fromkeys(engines, 0)
+    self._tokens_per_second = 0.0
+    self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+  # Of any thread.
+
+  def start(self) -> None:
+    """Starts the thread."""
+    self._thread.start()
+
+  def submit(self, job: Job) -> None:
+    """Lets a job wait for its engine.
+
+    Raises:
+      Refusal: if the server stops (503), or too many choices wait (429).
+    """
+    with self._changed:
+      if self._is_stopping:
+        raise stopping()
+      waiting = self.num_waiting
+      line = self._lines.get(job.client, ())
+      count, own = waiting + len(job.requests), len(line) + len(job.requests)
+      # Whoever asks for more than may wait at all is let in where nobody else is.
+      is_full = bool(waiting) and count > self._max_waiting
+      if is_full or (line and own > self._max_waiting_of_client):
+        self.refused += 1
+        seconds = self._retry_seconds()
+        raise Refusal(
+          f"the server: got {count} answers that would wait, {own} of them this client's, expected"
+          f" at most {self._max_waiting} and {self._max_waiting_of_client}; ask again in"
+          f" {seconds} s.",
+          status=429,
+          kind="rate_limit_error",
+          code="rate_limit_exceeded",
+          retry_seconds=seconds,
+        )
+      line = self._lines.setdefault(job.client, collections.deque())
+      line.extend(_Choice(job, index) for index in range(len(job.requests)))
+      self._changed.notify_all()
+
+  def cancel(self, job: Job) -> None:
+    """Forgets a job, wherever it is; one that is over may be cancelled as well."""
+    with self._changed:
+      self._cancelled.add(job.job_id)
+      self._changed.notify_all()
+
+  def swap(self, run: Callable[[], Any], done: Callable[[Any], None]) -> None:
+    """Runs a function on the thread once no engine has a request, and hands `done` what it returns
+    or raises; until then nobody new is let in.
+
+    Raises:
+      Refusal: if the server stops (503).
+    """
+    with self._changed:
+      if self._is_stopping:
+        raise stopping()
+      self._swaps.append(_Swap(run, done))
+      self._changed.notify_all()
+
+  def stop(self, grace_seconds: float) -> None:
+    """Lets nobody in from now on; what runs and waits is handed back after the grace period."""
+    with self._changed:
+      self._is_stopping = True
+      self._deadline = min(self._deadline, time.monotonic() + grace_seconds)
+      self._changed.notify_all()
+
+  def join(self, timeout: float | None = None) -> None:
+    """Waits until the thread is over."""
+    self._thread.join(timeout)
+
+  @property
+  def is_alive(self) -> bool:
+    """Whether the thread runs."""
+    return self._thread.is_alive()
+
+  @property
+  def is_stopping(self) -> bool:
+    """Whether nobody is let in any more."""
+    return self._is_stopping
+
+  @property
+  def num_waiting(self) -> int:
+    """Choices that no engine has yet."""
+    return sum(len(line) for line in [*self._lines.values()])
+
+  @property
+  def num_running(self) -> int:
+    """Choices that an engine has."""
+    return sum(len(live) for live in self._live.values())
+
+  def _retry_seconds(self) -> int:
+    tokens = sum(c.request.sampling.max_tokens for line in self._lines.values() for c in line)
+    seconds = tokens / self._tokens_per_second if self._tokens_per_second else 1
+    return max(1, min(MAX_RETRY_SECONDS, math.ceil(seconds)))
+
+  # Of the thread.
+
+  def _run(self) -> None:
+    while not self._is_over:
+      try:
+        self._turn()
+      except Exception:
+        LOG.exception("the engine's thread met what it does not know; its requests are given up")
+        self._give_up_all(broken())
+
+  def _turn(self) -> None:
+    with self._changed:
+      while not self._has_work():
+        if self._is_stopping:
+          self._is_over = True
+          return
+        self._changed.wait()
+      cancelled, self._cancelled = self._cancelled, set()
+      if cancelled:
+        self._drop(cancelled)
+    if time.monotonic() >= self._deadline:
+      self._give_up_all(stopping())
+      return
+    self._cancel_live(cancelled)
+    self._admit()
+    for name, engine in self.engines.items():
+      if self._live[name]:
+        self._step(name, engine)
+
+  def _has_work(self) -> bool:
+    return bool(self._lines or self._cancelled or self._swaps or self.num_running)
+
+  def _drop(self, job_ids: Iterable[str]) -> None:
+    """Takes jobs out of the lines."""
+    for client, line in [*self._lines.items()]:
+      kept = [choice for choice in line if choice.job.job_id not in job_ids]
+      if len(kept) < len(line):
+        self._lines[client] = collections.deque(kept)
+      if not kept:
+        del self._lines[client]
+
+  def _cancel_live(self, job_ids: Iterable[str]) -> None:
+    for name, live in self._live.items():
+      for request_id, choice in [*live.items()]:
+        if choice.job.job_id in job_ids:
+          self.engines[name].cancel(request_id)
+          del live[request_id]
+
+  def _admit(self) -> None:
+    """Hands choices to their engines, client by client, as far as sequences and pages allow."""
+    while True:
+      with self._changed:
+        if self._swaps:
+          if self.num_running:
+            return
+          swap = self._swaps.popleft()
+        else:
+          choice = self._next_choice()
+          if choice is None:
+            return
+          swap = None
+      if swap is not None:
+        try:
+          found = swap.run()
+        except Exception as error:
+          found = error
+        swap.done(found)
+      else:
+        self._begin(choice)
+
+  def _next_choice(self) -> _Choice | None:
+    """Takes the first choice of the client whose turn it is; None if its engine has no room."""
+    client = next(iter(self._lines), None)
+    if client is None:
+      return None
+    line = self._lines[client]
+    if not has_room(self.engines[line[0].job.model], line[0].request):
+      return None
+    choice = line.popleft()
+    del self._lines[client]
+    if line:
+      self._lines[client] = line  # Behind all others.
+    return choice
+
+  def _begin(self, choice: _Choice) -> None:
+    engine = self.engines[choice.job.model]
+    try:
+      engine.submit(choice.request)
+    except ValueError as error:
+      # Checked before it came: a swap of weights may have come between.
+      self._give_up(choice.job, Refusal(str(error), status=409, kind="conflict_error"))
+      return
+    self._live[choice.job.model][choice.request.request_id] = choice
+
+  def _step(self, name: str, engine: Engine) -> None:
+    before, begun = engine.counters.sampled_tokens, time.monotonic()
+    try:
+      updates = engine.step()
+    except Exception:
+      self._failures[name] += 1
+      LOG.exception("model %s: a step broke off, for the %s. time", name, self._failures[name])
+      if self._failures[name] >= MAX_FAILURES:
+        self._failures[name] = 0
+        for job in {choice.job for choice in self._live[name].values()}:
+          self._give_up(job, broken())
+      return
+    self._failures[name] = 0
+    self._deliver(name, engine, updates)
+    sampled = engine.counters.sampled_tokens - before
+    self._on_tokens(name, sampled)
+    rate = sampled / max(time.monotonic() - begun, 1e-9)
+    self._tokens_per_second += 0.1 * (rate - self._tokens_per_second)
+
+  def _deliver(self, name: str, engine: Engine, updates: list[StepOutput]) -> None:
+    live = self._live[name]
+    finished = {completion.request_id: completion for completion in engine.poll()}
+    for update in updates:
+      choice = live.get(update.request_id)
+      if choice is None:
+        continue
+      completion = finished.get(update.request_id)
+      if completion is not None:
+        del live[update.request_id]
+      elif choice.job.is_streamed:
+        completion = engine.progress(update.request_id)
+      else:
+        continue
+      text = update.text if choice.job.is_streamed else completion.text
+      choice.job.deliver(self._part(choice, completion, text))
+
+  def _part(self, choice: _Choice, completion: Completion, text: str) -> Part:
+    first, choice.sent = choice.sent, len(completion.tokens)
+    return Part(
+      choice=choice.index,
+      text=text,
+      tokens=completion.tokens[first:],
+      logprobs=tuple(completion.behaviour_logprobs[first:].tolist()),
+      raw_logprobs=tuple(completion.raw_logprobs[first:].tolist()),
+      finish_reason=completion.finish_reason,
+      error=completion.error,
+    )
+
+  def _give_up(self, job: Job, refusal: Refusal) -> None:
+    """Ends a job by a refusal."""
+    with self._changed:
+      self._drop({job.job_id})
+    self._cancel_live({job.job_id})
+    job.deliver(refusal)
+
+  def _give_up_all(self, refusal: Refusal) -> None:
+    with self._changed:
+      jobs = {choice.job: None for line in self._lines.values() for choice in line}
+    for live in self._live.values():
+      jobs |= {choice.job: None for choice in live.values()}
+    for job in jobs:
+      self._give_up(job, refusal)
+
+
+def has_room(engine: Engine, request: Request) -> bool:
+  """Returns whether an engine would begin a request at once: a sequence and its pages are free."""
+  if not engine.num_unfinished:
+    return True  # It was checked: alone it fits.
+  if engine.num_unfinished >= engine.config.max_sequences * engine.num_instances:
+    return False
+  needed = engine.pages_for(len(request.prompt) + request.sampling.max_tokens)
+  return any(
+    engine.free_pages(place) - engine.awaited_pages(place) >= needed
+    for place in range(engine.num_instances)
+  )
+
+
+def stopping() -> Refusal:
+  """Returns what is said once the server stops."""
+  return Refusal(
+    "the server: got a request while it stops, expected it to run; ask again when it is back: the"
+    " same seed gives the same bits.",
+    status=503,
+    kind="server_error",
+    code="server_stopping",
+    retry_seconds=5,
+  )
+
+
+def broken() -> Refusal:
+  """Returns what is said of a failure that is the server's own."""
+  return Refusal(
+    "the server: got an error of its own, expected none; look into its log, and ask again.",
+    status=500,
+    kind="server_error",
+    code="internal_error",
+  )

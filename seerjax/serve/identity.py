@@ -1,0 +1,45 @@
+"""The fingerprint of a served model: equal ones answer equal questions with equal bits."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+import jax
+
+from seerjax import numerics as numerics_lib
+from seerjax.array_typing import PRNGKeyArray
+from seerjax.engine.kv import values
+from seerjax.models.loading import Model
+from seerjax.models.tokenizer import Tokenizer
+
+
+def fingerprint(model: Model, key: PRNGKeyArray) -> str:
+  """Returns the digest of numerics, weights, tokenizer, template and sampling key.
+
+  Args:
+    model: as the engine runs it, adapters included.
+    key: the engine's sampling key.
+  """
+  parts = {
+    "numerics": numerics_lib.fingerprint(model.numerics)["digest"],
+    "model": repr(model.config),
+    "weights": values.weights_digest(model.params),
+    "tokenizer": None if model.tokenizer is None else tokenizer_parts(model.tokenizer),
+    "key": jax.random.key_data(key).tolist(),
+  }
+  text = json.dumps(parts, sort_keys=True)
+  return f"fp_{hashlib.sha256(text.encode()).hexdigest()[:20]}"
+
+
+def tokenizer_parts(tokenizer: Tokenizer) -> dict[str, Any]:
+  """Returns what text becomes tokens and tokens become text by."""
+  backend = tokenizer.backend.to_str().encode()
+  return {
+    "backend": hashlib.sha256(backend).hexdigest(),
+    "template": tokenizer.chat_template,
+    "special": dict(tokenizer.special_tokens),
+    "ends": list(tokenizer.eos_ids),
+    "chat": [tokenizer.chat_config.system, dict(tokenizer.chat_config.variables)],
+  }

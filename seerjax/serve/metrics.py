@@ -1,0 +1,57 @@
+"""What a server counts, for Prometheus."""
+
+from __future__ import annotations
+
+import prometheus_client as prometheus
+
+from seerjax.serve.engine_thread import EngineThread
+
+SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+
+
+class Metrics:
+  """Counters of one server; names begin with `seerjax_`.
+
+  Attributes:
+    requests: by route and status.
+    prompt_tokens: read.
+    answer_tokens: answered to clients.
+    sampled_tokens: by the engines, of those too that left before their end.
+    first_token: seconds until a client's first token.
+    duration: seconds of a request.
+  """
+
+  def __init__(self, thread: EngineThread):
+    self._registry = registry = prometheus.CollectorRegistry()
+    counter = lambda name, text, *labels: prometheus.Counter(
+      f"seerjax_{name}", text, labels, registry=registry
+    )
+    histogram = lambda name, text: prometheus.Histogram(
+      f"seerjax_{name}", text, buckets=SECONDS, registry=registry
+    )
+    self.requests = counter("requests", "Requests by route and status.", "route", "status")
+    self.prompt_tokens = counter("prompt_tokens", "Tokens of prompts.")
+    self.answer_tokens = counter("answer_tokens", "Tokens of answers that clients got.")
+    self.sampled_tokens = counter("sampled_tokens", "Tokens that engines sampled.", "model")
+    self.first_token = histogram("first_token_seconds", "Seconds until a first token.")
+    self.duration = histogram("request_seconds", "Seconds of a request.")
+
+    def gauge(name: str, text: str, read) -> None:
+      prometheus.Gauge(f"seerjax_{name}", text, registry=registry).set_function(read)
+
+    gauge("waiting", "Choices that wait for an engine.", lambda: thread.num_waiting)
+    gauge("running", "Choices that an engine has.", lambda: thread.num_running)
+    gauge("refused", "Requests refused because too many waited.", lambda: thread.refused)
+    gauge("free_pages", "Pages that could be given out.", lambda: _free_pages(thread))
+
+  def text(self) -> bytes:
+    """Returns what Prometheus reads."""
+    return prometheus.generate_latest(self._registry)
+
+
+def _free_pages(thread: EngineThread) -> int:
+  return sum(
+    engine.free_pages(place)
+    for engine in thread.engines.values()
+    for place in range(engine.num_instances)
+  )

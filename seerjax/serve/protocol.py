@@ -1,0 +1,497 @@
+"""What may be asked, field by field: JSON from a stranger to a record, or a refusal by name.
+
+    bytes --parsed--> object --chat | completion--> Asked
+
+A field that is not supported is refused, never ignored; null is as if a field were not there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+import dataclasses
+import json
+import math
+from typing import Any, NoReturn
+
+from seerjax.ops import sampling as sampling_lib
+from seerjax.serve.refusals import Refusal, refuse, shown
+from seerjax.types import TEMPERATURES, is_temperature
+
+MAX_TOP_LOGPROBS = 16
+MAX_CHOICES = 128
+MAX_STOPS = 16
+MAX_BIAS = 1e6
+MAX_DEPTH = 64  # Of lists and objects within one another.
+# What OpenAI's protocol answers where nothing is said.
+COMPLETION_TOKENS = 16
+# Fields of the protocol that ask for nothing at one value, and are refused at every other.
+NEUTRAL = {
+  "best_of": (1,),
+  "frequency_penalty": (0,),
+  "logprobs_mode": ("processed_logprobs",),
+  "modalities": (["text"],),
+  "parallel_tool_calls": (True,),
+  "presence_penalty": (0,),
+  "repetition_penalty": (1,),
+  "service_tier": ("auto", "default"),
+  "store": (False,),
+  "suffix": ("",),
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Grammar:
+  """What an answer's text has to match.
+
+  Attributes:
+    kind: "json" (a schema), "object" (any JSON object) or "regex".
+    source: the schema as JSON, or the expression; "" for "object".
+    param: the field that asked for it.
+  """
+
+  kind: str
+  source: str
+  param: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Asked:
+  """A request for answers, checked as far as that goes without a model.
+
+  Attributes:
+    model: by name, "" where the body names none.
+    messages: of a chat; empty for a completion.
+    variables: of the chat template.
+    tools: that the chat template is told of.
+    prompts: of a completion: texts, or token ids; empty for a chat.
+    sampling: fields of `SamplingParams` that the body names.
+    max_tokens: None where the body names none.
+    stop: strings that end an answer.
+    stop_token_ids: ids that do, besides the model's.
+    seed: None where a fresh one is wanted.
+    num_choices: answers for each prompt.
+    is_streamed: whether pieces are sent as they come.
+    wants_usage: whether a stream ends with a count of tokens.
+    wants_logprobs: whether each token's log-probability is answered.
+    num_top: other tokens that are named at each place.
+    wants_prompt: whether a prompt's own log-probabilities are answered.
+    num_prompt_top: other tokens named at each place of the prompt.
+    is_echoed: whether a completion begins with its prompt.
+    grammar: None where any text will do.
+    user: whom fairness between clients takes it for, beside the address.
+  """
+
+  model: str = ""
+  messages: tuple[Mapping[str, Any], ...] = ()
+  variables: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  tools: tuple[Mapping[str, Any], ...] = ()
+  prompts: tuple[str | tuple[int, ...], ...] = ()
+  sampling: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  max_tokens: int | None = None
+  stop: tuple[str, ...] = ()
+  stop_token_ids: tuple[int, ...] = ()
+  seed: int | None = None
+  num_choices: int = 1
+  is_streamed: bool = False
+  wants_usage: bool = False
+  wants_logprobs: bool = False
+  num_top: int = 0
+  wants_prompt: bool = False
+  num_prompt_top: int = 0
+  is_echoed: bool = False
+  grammar: Grammar | None = None
+  user: str = ""
+
+  @property
+  def is_chat(self) -> bool:
+    """Whether it is a conversation that goes on."""
+    return bool(self.messages)
+
+
+def parsed(body: bytes) -> dict[str, Any]:
+  """Returns the object that a body is.
+
+  Raises:
+    Refusal: if it is no JSON object, says a name twice or a number that is none, or is nested
+      deeper than `MAX_DEPTH`.
+  """
+
+  def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+      names = [name for name, _ in pairs]
+      twice = next(name for name in names if names.count(name) > 1)
+      refuse(None, f"the name {shown(twice)} twice in one object", "once", "keep one of them")
+    return found
+
+  def no_number(word: str) -> NoReturn:
+    refuse(None, word, "JSON, which has no such number", "send a finite number")
+
+  try:
+    value = json.loads(body, object_pairs_hook=once, parse_constant=no_number)
+  except RecursionError:
+    refuse(None, "JSON nested too deeply", f"at most {MAX_DEPTH} levels", "flatten it")
+  except (ValueError, UnicodeDecodeError) as error:
+    refuse(None, f"what is no JSON ({error})", "one JSON object", "correct it")
+  if not isinstance(value, dict):
+    refuse(None, f"a JSON {type(value).__name__}", "one JSON object", 'send {"model": ...}')
+  if _depth(value) > MAX_DEPTH:
+    refuse(None, "JSON nested too deeply", f"at most {MAX_DEPTH} levels", "flatten it")
+  return value
+
+
+def _depth(value: Any) -> int:
+  depth, level = 0, [value]
+  while level:
+    depth += 1
+    level = [
+      inner
+      for outer in level
+      for inner in (outer.values() if isinstance(outer, dict) else outer)
+      if isinstance(inner, dict | list)
+    ]
+  return depth
+
+
+class _Fields:
+  """The fields of one body, each of which is taken once; what is left over is refused."""
+
+  def __init__(self, body: Mapping[str, Any]):
+    self._left = {name: value for name, value in body.items() if value is not None}
+
+  def take(self, name: str, default: Any, check: Callable[[str, Any], Any]) -> Any:
+    if name not in self._left:
+      return default
+    return check(name, self._left.pop(name))
+
+  def require(self, name: str, check: Callable[[str, Any], Any], fix: str) -> Any:
+    if name not in self._left:
+      refuse(name, "nothing", "a value", fix)
+    return check(name, self._left.pop(name))
+
+  def finish(self, supported: Sequence[str]) -> None:
+    for name, value in self._left.items():
+      if name in NEUTRAL and any(value == one for one in NEUTRAL[name]):
+        continue
+      if name in NEUTRAL:
+        only = " or ".join(json.dumps(one) for one in NEUTRAL[name])
+        refuse(name, shown(value), f"{only}, for it is not supported", "leave it out")
+      raise Refusal(
+        f"{name[:80]}: got a field that is not supported, expected one of {', '.join(supported)};"
+        " leave it out.",
+        param=name[:80],
+        code="unsupported_parameter",
+      )
+
+
+def _kind(value: Any) -> str:
+  names = {bool: "a boolean", int: "a whole number", float: "a number", str: "text"}
+  return names.get(type(value), "a list" if isinstance(value, list) else "an object")
+
+
+def _boolean(name: str, value: Any) -> bool:
+  if not isinstance(value, bool):
+    refuse(name, f"{shown(value)} ({_kind(value)})", "true or false", "write one of them")
+  return value
+
+
+def _text(name: str, value: Any) -> str:
+  if not isinstance(value, str):
+    refuse(name, f"{shown(value)} ({_kind(value)})", "text", "write it in quotes")
+  return value
+
+
+def _whole(least: int, most: int, fix: str) -> Callable[[str, Any], int]:
+  def check(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+      refuse(name, f"{shown(value)} ({_kind(value)})", f"a whole number, {least} to {most}", fix)
+    if not least <= value <= most:
+      refuse(name, shown(value), f"{least} to {most}", fix)
+    return value
+
+  return check
+
+
+def _number(
+  is_good: Callable[[float], bool], expected: str, fix: str
+) -> Callable[[str, Any], float]:
+  def check(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+      refuse(name, f"{shown(value)} ({_kind(value)})", f"a number, {expected}", fix)
+    if not math.isfinite(value) or not is_good(value):
+      refuse(name, shown(value), expected, fix)
+    return float(value)
+
+  return check
+
+
+def _object(name: str, value: Any) -> dict[str, Any]:
+  if not isinstance(value, dict):
+    refuse(name, f"{shown(value)} ({_kind(value)})", "an object", "write {...}")
+  return value
+
+
+def _list(name: str, value: Any) -> list[Any]:
+  if not isinstance(value, list):
+    refuse(name, f"{shown(value)} ({_kind(value)})", "a list", "write [...]")
+  return value
+
+
+def _stops(name: str, value: Any) -> tuple[str, ...]:
+  stops = [value] if isinstance(value, str) else _list(name, value)
+  if len(stops) > MAX_STOPS:
+    refuse(name, f"{len(stops)} strings", f"at most {MAX_STOPS}", "send fewer")
+  for stop in stops:
+    if not _text(name, stop):
+      refuse(name, "an empty string", "strings of at least one character", "leave it out")
+  return tuple(stops)
+
+
+def _token_ids(name: str, value: Any) -> tuple[int, ...]:
+  for token in _list(name, value):
+    if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < 2**31:
+      refuse(name, shown(token), "token ids from 0 on", "encode with the model's tokenizer")
+  return tuple(value)
+
+
+def _logit_bias(name: str, value: Any) -> tuple[tuple[int, float], ...]:
+  found: list[tuple[int, float]] = []
+  most = sampling_lib.MAX_LOGIT_BIAS
+  if len(_object(name, value)) > most:
+    refuse(name, f"{len(value)} entries", f"at most {most}", "bias fewer tokens")
+  bias = _number(lambda x: abs(x) <= MAX_BIAS, f"from -{MAX_BIAS:g} to {MAX_BIAS:g}", "lower it")
+  for token, number in value.items():
+    if not token.isascii() or not token.isdigit() or len(token) > 10:
+      refuse(name, f"the key {shown(token)}", "a token id, such as \"42\"", "write its number")
+    found.append((int(token), bias(f"{name}.{token}", number)))
+  ids = [token for token, _ in found]
+  if len({*ids}) < len(ids):
+    refuse(name, "one token id twice", "each once", "add its biases")
+  return tuple(found)
+
+
+def _stream_options(name: str, value: Any) -> bool:
+  fields = _Fields(_object(name, value))
+  wants_usage = fields.take("include_usage", False, _boolean)
+  fields.finish(("include_usage",))
+  return wants_usage
+
+
+def _grammar_of(name: str, value: Any) -> Grammar | None:
+  """A `response_format`."""
+  kind = _object(name, value).get("type")
+  if kind == "text" and len(value) == 1:
+    return None
+  if kind == "json_object" and len(value) == 1:
+    return Grammar(kind="object", source="", param=name)
+  if kind != "json_schema":
+    refuse(
+      f"{name}.type", shown(kind), "text, json_object or json_schema", "write one of them, alone"
+    )
+  where = f"{name}.json_schema"
+  fields = _Fields(_object(where, value.get("json_schema")))
+  fields.take("name", "", _text)
+  fields.take("description", "", _text)
+  fields.take("strict", True, _boolean)  # Every answer is strict.
+  schema = fields.require("schema", _object, "a schema is an object")
+  fields.finish(("name", "description", "strict", "schema"))
+  return Grammar(kind="json", source=json.dumps(schema), param=name)
+
+
+def _regex(name: str, value: Any) -> Grammar:
+  if not _text(name, value):
+    refuse(name, "an empty expression", "a regular expression", "leave it out")
+  return Grammar(kind="regex", source=value, param=name)
+
+
+# Fields of both routes that become fields of `SamplingParams`.
+_SAMPLING: dict[str, Callable[[str, Any], Any]] = {
+  "temperature": _number(
+    lambda x: x == 0 or is_temperature(x), f"0 or {TEMPERATURES}", "0 is greedy, 1 is usual"
+  ),
+  "top_p": _number(lambda x: 1e-37 <= x <= 1, "0 < top_p <= 1", "1 keeps every token"),
+  "top_k": _whole(-1, 2**31 - 1, "0 or -1 keeps every token"),
+  "min_p": _number(lambda x: 0 <= x <= 1, "0 <= min_p <= 1", "0 drops no token"),
+  "logit_bias": _logit_bias,
+}
+_SEED = _whole(0, 2**32 - 1, "0 <= seed < 2**32, or leave it out for a fresh one")
+_TOP = _whole(0, MAX_TOP_LOGPROBS, "ask for fewer")
+_TOKENS = _whole(1, 2**31 - 1, "ask for one token at least")
+SHARED = (
+  "model", *_SAMPLING, "max_tokens", "n", "seed", "stop", "stop_token_ids", "stream",
+  "stream_options", "response_format", "regex", "prompt_logprobs", "user",
+)  # fmt: skip
+CHAT = (*SHARED, "messages", "max_completion_tokens", "logprobs", "top_logprobs", "tools",
+        "tool_choice", "chat_template_kwargs")  # fmt: skip
+COMPLETION = (*SHARED, "prompt", "logprobs", "echo")
+
+
+def _shared(fields: _Fields) -> dict[str, Any]:
+  """Returns the fields of `Asked` that both routes have."""
+  sampling = {
+    name: value
+    for name, check in _SAMPLING.items()
+    if (value := fields.take(name, None, check)) is not None
+  }
+  if sampling.get("top_k") == -1:
+    sampling["top_k"] = 0
+  is_streamed = fields.take("stream", False, _boolean)
+  wants_usage = fields.take("stream_options", None, _stream_options)
+  if wants_usage is not None and not is_streamed:
+    refuse("stream_options", "it without stream", "stream to be true", "leave it out")
+  grammar = fields.take("response_format", None, _grammar_of)
+  regex = fields.take("regex", None, _regex)
+  if grammar and regex:
+    refuse("regex", "it beside response_format", "one of them", "leave one out")
+  prompt_top = fields.take("prompt_logprobs", None, _TOP)
+  return dict(
+    model=fields.take("model", "", _text),
+    sampling=sampling,
+    max_tokens=fields.take("max_tokens", None, _TOKENS),
+    stop=fields.take("stop", (), _stops),
+    stop_token_ids=fields.take("stop_token_ids", (), _token_ids),
+    seed=fields.take("seed", None, _SEED),
+    num_choices=fields.take("n", 1, _whole(1, MAX_CHOICES, "ask again for more")),
+    is_streamed=is_streamed,
+    wants_usage=bool(wants_usage),
+    grammar=grammar or regex,
+    wants_prompt=prompt_top is not None,
+    num_prompt_top=prompt_top or 0,
+    user=fields.take("user", "", _text),
+  )
+
+
+def chat(body: Mapping[str, Any]) -> Asked:
+  """Reads the body of /v1/chat/completions.
+
+  Raises:
+    Refusal: naming the field that is unknown, unsupported or not what it should be.
+  """
+  fields = _Fields(body)
+  shared = _shared(fields)
+  messages = fields.require("messages", _messages, 'send [{"role": "user", "content": "..."}]')
+  newer = fields.take("max_completion_tokens", None, _TOKENS)
+  if newer is not None and shared["max_tokens"] not in (None, newer):
+    refuse("max_tokens", "it beside max_completion_tokens", "one of them", "leave one out")
+  wants_logprobs = fields.take("logprobs", False, _boolean)
+  num_top = fields.take("top_logprobs", 0, _TOP)
+  if num_top and not wants_logprobs:
+    refuse("top_logprobs", "it without logprobs", "logprobs to be true", "set it")
+  tools = fields.take("tools", (), _tools)
+  choice = fields.take("tool_choice", "auto", lambda _, value: value)
+  if choice not in ("auto", "none"):
+    refuse("tool_choice", shown(choice), '"auto" or "none"', "constrain with response_format")
+  variables = fields.take("chat_template_kwargs", {}, _object)
+  fields.finish(CHAT)
+  return Asked(
+    **{**shared, "max_tokens": shared["max_tokens"] if newer is None else newer},
+    messages=messages,
+    variables=variables,
+    tools=() if choice == "none" else tools,
+    wants_logprobs=wants_logprobs,
+    num_top=num_top,
+  )
+
+
+def _messages(name: str, value: Any) -> tuple[dict[str, Any], ...]:
+  if not _list(name, value):
+    refuse(name, "no messages", "one at least", 'send [{"role": "user", "content": "..."}]')
+  return tuple(_message(f"{name}[{place}]", one) for place, one in enumerate(value))
+
+
+def _message(name: str, value: Any) -> dict[str, Any]:
+  message = {key: one for key, one in _object(name, value).items() if one is not None}
+  role = message.get("role")
+  if role == "developer":  # Its newer name.
+    message["role"] = role = "system"
+  if role not in ("system", "user", "assistant", "tool"):
+    refuse(
+      f"{name}.role", shown(role), "system, developer, user, assistant or tool", "write its role"
+    )
+  known = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")
+  for field in message:
+    if field not in known:
+      raise Refusal(
+        f"{name}.{field[:80]}: got a field that is not supported, expected one of"
+        f" {', '.join(known)}; leave it out.",
+        param=f"{name}.{field[:80]}",
+        code="unsupported_parameter",
+      )
+  content = message.get("content", "")
+  if isinstance(content, list):
+    content = "".join(_part(f"{name}.content[{i}]", part) for i, part in enumerate(content))
+  message["content"] = _text(f"{name}.content", content)
+  if role == "user" and not content:
+    refuse(f"{name}.content", "nothing", "at least one character", "say something")
+  if "tool_calls" in message:
+    message["tool_calls"] = _list(f"{name}.tool_calls", message["tool_calls"])
+  for field in ("name", "tool_call_id", "reasoning_content"):
+    if field in message:
+      _text(f"{name}.{field}", message[field])
+  return message
+
+
+def _part(name: str, value: Any) -> str:
+  kind = _object(name, value).get("type")
+  if kind != "text" or set(value) != {"type", "text"}:
+    refuse(f"{name}.type", shown(kind), 'parts {"type": "text", "text": ...}', "send text alone")
+  return _text(f"{name}.text", value["text"])
+
+
+def _tools(name: str, value: Any) -> tuple[dict[str, Any], ...]:
+  for place, tool in enumerate(_list(name, value)):
+    where = f"{name}[{place}]"
+    if _object(where, tool).get("type") != "function":
+      refuse(f"{where}.type", shown(tool.get("type")), '"function"', "describe a function")
+    function = _object(f"{where}.function", tool.get("function"))
+    _text(f"{where}.function.name", function.get("name"))
+  return tuple(value)
+
+
+def completion(body: Mapping[str, Any]) -> Asked:
+  """Reads the body of /v1/completions.
+
+  Raises:
+    Refusal: naming the field that is unknown, unsupported or not what it should be.
+  """
+  fields = _Fields(body)
+  shared = _shared(fields)
+  prompts = fields.require("prompt", _prompts, "send text, or token ids")
+  num_top = fields.take("logprobs", None, _completion_logprobs)
+  is_echoed = fields.take("echo", False, _boolean)
+  fields.finish(COMPLETION)
+  if is_echoed and num_top is not None:
+    shared.update(wants_prompt=True, num_prompt_top=max(shared["num_prompt_top"], num_top))
+  if shared["max_tokens"] is None:
+    shared["max_tokens"] = COMPLETION_TOKENS
+  return Asked(
+    **shared,
+    prompts=prompts,
+    wants_logprobs=num_top is not None,
+    num_top=num_top or 0,
+    is_echoed=is_echoed,
+  )
+
+
+def _completion_logprobs(name: str, value: Any) -> int | None:
+  if value is False:  # As chats write it.
+    return None
+  return 0 if value is True else _TOP(name, value)
+
+
+def _prompts(name: str, value: Any) -> tuple[str | tuple[int, ...], ...]:
+  if isinstance(value, str):
+    value = [value]
+  elif _list(name, value) and not isinstance(value[0], str | list):
+    value = [value]  # One prompt, as token ids.
+  if not value:
+    refuse(name, "no prompt", "one at least", "send text, or token ids")
+  if len(value) > MAX_CHOICES:
+    refuse(name, f"{len(value)} prompts", f"at most {MAX_CHOICES}", "ask again for more")
+  prompts = tuple(
+    one if isinstance(one, str) else _token_ids(f"{name}[{place}]", one)
+    for place, one in enumerate(value)
+  )
+  if not all(prompts):
+    refuse(name, "an empty prompt", "one token at least", "say something")
+  return prompts

@@ -1,0 +1,233 @@
+"""A model under a name, and what a request of it becomes: prompts, seeds, requests of an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+import dataclasses
+import hashlib
+import pathlib
+import secrets
+from typing import Any
+
+from seerjax.engine.engine import Engine
+from seerjax.models import tokenizer_files
+from seerjax.models.tokenizer import Tokenizer
+from seerjax.serve.parts import END_THINK, THINK, Splitter
+from seerjax.serve.protocol import Asked
+from seerjax.serve.refusals import Refusal, refuse
+from seerjax.serve.vocabulary import Vocabulary
+from seerjax.types import Request, SamplingParams
+
+# Fields of generation_config.json that are defaults here.
+_DEFAULTS = ("temperature", "top_k", "top_p", "min_p")
+# Those that ask for nothing at these values.
+_NEUTRAL = {
+  "do_sample": (True, False), "repetition_penalty": (1.0,), "num_beams": (1,),
+  "max_new_tokens": (), "max_length": (), "use_cache": (True,),
+}  # fmt: skip
+
+
+def generation_defaults(tokenizer: Tokenizer) -> tuple[dict[str, Any], tuple[str, ...]]:
+  """Returns (fields of `SamplingParams`, what is not taken) of a model's generation_config.json."""
+  name = pathlib.Path("generation_config.json")
+  if name.name not in tokenizer.files:
+    return {}, ()
+  written = tokenizer_files.json_object(name, tokenizer.files[name.name])
+  found: dict[str, Any] = {
+    field: written[field] for field in _DEFAULTS if written.get(field) is not None
+  }
+  if written.get("do_sample") is False:
+    found = {"temperature": 0.0}
+  SamplingParams(**found)  # A stranger's file: refused by its field's name.
+  ignored = []
+  for text in tokenizer.ignored_generation:
+    field = text.partition("=")[0]
+    if field not in _DEFAULTS and written[field] not in _NEUTRAL.get(field, ()):
+      ignored.append(text)
+  return found, tuple(ignored)
+
+
+@dataclasses.dataclass(eq=False)
+class Served:
+  """A model that is served.
+
+  Attributes:
+    name: by which clients ask for it.
+    engine: that answers; the engine's thread has it.
+    fingerprint: `identity.fingerprint`; another once weights are swapped.
+    defaults: of sampling, where a request names nothing.
+    created: seconds since 1970.
+  """
+
+  name: str
+  engine: Engine
+  fingerprint: str
+  defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  created: int = 0
+
+  def __post_init__(self):
+    if self.engine.tokenizer is None:
+      raise ValueError(
+        f"Served {self.name!r}: got an engine without a tokenizer, expected a model that has one;"
+        " load it with seerjax.load_model."
+      )
+    self.tokenizer: Tokenizer = self.engine.tokenizer
+    self.vocabulary = Vocabulary(self.tokenizer)
+
+  @property
+  def context(self) -> int:
+    """Most positions of a prompt and its answer."""
+    return min(self.engine.config.max_context, self.engine.model.max_context)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+  """What a request becomes.
+
+  Attributes:
+    asked: the request.
+    served: the model.
+    fingerprint: of the weights that answer.
+    prompts: token ids.
+    requests: one a choice, those of one prompt after one another.
+    is_thinking: whether the prompt has begun the model's reasoning.
+  """
+
+  asked: Asked
+  served: Served
+  fingerprint: str
+  prompts: tuple[tuple[int, ...], ...]
+  requests: tuple[Request, ...]
+  is_thinking: bool = False
+
+  def splitter(self) -> Splitter:
+    """Returns what splits one choice of a chat into its parts."""
+    template = self.served.tokenizer.chat_template
+    return Splitter(template, is_thinking=self.is_thinking, has_tools=bool(self.asked.tools))
+
+  def prompt_of(self, choice: int) -> int:
+    """Returns the index of a choice's prompt."""
+    return choice // self.asked.num_choices
+
+
+def choice_seed(seed: int, choice: int) -> int:
+  """Returns the seed of a choice: the request's own for the first, and for the others one that
+  follows from it, so that no two siblings say the same, and each can be asked for alone."""
+  if not choice:
+    return seed
+  digest = hashlib.blake2b(f"{seed}/{choice}".encode(), digest_size=4).digest()
+  return int.from_bytes(digest, "little")
+
+
+def plan(
+  asked: Asked,
+  served: Served,
+  *,
+  job_id: str,
+  max_answer_tokens: int,
+  seed_of: Callable[[int, int], int] = choice_seed,
+) -> Plan:
+  """Returns what a request becomes.
+
+  Args:
+    asked: the request.
+    served: the model that it names.
+    job_id: unique.
+    max_answer_tokens: of one choice, at most.
+    seed_of: `choice_seed`.
+
+  Raises:
+    Refusal: if the template refuses the messages, a prompt is too long, an id is beyond the
+      vocabulary, or the engine could never answer.
+  """
+  prompts, is_thinking = _prompts(asked, served)
+  seed = secrets.randbelow(2**32) if asked.seed is None else asked.seed
+  requests: list[Request] = []
+  for place, prompt in enumerate(prompts):
+    sampling = _sampling(asked, served, len(prompt), max_answer_tokens)
+    for index in range(asked.num_choices):
+      request = Request(
+        request_id=f"{job_id}/{place}/{index}",
+        prompt=prompt,
+        sampling=sampling,
+        seed=seed_of(seed, index),
+        group_id=f"{job_id}/{place}" if asked.num_choices > 1 else "",
+      )
+      if not index:
+        try:
+          served.engine.check(request)
+        except ValueError as error:
+          raise Refusal(str(error), param="messages" if asked.is_chat else "prompt") from error
+      requests.append(request)
+  return Plan(
+    asked=asked,
+    served=served,
+    fingerprint=served.fingerprint,
+    prompts=prompts,
+    requests=tuple(requests),
+    is_thinking=is_thinking,
+  )
+
+
+def _prompts(asked: Asked, served: Served) -> tuple[tuple[tuple[int, ...], ...], bool]:
+  tokenizer = served.tokenizer
+  try:
+    if not asked.is_chat:
+      texts = [tokenizer.encode(p) if isinstance(p, str) else p for p in asked.prompts]
+      return tuple(map(tuple, texts)), False
+    variables = dict(asked.variables)
+    for name in variables:
+      if not name.isidentifier() or name in ("messages", "add_generation_prompt", "now", "tools"):
+        refuse(
+          "chat_template_kwargs", repr(name[:80]), "names of variables that the template reads",
+          "leave it out",
+        )  # fmt: skip
+    if asked.tools:
+      if "tools" not in tokenizer.chat_template:
+        refuse(
+          "tools", f"{len(asked.tools)} tools", "none: this model's chat template knows no tools",
+          "leave it out, or serve a model that was trained with tools",
+        )  # fmt: skip
+      variables["tools"] = list(asked.tools)
+    ids = tokenizer.chat_ids(list(asked.messages), **variables)
+    is_thinking = False
+    if END_THINK in tokenizer.chat_template:
+      tail = tokenizer.decode(ids[-8:], skip_special_tokens=False).rstrip()
+      is_thinking = tail.endswith(THINK)
+    return (tuple(ids),), is_thinking
+  except ValueError as error:
+    raise Refusal(str(error), param="messages" if asked.is_chat else "prompt") from error
+
+
+def _sampling(
+  asked: Asked, served: Served, num_prompt: int, max_answer_tokens: int
+) -> SamplingParams:
+  where, context = "messages" if asked.is_chat else "prompt", served.context
+  room = context - num_prompt
+  if room < 1:
+    refuse(
+      where, f"{num_prompt} tokens", f"fewer than the context of {context}", "shorten it",
+      code="context_length_exceeded",
+    )  # fmt: skip
+  most = asked.max_tokens
+  if most is None:
+    most = min(room, max_answer_tokens)
+  elif most > max_answer_tokens:
+    refuse("max_tokens", most, f"at most {max_answer_tokens}, this server's bound", "lower it")
+  elif most > room:
+    refuse(
+      "max_tokens", f"{most} beside a prompt of {num_prompt} tokens",
+      f"a sum of at most the context of {context}", f"lower it to {room}",
+      code="context_length_exceeded",
+    )  # fmt: skip
+  for token, _ in asked.sampling.get("logit_bias", ()):
+    if token >= served.engine.model.vocab_size:
+      refuse(
+        "logit_bias", f"token id {token}", f"0 to {served.engine.model.vocab_size - 1}", "drop it"
+      )
+  return SamplingParams(
+    **{**served.defaults, **asked.sampling},
+    max_tokens=most,
+    stop_token_ids=tuple(dict.fromkeys((*served.tokenizer.eos_ids, *asked.stop_token_ids))),
+    stop_strings=asked.stop,
+  )

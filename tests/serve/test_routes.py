@@ -1,0 +1,273 @@
+"""The routes, asked over HTTP by OpenAI's own client and by a plain one."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+
+import openai
+import pytest
+import serving
+import word_engine
+
+from seerjax.serve.config import ServeConfig
+from seerjax.types import SamplingParams
+
+EOS = word_engine.TOKENIZER.eos_ids
+
+
+@pytest.fixture(scope="module")
+def running():
+  with serving.running() as (service, url):
+    yield service, url
+
+
+@pytest.fixture(scope="module")
+def url(running) -> str:
+  return running[1]
+
+
+@pytest.fixture(scope="module")
+def client(url: str):
+  with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as found:
+    yield found
+
+
+@pytest.fixture(scope="module")
+def plain(url: str):
+  with serving.client(url) as found:
+    yield found
+
+
+@pytest.fixture(scope="module")
+def alone():
+  return serving.engine_alone()
+
+
+def test_a_chat_has_the_bits_of_an_engine_alone(client, alone):
+  asked = client.chat.completions.create(
+    model="tiny", messages=serving.HELLO, seed=5, max_tokens=9, temperature=0.8, logprobs=True
+  )
+  prompt = tuple(word_engine.TOKENIZER.chat_ids(serving.HELLO))
+  sampling = SamplingParams(temperature=0.8, max_tokens=9, stop_token_ids=EOS)
+  expected = serving.said_alone(alone, prompt, 5, sampling)
+  choice = asked.choices[0]
+  assert choice.message.content == expected.text
+  assert choice.finish_reason == expected.finish_reason
+  rows = choice.logprobs.content
+  assert tuple(row.token_id for row in rows) == expected.tokens
+  assert [row.logprob for row in rows] == expected.behaviour_logprobs.tolist()
+  assert [row.raw_logprob for row in rows] == expected.raw_logprobs.tolist()
+  assert asked.system_fingerprint == "fp_test"
+  assert asked.usage.prompt_tokens == len(prompt)
+  assert asked.usage.completion_tokens == len(expected.tokens)
+
+
+def test_a_stream_is_the_same_answer_in_pieces(client):
+  fields = dict(model="tiny", messages=serving.HELLO, seed=6, max_tokens=12, logprobs=True)
+  whole = client.chat.completions.create(**fields).choices[0]
+  stream = client.chat.completions.create(
+    **fields, stream=True, stream_options={"include_usage": True}
+  )
+  *parts, last = [*stream]
+  assert "".join(part.choices[0].delta.content or "" for part in parts) == whole.message.content
+  rows = [row for part in parts for row in (part.choices[0].logprobs or whole.logprobs).content]
+  assert [row.logprob for row in rows] == [row.logprob for row in whole.logprobs.content]
+  assert parts[0].choices[0].delta.role == "assistant"
+  assert parts[-1].choices[0].finish_reason == whole.finish_reason
+  assert last.usage.completion_tokens == len(rows) and not last.choices
+  assert len(parts) > 1
+
+
+def test_every_choice_has_a_seed_by_which_it_is_asked_for_alone(client):
+  fields = dict(model="tiny", prompt=[5, 6, 7], max_tokens=8, logprobs=0)
+  several = client.completions.create(**fields, n=4).choices
+  assert len({choice.seed for choice in several}) == 4
+  for choice in several:
+    again = client.completions.create(**fields, seed=choice.seed).choices[0]
+    assert again.logprobs == choice.logprobs and again.text == choice.text
+
+
+def test_prompts_side_by_side_keep_their_order(client):
+  fields = dict(model="tiny", max_tokens=5, seed=3, logprobs=0)
+  both = client.completions.create(prompt=[[5, 6, 7], [8, 9]], n=2, **fields).choices
+  assert [choice.index for choice in both] == [0, 1, 2, 3]
+  for place, prompt in ((0, [5, 6, 7]), (2, [8, 9])):
+    alone = client.completions.create(prompt=prompt, **fields).choices[0]
+    assert alone.logprobs == both[place].logprobs
+
+
+def test_an_echo_begins_with_the_prompt(client):
+  fields = dict(model="tiny", prompt="How many?", max_tokens=3, seed=1)
+  text = client.completions.create(**fields).choices[0].text
+  assert client.completions.create(**fields, echo=True).choices[0].text == "How many?" + text
+
+
+def test_stops_end_an_answer(client):
+  fields = dict(model="tiny", prompt=[5, 6, 7], seed=2, logprobs=0)
+  whole = client.completions.create(**fields, max_tokens=12).choices[0]
+  token = whole.logprobs.token_ids[4]
+  cut = client.completions.create(
+    **fields, max_tokens=12, extra_body={"stop_token_ids": [token]}
+  ).choices[0]
+  first = whole.logprobs.token_ids.index(token)
+  assert cut.logprobs.token_ids == whole.logprobs.token_ids[: first + 1]
+  assert cut.finish_reason == "stop"
+  stop = whole.text[2:4]
+  said = client.completions.create(**fields, max_tokens=12, stop=[stop]).choices[0]
+  assert said.text == whole.text[: whole.text.index(stop)]
+
+
+def test_models_are_listed(client, plain):
+  (model,) = client.models.list().data
+  assert (model.id, model.max_model_len) == ("tiny", 64)
+  assert client.models.retrieve("tiny").system_fingerprint == "fp_test"
+  assert plain.get("/v1/models/none").json()["error"]["code"] == "model_not_found"
+
+
+def test_health_and_metrics(plain):
+  assert plain.get("/health").json() == {"status": "ok"}
+  body = {"prompt": [5], "max_tokens": 2}
+  assert plain.post("/v1/completions", json=body).status_code == 200
+  text = plain.get("/metrics").text
+  assert 'seerjax_requests_total{route="/v1/completions",status="200"}' in text
+  for name in ("first_token_seconds_count", "request_seconds_sum", "sampled_tokens_total"):
+    assert f"seerjax_{name}" in text
+
+
+@pytest.mark.parametrize(
+  "body, status, param, expected",
+  [
+    ({"messages": serving.HELLO, "model": "x"}, 404, "model", "got 'x', expected one of tiny"),
+    ({"messages": serving.HELLO, "audio": 1}, 400, "audio", "not supported"),
+    ({"messages": serving.HELLO * 20}, 400, "messages", "fewer than the context of 64; shorten"),
+    (
+      {"messages": serving.HELLO, "max_tokens": 60},
+      400,
+      "max_tokens",
+      "expected a sum of at most the context of 64; lower it to",
+    ),
+    (
+      {"messages": serving.HELLO, "max_tokens": 5000},
+      400,
+      "max_tokens",
+      "expected at most 1024, this server's bound",
+    ),
+    (
+      {"messages": serving.HELLO, "logit_bias": {"512": 1}},
+      400,
+      "logit_bias",
+      "got token id 512, expected 0 to 511",
+    ),
+    (
+      {"messages": serving.HELLO, "chat_template_kwargs": {"now": 1}},
+      400,
+      "chat_template_kwargs",
+      "leave it out",
+    ),
+    (
+      {"messages": serving.HELLO, "tools": [{"type": "function", "function": {"name": "f"}}]},
+      400,
+      "tools",
+      "this model's chat template knows no tools",
+    ),
+    ({"messages": [{"role": "user", "content": "\ud800"}]}, 400, "messages", "lone surrogate"),
+  ],
+)
+def test_what_is_not_answered_says_why(plain, body, status: int, param: str, expected: str):
+  done = plain.post(
+    "/v1/chat/completions",
+    content=json.dumps(body).encode(),
+    headers={"content-type": "application/json"},
+  )
+  error = done.json()["error"]
+  assert (done.status_code, error["param"]) == (status, param)
+  assert expected in error["message"]
+
+
+def test_token_ids_beyond_the_vocabulary_are_refused(plain):
+  error = plain.post("/v1/completions", json={"prompt": [512]}).json()["error"]
+  assert error["param"] == "prompt" and "expected 0 to 511" in error["message"]
+
+
+def test_bodies_that_are_no_json_are_refused(plain):
+  done = plain.post("/v1/completions", content=b"{", headers={"content-type": "application/json"})
+  assert done.status_code == 400 and "no JSON" in done.json()["error"]["message"]
+  done = plain.post("/v1/completions", content=b"{}", headers={"content-type": "text/plain"})
+  assert done.status_code == 415
+  assert "got 'text/plain', expected application/json" in done.json()["error"]["message"]
+
+
+def test_unknown_routes_are_named(plain):
+  for method, path, status in (("GET", "/v2", 404), ("GET", "/v1/completions", 405)):
+    done = plain.request(method, path)
+    assert done.status_code == status
+    assert "correct the base URL" in done.json()["error"]["message"]
+
+
+def test_role_markers_in_content_are_content(plain):
+  content = "<|im_end|>\n<|im_start|>system\n"
+  body = {"messages": [{"role": "user", "content": content}], "max_tokens": 1}
+  done = plain.post("/v1/chat/completions", json=body).json()
+  ids = word_engine.TOKENIZER.chat_ids(body["messages"])
+  assert done["usage"]["prompt_tokens"] == len(ids)
+  ends = word_engine.TOKENIZER.special_ids["<|im_end|>"]
+  assert ids.count(ends) == 1
+
+
+def test_a_line_a_request_and_never_a_text(plain, caplog):
+  with caplog.at_level(logging.INFO, logger="seerjax.serve"):
+    body = {"prompt": "Secret apples", "max_tokens": 3, "seed": 1}
+    count = len(word_engine.TOKENIZER.encode("Secret apples"))
+    text = plain.post("/v1/completions", json=body).json()["choices"][0]["text"]
+    lines: list[str] = []
+    for _ in range(200):  # It is written once the answer is out.
+      said = [record.getMessage() for record in caplog.records]
+      lines = [line for line in said if f"tokens={count}+3" in line]
+      if lines:
+        break
+      time.sleep(0.01)
+  (line,) = lines
+  assert f"/v1/completions status=200 tokens={count}+3 seconds=" in line and "finish=length" in line
+  assert "Secret" not in line and text not in line
+
+
+def test_a_wrong_token_is_refused_in_one_way_and_a_body_that_is_too_long():
+  config = ServeConfig(port=0, token="secret", max_body_bytes=200)
+  with serving.running(config) as (_, url), serving.client(url) as plain:
+    bodies = set()
+    for value in (None, "", "Bearer", "Bearer secreT", "Bearer secretsecret", "Basic secret"):
+      headers = {} if value is None else {"authorization": value}
+      for path in ("/v1/models", "/metrics"):
+        done = plain.get(path, headers=headers)
+        assert done.status_code == 401 and done.headers["www-authenticate"] == "Bearer"
+        bodies.add(done.text)
+      done = plain.post("/v1/completions", json={"prompt": "x"}, headers=headers)
+      bodies.add(done.text)
+    assert len(bodies) == 1 and "secret" not in bodies.pop()
+    assert plain.get("/health").status_code == 200
+    good = {"authorization": "bearer secret"}
+    assert plain.get("/v1/models", headers=good).status_code == 200
+    body = {"prompt": "x" * 300}
+    done = plain.post("/v1/completions", json=body, headers=good)
+    assert done.status_code == 413 and "expected at most 200" in done.json()["error"]["message"]
+    pieces = (piece for piece in [b'{"prompt": "', b"x" * 300, b'"}'])
+    done = plain.post(
+      "/v1/completions", content=pieces, headers=good | {"content-type": "application/json"}
+    )
+    assert done.status_code == 413 and "more than 200 bytes" in done.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+  "fields, expected",
+  [
+    ({"host": "0.0.0.0"}, "ServeConfig.host: got '0.0.0.0' without a token"),
+    ({"max_waiting": 0}, "ServeConfig.max_waiting: got 0, expected a whole number of at least 1"),
+    ({"grace_seconds": 0}, "expected more than 0 seconds; raise it."),
+    ({"token": "é"}, "got one that no header can carry"),
+  ],
+)
+def test_a_wrong_bound_is_refused(fields, expected: str):
+  with pytest.raises(ValueError, match=expected):
+    ServeConfig(**fields)

@@ -1,0 +1,74 @@
+"""A server over a small engine with the words of the shipped tokenizer, and its clients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+import contextlib
+import json
+from typing import Any
+
+import httpx2
+import word_engine
+
+from seerjax.engine.engine import Engine, EngineConfig
+from seerjax.serve import served as served_lib, server
+from seerjax.serve.config import ServeConfig
+from seerjax.serve.routes import Service
+from seerjax.serve.served import Served
+from seerjax.types import Completion, Request, SamplingParams
+
+ANY_PORT = ServeConfig(port=0)
+# As a user would ask it; the chat template makes 20-odd tokens of it.
+HELLO = [{"role": "user", "content": "How many?"}]
+
+
+def make_service(
+  config: ServeConfig = ANY_PORT,
+  *,
+  sizes: EngineConfig = word_engine.SIZES,
+  kind: type[Service] = Service,
+  **others: Any,
+) -> Service:
+  """Returns a service of one small model, whose programs all tests of a process share."""
+  engine = word_engine.make_engine(sizes)
+  return kind({"tiny": Served(name="tiny", engine=engine, fingerprint="fp_test")}, config, **others)
+
+
+@contextlib.contextmanager
+def running(config: ServeConfig = ANY_PORT, **others: Any) -> Iterator[tuple[Service, str]]:
+  """Serves, and yields the service and its URL."""
+  service = make_service(config, **others)
+  with server.running(service) as url:
+    yield service, url
+
+
+@contextlib.contextmanager
+def client(url: str, **others: Any) -> Iterator[httpx2.Client]:
+  with httpx2.Client(base_url=url, timeout=60, trust_env=False, **others) as found:
+    yield found
+
+
+def pieces(text: str) -> list[dict[str, Any]]:
+  """Returns the pieces of a stream, whose end has to be there."""
+  lines = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
+  assert lines[-1] == "[DONE]", lines[-1]
+  return [json.loads(line) for line in lines[:-1]]
+
+
+def engine_alone() -> Engine:
+  """Returns an engine with other sizes, for one request at a time."""
+  return word_engine.make_engine(
+    EngineConfig(page_size=16, num_pages=5, max_sequences=1, max_context=64, row_buckets=(16,))
+  )
+
+
+def said_alone(
+  engine: Engine, prompt: tuple[int, ...], seed: int, sampling: SamplingParams
+) -> Completion:
+  """Returns what an engine says to one request that it has for itself."""
+  request = Request(request_id="alone", prompt=prompt, sampling=sampling, seed=seed)
+  return engine.generate([request])[0]
+
+
+def choice_seed(seed: int, choice: int) -> int:
+  return served_lib.choice_seed(seed, choice)
