@@ -9,9 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny_model
-from word_engine import CONFIG, NUMERICS, SIZES, params, request, runner, tokens_from
+from word_engine import CONFIG, NUMERICS, SIZES, params, request, run, runner, tokens_from
 
 from seerjax import parallel
+from seerjax.backends.tiled import Tiled
 from seerjax.engine import runner as runner_lib
 from seerjax.engine.engine import Engine, EngineConfig
 from seerjax.engine.kv import page_moves
@@ -190,6 +191,58 @@ def test_nothing_is_traced_after_the_first_step_of_each_bucket():
   ):
     engine(dataclasses.replace(sizes, row_buckets=(9,))).generate([request()])
   assert "_visit_program" not in vars(own)  # Never made where the host is asked after every step.
+
+
+@dataclasses.dataclass(frozen=True)
+class Waiting(Tiled):
+  """The tiled one, as if the host waited where it reads a number of the device's back."""
+
+  @property
+  def waits_for_predicates(self):
+    return True
+
+
+@dataclasses.dataclass(frozen=True)
+class SeesNoCopies(page_moves.PageMoves):
+  """A page that is to be copied stays as it was."""
+
+  def copy(self, pages, copies):
+    del copies
+    return pages
+
+
+def said_by(backend, moves=page_moves.PageMoves):
+  """What six requests say that share pages and parts of pages, some of them filtered or biased."""
+  mesh = parallel.make_mesh()
+  own = runner_lib.Runner(CONFIG, NUMERICS, mesh, max_programs=1, backend=backend)
+  vars(own)["page_moves"] = moves(mesh)
+  engine = Engine(
+    Model(CONFIG, params(), NUMERICS),
+    config=EngineConfig(
+      page_size=8, num_pages=40, max_sequences=3, max_context=64, row_buckets=(16,)
+    ),
+    key=jax.random.key(3),
+    runner=own,
+  )
+  more = ({}, {"top_k": 3}, {"logit_bias": ((1, 5.0),)}, {}, {"top_p": 0.5}, {})
+  found = {}
+  for index, sampling in enumerate(more):
+    prompt = tokens_from(0, 13 + index)
+    engine.submit(request(str(index), prompt, seed=index, max_tokens=6, **sampling))
+    found |= run(engine) if index % 2 else {}
+  assert engine.counters.page_copies
+  return {name: (one.tokens, one.behaviour_logprobs.tobytes()) for name, one in found.items()}
+
+
+@pytest.mark.thorough
+def test_copies_and_plain_heads_of_their_own_change_no_bit():
+  assert said_by(Waiting(NUMERICS)) == said_by(Tiled(NUMERICS))
+
+
+@pytest.mark.thorough
+def test_without_its_copies_a_step_says_something_else():
+  """The twin."""
+  assert said_by(Waiting(NUMERICS), SeesNoCopies) != said_by(Waiting(NUMERICS))
 
 
 @pytest.mark.parametrize("what", ["model", "numerics", "mesh"])
