@@ -91,12 +91,8 @@ def numerics() -> numerics_lib.NumericsConfig:
 
 def shapes(config: model_config.TransformerConfig) -> Any:
   """Returns the shapes of the weights that a program of that model takes."""
-  whole = jax.tree.map(
-    lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16),
-    parameters.shapes(config, numerics().reduction_shards),
-  )
-  is_deep = config.num_layers > parameters.UNROLLED_LAYERS
-  return jax.eval_shape(parameters.stacked, whole) if is_deep else whole
+  masters = parameters.shapes(config, numerics().reduction_shards)
+  return jax.eval_shape(lambda masters: parameters.compute_params(masters, numerics()), masters)
 
 
 def i32(*shape: int) -> Any:
@@ -142,7 +138,11 @@ def sampling_rows(num_rows: int) -> types.SamplingRows:
 
 
 def engine_step(num_rows: int, num_layers: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-  """Returns `runner.instance_step` and its arguments' shapes: rows that decode, one a sequence."""
+  """Returns `runner.instance_step` and its arguments' shapes: rows that decode, one a sequence.
+
+  As `Runner.step` has it of a backend that waits for predicates: copies are another program's, and
+  no row is special.
+  """
   config = model(num_layers)
   inputs = runner.StepInputs(
     batch=token_batch(num_rows, num_rows),
@@ -151,7 +151,7 @@ def engine_step(num_rows: int, num_layers: int) -> tuple[Callable[..., Any], tup
     seeds=u32(num_rows),
     positions=i32(num_rows),
     num_samples=i32(),
-    copies=i32(8, 2),
+    copies=i32(0, 2),
     num_copies=i32(),
   )
   pages = jax.eval_shape(
@@ -161,7 +161,7 @@ def engine_step(num_rows: int, num_layers: int) -> tuple[Callable[..., Any], tup
 
   def call(params: Any, pages: Any, inputs: Any, key: Any) -> Any:
     return runner.instance_step(
-      params, pages, inputs, key, config=config, numerics=numerics(), axis=None
+      params, pages, inputs, key, config=config, numerics=numerics(), axis=None, is_plain=True
     )
 
   return call, (shapes(config), pages, inputs, key)
