@@ -231,6 +231,7 @@ def lowered_engine(case: Case, mesh: jax.sharding.Mesh) -> Any:
     _placed(words, mesh, jax.P(parallel.INSTANCE_AXIS)),
     _placed(jax.eval_shape(lambda: numerics_lib.key(0)), mesh, jax.P()),
     layout,
+    False,  # Rows may be filtered.
   )
   return traced.lower(lowering_platforms=("tpu",))
 

@@ -11,7 +11,7 @@ import subprocess
 import pytest
 
 from experiments import hlo, tpu_compile
-from seerjax import numerics
+from seerjax import numerics, parallel
 
 ROOT = pathlib.Path(__file__).parents[1]
 PYTHON = ROOT / ".venv-tpu" / "bin" / "python"
@@ -123,6 +123,18 @@ def test_a_step_has_a_process_of_its_own_and_tiles_share_one():
   tiles = tpu_compile.TILES
   sizes = [len(batch) for batch in tpu_compile.batches(tpu_compile.cases())]
   assert sizes[:4] == [len(tiles)] * 4 and set(sizes[4:]) == {1}
+
+
+@pytest.mark.parametrize(
+  "kind", ["engine", pytest.param("train", marks=pytest.mark.thorough), "tile"]
+)
+def test_each_kind_of_case_lowers_for_a_tpu(kind):
+  case = tpu_compile.Case(
+    kind=kind, model="nano", chip="v5e", num_chips=1, rows=1024, row_tile=128, num_layers=9
+  )
+  lowered = tpu_compile.LOWERED[kind](case, parallel.make_mesh())
+  # The layers of a deep model are a loop, and loops over slabs have a bound that is handed in.
+  assert lowered.as_text().count("stablehlo.while") > 4
 
 
 @pytest.mark.skipif(

@@ -49,7 +49,9 @@ def test_every_preset_but_ours_has_a_published_count():
 @pytest.mark.parametrize("name", presets.CONFIGS)
 def test_every_preset_divides_into_its_slabs(name):
   shards = presets.REDUCTION_SHARDS[name]
-  numerics = numerics_lib.NumericsConfig(reduction_shards=shards, implementation="tiled")
+  numerics = numerics_lib.NumericsConfig(
+    reduction_shards=shards, implementation="tiled", row_tile=16
+  )
   assert model_config.numerics_for(presets.get(name), numerics) == numerics
   assert shards == (
     2
