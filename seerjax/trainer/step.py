@@ -40,6 +40,7 @@ from seerjax.models import (
   transformer,
   weights,
 )
+from seerjax.ops import sampling
 from seerjax.trainer import losses, packing, plan as plan_lib
 from seerjax.types import TokenScores, TrainBatch, TrainState
 
@@ -222,6 +223,17 @@ class Trainer:
 
   @functools.cached_property
   def _gradient(self):
+    return self._gradient_program(is_plain=False)
+
+  @functools.cached_property
+  def _plain_gradient(self):
+    return self._gradient_program(is_plain=True)
+
+  def _is_plain(self, batch: TrainBatch) -> bool:
+    """Whether no row is special, where the backend has a use for knowing it beforehand."""
+    return self.stages.waits_for_predicates and not np.any(sampling.is_special(batch.sampling))
+
+  def _gradient_program(self, *, is_plain: bool):
     """(params, MicroBatch [i, ...], denominators, sums [i, ...]) -> sums, ([i, ...] of the rest).
 
     On one instance nothing has the axis i. The sums are given up for the new ones.
@@ -237,6 +249,7 @@ class Trainer:
         page_size=self.page_size,
         remat=self.remat,
         backend=self.stages,
+        is_plain=is_plain,
       )
       current = jax.lax.stop_gradient(scores.logprob)
       old = jnp.where(micro.is_first, current, micro.old_logprobs)
@@ -268,6 +281,13 @@ class Trainer:
 
   @functools.cached_property
   def _score(self):
+    return self._score_program(is_plain=False)
+
+  @functools.cached_property
+  def _plain_score(self):
+    return self._score_program(is_plain=True)
+
+  def _score_program(self, *, is_plain: bool):
     """(params, TrainBatch [i, ...]) -> tokens, scores [i, ...]; no gradient."""
 
     def one(params, batch):
@@ -279,6 +299,7 @@ class Trainer:
         num_pages=self.num_pages,
         page_size=self.page_size,
         backend=self.stages,
+        is_plain=is_plain,
       )
 
     return jax.jit(self._spread(_traced_once(one), jax.P(), BY_INSTANCE))
@@ -363,13 +384,14 @@ class Trainer:
     values: list[Any] = [None] * num_micro
     metrics, scores = list(values), list(values)
     all_runs = runs(num_micro)
+    program = self._plain_gradient if self._is_plain(batch) else self._gradient
     for first in range(0, len(all_runs), width):
       wave = all_runs[first : first + width]
       sums = self._zeros(params)
       for place in range(len(wave[0])):
         indices = [run[place] for run in wave if place < len(run)]
         part = jax.tree.map(lambda leaf, indices=indices: _taken(leaf, indices, width), micro)
-        sums, out = self._gradient(params, part, denominators, sums)
+        sums, out = program(params, part, denominators, sums)
         out = jax.device_get(out)
         for row, index in enumerate(indices):
           values[index], metrics[index], tokens, scores[index] = (
@@ -427,11 +449,12 @@ class Trainer:
     num_micro = batch.targets.shape[0]
     width = self.mesh.shape[parallel.INSTANCE_AXIS]
     seen = batch._replace(behaviour_logprobs=None, raw_logprobs=None)
+    program = self._plain_score if self._is_plain(batch) else self._score
     parts = []
     for first in range(0, num_micro, width):
       indices = range(first, min(first + width, num_micro))
       part = jax.tree.map(lambda leaf, indices=indices: _taken(leaf, indices, width), seen)
-      _, scores = jax.device_get(self._score(params, part))
+      _, scores = jax.device_get(program(params, part))
       if width == 1:
         parts.append(scores)
       else:
@@ -483,11 +506,13 @@ def score(
   page_size: int,
   remat: transformer.Remat = "none",
   backend: Backend | None = None,
+  is_plain: bool = False,
 ) -> tuple[Array, TokenScores]:
   """Scores the targets of one micro-batch (no leading axis): (tokens i32[n], scores f32[n]).
 
   The tokens are the targets again; they are returned so that this is the engine's head, output for
-  output. `remat` is what a gradient keeps, `backend` what runs it: see `transformer.forward`.
+  output. `remat` is what a gradient keeps, `backend` what runs it: see `transformer.forward`; and
+  `head.sample_and_score` for `is_plain`.
   """
   rows = batch.tokens
   pages = kv_layout.ScratchPages(num_pages, page_size)
@@ -506,6 +531,7 @@ def score(
     config=model,
     numerics=numerics,
     backend=backend,
+    is_plain=is_plain,
   )
 
 

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 import tiny_model
 
 from seerjax import parallel
@@ -168,9 +169,9 @@ def packed(completions, backend):
   return packing.pack([group], advantages, numerics=NUMERICS, backend=backend, **LAYOUT)
 
 
-def scores_under_gradient(batch, backend):
-  """Scores of a fresh trainer, with a gradient."""
-  trainer = step.Trainer(
+def trainer_of(backend):
+  """A fresh trainer, whose programs are traced anew."""
+  return step.Trainer(
     model=tiny_model.CONFIG,
     numerics=NUMERICS,
     loss=losses.grpo(),
@@ -180,8 +181,15 @@ def scores_under_gradient(batch, backend):
     page_size=LAYOUT["page_size"],
     backend=backend,
   )
+
+
+def scores_under_gradient(batch, backend, program="_gradient"):
+  """Scores of a fresh trainer, with a gradient, by the program of that name."""
+  trainer = trainer_of(backend)
   params = tiny_model.params(NUMERICS)
-  return trainer.gradient(params, batch, losses.denominators(batch), None)[2]
+  scores = trainer.gradient(params, batch, losses.denominators(batch), None)[2]
+  assert program in vars(trainer)
+  return scores
 
 
 def test_a_backend_that_only_wraps_the_tiled_one_passes_the_contract():
@@ -196,6 +204,31 @@ def test_a_backend_that_only_wraps_the_tiled_one_passes_the_contract():
   scores = scores_under_gradient(batch, backend)
   assert all(calls[name] for name in STAGES), f"got {dict(calls)}"
   assert set(step.rollout_gap(scores, batch).values()) == {0.0}
+
+
+class Waiting(Wrapping):
+  """As if the host waited where it reads a number of the device's back."""
+
+  @property
+  def waits_for_predicates(self):
+    return True
+
+
+@pytest.mark.thorough
+def test_a_backend_that_waits_for_predicates_is_told_where_no_row_is_special():
+  wanted = expected()
+  backend = Waiting(NUMERICS, collections.Counter())
+  batch = packed(wanted, backend)
+  usual = scores_under_gradient(batch, backend)  # Some rows are filtered.
+  assert set(step.rollout_gap(usual, batch).values()) == {0.0}
+  sampling = batch.sampling._replace(top_k=np.zeros_like(batch.sampling.top_k))
+  plain = batch._replace(sampling=sampling)
+  found = scores_under_gradient(plain, backend, "_plain_gradient")
+  jax.tree.map(
+    np.testing.assert_array_equal,
+    found,
+    scores_under_gradient(plain, Wrapping(NUMERICS, collections.Counter())),
+  )
 
 
 def test_the_wrapping_backend_has_the_protocols_members_alone():
