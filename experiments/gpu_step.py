@@ -190,6 +190,7 @@ def train_step(num_rows: int, num_layers: int) -> tuple[Callable[..., Any], tupl
         numerics=numerics(),
         num_pages=num_rows // PAGE_SIZE + 1,
         page_size=PAGE_SIZE,
+        is_plain=True,
       )
       return jnp.sum(scores.logprob * batch.advantages)
 
