@@ -232,7 +232,7 @@ def timed(
   )
   key = numerics_lib.key(0)
   step = functools.partial(
-    runner_lib.instance_step, config=model, numerics=numerics, axis=None
+    runner_lib.instance_step, config=model, numerics=numerics, axis=None, is_plain=True
   )
   started = time.perf_counter()
   compiled = jax.jit(step, donate_argnums=(1,)).lower(params, pages, inputs, key).compile()

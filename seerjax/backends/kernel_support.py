@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+import functools
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,9 @@ from pallas_kernels import attention, gpu, matmul, rms_norm, token_logprobs
 from seerjax import numerics as numerics_lib
 from seerjax.backends.mosaic_gpu import KEY_BLOCK
 from seerjax.backends.protocol import Decoder
+
+# A kernel's name, and what asks it.
+Question: TypeAlias = tuple[str, Callable[[], str | None]]
 
 # Rows of a step; no answer follows them.
 ROWS = 64
@@ -28,54 +32,47 @@ def reason_against(
     numerics: of an implementation that uses kernels.
     shape: of the model; None asks about the device alone.
   """
-  interpret = numerics.is_interpreted
-  if (reason := gpu.device_reason(interpret)) is not None or shape is None:
+  if (reason := gpu.device_reason(numerics.is_interpreted)) is not None or shape is None:
     return reason
-  try:
-    found = [f"{name}: {reason}" for name, reason in _answers(numerics, shape) if reason]
-  except ValueError as error:  # A Config that these numerics cannot have.
-    return f"attention: {error}".rstrip(".")
-  return found[0] if found else None
+  for name, ask in _questions(numerics, shape):
+    try:
+      reason = ask()
+    except ValueError as error:  # A Config that these numerics cannot have.
+      reason = str(error).rstrip(".")
+    if reason is not None:
+      return f"{name}: {reason}"
+  return None
 
 
-def _answers(
-  numerics: numerics_lib.NumericsConfig, shape: Decoder
-) -> Iterator[tuple[str, str | None]]:
-  """Yields what each kernel of a step says of the model."""
+def _questions(numerics: numerics_lib.NumericsConfig, shape: Decoder) -> Iterator[Question]:
+  """Yields what each kernel of a step is asked."""
   interpret = numerics.is_interpreted
   shards, hidden, c = numerics.reduction_shards, shape.hidden_size, shape.head_dim
   norms = [(ROWS, hidden)]
   if shape.has_qk_norms:
-    norms += [(ROWS * heads // shards, c) for heads in (shape.num_heads, shape.num_kv_heads)]
+    norms += [(ROWS * heads, c) for heads in (shape.num_heads, shape.num_kv_heads)]
   for rows, features in norms:
-    answer = rms_norm.is_supported(
-      _bf16(rows, features), _bf16(features), interpret=interpret
-    )
-    yield "rms_norm", answer
-  inner = shape.intermediate_size // shards
-  columns = (shape.num_heads + 2 * shape.num_kv_heads) * c // shards
-  products = (
-    (hidden, columns), (shape.num_heads * c // shards, hidden), (hidden, 2 * inner), (inner, hidden)
-  )  # fmt: skip
-  for k, n in products:
-    # Padded where they are multiplied, as adapters need it.
-    x, w = _bf16(ROWS, _whole(k)), _bf16(_whole(k), _whole(n))
-    yield "matmul", matmul.is_supported(x, w, out_dtype=jnp.float32, interpret=interpret)
-  page = min(PAGE, numerics.kv_split)
-  pages = _bf16(shape.num_kv_heads, 2, page, c)
-  config = attention.Config(
-    kv_split=numerics.kv_split,
-    key_block=min(numerics.kv_split, KEY_BLOCK),
-    query_tile=numerics.query_tile,
-  )
+    x, scale = _bf16(rows, features), _bf16(features)
+    yield "rms_norm", functools.partial(rms_norm.is_supported, x, scale, interpret=interpret)
+  yield from _products(numerics, shape)
+  pages = _bf16(shape.num_kv_heads, 2, min(PAGE, numerics.kv_split), c)
+  q = _bf16(ROWS, shape.num_kv_heads, shape.group, c)
   # Any: shapes in the place of arrays, here and in the segments.
   i32: Any = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.int32)
   segments = attention.Segments(i32(ROWS), i32(ROWS), i32(ROWS), i32(ROWS, 2), i32())
-  q = _bf16(ROWS, shape.num_kv_heads, shape.group, c)
-  yield "attention", attention.is_supported(
-    q, pages, pages, segments, config=config, interpret=interpret
+  yield "attention", lambda: attention.is_supported(
+    q,
+    pages,
+    pages,
+    segments,
+    config=attention.Config(
+      kv_split=numerics.kv_split,
+      key_block=min(numerics.kv_split, KEY_BLOCK),
+      query_tile=numerics.query_tile,
+    ),
+    interpret=interpret,
   )
-  yield "token_logprobs", token_logprobs.is_supported(
+  yield "token_logprobs", lambda: token_logprobs.is_supported(
     _bf16(ROWS, hidden),
     _bf16(shards, shape.vocab_size // shards, hidden),
     i32(ROWS),
@@ -84,6 +81,29 @@ def _answers(
     config=token_logprobs.Config(shards=shards),
     interpret=interpret,
   )
+
+
+def _products(numerics: numerics_lib.NumericsConfig, shape: Decoder) -> Iterator[Question]:
+  """Yields what the products of a layer are asked: of all slabs at once, or slab by slab."""
+
+  def ask(*operands: jax.ShapeDtypeStruct, **fields: Any) -> Callable[[], str | None]:
+    interpret = numerics.is_interpreted
+    return functools.partial(matmul.is_supported, *operands, interpret=interpret, **fields)
+
+  r, d, c = numerics.reduction_shards, shape.hidden_size, shape.head_dim
+  inner, queries = shape.intermediate_size // r, shape.num_heads * c // r
+  qkv = queries + 2 * shape.num_kv_heads * c // r
+  x, stream = _bf16(ROWS, d), _bf16(ROWS, d)
+  if any(size % matmul.MULTIPLE for size in (d, qkv, queries, inner)):
+    for k, n in ((d, qkv), (queries, d), (d, 2 * inner), (inner, d)):
+      # Padded where they are multiplied.
+      slab = _bf16(ROWS, _whole(k)), _bf16(_whole(k), _whole(n))
+      yield "matmul", ask(*slab, out_dtype=jnp.float32)
+    return
+  yield "matmul", ask(x, _bf16(r, d, qkv))
+  yield "swiglu", ask(x, _bf16(r, d, 2 * inner), kind="swiglu")
+  for rows, k in ((_bf16(ROWS, r * queries), queries), (_bf16(r, ROWS, inner), inner)):
+    yield "contract_slabs", ask(rows, _bf16(r, k, d), kind="contract_slabs", residual=stream)
 
 
 def _bf16(*sizes: int) -> jax.ShapeDtypeStruct:

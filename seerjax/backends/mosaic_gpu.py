@@ -128,14 +128,19 @@ class MosaicGpu(Tiled):
   def write_pages(
     self, pages: tuple[Array, ...], values: tuple[Array, ...], slots: Array, num_rows: Array
   ) -> tuple[Array, ...]:
-    """All rows at once, which is no sum: valid slots differ, and padding rows are dropped."""
+    """All rows at once, which is no sum: valid slots differ, and padding rows are dropped.
+
+    XLA is told that no two indices are equal, which holds of dropped ones too: where it has to be
+    deterministic, it would order them by six launches more.
+    """
 
     def write(whole: Array, new: Array) -> Array:
       num_pages, page_size = whole.shape[1:3]
-      live = jnp.arange(slots.shape[0], dtype=jnp.int32) < num_rows
-      page = jnp.where(live, slots // page_size, num_pages)
+      row = jnp.arange(slots.shape[0], dtype=jnp.int32)
+      page = jnp.where(row < num_rows, slots // page_size, num_pages + row)
       update = jnp.swapaxes(new, 0, 1).astype(whole.dtype)
-      return whole.at[:, page, slots % page_size].set(update, mode="drop")
+      place = whole.at[:, page, slots % page_size]
+      return place.set(update, mode="drop", unique_indices=True)
 
     return tuple(write(whole, new) for whole, new in zip(pages, values, strict=True))
 

@@ -26,6 +26,9 @@ QWEN3 = presets.get("qwen3-8b")
 CPU = "got the platform 'cpu', expected an NVIDIA GPU of compute capability 9.0 (Hopper)"
 
 
+SIXTEEN_HEADS = dataclasses.replace(QWEN3, num_heads=32, num_kv_heads=16)
+
+
 def of(model: model_config.TransformerConfig, numerics: NumericsConfig) -> NumericsConfig:
   """Returns the numerics with the model's slabs."""
   return dataclasses.replace(numerics, reduction_shards=model_config.largest_shards(model))
@@ -63,6 +66,12 @@ REASONS = [
     id="a vocabulary",
   ),
   pytest.param(
+    SIXTEEN_HEADS,
+    dict(reduction_shards=16),
+    "contract_slabs: got w[16, 256, 4096], expected 1, 2, 4 or 8 slabs",
+    id="more slabs than a contraction has",
+  ),
+  pytest.param(
     QWEN3,
     dict(query_tile=64),
     "attention: got query_tile=64 times 4 query heads a key/value head, 256 rows, expected at most",
@@ -85,7 +94,7 @@ REASONS = [
 
 @pytest.mark.parametrize(("model", "changes", "message"), REASONS)
 def test_what_a_kernel_does_not_take_is_its_own_sentence(model, changes, message):
-  numerics = of(model, dataclasses.replace(BFLOAT16, **changes))
+  numerics = dataclasses.replace(of(model, BFLOAT16), **changes)
   with gpu.h200():
     chosen, reason = choice.chosen_on_gpu(numerics, model)
     assert chosen == "tiled"
