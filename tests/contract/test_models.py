@@ -49,6 +49,13 @@ EVENTS = (
   "biased",
   "grammars",
 )
+OF_DRAFTS = ("drafted tokens", "accepted tokens")
+
+
+def expected_of(cases: list[drawn_models.Case], expected: tuple[str, ...]) -> list[str]:
+  """The events that these cases have to meet: steps of a few rows have no room for drafts."""
+  has_room = any(case.machine.sizes.row_buckets[-1] > 4 for case in cases)
+  return [event for event in expected if has_room or event not in OF_DRAFTS]
 
 
 @pytest.mark.few(1)
@@ -57,10 +64,10 @@ EVENTS = (
 )
 def test_no_model_of_this_session_changes_a_bit(implementation, seed, tell_events):
   events = collections.Counter()
-  for number in range(FRESH, FRESH + OF_A_MACHINE):
-    case = drawn_models.implemented(drawn_models.draw(seed, number), implementation)
-    model_cases.run_case(case, events, trains=False)
-  expected = ("chunks", "spilled", "drafted tokens", "comparisons")
+  cases = [drawn_models.draw(seed, FRESH + place) for place in range(OF_A_MACHINE)]
+  for case in cases:
+    model_cases.run_case(drawn_models.implemented(case, implementation), events, trains=False)
+  expected = expected_of(cases, ("chunks", "spilled", "drafted tokens", "comparisons"))
   tell_events(f"a fresh model, {implementation}", events, expected)
 
 
@@ -69,11 +76,12 @@ def test_no_model_of_this_session_changes_a_bit(implementation, seed, tell_event
 @pytest.mark.parametrize("block", range(BLOCKS))
 def test_no_model_of_three_hundred_cases_changes_a_bit(block, implementation, seed, tell_events):
   events = collections.Counter()
-  for number in range(OF_A_MODEL * block, OF_A_MODEL * (block + 1)):
-    case = drawn_models.implemented(drawn_models.draw(seed, number), implementation)
-    model_cases.run_case(case, events)
+  numbers = range(OF_A_MODEL * block, OF_A_MODEL * (block + 1))
+  cases = [drawn_models.draw(seed, number) for number in numbers]
+  for case in cases:
+    model_cases.run_case(drawn_models.implemented(case, implementation), events)
   assert events["cases"] == OF_A_MODEL
-  tell_events(f"block {block}, {implementation}", events, EVENTS)
+  tell_events(f"block {block}, {implementation}", events, expected_of(cases, EVENTS))
 
 
 @pytest.mark.long
