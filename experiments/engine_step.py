@@ -9,18 +9,15 @@ Hardware: an H100 or H200; 16 GB of weights and 9 to 20 GB of pages. Numbers: no
 
 Every row is a sequence of its own that decodes its next token at the end of `--context` positions;
 weights and keys are random. Steps follow one another, each with the pages of the one before; a time
-is the median of several turns of steps. Launches are counted in the compiled program: what XLA
-hands to the GPU, times the turns of the loop that it stands in.
+is the median of several turns of steps. Launches are counted in the compiled program.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 import dataclasses
 import functools
 import json
 import pathlib
-import re
 import statistics
 import time
 from typing import Any
@@ -30,6 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels import program
 from pallas_kernels.bench import timing
 from seerjax import numerics as numerics_lib
 from seerjax.engine import runner as runner_lib
@@ -53,11 +51,6 @@ SMALL = model_config.TransformerConfig(
   has_qk_norms=True,
   rotary=rotary.RotaryConfig(head_dim=64),
 )
-# What is no launch of its own in a compiled program.
-FREE = (
-  "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call",
-  "after-all", "partition-id", "replica-id", "opt-barrier", "async-done", "copy-done",
-)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,8 +66,9 @@ class Timed:
     context: positions that each of them sees.
     compile_seconds: lowering and compilation.
     milliseconds: of a step; the median, the least and the most of the turns.
-    launches: of a step; those within a loop of unknown length are counted once.
-    unknown_loops: how many such loops there are.
+    kernels: launches of our kernels in a step; of a loop of unknown length, those of one round.
+    others: launches of what XLA makes, likewise.
+    host_reads: places at which the host waits for a predicate.
     weight_bytes: of all layers and the head.
     page_bytes: of the keys and values that a step reads.
   """
@@ -87,8 +81,9 @@ class Timed:
   context: int
   compile_seconds: float
   milliseconds: tuple[float, float, float]
-  launches: int
-  unknown_loops: int
+  kernels: int
+  others: int
+  host_reads: int
   weight_bytes: int
   page_bytes: int
 
@@ -97,7 +92,8 @@ class Timed:
     median, least, most = self.milliseconds
     text = (
       f"{self.model} {self.implementation} {self.rows:4d} rows: {median:9.3f} ms ({least:.3f} to"
-      f" {most:.3f}), {self.launches:,} launches ({self.unknown_loops} loops of unknown length),"
+      f" {most:.3f}), {self.kernels:,} kernels of ours and {self.others:,} of XLA's, the host waits"
+      f" {self.host_reads} times,"
       f" {self.weight_bytes / median / 1e6:,.1f} MB of weights a ms, compiled in"
       f" {self.compile_seconds:.0f} s"
     )
@@ -105,59 +101,6 @@ class Timed:
       return text
     bound = 1e3 * (self.weight_bytes + self.page_bytes) / copy_bandwidth
     return f"{text}, {median / bound:.2f} times what a copy of its bytes takes ({bound:.3f} ms)"
-
-
-def launches(program: str) -> tuple[int, int]:
-  """Returns how many launches a compiled program makes, and its loops of unknown length.
-
-  A loop's body counts as often as XLA knows that it runs, once where it does not know; of a
-  condition's branches the longest counts.
-
-  Args:
-    program: XLA's text of it.
-  """
-  bodies: dict[str, list[str]] = {}
-  lines: list[str] = []
-  entry = ""
-  for line in program.splitlines():
-    if begins := re.match(r"(ENTRY )?%?([\w.\-]+) .*\{$", line):
-      lines = bodies.setdefault(begins.group(2), [])
-      entry = begins.group(2) if begins.group(1) else entry
-    elif " = " in line:
-      lines.append(line)
-
-  @functools.cache
-  def count(name: str) -> tuple[int, int]:
-    total, unknown = 0, 0
-    for line in bodies.get(name, []):
-      found = re.match(r"\s*(?:ROOT )?%?[\w.\-]+ = (?:\([^=]*?\)|\S+) ([a-z\-]+)\(", line)
-      operation = found.group(1) if found else ""
-      if operation == "while":
-        turns = re.search(r'"known_trip_count":\{"n":"(\d+)"', line)
-        inner = [count(part) for part in _called(line, "body", "condition")]
-        times = int(turns.group(1)) if turns else 1
-        total += times * sum(part for part, _ in inner)
-        unknown += times * sum(part for _, part in inner) + (turns is None)
-      elif operation == "conditional":
-        inner = [count(p) for p in _called(line, "true_computation", "false_computation", "branch")]
-        total += max(part for part, _ in inner)
-        unknown += max(part for _, part in inner)
-      elif operation == "call":
-        for part in _called(line, "to_apply"):
-          total, unknown = total + count(part)[0], unknown + count(part)[1]
-      elif operation and operation not in FREE:
-        total += 1
-    return total, unknown
-
-  return count(entry)
-
-
-def _called(line: str, *keys: str) -> Iterator[str]:
-  """Yields the computations that an instruction names under these keys."""
-  for key in keys:
-    for names in re.findall(rf"{key}\w*=\{{?([^,}}\s]+(?:, %[^,}}\s]+)*)", line):
-      for name in names.split(", "):
-        yield name.lstrip("%")
 
 
 def decoding(
@@ -186,7 +129,7 @@ def decoding(
     seeds=row.astype(np.uint32),
     positions=last + 1,
     num_samples=np.int32(rows),
-    copies=np.zeros((rows, 2), np.int32),
+    copies=np.zeros((0, 2), np.int32),  # Copies are another program of the kernels'.
     num_copies=np.int32(0),
   )
   return jax.tree.map(jnp.asarray, runner_lib.StepInputs(**inputs))
@@ -250,7 +193,7 @@ def timed(
   for _ in range(turns):
     pages, took = turn(pages, steps)
     milliseconds.append(took)
-  count, unknown = launches(compiled.as_text() or "")
+  launched = program.read(compiled.as_text() or "")
   read = {part: leaf for part, leaf in params.items() if part != "embed" or model.is_tied}
   of_pages = sum(leaf.nbytes for leaf in jax.tree.leaves(pages))
   return Timed(
@@ -262,8 +205,9 @@ def timed(
     context=context,
     compile_seconds=compile_seconds,
     milliseconds=(statistics.median(milliseconds), min(milliseconds), max(milliseconds)),
-    launches=count,
-    unknown_loops=unknown,
+    kernels=launched.num_ours,
+    others=launched.num_others,
+    host_reads=launched.num_host_reads,
     weight_bytes=sum(leaf.nbytes for leaf in jax.tree.leaves(read)),
     page_bytes=of_pages,
   )
