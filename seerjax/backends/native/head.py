@@ -13,7 +13,7 @@ from seerjax.array_typing import Array
 from seerjax.backends.native import head_backward, head_forward
 from seerjax.backends.protocol import Backend, Stage
 from seerjax.ops import sampling
-from seerjax.types import SamplingRows, TokenScores
+from seerjax.types import TokenScores
 
 
 def head(
@@ -26,11 +26,6 @@ def head(
   return _head(tiled, stage, weights, rows, num_rows)
 
 
-def _is_special(parameters: SamplingRows) -> Array:
-  is_special = sampling.is_filtered(parameters) | sampling.is_restricted(parameters)
-  return is_special | jnp.any(parameters.bias_ids >= 0, axis=1)
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _head(tiled: Backend, stage: Stage, weights: Any, rows: Any, num_rows: Array):
   return _head_forward(tiled, stage, weights, rows, num_rows)[0]
@@ -39,7 +34,7 @@ def _head(tiled: Backend, stage: Stage, weights: Any, rows: Any, num_rows: Array
 def _head_forward(tiled: Backend, stage: Stage, weights: Any, rows: Any, num_rows: Array):
   scored = head_forward.scored_rows(stage, weights, rows, num_rows)
   common = scored.tokens, scored.scores
-  is_special = _is_special(rows[2])
+  is_special = sampling.is_special(rows[2])
   special = lax.cond(
     jnp.any(is_special),
     lambda: tiled.head(stage, weights, rows, num_rows),
@@ -53,7 +48,7 @@ def _head_backward(tiled: Backend, stage: Stage, residuals: Any, cotangent: Any)
   """The gradient of given tokens' scores: to the final norm, the table and the hidden rows."""
   weights, rows, num_rows, scored = residuals
   _, wanted = cotangent
-  is_special = _is_special(rows[2])
+  is_special = sampling.is_special(rows[2])
   none = jnp.float32(0)
   common = jax.tree.map(lambda leaf: jnp.where(is_special, none, leaf), wanted)
 
