@@ -139,6 +139,7 @@ def kernel(
   scratch: Scratch,
   num_blocks: int,
   interpret: bool,
+  approximate: bool = False,
   **threads: Any,
 ) -> Callable[..., Any]:
   """Returns `body` as a function of arrays, on a grid of one axis named "block".
@@ -151,6 +152,8 @@ def kernel(
     num_blocks: the length of the grid.
     interpret: run on the CPU, with race detection. Then it may be vmapped, one call after the
       other, which stands for a mesh: the interpreter itself knows one device at a time.
+    approximate: exp2, exp, log, tanh and roots are one instruction each, which takes and gives no
+      subnormal number: zero in its place. Without it they need three or more.
     **threads: `num_threads` and `thread_name`, for several warpgroups a block.
   """
   call = plgpu.kernel(
@@ -162,6 +165,7 @@ def kernel(
     interpret=plgpu.InterpretGPUParams(detect_races=True) if interpret else None,
     compiler_params=plgpu.CompilerParams(
       lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
+      approx_math=approximate,
       reduction_scratch_bytes=REDUCTION_SCRATCH_BYTES,
     ),
     kernel_name=name,

@@ -26,7 +26,16 @@ training are one program with one set of bits, whatever else is in the batch.
 
 Mode "sequential" folds a segment's splits in registers. Mode "parallel" makes an item of each
 split, writes its partial to memory, and a second kernel folds them: the same arithmetic, for
-batches with fewer (segment, head) than the GPU has multiprocessors.
+batches with few (segment, head) for the GPU's multiprocessors. Mode "auto", the default, is that
+rule (`layout.mode_of`).
+
+exp2 is the GPU's instruction, which gives zero below 2^-126: what is so far below a maximum is as
+if masked. A split of which every row of the tile sees every key has no mask; a row's bits are the
+same with a mask that lets all through, so they do not depend on which of the two its tile takes.
+
+Registers: a thread's scores of a split (128, of 256 keys) and weighted values (64, of c = 128) are
+more than it holds beside what wgmma takes. So while it has scores, its weighted values lie in the
+place of p, as two halves of their bits (`softmax.park`). Nothing spills to local memory.
 
 Backward, deterministic, without atomics. With p = exp2(...) / l of the saved m and l, and
 d = sum(do * o):
@@ -48,6 +57,7 @@ of fixed size; Xiao et al. 2023, https://arxiv.org/abs/2309.17453, for sinks.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import TypeAlias
 
@@ -204,7 +214,17 @@ def attention(
     raise NotImplementedError(f"attention: {reason}.")
   if 0 in (q.size, segments.page_table.size):
     return jnp.zeros_like(q)
-  return _attend(Static(config, window, interpret), q, k_pages, v_pages, segments, sinks)
+  mode = layout.mode_of(
+    config,
+    window,
+    q.shape,
+    segments.page_table.shape,
+    k_pages.shape[2],
+    sinks is not None,
+    gpu.num_multiprocessors(interpret),
+  )
+  static = Static(dataclasses.replace(config, mode=mode), window, interpret)
+  return _attend_once(static, q, k_pages, v_pages, segments, sinks)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -225,3 +245,5 @@ def _attend_forward(static, q, k_pages, v_pages, segments, sinks):
 
 
 _attend.defvjp(_attend_forward, backward.gradients)
+# Layers of equal shapes share one program, which is lowered once.
+_attend_once = jax.jit(_attend, static_argnums=0)

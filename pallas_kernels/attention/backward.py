@@ -101,9 +101,8 @@ def _query_gradient_kernel(
           dp = softmax.multiply(held.at[1], v.transpose((1, 0)), ROWS)
           seen = softmax.visible(block * ROWS, key + j * ROWS, group, static.window, shape)
           scores = jnp.where(seen, scores, jnp.float32(MASKED))
-          p = jnp.exp2((scores - softmax.rows(maximum, shape)) * scale) * softmax.rows(
-            inverse, shape
-          )
+          p = softmax.power((scores - softmax.rows(maximum, shape)) * scale, static.interpret)
+          p = p * softmax.rows(inverse, shape)
           weights[0] = (p * (dp - softmax.rows(delta, shape))).astype(jnp.bfloat16)
           plgpu.commit_smem()
           plgpu.wgmma(accumulator, weights.at[0], k)
@@ -133,6 +132,7 @@ def _query_gradient_kernel(
     scratch=backward_scratch(head_dim, 3, 2 * pieces),
     num_blocks=num_blocks,
     interpret=static.interpret,
+    approximate=True,
   )(q, do, rows, *(layout.pieces(x, piece) for x in (k_pages, v_pages)), first, count, *work)
 
 
@@ -226,7 +226,8 @@ def _page_gradient_kernel(
           row = lax.rem(j, compute) * ROWS
           seen = softmax.visible(row, key, group, static.window, shape, rows_axis=1)
           scores = jnp.where(seen, scores, jnp.float32(MASKED))
-          p = jnp.exp2((scores - columns(maximum)) * scale) * columns(inverse)
+          p = softmax.power((scores - columns(maximum)) * scale, static.interpret)
+          p = p * columns(inverse)
           weights[0] = (p * (dp - columns(delta))).astype(jnp.bfloat16)
           weights[1] = p.astype(jnp.bfloat16)
           plgpu.commit_smem()
@@ -261,6 +262,7 @@ def _page_gradient_kernel(
     scratch=backward_scratch(head_dim, 2, 3),
     num_blocks=num_blocks,
     interpret=static.interpret,
+    approximate=True,
   )(q, do, rows, *pieces, first_position, segment, index, start)
   return tuple(x.reshape(k_pages.shape) for x in gradients)
 

@@ -15,9 +15,13 @@ ROWS = 64
 MAX_WARPGROUPS = 2
 # A partial is written to memory so many rows at a time, and only rows that live.
 ROW_GROUP = 8
+# Most memory that "auto" takes for partials, which a step holds beside its weights and pages.
+WORKSPACE_BYTES = 256 << 20
 # Of the warpgroup that copies and of those that compute, where there are three of them.
 COPY_REGISTERS = 40
 COMPUTE_REGISTERS = 232
+# Scores and weighted values that a thread can hold at once.
+HELD_REGISTERS = 160
 # Of merges and of the backward, which have one warpgroup each.
 BLOCKS_PER_MULTIPROCESSOR = 2
 
@@ -31,7 +35,7 @@ class Config:
     key_block: contract. Keys that are multiplied at a time within a split.
     query_tile: tuning. Most positions of a segment; times the query heads of a key/value head at
       most 128 rows.
-    mode: tuning. "sequential" or "parallel", see above.
+    mode: tuning. "sequential" or "parallel", see above; "auto" is `layout.mode_of`.
     stages: tuning. Blocks of keys, and of values, in flight; at most 4.
     skip_blocks: tuning. Leave out blocks of a split of which no row of the tile sees a key, which
       would add zeros, and the mask of a split of which every row sees every key.
@@ -40,7 +44,7 @@ class Config:
   kv_split: int = 256
   key_block: int = 128
   query_tile: int = 16
-  mode: Literal["sequential", "parallel"] = "sequential"
+  mode: Literal["auto", "sequential", "parallel"] = "auto"
   stages: int = 2
   skip_blocks: bool = True
 
@@ -51,8 +55,8 @@ class Config:
       raise ValueError(
         f"got kv_split={self.kv_split}; expected a positive multiple of key_block={self.key_block}."
       )
-    if self.mode not in ("sequential", "parallel"):
-      raise ValueError(f"got mode={self.mode!r}; expected 'sequential' or 'parallel'.")
+    if self.mode not in ("auto", "sequential", "parallel"):
+      raise ValueError(f"got mode={self.mode!r}; expected 'auto', 'sequential' or 'parallel'.")
     if self.query_tile < 1:
       raise ValueError(f"got query_tile={self.query_tile}; expected at least 1.")
     if not 1 <= self.stages <= 4:
@@ -61,6 +65,15 @@ class Config:
   def warpgroups(self, group: int) -> int:
     """Returns how many warpgroups compute, for `group` query heads a key/value head."""
     return -(-self.query_tile * group // ROWS)
+
+  def parks(self, head_dim: int) -> bool:
+    """Returns whether a fold keeps its weighted values in p's place while it has scores.
+
+    A warpgroup's thread holds kv_split / 2 scores and head_dim / 2 weighted values; both, and what
+    wgmma and addresses take, are more than the registers that it has.
+    """
+    fits = head_dim <= self.key_block < self.kv_split
+    return self.mode != "parallel" and fits and self.kv_split + head_dim > 2 * HELD_REGISTERS
 
   def scratch(self, group: int, head_dim: int, page_size: int, sinks: bool) -> gpu.Scratch:
     """Returns what one block of the forward allocates."""
@@ -110,7 +123,7 @@ class Config:
 
 
 class Static(NamedTuple):
-  """What a kernel is compiled for."""
+  """What a kernel is compiled for; the mode of `config` is not "auto" here."""
 
   config: Config
   window: int | None

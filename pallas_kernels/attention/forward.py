@@ -52,6 +52,7 @@ def _forward_kernel(
   num_blocks = min(gpu.num_multiprocessors(static.interpret), num_units * num_heads)
   parallel = config.mode == "parallel"
   scale = softmax.scale_of(head_dim)
+  parks = config.parks(head_dim)
 
   def body(*refs, q, p, k, v, q_loaded, k_loaded, v_loaded, q_free, k_free, v_free, **more):
     inputs, outputs = refs[:-2], refs[-2:]
@@ -140,12 +141,15 @@ def _forward_kernel(
           plgpu.barrier_wait(v_free.at[lax.rem(step - i, stages)])
 
     def blocks_partial(count, is_masked, step, row, key):
-      """The softmax sum of `count` blocks, with their own maximum."""
+      """The softmax sum of `count` blocks, with their own maximum; and what `p` had parked."""
+      # The warpgroup; but the compiler cannot know that it is the same at every split, or it would
+      # keep the addresses of all that wgmma reads in registers, from split to split.
+      here = warpgroup + lax.shift_right_logical(step, jnp.int32(30))
       scores = []
       for b in range(count):
         slot = lax.rem(step + b, stages)
         plgpu.barrier_wait(k_loaded.at[slot])
-        found = softmax.multiply(q.at[warpgroup], k.at[slot].transpose((1, 0)), key_block)
+        found = softmax.multiply(q.at[here], k.at[slot].transpose((1, 0)), key_block)
         plgpu.barrier_arrive(k_free.at[slot])
         if is_masked:
           seen = softmax.visible(row, key + b * key_block, group, static.window, found.shape)
@@ -155,17 +159,21 @@ def _forward_kernel(
       for s in scores:
         maximum = jnp.maximum(maximum, jnp.max(s, axis=1))
       total = jnp.zeros((ROWS,), jnp.float32)
-      for b, s in enumerate(scores):
-        weights = jnp.exp2((s - softmax.rows(maximum, s.shape)) * scale)
-        total = total + jnp.sum(weights, axis=1)
-        p[warpgroup, b] = weights.astype(jnp.bfloat16)
+      weights = []
+      for s in scores:
+        weight = softmax.power((s - softmax.rows(maximum, s.shape)) * scale, static.interpret)
+        total = total + jnp.sum(weight, axis=1)
+        weights.append(weight.astype(jnp.bfloat16))
+      earlier = softmax.unpark(p.at[here], head_dim) if parks else ()
+      for b, weight in enumerate(weights):
+        p[here, b] = weight
       plgpu.commit_smem()
 
       def multiply_values(accumulator):
         for b in range(count):
           slot = lax.rem(step + b, stages)
           plgpu.barrier_wait(v_loaded.at[slot])
-          plgpu.wgmma(accumulator, p.at[warpgroup, b], v.at[slot])
+          plgpu.wgmma(accumulator, p.at[here, b], v.at[slot])
           if b + stages < count:
             # A later block of this split needs the place of this one.
             plgpu.wgmma_wait(0)
@@ -177,7 +185,7 @@ def _forward_kernel(
       )
       for b in range(max(count - stages, 0), count):
         plgpu.barrier_arrive(v_free.at[lax.rem(step + b, stages)])
-      return Partial(maximum, total, weighted)
+      return Partial(maximum, total, weighted), earlier
 
     def is_seen_by_all(segment, split):
       """Returns bool[]: every row of the tile sees every key of the split."""
@@ -189,7 +197,7 @@ def _forward_kernel(
       return seen
 
     def split_partial(step, segment, split):
-      """Returns the softmax sum of one split, with its own maximum, and the next step."""
+      """Returns the softmax sum of one split, what was parked, and the next step."""
       first, count = blocks_of(segment, split)
       # Of the first key, counted from the segment's first position.
       key = split * config.kv_split + first * key_block - units.first_position[segment]
@@ -199,10 +207,10 @@ def _forward_kernel(
         sums = [functools.partial(blocks_partial, n, True) for n in range(1, blocks + 1)]
         sums.append(functools.partial(blocks_partial, blocks, False))
         chosen = jnp.where(is_seen_by_all(segment, split), blocks, count - 1)
-        part = lax.switch(chosen, sums, step, row, key)
+        part, earlier = lax.switch(chosen, sums, step, row, key)
       else:
-        part = blocks_partial(blocks, True, step, row, key)
-      return part, step + count
+        part, earlier = blocks_partial(blocks, True, step, row, key)
+      return part, earlier, step + count
 
     def write_mean(total, segment, head):
       out_ref, stats_ref = outputs
@@ -242,18 +250,29 @@ def _forward_kernel(
         plgpu.barrier_wait(q_loaded)
         split = units.split[unit]
         if parallel:
-          part, step = split_partial(step, segment, split)
+          part, _, step = split_partial(step, segment, split)
           write_partial(part, unit, segment, head)
         else:
 
+          def parked(total):
+            """Leaves the weighted values in `p`, where they are to be kept there."""
+            if not parks:
+              return total
+            softmax.park(total.weighted, p.at[warpgroup])
+            return total._replace(weighted=())
+
           def attend_split(j, carry):
             total, step = carry
-            part, step = split_partial(step, segment, split + j)
-            return softmax.merge(total, part, static.interpret), step
+            part, earlier, step = split_partial(step, segment, split + j)
+            if parks:
+              total = total._replace(weighted=earlier)
+            return parked(softmax.merge(total, part, static.interpret)), step
 
           total, step = lax.fori_loop(
-            0, units.num_splits[unit], attend_split, (softmax.nothing(head_dim), step)
+            0, units.num_splits[unit], attend_split, (parked(softmax.nothing(head_dim)), step)
           )
+          if parks:
+            total = total._replace(weighted=softmax.unpark(p.at[warpgroup], head_dim))
           write_mean(total, segment, head)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         plgpu.barrier_arrive(q_free)
@@ -291,6 +310,7 @@ def _forward_kernel(
     scratch=config.scratch(group, head_dim, page_size, sinks is not None),
     num_blocks=num_blocks,
     interpret=static.interpret,
+    approximate=True,
     num_threads=compute + 1,
     thread_name="warpgroup",
   )(q, *(layout.pieces(x, piece) for x in (k_pages, v_pages)), *work, *layout.listed(sinks))
@@ -406,6 +426,7 @@ def _merge_kernel(
     scratch=config.merge_scratch(head_dim, sinks is not None),
     num_blocks=num_blocks,
     interpret=static.interpret,
+    approximate=True,
   )(weighted, stats, *work, *layout.listed(sinks))
 
 

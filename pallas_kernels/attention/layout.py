@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 from jax import lax
 import jax.numpy as jnp
 
-from pallas_kernels.attention.config import ROW_GROUP, ROWS, Static
+from pallas_kernels import gpu
+from pallas_kernels.attention.config import ROW_GROUP, ROWS, WORKSPACE_BYTES, Config, Static
 
 
 class Segments(NamedTuple):
@@ -94,15 +96,65 @@ def split_range(static: Static, segments: Segments) -> tuple[jax.Array, jax.Arra
   return jnp.where(used, first, 0), jnp.where(used, last - first + 1, 0)
 
 
+def most_splits(config: Config, window: int | None, num_pages: int, page_size: int) -> int:
+  """Returns how many splits a segment of `num_pages` pages can see."""
+  splits = -(-num_pages * page_size // config.kv_split)
+  if window is None:
+    return splits
+  return min(splits, (window + config.query_tile - 2) // config.kv_split + 2)
+
+
+def most_groups(config: Config, group: int, num_segments: int, num_rows: int) -> int:
+  """Returns how many groups of 8 live rows all segments have at most, for one key/value head."""
+  of_tiles = num_segments * config.warpgroups(group) * ROWS // ROW_GROUP
+  return min(of_tiles, num_segments + num_rows * group // ROW_GROUP)
+
+
+def mode_of(
+  config: Config,
+  window: int | None,
+  shape: tuple[int, ...],
+  table_shape: tuple[int, ...],
+  page_size: int,
+  has_sinks: bool,
+  multiprocessors: int,
+) -> Literal["sequential", "parallel"]:
+  """Returns the mode: `config.mode`, or for "auto" what fills the GPU; both give the same bits.
+
+  "parallel" if (segment, key/value head) are fewer than two for each multiprocessor, so that whole
+  segments would leave many idle, a segment can have more than one split, and partials have room, in
+  shared memory and in `WORKSPACE_BYTES`; else "sequential", which writes no partials.
+
+  Args:
+    config: of the call.
+    window: of the call.
+    shape: n, k, g, c of the queries.
+    table_shape: s, p of the page table.
+    page_size: z.
+    has_sinks: whether the call has sinks.
+    multiprocessors: of the GPU.
+  """
+  if config.mode != "auto":
+    return config.mode
+  num_rows, num_heads, group, head_dim = shape
+  num_segments, num_pages = table_shape
+  splits = most_splits(config, window, num_pages, page_size)
+  groups = splits * most_groups(config, group, num_segments, num_rows)
+  parallel = dataclasses.replace(config, mode="parallel")
+  shared = parallel.shared_memory_bytes(group, head_dim, page_size, has_sinks)
+  fills = num_segments * num_heads < 2 * multiprocessors and splits > 1
+  has_room = shared <= gpu.SHARED_MEMORY_LIMIT_BYTES
+  has_room &= groups * num_heads * ROW_GROUP * head_dim * 4 <= WORKSPACE_BYTES
+  return "parallel" if fills and has_room else "sequential"
+
+
 def plan(static: Static, group: int, segments: Segments, page_size: int) -> tuple[Work, Work, int]:
   """Returns (work of the forward kernel, work of the merge kernel, most groups); integers only."""
   config = static.config
   num_segments, num_pages = segments.page_table.shape
-  pages_per_split = max(config.kv_split // page_size, 1)
+  pages_per_split = config.kv_split // page_size
   page_table = jnp.pad(segments.page_table, ((0, 0), (0, -num_pages % pages_per_split)))
-  most_splits = page_table.shape[1] // pages_per_split
-  if static.window is not None:
-    most_splits = min(most_splits, (static.window + config.query_tile - 2) // config.kv_split + 2)
+  splits = most_splits(config, static.window, num_pages, page_size)
   first, num_splits = split_range(static, segments)
   live = (segments.segment_length * group + (ROW_GROUP - 1)) // ROW_GROUP
   first_position = segments.positions[segments.segment_start]
@@ -126,16 +178,11 @@ def plan(static: Static, group: int, segments: Segments, page_size: int) -> tupl
   )
   if config.mode == "sequential":
     return whole, whole, 0
-  num_rows = config.warpgroups(group) * ROWS
-  most_live = min(
-    num_segments * num_rows // ROW_GROUP,
-    num_segments + segments.positions.shape[0] * group // ROW_GROUP,
-  )
   ends = jnp.cumsum(num_splits, dtype=jnp.int32)
   first_unit = ends - num_splits
   groups = num_splits * live
   first_group = jnp.cumsum(groups, dtype=jnp.int32) - groups
-  units = jnp.arange(num_segments * most_splits, dtype=jnp.int32)
+  units = jnp.arange(num_segments * splits, dtype=jnp.int32)
   segment = _places(ends, units, side="right")
   segment = jnp.minimum(segment, num_segments - 1)
   offset = units - first_unit[segment]
@@ -148,7 +195,8 @@ def plan(static: Static, group: int, segments: Segments, page_size: int) -> tupl
     **common,
   )
   merges = whole._replace(split=first_unit[order], first_group=first_group[order])
-  return parts, merges, most_live * most_splits
+  most = most_groups(config, group, num_segments, segments.positions.shape[0])
+  return parts, merges, most * splits
 
 
 def readers(

@@ -46,6 +46,12 @@ def nothing(head_dim: int) -> Partial:
   )
 
 
+def power(x: jax.Array, interpret: bool) -> jax.Array:
+  """Returns 2^x for x <= 0, and zero below 2^-126: the GPU's exp2 gives no subnormal number."""
+  y = jnp.exp2(x)
+  return jnp.where(x < -126, jnp.float32(0), y) if interpret else y
+
+
 def merge(left: Partial, right: Partial, interpret: bool) -> Partial:
   """Returns the sum over both key sets; one without a visible key leaves the other's bits."""
   shape = left.weighted.shape
@@ -53,7 +59,7 @@ def merge(left: Partial, right: Partial, interpret: bool) -> Partial:
   maximum = jnp.maximum(left.maximum, right.maximum)
 
   def scaled(part: Partial) -> tuple[jax.Array, jax.Array]:
-    factor = jnp.exp2((part.maximum - maximum) * scale)
+    factor = power((part.maximum - maximum) * scale, interpret)
     total = rounding.product(part.total, factor, layout=rounding.ROWS, interpret=interpret)
     weighted = rounding.product(
       part.weighted, rows(factor, shape), layout=rounding.TILE, interpret=interpret
@@ -65,13 +71,30 @@ def merge(left: Partial, right: Partial, interpret: bool) -> Partial:
   return Partial(maximum, left_total + right_total, left_weighted + right_weighted)
 
 
+def park(weighted: jax.Array, place: Any) -> None:
+  """Keeps f32[64, c] in two blocks bf16[64, x] of shared memory, x >= c: high halves, then low."""
+  bits = lax.bitcast_convert_type(weighted, jnp.uint32)
+  for i, half in enumerate((bits >> 16, bits)):
+    half = lax.bitcast_convert_type(half.astype(jnp.uint16), jnp.bfloat16)
+    place[i, :, pl.ds(0, weighted.shape[1])] = half
+
+
+def unpark(place: Any, head_dim: int) -> jax.Array:
+  """Returns f32[64, c] that `park` keeps."""
+  halves = [place[i, :, pl.ds(0, head_dim)] for i in range(2)]
+  high, low = (lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.uint32) for x in halves)
+  return lax.bitcast_convert_type((high << 16) | low, jnp.float32)
+
+
 def finish(total: Partial, sinks: jax.Array | None, interpret: bool) -> tuple[Partial, jax.Array]:
   """Returns the sum with the sinks, and its mean f32[r, c]."""
   shape = total.weighted.shape
   if sinks is not None:
     # `merge` with a partial of total 1 and weighted values 0.
     maximum = jnp.maximum(total.maximum, sinks)
-    factor, sink = (jnp.exp2((x - maximum) * scale_of(shape[1])) for x in (total.maximum, sinks))
+    factor, sink = (
+      power((x - maximum) * scale_of(shape[1]), interpret) for x in (total.maximum, sinks)
+    )
     total = Partial(
       maximum,
       rounding.product(total.total, factor, layout=rounding.ROWS, interpret=interpret) + sink,
@@ -86,8 +109,9 @@ def visible(
 ) -> Any:
   """Returns bool[shape]: which keys the rows of a tile see.
 
-  One or two limits along the first axis, compared with a counter along the second, so that what a
-  thread keeps is a value for each of its rows and not one for each of its elements.
+  A limit or two along the first axis is compared with a counter along the second. Of the counter, a
+  thread's own part is taken off the limit, so that a thread keeps a few limits and compares them
+  with constants; else the compiler keeps a counter for each of its elements in a register.
 
   Args:
     row: i32[], the first row, counted from the tile's first position; `group` rows a position.
@@ -99,19 +123,19 @@ def visible(
   """
   first = lax.iota(jnp.int32, shape[0])
   counter = lax.broadcasted_iota(jnp.int32, shape, 1)
+  # wgmma gives a thread the same places of every eight columns.
+  own, eights = counter & 7, counter & ~7
   # Key x is seen by row r if x <= r // group, that is x * group <= r.
   if rows_axis == 0:
-    last_key = lax.div(first + row, jnp.int32(group))
-    keys = counter + key
-    seen = keys <= rows(last_key, shape)
+    limit = rows(lax.div(first + row, jnp.int32(group)) - key, shape) - own
+    seen = eights <= limit
     if window is not None:
-      seen = seen & (keys > rows(last_key - window, shape))
+      seen = seen & (eights > limit - window)
     return seen
-  first_row = (first + key) * group
-  tile_rows = counter + row
-  seen = tile_rows >= rows(first_row, shape)
+  limit = rows((first + key) * group - row, shape) - own
+  seen = eights >= limit
   if window is not None:
-    seen = seen & (tile_rows < rows(first_row + window * group, shape))
+    seen = seen & (eights < limit + window * group)
   return seen
 
 

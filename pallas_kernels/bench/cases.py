@@ -23,8 +23,6 @@ from pallas_kernels.bench.timing import Contestant
 PAGE = 64
 # Drafts that a verification looks at.
 DRAFTS = 8
-# Attention with fewer (segment, key/value head) makes an item of each split.
-PARALLEL_ITEMS = 264
 
 
 @dataclasses.dataclass(frozen=True)
@@ -281,14 +279,13 @@ def paged(model: Model, sequences: int, context: int, new: int, tile: int) -> tu
   return struct(sequences * new, model.kv_heads, group, model.head_dim), pages, pages, segments
 
 
-def _config(model: Model, sequences: int, new: int) -> attention.Config:
-  """Returns the tile, mode and stages for `new` positions of each sequence, which are tuning."""
+def _config(model: Model, new: int) -> attention.Config:
+  """Returns the tile and stages for `new` positions of each sequence, which are tuning."""
   group = model.heads // model.kv_heads
   # One warpgroup's rows where they suffice.
   one = attention.ROWS // group
   tile = one if new <= one else min(attention.MAX_WARPGROUPS * one, attention.Config().query_tile)
-  few = sequences * -(-new // tile) * model.kv_heads < PARALLEL_ITEMS
-  return fitting(model, attention.Config(query_tile=tile, mode="parallel" if few else "sequential"))
+  return fitting(model, attention.Config(query_tile=tile))
 
 
 def fitting(model: Model, config: attention.Config) -> attention.Config:
@@ -359,7 +356,7 @@ def _dense_peers(
 
 
 def decode(model: Model, sequences: int, context: int, window: int | None = None) -> Case:
-  config = _config(model, sequences, 1)
+  config = _config(model, 1)
   other = "sequential" if config.mode == "parallel" else "parallel"
   otherwise = fitting(model, dataclasses.replace(config, mode=other))
   name = f"{model.name} decode, {sequences} x {context}"
@@ -382,12 +379,12 @@ def decode(model: Model, sequences: int, context: int, window: int | None = None
 def verification(model: Model, sequences: int, context: int) -> Case:
   """A token and its drafts, against the token alone over the same pages."""
   new = 1 + DRAFTS
-  config = _config(model, sequences, new)
+  config = _config(model, new)
   return Case(
     "attention",
     f"{model.name} verification of {DRAFTS} drafts, {sequences} x {context}",
     attended("verification", model, sequences, context, new, config),
-    (attended(ONE_TOKEN, model, sequences, context, 1, _config(model, sequences, 1)),),
+    (attended(ONE_TOKEN, model, sequences, context, 1, _config(model, 1)),),
     _attention_bytes(model, sequences, context, new),
     _attention_operations(model, sequences, context, new),
     VERIFICATION,
@@ -395,7 +392,7 @@ def verification(model: Model, sequences: int, context: int) -> Case:
 
 
 def prefill(model: Model, sequences: int, context: int) -> Case:
-  config = _config(model, sequences, context)
+  config = _config(model, context)
   half = _dense(model, sequences, context, context, jnp.float16)
   return Case(
     "attention",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import attention, gpu
+from pallas_kernels.attention import layout
 
 needs_interpreter = pytest.mark.skipif(
   not hasattr(plgpu, "InterpretGPUParams"),
@@ -140,6 +142,67 @@ def test_values_are_the_definitions_for_other_shapes(shape, config):
   found = as_float64(compiled(**config)(*batch))
   expected = as_float64(attention.reference(*batch))
   np.testing.assert_allclose(found, expected, rtol=2**-6, atol=2**-6)
+
+
+@needs_interpreter
+def test_values_that_are_parked_keep_their_bits():
+  # With 256 keys a split and 128 values a row, a fold keeps its values in shared memory; a second
+  # kernel that folds partials, and narrower heads, hold them in registers.
+  sequential, parallel = attention.Config(mode="sequential"), attention.Config(mode="parallel")
+  assert sequential.parks(128)
+  assert not sequential.parks(64) and not parallel.parks(128)
+  sequences = Sequences(head_dim=128, page=64, length=384)
+  batch = sequences.batch([(0, 300, 8), (1, 254, 3), (2, 0, 1)])
+  whole = {"kv_split": 256, "key_block": 128}
+  first, second = (
+    as_float64(compiled(**whole, mode=config.mode)(*batch)) for config in (sequential, parallel)
+  )
+  np.testing.assert_array_equal(first, second)
+  expected = as_float64(attention.reference(*batch))
+  np.testing.assert_allclose(first, expected, rtol=2**-6, atol=2**-6)
+
+
+@pytest.mark.parametrize(
+  "rows, segments, heads, group, context, mode",
+  [
+    (1, 1, 8, 4, 8192, "parallel"),
+    (16, 16, 8, 4, 8192, "parallel"),
+    # Two items for each multiprocessor and more.
+    (64, 64, 8, 4, 8192, "sequential"),
+    # One split a segment.
+    (1, 1, 8, 4, 256, "sequential"),
+    # Partials that take more memory than "auto" gives them.
+    (128, 16, 8, 4, 131072, "sequential"),
+    # Two warpgroups, whose partials do not fit shared memory.
+    (16, 1, 8, 8, 8192, "sequential"),
+  ],
+)
+def test_the_mode_follows_segments_heads_and_multiprocessors(
+  rows, segments, heads, group, context, mode
+):
+  shape, table = (rows, heads, group, 128), (segments, context // 64)
+  config = attention.Config(query_tile=16 if group == 8 else 8)
+  assert layout.mode_of(config, None, shape, table, 64, False, 132) == mode
+  # The twin: what is named is taken.
+  other = "parallel" if mode == "sequential" else "sequential"
+  named = dataclasses.replace(config, mode=other)
+  assert layout.mode_of(named, None, shape, table, 64, False, 132) == other
+
+
+def test_equal_layers_are_lowered_once():
+  shapes = structs(64, 64, 8, 4, 128, 8192)
+  config = attention.Config(query_tile=8)
+
+  def layers(*args, windows):
+    return [attention.attention(*args, window=window, config=config) for window in windows]
+
+  def kernels(*windows):
+    module = gpu.lower_for_cuda(functools.partial(layers, windows=windows), *shapes)
+    return module.count("custom_call @mosaic_gpu")
+
+  assert kernels(None, None, None) == 1
+  # The twin: layers that differ are lowered each.
+  assert kernels(None, 128, None) == 2
 
 
 @pytest.mark.few(1)
@@ -359,7 +422,7 @@ def test_a_cpu_is_refused():
   [
     ({"key_block": 96}, "got key_block=96; expected 64, 128 or 256."),
     ({"kv_split": 192}, "got kv_split=192; expected a positive multiple of key_block=128."),
-    ({"mode": "both"}, "got mode='both'; expected 'sequential' or 'parallel'."),
+    ({"mode": "both"}, "got mode='both'; expected 'auto', 'sequential' or 'parallel'."),
     ({"query_tile": 0}, "got query_tile=0; expected at least 1."),
     ({"stages": 0}, "got stages=0; expected 1 to 4."),
     ({"stages": 5}, "got stages=5; expected 1 to 4."),
