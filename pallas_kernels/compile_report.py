@@ -178,8 +178,8 @@ def arithmetic_complaints(results: Iterable[Result]) -> list[str]:
     for name, own in arithmetic.items():
       case, other = first.setdefault((result.family, name), (result.name, own))
       if own != other:
-        items = {item for one in own ^ other for item in one}
-        opcodes = ", ".join(sorted({opcode for opcode, _ in items}))
+        items = [{item for one in some for item in one} for some in (own, other)]
+        opcodes = ", ".join(sorted({opcode for opcode, _ in items[0] ^ items[1]}))
         found.append(
           f"{result.kernel}: {result.name}: {name}: got other numbers of {opcodes} than in"
           f" {case!r}, expected one arithmetic for every number of rows"

@@ -20,7 +20,7 @@ from pallas_kernels import program
 from pallas_kernels.sass import Launch
 
 # Kernels that multiply rows with weights.
-PRODUCTS = ("matmul", "token_logprobs")
+PRODUCTS = ("matmul", "matmul_parts", "token_logprobs")
 # Rows of queries of one partial that live, where partials are written; and keys of one split.
 PARTIAL_ROWS = 8
 SPLIT = 256
