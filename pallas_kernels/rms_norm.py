@@ -13,6 +13,9 @@ features alone:
   once, and the four threads that hold a row add their own features, then each other's sums. Arrays
   of rows are walked one behind the other, so queries and keys with their two scales are one launch.
 
+A product that is added to something is rounded first (`rounding.product`), so that a row's bits are
+the same in every program that norms it: alone or of a sum, for few rows and for many.
+
 `total` is rounded to x's dtype first, so that `add_rms_norm(x, residual)` and
 `rms_norm(x + residual)` agree bit for bit; so do `rms_norm_each` and `rms_norm` of each array.
 
@@ -45,7 +48,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from pallas_kernels import gpu
+from pallas_kernels import gpu, rounding
 
 MAX_FEATURES = 8192
 # Rows of at most so many features, in multiples of NARROW_MULTIPLE, are normed NARROW_ROWS at once.
@@ -301,6 +304,9 @@ def _wide(
   runs, width = padded_view(features, config.padding)
   full_runs = features // width
   view = (num_rows, full_runs, width)
+  product = functools.partial(
+    rounding.product, layout=_row_layout(runs, width, x.dtype), interpret=interpret
+  )
   inputs = [x.reshape(view)] + ([] if residual is None else [residual.reshape(view)])
   outputs = [jax.ShapeDtypeStruct(view, x.dtype)] * len(inputs)
 
@@ -322,7 +328,7 @@ def _wide(
       if residual is not None:
         rounded = (total + ins[1][...].astype(jnp.float32)).astype(x.dtype)
         total = rounded.astype(jnp.float32)
-      inverse = lax.rsqrt(jnp.sum(total * total) / features + eps)
+      inverse = lax.rsqrt(jnp.sum(product(total, total)) / features + eps)
       plgpu.wait_smem_to_gmem(0, wait_read_only=True)
       outs[0][...] = (total * inverse * scale_row).astype(x.dtype)
       if residual is not None:
@@ -379,8 +385,9 @@ def _narrow(
         tile, lambda i, place: plgpu.copy_gmem_to_smem(input_refs[i].at[place], rows, loaded)
       )
       plgpu.barrier_wait(loaded)
-      x = gpu.load(rows, plgpu.Layout.WGMMA).astype(jnp.float32)
-      inverse = lax.rsqrt(jnp.sum(x * x, axis=1) / features + eps)
+      x = gpu.load(rows, rounding.TILE).astype(jnp.float32)
+      squares = rounding.product(x, x, layout=rounding.TILE, interpret=interpret)
+      inverse = lax.rsqrt(jnp.sum(squares, axis=1) / features + eps)
       scale = _columns_of(scale_refs[0])
       for start, ref in zip(starts[1:], scale_refs[1:]):
         scale = lax.cond(tile >= start, lambda _, ref=ref: _columns_of(ref), lambda old: old, scale)
@@ -436,6 +443,9 @@ def _gradients(
   num_chunks = -(-num_rows // config.chunk_rows)
   num_partials = -(-num_chunks // UNROLL) * UNROLL
   view = (num_rows, full_runs, width)
+  product = functools.partial(
+    rounding.product, layout=_row_layout(runs, width, x.dtype), interpret=interpret
+  )
   inputs = [array.reshape(view) for array in (x, dy, dtotal) if array is not None]
 
   def body(*refs: Any, loaded: Any, **buffers: Any) -> None:
@@ -453,17 +463,19 @@ def _gradients(
       def add_row(row, dscale):
         _load_rows(input_refs, ins, row, full_runs, loaded)
         x_row, dy_row, *totals = (ref[...].astype(jnp.float32) for ref in ins)
-        inverse = lax.rsqrt(jnp.sum(x_row * x_row) / features + eps)
-        g = dy_row * scale_row
-        slope = jnp.sum(g * x_row) / features * (inverse * inverse)
+        inverse = lax.rsqrt(jnp.sum(product(x_row, x_row)) / features + eps)
+        g = product(dy_row, scale_row)
+        slope = jnp.sum(product(g, x_row)) / features * (inverse * inverse)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        dx_row = inverse * (g - x_row * slope)
+        layout = _row_layout(runs, width, x.dtype)
+        wide = lambda value: plgpu.layout_cast(jnp.full((runs, width), value), layout)
+        dx_row = product(wide(inverse), g - product(x_row, wide(slope)))
         for dtotal_row in totals:
           dx_row = dx_row + dtotal_row
         out[...] = dx_row.astype(x.dtype)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(out.at[pl.ds(0, full_runs)], dx_ref.at[row])
-        return dscale + dy_row * (x_row * inverse)
+        return dscale + product(dy_row, x_row * inverse)
 
       past = jnp.minimum(first + config.chunk_rows, num_rows)
       zero = jnp.zeros((runs, width), jnp.float32)
@@ -504,6 +516,11 @@ def _gradients(
     interpret=interpret,
   )(partials.reshape(num_partials, padded))
   return dx.reshape(x.shape), dscale[:features].astype(scale.dtype)
+
+
+def _row_layout(runs: int, width: int, dtype: Any) -> Any:
+  """Returns how 128 threads hold a padded row of `dtype`, or what is made of one in f32."""
+  return plgpu.Layout.WG_STRIDED((runs, width), vec_size=8 // jnp.dtype(dtype).itemsize)
 
 
 def _num_blocks(num_items: int, config: Config, interpret: bool) -> int:

@@ -19,6 +19,9 @@ right, a third merges slabs as one balanced binary tree, both by
 
   M = max(m)   L = sum(exp(m - M) * l)   S = sum(exp(m - M) * (s + (m - M) * l))
 
+Every product that is added to something is rounded first (`rounding.product`): tiles are read by
+another program for few rows than for many, and neither may fuse what the other does not.
+
 None of this follows the number of rows: a row's bits depend on that row alone. Up to 64 rows, a
 block's two warpgroups take two tiles of the vocabulary; beyond, they take 64 rows each.
 
@@ -39,7 +42,7 @@ kernels. A row of dhidden depends on that row alone. The token is a constant.
 Rows whose distribution is filtered (top-k, top-p, min-p) or biased are not for this kernel: a
 filter has to see a row whole. The caller takes another path for them.
 
-Shared memory: stages of (64 or 128 rows + 1 or 2 tiles of ids) x block_k; backward, 64 x 64 of dz,
+Shared memory: stages of (64 or 128 rows + 1 or 2 tiles of ids) x block_k; backward, 64 x 32 of dz,
 two for each warpgroup.
 
 Sources: Milakov & Gimelshein 2018, https://arxiv.org/abs/1805.02867; Maddison et al. 2014,
@@ -59,7 +62,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from pallas_kernels import gpu, matmul
+from pallas_kernels import gpu, matmul, rounding
 from pallas_kernels.token_partials import (
   MERGED_ROWS,
   NUM_STATISTICS,
@@ -74,8 +77,8 @@ ROWS = 64
 WARPGROUPS = 2
 # Ids whose terms are added at once; noise takes many registers an id.
 PIECE = 32
-# dz leaves in squares of this side.
-SQUARE = 64
+# dz leaves so many columns at a time.
+STRIP = 32
 # TMA copies whole tiles of 8 rows x 64 bfloat16.
 ROW_MULTIPLE = 8
 MULTIPLE = 64
@@ -179,8 +182,8 @@ class Plan:
       "empty": gpu.Barriers(WARPGROUPS, stages),
     }
     if self.backward:
-      squares = (WARPGROUPS, 2, ROWS, SQUARE)
-      scratch["squares"] = gpu.Buffer(squares, jnp.bfloat16, swizzled=True)
+      strips = (WARPGROUPS, 2, ROWS, STRIP)
+      scratch["strips"] = gpu.Buffer(strips, jnp.bfloat16, swizzled=True)
     return scratch
 
   @property
@@ -412,23 +415,23 @@ def _forward(
   width = table.shape[0] // shards
   num_tiles = -(-width // config.vocabulary_tile)
   tiles = plan(config, num_rows)
+  product = functools.partial(rounding.product, layout=rounding.TILE, interpret=interpret)
+  product_of_rows = functools.partial(rounding.product, layout=rounding.ROWS, interpret=interpret)
 
   def write_partial(logits, place, refs, _):
-    has_noise_ref, target_ref, inverse_ref, key_0_ref, key_1_ref, partials_ref = refs
+    has_noise_ref, target_ref, inverse_ref, *key_refs, partials_ref = refs
     rows = pl.ds(place.row, ROWS)
-    target, inverse, key_0, key_1 = (
-      gpu.load(ref.at[rows], plgpu.Layout.WGMMA.reduce(1))
-      for ref in (target_ref, inverse_ref, key_0_ref, key_1_ref)
-    )
+    of_rows = lambda ref: gpu.load(ref.at[rows], rounding.ROWS)
+    target, inverse = of_rows(target_ref), of_rows(inverse_ref)
     is_noisy = has_noise_ref[lax.div(place.row, ROWS)] > 0
     wide = lambda values: _columns(values, PIECE)
     pieces = [
       jnp.where(_ids(place.first + i, PIECE) < place.past, logits[:, i : i + PIECE], ABSENT)
       for i in range(0, config.vocabulary_tile, PIECE)
     ]
-    raw_maximum = functools.reduce(jnp.maximum, (jnp.max(z, axis=1) for z in pieces))
+    raw_maximum = jnp.max(functools.reduce(jnp.maximum, pieces), axis=1)
     # A positive factor keeps the order, so no pass over t is needed, nor registers for it.
-    maximum = raw_maximum * inverse
+    maximum = product_of_rows(raw_maximum, inverse)
     # An id that is absent from this slab may be another slab's target.
     target = jnp.where(target < place.past, target, ELSEWHERE)
 
@@ -438,14 +441,16 @@ def _forward(
       z = lax.switch(i, [lambda z=z: z for z in pieces])
       ids = _ids(place.first + i * PIECE, PIECE)
       raw_total = raw_total + jnp.sum(jnp.exp(z - wide(raw_maximum)), axis=1)
-      t = jnp.maximum(z * wide(inverse), ABSENT)
+      t = jnp.maximum(product(z, wide(inverse)), ABSENT)
       below = t - wide(maximum)
       weights = jnp.exp(below)
       total = total + jnp.sum(weights, axis=1)
-      weighted = weighted + jnp.sum(weights * below, axis=1)
+      weighted = weighted + jnp.sum(product(weights, below), axis=1)
 
       def with_noise(t):
-        noise = gumbel(random_bits(wide(key_0), wide(key_1), ids.astype(jnp.uint32)))
+        # Keys are read where they are used: kept, they would cost the sums their registers.
+        key_0, key_1 = (wide(of_rows(ref)) for ref in key_refs)
+        noise = gumbel(random_bits(key_0, key_1, ids.astype(jnp.uint32)))
         return jnp.where(wide(target) == SAMPLED, t + noise, t)
 
       # Whether a neighbour samples decides about the noise alone.
@@ -538,30 +543,38 @@ def _logit_gradients(
   rows_of = [_inverse(temperature, padded)]
   rows_of += [jnp.pad(array, (0, padded - num_rows)) for array in (tokens, *others)]
 
-  def write_gradient(logits, place, refs, squares):
+  product = functools.partial(rounding.product, layout=rounding.TILE, interpret=interpret)
+  product_of_rows = functools.partial(rounding.product, layout=rounding.ROWS, interpret=interpret)
+
+  def write_gradient(logits, place, refs, strips):
     *row_refs, dz_ref = refs
     rows = pl.ds(place.row, ROWS)
     inverse, token, entropy, normaliser, raw_normaliser, dlogprob, draw_logprob, dentropy = (
-      gpu.load(ref.at[rows], plgpu.Layout.WGMMA.reduce(1)) for ref in row_refs
+      gpu.load(ref.at[rows], rounding.ROWS) for ref in row_refs
     )
-    at_token = dlogprob * inverse + draw_logprob
-    wide = lambda values: _columns(values, SQUARE)
-    num_squares = config.vocabulary_tile // SQUARE
-    for i in range(num_squares):
-      first = i * SQUARE
-      z = logits[:, first : first + SQUARE]
-      below = z * wide(inverse) - wide(normaliser)
-      slope = (wide(dlogprob) + wide(dentropy) * (below + wide(entropy))) * wide(inverse)
-      dz = jnp.where(_ids(place.first + first, SQUARE) == wide(token), wide(at_token), 0.0)
-      dz = dz - jnp.exp(z - wide(raw_normaliser)) * wide(draw_logprob) - jnp.exp(below) * slope
-      square = squares.at[i % 2]
+    at_token = product_of_rows(dlogprob, inverse) + draw_logprob
+    # The slope of t is slope + tilt * (t - logsumexp(t)).
+    slope = product_of_rows(dlogprob + product_of_rows(dentropy, entropy), inverse)
+    tilt = dentropy * inverse
+    wide = lambda values: _columns(values, STRIP)
+    parts = [logits[:, i : i + STRIP] for i in range(0, config.vocabulary_tile, STRIP)]
+
+    def write_strip(i, _):
+      z = lax.switch(i, [lambda z=z: z for z in parts])
+      below = product(z, wide(inverse)) - wide(normaliser)
+      ids = _ids(place.first + i * STRIP, STRIP)
+      dz = jnp.where(ids == wide(token), wide(at_token), 0.0)
+      dz = dz - product(jnp.exp(z - wide(raw_normaliser)), wide(draw_logprob))
+      dz = dz - product(jnp.exp(below), wide(slope) + product(wide(tilt), below))
+      strip = strips.at[lax.rem(i, 2)]
       plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-      square[...] = dz.astype(jnp.bfloat16)
+      strip[...] = dz.astype(jnp.bfloat16)
       plgpu.commit_smem()
-      columns = pl.ds(place.index * config.vocabulary_tile + first, SQUARE)
-      plgpu.copy_smem_to_gmem(square, dz_ref.at[rows, columns])
-    if num_squares % 2:  # The next tile's first square goes into the slot of this one's last.
-      plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+      columns = pl.ds(place.index * config.vocabulary_tile + i * STRIP, STRIP)
+      plgpu.copy_smem_to_gmem(strip, dz_ref.at[rows, columns])
+
+    # An even number, so the next tile's first strip finds its slot free.
+    lax.fori_loop(0, len(parts), write_strip, None)
 
   dz = _over_tiles(
     write_gradient,
@@ -598,8 +611,8 @@ def _over_tiles(
   """The product: hands every tile of logits to `visit`, which writes what it makes of it.
 
   Args:
-    visit: `(logits f32[64, w], place, references to inputs and output, squares)`; the warpgroup's
-      two squares of shared memory are there backward only.
+    visit: `(logits f32[64, w], place, references to inputs and output, strips)`; the warpgroup's
+      two strips of shared memory are there backward only.
     name: of the kernel, in profiles.
     tiles: of one block.
     config: of the caller.
@@ -622,7 +635,7 @@ def _over_tiles(
   num_blocks = min(num_visits, gpu.num_multiprocessors(interpret))
   steps = -(-features // tiles.block_k)
 
-  def body(start_ref, hidden_ref, table_ref, *refs, full, empty, squares=None, **buffers):
+  def body(start_ref, hidden_ref, table_ref, *refs, full, empty, strips=None, **buffers):
     hidden_buffer, table_buffer = buffers["hidden"], buffers["table"]
     warpgroup = lax.axis_index("warpgroup")
     # As a product, so that TMA is seen to begin at a whole tile of 8 rows.
@@ -701,7 +714,7 @@ def _over_tiles(
 
         @pl.when(mine_of_slab < tiles_per_slab)
         def _():
-          visit(logits, place, refs, None if squares is None else squares.at[warpgroup])
+          visit(logits, place, refs, None if strips is None else strips.at[warpgroup])
 
       for_each_block(multiply_block)
       plgpu.wait_smem_to_gmem(0)

@@ -6,17 +6,21 @@ For `token_logprobs`, whose docstring has the formulas.
 from __future__ import annotations
 
 from collections.abc import Sequence
+import functools
 from typing import Any, NamedTuple
 
 import jax
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from pallas_kernels import gpu
+from pallas_kernels import gpu, rounding
 
 # Rows that one block of the two kernels merges, one a thread.
 MERGED_ROWS = 128
+# How its threads hold one statistic of these rows.
+STATISTIC = plgpu.Layout.WG_STRIDED((MERGED_ROWS,), vec_size=1)
 UNROLL = 8
 
 
@@ -47,18 +51,23 @@ class Partial(NamedTuple):
 NUM_STATISTICS = len(Partial._fields)
 
 
-def merge(a: Partial, b: Partial) -> Partial:
-  """Merges what two runs of ids come to; a's ids are the lower ones."""
+def merge(a: Partial, b: Partial, interpret: bool) -> Partial:
+  """Merges what two runs of ids come to; a's ids are the lower ones, and f32[128] each."""
+  product = functools.partial(rounding.product, layout=STATISTIC, interpret=interpret)
   raw_maximum = jnp.maximum(a.raw_maximum, b.raw_maximum)
-  raw_total = jnp.exp(a.raw_maximum - raw_maximum) * a.raw_total
-  raw_total = raw_total + jnp.exp(b.raw_maximum - raw_maximum) * b.raw_total
   maximum = jnp.maximum(a.maximum, b.maximum)
-  total, weighted = 0.0, 0.0
-  for part in (a, b):
+
+  def scaled(part: Partial) -> tuple[Any, Any, Any]:
     below = part.maximum - maximum
     factor = jnp.exp(below)
-    total = total + factor * part.total
-    weighted = weighted + factor * (part.weighted + below * part.total)
+    weighted = part.weighted + product(below, part.total)
+    return (
+      product(jnp.exp(part.raw_maximum - raw_maximum), part.raw_total),
+      product(factor, part.total),
+      product(factor, weighted),
+    )
+
+  raw_total, total, weighted = (x + y for x, y in zip(scaled(a), scaled(b)))
   return Partial(raw_maximum, raw_total, maximum, total, weighted, *higher(a[5:], b[5:]))
 
 
@@ -80,7 +89,7 @@ def fold_tiles(partials: jax.Array, slabs: int, interpret: bool) -> jax.Array:
     def fold(first, count, total):
       # All are read before the first is merged, so that their latencies overlap.
       for part in [tile(first + i) for i in range(count)]:
-        total = merge(total, part)
+        total = merge(total, part, interpret)
       return total
 
     total = tile(0)
@@ -108,12 +117,14 @@ def merge_slabs(partials: jax.Array, inverse: jax.Array, interpret: bool) -> jax
     rows = pl.ds(lax.axis_index("block") * MERGED_ROWS, MERGED_ROWS)
     parts = [_read(partials_ref, slab, rows) for slab in range(slabs)]
     while len(parts) > 1:
-      parts = [merge(a, b) for a, b in zip(parts[::2], parts[1::2])]
+      parts = [merge(a, b, interpret) for a, b in zip(parts[::2], parts[1::2])]
     (whole,) = parts
     normaliser = whole.maximum + jnp.log(whole.total)
     raw_normaliser = whole.raw_maximum + jnp.log(whole.raw_total)
-    logprob = whole.logit * inverse_ref[rows] - normaliser
-    entropy = jnp.log(whole.total) - whole.weighted / whole.total
+    product = functools.partial(rounding.product, layout=STATISTIC, interpret=interpret)
+    logprob = product(whole.logit, inverse_ref[rows]) - normaliser
+    # A quotient would be made of a product that is left to ptxas.
+    entropy = jnp.log(whole.total) - product(whole.weighted, 1 / whole.total)
     results = (
       whole.token, logprob, whole.logit - raw_normaliser, entropy, normaliser, raw_normaliser
     )  # fmt: skip

@@ -207,6 +207,19 @@ def test_heads_of_all_slabs_are_one_launch(num_rows, features):
   assert "stablehlo.pad" not in module and "stablehlo.slice" not in module
 
 
+@pytest.mark.parametrize("features", [64, 1024])
+def test_ptx_rounds_the_products_of_every_sum(features):
+  x = jax.ShapeDtypeStruct((8, features), jnp.bfloat16)
+  scale = jax.ShapeDtypeStruct((features,), jnp.bfloat16)
+
+  def gradient(x, scale):
+    y, pull = jax.vjp(rms_norm.rms_norm, x, scale)
+    return pull(y)
+
+  for call in (rms_norm.rms_norm, gradient):
+    assert "mul.rn.f32" in gpu.lower_for_cuda(call, x, scale)
+
+
 def test_layers_share_their_programs():
   x = jax.ShapeDtypeStruct((8, 1024), jnp.bfloat16)
   scale = jax.ShapeDtypeStruct((1024,), jnp.bfloat16)
