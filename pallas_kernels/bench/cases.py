@@ -82,6 +82,12 @@ class Model:
   num_experts: int = 0
   experts_per_row: int = 0
 
+  @property
+  def slabs(self) -> int:
+    """What a mesh may cut its weights into, as the engine keeps them: whole heads, whole tiles."""
+    sizes = (self.kv_heads, self.intermediate // matmul.MULTIPLE)
+    return max(r for r in (1, 2, 4, 8) if not any(size % r for size in sizes))
+
 
 QWEN3_8B = Model("Qwen3-8B", 4096, 32, 8, 128, 12288, 151936)
 QWEN3_30B = Model(
@@ -136,57 +142,71 @@ def rows_text(count: int) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Layer:
-  """A weight [k, n] whose contraction is cut into `shards`."""
+  """A weight [k, n] as the engine keeps it: in slabs of columns, or of the contraction."""
 
   name: str
   k: int
   n: int
-  shards: int
+  contracts: bool
 
 
 def layers(model: Model) -> tuple[Layer, ...]:
-  """Returns a model's weights but the pair; what a mesh would cut along k is cut into 8."""
-  shards = 8 if model.intermediate % (8 * 64) == 0 else 1
+  """Returns a model's weights but the pair."""
   wide = (model.heads + 2 * model.kv_heads) * model.head_dim
   return (
-    Layer("qkv", model.hidden, wide, 1),
-    Layer("out", model.heads * model.head_dim, model.hidden, 8),
-    Layer("down", model.intermediate, model.hidden, shards),
+    Layer("qkv", model.hidden, wide, contracts=False),
+    Layer("out", model.heads * model.head_dim, model.hidden, contracts=True),
+    Layer("down", model.intermediate, model.hidden, contracts=True),
   )
 
 
 def product(model: Model, layer: Layer, num_rows: int) -> Case:
-  inputs = (struct(num_rows, layer.k), struct(layer.k, layer.n))
+  """A product as the engine calls it; contractions are added to the residual stream."""
+  k, n, r = layer.k, layer.n, model.slabs
+  x, stream = struct(num_rows, k), struct(num_rows, n)
+  whole = (x, struct(k, n))
   few = num_rows <= 64
-  ours = Contestant(
-    "matmul",
-    functools.partial(matmul.matmul, config=matmul.Config(shards=layer.shards)),
-    inputs,
-  )
-  swapped = Contestant(
-    "matmul, swapped_rows=64",
-    functools.partial(matmul.matmul, config=matmul.Config(shards=layer.shards, swapped_rows=64)),
-    inputs,
-  )
+
+  def ours(name: str, config: matmul.Config) -> Contestant:
+    if not layer.contracts:
+      call = functools.partial(matmul.matmul, config=config)
+      return Contestant(name, call, (x, struct(r, k, n // r)))
+    # The intermediate features come in slabs, those of the heads side by side.
+    slabs = struct(r, num_rows, k // r) if layer.name == "down" else x
+    return Contestant(
+      name,
+      lambda x, w, stream: matmul.contract_slabs(x, w, stream=stream, config=config),
+      (slabs, struct(r, k // r, n), stream),
+    )
+
+  def dot(x: jax.Array, w: jax.Array, *stream: jax.Array) -> jax.Array:
+    return sum(stream, jnp.dot(x, w))
+
+  def of_torch(torch: Any, x: Any, w: Any, *stream: Any) -> Any:
+    return sum(stream, torch.mm(x, w))
+
+  inputs = (*whole, stream) if layer.contracts else whole
   return Case(
     "matmul",
     f"{model.name} {layer.name}, {rows_text(num_rows)}",
-    ours,
+    ours("matmul", matmul.Config()),
     (
-      Contestant(CUBLAS, jnp.dot, inputs),
-      *((swapped,) if few else ()),
-      Contestant("Pallas hopper_matmul_mgpu", stock_matmul, inputs),
-      Contestant("torch.mm", lambda torch, x, w: torch.mm(x, w), inputs, is_torch=True),
+      Contestant(CUBLAS, dot, inputs),
+      *((ours("matmul, swapped_rows=64", matmul.Config(swapped_rows=64)),) if few else ()),
+      # It has no stream to add to.
+      Contestant("Pallas hopper_matmul_mgpu", stock_matmul, whole),
+      Contestant("torch.mm", of_torch, inputs, is_torch=True),
     ),
-    2.0 * (num_rows * layer.k + layer.k * layer.n + num_rows * layer.n),
-    2.0 * num_rows * layer.k * layer.n,
+    2.0 * (num_rows * k + k * n + num_rows * n * (2 if layer.contracts else 1)),
+    2.0 * num_rows * k * n,
     ROWS_FROM_MEMORY if few else ROWS_FROM_TENSOR_CORE if num_rows >= 1024 else None,
   )
 
 
 def gate_up(model: Model, num_rows: int) -> Case:
   weight = struct(model.hidden, model.intermediate)
-  inputs = (struct(num_rows, model.hidden), weight, weight)
+  x, r = struct(num_rows, model.hidden), model.slabs
+  inputs = (x, weight, weight)
   few = num_rows <= 64
 
   def of_torch(torch: Any, x: Any, gate: Any, up: Any) -> Any:
@@ -195,7 +215,9 @@ def gate_up(model: Model, num_rows: int) -> Case:
   return Case(
     "matmul",
     f"{model.name} gate_up, {rows_text(num_rows)}",
-    Contestant("swiglu", matmul.swiglu, inputs),
+    Contestant(
+      "swiglu", matmul.swiglu, (x, struct(r, model.hidden, 2 * model.intermediate // r))
+    ),
     (
       Contestant(CUBLAS, lambda x, g, u: jax.nn.silu(jnp.dot(x, g)) * jnp.dot(x, u), inputs),
       Contestant("torch.mm", of_torch, inputs, is_torch=True),

@@ -19,7 +19,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import attention, grouped_matmul, matmul, rms_norm, token_logprobs
+from pallas_kernels import (
+  attention,
+  grouped_matmul,
+  matmul,
+  matmul_parts,
+  rms_norm,
+  token_logprobs,
+)
 
 # f64 on the host up to so many multiplications; the f32 definition on the device beyond.
 HOST_PRODUCTS = 1 << 34
@@ -231,6 +238,8 @@ def matmul_checks(sizes: Sizes) -> Iterator[Check]:
       last = x[-1:]
       yield check("invariance", f"the last row alone, {name}", [(call(last, w), whole[-1:])])
       yield from _matmul_claims(sizes, of, x, w, shards)
+    if shards > 1:
+      yield from _slab_checks(sizes, x, w, shards)
   # Shapes of the epilogue, of the pair and of gradients need no large weight.
   k, n, _ = sizes.weights[-1]
   rows = sorted(sizes.rows)[1:3]
@@ -270,6 +279,44 @@ def matmul_checks(sizes: Sizes) -> Iterator[Check]:
     [(few[:2], (y[: rows[0]], dx[: rows[0]])), (y, of()(x, w))],
   )
   yield check("invariance", "gradients again", [(with_gradient(x, w, dy), (y, dx, dw))])
+
+
+def _slab_checks(sizes: Sizes, x: jax.Array, w: jax.Array, slabs: int) -> Iterator[Check]:
+  """A contraction of slabs: on one device, on two, its parts together and apart."""
+  (k, n), most = w.shape, x.shape[0]
+  name = f"[{k}, {n}] in {slabs} slabs"
+  stream, w = normal(6, most, n), w.reshape(slabs, k // slabs, n)
+
+  @functools.partial(jax.jit, static_argnames=("mode", "out_dtype"))
+  def call(x, w, stream=None, *, mode="auto", out_dtype=None):
+    config = matmul.Config(mode=mode)
+    return matmul.contract_slabs(
+      x, w, stream=stream, out_dtype=out_dtype, config=config, interpret=sizes.interpret
+    )
+
+  expected = matmul_expected(x, w.reshape(k, n))
+  yield agreement("matmul", f"{most} rows x {name}", call(x, w), expected, BFLOAT16)
+  # Few rows lie apart, and many do not.
+  whole = np.asarray(call(x, w, stream))
+  rows = sorted({rows for _, sweep in sizes.sweeps for rows in (sweep[0], sweep[-1])})
+  yield same_bits(
+    "matmul",
+    "invariance",
+    f"{', '.join(map(str, rows))} rows onto a stream, {name}",
+    ((call(x[:count], w, stream[:count]), whole[:count]) for count in rows),
+  )
+  some = x[: sizes.claim_rows]
+  together, apart = (call(some, w, mode=mode) for mode in ("sequential", "parallel"))
+  yield same_bits("matmul", "claim", f"mode parallel == sequential, {name}", [(apart, together)])
+  half = (slabs // 2, k // 2)
+  halves = [
+    call(some[:, i * half[1] : (i + 1) * half[1]], w[i * half[0] :][: half[0]], out_dtype="float32")
+    for i in range(2)
+  ]
+  added = matmul_parts.add_partials(
+    jnp.stack(halves), out_dtype=jnp.bfloat16, interpret=sizes.interpret
+  )
+  yield same_bits("matmul", "claim", f"two devices == one, {name}", [(added, together)])
 
 
 def _transposed(sizes: Sizes) -> Callable[..., jax.Array]:
