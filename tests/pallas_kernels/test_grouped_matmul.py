@@ -234,7 +234,7 @@ def refusal(call) -> str:
     (
       (300, 128),
       (1,),
-      (1, 128, 256),
+      (1, 128, 2048),
       dict(config=grouped_matmul.Config(block_k=128), out_dtype=jnp.float32),
       "bytes of shared memory, expected at most 232448; make block_m, block_n or block_k smaller",
     ),
