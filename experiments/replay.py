@@ -60,7 +60,7 @@ from seerjax.run.config import RunConfig
 from seerjax.run.policy import Policy
 from seerjax.tasks import loading
 from seerjax.trainer import step as step_lib
-from seerjax.types import Rollout, RolloutGroup, SamplingRows, TokenBatch, TrainState
+from seerjax.types import Rollout, RolloutGroup, TokenBatch, TrainState
 
 PAGE_SIZE = 32
 
@@ -407,7 +407,7 @@ def sample_again(
     params,
     jnp.asarray(hidden[rows]),
     jnp.full((count,), -1, jnp.int32),
-    SamplingRows(*map(jnp.asarray, drawn_by)),
+    jax.tree.map(jnp.asarray, drawn_by),
     jnp.full((count,), request.seed, jnp.uint32),
     jnp.asarray(rows + 1, jnp.int32),
     jnp.int32(count),

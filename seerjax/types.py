@@ -373,6 +373,8 @@ class SamplingRows(NamedTuple):
     bias_values: f32[n, e].
     low: i32[n], ids below are not allowed.
     high: i32[n], nor those from here on.
+    mask: u32[n, w], a bit for each id, the lowest bit first: those that are 0 are not allowed, in
+      rows whose `high` is below `sampling.NO_LIMIT`; None where no row has such a mask.
   """
 
   temperature: Float[Array, "n"]
@@ -383,6 +385,7 @@ class SamplingRows(NamedTuple):
   bias_values: Float[Array, "n e"]
   low: Int[Array, "n"]
   high: Int[Array, "n"]
+  mask: Any = None
 
 
 class TokenScores(NamedTuple):

@@ -34,6 +34,7 @@ def instance_inputs(
   query_tile: int,
   page_size: int,
   table_width: int,
+  mask_words: int = 0,
 ) -> runner_lib.StepInputs:
   """Returns one instance's inputs (no instance axis).
 
@@ -48,8 +49,9 @@ def instance_inputs(
     query_tile: most positions of a segment.
     page_size: positions of a page.
     table_width: pages of a row of the page table.
+    mask_words: of each sample's mask; 0 if none has one.
   """
-  rows = _Rows(num_rows, num_segments, table_width, query_tile, page_size)
+  rows = _Rows(num_rows, num_segments, table_width, query_tile, page_size, mask_words)
   for one in work:
     sequence, end = one.sequence, len(one.sequence.tokens)
     assert rows.row == one.first_row, f"work: got row {one.first_row}, expected {rows.row}"
@@ -78,7 +80,9 @@ def instance_inputs(
   return runner_lib.StepInputs(
     batch=batch,
     sample_rows=rows.sample_rows,
-    sampling=_sampling_rows(work, num_rows)._replace(low=rows.low, high=rows.high),
+    sampling=_sampling_rows(work, num_rows)._replace(
+      low=rows.low, high=rows.high, mask=rows.masks
+    ),
     seeds=rows.seeds,
     positions=rows.sample_positions,
     num_samples=_INT32(rows.num_samples),
@@ -91,7 +95,13 @@ class _Rows:
   """Rows, segments and samples of an instance while they are filled in."""
 
   def __init__(
-    self, num_rows: int, num_segments: int, table_width: int, query_tile: int, page_size: int
+    self,
+    num_rows: int,
+    num_segments: int,
+    table_width: int,
+    query_tile: int,
+    page_size: int,
+    mask_words: int,
   ):
     self.query_tile, self.page_size = query_tile, page_size
     self.tokens, self.positions, self.slots = (_ZEROS(num_rows, np.int32) for _ in range(3))
@@ -101,6 +111,9 @@ class _Rows:
     self.sample_positions = _ZEROS(num_rows, np.int32)
     self.seeds = _ZEROS(num_rows, np.uint32)
     self.low, self.high = _ZEROS(num_rows, np.int32), np.full(num_rows, sampling.NO_LIMIT, np.int32)
+    self.masks: Any = None
+    if mask_words:
+      self.masks = np.full((num_rows, mask_words), sampling.ALL_ALLOWED, np.uint32)
     self.row = self.num_segments = self.num_samples = 0
 
   def put(self, tokens: Sequence[int], first: int, page_row: np.ndarray) -> None:
@@ -136,13 +149,18 @@ class _Rows:
     if allowed:
       first = position - sequence.num_prompt
       self.low[places], self.high[places] = np.asarray(allowed[first : first + count]).T
+    if sequence.mask is not None:
+      assert count == 1, f"got {count} samples of a request with a mask, expected no draft of it"
+      self.masks[places] = sequence.mask(sequence.tokens[sequence.num_prompt :])
+      # Restricted rows are those that end somewhere.
+      self.high[places] = np.minimum(self.high[places], sampling.NO_LIMIT - 1)
     self.num_samples += count
 
 
 def _sampling_rows(work: Sequence[ScheduledRows], size: int) -> SamplingRows:
   """Returns every sample's parameters, and unused rows up to `size`."""
   counts = [one.num_samples for one in work]
-  rows = [*(one.sequence.sampling for one in work), _UNUSED]
+  rows = [one[:-1] for one in (*(one.sequence.sampling for one in work), _UNUSED)]  # No mask yet.
   counts.append(size - sum(counts))
   columns: Any = (
     np.repeat(np.concatenate(column), counts, axis=0) for column in zip(*rows, strict=True)

@@ -36,7 +36,7 @@ from seerjax.engine.kv.pool import KVPool
 from seerjax.engine.kv.values import fingerprint_digest
 from seerjax.engine.planner import Planner
 from seerjax.engine.requests import Requests
-from seerjax.engine.sequence import ScheduledRows, SequenceState, StepOutput
+from seerjax.engine.sequence import Mask, ScheduledRows, SequenceState, StepOutput
 from seerjax.engine.sizes import EngineConfig
 from seerjax.models import config as model_config, parameters
 from seerjax.models.loading import Model
@@ -122,7 +122,13 @@ class Engine:
     self._chunks = Chunks(requests, memory, counters, config=config)
     self._drafting = drafting.Drafting(drafter)
     self._planner = planner = Planner(
-      requests, memory, counters, config=config, backend=runner.stages, table_width=table_width
+      requests,
+      memory,
+      counters,
+      config=config,
+      backend=runner.stages,
+      table_width=table_width,
+      mask_words=-(-shape.vocab_size // 32),
     )
     self._outputs = output.Outputs(
       requests, memory, planner, counters, accept=self._accept, ask_drafter=self._drafting.ask
@@ -154,6 +160,7 @@ class Engine:
     resume_from: Completion | None = None,
     instance: int | None = None,
     chunk_tokens: int | None = None,
+    mask: Mask | None = None,
   ) -> None:
     """Adds a request.
 
@@ -164,6 +171,9 @@ class Engine:
       instance: where it runs; None keeps groups together, else takes the emptiest.
       chunk_tokens: pause after this many tokens, which is all that memory is reserved for; None
         answers to the end.
+      mask: of the answer so far, which ids may follow it, u32[w] with a bit for each id of the
+        vocabulary; a pure function, and a part of the question like its sampling parameters: it is
+        applied where `SamplingParams.allowed` is.
 
     Raises:
       ValueError: if it is empty, already here, too long for the context, can never fit in memory,
@@ -191,6 +201,7 @@ class Engine:
     sequence = output.begun(request, instance, row, self.tokenizer, resume_from)
     if resume_from is not None:
       self.memory.claim(sequence)
+    sequence.mask = mask
     sequence.extend(chunk_tokens)
     self.memory.take_again()
     self._requests.add(sequence)

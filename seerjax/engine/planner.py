@@ -41,6 +41,7 @@ class Planner:
     config: EngineConfig,
     backend: Backend,
     table_width: int,
+    mask_words: int = 0,
   ):
     self._requests = requests
     self._memory = memory
@@ -48,6 +49,7 @@ class Planner:
     self._config = config
     self._backend = backend
     self._table_width = table_width
+    self._mask_words = mask_words
     self.start_over()
 
   def start_over(self) -> None:
@@ -152,6 +154,8 @@ class Planner:
       sequence, sampling = piece.sequence, piece.sequence.request.sampling
       if piece.num_rows > 1 or not piece.is_sampled or sampling.stop_strings or sampling.allowed:
         return 1
+      if sequence.mask is not None:
+        return 1
       most = max(most, sequence.limit - len(sequence.tokens))
     return min(most, self._config.steps_per_visit)
 
@@ -174,7 +178,7 @@ class Planner:
         sequence = piece.sequence
         # The token sampled after the last draft is part of the answer, too.
         most = min(sequence.limit - len(sequence.tokens) - 1, spare)
-        if piece.is_sampled and most > 0:
+        if piece.is_sampled and most > 0 and sequence.mask is None:
           request = sequence.request
           queries.append(
             DraftQuery(
@@ -255,8 +259,13 @@ class Planner:
   def inputs(self, scheduled: list[list[ScheduledRows]]) -> StepInputs:
     """Returns the step's arrays, instances in front."""
     rows = max(sum(piece.num_rows for piece in pieces) for pieces in scheduled)
+    is_masked = any(
+      piece.is_sampled and piece.sequence.mask is not None
+      for piece in itertools.chain(*scheduled)
+    )
+    words = self._mask_words if is_masked else 0
     parts = [
-      self._instance_inputs(pieces, copies, rows)
+      self._instance_inputs(pieces, copies, rows, words)
       for pieces, copies in zip(scheduled, self._copies, strict=True)
     ]
     self._copies = [[] for _ in self._memory.pools]
@@ -288,7 +297,9 @@ class Planner:
     """Returns the first request that cannot even alone become rows of a step, if any."""
     for piece in itertools.chain(*scheduled):
       try:
-        self._instance_inputs([piece._replace(first_row=0)], [], piece.num_rows)
+        self._instance_inputs(
+          [piece._replace(first_row=0)], [], piece.num_rows, self._mask_words
+        )
       except Exception:
         return piece.sequence, len(piece.sequence.tokens)
     return None
@@ -306,7 +317,11 @@ class Planner:
     return self.inputs([scheduled for _ in self._memory.pools])
 
   def _instance_inputs(
-    self, scheduled: list[ScheduledRows], copies: list[tuple[int, int]], rows: int
+    self,
+    scheduled: list[ScheduledRows],
+    copies: list[tuple[int, int]],
+    rows: int,
+    mask_words: int,
   ) -> StepInputs:
     bucket = next(size for size in self._config.row_buckets if size >= rows)
     return batching.instance_inputs(
@@ -319,4 +334,5 @@ class Planner:
       query_tile=self._backend.numerics.query_tile,
       page_size=self._config.page_size,
       table_width=self._table_width,
+      mask_words=mask_words,
     )

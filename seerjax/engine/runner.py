@@ -380,6 +380,11 @@ class Runner:
     return self._compiled(instance_step)
 
   @functools.cached_property
+  def _masked_step_program(self):
+    # Of steps in which some row has a mask: the others' programs do not know that there are any.
+    return self._compiled(instance_step)
+
+  @functools.cached_property
   def _visit_program(self):
     return self._compiled(instance_visit)
 
@@ -438,7 +443,9 @@ class Runner:
     """
     pages, inputs, is_plain = self._decided(pages, inputs)
     words, layout = pack(inputs)
-    return self._step_program(params, pages, words, key, layout, is_plain)
+    is_masked = inputs.sampling.mask is not None
+    program = self._masked_step_program if is_masked else self._step_program
+    return program(params, pages, words, key, layout, is_plain)
 
   def _decided(self, pages: Any, inputs: StepInputs) -> tuple[Any, StepInputs, bool]:
     """Returns pages, inputs and `is_plain` of a step that may read no number of a device's back.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 import dataclasses
 from typing import NamedTuple
 
@@ -9,6 +10,9 @@ import numpy as np
 
 from seerjax.models import tokenizer as tokenizer_lib
 from seerjax.types import Completion, Request, SamplingRows
+
+# An answer so far to the ids that may follow it, u32[w] as of `SamplingRows.mask`: a pure function.
+Mask = Callable[[Sequence[int]], np.ndarray]
 
 
 @dataclasses.dataclass(eq=False)
@@ -29,6 +33,7 @@ class SequenceState:
     raw_logprobs: of the same tokens, softmax of the logits.
     text: the answer so far, cut before a stop string.
     streamed: characters of `text` given out.
+    mask: what may stand at the answer's next place, None for anything.
   """
 
   request: Request
@@ -44,6 +49,7 @@ class SequenceState:
   raw_logprobs: list[float] = dataclasses.field(default_factory=list)
   text: str = ""
   streamed: int = 0
+  mask: Mask | None = None
 
   @property
   def num_prompt(self) -> int:

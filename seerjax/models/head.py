@@ -5,6 +5,7 @@ The engine lets it sample, the trainer hands it the tokens, and both run one til
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ from seerjax import numerics as numerics_lib, parallel
 from seerjax.array_typing import Array, Float, Int, PRNGKeyArray
 from seerjax.backends import choice
 from seerjax.backends.protocol import Backend, Operations, Shape, Stage
+from seerjax.backends.tiled import Tiled
 from seerjax.models.config import TransformerConfig, numerics_for
 from seerjax.models.parameters import Params
 from seerjax.ops import logprobs, sampling, tiles
@@ -82,10 +84,7 @@ def sample_and_score(
     (tokens i32[n], their scores). A gradient is that of the scores of forced tokens.
   """
   numerics = numerics_for(config, numerics)
-  table = params.get("head")
-  if table is None:
-    whole = params["embed"].reshape(numerics.reduction_shards, -1, config.hidden_size)
-    table = parallel.local_part(whole, axis)
+  table = _table(params, config, numerics, axis)
   weights = {"final_norm": params["final_norm"], "head": table, "key": jax.random.key_data(key)}
   count = forced.shape[0]
   backend = backend or choice.backend_of(numerics)
@@ -97,6 +96,49 @@ def sample_and_score(
   stage = Stage(config, axis, score_rows, given_rows, is_plain)
   out = backend.head(stage, weights, rows, num_rows)
   return jax.tree.map(lambda leaf: leaf[:count], out)
+
+
+def _table(
+  params: Params, config: TransformerConfig, numerics: numerics_lib.NumericsConfig, axis: str | None
+) -> Array:
+  """Returns the slabs of the vocabulary's table, f[r, v / r, d], embeddings where they are tied."""
+  table = params.get("head")
+  if table is not None:
+    return table
+  whole = params["embed"].reshape(numerics.reduction_shards, -1, config.hidden_size)
+  return parallel.local_part(whole, axis)
+
+
+def likeliest(
+  params: Params,
+  hidden: Float[Array, "n d"],
+  sampling_rows: SamplingRows,
+  num_rows: Array,
+  count: int,
+  *,
+  config: TransformerConfig,
+  numerics: numerics_lib.NumericsConfig,
+) -> Int[Array, "n k"]:
+  """Returns the ids of each row's likeliest tokens under the processed distribution, k = `count`.
+
+  They are read off the portable tiled program on every backend. Their scores are
+  `sample_and_score`'s, of rows that are forced to them: whoever asks for other tokens thus changes
+  no program that samples.
+  """
+  numerics = numerics_for(config, numerics)
+  tiled = Tiled(dataclasses.replace(numerics, implementation="tiled"))
+  table = _table(params, config, numerics, None)
+  weights = {"final_norm": params["final_norm"], "head": table}
+  size = hidden.shape[0]
+  whole = tiled.whole_rows(size)
+
+  def of_rows(weights: Params, rows: Any, one: Array) -> Array:
+    hidden, parameters = rows
+    logits = logits_rows(tiled, config, None, weights, hidden, one)
+    return lax.top_k(sampling.processed_rows(logits, parameters), count)[1].astype(jnp.int32)
+
+  rows = (tiles.padded(hidden, whole), sampling.padded(sampling_rows, whole))
+  return tiled.map_rows(of_rows, weights, rows, num_rows)[:size]
 
 
 def score_rows(

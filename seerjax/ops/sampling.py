@@ -30,6 +30,8 @@ MAX_LOGIT_BIAS = 16
 DROPPED = -1e30
 # Above any id: the end of the range of a row that may say anything.
 NO_LIMIT = 2**31 - 1
+# A word of a mask that allows all of its ids.
+ALL_ALLOWED = 2**32 - 1
 
 
 def sampling_rows(
@@ -84,11 +86,12 @@ def padded(sampling: SamplingRows, count: int) -> SamplingRows:
     return sampling
   off = dict(
     temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, bias_ids=-1, bias_values=0.0, low=0,
-    high=NO_LIMIT,
+    high=NO_LIMIT, mask=ALL_ALLOWED,
   )  # fmt: skip
   padded = {
     name: jnp.pad(leaf, ((0, missing), *((0, 0),) * (leaf.ndim - 1)), constant_values=off[name])
     for name, leaf in sampling._asdict().items()
+    if leaf is not None
   }
   return SamplingRows(**padded)
 
@@ -112,6 +115,9 @@ def is_special(sampling: SamplingRows) -> Array | np.ndarray:
 def _allowed_rows(scaled: Array, sampling: SamplingRows, first: Array) -> Array:
   ids = first + jnp.arange(scaled.shape[1], dtype=jnp.int32)[None, :]
   is_allowed = (ids >= sampling.low[:, None]) & (ids < sampling.high[:, None])
+  if sampling.mask is not None:
+    words = jnp.take_along_axis(sampling.mask, ids >> 5, axis=1, mode="clip")
+    is_allowed &= (words >> (ids & 31).astype(jnp.uint32)) & jnp.uint32(1) > 0
   return jnp.where(is_allowed, scaled, jnp.float32(DROPPED))
 
 

@@ -26,6 +26,7 @@ from seerjax.run import command_line, policy as policy_lib
 from seerjax.serve import identity, served as served_lib, server
 from seerjax.serve.config import ServeConfig
 from seerjax.serve.routes import Service
+from seerjax.serve.scoring import Scorer
 from seerjax.serve.served import Served
 from seerjax.types import Request, SamplingParams
 
@@ -89,6 +90,7 @@ def load(name: str) -> dict[str, Served]:
   served = Served(
     name=pathlib.PurePath(name).name if pathlib.Path(name).is_dir() else name,
     engine=engine,
+    scorer=Scorer(model, context=engine.config.max_context),
     fingerprint=identity.fingerprint(model, key),
     defaults=defaults,
     created=int(time.time()),

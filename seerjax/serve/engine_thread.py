@@ -20,7 +20,9 @@ from typing import Any, NamedTuple
 
 from seerjax.engine.engine import Engine
 from seerjax.engine.sequence import StepOutput
+from seerjax.serve.grammar import AnswerMask
 from seerjax.serve.refusals import Refusal
+from seerjax.serve.scoring import Scorer, Top
 from seerjax.types import Completion, Request
 
 LOG = logging.getLogger("seerjax.serve")
@@ -48,7 +50,7 @@ class Part(NamedTuple):
   tokens: tuple[int, ...]
   logprobs: tuple[float, ...]
   raw_logprobs: tuple[float, ...]
-  tops: tuple[tuple[tuple[int, float], ...], ...] = ()
+  tops: tuple[Top, ...] = ()
   finish_reason: str = ""
   error: str = ""
 
@@ -64,7 +66,7 @@ class PromptScores(NamedTuple):
 
   prompt: int
   logprobs: tuple[float, ...]
-  tops: tuple[tuple[tuple[int, float], ...], ...]
+  tops: tuple[Top, ...]
 
 
 Event = Part | PromptScores | Refusal
@@ -79,6 +81,8 @@ class Job:
     client: whom it is fair to.
     model: name of the engine.
     requests: one a choice; those of one prompt follow one another and have its `group_id`.
+    masks: of each choice's answer.
+    num_choices: of each prompt.
     is_streamed: whether every visit's part is delivered.
     num_top: of `Part.tops`.
     wants_prompt: whether `PromptScores` are.
@@ -90,6 +94,8 @@ class Job:
   client: str
   model: str
   requests: tuple[Request, ...]
+  masks: tuple[AnswerMask | None, ...]
+  num_choices: int = 1
   is_streamed: bool = False
   num_top: int = 0
   wants_prompt: bool = False
@@ -127,6 +133,7 @@ class EngineThread:
     self,
     engines: Mapping[str, Engine],
     *,
+    scorers: Mapping[str, Scorer],
     max_waiting: int,
     max_waiting_of_client: int,
     on_tokens: Callable[[str, int], None] = lambda model, count: None,
@@ -135,12 +142,14 @@ class EngineThread:
 
     Args:
       engines: by name; nobody else may touch them from `start` on.
+      scorers: by the same names.
       max_waiting: choices that wait for an engine, at most.
       max_waiting_of_client: of one client, at most.
       on_tokens: told how many tokens each visit sampled, by name.
     """
     self.engines = dict(engines)
     self.refused = 0
+    self._scorers = scorers
     self._max_waiting = max_waiting
     self._max_waiting_of_client = max_waiting_of_client
     self._on_tokens = on_tokens
@@ -335,12 +344,16 @@ class EngineThread:
   def _begin(self, choice: _Choice) -> None:
     engine = self.engines[choice.job.model]
     try:
-      engine.submit(choice.request)
+      engine.submit(choice.request, mask=choice.job.masks[choice.index])
     except ValueError as error:
       # Checked before it came: a swap of weights may have come between.
       self._give_up(choice.job, Refusal(str(error), status=409, kind="conflict_error"))
       return
     self._live[choice.job.model][choice.request.request_id] = choice
+    prompt = choice.index // choice.job.num_choices
+    if choice.job.wants_prompt and choice.index % choice.job.num_choices == 0:
+      scorer, tokens = self._scorers[choice.job.model], choice.request.prompt
+      choice.job.deliver(PromptScores(prompt, *scorer.prompt(tokens, choice.job.num_prompt_top)))
 
   def _step(self, name: str, engine: Engine) -> None:
     before, begun = engine.counters.sampled_tokens, time.monotonic()
@@ -380,12 +393,24 @@ class EngineThread:
 
   def _part(self, choice: _Choice, completion: Completion, text: str) -> Part:
     first, choice.sent = choice.sent, len(completion.tokens)
+    job, request, tops = choice.job, choice.request, ()
+    if job.num_top and first < choice.sent:
+      num_prompt = len(request.prompt)
+      tops = self._scorers[job.model].tops(
+        (*request.prompt, *completion.tokens),
+        num_prompt + first,
+        request.sampling,
+        num_prompt,
+        job.num_top,
+        mask=job.masks[choice.index],
+      )
     return Part(
       choice=choice.index,
       text=text,
       tokens=completion.tokens[first:],
       logprobs=tuple(completion.behaviour_logprobs[first:].tolist()),
       raw_logprobs=tuple(completion.raw_logprobs[first:].tolist()),
+      tops=tops,
       finish_reason=completion.finish_reason,
       error=completion.error,
     )

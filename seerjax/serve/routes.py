@@ -33,6 +33,7 @@ from seerjax.serve.served import Plan, Served
 LOG = logging.getLogger("seerjax.serve")
 # Of one body: a longer one is read on another thread, so that nobody waits for it.
 QUICK_BYTES = 1 << 14
+SLOW_FIELDS = (b"response_format", b"regex")  # Grammars are compiled.
 # Like nginx's: the client has left, and nobody reads the status.
 GONE = 499
 
@@ -60,6 +61,7 @@ class Service:
     self.seed_of = seed_of
     self.thread = EngineThread(
       {name: served.engine for name, served in models.items()},
+      scorers={name: served.scorer for name, served in models.items()},
       max_waiting=config.max_waiting,
       max_waiting_of_client=config.max_waiting_of_client,
       on_tokens=lambda name, count: self.metrics.sampled_tokens.labels(name).inc(count),
@@ -251,7 +253,7 @@ class Asking:
     config = self._service.config
     require_token(self._request, config)
     body = await read_body(self._request, config)
-    if len(body) <= QUICK_BYTES:
+    if len(body) <= QUICK_BYTES and not any(word in body for word in SLOW_FIELDS):
       return self._planned(body)
     return await asyncio.to_thread(self._planned, body)
 
@@ -318,6 +320,8 @@ class Asking:
       client=f"{address}/{asked.user}",
       model=plan.served.name,
       requests=plan.requests,
+      masks=plan.masks,
+      num_choices=asked.num_choices,
       is_streamed=asked.is_streamed,
       num_top=asked.num_top,
       wants_prompt=asked.wants_prompt,

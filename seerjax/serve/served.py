@@ -12,9 +12,11 @@ from typing import Any
 from seerjax.engine.engine import Engine
 from seerjax.models import tokenizer_files
 from seerjax.models.tokenizer import Tokenizer
+from seerjax.serve.grammar import AnswerMask, Compiler
 from seerjax.serve.parts import END_THINK, THINK, Splitter
 from seerjax.serve.protocol import Asked
 from seerjax.serve.refusals import Refusal, refuse
+from seerjax.serve.scoring import Scorer
 from seerjax.serve.vocabulary import Vocabulary
 from seerjax.types import Request, SamplingParams
 
@@ -54,6 +56,7 @@ class Served:
   Attributes:
     name: by which clients ask for it.
     engine: that answers; the engine's thread has it.
+    scorer: of the same weights; the engine's thread has it too.
     fingerprint: `identity.fingerprint`; another once weights are swapped.
     defaults: of sampling, where a request names nothing.
     created: seconds since 1970.
@@ -61,6 +64,7 @@ class Served:
 
   name: str
   engine: Engine
+  scorer: Scorer
   fingerprint: str
   defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   created: int = 0
@@ -73,6 +77,7 @@ class Served:
       )
     self.tokenizer: Tokenizer = self.engine.tokenizer
     self.vocabulary = Vocabulary(self.tokenizer)
+    self.compiler = Compiler(self.tokenizer, self.engine.model.vocab_size)
 
   @property
   def context(self) -> int:
@@ -90,6 +95,7 @@ class Plan:
     fingerprint: of the weights that answer.
     prompts: token ids.
     requests: one a choice, those of one prompt after one another.
+    masks: one a choice, where answers have a grammar.
     is_thinking: whether the prompt has begun the model's reasoning.
   """
 
@@ -98,6 +104,7 @@ class Plan:
   fingerprint: str
   prompts: tuple[tuple[int, ...], ...]
   requests: tuple[Request, ...]
+  masks: tuple[AnswerMask | None, ...]
   is_thinking: bool = False
 
   def splitter(self) -> Splitter:
@@ -165,8 +172,16 @@ def plan(
     fingerprint=served.fingerprint,
     prompts=prompts,
     requests=tuple(requests),
+    masks=_masks(asked, served, len(requests)),
     is_thinking=is_thinking,
   )
+
+
+def _masks(asked: Asked, served: Served, count: int) -> tuple[AnswerMask | None, ...]:
+  if asked.grammar is None:
+    return (None,) * count
+  mask = served.compiler.mask(asked.grammar)
+  return tuple(mask.copy() for _ in range(count))
 
 
 def _prompts(asked: Asked, served: Served) -> tuple[tuple[tuple[int, ...], ...], bool]:

@@ -73,7 +73,7 @@ def test_at_the_ends_of_the_range_a_bias_forbids_and_a_grammar_holds(temperature
 def test_padding_rows_ask_for_nothing_that_costs():
   rows = sampling.sampling_rows([SamplingParams(top_k=3, logit_bias=((4, 1.5),))] * 3)
   padded = sampling.padded(rows, 8)
-  for leaf, before in zip(padded, rows, strict=True):
+  for leaf, before in zip(*map(jax.tree.leaves, (padded, rows)), strict=True):
     assert leaf.shape[0] == 8 and leaf.dtype == before.dtype
     np.testing.assert_array_equal(leaf[:3], before)
   # Zeros would be filtered (top_p 0), restricted (below id 0) and biased (id 0).

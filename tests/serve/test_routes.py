@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import json
 import logging
+import math
+import re
 import time
 
 import openai
@@ -104,6 +107,83 @@ def test_an_echo_begins_with_the_prompt(client):
   assert client.completions.create(**fields, echo=True).choices[0].text == "How many?" + text
 
 
+@pytest.mark.parametrize("sampling", [{"temperature": 0.8}, {"temperature": 1.2, "top_p": 0.6}])
+def test_other_tokens_are_scored_as_the_engine_scores_its_own(client, sampling):
+  fields = dict(model="tiny", messages=serving.HELLO, seed=5, max_tokens=9, logprobs=True)
+  plain = client.chat.completions.create(**fields, **sampling).choices[0]
+  asked = client.chat.completions.create(**fields, **sampling, top_logprobs=16).choices[0]
+  pieces = client.chat.completions.create(**fields, **sampling, top_logprobs=16, stream=True)
+  streamed = [row for one in pieces for row in one.choices[0].logprobs.content]
+  rows = asked.logprobs.content
+  assert [row.logprob for row in rows] == [row.logprob for row in plain.logprobs.content]
+  assert streamed == rows
+  found = 0
+  for row in rows:
+    assert [one.logprob for one in row.top_logprobs] == sorted(
+      (one.logprob for one in row.top_logprobs), reverse=True
+    )
+    own = [one for one in row.top_logprobs if one.token_id == row.token_id]
+    found += len(own)
+    assert all(one.logprob == row.logprob for one in own)
+  assert found > 4
+  if "top_p" in sampling:
+    assert any(len(row.top_logprobs) < 16 for row in rows)
+
+
+def test_an_answer_has_the_form_that_was_asked_for(client):
+  fields = dict(model="tiny", messages=serving.HELLO, seed=7, logprobs=True)
+  asked = client.chat.completions.create(
+    **fields, max_tokens=20, top_logprobs=8, extra_body={"regex": "[a-c]{2}[0-9]{3}"}
+  ).choices[0]
+  assert re.fullmatch("[a-c]{2}[0-9]{3}", asked.message.content)
+  assert asked.finish_reason == "stop"
+  for row in asked.logprobs.content:
+    assert row.logprob in [one.logprob for one in row.top_logprobs if one.token_id == row.token_id]
+    total = sum(math.exp(one.logprob) for one in row.top_logprobs)
+    assert total <= 1 + 1e-5
+  ends = asked.logprobs.content[-1]  # Nothing else is allowed there.
+  assert [one.token_id for one in ends.top_logprobs] == [*EOS] and ends.logprob == 0
+  schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"],
+            "additionalProperties": False}  # fmt: skip
+  form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+  choices = client.chat.completions.create(
+    **fields, max_tokens=30, n=3, response_format=form, temperature=2
+  ).choices
+  for choice in choices:
+    if choice.finish_reason == "stop":
+      assert json.loads(choice.message.content)["a"] in (1, 2)
+  assert any(choice.finish_reason == "stop" for choice in choices)
+
+
+def test_who_has_no_grammar_has_the_same_bits_beside_those_who_have(url, client):
+  fields = dict(model="tiny", prompt=[5, 6, 7], max_tokens=12, logprobs=0)
+  alone = [client.completions.create(**fields, seed=seed).choices[0] for seed in range(4)]
+  form = {"regex": "[0-9]{12}"}
+  formed = client.completions.create(**fields, seed=9, extra_body=form).choices[0]
+
+  def ask(seed: int):
+    return client.completions.create(
+      **fields, seed=seed, extra_body=form if seed == 9 else {}
+    ).choices[0]
+
+  with concurrent.futures.ThreadPoolExecutor(8) as pool:
+    together = [*pool.map(ask, [0, 9, 1, 9, 2, 9, 3])]
+  assert [together[place].logprobs for place in (0, 2, 4, 6)] == [one.logprobs for one in alone]
+  assert all(together[place].logprobs == formed.logprobs for place in (1, 3, 5))
+
+
+def test_a_prompts_scores_are_those_that_the_engine_gave_it(client):
+  fields = dict(model="tiny", max_tokens=9, seed=4, logprobs=3)
+  said = client.completions.create(prompt=[5, 6, 7], **fields).choices[0].logprobs
+  again = client.completions.create(
+    prompt=[5, 6, 7, *said.token_ids], echo=True, **(fields | {"max_tokens": 1})
+  ).choices[0]
+  assert again.logprobs.token_logprobs[0] is None
+  assert again.logprobs.token_logprobs[3:12] == said.raw_logprobs
+  assert again.logprobs.top_logprobs[3:12] == said.top_logprobs  # At temperature 1, unfiltered.
+  assert [row["token_id"] for row in again.prompt_logprobs[1:]] == [6, 7, *said.token_ids]
+
+
 def test_stops_end_an_answer(client):
   fields = dict(model="tiny", prompt=[5, 6, 7], seed=2, logprobs=0)
   whole = client.completions.create(**fields, max_tokens=12).choices[0]
@@ -171,6 +251,12 @@ def test_health_and_metrics(plain):
       400,
       "tools",
       "this model's chat template knows no tools",
+    ),
+    (
+      {"messages": serving.HELLO, "regex": "("},
+      400,
+      "regex",
+      "got a grammar that cannot be compiled",
     ),
     ({"messages": [{"role": "user", "content": "\ud800"}]}, 400, "messages", "lone surrogate"),
   ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 import contextlib
+import functools
 import json
 from typing import Any
 
@@ -11,9 +12,11 @@ import httpx2
 import word_engine
 
 from seerjax.engine.engine import Engine, EngineConfig
+from seerjax.models.loading import Model
 from seerjax.serve import served as served_lib, server
 from seerjax.serve.config import ServeConfig
 from seerjax.serve.routes import Service
+from seerjax.serve.scoring import Scorer
 from seerjax.serve.served import Served
 from seerjax.types import Completion, Request, SamplingParams
 
@@ -31,7 +34,15 @@ def make_service(
 ) -> Service:
   """Returns a service of one small model, whose programs all tests of a process share."""
   engine = word_engine.make_engine(sizes)
-  return kind({"tiny": Served(name="tiny", engine=engine, fingerprint="fp_test")}, config, **others)
+  tiny = Served(name="tiny", engine=engine, scorer=scorer(), fingerprint="fp_test")
+  return kind({"tiny": tiny}, config, **others)
+
+
+@functools.cache
+def scorer() -> Scorer:
+  """One for all tests of a process, for its programs."""
+  model = Model(word_engine.CONFIG, word_engine.params(), word_engine.NUMERICS)
+  return Scorer(model, context=64)
 
 
 @contextlib.contextmanager

@@ -328,7 +328,7 @@ def test_dtypes_are_those_of_the_records():
   assert batch.loss_mask.dtype == np.bool_ and batch.targets.dtype == np.int32
   for field in (batch.advantages, batch.behaviour_logprobs, batch.raw_logprobs):
     assert field.dtype == np.float32
-  assert [leaf.dtype.name for leaf in batch.sampling] == [
+  assert [leaf.dtype.name for leaf in jax.tree.leaves(batch.sampling)] == [
     "float32", "int32", "float32", "float32", "int32", "float32", "int32", "int32"
   ]  # fmt: skip
 

@@ -1,0 +1,110 @@
+"""Masks of answers: who has one is held to it, and who has none keeps every bit beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import tiny_model
+
+from seerjax.engine import engine as engine_lib, planner as planner_lib
+from seerjax.engine.engine import EngineConfig
+from seerjax.types import Request, SamplingParams
+
+SIZES = EngineConfig(page_size=16, num_pages=40, max_sequences=8, max_context=64, row_buckets=(32,))
+VOCABULARY = tiny_model.CONFIG.vocab_size
+# Both tests draw the same one, and share its programs.
+BACKENDS = [
+  pytest.param(numerics, id=numerics.implementation, marks=pytest.mark.few(1, of="backend"))
+  for numerics in (tiny_model.NUMERICS, tiny_model.NATIVE)
+]
+
+
+def third(answer: Sequence[int]) -> np.ndarray:
+  """Ids that leave the remainder of the answer's length when divided by three."""
+  words = np.zeros(-(-VOCABULARY // 32), np.uint32)
+  for token in range(len(answer) % 3, VOCABULARY, 3):
+    words[token // 32] |= np.uint32(1 << token % 32)
+  return words
+
+
+def requests(count: int) -> list[Request]:
+  kinds = [
+    SamplingParams(max_tokens=9),
+    SamplingParams(max_tokens=9, temperature=0.7, top_p=0.8),
+    SamplingParams(max_tokens=9, temperature=0.0),
+  ]
+  return [
+    Request(
+      request_id=str(i), prompt=(3, 4, *range(5, 6 + i % 4)), sampling=kinds[i % 3], seed=i
+    )
+    for i in range(count)
+  ]
+
+
+def together(engine: engine_lib.Engine, asked: Sequence[Request], masked: set[str]) -> dict:
+  for request in asked:
+    engine.submit(request, mask=third if request.request_id in masked else None)
+  found = {}
+  while engine.num_unfinished:
+    engine.step()
+    found |= {done.request_id: done for done in engine.poll()}
+  return found
+
+
+class Shifted(planner_lib.Planner):
+  """Broken on purpose: each sample has its neighbour's mask."""
+
+  def inputs(self, scheduled):
+    inputs = super().inputs(scheduled)
+    rows = inputs.sampling
+    if rows.mask is None:
+      return inputs
+    return inputs._replace(
+      sampling=rows._replace(mask=np.roll(rows.mask, 1, 1), high=np.roll(rows.high, 1, 1))
+    )
+
+
+def differences(numerics, planner=planner_lib.Planner) -> int:
+  """Returns how many of twelve requests, half of them masked, have not the bits of each alone."""
+  asked, masked = requests(12), {str(i) for i in range(0, 12, 2)}
+  alone = tiny_model.make_engine(SIZES, numerics)
+  expected = {}
+  for one in asked:
+    expected |= together(alone, [one], masked)
+  engine = tiny_model.make_engine(SIZES, numerics)
+  engine._planner.__class__ = planner
+  found = together(engine, asked, masked)
+  if planner is planner_lib.Planner:
+    for name in masked:
+      assert [token % 3 for token in found[name].tokens] == [i % 3 for i in range(9)]
+  return sum(not tiny_model.same(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("numerics", BACKENDS)
+def test_masked_and_free_answers_have_the_bits_of_each_alone(numerics):
+  assert differences(numerics) == 0
+
+
+@pytest.mark.parametrize("numerics", BACKENDS)
+def test_twin_a_mask_on_the_neighbours_row_is_seen(numerics):
+  assert differences(numerics, Shifted) > 0
+
+
+def test_a_mask_that_raises_ends_its_own_request_alone():
+  def broken(answer: Sequence[int]) -> np.ndarray:
+    if len(answer) == 2:
+      raise ValueError("no more")
+    return third(answer)
+
+  engine = tiny_model.make_engine(SIZES)
+  first, second = requests(2)
+  engine.submit(first, mask=broken)
+  engine.submit(second)
+  found = {}
+  while engine.num_unfinished:
+    engine.step()
+    found |= {done.request_id: done for done in engine.poll()}
+  assert found["0"].finish_reason == "error" and "no more" in found["0"].error
+  assert found["1"].finish_reason == "length"
