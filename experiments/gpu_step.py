@@ -272,11 +272,13 @@ def complaints(steps: Sequence[Step]) -> list[str]:
 
 
 def result_of(step: Step) -> compile_report.Result:
-  """Returns a step as a case of the kernels' report, whose arithmetic follows no number of rows."""
+  """Returns a step as a case of the kernels' report.
+
+  It has no family: few rows take other programs for a contraction and for attention than many do.
+  """
   return compile_report.Result(
     step.kind,
     step.name,
-    family=step.kind,
     kernels=step.kernels,
     launches=step.launches,
     seconds=step.lowering_seconds + step.compile_seconds,
