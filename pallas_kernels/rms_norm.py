@@ -258,7 +258,7 @@ def _norm_forward(x, scale, residual, eps, config, interpret):
 def _norm_backward(eps, config, interpret, saved, cotangents):
   total, scale, alone = saved
   dnormed, dtotal = cotangents
-  # Alone, total is the caller's own x, which nobody reads from here.
+  # Alone, total is the caller's own x, which is not read from here.
   dtotal = None if alone else dtotal
   dx, dscale = _gradients(total, scale, dnormed, dtotal, eps, config, interpret)
   return dx, dscale, None if alone else dx

@@ -23,7 +23,7 @@ DEVICES = pathlib.Path("/dev")
 
 
 def with_gpu_flags(flags: str) -> str:
-  """Returns XLA_FLAGS with those of a GPU last, spelled alike whoever set some of them before.
+  """Returns XLA_FLAGS with those of a GPU last, spelled alike where some were set before.
 
   Raises:
     ValueError: if one is there with another value.

@@ -192,7 +192,7 @@ def _forward_kernel(
       start = split * config.kv_split
       seen = start + config.kv_split <= units.first_position[segment] + 1
       if static.window is not None:
-        # A tile's rows past the segment's end see less than they would; nobody reads them.
+        # A tile's rows past the segment's end see less than they would; they are not read.
         seen = seen & (start > units.last_position[segment] - static.window)
       return seen
 

@@ -24,7 +24,6 @@ import jax.numpy as jnp
 
 from pallas_kernels import (
   attention as attention_kernel,
-  gpu,
   matmul,
   matmul_parts,
   rms_norm,
@@ -149,15 +148,10 @@ class MosaicGpu(Tiled):
   ) -> Array:
     del rows
     keys, values = pages
-    interpret = self.numerics.is_interpreted
-    # Both modes give the same bits; where few have work, splits are worked at side by side.
-    num_items = batch.segment_start.shape[0] * keys.shape[0]
-    is_few = num_items < gpu.num_multiprocessors(interpret)
     config = attention_kernel.Config(
       kv_split=self.numerics.kv_split,
       key_block=min(self.numerics.kv_split, KEY_BLOCK),
       query_tile=self.numerics.query_tile,
-      mode="parallel" if is_few else "sequential",
     )
     segments = attention_kernel.Segments(
       batch.positions,
@@ -167,7 +161,7 @@ class MosaicGpu(Tiled):
       batch.num_segments,
     )
     return attention_kernel.attention(
-      q, keys, values, segments, config=config, interpret=interpret
+      q, keys, values, segments, config=config, interpret=self.numerics.is_interpreted
     )
 
   def head(

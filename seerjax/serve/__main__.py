@@ -5,7 +5,7 @@
     curl http://127.0.0.1:8000/v1/chat/completions -H 'content-type: application/json' \\
       -d '{"messages": [{"role": "user", "content": "How many?"}], "seed": 1}'
 
-Equal `system_fingerprint`, question, parameters and seed mean equal bits, whoever else is asking.
+Equal `system_fingerprint`, question, parameters and seed mean equal bits, whatever else is asked.
 A token comes from the variable SEERJAX_SERVE_TOKEN, or from --token_file.
 """
 

@@ -56,7 +56,7 @@ class ServeConfig:
     if self.host not in LOOPBACK and not self.token:
       raise ValueError(
         f"ServeConfig.host: got {self.host!r} without a token, expected one of {LOOPBACK}, or a"
-        " token: whoever reaches the port may ask; set SEERJAX_SERVE_TOKEN or --token_file."
+        " token: all that reach the port may ask; set SEERJAX_SERVE_TOKEN or --token_file."
       )
     if not self.token.isascii() or any(not letter.isprintable() for letter in self.token):
       raise ValueError(

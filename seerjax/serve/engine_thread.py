@@ -141,7 +141,7 @@ class EngineThread:
     """Makes it.
 
     Args:
-      engines: by name; nobody else may touch them from `start` on.
+      engines: by name; nothing else may touch them from `start` on.
       scorers: by the same names.
       max_waiting: choices that wait for an engine, at most.
       max_waiting_of_client: of one client, at most.
@@ -154,7 +154,7 @@ class EngineThread:
     self._max_waiting_of_client = max_waiting_of_client
     self._on_tokens = on_tokens
     self._changed = threading.Condition()
-    # Under `_changed`: whoever asks and the thread both have these.
+    # Under `_changed`: those who ask and the thread both have these.
     self._lines: dict[str, collections.deque[_Choice]] = {}
     self._cancelled: set[str] = set()
     self._swaps: collections.deque[_Swap] = collections.deque()
@@ -184,7 +184,7 @@ class EngineThread:
       waiting = self.num_waiting
       line = self._lines.get(job.client, ())
       count, own = waiting + len(job.requests), len(line) + len(job.requests)
-      # Whoever asks for more than may wait at all is let in where nobody else is.
+      # A request for more than may wait at all is let in where nothing else waits.
       is_full = bool(waiting) and count > self._max_waiting
       if is_full or (line and own > self._max_waiting_of_client):
         self.refused += 1
@@ -210,7 +210,7 @@ class EngineThread:
 
   def swap(self, run: Callable[[], Any], done: Callable[[Any], None]) -> None:
     """Runs a function on the thread once no engine has a request, and hands `done` what it returns
-    or raises; until then nobody new is let in.
+    or raises; until then no new request is let in.
 
     Raises:
       Refusal: if the server stops (503).
@@ -222,7 +222,7 @@ class EngineThread:
       self._changed.notify_all()
 
   def stop(self, grace_seconds: float) -> None:
-    """Lets nobody in from now on; what runs and waits is handed back after the grace period."""
+    """Lets no request in from now on; what runs and waits is handed back after the grace period."""
     with self._changed:
       self._is_stopping = True
       self._deadline = min(self._deadline, time.monotonic() + grace_seconds)
@@ -239,7 +239,7 @@ class EngineThread:
 
   @property
   def is_stopping(self) -> bool:
-    """Whether nobody is let in any more."""
+    """Whether no request is let in any more."""
     return self._is_stopping
 
   @property

@@ -104,7 +104,7 @@ class Asked:
 
   @property
   def is_chat(self) -> bool:
-    """Whether it is a conversation that goes on."""
+    """Whether it is a conversation of several turns."""
     return bool(self.messages)
 
 

@@ -31,10 +31,10 @@ from seerjax.serve.refusals import Refusal, shown
 from seerjax.serve.served import Plan, Served
 
 LOG = logging.getLogger("seerjax.serve")
-# Of one body: a longer one is read on another thread, so that nobody waits for it.
+# Of one body: a longer one is read on another thread, so that no other request waits for it.
 QUICK_BYTES = 1 << 14
 SLOW_FIELDS = (b"response_format", b"regex")  # Grammars are compiled.
-# Like nginx's: the client has left, and nobody reads the status.
+# Like nginx's: the client has left, and does not read the status.
 GONE = 499
 
 
@@ -400,7 +400,7 @@ def application(service: Service) -> Starlette:
     return _json(_described(service.find(request.path_params["name"])))
 
   async def health(request: Request) -> Response:
-    del request  # Open to whoever can reach the port: it says nothing else.
+    del request  # Open to all that can reach the port: it says nothing else.
     thread = service.thread
     if not thread.is_alive or thread.is_stopping:
       return _json({"status": "stopping" if thread.is_alive else "stopped"}, status=503)

@@ -2,7 +2,7 @@
 
     tokens --transformer.forward--> hidden rows --head.likeliest--> ids --head, forced--> scores
 
-A program of its own: an engine's step is the same whether somebody asks for other tokens or not,
+A program of its own: an engine's step is the same whether a request asks for other tokens or not,
 and so are its bits. The scores are those that the engine gives the same tokens.
 """
 
