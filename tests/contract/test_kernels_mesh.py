@@ -141,6 +141,7 @@ MESHES = [
 ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("slabs", "model_shards"), MESHES)
 def test_a_mesh_changes_no_bit(slabs, model_shards):
   found = of_mesh(hidden_rows, slabs, model_shards)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import numpy as np
+import pytest
 
 from experiments import engine_step
 
@@ -43,6 +44,7 @@ def test_a_line_says_how_far_a_step_is_from_a_copy_of_its_bytes():
   assert "copy" not in found.line(0.0)
 
 
+@pytest.mark.thorough
 def test_a_dry_run_goes_through_and_keeps_a_line_for_each_number_of_rows(tmp_path):
   out = tmp_path / "steps.jsonl"
   done = subprocess.run(
