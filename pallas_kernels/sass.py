@@ -62,8 +62,8 @@ class Kernel:
     spill_loads: the same, read back.
     warnings: of ptxas, each with its number.
     arithmetic: how often each floating-point opcode stands in the code; empty without nvdisasm.
-    num_fusible: multiplications whose result goes into an addition or subtraction, both without a
-      rounding of their own in PTX: ptxas may make one operation of the two, or not.
+    num_fusible: products that go into a sum and are rounded by chance: LLVM made one operation of
+      the two, or ptxas may. Those with a constant, as in an exponential, are not among them.
   """
 
   name: str
@@ -284,22 +284,26 @@ def arithmetic_of(sass: str) -> dict[str, int]:
 
 
 def num_fusible(ptx: str) -> int:
-  """Returns how many products without a rounding of their own go into such a sum.
+  """Returns how many products go into a sum without a rounding of their own.
 
-  An operation that names its rounding (`mul.rn.f32`) is never fused; one that does not may be. A
-  register that is copied, in inline assembly too, which ptxas sees through, is followed.
+  A multiply-add of three registers is LLVM's; of those that approximate a function, an operand is a
+  constant. Of a product and a sum that follows, ptxas may make one, but where one of them names its
+  rounding (`mul.rn.f32`). A register that is copied, in inline assembly too, which ptxas sees
+  through, is followed.
   """
   products: set[str] = set()
   count = 0
+  pattern = r"\s*(?:@!?%p\d+ )?(fma\.rn|mul|add|sub|mov)\.(?:ftz\.)?[bf]32\s+(%\w+), (.*);"
   for line in ptx.splitlines():
-    found = re.match(r"\s*(?:@!?%p\d+ )?(mul|add|sub|mov)\.(?:ftz\.)?[bf]32\s+(%\w+), (.*);", line)
+    found = re.match(pattern, line)
     if found is None:
       continue
-    operation, target, operands = found[1], found[2], re.findall(r"%\w+", found[3])
-    if operation == "mul" or (operation == "mov" and operands and operands[0] in products):
+    operation, target, operands = found[1], found[2], found[3].split(", ")
+    if operation == "fma.rn":
+      count += all(operand.startswith("%") for operand in operands)
+    elif operation == "mul" or (operation == "mov" and operands[0] in products):
       products.add(target)
-      continue
-    if operation in ("add", "sub"):
+    elif operation in ("add", "sub"):
       count += any(operand in products for operand in operands)
   return count
 
