@@ -269,7 +269,7 @@ def run(workload: Workload, directory: pathlib.Path) -> dict[str, dict[str, Any]
   )
   # Compiles too, which no system should pay for.
   self_test.check_model(policy.model, weights, numerics=numerics, config=config, runner=runner)
-  timing.step_seconds(make_engine(), [1])
+  timing.step_seconds(make_engine(), [(1, 1)])
   results, rollouts, first = {}, {}, {}
   for name, (policy_of_system, drafts) in systems(workload).items():
     drafter = SuffixDrafter(SpeculationArgs(top_k=workload.paths)) if drafts else None

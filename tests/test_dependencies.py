@@ -57,6 +57,7 @@ HOST_ONLY = (
   "speculation/suffix_kernels.py",
   "speculation/group_trees.py",
   "speculation/budget.py",
+  "speculation/times.py",
 )
 HOST_ONLY_IMPORTS = {"numpy", "numba", "seerjax"}
 HOST_ONLY_ROOMS = {"compiled", "types", "rollout", "speculation"}

@@ -412,28 +412,47 @@ class Engine:
     self._requests.remove(sequence)
     self._outputs.drop(request_id)
 
-  def idle_step(self, num_rows: int) -> Callable[[], None]:
+  def idle_step(
+    self, num_requests: int, num_rows: int, num_steps: int = 1
+  ) -> Callable[[], None]:
     """Returns a function that runs a step of rows that belong to no request, to its end.
 
-    For measuring. Rows stand at a quarter of the context and write page 0, as padding does.
+    For measuring. The rows are shared out evenly, those of one request in one path. They stand at a
+    quarter of the context, where there is room, and write page 0, as padding does.
 
     Args:
-      num_rows: of each instance.
+      num_requests: of each instance.
+      num_rows: of each instance; one of each request at least.
+      num_steps: of a visit; more than one only where each request has one row.
 
     Raises:
-      ValueError: if requests are unfinished, whose pages a step would change.
+      ValueError: if requests are unfinished, whose pages a step would change, or a number is none.
     """
     self._requests.require_none("idle_step", "measure before they come")
     last = self.config.row_buckets[-1]
     checks.whole("Engine.idle_step: num_rows", num_rows, 1, last, "the last row bucket is the most")
+    checks.whole(
+      "Engine.idle_step: num_requests", num_requests, 1, num_rows, "each has a row at least"
+    )
+    most = sizes.MAX_STEPS_PER_VISIT if num_requests == num_rows else 1
+    checks.whole(
+      "Engine.idle_step: num_steps", num_steps, 1, most, "rows of a draft are verified in one step"
+    )
     self.memory.take_again()
-    inputs = self._planner.idle_inputs(num_rows, self._context // 4)
+    scheduled = self._planner.idle_rows(num_requests, num_rows, num_steps, self._context)
 
     def run() -> None:
-      self.memory.pages, *out = self._runner.step(
-        self._params, self.memory.pages, inputs, self._key
-      )
-      jax.block_until_ready(out)
+      inputs = self._inputs(scheduled)
+      if num_steps > 1:
+        visit = self._visit_inputs(scheduled, inputs, num_steps)
+        self.memory.pages, *out = self._runner.visit(
+          self._params, self.memory.pages, visit, self._key
+        )
+      else:
+        self.memory.pages, *out = self._runner.step(
+          self._params, self.memory.pages, inputs, self._key
+        )
+      jax.device_get(out)
 
     return run
 

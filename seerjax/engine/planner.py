@@ -304,17 +304,34 @@ class Planner:
         return piece.sequence, len(piece.sequence.tokens)
     return None
 
-  def idle_inputs(self, num_rows: int, position: int) -> StepInputs:
-    """Returns a step of rows that belong to no request and write where padding does."""
+  def idle_rows(
+    self, num_requests: int, num_rows: int, num_steps: int, context: int
+  ) -> list[list[ScheduledRows]]:
+    """Returns rows that belong to no request and write where padding does, for each instance.
+
+    Raises:
+      ValueError: if the rows of one request do not fit into the context.
+    """
+    shares = [len(share) for share in np.array_split(np.arange(num_rows), num_requests)]
+    needed = max(shares[0], num_steps)
+    if needed > context:
+      raise ValueError(
+        f"Engine.idle_step: got {needed} positions of one request, expected at most {context}, the"
+        " context; measure fewer rows a request."
+      )
+    position = min(context // 4, context - needed)
     request = Request(request_id="idle", prompt=(0,) * (position + 1))
     row = sampling.sampling_rows([request.sampling])
-    scheduled = []
-    for index in range(num_rows):
-      sequence = SequenceState(request, list(request.prompt), 0, None, row, limit=position + 1)
+    scheduled, first = [], 0
+    for count in shares:
+      limit = position + 1 + needed
+      sequence = SequenceState(request, list(request.prompt), 0, None, row, limit=limit)
       sequence.hold([0], self._table_width)
       sequence.num_written = position
-      scheduled.append(ScheduledRows(sequence, 1, index))
-    return self.inputs([scheduled for _ in self._memory.pools])
+      paths = (DraftPath((0,) * (count - 1), sequence.page_row),) if count > 1 else ()
+      scheduled.append(ScheduledRows(sequence, 1, first, paths))
+      first += count
+    return [scheduled for _ in self._memory.pools]
 
   def _instance_inputs(
     self,

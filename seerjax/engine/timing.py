@@ -1,4 +1,4 @@
-"""How long a step of so many rows takes, measured before the first request comes."""
+"""How long a step of so many requests and rows takes, measured before the first request comes."""
 
 from __future__ import annotations
 
@@ -14,33 +14,42 @@ from seerjax.engine import checks
 from seerjax.engine.engine import Engine
 
 
-def step_seconds(engine: Engine, rows: Iterable[int], *, repeats: int = 6) -> dict[int, float]:
-  """Returns the seconds of a step that samples so many rows, over all instances together.
+def step_seconds(
+  engine: Engine, sizes: Iterable[tuple[int, int]], *, num_steps: int = 1, repeats: int = 6
+) -> dict[tuple[int, int], float]:
+  """Returns the seconds of a step of (requests, rows), over all instances together.
 
-  Each time is the least of `repeats`, between which all others are measured, so that a slow second
-  spoils none. Process 0 measures for all.
+  The rows of one request lie in one path, as of a draft, and all are sampled. The host's making of
+  the arrays is part of a step, and so is reading what was sampled. Each time is the least of
+  `repeats`, between which all others are measured, so that a slow second spoils none. Process 0
+  measures for all.
 
   Args:
     engine: without unfinished requests.
-    rows: of all instances; more than the last row buckets hold are as many as those hold.
-    repeats: steps of each number of rows.
+    sizes: pairs (requests, rows) of all instances; more than the last row bucket holds are as many
+      as that holds.
+    num_steps: of a visit, whose seconds these then are; more than one only where each request has
+      one row.
+    repeats: steps of each size.
 
   Raises:
     ValueError: if requests are unfinished, whose pages a step would change, or a number is none.
   """
-  rows = sorted(set(rows))
   checks.whole("step_seconds: repeats", repeats, 1, None, "6 are usual")
-  for count in rows:
-    checks.whole("step_seconds: rows", count, 1, None, "a step has a row at least")
-  found: dict[int, float] = dict.fromkeys(rows, math.inf)
+  sizes = sorted(set(sizes))
+  for requests, rows in sizes:
+    checks.whole("step_seconds: requests", requests, 1, None, "a step has one at least")
+    checks.whole("step_seconds: rows", rows, requests, None, "each request has a row at least")
+  found: dict[tuple[int, int], float] = dict.fromkeys(sizes, math.inf)
+  most = engine.config.row_buckets[-1]
   for repeat in range(repeats + 1):  # The first compiles.
-    for count in found:
-      of_instance = min(-(-count // engine.num_instances), engine.config.row_buckets[-1])
-      run = engine.idle_step(of_instance)
+    for size in found:
+      requests, rows = (min(-(-count // engine.num_instances), most) for count in size)
+      run = engine.idle_step(requests, rows, num_steps)
       begin = time.monotonic()
       run()
       if repeat:
-        found[count] = min(found[count], time.monotonic() - begin)
+        found[size] = min(found[size], time.monotonic() - begin)
   if jax.process_count() > 1:
     values = np.asarray(list(found.values()), np.float64)
     values = multihost_utils.broadcast_one_to_all(values)

@@ -1,13 +1,14 @@
 """How many tokens to draft: as many as pay, more for requests that others wait for.
 
-  a[k]     P(the first k drafted tokens all hold)     measured on the way
-  r[k]     P(a draft has k tokens, if it may)         measured on the way
-  T(rows)  seconds of a step                          a table, measured elsewhere
-  D(B)     host seconds of drafting for B requests    some for each, and more for the first
+  a[k]        P(the first k drafted tokens all hold)   measured on the way
+  r[k]        P(a draft has k tokens, if it may)       measured on the way
+  T(B, rows)  seconds of a step of B requests          a table, measured elsewhere
+  V(B)        seconds of a step of plain decoding      the same, many steps a visit where that pays
+  D(B, g)     seconds of drafting g for B requests     a model's cost grows with both
 
-  seconds per token of B requests that may draft g > 0:
+  seconds per token of B requests: V(B) / B without drafts; if they may draft g > 0,
 
-    (D(B) + T(B + B sum r[1..g])) / (B (1 + sum a[1..g]))
+    (D(B, g) + T(B, B + B sum r[1..g])) / (B (1 + sum a[1..g]))
 
 The g of the least seconds gives a step's budget of g B drafted tokens, which two classes share:
 high (a group's first request, on which the others' schedule waits) and low. Two ways to share:
@@ -26,14 +27,14 @@ Source: Seer (arXiv 2511.14617v3), section 3.4 and Algorithm 1. No clock: equal 
 
 from __future__ import annotations
 
-import bisect
 from collections.abc import Sequence
 import dataclasses
 import functools
 import itertools
-import math
 import operator
 from typing import NamedTuple
+
+from seerjax.speculation.times import StepTimes
 
 POLICIES = ("mba", "mba_paper")
 # Drafting switches on where seconds per token fall by more than the first share, and off where they
@@ -63,55 +64,6 @@ class Plan(NamedTuple):
 
 
 OFF = Plan(0, 0, 0)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class StepTimes:
-  """Seconds of a step by its rows, measured at start-up.
-
-  Attributes:
-    rows: ascending row counts.
-    seconds: of a step of so many rows; between two it is interpolated, beyond the last it grows
-      in proportion to the rows.
-    draft_seconds: host seconds of drafting for one request.
-    drafting_seconds: host seconds of a step that drafts at all, besides these.
-  """
-
-  rows: tuple[int, ...]
-  seconds: tuple[float, ...]
-  draft_seconds: float = 0.0
-  drafting_seconds: float = 0.0
-
-  def __post_init__(self):
-    is_ascending = all(a < b for a, b in zip(self.rows, self.rows[1:]))
-    if not self.rows or len(self.rows) != len(self.seconds) or not is_ascending or self.rows[0] < 1:
-      raise ValueError(
-        f"StepTimes: got rows={self.rows} for {len(self.seconds)} times, expected ascending counts"
-        " from 1 on, one for each time; measure each bucket once."
-      )
-    of_host = (self.draft_seconds, self.drafting_seconds)
-    if min(self.seconds) <= 0 or min(of_host) < 0 or not all(
-      map(math.isfinite, (*self.seconds, *of_host))
-    ):
-      raise ValueError(
-        f"StepTimes: got seconds={self.seconds}, draft_seconds={self.draft_seconds},"
-        f" drafting_seconds={self.drafting_seconds}, expected positive times; measure again."
-      )
-
-  def draft(self, num_requests: int) -> float:
-    """Returns the host seconds of drafting for so many requests in one step."""
-    return self.drafting_seconds * (num_requests > 0) + num_requests * self.draft_seconds
-
-  def step(self, rows: float) -> float:
-    """Returns the seconds of a step."""
-    if rows >= self.rows[-1]:
-      return self.seconds[-1] * rows / self.rows[-1]
-    if rows <= self.rows[0]:
-      return self.seconds[0]
-    above = bisect.bisect_right(self.rows, rows)
-    low, high = self.rows[above - 1], self.rows[above]
-    share = (rows - low) / (high - low)
-    return self.seconds[above - 1] * (1 - share) + self.seconds[above] * share
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -153,12 +105,12 @@ def best_length(
   """
   if batch < 1:
     return 0
-  best, least = 0, times.step(batch)
+  best, least = 0, times.decode(batch)
   rows = tokens = 1.0
   for place, chance in enumerate(acceptance):
     rows += 1 if reach is None else reach[place]
     tokens += chance
-    cost = (times.draft(batch) + times.step(batch * rows)) / tokens
+    cost = (times.draft(batch, place + 1) + times.step(batch, batch * rows)) / tokens
     if cost < least:
       best, least = place + 1, cost
   return best
@@ -178,7 +130,9 @@ def seconds_per_token(
     rows += batch * (1 + (length if reach is None else sum(reach[:length])))
     tokens += batch * (1 + sum(acceptance[:length]))
     num_drafting += batch * (length > 0)
-  return (times.draft(num_drafting) + times.step(rows)) / tokens
+  if not num_drafting:
+    return times.decode(sum(batches)) / tokens
+  return (times.draft(num_drafting, max(lengths)) + times.step(sum(batches), rows)) / tokens
 
 
 def mba_paper(
@@ -196,7 +150,7 @@ def mba_paper(
     num_high: requests of the high class, Seer's B_h.
     num_low: of the low class, B_l.
     acceptance: beta[1], beta[2], ...; at least `gamma_max` of them.
-    times: T(B, gamma) is a step of B (1 + gamma) rows.
+    times: T(B, gamma) is a step of B (1 + gamma) rows, and of plain decoding if gamma is 0.
     gamma_max: longest draft.
     priority: lambda.
   """
@@ -206,11 +160,11 @@ def mba_paper(
   # What lies beyond gamma_max adds nothing.
   beta = [1.0, *acceptance[:gamma_max], acceptance[gamma_max - 1]]
   alpha = min(sum(beta[1:-1]) / gamma_max, 1 - 1e-9)
-  costs = [
-    (times.draft(batch * (gamma > 0)) + times.step(batch * (1 + gamma)))
+  costs = [times.decode(batch)] + [
+    (times.draft(batch, gamma) + times.step(batch, batch * (1 + gamma)))
     * (1 - alpha)
     / (1 - alpha ** (gamma + 1))
-    for gamma in range(gamma_max + 1)
+    for gamma in range(1, gamma_max + 1)
   ]
   budget = costs.index(min(costs)) * batch
   if budget < num_high or budget == 0:
@@ -354,7 +308,7 @@ class Budget:
     )
     lengths = share(num_high, num_low, acceptance, self.times)
     seconds = seconds_per_token((num_high, num_low), lengths, acceptance, self.times, reach)
-    return (*lengths, 1 - batch * seconds / self.times.step(batch))
+    return (*lengths, 1 - batch * seconds / self.times.decode(batch))
 
   def _chances(
     self, hits: Sequence[float], tries: Sequence[float], unseen: float
@@ -367,11 +321,11 @@ class Budget:
 
   def _probe(self, batch: int) -> Plan:
     """Returns the largest probe whose cost has been saved up, or nothing."""
-    plain = self.times.step(batch)
-    self._credit = min(self._credit + PROBE_COST, 1.0 + PROBE_COST)
+    plain, saved = self.times.decode(batch), PROBE_COST * self.times.decode_steps(batch)
+    self._credit = min(self._credit + saved, 1.0 + saved)
     for num, length in ((PROBE_REQUESTS, 4), (1, 4), (1, 2), (1, 1)):
       num, length = min(num, batch), min(length, self.config.gamma_max)
-      seconds = self.times.step(batch + num * length) + self.times.draft(num)
+      seconds = self.times.step(batch, batch + num * length) + self.times.draft(num, length)
       if seconds / plain - 1 <= self._credit:
         self._credit -= seconds / plain - 1
         return Plan(length, length, num)

@@ -13,9 +13,12 @@ def test_step_times_disturb_nothing():
   one = asked()[3]
   [plain] = make_engine((1, 1)).generate([one])
   engine = make_engine((1, 1))
-  seconds = timing.step_seconds(engine, [1, 4, 16])
-  assert sorted(seconds) == [1, 4, 16] and min(seconds.values()) > 0
+  sizes = [(1, 1), (1, 4), (4, 4), (3, 16)]
+  seconds = timing.step_seconds(engine, sizes)
+  assert sorted(seconds) == sorted(sizes) and min(seconds.values()) > 0
+  visit = timing.step_seconds(engine, [(2, 2)], num_steps=3)
+  assert list(visit) == [(2, 2)] and visit[2, 2] > 0
   assert tiny_model.same(engine.generate([one])[0], plain)
   engine.submit(one)
   with pytest.raises(ValueError, match=r"Engine.idle_step: got 1 unfinished requests, expected"):
-    timing.step_seconds(engine, [1])
+    timing.step_seconds(engine, [(1, 1)])
