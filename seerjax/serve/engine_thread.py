@@ -22,7 +22,7 @@ from seerjax.engine.engine import Engine
 from seerjax.engine.sequence import StepOutput
 from seerjax.serve.grammar import AnswerMask
 from seerjax.serve.refusals import Refusal
-from seerjax.serve.scoring import Scorer, Top
+from seerjax.serve.scoring import Following, Scorer, Top
 from seerjax.types import Completion, Request
 
 LOG = logging.getLogger("seerjax.serve")
@@ -105,11 +105,12 @@ class Job:
 
 @dataclasses.dataclass(eq=False)
 class _Choice:
-  """One choice of a job, and how many of its tokens were delivered."""
+  """One choice of a job, how many of its tokens were delivered, and what names the others there."""
 
   job: Job
   index: int
   sent: int = 0
+  following: Following | None = None
 
   @property
   def request(self) -> Request:
@@ -395,15 +396,15 @@ class EngineThread:
     first, choice.sent = choice.sent, len(completion.tokens)
     job, request, tops = choice.job, choice.request, ()
     if job.num_top and first < choice.sent:
-      num_prompt = len(request.prompt)
-      tops = self._scorers[job.model].tops(
-        (*request.prompt, *completion.tokens),
-        num_prompt + first,
-        request.sampling,
-        num_prompt,
-        job.num_top,
-        mask=job.masks[choice.index],
-      )
+      if choice.following is None:
+        choice.following = self._scorers[job.model].following(
+          request.prompt,
+          request.sampling,
+          job.num_top,
+          mask=job.masks[choice.index],
+          keeps=job.is_streamed,
+        )
+      tops = choice.following.take(completion.tokens)
     return Part(
       choice=choice.index,
       text=text,

@@ -3,7 +3,8 @@
     tokens --transformer.forward--> hidden rows --head.likeliest--> ids --head, forced--> scores
 
 A program of its own: an engine's step is the same whether a request asks for other tokens or not,
-and so are its bits. The scores are those that the engine gives the same tokens.
+and so are its bits. The scores are those that the engine gives the same tokens. An answer that is
+streamed keeps its keys from piece to piece (`Following`), so each of its rows is computed once.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 import functools
 from typing import Any
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +33,8 @@ SHORTEST = 64
 MOST_TOP = 16
 # Below any score: the distribution leaves the token out.
 LEFT_OUT = -1e20
+# Of the keys that streams keep, all together: beyond, the one that waited longest begins again.
+MOST_KEPT_BYTES = 1 << 29
 _PLAIN = SamplingParams()
 
 
@@ -38,23 +42,30 @@ class Scorer:
   """Scores whole sequences of one model.
 
   Attributes:
-    params: the running weights; may be set at any time.
+    params: the running weights; may be set while nothing is followed.
+    num_rows: that its forward computed so far.
   """
 
-  def __init__(self, model: Model, *, context: int):
+  def __init__(self, model: Model, *, context: int, most_kept_bytes: int = MOST_KEPT_BYTES):
     """Makes it.
 
     Args:
       model: as its engine runs it.
       context: most positions of a sequence.
+      most_kept_bytes: of the keys of answers that are followed; one of them is always kept.
     """
     self.params = model.params
+    self.num_rows = 0
+    self._most_kept_bytes = most_kept_bytes
+    self._kept: weakref.WeakSet[Following] = weakref.WeakSet()
+    self._num_uses = 0
     self._config = model.config
     self._numerics = model_config.numerics_for(model.config, model.numerics)
     self._context = context
     self._num_top = min(MOST_TOP, model.config.vocab_size)
     shape = dict(config=self._config, numerics=self._numerics)
     self._hidden = jax.jit(functools.partial(_hidden_rows, **shape))
+    self._next_hidden = jax.jit(functools.partial(_next_rows, **shape), donate_argnums=1)
     self._likeliest = jax.jit(functools.partial(_likeliest, count=self._num_top, **shape))
     self._forced = jax.jit(functools.partial(_forced, **shape))
 
@@ -70,44 +81,62 @@ class Scorer:
     scores = self._scored(hidden, np.asarray(tokens[1:], np.int32), rows)
     return tuple(scores.tolist()), self._tops(hidden, rows, num_top)
 
-  def tops(
+  def following(
     self,
-    tokens: Sequence[int],
-    first: int,
+    prompt: Sequence[int],
     params: SamplingParams,
-    num_prompt: int,
     num_top: int,
     *,
     mask: AnswerMask | None = None,
-  ) -> tuple[Top, ...]:
-    """Returns the likeliest tokens at each place from `first` on, under the processed distribution.
+    keeps: bool = True,
+  ) -> Following:
+    """Returns what names the likeliest tokens at each place of an answer, under the processed
+    distribution.
 
     Args:
-      tokens: prompt and answer.
-      first: position of the first place.
+      prompt: of the answer.
       params: of the request.
-      num_prompt: tokens of its prompt.
       num_top: at each place, at most: what filters leave out is not named.
       mask: of the answer.
+      keeps: whether the answer comes in pieces, so that its keys are kept between them.
     """
-    hidden = self._rows(tokens[:-1])[first - 1 :]
-    places = [position - num_prompt for position in range(first, len(tokens))]
-    rows = sampling.sampling_rows([params] * len(places), places)
-    if mask is not None:
-      own, answer = mask.copy(), tokens[num_prompt:]
-      masks: Any = np.stack([own(answer[:place]) for place in places])
-      highest: Any = np.minimum(rows.high, sampling.NO_LIMIT - 1)
-      rows = rows._replace(mask=masks, high=highest)
-    return self._tops(hidden, rows, num_top)
+    return Following(self, prompt, params, num_top, mask=mask, keeps=keeps)
 
   def _rows(self, tokens: Sequence[int]) -> np.ndarray:
     """Returns the hidden rows f[t, d] of a sequence."""
-    size = SHORTEST
-    while size < len(tokens):
-      size *= 4
-    padded = np.zeros(size, np.int32)
-    padded[: len(tokens)] = tokens
+    padded = _padded(tokens, _size_for(len(tokens)))
+    self.num_rows += len(tokens)
     return np.asarray(self._hidden(self.params, padded, np.int32(len(tokens))))[: len(tokens)]
+
+  def _next(self, pages: Any, tokens: Sequence[int], first: int) -> tuple[np.ndarray, Any]:
+    """Returns the hidden rows f[n, d] of a sequence from position `first` on, and the pages with
+    their keys; `pages` have those before them, and are gone."""
+    part = tokens[first:]
+    size = SHORTEST if len(part) <= SHORTEST else _size_for(len(tokens))
+    self.num_rows += len(part)
+    hidden, pages = self._next_hidden(
+      self.params, pages, _padded(part, size), np.int32(first), np.int32(len(part))
+    )
+    return np.asarray(hidden)[: len(part)], pages
+
+  def _make_pages(self, size: int, following: Following) -> Any:
+    """Returns pages for `size` positions, and takes others' if there is no room for both."""
+    page_size = self._numerics.kv_split
+    pages = kv_layout.empty_pages(
+      self._config, self._numerics, num_pages=1 - size // -page_size, page_size=page_size
+    )
+    room = self._most_kept_bytes - _num_bytes(pages)
+    for other in sorted(self._kept - {following}, key=lambda one: -one.last_use):
+      room -= _num_bytes(other.pages)
+      if room < 0:
+        other.forget()
+        self._kept.discard(other)
+    self._kept.add(following)
+    return pages
+
+  def _use(self) -> int:
+    self._num_uses += 1
+    return self._num_uses
 
   def _tops(self, hidden: np.ndarray, rows: SamplingRows, num_top: int) -> tuple[Top, ...]:
     count = hidden.shape[0]
@@ -140,6 +169,92 @@ class Scorer:
     return np.concatenate(found)
 
 
+class Following:
+  """The places of one answer, scored as they come; each row of the forward is computed once as long
+  as its keys are kept.
+
+  Attributes:
+    pages: keys and values of what was scored; None where none are kept.
+    last_use: counts the scorer's uses of all that it follows.
+  """
+
+  def __init__(
+    self,
+    scorer: Scorer,
+    prompt: Sequence[int],
+    params: SamplingParams,
+    num_top: int,
+    *,
+    mask: AnswerMask | None,
+    keeps: bool,
+  ):
+    self._scorer = scorer
+    self._prompt = tuple(prompt)
+    self._params = params
+    self._num_top = num_top
+    self._mask = None if mask is None else mask.copy()
+    self._keeps = keeps
+    self._num_told = 0
+    self.last_use = 0
+    self.forget()
+
+  def forget(self) -> None:
+    """Gives the pages back; the next piece computes their keys again."""
+    self.pages: Any = None
+    self._size = self._num_written = 0
+
+  def take(self, answer: Sequence[int]) -> tuple[Top, ...]:
+    """Returns (token, log-probability) of the likeliest at each place that was not told of yet.
+
+    Args:
+      answer: all of it so far.
+    """
+    places = range(self._num_told, len(answer))
+    if not places:
+      return ()
+    self._num_told = len(answer)
+    hidden = self._hidden([*self._prompt, *answer][:-1])[-len(places) :]
+    rows = sampling.sampling_rows([self._params] * len(places), [*places])
+    if self._mask is not None:
+      masks: Any = np.stack([self._mask(answer[:place]) for place in places])
+      highest: Any = np.minimum(rows.high, sampling.NO_LIMIT - 1)
+      rows = rows._replace(mask=masks, high=highest)
+    return self._scorer._tops(hidden, rows, self._num_top)
+
+  def _hidden(self, tokens: Sequence[int]) -> np.ndarray:
+    """Returns hidden rows at the end of a sequence, of what was not told of at least."""
+    scorer = self._scorer
+    if not self._keeps:
+      return scorer._rows(tokens)
+    self.last_use = scorer._use()
+    if self.pages is None or len(tokens) > self._size:
+      self.forget()
+      self._size = _size_for(len(tokens))
+      self.pages = scorer._make_pages(self._size, self)
+    pages, self.pages = self.pages, None
+    hidden, self.pages = scorer._next(pages, tokens, self._num_written)
+    self._num_written = len(tokens)
+    return hidden
+
+
+def _size_for(count: int) -> int:
+  """Returns the positions that a program for `count` of them has room for."""
+  size = SHORTEST
+  while size < count:
+    size *= 4
+  return size
+
+
+def _padded(tokens: Sequence[int], size: int) -> np.ndarray:
+  padded = np.zeros(size, np.int32)
+  padded[: len(tokens)] = tokens
+  return padded
+
+
+def _num_bytes(pages: Any) -> int:
+  return sum(leaf.nbytes for leaf in jax.tree.leaves(pages))
+
+
 def _chunk(rows: Any, start: int) -> tuple[Any, ...]:
   """Returns `HEAD_ROWS` rows from `start` on, the first one again for those missing, and how many
   are none of these."""
@@ -161,24 +276,53 @@ def _hidden_rows(
   numerics: numerics_lib.NumericsConfig,
 ) -> jax.Array:
   """Hidden rows f[n, d] of one sequence of `count` tokens, i32[n], on pages of its own."""
+  page_size = numerics.kv_split
+  num_pages = -(-tokens.shape[0] // page_size)
+  batch = _batch(tokens, jnp.int32(0), count, num_pages, numerics)
+  pages = kv_layout.ScratchPages(num_pages + 1, page_size)
+  hidden, _ = transformer.forward(params, batch, pages, config=config, numerics=numerics)
+  return hidden
+
+
+def _next_rows(
+  params: parameters.Params,
+  pages: kv_layout.Pages,
+  tokens: jax.Array,
+  first: jax.Array,
+  count: jax.Array,
+  *,
+  config: model_config.TransformerConfig,
+  numerics: numerics_lib.NumericsConfig,
+) -> tuple[jax.Array, kv_layout.Pages]:
+  """Hidden rows f[n, d] of `count` tokens, i32[n], from position `first` of one sequence on, whose
+  keys before them are in `pages`; and the pages with theirs."""
+  num_pages = jax.tree.leaves(pages)[0].shape[kv_layout.PAGE_AXIS] - 1
+  batch = _batch(tokens, first, count, num_pages, numerics)
+  return transformer.forward(params, batch, pages, config=config, numerics=numerics)
+
+
+def _batch(
+  tokens: jax.Array,
+  first: jax.Array,
+  count: jax.Array,
+  num_pages: int,
+  numerics: numerics_lib.NumericsConfig,
+) -> TokenBatch:
+  """`count` tokens of one sequence, from position `first` on; page 0 is the dump."""
   size, tile, page_size = tokens.shape[0], numerics.query_tile, numerics.kv_split
-  num_pages = -(-size // page_size)
-  positions = jnp.arange(size, dtype=jnp.int32)
+  rows = jnp.arange(size, dtype=jnp.int32)
   starts = jnp.arange(-(-size // tile), dtype=jnp.int32) * tile
   table = jnp.arange(1, num_pages + 1, dtype=jnp.int32)[None, :]
-  batch = TokenBatch(
+  return TokenBatch(
     tokens=tokens,
-    positions=positions,
-    slots=positions + page_size,  # Page 0 is the dump.
+    positions=first + rows,
+    slots=jnp.where(rows < count, first + rows + page_size, 0),
     num_rows=count,
     segment_start=starts,
     segment_length=jnp.clip(count - starts, 0, tile),
     page_table=jnp.repeat(table, starts.shape[0], axis=0),
     num_segments=(count + tile - 1) // tile,
   )
-  pages = kv_layout.ScratchPages(num_pages + 1, page_size)
-  hidden, _ = transformer.forward(params, batch, pages, config=config, numerics=numerics)
-  return hidden
 
 
 def _likeliest(

@@ -130,6 +130,17 @@ def test_other_tokens_are_scored_as_the_engine_scores_its_own(client, sampling):
     assert any(len(row.top_logprobs) < 16 for row in rows)
 
 
+def test_a_stream_of_other_tokens_is_scored_once_and_not_again_at_each_piece(client):
+  scorer = serving.scorer()
+  before = scorer.num_rows
+  pieces = client.completions.create(
+    model="tiny", prompt=[5, 6, 7], max_tokens=40, seed=8, logprobs=2, stream=True
+  )
+  rows = [row for one in pieces for row in one.choices[0].logprobs.token_ids]
+  assert len(rows) > 20
+  assert scorer.num_rows - before == 3 + len(rows) - 1
+
+
 def test_an_answer_has_the_form_that_was_asked_for(client):
   fields = dict(model="tiny", messages=serving.HELLO, seed=7, logprobs=True)
   asked = client.chat.completions.create(
