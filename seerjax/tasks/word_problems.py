@@ -17,230 +17,21 @@ from __future__ import annotations
 import dataclasses
 from fractions import Fraction
 
-from seerjax.tasks import answers, splits
+from seerjax.tasks import answers, splits, stories
 from seerjax.tasks.draws import Draws
+from seerjax.tasks.stories import Chain, Context, Teller
 from seerjax.types import Problem, Verdict
 
-NAMES = (
-  "Ana", "Ben", "Dan", "Eva", "Ida", "Jon", "Kim", "Lea",
-  "Leo", "Max", "Mia", "Nora", "Omar", "Sam", "Tom", "Zoe",
-)  # fmt: skip
-OBJECTS = ("apples", "books", "cards", "cups", "eggs", "keys", "nuts", "pens", "pins", "shells")
 SPLITS = ("train", "heldout", "pretrain")
 QUESTIONS_PER_CONTEXT = 3
-MAX_PEOPLE = 8
-MAX_REPEATS = 5
 # Problems of each split: more than any run draws, and few enough to be named by an index.
 SIZES = {"train": 300_000, "heldout": 30_000, "pretrain": 30_000_000}
 HELDOUT_SCALE = 1.4  # Both limits of `WordProblemsConfig` are multiplied by this in "heldout".
 # That a held-out sentence has an unseen form: always, but the draw belongs to what a problem is.
 UNSEEN_RATE = 1.0
-# Events of a context: most are short, some are long, which makes the tail of lengths that the
-# rollout has to live with. A question may add a step.
-MEAN_STEPS = 2.5
-LONG_RATE, LONG_MEAN_STEPS = 0.06, 10.0
-MAX_STEPS = 24
-DISTRACTOR_RATE = 0.1  # That an irrelevant sentence follows a sentence.
-# That an event is a daily one, worth 2 to 5 steps; more in long contexts: their prompts stay short.
-REPEAT_RATE, LONG_REPEAT_RATE = 0.08, 0.4
-SCALE_RATE = 0.12  # That an event multiplies or halves.
 FRACTION_RATE = 0.2  # That a sharing question may have an answer that is no integer.
 # Of ten contexts, how many are of each kind; see `Context`.
 STORY_WEIGHT, TRADE_WEIGHT, PEOPLE_WEIGHT = 5, 2, 3
-
-# What sentences tell, in which forms. p and q are people, o and x things, n and k numbers.
-TRAIN_FORMS: dict[str, tuple[str, ...]] = {
-  "start": (
-    "{p} has {n} {o}.",
-    "{p} starts with {n} {o}.",
-    "At first {p} has {n} {o}.",
-    "{p} has a box with {n} {o}.",
-    "{p} has {n} {o} at first.",
-    "{p} starts with a box of {n} {o}.",
-  ),
-  "boxes": (
-    "{p} has {k} boxes with {n} {o} in each box.",
-    "{p} has {k} boxes of {n} {o} each.",
-    "At first {p} has {k} boxes of {n} {o}.",
-    "{p} has at first {k} boxes with {n} {o} each.",
-    "{p} starts with {k} boxes of {n} {o}.",
-  ),
-  "gain": (
-    "{p} buys {n} {o}.",
-    "{p} buys {n} more {o}.",
-    "{p} finds {n} more {o}.",
-    "Then {p} finds {n} {o}.",
-    "Later {p} gets {n} {o}.",
-    "{p} gets {n} {o} from a friend.",
-    "A friend gives {p} {n} {o}.",
-    "Then a friend gives {n} more {o} to {p}.",
-    "Then {p} buys {n} {o}.",
-    "{p} gets {n} more {o}.",
-    "Later a friend gives {n} {o} to {p}.",
-  ),
-  "loss": (
-    "{p} sells {n} {o}.",
-    "{p} loses {n} {o}.",
-    "{p} gives {n} {o} to a friend.",
-    "{p} gives a friend {n} {o}.",
-    "Then {p} sells {n} of the {o}.",
-    "Later {p} loses {n} of the {o}.",
-    "A friend takes {n} {o} from {p}.",
-    "Then a friend takes {n} of the {o} from {p}.",
-    "Then {p} loses {n} {o}.",
-    "{p} gives {n} of the {o} to a friend.",
-    "Later a friend takes {n} {o} from {p}.",
-  ),
-  "gain_daily": (
-    "Each day for {k} days {p} finds {n} {o}.",
-    "For {k} days {p} buys {n} {o} each day.",
-    "{p} gets {n} more {o} each day for {k} days.",
-    "{p} finds {n} {o} each day for {k} days.",
-  ),
-  "loss_daily": (
-    "Each day for {k} days {p} sells {n} {o}.",
-    "For {k} days {p} loses {n} {o} each day.",
-    "{p} gives {n} {o} to a friend each day for {k} days.",
-    "{p} sells {n} {o} each day for {k} days.",
-  ),
-  "times": (
-    "Now {p} has {k} times as many {o}.",
-    "Then {p} has {k} times as many {o} as before.",
-    "{p} buys more and has {k} times as many {o} as before.",
-    "Later {p} has {k} times as many {o} as before.",
-  ),
-  "half": (
-    "{p} sells half of the {o}.",
-    "{p} gives half of the {o} to a friend.",
-    "Then {p} loses half of the {o}.",
-    "A friend takes half of the {o} from {p}.",
-    "Later {p} sells half of the {o}.",
-  ),
-  "transfer": (
-    "{p} gives {n} {o} to {q}.",
-    "{p} gives {q} {n} {o}.",
-    "{q} gets {n} {o} from {p}.",
-    "Then {q} takes {n} {o} from {p}.",
-    "Then {p} gives {n} {o} to {q}.",
-  ),
-  "more": (
-    "{p} has {n} more {o} than {q}.",
-    "Then {p} gets {n} more {o} than {q} has.",
-    "At first {p} has {n} more {o} than {q}.",
-  ),
-  "fewer": (
-    "{p} has {n} fewer {o} than {q}.",
-    "Then {p} gets {n} fewer {o} than {q} has.",
-    "At first {p} has {n} fewer {o} than {q}.",
-  ),
-  "as_many": (
-    "{p} has {k} times as many {o} as {q}.",
-    "Then {p} gets {k} times the {o} of {q}.",
-    "At first {p} has {k} times as many {o} as {q}.",
-  ),
-  "distractor": (
-    "{p} is {n} years old.",
-    "{p} also has {n} {x}.",
-    "{p} also buys {n} {x}.",
-    "A friend of {p} has {n} {x}.",
-    "{q} finds {n} {x}.",
-    "{p} now also has {n} {x}.",
-    "{q} has {n} {x} in a box.",
-  ),
-  "now": (
-    "How many {o} does {p} have now?",
-    "How many {o} does {p} have?",
-    "In the end, how many {o} does {p} have?",
-    "Now how many {o} are left for {p}?",
-    "How many {o} does {p} have in the end?",
-  ),
-  "goal": (
-    "{p} wants {n} {o}. How many more {o} does {p} need?",
-    "How many more {o} does {p} need to have {n}?",
-    "If {p} wants {n} {o}, how many more does {p} need?",
-  ),
-  "share": (
-    "{k} friends share the {o} of {p}. How many {o} does each friend get?",
-    "If {k} friends share the {o} of {p}, how many does each get?",
-    "How many does each friend get if {k} friends share the {o} of {p}?",
-  ),
-  "price": (
-    "{p} sells each of the {o} for {k} coins. How many coins does {p} get?",
-    "If {p} sells all the {o} for {k} coins each, how many coins does {p} get?",
-  ),
-  "both": (
-    "How many {o} do {p} and {q} have together?",
-    "How many {o} do {p} and {q} have now in all?",
-    "Together, how many {o} do {p} and {q} have now?",
-    "In all, how many {o} do {p} and {q} have?",
-  ),
-  "difference": (
-    "How many more {o} does {p} have than {q}?",
-    "Now how many more {o} than {q} does {p} have?",
-  ),
-}
-# Made of the same words, in sentences that no other split has.
-HELDOUT_FORMS: dict[str, tuple[str, ...]] = {
-  "start": (
-    "At first {p} starts with {n} {o}.",
-  ),
-  "boxes": (
-    "At first {p} has {k} boxes with {n} {o} in each.",
-  ),
-  "gain": (
-    "Later {p} finds {n} more {o}.",
-    "Then {p} gets {n} {o} from a friend.",
-  ),
-  "loss": (
-    "Later {p} sells {n} {o} to a friend.",
-    "Then {p} gives a friend {n} of the {o}.",
-  ),
-  "gain_daily": (
-    "Then for {k} days {p} gets {n} {o} each day.",
-  ),
-  "loss_daily": (
-    "Then each day for {k} days {p} loses {n} {o}.",
-  ),
-  "times": (
-    "Then {p} gets more and now has {k} times as many {o}.",
-  ),
-  "half": (
-    "Then {p} gives a friend half of the {o}.",
-  ),
-  "transfer": (
-    "Later {q} gets {n} of the {o} from {p}.",
-  ),
-  "more": (
-    "{p} gets {n} more {o} than {q}.",
-  ),
-  "fewer": (
-    "{p} gets {n} fewer {o} than {q}.",
-  ),
-  "as_many": (
-    "{p} has {k} times the {o} of {q}.",
-  ),
-  "distractor": (
-    "Then {p} also finds {n} {x}.",
-  ),
-  "now": (
-    "Now, how many {o} does {p} have?",
-  ),
-  "goal": (
-    "How many more {o} does {p} need if {p} wants {n}?",
-  ),
-  "share": (
-    "How many {o} does each get if {k} friends share the {o} of {p}?",
-  ),
-  "price": (
-    "How many coins does {p} get if {p} sells each of the {o} for {k} coins?",
-  ),
-  "both": (
-    "Now how many {o} do {p} and {q} have?",
-  ),
-  "difference": (
-    "In the end, how many more {o} does {p} have than {q}?",
-  ),
-}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -267,186 +58,24 @@ class WordProblemsConfig:
       )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Chain:
-  """How one person's number came about.
-
-  Attributes:
-    person: whose.
-    value: things the person has in the end.
-    lines: one equation a step, such as "12+7=19".
-  """
-
-  person: str
-  value: int
-  lines: tuple[str, ...] = ()
-
-  def then(self, operator: str, operand: int) -> Chain:
-    """Returns the chain one step longer; division must leave no rest."""
-    value = {
-      "+": self.value + operand,
-      "-": self.value - operand,
-      "*": self.value * operand,
-      "/": self.value // operand,
-    }[operator]
-    line = f"{self.value}{operator}{operand}={value}"
-    return Chain(person=self.person, value=value, lines=(*self.lines, line))
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Context:
-  """What was told, and what is true after it.
-
-  Attributes:
-    kind: "story" (one person), "trade" (two who give to each other), "people" (each compared with
-      the one before).
-    text: the sentences.
-    thing: what is counted.
-    chains: by person, in order of appearance; all lines that the person's number needs.
-  """
-
-  kind: str
-  text: str
-  thing: str
-  chains: tuple[Chain, ...]
-
-
-class _Teller:
-  """Says things in the forms of a split, and sometimes something that does not matter."""
-
-  def __init__(self, config: WordProblemsConfig, split: str, draws: Draws):
-    scale = HELDOUT_SCALE if split == "heldout" else 1.0
-    self.split = split
-    self.draws = draws
-    self.max_operand = int(config.max_operand * scale)
-    self.max_total = int(config.max_total * scale)
-    self.max_boxed = int(9 * scale)
-    self.names = draws.sample(NAMES, len(NAMES))
-    self.things = draws.sample(OBJECTS, len(OBJECTS))
+class _UnseenTeller(Teller):
+  """Says the sentences of "heldout"."""
 
   def say(self, what: str, **words: object) -> str:
-    return self.draws.choice(self._forms(what)).format(o=self.things[0], **words)
-
-  def ask(self, what: str, **words: object) -> str:
-    forms = HELDOUT_FORMS[what] if self.split == "heldout" else self._forms(what)
-    return self.draws.choice(forms).format(o=self.things[0], **words)
-
-  def _forms(self, what: str) -> tuple[str, ...]:
-    if self.split == "heldout" and self.draws.chance(UNSEEN_RATE):
-      return HELDOUT_FORMS[what]
-    return TRAIN_FORMS[what]
-
-  def distract(self, person: str) -> list[str]:
-    if not self.draws.chance(DISTRACTOR_RATE):
-      return []
-    number = self.draws.between(2, self.max_operand)
-    return [self.say("distractor", p=person, q=self.names[-1], x=self.things[1], n=number)]
-
-  def num_events(self) -> tuple[int, bool]:
-    """Returns (events, whether the context is a long one): 1 + geometric, cut at `MAX_STEPS`."""
-    is_long = self.draws.chance(LONG_RATE)
-    mean = LONG_MEAN_STEPS if is_long else MEAN_STEPS
-    events = 1
-    while events < MAX_STEPS and self.draws.chance(1.0 - 1.0 / mean):
-      events += 1
-    return events, is_long
-
-  def start(self, person: str, *, may_box: bool) -> tuple[str, Chain]:
-    if may_box and self.draws.chance(0.15):
-      boxes, each = self.draws.between(2, 4), self.draws.between(2, self.max_boxed)
-      chain = Chain(person=person, value=boxes).then("*", each)
-      return self.say("boxes", p=person, k=boxes, n=each), chain
-    number = self.draws.between(4, self.max_operand)
-    return self.say("start", p=person, n=number), Chain(person=person, value=number)
-
-  def change(self, chain: Chain, most_steps: int, repeat_rate: float) -> tuple[str, Chain]:
-    """Returns a sentence and the chain after it, 1 to `most_steps` steps longer."""
-    person, value = chain.person, chain.value
-    if self.draws.chance(SCALE_RATE):
-      times = self.draws.between(2, 3)
-      if value * times <= self.max_total and self.draws.chance(0.5):
-        return self.say("times", p=person, k=times), chain.then("*", times)
-      if value >= 4 and value % 2 == 0:
-        return self.say("half", p=person), chain.then("/", 2)
-    # The fuller a hand, the likelier it gives: values stay inside 1..max_total.
-    is_gain = value < 6 or self.draws.below(self.max_total) >= value
-    room = self.max_total - value if is_gain else value - 1
-    repeats = 1
-    if most_steps >= 2 and self.draws.chance(repeat_rate):
-      repeats = min(self.draws.between(2, min(MAX_REPEATS, most_steps)), max(1, room // 2))
-    if repeats == 1:
-      number = self.draws.between(min(2, room), min(self.max_operand, room))
-      sentence = self.say("gain" if is_gain else "loss", p=person, n=number)
-    else:
-      number = self.draws.between(2, min(9, room // repeats))
-      sentence = self.say("gain_daily" if is_gain else "loss_daily", p=person, n=number, k=repeats)
-    for _ in range(repeats):
-      chain = chain.then("+" if is_gain else "-", number)
-    return sentence, chain
+    self.draws.chance(UNSEEN_RATE)
+    return super().say(what, **words)
 
 
-def _story(teller: _Teller, events: int, is_long: bool) -> Context:
-  """One person, one thing after another."""
-  repeat_rate = LONG_REPEAT_RATE if is_long else REPEAT_RATE
-  person = teller.names[0]
-  sentence, chain = teller.start(person, may_box=True)
-  sentences = [sentence, *teller.distract(person)]
-  while len(chain.lines) < events:
-    sentence, chain = teller.change(chain, events - len(chain.lines), repeat_rate)
-    sentences += [sentence, *teller.distract(person)]
-  return Context(kind="story", text=" ".join(sentences), thing=teller.things[0], chains=(chain,))
-
-
-def _trade(teller: _Teller, events: int, is_long: bool) -> Context:
-  """Two people who buy, lose and give to each other; each knows of about half of the events."""
-  repeat_rate = LONG_REPEAT_RATE if is_long else REPEAT_RATE
-  sentences, chains = [], []
-  for person in teller.names[:2]:
-    sentence, chain = teller.start(person, may_box=False)
-    sentences.append(sentence)
-    chains.append(chain)
-  num_events = 0
-  while num_events < events:
-    actor = teller.draws.below(2)
-    giver, taker = chains[actor], chains[1 - actor]
-    room = min(giver.value - 1, teller.max_total - taker.value, teller.max_operand)
-    if room >= 2 and teller.draws.chance(0.4):
-      number = teller.draws.between(2, room)
-      sentences.append(teller.say("transfer", p=giver.person, q=taker.person, n=number))
-      chains[actor], chains[1 - actor] = giver.then("-", number), taker.then("+", number)
-      num_events += 1
-    else:
-      sentence, chains[actor] = teller.change(giver, events - num_events, repeat_rate)
-      sentences.append(sentence)
-      num_events += len(chains[actor].lines) - len(giver.lines)
-    sentences += teller.distract(giver.person)
-  return Context(
-    kind="trade", text=" ".join(sentences), thing=teller.things[0], chains=tuple(chains)
-  )
-
-
-def _people(teller: _Teller, events: int) -> Context:
-  """A row of people, each compared with the one before."""
-  sentence, chain = teller.start(teller.names[0], may_box=False)
-  sentences, chains = [sentence], [chain]
-  for person in teller.names[1 : events + 1]:
-    before = chains[-1]
-    words = dict(p=person, q=before.person)
-    longer = dataclasses.replace(before, person=person)
-    times = teller.draws.between(2, 3)
-    if teller.draws.chance(0.15) and before.value * times <= teller.max_total:
-      sentence, chain = teller.say("as_many", k=times, **words), longer.then("*", times)
-    elif before.value < 6 or teller.draws.below(teller.max_total) >= before.value:
-      room = min(teller.max_operand, teller.max_total - before.value)
-      number = teller.draws.between(min(2, room), room)
-      sentence, chain = teller.say("more", n=number, **words), longer.then("+", number)
-    else:
-      number = teller.draws.between(2, min(teller.max_operand, before.value - 1))
-      sentence, chain = teller.say("fewer", n=number, **words), longer.then("-", number)
-    sentences += [sentence, *teller.distract(person)]
-    chains.append(chain)
-  return Context(
-    kind="people", text=" ".join(sentences), thing=teller.things[0], chains=tuple(chains)
+def _teller(config: WordProblemsConfig, split: str, draws: Draws) -> Teller:
+  """Returns the teller of a split."""
+  is_heldout = split == "heldout"
+  scale = HELDOUT_SCALE if is_heldout else 1.0
+  return (_UnseenTeller if is_heldout else Teller)(
+    draws,
+    forms=stories.HELDOUT_FORMS if is_heldout else stories.TRAIN_FORMS,
+    max_operand=int(config.max_operand * scale),
+    max_total=int(config.max_total * scale),
+    max_boxed=int(9 * scale),
   )
 
 
@@ -464,7 +93,7 @@ def _joined(first: Chain, second: Chain, operator: str) -> Chain:
 
 
 def _question(
-  teller: _Teller, context: Context, number: int, order: Draws
+  teller: Teller, context: Context, number: int, order: Draws
 ) -> tuple[str, tuple[str, ...], Fraction]:
   """Returns (question, solution lines, answer) of question `number` of the context.
 
@@ -550,15 +179,15 @@ class WordProblems:
     return answers.number_verdict(problem, text)
 
   def _problem(self, split: str, context_index: int, number: int) -> Problem:
-    teller = _Teller(self.config, split, Draws(self.name, split, context_index))
+    teller = _teller(self.config, split, Draws(self.name, split, context_index))
     events, is_long = teller.num_events()
     kind = teller.draws.below(STORY_WEIGHT + TRADE_WEIGHT + PEOPLE_WEIGHT)
     if kind < TRADE_WEIGHT:
-      context = _trade(teller, min(events + 1, MAX_STEPS), is_long)
-    elif kind < TRADE_WEIGHT + PEOPLE_WEIGHT and events < MAX_PEOPLE:
-      context = _people(teller, events)
+      context = stories.trade(teller, min(events + 1, stories.MAX_STEPS), is_long)
+    elif kind < TRADE_WEIGHT + PEOPLE_WEIGHT and events < stories.MAX_PEOPLE:
+      context = stories.people(teller, events)
     else:
-      context = _story(teller, events, is_long)
+      context = stories.story(teller, events, is_long)
     teller.draws = Draws(self.name, split, context_index, number)
     order = Draws(self.name, split, context_index, "order")
     question, lines, answer = _question(teller, context, number, order)

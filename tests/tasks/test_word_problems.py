@@ -14,7 +14,7 @@ import hypothesis
 from hypothesis import strategies as st
 import pytest
 
-from seerjax.tasks import answers, word_problems
+from seerjax.tasks import answers, stories, word_problems
 from seerjax.types import Problem
 
 TASK = word_problems.WordProblems()
@@ -75,7 +75,7 @@ def test_a_story_told_by_hand():
     problem = TASK.problem("train", index)
     words = set(re.findall(r"\w+", problem.context))
     if words & {"boxes", "times", "half", "day", "days", "years"} or any(
-      len(words & {*of}) > 1 for of in (word_problems.NAMES, word_problems.OBJECTS)
+      len(words & {*of}) > 1 for of in (stories.NAMES, stories.OBJECTS)
     ):
       continue
     num_told += 1
@@ -104,9 +104,9 @@ def test_context_and_question_make_the_prompt_and_contexts_are_shared():
 def test_all_kinds_of_questions_are_asked_in_every_split():
   kinds = ("now", "goal", "share", "price", "both", "difference")
   for split, forms in (
-    ("pretrain", word_problems.TRAIN_FORMS),
-    ("train", word_problems.TRAIN_FORMS),
-    ("heldout", word_problems.HELDOUT_FORMS),
+    ("pretrain", stories.TRAIN_FORMS),
+    ("train", stories.TRAIN_FORMS),
+    ("heldout", stories.HELDOUT_FORMS),
   ):
     found = collections.Counter(
       kind
@@ -119,7 +119,7 @@ def test_all_kinds_of_questions_are_asked_in_every_split():
 
 
 def test_heldout_forms_are_unseen_but_made_of_seen_words():
-  train, heldout = word_problems.TRAIN_FORMS, word_problems.HELDOUT_FORMS
+  train, heldout = stories.TRAIN_FORMS, stories.HELDOUT_FORMS
   assert train.keys() == heldout.keys()
   train_patterns = [as_pattern(form) for forms in train.values() for form in forms]
   example = dict(p="Ana", q="Ben", o="pens", x="cups", n=12, k=3)
@@ -151,7 +151,7 @@ def test_lengths_have_a_long_tail_and_belong_to_the_context():
   steps = sorted(problem.num_steps for problem in problems("train", 1000))
   assert 2 <= steps[500] <= 4
   assert steps[980] >= 3.5 * steps[500]
-  assert 20 <= steps[-1] <= word_problems.MAX_STEPS + 4
+  assert 20 <= steps[-1] <= stories.MAX_STEPS + 4
   groups = [[p.num_steps for p in TASK.questions("train", i)] for i in range(300)]
   mean = sum(map(sum, groups)) / (3 * len(groups))
   between = sum((sum(g) / 3 - mean) ** 2 for g in groups) / len(groups)
@@ -174,7 +174,7 @@ def test_knobs_at_their_limits_make_sound_problems(split):
     for index in range(40):
       for problem in task.questions(split, index):
         assert task.verdict(problem, problem.solution).correct
-        assert problem.num_steps <= 2 * word_problems.MAX_STEPS + 2
+        assert problem.num_steps <= 2 * stories.MAX_STEPS + 2
         # Nobody is ever left with nothing or less; only a difference may be 0.
         assert "=0\n" not in problem.solution.rpartition("\n")[0]
         assert "=-" not in problem.solution

@@ -1,0 +1,75 @@
+"""Equations that a text states, each computed again, exactly.
+
+  "Ana has 12+7=19 pens, 19 * 2 = 40 in all."   12+7=19 is true, 19 * 2 = 40 is false
+
+An equation has digits on both sides of its "=" and a sign between two numbers at its left. Numbers
+may have decimals, groups of three ("1,200") and a dollar sign; * / + - and their typographic forms
+have the usual order. A decimal answer is not rounded: 1/3=0.33 is false.
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+import re
+from typing import NamedTuple
+
+from seerjax.tasks import answers
+
+MAX_TERMS = 16  # Of one side; what has more is read from its last ones on.
+
+_NUMBER = r"\$?[0-9]{1,40}(?:,[0-9]{3})*(?:\.[0-9]{1,40})?"
+_SIGN = r"[-+*/\u00d7\u00f7\u2212]"
+_EQUATION = re.compile(
+  rf"(?<![\w.,$])({_NUMBER}(?:[ ]?{_SIGN}[ ]?{_NUMBER}){{1,{MAX_TERMS}}})[ ]?=[ ]?"
+  rf"([-\u2212]?{_NUMBER}(?:{_SIGN}{_NUMBER}){{0,{MAX_TERMS}}})(?![\w%])",
+  re.ASCII,
+)
+_PARTS = re.compile(rf"{_NUMBER}|{_SIGN}", re.ASCII)
+_PLAIN = str.maketrans({"\u00d7": "*", "\u00f7": "/", "\u2212": "-", "$": None, ",": None})
+
+
+class Equation(NamedTuple):
+  """One equation of a text.
+
+  Attributes:
+    text: as it stands there.
+    is_true: whether both sides are one number; a division by zero is none.
+  """
+
+  text: str
+  is_true: bool
+
+
+def stated(text: str) -> tuple[Equation, ...]:
+  """Returns the equations of a text in their order; never raises."""
+  found = []
+  for match in _EQUATION.finditer(text):
+    left, right = (_value(side.translate(_PLAIN)) for side in match.groups())
+    found.append(Equation(match[0], left is not None and left == right))
+  return tuple(found)
+
+
+def false_ones(text: str) -> tuple[str, ...]:
+  """Returns the false equations of a text."""
+  return tuple(equation.text for equation in stated(text) if not equation.is_true)
+
+
+def _value(side: str) -> Fraction | None:
+  """Returns what a side is, None where it divides by zero or a number is too long."""
+  terms, sign = [Fraction(0)], "+"
+  if side.startswith("-"):
+    side, sign = side[1:], "-"
+  for part in _PARTS.findall(side):
+    if part in "+-*/":
+      sign = part
+      continue
+    number = answers.read_number(part)
+    if number is None or (sign == "/" and number == 0):
+      return None
+    if sign == "*":
+      terms[-1] *= number
+    elif sign == "/":
+      terms[-1] /= number
+    else:
+      terms.append(number if sign == "+" else -number)
+  return sum(terms, Fraction(0))
