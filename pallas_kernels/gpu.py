@@ -10,7 +10,7 @@ Source: https://docs.jax.dev/en/latest/pallas/gpu/reference.html.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 import contextlib
 import dataclasses
 import math
@@ -100,6 +100,40 @@ def shared_memory_reason(scratch: Scratch, change: str) -> str | None:
     f"got {needed} bytes of shared memory, expected at most {SHARED_MEMORY_LIMIT_BYTES};"
     f" make {change} smaller"
   )
+
+
+def deepest_ring(scratch: Callable[[int], Scratch], most: int) -> int:
+  """Returns the most stages, up to `most`, whose scratch fits a block; 2 where three do not."""
+  for stages in range(most, 2, -1):
+    if shared_memory_bytes(scratch(stages)) <= SHARED_MEMORY_LIMIT_BYTES:
+      return stages
+  return 2
+
+
+def check_config(
+  config: Any, choices: Mapping[str, Sequence[Any]], least: Mapping[str, int]
+) -> None:
+  """Refuses a kernel's Config whose fields are none of their choices, or less than they may be.
+
+  Raises:
+    ValueError: that names the field, what it holds and what it may.
+  """
+  for name, allowed in choices.items():
+    if getattr(config, name) not in allowed:
+      raise ValueError(f"got {name}={getattr(config, name)}; expected one of {allowed}.")
+  for name, smallest in least.items():
+    if getattr(config, name) < smallest:
+      raise ValueError(f"got {name}={getattr(config, name)}; expected at least {smallest}.")
+
+
+def refuse(kernel: str, reason: str | None) -> None:
+  """Raises the sentence that says why a kernel cannot run, where there is one.
+
+  Raises:
+    NotImplementedError: the kernel's name, and the reason.
+  """
+  if reason is not None:
+    raise NotImplementedError(f"{kernel}: {reason}.")
 
 
 def device_reason(interpret: bool) -> str | None:

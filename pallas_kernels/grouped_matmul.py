@@ -40,7 +40,7 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
-from pallas_kernels import matmul
+from pallas_kernels import gpu, matmul
 from pallas_kernels.matmul_tiles import WGMMA_ROWS, Groups
 
 # Rows that dw adds at once, after which each group's part of the contraction is rounded up.
@@ -150,16 +150,10 @@ def grouped_matmul(
     NotImplementedError: `is_supported` gives a reason; the message is that reason.
   """
   reason = is_supported(
-    x,
-    group_sizes,
-    w,
-    transposed=transposed,
-    out_dtype=out_dtype,
-    config=config,
+    x, group_sizes, w, transposed=transposed, out_dtype=out_dtype, config=config,
     interpret=interpret,
-  )
-  if reason is not None:
-    raise NotImplementedError(f"grouped_matmul: {reason}.")
+  )  # fmt: skip
+  gpu.refuse("grouped_matmul", reason)
   dtype = jnp.dtype(out_dtype or x.dtype).name
   return _grouped_matmul(x, group_sizes, w, transposed, dtype, config, interpret)
 

@@ -97,8 +97,7 @@ def add_partials(
     NotImplementedError: `is_supported` gives a reason; the message is that reason.
   """
   reason = is_supported(partials, stream, out_dtype=out_dtype, interpret=interpret)
-  if reason is not None:
-    raise NotImplementedError(f"add_partials: {reason}.")
+  gpu.refuse("add_partials", reason)
   return _add_partials(partials, stream, jnp.dtype(out_dtype).name, interpret)
 
 

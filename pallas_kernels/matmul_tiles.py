@@ -101,10 +101,7 @@ class Plan:
   @property
   def stages(self) -> int:
     """The deepest ring that fits."""
-    for stages in range(self.max_stages, 2, -1):
-      if gpu.shared_memory_bytes(self.scratch(stages)) <= gpu.SHARED_MEMORY_LIMIT_BYTES:
-        return stages
-    return 2
+    return gpu.deepest_ring(self.scratch, self.max_stages)
 
   @property
   def shared_memory_bytes(self) -> int:

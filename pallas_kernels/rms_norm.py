@@ -80,9 +80,7 @@ class Config:
   def __post_init__(self) -> None:
     if self.padding < 1024 or self.padding % 1024:
       raise ValueError(f"got padding={self.padding}; expected a positive multiple of 1024.")
-    for name in ("chunk_rows", "blocks_per_multiprocessor"):
-      if getattr(self, name) < 1:
-        raise ValueError(f"got {name}={getattr(self, name)}; expected at least 1.")
+    gpu.check_config(self, {}, {"chunk_rows": 1, "blocks_per_multiprocessor": 1})
 
   def scratch(self, features: int, dtype: Any, num_inputs: int, num_outputs: int) -> gpu.Scratch:
     """Returns what one block allocates for rows of `features`."""
@@ -169,7 +167,7 @@ def rms_norm(
   Raises:
     NotImplementedError: `is_supported` gives a reason; the message is that reason.
   """
-  _refuse(is_supported(x, scale, config=config, interpret=interpret))
+  gpu.refuse("rms_norm", is_supported(x, scale, config=config, interpret=interpret))
   if is_narrow(x.shape[1]):
     return _norm_each((x,), (scale,), eps, config, interpret)[0]
   return _norm(x, scale, None, eps, config, interpret)[0]
@@ -203,10 +201,11 @@ def rms_norm_each(
     raise ValueError(f"got {len(arrays)} arrays and {len(scales)} scales; expected one an array.")
   kinds = sorted({f"{x.dtype}[..., {x.shape[-1]}]" for x in arrays})
   if len(kinds) > 1:
-    _refuse(f"got arrays {' and '.join(kinds)}, expected one dtype and one number of features")
+    reason = f"got arrays {' and '.join(kinds)}, expected one dtype and one number of features"
+    gpu.refuse("rms_norm", reason)
   rows = tuple(x.reshape(-1, x.shape[-1]) for x in arrays)
   for x, scale in zip(rows, scales):
-    _refuse(is_supported(x, scale, config=config, interpret=interpret))
+    gpu.refuse("rms_norm", is_supported(x, scale, config=config, interpret=interpret))
   if rows and is_narrow(rows[0].shape[1]):
     normed = _norm_each(rows, tuple(scales), eps, config, interpret)
   else:
@@ -227,16 +226,11 @@ def add_rms_norm(
 
   Arguments and refusals are those of `rms_norm`; `residual` has x's shape and dtype.
   """
-  _refuse(is_supported(x, scale, residual, config=config, interpret=interpret))
+  gpu.refuse("rms_norm", is_supported(x, scale, residual, config=config, interpret=interpret))
   if is_narrow(x.shape[1]):
     total = x + residual
     return _norm_each((total,), (scale,), eps, config, interpret)[0], total
   return _norm(x, scale, residual, eps, config, interpret)
-
-
-def _refuse(reason: str | None) -> None:
-  if reason is not None:
-    raise NotImplementedError(f"rms_norm: {reason}.")
 
 
 def padded_view(features: int, padding: int) -> tuple[int, int]:

@@ -210,8 +210,7 @@ def attention(
   reason = is_supported(
     q, k_pages, v_pages, segments, window=window, sinks=sinks, config=config, interpret=interpret
   )
-  if reason is not None:
-    raise NotImplementedError(f"attention: {reason}.")
+  gpu.refuse("attention", reason)
   if 0 in (q.size, segments.page_table.size):
     return jnp.zeros_like(q)
   mode = layout.mode_of(

@@ -99,3 +99,29 @@ def test_a_race_is_found_and_leaves_no_trace():
   with pytest.raises(Exception, match="race"):
     jax.block_until_ready(copy_through({}, wait=False, interpret=True)(x))
   assert (copy_through({}, interpret=True)(x) == x).all()
+
+
+def test_a_ring_is_as_deep_as_shared_memory_allows():
+  ring = lambda stages: {"x": gpu.Buffer((stages, 1 << 15), jnp.float32)}  # 128 KiB a stage.
+  small = lambda stages: {"x": gpu.Buffer((stages, 1 << 13), jnp.float32)}  # 32 KiB.
+  assert gpu.deepest_ring(ring, 8) == 2  # Refused later, in a sentence.
+  assert gpu.deepest_ring(small, 8) == 7
+  assert gpu.deepest_ring(small, 5) == 5
+
+
+def test_fields_that_cannot_work_are_refused():
+  config = gpu.Barriers(num_arrivals=3, num_barriers=0)
+  gpu.check_config(config, {"num_arrivals": (1, 3)}, {"num_barriers": 0})
+  with pytest.raises(ValueError) as refused:
+    gpu.check_config(config, {"num_arrivals": (1, 2)}, {})
+  assert str(refused.value) == "got num_arrivals=3; expected one of (1, 2)."
+  with pytest.raises(ValueError) as refused:
+    gpu.check_config(config, {}, {"num_barriers": 1})
+  assert str(refused.value) == "got num_barriers=0; expected at least 1."
+
+
+def test_a_reason_is_raised_with_the_kernels_name():
+  gpu.refuse("matmul", None)
+  with pytest.raises(NotImplementedError) as refused:
+    gpu.refuse("matmul", "got x, expected y; do z")
+  assert str(refused.value) == "matmul: got x, expected y; do z."

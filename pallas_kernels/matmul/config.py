@@ -1,0 +1,123 @@
+"""What a caller of `matmul` chooses, and the tiles that follow from it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+
+from pallas_kernels import gpu
+from pallas_kernels.matmul_tiles import Plan
+
+# Shared memory is laid out in tiles of 8 rows x 64 bfloat16, and TMA copies whole ones: n and k are
+# multiples of 64; of more than 8 tokens, up to 7 rows of zeros are added.
+MULTIPLE = 64
+ROW_MULTIPLE = 8
+# A weight of at most so many columns has narrow tiles, so that its slabs fill more of the machine.
+NARROW_COLUMNS = 1024
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+  """The reduction, and how it is spread over the machine.
+
+  Attributes:
+    block_k: contract. Elements of the contraction that are copied, then added, at once.
+    shards: contract. Equal parts of the contraction, added as one tree: 1, 2, 4 or 8.
+    swapped_rows: contract, and tuning once a GPU has shown that both orientations, and every width
+      of the swapped one, give the same bits. Up to so many tokens take the swapped one; 0, the
+      default, for never: then no instruction follows m.
+    block_m: tuning. Tokens of a tall tile: 64 for each of its warpgroups.
+    block_n: tuning. Columns of a tall tile; halved for a pair and where parts are added, at most
+      128 for a weight (or a slab) of at most 1,024 columns. It follows no number of rows.
+    swapped_block_n: tuning. Columns of a swapped tile: 64 for each of its warpgroups.
+    max_stages: tuning. Depth of the ring, where shared memory allows it.
+    snake_width: tuning. Tiles along n that are walked together, so that L2 serves them; of these
+      the largest divisor that it shares with their number.
+    mode: tuning. "sequential", "parallel", or "auto": parallel where a product of several parts has
+      tiles for fewer than a third of the multiprocessors (and no bias). Both give the same bits.
+  """
+
+  block_k: int = 64
+  shards: int = 1
+  swapped_rows: int = 0
+  block_m: int = 128
+  block_n: int = 256
+  swapped_block_n: int = 64
+  max_stages: int = 8
+  snake_width: int = 8
+  mode: str = "auto"
+
+  def __post_init__(self) -> None:
+    choices = {
+      "block_k": (64, 128),
+      "shards": (1, 2, 4, 8),
+      "swapped_rows": (0, 8, 16, 32, 64),
+      "block_m": (64, 128),
+      "block_n": (128, 256),
+      "swapped_block_n": (64, 128),
+      "mode": ("auto", "sequential", "parallel"),
+    }
+    gpu.check_config(self, choices, {"max_stages": 2, "snake_width": 1})
+
+  def shared_memory_bytes(
+    self, num_rows: int, *, pair: bool = False, residual: bool = False
+  ) -> int:
+    """Returns what a block takes for that many tokens."""
+    return plan(
+      self, num_rows, pair=pair, residual_dtype=jnp.bfloat16 if residual else None
+    ).shared_memory_bytes
+
+
+def plan(
+  config: Config,
+  num_rows: int,
+  *,
+  columns: int | None = None,
+  pair: bool = False,
+  joined: bool = False,
+  slabs: int | None = None,
+  x_k_last: bool = True,
+  w_k_last: bool = False,
+  out_dtype: Any = jnp.bfloat16,
+  residual_dtype: Any = None,
+) -> Plan:
+  """Returns the tiles for that many tokens; the order of no sum depends on them.
+
+  Args:
+    config: see `Config`.
+    num_rows: m.
+    columns: n, where it may make tiles narrow.
+    pair, joined: of `swiglu`, whose weights may be one array.
+    slabs: those that are added; None where they are not, and K is cut into the config's shards.
+    x_k_last, w_k_last, out_dtype, residual_dtype: see `Plan`.
+  """
+  shards = config.shards if slabs is None else slabs
+  # Tokens that are contracted (dw) have no short side: they stay tall.
+  swapped = x_k_last and num_rows <= config.swapped_rows
+  if swapped:
+    block_m = next(size for size in (8, 16, 32, 64) if num_rows <= size)
+    block_n = config.swapped_block_n
+  else:
+    block_m = config.block_m
+    block_n = config.block_n // 2 if pair or shards > 1 else config.block_n
+    if columns is not None and columns <= NARROW_COLUMNS:
+      block_n = min(block_n, 128)
+  return Plan(
+    block_m=block_m,
+    block_n=block_n,
+    block_k=config.block_k,
+    swapped=swapped,
+    num_weights=2 if pair else 1,
+    joined=joined,
+    x_k_last=x_k_last,
+    w_k_last=w_k_last,
+    shards=shards,
+    slabs_summed=slabs is not None,
+    rounds_first=slabs is not None,
+    out_dtype=jnp.dtype(out_dtype),
+    residual_dtype=residual_dtype,
+    max_stages=config.max_stages,
+    snake_width=config.snake_width,
+  )
