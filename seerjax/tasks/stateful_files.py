@@ -1,0 +1,251 @@
+r"""Stateful problems from files of one's own: what is read early, what is asked late.
+
+| a file of                                    | has the keys                                      |
+|----------------------------------------------|---------------------------------------------------|
+| Stateful GSM-Symbolic P1, P2 (JSON lines)    | stateful_gsm_symbolic_context, _question; answer  |
+| Stateful AIME (JSON lines)                   | stateful_aime_context, _question; answer          |
+| GSM-Symbolic, GSM8K (JSON lines)             | question, answer; split before what asks          |
+| GSM-Symbolic's templates (a folder of .json) | question, answer: the instance each was made of   |
+
+Rows with one context are questions about it. The sets are under terms that forbid shipping a split,
+so that none is part of this package. Those of the first two kinds were split at every dot, within
+decimals too: `split_again` makes the cut anew from the whole `question` beside them.
+
+Source: Lin et al. 2025, https://arxiv.org/abs/2504.13171; Mirzadeh et al. 2024,
+https://arxiv.org/abs/2410.05229.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+import dataclasses
+import functools
+import json
+import os
+import pathlib
+import re
+from typing import Any
+
+from seerjax.tasks import answers, gsm8k, jsonl, splits, stateful
+from seerjax.tasks.stateful import StatefulContext
+from seerjax.types import Problem, Verdict
+
+SPLIT = "test"  # A benchmark is measured, not learnt from.
+STATEFUL_KEYS = ("stateful_gsm_symbolic", "stateful_aime")
+SLEEP_INSTRUCTION = (
+  "Questions about this will come later. Work out now whatever may be useful for answering them:"
+  " name every quantity that follows, and compute it."
+)
+
+_END = re.compile(r"[.!?][\"')\]\u2019\u201d]*(?=\s)")
+_NEXT = re.compile(r"\s+[\"'(\[$\\\u2018\u201c]*[A-Z0-9]")
+# What ends with a dot and ends no sentence.
+_TITLES = ("mr", "mrs", "ms", "dr", "st", "vs", "prof", "approx", "e.g", "i.e")
+
+
+def split_question(text: str) -> tuple[str, str]:
+  """Returns (context, question) of a problem: the cut stands before the sentence that asks.
+
+  That is the last sentence with a question mark at its end, with all that follows it; the last
+  sentence where none has one. Dots in decimals and after titles ("Mr. Lee") end no sentence. The
+  context is "" if the first sentence asks.
+  """
+  text = text.strip()
+  starts = [0]
+  for match in _END.finditer(text):
+    word = text[: match.start()].rsplit(None, 1)[-1:]
+    is_title = match[0] == "." and word and word[0].lower().lstrip("(\"'") in _TITLES
+    if not is_title and _NEXT.match(text, match.end()):
+      starts.append(match.end())
+  sentences = [text[a:b].strip() for a, b in zip(starts, [*starts[1:], len(text)], strict=True)]
+  asks = [i for i, s in enumerate(sentences) if s.rstrip("\"')]\u2019\u201d").endswith("?")]
+  start = starts[asks[-1] if asks else -1]
+  return text[:start].strip(), text[start:].strip()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StatefulFile:
+  """The task; see `load`.
+
+  Attributes:
+    read: contexts with their questions, in the order of the file.
+    left_out: a sentence for each row whose first sentence asks, so that nothing comes before it.
+    name: of the task.
+  """
+
+  read: tuple[tuple[StatefulContext, tuple[Problem, ...]], ...]
+  left_out: tuple[str, ...] = ()
+  name: str = "stateful_file"
+
+  def contexts(self, split: str) -> tuple[StatefulContext, ...]:
+    """Returns the contexts of "test", which is all of the file.
+
+    Raises:
+      ValueError: for another split.
+    """
+    if split != SPLIT:
+      raise splits.unknown_split(self.name, split, (SPLIT,))
+    return tuple(context for context, _ in self.read)
+
+  def questions(self, split: str, context: int) -> tuple[Problem, ...]:
+    """Returns the questions about one context."""
+    splits.check_index(self.name, split, context, len(self.contexts(split)))
+    return self.read[context][1]
+
+  def sleep_prompt(self, context: StatefulContext) -> str:
+    """Returns the context and the order to work ahead."""
+    return f"{context.text}\n{SLEEP_INSTRUCTION}"
+
+  def facts(self, context: StatefulContext) -> str:
+    """Returns "": what follows from a context is not known."""
+    return context.facts
+
+  def wake_prompt(self, question: str, context: str = "", rewritten: str = "") -> str:
+    """Returns what is known, the question, and how to answer."""
+    prompt = stateful.joined_prompt(question, context, rewritten, joint="\n")
+    return f"{prompt}\n{gsm8k.INSTRUCTION}"
+
+  def num_problems(self, split: str) -> int:
+    """Returns how many questions there are."""
+    return len(self._problems(split))
+
+  def problem(self, split: str, index: int) -> Problem:
+    """Returns question `index`, in the order of contexts."""
+    splits.check_index(self.name, split, index, self.num_problems(split))
+    return self._problems(split)[index]
+
+  def verdict(self, problem: Problem, text: str) -> Verdict:
+    """Judges as `gsm8k` does: the number after the mark, in a box, or the last one."""
+    value = gsm8k.extract(text)
+    correct = value is not None and value == answers.read_number(problem.answer)
+    return Verdict(
+      reward=float(correct),
+      correct=correct,
+      well_formed=value is not None,
+      answer="" if value is None else answers.number_text(value),
+    )
+
+  def _problems(self, split: str) -> tuple[Problem, ...]:
+    self.contexts(split)
+    return self._all_problems
+
+  @functools.cached_property
+  def _all_problems(self) -> tuple[Problem, ...]:
+    return tuple(problem for _, problems in self.read for problem in problems)
+
+
+def load(path: str | os.PathLike[str], *, split_again: bool = False) -> StatefulFile:
+  """Reads a file of JSON lines, or a folder of GSM-Symbolic's templates.
+
+  Args:
+    path: of the file or folder; see the table above.
+    split_again: whether rows that were split already are split anew, from their `question`.
+
+  Raises:
+    FileNotFoundError: if there is nothing, or no template in the folder.
+    ValueError: naming the file and the line of what cannot be used.
+  """
+  path = pathlib.Path(path)
+  rows = _templates(path) if path.is_dir() else _lines(path)
+  found: dict[str, list[Problem]] = {}
+  left_out = []
+  for where, row in rows:
+    context, question = _parts(where, row, split_again)
+    if not context:
+      left_out.append(f"{where}: got {question[:60]!r}, before which nothing is told; left out.")
+      continue
+    problems = found.setdefault(context, [])
+    problems.append(
+      Problem(
+        problem_id=f"{path.stem}-{len(found) - 1}-{len(problems)}",
+        prompt=f"{context} {question}",
+        context=context,
+        question=question,
+        answer=_answer(where, row),
+        solution=str(row["answer"]),
+      )
+    )
+  if not found:
+    raise ValueError(
+      f"{path}: got no row with a context, expected one at least ({left_out[0]}); choose another"
+      " file."
+    )
+  return StatefulFile(
+    read=tuple(
+      (StatefulContext(context_id=f"{path.stem}-{i}", text=text), tuple(problems))
+      for i, (text, problems) in enumerate(found.items())
+    ),
+    left_out=tuple(left_out),
+    name=path.stem,
+  )
+
+
+def _lines(path: pathlib.Path) -> list[tuple[str, Mapping[str, Any]]]:
+  """Returns (where it stands, row) of each row."""
+  rows = jsonl.read_rows(path, ())
+  numbers = [
+    number
+    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1)
+    if line.strip()
+  ]
+  return [(f"{path}, line {number}", row) for number, row in zip(numbers, rows, strict=True)]
+
+
+def _templates(path: pathlib.Path) -> list[tuple[str, Mapping[str, Any]]]:
+  files = sorted(path.glob("*.json"))
+  if not files:
+    raise FileNotFoundError(
+      f"{path}: got a folder without .json files, expected GSM-Symbolic's templates; name the"
+      " folder 'symbolic', 'p1' or 'p2' itself, or a file of JSON lines."
+    )
+  found: list[tuple[str, Mapping[str, Any]]] = []
+  for file in files:
+    try:
+      row = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+      raise ValueError(
+        f"{file}: got a file that is not JSON ({error}), expected a template; repair or remove it."
+      ) from error
+    if not isinstance(row, dict):
+      raise ValueError(
+        f"{file}: got a JSON {type(row).__name__}, expected an object with 'question' and 'answer';"
+        " repair or remove it."
+      )
+    found.append((str(file), row))
+  return found
+
+
+def _parts(where: str, row: Mapping[str, Any], split_again: bool) -> tuple[str, str]:
+  """Returns (context, question) of a row; the context is "" if a whole question has none."""
+  prefix = next((key for key in STATEFUL_KEYS if f"{key}_context" in row), "")
+  if prefix and not split_again:
+    context, question = (_text(where, row, f"{prefix}_{part}") for part in ("context", "question"))
+    return context, question
+  return split_question(_text(where, row, "question"))
+
+
+def _text(where: str, row: Mapping[str, Any], key: str) -> str:
+  if key not in row:
+    raise ValueError(
+      f"{where}: got the keys {tuple(sorted(row))}, expected {key!r} among them; see"
+      " seerjax.tasks.stateful_files for the files that can be read."
+    )
+  value = row[key]
+  # A context that was split off where there was none is a dot.
+  if not isinstance(value, str) or not value.strip(" .\n\t"):
+    raise ValueError(
+      f"{where}: got {key}={value!r}, expected a text that is not empty; repair or remove that row."
+    )
+  return value.strip()
+
+
+def _answer(where: str, row: Mapping[str, Any]) -> str:
+  written = row.get("answer")
+  is_number = isinstance(written, int) and not isinstance(written, bool)
+  value = gsm8k.extract(str(written)) if is_number or isinstance(written, str) else None
+  if value is None:
+    raise ValueError(
+      f"{where}: got answer={str(written)[-80:]!r}, expected a number, alone or after '####';"
+      " repair or remove that row."
+    )
+  return answers.number_text(value)

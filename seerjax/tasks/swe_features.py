@@ -1,0 +1,360 @@
+"""Which files does a commit modify? Asked of a local git repository, by its own history.
+
+  context    the tree before the commit, and the commits that came before it
+  question   the commit's message
+  answer     the files of that tree that the commit changes or deletes, judged by F1
+
+Nothing of the repository is run: git is called with hooks, pagers, file monitors and signatures
+off, for a limited time and a limited output.
+
+Source: SWE-Features of Lin et al. 2025, https://arxiv.org/abs/2504.13171, section 6.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+import dataclasses
+import functools
+import os
+import pathlib
+import subprocess
+import tempfile
+import threading
+from typing import NamedTuple
+
+from seerjax.tasks import answers, splits, stateful
+from seerjax.tasks.stateful import StatefulContext
+from seerjax.types import Problem, Verdict
+
+SPLIT = "test"
+INSTRUCTION = (
+  f"Which of the files does this change modify? End with a line that says {answers.ANSWER_MARK},"
+  " and then the paths, one a line."
+)
+SLEEP_INSTRUCTION = (
+  "Changes to this repository will be described later, and the files that each modifies asked for."
+  " Work out now what may be useful for that: which file is responsible for what, and which are"
+  " changed together."
+)
+MAX_BYTES = 64 << 20  # Of one git command's output.
+MAX_MESSAGE = 2_000  # Characters of a commit's message.
+_GIT = (
+  "git", "--no-pager", "-c", "core.fsmonitor=false", "-c", "core.hooksPath=/dev/null",
+  "-c", "log.showSignature=false", "-c", "core.quotePath=false",
+)  # fmt: skip
+_EXISTING = "MDT"  # Letters of changes to files that were there: modified, deleted, another type.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SWEConfig:
+  """Which commits are asked about, and what is told.
+
+  Attributes:
+    extensions: of files that count, such as (".py", ".js").
+    under: folder to which tree and commits are restricted; "" for all.
+    min_files: fewest files that a commit modifies.
+    max_files: most; what changes more is mechanical.
+    num_history: earlier commits that are told.
+    num_questions: commits that are asked about one tree, that before the first of them.
+    max_commits: of the history that are read, the newest.
+    max_tree: most files of a tree.
+    timeout_seconds: for one git command.
+  """
+
+  extensions: tuple[str, ...] = (".py", ".js")
+  under: str = ""
+  min_files: int = 3
+  max_files: int = 20
+  num_history: int = 20
+  num_questions: int = 1
+  max_commits: int = 2_000
+  max_tree: int = 5_000
+  timeout_seconds: float = 60.0
+
+  def __post_init__(self):
+    for field in ("min_files", "num_questions", "max_commits", "max_tree"):
+      if vars(self)[field] < 1:
+        raise ValueError(
+          f"SWEConfig.{field}: got {vars(self)[field]}, expected at least 1; raise it."
+        )
+    if self.max_files < self.min_files:
+      raise ValueError(
+        f"SWEConfig.max_files: got {self.max_files}, expected at least min_files ="
+        f" {self.min_files}; raise it."
+      )
+    if self.num_history < 0 or not self.timeout_seconds > 0:
+      raise ValueError(
+        f"SWEConfig: got num_history={self.num_history} and"
+        f" timeout_seconds={self.timeout_seconds}, expected at least 0, and more than 0; raise"
+        " them."
+      )
+
+
+class Commit(NamedTuple):
+  """One commit of the history.
+
+  Attributes:
+    commit_id: 40 or 64 hexadecimal digits.
+    parent: id of its first parent, "" of the first commit.
+    message: without white space around it.
+    files: of the first parent's tree that it changes or deletes, sorted.
+  """
+
+  commit_id: str
+  parent: str
+  message: str
+  files: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SWEFeatures:
+  """The task; see `load`.
+
+  Attributes:
+    path: of the repository.
+    config: which commits are asked about.
+    history: the commits that were read, oldest first, along first parents.
+    blocks: places in `history` of the commits that are asked about one tree.
+    name: of the task.
+  """
+
+  path: pathlib.Path
+  config: SWEConfig
+  history: tuple[Commit, ...]
+  blocks: tuple[tuple[int, ...], ...]
+  name: str = "swe_features"
+
+  def contexts(self, split: str) -> stateful.LazyContexts:
+    """Returns the contexts of "test", oldest first; trees are read when they are asked for.
+
+    Raises:
+      ValueError: for another split.
+    """
+    if split != SPLIT:
+      raise splits.unknown_split(self.name, split, (SPLIT,))
+    return stateful.LazyContexts(self._context, len(self.blocks))
+
+  def questions(self, split: str, context: int) -> tuple[Problem, ...]:
+    """Returns the commits of one context as problems; a commit without files of the tree is out."""
+    splits.check_index(self.name, split, context, len(self.contexts(split)))
+    text, tree = self._context(context).text, set(self._tree(context))
+    found = []
+    for place in self.blocks[context]:
+      commit = self.history[place]
+      files = [file for file in commit.files if file in tree]
+      if files:
+        found.append(
+          Problem(
+            problem_id=commit.commit_id,
+            prompt=f"{text}\n\n{commit.message}",
+            context=text,
+            question=commit.message,
+            answer="\n".join(files),
+          )
+        )
+    return tuple(found)
+
+  def sleep_prompt(self, context: StatefulContext) -> str:
+    """Returns the tree, the earlier commits, and the order to work ahead."""
+    return f"{context.text}\n\n{SLEEP_INSTRUCTION}"
+
+  def facts(self, context: StatefulContext) -> str:
+    """Returns "": what a perfect sleeper would know is not known."""
+    return context.facts
+
+  def wake_prompt(self, question: str, context: str = "", rewritten: str = "") -> str:
+    """Returns what is known, the commit's message, and how to answer."""
+    prompt = stateful.joined_prompt(question, context, rewritten, joint="\n\n")
+    return f"{prompt}\n\n{INSTRUCTION}"
+
+  def verdict(self, problem: Problem, text: str) -> Verdict:
+    """Rewards with F1 of the paths after the last answer mark; never raises."""
+    wanted, named = set(problem.answer.split("\n")), named_files(text)
+    reward = 2 * len(wanted & named) / (len(wanted) + len(named))
+    return Verdict(
+      reward=reward,
+      correct=named == wanted,
+      well_formed=bool(named),
+      answer="\n".join(sorted(named)),
+    )
+
+  def _tree(self, index: int) -> tuple[str, ...]:
+    return _tree_of(self.path, self.config, self.history[self.blocks[index][0]].parent)
+
+  def _context(self, index: int) -> StatefulContext:
+    first = self.blocks[index][0]
+    told = self.history[max(0, first - self.config.num_history) : first]
+    earlier = [
+      f"- {commit.message.partition(chr(10))[0]}: {', '.join(commit.files) or 'other files'}"
+      for commit in told
+    ]
+    parts = ["Files:", *self._tree(index)]
+    if earlier:
+      parts += ["", "Earlier commits, oldest first:", *earlier]
+    return StatefulContext(
+      context_id=f"{self.name}-{self.history[first].parent}", text="\n".join(parts), kind="tree"
+    )
+
+
+def named_files(text: str) -> set[str]:
+  """Returns the paths of an answer: a line each after the last mark, bullets and quotes dropped."""
+  if answers.ANSWER_MARK not in text:
+    return set()
+  lines = text.rpartition(answers.ANSWER_MARK)[2].split("\n")
+  bare = (line.strip().removeprefix("- ").removeprefix("* ").strip(" `'\"") for line in lines)
+  return {line.removeprefix("./") for line in bare if line}
+
+
+def load(path: str | os.PathLike[str], config: SWEConfig = SWEConfig()) -> SWEFeatures:
+  """Reads the history of a repository.
+
+  Args:
+    path: of a git repository, bare or with a work tree.
+    config: which commits are asked about.
+
+  Raises:
+    FileNotFoundError: if there is no such folder, or no git.
+    ValueError: if it is no repository, has too few commits, or no commit that can be asked about.
+    TimeoutError: if git does not end in time.
+  """
+  path = pathlib.Path(path)
+  if not path.is_dir():
+    raise FileNotFoundError(
+      f"{path}: got no such folder, expected a git repository; correct the path."
+    )
+  count = str(config.max_commits)
+  # HEAD of a repository without commits is refused by git itself.
+  listed = _git(path, config, "rev-list", "--first-parent", "--parents", "-n", count, "HEAD", "--")
+  parents = {}
+  for line in listed.decode().splitlines():
+    commit_id, *of = line.split()
+    parents[commit_id] = of[0] if of else ""
+  messages = {}
+  options = ("--first-parent", "-n", count, "-z", "--format=%H%n%B")
+  raw = _git(path, config, "log", *options, "HEAD", "--")
+  for entry in raw.decode(errors="replace").split("\0"):
+    commit_id, _, message = entry.partition("\n")
+    messages[commit_id.strip()] = message.strip()[:MAX_MESSAGE].strip()
+  files = _changed(path, config, parents)
+  history = tuple(
+    Commit(commit_id, parents[commit_id], messages.get(commit_id, ""), files.get(commit_id, ()))
+    for commit_id in reversed(parents)
+  )
+  asked = [
+    place
+    for place, commit in enumerate(history)
+    if config.min_files <= len(commit.files) <= config.max_files and commit.message
+  ]
+  blocks = tuple(
+    tuple(asked[start : start + config.num_questions])
+    for start in range(0, len(asked), config.num_questions)
+  )
+  if not blocks:
+    raise ValueError(
+      f"{path}: got {len(history)} commits, none of which modifies {config.min_files} to"
+      f" {config.max_files} files that end with {' or '.join(config.extensions)}, expected one at"
+      " least; lower SWEConfig.min_files, or name other extensions."
+    )
+  return SWEFeatures(path=path, config=config, history=history, blocks=blocks)
+
+
+def _changed(
+  path: pathlib.Path, config: SWEConfig, parents: dict[str, str]
+) -> dict[str, tuple[str, ...]]:
+  """Returns the files that were there and are changed, by commit, along first parents."""
+  pairs = "".join(f"{commit} {parent}\n" for commit, parent in parents.items() if parent)
+  options = ("-r", "-z", "--no-renames", "--name-status", "--no-ext-diff", "--no-textconv")
+  raw = _git(path, config, "diff-tree", "--stdin", *options, given=pairs.encode())
+  found: dict[str, list[str]] = {}
+  words = iter(raw.decode(errors="replace").split("\0"))
+  commit_id = ""
+  for word in words:
+    word = word.strip("\n")
+    if len(word) > 1:  # A commit; what happened to a file is one letter.
+      commit_id = word.split()[0]
+      found[commit_id] = []
+    elif word:
+      file = next(words)
+      if word in _EXISTING and _counts(config, file):
+        found[commit_id].append(file)
+  return {commit: tuple(sorted(files)) for commit, files in found.items()}
+
+
+def _counts(config: SWEConfig, file: str) -> bool:
+  folder = config.under.strip("/") + "/" if config.under else ""
+  return file.startswith(folder) and file.endswith(config.extensions)
+
+
+@functools.lru_cache(maxsize=8)
+def _tree_of(path: pathlib.Path, config: SWEConfig, commit: str) -> tuple[str, ...]:
+  """Returns the files of a commit's tree that count, sorted."""
+  raw = _git(path, config, "ls-tree", "-r", "-z", "--name-only", commit)
+  files = raw.decode(errors="replace").split("\0")
+  tree = tuple(sorted(file for file in files if _counts(config, file)))
+  if len(tree) > config.max_tree:
+    raise ValueError(
+      f"{path}: got {len(tree)} files in the tree of {commit[:12]}, expected at most max_tree ="
+      f" {config.max_tree}; name a folder with SWEConfig.under, or raise it."
+    )
+  return tree
+
+
+def _git(path: pathlib.Path, config: SWEConfig, *arguments: str, given: bytes = b"") -> bytes:
+  """Returns what a git command writes; refuses what fails, takes too long or writes too much."""
+  return _output(path, [*_GIT, "-C", str(path), *arguments], config.timeout_seconds, given)
+
+
+def _output(
+  path: pathlib.Path, command: Sequence[str], timeout_seconds: float, given: bytes
+) -> bytes:
+  environment = {k: v for k, v in os.environ.items() if not k.startswith("GIT_")}
+  environment |= {
+    "GIT_TERMINAL_PROMPT": "0", "GIT_OPTIONAL_LOCKS": "0", "GIT_NO_LAZY_FETCH": "1", "LC_ALL": "C",
+  }  # fmt: skip
+  with tempfile.TemporaryFile() as questions, tempfile.TemporaryFile() as complaints:
+    questions.write(given)
+    questions.seek(0)
+    try:
+      process = subprocess.Popen(
+        command, stdin=questions, stdout=subprocess.PIPE, stderr=complaints, env=environment
+      )
+    except FileNotFoundError as error:
+      raise FileNotFoundError(
+        f"{path}: got no {command[0]!r} on this machine, expected it on the PATH; install git."
+      ) from error
+    assert process.stdout is not None
+    is_late = threading.Event()
+
+    def end() -> None:
+      is_late.set()
+      process.kill()
+
+    timer = threading.Timer(timeout_seconds, end)
+    timer.start()
+    try:
+      written = process.stdout.read(MAX_BYTES + 1)
+      if len(written) > MAX_BYTES:
+        process.kill()
+      code = process.wait()
+    finally:
+      timer.cancel()
+      process.stdout.close()
+    complaints.seek(0)
+    complaint = complaints.read(400).decode(errors="replace").strip()
+  what = " ".join(word for word in command[len(_GIT) + 2 : len(_GIT) + 3])
+  if is_late.is_set():
+    raise TimeoutError(
+      f"{path}: got no end of 'git {what}' in {timeout_seconds:g} seconds, expected one; raise"
+      " SWEConfig.timeout_seconds, or lower max_commits."
+    )
+  if len(written) > MAX_BYTES:
+    raise ValueError(
+      f"{path}: got more than {MAX_BYTES >> 20} MiB from 'git {what}', expected less; lower"
+      " SWEConfig.max_commits."
+    )
+  if code != 0:
+    raise ValueError(
+      f"{path}: got {complaint[:300]!r} from 'git {what}', expected a repository with commits that"
+      " this user may read; correct the path, or see git's own words."
+    )
+  return written
