@@ -58,6 +58,7 @@ HOST_ONLY = (
   "speculation/group_trees.py",
   "speculation/budget.py",
   "speculation/times.py",
+  "speculation/verification.py",
 )
 HOST_ONLY_IMPORTS = {"numpy", "numba", "seerjax"}
 HOST_ONLY_ROOMS = {"compiled", "types", "rollout", "speculation"}

@@ -1,0 +1,351 @@
+"""Rules that say which drafted tokens hold, as functions of laws and uniforms (numpy alone).
+
+  p[i]  the target's law of the token after i drafted ones     q[i]  the draft's law of token i
+
+  own_sample    y[i] = argmax(log p[i] + Gumbel); drafts hold as far as they equal y
+  rejection     u < p[i](x) / q[i](x), one by one; then max(p - q, 0), normalised
+  block         w[i] = min(w[i - 1] p[i](x) / q[i](x), 1), Z[i] = sum max(w[i] p - q, 0); what
+                counts is the *last* i with u < Z[i] / (Z[i] + 1 - w[i]); then max(w[i] p - q, 0)
+  mss           children of one node in turn, as `rejection`; where one fails, p is what is left
+  gumbel_top_k  children: the top k of log q + the very Gumbel of `own_sample`
+  kl_gate       cuts a draft where KL(p || q) exceeds a threshold, or accepts below it
+
+What is called exact samples the target's law whatever the draft. The engine verifies by
+`own_sample` alone: the text is then a function of p and its noise, while every other rule makes it
+a function of the draft, too. They are here to be measured beside it.
+
+Five ways to get them wrong, each refused here where it can be seen, or shown by a test: `mss` on
+the draft's likeliest tokens as if they were drawn; `block` stopped at the first failure; one
+uniform that both draws a token and accepts it; a token drawn again where it is accepted if equal;
+a gate that throws a whole block away under `rejection`.
+
+Sources: Leviathan 2211.17192 and Chen 2302.01318 (rejection), Sun 2403.10444 (block), Miao
+2305.09781 (mss), Daliri 2408.07978 (shared Gumbel), Holsman 2502.20704 (fuzzy).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+GATES = ("truncate", "block", "fuzzy")
+DRAWN = ("iid", "without_replacement")
+RULES = ("own_sample", "rejection", "block")
+# How far from 1 the chances of a law may add up.
+_TOLERANCE = 1e-6
+
+
+class Outcome(NamedTuple):
+  """What a rule says of a draft.
+
+  Attributes:
+    num_accepted: drafted tokens that hold; of `mss` 1 or 0.
+    token: what follows them, the bonus or the correction; of `mss` the child that holds, if any.
+  """
+
+  num_accepted: int
+  token: int
+
+
+def own_sample(p: np.ndarray, tokens: np.ndarray, uniforms: np.ndarray) -> Outcome:
+  """Returns the outcome by the target's own tokens, of which the draft changes none. Exact.
+
+  Args:
+    p: f64[n + 1, v], the target's laws after the context and after each drafted token.
+    tokens: i64[n], drafted in any way.
+    uniforms: f64[n + 1, v] in (0, 1), the noise of each position.
+
+  Raises:
+    ValueError: for other shapes, or laws that are none.
+  """
+  p, tokens = _laws(p, "own_sample: p"), _tokens(tokens, p, "own_sample")
+  _shape(uniforms, p.shape, "own_sample: uniforms")
+  for place, token in enumerate(tokens):
+    if (sampled := gumbel_top_k(p[place], uniforms[place], 1)[0]) != token:
+      return Outcome(place, sampled)
+  return Outcome(len(tokens), gumbel_top_k(p[-1], uniforms[-1], 1)[0])
+
+
+def gumbel_top_k(law: np.ndarray, uniforms: np.ndarray, k: int) -> tuple[int, ...]:
+  """Returns the k tokens of largest log(law) + Gumbel, the largest first.
+
+  The first is a draw of the law; all of them together one without replacement. With the uniforms
+  that the target samples with, they are the children that its own token is likeliest among.
+
+  Args:
+    law: f64[v].
+    uniforms: f64[v] in (0, 1).
+    k: at most v.
+
+  Raises:
+    ValueError: for another shape, or k outside 1 to v.
+  """
+  _shape(uniforms, np.shape(law), "gumbel_top_k: uniforms")
+  if not 1 <= k <= len(law):
+    raise ValueError(
+      f"gumbel_top_k: got k={k} for {len(law)} tokens, expected 1 to that; ask for fewer children."
+    )
+  # An exponential race: the order of E / p is that of log p + Gumbel, and p may be 0.
+  with np.errstate(divide="ignore"):
+    finish = -np.log(uniforms) / np.asarray(law, np.float64)
+  return tuple(np.argsort(finish, kind="stable")[:k].tolist())
+
+
+def rejection(
+  p: np.ndarray, q: np.ndarray, tokens: np.ndarray, uniforms: np.ndarray
+) -> Outcome:
+  """Returns the outcome by rejection sampling, token by token. Exact if tokens are draws of q.
+
+  Args:
+    p: f64[n + 1, v], the target's laws after the context and after each drafted token.
+    q: f64[n, v], those that the tokens were drawn from; n may depend on the tokens before.
+    tokens: i64[n].
+    uniforms: f64[n + 1] in [0, 1): one for each token, the last for what follows; none of them
+      drew a token.
+
+  Raises:
+    ValueError: for other shapes, laws that are none, or a token that q never draws.
+  """
+  p, q, tokens = _chain(p, q, tokens, uniforms, "rejection")
+  for place, token in enumerate(tokens):
+    if uniforms[place] >= p[place, token] / q[place, token]:
+      return Outcome(place, _draw(np.maximum(p[place] - q[place], 0), p[place], uniforms[-1]))
+  return Outcome(len(tokens), _draw(p[-1], p[-1], uniforms[-1]))
+
+
+def block(p: np.ndarray, q: np.ndarray, tokens: np.ndarray, uniforms: np.ndarray) -> Outcome:
+  """Returns the outcome by block verification, which accepts most of all chains. Exact.
+
+  Arguments and errors are those of `rejection`.
+  """
+  p, q, tokens = _chain(p, q, tokens, uniforms, "block")
+  num, weight = 0, 1.0
+  after = [1.0]  # w[i], of the first i tokens.
+  for place, token in enumerate(tokens):
+    weight = min(weight * p[place, token] / q[place, token], 1.0)
+    after.append(weight)
+    if place + 1 == len(tokens):
+      chance = weight
+    else:
+      left = np.maximum(weight * p[place + 1] - q[place + 1], 0).sum()
+      chance = left / (left + 1 - weight) if left else 0.0
+    if uniforms[place] < chance:
+      num = place + 1  # A later one may hold again.
+  if num == len(tokens):
+    return Outcome(num, _draw(p[-1], p[-1], uniforms[-1]))
+  left = np.maximum(after[num] * p[num] - q[num], 0)
+  return Outcome(num, _draw(left, p[num], uniforms[-1]))
+
+
+def mss(
+  p: np.ndarray, q: np.ndarray, children: np.ndarray, uniforms: np.ndarray, *, drawn: str
+) -> Outcome:
+  """Returns the outcome at one node of a tree by SpecInfer's multi-step sampling. Exact.
+
+  Args:
+    p: f64[v], the target's law.
+    q: f64[v], the draft's.
+    children: i64[k], draws of q, in the order in which they were drawn.
+    uniforms: f64[k + 1] in [0, 1): one for each child, the last for what follows if none holds.
+    drawn: "iid", or "without_replacement": each of q without the children before, normalised.
+
+  Raises:
+    ValueError: for other shapes, laws that are none, children that were not drawn so.
+  """
+  if drawn not in DRAWN:
+    raise ValueError(
+      f"mss: got children drawn as {drawn!r}, expected one of {DRAWN}; the draft's top k are no"
+      " draws of it, and the text would follow another law: verify them by own_sample."
+    )
+  p, q = _laws(p[None], "mss: p")[0], _laws(q[None], "mss: q")[0]
+  children = _tokens(children, np.broadcast_to(p, (len(children) + 1, len(p))), "mss")
+  _shape(q, p.shape, "mss: q")
+  _shape(uniforms, (len(children) + 1,), "mss: uniforms")
+  rest = p
+  for place, child in enumerate(children):
+    if not q[child] > 0:
+      raise ValueError(
+        f"mss: got child {child}, which the draft's law never draws at place {place}, expected"
+        f" draws {drawn}; pass the law that they were drawn from."
+      )
+    if uniforms[place] < rest[child] / q[child]:
+      return Outcome(1, int(child))
+    left = np.maximum(rest - q, 0)
+    if left.sum() > 0:
+      rest = left / left.sum()
+    if drawn == "without_replacement" and place + 1 < len(children):
+      q = np.where(np.arange(len(q)) == child, 0.0, q)
+      q = q / q.sum() if q.sum() > 0 else q
+  return Outcome(0, _draw(rest, p, uniforms[-1]))
+
+
+def divergence(p: np.ndarray, q: np.ndarray) -> np.ndarray:
+  """Returns f64[n], KL(p || q) of each pair of laws f64[n, v] in nats; infinite where q lacks p."""
+  with np.errstate(divide="ignore", invalid="ignore"):
+    parts = np.where(p > 0, p * (np.log(p) - np.log(q)), 0.0)
+  return np.maximum(parts.sum(axis=-1), 0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KlGate:
+  """Decides by KL(target || draft) at each drafted token.
+
+  Attributes:
+    kind: "truncate" drafts no further than the first token whose divergence exceeds the threshold,
+      exact under every rule, since the divergence at a token follows from the tokens before it;
+      "block" throws the whole draft away if any exceeds it, exact under own_sample alone; "fuzzy"
+      accepts up to the first that exceeds it, whatever the rule would say, and is lossy.
+    threshold: nats.
+    rule: that verifies what the gate lets through.
+    learns: whether weights learn from the text.
+  """
+
+  kind: str = "truncate"
+  threshold: float = 0.1
+  rule: str = "own_sample"
+  learns: bool = False
+
+  def __post_init__(self):
+    if self.kind not in GATES or self.rule not in RULES:
+      raise ValueError(
+        f"KlGate: got kind={self.kind!r} and rule={self.rule!r}, expected one of {GATES} and one of"
+        f" {RULES}; choose one."
+      )
+    if not self.threshold >= 0:
+      raise ValueError(
+        f"KlGate.threshold: got {self.threshold}, expected 0 nats or more; 0.1 is usual."
+      )
+    if self.kind == "block" and self.rule != "own_sample":
+      raise ValueError(
+        f"KlGate: got kind='block' with rule={self.rule!r}, expected 'own_sample': a later"
+        " divergence follows from the first drafted token, so that other rules then sample another"
+        " law; use kind='truncate'."
+      )
+    if self.is_lossy and self.learns:
+      raise ValueError(
+        f"KlGate: got kind={self.kind!r}, which is lossy, in a run that learns, expected an exact"
+        f" one: its text is off policy, {self.bound(1):.3g} in total variation a token at most; use"
+        " kind='truncate'."
+      )
+
+  @property
+  def is_lossy(self) -> bool:
+    """Whether the text follows another law than the target's."""
+    return self.kind == "fuzzy"
+
+  def bound(self, num_tokens: int) -> float:
+    """Returns how far in total variation so many tokens may be off, by Pinsker's inequality."""
+    return min(1.0, num_tokens * math.sqrt(self.threshold / 2)) if self.is_lossy else 0.0
+
+  def described(self, num_tokens: int) -> str:
+    """Returns a sentence for people: what this gate does to a text of so many tokens."""
+    if not self.is_lossy:
+      return f"{self.kind} at {self.threshold:g} nats: exact, the text follows the target's law"
+    return (
+      f"fuzzy at {self.threshold:g} nats: lossy, at most {self.bound(1):.3g} in total variation a"
+      f" token and {self.bound(num_tokens):.3g} in {num_tokens} (Pinsker)"
+    )
+
+  def passed(self, p: np.ndarray, q: np.ndarray) -> int:
+    """Returns how many drafted tokens go to the rule; of "fuzzy", how many are accepted.
+
+    Args:
+      p: f64[n + 1, v], as in `rejection`.
+      q: f64[n, v].
+
+    Raises:
+      ValueError: for other shapes, or laws that are none.
+    """
+    p = _laws(p, "KlGate: p")
+    q = _laws(q, "KlGate: q") if len(q) else np.zeros((0, p.shape[1]))
+    _shape(q, (len(p) - 1, p.shape[1]), "KlGate: q")
+    exceeds = np.flatnonzero(divergence(p[:-1], q) > self.threshold)
+    if not len(exceeds):
+      return len(q)
+    return 0 if self.kind == "block" else int(exceeds[0])
+
+
+def fuzzy(
+  p: np.ndarray, q: np.ndarray, tokens: np.ndarray, uniforms: np.ndarray, *, gate: KlGate
+) -> Outcome:
+  """Returns the outcome by a fuzzy gate alone. Lossy: `KlGate.bound` says how much.
+
+  Arguments and errors are those of `rejection`, of which the last uniform is used, and a gate of
+  another kind is refused.
+  """
+  if gate.kind != "fuzzy":
+    raise ValueError(
+      f"fuzzy: got a gate of kind={gate.kind!r}, expected 'fuzzy'; pass what others let through to"
+      " their rule."
+    )
+  p, q, tokens = _chain(p, q, tokens, uniforms, "fuzzy")
+  num = gate.passed(p, q)
+  return Outcome(num, _draw(p[num], p[num], uniforms[-1]))
+
+
+def _draw(weights: np.ndarray, otherwise: np.ndarray, uniform: float) -> int:
+  """Returns a draw by one uniform, of other weights where these are all 0 by rounding."""
+  if not weights.sum() > 0:
+    weights = otherwise
+  edges = np.cumsum(weights)
+  place = int(np.searchsorted(edges, uniform * edges[-1], side="right"))
+  return min(place, int(np.flatnonzero(weights)[-1]))
+
+
+def _chain(
+  p: np.ndarray, q: np.ndarray, tokens: np.ndarray, uniforms: np.ndarray, what: str
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+  p = _laws(p, f"{what}: p")
+  tokens = _tokens(tokens, p, what)
+  q = _laws(q, f"{what}: q") if len(tokens) else np.zeros((0, p.shape[1]))
+  _shape(q, (len(tokens), p.shape[1]), f"{what}: q")
+  _shape(uniforms, (len(p),), f"{what}: uniforms")
+  chances = q[np.arange(len(tokens)), tokens]
+  if not np.all(chances > 0):
+    place = int(np.flatnonzero(~(chances > 0))[0])
+    raise ValueError(
+      f"{what}: got token {tokens[place]} at place {place}, which q never draws, expected draws of"
+      " q; pass the law that the token was drawn from, after temperature and filters."
+    )
+  return p, q, tokens
+
+
+def _laws(laws: np.ndarray, what: str) -> np.ndarray:
+  laws = np.asarray(laws, np.float64)
+  if laws.ndim != 2 or not laws.size:
+    raise ValueError(
+      f"{what}: got shape {laws.shape}, expected [n, v], a law of v tokens for each place; stack"
+      " them."
+    )
+  totals = laws.sum(axis=1)
+  if not np.all(laws >= 0) or not np.all(np.abs(totals - 1) <= _TOLERANCE):
+    raise ValueError(
+      f"{what}: got chances that add up to {totals.min():.6g} to {totals.max():.6g}, the least of"
+      f" them {laws.min():.3g}, expected laws; pass chances, not logits, and no NaN."
+    )
+  return laws
+
+
+def _tokens(tokens: np.ndarray, p: np.ndarray, what: str) -> np.ndarray:
+  tokens = np.asarray(tokens, np.int64)
+  if tokens.ndim != 1 or len(tokens) != len(p) - 1:
+    raise ValueError(
+      f"{what}: got tokens of shape {tokens.shape} for {len(p)} laws of the target, expected"
+      f" {len(p) - 1}: one law more than tokens; pass the law after the last one, too."
+    )
+  if len(tokens) and not 0 <= tokens.min() <= tokens.max() < p.shape[1]:
+    raise ValueError(
+      f"{what}: got tokens {tokens.min()} to {tokens.max()}, expected 0 to {p.shape[1] - 1}; draft"
+      " with the target's vocabulary."
+    )
+  return tokens
+
+
+def _shape(array: np.ndarray, expected: tuple[int, ...], what: str) -> None:
+  if np.shape(array) != expected:
+    raise ValueError(
+      f"{what}: got shape {np.shape(array)}, expected {expected}; see the rule's arguments."
+    )
