@@ -7,9 +7,9 @@ Command: bash launch/gpu_check.sh --part=5
   on a CPU, to see that it goes: python -m experiments.engine_step --dry_run
 Hardware: an H100 or H200; 16 GB of weights and 9 to 20 GB of pages. Numbers: none yet
 
-Every row is a sequence of its own that decodes its next token at the end of `--context` positions;
-weights and keys are random. Steps follow one another, each with the pages of the one before; a time
-is the median of several turns of steps. Launches are counted in the compiled program.
+The step is that of `decoding_step` at the end of `--context` positions; weights are random. Steps
+follow one another, each with the pages of the one before; a time is the median of several turns of
+steps. Launches are counted in the compiled program.
 """
 
 from __future__ import annotations
@@ -25,19 +25,16 @@ from typing import Any
 from absl import app, flags
 import jax
 import jax.numpy as jnp
-import numpy as np
 
+from experiments import decoding_step
 from pallas_kernels import program
 from pallas_kernels.bench import timing
 from seerjax import numerics as numerics_lib
-from seerjax.engine import runner as runner_lib
-from seerjax.models import config as model_config, kv_layout, parameters, presets
+from seerjax.models import config as model_config, parameters, presets
 from seerjax.numerics import NumericsConfig
-from seerjax.ops import rotary, sampling
+from seerjax.ops import rotary
 from seerjax.run import command_line
-from seerjax.types import SamplingParams, TokenBatch
 
-PAGE_SIZE = 64
 TURNS = 5
 # What a dry run steps through: the least that the kernels take.
 SMALL = model_config.TransformerConfig(
@@ -103,47 +100,10 @@ class Timed:
     return f"{text}, {median / bound:.2f} times what a copy of its bytes takes ({bound:.3f} ms)"
 
 
-def decoding(
-  model: model_config.TransformerConfig, rows: int, context: int
-) -> runner_lib.StepInputs:
-  """Returns the inputs of one instance: every row decodes at the end of its own context."""
-  width = -(-context // PAGE_SIZE)
-  row = np.arange(rows, dtype=np.int32)
-  table = 1 + row[:, None] * width + np.arange(width, dtype=np.int32)
-  last = np.full(rows, context - 1, np.int32)
-  # Any: the records are typed as device arrays, and these are made on the host.
-  batch: dict[str, Any] = dict(
-    tokens=row % model.vocab_size,
-    positions=last,
-    slots=table[:, -1] * PAGE_SIZE + last % PAGE_SIZE,
-    num_rows=np.int32(rows),
-    segment_start=row,
-    segment_length=np.ones(rows, np.int32),
-    page_table=table,
-    num_segments=np.int32(rows),
-  )
-  inputs: dict[str, Any] = dict(
-    batch=TokenBatch(**batch),
-    sample_rows=row,
-    sampling=sampling.sampling_rows([SamplingParams(temperature=1.0)] * rows),
-    seeds=row.astype(np.uint32),
-    positions=last + 1,
-    num_samples=np.int32(rows),
-    copies=np.zeros((0, 2), np.int32),  # Copies are another program of the kernels'.
-    num_copies=np.int32(0),
-  )
-  return jax.tree.map(jnp.asarray, runner_lib.StepInputs(**inputs))
-
-
 def random_weights(
   model: model_config.TransformerConfig, numerics: NumericsConfig
 ) -> parameters.Params:
   """Returns weights in the layout and dtype that run, drawn where they lie."""
-  shapes = jax.eval_shape(
-    lambda masters: parameters.compute_params(masters, numerics),
-    parameters.shapes(model, numerics.reduction_shards),
-  )
-
   @functools.partial(jax.jit, static_argnums=1)
   def uniform(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     return jax.random.uniform(key, shape, numerics.dtype, -0.03, 0.03)
@@ -154,7 +114,7 @@ def random_weights(
       return jnp.ones(shape.shape, shape.dtype)
     return uniform(numerics_lib.key(sum(map(ord, name))), shape.shape)
 
-  return jax.tree_util.tree_map_with_path(leaf, shapes)
+  return jax.tree_util.tree_map_with_path(leaf, decoding_step.weights(model, numerics))
 
 
 def timed(
@@ -169,14 +129,11 @@ def timed(
   turns: int,
 ) -> Timed:
   """Compiles the step of so many rows and times turns of so many steps, after one more."""
-  inputs = decoding(model, rows, context)
-  pages = kv_layout.empty_pages(
-    model, numerics, num_pages=1 + rows * -(-context // PAGE_SIZE), page_size=PAGE_SIZE
-  )
+  inputs = jax.tree.map(jnp.asarray, decoding_step.inputs(model, rows, context))
+  num_pages = 1 + rows * decoding_step.pages_of(context)
+  pages = decoding_step.pages(model, numerics, num_pages)
   key = numerics_lib.key(0)
-  step = functools.partial(
-    runner_lib.instance_step, config=model, numerics=numerics, axis=None, is_plain=True
-  )
+  step = decoding_step.program(model, numerics)
   started = time.perf_counter()
   compiled = jax.jit(step, donate_argnums=(1,)).lower(params, pages, inputs, key).compile()
   compile_seconds = time.perf_counter() - started
@@ -222,7 +179,8 @@ def main(argv: list[str]) -> None:
     implementation: Any = args.implementation
     turns = TURNS
     if args.dry_run:
-      model, name, context, steps, turns = SMALL, "a small model (dry run)", PAGE_SIZE, 1, 1
+      model, name, steps, turns = SMALL, "a small model (dry run)", 1, 1
+      context = decoding_step.PAGE_SIZE
       implementation = "pallas_interpreted" if implementation == "pallas" else implementation
     elif args.layers:
       model = dataclasses.replace(model, num_layers=args.layers)

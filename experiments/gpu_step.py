@@ -26,10 +26,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from experiments import decoding_step
 from pallas_kernels import compile_report, program, roofline, sass
 from seerjax import numerics as numerics_lib, types
-from seerjax.engine import runner
-from seerjax.models import config as model_config, kv_layout, parameters, presets
+from seerjax.models import config as model_config, presets
 from seerjax.trainer import step as trainer_step
 
 MODEL = "qwen3-8b"
@@ -39,7 +39,6 @@ ROOFLINE_ROWS = (1, 64, 256)
 TRAIN_ROWS = (64, 1024)
 FLAT_LAYERS = (2, 8, 36)
 CONTEXT = 2048
-PAGE_SIZE = 64
 NUM_PAGES = 2048
 MAX_CONTEXT = 8192
 # What a step may have; see the claim.
@@ -89,96 +88,40 @@ def numerics() -> numerics_lib.NumericsConfig:
   return numerics_lib.NumericsConfig(implementation="pallas", compute_dtype="bfloat16")
 
 
-def shapes(config: model_config.TransformerConfig) -> Any:
-  """Returns the shapes of the weights that a program of that model takes."""
-  masters = parameters.shapes(config, numerics().reduction_shards)
-  return jax.eval_shape(lambda masters: parameters.compute_params(masters, numerics()), masters)
-
-
-def i32(*shape: int) -> Any:
-  return jax.ShapeDtypeStruct(shape, jnp.int32)
-
-
-def f32(*shape: int) -> Any:
-  return jax.ShapeDtypeStruct(shape, jnp.float32)
-
-
-def u32(*shape: int) -> Any:
-  return jax.ShapeDtypeStruct(shape, jnp.uint32)
-
-
-def token_batch(num_rows: int, num_segments: int) -> types.TokenBatch:
-  """Returns the shapes of a step's rows and segments."""
-  segments = i32(num_segments)
-  return types.TokenBatch(
-    tokens=i32(num_rows),
-    positions=i32(num_rows),
-    slots=i32(num_rows),
-    num_rows=i32(),
-    segment_start=segments,
-    segment_length=segments,
-    page_table=i32(num_segments, MAX_CONTEXT // PAGE_SIZE),
-    num_segments=i32(),
-  )
-
-
-def sampling_rows(num_rows: int) -> types.SamplingRows:
-  """Returns the shapes of the rows' sampling parameters, with room for four biases."""
-  rows = f32(num_rows)
-  return types.SamplingRows(
-    temperature=rows,
-    top_k=i32(num_rows),
-    top_p=rows,
-    min_p=rows,
-    bias_ids=i32(num_rows, 4),
-    bias_values=f32(num_rows, 4),
-    low=i32(num_rows),
-    high=i32(num_rows),
-  )
+def shapes_of(tree: Any) -> Any:
+  """Returns the shapes of arrays on the host."""
+  return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
 
 
 def engine_step(num_rows: int, num_layers: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-  """Returns `runner.instance_step` and its arguments' shapes: rows that decode, one a sequence.
-
-  As `Runner.step` has it of a backend that waits for predicates: copies are another program's, and
-  no row is special.
-  """
+  """Returns the step of `decoding_step`, and its arguments' shapes."""
   config = model(num_layers)
-  inputs = runner.StepInputs(
-    batch=token_batch(num_rows, num_rows),
-    sample_rows=i32(num_rows),
-    sampling=sampling_rows(num_rows),
-    seeds=u32(num_rows),
-    positions=i32(num_rows),
-    num_samples=i32(),
-    copies=i32(0, 2),
-    num_copies=i32(),
-  )
-  pages = jax.eval_shape(
-    lambda: kv_layout.empty_pages(config, numerics(), num_pages=NUM_PAGES, page_size=PAGE_SIZE)
-  )
+  inputs = decoding_step.inputs(config, num_rows, CONTEXT, max_context=MAX_CONTEXT)
+  pages = jax.eval_shape(lambda: decoding_step.pages(config, numerics(), NUM_PAGES))
   key = jax.eval_shape(lambda: numerics_lib.key(0))
-
-  def call(params: Any, pages: Any, inputs: Any, key: Any) -> Any:
-    return runner.instance_step(
-      params, pages, inputs, key, config=config, numerics=numerics(), axis=None, is_plain=True
-    )
-
-  return call, (shapes(config), pages, inputs, key)
+  weights = decoding_step.weights(config, numerics())
+  return decoding_step.program(config, numerics()), (weights, pages, shapes_of(inputs), key)
 
 
 def train_step(num_rows: int, num_layers: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
   """Returns the gradient of a micro-batch's scores, and its arguments' shapes."""
   config = model(num_layers)
+  # Rows as those of a step that decodes, in segments of a tile's positions.
+  step = shapes_of(decoding_step.inputs(config, num_rows, CONTEXT, max_context=MAX_CONTEXT))
+  num_segments = -(-num_rows // numerics().query_tile)
+  segments = jax.ShapeDtypeStruct((num_segments,), jnp.int32)
+  table = jax.ShapeDtypeStruct((num_segments, step.batch.page_table.shape[1]), jnp.int32)
   batch = types.TrainBatch(
-    tokens=token_batch(num_rows, -(-num_rows // numerics().query_tile)),
-    targets=i32(num_rows),
+    tokens=step.batch._replace(
+      segment_start=segments, segment_length=segments, page_table=table
+    ),
+    targets=step.positions,
     loss_mask=jax.ShapeDtypeStruct((num_rows,), jnp.bool_),
-    sequence_index=i32(num_rows),
-    advantages=f32(num_rows),
+    sequence_index=step.positions,
+    advantages=step.sampling.temperature,
     behaviour_logprobs=None,
     raw_logprobs=None,
-    sampling=sampling_rows(num_rows),
+    sampling=step.sampling,
   )
 
   def call(params: Any, batch: Any) -> Any:
@@ -188,15 +131,15 @@ def train_step(num_rows: int, num_layers: int) -> tuple[Callable[..., Any], tupl
         batch,
         model=config,
         numerics=numerics(),
-        num_pages=num_rows // PAGE_SIZE + 1,
-        page_size=PAGE_SIZE,
+        num_pages=num_rows // decoding_step.PAGE_SIZE + 1,
+        page_size=decoding_step.PAGE_SIZE,
         is_plain=True,
       )
       return jnp.sum(scores.logprob * batch.advantages)
 
     return jax.grad(loss)(params)
 
-  return call, (shapes(config), batch)
+  return call, (decoding_step.weights(config, numerics()), batch)
 
 
 KINDS = {"engine step": engine_step, "train step": train_step}

@@ -1,4 +1,4 @@
-"""The engine's own step: what a row decodes, how a line reads, and a dry run."""
+"""The engine's own step: how a line reads, and a dry run."""
 
 from __future__ import annotations
 
@@ -6,19 +6,9 @@ import json
 import subprocess
 import sys
 
-import numpy as np
 import pytest
 
 from experiments import engine_step
-
-
-def test_every_row_decodes_at_the_end_of_a_context_of_its_own():
-  inputs = engine_step.decoding(engine_step.SMALL, 3, 100)
-  assert inputs.batch.page_table.tolist() == [[1, 2], [3, 4], [5, 6]]
-  np.testing.assert_array_equal(inputs.batch.positions, [99, 99, 99])
-  np.testing.assert_array_equal(inputs.batch.slots, [2 * 64 + 35, 4 * 64 + 35, 6 * 64 + 35])
-  np.testing.assert_array_equal(inputs.positions, [100, 100, 100])
-  np.testing.assert_array_equal(inputs.batch.segment_length, [1, 1, 1])
 
 
 def test_a_line_says_how_far_a_step_is_from_a_copy_of_its_bytes():
