@@ -116,6 +116,7 @@ def gradients() -> Iterator[Case]:
     bench_cases.prefill(QWEN3_8B, 4, 2048),
     bench_cases.prefill(GPT_OSS, 4, 2048),
     bench_cases.norm(QWEN3_8B, 4096),
+    bench_cases.norm_of_heads(QWEN3_8B, 4096),
     bench_cases.experts(QWEN3_30B, "gate", QWEN3_30B.hidden, QWEN3_30B.intermediate, 4096),
   ):
     yield Case(

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 import dataclasses
 import functools
-import importlib
 from typing import Any
 
 import jax
@@ -17,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import attention, gpu, grouped_matmul, matmul, rms_norm, token_logprobs
+from pallas_kernels.bench import stock
 from pallas_kernels.bench.timing import Contestant
 
 # Positions of one page of keys or values.
@@ -120,6 +120,8 @@ def cases() -> Iterator[Case]:
       yield gate_up(model, num_rows)
     for num_rows in NORM_ROWS:
       yield norm(model, num_rows)
+      if model.window is None:  # Models of windows norm no queries and keys.
+        yield norm_of_heads(model, num_rows)
     for num_rows in SCORED_ROWS:
       yield scores(model, num_rows)
     if model.num_experts:
@@ -194,7 +196,7 @@ def product(model: Model, layer: Layer, num_rows: int) -> Case:
       Contestant(CUBLAS, dot, inputs),
       *((ours("matmul, swapped_rows=64", matmul.Config(swapped_rows=64)),) if few else ()),
       # It has no stream to add to.
-      Contestant("Pallas hopper_matmul_mgpu", stock_matmul, whole),
+      Contestant("Pallas hopper_matmul_mgpu", stock.matmul, whole),
       Contestant("torch.mm", of_torch, inputs, is_torch=True),
     ),
     2.0 * (num_rows * k + k * n + num_rows * n * (2 if layer.contracts else 1)),
@@ -228,20 +230,6 @@ def gate_up(model: Model, num_rows: int) -> Case:
   )
 
 
-def stock_matmul(x: jax.Array, w: jax.Array) -> jax.Array:
-  """The Hopper matmul that JAX ships, at a good configuration of its own search."""
-  stock = importlib.import_module("jax.experimental.pallas.ops.gpu.hopper_matmul_mgpu")
-  config = stock.TuningConfig(
-    tile_m=128 if x.shape[0] % 128 == 0 else 64,
-    tile_n=128 if w.shape[1] % 256 == 0 else 64,
-    tile_k=64,
-    max_concurrent_steps=4,
-    grid_minor_dim=stock.MatmulDimension.N,
-    grid_tile_width=8,
-  )
-  return stock.matmul(x, w, None, config)
-
-
 def experts(model: Model, name: str, k: int, n: int, num_rows: int) -> Case:
   """Rows of tokens by their experts; groups are as uneven as chance makes them."""
   rows = num_rows * model.experts_per_row
@@ -255,25 +243,10 @@ def experts(model: Model, name: str, k: int, n: int, num_rows: int) -> Case:
     Contestant("grouped_matmul", grouped_matmul.grouped_matmul, inputs),
     (
       Contestant("jax.lax.ragged_dot", lambda x, s, w: jax.lax.ragged_dot(x, w, s), inputs),
-      Contestant("Pallas ragged_dot_mgpu", stock_ragged_dot, inputs),
+      Contestant("Pallas ragged_dot_mgpu", stock.ragged_dot, inputs),
     ),
     2.0 * (rows * k + weights + rows * n),
     2.0 * rows * k * n,
-  )
-
-
-def stock_ragged_dot(x: jax.Array, sizes: jax.Array, w: jax.Array) -> jax.Array:
-  """The grouped matmul for Hopper that JAX ships."""
-  stock = importlib.import_module("jax.experimental.pallas.ops.gpu.ragged_dot_mgpu")
-  return stock.ragged_dot(
-    x,
-    w,
-    group_sizes=sizes,
-    block_m=128 if x.shape[0] > 64 * w.shape[0] else 64,
-    block_n=128,
-    block_k=64,
-    max_concurrent_steps=4,
-    grid_block_n=2,
   )
 
 
@@ -423,19 +396,12 @@ def prefill(model: Model, sequences: int, context: int) -> Case:
     (
       *_dense_peers(model, sequences, context, context),
       # It stages in float16 whatever it is given.
-      Contestant("Pallas attention_mgpu, float16", stock_attention, half),
+      Contestant("Pallas attention_mgpu, float16", stock.attention, half),
     ),
     _attention_bytes(model, sequences, context, context),
     _attention_operations(model, sequences, context, context),
     PREFILL,
   )
-
-
-def stock_attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-  """The causal attention for Hopper that JAX ships."""
-  stock = importlib.import_module("jax.experimental.pallas.ops.gpu.attention_mgpu")
-  config = stock.TuningConfig(block_q=64, block_kv=128, max_concurrent_steps=2, causal=True)
-  return stock.attention(q, k, v, config)
 
 
 # ----- rms_norm, token_logprobs
@@ -457,6 +423,30 @@ def norm(model: Model, num_rows: int) -> Case:
     ),
     2.0 * (2 * num_rows * model.hidden + model.hidden),
     4.0 * num_rows * model.hidden,
+    NORM if num_rows >= 1024 else None,
+  )
+
+
+def norm_of_heads(model: Model, num_rows: int) -> Case:
+  """Queries and keys of all slabs, each head normed by itself, as the engine calls it."""
+  r, heads = model.slabs, (model.heads, model.kv_heads)
+  arrays = tuple(struct(r, num_rows, count // r, model.head_dim) for count in heads)
+  scale = struct(model.head_dim)
+
+  def of_xla(q: jax.Array, k: jax.Array, *scales: jax.Array) -> list[jax.Array]:
+    return [rms_norm.reference(x, s).astype(x.dtype) for x, s in zip((q, k), scales)]
+
+  return Case(
+    "rms_norm",
+    f"{model.name} queries' and keys' norm, {rows_text(num_rows)}",
+    Contestant(
+      "rms_norm_each",
+      lambda q, k, *scales: rms_norm.rms_norm_each((q, k), scales),
+      (*arrays, scale, scale),
+    ),
+    (Contestant("XLA", of_xla, (*arrays, scale, scale)),),
+    2.0 * (2 * num_rows * sum(heads) * model.head_dim + 2 * model.head_dim),
+    4.0 * num_rows * sum(heads) * model.head_dim,
     NORM if num_rows >= 1024 else None,
   )
 

@@ -281,6 +281,10 @@ def test_cases_hold_the_issues_shapes_and_count_bytes_and_operations():
   assert prefill.num_operations == 4 * 4 * (2048 * 2049 / 2) * 4096
   verification = cases["gpt-oss-120b verification of 8 drafts, 1 x 8192"]
   assert verification.ours.inputs[0].shape == (9, 8, 8, 64)
+  heads = cases["Qwen3-8B queries' and keys' norm, 64 rows"]
+  assert [x.shape for x in heads.ours.inputs[:2]] == [(8, 64, 4, 128), (8, 64, 1, 128)]
+  assert heads.num_bytes == 2 * (2 * 64 * 40 * 128 + 2 * 128)
+  assert "gpt-oss-120b queries' and keys' norm, 64 rows" not in cases  # It norms none.
   for model in cases_lib.MODELS:
     for num_rows in (1, 8, 16, 64, 1024, 4096):
       for layer in ("qkv", "out", "gate_up", "down"):
