@@ -25,8 +25,9 @@ for the next time. With pytest arguments: pytest with them, no more.
   --changed    ruff, pyright, the contract, and the everyday tests of the rooms in which files differ
                from REF (by default from where this branch left origin/main) and of the rooms above
   --all        what CI runs: everything but the long tests, compiled anew; the built wheel with every
-               example, parity with Hugging Face where torch can be installed, and half the contract with
-               a tenth of the files of unit tests on Python 3.11 and with AVX2 alone
+               example, and installed alone as a server that answers curl; parity with Hugging Face
+               where torch can be installed, and half the contract with a tenth of the files of unit
+               tests on Python 3.11 and with AVX2 alone
   --long       runs the tests marked `long`, for an hour or two. What passed is kept in .long/; when
                started again at the same sources, only what is missing runs.
   --help       this text
@@ -165,6 +166,50 @@ run_oldest() {
   return $status
 }
 
+# build_wheel DIR WORK: builds the wheel of this checkout into WORK/dist.
+build_wheel() {
+  mkdir "$2/source" && cp -R pyproject.toml LICENSE THIRD_PARTY.md seerjax pallas_kernels "$2/source" &&
+    { [ ! -f README.md ] || cp README.md "$2/source"; } &&
+    "$1/bin/python" -m pip wheel --quiet --disable-pip-version-check --no-deps --no-index \
+      --no-build-isolation -w "$2/dist" "$2/source"
+}
+
+# served_wheel DIR MINOR: installs the built wheel with its extra `serve` as a stranger would, into an
+# environment with nothing else, and asks its server by curl, twice with one seed.
+#
+# pip resolves the extra from the package index, held to the versions of the lock: what pyproject.toml
+# forgets to name is missing here.
+served_wheel() {
+  local dir=$1 work python log url server line status=1
+  work=$(mktemp -d) || return 1
+  python="$work/venv/bin/python" log="$work/log"
+  if build_wheel "$dir" "$work" && "$dir/bin/python" -m venv "$work/venv" &&
+    "$python" -m pip install --quiet --quiet --disable-pip-version-check -c "launch/locks/runtime-$2.txt" \
+      "$(echo "$work"/dist/seerjax-*.whl)[serve]"; then
+    (cd "$work" && exec "$python" -I -m seerjax.serve --port=0 >"$log" 2>&1) &
+    server=$!
+    for _ in $(seq 1200); do # It compiles first: a minute or two where nothing is kept.
+      url=$(sed -n 's,^serving at \(http://.*\)$,\1,p' "$log")
+      { [ -z "$url" ] && kill -0 $server 2>/dev/null; } || break
+      sleep 0.25
+    done
+    for _ in 1 2; do
+      curl -sS --max-time 60 "$url/chat/completions" -H 'content-type: application/json' -d \
+        '{"messages": [{"role": "user", "content": "How many?"}], "seed": 7, "logprobs": true}' |
+        "$python" -c 'import json, sys; print(json.dumps(json.load(sys.stdin)["choices"]))'
+    done >"$work/said"
+    kill -TERM $server
+    wait $server
+    # Two answers, and both the same.
+    [ "$(grep -c '"finish_reason": "[sl]' "$work/said")" -eq 2 ] &&
+      [ "$(sort -u "$work/said" | wc -l)" -eq 1 ] && status=0
+    cut -c 1-300 "$work/said"
+    [ $status -eq 0 ] || cat "$log"
+  fi
+  rm -rf "$work"
+  return $status
+}
+
 # built_wheel DIR MINOR: installs the built wheel, and nothing else of this checkout, then runs every
 # example against it.
 #
@@ -176,10 +221,7 @@ built_wheel() {
   local dir=$1 work python example status=0
   work=$(mktemp -d) || return 1
   python="$work/venv/bin/python"
-  mkdir "$work/source" && cp -R pyproject.toml LICENSE THIRD_PARTY.md seerjax pallas_kernels "$work/source" &&
-    { [ ! -f README.md ] || cp README.md "$work/source"; } &&
-    "$dir/bin/python" -m pip wheel --quiet --disable-pip-version-check --no-deps --no-index \
-      --no-build-isolation -w "$work/dist" "$work/source" &&
+  build_wheel "$dir" "$work" &&
     "$dir/bin/python" -m venv --without-pip "$work/venv" &&
     "$dir/bin/python" -m pip --python "$python" install --quiet --disable-pip-version-check \
       --no-deps --no-index "$work"/dist/seerjax-*.whl &&
@@ -318,6 +360,7 @@ fi
 
 stage "ruff" "$newest/bin/python" -m ruff check .
 stage "wheel and examples, Python $minor" built_wheel "$newest"
+stage "wheel alone answers a curl, Python $minor" served_wheel "$newest" "$minor"
 # Before torch comes: where it is, pyright reads its types.
 stage "pyright (beside them)" settled "$typing" "$typed"
 stage "parity packages, Python $minor" parity "$minor" "$newest" "$python"
