@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.nodes
 import jinja2.sandbox
 import jinja2.visitor
@@ -266,6 +267,27 @@ _COMPARING_METHODS = (
 _COMPARING_FILTERS = ("trim", "select", "reject", "selectattr", "rejectattr", "attr")
 
 
+def _environment() -> _Sandbox:
+  # Block trimming and these names are what templates written for Hugging Face count on.
+  environment = _Sandbox(
+    trim_blocks=True,
+    lstrip_blocks=True,
+    extensions=[_Generation, "jinja2.ext.loopcontrols"],
+  )
+  environment.filters["tojson"] = _to_json
+  environment.globals["raise_exception"] = _raise_exception
+  return environment
+
+
+@functools.lru_cache(maxsize=16)
+def variables_read(chat_template: str) -> frozenset[str]:
+  """Returns the names of the variables that a template reads; none if it is no template."""
+  try:
+    return frozenset(jinja2.meta.find_undeclared_variables(_environment().parse(chat_template)))
+  except jinja2.exceptions.TemplateError:
+    return frozenset()
+
+
 @functools.lru_cache(maxsize=16)
 def _compiled(
   chat_template: str, special: tuple[str, ...], roles: tuple[tuple[str, str], ...]
@@ -277,14 +299,7 @@ def _compiled(
     special: texts of the special tokens.
     roles: pairs (role, text).
   """
-  # Block trimming and these names are what templates written for Hugging Face count on.
-  environment = _Sandbox(
-    trim_blocks=True,
-    lstrip_blocks=True,
-    extensions=[_Generation, "jinja2.ext.loopcontrols"],
-  )
-  environment.filters["tojson"] = _to_json
-  environment.globals["raise_exception"] = _raise_exception
+  environment = _environment()
   tree = environment.parse(chat_template)
   marker = _Marker(special, dict(roles))
   special_tokens = {role: marker.marked(text) for role, text in roles}

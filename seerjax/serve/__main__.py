@@ -71,9 +71,11 @@ def load(name: str) -> dict[str, Served]:
     raise ValueError(f"MODEL: got {name!r} without a tokenizer, expected one; add tokenizer.json.")
   chat = chat_template.ChatConfig(system=args.system)
   tokenizer = policy_lib.chatting(model.tokenizer, chat)
-  defaults, ignored = served_lib.generation_defaults(tokenizer)
-  if ignored:
-    say(f"generation_config.json: {', '.join(ignored)} are not taken: they are not supported")
+  defaults = served_lib.generation_defaults(tokenizer)
+  if defaults.in_force:
+    say(f"generation_config.json: where a request says nothing else, {defaults.in_force}")
+  if defaults.not_taken:
+    say(f"generation_config.json: {', '.join(defaults.not_taken)} not taken: not supported")
   key = numerics_lib.key(args.key_seed)
   model = loading.Model(model.config, model.params, model.numerics, tokenizer)
   engine = Engine(
@@ -91,7 +93,7 @@ def load(name: str) -> dict[str, Served]:
     name=pathlib.PurePath(name).name if pathlib.Path(name).is_dir() else name,
     engine=engine,
     scorer=Scorer(model, context=engine.config.max_context),
-    fingerprint=identity.fingerprint(model, key),
+    fingerprint=identity.fingerprint(model, key, defaults=defaults.in_force),
     defaults=defaults,
     created=int(time.time()),
   )

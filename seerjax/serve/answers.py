@@ -7,6 +7,7 @@ token's id and its log-probability before temperature and filters, a prompt's lo
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+import hashlib
 import json
 from typing import Any
 
@@ -90,7 +91,7 @@ class Answer:
 
   def _chat(self, part: Part) -> Body:
     splitter = self._splitters[part.choice]
-    message, calls = _joined([*splitter.push(part.text), *splitter.finish()])
+    message, calls = self._joined(part.choice, [*splitter.push(part.text), *splitter.finish()])
     return self._choice(
       part, message={"role": "assistant", **message}, logprobs=self._chat_logprobs(part),
       finish_reason="tool_calls" if calls and part.finish_reason == "stop" else part.finish_reason,
@@ -112,7 +113,8 @@ class Answer:
     pieces = splitter.push(part.text)
     if part.finish_reason:
       pieces += splitter.finish()
-    deltas = [self._delta(part.choice, piece) for piece in pieces] or [{"content": ""}]
+    said = [piece for piece in pieces if piece.kind != "mark"]
+    deltas = [self._delta(part.choice, piece) for piece in said] or [{"content": ""}]
     if not self._has_begun[part.choice]:
       deltas[0] = {"role": "assistant", **deltas[0]}
     bodies = []
@@ -131,7 +133,31 @@ class Answer:
       return {"content" if piece.kind == "content" else "reasoning_content": piece.text}
     index = self._num_calls[choice]
     self._num_calls[choice] += 1
-    return {"tool_calls": [{"index": index, **_call(piece, index)}]}
+    return {"tool_calls": [{"index": index, **self._call(choice, piece, index)}]}
+
+  def _joined(self, choice: int, pieces: Sequence[Piece]) -> tuple[Body, int]:
+    """Returns the fields of a message and how many calls it has."""
+    text = lambda kind: "".join(piece.text for piece in pieces if piece.kind == kind)
+    message: Body = {"content": text("content")}
+    if reasoning := text("reasoning"):
+      message["reasoning_content"] = reasoning
+    calls = [piece for piece in pieces if piece.kind == "call"]
+    if calls:
+      message["tool_calls"] = [
+        self._call(choice, piece, place) for place, piece in enumerate(calls)
+      ]
+    return message, len(calls)
+
+  def _call(self, choice: int, piece: Piece, index: int) -> Body:
+    # Results of a conversation's calls name them: no two may be alike, and asked again an answer is
+    # the same bytes.
+    request = self._plan.requests[choice]
+    source = f"{request.prompt}/{request.seed}/{index}".encode()
+    return {
+      "id": f"call_{hashlib.blake2b(source, digest_size=12).hexdigest()}",
+      "type": "function",
+      "function": {"name": piece.name, "arguments": piece.text},
+    }
 
   def _chat_logprobs(self, part: Part) -> Body | None:
     if not self._plan.asked.wants_logprobs:
@@ -224,26 +250,6 @@ class _Rows:
     if body["top_logprobs"] is not None:
       named = None if top is None else {text_of(one): value for one, value in top}
       body["top_logprobs"].append(named)
-
-
-def _joined(pieces: Sequence[Piece]) -> tuple[Body, int]:
-  """Returns the fields of a message and how many calls it has."""
-  text = lambda kind: "".join(piece.text for piece in pieces if piece.kind == kind)
-  message: Body = {"content": text("content")}
-  if reasoning := text("reasoning"):
-    message["reasoning_content"] = reasoning
-  calls = [piece for piece in pieces if piece.kind == "call"]
-  if calls:
-    message["tool_calls"] = [_call(piece, place) for place, piece in enumerate(calls)]
-  return message, len(calls)
-
-
-def _call(piece: Piece, index: int) -> Body:
-  return {
-    "id": f"call_{index}",
-    "type": "function",
-    "function": {"name": piece.name, "arguments": piece.text},
-  }
 
 
 def _prompt_text(plan: Plan, place: int) -> str:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 import hashlib
 import json
+import types
 from typing import Any
 
 import jax
@@ -14,19 +16,23 @@ from seerjax.engine.kv import values
 from seerjax.models.loading import Model
 from seerjax.models.tokenizer import Tokenizer
 
+NOTHING: Mapping[str, Any] = types.MappingProxyType({})
 
-def fingerprint(model: Model, key: PRNGKeyArray) -> str:
-  """Returns the digest of numerics, weights, tokenizer, template and sampling key.
+
+def fingerprint(model: Model, key: PRNGKeyArray, *, defaults: Mapping[str, Any] = NOTHING) -> str:
+  """Returns the digest of numerics, weights, tokenizer, template, sampling key and defaults.
 
   Args:
     model: as the engine runs it, adapters included.
     key: the engine's sampling key.
+    defaults: what a request that names nothing is sampled by.
   """
   parts = {
     "numerics": numerics_lib.fingerprint(model.numerics)["digest"],
     "model": repr(model.config),
     "weights": values.weights_digest(model.params),
     "tokenizer": None if model.tokenizer is None else tokenizer_parts(model.tokenizer),
+    "defaults": dict(defaults),
     "key": jax.random.key_data(key).tolist(),
   }
   text = json.dumps(parts, sort_keys=True)

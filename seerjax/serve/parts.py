@@ -2,30 +2,65 @@
 
     <think> reasoning </think> content <tool_call> {"name": ..., "arguments": {...}} </tool_call>
 
-Only marks that the template itself writes are looked for; without them all is content.
+Only marks that the template itself writes are looked for; without them all is content. However a
+text is cut into pieces, its parts are the same, and together they hold every character of it
+(`Piece.raw`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 import json
-from typing import Any, NamedTuple
+import re
+from typing import Any, NamedTuple, NoReturn
+
+from seerjax.models import chat_template
 
 THINK, END_THINK = "<think>", "</think>"
 CALL, END_CALL = "<tool_call>", "</tool_call>"
+_READS_TEXT = re.compile(r"arguments\s+is\s+(not\s+)?string")
+_SPACE = re.compile(r"[ \t\n\r]*")
+
+
+def knows_tools(template: str) -> bool:
+  """Returns whether a chat template reads `tools` and marks the calls of them."""
+  is_read = "tools" in chat_template.variables_read(template)
+  return is_read and CALL in template and END_CALL in template
+
+
+def as_template_reads(template: str, message: Mapping[str, Any]) -> Mapping[str, Any]:
+  """Returns a message whose calls' arguments are what its template reads.
+
+  They come as JSON text. Templates that ask whether they are get them letter by letter as they were
+  said; others write them by `tojson`, and get the object.
+  """
+  if not message.get("tool_calls") or _READS_TEXT.search(template):
+    return message
+  calls = [
+    {**call, "function": {**call["function"], "arguments": json.loads(_arguments(call))}}
+    for call in message["tool_calls"]
+  ]
+  return {**message, "tool_calls": calls}
+
+
+def _arguments(call: Mapping[str, Any]) -> str:
+  return call["function"]["arguments"]
 
 
 class Piece(NamedTuple):
   """A piece of one part.
 
   Attributes:
-    kind: "content", "reasoning" or "call".
-    text: of it; of a call the arguments, as JSON.
+    kind: "content", "reasoning", "call", or "mark", which nobody is told.
+    text: of it; of a call its arguments, as the model wrote them.
     name: of the function that is called.
+    raw: all that the model said here, marks included.
   """
 
   kind: str
   text: str
   name: str = ""
+  raw: str = ""
 
 
 class Splitter:
@@ -45,6 +80,7 @@ class Splitter:
     self._closing = {"reasoning": END_THINK, "call": END_CALL}
     self._kind = "reasoning" if is_thinking and self._opening else "content"
     self._text = ""
+    self._searched = 0  # Of `_text`: no mark begins there.
 
   def push(self, text: str) -> list[Piece]:
     """Returns what is decided with this text; what may still become a mark is held back."""
@@ -52,16 +88,25 @@ class Splitter:
     found: list[Piece] = []
     while True:
       marks = [*self._opening] if self._kind == "content" else [self._closing[self._kind]]
-      places = {mark: place for mark in marks if (place := self._text.find(mark)) >= 0}
+      places = {mark: self._text.find(mark, self._searched) for mark in marks}
+      places = {mark: place for mark, place in places.items() if place >= 0}
       if not places:
         break
       mark = min(places, key=lambda one: places[one])
       before, self._text = self._text[: places[mark]], self._text[places[mark] + len(mark) :]
-      found += _pieces(self._kind, before)
+      self._searched = 0
+      if self._kind == "call":
+        found.append(_call(before))
+      else:
+        found += _pieces(self._kind, before)
+        if mark != CALL:  # A call is a piece with both of its marks.
+          found.append(Piece("mark", "", raw=mark))
       self._kind = self._opening[mark] if self._kind == "content" else "content"
-    if self._kind != "call":
-      held = max((_overlap(self._text, mark) for mark in marks), default=0)
-      end = len(self._text) - held
+    held = max((_overlap(self._text, mark) for mark in marks), default=0)
+    end = len(self._text) - held
+    if self._kind == "call":
+      self._searched = end
+    else:
       found += _pieces(self._kind, self._text[:end])
       self._text = self._text[end:]
     return found
@@ -81,15 +126,52 @@ def _overlap(text: str, mark: str) -> int:
 
 
 def _pieces(kind: str, text: str) -> list[Piece]:
-  if kind == "call":
-    return [_call(text)]
-  return [Piece(kind, text)] if text else []
+  return [Piece(kind, text, raw=text)] if text else []
 
 
 def _call(text: str) -> Piece:
+  raw = f"{CALL}{text}{END_CALL}"
   try:
-    body: Any = json.loads(text)
-    return Piece("call", json.dumps(body["arguments"], ensure_ascii=False), str(body["name"]))
-  except (ValueError, TypeError, KeyError):
-    # No call that anybody could follow: as it was said.
-    return Piece("content", f"{CALL}{text}{END_CALL}")
+    members = _members(text)
+    (name, _), (arguments, written) = members["name"], members["arguments"]
+    is_call = isinstance(name, str) and isinstance(arguments, dict)
+  except (ValueError, KeyError, RecursionError):
+    is_call = False
+  if not is_call:  # Nothing that anybody could follow: as it was said.
+    return Piece("content", raw, raw=raw)
+  return Piece("call", written, name, raw)
+
+
+def _members(text: str) -> dict[str, tuple[Any, str]]:
+  """Returns a JSON object's values by name, each with the text that it was written as.
+
+  Raises:
+    ValueError: if the text is no JSON object, or says a name twice.
+  """
+
+  def no_number(word: str) -> NoReturn:
+    raise ValueError(f"{word} is no number of JSON's")
+
+  decoder = json.JSONDecoder(parse_constant=no_number)
+  found: dict[str, tuple[Any, str]] = {}
+  text = text.strip(" \t\n\r")
+  place, separator = 0, "{"
+  while text[place : place + 1] == separator:
+    place = _after_space(text, place + 1)
+    name, place = decoder.raw_decode(text, place)
+    place = _after_space(text, place)
+    if not isinstance(name, str) or name in found or text[place : place + 1] != ":":
+      raise ValueError(f"expected a name of its own and a colon at {place}")
+    begin = _after_space(text, place + 1)
+    value, place = decoder.raw_decode(text, begin)
+    found[name] = (value, text[begin:place])
+    place, separator = _after_space(text, place), ","
+  if text[place:] != "}":
+    raise ValueError(f"expected the object's end at {place}")
+  return found
+
+
+def _after_space(text: str, place: int) -> int:
+  match = _SPACE.match(text, place)
+  assert match is not None
+  return match.end()

@@ -22,7 +22,7 @@ MAX_CHOICES = 128
 MAX_STOPS = 16
 MAX_BIAS = 1e6
 MAX_DEPTH = 64  # Of lists and objects within one another.
-# What OpenAI's protocol answers where nothing is said.
+# What OpenAI's protocol answers to a completion where neither it nor the model's files say more.
 COMPLETION_TOKENS = 16
 # Fields of the protocol that ask for nothing at one value, and are refused at every other.
 NEUTRAL = {
@@ -156,30 +156,32 @@ def _depth(value: Any) -> int:
 class _Fields:
   """The fields of one body, each of which is taken once; what is left over is refused."""
 
-  def __init__(self, body: Mapping[str, Any]):
+  def __init__(self, body: Mapping[str, Any], where: str = ""):
     self._left = {name: value for name, value in body.items() if value is not None}
+    self._where = f"{where}." if where else ""
 
   def take(self, name: str, default: Any, check: Callable[[str, Any], Any]) -> Any:
     if name not in self._left:
       return default
-    return check(name, self._left.pop(name))
+    return check(self._where + name, self._left.pop(name))
 
   def require(self, name: str, check: Callable[[str, Any], Any], fix: str) -> Any:
     if name not in self._left:
-      refuse(name, "nothing", "a value", fix)
-    return check(name, self._left.pop(name))
+      refuse(self._where + name, "nothing", "a value", fix)
+    return check(self._where + name, self._left.pop(name))
 
   def finish(self, supported: Sequence[str]) -> None:
     for name, value in self._left.items():
+      where = self._where + name[:80]
       if name in NEUTRAL and any(value == one for one in NEUTRAL[name]):
         continue
       if name in NEUTRAL:
         only = " or ".join(json.dumps(one) for one in NEUTRAL[name])
-        refuse(name, shown(value), f"{only}, for it is not supported", "leave it out")
+        refuse(where, shown(value), f"{only}, for it is not supported", "leave it out")
       raise Refusal(
-        f"{name[:80]}: got a field that is not supported, expected one of {', '.join(supported)};"
+        f"{where}: got a field that is not supported, expected one of {', '.join(supported)};"
         " leave it out.",
-        param=name[:80],
+        param=where,
         code="unsupported_parameter",
       )
 
@@ -271,7 +273,7 @@ def _logit_bias(name: str, value: Any) -> tuple[tuple[int, float], ...]:
 
 
 def _stream_options(name: str, value: Any) -> bool:
-  fields = _Fields(_object(name, value))
+  fields = _Fields(_object(name, value), name)
   wants_usage = fields.take("include_usage", False, _boolean)
   fields.finish(("include_usage",))
   return wants_usage
@@ -289,7 +291,7 @@ def _grammar_of(name: str, value: Any) -> Grammar | None:
       f"{name}.type", shown(kind), "text, json_object or json_schema", "write one of them, alone"
     )
   where = f"{name}.json_schema"
-  fields = _Fields(_object(where, value.get("json_schema")))
+  fields = _Fields(_object(where, value.get("json_schema")), where)
   fields.take("name", "", _text)
   fields.take("description", "", _text)
   fields.take("strict", True, _boolean)  # Every answer is strict.
@@ -326,8 +328,26 @@ CHAT = (*SHARED, "messages", "max_completion_tokens", "logprobs", "top_logprobs"
 COMPLETION = (*SHARED, "prompt", "logprobs", "echo")
 
 
-def _shared(fields: _Fields) -> dict[str, Any]:
-  """Returns the fields of `Asked` that both routes have."""
+# Fields of a model's generation_config.json that are a request's where it names none.
+GENERATION = ("temperature", "top_p", "top_k", "min_p", "max_new_tokens")
+
+
+def generation_fields(written: Mapping[str, Any]) -> tuple[dict[str, Any], int | None]:
+  """Returns (fields of `SamplingParams`, most tokens of an answer) of a generation_config.json.
+
+  Raises:
+    Refusal: naming the field that is not what a request's own may be.
+  """
+  fields = _Fields({name: written[name] for name in GENERATION if name in written})
+  max_tokens = fields.take("max_new_tokens", None, _TOKENS)
+  sampling = _sampling(fields)
+  if written.get("do_sample") is False:
+    sampling = {"temperature": 0.0}
+  return sampling, max_tokens
+
+
+def _sampling(fields: _Fields) -> dict[str, Any]:
+  """Returns the fields of `SamplingParams` that are named."""
   sampling = {
     name: value
     for name, check in _SAMPLING.items()
@@ -335,6 +355,12 @@ def _shared(fields: _Fields) -> dict[str, Any]:
   }
   if sampling.get("top_k") == -1:
     sampling["top_k"] = 0
+  return sampling
+
+
+def _shared(fields: _Fields) -> dict[str, Any]:
+  """Returns the fields of `Asked` that both routes have."""
+  sampling = _sampling(fields)
   is_streamed = fields.take("stream", False, _boolean)
   wants_usage = fields.take("stream_options", None, _stream_options)
   if wants_usage is not None and not is_streamed:
@@ -424,11 +450,41 @@ def _message(name: str, value: Any) -> dict[str, Any]:
   if role == "user" and not content:
     refuse(f"{name}.content", "nothing", "at least one character", "say something")
   if "tool_calls" in message:
-    message["tool_calls"] = _list(f"{name}.tool_calls", message["tool_calls"])
+    where = f"{name}.tool_calls"
+    if role != "assistant":
+      refuse(where, f"calls of the role {role}", "those of the assistant", "leave it out")
+    calls = _list(where, message["tool_calls"])
+    message["tool_calls"] = [_call(f"{where}[{place}]", one) for place, one in enumerate(calls)]
   for field in ("name", "tool_call_id", "reasoning_content"):
     if field in message:
       _text(f"{name}.{field}", message[field])
   return message
+
+
+def _call(name: str, value: Any) -> dict[str, Any]:
+  """A call that the assistant made, as it was answered."""
+  fields = _Fields(_object(name, value), name)
+  found: dict[str, Any] = {"id": fields.take("id", "", _text), "type": "function"}
+  kind = fields.take("type", "function", _text)
+  if kind != "function":
+    refuse(f"{name}.type", shown(kind), '"function"', "describe a call of a function")
+  found["function"] = fields.require("function", _object, "name the function that was called")
+  fields.finish(("id", "type", "function"))
+  where = f"{name}.function"
+  fields = _Fields(found["function"], where)
+  found["function"] = {
+    "name": fields.require("name", _text, "name the function that was called"),
+    "arguments": fields.require("arguments", _text, "write a JSON object as text"),
+  }
+  fields.finish(("name", "arguments"))
+  written = found["function"]["arguments"]
+  try:
+    is_object = isinstance(json.loads(written), dict)
+  except (ValueError, RecursionError):
+    is_object = False
+  if not is_object:
+    refuse(f"{where}.arguments", shown(written), "a JSON object as text", "send what was answered")
+  return found
 
 
 def _part(name: str, value: Any) -> str:
@@ -462,8 +518,6 @@ def completion(body: Mapping[str, Any]) -> Asked:
   fields.finish(COMPLETION)
   if is_echoed and num_top is not None:
     shared.update(wants_prompt=True, num_prompt_top=max(shared["num_prompt_top"], num_top))
-  if shared["max_tokens"] is None:
-    shared["max_tokens"] = COMPLETION_TOKENS
   return Asked(
     **shared,
     prompts=prompts,

@@ -447,6 +447,9 @@ def _described(served: Served) -> dict[str, Any]:
     "owned_by": "seerjax",
     "max_model_len": served.context,
     "system_fingerprint": served.fingerprint,
+    # Of the model's own files; a request's fields come before them.
+    "defaults": {**served.defaults.in_force, "eos_token_id": [*served.tokenizer.eos_ids]},
+    "not_taken": [*served.defaults.not_taken],
   }
 
 

@@ -12,41 +12,68 @@ from typing import Any
 from seerjax.engine.engine import Engine
 from seerjax.models import tokenizer_files
 from seerjax.models.tokenizer import Tokenizer
+from seerjax.serve import parts, protocol
 from seerjax.serve.grammar import AnswerMask, Compiler
-from seerjax.serve.parts import END_THINK, THINK, Splitter
+from seerjax.serve.parts import Splitter
 from seerjax.serve.protocol import Asked
 from seerjax.serve.refusals import Refusal, refuse
 from seerjax.serve.scoring import Scorer
 from seerjax.serve.vocabulary import Vocabulary
 from seerjax.types import Request, SamplingParams
 
-# Fields of generation_config.json that are defaults here.
-_DEFAULTS = ("temperature", "top_k", "top_p", "min_p")
-# Those that ask for nothing at these values.
+GENERATION_FILE = "generation_config.json"
+# Of its fields, those that ask for nothing at one value. What else it asks for cannot be had.
 _NEUTRAL = {
-  "do_sample": (True, False), "repetition_penalty": (1.0,), "num_beams": (1,),
-  "max_new_tokens": (), "max_length": (), "use_cache": (True,),
+  "do_sample": (True, False), "repetition_penalty": (1,), "num_beams": (1,), "use_cache": (True,),
+  "num_return_sequences": (1,),
 }  # fmt: skip
 
 
-def generation_defaults(tokenizer: Tokenizer) -> tuple[dict[str, Any], tuple[str, ...]]:
-  """Returns (fields of `SamplingParams`, what is not taken) of a model's generation_config.json."""
-  name = pathlib.Path("generation_config.json")
-  if name.name not in tokenizer.files:
-    return {}, ()
-  written = tokenizer_files.json_object(name, tokenizer.files[name.name])
-  found: dict[str, Any] = {
-    field: written[field] for field in _DEFAULTS if written.get(field) is not None
-  }
-  if written.get("do_sample") is False:
-    found = {"temperature": 0.0}
-  SamplingParams(**found)  # A stranger's file: refused by its field's name.
-  ignored = []
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Defaults:
+  """What a model's generation_config.json says, for requests that say nothing else.
+
+  Attributes:
+    sampling: fields of `SamplingParams`.
+    max_tokens: of an answer; None if the file says nothing.
+    not_taken: what the file asks for in vain, such as "repetition_penalty=1.1".
+  """
+
+  sampling: Mapping[str, float] = dataclasses.field(default_factory=dict)
+  max_tokens: int | None = None
+  not_taken: tuple[str, ...] = ()
+
+  @property
+  def in_force(self) -> dict[str, Any]:
+    """The file's own fields, as far as they are taken."""
+    length = {} if self.max_tokens is None else {"max_new_tokens": self.max_tokens}
+    return {**self.sampling, **length}
+
+
+def generation_defaults(tokenizer: Tokenizer) -> Defaults:
+  """Returns what a model's generation_config.json says; its `eos_token_id` is the tokenizer's.
+
+  Without `do_sample` the file's temperature counts; with `do_sample` false answers are greedy.
+
+  Raises:
+    ValueError: if a field that is taken is not what a request's own may be.
+  """
+  if GENERATION_FILE not in tokenizer.files:
+    return Defaults()
+  written = tokenizer_files.json_object(
+    pathlib.Path(GENERATION_FILE), tokenizer.files[GENERATION_FILE]
+  )
+  try:
+    sampling, max_tokens = protocol.generation_fields(written)
+  except Refusal as refusal:
+    raise ValueError(f"{GENERATION_FILE}: {refusal.message}") from refusal
+  not_taken = []
   for text in tokenizer.ignored_generation:
     field = text.partition("=")[0]
-    if field not in _DEFAULTS and written[field] not in _NEUTRAL.get(field, ()):
-      ignored.append(text)
-  return found, tuple(ignored)
+    is_neutral = any(written[field] == value for value in _NEUTRAL.get(field, ()))
+    if field not in protocol.GENERATION and not is_neutral:
+      not_taken.append(text)
+  return Defaults(sampling=sampling, max_tokens=max_tokens, not_taken=tuple(not_taken))
 
 
 @dataclasses.dataclass(eq=False)
@@ -58,7 +85,7 @@ class Served:
     engine: that answers; the engine's thread has it.
     scorer: of the same weights; the engine's thread has it too.
     fingerprint: `identity.fingerprint`; another once weights are swapped.
-    defaults: of sampling, where a request names nothing.
+    defaults: where a request names nothing.
     created: seconds since 1970.
   """
 
@@ -66,7 +93,7 @@ class Served:
   engine: Engine
   scorer: Scorer
   fingerprint: str
-  defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  defaults: Defaults = Defaults()
   created: int = 0
 
   def __post_init__(self):
@@ -197,18 +224,22 @@ def _prompts(asked: Asked, served: Served) -> tuple[tuple[tuple[int, ...], ...],
           "chat_template_kwargs", repr(name[:80]), "names of variables that the template reads",
           "leave it out",
         )  # fmt: skip
+    template = tokenizer.chat_template
     if asked.tools:
-      if "tools" not in tokenizer.chat_template:
+      if not parts.knows_tools(template):
         refuse(
-          "tools", f"{len(asked.tools)} tools", "none: this model's chat template knows no tools",
+          "tools", f"{len(asked.tools)} tools",
+          "none: this model's chat template knows no tools, or does not mark calls by"
+          f" {parts.CALL}",
           "leave it out, or serve a model that was trained with tools",
         )  # fmt: skip
       variables["tools"] = list(asked.tools)
-    ids = tokenizer.chat_ids(list(asked.messages), **variables)
+    messages = [parts.as_template_reads(template, message) for message in asked.messages]
+    ids = tokenizer.chat_ids(messages, **variables)
     is_thinking = False
-    if END_THINK in tokenizer.chat_template:
+    if parts.END_THINK in template:
       tail = tokenizer.decode(ids[-8:], skip_special_tokens=False).rstrip()
-      is_thinking = tail.endswith(THINK)
+      is_thinking = tail.endswith(parts.THINK)
     return (tuple(ids),), is_thinking
   except ValueError as error:
     raise Refusal(str(error), param="messages" if asked.is_chat else "prompt") from error
@@ -226,7 +257,8 @@ def _sampling(
     )  # fmt: skip
   most = asked.max_tokens
   if most is None:
-    most = min(room, max_answer_tokens)
+    usual = max_answer_tokens if asked.is_chat else protocol.COMPLETION_TOKENS
+    most = min(room, max_answer_tokens, served.defaults.max_tokens or usual)
   elif most > max_answer_tokens:
     refuse("max_tokens", most, f"at most {max_answer_tokens}, this server's bound", "lower it")
   elif most > room:
@@ -241,7 +273,7 @@ def _sampling(
         "logit_bias", f"token id {token}", f"0 to {served.engine.model.vocab_size - 1}", "drop it"
       )
   return SamplingParams(
-    **{**served.defaults, **asked.sampling},
+    **{**served.defaults.sampling, **asked.sampling},
     max_tokens=most,
     stop_token_ids=tuple(dict.fromkeys((*served.tokenizer.eos_ids, *asked.stop_token_ids))),
     stop_strings=asked.stop,

@@ -32,7 +32,7 @@ def test_what_is_not_named_is_left_open():
   assert asked.is_chat
   assert asked.messages == ({"role": "user", "content": "How many?"},)
   assert (asked.seed, asked.max_tokens, asked.num_choices, asked.sampling) == (None, None, 1, {})
-  assert complete().max_tokens == protocol.COMPLETION_TOKENS
+  assert complete().max_tokens is None
   assert complete().prompts == ("one",)
 
 
@@ -128,7 +128,7 @@ def test_response_formats_are_grammars():
     ({"response_format": {"type": "yaml"}}, "response_format.type", "got 'yaml', expected text,"),
     (
       {"response_format": {"type": "json_schema", "json_schema": {}}},
-      "schema",
+      "response_format.json_schema.schema",
       "got nothing, expected a value; a schema is an object.",
     ),
     ({"user": 3}, "user", "write it in quotes."),
@@ -149,6 +149,25 @@ def test_a_wrong_field_of_either_route_is_named(fields, param: str, expected: st
     ({"messages": [{"role": "god", "content": "x"}]}, "messages[0].role", "got 'god', expected"),
     ({"messages": [{"role": "user", "content": ""}]}, "messages[0].content", "say something"),
     ({"messages": [{"role": "user", "images": 1}]}, "messages[0].images", "leave it out"),
+    ({"messages": [{"role": "user", "content": "x", "tool_calls": []}]}, "messages[0].tool_calls",
+     "got calls of the role user, expected those of the assistant"),
+    (
+      {"messages": [{"role": "assistant", "tool_calls": [{"function": {"arguments": "{}"}}]}]},
+      "messages[0].tool_calls[0].function.name",
+      "name the function that was called",
+    ),
+    (
+      {"messages": [
+        {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[]"}}]}
+      ]},
+      "messages[0].tool_calls[0].function.arguments",
+      "got '[]', expected a JSON object as text; send what was answered.",
+    ),
+    (
+      {"messages": [{"role": "assistant", "tool_calls": [{"type": "code"}]}]},
+      "messages[0].tool_calls[0].type",
+      "describe a call of a function",
+    ),
     (
       {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
       "messages[0].content[0].type",

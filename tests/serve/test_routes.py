@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import dataclasses
 import json
 import logging
 import math
@@ -14,6 +15,7 @@ import pytest
 import serving
 import word_engine
 
+from seerjax.serve import server
 from seerjax.serve.config import ServeConfig
 from seerjax.types import SamplingParams
 
@@ -181,6 +183,58 @@ def test_who_has_no_grammar_has_the_same_bits_beside_those_who_have(url, client)
     together = [*pool.map(ask, [0, 9, 1, 9, 2, 9, 3])]
   assert [together[place].logprobs for place in (0, 2, 4, 6)] == [one.logprobs for one in alone]
   assert all(together[place].logprobs == formed.logprobs for place in (1, 3, 5))
+
+
+CALLING = (
+  "{% for one in messages %}{{ one.content }}{% endfor %}"
+  "{% for one in tools or [] %}{{ one.function.name }}{% endfor %}"
+  "{% if 0 %}<think></think><tool_call></tool_call>{% endif %}"
+)
+
+
+def test_calls_and_reasoning_are_split_as_the_template_marks_them():
+  tokenizer = dataclasses.replace(word_engine.TOKENIZER, chat_template=CALLING)
+  service = serving.make_service(tokenizer=tokenizer)
+  tools = [{"type": "function", "function": {"name": "f"}}]
+  form = (
+    r'<think>[a-c]</think>[a-c]<tool_call>\{"name":"f","arguments":\{\}\}</tool_call>'
+  )
+  fields = dict(
+    model="tiny", messages=[{"role": "user", "content": "Hi"}], tools=tools, logprobs=True,
+    max_tokens=60, extra_body={"regex": form},
+  )  # fmt: skip
+  with (
+    server.running(service) as url,
+    openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
+  ):
+    for seed in range(2):
+      said = client.chat.completions.create(**fields, seed=seed).choices[0]
+      again = client.chat.completions.create(**fields, seed=seed).choices[0]
+      pieces = [*client.chat.completions.create(**fields, seed=seed, stream=True)]
+      assert said == again and said.finish_reason == "tool_calls"
+      text = "".join(row.token for row in said.logprobs.content if row.token_id not in EOS)
+      assert re.fullmatch(form, text)
+      message = said.message
+      assert f"<think>{message.reasoning_content}</think>{message.content}<tool" in text
+      (call,) = message.tool_calls
+      assert (call.type, call.function.name, call.function.arguments) == ("function", "f", "{}")
+      deltas = [piece.choices[0].delta for piece in pieces]
+      assert "".join(one.content or "" for one in deltas) == message.content
+      reasons = [getattr(one, "reasoning_content", None) or "" for one in deltas]
+      assert "".join(reasons) == message.reasoning_content
+      (found,) = [one for delta in deltas for one in delta.tool_calls or ()]
+      assert (found.index, found.id) == (0, call.id)
+      assert found.function.model_dump() == call.function.model_dump()
+      assert pieces[-1].choices[0].finish_reason == "tool_calls"
+      rows = [row for one in pieces for row in (one.choices[0].logprobs or said.logprobs).content]
+      assert [row.logprob for row in rows] == [row.logprob for row in said.logprobs.content]
+    # What was answered can be said again; without tools nothing is a call.
+    turns = [message.model_dump(exclude_none=True), {"role": "tool", "content": "1"}]
+    more = {**fields, "messages": [*fields["messages"], *turns], "max_tokens": 1}
+    assert client.chat.completions.create(**more).choices[0].finish_reason == "length"
+    plain = client.chat.completions.create(**fields, seed=0, tool_choice="none").choices[0]
+    assert plain.finish_reason == "stop" and not plain.message.tool_calls
+    assert plain.message.content.endswith("</tool_call>")
 
 
 def test_a_prompts_scores_are_those_that_the_engine_gave_it(client):

@@ -13,6 +13,7 @@ import word_engine
 
 from seerjax.engine.engine import Engine, EngineConfig
 from seerjax.models.loading import Model
+from seerjax.models.tokenizer import Tokenizer
 from seerjax.serve import served as served_lib, server
 from seerjax.serve.config import ServeConfig
 from seerjax.serve.routes import Service
@@ -30,10 +31,11 @@ def make_service(
   *,
   sizes: EngineConfig = word_engine.SIZES,
   kind: type[Service] = Service,
+  tokenizer: Tokenizer = word_engine.TOKENIZER,
   **others: Any,
 ) -> Service:
   """Returns a service of one small model, whose programs all tests of a process share."""
-  engine = word_engine.make_engine(sizes)
+  engine = word_engine.make_engine(sizes, tokenizer=tokenizer)
   tiny = Served(name="tiny", engine=engine, scorer=scorer(), fingerprint="fp_test")
   return kind({"tiny": tiny}, config, **others)
 
