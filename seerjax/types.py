@@ -165,6 +165,8 @@ class Request:
     sampling: see `SamplingParams`.
     seed: the request's own seed; together with the engine's key and a position it fixes the noise.
     group_id: requests of one group share a prompt and are placed on one instance.
+    adapter: name of the adapter that answers beside the base (`Engine.set_adapters`); "" is the
+      base alone.
   """
 
   request_id: str
@@ -172,9 +174,10 @@ class Request:
   sampling: SamplingParams = SamplingParams()
   seed: int = 0
   group_id: str = ""
+  adapter: str = ""
 
   def __post_init__(self):
-    for field in ("request_id", "group_id"):
+    for field in ("request_id", "group_id", "adapter"):
       value = vars(self)[field]
       if not isinstance(value, str):
         raise ValueError(
@@ -349,6 +352,8 @@ class TokenBatch(NamedTuple):
     segment_length: i32[s], valid rows of the segment, 0 for padding.
     page_table: i32[s, p], pages of the segment's sequence by position // page_size.
     num_segments: i32[], valid segments.
+    adapters: i32[n], which of the weights' adapters a row has, 0 for none (`models.adapters`);
+      None where the weights have no adapters by row.
   """
 
   tokens: Int[Array, "n"]
@@ -359,6 +364,7 @@ class TokenBatch(NamedTuple):
   segment_length: Int[Array, "s"]
   page_table: Int[Array, "s p"]
   num_segments: Int[Array, ""]
+  adapters: Any = None
 
 
 class SamplingRows(NamedTuple):

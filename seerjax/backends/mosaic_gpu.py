@@ -7,7 +7,8 @@ so are those of a contraction, which a kernel adds as one tree with the residual
   x + mixed @ slabs | norm | silu(x @ gate) * (x @ up) | x + inner @ slabs
 
 On a mesh a device adds its own slabs in float32; the sums are gathered and added in the same tree.
-Layers with adapters run the definitions of `models`, product by product and slab by slab.
+Layers with adapters run the definitions of `models`, product by product and slab by slab; where
+rows choose among adapters, all rows run with each, and each row takes its own.
 
 Nothing within a step follows a number that the host would have to read back: it has seen the
 sampling parameters, and says where no row is special.
@@ -31,6 +32,8 @@ from pallas_kernels import (
 )
 from seerjax import numerics as numerics_lib, parallel
 from seerjax.array_typing import Array
+from seerjax.backends import adapters as adapters_lib
+from seerjax.backends.adapters import RowAdapters
 from seerjax.backends.protocol import Definition, Shape, Stage
 from seerjax.backends.tiled import Tiled
 from seerjax.ops import attention, rotary, sampling, tiles
@@ -55,6 +58,10 @@ class MosaicGpu(Tiled):
   @property
   def waits_for_predicates(self) -> bool:
     return True
+
+  @property
+  def shares_out_rows(self) -> bool:
+    return False
 
   @property
   def shares_pages_under_gradient(self) -> bool:
@@ -118,11 +125,33 @@ class MosaicGpu(Tiled):
       sums, stream=stream, out_dtype=stream.dtype, interpret=interpret
     )
 
-  def attention_inputs(self, stage: Stage, weights: Any, rows: Any, num_rows: Array) -> Any:
-    return self._defined(_in_few_launches(stage, weights, _input_rows), weights, rows, num_rows)
+  def attention_inputs(
+    self,
+    stage: Stage,
+    weights: Any,
+    rows: Any,
+    num_rows: Array,
+    adapters: RowAdapters | None = None,
+  ) -> Any:
+    def run(weights: Any) -> Any:
+      in_few = _in_few_launches(stage, weights, _input_rows)
+      return self._defined(in_few, weights, rows, num_rows)
 
-  def after_attention(self, stage: Stage, weights: Any, rows: Any, num_rows: Array) -> Array:
-    return self._defined(_in_few_launches(stage, weights, _output_rows), weights, rows, num_rows)
+    return run(weights) if adapters is None else adapters_lib.by_selection(run, weights, adapters)
+
+  def after_attention(
+    self,
+    stage: Stage,
+    weights: Any,
+    rows: Any,
+    num_rows: Array,
+    adapters: RowAdapters | None = None,
+  ) -> Array:
+    def run(weights: Any) -> Any:
+      in_few = _in_few_launches(stage, weights, _output_rows)
+      return self._defined(in_few, weights, rows, num_rows)
+
+    return run(weights) if adapters is None else adapters_lib.by_selection(run, weights, adapters)
 
   def write_pages(
     self, pages: tuple[Array, ...], values: tuple[Array, ...], slots: Array, num_rows: Array

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 
 from seerjax.array_typing import Array
+from seerjax.backends.adapters import RowAdapters
 from seerjax.backends.native import (
   attention as native_attention,
   head,
@@ -41,6 +42,14 @@ class NumbaCpu(Tiled):
     return "cz", "zc"
 
   @property
+  def pads_adapters(self) -> bool:
+    return True
+
+  @property
+  def shares_out_rows(self) -> bool:
+    return False
+
+  @property
   def holds_logits(self) -> bool:
     return False
 
@@ -50,8 +59,17 @@ class NumbaCpu(Tiled):
     cos, sin = rotation.table_rows(config, positions, num_rows)
     return cos, sin
 
-  def attention_inputs(self, stage: Stage, weights: Any, rows: Any, num_rows: Array) -> Any:
-    return layers.attention_inputs(stage, weights, rows, num_rows)
+  def attention_inputs(
+    self,
+    stage: Stage,
+    weights: Any,
+    rows: Any,
+    num_rows: Array,
+    adapters: RowAdapters | None = None,
+  ) -> Any:
+    if adapters is None:
+      return layers.attention_inputs(stage, weights, rows, num_rows)
+    return layers.adapted_attention_inputs(stage, weights, rows, num_rows, adapters)
 
   def write_pages(
     self, pages: tuple[Array, ...], values: tuple[Array, ...], slots: Array, num_rows: Array
@@ -80,8 +98,17 @@ class NumbaCpu(Tiled):
     keys, own_values = values
     return native_attention.attend_own(q, (keys, own_values), (key_pages, value_pages), batch)
 
-  def after_attention(self, stage: Stage, weights: Any, rows: Any, num_rows: Array) -> Array:
-    return layers.after_attention(stage, weights, rows, num_rows)
+  def after_attention(
+    self,
+    stage: Stage,
+    weights: Any,
+    rows: Any,
+    num_rows: Array,
+    adapters: RowAdapters | None = None,
+  ) -> Array:
+    if adapters is None:
+      return layers.after_attention(stage, weights, rows, num_rows)
+    return layers.adapted_after_attention(stage, weights, rows, num_rows, adapters)
 
   def head(
     self, stage: Stage, weights: Any, rows: Any, num_rows: Array

@@ -9,6 +9,9 @@ from jax import lax
 import jax.numpy as jnp
 
 from seerjax.array_typing import Array
+from seerjax.backends import adapters as adapters_lib
+from seerjax.backends.adapters import RowAdapters
+from seerjax.backends.protocol import Stage
 from seerjax.backends.tiled import Tiled
 from seerjax.ops import attention, tiles
 from seerjax.types import TokenBatch
@@ -35,6 +38,16 @@ class Plain(Tiled):
   ) -> Any:
     del gradient_of  # The function's own gradient.
     return function(weights, rows, tiles.traced_one(num_rows))
+
+  @property
+  def shares_out_rows(self) -> bool:
+    return False
+
+  def _adapted(
+    self, stage: Stage, weights: Any, rows: Any, num_rows: Array, adapters: RowAdapters | None
+  ) -> Any:
+    run = lambda weights: self._defined(stage, weights, rows, num_rows)
+    return run(weights) if adapters is None else adapters_lib.by_selection(run, weights, adapters)
 
   def attend(
     self, q: Array, pages: tuple[Array, ...], batch: TokenBatch, rows: attention.SegmentRows

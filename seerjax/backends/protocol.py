@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from seerjax import numerics as numerics_lib
 from seerjax.array_typing import Array
+from seerjax.backends.adapters import RowAdapters
 from seerjax.ops import attention, rotary, tiles
 from seerjax.types import TokenBatch, TokenScores
 
@@ -157,6 +158,20 @@ class Backend(Operations, Protocol):
     """Whether the gradient of `attend` reaches pages of another sequence of the batch."""
     ...
 
+  @property
+  def pads_adapters(self) -> bool:
+    """Whether adapters of unlike ranks lie in one array, with zeros behind the smaller ones.
+
+    Then `RowAdapters` has one form. Elsewhere each has its own products: zeros more may change
+    what XLA makes of one.
+    """
+    ...
+
+  @property
+  def shares_out_rows(self) -> bool:
+    """Whether `RowAdapters.shares` is read."""
+    ...
+
   def whole_rows(self, count: int) -> int:
     """Returns the rows that arrays of `count` rows are allocated for."""
     ...
@@ -171,8 +186,18 @@ class Backend(Operations, Protocol):
     """Positions i32[n] -> cos and sin, f32[n, c / 2], of every layer's rotation."""
     ...
 
-  def attention_inputs(self, stage: Stage, weights: Any, rows: Any, num_rows: Array) -> Any:
-    """Hidden rows f[n, d], cos and sin -> (queries f[n, k, g, c], what a layer's pages take)."""
+  def attention_inputs(
+    self,
+    stage: Stage,
+    weights: Any,
+    rows: Any,
+    num_rows: Array,
+    adapters: RowAdapters | None = None,
+  ) -> Any:
+    """Hidden rows f[n, d], cos and sin -> (queries f[n, k, g, c], what a layer's pages take).
+
+    With `adapters` each row has the bits that it has where all rows have its adapter.
+    """
     ...
 
   def write_pages(
@@ -205,8 +230,18 @@ class Backend(Operations, Protocol):
     """
     ...
 
-  def after_attention(self, stage: Stage, weights: Any, rows: Any, num_rows: Array) -> Array:
-    """Hidden rows f[n, d] and what they attended f[n, k, g, c] -> hidden rows f[n, d]."""
+  def after_attention(
+    self,
+    stage: Stage,
+    weights: Any,
+    rows: Any,
+    num_rows: Array,
+    adapters: RowAdapters | None = None,
+  ) -> Array:
+    """Hidden rows f[n, d] and what they attended f[n, k, g, c] -> hidden rows f[n, d].
+
+    `adapters` as of `attention_inputs`.
+    """
     ...
 
   def head(

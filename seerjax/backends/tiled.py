@@ -8,6 +8,8 @@ from typing import Any
 
 from seerjax import numerics as numerics_lib
 from seerjax.array_typing import Array
+from seerjax.backends import adapters as adapters_lib
+from seerjax.backends.adapters import RowAdapters
 from seerjax.backends.protocol import Stage
 from seerjax.ops import attention, linear, norms, rotary, tiles
 from seerjax.types import TokenBatch, TokenScores
@@ -46,6 +48,14 @@ class Tiled:
 
   @property
   def shares_pages_under_gradient(self) -> bool:
+    return True
+
+  @property
+  def pads_adapters(self) -> bool:
+    return False
+
+  @property
+  def shares_out_rows(self) -> bool:
     return True
 
   def whole_rows(self, count: int) -> int:
@@ -90,8 +100,15 @@ class Tiled:
     rows = lambda _, positions, __: rotary.table_rows(positions, config)
     return self.map_rows(rows, (), positions, num_rows)
 
-  def attention_inputs(self, stage: Stage, weights: Any, rows: Any, num_rows: Array) -> Any:
-    return self._defined(stage, weights, rows, num_rows)
+  def attention_inputs(
+    self,
+    stage: Stage,
+    weights: Any,
+    rows: Any,
+    num_rows: Array,
+    adapters: RowAdapters | None = None,
+  ) -> Any:
+    return self._adapted(stage, weights, rows, num_rows, adapters)
 
   def write_pages(
     self, pages: tuple[Array, ...], values: tuple[Array, ...], slots: Array, num_rows: Array
@@ -119,8 +136,15 @@ class Tiled:
       q, self.write_pages(pages, values, batch.slots, batch.num_rows), batch, rows
     )
 
-  def after_attention(self, stage: Stage, weights: Any, rows: Any, num_rows: Array) -> Array:
-    return self._defined(stage, weights, rows, num_rows)
+  def after_attention(
+    self,
+    stage: Stage,
+    weights: Any,
+    rows: Any,
+    num_rows: Array,
+    adapters: RowAdapters | None = None,
+  ) -> Array:
+    return self._adapted(stage, weights, rows, num_rows, adapters)
 
   def head(
     self, stage: Stage, weights: Any, rows: Any, num_rows: Array
@@ -132,3 +156,12 @@ class Tiled:
     bind = lambda definition: functools.partial(definition, self, stage.shape, stage.axis)
     gradient_of = None if stage.gradient_of is None else bind(stage.gradient_of)
     return self.map_rows(bind(stage.rows), weights, rows, num_rows, gradient_of=gradient_of)
+
+  def _adapted(
+    self, stage: Stage, weights: Any, rows: Any, num_rows: Array, adapters: RowAdapters | None
+  ) -> Any:
+    """As `_defined`, each row with its adapter."""
+    if adapters is None:
+      return self._defined(stage, weights, rows, num_rows)
+    definition = functools.partial(stage.rows, self, stage.shape, stage.axis)
+    return adapters_lib.by_tile(definition, weights, adapters, rows, num_rows, self.numerics)

@@ -35,6 +35,7 @@ def instance_inputs(
   page_size: int,
   table_width: int,
   mask_words: int = 0,
+  has_adapters: bool = False,
 ) -> runner_lib.StepInputs:
   """Returns one instance's inputs (no instance axis).
 
@@ -50,6 +51,7 @@ def instance_inputs(
     page_size: positions of a page.
     table_width: pages of a row of the page table.
     mask_words: of each sample's mask; 0 if none has one.
+    has_adapters: whether rows choose among adapters.
   """
   rows = _Rows(num_rows, num_segments, table_width, query_tile, page_size, mask_words)
   for one in work:
@@ -58,12 +60,14 @@ def instance_inputs(
     first = sequence.num_written
     settled: Sequence[int] = sequence.tokens[first : first + one.count]
     main = one.paths[0].tokens if one.paths else ()
+    begin = rows.row
     rows.put([*settled, *main] if main else settled, first, sequence.page_row)
     if one.is_sampled:
       rows.sample(1 + len(main), end, sequence)
     for path in one.paths[1:]:
       rows.put([sequence.tokens[-1], *path.tokens], end - 1, path.page_row)
       rows.sample(1 + len(path.tokens), end, sequence)
+    rows.adapters[begin : rows.row] = sequence.adapter
 
   batch = TokenBatch(
     tokens=rows.tokens,
@@ -74,6 +78,7 @@ def instance_inputs(
     segment_length=rows.lengths,
     page_table=rows.table,
     num_segments=_INT32(rows.num_segments),
+    adapters=rows.adapters if has_adapters else None,
   )
   copy_rows = _ZEROS((max_copies, 2), np.int32)
   copy_rows[: len(copies)] = np.asarray(copies, np.int32).reshape(-1, 2)
@@ -104,7 +109,9 @@ class _Rows:
     mask_words: int,
   ):
     self.query_tile, self.page_size = query_tile, page_size
-    self.tokens, self.positions, self.slots = (_ZEROS(num_rows, np.int32) for _ in range(3))
+    self.tokens, self.positions, self.slots, self.adapters = (
+      _ZEROS(num_rows, np.int32) for _ in range(4)
+    )
     self.starts, self.lengths = _ZEROS(num_segments, np.int32), _ZEROS(num_segments, np.int32)
     self.table = _ZEROS((num_segments, table_width), np.int32)
     self.sample_rows = _ZEROS(num_rows, np.int32)

@@ -5,6 +5,7 @@ Each refusal says what was got, what was expected and what to change; see `Engin
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
@@ -79,6 +80,7 @@ def request(
   num_pages: int,
   page_size: int,
   has_tokenizer: bool,
+  adapters: Collection[str] = (),
 ) -> None:
   """Refuses a request that an engine could never answer.
 
@@ -91,6 +93,7 @@ def request(
     num_pages: of one instance, the reserved one included.
     page_size: positions of a page.
     has_tokenizer: whether text can be read for stop strings.
+    adapters: names of those that the engine has.
 
   Raises:
     ValueError: if it is empty, too long, can never fit in memory, or asks for what this engine or
@@ -101,6 +104,12 @@ def request(
     raise ValueError(f"{what}: got an empty prompt, expected one token or more; add a BOS token.")
   tokens_of(what, request.prompt, vocab_size)
   tokens_of(f"{what}, stop_token_ids", request.sampling.stop_token_ids, vocab_size)
+  if request.adapter and request.adapter not in adapters:
+    raise ValueError(
+      f"{what}: got the adapter {request.adapter!r}, expected"
+      f" {', '.join(map(repr, adapters)) or 'none, as this engine has none'}, or '' for the base;"
+      " give it to Engine.set_adapters."
+    )
   if not 0 <= request.seed < 2**32:
     raise ValueError(f"{what}: got seed {request.seed}, expected 0 <= seed < 2**32; fold it.")
   if len(request.prompt) + 1 > context:

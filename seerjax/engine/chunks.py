@@ -75,7 +75,9 @@ class Chunks:
     self._requests.check_instance(f"Engine.migrate of {request_id!r}", instance)
     return self._memory.migrate(sequence, instance)
 
-  def pull_prefix(self, tokens: Sequence[int], source: int, target: int) -> int:
+  def pull_prefix(
+    self, tokens: Sequence[int], source: int, target: int, adapter: str = ""
+  ) -> int:
     """Copies the whole pages of a token sequence's start from one instance to another.
 
     Returns:
@@ -86,7 +88,7 @@ class Chunks:
     """
     for name, instance in (("source", source), ("target", target)):
       self._requests.check_instance(f"Engine.pull_prefix: {name}", instance)
-    return self._memory.pull_prefix(tokens, source, target)
+    return self._memory.pull_prefix(tokens, source, target, adapter)
 
   def spill(self, request_ids: Iterable[str]) -> list[str]:
     """Takes paused requests' pages off the devices, in order, until the pool is full.

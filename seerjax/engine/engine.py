@@ -21,7 +21,8 @@ in `output`, what a scheduler may do between chunks in `chunks`, and where keys 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import jax
 
@@ -38,7 +39,7 @@ from seerjax.engine.planner import Planner
 from seerjax.engine.requests import Requests
 from seerjax.engine.sequence import Mask, ScheduledRows, SequenceState, StepOutput
 from seerjax.engine.sizes import EngineConfig
-from seerjax.models import config as model_config, parameters
+from seerjax.models import adapters as adapters_lib, config as model_config, parameters
 from seerjax.models.loading import Model
 from seerjax.ops import sampling
 from seerjax.types import Completion, Request, SamplingParams
@@ -67,6 +68,7 @@ class Engine:
     runner: runner_lib.Runner | None = None,
     drafter: Drafter | None = None,
     kv_pool: KVPool | None = None,
+    adapters: Mapping[str, Any] | None = None,
   ):
     """Makes an engine.
 
@@ -81,11 +83,13 @@ class Engine:
         its own if None.
       drafter: guesses tokens that are then verified together; None verifies nothing.
       kv_pool: where paused requests' keys go when their pages are needed; a default one if None.
+      adapters: that requests may name; see `set_adapters`.
 
     Raises:
       ValueError: if slabs do not divide the model, weights are not laid out for it in the compute
         dtype or not finite, the key is not of `numerics.key`'s kind, pages do not fill splits
-        exactly, `runner` was made for something else, or free memory does not hold one context.
+        exactly, `runner` was made for something else, or free memory does not hold one context;
+        for adapters, as `set_adapters`.
     """
     shape, numerics = model.config, model_config.numerics_for(model.config, model.numerics)
     key = numerics_lib.key(0) if key is None else key
@@ -100,6 +104,7 @@ class Engine:
     self.policy_version = policy_version
     self._runner, self._key = runner, key
     self._params = runner.place_params(model.params, what="Engine.params")
+    self._set_adapters({} if adapters is None else adapters, "Engine.adapters")
     config = sizes.fitted(config, shape, runner.stages, free_bytes=sizes.free_bytes(runner.mesh))
     # Positions of one sequence at most: beyond its model's, none is ever asked for.
     self._context = min(config.max_context, shape.max_context)
@@ -115,9 +120,9 @@ class Engine:
       counters=counters,
       fingerprint=lambda pages: fingerprint_digest(shape, numerics, pages),
     )
-    memory.publish(self._params, policy_version)
     requests = Requests(runner.num_instances)
     self.config, self.counters, self.memory = config, counters, memory
+    self._publish()
     self._requests = requests
     self._chunks = Chunks(requests, memory, counters, config=config)
     self._drafting = drafting.Drafting(drafter)
@@ -129,6 +134,7 @@ class Engine:
       backend=runner.stages,
       table_width=table_width,
       mask_words=-(-shape.vocab_size // 32),
+      has_adapters=lambda: bool(self._adapters),
     )
     self._outputs = output.Outputs(
       requests, memory, planner, counters, accept=self._accept, ask_drafter=self._drafting.ask
@@ -142,6 +148,11 @@ class Engine:
   @drafter.setter
   def drafter(self, drafter: Drafter | None) -> None:
     self._drafting.drafter = drafter
+
+  @property
+  def adapters(self) -> tuple[str, ...]:
+    """Names that a request may have as its `adapter`, beside "" for the base."""
+    return tuple(self._adapters)
 
   @property
   def num_unfinished(self) -> int:
@@ -202,6 +213,7 @@ class Engine:
     if resume_from is not None:
       self.memory.claim(sequence)
     sequence.mask = mask
+    sequence.adapter = self._index_of[request.adapter]
     sequence.extend(chunk_tokens)
     self.memory.take_again()
     self._requests.add(sequence)
@@ -222,6 +234,7 @@ class Engine:
       num_pages=self.config.num_pages,
       page_size=page_size,
       has_tokenizer=self.tokenizer is not None,
+      adapters=self._adapters,
     )
 
   def step(self) -> list[StepOutput]:
@@ -354,9 +367,11 @@ class Engine:
     """Takes a paused request's pages to another instance; see `Chunks.migrate`."""
     return self._chunks.migrate(request_id, instance)
 
-  def pull_prefix(self, tokens: Sequence[int], source: int, target: int) -> int:
+  def pull_prefix(
+    self, tokens: Sequence[int], source: int, target: int, adapter: str = ""
+  ) -> int:
     """Copies the whole pages of a start to another instance; see `Chunks.pull_prefix`."""
-    return self._chunks.pull_prefix(tokens, source, target)
+    return self._chunks.pull_prefix(tokens, source, target, adapter)
 
   def spill(self, request_ids: Iterable[str]) -> list[str]:
     """Takes paused requests' pages off the devices; see `Chunks.spill`."""
@@ -396,10 +411,50 @@ class Engine:
     checks.whole("Engine.set_params: policy_version", policy_version, 0, None, "count updates")
     fix = "finish or cancel them (a completion comes from one policy_version)"
     self._requests.require_none("set_params", fix)
-    self._params = self._runner.place_params(params, what="Engine.set_params: params")
+    what = "Engine.set_params: params"
+    placed = self._runner.place_params(params, what=what)
+    if self._adapters:
+      adapters_lib.check(placed, {}, what=what)
+      placed["adapters"] = self._params["adapters"]
+    self._params = placed
     self.memory.forget_all()
     self.policy_version = policy_version
-    self.memory.publish(self._params, policy_version)
+    self._publish()
+
+  def set_adapters(self, adapters: Mapping[str, Any]) -> None:
+    """Replaces the adapters that requests may name, and drops every page.
+
+    A request of an adapter has the bits that it has in an engine whose weights are
+    `lora.attach(params, adapter, scale)`, and one of the base those of an engine without adapters,
+    whatever runs in the same step. Adapters of the shapes of those before need no new program. The
+    weights and policy_version stay; `set_params` leaves the adapters.
+
+    Args:
+      adapters: by name, each f32 masters and the scale of their low-rank term, as `peft.load`
+        returns them; none at all are the base alone.
+
+    Raises:
+      ValueError: if requests are running, weights have an adapter already (`lora.attach`), or an
+        adapter is not of these weights, or not finite; the old ones stay.
+    """
+    self._requests.require_none("set_adapters", "finish or cancel them")
+    self._set_adapters(adapters, "Engine.set_adapters")
+    self.memory.forget_all()
+    self._publish()
+
+  def _set_adapters(self, adapters: Mapping[str, Any], what: str) -> None:
+    base = {name: part for name, part in self._params.items() if name != "adapters"}
+    chosen = adapters_lib.NONE
+    if adapters:
+      chosen = self._runner.place_adapters(base, adapters, what=what)
+      base["adapters"] = chosen.forms
+    self._params, self._adapters, self._index_of = base, dict(adapters), chosen.index_of
+
+  def _publish(self) -> None:
+    """Says of which weights keys and values are written from now on."""
+    base = {name: part for name, part in self._params.items() if name != "adapters"}
+    parts = {name: adapters_lib.parts(scaled) for name, scaled in self._adapters.items()}
+    self.memory.publish(base, self.policy_version, parts)
 
   def progress(self, request_id: str) -> Completion:
     """Returns a request's answer so far; ValueError if there is no such request."""

@@ -6,7 +6,7 @@ drafts take the rows that are left then. Nothing here reads a clock or changes a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 import itertools
 from typing import Any
 
@@ -29,6 +29,11 @@ from seerjax.types import Request
 Place = tuple[int, int]  # Of scheduled rows: instance, and index among the instance's.
 
 
+def _sharing(sequence: SequenceState) -> tuple[str, str]:
+  """Returns equal pairs for siblings that share a prompt's keys and values."""
+  return sequence.request.group_id, sequence.request.adapter
+
+
 class Planner:
   """Plans the steps of one engine."""
 
@@ -42,6 +47,7 @@ class Planner:
     backend: Backend,
     table_width: int,
     mask_words: int = 0,
+    has_adapters: Callable[[], bool] = lambda: False,
   ):
     self._requests = requests
     self._memory = memory
@@ -50,6 +56,7 @@ class Planner:
     self._backend = backend
     self._table_width = table_width
     self._mask_words = mask_words
+    self._has_adapters = has_adapters
     self.start_over()
 
   def start_over(self) -> None:
@@ -64,14 +71,14 @@ class Planner:
     """Gives pages to waiting sequences, first come first served, all they can ever need."""
     for instance, pool in enumerate(self._memory.pools):
       waiting, running = self._requests.waiting[instance], self._requests.running[instance]
-      prefilling = {s.request.group_id for s in running if s.is_prefilling and s.request.group_id}
+      prefilling = {_sharing(s) for s in running if s.is_prefilling and s.request.group_id}
       held_back: list[SequenceState] = []
       while waiting and len(running) < self._config.max_sequences:
         sequence = waiting[0]
         self._requests.busy = (sequence, len(sequence.tokens))
         is_fresh = not (sequence.pages or sequence.num_written)
         group = sequence.request.group_id
-        if is_fresh and self._config.reuse_prefixes and group in prefilling:
+        if is_fresh and self._config.reuse_prefixes and _sharing(sequence) in prefilling:
           held_back.append(waiting.popleft())  # A sibling is writing the prompt they share.
           continue
         if sequence.pages:
@@ -87,7 +94,7 @@ class Planner:
         waiting.popleft()
         running.append(sequence)
         if is_fresh and sequence.is_prefilling and group:
-          prefilling.add(group)
+          prefilling.add(_sharing(sequence))
       waiting.extendleft(reversed(held_back))
     self._requests.busy = None
 
@@ -101,7 +108,7 @@ class Planner:
 
   def _begin(self, sequence: SequenceState, pool: pages_lib.PagePool) -> bool:
     """Gives a sequence its first pages, shared ones among them; False if there are too few."""
-    hit = self._memory.find(sequence.instance, sequence.tokens[:-1])
+    hit = self._memory.find(sequence, sequence.tokens[:-1])
     for page in hit.pages:
       pool.hold(page)
     if hit.copy_from is not None:
@@ -352,4 +359,5 @@ class Planner:
       page_size=self._config.page_size,
       table_width=self._table_width,
       mask_words=mask_words,
+      has_adapters=self._has_adapters(),
     )

@@ -8,7 +8,7 @@ not used is not computed.
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 import dataclasses
 import functools
 import math
@@ -25,7 +25,15 @@ from seerjax.backends import choice
 from seerjax.backends.protocol import Backend
 from seerjax.engine import sizes
 from seerjax.engine.kv import page_moves as page_moves_lib
-from seerjax.models import config as model_config, head, kv_layout, parameters, transformer, weights
+from seerjax.models import (
+  adapters as adapters_lib,
+  config as model_config,
+  head,
+  kv_layout,
+  parameters,
+  transformer,
+  weights,
+)
 from seerjax.ops import sampling
 from seerjax.types import SamplingRows, TokenBatch, TokenScores
 
@@ -355,6 +363,22 @@ class Runner:
       is_leaf=lambda leaf: isinstance(leaf, jax.Array | np.ndarray),
     )
 
+  def place_adapters(
+    self,
+    params: parameters.Params,
+    named: Mapping[str, Any],
+    *,
+    what: str = "Runner.place_adapters: adapters",
+  ) -> adapters_lib.Chosen:
+    """Returns adapters on the mesh, `adapters.Scaled` by name, for rows to choose among.
+
+    Raises:
+      ValueError: if one is not of these weights, or not finite; `what` is the argument.
+    """
+    adapters_lib.check(params, named, what=what)
+    chosen = adapters_lib.stacked(params, named, pads=self.stages.pads_adapters)
+    return chosen._replace(forms=adapters_lib.placed(chosen.forms, self.mesh))
+
   def empty_pages(self, num_pages: int, page_size: int) -> Any:
     """Returns zeroed pages f[i, k, m, ...] of every layer, as `kv_layout.empty_pages` has them."""
     one = jax.eval_shape(
@@ -400,7 +424,9 @@ class Runner:
     num_traces = collections.Counter()
 
     def step(params, pages, words, key, layout, is_plain):
-      size = jax.tree.leaves(pages)[0].shape, is_plain
+      # Adapters of other shapes are other programs, as pages of another size are.
+      forms = jax.tree.map(lambda leaf: leaf.shape, params.get("adapters", ()))
+      size = jax.tree.leaves(pages)[0].shape, is_plain, str(forms)
       num_traces[size] += 1
       # The interpreter of kernels is known to JAX's caches only once it has run.
       count, most = num_traces[size], self.max_programs + self.numerics.is_interpreted

@@ -34,6 +34,7 @@ class SequenceState:
     text: the answer so far, cut before a stop string.
     streamed: characters of `text` given out.
     mask: what may stand at the answer's next place, None for anything.
+    adapter: number of its adapter among the engine's, 0 for the base.
   """
 
   request: Request
@@ -50,6 +51,7 @@ class SequenceState:
   text: str = ""
   streamed: int = 0
   mask: Mask | None = None
+  adapter: int = 0
 
   @property
   def num_prompt(self) -> int:

@@ -195,6 +195,16 @@ def merge(params: Params, adapter: Adapter, scale: float) -> Params:
   return {**params, "layers": layers}
 
 
+def check(params: Params, adapter: Adapter, scale: float) -> None:
+  """Refuses an adapter that `attach` would.
+
+  Raises:
+    ValueError: as `attach`.
+  """
+  _check(params, adapter)
+  _check_scale(scale)
+
+
 def _check_scale(scale: float) -> None:
   if not abs(scale) < math.inf:
     raise ValueError(

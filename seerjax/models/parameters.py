@@ -129,17 +129,22 @@ def partition_specs(config: TransformerConfig, reduction_shards: int) -> Params:
 
 
 def specs_of(params: Params) -> Params:
-  """As `partition_specs`, for weights that may be stacked, or have adapters beside them."""
+  """As `partition_specs`, for weights that may be stacked, or have adapters beside them.
+
+  Those that rows choose among are `params["adapters"]` (`models.adapters`).
+  """
   slabs = ("qkv", "qkv_bias", "out", "gate_up", "down", "head")
   of_layers = (None,) if is_stacked(params) else ()
   slabs_of_adapters = (
     ("qkv_lora", "b"), ("gate_up_lora", "b"), ("out_lora", "a"), ("down_lora", "a")
   )  # fmt: skip
 
-  def spec(path, _):
+  def spec(path, leaf):
     names = tuple(key.key for key in path if isinstance(key, jax.tree_util.DictKey))
     is_slab = names[-1] in slabs or names[-2:] in slabs_of_adapters
     before = of_layers if names[0] == "layers" else ()
+    if names[0] == "adapters":  # Behind the layers, if stacked, and the adapters.
+      before = (None,) * (leaf.ndim - 3)
     return jax.P(*before, parallel.MODEL_AXIS) if is_slab else jax.P()
 
   return jax.tree_util.tree_map_with_path(spec, params)

@@ -24,7 +24,7 @@ from seerjax import numerics as numerics_lib
 from seerjax.array_typing import Array, Float
 from seerjax.backends import choice
 from seerjax.backends.protocol import Backend, Stage
-from seerjax.models import attention as model_attention, kv_layout, mlp, parameters
+from seerjax.models import adapters, attention as model_attention, kv_layout, mlp, parameters
 from seerjax.models.config import TransformerConfig, numerics_for
 from seerjax.models.parameters import Params
 from seerjax.ops import attention, tiles
@@ -53,7 +53,8 @@ def forward(
 
   Args:
     params: `compute_params` of the master weights; under `shard_map` this device's slabs. Of
-      stacked layers one program runs, in a loop.
+      stacked layers one program runs, in a loop. With `params["adapters"]` each row has the
+      one that the batch names for it (`models.adapters`); of these there is no gradient.
     batch: rows and segments.
     pages: keys and values of all sequences (`empty_pages`); the rows' own are written before they
       are read. `ScratchPages` where these rows are all that there is: a gradient needs them where
@@ -84,6 +85,10 @@ def forward(
   segment_rows = attention.segment_rows(batch, numerics, page_size)
   inputs = Stage(config, axis, model_attention.input_rows)
   outputs = Stage(config, axis, mlp.output_rows)
+  chosen = None
+  if "adapters" in params:
+    assert batch.adapters is not None and not is_scratch, "adapters by row are of engines' batches"
+    chosen = adapters.of_rows(params, batch.adapters, batch.num_rows, backend)
 
   def layer(x: Array, weights: Params, own: kv_layout.LayerPages, index: Array | int):
     """Runs layer `index`, with its pages f[k, m, ...]; of a pool, m counts pages of a layer."""
@@ -94,13 +99,14 @@ def forward(
       slots = own_page(page) * page_size + offset
       own_batch = batch._replace(slots=slots, page_table=own_page(batch.page_table))
       rows = rows._replace(page_table=own_page(rows.page_table))
-    q, *new = backend.attention_inputs(inputs, weights, (x, cos, sin), batch.num_rows)
+    of_rows = None if chosen is None else chosen.of_layer(index)
+    q, *new = backend.attention_inputs(inputs, weights, (x, cos, sin), batch.num_rows, of_rows)
     if is_scratch:
       mixed = backend.attend_own(q, own, tuple(new), batch, rows)
     else:
       own = backend.write_pages(own, tuple(new), own_batch.slots, batch.num_rows)
       mixed = backend.attend(q, own, own_batch, rows)
-    return backend.after_attention(outputs, weights, (x, mixed), batch.num_rows), own
+    return backend.after_attention(outputs, weights, (x, mixed), batch.num_rows, of_rows), own
 
   def again(x: Array, weights: Params, own: kv_layout.LayerPages, index: int):
     # Pages that are all zero, as a gradient's are, are not made before the layer is.
@@ -136,6 +142,7 @@ def _whole_tiles(batch: TokenBatch, backend: Backend) -> TokenBatch:
     tokens=tiles.padded(batch.tokens, rows),
     positions=tiles.padded(batch.positions, rows),
     slots=tiles.padded(batch.slots, rows),
+    adapters=tiles.padded(batch.adapters, rows),
     segment_start=tiles.padded(batch.segment_start, segments),
     segment_length=tiles.padded(batch.segment_length, segments),
     page_table=tiles.padded(batch.page_table, segments),

@@ -10,7 +10,7 @@ whose backward is the plain gradient of the whole, so a value under `grad` has t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 import functools
 from typing import Any, NamedTuple
 
@@ -101,31 +101,52 @@ def _tiled(function: RowFunction, row_tile: int, weights: Any, rows: Any, num_ro
   padding = whole(count, row_tile) - count
   rows = jax.tree.map(lambda leaf: _with_zero_rows(leaf, padding), rows)
   one = traced_one(num_rows)
+  empty = _empty_of(function, row_tile, weights, rows, one)
+  num_tiles = (num_rows + (row_tile - 1)) // row_tile
+  out = _tile_loop(function, row_tile, weights, rows, (jnp.int32(0), num_tiles), one, empty)
+  return jax.tree.map(lambda leaf: leaf[:count], out)
 
-  def tile(start: Array) -> Any:
-    return jax.tree.map(lambda leaf: lax.dynamic_slice_in_dim(leaf, start, row_tile, 0), rows)
 
-  shapes = jax.eval_shape(lambda: function(weights, tile(jnp.int32(0)), one))
+def _tile_of(rows: Any, start: Array, row_tile: int) -> Any:
+  return jax.tree.map(lambda leaf: lax.dynamic_slice_in_dim(leaf, start, row_tile, 0), rows)
+
+
+def _empty_of(
+  function: RowFunction, row_tile: int, weights: Any, rows: Any, one: Array
+) -> Any:
+  """Returns zeros for the outputs of all rows, which are whole tiles."""
+  tile = lambda: function(weights, _tile_of(rows, jnp.int32(0), row_tile), one)
   anchor = next((leaf for leaf in jax.tree.leaves(rows) if _is_float(leaf)), None)
+  count = jax.tree.leaves(rows)[0].shape[0]
 
-  def empty_of(shape: jax.ShapeDtypeStruct) -> Array:
-    whole = (count + padding, *shape.shape[1:])
+  def empty(shape: jax.ShapeDtypeStruct) -> Array:
+    whole = (count, *shape.shape[1:])
     return (
       jnp.zeros(whole, shape.dtype) if anchor is None else late_zeros(whole, shape.dtype, anchor)
     )
 
-  empty = jax.tree.map(empty_of, shapes)
+  return jax.tree.map(empty, jax.eval_shape(tile))
+
+
+def _tile_loop(
+  function: RowFunction,
+  row_tile: int,
+  weights: Any,
+  rows: Any,
+  bounds: tuple[Array, Array],
+  one: Array,
+  out: Any,
+) -> Any:
+  """Returns `out` with the outputs of the tiles from the first bound to before the second."""
 
   def body(index: Array, out: Any) -> Any:
     start = index * row_tile
-    update = function(weights, tile(start), one)
+    update = function(weights, _tile_of(rows, start, row_tile), one)
     return jax.tree.map(
       lambda whole, part: lax.dynamic_update_slice_in_dim(whole, part, start, 0), out, update
     )
 
-  num_tiles = (num_rows + (row_tile - 1)) // row_tile
-  out = lax.fori_loop(jnp.int32(0), num_tiles, body, empty)
-  return jax.tree.map(lambda leaf: leaf[:count], out)
+  return lax.fori_loop(*bounds, body, out)
 
 
 def in_chunks(function: Callable[[Any], Any], rows: Any, size: int) -> Any:
@@ -189,6 +210,109 @@ def all_rows(
   num_rows = lax.optimization_barrier(num_rows)
   functions = (function, function if gradient_of is None else gradient_of)
   return _map_rows(functions, None, weights, rows, num_rows)
+
+
+class Shares(NamedTuple):
+  """Rows in an order in which no tile holds rows of two choices of weights.
+
+  Attributes:
+    order: i32[m], row at each place; row 0 where there is none.
+    place: i32[n], where each row stands; past all tiles for those that are not computed.
+    first_tile: i32[c], of each choice.
+    num_tiles: i32[c], of each choice.
+  """
+
+  order: Array
+  place: Array
+  first_tile: Array
+  num_tiles: Array
+
+
+def shared_out(choices: Array, count: int, num_rows: Array, row_tile: int) -> Shares:
+  """Returns the rows by what they chose.
+
+  Args:
+    choices: i32[n], of each row, from 0 to before `count`.
+    count: of choices.
+    num_rows: i32[], rows that are computed.
+    row_tile: rows of a tile.
+  """
+  size = choices.shape[0]
+  rows = jnp.arange(size, dtype=jnp.int32)
+  is_live = rows < num_rows
+  is_of = (choices[:, None] == jnp.arange(count, dtype=jnp.int32)[None, :]) & is_live[:, None]
+  members = is_of.astype(jnp.int32)
+  num_tiles = (jnp.sum(members, axis=0, dtype=jnp.int32) + (row_tile - 1)) // row_tile
+  first_tile = jnp.cumsum(num_tiles, dtype=jnp.int32) - num_tiles
+  before = jnp.cumsum(members, axis=0, dtype=jnp.int32) - members
+  within = jnp.sum(before * members, axis=1, dtype=jnp.int32)
+  # A tile more than there can be: what is not computed stands there.
+  places = (-(-size // row_tile) + min(count, size) + 1) * row_tile
+  place = jnp.where(is_live, first_tile[choices] * row_tile + within, places - 1)
+  order = jnp.zeros(places, jnp.int32).at[place].set(jnp.where(is_live, rows, 0))
+  return Shares(order, place, first_tile, num_tiles)
+
+
+class Choices(NamedTuple):
+  """Weights of one shape that rows choose among.
+
+  Attributes:
+    count: how many.
+    at: `i32[] -> weights`, those of one choice, which join the weights that all rows have.
+  """
+
+  count: int
+  at: Callable[[Array], dict[str, Any]]
+
+
+def map_chosen_rows(
+  function: RowFunction,
+  weights: dict[str, Any],
+  choices: Sequence[Choices],
+  rows: Any,
+  shares: Shares,
+  num_rows: Array,
+  numerics: numerics_lib.NumericsConfig,
+) -> Any:
+  """As `map_rows`, where each row has weights of its choice beside those of all; no gradient.
+
+  A choice's tiles run the program that they would run if it were the only one: its weights are cut
+  out before the loop over them, so that the loop's body does not know that there are others.
+
+  Args:
+    function: as of `map_rows`.
+    weights: of all rows, and all that rows of choice 0 have.
+    choices: 1 and following, those of a shape together.
+    rows: pytree of `[n, ...]`.
+    shares: `shared_out` of the rows' choices.
+    num_rows: i32[], rows that are computed.
+    numerics: its `row_tile`.
+
+  Returns:
+    Pytree of `[n, ...]`, as `map_rows`.
+  """
+  num_rows = lax.optimization_barrier(num_rows)
+  row_tile, one = tile_rows(numerics), traced_one(num_rows)
+  rows = jax.tree.map(lambda leaf: leaf[shares.order], rows)
+  ends = shares.first_tile + shares.num_tiles
+
+  def run(choice: Array | int, own: dict[str, Any], out: Any) -> Any:
+    bounds = shares.first_tile[choice], ends[choice]
+    return _tile_loop(function, row_tile, {**weights, **own}, rows, bounds, one, out)
+
+  out = run(0, {}, _empty_of(function, row_tile, weights, rows, one))
+  first = 1
+  for some in choices:
+    is_used = shares.num_tiles[first : first + some.count] > 0
+    used = jnp.argsort(~is_used, stable=True).astype(jnp.int32)
+
+    def choice(index: Array, out: Any, some=some, used=used, first=first) -> Any:
+      return run(first + used[index], some.at(used[index]), out)
+
+    num_used = jnp.sum(is_used, dtype=jnp.int32)
+    out = lax.fori_loop(jnp.int32(0), num_used, choice, out)
+    first += some.count
+  return jax.tree.map(lambda leaf: leaf[shares.place], out)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

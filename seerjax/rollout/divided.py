@@ -189,7 +189,9 @@ class DividedRollout:
     else:
       request = self._requests[request_id]
       if decision.pull_tokens and decision.pull_from != target:
-        pulled = engine.pull_prefix(request.prompt, decision.pull_from, target)
+        pulled = engine.pull_prefix(
+          request.prompt, decision.pull_from, target, adapter=request.adapter
+        )
         self.trace.pulls += pulled > 0
       begun = self._resume_from.pop(request_id, None)
       engine.submit(request, resume_from=begun, instance=target, chunk_tokens=chunk_tokens)

@@ -8,11 +8,13 @@ prints what was drawn, the events, a digest of what was said and the numerics fi
 from __future__ import annotations
 
 import collections
+from collections.abc import Callable
 import functools
 import hashlib
 import pathlib
 import sys
 import tempfile
+from typing import Any
 
 import drawn_models
 from drawn_models import Case, Model
@@ -24,7 +26,7 @@ import optax
 import tiny_model
 
 from seerjax import numerics as numerics_lib, parallel
-from seerjax.engine import runner as runner_lib
+from seerjax.engine import engine as engine_lib, runner as runner_lib
 from seerjax.engine.kv.disk_store import DiskStore
 from seerjax.engine.kv.pool import PIN_STEPS, KVPool, KVPoolConfig
 from seerjax.models import huggingface_config
@@ -50,7 +52,7 @@ class Schedule:
     self.case, self.folder, self.events, self.kind = case, folder, events, kind
     self.rng = case.rng(2)
     self.now = 0
-    requests = drawn_models.requests_of(case)
+    requests = self.drawn_requests()
     self.live: dict[str, Request] = {}
     self.found: dict[str, Completion] = {}
     wait = int(self.rng.integers(0, 4))
@@ -62,7 +64,7 @@ class Schedule:
     self.guesser = None
     if case.right >= 0:
       said = {
-        name: drawn_models.alone(case.model, request).tokens
+        name: self.alone(request).tokens
         for name, request in self.requests.items()
       }
       self.guesser = Guesser(said, int(self.rng.integers(2**32)), right=case.right)
@@ -77,9 +79,19 @@ class Schedule:
     self.left = {path.name for path in self._files()}
     self.pool = KVPool(KVPoolConfig(host_pages=case.host_pages), store)
     self.damaged.clear()
-    self.engine = drawn_models.make_engine(
-      case.machine, self.kind, drafter=self.guesser, kv_pool=self.pool
-    )
+    self.engine = self.make_engine(drafter=self.guesser, kv_pool=self.pool)
+
+  def drawn_requests(self) -> list[Request]:
+    """What is asked."""
+    return drawn_models.requests_of(self.case)
+
+  def alone(self, request: Request) -> Completion:
+    """What a request says alone."""
+    return drawn_models.alone(self.case.model, request)
+
+  def make_engine(self, **others: Any) -> engine_lib.Engine:
+    """Returns an engine with nothing in it."""
+    return drawn_models.make_engine(self.case.machine, self.kind, **others)
 
   def _files(self) -> list[pathlib.Path]:
     """Those of the disk's store, in a folder for each process."""
@@ -226,6 +238,7 @@ def run_case(
   *,
   kind: type[runner_lib.Runner] = runner_lib.Runner,
   trains: bool = True,
+  schedule_kind: Callable[..., Schedule] = Schedule,
 ) -> dict[str, Completion]:
   """Runs a case, compares all of it and returns what each request said.
 
@@ -234,17 +247,18 @@ def run_case(
     events: counts what happened, and the comparisons.
     kind: of the engine's runner; the reference has the library's.
     trains: whether the trainer, too, is compared with the engine.
+    schedule_kind: what runs it.
 
   Raises:
     AssertionError: if a bit differs, with the case in a note.
   """
   with tempfile.TemporaryDirectory() as folder:
     try:
-      schedule = Schedule(case, pathlib.Path(folder), events, kind)
+      schedule = schedule_kind(case, pathlib.Path(folder), events, kind)
       found = schedule.run()
       differing = []
       for name, request in schedule.requests.items():
-        wanted = drawn_models.alone(case.model, request)
+        wanted = schedule.alone(request)
         events["comparisons"] += 3 * len(wanted.tokens)
         if not tiny_model.same(found[name], wanted):
           differing.append(f"{request}: got {found[name]}, expected {wanted}")

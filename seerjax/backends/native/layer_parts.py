@@ -1,6 +1,12 @@
 """What the handlers of a layer share, forward and backward: operands, rows, slabs and their tree.
 
 An operand is named by its place. Weights are f[l, r, a, b]: one of `l` layers, `r` slabs.
+
+Where rows choose among adapters, these are f[e, r, a, b], padded to one rank, and the sizes go on:
+
+    num_rows, layer | first adapter of the layer, how many a layer has, rows[n], ranks[target, e]
+
+A row has the products of its own adapter alone, by that one's rank: no zero is added to a chain.
 """
 
 from __future__ import annotations
@@ -13,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from seerjax.array_typing import Array
+from seerjax.backends.adapters import RowAdapters
 from seerjax.backends.native import ffi, norms, products, threads
 from seerjax.backends.native.numbers import (
   exp,
@@ -148,6 +155,112 @@ def product(arguments, operand, layer, slab, x, x_row, rows, out, is_added):
   )  # fmt: skip
 
 
+# Places in the sizes, where they tell rows' adapters apart; behind them one for each row.
+FIRST_ADAPTER, NUM_ADAPTERS, ROW_ADAPTERS = 2, 3, 4
+
+
+@inlined
+def are_rows_apart(arguments, sizes):
+  """Whether rows choose among adapters; elsewhere sizes are three at most."""
+  return ffi.dimension(arguments, sizes, 0) > NUM_ADAPTERS
+
+
+@jit
+def rows_alike(arguments, sizes, begin, row, rows):
+  """Of `rows` from `begin` on, how many from `row` on have one adapter."""
+  if not are_rows_apart(arguments, sizes):
+    return rows - row
+  first = ROW_ADAPTERS + begin
+  own = ffi.integer(arguments, sizes, first + row)
+  end = row + 1
+  while end < rows and ffi.integer(arguments, sizes, first + end) == own:
+    end += 1
+  return end - row
+
+
+@jit
+def adapter_at(arguments, sizes, row):
+  """The adapter of a row, -1 for none."""
+  if not are_rows_apart(arguments, sizes):
+    return ZERO
+  return ffi.integer(arguments, sizes, ROW_ADAPTERS + row) - 1
+
+
+@jit
+def adapter_slab(arguments, sizes, own):
+  """Where an adapter of the layer lies among those of the operands."""
+  if not are_rows_apart(arguments, sizes):
+    return ZERO
+  return ffi.integer(arguments, sizes, FIRST_ADAPTER) + own
+
+
+@jit
+def rank_at(arguments, sizes, operand, target, own):
+  """The rank of an adapter, whose B is the operand: what is behind it is padding."""
+  if not are_rows_apart(arguments, sizes):
+    return ffi.dimension(arguments, operand, 2)
+  count, n = ffi.integer(arguments, sizes, NUM_ADAPTERS), ffi.dimension(arguments, 0, 0)
+  return ffi.integer(arguments, sizes, ROW_ADAPTERS + n + target * count + own)
+
+
+@jit
+def scale_at(arguments, sizes, scalars, target, own):
+  """The scale of an adapter; scalars are eps, and the scales of each target."""
+  if not are_rows_apart(arguments, sizes):
+    return scalar(arguments, scalars, 1 + target)
+  return scalar(arguments, scalars, 1 + target * ffi.integer(arguments, sizes, NUM_ADAPTERS) + own)
+
+
+@jit
+def low_product(arguments, sizes, operand, slab, begin, x, x_row, rows, low):
+  """low[rows, rank] = x[rows, a] @ a slab of A, each row's own; zeros where it has none."""
+  rank = ffi.dimension(arguments, operand, 3)
+  row = ZERO
+  while row < rows:
+    count = rows_alike(arguments, sizes, begin, row, rows)
+    own = adapter_at(arguments, sizes, begin + row)
+    to = low + 4 * row * rank
+    if own >= 0:
+      at = adapter_slab(arguments, sizes, own)
+      product(arguments, operand, at, slab, x + 4 * row * x_row, x_row, count, to, ZERO)
+    else:
+      zero_row(to, NO, count * rank)
+    row += count
+
+
+@jit
+def scale_low(arguments, sizes, scalars, target, begin, rank, rows, low):
+  """Scales what `low_product` gave, each row by its own adapter's scale, and rounds it."""
+  is_bf16 = ffi.is_bfloat16(arguments, 0)
+  row = ZERO
+  while row < rows:
+    count = rows_alike(arguments, sizes, begin, row, rows)
+    own = adapter_at(arguments, sizes, begin + row)
+    if own >= 0:
+      scale = scale_at(arguments, sizes, scalars, target, own)
+      scale_row(low + 4 * row * rank, scale, is_bf16, count * rank)
+    row += count
+
+
+@jit
+def add_low(arguments, sizes, operand, target, slab, begin, low, rows, out):
+  """out[rows, b] goes on with low[rows, rank] @ a slab of B, each row's own."""
+  rank, columns = ffi.dimension(arguments, operand, 2), ffi.dimension(arguments, operand, 3)
+  is_bf16 = ffi.is_bfloat16(arguments, operand)
+  row = ZERO
+  while row < rows:
+    count = rows_alike(arguments, sizes, begin, row, rows)
+    own = adapter_at(arguments, sizes, begin + row)
+    if own >= 0:
+      weights = slab_of(arguments, operand, adapter_slab(arguments, sizes, own), slab)
+      k = rank_at(arguments, sizes, operand, target, own)
+      products.product(
+        low + 4 * row * rank, rank, ONE, count, weights, is_bf16, columns, columns, k,
+        out + 4 * row * columns, columns, ONE,
+      )  # fmt: skip
+    row += count
+
+
 @inlined
 def waiting(slab):
   """How many sums wait while a tree of slabs comes to `slab`: its bits that are one."""
@@ -169,47 +282,46 @@ def merge(sums, slab, count):
 
 
 @jit
-def add_sum(arguments, operand, scale, rows, x, sums, lows):
+def add_sum(arguments, operand, target, begin, rows, x, sums, lows):
   """x += the slabs' sum and its adapter's term, whose B is the operand, rounded."""
   is_bf16 = ffi.is_bfloat16(arguments, 0)
   rank, d = ffi.dimension(arguments, operand, 2), ffi.dimension(arguments, operand, 3)
-  scale_row(lows, scale, is_bf16, rows * rank)
-  product(arguments, operand, ZERO, ZERO, lows, rank, rows, sums, ONE)
+  scale_low(arguments, SIZES_AFTER, SCALARS_AFTER, target, begin, rank, rows, lows)
+  add_low(arguments, SIZES_AFTER, operand, target, ZERO, begin, lows, rows, sums)
   round_row(sums, is_bf16, rows * d)
   add_row(x, sums, rows * d)
   round_row(x, is_bf16, rows * d)
 
 
 @jit
-def projected(arguments, slab, rows, mixed, sums, lows):
+def projected(arguments, slab, begin, rows, mixed, sums, lows):
   """A slab's part of the output projection, and of its adapter's x @ A."""
   width = ffi.dimension(arguments, OUT, 1) * ffi.dimension(arguments, OUT, 2)
   at = mixed + 4 * slab * ffi.dimension(arguments, OUT, 2)
   layer = ffi.integer(arguments, SIZES_AFTER, 1)
   product(arguments, OUT, layer, slab, at, width, rows, sums, ZERO)
-  product(arguments, OUT_A, ZERO, slab, at, width, rows, lows, ZERO)
+  low_product(arguments, SIZES_AFTER, OUT_A, slab, begin, at, width, rows, lows)
 
 
 @jit
-def mlp_inputs(arguments, rows, x, scale, normed, low):
+def mlp_inputs(arguments, begin, rows, x, scale, normed, low):
   """What the MLP reads of the residual stream: its norm, and its adapter's x @ A."""
   is_bf16, d = ffi.is_bfloat16(arguments, 0), ffi.dimension(arguments, 0, 1)
   eps, rank = scalar(arguments, SCALARS_AFTER, 0), ffi.dimension(arguments, GATE_UP_A, 3)
   for row in range(rows):
     at = 4 * row * d
     norms.norm_row(x + at, scale, d, eps, is_bf16, normed + at)
-  product(arguments, GATE_UP_A, ZERO, ZERO, normed, d, rows, low, ZERO)
-  scale_row(low, scalar(arguments, SCALARS_AFTER, 2), is_bf16, rows * rank)
+  low_product(arguments, SIZES_AFTER, GATE_UP_A, ZERO, begin, normed, d, rows, low)
+  scale_low(arguments, SIZES_AFTER, SCALARS_AFTER, ONE, begin, rank, rows, low)
 
 
 @jit
-def mlp(arguments, slab, rows, normed, low, inner, sums, lows):
+def mlp(arguments, slab, begin, rows, normed, low, inner, sums, lows):
   """A slab's part of the MLP, and of its last adapter's x @ A; `inner` is f32[rows, 2 i]."""
   is_bf16, layer = ffi.is_bfloat16(arguments, 0), ffi.integer(arguments, SIZES_AFTER, 1)
-  d, rank = ffi.dimension(arguments, 0, 1), ffi.dimension(arguments, GATE_UP_A, 3)
-  features = ffi.dimension(arguments, DOWN, 2)
+  d, features = ffi.dimension(arguments, 0, 1), ffi.dimension(arguments, DOWN, 2)
   product(arguments, GATE_UP, layer, slab, normed, d, rows, inner, ZERO)
-  product(arguments, GATE_UP_B, ZERO, slab, low, rank, rows, inner, ONE)
+  add_low(arguments, SIZES_AFTER, GATE_UP_B, ONE, slab, begin, low, rows, inner)
   for row in range(rows):
     at = inner + 8 * row * features
     gate, up = floats(at), floats(at + 4 * features)
@@ -217,7 +329,7 @@ def mlp(arguments, slab, rows, normed, low, inner, sums, lows):
       gate[i] = gate[i] / (f32(1.0) + exp(-gate[i])) * up[i]
     round_row(at, is_bf16, features)
   product(arguments, DOWN, layer, slab, inner, 2 * features, rows, sums, ZERO)
-  product(arguments, DOWN_A, ZERO, slab, inner, 2 * features, rows, lows, ZERO)
+  low_product(arguments, SIZES_AFTER, DOWN_A, slab, begin, inner, 2 * features, rows, lows)
 
 
 class Leaf(NamedTuple):
@@ -239,22 +351,47 @@ def layered(leaf: Array | tiles.LayerSlabs) -> Leaf:
   return Leaf(leaf[None], jnp.int32(0))
 
 
-def adapter(weights: Params, name: str) -> tuple[Array, Array, Array]:
-  """Returns (A f[1, r, a, rank], B f[1, r, rank, b], scale f32[]); rank 0 where there is none.
+def adapter(
+  weights: Params, name: str, chosen: RowAdapters | None
+) -> tuple[Array, Array, list[Array]]:
+  """Returns (A f[e, r, a, rank], B f[e, r, rank, b], scales f32[e]); rank 0 where there is none.
 
-  The one of the two that all slabs share has one slab.
+  The one of the two that all slabs share has one slab. Of one adapter e is 1, and the scale f32[].
   """
   slabs = layered(weights[name]).slabs
-  of_columns = name in ("qkv", "gate_up")
-  if f"{name}_lora" in weights:
-    own = weights[f"{name}_lora"]
+  of_columns, name = name in ("qkv", "gate_up"), f"{name}_lora"
+  if chosen is not None:
+    (form,) = chosen.forms
+    if name in form.layers:
+      a, b = (_of_all(form.layers[name][part], chosen) for part in ("a", "b"))
+      a, b = (a[:, None], b) if of_columns else (a, b[:, None])
+      return a, b, list(form.scales)
+  elif name in weights:
+    own = weights[name]
     a, b = own["a"], own["b"]
     a, b = (a[None, None], b[None]) if of_columns else (a[None], b[None, None])
-    return a, b, own["scale"]
+    return a, b, [own["scale"]]
   _, r, rows, columns = slabs.shape
   a = jnp.zeros((1, 1 if of_columns else r, rows, 0), slabs.dtype)
   b = jnp.zeros((1, r if of_columns else 1, 0, columns), slabs.dtype)
-  return a, b, jnp.float32(1.0)
+  return a, b, [jnp.float32(1.0)] * (1 if chosen is None else chosen.forms[0].count)
+
+
+def _of_all(leaf: Array, chosen: RowAdapters) -> Array:
+  """Returns the adapters of all layers behind one another, uncut."""
+  return leaf if chosen.layer is None else leaf.reshape(-1, *leaf.shape[2:])
+
+
+def _sizes(num_rows: Array, layer: Array, names: tuple[str, ...], chosen: RowAdapters | None):
+  """Returns the operand of sizes, i32[s]."""
+  if chosen is None:
+    return jnp.stack([num_rows, layer]).astype(jnp.int32)
+  (form,) = chosen.forms
+  first = jnp.int32(0) if chosen.layer is None else chosen.layer * form.count
+  none = jnp.zeros(form.count, jnp.int32)
+  ranks = [form.ranks.get(f"{name}_lora", none) for name in names]
+  heads = jnp.stack([num_rows, layer, first, jnp.int32(form.count)]).astype(jnp.int32)
+  return jnp.concatenate([heads, chosen.rows, *ranks])
 
 
 def scratch(*shapes: tuple[int, ...]) -> jax.ShapeDtypeStruct:
@@ -266,18 +403,20 @@ def f32_of(*shape: int) -> jax.ShapeDtypeStruct:
   return jax.ShapeDtypeStruct(shape, jnp.float32)
 
 
-def input_operands(stage: Stage, weights: Params, rows: Any, num_rows: Array) -> list[Array]:
+def input_operands(
+  stage: Stage, weights: Params, rows: Any, num_rows: Array, chosen: RowAdapters | None = None
+) -> list[Array]:
   """Returns the operands of `attention_inputs`."""
   x, cos, sin = rows
   qkv, layer = layered(weights["qkv"])
-  a, b, scale = adapter(weights, "qkv")
+  a, b, scales = adapter(weights, "qkv", chosen)
   none = jnp.zeros((0,), x.dtype)
   return [
     x,
     cos,
     sin,
-    jnp.stack([num_rows, layer]).astype(jnp.int32),
-    jnp.stack([jnp.float32(stage.shape.norm_eps), scale]),
+    _sizes(num_rows, layer, ("qkv",), chosen),
+    jnp.stack([jnp.float32(stage.shape.norm_eps), *scales]),
     weights["attention_norm"],
     qkv,
     weights["qkv_bias"] if "qkv_bias" in weights else jnp.zeros((qkv.shape[1], 0), x.dtype),
@@ -288,20 +427,22 @@ def input_operands(stage: Stage, weights: Params, rows: Any, num_rows: Array) ->
   ]
 
 
-def after_operands(stage: Stage, weights: Params, rows: Any, num_rows: Array) -> list[Array]:
+def after_operands(
+  stage: Stage, weights: Params, rows: Any, num_rows: Array, chosen: RowAdapters | None = None
+) -> list[Array]:
   """Returns the operands of `after_attention`."""
   x, mixed = rows
   out, layer = layered(weights["out"])
   gate_up, down = layered(weights["gate_up"]).slabs, layered(weights["down"]).slabs
-  out_a, out_b, out_scale = adapter(weights, "out")
-  gate_up_a, gate_up_b, gate_up_scale = adapter(weights, "gate_up")
-  down_a, down_b, down_scale = adapter(weights, "down")
+  out_a, out_b, out_scales = adapter(weights, "out", chosen)
+  gate_up_a, gate_up_b, gate_up_scales = adapter(weights, "gate_up", chosen)
+  down_a, down_b, down_scales = adapter(weights, "down", chosen)
   eps = jnp.float32(stage.shape.norm_eps)
   return [
     x,
     mixed,
-    jnp.stack([num_rows, layer]).astype(jnp.int32),
-    jnp.stack([eps, out_scale, gate_up_scale, down_scale]),
+    _sizes(num_rows, layer, ("out", "gate_up", "down"), chosen),
+    jnp.stack([eps, *out_scales, *gate_up_scales, *down_scales]),
     out,
     out_a,
     out_b,

@@ -6,7 +6,8 @@
 Rows go through all of it in chunks, so that what lies between is never in memory as a whole. A
 product's output is one chain (`products`); the projection's and the MLP's contractions are one
 chain a slab, and slabs are added in the tree. An adapter's x @ A @ B goes on with the chain of
-x @ W (out, down: with the sum of the slabs), so that a B of zeros changes no bit.
+x @ W (out, down: with the sum of the slabs), so that a B of zeros changes no bit. Rows that choose
+among adapters share x @ W: neighbours of one adapter have its products together, each row its own.
 
 With a mesh axis after_attention is three calls of the same functions: partial sums by slab leave
 one, are gathered, and enter the next.
@@ -21,6 +22,7 @@ import jax
 
 from seerjax import parallel
 from seerjax.array_typing import Array
+from seerjax.backends.adapters import RowAdapters
 from seerjax.backends.native import ffi, layers_backward, norms, products
 from seerjax.backends.native.layer_parts import (
   BIAS,
@@ -45,7 +47,6 @@ from seerjax.backends.native.layer_parts import (
   QKV_B,
   QUERY_NORM,
   SCALARS,
-  SCALARS_AFTER,
   SIN,
   SIZES,
   SIZES_AFTER,
@@ -54,6 +55,7 @@ from seerjax.backends.native.layer_parts import (
   WAITING,
   ZERO,
   Params,
+  add_low,
   add_row,
   add_sum,
   after_operands,
@@ -61,6 +63,7 @@ from seerjax.backends.native.layer_parts import (
   f32_of,
   input_operands,
   live_rows,
+  low_product,
   merge,
   mlp,
   mlp_inputs,
@@ -69,7 +72,7 @@ from seerjax.backends.native.layer_parts import (
   read_rows,
   rotate,
   scalar,
-  scale_row,
+  scale_low,
   scratch,
   scratch_of,
   waiting,
@@ -120,11 +123,11 @@ def _attention_inputs(arguments, results, first, last, worker):
     for row in range(live):
       at = normed + 4 * row * d
       norms.norm_row(at, scale, d, eps, is_bf16, at)
-    product(arguments, QKV_A, ZERO, ZERO, normed, d, live, low, ZERO)
-    scale_row(low, scalar(arguments, SCALARS, 1), is_bf16, live * rank)
+    low_product(arguments, SIZES, QKV_A, ZERO, begin, normed, d, live, low)
+    scale_low(arguments, SIZES, SCALARS, ZERO, begin, rank, live, low)
     for slab in range(slabs):
       product(arguments, QKV, layer, slab, normed, d, live, qkv, ZERO)
-      product(arguments, QKV_B, ZERO, slab, low, rank, live, qkv, ONE)
+      add_low(arguments, SIZES, QKV_B, ZERO, slab, begin, low, live, qkv)
       round_row(qkv, is_bf16, live * columns)
       if has_bias:
         read_rows(arguments, BIAS, slab, ONE, columns, bias)
@@ -193,18 +196,18 @@ def _after_attention(arguments, results, first, last, worker):
     read_rows(arguments, MIXED, begin, live, inputs, mixed)
     for slab in range(slabs):
       place = 4 * waiting(slab) * live
-      projected(arguments, slab, live, mixed, sums + place * d, lows + place * out_rank)
+      projected(arguments, slab, begin, live, mixed, sums + place * d, lows + place * out_rank)
       merge(sums, slab, live * d)
       merge(lows, slab, live * out_rank)
-    add_sum(arguments, OUT_B, scalar(arguments, SCALARS_AFTER, 1), live, x, sums, lows)
-    mlp_inputs(arguments, live, x, scale, normed, low)
+    add_sum(arguments, OUT_B, ZERO, begin, live, x, sums, lows)
+    mlp_inputs(arguments, begin, live, x, scale, normed, low)
     for slab in range(slabs):
       place = 4 * waiting(slab) * live
       to = lows + place * down_rank
-      mlp(arguments, slab, live, normed, low, inner, sums + place * d, to)
+      mlp(arguments, slab, begin, live, normed, low, inner, sums + place * d, to)
       merge(sums, slab, live * d)
       merge(lows, slab, live * down_rank)
-    add_sum(arguments, DOWN_B, scalar(arguments, SCALARS_AFTER, 3), live, x, sums, lows)
+    add_sum(arguments, DOWN_B, TWO, begin, live, x, sums, lows)
     write_rows(x, rows, d, results, ZERO, begin, live)
 
 
@@ -222,7 +225,7 @@ def _project(arguments, results, first, last, worker):
     for slab in range(slabs):
       place = 4 * (slab * n + begin)
       sums, lows = ffi.address(results, 0) + place * d, ffi.address(results, 1) + place * rank
-      projected(arguments, slab, rows, mixed, sums, lows)
+      projected(arguments, slab, begin, rows, mixed, sums, lows)
 
 
 @jit
@@ -249,13 +252,13 @@ def _between(arguments, results, first, last, worker):
     read_rows(arguments, ZERO, begin, live, d, x)
     _gathered(arguments, PARTS, begin, live, sums)
     _gathered(arguments, LOWS, begin, live, lows)
-    add_sum(arguments, OUT_B, scalar(arguments, SCALARS_AFTER, 1), live, x, sums, lows)
+    add_sum(arguments, OUT_B, ZERO, begin, live, x, sums, lows)
     write_rows(x, rows, d, results, ZERO, begin, live)
-    mlp_inputs(arguments, live, x, scale, normed, low)
+    mlp_inputs(arguments, begin, live, x, scale, normed, low)
     for slab in range(slabs):
       place = 4 * (slab * n + begin)
       to, to_low = ffi.address(results, 1) + place * d, ffi.address(results, 2) + place * down_rank
-      mlp(arguments, slab, live, normed, low, inner, to, to_low)
+      mlp(arguments, slab, begin, live, normed, low, inner, to, to_low)
 
 
 @jit
@@ -273,7 +276,7 @@ def _finish(arguments, results, first, last, worker):
     read_rows(arguments, ZERO, begin, live, d, x)
     _gathered(arguments, PARTS, begin, live, sums)
     _gathered(arguments, LOWS, begin, live, lows)
-    add_sum(arguments, DOWN_B, scalar(arguments, SCALARS_AFTER, 3), live, x, sums, lows)
+    add_sum(arguments, DOWN_B, TWO, begin, live, x, sums, lows)
     write_rows(x, rows, d, results, ZERO, begin, live)
 
 
@@ -307,6 +310,13 @@ _FINISH = ffi.Handler("seerjax_after_attention_finish", blocks, _finish)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def attention_inputs(stage: Stage, weights: Params, rows: Any, num_rows: Array) -> Any:
+  """`adapted_attention_inputs` without adapters by row, and with a gradient."""
+  return adapted_attention_inputs(stage, weights, rows, num_rows, None)
+
+
+def adapted_attention_inputs(
+  stage: Stage, weights: Params, rows: Any, num_rows: Array, chosen: RowAdapters | None
+) -> Any:
   """Hidden rows f[n, d], cos and sin f32[n, c / 2] -> f[n, k, g, c], f[n, k, c], f[n, k, c].
 
   Args:
@@ -314,9 +324,10 @@ def attention_inputs(stage: Stage, weights: Params, rows: Any, num_rows: Array) 
     weights: of one layer, or of stacked ones (`tiles.LayerSlabs`); the local slabs.
     rows: x, cos, sin.
     num_rows: i32[]; rows from there on are zero.
+    chosen: the rows' adapters; of no gradient.
   """
   x, c, group = rows[0], stage.shape.head_dim, stage.shape.group
-  operands = input_operands(stage, weights, rows, num_rows)
+  operands = input_operands(stage, weights, rows, num_rows, chosen)
   (n, d), (_, slabs, _, columns) = x.shape, operands[QKV].shape
   rank = operands[QKV_A].shape[3]
   heads = slabs * (columns // (c * (group + 2)))
@@ -328,6 +339,13 @@ def attention_inputs(stage: Stage, weights: Params, rows: Any, num_rows: Array) 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def after_attention(stage: Stage, weights: Params, rows: Any, num_rows: Array) -> Array:
+  """`adapted_after_attention` without adapters by row, and with a gradient."""
+  return adapted_after_attention(stage, weights, rows, num_rows, None)
+
+
+def adapted_after_attention(
+  stage: Stage, weights: Params, rows: Any, num_rows: Array, chosen: RowAdapters | None
+) -> Array:
   """Hidden rows f[n, d] and what they attended f[n, k, g, c] -> hidden rows f[n, d].
 
   Args:
@@ -335,9 +353,10 @@ def after_attention(stage: Stage, weights: Params, rows: Any, num_rows: Array) -
     weights: as `attention_inputs`.
     rows: x, mixed.
     num_rows: i32[]; rows from there on are zero.
+    chosen: the rows' adapters; of no gradient.
   """
   x = rows[0]
-  operands = after_operands(stage, weights, rows, num_rows)
+  operands = after_operands(stage, weights, rows, num_rows, chosen)
   (n, d), (_, slabs, inputs, _) = x.shape, operands[OUT].shape
   features, size = operands[DOWN].shape[2], min(n, CHUNK_ROWS)
   out_rank, rank, down_rank = (operands[i].shape[3] for i in (OUT_A, GATE_UP_A, DOWN_A))

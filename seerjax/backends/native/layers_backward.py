@@ -264,12 +264,12 @@ def _after_attention(arguments, results, first, last, worker):
     read_row(ffi.address(arguments, 14) + width * (base + begin) * d, is_bf16, dy, rows * d)
     for slab in range(slabs):
       place = 4 * waiting(slab) * rows
-      projected(arguments, slab, rows, mixed, sums + place * d, lows + place * out_rank)
+      projected(arguments, slab, ZERO, rows, mixed, sums + place * d, lows + place * out_rank)
       merge(sums, slab, rows * d)
       merge(lows, slab, rows * out_rank)
-    add_sum(arguments, OUT_B, out_scale, rows, x, sums, lows)
+    add_sum(arguments, OUT_B, ZERO, ZERO, rows, x, sums, lows)
     read_row(lows, NO, out_low, rows * out_rank)
-    mlp_inputs(arguments, rows, x, scale, normed, low)
+    mlp_inputs(arguments, ZERO, rows, x, scale, normed, low)
     _back(arguments, DOWN_B, ZERO, ZERO, dy, d, rows, lows, down_rank, ZERO, panel)
     _back_low(lows, down_scale, is_bf16, rows * down_rank, of_down)
     _of_mlp(arguments, rows, normed, low, dy, of_down, of_gate_up, inner, lows, gate_up, panel)

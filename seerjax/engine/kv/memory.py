@@ -8,7 +8,8 @@ may be given out again as soon as the copy that reads them was dispatched.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+import functools
 import math
 from typing import Any
 
@@ -62,14 +63,17 @@ class Memory:
     """Gives a sequence `pages`, all that it has from now on."""
     sequence.hold(pages, self._table_width)
 
-  def find(self, instance: int, tokens: Sequence[int]) -> prefix_index.PrefixHit:
-    """Returns what of a token sequence's start an instance has, if prefixes are reused."""
-    return self.pools[instance].find(tokens) if self._reuse_prefixes else prefix_index.NO_HIT
+  def find(self, sequence: SequenceState, tokens: Sequence[int]) -> prefix_index.PrefixHit:
+    """Returns what of `tokens`, a sequence's start, its instance has, if prefixes are reused."""
+    if not self._reuse_prefixes:
+      return prefix_index.NO_HIT
+    return self.pools[sequence.instance].find(tokens, sequence.request.adapter)
 
   def remember(self, sequence: SequenceState, tokens: Sequence[int]) -> None:
     """Makes `tokens`, the written start of a sequence, findable on its instance."""
     if self._reuse_prefixes:
-      self.pools[sequence.instance].remember(tokens, sequence.pages)
+      adapter = sequence.request.adapter
+      self.pools[sequence.instance].remember(tokens, sequence.pages, adapter)
 
   def release(self, sequence: SequenceState) -> None:
     """Takes a sequence's pages, wherever they are; it will have to compute them again."""
@@ -79,11 +83,23 @@ class Memory:
     sequence.num_written = 0
     self.kv_pool.drop(sequence.request.request_id)
 
-  def publish(self, params: Any, policy_version: int) -> None:
-    """Says of which weights, on their mesh, keys and values are written from now on."""
-    self.kv_pool.identify(
-      lambda: values.Identity(self._fingerprint, values.weights_digest(params), policy_version)
-    )
+  def publish(
+    self, params: Any, policy_version: int, adapters: Mapping[str, Any] | None = None
+  ) -> None:
+    """Says of which weights, on their mesh, keys and values are written from now on.
+
+    `adapters` has the arrays of each adapter, by name.
+    """
+
+    base = functools.cache(lambda: values.weights_digest(params))
+
+    def identity(adapter: str) -> values.Identity:
+      weights = base()
+      if adapter:
+        weights = f"{weights}+{values.weights_digest((adapters or {})[adapter])}"
+      return values.Identity(self._fingerprint, weights, policy_version)
+
+    self.kv_pool.identify(identity)
 
   def forget_all(self) -> None:
     """Drops everything that is not held: the weights changed."""
@@ -126,7 +142,7 @@ class Memory:
       sequence.instance = instance
       return True
     num_written = self._num_pages(sequence.num_written)
-    shared = self._hold_prefix(pool, sequence.tokens[: sequence.num_written])
+    shared = self._hold_start(pool, sequence)
     if num_written - len(shared) > pool.num_available:
       for page in shared:
         pool.release(page)
@@ -140,17 +156,19 @@ class Memory:
     self.hold(sequence, [*shared, *fresh])
     return True
 
-  def pull_prefix(self, tokens: Sequence[int], source: int, target: int) -> int:
+  def pull_prefix(
+    self, tokens: Sequence[int], source: int, target: int, adapter: str = ""
+  ) -> int:
     """Copies whole pages of a token sequence's start; returns how many positions found room."""
     pool = self.pools[target]
-    shared = self._hold_prefix(pool, tokens)
-    found = self._hold_prefix(self.pools[source], tokens)
+    shared = self._hold_prefix(pool, tokens, adapter)
+    found = self._hold_prefix(self.pools[source], tokens, adapter)
     wanted = found[len(shared) :]
     fresh = pool.take(min(len(wanted), pool.num_available))
     self._carry(source, wanted[: len(fresh)], target, fresh)
     self.counters.pulled_pages += len(fresh)
     held = [*shared, *fresh]
-    pool.remember(tokens[: len(held) * self._page_size], held)
+    pool.remember(tokens[: len(held) * self._page_size], held, adapter)
     for page in held:
       pool.release(page)
     for page in found:
@@ -201,7 +219,8 @@ class Memory:
         self.pools[sequence.instance].release(page)
       sequence.pages = []  # `num_written` stays: that much comes back.
       written = sequence.tokens[: sequence.num_written]
-      self.kv_pool.put(sequence.request.request_id, count, rounds[sequence], written)
+      request = sequence.request
+      self.kv_pool.put(request.request_id, count, rounds[sequence], written, request.adapter)
 
   def begin_restore(self, sequence: SequenceState, num_pages: int) -> bool:
     """Gives a spilled sequence `num_pages` pages; False if there is no room, nothing done.
@@ -210,7 +229,7 @@ class Memory:
     sequence had never run, and False too: they are computed again, to the same bits.
     """
     pool = self.pools[sequence.instance]
-    shared = self._hold_prefix(pool, sequence.tokens[: sequence.num_written])
+    shared = self._hold_start(pool, sequence)
     if num_pages - len(shared) > pool.num_available:
       for page in shared:
         pool.release(page)
@@ -231,7 +250,10 @@ class Memory:
     One process decides this alone, so where several run one program, its keys are computed again.
     """
     written = sequence.tokens[:-1]
-    if jax.process_count() == 1 and self.kv_pool.claim(sequence.request.request_id, written):
+    request = sequence.request
+    if jax.process_count() == 1 and self.kv_pool.claim(
+      request.request_id, written, request.adapter
+    ):
       sequence.num_written = len(written)
 
   def restore(self) -> None:
@@ -247,9 +269,16 @@ class Memory:
   def _num_pages(self, positions: int) -> int:
     return -(-positions // self._page_size)
 
-  def _hold_prefix(self, pool: pages_lib.PagePool, tokens: Sequence[int]) -> list[int]:
+  def _hold_start(self, pool: pages_lib.PagePool, sequence: SequenceState) -> list[int]:
+    """Returns whole pages of what a sequence has written that a pool has, held."""
+    written = sequence.tokens[: sequence.num_written]
+    return self._hold_prefix(pool, written, sequence.request.adapter)
+
+  def _hold_prefix(
+    self, pool: pages_lib.PagePool, tokens: Sequence[int], adapter: str
+  ) -> list[int]:
     """Returns whole pages of a sequence's start that a pool has, held."""
-    pages = list(pool.find(tokens).pages) if self._reuse_prefixes else []
+    pages = list(pool.find(tokens, adapter).pages) if self._reuse_prefixes else []
     for page in pages:
       pool.hold(page)
     return pages

@@ -42,9 +42,10 @@ class PagePool:
     """Pages that can be taken now."""
     return len(self._free) + len(self._idle)
 
-  def find(self, tokens: Sequence[int]) -> PrefixHit:
-    """Returns the longest start of `tokens` whose keys and values are in memory. Holds nothing."""
-    return self._index.find(tokens)
+  def find(self, tokens: Sequence[int], adapter: str = "") -> PrefixHit:
+    """Returns the longest start of `tokens` whose keys and values by an adapter ("" is the base)
+    are in memory. Holds nothing."""
+    return self._index.find(tokens, adapter)
 
   def hold(self, page: int) -> None:
     """Adds a holder to a page that was found."""
@@ -83,14 +84,15 @@ class PagePool:
       else:
         self._free.append(page)
 
-  def remember(self, tokens: Sequence[int], pages: Sequence[int]) -> None:
+  def remember(self, tokens: Sequence[int], pages: Sequence[int], adapter: str = "") -> None:
     """Makes a sequence's written positions findable.
 
     Args:
       tokens: all tokens from position 0 whose keys and values are written.
       pages: the sequence's pages.
+      adapter: whose they are; "" is the base.
     """
-    self._index.remember(tokens, pages)
+    self._index.remember(tokens, pages, adapter)
 
   def forget_all(self) -> None:
     """Drops what is known of every page: the weights changed. Holders keep their pages."""

@@ -101,6 +101,7 @@ class _Held(NamedTuple):
   num_bytes: int
   rounds: list[list[list[Array]]]
   tokens: tuple[int, ...]
+  adapter: str
 
 
 class KVPool:
@@ -111,10 +112,10 @@ class KVPool:
     self.host = TierCounters()
     self.store = TierCounters()
     self._store = store
-    self._identity: Callable[[], Identity] | None = None
+    self._identity: Callable[[str], Identity] | None = None
     # Oldest first: that is the one that is sent on to the store.
     self._held: collections.OrderedDict[str, _Held] = collections.OrderedDict()
-    self._stored: dict[str, str] = {}  # Keys in the store, by request.
+    self._stored: dict[str, tuple[str, str]] = {}  # Keys in the store and adapters, by request.
     self._needed: collections.Counter[str] = collections.Counter()  # Requests, by key.
     self._own: set[str] = set()  # Keys that this process put and has not removed.
     # Keys of `_own` that no request needs, and the step from which on none did, oldest first.
@@ -135,12 +136,13 @@ class KVPool:
     """Pages in pinned host memory."""
     return self._host_pages
 
-  def identify(self, identity: Callable[[], Identity]) -> None:
+  def identify(self, identity: Callable[[str], Identity]) -> None:
     """Says whose keys and values come from now on.
 
     Args:
-      identity: called when a store is written or read for the first time, and then never again: the
-        digest of the weights takes time.
+      identity: of the adapter of a name ("" is the base); called when a store is written or read
+        for the first time by one of its requests, and then never again: the digest of the weights
+        takes time.
     """
     self._identity = functools.cache(identity)
 
@@ -163,23 +165,24 @@ class KVPool:
     num_pages: int,
     rounds: list[list[list[Array]]],
     tokens: Sequence[int],
+    adapter: str = "",
   ) -> None:
     """Keeps a request's pages, for which `make_room` has found room; they are those of `tokens`."""
     assert request_id not in self and num_pages <= self.free_host_pages, request_id
     num_bytes = sum(part.nbytes for leaves in rounds for leaf in leaves for part in leaf)
-    self._held[request_id] = _Held(num_pages, num_bytes, rounds, tuple(tokens))
+    self._held[request_id] = _Held(num_pages, num_bytes, rounds, tuple(tokens), adapter)
     self._host_pages += num_pages
     self.host.bytes_in += num_bytes
     self.host.requests_in += 1
 
-  def claim(self, request_id: str, tokens: Sequence[int]) -> bool:
+  def claim(self, request_id: str, tokens: Sequence[int], adapter: str = "") -> bool:
     """Returns whether the store has the pages of `tokens`; they are the request's to take then."""
     if self._store is None or request_id in self:
       return False
-    key = self._identified().key(tokens)
+    key = self._identified(adapter).key(tokens)
     if not self._asked("has", False, lambda store: store.has(key)):
       return False
-    self._need(request_id, key)
+    self._need(request_id, key, adapter)
     return True
 
   def take(self, request_id: str) -> list[list[list[Any]]] | None:
@@ -194,10 +197,10 @@ class KVPool:
       self.host.bytes_out += held.num_bytes
       self.host.requests_out += 1
       return held.rounds
-    key = self._stored[request_id]
+    key, adapter = self._stored[request_id]
     begin = time.monotonic()
     data = self._asked("get", None, lambda store: store.get(key))
-    rounds = None if data is None else values.unpacked(data, self._identified())
+    rounds = None if data is None else values.unpacked(data, self._identified(adapter))
     self._let_go(request_id)
     self.store.seconds_stalled += time.monotonic() - begin
     if data is None or rounds is None:
@@ -221,18 +224,18 @@ class KVPool:
     for request_id in [*self._held, *self._stored]:
       self.drop(request_id)
 
-  def _identified(self) -> Identity:
+  def _identified(self, adapter: str) -> Identity:
     assert self._identity is not None, "KVPool.identify comes first"
-    return self._identity()
+    return self._identity(adapter)
 
-  def _need(self, request_id: str, key: str) -> None:
-    self._stored[request_id] = key
+  def _need(self, request_id: str, key: str, adapter: str) -> None:
+    self._stored[request_id] = key, adapter
     self._needed[key] += 1
     self._unneeded.pop(key, None)
 
   def _let_go(self, request_id: str) -> None:
     """Forgets which key a request has; the value stays for a while, for other processes."""
-    key = self._stored.pop(request_id)
+    key, _ = self._stored.pop(request_id)
     self._needed[key] -= 1
     if not self._needed[key]:
       del self._needed[key]
@@ -264,7 +267,7 @@ class KVPool:
     """Moves a request from host memory to the store; False if that is full."""
     held = self._held[request_id]
     begin = time.monotonic()
-    identity = self._identified()
+    identity = self._identified(held.adapter)
     key = identity.key(held.tokens)
     if key not in self._own:
       data = values.packed(jax.tree.map(np.asarray, held.rounds), identity)
@@ -275,7 +278,7 @@ class KVPool:
         self._remove(next(iter(self._unneeded)))
       self._own.add(key)
       self.store.bytes_in += len(data)
-    self._need(request_id, key)
+    self._need(request_id, key, held.adapter)
     del self._held[request_id]
     self._host_pages -= held.num_pages
     self.store.requests_in += 1

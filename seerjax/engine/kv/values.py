@@ -77,6 +77,8 @@ def weights_digest(params: Any) -> str:
   digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
   for path, leaf in jax.tree_util.tree_leaves_with_path(params):
     digest.update(f"{jax.tree_util.keystr(path)} {leaf.dtype} {leaf.shape}".encode())
+    if not isinstance(leaf, jax.Array):
+      leaf = jnp.asarray(leaf)
     shards = {str(shard.index): shard.data for shard in leaf.addressable_shards}  # One of copies.
     for index in sorted(shards):
       digest.update(index.encode())

@@ -1,0 +1,214 @@
+"""Adapters by name beside one base, of which each row of a batch has one or none.
+
+    named   = {"poet": (adapter, scale), ...}            what `peft.load` gives, or training has
+    chosen  = stacked(named, params, pads=...)           once
+    forward({**params, "adapters": chosen.forms}, batch._replace(adapters=rows), ...)
+
+`lora.attach` is the road of one adapter for all rows, and the reference: here a row has the bits
+that it has there. Adapters of one shape lie behind one another, so that a program does not know
+which of them come, and adapters that are replaced by others of their shapes need no new one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from seerjax import numerics as numerics_lib
+from seerjax.array_typing import Array
+from seerjax.backends.adapters import Form, RowAdapters
+from seerjax.backends.protocol import Backend
+from seerjax.models import lora, parameters
+from seerjax.models.parameters import Params
+from seerjax.ops import tiles
+
+# An adapter's f32 masters, and the scale of its low-rank term.
+Scaled = tuple[lora.Adapter, float]
+
+
+class Chosen(NamedTuple):
+  """What rows choose among.
+
+  Attributes:
+    forms: of the weights, in the base's dtype.
+    index_of: which number a row has that chose the adapter of a name; "" is 0, the base.
+  """
+
+  forms: tuple[Form, ...]
+  index_of: Mapping[str, int]
+
+
+NONE = Chosen((), {"": 0})
+
+
+def check(params: Params, named: Mapping[str, Any], *, what: str) -> None:
+  """Refuses adapters that are not of these weights.
+
+  Args:
+    params: of the base, without an adapter beside them.
+    named: `Scaled` by name.
+    what: the argument, for the message.
+
+  Raises:
+    ValueError: naming the adapter.
+  """
+  if any(name.endswith("_lora") for name in _first_layer(params)):
+    raise ValueError(
+      f"{what}: got adapters by name beside weights that have one already, expected weights of the"
+      " base alone; take those from before lora.attach."
+    )
+  for name, scaled in named.items():
+    own = f"{what}[{name!r}]"
+    if not name:
+      raise ValueError(
+        f"{own}: got that name, expected text of at least one character: '' is the base; rename it."
+      )
+    if not isinstance(scaled, tuple) or len(scaled) != 2:
+      raise ValueError(
+        f"{own}: got {type(scaled).__name__}, expected (adapter, scale); take what peft.load"
+        " returns."
+      )
+    adapter, scale = scaled
+    if not isinstance(adapter, dict) or not isinstance(adapter.get("layers"), list):
+      raise ValueError(
+        f"{own}: got {type(adapter).__name__}, expected {{'layers': [...]}} of one dict a layer;"
+        " take what lora.init or peft.load returns."
+      )
+    kinds = [sorted(layer) for layer in adapter["layers"]]
+    unknown = sorted({target for kind in kinds for target in kind} - set(lora.TARGETS))
+    if unknown or not kinds or not kinds[0] or any(kind != kinds[0] for kind in kinds):
+      got = f"the unknown targets {unknown}" if unknown else "none, or others in other layers"
+      raise ValueError(
+        f"{own}: got {got}, expected some of {lora.TARGETS}, the same in every layer; adapt those."
+      )
+    try:
+      lora.check(params, adapter, scale)
+      numerics_lib.require_finite(
+        adapter, what="adapter", remedy="nothing may be sampled from them: save it again"
+      )
+    except ValueError as error:
+      raise ValueError(f"{own}: {error}") from error
+
+
+def stacked(params: Params, named: Mapping[str, Scaled], *, pads: bool) -> Chosen:
+  """Returns the adapters behind one another, those of one shape together.
+
+  Args:
+    params: of the base; decides the dtype, and whether layers are stacked.
+    named: by name, checked.
+    pads: whether unlike ranks lie in one array (`Backend.pads_adapters`).
+  """
+  groups: dict[Any, list[str]] = {}
+  for name, (adapter, _) in named.items():
+    ranks = tuple(sorted((target, _rank(pair)) for target, pair in adapter["layers"][0].items()))
+    groups.setdefault(() if pads else ranks, []).append(name)
+  names = [name for group in groups.values() for name in group]
+  forms = tuple(_form(params, [named[name] for name in group]) for group in groups.values())
+  return Chosen(forms, {"": 0} | {name: 1 + place for place, name in enumerate(names)})
+
+
+def _form(params: Params, group: list[Scaled]) -> Form:
+  weights, is_stacked = _first_layer(params), parameters.is_stacked(params)
+  targets = [t for t in lora.TARGETS if any(t in a["layers"][0] for a, _ in group)]
+  rank_of = lambda adapter, target: (
+    _rank(adapter["layers"][0][target]) if target in adapter["layers"][0] else 0
+  )
+  ranks = {target: [rank_of(adapter, target) for adapter, _ in group] for target in targets}
+
+  def part(target: str, name: str, index: int) -> Array:
+    """f[e, ...], of one layer."""
+    most = max(ranks[target])
+    axis = -1 if name == "a" else -2
+    known = [a["layers"][index][target][name] for a, _ in group if target in a["layers"][index]]
+    found = []
+    for adapter, _ in group:
+      pair = adapter["layers"][index].get(target)
+      if pair is None:
+        shape = list(known[0].shape)
+        shape[axis] = most
+        found.append(np.zeros(shape, np.float32))
+        continue
+      leaf = np.asarray(pair[name], np.float32)
+      widths = [(0, 0)] * leaf.ndim
+      widths[axis] = (0, most - leaf.shape[axis])
+      found.append(np.pad(leaf, widths))
+    # Rounded as `lora.attach` rounds.
+    return jnp.asarray(np.stack(found)).astype(weights[target].dtype)
+
+  layers = [
+    {f"{target}_lora": {name: part(target, name, index) for name in ("a", "b")}
+     for target in targets}
+    for index in range(len(group[0][0]["layers"]))
+  ]  # fmt: skip
+  return Form(
+    layers=parameters.stacked({"layers": layers})["layers"] if is_stacked else layers,
+    scales=jnp.asarray([scale for _, scale in group], jnp.float32),
+    ranks={f"{target}_lora": jnp.asarray(ranks[target], jnp.int32) for target in targets},
+  )
+
+
+def _rank(pair: dict[str, Any]) -> int:
+  return pair["a"].shape[-1]
+
+
+def _first_layer(params: Params) -> Params:
+  layers = params["layers"]
+  return layers if isinstance(layers, dict) else layers[0]
+
+
+class Rows(NamedTuple):
+  """The adapters of a batch's rows, in all layers.
+
+  Attributes:
+    forms: of all layers.
+    is_stacked: whether the layers are.
+    rows: i32[n].
+    shares: as of `RowAdapters`.
+  """
+
+  forms: tuple[Form, ...]
+  is_stacked: bool
+  rows: Array
+  shares: tiles.Shares | None
+
+  def of_layer(self, index: Array | int) -> RowAdapters:
+    """Returns those of one layer."""
+    if self.is_stacked:
+      return RowAdapters(self.forms, jnp.int32(index), self.rows, self.shares)
+    forms = tuple(form._replace(layers=form.layers[index]) for form in self.forms)
+    return RowAdapters(forms, None, self.rows, self.shares)
+
+
+def of_rows(params: Params, rows: Array, num_rows: Array, backend: Backend) -> Rows:
+  """Returns what the stages of every layer read.
+
+  Args:
+    params: with "adapters".
+    rows: i32[n], of each row; 0 is the base.
+    num_rows: i32[], rows that are computed.
+    backend: what runs the stages.
+  """
+  forms = params["adapters"]
+  shares = None
+  if backend.shares_out_rows:
+    count = 1 + sum(form.count for form in forms)
+    shares = tiles.shared_out(rows, count, num_rows, tiles.tile_rows(backend.numerics))
+  return Rows(forms, parameters.is_stacked(params), rows, shares)
+
+
+def parts(scaled: Scaled) -> Any:
+  """Returns an adapter as a pytree of arrays that says all of it."""
+  adapter, scale = scaled
+  return {"adapter": adapter, "scale": np.asarray(scale, np.float32)}
+
+
+def placed(forms: tuple[Form, ...], mesh: jax.sharding.Mesh) -> tuple[Form, ...]:
+  """Returns the forms on a mesh: slabs over `model`, the rest everywhere."""
+  specs = parameters.specs_of({"layers": [], "adapters": forms})["adapters"]
+  return jax.tree.map(
+    lambda leaf, spec: jax.device_put(leaf, jax.sharding.NamedSharding(mesh, spec)), forms, specs
+  )

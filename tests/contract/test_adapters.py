@@ -1,0 +1,211 @@
+"""Whoever else is in a batch, a request says what its adapter says alone; the base, what it says.
+
+Cases are those of `drawn_models` (models, tiles, slabs, meshes, buckets, drafts, spills, kills),
+with adapters of ranks from 1 to 16 on drawn targets; each answer is compared by bit with an engine
+that holds that one adapter, as training does (`lora.attach`), before and after weights and adapters
+are swapped. How often each event happened is printed, and one that never did is a failure.
+
+`python tests/support/adapter_cases.py IMPLEMENTATION SEED NUMBER` runs a case again.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+
+import adapter_cases
+import drawn_models
+from drawn_models import OF_A_MODEL
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny_model
+
+from seerjax import numerics as numerics_lib, parallel
+from seerjax.engine import engine as engine_lib, runner as runner_lib
+from seerjax.engine.engine import EngineConfig
+from seerjax.models import loading, lora
+from seerjax.types import Request, SamplingParams
+
+BLOCKS = 16  # Models of the long run.
+FRESH = 1000 * OF_A_MODEL  # Beyond its numbers, and those of the other fuzzes.
+EVENTS = (
+  "steps of several adapters",
+  "steps of base and adapters",
+  "asked again after a swap",
+  "of the base",
+  "of an adapter",
+  "positions reused",
+)
+LONG_EVENTS = (
+  *EVENTS,
+  "chunks",
+  "preempted",
+  "spilled",
+  "came from the host",
+  "drafted tokens",
+  "accepted tokens",
+  "model shards",
+  "of rank 1",
+  "of rank 5 and more",
+)
+
+
+# One layer, for every day.
+
+MODEL = dataclasses.replace(tiny_model.SMALLEST, num_layers=1)
+SIZES = EngineConfig(page_size=4, num_pages=80, max_sequences=8, max_context=32, row_buckets=(24,))
+TARGETS = {"poet": lora.TARGETS, "judge": lora.TARGETS, "clerk": ("out", "gate_up")}
+RANKS = {"poet": 3, "judge": 3, "clerk": 1}
+BACKENDS = [
+  pytest.param(
+    dataclasses.replace(tiny_model.ONE_SLAB, implementation=implementation),
+    id=implementation,
+    marks=pytest.mark.few(1, of="backend"),
+  )
+  for implementation in ("tiled", "native")
+]
+
+
+@functools.cache
+def adapters(numerics):
+  rng = np.random.default_rng(5)
+  leaf = lambda shape: jnp.asarray((0.3 * rng.standard_normal(shape.shape)).astype(np.float32))
+  return {
+    name: (jax.tree.map(leaf, lora.shapes(MODEL, numerics, RANKS[name], targets)), 0.5 + place)
+    for place, (name, targets) in enumerate(TARGETS.items())
+  }
+
+
+@functools.cache
+def runner_of(numerics, max_programs: int) -> runner_lib.Runner:
+  return runner_lib.Runner(MODEL, numerics, parallel.make_mesh(), max_programs=max_programs)
+
+
+def make_engine(numerics, kind=engine_lib.Engine):
+  # One program, whichever adapters come: another one would fail.
+  return kind(
+    loading.Model(MODEL, tiny_model.random_params(MODEL, numerics), numerics),
+    config=SIZES,
+    key=numerics_lib.key(3),
+    runner=runner_of(numerics, 1),
+    adapters=adapters(numerics),
+  )
+
+
+def lone_engine(numerics, adapter: str) -> engine_lib.Engine:
+  params = tiny_model.random_params(MODEL, numerics)
+  if adapter:
+    params = lora.attach(params, *adapters(numerics)[adapter])
+  return engine_lib.Engine(
+    loading.Model(MODEL, params, numerics),
+    config=dataclasses.replace(SIZES, max_sequences=1, reuse_prefixes=False),
+    key=numerics_lib.key(3),
+    runner=runner_of(numerics, 3),
+  )
+
+
+def asked() -> list[Request]:
+  """One prompt for all, so that pages are shared wherever they may be."""
+  names = ("", *TARGETS)
+  return [
+    Request(
+      request_id=str(place),
+      prompt=tuple(range(3, 14)) + (place // 4,),
+      sampling=SamplingParams(max_tokens=7),
+      seed=place // 4,
+      adapter=names[place % 4],
+    )
+    for place in range(12)
+  ]
+
+
+@functools.cache
+def expected(numerics):
+  engines = {name: lone_engine(numerics, name) for name in ("", *TARGETS)}
+  return {
+    one.request_id: engines[one.adapter].generate([dataclasses.replace(one, adapter="")])[0]
+    for one in asked()
+  }
+
+
+def differing(numerics, kind) -> int:
+  """Returns how many of twelve requests have not the bits of each alone, in two waves."""
+  engine = make_engine(numerics, kind)
+  kind.events = collections.Counter()
+  found = engine.generate(asked()) + engine.generate(asked())
+  assert kind.events["steps of several adapters"] and kind.events["steps of base and adapters"]
+  assert engine.counters.reused_tokens > 0
+  wanted = expected(numerics)
+  return sum(not tiny_model.same(one, wanted[one.request_id]) for one in found)
+
+
+@pytest.mark.parametrize("numerics", BACKENDS)
+def test_base_and_three_adapters_in_one_batch_have_the_bits_of_each_alone(numerics):
+  assert differing(numerics, adapter_cases.Counting) == 0
+  wanted = expected(numerics)
+  # They say different things, or there were nothing to find.
+  assert len({wanted[str(place)].tokens for place in range(4)}) == 4
+
+
+@pytest.mark.parametrize("numerics", BACKENDS)
+def test_a_neighbours_adapter_and_pages_keyed_without_its_name_are_noticed(numerics):
+  assert differing(numerics, adapter_cases.Neighbours) > 0
+  assert differing(numerics, adapter_cases.SharesPages) > 0
+
+
+@pytest.mark.parametrize("numerics", BACKENDS)
+def test_adapters_that_come_and_go_need_no_new_program(numerics):
+  engine, wanted = make_engine(numerics), expected(numerics)
+  (base,) = engine.generate(asked()[:1])
+  turned = {name: (one, 2 * scale) for name, (one, scale) in adapters(numerics).items()}
+  engine.set_adapters(turned)
+  found = engine.generate(asked()[:2])
+  assert tiny_model.same(base, wanted["0"]) and tiny_model.same(found[0], wanted["0"])
+  assert not tiny_model.same(found[1], wanted["1"])
+
+
+# What users bring.
+
+
+def run_cases(numbers, implementation, seed) -> collections.Counter:
+  events = collections.Counter()
+  for number in numbers:
+    case = drawn_models.implemented(drawn_models.draw(seed, number), implementation)
+    adapter_cases.run_case(case, events)
+  return events
+
+
+@pytest.mark.thorough
+@pytest.mark.few(1)
+@pytest.mark.parametrize("implementation", ["tiled", "native"])
+def test_no_model_of_this_session_mixes_its_adapters(implementation, seed, tell_events):
+  events = run_cases(range(FRESH, FRESH + 3), implementation, seed)
+  tell_events(f"adapters of a fresh model, {implementation}", events, EVENTS[2:])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("implementation", ["tiled", "native"])
+def test_no_adapter_of_a_hundred_cases_changes_a_bit(implementation, seed, tell_events):
+  # Four cases a model, of two machines.
+  numbers = [
+    FRESH + OF_A_MODEL * (1 + block) + place for block in range(BLOCKS) for place in (0, 1, 6, 8)
+  ]
+  events = run_cases(numbers, implementation, seed)
+  tell_events(f"adapters of {BLOCKS} models, {implementation}", events, LONG_EVENTS)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", [adapter_cases.OfNeighbours, adapter_cases.OfSharedPages])
+def test_twins_of_a_drawn_model_are_noticed(kind, seed):
+  for number in range(FRESH - OF_A_MODEL, FRESH):
+    case = drawn_models.implemented(drawn_models.draw(seed, number), "native")
+    try:
+      adapter_cases.run_case(case, collections.Counter(), kind)
+    except AssertionError as error:
+      if "requests differ" not in str(error):
+        raise
+      return
+  raise AssertionError(f"{kind.__name__}: got no difference in {OF_A_MODEL} cases, expected one")

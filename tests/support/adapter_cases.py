@@ -1,0 +1,285 @@
+"""Cases of `drawn_models` whose requests name adapters, and what each of them says alone.
+
+A case has three to five adapters beside its base: two of one shape, the others of ranks from 1 to
+16, targets and scales of their own. A request's reference is an engine for it alone whose weights
+are `lora.attach` of that one adapter, or the base as it is; it has one device and 64 rows.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Mapping
+import dataclasses
+import functools
+from typing import Any
+
+import drawn_models
+from drawn_models import MAX_PROMPT, MAX_TOKENS, Case, Machine, Model
+import jax
+import jax.numpy as jnp
+import model_cases
+import numpy as np
+import tiny_model
+
+from seerjax import numerics as numerics_lib, parallel
+from seerjax.engine import engine as engine_lib, runner as runner_lib
+from seerjax.engine.engine import EngineConfig
+from seerjax.engine.kv import pages as pages_lib
+from seerjax.models import adapters as adapters_lib, loading, lora
+from seerjax.types import Completion, Request
+
+NAMES = ("poet", "judge", "clerk", "cook", "pilot")
+
+
+
+def base_of(case: Case) -> Case:
+  """Returns the case without the adapter that all rows would have, and more of it at once."""
+  model = dataclasses.replace(case.model, rank=0)
+  sizes = case.machine.sizes
+  *_, last = sizes.row_buckets
+  sizes = dataclasses.replace(
+    sizes,
+    row_buckets=(*sizes.row_buckets[:-1], max(last, 8)),
+    max_sequences=max(sizes.max_sequences, 4),
+    num_pages=1 + 3 * -(-MAX_TOKENS // sizes.page_size),
+  )
+  machine = dataclasses.replace(case.machine, model=model, sizes=sizes)
+  return dataclasses.replace(case, machine=machine, groups=4, group_size=3)
+
+
+@functools.lru_cache(maxsize=8)
+def named(model: Model, seed: int, generation: int) -> Mapping[str, adapters_lib.Scaled]:
+  """Returns adapters by name; a later generation has other weights of the same shapes."""
+  rng = np.random.default_rng((seed, 7))
+  config = model.config
+  smallest = min(
+    config.hidden_size, config.num_heads * config.head_dim, config.intermediate_size, 16
+  )
+  count = int(rng.integers(3, 6))
+  shapes, scales = [], []
+  for place in range(count):
+    if place == 1:
+      shapes.append(shapes[0])
+    else:
+      rank = 1 if rng.random() < 0.3 else int(rng.integers(1, smallest + 1))
+      targets = tuple(name for name in lora.TARGETS if rng.random() < 0.6) or lora.TARGETS
+      shapes.append((rank, targets))
+    scales.append(float(rng.choice([0.25, 0.5, 1.0, 1.5, 3.0])))
+  noise = np.random.default_rng((seed, 8, generation))
+
+  def leaf(shape: jax.ShapeDtypeStruct) -> jax.Array:
+    return jnp.asarray((model.deviation * noise.standard_normal(shape.shape)).astype(np.float32))
+
+  found = {}
+  for name, (rank, targets), scale in zip(NAMES, shapes, scales, strict=False):
+    layout = lora.shapes(config, model.numerics, rank, targets)
+    found[name] = jax.tree.map(leaf, layout), scale + generation
+  return found
+
+
+def weights_of(model: Model, generation: int) -> Any:
+  """Returns the base's weights; a later generation has others."""
+  return drawn_models.params_of(
+    dataclasses.replace(model, weights_seed=model.weights_seed + generation)
+  )
+
+
+@functools.lru_cache(maxsize=2)
+def _lone_runner(model: Model) -> runner_lib.Runner:
+  mesh = parallel.make_mesh()
+  return runner_lib.Runner(model.config, model.numerics, mesh, max_programs=16)
+
+
+@functools.lru_cache(maxsize=16)
+def lone_engine(
+  model: Model, seed: int, generation: int, adapter: str
+) -> engine_lib.Engine:
+  """Returns the reference of one adapter, which knows of no other."""
+  params = weights_of(model, generation)
+  if adapter:
+    params = lora.attach(params, *named(model, seed, generation)[adapter])
+  page_size = min(model.numerics.kv_split, 16)
+  sizes = EngineConfig(
+    page_size=page_size,
+    num_pages=2 - MAX_TOKENS // -page_size,
+    max_sequences=1,
+    max_context=MAX_TOKENS,
+    row_buckets=(64,),
+    reuse_prefixes=False,
+  )
+  return engine_lib.Engine(
+    loading.Model(model.config, params, model.numerics),
+    config=sizes,
+    key=numerics_lib.key(11),
+    runner=_lone_runner(model),
+  )
+
+
+@functools.lru_cache(maxsize=256)
+def alone(model: Model, seed: int, generation: int, request: Request) -> Completion:
+  """Returns what a request says by its adapter alone."""
+  engine = lone_engine(model, seed, generation, request.adapter)
+  return engine.generate([dataclasses.replace(request, adapter="")])[0]
+
+
+class Counting(engine_lib.Engine):
+  """Counts the steps whose rows have several adapters."""
+
+  events: collections.Counter[str] = collections.Counter()
+
+  def _inputs(self, scheduled):
+    inputs = super()._inputs(scheduled)
+    batch = inputs.batch
+    for rows, count in zip(batch.adapters, np.atleast_1d(batch.num_rows), strict=True):
+      kinds = set(rows[:count].tolist())
+      self.events["steps of several adapters"] += len(kinds - {0}) > 1
+      self.events["steps of base and adapters"] += 0 in kinds and len(kinds) > 1
+    return inputs
+
+
+class Neighbours(Counting):
+  """The twin: a row has the adapter of its neighbour."""
+
+  def _inputs(self, scheduled):
+    inputs = super()._inputs(scheduled)
+    batch = inputs.batch
+    shifted = np.roll(batch.adapters, 1, axis=1)
+    return inputs._replace(batch=batch._replace(adapters=shifted))
+
+
+class Nameless(pages_lib.PagePool):
+  """A pool whose pages are found by their tokens alone."""
+
+  def find(self, tokens, adapter=""):
+    return super().find(tokens)
+
+  def remember(self, tokens, pages, adapter=""):
+    super().remember(tokens, pages)
+
+
+class SharesPages(Counting):
+  """The twin: pages are keyed without the adapter's name."""
+
+  def __init__(self, *args, **others):
+    super().__init__(*args, **others)
+    pools = self.memory.pools
+    pools[:] = [Nameless(pool.num_pages, pool.page_size) for pool in pools]
+
+
+@functools.lru_cache(maxsize=4)
+def _runner(machine: Machine) -> runner_lib.Runner:
+  instances, shards = machine.mesh
+  mesh = parallel.make_mesh(num_instances=instances, model_shards=shards)
+  model = machine.model
+  # Exactly one a bucket: adapters that come and go make no new one.
+  return runner_lib.Runner(model.config, model.numerics, mesh, len(machine.sizes.row_buckets))
+
+
+class AdapterSchedule(model_cases.Schedule):
+  """A case with its adapters, from its first request to its last."""
+
+  engine_kind: type[Counting] = Counting
+
+  def drawn_requests(self) -> list[Request]:
+    """What is asked; siblings may have several adapters, and many prompts are one."""
+    rng = self.case.rng(4)
+    names = ("", *named(self.case.model, self.case.seed, 0))
+    shared = tuple(rng.integers(0, self.case.model.config.vocab_size, MAX_PROMPT).tolist())
+    found = []
+    for request in super().drawn_requests():
+      if rng.random() < 0.6:
+        length = int(rng.integers(MAX_PROMPT // 2, MAX_PROMPT + 1))
+        request = dataclasses.replace(request, prompt=shared[:length])
+      name = names[int(rng.integers(len(names)))]
+      found.append(dataclasses.replace(request, adapter=name))
+      self.events["of the base" if not name else "of an adapter"] += 1
+    return found
+
+  def alone(self, request: Request) -> Completion:
+    return alone(self.case.model, self.case.seed, 0, request)
+
+  def make_engine(self, **others: Any) -> engine_lib.Engine:
+    machine = self.case.machine
+    model = machine.model
+    self.engine_kind.events = self.events
+    return self.engine_kind(
+      loading.Model(model.config, weights_of(model, 0), model.numerics),
+      config=machine.sizes,
+      key=numerics_lib.key(11),
+      runner=_runner(machine),
+      adapters=named(model, self.case.seed, 0),
+      **others,
+    )
+
+  def run(self) -> dict[str, Completion]:
+    """As there; then other weights and adapters take over, and all is asked again."""
+    found = super().run()
+    model, seed = self.case.model, self.case.seed
+    self.engine.drafter = None
+    self.engine.set_params(weights_of(model, 1), 1)
+    self.engine.set_adapters(named(model, seed, 1))
+    again = self.engine.generate(list(self.requests.values()))
+    for request, completion in zip(self.requests.values(), again, strict=True):
+      wanted = alone(model, seed, 1, request)
+      assert tiny_model.same(completion, wanted), (
+        f"requests differ after a swap: {request}: got {completion}, expected {wanted}"
+      )
+      self.events["asked again after a swap"] += 1
+    return found
+
+
+class OfNeighbours(AdapterSchedule):
+  """With the twin."""
+
+  engine_kind = Neighbours
+
+
+class OfSharedPages(AdapterSchedule):
+  """With the twin."""
+
+  engine_kind = SharesPages
+
+
+def run_case(
+  case: Case,
+  events: collections.Counter[str],
+  kind: type[AdapterSchedule] = AdapterSchedule,
+) -> None:
+  """Runs a case and compares all of it.
+
+  Raises:
+    AssertionError: if a bit differs, with the case and its adapters in notes.
+  """
+  case = base_of(case)
+  try:
+    model_cases.run_case(case, events, trains=False, schedule_kind=kind)
+  except Exception as error:
+    adapters = named(case.model, case.seed, 0)
+    error.add_note(str({name: _described(*scaled) for name, scaled in adapters.items()}))
+    raise
+  adapters = named(case.model, case.seed, 0).values()
+  ranks = [pair["a"].shape[-1] for one, _ in adapters for pair in one["layers"][0].values()]
+  events["of rank 1"] += ranks.count(1)
+  events["of rank 5 and more"] += sum(rank >= 5 for rank in ranks)
+
+
+def _described(adapter: lora.Adapter, scale: float) -> str:
+  ranks = {target: pair["a"].shape[-1] for target, pair in adapter["layers"][0].items()}
+  return f"{ranks} x {scale}"
+
+
+def main(numbers: list[str]) -> None:
+  jax.config.update("jax_num_cpu_devices", 8)
+  implementation, *rest = numbers
+  for seed, number in zip(rest[::2], rest[1::2], strict=True):
+    counted: collections.Counter[str] = collections.Counter()
+    case = drawn_models.implemented(drawn_models.draw(int(seed), int(number)), implementation)
+    print(case)
+    run_case(case, counted)
+    print(dict(counted), flush=True)
+
+
+if __name__ == "__main__":
+  import sys
+
+  main(sys.argv[1:])
