@@ -367,6 +367,23 @@ class TokenBatch(NamedTuple):
   adapters: Any = None
 
 
+class KeyCopies(NamedTuple):
+  """Rows whose keys and values are written to further slots, in every layer, before attention.
+
+  So a position of a token tree that is computed once stands in the pages of every path through it.
+  What lies beyond `count` is padding, and never read.
+
+  Attributes:
+    rows: i32[c], of the batch, below its `num_rows`.
+    slots: i32[c], as `TokenBatch.slots`; no two are equal, nor equal to a row's own.
+    count: i32[], valid copies.
+  """
+
+  rows: Int[Array, "c"]
+  slots: Int[Array, "c"]
+  count: Int[Array, ""]
+
+
 class SamplingRows(NamedTuple):
   """Sampling parameters of rows, as arrays (see `SamplingParams`).
 

@@ -37,7 +37,7 @@ from seerjax.backends.adapters import RowAdapters
 from seerjax.backends.protocol import Definition, Shape, Stage
 from seerjax.backends.tiled import Tiled
 from seerjax.ops import attention, rotary, sampling, tiles
-from seerjax.types import TokenBatch, TokenScores
+from seerjax.types import KeyCopies, TokenBatch, TokenScores
 
 # Keys that the kernel multiplies at a time, where a split has as many.
 KEY_BLOCK = 128
@@ -154,18 +154,31 @@ class MosaicGpu(Tiled):
     return run(weights) if adapters is None else adapters_lib.by_selection(run, weights, adapters)
 
   def write_pages(
-    self, pages: tuple[Array, ...], values: tuple[Array, ...], slots: Array, num_rows: Array
+    self,
+    pages: tuple[Array, ...],
+    values: tuple[Array, ...],
+    slots: Array,
+    num_rows: Array,
+    copies: KeyCopies | None = None,
   ) -> tuple[Array, ...]:
     """All rows at once, which is no sum: valid slots differ, and padding rows are dropped.
 
     XLA is told that no two indices are equal, which holds of dropped ones too: where it has to be
-    deterministic, it would order them by six launches more.
+    deterministic, it would order them by six launches more. Copies are rows more of the same
+    scatter, dropped where they are padding, so that no number is read back.
     """
+    is_valid = jnp.arange(slots.shape[0], dtype=jnp.int32) < num_rows
+    if copies is not None:
+      is_copy = jnp.arange(copies.slots.shape[0], dtype=jnp.int32) < copies.count
+      slots = jnp.concatenate([slots, copies.slots])
+      is_valid = jnp.concatenate([is_valid, is_copy])
 
     def write(whole: Array, new: Array) -> Array:
       num_pages, page_size = whole.shape[1:3]
       row = jnp.arange(slots.shape[0], dtype=jnp.int32)
-      page = jnp.where(row < num_rows, slots // page_size, num_pages + row)
+      page = jnp.where(is_valid, slots // page_size, num_pages + row)
+      if copies is not None:
+        new = jnp.concatenate([new, new[copies.rows]])
       update = jnp.swapaxes(new, 0, 1).astype(whole.dtype)
       place = whole.at[:, page, slots % page_size]
       return place.set(update, mode="drop", unique_indices=True)

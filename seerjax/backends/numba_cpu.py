@@ -24,7 +24,7 @@ from seerjax.backends.native import (
 from seerjax.backends.protocol import Stage
 from seerjax.backends.tiled import Tiled
 from seerjax.ops import attention, rotary
-from seerjax.types import TokenBatch, TokenScores
+from seerjax.types import KeyCopies, TokenBatch, TokenScores
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,11 +72,18 @@ class NumbaCpu(Tiled):
     return layers.adapted_attention_inputs(stage, weights, rows, num_rows, adapters)
 
   def write_pages(
-    self, pages: tuple[Array, ...], values: tuple[Array, ...], slots: Array, num_rows: Array
+    self,
+    pages: tuple[Array, ...],
+    values: tuple[Array, ...],
+    slots: Array,
+    num_rows: Array,
+    copies: KeyCopies | None = None,
   ) -> tuple[Array, ...]:
     key_pages, value_pages = pages
     keys, own_values = values
-    return native_pages.write_pages((key_pages, value_pages), (keys, own_values), slots, num_rows)
+    return native_pages.write_pages(
+      (key_pages, value_pages), (keys, own_values), slots, num_rows, copies
+    )
 
   def attend(
     self, q: Array, pages: tuple[Array, ...], batch: TokenBatch, rows: attention.SegmentRows

@@ -18,7 +18,7 @@ from seerjax import numerics as numerics_lib
 from seerjax.array_typing import Array
 from seerjax.backends.adapters import RowAdapters
 from seerjax.ops import attention, rotary, tiles
-from seerjax.types import TokenBatch, TokenScores
+from seerjax.types import KeyCopies, TokenBatch, TokenScores
 
 # `(operations, shape, axis, weights, rows, one) -> outputs`, of the rows of one tile.
 Definition = Callable[..., Any]
@@ -201,9 +201,17 @@ class Backend(Operations, Protocol):
     ...
 
   def write_pages(
-    self, pages: tuple[Array, ...], values: tuple[Array, ...], slots: Array, num_rows: Array
+    self,
+    pages: tuple[Array, ...],
+    values: tuple[Array, ...],
+    slots: Array,
+    num_rows: Array,
+    copies: KeyCopies | None = None,
   ) -> tuple[Array, ...]:
-    """Returns a layer's pages with the first `num_rows` rows' values f[n, k, c] at their slots."""
+    """Returns a layer's pages with the first `num_rows` rows' values f[n, k, c] at their slots.
+
+    Those of `copies` stand at further slots too; with copies it needs no gradient.
+    """
     ...
 
   def attend(

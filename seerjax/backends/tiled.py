@@ -12,7 +12,7 @@ from seerjax.backends import adapters as adapters_lib
 from seerjax.backends.adapters import RowAdapters
 from seerjax.backends.protocol import Stage
 from seerjax.ops import attention, linear, norms, rotary, tiles
-from seerjax.types import TokenBatch, TokenScores
+from seerjax.types import KeyCopies, TokenBatch, TokenScores
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,12 +111,18 @@ class Tiled:
     return self._adapted(stage, weights, rows, num_rows, adapters)
 
   def write_pages(
-    self, pages: tuple[Array, ...], values: tuple[Array, ...], slots: Array, num_rows: Array
+    self,
+    pages: tuple[Array, ...],
+    values: tuple[Array, ...],
+    slots: Array,
+    num_rows: Array,
+    copies: KeyCopies | None = None,
   ) -> tuple[Array, ...]:
-    return tuple(
-      attention.write_pages(whole, new, slots, num_rows)
-      for whole, new in zip(pages, values, strict=True)
-    )
+    def write(whole: Array, new: Array) -> Array:
+      whole = attention.write_pages(whole, new, slots, num_rows)
+      return whole if copies is None else attention.write_copies(whole, new, copies)
+
+    return tuple(write(whole, new) for whole, new in zip(pages, values, strict=True))
 
   def attend(
     self, q: Array, pages: tuple[Array, ...], batch: TokenBatch, rows: attention.SegmentRows

@@ -1,8 +1,9 @@
 """A step's work as arrays: rows, segments and samples of one instance (numpy, no device).
 
-A draft's path is a segment of its own (DESIGN: attention segments): its row of the page table has
-the sequence's pages and, past the sequence's end, the path's own, so its keys stand at their
-absolute positions and nothing of the arithmetic knows that it is a guess.
+A path of drafts is a segment of its own (DESIGN: attention segments): its row of the page table has
+the sequence's pages and, where the drafts are, the path's own, so its keys stand at their absolute
+positions and nothing of the arithmetic knows that it is a guess. What it shares with an earlier
+path is a row of that one, whose keys are written to this one's pages, too (`KeyCopies`).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import numpy as np
 from seerjax.engine import runner as runner_lib
 from seerjax.engine.sequence import ScheduledRows, SequenceState
 from seerjax.ops import sampling
-from seerjax.types import SamplingParams, SamplingRows, TokenBatch
+from seerjax.types import KeyCopies, SamplingParams, SamplingRows, TokenBatch
 
 # Greedy and unfiltered: a tile is spared the noise and the sort if all its rows are.
 _UNUSED = sampling.sampling_rows([SamplingParams(temperature=0.0)])
@@ -31,6 +32,7 @@ def instance_inputs(
   num_rows: int,
   num_segments: int,
   max_copies: int,
+  max_key_copies: int,
   query_tile: int,
   page_size: int,
   table_width: int,
@@ -39,21 +41,24 @@ def instance_inputs(
 ) -> runner_lib.StepInputs:
   """Returns one instance's inputs (no instance axis).
 
-  Samples stand in the order of `work`, `ScheduledRows.num_samples` each, path by path.
+  Samples stand in the order of `work`, `ScheduledRows.num_samples` each, in the order of rows.
 
   Args:
     work: in order, rows ascending.
     copies: (from, to) pages.
     num_rows: that the row bucket is allocated for; as many rows may be sampled.
     num_segments: as many segments as rows at least.
-    max_copies: rows of the copy table.
+    max_copies: rows of the table of page copies.
+    max_key_copies: and of that of key copies.
     query_tile: most positions of a segment.
     page_size: positions of a page.
     table_width: pages of a row of the page table.
     mask_words: of each sample's mask; 0 if none has one.
     has_adapters: whether rows choose among adapters.
   """
-  rows = _Rows(num_rows, num_segments, table_width, query_tile, page_size, mask_words)
+  rows = _Rows(
+    num_rows, num_segments, max_key_copies, table_width, query_tile, page_size, mask_words
+  )
   for one in work:
     sequence, end = one.sequence, len(one.sequence.tokens)
     assert rows.row == one.first_row, f"work: got row {one.first_row}, expected {rows.row}"
@@ -64,9 +69,12 @@ def instance_inputs(
     rows.put([*settled, *main] if main else settled, first, sequence.page_row)
     if one.is_sampled:
       rows.sample(1 + len(main), end, sequence)
+    last = one.first_row + one.count - 1
     for path in one.paths[1:]:
-      rows.put([sequence.tokens[-1], *path.tokens], end - 1, path.page_row)
-      rows.sample(1 + len(path.tokens), end, sequence)
+      own, first = path.tokens[path.num_shared :], end + path.num_shared
+      rows.put(own, first, path.page_row)
+      rows.sample(len(own), first + 1, sequence)
+      rows.copy(last + np.asarray(path.copied, np.int32), first, path.page_row)
     rows.adapters[begin : rows.row] = sequence.adapter
 
   batch = TokenBatch(
@@ -93,6 +101,7 @@ def instance_inputs(
     num_samples=_INT32(rows.num_samples),
     copies=copy_rows,
     num_copies=_INT32(len(copies)),
+    key_copies=KeyCopies(rows.copied, rows.copy_slots, _INT32(rows.num_copies)),
   )
 
 
@@ -103,6 +112,7 @@ class _Rows:
     self,
     num_rows: int,
     num_segments: int,
+    max_key_copies: int,
     table_width: int,
     query_tile: int,
     page_size: int,
@@ -121,7 +131,8 @@ class _Rows:
     self.masks: Any = None
     if mask_words:
       self.masks = np.full((num_rows, mask_words), sampling.ALL_ALLOWED, np.uint32)
-    self.row = self.num_segments = self.num_samples = 0
+    self.copied, self.copy_slots = (_ZEROS(max_key_copies, np.int32) for _ in range(2))
+    self.row = self.num_segments = self.num_samples = self.num_copies = 0
 
   def put(self, tokens: Sequence[int], first: int, page_row: np.ndarray) -> None:
     """Adds consecutive positions of one page-table row."""
@@ -137,7 +148,7 @@ class _Rows:
       where = np.arange(first, first + count, dtype=np.int32)
       self.tokens[row : row + count] = tokens
       self.positions[row : row + count] = where
-      self.slots[row : row + count] = page_row[where // size] * size + where % size
+      self.slots[row : row + count] = self._slots(where, page_row)
       in_rows = np.arange(0, count, self.query_tile, dtype=np.int32)
       segments = slice(segment, segment + len(in_rows))
       self.starts[segments] = row + in_rows
@@ -145,6 +156,17 @@ class _Rows:
       self.table[segments] = page_row[None, :]
       self.num_segments += len(in_rows)
     self.row += count
+
+  def copy(self, rows: np.ndarray, end: int, page_row: np.ndarray) -> None:
+    """Copies keys of rows, which stand at consecutive positions before `end`, to other pages."""
+    places = slice(self.num_copies, self.num_copies + len(rows))
+    self.copied[places] = rows
+    self.copy_slots[places] = self._slots(np.arange(end - len(rows), end), page_row)
+    self.num_copies += len(rows)
+
+  def _slots(self, positions: np.ndarray, page_row: np.ndarray) -> np.ndarray:
+    size = self.page_size
+    return page_row[positions // size] * size + positions % size
 
   def sample(self, count: int, position: int, sequence: SequenceState) -> None:
     """Samples the last `count` rows; the first of these tokens will stand at `position`."""

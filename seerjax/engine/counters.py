@@ -41,9 +41,13 @@ class Counters:
     page_copies: partial pages copied before they were written.
     preemptions: sequences that lost their pages.
     waits: times in which a request waited for pages at the beginning of a visit.
-    drafted_tokens: drafted tokens verified, of all paths.
+    drafted_tokens: drafted tokens verified, one row each; what paths share is counted once.
     accepted_tokens: drafted tokens that were sampled too.
     side_paths: times a path that was not the first was the longest.
+    key_copies: keys written to a further path's pages, too.
+    cut_for_rows: trees of drafts that lost leaves because the step had no rows left,
+    cut_for_pages: because the instance had no pages left for a path of its own,
+    cut_for_copies: because the step had no place left for key copies.
     errors: requests that ended by what they met in a step.
     new_starts: times a step broke off, and the keys of all requests were computed again.
     migrated_pages: pages that changed instance with their request.
@@ -66,6 +70,10 @@ class Counters:
   drafted_tokens: int = 0
   accepted_tokens: int = 0
   side_paths: int = 0
+  key_copies: int = 0
+  cut_for_rows: int = 0
+  cut_for_pages: int = 0
+  cut_for_copies: int = 0
   errors: int = 0
   new_starts: int = 0
   migrated_pages: int = 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-import itertools
 from typing import Any
 
 from absl import logging
@@ -224,21 +223,21 @@ class Outputs:
   ) -> StepOutput:
     """Appends the tokens along the path that agrees longest with what was sampled."""
     sequence = piece.sequence
-    first = num_drafted = num_accepted = 0
+    num_drafted, rows = 0, (0,)
     if piece.paths:
-      ends = list(itertools.accumulate((len(path.tokens) + 1 for path in piece.paths), initial=0))
       verified = verify(
         [path.tokens for path in piece.paths],
-        [tokens[start:end] for start, end in itertools.pairwise(ends)],
+        [[tokens[row] for row in (0, *path.rows)] for path in piece.paths],
       )
-      chosen, first = piece.paths[verified.path], ends[verified.path]
-      num_drafted, num_accepted = len(chosen.tokens), verified.num_accepted
+      chosen = piece.paths[verified.path]
+      num_drafted, rows = len(chosen.tokens), (0, *chosen.rows[: verified.num_accepted])
       self._planner.adopt(piece, chosen)
-      self._counters.drafted_tokens += sum(len(path.tokens) for path in piece.paths)
+      self._counters.drafted_tokens += piece.num_drafted
+      self._counters.key_copies += piece.num_copies
       self._counters.side_paths += bool(chosen.scratch)
     added: list[int] = []
     text = reason = ""
-    for index in range(first, first + num_accepted + 1):
+    for index in rows:
       self._counters.sampled_tokens += 1
       update = self._accept(sequence, tokens[index], logprobs[index], raw_logprobs[index])
       added += update.tokens

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from seerjax.backends.protocol import Backend
-from seerjax.engine import batching
+from seerjax.engine import batching, sizes, token_tree
 from seerjax.engine.counters import Counters
 from seerjax.engine.drafting import DraftQuery
 from seerjax.engine.kv import pages as pages_lib, prefix_index
@@ -204,11 +204,13 @@ class Planner:
     drafted = []
     for instance, rows_left in enumerate(self._spare_rows(scheduled)):
       row, planned = 0, []
+      copies_left = sizes.KEY_COPIES_PER_ROW * self._config.row_buckets[-1]
       for index, piece in enumerate(scheduled[instance]):
-        paths = self._paths(piece, drafts.get((instance, index), ()), rows_left)
+        paths = self._paths(piece, drafts.get((instance, index), ()), rows_left, copies_left)
         piece = piece._replace(first_row=row, paths=paths)
         row += piece.num_rows
-        rows_left -= piece.num_rows - piece.count
+        rows_left -= piece.num_drafted
+        copies_left -= piece.num_copies
         planned.append(piece)
       drafted.append(planned)
     return drafted
@@ -218,32 +220,75 @@ class Planner:
     return [most - sum(piece.count for piece in pieces) for pieces in scheduled]
 
   def _paths(
-    self, piece: ScheduledRows, drafts: Iterable[tuple[int, ...]], rows_left: int
+    self,
+    piece: ScheduledRows,
+    drafts: Iterable[tuple[int, ...]],
+    rows_left: int,
+    copies_left: int,
   ) -> tuple[DraftPath, ...]:
-    """Returns what of a drafter's paths there are rows, pages and a vocabulary for."""
+    """Returns the tree of a drafter's paths, less the leaves that there is no room for."""
     sequence, pool = piece.sequence, self._memory.pools[piece.sequence.instance]
     size, end = self._config.page_size, len(sequence.tokens)
+    nodes = token_tree.merge(drafts, sequence.limit - end - 1)
+    if not nodes:
+      return ()
+    nodes = nodes[: self._num_fitting(piece, nodes, rows_left, copies_left)]
+    first = (end - 1) // size
+    settled = range(1 - self._num_settled(piece), 1)
     paths: list[DraftPath] = []
-    for draft in drafts:
-      most = min(sequence.limit - end - 1, rows_left - bool(paths))
-      tokens = draft[: max(most, 0)]
-      if not tokens or any(path.tokens[: len(tokens)] == tokens for path in paths):
-        continue
-      if not paths:
-        paths.append(DraftPath(tokens, sequence.page_row))
-        rows_left -= len(tokens)
-        continue
-      first, last = (end - 1) // size, (end - 1 + len(tokens)) // size
-      if piece.count > 1 or pool.num_available < last - first + 1:
-        break
-      scratch = pool.take(last - first + 1)
-      page_row = sequence.page_row.copy()
-      page_row[first : last + 1] = scratch
-      if (end - 1) % size:
-        self._copies[sequence.instance].append((sequence.pages[first], scratch[0]))
-      paths.append(DraftPath(tokens, page_row, tuple(scratch)))
-      rows_left -= len(tokens) + 1
+    for branch in token_tree.branches(nodes):
+      path = DraftPath(branch.tokens, sequence.page_row, branch.rows)
+      if paths:
+        last = (end - 1 + len(branch.tokens)) // size
+        scratch = pool.take(last - first + 1)
+        page_row = sequence.page_row.copy()
+        page_row[first : last + 1] = scratch
+        if first * size < sequence.num_written:
+          self._copies[sequence.instance].append((sequence.pages[first], scratch[0]))
+        path = path._replace(
+          page_row=page_row,
+          num_shared=branch.num_shared,
+          copied=(*settled, *branch.rows[: branch.num_shared]),
+          scratch=tuple(scratch),
+        )
+      paths.append(path)
     return tuple(paths)
+
+  def _num_settled(self, piece: ScheduledRows) -> int:
+    """Returns the rows of a piece in the page of its sequence's end, which further paths copy."""
+    end = len(piece.sequence.tokens)
+    page_begin = (end - 1) // self._config.page_size * self._config.page_size
+    return end - max(page_begin, end - piece.count)
+
+  def _num_fitting(
+    self,
+    piece: ScheduledRows,
+    nodes: Sequence[token_tree.Node],
+    rows_left: int,
+    copies_left: int,
+  ) -> int:
+    """Returns how many first nodes of a tree have rows, pages and places of the copy table.
+
+    A node of the first path takes a row. A further path takes pages from that of the sequence's end
+    on, and copies of all that stands there before its own first node.
+    """
+    size, root = self._config.page_size, len(piece.sequence.tokens) - 1
+    pages_left = self._memory.pools[piece.sequence.instance].num_available
+    num_settled = self._num_settled(piece)
+    for index, node in enumerate(nodes):
+      pages = copies = 0
+      if not node.is_first:
+        pages = (root + node.depth) // size - root // size + 1
+        copies = num_settled + node.depth - 1
+      elif node.branch:
+        pages = int((root + node.depth) % size == 0)
+      rows_left, pages_left, copies_left = rows_left - 1, pages_left - pages, copies_left - copies
+      if min(rows_left, pages_left, copies_left) < 0:
+        self._counters.cut_for_rows += rows_left < 0
+        self._counters.cut_for_pages += pages_left < 0
+        self._counters.cut_for_copies += copies_left < 0
+        return index
+    return len(nodes)
 
   def adopt(self, piece: ScheduledRows, chosen: DraftPath) -> None:
     """Makes the chosen path's own pages its sequence's, and gives back the others'."""
@@ -265,14 +310,14 @@ class Planner:
 
   def inputs(self, scheduled: list[list[ScheduledRows]]) -> StepInputs:
     """Returns the step's arrays, instances in front."""
-    rows = max(sum(piece.num_rows for piece in pieces) for pieces in scheduled)
+    bucket = max(map(self._bucket, scheduled))
     is_masked = any(
       piece.is_sampled and piece.sequence.mask is not None
       for piece in itertools.chain(*scheduled)
     )
     words = self._mask_words if is_masked else 0
     parts = [
-      self._instance_inputs(pieces, copies, rows, words)
+      self._instance_inputs(pieces, copies, bucket, words)
       for pieces, copies in zip(scheduled, self._copies, strict=True)
     ]
     self._copies = [[] for _ in self._memory.pools]
@@ -295,6 +340,7 @@ class Planner:
         ids = sequence.request.sampling.stop_token_ids[:MAX_STOP_IDS]
         stops[instance, row, : len(ids)] = ids
     # Any: the record is typed as device arrays, and this one is made on the host.
+    inputs = inputs._replace(key_copies=None)  # Of drafts, and there are none.
     fields: dict[str, Any] = dict(
       remaining=remaining, stops=stops, num_steps=np.full(shape[:1], num_steps, np.int32)
     )
@@ -304,9 +350,8 @@ class Planner:
     """Returns the first request that cannot even alone become rows of a step, if any."""
     for piece in itertools.chain(*scheduled):
       try:
-        self._instance_inputs(
-          [piece._replace(first_row=0)], [], piece.num_rows, self._mask_words
-        )
+        alone = [piece._replace(first_row=0)]
+        self._instance_inputs(alone, [], self._bucket(alone), self._mask_words)
       except Exception:
         return piece.sequence, len(piece.sequence.tokens)
     return None
@@ -340,14 +385,20 @@ class Planner:
       first += count
     return [scheduled for _ in self._memory.pools]
 
+  def _bucket(self, scheduled: Sequence[ScheduledRows]) -> int:
+    """Returns the smallest row bucket that holds an instance's rows and key copies."""
+    rows = sum(piece.num_rows for piece in scheduled)
+    copies = sum(piece.num_copies for piece in scheduled if piece.paths)
+    of_row = sizes.KEY_COPIES_PER_ROW
+    return next(b for b in self._config.row_buckets if b >= rows and of_row * b >= copies)
+
   def _instance_inputs(
     self,
     scheduled: list[ScheduledRows],
     copies: list[tuple[int, int]],
-    rows: int,
+    bucket: int,
     mask_words: int,
   ) -> StepInputs:
-    bucket = next(size for size in self._config.row_buckets if size >= rows)
     return batching.instance_inputs(
       scheduled,
       copies,
@@ -355,6 +406,7 @@ class Planner:
       num_segments=self._backend.whole_segments(bucket),
       # One for each sequence that begins, and one for a path of it.
       max_copies=2 * self._config.row_buckets[-1],
+      max_key_copies=sizes.KEY_COPIES_PER_ROW * bucket,
       query_tile=self._backend.numerics.query_tile,
       page_size=self._config.page_size,
       table_width=self._table_width,

@@ -35,7 +35,7 @@ from seerjax.models import (
   weights,
 )
 from seerjax.ops import sampling
-from seerjax.types import SamplingRows, TokenBatch, TokenScores
+from seerjax.types import KeyCopies, SamplingRows, TokenBatch, TokenScores
 
 # Stop ids of a request that end its row on the device; the host knows of more at the visit's end.
 MAX_STOP_IDS = 4
@@ -53,6 +53,8 @@ class StepInputs(NamedTuple):
     num_samples: i32[i].
     copies: i32[i, c, 2], (from, to) pages copied before anything is written.
     num_copies: i32[i].
+    key_copies: rows of drafts whose keys further paths read in their own pages, too; None where
+      there can be none.
   """
 
   batch: TokenBatch
@@ -63,6 +65,7 @@ class StepInputs(NamedTuple):
   num_samples: Int[Array, "i"]
   copies: Int[Array, "i c 2"]
   num_copies: Int[Array, "i"]
+  key_copies: KeyCopies | None = None
 
 
 class VisitInputs(NamedTuple):
@@ -155,7 +158,14 @@ def _run_rows(
 ) -> tuple[kv_layout.Pages, Int[Array, "b"], TokenScores]:
   """As `instance_step`, once pages are copied."""
   hidden, pages = transformer.forward(
-    params, inputs.batch, pages, config=config, numerics=numerics, axis=axis, backend=backend
+    params,
+    inputs.batch,
+    pages,
+    config=config,
+    numerics=numerics,
+    axis=axis,
+    backend=backend,
+    key_copies=inputs.key_copies,
   )
   tokens, scores = head.sample_and_score(
     params,

@@ -99,17 +99,28 @@ class SequenceState:
 
 
 class DraftPath(NamedTuple):
-  """Drafted tokens of one step.
+  """A path of the tree of drafted tokens that one step verifies, from its root to a leaf.
+
+  Rows are counted from the sequence's last token, the root: that is 0, and rows before it are
+  settled positions of the same step.
 
   Attributes:
-    tokens: the draft.
-    page_row: i32[p], where this path's keys go.
+    tokens: the draft, whole.
+    page_row: i32[p], the pages in which all of its keys stand after the step.
+    rows: of each of its tokens.
+    num_shared: how many of its first tokens are computed as an earlier path's; the others are its
+      own, and their rows follow one another.
+    copied: rows whose keys are copied to this path's pages: the settled ones that its own pages
+      lack, and those of its shared tokens; their positions follow one another.
     scratch: the pages of `page_row` that are this path's own; none for the first path, which is
       written to the sequence's pages.
   """
 
   tokens: tuple[int, ...]
   page_row: np.ndarray
+  rows: tuple[int, ...]
+  num_shared: int = 0
+  copied: tuple[int, ...] = ()
   scratch: tuple[int, ...] = ()
 
 
@@ -117,13 +128,13 @@ class ScheduledRows(NamedTuple):
   """What one step computes for a sequence.
 
   Rows of a step, from `first_row` on: `count` positions from the first unwritten one on, then the
-  tokens of the first path, and for each further path the last position again and its tokens.
+  tokens of the first path, and for each further path those of its tokens that are its own.
 
   Attributes:
     sequence: whose.
     count: positions written for good.
     first_row: in the step.
-    paths: drafts; only where the rows reach the sequence's end.
+    paths: of the tree of drafts; only where the rows reach the sequence's end.
   """
 
   sequence: SequenceState
@@ -139,16 +150,22 @@ class ScheduledRows(NamedTuple):
   @property
   def num_rows(self) -> int:
     """Rows of the step."""
-    if not self.paths:  # Asked of every sequence in every step.
-      return self.count
-    return self.count + sum(len(path.tokens) + 1 for path in self.paths) - 1
+    return self.count + self.num_drafted if self.paths else self.count  # Asked of all every step.
 
   @property
   def num_samples(self) -> int:
-    """Rows that are sampled: the last position of each path, or of the sequence, and each draft."""
-    if not self.paths:
-      return int(self.is_sampled)
-    return sum(len(path.tokens) + 1 for path in self.paths)
+    """Rows that are sampled: the sequence's last position, and each drafted token."""
+    return 1 + self.num_drafted if self.paths else int(self.is_sampled)
+
+  @property
+  def num_drafted(self) -> int:
+    """Drafted tokens, those that paths share counted once."""
+    return sum(len(path.tokens) - path.num_shared for path in self.paths)
+
+  @property
+  def num_copies(self) -> int:
+    """Keys that are written to a further path's pages, too."""
+    return sum(len(path.copied) for path in self.paths)
 
 
 class StepOutput(NamedTuple):

@@ -24,6 +24,9 @@ MLP_ARRAYS, HIDDEN_ARRAYS = 3, 4
 LOGITS_ARRAYS = 8
 # What a visit's results are allocated for.
 MAX_STEPS_PER_VISIT = 32
+# Places of a step's table of key copies, by row of its bucket: a main path of 8 tokens with 3
+# siblings each has 33 rows and 108 copies.
+KEY_COPIES_PER_ROW = 4
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -28,7 +28,7 @@ from seerjax.models import adapters, attention as model_attention, kv_layout, ml
 from seerjax.models.config import TransformerConfig, numerics_for
 from seerjax.models.parameters import Params
 from seerjax.ops import attention, tiles
-from seerjax.types import TokenBatch
+from seerjax.types import KeyCopies, TokenBatch
 
 # What a gradient keeps of the forward pass.
 Remat = Literal["none", "layer"]
@@ -48,6 +48,7 @@ def forward(
   axis: str | None = None,
   remat: Remat = "none",
   backend: Backend | None = None,
+  key_copies: KeyCopies | None = None,
 ) -> tuple[Float[Array, "n d"], kv_layout.Pages]:
   """Runs every row through every layer.
 
@@ -65,14 +66,17 @@ def forward(
     remat: what a gradient keeps: "none" computes nothing again, "layer" keeps each layer's input
       alone and computes the layer again as it goes back. The values are the same bits.
     backend: what runs the stages; None is the one that the numerics name.
+    key_copies: rows whose keys and values every layer writes to further slots too, before it
+      attends: how a token tree computes what its paths share once. It changes no row's bits.
 
   Returns:
     (hidden rows f[n, d] before the final norm, pages with the rows' keys and values, none of
     scratch pages).
 
   Raises:
-    NotImplementedError: from a gradient through pages that all layers share.
-    ValueError: for stacked layers with pages of single ones, or slabs that do not divide the model.
+    NotImplementedError: from a gradient through pages that all layers share, or key copies.
+    ValueError: for stacked layers with pages of single ones, slabs that do not divide the model, or
+      key copies with pages that nothing reads afterwards.
   """
   numerics = numerics_for(config, numerics)
   num_rows = batch.tokens.shape[0]
@@ -80,6 +84,11 @@ def forward(
   batch = _whole_tiles(batch, backend)
   is_pool = kv_layout.is_pool(pages, backend)
   is_scratch = isinstance(pages, kv_layout.ScratchPages)
+  if is_scratch and key_copies is not None:
+    raise ValueError(
+      f"forward: got {key_copies.rows.shape[0]} key copies with ScratchPages, expected pages that"
+      " hold what other segments read; pass empty_pages, or no key_copies."
+    )
   cos, sin = backend.turns(config.rotary, batch.positions, batch.num_rows)
   page_size = kv_layout.page_size_of(pages, backend)
   segment_rows = attention.segment_rows(batch, numerics, page_size)
@@ -92,19 +101,22 @@ def forward(
 
   def layer(x: Array, weights: Params, own: kv_layout.LayerPages, index: Array | int):
     """Runs layer `index`, with its pages f[k, m, ...]; of a pool, m counts pages of a layer."""
-    rows, own_batch = segment_rows, batch
+    rows, own_batch, copies = segment_rows, batch, key_copies
     if is_pool:
       own_page = lambda page: kv_layout.page_in_pool(page, index, config.num_layers)
-      page, offset = batch.slots // page_size, batch.slots % page_size
-      slots = own_page(page) * page_size + offset
-      own_batch = batch._replace(slots=slots, page_table=own_page(batch.page_table))
+      own_slots = lambda slots: own_page(slots // page_size) * page_size + slots % page_size
+      own_batch = batch._replace(
+        slots=own_slots(batch.slots), page_table=own_page(batch.page_table)
+      )
       rows = rows._replace(page_table=own_page(rows.page_table))
+      if copies is not None:
+        copies = copies._replace(slots=own_slots(copies.slots))
     of_rows = None if chosen is None else chosen.of_layer(index)
     q, *new = backend.attention_inputs(inputs, weights, (x, cos, sin), batch.num_rows, of_rows)
     if is_scratch:
       mixed = backend.attend_own(q, own, tuple(new), batch, rows)
     else:
-      own = backend.write_pages(own, tuple(new), own_batch.slots, batch.num_rows)
+      own = backend.write_pages(own, tuple(new), own_batch.slots, batch.num_rows, copies)
       mixed = backend.attend(q, own, own_batch, rows)
     return backend.after_attention(outputs, weights, (x, mixed), batch.num_rows, of_rows), own
 
@@ -131,6 +143,10 @@ def forward(
       x, own = run_layer(x, weights, own, index)
       new_pages.append(own)
     pages = tuple(new_pages)
+    if key_copies is not None:
+      x = _without_gradient(
+        x, "key copies, expected one of a forward without them; pass no key_copies"
+      )
   return x[:num_rows], pages
 
 
@@ -207,19 +223,23 @@ def _with_pool(
     for index, weights in enumerate(params["layers"]):
       x, own = layer(x, weights, own, index)
   pool = tuple(leaf.reshape(shape) for leaf, shape in zip(own, shapes, strict=True))
-  return _without_gradient(x), (pool,)
+  x = _without_gradient(
+    x,
+    "pages that all layers share, expected one through ScratchPages (each layer would have kept all"
+    " pages); pass those",
+  )
+  return x, (pool,)
 
 
-@jax.custom_vjp
-def _without_gradient(x: Array) -> Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _without_gradient(x: Array, through: str) -> Array:
   return x
 
 
-def _refuse_gradient(_, cotangent):
+def _refuse_gradient(through, _, cotangent):
   raise NotImplementedError(
-    f"forward: got a gradient f{list(cotangent.shape)} through pages that all layers share,"
-    " expected one through ScratchPages (each layer would have kept all pages); pass those."
+    f"forward: got a gradient f{list(cotangent.shape)} through {through}."
   )
 
 
-_without_gradient.defvjp(lambda x: (x, None), _refuse_gradient)
+_without_gradient.defvjp(lambda x, *_: (x, None), _refuse_gradient)

@@ -31,7 +31,7 @@ import jax.numpy as jnp
 from seerjax import numerics as numerics_lib
 from seerjax.array_typing import Array, Float, Int
 from seerjax.ops import tiles
-from seerjax.types import TokenBatch
+from seerjax.types import KeyCopies, TokenBatch
 
 # A masked score. Finite, so that a fully masked row subtracts equal numbers instead of inf - inf.
 MASKED = -1e30
@@ -436,17 +436,31 @@ def write_pages(
 
 @jax.custom_vjp
 def _write_pages(pages, values, slots, num_rows):
-  num_heads, _, page_size, head_dim = pages.shape
-
   def body(row: Array, pages: Array) -> Array:
-    update = lax.dynamic_index_in_dim(values, row, 0, False).astype(pages.dtype)
-    slot = slots[row]
-    zero = jnp.int32(0)
-    where = (zero, slot // page_size, slot % page_size, zero)
-    pages = lax.dynamic_update_slice(pages, update.reshape(num_heads, 1, 1, head_dim), where)
-    return _as_they_are_read(pages)
+    return _with_row(pages, values, row, slots[row])
 
   return lax.fori_loop(jnp.int32(0), num_rows, body, pages)
+
+
+def write_copies(
+  pages: Float[Array, "k m z c"], values: Float[Array, "n k c"], copies: KeyCopies
+) -> Float[Array, "k m z c"]:
+  """Returns the pages with rows' keys (or values) at further slots; it has no gradient."""
+
+  def body(index: Array, pages: Array) -> Array:
+    return _with_row(pages, values, copies.rows[index], copies.slots[index])
+
+  return lax.fori_loop(jnp.int32(0), copies.count, body, pages)
+
+
+def _with_row(pages: Array, values: Array, row: Array, slot: Array) -> Array:
+  """Returns the pages with one row's keys (or values) at a slot."""
+  num_heads, _, page_size, head_dim = pages.shape
+  update = lax.dynamic_index_in_dim(values, row, 0, False).astype(pages.dtype)
+  zero = jnp.int32(0)
+  where = (zero, slot // page_size, slot % page_size, zero)
+  pages = lax.dynamic_update_slice(pages, update.reshape(num_heads, 1, 1, head_dim), where)
+  return _as_they_are_read(pages)
 
 
 def _as_they_are_read(pages: Array) -> Array:

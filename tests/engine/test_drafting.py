@@ -113,8 +113,9 @@ def test_a_side_path_wins_and_its_pages_become_the_requests():
   free = engine.free_pages(0)
   [found] = engine.generate([one])
   assert same(found, plain) and engine.free_pages(0) == free
-  # 16 rows: the first path's 1 + 3, then 1 + 2 and 1 + 8.
-  assert engine.counters.side_paths == 4 and engine.counters.steps < 7
+  # 13 rows: the last token, the first path's 3 and the second's 9; the prompt's first 2, once.
+  assert engine.counters.side_paths == engine.counters.steps == 3
+  assert engine.counters.rows == 2 + 3 * 13 and engine.counters.drafted_tokens == 3 * 12
 
 
 def test_drafts_end_where_the_answer_may():

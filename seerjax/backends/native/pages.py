@@ -10,30 +10,45 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+from numba import types
+import numpy as np
 
 from seerjax.array_typing import Array, Float, Int
 from seerjax.backends.native import ffi
 from seerjax.backends.native.ffi import address, dimension, integer, is_bfloat16
 from seerjax.backends.native.numbers import jit
 from seerjax.backends.native.pointers import halves, integers, unsigned
+from seerjax.types import KeyCopies
+
+# Operands of a write behind keys, values, those of the rows, and slots.
+_ROWS, _COPIED, _COPY_SLOTS, _COPIES = map(np.int64, (5, 6, 7, 8))
 
 
 @jit
-def _rows(arguments):
-  return integer(arguments, 5, 0)
+def _rows_and_copies(arguments):
+  return integer(arguments, _ROWS, 0) + integer(arguments, _COPIES, 0)
 
 
 @jit
 def _write(arguments, results, first, last, worker):
-  """Keys, values f[k, m, ...], the rows' f[n, k, c], slots, rows -> the pages in place."""
+  """Keys, values f[k, m, ...], the rows' f[n, k, c], slots, rows, copies -> the pages in place.
+
+  A copy is read off its row and not off a page, so that items are independent of each other.
+  """
   heads, pages = dimension(results, 0, 0), dimension(results, 0, 1)
   head_dim, page_size = dimension(results, 0, 2), dimension(results, 0, 3)
   slots = integers(address(arguments, 4))
   key_pages, value_pages = address(results, 0), address(results, 1)
   keys, values = address(arguments, 2), address(arguments, 3)
+  copied = integers(address(arguments, _COPIED))
+  copy_slots = integers(address(arguments, _COPY_SLOTS))
   narrow = is_bfloat16(arguments, 0)
-  for row in range(first, last):
-    page, slot = slots[row] // page_size, slots[row] % page_size
+  num_rows = integer(arguments, _ROWS, 0)
+  for item in range(first, last):
+    is_copy = item >= num_rows
+    row = types.int64(copied[item - num_rows]) if is_copy else item
+    place = types.int64(copy_slots[item - num_rows] if is_copy else slots[item])
+    page, slot = place // page_size, place % page_size
     for head in range(heads):
       at = (head * pages + page) * page_size * head_dim
       source = (row * heads + head) * head_dim
@@ -55,7 +70,7 @@ def _write(arguments, results, first, last, worker):
           out[feature] = wide[feature]
 
 
-_WRITE = ffi.Handler("seerjax_write_pages", _rows, _write)
+_WRITE = ffi.Handler("seerjax_write_pages", _rows_and_copies, _write)
 
 
 @jit
@@ -119,6 +134,7 @@ def write_pages(
   values: tuple[Float[Array, "n k c"], Float[Array, "n k c"]],
   slots: Int[Array, "n"],
   num_rows: Array,
+  copies: KeyCopies | None = None,
 ) -> tuple[Array, ...]:
   """Returns the pages with the first `num_rows` rows' keys and values at their slots, in place.
 
@@ -127,8 +143,32 @@ def write_pages(
     values: the rows' keys and values, f[n, k, c] each.
     slots: i32[n], page * z + offset.
     num_rows: i32[], rows that are no padding.
+    copies: rows that are written to further slots too; they have no gradient.
   """
-  return _written(*pages, *values, slots, num_rows)
+  if copies is None:
+    return _written(*pages, *values, slots, num_rows)
+  key_pages, value_pages = pages
+  return _write_in_place(key_pages, value_pages, *values, slots, num_rows, copies)
+
+
+def _write_in_place(
+  key_pages: Array,
+  value_pages: Array,
+  keys: Array,
+  values: Array,
+  slots: Array,
+  num_rows: Array,
+  copies: KeyCopies,
+) -> tuple[Array, ...]:
+  keys, values = keys.astype(key_pages.dtype), values.astype(value_pages.dtype)
+  results = [_like(key_pages), _like(value_pages)]
+  operands = (key_pages, value_pages, keys, values, slots, num_rows, *copies)
+  return _WRITE(results, *operands, aliases={0: 0, 1: 1})
+
+
+def _no_copies() -> KeyCopies:
+  none = jnp.zeros((0,), jnp.int32)
+  return KeyCopies(none, none, jnp.int32(0))
 
 
 def written_anew(
@@ -143,7 +183,7 @@ def written_anew(
   """
   none = [jnp.zeros((0,), page.dtype) for page in pages]
   keys, own_values = (x.astype(page.dtype) for x, page in zip(values, pages, strict=True))
-  return _WRITE(pages, *none, keys, own_values, slots, num_rows)
+  return _WRITE(pages, *none, keys, own_values, slots, num_rows, *_no_copies())
 
 
 def taken(
@@ -166,10 +206,7 @@ def taken(
 
 @jax.custom_vjp
 def _written(key_pages, value_pages, keys, values, slots, num_rows):
-  keys, values = keys.astype(key_pages.dtype), values.astype(value_pages.dtype)
-  results = [_like(key_pages), _like(value_pages)]
-  operands = (key_pages, value_pages, keys, values, slots, num_rows)
-  return _WRITE(results, *operands, aliases={0: 0, 1: 1})
+  return _write_in_place(key_pages, value_pages, keys, values, slots, num_rows, _no_copies())
 
 
 def _written_forward(key_pages, value_pages, keys, values, slots, num_rows):
