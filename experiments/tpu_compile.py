@@ -40,7 +40,7 @@ import numpy as np
 from experiments import hlo
 from seerjax import numerics as numerics_lib, parallel
 from seerjax.backends.tiled import Tiled
-from seerjax.engine import batching, runner as runner_lib
+from seerjax.engine import batching, runner as runner_lib, sizes
 from seerjax.models import (
   attention as model_attention,
   config as model_config,
@@ -209,6 +209,7 @@ def lowered_engine(case: Case, mesh: jax.sharding.Mesh) -> Any:
     num_rows=stages.whole_rows(case.rows),
     num_segments=stages.whole_segments(case.rows),
     max_copies=2 * case.rows,
+    max_key_copies=sizes.KEY_COPIES_PER_ROW * case.rows,
     query_tile=case.numerics.query_tile,
     page_size=PAGE,
     table_width=CONTEXT // PAGE,

@@ -18,7 +18,7 @@ from seerjax.engine import runner
 from seerjax.models import kv_layout, parameters, presets
 from seerjax.numerics import NumericsConfig
 from seerjax.trainer import losses, packing, step
-from seerjax.types import SamplingRows, TokenBatch, TrainBatch, TrainState
+from seerjax.types import KeyCopies, SamplingRows, TokenBatch, TrainBatch, TrainState
 
 PLATFORMS = ("tpu", "cuda")
 PAGE_SIZE = 64
@@ -93,6 +93,7 @@ def test_the_engine_step_exports(model):
     num_samples=i32(),
     copies=i32(samples, 2),
     num_copies=i32(),
+    key_copies=KeyCopies(i32(4 * samples), i32(4 * samples), i32()),
   )
   pages = jax.eval_shape(
     lambda: kv_layout.empty_pages(model, NUMERICS, num_pages=1024, page_size=PAGE_SIZE)

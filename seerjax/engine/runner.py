@@ -436,7 +436,7 @@ class Runner:
     def step(params, pages, words, key, layout, is_plain):
       # Adapters of other shapes are other programs, as pages of another size are.
       forms = jax.tree.map(lambda leaf: leaf.shape, params.get("adapters", ()))
-      size = jax.tree.leaves(pages)[0].shape, is_plain, str(forms)
+      size = jax.tree.leaves(pages)[0].shape, is_plain, str(forms), layout.tree
       num_traces[size] += 1
       # The interpreter of kernels is known to JAX's caches only once it has run.
       count, most = num_traces[size], self.max_programs + self.numerics.is_interpreted
@@ -486,8 +486,9 @@ class Runner:
   def _decided(self, pages: Any, inputs: StepInputs) -> tuple[Any, StepInputs, bool]:
     """Returns pages, inputs and `is_plain` of a step that may read no number of a device's back.
 
-    Its copies are made, and the step is left no room for any. Nothing is decided for a backend
-    whose steps read numbers anyway.
+    Its copies are made, and the step is left no room for any; nor for copies of keys where there
+    are none, which are rows more of a scatter: a step with some is a program of its own. Nothing is
+    decided for a backend whose steps read numbers anyway.
     """
     if not self.stages.waits_for_predicates:
       return pages, inputs, False
@@ -499,6 +500,8 @@ class Runner:
     without = inputs._replace(
       copies=inputs.copies[:, :0], num_copies=np.zeros_like(inputs.num_copies)
     )
+    if inputs.key_copies is not None and not np.any(inputs.key_copies.count):
+      without = without._replace(key_copies=None)
     return pages, without, not bool(np.any(is_special))
 
   def visit(

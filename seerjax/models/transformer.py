@@ -113,6 +113,9 @@ def forward(
         copies = copies._replace(slots=own_slots(copies.slots))
     of_rows = None if chosen is None else chosen.of_layer(index)
     q, *new = backend.attention_inputs(inputs, weights, (x, cos, sin), batch.num_rows, of_rows)
+    if copies is not None:
+      why = "key copies, expected one of a forward without them; pass no key_copies"
+      new = [_without_gradient(values, why) for values in new]
     if is_scratch:
       mixed = backend.attend_own(q, own, tuple(new), batch, rows)
     else:
@@ -143,10 +146,6 @@ def forward(
       x, own = run_layer(x, weights, own, index)
       new_pages.append(own)
     pages = tuple(new_pages)
-    if key_copies is not None:
-      x = _without_gradient(
-        x, "key copies, expected one of a forward without them; pass no key_copies"
-      )
   return x[:num_rows], pages
 
 
@@ -236,10 +235,8 @@ def _without_gradient(x: Array, through: str) -> Array:
   return x
 
 
-def _refuse_gradient(through, _, cotangent):
-  raise NotImplementedError(
-    f"forward: got a gradient f{list(cotangent.shape)} through {through}."
-  )
+def _refuse_gradient(x, through):
+  raise NotImplementedError(f"forward: got a gradient f{list(x.shape)} through {through}.")
 
 
-_without_gradient.defvjp(lambda x, *_: (x, None), _refuse_gradient)
+_without_gradient.defvjp(_refuse_gradient, lambda through, _, cotangent: (cotangent,))

@@ -115,8 +115,8 @@ def comb(main: Sequence[int], siblings: Sequence[Sequence[int]] = ()) -> Tree:
   """
   if len(siblings) > len(main):
     raise ValueError(
-      f"comb: got siblings of {len(siblings)} places for a main path of {len(main)} tokens, expected"
-      " at most one list for each; draft a longer main path."
+      f"comb: got siblings of {len(siblings)} places for a main path of {len(main)} tokens,"
+      " expected at most one list for each; draft a longer main path."
     )
   tokens, parents = list(main), list(range(-1, len(main) - 1))
   for place, others in enumerate(siblings):
@@ -137,14 +137,14 @@ def expand(widths: Sequence[int]) -> Shape:
   is_width = lambda k: isinstance(k, int | np.integer) and not isinstance(k, bool) and k >= 1
   if not len(widths) or not all(map(is_width, widths)):
     raise ValueError(
-      f"expand: got the expansion <{', '.join(map(str, widths))}>, expected whole numbers from 1 on,"
-      " one a depth; leave out a depth that has no nodes."
+      f"expand: got the expansion <{', '.join(map(str, widths))}>, expected whole numbers from 1"
+      " on, one a depth; leave out a depth that has no nodes."
     )
   count = sum(itertools.accumulate(map(int, widths), lambda a, b: a * b))
   if count > MAX_NODES:
     raise ValueError(
-      f"expand: got the expansion <{', '.join(map(str, widths))}> of {count} nodes, expected at most"
-      f" {MAX_NODES}; take fewer children, or best_first."
+      f"expand: got the expansion <{', '.join(map(str, widths))}> of {count} nodes, expected at"
+      f" most {MAX_NODES}; take fewer children, or best_first."
     )
   parents, ranks, above = [], [], [-1]
   for width in map(int, widths):
@@ -195,8 +195,8 @@ def best_first(scores: Any, budget: int) -> Shape:
     )
   if not isinstance(budget, int | np.integer) or not 1 <= budget <= MAX_NODES:
     raise ValueError(
-      f"best_first: got a budget of {budget} nodes, expected 1 to {MAX_NODES}; draft nothing instead"
-      " of 0."
+      f"best_first: got a budget of {budget} nodes, expected 1 to {MAX_NODES}; draft nothing"
+      " instead of 0."
     )
   order = np.argsort(-scores, axis=1, kind="stable")
   # (-log-probability of the path, when it was met, parent, depth from 0, place in the order).

@@ -81,7 +81,8 @@ def test_branches_are_the_leaves_and_their_own_rows_follow_one_another(paths, de
     kept = prefixes(branch.tokens for branch in found)
     assert len(kept) == count and kept <= whole
     # A leaf each: none is the beginning of another.
-    assert not any(a.tokens == b.tokens[: len(a.tokens)] for a, b in itertools.permutations(found, 2))
+    pairs = itertools.permutations(found, 2)
+    assert not any(a.tokens == b.tokens[: len(a.tokens)] for a, b in pairs)
     own = [row for branch in found for row in branch.rows[branch.num_shared :]]
     assert own == list(range(1, count + 1))
     where = {}

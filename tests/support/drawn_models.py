@@ -356,11 +356,20 @@ def params_of(model: Model) -> parameters.Params:
   return lora.attach(params, adapter, model.alpha / model.rank)
 
 
-@functools.lru_cache(maxsize=4)
 def runner_of(
   machine: Machine, kind: type[runner_lib.Runner] = runner_lib.Runner
 ) -> runner_lib.Runner:
-  """Returns compiled programs that the engines of one machine share."""
+  """Returns compiled programs that the engines of one machine share, whatever their weights."""
+  return _runner_of(
+    dataclasses.replace(
+      machine, model=dataclasses.replace(machine.model, weights_seed=0, deviation=0.0)
+    ),
+    kind,
+  )
+
+
+@functools.lru_cache(maxsize=4)
+def _runner_of(machine: Machine, kind: type[runner_lib.Runner]) -> runner_lib.Runner:
   instances, shards = machine.mesh
   mesh = parallel.make_mesh(num_instances=instances, model_shards=shards)
   model = machine.model
@@ -368,10 +377,13 @@ def runner_of(
 
 
 def make_engine(
-  machine: Machine, kind: type[runner_lib.Runner] = runner_lib.Runner, **others
+  machine: Machine,
+  kind: type[runner_lib.Runner] = runner_lib.Runner,
+  engine: type[engine_lib.Engine] = engine_lib.Engine,
+  **others,
 ) -> engine_lib.Engine:
   """Returns an engine with nothing in it."""
-  return engine_lib.Engine(
+  return engine(
     loading.Model(machine.model.config, params_of(machine.model), machine.model.numerics),
     config=machine.sizes,
     key=numerics_lib.key(11),
@@ -381,7 +393,9 @@ def make_engine(
 
 
 @functools.lru_cache(maxsize=4)
-def plain_engine(model: Model) -> engine_lib.Engine:
+def plain_engine(
+  model: Model, kind: type[runner_lib.Runner] = runner_lib.Runner
+) -> engine_lib.Engine:
   """Returns the reference: one request at a time, one device, whole prompts in 64 rows."""
   page_size = min(model.numerics.kv_split, 16)
   sizes = EngineConfig(
@@ -392,10 +406,12 @@ def plain_engine(model: Model) -> engine_lib.Engine:
     row_buckets=(64,),
     reuse_prefixes=False,
   )
-  return make_engine(Machine(model=model, sizes=sizes, mesh=(1, 1)))
+  return make_engine(Machine(model=model, sizes=sizes, mesh=(1, 1)), kind)
 
 
-@functools.lru_cache(maxsize=64)
-def alone(model: Model, request: Request) -> Completion:
+@functools.lru_cache(maxsize=128)
+def alone(
+  model: Model, request: Request, kind: type[runner_lib.Runner] = runner_lib.Runner
+) -> Completion:
   """Returns what a request says alone."""
-  return plain_engine(model).generate([request])[0]
+  return plain_engine(model, kind).generate([request])[0]

@@ -61,13 +61,7 @@ class Schedule:
       for index, request in enumerate(requests)
     ]
     self.requests = {request.request_id: request for request in requests}
-    self.guesser = None
-    if case.right >= 0:
-      said = {
-        name: self.alone(request).tokens
-        for name, request in self.requests.items()
-      }
-      self.guesser = Guesser(said, int(self.rng.integers(2**32)), right=case.right)
+    self.guesser = self.drafter() if case.right >= 0 else None
     self.damaged: set[pathlib.Path] = set()
     self._begin()
 
@@ -84,6 +78,11 @@ class Schedule:
   def drawn_requests(self) -> list[Request]:
     """What is asked."""
     return drawn_models.requests_of(self.case)
+
+  def drafter(self) -> Any:
+    """Returns what guesses, often rightly."""
+    said = {name: self.alone(request).tokens for name, request in self.requests.items()}
+    return Guesser(said, int(self.rng.integers(2**32)), right=self.case.right)
 
   def alone(self, request: Request) -> Completion:
     """What a request says alone."""
@@ -262,18 +261,18 @@ def run_case(
         events["comparisons"] += 3 * len(wanted.tokens)
         if not tiny_model.same(found[name], wanted):
           differing.append(f"{request}: got {found[name]}, expected {wanted}")
-        _count_request(request, events)
+        count_request(request, events)
       assert not differing, f"{len(differing)} of {len(found)} requests differ: {differing[0]}"
       if trains:
         _compare_with_trainer(case, schedule.requests, found, events)
     except Exception as error:
       error.add_note(str(case))
       raise
-  _count_case(case, events)
+  count_case(case, events)
   return found
 
 
-def _count_request(request: Request, events: collections.Counter[str]) -> None:
+def count_request(request: Request, events: collections.Counter[str]) -> None:
   sampling = request.sampling
   events["requests"] += 1
   events["greedy"] += sampling.temperature == 0
@@ -282,7 +281,7 @@ def _count_request(request: Request, events: collections.Counter[str]) -> None:
   events["grammars"] += bool(sampling.allowed)
 
 
-def _count_case(case: Case, events: collections.Counter[str]) -> None:
+def count_case(case: Case, events: collections.Counter[str]) -> None:
   events["cases"] += 1
   events[huggingface_config.family_of(case.model.config)] += 1
   events[case.model.numerics.compute_dtype] += 1

@@ -1,0 +1,289 @@
+"""No tree of drafts changes a bit of what a request says, and each of its tokens is one row.
+
+Trees of every kind (combs, expansions, best nodes, merged ones, wide at their end; right, wrong,
+junk) are verified under what else may happen to a request: preemption, cancelling, pauses, spills,
+migration, kills, other weights. Models, numerics, buckets, pages of 2 to 32 positions and meshes
+are drawn (`tree_cases`). Tokens and both log-probabilities are compared, by bit, with the request
+alone, without drafts, by the program that has a table of key copies and by the one without. How
+often each event happened is printed, and an event that never happened is a failure.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Sequence
+import dataclasses
+import functools
+
+import drawn_models
+from drawn_models import MAX_TOKENS
+import numpy as np
+import pytest
+import tiny_model
+import tree_cases
+from tree_cases import CountedEngine
+
+from seerjax.engine import runner as runner_lib
+from seerjax.speculation import tree as tree_lib
+from seerjax.types import Request, SamplingParams
+
+BLOCKS = 42  # Of twelve cases, each asked by two sets of weights: more than 500 of each backend.
+SMALL_EVENTS = tuple(event for event in tree_cases.EVENTS if event != "trees cut for pages")
+NUMERICS = {
+  "f32": tiny_model.NUMERICS,
+  "bf16": tiny_model.BFLOAT16,
+  "native f32": tiny_model.NATIVE,
+  "native bf16": tiny_model.NATIVE_BFLOAT16,
+}
+ALL = pytest.mark.parametrize("numerics", NUMERICS.values(), ids=NUMERICS)
+
+
+NATIVE_DAILY = [
+  pytest.param(name, marks=[] if name == "native f32" else pytest.mark.thorough)
+  for name in NUMERICS
+]
+
+
+@pytest.mark.parametrize("dtype", NATIVE_DAILY)
+def test_no_tree_of_the_tiny_model_changes_a_bit(dtype, seed, tell_events):
+  events = collections.Counter()
+  for number in range(6):
+    tree_cases.run_case(
+      tree_cases.small(seed, number, NUMERICS[dtype]), events, changes_weights=False
+    )
+  tell_events(f"trees of the tiny model, {dtype}", events, SMALL_EVENTS)
+
+
+@pytest.mark.thorough
+@pytest.mark.few(1)
+@pytest.mark.parametrize("implementation", ["tiled", "native"])
+def test_no_tree_of_this_session_changes_a_bit(implementation, seed, tell_events):
+  events = collections.Counter()
+  first = tree_cases.OF_A_MODEL * (2 * BLOCKS + seed % 4)
+  for number in range(first, first + tree_cases.OF_A_MODEL):
+    tree_cases.run_case(tree_cases.draw(seed, number, implementation), events)
+  expected = ("trees of three leaves", "shared nodes", "weights changed", "comparisons")
+  tell_events(f"trees of a fresh model, {implementation}", events, expected)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("implementation", ["tiled", "native"])
+@pytest.mark.parametrize("block", range(BLOCKS))
+def test_no_tree_of_five_hundred_schedules_changes_a_bit(
+  block, implementation, seed, tell_events
+):
+  events = collections.Counter()
+  for number in range(2 * tree_cases.OF_A_MODEL * block, 2 * tree_cases.OF_A_MODEL * (block + 1)):
+    tree_cases.run_case(tree_cases.draw(seed, number, implementation), events)
+  tell_events(f"trees, block {block}, {implementation}", events, ("trees of three leaves",))
+
+
+def asked(name: str, prompt: Sequence[int], max_tokens: int, *, seed: int = 0) -> Request:
+  sampling = SamplingParams(max_tokens=max_tokens)
+  return Request(request_id=name, prompt=tuple(prompt), sampling=sampling, seed=seed)
+
+
+class Watched(runner_lib.Runner):
+  """Keeps what every step sampled: tokens and both log-probabilities, by sample."""
+
+  @functools.cached_property
+  def sampled(self) -> list[list[np.ndarray]]:
+    return []
+
+  def step(self, params, pages, inputs, key):
+    pages, tokens, scores = super().step(params, pages, inputs, key)
+    kept = (tokens, scores.logprob, scores.raw_logprob)
+    self.sampled.append([np.asarray(part)[0] for part in kept])
+    return pages, tokens, scores
+
+
+class EveryNode(CountedEngine):
+  """Keeps, of every step, what was scheduled and what had been said."""
+
+  def _inputs(self, scheduled):
+    self.seen.append([(piece, tuple(piece.sequence.tokens)) for piece in scheduled[0]])
+    return super()._inputs(scheduled)
+
+
+@pytest.mark.thorough
+@ALL
+def test_every_node_of_a_tree_samples_what_its_path_samples_alone(numerics, seed):
+  case = tree_cases.small(seed, 0, numerics)
+  machine = dataclasses.replace(
+    case.machine, sizes=dataclasses.replace(case.machine.sizes, steps_per_visit=1)
+  )
+  engine = drawn_models.make_engine(machine, Watched, EveryNode)
+  engine.events, engine.seen = collections.Counter(), []
+  runner = drawn_models.runner_of(machine, Watched)
+  before = len(runner.sampled)
+  engine.drafter = tree_cases.TreeDrafter({"a": (), "b": ()}, 64, seed, 0.0)
+  rng = np.random.default_rng(seed)
+  requests = [
+    asked(name, rng.integers(0, 64, 9).tolist(), 18, seed=place) for place, name in enumerate("ab")
+  ]
+  engine.generate(requests)
+  compared = 0
+  for pieces, found in zip(engine.seen, runner.sampled[before:], strict=True):
+    first = 0
+    for piece, said in pieces:
+      for path in piece.paths:
+        for place, row in enumerate((0, *path.rows)):
+          prompt, seed_of = said + path.tokens[:place], piece.sequence.request.seed
+          if len(prompt) < MAX_TOKENS and compared < 300:
+            alone = drawn_models.alone(case.model, asked("one", prompt, 1, seed=seed_of))
+            wanted = [alone.tokens, alone.behaviour_logprobs, alone.raw_logprobs]
+            got = [part[first + row] for part in found]
+            assert tiny_model.bits(got) == tiny_model.bits([part[0] for part in wanted])
+            compared += 1
+      first += piece.num_samples
+  assert compared == 300
+
+
+def test_a_step_computes_the_last_token_and_every_node_once(seed):
+  """A comb of 4 and depth 8 has 33 rows; a path a segment, it would have 141."""
+  rng = np.random.default_rng(seed)
+
+  class Combs(tree_cases.Observed):
+    """Combs of tokens that all differ."""
+
+    rows_as_paths = 0
+
+    def draft(self, queries):
+      main, *others = rng.permutation(64)[:32].reshape(4, 8).tolist()
+      paths = tree_lib.comb(main, list(zip(*others, strict=True))).paths()
+      most = queries[0].max_draft
+      deep = [path for path in paths[1:] if len(path) <= most]
+      self.rows_as_paths += sum(1 + len(path) for path in (paths[0][:most], *deep))
+      return [paths]
+
+  case = tree_cases.small(seed, 0, tiny_model.NATIVE)
+  engine = drawn_models.make_engine(case.machine, engine=CountedEngine)
+  engine.events, engine.drafter = collections.Counter(), Combs()
+  engine.generate([asked("a", (1, 2, 3), 30)])
+  counters = engine.counters
+  # Beside the 2 first positions of the prompt, which are read once.
+  assert counters.rows == 2 + counters.steps + counters.drafted_tokens
+  assert counters.rows <= 0.35 * engine.drafter.rows_as_paths
+  assert counters.key_copies > 0 and not counters.cut_for_rows + counters.cut_for_copies
+
+
+# The twins.
+
+
+class CopiesNothing(CountedEngine):
+  """Key copies are left out."""
+
+  def _inputs(self, scheduled):
+    inputs = super()._inputs(scheduled)
+    return inputs._replace(
+      key_copies=inputs.key_copies._replace(count=np.zeros_like(inputs.key_copies.count))
+    )
+
+
+class CopiesOneSlotOff(CountedEngine):
+  """A copy stands one slot further on."""
+
+  def _inputs(self, scheduled):
+    inputs = super()._inputs(scheduled)
+    slots = inputs.key_copies.slots + (inputs.key_copies.slots > 0).astype(np.int32)
+    return inputs._replace(key_copies=inputs.key_copies._replace(slots=slots))
+
+
+class WritesSiblingsInARow(CountedEngine):
+  """A sibling's key stands behind its brother's and not at its own position."""
+
+  def _inputs(self, scheduled):
+    inputs = super()._inputs(scheduled)
+    for instance, row, _, _ in own_rows(scheduled):
+      inputs.batch.slots[instance, row] += 1
+    return inputs
+
+
+class DrawsByRow(CountedEngine):
+  """A sibling's noise follows from the row it is in."""
+
+  def _inputs(self, scheduled):
+    inputs = super()._inputs(scheduled)
+    for instance, _, sample, position in own_rows(scheduled):
+      inputs.positions[instance, sample] = position
+    return inputs
+
+
+class KeepsRejectedKeys(CountedEngine):
+  """A rejected draft's key stays where the token that was said instead has its own."""
+
+  rejected: frozenset[tuple[str, int]] = frozenset()
+
+  def _inputs(self, scheduled):
+    inputs = super()._inputs(scheduled)
+    rejected = set()
+    for instance, pieces in enumerate(scheduled):
+      for piece in pieces:
+        name, end = piece.sequence.request.request_id, len(piece.sequence.tokens)
+        if (name, end - 1) in self.rejected and piece.count == 1:
+          inputs.batch.slots[instance, piece.first_row] = 0  # The dump page's.
+        main = piece.paths[0].tokens if piece.paths else ()
+        rejected |= {(name, end + place) for place in range(len(main))}
+    self.rejected = frozenset(rejected)
+    return inputs
+
+
+class AdoptsWithoutAncestors(CountedEngine):
+  """A path's pages become its sequence's without the keys that were copied to them."""
+
+  def _step(self):
+    self.tried = []
+    super()._step()
+    for sequence, path, first in self.tried:
+      if path.scratch[0] in sequence.pages:
+        size = self.config.page_size
+        positions = np.arange(first, first + len(path.copied))
+        page, slot = path.page_row[positions // size], positions % size
+        (keys, values), *others = self.memory.pages
+        values = values.at[0, :, page, slot].set(0)
+        self.memory.pages = ((keys, values), *others)
+
+  def _inputs(self, scheduled):
+    for pieces in scheduled:
+      for piece in pieces:
+        end = len(piece.sequence.tokens)
+        for path in piece.paths[1:]:
+          first = end + path.num_shared - len(path.copied)
+          self.tried.append((piece.sequence, path, first))
+    return super()._inputs(scheduled)
+
+
+def own_rows(scheduled):
+  """Of each row that is a further path's own: instance, row, sample, and the position that its
+  sample would have if positions followed rows."""
+  for instance, pieces in enumerate(scheduled):
+    sample = 0
+    for piece in pieces:
+      end, last = len(piece.sequence.tokens), piece.first_row + piece.count - 1
+      for path in piece.paths[1:]:
+        for row in path.rows[path.num_shared :]:
+          yield instance, last + row, sample + row, end + row
+      sample += piece.num_samples
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+  "broken",
+  [
+    CopiesNothing,
+    CopiesOneSlotOff,
+    WritesSiblingsInARow,
+    DrawsByRow,
+    KeepsRejectedKeys,
+    AdoptsWithoutAncestors,
+  ],
+)
+@pytest.mark.parametrize("dtype", ["f32", "native f32"])
+def test_a_tree_that_is_computed_otherwise_is_noticed(broken, dtype, seed):
+  def run() -> None:
+    for number in range(12):
+      case = tree_cases.small(seed, number, NUMERICS[dtype])
+      tree_cases.run_case(case, collections.Counter(), engine=broken, changes_weights=False)
+
+  with pytest.raises(AssertionError, match="requests differ"):
+    run()
