@@ -21,26 +21,20 @@ from __future__ import annotations
 import base64
 from collections.abc import Callable, Iterator, Mapping
 import dataclasses
-import errno
-import fcntl
 import json
 import math
 import os
 import pathlib
 from typing import Any, NamedTuple
-import zlib
 
 import numpy as np
 
 from seerjax import numerics
+from seerjax.rollout import record_lines
 from seerjax.types import Completion, Request, Rollout, SamplingParams, Verdict
 
 FILE_NAME = "journal.jsonl"
 FORMAT = 1
-
-_PREFIX = b'{"crc32":"%08x","record":'
-_PREFIX_LENGTH = len(_PREFIX % 0)
-_SUFFIX = b"}\n"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -236,42 +230,6 @@ def _floats(text: str) -> np.ndarray:
 # Lines.
 
 
-def _line(record: Mapping[str, Any]) -> bytes:
-  # Escaped to ASCII: a decoded text may hold lone surrogates, which UTF-8 cannot.
-  data = json.dumps(record, allow_nan=False, separators=(",", ":")).encode()
-  return _PREFIX % zlib.crc32(data) + data + _SUFFIX
-
-
-def _parse(line: bytes) -> dict[str, Any] | None:
-  """Returns the record of a line, None if the line is torn or altered."""
-  data = line[_PREFIX_LENGTH : -len(_SUFFIX)]
-  if line != _PREFIX % zlib.crc32(data) + data + _SUFFIX:
-    return None
-  return json.loads(data)
-
-
-def _scan(path: pathlib.Path) -> Iterator[tuple[int, int, dict[str, Any]]]:
-  """Yields (start, end, record) of each whole record; stops before a torn tail.
-
-  Raises:
-    ValueError: if a record that is not the last is damaged.
-  """
-  with open(path, "rb") as file:
-    start = 0
-    for number, line in enumerate(file, 1):
-      record = _parse(line)
-      if record is None:
-        if file.read(1):
-          raise ValueError(
-            f"{path}: got a damaged record in line {number} (byte {start}) with others behind it,"
-            " expected damage in the last one only; restore the file, or cut it before that byte"
-            " and resume from an earlier checkpoint."
-          )
-        return
-      yield start, start + len(line), record
-      start += len(line)
-
-
 def read(path: str | os.PathLike) -> tuple[Header, Iterator[Entry]]:
   """Returns a journal's header and its finished rollouts, in the order of writing.
 
@@ -288,12 +246,12 @@ def read(path: str | os.PathLike) -> tuple[Header, Iterator[Entry]]:
       f"{path}: got no such file, expected a journal; name the {FILE_NAME} of a run's directory."
     )
   header = _header(path)
-  epochs = [record for _, _, record in _scan(path) if record["kind"] == "epoch"]
+  epochs = [record for _, _, record in record_lines.scan(path) if record["kind"] == "epoch"]
   fingerprints = [header["fingerprint"]] + [epoch["fingerprint"] for epoch in epochs]
 
   def entries() -> Iterator[Entry]:
     epoch = 0
-    for _, _, record in _scan(path):
+    for _, _, record in record_lines.scan(path):
       epoch += record["kind"] == "epoch"
       if record["kind"] == "rollout":
         # A later epoch sampled the steps after its own again.
@@ -304,11 +262,11 @@ def read(path: str | os.PathLike) -> tuple[Header, Iterator[Entry]]:
 
 
 def _header(path: pathlib.Path) -> dict[str, Any]:
-  _, _, record = next(_scan(path), (0, 0, {}))
+  _, _, record = next(record_lines.scan(path), (0, 0, {}))
   if record.get("kind") != "header" or record.get("format") != FORMAT:
     raise ValueError(
-      f"{path}: got {_short(record)} as the first record, expected a journal's header of format"
-      f" {FORMAT}; choose another file, or start a new run directory."
+      f"{path}: got {record_lines.short(record)} as the first record, expected a journal's header"
+      f" of format {FORMAT}; choose another file, or start a new run directory."
     )
   return record
 
@@ -323,11 +281,6 @@ def _entry(record: Mapping[str, Any], epoch: int) -> Entry:
     prompt_text=record["prompt_text"],
     rollout=from_record(record["rollout"]),
   )
-
-
-def _short(value: Any) -> str:
-  text = repr(value)
-  return text if len(text) <= 100 else text[:97] + "..."
 
 
 # The journal.
@@ -388,7 +341,8 @@ class Journal:
     self.path.parent.mkdir(parents=True, exist_ok=True)
     self._descriptor: int | None = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
     try:
-      _lock(self._descriptor, self.path)  # Before anything is read: `_load` cuts a torn tail off.
+      # Before anything is read: `_load` cuts a torn tail off.
+      record_lines.lock(self._descriptor, self.path)
       self._load()
       if self._end == 0:
         # A kill while the header was written leaves a torn header alone, never one with rollouts.
@@ -459,10 +413,11 @@ class Journal:
     if key in self._index:
       stored = self._read(self._index[key][0])
       if differing := _first_difference(stored, record):
-        where, was, now = differing
+        where, *both = differing
+        was, now = map(record_lines.short, both)
         raise ValueError(
           f"{self.path}: got another rollout for step {step}, group {group}, member {member}:"
-          f" {where} was {_short(was)} and is {_short(now)}, expected equal bits; the run was"
+          f" {where} was {was} and is {now}, expected equal bits; the run was"
           " changed, or the contract is broken: start a new run directory, or replay the request."
         )
       return False
@@ -595,7 +550,7 @@ class Journal:
 
   def _load(self) -> None:
     self.fingerprints: list[dict[str, str]] = []
-    for start, end, record in _scan(self.path):
+    for start, end, record in record_lines.scan(self.path):
       kind = record.get("kind")
       if not self.fingerprints:
         self.fingerprints.append(_header(self.path)["fingerprint"])
@@ -612,12 +567,9 @@ class Journal:
       self._end = end
     assert self._descriptor is not None
     size = os.fstat(self._descriptor).st_size
-    if self._end == 0 and size and not _may_be_torn_header(self.path):
+    if self._end == 0 and size and not record_lines.may_be_torn_header(self.path):
       _header(self.path)  # Refuses: this is some other file, and not ours to cut.
-    self.truncated_bytes = size - self._end
-    if self.truncated_bytes:
-      os.ftruncate(self._descriptor, self._end)
-      os.fsync(self._descriptor)
+    self.truncated_bytes = record_lines.cut_tail(self._descriptor, self._end)
 
   def _begin_epoch(self, record: Mapping[str, Any]) -> None:
     self.fingerprints.append(record["fingerprint"])
@@ -632,53 +584,12 @@ class Journal:
         f"{self.path}: got a record for a closed journal, expected an open one; append before"
         " close."
       )
-    line = _line(record)
     start = self._end
-    try:
-      done = 0
-      while done < len(line):
-        done += os.pwrite(self._descriptor, line[done:], start + done)
-      os.fsync(self._descriptor)
-    except OSError as error:
-      os.ftruncate(self._descriptor, start)
-      if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        raise
-      raise OSError(
-        error.errno,
-        f"journal: got '{os.strerror(error.errno)}' writing {len(line)} bytes to {self.path},"
-        " expected room for them; free some space and resume: every earlier record is still there",
-      ) from error
-    self._end = start + len(line)
+    self._end = record_lines.append(self._descriptor, self.path, start, record)
     return start
 
   def _read(self, offset: int) -> dict[str, Any]:
-    with open(self.path, "rb") as file:
-      file.seek(offset)
-      record = _parse(file.readline())
-    if record is None:
-      raise ValueError(
-        f"{self.path}: got a damaged record at byte {offset}, expected the one that was written"
-        " there; another process changed the file: restore it."
-      )
-    return record
-
-
-def _lock(descriptor: int, path: pathlib.Path) -> None:
-  # The kernel keeps the lock with the open file, and drops it when that is closed or killed.
-  try:
-    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-  except BlockingIOError as error:
-    raise ValueError(
-      f"{path}: got a journal that another writer has open, expected one writer at a time; wait for"
-      " that run to end or stop it, or choose another directory."
-    ) from error
-
-
-def _may_be_torn_header(path: pathlib.Path) -> bool:
-  with open(path, "rb") as file:
-    first = file.read(_PREFIX_LENGTH)
-  start = b'{"crc32":"'
-  return first.startswith(start) or start.startswith(first) or not first.strip(b"\0")
+    return record_lines.read(self.path, offset)
 
 
 def _plain_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -700,7 +611,7 @@ def settings_differences(stored: Mapping[str, Any], current: Mapping[str, Any]) 
       for name in sorted({*was, *now}):
         compare(was.get(name), now.get(name), f"{where}.{name}".strip("."))
     elif was != now:
-      found.append(f"{where} was {_short(was)} and is {_short(now)}")
+      found.append(f"{where} was {record_lines.short(was)} and is {record_lines.short(now)}")
 
   compare(stored, current, "")
   return found

@@ -1,0 +1,145 @@
+"""Files of records that only grow: one JSON object a line, under its checksum.
+
+  {"crc32":"8 hex digits","record":{...}}
+
+The checksum covers the bytes of the record. A record is on disk before `append` returns. A kill in
+the middle of one leaves a torn tail, which ends a scan; damage before the last record is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+import errno
+import fcntl
+import json
+import os
+import pathlib
+from typing import Any
+import zlib
+
+_PREFIX = b'{"crc32":"%08x","record":'
+_PREFIX_LENGTH = len(_PREFIX % 0)
+_SUFFIX = b"}\n"
+
+
+def line(record: Mapping[str, Any]) -> bytes:
+  """Returns the line of a record of JSON values."""
+  # Escaped to ASCII: a decoded text may hold lone surrogates, which UTF-8 cannot.
+  data = json.dumps(record, allow_nan=False, separators=(",", ":")).encode()
+  return _PREFIX % zlib.crc32(data) + data + _SUFFIX
+
+
+def parse(data: bytes) -> dict[str, Any] | None:
+  """Returns the record of a line, None if the line is torn or altered."""
+  record = data[_PREFIX_LENGTH : -len(_SUFFIX)]
+  if data != _PREFIX % zlib.crc32(record) + record + _SUFFIX:
+    return None
+  return json.loads(record)
+
+
+def scan(path: pathlib.Path) -> Iterator[tuple[int, int, dict[str, Any]]]:
+  """Yields (start, end, record) of each whole record; stops before a torn tail.
+
+  Raises:
+    ValueError: if a record that is not the last is damaged.
+  """
+  with open(path, "rb") as file:
+    start = 0
+    for number, data in enumerate(file, 1):
+      record = parse(data)
+      if record is None:
+        if file.read(1):
+          raise ValueError(
+            f"{path}: got a damaged record in line {number} (byte {start}) with others behind it,"
+            " expected damage in the last one only; restore the file, or cut it before that byte"
+            " and resume from an earlier checkpoint."
+          )
+        return
+      yield start, start + len(data), record
+      start += len(data)
+
+
+def append(descriptor: int, path: pathlib.Path, start: int, record: Mapping[str, Any]) -> int:
+  """Writes a record at a file's end, waits for the disk, and returns the file's new end.
+
+  Args:
+    descriptor: of the open file.
+    path: of it, for messages.
+    start: its end in bytes.
+    record: JSON values.
+
+  Raises:
+    OSError: if the disk is full; the file then ends with the record before.
+  """
+  data = line(record)
+  try:
+    done = 0
+    while done < len(data):
+      done += os.pwrite(descriptor, data[done:], start + done)
+    os.fsync(descriptor)
+  except OSError as error:
+    os.ftruncate(descriptor, start)
+    if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+      raise
+    raise OSError(
+      error.errno,
+      f"journal: got '{os.strerror(error.errno)}' writing {len(data)} bytes to {path},"
+      " expected room for them; free some space and resume: every earlier record is still there",
+    ) from error
+  return start + len(data)
+
+
+def read(path: pathlib.Path, offset: int) -> dict[str, Any]:
+  """Returns the record that begins at a byte.
+
+  Raises:
+    ValueError: if there is none any more.
+  """
+  with open(path, "rb") as file:
+    file.seek(offset)
+    record = parse(file.readline())
+  if record is None:
+    raise ValueError(
+      f"{path}: got a damaged record at byte {offset}, expected the one that was written"
+      " there; another process changed the file: restore it."
+    )
+  return record
+
+
+def cut_tail(descriptor: int, end: int) -> int:
+  """Cuts off what a kill left behind the last whole record, and returns how many bytes that was."""
+  torn = os.fstat(descriptor).st_size - end
+  if torn:
+    os.ftruncate(descriptor, end)
+    os.fsync(descriptor)
+  return torn
+
+
+def lock(descriptor: int, path: pathlib.Path) -> None:
+  """Makes this the file's one writer.
+
+  Raises:
+    ValueError: if another has it open.
+  """
+  # The kernel keeps the lock with the open file, and drops it when that is closed or killed.
+  try:
+    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+  except BlockingIOError as error:
+    raise ValueError(
+      f"{path}: got a journal that another writer has open, expected one writer at a time; wait for"
+      " that run to end or stop it, or choose another directory."
+    ) from error
+
+
+def may_be_torn_header(path: pathlib.Path) -> bool:
+  """Returns whether a file without a whole record may be what a kill left of its first one."""
+  with open(path, "rb") as file:
+    first = file.read(_PREFIX_LENGTH)
+  start = b'{"crc32":"'
+  return first.startswith(start) or start.startswith(first) or not first.strip(b"\0")
+
+
+def short(value: Any) -> str:
+  """Returns a value for a message, at most 100 characters."""
+  text = repr(value)
+  return text if len(text) <= 100 else text[:97] + "..."
