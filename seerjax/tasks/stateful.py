@@ -41,6 +41,8 @@ TRAIN_KINDS = {"story": 5, "trade": 2, "people": 3}
 TEST_KINDS = {"story": 4, "trade": 1, "people": 2, "mixed": 3}
 QUESTION_FORMS = ("now", "goal", "share", "price", "both", "difference")
 SLEEP_QUESTION = "How many {thing} does each have now?"
+# How many of a solution's last steps an answer has; None is all, and asked for without a word.
+LENGTHS = (0, 1, 2, None)
 
 _FACT = re.compile(r"([A-Z][a-z]+) has ([0-9]{1,40}) ([a-z]+)\.", re.ASCII)
 _SENTENCE = re.compile(r"(?<=[.!?])\s+|\n")
@@ -157,6 +159,18 @@ def joined_prompt(question: str, context: str, rewritten: str, *, joint: str = "
       " expected one of them; pass the context's text."
     )
   return joint.join(part for part in (context, rewritten, question) if part.strip())
+
+
+def with_length(question: str, length: int | None) -> str:
+  """Returns a question that asks for an answer of its last `length` steps: "How many? (1)"."""
+  return question if length is None else f"{question} ({length})"
+
+
+def solution_of(problem: Problem, length: int | None) -> str:
+  """Returns a problem's solution with its last `length` steps alone; None is all of them."""
+  *steps, answer = problem.solution.split("\n")
+  kept = steps if length is None else steps[max(0, len(steps) - length) :]
+  return "\n".join((*kept, answer))
 
 
 # What a sleeper wrote.
@@ -428,6 +442,12 @@ class StatefulWordProblems:
   def rewritten(self, text: str) -> str:
     """Returns the facts of a sleeper's text, which a waker reads; "" if there is none."""
     return " ".join(facts_in(text))
+
+  def by_rule(self, context: StatefulContext) -> str:
+    """Returns a rewrite that takes no thought: the sentences that name what is asked for."""
+    (thing,) = {fact.rpartition(" ")[2].rstrip(".") for fact in facts_in(context.facts)}
+    sentences = _SENTENCE.split(context.text)
+    return " ".join(s for s in sentences if re.search(rf"\b{thing}\b", s))
 
   def wake_prompt(self, question: str, context: str = "", rewritten: str = "") -> str:
     """Returns what is known and the question; with the context alone, a word problem's prompt."""

@@ -204,6 +204,30 @@ def test_a_waker_reads_the_context_its_rewrite_or_both():
   assert ask("How many?", "c", "r") == "c r How many?"
 
 
+def test_answers_have_four_lengths():
+  problem = next(p for p in (TASK.problem("test", i) for i in range(99)) if p.num_steps > 3)
+  lines = problem.solution.split("\n")
+  for length in stateful.LENGTHS:
+    text = stateful.solution_of(problem, length)
+    assert text.split("\n") == (lines if length is None else lines[-length - 1 :])
+    assert TASK.verdict(problem, text).correct
+  assert stateful.with_length("How many?", 0) == "How many? (0)"
+  assert stateful.with_length("How many?", None) == "How many?"
+  assert stateful.solution_of(problem, 99) == problem.solution
+
+
+def test_a_rewrite_by_rule_drops_what_does_not_matter():
+  task = StatefulWordProblems(config=StatefulConfig(distractor_rate=0.5))
+  num_shorter = 0
+  for context in task.contexts("test")[:20]:
+    rewritten = task.by_rule(context)
+    num_shorter += len(rewritten) < len(context.text)
+    assert {*re.findall(r"\d+", context.facts)} <= {
+      *re.findall(r"\d+", rewritten), *re.findall(r"=(\d+)", context.notes),
+    }  # fmt: skip
+  assert num_shorter > 5
+
+
 def refusals():
   task = TASK
   bad = lambda **fields: lambda: StatefulConfig(**fields)

@@ -1,0 +1,178 @@
+"""Every call to a thinker on disk with its answer: a run that was killed pays no call twice.
+
+A line a call (`rollout.record_lines`): digest of the prompt, seed, limits, text, tokens and why it
+ended. A call without an answer is written down too, and asked again by the next run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+import json
+import os
+import pathlib
+from typing import Any
+
+from seerjax.rollout import journal, record_lines
+from seerjax.sleep.thinkers import Answer, Ask, Call, Completed
+
+FORMAT = 1
+
+
+class CallJournal:
+  """An open journal of calls; it has one writer at a time, until that closes it or ends.
+
+  Attributes:
+    path: of the file.
+    num_found: answers that came from the journal.
+    num_asked: calls that were made.
+    num_failed: those of them that had no answer.
+    truncated_bytes: of a torn tail that opening cut off.
+  """
+
+  def __init__(self, path: str | os.PathLike[str], *, settings: Mapping[str, Any]):
+    """Opens a journal, or starts one.
+
+    Args:
+      path: the file; its folder is made if it is not there.
+      settings: JSON that says who answers (a model's digest and numerics, or an endpoint and its
+        model): what must stay the same for answers to be those of today.
+
+    Raises:
+      ValueError: if another writer has it open, if it is damaged before its end or no such journal,
+        or if the settings differ (both values are named) or are not JSON.
+      OSError: if it cannot be written.
+    """
+    self.path = pathlib.Path(path)
+    self.num_found = self.num_asked = self.num_failed = 0
+    self._at: dict[str, int] = {}
+    self._end = 0
+    try:
+      settings = json.loads(json.dumps(dict(settings), allow_nan=False))
+    except (TypeError, ValueError) as error:
+      raise ValueError(
+        f"CallJournal: got settings that are not JSON ({error}), expected strings, finite numbers,"
+        " lists and dicts; convert them first."
+      ) from error
+    if self.path.is_dir():
+      raise ValueError(
+        f"{self.path}: got a directory, expected the journal's file, or none yet; add a name such"
+        " as calls.jsonl."
+      )
+    self.path.parent.mkdir(parents=True, exist_ok=True)
+    self._descriptor: int | None = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+      record_lines.lock(self._descriptor, self.path)
+      found = self._load()
+      if found is None:
+        self._write({"kind": "calls", "format": FORMAT, "settings": settings})
+      elif differing := journal.settings_differences(found, settings):
+        raise ValueError(
+          f"{self.path}: got another thinker ({'; '.join(differing)}), expected the one that the"
+          " journal began with; restore it, or name another journal."
+        )
+    except BaseException:
+      self.close()
+      raise
+
+  def answer(self, call: Call) -> Completed | None:
+    """Returns the journalled answer to a call, None if there is none."""
+    if call.key not in self._at:
+      return None
+    record = record_lines.read(self.path, self._at[call.key])
+    return Completed(
+      text=record["text"],
+      num_tokens=record["num_tokens"],
+      num_prompt_tokens=record["num_prompt_tokens"],
+      finish_reason=record["finish_reason"],
+    )
+
+  def append(self, call: Call, answer: Answer) -> None:
+    """Puts a call and its answer on disk.
+
+    Raises:
+      ValueError: if the journal is closed.
+      OSError: if the disk is full; every earlier record is still there.
+    """
+    self.num_asked += 1
+    record: dict[str, Any] = {
+      "kind": "call",
+      "key": call.key,
+      "prompt": call.prompt_digest,
+      "seed": call.seed,
+      "max_tokens": call.max_tokens,
+      "temperature": float(call.temperature),
+    }
+    if isinstance(answer, Completed):
+      record |= {
+        "text": answer.text,
+        "num_tokens": answer.num_tokens,
+        "num_prompt_tokens": answer.num_prompt_tokens,
+        "finish_reason": answer.finish_reason,
+      }
+      self._at[call.key] = self._write(record)
+    else:
+      self.num_failed += 1
+      self._write(record | {"kind": "failed", "error": str(answer)})
+
+  def asking(self, ask: Ask) -> Ask:
+    """Returns what answers from the journal, and asks and writes down what is not there."""
+
+    def answered(calls: Sequence[Call]) -> Iterator[tuple[int, Answer]]:
+      left = []
+      for index, call in enumerate(calls):
+        known = self.answer(call)
+        if known is None:
+          left.append(index)
+        else:
+          self.num_found += 1
+          yield index, known
+      for place, answer in ask([calls[index] for index in left]) if left else ():
+        self.append(calls[left[place]], answer)
+        yield left[place], answer
+
+    return answered
+
+  def close(self) -> None:
+    """Closes the file; may be called twice."""
+    if self._descriptor is not None:
+      os.close(self._descriptor)
+      self._descriptor = None
+
+  def __enter__(self) -> CallJournal:
+    return self
+
+  def __exit__(self, *_: object) -> None:
+    self.close()
+
+  def _load(self) -> dict[str, Any] | None:
+    """Returns the settings that the journal began with, None if it begins now."""
+    settings = None
+    for start, end, record in record_lines.scan(self.path):
+      if settings is None:
+        if record.get("kind") != "calls" or record.get("format") != FORMAT:
+          raise self._stranger(record)
+        settings = record["settings"]
+      elif record["kind"] == "call":
+        self._at[record["key"]] = start
+      self._end = end
+    assert self._descriptor is not None
+    if settings is None and os.fstat(self._descriptor).st_size:
+      if not record_lines.may_be_torn_header(self.path):
+        raise self._stranger({})
+    self.truncated_bytes = record_lines.cut_tail(self._descriptor, self._end)
+    return settings
+
+  def _stranger(self, record: Mapping[str, Any]) -> ValueError:
+    return ValueError(
+      f"{self.path}: got {record_lines.short(record)} as the first record, expected a journal of"
+      f" calls of format {FORMAT}; choose another file, or a new name."
+    )
+
+  def _write(self, record: Mapping[str, Any]) -> int:
+    if self._descriptor is None:
+      raise ValueError(
+        f"{self.path}: got a call for a closed journal, expected an open one; append before close."
+      )
+    start = self._end
+    self._end = record_lines.append(self._descriptor, self.path, start, record)
+    return start

@@ -1,0 +1,301 @@
+"""A thinker behind an OpenAI-style `/v1/chat/completions`, asked by the standard library.
+
+  messages --POST--> {"choices": [...], "usage": {...}} --checked--> Completed
+
+Whoever answers may refuse, hang, answer something else, or count its own tokens wrong: each is
+asked again a few times, then the call has no answer and the run goes on. Redirections are refused,
+so that the key goes to the named host alone; it is read from an environment variable and stands in
+no message. Text that comes back is data: what UTF-8 cannot hold is replaced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+import contextlib
+import dataclasses
+import http.client
+import json
+import os
+import re
+import socket
+import ssl
+import threading
+import time
+from typing import Any, NoReturn, TypeGuard
+import urllib.parse
+
+from seerjax.sleep.thinkers import Completed, Message, NoAnswer
+
+PATH = "/v1/chat/completions"
+MAX_BYTES = 16 << 20  # Of one answer.
+# Refusals that may be another's turn: the others are refused again however often one asks.
+_TRANSIENT = (408, 409, 425, 429)
+_FINISHED = ("stop", "length")
+
+
+class _Retry(Exception):
+  """An answer that is none; asking again may help."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EndpointConfig:
+  """Where to ask, and how patiently.
+
+  Attributes:
+    url: such as "http://127.0.0.1:8000"; a path in it stands before /v1/chat/completions, and may
+      end with /v1.
+    model: its name there.
+    key_variable: environment variable that holds the key; "" sends none.
+    timeout_seconds: for one whole answer.
+    max_tries: of one call.
+    pause_seconds: before the second try; doubled before each further one.
+  """
+
+  url: str
+  model: str
+  key_variable: str = ""
+  timeout_seconds: float = 300.0
+  max_tries: int = 4
+  pause_seconds: float = 1.0
+
+  def __post_init__(self):
+    parts = urllib.parse.urlsplit(self.url)
+    try:
+      port_is_right = parts.port is None or parts.port > 0
+    except ValueError:
+      port_is_right = False
+    if parts.scheme not in ("http", "https") or not parts.hostname or not port_is_right:
+      raise ValueError(
+        f"--endpoint: got {_shown_url(self.url)!r}, expected http://host:port or https://host;"
+        " write --endpoint=http://127.0.0.1:8000."
+      )
+    if parts.username or parts.password or parts.query or parts.fragment:
+      raise ValueError(
+        f"--endpoint: got {_shown_url(self.url)!r} with a user, a query or a fragment, expected"
+        " host and path alone; give the key in an environment variable (key_variable)."
+      )
+    if not self.model:
+      raise ValueError(
+        "EndpointConfig.model: got '', expected the model's name at the endpoint; ask its"
+        " /v1/models."
+      )
+    if not self.timeout_seconds > 0 or self.max_tries < 1 or not self.pause_seconds >= 0:
+      raise ValueError(
+        f"EndpointConfig: got timeout_seconds={self.timeout_seconds}, max_tries={self.max_tries}"
+        f" and pause_seconds={self.pause_seconds}, expected more than 0, at least 1 and at least 0;"
+        " raise them."
+      )
+
+
+class Endpoint:
+  """A `Thinker` behind a URL; may be asked from several threads."""
+
+  def __init__(
+    self,
+    config: EndpointConfig,
+    *,
+    count: Callable[[str], int] | None = None,
+    pause: Callable[[float], None] = time.sleep,
+  ):
+    """Prepares to ask; nothing is sent yet.
+
+    Args:
+      config: where, and how patiently.
+      count: text -> its tokens, to check the endpoint's own count with; None checks bytes.
+      pause: waits for so many seconds between tries.
+
+    Raises:
+      ValueError: if the variable of the key is not set, or holds what no header can.
+    """
+    self.config = config
+    self._count = count
+    self._pause = pause
+    self._key = ""
+    if config.key_variable:
+      self._key = os.environ.get(config.key_variable, "").strip()
+      if not self._key or not re.fullmatch(r"[\x21-\x7e]+", self._key):
+        raise ValueError(
+          f"EndpointConfig.key_variable: got {config.key_variable!r}, which"
+          f" {'holds what no header can' if self._key else 'is not set'}, expected the endpoint's"
+          f" key in it; run: export {config.key_variable}=..."
+        )
+
+  def complete(
+    self, messages: Sequence[Message], *, max_tokens: int, temperature: float, seed: int
+  ) -> Completed:
+    """Returns the answer to a conversation; see `Thinker`.
+
+    Raises:
+      NoAnswer: after so many tries, with what the last one met.
+    """
+    body = {
+      "model": self.config.model,
+      "messages": [dict(message) for message in messages],
+      "max_tokens": max_tokens,
+      "temperature": temperature,
+      "seed": seed,
+    }
+    data = json.dumps(body).encode()
+    met = ""
+    for number in range(self.config.max_tries):
+      if number:
+        self._pause(self.config.pause_seconds * 2 ** (number - 1))
+      try:
+        return self._checked(self._posted(data), max_tokens)
+      except _Retry as error:
+        met = self._hidden(str(error))
+      except NoAnswer as error:
+        # The messages of below may quote what the endpoint said, which may be the key.
+        raise NoAnswer(self._hidden(str(error))) from None
+    raise NoAnswer(f"{met} ({self.config.max_tries} tries)")
+
+  def _hidden(self, text: str) -> str:
+    return text.replace(self._key, "(the key)") if self._key else text
+
+  def _retry(self, got: str, expected: str, fix: str) -> NoReturn:
+    raise _Retry(f"{self.config.url}: got {got}, expected {expected}; {fix}.")
+
+  def _posted(self, data: bytes) -> bytes:
+    """Returns the body of an answer of status 200."""
+    parts = urllib.parse.urlsplit(self.config.url)
+    path = parts.path.rstrip("/")
+    path = path.removesuffix("/v1") + PATH
+    assert parts.hostname is not None
+    timeout = self.config.timeout_seconds
+    if parts.scheme == "https":
+      connection: http.client.HTTPConnection = http.client.HTTPSConnection(
+        parts.hostname, parts.port, timeout=timeout, context=ssl.create_default_context()
+      )
+    else:
+      connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=timeout)
+    headers = {"Content-Type": "application/json", "Accept": "application/json"}
+    if self._key:
+      headers["Authorization"] = f"Bearer {self._key}"
+    # The socket's own timeout begins anew with every byte.
+    is_late = threading.Event()
+    sockets: list[socket.socket] = []
+
+    def end() -> None:
+      is_late.set()
+      for one in sockets:
+        with contextlib.suppress(OSError):  # It may have ended just now.
+          one.shutdown(socket.SHUT_RDWR)
+
+    timer = threading.Timer(timeout, end)
+    timer.daemon = True
+    timer.start()
+    try:
+      connection.connect()
+      sockets.append(connection.sock)  # Which a response may take over from the connection.
+      connection.request("POST", path, body=data, headers=headers)
+      response = connection.getresponse()
+      answer = response.read(MAX_BYTES + 1)
+    except (OSError, http.client.HTTPException) as error:
+      self._hang(is_late, f"no connection that answers ({type(error).__name__}: {error})")
+    finally:
+      timer.cancel()
+      connection.close()
+    if len(answer) > MAX_BYTES:
+      raise NoAnswer(
+        f"{self.config.url}: got more than {MAX_BYTES >> 20} MiB, expected one answer; lower"
+        " max_tokens, or look what answers there."
+      )
+    if is_late.is_set() or response.length:
+      self._hang(is_late, f"{len(answer)} bytes, and {response.length} less than were announced")
+    if response.status == 200:
+      return answer
+    words = answer[:300].decode("utf-8", "replace")
+    said = f"status {response.status} ({words!r})"
+    if response.status in _TRANSIENT or response.status >= 500:
+      self._retry(said, "200", "wait, or ask less at once")
+    if 300 <= response.status < 400:
+      raise NoAnswer(
+        f"{self.config.url}: got {said}, a redirection, expected an answer from there; name the"
+        " place itself, since a key goes nowhere else."
+      )
+    raise NoAnswer(
+      f"{self.config.url}: got {said}, expected 200; see its own words, and check model, key and"
+      " the prompt's length."
+    )
+
+  def _hang(self, is_late: threading.Event, met: str) -> NoReturn:
+    if is_late.is_set():
+      met = f"no whole answer in {self.config.timeout_seconds:g} seconds"
+    self._retry(met, "an answer", "see whether it runs, or raise EndpointConfig.timeout_seconds")
+
+  def _checked(self, answer: bytes, max_tokens: int) -> Completed:
+    """Returns what an answer's body says, if that can be."""
+    try:
+      body = json.loads(answer)
+    except (ValueError, RecursionError):
+      self._retry(
+        f"what is no JSON ({answer[:100].decode('utf-8', 'replace')!r})", "a chat completion",
+        "look whether a proxy answers in its place",
+      )  # fmt: skip
+    choices = body.get("choices") if isinstance(body, Mapping) else None
+    choice = choices[0] if isinstance(choices, list) and choices else None
+    if not isinstance(choice, Mapping) or not isinstance(choice.get("message"), Mapping):
+      self._retry(
+        f"no choices ({answer[:100].decode('utf-8', 'replace')!r})", "one with a message",
+        "look whether this is a chat endpoint",
+      )  # fmt: skip
+    message = choice["message"]
+    texts = [message.get(field) or "" for field in ("content", "reasoning_content")]
+    if not all(isinstance(text, str) for text in texts):
+      self._retry("content that is no text", "text", "ask for no other modality")
+    usage = body.get("usage")
+    usage = usage if isinstance(usage, Mapping) else {}
+    num_tokens, num_prompt_tokens = (
+      usage.get(f"{which}_tokens") for which in ("completion", "prompt")
+    )
+    if not _is_count(num_tokens):
+      self._retry(
+        "no usage.completion_tokens", "how many tokens were generated",
+        "ask an endpoint that counts them: they are the price",
+      )  # fmt: skip
+    self._check_count(num_tokens, _hidden_tokens(usage), texts, max_tokens)
+    reason = choice.get("finish_reason")
+    if reason not in _FINISHED:
+      self._retry(
+        f"finish_reason={reason!r}", f"one of {_FINISHED}", "see what ended the answer"
+      )
+    return Completed(
+      text=re.sub("[\ud800-\udfff]", "\ufffd", texts[0]),
+      num_tokens=num_tokens,
+      num_prompt_tokens=num_prompt_tokens if _is_count(num_prompt_tokens) else 0,
+      finish_reason=reason,
+    )
+
+  def _check_count(
+    self, num_tokens: int, num_hidden: int, texts: Sequence[str], max_tokens: int
+  ) -> None:
+    """Refuses a count that the text cannot have: it would be the price of nothing."""
+    if num_tokens > max_tokens + 1:
+      self._retry(
+        f"{num_tokens} tokens", f"at most max_tokens = {max_tokens}",
+        "ask an endpoint that keeps the limit",
+      )  # fmt: skip
+    text = "".join(texts)
+    # A token is a byte at least, but for the one that ends the answer.
+    most = (self._count(text) if self._count else len(text.encode("utf-8", "replace"))) + 1
+    if num_tokens - num_hidden > most:
+      self._retry(
+        f"a text of at most {most} tokens that is said to have {num_tokens - num_hidden}",
+        "as many as it says", "look whether part of the answer is lost",
+      )  # fmt: skip
+
+
+def _is_count(value: Any) -> TypeGuard[int]:
+  return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _hidden_tokens(usage: Mapping[str, Any]) -> int:
+  """Returns the tokens of reasoning that are counted and not shown."""
+  details = usage.get("completion_tokens_details")
+  found = details.get("reasoning_tokens") if isinstance(details, Mapping) else None
+  return found if _is_count(found) else 0
+
+
+def _shown_url(url: str) -> str:
+  """Returns a URL without what may be secret in it."""
+  return re.sub(r"//[^/@]*@", "//(hidden)@", url.partition("?")[0])

@@ -1,0 +1,97 @@
+"""This library's engine as a thinker: conversations in, texts out, many at once.
+
+A prompt is made by the chat template, whose special tokens no message can write
+(`Tokenizer.chat_ids`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from seerjax.engine.engine import Engine
+from seerjax.sleep.thinkers import Answer, Call, Completed, Message, NoAnswer
+from seerjax.types import Completion, Request, SamplingParams
+
+
+class EngineThinker:
+  """Answers from an engine that nobody else uses meanwhile."""
+
+  def __init__(self, engine: Engine):
+    """Takes an engine.
+
+    Raises:
+      ValueError: if it has no tokenizer.
+    """
+    if engine.tokenizer is None:
+      raise ValueError(
+        "EngineThinker: got an engine without a tokenizer, expected one that reads and writes text;"
+        " load its model with seerjax.load_model."
+      )
+    self._engine = engine
+    self._tokenizer = engine.tokenizer
+
+  def complete(
+    self, messages: Sequence[Message], *, max_tokens: int, temperature: float, seed: int
+  ) -> Completed:
+    """Returns the answer to a conversation; see `Thinker`.
+
+    Raises:
+      NoAnswer: if it cannot be asked, such as for being too long, or if an error ended it.
+    """
+    call = Call(
+      messages=tuple(messages), max_tokens=max_tokens, temperature=temperature, seed=seed
+    )
+    ((_, answer),) = self.ask((call,))
+    if isinstance(answer, NoAnswer):
+      raise answer
+    return answer
+
+  def ask(self, calls: Sequence[Call]) -> Iterator[tuple[int, Answer]]:
+    """Answers calls together, each as soon as it has ended; an `Ask`."""
+    waiting: dict[str, tuple[int, int]] = {}
+    for index, call in enumerate(calls):
+      try:
+        request = self.request(call, str(index))
+        self._engine.submit(request)
+      except (ValueError, NoAnswer) as error:
+        yield index, error if isinstance(error, NoAnswer) else NoAnswer(str(error))
+        continue
+      waiting[request.request_id] = (index, len(request.prompt))
+    while waiting:
+      self._engine.step()
+      for completion in self._engine.poll():
+        if completion.request_id in waiting:
+          index, num_prompt_tokens = waiting.pop(completion.request_id)
+          yield index, _answer(completion, num_prompt_tokens)
+
+  def request(self, call: Call, request_id: str) -> Request:
+    """Returns the engine's request of a call.
+
+    Raises:
+      NoAnswer: if prompt and answer are longer than the engine's context.
+      ValueError: if the messages are no conversation, or the sampling parameters are none.
+    """
+    prompt = tuple(self._tokenizer.chat_ids(list(call.messages)))
+    window = min(self._engine.config.max_context, self._engine.model.max_context)
+    if len(prompt) + call.max_tokens > window:
+      raise NoAnswer(
+        f"EngineThinker: got a prompt of {len(prompt)} tokens with max_tokens={call.max_tokens},"
+        f" expected at most {window} together; shorten the context, or lower the limit."
+      )
+    sampling = SamplingParams(
+      temperature=call.temperature,
+      max_tokens=call.max_tokens,
+      stop_token_ids=self._tokenizer.eos_ids,
+    )
+    return Request(request_id=request_id, prompt=prompt, sampling=sampling, seed=call.seed)
+
+
+def _answer(completion: Completion, num_prompt_tokens: int) -> Answer:
+  if completion.finish_reason == "error":
+    return NoAnswer(f"EngineThinker: got an error of the engine: {completion.error}")
+  return Completed(
+    text=completion.text,
+    num_tokens=len(completion.tokens),
+    num_prompt_tokens=num_prompt_tokens,
+    finish_reason=completion.finish_reason,
+  )
