@@ -22,7 +22,8 @@ command continues after the last one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import collections
+from collections.abc import Callable, Sequence
 import dataclasses
 import json
 import pathlib
@@ -56,6 +57,7 @@ ROW_BUCKETS = (64, 512)
 UNTILED_ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64)
 # Of plain XLA, which the host's work between two steps would slow down as much as native.
 UNTILED_STEPS = 8
+CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,6 +67,8 @@ class Workload:
   Attributes:
     model: "nano", a Hugging Face directory, or a Hub id.
     implementation: of ours: "auto" (native where it runs), "native" or "tiled".
+    clock: "wall", or "cpu": seconds of the process, on a machine that has other work; held to one
+      core (taskset) these are what the wall would say.
     batches: numbers of slots.
     pairs: for each; turns.
     group_size: of the first part.
@@ -77,6 +81,7 @@ class Workload:
 
   model: str = "nano"
   implementation: str = "auto"
+  clock: str = "wall"
   batches: tuple[int, ...] = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
   pairs: int = 20
   group_size: int = 8
@@ -92,6 +97,11 @@ class Workload:
         f"Workload: got pairs={self.pairs}, batches={self.batches},"
         f" tail_batches={self.tail_batches}, tail_groups={self.tail_groups}, expected at least 2"
         " pairs and batches and groups of at least 1; an interval needs two."
+      )
+    if self.clock not in CLOCKS:
+      raise ValueError(
+        f"Workload.clock: got {self.clock!r}, expected one of {tuple(CLOCKS)}; 'cpu' where others"
+        " use the machine."
       )
 
   def groups_of(self, batch: int) -> int:
@@ -183,7 +193,12 @@ class Comparison:
     self.plain = self._engine(job.numerics, job.engine, runner)
     self.untiled = self._engine(untiled, of_untiled, self._runner(untiled, of_untiled))
     self.drafting = self._engine(job.numerics, job.engine, runner)
-    drafter_lib.RunDrafts(job.speculation).begin(self.drafting)
+    # Each part has a budget of its own: in a rollout a long tail follows a long beginning, here
+    # parts of a second take turns, and what one has learnt of its drafts says little of the other.
+    self._drafters = {}
+    for part in ("slots", "tail"):
+      drafter_lib.RunDrafts(job.speculation).begin(self.drafting)
+      self._drafters[part] = self.drafting.drafter
 
   def _runner(
     self, numerics: numerics_lib.NumericsConfig, config: engine_lib.EngineConfig
@@ -212,17 +227,19 @@ class Comparison:
     """
     self._num_posed = number * self.workload.groups_per_turn
     is_even = number % 2 == 0
-    return Turn(
-      [self._pair(batch, drafts_first=is_even) for batch in self.workload.batches],
-      self._tail(drafts_first=is_even),
-    )
+    self.drafting.drafter = self._drafters["slots"]
+    pairs = [self._pair(batch, drafts_first=is_even) for batch in self.workload.batches]
+    self.drafting.drafter = self._drafters["tail"]
+    return Turn(pairs, self._tail(drafts_first=is_even))
 
   def _pair(self, batch: int, *, drafts_first: bool) -> Pair:
     workload = self.workload
     groups = self._groups(workload.groups_of(batch), workload.group_size)
     requests = [request for group in groups for request in group][: workload.requests_of(batch)]
     engines = [self.plain, self.drafting]
-    plain, drafted = answers(engines, requests, batch, backwards=drafts_first)
+    plain, drafted = answers(
+      engines, requests, batch, backwards=drafts_first, clock=CLOCKS[workload.clock]
+    )
     check_same(plain.completions, drafted.completions, f"batch {batch}")
     return Pair(plain.seconds, drafted.seconds, plain.num_tokens)
 
@@ -231,11 +248,13 @@ class Comparison:
     groups = self._groups(workload.tail_groups, num_known + len(workload.tail_batches))
     engines = [self.plain, self.untiled, self.drafting]
     known = [request for group in groups for request in group[:num_known]]
-    answers([self.drafting], known, self._job.engine.max_sequences)  # Others learn nothing of it.
+    clock = CLOCKS[workload.clock]
+    # Others learn nothing of it.
+    answers([self.drafting], known, self._job.engine.max_sequences, clock=clock)
     found = []
     for place, batch in enumerate(workload.tail_batches):
       requests = [group[num_known + place] for group in groups]
-      done = answers(engines, requests, batch, backwards=drafts_first)
+      done = answers(engines, requests, batch, backwards=drafts_first, clock=clock)
       check_same(done[0].completions, done[2].completions, f"tail of batch {batch}")
       found.append(TailRates(*(one.num_tokens / one.seconds for one in done)))
     return found
@@ -277,23 +296,21 @@ def answers(
   requests: Sequence[Request],
   batch: int,
   *,
+  clock: Callable[[], float],
   backwards: bool = False,
 ) -> list[Answered]:
   """Answers requests with each engine, `batch` of them at once; engines take a step in turn."""
   order = list(enumerate(engines))[:: -1 if backwards else 1]
   seconds = [0.0] * len(engines)
-  for place, engine in order:
-    engine.config = dataclasses.replace(engine.config, max_sequences=batch)
-    begin = time.perf_counter()
-    for request in requests:
-      engine.submit(request)
-    seconds[place] += time.perf_counter() - begin
-  while any(engine.num_unfinished for engine in engines):
+  waiting = [collections.deque(requests) for _ in engines]
+  while any(waiting) or any(engine.num_unfinished for engine in engines):
     for place, engine in order:
+      begin = clock()
+      while waiting[place] and engine.num_unfinished < batch:
+        engine.submit(waiting[place].popleft())
       if engine.num_unfinished:
-        begin = time.perf_counter()
         engine.step()
-        seconds[place] += time.perf_counter() - begin
+      seconds[place] += clock() - begin
   found = []
   for engine, own_seconds in zip(engines, seconds):
     by_id = {completion.request_id: completion for completion in engine.poll()}

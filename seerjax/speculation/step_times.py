@@ -10,9 +10,10 @@ from seerjax.engine import timing
 from seerjax.engine.engine import Engine
 from seerjax.speculation.times import StepTimes
 
-# Host seconds of a request's draft, and of a step that drafts at all: 0.35 to 0.6 ms were measured
-# for a single request, most of them to append to its tree what the siblings wrote since.
-DRAFT_SECONDS, DRAFTING_SECONDS = 2e-5, 4e-4
+# Host seconds of a request's draft, and of a step that drafts at all: 0.35 ms were measured for two
+# requests and 0.57 for twelve, a third of it to append to trees what the siblings wrote since, and
+# 0.02 for each request in the making of the step's arrays and the reading of its samples.
+DRAFT_SECONDS, DRAFTING_SECONDS = 4e-5, 3.5e-4
 
 
 # Requests and rows of paths: drafts of so many tokens, in steps of so many rows at most.

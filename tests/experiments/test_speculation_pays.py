@@ -90,3 +90,5 @@ def test_other_bits_are_refused():
 def test_a_workload_without_an_interval_is_refused():
   with pytest.raises(ValueError, match=re.escape("Workload: got pairs=1")):
     Workload(pairs=1)
+  with pytest.raises(ValueError, match=re.escape("Workload.clock: got 'sun', expected one of")):
+    Workload(clock="sun")
