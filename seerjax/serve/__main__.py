@@ -1,6 +1,7 @@
 """Serves a model by OpenAI's protocol, from this machine alone unless a token is set.
 
     python -m seerjax.serve [MODEL]      MODEL: nano, a Hugging Face directory, or a Hub id
+      --adapter=NAME=DIR                 a low-rank adapter beside it, as PEFT writes it; any number
 
     curl http://127.0.0.1:8000/v1/chat/completions -H 'content-type: application/json' \\
       -d '{"messages": [{"role": "user", "content": "How many?"}], "seed": 1}'
@@ -11,6 +12,7 @@ A token comes from the variable SEERJAX_SERVE_TOKEN, or from --token_file.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 import logging
 import os
 import pathlib
@@ -21,13 +23,12 @@ from absl import app, flags
 
 from seerjax import numerics as numerics_lib
 from seerjax.engine.engine import Engine, EngineConfig
-from seerjax.models import chat_template, loading
+from seerjax.models import chat_template, loading, peft
 from seerjax.run import command_line, policy as policy_lib
-from seerjax.serve import identity, served as served_lib, server
+from seerjax.serve import served as served_lib, server
 from seerjax.serve.config import ServeConfig
+from seerjax.serve.family import Family
 from seerjax.serve.routes import Service
-from seerjax.serve.scoring import Scorer
-from seerjax.serve.served import Served
 from seerjax.types import Request, SamplingParams
 
 TOKEN_VARIABLE = "SEERJAX_SERVE_TOKEN"
@@ -63,8 +64,36 @@ def serve_config() -> ServeConfig:
   )
 
 
-def load(name: str) -> dict[str, Served]:
-  """Returns what is served, by name."""
+def adapter_directories(flags: Sequence[str], model: str) -> dict[str, str]:
+  """Returns directories by name.
+
+  Args:
+    flags: each NAME=DIR.
+    model: the base's name.
+
+  Raises:
+    ValueError: if one is no such pair, or a name is the model's or there twice.
+  """
+  found: dict[str, str] = {}
+  for flag in flags:
+    name, is_pair, directory = flag.partition("=")
+    if not (name and is_pair and directory):
+      raise ValueError(f"--adapter: got {flag!r}, expected NAME=DIR; write --adapter=poet=DIR.")
+    if name == model:
+      raise ValueError(
+        f"--adapter: got the name {name!r}, which is the model's, expected another; rename it."
+      )
+    if name in found:
+      raise ValueError(
+        f"--adapter: got {name!r} twice ({found[name]} and {directory}), expected each name once;"
+        " rename one."
+      )
+    found[name] = directory
+  return found
+
+
+def load(name: str) -> Family:
+  """Returns what is served."""
   args = flags.FLAGS
   model = loading.load_model(name)
   if model.tokenizer is None:
@@ -76,6 +105,12 @@ def load(name: str) -> dict[str, Served]:
     say(f"generation_config.json: where a request says nothing else, {defaults.in_force}")
   if defaults.not_taken:
     say(f"generation_config.json: {', '.join(defaults.not_taken)} not taken: not supported")
+  served_name = pathlib.PurePath(name).name if pathlib.Path(name).is_dir() else name
+  directories = adapter_directories(args.adapter, served_name)
+  adapters = {
+    own: peft.load(directory, model.config, model.numerics)
+    for own, directory in directories.items()
+  }
   key = numerics_lib.key(args.key_seed)
   model = loading.Model(model.config, model.params, model.numerics, tokenizer)
   engine = Engine(
@@ -86,18 +121,19 @@ def load(name: str) -> dict[str, Served]:
       num_pages=args.num_pages,
     ),
     key=key,
+    adapters=adapters,
   )
   say(engine.plan())
   warm(engine)
-  served = Served(
-    name=pathlib.PurePath(name).name if pathlib.Path(name).is_dir() else name,
-    engine=engine,
-    scorer=Scorer(model, context=engine.config.max_context),
-    fingerprint=identity.fingerprint(model, key, defaults=defaults.in_force),
+  return Family(
+    served_name,
+    model,
+    engine,
+    key=key,
+    adapters=adapters,
     defaults=defaults,
     created=int(time.time()),
   )
-  return {served.name: served}
 
 
 def warm(engine: Engine) -> None:
@@ -124,10 +160,10 @@ def main(argv: list[str]) -> None:
       format="%(asctime)s %(message)s", level=logging.WARNING, stream=sys.stderr, force=True
     )
     logging.getLogger("seerjax.serve").setLevel(logging.INFO)
-    models = load(argv[1] if argv[1:] else "nano")
-    service = Service(models, config)
+    family = load(argv[1] if argv[1:] else "nano")
+    service = Service(family.models, config, families={family.base.name: family})
     found = server.listening(service)
-    for served in models.values():
+    for served in family.models.values():
       say(f"model {served.name}, {served.context} tokens of context, {served.fingerprint}")
     say(f"serving at {server.address(found)}/v1")
     server.run(service, [found])
@@ -139,6 +175,7 @@ def define_flags() -> None:
   flags.DEFINE_string("host", usual.host, "Address to listen at; another needs a token.")
   flags.DEFINE_integer("port", usual.port, "Port to listen at; 0 takes a free one.")
   flags.DEFINE_string("token_file", "", "File with the token that clients have to send.")
+  flags.DEFINE_multi_string("adapter", [], "NAME=DIR: an adapter beside the model, as PEFT writes.")
   flags.DEFINE_string("system", "", "Begins a conversation that has no system message.")
   flags.DEFINE_integer("max_context", 0, "Positions of a prompt and its answer; 0: the model's.")
   flags.DEFINE_integer("max_sequences", 0, "Answers at once; 0 asks the free memory.")

@@ -64,6 +64,10 @@ class Answer:
       "total_tokens": read + self.num_answered,
     }
 
+  def begin(self, fingerprint: str) -> None:
+    """Takes the fingerprint of the weights that answer, which comes before the first part."""
+    self._head["system_fingerprint"] = fingerprint
+
   def take_prompt(self, scores: PromptScores) -> None:
     """Takes a prompt's scores, which come before its first choice."""
     self._prompts[scores.prompt] = scores

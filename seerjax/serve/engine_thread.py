@@ -69,7 +69,17 @@ class PromptScores(NamedTuple):
   tops: tuple[Top, ...]
 
 
-Event = Part | PromptScores | Refusal
+class Begun(NamedTuple):
+  """A job has begun, by weights that it ends by.
+
+  Attributes:
+    fingerprint: of these.
+  """
+
+  fingerprint: str
+
+
+Event = Begun | Part | PromptScores | Refusal
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -80,6 +90,8 @@ class Job:
     job_id: unique.
     client: whom it is fair to.
     model: name of the engine.
+    adapter: name of the adapter that answers; "" is the engine's base.
+    fingerprint: asked when the job begins, on the engine's thread; None asks nothing.
     requests: one a choice; those of one prompt follow one another and have its `group_id`.
     masks: of each choice's answer.
     num_choices: of each prompt.
@@ -100,6 +112,8 @@ class Job:
   num_top: int = 0
   wants_prompt: bool = False
   num_prompt_top: int = 0
+  adapter: str = ""
+  fingerprint: Callable[[], str] | None = None
   deliver: Callable[[Event], None]
 
 
@@ -143,7 +157,7 @@ class EngineThread:
 
     Args:
       engines: by name; nothing else may touch them from `start` on.
-      scorers: by the same names.
+      scorers: by the same names, and those of adapters.
       max_waiting: choices that wait for an engine, at most.
       max_waiting_of_client: of one client, at most.
       on_tokens: told how many tokens each visit sampled, by name.
@@ -211,7 +225,10 @@ class EngineThread:
 
   def swap(self, run: Callable[[], Any], done: Callable[[Any], None]) -> None:
     """Runs a function on the thread once no engine has a request, and hands `done` what it returns
-    or raises; until then no new request is let in.
+    or raises.
+
+    A job of which a choice has begun is answered to its end before; one that waits, or comes, is
+    answered afterwards.
 
     Raises:
       Refusal: if the server stops (503).
@@ -280,6 +297,7 @@ class EngineThread:
         self._drop(cancelled)
     if time.monotonic() >= self._deadline:
       self._give_up_all(stopping())
+      self._give_up_swaps(stopping())
       return
     self._cancel_live(cancelled)
     self._admit()
@@ -310,27 +328,31 @@ class EngineThread:
     """Hands choices to their engines, client by client, as far as sequences and pages allow."""
     while True:
       with self._changed:
-        if self._swaps:
-          if self.num_running:
+        swap, choice = None, self._next_choice()
+        if choice is None:
+          # Where nothing runs, no job has begun and waits for room.
+          if not self._swaps or self.num_running:
             return
           swap = self._swaps.popleft()
-        else:
-          choice = self._next_choice()
-          if choice is None:
-            return
-          swap = None
       if swap is not None:
         try:
           found = swap.run()
-        except Exception as error:
+        except ValueError as error:
           found = error
+        except Exception:
+          LOG.exception("weights: got an error of the server's own; the old ones may be half gone")
+          found = broken()
         swap.done(found)
-      else:
+      elif choice is not None:
         self._begin(choice)
 
   def _next_choice(self) -> _Choice | None:
-    """Takes the first choice of the client whose turn it is; None if its engine has no room."""
-    client = next(iter(self._lines), None)
+    """Takes the first choice of the client whose turn it is; None if its engine has no room.
+
+    Before a swap, only of jobs that have begun: of a job, the first choice begins first.
+    """
+    turns = (client for client, line in self._lines.items() if line[0].index or not self._swaps)
+    client = next(turns, None)
     if client is None:
       return None
     line = self._lines[client]
@@ -343,7 +365,9 @@ class EngineThread:
     return choice
 
   def _begin(self, choice: _Choice) -> None:
-    engine = self.engines[choice.job.model]
+    engine, fingerprint = self.engines[choice.job.model], choice.job.fingerprint
+    if fingerprint is not None and not choice.index:
+      choice.job.deliver(Begun(fingerprint()))
     try:
       engine.submit(choice.request, mask=choice.job.masks[choice.index])
     except ValueError as error:
@@ -353,7 +377,7 @@ class EngineThread:
     self._live[choice.job.model][choice.request.request_id] = choice
     prompt = choice.index // choice.job.num_choices
     if choice.job.wants_prompt and choice.index % choice.job.num_choices == 0:
-      scorer, tokens = self._scorers[choice.job.model], choice.request.prompt
+      scorer, tokens = self._scorer(choice.job), choice.request.prompt
       choice.job.deliver(PromptScores(prompt, *scorer.prompt(tokens, choice.job.num_prompt_top)))
 
   def _step(self, name: str, engine: Engine) -> None:
@@ -397,7 +421,7 @@ class EngineThread:
     job, request, tops = choice.job, choice.request, ()
     if job.num_top and first < choice.sent:
       if choice.following is None:
-        choice.following = self._scorers[job.model].following(
+        choice.following = self._scorer(job).following(
           request.prompt,
           request.sampling,
           job.num_top,
@@ -415,6 +439,15 @@ class EngineThread:
       finish_reason=completion.finish_reason,
       error=completion.error,
     )
+
+  def _give_up_swaps(self, refusal: Refusal) -> None:
+    with self._changed:
+      swaps, self._swaps = self._swaps, collections.deque()
+    for swap in swaps:
+      swap.done(refusal)
+
+  def _scorer(self, job: Job) -> Scorer:
+    return self._scorers[job.adapter or job.model]
 
   def _give_up(self, job: Job, refusal: Refusal) -> None:
     """Ends a job by a refusal."""

@@ -19,18 +19,25 @@ from seerjax.models.tokenizer import Tokenizer
 NOTHING: Mapping[str, Any] = types.MappingProxyType({})
 
 
-def fingerprint(model: Model, key: PRNGKeyArray, *, defaults: Mapping[str, Any] = NOTHING) -> str:
+def fingerprint(
+  model: Model,
+  key: PRNGKeyArray,
+  *,
+  defaults: Mapping[str, Any] = NOTHING,
+  weights: str = "",
+) -> str:
   """Returns the digest of numerics, weights, tokenizer, template, sampling key and defaults.
 
   Args:
     model: as the engine runs it, adapters included.
     key: the engine's sampling key.
     defaults: what a request that names nothing is sampled by.
+    weights: digest of the weights that answer; "" computes that of the model's.
   """
   parts = {
     "numerics": numerics_lib.fingerprint(model.numerics)["digest"],
     "model": repr(model.config),
-    "weights": values.weights_digest(model.params),
+    "weights": weights or values.weights_digest(model.params),
     "tokenizer": None if model.tokenizer is None else tokenizer_parts(model.tokenizer),
     "defaults": dict(defaults),
     "key": jax.random.key_data(key).tolist(),

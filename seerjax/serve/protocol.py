@@ -504,6 +504,19 @@ def _tools(name: str, value: Any) -> tuple[dict[str, Any], ...]:
   return tuple(value)
 
 
+def weights(body: Mapping[str, Any]) -> tuple[str, str]:
+  """Reads the body of /v1/weights: (model by name, "" where none is named; directory).
+
+  Raises:
+    Refusal: naming the field that is unknown, missing or not what it should be.
+  """
+  fields = _Fields(body)
+  model = fields.take("model", "", _text)
+  directory = fields.require("directory", _text, "name one on the server's machine")
+  fields.finish(("model", "directory"))
+  return model, directory
+
+
 def completion(body: Mapping[str, Any]) -> Asked:
   """Reads the body of /v1/completions.
 

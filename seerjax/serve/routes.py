@@ -24,7 +24,8 @@ from starlette.types import Message, Receive, Scope, Send
 
 from seerjax.serve import answers, protocol, served as served_lib
 from seerjax.serve.config import ServeConfig
-from seerjax.serve.engine_thread import EngineThread, Event, Job, Part, PromptScores
+from seerjax.serve.engine_thread import Begun, EngineThread, Event, Job, Part, PromptScores
+from seerjax.serve.family import Family
 from seerjax.serve.metrics import Metrics
 from seerjax.serve.protocol import Asked
 from seerjax.serve.refusals import Refusal, shown
@@ -47,6 +48,8 @@ class Service:
     config: bounds.
     metrics: counters.
     seed_of: `served.choice_seed`.
+    families: by the names of their bases, those whose weights may be replaced.
+    is_swapping: whether some are being replaced.
   """
 
   def __init__(
@@ -55,12 +58,15 @@ class Service:
     config: ServeConfig,
     *,
     seed_of: Callable[[int, int], int] = served_lib.choice_seed,
+    families: Mapping[str, Family] | None = None,
   ):
     self.models = dict(models)
+    self.families = dict(families or {})
+    self.is_swapping = False
     self.config = config
     self.seed_of = seed_of
     self.thread = EngineThread(
-      {name: served.engine for name, served in models.items()},
+      {name: served.engine for name, served in models.items() if served.beside is None},
       scorers={name: served.scorer for name, served in models.items()},
       max_waiting=config.max_waiting,
       max_waiting_of_client=config.max_waiting_of_client,
@@ -318,7 +324,9 @@ class Asking:
     self._job = job = Job(
       job_id=entry.answer_id,
       client=f"{address}/{asked.user}",
-      model=plan.served.name,
+      model=plan.served.base.name,
+      adapter=plan.served.adapter,
+      fingerprint=lambda: plan.served.fingerprint,
       requests=plan.requests,
       masks=plan.masks,
       num_choices=asked.num_choices,
@@ -334,6 +342,9 @@ class Asking:
       found = await events.get()
       if isinstance(found, Refusal):
         raise found
+      if isinstance(found, Begun):
+        answer.begin(found.fingerprint)
+        continue
       if isinstance(found, PromptScores):
         answer.take_prompt(found)
         continue
@@ -410,13 +421,18 @@ def application(service: Service) -> Starlette:
     require_token(request, config)
     return Response(service.metrics.text(), media_type="text/plain; version=0.0.4")
 
+  async def weights(request: Request) -> Response:
+    return await _replace_weights(service, request)
+
   async def on_refusal(request: Request, error: Exception) -> Response:
     assert isinstance(error, Refusal)
     return refused(error)
 
   async def on_http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    routes = "POST /v1/chat/completions, /v1/completions; GET /v1/models, /health, /metrics"
+    routes = (
+      "POST /v1/chat/completions, /v1/completions, /v1/weights; GET /v1/models, /health, /metrics"
+    )
     got = f"{request.method} {shown(request.url.path)}"
     return refused(
       Refusal(
@@ -430,6 +446,7 @@ def application(service: Service) -> Starlette:
     routes=[
       asking("/v1/chat/completions"),
       asking("/v1/completions"),
+      Route("/v1/weights", weights, methods=["POST"]),
       Route("/v1/models", models),
       Route("/v1/models/{name:path}", model),
       Route("/health", health),
@@ -439,12 +456,95 @@ def application(service: Service) -> Starlette:
   )
 
 
+async def _replace_weights(service: Service, request: Request) -> Response:
+  """Reads a directory, and puts its weights in the place of a model's between two requests.
+
+  Raises:
+    Refusal: if there is no token to ask for, or not the token; if the directory's weights are not
+      this model's; or if others are being put there.
+  """
+  entry = _Entry(service, "/v1/weights")
+  try:
+    served = await _replaced(service, request)
+    entry.status, entry.reason = 200, "replaced"
+    return _json(_described(served))
+  except Refusal as refusal:
+    entry.status, entry.reason = refusal.status, refusal.code or "refused"
+    raise
+  finally:
+    entry.finish()
+
+
+async def _replaced(service: Service, request: Request) -> Served:
+  if not service.config.token:
+    raise Refusal(
+      "weights: got a server without a token, expected one that has one: whoever reaches the port"
+      " could replace them; set SEERJAX_SERVE_TOKEN or --token_file.",
+      status=403,
+      kind="permission_error",
+      code="token_required",
+    )
+  require_token(request, service.config)
+  name, directory = protocol.weights(
+    protocol.parsed(await read_body(request, service.config))
+  )
+  served = service.find(name)
+  family = service.families.get(served.base.name)
+  if family is None:
+    raise Refusal(
+      f"model: got {shown(served.name)}, whose weights this server keeps, expected one of"
+      f" {', '.join(service.families) or 'none'}; start a server of the directory.",
+      param="model",
+    )
+  if service.is_swapping:
+    raise Refusal(
+      "weights: got another directory while one is being put in place, expected one after the"
+      " other; ask again when that is done.",
+      status=409,
+      kind="conflict_error",
+      code="weights_busy",
+      retry_seconds=1,
+    )
+  service.is_swapping = True
+  loop = asyncio.get_running_loop()
+  found: asyncio.Future[Any] = loop.create_future()
+
+  def done(result: Any) -> None:
+    def tell() -> None:
+      service.is_swapping = False
+      if not found.done():  # Who asked may have left.
+        found.set_result(result)
+
+    with contextlib.suppress(RuntimeError):  # The loop is over.
+      loop.call_soon_threadsafe(tell)
+
+  try:
+    loaded = await asyncio.to_thread(family.read, served.name, directory)
+    service.thread.swap(lambda: family.put(loaded), done)
+  except BaseException as error:
+    service.is_swapping = False
+    if isinstance(error, ValueError | OSError):
+      raise _unfit(error) from error
+    raise
+  result = await found
+  if isinstance(result, ValueError):
+    raise _unfit(result) from result
+  if isinstance(result, Exception):
+    raise result
+  return result
+
+
+def _unfit(error: Exception) -> Refusal:
+  return Refusal(f"directory: {error}", param="directory", code="unfit_weights")
+
+
 def _described(served: Served) -> dict[str, Any]:
   return {
     "id": served.name,
     "object": "model",
     "created": served.created,
     "owned_by": "seerjax",
+    "parent": None if served.beside is None else served.beside.name,
     "max_model_len": served.context,
     "system_fingerprint": served.fingerprint,
     # Of the model's own files; a request's fields come before them.

@@ -87,6 +87,7 @@ class Served:
     fingerprint: `identity.fingerprint`; another once weights are swapped.
     defaults: where a request names nothing.
     created: seconds since 1970.
+    beside: the base whose engine it shares, of an adapter; None is a base.
   """
 
   name: str
@@ -95,6 +96,7 @@ class Served:
   fingerprint: str
   defaults: Defaults = Defaults()
   created: int = 0
+  beside: Served | None = None
 
   def __post_init__(self):
     if self.engine.tokenizer is None:
@@ -103,8 +105,21 @@ class Served:
         " load it with seerjax.load_model."
       )
     self.tokenizer: Tokenizer = self.engine.tokenizer
+    if self.beside is not None:
+      self.vocabulary, self.compiler = self.beside.vocabulary, self.beside.compiler
+      return
     self.vocabulary = Vocabulary(self.tokenizer)
     self.compiler = Compiler(self.tokenizer, self.engine.model.vocab_size)
+
+  @property
+  def base(self) -> Served:
+    """The base, which may be itself."""
+    return self if self.beside is None else self.beside
+
+  @property
+  def adapter(self) -> str:
+    """Its name in the engine; "" is the base."""
+    return "" if self.beside is None else self.name
 
   @property
   def context(self) -> int:
@@ -119,7 +134,7 @@ class Plan:
   Attributes:
     asked: the request.
     served: the model.
-    fingerprint: of the weights that answer.
+    fingerprint: of the weights that were there; `Begun` names those that answer.
     prompts: token ids.
     requests: one a choice, those of one prompt after one another.
     masks: one a choice, where answers have a grammar.
@@ -186,6 +201,7 @@ def plan(
         sampling=sampling,
         seed=seed_of(seed, index),
         group_id=f"{job_id}/{place}" if asked.num_choices > 1 else "",
+        adapter=served.adapter,
       )
       if not index:
         try:

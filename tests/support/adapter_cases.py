@@ -268,7 +268,7 @@ def _described(adapter: lora.Adapter, scale: float) -> str:
   return f"{ranks} x {scale}"
 
 
-def main(numbers: list[str]) -> None:
+def main(numbers: list[Any]) -> None:
   jax.config.update("jax_num_cpu_devices", 8)
   implementation, *rest = numbers
   for seed, number in zip(rest[::2], rest[1::2], strict=True):
