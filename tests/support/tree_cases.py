@@ -29,7 +29,11 @@ from seerjax.speculation import tree as tree_lib
 from seerjax.types import Completion
 
 MESHES = ((1, 1), (2, 1), (1, 2), (2, 2))  # (instances, model shards)
-OF_A_MODEL = 6  # Cases that share a model, its reference and its machine.
+# Of the tiny model: splits of four pages, and pages for trees of any shape.
+SMALL = EngineConfig(
+  page_size=4, num_pages=241, max_sequences=3, max_context=MAX_TOKENS, row_buckets=(40,)
+)
+OF_A_MODEL = drawn_models.OF_A_MODEL  # Cases that share a model, its reference and its machine.
 KINDS = (
   "comb",
   "expanded",
@@ -85,11 +89,8 @@ def small(seed: int, number: int, numerics: numerics_lib.NumericsConfig) -> Case
     train_page_size=8,
     train_instances=1,
   )
-  sizes = EngineConfig(
-    page_size=4, num_pages=241, max_sequences=3, max_context=MAX_TOKENS, row_buckets=(40,)
-  )
   case = drawn_models.draw(seed, number)
-  machine = Machine(model=model, sizes=sizes, mesh=(1, 1))
+  machine = Machine(model=model, sizes=SMALL, mesh=(1, 1))
   return dataclasses.replace(case, machine=machine, right=0.8, chunk_tokens=(0, 9)[number % 2])
 
 
@@ -101,7 +102,7 @@ def draw(seed: int, number: int, implementation: str) -> Case:
   shards_wanted = MESHES[block % 4][1]
   model = _drawn_model(rng, shards_wanted, implementation)
   machine = _drawn_machine(rng, model, (MESHES[block % 4][0], shards_wanted))
-  case = drawn_models.draw(seed, number % 6 + drawn_models.OF_A_MODEL * (block + 1))
+  case = drawn_models.draw(seed, number)
   return dataclasses.replace(
     case,
     machine=machine,
@@ -360,6 +361,7 @@ def run_case(
       raise
   model_cases.count_case(case, events)
   events[f"pages of {case.machine.sizes.page_size}"] += 1
+  events["schedules"] += 1 + changes_weights
   events[f"instances {case.machine.mesh[0]}, model shards {case.machine.mesh[1]}"] += 1
   events["scanned layers"] += case.model.config.num_layers > 8
 
