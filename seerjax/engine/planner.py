@@ -380,7 +380,8 @@ class Planner:
       sequence = SequenceState(request, list(request.prompt), 0, None, row, limit=limit)
       sequence.hold([0], self._table_width)
       sequence.num_written = position
-      paths = (DraftPath((0,) * (count - 1), sequence.page_row),) if count > 1 else ()
+      path = DraftPath((0,) * (count - 1), sequence.page_row, tuple(range(1, count)))
+      paths = (path,) if count > 1 else ()
       scheduled.append(ScheduledRows(sequence, 1, first, paths))
       first += count
     return [scheduled for _ in self._memory.pools]
