@@ -1,0 +1,359 @@
+"""Whether it pays to sleep: a formula, and what it needs, learnt from what was seen.
+
+  price of N questions   without sleep   t * B * N
+                         with sleep      t * b * N + S
+  break-even             N = S / (t * (B - b))
+
+S tokens of sleep, b and B of an answer with and without it, t the price of a token that somebody
+waits for. A context whose expected questions stay below break-even is left alone; where B <= b
+sleep never pays, and nothing is divided.
+
+S, b and B are means of what contexts of the same length (and questions as predictable) took, of all
+where those are few. Records are immutable and no clock is read: equal sights, equal decisions.
+
+Source: the cost model of Lin et al. 2025, section 5.3, https://arxiv.org/abs/2504.13171.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+import dataclasses
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+MAX_SIGHTS = 1024  # Contexts whose numbers of questions are remembered.
+# Edges between bins of predictability, nats a token; a question of -1 is likelier than one of -3.
+PREDICTABILITY_EDGES = (-3.0, -2.0, -1.5, -1.0)
+
+
+def break_even(
+  *, sleep_tokens: float, full_tokens: float, short_tokens: float, latency_price: float
+) -> float:
+  """Returns how many questions pay for sleep, infinity where none ever do.
+
+  Args:
+    sleep_tokens: S, of one context.
+    full_tokens: B, of an answer without sleep.
+    short_tokens: b, of an answer with it.
+    latency_price: t, of a token that somebody waits for, in tokens of sleep.
+
+  Raises:
+    ValueError: for a price that is not above 0, or a count below 0.
+  """
+  if not 0 < latency_price < math.inf:
+    raise ValueError(
+      f"break_even: got latency_price={latency_price}, expected more than 0 and finite; 10 is the"
+      " published price of a token that somebody waits for, 1 that of one like any other."
+    )
+  if not min(sleep_tokens, full_tokens, short_tokens) >= 0:
+    raise ValueError(
+      f"break_even: got sleep_tokens={sleep_tokens}, full_tokens={full_tokens} and"
+      f" short_tokens={short_tokens}, expected counts of at least 0; pass tokens."
+    )
+  if full_tokens <= short_tokens:
+    return math.inf
+  return sleep_tokens / (latency_price * (full_tokens - short_tokens))
+
+
+def predictability(logprobs: np.ndarray) -> float:
+  """Returns how likely a question is after its context, in nats a token.
+
+  Args:
+    logprobs: f32[t], of the question's tokens, as the engine scores them when they are forced.
+
+  Raises:
+    ValueError: for no token, or a value that is no log-probability.
+  """
+  values = [float(value) for value in logprobs]
+  if not values or not all(value <= 0 for value in values):
+    raise ValueError(
+      f"predictability: got {len(values)} log-probabilities up to {max(values, default=math.nan)},"
+      " expected at least one, all of at most 0 nats; pass the engine's scores of the question."
+    )
+  return math.fsum(values) / len(values)
+
+
+class Kind(NamedTuple):
+  """What contexts have to have in common to be counted together.
+
+  Attributes:
+    length: bits of the context's number of tokens: 6 is 32 to 63.
+    bin: of predictability, 0 the least; -1 if that is not known.
+  """
+
+  length: int
+  bin: int = -1
+
+
+def kind_of(num_tokens: int, predicted: float | None = None) -> Kind:
+  """Returns the kind of a context.
+
+  Args:
+    num_tokens: of the context.
+    predicted: predictability of its questions, nats a token; None if that is not known.
+
+  Raises:
+    ValueError: for no token.
+  """
+  if num_tokens < 1:
+    raise ValueError(
+      f"kind_of: got num_tokens={num_tokens}, expected at least 1; an empty context has no sleep."
+    )
+  place = -1 if predicted is None else sum(predicted >= edge for edge in PREDICTABILITY_EDGES)
+  return Kind(int(num_tokens).bit_length(), place)
+
+
+class Mean(NamedTuple):
+  """A mean of counts, exactly.
+
+  Attributes:
+    count: of values.
+    total: their sum.
+  """
+
+  count: int = 0
+  total: int = 0
+
+  def plus(self, value: int) -> Mean:
+    """Returns the mean with one value more."""
+    return Mean(self.count + 1, self.total + int(value))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Seen:
+  """What was seen so far; see `saw_context`.
+
+  Attributes:
+    sleep: S by kind.
+    short: b by kind.
+    full: B by kind.
+    questions: numbers of questions of the last contexts that are over, oldest first.
+  """
+
+  sleep: Mapping[Kind, Mean] = dataclasses.field(default_factory=dict)
+  short: Mapping[Kind, Mean] = dataclasses.field(default_factory=dict)
+  full: Mapping[Kind, Mean] = dataclasses.field(default_factory=dict)
+  questions: tuple[int, ...] = ()
+
+
+def _plus(means: Mapping[Kind, Mean], kind: Kind, values: Sequence[int]) -> dict[Kind, Mean]:
+  mean = means.get(kind, Mean())
+  for value in values:
+    mean = mean.plus(value)
+  return {**means, kind: mean} if values else dict(means)
+
+
+def saw_sleep(seen: Seen, kind: Kind, num_tokens: int) -> Seen:
+  """Returns what was seen with one sleep more, of all its tokens."""
+  return dataclasses.replace(seen, sleep=_plus(seen.sleep, kind, [num_tokens]))
+
+
+def saw_answer(seen: Seen, kind: Kind, num_tokens: int, *, has_slept: bool) -> Seen:
+  """Returns what was seen with one answer more, with or without sleep."""
+  if has_slept:
+    return dataclasses.replace(seen, short=_plus(seen.short, kind, [num_tokens]))
+  return dataclasses.replace(seen, full=_plus(seen.full, kind, [num_tokens]))
+
+
+def saw_end(seen: Seen, num_questions: int) -> Seen:
+  """Returns what was seen with one context more that is over, and how many questions it got."""
+  return dataclasses.replace(seen, questions=(*seen.questions, int(num_questions))[-MAX_SIGHTS:])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlannerConfig:
+  """What a planner takes for granted.
+
+  Attributes:
+    latency_price: t.
+    num_trials: sleeps, and answers of either sort, of which a kind needs that many before it is
+      judged by itself; all kinds together need as many before anything is, and until then a context
+      is slept for, or left alone, to see.
+    prior_questions: a context is expected to get before any was seen.
+    prior_weight: contexts that this expectation counts for.
+  """
+
+  latency_price: float = 10.0
+  num_trials: int = 8
+  prior_questions: float = 1.0
+  prior_weight: float = 4.0
+
+  def __post_init__(self):
+    if not 0 < self.latency_price < math.inf:
+      raise ValueError(
+        f"PlannerConfig.latency_price: got {self.latency_price}, expected more than 0 and finite;"
+        " 10 is the published price of a token that somebody waits for."
+      )
+    if self.num_trials < 1:
+      raise ValueError(
+        f"PlannerConfig.num_trials: got {self.num_trials}, expected at least 1; 8 is usual."
+      )
+    if not (self.prior_questions >= 0 and self.prior_weight > 0):
+      raise ValueError(
+        f"PlannerConfig: got prior_questions={self.prior_questions} and"
+        f" prior_weight={self.prior_weight}, expected at least 0, and more than 0; raise them."
+      )
+
+
+class Estimate(NamedTuple):
+  """What a context is expected to take, in tokens.
+
+  Attributes:
+    sleep_tokens: S.
+    short_tokens: b.
+    full_tokens: B.
+  """
+
+  sleep_tokens: float
+  short_tokens: float
+  full_tokens: float
+
+
+def _mean(means: Mapping[Kind, Mean], kind: Kind, num_trials: int) -> float | None:
+  """Returns the mean of a kind, of its length, or of all: the first that has seen enough."""
+  candidates = (
+    [mean for other, mean in means.items() if other == kind],
+    [mean for other, mean in means.items() if other.length == kind.length],
+    list(means.values()),
+  )
+  for found in candidates:
+    count = sum(mean.count for mean in found)
+    if count >= num_trials:
+      return sum(mean.total for mean in found) / count
+  return None
+
+
+def estimate(seen: Seen, kind: Kind, config: PlannerConfig) -> Estimate | None:
+  """Returns what a context of a kind takes, None while too little was seen."""
+  trials = config.num_trials
+  found = [_mean(means, kind, trials) for means in (seen.sleep, seen.short, seen.full)]
+  if any(value is None for value in found):
+    return None
+  return Estimate(*(float(value) for value in found if value is not None))
+
+
+def expected_questions(seen: Seen, num_asked: int, config: PlannerConfig) -> float:
+  """Returns how many more questions a context gets that has got `num_asked`.
+
+  The mean of what contexts that got as many got beyond that, with the prior among them.
+
+  Raises:
+    ValueError: for a count below 0.
+  """
+  if num_asked < 0:
+    raise ValueError(
+      f"expected_questions: got num_asked={num_asked}, expected at least 0; pass a count."
+    )
+  beyond = [count - num_asked for count in seen.questions if count >= num_asked]
+  total = sum(beyond) + config.prior_questions * config.prior_weight
+  return total / (len(beyond) + config.prior_weight)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Decision:
+  """What is done about one context.
+
+  Attributes:
+    should_sleep: whether it is slept for.
+    why: "pays", "below break-even", "never pays", "to see S and b" or "to see B".
+    break_even: questions that pay for sleep; infinity where it never pays, NaN while unknown.
+    expected_questions: that are still to come.
+    expected: what the context takes, None while unknown.
+  """
+
+  should_sleep: bool
+  why: str
+  break_even: float
+  expected_questions: float
+  expected: Estimate | None
+
+
+def decide(seen: Seen, kind: Kind, num_asked: int, config: PlannerConfig) -> Decision:
+  """Returns whether to sleep for a context.
+
+  Args:
+    seen: so far.
+    kind: of the context.
+    num_asked: questions that it has got already.
+    config: the price, and what was never seen.
+  """
+  to_come = expected_questions(seen, num_asked, config)
+  expected = estimate(seen, kind, config)
+  if expected is None:
+    # Each is tried as long as it is seen less than the other.
+    num_slept, num_full = (
+      sum(mean.count for mean in means.values()) for means in (seen.short, seen.full)
+    )
+    num_sleeps = sum(mean.count for mean in seen.sleep.values())
+    lacks_sleep = num_sleeps < config.num_trials or num_slept < config.num_trials
+    should_sleep = lacks_sleep and (num_full >= config.num_trials or num_slept <= num_full)
+    return Decision(
+      should_sleep=should_sleep,
+      why="to see S and b" if should_sleep else "to see B",
+      break_even=math.nan,
+      expected_questions=to_come,
+      expected=None,
+    )
+  needed = break_even(
+    sleep_tokens=expected.sleep_tokens,
+    full_tokens=expected.full_tokens,
+    short_tokens=expected.short_tokens,
+    latency_price=config.latency_price,
+  )
+  pays = to_come > needed
+  why = "pays" if pays else "below break-even" if needed < math.inf else "never pays"
+  return Decision(
+    should_sleep=pays, why=why, break_even=needed, expected_questions=to_come, expected=expected
+  )
+
+
+class Realised(NamedTuple):
+  """What a context came to, beside what was predicted for it.
+
+  Attributes:
+    num_questions: that it got.
+    cost: with what was done, in tokens of sleep.
+    predicted_break_even: of the decision.
+    break_even: with the S and b that it took, and the B that its kind takes; NaN without sleep.
+  """
+
+  num_questions: int
+  cost: float
+  predicted_break_even: float
+  break_even: float
+
+
+def realised(
+  decision: Decision,
+  *,
+  sleep_tokens: int,
+  answer_tokens: Sequence[int],
+  full_tokens: float,
+  config: PlannerConfig,
+) -> Realised:
+  """Returns what a context came to, for the log.
+
+  Args:
+    decision: what was done.
+    sleep_tokens: that were spent on it.
+    answer_tokens: of each answer.
+    full_tokens: B, what an answer of its kind takes without sleep.
+    config: the price.
+  """
+  count = len(answer_tokens)
+  found = math.nan
+  if decision.should_sleep and count:
+    found = break_even(
+      sleep_tokens=sleep_tokens,
+      full_tokens=full_tokens,
+      short_tokens=sum(answer_tokens) / count,
+      latency_price=config.latency_price,
+    )
+  return Realised(
+    num_questions=count,
+    cost=config.latency_price * sum(answer_tokens) + sleep_tokens,
+    predicted_break_even=decision.break_even,
+    break_even=found,
+  )
