@@ -6,8 +6,9 @@
   question  "How many pens does Ana have now?"              known late; 10 a context
 
 A waker is asked with the context, with what a sleeper made of it, or with both. The split "test"
-tells of people, in verbs and in one kind of story ("mixed") that "train" and "heldout" never use;
-these two differ in contexts alone: budgets are fixed on "heldout", and "test" is read once.
+tells of people, in verbs and in two kinds of stories that "train" and "heldout" never use: "star",
+where all are compared with the first, and "mixed", where who was compared trades. These two splits
+differ in contexts alone: budgets are fixed on "heldout", and "test" is read once.
 
 Which question is asked follows a law of Zipf over the questions that a context allows: the higher
 `predictability`, the surer the first of them.
@@ -38,7 +39,7 @@ TRAIN_NAMES = tuple(name for name in stories.NAMES if name not in TEST_NAMES)
 TEST_VERBS = ("finds", "loses", "takes")
 # Of ten contexts, how many are of each kind.
 TRAIN_KINDS = {"story": 5, "trade": 2, "people": 3}
-TEST_KINDS = {"story": 4, "trade": 1, "people": 2, "mixed": 3}
+TEST_KINDS = {"story": 3, "trade": 1, "people": 2, "star": 3, "mixed": 1}
 QUESTION_FORMS = ("now", "goal", "share", "price", "both", "difference")
 SLEEP_QUESTION = "How many {thing} does each have now?"
 # How many of a solution's last steps an answer has; None is all, and asked for without a word.
@@ -305,6 +306,27 @@ def forms_of(split: str) -> dict[str, tuple[str, ...]]:
 FORMS = {split: forms_of(split) for split in SPLITS}
 
 
+def _star(teller: Teller, events: int) -> tuple[str, tuple[Chain, ...]]:
+  """Several people, each compared with the first."""
+  sentence, first = teller.start(teller.names[0], may_box=False)
+  sentences, chains = [sentence], [first]
+  for person in teller.names[1 : events + 1]:
+    words = dict(p=person, q=first.person)
+    chain = dataclasses.replace(first, person=person)
+    times = teller.draws.between(2, 3)
+    if teller.draws.chance(0.15) and first.value * times <= teller.max_total:
+      sentence, chain = teller.say("as_many", k=times, **words), chain.then("*", times)
+    elif first.value < 6 or teller.draws.below(2):
+      number = teller.draws.between(2, min(teller.max_operand, teller.max_total - first.value))
+      sentence, chain = teller.say("more", n=number, **words), chain.then("+", number)
+    else:
+      number = teller.draws.between(2, min(teller.max_operand, first.value - 1))
+      sentence, chain = teller.say("fewer", n=number, **words), chain.then("-", number)
+    sentences += [sentence, *teller.distract(person)]
+    chains.append(chain)
+  return " ".join(sentences), tuple(chains)
+
+
 def _mixed(teller: Teller, events: int) -> tuple[str, tuple[Chain, ...]]:
   """Two people who are compared first, and then buy, lose and give as in a trade."""
   first, second = teller.names[:2]
@@ -477,7 +499,7 @@ class StatefulWordProblems:
     if not found:
       raise ValueError(
         f"StatefulConfig.kinds: got {self.config.kinds}, expected one at least of {tuple(kinds)},"
-        f" which the split {split!r} tells; 'mixed' is told in 'test' alone."
+        f" which the split {split!r} tells; 'star' and 'mixed' are told in 'test'."
       )
     return found
 
@@ -497,14 +519,17 @@ class StatefulWordProblems:
     if self.config.steps is not None:
       events = draws.between(*self.config.steps)
     # The last name is a distractor's.
+    num_compared = min(events, len(teller.names) - 2)
     if kind == "people":
-      told = stories.people(teller, min(events, len(teller.names) - 2))
+      told = stories.people(teller, num_compared)
     elif kind == "trade":
       told = stories.trade(teller, max(2, events), is_long)
     elif kind == "story":
       told = stories.story(teller, events, is_long)
     else:
-      text, chains = _mixed(teller, max(2, events))
+      text, chains = (
+        _star(teller, num_compared) if kind == "star" else _mixed(teller, max(2, events))
+      )
       return _Told(kind, text, teller.things[0], chains, teller)
     return _Told(told.kind, told.text, told.thing, told.chains, teller)
 

@@ -246,9 +246,9 @@ def fuzz(directory: pathlib.Path, rng: random.Random, num: int) -> collections.C
 
 
 def test_nothing_stale_is_served_whatever_happens(tmp_path: pathlib.Path, seed: int):
-  events = fuzz(tmp_path, random.Random(seed), 120)
+  events = fuzz(tmp_path, random.Random(seed), 150)
   print(dict(events))
-  assert events["read"] > 20 and events["stale refused"] > 0
+  assert events["read"] > 0 and events["stale refused"] > 0
 
 
 @pytest.mark.thorough
