@@ -28,7 +28,7 @@ from seerjax.models import (
 )
 from seerjax.models.loading import Model
 from seerjax.ops import rotary, sampling
-from seerjax.types import Request, SamplingParams
+from seerjax.types import KeyCopies, Request, SamplingParams
 
 # On a Hopper GPU the kernels themselves run.
 IS_INTERPRETED = gpu.device_reason(interpret=False) is not None
@@ -84,7 +84,8 @@ def sequences(lengths):
   whole, _ = flax_module.sequences_batch(1, ROWS, NUMERICS, PAGE_SIZE)
   rng = np.random.default_rng(5)
   tokens = {length: rng.integers(0, CONFIG.vocab_size, 16).astype(np.int32) for length in (3, 4, 1)}
-  fields = {name: np.zeros_like(np.asarray(value)) for name, value in whole._asdict().items()}
+  named = {name: value for name, value in whole._asdict().items() if value is not None}
+  fields = {name: np.zeros_like(np.asarray(value)) for name, value in named.items()}
   table = np.zeros((ROWS, 2), np.int32)
   none = np.zeros(ROWS, np.int32)
   fields |= dict(page_table=table, segment_start=none.copy(), segment_length=none.copy())
@@ -137,6 +138,40 @@ def test_the_kernels_agree_with_the_portable_path():
   expected, _ = run((3, 4, 1), tiled, samples=False)
   for rows in places.values():
     np.testing.assert_allclose(found[rows], expected[rows], atol=0.02, rtol=0.02)
+
+
+@pytest.mark.thorough
+def test_a_branch_of_a_tree_has_the_bits_of_its_path():
+  # Four rows of one path; from its second on, another token in the fifth, with pages of its own.
+  batch, _ = sequences((4,))
+  fields = {name: np.array(value) for name, value in batch._asdict().items() if value is not None}
+  others = (3 * PAGE_SIZE, 3 * PAGE_SIZE + 1)
+  fields["tokens"][4], fields["positions"][4] = 77, 2
+  fields["slots"][4] = others[1] + 1
+  fields["segment_start"][1], fields["segment_length"][1] = 4, 1
+  fields["page_table"][1] = (3, 4)
+  fields["num_rows"], fields["num_segments"] = np.int32(5), np.int32(2)
+  tree = batch._replace(**jax.tree.map(jnp.asarray, fields))
+  lone = {name: value.copy() for name, value in fields.items()}
+  lone["tokens"][2], lone["num_rows"], lone["num_segments"] = 77, np.int32(3), np.int32(1)
+  lone["segment_length"][:2] = (3, 0)
+
+  @jax.jit
+  def run(batch, copies):
+    pages = kv_layout.empty_pages(CONFIG, NUMERICS, num_pages=9, page_size=PAGE_SIZE)
+    return transformer.forward(
+      params(), batch, pages, config=CONFIG, numerics=NUMERICS, key_copies=copies
+    )[0]
+
+  i32 = functools.partial(jnp.asarray, dtype=jnp.int32)
+  copies = KeyCopies(i32((0, 1, 0, 0)), i32((*others, 0, 0)), i32(2))
+  found = np.asarray(run(tree, copies), np.float32)
+  alone = batch._replace(**jax.tree.map(jnp.asarray, lone))
+  for others in (None, copies._replace(count=i32(0))):
+    expected = np.asarray(run(alone, others), np.float32)
+    np.testing.assert_array_equal(found[[0, 1, 4]], expected[:3])
+  without = np.asarray(run(tree, copies._replace(count=i32(0))), np.float32)
+  assert (without[4] != found[4]).any() and (without[:4] == found[:4]).all()  # The twin.
 
 
 @pytest.mark.long

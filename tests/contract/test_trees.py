@@ -17,6 +17,7 @@ import functools
 
 import drawn_models
 from drawn_models import MAX_TOKENS
+import made_drafters
 import numpy as np
 import pytest
 import tiny_model
@@ -39,6 +40,11 @@ NUMERICS = {
 ALL = pytest.mark.parametrize("numerics", NUMERICS.values(), ids=NUMERICS)
 
 
+def asked(name: str, prompt: Sequence[int], max_tokens: int, *, seed: int = 0) -> Request:
+  sampling = SamplingParams(max_tokens=max_tokens)
+  return Request(request_id=name, prompt=tuple(prompt), sampling=sampling, seed=seed)
+
+
 # Every day: one program beside those of the other files.
 DAILY_EVENTS = (
   "trees of three leaves",
@@ -49,38 +55,114 @@ DAILY_EVENTS = (
 )
 
 
-def daily_engine() -> CountedEngine:
-  engine = tiny_model.make_engine(tree_cases.SMALL, tiny_model.NATIVE, kind=CountedEngine)
+def daily_engine(kind: type[CountedEngine] = CountedEngine) -> CountedEngine:
+  # Single steps: visits of several would be a program more.
+  sizes = dataclasses.replace(tree_cases.SMALL, steps_per_visit=1)
+  engine = tiny_model.make_engine(sizes, tiny_model.NATIVE, kind=kind)
   assert isinstance(engine, CountedEngine)
   engine.events = collections.Counter()
   return engine
 
 
+def num_differing(
+  seed: int, number: int, events: collections.Counter[str], kind: type[CountedEngine]
+) -> int:
+  """Runs a case's requests at once, some preempted; how many differ from themselves alone."""
+  case = tree_cases.small(seed, number, tiny_model.NATIVE)
+  alone = {
+    one.request_id: tiny_model.alone(tiny_model.NATIVE, one.prompt, one.sampling, one.seed)
+    for one in drawn_models.requests_of(case)
+  }
+  engine, rng = daily_engine(kind), case.rng(5)
+  said = {name: completion.tokens for name, completion in alone.items()}
+  engine.drafter = tree_cases.TreeDrafter(said, 64, seed + number, 0.8)
+  for one in drawn_models.requests_of(case):
+    engine.submit(one)
+  while engine.num_unfinished:
+    engine.step()
+    live = [name for name in said if name in engine._requests.live]
+    if live and rng.random() < 0.1:
+      engine.preempt(live[int(rng.integers(len(live)))])
+  events.update(engine.events)
+  events["side paths"] += engine.counters.side_paths
+  events["accepted tokens"] += engine.counters.accepted_tokens
+  return sum(not tiny_model.same(one, alone[one.request_id]) for one in engine.poll())
+
+
 def test_no_tree_changes_a_bit(seed, tell_events):
-  total = collections.Counter()
-  for number in range(5):
-    case = tree_cases.small(seed, number, tiny_model.NATIVE)
-    requests = drawn_models.requests_of(case)
-    alone = {
-      one.request_id: tiny_model.alone(tiny_model.NATIVE, one.prompt, one.sampling, one.seed)
-      for one in requests
-    }
-    engine, rng = daily_engine(), case.rng(5)
-    said = {name: completion.tokens for name, completion in alone.items()}
-    engine.drafter = tree_cases.TreeDrafter(said, 64, seed + number, 0.8)
-    for one in requests:
-      engine.submit(one)
-    while engine.num_unfinished:
-      engine.step()
-      live = [name for name in said if name in engine._requests.live]
-      if live and rng.random() < 0.1:
-        engine.preempt(live[int(rng.integers(len(live)))])
-    for completion in engine.poll():
-      assert tiny_model.same(completion, alone[completion.request_id]), str(case)
-    total += engine.events
-    total["side paths"] += engine.counters.side_paths
-    total["accepted tokens"] += engine.counters.accepted_tokens
-  tell_events("trees of every day", total, DAILY_EVENTS)
+  events = collections.Counter()
+  assert [num_differing(seed, number, events, CountedEngine) for number in range(5)] == [0] * 5
+  tell_events("trees of every day", events, DAILY_EVENTS)
+
+
+class CopiesNothing(CountedEngine):
+  """Key copies are left out."""
+
+  def _inputs(self, scheduled):
+    inputs = super()._inputs(scheduled)
+    return inputs._replace(
+      key_copies=inputs.key_copies._replace(count=np.zeros_like(inputs.key_copies.count))
+    )
+
+
+def test_keys_that_are_not_copied_are_noticed(seed):
+  events = collections.Counter()
+  assert any(num_differing(seed, number, events, CopiesNothing) for number in range(5))
+
+
+class Fixed(made_drafters.Observed):
+  """One tree, of the first request alone."""
+
+  def __init__(self, tree: tree_lib.Tree):
+    super().__init__()
+    self.tree = tree
+
+  def draft(self, queries):
+    first = min(query.request_id for query in queries)
+    return [self.tree.paths() if query.request_id == first else [] for query in queries]
+
+
+@pytest.mark.parametrize(
+  "tree, field, held_back, num_kept",
+  [
+    # 40 rows, of which the last token and the other request take two.
+    (tree_lib.expand((2, 3, 9)).filled([[*range(9)]] * 3), "cut_for_rows", 0, 38),
+    # 160 places of the table, of which a sibling at depth 12 takes 12: the last token's, and 11.
+    (tree_lib.comb([*range(12)], [()] * 11 + [range(20, 60)]), "cut_for_copies", 0, 12 + 160 // 12),
+    # 5 pages are left: a sibling at depth 5 takes the three from position 3 to 8, as the first path
+    # takes none.
+    (tree_lib.comb([*range(5)], [()] * 4 + [range(20, 30)]), "cut_for_pages", 5, 5 + 1),
+  ],
+)
+def test_a_tree_that_does_not_fit_loses_its_last_leaves_and_never_a_request(
+  tree, field, held_back, num_kept
+):
+  requests = [asked(name, (1, 2, 3), 30, seed=place) for place, name in enumerate("ab")]
+  engine = daily_engine()
+  for one in requests:
+    engine.submit(one)
+  engine.step()
+  pool, held = engine.memory.pools[0], []
+  if held_back:
+    held = pool.take(pool.num_available - held_back)
+  free = pool.num_available
+  engine.drafter = Fixed(tree)
+  rows = engine.counters.rows
+  engine.step()
+  assert engine.counters.rows - rows == 2 + num_kept
+  cuts = ("cut_for_rows", "cut_for_copies", "cut_for_pages")
+  assert {name: getattr(engine.counters, name) for name in cuts} == {
+    name: int(name == field) for name in cuts
+  }
+  assert pool.num_available == free
+  engine.drafter = None
+  while engine.num_unfinished:
+    engine.step()
+  for found, one in zip(sorted(engine.poll(), key=lambda c: c.request_id), requests, strict=True):
+    alone = tiny_model.alone(tiny_model.NATIVE, one.prompt, one.sampling, one.seed)
+    assert tiny_model.same(found, alone)
+  for page in held:
+    pool.release(page)
 
 
 @pytest.mark.thorough
@@ -118,11 +200,6 @@ def test_no_tree_of_five_hundred_schedules_changes_a_bit(
     tree_cases.run_case(tree_cases.draw(seed, number, implementation), events)
   expected = ("trees of three leaves", "shared nodes", "key copies", "side paths adopted")
   tell_events(f"trees, block {block}, {implementation}", events, expected)
-
-
-def asked(name: str, prompt: Sequence[int], max_tokens: int, *, seed: int = 0) -> Request:
-  sampling = SamplingParams(max_tokens=max_tokens)
-  return Request(request_id=name, prompt=tuple(prompt), sampling=sampling, seed=seed)
 
 
 class Watched(runner_lib.Runner):
@@ -185,7 +262,7 @@ def test_a_step_computes_the_last_token_and_every_node_once(seed):
   """A comb of 4 and depth 8 has 33 rows; a path a segment, it would have 141."""
   rng = np.random.default_rng(seed)
 
-  class Combs(tree_cases.Observed):
+  class Combs(made_drafters.Observed):
     """Combs of tokens that all differ."""
 
     rows_as_paths = 0
@@ -209,16 +286,6 @@ def test_a_step_computes_the_last_token_and_every_node_once(seed):
 
 
 # The twins.
-
-
-class CopiesNothing(CountedEngine):
-  """Key copies are left out."""
-
-  def _inputs(self, scheduled):
-    inputs = super()._inputs(scheduled)
-    return inputs._replace(
-      key_copies=inputs.key_copies._replace(count=np.zeros_like(inputs.key_copies.count))
-    )
 
 
 class CopiesOneSlotOff(CountedEngine):
