@@ -352,8 +352,6 @@ class TokenBatch(NamedTuple):
     segment_length: i32[s], valid rows of the segment, 0 for padding.
     page_table: i32[s, p], pages of the segment's sequence by position // page_size.
     num_segments: i32[], valid segments.
-    adapters: i32[n], which of the weights' adapters a row has, 0 for none (`models.adapters`);
-      None where the weights have no adapters by row.
   """
 
   tokens: Int[Array, "n"]
@@ -364,7 +362,6 @@ class TokenBatch(NamedTuple):
   segment_length: Int[Array, "s"]
   page_table: Int[Array, "s p"]
   num_segments: Int[Array, ""]
-  adapters: Any = None
 
 
 class KeyCopies(NamedTuple):

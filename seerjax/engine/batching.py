@@ -86,7 +86,6 @@ def instance_inputs(
     segment_length=rows.lengths,
     page_table=rows.table,
     num_segments=_INT32(rows.num_segments),
-    adapters=rows.adapters if has_adapters else None,
   )
   copy_rows = _ZEROS((max_copies, 2), np.int32)
   copy_rows[: len(copies)] = np.asarray(copies, np.int32).reshape(-1, 2)
@@ -102,6 +101,7 @@ def instance_inputs(
     copies=copy_rows,
     num_copies=_INT32(len(copies)),
     key_copies=KeyCopies(rows.copied, rows.copy_slots, _INT32(rows.num_copies)),
+    adapters=rows.adapters if has_adapters else None,
   )
 
 

@@ -55,6 +55,7 @@ class StepInputs(NamedTuple):
     num_copies: i32[i].
     key_copies: rows of drafts whose keys further paths read in their own pages, too; None where
       there can be none.
+    adapters: i32[i, n], of each row, 0 for none; None where the weights have none by row.
   """
 
   batch: TokenBatch
@@ -66,6 +67,7 @@ class StepInputs(NamedTuple):
   copies: Int[Array, "i c 2"]
   num_copies: Int[Array, "i"]
   key_copies: KeyCopies | None = None
+  adapters: Any = None
 
 
 class VisitInputs(NamedTuple):
@@ -166,6 +168,7 @@ def _run_rows(
     axis=axis,
     backend=backend,
     key_copies=inputs.key_copies,
+    adapters=inputs.adapters,
   )
   tokens, scores = head.sample_and_score(
     params,

@@ -2,7 +2,7 @@
 
     named   = {"poet": (adapter, scale), ...}            what `peft.load` gives, or training has
     chosen  = stacked(named, params, pads=...)           once
-    forward({**params, "adapters": chosen.forms}, batch._replace(adapters=rows), ...)
+    forward({**params, "adapters": chosen.forms}, batch, pages, adapters=rows, ...)
 
 `lora.attach` is the road of one adapter for all rows, and the reference: here a row has the bits
 that it has there. Adapters of one shape lie behind one another, so that a program does not know

@@ -21,10 +21,16 @@ from jax import lax
 import jax.numpy as jnp
 
 from seerjax import numerics as numerics_lib
-from seerjax.array_typing import Array, Float
+from seerjax.array_typing import Array, Float, Int
 from seerjax.backends import choice
 from seerjax.backends.protocol import Backend, Stage
-from seerjax.models import adapters, attention as model_attention, kv_layout, mlp, parameters
+from seerjax.models import (
+  adapters as adapters_lib,
+  attention as model_attention,
+  kv_layout,
+  mlp,
+  parameters,
+)
 from seerjax.models.config import TransformerConfig, numerics_for
 from seerjax.models.parameters import Params
 from seerjax.ops import attention, tiles
@@ -49,13 +55,13 @@ def forward(
   remat: Remat = "none",
   backend: Backend | None = None,
   key_copies: KeyCopies | None = None,
+  adapters: Int[Array, "n"] | None = None,
 ) -> tuple[Float[Array, "n d"], kv_layout.Pages]:
   """Runs every row through every layer.
 
   Args:
     params: `compute_params` of the master weights; under `shard_map` this device's slabs. Of
-      stacked layers one program runs, in a loop. With `params["adapters"]` each row has the
-      one that the batch names for it (`models.adapters`); of these there is no gradient.
+      stacked layers one program runs, in a loop. Of `params["adapters"]` there is no gradient.
     batch: rows and segments.
     pages: keys and values of all sequences (`empty_pages`); the rows' own are written before they
       are read. `ScratchPages` where these rows are all that there is: a gradient needs them where
@@ -68,6 +74,8 @@ def forward(
     backend: what runs the stages; None is the one that the numerics name.
     key_copies: rows whose keys and values every layer writes to further slots too, before it
       attends: how a token tree computes what its paths share once. It changes no row's bits.
+    adapters: i32[n], which of `params["adapters"]` each row has, 0 for none (`models.adapters`);
+      None where the weights have none by row.
 
   Returns:
     (hidden rows f[n, d] before the final norm, pages with the rows' keys and values, none of
@@ -96,8 +104,9 @@ def forward(
   outputs = Stage(config, axis, mlp.output_rows)
   chosen = None
   if "adapters" in params:
-    assert batch.adapters is not None and not is_scratch, "adapters by row are of engines' batches"
-    chosen = adapters.of_rows(params, batch.adapters, batch.num_rows, backend)
+    assert adapters is not None and not is_scratch, "adapters by row are of engines' batches"
+    of_rows = tiles.padded(adapters, batch.tokens.shape[0])
+    chosen = adapters_lib.of_rows(params, of_rows, batch.num_rows, backend)
 
   def layer(x: Array, weights: Params, own: kv_layout.LayerPages, index: Array | int):
     """Runs layer `index`, with its pages f[k, m, ...]; of a pool, m counts pages of a layer."""
@@ -111,8 +120,8 @@ def forward(
       rows = rows._replace(page_table=own_page(rows.page_table))
       if copies is not None:
         copies = copies._replace(slots=own_slots(copies.slots))
-    of_rows = None if chosen is None else chosen.of_layer(index)
-    q, *new = backend.attention_inputs(inputs, weights, (x, cos, sin), batch.num_rows, of_rows)
+    own_adapters = None if chosen is None else chosen.of_layer(index)
+    q, *new = backend.attention_inputs(inputs, weights, (x, cos, sin), batch.num_rows, own_adapters)
     if copies is not None:
       why = "key copies, expected one of a forward without them; pass no key_copies"
       new = [_without_gradient(values, why) for values in new]
@@ -121,7 +130,8 @@ def forward(
     else:
       own = backend.write_pages(own, tuple(new), own_batch.slots, batch.num_rows, copies)
       mixed = backend.attend(q, own, own_batch, rows)
-    return backend.after_attention(outputs, weights, (x, mixed), batch.num_rows, of_rows), own
+    rest = (x, mixed), batch.num_rows, own_adapters
+    return backend.after_attention(outputs, weights, *rest), own
 
   def again(x: Array, weights: Params, own: kv_layout.LayerPages, index: int):
     # Pages that are all zero, as a gradient's are, are not made before the layer is.
@@ -157,7 +167,6 @@ def _whole_tiles(batch: TokenBatch, backend: Backend) -> TokenBatch:
     tokens=tiles.padded(batch.tokens, rows),
     positions=tiles.padded(batch.positions, rows),
     slots=tiles.padded(batch.slots, rows),
-    adapters=tiles.padded(batch.adapters, rows),
     segment_start=tiles.padded(batch.segment_start, segments),
     segment_length=tiles.padded(batch.segment_length, segments),
     page_table=tiles.padded(batch.page_table, segments),

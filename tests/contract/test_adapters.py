@@ -47,12 +47,12 @@ SIZES = EngineConfig(page_size=4, num_pages=80, max_sequences=8, max_context=32,
 TARGETS = {"poet": lora.TARGETS, "judge": lora.TARGETS, "clerk": ("out", "gate_up")}
 RANKS = {"poet": 3, "judge": 3, "clerk": 1}
 BACKENDS = [
+  pytest.param(dataclasses.replace(tiny_model.ONE_SLAB, implementation="native"), id="native"),
   pytest.param(
-    dataclasses.replace(tiny_model.ONE_SLAB, implementation=implementation),
-    id=implementation,
-    marks=pytest.mark.few(1, of="backend"),
-  )
-  for implementation in ("tiled", "native")
+    dataclasses.replace(tiny_model.ONE_SLAB, implementation="tiled"),
+    id="tiled",
+    marks=pytest.mark.thorough,
+  ),
 ]
 
 

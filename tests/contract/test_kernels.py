@@ -19,10 +19,12 @@ from pallas_kernels import gpu
 from seerjax import numerics as numerics_lib
 from seerjax.engine import engine as engine_lib
 from seerjax.models import (
+  adapters as adapters_lib,
   config as model_config,
   flax_module,
   head,
   kv_layout,
+  lora,
   parameters,
   transformer,
 )
@@ -172,6 +174,34 @@ def test_a_branch_of_a_tree_has_the_bits_of_its_path():
     np.testing.assert_array_equal(found[[0, 1, 4]], expected[:3])
   without = np.asarray(run(tree, copies._replace(count=i32(0))), np.float32)
   assert (without[4] != found[4]).any() and (without[:4] == found[:4]).all()  # The twin.
+
+
+@pytest.mark.thorough
+def test_rows_of_several_adapters_have_the_bits_of_each_alone():
+  batch, places = sequences((3, 4, 1))
+  rng = np.random.default_rng(6)
+  draw = lambda shape: jnp.asarray((0.3 * rng.standard_normal(shape.shape)).astype(np.float32))
+  named = {
+    name: (jax.tree.map(draw, lora.shapes(CONFIG, NUMERICS, rank, targets)), scale)
+    for name, rank, targets, scale in (("a", 3, lora.TARGETS, 0.5), ("b", 1, ("qkv", "down"), 2.0))
+  }
+
+  @jax.jit
+  def hidden(params, adapters):
+    pages = kv_layout.empty_pages(CONFIG, NUMERICS, num_pages=9, page_size=PAGE_SIZE)
+    return transformer.forward(
+      params, batch, pages, config=CONFIG, numerics=NUMERICS, adapters=adapters
+    )[0]
+
+  chosen = adapters_lib.stacked(params(), named, pads=False)
+  rows = np.zeros(ROWS, np.int32)
+  names = {3: "a", 4: "b", 1: ""}
+  for length, name in names.items():
+    rows[places[length]] = chosen.index_of[name]
+  mixed = np.asarray(hidden({**params(), "adapters": chosen.forms}, jnp.asarray(rows)))
+  for length, name in names.items():
+    alone = hidden(lora.attach(params(), *named[name]) if name else params(), None)
+    np.testing.assert_array_equal(mixed[places[length]], np.asarray(alone)[places[length]])
 
 
 @pytest.mark.long

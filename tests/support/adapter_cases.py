@@ -25,7 +25,7 @@ from seerjax import numerics as numerics_lib, parallel
 from seerjax.engine import engine as engine_lib, runner as runner_lib
 from seerjax.engine.engine import EngineConfig
 from seerjax.engine.kv import pages as pages_lib
-from seerjax.models import adapters as adapters_lib, loading, lora
+from seerjax.models import adapters as adapters_lib, loading, lora, parameters
 from seerjax.types import Completion, Request
 
 NAMES = ("poet", "judge", "clerk", "cook", "pilot")
@@ -33,8 +33,14 @@ NAMES = ("poet", "judge", "clerk", "cook", "pilot")
 
 
 def base_of(case: Case) -> Case:
-  """Returns the case without the adapter that all rows would have, and more of it at once."""
-  model = dataclasses.replace(case.model, rank=0)
+  """Returns the case without the adapter that all rows would have, and more of it at once.
+
+  Of every third model nine layers are stacked, so that its program loops over them.
+  """
+  model, config = dataclasses.replace(case.model, rank=0), case.model.config
+  if case.number // drawn_models.OF_A_MODEL % 3 == 2:
+    config = dataclasses.replace(config, num_layers=parameters.UNROLLED_LAYERS + 1)
+    model = dataclasses.replace(model, config=config)
   sizes = case.machine.sizes
   *_, last = sizes.row_buckets
   sizes = dataclasses.replace(
@@ -79,9 +85,11 @@ def named(model: Model, seed: int, generation: int) -> Mapping[str, adapters_lib
 
 def weights_of(model: Model, generation: int) -> Any:
   """Returns the base's weights; a later generation has others."""
-  return drawn_models.params_of(
+  params = drawn_models.params_of(
     dataclasses.replace(model, weights_seed=model.weights_seed + generation)
   )
+  is_deep = model.config.num_layers > parameters.UNROLLED_LAYERS
+  return parameters.stacked(params) if is_deep else params
 
 
 @functools.lru_cache(maxsize=2)
@@ -129,8 +137,7 @@ class Counting(engine_lib.Engine):
 
   def _inputs(self, scheduled):
     inputs = super()._inputs(scheduled)
-    batch = inputs.batch
-    for rows, count in zip(batch.adapters, np.atleast_1d(batch.num_rows), strict=True):
+    for rows, count in zip(inputs.adapters, inputs.batch.num_rows, strict=True):
       kinds = set(rows[:count].tolist())
       self.events["steps of several adapters"] += len(kinds - {0}) > 1
       self.events["steps of base and adapters"] += 0 in kinds and len(kinds) > 1
@@ -142,9 +149,7 @@ class Neighbours(Counting):
 
   def _inputs(self, scheduled):
     inputs = super()._inputs(scheduled)
-    batch = inputs.batch
-    shifted = np.roll(batch.adapters, 1, axis=1)
-    return inputs._replace(batch=batch._replace(adapters=shifted))
+    return inputs._replace(adapters=np.roll(inputs.adapters, 1, axis=1))
 
 
 class Nameless(pages_lib.PagePool):
@@ -259,6 +264,7 @@ def run_case(
     raise
   adapters = named(case.model, case.seed, 0).values()
   ranks = [pair["a"].shape[-1] for one, _ in adapters for pair in one["layers"][0].values()]
+  events["stacked layers"] += case.model.config.num_layers > parameters.UNROLLED_LAYERS
   events["of rank 1"] += ranks.count(1)
   events["of rank 5 and more"] += sum(rank >= 5 for rank in ranks)
 
