@@ -20,6 +20,8 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 from absl import logging
 import numpy as np
 
+from seerjax.types import SamplingParams
+
 MAX_PATHS = 64  # Of one request in one step; more are not read.
 
 
@@ -32,6 +34,8 @@ class DraftQuery(NamedTuple):
     tokens: prompt and answer so far; the engine's own list, which grows, not to be changed.
     num_prompt: how many of `tokens` are the prompt.
     max_draft: most tokens that could be used, all paths together; at least 1.
+    seed: of the request: with a position it decides the noise that the target samples with.
+    sampling: how the request is sampled.
   """
 
   request_id: str
@@ -39,6 +43,8 @@ class DraftQuery(NamedTuple):
   tokens: list[int]
   num_prompt: int
   max_draft: int
+  seed: int = 0
+  sampling: SamplingParams = SamplingParams()
 
 
 @runtime_checkable

@@ -155,6 +155,11 @@ class Engine:
     return tuple(self._adapters)
 
   @property
+  def key(self) -> PRNGKeyArray:
+    """The run's sampling key: with a seed and a position it decides a token's noise."""
+    return self._key
+
+  @property
   def num_unfinished(self) -> int:
     """Requests submitted and not finished."""
     return len(self._requests.live)

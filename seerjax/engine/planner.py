@@ -189,7 +189,13 @@ class Planner:
           request = sequence.request
           queries.append(
             DraftQuery(
-              request.request_id, request.group_id, sequence.tokens, sequence.num_prompt, most
+              request.request_id,
+              request.group_id,
+              sequence.tokens,
+              sequence.num_prompt,
+              most,
+              request.seed,
+              request.sampling,
             )
           )
           places.append((instance, index))

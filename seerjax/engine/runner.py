@@ -97,8 +97,8 @@ class _Layout(NamedTuple):
   dtypes: tuple[str, ...]
 
 
-def pack(inputs: StepInputs | VisitInputs) -> tuple[np.ndarray, _Layout]:
-  """Returns all inputs as one i32[i, w], and how to read it.
+def pack(inputs: Any) -> tuple[np.ndarray, _Layout]:
+  """Returns a record of arrays, `StepInputs` or another, as one i32[i, w], and how to read it.
 
   A transfer costs as much for one array as for another, and a step of few rows is hardly longer
   than those of its twenty arrays.

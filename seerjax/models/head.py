@@ -84,7 +84,7 @@ def sample_and_score(
     (tokens i32[n], their scores). A gradient is that of the scores of forced tokens.
   """
   numerics = numerics_for(config, numerics)
-  table = _table(params, config, numerics, axis)
+  table = table_of(params, config, numerics, axis)
   weights = {"final_norm": params["final_norm"], "head": table, "key": jax.random.key_data(key)}
   count = forced.shape[0]
   backend = backend or choice.backend_of(numerics)
@@ -98,7 +98,7 @@ def sample_and_score(
   return jax.tree.map(lambda leaf: leaf[:count], out)
 
 
-def _table(
+def table_of(
   params: Params, config: TransformerConfig, numerics: numerics_lib.NumericsConfig, axis: str | None
 ) -> Array:
   """Returns the slabs of the vocabulary's table, f[r, v / r, d], embeddings where they are tied."""
@@ -127,7 +127,7 @@ def likeliest(
   """
   numerics = numerics_for(config, numerics)
   tiled = Tiled(dataclasses.replace(numerics, implementation="tiled"))
-  table = _table(params, config, numerics, None)
+  table = table_of(params, config, numerics, None)
   weights = {"final_norm": params["final_norm"], "head": table}
   size = hidden.shape[0]
   whole = tiled.whole_rows(size)

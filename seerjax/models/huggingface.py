@@ -42,6 +42,8 @@ WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 GENERATION_FILE = "generation_config.json"
 READABLE_DTYPES = ("F32", "BF16", "F16")  # Each converts to float32 without loss.
+INT8 = "int8"  # Of weights that a draft may have.
+SCALE = "_scale"  # Behind the name of an INT8 tensor: what its rows are multiplied by.
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 HUB_PATTERNS = ("*.safetensors", "*.json", "*.jinja")
 MAX_SHARD_BYTES = 4 * 2**30  # Bounds the memory of `save` too: one shard is held at a time.
@@ -138,6 +140,8 @@ def load(
   directory: str | os.PathLike[str],
   numerics: numerics_lib.NumericsConfig,
   dtype: Any = jnp.float32,
+  *,
+  allow_int8: bool = False,
 ) -> tuple[parameters.Params, model_config.TransformerConfig]:
   """Reads a model directory into our layout, tensor by tensor from mapped files.
 
@@ -145,6 +149,8 @@ def load(
     directory: holds config.json and safetensors.
     numerics: `reduction_shards` decides the layout.
     dtype: of the parameters; bfloat16 and float16 checkpoints reach float32 without loss.
+    allow_int8: whether weights may be those of `save` in "int8"; a draft's may, since no bit of an
+      answer is its.
 
   Returns:
     (master weights, the model's configuration). Memory beyond the result: one parameter.
@@ -163,6 +169,13 @@ def load(
   with contextlib.ExitStack() as stack:
     checkpoint = _Checkpoint(directory, stack)
     found = {name for name in checkpoint.file_of if not IGNORED.fullmatch(name)}
+    scales = {name + SCALE for name in expected} & found
+    if scales and not allow_int8:
+      raise ValueError(
+        f"{directory}: got INT8 weights, expected one of {READABLE_DTYPES}; a draft's alone may be"
+        " rounded so: name it as the draft, or use an unquantised checkpoint."
+      )
+    found -= scales
     if missing := set(expected) - found:
       raise ValueError(
         f"{directory}: got no tensor {_names(missing)}, expected all {len(expected)} of"
@@ -243,6 +256,9 @@ class _Checkpoint:
         f"{where}: got shape {tuple(part.get_shape())}, expected {shape} by {CONFIG_FILE}; the two"
         " files do not belong together."
       )
+    if part.get_dtype() == "I8" and name + SCALE in self.file_of:
+      scale = self.read(name + SCALE, (shape[0], 1))
+      return file.get_tensor(name).astype(np.float32) * scale
     if part.get_dtype() not in READABLE_DTYPES:
       raise ValueError(
         f"{where}: got dtype {part.get_dtype()}, expected one of {READABLE_DTYPES}; use an"
@@ -326,7 +342,8 @@ def save(
     directory: is made.
     params: weights in our layout, of any `reduction_shards`.
     config: of the model.
-    dtype: of the tensors, "bfloat16" (masters are rounded to nearest even) or "float32".
+    dtype: of the tensors, "bfloat16" (masters are rounded to nearest even), "float32", or "int8":
+      matrices symmetrically by output channel, each with its scales beside it, for drafts alone.
     tokenizer: its files are written too, and its `eos_ids` as generation_config.json.
     max_shard_bytes: larger models become several files and an index.
     overwrite: replace a model directory that is there; its other files go too.
@@ -338,9 +355,10 @@ def save(
       family of checkpoints is of this `config`.
   """
   directory = pathlib.Path(os.path.abspath(directory))
-  if dtype not in numerics_lib.DTYPES:
+  if dtype not in (*numerics_lib.DTYPES, INT8):
     raise ValueError(
-      f"save: got dtype={dtype!r}, expected one of {numerics_lib.DTYPES}; 'bfloat16' is usual."
+      f"save: got dtype={dtype!r}, expected one of {(*numerics_lib.DTYPES, INT8)}; 'bfloat16' is"
+      " usual."
     )
   _check_layout(params, config)
   check_target(directory, overwrite, CONFIG_FILE)
@@ -349,14 +367,15 @@ def save(
       f"save: got max_shard_bytes={max_shard_bytes}, expected at least 1; 5 GB are usual."
     )
   eos_ids = () if tokenizer is None else tokenizer.eos_ids
-  described = huggingface_config.to_object(config, dtype, eos_ids)
+  # What INT8 is read as: no other program takes these files for what they are not.
+  described = huggingface_config.to_object(config, "float32" if dtype == INT8 else dtype, eos_ids)
   directory.parent.mkdir(parents=True, exist_ok=True)
   plan = _plan(config)
-  item_bytes = 2 if dtype == "bfloat16" else 4
   sizes = {
-    name: int(np.prod(shape, dtype=np.int64)) * item_bytes
+    name: size
     for _, leaf in plan
-    for name, shape in leaf.tensors
+    for tensor, shape in leaf.tensors
+    for name, size in _sizes(tensor, shape, dtype).items()
   }
   token_files = {} if tokenizer is None else tokenizer.files
   # Headers and JSON files: far below 1 KiB a tensor.
@@ -475,6 +494,29 @@ def _tensors(
       yield name, np.ascontiguousarray(_from_slabs(leaf.kind, part, shape).astype(dtype))
 
 
+def _sizes(name: str, shape: tuple[int, ...], dtype: str) -> dict[str, int]:
+  """Returns the bytes of a tensor and, where it has some, of its scales, by name."""
+  count = int(np.prod(shape, dtype=np.int64))
+  if dtype == INT8 and len(shape) == 2:
+    return {name: count, name + SCALE: 4 * shape[0]}
+  return {name: count * (2 if dtype == "bfloat16" else 4)}
+
+
+def _with_scales(
+  tensors: Iterator[tuple[str, np.ndarray]],
+) -> Iterator[tuple[str, np.ndarray]]:
+  """Yields f32 matrices as INT8 and what their rows, the output channels, are multiplied by."""
+  for name, tensor in tensors:
+    if tensor.ndim != 2:
+      yield name, tensor
+      continue
+    # Of a row of zeros any scale will do.
+    most = np.maximum(np.abs(tensor).max(axis=1, keepdims=True), np.float32(1e-9))
+    scale = most / np.float32(127)
+    yield name, np.rint(tensor / scale).astype(np.int8)
+    yield name + SCALE, scale
+
+
 def _widths(leaf: _Leaf, whole: np.ndarray) -> list[int]:
   """Returns how many of the last axis each tensor of a leaf fills."""
   if leaf.kind in ("columns", "bias"):
@@ -493,6 +535,8 @@ def _write_weights(
   shards = _shards_of(sizes, max_shard_bytes)
   numpy_dtype = np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else np.float32)
   tensors = _tensors(params, plan, numpy_dtype)
+  if dtype == INT8:
+    tensors = _with_scales(tensors)
   weight_map = {}
   for number, names in enumerate(shards, start=1):
     file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"

@@ -1,0 +1,131 @@
+"""A draft model by name, checked against the engine that it is to draft for.
+
+A draft's ids must mean what the target's mean. Two tokenizers are compared id by id; embedding rows
+beyond them are padding, of which the two may have different numbers (Qwen: 151,936 and 152,064):
+the draft's are cut off, so that it can neither read nor draft one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+
+from seerjax.engine.engine import Engine
+from seerjax.models import huggingface, loading, parameters, tokenizer as tokenizer_lib
+from seerjax.models.loading import Model
+from seerjax.models.tokenizer import Tokenizer
+from seerjax.speculation import statistics
+from seerjax.speculation.draft_model import DraftModelConfig, ModelDrafter
+from seerjax.speculation.draft_program import numerics_of
+
+DEFAULT_CONFIG = DraftModelConfig()
+
+
+def context_of(engine: Engine) -> int:
+  """Returns the most positions of one of an engine's sequences."""
+  return min(engine.config.max_context, engine.model.max_context)
+
+
+def load_draft(name_or_path: str | os.PathLike[str], engine: Engine) -> Model:
+  """Returns a draft model for an engine, in the engine's numerics and one slab.
+
+  Args:
+    name_or_path: "nano" (in the package), a Hugging Face directory, or a Hub id.
+    engine: that it will draft for.
+
+  Raises:
+    FileNotFoundError: if there is no such directory, or the Hub does not give it.
+    ImportError: if a Hub id is given and `huggingface_hub` is not installed.
+    ValueError: if the directory holds no model that we read, or its ids or context are not the
+      engine's.
+  """
+  directory = loading.directory_of(name_or_path)
+  config = huggingface.load_config(directory)
+  context = context_of(engine)
+  numerics = numerics_of(engine.numerics, config, context)
+  masters, config = huggingface.load(directory, numerics, allow_int8=True)
+  tokenizer = tokenizer_lib.load(directory)
+  draft = Model(config, parameters.compute_params(masters, numerics), numerics, tokenizer)
+  return fitted(draft, engine, name=str(name_or_path))
+
+
+def fitted(draft: Model, engine: Engine, *, name: str = "") -> Model:
+  """Returns a draft without the embedding rows that are padding.
+
+  Args:
+    draft: of one slab.
+    engine: that it will draft for.
+    name: of the draft, for messages.
+
+  Raises:
+    ValueError: if its ids or its context are not the engine's.
+  """
+  name = name or "a draft model"
+  context = context_of(engine)
+  if draft.config.max_context < context:
+    raise ValueError(
+      f"draft: got {name} of {draft.config.max_context} positions for an engine of {context},"
+      f" expected at least as many; lower EngineConfig.max_context to {draft.config.max_context},"
+      " or take another draft."
+    )
+  if draft.tokenizer is None or engine.tokenizer is None:
+    size = engine.model.vocab_size
+    if draft.config.vocab_size != size:
+      raise ValueError(
+        f"draft: got {name} of {draft.config.vocab_size} ids and an engine of {size}, and no two"
+        " tokenizers to compare, expected equal numbers; give both their tokenizers, or take"
+        " another draft."
+      )
+    return draft
+  require_same_ids(draft.tokenizer, engine.tokenizer, name)
+  size = min(draft.config.vocab_size, engine.tokenizer.vocab_size)
+  if size == draft.config.vocab_size:
+    return draft
+  params = {**draft.params, "embed": draft.params["embed"][:size]}
+  if "head" in params:
+    params["head"] = params["head"][:, :size]
+  return dataclasses.replace(
+    draft, config=dataclasses.replace(draft.config, vocab_size=size), params=params
+  )
+
+
+def require_same_ids(draft: Tokenizer, target: Tokenizer, name: str) -> None:
+  """Refuses a draft whose ids mean other things than the target's.
+
+  Raises:
+    ValueError: with the first id that differs.
+  """
+  theirs, ours = (
+    {index: token for token, index in one.backend.get_vocab(with_added_tokens=True).items()}
+    for one in (draft, target)
+  )
+  for index in range(max(*theirs, *ours) + 1):
+    got, expected = theirs.get(index), ours.get(index)
+    if got != expected:
+      raise ValueError(
+        f"draft: got {name}, whose id {index} is {got!r}, expected {expected!r}, as in the target's"
+        " tokenizer; a draft has the vocabulary of its target: take one of the same family."
+      )
+
+
+def drafter_for(
+  engine: Engine,
+  name_or_path: str | os.PathLike[str],
+  config: DraftModelConfig = DEFAULT_CONFIG,
+  acceptance: statistics.Acceptance | None = None,
+) -> ModelDrafter:
+  """Returns a drafter by a model's name, for `Engine.drafter`; refusals are `load_draft`'s.
+
+  Args:
+    engine: that it will draft for, whose key and context it takes.
+    name_or_path: of the draft.
+    config: how it drafts.
+    acceptance: takes what comes of drafts; a record of its own if None.
+  """
+  return ModelDrafter(
+    load_draft(name_or_path, engine),
+    context=context_of(engine),
+    key=engine.key,
+    config=config,
+    acceptance=acceptance,
+  )

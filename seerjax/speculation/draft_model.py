@@ -1,0 +1,434 @@
+"""A drafter that is a small model: it reads what the target reads, and guesses what comes next.
+
+    queries -> slots -> one compiled program (`draft_program`) -> paths -> the target verifies them
+
+The draft draws each token as the target does, with the target's own noise, so that it is right
+wherever the two distributions are near each other. A draft that is far from its target is better
+off drawing at a lower temperature: of `TEMPERATURES`, times the request's own, that one is taken
+with which most tokens were accepted lately, and the others are tried now and then.
+
+What is drafted follows from the queries and from what came of earlier drafts alone, never from a
+clock: on several processes every process drafts the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+from absl import logging
+import numpy as np
+
+from seerjax import numerics as numerics_lib
+from seerjax.array_typing import PRNGKeyArray
+from seerjax.engine.drafting import DraftQuery
+from seerjax.models import parameters
+from seerjax.models.loading import Model
+from seerjax.ops import sampling
+from seerjax.speculation import statistics
+from seerjax.speculation.draft_program import (
+  MAX_STEPS,
+  MAX_WIDTH,
+  DraftInputs,
+  DraftProgram,
+  numerics_of,
+)
+from seerjax.speculation.draft_slots import Slots
+from seerjax.types import SamplingParams, SamplingRows, TokenBatch
+
+Paths = list[tuple[int, ...]]
+
+# Of what a draft draws by, times the request's temperature; 0 is greedy.
+TEMPERATURES = (1.0, 0.5, 0.0)
+# One draft in so many is drawn at another temperature than the best.
+DRAFTS_PER_TRIAL = 16
+# What is known of a temperature counts half after so many drafts at it.
+HALF_LIFE = 256
+# Tokens that each temperature is thought to have been right in once, so that each is tried.
+HOPED = 4.0
+MAX_SLOTS = 4096
+# Greedy and unfiltered: a tile is spared the noise and the sort if all its rows are.
+_UNUSED = SamplingParams(temperature=0.0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DraftModelConfig:
+  """How a model drafts. None of it changes a bit of an answer.
+
+  Attributes:
+    length: tokens of the main path, N.
+    width: ids of each place: the likeliest one goes on, the others end paths of their own.
+    num_slots: requests whose past is kept, each in a whole context of positions.
+    row_buckets: rows of a call at most, ascending; one compiled program each. What is more to be
+      read is read in calls of its own; the last bucket has a row for each slot at least.
+  """
+
+  length: int = 4
+  width: int = 1
+  num_slots: int = 64
+  row_buckets: tuple[int, ...] = (8, 64, 256)
+
+  def __post_init__(self):
+    for field, most, usual in (
+      ("length", MAX_STEPS, "4 is usual"),
+      ("width", MAX_WIDTH, "1 drafts a chain"),
+      ("num_slots", MAX_SLOTS, "as many as requests run at once are usual"),
+    ):
+      value = vars(self)[field]
+      if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+        raise ValueError(
+          f"DraftModelConfig.{field}: got {value!r}, expected a whole number from 1 to {most};"
+          f" {usual}."
+        )
+    buckets = self.row_buckets
+    if list(buckets) != sorted(set(buckets)) or not buckets or buckets[0] < 1 or (
+      buckets[-1] < self.num_slots
+    ):
+      raise ValueError(
+        f"DraftModelConfig.row_buckets: got {buckets}, expected ascending numbers of rows, the last"
+        f" at least num_slots={self.num_slots}; {DraftModelConfig.row_buckets} is usual."
+      )
+
+
+@dataclasses.dataclass
+class DraftCounters:
+  """What a draft model did.
+
+  Attributes:
+    calls: of the compiled program.
+    rows_read: rows that caught up with what requests said.
+    steps: tokens drafted one after the other, of all calls; a call's requests share them.
+    drafts: requests times visits in which something was drafted.
+    without_slot: requests times visits that found all slots taken by others of the visit.
+    unreadable: requests times visits with a token that the draft has no embedding of.
+    not_finite: drafts that were cut because the draft's logits were not finite.
+  """
+
+  calls: int = 0
+  rows_read: int = 0
+  steps: int = 0
+  drafts: int = 0
+  without_slot: int = 0
+  unreadable: int = 0
+  not_finite: int = 0
+
+
+class _Piece(NamedTuple):
+  """Rows of a request that a call reads.
+
+  Attributes:
+    query: of the request.
+    slot: of the request.
+    first: position of the first row.
+    count: rows.
+  """
+
+  query: DraftQuery
+  slot: int
+  first: int
+  count: int
+
+
+class _Temperatures:
+  """Which temperature is drawn by, by what was accepted."""
+
+  def __init__(self):
+    # By temperature: decayed drafts and accepted tokens.
+    self._drafts = [1.0] * len(TEMPERATURES)
+    self._accepted = [HOPED] * len(TEMPERATURES)
+    self._num_chosen = 0
+
+  def choose(self) -> int:
+    """Returns the index of the temperature of the next draft."""
+    self._num_chosen += 1
+    trial, is_trial = divmod(self._num_chosen, DRAFTS_PER_TRIAL)
+    if not is_trial:
+      return trial % len(TEMPERATURES)
+    means = [a / n for a, n in zip(self._accepted, self._drafts)]
+    return means.index(max(means))  # Of equals the highest temperature, which is the target's.
+
+  def observe(self, index: int, num_accepted: int) -> None:
+    """Takes what was accepted of a draft at a temperature."""
+    keep = 0.5 ** (1 / HALF_LIFE)
+    self._drafts[index] = keep * self._drafts[index] + 1
+    self._accepted[index] = keep * self._accepted[index] + num_accepted
+
+
+class ModelDrafter:
+  """Drafts by a model: a chain, or a comb of `width` teeth; see `engine.drafting.Drafter`.
+
+  Attributes:
+    config: how it drafts.
+    length: tokens of the main path; may be set between visits, from 0 (nothing is drafted) to 16.
+    acceptance: what came of the drafts.
+    counters: what it did.
+  """
+
+  def __init__(
+    self,
+    draft: Model,
+    *,
+    context: int,
+    key: PRNGKeyArray | None = None,
+    config: DraftModelConfig = DraftModelConfig(),
+    acceptance: statistics.Acceptance | None = None,
+    program: DraftProgram | None = None,
+  ):
+    """Makes a drafter.
+
+    Args:
+      draft: shape, weights and numerics, as `draft_weights.load_draft` gives them.
+      context: most positions of one sequence.
+      key: the target's sampling key; that of seed 0 if None, as an engine's.
+      config: how it drafts.
+      acceptance: takes what comes of drafts; a record of its own if None.
+      program: compiled, to share with other drafters of the same sizes; its own if None.
+
+    Raises:
+      ValueError: if the draft was not made for so many positions or is of several slabs, or
+        `program` is another's.
+    """
+    if draft.config.max_context < context:
+      raise ValueError(
+        f"ModelDrafter: got a draft of {draft.config.max_context} positions for sequences of"
+        f" {context}, expected at least as many; lower EngineConfig.max_context, or take another"
+        " draft."
+      )
+    key = numerics_lib.key(0) if key is None else key
+    numerics_lib.require_key(key, what="ModelDrafter.key")
+    self.config, self.length = config, config.length
+    self.acceptance = statistics.Acceptance() if acceptance is None else acceptance
+    self.counters = DraftCounters()
+    self.slots = Slots(config.num_slots)
+    if draft.numerics.reduction_shards != 1:
+      raise ValueError(
+        f"ModelDrafter: got a draft of {draft.numerics.reduction_shards} slabs, expected 1, for it"
+        " runs on one device; load it by draft_loading.load_draft."
+      )
+    own = DraftProgram(
+      config=draft.config,
+      numerics=numerics_of(draft.numerics, draft.config, context),
+      context=context,
+      num_slots=config.num_slots,
+      width=config.width,
+      row_buckets=config.row_buckets,
+    )
+    self.program = own if program is None else program
+    if self.program != own:
+      raise ValueError(
+        f"ModelDrafter.program: got one of {self.program}, expected one of {own}; share a program"
+        " only between drafters of the same sizes."
+      )
+    self._params, self._key = draft.params, key
+    self._pages = self.program.empty_cache()
+    self._temperatures = _Temperatures()
+    # By request, of its last draft: the temperature's index, None where all are one.
+    self._drawn: dict[str, int | None] = {}
+    self._has_said = False
+
+  def set_params(self, params: parameters.Params) -> None:
+    """Replaces the draft's weights; all that was read is read again."""
+    self._params = params
+    self.slots.forget_all()
+
+  # What the engine calls.
+
+  def draft(self, queries: Sequence[DraftQuery]) -> Sequence[Paths]:
+    """Returns the paths of each query, the main one first; () if nothing is drafted."""
+    self._drawn.clear()
+    if not self.length:
+      return ()
+    places, pieces = self._with_slots(queries)
+    if not places:
+      return ()
+    pieces = self._read_ahead(pieces)
+    most = [min(self.length, piece.query.max_draft) for piece in pieces]
+    temperatures = [self._temperature(piece.query) for piece in pieces]
+    ids = self._run(self._inputs(pieces, most, temperatures))
+    self.counters.steps += max(most)
+    paths: list[Paths] = [[] for _ in queries]
+    for row, (place, piece, count) in enumerate(zip(places, pieces, most)):
+      main, siblings = _main_and_siblings(ids[:count, row].tolist())
+      paths[place] = _comb(main, siblings, piece.query.max_draft)
+      # The last one was drafted and not read.
+      self.slots.tell(piece.slot, piece.query.tokens, piece.first, main[: count - 1])
+      self.counters.drafts += bool(main)
+      if len(main) < count:
+        self._say_not_finite()
+    return paths
+
+  def observe(
+    self, request_id: str, group_id: str, num_drafted: int, num_accepted: int
+  ) -> None:
+    """Takes what of the path that held furthest held."""
+    self.acceptance.add(num_drafted, num_accepted)
+    index = self._drawn.pop(request_id, None)
+    if index is not None:
+      self._temperatures.observe(index, num_accepted)
+
+  def finish(
+    self, request_id: str, group_id: str, tokens: Sequence[int], num_prompt: int
+  ) -> None:
+    """Gives the slot of a request back that is over."""
+    self.slots.free(request_id)
+
+  # What it is made of.
+
+  def _with_slots(self, queries: Sequence[DraftQuery]) -> tuple[list[int], list[_Piece]]:
+    """Returns the places of the queries that can be drafted for, and what is to be read of each."""
+    places = self.slots.with_slots([query.request_id for query in queries])
+    self.counters.without_slot += len(queries) - len(places)
+    slots = self.slots.take([queries[place].request_id for place in places])
+    found = []
+    for place, slot in zip(places, slots):
+      query = queries[place]
+      first = self.slots.num_known(slot, query.tokens)
+      # Ids beyond the draft's table are a target's padding, sampled once in a blue moon.
+      if max(query.tokens[first:]) < self.program.config.vocab_size:
+        found.append((place, _Piece(query, slot, first, len(query.tokens) - first)))
+    self.counters.unreadable += len(places) - len(found)
+    return [place for place, _ in found], [piece for _, piece in found]
+
+  def _temperature(self, query: DraftQuery) -> float:
+    """Returns what the request's draft is drawn at."""
+    own = query.sampling.temperature
+    self._drawn[query.request_id] = index = self._temperatures.choose() if own > 0 else None
+    return 0.0 if index is None else own * TEMPERATURES[index]
+
+  def _read_ahead(self, pieces: list[_Piece]) -> list[_Piece]:
+    """Reads what is more than one call takes; returns what is left, each one's last token too."""
+    while sum(piece.count for piece in pieces) > self.config.row_buckets[-1]:
+      room, now, left = self.config.row_buckets[-1], [], []
+      for piece in pieces:
+        count = min(piece.count - 1, room)
+        first, room = piece.first + count, room - count
+        if count:
+          now.append(piece._replace(count=count))
+          self.slots.tell(piece.slot, piece.query.tokens[:first], piece.first, ())
+        left.append(piece._replace(first=first, count=piece.count - count))
+      self._run(self._inputs(now, [0] * len(now), [0.0] * len(now)))
+      pieces = left
+    return pieces
+
+  def _run(self, inputs: DraftInputs) -> np.ndarray:
+    """Runs the program; returns i32[t, n, w]."""
+    self.counters.calls += 1
+    self.counters.rows_read += int(inputs.batch.num_rows)
+    self._pages, ids = self.program.draft(self._params, self._pages, inputs, self._key)
+    return np.asarray(ids)
+
+  def _inputs(
+    self, pieces: Sequence[_Piece], most: Sequence[int], temperatures: Sequence[float]
+  ) -> DraftInputs:
+    """Returns the arrays of a call that drafts at most `most` tokens of each, at `temperatures`."""
+    program, backend = self.program, self.program.backend
+    size, query_tile = program.page_size, program.numerics.query_tile
+    total = sum(piece.count for piece in pieces)
+    bucket = next(bucket for bucket in program.row_buckets if bucket >= total)
+    num_rows, num_segments = backend.whole_rows(bucket), backend.whole_segments(bucket)
+    # Any: the records are typed as device arrays, and these are filled in on the host first.
+    zeros: Any = np.zeros
+    tokens, positions, slots, last_rows, first = (zeros(num_rows, np.int32) for _ in range(5))
+    lengths, starts = zeros(num_segments, np.int32), zeros(num_segments, np.int32)
+    seeds, limits = zeros(num_rows, np.uint32), zeros(num_rows, np.int32)
+    segment_tables = zeros((num_segments, program.table_width), np.int32)
+    tables = zeros((num_rows, program.table_width), np.int32)
+    row = segment = 0
+    for index, (query, slot, begin, count) in enumerate(pieces):
+      rows, where = slice(row, row + count), np.arange(begin, begin + count, dtype=np.int32)
+      pages = np.asarray(program.pages_of(slot), np.int32)
+      tokens[rows], positions[rows] = query.tokens[begin : begin + count], where
+      slots[rows] = pages[where // size] * size + where % size
+      in_rows = np.arange(0, count, query_tile, dtype=np.int32)
+      own = slice(segment, segment + len(in_rows))
+      starts[own], lengths[own] = row + in_rows, np.minimum(count - in_rows, query_tile)
+      segment_tables[own] = tables[index] = pages
+      row, segment = row + count, segment + len(in_rows)
+      last_rows[index], first[index] = row - 1, begin + count
+      seeds[index], limits[index] = query.seed, most[index]
+    batch: dict[str, Any] = dict(
+      tokens=tokens,
+      positions=positions,
+      slots=slots,
+      num_rows=np.int32(row),
+      segment_start=starts,
+      segment_length=lengths,
+      page_table=segment_tables,
+      num_segments=np.int32(segment),
+    )
+    queries = [piece.query for piece in pieces]
+    low, high = _ranges(queries, most, num_rows)
+    fields: dict[str, Any] = dict(
+      last_rows=last_rows,
+      tables=tables,
+      sampling=_sampling_rows(queries, temperatures, num_rows)._replace(
+        low=low.max(axis=0), high=high.min(axis=0)
+      ),
+      low=low,
+      high=high,
+      seeds=seeds,
+      positions=first,
+      most=limits,
+      num_requests=np.int32(len(pieces)),
+      num_steps=np.int32(max(most, default=0)),
+    )
+    return DraftInputs(batch=TokenBatch(**batch), **fields)
+
+  def _say_not_finite(self) -> None:
+    self.counters.not_finite += 1
+    if not self._has_said:
+      self._has_said = True
+      logging.warning(
+        "ModelDrafter: got logits that are not finite from the draft model, expected finite ones;"
+        " nothing is drafted where they are, and all answers stay the same: give it other weights,"
+        " or take another draft."
+      )
+
+
+def _main_and_siblings(found: list[list[int]]) -> tuple[tuple[int, ...], list[list[int]]]:
+  """Returns the main path and by its places the siblings; it ends where nothing was drafted."""
+  count = next((place for place, ids in enumerate(found) if ids[0] < 0), len(found))
+  main = tuple(ids[0] for ids in found[:count])
+  return main, [[sibling for sibling in ids[1:] if sibling >= 0] for ids in found[:count]]
+
+
+def _comb(main: tuple[int, ...], siblings: list[list[int]], most: int) -> Paths:
+  """Returns the main path, and one more for each sibling; no more than `most` tokens are new."""
+  if not main:
+    return []
+  teeth = [(*main[:place], one) for place, ones in enumerate(siblings) for one in ones]
+  return [main, *teeth[: most - len(main)]]
+
+
+@functools.lru_cache(maxsize=1024)
+def _sampling_row(params: SamplingParams) -> SamplingRows:
+  return sampling.sampling_rows([params])
+
+
+def _sampling_rows(
+  queries: Sequence[DraftQuery], temperatures: Sequence[float], size: int
+) -> SamplingRows:
+  """Returns the requests' sampling parameters, and those of padding up to `size` rows (numpy)."""
+  rows = [_sampling_row(query.sampling)[:-1] for query in queries]  # No mask.
+  rows += [_sampling_row(_UNUSED)[:-1]] * (size - len(rows))
+  columns: Any = (np.concatenate(column) for column in zip(*rows, strict=True))
+  found = SamplingRows(*columns)
+  drawn: Any = found.temperature
+  drawn[: len(temperatures)] = temperatures
+  return found
+
+
+def _ranges(
+  queries: Sequence[DraftQuery], most: Sequence[int], size: int
+) -> tuple[np.ndarray, np.ndarray]:
+  """Returns the ids that grammars allow at each place of the drafts: low and high, i32[t, n]."""
+  low = np.zeros((MAX_STEPS, size), np.int32)
+  high = np.full((MAX_STEPS, size), sampling.NO_LIMIT, np.int32)
+  for row, (query, count) in enumerate(zip(queries, most)):
+    if query.sampling.allowed and count:
+      place = len(query.tokens) - query.num_prompt
+      own = np.asarray(query.sampling.allowed[place : place + count], np.int32)
+      low[: len(own), row], high[: len(own), row] = own.T
+  return low, high
