@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 import pathlib
@@ -13,6 +14,7 @@ import pytest
 import reader
 from reader import Reader
 
+from seerjax.rollout import record_lines
 from seerjax.sleep import prompts as prompts_lib, protocol, thinkers
 from seerjax.sleep.call_journal import CallJournal
 from seerjax.sleep.prompts import Prompts
@@ -84,6 +86,21 @@ def test_neither_batches_nor_threads_move_a_row():
   assert rows_of(Reader(), one) == rows
   thinker = Reader()
   assert rows_of(thinker, ask=thinkers.asking(thinker, num_threads=3)) == rows
+
+
+def test_seeds_that_follow_the_order_of_calls_are_seen():
+  """The twin: a seed of when a call was made, in place of what it asks."""
+
+  def run(num_at_once: int) -> list[Row]:
+    ask, num_made = thinkers.asking(Reader()), itertools.count()
+
+    def late(calls):
+      return ask([dataclasses.replace(call, seed=call.seed ^ next(num_made)) for call in calls])
+
+    config = dataclasses.replace(SMALL, num_at_once=num_at_once)
+    return rows_of(None, config, ask=late)
+
+  assert run(1) != run(2)
 
 
 def test_a_budget_is_whole_answers_until_it_is_used():
@@ -217,6 +234,21 @@ def test_a_killed_run_goes_on_and_pays_nothing_twice(tmp_path: pathlib.Path):
     idle = Reader()
     assert rows_of(idle, config, ask=journal.asking(thinkers.asking(idle))) == expected
     assert not idle.calls and journal.num_found == len(whole.calls) and journal.num_asked == 0
+
+
+def test_one_token_changed_in_the_journal_is_seen(tmp_path: pathlib.Path):
+  """The twin: a journal whose answer is another, with a checksum that fits it."""
+  path, config = tmp_path / "calls.jsonl", dataclasses.replace(SMALL, arms=("wake",))
+  found = []
+  for is_changed in (False, True):
+    if is_changed:
+      records = [record for _, _, record in record_lines.scan(path)]
+      slept = next(one for one in records if " has " in one.get("text", ""))
+      slept["text"] = slept["text"].replace(" has ", " has 1", 1)
+      path.write_bytes(b"".join(map(record_lines.line, records)))
+    with CallJournal(path, settings={}) as journal:
+      found.append(rows_of(None, config, ask=journal.asking(thinkers.asking(Reader()))))
+  assert found[0] == rows_of(Reader(), config) != found[1]
 
 
 def test_the_price_of_a_question_is_what_it_took_and_its_share_of_sleep():
