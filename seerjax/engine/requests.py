@@ -35,7 +35,9 @@ class Requests:
     self.running: list[list[SequenceState]] = [[] for _ in range(num_instances)]
     self.paused: dict[str, None] = {}
     self.busy: tuple[SequenceState, int] | None = None
+    # Of each group with unfinished requests: where it runs, and how many these are.
     self._group_instance: dict[str, int] = {}
+    self._group_size: collections.Counter[str] = collections.Counter()
 
   def take_busy(self) -> tuple[SequenceState, int] | None:
     """Returns `busy`, which is None from then on."""
@@ -106,6 +108,7 @@ class Requests:
   def add(self, sequence: SequenceState) -> None:
     """Adds a request that waits for memory."""
     self.live[sequence.request.request_id] = sequence
+    self._group_size[sequence.request.group_id] += 1
     self.waiting[sequence.instance].append(sequence)
 
   def pause(self, sequence: SequenceState) -> None:
@@ -133,8 +136,11 @@ class Requests:
     else:
       self._leave_queue(sequence)
     del self.live[request_id]
-    if not self.live:
-      self._group_instance.clear()
+    group = sequence.request.group_id
+    self._group_size[group] -= 1
+    if not self._group_size[group]:  # Else one that is never idle would remember all there were.
+      del self._group_size[group]
+      self._group_instance.pop(group, None)
 
   def wait_again(self) -> None:
     """Lets all that are not paused wait, those that ran before the others."""

@@ -374,11 +374,19 @@ class EngineThread:
       # Checked before it came: a swap of weights may have come between.
       self._give_up(choice.job, Refusal(str(error), status=409, kind="conflict_error"))
       return
+    except Exception:
+      self._fail(choice.job)
+      return
     self._live[choice.job.model][choice.request.request_id] = choice
     prompt = choice.index // choice.job.num_choices
     if choice.job.wants_prompt and choice.index % choice.job.num_choices == 0:
       scorer, tokens = self._scorer(choice.job), choice.request.prompt
-      choice.job.deliver(PromptScores(prompt, *scorer.prompt(tokens, choice.job.num_prompt_top)))
+      try:
+        scores = scorer.prompt(tokens, choice.job.num_prompt_top)
+      except Exception:
+        self._fail(choice.job)
+        return
+      choice.job.deliver(PromptScores(prompt, *scores))
 
   def _step(self, name: str, engine: Engine) -> None:
     before, begun = engine.counters.sampled_tokens, time.monotonic()
@@ -414,7 +422,12 @@ class EngineThread:
       else:
         continue
       text = update.text if choice.job.is_streamed else completion.text
-      choice.job.deliver(self._part(choice, completion, text))
+      try:
+        part = self._part(choice, completion, text)
+      except Exception:
+        self._fail(choice.job)
+        continue
+      choice.job.deliver(part)
 
   def _part(self, choice: _Choice, completion: Completion, text: str) -> Part:
     first, choice.sent = choice.sent, len(completion.tokens)
@@ -448,6 +461,11 @@ class EngineThread:
 
   def _scorer(self, job: Job) -> Scorer:
     return self._scorers[job.adapter or job.model]
+
+  def _fail(self, job: Job) -> None:
+    """Ends a job by the error that is being handled, which is none of the others' business."""
+    LOG.exception("%s: got an error of the server's own; it is given up", job.job_id)
+    self._give_up(job, broken())
 
   def _give_up(self, job: Job, refusal: Refusal) -> None:
     """Ends a job by a refusal."""

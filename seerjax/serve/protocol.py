@@ -220,9 +220,13 @@ def _number(
   def check(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
       refuse(name, f"{shown(value)} ({_kind(value)})", f"a number, {expected}", fix)
-    if not math.isfinite(value) or not is_good(value):
+    try:
+      number = float(value)
+    except OverflowError:  # A whole number of JSON may have any length.
+      number = math.inf
+    if not math.isfinite(number) or not is_good(number):
       refuse(name, shown(value), expected, fix)
-    return float(value)
+    return number
 
   return check
 
@@ -526,6 +530,9 @@ def completion(body: Mapping[str, Any]) -> Asked:
   fields = _Fields(body)
   shared = _shared(fields)
   prompts = fields.require("prompt", _prompts, "send text, or token ids")
+  if len(prompts) * shared["num_choices"] > MAX_CHOICES:
+    got = f"{shared['num_choices']} of each of {len(prompts)} prompts"
+    refuse("n", got, f"at most {MAX_CHOICES} answers in all", "ask again for more")
   num_top = fields.take("logprobs", None, _completion_logprobs)
   is_echoed = fields.take("echo", False, _boolean)
   fields.finish(COMPLETION)

@@ -27,6 +27,8 @@ _NEUTRAL = {
   "do_sample": (True, False), "repetition_penalty": (1,), "num_beams": (1,), "use_cache": (True,),
   "num_return_sequences": (1,),
 }  # fmt: skip
+# Of a chat template's variables, those that `chat_template_kwargs` may not name.
+_OWN_VARIABLES = ("self", "messages", "add_generation_prompt", "now", "tools")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -235,7 +237,7 @@ def _prompts(asked: Asked, served: Served) -> tuple[tuple[tuple[int, ...], ...],
       return tuple(map(tuple, texts)), False
     variables = dict(asked.variables)
     for name in variables:
-      if not name.isidentifier() or name in ("messages", "add_generation_prompt", "now", "tools"):
+      if not name.isidentifier() or name in _OWN_VARIABLES:
         refuse(
           "chat_template_kwargs", repr(name[:80]), "names of variables that the template reads",
           "leave it out",

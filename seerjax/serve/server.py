@@ -2,19 +2,108 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 import contextlib
 import socket
 import threading
 from types import FrameType
+from typing import Any
 
+import h11
+from starlette.types import Receive, Scope, Send
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from seerjax.serve import routes
+from seerjax.serve.refusals import Refusal
 from seerjax.serve.routes import Service
 
 # Between the end of the grace period and the last answer that says so.
 LAST_SECONDS = 5
+
+
+class Connection(H11Protocol):
+  """A connection whose client is let go once it neither asks nor takes what it was sent.
+
+  Every `patience` seconds it is looked at. What is unsent and was so the last time, with nothing
+  taken in between, or a head of a request that has not ended, is a client that is not there.
+
+  Attributes:
+    patience: seconds between two looks.
+    most: open connections; a request of one beyond is refused.
+  """
+
+  patience = 30.0
+  most = 2048
+
+  def __init__(self, *args: Any, **others: Any):
+    super().__init__(*args, **others)
+    self._own_app, self.app = self.app, self._answer
+    self._look_task: asyncio.TimerHandle | None = None
+    self._seen: tuple[Any, ...] = ()
+
+  async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+    if len(self.connections) <= self.most:
+      await self._own_app(scope, receive, send)
+      return
+    refusal = Refusal(
+      f"the server: got {len(self.connections)} connections, expected at most {self.most}; close"
+      " some, or ask again in 1 s.",
+      status=503,
+      kind="server_error",
+      code="too_many_connections",
+      retry_seconds=1,
+    )
+    response = routes.refused(refusal)
+    response.headers["connection"] = "close"
+    await response(scope, receive, send)
+
+  def connection_made(self, transport: Any) -> None:  # Of asyncio, or of uvloop.
+    super().connection_made(transport)
+    self._wait()
+
+  def connection_lost(self, exc: Exception | None) -> None:
+    if self._look_task is not None:
+      self._look_task.cancel()
+      self._look_task = None
+    super().connection_lost(exc)
+
+  def _wait(self) -> None:
+    self._look_task = self.loop.call_later(self.patience, self._look)
+
+  def _look(self) -> None:
+    cycle, unsent = self.cycle, self.transport.get_write_buffer_size()
+    is_over = cycle is None or cycle.response_complete
+    is_stuck = bool(unsent) and (is_over or self.flow.write_paused)
+    # Between two requests uvicorn's own timer runs.
+    is_silent = is_over and not unsent and self.timeout_keep_alive_task is None
+    before, self._seen = self._seen, (cycle, unsent, is_stuck, is_silent)
+    if (is_stuck or is_silent) and before == self._seen:
+      self._look_task = None
+      self.transport.abort()
+    else:
+      self._wait()
+
+  def send_400_response(self, msg: str) -> None:
+    """Answers what is no HTTP; if an answer has begun, the connection ends."""
+    refusal = Refusal(
+      "the request: got what is no HTTP/1.1 (its first line, a header or a length), expected a"
+      " request; use an HTTP client."
+    )
+    response = routes.refused(refusal)
+    headers = [*response.raw_headers, (b"connection", b"close")]
+    try:
+      for event in (
+        h11.Response(status_code=400, headers=headers, reason=b"Bad Request"),
+        h11.Data(data=bytes(response.body)),
+        h11.EndOfMessage(),
+      ):
+        self.transport.write(self.conn.send(event) or b"")
+    except h11.LocalProtocolError:
+      self.transport.abort()
+      return
+    self.transport.close()
 
 
 class Server(uvicorn.Server):
@@ -22,17 +111,18 @@ class Server(uvicorn.Server):
 
   def __init__(self, service: Service):
     config = service.config
+    bounds = dict(patience=config.body_seconds, most=config.max_connections)
     super().__init__(
       uvicorn.Config(
         routes.application(service),
         host=config.host,
         port=config.port,
-        http="h11",
+        http=type("Connection", (Connection,), bounds),
+        ws="none",
         log_config=None,
         log_level="warning",
         access_log=False,
         server_header=False,
-        limit_concurrency=config.max_connections,
         timeout_keep_alive=30,
         timeout_graceful_shutdown=int(config.grace_seconds) + LAST_SECONDS,
       )

@@ -57,7 +57,7 @@ def running(config: ServeConfig = ANY_PORT, **others: Any) -> Iterator[tuple[Ser
 
 @contextlib.contextmanager
 def client(url: str, **others: Any) -> Iterator[httpx2.Client]:
-  with httpx2.Client(base_url=url, timeout=60, trust_env=False, **others) as found:
+  with httpx2.Client(base_url=url, timeout=300, trust_env=False, **others) as found:
     yield found
 
 

@@ -1,0 +1,70 @@
+"""The contract over HTTP: what a client is answered does not depend on who else is asking.
+
+Clients ask at once for answers of every kind, streamed and whole, through OpenAI's own package;
+some leave in the middle. The engine behind them is never left in peace (`serving_cases.Restless`).
+Every choice is compared, text, tokens, both log-probabilities and those of others, with itself
+alone in a fresh server with another batch, other pages, row buckets and instances.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+
+import openai
+import pytest
+import serving_cases as cases
+
+# (model, implementation), of which three blocks each have sizes and requests of their own.
+SUBJECTS = (("tiny", "native"), ("nano", "native"), ("tiny", "tiled"), ("tiny", "native"))
+BLOCKS = 3
+FEW = (
+  "answers", "streamed", "whole", "chats", "completions", "siblings", "paused", "preempted",
+  "visits while clients wait", "drafted tokens", "masked rows",
+)  # fmt: skip
+
+
+@pytest.mark.thorough
+@pytest.mark.few(1)
+@pytest.mark.parametrize("implementation", ["native", "tiled"])
+def test_no_neighbour_changes_a_bit(implementation, seed, tell_events):
+  of = cases.subject("tiny", implementation, seed, 0)
+  case = cases.draw(seed, 0, of=of, clients=16, each=2)
+  events: collections.Counter[str] = collections.Counter()
+  with cases.alone(case) as alone:
+    cases.load(case, alone, events)
+  tell_events(str(case.subject), events, FEW)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("make", [cases.Seedless, cases.Neighbourly])
+def test_a_server_that_mixes_requests_up_is_found_out(make, seed):
+  # The twins. A case may be spared, so there are several of one model.
+  of = cases.subject("tiny", "native", seed, 0)
+  first = cases.draw(seed, 0, of=of, clients=16, each=2)
+  found = ""
+  with cases.alone(first) as alone:
+    for number in range(4):
+      case = dataclasses.replace(first, number=number)
+      try:
+        cases.load(case, alone, collections.Counter(), make)
+      except (AssertionError, openai.InternalServerError) as error:
+        found = str(error)
+        break
+  # A mask that came to the wrong row also leaves a row with an answer that its own does not allow.
+  outside = "that it does not go on from" if make is cases.Neighbourly else "got Said"
+  assert "got Said" in found or outside in found, f"{make.__name__}: got {found!r}"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("block", range(len(SUBJECTS) * BLOCKS))
+def test_sixty_four_clients_get_the_bits_of_each_alone(block, seed, tell_events):
+  of = block // BLOCKS
+  kind, implementation = SUBJECTS[of]
+  drawn = cases.subject(kind, implementation, seed, of)
+  case = cases.draw(seed, block, of=drawn, clients=64, each=2)
+  events: collections.Counter[str] = collections.Counter()
+  with cases.alone(case) as alone:
+    count = cases.load(case, alone, events)
+  assert count >= 150
+  tell_events(f"block {block}, {case.subject}", events, cases.EVENTS)

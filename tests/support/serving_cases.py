@@ -1,0 +1,699 @@
+"""Drawn models behind a server, drawn requests of many clients, and what each of them says alone.
+
+    draw(seed, number) -> Case --> `alone`: a server with nothing else in it, one choice at a time
+                               --> `load`: all clients at once, over an engine that has no peace
+
+A case follows from the seed and its number; `load` runs it and compares every choice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+from collections.abc import Callable, Iterator, Mapping, Sequence
+import contextlib
+import dataclasses
+import functools
+import time
+from typing import Any, NamedTuple
+
+import drawn_models
+from made_drafters import Observed
+import numpy as np
+import openai
+import word_engine
+
+from seerjax import numerics as numerics_lib, parallel
+from seerjax.engine import runner as runner_lib
+from seerjax.engine.engine import Engine, EngineConfig
+from seerjax.engine.kv.pool import KVPool, KVPoolConfig
+from seerjax.models import loading
+from seerjax.serve import identity, served as served_lib, server
+from seerjax.serve.config import ServeConfig
+from seerjax.serve.routes import Service
+from seerjax.serve.scoring import Scorer
+from seerjax.serve.served import Served
+
+CONTEXT = 128
+CONFIG = ServeConfig(port=0, max_waiting=4096, max_waiting_of_client=1024)
+REGEXES = ("[a-c]{2}[0-9]{3}", "(yes|no), because [a-z ]{1,9}", "[0-9]{1,12}")
+SCHEMAS: tuple[dict[str, Any], ...] = (
+  {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"],
+   "additionalProperties": False},
+  {"type": "array", "items": {"type": "boolean"}, "maxItems": 3},
+)  # fmt: skip
+WORDS = (
+  "How", "many", "apples?", "two", "and", "17", "+", "4", "=", "why", "<|im_end|>", "café", "box"
+)
+# Of a body, what OpenAI's client has no parameter for.
+EXTRA = ("top_k", "min_p", "regex", "stop_token_ids", "prompt_logprobs")
+
+
+# What is served.
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Subject:
+  """A model, and what of it is shared by all servers of a case.
+
+  Attributes:
+    name: by which clients ask.
+    model: with its tokenizer.
+    scorer: of its weights, for its programs.
+  """
+
+  name: str
+  model: loading.Model
+  scorer: Scorer
+
+  def __str__(self) -> str:
+    config, numerics = self.model.config, self.model.numerics
+    return (
+      f"{self.name}: {config.num_layers} layers, hidden {config.hidden_size}, vocabulary"
+      f" {config.vocab_size}, {numerics.implementation} {numerics.compute_dtype}"
+    )
+
+
+@functools.lru_cache(maxsize=2)
+def subject(kind: str, implementation: Any, seed: int, number: int) -> Subject:
+  """Returns nano, or a tiny model of odd sizes, whose words are nano's."""
+  rng = np.random.default_rng((seed, number, 0))
+  if kind == "nano":
+    dtype = ("float32", "bfloat16")[int(rng.integers(2))]
+    numerics = numerics_lib.NumericsConfig(
+      reduction_shards=0, implementation=implementation, compute_dtype=dtype
+    )
+    model = loading.load_model("nano", numerics)
+  else:
+    drawn = drawn_models.draw_model(rng)
+    slabs = drawn.numerics.reduction_shards
+    vocab_size = slabs * (512 // slabs + 1 + 2 * int(rng.integers(10)))  # Odd in every slab.
+    config = dataclasses.replace(drawn.config, vocab_size=vocab_size, max_context=CONTEXT)
+    numerics = dataclasses.replace(drawn.numerics, implementation=implementation)
+    drawn = dataclasses.replace(drawn, config=config, numerics=numerics, rank=0)
+    params = drawn_models.params_of(drawn)
+    model = loading.Model(config, params, numerics, word_engine.TOKENIZER)
+  return Subject(kind, model, Scorer(model, context=CONTEXT))
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+  """Sizes of one server's engine."""
+
+  engine: EngineConfig
+  mesh: tuple[int, int] = (1, 1)
+  host_pages: int = 0
+
+
+def alone_sizes(model: loading.Model) -> Sizes:
+  """Returns room for one request, which finds nothing that another left."""
+  page_size = min(model.numerics.kv_split, 16)
+  return Sizes(
+    EngineConfig(
+      page_size=page_size,
+      num_pages=1 - CONTEXT // -page_size,
+      max_sequences=1,
+      max_context=CONTEXT,
+      row_buckets=(48,),
+      steps_per_visit=1,
+      reuse_prefixes=False,
+    )
+  )
+
+
+def draw_sizes(rng: np.random.Generator, model: loading.Model) -> Sizes:
+  """Returns little memory for several, rows that no tile divides, one to three instances."""
+  pick = lambda *choices: choices[int(rng.integers(len(choices)))]
+  split, slabs = model.numerics.kv_split, model.numerics.reduction_shards
+  page_size = split >> pick(*(p for p in (0, 1, 2, 3) if split >> p))
+  last = int(rng.integers(12, 41))
+  buckets = (int(rng.integers(3, 12)), last) if rng.random() < 0.3 else (last,)
+  instances = pick(1, 1, 2, 3)
+  return Sizes(
+    EngineConfig(
+      page_size=page_size,
+      num_pages=1 + int(-(CONTEXT // -page_size) * pick(1.0, 1.5, 2.5)),
+      max_sequences=int(rng.integers(3, 9)),
+      max_context=CONTEXT,
+      row_buckets=buckets,
+      steps_per_visit=pick(1, 3, 8),
+    ),
+    mesh=(instances, pick(*(s for s in (1, 1, 2) if slabs % s == 0))),
+    host_pages=pick(8, 64),
+  )
+
+
+@functools.lru_cache(maxsize=4)
+def _runner(of: Subject, sizes: Sizes) -> runner_lib.Runner:
+  instances, shards = sizes.mesh
+  mesh = parallel.make_mesh(num_instances=instances, model_shards=shards)
+  config, numerics = of.model.config, of.model.numerics
+  return runner_lib.Runner(config, numerics, mesh, max_programs=len(sizes.engine.row_buckets))
+
+
+@contextlib.contextmanager
+def serving(
+  of: Subject, sizes: Sizes, make: Callable[..., Engine] = Engine, **others: Any
+) -> Iterator[tuple[Service, str]]:
+  """Serves a fresh engine, and yields the service and its URL."""
+  key = numerics_lib.key(11)
+  engine = make(
+    of.model,
+    config=sizes.engine,
+    key=key,
+    runner=_runner(of, sizes),
+    kv_pool=KVPool(KVPoolConfig(host_pages=sizes.host_pages)) if sizes.host_pages else None,
+    **others,
+  )
+  served = Served(
+    name=of.name,
+    engine=engine,
+    scorer=of.scorer,
+    fingerprint=identity.fingerprint(of.model, key),
+  )
+  service = Service({of.name: served}, CONFIG)
+  with server.running(service) as url:
+    yield service, url
+
+
+# What happens to an engine.
+
+
+class Knowing(Observed):
+  """Drafts what answers to equal prompts said, and sometimes what nobody said."""
+
+  def __init__(self, said: Sequence[tuple[tuple[int, ...], tuple[int, ...]]], seed: int):
+    super().__init__()
+    self._rng = np.random.default_rng(seed)
+    self._said: dict[tuple[int, ...], list[tuple[int, ...]]] = collections.defaultdict(list)
+    for prompt, answer in said:
+      self._said[prompt].append(answer)
+
+  def draft(self, queries):
+    return [self._paths(query) for query in queries]
+
+  def _paths(self, query) -> list[tuple[int, ...]]:
+    rng, prompt = self._rng, tuple(query.tokens[: query.num_prompt])
+    begun = tuple(query.tokens[query.num_prompt :])
+    paths: list[tuple[int, ...]] = []
+    for answer in self._said.get(prompt, ()):
+      if answer[: len(begun)] == begun:
+        path = list(answer[len(begun) :][: int(rng.integers(1, 7))])
+        if path and rng.random() < 0.3:
+          path[int(rng.integers(len(path)))] = int(rng.integers(512))
+        paths.append(tuple(path))
+    order = rng.permutation(len(paths))[:3]
+    return [paths[place] for place in order if paths[place]]
+
+
+class Restless(Engine):
+  """An engine to which, before each visit, all happens that changes no bit: requests end a chunk,
+  are paused, leave the devices, change instance or lose their pages, and steps break off."""
+
+  def __init__(self, *args, rng, events, **others):
+    super().__init__(*args, **others)
+    self.rng, self.events = rng, events
+    self.others_wait: Callable[[], bool] = lambda: False
+    self._idle = 0
+    self._has_broken = False
+    self._withheld: list[tuple[Any, list[int], int]] = []  # Of a pool, for so many visits.
+
+  def submit(self, request, **others):
+    super().submit(request, **others, chunk_tokens=self._chunk())
+
+  def cancel(self, request_id):
+    super().cancel(request_id)
+    self.events["cancelled"] += 1
+
+  def _chunk(self) -> int | None:
+    return (None, None, 2, 5, 9)[int(self.rng.integers(5))]
+
+  def _chance(self, rate: float) -> bool:
+    return bool(self.rng.random() < rate)
+
+  def step(self):
+    self._disturb()
+    self.events["visits while clients wait"] += self.others_wait()
+    before = self.counters.steps
+    updates = super().step()
+    self.events["visits of several steps"] += self.counters.steps - before > 1
+    self._idle = 0 if updates else self._idle + 1
+    self._has_broken = False
+    return updates
+
+  def give_back_withheld(self, visits: int) -> None:
+    """Gives pages back that were withheld for as many visits."""
+    kept = []
+    for pool, pages, left in self._withheld:
+      if left > visits:
+        kept.append((pool, pages, left - visits))
+      else:
+        for page in pages:
+          pool.release(page)
+    self._withheld = kept
+
+  def _disturb(self) -> None:
+    self.give_back_withheld(1)
+    for pool in self.memory.pools:
+      if self._chance(0.03):
+        pages = pool.take(pool.num_available)
+        self._withheld.append((pool, pages, int(self.rng.integers(1, 9))))
+        self.events["pages withheld"] += len(pages)
+    paused = set(self.poll_paused())
+    for name in sorted(paused):
+      if self._chance(0.3):
+        self.events["spilled"] += len(self.spill([name]))
+      elif self.num_instances > 1 and self._chance(0.3):
+        place = int(self.rng.integers(self.num_instances))
+        self.events["migrated"] += self.migrate(name, place) and place != self.instance_of(name)
+    for name in sorted(paused):
+      if self._idle > 20 or self._chance(0.4):
+        self.resume(name, chunk_tokens=self._chunk())
+        self.events["resumed"] += 1
+    names = sorted(self._requests.live)
+    for name in names:
+      if name not in paused and self._chance(0.02):
+        self.pause(name)
+        self.events["paused"] += 1
+      elif self._chance(0.02):
+        before = self.counters.preemptions
+        self.preempt(name)
+        self.events["preempted"] += self.counters.preemptions - before
+    holding = [name for name in names if self.held_pages(name)]
+    if self._idle > 40 and holding:  # They hold what each other waits for.
+      self.preempt(holding[-1])
+      self._idle = 0
+
+  def _inputs(self, scheduled):
+    masked = [p for pieces in scheduled for p in pieces if p.is_sampled and p.sequence.mask]
+    self.events["masked rows"] += len(masked)
+    inputs = super()._inputs(scheduled)
+    if not self._has_broken and self._chance(0.01):
+      self._has_broken = True
+      self._withheld = []  # All pages are taken back.
+      self.events["steps broken off"] += 1
+      raise OSError("a device fails, as was drawn")
+    return inputs
+
+  def count(self) -> None:
+    """Adds what was counted, once, at its end."""
+    for event, field in (
+      ("waits for pages", "waits"), ("positions reused", "reused_tokens"),
+      ("pages copied", "page_copies"), ("drafted tokens", "drafted_tokens"),
+      ("drafts adopted", "accepted_tokens"), ("side paths", "side_paths"), ("steps", "steps"),
+      ("came back", "restored_pages"), ("sampled tokens", "sampled_tokens"),
+    ):  # fmt: skip
+      self.events[event] += getattr(self.counters, field)
+
+
+class Seedless(Restless):
+  """The twin whose pages are found by a prompt and a position: what a seed said is left out."""
+
+  def __init__(self, *args, **others):
+    super().__init__(*args, **others)
+    self._prompts: set[tuple[int, ...]] = set()
+    find, remember = self.memory.find, self.memory.remember
+    self.memory.find = lambda place, tokens: find(place, self._blind(tokens))
+    self.memory.remember = lambda sequence, tokens: remember(sequence, self._blind(tokens))
+
+  def submit(self, request, **others):
+    self._prompts.add(request.prompt)
+    super().submit(request, **others)
+
+  def _blind(self, tokens):
+    known = [len(p) for p in self._prompts if p == tuple(tokens[: len(p)])]
+    end = max(known, default=len(tokens))
+    return [*tokens[:end], *[0] * (len(tokens) - end)]
+
+
+class Neighbourly(Restless):
+  """The twin that applies a row's mask to the row beside it."""
+
+  def _inputs(self, scheduled):
+    inputs = super()._inputs(scheduled)
+    sampling = inputs.sampling
+    if sampling.mask is None:
+      return inputs
+    for place, count in enumerate(inputs.num_samples):
+      for leaf in (sampling.mask, sampling.high):
+        leaf[place, :count] = np.roll(leaf[place, :count], 1, axis=0)
+    return inputs
+
+
+# What is asked.
+
+
+class Ask(NamedTuple):
+  """One request of one client.
+
+  Attributes:
+    client: its number.
+    is_chat: which route.
+    body: as it is sent.
+    wait: seconds before it.
+    leaves_after: pieces after which its client is gone, None if it stays.
+  """
+
+  client: int
+  is_chat: bool
+  body: dict[str, Any]
+  wait: float
+  leaves_after: int | None
+
+  @property
+  def num_prompts(self) -> int:
+    prompt = self.body.get("prompt", "")
+    return len(prompt) if isinstance(prompt, list) and isinstance(prompt[0], list) else 1
+
+  @property
+  def num_choices(self) -> int:
+    return self.num_prompts * self.body.get("n", 1)
+
+  def of_choice(self, choice: int, seed: int) -> dict[str, Any]:
+    """Returns the body that asks for one choice alone."""
+    body = {name: value for name, value in self.body.items() if not name.startswith("stream")}
+    body |= dict(n=1, seed=seed)
+    if self.num_prompts > 1:
+      body["prompt"] = body["prompt"][choice // self.body.get("n", 1)]
+    return body
+
+
+class Said(NamedTuple):
+  """One choice, alike however it came.
+
+  Attributes:
+    text: of it.
+    finish_reason: of it.
+    rows: for each token its id, both log-probabilities and the others there; () if not asked for.
+    prompt: scores of the prompt, if they were asked for.
+  """
+
+  text: str
+  finish_reason: str | None
+  rows: tuple[tuple[Any, ...], ...]
+  prompt: Any
+
+
+def draw_asks(
+  rng: np.random.Generator, vocab_size: int, clients: int, each: int
+) -> tuple[Ask, ...]:
+  """Returns the requests of all clients; prompts are few, so that many begin alike."""
+  pick = lambda *choices: choices[int(rng.integers(len(choices)))]
+  words = lambda most: " ".join(rng.choice(WORDS, int(rng.integers(1, most + 1))).tolist())
+  ids = lambda most: rng.integers(3, 500, int(rng.integers(1, most + 1))).tolist()
+  user = lambda: {"role": "user", "content": words(5)}
+  chats = [
+    pick([user()], [{"role": "system", "content": words(3)}, user()],
+         [user(), {"role": "assistant", "content": words(3)}, user()])
+    for _ in range(max(2, clients // 6))
+  ]  # fmt: skip
+  start = ids(40)
+  prompts = [pick(words(9), ids(30), start + ids(9)) for _ in range(max(2, clients // 6))]
+  asks = []
+  for client in range(clients):
+    for _ in range(each):
+      is_chat, is_streamed = rng.random() < 0.5, rng.random() < 0.5
+      body: dict[str, Any] = dict(
+        max_tokens=int(rng.integers(1, 25)),
+        temperature=pick(1.0, 1.0, 0.0, 0.6, 1.7),
+        user=f"client {client}",
+        stream=is_streamed,
+      )
+      chance = lambda rate: rng.random() < rate
+      if chance(0.85):
+        body["seed"] = int(rng.integers(2**32))
+      if chance(0.3):
+        body["n"] = pick(2, 3)
+      if chance(0.3):
+        body |= pick({"top_k": 7}, {"top_p": 0.9}, {"min_p": 0.05}, {"top_p": 0.5, "top_k": 20})
+      if chance(0.25):
+        biased = rng.choice(vocab_size, 3, replace=False).tolist()
+        body["logit_bias"] = {str(token): float(rng.uniform(-6, 6)) for token in biased}
+      if chance(0.3):
+        body["stop"] = [pick("e", "o", " a", "10", "in"), pick("th", "3")]
+      if chance(0.2):
+        body["stop_token_ids"] = rng.integers(3, 500, 12).tolist()
+      if chance(0.2):
+        body |= pick(
+          {"regex": pick(*REGEXES)},
+          {"response_format": {"type": "json_object"}},
+          {"response_format": {
+            "type": "json_schema", "json_schema": {"name": "x", "schema": pick(*SCHEMAS)}
+          }},
+        )  # fmt: skip
+      num_top = pick(0, 0, 1, 5, 16)
+      if is_chat:
+        body["messages"] = pick(*chats)
+        if chance(0.9):
+          body["logprobs"] = True
+          if num_top:
+            body["top_logprobs"] = num_top
+      else:
+        body["prompt"] = pick(*prompts)
+        if chance(0.1):
+          body["prompt"] = [ids(9), ids(20)]
+        if chance(0.9):
+          body["logprobs"] = num_top
+        if chance(0.15):
+          body["echo"] = True
+      if chance(0.1):
+        body["prompt_logprobs"] = pick(0, 3)
+      if is_streamed and chance(0.5):
+        body["stream_options"] = {"include_usage": True}
+      leaves = int(rng.integers(1, 6)) if is_streamed and chance(0.2) else None
+      asks.append(Ask(client, is_chat, body, float(rng.exponential(0.02)), leaves))
+  return tuple(asks)
+
+
+def _split(body: Mapping[str, Any], model: str, is_chat: bool) -> dict[str, Any]:
+  others = EXTRA if is_chat else (*EXTRA, "response_format")
+  plain = {name: value for name, value in body.items() if name not in others}
+  extra = {name: value for name, value in body.items() if name in others}
+  return dict(model=model, **plain, extra_body=extra)
+
+
+def _rows_of(choice: Mapping[str, Any], is_chat: bool) -> list[tuple[Any, ...]]:
+  logprobs = choice.get("logprobs")
+  if logprobs is None:
+    return []
+  if is_chat:
+    return [
+      (
+        row["token_id"], row["token"], row["logprob"], row["raw_logprob"],
+        tuple((top["token_id"], top["logprob"]) for top in row["top_logprobs"]),
+      )
+      for row in logprobs["content"]
+    ]  # fmt: skip
+  tops = logprobs["top_logprobs"] or [None] * len(logprobs["tokens"])
+  columns = (logprobs[name] for name in (
+    "token_ids", "tokens", "token_logprobs", "raw_logprobs", "text_offset"))  # fmt: skip
+  tops = [None if top is None else tuple(top.items()) for top in tops]
+  return [*zip(*columns, tops, strict=True)]
+
+
+def said_of(bodies: Sequence[Mapping[str, Any]], is_chat: bool) -> dict[int, tuple[int, Said]]:
+  """Returns (seed, what was said) by choice, of one body or of a stream's."""
+  found: dict[int, list[Mapping[str, Any]]] = collections.defaultdict(list)
+  for body in bodies:
+    for choice in body["choices"]:
+      found[choice["index"]].append(choice)
+  said = {}
+  for index, parts in found.items():
+    message = [part.get("message") or part.get("delta") or part for part in parts]
+    text = "".join(one.get("content" if is_chat else "text") or "" for one in message)
+    rows = tuple(row for part in parts for row in _rows_of(part, is_chat))
+    prompt = parts[0].get("prompt_logprobs")
+    said[index] = parts[0]["seed"], Said(text, parts[-1].get("finish_reason"), rows, prompt)
+  return said
+
+
+async def answered(
+  client: openai.AsyncOpenAI, model: str, ask: Ask
+) -> tuple[dict[int, tuple[int, Said]], bool]:
+  """Asks over HTTP; returns what came by choice, and whether all of it did."""
+  create = client.chat.completions.create if ask.is_chat else client.completions.create
+  asked = _split(ask.body, model, ask.is_chat)
+  if not ask.body.get("stream"):
+    return said_of([(await create(**asked)).model_dump()], ask.is_chat), True
+  bodies, is_whole = [], True
+  stream = await create(**asked)
+  async with contextlib.aclosing(stream.__aiter__()):
+    async for piece in stream:
+      bodies.append(piece.model_dump())
+      if ask.leaves_after is not None and len(bodies) >= ask.leaves_after:
+        is_whole = False
+        break
+  if not is_whole:
+    await stream.close()
+  return said_of(bodies, ask.is_chat), is_whole
+
+
+# Cases.
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+  """One case: what is served, to whom, and with which sizes."""
+
+  subject: Subject
+  sizes: Sizes
+  asks: tuple[Ask, ...]
+  seed: int
+  number: int
+
+  def __str__(self) -> str:
+    return f"case {self.number} of seed {self.seed}: {self.subject}; {self.sizes}"
+
+
+def draw(seed: int, number: int, *, of: Subject, clients: int, each: int) -> Case:
+  """Returns the case of a number: its sizes and its requests."""
+  rng = np.random.default_rng((seed, number, 1))
+  asks = draw_asks(rng, of.model.config.vocab_size, clients, each)
+  return Case(of, draw_sizes(rng, of.model), asks, seed, number)
+
+
+class Alone:
+  """What choices say alone: a server that has nothing else to do, asked one choice at a time."""
+
+  def __init__(self, case: Case, url: str, client: openai.OpenAI):
+    self._case, self._url, self._client = case, url, client
+    self._found: dict[str, Said] = {}
+
+  def said(self, ask: Ask, choice: int, seed: int) -> Said:
+    body = ask.of_choice(choice, seed)
+    name = repr(sorted(body.items(), key=lambda item: item[0]))
+    if name not in self._found:
+      routes = self._client.chat.completions if ask.is_chat else self._client.completions
+      answer = routes.create(**_split(body, self._case.subject.name, ask.is_chat)).model_dump()
+      ((own, said),) = said_of([answer], ask.is_chat).values()
+      assert own == seed
+      self._found[name] = said
+    return self._found[name]
+
+
+@contextlib.contextmanager
+def alone(case: Case) -> Iterator[Alone]:
+  """Yields what the case's choices say alone, in a fresh server with other sizes."""
+  sizes = alone_sizes(case.subject.model)
+  assert sizes.engine != case.sizes.engine
+  with (
+    serving(case.subject, sizes) as (_, url),
+    openai.OpenAI(base_url=f"{url}/v1", api_key="-", max_retries=0, timeout=1800) as client,
+  ):
+    yield Alone(case, url, client)
+
+
+def load(
+  case: Case,
+  asked_alone: Alone,
+  events: collections.Counter[str],
+  make: type[Restless] = Restless,
+) -> int:
+  """Asks all at once, and compares every choice with itself alone; returns how many there were."""
+  known = [_known(case, ask, asked_alone) for ask in case.asks if "seed" in ask.body]
+  drafter = Knowing([one for some in known for one in some], case.number)
+  rng = np.random.default_rng((case.seed, case.number, 2))
+  with serving(
+    case.subject, case.sizes, make, rng=rng, events=events, drafter=drafter
+  ) as (service, url):
+    engine: Any = service.models[case.subject.name].engine
+    engine.others_wait = lambda: service.thread.num_waiting > 0
+    found = asyncio.run(_all_at_once(case, url))
+    until = time.monotonic() + 60
+    while service.thread.num_running or service.thread.num_waiting:
+      assert time.monotonic() < until, "clients that left are still answered after 60 s"
+      time.sleep(0.01)
+    engine.count()
+    engine.give_back_withheld(100)
+    free = [engine.free_pages(place) for place in range(engine.num_instances)]
+    assert free == [engine.config.num_pages - 1] * engine.num_instances
+    assert engine.memory.kv_pool.num_host_pages == 0
+  return sum(
+    _compare(case, ask, choices, is_whole, asked_alone, events)
+    for ask, (choices, is_whole) in zip(case.asks, found, strict=True)
+  )
+
+
+def _known(case: Case, ask: Ask, asked_alone: Alone) -> list[tuple[Any, Any]]:
+  """(prompt, answer) of choices whose tokens are told, for the drafter."""
+  tokenizer, found = case.subject.model.tokenizer, []
+  for choice in range(ask.num_choices):
+    seed = served_lib.choice_seed(ask.body["seed"], choice % ask.body.get("n", 1))
+    said = asked_alone.said(ask, choice, seed)
+    answer = tuple(row[0] for row in said.rows)
+    if ask.is_chat:
+      found.append((tuple(tokenizer.chat_ids(ask.body["messages"])), answer))
+    elif isinstance(ask.body["prompt"], str) and not ask.body.get("echo"):
+      found.append((tuple(tokenizer.encode(ask.body["prompt"])), answer))
+  return [(prompt, answer) for prompt, answer in found if answer]
+
+
+async def _all_at_once(case: Case, url: str) -> list[tuple[dict[int, tuple[int, Said]], bool]]:
+  found: dict[int, Any] = {}
+  of_client: dict[int, list[int]] = collections.defaultdict(list)
+  for place, ask in enumerate(case.asks):
+    of_client[ask.client].append(place)
+
+  async def be(places: list[int]) -> None:
+    for place in places:
+      await asyncio.sleep(case.asks[place].wait)
+      found[place] = await answered(client, case.subject.name, case.asks[place])
+
+  async with openai.AsyncOpenAI(
+    base_url=f"{url}/v1", api_key="-", max_retries=0, timeout=1800
+  ) as client:
+    await asyncio.gather(*(be(places) for places in of_client.values()))
+  return [found[place] for place in range(len(case.asks))]
+
+
+def _compare(
+  case: Case,
+  ask: Ask,
+  choices: Mapping[int, tuple[int, Said]],
+  is_whole: bool,
+  asked_alone: Alone,
+  events: collections.Counter[str],
+) -> int:
+  body = ask.body
+  if is_whole:
+    assert sorted(choices) == [*range(ask.num_choices)], f"{case}: {ask}: got {sorted(choices)}"
+  for choice, (seed, said) in choices.items():
+    if "seed" in body:
+      assert seed == served_lib.choice_seed(body["seed"], choice % body.get("n", 1))
+    wanted = asked_alone.said(ask, choice, seed)
+    got = said
+    if not is_whole:  # As far as it came.
+      count = len(said.rows)
+      assert wanted.text.startswith(said.text), f"{case}: {ask}: got {said}, expected {wanted}"
+      wanted = wanted._replace(text=said.text, rows=wanted.rows[:count])
+      got = said._replace(finish_reason=wanted.finish_reason)
+    assert got == wanted, f"{case}: {ask}, choice {choice}: got {got}, expected {wanted}"
+    events["tokens compared"] += len(said.rows)
+    events["answers"] += is_whole
+    events["answers that were left"] += not is_whole
+    if is_whole:
+      events[f"ended by {said.finish_reason}"] += 1
+    events["streamed"] += bool(body.get("stream"))
+    events["whole"] += not body.get("stream")
+    events["chats" if ask.is_chat else "completions"] += 1
+    events["siblings"] += ask.num_choices > 1
+    events["without a seed"] += "seed" not in body
+    events["greedy"] += body["temperature"] == 0
+    events["filtered"] += any(name in body for name in ("top_k", "top_p", "min_p"))
+    events["biased"] += "logit_bias" in body
+    events["stop strings"] += "stop" in body
+    events["with a form"] += "regex" in body or "response_format" in body
+    events["other tokens named"] += bool(said.rows and said.rows[-1][-1])
+    events["prompts scored"] += said.prompt is not None
+    events["echoed"] += bool(body.get("echo"))
+  return len(choices) if is_whole else 0
+
+
+EVENTS = (
+  "answers", "streamed", "whole", "chats", "completions", "siblings", "without a seed", "greedy",
+  "filtered", "biased", "ended by stop", "ended by length", "stop strings", "with a form",
+  "masked rows", "other tokens named", "prompts scored", "echoed", "cancelled",
+  "answers that were left", "paused", "resumed", "preempted", "spilled", "came back",
+  "waits for pages", "visits while clients wait", "positions reused", "pages copied",
+  "drafted tokens", "drafts adopted", "steps broken off",
+)  # fmt: skip
