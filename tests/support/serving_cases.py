@@ -124,7 +124,8 @@ def alone_sizes(model: loading.Model) -> Sizes:
 def draw_sizes(rng: np.random.Generator, model: loading.Model) -> Sizes:
   """Returns little memory for several, rows that no tile divides, one to three instances."""
   pick = lambda *choices: choices[int(rng.integers(len(choices)))]
-  split, slabs = model.numerics.kv_split, model.numerics.reduction_shards
+  # Several pages of a request, so that some of another's serve it.
+  split, slabs = min(model.numerics.kv_split, 32), model.numerics.reduction_shards
   page_size = split >> pick(*(p for p in (0, 1, 2, 3) if split >> p))
   last = int(rng.integers(12, 41))
   buckets = (int(rng.integers(3, 12)), last) if rng.random() < 0.3 else (last,)

@@ -1,0 +1,210 @@
+"""What strangers send, and how clients behave: a server answers in words, and forgets them.
+
+Bodies are drawn by the thousand: JSON that is none, of other types, unknown, deep, huge, no UTF-8,
+of a wrong length. All the while others ask as they should, and get the bits that they get alone.
+"""
+
+from __future__ import annotations
+
+import collections
+import concurrent.futures
+import contextlib
+import json
+import random
+import socket
+import threading
+from typing import Any
+
+import httpx2
+import pytest
+import serving
+import word_engine
+
+from seerjax.serve import protocol
+from seerjax.serve.config import ServeConfig
+
+GOOD = {"prompt": "How many?", "max_tokens": 6, "seed": 3, "logprobs": 2}
+NAMES = sorted({*protocol.CHAT, *protocol.COMPLETION, *protocol.NEUTRAL, "audio", "", "self"})
+KINDS = (
+  "cut", "bytes", "types", "unknown", "deep", "huge numbers", "no UTF-8", "long", "too long",
+  "short of its length", "no length", "no HTTP", "other methods", "in pieces",
+)  # fmt: skip
+
+
+def value(rng: random.Random, depth: int = 3) -> Any:
+  """Returns any JSON, often of a size that nobody expects."""
+  kinds = 9 if depth else 7
+  match rng.randrange(kinds):
+    case 0:
+      return rng.choice([None, True, False])
+    case 1:
+      return rng.choice([0, 1, -1, 2**31, 2**63, 10**400, -(10**400), 4, 7])
+    case 2:
+      return rng.choice([0.5, -0.0, 1e308, 5e-324, 1e-9, 2.0])
+    case 3:
+      return rng.choice(["", "a", "\x00", "\ud800", "é" * 5, "<|im_end|>", "[a-", "x" * 3000])
+    case 4:
+      return rng.choice([[], {}, [[]], [{}], {"": None}])
+    case 5:
+      return rng.choice([{"role": "user"}, {"type": "json_schema"}, {"type": "function"}])
+    case 6:
+      return [{"role": rng.choice(["user", "tool", "assistant"]), "content": value(rng, 0)}]
+    case 7:
+      return [value(rng, depth - 1) for _ in range(rng.randrange(4))]
+    case _:
+      return {rng.choice(NAMES): value(rng, depth - 1) for _ in range(rng.randrange(4))}
+
+
+def drawn(rng: random.Random, kind: str, most: int) -> tuple[bytes, bytes]:
+  """Returns (lines of a head besides the usual, body) of a request that is not as it should be."""
+  body = dict(GOOD)
+  if kind in ("types", "unknown"):
+    names = NAMES if kind == "unknown" else [*protocol.COMPLETION]
+    body |= {rng.choice(names): value(rng) for _ in range(rng.randint(1, 4))}
+  elif kind == "huge numbers":
+    field = rng.choice(["temperature", "seed", "top_p", "max_tokens", "top_k", "n", "min_p"])
+    body[field] = rng.choice([10**400, -(10**300), 1e300, 2**64, 10**4000])
+  elif kind == "deep":
+    body["logit_bias"] = "@"
+  elif kind == "long":
+    body["prompt"] = "a b " * rng.randrange(200, 4000)
+  text = json.dumps(body).encode()
+  if kind == "cut":
+    text = text[: rng.randrange(len(text))]
+  elif kind == "bytes":
+    place = rng.randrange(len(text))
+    text = text[:place] + rng.randbytes(rng.randrange(1, 9)) + text[place + 1 :]
+  elif kind == "deep":
+    depth = rng.choice([70, 1000, 50_000])
+    text = text.replace(b'"@"', b"[" * depth + b"]" * depth)
+  elif kind == "no UTF-8":
+    text = text.replace(b"How", rng.choice([b"\xff\xfe", b"\xc3\x28", b"\xed\xa0\x80"]))
+  elif kind == "too long":
+    text = b'{"prompt": "' + b"x" * (most + rng.randrange(1, 5000)) + b'"}'
+  length = f"content-length: {len(text)}\r\n".encode()
+  if kind == "short of its length":
+    length = f"content-length: {len(text) + rng.randint(1, 99)}\r\n".encode()
+  elif kind == "no length":
+    length = rng.choice([b"", b"content-length: -5\r\n", b"content-length: x\r\n",
+                         b"content-length: 3\r\ncontent-length: 9\r\n"])  # fmt: skip
+  elif kind == "in pieces":
+    length = b"transfer-encoding: chunked\r\n"
+    text = rng.choice([b"zz\r\n{}\r\n", b"5\r\n{}\r\n0\r\n\r\n", b"2\r\n{}\r\n0\r\n\r\n"])
+  return length, text
+
+
+def ask(address: tuple[str, int], rng: random.Random, kind: str, most: int) -> bytes:
+  """Sends one, by one connection, and returns all that comes back."""
+  length, text = drawn(rng, kind, most)
+  line = b"POST /v1/completions HTTP/1.1\r\n"
+  if kind == "other methods":
+    line = rng.choice([b"GET /v1/completions", b"PUT /v1/models", b"POST /"]) + b" HTTP/1.1\r\n"
+  elif kind == "no HTTP":
+    line = rng.choice([b"\x16\x03\x01\x02\x00", b"hello\r\n", b"GET\r\n"])
+  with socket.create_connection(address, timeout=600) as to:
+    with contextlib.suppress(OSError):
+      to.sendall(
+        line + b"host: x\r\nconnection: close\r\ncontent-type: application/json\r\n"
+        + length + b"\r\n" + text
+      )  # fmt: skip
+      to.shutdown(socket.SHUT_WR)
+    found = b""
+    with contextlib.suppress(ConnectionError):
+      while part := to.recv(1 << 16):
+        found += part
+  return found
+
+
+def strangers(
+  address: tuple[str, int], seed: int, count: int, most: int, threads: int
+) -> collections.Counter[str]:
+  """Asks `count` times as one should not; returns how often each kind was, and each status."""
+  events: collections.Counter[str] = collections.Counter()
+  lock = threading.Lock()
+
+  def one(number: int) -> None:
+    rng = random.Random(f"{seed}/{number}")
+    kind = KINDS[number % len(KINDS)]
+    found = ask(address, rng, kind, most)
+    status = "no answer"
+    if found:
+      head, _, body = found.partition(b"\r\n\r\n")
+      status = head.split()[1].decode()
+      assert status[0] in "24", f"stranger {seed}/{number}, {kind}: got {found[:600]!r}"
+      if status[0] == "4":
+        error = json.loads(body)["error"]
+        assert ": got " in error["message"] and "; " in error["message"], error
+    with lock:
+      events[kind] += 1
+      events[f"status {status}"] += 1
+
+  with concurrent.futures.ThreadPoolExecutor(threads) as pool:
+    for done in [pool.submit(one, number) for number in range(count)]:
+      done.result()
+  return events
+
+
+def choice_of(client: httpx2.Client) -> dict[str, Any]:
+  done = client.post("/v1/completions", json=GOOD)
+  assert done.status_code == 200, done.text
+  return done.json()["choices"][0]
+
+
+@pytest.mark.parametrize(
+  "count",
+  [pytest.param(280, marks=pytest.mark.thorough), pytest.param(5600, marks=pytest.mark.long)],
+)
+def test_whatever_strangers_send_the_others_are_answered(count: int, seed, tell_events):
+  config = ServeConfig(port=0, max_body_bytes=20_000, body_seconds=2)
+  threads = {thread.name for thread in threading.enumerate()}
+  with serving.running(config) as (service, url), serving.client(url) as plain:
+    alone = choice_of(plain)
+    wrong, is_over, num_asked = [], threading.Event(), 0
+
+    def go_on() -> None:
+      nonlocal num_asked
+      with serving.client(url) as own:
+        while not is_over.is_set():
+          wrong.extend([found] if (found := choice_of(own)) != alone else [])
+          num_asked += 1
+
+    others = threading.Thread(target=go_on)
+    others.start()
+    try:
+      address = plain.base_url.host, plain.base_url.port
+      events = strangers(address, seed, count, config.max_body_bytes, threads=8)
+    finally:
+      is_over.set()
+      others.join()
+    assert not wrong and num_asked
+    events["answered beside them"] = num_asked
+    engine = service.models["tiny"].engine
+    assert engine.num_unfinished == 0 and not service.thread.num_waiting
+    assert engine.free_pages(0) == engine.config.num_pages - 1
+  left = {thread.name for thread in threading.enumerate()} - threads
+  assert not [name for name in left if name in ("engine", "http")]
+  statuses = ("status 400", "status 413", "status 405", "status 404")
+  tell_events("strangers", events, (*KINDS, *statuses, "answered beside them"))
+
+
+def test_a_body_of_numbers_beyond_any_is_refused_by_name():
+  # What the corpus found: whole numbers that are no floats.
+  for field in ("temperature", "top_p", "min_p"):
+    with pytest.raises(protocol.Refusal) as refused:
+      protocol.completion({"prompt": "x", field: 10**400})
+    assert refused.value.param == field and "expected" in refused.value.message
+
+
+def test_more_answers_than_may_be_asked_for_at_once_are_refused():
+  with pytest.raises(protocol.Refusal) as refused:
+    protocol.completion({"prompt": ["x"] * 100, "n": 2})
+  assert refused.value.param == "n"
+  assert "got 2 of each of 100 prompts, expected at most 128 answers" in refused.value.message
+
+
+def test_a_variable_of_our_own_is_refused():
+  config = word_engine.SIZES
+  with serving.running(sizes=config) as (_, url), serving.client(url) as plain:
+    body = {"messages": serving.HELLO, "chat_template_kwargs": {"self": 1}}
+    error = plain.post("/v1/chat/completions", json=body).json()["error"]
+    assert error["param"] == "chat_template_kwargs" and "leave it out" in error["message"]
