@@ -21,6 +21,38 @@ _Line = tuple[tuple[float, ...], tuple[float, ...]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class DraftTimes:
+  """Seconds of drafting in one step.
+
+  Attributes:
+    once: of a step that drafts at all.
+    request: for each request.
+    position: for each position of the longest draft: a step of a draft model.
+    token: for each position of each request.
+  """
+
+  once: float = 0.0
+  request: float = 0.0
+  position: float = 0.0
+  token: float = 0.0
+
+  def __post_init__(self):
+    values = dataclasses.astuple(self)
+    if min(values) < 0 or not all(map(math.isfinite, values)):
+      raise ValueError(
+        f"DraftTimes: got once={self.once}, request={self.request}, position={self.position},"
+        f" token={self.token}, expected no negative seconds; measure again."
+      )
+
+  def seconds(self, num_requests: int, length: int) -> float:
+    """Returns the seconds of drafting `length` tokens for so many requests in one step."""
+    if not num_requests or not length:
+      return 0.0
+    once = self.once + length * self.position
+    return once + num_requests * (self.request + length * self.token)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class StepTimes:
   """Seconds of a step by requests and rows, of a visit by its steps, and of drafting.
 
@@ -78,10 +110,17 @@ class StepTimes:
 
   def draft(self, num_requests: int, length: int) -> float:
     """Returns the seconds of drafting `length` tokens for so many requests in one step."""
-    if not num_requests or not length:
-      return 0.0
-    once = self.drafting_seconds + length * self.position_seconds
-    return once + num_requests * (self.draft_seconds + length * self.token_seconds)
+    return self.drafts.seconds(num_requests, length)
+
+  @property
+  def drafts(self) -> DraftTimes:
+    """What drafting costs, as a record of its own."""
+    return DraftTimes(
+      once=self.drafting_seconds,
+      request=self.draft_seconds,
+      position=self.position_seconds,
+      token=self.token_seconds,
+    )
 
   def step(self, requests: float, rows: float) -> float:
     """Returns the seconds of one step of so many requests with so many rows, all together."""

@@ -1,0 +1,399 @@
+"""Which source drafts for which request, how far and how wide: by expected tokens a second.
+
+Two sources: the group's suffix tree, whose drafts cost next to nothing and are good where a text
+repeats what was said, and a draft model, whose cost grows with the length N of its one program.
+Both may be merged into one tree. For requests i, each with a choice of its own,
+
+    tokens / seconds = sum (1 + gain[i]) / (T(B, B + sum rows[i]) + D_suffix + D_model(N))
+
+  gain     chain: a[1] + ... + a[N], a[k] = P(the first k hold); a sibling that holds gives one more
+  a[k]     pooled rates by position, times how this request did against them so far
+  rows     length times width; of both, those of both
+
+Lengths and width are one for all requests (the model's program is), the source is each request's
+own. For given lengths, a request chooses gain - rate (price of its rows and its draft), the rate
+and the price from the plan before, a few times over (Dinkelbach's method for ratios); the plan that
+is best by the true table counts. Nothing is drafted where plain decoding in its best visit is
+faster. No clock: equal inputs, equal plans.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+import dataclasses
+import itertools
+import math
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from seerjax.speculation.budget import OFF_GAIN, ON_GAIN, PROBE_COST
+from seerjax.speculation.times import DraftTimes, StepTimes
+
+Source = Literal["none", "suffix", "model", "both"]
+SOURCES: tuple[Source, ...] = ("none", "suffix", "model", "both")
+LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16)
+WIDTHS = (1, 2, 4)
+# Steps of a request after which a pooled count halves; and observed tokens after which a request's
+# own record counts as much as the pool's.
+MEMORY, OWN = 512.0, 8.0
+# Lengths and width are chosen anew every so many plans, and sources: a step may be as short as a
+# choice. In between a request keeps its source, and a new one gets the most frequent.
+STEPS_PER_SHAPE, STEPS_PER_CHOICE = 64, 8
+# Rounds of rate and price.
+ROUNDS = 2
+# Length of a probe.
+PROBE_LENGTH = 4
+# Places of `SourceBudget._options` that requests choose from: one source alone, the other, all.
+_ALLOWED = (np.array([0, 1]), np.array([0, 2]), np.array([0, 1, 2, 3]))
+
+
+class Choice(NamedTuple):
+  """What a step may draft for one request.
+
+  Attributes:
+    source: whose draft; "none" drafts nothing.
+    suffix_length: most tokens of the suffix tree's path.
+    model_length: of the model's main path.
+    width: children of each of its nodes, the main one included.
+  """
+
+  source: Source = "none"
+  suffix_length: int = 0
+  model_length: int = 0
+  width: int = 1
+
+  @property
+  def rows(self) -> int:
+    """Drafted tokens at most, all paths together."""
+    return self.suffix_length + self.model_length * self.width
+
+
+NOTHING = Choice()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SourceConfig:
+  """What may be planned.
+
+  Attributes:
+    max_length: of any path, 1 to 16.
+    max_width: children of a node, 1 to 4.
+  """
+
+  max_length: int = 8
+  max_width: int = 4
+
+  def __post_init__(self):
+    if not 1 <= self.max_length <= LENGTHS[-1] or not 1 <= self.max_width <= WIDTHS[-1]:
+      raise ValueError(
+        f"SourceConfig: got max_length={self.max_length}, max_width={self.max_width}, expected 1 to"
+        f" {LENGTHS[-1]} and 1 to {WIDTHS[-1]}; 8 and 4 are usual."
+      )
+
+
+@dataclasses.dataclass
+class _Pool:
+  """How one source's drafts did, over all requests.
+
+  Attributes:
+    tried: f64[n], by position: drafts that reached it.
+    held: f64[n], of them, those whose main token held there.
+    siblings_tried: drafts with siblings whose main token failed where it was drafted.
+    siblings_held: of them, those in which a sibling held.
+    known: `rates`, None after news.
+  """
+
+  tried: np.ndarray
+  held: np.ndarray
+  siblings_tried: float = 0.0
+  siblings_held: float = 0.0
+  known: list[float] | None = None
+
+  def rates(self) -> np.ndarray:
+    """Returns f64[n]: a position of few tries leans on all together, those on one half."""
+    pooled = (self.held.sum() + 0.5) / (self.tried.sum() + 1)
+    return (self.held + 4 * pooled) / (self.tried + 4)
+
+  def rate_list(self) -> list[float]:
+    """Returns `rates` as numbers, the same list until there is news."""
+    found = self.known
+    if found is None:
+      self.known = found = self.rates().tolist()
+    return found
+
+  def sibling_rate(self) -> float:
+    return (self.siblings_held + 0.25) / (self.siblings_tried + 1)
+
+  def fade(self) -> None:
+    self.known = None
+    share = 2 ** (-1 / MEMORY)
+    self.tried *= share
+    self.held *= share
+    self.siblings_tried *= share
+    self.siblings_held *= share
+
+
+class SourceBudget:
+  """Plans step by step which source drafts for which request, from what came of it so far."""
+
+  def __init__(
+    self,
+    times: StepTimes,
+    *,
+    suffix: DraftTimes,
+    model: DraftTimes,
+    config: SourceConfig | None = None,
+  ):
+    """Makes a budget that knows nothing of its drafts.
+
+    Args:
+      times: of steps and visits.
+      suffix: of drafting from the tree, by requests and length.
+      model: of the model's program.
+      config: what may be planned.
+    """
+    self.times, self.config = times, SourceConfig() if config is None else config
+    self._costs = {"suffix": suffix, "model": model}
+    self._lengths = [n for n in LENGTHS if n <= self.config.max_length]
+    self._widths = [w for w in WIDTHS if w <= self.config.max_width]
+    size = self.config.max_length
+    self._pools = {s: _Pool(np.zeros(size), np.zeros(size)) for s in SOURCES[1:]}
+    # Request -> source -> (tokens that held, tokens that the pool expected to).
+    self._own: dict[str, dict[str, tuple[float, float]]] = {}
+    self._shape = (self._lengths[0], self._lengths[0], 1)
+    self._chosen: dict[str, Choice] = {}
+    self._usual = NOTHING
+    self._num_plans = 0
+    self._credit = 1.0
+    self.is_on = False
+
+  def plan(self, request_ids: Sequence[str]) -> list[Choice]:
+    """Returns what a step may draft for each request."""
+    if not request_ids:
+      return []
+    if self._num_plans % STEPS_PER_SHAPE == 0:
+      self._shape = max(self._shapes(), key=lambda shape: self._best(request_ids, shape)[0])
+    if self._num_plans % STEPS_PER_CHOICE == 0:
+      self._choose(request_ids)
+    self._num_plans += 1
+    choices = [self._chosen.get(name, self._usual) for name in request_ids]
+    return self._with_probe(request_ids, choices)
+
+  def _choose(self, request_ids: Sequence[str]) -> None:
+    """Gives each request its source, or none of them any."""
+    batch = len(request_ids)
+    speed, choices = self._best(request_ids, self._shape)
+    gain = 1 - batch / self.times.decode(batch) / speed
+    self.is_on = gain > (OFF_GAIN if self.is_on else ON_GAIN)
+    self._chosen, self._usual = {}, NOTHING
+    if self.is_on:
+      self._chosen = dict(zip(request_ids, choices, strict=True))
+      self._usual = max(self._options(self._shape), key=choices.count)
+
+  def observe(
+    self,
+    request_id: str,
+    source: Source,
+    num_drafted: int,
+    num_accepted: int,
+    *,
+    sibling_held: bool | None = None,
+  ) -> None:
+    """Takes what came of one request's draft; of a merged one, asked for each source and for both.
+
+    Args:
+      request_id: of the request.
+      source: of the draft; of "both", what the path that held furthest did.
+      num_drafted: tokens of its main path, at most `max_length` of which count.
+      num_accepted: that held.
+      sibling_held: where the main path failed, whether a sibling held; None without siblings.
+
+    Raises:
+      ValueError: for more accepted than drafted, or a source that drafts nothing.
+    """
+    if source not in self._pools or not 0 <= num_accepted <= num_drafted:
+      raise ValueError(
+        f"SourceBudget.observe: got {num_accepted} accepted of {num_drafted} drafted by {source!r},"
+        f" expected none above the other, by one of {SOURCES[1:]}; pass the main path's."
+      )
+    pool = self._pools[source]
+    size = min(num_drafted, self.config.max_length)
+    rates = pool.rates()[:size]
+    num_tried = min(num_accepted + 1, size)
+    own = self._own.setdefault(request_id, {})
+    held, expected = own.get(source, (0.0, 0.0))
+    held, expected = held + min(num_accepted, size), expected + float(rates[:num_tried].sum())
+    own[source] = (held, expected)
+    pool.fade()
+    pool.tried[:num_tried] += 1
+    pool.held[: min(num_accepted, size)] += 1
+    if sibling_held is not None and num_accepted < num_drafted:
+      pool.siblings_tried += 1
+      pool.siblings_held += sibling_held
+
+  def finish(self, request_id: str) -> None:
+    """Forgets a request that is over."""
+    self._own.pop(request_id, None)
+
+  def expected(self, request_id: str, choice: Choice) -> float:
+    """Returns the tokens that a draft adds to a request's step, as expected."""
+    if choice.source == "none":
+      return 0.0
+    if choice.source == "both":
+      parts = [
+        self._gain(request_id, "suffix", choice.suffix_length, 1),
+        self._gain(request_id, "model", choice.model_length, choice.width),
+      ]
+      seen = self._pools["both"].tried[0]
+      length = max(choice.suffix_length, choice.model_length)
+      merged = self._gain(request_id, "both", length, 1)
+      # Until merged drafts were seen, no more is promised than the better of the two gives.
+      return (seen * merged + OWN * max(parts)) / (seen + OWN)
+    length = choice.suffix_length or choice.model_length
+    return self._gain(request_id, choice.source, length, choice.width)
+
+  def speed(self, request_ids: Sequence[str], choices: Sequence[Choice]) -> float:
+    """Returns expected tokens a second of a step with these drafts."""
+    tokens = len(choices) + sum(map(self.expected, request_ids, choices))
+    return tokens / self.seconds(choices)
+
+  def seconds(self, choices: Sequence[Choice]) -> float:
+    """Returns the seconds of a step with these drafts."""
+    kinds = [*dict.fromkeys(choices)]
+    return self._seconds(kinds, [choices.count(kind) for kind in kinds])
+
+  def _seconds(self, kinds: Sequence[Choice], counts: Sequence[int]) -> float:
+    batch, rows = sum(counts), sum(kind.rows * count for kind, count in zip(kinds, counts))
+    if not rows:
+      return self.times.decode(batch)
+    seconds = self.times.step(batch, batch + rows)
+    for cost, lengths in (
+      (self._costs["suffix"], [kind.suffix_length for kind in kinds]),
+      (self._costs["model"], [kind.model_length for kind in kinds]),
+    ):
+      drafting = [(n, count) for n, count in zip(lengths, counts) if n and count]
+      if drafting:
+        longest = max(n for n, _ in drafting)
+        seconds += cost.seconds(sum(count for _, count in drafting), longest)
+    return seconds
+
+  def _gain(self, request_id: str, source: str, length: int, width: int) -> float:
+    pool = self._pools[source]
+    held, expected = self._own.get(request_id, {}).get(source, (0.0, 0.0))
+    factor = (held + OWN) / (expected + OWN)
+    # Of several siblings each holds as often as one, at most what is left.
+    sibling = 1 - (1 - pool.sibling_rate()) ** math.log2(width) if width > 1 else 0.0
+    gain, reached = 0.0, 1.0
+    for rate in pool.rate_list()[:length]:
+      held_here = min(rate * factor, 1.0)
+      gain += reached * (held_here + (1 - held_here) * sibling)
+      reached *= held_here
+    return gain
+
+  def _shapes(self) -> list[tuple[int, int, int]]:
+    """Returns lengths of the tree and of the model, and the width, to choose from: equal lengths,
+    and whatever is next to the present shape."""
+    near = []
+    for values, now in zip((self._lengths, self._lengths, self._widths), self._shape):
+      place = values.index(now)
+      near.append(values[max(place - 1, 0) : place + 2])
+    equal = [(n, n, width) for n in self._lengths for width in self._widths]
+    return [*itertools.product(*near), *equal]
+
+  def _options(self, shape: tuple[int, int, int]) -> list[Choice]:
+    suffix, model, width = shape
+    return [
+      NOTHING,
+      Choice("suffix", suffix, 0, 1),
+      Choice("model", 0, model, width),
+      Choice("both", suffix, model, width),
+    ]
+
+  def _best(
+    self, request_ids: Sequence[str], shape: tuple[int, int, int]
+  ) -> tuple[float, list[Choice]]:
+    """Returns the best tokens a second with these lengths, and each request's choice."""
+    batch, options = len(request_ids), self._options(shape)
+    gains = self._gains(request_ids, options)
+    rows = np.array([option.rows for option in options], np.float64)
+    marginal = self._marginal_costs(options)
+    plain = batch / self.times.decode(batch)
+    step = self.times.step(batch, batch)
+    everyone = np.arange(batch)
+    best, best_picks = plain, np.zeros(batch, np.int64)
+    for columns in _ALLOWED:
+      rate, picks = plain, np.full(batch, columns[-1])
+      for _ in range(ROUNDS):
+        total = max(float(rows[picks].sum()), 1.0)
+        price = (self.times.step(batch, batch + total) - step) / total
+        worth = gains - rate * (rows * price + marginal)
+        picks = columns[worth[:, columns].argmax(axis=1)]
+        counts = np.bincount(picks, minlength=len(options)).tolist()
+        rate = (batch + gains[everyone, picks].sum()) / self._seconds(options, counts)
+        if rate > best:
+          best, best_picks = rate, picks
+    return float(best), [options[pick] for pick in best_picks]
+
+  def _gains(self, request_ids: Sequence[str], options: Sequence[Choice]) -> np.ndarray:
+    """Returns f64[b, o]; requests without a record of their own share theirs."""
+    usual = [self.expected("", option) for option in options]
+    return np.array(
+      [
+        [self.expected(name, option) for option in options] if name in self._own else usual
+        for name in request_ids
+      ]
+    )
+
+  def _marginal_costs(self, options: Sequence[Choice]) -> np.ndarray:
+    """Returns f64[o]: what one request more adds to drafting."""
+    found = []
+    for option in options:
+      cost = 0.0
+      for source, length in (
+        ("suffix", option.suffix_length), ("model", option.model_length)
+      ):  # fmt: skip
+        if length:
+          times = self._costs[source]
+          cost += times.seconds(2, length) - times.seconds(1, length)
+      found.append(cost)
+    return np.array(found)
+
+  def _with_probe(
+    self, request_ids: Sequence[str], choices: list[Choice]
+  ) -> list[Choice]:
+    """Lets one request try the source that was seen least, once that has been saved up for."""
+    seconds = self.seconds(choices)
+    num_steps = 1 if self.is_on else self.times.decode_steps(len(choices))
+    saved = PROBE_COST * num_steps
+    self._credit = min(self._credit + saved, 1.0 + saved)
+    used = {choice.source for choice in choices} - {"none"}
+    unused = [source for source in self._costs if source not in used and "both" not in used]
+    if not unused:
+      return choices
+    source = min(unused, key=lambda name: float(self._pools[name].tried[0]))
+    place = self._num_plans % len(request_ids)
+    # What it drafts instead is taken to hold nothing.
+    tokens = len(choices) + sum(map(self.expected, request_ids, choices))
+    forgone = self.expected(request_ids[place], choices[place]) / tokens
+    # One that costs more than can ever be saved up for is made shorter.
+    for length, width in ((PROBE_LENGTH, 2), (PROBE_LENGTH, 1), (2, 1), (1, 1)):
+      length, width = min(length, self.config.max_length), min(width, self.config.max_width)
+      tried = list(choices)
+      tried[place] = (
+        Choice("model", 0, length, width) if source == "model" else Choice("suffix", length, 0, 1)
+      )
+      lost = self.seconds(tried) / seconds - 1 + forgone
+      if lost <= self._credit:
+        self._credit -= max(lost, 0.0)
+        return tried
+      if lost <= 1.0:
+        break
+    return choices
+
+  @property
+  def acceptance(self) -> Mapping[str, tuple[float, ...]]:
+    """By source: a[1], a[2], ...: P(the first k of its main path all hold)."""
+    return {
+      source: tuple(np.cumprod(pool.rates()).tolist()) for source, pool in self._pools.items()
+    }
