@@ -34,6 +34,28 @@ def nano() -> TransformerConfig:
   )
 
 
+def nano_draft() -> TransformerConfig:
+  """Returns nano's draft (0.14 M parameters), which this package ships."""
+  return dataclasses.replace(
+    nano(), hidden_size=64, intermediate_size=192, num_layers=2, num_heads=4, num_kv_heads=4
+  )
+
+
+def nano_10m() -> TransformerConfig:
+  """Returns a larger sister of nano (10.8 M parameters) for which nano can draft; its weights are
+  not shipped, their recipe is `experiments/pretrain_nano.py --preset=nano-10m`."""
+  return dataclasses.replace(
+    nano(),
+    hidden_size=384,
+    intermediate_size=1024,
+    num_layers=6,
+    num_heads=8,
+    num_kv_heads=8,
+    head_dim=48,
+    rotary=rotary.RotaryConfig(head_dim=48, base=10_000.0),
+  )
+
+
 def nano_gpu() -> TransformerConfig:
   """Returns nano's larger sister (85 M parameters), for benchmarks; its weights are not shipped."""
   return dataclasses.replace(
@@ -130,6 +152,8 @@ def _llama3(
 CONFIGS: Mapping[str, TransformerConfig] = types.MappingProxyType(
   {
     "nano": nano(),
+    "nano-draft": nano_draft(),
+    "nano-10m": nano_10m(),
     "nano-gpu": nano_gpu(),
     "qwen3-0.6b": _qwen3(1024, 3072, 28, 16, True),
     "qwen3-1.7b": _qwen3(2048, 6144, 28, 16, True),
