@@ -99,7 +99,7 @@ def distilled(
   directory: pathlib.Path,
 ) -> parameters.Params:
   """Returns the draft's weights after the budget; resumes what is in `directory`."""
-  numerics = distill.numerics_for(distill.DistillConfig.lengths[0])
+  numerics = distill.numerics_for(config.lengths[0])
   optimizer = distill.make_optimizer(config)
   params = parameters.init(numerics_lib.key(config.seed), draft, numerics)
   opt_state, first = optimizer.init(params), 0
@@ -140,7 +140,7 @@ def main(argv: list[str]) -> None:
     config = distill.DistillConfig(
       num_tokens=args.num_tokens, learning_rate=args.learning_rate, seed=args.seed
     )
-    draft = presets.get(args.draft)
+    draft, numerics = presets.get(args.draft), distill.numerics_for(config.lengths[0])
     target = loading.directory_of(args.target)
     answers = kept(
       directory / "answers.npz",
@@ -153,14 +153,14 @@ def main(argv: list[str]) -> None:
     if args.likely:
 
       def asked() -> distill.Likely:
-        params, model = huggingface.load(target, distill.numerics_for(distill.DistillConfig.lengths[0]))
+        params, model = huggingface.load(target, numerics)
         return distill.likely_of(params, model, answers, count=args.likely)
 
       likely = kept(directory / "likely.npz", distill.Likely, asked)
     batches = distill.batches(answers, likely, config)
     params = distilled(draft, batches, config, directory / "checkpoints")
     huggingface.save(
-      directory / "model", params, draft, dtype="float32", tokenizer=tokenizer_lib.load(target)
+      directory / "model", params, draft, dtype="int8", tokenizer=tokenizer_lib.load(target)
     )
   print(f"wrote {directory / 'model'}")
 

@@ -9,6 +9,7 @@ same bits. Text goes to stdout, numbers to stderr.
   another model:  --model=PATH_OR_HUB_ID
   no thoughts:    --variable=enable_thinking=False, which Qwen3's template reads
   from stdin:     --prompt=-
+  with a draft:   --draft=MODEL guesses --draft_tokens tokens ahead; the text is the same
   no template:    --raw
 """
 
@@ -31,9 +32,13 @@ from seerjax.models import chat_template, config as model_config, parameters
 from seerjax.models.loading import Model
 from seerjax.run import command_line, policy as policy_lib, presets as run_presets, stops
 from seerjax.run.policy import Policy
+from seerjax.speculation import draft_loading
+from seerjax.speculation.draft_model import DraftModelConfig, ModelDrafter
+from seerjax.speculation.draft_program import MAX_STEPS
 from seerjax.types import Completion, Request, SamplingParams
 
 PREFILL_ROWS = 256
+DRAFT_TOKENS = 4  # Guessed in each step by a draft model, where there is one.
 CHAT_CONTEXT = 4096  # Most positions of a chat, where the model has so many.
 HELP = """/help   this
 /new    forgets the conversation
@@ -71,11 +76,21 @@ def engine_for(
   *,
   num_tokens: int,
   key: jax.Array,
+  draft: str = "",
+  draft_tokens: int = DRAFT_TOKENS,
 ) -> engine_lib.Engine:
   """Returns an engine for one request of `num_tokens` positions, prompt and answer.
 
+  Args:
+    policy: the model.
+    numerics: of it.
+    num_tokens: positions.
+    key: of the sampling.
+    draft: a smaller model of the same words, which guesses tokens ahead; "" guesses nothing.
+    draft_tokens: that it guesses in each step.
+
   Raises:
-    ValueError: if the model was not made for so many.
+    ValueError: if the model was not made for so many, or the draft does not fit it.
   """
   if num_tokens > policy.model.max_context:
     raise ValueError(
@@ -83,20 +98,26 @@ def engine_for(
       f" the model's {policy.model.max_context}; shorten the prompt or lower --max_tokens."
     )
   page_size = min(32, numerics.kv_split)
+  # A guess that is verified has a row for each of its tokens, and one for the last that was said.
+  rows = {1, 1 + draft_tokens} if draft else {1}
   config = engine_lib.EngineConfig(
     page_size=page_size,
     num_pages=math.ceil(num_tokens / page_size) + 1,
     max_sequences=1,
     max_context=num_tokens,
-    row_buckets=(1, PREFILL_ROWS),
+    row_buckets=(*sorted(rows), PREFILL_ROWS),
     steps_per_visit=1,  # A person reads along.
   )
   params = parameters.compute_params(policy.params, numerics)
-  return engine_lib.Engine(
+  engine = engine_lib.Engine(
     Model(policy.model, params, numerics, policy.require_tokenizer()),
     config=config,
     key=key,
   )
+  if draft:
+    how = DraftModelConfig(length=draft_tokens, num_slots=1, row_buckets=(8, PREFILL_ROWS))
+    engine.drafter = draft_loading.drafter_for(engine, draft, how)
+  return engine
 
 
 def stream(
@@ -199,7 +220,14 @@ def chat(
 ) -> None:
   """Chats in the terminal; Ctrl-D and Ctrl-C end it."""
   context = min(policy.model.max_context, CHAT_CONTEXT)
-  engine = engine_for(policy, numerics, num_tokens=context, key=jax.random.key(0))
+  engine = engine_for(
+    policy,
+    numerics,
+    num_tokens=context,
+    key=jax.random.key(0),
+    draft=flags.FLAGS.draft,
+    draft_tokens=flags.FLAGS.draft_tokens,
+  )
   with contextlib.suppress(ImportError):
     import readline  # noqa: F401  Lines can be edited where there is one.
   print(
@@ -236,6 +264,14 @@ def variables_of(arguments: Sequence[str]) -> dict[str, Any]:
   return found
 
 
+def drafted(engine: engine_lib.Engine) -> str:
+  """Returns what came of an engine's draft model, to be said behind the rest; "" without one."""
+  if not isinstance(engine.drafter, ModelDrafter):
+    return ""
+  acceptance = engine.drafter.acceptance
+  return f"; {acceptance.length:.2f} tokens a step, {acceptance.rate:.0%} of the drafted ones right"
+
+
 def main(argv: list[str]) -> None:
   args = flags.FLAGS
   with command_line.refusals():
@@ -267,7 +303,12 @@ def main(argv: list[str]) -> None:
       return
     tokens = prompt_tokens(policy, prompt, is_raw=args.raw)
     engine = engine_for(
-      policy, numerics, num_tokens=len(tokens) + args.max_tokens, key=numerics_lib.key(0)
+      policy,
+      numerics,
+      num_tokens=len(tokens) + args.max_tokens,
+      key=numerics_lib.key(0),
+      draft=args.draft,
+      draft_tokens=args.draft_tokens,
     )
     request = Request(request_id="0", prompt=tokens, sampling=sampling, seed=args.seed)
 
@@ -278,7 +319,7 @@ def main(argv: list[str]) -> None:
   print(flush=True)
   print(
     f"{len(tokens)} prompt tokens, {len(completion.tokens)} generated, {rate:.0f} tokens/s without"
-    f" compilation; finish reason: {completion.finish_reason}",
+    f" compilation; finish reason: {completion.finish_reason}{drafted(engine)}",
     file=sys.stderr,
   )
   if completion.error:
@@ -292,6 +333,8 @@ def define_flags() -> None:
   flags.DEFINE_string("system", "", "Begins a conversation, where the model has such a turn.")
   flags.DEFINE_multi_string("variable", [], "NAME=VALUE for the chat template; may be repeated.")
   flags.DEFINE_string("model", "nano", "nano, a Hugging Face directory, or a Hub id.")
+  flags.DEFINE_string("draft", "", "A smaller model of the same words, which guesses ahead.")
+  flags.DEFINE_integer("draft_tokens", DRAFT_TOKENS, "Guessed in each step.", 1, MAX_STEPS)
   flags.DEFINE_float("temperature", 1.0, "0 is greedy.")
   flags.DEFINE_integer("top_k", 0, "Keeps the k most likely tokens; 0 keeps all.")
   flags.DEFINE_float("top_p", 1.0, "Keeps the most likely tokens up to this probability.")

@@ -5,6 +5,8 @@ that makes one, so that a draft model, a tree of drafts or another rule of accep
 its own, in this package or outside:
 
   --config.speculation.drafter=my_module:make_drafter
+  --config.speculation.drafter=seerjax.speculation.draft_loading:of_run \
+    --config.speculation.draft_name=MODEL
 
   def make_drafter(config: SpeculationConfig, run: DraftedRun) -> Drafter: ...
 """
@@ -18,6 +20,7 @@ from typing import NamedTuple, cast
 from seerjax.engine.drafting import Drafter
 from seerjax.engine.engine import Engine
 from seerjax.speculation.budget import BudgetConfig
+from seerjax.speculation.draft_model import DraftModelConfig
 from seerjax.speculation.statistics import Acceptance
 from seerjax.tasks import loading
 
@@ -30,10 +33,15 @@ class SpeculationConfig:
     drafter: "module:function" that makes the drafter, from a `SpeculationConfig` and a
       `DraftedRun`. The default drafts from the group's own texts.
     budget: how much is drafted where it pays.
+    draft_name: of a draft model: "nano", a directory, or a Hub id; what the drafter
+      "seerjax.speculation.draft_loading:of_run" takes.
+    draft: how it drafts.
   """
 
   drafter: str = "seerjax.speculation.suffix_drafter:of_run"
   budget: BudgetConfig = BudgetConfig()
+  draft_name: str = ""
+  draft: DraftModelConfig = DraftModelConfig()
 
   def __post_init__(self):
     module, _, function = self.drafter.partition(":")

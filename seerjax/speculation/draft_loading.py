@@ -14,7 +14,7 @@ from seerjax.engine.engine import Engine
 from seerjax.models import huggingface, loading, parameters, tokenizer as tokenizer_lib
 from seerjax.models.loading import Model
 from seerjax.models.tokenizer import Tokenizer
-from seerjax.speculation import statistics
+from seerjax.speculation import config as config_lib, statistics
 from seerjax.speculation.draft_model import DraftModelConfig, ModelDrafter
 from seerjax.speculation.draft_program import numerics_of
 
@@ -129,3 +129,17 @@ def drafter_for(
     config=config,
     acceptance=acceptance,
   )
+
+
+def of_run(config: config_lib.SpeculationConfig, run: config_lib.DraftedRun) -> ModelDrafter:
+  """Returns a run's draft model, by the name in its config.
+
+  Raises:
+    ValueError: if there is no name; else as `load_draft`.
+  """
+  if not config.draft_name:
+    raise ValueError(
+      "SpeculationConfig.draft_name: got '', expected a draft model for the drafter of this name;"
+      " write --config.speculation.draft_name=MODEL."
+    )
+  return drafter_for(run.engine, config.draft_name, config.draft, run.acceptance)

@@ -57,6 +57,24 @@ def test_streamed_parts_are_the_text_and_a_seed_repeats_it(tiny: str):
     speak(messages)
 
 
+@pytest.mark.thorough
+def test_a_draft_moves_no_letter(tiny: str):
+  policy, numerics = generate.load(tiny)
+  tokens = generate.prompt_tokens(policy, "Tom has 3 apples.")
+  request = Request(
+    request_id="0", prompt=tokens, sampling=SamplingParams(max_tokens=12), seed=5
+  )
+  found = {}
+  for draft in ("", tiny):
+    engine = generate.engine_for(
+      policy, numerics, num_tokens=len(tokens) + 12, key=jax.random.key(0), draft=draft
+    )
+    found[draft], _ = generate.stream(engine, request, lambda text: None)
+    # A draft by the model itself is right, but where it was drawn at a lower temperature.
+    assert ("tokens a step" in generate.drafted(engine)) == bool(draft)
+  assert found[tiny].has_bits_of(found[""])
+
+
 def test_a_chat_goes_on_until_there_is_nothing_to_read():
   lines = iter(
     ["Hi", "", "/help", "  /usr is full  ", "bad", "/new", "Hi again", "/quit now"]

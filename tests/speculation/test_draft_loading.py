@@ -19,6 +19,8 @@ from seerjax.models import huggingface, parameters
 from seerjax.models.loading import Model
 from seerjax.ops import sampling
 from seerjax.speculation import draft_loading
+from seerjax.speculation.config import DraftedRun, SpeculationConfig, make_drafter
+from seerjax.speculation.statistics import Acceptance
 
 SHAPE = dataclasses.replace(tiny_model.SMALLEST, vocab_size=512)
 ONE = dataclasses.replace(word_engine.NUMERICS, reduction_shards=1)
@@ -117,3 +119,14 @@ def test_a_drafter_has_the_engines_key_context_and_backend(tmp_path, engine):
   drafter = draft_loading.drafter_for(engine, tmp_path / "draft")
   assert drafter.program.context == 64 and drafter.program.numerics.implementation == "tiled"
   assert np.array_equal(jax.random.key_data(drafter._key), jax.random.key_data(jax.random.key(3)))
+
+
+def test_a_run_names_its_draft(tmp_path, engine):
+  written(tmp_path / "draft")
+  drafter = "seerjax.speculation.draft_loading:of_run"
+  taken = Acceptance()
+  run = DraftedRun(engine=engine, is_probe=lambda _: False, acceptance=taken)
+  config = SpeculationConfig(drafter=drafter, draft_name=str(tmp_path / "draft"))
+  assert make_drafter(config, run).acceptance is taken
+  with pytest.raises(ValueError, match="draft_name: got '', expected a draft model"):
+    make_drafter(SpeculationConfig(drafter=drafter), run)
