@@ -90,10 +90,13 @@ def test_questions_to_come_follow_what_like_contexts_got():
 def simulate(
   rng: np.random.Generator, config: PlannerConfig, mean: float, saving: int, num: int, rate: float
 ) -> tuple[dict[str, float], list[planner.Realised]]:
-  """Returns the prices of always, never and the planner's choice, and what its sleeps came to.
+  """Returns the expected prices of always, never and the planner's choices, and its log.
 
-  Contexts get a drawn number of questions; `rate` of them get ten times as many.
+  Contexts get a drawn number of questions; `rate` of them get ten times as many. A choice is priced
+  by its expectation: which of two was luckier in so few contexts says nothing about it.
   """
+  t, num_expected = config.latency_price, mean * (1 - rate + 10 * rate)
+  price = {False: t * 31.5 * num_expected, True: t * (31.5 - saving) * num_expected + 39.5}
   seen, costs, log = Seen(), dict.fromkeys(("always", "never", "planned"), 0.0), []
   for _ in range(num):
     kind = Kind(int(rng.integers(5, 8)))
@@ -102,10 +105,10 @@ def simulate(
     full = [int(v) for v in rng.integers(28, 36, count)]
     short = [max(1, value - saving) for value in full]
     decision = planner.decide(seen, kind, 0, config)
-    t = config.latency_price
     if decision.expected is not None:  # What is tried before that is the price of learning.
-      costs["always"] += t * sum(short) + sleep
-      costs["never"] += t * sum(full)
+      costs["always"] += price[True]
+      costs["never"] += price[False]
+      costs["planned"] += price[decision.should_sleep]
     if decision.should_sleep:
       seen = planner.saw_sleep(seen, kind, sleep)
     answers = short if decision.should_sleep else full
@@ -116,7 +119,6 @@ def simulate(
     one = planner.realised(
       decision, sleep_tokens=spent, answer_tokens=answers, full_tokens=31.5, config=config
     )
-    costs["planned"] += one.cost if decision.expected is not None else 0
     log.append(one)
   return costs, log
 
