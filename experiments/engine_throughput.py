@@ -18,7 +18,7 @@ every thread of a process: where a machine is busy they tell more than wall seco
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 import dataclasses
 import json
 import os
@@ -390,11 +390,16 @@ class Process:
 
 def missing_packages(kind: str, python: str) -> list[str]:
   """Returns which packages that peers of a kind need a Python does not find."""
+  return missing_of(PACKAGES.get(kind, ()), python)
+
+
+def missing_of(packages: Sequence[str], python: str) -> list[str]:
+  """Returns which packages a Python does not find."""
   program = (
     "import importlib.util, sys;"
     " print(*[name for name in sys.argv[1:] if importlib.util.find_spec(name) is None])"
   )
-  command = [python, "-P", "-c", program, *PACKAGES.get(kind, ())]
+  command = [python, "-P", "-c", program, *packages]
   return subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
 
 

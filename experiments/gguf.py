@@ -4,7 +4,7 @@ Claim: none; `llama_cpp` and the experiments that measure it beside us write the
 
 The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Version 3, little-endian:
 counts, metadata, one record a tensor, then the tensors' data, each at a multiple of 32 bytes.
-Token ids go in and out, so the file holds no tokenizer ("no_vocab").
+Where token ids alone go in and out the file holds no tokenizer ("no_vocab"); a server needs one.
 """
 
 from __future__ import annotations
@@ -21,10 +21,13 @@ import safetensors
 
 ALIGNMENT = 32
 # Of the format: kinds of metadata values, and of tensors by their NumPy dtype.
-UINT32, FLOAT32, STRING = 4, 6, 8
+UINT32, INT32, FLOAT32, STRING, ARRAY = 4, 5, 6, 8, 9
 TENSOR_KINDS = {np.dtype(np.float32): 0, np.dtype(ml_dtypes.bfloat16): 30}
 # `general.file_type`, which says what most of the tensors are.
 FILE_TYPES = {np.dtype(np.float32): 0, np.dtype(ml_dtypes.bfloat16): 32}
+# Kinds of tokens.
+NORMAL, CONTROL = 1, 3
+Value = str | int | float | list[str] | list[int]
 # A layer's tensors: theirs, and ours without "blk.N." and ".weight".
 LAYER_NAMES = {
   "input_layernorm": "attn_norm",
@@ -64,7 +67,7 @@ def tensor_name(name: str) -> str:
   return f"blk.{parts[2]}.{LAYER_NAMES[middle]}.weight"
 
 
-def metadata(config: dict[str, Any], dtype: np.dtype) -> dict[str, str | int | float]:
+def metadata(config: dict[str, Any], dtype: np.dtype) -> dict[str, Value]:
   """Returns GGUF's metadata for the contents of a Qwen3 config.json.
 
   Raises:
@@ -101,12 +104,50 @@ def metadata(config: dict[str, Any], dtype: np.dtype) -> dict[str, str | int | f
   }
 
 
+def tokenizer_metadata(directory: pathlib.Path, vocab_size: int) -> dict[str, Value]:
+  """Returns GGUF's metadata for a tokenizer of byte pairs whose letters are bytes, as GPT-2's.
+
+  Texts are cut before they are encoded as Qwen2's are; ids become text exactly in any case.
+
+  Raises:
+    ValueError: for a tokenizer of another kind.
+  """
+  written = json.loads((directory / "tokenizer.json").read_text())
+  kind, decoder = written["model"]["type"], (written.get("decoder") or {}).get("type")
+  if (kind, decoder) != ("BPE", "ByteLevel"):
+    raise ValueError(
+      f"gguf: got a tokenizer of kind {kind!r} with the decoder {decoder!r}, expected 'BPE' and"
+      " 'ByteLevel'; give a directory with a tokenizer of byte pairs."
+    )
+  ids = {token_id: token for token, token_id in written["model"]["vocab"].items()}
+  special = {token["id"]: token["content"] for token in written["added_tokens"]}
+  ids |= special
+  merges = written["model"]["merges"]
+  configured = json.loads((directory / "generation_config.json").read_text())["eos_token_id"]
+  end = configured[0] if isinstance(configured, list) else configured
+  return {
+    "tokenizer.ggml.model": "gpt2",
+    "tokenizer.ggml.pre": "qwen2",
+    "tokenizer.ggml.tokens": [ids.get(place, f"<unused {place}>") for place in range(vocab_size)],
+    "tokenizer.ggml.token_type": [
+      CONTROL if place in special else NORMAL for place in range(vocab_size)
+    ],
+    "tokenizer.ggml.merges": [one if isinstance(one, str) else " ".join(one) for one in merges],
+    "tokenizer.ggml.eos_token_id": end,
+  }
+
+
 def _string(text: str) -> bytes:
   data = text.encode()
   return struct.pack("<Q", len(data)) + data
 
 
-def _entry(key: str, value: str | int | float) -> bytes:
+def _entry(key: str, value: Value) -> bytes:
+  if isinstance(value, list):
+    head = _string(key) + struct.pack("<I", ARRAY)
+    if isinstance(value[0], str):
+      return head + struct.pack("<IQ", STRING, len(value)) + b"".join(map(_string, map(str, value)))
+    return head + struct.pack(f"<IQ{len(value)}i", INT32, len(value), *value)
   if isinstance(value, str):
     return _string(key) + struct.pack("<I", STRING) + _string(value)
   if isinstance(value, int):
@@ -118,21 +159,26 @@ def _padding(size: int) -> int:
   return -size % ALIGNMENT
 
 
-def write(directory: pathlib.Path, path: pathlib.Path, dtype: np.dtype) -> None:
+def write(
+  directory: pathlib.Path, path: pathlib.Path, dtype: np.dtype, *, has_tokenizer: bool = False
+) -> None:
   """Writes a Qwen3 directory as one GGUF file, a tensor at a time.
 
   Args:
     directory: holds config.json and safetensors; a head that is tied is not written again.
     path: of the file.
     dtype: float32 or bfloat16, of the matrices; vectors are float32, as llama.cpp wants them.
+    has_tokenizer: whether the directory's tokenizer is written too.
 
   Raises:
-    ValueError: for what Qwen3 does not have, or a dtype that is neither.
+    ValueError: for what Qwen3 does not have, a dtype that is neither, or another tokenizer.
   """
   if dtype not in TENSOR_KINDS:
     raise ValueError(f"gguf: got the dtype {dtype}, expected float32 or bfloat16; choose one.")
   config = json.loads((directory / "config.json").read_text())
   entries = metadata(config, dtype)
+  if has_tokenizer:
+    entries |= tokenizer_metadata(directory, config["vocab_size"])
   with contextlib.ExitStack() as stack:
     tensors = {}
     for file in sorted(directory.glob("*.safetensors")):
@@ -153,7 +199,7 @@ def write(directory: pathlib.Path, path: pathlib.Path, dtype: np.dtype) -> None:
 
 def _write_head(
   out: BinaryIO,
-  entries: dict[str, str | int | float],
+  entries: dict[str, Value],
   tensors: dict[str, Any],
   kinds: dict[str, np.dtype],
 ) -> None:

@@ -14,7 +14,8 @@ case ${1:-} in
 usage: bash launch/peers.sh
 
 Adds llama.cpp to .venv, and makes .venv-3.11 with transformers on a CPU build of torch where this
-machine has Python 3.11. experiments.engine_throughput and experiments.decode_speed find both.
+machine has Python 3.11, with what its server needs. experiments.engine_throughput,
+experiments.decode_speed and experiments.serving find both.
 EOF
     exit 0
     ;;
@@ -27,7 +28,8 @@ environment "$ROOT/.venv" "${found#* }" \
   say "llama.cpp is left out: its wheel is for x86-64 Linux"
 if found=$(find_python 3.11); then
   environment "$ROOT/.venv-3.11" "${found#* }" \
-    "$ROOT/launch/locks/runtime-3.11.txt" "$ROOT/launch/locks/parity-3.11.txt" ||
+    "$ROOT/launch/locks/runtime-3.11.txt" "$ROOT/launch/locks/parity-3.11.txt" \
+    "$ROOT/launch/locks/transformers-serve-3.11.txt" ||
     say "transformers is left out: no CPU build of torch could be installed"
 else
   say "transformers is left out: a CPU build of torch is locked for Python 3.11 alone"

@@ -13,6 +13,7 @@ import pytest
 import safetensors.numpy
 
 from experiments import gguf
+from seerjax.models import loading, tokenizer as tokenizer_lib
 
 FLOAT32, BFLOAT16 = np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)
 CONFIG = {
@@ -53,7 +54,11 @@ def read(path: pathlib.Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
   for _ in range(num_entries):
     key = text()
     kind = take("I")
-    entries[key] = text() if kind == 8 else take({4: "I", 6: "f"}[kind])
+    if kind == 9:
+      kind, count = take("IQ")
+      entries[key] = [text() if kind == 8 else take({5: "i"}[kind]) for _ in range(count)]
+    else:
+      entries[key] = text() if kind == 8 else take({4: "I", 6: "f"}[kind])
   records = []
   for _ in range(num_tensors):
     name = text()
@@ -114,6 +119,23 @@ def test_a_head_of_its_own_is_written(tmp_path: pathlib.Path):
   write_model(tmp_path / "model", CONFIG | {"tie_word_embeddings": False})
   gguf.write(tmp_path / "model", tmp_path / "model.gguf", FLOAT32)
   assert "output.weight" in read(tmp_path / "model.gguf")[1]
+
+
+def test_a_tokenizer_is_written_for_who_needs_one(tmp_path: pathlib.Path):
+  gguf.write(loading.NANO, tmp_path / "nano.gguf", FLOAT32, has_tokenizer=True)
+  entries = read(tmp_path / "nano.gguf")[0]
+  backend = tokenizer_lib.load(loading.NANO).backend
+  tokens = entries["tokenizer.ggml.tokens"]
+  assert tokens == [backend.id_to_token(place) for place in range(512)]
+  kinds = entries["tokenizer.ggml.token_type"]
+  assert [tokens[place] for place, kind in enumerate(kinds) if kind == gguf.CONTROL] == [
+    "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+  ]  # fmt: skip
+  assert entries["tokenizer.ggml.eos_token_id"] == 2
+  assert entries["tokenizer.ggml.merges"][:2] == ["a n", "# #"]
+  (tmp_path / "tokenizer.json").write_text('{"model": {"type": "Unigram"}}')
+  with pytest.raises(ValueError, match="got a tokenizer of kind 'Unigram' with the decoder None"):
+    gguf.tokenizer_metadata(tmp_path, 6)
 
 
 def test_what_is_not_plain_qwen3_is_refused(tmp_path: pathlib.Path):
