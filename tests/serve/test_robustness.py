@@ -2,6 +2,8 @@
 
 Bodies are drawn by the thousand: JSON that is none, of other types, unknown, deep, huge, no UTF-8,
 of a wrong length. All the while others ask as they should, and get the bits that they get alone.
+`long` asks a server of its own process: 500 requests in flight, readers that are slow, clients that
+leave, SIGTERM under load, `kill -9` and another start.
 """
 
 from __future__ import annotations
@@ -10,9 +12,15 @@ import collections
 import concurrent.futures
 import contextlib
 import json
+import os
+import pathlib
 import random
+import signal
 import socket
+import subprocess
+import sys
 import threading
+import time
 from typing import Any
 
 import httpx2
@@ -185,6 +193,167 @@ def test_whatever_strangers_send_the_others_are_answered(count: int, seed, tell_
   assert not [name for name in left if name in ("engine", "http")]
   statuses = ("status 400", "status 413", "status 405", "status 404")
   tell_events("strangers", events, (*KINDS, *statuses, "answered beside them"))
+
+
+# A process of its own.
+
+
+class Process:
+  """`python -m seerjax.serve nano`, from its start to its end, whichever that is."""
+
+  def __init__(self, folder: pathlib.Path):
+    self._log = folder / "serve.log"
+    self._file = self._log.open("ab")
+    command = [
+      sys.executable, "-m", "seerjax.serve", "nano", "--port=0", "--max_context=256",
+      "--max_sequences=16", "--grace_seconds=60", "--timeout_seconds=1800",
+    ]  # fmt: skip
+    begun = self._log.stat().st_size
+    self.process = subprocess.Popen(
+      command, stdout=subprocess.DEVNULL, stderr=self._file, env={**os.environ, "PYTHONPATH": "."}
+    )
+    self.url = ""
+    while not self.url:
+      assert self.process.poll() is None, self._log.read_text()[-3000:]
+      for line in self._log.read_text()[begun:].splitlines():
+        if line.startswith("serving at "):
+          self.url = line.removeprefix("serving at ").removesuffix("/v1")
+      time.sleep(0.1)
+
+  def status(self, field: str) -> int:
+    """Returns a number of /proc/PID/status: "Threads", or "VmRSS" in KiB."""
+    lines = pathlib.Path(f"/proc/{self.process.pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(f"{field}:"))
+
+  def metric(self, name: str) -> float:
+    with serving.client(self.url) as plain:
+      text = plain.get("/metrics").text
+    return float(next(line.split()[1] for line in text.splitlines() if line.startswith(name)))
+
+  def end(self, number: int) -> int:
+    self.process.send_signal(number)
+    code = self.process.wait(timeout=600)
+    self._file.close()
+    return code
+
+
+def crowd(
+  server: Process, rng: random.Random, count: int, alone: dict[int, Any], events
+) -> None:
+  """`count` requests at once: some stay and are compared, some read slowly, some leave."""
+  lock = threading.Lock()
+
+  def one(number: int) -> None:
+    seed, manner = number % 8, ("stay", "stream", "slow", "leave")[number % 4]
+    body = dict(GOOD, seed=seed, max_tokens=40, user=f"client {number % 50}")
+    limits = httpx2.Timeout(1800)
+    with httpx2.Client(base_url=server.url, timeout=limits, trust_env=False) as own:
+      if manner == "stay":
+        assert own.post("/v1/completions", json=body).json()["choices"][0] == alone[seed]
+      else:
+        body["stream"] = True
+        text = ids = None
+        with own.stream("POST", "/v1/completions", json=body) as stream:
+          assert stream.status_code == 200
+          lines, text, ids = stream.iter_lines(), "", []
+          for place, line in enumerate(line for line in lines if line):
+            if line == "data: [DONE]":
+              break
+            if manner == "leave" and place > number % 9:
+              break
+            if manner == "slow":
+              time.sleep(0.05)
+            choice = json.loads(line.removeprefix("data: "))["choices"][0]
+            text += choice["text"]
+            ids += choice["logprobs"]["token_ids"]
+        wanted = alone[seed]["logprobs"]["token_ids"]
+        assert ids == (wanted[: len(ids)] if manner == "leave" else wanted)
+    with lock:
+      events[manner] += 1
+
+  with concurrent.futures.ThreadPoolExecutor(count) as pool:
+    for done in [pool.submit(one, number) for number in rng.sample(range(count), count)]:
+      done.result()
+
+
+@pytest.mark.parametrize(
+  "count, rounds",
+  [
+    pytest.param(24, 1, marks=pytest.mark.thorough),
+    pytest.param(500, 3, marks=[pytest.mark.long, pytest.mark.timeout(7200)]),
+  ],
+)
+def test_crowds_leave_nothing_behind(count, rounds, seed, tmp_path, tell_events):
+  events: collections.Counter[str] = collections.Counter()
+  server, rng = Process(tmp_path), random.Random(seed)
+  try:
+    ask_alone = lambda: {
+      number: _post(server, dict(GOOD, seed=number, max_tokens=40)) for number in range(8)
+    }
+    alone = ask_alone()
+    pages = server.metric("seerjax_free_pages")
+    resident, threads = [], []
+    for _ in range(rounds):
+      crowd(server, rng, count, alone, events)
+      _until_quiet(server)
+      assert server.metric("seerjax_free_pages") == pages
+      resident.append(server.status("VmRSS"))
+      threads.append(server.status("Threads"))
+    # Programs and buffers of the first crowd stay; what each later one adds is nothing.
+    assert all(now < 1.05 * resident[0] + 20_000 for now in resident[1:]), resident
+    assert all(now <= threads[0] + 2 for now in threads[1:]), threads
+    # Killed in the middle of a crowd, it is as new.
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+      lost = [pool.submit(_lost, server, number) for number in range(8)]
+      _wait(lambda: server.metric("seerjax_running") > 0)
+      server.end(signal.SIGKILL)
+      events["lost by kill -9"] += sum(one.result() for one in lost)
+    server = Process(tmp_path)
+    assert ask_alone() == alone
+    events["starts"] += 2
+    # SIGTERM under load: what runs is finished, who comes then is told so.
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+      running = [
+        pool.submit(_post, server, dict(GOOD, seed=number, max_tokens=40)) for number in range(4)
+      ]
+      _wait(lambda: server.metric("seerjax_running") > 0)
+      assert server.end(signal.SIGTERM) in (0, 128 + signal.SIGTERM)
+      finished = [one.result() for one in running]
+    events["finished after SIGTERM"] += sum(one is not None for one in finished)
+    assert all(one in (None, alone[number]) for number, one in enumerate(finished))
+  finally:
+    if server.process.poll() is None:
+      server.end(signal.SIGKILL)
+  written = (tmp_path / "serve.log").read_text()
+  assert "How many?" not in written and "Traceback" not in written
+  events |= {"KiB resident": resident[-1], "threads": threads[-1]}
+  claimed = ("stay", "stream", "slow", "leave", "lost by kill -9", "finished after SIGTERM")
+  tell_events(f"crowds of {count}", events, claimed)
+
+
+def _post(server: Process, body: dict[str, Any]) -> Any:
+  """Returns the choice; None if the server was gone, or said that it stops."""
+  try:
+    with serving.client(server.url) as plain:
+      done = plain.post("/v1/completions", json=body)
+  except httpx2.TransportError:
+    return None
+  return done.json()["choices"][0] if done.status_code == 200 else None
+
+
+def _lost(server: Process, number: int) -> bool:
+  return _post(server, dict(GOOD, seed=number, max_tokens=200)) is None
+
+
+def _until_quiet(server: Process) -> None:
+  _wait(lambda: not server.metric("seerjax_running") and not server.metric("seerjax_waiting"))
+
+
+def _wait(is_so, seconds: float = 600) -> None:
+  end = time.monotonic() + seconds
+  while not is_so():
+    assert time.monotonic() < end, f"it was not so after {seconds} s"
+    time.sleep(0.01)
 
 
 def test_a_body_of_numbers_beyond_any_is_refused_by_name():

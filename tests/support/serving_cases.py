@@ -289,7 +289,7 @@ class Restless(Engine):
     masked = [p for pieces in scheduled for p in pieces if p.is_sampled and p.sequence.mask]
     self.events["masked rows"] += len(masked)
     inputs = super()._inputs(scheduled)
-    if not self._has_broken and self._chance(0.01):
+    if not self._has_broken and self._chance(0.03):
       self._has_broken = True
       self._withheld = []  # All pages are taken back.
       self.events["steps broken off"] += 1
