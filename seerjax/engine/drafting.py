@@ -9,6 +9,9 @@ sampled anyway.
                                does not; y(m + 1) is the bonus, or the correction
 
 So a drafter changes how many steps a text takes and nothing else, whatever it guesses.
+
+Several paths are one tree (`token_tree`): what they share is one row, and is sampled once. Its key
+is written to the pages of each path, so that every path has its keys at their own positions.
 """
 
 from __future__ import annotations
@@ -33,7 +36,8 @@ class DraftQuery(NamedTuple):
     group_id: of its group, "" if it has none.
     tokens: prompt and answer so far; the engine's own list, which grows, not to be changed.
     num_prompt: how many of `tokens` are the prompt.
-    max_draft: most tokens that could be used, all paths together; at least 1.
+    max_draft: most tokens that could be used, all paths together, what they share counted once; at
+      least 1.
     seed: of the request: with a position it decides the noise that the target samples with.
     sampling: how the request is sampled.
   """
@@ -55,8 +59,8 @@ class Drafter(Protocol):
     """Returns paths of token ids for each query, none or more; the first is the likeliest.
 
     Asked once a visit (`Engine.step`): where nothing is drafted, a request may get several tokens
-    before the next. The engine cuts what it has no rows, pages or vocabulary for. A drafter that
-    guesses nothing at all may return ().
+    before the next. The engine cuts what it has no rows, pages, key copies or vocabulary for, the
+    last leaves first. A drafter that guesses nothing at all may return ().
     """
     ...
 
@@ -194,11 +198,11 @@ def accepted(path: Sequence[int], sampled: Sequence[int]) -> int:
 
 
 def verify(paths: Sequence[Sequence[int]], sampled: Sequence[Sequence[int]]) -> Verified:
-  """Returns the outcome of several paths, each verified as a segment of its own.
+  """Returns the outcome of several paths.
 
   Args:
     paths: one or more; `()` is plain decoding.
-    sampled: for each, its samples; see `accepted`.
+    sampled: for each, its samples, see `accepted`; paths have those of what they share in common.
 
   Raises:
     ValueError: if there is no path, or samples do not fit.

@@ -2,9 +2,9 @@
 
     paths    (5, 6, 7)  (5, 8)  (5, 6, 9)        the first the likeliest
 
-    last token - 5 - 6 - 7        branch of the last token's first child, and so on
-                  \\   \\- 9
-                   \\- 8
+    last token - 5 - 6 - 7        branch 0, the path of first children
+                 5 - 8            branch 1
+                     6 - 9        branch 2
 
 Nodes stand in the order in which the paths meet them, so that parents precede their children and
 any first nodes of a tree are a tree: what there is no room for is cut at the end, leaf by leaf. A
@@ -15,7 +15,6 @@ segment of a step, and ends in a leaf.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-import itertools
 from typing import NamedTuple
 
 
@@ -59,41 +58,38 @@ def merge(paths: Iterable[Sequence[int]], max_depth: int) -> list[Node]:
   has_child: set[int] = set()
   num_branches = 1
   for path in paths:
-    at = -1
-    for token in itertools.islice(path, max(max_depth, 0)):
-      child = children.get((at, token))
+    parent, branch = -1, 0
+    for depth, token in enumerate(path[: max(max_depth, 0)], 1):
+      child = children.get((parent, token))
       if child is None:
-        is_first = at not in has_child
-        has_child.add(at)
-        branch = 0 if at < 0 else nodes[at].branch
+        child = children[parent, token] = len(nodes)
+        is_first = parent not in has_child
+        has_child.add(parent)
         if not is_first:
           branch, num_branches = num_branches, num_branches + 1
-        depth = 1 if at < 0 else nodes[at].depth + 1
-        children[at, token] = child = len(nodes)
-        nodes.append(Node(token, at, depth, branch, is_first))
-      at = child
+        nodes.append(Node(token, parent, depth, branch, is_first))
+      else:
+        branch = nodes[child].branch
+      parent = child
   return nodes
 
 
 def branches(nodes: Sequence[Node]) -> list[Branch]:
   """Returns the path to each leaf, in the order of branches."""
-  if not nodes:
-    return []
-  by_branch: list[list[int]] = [[] for _ in range(1 + max(node.branch for node in nodes))]
-  for index, node in enumerate(nodes):
-    by_branch[node.branch].append(index)
-  rows = dict(zip(itertools.chain(*by_branch), itertools.count(1)))
+  by_branch: list[list[Node]] = []
+  for node in nodes:
+    if node.branch == len(by_branch):
+      by_branch.append([])
+    by_branch[node.branch].append(node)
   found: list[Branch] = []
+  row = 1
   for own in by_branch:
-    begin, shared = nodes[own[0]], Branch((), (), 0)
+    begin, shared = own[0], Branch((), (), 0)
     if begin.parent >= 0:
       shared = found[nodes[begin.parent].branch]
-    before = begin.depth - 1
-    found.append(
-      Branch(
-        shared.tokens[:before] + tuple(nodes[index].token for index in own),
-        shared.rows[:before] + tuple(rows[index] for index in own),
-        before,
-      )
-    )
+    num_shared = begin.depth - 1
+    tokens = shared.tokens[:num_shared] + tuple([node.token for node in own])
+    rows = shared.rows[:num_shared] + tuple(range(row, row + len(own)))
+    found.append(Branch(tokens, rows, num_shared))
+    row += len(own)
   return found

@@ -72,6 +72,14 @@ class Wrapping:
     return self._inner.steps_per_visit
 
   @property
+  def pads_adapters(self):
+    return self._inner.pads_adapters
+
+  @property
+  def shares_out_rows(self):
+    return self._inner.shares_out_rows
+
+  @property
   def page_axes(self):
     return "cz", "zc"
 
