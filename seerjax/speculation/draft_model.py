@@ -101,6 +101,7 @@ class DraftCounters:
     rows_read: rows that caught up with what requests said.
     steps: tokens drafted one after the other, of all calls; a call's requests share them.
     drafts: requests times visits in which something was drafted.
+    side_paths: siblings, which end paths of their own.
     without_slot: requests times visits that found all slots taken by others of the visit.
     unreadable: requests times visits with a token that the draft has no embedding of.
     not_finite: drafts that were cut because the draft's logits were not finite.
@@ -110,6 +111,7 @@ class DraftCounters:
   rows_read: int = 0
   steps: int = 0
   drafts: int = 0
+  side_paths: int = 0
   without_slot: int = 0
   unreadable: int = 0
   not_finite: int = 0
@@ -255,6 +257,7 @@ class ModelDrafter:
       # The last one was drafted and not read.
       self.slots.tell(piece.slot, piece.query.tokens, piece.first, main[: count - 1])
       self.counters.drafts += bool(main)
+      self.counters.side_paths += max(len(paths[place]) - 1, 0)
       if len(main) < count:
         self._say_not_finite()
     return paths
