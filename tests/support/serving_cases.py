@@ -266,7 +266,8 @@ class Restless(Engine):
         self.events["spilled"] += len(self.spill([name]))
       elif self.num_instances > 1 and self._chance(0.3):
         place = int(self.rng.integers(self.num_instances))
-        self.events["migrated"] += self.migrate(name, place) and place != self.instance_of(name)
+        is_other = place != self.instance_of(name)
+        self.events["migrated"] += self.migrate(name, place) and is_other
     for name in sorted(paused):
       if self._idle > 20 or self._chance(0.4):
         self.resume(name, chunk_tokens=self._chunk())
