@@ -3,7 +3,8 @@
 Clients ask at once for answers of every kind, streamed and whole, through OpenAI's own package;
 some leave in the middle. The engine behind them is never left in peace (`serving_cases.Restless`).
 Every choice is compared, text, tokens, both log-probabilities and those of others, with itself
-alone in a fresh server with another batch, other pages, row buckets and instances.
+alone in a fresh server with another batch, other pages, row buckets and instances, where an
+adapter's engine knows of no other.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ BLOCKS = 3
 FEW = (
   "answers", "streamed", "whole", "chats", "completions", "siblings", "paused", "preempted",
   "visits while clients wait", "drafted tokens", "masked rows",
+  "of the base", "of an adapter", "steps of several adapters",
 )  # fmt: skip
 
 

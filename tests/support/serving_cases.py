@@ -18,6 +18,8 @@ import time
 from typing import Any, NamedTuple
 
 import drawn_models
+import jax
+import jax.numpy as jnp
 from made_drafters import Observed
 import numpy as np
 import openai
@@ -27,7 +29,7 @@ from seerjax import numerics as numerics_lib, parallel
 from seerjax.engine import runner as runner_lib
 from seerjax.engine.engine import Engine, EngineConfig
 from seerjax.engine.kv.pool import KVPool, KVPoolConfig
-from seerjax.models import loading
+from seerjax.models import adapters as adapters_lib, loading, lora
 from seerjax.serve import identity, served as served_lib, server
 from seerjax.serve.config import ServeConfig
 from seerjax.serve.routes import Service
@@ -35,6 +37,7 @@ from seerjax.serve.scoring import Scorer
 from seerjax.serve.served import Served
 
 CONTEXT = 128
+ADAPTERS = ("poet", "judge", "clerk")
 CONFIG = ServeConfig(port=0, max_waiting=4096, max_waiting_of_client=1024)
 REGEXES = ("[a-c]{2}[0-9]{3}", "(yes|no), because [a-z ]{1,9}", "[0-9]{1,12}")
 SCHEMAS: tuple[dict[str, Any], ...] = (
@@ -45,6 +48,7 @@ SCHEMAS: tuple[dict[str, Any], ...] = (
 WORDS = (
   "How", "many", "apples?", "two", "and", "17", "+", "4", "=", "why", "<|im_end|>", "café", "box"
 )
+KEY = numerics_lib.key(11)
 # Of a body, what OpenAI's client has no parameter for.
 EXTRA = ("top_k", "min_p", "regex", "stop_token_ids", "prompt_logprobs")
 
@@ -54,17 +58,21 @@ EXTRA = ("top_k", "min_p", "regex", "stop_token_ids", "prompt_logprobs")
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Subject:
-  """A model, and what of it is shared by all servers of a case.
+  """A model with its adapters, and what of them is shared by all servers of a case.
 
   Attributes:
-    name: by which clients ask.
-    model: with its tokenizer.
-    scorer: of its weights, for its programs.
+    name: by which clients ask for the base.
+    model: the base, with its tokenizer.
+    adapters: by the names by which clients ask for them.
+    alone: by all these names, the model without any other.
+    scorers: of each one's weights, for its programs.
   """
 
   name: str
   model: loading.Model
-  scorer: Scorer
+  adapters: Mapping[str, adapters_lib.Scaled]
+  alone: Mapping[str, loading.Model]
+  scorers: Mapping[str, Scorer]
 
   def __str__(self) -> str:
     config, numerics = self.model.config, self.model.numerics
@@ -93,7 +101,26 @@ def subject(kind: str, implementation: Any, seed: int, number: int) -> Subject:
     drawn = dataclasses.replace(drawn, config=config, numerics=numerics, rank=0)
     params = drawn_models.params_of(drawn)
     model = loading.Model(config, params, numerics, word_engine.TOKENIZER)
-  return Subject(kind, model, Scorer(model, context=CONTEXT))
+  adapters = draw_adapters(rng, model)
+  alone = {kind: model} | {
+    name: dataclasses.replace(model, params=lora.attach(model.params, *scaled))
+    for name, scaled in adapters.items()
+  }
+  scorers = {name: Scorer(one, context=CONTEXT) for name, one in alone.items()}
+  return Subject(kind, model, adapters, alone, scorers)
+
+
+def draw_adapters(
+  rng: np.random.Generator, model: loading.Model
+) -> Mapping[str, adapters_lib.Scaled]:
+  """Returns three adapters of ranks, targets and scales of their own, one of rank 1."""
+  found = {}
+  for name, rank in zip(ADAPTERS, (1, 2, int(rng.integers(1, 9))), strict=True):
+    targets = tuple(target for target in lora.TARGETS if rng.random() < 0.6) or lora.TARGETS
+    shapes = lora.shapes(model.config, model.numerics, rank, targets)
+    leaf = lambda shape: jnp.asarray(0.1 * rng.standard_normal(shape.shape), jnp.float32)
+    found[name] = jax.tree.map(leaf, shapes), float(rng.choice([0.5, 1.0, 2.0]))
+  return found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,8 +171,8 @@ def draw_sizes(rng: np.random.Generator, model: loading.Model) -> Sizes:
   )
 
 
-@functools.lru_cache(maxsize=4)
-def _runner(of: Subject, sizes: Sizes) -> runner_lib.Runner:
+@functools.lru_cache(maxsize=8)
+def _runner(of: Subject, sizes: Sizes, alone: str = "") -> runner_lib.Runner:
   instances, shards = sizes.mesh
   mesh = parallel.make_mesh(num_instances=instances, model_shards=shards)
   config, numerics = of.model.config, of.model.numerics
@@ -156,25 +183,31 @@ def _runner(of: Subject, sizes: Sizes) -> runner_lib.Runner:
 def serving(
   of: Subject, sizes: Sizes, make: Callable[..., Engine] = Engine, **others: Any
 ) -> Iterator[tuple[Service, str]]:
-  """Serves a fresh engine, and yields the service and its URL."""
-  key = numerics_lib.key(11)
+  """Serves a fresh engine with all adapters, and yields the service and its URL."""
   engine = make(
     of.model,
     config=sizes.engine,
-    key=key,
+    key=KEY,
     runner=_runner(of, sizes),
     kv_pool=KVPool(KVPoolConfig(host_pages=sizes.host_pages)) if sizes.host_pages else None,
+    adapters=of.adapters,
     **others,
   )
-  served = Served(
-    name=of.name,
-    engine=engine,
-    scorer=of.scorer,
-    fingerprint=identity.fingerprint(of.model, key),
-  )
-  service = Service({of.name: served}, CONFIG)
+  base = _served(of, of.name, engine)
+  models = {name: _served(of, name, engine, beside=base) for name in of.adapters}
+  service = Service({of.name: base, **models}, CONFIG)
   with server.running(service) as url:
     yield service, url
+
+
+def _served(of: Subject, name: str, engine: Engine, beside: Served | None = None) -> Served:
+  return Served(
+    name=name,
+    engine=engine,
+    scorer=of.scorers[name],
+    fingerprint=identity.fingerprint(of.alone[name], KEY),
+    beside=beside,
+  )
 
 
 # What happens to an engine.
@@ -290,6 +323,8 @@ class Restless(Engine):
     masked = [p for pieces in scheduled for p in pieces if p.is_sampled and p.sequence.mask]
     self.events["masked rows"] += len(masked)
     inputs = super()._inputs(scheduled)
+    for rows, count in zip(inputs.adapters, inputs.batch.num_rows, strict=True):
+      self.events["steps of several adapters"] += len(set(rows[:count].tolist())) > 1
     if not self._has_broken and self._chance(0.03):
       self._has_broken = True
       self._withheld = []  # All pages are taken back.
@@ -350,6 +385,7 @@ class Ask(NamedTuple):
 
   Attributes:
     client: its number.
+    model: by its name, the base or an adapter.
     is_chat: which route.
     body: as it is sent.
     wait: seconds before it.
@@ -357,6 +393,7 @@ class Ask(NamedTuple):
   """
 
   client: int
+  model: str
   is_chat: bool
   body: dict[str, Any]
   wait: float
@@ -397,7 +434,7 @@ class Said(NamedTuple):
 
 
 def draw_asks(
-  rng: np.random.Generator, vocab_size: int, clients: int, each: int
+  rng: np.random.Generator, names: Sequence[str], vocab_size: int, clients: int, each: int
 ) -> tuple[Ask, ...]:
   """Returns the requests of all clients; prompts are few, so that many begin alike."""
   pick = lambda *choices: choices[int(rng.integers(len(choices)))]
@@ -463,7 +500,8 @@ def draw_asks(
       if is_streamed and chance(0.5):
         body["stream_options"] = {"include_usage": True}
       leaves = int(rng.integers(1, 6)) if is_streamed and chance(0.2) else None
-      asks.append(Ask(client, is_chat, body, float(rng.exponential(0.02)), leaves))
+      wait, model = float(rng.exponential(0.02)), pick(names[0], *names)
+      asks.append(Ask(client, model, is_chat, body, wait, leaves))
   return tuple(asks)
 
 
@@ -510,11 +548,11 @@ def said_of(bodies: Sequence[Mapping[str, Any]], is_chat: bool) -> dict[int, tup
 
 
 async def answered(
-  client: openai.AsyncOpenAI, model: str, ask: Ask
+  client: openai.AsyncOpenAI, ask: Ask
 ) -> tuple[dict[int, tuple[int, Said]], bool]:
   """Asks over HTTP; returns what came by choice, and whether all of it did."""
   create = client.chat.completions.create if ask.is_chat else client.completions.create
-  asked = _split(ask.body, model, ask.is_chat)
+  asked = _split(ask.body, ask.model, ask.is_chat)
   if not ask.body.get("stream"):
     return said_of([(await create(**asked)).model_dump()], ask.is_chat), True
   bodies, is_whole = [], True
@@ -550,7 +588,8 @@ class Case:
 def draw(seed: int, number: int, *, of: Subject, clients: int, each: int) -> Case:
   """Returns the case of a number: its sizes and its requests."""
   rng = np.random.default_rng((seed, number, 1))
-  asks = draw_asks(rng, of.model.config.vocab_size, clients, each)
+  names = (of.name, *of.adapters)
+  asks = draw_asks(rng, names, of.model.config.vocab_size, clients, each)
   return Case(of, draw_sizes(rng, of.model), asks, seed, number)
 
 
@@ -563,10 +602,10 @@ class Alone:
 
   def said(self, ask: Ask, choice: int, seed: int) -> Said:
     body = ask.of_choice(choice, seed)
-    name = repr(sorted(body.items(), key=lambda item: item[0]))
+    name = repr((ask.model, sorted(body.items(), key=lambda item: item[0])))
     if name not in self._found:
       routes = self._client.chat.completions if ask.is_chat else self._client.completions
-      answer = routes.create(**_split(body, self._case.subject.name, ask.is_chat)).model_dump()
+      answer = routes.create(**_split(body, ask.model, ask.is_chat)).model_dump()
       ((own, said),) = said_of([answer], ask.is_chat).values()
       assert own == seed
       self._found[name] = said
@@ -575,11 +614,19 @@ class Alone:
 
 @contextlib.contextmanager
 def alone(case: Case) -> Iterator[Alone]:
-  """Yields what the case's choices say alone, in a fresh server with other sizes."""
-  sizes = alone_sizes(case.subject.model)
+  """Yields what the case's choices say alone, in a fresh server with other sizes.
+
+  Each adapter has an engine there, whose weights know of no other.
+  """
+  of, sizes = case.subject, alone_sizes(case.subject.model)
   assert sizes.engine != case.sizes.engine
+  engines = {
+    name: Engine(model, config=sizes.engine, key=KEY, runner=_runner(of, sizes, name))
+    for name, model in of.alone.items()
+  }
+  models = {name: _served(of, name, engine) for name, engine in engines.items()}
   with (
-    serving(case.subject, sizes) as (_, url),
+    server.running(Service(models, CONFIG)) as url,
     openai.OpenAI(base_url=f"{url}/v1", api_key="-", max_retries=0, timeout=1800) as client,
   ):
     yield Alone(case, url, client)
@@ -639,7 +686,7 @@ async def _all_at_once(case: Case, url: str) -> list[tuple[dict[int, tuple[int, 
   async def be(places: list[int]) -> None:
     for place in places:
       await asyncio.sleep(case.asks[place].wait)
-      found[place] = await answered(client, case.subject.name, case.asks[place])
+      found[place] = await answered(client, case.asks[place])
 
   async with openai.AsyncOpenAI(
     base_url=f"{url}/v1", api_key="-", max_retries=0, timeout=1800
@@ -679,6 +726,7 @@ def _compare(
     events["whole"] += not body.get("stream")
     events["chats" if ask.is_chat else "completions"] += 1
     events["siblings"] += ask.num_choices > 1
+    events["of the base" if ask.model == case.subject.name else "of an adapter"] += 1
     events["without a seed"] += "seed" not in body
     events["greedy"] += body["temperature"] == 0
     events["filtered"] += any(name in body for name in ("top_k", "top_p", "min_p"))
@@ -694,7 +742,8 @@ def _compare(
 EVENTS = (
   "answers", "streamed", "whole", "chats", "completions", "siblings", "without a seed", "greedy",
   "filtered", "biased", "ended by stop", "ended by length", "stop strings", "with a form",
-  "masked rows", "other tokens named", "prompts scored", "echoed", "cancelled",
+  "masked rows", "of the base", "of an adapter", "steps of several adapters",
+  "other tokens named", "prompts scored", "echoed", "cancelled",
   "answers that were left", "paused", "resumed", "preempted", "spilled", "came back",
   "waits for pages", "visits while clients wait", "positions reused", "pages copied",
   "drafted tokens", "drafts adopted", "steps broken off",
