@@ -146,7 +146,9 @@ def run_schedules(numerics, seeds, mesh=(1, 1), page_sizes=(4, 16)) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("implementation", ["tiled", "native"])
+@pytest.mark.parametrize(
+  "implementation", ["native", pytest.param("tiled", marks=pytest.mark.long)]
+)
 def test_a_draft_model_moves_no_bit(implementation):
   numerics = dataclasses.replace(drafting_models.ONE_SLAB, implementation=implementation)
   run_schedules(numerics, range(16))
