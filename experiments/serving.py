@@ -343,8 +343,8 @@ def start(kind: str, settings: Settings, slots: int, log: pathlib.Path, python: 
 def serve_llama(settings: Settings, slots: int) -> None:
   """Is llama.cpp's server: a slot for each client with a stream of its own in the cache.
 
-  Flash attention and the cache's dtype are those with which `experiments.engine_throughput` found it
-  fastest.
+  Flash attention and the dtype of its cache are those with which `experiments.engine_throughput`
+  found it fastest.
   """
   library: Any = importlib.import_module(llama_cpp.PACKAGE)
   with tempfile.TemporaryDirectory() as directory:
