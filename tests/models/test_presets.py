@@ -27,6 +27,8 @@ PARAMETERS = {
   "llama-3.1-8b": 8_030_261_248,
 }
 
+OURS = {"nano", "nano-gpu", "nano-draft", "nano-10m"}
+
 
 def count(config: model_config.TransformerConfig, shards: int) -> int:
   leaves = jax.tree.leaves(parameters.shapes(config, shards))
@@ -41,7 +43,7 @@ def test_parameter_count_is_the_published_one(name):
 
 
 def test_every_preset_but_ours_has_a_published_count():
-  assert set(PARAMETERS) == set(presets.CONFIGS) - {"nano", "nano-gpu"}
+  assert set(PARAMETERS) == set(presets.CONFIGS) - OURS
   assert count(presets.nano(), 8) == 1_132_064
   assert 50e6 < count(presets.nano_gpu(), 8) < 100e6
 
@@ -57,7 +59,7 @@ def test_every_preset_divides_into_its_slabs(name):
     2
     if name in ("qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-3b")
     else 4
-    if name == "qwen2.5-7b"
+    if name in ("qwen2.5-7b", "nano-draft")
     else 8
   )
 

@@ -101,7 +101,8 @@ def test_a_draft_comes_near_its_target(is_soft):
   target = jax.tree.map(lambda leaf: leaf * 5, target)
   config = dataclasses.replace(CONFIG, num_tokens=200 * 24, learning_rate=1e-2)
   rng = np.random.default_rng(0)
-  said = distill.answers_of([(rng.integers(0, 32, 3), rng.integers(0, 32, 3)) for _ in range(8)])
+  draw = lambda: rng.integers(0, 32, 3).tolist()
+  said = distill.answers_of([(draw(), draw()) for _ in range(8)])
   likely = None
   if is_soft:
     likely = distill.likely_of(target, SHAPE, said, lengths=config.lengths, count=31, rows=8)
