@@ -24,6 +24,7 @@ import word_engine
 from seerjax.serve.config import ServeConfig
 from seerjax.serve.engine_thread import Job, Part
 from seerjax.serve.refusals import Refusal
+from seerjax.serve.scoring import Scorer
 from seerjax.types import SamplingParams
 
 pytestmark = pytest.mark.thorough
@@ -192,7 +193,7 @@ def test_who_leaves_is_forgotten_and_the_others_are_answered(stream: bool):
       if stream:
         assert b"200 OK" in leaves.recv(1 << 12)
       until(lambda: thread.num_running == 2)
-    until(lambda: thread._cancelled)
+    until(lambda: thread._cancelled or cancelled)  # The engine may have looked between two steps.
     gate.let(1)
     until(lambda: thread.num_running == 1)
     assert len(cancelled) == 1
@@ -285,7 +286,10 @@ def test_what_is_no_http_is_refused_in_words():
 
 
 def test_an_error_of_one_answer_is_no_business_of_the_others():
-  class Broken:
+  class Broken(Scorer):
+    def __init__(self):
+      pass
+
     def prompt(self, tokens, num_top):
       raise RuntimeError("the scorer breaks")
 
@@ -295,8 +299,7 @@ def test_an_error_of_one_answer_is_no_business_of_the_others():
     stays = pool.submit(plain.post, "/v1/completions", json=body(2))
     until(lambda: service.thread.num_running == 1)
     gate.let(1)
-    fails = pool.submit(plain.post, "/v1/completions", json=body(3))
-    del fails
+    pool.submit(plain.post, "/v1/completions", json=body(3))
     gate.is_open = True
     done = plain.post("/v1/completions", json=body(2, prompt_logprobs=0))
     assert (done.status_code, error_of(done)["code"]) == (500, "internal_error")
