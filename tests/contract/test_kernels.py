@@ -176,7 +176,7 @@ def test_a_branch_of_a_tree_has_the_bits_of_its_path():
   assert (without[4] != found[4]).any() and (without[:4] == found[:4]).all()  # The twin.
 
 
-@pytest.mark.thorough
+@pytest.mark.long
 def test_rows_of_several_adapters_have_the_bits_of_each_alone():
   batch, places = sequences((3, 4, 1))
   rng = np.random.default_rng(6)

@@ -276,11 +276,16 @@ with Contexts(directory, identity=NANO) as registry:
 """
 
 
-@pytest.mark.thorough
-def test_after_a_kill_at_any_moment_finished_rewrites_are_there(tmp_path: pathlib.Path, seed: int):
+@pytest.mark.parametrize(
+  "kills",
+  [pytest.param(5, marks=pytest.mark.thorough), pytest.param(20, marks=pytest.mark.long)],
+)
+def test_after_a_kill_at_any_moment_finished_rewrites_are_there(
+  tmp_path: pathlib.Path, seed: int, kills: int
+):
   rng, directory = random.Random(seed), tmp_path / "registry"
   num_said = 0
-  for _ in range(20):
+  for _ in range(kills):
     process = subprocess.Popen(
       [sys.executable, "-c", KILLED, str(directory)], stdout=subprocess.PIPE, text=True
     )
@@ -302,7 +307,7 @@ def test_after_a_kill_at_any_moment_finished_rewrites_are_there(tmp_path: pathli
         (kept,) = registry.rewrites("mine", name, step=registry.last_step)
         assert kept.text == "r" * 5000
       assert not registry.said
-  print(f"{num_said} rewrites in 20 lives")
+  print(f"{num_said} rewrites in {kills} lives")
 
 
 def refusals(registry: Contexts):
