@@ -67,7 +67,7 @@ def drafter(
   numerics: numerics_lib.NumericsConfig = ONE_SLAB,
   config: DraftModelConfig = CONFIG,
 ) -> ModelDrafter:
-  shared = program(numerics, dataclasses.replace(config, length=4))
+  shared = program(numerics, config)
   return ModelDrafter(
     Model(tiny_model.CONFIG, draft_params(kind, numerics), shared.numerics),
     context=CONTEXT,
