@@ -1,4 +1,4 @@
-"""Our RMS norm inside somebody else's Flax NNX model.
+"""Our RMS norm inside another project's Flax NNX model.
 
 A small network of `nnx.Linear` layers learns a function of its inputs, with `seerjax.ops.norms`
 where `nnx.RMSNorm` might stand. The norm agrees with Flax's to rounding, learns under `nnx.grad`,

@@ -1,4 +1,4 @@
-"""Our advantages and policy loss inside somebody else's optax loop.
+"""Our advantages and policy loss inside another project's optax loop.
 
 The policy is a table of logits, one row per position of a short text, and the reward counts letters
 that agree with a secret word. Nothing of SeerJAX's engine, models or trainer is used: groups are

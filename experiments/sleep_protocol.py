@@ -70,7 +70,7 @@ def lines_of(rows: Iterable[Row], latency_price: float) -> list[Line]:
 
   Args:
     rows: of any number of contexts.
-    latency_price: of a token that somebody waits for.
+    latency_price: of a token for which a user waits.
   """
   groups: dict[tuple[int, int, int, int], list[Row]] = {}
   for row in rows:
@@ -228,7 +228,7 @@ def define_flags() -> None:
   flags.DEFINE_list("cuts", [], "Hard limits of answers beside wake_tokens.")
   flags.DEFINE_integer("wake_tokens", 128, "Most tokens of an answer.")
   flags.DEFINE_integer("sleep_tokens", 256, "Most tokens of a sleeper's call.")
-  flags.DEFINE_float("latency_price", 10.0, "t, of a token that somebody waits for.")
+  flags.DEFINE_float("latency_price", 10.0, "t, of a token for which a user waits.")
   flags.DEFINE_integer("seed", 0, "Of the run.")
   flags.DEFINE_string("journal", "", "File of calls; '' keeps none.")
 

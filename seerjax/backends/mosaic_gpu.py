@@ -133,11 +133,7 @@ class MosaicGpu(Tiled):
     num_rows: Array,
     adapters: RowAdapters | None = None,
   ) -> Any:
-    def run(weights: Any) -> Any:
-      in_few = _in_few_launches(stage, weights, _input_rows)
-      return self._defined(in_few, weights, rows, num_rows)
-
-    return run(weights) if adapters is None else adapters_lib.by_selection(run, weights, adapters)
+    return self._in_few(stage, weights, rows, num_rows, adapters, _input_rows)
 
   def after_attention(
     self,
@@ -147,8 +143,21 @@ class MosaicGpu(Tiled):
     num_rows: Array,
     adapters: RowAdapters | None = None,
   ) -> Array:
+    return self._in_few(stage, weights, rows, num_rows, adapters, _output_rows)
+
+  def _in_few(
+    self,
+    stage: Stage,
+    weights: Any,
+    rows: Any,
+    num_rows: Array,
+    adapters: RowAdapters | None,
+    definition: Definition,
+  ) -> Any:
+    """Runs a stage by a definition of ours where that may be, each row with its adapter."""
+
     def run(weights: Any) -> Any:
-      in_few = _in_few_launches(stage, weights, _output_rows)
+      in_few = _in_few_launches(stage, weights, definition)
       return self._defined(in_few, weights, rows, num_rows)
 
     return run(weights) if adapters is None else adapters_lib.by_selection(run, weights, adapters)

@@ -62,7 +62,7 @@ class Stage(NamedTuple):
     axis: mesh axis of the slabs, None on one device.
     rows: its definition.
     gradient_of: what the backward pass differentiates in its place; None is `rows` itself.
-    is_plain: of a head: whoever called knows that no row is biased, filtered or restricted.
+    is_plain: of a head: the caller knows that no row is biased, filtered or restricted.
   """
 
   shape: Shape

@@ -122,7 +122,7 @@ def likeliest(
   """Returns the ids of each row's likeliest tokens under the processed distribution, k = `count`.
 
   They are read off the portable tiled program on every backend. Their scores are
-  `sample_and_score`'s, of rows that are forced to them: whoever asks for other tokens thus changes
+  `sample_and_score`'s, of rows that are forced to them: asking for other tokens thus changes
   no program that samples.
   """
   numerics = numerics_for(config, numerics)

@@ -51,7 +51,7 @@ class Piece(NamedTuple):
   """A piece of one part.
 
   Attributes:
-    kind: "content", "reasoning", "call", or "mark", which nobody is told.
+    kind: "content", "reasoning", "call", or "mark", which no client is told.
     text: of it; of a call its arguments, as the model wrote them.
     name: of the function that is called.
     raw: all that the model said here, marks included.

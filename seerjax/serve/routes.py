@@ -478,7 +478,7 @@ async def _replace_weights(service: Service, request: Request) -> Response:
 async def _replaced(service: Service, request: Request) -> Served:
   if not service.config.token:
     raise Refusal(
-      "weights: got a server without a token, expected one that has one: whoever reaches the port"
+      "weights: got a server without a token, expected one that has one: every caller of the port"
       " could replace them; set SEERJAX_SERVE_TOKEN or --token_file.",
       status=403,
       kind="permission_error",

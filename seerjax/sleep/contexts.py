@@ -4,7 +4,7 @@
      edit  -> version n+1: rewrites of n are gone at once, and are never taken again
 
 A context belongs to a namespace and has a name in it; namespaces share nothing, and what another
-namespace has is as unknown as what nobody has. A rewrite is text with its provenance. One that
+namespace has is unknown to it. A rewrite is text with its provenance. One that
 states a false equation is put into quarantine: it is kept to be looked at, and never read. Time to
 live is counted in steps of the engine, since no clock decides anything here.
 
@@ -97,7 +97,7 @@ class Rewrite:
 
 
 class Dropped(NamedTuple):
-  """A version that is gone: whoever keeps pages or drafts of it lets them go now.
+  """A version that is gone: pages and drafts that are kept of it are released now.
 
   Attributes:
     namespace: whose it was.

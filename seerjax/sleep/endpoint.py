@@ -2,7 +2,7 @@
 
   messages --POST--> {"choices": [...], "usage": {...}} --checked--> Completed
 
-Whoever answers may refuse, hang, answer something else, or count its own tokens wrong: each is
+The server may refuse, hang, answer something else, or count its own tokens wrong: each is
 asked again a few times, then the call has no answer and the run goes on. Redirections are refused,
 so that the key goes to the named host alone; it is read from an environment variable and stands in
 no message. Text that comes back is data: what UTF-8 cannot hold is replaced.

@@ -14,7 +14,7 @@ from seerjax.types import Completion, Request, SamplingParams
 
 
 class EngineThinker:
-  """Answers from an engine that nobody else uses meanwhile."""
+  """Answers from an engine that serves no other request meanwhile."""
 
   def __init__(self, engine: Engine):
     """Takes an engine.

@@ -4,8 +4,8 @@
                          with sleep      t * b * N + S
   break-even             N = S / (t * (B - b))
 
-S tokens of sleep, b and B of an answer with and without it, t the price of a token that somebody
-waits for. A context whose expected questions stay below break-even is left alone; where B <= b
+S tokens of sleep, b and B of an answer with and without it, t the price of a token for which a
+user waits. A context whose expected questions stay below break-even is left alone; where B <= b
 sleep never pays, and nothing is divided.
 
 S, b and B are means of what contexts of the same length (and questions as predictable) took, of all
@@ -37,7 +37,7 @@ def break_even(
     sleep_tokens: S, of one context.
     full_tokens: B, of an answer without sleep.
     short_tokens: b, of an answer with it.
-    latency_price: t, of a token that somebody waits for, in tokens of sleep.
+    latency_price: t, of a token for which a user waits, in tokens of sleep.
 
   Raises:
     ValueError: for a price that is not above 0, or a count below 0.
@@ -45,7 +45,7 @@ def break_even(
   if not 0 < latency_price < math.inf:
     raise ValueError(
       f"break_even: got latency_price={latency_price}, expected more than 0 and finite; 10 is the"
-      " published price of a token that somebody waits for, 1 that of one like any other."
+      " published price of a token for which a user waits, 1 that of one like any other."
     )
   if not min(sleep_tokens, full_tokens, short_tokens) >= 0:
     raise ValueError(
@@ -184,7 +184,7 @@ class PlannerConfig:
     if not 0 < self.latency_price < math.inf:
       raise ValueError(
         f"PlannerConfig.latency_price: got {self.latency_price}, expected more than 0 and finite;"
-        " 10 is the published price of a token that somebody waits for."
+        " 10 is the published price of a token for which a user waits."
       )
     if self.num_trials < 1:
       raise ValueError(

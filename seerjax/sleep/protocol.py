@@ -177,7 +177,7 @@ class Row:
     """Returns the price of the question, in tokens of sleep: t * b + S / N_q.
 
     Args:
-      latency_price: t, of a token that somebody waits for.
+      latency_price: t, of a token for which a user waits.
 
     Raises:
       ValueError: for a price that is not above 0.
@@ -185,7 +185,7 @@ class Row:
     if not latency_price > 0:
       raise ValueError(
         f"Row.cost: got latency_price={latency_price}, expected more than 0; 10 is the published"
-        " price of a token that somebody waits for."
+        " price of a token for which a user waits."
       )
     return latency_price * self.num_tokens + self.num_sleep_tokens / self.num_sharing
 

@@ -3,7 +3,7 @@
     rows not read yet -> forward -> head -> token -> forward -> head -> token ...    one while loop
 
 Keys and values lie in one contiguous cache, f[slots, ..., positions] in the layout of the backend's
-pages: a slot's pages follow one another, and nobody else's are between. The first turn of the loop
+pages: a slot's pages follow one another, with no other's between. The first turn of the loop
 reads all rows that a request has said and the draft has not seen; every other turn reads the token
 that was drafted last. The row counts and the number of turns are traced, so that there is one
 program for each row bucket.
