@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+import functools
 import math
 import time
 
@@ -40,18 +41,37 @@ def step_seconds(
   for requests, rows in sizes:
     checks.whole("step_seconds: requests", requests, 1, None, "a step has one at least")
     checks.whole("step_seconds: rows", rows, requests, None, "each request has a row at least")
-  found: dict[tuple[int, int], float] = dict.fromkeys(sizes, math.inf)
   most = engine.config.row_buckets[-1]
-  for repeat in range(repeats + 1):  # The first compiles.
-    for size in found:
-      requests, rows = (min(-(-count // engine.num_instances), most) for count in size)
-      run = engine.idle_step(requests, rows, num_steps)
+
+  def ready(size: tuple[int, int]) -> Callable[[], object]:
+    requests, rows = (min(-(-count // engine.num_instances), most) for count in size)
+    return engine.idle_step(requests, rows, num_steps)
+
+  calls = [functools.partial(ready, size) for size in sizes]
+  return dict(zip(sizes, least_seconds(calls, repeats=repeats), strict=True))
+
+
+def least_seconds(
+  ready: Sequence[Callable[[], Callable[[], object]]], *, repeats: int = 6
+) -> list[float]:
+  """Returns the seconds of several calls, the least of `repeats` each, in turns.
+
+  The first turn, which compiles, does not count. Process 0 measures for all.
+
+  Args:
+    ready: each makes a call ready, which is not timed, and returns it; it ends when its results are
+      there.
+    repeats: turns.
+  """
+  found = [math.inf] * len(ready)
+  for repeat in range(repeats + 1):
+    for place, make_ready in enumerate(ready):
+      run = make_ready()
       begin = time.monotonic()
       run()
       if repeat:
-        found[size] = min(found[size], time.monotonic() - begin)
+        found[place] = min(found[place], time.monotonic() - begin)
   if jax.process_count() > 1:
-    values = np.asarray(list(found.values()), np.float64)
-    values = multihost_utils.broadcast_one_to_all(values)
-    found = dict(zip(found, values.tolist(), strict=True))
+    values = multihost_utils.broadcast_one_to_all(np.asarray(found, np.float64))
+    found = values.tolist()
   return found

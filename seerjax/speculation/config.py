@@ -4,9 +4,10 @@ A drafter is any object with the three methods of `engine.drafting.Drafter`. A r
 that makes one, so that a draft model, a tree of drafts or another rule of acceptance is a file of
 its own, in this package or outside:
 
-  --config.speculation.drafter=my_module:make_drafter
+  --config.speculation.draft_name=MODEL          by the group's texts and by a model, whichever pays
   --config.speculation.drafter=seerjax.speculation.draft_loading:of_run \
-    --config.speculation.draft_name=MODEL
+    --config.speculation.draft_name=MODEL        by the model alone
+  --config.speculation.drafter=my_module:make_drafter
 
   def make_drafter(config: SpeculationConfig, run: DraftedRun) -> Drafter: ...
 """
@@ -31,14 +32,15 @@ class SpeculationConfig:
 
   Attributes:
     drafter: "module:function" that makes the drafter, from a `SpeculationConfig` and a
-      `DraftedRun`. The default drafts from the group's own texts.
+      `DraftedRun`. The default drafts from the group's own texts and, where there is a draft
+      model, by that too: each request from the source of the most expected tokens a second.
     budget: how much is drafted where it pays.
-    draft_name: of a draft model: "nano", a directory, or a Hub id; what the drafter
-      "seerjax.speculation.draft_loading:of_run" takes.
-    draft: how it drafts.
+    draft_name: of a draft model: "nano", a directory, or a Hub id; "" is none.
+    draft: how it drafts. Its length is planned (`budget.gamma_max` at most) by the default drafter,
+      and taken as it is by "seerjax.speculation.draft_loading:of_run".
   """
 
-  drafter: str = "seerjax.speculation.suffix_drafter:of_run"
+  drafter: str = "seerjax.speculation.hybrid_drafter:of_run"
   budget: BudgetConfig = BudgetConfig()
   draft_name: str = ""
   draft: DraftModelConfig = DraftModelConfig()

@@ -202,8 +202,6 @@ class ModelDrafter:
     numerics_lib.require_key(key, what="ModelDrafter.key")
     self.config, self.length = config, config.length
     self.acceptance = statistics.Acceptance() if acceptance is None else acceptance
-    self.counters = DraftCounters()
-    self.slots = Slots(config.num_slots)
     if draft.numerics.reduction_shards != 1:
       raise ValueError(
         f"ModelDrafter: got a draft of {draft.numerics.reduction_shards} slabs, expected 1, for it"
@@ -225,10 +223,20 @@ class ModelDrafter:
       )
     self._params, self._key = draft.params, key
     self._pages = self.program.empty_cache()
+    self._has_said = False
+    self.begin_anew()
+
+  @property
+  def params(self) -> parameters.Params:
+    """The draft's weights."""
+    return self._params
+
+  def begin_anew(self) -> None:
+    """Forgets what it drafted, as after it was measured; `acceptance` stays."""
+    self.counters, self.slots = DraftCounters(), Slots(self.config.num_slots)
     self._temperatures = _Temperatures()
     # By request, of its last draft: the temperature's index, None where all are one.
     self._drawn: dict[str, int | None] = {}
-    self._has_said = False
 
   def set_params(self, params: parameters.Params) -> None:
     """Replaces the draft's weights; all that was read is read again."""
@@ -239,20 +247,35 @@ class ModelDrafter:
 
   def draft(self, queries: Sequence[DraftQuery]) -> Sequence[Paths]:
     """Returns the paths of each query, the main one first; () if nothing is drafted."""
+    lengths, widths = [self.length] * len(queries), [self.config.width] * len(queries)
+    return self.draft_up_to(queries, lengths, widths)
+
+  def draft_up_to(
+    self, queries: Sequence[DraftQuery], lengths: Sequence[int], widths: Sequence[int]
+  ) -> Sequence[Paths]:
+    """Returns `draft` of a length and a width for each query, whatever `length` and `config` say.
+
+    Args:
+      queries: of requests.
+      lengths: tokens of each main path, at most 16; a request of 0 is not even read.
+      widths: ids of each of its places, at most `config.width`.
+    """
     self._drawn.clear()
-    if not self.length:
+    asked = [place for place, length in enumerate(lengths) if length > 0]
+    if not asked:
       return ()
-    places, pieces = self._with_slots(queries)
+    places, pieces = self._with_slots([queries[place] for place in asked])
+    places = [asked[place] for place in places]
     if not places:
       return ()
     pieces = self._read_ahead(pieces)
-    most = [min(self.length, piece.query.max_draft) for piece in pieces]
+    most = [min(lengths[place], queries[place].max_draft) for place in places]
     temperatures = [self._temperature(piece.query) for piece in pieces]
     ids = self._run(self._inputs(pieces, most, temperatures))
     self.counters.steps += max(most)
     paths: list[Paths] = [[] for _ in queries]
     for row, (place, piece, count) in enumerate(zip(places, pieces, most)):
-      main, siblings = _main_and_siblings(ids[:count, row].tolist())
+      main, siblings = _main_and_siblings(ids[:count, row, : widths[place]].tolist())
       paths[place] = _comb(main, siblings, piece.query.max_draft)
       # The last one was drafted and not read.
       self.slots.tell(piece.slot, piece.query.tokens, piece.first, main[: count - 1])

@@ -117,6 +117,28 @@ class SuffixDrafter:
   def draft(self, queries: Sequence[DraftQuery]) -> Sequence[Paths]:
     """Returns the paths of each query, [] where nothing is expected to hold; () if none may draft.
     """
+    num_high = self._meet(queries)
+    return self._drafts(queries, self._widths(queries, num_high))
+
+  def draft_up_to(
+    self, queries: Sequence[DraftQuery], lengths: Sequence[int]
+  ) -> Sequence[Paths]:
+    """Returns `draft` of at most so many tokens a path, whatever a budget says; 0 drafts nothing.
+
+    All requests of a step are given, for the texts of those that draft nothing are learnt too.
+    """
+    self._meet(queries)
+    most = self.args.max_spec_tokens
+    widths = [max(0, min(most, n, query.max_draft)) for n, query in zip(lengths, queries)]
+    return self._drafts(queries, widths)
+
+  def num_references(self, request_id: str, group_id: str) -> int:
+    """Returns how many siblings' texts a request's draft can draw on."""
+    group = _group(group_id, request_id)
+    return max(0, len(self._texts.get(group, ())) - 2)
+
+  def _meet(self, queries: Sequence[DraftQuery]) -> int:
+    """Begins the texts of requests that are new; returns how many are of the high class."""
     num_high = 0
     for query in queries:
       text = self._live.get(query.request_id)
@@ -125,7 +147,9 @@ class SuffixDrafter:
     if self._num_steps % STEPS_PER_UPDATE == 0:
       self._update(queries)
     self._allowed.clear()
-    widths = self._widths(queries, num_high)
+    return num_high
+
+  def _drafts(self, queries: Sequence[DraftQuery], widths: Sequence[int]) -> Sequence[Paths]:
     order = [place for place, width in enumerate(widths) if width]
     if not order:
       return ()
@@ -156,8 +180,8 @@ class SuffixDrafter:
     self, request_id: str, group_id: str, num_drafted: int, num_accepted: int
   ) -> None:
     """Takes what of the path that held furthest held."""
-    references = len(self._texts.get(_group(group_id, request_id), ())) - 2
-    self.acceptance.add(num_drafted, num_accepted, max(0, references))
+    references = self.num_references(request_id, group_id)
+    self.acceptance.add(num_drafted, num_accepted, references)
     allowed = self._allowed.pop(request_id, 0)
     if self.budget is not None and allowed:
       self.budget.observe(max(allowed, num_drafted), num_drafted, num_accepted)

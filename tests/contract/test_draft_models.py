@@ -18,10 +18,13 @@ import subprocess
 import sys
 
 import drafting_models
+from drafting_models import DrawnSources
 import pytest
 import tiny_model
 
 from seerjax.speculation.draft_model import ModelDrafter
+from seerjax.speculation.hybrid_drafter import HybridDrafter
+from seerjax.speculation.suffix_drafter import SuffixDrafter
 from seerjax.types import Request, SamplingParams
 
 KINDS = ("same", "rounded", "other", "nan")
@@ -37,7 +40,7 @@ SAMPLING = (
 EVENTS = (
   "requests", "drafted", "accepted", "rejected", "side paths", "slots evicted", "read again",
   "without slot", "rows caught up", "not finite", "preempted", "cancelled", "paused", "spilled",
-  "names used again", "new weights",
+  "names used again", "new weights", "merged with a suffix tree", "drafted by a suffix tree",
 )  # fmt: skip
 
 
@@ -60,6 +63,7 @@ def drawn_request(chooses: random.Random, name: str) -> Request:
     prompt=tuple((start + 5 * place) % 64 for place in range(chooses.choice((2, 7, 19)))),
     sampling=SamplingParams(**settings, max_tokens=chooses.choice((6, 17))),
     seed=chooses.randrange(3),
+    group_id=f"group {start}",
   )
 
 
@@ -79,8 +83,12 @@ def run_schedule(seed: int, numerics, mesh, page_sizes, events: collections.Coun
   config = dataclasses.replace(
     drafting_models.CONFIG, length=chooses.choice((1, 4, 7)), width=chooses.choice((1, 3))
   )
-  drafter = drafting_models.drafter(chooses.choice(KINDS), numerics, config)
-  engine.drafter = drafter
+  kind, is_alone = chooses.choice(KINDS), chooses.random() < 0.5
+  drafter = engine.drafter = (
+    drafting_models.drafter(kind, numerics, config)
+    if is_alone
+    else Merged.of(kind, numerics, config, seed, events)
+  )
   names = [f"r{index}" for index in range(chooses.choice((1, 5, 8)))]
   asked: dict[str, Request] = {}
   for name in names:
@@ -121,7 +129,27 @@ def run_schedule(seed: int, numerics, mesh, page_sizes, events: collections.Coun
     wanted = alone(numerics, request.prompt, settings_of(request.sampling), request.seed, 1)
     assert found.has_bits_of(wanted), seed
     events["new weights"] += 1
+  if isinstance(drafter, HybridDrafter):
+    events["drafted by a suffix tree"] += drafter.suffix.acceptance.num_drafted
+    drafter = drafter.model
   count(drafter, events)
+
+
+class Merged(HybridDrafter):
+  """Counts the drafts of both sources."""
+
+  events: collections.Counter
+
+  @classmethod
+  def of(cls, kind, numerics, config, seed: int, events: collections.Counter) -> Merged:
+    model = drafting_models.drafter(kind, numerics, config)
+    merged = cls(SuffixDrafter(), model, DrawnSources(seed, max_width=config.width))
+    merged.events = events
+    return merged
+
+  def _merged(self, request_id, choice, by_suffix, by_model):
+    self.events["merged with a suffix tree"] += bool(by_suffix and by_model)
+    return super()._merged(request_id, choice, by_suffix, by_model)
 
 
 def count(drafter: ModelDrafter, events: collections.Counter) -> None:
@@ -164,10 +192,10 @@ def test_a_draft_model_moves_no_bit_in_many_schedules(implementation, dtype):
   run_schedules(numerics, range(1000, 1130), page_sizes=(2, 4, 8, 16))
 
 
-def digest() -> str:
+def digest(make_drafter) -> str:
   """Returns a digest of all drafts of a run of requests, in which the draft is not always right."""
   engine = drafting_models.make_engine()
-  drafter, drafts = drafting_models.drafter("rounded"), []
+  drafter, drafts = make_drafter("rounded"), []
   draft = drafter.draft
 
   class Kept:
@@ -191,10 +219,12 @@ def test_two_processes_draft_the_same():
     "import importlib.util\n"
     f"spec = importlib.util.spec_from_file_location('drafts', {__file__!r})\n"
     "module = importlib.util.module_from_spec(spec); spec.loader.exec_module(module)\n"
-    "print(module.digest())"
+    "print(module.digest(module.drafting_models.drafter))\n"
+    "print(module.digest(module.drafting_models.hybrid))"
   )
   found = [
     subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     for _ in range(2)
   ]
-  assert len({done.stdout for done in found}) == 1 and len(found[0].stdout.strip()) == 64
+  assert len({done.stdout for done in found}) == 1
+  assert [len(line) for line in found[0].stdout.split()] == [64, 64]

@@ -1,11 +1,12 @@
 """No tree of drafts changes a bit of what a request says, and each of its tokens is one row.
 
 Trees of every kind (combs, expansions, best nodes, merged ones, wide at their end; right, wrong,
-junk) are verified under what else may happen to a request: preemption, cancelling, pauses, spills,
-migration, kills, other weights. Models, numerics, buckets, pages of 2 to 32 positions and meshes
-are drawn (`tree_cases`). Tokens and both log-probabilities are compared, by bit, with the request
-alone, without drafts, by the program that has a table of key copies and by the one without. How
-often each event happened is printed, and an event that never happened is a failure.
+junk; in the long blocks those of a suffix tree and a draft model, too) are verified under what else
+may happen to a request: preemption, cancelling, pauses, spills, migration, kills, other weights.
+Models, numerics, buckets, pages of 2 to 32 positions and meshes are drawn (`tree_cases`). Tokens
+and both log-probabilities are compared, by bit, with the request alone, without drafts, by the
+program that has a table of key copies and by the one without. How often each event happened is
+printed, and an event that never happened is a failure.
 """
 
 from __future__ import annotations
@@ -199,6 +200,7 @@ def test_no_tree_of_five_hundred_schedules_changes_a_bit(
   for number in range(first, first + tree_cases.OF_A_MODEL):
     tree_cases.run_case(tree_cases.draw(seed, number, implementation), events)
   expected = ("trees of three leaves", "shared nodes", "key copies", "side paths adopted")
+  expected += (f"drafted: {tree_cases.MERGED}",)
   tell_events(f"trees, block {block}, {implementation}", events, expected)
 
 

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 import dataclasses
 import functools
+import random
 
 import jax
 import jax.numpy as jnp
 import tiny_model
+import word_engine
 
 from seerjax import numerics as numerics_lib
 from seerjax.engine.engine import Engine, EngineConfig
 from seerjax.models import parameters
 from seerjax.models.loading import Model
+from seerjax.speculation.budget import Budget
 from seerjax.speculation.draft_model import DraftModelConfig, ModelDrafter
 from seerjax.speculation.draft_program import DraftProgram, numerics_of
+from seerjax.speculation.hybrid_drafter import HybridDrafter
+from seerjax.speculation.sources import NOTHING, Choice, SourceBudget, SourceConfig
+from seerjax.speculation.suffix_drafter import SuffixDrafter
+from seerjax.speculation.times import DraftTimes, StepTimes
 
 ONE_SLAB = dataclasses.replace(tiny_model.NUMERICS, reduction_shards=1)
 CONTEXT = 64
@@ -24,6 +32,10 @@ SIZES = EngineConfig(
 KEY = 11
 # One program, into which most of the tests' prompts do not fit whole.
 CONFIG = DraftModelConfig(length=4, num_slots=3, row_buckets=(12,))
+# As where rows are nearly free and a model's tokens are not.
+TIMES = StepTimes(rows=(1, 64), seconds=(1.0, 1.5))
+SUFFIX_TIMES = DraftTimes(once=0.02, request=0.001)
+MODEL_TIMES = DraftTimes(once=0.05, position=0.02, token=0.001)
 
 
 def rounded(params: parameters.Params) -> parameters.Params:
@@ -74,6 +86,65 @@ def drafter(
     key=numerics_lib.key(KEY),
     config=config,
     program=shared,
+  )
+
+
+def suffix_budget() -> Budget:
+  return Budget(TIMES)
+
+
+def source_budget(**changes: int) -> SourceBudget:
+  """Plans by the times above."""
+  return SourceBudget(
+    TIMES, suffix=SUFFIX_TIMES, model=MODEL_TIMES, config=SourceConfig(**changes)
+  )
+
+
+class DrawnSources(SourceBudget):
+  """Plans by lot, so that every source drafts in every step for somebody."""
+
+  def __init__(self, seed: int, **changes: int):
+    super().__init__(
+      TIMES, suffix=SUFFIX_TIMES, model=MODEL_TIMES, config=SourceConfig(**changes)
+    )
+    self._chooses = random.Random(seed)
+
+  def plan(self, request_ids: Sequence[str]) -> list[Choice]:
+    return [self._drawn() for _ in request_ids]
+
+  def _drawn(self) -> Choice:
+    source = self._chooses.choice(("none", "suffix", "model", "both", "both"))
+    lengths = [self._chooses.randint(1, self.config.max_length) for _ in "ab"]
+    width = self._chooses.randint(1, self.config.max_width)
+    match source:
+      case "none":
+        return NOTHING
+      case "suffix":
+        return Choice(source, lengths[0], 0, 1)
+      case "model":
+        return Choice(source, 0, lengths[1], width)
+    return Choice("both", lengths[0], lengths[1], width)
+
+
+def hybrid(
+  kind: str = "same",
+  numerics: numerics_lib.NumericsConfig = ONE_SLAB,
+  config: DraftModelConfig = CONFIG,
+) -> HybridDrafter:
+  """A suffix tree and a draft model of a kind, planned by the times above."""
+  budget = source_budget(max_width=min(config.width, 4))
+  return HybridDrafter(SuffixDrafter(), drafter(kind, numerics, config), budget)
+
+
+def make_word_engine() -> Engine:
+  """An engine of one slab with the shipped tokenizer's words."""
+  shape = dataclasses.replace(tiny_model.SMALLEST, vocab_size=512)
+  numerics = dataclasses.replace(ONE_SLAB, implementation="native")
+  params = parameters.init(numerics_lib.key(1), shape, numerics)
+  return Engine(
+    Model(shape, params, numerics, word_engine.TOKENIZER),
+    config=dataclasses.replace(SIZES, steps_per_visit=1),
+    key=numerics_lib.key(KEY),
   )
 
 

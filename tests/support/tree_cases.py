@@ -10,10 +10,12 @@ from __future__ import annotations
 import collections
 from collections.abc import Mapping, Sequence
 import dataclasses
+import functools
 import pathlib
 import tempfile
 from typing import Any
 
+from drafting_models import DrawnSources
 import drawn_models
 from drawn_models import MAX_TOKENS, Case, Machine, Model
 from made_drafters import Observed
@@ -25,7 +27,12 @@ from seerjax import numerics as numerics_lib
 from seerjax.engine import engine as engine_lib, runner as runner_lib
 from seerjax.engine.drafting import DraftQuery
 from seerjax.engine.engine import EngineConfig
+from seerjax.models import loading
 from seerjax.speculation import tree as tree_lib
+from seerjax.speculation.draft_model import DraftModelConfig, ModelDrafter
+from seerjax.speculation.draft_program import DraftProgram, numerics_of
+from seerjax.speculation.hybrid_drafter import HybridDrafter
+from seerjax.speculation.suffix_drafter import SuffixDrafter
 from seerjax.types import Completion
 
 MESHES = ((1, 1), (2, 1), (1, 2), (2, 2))  # (instances, model shards)
@@ -34,6 +41,9 @@ SMALL = EngineConfig(
   page_size=4, num_pages=241, max_sequences=3, max_context=MAX_TOKENS, row_buckets=(40,)
 )
 OF_A_MODEL = drawn_models.OF_A_MODEL  # Cases that share a model, its reference and its machine.
+MERGED_FROM = 9  # The last of these draft by a suffix tree and a draft model.
+MERGED = "suffix tree and model"
+DRAFT = DraftModelConfig(width=3, num_slots=3, row_buckets=(24,))
 KINDS = (
   "comb",
   "expanded",
@@ -231,6 +241,56 @@ class TreeDrafter(Observed):
     return found
 
 
+class MergedDrafter(HybridDrafter):
+  """The group's suffix tree and a draft model of the target's shape, in drawn turns.
+
+  Attributes:
+    kinds: how often both drafted for one request.
+  """
+
+  kinds: collections.Counter[str]
+
+  @classmethod
+  def of(cls, case: Case, seed: int) -> MergedDrafter:
+    one_slab = dataclasses.replace(case.model.numerics, reduction_shards=1)
+    model = dataclasses.replace(case.model, numerics=one_slab, rank=0)
+    context = case.machine.sizes.max_context
+    draft = Machine(model=model, sizes=case.machine.sizes, mesh=(1, 1))
+    program = draft_program_of(
+      dataclasses.replace(
+        draft, model=dataclasses.replace(model, weights_seed=0, deviation=0.0)
+      )
+    )
+    drafter = ModelDrafter(
+      loading.Model(model.config, drawn_models.params_of(model), program.numerics),
+      context=context,
+      key=numerics_lib.key(11),
+      config=DRAFT,
+      program=program,
+    )
+    merged = cls(SuffixDrafter(), drafter, DrawnSources(seed, max_width=DRAFT.width))
+    merged.kinds = collections.Counter()
+    return merged
+
+  def _merged(self, request_id, choice, by_suffix, by_model):
+    self.kinds[MERGED] += bool(by_suffix and by_model)
+    return super()._merged(request_id, choice, by_suffix, by_model)
+
+
+@functools.lru_cache(maxsize=2)
+def draft_program_of(machine: Machine) -> DraftProgram:
+  """Returns a draft's programs, whatever its weights."""
+  config, context = machine.model.config, machine.sizes.max_context
+  return DraftProgram(
+    config=config,
+    numerics=numerics_of(machine.model.numerics, config, context),
+    context=context,
+    num_slots=DRAFT.num_slots,
+    width=DRAFT.width,
+    row_buckets=DRAFT.row_buckets,
+  )
+
+
 class CountedEngine(engine_lib.Engine):
   """Counts what its trees are like, and compares rows with the distinct beginnings of paths.
 
@@ -279,7 +339,9 @@ class Schedule(model_cases.Schedule):
     self.policy_version = 0
     super().__init__(case, folder, events, kind)
 
-  def drafter(self) -> TreeDrafter:
+  def drafter(self) -> TreeDrafter | MergedDrafter:
+    if self.case.number % OF_A_MODEL >= MERGED_FROM:
+      return MergedDrafter.of(self.case, int(self.rng.integers(2**32)))
     said = {name: self.alone(request).tokens for name, request in self.requests.items()}
     vocab_size = self.case.model.config.vocab_size
     seed = int(self.rng.integers(2**32))
@@ -324,7 +386,7 @@ class Schedule(model_cases.Schedule):
       ("trees cut for copies", counters.cut_for_copies),
     ):
       self.events[event] += count
-    for kind in KINDS:
+    for kind in (*KINDS, MERGED):
       self.events[f"drafted: {kind}"] += self.guesser.kinds.pop(kind, 0)
 
 

@@ -1,0 +1,237 @@
+"""Drafts from two sources: the group's suffix tree, a draft model, or both merged into one tree.
+
+    queries -> SourceBudget.plan -> suffix tree ---+--> paths, the more promising source's first
+                                 `-> draft model --'       |
+               `observe` of each source <--- what was said since, whoever had drafted it
+
+Each request gets, in each step, the source of the most expected tokens a second, its cost included,
+and none where plain decoding is faster (`sources`). What a source is worth is learnt by comparing
+its own path with what the request says, so that a merged draft tells of both, and one that the
+engine had to cut tells as much as a whole one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from seerjax.engine.drafting import DraftQuery
+from seerjax.speculation import (
+  config as config_lib,
+  draft_loading,
+  sources,
+  statistics,
+  step_times,
+  suffix_drafter,
+)
+from seerjax.speculation.draft_model import ModelDrafter
+from seerjax.speculation.sources import Choice, SourceBudget, SourceConfig
+from seerjax.speculation.suffix_drafter import Paths, SuffixDrafter
+
+
+class _Drafted(NamedTuple):
+  """What was drafted for a request, until it is known what it says.
+
+  Attributes:
+    choice: what was planned, cut at what could be used.
+    start: tokens that it had.
+    paths: of the suffix tree, and of the model.
+  """
+
+  choice: Choice
+  start: int
+  paths: tuple[Paths, Paths]
+
+
+class HybridDrafter:
+  """Drafts each request from the source that pays; see `engine.drafting.Drafter`.
+
+  Attributes:
+    suffix: drafts from texts, and learns all of them; its `acceptance` is of its own drafts.
+    model: drafts by a model; as is its own.
+    budget: plans.
+    acceptance: what came of all drafts.
+  """
+
+  def __init__(
+    self,
+    suffix: SuffixDrafter,
+    model: ModelDrafter,
+    budget: SourceBudget,
+    *,
+    acceptance: statistics.Acceptance | None = None,
+  ):
+    """Makes a drafter of two.
+
+    Args:
+      suffix: without a budget of its own.
+      model: whose width bounds what is planned.
+      budget: plans each step.
+      acceptance: takes what comes of drafts; a record of its own if None.
+
+    Raises:
+      ValueError: if the suffix drafter plans by itself, or the budget plans wider than the model.
+    """
+    if suffix.budget is not None:
+      raise ValueError(
+        "HybridDrafter.suffix: got a drafter with a budget of its own, expected one without; the"
+        " SourceBudget plans for both."
+      )
+    if budget.config.max_width > model.config.width:
+      raise ValueError(
+        f"HybridDrafter.budget: got max_width={budget.config.max_width} for a model of width"
+        f" {model.config.width}, expected no more; raise DraftModelConfig.width, or lower"
+        " SourceConfig.max_width."
+      )
+    self.suffix, self.model, self.budget = suffix, model, budget
+    self.acceptance = statistics.Acceptance() if acceptance is None else acceptance
+    self._drafted: dict[str, _Drafted] = {}
+
+  def draft(self, queries: Sequence[DraftQuery]) -> Sequence[Paths]:
+    """Returns the paths of each query; () if nothing is drafted."""
+    for query in queries:
+      self._settle(query.request_id, query.group_id, query.tokens)
+    plan = self.budget.plan([query.request_id for query in queries])
+    choices = [_cut(choice, query.max_draft) for choice, query in zip(plan, queries, strict=True)]
+    of_suffix = self.suffix.draft_up_to(queries, [choice.suffix_length for choice in choices])
+    of_model = self.model.draft_up_to(
+      queries, [choice.model_length for choice in choices], [choice.width for choice in choices]
+    )
+    nothing: Sequence[Paths] = [()] * len(queries)
+    drafts, is_any = [], False
+    for query, choice, by_suffix, by_model in zip(
+      queries, choices, of_suffix or nothing, of_model or nothing, strict=True
+    ):
+      paths: Paths = ()
+      if choice.source != "none":
+        self._drafted[query.request_id] = _Drafted(
+          choice, len(query.tokens), (by_suffix, by_model)
+        )
+        paths = self._merged(query.request_id, choice, by_suffix, by_model)
+        if not paths:
+          self._count(query.request_id, query.group_id, 0, 0)
+      drafts.append(paths)
+      is_any = is_any or bool(paths)
+    return drafts if is_any else ()
+
+  def observe(
+    self, request_id: str, group_id: str, num_drafted: int, num_accepted: int
+  ) -> None:
+    """Takes what of the path that held furthest held."""
+    self._count(request_id, group_id, num_drafted, num_accepted)
+
+  def finish(
+    self, request_id: str, group_id: str, tokens: Sequence[int], num_prompt: int
+  ) -> None:
+    """Takes the whole text of a request that is over."""
+    self._settle(request_id, group_id, tokens)
+    self.suffix.finish(request_id, group_id, tokens, num_prompt)
+    self.model.finish(request_id, group_id, tokens, num_prompt)
+    self.budget.finish(request_id)
+
+  def _count(self, request_id: str, group_id: str, num_drafted: int, num_accepted: int) -> None:
+    references = self.suffix.num_references(request_id, group_id)
+    self.acceptance.add(num_drafted, num_accepted, references)
+
+  def _merged(
+    self, request_id: str, choice: Choice, by_suffix: Paths, by_model: Paths
+  ) -> Paths:
+    """Returns all paths, those of the source first that is expected to hold longer: where there is
+    no room for all, the engine cuts the last."""
+    if not by_suffix or not by_model:
+      return [*by_suffix, *by_model]
+    suffix = self.budget.expected(request_id, Choice("suffix", choice.suffix_length, 0, 1))
+    model = self.budget.expected(
+      request_id, Choice("model", 0, choice.model_length, choice.width)
+    )
+    return [*by_suffix, *by_model] if suffix > model else [*by_model, *by_suffix]
+
+  def _settle(self, request_id: str, group_id: str, tokens: Sequence[int]) -> None:
+    """Tells the sources and the budget what came of a request's last draft, if that is known."""
+    drafted = self._drafted.pop(request_id, None)
+    if drafted is None or len(tokens) <= drafted.start:
+      return
+    choice = drafted.choice
+    longest = max(choice.suffix_length, choice.model_length)
+    said = tuple(tokens[drafted.start : drafted.start + longest])
+    best = 0
+    by_suffix, by_model = drafted.paths
+    if choice.suffix_length:
+      held = _held(by_suffix[0], said) if by_suffix else 0
+      best = held
+      self._tell(request_id, "suffix", choice.suffix_length, held, len(said))
+      if by_suffix:  # One that found nothing was counted when it did.
+        self.suffix.observe(request_id, group_id, len(by_suffix[0]), held)
+    if choice.model_length:
+      counts = [_held(path, said) for path in by_model]
+      held, furthest = (counts[0], max(counts)) if counts else (0, 0)
+      has_sibling = None if choice.width < 2 or not counts else furthest > held
+      self._tell(
+        request_id, "model", choice.model_length, held, len(said), sibling_held=has_sibling
+      )
+      if counts:
+        path = by_model[counts.index(furthest)]
+        self.model.observe(request_id, group_id, len(path), furthest)
+      best = max(best, furthest)
+    if choice.source == "both":
+      self._tell(request_id, "both", longest, best, len(said))
+
+  def _tell(
+    self,
+    request_id: str,
+    source: sources.Source,
+    allowed: int,
+    num_held: int,
+    num_said: int,
+    *,
+    sibling_held: bool | None = None,
+  ) -> None:
+    """Tells the budget how far a source's path held.
+
+    A path shorter than it might have been counts as one that failed where it ended: the plan asks
+    what a source gives that may draft so much. Where a text ended, or is not known further, nothing
+    is said of the rest.
+    """
+    num_tried = min(allowed, num_said) if num_held == num_said else allowed
+    if num_tried:
+      self.budget.observe(request_id, source, num_tried, num_held, sibling_held=sibling_held)
+
+
+def _cut(choice: Choice, max_draft: int) -> Choice:
+  """Returns a choice no longer than what can be used."""
+  return choice._replace(
+    suffix_length=min(choice.suffix_length, max_draft),
+    model_length=min(choice.model_length, max_draft),
+  )
+
+
+def _held(path: Sequence[int], said: Sequence[int]) -> int:
+  """Returns how many of a path's first tokens are what was said."""
+  count = 0
+  while count < min(len(path), len(said)) and path[count] == said[count]:
+    count += 1
+  return count
+
+
+def of_run(
+  config: config_lib.SpeculationConfig, run: config_lib.DraftedRun
+) -> HybridDrafter | SuffixDrafter:
+  """Returns a run's drafter: from the group's texts, and by the model of `draft_name` if there is
+  one, with a budget for the step times of the run's engine.
+
+  With a model no class of requests counts more than another (`BudgetConfig.priority`).
+  """
+  if not config.draft_name:
+    return suffix_drafter.of_run(config, run)
+  model = draft_loading.drafter_for(run.engine, config.draft_name, config.draft)
+  longest = min(config.budget.gamma_max, sources.LENGTHS[-1])
+  budget = SourceBudget(
+    step_times.measure(run.engine),
+    suffix=step_times.SUFFIX_TIMES,
+    model=step_times.measure_model(model, run.engine, longest),
+    config=SourceConfig(
+      max_length=longest, max_width=min(config.draft.width, sources.WIDTHS[-1])
+    ),
+  )
+  suffix = SuffixDrafter(is_probe=run.is_probe)
+  return HybridDrafter(suffix, model, budget, acceptance=run.acceptance)
