@@ -65,14 +65,20 @@ export JAX_PLATFORMS=cpu
 # machine whose environment names others must not bring them back.
 export OPENBLAS_CORETYPE=Sandybridge
 unset JAX_COMPILATION_CACHE_DIR
+export JAX_COMPILATION_CACHE_MAX_SIZE=$((4 << 30)) # Old programs leave first.
+export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0.1
 case $tier in
   everyday | changed)
-    # From the second time on, most of a test's time was compilation. Old programs leave first.
+    # From the second time on, most of a test's time was compilation.
     export JAX_COMPILATION_CACHE_DIR="$ROOT/.programs"
-    export JAX_COMPILATION_CACHE_MAX_SIZE=$((4 << 30))
-    export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0.1
     ;;
-esac  # The other tiers compile anew: a kept program would hide one that no longer compiles.
+  all)
+    # A program that an earlier run kept would hide one that no longer compiles; within a run all
+    # processes share what one of them compiled.
+    PROGRAMS=$(mktemp -d) || exit 1
+    export JAX_COMPILATION_CACHE_DIR=$PROGRAMS
+    ;;
+esac  # The long tests compile anew, each process by itself.
 
 summary="" failures=0
 
@@ -154,16 +160,11 @@ run_pytest() {
 # run, each test with one of its parameters, and of the other files a tenth, with what they run every
 # day, all drawn by the seed: all of them have run on the newest Python just before.
 run_oldest() {
-  local skip ignored=() programs status=0
+  local skip ignored=()
   for skip in $NEWEST_ONLY; do ignored+=("--ignore=$skip"); done
-  # Compiled anew, once for both processes.
-  programs=$(mktemp -d) || return 1
+  # Programs for AVX2 lie apart from those of this CPU.
   SEERJAX_TEST_SHARE=0.1 XLA_FLAGS="${XLA_FLAGS:-} --xla_cpu_max_isa=AVX2" \
-    JAX_COMPILATION_CACHE_DIR=$programs JAX_COMPILATION_CACHE_MAX_SIZE=$((4 << 30)) \
-    JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0.2 \
-    run_pytest "$1" --everyday "${ignored[@]}" || status=$?
-  rm -rf "$programs"
-  return $status
+    JAX_COMPILATION_CACHE_DIR="$PROGRAMS/avx2" run_pytest "$1" --everyday "${ignored[@]}"
 }
 
 # build_wheel DIR WORK: builds the wheel of this checkout into WORK/dist.
@@ -349,7 +350,7 @@ fi
 typed=$(mktemp) || exit 1
 "$newest/bin/python" -m pyright --pythonpath "$newest/bin/python" >"$typed" 2>&1 &
 typing=$!
-trap 'kill $typing ${preparing:-} 2>/dev/null' EXIT
+trap 'kill $typing ${preparing:-} 2>/dev/null; rm -rf "$PROGRAMS"' EXIT
 if [ "$minor" != "$OLDEST" ] && [ -z "${SEERJAX_PYTHON:-}" ] &&
   found=$(find_python "$OLDEST" 2>/dev/null); then
   oldest="$ROOT/.venv-$OLDEST"

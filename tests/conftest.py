@@ -8,6 +8,7 @@ one). jaxtyping and beartype check every annotation of ours while it traces.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+import gc
 import os
 import pathlib
 import random
@@ -265,6 +266,30 @@ def programs_on_disk(programs_folder: pathlib.Path) -> Iterator[None]:
   for name, value in before.items():
     jax.config.update(name, value)
   compilation_cache.reset_cache()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def room_for_programs() -> Iterator[None]:
+  """Lets this process's compiled programs go after a file that brought it near the bound on maps.
+
+  Each program takes some; a process that reaches the kernel's bound ends in LLVM, by SIGSEGV.
+  """
+  yield
+  if num_maps() > max_num_maps() // 3:
+    jax.clear_caches()
+    gc.collect()
+
+
+def num_maps() -> int:
+  """Returns how many ranges of memory this process has mapped; 0 where Linux does not say."""
+  maps = pathlib.Path("/proc/self/maps")
+  return maps.read_bytes().count(b"\n") if maps.exists() else 0
+
+
+def max_num_maps() -> int:
+  """Returns how many ranges of memory Linux lets a process map."""
+  bound = pathlib.Path("/proc/sys/vm/max_map_count")
+  return int(bound.read_text()) if bound.exists() else 65_530
 
 
 @pytest.fixture
