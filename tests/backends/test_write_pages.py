@@ -57,6 +57,20 @@ def test_rows_and_their_copies_are_written_and_nothing_else(backend, seed):
         np.testing.assert_array_equal(np.asarray(result), wanted)
 
 
+@pytest.mark.parametrize("name", ["native f32", "native bf16"])
+def test_a_row_whose_slot_no_page_has_is_written_nowhere(name):
+  """Else it would be written over what others hold in this process's memory."""
+  backend = BACKENDS[name]
+  shapes = [[dict(z=SIZE, c=WIDTH)[axis] for axis in axes] for axes in backend.page_axes]
+  dtype = backend.numerics.dtype
+  pages = tuple(jnp.ones((HEADS, PAGES, *shape), dtype) for shape in shapes)
+  rows = tuple(jnp.full((3, HEADS, WIDTH), 2, dtype) for _ in "kv")
+  slots = jnp.asarray([-1, PAGES * SIZE, PAGES * SIZE + 1], jnp.int32)
+  copies = KeyCopies(jnp.zeros(2, jnp.int32), slots[1:], jnp.int32(2))
+  for page in jax.jit(backend.write_pages)(pages, rows, slots, jnp.int32(3), copies):
+    np.testing.assert_array_equal(np.asarray(page), 1)
+
+
 def _forward(x, pages, numerics=tiny_model.NATIVE):
   i32 = functools.partial(jnp.asarray, dtype=jnp.int32)
   batch = TokenBatch(

@@ -1,7 +1,8 @@
 """Pages of the native backend, and the rows' keys and values written into them.
 
 A page of a head holds keys transposed, f[c, z] with the slots side by side, so that a query meets
-16 slots at a time; values are f[z, c]. Padding rows are written nowhere, the dump page included.
+16 slots at a time; values are f[z, c]. Padding rows are written nowhere, the dump page included,
+and nor is a row whose slot the pages do not have.
 """
 
 from __future__ import annotations
@@ -49,6 +50,8 @@ def _write(arguments, results, first, last, worker):
     row = types.int64(copied[item - num_rows]) if is_copy else item
     place = types.int64(copy_slots[item - num_rows] if is_copy else slots[item])
     page, slot = place // page_size, place % page_size
+    if page < 0 or page >= pages:  # Beyond the pages lies memory of others.
+      continue
     for head in range(heads):
       at = (head * pages + page) * page_size * head_dim
       source = (row * heads + head) * head_dim
