@@ -8,11 +8,13 @@ one). jaxtyping and beartype check every annotation of ours while it traces.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+import functools
 import gc
 import os
 import pathlib
 import random
 import secrets
+import sys
 
 os.environ["JAX_PLATFORMS"] = os.environ.get("SEERJAX_TEST_PLATFORMS", "cpu")
 
@@ -270,13 +272,19 @@ def programs_on_disk(programs_folder: pathlib.Path) -> Iterator[None]:
 
 @pytest.fixture(scope="module", autouse=True)
 def room_for_programs() -> Iterator[None]:
-  """Lets this process's compiled programs go after a file that brought it near the bound on maps.
+  """Lets programs that tests keep go, after a file that brought its process near the bound on maps.
 
-  Each program takes some; a process that reaches the kernel's bound ends in LLVM, by SIGSEGV.
+  A compiled program takes some, and a process that reaches the kernel's bound dies in LLVM. What
+  tests share is in caches of functions. JAX's own stay: an engine's program that was traced once
+  may not be traced again.
   """
   yield
   if num_maps() > max_num_maps() // 3:
-    jax.clear_caches()
+    for module in [*sys.modules.values()]:
+      if str(TESTS) in (getattr(module, "__file__", None) or ""):
+        for value in vars(module).values():
+          if isinstance(value, functools._lru_cache_wrapper):
+            value.cache_clear()
     gc.collect()
 
 
