@@ -166,8 +166,9 @@ def run_cases(numbers, implementation, seed) -> collections.Counter:
 
 
 @pytest.mark.thorough
-@pytest.mark.few(1)
-@pytest.mark.parametrize("implementation", ["tiled", "native"])
+@pytest.mark.parametrize(
+  "implementation", ["native", pytest.param("tiled", marks=pytest.mark.long)]
+)
 def test_no_model_of_this_session_mixes_its_adapters(implementation, seed, tell_events):
   events = run_cases(range(FRESH, FRESH + 3), implementation, seed)
   tell_events(f"adapters of a fresh model, {implementation}", events, EVENTS[2:])
