@@ -58,6 +58,7 @@ HOST_ONLY = (
   "speculation/suffix_kernels.py",
   "speculation/group_trees.py",
   "speculation/budget.py",
+  "speculation/history.py",
   "speculation/sources.py",
   "speculation/times.py",
   "speculation/verification.py",

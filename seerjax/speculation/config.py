@@ -22,6 +22,7 @@ from seerjax.engine.drafting import Drafter
 from seerjax.engine.engine import Engine
 from seerjax.speculation.budget import BudgetConfig
 from seerjax.speculation.draft_model import DraftModelConfig
+from seerjax.speculation.history import HistoryConfig
 from seerjax.speculation.statistics import Acceptance
 from seerjax.tasks import loading
 
@@ -35,6 +36,7 @@ class SpeculationConfig:
       `DraftedRun`. The default drafts from the group's own texts and, where there is a draft
       model, by that too: each request from the source of the most expected tokens a second.
     budget: how much is drafted where it pays.
+    history: of answers to prompts that come again. A resumed run begins without.
     draft_name: of a draft model: "nano", a directory, or a Hub id; "" is none.
     draft: how it drafts. Its length is planned (`budget.gamma_max` at most) by the default drafter,
       and taken as it is by "seerjax.speculation.draft_loading:of_run".
@@ -42,6 +44,7 @@ class SpeculationConfig:
 
   drafter: str = "seerjax.speculation.hybrid_drafter:of_run"
   budget: BudgetConfig = BudgetConfig()
+  history: HistoryConfig = HistoryConfig()
   draft_name: str = ""
   draft: DraftModelConfig = DraftModelConfig()
 

@@ -19,6 +19,7 @@ from seerjax.engine.drafting import DraftQuery
 from seerjax.speculation import (
   config as config_lib,
   draft_loading,
+  history as history_lib,
   sources,
   statistics,
   step_times,
@@ -233,5 +234,7 @@ def of_run(
       max_length=longest, max_width=min(config.draft.width, sources.WIDTHS[-1])
     ),
   )
-  suffix = SuffixDrafter(is_probe=run.is_probe)
+  suffix = SuffixDrafter(
+    is_probe=run.is_probe, history=history_lib.History(config.history)
+  )
   return HybridDrafter(suffix, model, budget, acceptance=run.acceptance)

@@ -1,5 +1,7 @@
 """A drafter that learns from the texts of a group's requests: one suffix tree a group.
 
+A prompt that was answered before begins with those answers in its tree (`history`).
+
 What is asked of it, and how its drafts are verified: `engine.drafting`.
 """
 
@@ -15,6 +17,7 @@ from seerjax.speculation import (
   budget as budget_lib,
   config as config_lib,
   group_trees,
+  history as history_lib,
   statistics,
   step_times,
   suffix_tree,
@@ -25,6 +28,8 @@ from seerjax.speculation import (
 LEAD_IN = 8
 # The prompt's name among the requests of its group; no request has it.
 PROMPT = "\0prompt"
+# And those of what was answered before: this and a number.
+PAST = "\0past "
 # While nothing is drafted, trees learn the new tokens in every so many steps only: a step then
 # costs next to nothing, and drafting can begin without a long silence.
 STEPS_PER_UPDATE = 256
@@ -40,8 +45,8 @@ class _Text:
   Attributes:
     group: of the request.
     is_high: whether it is of the high class.
-    tokens: prompt and answer, as of the last query; the engine's own list. () once the
-      request is over and its tree has all of them.
+    tokens: prompt and answer, as of the last query; the engine's own list, or a remembered
+      answer's i32[n]. () once the request is over and its tree has all of them.
     num_prompt: how many of them are the prompt.
     num_lead: last tokens of the prompt that stand before the answer.
     num_in_tree: tokens that the tree has, from the lead on.
@@ -49,12 +54,12 @@ class _Text:
 
   group: str
   is_high: bool
-  tokens: Sequence[int]
+  tokens: Sequence[int] | np.ndarray
   num_prompt: int
   num_lead: int
   num_in_tree: int = 0
 
-  def waiting(self) -> Sequence[int]:
+  def waiting(self) -> Sequence[int] | np.ndarray:
     """Returns the tokens that the tree does not have yet."""
     return self.tokens[self.num_prompt - self.num_lead + self.num_in_tree :]
 
@@ -73,6 +78,7 @@ class SuffixDrafter:
     budget: budget_lib.Budget | None = None,
     is_probe: Callable[[str], bool] | None = None,
     acceptance: statistics.Acceptance | None = None,
+    history: history_lib.History | None = None,
     max_bytes: int = 2**28,
   ):
     """Makes a drafter without texts.
@@ -82,6 +88,7 @@ class SuffixDrafter:
       budget: plans each step's lengths; without one, as much is drafted as queries allow.
       is_probe: whether a request is of the high class; none is if None.
       acceptance: takes what comes of drafts; a record of its own if None.
+      history: of answers, which this drafter adds to; nothing is remembered if None.
       max_bytes: of trees.
 
     Raises:
@@ -92,11 +99,13 @@ class SuffixDrafter:
     self.budget = budget
     self.acceptance = statistics.Acceptance() if acceptance is None else acceptance
     self._is_probe = is_probe
+    self.history = history
     self._max_bytes = max_bytes
     self._trees = group_trees.GroupTrees()
-    # Group -> request -> its text, the prompt's among them. Groups stand in the order in which they
-    # came or finished.
+    # Group -> request -> its text, the prompt's and past answers' among them. Groups stand in the
+    # order in which they came or finished.
     self._texts: dict[str, dict[str, _Text]] = {}
+    self._num_past: dict[str, int] = {}  # By group: past answers among its texts.
     # Of these, by request, those that are not over; and how many a group has.
     self._live: dict[str, _Text] = {}
     self._num_live: dict[str, int] = {}
@@ -135,7 +144,7 @@ class SuffixDrafter:
   def num_references(self, request_id: str, group_id: str) -> int:
     """Returns how many siblings' texts a request's draft can draw on."""
     group = _group(group_id, request_id)
-    return max(0, len(self._texts.get(group, ())) - 2)
+    return max(0, len(self._texts.get(group, ())) - 2 - self._num_past.get(group, 0))
 
   def _meet(self, queries: Sequence[DraftQuery]) -> int:
     """Begins the texts of requests that are new; returns how many are of the high class."""
@@ -192,6 +201,8 @@ class SuffixDrafter:
     """Takes the whole text of a request that is over."""
     text = self._live.get(request_id) or self._begin(request_id, group_id, tokens, num_prompt)
     text.tokens = tokens
+    if self.history is not None and len(tokens) > num_prompt:
+      self.history.add(tokens[:num_prompt], tokens[num_prompt - min(LEAD_IN, num_prompt) :])
     self._end(request_id, text)
     if not group_id:
       self.drop_group(text.group)
@@ -208,7 +219,7 @@ class SuffixDrafter:
     for name, text in self._texts.pop(group_id).items():
       if self._live.get(name) is text:
         del self._live[name]
-    del self._num_live[group_id]
+    del self._num_live[group_id], self._num_past[group_id]
 
   def _widths(self, queries: Sequence[DraftQuery], num_high: int) -> Sequence[int]:
     """Returns the longest path that each query may have; () if none may have any."""
@@ -233,8 +244,12 @@ class SuffixDrafter:
     group = _group(group_id, request_id)
     if group not in self._texts:
       self._trees.register_group(group)
-      self._texts[group] = {PROMPT: _Text(group, False, tokens[:num_prompt], 0, 0)}
-      self._num_live[group] = 0
+      prompt = tokens[:num_prompt]
+      past = () if self.history is None else self.history.texts(prompt)
+      self._texts[group] = {PROMPT: _Text(group, False, prompt, 0, 0)}
+      for place, answer in enumerate(past):
+        self._texts[group][f"{PAST}{place}"] = _Text(group, False, answer, 0, 0)
+      self._num_live[group], self._num_past[group] = 0, len(past)
     texts = self._texts[group]
     if request_id in texts and texts[request_id].num_in_tree:
       self._trees.remove_request(group, request_id)  # The name was used before.
@@ -281,8 +296,12 @@ class SuffixDrafter:
 
 def of_run(config: config_lib.SpeculationConfig, run: config_lib.DraftedRun) -> SuffixDrafter:
   """Returns a run's drafter, with a budget for the step times of the run's engine."""
-  budget = budget_lib.Budget(step_times.measure(run.engine), config.budget)
-  return SuffixDrafter(budget=budget, is_probe=run.is_probe, acceptance=run.acceptance)
+  return SuffixDrafter(
+    budget=budget_lib.Budget(step_times.measure(run.engine), config.budget),
+    is_probe=run.is_probe,
+    acceptance=run.acceptance,
+    history=history_lib.History(config.history),
+  )
 
 
 def _group(group_id: str, request_id: str) -> str:

@@ -23,6 +23,7 @@ import pytest
 import tiny_model
 
 from seerjax.speculation.draft_model import ModelDrafter
+from seerjax.speculation.history import History
 from seerjax.speculation.hybrid_drafter import HybridDrafter
 from seerjax.speculation.suffix_drafter import SuffixDrafter
 from seerjax.types import Request, SamplingParams
@@ -143,7 +144,8 @@ class Merged(HybridDrafter):
   @classmethod
   def of(cls, kind, numerics, config, seed: int, events: collections.Counter) -> Merged:
     model = drafting_models.drafter(kind, numerics, config)
-    merged = cls(SuffixDrafter(), model, DrawnSources(seed, max_width=config.width))
+    suffix = SuffixDrafter(history=History())
+    merged = cls(suffix, model, DrawnSources(seed, max_width=config.width))
     merged.events = events
     return merged
 

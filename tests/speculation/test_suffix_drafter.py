@@ -8,11 +8,13 @@ from typing import NamedTuple
 import hypothesis
 from hypothesis import given, strategies as st
 from made_drafters import JunkDrafter, OracleDrafter
+import numpy as np
 import pytest
 
 from seerjax.engine.drafting import DraftQuery, verify
 from seerjax.speculation import budget
-from seerjax.speculation.suffix_drafter import SuffixDrafter
+from seerjax.speculation.history import History
+from seerjax.speculation.suffix_drafter import LEAD_IN, SuffixDrafter
 from seerjax.speculation.suffix_tree import SpeculationArgs
 
 PROMPT = [90, 91, 92, 93, 94, 95, 96, 97, 98, 99]
@@ -222,3 +224,42 @@ def test_old_groups_are_forgotten_first():
 def test_refusals(call, message):
   with pytest.raises(ValueError, match=message):
     call()
+
+
+def steps_of_groups(drafter: SuffixDrafter, texts, num_steps: int = 3) -> list[int]:
+  """Steps that groups of one prompt take, one group after the other."""
+  counts = []
+  for step in range(num_steps):
+    before = drafter.acceptance.num_steps
+    _, count = run(drafter, requests_of(*texts, group=f"g{step}"), batch=2)
+    assert drafter.acceptance.num_steps > before
+    counts.append(count)
+  return counts
+
+
+def test_a_prompt_that_comes_again_is_drafted_from_its_answers():
+  rng = random.Random(1)
+  texts = [[rng.randrange(50) for _ in range(40)] for _ in range(2)]
+  with_history = SuffixDrafter(history=History())
+  first, *again = steps_of_groups(with_history, texts)
+  without = steps_of_groups(SuffixDrafter(), texts)
+  assert without == [first] * 3 and max(again) < first / 2
+  # Siblings alone are counted as such.
+  assert set(with_history.acceptance.by_references) == {1}
+  # Another prompt, and another drafter, which begins with nothing.
+  other = [Request(f"x/{i}", "x", [*PROMPT, 3], text) for i, text in enumerate(texts)]
+  assert run(with_history, other, batch=2)[1] == first
+  # A request without a group finds them, too: its group is its own.
+  alone = [Request("alone", "", PROMPT, texts[0])]
+  assert run(with_history, alone)[1] < len(texts[0]) / 2
+
+
+def test_what_is_remembered_is_the_answer_and_what_leads_to_it():
+  history = History()
+  drafter = SuffixDrafter(history=history)
+  drafter.finish("a", "g", [*PROMPT, 1, 2], len(PROMPT))
+  drafter.finish("b", "g", PROMPT, len(PROMPT))  # It said nothing.
+  (text,) = history.texts(PROMPT)
+  assert text.dtype == np.int32 and text.tolist() == [*PROMPT[-LEAD_IN:], 1, 2]
+  drafter.drop_group("g")
+  assert len(history) == 1

@@ -31,6 +31,7 @@ from seerjax.models import loading
 from seerjax.speculation import tree as tree_lib
 from seerjax.speculation.draft_model import DraftModelConfig, ModelDrafter
 from seerjax.speculation.draft_program import DraftProgram, numerics_of
+from seerjax.speculation.history import History
 from seerjax.speculation.hybrid_drafter import HybridDrafter
 from seerjax.speculation.suffix_drafter import SuffixDrafter
 from seerjax.types import Completion
@@ -268,7 +269,8 @@ class MergedDrafter(HybridDrafter):
       config=DRAFT,
       program=program,
     )
-    merged = cls(SuffixDrafter(), drafter, DrawnSources(seed, max_width=DRAFT.width))
+    suffix = SuffixDrafter(history=History())
+    merged = cls(suffix, drafter, DrawnSources(seed, max_width=DRAFT.width))
     merged.kinds = collections.Counter()
     return merged
 
