@@ -38,6 +38,7 @@ from seerjax.models import (
 )
 from seerjax.run import command_line
 
+STEPS_PER_CHECKPOINT = 100
 LENGTHS = (64, 96, 128, 192, 256, 384)  # Longer documents are left out: below one in a thousand.
 
 
@@ -202,7 +203,7 @@ def pretrain(
         progress.update(bar, completed=index + 1, note=f"{note} {rate:,.0f} tok/s")
         if not progress.console.is_terminal:
           print(f"step {index + 1} of {num_steps}: {note} {rate:,.0f} tok/s", flush=True)
-      if (index + 1) % 500 == 0:
+      if (index + 1) % STEPS_PER_CHECKPOINT == 0:
         checkpoint.save(
           checkpoints, index + 1, (params, opt_state), host_state={}, fingerprint=fingerprint
         )
@@ -231,7 +232,9 @@ if __name__ == "__main__":
   flags.DEFINE_float("learning_rate", PretrainConfig.learning_rate, "Peak.")
   flags.DEFINE_float("brief_rate", PretrainConfig.brief_rate, "Share of answers without working.")
   flags.DEFINE_float("large_rate", PretrainConfig.large_rate, "Share of problems up to 99.")
-  flags.DEFINE_enum("preset", "nano", ["nano", "nano-gpu"], "Shape, if not that of --start.")
+  flags.DEFINE_enum(
+    "preset", "nano", ["nano", "nano-10m", "nano-gpu"], "Shape, if not that of --start."
+  )
   flags.DEFINE_string("start", "", "A model directory to carry on from, with a new schedule.")
   flags.DEFINE_integer("seed", 0, "Weights and documents.")
   app.run(main)

@@ -46,7 +46,15 @@ import rich.progress
 from experiments import configuration
 from seerjax.backends.tiled import Tiled
 from seerjax.engine import engine as engine_lib
-from seerjax.models import config as model_config, head, kv_layout, parameters, transformer
+from seerjax.models import (
+  config as model_config,
+  head,
+  huggingface,
+  kv_layout,
+  loading as models,
+  parameters,
+  transformer,
+)
 from seerjax.models.loading import Model
 from seerjax.rollout import groups as groups_lib
 from seerjax.run import command_line, policy as policy_lib, presets as run_presets
@@ -143,11 +151,11 @@ def rounded(params: Any) -> Any:
 class Logits:
   """The logits of one model along whole texts."""
 
-  def __init__(self, policy: policy_lib.Policy, params: Any, numerics: Any):
-    self._numerics = model_config.numerics_for(policy.model, numerics)
+  def __init__(self, model: model_config.TransformerConfig, params: Any, numerics: Any):
+    self._numerics = model_config.numerics_for(model, numerics)
     self._params = parameters.compute_params(params, self._numerics)
     self._program = jax.jit(
-      functools.partial(_logits, config=policy.model, numerics=self._numerics),
+      functools.partial(_logits, config=model, numerics=self._numerics),
       static_argnames=("size",),
     )
 
@@ -206,17 +214,20 @@ def recorded(workload: Workload) -> tuple[Record, Record]:
   job = run_presets.main_job()
   policy = policy_lib.load_policy(workload.model, job.numerics)
   sources = {
-    "target": Logits(policy, policy.params, job.numerics),
-    "INT8": Logits(policy, rounded(policy.params), job.numerics),
+    "target": Logits(policy.model, policy.params, job.numerics),
+    "INT8": Logits(policy.model, rounded(policy.params), job.numerics),
   }
   for name in workload.drafts:
-    draft = policy_lib.load_policy(name, job.numerics)
-    if draft.model.vocab_size != policy.model.vocab_size:
+    directory = models.directory_of(name)
+    shape = huggingface.load_config(directory)
+    numerics = model_config.numerics_for(shape, job.numerics)
+    params, shape = huggingface.load(directory, numerics, allow_int8=True)
+    if shape.vocab_size != policy.model.vocab_size:
       raise ValueError(
-        f"--config.drafts: got {name!r} of {draft.model.vocab_size} tokens, expected"
+        f"--config.drafts: got {name!r} of {shape.vocab_size} tokens, expected"
         f" {policy.model.vocab_size}, the target's; name a draft of its tokenizer."
       )
-    sources[pathlib.Path(name).name] = Logits(draft, draft.params, job.numerics)
+    sources[pathlib.Path(name).name] = Logits(shape, params, job.numerics)
   task = loading.load(job.task)
   weights = parameters.compute_params(policy.params, job.numerics)
   engine = engine_lib.Engine(Model(policy.model, weights, job.numerics), config=job.engine)

@@ -1,6 +1,6 @@
 """A model by name, ready to sample: shape, weights in compute dtype, numerics and tokenizer.
 
-    "nano" | directory | Hub id -- load_model --> Model -- Engine(model) --> answers
+    "nano" | "nano-draft" | directory | Hub id -- load_model --> Model -- Engine(model) --> answers
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import pathlib
+import types
 
 from seerjax import numerics as numerics_lib
 from seerjax.models import (
@@ -17,8 +18,18 @@ from seerjax.models import (
   tokenizer as tokenizer_lib,
 )
 
-# The model in the package.
+# The models in the package: nano, and what drafts for it.
 NANO = pathlib.Path(__file__).parent / "nano"
+NANO_DRAFT = pathlib.Path(__file__).parent / "nano_draft"
+SHIPPED = types.MappingProxyType({"nano": NANO, "nano-draft": NANO_DRAFT})
+
+# Shapes of ours whose weights are made where they are used.
+RECIPES = types.MappingProxyType(
+  {
+    "nano-10m": "--preset=nano-10m --num_tokens=10000000 --learning_rate=1.5e-3",
+    "nano-gpu": "--preset=nano-gpu",
+  }
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,13 +50,23 @@ class Model:
 
 
 def directory_of(name_or_path: str | os.PathLike[str]) -> pathlib.Path:
-  """Returns the directory of a model: "nano" is the one in the package.
+  """Returns the directory of a model: "nano" and "nano-draft" are those in the package.
 
   Raises:
-    FileNotFoundError: if there is no such directory, or the Hub does not give it.
+    FileNotFoundError: if there is no such directory, the Hub does not give it, or a shape of ours
+      is named whose weights are not shipped; then with their recipe.
     ImportError: if a Hub id is given and `huggingface_hub` is not installed.
   """
-  return NANO if name_or_path == "nano" else huggingface.resolve(name_or_path)
+  name = str(name_or_path)
+  if name in SHIPPED:
+    return SHIPPED[name]
+  if name in RECIPES and not pathlib.Path(name).is_dir():
+    raise FileNotFoundError(
+      f"load: got {name!r}, a shape whose weights are not shipped, expected a model directory; make"
+      f" it by `bash launch/local.sh experiments.pretrain_nano {RECIPES[name]}"
+      f" --workdir=runs/{name}`, and name runs/{name}/model."
+    )
+  return huggingface.resolve(name_or_path)
 
 
 def load_model(

@@ -43,7 +43,7 @@ def nano_draft() -> TransformerConfig:
 
 def nano_10m() -> TransformerConfig:
   """Returns a larger sister of nano (10.8 M parameters) for which nano can draft; its weights are
-  not shipped, their recipe is `experiments/pretrain_nano.py --preset=nano-10m`."""
+  not shipped, their recipe stands in `loading.RECIPES`."""
   return dataclasses.replace(
     nano(),
     hidden_size=384,

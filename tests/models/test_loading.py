@@ -33,3 +33,8 @@ def test_a_directory_and_numerics_of_ones_own_are_taken():
 def test_what_is_no_model_is_refused(tmp_path: pathlib.Path):
   with pytest.raises(FileNotFoundError, match="which is no directory, expected a model directory"):
     loading.load_model(tmp_path / "nothing")
+
+
+def test_a_shape_without_weights_names_their_recipe():
+  with pytest.raises(FileNotFoundError, match=r"got 'nano-10m', .*pretrain_nano --preset=nano-10m"):
+    loading.load_model("nano-10m")

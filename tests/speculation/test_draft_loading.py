@@ -15,7 +15,7 @@ import tokenizers
 import word_engine
 
 from seerjax import numerics as numerics_lib
-from seerjax.models import huggingface, parameters
+from seerjax.models import huggingface, loading, parameters
 from seerjax.models.loading import Model
 from seerjax.ops import sampling
 from seerjax.speculation import draft_loading
@@ -130,3 +130,13 @@ def test_a_run_names_its_draft(tmp_path, engine):
   assert make_drafter(config, run).acceptance is taken
   with pytest.raises(ValueError, match="draft_name: got '', expected a draft model"):
     make_drafter(SpeculationConfig(drafter=drafter), run)
+
+
+def test_the_shipped_draft_is_small_drafts_and_moves_no_bit(engine):
+  assert (loading.NANO_DRAFT / "model.safetensors").stat().st_size <= 400_000
+  requests = [word_engine.request(name, (5, 6, 7), seed=place) for place, name in enumerate("ab")]
+  alone = engine.generate(requests)
+  drafter = draft_loading.drafter_for(engine, "nano-draft")
+  with_drafts = word_engine.make_engine(drafter=drafter).generate(requests)
+  assert all(map(word_engine.same, with_drafts, alone))
+  assert drafter.counters.drafts > 0 == drafter.counters.not_finite

@@ -1,0 +1,589 @@
+"""A draft model against none: how much faster its target says the same bits, cell by cell.
+
+Claim: a draft of an eighth of nano's size, at every batch from 1 to 128, as chains and as combs:
+what it gives in tokens a step, what it costs, and what is left of it in tokens/s; beside that what
+Leviathan's model foretells of the same numbers, and the "alpha" of an article on "SpecInfer". A
+budget, which knows what drafts cost and asks what held, drafts where that pays.
+Command: bash launch/local.sh experiments.speculation --workdir=runs/speculation
+Hardware: 2 CPU cores, 2 GiB, under 20 minutes. Numbers: docs/results/speculation_models.md
+
+A cell is a target, its draft, a task, a batch and a shape of draft: `length` tokens ahead, each
+with `width` - 1 siblings that end (a comb; 1 is a chain). In each of its turns two engines answer
+the same held-out problems, one with drafts and one in its own best visits of plain decoding. They
+take a step in turn, each on its own clock, so that what else the machine does hits both alike; then
+all tokens and log-probabilities are compared. Prompts are read within the time. A finished cell is
+kept in --workdir, and the same command continues after the last one.
+
+  a        drafted tokens that held / those that might have (all before them held)
+  c        a position of a draft / a step of plain decoding, both measured beforehand at this batch
+  E        (1 - a^(N + 1)) / (1 - a), tokens a step
+  priced   E V / (D + T): the same with the rows paid for, by the table that budgets reckon with
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+import dataclasses
+import itertools
+import math
+import pathlib
+from typing import Any, NamedTuple
+
+from absl import app, flags
+import numpy as np
+
+from experiments import cells as cells_lib, configuration, speculation_pays
+from seerjax import parallel
+from seerjax.engine import engine as engine_lib, runner as runner_lib
+from seerjax.engine.drafting import DraftQuery
+from seerjax.models import loading as models
+from seerjax.rollout import groups as groups_lib
+from seerjax.run import command_line, energy, presets as run_presets, self_test
+from seerjax.simulate import speculation as theory
+from seerjax.speculation import budget as budget_lib, draft_loading, step_times
+from seerjax.speculation.draft_model import DraftCounters, DraftModelConfig, ModelDrafter
+from seerjax.speculation.statistics import Acceptance
+from seerjax.speculation.times import DraftTimes, StepTimes
+from seerjax.tasks import loading as tasks
+from seerjax.types import Completion, Problem, Request, SamplingParams, Task
+
+ROW_BUCKETS = (64, 512)
+BUDGET = "budget"
+MAX_LENGTH = budget_lib.BudgetConfig.gamma_max
+# Answers of a turn at least: those of one slot last too short a time for a clock.
+LEAST_REQUESTS = 8
+# Calls of a draft whose least is what it takes; more than noise hits all.
+TIMED_CALLS = 8
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Workload:
+  """What is asked.
+
+  Attributes:
+    targets: "nano", a Hugging Face directory, or a Hub id each.
+    drafts: of each target in turn, likewise.
+    tasks: names, as the main job's; "gsm8k=PATH" reads a file or directory.
+    batches: requests at once.
+    lengths: tokens ahead, 1 to 16, or "budget", which plans chains.
+    widths: children of each place of a draft, the one that goes on included.
+    turns: of a cell; an interval needs two.
+    temperature: of all answers.
+    max_tokens: of an answer.
+    max_context: positions of a request.
+    implementation: of the target: "auto" (native where it runs), "native" or "tiled".
+    clock: "wall", or "cpu": seconds of the process, on a machine that has other work.
+    seed: of problems and samples.
+  """
+
+  targets: tuple[str, ...] = ("nano",)
+  drafts: tuple[str, ...] = ("nano-draft",)
+  tasks: tuple[str, ...] = ("word_problems", "countdown")
+  batches: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128)
+  lengths: tuple[str, ...] = ("1", "2", "4", "6", "8", BUDGET)
+  widths: tuple[int, ...] = (1, 2, 4)
+  turns: int = 6
+  temperature: float = 1.0
+  max_tokens: int = 216
+  max_context: int = 512
+  implementation: str = "auto"
+  clock: str = "wall"
+  seed: int = 0
+
+  def __post_init__(self):
+    if len(self.targets) != len(self.drafts) or not self.targets:
+      raise ValueError(
+        f"Workload: got targets={self.targets} and drafts={self.drafts}, expected a draft for each"
+        " target, in their order; name a target twice for two drafts."
+      )
+    for name in self.lengths:
+      if name != BUDGET and not (name.isdecimal() and 1 <= int(name) <= 16):
+        raise ValueError(
+          f"Workload.lengths: got {name!r}, expected whole numbers from 1 to 16, or {BUDGET!r};"
+          " none is what every cell is compared with, and has no entry."
+        )
+    if not self.batches or min(self.batches) < 1 or self.turns < 2:
+      raise ValueError(
+        f"Workload: got batches={self.batches}, turns={self.turns}, expected batches of at least 1"
+        " and at least 2 turns; an interval needs two."
+      )
+    if self.clock not in speculation_pays.CLOCKS:
+      raise ValueError(
+        f"Workload.clock: got {self.clock!r}, expected one of {tuple(speculation_pays.CLOCKS)};"
+        " 'cpu' where others use the machine."
+      )
+
+  def cells(self) -> list[Cell]:
+    """Returns all cells; a budget plans chains, and has none of another width."""
+    grid = itertools.product(
+      zip(self.targets, self.drafts), self.tasks, self.batches, self.widths, self.lengths
+    )
+    return [
+      Cell(*pair, task, batch, length, width)
+      for pair, task, batch, width, length in grid
+      if length != BUDGET or width == 1
+    ]
+
+  @property
+  def settings(self) -> dict[str, Any]:
+    """What all cells have in common: everything but which of them there are."""
+    grid = ("targets", "drafts", "tasks", "batches", "lengths", "widths")
+    return {name: value for name, value in vars(self).items() if name not in grid}
+
+
+class Cell(NamedTuple):
+  """One entry of the table: see `Workload`."""
+
+  target: str
+  draft: str
+  task: str
+  batch: int
+  length: str
+  width: int
+
+  @property
+  def shape(self) -> str:
+    return f"{self.length}, comb of {self.width}" if self.width > 1 else self.length
+
+
+class Watched:
+  """A draft model that knows what its drafts take, planned by a budget if it has one.
+
+  Attributes:
+    model: that drafts.
+    seconds: spent in it.
+  """
+
+  def __init__(
+    self,
+    model: ModelDrafter,
+    budget: budget_lib.Budget | None,
+    clock: Callable[[], float],
+  ):
+    self.model, self.seconds = model, 0.0
+    self._budget, self._clock = budget, clock
+    # Request -> tokens that it was allowed in the last step.
+    self._allowed: dict[str, int] = {}
+
+  def draft(self, queries: Sequence[DraftQuery]) -> Sequence[Sequence[tuple[int, ...]]]:
+    """Returns the model's paths for as many queries as the budget lets draft."""
+    begin = self._clock()
+    found = self._planned(queries)
+    self.seconds += self._clock() - begin
+    return found
+
+  def _planned(self, queries: Sequence[DraftQuery]) -> Sequence[Sequence[tuple[int, ...]]]:
+    if self._budget is None:
+      return self.model.draft(queries)
+    plan = self._budget.plan(0, len(queries))
+    self._allowed = {}
+    if not plan.low:
+      return ()
+    self.model.length = plan.low
+    some = queries[: plan.num_requests]
+    self._allowed = {query.request_id: min(plan.low, query.max_draft) for query in some}
+    paths = self.model.draft(some)
+    return [*paths, *([] for _ in queries[len(paths) :])] if paths else ()
+
+  def observe(
+    self, request_id: str, group_id: str, num_drafted: int, num_accepted: int
+  ) -> None:
+    """Hears what came of a draft."""
+    self.model.observe(request_id, group_id, num_drafted, num_accepted)
+    if self._budget is not None:
+      allowed = self._allowed.get(request_id, 0)
+      self._budget.observe(allowed, min(num_drafted, allowed), min(num_accepted, allowed))
+
+  def finish(
+    self, request_id: str, group_id: str, tokens: Sequence[int], num_prompt: int
+  ) -> None:
+    """Hears that a request is over."""
+    self.model.finish(request_id, group_id, tokens, num_prompt)
+
+
+def draft_times(model: ModelDrafter, batch: int, clock: Callable[[], float]) -> DraftTimes:
+  """Returns what a draft model's calls take, for one request and for `batch` at once.
+
+  The two lengths and the two batches give what a position adds, and what a request. The model's
+  slots are free afterwards.
+  """
+  lengths = (1, MAX_LENGTH)
+  seconds = {}
+  for count, length in itertools.product(sorted({1, batch}), lengths):
+    texts = [[1] * 48 for _ in range(count)]
+    least = math.inf
+    model.length = length
+    for call in range(TIMED_CALLS + 1):
+      queries = [
+        DraftQuery(f"timed {place}", "", text, 48, MAX_LENGTH * model.config.width, seed=place)
+        for place, text in enumerate(texts)
+      ]
+      begin = clock()
+      model.draft(queries)
+      if call:  # The first one reads the prompts.
+        least = min(least, clock() - begin)
+      for text in texts:
+        text.append(1)
+    for place in range(count):
+      model.slots.free(f"timed {place}")
+    seconds[count, length] = least
+  short, long = (seconds[1, length] for length in lengths)
+  position = max(long - short, 0.0) / (lengths[1] - lengths[0])
+  if batch == 1:
+    return DraftTimes(once=max(short - position, 0.0), position=position)
+  wide_short, wide_long = (seconds[batch, length] for length in lengths)
+  wide = max(wide_long - wide_short, 0.0) / (lengths[1] - lengths[0])
+  token = max(wide - position, 0.0) / (batch - 1)
+  position = max(position - token, 0.0)
+  request = max(wide_short - short, 0.0) / (batch - 1) - token
+  once = short - position - token - max(request, 0.0)
+  return DraftTimes(
+    once=max(once, 0.0), request=max(request, 0.0), position=position, token=token
+  )
+
+
+class Pair:
+  """A target with two engines, plain and drafting, and its draft."""
+
+  def __init__(self, workload: Workload, target: str, draft: str):
+    """Loads both, compares what the target says alone and in company, and measures its steps.
+
+    Raises:
+      FileNotFoundError: if there is no such model, or it is a shape without weights.
+      ValueError: if the draft does not fit the target, or the target's bits depend on company.
+    """
+    self.workload, self._clock = workload, speculation_pays.CLOCKS[workload.clock]
+    implementation: Any = workload.implementation  # Refused by its own record.
+    numerics = dataclasses.replace(
+      run_presets.main_job().numerics, implementation=implementation
+    )
+    self.model = model = models.load_model(target, numerics)
+    config = engine_lib.EngineConfig(
+      page_size=32,
+      max_sequences=max(workload.batches),
+      max_context=workload.max_context,
+      row_buckets=ROW_BUCKETS,
+    )
+    runner = runner_lib.Runner(model.config, model.numerics, parallel.make_mesh(), len(ROW_BUCKETS))
+    self.plain, self.drafting = (
+      engine_lib.Engine(model, config=config, runner=runner) for _ in range(2)
+    )
+    self.draft = draft_loading.load_draft(draft, self.drafting)
+    self_test.check_model(
+      model.config, model.params, numerics=model.numerics, config=config, runner=runner
+    )
+    self.times = step_times.measure(self.plain)
+    self._programs: dict[int, Any] = {}
+    self._costs: dict[tuple[int, int], StepTimes] = {}
+
+  def drafter(self, width: int) -> ModelDrafter:
+    """Returns a drafter that remembers nothing; of one width all have one program."""
+    made = ModelDrafter(
+      self.draft,
+      context=draft_loading.context_of(self.drafting),
+      key=self.drafting.key,
+      config=DraftModelConfig(
+        length=MAX_LENGTH,
+        width=width,
+        num_slots=max(self.workload.batches),
+        row_buckets=(8, *ROW_BUCKETS),
+      ),
+      program=self._programs.get(width),
+    )
+    self._programs[width] = made.program
+    return made
+
+  def costs(self, batch: int, width: int) -> StepTimes:
+    """Returns the seconds of steps and of drafts, at a batch; measured when first asked for."""
+    if (batch, width) not in self._costs:
+      of_draft = draft_times(self.drafter(width), batch, self._clock)
+      self._costs[batch, width] = dataclasses.replace(
+        self.times,
+        drafting_seconds=of_draft.once,
+        draft_seconds=of_draft.request,
+        position_seconds=of_draft.position,
+        token_seconds=of_draft.token,
+      )
+    return self._costs[batch, width]
+
+
+def load_task(name: str) -> Task:
+  """Returns a task by its name, or NAME=PATH."""
+  name, _, path = name.partition("=")
+  return tasks.load(name, path=path or None)
+
+
+def requests_of(
+  workload: Workload, task: Task, model: models.Model, batch: int, turn: int
+) -> list[tuple[Problem, Request]]:
+  """Returns what a turn asks: half as many again as there are slots, of held-out problems."""
+  assert model.tokenizer is not None
+  sampling = SamplingParams(
+    temperature=workload.temperature,
+    max_tokens=workload.max_tokens,
+    stop_token_ids=model.tokenizer.eos_ids,
+  )
+  count = max(LEAST_REQUESTS, batch + -(-batch // 2))
+  found = []
+  for place in range(count):
+    index = groups_lib.problem_index(
+      turn * count + place, groups_lib.num_problems(task, "heldout"), workload.seed
+    )
+    problem = task.problem("heldout", index)
+    prompt = groups_lib.prompt_tokens(problem, model.tokenizer)
+    seed = groups_lib.request_seed(workload.seed, turn, place)
+    name = f"{turn}/{place}"
+    found.append((problem, Request(request_id=name, prompt=prompt, sampling=sampling, seed=seed)))
+  return found
+
+
+def measured(workload: Workload, pair: Pair, task: Task, cell: Cell) -> dict[str, Any]:
+  """Returns the record of a cell.
+
+  Raises:
+    ValueError: if drafts change a bit.
+  """
+  clock = speculation_pays.CLOCKS[workload.clock]
+  model = pair.drafter(cell.width)
+  costs = pair.costs(cell.batch, cell.width)
+  is_planned = cell.length == BUDGET
+  if not is_planned:
+    model.length = int(cell.length)
+  watched = Watched(model, budget_lib.Budget(costs) if is_planned else None, clock)
+  pair.drafting.drafter = watched
+  engines = [pair.plain, pair.drafting]
+  turns: list[tuple[float, float, int]] = []
+  correct = [0, 0]
+  num_answers = 0
+  # The last turn's problems first, which no other turn asks: it compiles, and a budget learns.
+  for turn in (workload.turns, *range(workload.turns)):
+    asked = requests_of(workload, task, pair.model, cell.batch, turn)
+    requests = [request for _, request in asked]
+    plain, drafted = speculation_pays.answers(
+      engines, requests, cell.batch, clock=clock, backwards=turn % 2 == 0
+    )
+    what = f"{cell.target} with {cell.draft}, {cell.task}, batch {cell.batch}, {cell.shape}"
+    speculation_pays.check_same(plain.completions, drafted.completions, what)
+    if pair.drafting.drafter is not watched:
+      raise ValueError(
+        f"{what}: got a drafter that failed, expected one that drafts; what it failed by is logged."
+      )
+    if turn == workload.turns:
+      watched.seconds, model.acceptance, model.counters = 0.0, Acceptance(), DraftCounters()
+      continue
+    turns.append((plain.seconds, drafted.seconds, plain.num_tokens))
+    num_answers += len(requests)
+    for place, answers in enumerate((plain.completions, drafted.completions)):
+      correct[place] += num_correct(task, asked, answers)
+  record = {
+    "settings": workload.settings,
+    **cell._asdict(),
+    "turns": turns,
+    "num_answers": num_answers,
+    "correct": correct,
+    "num_steps": model.acceptance.num_steps,
+    "drafted_at": model.acceptance.drafted_at,
+    "accepted_at": model.acceptance.accepted_at,
+    "draft_seconds": watched.seconds,
+    "draft_positions": model.counters.steps,
+    "costs": priced(costs, cell),
+    "joules": joules(engines, requests_of(workload, task, pair.model, cell.batch, 0), cell.batch),
+  }
+  pair.drafting.drafter = None
+  return record
+
+
+def num_correct(
+  task: Task, asked: Sequence[tuple[Problem, Request]], answers: Sequence[Completion]
+) -> int:
+  """Returns how many answers a task calls right."""
+  pairs = zip(asked, answers, strict=True)
+  return sum(task.verdict(problem, answer.text).correct for (problem, _), answer in pairs)
+
+
+def priced(costs: StepTimes, cell: Cell) -> dict[str, float] | None:
+  """Returns seconds at a cell's batch, of what Leviathan's model knows and of what it does not.
+
+  Returns:
+    "plain", a step of plain decoding; "position", one of a draft; "draft" and "verify", of a step
+    that drafts. None for a budget, which has many lengths.
+  """
+  if cell.length == BUDGET:
+    return None
+  batch, length = cell.batch, int(cell.length)
+  return {
+    "plain": costs.decode(batch),
+    "position": costs.position_seconds + batch * costs.token_seconds,
+    "draft": costs.draft(batch, length),
+    "verify": costs.step(batch, batch * (1 + length * cell.width)),
+  }
+
+
+def joules(
+  engines: Sequence[engine_lib.Engine], asked: Sequence[tuple[Problem, Request]], batch: int
+) -> list[float] | None:
+  """Returns the joules a token of each engine, one after the other; None if nothing can be read."""
+  meter = energy.Meter()
+  if meter.read() is None:
+    return None
+  requests = [request for _, request in asked]
+  found = []
+  for engine in engines:
+    # Counters tick by the millisecond and are of the whole machine: a run, not a step.
+    before = meter.read() or 0.0
+    (answered,) = speculation_pays.answers([engine], requests, batch, clock=lambda: 0.0)
+    found.append(((meter.read() or 0.0) - before) / answered.num_tokens)
+  return found
+
+
+# Tables.
+
+
+def hold_rate(drafted_at: Sequence[int], accepted_at: Sequence[int]) -> float:
+  """Returns a: of the drafted tokens before which all held, the share that held; 0 for none."""
+  tried = [min(a, b) for a, b in zip(drafted_at, [*drafted_at[:1], *accepted_at])]
+  return sum(accepted_at) / max(sum(tried), 1)
+
+
+def tables(records: Sequence[dict[str, Any]], price_per_hour: float = 0.0) -> str:
+  """Returns the cells as Markdown, a section for each pair and task.
+
+  Args:
+    records: of cells.
+    price_per_hour: of the machine; 0 says no price.
+  """
+  sections: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
+  for record in records:
+    sections.setdefault((record["target"], record["draft"], record["task"]), []).append(record)
+  return "\n\n".join(_section(*one, price_per_hour) for one in sections.items())
+
+
+def _section(
+  key: tuple[str, str, str], records: Sequence[dict[str, Any]], price_per_hour: float
+) -> str:
+  target, draft, task = key
+  answers, without, with_drafts = (
+    sum(values)
+    for values in zip(*((r["num_answers"], *r["correct"]) for r in records), strict=True)
+  )
+  lines = [
+    f"## {target} with {draft}: {task}",
+    "",
+    f"{answers:,} pairs of answers, all bits equal; {without / answers:.2%} correct without drafts,"
+    f" {with_drafts / answers:.2%} with.",
+    "",
+    _cells_table(records, price_per_hour),
+    "",
+    "Of steps that drafted so far, the share that held so far (steps that drafted so far); all"
+    " batches.",
+    "",
+    _positions_table(records),
+  ]
+  if all(record["joules"] is None for record in records):
+    lines[2] += " Joules a token: not readable here."
+  return "\n".join(lines)
+
+
+def _cells_table(records: Sequence[dict[str, Any]], price_per_hour: float) -> str:
+  head = ["batch", "draft", "plain, tokens/s", "with drafts", "ratio (95 %)", "tokens a step"]
+  head += ["draft's share", "a", "c", "E/(Nc+1)", "priced", "the article's alpha"]
+  has_joules = any(record["joules"] is not None for record in records)
+  if has_joules:
+    head += ["joules a token, plain", "with drafts"]
+  if price_per_hour:
+    head += ["price of 1,000 answers, plain", "with drafts"]
+  rows = [head, ["---"] * len(head)]
+  for record in records:
+    cell = Cell(*(record[name] for name in Cell._fields))
+    plain, drafted, tokens = np.asarray(record["turns"]).T
+    ratio = speculation_pays.bound(plain / drafted)
+    row = [
+      str(cell.batch),
+      cell.shape,
+      f"{np.median(tokens / plain):,.0f}",
+      f"{np.median(tokens / drafted):,.0f}",
+      f"{ratio.mean:.2f} ({ratio.low:.2f} to {ratio.high:.2f})",
+      _or_none(record["num_steps"], 1 + sum(record["accepted_at"]) / max(record["num_steps"], 1)),
+      f"{record['draft_seconds'] / drafted.sum():.0%}",
+      *_foretold(cell, record),
+    ]
+    if has_joules:
+      row += [f"{value:.4f}" for value in record["joules"] or ()] or ["-", "-"]
+    if price_per_hour:
+      per_second = price_per_hour / 3600 * 1000 / record["num_answers"]
+      row += [f"{per_second * seconds.sum():.3g}" for seconds in (plain, drafted)]
+    rows.append(row)
+  return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def _foretold(cell: Cell, record: dict[str, Any]) -> list[str]:
+  """Returns a, c, Leviathan's speed-up, the same with rows paid for, and the article's."""
+  a = hold_rate(record["drafted_at"], record["accepted_at"])
+  costs = record["costs"]
+  if costs is None:
+    return [_or_none(record["num_steps"], a), "-", "-", "-", "-"]
+  length, c = int(cell.length), costs["position"] / costs["plain"]
+  tokens = theory.leviathan(a, length, 0.0)
+  paid = tokens * costs["plain"] / (costs["draft"] + costs["verify"])
+  speeds = (theory.leviathan(a, length, c), paid, theory.article(a, length))
+  return [f"{a:.2f}", f"{c:.3f}", *(f"{speed:.2f}" for speed in speeds)]
+
+
+def _or_none(count: int, value: float) -> str:
+  return f"{value:.2f}" if count else "-"
+
+
+def _positions_table(records: Sequence[dict[str, Any]]) -> str:
+  """Returns what held by position, of each shape of draft over all batches."""
+  totals: dict[str, Acceptance] = {}
+  for record in records:
+    cell = Cell(*(record[name] for name in Cell._fields))
+    one = Acceptance(record["num_steps"], record["drafted_at"][:], record["accepted_at"][:])
+    totals.setdefault(cell.shape, Acceptance()).include(one)
+  most = max((len(total.drafted_at) for total in totals.values()), default=0)
+  places = [str(place) for place in range(1, most + 1)]
+  rows = [["draft", "steps", "tokens a step", *places], ["---"] * (3 + most)]
+  for shape, total in totals.items():
+    held = [f"{rate:.3f} ({n:,})" for rate, n in zip(total.rate_at, total.drafted_at)]
+    length = _or_none(total.num_steps, total.length)
+    rows.append([shape, f"{total.num_steps:,}", length, *held, *[""] * (most - len(held))])
+  return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def run(workload: Workload, directory: pathlib.Path, price_per_hour: float = 0.0) -> str:
+  """Measures the cells that are not finished, and writes table.md; returns the tables.
+
+  Raises:
+    ValueError: if drafts change a bit, or the directory holds cells of another workload.
+  """
+  found_tasks = {name: load_task(name) for name in workload.tasks}
+  pairs: dict[tuple[str, str], Pair] = {}
+
+  def measure(cell: Cell, *_: Any) -> dict[str, Any]:
+    names = cell[:2]
+    if names not in pairs:
+      pairs.clear()  # One pair's pages at a time.
+      pairs[names] = Pair(workload, *names)
+    return measured(workload, pairs[names], found_tasks[cell.task], cell)
+
+  records = cells_lib.completed(workload.cells(), directory, workload.settings, measure)
+  text = tables(records, price_per_hour)
+  (directory / "table.md").write_text(text + "\n")
+  return text
+
+
+def main(argv: list[str]) -> None:
+  args = flags.FLAGS
+  with command_line.refusals():
+    command_line.check_arguments(argv)
+    workload = configuration.from_flags(Workload, args.config)
+    text = run(workload, pathlib.Path(args.workdir), args.price_per_hour)
+  print(f"\n{text}\n\nwritten to {args.workdir}")
+
+
+if __name__ == "__main__":
+  configuration.define_flags(Workload(), "runs/speculation")
+  flags.DEFINE_float(
+    "price_per_hour", 0.0, "Of the machine, in any currency; 0 says no price.", lower_bound=0.0
+  )
+  app.run(main)

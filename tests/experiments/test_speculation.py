@@ -1,0 +1,146 @@
+"""A draft model against none: what is counted by hand, what is refused, and a small grid."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import numpy as np
+import pytest
+
+from experiments import speculation
+from experiments.speculation import Cell, Watched, Workload
+from seerjax.engine.drafting import DraftQuery
+from seerjax.speculation.budget import Budget
+from seerjax.speculation.statistics import Acceptance
+from seerjax.speculation.times import StepTimes
+
+RECORD = {
+  "settings": Workload().settings,
+  **Cell("nano", "nano-draft", "countdown", 4, "2", 1)._asdict(),
+  "turns": [[2.0, 1.0, 100], [2.0, 1.0, 100]],
+  "num_answers": 8,
+  "correct": [2, 2],
+  "num_steps": 10,
+  "drafted_at": [8, 8],
+  "accepted_at": [6, 3],
+  "draft_seconds": 0.5,
+  "draft_positions": 20,
+  "costs": {"plain": 0.01, "position": 0.001, "draft": 0.004, "verify": 0.012},
+  "joules": None,
+}
+
+
+def test_a_table_by_hand():
+  lines = speculation.tables([RECORD]).splitlines()
+  assert lines[2] == (
+    "8 pairs of answers, all bits equal; 25.00% correct without drafts, 25.00% with. Joules a"
+    " token: not readable here."
+  )
+  # 9 held of the 8 and 6 that might: a = 0.64, c = 0.1, E = 1 + a + a^2 = 2.06; E / 1.2; E 0.01 /
+  # (0.004 + 0.012); (1 + a) / (1 + 2 (1 - a)).
+  assert lines[6] == (
+    "| 4 | 2 | 50 | 100 | 2.00 (2.00 to 2.00) | 1.90 | 25% | 0.64 | 0.100 | 1.71 | 1.29 | 0.96 |"
+  )
+  assert lines[-1] == "| 2 | 10 | 1.90 | 0.750 (8) | 0.375 (8) |"
+
+
+def test_a_price_and_joules_where_they_are_known():
+  budget = {**RECORD, "length": "budget", "costs": None, "joules": [0.5, 0.25]}
+  lines = speculation.tables([budget], price_per_hour=3.6).splitlines()
+  # 4 s at 0.001 a second for 8 answers; half of that with drafts.
+  assert lines[6].endswith("| 0.64 | - | - | - | - | 0.5000 | 0.2500 | 0.5 | 0.25 |")
+  assert "not readable" not in lines[2]
+
+
+def test_a_share_of_what_might_have_held():
+  assert speculation.hold_rate([], []) == 0
+  # Of 10 first tokens 5 held; of these 5 two had no second one.
+  assert speculation.hold_rate([10, 3], [5, 1]) == 6 / 13
+
+
+def test_a_budget_plans_chains_and_every_other_length_has_all_widths():
+  workload = Workload(batches=(1, 2), lengths=("2", "budget"), widths=(1, 4), tasks=("countdown",))
+  assert [cell[3:] for cell in workload.cells()] == [
+    (1, "2", 1), (1, "budget", 1), (1, "2", 4), (2, "2", 1), (2, "budget", 1), (2, "2", 4)
+  ]  # fmt: skip
+  assert workload.cells()[2].shape == "2, comb of 4"
+  assert not {"batches", "lengths", "widths", "tasks"} & set(workload.settings)
+
+
+class Right:
+  """Says which queries it was asked for, and drafts as many tokens as it may."""
+
+  def __init__(self):
+    self.length, self.asked, self.acceptance = 8, [], Acceptance()
+
+  def draft(self, queries):
+    self.asked.append([query.request_id for query in queries])
+    return [[(1,) * min(self.length, query.max_draft)] for query in queries]
+
+  def observe(self, request_id, group_id, num_drafted, num_accepted):
+    self.acceptance.add(num_drafted, num_accepted)
+
+  def finish(self, request_id, group_id, tokens, num_prompt):
+    del request_id, group_id, tokens, num_prompt
+
+
+@pytest.mark.parametrize("is_right", [True, False])
+def test_a_budget_lets_a_draft_that_is_right_draft(is_right):
+  times = StepTimes(rows=(1, 64), seconds=(1.0, 1.1), position_seconds=0.05)
+  model = Right()
+  watched = Watched(model, Budget(times), clock=iter(range(10_000)).__next__)
+  queries = [DraftQuery(name, "", [1, 2], 2, 6) for name in ("a", "b", "c")]
+  drafted = []
+  for _ in range(100):
+    paths = watched.draft(queries)
+    assert len(paths) in (0, 3)
+    drafted.append(sum(bool(own) for own in paths))
+    for query, own in zip(queries, paths):
+      if own:
+        watched.observe(query.request_id, "", len(own[0]), is_right * len(own[0]))
+  assert np.mean(drafted[50:]) == 3 if is_right else np.mean(drafted[50:]) < 0.2
+  assert drafted[0] == 2  # A probe: two may draft, and no other is asked for.
+  assert model.asked[0] == ["a", "b"]
+  assert watched.seconds == 100
+
+
+@pytest.mark.parametrize(
+  ("changes", "message"),
+  [
+    (dict(drafts=()), "got targets=('nano',) and drafts=(), expected a draft for each target"),
+    (dict(lengths=("off",)), "Workload.lengths: got 'off', expected whole numbers from 1 to 16"),
+    (dict(lengths=("17",)), "Workload.lengths: got '17', expected whole numbers from 1 to 16"),
+    (dict(batches=(0,)), "got batches=(0,), turns=6, expected batches of at least 1"),
+    (dict(turns=1), "turns=1, expected batches of at least 1 and at least 2 turns"),
+    (dict(clock="sun"), "Workload.clock: got 'sun', expected one of ('wall', 'cpu')"),
+  ],
+)
+def test_a_workload_that_cannot_be_is_refused(changes, message):
+  with pytest.raises(ValueError, match=re.escape(message)):
+    Workload(**changes)
+
+
+@pytest.mark.long
+def test_a_small_grid_goes_on_where_it_was_killed(tiny, tmp_path):
+  workload = Workload(
+    targets=(tiny,),
+    drafts=(tiny,),
+    tasks=("countdown",),
+    batches=(1, 3),
+    lengths=("2", "budget"),
+    widths=(1, 2),
+    turns=2,
+    max_tokens=10,
+  )
+  text = speculation.run(workload, tmp_path)
+  assert (tmp_path / "table.md").read_text() == text + "\n"
+  lines = (tmp_path / "cells.jsonl").read_text().splitlines()
+  first = json.loads(lines[0])
+  assert first["accepted_at"][0] > 0.9 * first["drafted_at"][0]  # Its own weights.
+  (tmp_path / "cells.jsonl").write_text("\n".join([*lines[:-1], lines[-1][:20]]))
+  speculation.run(workload, tmp_path)
+  again = (tmp_path / "cells.jsonl").read_text().splitlines()
+  assert again[:-1] == lines[:-1]
+  for name in ("num_answers", "correct", "batch", "length", "width"):
+    assert json.loads(again[-1])[name] == json.loads(lines[-1])[name]
