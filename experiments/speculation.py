@@ -3,7 +3,8 @@
 Claim: a draft of an eighth of nano's size, at every batch from 1 to 128, as chains and as combs:
 what it gives in tokens a step, what it costs, and what is left of it in tokens/s; beside that what
 Leviathan's model foretells of the same numbers, and the "alpha" of an article on "SpecInfer". A
-budget, which knows what drafts cost and asks what held, drafts where that pays.
+budget, which knows what drafts cost and learns what held, drafts by the model, from a text's own
+past (`hybrid_drafter`), or not at all.
 Command: bash launch/local.sh experiments.speculation --workdir=runs/speculation
 Hardware: 2 CPU cores, 2 GiB, under 20 minutes. Numbers: docs/results/speculation_models.md
 
@@ -25,7 +26,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 import dataclasses
 import itertools
-import math
 import pathlib
 from typing import Any, NamedTuple
 
@@ -35,25 +35,25 @@ import numpy as np
 from experiments import cells as cells_lib, configuration, speculation_pays
 from seerjax import parallel
 from seerjax.engine import engine as engine_lib, runner as runner_lib
-from seerjax.engine.drafting import DraftQuery
+from seerjax.engine.drafting import Drafter, DraftQuery
 from seerjax.models import loading as models
 from seerjax.rollout import groups as groups_lib
 from seerjax.run import command_line, energy, presets as run_presets, self_test
 from seerjax.simulate import speculation as theory
-from seerjax.speculation import budget as budget_lib, draft_loading, step_times
-from seerjax.speculation.draft_model import DraftCounters, DraftModelConfig, ModelDrafter
+from seerjax.speculation import draft_loading, sources, step_times
+from seerjax.speculation.draft_model import DraftModelConfig, ModelDrafter
+from seerjax.speculation.hybrid_drafter import HybridDrafter
 from seerjax.speculation.statistics import Acceptance
-from seerjax.speculation.times import DraftTimes, StepTimes
+from seerjax.speculation.suffix_drafter import SuffixDrafter
+from seerjax.speculation.times import DraftTimes
 from seerjax.tasks import loading as tasks
 from seerjax.types import Completion, Problem, Request, SamplingParams, Task
 
 ROW_BUCKETS = (64, 512)
 BUDGET = "budget"
-MAX_LENGTH = budget_lib.BudgetConfig.gamma_max
+MAX_LENGTH = sources.SourceConfig.max_length
 # Answers of a turn at least: those of one slot last too short a time for a clock.
 LEAST_REQUESTS = 8
-# Calls of a draft whose least is what it takes; more than noise hits all.
-TIMED_CALLS = 8
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,8 +65,8 @@ class Workload:
     drafts: of each target in turn, likewise.
     tasks: names, as the main job's; "gsm8k=PATH" reads a file or directory.
     batches: requests at once.
-    lengths: tokens ahead, 1 to 16, or "budget", which plans chains.
-    widths: children of each place of a draft, the one that goes on included.
+    lengths: tokens ahead, 1 to 16, or "budget": at most 8, and none where that does not pay.
+    widths: children of each place of a draft, the one that goes on included; of a budget, at most.
     turns: of a cell; an interval needs two.
     temperature: of all answers.
     max_tokens: of an answer.
@@ -114,15 +114,11 @@ class Workload:
       )
 
   def cells(self) -> list[Cell]:
-    """Returns all cells; a budget plans chains, and has none of another width."""
+    """Returns all cells."""
     grid = itertools.product(
       zip(self.targets, self.drafts), self.tasks, self.batches, self.widths, self.lengths
     )
-    return [
-      Cell(*pair, task, batch, length, width)
-      for pair, task, batch, width, length in grid
-      if length != BUDGET or width == 1
-    ]
+    return [Cell(*pair, task, batch, length, width) for pair, task, batch, width, length in grid]
 
   @property
   def settings(self) -> dict[str, Any]:
@@ -146,100 +142,35 @@ class Cell(NamedTuple):
     return f"{self.length}, comb of {self.width}" if self.width > 1 else self.length
 
 
-class Watched:
-  """A draft model that knows what its drafts take, planned by a budget if it has one.
+class Timed:
+  """A drafter, and the seconds spent in it.
 
   Attributes:
-    model: that drafts.
-    seconds: spent in it.
+    seconds: in `draft`.
   """
 
-  def __init__(
-    self,
-    model: ModelDrafter,
-    budget: budget_lib.Budget | None,
-    clock: Callable[[], float],
-  ):
-    self.model, self.seconds = model, 0.0
-    self._budget, self._clock = budget, clock
-    # Request -> tokens that it was allowed in the last step.
-    self._allowed: dict[str, int] = {}
+  def __init__(self, drafter: Drafter, clock: Callable[[], float]):
+    self.seconds = 0.0
+    self._drafter, self._clock = drafter, clock
 
-  def draft(self, queries: Sequence[DraftQuery]) -> Sequence[Sequence[tuple[int, ...]]]:
-    """Returns the model's paths for as many queries as the budget lets draft."""
+  def draft(self, queries: Sequence[DraftQuery]) -> Sequence[Sequence[Sequence[int]]]:
+    """Returns the drafter's paths."""
     begin = self._clock()
-    found = self._planned(queries)
+    found = self._drafter.draft(queries)
     self.seconds += self._clock() - begin
     return found
-
-  def _planned(self, queries: Sequence[DraftQuery]) -> Sequence[Sequence[tuple[int, ...]]]:
-    if self._budget is None:
-      return self.model.draft(queries)
-    plan = self._budget.plan(0, len(queries))
-    self._allowed = {}
-    if not plan.low:
-      return ()
-    self.model.length = plan.low
-    some = queries[: plan.num_requests]
-    self._allowed = {query.request_id: min(plan.low, query.max_draft) for query in some}
-    paths = self.model.draft(some)
-    return [*paths, *([] for _ in queries[len(paths) :])] if paths else ()
 
   def observe(
     self, request_id: str, group_id: str, num_drafted: int, num_accepted: int
   ) -> None:
-    """Hears what came of a draft."""
-    self.model.observe(request_id, group_id, num_drafted, num_accepted)
-    if self._budget is not None:
-      allowed = self._allowed.get(request_id, 0)
-      self._budget.observe(allowed, min(num_drafted, allowed), min(num_accepted, allowed))
+    """Tells the drafter what came of a draft."""
+    self._drafter.observe(request_id, group_id, num_drafted, num_accepted)
 
   def finish(
     self, request_id: str, group_id: str, tokens: Sequence[int], num_prompt: int
   ) -> None:
-    """Hears that a request is over."""
-    self.model.finish(request_id, group_id, tokens, num_prompt)
-
-
-def draft_times(model: ModelDrafter, batch: int, clock: Callable[[], float]) -> DraftTimes:
-  """Returns what a draft model's calls take, for one request and for `batch` at once.
-
-  The two lengths and the two batches give what a position adds, and what a request. The model's
-  slots are free afterwards.
-  """
-  lengths = (1, MAX_LENGTH)
-  seconds = {}
-  for count, length in itertools.product(sorted({1, batch}), lengths):
-    texts = [[1] * 48 for _ in range(count)]
-    least = math.inf
-    model.length = length
-    for call in range(TIMED_CALLS + 1):
-      queries = [
-        DraftQuery(f"timed {place}", "", text, 48, MAX_LENGTH * model.config.width, seed=place)
-        for place, text in enumerate(texts)
-      ]
-      begin = clock()
-      model.draft(queries)
-      if call:  # The first one reads the prompts.
-        least = min(least, clock() - begin)
-      for text in texts:
-        text.append(1)
-    for place in range(count):
-      model.slots.free(f"timed {place}")
-    seconds[count, length] = least
-  short, long = (seconds[1, length] for length in lengths)
-  position = max(long - short, 0.0) / (lengths[1] - lengths[0])
-  if batch == 1:
-    return DraftTimes(once=max(short - position, 0.0), position=position)
-  wide_short, wide_long = (seconds[batch, length] for length in lengths)
-  wide = max(wide_long - wide_short, 0.0) / (lengths[1] - lengths[0])
-  token = max(wide - position, 0.0) / (batch - 1)
-  position = max(position - token, 0.0)
-  request = max(wide_short - short, 0.0) / (batch - 1) - token
-  once = short - position - token - max(request, 0.0)
-  return DraftTimes(
-    once=max(once, 0.0), request=max(request, 0.0), position=position, token=token
-  )
+    """Tells the drafter that a request is over."""
+    self._drafter.finish(request_id, group_id, tokens, num_prompt)
 
 
 class Pair:
@@ -274,7 +205,7 @@ class Pair:
     )
     self.times = step_times.measure(self.plain)
     self._programs: dict[int, Any] = {}
-    self._costs: dict[tuple[int, int], StepTimes] = {}
+    self._costs: dict[int, DraftTimes] = {}
 
   def drafter(self, width: int) -> ModelDrafter:
     """Returns a drafter that remembers nothing; of one width all have one program."""
@@ -293,18 +224,23 @@ class Pair:
     self._programs[width] = made.program
     return made
 
-  def costs(self, batch: int, width: int) -> StepTimes:
-    """Returns the seconds of steps and of drafts, at a batch; measured when first asked for."""
-    if (batch, width) not in self._costs:
-      of_draft = draft_times(self.drafter(width), batch, self._clock)
-      self._costs[batch, width] = dataclasses.replace(
-        self.times,
-        drafting_seconds=of_draft.once,
-        draft_seconds=of_draft.request,
-        position_seconds=of_draft.position,
-        token_seconds=of_draft.token,
-      )
-    return self._costs[batch, width]
+  def costs(self, width: int) -> DraftTimes:
+    """Returns the seconds of drafts of a width; measured when first asked for."""
+    if width not in self._costs:
+      model = self.drafter(width)
+      self._costs[width] = step_times.measure_model(model, self.drafting, MAX_LENGTH)
+    return self._costs[width]
+
+  def planned(self, model: ModelDrafter) -> HybridDrafter:
+    """Returns a drafter that drafts by a model, from a text's own past, or not at all."""
+    width = model.config.width
+    budget = sources.SourceBudget(
+      self.times,
+      suffix=step_times.SUFFIX_TIMES,
+      model=self.costs(width),
+      config=sources.SourceConfig(max_length=MAX_LENGTH, max_width=width),
+    )
+    return HybridDrafter(SuffixDrafter(), model, budget)
 
 
 def load_task(name: str) -> Task:
@@ -345,12 +281,12 @@ def measured(workload: Workload, pair: Pair, task: Task, cell: Cell) -> dict[str
   """
   clock = speculation_pays.CLOCKS[workload.clock]
   model = pair.drafter(cell.width)
-  costs = pair.costs(cell.batch, cell.width)
-  is_planned = cell.length == BUDGET
-  if not is_planned:
+  drafter: ModelDrafter | HybridDrafter = model
+  if cell.length == BUDGET:
+    drafter = pair.planned(model)
+  else:
     model.length = int(cell.length)
-  watched = Watched(model, budget_lib.Budget(costs) if is_planned else None, clock)
-  pair.drafting.drafter = watched
+  pair.drafting.drafter = timed = Timed(drafter, clock)
   engines = [pair.plain, pair.drafting]
   turns: list[tuple[float, float, int]] = []
   correct = [0, 0]
@@ -364,12 +300,13 @@ def measured(workload: Workload, pair: Pair, task: Task, cell: Cell) -> dict[str
     )
     what = f"{cell.target} with {cell.draft}, {cell.task}, batch {cell.batch}, {cell.shape}"
     speculation_pays.check_same(plain.completions, drafted.completions, what)
-    if pair.drafting.drafter is not watched:
+    if pair.drafting.drafter is not timed:
       raise ValueError(
         f"{what}: got a drafter that failed, expected one that drafts; what it failed by is logged."
       )
     if turn == workload.turns:
-      watched.seconds, model.acceptance, model.counters = 0.0, Acceptance(), DraftCounters()
+      drafter.acceptance.take()
+      timed.seconds = 0.0
       continue
     turns.append((plain.seconds, drafted.seconds, plain.num_tokens))
     num_answers += len(requests)
@@ -381,12 +318,11 @@ def measured(workload: Workload, pair: Pair, task: Task, cell: Cell) -> dict[str
     "turns": turns,
     "num_answers": num_answers,
     "correct": correct,
-    "num_steps": model.acceptance.num_steps,
-    "drafted_at": model.acceptance.drafted_at,
-    "accepted_at": model.acceptance.accepted_at,
-    "draft_seconds": watched.seconds,
-    "draft_positions": model.counters.steps,
-    "costs": priced(costs, cell),
+    "num_steps": drafter.acceptance.num_steps,
+    "drafted_at": drafter.acceptance.drafted_at,
+    "accepted_at": drafter.acceptance.accepted_at,
+    "draft_seconds": timed.seconds,
+    "costs": priced(pair, cell),
     "joules": joules(engines, requests_of(workload, task, pair.model, cell.batch, 0), cell.batch),
   }
   pair.drafting.drafter = None
@@ -401,7 +337,7 @@ def num_correct(
   return sum(task.verdict(problem, answer.text).correct for (problem, _), answer in pairs)
 
 
-def priced(costs: StepTimes, cell: Cell) -> dict[str, float] | None:
+def priced(pair: Pair, cell: Cell) -> dict[str, float] | None:
   """Returns seconds at a cell's batch, of what Leviathan's model knows and of what it does not.
 
   Returns:
@@ -410,12 +346,12 @@ def priced(costs: StepTimes, cell: Cell) -> dict[str, float] | None:
   """
   if cell.length == BUDGET:
     return None
-  batch, length = cell.batch, int(cell.length)
+  batch, length, of_draft = cell.batch, int(cell.length), pair.costs(cell.width)
   return {
-    "plain": costs.decode(batch),
-    "position": costs.position_seconds + batch * costs.token_seconds,
-    "draft": costs.draft(batch, length),
-    "verify": costs.step(batch, batch * (1 + length * cell.width)),
+    "plain": pair.times.decode(batch),
+    "position": of_draft.position + batch * of_draft.token,
+    "draft": of_draft.seconds(batch, length),
+    "verify": pair.times.step(batch, batch * (1 + length * cell.width)),
   }
 
 

@@ -5,15 +5,10 @@ from __future__ import annotations
 import json
 import re
 
-import numpy as np
 import pytest
 
 from experiments import speculation
-from experiments.speculation import Cell, Watched, Workload
-from seerjax.engine.drafting import DraftQuery
-from seerjax.speculation.budget import Budget
-from seerjax.speculation.statistics import Acceptance
-from seerjax.speculation.times import StepTimes
+from experiments.speculation import Cell, Workload
 
 RECORD = {
   "settings": Workload().settings,
@@ -25,7 +20,6 @@ RECORD = {
   "drafted_at": [8, 8],
   "accepted_at": [6, 3],
   "draft_seconds": 0.5,
-  "draft_positions": 20,
   "costs": {"plain": 0.01, "position": 0.001, "draft": 0.004, "verify": 0.012},
   "joules": None,
 }
@@ -59,50 +53,13 @@ def test_a_share_of_what_might_have_held():
   assert speculation.hold_rate([10, 3], [5, 1]) == 6 / 13
 
 
-def test_a_budget_plans_chains_and_every_other_length_has_all_widths():
+def test_a_grid_by_hand():
   workload = Workload(batches=(1, 2), lengths=("2", "budget"), widths=(1, 4), tasks=("countdown",))
-  assert [cell[3:] for cell in workload.cells()] == [
-    (1, "2", 1), (1, "budget", 1), (1, "2", 4), (2, "2", 1), (2, "budget", 1), (2, "2", 4)
+  assert [cell[3:] for cell in workload.cells()[:5]] == [
+    (1, "2", 1), (1, "budget", 1), (1, "2", 4), (1, "budget", 4), (2, "2", 1)
   ]  # fmt: skip
   assert workload.cells()[2].shape == "2, comb of 4"
   assert not {"batches", "lengths", "widths", "tasks"} & set(workload.settings)
-
-
-class Right:
-  """Says which queries it was asked for, and drafts as many tokens as it may."""
-
-  def __init__(self):
-    self.length, self.asked, self.acceptance = 8, [], Acceptance()
-
-  def draft(self, queries):
-    self.asked.append([query.request_id for query in queries])
-    return [[(1,) * min(self.length, query.max_draft)] for query in queries]
-
-  def observe(self, request_id, group_id, num_drafted, num_accepted):
-    self.acceptance.add(num_drafted, num_accepted)
-
-  def finish(self, request_id, group_id, tokens, num_prompt):
-    del request_id, group_id, tokens, num_prompt
-
-
-@pytest.mark.parametrize("is_right", [True, False])
-def test_a_budget_lets_a_draft_that_is_right_draft(is_right):
-  times = StepTimes(rows=(1, 64), seconds=(1.0, 1.1), position_seconds=0.05)
-  model = Right()
-  watched = Watched(model, Budget(times), clock=iter(range(10_000)).__next__)
-  queries = [DraftQuery(name, "", [1, 2], 2, 6) for name in ("a", "b", "c")]
-  drafted = []
-  for _ in range(100):
-    paths = watched.draft(queries)
-    assert len(paths) in (0, 3)
-    drafted.append(sum(bool(own) for own in paths))
-    for query, own in zip(queries, paths):
-      if own:
-        watched.observe(query.request_id, "", len(own[0]), is_right * len(own[0]))
-  assert np.mean(drafted[50:]) == 3 if is_right else np.mean(drafted[50:]) < 0.2
-  assert drafted[0] == 2  # A probe: two may draft, and no other is asked for.
-  assert model.asked[0] == ["a", "b"]
-  assert watched.seconds == 100
 
 
 @pytest.mark.parametrize(
