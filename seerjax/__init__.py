@@ -17,6 +17,7 @@ if TYPE_CHECKING:
   from seerjax.numerics import NumericsConfig
   from seerjax.rl import train
   from seerjax.run.config import RunConfig
+  from seerjax.speculation.beam import beam_search
   from seerjax.ttt import discover
   from seerjax.types import (
     Completion,
@@ -45,6 +46,7 @@ _HOMES = {
   "SamplingParams": "types",
   "Task": "types",
   "Verdict": "types",
+  "beam_search": "speculation.beam",
   "discover": "ttt",
   "load_model": "models.loading",
   "train": "rl",
@@ -64,6 +66,7 @@ __all__ = [
   "Task",
   "Verdict",
   "array_typing",
+  "beam_search",
   "discover",
   "load_model",
   "numerics",

@@ -44,6 +44,7 @@ class Counters:
     drafted_tokens: drafted tokens verified, one row each; what paths share is counted once.
     accepted_tokens: drafted tokens that were sampled too.
     side_paths: times a path that was not the first was the longest.
+    read_tokens: places of texts that were read (`Engine.likeliest`), drafts among them.
     key_copies: keys written to a further path's pages, too.
     cut_for_rows: trees of drafts that lost leaves because the step had no rows left,
     cut_for_pages: because the instance had no pages left for a path of its own,
@@ -70,6 +71,7 @@ class Counters:
   drafted_tokens: int = 0
   accepted_tokens: int = 0
   side_paths: int = 0
+  read_tokens: int = 0
   key_copies: int = 0
   cut_for_rows: int = 0
   cut_for_pages: int = 0

@@ -28,7 +28,16 @@ import jax
 
 from seerjax import numerics as numerics_lib, parallel
 from seerjax.array_typing import PRNGKeyArray
-from seerjax.engine import checks, drafting, generation, output, runner as runner_lib, sizes, texts
+from seerjax.engine import (
+  checks,
+  drafting,
+  generation,
+  output,
+  reading,
+  runner as runner_lib,
+  sizes,
+  texts,
+)
 from seerjax.engine.chunks import Chunks
 from seerjax.engine.counters import Counters
 from seerjax.engine.drafting import Drafter
@@ -37,7 +46,7 @@ from seerjax.engine.kv.pool import KVPool
 from seerjax.engine.kv.values import fingerprint_digest
 from seerjax.engine.planner import Planner
 from seerjax.engine.requests import Requests
-from seerjax.engine.sequence import Mask, ScheduledRows, SequenceState, StepOutput
+from seerjax.engine.sequence import Likeliest, Mask, ScheduledRows, SequenceState, StepOutput
 from seerjax.engine.sizes import EngineConfig
 from seerjax.models import adapters as adapters_lib, config as model_config, parameters
 from seerjax.models.loading import Model
@@ -271,7 +280,8 @@ class Engine:
     scheduled = self._planner.schedule()
     if not any(scheduled):
       return
-    if self.drafter is not None:
+    num_top = self._planner.num_top(scheduled)
+    if num_top or self.drafter is not None:
       scheduled = self._with_drafts(scheduled)
     self.memory.restore()
     try:
@@ -280,20 +290,32 @@ class Engine:
       self._requests.busy = self._planner.culprit(scheduled)
       raise
     num_steps = self._planner.num_steps(scheduled)
+    top: Any = None
     if num_steps > 1:
       visit = self._visit_inputs(scheduled, inputs, num_steps)
       pages, *found = self._runner.visit(self._params, self.memory.pages, visit, self._key)
+    elif num_top:
+      pages, sampled, told = self._runner.read(
+        self._params, self.memory.pages, inputs, self._key, num_top
+      )
+      found, top = [sampled, told.scores], (told.ids, told.top.raw_logprob)
     else:
       pages, *found = self._runner.step(self._params, self.memory.pages, inputs, self._key)
     self.memory.pages = pages
     self._planner.remember_prompts(scheduled)  # On the host, while the device computes.
-    tokens, scores = jax.device_get(found)
+    (tokens, scores), top = jax.device_get((found, top))
     columns = [
       (part[:, :num_steps] if num_steps > 1 else part[:, None]).tolist()
       for part in (tokens, scores.logprob, scores.raw_logprob)
     ]
     self.counters.visits += 1
-    self._outputs.take(scheduled, columns, num_steps, policy_version=self.policy_version)
+    self._outputs.take(
+      scheduled,
+      columns,
+      num_steps,
+      policy_version=self.policy_version,
+      top=None if top is None else (top[0].tolist(), top[1].tolist()),
+    )
     self._requests.busy = None
 
   def _inputs(self, scheduled: list[list[ScheduledRows]]) -> runner_lib.StepInputs:
@@ -307,11 +329,13 @@ class Engine:
   _accept = staticmethod(output.accept)
 
   def _with_drafts(self, scheduled: list[list[ScheduledRows]]) -> list[list[ScheduledRows]]:
-    queries, places = self._planner.draft_queries(scheduled)
-    drafts = self._drafting.paths(queries, self.model.vocab_size)
-    if not any(drafts):
-      return scheduled
-    return self._planner.with_drafts(scheduled, dict(zip(places, drafts, strict=True)))
+    found = self._planner.read_drafts(scheduled)
+    if self.drafter is not None:
+      queries, places = self._planner.draft_queries(scheduled)
+      drafts = self._drafting.paths(queries, self.model.vocab_size)
+      if any(drafts):
+        found |= zip(places, drafts, strict=True)
+    return self._planner.with_drafts(scheduled, found) if found else scheduled
 
   def _start_over(self, busy: tuple[SequenceState, int] | None) -> None:
     """Takes all pages back after a step that broke off: keys are computed again, to the same bits.
@@ -350,6 +374,55 @@ class Engine:
     requests = texts.as_requests(requests, sampling, self.tokenizer, self._context)
     return generation.to_ends(
       self, requests, live=self._requests.live, keep=self._outputs.put_back, on_step=on_step
+    )
+
+  def likeliest(
+    self,
+    request: Request,
+    answers: Sequence[Sequence[int]],
+    count: int,
+    *,
+    drafts: Sequence[Sequence[Sequence[int]]] = (),
+    instance: int = 0,
+    on_step: Callable[[list[StepOutput]], None] | None = None,
+  ) -> list[dict[tuple[int, ...], Likeliest]]:
+    """Reads beginnings of a request's answer: which tokens are likeliest to come next.
+
+    All are read in one step, where rows and memory allow, each in one row and one more for each
+    drafted token; pages are shared with all that was read or written before. Nothing is sampled.
+    What else is in the engine goes on in the same steps, with the same bits.
+
+    Args:
+      request: whose prompt, adapter and max_tokens count; how it is sampled does not.
+      answers: the beginnings, () for none yet.
+      count: tokens of each place, 1 to 16, and no more than the vocabulary has.
+      drafts: for each answer, paths of token ids behind it that are read, too, as far as there is
+        room; the first is the likeliest.
+      instance: whose pages they share.
+      on_step: called with each visit's updates of other requests.
+
+    Returns:
+      For each answer, by the path behind it, () for none: (token id, log-probability under
+      softmax(logits)), the likeliest first, of equals the lowest id. The ids are `head.likeliest`.
+
+    Raises:
+      ValueError: as `submit`, of the request; if the count or the instance is out of its range, an
+        answer is as long as it may be, or drafts are those of another number of answers.
+      RuntimeError: with what one of them met, if a step failed it.
+    """
+    self.check(request)
+    self._requests.check_instance(f"Engine.likeliest of {request.request_id!r}", instance)
+    live = self._requests.live
+    sequences = reading.begun(
+      request, answers, count, drafts, vocab_size=self.model.vocab_size, live=live
+    )
+    self.memory.take_again()
+    for sequence in sequences:
+      sequence.instance = instance
+      sequence.adapter = self._index_of[request.adapter]
+      self._requests.add(sequence)
+    return reading.to_ends(
+      self, sequences, live=live, keep=self._outputs.put_back, on_step=on_step
     )
 
   # Between chunks.

@@ -18,6 +18,8 @@ from seerjax.models import tokenizer as tokenizer_lib
 from seerjax.types import Completion, Request, SamplingRows
 
 Accept = Callable[[SequenceState, int, float, float], StepOutput]
+# Ids i32[i][n][k] and scores of the likeliest tokens.
+Top = tuple[list[list[list[int]]], list[list[list[float]]]]
 AskDrafter = Callable[[Callable[[Drafter], Any]], Any]
 
 
@@ -159,6 +161,7 @@ class Outputs:
     num_steps: int,
     *,
     policy_version: int,
+    top: Top | None = None,
   ) -> None:
     """Takes what a visit sampled, step by step, as if each step had been one alone.
 
@@ -167,6 +170,8 @@ class Outputs:
       columns: tokens, log-probabilities and raw ones, by instance, step and sample.
       num_steps: of the visit at most; it ends with the last answer or chunk.
       policy_version: of the engine.
+      top: ids and scores of the likeliest tokens after each sample, by instance, where texts are
+        read; the visit is one step then.
     """
     rows: list[tuple[int, slice, ScheduledRows]] = []
     for instance, pieces in enumerate(scheduled):
@@ -181,7 +186,10 @@ class Outputs:
         instance, mine, piece = row
         self._counters.rows += piece.num_rows
         piece.sequence.num_written += piece.count
-        if mine.start < mine.stop:
+        if mine.start < mine.stop and piece.sequence.reading is not None:
+          assert top is not None, "got no likeliest tokens of a step in which a text is read"
+          self._tell(piece, *(part[instance][mine] for part in top))
+        elif mine.start < mine.stop:
           drawn, logprobs, raw = (column[instance][step][mine] for column in columns)
           assert drawn[0] >= 0, f"got no token of a row that decodes in step {step} of a visit"
           if self.add(piece, drawn, logprobs, raw, policy_version=policy_version):
@@ -261,6 +269,23 @@ class Outputs:
     elif len(sequence.tokens) == sequence.limit:
       self._requests.pause(sequence)
     return StepOutput(request.request_id, tuple(added), text, reason)
+
+  def _tell(
+    self, piece: ScheduledRows, ids: list[list[int]], scores: list[list[float]]
+  ) -> None:
+    """Tells a text that is read what is likeliest after it and its drafts, and lets it go."""
+    reading = piece.sequence.reading
+    assert reading is not None
+    rows = {(): 0}
+    for path in piece.paths:
+      for depth in range(path.num_shared, len(path.tokens)):
+        rows[path.tokens[: depth + 1]] = path.rows[depth]
+    for tokens, row in rows.items():
+      pairs = zip(ids[row][: reading.num_top], scores[row], strict=False)
+      reading.found[tokens] = tuple(sorted(pairs, key=lambda pair: (-pair[1], pair[0])))
+    self._counters.read_tokens += len(rows)
+    self._counters.key_copies += piece.num_copies
+    self._planner.leave(piece)
 
   def fail(
     self, sequence: SequenceState, num_tokens: int, error: Exception, *, policy_version: int

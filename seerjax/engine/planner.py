@@ -161,7 +161,7 @@ class Planner:
       sequence, sampling = piece.sequence, piece.sequence.request.sampling
       if piece.num_rows > 1 or not piece.is_sampled or sampling.stop_strings or sampling.allowed:
         return 1
-      if sequence.mask is not None:
+      if sequence.mask is not None or sequence.reading is not None:
         return 1
       most = max(most, sequence.limit - len(sequence.tokens))
     return min(most, self._config.steps_per_visit)
@@ -172,6 +172,44 @@ class Planner:
       sequence = piece.sequence
       if sequence.num_written < sequence.num_prompt <= sequence.num_written + piece.count:
         self._memory.remember(sequence, sequence.request.prompt)
+
+  # Texts that are read.
+
+  def num_top(self, scheduled: list[list[ScheduledRows]]) -> int:
+    """Returns how many likeliest tokens the step has to tell of, 0 if nothing is read in it.
+
+    A power of two, so that few numbers are programs.
+    """
+    readings = [one.sequence.reading for one in itertools.chain(*scheduled) if one.is_sampled]
+    most = max((reading.num_top for reading in readings if reading is not None), default=0)
+    return 1 << (most - 1).bit_length() if most else 0
+
+  def read_drafts(
+    self, scheduled: list[list[ScheduledRows]]
+  ) -> dict[Place, list[tuple[int, ...]]]:
+    """Returns the drafts that texts which are read in this step brought along."""
+    found = {}
+    for instance, pieces in enumerate(scheduled):
+      for index, piece in enumerate(pieces):
+        reading = piece.sequence.reading
+        if piece.is_sampled and reading is not None and reading.drafts:
+          found[instance, index] = [*reading.drafts]
+    return found
+
+  def leave(self, piece: ScheduledRows) -> None:
+    """Lets a text go that was read: what was written, drafts too, may be found by the next."""
+    sequence = piece.sequence
+    pool, size = self._memory.pools[sequence.instance], self._config.page_size
+    self._memory.remember(sequence, sequence.tokens)
+    # The likeliest path is remembered last: of many pages that begin alike the last are looked at.
+    for path in reversed(piece.paths):
+      tokens = [*sequence.tokens, *path.tokens]
+      held = path.page_row[: -(-len(tokens) // size)].tolist()
+      self._memory.remember(sequence, tokens, held)
+      for page in path.scratch:
+        pool.release(page)
+    self._memory.release(sequence)
+    self._requests.remove(sequence)
 
   # Rows of drafts.
 
@@ -185,7 +223,8 @@ class Planner:
         sequence = piece.sequence
         # The token sampled after the last draft is part of the answer, too.
         most = min(sequence.limit - len(sequence.tokens) - 1, spare)
-        if piece.is_sampled and most > 0 and sequence.mask is None:
+        is_answered = sequence.mask is None and sequence.reading is None
+        if piece.is_sampled and most > 0 and is_answered:
           request = sequence.request
           queries.append(
             DraftQuery(

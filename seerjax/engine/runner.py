@@ -86,6 +86,20 @@ class VisitInputs(NamedTuple):
   num_steps: Int[Array, "i"]
 
 
+class Reading(NamedTuple):
+  """Scores of a step that also says what is likeliest after each sampled row.
+
+  Attributes:
+    scores: f32[i, b], of the sampled tokens.
+    ids: i32[i, b, k], the likeliest tokens, as `head.likeliest` has them.
+    top: f32[i, b, k], of these.
+  """
+
+  scores: TokenScores
+  ids: Array
+  top: TokenScores
+
+
 class _Layout(NamedTuple):
   """Where the parts of a step's or visit's inputs lie in a row of words.
 
@@ -143,7 +157,32 @@ def instance_step(
   run_rows = functools.partial(
     _run_rows, config=config, numerics=numerics, axis=axis, backend=backend, is_plain=is_plain
   )
-  return run_rows(params, pages, inputs, key)
+  return run_rows(params, pages, inputs, key)[:3]
+
+
+def instance_reading(
+  params: parameters.Params,
+  pages: kv_layout.Pages,
+  inputs: StepInputs,
+  key: PRNGKeyArray,
+  *,
+  config: model_config.TransformerConfig,
+  numerics: numerics_lib.NumericsConfig,
+  axis: str | None,
+  backend: Backend | None = None,
+  is_plain: bool = False,
+  num_top: int,
+) -> tuple[kv_layout.Pages, Int[Array, "b"], Reading]:
+  """As `instance_step`, and what is likeliest after each sampled row."""
+  shape: Any = dict(config=config, numerics=numerics, axis=axis, backend=backend)
+  pages = kv_layout.copy_pages(pages, inputs.copies, inputs.num_copies)
+  pages, tokens, scores, hidden = _run_rows(
+    params, pages, inputs, key, is_plain=is_plain, **shape
+  )
+  top = head.likeliest_scores(
+    params, hidden, inputs.sampling, inputs.num_samples, num_top, **shape
+  )
+  return pages, tokens, Reading(scores, *top)
 
 
 def _run_rows(
@@ -157,8 +196,8 @@ def _run_rows(
   axis: str | None,
   backend: Backend | None,
   is_plain: bool,
-) -> tuple[kv_layout.Pages, Int[Array, "b"], TokenScores]:
-  """As `instance_step`, once pages are copied."""
+) -> tuple[kv_layout.Pages, Int[Array, "b"], TokenScores, Array]:
+  """As `instance_step`, once pages are copied, and the hidden rows f[b, d] that were sampled."""
   hidden, pages = transformer.forward(
     params,
     inputs.batch,
@@ -170,9 +209,10 @@ def _run_rows(
     key_copies=inputs.key_copies,
     adapters=inputs.adapters,
   )
+  sampled = hidden[inputs.sample_rows]
   tokens, scores = head.sample_and_score(
     params,
-    hidden[inputs.sample_rows],
+    sampled,
     jnp.full(inputs.sample_rows.shape, -1, jnp.int32),
     inputs.sampling,
     inputs.seeds,
@@ -185,7 +225,7 @@ def _run_rows(
     backend=backend,
     is_plain=is_plain,
   )
-  return pages, tokens, scores
+  return pages, tokens, scores, sampled
 
 
 class _Decoding(NamedTuple):
@@ -260,7 +300,7 @@ def instance_visit(
       ),
       positions=now.positions + 1,
     )
-    pages, tokens, scores = run_rows(params, now.pages, one_step, key)
+    pages, tokens, scores, _ = run_rows(params, now.pages, one_step, key)
     tokens = jnp.where(now.is_live, tokens, -1)
     keep = lambda whole, part: lax.dynamic_update_index_in_dim(whole, part, now.count, 0)
     is_stop = jnp.any(inputs.stops == tokens[:, None], axis=1)
@@ -422,6 +462,11 @@ class Runner:
     return self._compiled(instance_step)
 
   @functools.cached_property
+  def _reading_programs(self) -> dict[int, Any]:
+    # Of steps in which some row is read, by the number of tokens that are told: as for masks.
+    return {}
+
+  @functools.cached_property
   def _visit_program(self):
     return self._compiled(instance_visit)
 
@@ -484,6 +529,28 @@ class Runner:
     words, layout = pack(inputs)
     is_masked = inputs.sampling.mask is not None
     program = self._masked_step_program if is_masked else self._step_program
+    return program(params, pages, words, key, layout, is_plain)
+
+  def read(
+    self,
+    params: parameters.Params,
+    pages: Any,
+    inputs: StepInputs,
+    key: PRNGKeyArray,
+    num_top: int,
+  ) -> tuple[Any, Any, Reading]:
+    """As `step`, and what is likeliest after each sampled row; compiled when it is first called.
+
+    Returns:
+      (pages, tokens i32[i, b], scores and the `num_top` likeliest), on the devices.
+    """
+    pages, inputs, is_plain = self._decided(pages, inputs)
+    words, layout = pack(inputs)
+    num_top = min(num_top, self.config.vocab_size)
+    program = self._reading_programs.get(num_top)
+    if program is None:
+      program = self._compiled(functools.partial(instance_reading, num_top=num_top))
+      self._reading_programs[num_top] = program
     return program(params, pages, words, key, layout, is_plain)
 
   def _decided(self, pages: Any, inputs: StepInputs) -> tuple[Any, StepInputs, bool]:

@@ -15,6 +15,25 @@ from seerjax.types import Completion, Request, SamplingRows
 Mask = Callable[[Sequence[int]], np.ndarray]
 
 
+# Token ids with their log-probabilities, the likeliest first, of equals the lowest id.
+Likeliest = tuple[tuple[int, float], ...]
+
+
+@dataclasses.dataclass(eq=False)
+class ReadingState:
+  """A text that is read, not answered: what may come after it, and after drafts behind it.
+
+  Attributes:
+    num_top: tokens to be told of at each place.
+    drafts: paths of token ids, to be read with it where there is room.
+    found: by path, () for the text itself, what is likeliest behind it; empty until it is read.
+  """
+
+  num_top: int
+  drafts: tuple[tuple[int, ...], ...]
+  found: dict[tuple[int, ...], Likeliest] = dataclasses.field(default_factory=dict)
+
+
 @dataclasses.dataclass(eq=False)
 class SequenceState:
   """A request, its answer so far, and the memory it holds.
@@ -35,6 +54,7 @@ class SequenceState:
     streamed: characters of `text` given out.
     mask: what may stand at the answer's next place, None for anything.
     adapter: number of its adapter among the engine's, 0 for the base.
+    reading: what is asked of it instead of an answer, None of a request that is answered.
   """
 
   request: Request
@@ -52,6 +72,7 @@ class SequenceState:
   streamed: int = 0
   mask: Mask | None = None
   adapter: int = 0
+  reading: ReadingState | None = None
 
   @property
   def num_prompt(self) -> int:

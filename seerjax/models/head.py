@@ -118,6 +118,7 @@ def likeliest(
   *,
   config: TransformerConfig,
   numerics: numerics_lib.NumericsConfig,
+  axis: str | None = None,
 ) -> Int[Array, "n k"]:
   """Returns the ids of each row's likeliest tokens under the processed distribution, k = `count`.
 
@@ -127,18 +128,56 @@ def likeliest(
   """
   numerics = numerics_for(config, numerics)
   tiled = Tiled(dataclasses.replace(numerics, implementation="tiled"))
-  table = table_of(params, config, numerics, None)
+  table = table_of(params, config, numerics, axis)
   weights = {"final_norm": params["final_norm"], "head": table}
   size = hidden.shape[0]
   whole = tiled.whole_rows(size)
 
   def of_rows(weights: Params, rows: Any, one: Array) -> Array:
     hidden, parameters = rows
-    logits = logits_rows(tiled, config, None, weights, hidden, one)
+    logits = logits_rows(tiled, config, axis, weights, hidden, one)
     return lax.top_k(sampling.processed_rows(logits, parameters), count)[1].astype(jnp.int32)
 
   rows = (tiles.padded(hidden, whole), sampling.padded(sampling_rows, whole))
   return tiled.map_rows(of_rows, weights, rows, num_rows)[:size]
+
+
+def likeliest_scores(
+  params: Params,
+  hidden: Float[Array, "n d"],
+  sampling_rows: SamplingRows,
+  num_rows: Array,
+  count: int,
+  *,
+  config: TransformerConfig,
+  numerics: numerics_lib.NumericsConfig,
+  axis: str | None = None,
+  backend: Backend | None = None,
+) -> tuple[Int[Array, "n k"], TokenScores]:
+  """Returns `likeliest` ids and their scores f32[n, k], those of the rows forced to them."""
+  shape = hidden.shape[0], count
+  ids = likeliest(
+    params, hidden, sampling_rows, num_rows, count, config=config, numerics=numerics, axis=axis
+  )
+  hidden, sampling_rows = jax.tree.map(
+    lambda leaf: jnp.repeat(leaf, count, axis=0), (hidden, sampling_rows)
+  )
+  nothing = jnp.zeros(shape[0] * count, jnp.int32)
+  ids, scores = sample_and_score(
+    params,
+    hidden,
+    ids.reshape(-1),
+    sampling_rows,
+    nothing.astype(jnp.uint32),
+    nothing,
+    num_rows * count,
+    numerics_lib.key(0),  # Nothing is sampled here.
+    config=config,
+    numerics=numerics,
+    axis=axis,
+    backend=backend,
+  )
+  return ids.reshape(shape), jax.tree.map(lambda leaf: leaf.reshape(shape), scores)
 
 
 def score_rows(

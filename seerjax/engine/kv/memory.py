@@ -69,11 +69,17 @@ class Memory:
       return prefix_index.NO_HIT
     return self.pools[sequence.instance].find(tokens, sequence.request.adapter)
 
-  def remember(self, sequence: SequenceState, tokens: Sequence[int]) -> None:
-    """Makes `tokens`, the written start of a sequence, findable on its instance."""
+  def remember(
+    self, sequence: SequenceState, tokens: Sequence[int], pages: Sequence[int] | None = None
+  ) -> None:
+    """Makes `tokens`, the written start of a sequence, findable on its instance.
+
+    `pages` are those that they stand in; None is the sequence's own.
+    """
     if self._reuse_prefixes:
       adapter = sequence.request.adapter
-      self.pools[sequence.instance].remember(tokens, sequence.pages, adapter)
+      held = sequence.pages if pages is None else pages
+      self.pools[sequence.instance].remember(tokens, held, adapter)
 
   def release(self, sequence: SequenceState) -> None:
     """Takes a sequence's pages, wherever they are; it will have to compute them again."""

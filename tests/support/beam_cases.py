@@ -1,0 +1,93 @@
+"""A plain beam search, which runs each hypothesis alone, and drafters that know what it keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+import functools
+
+import jax
+from made_drafters import Observed
+import numpy as np
+
+from seerjax import numerics as numerics_lib
+from seerjax.models import config as model_config, head, parameters
+from seerjax.ops import sampling
+from seerjax.serve import scoring
+from seerjax.types import SamplingParams
+
+ROWS = 64
+
+
+class Plain:
+  """Reads a text from its first token on in a forward of its own, and nothing else."""
+
+  def __init__(
+    self,
+    config: model_config.TransformerConfig,
+    numerics: numerics_lib.NumericsConfig,
+    params: parameters.Params,
+  ):
+    shape = dict(config=config, numerics=numerics)
+    self._params, self._vocab_size = params, config.vocab_size
+    self._hidden = jax.jit(functools.partial(scoring._hidden_rows, **shape))
+    self._likeliest = jax.jit(functools.partial(head.likeliest, **shape), static_argnums=4)
+    self._forced = jax.jit(functools.partial(scoring._forced, **shape))
+
+  @functools.cache  # noqa: B019, as long as the tests.
+  def likeliest(self, tokens: tuple[int, ...]) -> list[tuple[int, np.float32]]:
+    """Returns up to 16 of the likeliest next ids and their log-probabilities, unsorted."""
+    padded = np.zeros(ROWS, np.int32)
+    padded[: len(tokens)] = tokens
+    hidden = self._hidden(self._params, padded, np.int32(len(tokens)))[len(tokens) - 1][None]
+    count = min(16, self._vocab_size)
+    rows = sampling.sampling_rows([SamplingParams()])
+    ids = self._likeliest(self._params, hidden, rows, np.int32(1), count)[0]
+    hidden, rows = jax.tree.map(lambda leaf: np.repeat(leaf, count, axis=0), (hidden, rows))
+    scores = self._forced(self._params, hidden, ids, rows, np.int32(count))
+    return list(zip(np.asarray(ids).tolist(), np.asarray(scores.raw_logprob), strict=True))
+
+  def search(
+    self, prompt: Sequence[int], width: int, max_tokens: int, stops: Sequence[int] = ()
+  ) -> tuple[list[tuple[tuple[int, ...], float, str]], set[tuple[int, ...]]]:
+    """Returns (tokens, score, reason) of the best hypotheses, and every one that was ever kept."""
+    beam = [((), 0.0, "")]
+    kept = set()
+    while not all(reason for *_, reason in beam):
+      candidates = []
+      for rank, (tokens, score, reason) in enumerate(beam):
+        if reason:
+          candidates.append(((-score, -1, rank), (tokens, score, reason)))
+          continue
+        for token, logprob in self.likeliest((*prompt, *tokens))[:width]:
+          longer, total = (*tokens, token), score + float(logprob)
+          ended = "stop" if token in stops else "length" if len(longer) == max_tokens else ""
+          candidates.append(((-total, token, rank), (longer, total, ended)))
+      beam = [one for _, one in sorted(candidates, key=lambda pair: pair[0])[:width]]
+      kept |= {tokens for tokens, *_ in beam}
+    return beam, kept
+
+
+class Knowing(Observed):
+  """Drafts what a search will keep, as a tree around each hypothesis; some of it is wrong."""
+
+  def __init__(self, kept: set[tuple[int, ...]], vocab_size: int, *, right: float, seed: int):
+    super().__init__()
+    self._kept = sorted(kept)
+    self._vocab_size = vocab_size
+    self._right = right
+    self._rng = np.random.default_rng(seed)
+
+  def draft(self, queries):
+    found = []
+    for query in queries:
+      said = tuple(query.tokens[query.num_prompt :])
+      paths = [one[len(said) :] for one in self._kept if one[: len(said)] == said]
+      # The deepest first, so that others branch from them.
+      paths = sorted((path for path in paths if path), key=len, reverse=True)
+      found.append([self._bent(path[: query.max_draft]) for path in paths[:6]])
+    return found
+
+  def _bent(self, path: tuple[int, ...]) -> list[int]:
+    is_right = self._rng.random(len(path)) < self._right
+    wrong = self._rng.integers(0, self._vocab_size, len(path)).tolist()
+    return [token if good else bad for token, good, bad in zip(path, is_right, wrong)]
