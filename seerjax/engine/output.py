@@ -188,7 +188,8 @@ class Outputs:
         piece.sequence.num_written += piece.count
         if mine.start < mine.stop and piece.sequence.reading is not None:
           assert top is not None, "got no likeliest tokens of a step in which a text is read"
-          self._tell(piece, *(part[instance][mine] for part in top))
+          ids, values = top
+          self._tell(piece, ids[instance][mine], values[instance][mine])
         elif mine.start < mine.stop:
           drawn, logprobs, raw = (column[instance][step][mine] for column in columns)
           assert drawn[0] >= 0, f"got no token of a row that decodes in step {step} of a visit"
@@ -276,7 +277,7 @@ class Outputs:
     """Tells a text that is read what is likeliest after it and its drafts, and lets it go."""
     reading = piece.sequence.reading
     assert reading is not None
-    rows = {(): 0}
+    rows: dict[tuple[int, ...], int] = {(): 0}
     for path in piece.paths:
       for depth in range(path.num_shared, len(path.tokens)):
         rows[path.tokens[: depth + 1]] = path.rows[depth]

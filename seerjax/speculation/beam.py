@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from seerjax.engine import checks, drafting
 from seerjax.engine.drafting import Drafter, DraftQuery
@@ -227,7 +227,7 @@ def _num_shared(left: Answer, right: Answer) -> int:
   return count
 
 
-def _check(request: Request, width: int, drafter: Drafter | None) -> None:
+def _check(request: Any, width: Any, drafter: Any) -> None:
   """Refuses what is no beam search, before anything is read."""
   fix = "1 is the greedy answer, 4 is usual"
   checks.whole("beam_search: width", width, 1, MAX_WIDTH, fix)
