@@ -15,8 +15,10 @@ import tiny_model
 
 from seerjax.engine import engine as engine_lib, planner as planner_lib
 from seerjax.engine.engine import EngineConfig
-from seerjax.speculation import beam
+from seerjax.models import loading
+from seerjax.speculation import beam, draft_loading
 from seerjax.speculation.beam import Hypothesis, beam_search
+from seerjax.speculation.draft_model import DraftModelConfig
 from seerjax.types import Request, SamplingParams
 
 # Pages of four, four of them a split; rows for trees behind each of eight hypotheses.
@@ -79,7 +81,9 @@ def differing(numerics, seed: int, planner=planner_lib.Planner, count: int = 4) 
   return wrong
 
 
-def check_drawn(numerics, seed: int, count: int) -> collections.Counter[str]:
+def check_drawn(
+  numerics, seed: int, count: int, **mesh: int
+) -> collections.Counter[str]:
   """Searches drawn ones, with drafts and without, beside requests that are sampled; counts."""
   rng, events = np.random.default_rng(seed), collections.Counter()
   for number in range(count):
@@ -90,15 +94,18 @@ def check_drawn(numerics, seed: int, count: int) -> collections.Counter[str]:
     right = float(rng.choice([0.0, 0.6, 0.9, 1.0]))
     steps = []
     for drafter in (None, Knowing(kept, VOCABULARY, right=right, seed=number)):
-      engine = tiny_model.make_engine(sizes, numerics)
-      pool = engine.memory.pools[0]
+      engine = tiny_model.make_engine(sizes, numerics, **mesh)
+      instance = engine.num_instances - 1
+      pool = engine.memory.pools[instance]
       if is_tight:
         pool.take(pool.num_available - FEW_PAGES)
       num_free = pool.num_available
       others = [dataclasses.replace(asked(rng, str(i)), seed=i) for i in range(number % 3)]
       for other in others:
         engine.submit(other)
-      found = as_rows(beam_search(engine, request, width, drafter=drafter))
+      found = as_rows(
+        beam_search(engine, request, width, drafter=drafter, instance=instance)
+      )
       assert found == wanted, f"seed {seed}, search {number}: {request}, width {width}"
       counters = engine.counters
       steps.append(counters.steps)
@@ -131,12 +138,16 @@ EVENTS = (
 )
 
 
-def test_hypotheses_have_the_bits_of_each_alone_and_bugs_have_not():
-  events = check_drawn(tiny_model.NATIVE, 0, 7)
-  assert all(events[name] for name in EVENTS), events
-  assert not differing(tiny_model.NATIVE, 1)
-  for bug in (WithoutCopies, OthersPages, NeighboursNumbers):
-    assert differing(tiny_model.NATIVE, 1, bug), bug.__doc__
+def test_hypotheses_have_the_bits_of_each_alone():
+  assert check_drawn(tiny_model.NATIVE, 0, 3)["key copies"]
+
+
+@pytest.mark.thorough
+@pytest.mark.few(1)
+@pytest.mark.parametrize("name", BACKENDS)
+def test_so_they_have_on_each_backend(name):
+  events = check_drawn(BACKENDS[name], 5, 7)
+  assert events["key copies"] and events["fewer steps"]
 
 
 @pytest.mark.long
@@ -147,10 +158,18 @@ def test_drawn_searches_have_the_bits_of_each_alone(name, seed):
   assert all(events[name] for name in EVENTS), events
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("mesh", [(2, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize("numerics", [tiny_model.NATIVE, tiny_model.BFLOAT16])
+def test_so_they_have_on_several_devices(numerics, mesh):
+  assert check_drawn(numerics, 9, 7, num_instances=mesh[0], model_shards=mesh[1])["key copies"]
+
+
 @pytest.mark.thorough
-def test_so_they_have_on_the_portable_backend_in_half_precision():
-  events = check_drawn(tiny_model.BFLOAT16, 5, 7)
-  assert events["fewer steps"]
+def test_bugs_in_pages_and_places_are_found_out():
+  assert not differing(tiny_model.NATIVE, 1)
+  for bug in (WithoutCopies, OthersPages, NeighboursNumbers):
+    assert differing(tiny_model.NATIVE, 1, bug), bug.__doc__
 
 
 class WithoutCopies(planner_lib.Planner):
@@ -190,6 +209,30 @@ def test_each_place_is_one_row_whatever_is_shared():
   assert [one.finish_reason for one in found] == ["length"] * 4
   assert counters.steps == 11 and counters.read_tokens == 1 + 4 * 10
   assert counters.rows == 8 + counters.read_tokens  # The prompt's others, once.
+
+
+@pytest.mark.thorough
+def test_drafts_of_nano_save_a_quarter_of_the_steps_at_least():
+  model = loading.load_model("nano")
+  sizes = EngineConfig(num_pages=120, max_sequences=8, max_context=128, row_buckets=(64,))
+  engine = engine_lib.Engine(model, config=sizes)
+  ids = model.tokenizer.chat_ids("Tom has 3 apples and buys 4. How many apples has Tom?")
+  request = Request(
+    request_id="tom",
+    prompt=tuple(ids),
+    sampling=SamplingParams(max_tokens=32, stop_token_ids=model.tokenizer.eos_ids),
+  )
+  config = DraftModelConfig(length=4, width=2, num_slots=8)
+  drafter = draft_loading.drafter_for(engine, "nano", config)
+  for width in (2, 4, 8):
+    found, steps = [], []
+    for one in (None, drafter):
+      before = engine.counters.steps
+      found.append(beam_search(engine, request, width, drafter=one))
+      steps.append(engine.counters.steps - before)
+    print(f"nano, width {width}: {steps[0]} steps, {steps[1]} with drafts of four tokens")
+    assert found[0] == found[1] and all(one.text for one in found[0])
+    assert steps[0] >= 1.3 * steps[1]
 
 
 def test_ties_go_to_the_lowest_id_then_to_the_better_parent():
