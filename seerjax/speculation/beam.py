@@ -18,14 +18,14 @@ no hypothesis: nothing is accepted or rejected, what was not read is read when i
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 import math
 from typing import Any, NamedTuple
 
 from seerjax.engine import checks, drafting
 from seerjax.engine.drafting import Drafter, DraftQuery
 from seerjax.engine.engine import Engine
-from seerjax.engine.sequence import Likeliest
+from seerjax.engine.sequence import Likeliest, StepOutput
 from seerjax.types import Request, SamplingParams
 
 MAX_WIDTH = 16
@@ -59,6 +59,7 @@ def beam_search(
   *,
   drafter: Drafter | None = None,
   instance: int = 0,
+  on_step: Callable[[list[StepOutput]], None] | None = None,
 ) -> list[Hypothesis]:
   """Returns the best hypotheses of a request's answer, the best first.
 
@@ -71,6 +72,7 @@ def beam_search(
     width: hypotheses that are kept, 1 to 16; fewer are found where the vocabulary is small.
     drafter: guesses how each hypothesis goes on; None reads one token of each in a step.
     instance: of the engine, whose pages they share.
+    on_step: called with each visit's updates of other requests.
 
   Raises:
     ValueError: if the width is out of its range, the request is none or has sampling that a search
@@ -91,6 +93,7 @@ def beam_search(
         min(width, engine.model.vocab_size),
         drafts=drafts.of(answers),
         instance=instance,
+        on_step=on_step,
       )
       for answer, by_path in zip(answers, found, strict=True):
         known |= {answer + path: top for path, top in by_path.items()}
