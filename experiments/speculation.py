@@ -63,7 +63,7 @@ class Workload:
   Attributes:
     targets: "nano", a Hugging Face directory, or a Hub id each.
     drafts: of each target in turn, likewise.
-    tasks: names, as the main job's; "gsm8k=PATH" reads a file or directory.
+    tasks: names, as the main job's ("countdown"); "gsm8k=PATH" reads a file or directory.
     batches: requests at once.
     lengths: tokens ahead, 1 to 16, or "budget": at most 8, and none where that does not pay.
     widths: children of each place of a draft, the one that goes on included; of a budget, at most.
@@ -78,7 +78,7 @@ class Workload:
 
   targets: tuple[str, ...] = ("nano",)
   drafts: tuple[str, ...] = ("nano-draft",)
-  tasks: tuple[str, ...] = ("word_problems", "countdown")
+  tasks: tuple[str, ...] = ("word_problems",)
   batches: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128)
   lengths: tuple[str, ...] = ("1", "2", "4", "6", "8", BUDGET)
   widths: tuple[int, ...] = (1, 2, 4)
