@@ -152,7 +152,7 @@ class Chunks:
       ValueError: if there is no such request.
     """
     sequence = self._requests.find(request_id, "preempt")
-    is_running = sequence in self._requests.running[sequence.instance]
+    is_running = self._requests.is_running(sequence)
     self._counters.preemptions += is_running or sequence.num_written > 0
     self._memory.release(sequence)
     if is_running:

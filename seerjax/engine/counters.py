@@ -56,6 +56,10 @@ class Counters:
     spilled_pages: pages that left the devices.
     restored_pages: pages that came back.
     peer_bytes: bytes that went from instance to instance.
+    background_rows: of `rows`, those of requests that nobody waits for.
+    background_paused: times such a request had pages and got no row of a visit,
+    background_spilled: times its pages left the device because another needed them,
+    background_preempted: times it lost them, because the pool was full, too.
     host: the pool's pinned host memory.
     store: the pool's store.
   """
@@ -83,5 +87,9 @@ class Counters:
   spilled_pages: int = 0
   restored_pages: int = 0
   peer_bytes: int = 0
+  background_rows: int = 0
+  background_paused: int = 0
+  background_spilled: int = 0
+  background_preempted: int = 0
   host: TierCounters = dataclasses.field(default_factory=TierCounters)
   store: TierCounters = dataclasses.field(default_factory=TierCounters)

@@ -38,6 +38,7 @@ from seerjax.engine import (
   sizes,
   texts,
 )
+from seerjax.engine.background import StepTable
 from seerjax.engine.chunks import Chunks
 from seerjax.engine.counters import Counters
 from seerjax.engine.drafting import Drafter
@@ -64,6 +65,8 @@ class Engine:
     config: sizes, all of them filled in.
     counters: of all that the engine does.
     memory: pages of all instances.
+    step_times: seconds of steps (`speculation.step_times.measure`), by which requests that nobody
+      waits for get rows beside others; None gives them none. It may be set at any time.
   """
 
   def __init__(
@@ -78,6 +81,7 @@ class Engine:
     drafter: Drafter | None = None,
     kv_pool: KVPool | None = None,
     adapters: Mapping[str, Any] | None = None,
+    step_times: StepTable | None = None,
   ):
     """Makes an engine.
 
@@ -93,6 +97,7 @@ class Engine:
       drafter: guesses tokens that are then verified together; None verifies nothing.
       kv_pool: where paused requests' keys go when their pages are needed; a default one if None.
       adapters: that requests may name; see `set_adapters`.
+      step_times: the attribute.
 
     Raises:
       ValueError: if slabs do not divide the model, weights are not laid out for it in the compute
@@ -133,6 +138,7 @@ class Engine:
     self.config, self.counters, self.memory = config, counters, memory
     self._publish()
     self._requests = requests
+    self.step_times = step_times
     self._chunks = Chunks(requests, memory, counters, config=config)
     self._drafting = drafting.Drafting(drafter)
     self._planner = planner = Planner(
@@ -186,6 +192,7 @@ class Engine:
     instance: int | None = None,
     chunk_tokens: int | None = None,
     mask: Mask | None = None,
+    is_background: bool = False,
   ) -> None:
     """Adds a request.
 
@@ -199,6 +206,10 @@ class Engine:
       mask: of the answer so far, which ids may follow it, u32[w] with a bit for each id of the
         vocabulary; a pure function, and a part of the question like its sampling parameters: it is
         applied where `SamplingParams.allowed` is.
+      is_background: whether nobody waits for it. It gets what others leave: rows by which a step
+        takes at most `EngineConfig.background_slack` longer, up to `background_rows` where there
+        are no others, and pages and places that it gives back as soon as another needs them. Its
+        answer has the bits that it has otherwise.
 
     Raises:
       ValueError: if it is empty, already here, too long for the context, can never fit in memory,
@@ -222,11 +233,11 @@ class Engine:
       )
     row = sampling.sampling_rows([request.sampling])
     if instance is None:
-      instance = self._requests.instance_for(request)
+      instance = self._requests.instance_for(request, is_background=is_background)
     sequence = output.begun(request, instance, row, self.tokenizer, resume_from)
     if resume_from is not None:
       self.memory.claim(sequence)
-    sequence.mask = mask
+    sequence.mask, sequence.is_background = mask, is_background
     sequence.adapter = self._index_of[request.adapter]
     sequence.extend(chunk_tokens)
     self.memory.take_again()
@@ -278,18 +289,21 @@ class Engine:
   def _step(self) -> None:
     self._planner.admit()
     scheduled = self._planner.schedule()
+    num_top = self._planner.num_top(scheduled)
+    if num_top or (self.drafter is not None and any(scheduled)):
+      scheduled = self._with_drafts(scheduled)
+    num_steps = self._planner.num_steps(scheduled)
+    # A step that tells of likeliest tokens is in no table.
+    if self._requests.num_background and not num_top:
+      scheduled, num_steps = self._with_background(scheduled, num_steps)
     if not any(scheduled):
       return
-    num_top = self._planner.num_top(scheduled)
-    if num_top or self.drafter is not None:
-      scheduled = self._with_drafts(scheduled)
     self.memory.restore()
     try:
       inputs = self._inputs(scheduled)
     except Exception:
       self._requests.busy = self._planner.culprit(scheduled)
       raise
-    num_steps = self._planner.num_steps(scheduled)
     top: Any = None
     if num_steps > 1:
       visit = self._visit_inputs(scheduled, inputs, num_steps)
@@ -317,6 +331,18 @@ class Engine:
       top=None if top is None else (top[0].tolist(), top[1].tolist()),
     )
     self._requests.busy = None
+
+  def _with_background(
+    self, scheduled: list[list[ScheduledRows]], num_steps: int
+  ) -> tuple[list[list[ScheduledRows]], int]:
+    """Adds rows of requests that nobody waits for; returns them all, and the visit's steps."""
+    has_front = any(scheduled)
+    scheduled = self._planner.with_background(scheduled, num_steps, self.step_times)
+    if has_front:
+      return scheduled, min(num_steps, self._planner.num_steps(scheduled))
+    if self.drafter is not None:
+      scheduled = self._with_drafts(scheduled)
+    return scheduled, self._planner.num_steps(scheduled)
 
   def _inputs(self, scheduled: list[list[ScheduledRows]]) -> runner_lib.StepInputs:
     return self._planner.inputs(scheduled)

@@ -121,6 +121,15 @@ def _by_request(updates: list[StepOutput]) -> list[StepOutput]:
   return found
 
 
+_Row = tuple[int, slice, ScheduledRows]  # Instance, samples among its, and what was scheduled.
+
+
+def _is_left(row: _Row, tokens: list[list[list[Any]]], step: int) -> bool:
+  """Returns whether a visit was over before a step of a row that nobody waits for."""
+  instance, mine, piece = row
+  return piece.sequence.is_background and tokens[instance][step][mine.start] < 0
+
+
 def _first_stop(text: str, stop_strings: tuple[str, ...]) -> int | None:
   """Returns where the first stop string begins, None if there is none."""
   found = [place for stop in stop_strings if (place := text.find(stop)) >= 0]
@@ -173,18 +182,24 @@ class Outputs:
       top: ids and scores of the likeliest tokens after each sample, by instance, where texts are
         read; the visit is one step then.
     """
-    rows: list[tuple[int, slice, ScheduledRows]] = []
+    rows: list[_Row] = []
     for instance, pieces in enumerate(scheduled):
       place = 0
       for piece in pieces:
         rows.append((instance, slice(place, place + piece.num_samples), piece))
         place = rows[-1][1].stop
     for step in range(num_steps):
+      if step:
+        # A visit is over with those in front, and the others go on in the next.
+        rows = [row for row in rows if not _is_left(row, columns[0], step)]
+      if not rows:
+        break
       self._counters.steps += 1
       live = []
       for row in rows:
         instance, mine, piece = row
         self._counters.rows += piece.num_rows
+        self._counters.background_rows += piece.num_rows * piece.sequence.is_background
         piece.sequence.num_written += piece.count
         if mine.start < mine.stop and piece.sequence.reading is not None:
           assert top is not None, "got no likeliest tokens of a step in which a text is read"
@@ -196,8 +211,6 @@ class Outputs:
           if self.add(piece, drawn, logprobs, raw, policy_version=policy_version):
             live.append(row)
       rows = live
-      if not rows:
-        break
 
   def add(
     self,

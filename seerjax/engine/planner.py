@@ -1,12 +1,13 @@
 """What the next step computes: who gets pages, how its rows are shared out, which drafts fit.
 
 A step takes one row from every sequence that decodes and fills what is left with pieces of prompts;
-drafts take the rows that are left then. Nothing here reads a clock or changes a bit of an answer.
+drafts take the rows that are left then, and requests that nobody waits for what is left of those
+(`background`). Nothing here reads a clock or changes a bit of an answer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 import itertools
 from typing import Any
 
@@ -15,6 +16,7 @@ import numpy as np
 
 from seerjax.backends.protocol import Backend
 from seerjax.engine import batching, sizes, token_tree
+from seerjax.engine.background import Room, StepTable
 from seerjax.engine.counters import Counters
 from seerjax.engine.drafting import DraftQuery
 from seerjax.engine.kv import pages as pages_lib, prefix_index
@@ -32,6 +34,18 @@ Place = tuple[int, int]  # Of scheduled rows: instance, and index among the inst
 def _sharing(sequence: SequenceState) -> tuple[str, str]:
   """Returns equal pairs for siblings that share a prompt's keys and values."""
   return sequence.request.group_id, sequence.request.adapter
+
+
+def _is_asked_between(sequence: SequenceState) -> bool:
+  """Returns whether the host is asked something between two tokens of an answer."""
+  sampling = sequence.request.sampling
+  is_held = sequence.mask is not None or sequence.reading is not None
+  return bool(is_held or sampling.stop_strings or sampling.allowed)
+
+
+def _keeps_visit(sequence: SequenceState) -> bool:
+  """Returns whether a visit may have several steps with a sequence's next rows in it."""
+  return len(sequence.tokens) - sequence.num_written == 1 and not _is_asked_between(sequence)
 
 
 class Planner:
@@ -68,7 +82,10 @@ class Planner:
   # Pages.
 
   def admit(self) -> None:
-    """Gives pages to waiting sequences, first come first served, all they can ever need."""
+    """Gives pages to waiting sequences, first come first served, all they can ever need.
+
+    What those hold that nobody waits for is taken from them for that.
+    """
     for instance, pool in enumerate(self._memory.pools):
       waiting, running = self._requests.waiting[instance], self._requests.running[instance]
       prefilling = {_sharing(s) for s in running if s.is_prefilling and s.request.group_id}
@@ -81,13 +98,9 @@ class Planner:
         if is_fresh and self._config.reuse_prefixes and _sharing(sequence) in prefilling:
           held_back.append(waiting.popleft())  # A sibling is writing the prompt they share.
           continue
-        if sequence.pages:
-          has_pages = self._extend(sequence, pool)
-        elif sequence.num_written:  # Spilled: it comes back before the step.
-          num_pages = pages_for(sequence.limit, self._config.page_size)
-          has_pages = self._memory.begin_restore(sequence, num_pages)
-        else:
-          has_pages = self._begin(sequence, pool)
+        has_pages = self._give_pages(sequence, pool)
+        while not has_pages and self._make_way(instance):
+          has_pages = self._give_pages(sequence, pool)
         if not has_pages:
           self._counters.waits += 1
           break
@@ -97,6 +110,32 @@ class Planner:
           prefilling.add(_sharing(sequence))
       waiting.extendleft(reversed(held_back))
     self._requests.busy = None
+
+  def _give_pages(self, sequence: SequenceState, pool: pages_lib.PagePool) -> bool:
+    """Gives a sequence all pages that it needs; False if there are too few."""
+    if sequence.pages:
+      return self._extend(sequence, pool)
+    if sequence.num_written:  # Spilled: it comes back before the step.
+      num_pages = pages_for(sequence.limit, self._config.page_size)
+      return self._memory.begin_restore(sequence, num_pages)
+    return self._begin(sequence, pool)
+
+  def _make_way(self, instance: int) -> bool:
+    """Takes the pages of one sequence that nobody waits for; False if none holds any.
+
+    They leave the device, or are dropped where the pool is full, too. None of these sequences has
+    rows of the step yet, nor pages that are still to be copied.
+    """
+    for sequence in self._requests.holders_in_background(instance):
+      if self._memory.spill([sequence]):
+        self._counters.background_spilled += 1
+      else:
+        self._memory.release(sequence)
+        self._counters.background_preempted += 1
+      if self._requests.is_running(sequence):
+        self._requests.preempt(sequence)
+      return True
+    return False
 
   def _extend(self, sequence: SequenceState, pool: pages_lib.PagePool) -> bool:
     """Gives a sequence that holds its past the pages of its next chunk; False if there are none."""
@@ -153,15 +192,68 @@ class Planner:
         row += count
     return scheduled
 
+  def with_background(
+    self, scheduled: list[list[ScheduledRows]], num_steps: int, table: StepTable | None
+  ) -> list[list[ScheduledRows]]:
+    """Returns the rows, and behind them those of requests that nobody waits for, if there is room.
+
+    One gets pages only where nobody in front waits for any, and rows are left for it.
+
+    Args:
+      scheduled: rows of those in front, drafts among them.
+      num_steps: of the visit that these may have alone.
+      table: seconds of steps.
+    """
+    if not self._requests.num_background:
+      return scheduled
+    room = Room(scheduled, num_steps, config=self._config, table=table)
+    found = []
+    for instance, pieces in enumerate(scheduled):
+      row, planned = sum(piece.num_rows for piece in pieces), list(pieces)
+      for sequence in self._background(instance, room):
+        count = 0
+        if not room.has_front or self._may_join(sequence):
+          wanted = len(sequence.tokens) - sequence.num_written
+          count = room.take(instance, wanted, keeps_visit=_keeps_visit(sequence))
+        if count:
+          planned.append(ScheduledRows(sequence, count, row))
+          row += count
+        self._counters.background_paused += not count
+      found.append(planned)
+    return found
+
+  def _background(self, instance: int, room: Room) -> Iterator[SequenceState]:
+    """Yields those that have pages, then as many of those that wait as there is room for."""
+    requests = self._requests
+    running, waiting = requests.background[instance], requests.background_waiting[instance]
+    yield from tuple(running)
+    while waiting and not requests.waiting[instance]:
+      sequence = waiting[0]
+      may_join = not room.has_front or self._may_join(sequence)
+      if not may_join or not room.fits(instance, 1, keeps_visit=_keeps_visit(sequence)):
+        break
+      requests.busy = (sequence, len(sequence.tokens))
+      if not self._give_pages(sequence, self._memory.pools[instance]):
+        break
+      waiting.popleft()
+      running.append(sequence)
+      yield sequence
+    requests.busy = None
+
+  def _may_join(self, sequence: SequenceState) -> bool:
+    """Returns whether a sequence's row leaves the others' compiled program as it is."""
+    if sequence.mask is not None:
+      return False
+    waits = self._backend.waits_for_predicates
+    return not (waits and np.any(sampling.is_special(sequence.sampling)))
+
   def num_steps(self, scheduled: list[list[ScheduledRows]]) -> int:
     """Returns the steps that these rows may stay on the devices, at most: of rows that decode, no
     draft among them, and that are asked nothing between two tokens; 1 of all others."""
     most = 0
     for piece in itertools.chain(*scheduled):
-      sequence, sampling = piece.sequence, piece.sequence.request.sampling
-      if piece.num_rows > 1 or not piece.is_sampled or sampling.stop_strings or sampling.allowed:
-        return 1
-      if sequence.mask is not None or sequence.reading is not None:
+      sequence = piece.sequence
+      if piece.num_rows > 1 or not piece.is_sampled or _is_asked_between(sequence):
         return 1
       most = max(most, sequence.limit - len(sequence.tokens))
     return min(most, self._config.steps_per_visit)
@@ -261,7 +353,10 @@ class Planner:
     return drafted
 
   def _spare_rows(self, scheduled: list[list[ScheduledRows]]) -> list[int]:
-    most = self._config.row_buckets[-1]
+    is_front = not self._requests.num_background or any(
+      not piece.sequence.is_background for piece in itertools.chain(*scheduled)
+    )
+    most = self._config.row_buckets[-1] if is_front else self._config.background_rows
     return [most - sum(piece.count for piece in pieces) for pieces in scheduled]
 
   def _paths(
@@ -318,7 +413,8 @@ class Planner:
     on, and copies of all that stands there before its own first node.
     """
     size, root = self._config.page_size, len(piece.sequence.tokens) - 1
-    pages_left = self._memory.pools[piece.sequence.instance].num_available
+    instance = piece.sequence.instance
+    pool, num_pages = self._memory.pools[instance], 0
     num_settled = self._num_settled(piece)
     for index, node in enumerate(nodes):
       pages = copies = 0
@@ -327,7 +423,11 @@ class Planner:
         copies = num_settled + node.depth - 1
       elif node.branch:
         pages = int((root + node.depth) % size == 0)
-      rows_left, pages_left, copies_left = rows_left - 1, pages_left - pages, copies_left - copies
+      rows_left, num_pages, copies_left = rows_left - 1, num_pages + pages, copies_left - copies
+      while pages and num_pages > pool.num_available and not piece.sequence.is_background:
+        if not self._make_way(instance):
+          break
+      pages_left = pool.num_available - num_pages
       if min(rows_left, pages_left, copies_left) < 0:
         self._counters.cut_for_rows += rows_left < 0
         self._counters.cut_for_pages += pages_left < 0
@@ -378,7 +478,17 @@ class Planner:
     shape = inputs.sample_rows.shape
     remaining = np.zeros(shape, np.int32)
     stops = np.full((*shape, MAX_STOP_IDS), -1, np.int32)
+    leads = np.ones(shape, np.int32)
+    steps = np.full(shape[:1], num_steps, np.int32)
+    is_front = lambda piece: not piece.sequence.is_background
+    has_front = any(map(is_front, itertools.chain(*scheduled)))
     for instance, pieces in enumerate(scheduled):
+      # A visit is over with those in front. Where there are none of them, nothing of the others'
+      # is known, so that one step is all that is sure to be in time.
+      if has_front and any(map(is_front, pieces)):
+        leads[instance, : len(pieces)] = [is_front(piece) for piece in pieces]
+      elif has_front:
+        steps[instance] = 1
       for row, piece in enumerate(pieces):
         sequence = piece.sequence
         remaining[instance, row] = sequence.limit - len(sequence.tokens)
@@ -387,7 +497,7 @@ class Planner:
     # Any: the record is typed as device arrays, and this one is made on the host.
     inputs = inputs._replace(key_copies=None)  # Of drafts, and there are none.
     fields: dict[str, Any] = dict(
-      remaining=remaining, stops=stops, num_steps=np.full(shape[:1], num_steps, np.int32)
+      remaining=remaining, stops=stops, num_steps=steps, leads=leads
     )
     return VisitInputs(step=inputs, **fields)
 

@@ -1,11 +1,15 @@
 """The unfinished requests of an engine: which of them wait, run, or are paused.
 
     waiting -> running -> (end of a chunk) paused -> waiting again, or (end of the answer) gone
+
+Requests that nobody waits for have queues of their own, so that none of them is ever in another's
+way.
 """
 
 from __future__ import annotations
 
 import collections
+from collections.abc import Sequence
 import itertools
 
 import numpy as np
@@ -22,6 +26,9 @@ class Requests:
     live: every unfinished request, by its id.
     waiting: for memory, in order.
     running: rows of every step.
+    background_waiting: as `waiting`, of those that nobody waits for,
+    background: and as `running`; each has the rows of a step that are left for it, or none.
+    num_background: of `live`, those that nobody waits for.
     paused: ids, in the order in which their chunks ended.
     busy: the request that a step is working on, and how many tokens it had before; None if what is
       being done belongs to no single request.
@@ -33,6 +40,11 @@ class Requests:
       collections.deque() for _ in range(num_instances)
     ]
     self.running: list[list[SequenceState]] = [[] for _ in range(num_instances)]
+    self.background_waiting: list[collections.deque[SequenceState]] = [
+      collections.deque() for _ in range(num_instances)
+    ]
+    self.background: list[list[SequenceState]] = [[] for _ in range(num_instances)]
+    self.num_background = 0
     self.paused: dict[str, None] = {}
     self.busy: tuple[SequenceState, int] | None = None
     # Of each group with unfinished requests: where it runs, and how many these are.
@@ -91,14 +103,17 @@ class Requests:
     most = len(self.running) - 1
     checks.whole(f"{what}: instance", instance, 0, most, "the mesh has no more")
 
-  def instance_for(self, request: Request) -> int:
-    """Returns where a request runs: with its group, whose prompt it shares, or with the fewest."""
+  def instance_for(self, request: Request, *, is_background: bool = False) -> int:
+    """Returns where a request runs: with its group, whose prompt it shares, or with the fewest.
+
+    Those that nobody waits for are counted among themselves.
+    """
     group = request.group_id
     if group in self._group_instance:
       return self._group_instance[group]
     loads = [
       len(waiting) + len(running)
-      for waiting, running in zip(self.waiting, self.running, strict=True)
+      for waiting, running in zip(*self._queues(is_background), strict=True)
     ]
     instance = int(np.argmin(loads))
     if group:
@@ -108,8 +123,9 @@ class Requests:
   def add(self, sequence: SequenceState) -> None:
     """Adds a request that waits for memory."""
     self.live[sequence.request.request_id] = sequence
+    self.num_background += sequence.is_background
     self._group_size[sequence.request.group_id] += 1
-    self.waiting[sequence.instance].append(sequence)
+    self._waiting(sequence).append(sequence)
 
   def pause(self, sequence: SequenceState) -> None:
     """Ends a request's chunk, whether it has begun or not."""
@@ -119,14 +135,31 @@ class Requests:
   def resume(self, sequence: SequenceState) -> None:
     """Lets a paused request wait for the memory of another chunk."""
     del self.paused[sequence.request.request_id]
-    waiting = self.waiting[sequence.instance]
+    waiting = self._waiting(sequence)
     # Those that hold memory go first: behind one that waits for it, both would wait forever.
     (waiting.appendleft if sequence.pages else waiting.append)(sequence)
 
   def preempt(self, sequence: SequenceState) -> None:
     """Lets a running request wait first in line."""
-    self.running[sequence.instance].remove(sequence)
-    self.waiting[sequence.instance].appendleft(sequence)
+    self._running(sequence).remove(sequence)
+    self._waiting(sequence).appendleft(sequence)
+
+  def is_running(self, sequence: SequenceState) -> bool:
+    """Returns whether a request has its pages to run in."""
+    return sequence in self._running(sequence)
+
+  def holders_in_background(self, instance: int) -> list[SequenceState]:
+    """Returns those that nobody waits for and that hold pages of an instance.
+
+    The first are those whose pages are missed least: paused ones, waiting ones, then those that
+    run, the last first.
+    """
+    if self.num_background == 0:
+      return []
+    paused = (self.live[name] for name in self.paused)
+    idle = [s for s in paused if s.is_background and s.instance == instance]
+    running = reversed(self.background[instance])
+    return [s for s in (*idle, *self.background_waiting[instance], *running) if s.pages]
 
   def remove(self, sequence: SequenceState) -> None:
     """Forgets a request."""
@@ -136,6 +169,7 @@ class Requests:
     else:
       self._leave_queue(sequence)
     del self.live[request_id]
+    self.num_background -= sequence.is_background
     group = sequence.request.group_id
     self._group_size[group] -= 1
     if not self._group_size[group]:  # Else one that is never idle would remember all there were.
@@ -145,16 +179,30 @@ class Requests:
   def wait_again(self) -> None:
     """Lets all that are not paused wait, those that ran before the others."""
     # One may have been between two queues when a step broke off.
-    order = [*itertools.chain(*self.running), *itertools.chain(*self.waiting)]
+    queues = (*self.running, *self.waiting, *self.background, *self.background_waiting)
+    order = [*itertools.chain(*queues)]
     order = dict.fromkeys([*order, *self.live.values()])
-    for queue in (*self.running, *self.waiting):
+    for queue in queues:
       queue.clear()
     for sequence in order:
       request_id = sequence.request.request_id
       if request_id in self.live and request_id not in self.paused:
-        self.waiting[sequence.instance].append(sequence)
+        self._waiting(sequence).append(sequence)
+
+  def _queues(
+    self, is_background: bool
+  ) -> tuple[Sequence[collections.deque[SequenceState]], Sequence[list[SequenceState]]]:
+    if is_background:
+      return self.background_waiting, self.background
+    return self.waiting, self.running
+
+  def _waiting(self, sequence: SequenceState) -> collections.deque[SequenceState]:
+    return self._queues(sequence.is_background)[0][sequence.instance]
+
+  def _running(self, sequence: SequenceState) -> list[SequenceState]:
+    return self._queues(sequence.is_background)[1][sequence.instance]
 
   def _leave_queue(self, sequence: SequenceState) -> None:
-    for queue in (self.running[sequence.instance], self.waiting[sequence.instance]):
+    for queue in (self._running(sequence), self._waiting(sequence)):
       if sequence in queue:
         queue.remove(sequence)

@@ -78,12 +78,14 @@ class VisitInputs(NamedTuple):
     remaining: i32[i, n], tokens that each row may sample before its chunk ends; 0 for padding.
     stops: i32[i, n, e], ids that end a row's answer, -1 for none.
     num_steps: i32[i], steps at most; no more than `MAX_STEPS_PER_VISIT`.
+    leads: i32[i, n], 1 for rows that the visit goes on for; others decode as long as one of these.
   """
 
   step: StepInputs
   remaining: Int[Array, "i n"]
   stops: Int[Array, "i n e"]
   num_steps: Int[Array, "i"]
+  leads: Int[Array, "i n"]
 
 
 class Reading(NamedTuple):
@@ -266,11 +268,12 @@ def instance_visit(
 
   A row's next token is fed back, and its key's slot read off its row of the page table. A row that
   sampled a stop id, or the last token of its chunk, is dead from then on: it writes the dump page
-  and attends to nothing. The loop ends when all rows are dead; all devices of the model axis hold
-  the same rows and leave it together, and nothing in it is exchanged between instances.
+  and attends to nothing. The loop ends when all rows that lead are dead; all devices of the model
+  axis hold the same rows and leave it together, and nothing in it is exchanged between instances.
 
   Returns:
-    (pages, tokens i32[t, n], scores f32[t, n]) by step; tokens are -1 where a row was dead.
+    (pages, tokens i32[t, n], scores f32[t, n]) by step; tokens are -1 where a row was dead, or
+    the visit over.
   """
   step, batch = inputs.step, inputs.step.batch
   run_rows = functools.partial(
@@ -284,7 +287,7 @@ def instance_visit(
   row_of_segment = jnp.minimum(segments, num_rows - 1)
 
   def again(now: _Decoding) -> Array:
-    return (now.count < inputs.num_steps) & jnp.any(now.is_live)
+    return (now.count < inputs.num_steps) & jnp.any(now.is_live & (inputs.leads > 0))
 
   def decode(now: _Decoding) -> _Decoding:
     place = now.positions // page_size

@@ -55,6 +55,7 @@ class SequenceState:
     mask: what may stand at the answer's next place, None for anything.
     adapter: number of its adapter among the engine's, 0 for the base.
     reading: what is asked of it instead of an answer, None of a request that is answered.
+    is_background: whether nobody waits for it, so that it gets what others leave.
   """
 
   request: Request
@@ -73,6 +74,7 @@ class SequenceState:
   mask: Mask | None = None
   adapter: int = 0
   reading: ReadingState | None = None
+  is_background: bool = False
 
   @property
   def num_prompt(self) -> int:

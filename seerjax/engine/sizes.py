@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import jax
 
@@ -49,6 +50,11 @@ class EngineConfig:
       a prompt is written, a draft verified, or a row has stop strings or a grammar. More spares
       the host's work; what is submitted, waits, streams or is drafted is seen that much later.
     reuse_prefixes: keep pages findable for requests that start the same way.
+    background_slack: share by which a step may take longer for requests that nobody waits for
+      (`Engine.submit(is_background=True)`), by the table `Engine.step_times`; beside others these
+      get no row without a table.
+    background_rows: most of their rows in one step, per instance, when there are no others; 0 takes
+      the first row bucket.
     gives_back_pages: whether the pages' memory is free while the weights learn, and taken again for
       the next rollouts.
   """
@@ -60,6 +66,8 @@ class EngineConfig:
   row_buckets: tuple[int, ...] = ()
   steps_per_visit: int = 0
   reuse_prefixes: bool = True
+  background_slack: float = 0.05
+  background_rows: int = 0
   gives_back_pages: bool = False
 
   def __post_init__(self):
@@ -68,6 +76,7 @@ class EngineConfig:
       ("num_pages", 0, "0 asks the free memory"),
       ("max_sequences", 0, "0 asks the free memory"),
       ("max_context", 2, "a prompt and an answer have a token each; 1024 is usual"),
+      ("background_rows", 0, "0 takes the first row bucket"),
     ):
       checks.whole(f"EngineConfig.{field}", vars(self)[field], least, checks.MAX_INT32, fix)
     checks.whole(
@@ -77,6 +86,11 @@ class EngineConfig:
       MAX_STEPS_PER_VISIT,
       "0 lets the backend decide, 1 looks after every step",
     )
+    if not 0 <= self.background_slack < math.inf:
+      raise ValueError(
+        f"EngineConfig.background_slack: got {self.background_slack}, expected a share of at least"
+        " 0; 0.05 lets a step take a twentieth longer for requests that nobody waits for."
+      )
     buckets = self.row_buckets
     is_list = isinstance(buckets, tuple | list) and all(map(checks.is_whole, buckets))
     if not is_list or list(buckets) != sorted(set(buckets)) or (
@@ -270,9 +284,19 @@ def fitted(
         " EngineConfig.num_pages."
       )
   max_sequences = config.max_sequences or max(1, min(most, (num_pages - 1) // per_context))
-  steps = config.steps_per_visit or backend.steps_per_visit
+  background_rows = config.background_rows or config.row_buckets[0]
+  if background_rows > config.row_buckets[-1]:
+    raise ValueError(
+      f"EngineConfig.background_rows: got {background_rows}, expected at most"
+      f" {config.row_buckets[-1]}, the rows of the largest step; lower it or raise the last of"
+      " EngineConfig.row_buckets."
+    )
   return dataclasses.replace(
-    config, num_pages=num_pages, max_sequences=max_sequences, steps_per_visit=steps
+    config,
+    num_pages=num_pages,
+    max_sequences=max_sequences,
+    steps_per_visit=config.steps_per_visit or backend.steps_per_visit,
+    background_rows=background_rows,
   )
 
 

@@ -2,7 +2,8 @@
 
 Hypothesis draws schedules: requests and when they come, batch mixes, chunk sizes, page sizes, KV
 buckets, memory pressure, preemption, cancelling, prefix hits, further turns, stop strings,
-restarts, meshes, and how many decode steps the devices take before the host looks again. Every
+restarts, meshes, how many decode steps the devices take before the host looks again, and who of
+them nobody waits for, with a table of step times or without one. Every
 completion is compared, token by token and log-probability by log-probability, with the same request
 alone in a plain engine. How often each event happened is printed, and an event that never happened
 is a failure.
@@ -28,6 +29,8 @@ import tiny_model
 
 from seerjax.engine import engine as engine_lib
 from seerjax.engine.engine import EngineConfig
+from seerjax.engine.kv.pool import KVPool, KVPoolConfig
+from seerjax.speculation.times import StepTimes
 from seerjax.types import Completion, Request, SamplingParams
 
 MAX_CONTEXT = 64
@@ -87,6 +90,21 @@ VISIT_EVENTS = (
   "ended its chunk within a visit",
   "continued in visits of another length",
 )
+# Where nobody waits for some of the requests.
+BACKGROUND_EVENTS = (
+  "requests in background",
+  "rows in background",
+  "rows beside others",
+  "paused for others",
+  "taken off for others",
+)
+# Where nothing costs anything; where every row does; and in stairs.
+TABLES = (
+  None,
+  StepTimes(rows=(1, 4096), seconds=(1.0, 1.0)),
+  StepTimes(rows=(1, 64), seconds=(1.0, 64.0)),
+  StepTimes(rows=(1, 4, 5, 64), seconds=(1.0, 1.0, 2.0, 2.0), visits=((1, 8, 6.0),)),
+)
 VISIT_ENDS = {"stop": "by an id", "length": "by its length", "": "its chunk"}
 REUSE_EVENTS = ("positions reused", "pages copied")
 OTHER_BUCKET = "continued in another KV bucket"
@@ -118,6 +136,7 @@ class Ask(NamedTuple):
   wait: int
   chunk_tokens: int | None
   then: Turn | None
+  is_background: bool = False
 
   @property
   def request(self) -> Request:
@@ -144,13 +163,16 @@ class Disturbance(NamedTuple):
 
 
 class Plan(NamedTuple):
-  """One schedule: all that there is to decide. `guesses` seeds a drafter; None has none."""
+  """One schedule: all that there is to decide. `guesses` seeds a drafter; None has none. `table` is
+  one of `TABLES`, and `host_pages` those of the pool."""
 
   context: int
   steps_per_visit: int
   guesses: int | None
   asks: tuple[Ask, ...]
   disturbances: tuple[Disturbance, ...]
+  table: int = 0
+  host_pages: int = 4096
 
 
 DISTURBANCES = st.lists(
@@ -178,6 +200,7 @@ def plans(draw, contexts: tuple[int, ...], steps: tuple[int, ...]) -> Plan:
   sampling_of = SAMPLING.map(lambda fields: fields | asked_nothing)
   starts = [draw(tokens(3, 30)) for _ in range(2)]
   waits = st.integers(0, draw(st.sampled_from([0, 1, 4])))
+  asleep = st.booleans() if draw(st.booleans()) else st.just(False)
   asks = []
   for group in range(draw(st.integers(2, 4))):
     start = draw(st.sampled_from([(), *starts]))
@@ -193,6 +216,7 @@ def plans(draw, contexts: tuple[int, ...], steps: tuple[int, ...]) -> Plan:
         wait=draw(waits),
         chunk_tokens=draw(st.none() | st.integers(1, 12)),
         then=draw(st.none() | st.builds(Turn, tokens(1, 4), sampling_of)),
+        is_background=draw(asleep),
       )
       for member in range(members)
     ]
@@ -202,6 +226,8 @@ def plans(draw, contexts: tuple[int, ...], steps: tuple[int, ...]) -> Plan:
     guesses=draw(st.none() | st.integers(0, 2**32 - 1)),
     asks=tuple(draw(st.permutations(asks))),
     disturbances=draw(DISTURBANCES),
+    table=draw(st.integers(0, len(TABLES) - 1)),
+    host_pages=draw(st.sampled_from([4096, 0])),
   )
 
 
@@ -220,6 +246,20 @@ def within_visits(numerics, context: int, steps: int) -> Plan:
   ]
   restart = Disturbance(wait=3, kind="restart", choice=0, steps=1)
   return Plan(context, steps, None, tuple(asks), (restart,))
+
+
+def beside_sleepers(context: int, *, host_pages: int) -> Plan:
+  """Returns a schedule, always among them, of sleepers that fill the memory, for whom a table
+  leaves rows, until those come that somebody waits for."""
+  asks = [
+    Ask(f"sleeper {place}", (7, place), dict(max_tokens=40), place, "", 0, None, None, True)
+    for place in range(8)
+  ]
+  asks += [
+    Ask(f"front {place}", (9, place), dict(max_tokens=40), place, "", 4 - place, None, None)
+    for place in range(3)
+  ]
+  return Plan(context, 1, None, tuple(asks), (), 1, host_pages)
 
 
 # How it is run.
@@ -248,7 +288,9 @@ class Schedule:
       None if plan.guesses is None else Guesser(self.answers, plan.guesses, silent=0.4)
     )
     self.context, self.steps_per_visit = plan.context, plan.steps_per_visit
-    self.engine = make(plan.context, plan.steps_per_visit, drafter=self.guesser)
+    self.table, self.pool_config = TABLES[plan.table], KVPoolConfig(host_pages=plan.host_pages)
+    self.sleepers = {ask.request_id for ask in plan.asks if ask.is_background}
+    self.engine = self._made()
     self.step = 0
     # By the step in which it comes.
     self.todo: list[tuple[int, Request]] = []
@@ -273,6 +315,15 @@ class Schedule:
       due += disturbance.wait
       self.disturbances.append((due, disturbance))
 
+  def _made(self) -> engine_lib.Engine:
+    return self.make(
+      self.context,
+      self.steps_per_visit,
+      drafter=self.guesser,
+      step_times=self.table,
+      kv_pool=KVPool(self.pool_config),
+    )
+
   def run(self) -> None:
     self._count_engine()
     while self.todo or self.live:
@@ -290,7 +341,10 @@ class Schedule:
     if self.guesser is not None:
       self.answers[request.request_id] = self._expected(request).tokens
     chunk_tokens = self.chunks.get(request.request_id)
-    self.engine.submit(request, resume_from=said, chunk_tokens=chunk_tokens)
+    is_background = request.request_id in self.sleepers
+    self.engine.submit(
+      request, resume_from=said, chunk_tokens=chunk_tokens, is_background=is_background
+    )
     self.live[request.request_id] = request
     if said is None:
       self.said[request.request_id], self.streamed[request.request_id] = [], ""
@@ -304,6 +358,7 @@ class Schedule:
     for request in arrivals:
       self._submit(request)
       self.events["requests"] += 1
+      self.events["requests in background"] += request.request_id in self.sleepers
       self.events["arrivals between steps"] += self.step > 0
       sampling = request.sampling
       self.events["greedy"] += sampling.temperature == 0
@@ -346,7 +401,7 @@ class Schedule:
     previous, before, steps_before = self.engine, self.context, self.steps_per_visit
     self.context = context = _after(before, self.contexts)
     self.steps_per_visit = _after(steps_before, self.steps)
-    self.engine = self.make(context, self.steps_per_visit, drafter=self.guesser)
+    self.engine = self._made()
     self.withheld = []
     self._count_engine()
     for request_id in sorted(self.live):
@@ -367,7 +422,7 @@ class Schedule:
     prefilling = any(
       sequence.is_prefilling for running in self.engine._requests.running for sequence in running
     )
-    steps_before = self.engine.counters.steps
+    steps_before, rows_before = self.engine.counters.steps, self.engine.counters.background_rows
     updates = self.engine.step()
     num_steps = self.engine.counters.steps - steps_before
     paused = self.engine.poll_paused()
@@ -375,11 +430,20 @@ class Schedule:
     self.events["visits of several steps"] += num_steps > 1
     for update in updates:
       if len(update.tokens) < num_steps:  # It left before the visit's end.
-        why = VISIT_ENDS[update.finish_reason]
-        assert update.finish_reason or update.request_id in paused
-        self.events[f"ended {why} within a visit"] += 1
+        is_left = update.request_id in self.sleepers and not update.finish_reason
+        if is_left and update.request_id not in paused:
+          self.events["left off by a visit"] += 1
+        else:
+          why = VISIT_ENDS[update.finish_reason]
+          assert update.finish_reason or update.request_id in paused
+          self.events[f"ended {why} within a visit"] += 1
       self.said[update.request_id].extend(update.tokens)
       self.streamed[update.request_id] += update.text
+    for update in updates:
+      if update.request_id not in self.sleepers:
+        rows = self.engine.counters.background_rows - rows_before
+        self.events["rows beside others"] += rows
+        break
     for completion in self.engine.poll():
       request_id = completion.request_id
       request = self.live.pop(request_id)
@@ -432,6 +496,10 @@ class Schedule:
       ("drafted tokens", "drafted_tokens"),
       ("accepted tokens", "accepted_tokens"),
       ("side paths", "side_paths"),
+      ("rows in background", "background_rows"),
+      ("paused for others", "background_paused"),
+      ("taken off for others", "background_spilled"),
+      ("taken off for others", "background_preempted"),
     ):
       self.events[event] += counters[field]
 
@@ -474,6 +542,8 @@ def run_schedules(
     events[f"pages of {SIZES[size].page_size}"] += 1
     events[f"instances {num_instances}, model shards {model_shards}"] += 1
 
+  for host_pages in (4096, 0):
+    check = hypothesis.example(plan=beside_sleepers(contexts[0], host_pages=host_pages))(check)
   if len(steps) > 1:
     check = hypothesis.example(plan=within_visits(numerics, contexts[0], max(steps)))(check)
   check()
@@ -514,7 +584,7 @@ def expected_events(
   # A second path needs more rows than the smallest steps have.
   common = tuple(event for event in EVENTS if has_room or event != "side paths")
   reused = REUSE_EVENTS if reuse else ()
-  return common + VISIT_EVENTS + reused + buckets + (OTHER_BUCKET,)
+  return common + VISIT_EVENTS + BACKGROUND_EVENTS + reused + buckets + (OTHER_BUCKET,)
 
 
 ONE_TILED, ONE_NATIVE = pytest.mark.few(1, of="tiled"), pytest.mark.few(1, of="native")
@@ -574,6 +644,30 @@ def test_an_engine_that_follows_the_batch_is_found_out(seed):
       events=collections.Counter(),
       kind=FollowsTheBatch,
     )
+
+
+class TakesASlot(engine_lib.Engine):
+  """An engine whose rows in background are written where another's that is waited for are."""
+
+  def _with_background(self, scheduled, num_steps):
+    front = [piece.sequence for piece in scheduled[0]]
+    scheduled, num_steps = super()._with_background(scheduled, num_steps)
+    for piece, sequence in zip(scheduled[0][len(front) :], front):
+      piece.sequence.page_row = sequence.page_row
+    return scheduled, num_steps
+
+
+def test_a_sleeper_that_takes_the_slot_of_one_in_front_is_found_out():
+  def make(context: int, steps_per_visit: int, **others) -> engine_lib.Engine:
+    config = dataclasses.replace(
+      SIZES["chunks of 16"], max_context=context, steps_per_visit=steps_per_visit
+    )
+    return make_engine(config, NUMERICS["native f32"], kind=TakesASlot, **others)
+
+  plan, events = beside_sleepers(64, host_pages=0), collections.Counter()
+  with pytest.raises(AssertionError, match="got Completion"):
+    Schedule(plan, make, (64,), (1,), NUMERICS["native f32"], events).run()
+  assert events["rows beside others"] > 0
 
 
 class BeginsLate(engine_lib.Engine):

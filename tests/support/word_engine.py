@@ -44,14 +44,16 @@ def _runner(dtype_promotion: str) -> runner_lib.Runner:
   return runner_lib.Runner(CONFIG, NUMERICS, parallel.make_mesh(), max_programs=2)
 
 
-def make_engine(config=SIZES, *, seed=0, tokenizer=TOKENIZER, drafter=None) -> Engine:
-  return Engine(
+def make_engine(
+  config=SIZES, *, seed=0, tokenizer=TOKENIZER, kind: type[Engine] = Engine, **others
+) -> Engine:
+  return kind(
     Model(CONFIG, params(seed), NUMERICS, tokenizer),
     config=config,
     key=jax.random.key(3),
     runner=runner(),
     policy_version=seed,
-    drafter=drafter,
+    **others,
   )
 
 
