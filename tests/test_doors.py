@@ -435,6 +435,7 @@ FIELDS: list[tuple[Callable[..., Any], str, Any, str, str]] = [
   (EngineConfig, "max_context", 1, "expected at least 2", "1024 is usual"),
   (EngineConfig, "max_context", 2**40, "expected at most 2147483647", "1024 is usual"),
   (EngineConfig, "background_rows", -1, "expected at least 0", "0 takes the first row bucket"),
+  (EngineConfig, "pinned_pages", -1, "expected at least 0", "0 takes a quarter of the pages"),
   (EngineConfig, "background_slack", -0.1, "expected a share of at least", "a twentieth longer"),
   (EngineConfig, "background_slack", NAN, "expected a share of at least", "a twentieth longer"),
   (EngineConfig, "row_buckets", None, "expected ascending positive", "(64, 512) is usual"),

@@ -43,6 +43,7 @@ from seerjax.engine.chunks import Chunks
 from seerjax.engine.counters import Counters
 from seerjax.engine.drafting import Drafter
 from seerjax.engine.kv.memory import Memory
+from seerjax.engine.kv.pins import Pin, Pins
 from seerjax.engine.kv.pool import KVPool
 from seerjax.engine.kv.values import fingerprint_digest
 from seerjax.engine.planner import Planner
@@ -139,12 +140,14 @@ class Engine:
     self._publish()
     self._requests = requests
     self.step_times = step_times
+    self._pins = Pins(memory, page_size=config.page_size, max_pages=config.pinned_pages)
     self._chunks = Chunks(requests, memory, counters, config=config)
     self._drafting = drafting.Drafting(drafter)
     self._planner = planner = Planner(
       requests,
       memory,
       counters,
+      pins=self._pins,
       config=config,
       backend=runner.stages,
       table_width=table_width,
@@ -289,6 +292,8 @@ class Engine:
   def _step(self) -> None:
     self._planner.admit()
     scheduled = self._planner.schedule()
+    if not any(scheduled) and not any(self._requests.waiting):
+      self._pins.bring_back()
     num_top = self._planner.num_top(scheduled)
     if num_top or (self.drafter is not None and any(scheduled)):
       scheduled = self._with_drafts(scheduled)
@@ -373,7 +378,7 @@ class Engine:
       output.take_back(*busy, self.tokenizer)
     self._requests.wait_again()
     self._planner.start_over()
-    self.memory.start_over(self._requests.live.values())
+    self.memory.start_over([*self._requests.live.values(), *self._pins.sequences])
 
   def poll(self) -> list[Completion]:
     """Returns the requests finished since the last call, in the order they finished."""
@@ -505,6 +510,46 @@ class Engine:
     """Returns the pages that tokens of prompt and answer need; see `Chunks.pages_for`."""
     return self._chunks.pages_for(num_tokens)
 
+  def pin(self, tokens: Sequence[int], *, adapter: str = "") -> int:
+    """Keeps the pages of a start of prompts, so that requests which begin with it find them.
+
+    Whole pages are kept, of those that are in memory; again after a request has written more, it
+    keeps more. They leave the device before a request in front waits for pages, and come back when
+    nobody is in front. New weights release them; the pin stays, to be filled by another request.
+
+    Args:
+      tokens: the start, a page at least.
+      adapter: by whose weights it is written, "" for the base.
+
+    Returns:
+      Positions that are kept on the devices now, of the instance that has most.
+
+    Raises:
+      ValueError: for less than a page, more than `EngineConfig.pinned_pages` in all, an adapter
+        that the engine does not have, or an engine that reuses no prefixes.
+    """
+    if not self.config.reuse_prefixes:
+      raise ValueError(
+        "Engine.pin: got a pin for an engine with EngineConfig.reuse_prefixes=False, expected one"
+        " that finds prefixes; leave it True."
+      )
+    if adapter not in self._index_of:
+      raise ValueError(
+        f"Engine.pin: got adapter {adapter!r}, expected one of {sorted(self._index_of)}; see"
+        " Engine.set_adapters."
+      )
+    self.memory.take_again()
+    return self._pins.pin(tokens, adapter)
+
+  def unpin(self, tokens: Sequence[int], *, adapter: str = "") -> None:
+    """Lets a start go that was pinned; ValueError if it was not."""
+    self._pins.unpin(tokens, adapter)
+
+  @property
+  def pins(self) -> tuple[Pin, ...]:
+    """What is pinned, and how much of it is there; the last that was pinned is last."""
+    return self._pins.named()
+
   def set_params(self, params: parameters.Params, policy_version: int) -> None:
     """Replaces the weights and drops every page written with the old ones.
 
@@ -521,7 +566,7 @@ class Engine:
       adapters_lib.check(placed, {}, what=what)
       placed["adapters"] = self._params["adapters"]
     self._params = placed
-    self.memory.forget_all()
+    self._forget_pages()
     self.policy_version = policy_version
     self._publish()
 
@@ -543,7 +588,7 @@ class Engine:
     """
     self._requests.require_none("set_adapters", "finish or cancel them")
     self._set_adapters(adapters, "Engine.set_adapters")
-    self.memory.forget_all()
+    self._forget_pages()
     self._publish()
 
   def _set_adapters(self, adapters: Mapping[str, Any], what: str) -> None:
@@ -553,6 +598,11 @@ class Engine:
       chosen = self._runner.place_adapters(base, adapters, what=what)
       base["adapters"] = chosen.forms
     self._params, self._adapters, self._index_of = base, dict(adapters), chosen.index_of
+
+  def _forget_pages(self) -> None:
+    """Drops every page, those of pins first: what is held would be neither found nor free."""
+    self._pins.release()
+    self.memory.forget_all()
 
   def _publish(self) -> None:
     """Says of which weights keys and values are written from now on."""
@@ -622,6 +672,7 @@ class Engine:
       ValueError: if requests are unfinished, whose keys these are.
     """
     self._requests.require_none("give_back_pages", "finish or cancel them")
+    self._pins.release()
     self.memory.give_back()
 
   def plan(self) -> str:

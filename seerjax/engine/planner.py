@@ -21,6 +21,7 @@ from seerjax.engine.counters import Counters
 from seerjax.engine.drafting import DraftQuery
 from seerjax.engine.kv import pages as pages_lib, prefix_index
 from seerjax.engine.kv.memory import Memory
+from seerjax.engine.kv.pins import Pins
 from seerjax.engine.requests import Requests
 from seerjax.engine.runner import MAX_STOP_IDS, StepInputs, VisitInputs
 from seerjax.engine.sequence import DraftPath, ScheduledRows, SequenceState
@@ -57,6 +58,7 @@ class Planner:
     memory: Memory,
     counters: Counters,
     *,
+    pins: Pins,
     config: EngineConfig,
     backend: Backend,
     table_width: int,
@@ -66,6 +68,7 @@ class Planner:
     self._requests = requests
     self._memory = memory
     self._counters = counters
+    self._pins = pins
     self._config = config
     self._backend = backend
     self._table_width = table_width
@@ -121,7 +124,7 @@ class Planner:
     return self._begin(sequence, pool)
 
   def _make_way(self, instance: int) -> bool:
-    """Takes the pages of one sequence that nobody waits for; False if none holds any.
+    """Takes the pages of one sequence that nobody waits for, or of a pin; False if none holds any.
 
     They leave the device, or are dropped where the pool is full, too. None of these sequences has
     rows of the step yet, nor pages that are still to be copied.
@@ -135,7 +138,7 @@ class Planner:
       if self._requests.is_running(sequence):
         self._requests.preempt(sequence)
       return True
-    return False
+    return self._pins.take_off(instance)
 
   def _extend(self, sequence: SequenceState, pool: pages_lib.PagePool) -> bool:
     """Gives a sequence that holds its past the pages of its next chunk; False if there are none."""

@@ -55,6 +55,7 @@ class EngineConfig:
       get no row without a table.
     background_rows: most of their rows in one step, per instance, when there are no others; 0 takes
       the first row bucket.
+    pinned_pages: most pages that `Engine.pin` keeps, per instance; 0 takes a quarter of them.
     gives_back_pages: whether the pages' memory is free while the weights learn, and taken again for
       the next rollouts.
   """
@@ -68,6 +69,7 @@ class EngineConfig:
   reuse_prefixes: bool = True
   background_slack: float = 0.05
   background_rows: int = 0
+  pinned_pages: int = 0
   gives_back_pages: bool = False
 
   def __post_init__(self):
@@ -77,6 +79,7 @@ class EngineConfig:
       ("max_sequences", 0, "0 asks the free memory"),
       ("max_context", 2, "a prompt and an answer have a token each; 1024 is usual"),
       ("background_rows", 0, "0 takes the first row bucket"),
+      ("pinned_pages", 0, "0 takes a quarter of the pages"),
     ):
       checks.whole(f"EngineConfig.{field}", vars(self)[field], least, checks.MAX_INT32, fix)
     checks.whole(
@@ -297,6 +300,7 @@ def fitted(
     max_sequences=max_sequences,
     steps_per_visit=config.steps_per_visit or backend.steps_per_visit,
     background_rows=background_rows,
+    pinned_pages=config.pinned_pages or num_pages // 4,
   )
 
 

@@ -265,6 +265,15 @@ class Memory:
   def restore(self) -> None:
     """Writes what was asked back, before a step reads it, and counts the step."""
     self.kv_pool.advance()
+    self.settle()
+
+  def hold_found(self, sequence: SequenceState) -> list[int]:
+    """Returns the whole pages of a sequence's tokens that its instance has, held once more."""
+    pool, adapter = self.pools[sequence.instance], sequence.request.adapter
+    return self._hold_prefix(pool, sequence.tokens, adapter)
+
+  def settle(self) -> None:
+    """Writes what was asked back."""
     while any(self._arriving):
       turn = _equal_heads(self._arriving, lambda entry: entry[1][0][0].shape[2])
       arrived = self._moves.put_on(self.pages, {i: parts for i, (_, parts) in turn.items()})
