@@ -1,0 +1,249 @@
+"""Sleep in the background of an engine: equal rewrites under any load, and what goes with them."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+
+import pytest
+from word_engine import SIZES, make_engine, params, request, run, same, tokens_from
+
+from seerjax.engine.engine import Engine
+from seerjax.sleep import planner, runner as runner_lib
+from seerjax.sleep.contexts import Contexts, Identity
+from seerjax.sleep.planner import PlannerConfig
+from seerjax.sleep.prompts import Prompts
+from seerjax.sleep.runner import Runner, RunnerConfig
+from seerjax.speculation.suffix_drafter import SuffixDrafter
+from seerjax.speculation.times import StepTimes
+
+NANO = Identity(weights="w", tokenizer="t", template="c")
+FLAT = StepTimes(rows=(1, 64), seconds=(1.0, 1.0))
+EAGER = PlannerConfig(num_trials=1000)  # Sleeps for every context, to see.
+CONFIG = RunnerConfig(num_jobs=2, sleep_tokens=6, temperature=0.9, parallel_temperature=0.9, seed=4)
+TEXTS = {"a": "Ana has 2.", "b": "Bo has 19.", "c": "Cy has 5."}
+STEPS = 1
+
+
+def user(text: str):
+  return ({"role": "user", "content": text},)
+
+
+# Two calls a job, the second of which reads what the first wrote.
+PROMPTS = Prompts(
+  sleep=lambda context, notes, number: user(f"{context.text}{notes}"),
+  read=lambda reply, notes: (notes + reply, bool(notes)),
+  wake=lambda question, context, rewritten, verbosity: user(f"{context}{rewritten} {question}"),
+  leak=lambda context, verbosity: user(context),
+  joined="\n".join,
+  rule=lambda context: "",
+  facts=lambda context: "",
+  num_verbosities=1,
+)
+
+
+class Sleeping:
+  """A registry in a directory, an engine, and a runner over both."""
+
+  def __init__(
+    self, directory: pathlib.Path, *, kind: type[Runner] = Runner, texts=TEXTS, **others
+  ):
+    self.registry = Contexts(directory, identity=NANO, on_drop=lambda d: self.runner.dropped(d))
+    self.engine: Engine = make_engine(dataclasses.replace(SIZES, pinned_pages=4), **others)
+    self.engine.step_times = FLAT
+    self.runner = kind(
+      self.engine, self.registry, PROMPTS, config=CONFIG, planner_config=EAGER
+    )
+    for name, text in texts.items():
+      self.register(name, text)
+
+  def register(self, name: str, text: str, **fields):
+    fields = {"step": self.registry.last_step} | fields
+    return self.registry.register("mine", name, text, [*text.encode()], **fields)
+
+  def sleep(self, visits: int = 300) -> list:
+    """Sleeps, for so many visits at most; returns what others finished with."""
+    others = []
+    for _ in range(visits):
+      self.runner.advance(["mine"], step=STEPS)
+      if not self.runner.num_working and not self.engine.num_unfinished:
+        break
+      self.engine.step()
+      others += self.runner.take(self.engine.poll(), step=STEPS)
+    return others
+
+  def sleep_until(self, num_kept: int) -> None:
+    """Sleeps until so many rewrites are kept; others are in work then."""
+    self.sleep(visits=3)
+    while self.runner.jobs.kept < num_kept:
+      self.sleep(visits=1)
+
+  def rewrites(self) -> dict:
+    return {
+      (name, one.job): (one.text, one.seed, one.num_tokens)
+      for name in self.registry.names("mine", step=STEPS)
+      for one in self.registry.rewrites("mine", name, step=STEPS)
+    }
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict:
+  """Rewrites of a runner whose engine does nothing else."""
+  case = Sleeping(tmp_path_factory.mktemp("alone"))
+  case.sleep()
+  assert case.runner.jobs.kept == case.runner.jobs.begun == 6
+  return case.rewrites()
+
+
+class FromTheClock(Runner):
+  """The twin: a runner whose seeds follow from when a job began."""
+
+  def _begin(self, context, job):
+    config, step = self._config, self._engine.counters.visits
+    self._config = dataclasses.replace(config, seed=config.seed + step)
+    super()._begin(context, job)
+    self._config = config
+
+
+@pytest.mark.parametrize("kind, is_same", [(Runner, True), (FromTheClock, False)])
+def test_rewrites_are_equal_under_load(alone, tmp_path, kind, is_same):
+  case = Sleeping(tmp_path, kind=kind)
+  loads = [request(f"f{i}", tokens_from(i, 20), seed=i, max_tokens=9) for i in range(5)]
+  others = []
+  for one in loads:
+    case.engine.submit(one)
+    others += case.sleep(visits=4)
+  others += case.sleep()
+  assert len(alone) == 6 and (case.rewrites() == alone) == is_same
+  assert case.engine.counters.background_rows > 0
+  if is_same:
+    for one, completion in zip(loads, sorted(others, key=lambda c: c.request_id), strict=True):
+      assert same(completion, make_engine().generate([one])[0])
+
+
+def test_a_killed_runner_loses_the_jobs_in_work_and_no_other(alone, tmp_path):
+  case, kept = Sleeping(tmp_path), 0
+  for num_kept in (0, 1, 2):
+    case.sleep_until(num_kept)
+    kept += case.runner.jobs.kept
+    assert len(case.rewrites()) == kept
+    case.registry.close()  # The lock goes with a process that is killed.
+    case = Sleeping(tmp_path)
+  case.sleep()
+  assert case.rewrites() == alone and kept + case.runner.jobs.kept == 6 and kept > 0
+
+
+def test_new_weights_cut_jobs_short_and_keep_what_was_written(alone, tmp_path):
+  case = Sleeping(tmp_path)
+  case.sleep_until(2)
+  before = case.rewrites()
+  case.runner.stop()
+  assert case.runner.jobs.stopped > 0 and case.engine.num_unfinished == 0
+  case.engine.set_params(params(1), 1)
+  case.sleep()
+  after = case.rewrites()
+  assert 0 < len(before) < 6 == len(after)
+  assert all(after[key] == alone[key] for key in before)
+  versions = {
+    (name, one.job): one.policy_version
+    for name in TEXTS
+    for one in case.registry.rewrites("mine", name, step=STEPS)
+  }
+  assert versions == {key: int(key not in before) for key in after}
+
+
+def test_pins_hold_the_start_of_questions_and_go_with_their_context(tmp_path):
+  case = Sleeping(tmp_path, texts={"a": TEXTS["a"]})
+  case.sleep()
+  (pin,) = case.engine.pins
+  assert pin.num_held >= 8
+  notes = [text for (_, _), (text, _, _) in sorted(case.rewrites().items())]
+  asked = case.runner._tokenizer.chat_ids(list(PROMPTS.wake("Who?", "", "\n".join(notes), 0)))
+  before = case.engine.counters.reused_tokens
+  case.engine.generate([request("q", asked, max_tokens=2)])
+  assert case.engine.counters.reused_tokens - before >= pin.num_held
+  case.engine.set_params(params(1), 1)
+  assert case.engine.pins[0].num_held == 0
+  case.sleep()  # In idle rows.
+  assert case.engine.pins[0].num_held == pin.num_held and case.runner.jobs.begun == 2
+  case.register("a", "Ana has 3.")
+  assert case.engine.pins == ()
+
+
+def test_an_edit_cuts_its_jobs_short_and_what_comes_late_is_not_taken(tmp_path):
+  case = Sleeping(tmp_path, texts={"a": TEXTS["a"]})
+  case.sleep(visits=3)
+  assert case.runner.num_working == 2
+  case.register("a", "Ana has 3.")
+  assert case.runner.num_working == 0 == case.engine.num_unfinished
+  case.sleep()
+  rewrites = case.registry.rewrites("mine", "a", step=STEPS)
+  assert [one.version for one in rewrites] == [2, 2] and case.runner.jobs.stopped == 2
+
+
+def test_rewrites_are_drafts_of_their_contexts_questions_and_of_no_others(tmp_path):
+  drafter = SuffixDrafter()
+  case = Sleeping(tmp_path, drafter=drafter, texts={"a": TEXTS["a"], "b": TEXTS["b"]})
+  case.sleep()
+  contexts = {name: case.registry.get("mine", name, step=STEPS) for name in ("a", "b")}
+  groups = {name: runner_lib.group_of(context) for name, context in contexts.items()}
+  assert set(groups.values()) <= set(drafter.group_ids)
+  text = case.registry.rewrites("mine", "a", step=STEPS)[0].text
+  ids = case.runner._ids(text)
+  bias = tuple((token, 30.0) for token in sorted(set(ids)))[:16]
+  counts = {}
+  for group in (groups["a"], groups["b"], "elsewhere"):
+    question = request("q", ids[:4], group=group, max_tokens=10, temperature=0.0, logit_bias=bias)
+    before = case.engine.counters.drafted_tokens
+    case.engine.submit(question)
+    found = run(case.engine)["q"]
+    counts[group] = case.engine.counters.drafted_tokens - before
+    assert same(found, make_engine().generate([dataclasses.replace(question, group_id="")])[0])
+  assert counts[groups["a"]] >= counts["elsewhere"]
+  case.register("a", "Ana has 3.")
+  assert groups["a"] not in drafter.group_ids and groups["b"] in drafter.group_ids
+
+
+def test_a_context_that_does_not_pay_is_left_alone(tmp_path):
+  case = Sleeping(tmp_path, texts={"a": TEXTS["a"]})
+  case.runner._planner_config = PlannerConfig(num_trials=1, latency_price=1.0)
+  kind = planner.kind_of(4)
+  seen = planner.saw_sleep(planner.Seen(), kind, 500)
+  seen = planner.saw_answer(seen, kind, 10, has_slept=True)
+  case.runner.seen = planner.saw_answer(seen, kind, 20, has_slept=False)
+  context = case.registry.get("mine", "a", step=STEPS)
+  case.sleep()
+  assert case.runner.jobs.begun == 0
+  for _ in range(3):
+    case.runner.answered(context, 20, has_slept=False)
+  case.registry.forget("mine", "a", step=STEPS)
+  (realised,) = case.runner.realised
+  assert (realised.num_questions, realised.cost) == (3, 60.0)
+  assert realised.predicted_break_even == 50.0 and case.runner.seen.questions == (3,)
+
+
+def test_a_context_that_is_too_long_fails_once(tmp_path):
+  case = Sleeping(tmp_path, texts={"a": "Ana has 2 pens. " * 20})
+  case.sleep()
+  assert case.runner.jobs.failed == 2 == case.runner.jobs.begun
+
+
+@pytest.mark.parametrize(
+  "fields, message",
+  [
+    (dict(num_jobs=0), "num_jobs: got 0, expected at least 1; see"),
+    (dict(max_rethinks=11), "max_rethinks: got 11, expected at least 1 and at most 10; see"),
+    (dict(sleep_tokens=0), "sleep_tokens: got 0, expected at least 1; see"),
+    (dict(num_at_once=0), "num_at_once: got 0, expected at least 1; see"),
+    (dict(verbosity=-1), "verbosity: got -1, expected at least 0; see"),
+  ],
+)
+def test_budgets_that_are_none_are_refused(fields, message):
+  with pytest.raises(ValueError, match=f"RunnerConfig.{message}"):
+    RunnerConfig(**fields)
+
+
+def test_a_verbosity_that_the_prompts_lack_is_refused(tmp_path):
+  message = "got 1, expected a place below 1, the verbosities of"
+  with Contexts(tmp_path, identity=NANO) as registry, pytest.raises(ValueError, match=message):
+    Runner(make_engine(), registry, PROMPTS, config=RunnerConfig(verbosity=1))
