@@ -188,8 +188,9 @@ class Outputs:
       for piece in pieces:
         rows.append((instance, slice(place, place + piece.num_samples), piece))
         place = rows[-1][1].stop
+    has_background = any(piece.sequence.is_background for _, _, piece in rows)
     for step in range(num_steps):
-      if step:
+      if step and has_background:
         # A visit is over with those in front, and the others go on in the next.
         rows = [row for row in rows if not _is_left(row, columns[0], step)]
       if not rows:
@@ -199,7 +200,8 @@ class Outputs:
       for row in rows:
         instance, mine, piece = row
         self._counters.rows += piece.num_rows
-        self._counters.background_rows += piece.num_rows * piece.sequence.is_background
+        if piece.sequence.is_background:
+          self._counters.background_rows += piece.num_rows
         piece.sequence.num_written += piece.count
         if mine.start < mine.stop and piece.sequence.reading is not None:
           assert top is not None, "got no likeliest tokens of a step in which a text is read"

@@ -1,0 +1,273 @@
+r"""What a full queue of sleepers costs those who wait, in a clock that the step-time table keeps.
+
+Claim: steps at p50 and p99 take at most 1.05x, and first tokens at most 1.05x plus one visit.
+Command: bash launch/local.sh experiments.sleep_foreground
+Hardware: any; the table is measured first, and `--step_seconds` takes one that was.
+
+Requests arrive at drawn moments of a virtual clock, which every visit moves on by what the table
+says of its rows. The same arrivals are served with nobody asleep, and with so many sleepers that
+there is always one more: what is compared is the engine's own schedule, without the machine's
+noise. A real clock is a measurement of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+import dataclasses
+import json
+from typing import NamedTuple
+
+from absl import app, flags
+import numpy as np
+
+import seerjax
+from seerjax.engine.engine import Engine
+from seerjax.run import command_line
+from seerjax.speculation import step_times
+from seerjax.speculation.times import StepTimes
+from seerjax.types import Request, SamplingParams
+
+CROWDS = (1, 4, 8, 16)
+SHARES = (50, 99)
+
+
+class Work(NamedTuple):
+  """What the last visit was.
+
+  Attributes:
+    requests: of the fullest instance.
+    rows: of the fullest instance.
+    num_front: requests of all instances that somebody waits for.
+  """
+
+  requests: int
+  rows: int
+  num_front: int
+
+
+class WatchedEngine(Engine):
+  """An engine that says what a visit was."""
+
+  work = Work(0, 0, 0)
+
+  def _inputs(self, scheduled):
+    self.work = Work(
+      max(map(len, scheduled)),
+      max(sum(piece.num_rows for piece in pieces) for pieces in scheduled),
+      sum(not piece.sequence.is_background for pieces in scheduled for piece in pieces),
+    )
+    return super()._inputs(scheduled)
+
+
+class Arrival(NamedTuple):
+  """A request and the virtual second at which it comes."""
+
+  seconds: float
+  request: Request
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Served:
+  """What became of arrivals.
+
+  Attributes:
+    steps: f64[s], virtual seconds of each step with a row of who is waited for.
+    first: f64[r], from each arrival to its first token.
+    longest_visit: virtual seconds of the longest visit of sleepers alone.
+    sleep_tokens: sampled for sleepers.
+    seconds: virtual, in all.
+    waits: requests that waited for pages, visit by visit.
+    tokens: by request: of its answer.
+  """
+
+  steps: np.ndarray
+  first: np.ndarray
+  longest_visit: float
+  sleep_tokens: int
+  seconds: float
+  waits: int
+  tokens: dict[str, tuple[int, ...]]
+
+
+def arrivals(
+  crowd: int,
+  *,
+  num_requests: int,
+  step: float,
+  vocab_size: int,
+  prompt: int,
+  answer: int,
+  seed: int,
+) -> list[Arrival]:
+  """Returns requests that come so fast that about `crowd` of them are there at once.
+
+  Args:
+    crowd: at once, on average.
+    num_requests: of all.
+    step: virtual seconds of a step of `crowd` requests.
+    vocab_size: of the model.
+    prompt: tokens of a prompt on average.
+    answer: tokens of an answer on average.
+    seed: of the draws.
+  """
+  rng = np.random.default_rng(seed)
+  moments = np.cumsum(rng.exponential(answer * step / crowd, num_requests))
+  return [
+    Arrival(
+      float(moment),
+      Request(
+        request_id=f"front {place}",
+        prompt=tuple(rng.integers(0, vocab_size, rng.integers(1, 2 * prompt)).tolist()),
+        sampling=SamplingParams(max_tokens=int(rng.integers(answer // 2, 3 * answer // 2 + 1))),
+        seed=place,
+      ),
+    )
+    for place, moment in enumerate(moments)
+  ]
+
+
+def serve(
+  engine: WatchedEngine, times: StepTimes, coming: Sequence[Arrival], *, num_sleepers: int
+) -> Served:
+  """Serves arrivals in virtual time, with a queue of sleepers that never ends.
+
+  Args:
+    engine: without requests.
+    times: what the clock goes by, and the engine's own table.
+    coming: in order.
+    num_sleepers: in the queue; 0 for none.
+  """
+  engine.step_times = times
+  coming = list(coming)
+  began: dict[str, float] = {}
+  first: dict[str, float] = {}
+  tokens: dict[str, tuple[int, ...]] = {}
+  steps: list[float] = []
+  now = longest = 0.0
+  num_slept = num_tokens = 0
+  asleep: set[str] = set()
+  waits = engine.counters.waits
+  rng = np.random.default_rng(1)
+  while coming or began:
+    while coming and coming[0].seconds <= now:
+      arrival = coming.pop(0)
+      engine.submit(arrival.request)
+      began[arrival.request.request_id] = arrival.seconds
+    while len(asleep) < num_sleepers:
+      name = f"sleeper {num_slept}"
+      prompt = tuple(rng.integers(0, engine.model.vocab_size, rng.integers(20, 120)).tolist())
+      sampling = SamplingParams(max_tokens=60)
+      engine.submit(
+        Request(request_id=name, prompt=prompt, sampling=sampling, seed=num_slept),
+        is_background=True,
+      )
+      asleep.add(name)
+      num_slept += 1
+    if not began and not asleep:
+      now = coming[0].seconds
+      continue
+    before, engine.work = engine.counters.steps, Work(0, 0, 0)
+    updates = engine.step()
+    seconds = _seconds(times, engine, engine.counters.steps - before)
+    now += seconds
+    if engine.work.num_front:
+      num_steps = engine.counters.steps - before
+      steps += [seconds / num_steps] * num_steps
+    else:
+      longest = max(longest, seconds)
+    for update in updates:
+      if update.request_id in asleep:
+        num_tokens += len(update.tokens)
+      elif update.tokens and update.request_id not in first:
+        first[update.request_id] = now - began[update.request_id]
+    for completion in engine.poll():
+      if completion.request_id in asleep:
+        asleep.remove(completion.request_id)
+      else:
+        del began[completion.request_id]
+        tokens[completion.request_id] = completion.tokens
+  for name in asleep:
+    engine.cancel(name)
+  return Served(
+    steps=np.asarray(steps),
+    first=np.asarray([first[name] for name in sorted(first)]),
+    longest_visit=longest,
+    sleep_tokens=num_tokens,
+    seconds=now,
+    waits=engine.counters.waits - waits,
+    tokens=tokens,
+  )
+
+
+def _seconds(times: StepTimes, engine: WatchedEngine, num_steps: int) -> float:
+  """Returns the virtual seconds of the visit that was."""
+  instances, work = engine.num_instances, engine.work
+  if num_steps > 1:
+    return num_steps * times.decode(instances * work.requests)
+  return times.step(instances * work.requests, instances * work.rows) if num_steps else 0.0
+
+
+def line(crowd: int, without: Served, beside: Served) -> str:
+  """Returns a line of the table: both, side by side."""
+  assert without.tokens == beside.tokens, "sleepers changed an answer"
+  cells = [str(crowd)]
+  for field in ("steps", "first"):
+    for share in SHARES:
+      alone, both = (np.percentile(getattr(one, field), share) for one in (without, beside))
+      cells.append(f"{1e3 * alone:.2f} → {1e3 * both:.2f} ({both / alone:.3f}x)")
+  cells += [
+    f"{1e3 * beside.longest_visit:.2f}",
+    f"{beside.sleep_tokens / beside.seconds:.0f}",
+    f"{without.waits} → {beside.waits}",
+  ]
+  return f"| {' | '.join(cells)} |"
+
+
+def main(argv: list[str]) -> None:
+  args = flags.FLAGS
+  with command_line.refusals():
+    command_line.check_arguments(argv)
+    for name, least in (("num_requests", 2), ("num_sleepers", 1), ("answer", 2), ("prompt", 1)):
+      if args[name].value < least:
+        raise ValueError(f"--{name}: got {args[name].value}, expected at least {least}; raise it.")
+    model = seerjax.load_model(args.model)
+    engine = WatchedEngine(model, config=seerjax.EngineConfig(max_context=512, max_sequences=32))
+    times = step_times.measure(engine)
+    if args.step_seconds:
+      given = json.loads(args.step_seconds)
+      rows = tuple(int(count) for count in given)
+      times = StepTimes(rows=rows, seconds=tuple(float(given[str(n)]) for n in rows))
+    print(f"seconds by rows: {dict(zip(times.rows, times.seconds))}")
+    heads = [f"{what} p{share} ms" for what in ("step", "first token") for share in SHARES]
+    names = ("in front", *heads, "longest visit asleep ms", "sleep tokens/s", "waits")
+    print(f"| {' | '.join(names)} |\n|{'---|' * len(names)}")
+    for crowd in CROWDS:
+      coming = arrivals(
+        crowd,
+        num_requests=args.num_requests,
+        step=times.decode(crowd),
+        vocab_size=model.config.vocab_size,
+        prompt=args.prompt,
+        answer=args.answer,
+        seed=args.seed,
+      )
+      without, beside = (
+        serve(engine, times, coming, num_sleepers=count) for count in (0, args.num_sleepers)
+      )
+      print(line(crowd, without, beside), flush=True)
+
+
+def define_flags() -> None:
+  """Defines the flags of the command."""
+  flags.DEFINE_string("model", "nano", "nano, a directory or a Hub id.")
+  flags.DEFINE_string("step_seconds", "", 'A table {"rows": seconds} in place of measuring one.')
+  flags.DEFINE_integer("num_requests", 200, "Arrivals, at each crowd.")
+  flags.DEFINE_integer("num_sleepers", 16, "In the queue, at any time.")
+  flags.DEFINE_integer("prompt", 60, "Tokens on average.")
+  flags.DEFINE_integer("answer", 40, "Tokens on average.")
+  flags.DEFINE_integer("seed", 0, "Of the arrivals.")
+
+
+if __name__ == "__main__":
+  define_flags()
+  app.run(main)

@@ -1,0 +1,31 @@
+"""The virtual clock: what sleepers cost those in front, and that they change no answer."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+from word_engine import SIZES, make_engine
+
+from experiments import sleep_foreground
+from seerjax.speculation.times import StepTimes
+
+TIMES = StepTimes(rows=(1, 4, 5, 16), seconds=(1.0, 1.03, 1.6, 2.0))
+
+
+def test_steps_stay_within_the_slack_and_nobody_waits_for_pages_longer():
+  sizes = dataclasses.replace(SIZES, num_pages=60, reuse_prefixes=False)
+  engine = make_engine(sizes, kind=sleep_foreground.WatchedEngine)
+  coming = sleep_foreground.arrivals(
+    2, num_requests=12, step=1.0, vocab_size=500, prompt=10, answer=10, seed=0
+  )
+  without, beside = (
+    sleep_foreground.serve(engine, TIMES, coming, num_sleepers=count) for count in (0, 6)
+  )
+  assert beside.tokens == without.tokens and beside.waits == without.waits == 0
+  assert beside.sleep_tokens > 0 == without.sleep_tokens
+  for share in sleep_foreground.SHARES:
+    alone, both = (np.percentile(one.steps, share) for one in (without, beside))
+    assert both <= 1.05 * alone + 1e-9
+  line = sleep_foreground.line(2, without, beside)
+  assert line.startswith("| 2 | ") and line.endswith("| 0 → 0 |")
