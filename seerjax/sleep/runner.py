@@ -482,10 +482,8 @@ class Runner:
     """Gives a rewrite to the suffix tree of the context's questions (`group_of`)."""
     drafter = self._engine.drafter
     if isinstance(drafter, SuffixDrafter):
-      tokens = self._ids(context.text)
-      written = self._ids(notes)
-      name, group = f"{NAME} {job}", group_of(context)
-      drafter.finish(name, group, [*tokens, *written], len(tokens))
+      # Only to them: not to the prompts that come again, which may be of another namespace.
+      drafter.teach(f"{NAME} {job}", group_of(context), self._ids(notes))
 
 
 def _key_of(context: Context) -> Key:

@@ -209,6 +209,19 @@ class SuffixDrafter:
     elif not self._num_live[text.group]:
       self._forget_old(text.group)
 
+  def teach(self, name: str, group_id: str, tokens: Sequence[int]) -> None:
+    """Gives a group a text that no request has said, such as one written ahead of its questions.
+
+    Args:
+      name: of the text, unlike any request's; another of the name is replaced.
+      group_id: that is begun if it is not here; the text is forgotten with it, and in no history.
+      tokens: whole.
+    """
+    text = self._begin(name, group_id, tokens, 0)
+    self._end(name, text)
+    if not self._num_live[text.group]:
+      self._forget_old(text.group)
+
   def drop_group(self, group_id: str) -> None:
     """Forgets a group and its requests.
 

@@ -8,6 +8,7 @@ import pathlib
 import pytest
 from word_engine import SIZES, make_engine, params, request, run, same, tokens_from
 
+from seerjax.engine.drafting import DraftQuery
 from seerjax.engine.engine import Engine
 from seerjax.sleep import planner, runner as runner_lib
 from seerjax.sleep.contexts import Contexts, Identity
@@ -191,15 +192,17 @@ def test_rewrites_are_drafts_of_their_contexts_questions_and_of_no_others(tmp_pa
   text = case.registry.rewrites("mine", "a", step=STEPS)[0].text
   ids = case.runner._ids(text)
   bias = tuple((token, 30.0) for token in sorted(set(ids)))[:16]
-  counts = {}
+  drafts = {}
   for group in (groups["a"], groups["b"], "elsewhere"):
-    question = request("q", ids[:4], group=group, max_tokens=10, temperature=0.0, logit_bias=bias)
-    before = case.engine.counters.drafted_tokens
-    case.engine.submit(question)
-    found = run(case.engine)["q"]
-    counts[group] = case.engine.counters.drafted_tokens - before
-    assert same(found, make_engine().generate([dataclasses.replace(question, group_id="")])[0])
-  assert counts[groups["a"]] >= counts["elsewhere"]
+    (drafts[group],) = drafter.draft([DraftQuery("d", group, ids[:6], 6, 4)]) or ((),)
+    drafter.finish("d", group, ids[:6], 6)
+  (path, *_) = drafts[groups["a"]]
+  assert list(path) == ids[6 : 6 + len(path)] and path
+  assert not {path} & {*drafts[groups["b"]], *drafts["elsewhere"]}
+  question = request("q", ids[:4], group=groups["a"], max_tokens=10, logit_bias=bias)
+  case.engine.submit(question)
+  found = run(case.engine)["q"]
+  assert same(found, make_engine().generate([dataclasses.replace(question, group_id="")])[0])
   case.register("a", "Ana has 3.")
   assert groups["a"] not in drafter.group_ids and groups["b"] in drafter.group_ids
 
