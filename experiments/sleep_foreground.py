@@ -155,8 +155,10 @@ def serve(
       began[arrival.request.request_id] = arrival.seconds
     while len(asleep) < num_sleepers:
       name = f"sleeper {num_slept}"
-      prompt = tuple(rng.integers(0, engine.model.vocab_size, rng.integers(20, 120)).tolist())
-      sampling = SamplingParams(max_tokens=60)
+      context = engine.config.max_context
+      length = rng.integers(context // 16, context // 4)
+      prompt = tuple(rng.integers(0, engine.model.vocab_size, length).tolist())
+      sampling = SamplingParams(max_tokens=context // 8)
       engine.submit(
         Request(request_id=name, prompt=prompt, sampling=sampling, seed=num_slept),
         is_background=True,
@@ -232,11 +234,11 @@ def main(argv: list[str]) -> None:
         raise ValueError(f"--{name}: got {args[name].value}, expected at least {least}; raise it.")
     model = seerjax.load_model(args.model)
     engine = WatchedEngine(model, config=seerjax.EngineConfig(max_context=512, max_sequences=32))
-    times = step_times.measure(engine)
     if args.step_seconds:
-      given = json.loads(args.step_seconds)
-      rows = tuple(int(count) for count in given)
-      times = StepTimes(rows=rows, seconds=tuple(float(given[str(n)]) for n in rows))
+      given = {int(rows): float(seconds) for rows, seconds in json.loads(args.step_seconds).items()}
+      times = StepTimes(rows=tuple(sorted(given)), seconds=tuple(given[n] for n in sorted(given)))
+    else:
+      times = step_times.measure(engine)
     print(f"seconds by rows: {dict(zip(times.rows, times.seconds))}")
     heads = [f"{what} p{share} ms" for what in ("step", "first token") for share in SHARES]
     names = ("in front", *heads, "longest visit asleep ms", "sleep tokens/s", "waits")
