@@ -17,6 +17,7 @@ from word_engine import (
   run,
   runner,
   same,
+  tokenizer_fields,
 )
 
 from seerjax.engine import engine as engine_lib, runner as runner_lib
@@ -67,7 +68,7 @@ class BrokenTokenizer(tokenizer_lib.Tokenizer):
 def test_a_tokenizer_that_breaks_ends_the_request_whose_text_it_was(answers, caplog):
   first = answers["b"].tokens[0]
   assert all(answers[name].tokens[0] != first for name in "ac")
-  engine = make_engine(tokenizer=BrokenTokenizer(**vars(TOKENIZER), breaks_at=first))
+  engine = make_engine(tokenizer=BrokenTokenizer(**tokenizer_fields(), breaks_at=first))
   updates = []
   for one in REQUESTS:
     engine.submit(one)

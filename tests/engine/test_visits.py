@@ -6,7 +6,7 @@ import dataclasses
 
 from guessing import Guesser
 import pytest
-from word_engine import SIZES, TOKENIZER, make_engine, request, same, tokens_from
+from word_engine import SIZES, make_engine, request, same, tokenizer_fields, tokens_from
 
 from seerjax.engine.engine import Engine
 from seerjax.engine.runner import MAX_STOP_IDS
@@ -156,7 +156,7 @@ class StumblingTokenizer(tokenizer_lib.Tokenizer):
 def test_what_is_met_in_a_visit_takes_back_no_step_before_it(error):
   requests = [request("a"), request("b", seed=1), request("c", seed=2)]
   expected = run_all(make_engine(), requests)
-  tokenizer = StumblingTokenizer(**vars(TOKENIZER), errors=[error])
+  tokenizer = StumblingTokenizer(**tokenizer_fields(), errors=[error])
   engine = in_visits(8, tokenizer=tokenizer)
   for one in requests:
     engine.submit(one)

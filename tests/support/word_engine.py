@@ -57,6 +57,12 @@ def make_engine(
   )
 
 
+def tokenizer_fields() -> dict:
+  """Returns the fields of `TOKENIZER`, for a tokenizer that is one and more; `vars` would have what
+  it has found out since, too."""
+  return {field.name: getattr(TOKENIZER, field.name) for field in dataclasses.fields(TOKENIZER)}
+
+
 def request(name="a", prompt=(5, 6, 7), *, seed=0, group="", **sampling) -> Request:
   sampling.setdefault("max_tokens", 12)
   return Request(
