@@ -127,7 +127,11 @@ def test_no_step_takes_longer_than_the_slack_says(data):
 # What an engine does with them.
 
 
-@pytest.mark.parametrize("times", [None, TIMES, STEEP], ids=["no table", "flat", "steep"])
+@pytest.mark.parametrize(
+  "times",
+  [None, TIMES, pytest.param(STEEP, marks=pytest.mark.thorough)],
+  ids=["no table", "flat", "steep"],
+)
 def test_all_say_what_they_say_alone(times):
   requests = asked(6)
   expected = {one.request_id: make_engine().generate([one])[0] for one in requests}
@@ -172,8 +176,13 @@ CROWDED = {
 
 
 @pytest.mark.parametrize("what", CROWDED)
-@pytest.mark.parametrize("times", [None, TIMES], ids=["no table", "table"])
-@pytest.mark.parametrize("visits", [1, 4, 7])
+@pytest.mark.parametrize(
+  "times", [pytest.param(None, marks=pytest.mark.thorough), TIMES], ids=["no table", "table"]
+)
+@pytest.mark.parametrize(
+  "visits",
+  [pytest.param(1, marks=pytest.mark.thorough), 4, pytest.param(7, marks=pytest.mark.thorough)],
+)
 def test_the_first_row_of_who_is_waited_for_is_in_the_very_next_step(what, times, visits):
   assert first_rows(Engine, times, CROWDED[what], visits=visits) == (0, 0)
 
