@@ -130,6 +130,20 @@ def is_thorough(item: pytest.Item) -> bool:
   return folder in THOROUGH or item.get_closest_marker("thorough") is not None
 
 
+def undrawn_thorough_tests(items: Sequence[pytest.Item]) -> set[pytest.Item]:
+  """Returns the thorough tests that this session leaves out, by its seed.
+
+  SEERJAX_TEST_SHARE_OF_THOROUGH is which share of them it runs; 1 is all. A test runs with all its
+  parameters, or not. Those of the contract always run.
+  """
+  share = float(os.environ.get("SEERJAX_TEST_SHARE_OF_THOROUGH", "1"))
+  drawable = {item for item in items if is_thorough(item) and not is_of_contract(item.path)}
+  names = sorted({item.nodeid.partition("[")[0] for item in drawable})
+  draw = random.Random(f"{os.environ['SEERJAX_TEST_SEED']} thorough")
+  left_out = {*draw.sample(names, round((1 - share) * len(names)))}
+  return {item for item in drawable if item.nodeid.partition("[")[0] in left_out}
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
   """Draws the parameters of tests marked `few`; those that are not drawn count as long.
@@ -140,7 +154,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
   that are named: all that are arguments, or those of `--whole`.
 
   SEERJAX_TEST_SHARE below 1 draws that share of the files first, of the contract's files
-  `SHARE_OF_CONTRACT`, and of a test of the contract one of its parameters.
+  `SHARE_OF_CONTRACT`, and of a test of the contract one of its parameters. A share of the thorough
+  tests may be drawn (`undrawn_thorough_tests`).
   """
   if config.option.everyday:
     whole = config.args if config.option.whole is None else config.option.whole.split(",")
@@ -152,13 +167,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = [item for item in items if item not in dear]
   share = share_of_files()
   draw = random.Random(f"{os.environ['SEERJAX_TEST_SEED']} files")
-  absent = set()
+  paths = set()
   for is_contract in (False, True):
     files = {item.path for item in items if is_of_contract(item.path) == is_contract}
     drawn = max(share, SHARE_OF_CONTRACT) if is_contract else share
-    absent |= {*draw.sample(sorted(files), round((1 - drawn) * len(files)))}
-  config.hook.pytest_deselected(items=[item for item in items if item.path in absent])
-  items[:] = [item for item in items if item.path not in absent]
+    paths |= {*draw.sample(sorted(files), round((1 - drawn) * len(files)))}
+  absent = {item for item in items if item.path in paths}
+  absent |= undrawn_thorough_tests(items)
+  config.hook.pytest_deselected(items=[*absent])
+  items[:] = [item for item in items if item not in absent]
   variants: dict[tuple[str, str], list[pytest.Item]] = {}
   for item in items:
     few = item.get_closest_marker("few")
@@ -181,6 +198,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     finished = {*path.read_text().splitlines()}
     config.hook.pytest_deselected(items=[item for item in items if item.nodeid in finished])
     items[:] = [item for item in items if item.nodeid not in finished]
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+  """Has the garbage collector look at what tests make, and seldom: it took a tenth of all time."""
+  gc.collect()
+  gc.freeze()
+  gc.set_threshold(20_000, 20, 50)
 
 
 def pytest_report_header(config: pytest.Config) -> str:

@@ -8,6 +8,7 @@ import os
 import pathlib
 import subprocess
 import sys
+from typing import NamedTuple
 import warnings
 
 from hypothesis import given, strategies as st
@@ -71,6 +72,8 @@ def test_warnings_from_our_packages_are_errors():
     warnings.warn_explicit("from them", UserWarning, "core.py", 1, module="elsewhere")
 
 
+# This session may have a share of the tests.
+ALL_FILES = {"SEERJAX_TEST_SHARE": "1", "SEERJAX_TEST_SHARE_OF_THOROUGH": "1"}
 LAUNCHER = "tests/launch/test_local.py"  # A thorough file, in a thorough folder.
 # Arguments of a session, and whether it runs that file.
 SESSIONS = (
@@ -94,8 +97,7 @@ for arguments in json.loads(sys.argv[1]):
   done = subprocess.run(
     [sys.executable, "-c", program, json.dumps([arguments for arguments, _ in SESSIONS])],
     cwd=ROOT,
-    # All files: this session may have a share of them.
-    env=os.environ | {"SEERJAX_TEST_SEED": "7", "SEERJAX_TEST_SHARE": "1"},
+    env=os.environ | ALL_FILES | {"SEERJAX_TEST_SEED": "7"},
     capture_output=True,
     text=True,
     check=False,
@@ -107,6 +109,44 @@ for arguments in json.loads(sys.argv[1]):
 
 def test_a_seed_repeats_a_session(collected: list[str]):
   assert all("SEERJAX_TEST_SEED=7" in said for said in collected), collected
+
+
+class Item(NamedTuple):
+  """What a draw reads of a test."""
+
+  nodeid: str
+  path: pathlib.Path
+  thorough: bool
+
+  def get_closest_marker(self, name: str) -> object | None:
+    return name if self.thorough and name == "thorough" else None
+
+
+def test_half_of_the_thorough_tests_are_drawn_and_all_of_the_contract(request, monkeypatch):
+  (conftest,) = (
+    plugin
+    for name, plugin in request.config.pluginmanager.list_name_plugin()
+    if name.endswith("tests/conftest.py")
+  )
+  items = [
+    Item(f"{file}::test_{number}[{part}]", ROOT / file, dear)
+    for file in ("tests/contract/test_x.py", "tests/ops/test_x.py")
+    for number in range(8)
+    for part in "ab"
+    for dear in [number < 6]
+  ]
+  left_out = {}
+  for seed in ("7", "7 again", "8"):
+    monkeypatch.setenv("SEERJAX_TEST_SEED", seed.split()[0])
+    monkeypatch.setenv("SEERJAX_TEST_SHARE_OF_THOROUGH", "0.5")
+    left_out[seed] = conftest.undrawn_thorough_tests(items)
+    names = {item.nodeid.partition("[")[0] for item in left_out[seed]}
+    # Three of the six in `ops` that are thorough, each with both parameters.
+    assert len(names) == 3 and len(left_out[seed]) == 6
+    assert all(item.thorough and item.path.parent.name == "ops" for item in left_out[seed])
+  assert left_out["7"] == left_out["7 again"] != left_out["8"]
+  monkeypatch.setenv("SEERJAX_TEST_SHARE_OF_THOROUGH", "1")
+  assert not conftest.undrawn_thorough_tests(items)
 
 
 def test_every_day_what_is_thorough_runs_only_where_it_is_named(collected: list[str]):
@@ -122,8 +162,7 @@ def test_a_session_goes_on_after_what_passed(tmp_path: pathlib.Path):
   command += [f"--finished={finished}", *(f"{__file__}::{name}" for name in names)]
 
   def session(fails: str, *options: str) -> str:
-    # All files: this session may have a share of them.
-    environment = os.environ | {"SEERJAX_TEST_FAILS": fails, "SEERJAX_TEST_SHARE": "1"}
+    environment = os.environ | ALL_FILES | {"SEERJAX_TEST_FAILS": fails}
     done = subprocess.run(
       [*command, *options], env=environment, capture_output=True, text=True, check=False
     )

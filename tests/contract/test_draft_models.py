@@ -181,7 +181,7 @@ def run_schedules(numerics, seeds, mesh=(1, 1), page_sizes=(4, 16)) -> None:
 )
 def test_a_draft_model_moves_no_bit(implementation):
   numerics = dataclasses.replace(drafting_models.ONE_SLAB, implementation=implementation)
-  run_schedules(numerics, range(16))
+  run_schedules(numerics, range(8))
 
 
 @pytest.mark.long
@@ -214,7 +214,7 @@ def digest(make_drafter) -> str:
   return hashlib.sha256(json.dumps(drafts).encode()).hexdigest()
 
 
-@pytest.mark.thorough
+@pytest.mark.long
 def test_two_processes_draft_the_same():
   code = (
     f"import sys; sys.path[:0] = {[path for path in sys.path if path]!r}\n"

@@ -141,6 +141,7 @@ MESHES = [
 ]
 
 
+@pytest.mark.few(1)
 @pytest.mark.thorough
 @pytest.mark.parametrize(("slabs", "model_shards"), MESHES)
 def test_a_mesh_changes_no_bit(slabs, model_shards):

@@ -236,6 +236,7 @@ def gap_to_the_trainer(completions, params, numerics) -> float:
   return step_lib.rollout_gap(scores, batch)["max_abs_raw_logprob_gap"]
 
 
+@pytest.mark.thorough
 def test_a_deep_model_learns_from_the_bits_that_it_sampled_though_its_pages_left():
   params = deep_params(DEEP_NUMERICS)
   said = answers(params, DEEP_NUMERICS, parallel.make_mesh(), is_moved=True)

@@ -454,7 +454,11 @@ def test_a_file_that_does_not_load_is_found(written):
   "change, sentence",
   [
     ("import os; os._exit(0)", "starts: got a process that ended with status 0, expected every fu"),
-    ("while True: pass", "starts: got no end within 15 seconds, expected less; look for a loop"),
+    pytest.param(
+      "while True: pass",
+      "starts: got no end within 15 seconds, expected less; look for a loop",
+      marks=pytest.mark.thorough,
+    ),
   ],
 )
 def test_a_problem_that_ends_its_process_or_hangs_is_found(written, change, sentence):

@@ -147,6 +147,7 @@ def test_the_instructions_show_a_program_that_can_be_read():
   assert "def improve(artefact, seconds, seed):" in programs.read_program(text)
 
 
+@pytest.mark.thorough
 def test_a_program_improves_an_artefact(sandbox):
   done = attempted(
     sandbox,

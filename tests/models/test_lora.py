@@ -117,6 +117,7 @@ def test_bits_are_equal_in_any_batch_and_under_a_gradient_that_reaches_the_adapt
     assert np.any(np.asarray(leaf) != 0)
 
 
+@pytest.mark.thorough
 def test_the_gradient_is_that_through_merged_weights():
   @jax.jit
   def through_merged(adapter):

@@ -300,6 +300,7 @@ def scored_forward(params, pages, batch, rows, *, config, numerics, axis=None):
   return (hidden, scored), pages
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
   ("config", "numerics", "sizes"),
   [
@@ -396,6 +397,7 @@ def test_weights_go_into_a_module_and_come_out_of_it():
   jax.tree.map(np.testing.assert_array_equal, module.pure_params(), other)
 
 
+@pytest.mark.thorough
 def test_a_module_learns_as_its_weights_do_under_nnx():
   config = dataclasses.replace(QWEN3, num_layers=1)  # Compiled twice.
   params = parameters.init(jax.random.key(1), config, NUMERICS)

@@ -75,6 +75,7 @@ def test_values_and_gradients_are_the_definitions(sizes):
   assert not as_float64(found[2])[empty].any()
 
 
+@pytest.mark.thorough
 @needs_interpreter
 def test_transposed_weights_give_the_definition():
   x, w = array(13, K), array(3, N, K, seed=1)
@@ -146,6 +147,7 @@ def test_bits_of_rows_of_many_groups(sizes, seed):
     check_that_groups_do_not_matter(sizes, seed + attempt)
 
 
+@pytest.mark.thorough
 @needs_interpreter
 def test_a_weights_gradient_adds_rows_in_ascending_order():
   # A group of 130 rows is three parts of 64; numpy adds the same products one after the other, as

@@ -175,6 +175,7 @@ def test_gradients_are_the_definitions(num_rows, tile):
     np.testing.assert_allclose(as_float64(got), want, rtol=2**-6, atol=2**-8 * scale)
 
 
+@pytest.mark.thorough
 @needs_interpreter
 @pytest.mark.parametrize("sizes", [(1,), long((1, 70, 1, 33, 64, 65, 33))])
 def test_a_rows_bits_depend_on_that_row_alone(sizes, seed):

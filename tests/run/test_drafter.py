@@ -101,6 +101,7 @@ def records_of(directory: pathlib.Path) -> list[dict]:
   return [json.loads(line)["record"] for line in lines]
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("programs_on_disk")
 def test_a_draft_model_of_ones_own_is_named_and_changes_no_bit(tmp_path):
   master = parameters.init(numerics_lib.key(0), MODEL, tiny_model.ONE_SLAB)

@@ -49,6 +49,7 @@ def test_untiled_rows_are_refused_with_the_finding():
     self_test.require(UNTILED)
 
 
+@pytest.mark.thorough
 def test_splits_shorter_than_a_sequence_are_measured_too():
   short = NumericsConfig(
     implementation="tiled",

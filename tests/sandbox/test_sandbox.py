@@ -563,6 +563,7 @@ def test_errors_show_the_line_that_made_them(box: sandbox.Sandbox):
   assert box.run_python("x = '\ud800'", "f", {})[1].status == "failed"
 
 
+@pytest.mark.thorough
 def test_a_pipe_that_was_sent_and_never_received_has_an_end(tmp_path: pathlib.Path):
   # A sandbox as ours, but that it lets sockets be: the pipe's last writer is in a message that
   # nobody can receive, and is not closed.
@@ -643,6 +644,7 @@ def test_a_command_may_compile_and_use_this_python(box: sandbox.Sandbox):
   assert outcome.stdout == b"3\n", outcome
 
 
+@pytest.mark.thorough
 def test_a_server_that_was_killed_is_started_again_whatever_the_umask():
   before = processes_below(os.getpid())
   mask = os.umask(0o077)
@@ -696,6 +698,7 @@ def test_a_program_that_cannot_be_isolated_is_not_run(box: sandbox.Sandbox):
     box.run(["true"], files={"x" * 300: b""})  # No file system takes such a name.
 
 
+@pytest.mark.thorough
 def test_calls_leave_nothing_behind(box: sandbox.Sandbox):
   box.run_python("def f(i): return i", "f", dict(i=0))
   before, files = processes_below(os.getpid()), open_files()
@@ -732,6 +735,7 @@ def verdicts(box: sandbox.Sandbox, number: int) -> None:
   assert open_files() == files and threading.active_count() == threads
 
 
+@pytest.mark.thorough
 def test_verdicts_with_hanging_programs_leave_nothing_behind(box: sandbox.Sandbox):
   verdicts(box, NUM_CALLS)
 

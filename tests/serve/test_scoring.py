@@ -26,6 +26,7 @@ def in_pieces(following, ends) -> list:
   return [top for end in ends for top in following.take(ANSWER[:end])]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
   "numerics",
   [

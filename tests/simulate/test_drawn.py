@@ -72,6 +72,7 @@ def test_ours_is_plain_divided_where_lengths_are_not_alike():
   assert min(ratio(NOT_ALIKE, sample, least=-1.0) for sample in range(4)) < 0.99
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("scarce", ["KV", "places"])
 def test_ours_gains_where_lengths_are_alike(scarce):
   alike = dataclasses.replace(NOT_ALIKE, scarce=scarce, rho=0.9, sigma=0.8, num_groups=64)

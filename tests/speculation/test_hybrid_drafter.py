@@ -57,6 +57,7 @@ def plain():
   return {done.request_id: done for done in engine.generate(group(0))}
 
 
+@pytest.mark.thorough
 def test_a_good_model_drafts_and_a_useless_one_soon_does_not(plain):
   told = {}
   for kind in ("same", "nan"):

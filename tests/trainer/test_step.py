@@ -104,6 +104,7 @@ def scores_alone(params, tokens, targets):
   )[1]
 
 
+@pytest.mark.thorough
 def test_scores_have_the_bits_of_a_forward_without_gradient_of_each_sequence_alone():
   batch = packed(groups_of())
   _, _, scores = gradient_of(batch)

@@ -163,6 +163,7 @@ def test_the_noise_is_that_of_jax():
     np.testing.assert_allclose(got, wanted, atol=1e-6, rtol=1e-6)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("devices", [2, 4])
 def test_a_model_on_several_devices_has_equal_bits(devices):
   weights, rows = problem((7, 32, 4, 50), "float32")

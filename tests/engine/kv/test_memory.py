@@ -105,6 +105,7 @@ def test_spilled_requests_come_back_anywhere(mesh, tier, tmp_path):
   assert bool(list(tmp_path.glob("*/*.kv"))) == (tier == "store")
 
 
+@pytest.mark.thorough
 def test_pages_whose_keys_are_transposed_migrate_and_come_back_from_a_store(tmp_path):
   pool = KVPool(KVPoolConfig(host_pages=16), DiskStore(tmp_path, max_bytes=10**7))
   engine = make_engine((2, 2), numerics=tiny_model.NATIVE, kv_pool=pool)
