@@ -4,6 +4,7 @@
     step_00000012/          published: complete, on disk, never changed again
       checkpoint.json       format, step, host state, numerics fingerprints, leaves, checksums
       state/                Orbax: every array, named by its path in the tree
+      PART/                 as `state`, of a part that another run may do without (`parts`)
     .incoming_00000016/     a save that is going on, or was killed; never read
 
 A save fills `.incoming_*`, waits for the disk, and gives the directory its name in one rename, so
@@ -96,6 +97,7 @@ def save(
   host_state: Mapping[str, Any],
   fingerprint: Mapping[str, str],
   accept_new_numerics: bool = False,
+  parts: Mapping[str, Any] | None = None,
   keep_latest: int = 3,
   keep_every: int = 0,
 ) -> pathlib.Path:
@@ -108,6 +110,7 @@ def save(
     host_state: what is no array (data position, counters, metrics offset, config), as JSON.
     fingerprint: of the run's numerics.
     accept_new_numerics: if the checkpoint before has another fingerprint, keep both.
+    parts: by name, further pytrees of arrays, which `restore` leaves alone; see `restore_part`.
     keep_latest: how many of the newest are kept, at least 1.
     keep_every: steps that are multiples of it are kept as well; 0 for none.
 
@@ -136,24 +139,32 @@ def save(
       " from the latest one, or choose another directory."
     )
   _require_json(host_state, "host_state")
-  leaves = _leaves(state, "checkpoint.save: state")
-  numerics.require_finite(
-    leaves,
-    what=f"checkpoint.save: state of step {step}",
-    remedy="go on from the last checkpoint, with a lower learning rate where training diverged",
-  )
+  trees = {ARRAYS: _leaves(state, "checkpoint.save: state")}
+  for name, part in (parts or {}).items():
+    if name in (ARRAYS, DESCRIPTION) or not name.isidentifier():
+      raise ValueError(
+        f"checkpoint.save: got a part {name!r}, expected a name of letters other than {ARRAYS!r};"
+        " rename it."
+      )
+    trees[name] = _leaves(part, f"checkpoint.save: {name}")
+  for name, leaves in trees.items():
+    numerics.require_finite(
+      leaves,
+      what=f"checkpoint.save: {name} of step {step}",
+      remedy="go on from the last checkpoint, with a lower learning rate where training diverged",
+    )
   epochs = _continue_epochs(directory, step, dict(fingerprint), accept_new_numerics)
 
   incoming = directory / f".incoming_{step:08d}"
   with _interrupts_put_off():
-    _publish(directory, step, leaves, host_state, epochs, incoming, keep_latest, keep_every)
+    _publish(directory, step, trees, host_state, epochs, incoming, keep_latest, keep_every)
   return target
 
 
 def _publish(
   directory: pathlib.Path,
   step: int,
-  leaves: Mapping[str, Any],
+  trees: Mapping[str, Mapping[str, Any]],
   host_state: Mapping[str, Any],
   epochs: tuple[Epoch, ...],
   incoming: pathlib.Path,
@@ -173,7 +184,8 @@ def _publish(
     # A flat dict: what is on disk does not depend on how containers are spelled. Orbax takes no
     # arrays without elements; for those the description is enough.
     with _orbax_errors(directory, step):
-      ocp.save(str(incoming / ARRAYS), {name: leaf for name, leaf in leaves.items() if leaf.size})
+      for tree, leaves in trees.items():
+        ocp.save(str(incoming / tree), {name: leaf for name, leaf in leaves.items() if leaf.size})
     _barrier("checkpoint_arrays")
     if jax.process_index() == 0:
       description = {
@@ -181,7 +193,8 @@ def _publish(
         "step": int(step),
         "host_state": dict(host_state),
         "epochs": [epoch._asdict() for epoch in epochs],
-        "leaves": {name: _shape_word(leaf) for name, leaf in leaves.items()},
+        "leaves": _shape_words(trees[ARRAYS]),
+        "parts": {name: _shape_words(tree) for name, tree in trees.items() if name != ARRAYS},
         "files": {
           str(path.relative_to(incoming)): {"bytes": path.stat().st_size, "sha256": _sha256(path)}
           for path in _files(incoming)
@@ -249,18 +262,49 @@ def restore(
     if not accept_new_numerics:
       numerics.require_same(epochs[-1].fingerprint, dict(fingerprint), what=str(path))
     epochs += (Epoch(description["step"], dict(fingerprint)),)
-  wanted = _leaves(abstract_state, "checkpoint.restore: abstract_state")
-  _require_equal_leaves(path, description["leaves"], wanted)
-  _require_whole(path, description["files"])
+  state = _arrays(path, ARRAYS, description["leaves"], description["files"], abstract_state)
+  return Restored(description["step"], state, description["host_state"], epochs)
+
+
+def restore_part(
+  directory: str | os.PathLike, name: str, abstract: Any, *, step: int | None = None
+) -> Any:
+  """Reads a part of a checkpoint back, bit for bit; None if it was saved without.
+
+  Args:
+    directory: of all the run's checkpoints.
+    name: of the part.
+    abstract: as `restore` takes a state.
+    step: which one; the latest by default.
+
+  Raises:
+    ValueError: as `restore`, but for the numerics.
+  """
+  path = _find(pathlib.Path(directory).absolute(), step)
+  description = _describe(path)
+  if name not in description.get("parts", {}):
+    return None
+  return _arrays(path, name, description["parts"][name], description["files"], abstract)
+
+
+def _arrays(
+  path: pathlib.Path,
+  tree: str,
+  stored: Mapping[str, str],
+  files: Mapping[str, Mapping[str, Any]],
+  abstract_tree: Any,
+) -> Any:
+  """Returns the arrays of a tree of a checkpoint, all checked before any is read."""
+  wanted = _leaves(abstract_tree, f"checkpoint.restore: {tree}")
+  _require_equal_leaves(path, stored, wanted)
+  _require_whole(path, files)
   abstract = {name: _placed(leaf) for name, leaf in wanted.items() if np.prod(leaf.shape)}
-  arrays = ocp.load(str(path / ARRAYS), abstract)
+  arrays = ocp.load(str(path / tree), abstract)
   for name, leaf in wanted.items():
     if name not in arrays:
       arrays[name] = (np if isinstance(leaf, np.ndarray) else jnp).zeros(leaf.shape, leaf.dtype)
   numerics.require_finite(arrays, what=str(path), remedy="resume from an earlier step")
-  structure = jax.tree.structure(abstract_state)
-  state = jax.tree.unflatten(structure, [arrays[name] for name in wanted])
-  return Restored(description["step"], state, description["host_state"], epochs)
+  return jax.tree.unflatten(jax.tree.structure(abstract_tree), [arrays[name] for name in wanted])
 
 
 def _find(directory: pathlib.Path, step: int | None) -> pathlib.Path:
@@ -348,8 +392,10 @@ def _leaves(tree: Any, what: str) -> dict[str, Any]:
   return result
 
 
-def _shape_word(leaf: Any) -> str:
-  return f"{leaf.dtype}[{', '.join(map(str, leaf.shape))}]"
+def _shape_words(leaves: Mapping[str, Any]) -> dict[str, str]:
+  return {
+    name: f"{leaf.dtype}[{', '.join(map(str, leaf.shape))}]" for name, leaf in leaves.items()
+  }
 
 
 def _placed(leaf: Any) -> Any:
@@ -405,7 +451,7 @@ def _require_json(value: Any, where: str) -> None:
 def _require_equal_leaves(
   path: pathlib.Path, stored: Mapping[str, str], wanted: Mapping[str, Any]
 ) -> None:
-  current = {name: _shape_word(leaf) for name, leaf in wanted.items()}
+  current = _shape_words(wanted)
   differing = [
     f"{name}: got {stored.get(name, 'nothing')}, expected {current.get(name, 'nothing')}"
     for name in sorted(set(stored) | set(current))

@@ -127,7 +127,7 @@ def train(
       sample, config, engine, task, ready.journal, progress=run.progress, drafts=ready.drafts
     )
     sample_step, publish = setup_lib.ends(ready, run, task, usual)
-    run.begin(state, lambda: {"before": ready.before})
+    run.begin(state, lambda: {"before": ready.before}, ready.drafts.parts())
     before = ready.before or setup_lib.accuracy_after(0, run, ready.asked)
     while run.step < config.num_steps:
       joules = run.clock.joules
@@ -135,11 +135,11 @@ def train(
         state, numbers = train_step(
           config, engine, ready.trainer, state, run.step, base,
           sample=sample_step, publish=publish, advantages=advantages, progress=run.progress,
-          before_update=put_off_stops,
+          before_update=put_off_stops, drafts=ready.drafts,
         )  # fmt: skip
         if joules is not None:
           numbers["circle/joules"] = (run.clock.joules or 0.0) - joules
-        run.finish_step(state, lambda: {"before": before}, numbers)
+        run.finish_step(state, lambda: {"before": before}, numbers, ready.drafts.parts())
       on_step(run.step, state, numbers)
       run.save_if_due(every=config.checkpoint_every)
       every = config.evaluation.every
@@ -173,10 +173,12 @@ def train_step(
   advantages: Advantages | None,
   progress: progress_lib.Progress,
   before_update: Callable[[], object],
+  drafts: drafter_lib.RunDrafts | None = None,
 ) -> tuple[TrainState, dict[str, float]]:
   """Takes one step: sample, judge, learn, publish; returns the new state and the step's numbers.
 
-  `sample` returns the step's groups and their numbers, `publish` hands the new weights over.
+  `sample` returns the step's groups and their numbers, `publish` hands the new weights over. A
+  draft model that learns does so last, from the same groups.
   """
   begin = time.monotonic()
   groups, sampled = sample(step)
@@ -191,7 +193,11 @@ def train_step(
     weights = policy_lib.running_weights(config.weights, state.params, base)
     learned_at = time.monotonic()
     publish(weights, step + 1)
-  return state, summary.of_rollouts(groups) | sampled | learned | {
+  of_draft: dict[str, float] = {}
+  if drafts is not None:
+    with progress.phase("teaching the draft model"):
+      of_draft = drafts.learn(groups, step)
+  return state, summary.of_rollouts(groups) | sampled | learned | of_draft | {
     "train/seconds": learned_at - sampled_at,
     "circle/seconds": time.monotonic() - begin,
   }

@@ -113,6 +113,32 @@ def test_a_step_that_is_not_there_is_refused(tmp_path):
     restore(tmp_path / "none")
 
 
+def test_a_part_is_read_by_its_name_and_the_state_without_it(tmp_path):
+  state, part = make_state(), make_state(1)
+  save(tmp_path, 1, state)
+  save(tmp_path, 2, state, parts={"draft": part})
+  assert_equal_bits(restore(tmp_path).state, state)
+  assert_equal_bits(checkpoint.restore_part(tmp_path, "draft", abstract(part)), part)
+  assert checkpoint.restore_part(tmp_path, "other", abstract(part)) is None
+  assert checkpoint.restore_part(tmp_path, "draft", abstract(part), step=1) is None
+  with pytest.raises(ValueError, match="got other leaves than this run has .*keys: got key"):
+    checkpoint.restore_part(tmp_path, "draft", {"key": jax.random.key(0)})
+  for name in ("state", "a/b"):
+    with pytest.raises(ValueError, match=f"got a part '{name}', expected a name of letters other"):
+      save(tmp_path, 3, parts={name: part})
+  nan = {"w": jnp.full(2, jnp.nan)}
+  with pytest.raises(ValueError, match="draft of step 3: got"):
+    save(tmp_path, 3, parts={"draft": nan})
+  file = next(path for path in (tmp_path / "step_00000002" / "draft").rglob("*") if path.is_file())
+  file.unlink()
+  for read in (
+    lambda: checkpoint.restore_part(tmp_path, "draft", abstract(part)),
+    lambda: restore(tmp_path),
+  ):
+    with pytest.raises(ValueError, match="got no file, expected"):
+      read()
+
+
 def test_a_step_is_saved_once(tmp_path):
   save(tmp_path, 2)
   with pytest.raises(ValueError, match="got step 2, which .* holds already"):

@@ -143,6 +143,11 @@ class RunConfig:
         f"{self.num_instances}, expected 2 or more (half of them sample while the others learn);"
         " raise RunConfig.num_instances."
       )
+    if self.stale.steps_ahead and self.speculation.draft.learn:
+      raise ValueError(
+        f"DraftModelConfig.learn: got True with StaleConfig.steps_ahead={self.stale.steps_ahead},"
+        " expected one of them (the draft would learn while it drafts); set one to its default."
+      )
     if self.stale.begun > 1 and self.trainer.max_rounds > 1:
       raise ValueError(
         f"StaleConfig.begun: got {self.stale.begun} with max_rounds={self.trainer.max_rounds},"

@@ -39,6 +39,8 @@ from seerjax.run import (
 )
 from seerjax.trainer import step as step_lib
 
+# Of a checkpoint's parts, no one's.
+NO_PARTS: Mapping[str, Any] = {}
 # Returns what a checkpoint holds besides arrays, as JSON; asked when one is due.
 HostState = Callable[[], Mapping[str, Any]]
 
@@ -88,6 +90,7 @@ class Session:
     self._free: Sequence[str] = ()
     self._sizes: Mapping[str, Any] = {}
     self._state: Any = None
+    self._parts: Mapping[str, Any] = NO_PARTS
     self._host_state: HostState = dict
     self._saved_at = 0.0
 
@@ -152,6 +155,22 @@ class Session:
     self.progress.say(f"resumed after step {self.step} of {self.num_steps}")
     return restored
 
+  def restored_part(self, name: str, like: Callable[[], Any]) -> Any:
+    """Returns a part of the checkpoint that was restored; None of a new run, or one without it.
+
+    Args:
+      name: of the part.
+      like: returns a tree of its shapes; it is traced, nothing is computed.
+
+    Raises:
+      ValueError: if the part is of other shapes.
+    """
+    if not self._resume:
+      return None
+    return checkpoint.restore_part(
+      self.directory / "checkpoints", name, jax.eval_shape(like), step=self.step
+    )
+
   def open(
     self,
     *,
@@ -203,9 +222,11 @@ class Session:
     )
     self.enter(self.progress.shown(self.writer.note))
 
-  def begin(self, state: Any, host_state: HostState) -> None:
+  def begin(
+    self, state: Any, host_state: HostState, parts: Mapping[str, Any] = NO_PARTS
+  ) -> None:
     """Saves a new run's first checkpoint; from here on a stop saves the last whole step."""
-    self._state, self._host_state = state, host_state
+    self._state, self._host_state, self._parts = state, host_state, parts
     self._stack.push(self._stopped)
     self.save()
     self._saved_at = time.monotonic()
@@ -221,14 +242,21 @@ class Session:
     with contextlib.ExitStack() as whole:
       yield functools.partial(whole.enter_context, self._stops.put_off())
 
-  def finish_step(self, state: Any, host_state: HostState, numbers: Mapping[str, float]) -> None:
+  def finish_step(
+    self,
+    state: Any,
+    host_state: HostState,
+    numbers: Mapping[str, float],
+    parts: Mapping[str, Any] = NO_PARTS,
+  ) -> None:
     """Writes a step's numbers; from here on its state is what a checkpoint would hold.
 
-    Call it within `next_step`, so that the two go together whenever a stop comes.
+    Call it within `next_step`, so that the two go together whenever a stop comes. `parts` are trees
+    of arrays that a resumed run may do without (`restored_part`).
     """
     self.writer.write(self.step + 1, numbers)
     self.progress.has_printed()
-    self._state, self._host_state = state, host_state
+    self._state, self._host_state, self._parts = state, host_state, parts
     self.step += 1
     self._status.step = self.step
 
@@ -258,6 +286,7 @@ class Session:
         host_state={**self._host_state(), "clock": self.clock.read(), "sizes": self._sizes},
         fingerprint=self._fingerprint,
         accept_new_numerics=self._accept_new_numerics,
+        parts=self._parts,
         keep_latest=self._keep_checkpoints,
       )
 

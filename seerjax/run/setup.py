@@ -147,6 +147,8 @@ def set_up(
       progress.say(line)
   with progress.phase("measuring the engine's steps"):
     drafts.begin(engine)
+  if line := drafts.restore(run.restored_part):
+    progress.say(line)
   asked = evaluation.Evaluator(
     config.evaluation, engine, task, config.rollout, config.scheduler, config.seed, progress
   )

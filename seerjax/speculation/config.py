@@ -55,6 +55,11 @@ class SpeculationConfig:
         f"SpeculationConfig.drafter: got {self.drafter!r}, expected 'my_module:make_drafter'; leave"
         " it out to draft from the group's own texts."
       )
+    if self.draft.learn and not self.draft_name:
+      raise ValueError(
+        "DraftModelConfig.learn: got True without a draft model, expected its name; set"
+        " --config.speculation.draft_name=MODEL, or do not learn."
+      )
 
 
 class DraftedRun(NamedTuple):

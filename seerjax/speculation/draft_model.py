@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 import dataclasses
 import functools
+import math
 from typing import Any, NamedTuple
 
 from absl import logging
@@ -63,12 +64,16 @@ class DraftModelConfig:
     num_slots: requests whose past is kept, each in a whole context of positions.
     row_buckets: rows of a call at most, ascending; one compiled program each. What is more to be
       read is read in calls of its own; the last bucket has a row for each slot at least.
+    learn: whether a run teaches it between steps, from the policy's own answers.
+    learning_rate: at which.
   """
 
   length: int = 4
   width: int = 1
   num_slots: int = 64
   row_buckets: tuple[int, ...] = (8, 64, 256)
+  learn: bool = False
+  learning_rate: float = 1e-3
 
   def __post_init__(self):
     for field, most, usual in (
@@ -82,6 +87,11 @@ class DraftModelConfig:
           f"DraftModelConfig.{field}: got {value!r}, expected a whole number from 1 to {most};"
           f" {usual}."
         )
+    if not 0 < self.learning_rate < math.inf:
+      raise ValueError(
+        f"DraftModelConfig.learning_rate: got {self.learning_rate}, expected a positive number;"
+        " 1e-3 is usual."
+      )
     buckets = self.row_buckets
     if list(buckets) != sorted(set(buckets)) or not buckets or buckets[0] < 1 or (
       buckets[-1] < self.num_slots
