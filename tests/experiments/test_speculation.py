@@ -94,7 +94,7 @@ def test_a_small_grid_goes_on_where_it_was_killed(tiny, tmp_path):
   assert (tmp_path / "table.md").read_text() == text + "\n"
   lines = (tmp_path / "cells.jsonl").read_text().splitlines()
   first = json.loads(lines[0])
-  assert first["accepted_at"][0] > 0.9 * first["drafted_at"][0]  # Its own weights.
+  assert first["accepted_at"][0] > 0.5 * first["drafted_at"][0] > 0  # Its own weights.
   (tmp_path / "cells.jsonl").write_text("\n".join([*lines[:-1], lines[-1][:20]]))
   speculation.run(workload, tmp_path)
   again = (tmp_path / "cells.jsonl").read_text().splitlines()
