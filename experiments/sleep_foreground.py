@@ -29,6 +29,7 @@ from seerjax.types import Request, SamplingParams
 
 CROWDS = (1, 4, 8, 16)
 SHARES = (50, 99)
+LOAD = 0.7
 
 
 class Work(NamedTuple):
@@ -94,6 +95,7 @@ def arrivals(
   *,
   num_requests: int,
   step: float,
+  reading: float,
   vocab_size: int,
   prompt: int,
   answer: int,
@@ -101,17 +103,21 @@ def arrivals(
 ) -> list[Arrival]:
   """Returns requests that come so fast that about `crowd` of them are there at once.
 
+  They come at `LOAD` of what is served, since a queue that grows makes anything of a ratio.
+
   Args:
     crowd: at once, on average.
     num_requests: of all.
     step: virtual seconds of a step of `crowd` requests.
+    reading: virtual seconds of a prompt.
     vocab_size: of the model.
     prompt: tokens of a prompt on average.
     answer: tokens of an answer on average.
     seed: of the draws.
   """
   rng = np.random.default_rng(seed)
-  moments = np.cumsum(rng.exponential(answer * step / crowd, num_requests))
+  served = answer * step / crowd + reading
+  moments = np.cumsum(rng.exponential(served / LOAD, num_requests))
   return [
     Arrival(
       float(moment),
@@ -233,7 +239,9 @@ def main(argv: list[str]) -> None:
       if args[name].value < least:
         raise ValueError(f"--{name}: got {args[name].value}, expected at least {least}; raise it.")
     model = seerjax.load_model(args.model)
-    engine = WatchedEngine(model, config=seerjax.EngineConfig(max_context=512, max_sequences=32))
+    # What one run finds in memory is not to be what the two differ in.
+    config = seerjax.EngineConfig(max_context=512, max_sequences=32, reuse_prefixes=False)
+    engine = WatchedEngine(model, config=config)
     if args.step_seconds:
       given = {int(rows): float(seconds) for rows, seconds in json.loads(args.step_seconds).items()}
       times = StepTimes(rows=tuple(sorted(given)), seconds=tuple(given[n] for n in sorted(given)))
@@ -248,6 +256,7 @@ def main(argv: list[str]) -> None:
         crowd,
         num_requests=args.num_requests,
         step=times.decode(crowd),
+        reading=times.step(1, args.prompt),
         vocab_size=model.config.vocab_size,
         prompt=args.prompt,
         answer=args.answer,

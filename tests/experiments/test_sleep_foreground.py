@@ -17,7 +17,7 @@ def test_steps_stay_within_the_slack_and_nobody_waits_for_pages_longer():
   sizes = dataclasses.replace(SIZES, num_pages=60, reuse_prefixes=False)
   engine = make_engine(sizes, kind=sleep_foreground.WatchedEngine)
   coming = sleep_foreground.arrivals(
-    2, num_requests=12, step=1.0, vocab_size=500, prompt=10, answer=10, seed=0
+    2, num_requests=12, step=1.0, reading=1.0, vocab_size=500, prompt=10, answer=10, seed=0
   )
   without, beside = (
     sleep_foreground.serve(engine, TIMES, coming, num_sleepers=count) for count in (0, 6)
