@@ -24,11 +24,11 @@ for the next time. With pytest arguments: pytest with them, no more.
 
   --changed    ruff, pyright, the contract, and the everyday tests of the rooms in which files differ
                from REF (by default from where this branch left origin/main) and of the rooms above
-  --all        what CI runs, compiled anew: every day's tests, the contract, and half of what is
-               thorough and not the contract's, drawn by the run's seed; the built wheel with every
-               example, and installed alone as a server that answers curl; parity with Hugging Face
-               where torch can be installed, and half the contract with a tenth of the files of unit
-               tests on Python 3.11 and with AVX2 alone
+  --all        what CI runs, compiled anew: every day's tests and a third of the thorough ones, drawn
+               by the run's seed; the built wheel with every example, and installed alone as a server
+               that answers curl; parity with Hugging Face where torch can be installed, and three
+               tenths of the contract's files with a twentieth of the others on Python 3.11 and with
+               AVX2 alone
   --long       runs the tests marked `long`, for an hour or two. What passed is kept in .long/; when
                started again at the same sources, only what is missing runs.
   --help       this text
@@ -157,14 +157,14 @@ run_pytest() {
 }
 
 # The contract holds on CPUs without AVX-512 too, for which XLA fuses and rounds differently: these
-# tests run as such a CPU would. (Another kind of CPU ignores the flag.) Of the contract's files half
-# run, each test with one of its parameters, and of the other files a tenth, with what they run every
-# day, all drawn by the seed: all of them have run on the newest Python just before.
+# tests run as such a CPU would. (Another kind of CPU ignores the flag.) Of the contract's files three
+# tenths run, each test with one of its parameters, and of the other files a twentieth, with what they
+# run every day, all drawn by the seed: all of them have run on the newest Python just before.
 run_oldest() {
   local skip ignored=()
   for skip in $NEWEST_ONLY; do ignored+=("--ignore=$skip"); done
   # Programs for AVX2 lie apart from those of this CPU.
-  SEERJAX_TEST_SHARE=0.1 XLA_FLAGS="${XLA_FLAGS:-} --xla_cpu_max_isa=AVX2" \
+  SEERJAX_TEST_SHARE=0.05 XLA_FLAGS="${XLA_FLAGS:-} --xla_cpu_max_isa=AVX2" \
     JAX_COMPILATION_CACHE_DIR="$PROGRAMS/avx2" run_pytest "$1" --everyday "${ignored[@]}"
 }
 
@@ -367,11 +367,11 @@ stage "wheel alone answers a curl, Python $minor" served_wheel "$newest" "$minor
 stage "pyright (beside them)" settled "$typing" "$typed"
 stage "parity packages, Python $minor" parity "$minor" "$newest" "$python"
 stage "Mooncake, Python $minor" mooncake "$minor" "$newest" "$python"
-SEERJAX_TEST_SHARE_OF_THOROUGH=0.5 stage "tests, Python $minor" run_pytest "$newest"
+SEERJAX_TEST_SHARE_OF_THOROUGH=0.33 stage "tests, Python $minor" run_pytest "$newest"
 
 if [ -n "${preparing:-}" ]; then
   stage "environment, Python $OLDEST (made beside the examples)" settled "$preparing" "$said" &&
-    stage "half the contract, a tenth of the unit tests, Python $OLDEST" run_oldest "$oldest"
+    stage "a part of the contract and of the unit tests, Python $OLDEST" run_oldest "$oldest"
 elif [ "$minor" != "$OLDEST" ]; then
   summary="$summary  $(printf '%-6s %5d s  %s' skipped 0 "Python $OLDEST: none found")
 "

@@ -43,7 +43,7 @@ TESTS = pathlib.Path(__file__).parent
 # Folders whose tests are all `thorough`: whole runs of commands, and what launches them.
 THOROUGH = ("experiments", "launch")
 # Of the contract's files, where SEERJAX_TEST_SHARE draws less of the others.
-SHARE_OF_CONTRACT = 0.5
+SHARE_OF_CONTRACT = 0.3
 STRICT = ("contract", "engine", "models", "ops", "pallas_kernels")
 # Folders and files that share programs, or runs, which one process of pytest should make alone.
 PROCESSES = {
@@ -134,10 +134,10 @@ def undrawn_thorough_tests(items: Sequence[pytest.Item]) -> set[pytest.Item]:
   """Returns the thorough tests that this session leaves out, by its seed.
 
   SEERJAX_TEST_SHARE_OF_THOROUGH is which share of them it runs; 1 is all. A test runs with all its
-  parameters, or not. Those of the contract always run.
+  parameters, or not.
   """
   share = float(os.environ.get("SEERJAX_TEST_SHARE_OF_THOROUGH", "1"))
-  drawable = {item for item in items if is_thorough(item) and not is_of_contract(item.path)}
+  drawable = {item for item in items if is_thorough(item)}
   names = sorted({item.nodeid.partition("[")[0] for item in drawable})
   draw = random.Random(f"{os.environ['SEERJAX_TEST_SEED']} thorough")
   left_out = {*draw.sample(names, round((1 - share) * len(names)))}

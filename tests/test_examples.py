@@ -50,6 +50,7 @@ def test_the_readme_is_short_and_so_is_its_program():
   assert len(lines) <= MAX_README_PROGRAM_LINES
 
 
+@pytest.mark.thorough
 def test_the_program_of_the_readme_answers(capsys: pytest.CaptureFixture[str]):
   scope: dict = {}
   exec(readme_program(), scope)

@@ -107,6 +107,7 @@ def test_the_engine_step_exports(model):
     assert exported.out_avals[-1].shape == (samples,)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("model", models())
 def test_the_train_step_exports(model):
   layout = packing.layout(

@@ -202,6 +202,7 @@ def test_adapters_learn_beside_frozen_weights(tmp_path):
   )
 
 
+@pytest.mark.thorough
 def test_callables_stand_in_for_loss_advantages_and_optimizer(tmp_path):
   seen, shapes = [], []
 

@@ -87,6 +87,7 @@ seerjax.types
   ]  # fmt: skip
 
 
+@pytest.mark.thorough
 def test_every_public_name_is_in_the_reference(site: pathlib.Path):
   names = public_names(PUBLIC_API.read_text())
   assert len(names) > 100

@@ -125,6 +125,7 @@ def run(lengths, numerics=NUMERICS, *, samples):
   return numbers(*step(*args, numerics)), places
 
 
+@pytest.mark.thorough
 def test_a_row_has_its_token_and_bits_whatever_is_beside_it():
   together, places = run((3, 4, 1), samples=True)
   assert np.isfinite(together).all()

@@ -152,6 +152,7 @@ def num_differing(completions, numerics) -> int:
   return sum(not tiny_model.same(c, w) for c, w in zip(ordered, wanted, strict=True))
 
 
+@pytest.mark.thorough
 @BOTH
 def test_stale_pages_may_hold_anything_even_nan(numerics):
   engine = tiny_model.make_engine(SIZES, numerics)

@@ -76,6 +76,7 @@ def test_who_thinks_too_long_is_asked_again_and_forced_tokens_are_prompt(writer:
   assert second.sampling.max_tokens == 30 and second.seed not in {one.seed for one in requests}
 
 
+@pytest.mark.thorough
 def test_what_the_journal_holds_is_not_run_again(writer: ProgramPolicy, tmp_path):
   requests = writer.ask(START, 2, 1)
   texts = [BEST, BEST.replace("[5]", "[9]")]

@@ -46,6 +46,7 @@ def test_a_text_without_a_tokenizer_is_refused():
     texts.as_requests(QUESTION, None, None, 64)
 
 
+@pytest.mark.thorough
 def test_a_model_by_name_answers_a_text_with_the_bits_of_a_list_of_texts():
   engine = Engine(load_model(), config=EngineConfig(max_context=128, max_sequences=2))
   sampling = SamplingParams(max_tokens=8)

@@ -170,6 +170,7 @@ def stacked_rows(params, tokens, num_rows):
 stacked = jax.jit(stacked_rows)
 
 
+@pytest.mark.thorough
 @pytest.mark.few(1)
 @pytest.mark.parametrize("num_tiles", [1, 2, 3])
 def test_a_stacked_network_has_equal_rows_in_any_number_of_tiles(num_tiles):
@@ -196,6 +197,7 @@ def test_no_rows_at_all_write_nothing():
   np.testing.assert_array_equal(found, np.zeros_like(found))
 
 
+@pytest.mark.thorough
 def test_the_untiled_path_agrees_but_its_bits_follow_the_batch():
   # The twin that must fail: were it equal too, the tests above would show nothing.
   tokens = tokens_of(4, LENGTH)

@@ -111,6 +111,7 @@ def attend(sequences, pieces, *, rows, segments, width=3, page_size=16, pages_of
 # Agreement.
 
 
+@pytest.mark.thorough
 @pytest.mark.few(2)
 @pytest.mark.parametrize(
   ("group", "dtype", "numerics"),
@@ -163,6 +164,7 @@ def test_packed_sequences_and_their_gradients_are_the_definitions(group, dtype, 
     np.testing.assert_array_equal(ours((q, k, v))[1], found)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("numerics", [NUMERICS, UNTILED], ids=["tiled", "untiled"])
 def test_gradients_of_shared_pages_are_the_definitions(numerics):
   """Two sequences read the first two pages of another, which alone has rows for them."""

@@ -142,6 +142,7 @@ def test_large_logits_stay_finite():
   np.testing.assert_allclose(found, [0.0, -np.log(3)], rtol=1e-3, atol=1e-6)
 
 
+@pytest.mark.thorough
 def test_entropy_and_logprob_gradients_are_those_of_softmax():
   logits, tokens = arguments(6)
 

@@ -100,6 +100,7 @@ def assert_same_bits(found, expected):
 LENGTHS = [(0, 0, 1), (0, SPLIT - 8, 7), (1, SPLIT - 8, 8), (2, SPLIT, 1), (3, 290, 7)]
 
 
+@pytest.mark.thorough
 @pytest.mark.few(1)
 @needs_interpreter
 @pytest.mark.parametrize("window, has_sinks", [(None, False), (70, True)])
@@ -144,6 +145,7 @@ def test_values_are_the_definitions_for_other_shapes(shape, config):
   np.testing.assert_allclose(found, expected, rtol=2**-6, atol=2**-6)
 
 
+@pytest.mark.thorough
 @needs_interpreter
 def test_values_that_are_parked_keep_their_bits():
   # With 256 keys a split and 128 values a row, a fold keeps its values in shared memory; a second
@@ -189,6 +191,7 @@ def test_the_mode_follows_segments_heads_and_multiprocessors(
   assert layout.mode_of(named, None, shape, table, 64, False, 132) == other
 
 
+@pytest.mark.thorough
 def test_equal_layers_are_lowered_once():
   shapes = structs(64, 64, 8, 4, 128, 8192)
   config = attention.Config(query_tile=8)

@@ -242,6 +242,7 @@ def test_the_sums_ignore_the_number_of_rows():
     assert [(plan.row_groups, plan.column_groups) for plan in plans] == [(1, 2)] * 2 + [(2, 1)] * 2
 
 
+@pytest.mark.thorough
 @pytest.mark.few(2)
 @pytest.mark.parametrize("features, vocabulary", BENCHMARK)
 @pytest.mark.parametrize("num_rows", [1, long(64), 4096])

@@ -40,6 +40,7 @@ def test_the_line_for_people_says_where_and_what():
   assert "\n" not in line
 
 
+@pytest.mark.thorough
 def test_untiled_rows_are_refused_with_the_finding():
   # The twin that must fail: were it invariant too, the measurement would show nothing.
   assert not self_test.measure(UNTILED).is_invariant

@@ -667,6 +667,7 @@ def test_an_interrupted_call_leaves_nothing_behind(box: sandbox.Sandbox):
   assert open_files() == files
 
 
+@pytest.mark.thorough
 def test_a_caller_that_is_killed_leaves_nothing_behind():
   source = "import os, time\ndef f():\n  os.fork(), os.fork(), time.sleep(99)"
   code = f"""

@@ -143,6 +143,7 @@ def test_a_stream_of_other_tokens_is_scored_once_and_not_again_at_each_piece(cli
   assert scorer.num_rows - before == 3 + len(rows) - 1
 
 
+@pytest.mark.thorough
 def test_an_answer_has_the_form_that_was_asked_for(client):
   fields = dict(model="tiny", messages=serving.HELLO, seed=7, logprobs=True)
   asked = client.chat.completions.create(

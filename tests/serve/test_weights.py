@@ -141,6 +141,7 @@ def fingerprints(client: httpx2.Client) -> dict[str, str]:
   return {one["id"]: one["system_fingerprint"] for one in listed}
 
 
+@pytest.mark.thorough
 def test_base_and_adapters_answer_side_by_side_with_the_bits_of_each_alone(asking):
   names = ["tiny", *SHAPES] * 6
   with concurrent.futures.ThreadPoolExecutor(len(names)) as pool:

@@ -65,6 +65,7 @@ def test_draws_lie_in_their_ranges_and_their_machines_hold_the_longest(seed):
     assert machines.max_running == max(int(at_once), 1)
 
 
+@pytest.mark.thorough
 def test_ours_is_plain_divided_where_lengths_are_not_alike():
   ratios = [ratio(NOT_ALIKE, sample) for sample in range(4)]
   assert ratios == [1.0] * 4

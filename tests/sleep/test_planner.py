@@ -123,6 +123,7 @@ def simulate(
   return costs, log
 
 
+@pytest.mark.thorough
 def test_the_planner_is_hardly_dearer_than_the_better_of_always_and_never(seed: int):
   rng = np.random.default_rng(seed)
   chosen = {"always": 0, "never": 0}

@@ -200,6 +200,7 @@ def test_it_switches_off_where_drafts_fail_and_on_again():
   assert made[1999].num_requests == 8 and made[1999].low > 0
 
 
+@pytest.mark.thorough
 def test_probes_cost_no_more_than_they_may():
   for times, batch in itertools.product((FLAT, SATURATING, LINEAR), (1, 3, 64)):
     plans = Budget(times)

@@ -186,6 +186,7 @@ def test_few_sums_are_alive_at_once():
   assert most <= 5 and float(total.total()["w"][0]) == 32.0
 
 
+@pytest.mark.thorough
 def test_layers_that_are_computed_again_score_with_the_same_bits():
   batch = packed(groups_of())
   kept, _, kept_scores = gradient_of(batch)

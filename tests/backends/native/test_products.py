@@ -61,6 +61,7 @@ TRANSPOSED = ffi.Handler("test_multiply_transposed", one, multiply_transposed)
 FEW = ffi.Handler("test_multiply_few", one, multiply_few)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16], ids=("f32", "bf16"))
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_a_product_is_one_chain_an_output_whatever_its_blocks(shape, dtype):
