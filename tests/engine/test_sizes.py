@@ -106,6 +106,8 @@ def test_what_is_named_is_taken_as_it_is():
     max_context=32,
     row_buckets=(4, 16),
     steps_per_visit=3,
+    background_rows=2,
+    pinned_pages=1,
   )
   assert fitted(named, 5) == named == sizes.with_buckets(named, MODEL, NUMERICS)
 
