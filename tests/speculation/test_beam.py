@@ -211,7 +211,7 @@ def test_each_place_is_one_row_whatever_is_shared():
   assert counters.rows == 8 + counters.read_tokens  # The prompt's others, once.
 
 
-@pytest.mark.thorough
+@pytest.mark.long
 def test_drafts_of_nano_save_a_quarter_of_the_steps_at_least():
   model = loading.load_model("nano")
   sizes = EngineConfig(num_pages=120, max_sequences=8, max_context=128, row_buckets=(64,))
