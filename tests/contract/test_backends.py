@@ -200,7 +200,7 @@ def scores_under_gradient(batch, backend, program="_gradient"):
   return scores
 
 
-@pytest.mark.thorough
+@pytest.mark.long
 def test_a_backend_that_only_wraps_the_tiled_one_passes_the_contract():
   wanted = expected()
   calls = collections.Counter()

@@ -27,8 +27,9 @@ FEW = (
 
 
 @pytest.mark.thorough
-@pytest.mark.few(1)
-@pytest.mark.parametrize("implementation", ["native", "tiled"])
+@pytest.mark.parametrize(
+  "implementation", ["native", pytest.param("tiled", marks=pytest.mark.long)]
+)
 def test_no_neighbour_changes_a_bit(implementation, seed, tell_events):
   of = cases.subject("tiny", implementation, seed, 0)
   case = cases.draw(seed, 0, of=of, clients=16, each=2)
