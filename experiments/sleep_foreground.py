@@ -236,8 +236,9 @@ def main(argv: list[str]) -> None:
   with command_line.refusals():
     command_line.check_arguments(argv)
     for name, least in (("num_requests", 2), ("num_sleepers", 1), ("answer", 2), ("prompt", 1)):
-      if args[name].value < least:
-        raise ValueError(f"--{name}: got {args[name].value}, expected at least {least}; raise it.")
+      value = getattr(args, name)
+      if value < least:
+        raise ValueError(f"--{name}: got {value}, expected at least {least}; raise it.")
     model = seerjax.load_model(args.model)
     # What one run finds in memory is not to be what the two differ in.
     config = seerjax.EngineConfig(max_context=512, max_sequences=32, reuse_prefixes=False)
