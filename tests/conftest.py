@@ -130,16 +130,16 @@ def is_thorough(item: pytest.Item) -> bool:
   return folder in THOROUGH or item.get_closest_marker("thorough") is not None
 
 
-def undrawn_thorough_tests(items: Sequence[pytest.Item]) -> set[pytest.Item]:
-  """Returns the thorough tests that this session leaves out, by its seed.
+def undrawn_thorough_tests(
+  items: Sequence[pytest.Item], share: float, seed: str
+) -> set[pytest.Item]:
+  """Returns the thorough tests that a session leaves out which runs a share of them, by its seed.
 
-  SEERJAX_TEST_SHARE_OF_THOROUGH is which share of them it runs; 1 is all. A test runs with all its
-  parameters, or not.
+  A test runs with all its parameters, or not.
   """
-  share = float(os.environ.get("SEERJAX_TEST_SHARE_OF_THOROUGH", "1"))
   drawable = {item for item in items if is_thorough(item)}
   names = sorted({item.nodeid.partition("[")[0] for item in drawable})
-  draw = random.Random(f"{os.environ['SEERJAX_TEST_SEED']} thorough")
+  draw = random.Random(f"{seed} thorough")
   left_out = {*draw.sample(names, round((1 - share) * len(names)))}
   return {item for item in drawable if item.nodeid.partition("[")[0] in left_out}
 
@@ -173,7 +173,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     drawn = max(share, SHARE_OF_CONTRACT) if is_contract else share
     paths |= {*draw.sample(sorted(files), round((1 - drawn) * len(files)))}
   absent = {item for item in items if item.path in paths}
-  absent |= undrawn_thorough_tests(items)
+  share_of_thorough = float(os.environ.get("SEERJAX_TEST_SHARE_OF_THOROUGH", "1"))
+  absent |= undrawn_thorough_tests(items, share_of_thorough, os.environ["SEERJAX_TEST_SEED"])
   config.hook.pytest_deselected(items=[*absent])
   items[:] = [item for item in items if item not in absent]
   variants: dict[tuple[str, str], list[pytest.Item]] = {}

@@ -122,7 +122,7 @@ class Item(NamedTuple):
     return name if self.thorough and name == "thorough" else None
 
 
-def test_half_of_the_thorough_tests_are_drawn_with_all_their_parameters(request, monkeypatch):
+def test_half_of_the_thorough_tests_are_drawn_with_all_their_parameters(request):
   (conftest,) = (
     plugin
     for name, plugin in request.config.pluginmanager.list_name_plugin()
@@ -137,16 +137,13 @@ def test_half_of_the_thorough_tests_are_drawn_with_all_their_parameters(request,
   ]
   left_out = {}
   for seed in ("7", "7 again", "8"):
-    monkeypatch.setenv("SEERJAX_TEST_SEED", seed.split()[0])
-    monkeypatch.setenv("SEERJAX_TEST_SHARE_OF_THOROUGH", "0.5")
-    left_out[seed] = conftest.undrawn_thorough_tests(items)
+    left_out[seed] = conftest.undrawn_thorough_tests(items, 0.5, seed.split()[0])
     names = {item.nodeid.partition("[")[0] for item in left_out[seed]}
     # Three of the six that are thorough, each with both parameters.
     assert len(names) == 3 and len(left_out[seed]) == 6
     assert all(item.thorough for item in left_out[seed])
   assert left_out["7"] == left_out["7 again"] != left_out["8"]
-  monkeypatch.setenv("SEERJAX_TEST_SHARE_OF_THOROUGH", "1")
-  assert not conftest.undrawn_thorough_tests(items)
+  assert not conftest.undrawn_thorough_tests(items, 1, "7")
 
 
 def test_every_day_what_is_thorough_runs_only_where_it_is_named(collected: list[str]):
