@@ -63,7 +63,8 @@ class Workload:
   Attributes:
     targets: "nano", a Hugging Face directory, or a Hub id each.
     drafts: of each target in turn, likewise.
-    tasks: names, as the main job's ("countdown"); "gsm8k=PATH" reads a file or directory.
+    tasks: names, as the main job's: "word_problems", "countdown", "sudoku", "puzzles"; and what
+      reads a file or directory: "gsm8k=PATH", "code=", "math=", "mmlu=", "commonsense_qa=".
     batches: requests at once.
     lengths: tokens ahead, 1 to 16, or "budget": at most 8, and none where that does not pay.
     widths: children of each place of a draft, the one that goes on included; of a budget, at most.

@@ -37,6 +37,7 @@ STEPS: tuple[tuple[str, ...], ...] = (
 )
 # Within a step, only these. Engine and trainer, side by side, have never heard of each other.
 BESIDE = {
+  "tasks": {"sandbox"},
   "types": {"numerics"},
   "ops": {"parallel"},
   "checkpoint": {"parallel", "metrics"},

@@ -21,13 +21,13 @@ appendix; there the forced tokens of one completion carried a mask.
 from __future__ import annotations
 
 import ast
-import re
 import warnings
 
 from seerjax.discovery import environment as environment_lib
 from seerjax.discovery.attempts import Attempt
 from seerjax.discovery.environment import Artefact, Environment
 from seerjax.sandbox.sandbox import Limits, Sandbox
+from seerjax.tasks import code_blocks
 
 FUNCTION = "improve"
 ARGUMENTS = ("artefact", "seconds", "seed")
@@ -36,9 +36,6 @@ MAX_MESSAGE = 2_000  # Characters of what a failed program printed that are kept
 # Tokens that stay free at the end of the context, so that no answer runs into its very last one.
 SPARE_TOKENS = 50
 _NOTICE = "\n\n(No tokens are left to think with. The answer follows now: the program.)\n\n"
-# Possessive: what was matched is not given back, or a long line would take its length squared.
-_FENCE = re.compile(r" {0,3}(`{3,})[ \t]*+(\w*+)([^`]*+)")
-_MARKS = ("python", "py", "python3")
 
 
 def instructions() -> str:
@@ -83,7 +80,7 @@ def read_program(text: str) -> str:
     ValueError: if there is no such block, it is not closed, is too long, is no Python, or does not
       define the function; with the reason.
   """
-  source, is_open = _last_block(text)
+  source, is_open = code_blocks.last_python(text)
   if source is None:
     raise ValueError(
       "got no block that begins with ```python, expected one at the end of the answer; write it."
@@ -197,7 +194,7 @@ def needs_answer(
     answer_marker: with which this model's answer begins, such as "</think>"; "" if its thinking is
       not set apart. A block before it is thinking, not an answer.
   """
-  source, is_open = _last_block(_answer(text, answer_marker))
+  source, is_open = code_blocks.last_python(_answer(text, answer_marker))
   return tokens_used >= thinking_budget and (source is None or is_open)
 
 
@@ -213,7 +210,7 @@ def forced_answer_text(text: str, *, answer_marker: str = "") -> str:
       "<|end|><|start|>assistant<|channel|>final<|message|>".
   """
   has_begun = bool(answer_marker) and answer_marker in text
-  is_open = not answer_marker and _last_block(text)[1]
+  is_open = not answer_marker and code_blocks.last_python(text)[1]
   return "" if has_begun or is_open else _NOTICE + answer_marker
 
 
@@ -227,20 +224,3 @@ def _answer(text: str, answer_marker: str) -> str:
   if not answer_marker:
     return text
   return text.rpartition(answer_marker)[2] if answer_marker in text else ""
-
-
-def _last_block(text: str) -> tuple[str | None, bool]:
-  """Returns (the last block marked as Python, or None; whether it is still open)."""
-  last: str | None = None
-  fence, is_python, lines = "", False, []
-  for line in text.split("\n"):
-    match = _FENCE.fullmatch(line)
-    # A marked fence begins a block even within another: a stray ``` of the thinking is forgotten.
-    if match and (not fence or match[2].lower() in _MARKS):
-      fence, is_python, lines = match[1], match[2].lower() in _MARKS, []
-    elif match and len(match[1]) >= len(fence) and not match[2] and not match[3].strip():
-      last = "\n".join([*lines, ""]) if is_python else last
-      fence = ""
-    elif fence:
-      lines.append(line)
-  return ("\n".join(lines), True) if fence and is_python else (last, False)

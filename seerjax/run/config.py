@@ -71,7 +71,8 @@ class RunConfig:
 
   Attributes:
     model: "nano", a Hugging Face directory, or a Hub id.
-    task: "word_problems", "countdown", "gsm8k", "module:Task" or "module:reward_function".
+    task: of this library ("word_problems", "countdown", "gsm8k", ...; see `tasks.load`),
+      "module:Task" or "module:reward_function".
     task_path: what the task reads, if it reads anything.
     seed: decides problems and samples.
     num_steps: rounds of sample, judge, learn, publish.

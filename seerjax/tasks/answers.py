@@ -8,6 +8,7 @@ import re
 from seerjax.types import Problem, Verdict
 
 ANSWER_MARK = "####"  # GSM8K's mark of the final answer; ours too.
+_BOXED = "\\boxed{"
 MAX_NUMBER_DIGITS = 40  # Longer runs of digits are no answer; Python refuses past 4,300 anyway.
 _NUMBER = re.compile(r"([+-]?)([0-9]+)(?:\.([0-9]+)|/([0-9]+))?", re.ASCII)
 
@@ -46,6 +47,20 @@ def marked_answer(text: str) -> str | None:
   if text.count(ANSWER_MARK) != 1:
     return None
   return text.partition(ANSWER_MARK)[2].strip()
+
+
+def last_boxed(text: str) -> str | None:
+  """Returns what the last \\boxed{...} holds, braces balanced; None without one."""
+  start = text.rfind(_BOXED)
+  if start < 0:
+    return None
+  start += len(_BOXED)
+  depth = 1
+  for end in range(start, len(text)):
+    depth += {"{": 1, "}": -1}.get(text[end], 0)
+    if depth == 0:
+      return text[start:end]
+  return None
 
 
 def number_verdict(problem: Problem, text: str) -> Verdict:

@@ -60,7 +60,6 @@ _LATEX_FRACTION = re.compile(
 _DASHES = re.compile("[\u2010-\u2015\u2212\ufe58\ufe63\uff0d]")
 # All that stands between two numbers which together are no answer.
 _JOINED = re.compile(r"[\s,;:/+*^\u00d7\u00f7-]*|\s*\\(?:times|cdot|div)\s*")
-_BOXED = "\\boxed{"
 
 
 def _value(match: re.Match[str]) -> Fraction | None:
@@ -104,30 +103,16 @@ def _answer(text: str, *, is_boxed: bool) -> Fraction | None:
   return _value(found[0])
 
 
-def _last_boxed(text: str) -> str | None:
-  """Returns what the last \\boxed{...} holds, braces balanced; None without one."""
-  start = text.rfind(_BOXED)
-  if start < 0:
-    return None
-  start += len(_BOXED)
-  depth = 1
-  for end in range(start, len(text)):
-    depth += {"{": 1, "}": -1}.get(text[end], 0)
-    if depth == 0:
-      return text[start:end]
-  return None
-
-
 def extract(text: str) -> Fraction | None:
   """Returns the text's answer as an exact rational, or None if it has none; see the table above."""
   head, mark, tail = _plain(text[-MAX_READ:]).rpartition(answers.ANSWER_MARK)
   line = tail.strip().partition("\n")[0]
   if mark and line:
     # Only what stands on the mark's own line is the answer; chatter may follow.
-    boxed = _last_boxed(line)
+    boxed = answers.last_boxed(line)
     return _answer(line if boxed is None else boxed, is_boxed=boxed is not None)
   text = head if mark else tail
-  boxed = _last_boxed(text)
+  boxed = answers.last_boxed(text)
   if boxed is not None and boxed.strip():
     return _answer(boxed, is_boxed=True)
   found = list(_NUMBER.finditer(text))

@@ -10,7 +10,14 @@ from typing import Any
 
 
 def read_rows(path: str | os.PathLike[str], required: Sequence[str]) -> list[dict[str, Any]]:
-  """Reads a JSON-lines file of objects; blank lines are skipped.
+  """Returns the rows of `numbered_rows` without their lines' numbers."""
+  return [row for _, row in numbered_rows(path, required)]
+
+
+def numbered_rows(
+  path: str | os.PathLike[str], required: Sequence[str]
+) -> list[tuple[int, dict[str, Any]]]:
+  """Reads a JSON-lines file of objects, each with the number of its line; skips blank ones.
 
   Args:
     path: of the file, UTF-8.
@@ -60,7 +67,7 @@ def read_rows(path: str | os.PathLike[str], required: Sequence[str]) -> list[dic
           f"{path}, line {number}: got {key}={row[key]!r}, expected a string that is not empty;"
           " repair or remove that line."
         )
-    rows.append(row)
+    rows.append((number, row))
   if not rows:
     raise ValueError(f"{path}: got an empty file, expected at least one row; check the export.")
   return rows

@@ -10,7 +10,16 @@ import os
 import sys
 from typing import Any, cast
 
-from seerjax.tasks import countdown, gsm8k, word_problems
+from seerjax.tasks import (
+  code_tests,
+  competition_math,
+  countdown,
+  gsm8k,
+  multiple_choice,
+  puzzles,
+  sudoku,
+  word_problems,
+)
 from seerjax.tasks.function_task import FunctionTask, Reward, function_task
 from seerjax.types import Task
 
@@ -21,11 +30,12 @@ def load(
   """Returns a task by name.
 
   Args:
-    name: 'word_problems', 'countdown', 'gsm8k' (needs `path`), or 'my_module:attribute', imported
-      from the Python path and then from the current directory (which is appended to `sys.path`).
-      The attribute is a task, a class of tasks (called with `path` if one is given, else with
-      nothing), or a bare function reward(prompt, text) or reward(prompt, text, row) -> float, which
-      needs `path`.
+    name: 'word_problems', 'countdown', 'sudoku' or 'puzzles', whose problems are drawn; 'gsm8k',
+      'math', 'mmlu', 'commonsense_qa' or 'code', which need `path`; or 'my_module:attribute',
+      imported from the Python path and then from the current directory (which is appended to
+      `sys.path`). The attribute is a task, a class of tasks (called with `path` if one is given,
+      else with nothing), or a bare function reward(prompt, text) or reward(prompt, text, row) ->
+      float, which needs `path`.
     path: a data file or directory; for a bare reward, JSON lines with "prompt" or "messages".
     reward: a reward function given directly; then `name` is only a label and `path` is needed.
 
@@ -36,31 +46,52 @@ def load(
     return _with_prompts(name, path, reward)
   if ":" in name:
     return _outside_task(name, path)
-  if name == "word_problems":
-    _refuse_path(name, path)
-    return word_problems.WordProblems()
-  if name == "countdown":
-    _refuse_path(name, path)
-    return countdown.Countdown()
-  if name == "gsm8k":
-    if path is None:
-      raise ValueError(
-        "gsm8k: got no path, expected the original JSON lines; set --config.task_path to the"
-        " directory of train.jsonl and test.jsonl, or to one file."
-      )
-    return gsm8k.load(path)
+  match name:
+    case "word_problems":
+      return _drawn(name, path, word_problems.WordProblems())
+    case "countdown":
+      return _drawn(name, path, countdown.Countdown())
+    case "sudoku":
+      return _drawn(name, path, sudoku.Sudoku())
+    case "puzzles":
+      return _drawn(name, path, puzzles.Puzzles())
+    case "gsm8k":
+      return gsm8k.load(_needed(name, path, "the original JSON lines"))
+    case "math":
+      return competition_math.load(_needed(name, path, "the published folders or JSON lines"))
+    case "mmlu":
+      return multiple_choice.load_mmlu(_needed(name, path, "the published folders of CSV"))
+    case "commonsense_qa":
+      return multiple_choice.load_commonsense_qa(_needed(name, path, "the published JSON lines"))
+    case "code":
+      return code_tests.load(_needed(name, path, 'JSON lines with "prompt" and "tests"'))
   raise ValueError(
-    f"tasks.load: got name {name!r}, expected 'word_problems', 'countdown', 'gsm8k' or"
-    " 'my_module:MyTask'; check the spelling of --config.task."
+    f"tasks.load: got name {name!r}, expected 'word_problems', 'countdown', 'sudoku', 'puzzles',"
+    " 'gsm8k', 'math', 'mmlu', 'commonsense_qa', 'code' or 'my_module:MyTask'; check the spelling"
+    " of --config.task."
   )
 
 
-def _refuse_path(name: str, path: str | os.PathLike[str] | None) -> None:
+def _drawn(name: str, path: str | os.PathLike[str] | None, task: Task) -> Task:
+  """Returns a task whose problems are generated; refuses a path."""
   if path is not None:
     raise ValueError(
       f"{name}: got path {os.fspath(path)!r}, expected none because its problems are generated;"
       " drop --config.task_path or choose another task."
     )
+  return task
+
+
+def _needed(
+  name: str, path: str | os.PathLike[str] | None, expected: str
+) -> str | os.PathLike[str]:
+  """Returns the path that a task reads; refuses none."""
+  if path is None:
+    raise ValueError(
+      f"{name}: got no path, expected {expected}; set --config.task_path to the directory of train"
+      " and test files, or to one file."
+    )
+  return path
 
 
 def _with_prompts(name: str, path: str | os.PathLike[str] | None, reward: Reward) -> FunctionTask:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+import hashlib
 from typing import NamedTuple, TypeVar
 
 from seerjax.types import Problem
@@ -10,6 +11,7 @@ from seerjax.types import Problem
 T = TypeVar("T")
 
 HELDOUT_EVERY = 10  # In a single file, every tenth row is held out.
+HELDOUT_SHARE = 8  # Of drawn problems, one in so many has a core that only "heldout" asks.
 
 
 class Splits(NamedTuple):
@@ -62,6 +64,15 @@ def unknown_split(task: str, split: str, splits: Sequence[str]) -> ValueError:
   return ValueError(
     f"{task}: got split {split!r}, expected one of {tuple(splits)}; 'train' is usual."
   )
+
+
+def is_heldout(core: str) -> bool:
+  """Returns whether a drawn problem is of "heldout": what it is at heart decides, not its index.
+
+  So no held-out problem is one of another split in other clothes. About one core in
+  `HELDOUT_SHARE` is held out, by SHA-256, on every machine the same.
+  """
+  return hashlib.sha256(core.encode()).digest()[0] % HELDOUT_SHARE == 0
 
 
 def split_rows(rows: Sequence[T]) -> tuple[list[T], list[T]]:

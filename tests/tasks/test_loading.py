@@ -24,8 +24,12 @@ def test_tasks_load_from_the_current_directory(outside):
 @pytest.mark.parametrize(
   ("name", "message"),
   [
-    ("word_problem", "got name 'word_problem', expected 'word_problems', 'countdown', 'gsm8k'"),
-    ("gsm8k", "gsm8k: got no path, expected the original JSON lines"),
+    ("word_problem", "got name 'word_problem', expected 'word_problems', 'countdown', 'sudoku'"),
+    ("gsm8k", "gsm8k: got no path, expected the original JSON lines; set --config.task_path to"),
+    ("math", "math: got no path, expected the published folders or JSON lines; set"),
+    ("mmlu", "mmlu: got no path, expected the published folders of CSV"),
+    ("commonsense_qa", "commonsense_qa: got no path, expected the published JSON lines"),
+    ("code", 'code: got no path, expected JSON lines with "prompt" and "tests"'),
     ("no_such_module:x", "whose module 'no_such_module' cannot be imported"),
     (":x", "whose module '' cannot be imported"),
     ("outside_task_module:Absent", "has no 'Absent'.*it has .*'MyTask'"),
@@ -38,6 +42,7 @@ def test_unusable_names_are_refused(outside, name, message):
     tasks.load(name)
 
 
-def test_a_path_for_generated_problems_is_refused():
-  with pytest.raises(ValueError, match="word_problems: got path 'x', expected none"):
-    tasks.load("word_problems", path="x")
+@pytest.mark.parametrize("name", ["word_problems", "countdown", "sudoku", "puzzles"])
+def test_a_path_for_generated_problems_is_refused(name):
+  with pytest.raises(ValueError, match=f"{name}: got path 'x', expected none"):
+    tasks.load(name, path="x")

@@ -1,0 +1,259 @@
+r"""MATH: problems of mathematics competitions, answers in \boxed{...}, from files of one's own.
+
+  {"problem": ..., "solution": "... \\boxed{\\frac{1}{2}}", "level": ..., "type": ...}
+
+A directory is read as it is published, train/<subject>/<number>.json and test likewise, or holds
+train.jsonl and test.jsonl (which is "heldout"); of one file of JSON lines every tenth problem is
+held out. A row's "answer", where it has one, is the reference, else its solution's last box. The
+data are not part of this package.
+
+A text's answer is its last box. It is right if it is written like the reference or has its value:
+
+| is put aside                          | for example                                              |
+|---------------------------------------|----------------------------------------------------------|
+| white space, \left, \right, \!, $, ~  | "(0, 1)" is "(0,1)" and "\left(0,1\right)"               |
+| the kind of fraction, missing braces  | \dfrac, \tfrac, \frac12 are \frac{1}{2}; \sqrt3 \sqrt{3} |
+| a unit, degrees, per cent             | 5\text{ cm}, 90^\circ, 50\%                              |
+| what it is called                     | "x = 3" is 3                                             |
+| a dot at the end                      | "3." is 3                                                |
+|---------------------------------------|----------------------------------------------------------|
+| has an exact value                    | 1,234; 0.5; 1/2; \frac{1}{2}; -\frac{1}{2}; .5           |
+| is a list                             | (a, b), [a, b), \{a, b\}: each in turn; "a, b" and sets  |
+|                                       | in any order                                             |
+
+Nothing is computed or simplified: 1+x is not x+1, 2^3 not 8, a mixed number not its fraction.
+
+Source: Hendrycks et al. 2021, https://arxiv.org/abs/2103.03874; data under the MIT licence.
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+import json
+import os
+import pathlib
+import re
+from typing import Any
+
+from seerjax.tasks import answers, jsonl, splits
+from seerjax.tasks.file_task import FileTask
+from seerjax.types import Problem, Verdict
+
+INSTRUCTION = "Think step by step, and put the final answer into \\boxed{}."
+MAX_READ = 20_000  # Characters of a text's end that are searched for an answer.
+MAX_ANSWER = 1_000  # Of an answer that is compared; a longer one is wrong.
+_DROPPED = re.compile(
+  r"\\(?:left|right|displaystyle)(?![a-zA-Z])|(?<!\\)\\[!,;: ]|\\?\$|~|\s+|\^\{?\\circ\}?|\\?%"
+)
+_FRACTIONS = re.compile(r"\\[dtc]?frac(?![a-zA-Z])")
+_UNIT = re.compile(r"(?<=[0-9}])\\(?:text|mbox|mathrm)\{[^{}]*\}(?:\^\{?[0-9]\}?)?$")
+_WORDS = re.compile(r"\\(?:text|mbox|mathrm|textbf)\{([^{}]*)\}")
+_CALLED = re.compile(r"^[a-zA-Z](?:\([a-zA-Z]\))?=")
+_GROUPED = re.compile(r"-?[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?", re.ASCII)
+_FRACTION = re.compile(r"(-?)\\frac\{(-?[0-9.]+)\}\{(-?[0-9.]+)\}", re.ASCII)
+_OPENING, _CLOSING = "([{", ")]}"
+
+
+def normal_form(answer: str) -> str:
+  """Returns an answer without what is put aside; see the table above."""
+  # Units and words before white space goes, since "\\text{ cm}" begins with it.
+  text = _UNIT.sub("", answer.strip().rstrip(".").strip())
+  text = _WORDS.sub(r"\1", text)
+  text = text.replace("{,}", ",").replace("\\{", "\\lbrace ").replace("\\}", "\\rbrace ")
+  text = _DROPPED.sub("", text.replace("\\lbrace ", "\\{").replace("\\rbrace ", "\\}"))
+  text = text.replace("\u2212", "-")
+  text = _braced(_FRACTIONS.sub(r"\\frac", text), "\\frac", 2)
+  text = _braced(text, "\\sqrt", 1)
+  return _CALLED.sub("", text)
+
+
+def _braced(text: str, command: str, count: int) -> str:
+  """Returns a text in which each argument of a command that is one sign has braces."""
+  head, *rest = text.split(command)
+  for part in rest:
+    found, left = "", part
+    for _ in range(count):
+      if left[:1].isalnum():
+        found, left = f"{found}{{{left[0]}}}", left[1:]
+      elif left[:1] == "{" and (end := _group_end(left)):
+        found, left = found + left[:end], left[end:]
+      else:
+        break
+    head += command + found + left
+  return head
+
+
+def _group_end(text: str) -> int:
+  """Returns where the brace group that a text begins with ends; 0 if it does not."""
+  depth = 0
+  for place, sign in enumerate(text):
+    depth += {"{": 1, "}": -1}.get(sign, 0)
+    if depth == 0:
+      return place + 1
+  return 0
+
+
+def exact(text: str) -> Fraction | None:
+  """Returns the exact value of a normal form that is one number, else None."""
+  if _GROUPED.fullmatch(text):
+    text = text.replace(",", "")
+  sign = -1 if text.startswith("-") else 1
+  text = text.removeprefix("-")
+  match = _FRACTION.fullmatch(text)
+  if match is None:
+    value = answers.read_number(f"0{text}" if text.startswith(".") else text)
+    return None if value is None or text.startswith(("-", "+")) else sign * value
+  above, below = answers.read_number(match[2]), answers.read_number(match[3])
+  if above is None or below is None or below == 0:
+    return None
+  return sign * (-1 if match[1] else 1) * above / below
+
+
+def _members(text: str) -> tuple[str, str, list[str]] | None:
+  """Returns (how a list opens, how it closes, its members); None if it is no list."""
+  opening = closing = ""
+  for left, right in (("\\{", "\\}"), ("(", ")"), ("(", "]"), ("[", ")"), ("[", "]")):
+    inner = text[len(left) : len(text) - len(right)]
+    if text.startswith(left) and text.endswith(right) and _lowest(inner) >= 0:
+      opening, closing, text = left, right, inner
+      break
+  members, depth, start = [], 0, 0
+  for place, sign in enumerate(text):
+    depth += (sign in _OPENING) - (sign in _CLOSING)
+    if sign == "," and depth == 0:
+      members.append(text[start:place])
+      start = place + 1
+  members.append(text[start:])
+  return (opening, closing, members) if len(members) > 1 or opening == "\\{" else None
+
+
+def _lowest(text: str) -> int:
+  """Returns the lowest depth of brackets within a text; below 0 if one closes what is outside."""
+  depth = lowest = 0
+  for sign in text:
+    depth += (sign in _OPENING) - (sign in _CLOSING)
+    lowest = min(lowest, depth)
+  return lowest
+
+
+def are_equal(one: str, other: str) -> bool:
+  """Returns whether two answers are the same; see the table above."""
+  if max(len(one), len(other)) > MAX_ANSWER:
+    return False
+  return _are_equal(normal_form(one), normal_form(other))
+
+
+def _are_equal(one: str, other: str) -> bool:
+  """Compares two normal forms."""
+  if one == other:
+    return bool(one)
+  values = exact(one), exact(other)
+  if None not in values:
+    return values[0] == values[1]
+  first, second = _members(one), _members(other)
+  if first is None or second is None or first[:2] != second[:2]:
+    return False
+  opening, ours, theirs = first[0], first[2], second[2]
+  if len(ours) != len(theirs):
+    return False
+  if opening in ("", "\\{"):  # In any order: each of one's is taken once.
+    left = list(theirs)
+    for member in ours:
+      place = next((i for i, found in enumerate(left) if _are_equal(member, found)), None)
+      if place is None:
+        return False
+      del left[place]
+    return True
+  return all(map(_are_equal, ours, theirs))
+
+
+def verdict(problem: Problem, text: str) -> Verdict:
+  """Reward 1 if the text's last box is the reference; well formed if it has one."""
+  boxed = answers.last_boxed(text[-MAX_READ:])
+  if boxed is None or not boxed.strip():
+    return Verdict(reward=0.0, correct=False, well_formed=False)
+  correct = are_equal(boxed, problem.answer)
+  return Verdict(reward=float(correct), correct=correct, well_formed=True, answer=boxed.strip())
+
+
+def load(path: str | os.PathLike[str], *, instruction: str = INSTRUCTION) -> FileTask:
+  """Reads the task.
+
+  Args:
+    path: a directory, or one file of JSON lines; see above.
+    instruction: added after every problem, on a line of its own; "" for none.
+
+  Raises:
+    FileNotFoundError: naming the file or folder that is missing.
+    ValueError: naming the file and the line that cannot be used.
+  """
+  path = pathlib.Path(path)
+  if path.is_dir():
+    train, heldout = (_read_split(path, name, instruction) for name in ("train", "test"))
+  else:
+    train, heldout = splits.split_rows(_read_lines(path, instruction))
+  return FileTask(name="math", train=tuple(train), heldout=tuple(heldout), judge=verdict)
+
+
+def _read_split(directory: pathlib.Path, name: str, instruction: str) -> list[Problem]:
+  """Reads a split of a directory: a file of JSON lines, or a folder of subjects."""
+  folder = directory / name
+  if not folder.is_dir():
+    return _read_lines(directory / f"{name}.jsonl", instruction)
+  files = sorted(folder.glob("*/*.json"), key=lambda file: (file.parent.name, len(file.stem), file))
+  if not files:
+    raise FileNotFoundError(
+      f"{folder}: got no <subject>/<number>.json, expected the published folders; set"
+      " --config.task_path to the folder that holds train/ and test/."
+    )
+  problems = []
+  for file in files:
+    (found,) = _single(file, instruction)
+    problems.append(found)
+  return problems
+
+
+def _single(path: pathlib.Path, instruction: str) -> list[Problem]:
+  """Reads a file that is one JSON object, over as many lines as it likes."""
+  try:
+    row = json.loads(path.read_bytes())
+  except (ValueError, RecursionError) as error:
+    raise ValueError(
+      f"{path}: got text that is not JSON ({error}), expected one JSON object; repair or remove"
+      " that file."
+    ) from error
+  if not isinstance(row, dict):
+    raise ValueError(
+      f"{path}: got a JSON {type(row).__name__}, expected an object with 'problem' and 'solution';"
+      " repair or remove that file."
+    )
+  return [_problem(str(path), f"math-{path.parent.name}-{path.stem}", row, instruction)]
+
+
+def _read_lines(path: pathlib.Path, instruction: str) -> list[Problem]:
+  """Reads a file of JSON lines."""
+  return [
+    _problem(f"{path}, line {number}", f"math-{path.stem}-{number}", row, instruction)
+    for number, row in jsonl.numbered_rows(path, ("problem",))
+  ]
+
+
+def _problem(where: str, name: str, row: dict[str, Any], instruction: str) -> Problem:
+  """Returns the problem of a row, or refuses it."""
+  asked, solution, answer = (row.get(key, "") for key in ("problem", "solution", "answer"))
+  is_text = all(isinstance(value, str) for value in (asked, solution, answer))
+  reference = (answer.strip() or answers.last_boxed(solution)) if is_text else None
+  if not is_text or not asked.strip() or not reference or not reference.strip():
+    raise ValueError(
+      f"{where}: got problem={str(asked)[:40]!r}, the answer {str(answer)[:40]!r} and a solution"
+      f" that ends with {str(solution)[-40:]!r}, expected a text and an answer, or a solution with"
+      " \\boxed{...}; use the original files, or repair that row."
+    )
+  question = asked.strip()
+  return Problem(
+    problem_id=name,
+    prompt=f"{question}\n{instruction}" if instruction else question,
+    question=question,
+    answer=reference.strip(),
+    solution=solution,
+  )

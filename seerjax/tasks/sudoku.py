@@ -1,0 +1,223 @@
+"""Sudoku: fill a grid so that no row, column or box holds a digit twice.
+
+  prompt    "Fill in the sudoku, digits 1 to 4, boxes of 2 by 2.\\n1..4\\n..1.\\n.1..\\n4..1"
+  solution  "r1c2=2 r1c3=3 ...\\n#### 1234 3412 2143 4321"
+
+Every problem has exactly one solution. The checker knows rules, not answers: a grid is right if it
+keeps the givens and no unit has a digit twice. The share of solved grids that `splits.is_heldout`
+names is asked in "heldout" alone, whatever of it is given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+import dataclasses
+import functools
+import re
+
+from seerjax.tasks import answers, splits
+from seerjax.tasks.draws import Draws
+from seerjax.types import Problem, Verdict
+
+SPLITS = ("train", "heldout", "pretrain")
+SIZES = {"train": 300_000, "heldout": 30_000, "pretrain": 30_000_000}  # Problems.
+BOXES = {4: (2, 2), 6: (2, 3), 8: (2, 4), 9: (3, 3)}  # Rows and columns of a box, by size.
+EMPTY = "."
+MAX_ANSWER = 400  # Characters after the mark; what is longer is no grid.
+
+Grid = tuple[int, ...]  # Row by row; 0 is empty.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SudokuConfig:
+  """How large a sudoku is.
+
+  Attributes:
+    size: of a side: 4, 6, 8 or 9.
+    min_empty, max_empty: cells to fill, as shares of all; fewer where a solution would not stay the
+      only one.
+  """
+
+  size: int = 4
+  min_empty: float = 0.25
+  max_empty: float = 0.6
+
+  def __post_init__(self):
+    if self.size not in BOXES:
+      raise ValueError(
+        f"SudokuConfig.size: got {self.size}, expected one of {tuple(BOXES)}; 4 is what a small"
+        " model can learn."
+      )
+    if not 0 < self.min_empty <= self.max_empty <= 1:
+      raise ValueError(
+        f"SudokuConfig: got min_empty={self.min_empty}, max_empty={self.max_empty}, expected 0 <"
+        " min_empty <= max_empty <= 1; 0.25 and 0.6 are usual."
+      )
+
+
+@functools.cache
+def units(size: int) -> tuple[tuple[int, ...], ...]:
+  """Returns the cells of every row, column and box."""
+  rows, columns = BOXES[size]
+  found: dict[tuple[str, int], list[int]] = {}
+  for cell in range(size * size):
+    row, column = divmod(cell, size)
+    box = row // rows * (size // columns) + column // columns
+    for unit in (("row", row), ("column", column), ("box", box)):
+      found.setdefault(unit, []).append(cell)
+  return tuple(map(tuple, found.values()))
+
+
+@functools.cache
+def _neighbours(size: int) -> tuple[tuple[int, ...], ...]:
+  """Returns, of every cell, the others that share a unit with it."""
+  found: list[set[int]] = [set() for _ in range(size * size)]
+  for unit in units(size):
+    for cell in unit:
+      found[cell] |= set(unit) - {cell}
+  return tuple(tuple(sorted(cells)) for cells in found)
+
+
+def candidates(grid: Grid, cell: int, size: int) -> list[int]:
+  """Returns the digits that no neighbour of a cell holds, ascending."""
+  taken = {grid[other] for other in _neighbours(size)[cell]}
+  return [digit for digit in range(1, size + 1) if digit not in taken]
+
+
+def solutions(grid: Grid, size: int, draws: Draws | None = None) -> Iterator[Grid]:
+  """Yields every solution that keeps what is given.
+
+  Args:
+    grid: 0 where empty; what it holds already is not checked.
+    size: of a side.
+    draws: order digits by chance; ascending if None.
+  """
+  # The cell with the fewest candidates first, so that a dead end shows soon.
+  options = [
+    (len(found), cell, found)
+    for cell, digit in enumerate(grid)
+    if not digit
+    for found in [candidates(grid, cell, size)]
+  ]
+  if not options:
+    yield grid
+    return
+  _, cell, digits = min(options)
+  for digit in draws.sample(digits, len(digits)) if draws else digits:
+    yield from solutions((*grid[:cell], digit, *grid[cell + 1 :]), size, draws)
+
+
+def is_solved(grid: Grid, givens: Grid, size: int) -> bool:
+  """Returns whether a full grid keeps the givens and holds each digit once in every unit."""
+  if any(given not in (0, digit) for given, digit in zip(givens, grid, strict=True)):
+    return False
+  digits = set(range(1, size + 1))
+  return all({grid[cell] for cell in unit} == digits for unit in units(size))
+
+
+def _without(grid: Grid, cell: int) -> Grid:
+  return (*grid[:cell], 0, *grid[cell + 1 :])
+
+
+def _is_only(grid: Grid, size: int) -> bool:
+  found = solutions(grid, size)
+  return next(found, None) is not None and next(found, None) is None
+
+
+def _steps(givens: Grid, solved: Grid, size: int) -> list[int]:
+  """Returns the empty cells in an order to fill them: what follows at once comes first."""
+  grid, order = givens, []
+  while 0 in grid:
+    empty = [cell for cell, digit in enumerate(grid) if not digit]
+    cell = next((c for c in empty if len(candidates(grid, c, size)) == 1), None)
+    if cell is None:  # A digit that has one place left in a unit; else whatever is first.
+      cell = next((c for c in empty if _has_one_place(grid, c, solved[c], size)), empty[0])
+    order.append(cell)
+    grid = (*grid[:cell], solved[cell], *grid[cell + 1 :])
+  return order
+
+
+def _has_one_place(grid: Grid, cell: int, digit: int, size: int) -> bool:
+  """Returns whether in some unit of a cell no other empty cell may hold a digit."""
+  return any(
+    all(
+      other == cell or grid[other] or digit not in candidates(grid, other, size) for other in unit
+    )
+    for unit in units(size)
+    if cell in unit
+  )
+
+
+def rows_text(grid: Grid, size: int, joint: str) -> str:
+  """Returns a grid's rows, such as "12.4", joined."""
+  text = "".join(str(digit) if digit else EMPTY for digit in grid)
+  return joint.join(text[start : start + size] for start in range(0, len(text), size))
+
+
+def read_grid(text: str, size: int) -> Grid | None:
+  """Returns the full grid that a text is: its digits row by row, white space ignored; else None."""
+  digits = "".join(text.split()) if len(text) <= MAX_ANSWER else ""
+  if len(digits) != size * size or not re.fullmatch(f"[1-{size}]+", digits, re.ASCII):
+    return None
+  return tuple(map(int, digits))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sudoku:
+  """The task. A problem's `answer` is what is given, row by row: "1..4 ..1. .1.. 4..1"."""
+
+  config: SudokuConfig = SudokuConfig()
+  name: str = "sudoku"
+
+  def num_problems(self, split: str) -> int:
+    """Returns how many problems the split has; of a small size they repeat."""
+    if split not in SIZES:
+      raise splits.unknown_split(self.name, split, SPLITS)
+    return SIZES[split]
+
+  def problem(self, split: str, index: int) -> Problem:
+    """Returns problem `index`."""
+    splits.check_index(self.name, split, index, self.num_problems(split))
+    size = self.config.size
+    draws = Draws(self.name, size, split, index)
+    while True:
+      solved = next(solutions((0,) * size**2, size, draws))
+      if splits.is_heldout(rows_text(solved, size, " ")) == (split == "heldout"):
+        break
+    low, high = (
+      max(1, int(share * size**2)) for share in (self.config.min_empty, self.config.max_empty)
+    )
+    wanted, givens = draws.between(low, high), solved
+    for cell in draws.sample(range(size**2), size**2):
+      fewer = _without(givens, cell)
+      if _is_only(fewer, size):
+        givens = fewer
+      if givens.count(0) == wanted:
+        break
+    rows, columns = BOXES[size]
+    question = (
+      f"Fill in the sudoku, digits 1 to {size}, boxes of {rows} by {columns}.\n"
+      f"{rows_text(givens, size, chr(10))}"
+    )
+    steps = _steps(givens, solved, size)
+    places = [f"r{cell // size + 1}c{cell % size + 1}={solved[cell]}" for cell in steps]
+    return Problem(
+      problem_id=f"{self.name}-{size}-{split}-{index}",
+      prompt=question,
+      question=question,
+      answer=rows_text(givens, size, " "),
+      num_steps=len(steps),
+      solution=f"{' '.join(places)}\n{answers.ANSWER_MARK} {rows_text(solved, size, ' ')}",
+    )
+
+  def verdict(self, problem: Problem, text: str) -> Verdict:
+    """Reward 1 if the text ends with exactly one "#### <grid>" that keeps rules and givens."""
+    size, answer = self.config.size, answers.marked_answer(text)
+    grid = None if answer is None else read_grid(answer, size)
+    if grid is None:
+      return Verdict(reward=0.0, correct=False, well_formed=False)
+    given = "".join(problem.answer.split())
+    givens = tuple(0 if sign == EMPTY else int(sign) for sign in given)
+    correct = is_solved(grid, givens, size)
+    answer = rows_text(grid, size, " ")
+    return Verdict(reward=float(correct), correct=correct, well_formed=True, answer=answer)
