@@ -53,6 +53,8 @@ class PretrainConfig:
     prompt_weight: weight of prompt tokens in the loss; answer tokens weigh 1.
     brief_rate: share of word problems answered by their last line alone.
     large_rate: share of word problems with operands up to 99.
+    keeps_embeddings: whether the tokens' vectors stay as they are: a word that a later training
+      does not have keeps its meaning.
     seed: of weights and documents.
   """
 
@@ -62,6 +64,7 @@ class PretrainConfig:
   prompt_weight: float = 0.1
   brief_rate: float = nano_corpus.BRIEF_RATE
   large_rate: float = nano_corpus.LARGE_RATE
+  keeps_embeddings: bool = False
   seed: int = 0
 
   def __post_init__(self):
@@ -85,15 +88,16 @@ class PretrainConfig:
         )
 
 
+# Prompts with what is answered to them.
+Documents = Iterator[tuple[str, str]]
+
+
 def batches(
-  tokenizer: tokenizer_lib.Tokenizer, config: PretrainConfig
+  tokenizer: tokenizer_lib.Tokenizer, config: PretrainConfig, documents: Documents
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-  """Yields (tokens i32[b, t], weights f32[b, t] of each token as a target), without end."""
+  """Yields (tokens i32[b, t], weights f32[b, t] of each token as a target) of documents."""
   waiting: dict[int, list[tuple[list[int], int]]] = collections.defaultdict(list)
   end = tokenizer.encode(nano_corpus.END)
-  documents = nano_corpus.documents(
-    config.seed, brief_rate=config.brief_rate, large_rate=config.large_rate
-  )
   for prompt, solution in documents:
     head = tokenizer.chat_ids([{"role": "user", "content": prompt}])
     ids = head + tokenizer.encode(solution) + end
@@ -147,7 +151,11 @@ def make_step(model: model_config.TransformerConfig, optimizer: optax.GradientTr
 
 
 def pretrain(
-  config: PretrainConfig, model: model_config.TransformerConfig, start: str, directory: pathlib.Path
+  config: PretrainConfig,
+  model: model_config.TransformerConfig,
+  start: str,
+  directory: pathlib.Path,
+  documents: Documents | None = None,
 ) -> None:
   """Trains on `num_tokens` tokens and writes `directory`/model; resumes what is there.
 
@@ -156,6 +164,7 @@ def pretrain(
     model: shape of random weights.
     start: a model's directory to carry on from in their place, or "".
     directory: takes checkpoints and the result.
+    documents: without end; nano's corpus if None.
 
   Raises:
     ValueError: if the result is there already.
@@ -174,6 +183,12 @@ def pretrain(
   optimizer = optax.chain(
     optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.98, weight_decay=0.05)
   )
+  if config.keeps_embeddings:
+    kept = optax.masked(optax.set_to_zero(), lambda tree: {k: k == "embed" for k in tree})
+    optimizer = optax.chain(optimizer, kept)
+  documents = documents or nano_corpus.documents(
+    config.seed, brief_rate=config.brief_rate, large_rate=config.large_rate
+  )
   if start:
     params, model = huggingface.load(start, numerics)
   else:
@@ -190,7 +205,7 @@ def pretrain(
   columns = (*rich.progress.Progress.get_default_columns(), "{task.fields[note]}")
   with rich.progress.Progress(*columns) as progress:
     bar = progress.add_task("pretrain", total=num_steps, completed=first, note="")
-    for index, (tokens, weights) in enumerate(batches(tokenizer, config)):
+    for index, (tokens, weights) in enumerate(batches(tokenizer, config, documents)):
       if index >= num_steps:
         break
       if index < first:

@@ -1,7 +1,7 @@
 """Contexts that can be read before their questions are known, for thinking ahead of time.
 
   context   "Ana has 12 pens. Ana buys 7 more pens."        may be read early
-  notes     "12+7=19\\nAna has 19 pens."                     what a sleeper would write
+  notes     "12+7=19\\n- Ana has 19 pens."                   what a sleeper would write
   facts     "Ana has 19 pens."                              its facts alone: the oracle c'
   question  "How many pens does Ana have now?"              known late; 10 a context
 
@@ -59,8 +59,8 @@ class StatefulContext:
     kind: of what it tells, "" if that is not known.
     num_steps: of reasoning that all facts need, 0 if that is not known.
     facts: what is true after it, in sentences; "" if that is not known.
-    notes: what a sleeper would write: how facts come about, and facts, a line each; "" if that is
-      not known.
+    notes: what a sleeper would write: how facts come about, and facts as points of a list, a line
+      each; "" if that is not known.
   """
 
   context_id: str
@@ -201,8 +201,8 @@ class SleepVerdict(NamedTuple):
 
 
 def facts_in(text: str) -> tuple[str, ...]:
-  """Returns the sentences "Ana has 19 pens." of a text, each once, in their order."""
-  sentences = (sentence.strip() for sentence in _SENTENCE.split(text))
+  """Returns the sentences "Ana has 19 pens." of a text, also of its lists, each once, in order."""
+  sentences = (sentence.strip().removeprefix("- ") for sentence in _SENTENCE.split(text))
   return tuple(dict.fromkeys(s for s in sentences if _FACT.fullmatch(s)))
 
 
@@ -540,7 +540,7 @@ class StatefulWordProblems:
     known: tuple[str, ...] = ()
     for chain, fact in zip(told.chains, facts, strict=True):
       merged = _merged(known, chain.lines)
-      notes += (*merged[len(known) :], fact)
+      notes += (*merged[len(known) :], f"- {fact}")
       known = merged
     return StatefulContext(
       context_id=f"{self.name}-{split}-{index}",

@@ -33,6 +33,24 @@ def test_a_config_that_cannot_be_is_refused(changes, message):
     pretrain_nano.PretrainConfig(**changes)
 
 
+@pytest.mark.thorough
+def test_the_tokens_vectors_stay_where_they_are_kept(tmp_path):
+  documents = iter([("How many?", "#### 1")] * 100)
+  config = dataclasses.replace(CONFIG, keeps_embeddings=True)
+  pretrain_nano.pretrain(CONFIG, MODEL, "", tmp_path / "first")
+  start = str(tmp_path / "first" / "model")
+  found = {}
+  for name, one in (("kept", config), ("learnt", CONFIG)):
+    pretrain_nano.pretrain(one, MODEL, start, tmp_path / name, documents)
+    found[name], _ = huggingface.load(
+      tmp_path / name / "model", pretrain_nano.numerics_for(64)
+    )
+  first, _ = huggingface.load(start, pretrain_nano.numerics_for(64))
+  assert (found["kept"]["embed"] == first["embed"]).all()
+  assert (found["learnt"]["embed"] != first["embed"]).any()
+  assert (found["kept"]["layers"][0]["out"] != first["layers"][0]["out"]).any()
+
+
 def test_a_model_is_written_and_not_made_twice(tmp_path):
   pretrain_nano.pretrain(CONFIG, MODEL, "", tmp_path)
   _, model = huggingface.load(tmp_path / "model", pretrain_nano.numerics_for(64))

@@ -151,6 +151,8 @@ def test_the_length_of_a_context_is_a_knob():
   "text, expected",
   [
     ("Ana has 19 pens.\nBen has 3 pens.", (2, 2, 0)),
+    ("12+7=19\n- Ana has 19 pens.\n- Ben has 3 pens.", (2, 2, 0)),
+    ("-Ana has 19 pens.\n- - Ben has 3 pens.", (2, 0, 0)),
     ("12+7=19\nAna has 19 pens.", (2, 1, 0)),
     ("Ana has 19 pens. Ana has 19 pens. Ben has 3 pens.", (2, 2, 0)),
     ("Ana has 19 pens.\nAna has 20 pens.", (2, 1, 1)),
