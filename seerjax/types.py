@@ -167,6 +167,8 @@ class Request:
     group_id: requests of one group share a prompt and are placed on one instance.
     adapter: name of the adapter that answers beside the base (`Engine.set_adapters`); "" is the
       base alone.
+    namespace: whose it is, "" for all that name none. What was kept for one namespace, keys and
+      values or drafts, is found by no other; it decides no bit of an answer.
   """
 
   request_id: str
@@ -175,13 +177,20 @@ class Request:
   seed: int = 0
   group_id: str = ""
   adapter: str = ""
+  namespace: str = ""
 
   def __post_init__(self):
-    for field in ("request_id", "group_id", "adapter"):
+    for field in ("request_id", "group_id", "adapter", "namespace"):
       value = vars(self)[field]
       if not isinstance(value, str):
         raise ValueError(
           f"Request.{field}: got {value!r} ({type(value).__name__}), expected text; write str(...)."
+        )
+    for field in ("group_id", "namespace"):
+      if "\0" in vars(self)[field]:
+        raise ValueError(
+          f"Request.{field}: got {vars(self)[field]!r}, expected text without the character NUL,"
+          " which parts the two where texts are shared; leave it out."
         )
     if not isinstance(self.prompt, tuple | list):
       raise ValueError(

@@ -10,11 +10,14 @@ counts pages of one instance.
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Iterable, Sequence
 
 from seerjax.engine import checks, sizes
 from seerjax.engine.counters import Counters
 from seerjax.engine.kv.memory import Memory
+from seerjax.engine.kv.owner import BASE, Owner
+from seerjax.engine.kv.pins import Pins
 from seerjax.engine.requests import Requests
 from seerjax.engine.sizes import EngineConfig
 
@@ -23,12 +26,19 @@ class Chunks:
   """What a scheduler of chunks decides by and calls, of one engine; `Engine` has each as a door."""
 
   def __init__(
-    self, requests: Requests, memory: Memory, counters: Counters, *, config: EngineConfig
+    self,
+    requests: Requests,
+    memory: Memory,
+    counters: Counters,
+    pins: Pins,
+    *,
+    config: EngineConfig,
   ):
     self._config = config
     self._counters = counters
     self._memory = memory
     self._requests = requests
+    self._pins = pins
 
   def pause(self, request_id: str) -> None:
     """Ends a request's chunk now; it keeps its pages.
@@ -76,7 +86,7 @@ class Chunks:
     return self._memory.migrate(sequence, instance)
 
   def pull_prefix(
-    self, tokens: Sequence[int], source: int, target: int, adapter: str = ""
+    self, tokens: Sequence[int], source: int, target: int, owner: Owner = BASE
   ) -> int:
     """Copies the whole pages of a token sequence's start from one instance to another.
 
@@ -88,7 +98,7 @@ class Chunks:
     """
     for name, instance in (("source", source), ("target", target)):
       self._requests.check_instance(f"Engine.pull_prefix: {name}", instance)
-    return self._memory.pull_prefix(tokens, source, target, adapter)
+    return self._memory.pull_prefix(tokens, source, target, owner)
 
   def spill(self, request_ids: Iterable[str]) -> list[str]:
     """Takes paused requests' pages off the devices, in order, until the pool is full.
@@ -120,6 +130,21 @@ class Chunks:
     """Returns how many pages could be given out now; ValueError if there is no such instance."""
     self._requests.check_instance("Engine.free_pages", instance)
     return self._memory.pools[instance].num_available
+
+  def yielding_pages(self, instance: int) -> int:
+    """Returns how many pages are held by pins and by requests that nobody waits for alone.
+
+    They are given up as soon as a request in front needs them.
+
+    Raises:
+      ValueError: if there is no such instance.
+    """
+    self._requests.check_instance("Engine.yielding_pages", instance)
+    pins = (sequence for sequence in self._pins.sequences if sequence.instance == instance)
+    holders = (*self._requests.holders_in_background(instance), *pins)
+    held = collections.Counter(page for sequence in holders for page in sequence.pages)
+    pool = self._memory.pools[instance]
+    return sum(pool.num_holders(page) == count for page, count in held.items())
 
   def awaited_pages(self, instance: int) -> int:
     """Returns how many pages the requests that wait on an instance are going to take at most.

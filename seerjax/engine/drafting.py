@@ -23,9 +23,30 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 from absl import logging
 import numpy as np
 
-from seerjax.types import SamplingParams
+from seerjax.types import Request, SamplingParams
 
 MAX_PATHS = 64  # Of one request in one step; more are not read.
+
+
+def group_name(request: Request) -> str:
+  """Returns the name under which a drafter knows a request's group, "" for none of no namespace.
+
+  Whatever a drafter learns under a name it drafts from under that name, or one of `namespace_of`
+  equal, alone.
+  """
+  if not request.namespace:
+    return request.group_id
+  return f"\0{request.namespace}\0{request.group_id}"
+
+
+def namespace_of(group_name: str) -> str:
+  """Returns the namespace in a group's name, "" for none."""
+  return group_name.split("\0")[1] if group_name.startswith("\0") else ""
+
+
+def is_group(group_name: str) -> bool:
+  """Returns whether a name is that of a group, and not of requests that have none."""
+  return bool(group_name) and not group_name.endswith("\0")
 
 
 class DraftQuery(NamedTuple):
@@ -33,7 +54,7 @@ class DraftQuery(NamedTuple):
 
   Attributes:
     request_id: of the request.
-    group_id: of its group, "" if it has none.
+    group_id: of its group, "" if it has none; in a namespace `group_name`.
     tokens: prompt and answer so far; the engine's own list, which grows, not to be changed.
     num_prompt: how many of `tokens` are the prompt.
     max_draft: most tokens that could be used, all paths together, what they share counted once; at

@@ -43,6 +43,7 @@ from seerjax.engine.chunks import Chunks
 from seerjax.engine.counters import Counters
 from seerjax.engine.drafting import Drafter
 from seerjax.engine.kv.memory import Memory
+from seerjax.engine.kv.owner import Owner
 from seerjax.engine.kv.pins import Pin, Pins
 from seerjax.engine.kv.pool import KVPool
 from seerjax.engine.kv.values import fingerprint_digest
@@ -141,7 +142,7 @@ class Engine:
     self._requests = requests
     self.step_times = step_times
     self._pins = Pins(memory, page_size=config.page_size, max_pages=config.pinned_pages)
-    self._chunks = Chunks(requests, memory, counters, config=config)
+    self._chunks = Chunks(requests, memory, counters, self._pins, config=config)
     self._drafting = drafting.Drafting(drafter)
     self._planner = planner = Planner(
       requests,
@@ -181,6 +182,11 @@ class Engine:
   def num_unfinished(self) -> int:
     """Requests submitted and not finished."""
     return len(self._requests.live)
+
+  @property
+  def num_background(self) -> int:
+    """Those of them that nobody waits for."""
+    return self._requests.num_background
 
   @property
   def num_instances(self) -> int:
@@ -477,10 +483,10 @@ class Engine:
     return self._chunks.migrate(request_id, instance)
 
   def pull_prefix(
-    self, tokens: Sequence[int], source: int, target: int, adapter: str = ""
+    self, tokens: Sequence[int], source: int, target: int, adapter: str = "", namespace: str = ""
   ) -> int:
     """Copies the whole pages of a start to another instance; see `Chunks.pull_prefix`."""
-    return self._chunks.pull_prefix(tokens, source, target, adapter)
+    return self._chunks.pull_prefix(tokens, source, target, Owner(adapter, namespace))
 
   def spill(self, request_ids: Iterable[str]) -> list[str]:
     """Takes paused requests' pages off the devices; see `Chunks.spill`."""
@@ -502,6 +508,10 @@ class Engine:
     """Returns how many pages could be given out now; ValueError if there is no such instance."""
     return self._chunks.free_pages(instance)
 
+  def yielding_pages(self, instance: int) -> int:
+    """Returns how many more pages one in front would be given; see `Chunks.yielding_pages`."""
+    return self._chunks.yielding_pages(instance)
+
   def awaited_pages(self, instance: int) -> int:
     """Returns how many pages those that wait will take at most; see `Chunks.awaited_pages`."""
     return self._chunks.awaited_pages(instance)
@@ -510,7 +520,7 @@ class Engine:
     """Returns the pages that tokens of prompt and answer need; see `Chunks.pages_for`."""
     return self._chunks.pages_for(num_tokens)
 
-  def pin(self, tokens: Sequence[int], *, adapter: str = "") -> int:
+  def pin(self, tokens: Sequence[int], *, adapter: str = "", namespace: str = "") -> int:
     """Keeps the pages of a start of prompts, so that requests which begin with it find them.
 
     Whole pages are kept, of those that are in memory; again after a request has written more, it
@@ -520,6 +530,7 @@ class Engine:
     Args:
       tokens: the start, a page at least.
       adapter: by whose weights it is written, "" for the base.
+      namespace: whose it is: `Request.namespace` of the requests that find it.
 
     Returns:
       Positions that are kept on the devices now, of the instance that has most.
@@ -539,11 +550,11 @@ class Engine:
         " Engine.set_adapters."
       )
     self.memory.take_again()
-    return self._pins.pin(tokens, adapter)
+    return self._pins.pin(tokens, Owner(adapter, namespace))
 
-  def unpin(self, tokens: Sequence[int], *, adapter: str = "") -> None:
+  def unpin(self, tokens: Sequence[int], *, adapter: str = "", namespace: str = "") -> None:
     """Lets a start go that was pinned; ValueError if it was not."""
-    self._pins.unpin(tokens, adapter)
+    self._pins.unpin(tokens, Owner(adapter, namespace))
 
   @property
   def pins(self) -> tuple[Pin, ...]:

@@ -8,6 +8,7 @@ from typing import Any
 from absl import logging
 import numpy as np
 
+from seerjax.engine import drafting
 from seerjax.engine.counters import Counters
 from seerjax.engine.drafting import Drafter, verify
 from seerjax.engine.kv.memory import Memory
@@ -275,7 +276,7 @@ class Outputs:
     if piece.paths:
       self._ask_drafter(
         lambda drafter: drafter.observe(
-          request.request_id, request.group_id, num_drafted, len(added) - 1
+          request.request_id, drafting.group_name(request), num_drafted, len(added) - 1
         )
       )
     if reason:
@@ -357,6 +358,9 @@ class Outputs:
     request = sequence.request
     self._ask_drafter(
       lambda drafter: drafter.finish(
-        request.request_id, request.group_id, sequence.tokens, sequence.num_prompt
+        request.request_id,
+        drafting.group_name(request),
+        sequence.tokens,
+        sequence.num_prompt,
       )
     )

@@ -15,12 +15,13 @@ import jax
 import numpy as np
 
 from seerjax.backends.protocol import Backend
-from seerjax.engine import batching, sizes, token_tree
+from seerjax.engine import batching, drafting, sizes, token_tree
 from seerjax.engine.background import Room, StepTable
 from seerjax.engine.counters import Counters
 from seerjax.engine.drafting import DraftQuery
-from seerjax.engine.kv import pages as pages_lib, prefix_index
+from seerjax.engine.kv import owner as owner_lib, pages as pages_lib, prefix_index
 from seerjax.engine.kv.memory import Memory
+from seerjax.engine.kv.owner import Owner
 from seerjax.engine.kv.pins import Pins
 from seerjax.engine.requests import Requests
 from seerjax.engine.runner import MAX_STOP_IDS, StepInputs, VisitInputs
@@ -32,9 +33,9 @@ from seerjax.types import Request
 Place = tuple[int, int]  # Of scheduled rows: instance, and index among the instance's.
 
 
-def _sharing(sequence: SequenceState) -> tuple[str, str]:
+def _sharing(sequence: SequenceState) -> tuple[str, Owner]:
   """Returns equal pairs for siblings that share a prompt's keys and values."""
-  return sequence.request.group_id, sequence.request.adapter
+  return sequence.request.group_id, owner_lib.of(sequence.request)
 
 
 def _is_asked_between(sequence: SequenceState) -> bool:
@@ -324,7 +325,7 @@ class Planner:
           queries.append(
             DraftQuery(
               request.request_id,
-              request.group_id,
+              drafting.group_name(request),
               sequence.tokens,
               sequence.num_prompt,
               most,

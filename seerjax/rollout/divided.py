@@ -190,7 +190,11 @@ class DividedRollout:
       request = self._requests[request_id]
       if decision.pull_tokens and decision.pull_from != target:
         pulled = engine.pull_prefix(
-          request.prompt, decision.pull_from, target, adapter=request.adapter
+          request.prompt,
+          decision.pull_from,
+          target,
+          adapter=request.adapter,
+          namespace=request.namespace,
         )
         self.trace.pulls += pulled > 0
       begun = self._resume_from.pop(request_id, None)

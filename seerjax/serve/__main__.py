@@ -8,6 +8,8 @@
 
 Equal `system_fingerprint`, question, parameters and seed mean equal bits, whatever else is asked.
 A token comes from the variable SEERJAX_SERVE_TOKEN, or from --token_file.
+
+      --contexts=DIR                     contexts are registered, and slept for while nobody waits
 """
 
 from __future__ import annotations
@@ -29,6 +31,13 @@ from seerjax.serve import served as served_lib, server
 from seerjax.serve.config import ServeConfig
 from seerjax.serve.family import Family
 from seerjax.serve.routes import Service
+from seerjax.serve.sleeping import Sleeping
+from seerjax.sleep import prompts
+from seerjax.sleep.runner import RunnerConfig
+from seerjax.speculation import step_times
+from seerjax.speculation.budget import Budget, BudgetConfig
+from seerjax.speculation.suffix_drafter import SuffixDrafter
+from seerjax.tasks.stateful import StatefulWordProblems
 from seerjax.types import Request, SamplingParams
 
 TOKEN_VARIABLE = "SEERJAX_SERVE_TOKEN"
@@ -48,6 +57,28 @@ def token_of(file: str) -> str:
   return token
 
 
+def tenants_of(file: str) -> dict[str, str]:
+  """Returns names by token, of a file with a name and its token a line.
+
+  Raises:
+    ValueError: if a line is none, or a name or a token is there twice.
+  """
+  found: dict[str, str] = {}
+  if not file:
+    return found
+  for number, line in enumerate(pathlib.Path(file).read_text().splitlines(), 1):
+    words = line.split()
+    if not words:
+      continue
+    if len(words) != 2 or words[1] in found or words[0] in found.values():
+      raise ValueError(
+        f"--tenants_file: got line {number} of {file} with {len(words)} words, or with a name or a"
+        " token that is there twice, expected NAME TOKEN; correct it."
+      )
+    found[words[1]] = words[0]
+  return found
+
+
 def serve_config() -> ServeConfig:
   """Returns what the flags say."""
   args = flags.FLAGS
@@ -55,6 +86,7 @@ def serve_config() -> ServeConfig:
     host=args.host,
     port=args.port,
     token=token_of(args.token_file),
+    tenants=tenants_of(args.tenants_file),
     max_body_bytes=args.max_body_bytes,
     max_answer_tokens=args.max_answer_tokens,
     max_waiting=args.max_waiting,
@@ -119,6 +151,7 @@ def load(name: str) -> Family:
       max_context=min(args.max_context or model.config.max_context, model.config.max_context),
       max_sequences=args.max_sequences,
       num_pages=args.num_pages,
+      pinned_pages=args.pinned_pages,
     ),
     key=key,
     adapters=adapters,
@@ -134,6 +167,30 @@ def load(name: str) -> Family:
     defaults=defaults,
     created=int(time.time()),
   )
+
+
+def sleep(family: Family) -> dict[str, Sleeping]:
+  """Returns the contexts that the base sleeps for, by its name; none without --contexts."""
+  args = flags.FLAGS
+  if not args.contexts:
+    return {}
+  engine = family.base.engine
+  asked = prompts.taught(StatefulWordProblems()) if args.is_taught else prompts.general()
+  config = RunnerConfig(
+    num_jobs=args.sleepers,
+    max_rethinks=args.rethinks,
+    sleep_tokens=args.sleep_tokens,
+    num_anticipated=args.anticipated,
+    verbosity=args.verbosity,
+  )
+  found = Sleeping(
+    args.contexts, engine, asked, identity=family.identity, config=config
+  )
+  engine.step_times = step_times.measure(engine)
+  if args.anticipated or args.drafts:
+    engine.drafter = SuffixDrafter(budget=Budget(engine.step_times, BudgetConfig()))
+  say(f"sleeping for {len(found.contexts.namespaces(step=found.step))} callers' contexts")
+  return {family.base.name: found}
 
 
 def warm(engine: Engine) -> None:
@@ -161,7 +218,12 @@ def main(argv: list[str]) -> None:
     )
     logging.getLogger("seerjax.serve").setLevel(logging.INFO)
     family = load(argv[1] if argv[1:] else "nano")
-    service = Service(family.models, config, families={family.base.name: family})
+    service = Service(
+      family.models,
+      config,
+      families={family.base.name: family},
+      sleeping=sleep(family),
+    )
     found = server.listening(service)
     for served in family.models.values():
       say(f"model {served.name}, {served.context} tokens of context, {served.fingerprint}")
@@ -175,6 +237,16 @@ def define_flags() -> None:
   flags.DEFINE_string("host", usual.host, "Address to listen at; another needs a token.")
   flags.DEFINE_integer("port", usual.port, "Port to listen at; 0 takes a free one.")
   flags.DEFINE_string("token_file", "", "File with the token that clients have to send.")
+  flags.DEFINE_string("tenants_file", "", "File with a client's NAME and TOKEN a line.")
+  flags.DEFINE_string("contexts", "", "Directory of contexts, which are slept for; '' has none.")
+  flags.DEFINE_bool("is_taught", False, "The model was taught to sleep, as nano-sleep.")
+  flags.DEFINE_integer("sleepers", 1, "Rewrites of a context.")
+  flags.DEFINE_integer("rethinks", 3, "Calls of a sleeper, at most.")
+  flags.DEFINE_integer("sleep_tokens", 256, "Of one call of a sleeper, at most.")
+  flags.DEFINE_integer("verbosity", 0, "Of answers from a context, 0 the shortest.")
+  flags.DEFINE_integer("anticipated", 0, "Questions of a context that are answered for drafts.")
+  flags.DEFINE_bool("drafts", False, "Rewrites are drafts of their context's questions.")
+  flags.DEFINE_integer("pinned_pages", 0, "Pages that starts of contexts' questions may keep.")
   flags.DEFINE_multi_string("adapter", [], "NAME=DIR: an adapter beside the model, as PEFT writes.")
   flags.DEFINE_string("system", "", "Begins a conversation that has no system message.")
   flags.DEFINE_integer("max_context", 0, "Positions of a prompt and its answer; 0: the model's.")

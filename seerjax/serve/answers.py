@@ -46,6 +46,8 @@ class Answer:
       "model": plan.served.name,
       "system_fingerprint": plan.fingerprint,
     }
+    if plan.reading is not None:
+      self._head["context"] = plan.reading.body
     count = len(plan.requests)
     self._splitters = [plan.splitter() for _ in range(count)] if plan.asked.is_chat else []
     self._has_begun = [False] * count

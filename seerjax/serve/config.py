@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 import dataclasses
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
@@ -15,6 +16,8 @@ class ServeConfig:
     host: address to listen at; another than the machine's own needs a token.
     port: to listen at; 0 takes one that is free.
     token: what a client has to send as `Authorization: Bearer TOKEN`; "" asks for none.
+    tenants: by their tokens, names of clients that share nothing with any other: neither contexts
+      nor, in memory or in drafts, anything by which one could tell what another has asked.
     max_body_bytes: of one request.
     max_answer_tokens: of one choice; also what is taken where a chat names no `max_tokens`.
     max_waiting: choices that wait for the engine.
@@ -28,6 +31,7 @@ class ServeConfig:
   host: str = "127.0.0.1"
   port: int = 8000
   token: str = ""
+  tenants: Mapping[str, str] = dataclasses.field(default_factory=dict)
   max_body_bytes: int = 4 << 20
   max_answer_tokens: int = 1024
   max_waiting: int = 1024
@@ -58,8 +62,20 @@ class ServeConfig:
         f"ServeConfig.host: got {self.host!r} without a token, expected one of {LOOPBACK}, or a"
         " token: all that reach the port may ask; set SEERJAX_SERVE_TOKEN or --token_file."
       )
-    if not self.token.isascii() or any(not letter.isprintable() for letter in self.token):
+    for token in (self.token, *self.tenants):
+      if not token.isascii() or any(not letter.isprintable() for letter in token):
+        raise ValueError(
+          "ServeConfig.token: got one that no header can carry, expected printable ASCII; make"
+          " another."
+        )
+    if self.tenants and (not self.token or self.token in self.tenants or "" in self.tenants):
       raise ValueError(
-        "ServeConfig.token: got one that no header can carry, expected printable ASCII; make"
-        " another."
+        f"ServeConfig.tenants: got {len(self.tenants)} of them with tokens that are empty, or the"
+        " server's own, or beside a server that has none, expected a token of its own for each and"
+        " one for the server: who sends none could be anybody; set SEERJAX_SERVE_TOKEN."
       )
+    for name in self.tenants.values():
+      if not name.isprintable() or not name:
+        raise ValueError(
+          f"ServeConfig.tenants: got the name {name!r}, expected printable text; rename it."
+        )

@@ -1,7 +1,8 @@
 """The one thread that runs the engines: jobs come in, parts of answers go out.
 
     submit --> a line for each client --round robin, as pages allow--> engine --> Job.deliver
-    cancel, swap, stop --------------------^
+    cancel, swap, call, stop --------------^
+                    contexts --in rows that nobody waits for--------------^
 
 Nothing here can change a bit of an answer (DESIGN: the contract): who waits, who is cancelled and
 in which order clients are served decide only when a token comes.
@@ -21,14 +22,17 @@ from typing import Any, NamedTuple
 from seerjax.engine.engine import Engine
 from seerjax.engine.sequence import StepOutput
 from seerjax.serve.grammar import AnswerMask
-from seerjax.serve.refusals import Refusal
+from seerjax.serve.refusals import Refusal, shown
 from seerjax.serve.scoring import Following, Scorer, Top
+from seerjax.serve.sleeping import Reading, Sleeping
 from seerjax.types import Completion, Request
 
 LOG = logging.getLogger("seerjax.serve")
 # Steps of one engine that may break off, one after the other, before its requests are given up.
 MAX_FAILURES = 3
 MAX_RETRY_SECONDS = 60
+# Between two looks at sleep that has no room.
+IDLE_SECONDS = 0.05
 
 
 class Part(NamedTuple):
@@ -92,6 +96,8 @@ class Job:
     model: name of the engine.
     adapter: name of the adapter that answers; "" is the engine's base.
     fingerprint: asked when the job begins, on the engine's thread; None asks nothing.
+    reading: the context that its prompts were made of, if any: a job whose context has changed
+      while it waited is not answered.
     requests: one a choice; those of one prompt follow one another and have its `group_id`.
     masks: of each choice's answer.
     num_choices: of each prompt.
@@ -114,6 +120,7 @@ class Job:
   num_prompt_top: int = 0
   adapter: str = ""
   fingerprint: Callable[[], str] | None = None
+  reading: Reading | None = None
   deliver: Callable[[Event], None]
 
 
@@ -131,7 +138,9 @@ class _Choice:
     return self.job.requests[self.index]
 
 
-class _Swap(NamedTuple):
+class _Asked(NamedTuple):
+  """What another thread wants run here, and who is told of the outcome."""
+
   run: Callable[[], Any]
   done: Callable[[Any], None]
 
@@ -141,6 +150,7 @@ class EngineThread:
 
   Attributes:
     engines: by name.
+    sleeping: by the names of engines that sleep; the thread's own from `start` on.
     refused: requests turned away because too many waited.
   """
 
@@ -152,6 +162,7 @@ class EngineThread:
     max_waiting: int,
     max_waiting_of_client: int,
     on_tokens: Callable[[str, int], None] = lambda model, count: None,
+    sleeping: Mapping[str, Sleeping] | None = None,
   ):
     """Makes it.
 
@@ -161,7 +172,9 @@ class EngineThread:
       max_waiting: choices that wait for an engine, at most.
       max_waiting_of_client: of one client, at most.
       on_tokens: told how many tokens each visit sampled, by name.
+      sleeping: contexts of engines, by their names; closed when the thread is over.
     """
+    self.sleeping = dict(sleeping or {})
     self.engines = dict(engines)
     self.refused = 0
     self._scorers = scorers
@@ -172,7 +185,8 @@ class EngineThread:
     # Under `_changed`: those who ask and the thread both have these.
     self._lines: dict[str, collections.deque[_Choice]] = {}
     self._cancelled: set[str] = set()
-    self._swaps: collections.deque[_Swap] = collections.deque()
+    self._swaps: collections.deque[_Asked] = collections.deque()
+    self._calls: collections.deque[_Asked] = collections.deque()
     self._deadline = math.inf
     self._is_stopping = self._is_over = False
     # The thread's own.
@@ -236,7 +250,19 @@ class EngineThread:
     with self._changed:
       if self._is_stopping:
         raise stopping()
-      self._swaps.append(_Swap(run, done))
+      self._swaps.append(_Asked(run, done))
+      self._changed.notify_all()
+
+  def call(self, run: Callable[[], Any], done: Callable[[Any], None]) -> None:
+    """Runs a short function on the thread between two visits; see `swap`.
+
+    Raises:
+      Refusal: if the server stops (503).
+    """
+    with self._changed:
+      if self._is_stopping:
+        raise stopping()
+      self._calls.append(_Asked(run, done))
       self._changed.notify_all()
 
   def stop(self, grace_seconds: float) -> None:
@@ -284,6 +310,8 @@ class EngineThread:
       except Exception:
         LOG.exception("the engine's thread met what it does not know; its requests are given up")
         self._give_up_all(broken())
+    for sleeping in self.sleeping.values():
+      sleeping.close()
 
   def _turn(self) -> None:
     with self._changed:
@@ -293,8 +321,11 @@ class EngineThread:
           return
         self._changed.wait()
       cancelled, self._cancelled = self._cancelled, set()
+      calls, self._calls = self._calls, collections.deque()
       if cancelled:
         self._drop(cancelled)
+    for asked in calls:
+      asked.done(self._outcome(asked))
     if time.monotonic() >= self._deadline:
       self._give_up_all(stopping())
       self._give_up_swaps(stopping())
@@ -302,11 +333,32 @@ class EngineThread:
     self._cancel_live(cancelled)
     self._admit()
     for name, engine in self.engines.items():
+      sleeping = None if self._is_stopping else self.sleeping.get(name)
+      if sleeping is not None:
+        sleeping.advance()
       if self._live[name]:
         self._step(name, engine)
+      elif sleeping is not None and engine.num_background:
+        before = engine.counters.steps
+        self._step(name, engine)
+        if engine.counters.steps == before:  # Pins hold what its rows need.
+          with self._changed:
+            self._changed.wait(IDLE_SECONDS)
 
   def _has_work(self) -> bool:
-    return bool(self._lines or self._cancelled or self._swaps or self.num_running)
+    waits = self._lines or self._cancelled or self._swaps or self._calls or self.num_running
+    sleeps = not self._is_stopping and any(s.has_work for s in self.sleeping.values())
+    return bool(waits or sleeps)
+
+  def _outcome(self, asked: _Asked) -> Any:
+    """Returns what a function returns, or what it raises."""
+    try:
+      return asked.run()
+    except (ValueError, Refusal) as error:
+      return error
+    except Exception:
+      LOG.exception("the engine's thread: got an error of the server's own in what it was asked")
+      return broken()
 
   def _drop(self, job_ids: Iterable[str]) -> None:
     """Takes jobs out of the lines."""
@@ -335,14 +387,9 @@ class EngineThread:
             return
           swap = self._swaps.popleft()
       if swap is not None:
-        try:
-          found = swap.run()
-        except ValueError as error:
-          found = error
-        except Exception:
-          LOG.exception("weights: got an error of the server's own; the old ones may be half gone")
-          found = broken()
-        swap.done(found)
+        for sleeping in self.sleeping.values():
+          sleeping.stop()  # It begins again, by the new weights.
+        swap.done(self._outcome(swap))
       elif choice is not None:
         self._begin(choice)
 
@@ -366,6 +413,10 @@ class EngineThread:
 
   def _begin(self, choice: _Choice) -> None:
     engine, fingerprint = self.engines[choice.job.model], choice.job.fingerprint
+    reading = choice.job.reading
+    if reading is not None and not self.sleeping[choice.job.model].is_current(reading):
+      self._give_up(choice.job, _changed(reading))
+      return
     if fingerprint is not None and not choice.index:
       choice.job.deliver(Begun(fingerprint()))
     try:
@@ -399,6 +450,9 @@ class EngineThread:
         self._failures[name] = 0
         for job in {choice.job for choice in self._live[name].values()}:
           self._give_up(job, broken())
+        if name in self.sleeping:  # Its rows may be what breaks every step.
+          LOG.error("model %s: sleeps no more, until the server is started again", name)
+          self.sleeping[name].give_up()
       return
     self._failures[name] = 0
     self._deliver(name, engine, updates)
@@ -409,7 +463,10 @@ class EngineThread:
 
   def _deliver(self, name: str, engine: Engine, updates: list[StepOutput]) -> None:
     live = self._live[name]
-    finished = {completion.request_id: completion for completion in engine.poll()}
+    completions = engine.poll()
+    if name in self.sleeping:
+      completions = self.sleeping[name].take(completions)
+    finished = {completion.request_id: completion for completion in completions}
     for update in updates:
       choice = live.get(update.request_id)
       if choice is None:
@@ -417,6 +474,8 @@ class EngineThread:
       completion = finished.get(update.request_id)
       if completion is not None:
         del live[update.request_id]
+        if choice.job.reading is not None:
+          self.sleeping[name].answered(choice.job.reading, completion)
       elif choice.job.is_streamed:
         completion = engine.progress(update.request_id)
       else:
@@ -484,15 +543,32 @@ class EngineThread:
 
 
 def has_room(engine: Engine, request: Request) -> bool:
-  """Returns whether an engine would begin a request at once: a sequence and its pages are free."""
-  if not engine.num_unfinished:
+  """Returns whether an engine would begin a request at once: a sequence and its pages are free.
+
+  What has them and nobody waits for gives them up.
+  """
+  num_front = engine.num_unfinished - engine.num_background
+  if not num_front:
     return True  # It was checked: alone it fits.
-  if engine.num_unfinished >= engine.config.max_sequences * engine.num_instances:
+  if num_front >= engine.config.max_sequences * engine.num_instances:
     return False
   needed = engine.pages_for(len(request.prompt) + request.sampling.max_tokens)
   return any(
-    engine.free_pages(place) - engine.awaited_pages(place) >= needed
+    engine.free_pages(place) + engine.yielding_pages(place) - engine.awaited_pages(place) >= needed
     for place in range(engine.num_instances)
+  )
+
+
+def _changed(reading: Reading) -> Refusal:
+  name = reading.context.name
+  return Refusal(
+    f"context: got a question about version {reading.context.version} of {shown(name)}, which"
+    " changed or went while it waited, expected the one that is there; ask again.",
+    status=409,
+    kind="conflict_error",
+    param="context",
+    code="context_changed",
+    retry_seconds=1,
   )
 
 

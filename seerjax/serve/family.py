@@ -25,9 +25,10 @@ from seerjax.models import (
   peft,
   tokenizer as tokenizer_lib,
 )
-from seerjax.serve import identity
+from seerjax.serve import identity, sleeping
 from seerjax.serve.scoring import Scorer
 from seerjax.serve.served import Defaults, Served
+from seerjax.sleep.contexts import Identity
 
 NO_DEFAULTS = Defaults()
 
@@ -113,6 +114,11 @@ class Family:
     return identity.fingerprint(
       self._model, self._key, defaults=self._defaults.in_force, weights=weights
     )
+
+  @property
+  def identity(self) -> Identity:
+    """What contexts of the base depend on."""
+    return sleeping.identity_of(self._model, self._digest)
 
   def read(self, name: str, directory: str) -> Loaded:
     """Reads the weights of a directory, to take the place of a model's.

@@ -21,6 +21,7 @@ MAX_TOP_LOGPROBS = 16
 MAX_CHOICES = 128
 MAX_STOPS = 16
 MAX_BIAS = 1e6
+MAX_NAME = 200  # Characters of a context's.
 MAX_DEPTH = 64  # Of lists and objects within one another.
 # What OpenAI's protocol answers to a completion where neither it nor the model's files say more.
 COMPLETION_TOKENS = 16
@@ -78,6 +79,7 @@ class Asked:
     num_prompt_top: other tokens named at each place of the prompt.
     is_echoed: whether a completion begins with its prompt.
     grammar: None where any text will do.
+    context: name of the context that a chat's one message is a question about; "" is none.
     user: whom fairness between clients takes it for, beside the address.
   """
 
@@ -100,6 +102,7 @@ class Asked:
   num_prompt_top: int = 0
   is_echoed: bool = False
   grammar: Grammar | None = None
+  context: str = ""
   user: str = ""
 
   @property
@@ -328,7 +331,7 @@ SHARED = (
   "stream_options", "response_format", "regex", "prompt_logprobs", "user",
 )  # fmt: skip
 CHAT = (*SHARED, "messages", "max_completion_tokens", "logprobs", "top_logprobs", "tools",
-        "tool_choice", "chat_template_kwargs")  # fmt: skip
+        "tool_choice", "chat_template_kwargs", "context")  # fmt: skip
 COMPLETION = (*SHARED, "prompt", "logprobs", "echo")
 
 
@@ -412,6 +415,12 @@ def chat(body: Mapping[str, Any]) -> Asked:
   if choice not in ("auto", "none"):
     refuse("tool_choice", shown(choice), '"auto" or "none"', "constrain with response_format")
   variables = fields.take("chat_template_kwargs", {}, _object)
+  context = fields.take("context", "", _text)
+  if context and (len(messages) > 1 or messages[0]["role"] != "user" or tools):
+    refuse(
+      "context", f"it beside {len(messages)} messages and {len(tools)} tools",
+      "one message of the user, the question, and no tools", "leave the others out",
+    )  # fmt: skip
   fields.finish(CHAT)
   return Asked(
     **{**shared, "max_tokens": shared["max_tokens"] if newer is None else newer},
@@ -420,6 +429,7 @@ def chat(body: Mapping[str, Any]) -> Asked:
     tools=() if choice == "none" else tools,
     wants_logprobs=wants_logprobs,
     num_top=num_top,
+    context=context,
   )
 
 
@@ -519,6 +529,40 @@ def weights(body: Mapping[str, Any]) -> tuple[str, str]:
   directory = fields.require("directory", _text, "name one on the server's machine")
   fields.finish(("model", "directory"))
   return model, directory
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ContextBody:
+  """A context as it is registered.
+
+  Attributes:
+    name: among its caller's.
+    text: to be read.
+    ttl_steps: of the engine, after which it is gone; None for never.
+  """
+
+  name: str
+  text: str
+  ttl_steps: int | None
+
+
+def context(body: Mapping[str, Any]) -> ContextBody:
+  """Reads the body of POST /v1/contexts.
+
+  Raises:
+    Refusal: naming the field that is unknown, missing or not what it should be.
+  """
+  fields = _Fields(body)
+  name = fields.require("name", _text, "name the context")
+  if not name or len(name) > MAX_NAME or not name.isprintable():
+    refuse("name", shown(name), f"1 to {MAX_NAME} printable characters", "rename it")
+  found = ContextBody(
+    name=name,
+    text=fields.require("text", _text, "send what is to be read"),
+    ttl_steps=fields.take("ttl_steps", None, _whole(1, 2**53, "leave it out to keep it")),
+  )
+  fields.finish(("name", "text", "ttl_steps"))
+  return found
 
 
 def completion(body: Mapping[str, Any]) -> Asked:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
 import contextlib
+import dataclasses
 import hmac
 import json
 import logging
@@ -30,6 +31,7 @@ from seerjax.serve.metrics import Metrics
 from seerjax.serve.protocol import Asked
 from seerjax.serve.refusals import Refusal, shown
 from seerjax.serve.served import Plan, Served
+from seerjax.serve.sleeping import Reading, Sleeping
 
 LOG = logging.getLogger("seerjax.serve")
 # Of one body: a longer one is read on another thread, so that no other request waits for it.
@@ -49,6 +51,7 @@ class Service:
     metrics: counters.
     seed_of: `served.choice_seed`.
     families: by the names of their bases, those whose weights may be replaced.
+    sleeping: contexts, by the names of the bases that sleep for them.
     is_swapping: whether some are being replaced.
   """
 
@@ -59,9 +62,11 @@ class Service:
     *,
     seed_of: Callable[[int, int], int] = served_lib.choice_seed,
     families: Mapping[str, Family] | None = None,
+    sleeping: Mapping[str, Sleeping] | None = None,
   ):
     self.models = dict(models)
     self.families = dict(families or {})
+    self.sleeping = dict(sleeping or {})
     self.is_swapping = False
     self.config = config
     self.seed_of = seed_of
@@ -71,6 +76,7 @@ class Service:
       max_waiting=config.max_waiting,
       max_waiting_of_client=config.max_waiting_of_client,
       on_tokens=lambda name, count: self.metrics.sampled_tokens.labels(name).inc(count),
+      sleeping=self.sleeping,
     )
     self.metrics = Metrics(self.thread)
 
@@ -91,6 +97,48 @@ class Service:
         code="model_not_found",
       )
     return self.models[name]
+
+
+  async def call(self, run: Callable[[], Any]) -> Any:
+    """Returns what a short function returns that runs on the engine's thread.
+
+    Raises:
+      Refusal: that it raises, or if the server stops.
+    """
+    loop = asyncio.get_running_loop()
+    found: asyncio.Future[Any] = loop.create_future()
+
+    def done(result: Any) -> None:
+      def tell() -> None:
+        if not found.done():  # Who asked may have left.
+          found.set_result(result)
+
+      with contextlib.suppress(RuntimeError):  # The loop is over.
+        loop.call_soon_threadsafe(tell)
+
+    self.thread.call(run, done)
+    result = await found
+    if isinstance(result, Exception):
+      raise result
+    return result
+
+  def sleeping_of(self, served: Served) -> Sleeping:
+    """Returns the contexts of a model.
+
+    Raises:
+      Refusal: if it has none (404).
+    """
+    found = self.sleeping.get(served.name)
+    if found is None:
+      raise Refusal(
+        f"context: got one for {shown(served.name)}, which sleeps for none, expected one of"
+        f" {', '.join(self.sleeping) or 'none: this server sleeps for no model'}; start the server"
+        " with --contexts.",
+        status=404,
+        param="context",
+        code="no_contexts",
+      )
+    return found
 
 
 class _Entry:
@@ -130,24 +178,48 @@ def refused(refusal: Refusal) -> Response:
   )
 
 
-def require_token(request: Request, config: ServeConfig) -> None:
-  """Refuses who does not send the token, in one way whatever is wrong with it.
+def namespace_of(request: Request, config: ServeConfig) -> str:
+  """Returns whose a request is: a tenant's name, "" with the server's token or where it has none.
+
+  Who sends no token of these is refused, in one way whatever is wrong with it.
 
   Raises:
     Refusal: 401.
   """
   if not config.token:
-    return
+    return ""
   scheme, _, sent = request.headers.get("authorization", "").partition(" ")
-  # Both are compared, always, and in constant time.
-  is_same = hmac.compare_digest(sent.strip().encode(), config.token.encode())
-  if not (is_same and scheme.lower() == "bearer"):
+  tokens = {config.token: "", **config.tenants}
+  # All are compared, always, and in constant time.
+  found = [
+    name
+    for token, name in tokens.items()
+    if hmac.compare_digest(sent.strip().encode(), token.encode())
+  ]
+  if not (found and scheme.lower() == "bearer"):
     raise Refusal(
       "authorization: got none that is valid, expected 'Bearer TOKEN' with the server's token; send"
       " it as the API key.",
       status=401,
       kind="authentication_error",
       code="invalid_api_key",
+    )
+  return found[0]
+
+
+def require_token(request: Request, config: ServeConfig) -> None:
+  """Refuses who does not send the server's own token.
+
+  Raises:
+    Refusal: 401 as `namespace_of`, 403 for a tenant.
+  """
+  if namespace_of(request, config):
+    raise Refusal(
+      "authorization: got a tenant's token, expected the server's own for what concerns all; ask"
+      " whoever runs the server.",
+      status=403,
+      kind="permission_error",
+      code="not_a_tenants",
     )
 
 
@@ -257,21 +329,40 @@ class Asking:
 
   async def _plan(self) -> Plan:
     config = self._service.config
-    require_token(self._request, config)
+    namespace = namespace_of(self._request, config)
     body = await read_body(self._request, config)
     if len(body) <= QUICK_BYTES and not any(word in body for word in SLOW_FIELDS):
-      return self._planned(body)
-    return await asyncio.to_thread(self._planned, body)
+      return await self._planned(self._asked(body), namespace)
+    asked = await asyncio.to_thread(self._asked, body)
+    reading = await self._reading(asked, namespace)
+    return await asyncio.to_thread(self._plan_of, asked, namespace, reading)
 
-  def _planned(self, body: bytes) -> Plan:
+  def _asked(self, body: bytes) -> Asked:
     read = protocol.chat if self._is_chat else protocol.completion
-    asked: Asked = read(protocol.parsed(body))
+    return read(protocol.parsed(body))
+
+  async def _planned(self, asked: Asked, namespace: str) -> Plan:
+    return self._plan_of(asked, namespace, await self._reading(asked, namespace))
+
+  async def _reading(self, asked: Asked, namespace: str) -> Reading | None:
+    """Returns the context that a question is about, as it is read now."""
+    if not asked.context:
+      return None
+    sleeping = self._service.sleeping_of(self._service.find(asked.model))
+    question = asked.messages[0]["content"]
+    return await self._service.call(lambda: sleeping.read(namespace, asked.context, question))
+
+  def _plan_of(self, asked: Asked, namespace: str, reading: Reading | None) -> Plan:
+    if reading is not None:
+      asked = dataclasses.replace(asked, messages=reading.messages)
     return served_lib.plan(
       asked,
       self._service.find(asked.model),
       job_id=self._entry.answer_id,
       max_answer_tokens=self._service.config.max_answer_tokens,
       seed_of=self._service.seed_of,
+      namespace=namespace,
+      reading=reading,
     )
 
   async def _until_gone(self, running: Any, receive: Receive) -> None:
@@ -327,6 +418,7 @@ class Asking:
       model=plan.served.base.name,
       adapter=plan.served.adapter,
       fingerprint=lambda: plan.served.fingerprint,
+      reading=plan.reading,
       requests=plan.requests,
       masks=plan.masks,
       num_choices=asked.num_choices,
@@ -402,12 +494,12 @@ def application(service: Service) -> Starlette:
     return Route(route, endpoint, methods=["POST"])
 
   async def models(request: Request) -> Response:
-    require_token(request, config)
+    namespace_of(request, config)
     listed = [_described(served) for served in service.models.values()]
     return _json({"object": "list", "data": listed})
 
   async def model(request: Request) -> Response:
-    require_token(request, config)
+    namespace_of(request, config)
     return _json(_described(service.find(request.path_params["name"])))
 
   async def health(request: Request) -> Response:
@@ -424,6 +516,9 @@ def application(service: Service) -> Starlette:
   async def weights(request: Request) -> Response:
     return await _replace_weights(service, request)
 
+  async def contexts(request: Request) -> Response:
+    return await _contexts(service, request)
+
   async def on_refusal(request: Request, error: Exception) -> Response:
     assert isinstance(error, Refusal)
     return refused(error)
@@ -431,7 +526,8 @@ def application(service: Service) -> Starlette:
   async def on_http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     routes = (
-      "POST /v1/chat/completions, /v1/completions, /v1/weights; GET /v1/models, /health, /metrics"
+      "POST /v1/chat/completions, /v1/completions, /v1/contexts, /v1/weights; GET /v1/models,"
+      " /v1/contexts, /health, /metrics; DELETE /v1/contexts/NAME"
     )
     got = f"{request.method} {shown(request.url.path)}"
     return refused(
@@ -446,6 +542,8 @@ def application(service: Service) -> Starlette:
     routes=[
       asking("/v1/chat/completions"),
       asking("/v1/completions"),
+      Route("/v1/contexts", contexts, methods=["GET", "POST"]),
+      Route("/v1/contexts/{name:path}", contexts, methods=["GET", "DELETE"]),
       Route("/v1/weights", weights, methods=["POST"]),
       Route("/v1/models", models),
       Route("/v1/models/{name:path}", model),
@@ -454,6 +552,34 @@ def application(service: Service) -> Starlette:
     ],
     exception_handlers={Refusal: on_refusal, HTTPException: on_http},
   )
+
+
+async def _contexts(service: Service, request: Request) -> Response:
+  """Registers, lists, shows or forgets contexts of a caller.
+
+  Raises:
+    Refusal: if it may not ask, the body is none, or the context is not its own.
+  """
+  entry = _Entry(service, "/v1/contexts")
+  try:
+    namespace = namespace_of(request, service.config)
+    sleeping = service.sleeping_of(service.find(request.query_params.get("model", "")))
+    name = request.path_params.get("name", "")
+    if request.method == "POST":
+      sent = protocol.context(protocol.parsed(await read_body(request, service.config)))
+      run = lambda: sleeping.register(namespace, sent.name, sent.text, sent.ttl_steps)
+    elif request.method == "DELETE":
+      run = lambda: sleeping.forget(namespace, name)
+    else:
+      run = lambda: sleeping.inspect(namespace, name) if name else sleeping.list(namespace)
+    body = await service.call(run)
+    entry.status, entry.reason = 200, request.method.lower()
+    return _json(body)
+  except Refusal as refusal:
+    entry.status, entry.reason = refusal.status, refusal.code or "refused"
+    raise
+  finally:
+    entry.finish()
 
 
 async def _replace_weights(service: Service, request: Request) -> Response:

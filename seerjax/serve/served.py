@@ -18,6 +18,7 @@ from seerjax.serve.parts import Splitter
 from seerjax.serve.protocol import Asked
 from seerjax.serve.refusals import Refusal, refuse
 from seerjax.serve.scoring import Scorer
+from seerjax.serve.sleeping import Reading
 from seerjax.serve.vocabulary import Vocabulary
 from seerjax.types import Request, SamplingParams
 
@@ -141,6 +142,7 @@ class Plan:
     requests: one a choice, those of one prompt after one another.
     masks: one a choice, where answers have a grammar.
     is_thinking: whether the prompt has begun the model's reasoning.
+    reading: the context that the prompt was made of, if any.
   """
 
   asked: Asked
@@ -150,6 +152,7 @@ class Plan:
   requests: tuple[Request, ...]
   masks: tuple[AnswerMask | None, ...]
   is_thinking: bool = False
+  reading: Reading | None = None
 
   def splitter(self) -> Splitter:
     """Returns what splits one choice of a chat into its parts."""
@@ -177,6 +180,8 @@ def plan(
   job_id: str,
   max_answer_tokens: int,
   seed_of: Callable[[int, int], int] = choice_seed,
+  namespace: str = "",
+  reading: Reading | None = None,
 ) -> Plan:
   """Returns what a request becomes.
 
@@ -186,6 +191,8 @@ def plan(
     job_id: unique.
     max_answer_tokens: of one choice, at most.
     seed_of: `choice_seed`.
+    namespace: of who asks.
+    reading: the context whose question `asked` has become.
 
   Raises:
     Refusal: if the template refuses the messages, a prompt is too long, an id is beyond the
@@ -194,16 +201,22 @@ def plan(
   prompts, is_thinking = _prompts(asked, served)
   seed = secrets.randbelow(2**32) if asked.seed is None else asked.seed
   requests: list[Request] = []
+  if reading is not None:
+    namespace = reading.context.namespace
   for place, prompt in enumerate(prompts):
     sampling = _sampling(asked, served, len(prompt), max_answer_tokens)
+    group_id = f"{job_id}/{place}" if asked.num_choices > 1 else ""
+    if reading is not None:
+      group_id = reading.group_id
     for index in range(asked.num_choices):
       request = Request(
         request_id=f"{job_id}/{place}/{index}",
         prompt=prompt,
         sampling=sampling,
         seed=seed_of(seed, index),
-        group_id=f"{job_id}/{place}" if asked.num_choices > 1 else "",
+        group_id=group_id,
         adapter=served.adapter,
+        namespace=namespace,
       )
       if not index:
         try:
@@ -219,6 +232,7 @@ def plan(
     requests=tuple(requests),
     masks=_masks(asked, served, len(requests)),
     is_thinking=is_thinking,
+    reading=reading,
   )
 
 

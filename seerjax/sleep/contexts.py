@@ -301,6 +301,11 @@ class Contexts:
       )
     return context
 
+  def namespaces(self, *, step: int) -> tuple[str, ...]:
+    """Returns the namespaces that have a context, sorted."""
+    self._advance(step)
+    return tuple(sorted({space for space, _ in self._contexts}))
+
   def names(self, namespace: str, *, step: int) -> tuple[str, ...]:
     """Returns the names of a namespace, sorted."""
     self._advance(step)

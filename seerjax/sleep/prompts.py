@@ -48,6 +48,7 @@ class Prompts:
     joined: several rewrites of one context -> one.
     rule: context -> a rewrite that takes no thought; "" if there is none.
     facts: context -> a perfect rewrite; "" if that is not known.
+    anticipated: rewrite -> questions that it could answer, the likeliest first.
     num_verbosities: how many there are, the shortest answers first.
   """
 
@@ -59,6 +60,7 @@ class Prompts:
   rule: Callable[[StatefulContext], str]
   facts: Callable[[StatefulContext], str]
   num_verbosities: int
+  anticipated: Callable[[str], Sequence[str]] = lambda rewrite: ()
 
 
 def _user(text: str) -> tuple[Message, ...]:
@@ -94,20 +96,39 @@ def ordered(
     rule: context -> a rewrite that takes no thought.
   """
 
+  return _ordered(task.sleep_prompt, task.wake_prompt, task.facts, rule)
+
+
+def general() -> Prompts:
+  """Returns prompts for a model that follows orders, and contexts of no task: any text."""
+
+  def wake(question: str, context: str, rewritten: str) -> str:
+    return stateful.joined_prompt(question, context, rewritten, joint="\n\n")
+
+  return _ordered(
+    lambda context: context.text, wake, lambda context: context.facts, lambda context: ""
+  )
+
+
+def _ordered(
+  sleep_prompt: Callable[[StatefulContext], str],
+  wake_prompt: Callable[[str, str, str], str],
+  facts: Callable[[StatefulContext], str],
+  rule: Callable[[StatefulContext], str],
+) -> Prompts:
   def sleep(context: StatefulContext, notes: str, number: int) -> tuple[Message, ...]:
-    text = task.sleep_prompt(context)
-    return _told(_SLEEPER, f"{text}\n\nNotes so far:\n{notes or '(none)'}")
+    return _told(_SLEEPER, f"{sleep_prompt(context)}\n\nNotes so far:\n{notes or '(none)'}")
 
   return Prompts(
     sleep=sleep,
     read=read_reply,
     wake=lambda question, context, rewritten, verbosity: _told(
-      VERBOSITIES[verbosity], task.wake_prompt(question, context, rewritten)
+      VERBOSITIES[verbosity], wake_prompt(question, context, rewritten)
     ),
     leak=lambda context, verbosity: _told(f"{_GUESSER} {VERBOSITIES[verbosity]}", context),
     joined="\n\n".join,
     rule=rule,
-    facts=task.facts,
+    facts=facts,
     num_verbosities=len(VERBOSITIES),
   )
 
@@ -128,4 +149,5 @@ def taught(task: StatefulWordProblems) -> Prompts:
     rule=task.by_rule,
     facts=task.facts,
     num_verbosities=len(stateful.LENGTHS),
+    anticipated=stateful.questions_of,
   )

@@ -2,13 +2,17 @@
 
   contexts  --planner: does it pay?-->  jobs  --background requests-->  rewrites, on disk
                                                |
-     pins of prompts' starts, drafts of the context's questions   <---  of each rewrite
+     pins of prompts' starts, drafts of the context's questions   <---  of each rewrite,
+     and of answers to anticipated questions
 
 Between two steps of the engine its owner calls `advance`, and `take` with what has finished. A job
 is one sleeper of one version of a context. Its seeds follow from the context's digest, the job's
 number and the call's, never from when it began, so that it leaves the same rewrite under any load.
 A job that is cut short leaves nothing and is begun again, from the registry alone: a kill loses the
 jobs in work, and `stop` (before new weights) does no more.
+
+How predictable the questions of contexts are is scored in the background, too: the engine is made
+to say each question after its context, and the planner judges contexts of one kind by it.
 
 No clock decides: what is slept for follows from what was registered, asked and seen.
 """
@@ -18,14 +22,16 @@ from __future__ import annotations
 from collections.abc import Generator, Iterable, Sequence
 import dataclasses
 import hashlib
-from typing import NamedTuple
+import math
+from typing import Any, NamedTuple
 
+from seerjax.engine import drafting
 from seerjax.engine.engine import Engine
 from seerjax.rollout import groups
 from seerjax.sleep import planner, thinkers
 from seerjax.sleep.contexts import Context, Contexts, Dropped, Rewrite
 from seerjax.sleep.engine_thinker import EngineThinker
-from seerjax.sleep.planner import Decision, PlannerConfig, Realised, Seen
+from seerjax.sleep.planner import Decision, Kind, PlannerConfig, Realised, Seen
 from seerjax.sleep.prompts import Prompts
 from seerjax.sleep.protocol import MAX_RETHINKS
 from seerjax.sleep.thinkers import Call, NoAnswer
@@ -35,6 +41,9 @@ from seerjax.types import Completion, Request, SamplingParams
 
 NAME = "\0sleep"  # Begins the names of our requests; no other's does.
 _SEEDS = 3  # Set apart from the seeds of `protocol`.
+_ANTICIPATED = MAX_RETHINKS  # The call of an anticipated answer: no sleeper has as many.
+# Two that differ at both ends: what their prompts share is of no question.
+_ANY_QUESTIONS = ("How many?", "Who has 1.")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,6 +57,9 @@ class RunnerConfig:
     temperature: of the first sleeper.
     parallel_temperature: of those beside it.
     num_at_once: jobs in work.
+    num_anticipated: questions that are answered ahead of time, for drafts; as many of
+      `Prompts.anticipated` at most.
+    answer_tokens: most tokens of such an answer.
     verbosity: of the answers whose prompts are pinned; a place among those of the prompts.
     seed: of the run.
   """
@@ -58,6 +70,8 @@ class RunnerConfig:
   temperature: float = 0.0
   parallel_temperature: float = 0.5
   num_at_once: int = 4
+  num_anticipated: int = 0
+  answer_tokens: int = 64
   verbosity: int = 0
   seed: int = 0
 
@@ -67,6 +81,8 @@ class RunnerConfig:
       ("max_rethinks", 1, MAX_RETHINKS),
       ("sleep_tokens", 1, None),
       ("num_at_once", 1, None),
+      ("num_anticipated", 0, None),
+      ("answer_tokens", 1, None),
       ("verbosity", 0, None),
     ):
       value = vars(self)[field]
@@ -91,6 +107,8 @@ def job_seed(seed: int, context_id: str, job: int, number: int) -> int:
 
 def group_of(context: Context) -> str:
   """Returns the `Request.group_id` of a context's questions: the drafts of its rewrites are theirs.
+
+  Their `Request.namespace` is the context's: so they find its pages and drafts.
 
   Another namespace's, or version's, is another one.
   """
@@ -123,6 +141,8 @@ class Jobs(NamedTuple):
     stale: whose context was gone when they were done.
     stopped: cut short, by `stop` or because their context was gone.
     tokens: of sleep.
+    anticipated: answers to questions that did not come yet.
+    scored: questions whose predictability is known.
   """
 
   begun: int = 0
@@ -132,6 +152,20 @@ class Jobs(NamedTuple):
   stale: int = 0
   stopped: int = 0
   tokens: int = 0
+  anticipated: int = 0
+  scored: int = 0
+
+
+class Start(NamedTuple):
+  """A start of prompts that is pinned.
+
+  Attributes:
+    namespace: whose.
+    tokens: of it.
+  """
+
+  namespace: str
+  tokens: tuple[int, ...]
 
 
 # What a job asks for, call by call; takes texts and returns its notes.
@@ -157,7 +191,22 @@ class _Account:
   num_asked: int = 0
   answer_tokens: list[int] = dataclasses.field(default_factory=list)
   sleep_tokens: int = 0
-  starts: list[tuple[int, ...]] = dataclasses.field(default_factory=list)
+  starts: list[Start] = dataclasses.field(default_factory=list)
+  scores: list[float] = dataclasses.field(default_factory=list)
+  prepared: tuple[str, ...] = ()
+
+  @property
+  def predicted(self) -> float | None:
+    """Predictability of its questions so far, nats a token; None while none is scored."""
+    return math.fsum(self.scores) / len(self.scores) if self.scores else None
+
+
+class _Answered(NamedTuple):
+  """An answer that counts once its question is scored."""
+
+  context: Context
+  num_tokens: int
+  has_slept: bool
 
 
 class Runner:
@@ -207,7 +256,9 @@ class Runner:
     self.realised: list[Realised] = []
     self._accounts: dict[Key, _Account] = {}
     self._working: dict[str, _Job] = {}  # By the id of its request.
-    self._filling: dict[str, tuple[int, ...]] = {}  # And of requests that fill a pin.
+    self._filling: dict[str, Start] = {}  # And of requests that fill a pin,
+    self._anticipating: dict[str, Key] = {}  # answer a question that has not come,
+    self._scoring: dict[str, _Answered] = {}  # or say one that has.
     # Jobs that left nothing, which would leave nothing again.
     self._over: set[tuple[Key, int]] = set()
     self._num_requests = 0
@@ -224,22 +275,18 @@ class Runner:
       namespaces: whose contexts are slept for, first come first served.
       step: of the registry.
     """
-    self._fill_pins()
     for namespace in namespaces:
       for name in self._contexts.names(namespace, step=step):
-        if len(self._working) >= self._config.num_at_once:
-          return
-        self._advance(self._contexts.get(namespace, name, step=step), step)
+        if len(self._working) < self._config.num_at_once:
+          self._advance(self._contexts.get(namespace, name, step=step), step)
+    self._fill_pins()
 
   def _advance(self, context: Context, step: int) -> None:
     key = _key_of(context)
-    kept = {
-      one.job
-      for one in (
-        *self._contexts.rewrites(context.namespace, context.name, step=step),
-        *self._contexts.quarantine(context.namespace, context.name, step=step),
-      )
-    }
+    rewrites = self._contexts.rewrites(context.namespace, context.name, step=step)
+    quarantine = self._contexts.quarantine(context.namespace, context.name, step=step)
+    kept = {one.job for one in (*rewrites, *quarantine)}
+    self._prepare(context, rewrites)
     working = {one.job for one in self._working.values() if _key_of(one.context) == key}
     for job in range(self._config.num_jobs):
       if len(self._working) >= self._config.num_at_once:
@@ -254,19 +301,38 @@ class Runner:
     """Returns whether to sleep for a context; one that was begun is slept for to its end."""
     account = self._accounts.setdefault(_key_of(context), _Account())
     if account.decision is None or not account.decision.should_sleep:
-      kind = planner.kind_of(self._num_tokens(context))
       account.decision = planner.decide(
-        self.seen, kind, account.num_asked, self._planner_config
+        self.seen, self._kind(context), account.num_asked, self._planner_config
       )
     return account.decision.should_sleep
 
-  def answered(self, context: Context, num_tokens: int, *, has_slept: bool) -> None:
-    """Takes that a question about a context was answered, with a rewrite of it or without."""
+  def answered(
+    self, context: Context, num_tokens: int, *, has_slept: bool, question: str = ""
+  ) -> None:
+    """Takes that a question about a context was answered, with a rewrite of it or without.
+
+    Args:
+      context: as it was asked about; one that is gone since is not counted.
+      num_tokens: of the answer.
+      has_slept: whether a rewrite was read.
+      question: whose predictability is scored in the background; "" scores none.
+    """
     account = self._accounts.setdefault(_key_of(context), _Account())
     account.num_asked += 1
     account.answer_tokens.append(num_tokens)
-    kind = planner.kind_of(self._num_tokens(context))
+    answered = _Answered(context, num_tokens, has_slept)
+    if not question.strip() or not self._score(question, answered):
+      self._saw(answered)
+
+  def _saw(self, answered: _Answered) -> None:
+    context, num_tokens, has_slept = answered
+    kind = self._kind(context)
     self.seen = planner.saw_answer(self.seen, kind, num_tokens, has_slept=has_slept)
+
+  def _kind(self, context: Context) -> Kind:
+    account = self._accounts.get(_key_of(context))
+    predicted = None if account is None else account.predicted
+    return planner.kind_of(self._num_tokens(context), predicted)
 
   def take(self, completions: Iterable[Completion], *, step: int) -> list[Completion]:
     """Takes what has finished, and returns what is not ours.
@@ -284,17 +350,28 @@ class Runner:
         self._pin(self._filling.pop(completion.request_id))
       elif completion.request_id in self._working:
         self._go_on(self._working.pop(completion.request_id), completion, step)
+      elif completion.request_id in self._anticipating:
+        del self._anticipating[completion.request_id]
+        self._count(anticipated=completion.finish_reason != "error")
+      elif completion.request_id in self._scoring:
+        self._scored(self._scoring.pop(completion.request_id), completion)
       else:
         others.append(completion)
     return others
 
   def stop(self) -> None:
     """Cuts all jobs short, which begin again: before `Engine.set_params`, or at the end."""
-    for request_id in [*self._working, *self._filling]:
+    for request_id in (
+      *self._working, *self._filling, *self._anticipating, *self._scoring
+    ):  # fmt: skip
       self._engine.cancel(request_id)
     self._count(stopped=len(self._working))
-    self._working.clear()
-    self._filling.clear()
+    for answered in self._scoring.values():
+      self._saw(answered)
+    for key in self._anticipating.values():
+      self._accounts[key].prepared = ()  # To be anticipated again.
+    for requests in (self._working, self._filling, self._anticipating, self._scoring):
+      requests.clear()
 
   def dropped(self, dropped: Dropped) -> None:
     """Lets all go that was made of a version: jobs, pins and drafts, before the next is served."""
@@ -305,17 +382,24 @@ class Runner:
         del self._working[request_id]
         self._count(stopped=1)
     self._over = {entry for entry in self._over if entry[0] != key}
+    for request_id in [name for name, one in self._anticipating.items() if one == key]:
+      self._engine.cancel(request_id)
+      del self._anticipating[request_id]
+    for request_id, answered in [*self._scoring.items()]:
+      if _key_of(answered.context) == key:
+        self._engine.cancel(request_id)
+        self._saw(self._scoring.pop(request_id))
     account = self._accounts.pop(key, None)
     if account is None:
       return
     for start in account.starts:
-      for request_id in [name for name, tokens in self._filling.items() if tokens == start]:
+      for request_id in [name for name, one in self._filling.items() if one == start]:
         self._engine.cancel(request_id)
         del self._filling[request_id]
       if not any(start in other.starts for other in self._accounts.values()):
-        self._engine.unpin(start)
+        self._engine.unpin(start.tokens, namespace=start.namespace)
     drafter = self._engine.drafter
-    group = _group_of(dropped)
+    group = _drafts_of(_version_of(dropped))
     if isinstance(drafter, SuffixDrafter) and group in drafter.group_ids:
       drafter.drop_group(group)
     self._close(account)
@@ -344,11 +428,8 @@ class Runner:
     return notes
 
   def _ask(self, job: _Job, call: Call) -> None:
-    self._num_requests += 1
-    request_id = f"{NAME} {self._num_requests}"
-    try:
-      self._engine.submit(self._thinker.request(call, request_id), is_background=True)
-    except (NoAnswer, ValueError):  # Too long, for one.
+    request_id = self._submit(call, job.context)
+    if not request_id:
       self._over.add((_key_of(job.context), job.job))
       self._count(failed=1)
       return
@@ -395,13 +476,8 @@ class Runner:
       self._contexts.quarantine(context.namespace, context.name, step=step)
     )
     if len(rewrites) + num_quarantined == self._config.num_jobs:
-      kind = planner.kind_of(self._num_tokens(context))
-      self.seen = planner.saw_sleep(self.seen, kind, account.sleep_tokens)
-    if kept.false_equations:
-      return
-    self._seed_drafts(context, job.job, notes)
-    joined = self._prompts.joined([one.text for one in rewrites])
-    self._want(account, self._start(context, joined))
+      self.seen = planner.saw_sleep(self.seen, self._kind(context), account.sleep_tokens)
+    self._prepare(context, rewrites)
 
   def _close(self, account: _Account) -> None:
     self.seen = planner.saw_end(self.seen, account.num_asked)
@@ -428,70 +504,164 @@ class Runner:
     values = {field: getattr(self.jobs, field) + count for field, count in counts.items()}
     self.jobs = self.jobs._replace(**values)
 
-  # Pins and drafts.
+  # Pins, drafts and scores.
 
-  def _start(self, context: Context, notes: str) -> tuple[int, ...]:
-    """Returns the start that all prompts of a context's questions share."""
-    starts = [
-      self._tokenizer.chat_ids(
-        list(self._prompts.wake(question, "", notes, self._config.verbosity))
+  def _prepare(self, context: Context, rewrites: Sequence[Rewrite]) -> None:
+    """Makes of a context's rewrites, once each, what helps its questions: also after a restart."""
+    account = self._accounts.setdefault(_key_of(context), _Account())
+    texts = tuple(one.text for one in rewrites)
+    if texts == account.prepared:
+      return
+    account.prepared = texts
+    for one in rewrites:
+      self._seed_drafts(context, one.job, one.text)
+    if not texts:
+      return
+    joined = self._prompts.joined(texts)
+    self._want(account, self._start(context, joined))
+    if len(rewrites) == self._config.num_jobs:
+      self._anticipate(context, joined)
+
+  def _anticipate(self, context: Context, notes: str) -> None:
+    """Answers questions that may come; their answers are drafts of those that do."""
+    if not isinstance(self._engine.drafter, SuffixDrafter):
+      return
+    config = self._config
+    for number, question in enumerate(
+      self._prompts.anticipated(notes)[: config.num_anticipated]
+    ):
+      call = Call(
+        messages=self._prompts.wake(question, "", notes, config.verbosity),
+        max_tokens=config.answer_tokens,
+        temperature=0.0,  # What is likeliest, however it will be sampled.
+        seed=job_seed(config.seed, context.context_id, number, _ANTICIPATED),
       )
-      for question in ("How many?", "Who has 1?")
-    ]
-    count = 0
-    while count < min(map(len, starts)) and starts[0][count] == starts[1][count]:
-      count += 1
-    return tuple(starts[0][:count])
+      request_id = self._submit(call, context, group_id=group_of(context))
+      if request_id:
+        self._anticipating[request_id] = _key_of(context)
 
-  def _want(self, account: _Account, start: tuple[int, ...]) -> None:
+  def _submit(self, call: Call, context: Context, **fields: Any) -> str:
+    """Submits a call in the background; returns its request's name, "" if it cannot be asked."""
+    self._num_requests += 1
+    request_id = f"{NAME} {self._num_requests}"
+    try:
+      request = self._thinker.request(call, request_id)
+      request = dataclasses.replace(request, namespace=context.namespace, **fields)
+      self._engine.submit(request, is_background=True)
+    except (NoAnswer, ValueError):  # Too long, for one.
+      return ""
+    return request_id
+
+  def _wake_ids(self, question: str, context: str, notes: str) -> list[int]:
+    messages = self._prompts.wake(question, context, notes, self._config.verbosity)
+    return self._tokenizer.chat_ids(list(messages))
+
+  def _start(self, context: Context, notes: str) -> Start:
+    """Returns the start that all prompts of a context's questions share."""
+    one, other = (self._wake_ids(question, "", notes) for question in _ANY_QUESTIONS)
+    return Start(context.namespace, tuple(one[: _num_alike(one, other)]))
+
+  def _score(self, question: str, answered: _Answered) -> bool:
+    """Lets the engine say a question after its context; False if that cannot be asked."""
+    context = answered.context
+    one, other = (self._wake_ids(any_one, context.text, "") for any_one in _ANY_QUESTIONS)
+    ids = self._wake_ids(question, context.text, "")
+    begin, end = _num_alike(one, other), _num_alike(one[::-1], other[::-1])
+    forced = ids[begin : len(ids) - end]
+    if not forced or ids[:begin] != one[:begin]:
+      return False
+    allowed = tuple((token, token + 1) for token in forced)
+    sampling = SamplingParams(temperature=0.0, max_tokens=len(forced), allowed=allowed)
+    self._num_requests += 1
+    request_id = f"{NAME} {self._num_requests}"
+    request = Request(
+      request_id=request_id,
+      prompt=tuple(ids[:begin]),
+      sampling=sampling,
+      namespace=context.namespace,
+    )
+    try:
+      self._engine.submit(request, is_background=True)
+    except ValueError:  # Too long.
+      return False
+    self._scoring[request_id] = answered
+    return True
+
+  def _scored(self, answered: _Answered, completion: Completion) -> None:
+    account = self._accounts.get(_key_of(answered.context))
+    if account is not None and completion.finish_reason != "error":
+      account.scores.append(planner.predictability(completion.raw_logprobs))
+      self._count(scored=1)
+    self._saw(answered)
+
+  def _want(self, account: _Account, start: Start) -> None:
     """Pins a start, if the quota has room for it, in place of the context's earlier ones."""
     for before in account.starts:
       is_shared = any(
         other is not account and before in other.starts for other in self._accounts.values()
       )
       if not is_shared:
-        self._engine.unpin(before)
+        self._engine.unpin(before.tokens, namespace=before.namespace)
     account.starts.clear()
     size = self._engine.config.page_size
     used = sum(len(pin.tokens) // size for pin in self._engine.pins)
-    is_pinned = any(pin.tokens == start for pin in self._engine.pins)
-    wanted = 0 if is_pinned else len(start) // size
+    length = len(start.tokens)
+    is_pinned = any((pin.namespace, pin.tokens) == start for pin in self._engine.pins)
+    wanted = 0 if is_pinned else length // size
     has_room = used + wanted <= self._engine.config.pinned_pages
-    if len(start) >= size and has_room and self._engine.config.reuse_prefixes:
+    if length >= size and has_room and self._engine.config.reuse_prefixes:
       account.starts.append(start)
       self._pin(start)
 
-  def _pin(self, start: tuple[int, ...]) -> None:
+  def _pin(self, start: Start) -> None:
     if any(start in account.starts for account in self._accounts.values()):
-      self._engine.pin(start)
+      self._engine.pin(start.tokens, namespace=start.namespace)
 
   def _fill_pins(self) -> None:
     """Lets a background request write what a pin lacks: at first, and after new weights."""
     ours = {start for account in self._accounts.values() for start in account.starts}
     for pin in self._engine.pins:
-      if pin.num_kept or pin.tokens not in ours or pin.tokens in self._filling.values():
+      start = Start(pin.namespace, pin.tokens)
+      if pin.num_kept or start not in ours or start in self._filling.values():
         continue
       self._num_requests += 1
       request_id = f"{NAME} {self._num_requests}"
       sampling = SamplingParams(max_tokens=1, temperature=0.0)
-      request = Request(request_id=request_id, prompt=pin.tokens, sampling=sampling)
+      request = Request(
+        request_id=request_id, prompt=pin.tokens, sampling=sampling, namespace=pin.namespace
+      )
       self._engine.submit(request, is_background=True)
-      self._filling[request_id] = pin.tokens
+      self._filling[request_id] = start
 
   def _seed_drafts(self, context: Context, job: int, notes: str) -> None:
     """Gives a rewrite to the suffix tree of the context's questions (`group_of`)."""
     drafter = self._engine.drafter
     if isinstance(drafter, SuffixDrafter):
-      # Only to them: not to the prompts that come again, which may be of another namespace.
-      drafter.teach(f"{NAME} {job}", group_of(context), self._ids(notes))
+      drafter.teach(f"{NAME} {job}", _drafts_of(context), self._ids(notes))
+
+
+def _num_alike(one: Sequence[int], other: Sequence[int]) -> int:
+  """Returns how many first tokens two sequences share."""
+  count = 0
+  while count < min(len(one), len(other)) and one[count] == other[count]:
+    count += 1
+  return count
 
 
 def _key_of(context: Context) -> Key:
   return Key(context.namespace, context.name, context.version)
 
 
-def _group_of(dropped: Dropped) -> str:
-  context = Context(
+def _drafts_of(context: Context) -> str:
+  """Returns the name under which a drafter knows a context's questions."""
+  one = Request(
+    request_id="", prompt=(), group_id=group_of(context), namespace=context.namespace
+  )
+  return drafting.group_name(one)
+
+
+def _version_of(dropped: Dropped) -> Context:
+  return Context(
     context_id=dropped.context_id,
     namespace=dropped.namespace,
     name=dropped.name,
@@ -500,7 +670,6 @@ def _group_of(dropped: Dropped) -> str:
     registered_step=0,
     expires_step=None,
   )
-  return group_of(context)
 
 
 def sleep_to_end(

@@ -182,14 +182,14 @@ class _Drafts:
     share = (self._num_rows - len(answers)) // max(len(answers), 1)
     if self._asked.drafter is None or share < 1:
       return nothing
-    queries, places = [], []
+    queries, places, group = [], [], drafting.group_name(request)
     for place, (name, answer) in enumerate(zip(self._names(answers), answers, strict=True)):
       most = min(share, request.sampling.max_tokens - len(answer) - 1)
       if most > 0:
         tokens = [*request.prompt, *answer]
         num_prompt = len(request.prompt)
         queries.append(
-          DraftQuery(name, request.group_id, tokens, num_prompt, most, request.seed, _GREEDY)
+          DraftQuery(name, group, tokens, num_prompt, most, request.seed, _GREEDY)
         )
         places.append(place)
     found = nothing
@@ -201,7 +201,7 @@ class _Drafts:
     """Tells the drafter that the hypotheses are over, and what they have become."""
     if self._named:
       self._names([one.tokens for one in kept])
-    prompt, group = self._request.prompt, self._request.group_id
+    prompt, group = self._request.prompt, drafting.group_name(self._request)
 
     def tell(drafter: Drafter) -> None:
       for name, answer in self._named.items():

@@ -66,24 +66,25 @@ class History:
   def __len__(self) -> int:
     return sum(map(len, self._texts.values()))
 
-  def texts(self, prompt: Sequence[int]) -> tuple[np.ndarray, ...]:
-    """Returns what is remembered of a prompt, i32[n] each, the oldest first."""
+  def texts(self, prompt: Sequence[int], namespace: str = "") -> tuple[np.ndarray, ...]:
+    """Returns what a namespace remembers of a prompt, i32[n] each, the oldest first."""
     if not self._texts:
       return ()
-    found = self._texts.get(_digest(prompt), ())
+    found = self._texts.get(_digest(prompt, namespace), ())
     self.num_found += bool(found)
     return tuple(text for _, text in found)
 
-  def add(self, prompt: Sequence[int], text: Sequence[int]) -> None:
+  def add(self, prompt: Sequence[int], text: Sequence[int], namespace: str = "") -> None:
     """Remembers an answer.
 
     Args:
       prompt: tokens.
       text: tokens to draft from: the answer, and what of the prompt stands before it.
+      namespace: whose; no other finds it.
     """
     if not self.config.max_bytes or not len(text):
       return
-    name, tokens = _digest(prompt), np.asarray(text, np.int32)
+    name, tokens = _digest(prompt, namespace), np.asarray(text, np.int32)
     self._num_added += 1
     texts = self._texts.setdefault(name, collections.deque())
     texts.append((self._num_added, tokens))
@@ -107,5 +108,7 @@ class History:
       del self._texts[name]
 
 
-def _digest(prompt: Sequence[int]) -> bytes:
-  return hashlib.blake2b(np.asarray(prompt, np.int32).tobytes(), digest_size=16).digest()
+def _digest(prompt: Sequence[int], namespace: str) -> bytes:
+  tokens = np.asarray(prompt, np.int32).tobytes()
+  key = hashlib.sha256(namespace.encode("utf-8", "surrogatepass")).digest() if namespace else b""
+  return hashlib.blake2b(tokens, digest_size=16, key=key).digest()

@@ -12,6 +12,7 @@ import dataclasses
 
 import numpy as np
 
+from seerjax.engine import drafting
 from seerjax.engine.drafting import DraftQuery
 from seerjax.speculation import (
   budget as budget_lib,
@@ -202,9 +203,10 @@ class SuffixDrafter:
     text = self._live.get(request_id) or self._begin(request_id, group_id, tokens, num_prompt)
     text.tokens = tokens
     if self.history is not None and len(tokens) > num_prompt:
-      self.history.add(tokens[:num_prompt], tokens[num_prompt - min(LEAD_IN, num_prompt) :])
+      text_of = tokens[num_prompt - min(LEAD_IN, num_prompt) :]
+      self.history.add(tokens[:num_prompt], text_of, drafting.namespace_of(group_id))
     self._end(request_id, text)
-    if not group_id:
+    if not drafting.is_group(group_id):
       self.drop_group(text.group)
     elif not self._num_live[text.group]:
       self._forget_old(text.group)
@@ -258,7 +260,8 @@ class SuffixDrafter:
     if group not in self._texts:
       self._trees.register_group(group)
       prompt = tokens[:num_prompt]
-      past = () if self.history is None else self.history.texts(prompt)
+      namespace = drafting.namespace_of(group_id)
+      past = () if self.history is None else self.history.texts(prompt, namespace)
       self._texts[group] = {PROMPT: _Text(group, False, prompt, 0, 0)}
       for place, answer in enumerate(past):
         self._texts[group][f"{PAST}{place}"] = _Text(group, False, answer, 0, 0)
@@ -319,7 +322,7 @@ def of_run(config: config_lib.SpeculationConfig, run: config_lib.DraftedRun) -> 
 
 def _group(group_id: str, request_id: str) -> str:
   # A request without a group is alone in one of its own.
-  return group_id or f"request {request_id}"
+  return group_id if drafting.is_group(group_id) else f"{group_id}request {request_id}"
 
 
 def _tail(tokens: Sequence[int]) -> np.ndarray:

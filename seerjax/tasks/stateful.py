@@ -206,6 +206,13 @@ def facts_in(text: str) -> tuple[str, ...]:
   return tuple(dict.fromkeys(s for s in sentences if _FACT.fullmatch(s)))
 
 
+def questions_of(notes: str) -> tuple[str, ...]:
+  """Returns a question for each fact of a text that it answers at once, the last fact's first."""
+  found = (_FACT.fullmatch(fact) for fact in reversed(facts_in(notes)))
+  form = FORMS["train"]["now"][0]
+  return tuple(form.format(p=fact[1], o=fact[3]) for fact in found if fact)
+
+
 def judge_notes(facts: str, text: str) -> SleepVerdict:
   """Judges a sleeper's text; never raises.
 
@@ -453,8 +460,13 @@ class StatefulWordProblems:
     )
 
   def sleep_prompt(self, context: StatefulContext) -> str:
-    """Returns the context and the question what everybody has."""
-    (thing,) = {fact.rpartition(" ")[2].rstrip(".") for fact in facts_in(context.facts)}
+    """Returns the context and the question what everybody has.
+
+    Where its facts are not known, what is asked for is the first thing that it names.
+    """
+    things = [fact.rpartition(" ")[2].rstrip(".") for fact in facts_in(context.facts)]
+    things += [word for word in re.findall(r"[a-z]+", context.text) if word in stories.OBJECTS]
+    thing = things[0] if things else "things"
     return f"{context.text} {SLEEP_QUESTION.format(thing=thing)}"
 
   def facts(self, context: StatefulContext) -> str:

@@ -12,6 +12,7 @@ import tiny_model
 
 from seerjax.engine.engine import Engine, EngineConfig
 from seerjax.engine.kv.disk_store import DiskStore
+from seerjax.engine.kv.owner import BASE, Owner
 from seerjax.engine.kv.pool import KVPool, KVPoolConfig
 from seerjax.engine.kv.prefix_index import PrefixIndex
 from seerjax.models import lora
@@ -130,20 +131,21 @@ def test_weights_that_are_swapped_leave_the_adapters():
 
 def test_a_page_is_found_by_the_adapter_that_wrote_it_alone():
   index = PrefixIndex(2)
-  index.remember([1, 2, 3], [1, 2], "poet")
-  found = index.find([1, 2, 3], "poet")
+  poet, judge = Owner("poet"), Owner("judge")
+  index.remember([1, 2, 3], [1, 2], poet)
+  found = index.find([1, 2, 3], poet)
   assert found.pages == (1,) and found.copy_from == 2
-  for other in ("", "judge"):
+  for other in (BASE, judge):
     assert index.find([1, 2, 3], other).num_tokens == 0
   index.remember([1, 2], [3])
-  assert index.find([1, 2]).pages == (3,) and index.find([1, 2], "poet").pages == (1,)
+  assert index.find([1, 2]).pages == (3,) and index.find([1, 2], poet).pages == (1,)
 
 
 def test_what_lies_in_a_store_is_named_by_what_the_adapter_is(tmp_path):
   def keys_of(named):
     pool = KVPool(KVPoolConfig(host_pages=4), DiskStore(tmp_path, max_bytes=10**6))
     make_engine(adapters=named, kv_pool=pool)
-    return {name: pool._identified(name).key([1, 2]) for name in ("", *named)}
+    return {name: pool._identified(Owner(name)).key([1, 2]) for name in ("", *named)}
 
   first = keys_of({"poet": (adapter(), 1.0), "judge": (adapter(3), 1.0)})
   assert len(set(first.values())) == 3

@@ -234,7 +234,7 @@ class BrokenStore:
 
 def test_a_store_that_raises_is_one_that_is_full(caplog):
   pool = kv_pool_lib.KVPool(kv_pool_lib.KVPoolConfig(host_pages=1), BrokenStore())
-  pool.identify(lambda adapter: Identity("f", "w", 0))
+  pool.identify(lambda owner: Identity("f", "w", 0))
   pool.put("a", 1, [], [1, 2])
   assert not pool.claim("b", [1, 2])
   assert not pool.make_room(1) and "a" in pool

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 
+import numpy as np
 import pytest
 from word_engine import SIZES, make_engine, params, request, run, same, tokens_from
 
@@ -160,9 +161,11 @@ def test_pins_hold_the_start_of_questions_and_go_with_their_context(tmp_path):
   assert pin.num_held >= 8
   notes = [text for (_, _), (text, _, _) in sorted(case.rewrites().items())]
   asked = case.runner._tokenizer.chat_ids(list(PROMPTS.wake("Who?", "", "\n".join(notes), 0)))
-  before = case.engine.counters.reused_tokens
-  case.engine.generate([request("q", asked, max_tokens=2)])
-  assert case.engine.counters.reused_tokens - before >= pin.num_held
+  for space, is_found in (("mine", True), ("theirs", False)):
+    before = case.engine.counters.reused_tokens
+    question = request(f"q of {space}", asked, max_tokens=2)
+    case.engine.generate([dataclasses.replace(question, namespace=space)])
+    assert (case.engine.counters.reused_tokens - before >= pin.num_held) == is_found
   case.engine.set_params(params(1), 1)
   assert case.engine.pins[0].num_held == 0
   case.sleep()  # In idle rows.
@@ -188,23 +191,91 @@ def test_rewrites_are_drafts_of_their_contexts_questions_and_of_no_others(tmp_pa
   case.sleep()
   contexts = {name: case.registry.get("mine", name, step=STEPS) for name in ("a", "b")}
   groups = {name: runner_lib.group_of(context) for name, context in contexts.items()}
-  assert set(groups.values()) <= set(drafter.group_ids)
+  known = {name: f"\0mine\0{group}" for name, group in groups.items()}
+  assert set(known.values()) <= set(drafter.group_ids)
   text = case.registry.rewrites("mine", "a", step=STEPS)[0].text
   ids = case.runner._ids(text)
   bias = tuple((token, 30.0) for token in sorted(set(ids)))[:16]
   drafts = {}
-  for group in (groups["a"], groups["b"], "elsewhere"):
+  for group in (known["a"], known["b"], groups["a"], f"\0theirs\0{groups['a']}"):
     (drafts[group],) = drafter.draft([DraftQuery("d", group, ids[:6], 6, 4)]) or ((),)
     drafter.finish("d", group, ids[:6], 6)
-  (path, *_) = drafts[groups["a"]]
+  (path, *_) = drafts.pop(known["a"])
   assert list(path) == ids[6 : 6 + len(path)] and path
-  assert not {path} & {*drafts[groups["b"]], *drafts["elsewhere"]}
+  assert not any(path in others for others in drafts.values())
   question = request("q", ids[:4], group=groups["a"], max_tokens=10, logit_bias=bias)
-  case.engine.submit(question)
+  case.engine.submit(dataclasses.replace(question, namespace="mine"))
   found = run(case.engine)["q"]
   assert same(found, make_engine().generate([dataclasses.replace(question, group_id="")])[0])
   case.register("a", "Ana has 3.")
-  assert groups["a"] not in drafter.group_ids and groups["b"] in drafter.group_ids
+  assert known["a"] not in drafter.group_ids and known["b"] in drafter.group_ids
+
+
+def test_anticipated_answers_are_drafts_of_the_questions_that_come(tmp_path):
+  expected = {}
+  for number in (1, 0):
+    case = Sleeping(tmp_path / str(number), drafter=SuffixDrafter(), texts={"a": TEXTS["a"]})
+    case.runner._prompts = dataclasses.replace(PROMPTS, anticipated=lambda notes: ("Who?", "Now?"))
+    case.runner._config = dataclasses.replace(CONFIG, num_anticipated=number, answer_tokens=12)
+    case.sleep()
+    assert case.runner.jobs.anticipated == number and case.runner.jobs.kept == 2
+    context = case.registry.get("mine", "a", step=STEPS)
+    notes = [text for _, (text, _, _) in sorted(case.rewrites().items())]
+    ids = case.runner._wake_ids("Who?", "", "\n".join(notes))
+    group = runner_lib.group_of(context)
+    asked = request("q", ids, group=group, max_tokens=12, temperature=0.0)
+    (found,) = case.engine.generate([dataclasses.replace(asked, namespace="mine")])
+    expected[number] = (found, case.engine.counters.accepted_tokens)
+    case.register("a", "Ana has 3.")
+    assert not case.engine.drafter.group_ids
+  assert same(expected[0][0], expected[1][0]) and expected[0][1] + 5 < expected[1][1]
+
+
+def test_questions_are_scored_as_an_engine_says_them(tmp_path):
+  case = Sleeping(tmp_path, texts={"a": TEXTS["a"]})
+  context = case.registry.get("mine", "a", step=STEPS)
+  case.runner.answered(context, 9, has_slept=False, question="How many pens?")
+  assert case.runner.seen.full == {}  # It counts once its question is scored.
+  case.sleep()
+  account = case.runner._accounts[runner_lib._key_of(context)]
+  assert case.runner.jobs.scored == 1 and len(account.scores) == 1
+  ids = case.runner._wake_ids("How many pens?", context.text, "")
+  text = case.runner._tokenizer.decode
+  end = next(n for n in range(len(ids)) if text(ids[:n]).endswith("pens?"))
+  # The space may be one with the word behind it.
+  begin = max(n for n in range(len(ids)) if text(ids[:n]).rstrip().endswith(context.text))
+  # Each token alone.
+  scores = []
+  for place in range(begin, end):
+    forced = ((ids[place], ids[place] + 1),)
+    one = request(str(place), ids[:place], max_tokens=1, allowed=forced, temperature=0.0)
+    scores += make_engine().generate([one])[0].raw_logprobs.tolist()
+  assert account.scores == [planner.predictability(np.asarray(scores, np.float32))]
+  (kind,) = case.runner.seen.full
+  assert kind == planner.kind_of(len(case.runner._ids(context.text)), account.predicted)
+
+
+def test_a_question_whose_context_goes_meanwhile_counts_without_its_score(tmp_path):
+  case = Sleeping(tmp_path, texts={"a": TEXTS["a"]})
+  for act in (case.runner.stop, lambda: case.register("a", "Ana has 3.")):
+    context = case.registry.get("mine", "a", step=STEPS)
+    case.runner.answered(context, 9, has_slept=False, question="How many pens?")
+    case.runner.answered(context, 7, has_slept=True, question=" ")
+    act()
+    assert case.engine.num_unfinished == 0 == case.runner.jobs.scored
+  (full,), (short,) = case.runner.seen.full.values(), case.runner.seen.short.values()
+  assert full == planner.Mean(2, 18) and short == planner.Mean(2, 14)
+
+
+def test_a_restart_prepares_what_was_kept(tmp_path):
+  case = Sleeping(tmp_path, drafter=SuffixDrafter(), texts={"a": TEXTS["a"]})
+  case.sleep()
+  groups, (pin,) = case.engine.drafter.group_ids, case.engine.pins
+  case.registry.close()
+  case = Sleeping(tmp_path, drafter=SuffixDrafter(), texts={})
+  case.sleep()
+  assert case.runner.jobs.begun == 0 and case.engine.drafter.group_ids == groups
+  assert case.engine.pins == (pin,)
 
 
 def test_a_context_that_does_not_pay_is_left_alone(tmp_path):
@@ -238,6 +309,8 @@ def test_a_context_that_is_too_long_fails_once(tmp_path):
     (dict(max_rethinks=11), "max_rethinks: got 11, expected at least 1 and at most 10; see"),
     (dict(sleep_tokens=0), "sleep_tokens: got 0, expected at least 1; see"),
     (dict(num_at_once=0), "num_at_once: got 0, expected at least 1; see"),
+    (dict(num_anticipated=-1), "num_anticipated: got -1, expected at least 0; see"),
+    (dict(answer_tokens=0), "answer_tokens: got 0, expected at least 1; see"),
     (dict(verbosity=-1), "verbosity: got -1, expected at least 0; see"),
   ],
 )

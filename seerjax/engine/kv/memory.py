@@ -17,7 +17,14 @@ import jax
 import numpy as np
 
 from seerjax.engine.counters import Counters
-from seerjax.engine.kv import page_moves, pages as pages_lib, prefix_index, values
+from seerjax.engine.kv import (
+  owner as owner_lib,
+  page_moves,
+  pages as pages_lib,
+  prefix_index,
+  values,
+)
+from seerjax.engine.kv.owner import BASE, Owner
 from seerjax.engine.kv.pool import KVPool
 from seerjax.engine.sequence import SequenceState
 from seerjax.engine.sizes import EngineConfig
@@ -67,7 +74,7 @@ class Memory:
     """Returns what of `tokens`, a sequence's start, its instance has, if prefixes are reused."""
     if not self._reuse_prefixes:
       return prefix_index.NO_HIT
-    return self.pools[sequence.instance].find(tokens, sequence.request.adapter)
+    return self.pools[sequence.instance].find(tokens, owner_lib.of(sequence.request))
 
   def remember(
     self, sequence: SequenceState, tokens: Sequence[int], pages: Sequence[int] | None = None
@@ -77,9 +84,9 @@ class Memory:
     `pages` are those that they stand in; None is the sequence's own.
     """
     if self._reuse_prefixes:
-      adapter = sequence.request.adapter
+      owner = owner_lib.of(sequence.request)
       held = sequence.pages if pages is None else pages
-      self.pools[sequence.instance].remember(tokens, held, adapter)
+      self.pools[sequence.instance].remember(tokens, held, owner)
 
   def release(self, sequence: SequenceState) -> None:
     """Takes a sequence's pages, wherever they are; it will have to compute them again."""
@@ -99,11 +106,14 @@ class Memory:
 
     base = functools.cache(lambda: values.weights_digest(params))
 
-    def identity(adapter: str) -> values.Identity:
-      weights = base()
-      if adapter:
-        weights = f"{weights}+{values.weights_digest((adapters or {})[adapter])}"
-      return values.Identity(self._fingerprint, weights, policy_version)
+    of_adapter = functools.cache(
+      lambda adapter: values.weights_digest((adapters or {})[adapter])
+    )
+
+    def identity(owner: Owner) -> values.Identity:
+      weights = f"{base()}+{of_adapter(owner.adapter)}" if owner.adapter else base()
+      space = values.name_digest(owner.namespace)
+      return values.Identity(self._fingerprint, weights, policy_version, space)
 
     self.kv_pool.identify(identity)
 
@@ -163,18 +173,18 @@ class Memory:
     return True
 
   def pull_prefix(
-    self, tokens: Sequence[int], source: int, target: int, adapter: str = ""
+    self, tokens: Sequence[int], source: int, target: int, owner: Owner = BASE
   ) -> int:
     """Copies whole pages of a token sequence's start; returns how many positions found room."""
     pool = self.pools[target]
-    shared = self._hold_prefix(pool, tokens, adapter)
-    found = self._hold_prefix(self.pools[source], tokens, adapter)
+    shared = self._hold_prefix(pool, tokens, owner)
+    found = self._hold_prefix(self.pools[source], tokens, owner)
     wanted = found[len(shared) :]
     fresh = pool.take(min(len(wanted), pool.num_available))
     self._carry(source, wanted[: len(fresh)], target, fresh)
     self.counters.pulled_pages += len(fresh)
     held = [*shared, *fresh]
-    pool.remember(tokens[: len(held) * self._page_size], held, adapter)
+    pool.remember(tokens[: len(held) * self._page_size], held, owner)
     for page in held:
       pool.release(page)
     for page in found:
@@ -225,8 +235,8 @@ class Memory:
         self.pools[sequence.instance].release(page)
       sequence.pages = []  # `num_written` stays: that much comes back.
       written = sequence.tokens[: sequence.num_written]
-      request = sequence.request
-      self.kv_pool.put(request.request_id, count, rounds[sequence], written, request.adapter)
+      name, owner = sequence.request.request_id, owner_lib.of(sequence.request)
+      self.kv_pool.put(name, count, rounds[sequence], written, owner)
 
   def begin_restore(self, sequence: SequenceState, num_pages: int) -> bool:
     """Gives a spilled sequence `num_pages` pages; False if there is no room, nothing done.
@@ -258,7 +268,7 @@ class Memory:
     written = sequence.tokens[:-1]
     request = sequence.request
     if jax.process_count() == 1 and self.kv_pool.claim(
-      request.request_id, written, request.adapter
+      request.request_id, written, owner_lib.of(request)
     ):
       sequence.num_written = len(written)
 
@@ -269,8 +279,8 @@ class Memory:
 
   def hold_found(self, sequence: SequenceState) -> list[int]:
     """Returns the whole pages of a sequence's tokens that its instance has, held once more."""
-    pool, adapter = self.pools[sequence.instance], sequence.request.adapter
-    return self._hold_prefix(pool, sequence.tokens, adapter)
+    pool = self.pools[sequence.instance]
+    return self._hold_prefix(pool, sequence.tokens, owner_lib.of(sequence.request))
 
   def settle(self) -> None:
     """Writes what was asked back."""
@@ -287,13 +297,13 @@ class Memory:
   def _hold_start(self, pool: pages_lib.PagePool, sequence: SequenceState) -> list[int]:
     """Returns whole pages of what a sequence has written that a pool has, held."""
     written = sequence.tokens[: sequence.num_written]
-    return self._hold_prefix(pool, written, sequence.request.adapter)
+    return self._hold_prefix(pool, written, owner_lib.of(sequence.request))
 
   def _hold_prefix(
-    self, pool: pages_lib.PagePool, tokens: Sequence[int], adapter: str
+    self, pool: pages_lib.PagePool, tokens: Sequence[int], owner: Owner
   ) -> list[int]:
     """Returns whole pages of a sequence's start that a pool has, held."""
-    pages = list(pool.find(tokens, adapter).pages) if self._reuse_prefixes else []
+    pages = list(pool.find(tokens, owner).pages) if self._reuse_prefixes else []
     for page in pages:
       pool.hold(page)
     return pages

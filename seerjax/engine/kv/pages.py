@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from seerjax.engine.kv.owner import BASE, Owner
 from seerjax.engine.kv.prefix_index import PrefixHit, PrefixIndex
 
 
@@ -42,10 +43,16 @@ class PagePool:
     """Pages that can be taken now."""
     return len(self._free) + len(self._idle)
 
-  def find(self, tokens: Sequence[int], adapter: str = "") -> PrefixHit:
-    """Returns the longest start of `tokens` whose keys and values by an adapter ("" is the base)
-    are in memory. Holds nothing."""
-    return self._index.find(tokens, adapter)
+  def find(self, tokens: Sequence[int], owner: Owner = BASE) -> PrefixHit:
+    """Returns the longest start of `tokens` whose keys and values of an owner are in memory.
+
+    Holds nothing.
+    """
+    return self._index.find(tokens, owner)
+
+  def num_holders(self, page: int) -> int:
+    """Returns how many hold a page."""
+    return int(self._holders[page])
 
   def hold(self, page: int) -> None:
     """Adds a holder to a page that was found."""
@@ -84,15 +91,15 @@ class PagePool:
       else:
         self._free.append(page)
 
-  def remember(self, tokens: Sequence[int], pages: Sequence[int], adapter: str = "") -> None:
+  def remember(self, tokens: Sequence[int], pages: Sequence[int], owner: Owner = BASE) -> None:
     """Makes a sequence's written positions findable.
 
     Args:
       tokens: all tokens from position 0 whose keys and values are written.
       pages: the sequence's pages.
-      adapter: whose they are; "" is the base.
+      owner: whose they are.
     """
-    self._index.remember(tokens, pages, adapter)
+    self._index.remember(tokens, pages, owner)
 
   def forget_all(self) -> None:
     """Drops what is known of every page: the weights changed. Holders keep their pages."""

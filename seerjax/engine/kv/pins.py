@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from seerjax.engine.kv.memory import Memory
+from seerjax.engine.kv.owner import BASE, Owner
 from seerjax.engine.sequence import SequenceState
 from seerjax.ops import sampling
 from seerjax.types import Request
@@ -27,12 +28,14 @@ class Pin(NamedTuple):
   Attributes:
     tokens: the start of prompts.
     adapter: by whose weights it is written, "" for the base.
+    namespace: whose it is, "" for all that name none.
     num_held: positions whose keys are on the devices, of the instance that has most.
     num_kept: and those that are there or in the pool.
   """
 
   tokens: tuple[int, ...]
   adapter: str
+  namespace: str
   num_held: int
   num_kept: int
 
@@ -45,17 +48,17 @@ class Pins:
     self._page_size = page_size
     self._max_pages = max_pages
     self._num_named = 0
-    # By (adapter, tokens): what each instance holds of it. The last that were pinned are last.
-    self._pins: dict[tuple[str, tuple[int, ...]], list[SequenceState]] = {}
+    # By (owner, tokens): what each instance holds of it. The last that were pinned are last.
+    self._pins: dict[tuple[Owner, tuple[int, ...]], list[SequenceState]] = {}
 
   @property
   def sequences(self) -> Iterable[SequenceState]:
     """What holds pages for pins."""
     return [sequence for pin in self._pins.values() for sequence in pin]
 
-  def pin(self, tokens: Sequence[int], adapter: str = "") -> int:
+  def pin(self, tokens: Sequence[int], owner: Owner = BASE) -> int:
     """Holds a start's whole pages, those that are in memory; see `Engine.pin`."""
-    key = (adapter, tuple(int(token) for token in tokens))
+    key = (owner, tuple(int(token) for token in tokens))
     if key not in self._pins:
       wanted = len(key[1]) // self._page_size
       others = sum(len(tokens) // self._page_size for _, tokens in self._pins)
@@ -78,13 +81,13 @@ class Pins:
       self._fill(sequence)
     return max(len(sequence.pages) for sequence in pin) * self._page_size
 
-  def unpin(self, tokens: Sequence[int], adapter: str = "") -> None:
+  def unpin(self, tokens: Sequence[int], owner: Owner = BASE) -> None:
     """Lets a start go; its pages stay findable until they are needed.
 
     Raises:
       ValueError: if it is not pinned.
     """
-    key = (adapter, tuple(int(token) for token in tokens))
+    key = (owner, tuple(int(token) for token in tokens))
     if key not in self._pins:
       raise ValueError(
         f"Engine.unpin: got {len(key[1])} tokens that are not pinned, expected one of the"
@@ -98,11 +101,12 @@ class Pins:
     return tuple(
       Pin(
         tokens=tokens,
-        adapter=adapter,
+        adapter=owner.adapter,
+        namespace=owner.namespace,
         num_held=max(len(sequence.pages) for sequence in pin) * self._page_size,
         num_kept=max(sequence.num_written for sequence in pin),
       )
-      for (adapter, tokens), pin in self._pins.items()
+      for (owner, tokens), pin in self._pins.items()
     )
 
   def release(self) -> None:
@@ -129,11 +133,14 @@ class Pins:
       if sequence.num_written and not sequence.pages:
         self._fill(sequence)
 
-  def _made(self, key: tuple[str, tuple[int, ...]], instance: int) -> SequenceState:
-    adapter, tokens = key
+  def _made(self, key: tuple[Owner, tuple[int, ...]], instance: int) -> SequenceState:
+    owner, tokens = key
     whole = tokens[: len(tokens) // self._page_size * self._page_size]
     request = Request(
-      request_id=f"{NAME} {self._num_named} {instance}", prompt=whole, adapter=adapter
+      request_id=f"{NAME} {self._num_named} {instance}",
+      prompt=whole,
+      adapter=owner.adapter,
+      namespace=owner.namespace,
     )
     row = sampling.sampling_rows([request.sampling])
     return SequenceState(request, list(whole), instance, None, row, limit=len(whole))

@@ -27,6 +27,7 @@ import numpy as np
 from seerjax.array_typing import Array
 from seerjax.engine.counters import TierCounters
 from seerjax.engine.kv import values
+from seerjax.engine.kv.owner import BASE, Owner
 from seerjax.engine.kv.values import Identity
 
 # How long what this process wrote to a store stays after none of its own requests needs it, so that
@@ -101,7 +102,7 @@ class _Held(NamedTuple):
   num_bytes: int
   rounds: list[list[list[Array]]]
   tokens: tuple[int, ...]
-  adapter: str
+  owner: Owner
 
 
 class KVPool:
@@ -112,10 +113,10 @@ class KVPool:
     self.host = TierCounters()
     self.store = TierCounters()
     self._store = store
-    self._identity: Callable[[str], Identity] | None = None
+    self._identity: Callable[[Owner], Identity] | None = None
     # Oldest first: that is the one that is sent on to the store.
     self._held: collections.OrderedDict[str, _Held] = collections.OrderedDict()
-    self._stored: dict[str, tuple[str, str]] = {}  # Keys in the store and adapters, by request.
+    self._stored: dict[str, tuple[str, Owner]] = {}  # Keys in the store and owners, by request.
     self._needed: collections.Counter[str] = collections.Counter()  # Requests, by key.
     self._own: set[str] = set()  # Keys that this process put and has not removed.
     # Keys of `_own` that no request needs, and the step from which on none did, oldest first.
@@ -136,13 +137,12 @@ class KVPool:
     """Pages in pinned host memory."""
     return self._host_pages
 
-  def identify(self, identity: Callable[[str], Identity]) -> None:
+  def identify(self, identity: Callable[[Owner], Identity]) -> None:
     """Says whose keys and values come from now on.
 
     Args:
-      identity: of the adapter of a name ("" is the base); called when a store is written or read
-        for the first time by one of its requests, and then never again: the digest of the weights
-        takes time.
+      identity: of an owner; called when a store is written or read for the first time by one of its
+        requests, and then never again: the digest of the weights takes time.
     """
     self._identity = functools.cache(identity)
 
@@ -165,24 +165,24 @@ class KVPool:
     num_pages: int,
     rounds: list[list[list[Array]]],
     tokens: Sequence[int],
-    adapter: str = "",
+    owner: Owner = BASE,
   ) -> None:
     """Keeps a request's pages, for which `make_room` has found room; they are those of `tokens`."""
     assert request_id not in self and num_pages <= self.free_host_pages, request_id
     num_bytes = sum(part.nbytes for leaves in rounds for leaf in leaves for part in leaf)
-    self._held[request_id] = _Held(num_pages, num_bytes, rounds, tuple(tokens), adapter)
+    self._held[request_id] = _Held(num_pages, num_bytes, rounds, tuple(tokens), owner)
     self._host_pages += num_pages
     self.host.bytes_in += num_bytes
     self.host.requests_in += 1
 
-  def claim(self, request_id: str, tokens: Sequence[int], adapter: str = "") -> bool:
+  def claim(self, request_id: str, tokens: Sequence[int], owner: Owner = BASE) -> bool:
     """Returns whether the store has the pages of `tokens`; they are the request's to take then."""
     if self._store is None or request_id in self:
       return False
-    key = self._identified(adapter).key(tokens)
+    key = self._identified(owner).key(tokens)
     if not self._asked("has", False, lambda store: store.has(key)):
       return False
-    self._need(request_id, key, adapter)
+    self._need(request_id, key, owner)
     return True
 
   def take(self, request_id: str) -> list[list[list[Any]]] | None:
@@ -197,10 +197,10 @@ class KVPool:
       self.host.bytes_out += held.num_bytes
       self.host.requests_out += 1
       return held.rounds
-    key, adapter = self._stored[request_id]
+    key, owner = self._stored[request_id]
     begin = time.monotonic()
     data = self._asked("get", None, lambda store: store.get(key))
-    rounds = None if data is None else values.unpacked(data, self._identified(adapter))
+    rounds = None if data is None else values.unpacked(data, self._identified(owner))
     self._let_go(request_id)
     self.store.seconds_stalled += time.monotonic() - begin
     if data is None or rounds is None:
@@ -224,12 +224,12 @@ class KVPool:
     for request_id in [*self._held, *self._stored]:
       self.drop(request_id)
 
-  def _identified(self, adapter: str) -> Identity:
+  def _identified(self, owner: Owner) -> Identity:
     assert self._identity is not None, "KVPool.identify comes first"
-    return self._identity(adapter)
+    return self._identity(owner)
 
-  def _need(self, request_id: str, key: str, adapter: str) -> None:
-    self._stored[request_id] = key, adapter
+  def _need(self, request_id: str, key: str, owner: Owner) -> None:
+    self._stored[request_id] = key, owner
     self._needed[key] += 1
     self._unneeded.pop(key, None)
 
@@ -267,7 +267,7 @@ class KVPool:
     """Moves a request from host memory to the store; False if that is full."""
     held = self._held[request_id]
     begin = time.monotonic()
-    identity = self._identified(held.adapter)
+    identity = self._identified(held.owner)
     key = identity.key(held.tokens)
     if key not in self._own:
       data = values.packed(jax.tree.map(np.asarray, held.rounds), identity)
@@ -278,7 +278,7 @@ class KVPool:
         self._remove(next(iter(self._unneeded)))
       self._own.add(key)
       self.store.bytes_in += len(data)
-    self._need(request_id, key, held.adapter)
+    self._need(request_id, key, held.owner)
     del self._held[request_id]
     self._host_pages -= held.num_pages
     self.store.requests_in += 1

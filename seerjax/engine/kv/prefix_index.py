@@ -6,7 +6,7 @@ page whose tokens are known can serve every sequence that starts the same way:
     full page      shared, by the digest of all tokens up to its end
     partial page   copied before it is written: the longest common start of its tokens is kept
 
-An adapter's keys and values are its own: nothing that was written for one is found for another.
+An owner's keys and values are its own: nothing that was written for one is found for another.
 
 The index knows tokens and page numbers only; who holds a page is `PagePool`'s.
 """
@@ -19,6 +19,8 @@ import hashlib
 from typing import NamedTuple
 
 import numpy as np
+
+from seerjax.engine.kv.owner import BASE, Owner
 
 # Candidates looked at for the partial page; more would cost time for a page's worth of prefill.
 MAX_PARTIAL_CANDIDATES = 8
@@ -45,11 +47,6 @@ def _digest(previous: bytes, tokens: Sequence[int]) -> bytes:
   return hashlib.blake2b(previous + np.asarray(tokens, np.int32).tobytes(), digest_size=16).digest()
 
 
-def _start(adapter: str) -> bytes:
-  """What stands before the first page: nothing for the base."""
-  return hashlib.blake2b(adapter.encode(), digest_size=16).digest() if adapter else b""
-
-
 class PrefixIndex:
   """The known tokens of one instance's pages."""
 
@@ -68,9 +65,9 @@ class PrefixIndex:
     """Returns whether a page can be found."""
     return page in self._names
 
-  def find(self, tokens: Sequence[int], adapter: str = "") -> PrefixHit:
-    """Returns the longest start of `tokens` whose keys and values by an adapter are in memory."""
-    size, pages, previous = self._page_size, [], _start(adapter)
+  def find(self, tokens: Sequence[int], owner: Owner = BASE) -> PrefixHit:
+    """Returns the longest start of `tokens` whose keys and values of an owner are in memory."""
+    size, pages, previous = self._page_size, [], owner.start
     while (len(pages) + 1) * size <= len(tokens):
       digest = _digest(previous, tokens[len(pages) * size : (len(pages) + 1) * size])
       if digest not in self._page_of:
@@ -88,15 +85,15 @@ class PrefixIndex:
         best, best_length = page, length
     return PrefixHit(tuple(pages), best, len(pages) * size + best_length)
 
-  def remember(self, tokens: Sequence[int], pages: Sequence[int], adapter: str = "") -> None:
+  def remember(self, tokens: Sequence[int], pages: Sequence[int], owner: Owner = BASE) -> None:
     """Makes a sequence's written positions findable.
 
     Args:
       tokens: all tokens from position 0 whose keys and values are written.
       pages: the sequence's pages.
-      adapter: whose they are; "" is the base.
+      owner: whose they are.
     """
-    size, previous = self._page_size, _start(adapter)
+    size, previous = self._page_size, owner.start
     for index in range(-(-len(tokens) // size)):
       part = tuple(tokens[index * size : (index + 1) * size])
       page = pages[index]

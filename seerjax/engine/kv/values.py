@@ -1,6 +1,6 @@
 """What lies in a store: keys made of content, and bytes that describe themselves.
 
-    key    digest of (fingerprint, digest of the weights, tokens whose keys and values these are)
+    key    digest of (fingerprint, digest of the weights, any namespace, tokens that these are of)
     value  MAGIC, length of the header, CRC-32 of all that follows, header (JSON), arrays
 
 The keys and values of tokens are a pure function of weights and numerics (DESIGN: the contract), so
@@ -38,20 +38,30 @@ class Identity(NamedTuple):
     fingerprint: digest of the numerics' fingerprint, the model, and the layout of pages.
     weights: digest of the running weights, adapters included.
     policy_version: of the engine that writes; read by nothing, for people who look into a store.
+    namespace: digest of the name of whose they are, "" for no name.
   """
 
   fingerprint: str
   weights: str
   policy_version: int
+  namespace: str = ""
 
   def key(self, tokens: Sequence[int]) -> str:
     """Returns the key of the keys and values of `tokens`, the first of which is at position 0."""
-    head = f"{self.fingerprint}/{self.weights}/".encode()
+    space = f"{self.namespace}/" if self.namespace else ""
+    head = f"{self.fingerprint}/{self.weights}/{space}".encode()
     return _hex(hashlib.blake2b(head + np.asarray(tokens, np.int32).tobytes(), digest_size=20))
 
 
 def _hex(digest: Any) -> str:
   return digest.hexdigest()
+
+
+def name_digest(name: str) -> str:
+  """Returns what stands for a namespace in a store that others may read; "" for no name."""
+  if not name:
+    return ""
+  return _hex(hashlib.blake2b(name.encode("utf-8", "surrogatepass"), digest_size=_DIGEST_BYTES))
 
 
 def fingerprint_digest(
@@ -93,6 +103,7 @@ def packed(arrays: Any, identity: Identity) -> bytes:
       "fingerprint": identity.fingerprint,
       "weights": identity.weights,
       "policy_version": identity.policy_version,
+      "namespace": identity.namespace,
       "arrays": jax.tree.map(lambda array: f"{array.dtype.name}{list(array.shape)}", arrays),
     }
   ).encode()
@@ -112,7 +123,8 @@ def unpacked(data: bytes, identity: Identity) -> Any:
   if magic != MAGIC or zlib.crc32(rest) != crc:
     return None
   header = json.loads(bytes(rest[:length]))
-  if (header["fingerprint"], header["weights"]) != (identity.fingerprint, identity.weights):
+  theirs = (header["fingerprint"], header["weights"], header.get("namespace", ""))
+  if theirs != (identity.fingerprint, identity.weights, identity.namespace):
     return None
   offset = length
 

@@ -32,7 +32,7 @@ def bits(tree) -> list[bytes]:
 
 def make_pool(directory: pathlib.Path, max_bytes: int = 10**6, weights: str = "w") -> KVPool:
   pool = KVPool(KVPoolConfig(host_pages=4), DiskStore(directory, max_bytes=max_bytes))
-  pool.identify(lambda adapter: Identity("f", weights, 3))
+  pool.identify(lambda owner: Identity("f", weights, 3))
   return pool
 
 

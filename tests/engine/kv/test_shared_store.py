@@ -104,8 +104,8 @@ class Careless(KVPool):
   """The twin: what lies in the store is named by policy_version instead of the weights."""
 
   def identify(self, identity):
-    def careless(adapter):
-      found = identity(adapter)
+    def careless(owner):
+      found = identity(owner)
       return found._replace(weights=str(found.policy_version))
 
     super().identify(careless)
@@ -153,7 +153,7 @@ def test_the_digest_is_of_weights_with_their_adapters_and_computed_once_when_it_
   )
   num_calls = 0
 
-  def identity(adapter):
+  def identity(owner):
     nonlocal num_calls
     num_calls += 1
     return values.Identity("f", digest, 0)

@@ -1,0 +1,324 @@
+"""What a server knows of contexts, and the sleep for them: of the engine's thread alone.
+
+    register, forget, read --between two visits--> registry on disk, runner --background rows--> c'
+
+A context is its caller's: another caller's is as unknown as one that is not there. A question that
+names a context is asked with its rewrites, or with its text while there is none yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+import dataclasses
+import hashlib
+import json
+import logging
+import os
+from typing import Any, NamedTuple
+
+from seerjax.engine.engine import Engine
+from seerjax.models.loading import Model
+from seerjax.serve import identity as identity_lib
+from seerjax.serve.refusals import Refusal, shown
+from seerjax.sleep import runner as runner_lib
+from seerjax.sleep.contexts import Context, Contexts, Dropped, Identity, Rewrite
+from seerjax.sleep.planner import PlannerConfig
+from seerjax.sleep.prompts import Prompts
+from seerjax.sleep.runner import Runner, RunnerConfig
+from seerjax.sleep.thinkers import Message
+from seerjax.types import Completion
+
+LOG = logging.getLogger("seerjax.serve")
+# The namespace, in the registry, of callers that are no tenant.
+EVERYBODY = "everybody"
+
+
+class Reading(NamedTuple):
+  """A context as a question reads it.
+
+  Attributes:
+    context: of the version that is read.
+    question: about it.
+    messages: the conversation that the model is asked.
+    jobs: whose rewrites are read; none where the text itself is.
+  """
+
+  context: Context
+  question: str
+  messages: tuple[Message, ...]
+  jobs: tuple[int, ...]
+
+  @property
+  def group_id(self) -> str:
+    """Of the requests that ask it: drafts of the context's rewrites are theirs."""
+    return runner_lib.group_of(self.context)
+
+  @property
+  def body(self) -> dict[str, Any]:
+    """What an answer says of it."""
+    return {
+      "name": self.context.name, "id": self.context.context_id, "version": self.context.version,
+      "rewrites": list(self.jobs),
+    }  # fmt: skip
+
+
+def identity_of(model: Model, weights: str) -> Identity:
+  """Returns what contexts of a model's registry depend on.
+
+  Args:
+    model: as it answers.
+    weights: digest of its weights.
+
+  Raises:
+    ValueError: if it has no tokenizer.
+  """
+  if model.tokenizer is None:
+    raise ValueError("identity_of: got a model without a tokenizer, expected one; load another.")
+  parts = identity_lib.tokenizer_parts(model.tokenizer)
+  template = json.dumps([parts.pop("template"), parts.pop("chat")], sort_keys=True)
+  return Identity(
+    weights=weights,
+    tokenizer=_digest(json.dumps(parts, sort_keys=True)),
+    template=_digest(template),
+  )
+
+
+def _digest(text: str) -> str:
+  return hashlib.sha256(text.encode()).hexdigest()
+
+
+class Sleeping:
+  """The contexts of one engine. It is made on any thread, and then the engine's alone uses it.
+
+  Attributes:
+    contexts: the registry.
+    runner: that sleeps for them.
+  """
+
+  def __init__(
+    self,
+    directory: str | os.PathLike[str],
+    engine: Engine,
+    prompts: Prompts,
+    *,
+    identity: Identity,
+    config: RunnerConfig,
+    planner_config: PlannerConfig | None = None,
+    max_contexts: int = 10_000,
+  ):
+    """Opens the registry.
+
+    Args:
+      directory: of it.
+      engine: that sleeps, and answers.
+      prompts: how its model is asked.
+      identity: of the model.
+      config: budgets of sleep.
+      planner_config: what sleep costs.
+      max_contexts: of one namespace.
+
+    Raises:
+      ValueError: as `Contexts` and `Runner`.
+      OSError: if it cannot be written.
+    """
+    self.contexts = Contexts(
+      directory, identity=identity, on_drop=self._dropped, max_contexts=max_contexts
+    )
+    try:
+      self.runner = Runner(
+        engine, self.contexts, prompts, config=config, planner_config=planner_config
+      )
+    except BaseException:
+      self.contexts.close()
+      raise
+    self._engine, self._prompts, self._config = engine, prompts, config
+    assert engine.tokenizer is not None  # Else there is no runner.
+    self._tokenizer = engine.tokenizer
+    self._first_step = self.contexts.last_step - engine.counters.steps
+    self._has_news = True  # Whether there may be something to begin.
+    self._is_off = False
+
+  def _dropped(self, dropped: Dropped) -> None:
+    self.runner.dropped(dropped)
+    self._has_news = True
+
+  @property
+  def step(self) -> int:
+    """Steps of all servers on this registry."""
+    return self._first_step + self._engine.counters.steps
+
+  # Of the engine's thread, at every turn.
+
+  @property
+  def has_work(self) -> bool:
+    """Whether there is something to do while no request waits."""
+    return not self._is_off and (self._has_news or bool(self._engine.num_background))
+
+  def advance(self) -> None:
+    """Begins what is worth sleeping for."""
+    spaces = self.contexts.namespaces(step=self.step)  # Lets go what is over, too.
+    if self._has_news and not self._is_off:
+      self._has_news = False
+      self.runner.advance(spaces, step=self.step)
+
+  def take(self, completions: Iterable[Completion]) -> list[Completion]:
+    """Takes what has finished of sleep; returns the others.
+
+    A full disk loses the rewrite and no earlier one; it is slept again once something else happens.
+    """
+    completions = [*completions]
+    ours = [one for one in completions if one.request_id.startswith(runner_lib.NAME)]
+    for completion in ours:
+      try:
+        self.runner.take([completion], step=self.step)
+        self._has_news = True
+      except OSError as error:
+        LOG.warning("sleep: %s", error)
+    for sentence in self.contexts.said:
+      LOG.warning("sleep: %s", sentence)
+    self.contexts.said.clear()
+    return [one for one in completions if not one.request_id.startswith(runner_lib.NAME)]
+
+  def stop(self) -> None:
+    """Cuts jobs short, which begin again; what has finished is on disk."""
+    self.runner.stop()
+    self._has_news = True
+
+  def give_up(self) -> None:
+    """Sleeps no more; what was slept is read as before."""
+    self.runner.stop()
+    self._is_off = True
+
+  def close(self) -> None:
+    """Stops, and lets another process have the registry."""
+    self.runner.stop()
+    self._has_news = False
+    self.contexts.close()
+
+  # Of callers, between two visits.
+
+  def register(
+    self, namespace: str, name: str, text: str, ttl_steps: int | None
+  ) -> dict[str, Any]:
+    """Registers a context; another text than before ends all that was made of that one.
+
+    Raises:
+      Refusal: as `Contexts.register`, or if the text leaves no room for a question.
+    """
+    try:
+      text.encode()
+    except UnicodeEncodeError as error:
+      raise Refusal(
+        f"text: got a lone surrogate at offset {error.start}, expected characters that UTF-8 can"
+        " hold; replace it.",
+        param="text",
+      ) from error
+    ids = self._tokenizer.encode(text, special_tokens_as_text=True)
+    room = min(self._engine.config.max_context, self._engine.model.max_context)
+    if len(ids) + self._config.sleep_tokens > room:
+      raise Refusal(
+        f"text: got {len(ids)} tokens, expected at most {max(0, room - self._config.sleep_tokens)}:"
+        f" the context of {room} without the {self._config.sleep_tokens} of sleep; shorten it.",
+        param="text",
+        code="context_length_exceeded",
+      )
+    try:
+      context = self.contexts.register(
+        namespace or EVERYBODY, name, text, ids, step=self.step, ttl_steps=ttl_steps
+      )
+    except ValueError as error:
+      raise Refusal(str(error), param="text") from error
+    except OSError as error:
+      raise Refusal(str(error), status=507, kind="server_error", code="disk_full") from error
+    self._has_news = True
+    return self._described(context)
+
+  def forget(self, namespace: str, name: str) -> dict[str, Any]:
+    """Lets a context go with all that was made of it; Refusal if it is not the caller's."""
+    self._find(namespace, name)
+    self.contexts.forget(namespace or EVERYBODY, name, step=self.step)
+    return {"object": "context", "name": name, "deleted": True}
+
+  def inspect(self, namespace: str, name: str) -> dict[str, Any]:
+    """Returns a context with its rewrites; Refusal if it is not the caller's."""
+    context = self._find(namespace, name)
+    body = self._described(context)
+    space = context.namespace
+    rewrites = self.contexts.rewrites(space, name, step=self.step)
+    quarantine = self.contexts.quarantine(space, name, step=self.step)
+    return {
+      **body,
+      "text": context.text,
+      "rewrites": [_rewrite(one) for one in rewrites],
+      "quarantine": [_rewrite(one) for one in quarantine],
+    }
+
+  def list(self, namespace: str) -> dict[str, Any]:
+    """Returns a caller's contexts."""
+    names = self.contexts.names(namespace or EVERYBODY, step=self.step)
+    found = [self._described(self._find(namespace, name)) for name in names]
+    return {"object": "list", "data": found}
+
+  def read(self, namespace: str, name: str, question: str) -> Reading:
+    """Returns a context as a question reads it; Refusal if it is not the caller's."""
+    context = self._find(namespace, name)
+    rewrites = self.contexts.rewrites(context.namespace, name, step=self.step)
+    notes = self._prompts.joined([one.text for one in rewrites]) if rewrites else ""
+    text = "" if notes.strip() else context.text
+    messages = self._prompts.wake(question, text, notes, self._config.verbosity)
+    jobs = () if text else tuple(one.job for one in rewrites)
+    return Reading(context, question, messages, jobs)
+
+  def is_current(self, reading: Reading) -> bool:
+    """Returns whether the version that was read is still there."""
+    context = reading.context
+    names = self.contexts.names(context.namespace, step=self.step)
+    if context.name not in names:
+      return False
+    now = self.contexts.get(context.namespace, context.name, step=self.step)
+    return (now.context_id, now.version) == (context.context_id, context.version)
+
+  def answered(self, reading: Reading, completion: Completion) -> None:
+    """Counts an answer about a context; it tells the planner what the next ones are worth."""
+    if completion.finish_reason == "error" or not self.is_current(reading):
+      return
+    self.runner.answered(
+      reading.context,
+      len(completion.tokens),
+      has_slept=bool(reading.jobs),
+      question=reading.question,
+    )
+    self._has_news = True
+
+  def _find(self, namespace: str, name: str) -> Context:
+    try:
+      return self.contexts.get(namespace or EVERYBODY, name, step=self.step)
+    except ValueError as error:
+      raise Refusal(
+        f"context: got {shown(name)}, which is none of this caller's, expected a registered one;"
+        " POST /v1/contexts registers it (again, if its time is over).",
+        status=404,
+        param="context",
+        code="context_not_found",
+      ) from error
+
+  def _described(self, context: Context) -> dict[str, Any]:
+    step = self.step
+    rewrites = self.contexts.rewrites(context.namespace, context.name, step=step)
+    left = None if context.expires_step is None else context.expires_step - step
+    fields = dataclasses.asdict(context)
+    for hidden in ("namespace", "text", "registered_step", "expires_step"):
+      del fields[hidden]
+    return {
+      "object": "context",
+      "id": fields.pop("context_id"),
+      **fields,
+      "steps_left": left,
+      "num_rewrites": len(rewrites),
+    }
+
+
+def _rewrite(rewrite: Rewrite) -> dict[str, Any]:
+  fields = dataclasses.asdict(rewrite)
+  del fields["context_id"], fields["version"]
+  return {**fields, "false_equations": list(rewrite.false_equations)}
