@@ -13,7 +13,8 @@ with `width` - 1 siblings that end (a comb; 1 is a chain). In each of its turns 
 the same held-out problems, one with drafts and one in its own best visits of plain decoding. They
 take a step in turn, each on its own clock, so that what else the machine does hits both alike; then
 all tokens and log-probabilities are compared. Prompts are read within the time. A finished cell is
-kept in --workdir, and the same command continues after the last one.
+kept in --workdir, and the same command continues after the last one. report.html there shows what
+was drafted for one answer of each shape, step by step, and what held.
 
   a        drafted tokens that held / those that might have (all before them held)
   c        a position of a draft / a step of plain decoding, both measured beforehand at this batch
@@ -23,8 +24,9 @@ kept in --workdir, and the same command continues after the last one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 import dataclasses
+import functools
 import itertools
 import pathlib
 from typing import Any, NamedTuple
@@ -37,6 +39,8 @@ from seerjax import parallel
 from seerjax.engine import engine as engine_lib, runner as runner_lib
 from seerjax.engine.drafting import Drafter, DraftQuery
 from seerjax.models import loading as models
+from seerjax.reports import draft_report
+from seerjax.reports.draft_report import Drafted
 from seerjax.rollout import groups as groups_lib
 from seerjax.run import command_line, energy, presets as run_presets, self_test
 from seerjax.simulate import speculation as theory
@@ -148,10 +152,12 @@ class Timed:
 
   Attributes:
     seconds: in `draft`.
+    drafts: of every request; None keeps none.
   """
 
   def __init__(self, drafter: Drafter, clock: Callable[[], float]):
     self.seconds = 0.0
+    self.drafts: dict[str, list[Drafted]] | None = None
     self._drafter, self._clock = drafter, clock
 
   def draft(self, queries: Sequence[DraftQuery]) -> Sequence[Sequence[Sequence[int]]]:
@@ -159,6 +165,10 @@ class Timed:
     begin = self._clock()
     found = self._drafter.draft(queries)
     self.seconds += self._clock() - begin
+    if self.drafts is not None:
+      for query, paths in zip(queries, found or [()] * len(queries), strict=True):
+        one = Drafted(len(query.tokens), tuple(tuple(map(int, path)) for path in paths))
+        self.drafts.setdefault(query.request_id, []).append(one)
     return found
 
   def observe(
@@ -292,6 +302,8 @@ def measured(workload: Workload, pair: Pair, task: Task, cell: Cell) -> dict[str
   turns: list[tuple[float, float, int]] = []
   correct = [0, 0]
   num_answers = 0
+  shown: draft_report.Transcript | None = None
+  timed.drafts = {}
   # The last turn's problems first, which no other turn asks: it compiles, and a budget learns.
   for turn in (workload.turns, *range(workload.turns)):
     asked = requests_of(workload, task, pair.model, cell.batch, turn)
@@ -306,8 +318,9 @@ def measured(workload: Workload, pair: Pair, task: Task, cell: Cell) -> dict[str
         f"{what}: got a drafter that failed, expected one that drafts; what it failed by is logged."
       )
     if turn == workload.turns:
+      shown = transcript(pair, cell, asked[0], drafted.completions[0], timed.drafts or {})
       drafter.acceptance.take()
-      timed.seconds = 0.0
+      timed.seconds, timed.drafts = 0.0, None
       continue
     turns.append((plain.seconds, drafted.seconds, plain.num_tokens))
     num_answers += len(requests)
@@ -325,9 +338,28 @@ def measured(workload: Workload, pair: Pair, task: Task, cell: Cell) -> dict[str
     "draft_seconds": timed.seconds,
     "costs": priced(pair, cell),
     "joules": joules(engines, requests_of(workload, task, pair.model, cell.batch, 0), cell.batch),
+    "transcript": shown,
   }
   pair.drafting.drafter = None
   return record
+
+
+def transcript(
+  pair: Pair,
+  cell: Cell,
+  asked: tuple[Problem, Request],
+  answer: Completion,
+  drafts: Mapping[str, Sequence[Drafted]],
+) -> draft_report.Transcript:
+  """Returns an answer with what was drafted for it."""
+  problem, request = asked
+  tokenizer = pair.model.tokenizer
+  assert tokenizer is not None
+  tokens = [*request.prompt, *answer.tokens]
+  steps = draft_report.steps_of(drafts.get(request.request_id, ()), tokens, len(request.prompt))
+  title = f"{cell.target} with {cell.draft}, {cell.task}, batch {cell.batch}, {cell.shape}"
+  decode = functools.partial(tokenizer.decode, skip_special_tokens=False)
+  return draft_report.transcript(title, problem.prompt, steps, decode)
 
 
 def num_correct(
@@ -382,6 +414,11 @@ def hold_rate(drafted_at: Sequence[int], accepted_at: Sequence[int]) -> float:
   return sum(accepted_at) / max(sum(tried), 1)
 
 
+def cell_of(record: Mapping[str, Any]) -> Cell:
+  """Returns the cell of a record."""
+  return Cell(*(record[name] for name in Cell._fields))
+
+
 def tables(records: Sequence[dict[str, Any]], price_per_hour: float = 0.0) -> str:
   """Returns the cells as Markdown, a section for each pair and task.
 
@@ -431,7 +468,7 @@ def _cells_table(records: Sequence[dict[str, Any]], price_per_hour: float) -> st
     head += ["price of 1,000 answers, plain", "with drafts"]
   rows = [head, ["---"] * len(head)]
   for record in records:
-    cell = Cell(*(record[name] for name in Cell._fields))
+    cell = cell_of(record)
     plain, drafted, tokens = np.asarray(record["turns"]).T
     ratio = speculation_pays.bound(plain / drafted)
     row = [
@@ -474,7 +511,7 @@ def _positions_table(records: Sequence[dict[str, Any]]) -> str:
   """Returns what held by position, of each shape of draft over all batches."""
   totals: dict[str, Acceptance] = {}
   for record in records:
-    cell = Cell(*(record[name] for name in Cell._fields))
+    cell = cell_of(record)
     one = Acceptance(record["num_steps"], record["drafted_at"][:], record["accepted_at"][:])
     totals.setdefault(cell.shape, Acceptance()).include(one)
   most = max((len(total.drafted_at) for total in totals.values()), default=0)
@@ -488,7 +525,7 @@ def _positions_table(records: Sequence[dict[str, Any]]) -> str:
 
 
 def run(workload: Workload, directory: pathlib.Path, price_per_hour: float = 0.0) -> str:
-  """Measures the cells that are not finished, and writes table.md; returns the tables.
+  """Measures the cells that are not finished; writes table.md and report.html; returns the tables.
 
   Raises:
     ValueError: if drafts change a bit, or the directory holds cells of another workload.
@@ -506,6 +543,11 @@ def run(workload: Workload, directory: pathlib.Path, price_per_hour: float = 0.0
   records = cells_lib.completed(workload.cells(), directory, workload.settings, measure)
   text = tables(records, price_per_hour)
   (directory / "table.md").write_text(text + "\n")
+  shown: dict[tuple[str, ...], Any] = {}  # Of each shape the first cell's.
+  for record in records:
+    shown.setdefault((*cell_of(record)[:3], cell_of(record).shape), record.get("transcript"))
+  found = [draft_report.read(one) for one in shown.values() if one]
+  draft_report.write(directory, "Drafts over transcripts", found)
   return text
 
 

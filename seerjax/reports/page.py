@@ -151,6 +151,13 @@ article.good { border-left-color: var(--good); }
 pre { margin: 10px 0 0; white-space: pre-wrap; overflow-wrap: anywhere; max-height: 17em;
   overflow-y: auto; font: 12.5px/1.55 ui-monospace, SFMono-Regular, Menlo, Consolas,
   "DejaVu Sans Mono", monospace; }
+.drafts span { border-radius: 3px; padding: 0 1px; margin-right: 1px; }
+.drafts .held { color: var(--good); background: var(--good-page); }
+.drafts .missed { color: var(--bad); background: var(--bad-page); text-decoration: line-through; }
+.drafts .own { color: var(--c0); font-weight: 600; } .drafts .shared { visibility: hidden; }
+.step { display: grid; grid-template-columns: 3em 1fr; padding: 5px 0; overflow-x: auto;
+  border-top: 1px solid var(--rule); } .step pre { margin: 0; white-space: pre; max-height: none; }
+.step i { color: var(--soft); font-size: 12.5px; }
 pre.prompt { color: var(--soft); border-bottom: 1px solid var(--rule); padding-bottom: 10px; }
 details { padding: 12px 18px; } .grid2 + details { margin-top: 14px; }
 summary { font-weight: 600; font-size: 14px; cursor: pointer; }

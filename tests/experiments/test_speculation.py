@@ -92,6 +92,9 @@ def test_a_small_grid_goes_on_where_it_was_killed(tiny, tmp_path):
   )
   text = speculation.run(workload, tmp_path)
   assert (tmp_path / "table.md").read_text() == text + "\n"
+  report = (tmp_path / "report.html").read_text()
+  assert report.count("<article") == 4  # Two lengths, two widths.
+  assert report.count('class="held"') > report.count('class="missed"') > 0
   lines = (tmp_path / "cells.jsonl").read_text().splitlines()
   first = json.loads(lines[0])
   assert first["accepted_at"][0] > 0.5 * first["drafted_at"][0] > 0  # Its own weights.

@@ -1,0 +1,197 @@
+"""Drafts over a transcript: what was guessed at each step, what held, and what the target said.
+
+  step 3   ' pens' ' each'            held, held, and then the target's own
+           ' pens' ' and'             the second guess did not hold
+                   ' in'              nor did its sibling
+
+One page of HTML that holds everything and asks for nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+import itertools
+import os
+import pathlib
+from typing import Any, NamedTuple
+
+from seerjax.reports import page
+from seerjax.reports.page import escape
+
+Path = tuple[int, ...]
+
+
+class Drafted(NamedTuple):
+  """What a drafter guessed for one request in one step.
+
+  Attributes:
+    position: tokens that were there already, the prompt's included.
+    paths: of token ids, the likeliest first.
+  """
+
+  position: int
+  paths: tuple[Path, ...]
+
+
+class Step(NamedTuple):
+  """What came of it.
+
+  Attributes:
+    paths: token ids that were guessed; none where the target decoded by itself.
+    said: token ids that were said, the last of which is the target's own; of several steps of plain
+      decoding in one visit all are.
+  """
+
+  paths: tuple[Path, ...]
+  said: Path
+
+  @property
+  def num_held(self) -> int:
+    """Guessed tokens that were said: all but the last, if any were guessed."""
+    return len(self.said) - 1 if self.paths else 0
+
+
+class Transcript(NamedTuple):
+  """One answer and its drafts, as text.
+
+  Attributes:
+    title: above it.
+    prompt: what was asked.
+    steps: (paths, said) of each step, as pieces of text.
+  """
+
+  title: str
+  prompt: str
+  steps: tuple[tuple[tuple[tuple[str, ...], ...], tuple[str, ...]], ...]
+
+
+def steps_of(drafts: Sequence[Drafted], tokens: Sequence[int], num_prompt: int) -> list[Step]:
+  """Returns the steps of an answer.
+
+  Args:
+    drafts: of its request, in the order in which they were asked for. A position that was asked for
+      twice, since the first time came to nothing, counts once: the last time.
+    tokens: prompt and answer.
+    num_prompt: how many of `tokens` are the prompt.
+
+  Raises:
+    ValueError: if more was said in a step than a guess and one token more can give.
+  """
+  at = {one.position: one.paths for one in drafts if num_prompt <= one.position < len(tokens)}
+  starts = sorted({num_prompt, *at})
+  steps = []
+  for start, end in itertools.pairwise([*starts, len(tokens)]):
+    said = tuple(tokens[start:end])
+    paths = tuple(path for path in at.get(start, ()) if path)
+    if paths and not any(path[: len(said) - 1] == said[:-1] for path in paths):
+      raise ValueError(
+        f"draft_report: got {said} said at position {start} with the guesses {paths}, expected all"
+        " but the last of them to be one guess's beginning; give the drafts of this very answer."
+      )
+    steps.append(Step(paths, said))
+  return steps
+
+
+def transcript(
+  title: str, prompt: str, steps: Sequence[Step], decode: Callable[[Sequence[int]], str]
+) -> Transcript:
+  """Returns an answer as text; `decode` is given one token at a time."""
+  pieces = [
+    (tuple(_pieces(path, decode) for path in step.paths), _pieces(step.said, decode))
+    for step in steps
+  ]
+  return Transcript(title, prompt, tuple(pieces))
+
+
+def _pieces(ids: Path, decode: Callable[[Sequence[int]], str]) -> tuple[str, ...]:
+  return tuple(decode([token]) for token in ids)
+
+
+def read(value: Sequence[Any]) -> Transcript:
+  """Returns a transcript from what JSON made of it."""
+  title, prompt, steps = value
+  pieces = [(tuple(map(tuple, paths)), tuple(said)) for paths, said in steps]
+  return Transcript(title, prompt, tuple(pieces))
+
+
+def section(found: Transcript) -> str:
+  """Returns a transcript as HTML: the answer, then each step."""
+  answer, rows = [], []
+  for number, (paths, said) in enumerate(found.steps, 1):
+    num_held = len(said) - 1 if paths else 0
+    for place, piece in enumerate(said):
+      answer.append(_token("held" if place < num_held else "own", piece, f"step {number}"))
+    rows.append(
+      f'<div class="step"><i>{number}</i><div>{_line(said, ["held"] * num_held)}'
+      f"{''.join(_guesses(paths, said[:num_held]))}</div></div>"
+    )
+  num_tokens = sum(len(said) for _, said in found.steps)
+  facts = f"{num_tokens} tokens in {len(found.steps)} steps"
+  return (
+    f'<article class="good"><div class="facts"><b>{escape(found.title)}</b>'
+    f'<span>{escape(facts)}</span></div><pre class="prompt">{escape(found.prompt)}</pre>'
+    f'<pre class="drafts">{"".join(answer)}</pre>'
+    f'<details><summary>Step by step</summary><div class="drafts">{"".join(rows)}</div></details>'
+    "</article>"
+  )
+
+
+def _guesses(paths: Sequence[tuple[str, ...]], held: tuple[str, ...]) -> list[str]:
+  """Returns a line for each path; what it shares with one before keeps its room and is not seen."""
+  lines: list[str] = []
+  before: list[tuple[str, ...]] = []
+  for path in paths:
+    shared = max((_num_shared(path, other) for other in before), default=0)
+    before.append(path)
+    holds = _num_shared(path, held)
+    kinds = ["held"] * holds + ["missed"] * (len(path) - holds)
+    if shared < len(path):  # Else another path holds all of it.
+      lines.append(_line(path, ["shared"] * shared + kinds[shared:]))
+  return lines
+
+
+def _num_shared(one: tuple[str, ...], other: tuple[str, ...]) -> int:
+  pairs = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other))
+  return sum(1 for _ in pairs)
+
+
+def _line(pieces: Sequence[str], kinds: Sequence[str]) -> str:
+  """Returns a line of tokens; those without a kind are the target's own."""
+  tokens = itertools.zip_longest(kinds, pieces, fillvalue="own")
+  return f"<pre>{''.join(itertools.starmap(_token, tokens))}</pre>"
+
+
+def _token(kind: str, piece: str, title: str = "") -> str:
+  shown = escape(piece.replace("\n", "\u21b5") or "\u2205")  # What ends a text has no letters.
+  line = "\n" if title and "\n" in piece else ""  # In an answer a line ends where it ended.
+  hint = f' title="{escape(title)}"' if title else ""
+  return f'<span class="{kind}"{hint}>{shown}</span>{line}'
+
+
+def html(title: str, transcripts: Sequence[Transcript]) -> str:
+  """Returns the page."""
+  said = [step for found in transcripts for step in found.steps]
+  num_tokens = sum(len(pieces) for _, pieces in said)
+  num_guessed = sum(1 for paths, _ in said if paths)
+  num_held = sum(len(pieces) - 1 for paths, pieces in said if paths)
+  tiles = [
+    (page.number(num_tokens), "tokens said", f"{len(transcripts)} answers"),
+    (page.number(len(said)), "steps", f"{num_guessed} of them with drafts"),
+    (page.number(1 + num_held / max(num_guessed, 1), 3), "tokens a step", "that had a draft"),
+  ]
+  keys = (
+    '<p class="lead drafts"><span class="held">guessed, and held</span> '
+    '<span class="missed">guessed in vain</span> <span class="own">the target\'s own</span>'
+    " \u00b7 with drafts or without, an answer is the same to the bit</p>"
+  )
+  head = page.header("drafts", title, tiles)
+  return page.html_page(title, [head, keys, *map(section, transcripts)])
+
+
+def write(
+  directory: str | os.PathLike[str], title: str, transcripts: Sequence[Transcript]
+) -> pathlib.Path:
+  """Writes report.html into a directory and returns its path."""
+  path = pathlib.Path(directory) / page.FILE_NAME
+  path.write_text(html(title, transcripts), encoding="utf-8")
+  return path
