@@ -123,7 +123,7 @@ def pack(inputs: Any) -> tuple[np.ndarray, _Layout]:
   leaves = [np.ascontiguousarray(leaf) for leaf in leaves]
   words = [leaf.reshape(leaf.shape[0], -1).view(np.int32) for leaf in leaves]
   layout = _Layout(
-    tree, tuple(leaf.shape[1:] for leaf in leaves), tuple(leaf.dtype.name for leaf in leaves)
+    tree, tuple(leaf.shape[1:] for leaf in leaves), tuple(leaf.dtype.str for leaf in leaves)
   )
   return np.concatenate(words, axis=1), layout
 

@@ -90,9 +90,13 @@ class HybridDrafter:
 
   def draft(self, queries: Sequence[DraftQuery]) -> Sequence[Paths]:
     """Returns the paths of each query; () if nothing is drafted."""
-    for query in queries:
-      self._settle(query.request_id, query.group_id, query.tokens)
+    if self._drafted:
+      for query in queries:
+        self._settle(query.request_id, query.group_id, query.tokens)
     plan = self.budget.plan([query.request_id for query in queries])
+    if not plan:
+      self.suffix.learn(queries)
+      return ()
     choices = [_cut(choice, query.max_draft) for choice, query in zip(plan, queries, strict=True)]
     of_suffix = self.suffix.draft_up_to(queries, [choice.suffix_length for choice in choices])
     of_model = self.model.draft_up_to(

@@ -14,7 +14,8 @@ Lengths and width are one for all requests (the model's program is), the source 
 own. For given lengths, a request chooses gain - rate (price of its rows and its draft), the rate
 and the price from the plan before, a few times over (Dinkelbach's method for ratios); the plan that
 is best by the true table counts. Nothing is drafted where plain decoding in its best visit is
-faster. No clock: equal inputs, equal plans.
+faster; such a verdict stands for longer each time that it is found again, so that asking costs next
+to nothing where nothing pays. No clock: equal inputs, equal plans.
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ MEMORY, OWN = 512.0, 8.0
 # Lengths and width are chosen anew every so many plans, and sources: a step may be as short as a
 # choice. In between a request keeps its source, and a new one gets the most frequent.
 STEPS_PER_SHAPE, STEPS_PER_CHOICE = 64, 8
+# Plans for which a verdict that nothing pays stands at most; at first it is `STEPS_PER_CHOICE`.
+LONGEST_VERDICT = 512
 # Rounds of rate and price.
 ROUNDS = 2
 # Length of a probe.
@@ -90,6 +93,30 @@ class SourceConfig:
         f"SourceConfig: got max_length={self.max_length}, max_width={self.max_width}, expected 1 to"
         f" {LENGTHS[-1]} and 1 to {WIDTHS[-1]}; 8 and 4 are usual."
       )
+
+
+class _Verdict(NamedTuple):
+  """That nothing pays, for batches of about one size.
+
+  Attributes:
+    num_plans: plans after which it is asked again.
+    wait: plans from when it was found until then.
+  """
+
+  num_plans: int
+  wait: int
+
+
+class _Probes(NamedTuple):
+  """What one request may try where nothing is drafted.
+
+  Attributes:
+    saved: share of a step that one visit saves up for that.
+    of_source: by source, its draft, and the share of a step that it costs.
+  """
+
+  saved: float
+  of_source: Mapping[str, tuple[Choice, float]]
 
 
 @dataclasses.dataclass
@@ -164,32 +191,74 @@ class SourceBudget:
     self._shape = (self._lengths[0], self._lengths[0], 1)
     self._chosen: dict[str, Choice] = {}
     self._usual = NOTHING
-    self._num_plans = 0
+    self._num_plans = self._next_shape = self._next_choice = 0
+    # By the size of the batch, in powers of two, while nothing is drafted.
+    self._verdicts: dict[int, _Verdict] = {}
+    self._probes: dict[int, _Probes] = {}  # By batch: they follow from the tables alone.
     self._credit = 1.0
     self.is_on = False
 
-  def plan(self, request_ids: Sequence[str]) -> list[Choice]:
-    """Returns what a step may draft for each request."""
+  def plan(self, request_ids: Sequence[str]) -> Sequence[Choice]:
+    """Returns what a step may draft for each request; () if nothing."""
     if not request_ids:
-      return []
-    if self._num_plans % STEPS_PER_SHAPE == 0:
-      self._shape = max(self._shapes(), key=lambda shape: self._best(request_ids, shape)[0])
-    if self._num_plans % STEPS_PER_CHOICE == 0:
-      self._choose(request_ids)
+      return ()
+    if self.is_on:
+      if self._num_plans >= self._next_choice:
+        self._choose(request_ids)
+    elif self._is_due(len(request_ids)):
+      self._try_again(request_ids)
     self._num_plans += 1
+    if not self.is_on:
+      return self._probe_alone(len(request_ids))
     choices = [self._chosen.get(name, self._usual) for name in request_ids]
     return self._with_probe(request_ids, choices)
+
+  def _is_due(self, batch: int) -> bool:
+    """Returns whether it is to be asked anew if something pays, while nothing is drafted."""
+    verdict = self._verdicts.get(batch.bit_length())
+    return verdict is None or self._num_plans >= verdict.num_plans
+
+  def _try_again(self, request_ids: Sequence[str]) -> None:
+    """Looks for something that pays, and remembers that there was nothing."""
+    if self._may_pay(request_ids):
+      self._next_shape = self._num_plans
+      self._choose(request_ids)
+    if not self.is_on:
+      self._set_aside(len(request_ids))
+
+  def _set_aside(self, batch: int) -> None:
+    before = self._verdicts.get(batch.bit_length())
+    wait = STEPS_PER_CHOICE if before is None else min(2 * before.wait, LONGEST_VERDICT)
+    self._verdicts[batch.bit_length()] = _Verdict(self._num_plans + wait, wait)
+
+  def _may_pay(self, request_ids: Sequence[str]) -> bool:
+    """Returns False where not even this would pay: the longest drafts of all requests for the time
+    of the least draft of one."""
+    batch = len(request_ids)
+    options = self._options((self._lengths[-1], self._lengths[-1], self._widths[-1]))
+    tokens = batch + float(self._gains(request_ids, options).max(axis=1).sum())
+    least = min(cost.seconds(1, 1) for cost in self._costs.values())
+    seconds = self.times.step(batch, batch + 1) + least
+    return tokens / seconds * (1 - ON_GAIN) > batch / self.times.decode(batch)
 
   def _choose(self, request_ids: Sequence[str]) -> None:
     """Gives each request its source, or none of them any."""
     batch = len(request_ids)
+    if self._num_plans >= self._next_shape:
+      self._shape = max(self._shapes(), key=lambda shape: self._best(request_ids, shape)[0])
+      self._next_shape = self._num_plans + STEPS_PER_SHAPE
+    self._next_choice = self._num_plans + STEPS_PER_CHOICE
     speed, choices = self._best(request_ids, self._shape)
     gain = 1 - batch / self.times.decode(batch) / speed
-    self.is_on = gain > (OFF_GAIN if self.is_on else ON_GAIN)
+    was_on, self.is_on = self.is_on, gain > (OFF_GAIN if self.is_on else ON_GAIN)
     self._chosen, self._usual = {}, NOTHING
+    if self.is_on != was_on:
+      self._verdicts.clear()
     if self.is_on:
       self._chosen = dict(zip(request_ids, choices, strict=True))
       self._usual = max(self._options(self._shape), key=choices.count)
+    elif was_on:
+      self._set_aside(batch)
 
   def observe(
     self,
@@ -359,14 +428,53 @@ class SourceBudget:
       found.append(cost)
     return np.array(found)
 
+  def _probe_alone(self, batch: int) -> Sequence[Choice]:
+    """Returns a step in which one request drafts and no other, once that has been saved up for."""
+    probes = self._probes.get(batch)
+    if probes is None:
+      probes = self._probes[batch] = self._probes_of(batch)
+    source = min(self._costs, key=lambda name: float(self._pools[name].tried[0]))
+    choice, lost = probes.of_source[source]
+    # What is dearer than a whole step is waited for as long as it takes.
+    self._credit = min(self._credit, max(1.0, lost)) + probes.saved
+    if lost > self._credit:
+      return ()
+    self._credit -= max(lost, 0.0)
+    choices = [NOTHING] * batch
+    choices[self._num_plans % batch] = choice
+    return choices
+
+  def _probes_of(self, batch: int) -> _Probes:
+    """Returns what may be tried for a batch; whatever is drafted is taken to hold nothing."""
+    plain = self.times.decode(batch)
+    of_source: dict[str, tuple[Choice, float]] = {}
+    for source in self._costs:
+      kinds = [
+        (choice, self._seconds([choice, NOTHING], [1, batch - 1]) / plain - 1)
+        for choice in self._tries(source)
+      ]
+      # One that costs more than a step is made shorter, if that helps; else it tells more if it is
+      # long.
+      of_source[source] = next((kind for kind in kinds if kind[1] <= 1.0), kinds[1])
+    return _Probes(PROBE_COST * self.times.decode_steps(batch), of_source)
+
+  def _tries(self, source: str) -> list[Choice]:
+    """Returns what a source may be tried with, the longest first."""
+    found = []
+    for length, width in ((PROBE_LENGTH, 2), (PROBE_LENGTH, 1), (2, 1), (1, 1)):
+      length, width = min(length, self.config.max_length), min(width, self.config.max_width)
+      is_model = source == "model"
+      found.append(
+        Choice("model", 0, length, width) if is_model else Choice("suffix", length, 0, 1)
+      )
+    return found
+
   def _with_probe(
     self, request_ids: Sequence[str], choices: list[Choice]
   ) -> list[Choice]:
     """Lets one request try the source that was seen least, once that has been saved up for."""
     seconds = self.seconds(choices)
-    num_steps = 1 if self.is_on else self.times.decode_steps(len(choices))
-    saved = PROBE_COST * num_steps
-    self._credit = min(self._credit + saved, 1.0 + saved)
+    self._credit = min(self._credit + PROBE_COST, 1.0 + PROBE_COST)
     used = {choice.source for choice in choices} - {"none"}
     unused = [source for source in self._costs if source not in used and "both" not in used]
     if not unused:
@@ -377,12 +485,9 @@ class SourceBudget:
     tokens = len(choices) + sum(map(self.expected, request_ids, choices))
     forgone = self.expected(request_ids[place], choices[place]) / tokens
     # One that costs more than can ever be saved up for is made shorter.
-    for length, width in ((PROBE_LENGTH, 2), (PROBE_LENGTH, 1), (2, 1), (1, 1)):
-      length, width = min(length, self.config.max_length), min(width, self.config.max_width)
+    for choice in self._tries(source):
       tried = list(choices)
-      tried[place] = (
-        Choice("model", 0, length, width) if source == "model" else Choice("suffix", length, 0, 1)
-      )
+      tried[place] = choice
       lost = self.seconds(tried) / seconds - 1 + forgone
       if lost <= self._credit:
         self._credit -= max(lost, 0.0)

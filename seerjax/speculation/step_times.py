@@ -24,8 +24,8 @@ SUFFIX_TIMES = DraftTimes(once=DRAFTING_SECONDS, request=DRAFT_SECONDS)
 SAID, SHORTEST, MOST_REQUESTS = 16, 1, 16
 
 
-# Requests and rows of paths: drafts of so many tokens, in steps of so many rows at most.
-PATH_LENGTHS, MOST_PATH_ROWS = (1, 2, 4, 8, 16), 256
+# Rows of paths: drafts of so many tokens.
+PATH_LENGTHS = (1, 2, 4, 8, 16)
 
 
 def measure(engine: Engine) -> StepTimes:
@@ -38,7 +38,7 @@ def measure(engine: Engine) -> StepTimes:
   rows = sorted(instances * n for n in of_instance if n <= buckets[-1])
   most_requests = min(engine.config.max_sequences, buckets[-1])
   requests = sorted({n for n in powers if n <= most_requests} | {most_requests})
-  most_rows, longest = min(MOST_PATH_ROWS, buckets[-1]), engine.config.max_context // 2
+  most_rows, longest = buckets[-1], engine.config.max_context // 2
   paths = [
     (instances * count, instances * count * (1 + length))
     for count in requests

@@ -137,10 +137,15 @@ class SuffixDrafter:
 
     All requests of a step are given, for the texts of those that draft nothing are learnt too.
     """
-    self._meet(queries)
     most = self.args.max_spec_tokens
     widths = [max(0, min(most, n, query.max_draft)) for n, query in zip(lengths, queries)]
+    # One that is alone is not drafted from by others.
+    self._meet([query for width, query in zip(widths, queries) if width or _has_group(query)])
     return self._drafts(queries, widths)
+
+  def learn(self, queries: Sequence[DraftQuery]) -> None:
+    """Takes note of requests for which nothing is drafted in a step, for their siblings' drafts."""
+    self._meet([query for query in queries if _has_group(query)])
 
   def num_references(self, request_id: str, group_id: str) -> int:
     """Returns how many siblings' texts a request's draft can draw on."""
@@ -200,11 +205,14 @@ class SuffixDrafter:
     self, request_id: str, group_id: str, tokens: Sequence[int], num_prompt: int
   ) -> None:
     """Takes the whole text of a request that is over."""
-    text = self._live.get(request_id) or self._begin(request_id, group_id, tokens, num_prompt)
-    text.tokens = tokens
     if self.history is not None and len(tokens) > num_prompt:
       text_of = tokens[num_prompt - min(LEAD_IN, num_prompt) :]
       self.history.add(tokens[:num_prompt], text_of, drafting.namespace_of(group_id))
+    text = self._live.get(request_id)
+    if text is None and not drafting.is_group(group_id):
+      return  # Nothing was drafted for it, nor will be from it.
+    text = text or self._begin(request_id, group_id, tokens, num_prompt)
+    text.tokens = tokens
     self._end(request_id, text)
     if not drafting.is_group(group_id):
       self.drop_group(text.group)
@@ -323,6 +331,10 @@ def of_run(config: config_lib.SpeculationConfig, run: config_lib.DraftedRun) -> 
 def _group(group_id: str, request_id: str) -> str:
   # A request without a group is alone in one of its own.
   return group_id if drafting.is_group(group_id) else f"{group_id}request {request_id}"
+
+
+def _has_group(query: DraftQuery) -> bool:
+  return drafting.is_group(query.group_id)
 
 
 def _tail(tokens: Sequence[int]) -> np.ndarray:

@@ -16,9 +16,10 @@ from seerjax.models import huggingface, parameters
 from seerjax.speculation import draft_loading, hybrid_drafter
 from seerjax.speculation.config import DraftedRun, SpeculationConfig, make_drafter
 from seerjax.speculation.hybrid_drafter import HybridDrafter
-from seerjax.speculation.sources import NOTHING, Choice
+from seerjax.speculation.sources import NOTHING, Choice, SourceBudget, SourceConfig
 from seerjax.speculation.statistics import Acceptance
 from seerjax.speculation.suffix_drafter import SuffixDrafter
+from seerjax.speculation.times import DraftTimes, StepTimes
 from seerjax.types import Request, SamplingParams
 
 NATIVE = dataclasses.replace(drafting_models.ONE_SLAB, implementation="native")
@@ -75,6 +76,27 @@ def test_a_good_model_drafts_and_a_useless_one_soon_does_not(plain):
   assert accepted > 0.8 * drafted > 60
   assert told["nan"]["model"] == (0, 0)
   assert told["nan"]["suffix"][1] > 0  # Equal texts come again and again.
+
+
+def test_a_drafter_that_drafts_nothing_leaves_visits_as_long_as_they_are(plain):
+  dear = StepTimes(rows=(1, 64), seconds=(1.0, 64.0), visits=((1, 8, 1.0),))
+  costs = DraftTimes(once=100.0)
+  told = {}
+  for drafter in (
+    None,
+    HybridDrafter(
+      SuffixDrafter(),
+      drafting_models.drafter("same", NATIVE),
+      SourceBudget(dear, suffix=costs, model=costs, config=SourceConfig(max_width=1)),
+    ),
+  ):
+    engine = drafting_models.make_engine(NATIVE)
+    engine.drafter = drafter
+    for done in engine.generate(group(0)):
+      assert done.has_bits_of(plain[done.request_id])
+    told[drafter is None] = engine.counters.visits, engine.counters.steps
+    assert engine.drafter is drafter and engine.counters.drafted_tokens == 0
+  assert told[True] == told[False] and told[True][1] > 2 * told[True][0]
 
 
 class Said(NamedTuple):

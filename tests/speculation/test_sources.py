@@ -32,7 +32,7 @@ class World:
   def run(self, budget: SourceBudget, num_steps: int) -> list[list[Choice]]:
     made = []
     for _ in range(num_steps):
-      choices = budget.plan([*self.rates])
+      choices = [*budget.plan([*self.rates])] or [NOTHING] * len(self.rates)
       made.append(choices)
       for name, choice in zip(self.rates, choices):
         if choice.source == "none":
@@ -132,7 +132,7 @@ def test_a_plan_is_close_to_the_best_of_all():
 def test_equal_histories_make_equal_plans():
   rates = {f"r{n}": {"suffix": 0.2 * n, "model": 0.7} for n in range(4)}
   assert World(rates).run(make(), 200) == World(rates).run(make(), 200)
-  assert make().plan([]) == []
+  assert not make().plan([])
 
 
 def test_probes_cost_no_more_than_they_may():
@@ -143,6 +143,44 @@ def test_probes_cost_no_more_than_they_may():
   lost = sum(budget.seconds(choices) / plain - 1 for choices in made)
   assert 0 < lost <= sources.PROBE_COST * 2000 + 1.1
   assert budget.acceptance["model"][0] < 0.3
+
+
+class Counted(SourceBudget):
+  """Counts how often it looks for the best choices."""
+
+  num_searches = 0
+
+  def _best(self, request_ids, shape):
+    self.num_searches += 1
+    return super()._best(request_ids, shape)
+
+
+def test_asking_costs_next_to_nothing_where_nothing_pays():
+  visits = StepTimes(rows=FLAT.rows, seconds=FLAT.seconds, visits=((1, 8, 2.0),))
+  budget = Counted(visits, suffix=CHEAP, model=MODEL)
+  World({"r": {"suffix": 0.0, "model": 0.0}}).run(budget, 4096)
+  # Where a step costs four of a visit, not even the best drafts pay.
+  assert budget.num_searches == 0 and not budget.is_on
+  rates = {f"r{n}": {"suffix": 0.0, "model": 0.0} for n in range(4)}
+  budget = Counted(PRICED, suffix=CHEAP, model=MODEL)
+  World(rates).run(budget, 4096)
+  num_shapes = len(set(budget._shapes()))
+  # After 8 plans, 16, 32, ..., 512, and so on: a plan in 270.
+  assert 0 < budget.num_searches < 15 * (num_shapes + 1) and not budget.is_on
+
+
+def test_what_begins_to_pay_is_found_though_nothing_paid_for_long():
+  budget = make(PRICED)
+  World({"r": {"suffix": 0.0, "model": 0.0}}).run(budget, 2000)
+  made = World({"r": {"suffix": 0.0, "model": 0.95}}).run(budget, 3000)
+  assert share(made[:200], 0, "none") > 0.9 and share(made[-1000:], 0, "model") > 0.9
+
+
+def test_a_dear_probe_is_saved_up_for():
+  made = World({"r": {"suffix": 0.0, "model": 0.0}}).run(make(LINEAR), 8000)
+  lost = [make(LINEAR).seconds(choices) - 1 for choices in made if choices != [NOTHING]]
+  assert len(lost) >= 2 and all(cost > 1 for cost in lost)
+  assert sum(lost) <= sources.PROBE_COST * 8000 + 1
 
 
 def test_merged_drafts_promise_no_more_than_the_better_until_seen():
