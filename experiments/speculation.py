@@ -72,12 +72,13 @@ class Workload:
     batches: requests at once.
     lengths: tokens ahead, 1 to 16, or "budget": at most 8, and none where that does not pay.
     widths: children of each place of a draft, the one that goes on included; of a budget, at most.
-    turns: of a cell; an interval needs two.
+    turns: of a cell; an interval needs two, and one to be quoted some twenty.
     temperature: of all answers.
     max_tokens: of an answer.
     max_context: positions of a request.
     implementation: of the target: "auto" (native where it runs), "native" or "tiled".
     clock: "wall", or "cpu": seconds of the process, on a machine that has other work.
+    untiled: also by plain XLA, with other bits, row buckets that fit and visits of its own.
     seed: of problems and samples.
   """
 
@@ -87,12 +88,13 @@ class Workload:
   batches: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128)
   lengths: tuple[str, ...] = ("1", "2", "4", "6", "8", BUDGET)
   widths: tuple[int, ...] = (1, 2, 4)
-  turns: int = 6
+  turns: int = 4
   temperature: float = 1.0
   max_tokens: int = 216
   max_context: int = 512
   implementation: str = "auto"
   clock: str = "wall"
+  untiled: bool = False
   seed: int = 0
 
   def __post_init__(self):
@@ -210,6 +212,7 @@ class Pair:
     self.plain, self.drafting = (
       engine_lib.Engine(model, config=config, runner=runner) for _ in range(2)
     )
+    self.rivals = [self._untiled(target, config)] if workload.untiled else []
     self.draft = draft_loading.load_draft(draft, self.drafting)
     self_test.check_model(
       model.config, model.params, numerics=model.numerics, config=config, runner=runner
@@ -219,6 +222,16 @@ class Pair:
     SuffixDrafter().draft([DraftQuery("warm", "", [1, 2, 1, 2, 1], 3, 4)])
     self._programs: dict[int, Any] = {}
     self._costs: dict[int, DraftTimes] = {}
+
+  def _untiled(self, target: str, config: engine_lib.EngineConfig) -> engine_lib.Engine:
+    """Returns an engine of plain XLA."""
+    numerics = dataclasses.replace(run_presets.main_job().numerics, implementation="untiled")
+    config = dataclasses.replace(
+      config,
+      row_buckets=speculation_pays.UNTILED_ROW_BUCKETS,
+      steps_per_visit=speculation_pays.UNTILED_STEPS,
+    )
+    return engine_lib.Engine(models.load_model(target, numerics), config=config)
 
   def drafter(self, width: int) -> ModelDrafter:
     """Returns a drafter that remembers nothing; of one width all have one program."""
@@ -300,8 +313,9 @@ def measured(workload: Workload, pair: Pair, task: Task, cell: Cell) -> dict[str
   else:
     model.length = int(cell.length)
   pair.drafting.drafter = timed = Timed(drafter, clock)
-  engines = [pair.plain, pair.drafting]
+  engines = [pair.plain, pair.drafting, *pair.rivals]
   turns: list[tuple[float, float, int]] = []
+  untiled: list[float] = []
   correct = [0, 0]
   num_answers = 0
   shown: draft_report.Transcript | None = None
@@ -310,7 +324,7 @@ def measured(workload: Workload, pair: Pair, task: Task, cell: Cell) -> dict[str
   for turn in (workload.turns, *range(workload.turns)):
     asked = requests_of(workload, task, pair.model, cell.batch, turn)
     requests = [request for _, request in asked]
-    plain, drafted = speculation_pays.answers(
+    plain, drafted, *others = speculation_pays.answers(
       engines, requests, cell.batch, clock=clock, backwards=turn % 2 == 0
     )
     what = f"{cell.target} with {cell.draft}, {cell.task}, batch {cell.batch}, {cell.shape}"
@@ -325,13 +339,16 @@ def measured(workload: Workload, pair: Pair, task: Task, cell: Cell) -> dict[str
       timed.seconds, timed.drafts = 0.0, None
       continue
     turns.append((plain.seconds, drafted.seconds, plain.num_tokens))
+    untiled += [other.num_tokens / other.seconds for other in others]
     num_answers += len(requests)
     for place, answers in enumerate((plain.completions, drafted.completions)):
       correct[place] += num_correct(task, asked, answers)
+  first = requests_of(workload, task, pair.model, cell.batch, 0)
   record = {
     "settings": workload.settings,
     **cell._asdict(),
     "turns": turns,
+    "untiled": untiled,
     "num_answers": num_answers,
     "correct": correct,
     "num_steps": drafter.acceptance.num_steps,
@@ -339,7 +356,7 @@ def measured(workload: Workload, pair: Pair, task: Task, cell: Cell) -> dict[str
     "accepted_at": drafter.acceptance.accepted_at,
     "draft_seconds": timed.seconds,
     "costs": priced(pair, cell),
-    "joules": joules(engines, requests_of(workload, task, pair.model, cell.batch, 0), cell.batch),
+    "joules": joules(engines[:2], first, cell.batch),
     "transcript": shown,
   }
   pair.drafting.drafter = None
@@ -466,6 +483,9 @@ def _cells_table(records: Sequence[dict[str, Any]], price_per_hour: float) -> st
   head = ["batch", "draft", "plain, tokens/s", "with drafts", "ratio (95 %)", "tokens a step"]
   head += ["draft's share", "a", "c", "E/(Nc+1)", "priced", "the article's alpha"]
   has_joules = any(record["joules"] is not None for record in records)
+  has_untiled = any(record.get("untiled") for record in records)
+  if has_untiled:
+    head += ["untiled, tokens/s", "drafts against untiled (95 %)"]
   if has_joules:
     head += ["joules a token, plain", "with drafts"]
   if price_per_hour:
@@ -485,6 +505,10 @@ def _cells_table(records: Sequence[dict[str, Any]], price_per_hour: float) -> st
       f"{record['draft_seconds'] / drafted.sum():.0%}",
       *_foretold(cell, record),
     ]
+    if has_untiled:
+      rates = np.asarray(record["untiled"])
+      ratio = speculation_pays.bound(tokens / drafted / rates)
+      row += [f"{np.median(rates):,.0f}", f"{ratio.mean:.2f} ({ratio.low:.2f} to {ratio.high:.2f})"]
     if has_joules:
       row += [f"{value:.4f}" for value in record["joules"] or ()] or ["-", "-"]
     if price_per_hour:

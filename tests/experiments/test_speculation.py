@@ -47,6 +47,12 @@ def test_a_price_and_joules_where_they_are_known():
   assert "not readable" not in lines[2]
 
 
+def test_plain_xla_stands_beside_where_it_was_measured():
+  lines = speculation.tables([{**RECORD, "untiled": [200.0, 200.0]}]).splitlines()
+  assert lines[4].endswith("| untiled, tokens/s | drafts against untiled (95 %) |")
+  assert lines[6].endswith("| 0.96 | 200 | 0.50 (0.50 to 0.50) |")  # 100 tokens in a second.
+
+
 def test_a_share_of_what_might_have_held():
   assert speculation.hold_rate([], []) == 0
   # Of 10 first tokens 5 held; of these 5 two had no second one.
@@ -68,7 +74,7 @@ def test_a_grid_by_hand():
     (dict(drafts=()), "got targets=('nano',) and drafts=(), expected a draft for each target"),
     (dict(lengths=("off",)), "Workload.lengths: got 'off', expected whole numbers from 1 to 16"),
     (dict(lengths=("17",)), "Workload.lengths: got '17', expected whole numbers from 1 to 16"),
-    (dict(batches=(0,)), "got batches=(0,), turns=6, expected batches of at least 1"),
+    (dict(batches=(0,)), "got batches=(0,), turns=4, expected batches of at least 1"),
     (dict(turns=1), "turns=1, expected batches of at least 1 and at least 2 turns"),
     (dict(clock="sun"), "Workload.clock: got 'sun', expected one of ('wall', 'cpu')"),
   ],
@@ -76,6 +82,10 @@ def test_a_grid_by_hand():
 def test_a_workload_that_cannot_be_is_refused(changes, message):
   with pytest.raises(ValueError, match=re.escape(message)):
     Workload(**changes)
+
+
+def lines_of(directory):
+  return (directory / "cells.jsonl").read_text().splitlines()
 
 
 @pytest.mark.long
@@ -89,18 +99,20 @@ def test_a_small_grid_goes_on_where_it_was_killed(tiny, tmp_path):
     widths=(1, 2),
     turns=2,
     max_tokens=10,
+    untiled=True,
   )
   text = speculation.run(workload, tmp_path)
   assert (tmp_path / "table.md").read_text() == text + "\n"
+  assert all(len(json.loads(line)["untiled"]) == 2 for line in lines_of(tmp_path))
   report = (tmp_path / "report.html").read_text()
   assert report.count("<article") == 4  # Two lengths, two widths.
   assert report.count('class="held"') > report.count('class="missed"') > 0
-  lines = (tmp_path / "cells.jsonl").read_text().splitlines()
+  lines = lines_of(tmp_path)
   first = json.loads(lines[0])
   assert first["accepted_at"][0] > 0.5 * first["drafted_at"][0] > 0  # Its own weights.
   (tmp_path / "cells.jsonl").write_text("\n".join([*lines[:-1], lines[-1][:20]]))
   speculation.run(workload, tmp_path)
-  again = (tmp_path / "cells.jsonl").read_text().splitlines()
+  again = lines_of(tmp_path)
   assert again[:-1] == lines[:-1]
   for name in ("num_answers", "correct", "batch", "length", "width"):
     assert json.loads(again[-1])[name] == json.loads(lines[-1])[name]
