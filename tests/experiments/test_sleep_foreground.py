@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import numpy as np
+import pytest
 from word_engine import SIZES, make_engine
 
 from experiments import sleep_foreground
@@ -27,5 +28,30 @@ def test_steps_stay_within_the_slack_and_nobody_waits_for_pages_longer():
   for share in sleep_foreground.SHARES:
     alone, both = (np.percentile(one.steps, share) for one in (without, beside))
     assert both <= 1.05 * alone + 1e-9
+  assert len(beside.ratios) == len(beside.steps) and np.all(without.ratios == 1)
+  assert 1 < np.max(beside.ratios) <= 1.05 + 1e-9
   line = sleep_foreground.line(2, without, beside)
   assert line.startswith("| 2 | ") and line.endswith("| 0 → 0 |")
+
+
+def test_a_real_run_compares_pairs_of_turns(capsys, monkeypatch):
+  monkeypatch.setattr(sleep_foreground, "CROWDS", (2,))
+  sizes = dataclasses.replace(SIZES, num_pages=60, reuse_prefixes=False)
+  engine = make_engine(sizes, kind=sleep_foreground.WatchedEngine)
+  engine.step_times = TIMES
+  sleep_foreground.real_run(
+    engine, 3, num_sleepers=4, prompt=5, answer=6, clock="cpu", seed=0
+  )
+  cells = capsys.readouterr().out.splitlines()[-1].strip("| ").split(" | ")
+  assert cells[:2] == ["2", "3"] and cells[-2:] == ["0 → 0", "0 → 0"]
+  ratio, bound, rate = (float(cell) for cell in cells[3:6])
+  assert 0 < ratio <= bound and rate > 0 and engine.num_unfinished == 0
+
+
+def test_one_turn_is_refused():
+  with pytest.raises(ValueError, match="num_turns: got 1, expected 0 or at least 2; an interval n"):
+    sleep_foreground.real_run(make_engine(kind=sleep_foreground.WatchedEngine), 1)
+
+
+def test_an_upper_bound_is_that_of_the_mean():
+  assert np.isclose(sleep_foreground.upper_bound([1.0, 1.2, 1.1, 1.1]), 1.1 + 1.96 * 0.0408248)
