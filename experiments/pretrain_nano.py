@@ -150,6 +150,10 @@ def make_step(model: model_config.TransformerConfig, optimizer: optax.GradientTr
   return step
 
 
+def _is_embedding(params: parameters.Params) -> dict[str, bool]:
+  return {name: name == "embed" for name in params}
+
+
 def pretrain(
   config: PretrainConfig,
   model: model_config.TransformerConfig,
@@ -184,8 +188,7 @@ def pretrain(
     optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.98, weight_decay=0.05)
   )
   if config.keeps_embeddings:
-    kept = optax.masked(optax.set_to_zero(), lambda tree: {k: k == "embed" for k in tree})
-    optimizer = optax.chain(optimizer, kept)
+    optimizer = optax.chain(optimizer, optax.masked(optax.set_to_zero(), _is_embedding))
   documents = documents or nano_corpus.documents(
     config.seed, brief_rate=config.brief_rate, large_rate=config.large_rate
   )

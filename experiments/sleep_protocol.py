@@ -36,6 +36,7 @@ from seerjax.tasks import stateful_files, swe_features
 from seerjax.tasks.stateful import StatefulConfig, StatefulTask, StatefulWordProblems
 
 STORIES = "stateful_word_problems"
+TAUGHT = ("nano", "nano-sleep")  # Models that are asked as the stories were taught.
 
 
 class Line(NamedTuple):
@@ -190,7 +191,7 @@ def main(argv: list[str]) -> None:
       seed=args.seed,
     )
     task = load_task(args.task, stories)
-    follows_orders = bool(args.endpoint) or args.model != "nano"
+    follows_orders = bool(args.endpoint) or args.model not in TAUGHT
     prompts = prompts_for(task, follows_orders=follows_orders)
     places = range(min(args.num_contexts, len(task.contexts(args.split))))
     items = protocol.items(task, args.split, places)
@@ -213,7 +214,7 @@ def main(argv: list[str]) -> None:
 def define_flags() -> None:
   """Defines the flags of the command."""
   flags.DEFINE_string("endpoint", "", "URL of an OpenAI-style endpoint; '' asks the engine.")
-  flags.DEFINE_string("model", "nano", "nano, a directory, a Hub id, or a name at the endpoint.")
+  flags.DEFINE_string("model", "nano", "Shipped, a directory, a Hub id, or the endpoint's.")
   flags.DEFINE_string("key_variable", "", "Environment variable that holds the endpoint's key.")
   flags.DEFINE_integer("num_threads", 8, "Calls to an endpoint at once.")
   flags.DEFINE_string("task", STORIES, "Our stories, or a path; see the top of this file.")

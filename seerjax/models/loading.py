@@ -1,6 +1,6 @@
 """A model by name, ready to sample: shape, weights in compute dtype, numerics and tokenizer.
 
-    "nano" | "nano-draft" | directory | Hub id -- load_model --> Model -- Engine(model) --> answers
+    a name in `SHIPPED` | directory | Hub id -- load_model --> Model -- Engine(model) --> answers
 """
 
 from __future__ import annotations
@@ -18,10 +18,13 @@ from seerjax.models import (
   tokenizer as tokenizer_lib,
 )
 
-# The models in the package: nano, and what drafts for it.
+# The models in the package: nano, what drafts for it, and what learnt to sleep.
 NANO = pathlib.Path(__file__).parent / "nano"
 NANO_DRAFT = pathlib.Path(__file__).parent / "nano_draft"
-SHIPPED = types.MappingProxyType({"nano": NANO, "nano-draft": NANO_DRAFT})
+NANO_SLEEP = pathlib.Path(__file__).parent / "nano_sleep"
+SHIPPED = types.MappingProxyType(
+  {"nano": NANO, "nano-draft": NANO_DRAFT, "nano-sleep": NANO_SLEEP}
+)
 
 # Shapes of ours whose weights are made where they are used.
 RECIPES = types.MappingProxyType(
@@ -50,7 +53,7 @@ class Model:
 
 
 def directory_of(name_or_path: str | os.PathLike[str]) -> pathlib.Path:
-  """Returns the directory of a model: "nano" and "nano-draft" are those in the package.
+  """Returns the directory of a model: those of `SHIPPED` are in the package.
 
   Raises:
     FileNotFoundError: if there is no such directory, the Hub does not give it, or a shape of ours
@@ -76,8 +79,8 @@ def load_model(
   """Returns a model with its weights, tokenizer and numerics.
 
   Args:
-    name_or_path: "nano" (the model in the package), a Hugging Face directory, or a Hub id such as
-      "Qwen/Qwen3-0.6B", which is downloaded into the Hub's cache.
+    name_or_path: "nano" or "nano-sleep" (in the package), a Hugging Face directory, or a Hub id
+      such as "Qwen/Qwen3-0.6B", which is downloaded into the Hub's cache.
     numerics: what decides bits; None is float32 by what runs here ("auto"), with as many slabs as
       the model allows.
 

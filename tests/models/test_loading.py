@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import pathlib
 
 import numpy as np
@@ -38,3 +39,16 @@ def test_what_is_no_model_is_refused(tmp_path: pathlib.Path):
 def test_a_shape_without_weights_names_their_recipe():
   with pytest.raises(FileNotFoundError, match=r"got 'nano-10m', .*pretrain_nano --preset=nano-10m"):
     loading.load_model("nano-10m")
+
+
+def test_the_sleeper_is_loaded_by_name_and_is_what_its_card_says():
+  directory = loading.directory_of("nano-sleep")
+  weights = (directory / "model.safetensors").read_bytes()
+  assert len(weights) <= 2_500_000
+  assert f"SHA-256 `{hashlib.sha256(weights).hexdigest()}`" in (directory / "README.md").read_text()
+  model = loading.load_model("nano-sleep")
+  nano = loading.load_model("nano")
+  assert model.config == nano.config and model.tokenizer is not None
+  assert model.tokenizer.encode("Ana has 19 pens.") == nano.tokenizer.encode("Ana has 19 pens.")
+  for part in ("embed", "final_norm"):  # It is another model, not a copy.
+    assert (np.asarray(model.params[part]) != np.asarray(nano.params[part])).mean() > 0.5

@@ -1,0 +1,552 @@
+r"""Sleep-time compute with nano: what is thinking ahead worth, arm by arm and token by token?
+
+Claim: none that is reached on people whom nano-sleep was not trained on: it writes other names.
+What each arm comes to there, and among the people of its training, is in docs/results/sleep.md.
+Command: bash launch/local.sh experiments.sleep_time
+  less, sooner:  --num_contexts=10
+  the people of its training:  --split=heldout
+Hardware: 2 CPU cores. Numbers, and what is missed: docs/results/sleep.md
+
+Each of three seeds asks ten questions about each of its own contexts of the split "test", whose
+people, verbs and stories nano-sleep was not trained on. What is fixed below was fixed on "heldout".
+Every call is a line of --workdir/MODEL.jsonl: what was killed goes on there, and pays nothing
+twice. The models of --rivals are asked in whole answers alone: they know no other length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import dataclasses
+import json
+import pathlib
+from typing import NamedTuple
+
+from absl import app, flags
+import numpy as np
+import rich.progress
+
+from experiments import sleep_page, sleep_protocol, sleep_tables
+from experiments.sleep_page import Curve, Curves
+from experiments.sleep_tables import TEST, WAKE, About, Arm, Cells
+import seerjax
+from seerjax.engine.engine import Engine, EngineConfig
+from seerjax.models.tokenizer import Tokenizer
+from seerjax.run import command_line
+from seerjax.serve import identity
+from seerjax.serve.scoring import Scorer
+from seerjax.sleep import planner, prompts as prompts_lib, protocol
+from seerjax.sleep.call_journal import CallJournal
+from seerjax.sleep.engine_thinker import EngineThinker
+from seerjax.sleep.prompts import Prompts
+from seerjax.sleep.protocol import ProtocolConfig, Row
+from seerjax.sleep.thinkers import Ask
+from seerjax.tasks.stateful import StatefulConfig, StatefulTask, StatefulWordProblems
+
+CONTEXT = 512  # Positions of a sequence.
+# Places of the split: each seed has a range of its own, and the knob's contexts come after them.
+PLACES_A_SEED, FIRST_OF_KNOB = 1000, 5000
+
+WHOLE = sleep_tables.WHOLE
+BASE = ProtocolConfig(wake_tokens=192, sleep_tokens=192, max_samples=8)
+BUDGETS = dataclasses.replace(
+  BASE, arms=("test", "cache", "wake", "both"), parallel=(1,), cuts=(8, 12, 16, 24, 32, 48)
+)
+SEVERAL = dataclasses.replace(
+  BASE, arms=("wake", "both"), verbosities=(WHOLE,), parallel=(1, 2, 5, 10)
+)
+RIVALS = dataclasses.replace(
+  BASE, arms=("facts", "rule", "leak", "pass", "same"), verbosities=(WHOLE,), parallel=(1,)
+)
+# What a model is asked that was not taught to sleep.
+PLAIN = dataclasses.replace(
+  BASE, verbosities=(WHOLE,), parallel=(1,), cuts=BUDGETS.cuts,
+  arms=("test", "cache", "wake", "both", "facts", "rule"),
+)  # fmt: skip
+KNOB = dataclasses.replace(
+  BASE, arms=("test", "wake"), verbosities=(0, WHOLE), parallel=(1,)
+)
+EXPONENTS = (0.0, 1.0, 2.0, 3.0)
+
+
+class Part(NamedTuple):
+  """Some contexts, and what is asked about them.
+
+  Attributes:
+    name: of the rows.
+    task: whose contexts they are.
+    split: of the task.
+    places: of the contexts in the split.
+    seed: of the run.
+    configs: of the protocol, one after the other.
+  """
+
+  name: str
+  task: StatefulWordProblems
+  split: str
+  places: range
+  seed: int
+  configs: tuple[ProtocolConfig, ...]
+
+
+def parts(
+  seeds: Sequence[int], num_contexts: int, num_of_knob: int, *, is_taught: bool, split: str = "test"
+) -> list[Part]:
+  """Returns what a model is asked."""
+  configs = (BUDGETS, SEVERAL, RIVALS) if is_taught else (PLAIN,)
+  found = []
+  for seed in seeds:
+    first = seed * PLACES_A_SEED
+    places = range(first, first + num_contexts)
+    found.append(Part("main", StatefulWordProblems(), split, places, seed, configs))
+  if is_taught:
+    places = range(FIRST_OF_KNOB, FIRST_OF_KNOB + num_of_knob)
+    for exponent in EXPONENTS if num_of_knob else ():
+      task = StatefulWordProblems(config=StatefulConfig(predictability=exponent))
+      found.append(Part(f"knob {exponent:g}", task, split, places, 0, (KNOB,)))
+  return found
+
+
+def rows_of(part: Part, prompts: Prompts, ask: Ask) -> Iterator[tuple[Row, ...]]:
+  """Yields the rows of each context under each of the part's configs."""
+  items = protocol.items(part.task, part.split, part.places)
+  for config in part.configs:
+    config = dataclasses.replace(config, seed=part.seed)
+    yield from protocol.run(
+      items, prompts=prompts, verdict=part.task.verdict, ask=ask, config=config
+    )
+
+
+def predictability(
+  scorer: Scorer, tokenizer: Tokenizer, task: StatefulTask, context: str, asked: str
+) -> float:
+  """Returns log p(question | context), the mean of the question's tokens in nats.
+
+  The tokens are those of the prompt that both stand in; the end of the turn is not counted.
+  """
+
+  def ids(text: str) -> list[int]:
+    return tokenizer.chat_ids([{"role": "user", "content": text}])
+
+  whole, alone = ids(task.wake_prompt(asked, context, "")), ids(context)
+  start = next(i for i, (one, two) in enumerate(zip(whole, alone, strict=False)) if one != two)
+  # Both end alike.
+  num_after = next(
+    i for i, (one, two) in enumerate(zip(whole[::-1], alone[::-1], strict=False)) if one != two
+  )
+  scores, _ = scorer.prompt(whole, 0)
+  own = np.asarray(scores[start - 1 : len(whole) - num_after - 1], np.float32)
+  return float(np.mean(own))
+
+
+def about(part: Part, scorer: Scorer, tokenizer: Tokenizer) -> list[About]:
+  """Returns what is known of the questions of a part besides their answers."""
+  found = []
+  for item in protocol.items(part.task, part.split, part.places):
+    num_tokens = len(tokenizer.encode(item.context.text))
+    for problem in item.questions:
+      logprob = predictability(
+        scorer, tokenizer, part.task, item.context.text, problem.question
+      )
+      found.append(
+        About(
+          part=part.name,
+          problem_id=problem.problem_id,
+          context_id=item.context.context_id,
+          seed=part.seed,
+          num_steps=problem.num_steps,
+          context_steps=item.context.num_steps,
+          context_tokens=num_tokens,
+          logprob=logprob,
+        )
+      )
+  return found
+
+
+def known(
+  path: pathlib.Path, found: Sequence[Part], scorer_of: Callable[[], tuple[Scorer, Tokenizer]]
+) -> dict[str, list[About]]:
+  """Returns what is known of the questions of parts, by the parts' names.
+
+  Args:
+    path: of what was found out before; parts that are missing there are added.
+    found: the parts.
+    scorer_of: loads who scores, if there is need.
+  """
+  lines = path.read_text().splitlines() if path.exists() else []
+  before = {
+    (one.part, one.problem_id): one for one in (About(**json.loads(line)) for line in lines)
+  }
+  result: dict[str, list[About]] = {}
+  for part in found:
+    items = protocol.items(part.task, part.split, part.places)
+    names = [(part.name, problem.problem_id) for item in items for problem in item.questions]
+    if any(name not in before for name in names):
+      new = about(part, *scorer_of())
+      with path.open("a") as file:
+        file.writelines(json.dumps(one._asdict()) + "\n" for one in new)
+    else:
+      new = [before[name] for name in names]
+    result.setdefault(part.name, []).extend(new)
+  return result
+
+
+def asked(
+  name: str, found: Sequence[Part], workdir: pathlib.Path, progress: rich.progress.Progress
+) -> dict[str, list[Row]]:
+  """Asks a model all that its parts want, and returns the rows by the parts' names."""
+  model = seerjax.load_model(name)
+  config = EngineConfig(page_size=16, max_sequences=64, max_context=CONTEXT)
+  thinker = EngineThinker(Engine(model, config=config))
+  who = {"fingerprint": identity.fingerprint(model, seerjax.numerics.key(0))}
+  bar = progress.add_task(name, total=sum(len(p.places) * len(p.configs) for p in found), note="")
+  rows: dict[str, list[Row]] = {}
+  with CallJournal(workdir / f"{pathlib.Path(name).name}.jsonl", settings=who) as journal:
+    for part in found:
+      for of_context in rows_of(part, prompts_lib.taught(part.task), journal.asking(thinker.ask)):
+        rows.setdefault(part.name, []).extend(of_context)
+        note = f"{part.name}, seed {part.seed}: {journal.num_asked:,} calls"
+        progress.update(bar, advance=1, note=f"{note}, {journal.num_found:,} from the journal")
+        done = int(progress.tasks[bar].completed)
+        if not progress.console.is_terminal and done % 20 == 0:
+          print(f"{name}: {done} of {progress.tasks[bar].total:.0f}, {note}", flush=True)
+  return rows
+
+
+# What came of it.
+
+
+class Section(NamedTuple):
+  """A table of the report.
+
+  Attributes:
+    title: of it.
+    text: Markdown.
+  """
+
+  title: str
+  text: str
+
+
+def _table(names: Sequence[str], lines: Iterable[Sequence[object]]) -> str:
+  head = f"| {' | '.join(names)} |\n|{'---|' * len(names)}"
+  return "\n".join([head, *(f"| {' | '.join(map(str, line))} |" for line in lines)])
+
+
+def percent(value: float) -> str:
+  """Returns a share as "53.3"."""
+  return f"{100 * value:.1f}"
+
+
+class Main(NamedTuple):
+  """The main part's rows.
+
+  Attributes:
+    own: of the model that was taught to sleep.
+    base: of the model that is right most often without sleep.
+    base_name: its name.
+    rows: by model.
+  """
+
+  own: Cells
+  base: Cells
+  base_name: str
+  rows: Mapping[str, list[Row]]
+
+
+def main_of(model: str, rows: Mapping[str, dict[str, list[Row]]], about: Sequence[About]) -> Main:
+  """Returns the main part, with the better baseline."""
+  cells = {name: Cells(of["main"], about) for name, of in rows.items()}
+  best = max(cells, key=lambda name: float(cells[name].right(TEST).mean()))
+  return Main(cells[model], cells[best], best, {name: of["main"] for name, of in rows.items()})
+
+
+def of_seed(main: Main, seed: int) -> tuple[Cells, Cells]:
+  """Returns (own, base) with a seed's contexts alone."""
+  return main.own.some(lambda one: one.seed == seed), main.base.some(lambda one: one.seed == seed)
+
+
+def ratio(own: Cells, base: Cells) -> sleep_tables.Interval:
+  """Returns test tokens with sleep over those without, with its interval."""
+  columns = {"wake": own.tokens(WAKE), "test": base.tokens(TEST)}
+  return sleep_tables.bootstrap(own, columns, lambda means: means["wake"] / means["test"])
+
+
+def against(main: Main) -> Section:
+  """T_b(q, c') against every other way to spend tokens."""
+  own, base = main.own, main.base
+  seeds = sorted({one.seed for one in own.about})
+
+  def line(name: str, cells: Cells, other: Cells, arm: Arm) -> tuple[str, ...]:
+    gain = sleep_tables.mean(cells, cells.right(WAKE) - other.right(arm))
+    tokens = float(other.tokens(arm).mean())
+    share = float(cells.tokens(WAKE).mean()) / tokens
+    right = percent(float(other.right(arm).mean()))
+    return name, right, f"{tokens:.1f}", gain.text(100), f"{share:.2f}"
+
+  found = [line(f"T_B(q, c) of {main.base_name}", own, base, TEST)]
+  for seed in seeds if len(seeds) > 1 else ():
+    found.append(line(f"the same, seed {seed}", *of_seed(main, seed), TEST))
+  for name, arm in (
+    ("T_B(q, c), kept KV of c", Arm("cache")),
+    ("T_b(q, c, c')", Arm("both", num_parallel=1)),
+    ("T_b(q, perfect c')", Arm("facts")),
+    ("T_b(q, c' by rule)", Arm("rule")),
+    ("c without q", Arm("leak")),
+    ("pass@k with an oracle, equal test tokens", Arm("pass")),
+    ("the same total without sleep", Arm("same")),
+    ("2 parallel c'", Arm("wake", num_parallel=2)),
+    ("5 parallel c'", Arm("wake", num_parallel=5)),
+    ("10 parallel c'", Arm("wake", num_parallel=10)),
+  ):
+    found.append(line(name, own, own, arm))
+  names = (
+    "instead of T_b(q, c')", "right %", "test tokens", "T_b(q, c') is ahead by, points (95 %)",
+    "its share of the test tokens",
+  )  # fmt: skip
+  return Section("T_b(q, c') against other ways to spend tokens", _table(names, found))
+
+
+def budgets(main: Main) -> Section:
+  """Gains at equal test tokens, where budgets are lengths, and where they are hard cuts."""
+  own, base = main.own, main.base
+  lengths = [Arm("test", verbosity) for verbosity in range(WHOLE + 1)]
+  cuts = [Arm("test", cut=cut) for cut in (0, *BUDGETS.cuts)]
+  rows = [
+    ("lengths of nano-sleep", sleep_tables.gain_at_equal_tokens(own, own, WAKE, lengths)),
+    (f"hard cuts of {main.base_name}", sleep_tables.gain_at_equal_tokens(own, base, WAKE, cuts)),
+  ]
+  for verbosity in range(WHOLE):
+    arm = Arm("wake", verbosity, 1)
+    gain = sleep_tables.mean(own, own.right(arm) - own.right(Arm("test", verbosity)))
+    rows.append((f"both asked for length {verbosity}", gain))
+  found = [(name, gain.text(100)) for name, gain in rows]
+  names = ("budgets of T_B(q, c)", "T_b(q, c') is ahead at as many test tokens, points (95 %)")
+  return Section("Gain at equal test tokens", _table(names, found))
+
+
+def steps(main: Main) -> Section:
+  """By the number of steps."""
+  of_context = sleep_tables.by_steps(main.base, main.own, lambda one: one.context_steps)
+  of_question = sleep_tables.by_steps(main.base, main.own, lambda one: one.num_steps)
+  long = sleep_tables.where_test_is_long(main.base, main.own, 55)
+  found = [
+    (kind, one.name, one.count, percent(one.test), percent(one.wake), f"{one.test_tokens:.1f}",
+     f"{one.wake_tokens:.1f}", f"{one.ratio:.1f}")
+    for kind, several in (("context", of_context), ("question", of_question), ("", [long]))
+    for one in several
+    if one.count
+  ]  # fmt: skip
+  names = (
+    "of the", "steps", "questions", "T_B right %", "T_b right %", "T_B tokens", "T_b tokens",
+    "ratio",
+  )  # fmt: skip
+  return Section("By the number of steps", _table(names, found))
+
+
+def prices(main: Main) -> Section:
+  """Cost of a question."""
+  found = []
+  for latency_price in sleep_tables.PRICES:
+    without = sleep_tables.price(main.base, TEST, latency_price, 1)
+    for count in (1, 2, 3, 5, 10):
+      with_sleep = sleep_tables.price(main.own, WAKE, latency_price, count)
+      found.append((
+        f"{latency_price:g}", count, f"{without:.1f}", f"{with_sleep:.1f}",
+        f"{without / with_sleep:.2f}",
+      ))  # fmt: skip
+  names = ("t", "questions a context", "without sleep", "with", "times cheaper")
+  return Section("Price of a question, t b + S / N_q, in tokens of sleep", _table(names, found))
+
+
+def break_even(main: Main) -> Section:
+  """Predicted by the planner from the first seed's contexts, realised on the others'."""
+  seeds = sorted({one.seed for one in main.own.about})
+  is_first: Callable[[About], bool] = lambda one: one.seed == seeds[0]
+  is_later: Callable[[About], bool] = lambda one: one.seed != seeds[0]
+  if len(seeds) == 1:
+    half = main.own.about[len(main.own.about) // 2].context_id
+    firsts = {one.context_id for one in main.own.about[: len(main.own.about) // 2]} - {half}
+    is_first = lambda one: one.context_id in firsts
+    is_later = lambda one: one.context_id not in firsts
+  own = [main.own.some(chosen) for chosen in (is_first, is_later)]
+  base = [main.base.some(chosen) for chosen in (is_first, is_later)]
+  found = []
+  for latency_price in sleep_tables.PRICES:
+    predicted = planner.break_even(
+      sleep_tokens=float(own[0].sleep(WAKE).mean()),
+      full_tokens=float(base[0].tokens(TEST).mean()),
+      short_tokens=float(own[0].tokens(WAKE).mean()),
+      latency_price=latency_price,
+    )
+    seen = sleep_tables.crossing(base[1], own[1], TEST, WAKE, latency_price)
+    found.append(
+      (f"{latency_price:g}", f"{predicted:.2f}", f"{seen:.2f}", percent(predicted / seen - 1))
+    )
+  names = ("t", "predicted from other contexts", "realised", "error %")
+  return Section("Break-even, questions a context", _table(names, found))
+
+
+def planning(main: Main) -> Section:
+  """The planner's choice."""
+  found = []
+  for latency_price in sleep_tables.PRICES:
+    for mean_questions in (1.2, 2.0, 3.0, 5.0):
+      one = sleep_tables.planned(
+        main.base, main.own, TEST, WAKE, latency_price, mean_questions
+      )
+      found.append((
+        f"{latency_price:g}", f"{mean_questions:g}", f"{one.never:,.0f}", f"{one.always:,.0f}",
+        f"{one.planner:,.0f}", one.num_slept, percent(one.excess),
+      ))  # fmt: skip
+  names = (
+    "t", "mean questions", "never", "always", "planner", "slept for", "dearer than the better %",
+  )  # fmt: skip
+  count = len(main.own.starts)
+  return Section(f"The planner over {count} contexts, tokens of sleep in all", _table(names, found))
+
+
+def predicted(main: Main) -> Section:
+  """Gain over quintiles of log p(q|c)."""
+  found = []
+  for verbosity in (0, WHOLE):
+    one = sleep_tables.by_predictability(
+      main.own, Arm("test", verbosity), Arm("wake", verbosity, 1)
+    )
+    found.append(
+      (verbosity, *(f"{100 * gain:.1f}" for gain in one.gains), one.slope.text(100))
+    )
+  edges = ", ".join(f"{edge:.2f}" for edge in one.edges)
+  names = ("length", "1st", "2nd", "3rd", "4th", "5th", "slope, points a nat (95 %)")
+  title = f"Gain of T_b(q, c') over T_B(q, c), points, by quintile of log p(q|c) ({edges})"
+  return Section(title, _table(names, found))
+
+
+def knob(rows: Mapping[str, list[Row]], about: Mapping[str, list[About]]) -> Section:
+  """Gain under each exponent of Zipf."""
+  found = []
+  for name in rows:
+    if name == "main":
+      continue
+    cells = Cells(rows[name], about[name])
+    gains = [
+      sleep_tables.mean(
+        cells, cells.right(Arm("wake", length, 1)) - cells.right(Arm("test", length))
+      ).text(100)
+      for length in (0, WHOLE)
+    ]
+    logprob = float(np.mean([one.logprob for one in cells.about]))
+    found.append((name.partition(" ")[2], len(cells.starts), f"{logprob:.2f}", *gains))
+  names = (
+    "exponent", "contexts", "mean log p(q|c)", "gain at length 0, points (95 %)", "in whole answers"
+  )
+  return Section("By the law of Zipf that questions follow", _table(names, found))
+
+
+def curves(main: Main) -> list[Curves]:
+  """The charts of the page."""
+  own, base = main.own, main.base
+
+  def of(label: str, cells: Cells, arms: Sequence[Arm]) -> Curve:
+    points = sorted(
+      (float(cells.tokens(arm).mean()), float(cells.right(arm).mean())) for arm in arms
+    )
+    x, y = zip(*points, strict=True)
+    return Curve(label, np.array(x), np.array(y))
+
+  lengths, cuts = range(WHOLE + 1), (0, *BUDGETS.cuts)
+  without = of("T_B(q, c)", own, [Arm("test", length) for length in lengths])
+  wake = of("T_b(q, c')", own, [Arm("wake", length, 1) for length in lengths])
+  both = of("T_b(q, c, c')", own, [Arm("both", length, 1) for length in lengths])
+  found = [
+    Curves("Right against test tokens, by length asked for", "tokens", "nano-sleep, four lengths",
+           (without, wake, both), is_percent=True),
+    Curves("Right against test tokens, by hard cuts", "tokens", "a cut answer is no answer",
+           (of(f"T_B(q, c) of {main.base_name}", base, [Arm("test", cut=cut) for cut in cuts]),
+            of("T_b(q, c')", own, [Arm("wake", WHOLE, 1, cut) for cut in cuts])), is_percent=True),
+  ]  # fmt: skip
+  counts = np.arange(1, sleep_tables.MAX_QUESTIONS + 1)
+  for latency_price in (10.0, 1.0):
+    pair = [
+      Curve(label, counts.astype(float), np.array([
+        sleep_tables.price(cells, arm, latency_price, int(count)) for count in counts
+      ]))
+      for label, cells, arm in (("without sleep", base, TEST), ("with", own, WAKE))
+    ]  # fmt: skip
+    note = f"t b + S / N, a token for which a user waits costs {latency_price:g}"
+    found.append(
+      Curves(f"Price of a question, t = {latency_price:g}", "questions", note, tuple(pair))
+    )
+  return found
+
+
+def report(
+  model: str,
+  rows: Mapping[str, dict[str, list[Row]]],
+  about: Mapping[str, list[About]],
+  workdir: pathlib.Path,
+) -> None:
+  """Prints the tables, and writes them, the page and its picture."""
+  main = main_of(model, rows, about["main"])
+  sections = [
+    Section(f"Arms of {name}", sleep_protocol.table(sleep_protocol.lines_of(found, 10), 10))
+    for name, found in main.rows.items()
+  ]
+  makers = (against, budgets, steps, prices, break_even, planning, predicted)
+  sections += [make(main) for make in makers]
+  if len(rows[model]) > 1:
+    sections.append(knob(rows[model], about))
+  text = "\n\n".join(f"## {one.title}\n\n{one.text}" for one in sections)
+  (workdir / "tables.md").write_text(f"{text}\n")
+  gain = sleep_tables.mean(main.own, main.own.right(WAKE) - main.base.right(TEST))
+  tiles = [
+    (gain.text(100), "points ahead of T_B(q, c)", f"95 %, against {main.base_name}"),
+    (f"{ratio(main.own, main.base).value:.2f}", "of its test tokens", "b / B"),
+    (str(len(main.own.starts)), "contexts", f"{len(main.own.about)} questions"),
+  ]
+  drawn = curves(main)
+  sleep_page.draw(drawn[:3], workdir / "sleep.png")
+  (workdir / "sleep.html").write_text(sleep_page.html(tiles, drawn, sections))
+  print(f"\n{text}\n\npage {workdir / 'sleep.html'}")
+
+
+def main(argv: list[str]) -> None:
+  args = flags.FLAGS
+  with command_line.refusals():
+    command_line.check_arguments(argv)
+    seeds = sorted({int(seed) for seed in args.seeds})
+    if not 2 <= args.num_contexts <= PLACES_A_SEED or not seeds or not 0 <= seeds[-1] < 5:
+      raise ValueError(
+        f"--num_contexts, --seeds: got {args.num_contexts} and {args.seeds}, expected 2 to"
+        f" {PLACES_A_SEED} contexts of each seed, and seeds of 0 to 4; 100 and 0,1,2 are usual."
+      )
+    if args.model in args.rivals:
+      raise ValueError(
+        f"--rivals: got {args.rivals} with --model={args.model}, expected other models; drop it."
+      )
+    workdir = pathlib.Path(args.workdir)
+    workdir.mkdir(parents=True, exist_ok=True)
+    own = parts(seeds, args.num_contexts, args.num_of_knob, is_taught=True, split=args.split)
+    plain = parts(seeds, args.num_contexts, 0, is_taught=False, split=args.split)
+
+    def scorer_of() -> tuple[Scorer, Tokenizer]:
+      model = seerjax.load_model("nano")
+      assert model.tokenizer is not None
+      return Scorer(model, context=CONTEXT), model.tokenizer
+
+    columns = (*rich.progress.Progress.get_default_columns(), "{task.fields[note]}")
+    with rich.progress.Progress(*columns) as progress:
+      rows = {name: asked(name, plain, workdir, progress) for name in args.rivals}
+      rows[args.model] = asked(args.model, own, workdir, progress)
+    found = known(workdir / "questions.jsonl", own, scorer_of)
+  report(args.model, rows, found, workdir)
+
+
+if __name__ == "__main__":
+  flags.DEFINE_string("model", "nano-sleep", "That was taught to sleep.")
+  flags.DEFINE_list("rivals", ["nano"], "Models asked in whole answers alone.")
+  flags.DEFINE_enum("split", "test", ["test", "heldout"], "heldout has the people of training.")
+  flags.DEFINE_list("seeds", ["0", "1", "2"], "Of contexts and noise.")
+  flags.DEFINE_integer("num_contexts", 100, "Of each seed.")
+  flags.DEFINE_integer("num_of_knob", 40, "For each exponent of Zipf; 0 for none.", 0)
+  flags.DEFINE_string("workdir", "runs/sleep_time", "Journals, tables and the page go here.")
+  app.run(main)
