@@ -46,17 +46,22 @@ REQUESTS_AT_ONCE = 1024
 STEPS_PER_CHECKPOINT = 100
 
 
-def problems(seed: int) -> Iterator[Problem]:
-  """Yields problems of the train splits without end, in nano's corpus' mixture."""
+def problems(seed: int, split: str = "train") -> Iterator[Problem]:
+  """Yields problems of a split without end, in nano's corpus' mixture."""
   draws = Draws("distill", seed)
   words, numbers = word_problems.WordProblems(), countdown.Countdown()
   while True:
     task = numbers if draws.chance(COUNTDOWN_RATE) else words
-    yield task.problem("train", draws.below(task.num_problems("train")))
+    yield task.problem(split, draws.below(task.num_problems(split)))
 
 
-def answered(target: loading.Model, num_problems: int, seed: int) -> distill.Answers:
-  """Returns the target's answers to `num_problems` problems, at temperature 1."""
+def answered(
+  target: loading.Model, num_problems: int, asked: Iterator[Problem]
+) -> distill.Answers:
+  """Returns the target's answers to `num_problems` problems, at temperature 1.
+
+  A request's seed is its number.
+  """
   tokenizer = target.tokenizer
   assert tokenizer is not None
   engine = Engine(
@@ -65,7 +70,7 @@ def answered(target: loading.Model, num_problems: int, seed: int) -> distill.Ans
   )
   sampling = SamplingParams(max_tokens=216, stop_token_ids=tokenizer.eos_ids)
   texts: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
-  drawn = enumerate(itertools.islice(problems(seed), num_problems))
+  drawn = enumerate(itertools.islice(asked, num_problems))
   while some := list(itertools.islice(drawn, REQUESTS_AT_ONCE)):
     requests = [
       Request(
@@ -146,7 +151,9 @@ def main(argv: list[str]) -> None:
       directory / "answers.npz",
       distill.Answers,
       lambda: answered(
-        loading.load_model(target, run_presets.main_job().numerics), args.num_problems, args.seed
+        loading.load_model(target, run_presets.main_job().numerics),
+        args.num_problems,
+        problems(args.seed),
       ),
     )
     likely = None

@@ -145,6 +145,19 @@ def logits_of(
   numerics: numerics_lib.NumericsConfig,
 ) -> Float[Array, "b t v"]:
   """Returns f32[b, t, v], logits of whole sequences of one length (`params` in compute dtype)."""
+  hidden = hidden_of(params, tokens, config=config, numerics=numerics)
+  logits = logits_of_hidden(params, hidden, config=config, numerics=numerics)
+  return logits.reshape(*tokens.shape, -1)
+
+
+def hidden_of(
+  params: Params,
+  tokens: Int[Array, "b t"],
+  *,
+  config: TransformerConfig,
+  numerics: numerics_lib.NumericsConfig,
+) -> Float[Array, "n d"]:
+  """Returns f[b t, d], hidden rows of whole sequences before the final norm."""
   numerics = numerics_for(config, numerics)
   batch_size, length = tokens.shape
   page_size = min(numerics.kv_split, 64)
@@ -155,10 +168,22 @@ def logits_of(
   hidden, _ = transformer.forward(
     params, batch, pages, config=config, numerics=numerics, backend=backend
   )
+  return hidden
+
+
+def logits_of_hidden(
+  params: Params,
+  hidden: Float[Array, "n d"],
+  *,
+  config: TransformerConfig,
+  numerics: numerics_lib.NumericsConfig,
+) -> Float[Array, "n v"]:
+  """Returns f32[n, v], logits of hidden rows before the final norm."""
+  numerics = numerics_for(config, numerics)
+  backend = choice.backend_of(numerics)
   table = params.get("head")
   if table is None:
     table = params["embed"].reshape(numerics.reduction_shards, -1, config.hidden_size)
   weights = {"final_norm": params["final_norm"], "head": table}
   rows = functools.partial(head.logits_rows, backend, config, None)
-  logits = backend.map_rows(rows, weights, hidden, batch.num_rows)
-  return logits.reshape(batch_size, length, -1)
+  return backend.map_rows(rows, weights, hidden, jnp.int32(hidden.shape[0]))
