@@ -152,6 +152,7 @@ def test_a_question_that_follows_from_its_context_is_likelier():
   assert found == pytest.approx(-(start + (len(ids) - 1) / 2))
 
 
+@pytest.mark.thorough
 def test_a_report_of_all_arms_has_every_table(tmp_path: pathlib.Path):
   seeds, small = (0, 1), 2
   names = dict(max_samples=2, wake_tokens=48)
