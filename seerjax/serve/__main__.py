@@ -181,7 +181,7 @@ def sleep(family: Family) -> dict[str, Sleeping]:
     max_rethinks=args.rethinks,
     sleep_tokens=args.sleep_tokens,
     num_anticipated=args.anticipated,
-    verbosity=args.verbosity,
+    verbosity=args.answer_length,
   )
   found = Sleeping(
     args.contexts, engine, asked, identity=family.identity, config=config
@@ -243,7 +243,7 @@ def define_flags() -> None:
   flags.DEFINE_integer("sleepers", 1, "Rewrites of a context.")
   flags.DEFINE_integer("rethinks", 3, "Calls of a sleeper, at most.")
   flags.DEFINE_integer("sleep_tokens", 256, "Of one call of a sleeper, at most.")
-  flags.DEFINE_integer("verbosity", 0, "Of answers from a context, 0 the shortest.")
+  flags.DEFINE_integer("answer_length", 0, "Of answers from a context, 0 the shortest.")
   flags.DEFINE_integer("anticipated", 0, "Questions of a context that are answered for drafts.")
   flags.DEFINE_bool("drafts", False, "Rewrites are drafts of their context's questions.")
   flags.DEFINE_integer("pinned_pages", 0, "Pages that starts of contexts' questions may keep.")
