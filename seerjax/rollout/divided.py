@@ -322,8 +322,20 @@ def resumed(
 
   It adds its own chunks to the journal. Requests are named as `groups.place_of` reads them.
   """
+  return DividedRollout(
+    engine, policy, resume_from=begun_in(journal, requests), on_chunk=keep_in(journal)
+  )
+
+
+def begun_in(journal: Journal, requests: Sequence[Request]) -> dict[str, Completion]:
+  """Returns, by request id, what a journal holds of those of the requests that have begun."""
   names = [request.request_id for request in requests]
   begun = {name: journal.begun(*groups.place_of(name)) for name in names}
+  return {name: known for name, known in begun.items() if known is not None}
+
+
+def keep_in(journal: Journal) -> Callable[[Request, Completion], None]:
+  """Returns what puts a request's completion so far into a journal when a chunk has ended."""
 
   def keep(request: Request, so_far: Completion) -> None:
     # The journal writes what is new of it.
@@ -339,9 +351,4 @@ def resumed(
       ),
     )
 
-  return DividedRollout(
-    engine,
-    policy,
-    resume_from={name: known for name, known in begun.items() if known is not None},
-    on_chunk=keep,
-  )
+  return keep

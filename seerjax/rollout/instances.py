@@ -75,6 +75,22 @@ class Instances:
     pages = [num_pages] * num_instances
     return cls(page_size, pages, list(pages), [0] * num_instances, [max_running] * num_instances)
 
+  def add(self, *, num_pages: int, max_running: int) -> int:
+    """Adds an instance that runs nothing; returns its number, the next one."""
+    self.num_pages.append(num_pages)
+    self.free_pages.append(num_pages)
+    self.num_running.append(0)
+    self.max_running.append(max_running)
+    self.room.append(0)
+    self._look(len(self.room) - 1)
+    return len(self.room) - 1
+
+  def close(self, instance: int) -> None:
+    """Gives an instance no room any more, for good: it is gone. What ran there is released too."""
+    self.num_pages[instance] = self.free_pages[instance] = 0
+    self.num_running[instance] = self.max_running[instance] = 0
+    self._look(instance)
+
   def admit(self, decision: Decision) -> None:
     """Takes a decision's pages and place."""
     self.free_pages[decision.instance] -= decision.num_pages

@@ -6,7 +6,8 @@ One record a line, in a file that only grows:
 
 The checksum covers the bytes of the record. The first record is the header (format, run settings,
 numerics fingerprint); the others are rollouts, chunks, attempts (what came of running a rollout's
-program), and new epochs of the numerics. A record is on disk before `append` returns. A kill in the
+program), events (what a cluster's workers did, in the order in which its driver heard of it), and
+new epochs of the numerics. A record is on disk before `append` returns. A kill in the
 middle of one leaves a torn tail, which the next `open` cuts off: what it held is sampled again, to
 the same bits.
 
@@ -329,6 +330,7 @@ class Journal:
     self._index: dict[tuple[int, int, int], tuple[int, int]] = {}
     self._chunks: dict[tuple[int, int, int], list[int]] = {}
     self._attempts: dict[tuple[int, int, int], int] = {}
+    self._events: list[int] = []
     self._end = 0
     self.truncated_bytes = 0
     settings = _plain_settings(settings)
@@ -500,6 +502,21 @@ class Journal:
     self._attempts[key] = self._write({"kind": "attempt"} | place | {"attempt": dict(attempt)})
     return True
 
+  def append_event(self, event: Mapping[str, Any]) -> int:
+    """Puts an event on disk, JSON, behind all events before; returns its index, from 0.
+
+    Raises:
+      OSError: as for `append`.
+    """
+    index = len(self._events)
+    self._events.append(self._write({"kind": "event", "index": index, "event": dict(event)}))
+    return index
+
+  def events(self) -> Iterator[dict[str, Any]]:
+    """Yields the events, in their order."""
+    for offset in self._events:
+      yield self._read(offset)["event"]
+
   def attempt(self, step: int, group: int, member: int) -> dict[str, Any] | None:
     """Returns what came of a rollout, None if that is not known."""
     offset = self._attempts.get((step, group, member))
@@ -556,6 +573,8 @@ class Journal:
         self.fingerprints.append(_header(self.path)["fingerprint"])
       elif kind == "epoch":
         self._begin_epoch(record)
+      elif kind == "event":
+        self._events.append(start)
       else:
         key = (record["step"], record["group"], record["member"])
         if kind == "rollout":

@@ -145,7 +145,7 @@ def test_what_lies_in_a_store_is_named_by_what_the_adapter_is(tmp_path):
   def keys_of(named):
     pool = KVPool(KVPoolConfig(host_pages=4), DiskStore(tmp_path, max_bytes=10**6))
     make_engine(adapters=named, kv_pool=pool)
-    return {name: pool._identified(Owner(name)).key([1, 2]) for name in ("", *named)}
+    return {name: pool.identity_of(Owner(name)).key([1, 2]) for name in ("", *named)}
 
   first = keys_of({"poet": (adapter(), 1.0), "judge": (adapter(3), 1.0)})
   assert len(set(first.values())) == 3

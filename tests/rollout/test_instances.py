@@ -35,3 +35,14 @@ def test_the_room_of_instances_is_kept_true(changes):
 def test_instances_of_nothing_are_refused():
   with pytest.raises(ValueError, match="page_size=0, num_pages=1, max_running=1, expected"):
     Instances.empty(1, page_size=0, num_pages=1, max_running=1)
+
+
+def test_an_instance_that_comes_has_room_and_one_that_is_gone_has_none_again():
+  instances = Instances(4, [], [], [], [])
+  assert [instances.add(num_pages=pages, max_running=2) for pages in (9, 5)] == [0, 1]
+  instances.admit(Decision("a", 0, 1, 3, True, 0))
+  assert instances.room == [6, 5] and instances.num_running == [1, 0]
+  instances.close(0)
+  assert instances.room == [0, 5] and instances.num_running == [0, 0]
+  assert instances.add(num_pages=7, max_running=1) == 2
+  assert instances.room == [0, 5, 7] and instances.num_pages == [0, 5, 7]

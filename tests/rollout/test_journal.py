@@ -290,6 +290,19 @@ def test_the_first_attempt_counts_also_after_reopening(tmp_path):
     other = other | {"digest": "cccc"}
 
 
+def test_events_keep_their_order_also_after_reopening(tmp_path):
+  path = tmp_path / "journal.jsonl"
+  written = [{"event": "joined", "worker": 1}, {"event": "ended", "worker": 1, "chunk": 4}]
+  with open_journal(path) as book:
+    assert [book.append_event(event) for event in written] == [0, 1]
+    book.append(0, 0, 0, make_rollout())
+  with open_journal(path) as book:
+    assert list(book.events()) == written
+    assert book.append_event({"event": "lost", "worker": 1}) == 2
+    assert book.lookup(0, 0, 0) is not None
+  assert len(list(journal.read(path)[1])) == 1
+
+
 def test_a_closed_journal_takes_no_record(tmp_path):
   book = open_journal(tmp_path / "j")
   book.close()

@@ -179,7 +179,7 @@ class KVPool:
     """Returns whether the store has the pages of `tokens`; they are the request's to take then."""
     if self._store is None or request_id in self:
       return False
-    key = self._identified(owner).key(tokens)
+    key = self.identity_of(owner).key(tokens)
     if not self._asked("has", False, lambda store: store.has(key)):
       return False
     self._need(request_id, key, owner)
@@ -200,7 +200,7 @@ class KVPool:
     key, owner = self._stored[request_id]
     begin = time.monotonic()
     data = self._asked("get", None, lambda store: store.get(key))
-    rounds = None if data is None else values.unpacked(data, self._identified(owner))
+    rounds = None if data is None else values.unpacked(data, self.identity_of(owner))
     self._let_go(request_id)
     self.store.seconds_stalled += time.monotonic() - begin
     if data is None or rounds is None:
@@ -224,7 +224,8 @@ class KVPool:
     for request_id in [*self._held, *self._stored]:
       self.drop(request_id)
 
-  def _identified(self, owner: Owner) -> Identity:
+  def identity_of(self, owner: Owner = BASE) -> Identity:
+    """Returns whose keys and values an owner's are; the first time, it reads all the weights."""
     assert self._identity is not None, "KVPool.identify comes first"
     return self._identity(owner)
 
@@ -267,7 +268,7 @@ class KVPool:
     """Moves a request from host memory to the store; False if that is full."""
     held = self._held[request_id]
     begin = time.monotonic()
-    identity = self._identified(held.owner)
+    identity = self.identity_of(held.owner)
     key = identity.key(held.tokens)
     if key not in self._own:
       data = values.packed(jax.tree.map(np.asarray, held.rounds), identity)
