@@ -1,12 +1,21 @@
-"""Meshes, the fixed reduction tree, and where parameters live.
+"""Meshes, the processes that share one, the fixed reduction tree, and where parameters live.
 
 The mesh has two axes. `instance` replicates the weights and splits the requests: each instance has
 its own pages. `model` splits every slab dimension (`NumericsConfig.reduction_shards` logical slabs
 over 1, 2, 4 or 8 devices); partial sums are gathered and added locally in one order, so the number
 of devices changes no bit.
+
+The devices of a mesh may be those of several processes, on one machine or on several: all run one
+program together, a *slice* (`start`). Each process then runs the same lines on the same numbers;
+what one of them alone can know is told by the first (`agreement`).
 """
 
 from __future__ import annotations
+
+import dataclasses
+import socket
+import time
+from typing import Any, Literal
 
 import jax
 from jax import lax
@@ -18,6 +27,136 @@ from seerjax.array_typing import Array, Shaped
 MAX_INSTANCES = 1024  # As many devices of a CPU take a second to make; the time grows squared.
 INSTANCE_AXIS = "instance"
 MODEL_AXIS = "model"
+# What may know of a slice's processes, by JAX's names.
+Launcher = Literal["", "slurm", "ompi", "k8s", "gcetpu", "gketpu"]
+LAUNCHERS = ("", "slurm", "ompi", "k8s", "gcetpu", "gketpu")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SliceConfig:
+  """Processes whose devices are one mesh. None of it changes a bit.
+
+  Attributes:
+    num_processes: of the slice, to be given in every case; 1 is this process alone.
+    process_id: of this process, from 0, in the order of its devices.
+    coordinator: "host:port", where process 0 listens and all others can reach it.
+    launcher: what started the processes and knows the other two: "slurm", "ompi" (Open MPI's
+      mpirun), "k8s" (an indexed Job or JobSet), "gcetpu" or "gketpu" (a TPU's metadata); "" where
+      they are given here.
+    start_seconds: how long processes wait for each other at the start.
+    heartbeat_seconds: after which a process that is not heard of is taken for dead, and the others
+      end.
+  """
+
+  num_processes: int = 1
+  process_id: int = 0
+  coordinator: str = ""
+  launcher: Launcher = ""
+  start_seconds: int = 300
+  heartbeat_seconds: int = 30
+
+  def __post_init__(self):
+    if self.launcher not in LAUNCHERS:
+      raise ValueError(
+        f"SliceConfig.launcher: got {self.launcher!r}, expected one of {LAUNCHERS}; leave it empty"
+        " and give num_processes, process_id and coordinator."
+      )
+    if self.num_processes < 1 or not 0 <= self.process_id < self.num_processes:
+      raise ValueError(
+        f"SliceConfig: got process_id={self.process_id} of num_processes={self.num_processes},"
+        " expected a number from 0 and below that of the processes; number them from 0."
+      )
+    for field in ("start_seconds", "heartbeat_seconds"):
+      if vars(self)[field] < 1:
+        raise ValueError(
+          f"SliceConfig.{field}: got {vars(self)[field]}, expected at least 1; leave it out."
+        )
+    host, _, port = self.coordinator.rpartition(":")
+    is_address = bool(host) and port.isdigit() and 0 < int(port) < 2**16
+    if not self.launcher and self.num_processes > 1 and not is_address:
+      raise ValueError(
+        f"SliceConfig.coordinator: got {self.coordinator!r}, expected 'host:port' of process 0,"
+        f" which {self.num_processes} processes can reach; 127.0.0.1:9123 will do on one machine."
+      )
+
+
+def start(config: SliceConfig, *, num_devices: int) -> None:
+  """Joins the slice's processes, before the first use of a device.
+
+  Args:
+    config: the processes.
+    num_devices: of the whole mesh: on a CPU as many virtual ones are made, each process its share.
+
+  Raises:
+    ValueError: if devices cannot be shared out evenly, process 0 cannot listen at its address or is
+      not there in time, or the launcher has started another number of processes.
+  """
+  count = config.num_processes
+  if num_devices % count:
+    raise ValueError(
+      f"parallel.start: got {num_devices} devices (num_instances x model_shards) for {count}"
+      " processes, expected as many for each; lower --num_processes, or raise"
+      " --config.num_instances."
+    )
+  if count > 1 and not config.launcher:
+    _require_address(config)
+  jax.config.update("jax_num_cpu_devices", num_devices // count)
+  if count == 1:
+    return
+  jax.config.update("jax_cpu_collectives_implementation", "gloo")
+  # One program at a time on a CPU's devices: two in flight could meet in each other's collectives.
+  jax.config.update("jax_cpu_enable_async_dispatch", False)
+  timeouts: dict[str, Any] = dict(
+    initialization_timeout=config.start_seconds,
+    heartbeat_timeout_seconds=config.heartbeat_seconds,
+  )
+  given: dict[str, Any] = dict(cluster_detection_method=config.launcher)
+  if not config.launcher:
+    given = dict(
+      coordinator_address=config.coordinator,
+      num_processes=config.num_processes,
+      process_id=config.process_id,
+      cluster_detection_method="deactivate",
+    )
+  jax.distributed.initialize(**given, **timeouts)
+  if jax.process_count() != count:
+    raise ValueError(
+      f"parallel.start: got {jax.process_count()} processes from {config.launcher!r}, expected"
+      f" num_processes={count}; give the number that was started."
+    )
+
+
+def _require_address(config: SliceConfig) -> None:
+  """Refuses an address that cannot be: JAX would end the process where that shows, without a word.
+
+  Raises:
+    ValueError: if process 0 cannot listen there, or does not in time.
+  """
+  host, _, port = config.coordinator.rpartition(":")
+  if not config.process_id:
+    with socket.socket() as own:
+      own.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+      try:
+        own.bind(("", int(port)))
+      except OSError as error:
+        raise ValueError(
+          f"SliceConfig.coordinator: got {config.coordinator!r}, where process 0 cannot listen"
+          f" ({error.strerror}), expected a free port of its machine; choose another."
+        ) from error
+    return
+  until = time.monotonic() + config.start_seconds
+  while True:
+    try:
+      socket.create_connection((host, int(port)), timeout=config.start_seconds).close()
+      return
+    except OSError as error:
+      if time.monotonic() > until:
+        raise ValueError(
+          f"SliceConfig.coordinator: got {config.coordinator!r}, where process {config.process_id}"
+          f" of {config.num_processes} found nothing within {config.start_seconds} s ({error}),"
+          " expected process 0 there; start all together, with one address."
+        ) from error
+      time.sleep(0.2)
 
 
 def make_mesh(

@@ -1,0 +1,150 @@
+"""Several processes that run one program: what the first one tells, and whether all decided alike.
+
+Every process of a slice (`parallel.start`) runs the same lines. What a line measures, reads from a
+disk or hears from outside differs between them: there the first process does it, and tells the
+others (`from_first`). What all of them compute for themselves is compared (`compare`), so that two
+that went apart end with a message in the place of waiting for each other for ever.
+
+All functions are collective: each process calls them in the same order. A process that is alone
+agrees with itself at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+import pickle
+from typing import Any, TypeVar
+import zlib
+
+import jax
+from jax.experimental import multihost_utils
+import numpy as np
+
+T = TypeVar("T")
+# Of a value that differs, what a message tells.
+TEXT_BYTES = 256
+
+
+class Disagreement(RuntimeError):
+  """Processes of a slice decided differently, or the first could not do what it was to tell."""
+
+
+def is_first() -> bool:
+  """Returns whether this process is the one that tells, and that writes files."""
+  return jax.process_index() == 0
+
+
+def from_first(function: Callable[[], T]) -> T:
+  """Returns what a call returns in the first process; in the others it is not called.
+
+  Raises:
+    Disagreement: in the other processes, if it raises in the first, with what that says.
+  """
+  if jax.process_count() == 1:
+    return function()
+  if not is_first():
+    return _told()
+  try:
+    found = function()
+  except Exception as error:
+    _tell(False, f"{type(error).__name__}: {error}")
+    raise
+  _tell(True, found)
+  return found
+
+
+def _tell(is_found: bool, value: Any) -> None:
+  data = pickle.dumps(value)
+  _broadcast(np.asarray([len(data), is_found], np.uint32))
+  _broadcast(_words(data))
+
+
+def _told() -> Any:
+  # Of the first process, of this very program: what comes is as trusted as the program is.
+  length, is_found = _broadcast(np.zeros(2, np.uint32)).tolist()
+  value = pickle.loads(_broadcast(_words(b"", length)).tobytes()[:length])
+  if not is_found:
+    raise Disagreement(f"process 0 ended with {value}; its own log says where.")
+  return value
+
+
+def _words(data: bytes, length: int | None = None) -> np.ndarray:
+  """Returns bytes as words, as many as a power of two, so that few sizes are ever compiled."""
+  length = len(data) if length is None else length
+  count = 1 << max(-(-length // 4) - 1, 0).bit_length()
+  return np.frombuffer(data.ljust(4 * count, b"\0"), np.uint32)
+
+
+def _broadcast(words: np.ndarray) -> np.ndarray:
+  return np.asarray(multihost_utils.broadcast_one_to_all(words))
+
+
+def least(value: float) -> float:
+  """Returns the least of all processes' values."""
+  if jax.process_count() == 1:
+    return value
+  bits = np.asarray([value], np.float64).view(np.uint32)
+  return float(_gathered(bits).view(np.float64).min())
+
+
+def most(value: int) -> int:
+  """Returns the greatest of all processes' whole numbers, each from 0 and below 2**32."""
+  if jax.process_count() == 1:
+    return value
+  return int(_gathered(np.asarray([value], np.uint32)).max())
+
+
+def compare(what: str, decisions: Mapping[str, Any]) -> None:
+  """Ends all processes where one decided otherwise.
+
+  Args:
+    what: they are about, such as "engine step 12".
+    decisions: by name, arrays or what else has a `repr` of its own; the names are the same in all
+      processes. A digest of each is exchanged, in one array of words.
+
+  Raises:
+    Disagreement: in every process, naming `what`, the first field that differs, and which processes
+      have which value of it.
+  """
+  if jax.process_count() == 1:
+    return
+  words = np.asarray([_digest(value) for value in decisions.values()], np.uint32)
+  found = _gathered(words)  # u32[p, w]
+  differs = np.any(found != found[:1], axis=0)
+  if not differs.any():
+    return
+  place = int(np.argmax(differs))
+  name, value = list(decisions.items())[place]
+  texts = _gathered(np.frombuffer(_text(value).encode()[:TEXT_BYTES].ljust(TEXT_BYTES), np.uint32))
+  sides: dict[int, list[int]] = {}
+  for process, digest in enumerate(found[:, place].tolist()):
+    sides.setdefault(digest, []).append(process)
+  told = "; ".join(
+    f"{_text_of(texts[who[0]])} (digest {digest:08x}) in process {', '.join(map(str, who))}"
+    for digest, who in sides.items()
+  )
+  raise Disagreement(
+    f"{what}: got {name} that differs between processes ({told}), expected one; give all of them"
+    " the same code, flags and files. What was saved is whole: start again with --resume."
+  )
+
+
+def _text(value: Any) -> str:
+  if isinstance(value, np.ndarray):
+    return f"{value.dtype}{list(value.shape)} of {np.array2string(value.ravel(), threshold=8)}"
+  return repr(value)
+
+
+def _text_of(words: np.ndarray) -> str:
+  return np.ascontiguousarray(words).tobytes().decode(errors="replace").strip()
+
+
+def _digest(value: Any) -> int:
+  if isinstance(value, np.ndarray):
+    return zlib.crc32(np.ascontiguousarray(value).view(np.uint8).data)
+  return zlib.crc32(value if isinstance(value, bytes) else repr(value).encode())
+
+
+def _gathered(words: np.ndarray) -> np.ndarray:
+  """Returns u32[p, w] of all processes."""
+  return np.asarray(multihost_utils.process_allgather(words))

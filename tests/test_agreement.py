@@ -1,0 +1,41 @@
+"""What processes of a slice tell each other, and what one that is alone says."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import slice_jobs
+
+from seerjax import agreement
+
+
+def test_a_process_that_is_alone_agrees_with_itself():
+  assert agreement.is_first()
+  assert agreement.from_first(lambda: "told") == "told"
+  assert agreement.least(2.5) == 2.5 and agreement.most(7) == 7
+  agreement.compare("a step", {"tokens": np.arange(3)})
+  with pytest.raises(OSError, match="the disk is full"):
+    agreement.from_first(refuse)
+
+
+def refuse():
+  raise OSError("the disk is full")
+
+
+@pytest.mark.thorough
+def test_the_first_of_two_processes_tells_and_a_difference_ends_both():
+  found = slice_jobs.run("agreement")
+  assert [status for status, _, _ in found] == [0, 0], found
+  (_, first, _), (_, second, _) = found
+  for one in (first, second):
+    assert one["told"] == {"rank": 0, "data": list(range(3000))}
+    assert one["least"] == 4.5 and one["most"] == 4
+    # Both name the step, the field, and who has which value.
+    assert one["differs"].startswith("Disagreement: step 7: got pages that differs between")
+    assert "40 (digest " in one["differs"] and ") in process 0; 41 (digest " in one["differs"]
+    assert "the same code, flags and files" in one["differs"]
+  # The other process ends with what the first could not do.
+  assert first["refused"] == "OSError: the disk is full"
+  assert second["refused"] == (
+    "Disagreement: process 0 ended with OSError: the disk is full; its own log says where."
+  )

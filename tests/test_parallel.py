@@ -1,0 +1,92 @@
+"""What a slice of processes refuses, before they find each other and where they do not."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from seerjax import parallel
+
+ROOT = pathlib.Path(__file__).parents[1]
+
+
+@pytest.mark.parametrize(
+  "fields, message",
+  [
+    (dict(launcher="mpi"), "SliceConfig.launcher: got 'mpi', expected one of"),
+    (dict(num_processes=0), "got process_id=0 of num_processes=0, expected a number from 0"),
+    (dict(num_processes=2, process_id=2), "got process_id=2 of num_processes=2, expected a number"),
+    (dict(start_seconds=0), "SliceConfig.start_seconds: got 0, expected at least 1"),
+    (dict(heartbeat_seconds=0), "SliceConfig.heartbeat_seconds: got 0, expected at least 1"),
+    (dict(num_processes=2), "SliceConfig.coordinator: got '', expected 'host:port' of process 0"),
+    (dict(num_processes=2, coordinator="here"), "SliceConfig.coordinator: got 'here', expected"),
+    (dict(num_processes=2, coordinator="here:0"), "SliceConfig.coordinator: got 'here:0', expec"),
+  ],
+)
+def test_processes_that_cannot_be_are_refused(fields, message):
+  with pytest.raises(ValueError) as refusal:
+    parallel.SliceConfig(**fields)
+  assert message in str(refusal.value)
+
+
+def test_devices_that_processes_cannot_share_evenly_are_refused():
+  config = parallel.SliceConfig(num_processes=2, coordinator="127.0.0.1:9")
+  with pytest.raises(ValueError, match="got 3 devices .* for 2 processes, expected as many for"):
+    parallel.start(config, num_devices=3)
+
+
+def test_a_process_whose_first_is_not_there_says_so():
+  with socket.socket() as free:
+    free.bind(("127.0.0.1", 0))
+    address = f"127.0.0.1:{free.getsockname()[1]}"
+  config = parallel.SliceConfig(
+    num_processes=2, process_id=1, coordinator=address, start_seconds=1
+  )
+  with pytest.raises(ValueError, match="process 1 of 2 found nothing within 1 s .*start all toge"):
+    parallel.start(config, num_devices=8)
+
+
+def test_a_first_process_whose_port_another_has_says_so():
+  with socket.socket() as taken:
+    taken.bind(("", 0))
+    taken.listen()
+    address = f"127.0.0.1:{taken.getsockname()[1]}"
+    config = parallel.SliceConfig(num_processes=2, coordinator=address)
+    with pytest.raises(ValueError, match="where process 0 cannot listen .*choose another"):
+      parallel.start(config, num_devices=8)
+
+
+def start(fields: str, **environment: str) -> str:
+  """Starts a process of a slice; returns the last line of what it says."""
+  code = (
+    "from seerjax import parallel\n"
+    "try:\n"
+    f"  parallel.start(parallel.SliceConfig({fields}), num_devices=2)\n"
+    "except ValueError as refusal:\n"
+    "  print(refusal)\n"
+  )
+  done = subprocess.run(
+    [sys.executable, "-c", code],
+    env=os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)} | environment,
+    capture_output=True,
+    text=True,
+    timeout=600,
+    check=False,
+  )
+  assert done.returncode == 0, done.stderr
+  return done.stdout.strip().splitlines()[-1]
+
+
+@pytest.mark.thorough
+def test_another_number_of_processes_than_the_launcher_started_is_refused():
+  said = start(
+    "num_processes=2, launcher='slurm'",
+    SLURM_JOB_ID="77", SLURM_STEP_NODELIST="127.0.0.1", SLURM_NTASKS="1", SLURM_PROCID="0",
+    SLURM_LOCALID="0", SLURM_STEP_NUM_NODES="1",
+  )  # fmt: skip
+  assert "got 1 processes from 'slurm', expected num_processes=2" in said
