@@ -31,6 +31,11 @@ def flush(engine: Engine) -> None:
     engine.generate([request(f"f{i}", tokens_from(100 * i, 30), max_tokens=3)])
 
 
+def held_and_kept(engine: Engine) -> tuple[int, int]:
+  """Positions of the first pin on the devices, and those there or in the pool."""
+  return engine.pins[0].num_held, engine.pins[0].num_kept
+
+
 def test_pinned_pages_outlive_what_needs_the_others():
   counts = []
   for is_pinned in (True, False):
@@ -63,7 +68,7 @@ def test_pages_of_pins_leave_for_one_in_front_and_come_back(host_pages, kept):
   engine.submit(large)
   engine.step()
   assert engine.held_pages("l") == 8 and engine.counters.waits == 0
-  assert engine.pins[0][2:] == (0, kept)
+  assert held_and_kept(engine) == (0, kept)
   assert same(run(engine)["l"], expected)
   engine.step()  # Nobody is in front.
   assert engine.pins[0].num_held == kept
@@ -92,17 +97,17 @@ def test_new_weights_release_pins(kind, is_right):
   [expected] = make_engine(seed=1).generate([asked("b", temperature=0.0)])
   assert same(found, expected) == is_right
   if is_right:
-    assert engine.free_pages(0) == 8 and engine.pins[0][2:] == (0, 0)
+    assert engine.free_pages(0) == 8 and held_and_kept(engine) == (0, 0)
     assert engine.pin(START) == 24 and engine.free_pages(0) == 5  # Filled by that request.
 
 
 def test_new_weights_forget_pins_off_the_devices():
   engine = pinned_engine()
   engine.generate([request("l", tokens_from(200, 40), max_tokens=24)])
-  assert engine.pins[0][2:] == (0, 24)
+  assert held_and_kept(engine) == (0, 24)
   engine.set_params(params(1), 1)
   engine.step()
-  assert engine.pins[0][2:] == (0, 0) and engine.pin(START) == 0
+  assert held_and_kept(engine) == (0, 0) and engine.pin(START) == 0
 
 
 def test_a_step_that_breaks_off_takes_pinned_pages_too():
@@ -119,7 +124,7 @@ def test_a_step_that_breaks_off_takes_pinned_pages_too():
   engine.submit(asked("b"))
   with pytest.raises(KeyboardInterrupt):
     engine.step()
-  assert engine.pins[0][2:] == (0, 0)
+  assert held_and_kept(engine) == (0, 0)
   assert same(run(engine)["b"], make_engine().generate([asked("b")])[0])
   assert engine.pin(START) == 24 and engine.free_pages(0) == 5
 
