@@ -130,32 +130,18 @@ class UnitTests:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CodeTests:
+class CodeTests(splits.Splits):
   """The task; see `load`. A problem's `answer` is its tests.
 
   Attributes:
-    train, heldout: problems in the order of the file.
+    name, train, heldout: see `Splits`.
     sandbox: that runs programs; `close` ends it.
     limits: of one answer.
   """
 
-  train: tuple[Problem, ...]
-  heldout: tuple[Problem, ...]
+  name: str = "code"
   sandbox: Sandbox
   limits: Limits = LIMITS
-  name: str = "code"
-
-  @property
-  def _splits(self) -> splits.Splits:
-    return splits.Splits(self.name, self.train, self.heldout)
-
-  def num_problems(self, split: str) -> int:
-    """Returns how many problems the split has."""
-    return len(self._splits.problems(split))
-
-  def problem(self, split: str, index: int) -> Problem:
-    """Returns problem `index`, in the order of the file."""
-    return self._splits.problem(split, index)
 
   def verdict(self, problem: Problem, text: str) -> Verdict:
     """Reward 1 if all tests hold; well formed if the text has a program that is Python.

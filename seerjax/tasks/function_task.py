@@ -18,35 +18,18 @@ Reward = Callable[[str, str], float] | Callable[[str, str, Mapping[str, Any]], f
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class FunctionTask:
+class FunctionTask(splits.Splits):
   """Prompts from a file and a bare reward function: the shortest way to a task of one's own.
 
   Attributes:
-    name: for logs.
-    train: problems to learn from.
-    heldout: problems to measure on.
+    name, train, heldout: see `Splits`.
     reward: (prompt, text) or (prompt, text, row) -> finite float; a completion counts as correct
       from 1.0 on.
     rows: the whole row of the file, by problem id; read if the reward takes three arguments.
   """
 
-  name: str
-  train: tuple[Problem, ...]
-  heldout: tuple[Problem, ...]
   reward: Reward
   rows: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
-
-  @property
-  def _splits(self) -> splits.Splits:
-    return splits.Splits(self.name, self.train, self.heldout)
-
-  def num_problems(self, split: str) -> int:
-    """Returns the number of prompts in the split."""
-    return len(self._splits.problems(split))
-
-  def problem(self, split: str, index: int) -> Problem:
-    """Returns prompt `index` of the split, in the order of the file."""
-    return self._splits.problem(split, index)
 
   def verdict(self, problem: Problem, text: str) -> Verdict:
     """Judges by the reward function.

@@ -120,28 +120,10 @@ def extract(text: str) -> Fraction | None:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Gsm8k:
-  """The task; see `load`.
+class Gsm8k(splits.Splits):
+  """The task; see `load`."""
 
-  Attributes:
-    train, heldout: problems in the order of their file.
-  """
-
-  train: tuple[Problem, ...]
-  heldout: tuple[Problem, ...]
   name: str = "gsm8k"
-
-  @property
-  def _splits(self) -> splits.Splits:
-    return splits.Splits(self.name, self.train, self.heldout)
-
-  def num_problems(self, split: str) -> int:
-    """Returns how many problems the split has."""
-    return len(self._splits.problems(split))
-
-  def problem(self, split: str, index: int) -> Problem:
-    """Returns problem `index`, in the order of the file."""
-    return self._splits.problem(split, index)
 
   def verdict(self, problem: Problem, text: str) -> Verdict:
     """Reward 1 if the text's answer equals the reference exactly; well formed if it has one."""

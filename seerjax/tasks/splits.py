@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+import dataclasses
 import hashlib
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 from seerjax.types import Problem
 
@@ -14,16 +15,17 @@ HELDOUT_EVERY = 10  # In a single file, every tenth row is held out.
 HELDOUT_SHARE = 8  # Of drawn problems, one in so many has a core that only "heldout" asks.
 
 
-class Splits(NamedTuple):
-  """The problems of a task's file or files.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Splits:
+  """A task's problems where they come from files; what a task adds is how it judges.
 
   Attributes:
-    task: its name, for messages.
-    train: to learn from.
-    heldout: to measure on.
+    name: of the task, for logs and messages.
+    train: problems to learn from, in the order of their file.
+    heldout: problems to measure on.
   """
 
-  task: str
+  name: str
   train: tuple[Problem, ...]
   heldout: tuple[Problem, ...]
 
@@ -37,16 +39,24 @@ class Splits(NamedTuple):
       return self.train
     if split == "heldout":
       return self.heldout
-    raise unknown_split(self.task, split, ("train", "heldout"))
+    raise unknown_split(self.name, split, ("train", "heldout"))
+
+  def num_problems(self, split: str) -> int:
+    """Returns how many problems a split has.
+
+    Raises:
+      ValueError: as `problems`.
+    """
+    return len(self.problems(split))
 
   def problem(self, split: str, index: int) -> Problem:
-    """Returns problem `index` of a split.
+    """Returns problem `index` of a split, in the order of its file.
 
     Raises:
       ValueError: as `problems`, and for an index outside of it.
     """
     problems = self.problems(split)
-    check_index(self.task, split, index, len(problems))
+    check_index(self.name, split, index, len(problems))
     return problems[index]
 
 
