@@ -7,9 +7,7 @@ they are kept apart because how fast a prompt is read would tell one what anothe
 from __future__ import annotations
 
 import hashlib
-from typing import NamedTuple
-
-from seerjax.types import Request
+from typing import NamedTuple, Protocol, runtime_checkable
 
 
 class Owner(NamedTuple):
@@ -35,6 +33,17 @@ class Owner(NamedTuple):
 BASE = Owner()
 
 
-def of(request: Request) -> Owner:
+@runtime_checkable
+class Owned(Protocol):
+  """What a request says of itself; `seerjax.types`, where requests are, imports JAX."""
+
+  @property
+  def adapter(self) -> str: ...
+
+  @property
+  def namespace(self) -> str: ...
+
+
+def of(request: Owned) -> Owner:
   """Returns whose a request's keys and values are."""
   return Owner(request.adapter, request.namespace)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import hypothesis
 from hypothesis import stateful, strategies as st
 import pytest
@@ -170,3 +173,8 @@ class PoolMachine(stateful.RuleBasedStateMachine):
 
 TestPoolMachine = PoolMachine.TestCase
 TestPoolMachine.settings = hypothesis.settings(max_examples=60, stateful_step_count=40)
+
+
+def test_pages_need_no_jax():
+  program = "import seerjax.engine.kv.pages, sys; sys.exit('jax' in sys.modules)"
+  subprocess.run([sys.executable, "-c", program], check=True)
