@@ -27,7 +27,7 @@ STEPS: tuple[tuple[str, ...], ...] = (
   ("models",),
   ("engine", "trainer"),
   ("speculation", "rollout"),
-  ("run", "sleep", "simulate"),
+  ("run", "sleep", "simulate", "cluster"),
   ("serve",),
   ("discovery",),
   ("reports",),
@@ -120,6 +120,12 @@ def complaints(source: str, path: str) -> list[str]:
       {f"an import of {name!r}" for name in tops & {*EXTRAS, "experiments"}},
       f"no import of {', '.join(sorted(EXTRAS))} or experiments",
       "the library is installed without them: move what needs them to experiments/",
+    )
+  if room != "cluster":
+    complain(
+      {"Ray"} & {"Ray" for text in ("import ray", "from ray", '"ray"', "'ray'") if text in source},
+      "Ray in seerjax/cluster alone",
+      "reach other processes through cluster.driver.Workers",
     )
   if room == "pallas_kernels":
     # The benchmark is a program of its own, with flags, tables and other numbers to compare with.
@@ -216,6 +222,8 @@ def test_every_room_stands_in_one_step():
     ("seerjax/sleep/contexts.py", "import time", "got the clock 'time'; expected no clock"),
     ("seerjax/sleep/planner.py", "import jax", "expected imports of numpy, numba and"),
     ("seerjax/rollout/divided.py", "from datetime import datetime", "got the clock 'datetime'"),
+    ("seerjax/rl.py", "def f():\n  import ray", "got Ray; expected Ray in seerjax/cluster alone"),
+    ("seerjax/rl.py", "ray = import_module('ray')", "got Ray; expected Ray in seerjax/cluster"),
     ("seerjax/ops/tiles.py", "from jax._src import core", "expected public names of JAX"),
     ("seerjax/ops/tiles.py", "import jax\njax._src.core.x", "got jax._src"),
     (
@@ -235,6 +243,7 @@ def test_what_breaks_the_house_is_named(path: str, source: str, expected: str):
   [
     ("seerjax/ops/norms.py", "import jax\nfrom seerjax import numerics, parallel\ngetattr(a, 'b')"),
     ("seerjax/rl.py", "from seerjax import engine, trainer, rollout"),
+    ("seerjax/cluster/ray_workers.py", "ray = importlib.import_module('ray')"),
     ("seerjax/rollout/scheduler.py", "import heapq\nimport numpy as np\nfrom seerjax import types"),
     ("pallas_kernels/bench/__main__.py", "from absl import app\nimport jax\nimport time"),
     ("pallas_kernels/bench/checks.py", "import numpy as np\nfrom pallas_kernels import matmul"),

@@ -159,6 +159,8 @@ def test_locks_hold_what_the_project_asks_for(minor: str):
   assert names(project["dependencies"]) <= set(runtime)
   assert names(project["optional-dependencies"]["problems"]) <= set(runtime)
   assert names(project["optional-dependencies"]["mooncake"]) == set(read("mooncake"))
+  assert names(project["optional-dependencies"]["cluster"]) <= set(read("cluster"))
+  assert not set(read("cluster")) & set(runtime)
   assert names(project["optional-dependencies"]["dev"]) <= set(runtime) | set(dev)
   assert runtime["jax"].startswith("0.10." if minor == "3.11" else "0.12.")
   assert "pytest" not in runtime

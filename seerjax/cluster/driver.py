@@ -1,0 +1,406 @@
+"""A rollout in chunks on the workers of a cluster: what `DividedRollout` is for one engine.
+
+    buffer (all requests) -> scheduler (which chunk, which worker) -> ChunkOrder -> worker
+      ^                                                                               |
+      +------- chunk ended, worker lost, worker joined: one event after another <-----+
+
+All workers' instances are the instances of one scheduler. A chunk whose worker is lost runs again
+elsewhere, from where the chunk before it ended; a result counts once, by the number of its chunk,
+and one that comes when its chunk was given to another worker is dropped. Which result comes when is
+a clock's business: no token depends on it (DESIGN: the contract), and the order is journalled.
+
+Nothing here knows how workers are reached: `local_workers` has them in this process, `ray_workers`
+in processes of a cluster.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Iterator, Mapping, Sequence
+import dataclasses
+from typing import Any, Protocol, runtime_checkable
+
+from absl import logging
+
+from seerjax.cluster import records
+from seerjax.cluster.records import (
+  ChunkOrder,
+  ChunkResult,
+  Event,
+  Joined,
+  Lost,
+  WorkerReport,
+)
+from seerjax.rollout import divided
+from seerjax.rollout.buffer import Buffer, State
+from seerjax.rollout.instances import Decision, Instances
+from seerjax.rollout.journal import Journal
+from seerjax.rollout.policies import Divided
+from seerjax.rollout.scheduler import Scheduler
+from seerjax.rollout.trace import Span, Trace
+from seerjax.types import Completion, Request
+
+
+@runtime_checkable
+class Workers(Protocol):
+  """All workers of a cluster, by their numbers, and what is heard of them."""
+
+  def begin(self) -> None:
+    """A rollout begins: every worker that is there is asked to join it."""
+    ...
+
+  def join(self, worker: int) -> None:
+    """Asks one worker to join again; a `Joined` comes of it, or a `Lost`."""
+    ...
+
+  def check(self, worker: int, requests: Sequence[Request]) -> str:
+    """Returns what `Worker.check` of a worker that has joined says."""
+    ...
+
+  def send(self, worker: int, orders: Sequence[ChunkOrder], forget: Sequence[str]) -> None:
+    """Calls `Worker.run` of a worker that has answered before; an `Answered` comes of it."""
+    ...
+
+  def events(self, *, blocks: bool) -> Sequence[Event]:
+    """Returns what has happened since the last call.
+
+    Args:
+      blocks: whether to wait until something has; () then says that nothing is going to, or that
+        the workers' patience is over.
+    """
+    ...
+
+  def waits_for(self) -> str:
+    """Returns what `events` has waited for in vain, for people."""
+    ...
+
+
+@dataclasses.dataclass
+class _Member:
+  """A worker that has joined.
+
+  Attributes:
+    report: what it is.
+    instances: numbers of its instances among those of the scheduler.
+    is_away: whether it runs, so that orders wait for it.
+    orders: that wait.
+    forget: requests that it knows and that go on elsewhere or are over.
+    chunks: that it has been given and that have not ended, by request.
+  """
+
+  report: WorkerReport
+  instances: list[int]
+  is_away: bool = False
+  orders: list[ChunkOrder] = dataclasses.field(default_factory=list)
+  forget: dict[str, None] = dataclasses.field(default_factory=dict)
+  chunks: dict[str, int] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass
+class _Running:
+  """A chunk that runs: of which number, as decided how, on which worker, since which event."""
+
+  chunk: int
+  decision: Decision
+  worker: int
+  begin: int
+  first_token: int
+
+
+class ClusterRollout:
+  """Requests in, completions out, chunk by chunk, on workers that come and go.
+
+  Attributes:
+    trace: what was done so far; its steps are events.
+    buffer: the global view.
+    counts: of events, by kind: "joined", "refused", "lost", "ended", "again" (chunks whose worker
+      was lost), "late" (results that were dropped), "moved" (chunks on another worker than the one
+      before them).
+  """
+
+  def __init__(
+    self,
+    workers: Workers,
+    policy: Divided,
+    journal: Journal | None = None,
+    *,
+    resume_from: Mapping[str, Completion] | None = None,
+  ):
+    """Makes a rollout.
+
+    Args:
+      workers: which do nothing else meanwhile.
+      policy: of the scheduler.
+      journal: takes chunks and events, and tells what of the requests it has; these are named as
+        `groups.place_of` reads them. None keeps nothing.
+      resume_from: by request id, what is known of requests that are not over.
+
+    Raises:
+      ValueError: for a policy that runs whole requests: they would begin again with every loss.
+    """
+    if not isinstance(policy, Divided):
+      raise ValueError(
+        f"ClusterRollout.policy: got {type(policy).__name__}, expected one that runs requests in"
+        " chunks, so that a lost worker costs a chunk; say LongestGroupFirst()."
+      )
+    self.buffer = Buffer()
+    self.trace = Trace()
+    self.counts: collections.Counter[str] = collections.Counter()
+    self._workers = workers
+    self._journal = journal
+    self._scheduler = Scheduler(policy, self.buffer)
+    self._so_far = dict(resume_from or {})
+    self._requests: dict[str, Request] = {}
+    self._instances: Instances | None = None  # Until the first worker has joined.
+    self._first: WorkerReport | None = None
+    self._members: dict[int, _Member] = {}
+    self._places: list[tuple[int, int]] = []  # By instance: worker, and which of its own.
+    self._last_worker: dict[str, int] = {}  # By request.
+    self._running: dict[str, _Running] = {}
+    self._unread: collections.deque[Completion] = collections.deque()
+    self._num_chunks = 0
+    self._reasons: list[str] = []
+
+  def run(self, requests: Sequence[Request]) -> Iterator[Completion]:
+    """Yields completions as they finish.
+
+    Raises:
+      ValueError: as `Engine.submit`, before anything runs.
+      ConnectionError: if no worker is left, and none comes; the journal has what was sampled.
+    """
+    if self._journal is not None:
+      self._so_far = divided.begun_in(self._journal, requests) | self._so_far
+    self._workers.begin()
+    for event in self._workers.events(blocks=False):
+      self._take(event)
+    while not self._members:
+      self._wait()
+    why = self._workers.check(next(iter(self._members)), requests)
+    if why:
+      raise ValueError(why)
+    for request in requests:
+      begun = self._so_far.get(request.request_id)
+      self._requests[request.request_id] = request
+      self.buffer.add(
+        request.request_id,
+        request.group_id or request.request_id,
+        prompt_tokens=len(request.prompt),
+        max_tokens=request.sampling.max_tokens,
+        generated=len(begun.tokens) if begun else 0,
+      )
+    while self.buffer.num_unfinished:
+      for event in self._workers.events(blocks=False):
+        self._take(event)
+      self._decide()
+      self._send()
+      self._wait()
+      while self._unread:
+        yield self._unread.popleft()
+
+  def stop(self) -> tuple[list[Completion], dict[str, Completion]]:
+    """Ends the rollout before its requests do; workers that run finish a chunk first.
+
+    Returns:
+      Completions that `run` has not yielded yet, and by request id the completions so far of
+      the others.
+    """
+    while any(member.is_away for member in self._members.values()):
+      self._wait()
+    self._workers.begin()
+    finished = list(self._unread)
+    self._unread.clear()
+    unfinished = {
+      name for name in self._requests if self.buffer[name].state is not State.FINISHED
+    }
+    return finished, {
+      name: one
+      for name, one in self._so_far.items()
+      if one.tokens and (name in unfinished or name not in self._requests)
+    }
+
+  # Decisions.
+
+  def _decide(self) -> None:
+    if self._instances is None or not self._members:
+      return
+    while (decision := self._scheduler.next(self._instances)) is not None:
+      self._apply(decision)
+
+  def _apply(self, decision: Decision) -> None:
+    request_id = decision.request_id
+    worker, instance = self._places[decision.instance]
+    member = self._members[worker]
+    before = self._last_worker.get(request_id, worker)
+    if before != worker:
+      self.counts["moved"] += 1
+      if before in self._members:
+        self._members[before].forget[request_id] = None
+    self._last_worker[request_id] = worker
+    member.forget.pop(request_id, None)
+    item = self.buffer[request_id]
+    self._num_chunks += 1
+    member.orders.append(
+      ChunkOrder(
+        chunk=self._num_chunks,
+        request=self._requests[request_id],
+        resume_from=self._so_far.get(request_id),
+        max_tokens=decision.max_chunk_tokens,
+        instance=instance,
+      )
+    )
+    self._running[request_id] = _Running(
+      self._num_chunks, decision, worker, self.trace.num_steps, item.generated
+    )
+    self.buffer.begin_chunk(request_id, decision.instance, decision.max_chunk_tokens)
+    assert self._instances is not None
+    self._instances.admit(decision)
+
+  def _send(self) -> None:
+    """Sends every worker that has answered on, if there is anything for it to do."""
+    for worker, member in self._members.items():
+      if member.is_away or not (member.orders or member.chunks):
+        continue
+      orders, forget = member.orders, tuple(member.forget)
+      member.orders, member.forget, member.is_away = [], {}, True
+      member.chunks |= {order.request.request_id: order.chunk for order in orders}
+      self._workers.send(worker, orders, forget)
+
+  # Events.
+
+  def _wait(self) -> None:
+    events = self._workers.events(blocks=True)
+    if not events:
+      last = f" The last that was lost: {self._reasons[-1]}" if self._reasons else ""
+      raise ConnectionError(
+        f"ClusterRollout: got no worker, expected one at least ({self._workers.waits_for()}); start"
+        f" workers and resume, what was sampled is in the journal.{last}"
+      )
+    for event in events:
+      self._take(event)
+
+  def _take(self, event: Event) -> None:
+    arrived = 0
+    if isinstance(event, Joined):
+      self._join(event)
+    elif isinstance(event, Lost):
+      self._lose(event.worker, event.reason)
+    elif event.worker in self._members:
+      member = self._members[event.worker]
+      member.is_away = False
+      arrived = sum(self._end(event.worker, result) for result in event.results)
+    else:
+      for result in event.results:
+        self._note("late", event.worker, result.completion.request_id, result.chunk)
+      self._workers.join(event.worker)
+    if self._instances is not None:
+      self.trace.rows.append(arrived)
+      totals, free = self._instances.num_pages, self._instances.free_pages
+      self.trace.used_pages.append([total - one for total, one in zip(totals, free)])
+
+  def _join(self, event: Joined) -> None:
+    report = event.report
+    if event.worker in self._members:  # It was asked twice, or has started anew.
+      self._lose(event.worker, "it joined again")
+    if self._first is not None:
+      why = records.difference(self._first, report)
+      if why:
+        logging.warning(
+          "ClusterRollout: worker %d (%s) is not taken, the rollout continues without it: %s",
+          event.worker, report.name, why,
+        )  # fmt: skip
+        self._note("refused", event.worker, why=why)
+        self._reasons.append(f"worker {event.worker} was refused: {why}")
+        return
+    self._first = self._first or report
+    if self._instances is None:
+      self._instances = Instances(report.page_size, [], [], [], [])
+    numbers = []
+    for instance in range(report.num_instances):
+      numbers.append(
+        self._instances.add(num_pages=report.num_pages, max_running=report.max_running)
+      )
+      self._places.append((event.worker, instance))
+      for used in self.trace.used_pages:
+        used.append(0)
+    self._members[event.worker] = _Member(report, numbers)
+    self._note("joined", event.worker)
+
+  def _lose(self, worker: int, reason: str) -> None:
+    member = self._members.pop(worker, None)
+    if member is None:
+      self._reasons.append(f"worker {worker}: {reason}")
+      return  # It never joined, or is lost already.
+    logging.warning(
+      "ClusterRollout: worker %d (%s) is lost: %s; its chunks run again elsewhere.",
+      worker, member.report.name, reason,
+    )  # fmt: skip
+    self._reasons.append(f"worker {worker} ({member.report.name}): {reason}")
+    self._note("lost", worker, why=reason)
+    for request_id, running in list(self._running.items()):
+      if running.worker == worker:
+        del self._running[request_id]
+        self._add_span(request_id, running, running.first_token, is_last=False)
+        self._note("again", worker, request_id, running.chunk)
+    for item in self.buffer:
+      if item.kv_instance in member.instances:
+        self.buffer.lost_kv(item.request_id)
+    for group in self.buffer.groups.values():
+      group.prompt_instances.difference_update(member.instances)
+    assert self._instances is not None
+    for instance in member.instances:
+      self._instances.close(instance)
+
+  def _end(self, worker: int, result: ChunkResult) -> int:
+    """Takes a chunk's end; returns how many tokens it brought."""
+    completion = result.completion
+    request_id = completion.request_id
+    member, running = self._members[worker], self._running.get(request_id)
+    if member.chunks.get(request_id) == result.chunk:
+      del member.chunks[request_id]
+    if running is None or (running.worker, running.chunk) != (worker, result.chunk):
+      self._note("late", worker, request_id, result.chunk)
+      return 0
+    del self._running[request_id]
+    is_over, generated = bool(completion.finish_reason), len(completion.tokens)
+    self.buffer.end_chunk(request_id, generated, is_over)
+    assert self._instances is not None
+    self._instances.release(running.decision.instance, running.decision.num_pages)
+    self._add_span(request_id, running, generated, is_last=is_over)
+    self._note("ended", worker, request_id, result.chunk)
+    if is_over:
+      self._so_far.pop(request_id, None)
+      self._unread.append(completion)
+    else:
+      self._so_far[request_id] = completion
+      if self._journal is not None:
+        divided.keep_in(self._journal)(self._requests[request_id], completion)
+    return generated - running.first_token
+
+  def _note(
+    self, what: str, worker: int, request_id: str = "", chunk: int = 0, *, why: str = ""
+  ) -> None:
+    """Counts an event, and puts it into the journal."""
+    self.counts[what] += 1
+    if self._journal is not None:
+      event: dict[str, Any] = {"event": what, "worker": worker}
+      if request_id:
+        event |= {"request": request_id, "chunk": chunk}
+      self._journal.append_event(event | ({"why": why} if why else {}))
+
+  def _add_span(
+    self, request_id: str, running: _Running, generated: int, *, is_last: bool
+  ) -> None:
+    item = self.buffer[request_id]
+    self.trace.spans.append(
+      Span(
+        request_id,
+        item.group.name,
+        running.decision.instance,
+        running.begin,
+        self.trace.num_steps + 1,
+        generated - running.first_token,
+        running.decision.is_probe,
+        is_last,
+      )
+    )
+

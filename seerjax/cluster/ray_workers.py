@@ -1,0 +1,257 @@
+"""Workers of a cluster in processes of their own, anywhere that Ray reaches: one actor each.
+
+    RayWorkers(make_worker, count=2)               Ray on this machine, started and ended with it
+    RayWorkers(make_worker, count=8, address="auto")     a cluster that `ray start` has begun
+
+Ray places the actors, carries records and says when one has died; what that means for a rollout is
+`driver.ClusterRollout`'s. A worker that is lost is replaced by a new actor, which joins when its
+engine stands. One that has not answered within the patience counts as lost; should it answer later,
+it joins again.
+
+Needs the extra `seerjax[cluster]`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+import dataclasses
+import importlib
+import math
+import os
+import time
+from typing import Any
+
+from absl import logging
+
+from seerjax.cluster.records import (
+  Answered,
+  ChunkOrder,
+  ChunkResult,
+  Event,
+  Joined,
+  Lost,
+  WorkerReport,
+)
+from seerjax.cluster.worker import Worker
+from seerjax.types import Request
+
+
+class _Actor:
+  """What lives in the other process."""
+
+  def __init__(self, make_worker: Callable[[int], Worker], number: int):
+    self._worker = make_worker(number)
+
+  def join(self) -> WorkerReport:
+    return self._worker.join()
+
+  def check(self, requests: Sequence[Request]) -> str:
+    return self._worker.check(requests)
+
+  def run(
+    self, orders: Sequence[ChunkOrder], forget: Sequence[str]
+  ) -> Sequence[ChunkResult]:
+    return self._worker.run(orders, forget)
+
+  def process_id(self) -> int:
+    return os.getpid()
+
+
+@dataclasses.dataclass
+class _Call:
+  """A call that has not come back.
+
+  Attributes:
+    worker: number of the actor.
+    joins: whether it is `join`, else `run`.
+    deadline: by `time.monotonic`; infinity once the driver was told that it is overdue.
+  """
+
+  worker: int
+  joins: bool
+  deadline: float
+
+
+class RayWorkers:
+  """Actors as the workers of `driver.ClusterRollout`.
+
+  Attributes:
+    replaced: actors that were started in the place of lost ones.
+  """
+
+  def __init__(
+    self,
+    make_worker: Callable[[int], Worker],
+    *,
+    count: int,
+    address: str = "",
+    patience: float = 600.0,
+    max_replaced: int = 16,
+  ):
+    """Starts the actors, which join when their engines stand.
+
+    Args:
+      make_worker: called with a number in each actor's process; pickled by name, so of a module
+        that is found there.
+      count: of actors.
+      address: of a Ray cluster, "auto" for the one of this machine; "" starts one for this process.
+      patience: seconds within which a worker has to answer; a first chunk compiles its programs.
+      max_replaced: lost actors that are replaced.
+
+    Raises:
+      ImportError: if Ray is not installed.
+      ValueError: if there is to be no worker, or no patience.
+      ConnectionError: if there is no Ray cluster at the address.
+    """
+    if count < 1 or not patience > 0:
+      raise ValueError(
+        f"RayWorkers: got count={count}, patience={patience}, expected one worker at least and some"
+        " seconds; say count=2."
+      )
+    self._ray = _library()
+    self._owns = not address and not self._ray.is_initialized()
+    _connect(self._ray, address, count)
+    self._make_worker, self._patience = make_worker, patience
+    self._left = max_replaced
+    self.replaced = 0
+    self._actors: dict[int, Any] = {}
+    self._calls: dict[Any, _Call] = {}  # By Ray's reference of the result.
+    self._joins: set[int] = set()  # Workers that have been asked to join.
+    self._num_ever = 0
+    for _ in range(count):
+      self._start()
+
+  def process_ids(self) -> list[int]:
+    """Returns the ids of the actors' processes, on whichever hosts; waits for their engines."""
+    return self._ray.get([actor.process_id.remote() for actor in self._actors.values()])
+
+  def begin(self) -> None:
+    """Does `Workers.begin`; what a call of the rollout before brings is dropped."""
+    self._calls = {ref: call for ref, call in self._calls.items() if call.joins}
+    for worker in self._actors:
+      if worker not in self._joins:
+        self.join(worker)
+
+  def join(self, worker: int) -> None:
+    """Does `Workers.join`."""
+    if worker in self._actors:
+      self._joins.add(worker)
+      self._await(worker, self._actors[worker].join.remote(), joins=True)
+
+  def check(self, worker: int, requests: Sequence[Request]) -> str:
+    """Does `Workers.check`."""
+    return self._ray.get(self._actors[worker].check.remote(list(requests)))
+
+  def send(self, worker: int, orders: Sequence[ChunkOrder], forget: Sequence[str]) -> None:
+    """Does `Workers.send`."""
+    self._await(worker, self._actors[worker].run.remote(list(orders), list(forget)), joins=False)
+
+  def events(self, *, blocks: bool) -> Sequence[Event]:
+    """Does `Workers.events`."""
+    found = self._arrived(0.0)
+    is_last = False
+    while blocks and not found and self._calls and not is_last:
+      deadline = min(call.deadline for call in self._calls.values())
+      # Those that are overdue alone are waited for once more, for they may come back.
+      is_last = deadline == math.inf
+      found = self._arrived(self._patience if is_last else max(0.0, deadline - time.monotonic()))
+      found = found or self._overdue()
+    return found
+
+  def waits_for(self) -> str:
+    """Does `Workers.waits_for`."""
+    return (
+      f"{len(self._actors)} of {self._num_ever} actors are left, of which none has answered in"
+      f" {self._patience:g} s"
+    )
+
+  def close(self) -> None:
+    """Ends the actors, and Ray where this process has started it."""
+    for actor in self._actors.values():
+      self._ray.kill(actor)
+    self._actors.clear()
+    self._calls.clear()
+    if self._owns:
+      self._ray.shutdown()
+
+  def _start(self) -> None:
+    number = self._num_ever
+    self._num_ever += 1
+    remote = self._ray.remote(num_cpus=1, max_restarts=0)(_Actor)
+    self._actors[number] = remote.remote(self._make_worker, number)
+    self.join(number)
+
+  def _await(self, worker: int, reference: Any, *, joins: bool) -> None:
+    self._calls[reference] = _Call(worker, joins, time.monotonic() + self._patience)
+
+  def _arrived(self, seconds: float) -> list[Event]:
+    if not self._calls:
+      return []
+    ready, _ = self._ray.wait(list(self._calls), num_returns=1, timeout=seconds)
+    if ready and len(self._calls) > 1:  # And what has come with it.
+      ready, _ = self._ray.wait(list(self._calls), num_returns=len(self._calls), timeout=0)
+    return [event for reference in ready for event in self._event(reference)]
+
+  def _event(self, reference: Any) -> list[Event]:
+    call = self._calls.pop(reference, None)
+    if call is None:
+      return []  # Of an actor that is gone.
+    worker = call.worker
+    try:
+      found = self._ray.get(reference)
+    except self._ray.exceptions.RayError as error:
+      return self._fail(worker, error)
+    if call.joins:
+      self._joins.discard(worker)
+      return [Joined(worker=worker, report=found)]
+    return [Answered(worker=worker, results=tuple(found))]
+
+  def _fail(self, worker: int, error: Exception) -> list[Event]:
+    actor = self._actors.pop(worker, None)
+    self._calls = {ref: call for ref, call in self._calls.items() if call.worker != worker}
+    self._joins.discard(worker)
+    if actor is not None:
+      self._ray.kill(actor)  # One that raised lives on, and has a place that the next one needs.
+      if self._left > 0:
+        self._left -= 1
+        self.replaced += 1
+        self._start()
+    reason = str(error).strip().splitlines() or [""]
+    logging.info("RayWorkers: worker %d: %s", worker, error)
+    return [Lost(worker=worker, reason=f"{type(error).__name__}: {reason[-1].strip()}")]
+
+  def _overdue(self) -> list[Event]:
+    now = time.monotonic()
+    found: list[Event] = []
+    for call in self._calls.values():
+      if call.deadline <= now:
+        call.deadline = math.inf
+        found.append(Lost(worker=call.worker, reason=f"no answer in {self._patience:g} s"))
+    return found
+
+
+def _library() -> Any:
+  try:
+    return importlib.import_module("ray")
+  except ImportError as error:
+    raise ImportError(
+      f"RayWorkers: got {error}, expected Ray; install seerjax[cluster], or run in one process with"
+      " --config.cluster.workers=0."
+    ) from error
+
+
+def _connect(ray: Any, address: str, count: int) -> None:
+  if ray.is_initialized():
+    return
+  quiet = dict(include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+  try:
+    if address:
+      quiet.pop("include_dashboard")
+      ray.init(address=address, **quiet)
+    else:
+      ray.init(num_cpus=count, **quiet)
+  except (ConnectionError, ValueError, RuntimeError) as error:
+    raise ConnectionError(
+      f"RayWorkers.address: got {error} from {address or 'a cluster of its own'}, expected Ray;"
+      " start it with `ray start --head`, or leave the address out to use this machine alone."
+    ) from error

@@ -1,0 +1,156 @@
+"""What goes between the driver of a cluster and its workers: frozen, and without a JAX array.
+
+    driver --ChunkOrder--> worker --ChunkResult--> driver        WorkerReport when a worker joins
+
+Any of them may be pickled and sent to another process. One that comes late or twice does no harm:
+an order names its chunk by a number that no other order has, and its result names it again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+import dataclasses
+
+from seerjax.types import Completion, Request
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ChunkOrder:
+  """Run this chunk.
+
+  Attributes:
+    chunk: number of the chunk, unlike that of any other order of its rollout.
+    request: whose chunk it is.
+    resume_from: the answer so far, None before the first chunk.
+    max_tokens: most tokens of the chunk.
+    instance: of the worker's own, that runs it.
+  """
+
+  chunk: int
+  request: Request
+  resume_from: Completion | None
+  max_tokens: int
+  instance: int = 0
+
+  @property
+  def start(self) -> int:
+    """Tokens of the answer before the chunk."""
+    return 0 if self.resume_from is None else len(self.resume_from.tokens)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ChunkResult:
+  """What came of an order.
+
+  Attributes:
+    chunk: number of the order.
+    completion: the whole answer so far; it is over if it has a finish_reason.
+    busy_seconds: of the worker, from the moment it took the order.
+  """
+
+  chunk: int
+  completion: Completion
+  busy_seconds: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WorkerReport:
+  """What a worker is, and what it has done.
+
+  Attributes:
+    name: for people; workers may share one.
+    fingerprint: of its numerics, `numerics.fingerprint`.
+    identity: digest of numerics, model and layout of pages (`kv.values.Identity.fingerprint`).
+    weights: digest of the weights that it runs.
+    policy_version: of those.
+    key: of its sampling, as hexadecimal digits.
+    page_size: positions of a page.
+    num_pages: that one of its instances can give out.
+    max_running: most chunks at once of one instance.
+    num_instances: of its mesh.
+    free_pages: by instance, those that nothing holds now.
+    counters: of its engine, by name.
+  """
+
+  name: str
+  fingerprint: Mapping[str, str]
+  identity: str
+  weights: str
+  policy_version: int
+  key: str
+  page_size: int
+  num_pages: int
+  max_running: int
+  num_instances: int
+  free_pages: tuple[int, ...]
+  counters: Mapping[str, float]
+
+
+# What all workers of a rollout must have in common, and what to do about one that has not.
+SHARED = {
+  "fingerprint": "run it with the others' numerics, version of JAX and kind of device",
+  "policy_version": "load the weights of the others (Worker.load)",
+  "weights": "load the weights of the others (Worker.load)",
+  "key": "make its engine with the run's key",
+  "page_size": "set EngineConfig.page_size as the others have it",
+  "identity": "give it the model and the mesh's model axis of the others",
+}
+
+
+def difference(expected: WorkerReport, found: WorkerReport) -> str:
+  """Returns the first thing in which a worker may not differ from others and does; "" if none."""
+  for field, fix in SHARED.items():
+    was, now = getattr(expected, field), getattr(found, field)
+    if field == "fingerprint":
+      names = [name for name in sorted({*was, *now}) if was.get(name) != now.get(name)]
+      if names:
+        name = names[0]
+        return f"{field}.{name}: got {now.get(name)!r}, expected {was.get(name)!r}; {fix}."
+    elif was != now:
+      return f"{field}: got {now!r}, expected {was!r}; {fix}."
+  return ""
+
+
+# What a driver hears of its workers.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Joined:
+  """A worker is there, and holds no request.
+
+  Attributes:
+    worker: number of it.
+    report: what it is.
+  """
+
+  worker: int
+  report: WorkerReport
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Answered:
+  """A worker has come back from `Worker.run`.
+
+  Attributes:
+    worker: number of it.
+    results: of the chunks that ended.
+  """
+
+  worker: int
+  results: tuple[ChunkResult, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Lost:
+  """A worker died, failed, or has not answered in time.
+
+  Attributes:
+    worker: number of it.
+    reason: for people.
+  """
+
+  worker: int
+  reason: str
+
+
+Event = Joined | Answered | Lost

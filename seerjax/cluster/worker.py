@@ -1,0 +1,187 @@
+"""A worker of a cluster: one engine that runs the chunks which it is ordered to.
+
+    run: forget, take orders -> steps of the engine until a chunk ends -> what has ended
+
+Chunks that have not ended continue with the next `run`. Between two chunks of a request the worker
+keeps its pages as long as it has room, so that the next chunk need not compute them again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+import dataclasses
+import time
+from typing import Protocol, runtime_checkable
+
+import jax
+import numpy as np
+
+from seerjax import numerics as numerics_lib
+from seerjax.cluster.records import ChunkOrder, ChunkResult, WorkerReport
+from seerjax.engine.engine import Engine
+from seerjax.types import Request
+
+
+@runtime_checkable
+class Worker(Protocol):
+  """Runs chunks. Whatever it raises makes the driver count it as lost."""
+
+  def join(self) -> WorkerReport:
+    """Forgets every request, and says what this worker is."""
+    ...
+
+  def check(self, requests: Sequence[Request]) -> str:
+    """Returns why the worker could never answer one of the requests; "" if it can answer all."""
+    ...
+
+  def run(
+    self, orders: Sequence[ChunkOrder], forget: Sequence[str] = ()
+  ) -> Sequence[ChunkResult]:
+    """Takes orders, and works until a chunk ends, of these or of those before.
+
+    Args:
+      orders: of requests none of whose chunks run here.
+      forget: ids of requests that another worker runs, or that are over.
+
+    Returns:
+      The chunks that have ended; none if there is none to be run.
+    """
+    ...
+
+  def report(self) -> WorkerReport:
+    """Says what this worker is and has done; nothing is forgotten."""
+    ...
+
+
+@dataclasses.dataclass
+class _Running:
+  order: ChunkOrder
+  begin: float
+
+
+class EngineWorker:
+  """The worker of an engine, which nothing else may use meanwhile."""
+
+  def __init__(self, engine: Engine, *, name: str = "worker"):
+    """Takes the engine.
+
+    Raises:
+      ValueError: if it is busy.
+    """
+    if engine.num_unfinished:
+      raise ValueError(
+        f"EngineWorker: got an engine with {engine.num_unfinished} unfinished requests, expected"
+        " none (all its memory is shared out by the driver); finish or cancel them."
+      )
+    self.engine = engine
+    self.name = name
+    self._running: dict[str, _Running] = {}
+    self._held: set[str] = set()  # Requests that the engine knows, running ones included.
+
+  def join(self) -> WorkerReport:
+    """Does `Worker.join`."""
+    for request_id in tuple(self._held):
+      self._forget(request_id)
+    self.engine.poll()
+    return self.report()
+
+  def check(self, requests: Sequence[Request]) -> str:
+    """Does `Worker.check`."""
+    try:
+      for request in requests:
+        self.engine.check(request)
+    except ValueError as error:
+      return str(error)
+    return ""
+
+  def report(self) -> WorkerReport:
+    """Does `Worker.report`."""
+    engine = self.engine
+    identity = engine.memory.kv_pool.identity_of()
+    counters = dataclasses.asdict(engine.counters)
+    return WorkerReport(
+      name=self.name,
+      fingerprint=numerics_lib.fingerprint(engine.numerics),
+      identity=identity.fingerprint,
+      weights=identity.weights,
+      policy_version=engine.policy_version,
+      key=np.asarray(jax.random.key_data(engine.key)).tobytes().hex(),
+      page_size=engine.config.page_size,
+      num_pages=engine.config.num_pages - 1,
+      max_running=engine.config.max_sequences,
+      num_instances=engine.num_instances,
+      free_pages=tuple(map(engine.free_pages, range(engine.num_instances))),
+      counters={name: value for name, value in counters.items() if not isinstance(value, dict)},
+    )
+
+  def run(
+    self, orders: Sequence[ChunkOrder], forget: Sequence[str] = ()
+  ) -> Sequence[ChunkResult]:
+    """Does `Worker.run`."""
+    for request_id in forget:
+      self._forget(request_id)
+    for order in orders:
+      self._begin(order)
+    ended: list[ChunkResult] = []
+    while self._running and not ended:
+      self.engine.step()
+      for completion in self.engine.poll():
+        self._held.discard(completion.request_id)
+        ended.append(self._result(completion.request_id, completion))
+      for request_id in self.engine.poll_paused():
+        if request_id in self._running:
+          ended.append(self._result(request_id, self.engine.progress(request_id)))
+    return ended
+
+  def _result(self, request_id: str, completion) -> ChunkResult:
+    running = self._running.pop(request_id)
+    return ChunkResult(
+      chunk=running.order.chunk,
+      completion=completion,
+      busy_seconds=time.perf_counter() - running.begin,
+    )
+
+  def _begin(self, order: ChunkOrder) -> None:
+    engine, request = self.engine, order.request
+    name, begin = request.request_id, time.perf_counter()
+    if name in self._held and not self._stands_at(name, order.start):
+      self._forget(name)  # It has gone on elsewhere.
+    is_here = name in self._held
+    home = engine.instance_of(name) if is_here else order.instance
+    held = engine.held_pages(name) if is_here and home == order.instance else 0
+    positions = len(request.prompt) + order.start + order.max_tokens - 1
+    self._make_room(order.instance, engine.pages_for(positions) - held, keep=name)
+    if is_here:
+      if home != order.instance:
+        engine.migrate(name, order.instance)
+      engine.resume(name, chunk_tokens=order.max_tokens, instance=order.instance)
+    else:
+      engine.submit(
+        request,
+        resume_from=order.resume_from,
+        instance=order.instance,
+        chunk_tokens=order.max_tokens,
+      )
+      self._held.add(name)
+    self._running[name] = _Running(order, begin)
+
+  def _stands_at(self, request_id: str, start: int) -> bool:
+    """Returns whether a request waits here for the chunk that begins at token `start`."""
+    is_paused = request_id in self.engine.poll_paused()
+    return is_paused and len(self.engine.progress(request_id).tokens) == start
+
+  def _make_room(self, instance: int, num_pages: int, keep: str) -> None:
+    """Lets waiting requests' pages leave an instance, longest waiting first."""
+    engine = self.engine
+    for request_id in engine.poll_paused():
+      if engine.free_pages(instance) - engine.awaited_pages(instance) >= num_pages:
+        return
+      is_there = engine.held_pages(request_id) and engine.instance_of(request_id) == instance
+      if is_there and request_id != keep and not engine.spill([request_id]):
+        engine.preempt(request_id)
+
+  def _forget(self, request_id: str) -> None:
+    self._running.pop(request_id, None)
+    if request_id in self._held:
+      self._held.discard(request_id)
+      self.engine.cancel(request_id)

@@ -1,0 +1,102 @@
+"""Workers in processes of their own, by Ray: one is killed in the middle, one stopped.
+
+Needs the packages of launch/locks/cluster-*.txt; what starts Ray skips without.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+import os
+import signal
+import sys
+import time
+
+import cluster_cases
+from cluster_cases import alone, asked
+import pytest
+import tiny_model
+
+from seerjax.cluster.driver import ClusterRollout
+from seerjax.cluster.ray_workers import RayWorkers
+from seerjax.cluster.worker import EngineWorker
+from seerjax.rollout.policies import Divided
+
+
+def make_worker(number: int) -> EngineWorker:
+  """What each actor runs: an engine of the tests' one program."""
+  return EngineWorker(cluster_cases.make_engine(tiny_model.NATIVE), name=f"actor {number}")
+
+
+@pytest.fixture
+def workers() -> Iterator[RayWorkers]:
+  pytest.importorskip("ray", reason="Ray is not installed")
+  # Actors find this module and tests/support by the path of this process.
+  module = sys.modules[__name__]
+  sys.modules.setdefault("test_ray_workers", module)
+  made = RayWorkers(make_worker, count=2, patience=120)
+  yield made
+  made.close()
+
+
+def assert_said(found: dict) -> None:
+  wanted = alone(tiny_model.NATIVE, 7)
+  assert found.keys() == wanted.keys()
+  assert all(found[name].has_bits_of(wanted[name]) for name in found)
+
+
+@pytest.mark.long
+def test_a_killed_process_costs_time_and_no_bit(workers):
+  victim = workers.process_ids()[0]
+  rollout, found = ClusterRollout(workers, Divided(chunk_tokens=3)), {}
+  for completion in rollout.run(asked()):
+    if not found:
+      os.kill(victim, signal.SIGKILL)
+      killed_at = time.monotonic()
+    found[completion.request_id] = completion
+    if rollout.counts["lost"] == 1 and killed_at:
+      print(f"noticed {time.monotonic() - killed_at:.1f} s after the kill")
+      killed_at = 0.0
+  assert_said(found)
+  assert rollout.counts["lost"] == 1 and rollout.counts["again"] > 0
+  assert workers.replaced == 1
+  # Another rollout, on the one that lived and the one that came.
+  again = ClusterRollout(workers, Divided(chunk_tokens=5))
+  assert_said({one.request_id: one for one in again.run(asked())})
+
+
+@pytest.mark.long
+def test_a_stopped_process_is_waited_for_no_longer_than_the_patience(workers):
+  victim = workers.process_ids()[0]
+  workers._patience = 10.0
+  rollout, found = ClusterRollout(workers, Divided(chunk_tokens=3)), {}
+  for completion in rollout.run(asked(num_groups=4)):
+    if not found:
+      os.kill(victim, signal.SIGSTOP)
+    found[completion.request_id] = completion
+    if rollout.counts["lost"]:
+      os.kill(victim, signal.SIGCONT)
+  wanted = cluster_cases.make_engine(tiny_model.NATIVE).generate(asked(num_groups=4))
+  assert [found[one.request_id].has_bits_of(one) for one in wanted] == [True] * len(wanted)
+  assert rollout.counts["lost"] == 1 and workers.replaced == 0
+
+
+# Refusals, which need no Ray.
+
+
+def test_without_ray_the_extra_is_named(monkeypatch):
+  monkeypatch.setitem(sys.modules, "ray", None)
+  with pytest.raises(ImportError, match=r"expected Ray; install seerjax\[cluster\], or run in one"):
+    RayWorkers(make_worker, count=2)
+
+
+@pytest.mark.parametrize("count, patience", [(0, 1.0), (1, 0.0)])
+def test_no_worker_and_no_patience_are_refused(count, patience):
+  with pytest.raises(ValueError, match=f"got count={count}, patience={patience}, expected one"):
+    RayWorkers(make_worker, count=count, patience=patience)
+
+
+@pytest.mark.long
+def test_an_address_without_ray_is_named():
+  pytest.importorskip("ray", reason="Ray is not installed")
+  with pytest.raises(ConnectionError, match=r"from 127.0.0.1:9, expected Ray; start it with"):
+    RayWorkers(make_worker, count=2, address="127.0.0.1:9")

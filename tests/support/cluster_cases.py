@@ -1,0 +1,240 @@
+"""Drawn rollouts on several workers of this process, some of which die, halt, join or are refused.
+
+A case is drawn by a seed: workers of several sizes, a policy, and what befalls whom when.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Sequence
+import functools
+
+import jax
+import numpy as np
+import tiny_model
+
+from seerjax.cluster.driver import ClusterRollout
+from seerjax.cluster.local_workers import LocalWorkers
+from seerjax.cluster.records import Answered, ChunkOrder, ChunkResult, Event, Lost
+from seerjax.cluster.worker import EngineWorker
+from seerjax.engine.engine import Engine, EngineConfig
+from seerjax.models.loading import Model
+from seerjax.numerics import NumericsConfig
+from seerjax.rollout.policies import ByPrefix, ByRoom, ContextAware, Divided, LongestGroupFirst
+from seerjax.types import Completion, Request, SamplingParams
+
+# Pages and sequences of an engine; each pair is a program.
+SIZES = ((40, 4), (15, 4))
+
+
+def make_engine(
+  numerics: NumericsConfig = tiny_model.NUMERICS,
+  *,
+  num_pages: int = 40,
+  max_sequences: int = 4,
+  weights_seed: int = 0,
+  **others,
+) -> Engine:
+  """An engine of the one program that all of a numerics share."""
+  return Engine(
+    Model(tiny_model.CONFIG, tiny_model.params(numerics, weights_seed), numerics),
+    config=EngineConfig(
+      page_size=4,
+      num_pages=num_pages,
+      max_sequences=max_sequences,
+      max_context=64,
+      row_buckets=(16,),
+    ),
+    key=jax.random.key(5),
+    runner=tiny_model.runner(numerics),
+    **others,
+  )
+
+
+def asked(seed: int = 7, num_groups: int = 3, members: int = 3) -> list[Request]:
+  """Groups of one prompt each, whose members' lengths are alike."""
+  rng = np.random.default_rng(seed)
+  found = []
+  for group in range(num_groups):
+    prompt = tuple(rng.integers(0, 64, int(rng.integers(3, 12))).tolist())
+    for member in range(members):
+      found.append(
+        Request(
+          request_id=f"0/{group}/{member}",
+          prompt=prompt,
+          sampling=SamplingParams(max_tokens=int(6 * (group + 1) + rng.integers(0, 8))),
+          seed=int(rng.integers(2**31)),
+          group_id=f"0/{group}",
+        )
+      )
+  return found
+
+
+@functools.cache
+def alone(numerics: NumericsConfig, seed: int) -> dict[str, Completion]:
+  """What the requests of `asked` say with one engine."""
+  return {one.request_id: one for one in make_engine(numerics).generate(asked(seed))}
+
+
+class Mortal(EngineWorker):
+  """Dies in one of its calls: before it takes the orders, among its steps, or with its answer.
+
+  Attributes:
+    dies_at: calls of `run` before that one, and steps of it before the end: -1 is before its
+      orders, a large number is with its answer. None lives on.
+  """
+
+  dies_at: tuple[int, int] | None = None
+  num_calls = 0
+
+  def run(
+    self, orders: Sequence[ChunkOrder], forget: Sequence[str] = ()
+  ) -> Sequence[ChunkResult]:
+    self.num_calls += 1
+    if self.dies_at is None or self.num_calls <= self.dies_at[0]:
+      return super().run(orders, forget)
+    left = self.dies_at[1]
+    if left < 0:
+      raise OSError("killed before its orders")
+    step = self.engine.step
+
+    def counted():
+      nonlocal left
+      left -= 1
+      if left < 0:
+        raise OSError("killed in a chunk")
+      return step()
+
+    self.engine.step = counted  # type: ignore[method-assign]
+    super().run(orders, forget)
+    raise OSError("killed with its answer")
+
+
+class Halting(LocalWorkers):
+  """Workers that may halt: they count as lost, and answer when others have gone on meanwhile.
+
+  Attributes:
+    halts: by worker, which of its answers comes late, and how many events later.
+  """
+
+  def __init__(self, workers, **others):
+    super().__init__(workers, **others)
+    self.halts: dict[int, tuple[int, int]] = {}
+    self._held: list[tuple[int, Answered]] = []
+    self._num_answers: collections.Counter[int] = collections.Counter()
+
+  def begin(self) -> None:
+    super().begin()
+    self._held.clear()
+
+  def events(self, *, blocks: bool) -> Sequence[Event]:
+    is_idle = blocks and not self._calls  # Nothing else is going to happen.
+    due = [answer for at, answer in self._held if at <= 0 or is_idle]
+    self._held = [(at - 1, answer) for at, answer in self._held if answer not in due]
+    found: list[Event] = list(due)
+    for event in super().events(blocks=blocks and not due):
+      if isinstance(event, Answered):
+        count = self._num_answers[event.worker]
+        self._num_answers[event.worker] += 1
+        halt = self.halts.get(event.worker)
+        if halt is not None and halt[0] == count:
+          self._held.append((halt[1], event))
+          event = Lost(worker=event.worker, reason="halted")
+      found.append(event)
+    return found
+
+
+def draw_policy(rng: np.random.Generator) -> Divided:
+  chunk = int(rng.integers(2, 10))
+  routing = ByRoom() if rng.random() < 0.5 else ByPrefix(max_spread=int(rng.integers(1, 4)))
+  kind = (Divided, ContextAware, LongestGroupFirst)[int(rng.integers(3))]
+  return kind(chunk_tokens=chunk, min_pull_tokens=int(rng.integers(0, 8)), routing=routing)
+
+
+class Case:
+  """One drawn rollout.
+
+  Attributes:
+    events: what happened, by kind.
+  """
+
+  worker_kind: type[Mortal] = Mortal
+  workers_kind: type[Halting] = Halting
+  rollout_kind: type[ClusterRollout] = ClusterRollout
+
+  def __init__(self, seed: int, numerics: NumericsConfig, *, num_workers: int | None = None):
+    self.rng = np.random.default_rng((seed, 31))
+    self.seed, self.numerics = seed, numerics
+    drawn = int(self.rng.integers(1, 4))
+    self.num_workers = drawn if num_workers is None else num_workers
+    self.events: collections.Counter[str] = collections.Counter()
+
+  def make_worker(self, number: int, *, may_die: bool = True) -> Mortal:
+    rng = self.rng
+    num_pages, max_sequences = SIZES[int(rng.integers(len(SIZES)))]
+    engine = make_engine(self.numerics, num_pages=num_pages, max_sequences=max_sequences)
+    worker = self.worker_kind(engine, name=f"w{number}")
+    if may_die and rng.random() < 0.6:
+      steps = int(rng.choice([-1, 0, int(rng.integers(1, 8)), 10**6]))
+      worker.dies_at = int(rng.integers(0, 6)), steps
+      kind = {-1: "before its orders", 10**6: "with its answer"}.get(steps, "in a chunk")
+      self.events[f"to die {kind}"] += 1
+    return worker
+
+  def run(self, journal=None) -> dict[str, Completion]:
+    """Runs it; workers join while it goes on, so that one that lives is always there.
+
+    Raises:
+      AssertionError: if a bit or a count is wrong.
+    """
+    rng, seed = self.rng, self.seed
+    workers = self.workers_kind(
+      [self.make_worker(number) for number in range(self.num_workers)],
+      choose=lambda waiting: waiting[int(rng.integers(len(waiting)))],
+    )
+    for number in range(self.num_workers):
+      if rng.random() < 0.4:
+        workers.halts[number] = int(rng.integers(0, 4)), int(rng.integers(0, 4))
+        self.events["to halt"] += 1
+    rollout = self.rollout_kind(workers, draw_policy(rng), journal)
+    # By events of the rollout: who comes then.
+    arrivals = {int(rng.integers(0, 12)): "worker"}
+    if rng.random() < 0.5:
+      arrivals[int(rng.integers(0, 12))] = "stranger"
+    take = rollout._take
+
+    def taken(event: Event) -> None:
+      take(event)
+      count = sum(isinstance(seen, str) for seen in self.seen)
+      self.seen.append(type(event).__name__)
+      if arrivals.get(count) == "stranger":
+        workers.add(self.stranger())
+      is_last = not rollout._members and not workers._calls
+      if arrivals.get(count) == "worker" or (is_last and isinstance(event, Lost)):
+        workers.add(self.make_worker(workers._num_ever, may_die=False))
+
+    self.seen: list[str] = []
+    rollout._take = taken  # type: ignore[method-assign]
+    requests = asked(seed)
+    found: dict[str, Completion] = {}
+    for completion in rollout.run(requests):
+      assert completion.request_id not in found, "a completion came twice"
+      found[completion.request_id] = completion
+    self.rollout = rollout
+    wanted = alone(self.numerics, seed)
+    assert found.keys() == wanted.keys()
+    for name, completion in found.items():
+      assert completion.has_bits_of(wanted[name]), (seed, name, completion, wanted[name])
+      assert completion.finish_reason == wanted[name].finish_reason
+    spans = rollout.trace.spans
+    assert sum(span.num_tokens for span in spans) == sum(len(one.tokens) for one in found.values())
+    assert sum(span.is_last for span in spans) == len(found)
+    assert all(span.begin < span.end for span in spans)
+    self.events += rollout.counts
+    self.events[f"of {self.num_workers} workers"] += 1
+    return found
+
+  def stranger(self) -> EngineWorker:
+    """A worker that must not be taken: of other weights, another page size or another key."""
+    self.events["strangers"] += 1
+    return EngineWorker(make_engine(self.numerics, weights_seed=1), name="stranger")
