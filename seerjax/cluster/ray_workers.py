@@ -18,6 +18,7 @@ import dataclasses
 import importlib
 import math
 import os
+import socket
 import time
 from typing import Any
 
@@ -34,6 +35,9 @@ from seerjax.cluster.records import (
 )
 from seerjax.cluster.worker import Worker
 from seerjax.types import Request
+
+# Seconds within which something has to listen at a Ray cluster's address.
+PATIENCE = 5.0
 
 
 class _Actor:
@@ -243,14 +247,16 @@ def _library() -> Any:
 def _connect(ray: Any, address: str, count: int) -> None:
   if ray.is_initialized():
     return
-  quiet = dict(include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+  quiet = dict(log_to_driver=False, logging_level="ERROR")
+  host, _, port = address.rpartition(":")
   try:
+    if host and port.isdigit():  # Else Ray itself tries for minutes.
+      socket.create_connection((host, int(port)), timeout=PATIENCE).close()
     if address:
-      quiet.pop("include_dashboard")
       ray.init(address=address, **quiet)
     else:
-      ray.init(num_cpus=count, **quiet)
-  except (ConnectionError, ValueError, RuntimeError) as error:
+      ray.init(num_cpus=count, include_dashboard=False, **quiet)
+  except (OSError, ValueError, RuntimeError) as error:
     raise ConnectionError(
       f"RayWorkers.address: got {error} from {address or 'a cluster of its own'}, expected Ray;"
       " start it with `ray start --head`, or leave the address out to use this machine alone."

@@ -95,7 +95,6 @@ def test_no_worker_and_no_patience_are_refused(count, patience):
     RayWorkers(make_worker, count=count, patience=patience)
 
 
-@pytest.mark.long
 def test_an_address_without_ray_is_named():
   pytest.importorskip("ray", reason="Ray is not installed")
   with pytest.raises(ConnectionError, match=r"from 127.0.0.1:9, expected Ray; start it with"):
