@@ -7,15 +7,18 @@ Command: bash launch/local.sh experiments.sleep_foreground
 Hardware: any; the table is measured first, and `--step_seconds` takes one that was. Results:
 docs/results/sleep_engine.md
 
-Requests arrive at drawn moments of a virtual clock, which every visit moves on by what the table
-says of its rows. The same arrivals are served with nobody asleep, and with so many sleepers that
-there is always one more: what is compared is the engine's own schedule, without the machine's
-noise. A column compares each step with what its own rows in front would take: that is what the
-engine bounds. Percentiles of all steps differ by more, since steps that take 5 % longer let more
-requests be there at once: a queue at 0.7 of what is served grows by a fifth.
+Every visit moves a virtual clock on by what the table says of its rows. The same requests are
+served with nobody asleep, and with so many sleepers that there is always one more: what is compared
+is the engine's own schedule, without the machine's noise. So many clients ask, each again as soon
+as it is answered; or, with `--arrivals=drawn`, requests come at drawn moments. Steps that take 5 %
+longer then let more of them be there at once, a fifth at 0.7 of what is served, and dearer steps
+are more of all. A column compares each step with what its own rows in front would take: that is
+what the engine bounds.
 
 `--num_turns` measures a real run in its place: pairs of turns, with sleepers and without, in which
-so many requests in front come at once after sleepers have had the engine for a while.
+so many requests in front come at once after sleepers have had the engine for a while. The table is
+measured by the same clock as the turns: of wall seconds on a busy machine it is noise, by which
+rows are given away that are not free.
 """
 
 from __future__ import annotations
@@ -87,6 +90,9 @@ class Arrival(NamedTuple):
   request: Request
 
 
+ARRIVALS = ("answered", "drawn")
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Served:
   """What became of arrivals.
@@ -155,7 +161,12 @@ def arrivals(
 
 
 def serve(
-  engine: WatchedEngine, times: StepTimes, coming: Sequence[Arrival], *, num_sleepers: int
+  engine: WatchedEngine,
+  times: StepTimes,
+  coming: Sequence[Arrival],
+  *,
+  num_sleepers: int,
+  num_clients: int = 0,
 ) -> Served:
   """Serves arrivals in virtual time, with a queue of sleepers that never ends.
 
@@ -164,6 +175,7 @@ def serve(
     times: what the clock goes by, and the engine's own table.
     coming: in order.
     num_sleepers: in the queue; 0 for none.
+    num_clients: that ask one request after the other, whatever moments are drawn; 0 goes by these.
   """
   engine.step_times = times
   coming = list(coming)
@@ -178,10 +190,10 @@ def serve(
   waits = engine.counters.waits
   rng = np.random.default_rng(1)
   while coming or began:
-    while coming and coming[0].seconds <= now:
+    while coming and (len(began) < num_clients if num_clients else coming[0].seconds <= now):
       arrival = coming.pop(0)
       engine.submit(arrival.request)
-      began[arrival.request.request_id] = arrival.seconds
+      began[arrival.request.request_id] = now if num_clients else arrival.seconds
     while len(asleep) < num_sleepers:
       name = f"sleeper {num_slept}"
       context = engine.config.max_context
@@ -375,8 +387,16 @@ def real_line(crowd: int, pairs: Sequence[tuple[Turn, Turn]]) -> str:
   return f"| {' | '.join(cells)} |"
 
 
-def real_run(engine: WatchedEngine, num_turns: int, **settings) -> None:
+def real_run(
+  engine: WatchedEngine, num_turns: int, *, crowds: Sequence[int] = CROWDS, **settings
+) -> None:
   """Prints the real run's table: pairs of turns, of which every other begins with sleepers.
+
+  Args:
+    engine: without requests, with its table.
+    num_turns: pairs of each crowd.
+    crowds: numbers of requests in front.
+    settings: of `real_turn`.
 
   Raises:
     ValueError: for fewer than two turns.
@@ -391,7 +411,7 @@ def real_run(engine: WatchedEngine, num_turns: int, **settings) -> None:
   )  # fmt: skip
   print(f"| {' | '.join(names)} |\n|{'---|' * len(names)}")
   num_sleepers, seed = settings.pop("num_sleepers"), settings.pop("seed")
-  for crowd in CROWDS:
+  for crowd in crowds:
     pairs = []
     for turn in range(num_turns + 1):
       order = (0, num_sleepers) if turn % 2 else (num_sleepers, 0)
@@ -423,6 +443,15 @@ def line(crowd: int, without: Served, beside: Served) -> str:
   return f"| {' | '.join(cells)} |"
 
 
+def crowds_of(values: Sequence[str]) -> list[int]:
+  """Returns numbers of requests in front; ValueError for none, or what is no such number."""
+  if not values or not all(value.isdecimal() and int(value) for value in values):
+    raise ValueError(
+      f"--crowds: got {','.join(values)!r}, expected numbers of at least 1; write 1,4."
+    )
+  return [int(value) for value in values]
+
+
 def main(argv: list[str]) -> None:
   args = flags.FLAGS
   with command_line.refusals():
@@ -433,6 +462,7 @@ def main(argv: list[str]) -> None:
       value = getattr(args, name)
       if value < least:
         raise ValueError(f"--{name}: got {value}, expected at least {least}; raise it.")
+    crowds = crowds_of(args.crowds)
     model = seerjax.load_model(args.model)
     # What one run finds in memory is not to be what the two differ in.
     config = seerjax.EngineConfig(max_context=512, max_sequences=32, reuse_prefixes=False)
@@ -441,13 +471,14 @@ def main(argv: list[str]) -> None:
       given = {int(rows): float(seconds) for rows, seconds in json.loads(args.step_seconds).items()}
       times = StepTimes(rows=tuple(sorted(given)), seconds=tuple(given[n] for n in sorted(given)))
     else:
-      times = step_times.measure(engine)
+      times = step_times.measure(engine, clock=CLOCKS[args.clock])
     engine.step_times = times
     print(f"seconds by rows: {dict(zip(times.rows, times.seconds))}")
     if args.num_turns:
       real_run(
         engine,
         args.num_turns,
+        crowds=crowds,
         num_sleepers=args.num_sleepers,
         prompt=args.prompt,
         answer=args.answer,
@@ -461,7 +492,7 @@ def main(argv: list[str]) -> None:
       "waits",
     )  # fmt: skip
     print(f"| {' | '.join(names)} |\n|{'---|' * len(names)}")
-    for crowd in CROWDS:
+    for crowd in crowds:
       coming = arrivals(
         crowd,
         num_requests=args.num_requests,
@@ -472,8 +503,10 @@ def main(argv: list[str]) -> None:
         answer=args.answer,
         seed=args.seed,
       )
+      num_clients = crowd if args.arrivals == "answered" else 0
       without, beside = (
-        serve(engine, times, coming, num_sleepers=count) for count in (0, args.num_sleepers)
+        serve(engine, times, coming, num_sleepers=count, num_clients=num_clients)
+        for count in (0, args.num_sleepers)
       )
       print(line(crowd, without, beside), flush=True)
 
@@ -482,9 +515,13 @@ def define_flags() -> None:
   """Defines the flags of the command."""
   flags.DEFINE_string("model", "nano", "nano, a directory or a Hub id.")
   flags.DEFINE_string("step_seconds", "", 'A table {"rows": seconds} in place of measuring one.')
-  flags.DEFINE_integer("num_requests", 200, "Arrivals, at each crowd.")
+  flags.DEFINE_list("crowds", [str(crowd) for crowd in CROWDS], "Requests in front, line by line.")
+  flags.DEFINE_integer("num_requests", 200, "In the virtual clock, at each crowd.")
+  flags.DEFINE_enum(
+    "arrivals", ARRIVALS[0], ARRIVALS, "When one is answered, or at moments that are drawn."
+  )
   flags.DEFINE_integer("num_turns", 0, "Pairs of turns of a real run; 0 is the virtual clock.")
-  flags.DEFINE_enum("clock", "wall", sorted(CLOCKS), "Of a real run; cpu on a shared machine.")
+  flags.DEFINE_enum("clock", "wall", sorted(CLOCKS), "Of table and turns; cpu on a busy machine.")
   flags.DEFINE_integer("num_sleepers", 16, "In the queue, at any time.")
   flags.DEFINE_integer("prompt", 60, "Tokens on average.")
   flags.DEFINE_integer("answer", 40, "Tokens on average.")

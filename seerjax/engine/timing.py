@@ -16,7 +16,12 @@ from seerjax.engine.engine import Engine
 
 
 def step_seconds(
-  engine: Engine, sizes: Iterable[tuple[int, int]], *, num_steps: int = 1, repeats: int = 6
+  engine: Engine,
+  sizes: Iterable[tuple[int, int]],
+  *,
+  num_steps: int = 1,
+  repeats: int = 6,
+  clock: Callable[[], float] = time.monotonic,
 ) -> dict[tuple[int, int], float]:
   """Returns the seconds of a step of (requests, rows), over all instances together.
 
@@ -32,6 +37,7 @@ def step_seconds(
     num_steps: of a visit, whose seconds these then are; more than one only where each request has
       one row.
     repeats: steps of each size.
+    clock: in seconds; `time.process_time` where others use the machine, too.
 
   Raises:
     ValueError: if requests are unfinished, whose pages a step would change, or a number is none.
@@ -48,11 +54,14 @@ def step_seconds(
     return engine.idle_step(requests, rows, num_steps)
 
   calls = [functools.partial(ready, size) for size in sizes]
-  return dict(zip(sizes, least_seconds(calls, repeats=repeats), strict=True))
+  return dict(zip(sizes, least_seconds(calls, repeats=repeats, clock=clock), strict=True))
 
 
 def least_seconds(
-  ready: Sequence[Callable[[], Callable[[], object]]], *, repeats: int = 6
+  ready: Sequence[Callable[[], Callable[[], object]]],
+  *,
+  repeats: int = 6,
+  clock: Callable[[], float] = time.monotonic,
 ) -> list[float]:
   """Returns the seconds of several calls, the least of `repeats` each, in turns.
 
@@ -62,15 +71,16 @@ def least_seconds(
     ready: each makes a call ready, which is not timed, and returns it; it ends when its results are
       there.
     repeats: turns.
+    clock: in seconds.
   """
   found = [math.inf] * len(ready)
   for repeat in range(repeats + 1):
     for place, make_ready in enumerate(ready):
       run = make_ready()
-      begin = time.monotonic()
+      begin = clock()
       run()
       if repeat:
-        found[place] = min(found[place], time.monotonic() - begin)
+        found[place] = min(found[place], clock() - begin)
   if jax.process_count() > 1:
     values = multihost_utils.broadcast_one_to_all(np.asarray(found, np.float64))
     found = values.tolist()

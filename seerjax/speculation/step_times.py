@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 import dataclasses
 import functools
+import time
 
 import numpy as np
 
@@ -28,8 +29,13 @@ SAID, SHORTEST, MOST_REQUESTS = 16, 1, 16
 PATH_LENGTHS = (1, 2, 4, 8, 16)
 
 
-def measure(engine: Engine) -> StepTimes:
-  """Returns the seconds of an engine's steps by their requests and rows, and of its visits."""
+def measure(engine: Engine, *, clock: Callable[[], float] = time.monotonic) -> StepTimes:
+  """Returns the seconds of an engine's steps by their requests and rows, and of its visits.
+
+  Args:
+    engine: without unfinished requests.
+    clock: in seconds; `time.process_time` where others use the machine, too.
+  """
   # Times rise in stairs, one a tile of rows and one a bucket: a draft of a few rows is cheap on one
   # of them and dear on its edge, so that the first hundred rows are measured closely.
   buckets, instances = engine.config.row_buckets, engine.num_instances
@@ -45,7 +51,7 @@ def measure(engine: Engine) -> StepTimes:
     for length in PATH_LENGTHS
     if count * (1 + length) <= most_rows and length < longest
   ]
-  seconds = timing.step_seconds(engine, [*((count, count) for count in rows), *paths])
+  seconds = timing.step_seconds(engine, [*((count, count) for count in rows), *paths], clock=clock)
   # A smaller step never takes longer, and noise only adds: no more than the fastest of the larger.
   least = np.minimum.accumulate([seconds[n, n] for n in reversed(rows)])[::-1].tolist()
   times = StepTimes(
@@ -57,7 +63,7 @@ def measure(engine: Engine) -> StepTimes:
   steps, visits = min(engine.config.steps_per_visit, longest), []
   if steps > 1:
     sizes = [(instances * count, instances * count) for count in requests]
-    of_visit = timing.step_seconds(engine, sizes, num_steps=steps)
+    of_visit = timing.step_seconds(engine, sizes, num_steps=steps, clock=clock)
     # Nor does a visit take longer than its steps alone, or rows in few paths than in many.
     visits = [(n, steps, min(of_visit[n, n], steps * times.step(n, n))) for n, _ in sizes]
   of_paths = [(n, size, min(seconds[n, size], times.step(size, size))) for n, size in paths]

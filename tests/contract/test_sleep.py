@@ -28,9 +28,9 @@ import word_engine
 from seerjax import numerics as numerics_lib, parallel
 from seerjax.engine import runner as runner_lib
 from seerjax.engine.engine import Engine, EngineConfig
-from seerjax.engine.kv import owner as owner_lib
-from seerjax.engine.kv.owner import Owner
+from seerjax.engine.kv.owner import BASE, Owner
 from seerjax.engine.kv.pool import KVPool, KVPoolConfig
+from seerjax.engine.kv.prefix_index import PrefixIndex
 from seerjax.models import parameters
 from seerjax.models.loading import Model
 from seerjax.sleep import contexts as contexts_lib, planner, runner as sleep_lib
@@ -708,12 +708,15 @@ NUMERICS = {
 MESHES = ((1, 1), (2, 1), (1, 2), (2, 2))  # (instances, model shards)
 
 
-def test_no_sleep_changes_a_bit(seed, tell_events):
+@pytest.mark.parametrize(
+  "dtype, num", [("f32", 1), pytest.param("native bf16", 2, marks=pytest.mark.thorough)]
+)
+def test_no_sleep_changes_a_bit(dtype, num, seed, tell_events):
   events = collections.Counter()
-  run_schedules(NUMERICS["f32"], (1, 1), events, seed=seed, num=3)
-  assert events["schedules"] >= 6
+  run_schedules(NUMERICS[dtype], (1, 1), events, seed=seed, num=num)
+  assert events["schedules"] >= len(ALWAYS) + num
   always = ("rewrites", "questions from rewrites", "rows beside others", "restored pins")
-  tell_events("f32", events, (*always, "other weights", "restarts", "damaged", "stale refused"))
+  tell_events(dtype, events, (*always, "other weights", "restarts", "damaged", "stale refused"))
 
 
 @pytest.mark.long
@@ -785,6 +788,25 @@ class TakesASlot(Watched):
     return scheduled, num_steps
 
 
+class Shared(PrefixIndex):
+  """Namespaces do not count."""
+
+  def find(self, tokens, owner=BASE):
+    return super().find(tokens, Owner(owner.adapter))
+
+  def remember(self, tokens, pages, owner=BASE):
+    super().remember(tokens, pages, Owner(owner.adapter))
+
+
+class FindsAnothers(Watched):
+  """A page is found by all namespaces."""
+
+  def __init__(self, *args, **others):
+    super().__init__(*args, **others)
+    for pool in self.memory.pools:
+      pool._index = Shared(self.config.page_size)
+
+
 @pytest.mark.parametrize(
   "plan, kinds, message",
   [
@@ -793,15 +815,12 @@ class TakesASlot(Watched):
     pytest.param(ALWAYS[1], dict(contexts_kind=Trusting), "expected .'", id="a changed token"),
     pytest.param(PINNED, dict(engine_kind=KeepsPins), "got pins of old", id="pins of old weights"),
     pytest.param(ALWAYS[2], dict(engine_kind=TakesASlot), "got ", id="another's slot"),
+    pytest.param(
+      SHARED, dict(engine_kind=FindsAnothers), "got a page of '(ours|theirs)' for", id="namespaces"
+    ),
   ],
 )
 def test_what_breaks_a_rule_is_found_out(tmp_path, plan, kinds, message):
   events = collections.Counter()
   with pytest.raises(AssertionError, match=message):
     Schedule(plan, NUMERICS["f32"], (1, 1), tmp_path, events, **kinds).run()
-
-
-def test_a_page_of_another_namespace_is_found_out(tmp_path, monkeypatch):
-  monkeypatch.setattr(owner_lib, "of", lambda request: Owner(request.adapter))
-  with pytest.raises(AssertionError, match="got a page of '(ours|theirs)' for"):
-    Schedule(SHARED, NUMERICS["f32"], (1, 1), tmp_path, collections.Counter()).run()

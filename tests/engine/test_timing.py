@@ -22,3 +22,15 @@ def test_step_times_disturb_nothing():
   engine.submit(one)
   with pytest.raises(ValueError, match=r"Engine.idle_step: got 1 unfinished requests, expected"):
     timing.step_seconds(engine, [(1, 1)])
+
+
+def test_times_are_those_of_the_clock():
+  # Each call takes what it says; the first turn does not count, and the least of the others does.
+  now, took = 0.0, iter([9.0, 9.0, 3.0, 8.0, 5.0, 4.0])
+
+  def run() -> None:
+    nonlocal now
+    now += next(took)
+
+  found = timing.least_seconds([lambda: run, lambda: run], repeats=2, clock=lambda: now)
+  assert found == [3.0, 4.0]

@@ -14,14 +14,18 @@ from seerjax.speculation.times import StepTimes
 TIMES = StepTimes(rows=(1, 4, 5, 16), seconds=(1.0, 1.03, 1.6, 2.0))
 
 
-def test_steps_stay_within_the_slack_and_nobody_waits_for_pages_longer():
+@pytest.mark.parametrize("num_clients", [0, 2])
+def test_steps_stay_within_the_slack_and_nobody_waits_for_pages_longer(num_clients):
   sizes = dataclasses.replace(SIZES, num_pages=60, reuse_prefixes=False)
   engine = make_engine(sizes, kind=sleep_foreground.WatchedEngine)
   coming = sleep_foreground.arrivals(
     2, num_requests=12, step=1.0, reading=1.0, vocab_size=500, prompt=10, answer=10, seed=0
   )
   without, beside = (
-    sleep_foreground.serve(engine, TIMES, coming, num_sleepers=count) for count in (0, 6)
+    sleep_foreground.serve(
+      engine, TIMES, coming, num_sleepers=count, num_clients=num_clients
+    )
+    for count in (0, 6)
   )
   assert beside.tokens == without.tokens and beside.waits == without.waits == 0
   assert beside.sleep_tokens > 0 == without.sleep_tokens
@@ -34,13 +38,12 @@ def test_steps_stay_within_the_slack_and_nobody_waits_for_pages_longer():
   assert line.startswith("| 2 | ") and line.endswith("| 0 → 0 |")
 
 
-def test_a_real_run_compares_pairs_of_turns(capsys, monkeypatch):
-  monkeypatch.setattr(sleep_foreground, "CROWDS", (2,))
+def test_a_real_run_compares_pairs_of_turns(capsys):
   sizes = dataclasses.replace(SIZES, num_pages=60, reuse_prefixes=False)
   engine = make_engine(sizes, kind=sleep_foreground.WatchedEngine)
   engine.step_times = TIMES
   sleep_foreground.real_run(
-    engine, 3, num_sleepers=4, prompt=5, answer=6, clock="cpu", seed=0
+    engine, 3, crowds=(2,), num_sleepers=4, prompt=5, answer=6, clock="cpu", seed=0
   )
   cells = capsys.readouterr().out.splitlines()[-1].strip("| ").split(" | ")
   assert cells[:2] == ["2", "3"] and cells[-2:] == ["0 → 0", "0 → 0"]
@@ -55,3 +58,9 @@ def test_one_turn_is_refused():
 
 def test_an_upper_bound_is_that_of_the_mean():
   assert np.isclose(sleep_foreground.upper_bound([1.0, 1.2, 1.1, 1.1]), 1.1 + 1.96 * 0.0408248)
+
+
+@pytest.mark.parametrize("values", [[], ["0"], ["1", "x"]])
+def test_crowds_that_are_none_are_refused(values):
+  with pytest.raises(ValueError, match="--crowds: got '.*', expected numbers of at least 1; write"):
+    sleep_foreground.crowds_of(values)

@@ -12,19 +12,16 @@ import collections
 import concurrent.futures
 import contextlib
 import json
-import os
-import pathlib
 import random
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from typing import Any
 
 import httpx2
 import pytest
+from served_process import Process
 import serving
 import word_engine
 
@@ -197,44 +194,10 @@ def test_whatever_strangers_send_the_others_are_answered(count: int, seed, tell_
 
 # A process of its own.
 
-
-class Process:
-  """`python -m seerjax.serve nano`, from its start to its end, whichever that is."""
-
-  def __init__(self, folder: pathlib.Path):
-    self._log = folder / "serve.log"
-    self._file = self._log.open("ab")
-    command = [
-      sys.executable, "-m", "seerjax.serve", "nano", "--port=0", "--max_context=256",
-      "--max_sequences=16", "--grace_seconds=60", "--timeout_seconds=1800",
-    ]  # fmt: skip
-    begun = self._log.stat().st_size
-    self.process = subprocess.Popen(
-      command, stdout=subprocess.DEVNULL, stderr=self._file, env={**os.environ, "PYTHONPATH": "."}
-    )
-    self.url = ""
-    while not self.url:
-      assert self.process.poll() is None, self._log.read_text()[-3000:]
-      for line in self._log.read_text()[begun:].splitlines():
-        if line.startswith("serving at "):
-          self.url = line.removeprefix("serving at ").removesuffix("/v1")
-      time.sleep(0.1)
-
-  def status(self, field: str) -> int:
-    """Returns a number of /proc/PID/status: "Threads", or "VmRSS" in KiB."""
-    lines = pathlib.Path(f"/proc/{self.process.pid}/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(f"{field}:"))
-
-  def metric(self, name: str) -> float:
-    with serving.client(self.url) as plain:
-      text = plain.get("/metrics").text
-    return float(next(line.split()[1] for line in text.splitlines() if line.startswith(name)))
-
-  def end(self, number: int) -> int:
-    self.process.send_signal(number)
-    code = self.process.wait(timeout=600)
-    self._file.close()
-    return code
+SERVED = (
+  "nano", "--max_context=256", "--max_sequences=16", "--grace_seconds=60",
+  "--timeout_seconds=1800",
+)  # fmt: skip
 
 
 def crowd(
@@ -285,7 +248,7 @@ def crowd(
 )
 def test_crowds_leave_nothing_behind(count, rounds, seed, tmp_path, tell_events):
   events: collections.Counter[str] = collections.Counter()
-  server, rng = Process(tmp_path), random.Random(seed)
+  server, rng = Process(tmp_path, *SERVED), random.Random(seed)
   try:
     ask_alone = lambda: {
       number: _post(server, dict(GOOD, seed=number, max_tokens=40)) for number in range(8)
@@ -310,7 +273,7 @@ def test_crowds_leave_nothing_behind(count, rounds, seed, tmp_path, tell_events)
     events["lost by kill -9"] += len(asking)
     answers = [(number, found) for number, one in enumerate(asking) for found in one.result()]
     assert all(found == alone[number] for number, found in answers)
-    server = Process(tmp_path)
+    server = Process(tmp_path, *SERVED)
     assert ask_alone() == alone
     events["starts"] += 2
     # SIGTERM under load: what runs is finished, who comes then is told so.

@@ -11,7 +11,6 @@ import tiny_model
 
 from seerjax.engine import drafting
 from seerjax.engine.drafting import DraftQuery
-from seerjax.engine.kv import owner as owner_lib
 from seerjax.engine.kv.owner import BASE, Owner
 from seerjax.engine.kv.prefix_index import PrefixIndex
 from seerjax.engine.kv.values import Identity
@@ -40,17 +39,28 @@ def test_keys_of_no_namespace_are_those_of_before():
   assert history._digest([1, 2], "").hex() == "2cc5e4d47c5f3c5fbe635a5a5b7bb392"
 
 
-@pytest.mark.parametrize("is_shared", [False, True])
-def test_an_engine_reads_a_prompt_of_another_namespace_again(monkeypatch, is_shared):
-  if is_shared:  # The twin: namespaces that do not count.
-    monkeypatch.setattr(owner_lib, "of", lambda request: Owner(request.adapter))
+class Shared(PrefixIndex):
+  """The twin: an index in which namespaces do not count."""
+
+  def find(self, tokens, owner=BASE):
+    return super().find(tokens, Owner(owner.adapter))
+
+  def remember(self, tokens, pages, owner=BASE):
+    super().remember(tokens, pages, Owner(owner.adapter))
+
+
+@pytest.mark.parametrize("kind", [PrefixIndex, Shared])
+def test_an_engine_reads_a_prompt_of_another_namespace_again(kind):
   first, engine, counts = asked()[3], make_engine((1, 1)), []
+  for pool in engine.memory.pools:
+    pool._index = kind(engine.config.page_size)
   for name, space in (("mine", "mine"), ("theirs", "theirs"), ("none", ""), ("again", "mine")):
     before = engine.counters.reused_tokens
     named = dataclasses.replace(first, request_id=name, namespace=space)
     (found,) = engine.generate([named])
     counts.append(engine.counters.reused_tokens - before)
     assert tiny_model.same(found, answers()["r/3"], 0)
+  is_shared = kind is Shared
   assert [count > 0 for count in counts] == [False, is_shared, is_shared, True]
 
 
