@@ -141,14 +141,13 @@ def ask(
         )
         before = dataclasses.replace(engine.counters)
         engine.submit(request)
-        steps = 0
         while engine.num_unfinished:
-          steps += bool(engine.step())
+          engine.step()
         (completion,) = engine.poll()
         now = engine.counters
         found = (
-          1, len(completion.tokens), steps, now.drafted_tokens - before.drafted_tokens,
-          now.accepted_tokens - before.accepted_tokens,
+          1, len(completion.tokens), now.steps - before.steps,
+          now.drafted_tokens - before.drafted_tokens, now.accepted_tokens - before.accepted_tokens,
         )  # fmt: skip
         totals = [total + one for total, one in zip(totals, found, strict=True)]
         answers.append((completion.tokens, completion.behaviour_logprobs.tobytes()))
@@ -172,7 +171,8 @@ def main(argv: list[str]) -> None:
       if getattr(args, name) < 1:
         raise ValueError(f"--{name}: got {getattr(args, name)}, expected at least 1; raise it.")
     model = seerjax.load_model(args.model)
-    config = EngineConfig(max_context=args.max_context, max_sequences=8)
+    # A step a visit, so that each may be one of drafts.
+    config = EngineConfig(max_context=args.max_context, max_sequences=8, steps_per_visit=1)
     print("| drafts | questions | tokens | steps | drafted | accepted | tokens a step |")
     print("|---|---|---|---|---|---|---|")
     first = None

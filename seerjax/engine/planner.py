@@ -237,7 +237,13 @@ class Planner:
       if not may_join or not room.fits(instance, 1, keeps_visit=_keeps_visit(sequence)):
         break
       requests.busy = (sequence, len(sequence.tokens))
-      if not self._give_pages(sequence, self._memory.pools[instance]):
+      has_pages = self._give_pages(sequence, self._memory.pools[instance])
+      while not (has_pages or running or requests.running[instance]):
+        # Nothing runs whose end it could wait for: pins make way for it, too.
+        if not self._pins.take_off(instance):
+          break
+        has_pages = self._give_pages(sequence, self._memory.pools[instance])
+      if not has_pages:
         break
       waiting.popleft()
       running.append(sequence)

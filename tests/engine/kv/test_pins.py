@@ -79,6 +79,25 @@ def test_pages_of_pins_leave_for_one_in_front_and_come_back(host_pages, kept):
   assert same(found, make_engine().generate([asked("b", (9, 9))])[0])
 
 
+@pytest.mark.parametrize("host_pages, kept", [(4096, 24), (0, 0)])
+def test_pins_make_way_for_one_in_background_once_nothing_runs(host_pages, kept):
+  engine = pinned_engine(kv_pool=KVPool(KVPoolConfig(host_pages=host_pages)))
+  large = request("l", tokens_from(200, 40), max_tokens=24)  # All eight pages.
+  expected = make_engine().generate([large])[0]
+  engine.submit(asked("s"), is_background=True)
+  engine.submit(large, is_background=True)
+  engine.step()
+  assert engine.held_pages("l") == 0 and engine.pins[0].num_held == 24  # Another runs.
+  while "s" in engine._requests.live:
+    engine.step()
+  engine.step()
+  assert engine.held_pages("l") == 8 and engine.pins[0].num_held == 0
+  found = run(engine)
+  assert same(found["l"], expected)
+  engine.step()
+  assert engine.pins[0].num_held == kept
+
+
 class Keeps(Engine):
   """The twin: an engine whose pins keep what the old weights wrote."""
 
