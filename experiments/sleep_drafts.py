@@ -88,7 +88,7 @@ def ask(
     num_contexts: of the split.
     num_questions: of each, the first ones.
     split: of the task.
-    config: of the engine.
+    config: of the engine, of one step a visit, so that each may be one of drafts.
     max_tokens: of a sleeper and of an answer.
     verbosity: of answers.
     temperature: of answers.
@@ -141,13 +141,14 @@ def ask(
         )
         before = dataclasses.replace(engine.counters)
         engine.submit(request)
+        steps = 0
         while engine.num_unfinished:
-          engine.step()
+          steps += any(update.tokens for update in engine.step())
         (completion,) = engine.poll()
         now = engine.counters
         found = (
-          1, len(completion.tokens), now.steps - before.steps,
-          now.drafted_tokens - before.drafted_tokens, now.accepted_tokens - before.accepted_tokens,
+          1, len(completion.tokens), steps, now.drafted_tokens - before.drafted_tokens,
+          now.accepted_tokens - before.accepted_tokens,
         )  # fmt: skip
         totals = [total + one for total, one in zip(totals, found, strict=True)]
         answers.append((completion.tokens, completion.behaviour_logprobs.tobytes()))
@@ -171,7 +172,6 @@ def main(argv: list[str]) -> None:
       if getattr(args, name) < 1:
         raise ValueError(f"--{name}: got {getattr(args, name)}, expected at least 1; raise it.")
     model = seerjax.load_model(args.model)
-    # A step a visit, so that each may be one of drafts.
     config = EngineConfig(max_context=args.max_context, max_sequences=8, steps_per_visit=1)
     print("| drafts | questions | tokens | steps | drafted | accepted | tokens a step |")
     print("|---|---|---|---|---|---|---|")

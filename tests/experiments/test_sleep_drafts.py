@@ -14,8 +14,9 @@ def test_arms_have_equal_answers_and_sleep_adds_drafts():
     word_engine.CONFIG, word_engine.params(), word_engine.NUMERICS, word_engine.TOKENIZER
   )
   config = EngineConfig(
-    page_size=8, num_pages=60, max_sequences=2, max_context=160, row_buckets=(4, 16)
-  )
+    page_size=8, num_pages=60, max_sequences=2, max_context=160, row_buckets=(4, 16),
+    steps_per_visit=1,
+  )  # fmt: skip
   counts = [
     sleep_drafts.ask(
       model,
