@@ -14,6 +14,9 @@ import numpy as np
 from seerjax.engine import checks
 from seerjax.engine.engine import Engine
 
+# Of a machine that does nothing else.
+WALL = time.monotonic
+
 
 def step_seconds(
   engine: Engine,
@@ -21,7 +24,7 @@ def step_seconds(
   *,
   num_steps: int = 1,
   repeats: int = 6,
-  clock: Callable[[], float] = time.monotonic,
+  clock: Callable[[], float] = WALL,
 ) -> dict[tuple[int, int], float]:
   """Returns the seconds of a step of (requests, rows), over all instances together.
 
@@ -61,7 +64,7 @@ def least_seconds(
   ready: Sequence[Callable[[], Callable[[], object]]],
   *,
   repeats: int = 6,
-  clock: Callable[[], float] = time.monotonic,
+  clock: Callable[[], float] = WALL,
 ) -> list[float]:
   """Returns the seconds of several calls, the least of `repeats` each, in turns.
 
