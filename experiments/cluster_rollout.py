@@ -1,0 +1,265 @@
+r"""One rollout on one engine and on clusters of workers, some of which die: one digest.
+
+Claim: tokens and both log-probabilities of every answer are the same, to the bit, with one engine,
+with 1, 2 and 3 workers, and with workers that die in the middle of their chunks.
+Command: bash launch/local.sh experiments.cluster_rollout --workdir=runs/cluster_rollout
+  in processes of their own, one of them killed (kill -9): --config.processes=2
+Hardware: 2 CPU cores, some minutes; `processes` needs the extra seerjax[cluster]
+Numbers: docs/results/cluster.md
+
+Seconds are of the process's CPU. The driver's share is all that is not within a worker's engine:
+decisions, records and bookkeeping.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+import dataclasses
+import hashlib
+import json
+import os
+import pathlib
+import signal
+import time
+from typing import Any
+
+from absl import app, flags
+
+from experiments import configuration
+from seerjax import metrics
+from seerjax.cluster.driver import ClusterRollout
+from seerjax.cluster.local_workers import LocalWorkers
+from seerjax.cluster.ray_workers import RayWorkers
+from seerjax.cluster.records import ChunkOrder, ChunkResult, Event
+from seerjax.cluster.worker import EngineWorker
+from seerjax.engine.engine import Engine, EngineConfig
+from seerjax.models import loading as model_loading
+from seerjax.reports import gantt, page
+from seerjax.rollout import groups, policies
+from seerjax.rollout.divided import DividedRollout
+from seerjax.run import command_line
+from seerjax.tasks import loading
+from seerjax.types import Completion, Request, SamplingParams
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ClusterRolloutConfig:
+  """What is asked, and of which workers.
+
+  Attributes:
+    num_groups: word problems.
+    group_size: answers to each.
+    max_tokens: of an answer.
+    chunk_tokens: of a chunk.
+    num_pages: of a worker.
+    max_sequences: that a worker runs at once.
+    processes: workers in processes of their own, one of which is killed; 0 leaves them out.
+    seed: of problems and samples.
+  """
+
+  num_groups: int = 6
+  group_size: int = 4
+  max_tokens: int = 96
+  chunk_tokens: int = 16
+  num_pages: int = 120
+  max_sequences: int = 8
+  processes: int = 0
+  seed: int = 0
+
+  def __post_init__(self):
+    if self.processes < 0 or self.num_groups < 1 or self.group_size < 1:
+      raise ValueError(
+        f"ClusterRolloutConfig: got processes={self.processes}, num_groups={self.num_groups},"
+        f" group_size={self.group_size}, expected at least 0, 1 and 1; choose others."
+      )
+
+
+class Mortal(EngineWorker):
+  """Ends with its third answer, which is lost."""
+
+  num_calls = 0
+
+  def run(
+    self, orders: Sequence[ChunkOrder], forget: Sequence[str] = ()
+  ) -> Sequence[ChunkResult]:
+    self.num_calls += 1
+    results = super().run(orders, forget)
+    if self.num_calls == 3:
+      raise OSError("ended on purpose, with its third answer")
+    return results
+
+
+class Timed(LocalWorkers):
+  """Counts the CPU seconds that are spent within workers."""
+
+  seconds = 0.0
+
+  def events(self, *, blocks: bool) -> Sequence[Event]:
+    begin = time.process_time()
+    found = super().events(blocks=blocks)
+    self.seconds += time.process_time() - begin
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class MakeWorker:
+  """Makes the worker of a process of its own."""
+
+  config: ClusterRolloutConfig
+
+  def __call__(self, number: int) -> EngineWorker:
+    return EngineWorker(make_engine(self.config), name=f"process {number}")
+
+
+def make_engine(config: ClusterRolloutConfig) -> Engine:
+  return Engine(
+    model_loading.load_model("nano"),
+    config=EngineConfig(
+      page_size=16,
+      num_pages=config.num_pages,
+      max_sequences=config.max_sequences,
+      max_context=512,
+    ),
+  )
+
+
+def requests_of(config: ClusterRolloutConfig, engine: Engine) -> list[Request]:
+  """Returns the groups' requests."""
+  task, tokenizer = loading.load("word_problems"), engine.tokenizer
+  assert tokenizer is not None
+  sampling = SamplingParams(
+    max_tokens=config.max_tokens, stop_token_ids=tuple(tokenizer.eos_ids)
+  )
+  found = []
+  for group in range(config.num_groups):
+    index = groups.problem_index(group, task.num_problems("train"), config.seed)
+    prompt = groups.prompt_tokens(task.problem("train", index), tokenizer)
+    for member in range(config.group_size):
+      found.append(
+        Request(
+          request_id=f"0/{group}/{member}",
+          prompt=prompt,
+          sampling=sampling,
+          seed=groups.request_seed(config.seed, 0, group, member),
+          group_id=f"0/{group}",
+        )
+      )
+  return found
+
+
+def digest_of(completions: Sequence[Completion]) -> str:
+  """Returns the digest of tokens and both log-probabilities of all answers."""
+  digest = hashlib.sha256()
+  for one in sorted(completions, key=lambda one: one.request_id):
+    digest.update(repr((one.request_id, one.tokens, one.finish_reason)).encode())
+    digest.update(one.behaviour_logprobs.tobytes() + one.raw_logprobs.tobytes())
+  return digest.hexdigest()
+
+
+def run(config: ClusterRolloutConfig, directory: pathlib.Path) -> dict[str, dict[str, Any]]:
+  """Runs all systems; writes results.json, table.md and rollout.html.
+
+  Raises:
+    AssertionError: if a bit differs.
+  """
+  policy = policies.LongestGroupFirst(chunk_tokens=config.chunk_tokens)
+  engines = [make_engine(config) for _ in range(3)]
+  requests = requests_of(config, engines[0])
+  for engine in engines:
+    list(DividedRollout(engine, policy).run(requests))  # Compiles.
+  results: dict[str, dict[str, Any]] = {}
+
+  def note(name: str, completions: Sequence[Completion], begin: float, **others: Any) -> None:
+    seconds = time.process_time() - begin
+    results[name] = {
+      "digest": digest_of(completions),
+      "tokens": sum(len(one.tokens) for one in completions),
+      "seconds": seconds,
+    } | others
+    print(f"{name:40s} {results[name]}", flush=True)
+
+  begin = time.process_time()
+  plain = DividedRollout(engines[0], policy)
+  note("one engine", list(plain.run(requests)), begin, chunks=len(plain.trace.spans))
+
+  def on(name: str, workers: Timed) -> ClusterRollout:
+    begin, rollout = time.process_time(), ClusterRollout(workers, policy)
+    completions = list(rollout.run(requests))
+    share = 1 - workers.seconds / (time.process_time() - begin)
+    note(name, completions, begin, driver_share=share, **counts_of(rollout))
+    return rollout
+
+  for count in (1, 2, 3):
+    on(f"{count} workers", Timed([EngineWorker(one) for one in engines[:count]]))
+  dying = Timed([EngineWorker(engines[0]), Mortal(engines[1]), EngineWorker(engines[2])])
+  shown = on("3 workers, one of which dies", dying)
+  if config.processes:
+    shown = _with_processes(config, policy, requests, note)
+  directory.mkdir(parents=True, exist_ok=True)
+  record = {"config": dataclasses.asdict(config), "results": results}
+  metrics.write_summary(directory / "results.json", json.loads(json.dumps(record)))
+  (directory / "table.md").write_text(table(results) + "\n")
+  chart = f"<h1>A rollout with a lost worker</h1><figure>{gantt.gantt(shown.trace)}</figure>"
+  (directory / "rollout.html").write_text(page.html_page("A cluster", [chart]), encoding="utf-8")
+  digests = {one["digest"] for one in results.values()}
+  assert len(digests) == 1, f"got {len(digests)} digests, expected one: {results}"
+  return results
+
+
+def counts_of(rollout: ClusterRollout) -> dict[str, int]:
+  """Returns what happened, by kind."""
+  counts = rollout.counts
+  return {
+    "chunks": counts["ended"], "again": counts["again"], "moved": counts["moved"],
+    "lost": counts["lost"], "late": counts["late"],
+  }  # fmt: skip
+
+
+def _with_processes(
+  config: ClusterRolloutConfig,
+  policy: policies.LongestGroupFirst,
+  requests: Sequence[Request],
+  note: Callable[..., None],
+) -> ClusterRollout:
+  """Runs it on actors of Ray, and kills the first of them when the first answer is there."""
+  workers = RayWorkers(MakeWorker(config), count=config.processes)
+  try:
+    victim = workers.process_ids()[0]
+    rollout, found, begin = ClusterRollout(workers, policy), [], time.process_time()
+    for completion in rollout.run(requests):
+      if not found:
+        os.kill(victim, signal.SIGKILL)
+      found.append(completion)
+    name = f"{config.processes} processes, one killed"
+    note(name, found, begin, **counts_of(rollout))
+    return rollout
+  finally:
+    workers.close()
+
+
+def table(results: dict[str, dict[str, Any]]) -> str:
+  """Returns the table of the page of results."""
+  lines = [
+    "| system | digest | tokens | chunks | moved | lost workers | run again | driver's share |",
+    "|---|---|---|---|---|---|---|---|",
+  ]
+  for name, one in results.items():
+    share = f"{one['driver_share']:.1%}" if "driver_share" in one else ""
+    cells = [str(one.get(key, "")) for key in ("tokens", "chunks", "moved", "lost", "again")]
+    lines.append(f"| {name} | `{one['digest'][:16]}` | {' | '.join(cells)} | {share} |")
+  return "\n".join(lines)
+
+
+def main(argv: list[str]) -> None:
+  args = flags.FLAGS
+  with command_line.refusals():
+    command_line.check_arguments(argv)
+    config = configuration.from_flags(ClusterRolloutConfig, args.config)
+    results = run(config, pathlib.Path(args.workdir))
+  print(table(results))
+  print("equal bits: every system sampled the same tokens with the same log-probabilities")
+
+
+if __name__ == "__main__":
+  configuration.define_flags(ClusterRolloutConfig(), "runs/cluster_rollout")
+  app.run(main)
