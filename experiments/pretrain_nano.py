@@ -6,6 +6,9 @@ is left to learn is left to reinforcement learning.
 Command: the two that the model card (seerjax/models/nano/README.md) gives, one after the other.
 Hardware: 2 CPU cores, 15 to 30 minutes each. Numbers: docs/results/nano.md
 
+`--grow_from` begins with what a smaller model says (`models.growth`): so nano-10m is made of nano in
+minutes, where random weights of its size would take hours.
+
 Runs `untiled`, since nothing here is compared bit by bit. Documents are batched by length, one a
 row, so that a position means the same here as it does in the engine.
 """
@@ -31,7 +34,9 @@ from seerjax import checkpoint, numerics as numerics_lib
 from seerjax.models import (
   config as model_config,
   flax_module,
+  growth,
   huggingface,
+  loading,
   parameters,
   presets,
   tokenizer as tokenizer_lib,
@@ -160,6 +165,7 @@ def pretrain(
   start: str,
   directory: pathlib.Path,
   documents: Documents | None = None,
+  grow_from: str = "",
 ) -> None:
   """Trains on `num_tokens` tokens and writes `directory`/model; resumes what is there.
 
@@ -169,10 +175,18 @@ def pretrain(
     start: a model's directory to carry on from in their place, or "".
     directory: takes checkpoints and the result.
     documents: without end; nano's corpus if None.
+    grow_from: a smaller model, by name or directory, which is grown to the shape, or "".
 
   Raises:
-    ValueError: if the result is there already.
+    FileNotFoundError: if there is no model to grow from.
+    ValueError: if the result is there already, the smaller model does not grow to the shape, or it
+      is given with `start`.
   """
+  if start and grow_from:
+    raise ValueError(
+      f"--grow_from: got {grow_from} and --start={start}, expected one of them; a model starts from"
+      " its own weights or from those of a smaller one."
+    )
   if (directory / "model").exists():
     raise ValueError(
       f"--workdir: got {directory}, which holds a finished model, expected none or checkpoints to"
@@ -194,6 +208,9 @@ def pretrain(
   )
   if start:
     params, model = huggingface.load(start, numerics)
+  elif grow_from:
+    params, small = huggingface.load(loading.directory_of(grow_from), numerics)
+    params = growth.grow(params, small, model, seed=config.seed)
   else:
     params = parameters.init(numerics_lib.key(config.seed), model, numerics)
   opt_state, first = optimizer.init(params), 0
@@ -241,7 +258,13 @@ def main(argv: list[str]) -> None:
       large_rate=args.large_rate,
       seed=args.seed,
     )
-    pretrain(config, presets.get(args.preset), args.start, pathlib.Path(args.workdir))
+    pretrain(
+      config,
+      presets.get(args.preset),
+      args.start,
+      pathlib.Path(args.workdir),
+      grow_from=args.grow_from,
+    )
 
 
 if __name__ == "__main__":
@@ -254,5 +277,6 @@ if __name__ == "__main__":
     "preset", "nano", ["nano", "nano-10m", "nano-gpu"], "Shape, if not that of --start."
   )
   flags.DEFINE_string("start", "", "A model directory to carry on from, with a new schedule.")
+  flags.DEFINE_string("grow_from", "", "A smaller model that is grown to --preset, as a start.")
   flags.DEFINE_integer("seed", 0, "Weights and documents.")
   app.run(main)

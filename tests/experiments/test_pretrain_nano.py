@@ -57,3 +57,29 @@ def test_a_model_is_written_and_not_made_twice(tmp_path):
   assert model == MODEL
   with pytest.raises(ValueError, match=r"--workdir: got .*, which holds a finished model"):
     pretrain_nano.pretrain(CONFIG, MODEL, "", tmp_path)
+
+
+def test_a_start_of_its_own_and_a_smaller_model_exclude_each_other(tmp_path):
+  with pytest.raises(ValueError, match=r"--grow_from: got nano and --start=here, expected one of"):
+    pretrain_nano.pretrain(CONFIG, MODEL, "here", tmp_path, grow_from="nano")
+
+
+def test_a_smaller_model_that_does_not_grow_to_the_shape_is_refused(tmp_path):
+  with pytest.raises(ValueError, match="growth.hidden_size: got 16 for a model of 128, expected"):
+    pretrain_nano.pretrain(CONFIG, MODEL, "", tmp_path, grow_from="nano")
+
+
+@pytest.mark.thorough
+def test_a_grown_model_carries_on_where_the_small_one_stood(tmp_path):
+  pretrain_nano.pretrain(CONFIG, MODEL, "", tmp_path / "small")
+  large = dataclasses.replace(MODEL, hidden_size=32, num_layers=3)
+  config = dataclasses.replace(CONFIG, learning_rate=1e-12)  # Stays where it starts.
+  small = str(tmp_path / "small" / "model")
+  pretrain_nano.pretrain(config, large, "", tmp_path / "large", grow_from=small)
+  numerics = pretrain_nano.numerics_for(64)
+  expected, _ = huggingface.load(small, numerics)
+  found, model = huggingface.load(tmp_path / "large" / "model", numerics)
+  assert model == large
+  assert (found["embed"][:, :16] == expected["embed"]).all()
+  assert (found["embed"][:, 16:] == expected["embed"]).all()
+  assert abs(found["layers"][2]["down"]).max() < 1e-9 < abs(found["layers"][1]["down"]).max()

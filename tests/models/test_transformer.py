@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 
+import decoder_reference
 from flax import nnx
 import jax
 import jax.numpy as jnp
@@ -23,7 +24,7 @@ from seerjax.models import (
   presets,
   transformer,
 )
-from seerjax.ops import attention, norms, rotary, sampling
+from seerjax.ops import norms, sampling
 from seerjax.types import SamplingParams
 
 NUMERICS, BFLOAT16 = tiny_model.NUMERICS, tiny_model.BFLOAT16
@@ -40,48 +41,6 @@ tokens_of = functools.partial(tiny_model.random_tokens, QWEN3)
 
 def logits_of(config, numerics, tokens):
   return np.asarray(tiny_model.logits_of(params_of(config, numerics), tokens, config, numerics))
-
-
-@functools.partial(jax.jit, static_argnums=2)
-def logits_reference(params, tokens, config):
-  """The decoder as published, in float32, for one whole sequence."""
-  length, c, d = tokens.shape[0], config.head_dim, config.hidden_size
-  group = config.num_heads // config.num_kv_heads
-  params = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), params)
-  angles = jnp.arange(length)[:, None].astype(jnp.float32)
-  angles = angles * jnp.asarray(rotary.frequencies(config.rotary)[0])[None, :]
-  cos, sin = jnp.cos(angles), jnp.sin(angles)
-  matmul = functools.partial(jnp.matmul, precision="highest")
-
-  def norm(x, scale):
-    flat = norms.rms_norm_reference(x.reshape(-1, x.shape[-1]), scale, eps=config.norm_eps)
-    return flat.reshape(x.shape)
-
-  x = params["embed"][tokens]
-  for layer in params["layers"]:
-    normed = norm(x, layer["attention_norm"])
-    parts = []
-    for index, slab in enumerate(layer["qkv"]):
-      qkv = matmul(normed, slab)
-      if config.has_qkv_biases:
-        qkv = qkv + layer["qkv_bias"][index][None]
-      heads = qkv.reshape(length, -1, c)
-      kv = heads.shape[1] // (group + 2)
-      parts.append((heads[:, : kv * group], heads[:, kv * group : -kv], heads[:, -kv:]))
-    q, k, v = (jnp.concatenate(part, axis=1) for part in zip(*parts))
-    if config.has_qk_norms:
-      q, k = norm(q, layer["query_norm"]), norm(k, layer["key_norm"])
-    q, k = rotary.rotate_rows(q, cos, sin), rotary.rotate_rows(k, cos, sin)
-    mixed = attention.attention_reference(q.reshape(length, -1, group, c), k, v)
-    x = x + matmul(mixed.reshape(length, -1), layer["out"].reshape(-1, d))
-    normed = norm(x, layer["mlp_norm"])
-    down = jnp.zeros_like(x)
-    for gate_up, slab in zip(layer["gate_up"], layer["down"]):
-      gate, up = jnp.split(matmul(normed, gate_up), 2, axis=-1)
-      down = down + matmul(jax.nn.silu(gate) * up, slab)
-    x = x + down
-  table = params["head"].reshape(-1, d) if "head" in params else params["embed"]
-  return matmul(norm(x, params["final_norm"]), table.T)
 
 
 # Agreement.
@@ -102,7 +61,7 @@ def test_logits_and_gradients_are_the_definitions(family):
     return flax_module.logits_of(params, tokens[None], config=config, numerics=NUMERICS)[0]
 
   def reference(params):
-    return logits_reference(params, tokens, config)
+    return decoder_reference.logits(params, tokens, config)
 
   gradient = jax.jit(jax.value_and_grad(loss, has_aux=True), static_argnums=1)
   (_, found), found_gradient = gradient(params, ours)
@@ -127,7 +86,7 @@ def test_logits_and_gradients_are_the_definitions(family):
 def test_any_length_agrees_with_the_definition(length):
   params = params_of(QWEN3, NUMERICS)
   tokens = tokens_of(1, LENGTH, seed=length)
-  expected = np.asarray(logits_reference(params, tokens[0], QWEN3))[:length]
+  expected = np.asarray(decoder_reference.logits(params, tokens[0], QWEN3))[:length]
   found = logits_of(QWEN3, NUMERICS, tokens[:, :length])[0]
   np.testing.assert_allclose(found, expected, atol=1e-5 * np.abs(expected).max(), rtol=0)
   # Causal: a longer sequence says the same of its beginning, bit for bit.
@@ -137,7 +96,7 @@ def test_any_length_agrees_with_the_definition(length):
 def test_bfloat16_follows_float32():
   tokens = tokens_of(2, LENGTH)
   params = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), params_of(QWEN3, BFLOAT16))
-  expected = np.stack([logits_reference(params, line, QWEN3) for line in tokens])
+  expected = np.stack([decoder_reference.logits(params, line, QWEN3) for line in tokens])
   found = logits_of(QWEN3, BFLOAT16, tokens)
   assert found.dtype == np.float32
   assert np.abs(found - expected).max() < 0.05 * np.abs(expected).max()

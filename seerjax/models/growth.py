@@ -1,0 +1,190 @@
+"""A larger model that says what a smaller one says, as a start for its own training.
+
+    hidden features, heads, units of the MLP  ->  copies; what reads them divides its weights
+    features of a head                        ->  a value's are copied; a query's and key's turn by
+                                                  the same frequencies, and the new ones are zero
+    further layers                            ->  the last one, with output projections of zero
+
+Copies would stay equal for ever, since they get equal gradients. So `noise` divides what reads them
+unevenly, by shares that are drawn and still sum to one, which changes no logit; and it draws the
+new features of queries and keys, which changes logits a little.
+
+Sources: Net2Net, Chen et al. 2015, https://arxiv.org/abs/1511.05641; bert2BERT, Chen et al. 2021,
+https://arxiv.org/abs/2110.07143; layers that begin as zero: LLaMA Pro, Wu et al. 2024,
+https://arxiv.org/abs/2401.02415.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from seerjax.models import parameters
+from seerjax.models.config import TransformerConfig
+from seerjax.ops import rotary
+
+
+def check(small: TransformerConfig, large: TransformerConfig) -> None:
+  """Refuses a pair of shapes between which there is no growth.
+
+  Raises:
+    ValueError: naming the field, both values, and what would do.
+  """
+  for field in ("vocab_size", "is_tied", "has_qk_norms", "has_qkv_biases", "norm_eps"):
+    old, new = vars(small)[field], vars(large)[field]
+    if new != old:
+      raise ValueError(
+        f"growth.{field}: got {new} for a model of {old}, expected the same; grow a shape that"
+        " differs in sizes alone."
+      )
+  for field in ("hidden_size", "num_heads", "num_kv_heads", "head_dim"):
+    old, new = vars(small)[field], vars(large)[field]
+    if new % old:
+      raise ValueError(
+        f"growth.{field}: got {new} for a model of {old}, expected a multiple: its norms and"
+        f" heads are copied whole; use {max(new // old, 1) * old}."
+      )
+  if small.group != large.group:
+    raise ValueError(
+      f"growth.num_kv_heads: got {large.group} queries for each key/value head for a model of"
+      f" {small.group}, expected as many; multiply num_heads and num_kv_heads by one number."
+    )
+  for field in ("intermediate_size", "num_layers"):
+    old, new = vars(small)[field], vars(large)[field]
+    if new < old:
+      raise ValueError(
+        f"growth.{field}: got {new} for a model of {old}, expected at least as many; a model does"
+        " not shrink."
+      )
+  factor = large.head_dim // small.head_dim
+  old, old_scale = rotary.frequencies(small.rotary)
+  new, new_scale = rotary.frequencies(large.rotary)
+  if old_scale != new_scale or not np.allclose(new[::factor], old, rtol=1e-5, atol=0.0):
+    raise ValueError(
+      f"growth.rotary: got {large.rotary} for a model of {small.rotary}, expected every frequency"
+      " of the small model among the large one's; keep its base, and scaling='none'."
+    )
+
+
+def grow(
+  masters: parameters.Params,
+  small: TransformerConfig,
+  large: TransformerConfig,
+  *,
+  noise: float = 0.1,
+  seed: int = 0,
+) -> parameters.Params:
+  """Returns f32 master weights of shape `large` that answer as `masters` of shape `small` do.
+
+  Args:
+    masters: weights of the small model, with unstacked layers, in any number of slabs.
+    small: its shape.
+    large: what it becomes, in as many slabs.
+    noise: 0 copies and divides evenly, and changes no logit but by rounding; else the deviation of
+      a share from an even one, in parts of the whole, and of the new features of queries and keys,
+      in parts of the old ones'.
+    seed: of what is drawn.
+
+  Raises:
+    ValueError: for shapes between which there is no growth, slabs that do not divide the large one,
+      or a noise that is out of range.
+  """
+  check(small, large)
+  if not 0 <= noise < 1:
+    raise ValueError(f"growth.noise: got {noise}, expected 0 <= noise < 1; 0.1 is usual.")
+  shards = masters["layers"][0]["qkv"].shape[0]
+  if large.intermediate_size % shards:
+    raise ValueError(
+      f"growth.intermediate_size: got {large.intermediate_size} for weights in {shards} slabs,"
+      " expected a multiple; load the small model with reduction_shards=1."
+    )
+  draw = np.random.default_rng(seed)
+  layers = [_layer(layer, small, large, noise, draw) for layer in masters["layers"]]
+  for _ in range(large.num_layers - small.num_layers):
+    last = _layer(masters["layers"][-1], small, large, noise, draw)
+    layers.append({**last, "out": 0.0 * last["out"], "down": 0.0 * last["down"]})
+  copies = large.hidden_size // small.hidden_size
+  features = _copies(small.hidden_size, large.hidden_size)
+  grown = {"embed": np.tile(masters["embed"], (1, copies)), "layers": layers}
+  if small.is_tied:  # The table is copied; so what reads it divides by the copies.
+    grown["final_norm"] = _divided(np.asarray(masters["final_norm"]), features, 0, noise, draw)
+  else:
+    grown["final_norm"] = np.tile(masters["final_norm"], copies)
+    grown["head"] = _divided(np.asarray(masters["head"]), features, 2, noise, draw)
+  return jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), grown)
+
+
+def _copies(old: int, new: int) -> np.ndarray:
+  """Returns i64[new], which of `old` units each new one is a copy of, in turn."""
+  return np.arange(new) % old
+
+
+def _divided(
+  weights: np.ndarray, copies: np.ndarray, axis: int, noise: float, draw: np.random.Generator
+) -> np.ndarray:
+  """Returns weights that read copies of what `weights` read, along `axis`, to the same sum."""
+  counts = np.bincount(copies)
+  wide = np.moveaxis(np.take(weights, copies, axis), axis, 0)
+  drawn = draw.standard_normal(wide.shape) * noise
+  sums = np.zeros((counts.size, *wide.shape[1:]))
+  np.add.at(sums, copies, drawn)
+  column = (-1, *(1,) * (wide.ndim - 1))
+  # A unit that has one copy alone keeps its weight: what it draws is its own mean.
+  shares = 1.0 / counts[copies].reshape(column) + drawn - (sums / counts.reshape(column))[copies]
+  return np.moveaxis(wide * shares, 0, axis)
+
+
+def _layer(
+  layer: parameters.Params,
+  small: TransformerConfig,
+  large: TransformerConfig,
+  noise: float,
+  draw: np.random.Generator,
+) -> parameters.Params:
+  """Returns one layer's weights in the large shape."""
+  old, c = {name: np.asarray(leaf, np.float64) for name, leaf in layer.items()}, small.head_dim
+  r, d = old["qkv"].shape[:2]
+  width, factor = large.hidden_size // d, large.head_dim // c
+  queries, keys = small.num_heads // r, small.num_kv_heads // r
+  more = large.num_heads // small.num_heads
+  hidden = _copies(d, large.hidden_size)
+  # Products are divided by sqrt(factor c) now; a norm's mean has `factor` times as many features.
+  scale = factor ** (0.5 if small.has_qk_norms else 0.25)
+
+  def heads(columns: np.ndarray, count: int, turns: bool) -> np.ndarray:
+    """Copies the heads of f64[r, ..., columns], and widens each."""
+    whole = columns.reshape(*columns.shape[:-1], count, c)
+    if turns:
+      wide = np.zeros((*whole.shape[:-1], c * factor))
+      if factor > 1:
+        wide[...] = draw.standard_normal(wide.shape) * noise * columns.std() * scale
+      wide[..., ::factor] = whole * scale  # Pair j turns as pair `factor j` does.
+    else:
+      wide = np.tile(whole, factor)
+    return np.concatenate([wide] * more, axis=-2).reshape(*columns.shape[:-1], -1)
+
+  def of_heads(columns: np.ndarray) -> np.ndarray:
+    q, k, v = np.split(columns, [queries * c, (queries + keys) * c], axis=-1)
+    parts = heads(q, queries, True), heads(k, keys, True), heads(v, keys, False)
+    return np.concatenate(parts, axis=-1)
+
+  # Features of a head's value, among those of all heads of the slab.
+  values = np.arange(queries * c).reshape(queries, c)
+  values = np.tile(np.tile(values, factor), (more, 1)).reshape(-1)
+  inner = old["down"].shape[1]
+  units = _copies(inner, large.intermediate_size // r)
+  gate_up = old["gate_up"].reshape(r, d, 2, inner)[..., units].reshape(r, d, -1)
+  new = {
+    "attention_norm": np.tile(old["attention_norm"], width),
+    "qkv": _divided(of_heads(old["qkv"]), hidden, 1, noise, draw),
+    "out": np.tile(_divided(old["out"], values, 1, noise, draw), width),
+    "mlp_norm": np.tile(old["mlp_norm"], width),
+    "gate_up": _divided(gate_up, hidden, 1, noise, draw),
+    "down": np.tile(_divided(old["down"], units, 1, noise, draw), width),
+  }
+  if small.has_qkv_biases:
+    new["qkv_bias"] = of_heads(old["qkv_bias"])
+  for name in ("query_norm", "key_norm") if small.has_qk_norms else ():
+    new[name] = np.repeat(old[name], factor) * factor**-0.25
+  return new

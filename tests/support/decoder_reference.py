@@ -1,0 +1,52 @@
+"""The decoder as its papers have it, which no engine's arrangement of rows or slabs touches."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from seerjax.ops import attention, norms, rotary
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def logits(params, tokens, config):
+  """The decoder as published, in float32, for one whole sequence."""
+  length, c, d = tokens.shape[0], config.head_dim, config.hidden_size
+  group = config.num_heads // config.num_kv_heads
+  params = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), params)
+  angles = jnp.arange(length)[:, None].astype(jnp.float32)
+  angles = angles * jnp.asarray(rotary.frequencies(config.rotary)[0])[None, :]
+  cos, sin = jnp.cos(angles), jnp.sin(angles)
+  matmul = functools.partial(jnp.matmul, precision="highest")
+
+  def norm(x, scale):
+    flat = norms.rms_norm_reference(x.reshape(-1, x.shape[-1]), scale, eps=config.norm_eps)
+    return flat.reshape(x.shape)
+
+  x = params["embed"][tokens]
+  for layer in params["layers"]:
+    normed = norm(x, layer["attention_norm"])
+    parts = []
+    for index, slab in enumerate(layer["qkv"]):
+      qkv = matmul(normed, slab)
+      if config.has_qkv_biases:
+        qkv = qkv + layer["qkv_bias"][index][None]
+      heads = qkv.reshape(length, -1, c)
+      kv = heads.shape[1] // (group + 2)
+      parts.append((heads[:, : kv * group], heads[:, kv * group : -kv], heads[:, -kv:]))
+    q, k, v = (jnp.concatenate(part, axis=1) for part in zip(*parts))
+    if config.has_qk_norms:
+      q, k = norm(q, layer["query_norm"]), norm(k, layer["key_norm"])
+    q, k = rotary.rotate_rows(q, cos, sin), rotary.rotate_rows(k, cos, sin)
+    mixed = attention.attention_reference(q.reshape(length, -1, group, c), k, v)
+    x = x + matmul(mixed.reshape(length, -1), layer["out"].reshape(-1, d))
+    normed = norm(x, layer["mlp_norm"])
+    down = jnp.zeros_like(x)
+    for gate_up, slab in zip(layer["gate_up"], layer["down"]):
+      gate, up = jnp.split(matmul(normed, gate_up), 2, axis=-1)
+      down = down + matmul(jax.nn.silu(gate) * up, slab)
+    x = x + down
+  table = params["head"].reshape(-1, d) if "head" in params else params["embed"]
+  return matmul(norm(x, params["final_norm"]), table.T)
