@@ -6,8 +6,8 @@ is left to learn is left to reinforcement learning.
 Command: the two that the model card (seerjax/models/nano/README.md) gives, one after the other.
 Hardware: 2 CPU cores, 15 to 30 minutes each. Numbers: docs/results/nano.md
 
-`--grow_from` begins with what a smaller model says (`models.growth`): so nano-10m is made of nano in
-minutes, where random weights of its size would take hours.
+`--grow_from` begins with what a smaller model says (`models.growth`), where random weights of the
+larger size would take hours.
 
 Runs `untiled`, since nothing here is compared bit by bit. Documents are batched by length, one a
 row, so that a position means the same here as it does in the engine.
