@@ -308,6 +308,7 @@ def test_ctrl_c_within_a_save_waits_until_it_is_whole(tmp_path, capfd):
   assert "Traceback" not in capfd.readouterr().err
 
 
+@pytest.mark.thorough
 def test_kill_minus_nine_at_any_moment_leaves_whole_checkpoints(tmp_path):
   code = """
     import sys
@@ -339,6 +340,7 @@ def test_kill_minus_nine_at_any_moment_leaves_whole_checkpoints(tmp_path):
   assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
   "num, said",
   [

@@ -129,6 +129,7 @@ def differing(numerics, kind) -> int:
   return sum(not tiny_model.same(one, wanted[one.request_id]) for one in found)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("numerics", BACKENDS)
 def test_base_and_three_adapters_in_one_batch_have_the_bits_of_each_alone(numerics):
   assert differing(numerics, adapter_cases.Counting) == 0

@@ -627,6 +627,7 @@ class FollowsTheBatch(engine_lib.Engine):
     return inputs._replace(seeds=inputs.seeds + crowded[:, None])
 
 
+@pytest.mark.thorough
 def test_an_engine_that_follows_the_batch_is_found_out(seed):
   # The twin. It is meant to fail, so nothing is kept of it and nothing shrunk.
   settings = hypothesis.settings(

@@ -136,6 +136,7 @@ def trainer(numerics, num_instances: int = 1) -> step.Trainer:
   )
 
 
+@pytest.mark.few(1)
 @BOTH
 def test_scores_under_grad_are_the_engines_in_every_packing(numerics, seed):
   sampled = sample(numerics)
@@ -229,6 +230,7 @@ def scores_of(numerics, params, batch):
   return trainer(numerics).gradient(params, batch, losses.denominators(batch), None)[2]
 
 
+@pytest.mark.few(1)
 @BOTH
 def test_one_flipped_mantissa_bit_of_one_weight_opens_the_gap(numerics):
   # The embedding, which is the head as well: every logit of one token moves.
@@ -253,6 +255,7 @@ def test_a_temperature_one_bit_off_opens_the_gap(numerics):
   assert gap["max_abs_logprob_gap"] > 0.0 and gap["max_abs_raw_logprob_gap"] == 0.0
 
 
+@pytest.mark.few(1)
 @TILED
 def test_a_split_that_follows_the_length_opens_the_gap(numerics):
   # Sequences of more than 32 rows are cut at 8 positions instead of 16.
@@ -274,6 +277,7 @@ def test_the_untiled_trainer_opens_the_gap(numerics):
   assert gap["max_abs_logprob_gap"] > 0.0
 
 
+@pytest.mark.few(1)
 @TILED
 def test_other_weights_open_the_gap(numerics):
   batch = whole_batch(numerics)

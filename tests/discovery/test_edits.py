@@ -225,6 +225,7 @@ def test_a_worker_that_dies_is_told_of(tmp_path):
     judge.attempts(jobs(1))
 
 
+@pytest.mark.thorough
 def test_workers_end_when_whoever_asked_is_killed(tmp_path):
   (tmp_path / "orphans.py").write_text(ORPHANS)
   command = [sys.executable, str(tmp_path / "orphans.py"), tiny_problem.PATH]

@@ -104,6 +104,7 @@ def other_step(request: Request) -> Request:
   return dataclasses.replace(request, request_id="3/0/0")
 
 
+@pytest.mark.thorough
 def test_programs_run_and_are_judged_anew(writer: ProgramPolicy):
   request = writer.ask(START, 0, 0)[0]
   texts = [BEST, BEST.replace("[5]", "[9]"), "no program", BEST.replace("return", "raise")]
@@ -114,6 +115,7 @@ def test_programs_run_and_are_judged_anew(writer: ProgramPolicy):
   assert 0 < writer.worker_seconds == writer.cpu_seconds
 
 
+@pytest.mark.thorough
 def test_a_context_without_room_for_an_answer_is_refused():
   with (
     ProgramPolicy(ENVIRONMENT, GROUP, CONFIG, TOKENIZER, 60) as writer,
@@ -122,6 +124,7 @@ def test_a_context_without_room_for_an_answer_is_refused():
     writer.check(START)
 
 
+@pytest.mark.thorough
 def test_however_little_room_there_is_a_later_question_is_asked():
   # Enough for what is checked at the start and for no more.
   with ProgramPolicy(Long(), GROUP, CONFIG, TOKENIZER, 10**6) as writer:
@@ -141,6 +144,7 @@ class Long(tiny_problem.Row):
     return f"RULES. {'many words, ' * 5000} END"
 
 
+@pytest.mark.thorough
 def test_a_long_description_is_shortened_so_that_question_and_answers_fit():
   context = 1000
   with ProgramPolicy(Long(), GROUP, CONFIG, TOKENIZER, context) as writer:

@@ -164,6 +164,7 @@ def improve(artefact, seconds, seed):
   assert done.cpu_seconds > 0
 
 
+@pytest.mark.thorough
 def test_a_program_cannot_report_its_own_score(sandbox):
   for returned in ("{'artefact': artefact, 'value': 9.0}", "[0.9, 0.9, 0.9]", "9.0", "None"):
     done = attempted(sandbox, f"def improve(artefact, seconds, seed): return {returned}\n")

@@ -214,6 +214,7 @@ expansions = st.lists(st.tuples(st.integers(0, 99), children), max_size=3)
 history = st.lists(st.tuples(expansions, st.none() | st.integers(0, 99)), max_size=10)
 
 
+@pytest.mark.thorough
 @hypothesis.settings(max_examples=40)
 @hypothesis.given(
   st.lists(st.integers(0, 9).map(float), min_size=1, max_size=4),

@@ -240,6 +240,7 @@ def test_waits_in_front_are_those_that_would_be_there_without_sleep():
   assert counts[0] == counts[1] > 0
 
 
+@pytest.mark.thorough
 def test_a_visit_ends_with_those_in_front():
   free = make_engine().generate([request("a", max_tokens=12)])[0]
   place = next(place for place in range(2, 7) if free.tokens[place] not in free.tokens[:place])

@@ -23,6 +23,7 @@ def in_chunks(engine, one, chunk_tokens, between=lambda engine: None):
   raise AssertionError("unfinished after 300 steps")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("chunk_tokens", [1, 7, 100])
 def test_chunks_change_nothing_said_and_no_step(chunk_tokens):
   one = request(prompt=tokens_from(3, 9), max_tokens=30)

@@ -28,6 +28,7 @@ def engine() -> engine_lib.Engine:
   return tiny_model.make_engine(SIZES, tiny_model.NATIVE)
 
 
+@pytest.mark.thorough
 def test_what_else_runs_goes_on_and_is_told_of(engine):
   engine.submit(OTHER)
   updates = []

@@ -122,6 +122,7 @@ def test_free_memory_is_shared_by_the_devices_of_a_cpu():
   assert 0 < two < one
 
 
+@pytest.mark.thorough
 def test_an_engine_of_open_sizes_says_what_it_took_and_answers():
   open_too = sizes.EngineConfig(page_size=8, max_sequences=4, max_context=32)
   engine = Engine(

@@ -9,6 +9,7 @@ import tiny_model
 from seerjax.engine import timing
 
 
+@pytest.mark.thorough
 def test_step_times_disturb_nothing():
   one = asked()[3]
   [plain] = make_engine((1, 1)).generate([one])

@@ -42,6 +42,7 @@ def logits_of(params, numerics=NUMERICS, tokens=None):
   return np.asarray(tiny_model.logits_of(params, tokens, MODEL, numerics), np.float32)
 
 
+@pytest.mark.thorough
 @pytest.mark.few(1)
 @pytest.mark.parametrize("numerics", [NUMERICS, BFLOAT16], ids=["f32", "bf16"])
 def test_an_adapter_that_has_not_learnt_says_what_the_base_says(numerics):
@@ -101,6 +102,7 @@ def learnt(numerics):
   return gradient_of(lora.attach(base_of(numerics), adapter_of(), SCALE))
 
 
+@pytest.mark.thorough
 @pytest.mark.few(1)
 @pytest.mark.parametrize("numerics", [NUMERICS, BFLOAT16], ids=["f32", "bf16"])
 def test_bits_are_equal_in_any_batch_and_under_a_gradient_that_reaches_the_adapter_alone(numerics):
@@ -149,6 +151,7 @@ def hidden_rows(params, pages, batch, axis=None):
 on_one_device = jax.jit(hidden_rows)
 
 
+@pytest.mark.thorough
 @pytest.mark.few(1)
 @pytest.mark.parametrize("model_shards", [2, 8])
 def test_devices_change_no_bit(model_shards):

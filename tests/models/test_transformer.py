@@ -81,6 +81,7 @@ def test_logits_and_gradients_are_the_definitions(family):
   np.testing.assert_array_equal(found, logits_of(config, NUMERICS, tokens[None])[0])
 
 
+@pytest.mark.thorough
 @pytest.mark.few(2)
 @pytest.mark.parametrize("length", [1, 3, 4, 5])
 def test_any_length_agrees_with_the_definition(length):
@@ -93,6 +94,7 @@ def test_any_length_agrees_with_the_definition(length):
   np.testing.assert_array_equal(logits_of(QWEN3, NUMERICS, tokens)[0, :length], found)
 
 
+@pytest.mark.thorough
 def test_bfloat16_follows_float32():
   tokens = tokens_of(2, LENGTH)
   params = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), params_of(QWEN3, BFLOAT16))
@@ -150,6 +152,7 @@ def test_a_stacked_network_has_equal_rows_in_any_number_of_tiles(num_tiles):
   np.testing.assert_array_equal(under_gradient, whole[:count])
 
 
+@pytest.mark.thorough
 def test_no_rows_at_all_write_nothing():
   params, tokens = params_of(QWEN3, NUMERICS), tokens_of(1, 12)[0]
   found = stacked(params, tokens, jnp.int32(0))
@@ -180,6 +183,7 @@ SAMPLING = [
 ]
 
 
+@pytest.mark.thorough
 @pytest.mark.few(2)
 @pytest.mark.parametrize("is_filtered", [False, True])
 @pytest.mark.parametrize("count", [5, 35])
@@ -317,6 +321,7 @@ def test_specs_have_the_tree_of_the_parameters():
 # Parameters and the module.
 
 
+@pytest.mark.thorough
 def test_init_has_the_layout_and_is_a_function_of_its_key():
   numerics = dataclasses.replace(NUMERICS, reduction_shards=4)
   first = parameters.init(jax.random.key(0), QWEN2, numerics)
@@ -332,6 +337,7 @@ def test_init_has_the_layout_and_is_a_function_of_its_key():
   assert 0.015 < float(jnp.std(first["layers"][1]["gate_up"])) < 0.025
 
 
+@pytest.mark.thorough
 def test_the_module_says_what_the_function_says():
   module = flax_module.Transformer(QWEN3, NUMERICS, rngs=nnx.Rngs(params=5))
   tokens = tokens_of(1, 5)
@@ -401,6 +407,7 @@ def test_largest_shards_by_hand():
   assert model_config.largest_shards(dataclasses.replace(QWEN3, num_kv_heads=1)) == 1
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("kv_heads", "slabs"), [(2, 2), (4, 4), (8, 8)])
 def test_a_model_chooses_its_slabs_where_that_is_left_to_it(kv_heads, slabs):
   config = dataclasses.replace(QWEN2, num_kv_heads=kv_heads, num_heads=8)

@@ -259,6 +259,7 @@ def test_merging_by_hand():
 LENGTH = 41  # Two whole splits and a third one begun.
 
 
+@pytest.mark.thorough
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
   ("group", "dtype"), [(1, "float32"), (2, "bfloat16"), (4, "float32")], ids=str
@@ -321,6 +322,7 @@ def test_bits_follow_no_place_in_a_segment_whatever_the_group(query_tile, group,
     np.testing.assert_array_equal(other, found[0])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_decode_verification_and_chunks_are_prefill(dtype):
   mine, other = sequence_of(LENGTH, 2, dtype), sequence_of(LENGTH, 2, dtype, seed=1)

@@ -80,6 +80,7 @@ def test_a_single_token_left_is_certain(num_slabs):
   assert float(scores.logprob[0]) == 0.0 and float(scores.entropy[0]) == 0.0
 
 
+@pytest.mark.thorough
 @pytest.mark.few(1)
 @pytest.mark.parametrize("num_slabs", [1, 4])
 def test_scores_by_slab_are_the_scores_and_so_are_their_gradients(num_slabs):

@@ -102,6 +102,7 @@ def test_a_quarter_turn_by_hand():
   np.testing.assert_array_equal(rotary.rotate_rows(x, cos, sin), [[[-2.0, 1.0]]])
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("num_rows", SIZES)
 @pytest.mark.parametrize("scaling", CONFIGS)
 def test_values_and_gradients_are_the_definitions(scaling, num_rows):
@@ -134,6 +135,7 @@ def test_position_zero_turns_nothing():
   np.testing.assert_array_equal(rotate(x, [0, 0], PLAIN), x)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_a_row_has_its_bits_alone_in_a_batch_permuted_and_under_a_gradient(dtype):
   rng = np.random.default_rng(3)

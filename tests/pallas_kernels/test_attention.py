@@ -119,6 +119,7 @@ def test_values_are_the_definitions_and_tuning_moves_no_bit(window, has_sinks):
   assert not first[sum(count for _, _, count in LENGTHS) :].any()
 
 
+@pytest.mark.thorough
 @pytest.mark.few(1)
 @needs_interpreter
 @pytest.mark.parametrize(
@@ -208,6 +209,7 @@ def test_equal_layers_are_lowered_once():
   assert kernels(None, 128, None) == 2
 
 
+@pytest.mark.thorough
 @pytest.mark.few(1)
 @needs_interpreter
 @pytest.mark.parametrize("window, has_sinks", [(None, False), (70, True)])
@@ -230,6 +232,7 @@ def test_decode_verification_chunks_and_prefill_give_the_same_bits(window, has_s
   assert_same_bits(rows(chunks, "parallel", 4), prefill)
 
 
+@pytest.mark.thorough
 @needs_interpreter
 def test_a_segments_bits_do_not_depend_on_its_batch(seed):
   rng = np.random.default_rng(seed)

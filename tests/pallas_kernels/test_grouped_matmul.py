@@ -55,6 +55,7 @@ def with_gradients(kernel, x, group_sizes, w, dy, **options):
   return y, *pull(dy)
 
 
+@pytest.mark.thorough
 @pytest.mark.few(2)
 # The interpreter's outputs start as NaN, so that a row that nobody writes is seen.
 @needs_interpreter
@@ -88,6 +89,7 @@ def test_transposed_weights_give_the_definition():
     np.testing.assert_allclose(as_float64(got), as_float64(want), rtol=2**-7, atol=1e-2)
 
 
+@pytest.mark.thorough
 @needs_interpreter
 @pytest.mark.parametrize("num_rows", [0, 1])
 def test_few_rows_give_the_definition(num_rows):
@@ -125,6 +127,7 @@ def check_that_groups_do_not_matter(sizes, seed):
   return x, w, y
 
 
+@pytest.mark.thorough
 @needs_interpreter
 def test_a_rows_bits_depend_on_that_row_and_its_expert_alone(seed):
   x, w, y = check_that_groups_do_not_matter((7, 65, 3), seed)

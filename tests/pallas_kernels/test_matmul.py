@@ -135,6 +135,7 @@ def test_gradients_are_the_definitions(num_rows, transposed):
     np.testing.assert_allclose(as_float64(got), as_float64(want), rtol=2**-7, atol=1e-2)
 
 
+@pytest.mark.thorough
 @needs_interpreter
 def test_swiglus_gradients_are_the_definitions():
   x, gate, up = array(9, K) * 0.1, array(K, 64, seed=1), array(K, 64, seed=2)
@@ -224,6 +225,7 @@ def test_slabs_of_a_contraction_are_added_as_one_tree(slabs, num_rows):
       np.testing.assert_array_equal(whole, found)
 
 
+@pytest.mark.thorough
 @needs_interpreter
 @pytest.mark.parametrize("mode", [long("sequential"), "parallel"])
 @pytest.mark.parametrize("transposed", [False, long(True)])

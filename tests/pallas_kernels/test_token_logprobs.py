@@ -102,6 +102,7 @@ def test_inputs_mix_given_greedy_and_sampled_rows():
   assert (np.bincount(kinds) > 10).all()
 
 
+@pytest.mark.thorough
 @pytest.mark.few(1)
 # (shards, tile, ids): many tiles of one slab, the tree of eight slabs, two warpgroups' odd tiles.
 @needs_interpreter
@@ -118,6 +119,7 @@ def test_every_cut_of_the_vocabulary_is_the_definition(shards, tile, vocabulary)
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.thorough
 @needs_interpreter
 def test_the_lowest_id_wins_a_tie():
   # Equal logits stand in two pieces of a tile, two tiles of a slab, and two slabs.

@@ -83,6 +83,7 @@ def run(policy, num_instances=2, **others):
   return rollout
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: type(policy).__name__)
 def test_every_policy_says_the_same(policy):
   trace = run(policy).trace

@@ -341,6 +341,7 @@ def run_python(code: str, *arguments: object) -> subprocess.CompletedProcess:
   )
 
 
+@pytest.mark.thorough
 def test_a_full_disk_is_said_and_costs_no_record(tmp_path):
   with open_journal(tmp_path / "j") as book:
     book.append(0, 0, 0, make_rollout(0))

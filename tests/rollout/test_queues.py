@@ -156,6 +156,7 @@ def order_of(policy: policies.SchedulerConfig, lengths: list[list[int]]) -> list
   return order
 
 
+@pytest.mark.thorough
 def test_ours_is_divided_where_lengths_are_not_alike():
   ours, divided = LongestGroupFirst(chunk_tokens=4), Divided(chunk_tokens=4)
   assert order_of(ours, NOT_ALIKE) == order_of(divided, NOT_ALIKE)
@@ -191,6 +192,7 @@ def test_ours_counts_a_running_length_as_a_bound():
   assert planner.estimate("0") == 4
 
 
+@pytest.mark.thorough
 def test_the_first_that_arrived_goes_first_now_and_then():
   # Alike at once; the probes of groups that keep arriving would always go before 18/3.
   instances = Instances.empty(1, page_size=4, num_pages=1000, max_running=40)

@@ -74,6 +74,7 @@ def test_what_sampling_raises_is_raised_where_it_is_waited_for():
   ahead.close()
 
 
+@pytest.mark.thorough
 def test_groups_that_are_not_whole_are_carried_on_with_their_tokens():
   engine = word_engine.make_engine()
   carried = off_policy.Carried()

@@ -25,6 +25,7 @@ def test_a_tokenizer_that_says_other_things_is_refused():
   assert policy_lib.chatting(own, own.chat_config) == own
 
 
+@pytest.mark.thorough
 def test_full_fine_tuning_exports_its_masters(whole):
   state = whole[1].state
   assert policy_lib.exported_weights(CONFIG.weights, policy(), state.params) is state.params

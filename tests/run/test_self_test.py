@@ -20,6 +20,7 @@ TILED = NumericsConfig(row_tile=16, query_tile=4, kv_split=64, implementation="t
 UNTILED = NumericsConfig(row_tile=16, query_tile=4, kv_split=64, implementation="untiled")
 
 
+@pytest.mark.thorough
 def test_tiled_rows_are_invariant_here():
   finding = self_test.measure(TILED)
   assert finding.is_invariant
@@ -113,6 +114,7 @@ def of_model(runner, config=SIZES, **changes):
   )
 
 
+@pytest.mark.thorough
 def test_the_model_at_hand_is_asked_in_every_bucket_and_refused_for_an_ulp():
   finding = of_model(runner())
   # Four requests of four tokens: the token and two numbers.

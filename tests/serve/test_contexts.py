@@ -228,6 +228,7 @@ def served_lib_job(plan: Any, deliver: Any) -> Any:
   )  # fmt: skip
 
 
+@pytest.mark.thorough
 def test_who_waits_has_a_row_while_all_places_and_pages_are_slept_in(tmp_path):
   with running(tmp_path) as (service, url), client(url) as asked:
     for name in "abcdef":

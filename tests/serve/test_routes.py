@@ -109,6 +109,7 @@ def test_an_echo_begins_with_the_prompt(client):
   assert client.completions.create(**fields, echo=True).choices[0].text == "How many?" + text
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("sampling", [{"temperature": 0.8}, {"temperature": 1.2, "top_p": 0.6}])
 def test_other_tokens_are_scored_as_the_engine_scores_its_own(client, sampling):
   fields = dict(model="tiny", messages=serving.HELLO, seed=5, max_tokens=9, logprobs=True)
@@ -169,6 +170,7 @@ def test_an_answer_has_the_form_that_was_asked_for(client):
   assert any(choice.finish_reason == "stop" for choice in choices)
 
 
+@pytest.mark.thorough
 def test_who_has_no_grammar_has_the_same_bits_beside_those_who_have(url, client):
   fields = dict(model="tiny", prompt=[5, 6, 7], max_tokens=12, logprobs=0)
   alone = [client.completions.create(**fields, seed=seed).choices[0] for seed in range(4)]

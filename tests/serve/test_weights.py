@@ -175,6 +175,7 @@ def test_an_unknown_adapter_is_refused_as_an_unknown_model_is(asking):
   assert "got 'cook', expected one of tiny, poet, judge" in error["message"]
 
 
+@pytest.mark.thorough
 def test_a_base_that_is_replaced_answers_for_itself_and_its_adapters(asking, directories, caplog):
   caplog.set_level(logging.INFO, "seerjax.serve")
   before = fingerprints(asking)

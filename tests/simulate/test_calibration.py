@@ -14,6 +14,7 @@ SMALL = dataclasses.replace(
 )
 
 
+@pytest.mark.thorough
 def test_the_fit_finds_the_parameters_that_made_the_columns():
   truth = dataclasses.replace(
     SMALL, fitted=dataclasses.replace(SMALL.fitted, fixed_seconds=0.02, sigma=0.7)

@@ -132,6 +132,7 @@ def test_a_run_names_its_draft(tmp_path, engine):
     make_drafter(SpeculationConfig(drafter=drafter), run)
 
 
+@pytest.mark.thorough
 def test_the_shipped_draft_is_small_drafts_and_moves_no_bit(engine):
   assert (loading.NANO_DRAFT / "model.safetensors").stat().st_size <= 400_000
   requests = [word_engine.request(name, (5, 6, 7), seed=place) for place, name in enumerate("ab")]

@@ -78,6 +78,7 @@ def test_a_good_model_drafts_and_a_useless_one_soon_does_not(plain):
   assert told["nan"]["suffix"][1] > 0  # Equal texts come again and again.
 
 
+@pytest.mark.thorough
 def test_a_drafter_that_drafts_nothing_leaves_visits_as_long_as_they_are(plain):
   dear = StepTimes(rows=(1, 64), seconds=(1.0, 64.0), visits=((1, 8, 1.0),))
   costs = DraftTimes(once=100.0)

@@ -107,6 +107,7 @@ def test_what_the_prompt_says_is_drafted():
   assert answers["g/0"] == text and steps < len(text) - 4
 
 
+@pytest.mark.thorough
 @given(st.integers(0, 2**32))
 @hypothesis.settings(max_examples=25)
 def test_no_drafter_changes_what_is_said(seed):
@@ -201,6 +202,7 @@ def test_the_budget_rules_each_class():
   assert not plain.is_on and steps > 100
 
 
+@pytest.mark.thorough
 def test_old_groups_are_forgotten_first():
   drafter = SuffixDrafter(max_bytes=400_000)
   rng = random.Random(1)

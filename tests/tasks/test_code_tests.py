@@ -42,6 +42,7 @@ def judged(task, tests, program):
   return task.verdict(problem, f"Here it is.\n```python\n{program}\n```\n")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
   ("program", "correct"),
   [

@@ -47,6 +47,7 @@ def test_problems_are_the_same_on_every_machine():
     assert TASK.problem(entry["split"], entry["index"]) == Problem(**entry["problem"])
 
 
+@pytest.mark.thorough
 def test_every_solution_is_judged_correct_and_every_line_is_true():
   for split in word_problems.SPLITS:
     for problem in problems(split, 1000):

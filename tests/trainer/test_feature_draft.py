@@ -28,6 +28,7 @@ def target():
   return {**params, "embed": 30 * params["embed"]}
 
 
+@pytest.mark.thorough
 def test_a_row_reads_hidden_rows_before_it_and_tokens_up_to_it(target):
   draft = feature_draft.init(numerics_lib.key(1), MODEL)
   tokens = jnp.arange(12, dtype=jnp.int32).reshape(1, 12)
@@ -46,6 +47,7 @@ def test_a_row_reads_hidden_rows_before_it_and_tokens_up_to_it(target):
   np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.thorough
 def test_it_learns_what_is_said_and_leaves_its_target_alone(target):
   texts = [([1, 2, 3], [4, 5, 6, 7, 8, 9]), ([9, 8], [7, 6, 5, 4, 3, 2])]
   batches = distill.batches(distill.answers_of(texts), None, CONFIG)

@@ -49,6 +49,7 @@ def hidden_and_gradient(master, rows, num_pages):
   return hidden, gradient
 
 
+@pytest.mark.thorough
 def test_packed_sequences_are_those_packed_alone():
   rng = np.random.default_rng(0)
   lengths = [(3, 5), (1, 20), (9, 8)]  # 7, 20 and 16 rows: beside each other in one micro-batch.

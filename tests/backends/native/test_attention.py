@@ -120,6 +120,7 @@ def gradients(attend, q, pages, weights, batch):
 SHARING = ((0, 0, 40), (1, 0, 5), (2, 32, 11))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("shape", [(2, 2, 16, 16), (1, 3, 6, 8), (1, 1, 21, 2)], ids=str)
 def test_a_gradient_is_chains_over_the_rows_of_the_batch(shape, dtype):
@@ -326,6 +327,7 @@ def test_rows_are_written_to_their_slots_and_nowhere_else(count, dtype):
   same_bits(values, expected[1])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("count", [0, 3, 5])
 def test_the_gradient_of_written_pages_goes_to_what_they_hold(count):
   _, pages, new = arrays_of((2, 1, 6, 8), 5, 5, "float32")

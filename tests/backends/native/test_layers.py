@@ -127,6 +127,7 @@ def equal_bits(a, b, what=""):
   np.testing.assert_array_equal(a.view(np.int32), b.view(np.int32), err_msg=what)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", CASES, ids=("biases", "adapters", "one slab"))
 def test_a_gradient_is_its_chains_and_agrees_with_xla(case, dtype):
@@ -187,6 +188,7 @@ def test_a_rows_gradient_knows_nothing_of_the_others():
       equal_bits(some, every[70 - count :])
 
 
+@pytest.mark.thorough
 def test_rows_behind_the_last_leave_no_trace_in_a_gradient():
   numerics = numerics_of("float32", 8)
   weights = params_of(PLAIN, numerics, ())["layers"][0]
@@ -202,6 +204,7 @@ def test_rows_behind_the_last_leave_no_trace_in_a_gradient():
   jax.tree.map(equal_bits, run(np.nan), run(1.0))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_row_has_its_bits_among_any_others(dtype):
   numerics = numerics_of(dtype, 2)
@@ -223,6 +226,7 @@ def test_a_row_has_its_bits_among_any_others(dtype):
       np.testing.assert_array_equal(some.view(np.int32), every[70 - count :].view(np.int32))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("targets", [(), lora.TARGETS], ids=("plain", "adapters"))
 def test_devices_of_a_mesh_change_no_bit(targets):
   numerics = numerics_of("bfloat16", 8)
@@ -252,6 +256,7 @@ def test_devices_of_a_mesh_change_no_bit(targets):
     np.testing.assert_array_equal(some.view(np.int32), every.view(np.int32))
 
 
+@pytest.mark.thorough
 def test_stacked_layers_are_read_where_they_lie():
   numerics = numerics_of("float32", 8)
   params = params_of(PLAIN, numerics, ())
@@ -280,6 +285,7 @@ def test_stacked_layers_are_read_where_they_lie():
       np.testing.assert_array_equal(some, every)
 
 
+@pytest.mark.thorough
 def test_an_adapter_that_has_not_learnt_changes_no_bit():
   numerics = numerics_of("float32", 2)
   base = tiny_model.random_params(PLAIN, numerics)

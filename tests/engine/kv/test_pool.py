@@ -42,6 +42,7 @@ def send_on(pool: KVPool, name: str, tokens: list[int]) -> None:
   assert pool.make_room(4)
 
 
+@pytest.mark.thorough
 def test_what_the_host_has_no_room_for_comes_back_from_the_disk(tmp_path):
   pool = make_pool(tmp_path)
   for name in ("a", "b"):

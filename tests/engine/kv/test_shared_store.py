@@ -179,6 +179,7 @@ class OneArray(Runner):
     return jax.device_put(jnp.stack(layers, axis=3), self._page_sharding)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("tier", ["host", "store"])
 def test_a_layout_of_one_array_spills_migrates_and_comes_back(tier, tmp_path):
   inner = tiny_model.runner(tiny_model.NUMERICS, 2, 2)
