@@ -73,11 +73,14 @@ def say_memory(config: RunConfig, name: str) -> None:
 
 def on_these_devices(config: RunConfig) -> RunConfig:
   """Returns the config with no more instances than there are devices; says so if it has fewer."""
-  found = len(jax.devices())
-  if config.num_instances <= found:
+  found = len(jax.devices()) // config.model_shards
+  if config.num_instances <= max(found, 1):
     return config
-  print(f"num_instances={config.num_instances}, but {found} device(s): going on with {found}")
-  return dataclasses.replace(config, num_instances=found)
+  print(
+    f"num_instances={config.num_instances} of {config.model_shards}, but {len(jax.devices())}"
+    f" device(s): going on with {max(found, 1)}"
+  )
+  return dataclasses.replace(config, num_instances=max(found, 1))
 
 
 def check_prompts(config: RunConfig, task: Task, policy: Policy) -> None:
@@ -228,8 +231,8 @@ def learn(argv: list[str]) -> None:
   say = functools.partial(print, flush=True)
   command_line.check_arguments(argv)
   config = configuration.from_flags(RunConfig, args.config)
-  # Before the first use of a device: one virtual CPU device an instance.
-  jax.config.update("jax_num_cpu_devices", config.num_instances)
+  # Before the first use of a device: on a CPU, as many virtual ones as the mesh has.
+  jax.config.update("jax_num_cpu_devices", config.num_instances * config.model_shards)
   config = on_these_devices(config)
   with progress_lib.Progress(say) as progress, progress.phase("getting ready"):
     task, policy = prepare(config, directory, resume=args.resume, bitwise=args.bitwise)

@@ -30,7 +30,7 @@ Implementation = Literal["auto", "tiled", "native", "pallas", "pallas_interprete
 IMPLEMENTATIONS = ("auto", "tiled", "native", "pallas", "pallas_interpreted", "untiled")
 DTYPES = ("float32", "bfloat16")
 # Raised with every change of ours that moves a bit; CHANGELOG.md names each.
-BITS_VERSION = 4
+BITS_VERSION = 5
 # Of the native implementation, likewise.
 NATIVE_BITS_VERSION = 1
 # Of the kernels' implementation, likewise.

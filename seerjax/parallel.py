@@ -13,6 +13,7 @@ what one of them alone can know is told by the first (`agreement`).
 from __future__ import annotations
 
 import dataclasses
+import functools
 import socket
 import time
 from typing import Any, Literal
@@ -25,6 +26,7 @@ import numpy as np
 from seerjax.array_typing import Array, Shaped
 
 MAX_INSTANCES = 1024  # As many devices of a CPU take a second to make; the time grows squared.
+MODEL_SHARDS = (1, 2, 4, 8)  # Devices of the model axis.
 INSTANCE_AXIS = "instance"
 MODEL_AXIS = "model"
 # What may know of a slice's processes, by JAX's names.
@@ -200,18 +202,165 @@ def local_slabs(reduction_shards: int, model_shards: int) -> int:
   return reduction_shards // model_shards
 
 
-def gather_slabs(slabs: Shaped[Array, "r ..."], axis: str | None) -> Shaped[Array, "R ..."]:
-  """Returns all slabs in order, `[r, ...]` to `[r * devices, ...]`; the identity on one device."""
-  if axis is None:
+def after(tree: Any, anchor: Any) -> Any:
+  """Returns a pytree's values, which are not there before all leaves of `anchor` (floats) are.
+
+  It orders collectives. All gatherings of a program meet under one name on a CPU (their channel is
+  always 1): of two that do not wait for each other, a device's first could meet another's second.
+  """
+  late = jnp.int32(0)
+  for leaf in jax.tree.leaves(anchor):
+    if leaf.size:
+      first = lax.slice(leaf, (0,) * leaf.ndim, (1,) * leaf.ndim).reshape(())
+      late = late | lax.bitcast_convert_type(first.astype(jnp.float32), jnp.int32)
+  # Never below zero, which XLA does not know: 0 of whatever it was, NaN too.
+  is_there = jnp.minimum(late & jnp.int32(0x7FFFFFFF), 0) == 0
+  # Held apart on both sides: values are rounded as they are without it.
+  tree = lax.optimization_barrier(tree)
+  tree = jax.tree.map(lambda leaf: jnp.where(is_there, leaf, jnp.zeros((), leaf.dtype)), tree)
+  return lax.optimization_barrier(tree)
+
+
+def gather_slabs(slabs: Any, axis: str | None) -> Any:
+  """Returns all slabs in order, `[r, ...]` to `[r * devices, ...]`; the identity on one device.
+
+  Of a pytree all leaves go in one collective: those that do not wait for each other would be in
+  flight together. The gradient is `local_part`: every device has the cotangents of all slabs, equal
+  to the others', and adding them would count each as often as there are devices.
+  """
+  leaves, structure = jax.tree.flatten(slabs)
+  if axis is None or not leaves:
     return slabs
-  return lax.all_gather(slabs, axis, axis=0, tiled=True)
+  return structure.unflatten(_gathered(axis, leaves))
+
+
+def gather_kept(slabs: Any, axis: str | None) -> Any:
+  """As `gather_slabs`, of what a gradient needs: its cotangents wait for the gathering."""
+  leaves, structure = jax.tree.flatten(slabs)
+  return slabs if axis is None else structure.unflatten(_gathered_first(axis, leaves))
+
+
+def local_part(whole: Shaped[Array, "R ..."], axis: str | None) -> Shaped[Array, "r ..."]:
+  """Returns this device's slabs of a replicated array; the gradient is `gather_slabs`."""
+  return whole if axis is None else _own_part(axis, whole)
+
+
+def local_part_of_stream(
+  whole: Shaped[Array, "R ..."], stream: Array, axis: str | None
+) -> tuple[Shaped[Array, "r ..."], Array]:
+  """As `local_part`, beside values whose gradient goes on: that waits for the gathering."""
+  return _own_part_of_stream(axis, whole, stream)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _gathered(axis: str, leaves: list[Array]) -> list[Array]:
+  if len(leaves) == 1:
+    return [lax.all_gather(leaves[0], axis, axis=0, tiled=True)]
+  assert len({leaf.shape[0] for leaf in leaves}) == 1, "slabs of several numbers in one gathering"
+  is_alike = len({leaf.dtype for leaf in leaves}) == 1
+  dtype = leaves[0].dtype if is_alike else jnp.uint16  # Of which any of ours are some.
+  words = [_words_of(leaf, dtype) for leaf in leaves]
+  whole = lax.all_gather(jnp.concatenate(words, axis=1), axis, axis=0, tiled=True)
+  found, first = [], 0
+  for leaf, word in zip(leaves, words, strict=True):
+    part = whole[:, first : first + word.shape[1]]
+    first += word.shape[1]
+    found.append(_from_words(part, (whole.shape[0], *leaf.shape[1:]), leaf.dtype))
+  return found
+
+
+def _words_of(leaf: Array, dtype: Any) -> Array:
+  """Returns the bits of `[r, ...]` as `[r, w]` of a dtype that is no wider."""
+  return lax.bitcast_convert_type(leaf, dtype).reshape(leaf.shape[0], -1)
+
+
+def _from_words(words: Array, shape: tuple[int, ...], dtype: Any) -> Array:
+  """Returns what `_words_of` took."""
+  size = jnp.dtype(dtype).itemsize // words.dtype.itemsize
+  return lax.bitcast_convert_type(words.reshape(*shape, *((size,) if size > 1 else ())), dtype)
+
+
+def _gathered_backward(axis: str, _: None, cotangents: list[Array]) -> tuple[list[Any]]:
+  has_none = lambda leaf: leaf.dtype == jax.dtypes.float0
+  return ([None if has_none(leaf) else _own_cotangent(axis, leaf) for leaf in cotangents],)
+
+
+def _own_cotangent(axis: str, whole: Array) -> Array:
+  # Held apart: what makes the cotangent would be fused with the cut, and compute one part of it.
+  return _own_part(axis, lax.optimization_barrier(whole))
+
+
+_gathered.defvjp(lambda axis, leaves: (_gathered(axis, leaves), None), _gathered_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _gathered_first(axis: str, leaves: list[Array]) -> list[Array]:
+  return _gathered(axis, leaves)
+
+
+def _gathered_first_forward(axis: str, leaves: list[Array]) -> tuple[list[Array], Array]:
+  found = _gathered(axis, leaves)
+  return found, found[0]
+
+
+def _gathered_first_backward(axis: str, found: Array, cotangents: list[Array]) -> Any:
+  return ([_own_cotangent(axis, leaf) for leaf in after(cotangents, found)],)
+
+
+_gathered_first.defvjp(_gathered_first_forward, _gathered_first_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _own_part(axis: str, whole: Array) -> Array:
+  size = whole.shape[0] // lax.axis_size(axis)
+  return lax.dynamic_slice_in_dim(whole, lax.axis_index(axis) * jnp.int32(size), size, 0)
+
+
+_own_part.defvjp(
+  lambda axis, whole: (_own_part(axis, whole), None),
+  lambda axis, _, cotangent: tuple(_gathered(axis, [cotangent])),
+)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _own_part_of_stream(
+  axis: str | None, whole: Array, stream: Array
+) -> tuple[Array, Array]:
+  return local_part(whole, axis), stream
+
+
+def _own_part_backward(
+  axis: str | None, _: None, cotangents: tuple[Array, Array]
+) -> tuple[Array, Array]:
+  part, stream = cotangents
+  if axis is None:
+    return part, lax.optimization_barrier(stream)
+  (whole,) = _gathered(axis, [after(part, stream)])
+  return whole, after(stream, whole)
+
+
+_own_part_of_stream.defvjp(
+  lambda axis, whole, stream: (_own_part_of_stream(axis, whole, stream), None), _own_part_backward
+)
 
 
 def tree_sum(slabs: Shaped[Array, "r ..."]) -> Shaped[Array, "..."]:
   """Adds a power of two of slabs as one balanced binary tree: ((0+1)+(2+3))+((4+5)+(6+7))."""
+  return _tree_sum(slabs.shape[0], slabs)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _tree_sum(count: int, slabs: Array) -> Array:
   while slabs.shape[0] > 1:
     slabs = slabs[0::2] + slabs[1::2]
   return slabs[0]
+
+
+# The cotangent itself for every slab, where the transposed tree would add zeros to it.
+_tree_sum.defvjp(
+  lambda count, slabs: (_tree_sum(count, slabs), None),
+  lambda count, _, cotangent: (jnp.broadcast_to(cotangent[None], (count, *cotangent.shape)),),
+)
 
 
 def tree_sum_list(values: list[Array]) -> Array:
@@ -220,11 +369,3 @@ def tree_sum_list(values: list[Array]) -> Array:
     paired = [a + b for a, b in zip(values[0::2], values[1::2], strict=False)]
     values = paired + values[len(paired) * 2 :]
   return values[0]
-
-
-def local_part(whole: Shaped[Array, "R ..."], axis: str | None) -> Shaped[Array, "r ..."]:
-  """Returns this device's slabs of a replicated array."""
-  if axis is None:
-    return whole
-  size = whole.shape[0] // lax.axis_size(axis)
-  return lax.dynamic_slice_in_dim(whole, lax.axis_index(axis) * jnp.int32(size), size, 0)

@@ -411,13 +411,7 @@ class Runner:
     numerics_lib.require_finite(
       params, what=what, remedy="nothing may be sampled from them: go back to an earlier checkpoint"
     )
-    specs = parameters.specs_of(params)
-    return jax.tree.map(
-      lambda leaf, spec: jax.device_put(leaf, jax.sharding.NamedSharding(self.mesh, spec)),
-      params,
-      specs,
-      is_leaf=lambda leaf: isinstance(leaf, jax.Array | np.ndarray),
-    )
+    return parameters.placed(params, self.mesh)
 
   def place_adapters(
     self,

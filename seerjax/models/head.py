@@ -84,7 +84,9 @@ def sample_and_score(
     (tokens i32[n], their scores). A gradient is that of the scores of forced tokens.
   """
   numerics = numerics_for(config, numerics)
-  table = table_of(params, config, numerics, axis)
+  table = table_of(params, config, numerics, None)
+  if "head" not in params:
+    table, hidden = parallel.local_part_of_stream(table, hidden, axis)
   weights = {"final_norm": params["final_norm"], "head": table, "key": jax.random.key_data(key)}
   count = forced.shape[0]
   backend = backend or choice.backend_of(numerics)
@@ -236,13 +238,20 @@ def _given_scores(
     slabs = weights["head"]
     local, width, _ = slabs.shape
     start = 0 if axis is None else lax.axis_index(axis) * jnp.int32(local)
+    # As integers, sampling parameters have no gradient that a mesh would gather.
+    words = jax.tree.map(lambda leaf: lax.bitcast_convert_type(leaf, jnp.int32), parameters)
 
-    def logits_of(slab, first):
+    def logits_of(shared, slab, first):
+      normed, words = shared
+      restored = lambda word, leaf: lax.bitcast_convert_type(word, leaf.dtype)
       raw = operations.dot_rows(normed, slab)
-      return raw, sampling.scaled_rows(raw, parameters, first)
+      return raw, sampling.scaled_rows(raw, jax.tree.map(restored, words, parameters), first)
 
     firsts = (start + jnp.arange(local, dtype=jnp.int32)) * jnp.int32(width)
-    return logprobs.score_by_slab(logits_of, slabs, firsts, width, tokens, axis)
+    shared = (normed, words)
+    return logprobs.score_by_slab(
+      logits_of, shared, slabs, firsts, width, tokens, one, axis
+    )
 
   def by_rows(rows):
     @jax.checkpoint

@@ -291,8 +291,7 @@ def adapted_sum(
   axis: str | None,
 ) -> Array:
   """Adds the slabs' partial x @ W and x @ A in the tree, then the low-rank term: f[n, d]."""
-  whole, low = (
-    parallel.tree_sum(parallel.gather_slabs(part, axis)) for part in (partials, low)
-  )
+  whole, low = parallel.gather_kept((partials, low), axis)
+  whole, low = parallel.tree_sum(whole), parallel.tree_sum(low)
   product = operations.dot(low_rank(low, adapter, dtype), adapter["b"])
   return (whole + product).astype(dtype)

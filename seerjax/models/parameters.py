@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from seerjax import numerics as numerics_lib, parallel
 from seerjax.array_typing import Array, PRNGKeyArray
@@ -148,3 +149,13 @@ def specs_of(params: Params) -> Params:
     return jax.P(*before, parallel.MODEL_AXIS) if is_slab else jax.P()
 
   return jax.tree_util.tree_map_with_path(spec, params)
+
+
+def placed(params: Params, mesh: jax.sharding.Mesh) -> Params:
+  """Returns weights on the mesh: slabs over `model`, copies for every instance."""
+  return jax.tree.map(
+    lambda leaf, spec: jax.device_put(leaf, jax.sharding.NamedSharding(mesh, spec)),
+    params,
+    specs_of(params),
+    is_leaf=lambda leaf: isinstance(leaf, jax.Array | np.ndarray),
+  )

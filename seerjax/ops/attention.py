@@ -318,30 +318,18 @@ def _attend_forward(read, numerics, q, k_pages, v_pages, batch, rows):
 def _attend_backward(forward, numerics, residuals, gradient):
   """Causal attention of each sequence against all its pages, block by block of queries, float32.
 
-  Exact gradients in one fixed order; time follows the lengths that are there.
+  Exact gradients in one fixed order, one program of one key/value head in a loop over those that
+  are here; time follows the lengths that are there.
   """
   del forward
   q, k_pages, v_pages, batch = residuals
-  num_heads, num_pages, page_size, head_dim = k_pages.shape
+  _, num_pages, page_size, head_dim = k_pages.shape
   pages_per_sequence = batch.page_table.shape[1]
   num_sequences = (num_pages - 1) // pages_per_sequence
   length = pages_per_sequence * page_size
   live = jnp.arange(q.shape[0], dtype=jnp.int32) < batch.num_rows
   # Padding rows are written to the dump page 0, which no sequence owns.
   slots = jnp.where(live, batch.slots, 0)
-
-  def by_sequence(x: Array) -> Array:
-    """f[n, ...] -> f32[b, length, ...] at each row's slot."""
-    x = jnp.where(live.reshape(-1, *(1,) * (x.ndim - 1)), x, jnp.zeros((), x.dtype))
-    whole = tiles.late_zeros((num_pages * page_size, *x.shape[1:]), jnp.float32, x)
-    whole = whole.at[slots].set(x.astype(jnp.float32))
-    return whole[page_size:].reshape(num_sequences, length, *x.shape[1:])
-
-  def from_sequence(x: Array) -> Array:
-    whole = x.reshape(num_sequences * length, *x.shape[2:])
-    rows = whole[jnp.maximum(slots - page_size, 0)]
-    return jnp.where(live.reshape(-1, *(1,) * (rows.ndim - 1)), rows, jnp.float32(0))
-
   scale = jnp.float32(head_dim**-0.5)
   block = min(BACKWARD_BLOCK, numerics.kv_split)  # Divides the length.
   # i32[b] each: a sequence's rows stand at positions from its first to its last.
@@ -355,21 +343,66 @@ def _attend_backward(forward, numerics, residuals, gradient):
   used = jnp.arange(batch.page_table.shape[0], dtype=jnp.int32) < batch.num_segments
   owner = batch.page_table[:, -1] // pages_per_sequence - 1
   tables = tables.at[jnp.where(used, owner, num_sequences)].set(batch.page_table, mode="drop")
-  q_seq, gradient_seq = by_sequence(q), by_sequence(gradient)  # f32[b, t, k, g, c]
-  # Pages in front: f32[m, k, z, c].
-  k_all, v_all = (jnp.swapaxes(pages, 0, 1).astype(jnp.float32) for pages in (k_pages, v_pages))
+  places = Places(live, slots, tables, firsts, ends)
+  head = functools.partial(_head_backward, (block, scale))
+  by_head = lambda x: jnp.swapaxes(x, 0, 1)
+  slabs = by_head(q), by_head(gradient), k_pages, v_pages
+  one = tiles.traced_one(batch.num_rows)
+  grad_q, grad_k, grad_v = tiles.looped_slabs(head, places, slabs, one, gradient)
+  return by_head(grad_q), grad_k, grad_v, None, None
+
+
+class Places(NamedTuple):
+  """Where rows and sequences lie in a gradient's pages.
+
+  Attributes:
+    live: bool[n], rows that there are.
+    slots: i32[n], of each row.
+    tables: i32[b, p], pages of each sequence.
+    firsts: i32[b], where its rows begin.
+    ends: i32[b], where they end.
+  """
+
+  live: Array
+  slots: Array
+  tables: Array
+  firsts: Array
+  ends: Array
+
+
+def _head_backward(sizes: tuple[int, Array], places: Places, given: Any) -> tuple[Array, ...]:
+  """The gradient of one key/value head: of its queries f[n, g, c], keys and values f[m, z, c]."""
+  (block, scale), (q, gradient, k_pages, v_pages) = sizes, given
+  num_pages, page_size, head_dim = k_pages.shape
+  live, slots, tables, firsts, ends = places
+  num_sequences, pages_per_sequence = tables.shape
+  length = pages_per_sequence * page_size
+  offsets = jnp.arange(length, dtype=jnp.int32)
+  zero = jnp.int32(0)
+
+  def by_sequence(x: Array) -> Array:
+    """f[n, g, c] -> f32[b, length, g, c] at each row's slot."""
+    x = jnp.where(live[:, None, None], x, jnp.zeros((), x.dtype))
+    whole = tiles.late_zeros((num_pages * page_size, *x.shape[1:]), jnp.float32, x)
+    whole = whole.at[slots].set(x.astype(jnp.float32))
+    return whole[page_size:].reshape(num_sequences, length, *x.shape[1:])
+
+  def from_sequence(x: Array) -> Array:
+    whole = x.reshape(num_sequences * length, *x.shape[2:])
+    rows = whole[jnp.maximum(slots - page_size, 0)]
+    return jnp.where(live[:, None, None], rows, jnp.float32(0))
+
+  q_seq, gradient_seq = by_sequence(q), by_sequence(gradient)  # f32[b, t, g, c]
+  k_all, v_all = (pages.astype(jnp.float32) for pages in (k_pages, v_pages))
 
   def read(whole: Array, table: Array) -> Array:
-    """f32[m, k, z, c] -> f32[k, length, c] of a sequence."""
-    part = jnp.swapaxes(whole.at[table].get(mode="promise_in_bounds"), 0, 1)
-    return part.reshape(num_heads, length, head_dim)
+    """f32[m, z, c] -> f32[length, c] of a sequence."""
+    return whole.at[table].get(mode="promise_in_bounds").reshape(length, head_dim)
 
   def add_to(whole: Array, part: Array, table: Array) -> Array:
-    part = part.reshape(num_heads, pages_per_sequence, page_size, head_dim)
+    part = part.reshape(pages_per_sequence, page_size, head_dim)
     # A sequence has no page twice.
-    return whole.at[table].add(
-      jnp.swapaxes(part, 0, 1), mode="promise_in_bounds", unique_indices=True
-    )
+    return whole.at[table].add(part, mode="promise_in_bounds", unique_indices=True)
 
   def sequence_body(sequence: Array, totals):
     grad_q, grad_k, grad_v = totals
@@ -379,28 +412,27 @@ def _attend_backward(forward, numerics, residuals, gradient):
     def block_body(index: Array, carry):
       grad_q, own_k, own_v = carry
       first = index * block
-      zero = jnp.int32(0)
-      start, size = (sequence, first, zero, zero, zero), (1, block, *q_seq.shape[2:])
+      start, size = (sequence, first, zero, zero), (1, block, *q_seq.shape[2:])
       # Positions that are another's rows are zero in both, and so are all their gradients.
       q_block = lax.dynamic_slice(q_seq, start, size)[0]
       gradient_block = lax.dynamic_slice(gradient_seq, start, size)[0]
       positions = first + jnp.arange(block, dtype=jnp.int32)
-      visible = offsets[None, None, None, :] <= positions[None, :, None, None]
-      scores = jnp.einsum("qkgc,kxc->kqgx", q_block * scale, k)
+      visible = offsets[None, None, :] <= positions[:, None, None]
+      scores = jnp.einsum("qgc,xc->qgx", q_block * scale, k)
       # Held apart: fused with the sums around them, XLA's CPU products take several times as long.
       weights, grad_weights = lax.optimization_barrier(
         (
           jax.nn.softmax(jnp.where(visible, scores, jnp.float32(MASKED)), axis=-1),
-          jnp.einsum("qkgc,kxc->kqgx", gradient_block, v),
+          jnp.einsum("qgc,xc->qgx", gradient_block, v),
         )
       )
       inner = jnp.sum(weights * grad_weights, axis=-1, keepdims=True)
       grad_scores = weights * (grad_weights - inner)
-      part = jnp.einsum("kqgx,kxc->qkgc", grad_scores, k) * scale
+      part = jnp.einsum("qgx,xc->qgc", grad_scores, k) * scale
       return (
         lax.dynamic_update_slice(grad_q, part[None], start),
-        own_k + jnp.einsum("kqgx,qkgc->kxc", grad_scores, q_block * scale),
-        own_v + jnp.einsum("kqgx,qkgc->kxc", weights, gradient_block),
+        own_k + jnp.einsum("qgx,qgc->xc", grad_scores, q_block * scale),
+        own_v + jnp.einsum("qgx,qgc->xc", weights, gradient_block),
       )
 
     num_blocks = (ends[sequence] + (block - 1)) // block
@@ -411,14 +443,9 @@ def _attend_backward(forward, numerics, residuals, gradient):
   totals = tuple(
     tiles.late_zeros(like.shape, like.dtype, gradient_seq) for like in (q_seq, k_all, v_all)
   )
-  grad_q, grad_k, grad_v = lax.fori_loop(
-    jnp.int32(0), jnp.int32(num_sequences), sequence_body, totals
-  )
-
-  def to_pages(x: Array) -> Array:
-    return jnp.swapaxes(x.at[0].set(0), 0, 1).astype(k_pages.dtype)
-
-  return from_sequence(grad_q).astype(q.dtype), to_pages(grad_k), to_pages(grad_v), None, None
+  grad_q, grad_k, grad_v = lax.fori_loop(zero, jnp.int32(num_sequences), sequence_body, totals)
+  to_pages = lambda x: x.at[0].set(0).astype(k_pages.dtype)
+  return from_sequence(grad_q).astype(q.dtype), to_pages(grad_k), to_pages(grad_v)
 
 
 _attend.defvjp(_attend_forward, _attend_backward)

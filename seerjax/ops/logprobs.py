@@ -16,6 +16,7 @@ both see the same bits. A gradient takes `score_by_slab`, which holds one slab o
 from __future__ import annotations
 
 from collections.abc import Callable
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -67,9 +68,9 @@ def take_rows(logits: Float[Array, "n v"], tokens: Int[Array, "n"]) -> Float[Arr
   return picked[:, 0]
 
 
-def _partials_of(logits: Any, one: Array, numerics: numerics_lib.NumericsConfig) -> Any:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _partials_of(num_slabs: int, logits: Any, one: Array) -> Any:
   """Maps `partial_rows` over slabs of whole rows: f32[n, v] leaves to partials f32[r, n]."""
-  num_slabs = numerics.reduction_shards
   width = jax.tree.leaves(logits)[0].shape[1] // num_slabs
 
   def slab(logits: Any, index: Array) -> Any:
@@ -78,6 +79,28 @@ def _partials_of(logits: Any, one: Array, numerics: numerics_lib.NumericsConfig)
 
   indices = jnp.arange(num_slabs, dtype=jnp.int32)
   return tiles.map_slabs(slab, logits, indices, one, None)
+
+
+def _partials_forward(num_slabs: int, logits: Any, one: Array) -> Any:
+  return _partials_of(num_slabs, logits, one), (logits, one)
+
+
+def _partials_backward(num_slabs: int, residuals: Any, cotangent: Any) -> tuple[Any, None]:
+  """Each slab has columns of its own, so that no gradient of a whole row is ever added to one."""
+  logits, one = residuals
+  by_slab = lambda z: jnp.swapaxes(z.reshape(z.shape[0], num_slabs, -1), 0, 1)
+
+  def slab(_, given: Any) -> Any:
+    logits, wanted = given
+    of_leaves = lambda logits: jax.tree.map(partial_rows, logits)
+    return jax.vjp(of_leaves, logits)[1](wanted)[0]
+
+  slabs = jax.tree.map(by_slab, logits), cotangent
+  found = tiles.looped_slabs(slab, (), slabs, one, jax.tree.leaves(cotangent)[0])
+  return jax.tree.map(lambda z: jnp.swapaxes(z, 0, 1).reshape(z.shape[1], -1), found), None
+
+
+_partials_of.defvjp(_partials_forward, _partials_backward)
 
 
 def score_rows(
@@ -96,7 +119,9 @@ def score_rows(
     one: `tiles.traced_one`.
     numerics: its `reduction_shards` divides v.
   """
-  raw_partials, partials = _partials_of((logits, processed), one, numerics)
+  raw_partials, partials = _partials_of(
+    numerics.reduction_shards, (logits, processed), one
+  )
   normaliser, entropy = merge(partials)
   return TokenScores(
     logprob=take_rows(processed, tokens) - normaliser,
@@ -106,11 +131,13 @@ def score_rows(
 
 
 def score_by_slab(
-  logits_of: Callable[[Any, Array], tuple[Array, Array]],
+  logits_of: Callable[[Any, Any, Array], tuple[Array, Array]],
+  shared: Any,
   slabs: Any,
   firsts: Int[Array, "r"],
   width: int,
   tokens: Int[Array, "n"],
+  one: Array,
   axis: str | None,
 ) -> TokenScores:
   """Scores tokens without ever holding a whole row of logits, neither forward nor backward.
@@ -119,27 +146,27 @@ def score_by_slab(
   being computed again for it.
 
   Args:
-    logits_of: `(slab, first) -> (raw, processed)`, f32[n, v / r] each, differentiable.
+    logits_of: `(shared, slab, first) -> (raw, processed)`, f32[n, v / r] each, differentiable.
+    shared: pytree that every slab sees whole.
     slabs: pytree of `[r, ...]`, the local slabs.
     firsts: i32[r], first token id of each.
     width: v / r.
     tokens: i32[n].
+    one: `tiles.traced_one`.
     axis: mesh axis of the slabs, None on one device.
   """
 
-  def slab(_, inputs):
-    first = inputs[1]
-    raw, processed = logits_of(*inputs)
+  def slab(shared, inputs):
+    (shared, tokens), (_, first) = shared, inputs
+    raw, processed = logits_of(shared, *inputs)
     column = tokens - first
     is_here = (column >= 0) & (column < width)
     column = jnp.clip(column, 0, width - 1)
     picked = [jnp.where(is_here, take_rows(z, column), jnp.float32(0)) for z in (raw, processed)]
-    return None, (partial_rows(raw), partial_rows(processed), *picked)
+    return partial_rows(raw), partial_rows(processed), *picked
 
-  _, found = lax.scan(jax.checkpoint(slab), None, (slabs, firsts))
-  raw, processed, raw_picked, picked = jax.tree.map(
-    lambda leaf: parallel.gather_slabs(leaf, axis), found
-  )
+  found = tiles.map_slabs(slab, (shared, tokens), (slabs, firsts), one, axis)
+  raw, processed, raw_picked, picked = parallel.gather_slabs(found, axis)
   normaliser, entropy = merge(processed)
   return TokenScores(
     logprob=parallel.tree_sum(picked) - normaliser,
@@ -168,7 +195,7 @@ def token_logprobs(
 
   def rows(_, inputs, one):
     logits, tokens = inputs
-    return take_rows(logits, tokens) - merge(_partials_of(logits, one, numerics))[0]
+    return take_rows(logits, tokens) - merge(_partials_of(num_slabs, logits, one))[0]
 
   return tiles.map_rows(rows, (), (logits, tokens), jnp.int32(tokens.shape[0]), numerics)
 

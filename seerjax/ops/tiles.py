@@ -5,7 +5,8 @@
 
 Both trip counts are traced, also where they are known: XLA inlines a loop of one trip and fuses its
 body with the neighbours, which moves bits. Both are `custom_vjp`s whose forward is the loop and
-whose backward is the plain gradient of the whole, so a value under `grad` has the value's bits.
+whose backward is the gradient of chunks of rows, and slab by slab, so a value under `grad` has the
+value's bits, and a gradient those of any number of devices that share the slabs.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
-from seerjax import numerics as numerics_lib
+from seerjax import numerics as numerics_lib, parallel
 from seerjax.array_typing import Array
 
 # Rows per chunk of a backward pass: bounds its memory.
@@ -338,10 +339,11 @@ def _map_rows_backward(functions, row_tile, residuals, cotangent):
   _, function = functions
   weights, rows, num_rows = residuals
   count = jax.tree.leaves(rows)[0].shape[0]
-  one = traced_one(num_rows)
   weight_floats, rebuild_weights = _split_floats(weights)
 
   def chunk_gradient(rows_chunk: Any, cotangent_chunk: Any, first: Array):
+    # Loops over slabs begin once the cotangent is there, and with them what they give is gathered.
+    one = traced_one(num_rows + late_zeros((), jnp.int32, cotangent_chunk[0]))
     row_floats, rebuild_rows = _split_floats(rows_chunk)
 
     def floats_only(weight_floats, row_floats):
@@ -355,19 +357,18 @@ def _map_rows_backward(functions, row_tile, residuals, cotangent):
       shape = (live.shape[0],) + (1,) * (leaf.ndim - 1)
       return jnp.where(live.reshape(shape), leaf, jnp.zeros((), leaf.dtype))
 
-    wanted = [masked(leaf) for leaf in cotangent_chunk if leaf.dtype != jax.dtypes.float0]
-    return pull(wanted)
+    return pull([masked(leaf) for leaf in cotangent_chunk])
 
-  cotangents = jax.tree.leaves(cotangent)
+  cotangents = [
+    leaf for leaf in jax.tree.leaves(cotangent) if leaf.dtype != jax.dtypes.float0
+  ]
   if count <= BACKWARD_ROWS:
     weight_gradient, row_gradient = chunk_gradient(rows, cotangents, jnp.int32(0))
   else:
     num_chunks = -(-count // BACKWARD_ROWS)
     padding = num_chunks * BACKWARD_ROWS - count
     padded = jax.tree.map(lambda leaf: _with_zero_rows(leaf, padding), rows)
-    float_cotangents = [
-      _with_zero_rows(leaf, padding) for leaf in cotangents if leaf.dtype != jax.dtypes.float0
-    ]
+    float_cotangents = [_with_zero_rows(leaf, padding) for leaf in cotangents]
 
     def body(index: Array, totals: tuple[list[Array], list[Array]]):
       weight_total, row_total = totals
@@ -487,7 +488,7 @@ def map_slabs(
   if axis is None and count == 1:
     out = function(shared, jax.tree.map(lambda leaf: leaf[0], slabs))
     return jax.tree.map(lambda leaf: leaf[None], out)
-  return _map_slabs(function, shared, slabs, one)
+  return _map_slabs(function, axis, shared, slabs, one)
 
 
 def each_slab(function: SlabFunction, shared: Any, slabs: Any) -> Any:
@@ -497,7 +498,10 @@ def each_slab(function: SlabFunction, shared: Any, slabs: Any) -> Any:
   return jax.tree.map(lambda *leaves: jnp.stack(leaves), *parts)
 
 
-def _looped_slabs(function: SlabFunction, shared: Any, slabs: Any, one: Array) -> Any:
+def looped_slabs(
+  function: SlabFunction, shared: Any, slabs: Any, one: Array, anchor: Array | None = None
+) -> Any:
+  """As `map_slabs`, always looped and of no gradient; nothing is there before `anchor` is."""
   count = num_slabs(jax.tree.leaves(slabs, is_leaf=_is_layered)[0])
   # Always shapes of two slabs, in and out: reading or writing the only slab is reading or writing
   # the whole, so XLA takes the body out of the loop or fuses it in another way (seen with JAX
@@ -510,7 +514,14 @@ def _looped_slabs(function: SlabFunction, shared: Any, slabs: Any, one: Array) -
     return jax.tree.map(lambda leaf: _slab_at(leaf, index), slabs, is_leaf=_is_layered)
 
   shapes = jax.eval_shape(lambda: function(shared, slab(jnp.int32(0))))
-  empty = jax.tree.map(lambda s: jnp.zeros((count + padding, *s.shape), s.dtype), shapes)
+
+  def zeros(shape: jax.ShapeDtypeStruct) -> Array:
+    whole = (count + padding, *shape.shape)
+    if anchor is None:
+      return jnp.zeros(whole, shape.dtype)
+    return late_zeros(whole, shape.dtype, anchor)
+
+  empty = jax.tree.map(zeros, shapes)
 
   def body(index: Array, out: Any) -> Any:
     update = function(shared, slab(index))
@@ -522,26 +533,43 @@ def _looped_slabs(function: SlabFunction, shared: Any, slabs: Any, one: Array) -
   return jax.tree.map(lambda leaf: leaf[:count], out)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _map_slabs(function: SlabFunction, shared: Any, slabs: Any, one: Array) -> Any:
-  return _looped_slabs(function, shared, slabs, one)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _map_slabs(
+  function: SlabFunction, axis: str | None, shared: Any, slabs: Any, one: Array
+) -> Any:
+  return looped_slabs(function, shared, slabs, one)
 
 
-def _map_slabs_forward(function, shared, slabs, one):
-  return _looped_slabs(function, shared, slabs, one), (shared, slabs)
+def _map_slabs_forward(function, axis, shared, slabs, one):
+  return looped_slabs(function, shared, slabs, one), (shared, slabs, one)
 
 
-def _map_slabs_backward(function, residuals, cotangent):
-  shared, slabs = residuals
-  shared_floats, rebuild_shared = _split_floats(shared)
-  slab_floats, rebuild_slabs = _split_floats(slabs)
+def _map_slabs_backward(function, axis, residuals, cotangent):
+  """Slab by slab in a loop, one program however many are local.
 
-  def whole(shared_floats, slab_floats):
-    shared = rebuild_shared(shared_floats)
-    return jax.vmap(lambda slab: function(shared, slab))(rebuild_slabs(slab_floats))
+  What all slabs share gets one partial a slab, wherever that is, and the tree's sum of them.
+  """
+  shared, slabs, one = residuals
 
-  _, pull = jax.vjp(whole, shared_floats, slab_floats)
-  shared_gradient, slab_gradient = pull(cotangent)
+  def gradient(shared: Any, given: Any) -> tuple[list[Array], list[Array]]:
+    slab, wanted = given
+    shared_floats, rebuild_shared = _split_floats(shared)
+    slab_floats, rebuild_slab = _split_floats(slab)
+
+    def floats_only(shared_floats, slab_floats):
+      out = function(rebuild_shared(shared_floats), rebuild_slab(slab_floats))
+      return [leaf for leaf in jax.tree.leaves(out) if _is_float(leaf)]
+
+    _, pull = jax.vjp(floats_only, shared_floats, slab_floats)
+    return pull(wanted)
+
+  wanted = [leaf for leaf in jax.tree.leaves(cotangent) if leaf.dtype != jax.dtypes.float0]
+  partials, slab_gradient = looped_slabs(gradient, shared, (slabs, wanted), one, wanted[0])
+  # Held apart from what surrounds it: how a sum was gathered would be fused with what reads it.
+  partials = lax.optimization_barrier(parallel.gather_slabs(partials, axis))
+  shared_gradient = lax.optimization_barrier(
+    [parallel.tree_sum(part.astype(jnp.float32)).astype(part.dtype) for part in partials]
+  )
   return _place(shared, shared_gradient), _place(slabs, slab_gradient), None
 
 

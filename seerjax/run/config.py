@@ -77,6 +77,8 @@ class RunConfig:
     seed: decides problems and samples.
     num_steps: rounds of sample, judge, learn, publish.
     num_instances: devices that sample and learn side by side; changes no bit.
+    model_shards: devices that share the slabs of every instance's weights, 1, 2, 4 or 8 and no more
+      than there are slabs (`NumericsConfig.reduction_shards`); changes no bit.
     checkpoint_every: steps.
     lora_rank: columns of the low-rank adapters that learn in place of the weights; 0 is full
       fine-tuning.
@@ -101,6 +103,7 @@ class RunConfig:
   seed: int = 0
   num_steps: int = 40
   num_instances: int = 1
+  model_shards: int = 1
   checkpoint_every: int = 10
   lora_rank: int = 0
   lora_alpha: float = 16.0
@@ -134,6 +137,17 @@ class RunConfig:
         raise ValueError(
           f"RunConfig.{field}: got {vars(self)[field]}, expected at least {least}; raise it."
         )
+    if self.model_shards not in parallel.MODEL_SHARDS:
+      raise ValueError(
+        f"RunConfig.model_shards: got {self.model_shards}, expected one of {parallel.MODEL_SHARDS};"
+        " 1 is usual for a model that fits one device."
+      )
+    slabs = self.numerics.reduction_shards
+    if slabs and self.model_shards > slabs:
+      raise ValueError(
+        f"RunConfig.model_shards: got {self.model_shards}, expected at most"
+        f" NumericsConfig.reduction_shards={slabs} (a device has a slab at least); lower it."
+      )
     if not 0 < self.lora_alpha < math.inf:
       raise ValueError(
         f"RunConfig.lora_alpha: got {self.lora_alpha}, expected a positive number; 16 is usual."

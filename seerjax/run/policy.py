@@ -123,8 +123,7 @@ def frozen_weights(
   either has no need of them.
   """
   # On the whole mesh at once, so that no step has to copy them there.
-  whole = jax.sharding.NamedSharding(mesh, jax.P())
-  return jax.device_put(parameters.compute_params(policy.params, numerics), whole)
+  return parameters.placed(parameters.compute_params(policy.params, numerics), mesh)
 
 
 def running_weights(

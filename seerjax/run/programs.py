@@ -47,8 +47,14 @@ def make_programs(
     model: its shape.
     loss: of one micro-batch, as `losses.policy_loss`.
     optimizer: an optax chain in the place of the config's.
+
+  Raises:
+    ValueError: if the model has fewer slabs than `RunConfig.model_shards`, or there are fewer
+      devices than the config asks for.
+    NotImplementedError: if kernels would learn on several devices of the model axis.
   """
   config = for_model(config, model)
+  parallel.local_slabs(config.numerics.reduction_shards, config.model_shards)
   sampling, learning = meshes(config)
   backend = choice.backend_of(config.numerics)
   trainer = step_lib.Trainer(
@@ -71,13 +77,15 @@ def make_programs(
 
 def meshes(config: RunConfig) -> tuple[jax.sharding.Mesh, jax.sharding.Mesh]:
   """Returns where it samples and where it learns: everywhere, unless both go on at once."""
+  shards = config.model_shards
   if not config.stale.steps_ahead:
-    mesh = parallel.make_mesh(num_instances=config.num_instances)
+    mesh = parallel.make_mesh(num_instances=config.num_instances, model_shards=shards)
     return mesh, mesh
   half = config.num_instances // 2
+  rest = config.num_instances - half
   return (
-    parallel.make_mesh(num_instances=half),
-    parallel.make_mesh(num_instances=config.num_instances - half, first=half),
+    parallel.make_mesh(num_instances=half, model_shards=shards),
+    parallel.make_mesh(num_instances=rest, model_shards=shards, first=half * shards),
   )
 
 
@@ -104,7 +112,8 @@ def key_of(
 ) -> tuple[Any, ...]:
   """Returns all that decides a run's programs (`Programs.made_for`)."""
   return (
-    model, config.num_instances, config.stale.steps_ahead, config.lora_rank, config.numerics,
+    model, config.num_instances, config.model_shards, config.stale.steps_ahead, config.lora_rank,
+    config.numerics,
     config.engine, layout(config), config.trainer.remat, config.loss, config.optimizer,
     loss, optimizer,
   )  # fmt: skip

@@ -38,8 +38,8 @@ Publish = Callable[[parameters.Params, int], None]
 # Settings that a resumed run may change: the fingerprint speaks for the first, and the others move
 # no bit.
 FREE_SETTINGS = (
-  "numerics", "num_steps", "num_instances", "checkpoint_every", "scheduler", "kv_pool",
-  "speculation",
+  "numerics", "num_steps", "num_instances", "model_shards", "checkpoint_every", "scheduler",
+  "kv_pool", "speculation",
 )  # fmt: skip
 # What the progress bar shows.
 CONSOLE_DIGITS = {

@@ -109,7 +109,8 @@ def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
   )
 
 
-BY_INSTANCE = jax.P(parallel.INSTANCE_AXIS)
+INSTANCE = parallel.INSTANCE_AXIS
+BY_INSTANCE = jax.P(INSTANCE)
 # Micro-batches whose gradients are added one after the other, on one instance; more where that
 # would make more runs than these, of which 1 + log2 sums are alive at once.
 RUN_LENGTH, MOST_RUNS = 8, 8
@@ -172,7 +173,7 @@ class Trainer:
     numerics: what decides bits; the engine's.
     loss: the objective.
     optimizer: an optax chain.
-    mesh: micro-batches are spread over its instances.
+    mesh: micro-batches are spread over its instances, and slabs of each over its model axis.
     num_pages: scratch pages of one micro-batch (`packing.Layout.num_pages`).
     page_size: positions of one page.
     remat: what a gradient keeps of the forward pass ("none" computes nothing again), see
@@ -196,6 +197,14 @@ class Trainer:
     # With what they leave open decided, so that two of them compare.
     decided = model_config.numerics_for(self.model, self.numerics)
     object.__setattr__(self, "numerics", decided)
+    shards = self.mesh.shape[parallel.MODEL_AXIS]
+    parallel.local_slabs(decided.reduction_shards, shards)
+    if shards > 1 and decided.uses_kernels:
+      raise NotImplementedError(
+        f"Trainer.mesh: got model_shards={shards} with implementation={decided.implementation!r},"
+        " expected 1 (the kernels' gradients add up the slabs of one device); learn on instances"
+        " alone, or set implementation='tiled'."
+      )
 
   @functools.cached_property
   def stages(self) -> Backend:
@@ -219,7 +228,11 @@ class Trainer:
   def _placed(self, params: parameters.Params, what: str) -> parameters.Params:
     """Returns weights on the whole mesh; refuses others than the fingerprint names."""
     weights.check(params, self.model, self.numerics, dtype=self.numerics.dtype, what=what)
-    return jax.device_put(params, jax.sharding.NamedSharding(self.mesh, jax.P()))
+    return parameters.placed(params, self.mesh)
+
+  @property
+  def _axis(self) -> str | None:
+    return parallel.MODEL_AXIS if self.mesh.shape[parallel.MODEL_AXIS] > 1 else None
 
   @functools.cached_property
   def _gradient(self):
@@ -247,6 +260,7 @@ class Trainer:
         numerics=self.numerics,
         num_pages=self.num_pages,
         page_size=self.page_size,
+        axis=self._axis,
         remat=self.remat,
         backend=self.stages,
         is_plain=is_plain,
@@ -276,8 +290,18 @@ class Trainer:
 
       return jax.tree.map(add, sums, gradient), aux
 
-    function = self._spread(_traced_once(one), jax.P(), BY_INSTANCE, jax.P(), BY_INSTANCE)
-    return jax.jit(function, donate_argnums=(3,), out_shardings=(self._by_instance, None))
+    function = _traced_once(one)
+    if self.mesh.size == 1:
+      return jax.jit(function, donate_argnums=(3,), out_shardings=(self._whole, None))
+
+    def spread(params, micro, denominators, sums):
+      specs = self._sum_specs(params)
+      in_specs = (parameters.specs_of(params), BY_INSTANCE, jax.P(), specs)
+      return self._spread(function, in_specs, (specs, BY_INSTANCE))(
+        params, micro, denominators, sums
+      )
+
+    return jax.jit(spread, donate_argnums=(3,))
 
   @functools.cached_property
   def _score(self):
@@ -298,40 +322,85 @@ class Trainer:
         numerics=self.numerics,
         num_pages=self.num_pages,
         page_size=self.page_size,
+        axis=self._axis,
         backend=self.stages,
         is_plain=is_plain,
       )
 
-    return jax.jit(self._spread(_traced_once(one), jax.P(), BY_INSTANCE))
-
-  def _spread(self, function: Any, *in_specs: jax.P) -> Any:
-    """Returns a function of one instance as one of the whole mesh, if that has several."""
+    function = _traced_once(one)
     if self.mesh.size == 1:
-      return function
+      return jax.jit(function)
+
+    def spread(params, batch):
+      in_specs = (parameters.specs_of(params), BY_INSTANCE)
+      return self._spread(function, in_specs, BY_INSTANCE)(params, batch)
+
+    return jax.jit(spread)
+
+  def _spread(self, function: Any, in_specs: Any, out_specs: Any) -> Any:
+    """Returns a function of one instance as one of the whole mesh.
+
+    Of arguments that every instance has its own of, the leading axis is the instance's; so it is
+    of all that comes out.
+    """
+    is_own = [
+      any(INSTANCE in spec for spec in jax.tree.leaves(specs, is_leaf=_is_spec))
+      for specs in in_specs
+    ]
 
     def local(*args: Any) -> Any:
       own = [
-        jax.tree.map(lambda leaf: leaf[0], arg) if spec == BY_INSTANCE else arg
-        for arg, spec in zip(args, in_specs, strict=True)
+        jax.tree.map(lambda leaf: leaf[0], arg) if is_its_own else arg
+        for arg, is_its_own in zip(args, is_own, strict=True)
       ]
       return jax.tree.map(lambda leaf: leaf[None], function(*own))
 
+    # Replication over `model` is ours to keep: gathered slabs are added in one order on all.
     return jax.shard_map(
-      local, mesh=self.mesh, in_specs=in_specs, out_specs=BY_INSTANCE, check_vma=False
+      local, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
     )
 
   @property
-  def _by_instance(self) -> jax.sharding.NamedSharding:
-    """Of what every instance has its own of."""
-    return jax.sharding.NamedSharding(self.mesh, BY_INSTANCE if self.mesh.size > 1 else jax.P())
+  def _whole(self) -> jax.sharding.NamedSharding:
+    return jax.sharding.NamedSharding(self.mesh, jax.P())
+
+  def _sum_specs(self, params: parameters.Params) -> Any:
+    """Returns where the sums of gradients lie: each instance's own, slabs over the model axis."""
+    trained, _ = lora.partition(parameters.specs_of(params))
+    return jax.tree.map(lambda spec: jax.P(INSTANCE, *spec), trained, is_leaf=_is_spec)
 
   def _zeros(self, params: parameters.Params) -> Any:
     """Returns f32 sums of nothing, shaped as the gradient."""
-    leading = (self.mesh.size,) if self.mesh.size > 1 else ()
-    return jax.tree.map(
-      lambda leaf: jnp.zeros((*leading, *leaf.shape), jnp.float32, device=self._by_instance),
-      lora.partition(params)[0],
-    )
+    trained, _ = lora.partition(params)
+    if self.mesh.size == 1:
+      of = lambda leaf: jnp.zeros(leaf.shape, jnp.float32, device=self._whole)
+      return jax.tree.map(of, trained)
+    count = self.mesh.shape[INSTANCE]
+
+    def zeros(leaf: Any, spec: jax.P) -> Array:
+      place = jax.sharding.NamedSharding(self.mesh, spec)
+      return jnp.zeros((count, *leaf.shape), jnp.float32, device=place)
+
+    return jax.tree.map(zeros, trained, self._sum_specs(params))
+
+  def _taken(self, tree: Any, indices: Sequence[int]) -> Any:
+    """Returns micro-batches of `[m, ...]`, one an instance; one device has no axis of instances.
+
+    Instances that have none get zeros: an empty micro-batch computes no row.
+    """
+    if self.mesh.size == 1:
+      return jax.tree.map(lambda leaf: leaf[indices[0]], tree)
+    missing = self.mesh.shape[INSTANCE] - len(indices)
+
+    def part(leaf: Any) -> np.ndarray:
+      zeros = np.zeros((missing, *leaf.shape[1:]), leaf.dtype)
+      return np.concatenate([leaf[np.asarray(indices)], zeros])
+
+    return jax.tree.map(part, tree)
+
+  def _of_instance(self, tree: Any, index: int) -> Any:
+    """Returns what a program gave of one of the micro-batches that `_taken` took."""
+    return tree if self.mesh.size == 1 else jax.tree.map(lambda leaf: leaf[index], tree)
 
   @functools.cached_property
   def _update(self):
@@ -372,7 +441,7 @@ class Trainer:
     """
     params = self._placed(params, "Trainer.gradient: params")
     num_micro, num_rows = batch.targets.shape
-    width = self.mesh.shape[parallel.INSTANCE_AXIS]
+    width = self.mesh.shape[INSTANCE]
     zeros = np.zeros((num_micro, num_rows), np.float32)
     micro = MicroBatch(
       batch._replace(behaviour_logprobs=None, raw_logprobs=None),
@@ -390,13 +459,11 @@ class Trainer:
       sums = self._zeros(params)
       for place in range(len(wave[0])):
         indices = [run[place] for run in wave if place < len(run)]
-        part = jax.tree.map(lambda leaf, indices=indices: _taken(leaf, indices, width), micro)
+        part = self._taken(micro, indices)
         sums, out = program(params, part, denominators, sums)
         out = jax.device_get(out)
         for row, index in enumerate(indices):
-          values[index], metrics[index], tokens, scores[index] = (
-            out if width == 1 else jax.tree.map(lambda leaf, row=row: leaf[row], out)
-          )
+          values[index], metrics[index], tokens, scores[index] = self._of_instance(out, row)
           mismatches += int(np.sum(tokens != batch.targets[index]))
       for place in range(len(wave)):
         total.add(jax.tree.map(lambda leaf, place=place: _on_first(leaf, place), sums))
@@ -447,20 +514,14 @@ class Trainer:
     """
     params = self._placed(params, "Trainer.scores: params")
     num_micro = batch.targets.shape[0]
-    width = self.mesh.shape[parallel.INSTANCE_AXIS]
+    width = self.mesh.shape[INSTANCE]
     seen = batch._replace(behaviour_logprobs=None, raw_logprobs=None)
     program = self._plain_score if self._is_plain(batch) else self._score
     parts = []
     for first in range(0, num_micro, width):
       indices = range(first, min(first + width, num_micro))
-      part = jax.tree.map(lambda leaf, indices=indices: _taken(leaf, indices, width), seen)
-      _, scores = jax.device_get(program(params, part))
-      if width == 1:
-        parts.append(scores)
-      else:
-        parts += [
-          jax.tree.map(lambda leaf, row=row: leaf[row], scores) for row in range(len(indices))
-        ]
+      _, scores = jax.device_get(program(params, self._taken(seen, indices)))
+      parts += [self._of_instance(scores, row) for row in range(len(indices))]
     return jax.tree.map(lambda *leaves: np.stack(leaves), *parts)
 
   def update(self, state: TrainState, gradient: Any) -> tuple[TrainState, dict[str, Array]]:
@@ -504,6 +565,7 @@ def score(
   numerics: numerics_lib.NumericsConfig,
   num_pages: int,
   page_size: int,
+  axis: str | None = None,
   remat: transformer.Remat = "none",
   backend: Backend | None = None,
   is_plain: bool = False,
@@ -511,13 +573,14 @@ def score(
   """Scores the targets of one micro-batch (no leading axis): (tokens i32[n], scores f32[n]).
 
   The tokens are the targets again; they are returned so that this is the engine's head, output for
-  output. `remat` is what a gradient keeps, `backend` what runs it: see `transformer.forward`; and
+  output. `axis` is that of the slabs, `remat` what a gradient keeps, `backend` what runs it: see
+  `transformer.forward`; and
   `head.sample_and_score` for `is_plain`.
   """
   rows = batch.tokens
   pages = kv_layout.ScratchPages(num_pages, page_size)
   hidden, _ = transformer.forward(
-    params, rows, pages, config=model, numerics=numerics, remat=remat, backend=backend
+    params, rows, pages, config=model, numerics=numerics, axis=axis, remat=remat, backend=backend
   )
   return head.sample_and_score(
     params,
@@ -530,6 +593,7 @@ def score(
     numerics_lib.key(0),  # Nothing is sampled here.
     config=model,
     numerics=numerics,
+    axis=axis,
     backend=backend,
     is_plain=is_plain,
   )
@@ -552,26 +616,22 @@ def rollout_gap(scores: TokenScores, batch: TrainBatch) -> dict[str, float]:
   )
 
 
-def _taken(leaf: Any, indices: Sequence[int], width: int) -> Any:
-  """Returns micro-batches of `leaf` [m, ...], one an instance; there is no axis for a single one.
-
-  Instances that have none get zeros: an empty micro-batch computes no row.
-  """
-  if width == 1:
-    return leaf[indices[0]]
-  part = leaf[np.asarray(indices)]
-  missing = width - len(indices)
-  if not missing:
-    return part
-  return np.concatenate([part, np.zeros((missing, *leaf.shape[1:]), leaf.dtype)])
+def _is_spec(value: Any) -> bool:
+  return isinstance(value, jax.P)
 
 
 def _on_first(leaf: Array, index: int) -> Array:
-  """Returns the sum of instance `index` on the first device."""
+  """Returns the sum of instance `index` on the first device, its slabs together again."""
+  first = jax.devices()[0]
   if leaf.sharding.num_devices == 1:
-    return jax.device_put(leaf, jax.devices()[0])
-  part = leaf.addressable_shards[index].data
-  return jax.device_put(part, jax.devices()[0]).reshape(leaf.shape[1:])
+    return jax.device_put(leaf, first)
+  own = [s for s in leaf.addressable_shards if s.index[0].indices(leaf.shape[0])[0] == index]
+  # Each device of the model axis has what is no slab.
+  parts = {str(shard.index): shard.data for shard in own}
+  whole = [jax.device_put(part, first).reshape(part.shape[1:]) for part in parts.values()]
+  if len(whole) == 1:
+    return whole[0]
+  return jnp.concatenate(whole, axis=leaf.sharding.spec.index(parallel.MODEL_AXIS) - 1)
 
 
 # Both operands end here: the sum takes the place of the one, and `TreeSum` deletes the other.

@@ -90,14 +90,16 @@ def test_scores_by_slab_are_the_scores_and_so_are_their_gradients(num_slabs):
   tokens = jnp.asarray(rng.integers(0, 44, 7), jnp.int32)
 
   def by_slab(hidden, table):
-    def logits_of(slab, first):
+    def logits_of(hidden, slab, first):
       del first
       raw = hidden @ slab.T
       return raw, raw / 0.7
 
     width = 44 // num_slabs
     firsts = jnp.arange(num_slabs, dtype=jnp.int32) * width
-    return logprobs.score_by_slab(logits_of, table, firsts, width, tokens, None)
+    return logprobs.score_by_slab(
+      logits_of, hidden, table, firsts, width, tokens, ONE, None
+    )
 
   def by_rows(hidden, table):
     logits = hidden @ table.reshape(44, 6).T
@@ -123,13 +125,15 @@ def test_no_gradient_holds_a_row_of_logits():
   tokens = jnp.zeros(count, jnp.int32)
 
   def loss(hidden, table):
-    def logits_of(slab, first):
+    def logits_of(hidden, slab, first):
       del first
       raw = hidden @ slab.T
       return raw, raw / 0.7
 
     firsts = jnp.arange(vocabulary // width, dtype=jnp.int32) * width
-    scores = logprobs.score_by_slab(logits_of, table, firsts, width, tokens, None)
+    scores = logprobs.score_by_slab(
+      logits_of, hidden, table, firsts, width, tokens, ONE, None
+    )
     return jnp.sum(scores.logprob + scores.entropy)
 
   compiled = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(hidden, table).compile()

@@ -26,6 +26,12 @@ pytestmark = pytest.mark.usefixtures("programs_on_disk")
     (RunConfig, dict(num_steps=-1), "RunConfig.num_steps: got -1, expected at least 0"),
     (RunConfig, dict(checkpoint_every=0), "RunConfig.checkpoint_every: got 0, expected at lea"),
     (RunConfig, dict(num_instances=0), "RunConfig.num_instances: got 0, expected at least 1"),
+    (RunConfig, dict(model_shards=3), r"model_shards: got 3, expected one of \(1, 2, 4, 8\); 1 is"),
+    (
+      RunConfig,
+      dict(model_shards=8, numerics=numerics_lib.NumericsConfig(reduction_shards=4)),
+      "RunConfig.model_shards: got 8, expected at most NumericsConfig.reduction_shards=4 .*lower",
+    ),
     (RunConfig, dict(lora_rank=-1), "RunConfig.lora_rank: got -1, expected at least 0"),
     (RunConfig, dict(lora_alpha=0.0), "RunConfig.lora_alpha: got 0.0, expected a positive"),
     (RunConfig, dict(lora_alpha=math.inf), "RunConfig.lora_alpha: got inf, expected a positive"),

@@ -9,6 +9,7 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
+from seerjax import parallel
 from seerjax.array_typing import Array
 from seerjax.backends.native import head_backward, head_forward
 from seerjax.backends.protocol import Backend, Stage
@@ -66,8 +67,10 @@ def _head_backward(tiled: Backend, stage: Stage, residuals: Any, cotangent: Any)
 
     _, pull = jax.vjp(scores, weights["final_norm"], weights["head"], rows[0])
     special = pull(jax.tree.map(lambda leaf: jnp.where(is_special, leaf, none), wanted))
-    # One after the other: the tiled one's float32 tables are gone before there is another's table.
+    # One after the other: the tiled one's float32 tables are gone before there is another's table,
+    # and what it gathers is there.
     special, hidden = lax.optimization_barrier((special, rows[0]))
+    hidden = hidden if stage.axis is None else parallel.after(hidden, special[2])
     return jax.tree.map(jnp.add, of_common(hidden), special)
 
   norm, table, hidden = lax.cond(jnp.any(is_special), of_both, lambda: of_common(rows[0]))

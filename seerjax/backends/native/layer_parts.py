@@ -282,6 +282,18 @@ def merge(sums, slab, count):
 
 
 @jit
+def gathered_rows(arguments, operand, begin, rows, sums):
+  """Adds slabs f32[r, n, d] in the tree: the rows' sum is the first of `sums`."""
+  slabs, n = ffi.dimension(arguments, operand, 0), ffi.dimension(arguments, operand, 1)
+  columns = ffi.dimension(arguments, operand, 2)
+  count = rows * columns
+  for slab in range(slabs):
+    source = ffi.address(arguments, operand) + 4 * (slab * n + begin) * columns
+    read_row(source, False, sums + 4 * waiting(slab) * count, count)
+    merge(sums, slab, count)
+
+
+@jit
 def add_sum(arguments, operand, target, begin, rows, x, sums, lows):
   """x += the slabs' sum and its adapter's term, whose B is the operand, rounded."""
   is_bf16 = ffi.is_bfloat16(arguments, 0)

@@ -23,7 +23,7 @@ import jax
 from seerjax import parallel
 from seerjax.array_typing import Array
 from seerjax.backends.adapters import RowAdapters
-from seerjax.backends.native import ffi, layers_backward, norms, products
+from seerjax.backends.native import ffi, layers_gradient, norms, products
 from seerjax.backends.native.layer_parts import (
   BIAS,
   COS,
@@ -61,6 +61,7 @@ from seerjax.backends.native.layer_parts import (
   after_operands,
   blocks,
   f32_of,
+  gathered_rows,
   input_operands,
   live_rows,
   low_product,
@@ -79,11 +80,8 @@ from seerjax.backends.native.layer_parts import (
   weights_of,
   write_rows,
 )
-from seerjax.backends.native.numbers import jit, read_row, round_row, write_row, zero_row
+from seerjax.backends.native.numbers import jit, round_row, write_row, zero_row
 from seerjax.backends.protocol import Stage
-from seerjax.backends.tiled import Tiled
-from seerjax.numerics import NumericsConfig
-from seerjax.ops import tiles
 
 # Rows that go through a layer together: what lies between two products of theirs stays in cache.
 CHUNK_ROWS = 64
@@ -157,18 +155,6 @@ def _attention_inputs(arguments, results, first, last, worker):
       count = heads * c * (group if result == 0 else 1)
       dead = ffi.address(results, result) + width * (begin + live) * count
       zero_row(dead, is_bf16, (rows - live) * count)
-
-
-@jit
-def _gathered(arguments, operand, begin, rows, sums):
-  """Adds slabs f32[r, n, d] in the tree: the rows' sum is the first of `sums`."""
-  slabs, n = ffi.dimension(arguments, operand, 0), ffi.dimension(arguments, operand, 1)
-  columns = ffi.dimension(arguments, operand, 2)
-  count = rows * columns
-  for slab in range(slabs):
-    source = ffi.address(arguments, operand) + 4 * (slab * n + begin) * columns
-    read_row(source, False, sums + 4 * waiting(slab) * count, count)
-    merge(sums, slab, count)
 
 
 @jit
@@ -250,8 +236,8 @@ def _between(arguments, results, first, last, worker):
     rows = min(CHUNK_ROWS, end - begin)
     live = min(max(num_rows - begin, 0), rows)
     read_rows(arguments, ZERO, begin, live, d, x)
-    _gathered(arguments, PARTS, begin, live, sums)
-    _gathered(arguments, LOWS, begin, live, lows)
+    gathered_rows(arguments, PARTS, begin, live, sums)
+    gathered_rows(arguments, LOWS, begin, live, lows)
     add_sum(arguments, OUT_B, ZERO, begin, live, x, sums, lows)
     write_rows(x, rows, d, results, ZERO, begin, live)
     mlp_inputs(arguments, begin, live, x, scale, normed, low)
@@ -274,8 +260,8 @@ def _finish(arguments, results, first, last, worker):
     rows = min(CHUNK_ROWS, end - begin)
     live = min(max(num_rows - begin, 0), rows)
     read_rows(arguments, ZERO, begin, live, d, x)
-    _gathered(arguments, PARTS, begin, live, sums)
-    _gathered(arguments, LOWS, begin, live, lows)
+    gathered_rows(arguments, PARTS, begin, live, sums)
+    gathered_rows(arguments, LOWS, begin, live, lows)
     add_sum(arguments, DOWN_B, TWO, begin, live, x, sums, lows)
     write_rows(x, rows, d, results, ZERO, begin, live)
 
@@ -367,39 +353,43 @@ def adapted_after_attention(
     own = scratch((d,), (size, d + slabs * inputs + mlp + sums))
     return _AFTER((hidden, own), *operands)[0]
 
-  def gathered(*partials: Array) -> list[Array]:
-    return [parallel.gather_slabs(part, stage.axis) for part in partials]
-
-  partial = lambda rank: (f32_of(slabs, n, d), f32_of(slabs, n, rank))
-  own = scratch((size, slabs * inputs))
-  parts, lows, _ = _PROJECT((*partial(out_rank), own), *operands)
+  parts, lows = _projection(stage, operands)
   own = scratch((d,), (size, d + mlp + sums))
-  results = (hidden, *partial(down_rank), own)
-  x, parts, lows, _ = _BETWEEN(results, *operands, *gathered(parts, lows))
+  results = (hidden, f32_of(slabs, n, d), f32_of(slabs, n, down_rank), own)
+  x, *partials, _ = _BETWEEN(results, *operands, parts, lows)
   own = scratch((size, d + sums))
-  return _FINISH((hidden, own), x, *operands[1:], *gathered(parts, lows))[0]
+  partials = parallel.gather_slabs(partials, stage.axis)
+  return _FINISH((hidden, own), x, *operands[1:], *partials)[0]
+
+
+def _projection(stage: Stage, operands: list[Array]) -> tuple[Array, Array]:
+  """Returns all slabs' partial sums of the projection, f32[r, n, d], and of its adapter's x @ A."""
+  (n, d), (_, slabs, inputs, _) = operands[0].shape, operands[OUT].shape
+  own = scratch((min(n, CHUNK_ROWS), slabs * inputs))
+  partials = f32_of(slabs, n, d), f32_of(slabs, n, operands[OUT_A].shape[3])
+  parts, lows, _ = _PROJECT((*partials, own), *operands)
+  return parallel.gather_slabs((parts, lows), stage.axis)
 
 
 def _with_residuals(function: Any, stage: Stage, weights: Params, rows: Any, num_rows: Array):
   return function(stage, weights, rows, num_rows), (weights, rows, num_rows)
 
 
-def _gradient(native: Any, stage: Stage, residuals: Any, cotangent: Any) -> Any:
-  weights, rows, num_rows = residuals
-  if stage.axis is None:
-    return *native(stage, weights, rows, num_rows, cotangent), None
-  # Of slabs on several devices it is the definition's, by XLA.
-  definition = functools.partial(stage.rows, Tiled(NumericsConfig()), stage.shape, stage.axis)
-  run = lambda weights, rows: tiles.all_rows(definition, weights, rows, num_rows)
-  _, pull = jax.vjp(run, weights, rows)
-  return *pull(cotangent), None
+def _inputs_backward(stage: Stage, residuals: Any, cotangent: Any) -> Any:
+  return *layers_gradient.attention_inputs_gradient(stage, *residuals, cotangent), None
+
+
+def _after_backward(stage: Stage, residuals: Any, cotangent: Array) -> Any:
+  projection = None
+  if stage.axis is not None:
+    operands = after_operands(stage, *residuals)
+    operands[0] = parallel.after(operands[0], cotangent)
+    projection = _projection(stage, operands)
+  gradient = layers_gradient.after_attention_gradient(stage, *residuals, cotangent, projection)
+  return *gradient, None
 
 
 attention_inputs.defvjp(
-  functools.partial(_with_residuals, attention_inputs),
-  functools.partial(_gradient, layers_backward.attention_inputs_gradient),
+  functools.partial(_with_residuals, attention_inputs), _inputs_backward
 )
-after_attention.defvjp(
-  functools.partial(_with_residuals, after_attention),
-  functools.partial(_gradient, layers_backward.after_attention_gradient),
-)
+after_attention.defvjp(functools.partial(_with_residuals, after_attention), _after_backward)

@@ -12,15 +12,8 @@ have no gradient.
 
 from __future__ import annotations
 
-from typing import Any
-
-import jax
-from jax import lax
-import jax.numpy as jnp
 import numpy as np
 
-from seerjax import parallel
-from seerjax.array_typing import Array
 from seerjax.backends.native import ffi, norms, products
 from seerjax.backends.native.layer_parts import (
   BIAS,
@@ -51,12 +44,8 @@ from seerjax.backends.native.layer_parts import (
   SIZES_AFTER,
   WAITING,
   ZERO,
-  Params,
   add_row,
   add_sum,
-  after_operands,
-  f32_of,
-  input_operands,
   merge,
   mlp_inputs,
   product,
@@ -64,7 +53,6 @@ from seerjax.backends.native.layer_parts import (
   read_rows,
   scalar,
   scale_row,
-  scratch,
   scratch_of,
   slab_of,
   waiting,
@@ -81,7 +69,6 @@ from seerjax.backends.native.numbers import (
   zero_row,
 )
 from seerjax.backends.native.pointers import floats
-from seerjax.backends.protocol import Stage
 from seerjax.ops import tiles
 
 # Rows that go back together: a transposed panel of weights serves as many.
@@ -94,7 +81,7 @@ _SCRATCH_INPUTS, _SCRATCH_AFTER = np.int64(8), np.int64(15)
 
 
 @jit
-def _back(arguments, operand, layer, slab, x, x_row, rows, out, out_row, is_added, panel):
+def back(arguments, operand, layer, slab, x, x_row, rows, out, out_row, is_added, panel):
   """out[rows, a] (+)= x[rows, b] @ a slab f[a, b] of weights f[l, r, a, b], transposed."""
   columns, k = ffi.dimension(arguments, operand, 2), ffi.dimension(arguments, operand, 3)
   products.product_transposed(
@@ -104,35 +91,57 @@ def _back(arguments, operand, layer, slab, x, x_row, rows, out, out_row, is_adde
 
 
 @jit
-def _back_columns(
-  arguments, operand, a_operand, b_operand, layer, scale, rows, x, sums, lows, low, panel
+def back_slab(
+  arguments, operand, b_operand, layer, slab, rows, x, x_row, sums, lows, panel
 ):
-  """What all slabs' columns read: sums = x @ W^T + scale * (x @ B^T) @ A^T, rounded.
+  """A slab's part of what all slabs' columns read: x @ W^T, and x @ B^T of its adapter."""
+  d, rank = ffi.dimension(arguments, operand, 2), ffi.dimension(arguments, b_operand, 2)
+  back(arguments, operand, layer, slab, x, x_row, rows, sums, d, ZERO, panel)
+  back(arguments, b_operand, ZERO, slab, x, x_row, rows, lows, rank, ZERO, panel)
+
+
+@jit
+def back_sum(arguments, a_operand, scale, rows, sums, lows, low, panel):
+  """What all slabs' columns read: the slabs' sum + scale * lows @ A^T, rounded.
 
   Args:
-    x: f32[rows, r, b], the cotangents of all slabs' columns.
-    sums: f32[WAITING, rows, a].
-    lows: f32[WAITING, rows, rank].
+    sums: f32[rows, a], the slabs' sum of `back_slab`.
+    lows: f32[rows, rank], likewise.
     low: f32[rows, rank], the cotangent of x @ A.
   """
   is_bf16 = ffi.is_bfloat16(arguments, 0)
-  slabs, d = ffi.dimension(arguments, operand, 1), ffi.dimension(arguments, operand, 2)
-  columns, rank = ffi.dimension(arguments, operand, 3), ffi.dimension(arguments, a_operand, 3)
-  width = slabs * columns
-  for slab in range(slabs):
-    at, place = x + 4 * slab * columns, 4 * waiting(slab) * rows
-    _back(arguments, operand, layer, slab, at, width, rows, sums + place * d, d, ZERO, panel)
-    to = lows + place * rank
-    _back(arguments, b_operand, ZERO, slab, at, width, rows, to, rank, ZERO, panel)
-    merge(sums, slab, rows * d)
-    merge(lows, slab, rows * rank)
-  _back_low(lows, scale, is_bf16, rows * rank, low)
-  _back(arguments, a_operand, ZERO, ZERO, low, rank, rows, sums, d, ONE, panel)
+  d, rank = ffi.dimension(arguments, 0, 1), ffi.dimension(arguments, a_operand, 3)
+  back_low(lows, scale, is_bf16, rows * rank, low)
+  back(arguments, a_operand, ZERO, ZERO, low, rank, rows, sums, d, ONE, panel)
   round_row(sums, is_bf16, rows * d)
 
 
 @jit
-def _back_low(lows, scale, is_bf16, count, low):
+def _back_columns(
+  arguments, operand, a_operand, b_operand, layer, scale, rows, x, sums, lows, low, panel
+):
+  """What all slabs' columns read, from the cotangents x f32[rows, r, b] of all of them.
+
+  Args:
+    sums: f32[WAITING, rows, a].
+    lows: f32[WAITING, rows, rank].
+    low: f32[rows, rank], the cotangent of x @ A.
+  """
+  slabs, d = ffi.dimension(arguments, operand, 1), ffi.dimension(arguments, operand, 2)
+  columns, rank = ffi.dimension(arguments, operand, 3), ffi.dimension(arguments, a_operand, 3)
+  for slab in range(slabs):
+    place = 4 * waiting(slab) * rows
+    back_slab(
+      arguments, operand, b_operand, layer, slab, rows, x + 4 * slab * columns, slabs * columns,
+      sums + place * d, lows + place * rank, panel,
+    )  # fmt: skip
+    merge(sums, slab, rows * d)
+    merge(lows, slab, rows * rank)
+  back_sum(arguments, a_operand, scale, rows, sums, lows, low, panel)
+
+
+@jit
+def back_low(lows, scale, is_bf16, count, low):
   """low = scale * lows, which are rounded first: from what meets B to x @ A."""
   round_row(lows, is_bf16, count)
   values, out = floats(lows), floats(low)
@@ -141,14 +150,14 @@ def _back_low(lows, scale, is_bf16, count, low):
 
 
 @inlined
-def _live(arguments, sizes, begin, rows):
+def live_of_chunk(arguments, sizes, begin, rows):
   """How many of a chunk's `rows` from `begin` on there are."""
   left = ffi.integer(arguments, sizes, 0) - ffi.integer(arguments, sizes, 2) - begin
   return min(max(left, 0), rows)
 
 
 @jit
-def _blocks(arguments):
+def blocks_of_chunk(arguments):
   """Items of a call: blocks of 4 rows of a chunk of the first operand."""
   rows = min(ffi.dimension(arguments, 0, 0), _ROWS)
   return (rows + products.BLOCK_ROWS - 1) // products.BLOCK_ROWS
@@ -174,27 +183,38 @@ def _back_swiglu(values, other, features, is_bf16, inner, of_gate_up):
 
 
 @jit
-def _of_mlp(arguments, rows, normed, low, dy, of_down, of_gate_up, inner, lows, gate_up, panel):
-  """All slabs' inner features again, the cotangents of gate and up, and the sum of inner @ A."""
+def of_mlp_slab(
+  arguments, slab, rows, normed, low, dy, of_down, of_gate_up, inner, to, gate_up, panel
+):
+  """A slab's inner features again, the cotangents of its gate and up, and its part of inner @ A."""
   is_bf16, layer = ffi.is_bfloat16(arguments, 0), ffi.integer(arguments, SIZES_AFTER, 1)
   d, rank = ffi.dimension(arguments, 0, 1), ffi.dimension(arguments, GATE_UP_A, 3)
   slabs, features = ffi.dimension(arguments, DOWN, 1), ffi.dimension(arguments, DOWN, 2)
   down_rank, width = ffi.dimension(arguments, DOWN_A, 3), slabs * features
   given = gate_up + 8 * rows * features
+  product(arguments, GATE_UP, layer, slab, normed, d, rows, gate_up, ZERO)
+  product(arguments, GATE_UP_B, ZERO, slab, low, rank, rows, gate_up, ONE)
+  back(arguments, DOWN, layer, slab, dy, d, rows, given, features, ZERO, panel)
+  back(arguments, DOWN_A, ZERO, slab, of_down, down_rank, rows, given, features, ONE, panel)
+  round_row(given, is_bf16, rows * features)
+  for row in range(rows):
+    at = row * width + slab * features
+    _back_swiglu(
+      gate_up + 8 * row * features, given + 4 * row * features, features, is_bf16,
+      inner + 4 * at, of_gate_up + 8 * at,
+    )  # fmt: skip
+  product(arguments, DOWN_A, ZERO, slab, inner + 4 * slab * features, width, rows, to, ZERO)
+
+
+@jit
+def _of_mlp(arguments, rows, normed, low, dy, of_down, of_gate_up, inner, lows, gate_up, panel):
+  """All slabs' inner features again, the cotangents of gate and up, and the sum of inner @ A."""
+  slabs, down_rank = ffi.dimension(arguments, DOWN, 1), ffi.dimension(arguments, DOWN_A, 3)
   for slab in range(slabs):
-    product(arguments, GATE_UP, layer, slab, normed, d, rows, gate_up, ZERO)
-    product(arguments, GATE_UP_B, ZERO, slab, low, rank, rows, gate_up, ONE)
-    _back(arguments, DOWN, layer, slab, dy, d, rows, given, features, ZERO, panel)
-    _back(arguments, DOWN_A, ZERO, slab, of_down, down_rank, rows, given, features, ONE, panel)
-    round_row(given, is_bf16, rows * features)
-    for row in range(rows):
-      at = row * width + slab * features
-      _back_swiglu(
-        gate_up + 8 * row * features, given + 4 * row * features, features, is_bf16,
-        inner + 4 * at, of_gate_up + 8 * at,
-      )  # fmt: skip
     to = lows + 4 * waiting(slab) * rows * down_rank
-    product(arguments, DOWN_A, ZERO, slab, inner + 4 * slab * features, width, rows, to, ZERO)
+    of_mlp_slab(
+      arguments, slab, rows, normed, low, dy, of_down, of_gate_up, inner, to, gate_up, panel
+    )
     merge(lows, slab, rows * down_rank)
 
 
@@ -206,12 +226,39 @@ def _of_mixed(arguments, results, begin, rows, dx, of_out, scratch, panel):
   slabs, columns = ffi.dimension(arguments, OUT, 1), ffi.dimension(arguments, OUT, 2)
   width = 2 if is_bf16 else 4
   for slab in range(slabs):
-    _back(arguments, OUT, layer, slab, dx, d, rows, scratch, columns, ZERO, panel)
-    _back(arguments, OUT_A, ZERO, slab, of_out, rank, rows, scratch, columns, ONE, panel)
+    back(arguments, OUT, layer, slab, dx, d, rows, scratch, columns, ZERO, panel)
+    back(arguments, OUT_A, ZERO, slab, of_out, rank, rows, scratch, columns, ONE, panel)
     for row in range(rows):
       place = ((begin + row) * slabs + slab) * columns
       target = ffi.address(results, 1) + width * place
       write_row(scratch + 4 * row * columns, target, is_bf16, columns)
+
+
+@jit
+def back_to_attended(
+  arguments, results, begin, rows, x, scale, sums, dy, dx, of_scale, lows, of_out, mixed, panel
+):
+  """From the MLP's norm to the gradients of hidden rows and of what was attended, written.
+
+  Args:
+    x: f32[rows, d], hidden rows after attention; sums: what comes back to their norm; dy: what
+      came to the layer.
+    scale: f32[d], of the norm.
+    dx, of_scale, of_out: written, the cotangents of the projection, scale and x @ A.
+    lows, mixed: scratch.
+  """
+  is_bf16, d = ffi.is_bfloat16(arguments, 0), ffi.dimension(arguments, 0, 1)
+  out_rank, eps = ffi.dimension(arguments, OUT_A, 3), scalar(arguments, SCALARS_AFTER, 0)
+  width, out_scale = 2 if is_bf16 else 4, scalar(arguments, SCALARS_AFTER, 1)
+  for row in range(rows):
+    at = 4 * row * d
+    norms.norm_row_gradient(x + at, scale, d, eps, is_bf16, sums + at, dx + at, of_scale + at)
+  add_row(dx, dy, rows * d)
+  round_row(dx, is_bf16, rows * d)
+  write_row(dx, ffi.address(results, 0) + width * begin * d, is_bf16, rows * d)
+  back(arguments, OUT_B, ZERO, ZERO, dx, d, rows, lows, out_rank, ZERO, panel)
+  back_low(lows, out_scale, is_bf16, rows * out_rank, of_out)
+  _of_mixed(arguments, results, begin, rows, dx, of_out, mixed, panel)
 
 
 # Operands: those of `after_attention`, whose sizes end with the chunk's first row; the cotangent
@@ -226,9 +273,8 @@ def _after_attention(arguments, results, first, last, worker):
   slabs, inputs = ffi.dimension(arguments, OUT, 1), ffi.dimension(arguments, OUT, 2)
   features, base = ffi.dimension(arguments, DOWN, 2), ffi.integer(arguments, SIZES_AFTER, 2)
   out_rank, rank = ffi.dimension(arguments, OUT_A, 3), ffi.dimension(arguments, GATE_UP_A, 3)
-  down_rank, eps = ffi.dimension(arguments, DOWN_A, 3), scalar(arguments, SCALARS_AFTER, 0)
-  out_scale, gate_up_scale = (
-    scalar(arguments, SCALARS_AFTER, 1), scalar(arguments, SCALARS_AFTER, 2)
+  down_rank, gate_up_scale = (
+    ffi.dimension(arguments, DOWN_A, 3), scalar(arguments, SCALARS_AFTER, 2)
   )  # fmt: skip
   down_scale, size = scalar(arguments, SCALARS_AFTER, 3), min(n, CHUNK_ROWS)
   scale = scratch_of(results, _SCRATCH_AFTER, worker)
@@ -241,7 +287,7 @@ def _after_attention(arguments, results, first, last, worker):
   read_rows(arguments, MLP_NORM, ZERO, ONE, d, scale)
   end = products.BLOCK_ROWS * last
   for begin in range(products.BLOCK_ROWS * first, end, CHUNK_ROWS):
-    rows = _live(arguments, SIZES_AFTER, begin, min(CHUNK_ROWS, end - begin))
+    rows = live_of_chunk(arguments, SIZES_AFTER, begin, min(CHUNK_ROWS, end - begin))
     if rows == 0:
       continue
     mixed = ffi.address(results, 2) + 4 * begin * slabs * inputs
@@ -270,8 +316,8 @@ def _after_attention(arguments, results, first, last, worker):
     add_sum(arguments, OUT_B, ZERO, ZERO, rows, x, sums, lows)
     read_row(lows, NO, out_low, rows * out_rank)
     mlp_inputs(arguments, ZERO, rows, x, scale, normed, low)
-    _back(arguments, DOWN_B, ZERO, ZERO, dy, d, rows, lows, down_rank, ZERO, panel)
-    _back_low(lows, down_scale, is_bf16, rows * down_rank, of_down)
+    back(arguments, DOWN_B, ZERO, ZERO, dy, d, rows, lows, down_rank, ZERO, panel)
+    back_low(lows, down_scale, is_bf16, rows * down_rank, of_down)
     _of_mlp(arguments, rows, normed, low, dy, of_down, of_gate_up, inner, lows, gate_up, panel)
     scale_row(lows, down_scale, is_bf16, rows * down_rank)
     read_row(lows, NO, down_low, rows * down_rank)
@@ -279,15 +325,10 @@ def _after_attention(arguments, results, first, last, worker):
       arguments, GATE_UP, GATE_UP_A, GATE_UP_B, layer, gate_up_scale, rows, of_gate_up, sums, lows,
       of_low, panel,
     )  # fmt: skip
-    for row in range(rows):
-      at = 4 * row * d
-      norms.norm_row_gradient(x + at, scale, d, eps, is_bf16, sums + at, dx + at, of_scale + at)
-    add_row(dx, dy, rows * d)
-    round_row(dx, is_bf16, rows * d)
-    write_row(dx, ffi.address(results, 0) + width * (base + begin) * d, is_bf16, rows * d)
-    _back(arguments, OUT_B, ZERO, ZERO, dx, d, rows, lows, out_rank, ZERO, panel)
-    _back_low(lows, out_scale, is_bf16, rows * out_rank, of_out)
-    _of_mixed(arguments, results, base + begin, rows, dx, of_out, gate_up, panel)
+    back_to_attended(
+      arguments, results, base + begin, rows, x, scale, sums, dy, dx, of_scale, lows, of_out,
+      gate_up, panel,
+    )  # fmt: skip
 
 
 @jit
@@ -317,6 +358,89 @@ def _rotate_back(head, cos, sin, features):
     x[i + half] = second * c[i] - first * s[i]
 
 
+@jit
+def input_scales(arguments, scales):
+  """Reads the scales of the norm, and of the heads' norms: f32[d], f32[c], f32[c]."""
+  d, c = ffi.dimension(arguments, 0, 1), ffi.dimension(arguments, 12, 3)
+  read_rows(arguments, NORM, ZERO, ONE, d, scales)
+  if ffi.dimension(arguments, QUERY_NORM, 0) > 0:
+    read_rows(arguments, QUERY_NORM, ZERO, ONE, c, scales + 4 * d)
+    read_rows(arguments, KEY_NORM, ZERO, ONE, c, scales + 4 * (d + c))
+
+
+@jit
+def input_cotangents(
+  arguments, begin, rows, scales, x, again, normed, low, of_qkv, of_query, of_key
+):
+  """Some rows' norms and low rank again, and the cotangents of all slabs' columns before them.
+
+  Args:
+    begin: the first row of the batch.
+    scales: of `input_scales`, and behind them scratch f32[c], f32[columns].
+    x, again: scratch, f32[rows, d] (the hidden rows, afterwards) and f32[rows, columns].
+    normed, low, of_qkv, of_query, of_key: written, of these rows.
+  """
+  d, is_bf16 = ffi.dimension(arguments, 0, 1), ffi.is_bfloat16(arguments, 0)
+  slabs, columns = ffi.dimension(arguments, QKV, 1), ffi.dimension(arguments, QKV, 3)
+  heads, group = ffi.dimension(arguments, 12, 1), ffi.dimension(arguments, 12, 2)
+  c, rank = ffi.dimension(arguments, 12, 3), ffi.dimension(arguments, QKV_A, 3)
+  eps, lora_scale = scalar(arguments, SCALARS, 0), scalar(arguments, SCALARS, 1)
+  has_norms = ffi.dimension(arguments, QUERY_NORM, 0) > 0
+  width, own = 2 if is_bf16 else 4, heads // slabs
+  query_scale = scales + 4 * d
+  key_scale = query_scale + 4 * c
+  part = key_scale + 4 * c
+  bias = part + 4 * c
+  read_rows(arguments, ZERO, begin, rows, d, x)
+  for row in range(rows):
+    at = 4 * row * d
+    norms.norm_row(x + at, scales, d, eps, is_bf16, normed + at)
+  product(arguments, QKV_A, ZERO, ZERO, normed, d, rows, low, ZERO)
+  scale_row(low, lora_scale, is_bf16, rows * rank)
+  if has_norms:
+    zero_row(of_query, NO, rows * slabs * c)
+    zero_row(of_key, NO, rows * slabs * c)
+  for slab in range(slabs):
+    if has_norms:
+      _heads_again(arguments, slab, rows, normed, low, bias, again)
+    for row in range(rows):
+      place = begin + row
+      cos = ffi.address(arguments, COS) + 4 * place * (c // 2)
+      sin = ffi.address(arguments, SIN) + 4 * place * (c // 2)
+      for head in range(own * (group + 2)):
+        to = of_qkv + 4 * ((row * slabs + slab) * columns + head * c)
+        is_query, is_key = head < own * group, head < own * (group + 1)
+        index = place * heads + slab * own
+        if is_query:
+          source = ffi.address(arguments, 12) + width * (index * group + head) * c
+        elif is_key:
+          source = ffi.address(arguments, 13) + width * (index + head - own * group) * c
+        else:
+          source = ffi.address(arguments, 14) + width * (index + head - own * (group + 1)) * c
+        read_row(source, is_bf16, to, c)
+        if is_key:
+          _rotate_back(to, cos, sin, c)
+          round_row(to, is_bf16, c)
+        if is_key and has_norms:
+          norms.norm_row_gradient(
+            again + 4 * (row * columns + head * c), query_scale if is_query else key_scale, c,
+            eps, is_bf16, to, to, part,
+          )  # fmt: skip
+          total = of_query if is_query else of_key
+          add_row(total + 4 * (row * slabs + slab) * c, part, c)
+
+
+@jit
+def back_through_norm(arguments, results, begin, rows, x, scale, sums, of_scale):
+  """Writes the gradient of hidden rows x that only the first norm reads."""
+  d, is_bf16 = ffi.dimension(arguments, 0, 1), ffi.is_bfloat16(arguments, 0)
+  width, eps = 2 if is_bf16 else 4, scalar(arguments, SCALARS, 0)
+  for row in range(rows):
+    at = 4 * row * d
+    norms.norm_row_gradient(x + at, scale, d, eps, is_bf16, sums + at, sums + at, of_scale + at)
+  write_row(sums, ffi.address(results, 0) + width * begin * d, is_bf16, rows * d)
+
+
 # Operands: those of `attention_inputs`, whose sizes end with the chunk's first row; cotangents
 # f[n, k, g, c], f[n, k, c] and f[n, k, c]; what result 0 is written over. Results: gradient
 # f[n, d]; of the chunk's rows, as f32, the norm, its low rank and cotangent, the cotangent of qkv,
@@ -324,31 +448,20 @@ def _rotate_back(head, cos, sin, features):
 @jit
 def _attention_inputs(arguments, results, first, last, worker):
   n, d = ffi.dimension(arguments, 0, 0), ffi.dimension(arguments, 0, 1)
-  is_bf16, layer = ffi.is_bfloat16(arguments, 0), ffi.integer(arguments, SIZES, 1)
+  layer, c = ffi.integer(arguments, SIZES, 1), ffi.dimension(arguments, 12, 3)
   slabs, columns = ffi.dimension(arguments, QKV, 1), ffi.dimension(arguments, QKV, 3)
-  heads, group = ffi.dimension(arguments, 12, 1), ffi.dimension(arguments, 12, 2)
-  c = ffi.dimension(arguments, 12, 3)
   rank, base = ffi.dimension(arguments, QKV_A, 3), ffi.integer(arguments, SIZES, 2)
-  eps, lora_scale = scalar(arguments, SCALARS, 0), scalar(arguments, SCALARS, 1)
-  has_norms = ffi.dimension(arguments, QUERY_NORM, 0) > 0
-  width, own, size = 2 if is_bf16 else 4, heads // slabs, min(n, CHUNK_ROWS)
-  scale = scratch_of(results, _SCRATCH_INPUTS, worker)
-  query_scale = scale + 4 * d
-  key_scale = query_scale + 4 * c
-  part = key_scale + 4 * c
-  bias = part + 4 * c
-  x = bias + 4 * columns
+  lora_scale, size = scalar(arguments, SCALARS, 1), min(n, CHUNK_ROWS)
+  scales = scratch_of(results, _SCRATCH_INPUTS, worker)
+  x = scales + 4 * (d + 3 * c + columns)
   again = x + 4 * size * d
   sums = again + 4 * size * columns
   lows = sums + 4 * WAITING * size * d
   panel = lows + 4 * WAITING * size * rank
-  read_rows(arguments, NORM, ZERO, ONE, d, scale)
-  if has_norms:
-    read_rows(arguments, QUERY_NORM, ZERO, ONE, c, query_scale)
-    read_rows(arguments, KEY_NORM, ZERO, ONE, c, key_scale)
+  input_scales(arguments, scales)
   end = products.BLOCK_ROWS * last
   for begin in range(products.BLOCK_ROWS * first, end, CHUNK_ROWS):
-    rows = _live(arguments, SIZES, begin, min(CHUNK_ROWS, end - begin))
+    rows = live_of_chunk(arguments, SIZES, begin, min(CHUNK_ROWS, end - begin))
     if rows == 0:
       continue
     normed, low = (
@@ -360,50 +473,13 @@ def _attention_inputs(arguments, results, first, last, worker):
     of_scale = ffi.address(results, 5) + 4 * begin * d
     of_query = ffi.address(results, 6) + 4 * begin * slabs * c
     of_key = ffi.address(results, 7) + 4 * begin * slabs * c
-    read_rows(arguments, ZERO, base + begin, rows, d, x)
-    for row in range(rows):
-      at = 4 * row * d
-      norms.norm_row(x + at, scale, d, eps, is_bf16, normed + at)
-    product(arguments, QKV_A, ZERO, ZERO, normed, d, rows, low, ZERO)
-    scale_row(low, lora_scale, is_bf16, rows * rank)
-    if has_norms:
-      zero_row(of_query, NO, rows * slabs * c)
-      zero_row(of_key, NO, rows * slabs * c)
-    for slab in range(slabs):
-      if has_norms:
-        _heads_again(arguments, slab, rows, normed, low, bias, again)
-      for row in range(rows):
-        place = base + begin + row
-        cos = ffi.address(arguments, COS) + 4 * place * (c // 2)
-        sin = ffi.address(arguments, SIN) + 4 * place * (c // 2)
-        for head in range(own * (group + 2)):
-          to = of_qkv + 4 * ((row * slabs + slab) * columns + head * c)
-          is_query, is_key = head < own * group, head < own * (group + 1)
-          index = place * heads + slab * own
-          if is_query:
-            source = ffi.address(arguments, 12) + width * (index * group + head) * c
-          elif is_key:
-            source = ffi.address(arguments, 13) + width * (index + head - own * group) * c
-          else:
-            source = ffi.address(arguments, 14) + width * (index + head - own * (group + 1)) * c
-          read_row(source, is_bf16, to, c)
-          if is_key:
-            _rotate_back(to, cos, sin, c)
-            round_row(to, is_bf16, c)
-          if is_key and has_norms:
-            norms.norm_row_gradient(
-              again + 4 * (row * columns + head * c), query_scale if is_query else key_scale, c,
-              eps, is_bf16, to, to, part,
-            )  # fmt: skip
-            total = of_query if is_query else of_key
-            add_row(total + 4 * (row * slabs + slab) * c, part, c)
+    input_cotangents(
+      arguments, base + begin, rows, scales, x, again, normed, low, of_qkv, of_query, of_key
+    )
     _back_columns(
       arguments, QKV, QKV_A, QKV_B, layer, lora_scale, rows, of_qkv, sums, lows, of_low, panel
     )
-    for row in range(rows):
-      at = 4 * row * d
-      norms.norm_row_gradient(x + at, scale, d, eps, is_bf16, sums + at, sums + at, of_scale + at)
-    write_row(sums, ffi.address(results, 0) + width * (base + begin) * d, is_bf16, rows * d)
+    back_through_norm(arguments, results, base + begin, rows, x, scales, sums, of_scale)
 
 
 @jit
@@ -418,7 +494,7 @@ def _count_gradient(arguments):
 def _add_gradient(arguments, results, first, last, worker):
   a, b = ffi.dimension(arguments, 3, 1), ffi.dimension(arguments, 3, 2)
   x_slabs, slabs = ffi.dimension(arguments, 1, 1), ffi.dimension(arguments, 2, 1)
-  rows = _live(arguments, ZERO, ZERO, ffi.dimension(arguments, 1, 0))
+  rows = live_of_chunk(arguments, ZERO, ZERO, ffi.dimension(arguments, 1, 0))
   groups = (a + _GRADIENT_ROWS - 1) // _GRADIENT_ROWS
   for item in range(first, last):
     slab, row = item // groups, item % groups * _GRADIENT_ROWS
@@ -435,199 +511,28 @@ def _cost_after(arguments):
   """A chunk's products, forward again and backward."""
   weights = weights_of(arguments, OUT) + weights_of(arguments, GATE_UP)
   weights += weights_of(arguments, DOWN)
-  return 2 * _live(arguments, SIZES_AFTER, ZERO, _ROWS) * weights
+  return 2 * live_of_chunk(arguments, SIZES_AFTER, ZERO, _ROWS) * weights
 
 
 @jit
 def _cost_of_inputs(arguments):
   """As `_cost_after`."""
-  return 2 * _live(arguments, SIZES, ZERO, _ROWS) * weights_of(arguments, QKV)
+  return 2 * live_of_chunk(arguments, SIZES, ZERO, _ROWS) * weights_of(arguments, QKV)
 
 
 @jit
 def _cost_of_gradient(arguments):
   a, b = ffi.dimension(arguments, 3, 1), ffi.dimension(arguments, 3, 2)
-  rows = _live(arguments, ZERO, ZERO, ffi.dimension(arguments, 1, 0))
+  rows = live_of_chunk(arguments, ZERO, ZERO, ffi.dimension(arguments, 1, 0))
   return rows * ffi.dimension(arguments, 3, 0) * a * b
 
 
-_AFTER = ffi.Handler("seerjax_after_attention_gradient", _blocks, _after_attention, _cost_after)
-_INPUTS = ffi.Handler(
-  "seerjax_attention_inputs_gradient", _blocks, _attention_inputs, _cost_of_inputs
+AFTER = ffi.Handler(
+  "seerjax_after_attention_gradient", blocks_of_chunk, _after_attention, _cost_after
 )
-_ADD_GRADIENT = ffi.Handler(
+INPUTS = ffi.Handler(
+  "seerjax_attention_inputs_gradient", blocks_of_chunk, _attention_inputs, _cost_of_inputs
+)
+ADD_GRADIENT = ffi.Handler(
   "seerjax_weight_gradient", _count_gradient, _add_gradient, _cost_of_gradient
 )
-
-# A weight's gradient: of f32[r, a, b] so far, x f32[m, ...] and cotangents f32[m, ...].
-Terms = dict[str, tuple[Array, Array]]
-
-
-def attention_inputs_gradient(
-  stage: Stage, weights: Params, rows: Any, num_rows: Array, cotangent: Any
-) -> tuple[Params, Any]:
-  """Returns the gradients of `layers.attention_inputs` to the weights and the rows."""
-  x, c = rows[0], stage.shape.head_dim
-  operands = input_operands(stage, weights, rows, num_rows)
-  (n, d), (_, slabs, _, columns) = x.shape, operands[QKV].shape
-  rank, size = operands[QKV_A].shape[3], min(n, CHUNK_ROWS)
-  features, m = c if "query_norm" in weights else 0, min(n, tiles.BACKWARD_ROWS)
-  own = scratch(
-    (d + 3 * c + columns,),
-    (size, d + columns + WAITING * (d + rank)),
-    (max(columns, rank, 1), products.PANEL),
-  )
-  shapes = (
-    (d,),
-    (rank,),
-    (rank,),
-    (slabs * columns,),
-    (d,),
-    (slabs * features,),
-    (slabs * features,),
-  )
-  results = [jax.ShapeDtypeStruct(x.shape, x.dtype), *(f32_of(m, *shape) for shape in shapes), own]
-
-  def chunk(sizes: Array, into: tuple[Array, ...]) -> tuple[tuple[Array, ...], Terms]:
-    here = [sizes if place == SIZES else operand for place, operand in enumerate(operands)]
-    place = len(here) + len(cotangent)
-    out = _INPUTS(results, *here, *cotangent, *into, aliases={place: 0})
-    dx, normed, low, of_low, of_qkv, of_scale, of_query, of_key, _ = out
-    one = jnp.ones((m, 1), jnp.float32)
-    terms = {
-      "attention_norm": (one, of_scale),
-      "qkv": (normed, of_qkv),
-      "qkv_bias": (one, of_qkv),
-      "query_norm": (one, of_query),
-      "key_norm": (one, of_key),
-      "qkv_lora.a": (normed, of_low),
-      "qkv_lora.b": (low, of_qkv),
-    }
-    return (dx,), terms
-
-  totals = {
-    "attention_norm": (1, 1, d),
-    "qkv": (slabs, d, columns),
-    "qkv_bias": (slabs, 1, columns),
-    "query_norm": (slabs, 1, c),
-    "key_norm": (slabs, 1, c),
-    "qkv_lora.a": (1, d, rank),
-    "qkv_lora.b": (slabs, rank, columns),
-  }
-  (dx,), gradient = _by_chunks(chunk, operands[SIZES], (x,), weights, totals, cotangent[0])
-  return gradient, (dx, None, None)
-
-
-def after_attention_gradient(
-  stage: Stage, weights: Params, rows: Any, num_rows: Array, cotangent: Array
-) -> tuple[Params, Any]:
-  """Returns the gradients of `layers.after_attention` to the weights and the rows."""
-  x, mixed = rows
-  operands = after_operands(stage, weights, rows, num_rows)
-  (n, d), (_, slabs, inputs, _) = x.shape, operands[OUT].shape
-  features, size, m = operands[DOWN].shape[2], min(n, CHUNK_ROWS), min(n, tiles.BACKWARD_ROWS)
-  ranks = tuple(operands[place].shape[3] for place in (OUT_A, GATE_UP_A, DOWN_A))
-  out_rank, rank, down_rank = ranks
-  own = scratch(
-    (d,),
-    (size, d + max(3 * features, inputs) + WAITING * (d + max(ranks))),
-    (max(2 * features, d, *ranks), products.PANEL),
-  )
-  widths = (
-    slabs * inputs, out_rank, out_rank, d, d, d, rank, rank, 2 * slabs * features,
-    slabs * features, down_rank, down_rank, d,
-  )  # fmt: skip
-  of = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-  results = [of(x), of(mixed), *(f32_of(m, width) for width in widths), own]
-
-  def chunk(sizes: Array, into: tuple[Array, ...]) -> tuple[tuple[Array, ...], Terms]:
-    here = [sizes if place == SIZES_AFTER else operand for place, operand in enumerate(operands)]
-    place = len(here) + 1
-    out = _AFTER(results, *here, cotangent, *into, aliases={place: 0, place + 1: 1})
-    dx, d_mixed, attended, out_low, of_out, of_x, of_scale, normed, low, of_low, *more, _ = out
-    of_gate_up, inner, down_low, of_down, dy = more
-    terms = {
-      "out": (attended, of_x),
-      "out_lora.a": (attended, of_out),
-      "out_lora.b": (out_low, of_x),
-      "mlp_norm": (jnp.ones((m, 1), jnp.float32), of_scale),
-      "gate_up": (normed, of_gate_up),
-      "gate_up_lora.a": (normed, of_low),
-      "gate_up_lora.b": (low, of_gate_up),
-      "down": (inner, dy),
-      "down_lora.a": (inner, of_down),
-      "down_lora.b": (down_low, dy),
-    }
-    return (dx, d_mixed), terms
-
-  totals = {
-    "out": (slabs, inputs, d),
-    "out_lora.a": (slabs, inputs, out_rank),
-    "out_lora.b": (1, out_rank, d),
-    "mlp_norm": (1, 1, d),
-    "gate_up": (slabs, d, 2 * features),
-    "gate_up_lora.a": (1, d, rank),
-    "gate_up_lora.b": (slabs, rank, 2 * features),
-    "down": (slabs, features, d),
-    "down_lora.a": (slabs, features, down_rank),
-    "down_lora.b": (1, down_rank, d),
-  }
-  sizes = operands[SIZES_AFTER]
-  of_rows, gradient = _by_chunks(chunk, sizes, (x, mixed), weights, totals, cotangent)
-  return gradient, of_rows
-
-
-def _by_chunks(
-  chunk: Any,
-  sizes: Array,
-  rows: tuple[Array, ...],
-  weights: Params,
-  shapes: dict[str, tuple[int, ...]],
-  anchor: Array,
-) -> tuple[tuple[Array, ...], Params]:
-  """Goes over chunks of rows in the order of the batch: gradients of rows, and of weights.
-
-  Args:
-    chunk: `(sizes, gradients of rows so far) -> (the same with the chunk's, terms by name)`.
-    sizes: i32[2], num_rows and layer.
-    rows: whose gradients are wanted.
-    weights: of the layer; those of other stages get no gradient.
-    shapes: r, a, b of the gradients by name; an adapter's has two.
-    anchor: any cotangent: no zeros are there before it.
-  """
-  names = [name for name in shapes if name.partition(".")[0] in weights]
-  zeros = lambda shape, dtype: tiles.late_zeros(shape, dtype, anchor)
-  begin = tuple(zeros(leaf.shape, leaf.dtype) for leaf in rows)
-  totals = {name: zeros(shapes[name], jnp.float32) for name in names}
-
-  def body(index: Array, carry: Any) -> Any:
-    into, totals = carry
-    here = jnp.append(sizes, index * tiles.BACKWARD_ROWS)
-    into, terms = chunk(here, into)
-    new = {}
-    for name, total in totals.items():
-      x, given = terms[name]
-      r, a, b = total.shape
-      m = x.shape[0]
-      operands = here, x.reshape(m, -1, a), given.reshape(m, -1, b), total
-      new[name], _ = _ADD_GRADIENT([f32_of(r, a, b), scratch()], *operands, aliases={3: 0})
-    return into, new
-
-  count = rows[0].shape[0]
-  if count <= tiles.BACKWARD_ROWS:
-    of_rows, totals = body(jnp.int32(0), (begin, totals))
-  else:
-    trips = (sizes[0] + tiles.BACKWARD_ROWS - 1) // tiles.BACKWARD_ROWS
-    of_rows, totals = lax.fori_loop(jnp.int32(0), trips, body, (begin, totals))
-  gradient: Params = dict.fromkeys(weights)
-  for name, total in totals.items():
-    name, _, part = name.partition(".")
-    leaf = weights[name][part] if part else weights[name]
-    # What all slabs share is a leaf of one slab.
-    total = parallel.tree_sum(total)[None] if leaf.ndim == 1 else total
-    total = total.reshape(leaf.shape).astype(leaf.dtype)
-    if part:
-      gradient[name] = {"scale": None, **(gradient[name] or {}), part: total}
-    else:
-      gradient[name] = total
-  return of_rows, gradient

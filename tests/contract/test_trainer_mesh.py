@@ -1,0 +1,265 @@
+"""What a trainer learns on any mesh (instance, model) has the bits of one device.
+
+Scores, gradient and updated weights of drawn models, as bytes. The twins at the end add in another
+order, or too often, and the same comparison has to notice.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import functools
+import subprocess
+import sys
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+import mesh_cases
+import numpy as np
+import pytest
+import tiny_model
+
+from seerjax import parallel
+from seerjax.models import config as model_config
+from seerjax.ops import rotary, tiles
+
+AXIS = parallel.MODEL_AXIS
+IMPLEMENTATIONS = pytest.mark.parametrize("implementation", ["tiled", "native"])
+# As small as a decoder of eight slabs can be, and all that there is in one.
+SMALLEST = model_config.TransformerConfig(
+  vocab_size=40,
+  hidden_size=9,
+  intermediate_size=24,
+  num_layers=1,
+  num_heads=16,
+  num_kv_heads=8,
+  head_dim=8,
+  has_qk_norms=True,
+  has_qkv_biases=True,
+  rotary=rotary.RotaryConfig(head_dim=8),
+  max_context=64,
+)
+
+
+def smallest(implementation: str) -> mesh_cases.Case:
+  numerics = dataclasses.replace(tiny_model.NUMERICS, implementation=implementation)
+  return mesh_cases.Case(SMALLEST, numerics)
+
+
+# A tiled gradient takes XLA half a minute to compile.
+@pytest.mark.parametrize(
+  "implementation", [pytest.param("tiled", marks=pytest.mark.thorough), "native"]
+)
+def test_the_model_axis_learns_the_bits_of_one_device(implementation, seed, tell_events):
+  events = collections.Counter()
+  case = smallest(implementation)
+  meshes = mesh_cases.meshes_of(case)
+  mesh_cases.compare(case, [mesh for mesh in meshes if mesh[1] > 1][seed % 5], events)
+  tell_events(f"smallest, {implementation}", events, ("comparisons",))
+
+
+@pytest.mark.thorough
+@IMPLEMENTATIONS
+def test_every_mesh_learns_the_bits_of_one_device(implementation, tell_events):
+  events = collections.Counter()
+  case = smallest(implementation)
+  for mesh in mesh_cases.meshes_of(case):
+    mesh_cases.compare(case, mesh, events)
+  tell_events(f"meshes, {implementation}", events, ("several instances", "one slab a device"))
+
+
+@pytest.mark.long
+@IMPLEMENTATIONS
+@pytest.mark.parametrize("block", range(5))
+def test_drawn_models_learn_the_bits_of_one_device_on_every_mesh(
+  block, implementation, seed, tell_events
+):
+  rng = np.random.default_rng((seed, block))
+  events = collections.Counter()
+  for _ in range(6):
+    case = mesh_cases.draw(rng, implementation)
+    for mesh in mesh_cases.meshes_of(case):
+      mesh_cases.compare(case, mesh, events)
+    events["models"] += 1
+  expected = ("comparisons", "several instances", "one slab a device", "model axis of 2", "models")
+  tell_events(f"block {block}, {implementation}", events, expected)
+
+
+@contextlib.contextmanager
+def busy_loops(count: int):
+  """Processes that take turns with this one."""
+  loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+  yield
+  for loop in loops:
+    loop.kill()
+    loop.wait()
+
+
+@pytest.mark.long
+@IMPLEMENTATIONS
+@pytest.mark.parametrize("model_shards", [2, 4, 8])
+def test_a_thousand_steps_under_load_have_one_digest(model_shards, implementation, tell_events):
+  case = smallest(implementation)
+  expected = mesh_cases.learn(case, updates=False).digest
+  events = collections.Counter()
+  with busy_loops(2):
+    for _ in range(1000):
+      found = mesh_cases.learn(case, (1, model_shards), updates=False).digest
+      assert found == expected, f"step {events['steps']}: got {found}, expected {expected}"
+      events["steps"] += 1
+  tell_events(f"model axis of {model_shards}, {implementation}", events, ("steps",))
+
+
+# Parts, where twins differ in one line.
+
+ROWS, WIDTH, FEATURES, SLABS = 5, 33, 7, 8
+
+
+def on_devices(function, *arguments, count: int):
+  """Runs a function whose arguments lie in slabs, on so many devices of the model axis."""
+  mesh = parallel.make_mesh(model_shards=count)
+  run = jax.shard_map(
+    function, mesh=mesh, in_specs=(jax.P(AXIS),) * len(arguments), out_specs=jax.P(),
+    check_vma=False,
+  )  # fmt: skip
+  return np.asarray(jax.jit(run)(*arguments))
+
+
+@functools.cache
+def operands() -> tuple[jax.Array, jax.Array, jax.Array]:
+  """What all slabs share f32[n, d], slabs f32[r, d, e], cotangents f32[r, n, e]."""
+  rng = np.random.default_rng(7)
+  shapes = (ROWS, WIDTH), (SLABS, WIDTH, FEATURES), (SLABS, ROWS, FEATURES)
+  x, w, g = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in shapes)
+  return x, w, g
+
+
+def shared_gradient(axis, w, g):
+  """What a layer's norm gets from the slabs that read it."""
+  x = operands()[0]
+  dot = functools.partial(jnp.matmul, precision=lax.Precision.HIGHEST)
+
+  def loss(x):
+    out = tiles.map_slabs(lambda x, w: dot(x, w), x, w, tiles.traced_one(jnp.int32(5)), axis)
+    return jnp.sum(parallel.tree_sum(parallel.gather_slabs(jnp.sum(out * g, axis=(1, 2)), axis)))
+
+  return jax.grad(loss)(x)
+
+
+def test_what_all_slabs_share_gets_one_partial_a_slab_on_any_number_of_devices():
+  _, w, g = operands()
+  expected = np.asarray(jax.jit(functools.partial(shared_gradient, None))(w, g))
+  reference = np.einsum("rne,rde->nd", *(np.asarray(a, np.float64) for a in (g, w)))
+  np.testing.assert_allclose(expected, reference, rtol=2e-5, atol=1e-5)
+  for count in (2, 4, 8):
+    found = on_devices(functools.partial(shared_gradient, AXIS), w, g, count=count)
+    assert found.tobytes() == expected.tobytes()
+
+
+def test_twin_psum_in_the_place_of_the_tree_follows_the_number_of_devices():
+  _, w, g = operands()
+
+  def summed(w, g):
+    partials = jnp.einsum("rne,rde->rnd", g, w, precision=lax.Precision.HIGHEST)
+    own = functools.reduce(jnp.add, list(partials))
+    return lax.psum(own, AXIS)
+
+  found = {on_devices(summed, w, g, count=count).tobytes() for count in (1, 2, 4, 8)}
+  assert len(found) > 1
+
+
+def test_twin_a_gathering_without_a_gradient_of_its_own_counts_each_device():
+  _, w, g = operands()
+
+  def gradient(gather, w, g):
+    loss = lambda w: jnp.sum(gather(w) * gather(g))
+    return lax.all_gather(jax.grad(loss)(w), AXIS, axis=0, tiled=True)
+
+  theirs = lambda slabs: lax.all_gather(slabs, AXIS, axis=0, tiled=True)
+  ours = lambda slabs: parallel.gather_slabs(slabs, AXIS)
+  g = jnp.broadcast_to(g[:, :, :1], (SLABS, ROWS, 1))
+  w = w[:, :ROWS, :1]
+  for count in (2, 8):
+    right = on_devices(functools.partial(gradient, ours), w, g, count=count)
+    wrong = on_devices(functools.partial(gradient, theirs), w, g, count=count)
+    np.testing.assert_array_equal(right, g)
+    np.testing.assert_array_equal(wrong, count * np.asarray(g))
+
+
+def test_twin_what_all_slabs_share_added_once_a_device_follows_their_number():
+  _, w, g = operands()
+
+  def added(w, g):
+    # Each device has the whole gradient of what is shared, and a sum over devices counts it again.
+    return lax.psum(shared_gradient(AXIS, w, g), AXIS)
+
+  one = on_devices(added, w, g, count=1)
+  for count in (2, 4, 8):
+    np.testing.assert_array_equal(on_devices(added, w, g, count=count), count * one)
+
+
+def test_twin_a_norm_over_devices_follows_their_number():
+  _, w, _ = operands()
+
+  def over_devices(w):
+    return jnp.sqrt(lax.psum(jnp.sum(jnp.square(w)), AXIS))
+
+  def over_slabs(w):
+    squares = jnp.sum(jnp.square(w), axis=(1, 2))
+    return jnp.sqrt(parallel.tree_sum(parallel.gather_slabs(squares, AXIS)))
+
+  w = w * jnp.asarray(10.0 ** np.arange(SLABS), jnp.float32)[:, None, None] ** 0.5
+  norms = {float(on_devices(over_devices, w, count=count)) for count in (1, 2, 4, 8)}
+  assert len(norms) > 1
+  assert len({float(on_devices(over_slabs, w, count=count)) for count in (1, 2, 4, 8)}) == 1
+
+
+def test_twin_one_bit_of_one_slabs_gradient_is_noticed():
+  case = smallest("native")
+  found = mesh_cases.learn(case, updates=False)
+  other = mesh_cases.Learnt(found)
+  name = next(name for name in other if "down" in name)
+  bits = bytearray(other[name])
+  bits[0] ^= 1
+  other[name] = bytes(bits)
+  assert found.differing(other) == [name] and found.digest != other.digest
+
+
+def test_gather_slabs_takes_leaves_of_unlike_dtypes_in_one_collective_and_gives_them_back():
+  rng = np.random.default_rng(1)
+  tree = {
+    "a": jnp.asarray(rng.standard_normal((8, 3)), jnp.float32),
+    "b": jnp.asarray(rng.standard_normal((8, 2, 2)), jnp.bfloat16),
+    "c": jnp.arange(8, dtype=jnp.int32),
+    "d": jnp.zeros((8, 0), jnp.float32),
+  }
+  mesh = parallel.make_mesh(model_shards=4)
+  run = jax.jit(
+    jax.shard_map(
+      lambda tree: parallel.gather_slabs(tree, AXIS),
+      mesh=mesh,
+      in_specs=(jax.P(AXIS),),
+      out_specs=jax.P(),
+      check_vma=False,
+    )
+  )
+  found = run(tree)
+  assert run.lower(tree).as_text().count("all_gather") == 1
+  for name, leaf in tree.items():
+    assert found[name].dtype == leaf.dtype
+    assert np.asarray(found[name]).tobytes() == np.asarray(leaf).tobytes()
+
+
+# Refusals.
+
+
+def test_kernels_do_not_learn_on_several_devices_of_the_model_axis():
+  case = smallest("tiled")
+  numerics = dataclasses.replace(
+    case.numerics, implementation="pallas_interpreted", compute_dtype="bfloat16"
+  )
+  case = dataclasses.replace(case, numerics=numerics)
+  with pytest.raises(NotImplementedError, match="got model_shards=2 .* expected 1"):
+    mesh_cases.trainer_of(case, (1, 2))

@@ -1,0 +1,210 @@
+"""Drawn models that learn on meshes: trainers over (instance, model), and what they learn from."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Mapping
+import dataclasses
+import functools
+import hashlib
+from typing import Any
+
+import jax
+import made_rollouts
+import numpy as np
+import optax
+
+from seerjax import numerics as numerics_lib, parallel, types
+from seerjax.models import config as model_config, lora, parameters
+from seerjax.ops import rotary, sampling
+from seerjax.trainer import losses, packing, step
+
+MESHES = ((8, 1), (4, 2), (2, 4), (1, 8), (1, 2), (1, 4))
+NORMS = ("query_norm", "key_norm")
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+  """One model, and what is learnt of it.
+
+  Attributes:
+    config: its shape.
+    numerics: of the trainer.
+    rank: of adapters; 0 where all weights learn.
+    num_groups: of two answers each.
+    rows: of a micro-batch.
+    remat: what a gradient keeps.
+    seed: of weights and answers.
+  """
+
+  config: model_config.TransformerConfig
+  numerics: numerics_lib.NumericsConfig
+  rank: int = 0
+  num_groups: int = 3
+  rows: int = 32
+  remat: Any = "none"
+  seed: int = 0
+
+  @property
+  def layout(self) -> dict[str, Any]:
+    return dict(
+      numerics=self.numerics,
+      page_size=4,
+      rows_per_micro_batch=self.rows,
+      max_sequences=3,
+      max_sequence_tokens=25,
+    )
+
+
+def draw(rng: np.random.Generator, implementation: Any, *, max_layers: int = 2) -> Case:
+  """Draws a small model of any slabs, whose widths are seldom whole vectors."""
+  pick = lambda *choices: choices[int(rng.integers(len(choices)))]
+  slabs = pick(2, 4, 8, 8)
+  heads = slabs * pick(1, 1, 2)
+  numerics = numerics_lib.NumericsConfig(
+    implementation=implementation,
+    row_tile=pick(2, 4, 8, 16),
+    query_tile=pick(1, 2, 4, 8),
+    slot_tile=pick(1, 2, 4),
+    kv_split=pick(4, 8, 16, 32),
+    reduction_shards=slabs,
+    compute_dtype=pick("float32", "float32", "bfloat16"),
+  )
+  head_dim = 2 * int(rng.integers(4 if implementation == "tiled" else 1, 6))
+  config = model_config.TransformerConfig(
+    vocab_size=slabs * (1 + 2 * int(rng.integers(2, 5))),
+    hidden_size=int(rng.integers(5, 41)),
+    intermediate_size=slabs * int(rng.integers(1, 8)),
+    num_layers=int(rng.integers(1, 1 + max_layers)),
+    num_heads=heads * pick(1, 2, 3),
+    num_kv_heads=heads,
+    head_dim=head_dim,
+    has_qk_norms=bool(rng.integers(2)),
+    has_qkv_biases=bool(rng.integers(2)),
+    rotary=rotary.RotaryConfig(head_dim=head_dim),
+    is_tied=bool(rng.integers(2)),
+    max_context=64,
+  )
+  smallest = min(config.hidden_size, config.num_heads * head_dim, config.intermediate_size)
+  return Case(
+    config,
+    numerics,
+    rank=min(pick(0, 0, 1, 2, 3), smallest),
+    num_groups=int(rng.integers(2, 7)),
+    rows=pick(32, 48),
+    remat=pick("none", "none", "layer"),
+    seed=int(rng.integers(2**20)),
+  )
+
+
+def meshes_of(case: Case) -> list[tuple[int, int]]:
+  """Returns (instance, model) of the meshes that share the model's slabs evenly."""
+  return [mesh for mesh in MESHES if case.numerics.reduction_shards % mesh[1] == 0]
+
+
+@functools.lru_cache(maxsize=8)
+def trainer_of(case: Case, mesh: tuple[int, int] = (1, 1)) -> step.Trainer:
+  """Returns a trainer on a mesh (instance, model)."""
+  return step.Trainer(
+    model=case.config,
+    numerics=case.numerics,
+    loss=losses.dapo(),
+    optimizer=optax.adam(1e-2),
+    mesh=parallel.make_mesh(num_instances=mesh[0], model_shards=mesh[1]),
+    num_pages=packing.layout(**case.layout).num_pages,
+    page_size=4,
+    remat=case.remat,
+  )
+
+
+@functools.lru_cache(maxsize=4)
+def weights_of(case: Case) -> tuple[Any, parameters.Params]:
+  """Returns (f32 masters of what learns, the weights that run)."""
+  rng = np.random.default_rng(case.seed)
+
+  def leaf(path: Any, shape: jax.ShapeDtypeStruct) -> Any:
+    noise = 0.2 * rng.standard_normal(shape.shape)
+    return np.asarray(noise + ("norm" in path[-1].key), np.float32)
+
+  shapes = parameters.shapes(case.config, case.numerics.reduction_shards)
+  master = jax.tree_util.tree_map_with_path(leaf, shapes)
+  params = parameters.compute_params(master, case.numerics)
+  if not case.rank:
+    return master, params
+  shapes = lora.shapes(case.config, case.numerics, case.rank)
+  adapter = jax.tree_util.tree_map_with_path(leaf, shapes)
+  return adapter, lora.attach(params, adapter, 2.0)
+
+
+@functools.lru_cache(maxsize=4)
+def batch_of(case: Case) -> types.TrainBatch:
+  """Returns answers of random tokens, some of them filtered or biased."""
+  rng = np.random.default_rng((case.seed, 1))
+  vocabulary = case.config.vocab_size
+  kinds = (
+    types.SamplingParams(),
+    types.SamplingParams(temperature=0.7),
+    types.SamplingParams(top_k=vocabulary - 1, logit_bias=((1, 0.5),)),
+  )
+  groups = []
+  for index in range(case.num_groups):
+    prompt = rng.integers(0, vocabulary, int(rng.integers(1, 5))).tolist()
+    answers = [
+      rng.integers(0, vocabulary, int(rng.integers(2, 15))).tolist() for _ in range(2)
+    ]
+    kind = kinds[int(rng.integers(len(kinds)))]
+    rollouts = [made_rollouts.rollout(prompt, answer, sampling=kind) for answer in answers]
+    groups.append(made_rollouts.group(index, *rollouts))
+  values = rng.standard_normal((case.num_groups, 2)).astype(np.float32)
+  return packing.pack(groups, values, num_biases=sampling.MAX_LOGIT_BIAS, **case.layout)
+
+
+class Learnt(dict[str, bytes]):
+  """Bits of scores, gradient and updated weights by leaf, to be compared as bytes."""
+
+  def differing(self, other: Mapping[str, bytes]) -> list[str]:
+    """Returns the leaves whose bits differ."""
+    assert self.keys() == other.keys()
+    return [name for name, bits in self.items() if bits != other[name]]
+
+  @property
+  def digest(self) -> str:
+    """SHA-256 of all."""
+    return hashlib.sha256(b"".join(self.values())).hexdigest()
+
+
+def learn(case: Case, mesh: tuple[int, int] = (1, 1), *, updates: bool = True) -> Learnt:
+  """Takes one optimiser step on a mesh."""
+  trainer, batch = trainer_of(case, mesh), batch_of(case)
+  master, params = weights_of(case)
+  gradient, metrics, scores = trainer.gradient(
+    params, batch, losses.denominators(batch), None
+  )
+  found = {"scores": scores, "loss": metrics["loss"], "gradient": gradient}
+  if updates:
+    # The update's program is the first device's, whatever the mesh is: that of one trainer.
+    with jax.numpy_dtype_promotion("standard"):  # Optax's own.
+      state, _ = trainer_of(case).update(trainer_of(case).init(master), gradient)
+    found["weights"] = state.params
+  leaves = jax.tree_util.tree_leaves_with_path(jax.device_get(found))
+  assert all(np.isfinite(leaf).all() for _, leaf in leaves)
+  return Learnt({jax.tree_util.keystr(path): np.asarray(leaf).tobytes() for path, leaf in leaves})
+
+
+def compare(case: Case, mesh: tuple[int, int], events: collections.Counter[str]) -> None:
+  """Asserts that a mesh learns the bits of one device, and counts what was compared."""
+  found, expected = learn(case, mesh), learn(case)
+  differing = found.differing(expected)
+  assert not differing, f"mesh {mesh}: {len(differing)} of {len(found)} differ: {differing}; {case}"
+  events["comparisons"] += len(found)
+  events[f"model axis of {mesh[1]}"] += 1
+  events["several instances"] += mesh[0] > 1
+  events["one slab a device"] += mesh[1] == case.numerics.reduction_shards
+  events["adapters"] += case.rank > 0
+  events["all weights"] += case.rank == 0
+  events["tied"] += case.config.is_tied
+  events["computed again"] += case.remat == "layer"
+  events[case.numerics.compute_dtype] += 1
+  sampled = batch_of(case).sampling
+  events["filtered rows"] += int(np.sum(np.asarray(sampled.top_k) > 0))
+  events["several micro-batches"] += batch_of(case).targets.shape[0] > 1
