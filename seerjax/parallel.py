@@ -229,15 +229,15 @@ def gather_slabs(slabs: Any, axis: str | None) -> Any:
   to the others', and adding them would count each as often as there are devices.
   """
   leaves, structure = jax.tree.flatten(slabs)
-  if axis is None or not leaves:
+  if not leaves:
     return slabs
-  return structure.unflatten(_gathered(axis, leaves))
+  return structure.unflatten(_held(leaves) if axis is None else _gathered(axis, leaves))
 
 
 def gather_kept(slabs: Any, axis: str | None) -> Any:
   """As `gather_slabs`, of what a gradient needs: its cotangents wait for the gathering."""
   leaves, structure = jax.tree.flatten(slabs)
-  return slabs if axis is None else structure.unflatten(_gathered_first(axis, leaves))
+  return structure.unflatten(_held(leaves) if axis is None else _gathered_first(axis, leaves))
 
 
 def local_part(whole: Shaped[Array, "R ..."], axis: str | None) -> Shaped[Array, "r ..."]:
@@ -283,6 +283,20 @@ def _from_words(words: Array, shape: tuple[int, ...], dtype: Any) -> Array:
 def _gathered_backward(axis: str, _: None, cotangents: list[Array]) -> tuple[list[Any]]:
   has_none = lambda leaf: leaf.dtype == jax.dtypes.float0
   return ([None if has_none(leaf) else _own_cotangent(axis, leaf) for leaf in cotangents],)
+
+
+@jax.custom_vjp
+def _held(leaves: list[Array]) -> list[Array]:
+  """The identity, whose cotangents are held apart as a gathering's are: they are rounded alike."""
+  return leaves
+
+
+def _held_backward(_: None, cotangents: list[Array]) -> tuple[list[Any]]:
+  has_none = lambda leaf: leaf.dtype == jax.dtypes.float0
+  return ([None if has_none(leaf) else lax.optimization_barrier(leaf) for leaf in cotangents],)
+
+
+_held.defvjp(lambda leaves: (leaves, None), _held_backward)
 
 
 def _own_cotangent(axis: str, whole: Array) -> Array:

@@ -257,7 +257,10 @@ def _given_scores(
     @jax.checkpoint
     def few(rows):
       hidden, tokens, parameters = rows
-      logits = logits_rows(operations, shape, axis, weights, hidden, one)
+      # Held apart: how logits were gathered would be fused with what reads them.
+      logits = lax.optimization_barrier(
+        logits_rows(operations, shape, axis, weights, hidden, one)
+      )
       processed = sampling.processed_rows(logits, parameters)
       return logprobs.score_rows(logits, processed, tokens, one, operations.numerics)
 

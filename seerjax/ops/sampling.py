@@ -167,8 +167,29 @@ def scaled_rows(
     jnp.any(is_restricted(sampling)),
     _allowed_rows,
     lambda scaled, *_: scaled,
-    biased / temperature[:, None], sampling, first,
+    _tempered(biased, temperature), sampling, first,
   )  # fmt: skip
+
+
+@jax.custom_vjp
+def _tempered(logits: Float[Array, "n v"], temperature: Float[Array, "n"]) -> Array:
+  """Returns `logits / temperature`; there is no gradient of temperatures.
+
+  XLA takes some quotients of a gradient as products with a reciprocal, by what is around them (seen
+  on meshes, where rows were filtered): here it is that product everywhere.
+  """
+  return logits / temperature[:, None]
+
+
+def _tempered_backward(temperature: Array, cotangent: Array) -> tuple[Array, Array]:
+  reciprocal = jnp.float32(1) / temperature
+  found = lax.optimization_barrier(cotangent * reciprocal[:, None])
+  return found, jnp.zeros_like(temperature)
+
+
+_tempered.defvjp(
+  lambda logits, temperature: (_tempered(logits, temperature), temperature), _tempered_backward
+)
 
 
 def processed_rows(logits: Float[Array, "n v"], sampling: SamplingRows) -> Float[Array, "n v"]:

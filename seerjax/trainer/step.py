@@ -631,6 +631,7 @@ def _on_first(leaf: Array, index: int) -> Array:
   whole = [jax.device_put(part, first).reshape(part.shape[1:]) for part in parts.values()]
   if len(whole) == 1:
     return whole[0]
+  assert isinstance(leaf.sharding, jax.sharding.NamedSharding)
   return jnp.concatenate(whole, axis=leaf.sharding.spec.index(parallel.MODEL_AXIS) - 1)
 
 

@@ -185,7 +185,7 @@ def test_twin_a_gathering_without_a_gradient_of_its_own_counts_each_device():
     right = on_devices(functools.partial(gradient, ours), w, g, count=count)
     wrong = on_devices(functools.partial(gradient, theirs), w, g, count=count)
     np.testing.assert_array_equal(right, g)
-    np.testing.assert_array_equal(wrong, count * np.asarray(g))
+    np.testing.assert_allclose(wrong, count * np.asarray(g), rtol=1e-6)
 
 
 def test_twin_what_all_slabs_share_added_once_a_device_follows_their_number():
@@ -197,7 +197,9 @@ def test_twin_what_all_slabs_share_added_once_a_device_follows_their_number():
 
   one = on_devices(added, w, g, count=1)
   for count in (2, 4, 8):
-    np.testing.assert_array_equal(on_devices(added, w, g, count=count), count * one)
+    found = on_devices(added, w, g, count=count)
+    np.testing.assert_allclose(found, count * one, rtol=1e-6)
+    assert found.tobytes() != one.tobytes()
 
 
 def test_twin_a_norm_over_devices_follows_their_number():
@@ -246,7 +248,7 @@ def test_gather_slabs_takes_leaves_of_unlike_dtypes_in_one_collective_and_gives_
     )
   )
   found = run(tree)
-  assert run.lower(tree).as_text().count("all_gather") == 1
+  assert run.lower(tree).as_text().count("stablehlo.all_gather") == 1
   for name, leaf in tree.items():
     assert found[name].dtype == leaf.dtype
     assert np.asarray(found[name]).tobytes() == np.asarray(leaf).tobytes()
@@ -256,10 +258,19 @@ def test_gather_slabs_takes_leaves_of_unlike_dtypes_in_one_collective_and_gives_
 
 
 def test_kernels_do_not_learn_on_several_devices_of_the_model_axis():
-  case = smallest("tiled")
   numerics = dataclasses.replace(
-    case.numerics, implementation="pallas_interpreted", compute_dtype="bfloat16"
+    tiny_model.BFLOAT16, implementation="pallas_interpreted", kv_split=64, reduction_shards=2
   )
-  case = dataclasses.replace(case, numerics=numerics)
+  config = dataclasses.replace(
+    tiny_model.CONFIG,
+    vocab_size=256,
+    hidden_size=64,
+    intermediate_size=128,
+    num_heads=2,
+    num_kv_heads=2,
+    head_dim=64,
+    rotary=rotary.RotaryConfig(head_dim=64),
+  )
+  case = mesh_cases.Case(config, numerics)
   with pytest.raises(NotImplementedError, match="got model_shards=2 .* expected 1"):
     mesh_cases.trainer_of(case, (1, 2))

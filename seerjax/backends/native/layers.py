@@ -376,16 +376,20 @@ def _with_residuals(function: Any, stage: Stage, weights: Params, rows: Any, num
 
 
 def _inputs_backward(stage: Stage, residuals: Any, cotangent: Any) -> Any:
-  return *layers_gradient.attention_inputs_gradient(stage, *residuals, cotangent), None
+  weights, rows, num_rows = residuals
+  gradient = layers_gradient.attention_inputs_gradient(stage, weights, rows, num_rows, cotangent)
+  return *gradient, None
 
 
 def _after_backward(stage: Stage, residuals: Any, cotangent: Array) -> Any:
-  projection = None
+  (weights, rows, num_rows), projection = residuals, None
   if stage.axis is not None:
-    operands = after_operands(stage, *residuals)
+    operands = after_operands(stage, weights, rows, num_rows)
     operands[0] = parallel.after(operands[0], cotangent)
     projection = _projection(stage, operands)
-  gradient = layers_gradient.after_attention_gradient(stage, *residuals, cotangent, projection)
+  gradient = layers_gradient.after_attention_gradient(
+    stage, weights, rows, num_rows, cotangent, projection
+  )
   return *gradient, None
 
 
