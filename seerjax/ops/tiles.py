@@ -67,6 +67,8 @@ def late_zeros(shape: tuple[int, ...], dtype: Any, anchor: Array) -> Array:
   XLA makes constants where a program begins, and at once a copy for every loop that starts from
   one. In a gradient of many layers those copies would be most of its memory.
   """
+  if not anchor.size:
+    return jnp.zeros(shape, dtype)
   first = lax.slice(anchor, (0,) * anchor.ndim, (1,) * anchor.ndim).reshape(())
   bits = lax.bitcast_convert_type(first.astype(jnp.float32), jnp.int32)
   # Never below zero, which XLA does not know: 0 of whatever it was, NaN too.

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from seerjax import numerics as numerics_lib
+from seerjax import numerics as numerics_lib, parallel
 from seerjax.backends import choice
 from seerjax.ops import linear, logprobs, norms, tiles
 
@@ -224,7 +224,13 @@ def test_slabs_and_their_gradients_are_those_of_the_plain_function(num_slabs, ax
     out = jax.tree.map(lambda *leaves: jnp.stack(leaves), *parts)
     return jnp.sum(jnp.sin(out["y"])), out
 
-  (_, found), gradient = jax.jit(jax.value_and_grad(looped, (0, 1), has_aux=True))(
+  def on_mesh(function):
+    if axis is None:
+      return jax.jit(function)
+    everywhere = dict(mesh=parallel.make_mesh(), in_specs=jax.P(), out_specs=jax.P())
+    return jax.jit(jax.shard_map(function, check_vma=False, **everywhere))
+
+  (_, found), gradient = on_mesh(jax.value_and_grad(looped, (0, 1), has_aux=True))(
     x, w, jnp.int32(1)
   )
   (_, expected), expected_gradient = jax.value_and_grad(plain, (0, 1), has_aux=True)(x, w)
@@ -233,7 +239,7 @@ def test_slabs_and_their_gradients_are_those_of_the_plain_function(num_slabs, ax
   for got, want in zip(gradient, expected_gradient):
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
   # The value under a gradient has the value's bits.
-  _, alone = jax.jit(looped)(x, w, jnp.int32(1))
+  _, alone = on_mesh(looped)(x, w, jnp.int32(1))
   np.testing.assert_array_equal(found["y"], alone["y"])
 
 
