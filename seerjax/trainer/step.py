@@ -109,8 +109,7 @@ def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
   )
 
 
-INSTANCE = parallel.INSTANCE_AXIS
-BY_INSTANCE = jax.P(INSTANCE)
+BY_INSTANCE = jax.P(parallel.INSTANCE_AXIS)
 # Micro-batches whose gradients are added one after the other, on one instance; more where that
 # would make more runs than these, of which 1 + log2 sums are alive at once.
 RUN_LENGTH, MOST_RUNS = 8, 8
@@ -344,7 +343,7 @@ class Trainer:
     of all that comes out.
     """
     is_own = [
-      any(INSTANCE in spec for spec in jax.tree.leaves(specs, is_leaf=_is_spec))
+      any(parallel.INSTANCE_AXIS in spec for spec in jax.tree.leaves(specs, is_leaf=_is_spec))
       for specs in in_specs
     ]
 
@@ -367,7 +366,8 @@ class Trainer:
   def _sum_specs(self, params: parameters.Params) -> Any:
     """Returns where the sums of gradients lie: each instance's own, slabs over the model axis."""
     trained, _ = lora.partition(parameters.specs_of(params))
-    return jax.tree.map(lambda spec: jax.P(INSTANCE, *spec), trained, is_leaf=_is_spec)
+    by_instance = lambda spec: jax.P(parallel.INSTANCE_AXIS, *spec)
+    return jax.tree.map(by_instance, trained, is_leaf=_is_spec)
 
   def _zeros(self, params: parameters.Params) -> Any:
     """Returns f32 sums of nothing, shaped as the gradient."""
@@ -375,7 +375,7 @@ class Trainer:
     if self.mesh.size == 1:
       of = lambda leaf: jnp.zeros(leaf.shape, jnp.float32, device=self._whole)
       return jax.tree.map(of, trained)
-    count = self.mesh.shape[INSTANCE]
+    count = self.mesh.shape[parallel.INSTANCE_AXIS]
 
     def zeros(leaf: Any, spec: jax.P) -> Array:
       place = jax.sharding.NamedSharding(self.mesh, spec)
@@ -390,7 +390,7 @@ class Trainer:
     """
     if self.mesh.size == 1:
       return jax.tree.map(lambda leaf: leaf[indices[0]], tree)
-    missing = self.mesh.shape[INSTANCE] - len(indices)
+    missing = self.mesh.shape[parallel.INSTANCE_AXIS] - len(indices)
 
     def part(leaf: Any) -> np.ndarray:
       zeros = np.zeros((missing, *leaf.shape[1:]), leaf.dtype)
@@ -441,7 +441,7 @@ class Trainer:
     """
     params = self._placed(params, "Trainer.gradient: params")
     num_micro, num_rows = batch.targets.shape
-    width = self.mesh.shape[INSTANCE]
+    width = self.mesh.shape[parallel.INSTANCE_AXIS]
     zeros = np.zeros((num_micro, num_rows), np.float32)
     micro = MicroBatch(
       batch._replace(behaviour_logprobs=None, raw_logprobs=None),
@@ -514,7 +514,7 @@ class Trainer:
     """
     params = self._placed(params, "Trainer.scores: params")
     num_micro = batch.targets.shape[0]
-    width = self.mesh.shape[INSTANCE]
+    width = self.mesh.shape[parallel.INSTANCE_AXIS]
     seen = batch._replace(behaviour_logprobs=None, raw_logprobs=None)
     program = self._plain_score if self._is_plain(batch) else self._score
     parts = []

@@ -48,10 +48,9 @@ def smallest(implementation: str) -> mesh_cases.Case:
   return mesh_cases.Case(SMALLEST, numerics)
 
 
-# A tiled gradient takes XLA half a minute to compile.
-@pytest.mark.parametrize(
-  "implementation", [pytest.param("tiled", marks=pytest.mark.thorough), "native"]
-)
+# Two whole trainers are compiled.
+@pytest.mark.thorough
+@IMPLEMENTATIONS
 def test_the_model_axis_learns_the_bits_of_one_device(implementation, seed, tell_events):
   events = collections.Counter()
   case = smallest(implementation)
