@@ -161,6 +161,34 @@ def _require_address(config: SliceConfig) -> None:
       time.sleep(0.2)
 
 
+def spans_processes(mesh: jax.sharding.Mesh) -> bool:
+  """Returns whether some devices of a mesh are another process's."""
+  return any(device.process_index != jax.process_index() for device in mesh.devices.flat)
+
+
+def put(leaf: Any, sharding: jax.sharding.NamedSharding) -> Array:
+  """Returns an array, which every process has, on a mesh; each process places its own part."""
+  if not spans_processes(sharding.mesh):
+    return jax.device_put(leaf, sharding)
+  if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+    return leaf if leaf.sharding == sharding else jax.device_put(leaf, sharding)
+  whole = np.asarray(leaf)
+  return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
+
+
+def spec_of_results(mesh: jax.sharding.Mesh) -> jax.P:
+  """Returns where a program leaves what the host reads; see `to_all_processes`."""
+  return jax.P() if spans_processes(mesh) else jax.P(INSTANCE_AXIS)
+
+
+def to_all_processes(results: Any, mesh: jax.sharding.Mesh) -> Any:
+  """Returns f[1, ...] of this instance as f[i, ...] of all, where a process has not all devices.
+
+  To be called within `shard_map`; all leaves go in one collective.
+  """
+  return gather_slabs(results, INSTANCE_AXIS) if spans_processes(mesh) else results
+
+
 def make_mesh(
   *, num_instances: int = 1, model_shards: int = 1, first: int = 0
 ) -> jax.sharding.Mesh:

@@ -39,3 +39,8 @@ def test_the_first_of_two_processes_tells_and_a_difference_ends_both():
   assert second["refused"] == (
     "Disagreement: process 0 ended with OSError: the disk is full; its own log says where."
   )
+  # What lies in one process's memory could not come back to another's devices.
+  assert first["host_pages"] == second["host_pages"] == 0
+  assert first["store"] == second["store"]
+  assert first["store"].startswith("NotImplementedError: KVPoolConfig: got disk='here' and moonca")
+  assert "on a mesh of several processes, expected neither" in first["store"]

@@ -42,10 +42,10 @@ from seerjax.engine.background import StepTable
 from seerjax.engine.chunks import Chunks
 from seerjax.engine.counters import Counters
 from seerjax.engine.drafting import Drafter
+from seerjax.engine.kv import pool as pool_lib
 from seerjax.engine.kv.memory import Memory
 from seerjax.engine.kv.owner import Owner
 from seerjax.engine.kv.pins import Pin, Pins
-from seerjax.engine.kv.pool import KVPool
 from seerjax.engine.kv.values import fingerprint_digest
 from seerjax.engine.planner import Planner
 from seerjax.engine.requests import Requests
@@ -81,7 +81,7 @@ class Engine:
     policy_version: int = 0,
     runner: runner_lib.Runner | None = None,
     drafter: Drafter | None = None,
-    kv_pool: KVPool | None = None,
+    kv_pool: pool_lib.KVPool | None = None,
     adapters: Mapping[str, Any] | None = None,
     step_times: StepTable | None = None,
   ):
@@ -125,7 +125,7 @@ class Engine:
     # Positions of one sequence at most: beyond its model's, none is ever asked for.
     self._context = min(config.max_context, shape.max_context)
     table_width = sizes.table_width(config, context=self._context, kv_split=numerics.kv_split)
-    kv_pool = KVPool() if kv_pool is None else kv_pool
+    kv_pool = pool_lib.usual(runner.mesh) if kv_pool is None else kv_pool
     counters = Counters(host=kv_pool.host, store=kv_pool.store)
     memory = Memory(
       lambda: runner.empty_pages(config.num_pages, config.page_size),

@@ -8,9 +8,10 @@ not used is not computed.
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 import dataclasses
 import functools
+import itertools
 import math
 from typing import Any, NamedTuple
 
@@ -19,7 +20,7 @@ from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
-from seerjax import numerics as numerics_lib, parallel
+from seerjax import agreement, numerics as numerics_lib, parallel
 from seerjax.array_typing import Array, Int, PRNGKeyArray
 from seerjax.backends import choice
 from seerjax.backends.protocol import Backend
@@ -491,7 +492,8 @@ class Runner:
       )
       pages = jax.tree.map(lambda leaf: leaf[0], pages)
       out = local(params, pages, unpack(words[0], layout), key, is_plain=is_plain)
-      return jax.tree.map(lambda leaf: leaf[None], out)
+      pages, *found = jax.tree.map(lambda leaf: leaf[None], out)
+      return pages, *parallel.to_all_processes(found, self.mesh)
 
     by_instance = jax.P(parallel.INSTANCE_AXIS)
     page_spec = jax.P(parallel.INSTANCE_AXIS, parallel.MODEL_AXIS)
@@ -503,7 +505,7 @@ class Runner:
         mesh=self.mesh,
         # Of these very weights: adapters may be among them.
         in_specs=(parameters.specs_of(params), page_spec, by_instance, jax.P()),
-        out_specs=(page_spec, by_instance, by_instance),
+        out_specs=(page_spec, *2 * [parallel.spec_of_results(self.mesh)]),
         check_vma=False,
       )(params, pages, words, key)
 
@@ -523,7 +525,7 @@ class Runner:
       (pages, tokens i32[i, b], scores f32[i, b]), on the devices.
     """
     pages, inputs, is_plain = self._decided(pages, inputs)
-    words, layout = pack(inputs)
+    words, layout = self._packed(inputs)
     is_masked = inputs.sampling.mask is not None
     program = self._masked_step_program if is_masked else self._step_program
     return program(params, pages, words, key, layout, is_plain)
@@ -542,13 +544,27 @@ class Runner:
       (pages, tokens i32[i, b], scores and the `num_top` likeliest), on the devices.
     """
     pages, inputs, is_plain = self._decided(pages, inputs)
-    words, layout = pack(inputs)
+    words, layout = self._packed(inputs)
     num_top = min(num_top, self.config.vocab_size)
     program = self._reading_programs.get(num_top)
     if program is None:
       program = self._compiled(functools.partial(instance_reading, num_top=num_top))
       self._reading_programs[num_top] = program
     return program(params, pages, words, key, layout, is_plain)
+
+  @functools.cached_property
+  def _turns(self) -> Iterator[int]:
+    return itertools.count()
+
+  def _packed(self, inputs: Any) -> tuple[np.ndarray, _Layout]:
+    """Returns `pack` of inputs, once all processes of the mesh have the same ones."""
+    if parallel.spans_processes(self.mesh):
+      leaves = jax.tree_util.tree_leaves_with_path(inputs)
+      agreement.compare(
+        f"engine step {next(self._turns)}",
+        {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves},
+      )
+    return pack(inputs)
 
   def _decided(self, pages: Any, inputs: StepInputs) -> tuple[Any, StepInputs, bool]:
     """Returns pages, inputs and `is_plain` of a step that may read no number of a device's back.
@@ -580,5 +596,5 @@ class Runner:
       (pages, tokens i32[i, t, n], scores f32[i, t, n]), on the devices; see `instance_visit`.
     """
     pages, step, is_plain = self._decided(pages, inputs.step)
-    words, layout = pack(inputs._replace(step=step))
+    words, layout = self._packed(inputs._replace(step=step))
     return self._visit_program(params, pages, words, key, layout, is_plain)

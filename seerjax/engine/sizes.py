@@ -7,7 +7,7 @@ import math
 
 import jax
 
-from seerjax import host_memory, numerics as numerics_lib
+from seerjax import agreement, host_memory, numerics as numerics_lib
 from seerjax.backends.protocol import Backend
 from seerjax.engine import checks
 from seerjax.models import config as model_config, kv_layout
@@ -138,15 +138,15 @@ def free_bytes(mesh: jax.sharding.Mesh) -> float:
   """Returns the free memory of one instance, in bytes; infinite where nothing tells.
 
   Devices of a CPU share the memory of the machine, or of the control group (`host_memory`); others
-  have their own.
+  have their own. Processes that share the mesh take the least of what each of them finds.
   """
-  device = mesh.devices.flat[0]
+  device = next(one for one in mesh.devices.flat if one.process_index == jax.process_index())
   if device.platform == "cpu":
-    return host_memory.free_bytes() / mesh.devices.size
+    return agreement.least(host_memory.free_bytes() / mesh.devices.size)
   stats = device.memory_stats() or {}
   if "bytes_limit" not in stats:
-    return float("inf")
-  return float(stats["bytes_limit"] - stats.get("bytes_in_use", 0))
+    return agreement.least(float("inf"))
+  return agreement.least(float(stats["bytes_limit"] - stats.get("bytes_in_use", 0)))
 
 
 def pages_that_fit(

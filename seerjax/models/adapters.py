@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from seerjax import numerics as numerics_lib
+from seerjax import numerics as numerics_lib, parallel
 from seerjax.array_typing import Array
 from seerjax.backends.adapters import Form, RowAdapters
 from seerjax.backends.protocol import Backend
@@ -210,5 +210,5 @@ def placed(forms: tuple[Form, ...], mesh: jax.sharding.Mesh) -> tuple[Form, ...]
   """Returns the forms on a mesh: slabs over `model`, the rest everywhere."""
   specs = parameters.specs_of({"layers": [], "adapters": forms})["adapters"]
   return jax.tree.map(
-    lambda leaf, spec: jax.device_put(leaf, jax.sharding.NamedSharding(mesh, spec)), forms, specs
+    lambda leaf, spec: parallel.put(leaf, jax.sharding.NamedSharding(mesh, spec)), forms, specs
   )

@@ -154,7 +154,7 @@ def specs_of(params: Params) -> Params:
 def placed(params: Params, mesh: jax.sharding.Mesh) -> Params:
   """Returns weights on the mesh: slabs over `model`, copies for every instance."""
   return jax.tree.map(
-    lambda leaf, spec: jax.device_put(leaf, jax.sharding.NamedSharding(mesh, spec)),
+    lambda leaf, spec: parallel.put(leaf, jax.sharding.NamedSharding(mesh, spec)),
     params,
     specs_of(params),
     is_leaf=lambda leaf: isinstance(leaf, jax.Array | np.ndarray),

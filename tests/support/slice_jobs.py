@@ -8,6 +8,7 @@ Each process prints one JSON line as its last.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+import hashlib
 import json
 import os
 import pathlib
@@ -54,11 +55,51 @@ def run(
   return found
 
 
+def answers(mesh: tuple[int, int], first_seed: int = 0) -> str:
+  """Returns the digest of what a two-layer model's engine answers on a mesh (instance, model)."""
+  import numpy as np
+  import tiny_model
+
+  from seerjax import parallel
+  from seerjax.engine import engine as engine_lib
+  from seerjax.models.loading import Model
+  from seerjax.types import Request, SamplingParams
+
+  params = tiny_model.random_master(tiny_model.CONFIG, tiny_model.NATIVE)
+  engine = engine_lib.Engine(
+    Model(tiny_model.CONFIG, params, tiny_model.NATIVE, None),
+    config=engine_lib.EngineConfig(
+      page_size=4, num_pages=40, max_sequences=4, max_context=48, row_buckets=(16,)
+    ),
+    mesh=parallel.make_mesh(num_instances=mesh[0], model_shards=mesh[1]),
+  )
+  rng = np.random.default_rng(1)
+  requests = [
+    Request(
+      request_id=f"request {index}",
+      prompt=tuple(rng.integers(0, 64, int(rng.integers(1, 9))).tolist()),
+      seed=first_seed + index,
+      sampling=SamplingParams(max_tokens=int(rng.integers(3, 12))),
+    )
+    for index in range(7)
+  ]
+  digest = hashlib.sha256()
+  for one in sorted(engine.generate(requests), key=lambda one: one.request_id):
+    digest.update(repr((one.request_id, one.tokens)).encode())
+    digest.update(one.behaviour_logprobs.tobytes() + one.raw_logprobs.tobytes())
+  return digest.hexdigest()
+
+
+def _answers(argument: str) -> dict[str, Any]:
+  return {argument: answers(tuple(json.loads(argument)))}
+
+
 def _agreement(argument: str) -> dict[str, Any]:
   """What the first tells, what it cannot tell, and a decision that differs."""
   import jax
 
-  from seerjax import agreement
+  from seerjax import agreement, parallel
+  from seerjax.engine.kv import pool
 
   del argument
   rank, found = jax.process_index(), {}
@@ -69,18 +110,22 @@ def _agreement(argument: str) -> dict[str, Any]:
   def refuses():
     raise OSError("the disk is full")
 
+  mesh = parallel.make_mesh(num_instances=NUM_DEVICES)
+  found["host_pages"] = pool.usual(mesh).config.host_pages
   for name, call in {
+    "store": lambda: pool.config_of(pool.KVPoolConfig(disk="here"), mesh),
     "refused": lambda: agreement.from_first(refuses),
     "differs": lambda: agreement.compare("step 7", {"tokens": "same", "pages": 40 + rank}),
   }.items():
     try:
       call()
-    except (agreement.Disagreement, OSError) as error:
+    except (agreement.Disagreement, NotImplementedError, OSError) as error:
       found[name] = f"{type(error).__name__}: {error}"
   return found
 
 
 JOBS: Mapping[str, Callable[[str], dict[str, Any]]] = {
+  "answers": _answers,
   "agreement": _agreement,
 }
 

@@ -24,6 +24,7 @@ from absl import logging
 import jax
 import numpy as np
 
+from seerjax import parallel
 from seerjax.array_typing import Array
 from seerjax.engine.counters import TierCounters
 from seerjax.engine.kv import values
@@ -103,6 +104,26 @@ class _Held(NamedTuple):
   rounds: list[list[list[Array]]]
   tokens: tuple[int, ...]
   owner: Owner
+
+
+def config_of(config: KVPoolConfig, mesh: jax.sharding.Mesh) -> KVPoolConfig:
+  """Returns the tiers that a mesh can use: no host's memory where several processes share it.
+
+  What lies in one process's memory could not come back to another's devices: what finds no room on
+  a device is computed again.
+
+  Raises:
+    NotImplementedError: if a store is asked for there.
+  """
+  if not parallel.spans_processes(mesh):
+    return config
+  if config.disk or config.mooncake:
+    raise NotImplementedError(
+      f"KVPoolConfig: got disk={config.disk!r} and mooncake={config.mooncake!r} on a mesh of"
+      " several processes, expected neither (a process sees its own devices' pages alone); leave"
+      " them out, or run one process."
+    )
+  return dataclasses.replace(config, host_pages=0)
 
 
 class KVPool:
@@ -285,3 +306,8 @@ class KVPool:
     self.store.requests_in += 1
     self.store.seconds_stalled += time.monotonic() - begin
     return True
+
+
+def usual(mesh: jax.sharding.Mesh) -> KVPool:
+  """Returns a pool of the usual tiers that a mesh can use."""
+  return KVPool(config_of(KVPoolConfig(), mesh))
