@@ -35,7 +35,7 @@ from seerjax.rollout import divided
 from seerjax.rollout.buffer import Buffer, State
 from seerjax.rollout.instances import Decision, Instances
 from seerjax.rollout.journal import Journal
-from seerjax.rollout.policies import Divided
+from seerjax.rollout.policies import Divided, SchedulerConfig
 from seerjax.rollout.scheduler import Scheduler
 from seerjax.rollout.trace import Span, Trace
 from seerjax.types import Completion, Request
@@ -121,7 +121,7 @@ class ClusterRollout:
   def __init__(
     self,
     workers: Workers,
-    policy: Divided,
+    policy: SchedulerConfig,
     journal: Journal | None = None,
     *,
     resume_from: Mapping[str, Completion] | None = None,

@@ -101,12 +101,10 @@ def difference(expected: WorkerReport, found: WorkerReport) -> str:
   """Returns the first thing in which a worker may not differ from others and does; "" if none."""
   for field, fix in SHARED.items():
     was, now = getattr(expected, field), getattr(found, field)
-    if field == "fingerprint":
-      names = [name for name in sorted({*was, *now}) if was.get(name) != now.get(name)]
-      if names:
-        name = names[0]
-        return f"{field}.{name}: got {now.get(name)!r}, expected {was.get(name)!r}; {fix}."
-    elif was != now:
+    if field == "fingerprint":  # What differs in it alone, and no digest of it.
+      names = {name for name in {*was, *now} - {"digest"} if was.get(name) != now.get(name)}
+      was, now = ({name: one.get(name) for name in sorted(names)} for one in (was, now))
+    if was != now:
       return f"{field}: got {now!r}, expected {was!r}; {fix}."
   return ""
 
