@@ -60,6 +60,8 @@ class PretrainConfig:
     large_rate: share of word problems with operands up to 99.
     keeps_embeddings: whether the tokens' vectors stay as they are: a word that a later training
       does not have keeps its meaning.
+    keeps_unseen: whether the vector of a token stays as it is in each step whose batch does not
+      have it; Adam would move it as far as any other, since no answer is that token.
     seed: of weights and documents.
   """
 
@@ -70,6 +72,7 @@ class PretrainConfig:
   brief_rate: float = nano_corpus.BRIEF_RATE
   large_rate: float = nano_corpus.LARGE_RATE
   keeps_embeddings: bool = False
+  keeps_unseen: bool = False
   seed: int = 0
 
   def __post_init__(self):
@@ -130,8 +133,16 @@ def numerics_for(length: int) -> numerics_lib.NumericsConfig:
   )
 
 
-def make_step(model: model_config.TransformerConfig, optimizer: optax.GradientTransformation):
-  """Returns the compiled `(params, opt_state, tokens, weights) -> (params, opt_state, metrics)`."""
+def make_step(
+  model: model_config.TransformerConfig,
+  optimizer: optax.GradientTransformation,
+  *,
+  keeps_unseen: bool = False,
+):
+  """Returns the compiled `(params, opt_state, tokens, weights) -> (params, opt_state, metrics)`.
+
+  With `keeps_unseen`, rows of `embed` whose token is not among `tokens` are not updated.
+  """
 
   def loss(params, tokens, weights):
     numerics = numerics_for(tokens.shape[1])
@@ -150,6 +161,9 @@ def make_step(model: model_config.TransformerConfig, optimizer: optax.GradientTr
   def step(params, opt_state, tokens, weights):
     (_, metrics), gradient = jax.value_and_grad(loss, has_aux=True)(params, tokens, weights)
     updates, opt_state = optimizer.update(gradient, opt_state, params)
+    if keeps_unseen:
+      is_seen = jnp.zeros(model.vocab_size, bool).at[tokens.reshape(-1)].set(True)
+      updates = {**updates, "embed": jnp.where(is_seen[:, None], updates["embed"], 0.0)}
     return optax.apply_updates(params, updates), opt_state, metrics
 
   return step
@@ -221,7 +235,8 @@ def pretrain(
     restored = checkpoint.restore(checkpoints, abstract, fingerprint=fingerprint)
     (params, opt_state), first = restored.state, latest
     print(f"resumed at step {first} of {num_steps}")
-  step, started, seen = make_step(model, optimizer), time.monotonic(), 0
+  step = make_step(model, optimizer, keeps_unseen=config.keeps_unseen)
+  started, seen = time.monotonic(), 0
   columns = (*rich.progress.Progress.get_default_columns(), "{task.fields[note]}")
   with rich.progress.Progress(*columns) as progress:
     bar = progress.add_task("pretrain", total=num_steps, completed=first, note="")

@@ -44,27 +44,27 @@ from seerjax.tasks.stateful import StatefulConfig, StatefulTask, StatefulWordPro
 
 CONTEXT = 512  # Positions of a sequence.
 # Places of the split: each seed has a range of its own, and the knob's contexts come after them.
-PLACES_A_SEED, FIRST_OF_KNOB = 1000, 5000
+# The first of each range were read while all this was made, and are left alone.
+PLACES_A_SEED, FIRST_PLACE, FIRST_OF_KNOB = 1000, 300, 5300
+MAX_CONTEXTS = PLACES_A_SEED - FIRST_PLACE
 
 WHOLE = sleep_tables.WHOLE
 BASE = ProtocolConfig(wake_tokens=192, sleep_tokens=192, max_samples=8)
-BUDGETS = dataclasses.replace(
-  BASE, arms=("test", "cache", "wake", "both"), parallel=(1,), cuts=(8, 12, 16, 24, 32, 48)
+LENGTHS = dataclasses.replace(BASE, arms=("test", "cache", "wake"), parallel=(1,))
+CUTS = dataclasses.replace(
+  BASE, arms=("test", "wake"), verbosities=(WHOLE,), parallel=(1,), cuts=(8, 12, 24, 40)
 )
-SEVERAL = dataclasses.replace(
-  BASE, arms=("wake", "both"), verbosities=(WHOLE,), parallel=(1, 2, 5, 10)
-)
+BOTH = dataclasses.replace(BASE, arms=("both",), verbosities=(0, WHOLE), parallel=(1,))
 RIVALS = dataclasses.replace(
   BASE, arms=("facts", "rule", "leak", "pass", "same"), verbosities=(WHOLE,), parallel=(1,)
 )
+TAUGHT = (LENGTHS, CUTS, BOTH, RIVALS)
 # What a model is asked that was not taught to sleep.
-PLAIN = dataclasses.replace(
-  BASE, verbosities=(WHOLE,), parallel=(1,), cuts=BUDGETS.cuts,
-  arms=("test", "cache", "wake", "both", "facts", "rule"),
-)  # fmt: skip
-KNOB = dataclasses.replace(
-  BASE, arms=("test", "wake"), verbosities=(0, WHOLE), parallel=(1,)
+PLAIN = (dataclasses.replace(CUTS, arms=("test", "cache")),)
+SEVERAL = dataclasses.replace(
+  BASE, arms=("wake", "both"), verbosities=(WHOLE,), parallel=(1, 2, 5, 10)
 )
+KNOB = dataclasses.replace(BASE, arms=("test", "wake"), verbosities=(0, WHOLE), parallel=(1,))
 EXPONENTS = (0.0, 1.0, 2.0, 3.0)
 
 
@@ -89,15 +89,24 @@ class Part(NamedTuple):
 
 
 def parts(
-  seeds: Sequence[int], num_contexts: int, num_of_knob: int, *, is_taught: bool, split: str = "test"
+  seeds: Sequence[int],
+  num_contexts: int,
+  num_of_several: int,
+  num_of_knob: int,
+  *,
+  is_taught: bool,
+  split: str = "test",
 ) -> list[Part]:
-  """Returns what a model is asked."""
-  configs = (BUDGETS, SEVERAL, RIVALS) if is_taught else (PLAIN,)
+  """Returns what a model is asked; of each seed's contexts, the first with several rewrites too."""
   found = []
-  for seed in seeds:
-    first = seed * PLACES_A_SEED
-    places = range(first, first + num_contexts)
-    found.append(Part("main", StatefulWordProblems(), split, places, seed, configs))
+  for name, count, configs in (
+    ("main", num_contexts, TAUGHT if is_taught else PLAIN),
+    ("several", min(num_of_several, num_contexts) if is_taught else 0, (SEVERAL,)),
+  ):
+    for seed in seeds if count else ():
+      first = seed * PLACES_A_SEED + FIRST_PLACE
+      places = range(first, first + count)
+      found.append(Part(name, StatefulWordProblems(), split, places, seed, configs))
   if is_taught:
     places = range(FIRST_OF_KNOB, FIRST_OF_KNOB + num_of_knob)
     for exponent in EXPONENTS if num_of_knob else ():
@@ -294,9 +303,6 @@ def against(main: Main) -> Section:
     ("c without q", Arm("leak")),
     ("pass@k with an oracle, equal test tokens", Arm("pass")),
     ("the same total without sleep", Arm("same")),
-    ("2 parallel c'", Arm("wake", num_parallel=2)),
-    ("5 parallel c'", Arm("wake", num_parallel=5)),
-    ("10 parallel c'", Arm("wake", num_parallel=10)),
   ):
     found.append(line(name, own, own, arm))
   names = (
@@ -310,7 +316,7 @@ def budgets(main: Main) -> Section:
   """Gains at equal test tokens, where budgets are lengths, and where they are hard cuts."""
   own, base = main.own, main.base
   lengths = [Arm("test", verbosity) for verbosity in range(WHOLE + 1)]
-  cuts = [Arm("test", cut=cut) for cut in (0, *BUDGETS.cuts)]
+  cuts = [Arm("test", cut=cut) for cut in (0, *CUTS.cuts)]
   rows = [
     ("lengths of nano-sleep", sleep_tables.gain_at_equal_tokens(own, own, WAKE, lengths)),
     (f"hard cuts of {main.base_name}", sleep_tables.gain_at_equal_tokens(own, base, WAKE, cuts)),
@@ -421,11 +427,31 @@ def predicted(main: Main) -> Section:
   return Section(title, _table(names, found))
 
 
+def several(rows: Sequence[Row], about: Sequence[About]) -> Section:
+  """Several rewrites of a context, side by side."""
+  ids = {row.problem_id for row in rows}
+  cells = Cells(rows, [one for one in about if one.problem_id in ids])
+  found = []
+  for count in SEVERAL.parallel:
+    wake = Arm("wake", num_parallel=count)
+    gain = sleep_tables.mean(cells, cells.right(wake) - cells.right(WAKE))
+    both = cells.right(Arm("both", num_parallel=count))
+    found.append((
+      count, percent(float(cells.right(wake).mean())), f"{cells.tokens(wake).mean():.1f}",
+      f"{cells.sleep(wake).mean():.0f}", gain.text(100), percent(float(both.mean())),
+    ))  # fmt: skip
+  names = (
+    "c' side by side", "T_b(q, c') right %", "test tokens", "sleep tokens a context",
+    "ahead of one, points (95 %)", "T_b(q, c, c') right %",
+  )  # fmt: skip
+  return Section(f"Several rewrites, {len(cells.starts)} contexts", _table(names, found))
+
+
 def knob(rows: Mapping[str, list[Row]], about: Mapping[str, list[About]]) -> Section:
   """Gain under each exponent of Zipf."""
   found = []
   for name in rows:
-    if name == "main":
+    if not name.startswith("knob"):
       continue
     cells = Cells(rows[name], about[name])
     gains = [
@@ -453,10 +479,10 @@ def curves(main: Main) -> list[Curves]:
     x, y = zip(*points, strict=True)
     return Curve(label, np.array(x), np.array(y))
 
-  lengths, cuts = range(WHOLE + 1), (0, *BUDGETS.cuts)
+  lengths, cuts = range(WHOLE + 1), (0, *CUTS.cuts)
   without = of("T_B(q, c)", own, [Arm("test", length) for length in lengths])
   wake = of("T_b(q, c')", own, [Arm("wake", length, 1) for length in lengths])
-  both = of("T_b(q, c, c')", own, [Arm("both", length, 1) for length in lengths])
+  both = of("T_b(q, c, c')", own, [Arm("both", length, 1) for length in BOTH.verbosities])
   found = [
     Curves("Right against test tokens, by length asked for", "tokens", "nano-sleep, four lengths",
            (without, wake, both), is_percent=True),
@@ -493,7 +519,9 @@ def report(
   ]
   makers = (against, budgets, steps, prices, break_even, planning, predicted)
   sections += [make(main) for make in makers]
-  if len(rows[model]) > 1:
+  if "several" in rows[model]:
+    sections.append(several(rows[model]["several"], about["main"]))
+  if any(name.startswith("knob") for name in rows[model]):
     sections.append(knob(rows[model], about))
   text = "\n\n".join(f"## {one.title}\n\n{one.text}" for one in sections)
   (workdir / "tables.md").write_text(f"{text}\n")
@@ -514,10 +542,10 @@ def main(argv: list[str]) -> None:
   with command_line.refusals():
     command_line.check_arguments(argv)
     seeds = sorted({int(seed) for seed in args.seeds})
-    if not 2 <= args.num_contexts <= PLACES_A_SEED or not seeds or not 0 <= seeds[-1] < 5:
+    if not 2 <= args.num_contexts <= MAX_CONTEXTS or not seeds or not 0 <= seeds[-1] < 5:
       raise ValueError(
         f"--num_contexts, --seeds: got {args.num_contexts} and {args.seeds}, expected 2 to"
-        f" {PLACES_A_SEED} contexts of each seed, and seeds of 0 to 4; 100 and 0,1,2 are usual."
+        f" {MAX_CONTEXTS} contexts of each seed, and seeds of 0 to 4; 100 and 0,1,2 are usual."
       )
     if args.model in args.rivals:
       raise ValueError(
@@ -525,8 +553,9 @@ def main(argv: list[str]) -> None:
       )
     workdir = pathlib.Path(args.workdir)
     workdir.mkdir(parents=True, exist_ok=True)
-    own = parts(seeds, args.num_contexts, args.num_of_knob, is_taught=True, split=args.split)
-    plain = parts(seeds, args.num_contexts, 0, is_taught=False, split=args.split)
+    counts = args.num_contexts, args.num_of_several, args.num_of_knob
+    own = parts(seeds, *counts, is_taught=True, split=args.split)
+    plain = parts(seeds, *counts, is_taught=False, split=args.split)
 
     def scorer_of() -> tuple[Scorer, Tokenizer]:
       model = seerjax.load_model("nano")
@@ -537,7 +566,8 @@ def main(argv: list[str]) -> None:
     with rich.progress.Progress(*columns) as progress:
       rows = {name: asked(name, plain, workdir, progress) for name in args.rivals}
       rows[args.model] = asked(args.model, own, workdir, progress)
-    found = known(workdir / "questions.jsonl", own, scorer_of)
+    scored = [part for part in own if part.name != "several"]  # Whose contexts "main" has too.
+    found = known(workdir / "questions.jsonl", scored, scorer_of)
   report(args.model, rows, found, workdir)
 
 
@@ -547,6 +577,7 @@ if __name__ == "__main__":
   flags.DEFINE_enum("split", "test", ["test", "heldout"], "heldout has the people of training.")
   flags.DEFINE_list("seeds", ["0", "1", "2"], "Of contexts and noise.")
   flags.DEFINE_integer("num_contexts", 100, "Of each seed.")
-  flags.DEFINE_integer("num_of_knob", 40, "For each exponent of Zipf; 0 for none.", 0)
+  flags.DEFINE_integer("num_of_several", 15, "Of these, with several rewrites; 0 for none.", 0)
+  flags.DEFINE_integer("num_of_knob", 20, "For each exponent of Zipf; 0 for none.", 0)
   flags.DEFINE_string("workdir", "runs/sleep_time", "Journals, tables and the page go here.")
   app.run(main)

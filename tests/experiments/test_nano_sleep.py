@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 import itertools
 import re
 
+import numpy as np
 import pytest
 
-from experiments import nano_sleep
-from seerjax.tasks import stateful
+from experiments import nano_sleep, pretrain_nano
+import seerjax
+from seerjax.models import huggingface, loading
+from seerjax.tasks import stateful, stories
+from seerjax.tasks.draws import Draws
 from seerjax.tasks.stateful import StatefulWordProblems
 from seerjax.types import Problem
 
@@ -22,11 +27,59 @@ def words(text: str) -> set[str]:
 
 def test_no_person_and_no_verb_of_the_test_split_is_learnt():
   told = set().union(*(words(prompt) | words(answer) for prompt, answer in DOCUMENTS))
-  assert not told & {*stateful.TEST_NAMES, *stateful.TEST_VERBS}
-  assert {*stateful.TRAIN_NAMES} <= told
+  unread = {*stateful.TEST_NAMES, *stateful.TEST_VERBS, *nano_sleep.PROBE_NAMES}
+  assert not told & unread
+  assert {*nano_sleep.LEARNT_NAMES} <= told
+  # But all their names begin other people's, so that no part of a name is new.
+  for name in (*stateful.TEST_NAMES, *nano_sleep.PROBE_NAMES):
+    assert any(word.startswith(name) for word in told)
   # The twin: its own contexts tell of them.
   test = set().union(*(words(context.text) for context in TASK.contexts("test")[:20]))
   assert test & {*stateful.TEST_NAMES} and test & {*stateful.TEST_VERBS}
+
+
+def test_people_have_other_names_in_every_document():
+  names = [nano_sleep.new_names(Draws("names", number), 9) for number in range(300)]
+  assert all(len({*several}) == 9 for several in names)
+  # As documents, and as the regular expression of facts, take them.
+  assert all(re.fullmatch("[A-Z][a-z]+", name) for several in names for name in several)
+  told = [name for several in names for name in several]
+  share = sum(name in nano_sleep.LEARNT_NAMES for name in told) / len(told)
+  assert 0.3 < share < 0.5
+  invented = {*told} - {*nano_sleep.LEARNT_NAMES}
+  assert not invented & {*stories.NAMES} and len(invented) > 800
+  assert names[0] == nano_sleep.new_names(Draws("names", 0), 9)
+
+
+def test_whole_names_alone_are_renamed():
+  text = "Ana has 3 pens. Anana has 4 pens. How many pens does Ana have?"
+  assert nano_sleep.renamed(text, {"Ana": "Benor"}) == (
+    "Benor has 3 pens. Anana has 4 pens. How many pens does Benor have?"
+  )
+  assert nano_sleep.renamed("Ana, Ben", {"Ana": "Ben", "Ben": "Ana"}) == "Ben, Ana"
+
+
+def test_vectors_of_things_and_of_endings_are_spread(tmp_path):
+  numerics = pretrain_nano.numerics_for(64)
+  words = seerjax.load_model("nano").tokenizer
+  assert words is not None
+
+  def cosine(embed: np.ndarray, several: Sequence[str]) -> float:
+    rows = embed[[words.encode(one)[0] for one in several]]
+    rows = rows / np.linalg.norm(rows, axis=1, keepdims=True)
+    return float((rows @ rows.T)[np.triu_indices(len(rows), 1)].mean())
+
+  nano_sleep.spread("nano", tmp_path, 0)
+  (before, _), (after, _) = (
+    huggingface.load(loading.directory_of(name), numerics) for name in ("nano", str(tmp_path))
+  )
+  first, last = (np.asarray(one["embed"], np.float32) for one in (before, after))
+  things = [f" {thing}" for thing in stories.OBJECTS]
+  for several in (things, [end for end in nano_sleep.ENDINGS if len(end) == 1]):
+    assert cosine(first, several) > 0.9 and cosine(last, several) < 0.7
+  digit = words.encode("7")[0]
+  assert (first[digit] == last[digit]).all()
+  assert all((before["layers"][0][name] == one).all() for name, one in after["layers"][0].items())
 
 
 def test_documents_are_of_four_kinds_and_four_lengths():
@@ -62,15 +115,31 @@ def test_after_the_facts_only_what_they_do_not_say_is_calculated():
 def test_lessons_are_sleepers_and_wakers_and_each_has_its_own_verdict():
   lessons = nano_sleep.Lessons()
   assert lessons.num_problems("train") == 4 * len(TASK.contexts("train"))
-  sleep, wake = lessons.problem("train", 9), lessons.problem("train", 11)
-  context = TASK.contexts("train")[2]
+  sleep, wake = lessons.problem("heldout", 9), lessons.problem("heldout", 11)
+  context = TASK.contexts("heldout")[2]
   assert sleep.prompt == TASK.sleep_prompt(context)
   assert lessons.verdict(sleep, context.notes).reward == 1.0
   assert lessons.verdict(sleep, f"#### {wake.answer}").reward == 0.0
-  assert wake.prompt == f"{context.facts} {TASK.questions('train', 2)[0].question}"
+  assert wake.prompt == f"{context.facts} {TASK.questions('heldout', 2)[0].question}"
   assert lessons.verdict(wake, wake.solution).correct
   assert not lessons.verdict(wake, context.notes).correct
-  assert lessons.problem("train", 10).prompt == sleep.prompt
+  assert lessons.problem("heldout", 10).prompt == sleep.prompt
+
+
+def test_lessons_of_training_tell_of_drawn_people_and_reward_each_fact():
+  lessons = nano_sleep.Lessons()
+  told = set()
+  for index in range(40):
+    problem = lessons.problem("train", index)
+    told |= words(problem.prompt)
+    assert lessons.verdict(problem, problem.solution).reward == 1.0
+    if problem.problem_id.startswith("sleep-"):
+      facts = stateful.facts_in(problem.answer)
+      assert lessons.verdict(problem, facts[0]).reward == 1 / len(facts)
+      assert all(fact.split()[0] in words(problem.context) for fact in facts)
+  assert not told & {*stateful.TEST_NAMES, *nano_sleep.PROBE_NAMES}
+  first, second = (lessons.problem("train", index).prompt for index in (0, 1))
+  assert first != second and re.sub("[A-Z][a-z]+", "", first) == re.sub("[A-Z][a-z]+", "", second)
 
 
 def test_reinforcement_is_the_main_job_on_lessons():
@@ -82,7 +151,12 @@ def test_reinforcement_is_the_main_job_on_lessons():
 
 @pytest.mark.thorough
 def test_shipped_nano_knows_no_facts_and_is_compared_with_itself():
-  found = nano_sleep.right_facts("nano", "heldout", 16, 0)
+  stated = nano_sleep.stated("nano", "heldout", 16, 0)
+  assert [{*facts} for facts in stated] == [
+    {fact.split()[0] for fact in stateful.facts_in(context.facts)}
+    for context in TASK.contexts("heldout")[:16]
+  ]
+  found = nano_sleep.right_facts(stated)
   assert found.shape == (16,) and (found == 0).mean() > 0.5
   line = nano_sleep.compare("nano", "nano", "heldout", 16, 0)
   assert "gain 0.0 ± 0.0 points" in line and "16 contexts" in line

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import pathlib
 
 import pytest
 import tiny_model
 
 from experiments import pretrain_nano
-from seerjax.models import huggingface
+from seerjax.models import huggingface, tokenizer
 
 MODEL = dataclasses.replace(
   tiny_model.CONFIG, vocab_size=512, hidden_size=16, num_heads=2, num_kv_heads=2
@@ -49,6 +50,27 @@ def test_the_tokens_vectors_stay_where_they_are_kept(tmp_path):
   assert (found["kept"]["embed"] == first["embed"]).all()
   assert (found["learnt"]["embed"] != first["embed"]).any()
   assert (found["kept"]["layers"][0]["out"] != first["layers"][0]["out"]).any()
+
+
+@pytest.mark.thorough
+def test_the_vector_of_a_token_that_no_batch_has_stays_where_it_is(tmp_path):
+  config = dataclasses.replace(CONFIG, keeps_unseen=True, prompt_weight=0.0)
+  words = tokenizer.load(pathlib.Path(huggingface.__file__).parent / "nano")
+  (seen,), (unseen,) = words.encode(" pens"), words.encode(" keys")
+  pretrain_nano.pretrain(CONFIG, MODEL, "", tmp_path / "first")
+  start = str(tmp_path / "first" / "model")
+  found = {}
+  for name, one in (("kept", config), ("learnt", dataclasses.replace(config, keeps_unseen=False))):
+    documents = iter([("How many pens?", "#### 1")] * 100)
+    pretrain_nano.pretrain(one, MODEL, start, tmp_path / name, documents)
+    found[name], _ = huggingface.load(
+      tmp_path / name / "model", pretrain_nano.numerics_for(64)
+    )
+  first, _ = huggingface.load(start, pretrain_nano.numerics_for(64))
+  assert (found["kept"]["embed"][unseen] == first["embed"][unseen]).all()
+  assert (found["kept"]["embed"][seen] != first["embed"][seen]).any()
+  # The twin: without it, a token is pushed away since no answer is it.
+  assert (found["learnt"]["embed"][unseen] != first["embed"][unseen]).any()
 
 
 def test_a_model_is_written_and_not_made_twice(tmp_path):

@@ -159,10 +159,10 @@ def test_a_report_of_all_arms_has_every_table(tmp_path: pathlib.Path):
   own = [
     part._replace(configs=tuple(dataclasses.replace(one, **names, cuts=(8,) if one.cuts else ())
                                 for one in part.configs))
-    for part in sleep_time.parts(seeds, small, small, is_taught=True)
+    for part in sleep_time.parts(seeds, small, 2, small, is_taught=True)
   ]  # fmt: skip
   monkey = pytest.MonkeyPatch()
-  monkey.setattr(sleep_time, "BUDGETS", dataclasses.replace(sleep_time.BUDGETS, cuts=(8,)))
+  monkey.setattr(sleep_time, "CUTS", dataclasses.replace(sleep_time.CUTS, cuts=(8,)))
   rows: dict[str, list[Row]] = {}
   known: dict[str, list[About]] = {}
   try:
@@ -187,7 +187,8 @@ def test_a_report_of_all_arms_has_every_table(tmp_path: pathlib.Path):
   text = (tmp_path / "tables.md").read_text()
   for title in (
     "Arms of other", "Arms of reader", "T_b(q, c') against", "Gain at equal", "By the number",
-    "Price of a question", "Break-even", "The planner", "quintile", "law of Zipf",
+    "Price of a question", "Break-even", "The planner", "quintile", "Several rewrites, 4 contexts",
+    "law of Zipf",
   ):  # fmt: skip
     assert title in text
   page = (tmp_path / "sleep.html").read_text()
@@ -206,8 +207,8 @@ def test_a_chart_escapes_its_words():
 @pytest.mark.parametrize(
   "flag, message",
   [
-    ("--num_contexts=1", "got 1 and ['0', '1', '2'], expected 2 to 1000 contexts of each seed"),
-    ("--seeds=5", "got 100 and ['5'], expected 2 to 1000 contexts of each seed, and seeds of 0 to"),
+    ("--num_contexts=1", "got 1 and ['0', '1', '2'], expected 2 to 700 contexts of each seed"),
+    ("--seeds=5", "got 100 and ['5'], expected 2 to 700 contexts of each seed, and seeds of 0 to"),
     ("--rivals=nano-sleep", "--rivals: got ['nano-sleep'] with --model=nano-sleep, expected other"),
   ],
 )
