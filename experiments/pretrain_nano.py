@@ -21,6 +21,7 @@ import dataclasses
 import functools
 import pathlib
 import time
+from typing import cast
 
 from absl import app, flags
 import jax
@@ -163,6 +164,7 @@ def make_step(
     updates, opt_state = optimizer.update(gradient, opt_state, params)
     if keeps_unseen:
       is_seen = jnp.zeros(model.vocab_size, bool).at[tokens.reshape(-1)].set(True)
+      updates = cast(dict[str, jax.Array], updates)
       updates = {**updates, "embed": jnp.where(is_seen[:, None], updates["embed"], 0.0)}
     return optax.apply_updates(params, updates), opt_state, metrics
 
