@@ -28,6 +28,7 @@ ROOT = pathlib.Path(__file__).parents[1]
     (dict(num_processes=2, coordinator="here:0"), "SliceConfig.coordinator: got 'here:0', expec"),
   ],
 )
+@pytest.mark.usefixtures("unchecked_annotations")
 def test_processes_that_cannot_be_are_refused(fields, message):
   with pytest.raises(ValueError) as refusal:
     parallel.SliceConfig(**fields)
