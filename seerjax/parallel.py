@@ -168,6 +168,7 @@ def spans_processes(mesh: jax.sharding.Mesh) -> bool:
 
 def put(leaf: Any, sharding: jax.sharding.NamedSharding) -> Array:
   """Returns an array, which every process has, on a mesh; each process places its own part."""
+  assert isinstance(sharding.mesh, jax.sharding.Mesh)  # One with devices.
   if not spans_processes(sharding.mesh):
     return jax.device_put(leaf, sharding)
   if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:

@@ -240,7 +240,7 @@ def _library() -> Any:
   except ImportError as error:
     raise ImportError(
       f"RayWorkers: got {error}, expected Ray; install seerjax[cluster], or run in one process with"
-      " --config.cluster.workers=0."
+      " LocalWorkers."
     ) from error
 
 

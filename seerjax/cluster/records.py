@@ -89,8 +89,8 @@ class WorkerReport:
 # What all workers of a rollout must have in common, and what to do about one that has not.
 SHARED = {
   "fingerprint": "run it with the others' numerics, version of JAX and kind of device",
-  "policy_version": "load the weights of the others (Worker.load)",
-  "weights": "load the weights of the others (Worker.load)",
+  "policy_version": "give its engine the weights of the others (Engine.set_params)",
+  "weights": "give its engine the weights of the others (Engine.set_params)",
   "key": "make its engine with the run's key",
   "page_size": "set EngineConfig.page_size as the others have it",
   "identity": "give it the model and the mesh's model axis of the others",

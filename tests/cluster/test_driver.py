@@ -110,6 +110,7 @@ def test_a_twin_that_takes_other_weights_says_other_things():
     fuzz(NATIVE, range(12), Welcoming)
 
 
+@pytest.mark.thorough
 def test_a_twin_that_takes_late_results_goes_back():
   def runs(kind: type[ClusterRollout]) -> None:
     for late in range(1, 60, 3):
