@@ -227,7 +227,7 @@ def test_a_rollout_that_is_stopped_goes_on_elsewhere():
 @pytest.mark.parametrize(
   "others, expected",
   [
-    (dict(weights_seed=1), r"weights: got '\w+', expected '\w+'; load the weights of the others"),
+    (dict(weights_seed=1), r"weights: got '\w+', expected '\w+'; give its engine the weights"),
     (
       dict(numerics=tiny_model.NUMERICS),
       r"fingerprint: got .*'implementation': 'tiled.*expected .*'implementation': 'native",
