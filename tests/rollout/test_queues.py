@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hypothesis
 from hypothesis import strategies as st
+import pytest
 from scheduled import end, filled, names, take
 
 from seerjax.rollout import policies, queues

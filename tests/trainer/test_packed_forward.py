@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import made_rollouts
 import numpy as np
+import pytest
 import tiny_model
 
 from seerjax.models import kv_layout, parameters, transformer
