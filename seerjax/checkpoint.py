@@ -124,7 +124,7 @@ def save(
     OSError: if the disk is full; earlier checkpoints are untouched.
     KeyboardInterrupt: on Ctrl-C, when the checkpoint is whole; on a second one at once.
   """
-  directory = pathlib.Path(directory).absolute()
+  directory = pathlib.Path(directory).resolve()
   if keep_latest < 1 or keep_every < 0:
     raise ValueError(
       f"checkpoint.save: got keep_latest={keep_latest} and keep_every={keep_every}, expected at"
@@ -225,7 +225,7 @@ def read_host_state(directory: str | os.PathLike, step: int | None = None) -> di
   Raises:
     ValueError: as `restore`, if it is not there, or its description is damaged.
   """
-  return _describe(_find(pathlib.Path(directory).absolute(), step))["host_state"]
+  return _describe(_find(pathlib.Path(directory).resolve(), step))["host_state"]
 
 
 def restore(
@@ -255,7 +255,7 @@ def restore(
       numerics (both values are named), of other leaves, shapes or dtypes (each leaf is named), or
       not finite.
   """
-  path = _find(pathlib.Path(directory).absolute(), step)
+  path = _find(pathlib.Path(directory).resolve(), step)
   description = _describe(path)
   epochs = tuple(Epoch(**epoch) for epoch in description["epochs"])
   if epochs[-1].fingerprint != dict(fingerprint):
@@ -280,7 +280,7 @@ def restore_part(
   Raises:
     ValueError: as `restore`, but for the numerics.
   """
-  path = _find(pathlib.Path(directory).absolute(), step)
+  path = _find(pathlib.Path(directory).resolve(), step)
   description = _describe(path)
   if name not in description.get("parts", {}):
     return None
@@ -401,7 +401,7 @@ def _shape_words(leaves: Mapping[str, Any]) -> dict[str, str]:
 def _placed(leaf: Any) -> Any:
   if isinstance(leaf, np.ndarray):
     return leaf
-  sharding = leaf.sharding or jax.sharding.SingleDeviceSharding(jax.devices()[0])
+  sharding = leaf.sharding or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
   return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 import optax
 
-from seerjax import metrics
+from seerjax import agreement, metrics
 from seerjax.engine import engine as engine_lib
 from seerjax.models import parameters
 from seerjax.rollout import divided, journal as journal_lib
@@ -153,7 +153,7 @@ def train(
       first = policy_lib.running_weights(config.weights, first, base)
       engine.set_params(first, policy_version=0)
       then = ready.asked.answer()
-    rows = metrics.read(run.directory / metrics.FILE_NAME)
+    rows = agreement.from_first(lambda: metrics.read(run.directory / metrics.FILE_NAME))
     numbers = summary.of_run(before, after, [row for row in rows if "contract/kl" in row])
     numbers |= run.clock.read() | dict(optimizer_steps=int(state.step), numerics=ready.fingerprint)
     metrics.write_summary(run.directory / "summary.json", numbers)

@@ -44,3 +44,7 @@ def test_the_first_of_two_processes_tells_and_a_difference_ends_both():
   assert first["store"] == second["store"]
   assert first["store"].startswith("NotImplementedError: KVPoolConfig: got disk='here' and moonca")
   assert "on a mesh of several processes, expected neither" in first["store"]
+  assert first["ahead"] == second["ahead"]
+  assert first["ahead"].startswith(
+    "NotImplementedError: RunConfig.stale: got steps_ahead=1 in 2 processes, expected 0"
+  )

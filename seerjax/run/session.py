@@ -28,7 +28,7 @@ from typing import Any
 
 import jax
 
-from seerjax import checkpoint, metrics
+from seerjax import agreement, checkpoint, metrics
 from seerjax.rollout import journal as journal_lib
 from seerjax.run import (
   directory as directory_lib,
@@ -97,6 +97,9 @@ class Session:
   def __enter__(self) -> Session:
     with contextlib.ExitStack() as stack:
       self._stops = stack.enter_context(stops_lib.heard())
+      if jax.process_count() > 1:
+        # Processes that run one program stop at one place: between two steps.
+        stack.enter_context(self._stops.put_off())
       self.progress = stack.enter_context(progress_lib.Progress(self._log))
       self.clock = summary.RunClock()
       directory_lib.check_directory(self.directory, resume=self._resume)
@@ -123,6 +126,7 @@ class Session:
     Raises:
       ValueError: naming those that differ with both values.
     """
+    agreement.compare("settings of the run", settings)
     self._settings, self._free, self._defaults = settings, free, defaults
     if self._resume:
       stored = checkpoint.read_host_state(self.directory / "checkpoints").get("config")
@@ -142,6 +146,7 @@ class Session:
       ValueError: if the checkpoint is of other shapes or of other numerics.
     """
     self._fingerprint = dict(fingerprint)
+    agreement.compare("numerics of the run", self._fingerprint)
     if not self._resume:
       return None
     restored = checkpoint.restore(
@@ -241,6 +246,8 @@ class Session:
     self.progress.begin_step(self.step + 1, self.num_steps)
     with contextlib.ExitStack() as whole:
       yield functools.partial(whole.enter_context, self._stops.put_off())
+    if jax.process_count() > 1:
+      self._stops.raise_together(agreement.most(self._stops.waiting))
 
   def finish_step(
     self,
@@ -267,8 +274,9 @@ class Session:
       every: steps; the run's last one is due as well.
       max_seconds: age of the last checkpoint, beyond which the next is due.
     """
-    age = time.monotonic() - self._saved_at
-    is_old = max_seconds is not None and age > max_seconds
+    is_old = False
+    if max_seconds is not None:
+      is_old = agreement.from_first(lambda: time.monotonic() - self._saved_at > max_seconds)
     if self.step % every == 0 or self.step == self.num_steps or is_old:
       self.save()
       self._saved_at = time.monotonic()
@@ -282,11 +290,12 @@ class Session:
       checkpoint.save(
         directory,
         self.step,
-        self._state,
+        # Each process of a slice has them whole; the first one's are written.
+        self._state if jax.process_count() == 1 else jax.device_get(self._state),
         host_state={**self._host_state(), "clock": self.clock.read(), "sizes": self._sizes},
         fingerprint=self._fingerprint,
         accept_new_numerics=self._accept_new_numerics,
-        parts=self._parts,
+        parts=self._parts if jax.process_count() == 1 else jax.device_get(self._parts),
         keep_latest=self._keep_checkpoints,
       )
 

@@ -24,6 +24,7 @@ from seerjax.run import (
   policy as policy_lib,
   programs as programs_lib,
   session as session_lib,
+  slices,
 )
 from seerjax.run.config import RunConfig
 from seerjax.run.policy import Policy
@@ -97,6 +98,7 @@ def set_up(
   Raises:
     ValueError: for settings, programs or a task that cannot work, before the journal is begun.
   """
+  slices.require_supported(config)
   given, progress = config, run.progress
   if resume:
     config = directory_lib.as_begun(config, run.directory)
@@ -132,6 +134,7 @@ def set_up(
   published = policy_lib.published_weights(
     config.weights, state.params, base, is_copied=config.stale.steps_ahead > 0
   )
+  tiers = kv_pool_lib.config_of(config.kv_pool, programs.runner.mesh)
   # Before the journal, which holds a run to its settings from its first line on.
   engine = engine_lib.Engine(
     Model(policy.model, published, config.numerics, policy.require_tokenizer()),
@@ -139,7 +142,7 @@ def set_up(
     key=numerics_lib.key(config.seed),
     policy_version=run.step,
     runner=programs.runner,
-    kv_pool=kv_pool_lib.KVPool(config.kv_pool, stores.open_store(config.kv_pool)),
+    kv_pool=kv_pool_lib.KVPool(tiers, stores.open_store(tiers)),
   )
   run.open(sizes=config_lib.chosen_sizes(config), console_digits=CONSOLE_DIGITS)
   for line in (config_lib.chosen(given, config), memory.describe(), engine.plan()):

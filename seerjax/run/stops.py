@@ -70,6 +70,17 @@ class Stops:
       return
     self._raise(number)
 
+  @property
+  def waiting(self) -> int:
+    """The signal that is put off; 0 if there is none."""
+    return self._waiting or 0
+
+  def raise_together(self, number: int) -> None:
+    """Raises for a signal that some process of a slice has put off; 0 is none."""
+    if number:
+      self._waiting = None
+      self._raise(number)
+
   def _raise(self, number: int) -> None:
     self._has_raised = True
     raise Terminated if number == signal.SIGTERM else KeyboardInterrupt

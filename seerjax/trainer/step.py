@@ -27,7 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from seerjax import numerics as numerics_lib, parallel
+from seerjax import agreement, numerics as numerics_lib, parallel
 from seerjax.array_typing import Array
 from seerjax.backends import choice
 from seerjax.backends.protocol import Backend
@@ -41,7 +41,7 @@ from seerjax.models import (
   weights,
 )
 from seerjax.ops import sampling
-from seerjax.trainer import losses, packing, plan as plan_lib
+from seerjax.trainer import gathering, losses, packing, plan as plan_lib
 from seerjax.types import TokenScores, TrainBatch, TrainState
 
 
@@ -293,10 +293,14 @@ class Trainer:
     if self.mesh.size == 1:
       return jax.jit(function, donate_argnums=(3,), out_shardings=(self._whole, None))
 
+    def results(sums, aux):
+      return sums, parallel.to_all_processes(aux, self.mesh)
+
     def spread(params, micro, denominators, sums):
       specs = self._sum_specs(params)
       in_specs = (parameters.specs_of(params), BY_INSTANCE, jax.P(), specs)
-      return self._spread(function, in_specs, (specs, BY_INSTANCE))(
+      out_specs = (specs, parallel.spec_of_results(self.mesh))
+      return self._spread(function, results, in_specs, out_specs)(
         params, micro, denominators, sums
       )
 
@@ -330,17 +334,21 @@ class Trainer:
     if self.mesh.size == 1:
       return jax.jit(function)
 
+    def results(*found):
+      return parallel.to_all_processes(found, self.mesh)
+
     def spread(params, batch):
       in_specs = (parameters.specs_of(params), BY_INSTANCE)
-      return self._spread(function, in_specs, BY_INSTANCE)(params, batch)
+      out_specs = parallel.spec_of_results(self.mesh)
+      return self._spread(function, results, in_specs, out_specs)(params, batch)
 
     return jax.jit(spread)
 
-  def _spread(self, function: Any, in_specs: Any, out_specs: Any) -> Any:
+  def _spread(self, function: Any, results: Any, in_specs: Any, out_specs: Any) -> Any:
     """Returns a function of one instance as one of the whole mesh.
 
     Of arguments that every instance has its own of, the leading axis is the instance's; so it is
-    of all that comes out.
+    of all that comes out, which `results` takes as [1, ...].
     """
     is_own = [
       any(parallel.INSTANCE_AXIS in spec for spec in jax.tree.leaves(specs, is_leaf=_is_spec))
@@ -352,7 +360,7 @@ class Trainer:
         jax.tree.map(lambda leaf: leaf[0], arg) if is_its_own else arg
         for arg, is_its_own in zip(args, is_own, strict=True)
       ]
-      return jax.tree.map(lambda leaf: leaf[None], function(*own))
+      return results(*jax.tree.map(lambda leaf: leaf[None], function(*own)))
 
     # Replication over `model` is ours to keep: gathered slabs are added in one order on all.
     return jax.shard_map(
@@ -439,6 +447,12 @@ class Trainer:
       ValueError: if the loss needs `reference_logprobs` and they are None, or weights are not the
         model's in the numerics' layout and dtype.
     """
+    if parallel.spans_processes(self.mesh):
+      leaves = jax.tree_util.tree_leaves_with_path((batch, denominators))
+      agreement.compare(
+        "micro-batches of a gradient",
+        {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves},
+      )
     params = self._placed(params, "Trainer.gradient: params")
     num_micro, num_rows = batch.targets.shape
     width = self.mesh.shape[parallel.INSTANCE_AXIS]
@@ -466,7 +480,7 @@ class Trainer:
           values[index], metrics[index], tokens, scores[index] = self._of_instance(out, row)
           mismatches += int(np.sum(tokens != batch.targets[index]))
       for place in range(len(wave)):
-        total.add(jax.tree.map(lambda leaf, place=place: _on_first(leaf, place), sums))
+        total.add(jax.tree.map(lambda leaf, place=place: gathering.on_first(leaf, place), sums))
       del sums
     assert mismatches == 0, f"head: {mismatches} forced tokens came out as others"
     loss_metrics = functools.reduce(losses.add_metrics, metrics)
@@ -533,6 +547,9 @@ class Trainer:
       ValueError: if the new weights are not finite, so that they are never published or saved.
     """
     state, norms = self._update(state, gradient)
+    if parallel.spans_processes(self.mesh):
+      numbers = {name: float(value) for name, value in norms.items()}
+      agreement.compare(f"optimiser step {int(state.step)}", numbers)
     numerics_lib.require_finite(
       state.params,
       what=f"Trainer.update: weights after a gradient of norm {float(norms['grad_norm']):g}",
@@ -549,7 +566,7 @@ def first_state(params: Any, optimizer: optax.GradientTransformation) -> TrainSt
   """
   params = jax.tree.map(jnp.copy, params)
   state = TrainState(params, optimizer.init(params), jnp.int32(0))
-  return jax.device_put(state, jax.devices()[0])
+  return jax.device_put(state, jax.local_devices()[0])
 
 
 def is_given_up(state: Any) -> bool:
@@ -618,21 +635,6 @@ def rollout_gap(scores: TokenScores, batch: TrainBatch) -> dict[str, float]:
 
 def _is_spec(value: Any) -> bool:
   return isinstance(value, jax.P)
-
-
-def _on_first(leaf: Array, index: int) -> Array:
-  """Returns the sum of instance `index` on the first device, its slabs together again."""
-  first = jax.devices()[0]
-  if leaf.sharding.num_devices == 1:
-    return jax.device_put(leaf, first)
-  own = [s for s in leaf.addressable_shards if s.index[0].indices(leaf.shape[0])[0] == index]
-  # Each device of the model axis has what is no slab.
-  parts = {str(shard.index): shard.data for shard in own}
-  whole = [jax.device_put(part, first).reshape(part.shape[1:]) for part in parts.values()]
-  if len(whole) == 1:
-    return whole[0]
-  assert isinstance(leaf.sharding, jax.sharding.NamedSharding)
-  return jnp.concatenate(whole, axis=leaf.sharding.spec.index(parallel.MODEL_AXIS) - 1)
 
 
 # Both operands end here: the sum takes the place of the one, and `TreeSum` deletes the other.

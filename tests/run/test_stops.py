@@ -115,6 +115,21 @@ def test_what_saves_after_a_stop_is_not_stopped_by_the_next():
   assert done == ["saved", "and went on"]
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_processes_of_a_slice_stop_where_all_of_them_have_heard_of_it(number):
+  kind = stops.Terminated if number == signal.SIGTERM else KeyboardInterrupt
+  with stops.heard() as heard, heard.put_off():
+    heard.raise_together(0)  # None has one.
+    assert heard.waiting == 0
+    send(number)
+    assert heard.waiting == number
+    with pytest.raises(kind):
+      heard.raise_together(heard.waiting)
+    assert heard.waiting == 0
+  with stops.heard() as heard, heard.put_off(), pytest.raises(kind):
+    heard.raise_together(number)  # Another process's.
+
+
 def test_within_another_the_inner_one_hears_and_the_outer_one_afterwards():
   def run():
     with pytest.raises(stops.Terminated), stops.heard():

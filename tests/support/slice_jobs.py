@@ -8,6 +8,7 @@ Each process prints one JSON line as its last.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+import dataclasses
 import hashlib
 import json
 import os
@@ -94,12 +95,39 @@ def _answers(argument: str) -> dict[str, Any]:
   return {argument: answers(tuple(json.loads(argument)))}
 
 
+def trained(directory: pathlib.Path, *, num_instances: int) -> str:
+  """Returns the digest of what a run of a one-layer model learns."""
+  import jax
+  import numpy as np
+  import small_run
+
+  from seerjax import rl
+  from seerjax.run import slices
+
+  config = dataclasses.replace(
+    small_run.CONFIG, num_steps=2, checkpoint_every=1, num_instances=num_instances
+  )
+  task = slices.shared_task(small_run.Vowels())
+  with slices.own_directory(directory) as own:
+    result = rl.train(config, small_run.policy(), task, own, log=print)
+  digest = hashlib.sha256()
+  for leaf in jax.tree.leaves(jax.device_get((result.state.params, result.state.opt_state))):
+    digest.update(np.asarray(leaf).tobytes())
+  return digest.hexdigest()
+
+
+def _trained(argument: str) -> dict[str, Any]:
+  return {"digest": trained(pathlib.Path(argument), num_instances=NUM_DEVICES)}
+
+
 def _agreement(argument: str) -> dict[str, Any]:
   """What the first tells, what it cannot tell, and a decision that differs."""
   import jax
+  import small_run
 
   from seerjax import agreement, parallel
   from seerjax.engine.kv import pool
+  from seerjax.run import off_policy, slices
 
   del argument
   rank, found = jax.process_index(), {}
@@ -112,7 +140,11 @@ def _agreement(argument: str) -> dict[str, Any]:
 
   mesh = parallel.make_mesh(num_instances=NUM_DEVICES)
   found["host_pages"] = pool.usual(mesh).config.host_pages
+  ahead = dataclasses.replace(
+    small_run.CONFIG, num_instances=2, stale=off_policy.StaleConfig(steps_ahead=1)
+  )
   for name, call in {
+    "ahead": lambda: slices.require_supported(ahead),
     "store": lambda: pool.config_of(pool.KVPoolConfig(disk="here"), mesh),
     "refused": lambda: agreement.from_first(refuses),
     "differs": lambda: agreement.compare("step 7", {"tokens": "same", "pages": 40 + rank}),
@@ -126,6 +158,7 @@ def _agreement(argument: str) -> dict[str, Any]:
 
 JOBS: Mapping[str, Callable[[str], dict[str, Any]]] = {
   "answers": _answers,
+  "trained": _trained,
   "agreement": _agreement,
 }
 
