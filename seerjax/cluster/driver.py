@@ -181,13 +181,7 @@ class ClusterRollout:
     for request in requests:
       begun = self._so_far.get(request.request_id)
       self._requests[request.request_id] = request
-      self.buffer.add(
-        request.request_id,
-        request.group_id or request.request_id,
-        prompt_tokens=len(request.prompt),
-        max_tokens=request.sampling.max_tokens,
-        generated=len(begun.tokens) if begun else 0,
-      )
+      divided.wait_in(self.buffer, request, begun)
     while self.buffer.num_unfinished:
       for event in self._workers.events(blocks=False):
         self._take(event)

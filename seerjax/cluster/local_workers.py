@@ -1,7 +1,7 @@
 """Workers of a cluster that are engines of this process, one after the other.
 
-They take turns: whoever was sent on first runs first. What raises in one of them is that worker's
-end, not the process's, as it would be in a cluster.
+They take turns: the one that was sent on first runs first. What raises in one of them is that
+worker's end, not the process's, as it would be in a cluster.
 """
 
 from __future__ import annotations

@@ -105,13 +105,7 @@ class DividedRollout:
     for request in requests:
       begun = self._resume_from.get(request.request_id)
       self._requests[request.request_id] = request
-      self.buffer.add(
-        request.request_id,
-        request.group_id or request.request_id,
-        prompt_tokens=len(request.prompt),
-        max_tokens=request.sampling.max_tokens,
-        generated=len(begun.tokens) if begun else 0,
-      )
+      wait_in(self.buffer, request, begun)
     while self.buffer.num_unfinished:
       self._decide()
       updates = self.engine.step()
@@ -324,6 +318,17 @@ def resumed(
   """
   return DividedRollout(
     engine, policy, resume_from=begun_in(journal, requests), on_chunk=keep_in(journal)
+  )
+
+
+def wait_in(buffer: Buffer, request: Request, begun: Completion | None) -> None:
+  """Puts a request into a rollout's buffer, with what is sampled of it already."""
+  buffer.add(
+    request.request_id,
+    request.group_id or request.request_id,
+    prompt_tokens=len(request.prompt),
+    max_tokens=request.sampling.max_tokens,
+    generated=len(begun.tokens) if begun else 0,
   )
 
 

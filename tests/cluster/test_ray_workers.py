@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 import os
 import signal
+import subprocess
 import sys
 import time
 
@@ -83,10 +84,16 @@ def test_a_stopped_process_is_waited_for_no_longer_than_the_patience(workers):
 # Refusals, which need no Ray.
 
 
-def test_without_ray_the_extra_is_named(monkeypatch):
-  monkeypatch.setitem(sys.modules, "ray", None)
-  with pytest.raises(ImportError, match=r"expected Ray; install seerjax\[cluster\], or run in one"):
-    RayWorkers(make_worker, count=2)
+def test_without_ray_the_extra_is_named():
+  # A process of its own, in which no `ray` can be imported.
+  program = (
+    "import sys; sys.modules['ray'] = None\n"
+    "from seerjax.cluster.ray_workers import RayWorkers; RayWorkers(print, count=2)"
+  )
+  ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+  assert ended.returncode == 1
+  assert "ImportError" in ended.stderr
+  assert "expected Ray; install seerjax[cluster], or run in one process" in ended.stderr
 
 
 @pytest.mark.parametrize("count, patience", [(0, 1.0), (1, 0.0)])
