@@ -55,9 +55,14 @@ PROMPTS = Prompts(
 
 @contextlib.contextmanager
 def running(
-  directory: pathlib.Path, config: ServeConfig = serving.ANY_PORT, *, has_drafts: bool = False
+  directory: pathlib.Path,
+  config: ServeConfig = serving.ANY_PORT,
+  *,
+  has_drafts: bool = False,
+  num_pages: int = word_engine.SIZES.num_pages,
 ) -> Iterator[tuple[Service, str]]:
-  engine = word_engine.make_engine(dataclasses.replace(word_engine.SIZES, pinned_pages=4))
+  sizes = dataclasses.replace(word_engine.SIZES, pinned_pages=4, num_pages=num_pages)
+  engine = word_engine.make_engine(sizes)
   engine.step_times = StepTimes(rows=(1, 64), seconds=(1.0, 1.0))
   if has_drafts:
     engine.drafter = SuffixDrafter()
@@ -158,7 +163,11 @@ def test_a_context_is_asked_slept_for_and_asked_again(tmp_path):
 
 
 def test_tenants_share_nothing_and_know_nothing_of_one_another(tmp_path):
-  with running(tmp_path, SECRET) as (service, url), contextlib.ExitStack() as stack:
+  # Room for all: sleep that is still at work must not take the pages that are to be found again.
+  with (
+    running(tmp_path, SECRET, num_pages=65) as (service, url),
+    contextlib.ExitStack() as stack,
+  ):
     ana, bo, own = (
       stack.enter_context(client(url, token)) for token in ("tok-a", "tok-b", "tok-server")
     )
