@@ -44,7 +44,8 @@ from seerjax.models import (
 )
 from seerjax.run import command_line
 
-STEPS_PER_CHECKPOINT = 100
+STEPS_PER_CHECKPOINT = 25
+STEPS_PER_LINE = 10
 LENGTHS = (64, 96, 128, 192, 256, 384)  # Longer documents are left out: below one in a thousand.
 
 
@@ -249,7 +250,7 @@ def pretrain(
         continue
       params, opt_state, metrics = step(params, opt_state, tokens, weights)
       seen += tokens.size
-      if (index + 1) % 50 == 0:
+      if (index + 1) % STEPS_PER_LINE == 0:
         rate = seen / (time.monotonic() - started)
         note = " ".join(f"{name} {float(value):.3f}" for name, value in metrics.items())
         progress.update(bar, completed=index + 1, note=f"{note} {rate:,.0f} tok/s")

@@ -438,30 +438,38 @@ def _comb(main: tuple[int, ...], siblings: list[list[int]], most: int) -> Paths:
   return [main, *teeth[: most - len(main)]]
 
 
-@functools.lru_cache(maxsize=1024)
-def _sampling_row(params: SamplingParams) -> SamplingRows:
-  return sampling.sampling_rows([params])
+# A text alone, or texts that all ask alike, need in each step what they needed in the one before.
+@functools.lru_cache(maxsize=64)
+def _sampling_columns(params: tuple[SamplingParams, ...], size: int) -> SamplingRows:
+  """Returns sampling parameters, and those of padding up to `size` rows (numpy); to read alone."""
+  return sampling.sampling_rows([*params, *[_UNUSED] * (size - len(params))])
 
 
 def _sampling_rows(
   queries: Sequence[DraftQuery], temperatures: Sequence[float], size: int
 ) -> SamplingRows:
-  """Returns the requests' sampling parameters, and those of padding up to `size` rows (numpy)."""
-  rows = [_sampling_row(query.sampling)[:-1] for query in queries]  # No mask.
-  rows += [_sampling_row(_UNUSED)[:-1]] * (size - len(rows))
-  columns: Any = (np.concatenate(column) for column in zip(*rows, strict=True))
-  found = SamplingRows(*columns)
-  drawn: Any = found.temperature
+  """Returns the requests' sampling parameters, drawn at `temperatures`, up to `size` rows."""
+  found = _sampling_columns(tuple(query.sampling for query in queries), size)
+  drawn: Any = np.zeros(size, np.float32)
   drawn[: len(temperatures)] = temperatures
-  return found
+  return found._replace(temperature=drawn)
+
+
+@functools.lru_cache(maxsize=64)
+def _whole_vocabulary(size: int) -> tuple[np.ndarray, np.ndarray]:
+  """Returns `_ranges` where no grammar allows anything less; to read alone."""
+  low = np.zeros((MAX_STEPS, size), np.int32)
+  return low, np.full((MAX_STEPS, size), sampling.NO_LIMIT, np.int32)
 
 
 def _ranges(
   queries: Sequence[DraftQuery], most: Sequence[int], size: int
 ) -> tuple[np.ndarray, np.ndarray]:
   """Returns the ids that grammars allow at each place of the drafts: low and high, i32[t, n]."""
-  low = np.zeros((MAX_STEPS, size), np.int32)
-  high = np.full((MAX_STEPS, size), sampling.NO_LIMIT, np.int32)
+  low, high = _whole_vocabulary(size)
+  if not any(query.sampling.allowed for query in queries):
+    return low, high
+  low, high = low.copy(), high.copy()
   for row, (query, count) in enumerate(zip(queries, most)):
     if query.sampling.allowed and count:
       place = len(query.tokens) - query.num_prompt
