@@ -81,6 +81,7 @@ def export(function, platform, *args):
   return exported
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("model", models())
 def test_the_engine_step_exports(model):
   samples, width = 128, 64

@@ -227,6 +227,7 @@ def test_a_full_disk_is_said_of_tensorboard_too(tmp_path):
   assert "tensorboard" in result.stdout
 
 
+@pytest.mark.thorough
 def test_a_summary_is_written_whole_or_not_at_all(tmp_path):
   path = tmp_path / "deep/summary.json"
   metrics.write_summary(path, {"kl_max": jnp.float32(0.0), "loss": float("nan"), "n": [1, "a"]})

@@ -107,6 +107,7 @@ for arguments in json.loads(sys.argv[1]):
   return said
 
 
+@pytest.mark.thorough
 def test_a_seed_repeats_a_session(collected: list[str]):
   assert all("SEERJAX_TEST_SEED=7" in said for said in collected), collected
 

@@ -246,6 +246,7 @@ def test_the_wrapping_backend_has_the_protocols_members_alone():
   assert names == {name for name in members if not name.startswith("_")}
 
 
+@pytest.mark.thorough
 def test_a_stage_of_another_backend_moves_bits():
   class Doubling(Wrapping):
     def after_attention(self, *arguments):

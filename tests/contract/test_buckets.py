@@ -86,6 +86,7 @@ CASES = [
 ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("row_tile, bucket", CASES)
 def test_odd_buckets_say_what_whole_tiles_say_and_the_trainer_too(row_tile, bucket):
   wanted, _ = answer(row_tile, 64)
@@ -115,6 +116,7 @@ def gap_of(completion, row_tile: int) -> dict[str, float]:
   return step_lib.rollout_gap(trainer.scores(weights(), batch), batch)
 
 
+@pytest.mark.thorough
 def test_a_step_is_allocated_in_whole_tiles_of_rows_and_segments_and_the_plan_names_them():
   sizes = engine_lib.EngineConfig(
     page_size=8, num_pages=9, max_sequences=1, max_context=64, row_buckets=(3, 9)

@@ -135,6 +135,7 @@ def test_a_row_has_its_token_and_bits_whatever_is_beside_it():
     np.testing.assert_array_equal(found[where[3]], together[places[3]], err_msg=f"in {lengths}")
 
 
+@pytest.mark.thorough
 def test_the_kernels_agree_with_the_portable_path():
   tiled = dataclasses.replace(NUMERICS, implementation="tiled")
   found, places = run((3, 4, 1), samples=False)

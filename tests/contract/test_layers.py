@@ -90,6 +90,7 @@ def assert_equal(found, expected):
   jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
+@pytest.mark.thorough
 @pytest.mark.few(1)
 @pytest.mark.parametrize("length", [3, 21])
 @pytest.mark.parametrize("numerics", NUMERICS.values(), ids=NUMERICS)

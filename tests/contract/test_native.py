@@ -95,6 +95,7 @@ def test_a_row_has_its_bits_among_any_number_of_rows_and_threads(
     np.testing.assert_array_equal(alone.view(np.int32), among[:LENGTH].view(np.int32))
 
 
+@pytest.mark.thorough
 @BOTH
 def test_a_gradient_has_its_bits_with_any_number_of_threads(numerics):
   config, params = tiny_model.CONFIG, tiny_model.params(numerics)
@@ -191,6 +192,7 @@ class FollowsTheBatch(NumbaCpu):
     return jax.tree.map(lambda a, b: jnp.where(num_rows > 4, a, b), other, usual)
 
 
+@pytest.mark.thorough
 @BOTH
 def test_a_chain_that_follows_the_batch_is_noticed(numerics):
   mesh = parallel.make_mesh()

@@ -309,6 +309,7 @@ def test_no_rollout_changes_a_bit(dtype, seed, tell_events):
   tell_events(f"rollouts, {dtype}", events, EVENTS)
 
 
+@pytest.mark.thorough
 def test_noise_that_follows_the_instance_is_found_out(seed):
   settings = hypothesis.settings(
     max_examples=6, phases=[hypothesis.Phase.generate], database=None, report_multiple_bugs=False

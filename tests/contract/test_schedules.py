@@ -658,6 +658,7 @@ class TakesASlot(engine_lib.Engine):
     return scheduled, num_steps
 
 
+@pytest.mark.thorough
 def test_a_sleeper_that_takes_the_slot_of_one_in_front_is_found_out():
   def make(context: int, steps_per_visit: int, **others) -> engine_lib.Engine:
     config = dataclasses.replace(
@@ -681,6 +682,7 @@ class BeginsLate(engine_lib.Engine):
     return visit._replace(step=visit.step._replace(batch=late))
 
 
+@pytest.mark.thorough
 def test_an_engine_that_loses_its_place_in_a_visit_is_found_out(seed):
   settings = hypothesis.settings(
     max_examples=2,

@@ -244,6 +244,7 @@ def test_one_flipped_mantissa_bit_of_one_weight_opens_the_gap(numerics):
   assert gap["max_abs_logprob_gap"] > 0.0 and gap["max_abs_raw_logprob_gap"] > 0.0
 
 
+@pytest.mark.thorough
 @BOTH
 def test_a_temperature_one_bit_off_opens_the_gap(numerics):
   batch = whole_batch(numerics)
@@ -255,6 +256,7 @@ def test_a_temperature_one_bit_off_opens_the_gap(numerics):
   assert gap["max_abs_logprob_gap"] > 0.0 and gap["max_abs_raw_logprob_gap"] == 0.0
 
 
+@pytest.mark.thorough
 @pytest.mark.few(1)
 @TILED
 def test_a_split_that_follows_the_length_opens_the_gap(numerics):
@@ -269,6 +271,7 @@ def test_a_split_that_follows_the_length_opens_the_gap(numerics):
   assert step.rollout_gap(mixed, batch)["max_abs_logprob_gap"] > 0.0
 
 
+@pytest.mark.thorough
 @TILED
 def test_the_untiled_trainer_opens_the_gap(numerics):
   params, batch = tiny_model.params(numerics), whole_batch(numerics)

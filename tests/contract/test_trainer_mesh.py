@@ -217,6 +217,7 @@ def test_twin_a_norm_over_devices_follows_their_number():
   assert len({float(on_devices(over_slabs, w, count=count)) for count in (1, 2, 4, 8)}) == 1
 
 
+@pytest.mark.thorough
 def test_twin_one_bit_of_one_slabs_gradient_is_noticed():
   case = smallest("native")
   found = mesh_cases.learn(case, updates=False)

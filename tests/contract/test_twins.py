@@ -218,6 +218,7 @@ class FollowsLength(engine_lib.Engine):
     return super().step()
 
 
+@pytest.mark.thorough
 @pytest.mark.few(1)
 @BOTH
 def test_a_split_that_follows_the_length_is_noticed(numerics):
@@ -233,6 +234,7 @@ def test_a_split_that_follows_the_length_is_noticed(numerics):
   assert not all(map(tiny_model.same, beside, wanted))
 
 
+@pytest.mark.thorough
 @pytest.mark.few(1)
 @BOTH
 def test_the_untiled_path_is_noticed(numerics):

@@ -172,6 +172,7 @@ def test_a_program_cannot_report_its_own_score(sandbox):
     assert "expected" in done.score.reason
 
 
+@pytest.mark.thorough
 def test_a_program_that_fails_leaves_its_reason(sandbox):
   done = attempted(sandbox, "def improve(artefact, seconds, seed): return artefact[7]\n")
   assert (done.artefact, done.status) == (None, "failed")

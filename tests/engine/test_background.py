@@ -175,6 +175,7 @@ CROWDED = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("what", CROWDED)
 @pytest.mark.parametrize(
   "times", [pytest.param(None, marks=pytest.mark.thorough), TIMES], ids=["no table", "table"]

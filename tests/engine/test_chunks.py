@@ -49,6 +49,7 @@ def test_a_chunk_holds_the_pages_of_its_end_and_no_more():
   assert engine.free_pages(0) == 6
 
 
+@pytest.mark.thorough
 def test_a_paused_request_may_lose_its_pages():
   one = request(prompt=tokens_from(3, 9), max_tokens=30)
   [plain] = make_engine(ROOM).generate([one])

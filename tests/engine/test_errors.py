@@ -65,6 +65,7 @@ class BrokenTokenizer(tokenizer_lib.Tokenizer):
     return stream
 
 
+@pytest.mark.thorough
 def test_a_tokenizer_that_breaks_ends_the_request_whose_text_it_was(answers, caplog):
   first = answers["b"].tokens[0]
   assert all(answers[name].tokens[0] != first for name in "ac")

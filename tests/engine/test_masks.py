@@ -82,6 +82,7 @@ def differences(numerics, planner=planner_lib.Planner) -> int:
   return sum(not tiny_model.same(found[name], expected[name]) for name in expected)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("numerics", BACKENDS)
 def test_masked_and_free_answers_have_the_bits_of_each_alone(numerics):
   assert differences(numerics) == 0
@@ -92,6 +93,7 @@ def test_twin_a_mask_on_the_neighbours_row_is_seen(numerics):
   assert differences(numerics, Shifted) > 0
 
 
+@pytest.mark.thorough
 def test_a_mask_that_raises_ends_its_own_request_alone():
   def broken(answer: Sequence[int]) -> np.ndarray:
     if len(answer) == 2:

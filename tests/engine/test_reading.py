@@ -81,6 +81,7 @@ class Failing(planner_lib.Planner):
     return super()._instance_inputs(scheduled, *args)
 
 
+@pytest.mark.thorough
 def test_what_breaks_is_raised_and_nothing_of_it_is_left(engine):
   engine._planner.__class__ = Failing
   with pytest.raises(RuntimeError, match="request 'read/1': got MemoryError .no rows. in a step"):

@@ -168,6 +168,7 @@ def test_a_runner_is_equal_to_one_of_the_same_things():
   assert one != runner_lib.Runner(tiny_model.CONFIG, tiny_model.BFLOAT16, mesh, 1)
 
 
+@pytest.mark.thorough
 def test_nothing_is_traced_after_the_first_step_of_each_bucket():
   own = runner_lib.Runner(tiny_model.CONFIG, NUMERICS, parallel.make_mesh(), max_programs=1)
   sizes = EngineConfig(page_size=8, num_pages=9, max_sequences=2, max_context=32, row_buckets=(8,))

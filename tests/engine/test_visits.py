@@ -58,6 +58,7 @@ def stream(engine: Engine, requests: list) -> tuple[dict, dict, list[str]]:
   return streamed, found, ends
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("steps", [3, 8])
 def test_what_is_told_and_counted_is_that_of_single_steps(steps):
   plain, engine = make_engine(), in_visits(steps)

@@ -66,6 +66,7 @@ def logits(params, config):
   return np.asarray(decoder_reference.logits(params, jnp.asarray(tokens), config))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_grown_model_has_the_small_ones_logits(family):
   small, large = of_family(family)
@@ -118,6 +119,7 @@ def test_noise_in_new_features_of_heads_changes_logits_a_little():
   assert 1e-4 < errors[0] < errors[1] < expected.std()
 
 
+@pytest.mark.thorough
 def test_slabs_are_grown_one_by_one():
   numerics = dataclasses.replace(NUMERICS, reduction_shards=2)
   small = dataclasses.replace(SMALL, vocab_size=34, num_heads=4, num_kv_heads=2)

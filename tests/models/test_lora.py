@@ -54,6 +54,7 @@ def test_an_adapter_that_has_not_learnt_says_what_the_base_says(numerics):
   np.testing.assert_allclose(attached, plain, rtol=0, atol=tolerance * np.abs(plain).max())
 
 
+@pytest.mark.thorough
 @pytest.mark.few(2)
 @pytest.mark.parametrize("targets", [lora.TARGETS, ("qkv", "down"), ("out", "gate_up")])
 def test_attached_agrees_with_merged(targets):

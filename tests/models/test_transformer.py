@@ -107,6 +107,7 @@ def test_bfloat16_follows_float32():
 # Bits.
 
 
+@pytest.mark.thorough
 @pytest.mark.few(1)
 @pytest.mark.parametrize("numerics", [NUMERICS, BFLOAT16], ids=["f32", "bf16"])
 def test_rows_are_equal_alone_in_a_batch_and_permuted(numerics):
@@ -349,6 +350,7 @@ def test_the_module_says_what_the_function_says():
   np.testing.assert_array_equal(found, expected)
 
 
+@pytest.mark.thorough
 def test_weights_go_into_a_module_and_come_out_of_it():
   params = parameters.init(jax.random.key(1), QWEN3, NUMERICS)
   other = parameters.init(jax.random.key(2), QWEN3, NUMERICS)

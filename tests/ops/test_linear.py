@@ -55,6 +55,7 @@ def test_values_and_gradients_are_the_definitions(num_rows, num_slabs):
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.thorough
 @pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_a_row_has_its_bits_alone_in_a_batch_permuted_and_under_a_gradient(dtype):

@@ -33,6 +33,7 @@ def test_a_row_by_hand():
   np.testing.assert_allclose(found, [[1.2, 3.2, 0.0, 0.0]], rtol=1e-6)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("num_rows", SIZES)
 def test_values_and_gradients_are_the_definitions(num_rows):
   x, scale = inputs(num_rows)
@@ -58,6 +59,7 @@ def test_bfloat16_rounds_before_the_scale():
   np.testing.assert_allclose(found.astype(jnp.float32), expected, rtol=2**-7)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_a_row_has_its_bits_alone_in_a_batch_permuted_and_under_a_gradient(dtype):
   x, scale = inputs(11, features=200, dtype=dtype)

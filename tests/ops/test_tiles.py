@@ -49,6 +49,7 @@ def loss_of(apply):
   return loss
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("num_rows", [0, 1, 3, 4, 5, 11])
 def test_rows_and_their_gradients_are_those_of_the_plain_function(num_rows):
   weights, rows = mixed_arguments(num_rows)
@@ -144,6 +145,7 @@ def run_network(x, scale, w, tokens, num_rows, is_known, numerics):
   return network(x, scale, w, tokens, count, numerics)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("is_known", [False, True], ids=["traced", "known"])
 @pytest.mark.parametrize("num_rows", [5, 16, 17])
 def test_a_row_has_its_bits_in_any_number_of_tiles(num_rows, is_known):
@@ -209,6 +211,7 @@ def slab_function(shared, slab):
   return {"y": jnp.tanh(x @ w), "row": table[index]}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("axis", [None, "model"])
 @pytest.mark.parametrize("num_slabs", [1, 2, 8])
 def test_slabs_and_their_gradients_are_those_of_the_plain_function(num_slabs, axis):

@@ -254,6 +254,7 @@ def test_a_segments_bits_do_not_depend_on_its_batch(seed):
   assert not as_float64(run(*sequences.batch([]))).any()
 
 
+@pytest.mark.thorough
 @needs_interpreter
 def test_another_split_gives_other_bits():
   # The twin of the tests above: their comparison can fail.
@@ -265,6 +266,7 @@ def test_another_split_gives_other_bits():
   np.testing.assert_allclose(as_float64(first), as_float64(second), rtol=2**-6, atol=2**-6)
 
 
+@pytest.mark.thorough
 @pytest.mark.few(1)
 @needs_interpreter
 @pytest.mark.parametrize(

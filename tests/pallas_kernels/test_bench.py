@@ -231,6 +231,7 @@ def test_contestants_are_timed_in_turn_and_one_that_raises_is_a_line():
   assert bench.judged(case(), [timings["cannot"]], MACHINE).verdict == "failed"
 
 
+@pytest.mark.thorough
 def test_a_machine_is_measured():
   machine = timing_lib.measure_machine(1 << 20, (64, 128))
   assert machine.copy_bandwidth > 1e6
@@ -309,6 +310,7 @@ def first_of_each_kind() -> list[cases_lib.Case]:
   return [kept[f"Qwen3-30B-A3B {name}"] for name in names]
 
 
+@pytest.mark.thorough
 def test_a_dry_run_lowers_and_names_what_does_not(tmp_path):
   peers = (("cannot", cannot), ("sine", jnp.sin))
   cases = [*first_of_each_kind(), case(ours=cannot, name="broken"), case(peers=peers)]
@@ -358,6 +360,7 @@ def test_all_checks_hold_on_this_gpu(kernel):
     assert done.passed or done.kind == "question", done
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
   "question",
   [
@@ -431,6 +434,7 @@ def test_names_choose_kernels_and_questions():
   assert bench.chosen_questions("all") == questions_lib.QUESTIONS
 
 
+@pytest.mark.thorough
 def test_a_cpu_is_told_of_the_dry_run(tmp_path):
   done = subprocess.run(
     [sys.executable, "-m", "pallas_kernels.bench", f"--out={tmp_path}"],

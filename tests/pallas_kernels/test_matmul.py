@@ -65,6 +65,7 @@ interpreted_swiglu = jax.jit(
 
 
 # The interpreter's outputs start as NaN, so that a square that nobody writes is seen.
+@pytest.mark.thorough
 @needs_interpreter
 @pytest.mark.parametrize("num_rows", [0, 1, long(7), 8, long(9), 63, long(64), 65])
 def test_values_are_the_definitions(num_rows):
@@ -312,6 +313,7 @@ def test_slabs_of_no_rows_are_empty():
   assert interpreted_swiglu(x, array(2, K, 256)).shape == (2, 0, 128)
 
 
+@pytest.mark.thorough
 @pytest.mark.few(1)
 # The interpreter multiplies tiles with numpy, whose bits depend on a tile's shape: each orientation
 # is compared with itself. Whether the tensor core gives both the same bits, a GPU must say.
@@ -389,6 +391,7 @@ def test_benchmark_shapes_lower_for_a_gpu(num_rows, swapped_rows, k, n, shards, 
   assert "mosaic_gpu" in gpu.lower_for_cuda(call, struct(num_rows, k), weight)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("k, n, shards, transposed", BENCHMARK[1::3])
 @pytest.mark.parametrize("num_rows", [long(8), 4096])
 def test_benchmark_epilogues_and_gradients_lower_for_a_gpu(num_rows, k, n, shards, transposed):

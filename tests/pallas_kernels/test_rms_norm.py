@@ -42,6 +42,7 @@ def as_float64(x) -> np.ndarray:
   return np.asarray(x, np.float64)
 
 
+@pytest.mark.thorough
 @needs_interpreter
 @pytest.mark.parametrize(
   "num_rows, features, dtype",
@@ -88,6 +89,7 @@ def test_gradients_are_the_definitions(num_rows):
     np.testing.assert_allclose(as_float64(got), as_float64(want), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.thorough
 @needs_interpreter
 def test_a_rows_bits_depend_on_that_row_alone(seed):
   rng = np.random.default_rng(seed)
@@ -118,6 +120,7 @@ def heads(shape, dtype=jnp.bfloat16, seed: int = 0) -> jax.Array:
   return jnp.asarray(x, dtype)
 
 
+@pytest.mark.thorough
 @needs_interpreter
 @pytest.mark.parametrize(
   "num_rows, features, dtype",

@@ -78,6 +78,7 @@ def interpreted(*arguments, config=CONFIG):
   return token_logprobs.token_logprobs(*arguments, config=config, interpret=True)
 
 
+@pytest.mark.thorough
 @pytest.mark.few(2)
 # The interpreter's outputs start as NaN, so that a row that nobody writes is seen.
 @needs_interpreter

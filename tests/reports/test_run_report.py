@@ -216,6 +216,7 @@ def test_a_run_that_has_just_begun_is_rendered(tmp_path):
   assert "was not recorded, so nothing is claimed" in page and "<b>2</b>" in page
 
 
+@pytest.mark.thorough
 def test_it_runs_from_the_command_line(tmp_path):
   make_run(tmp_path, steps=3)
   environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}

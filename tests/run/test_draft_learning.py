@@ -55,6 +55,7 @@ def test_a_step_teaches_its_answers_and_follows_from_them_alone():
   assert_equal_bits(learner.state, last)
 
 
+@pytest.mark.thorough
 def test_what_broke_off_or_cannot_be_read_teaches_nothing():
   def changed(**changes):
     return [

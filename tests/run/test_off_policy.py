@@ -124,6 +124,7 @@ def test_groups_that_are_not_whole_are_carried_on_with_their_tokens():
   assert carried.num_posed == 10 and carried.beginnings
 
 
+@pytest.mark.thorough
 def test_rewards_stand_with_their_texts():
   carried = off_policy.Carried()
   groups, _ = off_policy.sample_partial(

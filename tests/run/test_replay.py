@@ -55,6 +55,7 @@ def test_steps_are_learnt_again_to_the_same_bits(whole, num_instances):
     assert_equal_bits(learn_again(range(1), known_of(directory), config=config), stored)
 
 
+@pytest.mark.thorough
 def test_steps_with_rollouts_missing_are_not_learnt_again(whole):
   known = known_of(whole[0])
 

@@ -34,6 +34,7 @@ def test_tiled_rows_are_invariant_here():
   assert self_test.measure(TILED) is finding
 
 
+@pytest.mark.thorough
 def test_the_line_for_people_says_where_and_what():
   line = self_test.describe(TILED)
   assert line.startswith(f"cpu ({jax.devices()[0].device_kind}, {len(jax.devices())} devices)")
@@ -138,6 +139,7 @@ def test_the_model_at_hand_is_asked_in_visits_as_the_run_s():
   assert of_model(leaning, dataclasses.replace(SIZES, steps_per_visit=1)).is_invariant
 
 
+@pytest.mark.thorough
 def test_experiments_say_what_was_found_before_they_refuse_or_go_on():
   said = []
 

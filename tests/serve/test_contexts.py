@@ -162,6 +162,7 @@ def test_a_context_is_asked_slept_for_and_asked_again(tmp_path):
     assert registry.namespaces(step=registry.last_step) == ()
 
 
+@pytest.mark.thorough
 def test_tenants_share_nothing_and_know_nothing_of_one_another(tmp_path):
   # Room for all: sleep that is still at work must not take the pages that are to be found again.
   with (

@@ -133,6 +133,7 @@ def test_other_tokens_are_scored_as_the_engine_scores_its_own(client, sampling):
     assert any(len(row.top_logprobs) < 16 for row in rows)
 
 
+@pytest.mark.thorough
 def test_a_stream_of_other_tokens_is_scored_once_and_not_again_at_each_piece(client):
   scorer = serving.scorer()
   before = scorer.num_rows
@@ -195,6 +196,7 @@ CALLING = (
 )
 
 
+@pytest.mark.thorough
 def test_calls_and_reasoning_are_split_as_the_template_marks_them():
   tokenizer = dataclasses.replace(word_engine.TOKENIZER, chat_template=CALLING)
   service = serving.make_service(tokenizer=tokenizer)

@@ -256,6 +256,7 @@ def test_a_body_that_names_no_directory_or_model_is_refused(refusing, body, stat
   assert answer.status_code == status and message in answer.json()["error"]["message"]
 
 
+@pytest.mark.thorough
 def test_weights_are_replaced_by_whoever_has_the_token_alone(refusing, directories):
   for sent in ({}, {"authorization": "Bearer wrong"}):
     headers = {**refusing.headers, "authorization": sent.get("authorization", "")}

@@ -107,6 +107,7 @@ class FromTheClock(Runner):
     self._config = config
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind, is_same", [(Runner, True), (FromTheClock, False)])
 def test_rewrites_are_equal_under_load(alone, tmp_path, kind, is_same):
   case = Sleeping(tmp_path, kind=kind)

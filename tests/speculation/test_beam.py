@@ -266,6 +266,7 @@ def test_a_drafter_that_fails_changes_nothing_and_one_that_lasts_hears_the_end()
   assert wanted[0][0] in set(map(tuple, knowing.finished.values()))
 
 
+@pytest.mark.thorough
 def test_greedy_is_the_beam_of_one():
   engine = tiny_model.make_engine(SIZES, tiny_model.NATIVE)
   request = Request(

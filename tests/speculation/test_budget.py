@@ -111,6 +111,7 @@ def test_a_model_that_costs_by_length_is_asked_for_less():
   assert 8 > lengths[0] > lengths[1] > lengths[2] > 0
 
 
+@pytest.mark.thorough
 def test_probes_are_as_frequent_in_visits_as_in_steps():
   visits = dataclasses.replace(LINEAR, visits=tuple((n, 8, 7.99 * n) for n in (1, 64)))
   made = {}

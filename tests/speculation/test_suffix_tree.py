@@ -90,6 +90,7 @@ def test_a_request_that_is_removed_was_never_here():
   assert tree.draft([1]) == before.draft([1])
 
 
+@pytest.mark.thorough
 def test_more_requests_than_a_word_has_bits():
   tree = SuffixTree()
   for request in range(150):

@@ -67,6 +67,7 @@ def test_values_are_compared_outside(task, program, correct):
   assert verdict.correct == correct == bool(verdict.reward) and verdict.well_formed
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
   ("program", "correct"),
   [
@@ -136,6 +137,7 @@ def test_values_of_each_kind_by_hand():
     assert (one == other) == (i == j)
 
 
+@pytest.mark.thorough
 def test_a_file_is_read_and_an_answer_judged(tmp_path):
   path = tmp_path / "code.jsonl"
   rows = [{"prompt": "Write add(a, b).", "tests": ADD, "solution": "s"}]

@@ -102,6 +102,7 @@ def test_context_and_question_make_the_prompt_and_contexts_are_shared():
         assert problem == TASK.problem(split, index + number * TASK.num_contexts(split))
 
 
+@pytest.mark.thorough
 def test_all_kinds_of_questions_are_asked_in_every_split():
   kinds = ("now", "goal", "share", "price", "both", "difference")
   for split, forms in (

@@ -244,6 +244,7 @@ def test_layers_in_a_loop_that_are_computed_again_score_with_the_same_bits(dtype
     assert np.max(np.abs(one - other)) <= near * np.max(np.abs(one))
 
 
+@pytest.mark.thorough
 def test_the_number_of_instances_changes_no_bit():
   batch = packed(groups_of())
   one, one_numbers, one_scores = gradient_of(batch)

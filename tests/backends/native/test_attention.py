@@ -94,6 +94,7 @@ def same_bits(got, expected):
   np.testing.assert_array_equal(got, expected)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_a_row_is_chains_by_position_whatever_its_pages_and_block(shape, dtype):
@@ -252,6 +253,7 @@ def test_attention_is_that_of_the_tiled_backend(dtype):
   )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_rows_bits_are_the_same_in_any_segment_and_batch(dtype):
   """The last rows of a sequence alone, or cut in other ways, beside others and on other pages."""

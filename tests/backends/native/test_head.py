@@ -127,6 +127,7 @@ def test_rows_behind_the_valid_ones_are_zero_whatever_they_hold():
   assert not any(np.any(leaf[5:]) for leaf in jax.tree.leaves(got))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.thorough)])
 def test_the_head_says_what_the_tiled_one_says(dtype):
   weights, rows = problem((12, 64, 4, 57), dtype)
@@ -215,6 +216,7 @@ def cotangent_of(rows):
   return found * (np.arange(count) % 4 != 1)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_the_gradient_is_its_chains_in_numpy(shape, dtype):
@@ -286,6 +288,7 @@ def gradient(run, stage, weights, rows):
   return jax.jit(jax.grad(loss))((weights["final_norm"], weights["head"], rows[0]))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.thorough)])
 def test_the_gradient_is_the_tiled_ones(dtype):
   weights, rows = problem((20, 48, 2, 60), dtype)

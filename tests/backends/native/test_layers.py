@@ -67,6 +67,7 @@ def wide(tree):
   return jax.tree.map(lambda leaf: np.asarray(leaf).astype(f32), tree)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", CASES, ids=("biases", "adapters", "one slab"))
 def test_a_layer_is_its_chains_and_agrees_with_xla(case, dtype):
@@ -169,6 +170,7 @@ def test_a_gradient_is_its_chains_and_agrees_with_xla(case, dtype):
     np.testing.assert_allclose(here, there, rtol=0, atol=atol)
 
 
+@pytest.mark.thorough
 def test_a_rows_gradient_knows_nothing_of_the_others():
   numerics = numerics_of("bfloat16", 2)
   weights = params_of(ADAPTED, numerics, lora.TARGETS)["layers"][0]

@@ -55,6 +55,7 @@ def test_what_the_host_has_no_room_for_comes_back_from_the_disk(tmp_path):
   assert "a" not in pool
 
 
+@pytest.mark.thorough
 def test_what_the_store_lost_or_changed_is_not_given_back(tmp_path):
   def flip(path: pathlib.Path, place: int) -> None:
     data = bytearray(path.read_bytes())
