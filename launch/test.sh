@@ -27,7 +27,7 @@ for the next time. With pytest arguments: pytest with them, no more.
   --all        what CI runs, compiled anew: every day's tests and a twentieth of the thorough ones, drawn
                by the run's seed; the built wheel with every example, and installed alone as a server
                that answers curl; parity with Hugging Face where torch can be installed, and a
-               fifth of the contract's files with a twentieth of the others on Python 3.11 and with
+               tenth of the contract's files with a twentieth of the others on Python 3.11 and with
                AVX2 alone
   --long       runs the tests marked `long`, for an hour or two. What passed is kept in .long/; when
                started again at the same sources, only what is missing runs.
@@ -158,7 +158,7 @@ run_pytest() {
 
 # The contract holds on CPUs without AVX-512 too, for which XLA fuses and rounds differently: these
 # tests run as such a CPU would. (Another kind of CPU ignores the flag.) Of the contract's files a
-# fifth runs, each test with one of its parameters, and of the other files a twentieth, with what they
+# tenth runs, each test with one of its parameters, and of the other files a twentieth, with what they
 # run every day, all drawn by the seed: all of them have run on the newest Python just before.
 run_oldest() {
   local skip ignored=()

@@ -43,7 +43,7 @@ TESTS = pathlib.Path(__file__).parent
 # Folders whose tests are all `thorough`: whole runs of commands, and what launches them.
 THOROUGH = ("experiments", "launch")
 # Of the contract's files, where SEERJAX_TEST_SHARE draws less of the others.
-SHARE_OF_CONTRACT = 0.2
+SHARE_OF_CONTRACT = 0.1
 STRICT = ("contract", "engine", "models", "ops", "pallas_kernels")
 # Folders and files that share programs, or runs, which one process of pytest should make alone.
 PROCESSES = {
