@@ -29,6 +29,8 @@ from seerjax.cluster.records import (
   Event,
   Joined,
   Lost,
+  Piece,
+  WeightsRef,
   WorkerReport,
 )
 from seerjax.rollout import divided
@@ -44,6 +46,17 @@ from seerjax.types import Completion, Request
 @runtime_checkable
 class Workers(Protocol):
   """All workers of a cluster, by their numbers, and what is heard of them."""
+
+  def put(self, data: bytes) -> Piece:
+    """Keeps bytes where workers can read them; for `weights.publish`."""
+    ...
+
+  def load(self, weights: WeightsRef, policy_version: int) -> None:
+    """Has every worker run published weights before it joins again, one that comes later, too.
+
+    Called between two rollouts; nothing waits for it. A worker that cannot is `Lost`.
+    """
+    ...
 
   def begin(self) -> None:
     """A rollout begins: every worker that is there is asked to join it."""

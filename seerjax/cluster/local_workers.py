@@ -9,7 +9,8 @@ from __future__ import annotations
 import collections
 from collections.abc import Callable, Sequence
 
-from seerjax.cluster.records import Answered, ChunkOrder, Event, Joined, Lost
+from seerjax.cluster.records import Answered, ChunkOrder, Event, Joined, Lost, Piece, WeightsRef
+from seerjax.cluster.weights import Held
 from seerjax.cluster.worker import Worker
 from seerjax.types import Request
 
@@ -34,6 +35,7 @@ class LocalWorkers:
     self._calls: dict[int, tuple[Sequence[ChunkOrder], Sequence[str]]] = {}
     self._events: collections.deque[Event] = collections.deque()
     self._num_ever = len(workers)
+    self._published: tuple[WeightsRef, int] | None = None
 
   def add(self, worker: Worker) -> int:
     """Lets a worker join; returns its number."""
@@ -42,6 +44,14 @@ class LocalWorkers:
     self._workers[number] = worker
     self.join(number)
     return number
+
+  def put(self, data: bytes) -> Piece:
+    """Does `Workers.put`."""
+    return Held(data)
+
+  def load(self, weights: WeightsRef, policy_version: int) -> None:
+    """Does `Workers.load`."""
+    self._published = weights, policy_version
 
   def begin(self) -> None:
     """Does `Workers.begin`."""
@@ -53,6 +63,8 @@ class LocalWorkers:
   def join(self, worker: int) -> None:
     """Does `Workers.join`."""
     try:
+      if self._published is not None:
+        self._workers[worker].load(*self._published)
       report = self._workers[worker].join()
     except Exception as error:
       self._fail(worker, error)

@@ -23,6 +23,7 @@ import time
 from typing import Any
 
 from absl import logging
+import numpy as np
 
 from seerjax.cluster.records import (
   Answered,
@@ -31,9 +32,12 @@ from seerjax.cluster.records import (
   Event,
   Joined,
   Lost,
+  Piece,
+  WeightsRef,
   WorkerReport,
 )
 from seerjax.cluster.worker import Worker
+from seerjax.engine.kv.pool import Store
 from seerjax.types import Request
 
 # Seconds within which something has to listen at a Ray cluster's address.
@@ -46,7 +50,9 @@ class _Actor:
   def __init__(self, make_worker: Callable[[int], Worker], number: int):
     self._worker = make_worker(number)
 
-  def join(self) -> WorkerReport:
+  def join(self, published: tuple[WeightsRef, int] | None) -> WorkerReport:
+    if published is not None:
+      self._worker.load(*published)
     return self._worker.join()
 
   def check(self, requests: Sequence[Request]) -> str:
@@ -59,6 +65,28 @@ class _Actor:
 
   def process_id(self) -> int:
     return os.getpid()
+
+
+@dataclasses.dataclass(frozen=True)
+class InRay:
+  """A piece of weights in Ray's object store, which lies there as long as a process names it."""
+
+  reference: Any
+
+  def read(self, store: Store | None) -> Any:
+    """Does `Piece.read`.
+
+    Raises:
+      ConnectionError: if Ray has lost it.
+    """
+    ray = _library()
+    try:
+      return ray.get(self.reference)
+    except ray.exceptions.RayError as error:
+      raise ConnectionError(
+        f"Worker.load: got {error} from Ray, expected a piece of the trainer's weights; is the"
+        " trainer's process still there? Publish the weights again."
+      ) from error
 
 
 @dataclasses.dataclass
@@ -122,12 +150,25 @@ class RayWorkers:
     self._calls: dict[Any, _Call] = {}  # By Ray's reference of the result.
     self._joins: set[int] = set()  # Workers that have been asked to join.
     self._num_ever = 0
+    self._published: tuple[WeightsRef, int] | None = None
     for _ in range(count):
       self._start()
 
   def process_ids(self) -> list[int]:
     """Returns the ids of the actors' processes, on whichever hosts; waits for their engines."""
     return self._ray.get([actor.process_id.remote() for actor in self._actors.values()])
+
+  def put(self, data: bytes) -> Piece:
+    """Does `Workers.put`: in Ray's object store, until no weights name it any more."""
+    return InRay(self._ray.put(np.frombuffer(data, np.uint8)))
+
+  def load(self, weights: WeightsRef, policy_version: int) -> None:
+    """Does `Workers.load`: all begin at once, and answers of the rollout before are dropped."""
+    self._published = weights, policy_version
+    self._calls.clear()
+    self._joins.clear()
+    for worker in self._actors:
+      self.join(worker)
 
   def begin(self) -> None:
     """Does `Workers.begin`; what a call of the rollout before brings is dropped."""
@@ -140,7 +181,8 @@ class RayWorkers:
     """Does `Workers.join`."""
     if worker in self._actors:
       self._joins.add(worker)
-      self._await(worker, self._actors[worker].join.remote(), joins=True)
+      reference = self._actors[worker].join.remote(self._published)
+      self._await(worker, reference, joins=True)
 
   def check(self, worker: int, requests: Sequence[Request]) -> str:
     """Does `Workers.check`."""

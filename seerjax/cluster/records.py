@@ -10,8 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 import dataclasses
+import functools
+import hashlib
+from typing import Any, Protocol, runtime_checkable
 
+from seerjax.engine.kv.pool import Store
 from seerjax.types import Completion, Request
+
+# Of a tensor in the tree of weights: names in dicts, places in lists.
+Path = tuple[str | int, ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -84,6 +91,66 @@ class WorkerReport:
   num_instances: int
   free_pages: tuple[int, ...]
   counters: Mapping[str, float]
+
+
+# Weights.
+
+
+@runtime_checkable
+class Piece(Protocol):
+  """Bytes that lie somewhere until a worker reads them; it may be pickled."""
+
+  def read(self, store: Store | None) -> Any:
+    """Returns the bytes, as something that has a buffer of them.
+
+    Args:
+      store: of the process that reads.
+
+    Raises:
+      ConnectionError: if they are not there.
+    """
+    ...
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TensorRef:
+  """Where a tensor of published weights lies.
+
+  Attributes:
+    path: in the tree of weights.
+    shape: of it.
+    dtype: of it, by name.
+    sha256: of its bytes, as hexadecimal digits.
+    pieces: of its bytes, in order.
+  """
+
+  path: Path
+  shape: tuple[int, ...]
+  dtype: str
+  sha256: str
+  pieces: tuple[Piece, ...]
+
+  @property
+  def name(self) -> str:
+    """The path, for people."""
+    return "/".join(map(str, self.path))
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightsRef:
+  """Where all tensors of published weights lie, and what they are.
+
+  Attributes:
+    tensors: in the order of their paths.
+  """
+
+  tensors: tuple[TensorRef, ...]
+
+  @functools.cached_property
+  def digest(self) -> str:
+    """SHA-256 of every tensor's path, shape, dtype and SHA-256."""
+    parts = [(one.path, one.shape, one.dtype, one.sha256) for one in self.tensors]
+    return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
 # What all workers of a rollout must have in common, and what to do about one that has not.

@@ -17,7 +17,8 @@ import jax
 import numpy as np
 
 from seerjax import numerics as numerics_lib
-from seerjax.cluster.records import ChunkOrder, ChunkResult, WorkerReport
+from seerjax.cluster import weights as weights_lib
+from seerjax.cluster.records import ChunkOrder, ChunkResult, WeightsRef, WorkerReport
 from seerjax.engine.engine import Engine
 from seerjax.types import Request
 
@@ -25,6 +26,14 @@ from seerjax.types import Request
 @runtime_checkable
 class Worker(Protocol):
   """Runs chunks. Whatever it raises makes the driver count it as lost."""
+
+  def load(self, weights: WeightsRef, policy_version: int) -> str:
+    """Forgets every request, and runs published weights from now on.
+
+    Returns:
+      Digest of what the engine runs; that of `weights`.
+    """
+    ...
 
   def join(self) -> WorkerReport:
     """Forgets every request, and says what this worker is."""
@@ -77,12 +86,39 @@ class EngineWorker:
     self.name = name
     self._running: dict[str, _Running] = {}
     self._held: set[str] = set()  # Requests that the engine knows, running ones included.
+    self._digest: str | None = ""  # Of weights that were loaded; None while there are none.
+
+  def load(self, weights: WeightsRef, policy_version: int) -> str:
+    """Does `Worker.load`; the weights before are freed first.
+
+    Raises:
+      ConnectionError: if the weights are not where they were published.
+      ValueError: if they are not what was published, or not the model's. There are none then, and
+        `join` says so until others are loaded.
+    """
+    engine = self.engine
+    if (self._digest, engine.policy_version) == (weights.digest, policy_version):
+      return weights.digest
+    self._forget_all()
+    self._digest = None
+    engine.drop_params()
+    store = engine.memory.kv_pool.last_tier
+    engine.set_params(weights_lib.received(weights, engine.mesh, store), policy_version)
+    self._digest = weights.digest
+    return self._digest
 
   def join(self) -> WorkerReport:
-    """Does `Worker.join`."""
-    for request_id in tuple(self._held):
-      self._forget(request_id)
-    self.engine.poll()
+    """Does `Worker.join`.
+
+    Raises:
+      ValueError: if weights were not loaded to their end.
+    """
+    if self._digest is None:
+      raise ValueError(
+        f"Worker.join: got {self.name!r} without weights (it did not load the last), expected"
+        " some; load them again."
+      )
+    self._forget_all()
     return self.report()
 
   def check(self, requests: Sequence[Request]) -> str:
@@ -179,6 +215,11 @@ class EngineWorker:
       is_there = engine.held_pages(request_id) and engine.instance_of(request_id) == instance
       if is_there and request_id != keep and not engine.spill([request_id]):
         engine.preempt(request_id)
+
+  def _forget_all(self) -> None:
+    for request_id in tuple(self._held):
+      self._forget(request_id)
+    self.engine.poll()
 
   def _forget(self, request_id: str) -> None:
     self._running.pop(request_id, None)

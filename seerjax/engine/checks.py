@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from seerjax.engine.kv.manifest import KVManifest
 from seerjax.models import tokenizer as tokenizer_lib
 from seerjax.ops import sampling
 from seerjax.types import Completion, Request
@@ -68,6 +69,29 @@ def chunk(what: str, chunk_tokens: int | None) -> None:
   """
   if chunk_tokens is not None:
     whole(f"{what}: chunk_tokens", chunk_tokens, 1, None, "None answers to the end")
+
+
+def pin(reuses_prefixes: bool, adapter: str, adapters: Collection[str]) -> None:
+  """Refuses a pin that no request could find.
+
+  Args:
+    reuses_prefixes: whether the engine does.
+    adapter: by which it is written.
+    adapters: that the engine has, "" among them.
+
+  Raises:
+    ValueError: if the engine reuses nothing, or has no such adapter.
+  """
+  if not reuses_prefixes:
+    raise ValueError(
+      "Engine.pin: got a pin for an engine with EngineConfig.reuse_prefixes=False, expected one"
+      " that finds prefixes; leave it True."
+    )
+  if adapter not in adapters:
+    raise ValueError(
+      f"Engine.pin: got adapter {adapter!r}, expected one of {sorted(adapters)}; see"
+      " Engine.set_adapters."
+    )
 
 
 def request(
@@ -149,6 +173,49 @@ def request(
         " lowest forbids a token."
       )
   sampling.sampling_rows([request.sampling])  # Refuses what cannot become a row.
+
+
+def manifest(
+  request: Request,
+  kv: KVManifest,
+  policy_version: int,
+  page_size: int,
+  layout: set[tuple[str, tuple[int, ...], tuple[int, ...]]],
+) -> None:
+  """Refuses what cannot be a request's pages: such a manifest was given to the wrong engine.
+
+  Args:
+    request: whose pages it should be of.
+    kv: of `Engine.export_kv`.
+    policy_version: of the engine,
+    page_size: of it,
+    layout: of its pages, as `KVManifest.layout`.
+
+  Raises:
+    ValueError: if it is of another policy, page size or model.
+  """
+  what = f"request {request.request_id!r}"
+  if not isinstance(kv, KVManifest):
+    raise ValueError(
+      f"{what}: got kv of type {type(kv).__name__}, expected a KVManifest; pass what"
+      " Engine.export_kv returned."
+    )
+  if kv.policy_version != policy_version:
+    raise ValueError(
+      f"{what}: got pages of policy_version {kv.policy_version}, expected {policy_version}, the"
+      " engine's; leave kv out, so that they are computed again."
+    )
+  whole(f"{what}: kv.num_written", kv.num_written, 1, None, "leave kv out for no pages")
+  if kv.page_size != page_size:
+    raise ValueError(
+      f"{what}: got pages of {kv.page_size} positions, expected {page_size}, the engine's"
+      " EngineConfig.page_size; give all engines one, or leave kv out."
+    )
+  if kv.layout != layout:
+    raise ValueError(
+      f"{what}: got pages of {sorted(kv.layout)} (dtype, shape before and behind the axis of"
+      f" pages), expected {sorted(layout)}; they are of another model or model axis: leave kv out."
+    )
 
 
 def resume_from(

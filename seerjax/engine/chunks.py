@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 
 from seerjax.engine import checks, sizes
 from seerjax.engine.counters import Counters
+from seerjax.engine.kv.manifest import KVManifest
 from seerjax.engine.kv.memory import Memory
 from seerjax.engine.kv.owner import BASE, Owner
 from seerjax.engine.kv.pins import Pins
@@ -117,6 +118,22 @@ class Chunks:
     sequences = [self._requests.find_paused(name, "spill") for name in dict.fromkeys(request_ids)]
     left = self._memory.spill([sequence for sequence in sequences if sequence.pages])
     return [sequence.request.request_id for sequence in left]
+
+  def export_kv(self, request_id: str, policy_version: int) -> KVManifest | None:
+    """Puts a copy of a paused request's pages into the store, for an engine that continues it.
+
+    The request stays here, as it is; cancel it once it continues elsewhere. What was exported of it
+    before is removed. Another policy's pages are removed when the weights change.
+
+    Returns:
+      What `Engine.submit` takes there; None if nothing is written, there is no store, or no room
+      in it: the keys are computed again then.
+
+    Raises:
+      ValueError: if there is no such request, or it is not paused.
+    """
+    sequence = self._requests.find_paused(request_id, "export_kv")
+    return self._memory.export(sequence, policy_version)
 
   def held_pages(self, request_id: str) -> int:
     """Returns the pages of its instance that a request holds; 0 if it is spilled or waits.

@@ -29,6 +29,25 @@ class TierCounters:
 
 
 @dataclasses.dataclass
+class ImportCounters:
+  """What became of pages that another engine had exported (`KVManifest`).
+
+  Attributes:
+    exported: page sets that were described for others.
+    adopted: page sets of others that came back from the store, and were used.
+    stale: that were of other weights, numerics, tokens or length than the request's,
+    damaged: whose bytes had changed,
+    gone: that were not in the store: all of these are computed again.
+  """
+
+  exported: int = 0
+  adopted: int = 0
+  stale: int = 0
+  damaged: int = 0
+  gone: int = 0
+
+
+@dataclasses.dataclass
 class Counters:
   """What happened since the engine was made.
 
@@ -62,6 +81,7 @@ class Counters:
     background_preempted: times it lost them, because the pool was full, too.
     host: the pool's pinned host memory.
     store: the pool's store.
+    imports: pages that went from engine to engine.
   """
 
   visits: int = 0
@@ -93,3 +113,4 @@ class Counters:
   background_preempted: int = 0
   host: TierCounters = dataclasses.field(default_factory=TierCounters)
   store: TierCounters = dataclasses.field(default_factory=TierCounters)
+  imports: ImportCounters = dataclasses.field(default_factory=ImportCounters)

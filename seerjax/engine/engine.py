@@ -43,6 +43,7 @@ from seerjax.engine.chunks import Chunks
 from seerjax.engine.counters import Counters
 from seerjax.engine.drafting import Drafter
 from seerjax.engine.kv import pool as pool_lib
+from seerjax.engine.kv.manifest import KVManifest
 from seerjax.engine.kv.memory import Memory
 from seerjax.engine.kv.owner import Owner
 from seerjax.engine.kv.pins import Pin, Pins
@@ -126,7 +127,7 @@ class Engine:
     self._context = min(config.max_context, shape.max_context)
     table_width = sizes.table_width(config, context=self._context, kv_split=numerics.kv_split)
     kv_pool = pool_lib.usual(runner.mesh) if kv_pool is None else kv_pool
-    counters = Counters(host=kv_pool.host, store=kv_pool.store)
+    counters = Counters(host=kv_pool.host, store=kv_pool.store, imports=kv_pool.imports)
     memory = Memory(
       lambda: runner.empty_pages(config.num_pages, config.page_size),
       runner.page_moves,
@@ -189,6 +190,11 @@ class Engine:
     return self._requests.num_background
 
   @property
+  def mesh(self) -> jax.sharding.Mesh:
+    """Its devices."""
+    return self._runner.mesh
+
+  @property
   def num_instances(self) -> int:
     """Instances of the mesh."""
     return self._runner.num_instances
@@ -202,6 +208,7 @@ class Engine:
     chunk_tokens: int | None = None,
     mask: Mask | None = None,
     is_background: bool = False,
+    kv: KVManifest | None = None,
   ) -> None:
     """Adds a request.
 
@@ -219,11 +226,14 @@ class Engine:
         takes at most `EngineConfig.background_slack` longer, up to `background_rows` where there
         are no others, and pages and places that it gives back as soon as another needs them. Its
         answer has the bits that it has otherwise.
+      kv: what another engine has exported of it (`export_kv`). Where the store has lost or changed
+        it, or it is of other weights, numerics or tokens, its keys are computed again, to the same
+        bits (`Counters.imports`).
 
     Raises:
       ValueError: if it is empty, already here, too long for the context, can never fit in memory,
         or asks for what this engine or model does not have; if `resume_from` is of another
-        policy, or over already.
+        policy, or over already; if `kv` is of another policy, model or page size.
     """
     what = f"request {request.request_id!r}"
     self.check(request)
@@ -240,12 +250,14 @@ class Engine:
         vocab_size=self.model.vocab_size,
         tokenizer=self.tokenizer,
       )
+    if kv is not None:
+      checks.manifest(request, kv, self.policy_version, self.config.page_size, self.memory.layout)
     row = sampling.sampling_rows([request.sampling])
     if instance is None:
       instance = self._requests.instance_for(request, is_background=is_background)
     sequence = output.begun(request, instance, row, self.tokenizer, resume_from)
-    if resume_from is not None:
-      self.memory.claim(sequence)
+    if resume_from is not None or kv is not None:
+      self.memory.claim(sequence, kv)
     sequence.mask, sequence.is_background = mask, is_background
     sequence.adapter = self._index_of[request.adapter]
     sequence.extend(chunk_tokens)
@@ -315,18 +327,7 @@ class Engine:
     except Exception:
       self._requests.busy = self._planner.culprit(scheduled)
       raise
-    top: Any = None
-    if num_steps > 1:
-      visit = self._visit_inputs(scheduled, inputs, num_steps)
-      pages, *found = self._runner.visit(self._params, self.memory.pages, visit, self._key)
-    elif num_top:
-      pages, sampled, told = self._runner.read(
-        self._params, self.memory.pages, inputs, self._key, num_top
-      )
-      found, top = [sampled, told.scores], (told.ids, told.top.raw_logprob)
-    else:
-      pages, *found = self._runner.step(self._params, self.memory.pages, inputs, self._key)
-    self.memory.pages = pages
+    found, top = self._dispatch(scheduled, inputs, num_steps, num_top)
     self._planner.remember_prompts(scheduled)  # On the host, while the device computes.
     (tokens, scores), top = jax.device_get((found, top))
     columns = [
@@ -342,6 +343,26 @@ class Engine:
       top=None if top is None else (top[0].tolist(), top[1].tolist()),
     )
     self._requests.busy = None
+
+  def _dispatch(
+    self,
+    scheduled: list[list[ScheduledRows]],
+    inputs: runner_lib.StepInputs,
+    num_steps: int,
+    num_top: int = 0,
+  ) -> tuple[list[Any], Any]:
+    """Begins a visit; returns what it samples, and the likeliest tokens where it tells of them."""
+    top, before = None, (self._params, self.memory.pages)
+    if num_steps > 1:
+      visit = self._visit_inputs(scheduled, inputs, num_steps)
+      self.memory.pages, *found = self._runner.visit(*before, visit, self._key)
+    elif num_top:
+      pages, sampled, told = self._runner.read(*before, inputs, self._key, num_top)
+      self.memory.pages = pages
+      found, top = [sampled, told.scores], (told.ids, told.top.raw_logprob)
+    else:
+      self.memory.pages, *found = self._runner.step(*before, inputs, self._key)
+    return found, top
 
   def _with_background(
     self, scheduled: list[list[ScheduledRows]], num_steps: int
@@ -496,6 +517,10 @@ class Engine:
     """Drops a request's pages; it prefills again to the same bits; see `Chunks.preempt`."""
     self._chunks.preempt(request_id)
 
+  def export_kv(self, request_id: str) -> KVManifest | None:
+    """Puts a copy of a paused request's pages into the store; see `Chunks.export_kv`."""
+    return self._chunks.export_kv(request_id, self.policy_version)
+
   def instance_of(self, request_id: str) -> int:
     """Returns where a request runs, waits or lies; ValueError if there is no such request."""
     return self._requests.find(request_id, "instance_of").instance
@@ -539,16 +564,7 @@ class Engine:
       ValueError: for less than a page, more than `EngineConfig.pinned_pages` in all, an adapter
         that the engine does not have, or an engine that reuses no prefixes.
     """
-    if not self.config.reuse_prefixes:
-      raise ValueError(
-        "Engine.pin: got a pin for an engine with EngineConfig.reuse_prefixes=False, expected one"
-        " that finds prefixes; leave it True."
-      )
-    if adapter not in self._index_of:
-      raise ValueError(
-        f"Engine.pin: got adapter {adapter!r}, expected one of {sorted(self._index_of)}; see"
-        " Engine.set_adapters."
-      )
+    checks.pin(self.config.reuse_prefixes, adapter, self._index_of)
     self.memory.take_again()
     return self._pins.pin(tokens, Owner(adapter, namespace))
 
@@ -579,6 +595,17 @@ class Engine:
     self._params = placed
     self._forget_pages()
     self.policy_version = policy_version
+    self._publish()
+
+  def drop_params(self) -> None:
+    """Frees the weights, and drops every page; nothing can be asked until `set_params`.
+
+    Raises:
+      ValueError: if requests are unfinished, which these weights were to answer.
+    """
+    self._requests.require_none("drop_params", "finish or cancel them")
+    self._params = {name: part for name, part in self._params.items() if name == "adapters"}
+    self._forget_pages()
     self._publish()
 
   def set_adapters(self, adapters: Mapping[str, Any]) -> None:
@@ -635,44 +662,13 @@ class Engine:
   def idle_step(
     self, num_requests: int, num_rows: int, num_steps: int = 1
   ) -> Callable[[], None]:
-    """Returns a function that runs a step of rows that belong to no request, to its end.
-
-    For measuring. The rows are shared out evenly, those of one request in one path. They stand at a
-    quarter of the context, where there is room, and write page 0, as padding does.
-
-    Args:
-      num_requests: of each instance.
-      num_rows: of each instance; one of each request at least.
-      num_steps: of a visit; more than one only where each request has one row.
-
-    Raises:
-      ValueError: if requests are unfinished, whose pages a step would change, or a number is none.
-    """
+    """Returns a function that runs a step of rows of no request; see `Planner.idle_rows`."""
     self._requests.require_none("idle_step", "measure before they come")
-    last = self.config.row_buckets[-1]
-    checks.whole("Engine.idle_step: num_rows", num_rows, 1, last, "the last row bucket is the most")
-    checks.whole(
-      "Engine.idle_step: num_requests", num_requests, 1, num_rows, "each has a row at least"
-    )
-    most = sizes.MAX_STEPS_PER_VISIT if num_requests == num_rows else 1
-    checks.whole(
-      "Engine.idle_step: num_steps", num_steps, 1, most, "rows of a draft are verified in one step"
-    )
     self.memory.take_again()
     scheduled = self._planner.idle_rows(num_requests, num_rows, num_steps, self._context)
 
     def run() -> None:
-      inputs = self._inputs(scheduled)
-      if num_steps > 1:
-        visit = self._visit_inputs(scheduled, inputs, num_steps)
-        self.memory.pages, *out = self._runner.visit(
-          self._params, self.memory.pages, visit, self._key
-        )
-      else:
-        self.memory.pages, *out = self._runner.step(
-          self._params, self.memory.pages, inputs, self._key
-        )
-      jax.device_get(out)
+      jax.device_get(self._dispatch(scheduled, self._inputs(scheduled), num_steps))
 
     return run
 

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from seerjax.backends.protocol import Backend
-from seerjax.engine import batching, drafting, sizes, token_tree
+from seerjax.engine import batching, checks, drafting, sizes, token_tree
 from seerjax.engine.background import Room, StepTable
 from seerjax.engine.counters import Counters
 from seerjax.engine.drafting import DraftQuery
@@ -526,9 +526,23 @@ class Planner:
   ) -> list[list[ScheduledRows]]:
     """Returns rows that belong to no request and write where padding does, for each instance.
 
+    For measuring. The rows are shared out evenly, those of one request in one path. They stand at a
+    quarter of the context, where there is room, and write page 0, as padding does.
+
+    Args:
+      num_requests: of each instance.
+      num_rows: of each instance; one of each request at least.
+      num_steps: of a visit; more than one only where each request has one row.
+      context: positions of a sequence.
+
     Raises:
-      ValueError: if the rows of one request do not fit into the context.
+      ValueError: if a number is none, or the rows of one request do not fit into the context.
     """
+    what, last = "Engine.idle_step: num", self._config.row_buckets[-1]
+    most = sizes.MAX_STEPS_PER_VISIT if num_requests == num_rows else 1
+    checks.whole(f"{what}_rows", num_rows, 1, last, "the last row bucket is the most")
+    checks.whole(f"{what}_requests", num_requests, 1, num_rows, "each has a row at least")
+    checks.whole(f"{what}_steps", num_steps, 1, most, "rows of a draft are verified in one step")
     shares = [len(share) for share in np.array_split(np.arange(num_rows), num_requests)]
     needed = max(shares[0], num_steps)
     if needed > context:

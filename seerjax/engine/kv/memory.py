@@ -24,6 +24,7 @@ from seerjax.engine.kv import (
   prefix_index,
   values,
 )
+from seerjax.engine.kv.manifest import KVManifest
 from seerjax.engine.kv.owner import BASE, Owner
 from seerjax.engine.kv.pool import KVPool
 from seerjax.engine.sequence import SequenceState
@@ -61,6 +62,12 @@ class Memory:
     self._table_width = table_width
     self._reuse_prefixes = config.reuse_prefixes
     leaves = jax.tree.leaves(pages)
+    shards = [leaf.sharding.shard_shape(leaf.shape) for leaf in leaves]
+    # As `KVManifest.layout` of what leaves these pages.
+    self.layout = {
+      (leaf.dtype.name, (1, *shard[1:2]), tuple(shard[3:]))
+      for leaf, shard in zip(leaves, shards, strict=True)
+    }
     of_instance = sum(math.prod(leaf.shape[1:]) * leaf.dtype.itemsize for leaf in leaves)
     self._page_bytes = of_instance // config.num_pages
     # By instance: target pages (0 where one is there already) and the parts, round by round.
@@ -218,25 +225,57 @@ class Memory:
 
   def _take_off(self, leaving: list[tuple[SequenceState, list[list[int]], int]]) -> None:
     """Copies sequences to the pool, those of several instances together, and frees their pages."""
-    queues: list[list[tuple[SequenceState, list[int]]]] = [[] for _ in self.pools]
-    rounds: dict[SequenceState, list[Any]] = {}
-    for sequence, parts, _ in leaving:
-      queues[sequence.instance] += [(sequence, part) for part in parts]
-      rounds[sequence] = []
-    while any(queues):
-      turn = _equal_heads(queues, lambda entry: page_moves.bucket_for(len(entry[1])))
-      ids = self._page_ids({instance: part for instance, (_, part) in turn.items()})
-      extracted = self._moves.extract(self.pages, ids)
-      for instance, (sequence, part) in turn.items():
-        rounds[sequence].append(self._moves.take_off(extracted, instance))
-        self.counters.spilled_pages += len(part)
-    for sequence, _, count in leaving:
+    rounds = self._copied([(sequence, parts) for sequence, parts, _ in leaving])
+    for sequence, parts, count in leaving:
+      self.counters.spilled_pages += sum(map(len, parts))
       for page in sequence.pages:
         self.pools[sequence.instance].release(page)
       sequence.pages = []  # `num_written` stays: that much comes back.
       written = sequence.tokens[: sequence.num_written]
       name, owner = sequence.request.request_id, owner_lib.of(sequence.request)
       self.kv_pool.put(name, count, rounds[sequence], written, owner)
+
+  def _copied(
+    self, sequences: Sequence[tuple[SequenceState, list[list[int]]]]
+  ) -> dict[SequenceState, list[Any]]:
+    """Returns copies of sequences' pages, round by round, off the devices."""
+    queues: list[list[tuple[SequenceState, list[int]]]] = [[] for _ in self.pools]
+    rounds: dict[SequenceState, list[Any]] = {}
+    for sequence, parts in sequences:
+      queues[sequence.instance] += [(sequence, part) for part in parts]
+      rounds[sequence] = []
+    while any(queues):
+      turn = _equal_heads(queues, lambda entry: page_moves.bucket_for(len(entry[1])))
+      ids = self._page_ids({instance: part for instance, (_, part) in turn.items()})
+      extracted = self._moves.extract(self.pages, ids)
+      for instance, (sequence, _) in turn.items():
+        rounds[sequence].append(self._moves.take_off(extracted, instance))
+    return rounds
+
+  def export(self, sequence: SequenceState, policy_version: int) -> KVManifest | None:
+    """Puts a copy of a sequence's pages into the store, which keeps its own; see
+    `Engine.export_kv`."""
+    if not sequence.num_written or self.kv_pool.last_tier is None:
+      return None
+    written = sequence.tokens[: sequence.num_written]
+    name, owner = sequence.request.request_id, owner_lib.of(sequence.request)
+    rounds = None
+    if sequence.pages:
+      parts = page_moves.rounds(sequence.pages[: self._num_pages(sequence.num_written)])
+      rounds = self._copied([(sequence, parts)])[sequence]
+    found = self.kv_pool.export(name, written, rounds, owner)
+    if found is None:
+      return None
+    identity = self.kv_pool.identity_of(owner)
+    return KVManifest(
+      key=found[0],
+      policy_version=policy_version,
+      numerics_digest=identity.fingerprint,
+      weights_digest=identity.weights,
+      num_written=sequence.num_written,
+      page_size=self._page_size,
+      parts=found[1],
+    )
 
   def begin_restore(self, sequence: SequenceState, num_pages: int) -> bool:
     """Gives a spilled sequence `num_pages` pages; False if there is no room, nothing done.
@@ -260,15 +299,23 @@ class Memory:
     self._arriving[sequence.instance] += zip(page_moves.rounds(targets), rounds, strict=True)
     return True
 
-  def claim(self, sequence: SequenceState) -> None:
+  def claim(self, sequence: SequenceState, manifest: KVManifest | None = None) -> None:
     """Lets a new sequence that continues an answer come back from the store, if it is there.
 
     One process decides this alone, so where several run one program, its keys are computed again.
+
+    Args:
+      sequence: that has no pages yet.
+      manifest: what another engine has exported of it; None asks for all but its last token.
     """
-    written = sequence.tokens[:-1]
-    request = sequence.request
+    written, request = sequence.tokens[:-1], sequence.request
+    if manifest is not None:
+      if manifest.num_written > len(written):
+        self.kv_pool.imports.stale += 1
+        return
+      written = written[: manifest.num_written]
     if jax.process_count() == 1 and self.kv_pool.claim(
-      request.request_id, written, owner_lib.of(request)
+      request.request_id, written, owner_lib.of(request), manifest
     ):
       sequence.num_written = len(written)
 

@@ -8,7 +8,8 @@ it ends; one that lives is never dropped to make room: when a tier is full, `mak
 False, and the caller waits.
 
 In the store, values are named by their content (`values`), so that another process with the same
-weights finds them: `claim` asks for a request whose answer began elsewhere.
+weights finds them: `claim` asks for a request whose answer began elsewhere. `export` puts a value
+there while its request stays where it is, and says what it is, for an engine that then claims it.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ import numpy as np
 
 from seerjax import parallel
 from seerjax.array_typing import Array
-from seerjax.engine.counters import TierCounters
+from seerjax.engine.counters import ImportCounters, TierCounters
 from seerjax.engine.kv import values
+from seerjax.engine.kv.manifest import KVManifest, Part
 from seerjax.engine.kv.owner import BASE, Owner
 from seerjax.engine.kv.values import Identity
 
@@ -133,13 +135,17 @@ class KVPool:
     self.config = config
     self.host = TierCounters()
     self.store = TierCounters()
+    self.imports = ImportCounters()
     self._store = store
     self._identity: Callable[[Owner], Identity] | None = None
     # Oldest first: that is the one that is sent on to the store.
     self._held: collections.OrderedDict[str, _Held] = collections.OrderedDict()
     self._stored: dict[str, tuple[str, Owner]] = {}  # Keys in the store and owners, by request.
     self._needed: collections.Counter[str] = collections.Counter()  # Requests, by key.
-    self._own: set[str] = set()  # Keys that this process put and has not removed.
+    # Keys that this process put and has not removed, and what lies there.
+    self._own: dict[str, tuple[Part, ...]] = {}
+    self._exported: dict[str, str] = {}  # Keys, by request that was exported last under them.
+    self._expected: dict[str, KVManifest] = {}  # By request that claimed what it says.
     # Keys of `_own` that no request needs, and the step from which on none did, oldest first.
     self._unneeded: collections.OrderedDict[str, int] = collections.OrderedDict()
     self._step = 0
@@ -147,6 +153,11 @@ class KVPool:
 
   def __contains__(self, request_id: str) -> bool:
     return request_id in self._held or request_id in self._stored
+
+  @property
+  def last_tier(self) -> Store | None:
+    """The store, None if there is none."""
+    return self._store
 
   @property
   def free_host_pages(self) -> int:
@@ -196,15 +207,84 @@ class KVPool:
     self.host.bytes_in += num_bytes
     self.host.requests_in += 1
 
-  def claim(self, request_id: str, tokens: Sequence[int], owner: Owner = BASE) -> bool:
-    """Returns whether the store has the pages of `tokens`; they are the request's to take then."""
+  def claim(
+    self,
+    request_id: str,
+    tokens: Sequence[int],
+    owner: Owner = BASE,
+    manifest: KVManifest | None = None,
+  ) -> bool:
+    """Returns whether the store has the pages of `tokens`; they are the request's to take then.
+
+    Args:
+      request_id: that continues elsewhere what it began.
+      tokens: whose pages they are.
+      owner: of the request.
+      manifest: of the engine that exported them; what it says is counted in `imports`.
+    """
     if self._store is None or request_id in self:
+      self.imports.gone += manifest is not None
       return False
-    key = self.identity_of(owner).key(tokens)
+    identity = self.identity_of(owner)
+    key = identity.key(tokens)
+    if manifest is not None and not _is_of(manifest, identity, key):
+      self.imports.stale += 1
+      logging.info(
+        "KVPool.claim of %r: got pages of weights %s, numerics %s, key %s; expected %s, %s, %s;"
+        " they are computed again.", request_id, manifest.weights_digest, manifest.numerics_digest,
+        manifest.key, identity.weights, identity.fingerprint, key,
+      )  # fmt: skip
+      return False
     if not self._asked("has", False, lambda store: store.has(key)):
+      self._miss(manifest, "gone", request_id)
       return False
+    if manifest is not None:
+      self._expected[request_id] = manifest
     self._need(request_id, key, owner)
     return True
+
+  def export(
+    self,
+    request_id: str,
+    tokens: Sequence[int],
+    rounds: list[list[list[Array]]] | None,
+    owner: Owner = BASE,
+  ) -> tuple[str, tuple[Part, ...]] | None:
+    """Puts a copy of a request's pages into the store; the request stays where it is.
+
+    What was exported of it before is removed, unless another needs it.
+
+    Args:
+      request_id: of the request.
+      tokens: whose pages these are.
+      rounds: as of `put`; None if it is off the devices.
+      owner: of the request.
+
+    Returns:
+      The key, and what lies there; None if there is no store, or no room in it.
+    """
+    if self._store is None:
+      return None
+    key = self.identity_of(owner).key(tokens)
+    if key not in self._own:
+      if rounds is None:
+        held = self._held.get(request_id)
+        if held is None:  # Another process put it.
+          expected = self._expected.get(request_id)
+          return None if expected is None else (key, expected.parts)
+        rounds = held.rounds
+      if not self._keep(key, rounds, owner):
+        return None
+    self._needed[key] += 1
+    self._unneeded.pop(key, None)
+    before = self._exported.pop(request_id, None)
+    self._exported[request_id] = key
+    if before is not None:
+      self._need_less(before)
+      if before in self._unneeded:  # It was replaced: nothing names it any more.
+        self._remove(before)
+    self.imports.exported += 1
+    return key, self._own[key]
 
   def take(self, request_id: str) -> list[list[list[Any]]] | None:
     """Returns a request's pages, round by round, and forgets them; None if the store lost them.
@@ -222,6 +302,14 @@ class KVPool:
     begin = time.monotonic()
     data = self._asked("get", None, lambda store: store.get(key))
     rounds = None if data is None else values.unpacked(data, self.identity_of(owner))
+    expected = self._expected.pop(request_id, None)
+    if expected is not None:
+      if rounds is not None and values.parts_of(rounds) != expected.parts:
+        rounds = None
+      if rounds is None:
+        self._miss(expected, "gone" if data is None else "damaged", request_id)
+      else:
+        self.imports.adopted += 1
     self._let_go(request_id)
     self.store.seconds_stalled += time.monotonic() - begin
     if data is None or rounds is None:
@@ -239,11 +327,16 @@ class KVPool:
       self._host_pages -= self._held.pop(request_id).num_pages
     elif request_id in self._stored:
       self._let_go(request_id)
+    self._expected.pop(request_id, None)
+    if request_id in self._exported:
+      self._need_less(self._exported.pop(request_id))
 
   def clear(self) -> None:
-    """Forgets every request: the weights changed."""
-    for request_id in [*self._held, *self._stored]:
+    """Forgets every request, and removes what this process put: the weights changed."""
+    for request_id in [*self._held, *self._stored, *self._exported]:
       self.drop(request_id)
+    for key in list(self._unneeded):
+      self._remove(key)
 
   def identity_of(self, owner: Owner = BASE) -> Identity:
     """Returns whose keys and values an owner's are; the first time, it reads all the weights."""
@@ -258,6 +351,9 @@ class KVPool:
   def _let_go(self, request_id: str) -> None:
     """Forgets which key a request has; the value stays for a while, for other processes."""
     key, _ = self._stored.pop(request_id)
+    self._need_less(key)
+
+  def _need_less(self, key: str) -> None:
     self._needed[key] -= 1
     if not self._needed[key]:
       del self._needed[key]
@@ -267,7 +363,7 @@ class KVPool:
   def _remove(self, key: str) -> None:
     """Removes a value of this process that no request needs."""
     del self._unneeded[key]
-    self._own.discard(key)
+    self._own.pop(key, None)
     self._asked("remove", None, lambda store: store.remove(key))
 
   def _asked(self, what: str, otherwise: Any, ask: Callable[[Store], Any]) -> Any:
@@ -288,24 +384,46 @@ class KVPool:
   def _send_on(self, request_id: str) -> bool:
     """Moves a request from host memory to the store; False if that is full."""
     held = self._held[request_id]
-    begin = time.monotonic()
-    identity = self.identity_of(held.owner)
-    key = identity.key(held.tokens)
-    if key not in self._own:
-      data = values.packed(jax.tree.map(np.asarray, held.rounds), identity)
-      while not self._asked("put", False, lambda store: store.put(key, data)):
-        if not self._unneeded:
-          self.store.seconds_stalled += time.monotonic() - begin
-          return False
-        self._remove(next(iter(self._unneeded)))
-      self._own.add(key)
-      self.store.bytes_in += len(data)
+    key = self.identity_of(held.owner).key(held.tokens)
+    if key not in self._own and not self._keep(key, held.rounds, held.owner):
+      return False
     self._need(request_id, key, held.owner)
     del self._held[request_id]
     self._host_pages -= held.num_pages
     self.store.requests_in += 1
-    self.store.seconds_stalled += time.monotonic() - begin
     return True
+
+  def _keep(self, key: str, rounds: list[list[list[Array]]], owner: Owner) -> bool:
+    """Puts a value into the store, in the room of what nothing needs; False if that is full."""
+    begin = time.monotonic()
+    arrays = jax.tree.map(np.asarray, rounds)
+    data = values.packed(arrays, self.identity_of(owner))
+    is_there = self._asked("put", False, lambda store: store.put(key, data))
+    while not is_there and self._unneeded:
+      self._remove(next(iter(self._unneeded)))
+      is_there = self._asked("put", False, lambda store: store.put(key, data))
+    if is_there:
+      self._own[key] = values.parts_of(arrays)
+      self.store.bytes_in += len(data)
+    self.store.seconds_stalled += time.monotonic() - begin
+    return is_there
+
+  def _miss(self, manifest: KVManifest | None, how: str, request_id: str) -> None:
+    """Counts pages that were exported and did not come."""
+    if manifest is None:
+      return
+    self.imports.gone += how == "gone"
+    self.imports.damaged += how == "damaged"
+    logging.info(
+      "KVPool: got %s pages of %r (key %s), expected those that were exported; they are computed"
+      " again, to the same bits.", how, request_id, manifest.key,
+    )  # fmt: skip
+
+
+def _is_of(manifest: KVManifest, identity: Identity, key: str) -> bool:
+  """Returns whether a manifest is of this identity, and of the tokens of this key."""
+  theirs = manifest.weights_digest, manifest.numerics_digest, manifest.key
+  return theirs == (identity.weights, identity.fingerprint, key)
 
 
 def usual(mesh: jax.sharding.Mesh) -> KVPool:

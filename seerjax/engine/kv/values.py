@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from seerjax import numerics as numerics_lib
+from seerjax.engine.kv.manifest import Part
 from seerjax.models import config as model_config
 
 MAGIC = b"SEERKV01"
@@ -94,6 +95,14 @@ def weights_digest(params: Any) -> str:
       digest.update(index.encode())
       digest.update(np.ascontiguousarray(shards[index]).view(np.uint8).data)
   return _hex(digest)
+
+
+def parts_of(arrays: Any) -> tuple[Part, ...]:
+  """Returns what a manifest says of a request's arrays (numpy), in their order."""
+  return tuple(
+    Part(leaf.shape, leaf.dtype.name, zlib.crc32(np.ascontiguousarray(leaf).tobytes()))
+    for leaf in jax.tree.leaves(arrays)
+  )
 
 
 def packed(arrays: Any, identity: Identity) -> bytes:
