@@ -16,6 +16,7 @@ from absl import flags
 import ml_collections
 from ml_collections import config_dict, config_flags
 
+from seerjax import parallel
 from seerjax.run import command_line
 
 T = TypeVar("T")
@@ -119,6 +120,35 @@ def define_flags(default: Any, workdir: str) -> None:
   config_flags.DEFINE_config_dict("config", values)
   flags.DEFINE_string("workdir", workdir, "Everything the run writes goes here.")
   flags.register_validator("workdir", bool, "got an empty path, expected a directory; name one")
+
+
+def define_slice_flags() -> None:
+  """Defines flags of processes that run one program together; see `slice_of_flags`."""
+  usual = parallel.SliceConfig()
+  flags.DEFINE_integer(
+    "num_processes", usual.num_processes, "Processes whose devices are one mesh; all run this."
+  )
+  flags.DEFINE_integer("process_id", usual.process_id, "Which of them this is, from 0.")
+  flags.DEFINE_string("coordinator", usual.coordinator, "HOST:PORT where process 0 listens.")
+  flags.DEFINE_enum(
+    "launcher", usual.launcher, parallel.LAUNCHERS,
+    "What started them and knows both of these: slurm, ompi, k8s, gcetpu or gketpu.",
+  )  # fmt: skip
+
+
+def slice_of_flags() -> parallel.SliceConfig:
+  """Returns what the flags of `define_slice_flags` say.
+
+  Raises:
+    ValueError: if they cannot be.
+  """
+  args = flags.FLAGS
+  return parallel.SliceConfig(
+    num_processes=args.num_processes,
+    process_id=args.process_id,
+    coordinator=args.coordinator,
+    launcher=args.launcher,
+  )
 
 
 def from_flags(kind: type[T], values: ml_collections.ConfigDict) -> T:

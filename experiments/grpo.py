@@ -25,7 +25,7 @@ from absl import app, flags, logging
 import jax
 
 from experiments import configuration
-from seerjax import metrics, rl
+from seerjax import agreement, metrics, parallel, rl
 from seerjax.models import (
   huggingface,
   presets,
@@ -42,6 +42,7 @@ from seerjax.run import (
   programs as programs_lib,
   progress as progress_lib,
   self_test,
+  slices,
 )
 from seerjax.run.config import RunConfig
 from seerjax.run.policy import Policy
@@ -228,12 +229,21 @@ def learn(argv: list[str]) -> None:
   """Runs what the flags say, and prints what came of it."""
   args = flags.FLAGS
   directory = pathlib.Path(args.workdir)
-  say = functools.partial(print, flush=True)
   command_line.check_arguments(argv)
   config = configuration.from_flags(RunConfig, args.config)
-  # Before the first use of a device: on a CPU, as many virtual ones as the mesh has.
-  jax.config.update("jax_num_cpu_devices", config.num_instances * config.model_shards)
+  # Before the first use of a device.
+  parallel.start(
+    configuration.slice_of_flags(), num_devices=config.num_instances * config.model_shards
+  )
   config = on_these_devices(config)
+  with slices.own_directory(directory) as own:
+    run(config, own)
+
+
+def run(config: RunConfig, directory: pathlib.Path) -> None:
+  """Runs the config in a directory, and prints what came of it."""
+  args = flags.FLAGS
+  say = functools.partial(print, flush=True)
   with progress_lib.Progress(say) as progress, progress.phase("getting ready"):
     task, policy = prepare(config, directory, resume=args.resume, bitwise=args.bitwise)
   # Before the run, whose programs it compiles.
@@ -244,13 +254,15 @@ def learn(argv: list[str]) -> None:
   result = rl.train(
     config,
     policy,
-    task,
+    slices.shared_task(task),
     directory,
     resume=args.resume,
     accept_new_numerics=args.accept_new_numerics,
     log=say,
     programs=programs,
   )
+  if not agreement.is_first():
+    return
   with progress_lib.Progress(say) as progress, progress.phase("writing the model and the report"):
     huggingface.save(
       directory / "model",
@@ -276,6 +288,7 @@ def learn(argv: list[str]) -> None:
 
 if __name__ == "__main__":
   configuration.define_flags(run_presets.main_job(), "runs/grpo")
+  configuration.define_slice_flags()
   flags.DEFINE_bool("resume", False, "Carry on from the latest checkpoint in --workdir.")
   flags.DEFINE_bool("accept_new_numerics", False, "Resume under another fingerprint.")
   flags.DEFINE_bool("bitwise", True, "Refuse to start where rows are not invariant.")

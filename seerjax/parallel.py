@@ -108,6 +108,8 @@ def start(config: SliceConfig, *, num_devices: int) -> None:
   jax.config.update("jax_cpu_collectives_implementation", "gloo")
   # One program at a time on a CPU's devices: two in flight could meet in each other's collectives.
   jax.config.update("jax_cpu_enable_async_dispatch", False)
+  # It would take SIGTERM from us, which ends a run after its step.
+  jax.config.update("jax_enable_preemption_service", False)
   timeouts: dict[str, Any] = dict(
     initialization_timeout=config.start_seconds,
     heartbeat_timeout_seconds=config.heartbeat_seconds,

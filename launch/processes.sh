@@ -1,0 +1,146 @@
+#!/usr/bin/env bash
+# Makes the environment if need be, then runs an experiment as several processes on this machine,
+# whose devices are one mesh.
+set -euo pipefail
+
+ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+# shellcheck source=launch/environment.sh
+source "$ROOT/launch/environment.sh"
+
+usage() {
+  cat <<'EOF'
+usage: bash launch/processes.sh --num_processes=N [--logs=DIRECTORY] [--port=N] [--platform=cpu|cuda|tpu]
+                                [--patience=SECONDS] [--dry-run] [experiments.NAME] [--flags]
+
+Runs `python -m experiments.NAME --flags` as N processes of one slice: each takes its share of the
+devices that --config.num_instances and --config.model_shards ask for, and all run one program
+together, to the bits of a single process. Without a name it runs the main job, experiments.grpo.
+
+The first process prints here; the others' lines go to files. Ctrl-C and SIGTERM stop all of them
+after the step that they are in, once more stops them at once. When one of them dies, the others
+are ended, and --resume goes on from the last checkpoint.
+
+  --num_processes=N    how many
+  --logs=DIRECTORY     takes process_1.log and so on (runs/processes)
+  --port=N             where the first one listens, on 127.0.0.1 (a free one)
+  --patience=SECONDS   what the others get to end by themselves when one has died (30)
+  --platform=P         instead of what is detected
+  --dry-run            says what would be run, and does nothing
+EOF
+}
+
+name="" platform="" dry_run="" count="" logs=runs/processes port="" patience=30
+flags=()
+for argument in "$@"; do
+  case $argument in
+    --num_processes=*) count=${argument#*=} ;;
+    --logs=*) logs=${argument#*=} ;;
+    --port=*) port=${argument#*=} ;;
+    --patience=*) patience=${argument#*=} ;;
+    --platform=*) platform=${argument#*=} ;;
+    --dry-run) dry_run=yes ;;
+    --help | -h)
+      usage
+      exit 0
+      ;;
+    -*) flags+=("$argument") ;;
+    *)
+      if [ -z "$name" ] && [ ${#flags[@]} -eq 0 ]; then name=$argument; else flags+=("$argument"); fi
+      ;;
+  esac
+done
+case $count in
+  '' | *[!0-9]* | 0) fail "--num_processes: got '$count', expected a number from 1; write --num_processes=2." ;;
+esac
+case $port in
+  *[!0-9]*) fail "--port: got '$port', expected a number; write --port=9123, or leave it out." ;;
+esac
+case $patience in
+  '' | *[!0-9]*) fail "--patience: got '$patience', expected whole seconds; write --patience=30." ;;
+esac
+name=${name:-experiments.grpo}
+[ -f "$ROOT/$(printf '%s' "$name" | tr . /).py" ] ||
+  fail "got the experiment '$name', expected one that exists; bash launch/local.sh --help lists them."
+
+platform=${platform:-$(detect_platform)}
+extra=$(platform_extra "$platform")
+found=$(find_python)
+minor=${found%% *}
+lock="$ROOT/launch/locks/runtime-$minor.txt"
+python="$ROOT/.venv/bin/python"
+if [ -z "$dry_run" ]; then
+  environment "$ROOT/.venv" "${found#* }" "$lock"
+  install_platform "$ROOT/.venv" "$lock" "$extra"
+  export_platform "$ROOT/.venv" "$platform"
+  [ -n "$port" ] || port=$("$python" -c \
+    'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')
+fi
+slice=(--num_processes="$count" --coordinator="127.0.0.1:${port:-FREE}")
+
+if [ -n "$dry_run" ]; then
+  for ((rank = 0; rank < count; rank++)); do
+    printf 'run %s\n' "$name${flags[*]+ ${flags[*]}} ${slice[*]} --process_id=$rank"
+  done
+  exit 0
+fi
+
+case $PWD/ in
+  "$ROOT"/*) ;;
+  *) export PYTHONPATH="$ROOT:${PYTHONPATH:-$PWD}" ;;
+esac
+mkdir -p "$logs"
+logs=$(cd "$logs" && pwd)
+
+# Each has a process group of its own (`set -m`): what the terminal sends comes to this script
+# alone, which passes it on, so that all get it together and none twice.
+pids=() stopped=""
+pass_on() { for pid in ${pids[@]+"${pids[@]}"}; do kill "-$1" "$pid" 2>/dev/null || :; done; }
+trap 'stopped=yes; pass_on INT' INT
+trap 'stopped=yes; pass_on TERM' TERM
+trap 'pass_on KILL' EXIT
+set -m
+for ((rank = 0; rank < count; rank++)); do
+  run=("$python" -P -m "$name" ${flags[@]+"${flags[@]}"} "${slice[@]}" --process_id="$rank")
+  if [ "$rank" = 0 ]; then
+    "${run[@]}" </dev/null &
+  else
+    "${run[@]}" </dev/null >"$logs/process_$rank.log" 2>&1 &
+  fi
+  pids+=($!)
+done
+set +m
+say "$count processes of $name; the others' lines: $logs/process_*.log"
+
+rank_of() {
+  local rank
+  for rank in "${!pids[@]}"; do [ "${pids[$rank]}" != "$1" ] || printf '%s' "$rank"; done
+}
+
+# The first status that is not 0 is this script's; from then on the others have `patience` seconds.
+status=0 dead_at="" left=("${pids[@]}")
+while [ ${#left[@]} -gt 0 ]; do
+  still=()
+  for pid in "${left[@]}"; do
+    if kill -0 "$pid" 2>/dev/null; then
+      still+=("$pid")
+      continue
+    fi
+    code=0
+    wait "$pid" || code=$?
+    if [ "$code" != 0 ] && [ "$status" = 0 ]; then
+      status=$code dead_at=$SECONDS
+      [ -n "$stopped" ] || say "process $(rank_of "$pid") ended with status $code; its lines and the" \
+        "others' are here and in $logs"
+    fi
+  done
+  left=(${still[@]+"${still[@]}"})
+  [ ${#left[@]} -gt 0 ] || break
+  if [ -n "$dead_at" ] && [ $((SECONDS - dead_at)) -ge "$patience" ]; then
+    say "${#left[@]} of the others did not end within $patience s: they are ended now; --resume goes on."
+    for pid in "${left[@]}"; do kill -KILL "$pid" 2>/dev/null || :; done
+    dead_at=$((SECONDS + 3600))
+  fi
+  sleep 0.2 || :
+done
+trap - EXIT
+exit "$status"

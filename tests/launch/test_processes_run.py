@@ -1,0 +1,107 @@
+"""launch/processes.sh with a run that learns, is stopped, killed and resumed.
+
+A model of one layer; all three begin processes of their own and compile, so that it takes minutes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import launched
+from launched import processes_of
+import pytest
+import small_run
+
+from seerjax import checkpoint
+from seerjax.models import huggingface
+
+NUM_STEPS = 6
+FLAGS = (
+  "--config.num_instances=2", f"--config.num_steps={NUM_STEPS}", "--config.checkpoint_every=1",
+  "--config.rollout.groups_per_step=2", "--config.rollout.group_size=2",
+  "--config.rollout.max_tokens=8", "--config.evaluation.num_problems=2",
+  "--config.engine.num_pages=64", "--config.engine.max_context=96", "--nobitwise",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> pathlib.Path:
+  """The directory of a model of one layer that reads nano's words."""
+  directory = tmp_path_factory.mktemp("model")
+  policy = small_run.policy()
+  huggingface.save(directory, policy.params, policy.model, tokenizer=policy.tokenizer)
+  return directory
+
+
+def start(checkout: pathlib.Path, *arguments: str) -> subprocess.Popen:
+  return launched.start(checkout, "processes", "--platform=cpu", *arguments)
+
+
+def wait_for(directory: pathlib.Path, step: int) -> None:
+  for _ in range(6000):  # Of a loaded machine.
+    if (checkpoint.latest_step(directory / "checkpoints") or 0) >= step:
+      return
+    time.sleep(0.1)
+  raise AssertionError(f"{directory} never had a checkpoint after step {step}")
+
+
+def learnt(directory: pathlib.Path) -> str:
+  """Returns the digest of a run's weights and of the lines that its journal has of rollouts."""
+  digest = hashlib.sha256((directory / "model" / "model.safetensors").read_bytes())
+  lines = (directory / "journal.jsonl").read_text().splitlines()[1:]
+  digest.update("".join(sorted(json.dumps(json.loads(line)["record"]) for line in lines)).encode())
+  return digest.hexdigest()
+
+
+@pytest.mark.long
+def test_a_run_is_stopped_killed_and_resumed_and_learns_what_one_process_learns(
+  model, tmp_path
+):
+  whole = launched.with_experiments(launched.checkout_in(tmp_path / "checkout"))
+  directory = tmp_path / "run"
+  arguments = ("--num_processes=2", "experiments.grpo", f"--config.model={model}", *FLAGS)
+  of_run = f"--workdir={directory}"
+
+  script = start(whole, *arguments, of_run)
+  wait_for(directory, 1)
+  script.send_signal(signal.SIGINT)
+  text, _ = script.communicate(timeout=600)
+  print(text)
+  assert script.returncode == 130, text
+  assert re.search(rf"stopped by Ctrl-C after step \d of {NUM_STEPS}; --resume", text)
+  assert processes_of(of_run) == []
+
+  script = start(whole, *arguments, of_run, "--resume")
+  wait_for(directory, (checkpoint.latest_step(directory / "checkpoints") or 0) + 1)
+  [victim] = [one for one in processes_of("--process_id=1") if one in processes_of(of_run)]
+  os.kill(victim, signal.SIGKILL)
+  begin = time.monotonic()
+  text, _ = script.communicate(timeout=600)
+  print(text, f"ended {time.monotonic() - begin:.1f} s after the kill")
+  assert time.monotonic() - begin < 60
+  assert script.returncode not in (0, 130) and "ended with status" in text
+  assert processes_of(of_run) == [] and not launched.is_alive(victim)
+
+  script = start(whole, *arguments, of_run, "--resume")
+  text, _ = script.communicate(timeout=600)
+  print(text)
+  assert script.returncode == 0, text
+  assert text.count("report   ") == 1
+
+  # The same run as one process.
+  alone = tmp_path / "alone"
+  done = subprocess.run(
+    [sys.executable, "-m", "experiments.grpo", f"--config.model={model}", *FLAGS,
+     f"--workdir={alone}"],
+    cwd=launched.ROOT, capture_output=True, text=True,
+  )  # fmt: skip
+  assert done.returncode == 0, done.stderr
+  assert learnt(directory) == learnt(alone)

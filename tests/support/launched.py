@@ -1,0 +1,68 @@
+"""A checkout whose scripts of launch/ run with this Python, and what became of their processes."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import shutil
+import signal
+import subprocess
+import sys
+
+ROOT = pathlib.Path(__file__).parents[2]
+MINOR = "{}.{}".format(*sys.version_info[:2])
+
+def checkout_in(root: pathlib.Path, *, locks: tuple[str, ...] = ("runtime",)) -> pathlib.Path:
+  """Returns a checkout whose environment is this Python's and says that it has `locks`."""
+  shutil.copytree(ROOT / "launch", root / "launch")
+  binaries = root / ".venv" / "bin"
+  binaries.mkdir(parents=True)
+  (binaries / "python").write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
+  (binaries / "python").chmod(0o755)
+  stamps = root / ".venv" / "seerjax"
+  stamps.mkdir()
+  for name in locks:
+    lock = root / "launch" / "locks" / f"{name}-{MINOR}.txt"
+    with lock.open() as file:
+      sums = subprocess.run(["cksum"], stdin=file, capture_output=True, text=True, check=True)
+    (stamps / lock.name).write_text(sums.stdout)
+  version = sys.version.split()[0]
+  (stamps / "identity").write_text(f"{version} {sys.base_prefix} for {root}\n")
+  return root
+
+
+def with_experiments(root: pathlib.Path) -> pathlib.Path:
+  """Gives a checkout the experiments and the library that are tested."""
+  for name in ("experiments", "seerjax", "pallas_kernels"):
+    (root / name).symlink_to(ROOT / name)
+  return root
+
+
+def start(checkout: pathlib.Path, script: str, *arguments: str) -> subprocess.Popen:
+  """Starts a script of launch/ in a checkout."""
+  environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+  return subprocess.Popen(
+    ["bash", f"launch/{script}.sh", *arguments],
+    cwd=checkout,
+    env=environment | {"SEERJAX_PYTHON": sys.executable, "PYTHONPATH": "."},
+    stdout=subprocess.PIPE,
+    stderr=subprocess.STDOUT,
+    text=True,
+    start_new_session=True,
+    # A shell's background ignores Ctrl-C, and a script could not hear what it was begun to ignore.
+    preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+  )
+
+
+def is_alive(pid: int) -> bool:
+  try:
+    os.kill(pid, 0)
+  except ProcessLookupError:
+    return False
+  return True
+
+
+def processes_of(text: str) -> list[int]:
+  """Returns the ids of other processes in whose command line a text stands."""
+  found = subprocess.run(["pgrep", "-f", "--", text], capture_output=True, text=True)
+  return [int(word) for word in found.stdout.split() if int(word) != os.getpid()]
