@@ -9,6 +9,9 @@ elsewhere, from where the chunk before it ended; a result counts once, by the nu
 and one that comes when its chunk was given to another worker is dropped. Which result comes when is
 a clock's business: no token depends on it (DESIGN: the contract), and the order is journalled.
 
+Pages go from worker to worker through a store, where they have one: the driver carries what is said
+of them (`KVManifest`) and never their bytes.
+
 Nothing here knows how workers are reached: `local_workers` has them in this process, `ray_workers`
 in processes of a cluster.
 """
@@ -33,6 +36,7 @@ from seerjax.cluster.records import (
   WeightsRef,
   WorkerReport,
 )
+from seerjax.engine.kv.manifest import KVManifest
 from seerjax.rollout import divided
 from seerjax.rollout.buffer import Buffer, State
 from seerjax.rollout.instances import Decision, Instances
@@ -169,6 +173,7 @@ class ClusterRollout:
     self._members: dict[int, _Member] = {}
     self._places: list[tuple[int, int]] = []  # By instance: worker, and which of its own.
     self._last_worker: dict[str, int] = {}  # By request.
+    self._kv: dict[str, KVManifest] = {}  # By request: where its pages lie for other workers.
     self._running: dict[str, _Running] = {}
     self._unread: collections.deque[Completion] = collections.deque()
     self._num_chunks = 0
@@ -253,6 +258,7 @@ class ClusterRollout:
         resume_from=self._so_far.get(request_id),
         max_tokens=decision.max_chunk_tokens,
         instance=instance,
+        kv=None if before == worker else self._kv.get(request_id),
       )
     )
     self._running[request_id] = _Running(
@@ -374,8 +380,11 @@ class ClusterRollout:
     self._instances.release(running.decision.instance, running.decision.num_pages)
     self._add_span(request_id, running, generated, is_last=is_over)
     self._note("ended", worker, request_id, result.chunk)
+    if result.kv is not None:
+      self._kv[request_id] = result.kv
     if is_over:
       self._so_far.pop(request_id, None)
+      self._kv.pop(request_id, None)
       self._unread.append(completion)
     else:
       self._so_far[request_id] = completion

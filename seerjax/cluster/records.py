@@ -14,6 +14,7 @@ import functools
 import hashlib
 from typing import Any, Protocol, runtime_checkable
 
+from seerjax.engine.kv.manifest import KVManifest
 from seerjax.engine.kv.pool import Store
 from seerjax.types import Completion, Request
 
@@ -31,6 +32,8 @@ class ChunkOrder:
     resume_from: the answer so far, None before the first chunk.
     max_tokens: most tokens of the chunk.
     instance: of the worker's own, that runs it.
+    kv: what the worker before it has exported of the request's pages, None if it exported nothing
+      or is the same.
   """
 
   chunk: int
@@ -38,6 +41,7 @@ class ChunkOrder:
   resume_from: Completion | None
   max_tokens: int
   instance: int = 0
+  kv: KVManifest | None = None
 
   @property
   def start(self) -> int:
@@ -53,11 +57,14 @@ class ChunkResult:
     chunk: number of the order.
     completion: the whole answer so far; it is over if it has a finish_reason.
     busy_seconds: of the worker, from the moment it took the order.
+    kv: where its pages lie in the store that workers share; None without one, and of an answer that
+      is over.
   """
 
   chunk: int
   completion: Completion
   busy_seconds: float
+  kv: KVManifest | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -76,7 +83,7 @@ class WorkerReport:
     max_running: most chunks at once of one instance.
     num_instances: of its mesh.
     free_pages: by instance, those that nothing holds now.
-    counters: of its engine, by name.
+    counters: of its engine, by name; those of a tier as "tier.name".
   """
 
   name: str

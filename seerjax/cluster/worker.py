@@ -3,7 +3,8 @@
     run: forget, take orders -> steps of the engine until a chunk ends -> what has ended
 
 Chunks that have not ended continue with the next `run`. Between two chunks of a request the worker
-keeps its pages as long as it has room, so that the next chunk need not compute them again.
+keeps its pages as long as it has room, so that the next chunk need not compute them again. Where
+its engine has a store, which workers share, it puts a copy there for the worker that may come next.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from seerjax import numerics as numerics_lib
 from seerjax.cluster import weights as weights_lib
 from seerjax.cluster.records import ChunkOrder, ChunkResult, WeightsRef, WorkerReport
 from seerjax.engine.engine import Engine
-from seerjax.types import Request
+from seerjax.engine.kv.manifest import KVManifest
+from seerjax.types import Completion, Request
 
 
 @runtime_checkable
@@ -134,7 +136,12 @@ class EngineWorker:
     """Does `Worker.report`."""
     engine = self.engine
     identity = engine.memory.kv_pool.identity_of()
-    counters = dataclasses.asdict(engine.counters)
+    counters: dict[str, float] = {}
+    for name, value in dataclasses.asdict(engine.counters).items():
+      if isinstance(value, dict):
+        counters |= {f"{name}.{part}": one for part, one in value.items()}
+      else:
+        counters[name] = value
     return WorkerReport(
       name=self.name,
       fingerprint=numerics_lib.fingerprint(engine.numerics),
@@ -147,7 +154,7 @@ class EngineWorker:
       max_running=engine.config.max_sequences,
       num_instances=engine.num_instances,
       free_pages=tuple(map(engine.free_pages, range(engine.num_instances))),
-      counters={name: value for name, value in counters.items() if not isinstance(value, dict)},
+      counters=counters,
     )
 
   def run(
@@ -163,18 +170,22 @@ class EngineWorker:
       self.engine.step()
       for completion in self.engine.poll():
         self._held.discard(completion.request_id)
-        ended.append(self._result(completion.request_id, completion))
+        ended.append(self._result(completion.request_id, completion, None))
       for request_id in self.engine.poll_paused():
         if request_id in self._running:
-          ended.append(self._result(request_id, self.engine.progress(request_id)))
+          kv = self.engine.export_kv(request_id)
+          ended.append(self._result(request_id, self.engine.progress(request_id), kv))
     return ended
 
-  def _result(self, request_id: str, completion) -> ChunkResult:
+  def _result(
+    self, request_id: str, completion: Completion, kv: KVManifest | None
+  ) -> ChunkResult:
     running = self._running.pop(request_id)
     return ChunkResult(
       chunk=running.order.chunk,
       completion=completion,
       busy_seconds=time.perf_counter() - running.begin,
+      kv=kv,
     )
 
   def _begin(self, order: ChunkOrder) -> None:
@@ -197,6 +208,7 @@ class EngineWorker:
         resume_from=order.resume_from,
         instance=order.instance,
         chunk_tokens=order.max_tokens,
+        kv=order.kv,
       )
       self._held.add(name)
     self._running[name] = _Running(order, begin)

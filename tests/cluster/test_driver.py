@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import pathlib
 import pickle
 import re
 
 import cluster_cases
-from cluster_cases import Case, Halting, Mortal, alone, asked, make_engine
+from cluster_cases import Case, Halting, Mortal, alone, asked, make_engine, on_store
 import pytest
 import tiny_model
 
@@ -24,17 +25,21 @@ from seerjax.types import Request
 KINDS = (
   "to die before its orders", "to die in a chunk", "to die with its answer", "to halt", "strangers",
   "joined", "refused", "lost", "ended", "again", "late", "moved",
-  "of 1 workers", "of 2 workers", "of 3 workers",
+  "of 1 workers", "of 2 workers", "of 3 workers", "exported", "adopted",
 )  # fmt: skip
 NATIVE = tiny_model.NATIVE
 
 
 def fuzz(
-  numerics: NumericsConfig, seeds: range, kind: type[Case] = Case
+  numerics: NumericsConfig,
+  seeds: range,
+  kind: type[Case] = Case,
+  directory: pathlib.Path | None = None,
 ) -> collections.Counter[str]:
+  """Runs drawn cases, every other one with a store if there is a directory for them."""
   events: collections.Counter[str] = collections.Counter()
   for seed in seeds:
-    case = kind(seed, numerics)
+    case = kind(seed, numerics, directory=directory if seed % 2 else None)
     try:
       case.run()
     except BaseException as error:
@@ -59,8 +64,8 @@ def doomed(num_calls: int, steps: int = 10**6) -> Mortal:
   return worker
 
 
-def test_one_two_and_three_workers_say_what_one_engine_says():
-  events = fuzz(NATIVE, range(12))
+def test_one_two_and_three_workers_say_what_one_engine_says(tmp_path):
+  events = fuzz(NATIVE, range(12), directory=tmp_path)
   assert all(events[kind] for kind in KINDS), [kind for kind in KINDS if not events[kind]]
 
 
@@ -71,9 +76,24 @@ def test_so_do_tiled_workers():
 
 @pytest.mark.long
 @pytest.mark.parametrize("numerics", [tiny_model.NUMERICS, NATIVE], ids=["tiled", "native"])
-def test_many_drawn_clusters(numerics):
-  events = fuzz(numerics, range(100, 300))
+def test_many_drawn_clusters(numerics, tmp_path):
+  events = fuzz(numerics, range(100, 300), directory=tmp_path)
   assert all(events[kind] for kind in KINDS), [kind for kind in KINDS if not events[kind]]
+
+
+def test_pages_of_a_worker_that_died_are_taken_from_the_store(tmp_path):
+  def worker(kind: type[EngineWorker], name: str) -> EngineWorker:
+    return kind(make_engine(NATIVE, kv_pool=on_store(tmp_path)), name=name)
+
+  dying, other = worker(Mortal, "dying"), worker(EngineWorker, "other")
+  dying.dies_at = 3, -1
+  rollout = ClusterRollout(workers_of(dying, other), Divided(chunk_tokens=4))
+  assert_said(run(rollout, asked()))
+  counters = other.engine.counters
+  assert rollout.counts["moved"] > 0 and counters.imports.adopted > 0
+  assert other.report().counters["imports.adopted"] == counters.imports.adopted
+  # Nothing of what came was computed again.
+  assert counters.imports.gone == counters.imports.stale == counters.imports.damaged == 0
 
 
 # Twins that must fail: each is a mistake that one of the rules keeps out.

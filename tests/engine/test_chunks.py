@@ -5,7 +5,10 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from word_engine import SIZES, make_engine, request, same, tokens_from
+from word_engine import SIZES, make_engine, params, request, same, tokens_from
+
+from seerjax.engine.kv.disk_store import DiskStore
+from seerjax.engine.kv.pool import KVPool, KVPoolConfig
 
 ROOM = dataclasses.replace(SIZES, num_pages=41)
 
@@ -156,3 +159,73 @@ def test_a_running_chunk_may_be_ended_at_any_step():
   while engine.num_unfinished:
     engine.step()
   assert same(engine.poll()[0], plain)
+
+
+def exported(directory, **changes):
+  """A request's answer so far, and what its engine says of its pages; an engine to take them."""
+  pools = [KVPool(KVPoolConfig(), DiskStore(directory, max_bytes=10**7)) for _ in range(2)]
+  engine, other = (make_engine(kv_pool=pool) for pool in pools)
+  engine.submit(request(), chunk_tokens=3)
+  while not engine.poll_paused():
+    engine.step()
+  kv = engine.export_kv("a")
+  assert kv is not None
+  return engine.progress("a"), dataclasses.replace(kv, **changes), other
+
+
+@pytest.mark.parametrize(
+  "changes, message",
+  [
+    (dict(policy_version=8), r"got pages of policy_version 8, expected 0, the engine's; leave kv"),
+    (dict(page_size=4), r"got pages of 4 positions, expected 8, the engine's EngineConfig.page_s"),
+    (dict(num_written=0), r"kv.num_written: got 0, expected at least 1; leave kv out for no pages"),
+    (dict(parts=()), r"got pages of \[\] \(dtype, shape .*; they are of another model or model ax"),
+  ],
+)
+def test_pages_of_another_engine_are_refused_where_they_can_be_nothing_of_it(
+  changes, message, tmp_path
+):
+  so_far, kv, other = exported(tmp_path, **changes)
+  with pytest.raises(ValueError, match=f"request 'a': {message}"):
+    other.submit(request(), resume_from=so_far, kv=kv)
+  assert other.num_unfinished == 0
+
+
+@pytest.mark.usefixtures("unchecked_annotations")
+def test_what_is_no_manifest_is_refused():
+  with pytest.raises(ValueError, match=r"got kv of type str, expected a KVManifest; pass what"):
+    make_engine().submit(request(), kv="a key")
+
+
+def test_pages_are_exported_between_chunks_to_a_store_alone(tmp_path):
+  so_far, kv, other = exported(tmp_path)
+  other.submit(request(), resume_from=so_far, kv=kv)
+  with pytest.raises(ValueError, match=r"Engine.export_kv: got request 'a', which is not paused"):
+    other.export_kv("a")
+  rows = other.counters.rows
+  other.step()
+  assert other.counters.imports.adopted == 1 and other.counters.rows == rows + 1
+  engine = make_engine()
+  engine.submit(request(), chunk_tokens=3)
+  while not engine.poll_paused():
+    engine.step()
+  assert engine.export_kv("a") is None  # It has no store.
+
+
+def test_what_was_exported_goes_when_it_is_replaced_and_with_its_policy(tmp_path):
+  pool = KVPool(KVPoolConfig(), DiskStore(tmp_path, max_bytes=10**7))
+  engine = make_engine(kv_pool=pool)
+  engine.submit(request(), chunk_tokens=3)
+  keys = set()
+  for _ in range(2):
+    while not engine.poll_paused():
+      engine.step()
+    keys.add(engine.export_kv("a").key)
+    assert engine.export_kv("a").key in keys  # Once more, what is there.
+    assert len(list(tmp_path.glob("*/*.kv"))) == 1
+    engine.resume("a", chunk_tokens=3)
+  assert len(keys) == 2
+  engine.cancel("a")
+  assert list(tmp_path.glob("*/*.kv"))  # Another may still take them.
+  engine.set_params(params(1), 1)
+  assert not list(tmp_path.glob("*/*.kv"))

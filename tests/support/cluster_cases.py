@@ -8,6 +8,7 @@ from __future__ import annotations
 import collections
 from collections.abc import Sequence
 import functools
+import pathlib
 
 import jax
 import numpy as np
@@ -18,6 +19,8 @@ from seerjax.cluster.local_workers import LocalWorkers
 from seerjax.cluster.records import Answered, ChunkOrder, ChunkResult, Event, Lost
 from seerjax.cluster.worker import EngineWorker
 from seerjax.engine.engine import Engine, EngineConfig
+from seerjax.engine.kv.disk_store import DiskStore
+from seerjax.engine.kv.pool import KVPool, KVPoolConfig
 from seerjax.models.loading import Model
 from seerjax.numerics import NumericsConfig
 from seerjax.rollout.policies import ByPrefix, ByRoom, ContextAware, Divided, LongestGroupFirst
@@ -74,6 +77,11 @@ def asked(seed: int = 7, num_groups: int = 3, members: int = 3) -> list[Request]
 def alone(numerics: NumericsConfig, seed: int) -> dict[str, Completion]:
   """What the requests of `asked` say with one engine."""
   return {one.request_id: one for one in make_engine(numerics).generate(asked(seed))}
+
+
+def on_store(directory: pathlib.Path, host_pages: int = 64) -> KVPool:
+  """A pool of one of several engines that share a store."""
+  return KVPool(KVPoolConfig(host_pages=host_pages), DiskStore(directory, max_bytes=10**8))
 
 
 class Mortal(EngineWorker):
@@ -162,9 +170,18 @@ class Case:
   workers_kind: type[Halting] = Halting
   rollout_kind: type[ClusterRollout] = ClusterRollout
 
-  def __init__(self, seed: int, numerics: NumericsConfig, *, num_workers: int | None = None):
+  def __init__(
+    self,
+    seed: int,
+    numerics: NumericsConfig,
+    *,
+    num_workers: int | None = None,
+    directory: pathlib.Path | None = None,
+  ):
     self.rng = np.random.default_rng((seed, 31))
     self.seed, self.numerics = seed, numerics
+    self.directory = None if directory is None else directory / str(seed)  # Of a store.
+    self.engines: list[Engine] = []
     drawn = int(self.rng.integers(1, 4))
     self.num_workers = drawn if num_workers is None else num_workers
     self.events: collections.Counter[str] = collections.Counter()
@@ -172,7 +189,11 @@ class Case:
   def make_worker(self, number: int, *, may_die: bool = True) -> Mortal:
     rng = self.rng
     num_pages, max_sequences = SIZES[int(rng.integers(len(SIZES)))]
-    engine = make_engine(self.numerics, num_pages=num_pages, max_sequences=max_sequences)
+    pool = None if self.directory is None else on_store(self.directory)
+    engine = make_engine(
+      self.numerics, num_pages=num_pages, max_sequences=max_sequences, kv_pool=pool
+    )
+    self.engines.append(engine)
     worker = self.worker_kind(engine, name=f"w{number}")
     if may_die and rng.random() < 0.6:
       steps = int(rng.choice([-1, 0, int(rng.integers(1, 8)), 10**6]))
@@ -232,6 +253,10 @@ class Case:
     assert all(span.begin < span.end for span in spans)
     self.events += rollout.counts
     self.events[f"of {self.num_workers} workers"] += 1
+    for engine in self.engines:
+      self.events += collections.Counter(
+        exported=engine.counters.imports.exported, adopted=engine.counters.imports.adopted
+      )
     return found
 
   def stranger(self) -> EngineWorker:
