@@ -677,9 +677,13 @@ def sleep_to_end(
 ) -> list[Completion]:
   """Sleeps until nothing is worth doing, and returns what else has finished meanwhile."""
   others: list[Completion] = []
+  has_news = True  # Whether there may be something to begin.
   while True:
-    runner.advance(namespaces, step=step)
+    if has_news:
+      runner.advance(namespaces, step=step)
     if not runner.num_working and not engine.num_unfinished:
       return others
     engine.step()
-    others += runner.take(engine.poll(), step=step)
+    finished = engine.poll()
+    has_news = bool(finished)
+    others += runner.take(finished, step=step)

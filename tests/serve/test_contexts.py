@@ -2,31 +2,39 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Iterator
 import contextlib
 import dataclasses
 import pathlib
+import random
+import signal
 import time
 from typing import Any
 
 import openai
 import pytest
+from served_process import Process
 import serving
 import word_engine
 
+import seerjax
+from seerjax.engine.engine import Engine, EngineConfig
+from seerjax.rollout import record_lines
 from seerjax.serve import __main__ as serve_main, protocol, served as served_lib, server
 from seerjax.serve.config import ServeConfig
 from seerjax.serve.refusals import Refusal
 from seerjax.serve.routes import Service
 from seerjax.serve.served import Served
 from seerjax.serve.sleeping import Sleeping
-from seerjax.sleep import runner as runner_lib
+from seerjax.sleep import contexts as contexts_lib, prompts as prompts_lib, runner as runner_lib
 from seerjax.sleep.contexts import Contexts, Identity
 from seerjax.sleep.planner import PlannerConfig
 from seerjax.sleep.prompts import Prompts
 from seerjax.sleep.runner import Runner, RunnerConfig
 from seerjax.speculation.suffix_drafter import SuffixDrafter
 from seerjax.speculation.times import StepTimes
+from seerjax.tasks.stateful import StatefulConfig, StatefulWordProblems
 
 TINY = Identity(weights="w", tokenizer="t", template="c")
 SLEEP = RunnerConfig(num_jobs=2, max_rethinks=2, sleep_tokens=6, temperature=0.9, seed=4)
@@ -253,6 +261,96 @@ def test_who_waits_has_a_row_while_all_places_and_pages_are_slept_in(tmp_path):
     assert answer["choices"][0]["text"] == alone.text and waits == 0
     for name in "abcdef":
       slept(asked, name)
+
+
+def _slept_alone(
+  directory: pathlib.Path, identity: Identity, texts: dict[str, str]
+) -> dict[tuple[str, int], Any]:
+  """Returns the rewrites of a runner whose engine does nothing else, by context and job."""
+  model = seerjax.load_model("nano-sleep")
+  engine = Engine(model, config=EngineConfig(max_context=256, max_sequences=4))
+  config = RunnerConfig(num_jobs=3, sleep_tokens=64)
+  with Contexts(directory, identity=identity) as registry:
+    runner = Runner(
+      engine, registry, prompts_lib.taught(StatefulWordProblems()), config=config,
+      planner_config=EAGER,
+    )  # fmt: skip
+    for name, text in texts.items():
+      ids = engine.tokenizer.encode(text, special_tokens_as_text=True)
+      registry.register("mine", name, text, ids, step=0)
+    runner_lib.sleep_to_end(runner, engine, ["mine"], step=0)
+    return {
+      (name, one.job): (one.text, one.seed, one.num_tokens)
+      for name in texts
+      for found in (registry.rewrites, registry.quarantine)
+      for one in found("mine", name, step=0)
+    }
+
+
+@pytest.mark.long
+def test_a_process_that_is_killed_asleep_loses_the_jobs_in_work_at_most(
+  tmp_path, seed, tell_events
+):
+  rng, directory = random.Random(seed), tmp_path / "contexts"
+  task = StatefulWordProblems(config=StatefulConfig(num_questions=3))
+  stories = {f"c{number}": task.contexts("heldout")[number] for number in range(24)}
+  texts = {name: story.text for name, story in stories.items()}
+  questions = {f"c{number}": task.questions("heldout", number)[0].question for number in range(8)}
+  command = (
+    "nano-sleep", "--is_taught", f"--contexts={directory}", "--sleepers=3", "--sleep_tokens=64",
+    "--max_context=256", "--max_sequences=4",
+  )  # fmt: skip
+  events: collections.Counter[str] = collections.Counter()
+  told: dict[tuple[str, int], Any] = {}
+  expected: dict[tuple[str, int], Any] = {}
+
+  def look(asked: Any) -> None:
+    for name in texts:
+      body = asked.get(f"/v1/contexts/{name}").json()
+      for one in (*body["rewrites"], *body["quarantine"]):
+        told[name, one["job"]] = one["text"], one["seed"], one["num_tokens"]
+
+  def tokens_of(asked: Any, name: str) -> int:
+    """Asks about a context; returns the tokens read and written."""
+    answer = chat(asked, name, questions[name], max_tokens=64, temperature=0)
+    assert answer.status_code == 200, answer.text
+    return answer.json()["usage"]["total_tokens"]
+
+  first = last = 0
+  for life in range(3):
+    process = Process(tmp_path, *command)
+    try:
+      with client(process.url) as asked:
+        if not life:
+          for name, text in texts.items():
+            register(asked, name=name, text=text)
+            first += tokens_of(asked, name) if name in questions else 0
+        before = dict(told)
+        told.clear()
+        look(asked)
+        assert told.items() >= before.items(), f"got {told}, expected what was there: {before}"
+        # Killed with the next rewrite, or once all are there.
+        wanted = len(expected) if life == 2 else min(len(told) + 1, 3 * len(texts))
+        begun = time.monotonic()
+        while len(told) < wanted:
+          assert time.monotonic() - begun < 600, f"got {told}, expected {wanted} rewrites"
+          time.sleep(rng.random() * 0.05)
+          look(asked)
+        if life == 2:
+          last = sum(tokens_of(asked, name) for name in questions)
+    finally:
+      process.end(signal.SIGKILL)
+    if not life:
+      _, _, header = next(record_lines.scan(directory / contexts_lib.EVENTS))
+      expected = _slept_alone(tmp_path / "alone", Identity(**header["identity"]), texts)
+    assert told.items() <= expected.items()
+    events["killed asleep"] += len(told) < len(expected)
+  # Nothing that was finished has been slept again.
+  kinds = [record["kind"] for _, _, record in record_lines.scan(directory / contexts_lib.EVENTS)]
+  assert kinds.count("rewrite") == len(expected)
+  assert told == expected and last < first
+  events |= {"rewrites": len(told), "tokens before sleep": first, "tokens after it": last}
+  tell_events("kill -9 of a server", events, ("killed asleep", "rewrites"))
 
 
 @pytest.mark.parametrize(
