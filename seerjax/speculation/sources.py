@@ -14,8 +14,8 @@ Lengths and width are one for all requests (the model's program is), the source 
 own. For given lengths, a request chooses gain - rate (price of its rows and its draft), the rate
 and the price from the plan before, a few times over (Dinkelbach's method for ratios); the plan that
 is best by the true table counts. Nothing is drafted where plain decoding in its best visit is
-faster; such a verdict stands for longer each time that it is found again, so that asking costs next
-to nothing where nothing pays. No clock: equal inputs, equal plans.
+faster; such a verdict stands for longer each time that it is found again, or until a probe holds
+whole, so that asking costs next to nothing where nothing pays. No clock: equal inputs, equal plans.
 """
 
 from __future__ import annotations
@@ -47,6 +47,9 @@ LONGEST_VERDICT = 512
 ROUNDS = 2
 # Length of a probe.
 PROBE_LENGTH = 4
+# Steps of plain decoding that may be spent on the first probes, before anything was saved up for
+# them: a source that pays is found by a few, and nothing pays before it is found.
+FIRST_PROBES = 8.0
 # Places of `SourceBudget._options` that requests choose from: one source alone, the other, all.
 _ALLOWED = (np.array([0, 1]), np.array([0, 2]), np.array([0, 1, 2, 3]))
 
@@ -195,7 +198,7 @@ class SourceBudget:
     # By the size of the batch, in powers of two, while nothing is drafted.
     self._verdicts: dict[int, _Verdict] = {}
     self._probes: dict[int, _Probes] = {}  # By batch: they follow from the tables alone.
-    self._credit = 1.0
+    self._credit = FIRST_PROBES
     self.is_on = False
 
   def plan(self, request_ids: Sequence[str]) -> Sequence[Choice]:
@@ -294,6 +297,8 @@ class SourceBudget:
     held, expected = own.get(source, (0.0, 0.0))
     held, expected = held + min(num_accepted, size), expected + float(rates[:num_tried].sum())
     own[source] = (held, expected)
+    if num_accepted == size and not self.is_on:
+      self._verdicts.clear()  # Of a probe that held: what it tells is asked for now.
     pool.fade()
     pool.tried[:num_tried] += 1
     pool.held[: min(num_accepted, size)] += 1
@@ -436,7 +441,8 @@ class SourceBudget:
     source = min(self._costs, key=lambda name: float(self._pools[name].tried[0]))
     choice, lost = probes.of_source[source]
     # What is dearer than a whole step is waited for as long as it takes.
-    self._credit = min(self._credit, max(1.0, lost)) + probes.saved
+    if self._credit <= max(1.0, lost):
+      self._credit += probes.saved
     if lost > self._credit:
       return ()
     self._credit -= max(lost, 0.0)
@@ -474,7 +480,8 @@ class SourceBudget:
   ) -> list[Choice]:
     """Lets one request try the source that was seen least, once that has been saved up for."""
     seconds = self.seconds(choices)
-    self._credit = min(self._credit + PROBE_COST, 1.0 + PROBE_COST)
+    if self._credit <= 1.0:
+      self._credit += PROBE_COST
     used = {choice.source for choice in choices} - {"none"}
     unused = [source for source in self._costs if source not in used and "both" not in used]
     if not unused:
