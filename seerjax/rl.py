@@ -41,6 +41,7 @@ from seerjax.run import (
   session as session_lib,
   setup as setup_lib,
   summary,
+  workers as workers_lib,
 )
 from seerjax.run.config import RunConfig
 from seerjax.run.policy import Policy
@@ -124,8 +125,9 @@ def train(
     ready = setup_lib.set_up(run, config, policy, task, programs, loss, optimizer, resume=resume)
     config, engine, base, state = ready.config, ready.engine, ready.base, ready.state
     usual = functools.partial(
-      sample, config, engine, task, ready.journal, progress=run.progress, drafts=ready.drafts
-    )
+      sample, config, engine, task, ready.journal, progress=run.progress, drafts=ready.drafts,
+      workers=ready.workers,
+    )  # fmt: skip
     sample_step, publish = setup_lib.ends(ready, run, task, usual)
     run.begin(state, lambda: {"before": ready.before}, ready.drafts.parts())
     before = ready.before or setup_lib.accuracy_after(0, run, ready.asked)
@@ -212,6 +214,7 @@ def sample(
   *,
   progress: progress_lib.Progress | None = None,
   drafts: drafter_lib.RunDrafts | None = None,
+  workers: workers_lib.RunWorkers | None = None,
 ) -> tuple[list[RolloutGroup], dict[str, float]]:
   """Samples a step's groups, with a verdict on each answer as it is whole.
 
@@ -223,13 +226,17 @@ def sample(
     step: from 0.
     progress: is told.
     drafts: of the engine's drafter.
+    workers: that sample in the engine's place, if any.
 
   Returns:
     The groups, and the numbers of how they were sampled.
   """
   assert engine.tokenizer is not None
   watched = progress or progress_lib.silent()
-  measure = sampling.Measure(engine, drafts)
+  num_tokens = lambda: engine.counters.sampled_tokens
+  if workers is not None:
+    num_tokens = workers.num_tokens
+  measure = sampling.Measure(engine, drafts, num_tokens)
 
   def known(group: int, member: int) -> Rollout | None:
     entry = journal.lookup(step, group, member)
@@ -241,9 +248,12 @@ def sample(
     )
 
   def generate(requests: Sequence[Request]) -> Iterator[Completion]:
-    rollout = divided.resumed(engine, config.scheduler, journal, requests)
+    if workers is not None:
+      rollout = workers.rollout(journal)
+    else:
+      rollout = divided.resumed(engine, config.scheduler, journal, requests)
     measure.traces.append(rollout.trace)
-    yield from sampling.watched(watched, "sampling", engine, rollout.run, requests)
+    yield from sampling.watched(watched, "sampling", num_tokens, rollout.run, requests)
 
   groups = rounds.step_groups(
     config.rollout,

@@ -42,6 +42,7 @@ BESIDE = {
   "ops": {"parallel"},
   "checkpoint": {"parallel", "metrics"},
   "rollout": {"speculation"},
+  "run": {"cluster"},
 }
 # Of the extra `problems`: only what lies outside the wheel may need them.
 EXTRAS = {"scipy", "highspy"}

@@ -142,6 +142,7 @@ class ClusterRollout:
     journal: Journal | None = None,
     *,
     resume_from: Mapping[str, Completion] | None = None,
+    expected: WorkerReport | None = None,
   ):
     """Makes a rollout.
 
@@ -151,6 +152,8 @@ class ClusterRollout:
       journal: takes chunks and events, and tells what of the requests it has; these are named as
         `groups.place_of` reads them. None keeps nothing.
       resume_from: by request id, what is known of requests that are not over.
+      expected: what workers have to have in common with (`records.SHARED`); None is the first one
+        that joins.
 
     Raises:
       ValueError: for a policy that runs whole requests: they would begin again with every loss.
@@ -169,7 +172,7 @@ class ClusterRollout:
     self._so_far = dict(resume_from or {})
     self._requests: dict[str, Request] = {}
     self._instances: Instances | None = None  # Until the first worker has joined.
-    self._first: WorkerReport | None = None
+    self._first = expected
     self._members: dict[int, _Member] = {}
     self._places: list[tuple[int, int]] = []  # By instance: worker, and which of its own.
     self._last_worker: dict[str, int] = {}  # By request.

@@ -11,6 +11,7 @@ import math
 from typing import Any
 
 from seerjax import numerics as numerics_lib, parallel
+from seerjax.cluster.config import ClusterConfig
 from seerjax.engine import engine as engine_lib, sizes
 from seerjax.engine.kv import pool as kv_pool_lib
 from seerjax.models import chat_template, config as model_config, transformer
@@ -90,6 +91,7 @@ class RunConfig:
     scheduler: which request's next chunk runs, and where; changes no bit.
     kv_pool: where keys of waiting requests go when their pages are needed; changes no bit.
     speculation: what drafts, and how much where it pays; changes no bit.
+    cluster: workers that sample in the place of the run's own engine; changes no bit.
     stale: whether it may learn from what older weights sampled, as a rival; by default it does not.
     trainer: how it learns.
     loss: the objective.
@@ -114,6 +116,7 @@ class RunConfig:
   scheduler: policies.LongestGroupFirst = policies.LongestGroupFirst(chunk_tokens=128)
   kv_pool: kv_pool_lib.KVPoolConfig = kv_pool_lib.KVPoolConfig()
   speculation: SpeculationConfig = SpeculationConfig()
+  cluster: ClusterConfig = ClusterConfig()
   stale: off_policy.StaleConfig = off_policy.StaleConfig()
   trainer: TrainerConfig = TrainerConfig()
   loss: losses.LossConfig = losses.LossConfig()
@@ -158,6 +161,8 @@ class RunConfig:
         f"{self.num_instances}, expected 2 or more (half of them sample while the others learn);"
         " raise RunConfig.num_instances."
       )
+    if self.cluster.workers:
+      self._check_cluster()
     if self.stale.steps_ahead and self.speculation.draft.learn:
       raise ValueError(
         f"DraftModelConfig.learn: got True with StaleConfig.steps_ahead={self.stale.steps_ahead},"
@@ -191,6 +196,22 @@ class RunConfig:
         f"TrainerConfig.overlong_buffer: got {self.trainer.overlong_buffer}, expected 0 to"
         f" RolloutConfig.max_tokens={most}; a fifth of it is usual, 0 is off."
       )
+
+  def _check_cluster(self) -> None:
+    """Refuses what workers of a cluster do not do.
+
+    Raises:
+      ValueError: naming the setting.
+    """
+    for name, is_set in (
+      ("StaleConfig", self.stale != off_policy.StaleConfig()),
+      ("DraftModelConfig.learn", self.speculation.draft.learn),
+    ):
+      if is_set:
+        raise ValueError(
+          f"ClusterConfig.workers: got {self.cluster.workers} with {name}, expected one of them"
+          " (workers sample whole steps, and draft with what they have); leave one at its default."
+        )
 
   @property
   def weights(self) -> WeightsConfig:

@@ -189,7 +189,8 @@ class Evaluator:
   def accuracy(self) -> dict[str, float]:
     """Returns held-out accuracy; see `evaluate`."""
     run = divided.DividedRollout(self.engine, self.policy).run
-    watched = functools.partial(sampling.watched, self.progress, "evaluating", self.engine, run)
+    num_tokens = lambda: self.engine.counters.sampled_tokens
+    watched = functools.partial(sampling.watched, self.progress, "evaluating", num_tokens, run)
     return evaluate(self.config, generate=watched, **self._asked())
 
   def answer(self) -> Answer:

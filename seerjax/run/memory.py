@@ -10,8 +10,8 @@ import jax
 from seerjax import host_memory
 from seerjax.backends import choice
 from seerjax.engine import engine as engine_lib, sizes
-from seerjax.models import config as model_config, lora, parameters
-from seerjax.run import programs as programs_lib
+from seerjax.models import config as model_config, parameters
+from seerjax.run import policy as policy_lib, programs as programs_lib
 from seerjax.run.config import RunConfig, for_model
 from seerjax.trainer import plan as plan_lib
 
@@ -77,12 +77,9 @@ def memory_plan(
   trainer, mesh = programs_lib.make_programs(config, model).trainer, programs_lib.meshes(config)[1]
   dtype = config.numerics.dtype
   masters = parameters.shapes(model, config.numerics.reduction_shards)
-  weights = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), masters)
-  whole_bytes = plan_lib.tree_bytes(weights)
-  if config.lora_rank:
-    adapter = lora.shapes(model, config.numerics, config.lora_rank)
-    attached = lambda base, adapter: lora.attach(base, adapter, 1.0)
-    weights = jax.eval_shape(attached, weights, adapter)
+  plain = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), masters)
+  whole_bytes = plan_lib.tree_bytes(plain)
+  weights = policy_lib.running_shapes(config.weights, model)
   learning = trainer.plan(weights, programs_lib.layout(config), _most_micro_batches(config))
   # Under adapters the frozen weights are those that run.
   keeps_base = config.keeps_base if keeps_base is None else keeps_base

@@ -154,6 +154,19 @@ def published_weights(
   return jax.tree.map(jnp.copy, found) if is_copied else found
 
 
+def running_shapes(
+  weights: WeightsConfig, model: model_config.TransformerConfig
+) -> parameters.Params:
+  """Returns shapes and dtypes of `running_weights`; nothing is computed."""
+  numerics = weights.numerics
+  masters = parameters.shapes(model, numerics.reduction_shards)
+  found = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, numerics.dtype), masters)
+  if not weights.lora_rank:
+    return found
+  adapter = lora.shapes(model, numerics, weights.lora_rank)
+  return jax.eval_shape(lambda base, adapter: lora.attach(base, adapter, 1.0), found, adapter)
+
+
 def reference_weights(
   weights: WeightsConfig, params: Any, base: parameters.Params
 ) -> parameters.Params:

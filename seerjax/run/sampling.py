@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 import dataclasses
 import pathlib
 import time
@@ -22,13 +22,21 @@ class Measure:
     traces: of the step's rollouts, to be filled.
   """
 
-  def __init__(self, engine: engine_lib.Engine, drafts: RunDrafts | None):
+  def __init__(
+    self,
+    engine: engine_lib.Engine,
+    drafts: RunDrafts | None,
+    num_tokens: Callable[[], int] | None = None,
+  ):
     """Begins.
 
     Args:
       engine: that samples.
       drafts: of its drafter, None if it has none of a run's.
+      num_tokens: that were sampled so far, where it is not the engine that samples.
     """
+    self._num_tokens = num_tokens or (lambda: engine.counters.sampled_tokens)
+    self._begun_at = self._num_tokens()
     self.traces: list[trace_lib.Trace] = []
     self._engine, self._drafts = engine, drafts
     self._begin = time.monotonic()
@@ -49,7 +57,7 @@ class Measure:
     trace_lib.append(directory / trace_lib.FILE_NAME, step, done)
     seconds = time.monotonic() - self._begin
     counted, counters = self._counted, self._engine.counters
-    num_tokens = counters.sampled_tokens - counted.sampled_tokens
+    num_tokens = self._num_tokens() - self._begun_at
     return trace_lib.summarise(self.traces) | {
       "schedule/drafted_tokens": float(counters.drafted_tokens - counted.drafted_tokens),
       "schedule/accepted_tokens": float(counters.accepted_tokens - counted.accepted_tokens),
@@ -62,12 +70,13 @@ class Measure:
 def watched(
   progress: progress_lib.Progress,
   name: str,
-  engine: engine_lib.Engine,
+  num_tokens: Callable[[], int],
   run: groups_lib.Generate,
   requests: Sequence[Request],
 ) -> Iterator[Completion]:
-  """Yields what `run` does, a phase of that name; who takes one is judging it."""
-  with progress.phase(
-    name, total=len(requests), num_tokens=lambda: engine.counters.sampled_tokens
-  ) as phase:
+  """Yields what `run` does, a phase of that name; who takes one is judging it.
+
+  `num_tokens` returns how many were sampled so far.
+  """
+  with progress.phase(name, total=len(requests), num_tokens=num_tokens) as phase:
     yield from progress.judged(run(requests), phase)

@@ -25,6 +25,7 @@ from seerjax.run import (
   programs as programs_lib,
   session as session_lib,
   slices,
+  workers as workers_lib,
 )
 from seerjax.run.config import RunConfig
 from seerjax.run.policy import Policy
@@ -40,7 +41,7 @@ Publish = Callable[[parameters.Params, int], None]
 # no bit.
 FREE_SETTINGS = (
   "numerics", "num_steps", "num_instances", "model_shards", "checkpoint_every", "scheduler",
-  "kv_pool", "speculation",
+  "kv_pool", "speculation", "cluster",
 )  # fmt: skip
 # What the progress bar shows.
 CONSOLE_DIGITS = {
@@ -63,6 +64,7 @@ class Setup:
     engine: with the weights of `state`.
     journal: open.
     drafts: of the engine's drafter.
+    workers: that sample the steps in the engine's place; None if it does.
     asked: asks the engine held-out problems.
     state: of a new run or of the latest checkpoint.
     base: of `programs.base_weights`.
@@ -76,6 +78,7 @@ class Setup:
   engine: engine_lib.Engine
   journal: journal_lib.Journal
   drafts: drafter_lib.RunDrafts
+  workers: workers_lib.RunWorkers | None
   asked: evaluation.Evaluator
   state: TrainState
   base: parameters.Params | None
@@ -156,9 +159,15 @@ def set_up(
     config.evaluation, engine, task, config.rollout, config.scheduler, config.seed, progress
   )
   assert run.journal is not None
+  workers = workers_lib.opened(
+    dataclasses.replace(config, engine=engine.config), policy.model, policy.require_tokenizer(),
+    programs.runner, engine, run.enter,
+  )  # fmt: skip
+  if workers is not None:
+    workers.publish(published, run.step)
   return Setup(
-    config, policy, fingerprint, programs.trainer, engine, run.journal, drafts, asked, state, base,
-    before,
+    config, policy, fingerprint, programs.trainer, engine, run.journal, drafts, workers, asked,
+    state, base, before,
   )  # fmt: skip
 
 
@@ -173,6 +182,8 @@ def ends(
 
   def publish(weights: parameters.Params, policy_version: int) -> None:
     engine.set_params(weights, policy_version=policy_version)
+    if ready.workers is not None:
+      ready.workers.publish(weights, policy_version)
 
   if config.stale.begun > 1:
     partial = off_policy.Partial(

@@ -86,6 +86,11 @@ def require_supported(config: RunConfig) -> None:
       " processes, expected 0 (two threads' collectives would meet in any order); set it to 0, or"
       " run one process."
     )
+  if jax.process_count() > 1 and config.cluster.workers:
+    raise NotImplementedError(
+      f"RunConfig.cluster: got workers={config.cluster.workers} in {jax.process_count()} processes,"
+      " expected 0 (each process would ask workers of its own); set it to 0, or run one process."
+    )
 
 
 def shared_task(task: Task) -> Task:
