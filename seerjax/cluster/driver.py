@@ -33,6 +33,7 @@ from seerjax.cluster.records import (
   Joined,
   Lost,
   Piece,
+  TextDelta,
   WeightsRef,
   WorkerReport,
 )
@@ -103,6 +104,7 @@ class _Member:
     orders: that wait.
     forget: requests that it knows and that go on elsewhere or are over.
     chunks: that it has been given and that have not ended, by request.
+    known: tokens of answers that it has sampled or was told of, by request.
   """
 
   report: WorkerReport
@@ -111,6 +113,7 @@ class _Member:
   orders: list[ChunkOrder] = dataclasses.field(default_factory=list)
   forget: dict[str, None] = dataclasses.field(default_factory=dict)
   chunks: dict[str, int] = dataclasses.field(default_factory=dict)
+  known: dict[str, int] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass
@@ -132,7 +135,7 @@ class ClusterRollout:
     buffer: the global view.
     counts: of events, by kind: "joined", "refused", "lost", "ended", "again" (chunks whose worker
       was lost), "late" (results that were dropped), "moved" (chunks on another worker than the one
-      before them).
+      before them), "told" (tokens that were sent for drafts of their siblings).
   """
 
   def __init__(
@@ -177,6 +180,8 @@ class ClusterRollout:
     self._places: list[tuple[int, int]] = []  # By instance: worker, and which of its own.
     self._last_worker: dict[str, int] = {}  # By request.
     self._kv: dict[str, KVManifest] = {}  # By request: where its pages lie for other workers.
+    # By group with requests that are not over: its answers so far, by request.
+    self._texts: dict[str, dict[str, tuple[int, ...]]] = {}
     self._running: dict[str, _Running] = {}
     self._unread: collections.deque[Completion] = collections.deque()
     self._num_chunks = 0
@@ -253,6 +258,7 @@ class ClusterRollout:
     self._last_worker[request_id] = worker
     member.forget.pop(request_id, None)
     item = self.buffer[request_id]
+    member.known[request_id] = max(member.known.get(request_id, 0), item.generated)
     self._num_chunks += 1
     member.orders.append(
       ChunkOrder(
@@ -262,6 +268,7 @@ class ClusterRollout:
         max_tokens=decision.max_chunk_tokens,
         instance=instance,
         kv=None if before == worker else self._kv.get(request_id),
+        texts=self._news(member, request_id),
       )
     )
     self._running[request_id] = _Running(
@@ -270,6 +277,17 @@ class ClusterRollout:
     self.buffer.begin_chunk(request_id, decision.instance, decision.max_chunk_tokens)
     assert self._instances is not None
     self._instances.admit(decision)
+
+  def _news(self, member: _Member, request_id: str) -> tuple[TextDelta, ...]:
+    """Returns what a worker lacks of the answers of a request's siblings."""
+    found = []
+    for name, tokens in self._texts.get(self._requests[request_id].group_id, {}).items():
+      known = member.known.get(name, 0)
+      if name != request_id and known < len(tokens):
+        found.append(TextDelta(request_id=name, start=known, tokens=tokens[known:]))
+        member.known[name] = len(tokens)
+        self.counts["told"] += len(tokens) - known
+    return tuple(found)
 
   def _send(self) -> None:
     """Sends every worker that has answered on, if there is anything for it to do."""
@@ -383,6 +401,7 @@ class ClusterRollout:
     self._instances.release(running.decision.instance, running.decision.num_pages)
     self._add_span(request_id, running, generated, is_last=is_over)
     self._note("ended", worker, request_id, result.chunk)
+    self._hear(member, completion, is_over)
     if result.kv is not None:
       self._kv[request_id] = result.kv
     if is_over:
@@ -394,6 +413,20 @@ class ClusterRollout:
       if self._journal is not None:
         divided.keep_in(self._journal)(self._requests[request_id], completion)
     return generated - running.first_token
+
+  def _hear(self, member: _Member, completion: Completion, is_over: bool) -> None:
+    """Keeps an answer for the siblings that run elsewhere, until the whole group is over."""
+    request_id, generated = completion.request_id, len(completion.tokens)
+    member.known[request_id] = max(member.known.get(request_id, 0), generated)
+    group = self._requests[request_id].group_id
+    if not group:
+      return
+    self._texts.setdefault(group, {})[request_id] = completion.tokens
+    siblings = self.buffer[request_id].group.members
+    if is_over and all(one.state is State.FINISHED for one in siblings):
+      for name in self._texts.pop(group):
+        for one in self._members.values():
+          one.known.pop(name, None)
 
   def _note(
     self, what: str, worker: int, request_id: str = "", chunk: int = 0, *, why: str = ""

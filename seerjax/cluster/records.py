@@ -23,6 +23,21 @@ Path = tuple[str | int, ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class TextDelta:
+  """What a worker lacks of the answer of a request that runs elsewhere.
+
+  Attributes:
+    request_id: of the request, whose group and prompt are those of the order that brings this.
+    start: tokens of the answer before these.
+    tokens: from there on.
+  """
+
+  request_id: str
+  start: int
+  tokens: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ChunkOrder:
   """Run this chunk.
 
@@ -34,6 +49,7 @@ class ChunkOrder:
     instance: of the worker's own, that runs it.
     kv: what the worker before it has exported of the request's pages, None if it exported nothing
       or is the same.
+    texts: what its siblings have answered elsewhere, for drafts.
   """
 
   chunk: int
@@ -42,6 +58,7 @@ class ChunkOrder:
   max_tokens: int
   instance: int = 0
   kv: KVManifest | None = None
+  texts: tuple[TextDelta, ...] = ()
 
   @property
   def start(self) -> int:

@@ -20,6 +20,7 @@ import numpy as np
 from seerjax import numerics as numerics_lib
 from seerjax.cluster import weights as weights_lib
 from seerjax.cluster.records import ChunkOrder, ChunkResult, WeightsRef, WorkerReport
+from seerjax.engine.drafting import Hearer
 from seerjax.engine.engine import Engine
 from seerjax.engine.kv.manifest import KVManifest
 from seerjax.types import Completion, Request
@@ -190,6 +191,11 @@ class EngineWorker:
 
   def _begin(self, order: ChunkOrder) -> None:
     engine, request = self.engine, order.request
+    if isinstance(engine.drafter, Hearer):
+      for text in order.texts:
+        engine.drafter.hear(
+          text.request_id, request.group_id, request.prompt, text.start, text.tokens
+        )
     name, begin = request.request_id, time.perf_counter()
     if name in self._held and not self._stands_at(name, order.start):
       self._forget(name)  # It has gone on elsewhere.

@@ -73,6 +73,26 @@ class DraftQuery(NamedTuple):
 
 
 @runtime_checkable
+class Hearer(Protocol):
+  """A drafter that draws on texts of requests which another engine answers."""
+
+  def hear(
+    self,
+    request_id: str,
+    group_id: str,
+    prompt: Sequence[int],
+    start: int,
+    answer: Sequence[int],
+  ) -> bool:
+    """Takes tokens of a request's answer, from its place `start` on.
+
+    Returns:
+      Whether they follow what is here of it; others are dropped, which costs drafts and no bit.
+    """
+    ...
+
+
+@runtime_checkable
 class Drafter(Protocol):
   """Guesses continuations. Called in the same order on every process."""
 

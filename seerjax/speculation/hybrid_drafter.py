@@ -134,6 +134,17 @@ class HybridDrafter:
     self.model.finish(request_id, group_id, tokens, num_prompt)
     self.budget.finish(request_id)
 
+  def hear(
+    self,
+    request_id: str,
+    group_id: str,
+    prompt: Sequence[int],
+    start: int,
+    answer: Sequence[int],
+  ) -> bool:
+    """Does `engine.drafting.Hearer.hear`."""
+    return self.suffix.hear(request_id, group_id, prompt, start, answer)
+
   def _count(self, request_id: str, group_id: str, num_drafted: int, num_accepted: int) -> None:
     references = self.suffix.num_references(request_id, group_id)
     self.acceptance.add(num_drafted, num_accepted, references)

@@ -110,6 +110,7 @@ class SuffixDrafter:
     # Of these, by request, those that are not over; and how many a group has.
     self._live: dict[str, _Text] = {}
     self._num_live: dict[str, int] = {}
+    self._heard: dict[str, list[int]] = {}  # By request that is answered elsewhere: its text.
     # Request -> longest path that it was allowed in the last step.
     self._allowed: dict[str, int] = {}
     self._num_steps = 0
@@ -232,6 +233,33 @@ class SuffixDrafter:
     if not self._num_live[text.group]:
       self._forget_old(text.group)
 
+  def hear(
+    self,
+    request_id: str,
+    group_id: str,
+    prompt: Sequence[int],
+    start: int,
+    answer: Sequence[int],
+  ) -> bool:
+    """Does `engine.drafting.Hearer.hear`: siblings that run here draft from it, too."""
+    group, num_prompt = _group(group_id, request_id), len(prompt)
+    text = self._texts.get(group, {}).get(request_id)
+    heard = self._heard.get(request_id)
+    if text is None:
+      heard = [*prompt]
+    elif request_id in self._live:  # It ran here.
+      heard = [*text.tokens]
+    if heard is None or num_prompt + start > len(heard):
+      return False  # It ended here, or something before this was lost.
+    del heard[num_prompt + start :]
+    heard += answer
+    if text is None:
+      text = self._begin(request_id, group_id, heard, num_prompt)
+    if request_id in self._live:
+      self._end(request_id, text)
+    self._heard[request_id] = text.tokens = heard
+    return True
+
   def drop_group(self, group_id: str) -> None:
     """Forgets a group and its requests.
 
@@ -240,6 +268,7 @@ class SuffixDrafter:
     """
     self._trees.drop_group(group_id)
     for name, text in self._texts.pop(group_id).items():
+      self._heard.pop(name, None)
       if self._live.get(name) is text:
         del self._live[name]
     del self._num_live[group_id], self._num_past[group_id]
@@ -277,6 +306,7 @@ class SuffixDrafter:
     texts = self._texts[group]
     if request_id in texts and texts[request_id].num_in_tree:
       self._trees.remove_request(group, request_id)  # The name was used before.
+    self._heard.pop(request_id, None)
     is_high = self._is_probe is not None and self._is_probe(request_id)
     lead = min(LEAD_IN, num_prompt)
     self._live[request_id] = texts[request_id] = _Text(group, is_high, tokens, num_prompt, lead)

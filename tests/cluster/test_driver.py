@@ -20,6 +20,7 @@ from seerjax.cluster.worker import EngineWorker
 from seerjax.numerics import NumericsConfig
 from seerjax.rollout.journal import Journal
 from seerjax.rollout.policies import Divided, GroupFCFS
+from seerjax.speculation.suffix_drafter import SuffixDrafter
 from seerjax.types import Request
 
 KINDS = (
@@ -300,3 +301,36 @@ def test_records_hold_no_array_of_jax_and_may_be_sent():
   assert cluster_cases.alone(NATIVE, 7)[order.request.request_id].tokens[:3] == (
     result.completion.tokens
   )
+
+
+# Drafts.
+
+
+def drafting(kind: type[EngineWorker] = EngineWorker, name: str = "w") -> EngineWorker:
+  return kind(make_engine(NATIVE, drafter=SuffixDrafter()), name=name)
+
+
+class Deaf(EngineWorker):
+  """Loses every other text of siblings."""
+
+  def run(self, orders, forget=()):
+    texts = lambda order: order.texts if order.chunk % 2 else ()
+    orders = [dataclasses.replace(order, texts=texts(order)) for order in orders]
+    return super().run(orders, forget)
+
+
+@pytest.mark.parametrize("kind", [EngineWorker, Deaf])
+def test_workers_draft_from_texts_of_siblings_elsewhere_and_lost_ones_cost_no_bit(kind):
+  workers = [drafting(kind, f"w{number}") for number in range(3)]
+  rollout = ClusterRollout(workers_of(*workers), Divided(chunk_tokens=4))
+  requests = [
+    dataclasses.replace(one, sampling=dataclasses.replace(one.sampling, temperature=0.0))
+    for one in asked(num_groups=2, members=6)  # More than one worker runs at once.
+  ]
+  found = run(rollout, requests)
+  wanted = {one.request_id: one for one in make_engine(NATIVE).generate(requests)}
+  assert all(found[name].has_bits_of(wanted[name]) for name in wanted)
+  assert rollout.counts["told"] > 0 and not rollout._texts  # Forgotten with their groups.
+  assert not any(member.known for member in rollout._members.values())
+  assert all(worker.engine.drafter is not None for worker in workers)  # None of them failed.
+  assert sum(worker.engine.counters.accepted_tokens for worker in workers) > 0

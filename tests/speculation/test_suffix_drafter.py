@@ -265,3 +265,26 @@ def test_what_is_remembered_is_the_answer_and_what_leads_to_it():
   assert text.dtype == np.int32 and text.tolist() == [*PROMPT[-LEAD_IN:], 1, 2]
   drafter.drop_group("g")
   assert len(history) == 1
+
+
+def test_what_a_sibling_says_elsewhere_is_drafted_from_as_far_as_it_was_heard():
+  def query(tokens):
+    return DraftQuery("here", "g", PROMPT + tokens, len(PROMPT), 4)
+
+  drafter = SuffixDrafter()
+  assert not drafter.hear("there", "g", PROMPT, 3, [4])  # What came before it was lost.
+  assert drafter.hear("there", "g", PROMPT, 0, [1, 2, 3, 4])
+  assert drafter.draft([query([1, 2])])[0][0] == (3, 4)
+  assert drafter.hear("there", "g", PROMPT, 4, [5, 6, 7])
+  assert drafter.hear("there", "g", PROMPT, 3, [4, 5])  # Twice: it is as long as it is.
+  assert not drafter.hear("there", "g", PROMPT, 9, [10])
+  assert drafter.hear("there", "g", PROMPT, 5, [6, 7, 8])
+  assert drafter.draft([query([1, 2, 3, 4])])[0][0] == (5, 6, 7, 8)
+  assert drafter.num_references("here", "g") == 1
+  # It comes here, and goes on elsewhere.
+  both = [query([1, 2, 3, 4]), DraftQuery("there", "g", [*PROMPT, 1, 2, 3, 4, 5, 6, 7, 8], 10, 4)]
+  drafter.draft(both)
+  assert drafter.hear("there", "g", PROMPT, 8, [9, 11])
+  assert drafter.draft([query([6, 7, 8])])[0][0] == (9, 11)
+  drafter.finish("there", "g", [*PROMPT, 1, 2, 3, 4, 5, 6, 7, 8, 9, 11], len(PROMPT))
+  assert drafter.draft([query([6, 7, 8])])[0][0] == (9, 11)

@@ -47,7 +47,13 @@ class MooncakeStore:
   another process that finds the number finds the parts."""
 
   def __init__(
-    self, master: str, *, segment_bytes: int, host: str = "127.0.0.1", patience: float = 30.0
+    self,
+    master: str,
+    *,
+    segment_bytes: int,
+    host: str = "127.0.0.1",
+    replicas: int = 1,
+    patience: float = 30.0,
   ):
     """Joins the cluster and lends it memory.
 
@@ -55,6 +61,7 @@ class MooncakeStore:
       master: "host:port".
       segment_bytes: of this process's memory, at least 16 MiB.
       host: by which the other processes reach this one.
+      replicas: processes in whose memory each value lies; where there are fewer, it lies in all.
       patience: seconds within which a client has to have joined.
 
     Raises:
@@ -83,6 +90,7 @@ class MooncakeStore:
       )
     self._pinned = store_lib.ReplicateConfig()
     self._pinned.with_hard_pin = True
+    self._pinned.replica_num = replicas
     # Its own memory first: what lies with another process goes when that goes.
     self._pinned.preferred_segment = self._client.get_hostname()
 

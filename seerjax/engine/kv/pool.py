@@ -73,12 +73,17 @@ class KVPoolConfig:
     disk: directory of the store on a local disk, which processes may share; "" is none.
     mooncake: "host:port" of a Mooncake master whose cluster is the store; "" is none.
     store_bytes: of the disk that may be used, or of memory lent to the cluster.
+    mooncake_host: by which the cluster's other processes reach this one.
+    mooncake_replicas: processes of the cluster in whose memory each value lies. One is enough to be
+      right: what is lost is computed again.
   """
 
   host_pages: int = 4096
   disk: str = ""
   mooncake: str = ""
   store_bytes: int = 2**32
+  mooncake_host: str = "127.0.0.1"
+  mooncake_replicas: int = 1
 
   def __post_init__(self):
     if self.host_pages < 0:
@@ -95,6 +100,12 @@ class KVPoolConfig:
       raise ValueError(
         f"KVPoolConfig: got store_bytes={self.store_bytes}, expected at least 0; say how much the"
         " store may hold."
+      )
+    if not self.mooncake_host or self.mooncake_replicas < 1:
+      raise ValueError(
+        f"KVPoolConfig: got mooncake_host={self.mooncake_host!r} and"
+        f" mooncake_replicas={self.mooncake_replicas}, expected an address and at least 1; leave"
+        " them out on one machine."
       )
 
 

@@ -18,5 +18,10 @@ def open_store(config: KVPoolConfig) -> Store | None:
   if config.disk:
     return DiskStore(config.disk, max_bytes=config.store_bytes)
   if config.mooncake:
-    return MooncakeStore(config.mooncake, segment_bytes=config.store_bytes)
+    return MooncakeStore(
+      config.mooncake,
+      segment_bytes=config.store_bytes,
+      host=config.mooncake_host,
+      replicas=config.mooncake_replicas,
+    )
   return None

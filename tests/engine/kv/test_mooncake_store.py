@@ -13,8 +13,9 @@ import subprocess
 import sys
 import time
 
-from moving_requests import assert_same, make_engine, run
+from moving_requests import answers, asked, assert_same, make_engine, run
 import pytest
+import tiny_model
 
 from seerjax.engine.kv import mooncake_store
 from seerjax.engine.kv.mooncake_store import BUFFER_BYTES, PART_BYTES, MooncakeStore
@@ -102,6 +103,35 @@ def test_two_processes_of_one_cluster_read_each_other_and_remove_nothing(master,
   assert store.get("0/0/0") == b"equal"
   other.close()
   assert store.get("0/0/0") == b"equal" and not store.has("1")
+
+
+def test_what_lies_with_two_processes_outlives_one(master, store):
+  config = KVPoolConfig(mooncake=master, store_bytes=BUFFER_BYTES, mooncake_replicas=2)
+  other = open_store(config)
+  assert isinstance(other, MooncakeStore)
+  assert other.put("twice", b"abc") and store.get("twice") == b"abc"
+  other._client.close()  # As if its process had died: nothing is removed.
+  assert store.get("twice") == b"abc"
+
+
+def test_a_request_continues_in_another_engine_with_pages_of_the_cluster(master):
+  def engine():
+    config = KVPoolConfig(mooncake=master, store_bytes=BUFFER_BYTES)
+    return make_engine((1, 1), kv_pool=KVPool(config, open_store(config)))
+
+  here, there = engine(), engine()
+  request = asked()[3]
+  here.submit(request, chunk_tokens=7)
+  while not here.poll_paused():
+    here.step()
+  there.submit(request, resume_from=here.progress("r/3"), kv=here.export_kv("r/3"))
+  here.cancel("r/3")
+  while there.num_unfinished:
+    there.step()
+  assert tiny_model.same(there.poll()[0], answers()["r/3"], 0)
+  assert there.counters.imports.adopted == 1
+  for one in (here, there):
+    one.memory.kv_pool.last_tier.close()
 
 
 def test_what_the_cluster_lost_is_nothing(store):
