@@ -47,9 +47,9 @@ LONGEST_VERDICT = 512
 ROUNDS = 2
 # Length of a probe.
 PROBE_LENGTH = 4
-# Steps of plain decoding that may be spent on the first probes, before anything was saved up for
-# them: a source that pays is found by a few, and nothing pays before it is found.
-FIRST_PROBES = 8.0
+# So many drafts of each source are tried before anything was saved up for that, where one costs no
+# more than so many steps of plain decoding: one that pays gives nothing until it is found.
+FIRST_PROBES, FIRST_COST = 3, 4.0
 # Places of `SourceBudget._options` that requests choose from: one source alone, the other, all.
 _ALLOWED = (np.array([0, 1]), np.array([0, 2]), np.array([0, 1, 2, 3]))
 
@@ -198,7 +198,7 @@ class SourceBudget:
     # By the size of the batch, in powers of two, while nothing is drafted.
     self._verdicts: dict[int, _Verdict] = {}
     self._probes: dict[int, _Probes] = {}  # By batch: they follow from the tables alone.
-    self._credit = FIRST_PROBES
+    self._credit = 1.0
     self.is_on = False
 
   def plan(self, request_ids: Sequence[str]) -> Sequence[Choice]:
@@ -440,12 +440,13 @@ class SourceBudget:
       probes = self._probes[batch] = self._probes_of(batch)
     source = min(self._costs, key=lambda name: float(self._pools[name].tried[0]))
     choice, lost = probes.of_source[source]
-    # What is dearer than a whole step is waited for as long as it takes.
-    if self._credit <= max(1.0, lost):
-      self._credit += probes.saved
-    if lost > self._credit:
-      return ()
-    self._credit -= max(lost, 0.0)
+    # A half: what was seen fades.
+    if self._pools[source].tried[0] > FIRST_PROBES - 0.5 or lost > FIRST_COST:
+      # What is dearer than a whole step is waited for as long as it takes.
+      self._credit = min(self._credit, max(1.0, lost)) + probes.saved
+      if lost > self._credit:
+        return ()
+      self._credit -= max(lost, 0.0)
     choices = [NOTHING] * batch
     choices[self._num_plans % batch] = choice
     return choices
@@ -480,8 +481,7 @@ class SourceBudget:
   ) -> list[Choice]:
     """Lets one request try the source that was seen least, once that has been saved up for."""
     seconds = self.seconds(choices)
-    if self._credit <= 1.0:
-      self._credit += PROBE_COST
+    self._credit = min(self._credit + PROBE_COST, 1.0 + PROBE_COST)
     used = {choice.source for choice in choices} - {"none"}
     unused = [source for source in self._costs if source not in used and "both" not in used]
     if not unused:

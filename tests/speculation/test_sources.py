@@ -17,6 +17,8 @@ PRICED = StepTimes(rows=(1, 101), seconds=(1.0, 2.0))
 LINEAR = StepTimes(rows=(1, 1024), seconds=(1.0, 1024.0))
 CHEAP = DraftTimes(once=0.02, request=0.001)
 MODEL = DraftTimes(once=0.05, position=0.02, token=0.001)
+# Steps that the first trials of both sources may cost.
+FIRST = 2 * sources.FIRST_PROBES * sources.FIRST_COST
 
 
 def make(times=FLAT, *, suffix=CHEAP, model=MODEL, **changes) -> SourceBudget:
@@ -38,9 +40,10 @@ class World:
         if choice.source == "none":
           continue
         found = []
-        for source, length in (
-          ("suffix", choice.suffix_length), ("model", choice.model_length)
-        ):  # fmt: skip
+        lengths: dict[sources.Source, int] = {
+          "suffix": choice.suffix_length, "model": choice.model_length
+        }  # fmt: skip
+        for source, length in lengths.items():
           if not length:
             continue
           held = 0
@@ -141,7 +144,7 @@ def test_probes_cost_no_more_than_they_may():
   made = World(rates).run(budget, 2000)
   plain = budget.seconds([NOTHING] * 8)
   lost = sum(budget.seconds(choices) / plain - 1 for choices in made)
-  assert 0 < lost <= sources.FIRST_PROBES + sources.PROBE_COST * 2000 + 1.1
+  assert 0 < lost <= FIRST + sources.PROBE_COST * 2000 + 1.1
   assert budget.acceptance["model"][0] < 0.3
 
 
@@ -190,7 +193,7 @@ def test_a_dear_probe_is_saved_up_for():
   made = World({"r": {"suffix": 0.0, "model": 0.0}}).run(make(LINEAR), 8000)
   lost = [make(LINEAR).seconds(choices) - 1 for choices in made if choices != [NOTHING]]
   assert len(lost) >= 2 and all(cost > 1 for cost in lost)
-  assert sum(lost) <= sources.FIRST_PROBES + sources.PROBE_COST * 8000 + 1
+  assert sum(lost) <= FIRST + sources.PROBE_COST * 8000 + 1
 
 
 def test_merged_drafts_promise_no_more_than_the_better_until_seen():
