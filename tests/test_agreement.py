@@ -48,3 +48,6 @@ def test_the_first_of_two_processes_tells_and_a_difference_ends_both():
   assert first["ahead"].startswith(
     "NotImplementedError: RunConfig.stale: got steps_ahead=1 in 2 processes, expected 0"
   )
+  assert first["workers"].startswith(
+    "NotImplementedError: RunConfig.cluster: got workers=3 in 2 processes, expected 0"
+  )

@@ -213,7 +213,8 @@ class ClusterRollout:
         self._take(event)
       self._decide()
       self._send()
-      self._wait()
+      if not self._unread:  # Else what came meanwhile may have been the last.
+        self._wait()
       while self._unread:
         yield self._unread.popleft()
 

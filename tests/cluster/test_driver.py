@@ -189,6 +189,18 @@ def test_a_late_answer_is_dropped_by_its_chunk_number():
   assert rollout.counts["joined"] == 3  # The slow one came back.
 
 
+class Prompt(LocalWorkers):
+  """Has answers, the last one too, before it is waited for."""
+
+  def events(self, *, blocks):
+    return super().events(blocks=True)
+
+
+def test_a_rollout_whose_last_answer_is_not_waited_for_ends():
+  workers = Prompt([made(), made()])
+  assert_said(run(ClusterRollout(workers, Divided(chunk_tokens=4)), asked()))
+
+
 def test_chunks_of_a_dead_worker_run_again_and_the_journal_has_the_order(tmp_path):
   with Journal(tmp_path / "journal.jsonl", fingerprint={}, settings={}) as journal:
     rollout = ClusterRollout(workers_of(doomed(2), made()), Divided(chunk_tokens=4), journal)

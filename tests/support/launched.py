@@ -5,12 +5,17 @@ from __future__ import annotations
 import os
 import pathlib
 import shutil
-import signal
 import subprocess
 import sys
 
 ROOT = pathlib.Path(__file__).parents[2]
 MINOR = "{}.{}".format(*sys.version_info[:2])
+# A shell's background ignores Ctrl-C, and a script could not hear what it was begun to ignore.
+HEARING = (
+  "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL);"
+  " os.execvp(sys.argv[1], sys.argv[1:])"
+)
+
 
 def checkout_in(root: pathlib.Path, *, locks: tuple[str, ...] = ("runtime",)) -> pathlib.Path:
   """Returns a checkout whose environment is this Python's and says that it has `locks`."""
@@ -42,15 +47,13 @@ def start(checkout: pathlib.Path, script: str, *arguments: str) -> subprocess.Po
   """Starts a script of launch/ in a checkout."""
   environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
   return subprocess.Popen(
-    ["bash", f"launch/{script}.sh", *arguments],
+    [sys.executable, "-c", HEARING, "bash", f"launch/{script}.sh", *arguments],
     cwd=checkout,
     env=environment | {"SEERJAX_PYTHON": sys.executable, "PYTHONPATH": "."},
     stdout=subprocess.PIPE,
     stderr=subprocess.STDOUT,
     text=True,
     start_new_session=True,
-    # A shell's background ignores Ctrl-C, and a script could not hear what it was begun to ignore.
-    preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
   )
 
 

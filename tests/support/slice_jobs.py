@@ -126,6 +126,7 @@ def _agreement(argument: str) -> dict[str, Any]:
   import small_run
 
   from seerjax import agreement, parallel
+  from seerjax.cluster.config import ClusterConfig
   from seerjax.engine.kv import pool
   from seerjax.run import off_policy, slices
 
@@ -143,8 +144,10 @@ def _agreement(argument: str) -> dict[str, Any]:
   ahead = dataclasses.replace(
     small_run.CONFIG, num_instances=2, stale=off_policy.StaleConfig(steps_ahead=1)
   )
+  on_workers = dataclasses.replace(small_run.CONFIG, cluster=ClusterConfig(workers=3))
   for name, call in {
     "ahead": lambda: slices.require_supported(ahead),
+    "workers": lambda: slices.require_supported(on_workers),
     "store": lambda: pool.config_of(pool.KVPoolConfig(disk="here"), mesh),
     "refused": lambda: agreement.from_first(refuses),
     "differs": lambda: agreement.compare("step 7", {"tokens": "same", "pages": 40 + rank}),

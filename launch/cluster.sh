@@ -1,0 +1,143 @@
+#!/usr/bin/env bash
+# Makes the environment if need be, starts Ray on this machine, and runs an experiment whose steps
+# workers of the cluster sample, each a process with an engine of its own.
+set -euo pipefail
+
+ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+# shellcheck source=launch/environment.sh
+source "$ROOT/launch/environment.sh"
+
+usage() {
+  cat <<'EOF'
+usage: bash launch/cluster.sh --workers=N [--host=IP] [--port=N] [--num_cpus=N] [--logs=DIRECTORY]
+                              [--platform=cpu|cuda|tpu] [--dry-run] [experiments.NAME] [--flags]
+
+Starts the head of a Ray cluster here, runs `python -m experiments.NAME --flags` with N workers, and
+ends Ray when that has ended. Without a name it runs the main job, experiments.grpo. A worker that
+dies costs time and no bit: another one takes its place. Ctrl-C and SIGTERM stop the run after the
+step that it is in, once more stops it at once.
+
+Other machines join with what the script prints first; each needs the same checkout at the same path
+and its environment. Such workers were never tried but on one machine.
+
+  --workers=N        processes that sample
+  --host=IP          of this machine, as the others reach it (127.0.0.1: no other can)
+  --port=N           where Ray listens (a free one)
+  --num_cpus=N       most workers on this machine (as many as there are)
+  --logs=DIRECTORY   takes what Ray and the workers say (runs/cluster)
+  --platform=P       instead of what is detected
+  --dry-run          says what would be run, and does nothing
+EOF
+}
+
+name="" platform="" dry_run="" workers="" host=127.0.0.1 port="" num_cpus="" logs=runs/cluster
+flags=()
+for argument in "$@"; do
+  case $argument in
+    --workers=*) workers=${argument#*=} ;;
+    --host=*) host=${argument#*=} ;;
+    --port=*) port=${argument#*=} ;;
+    --num_cpus=*) num_cpus=${argument#*=} ;;
+    --logs=*) logs=${argument#*=} ;;
+    --platform=*) platform=${argument#*=} ;;
+    --dry-run) dry_run=yes ;;
+    --help | -h)
+      usage
+      exit 0
+      ;;
+    -*) flags+=("$argument") ;;
+    *)
+      if [ -z "$name" ] && [ ${#flags[@]} -eq 0 ]; then name=$argument; else flags+=("$argument"); fi
+      ;;
+  esac
+done
+case $workers in
+  '' | *[!0-9]* | 0) fail "--workers: got '$workers', expected a number from 1; write --workers=2." ;;
+esac
+num_cpus=${num_cpus:-$workers}
+case $port$num_cpus in
+  *[!0-9]*) fail "got --port='$port', --num_cpus='$num_cpus', expected numbers; leave them out." ;;
+esac
+name=${name:-experiments.grpo}
+[ -f "$ROOT/$(printf '%s' "$name" | tr . /).py" ] ||
+  fail "got the experiment '$name', expected one that exists; bash launch/local.sh --help lists them."
+
+platform=${platform:-$(detect_platform)}
+extra=$(platform_extra "$platform")
+found=$(find_python)
+minor=${found%% *}
+lock="$ROOT/launch/locks/runtime-$minor.txt"
+python="$ROOT/.venv/bin/python"
+if [ -z "$dry_run" ]; then
+  environment "$ROOT/.venv" "${found#* }" "$lock" "$ROOT/launch/locks/cluster-$minor.txt"
+  install_platform "$ROOT/.venv" "$lock" "$extra"
+  export_platform "$ROOT/.venv" "$platform"
+  [ -n "$port" ] || port=$("$python" -c \
+    'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')
+fi
+address="$host:${port:-FREE}"
+head=(-P -m ray.scripts.scripts start --head --block --node-ip-address="$host" --port="${port:-FREE}"
+  --num-cpus="$num_cpus" --include-dashboard=false --disable-usage-stats)
+run=(-P -m "$name" ${flags[@]+"${flags[@]}"} --config.cluster.workers="$workers"
+  --config.cluster.address="$address")
+if [ -n "$dry_run" ]; then
+  printf 'python %s\n' "${head[*]}" "${run[*]}"
+  exit 0
+fi
+
+# Workers find what the run finds, a task of one's own included.
+case $PWD/ in
+  "$ROOT"/*) export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}" ;;
+  *) export PYTHONPATH="$ROOT:${PYTHONPATH:-$PWD}" ;;
+esac
+mkdir -p "$logs"
+logs=$(cd "$logs" && pwd)
+# Ray's sockets lie there, whose paths may have 107 bytes.
+ray_files=$(mktemp -d /tmp/seerjax_ray.XXXXXX)
+
+# Who has this cluster's own token can run anything on it.
+(umask 077 && "$python" -c 'import secrets; print(secrets.token_hex(32))' >"$logs/ray_token")
+export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH="$logs/ray_token"
+
+# Both have a process group of their own (`set -m`): what the terminal sends comes to this script
+# alone, which passes it on to the run; Ray ends when the run has.
+head_pid="" run_pid=""
+pass_on() { [ -z "$run_pid" ] || kill "-$1" "$run_pid" 2>/dev/null || :; }
+end_ray() {
+  trap - EXIT
+  pass_on KILL
+  if [ -n "$head_pid" ]; then
+    kill -TERM "$head_pid" 2>/dev/null || :
+    for _ in $(seq 100); do
+      kill -0 "$head_pid" 2>/dev/null || break
+      sleep 0.2 || :
+    done
+    kill -KILL -- "-$head_pid" 2>/dev/null || :
+  fi
+  cp "$ray_files"/session_latest/logs/worker-*.{out,err} "$logs" 2>/dev/null || :
+  rm -rf "$ray_files" "$logs/ray_token"
+}
+trap 'pass_on INT' INT
+trap 'pass_on TERM' TERM
+trap end_ray EXIT
+set -m
+"$python" "${head[@]}" --temp-dir="$ray_files" </dev/null >"$logs/ray.log" 2>&1 &
+head_pid=$!
+set +m
+until grep -q "Ray runtime started" "$logs/ray.log"; do
+  kill -0 "$head_pid" 2>/dev/null || fail "Ray has not started; $logs/ray.log says why."
+  sleep 0.2 || :
+done
+say "Ray listens at $address; another machine joins, with a copy of $logs/ray_token, by" \
+  "RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=COPY ray start --address=$address"
+set -m
+"$python" "${run[@]}" </dev/null &
+run_pid=$!
+set +m
+status=0
+while :; do
+  wait "$run_pid" && status=0 || status=$?
+  kill -0 "$run_pid" 2>/dev/null || break # A signal has ended the wait alone.
+done
+run_pid=""
+exit "$status"
