@@ -7,6 +7,9 @@ Command: bash launch/local.sh experiments.cluster_rollout --workdir=runs/cluster
 Hardware: 2 CPU cores, some minutes; `processes` needs the extra seerjax[cluster]
 Numbers: docs/results/cluster.md
 
+The second table is of drafts: siblings run wherever there is room, and draft from what the others
+have answered elsewhere, as far as orders bring it. Tokens a step are of one request.
+
 Seconds are of the process's CPU. The driver's share is all that is not within a worker's engine:
 decisions, records and bookkeeping.
 """
@@ -38,6 +41,7 @@ from seerjax.reports import gantt, page
 from seerjax.rollout import groups, policies
 from seerjax.rollout.divided import DividedRollout
 from seerjax.run import command_line
+from seerjax.speculation.suffix_drafter import SuffixDrafter
 from seerjax.tasks import loading
 from seerjax.types import Completion, Request, SamplingParams
 
@@ -87,6 +91,15 @@ class Mortal(EngineWorker):
     if self.num_calls == 3:
       raise OSError("ended on purpose, with its third answer")
     return results
+
+
+class Deaf(EngineWorker):
+  """Is told nothing of what siblings answer elsewhere."""
+
+  def run(
+    self, orders: Sequence[ChunkOrder], forget: Sequence[str] = ()
+  ) -> Sequence[ChunkResult]:
+    return super().run([dataclasses.replace(order, texts=()) for order in orders], forget)
 
 
 class Timed(LocalWorkers):
@@ -191,6 +204,7 @@ def run(config: ClusterRolloutConfig, directory: pathlib.Path) -> dict[str, dict
 
   for count in (1, 2, 3):
     on(f"{count} workers", Timed([EngineWorker(one) for one in engines[:count]]))
+  drafted = _drafted(config, engines, requests, note)  # Before one leaves requests in its engine.
   dying = Timed([EngineWorker(engines[0]), Mortal(engines[1]), EngineWorker(engines[2])])
   shown = on("3 workers, one of which dies", dying)
   if config.processes:
@@ -198,7 +212,7 @@ def run(config: ClusterRolloutConfig, directory: pathlib.Path) -> dict[str, dict
   directory.mkdir(parents=True, exist_ok=True)
   record = {"config": dataclasses.asdict(config), "results": results}
   metrics.write_summary(directory / "results.json", json.loads(json.dumps(record)))
-  (directory / "table.md").write_text(table(results) + "\n")
+  (directory / "table.md").write_text(table(results) + "\n\n" + drafted + "\n")
   chart = f"<h1>A rollout with a lost worker</h1><figure>{gantt.gantt(shown.trace)}</figure>"
   (directory / "rollout.html").write_text(page.html_page("A cluster", [chart]), encoding="utf-8")
   digests = {one["digest"] for one in results.values()}
@@ -213,6 +227,43 @@ def counts_of(rollout: ClusterRollout) -> dict[str, int]:
     "chunks": counts["ended"], "again": counts["again"], "moved": counts["moved"],
     "lost": counts["lost"], "late": counts["late"],
   }  # fmt: skip
+
+
+def _drafted(
+  config: ClusterRolloutConfig,
+  engines: Sequence[Engine],
+  requests: Sequence[Request],
+  note: Callable[..., None],
+) -> str:
+  """Runs it with drafts on 1, 2 and 3 workers; returns the table of tokens a step."""
+  policy = policies.LongestGroupFirst(
+    chunk_tokens=config.chunk_tokens, routing=policies.ByRoom()
+  )
+  lines = ["| system | tokens a step | of one worker's | bytes of deltas |", "|---|---|---|---|"]
+  first = 0.0
+  for count, kind in ((1, EngineWorker), (2, EngineWorker), (3, EngineWorker), (2, Deaf)):
+    for engine in engines:
+      engine.drafter = SuffixDrafter()
+    begun = [dataclasses.replace(engine.counters) for engine in engines[:count]]
+    workers = Timed([kind(engine) for engine in engines[:count]])
+    begin, rollout = time.process_time(), ClusterRollout(workers, policy)
+    completions = list(rollout.run(requests))
+    ended = [engine.counters for engine in engines[:count]]
+    sampled, accepted = (
+      sum(getattr(now, name) - getattr(was, name) for now, was in zip(ended, begun))
+      for name in ("sampled_tokens", "accepted_tokens")
+    )
+    per_step = sampled / (sampled - accepted)
+    first = first or per_step
+    told = 0 if kind is Deaf else 4 * rollout.counts["told"]
+    name = f"{count} workers that draft" + (", told nothing" if kind is Deaf else "")
+    note(
+      name, completions, begin, tokens_a_step=per_step, delta_bytes=told, **counts_of(rollout)
+    )
+    lines.append(f"| {name} | {per_step:.3f} | {per_step / first:.2f} | {told} |")
+  for engine in engines:
+    engine.drafter = None
+  return "\n".join(lines)
 
 
 def _with_processes(

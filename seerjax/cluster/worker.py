@@ -89,7 +89,8 @@ class EngineWorker:
     self.name = name
     self._running: dict[str, _Running] = {}
     self._held: set[str] = set()  # Requests that the engine knows, running ones included.
-    self._digest: str | None = ""  # Of weights that were loaded; None while there are none.
+    # Digests of weights that were loaded, and of them in the engine; None while there are none.
+    self._digests: tuple[str, str] | None = "", ""
 
   def load(self, weights: WeightsRef, policy_version: int) -> str:
     """Does `Worker.load`; the weights before are freed first.
@@ -100,15 +101,17 @@ class EngineWorker:
         `join` says so until others are loaded.
     """
     engine = self.engine
-    if (self._digest, engine.policy_version) == (weights.digest, policy_version):
+    # The engine may have been given others since.
+    is_there = self._digests == (weights.digest, self._engine_digest())
+    if is_there and engine.policy_version == policy_version:
       return weights.digest
     self._forget_all()
-    self._digest = None
+    self._digests = None
     engine.drop_params()
     store = engine.memory.kv_pool.last_tier
     engine.set_params(weights_lib.received(weights, engine.mesh, store), policy_version)
-    self._digest = weights.digest
-    return self._digest
+    self._digests = weights.digest, self._engine_digest()
+    return weights.digest
 
   def join(self) -> WorkerReport:
     """Does `Worker.join`.
@@ -116,7 +119,7 @@ class EngineWorker:
     Raises:
       ValueError: if weights were not loaded to their end.
     """
-    if self._digest is None:
+    if self._digests is None:
       raise ValueError(
         f"Worker.join: got {self.name!r} without weights (it did not load the last), expected"
         " some; load them again."
@@ -233,6 +236,9 @@ class EngineWorker:
       is_there = engine.held_pages(request_id) and engine.instance_of(request_id) == instance
       if is_there and request_id != keep and not engine.spill([request_id]):
         engine.preempt(request_id)
+
+  def _engine_digest(self) -> str:
+    return self.engine.memory.kv_pool.identity_of().weights
 
   def _forget_all(self) -> None:
     for request_id in tuple(self._held):

@@ -99,6 +99,16 @@ def test_workers_begin_a_policy_version_with_the_trainers_weights_or_not_at_all(
   assert not any(before[name].has_bits_of(wanted[name]) for name in before)
 
 
+def test_weights_are_loaded_again_where_the_engine_was_given_others_since():
+  worker = EngineWorker(make_engine(NATIVE))
+  worker.load(published(), 1)
+  before = worker.report().weights
+  worker.engine.set_params(tiny_model.params(NATIVE), 1)
+  assert worker.report().weights != before
+  worker.load(published(), 1)
+  assert worker.report().weights == before
+
+
 def test_old_weights_are_freed_before_the_new_ones_are_read():
   engine = make_engine(NATIVE, weights_seed=3)
   # What only this engine has.
