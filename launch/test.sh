@@ -24,7 +24,7 @@ for the next time. With pytest arguments: pytest with them, no more.
 
   --changed    ruff, pyright, the contract, and the everyday tests of the rooms in which files differ
                from REF (by default from where this branch left origin/main) and of the rooms above
-  --all        what CI runs, compiled anew: every day's tests and a twentieth of the thorough ones, drawn
+  --all        what CI runs, compiled anew: every day's tests and a fortieth of the thorough ones, drawn
                by the run's seed; the built wheel with every example, and installed alone as a server
                that answers curl; parity with Hugging Face where torch can be installed, and a
                tenth of the contract's files with a twentieth of the others on Python 3.11 and with
@@ -367,7 +367,7 @@ stage "wheel alone answers a curl, Python $minor" served_wheel "$newest" "$minor
 stage "pyright (beside them)" settled "$typing" "$typed"
 stage "parity packages, Python $minor" parity "$minor" "$newest" "$python"
 stage "Mooncake, Python $minor" mooncake "$minor" "$newest" "$python"
-SEERJAX_TEST_SHARE_OF_THOROUGH=0.05 stage "tests, Python $minor" run_pytest "$newest"
+SEERJAX_TEST_SHARE_OF_THOROUGH=0.025 stage "tests, Python $minor" run_pytest "$newest"
 
 if [ -n "${preparing:-}" ]; then
   stage "environment, Python $OLDEST (made beside the examples)" settled "$preparing" "$said" &&

@@ -147,6 +147,7 @@ def test_half_of_the_thorough_tests_are_drawn_with_all_their_parameters(request)
   assert not conftest.undrawn_thorough_tests(items, 1, "7")
 
 
+@pytest.mark.thorough
 def test_every_day_what_is_thorough_runs_only_where_it_is_named(collected: list[str]):
   for (arguments, found), said in zip(SESSIONS, collected, strict=True):
     assert ("<Module test_local.py>" in said) == found, (arguments, said)

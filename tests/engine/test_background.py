@@ -188,6 +188,7 @@ def test_the_first_row_of_who_is_waited_for_is_in_the_very_next_step(what, times
   assert first_rows(Engine, times, CROWDED[what], visits=visits) == (0, 0)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("what", ["places", "pages"])
 def test_an_engine_that_lets_them_keep_what_they_have_is_found_out(what):
   steps, _ = first_rows(Blind, None, CROWDED[what], visits=4)

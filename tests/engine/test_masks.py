@@ -88,6 +88,7 @@ def test_masked_and_free_answers_have_the_bits_of_each_alone(numerics):
   assert differences(numerics) == 0
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("numerics", BACKENDS)
 def test_twin_a_mask_on_the_neighbours_row_is_seen(numerics):
   assert differences(numerics, Shifted) > 0

@@ -155,6 +155,7 @@ def test_noise_is_finite_at_both_ends():
   np.testing.assert_allclose(noise, expected, rtol=1e-6)
 
 
+@pytest.mark.thorough
 @pytest.mark.few(1)
 @needs_interpreter
 @pytest.mark.parametrize("num_rows, tile", [(0, 64), long(5, 64), (65, 128)])
