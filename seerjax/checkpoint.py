@@ -6,6 +6,7 @@
       state/                Orbax: every array, named by its path in the tree
       PART/                 as `state`, of a part that another run may do without (`parts`)
     .incoming_00000016/     a save that is going on, or was killed; never read
+    damaged_step_00000016/  what `set_aside_damaged` has found; never read
 
 A save fills `.incoming_*`, waits for the disk, and gives the directory its name in one rename, so
 that a reader sees a whole checkpoint or none. A restore checks, before any array is read, the
@@ -45,6 +46,10 @@ ARRAYS = "state"
 
 _PUBLISHED = re.compile(r"step_(\d{8,})")
 _HIDDEN = (".incoming_", ".removed_")
+
+
+class Damage(ValueError):
+  """Files of a checkpoint are not what was saved."""
 
 
 class Epoch(NamedTuple):
@@ -87,6 +92,46 @@ def steps(directory: str | os.PathLike) -> tuple[int, ...]:
 def latest_step(directory: str | os.PathLike) -> int | None:
   """Returns the highest step with a published checkpoint, None if there is none."""
   return max(steps(directory), default=None)
+
+
+def set_aside_damaged(directory: str | os.PathLike) -> list[str]:
+  """Takes damaged checkpoints out of a restore's way, newest first, while there is one before.
+
+  A damaged one gets another name, under which people find it; the last one left is not touched,
+  whatever it is.
+
+  Args:
+    directory: of all the run's checkpoints; one process alone may do so.
+
+  Returns:
+    A sentence for each.
+  """
+  directory = pathlib.Path(directory).resolve()
+  said = []
+  for step in reversed(steps(directory)[1:]):
+    path = _path(directory, step)
+    try:
+      _require_whole(path, _describe(path)["files"])
+      break
+    except Damage as error:
+      aside = _set_aside(path)
+      before = max(other for other in steps(directory))
+      said.append(
+        f"DAMAGED CHECKPOINT of step {step}: {error} It was renamed {aside.name}, and the run"
+        f" resumes from step {before}."
+      )
+  return said
+
+
+def _set_aside(path: pathlib.Path) -> pathlib.Path:
+  """Gives a checkpoint a name that is none of a step's, and returns it."""
+  for number in range(1, 10**6):
+    aside = path.with_name(f"damaged_{path.name}" + (f"_{number}" if number > 1 else ""))
+    if not aside.exists():
+      os.rename(path, aside)
+      _sync(path.parent)
+      return aside
+  raise AssertionError("a million damaged checkpoints of one step")
 
 
 def save(
@@ -472,12 +517,12 @@ def _describe(path: pathlib.Path) -> dict[str, Any]:
     digest = description.pop("sha256")
     found = _json_sha256(description)
   except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-    raise ValueError(
+    raise Damage(
       f"{file}: got a file that cannot be read ({error!r}), expected the description of a"
       f" checkpoint; the file is truncated or missing: {_remedy(path)}"
     ) from error
   if found != digest:
-    raise ValueError(
+    raise Damage(
       f"{file}: got contents of sha256 {found[:16]}, expected {digest[:16]}; the file was altered:"
       f" {_remedy(path)}"
     )
@@ -501,18 +546,18 @@ def _require_whole(path: pathlib.Path, files: Mapping[str, Mapping[str, Any]]) -
   for name, expected in files.items():
     file = path / name
     if not file.is_file():
-      raise ValueError(
+      raise Damage(
         f"{file}: got no file, expected {expected['bytes']} bytes; the checkpoint is incomplete:"
         f" {_remedy(path)}"
       )
     size = file.stat().st_size
     if size != expected["bytes"]:
-      raise ValueError(
+      raise Damage(
         f"{file}: got {size} bytes, expected {expected['bytes']}; the file is truncated:"
         f" {_remedy(path)}"
       )
     if (found := _sha256(file)) != expected["sha256"]:
-      raise ValueError(
+      raise Damage(
         f"{file}: got contents of sha256 {found[:16]}, expected {expected['sha256'][:16]}; the file"
         f" was altered: {_remedy(path)}"
       )

@@ -264,6 +264,31 @@ def test_without_the_damaged_newest_one_the_one_before_is_restored(tmp_path):
   assert restore(tmp_path, {"w": jnp.zeros(64)}).step == 2
 
 
+def test_damaged_checkpoints_are_set_aside_as_long_as_there_is_one_before(tmp_path):
+  for step in (2, 3, 4):
+    path = save(tmp_path, step, {"w": jnp.full(64, float(step))})
+  assert checkpoint.set_aside_damaged(tmp_path) == []
+  (path / checkpoint.DESCRIPTION).write_text("{}")
+  [said] = checkpoint.set_aside_damaged(tmp_path)
+  assert said.startswith("DAMAGED CHECKPOINT of step 4: ") and "cannot be read" in said
+  assert said.endswith("renamed damaged_step_00000004, and the run resumes from step 3.")
+  assert checkpoint.steps(tmp_path) == (2, 3)
+  # The same step again, and the one before it.
+  path = save(tmp_path, 4, {"w": jnp.full(64, 4.0)}, keep_latest=3)
+  for step in (3, 4):
+    files = (tmp_path / f"step_{step:08d}").rglob("*")
+    file = next(one for one in files if one.is_file() and one.stat().st_size > 99)
+    file.write_bytes(file.read_bytes()[:-1] + b"?")
+  said = checkpoint.set_aside_damaged(tmp_path)
+  assert [one.partition(":")[0][-6:] for one in said] == ["step 4", "step 3"]
+  assert (tmp_path / "damaged_step_00000004_2").is_dir()
+  # The last one left is refused, and stays where it is.
+  (tmp_path / "step_00000002" / checkpoint.DESCRIPTION).unlink()
+  assert checkpoint.set_aside_damaged(tmp_path) == []
+  with pytest.raises(ValueError, match=r"there is no other; take it from a copy"):
+    restore(tmp_path, {"w": jnp.zeros(64)})
+
+
 def test_another_format_is_refused(tmp_path):
   file = save(tmp_path, 0, {"w": jnp.zeros(1)}) / checkpoint.DESCRIPTION
   description = json.loads(file.read_text())
@@ -274,6 +299,10 @@ def test_another_format_is_refused(tmp_path):
   file.write_text(json.dumps(description))
   with pytest.raises(ValueError, match="got format 99, expected 1"):
     restore(tmp_path, {"w": jnp.zeros(1)})
+  file.parent.rename(file.parent.with_name("step_00000002"))
+  save(tmp_path, 1, {"w": jnp.zeros(1)})
+  with pytest.raises(ValueError, match="got format 99, expected 1"):
+    checkpoint.set_aside_damaged(tmp_path)  # It is whole.
 
 
 def start_python(code: str, *arguments: object) -> subprocess.Popen:

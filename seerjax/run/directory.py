@@ -7,7 +7,9 @@ import dataclasses
 import pathlib
 from typing import Any
 
-from seerjax import checkpoint, metrics
+from absl import logging
+
+from seerjax import agreement, checkpoint, metrics
 from seerjax.rollout import journal as journal_lib, trace as trace_lib
 from seerjax.run import stored_settings
 from seerjax.run.config import RunConfig
@@ -15,6 +17,9 @@ from seerjax.run.config import RunConfig
 
 def check_directory(directory: pathlib.Path, *, resume: bool) -> None:
   """Refuses a directory that cannot be begun or resumed.
+
+  Of a directory to resume, damaged checkpoints are set aside, with a warning, as long as there is
+  one before them: what the run has done since is done again, to the same bits.
 
   Raises:
     ValueError: if a new run would meet another one, or there is nothing to resume.
@@ -24,6 +29,10 @@ def check_directory(directory: pathlib.Path, *, resume: bool) -> None:
       f"{directory}: got a file, expected a run's directory or nothing yet; choose another"
       " --workdir."
     )
+  if resume:
+    set_aside = lambda: checkpoint.set_aside_damaged(directory / "checkpoints")
+    for sentence in agreement.from_first(set_aside):
+      logging.warning("%s", sentence)
   latest = checkpoint.latest_step(directory / "checkpoints")
   numbers = directory / metrics.FILE_NAME
   if resume and latest is None:
