@@ -339,19 +339,23 @@ def begun_in(journal: Journal, requests: Sequence[Request]) -> dict[str, Complet
   return {name: known for name, known in begun.items() if known is not None}
 
 
-def keep_in(journal: Journal) -> Callable[[Request, Completion], None]:
-  """Returns what puts a request's completion so far into a journal when a chunk has ended."""
+def keep_in(journal: Journal) -> Callable[..., None]:
+  """Returns what puts a request's completion so far into a journal when a chunk has ended.
 
-  def keep(request: Request, so_far: Completion) -> None:
+  It takes the request, its completion so far, and where the chunk began: what is before that, the
+  journal has; from 0 on, it is compared with what the journal has.
+  """
+
+  def keep(request: Request, so_far: Completion, start: int = 0) -> None:
     # The journal writes what is new of it.
     journal.append_chunk(
       *groups.place_of(request.request_id),
       Chunk(
         request=request,
-        start=0,
-        tokens=so_far.tokens,
-        behaviour_logprobs=so_far.behaviour_logprobs,
-        raw_logprobs=so_far.raw_logprobs,
+        start=start,
+        tokens=so_far.tokens[start:],
+        behaviour_logprobs=so_far.behaviour_logprobs[start:],
+        raw_logprobs=so_far.raw_logprobs[start:],
         policy_version=so_far.policy_version,
       ),
     )

@@ -7,9 +7,9 @@ One record a line, in a file that only grows:
 The checksum covers the bytes of the record. The first record is the header (format, run settings,
 numerics fingerprint); the others are rollouts, chunks, attempts (what came of running a rollout's
 program), events (what a cluster's workers did, in the order in which its driver heard of it), and
-new epochs of the numerics. A record is on disk before `append` returns. A kill in the
-middle of one leaves a torn tail, which the next `open` cuts off: what it held is sampled again, to
-the same bits.
+new epochs of the numerics. A record is on disk before `append` returns, or before `together` ends,
+within which many wait for the disk once. A kill in the middle of one leaves a torn tail, which the
+next `open` cuts off: what it held is sampled again, to the same bits.
 
 Log-probabilities are base64 of little-endian float32, so that not one bit is lost; token ids are
 plain numbers, so that a person can read them.
@@ -20,7 +20,9 @@ Nothing here reads a clock or a device.
 from __future__ import annotations
 
 import base64
+import collections
 from collections.abc import Callable, Iterator, Mapping
+import contextlib
 import dataclasses
 import json
 import math
@@ -331,6 +333,8 @@ class Journal:
     self._chunks: dict[tuple[int, int, int], list[int]] = {}
     self._attempts: dict[tuple[int, int, int], int] = {}
     self._events: list[int] = []
+    self._known: collections.Counter[tuple[int, int, int]] = collections.Counter()
+    self._together = False  # Whether records wait for the disk all at once.
     self._end = 0
     self.truncated_bytes = 0
     settings = _plain_settings(settings)
@@ -368,6 +372,25 @@ class Journal:
     except BaseException:
       self.close()
       raise
+
+  @contextlib.contextmanager
+  def together(self) -> Iterator[None]:
+    """Has what is appended within wait for the disk once, at the end: only then is it there.
+
+    Raises:
+      OSError: if the disk is full; the file then has none or some of it, each record whole, and the
+        run has to end and be resumed.
+    """
+    if self._together:  # The outer one waits.
+      yield
+      return
+    start, self._together = self._end, True
+    try:
+      yield
+    finally:
+      self._together = False
+      if self._end > start and self._descriptor is not None:
+        record_lines.wait(self._descriptor, self.path, start, self._end)
 
   def append(
     self,
@@ -440,8 +463,7 @@ class Journal:
       OSError: as for `append`.
     """
     key = (int(step), int(group), int(member))
-    stored = self.chunks(*key)
-    known = sum(len(part.tokens) for part in stored)
+    known = self._known[key]
     where = f"{self.path}: got a chunk for step {step}, group {group}, member {member}"
     if chunk.start > known:
       raise ValueError(
@@ -449,6 +471,7 @@ class Journal:
         " journalled ones end; append chunks in their order."
       )
     shared = min(known - chunk.start, len(chunk.tokens))
+    stored = self.chunks(*key) if shared else ()
     rows = slice(chunk.start, chunk.start + shared)
     for name in ("tokens", "behaviour_logprobs", "raw_logprobs") if shared else ():
       was = np.concatenate([np.asarray(vars(part)[name]) for part in stored])[rows]
@@ -480,6 +503,7 @@ class Journal:
       }
     )
     self._chunks.setdefault(key, []).append(offset)
+    self._known[key] += len(rest.tokens)
     return True
 
   def append_attempt(
@@ -583,6 +607,7 @@ class Journal:
           self._attempts[key] = start
         else:
           self._chunks.setdefault(key, []).append(start)
+          self._known[key] += len(record["chunk"]["tokens"])
       self._end = end
     assert self._descriptor is not None
     size = os.fstat(self._descriptor).st_size
@@ -595,6 +620,8 @@ class Journal:
     self._index = {key: at for key, at in self._index.items() if key[0] <= record["step"]}
     self._chunks = {key: at for key, at in self._chunks.items() if key[0] <= record["step"]}
     self._attempts = {key: at for key, at in self._attempts.items() if key[0] <= record["step"]}
+    for key in [key for key in self._known if key[0] > record["step"]]:
+      del self._known[key]
 
   def _write(self, record: Mapping[str, Any]) -> int:
     """Appends a record, waits for the disk, and returns the record's offset."""
@@ -604,7 +631,9 @@ class Journal:
         " close."
       )
     start = self._end
-    self._end = record_lines.append(self._descriptor, self.path, start, record)
+    self._end = record_lines.append(
+      self._descriptor, self.path, start, record, waits=not self._together
+    )
     return start
 
   def _read(self, offset: int) -> dict[str, Any]:

@@ -2,13 +2,15 @@
 
   {"crc32":"8 hex digits","record":{...}}
 
-The checksum covers the bytes of the record. A record is on disk before `append` returns. A kill in
-the middle of one leaves a torn tail, which ends a scan; damage before the last record is refused.
+The checksum covers the bytes of the record. A record is on disk before `append` returns, unless it
+is told not to wait. A kill in the middle of one leaves a torn tail, which ends a scan; damage
+before the last record is refused.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+import contextlib
 import errno
 import fcntl
 import json
@@ -59,34 +61,62 @@ def scan(path: pathlib.Path) -> Iterator[tuple[int, int, dict[str, Any]]]:
       start += len(data)
 
 
-def append(descriptor: int, path: pathlib.Path, start: int, record: Mapping[str, Any]) -> int:
-  """Writes a record at a file's end, waits for the disk, and returns the file's new end.
+def append(
+  descriptor: int,
+  path: pathlib.Path,
+  start: int,
+  record: Mapping[str, Any],
+  *,
+  waits: bool = True,
+) -> int:
+  """Writes a record at a file's end, and returns the file's new end.
 
   Args:
     descriptor: of the open file.
     path: of it, for messages.
     start: its end in bytes.
     record: JSON values.
+    waits: for the disk; else it is on disk when the next one that waits is, or `wait` has returned.
 
   Raises:
     OSError: if the disk is full; the file then ends with the record before.
   """
   data = line(record)
-  try:
+  with _cut_where_full(descriptor, path, start, len(data)):
     done = 0
     while done < len(data):
       done += os.pwrite(descriptor, data[done:], start + done)
+    if waits:
+      os.fsync(descriptor)
+  return start + len(data)
+
+
+def wait(descriptor: int, path: pathlib.Path, start: int, end: int) -> None:
+  """Waits until the records between two places of a file are on disk.
+
+  Raises:
+    OSError: if the disk is full; the file then ends at `start`.
+  """
+  with _cut_where_full(descriptor, path, start, end - start):
     os.fsync(descriptor)
+
+
+@contextlib.contextmanager
+def _cut_where_full(
+  descriptor: int, path: pathlib.Path, start: int, num_bytes: int
+) -> Iterator[None]:
+  """Cuts a file back to its first `start` bytes where what is done within fails, and says why."""
+  try:
+    yield
   except OSError as error:
     os.ftruncate(descriptor, start)
     if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
       raise
     raise OSError(
       error.errno,
-      f"journal: got '{os.strerror(error.errno)}' writing {len(data)} bytes to {path},"
+      f"journal: got '{os.strerror(error.errno)}' writing {num_bytes} bytes to {path},"
       " expected room for them; free some space and resume: every earlier record is still there",
     ) from error
-  return start + len(data)
 
 
 def read(path: pathlib.Path, offset: int) -> dict[str, Any]:

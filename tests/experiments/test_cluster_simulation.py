@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 
 from experiments import cluster_simulation
@@ -22,18 +23,27 @@ def test_a_journal_keeps_all_of_a_chunk(tmp_path):
 
 
 def test_shares_are_those_of_what_was_simulated():
-  cost = JournalCost(seconds=0.001, num_bytes=1000.0)
+  cost = JournalCost(seconds=0.001, wait_seconds=0.01, num_bytes=1000.0)
   row = cluster_simulation.measured(64, 2, cost, seed=0)
   assert (row["instances"], row["requests"]) == (2, 2 * 2 * workloads.KIMI_K2.group_size)
   assert row["chunks"] >= row["requests"]
   assert row["iteration_seconds"] > row["rollout_seconds"] > 0
   assert row["journal_share"] == pytest.approx(
-    row["chunks"] * 0.001 / row["iteration_seconds"]
+    (row["chunks"] * 0.001 + row["journal_waits"] * 0.01) / row["iteration_seconds"]
   )
   assert row["scheduler_share"] == pytest.approx(
     row["chunks"] * row["decision_seconds"] / row["iteration_seconds"]
   )
   assert row["journal_gigabytes"] == pytest.approx(row["chunks"] * 1e-6)
+
+
+def test_chunks_that_end_while_the_disk_is_waited_for_wait_for_it_together():
+  cost = JournalCost(seconds=1.0, wait_seconds=2.0, num_bytes=0.0)
+  # The second and third end while the first is written; the last one finds nothing to do.
+  ends = np.asarray([0.0, 2.5, 1.0, 50.0])
+  assert cluster_simulation.num_waits(ends, cost) == 3
+  assert cluster_simulation.num_waits(np.zeros(5), cost) == 1
+  assert cluster_simulation.num_waits(np.zeros(0), cost) == 0
 
 
 def test_a_run_writes_its_table(tmp_path):

@@ -363,6 +363,65 @@ def test_a_full_disk_is_said_and_costs_no_record(tmp_path):
   assert (tmp_path / "j").read_bytes() == before
 
 
+def test_what_is_appended_together_waits_for_the_disk_once_and_is_there_afterwards(tmp_path):
+  code = """
+    import os, sys
+    import test_journal
+    book = test_journal.open_journal(test_journal.pathlib.Path(sys.argv[1]))
+    num_waits, fsync = 0, os.fsync
+    def counted(descriptor):
+      global num_waits
+      num_waits += 1
+      fsync(descriptor)
+    os.fsync = counted
+    with book.together():
+      for member in range(5):
+        with book.together():
+          book.append(0, 0, member, test_journal.make_rollout(member))
+        assert book.lookup(0, 0, member) is not None
+      book.append_event({"event": "ended"})
+      assert num_waits == 0
+    assert num_waits == 1
+    with book.together():
+      pass
+    assert num_waits == 1  # Nothing was written.
+    book.append(0, 0, 5, test_journal.make_rollout(5))
+    assert num_waits == 2
+    os._exit(0)
+    """
+  result = run_python(code, tmp_path / "j")
+  assert result.returncode == 0, result.stderr
+  with open_journal(tmp_path / "j") as book:
+    assert book.keys() == tuple((0, 0, member) for member in range(6))
+    assert [*book.events()] == [{"event": "ended"}]
+
+
+@pytest.mark.thorough
+def test_a_disk_that_fills_while_records_wait_together_keeps_whole_ones(tmp_path):
+  with open_journal(tmp_path / "j") as book:
+    book.append(0, 0, 0, make_rollout(0))
+  before = len((tmp_path / "j").read_bytes())
+  code = """
+    import resource, sys
+    import test_journal
+    book = test_journal.open_journal(test_journal.pathlib.Path(sys.argv[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), resource.RLIM_INFINITY))
+    try:
+      with book.together():
+        for member in range(1, 9):
+          book.append(0, 0, member, test_journal.make_rollout(1))
+    except OSError as error:
+      print(error)
+    """
+  # Room for two more, and a part of the third.
+  result = run_python(code, tmp_path / "j", 3 * before + 50)
+  assert result.returncode == 0, result.stderr
+  assert "every earlier record is still there" in result.stdout
+  with open_journal(tmp_path / "j") as book:
+    assert not book.truncated_bytes and book.keys()[0] == (0, 0, 0)
+    assert 1 < len(book.keys()) < 9
+
+
 def test_kill_minus_nine_leaves_every_acknowledged_record(tmp_path):
   code = """
     import sys
