@@ -33,7 +33,7 @@ from seerjax import metrics
 from seerjax.cluster.driver import ClusterRollout
 from seerjax.cluster.local_workers import LocalWorkers
 from seerjax.cluster.ray_workers import RayWorkers
-from seerjax.cluster.records import ChunkOrder, ChunkResult, Event
+from seerjax.cluster.records import ChunkOrder, ChunkResult, Event, Gone
 from seerjax.cluster.worker import EngineWorker
 from seerjax.engine.engine import Engine, EngineConfig
 from seerjax.models import loading as model_loading
@@ -84,7 +84,7 @@ class Mortal(EngineWorker):
   num_calls = 0
 
   def run(
-    self, orders: Sequence[ChunkOrder], forget: Sequence[str] = ()
+    self, orders: Sequence[ChunkOrder], forget: Sequence[Gone] = ()
   ) -> Sequence[ChunkResult]:
     self.num_calls += 1
     results = super().run(orders, forget)
@@ -97,7 +97,7 @@ class Deaf(EngineWorker):
   """Is told nothing of what siblings answer elsewhere."""
 
   def run(
-    self, orders: Sequence[ChunkOrder], forget: Sequence[str] = ()
+    self, orders: Sequence[ChunkOrder], forget: Sequence[Gone] = ()
   ) -> Sequence[ChunkResult]:
     return super().run([dataclasses.replace(order, texts=()) for order in orders], forget)
 

@@ -233,10 +233,10 @@ def sample(
   """
   assert engine.tokenizer is not None
   watched = progress or progress_lib.silent()
-  num_tokens = lambda: engine.counters.sampled_tokens
+  counted = functools.partial(sampling.counted_by, engine)
   if workers is not None:
-    num_tokens = workers.num_tokens
-  measure = sampling.Measure(engine, drafts, num_tokens)
+    counted = workers.counted
+  measure = sampling.Measure(engine, drafts, counted)
 
   def known(group: int, member: int) -> Rollout | None:
     entry = journal.lookup(step, group, member)
@@ -253,6 +253,7 @@ def sample(
     else:
       rollout = divided.resumed(engine, config.scheduler, journal, requests)
     measure.traces.append(rollout.trace)
+    num_tokens = lambda: counted().sampled_tokens
     yield from sampling.watched(watched, "sampling", num_tokens, rollout.run, requests)
 
   groups = rounds.step_groups(

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Iterator, Mapping, Sequence
+import contextlib
 import dataclasses
 from typing import Any, Protocol, runtime_checkable
 
@@ -30,6 +31,7 @@ from seerjax.cluster.records import (
   ChunkOrder,
   ChunkResult,
   Event,
+  Gone,
   Joined,
   Lost,
   Piece,
@@ -75,7 +77,7 @@ class Workers(Protocol):
     """Returns what `Worker.check` of a worker that has joined says."""
     ...
 
-  def send(self, worker: int, orders: Sequence[ChunkOrder], forget: Sequence[str]) -> None:
+  def send(self, worker: int, orders: Sequence[ChunkOrder], forget: Sequence[Gone]) -> None:
     """Calls `Worker.run` of a worker that has answered before; an `Answered` comes of it."""
     ...
 
@@ -102,7 +104,7 @@ class _Member:
     instances: numbers of its instances among those of the scheduler.
     is_away: whether it runs, so that orders wait for it.
     orders: that wait.
-    forget: requests that it knows and that go on elsewhere or are over.
+    forget: requests that it has known and that go on elsewhere, or (True) are over.
     chunks: that it has been given and that have not ended, by request.
     known: tokens of answers that it has sampled or was told of, by request.
   """
@@ -111,7 +113,7 @@ class _Member:
   instances: list[int]
   is_away: bool = False
   orders: list[ChunkOrder] = dataclasses.field(default_factory=list)
-  forget: dict[str, None] = dataclasses.field(default_factory=dict)
+  forget: dict[str, bool] = dataclasses.field(default_factory=dict)
   chunks: dict[str, int] = dataclasses.field(default_factory=dict)
   known: dict[str, int] = dataclasses.field(default_factory=dict)
 
@@ -135,7 +137,8 @@ class ClusterRollout:
     buffer: the global view.
     counts: of events, by kind: "joined", "refused", "lost", "ended", "again" (chunks whose worker
       was lost), "late" (results that were dropped), "moved" (chunks on another worker than the one
-      before them), "told" (tokens that were sent for drafts of their siblings).
+      before them), "told" (tokens that were sent for drafts of their siblings), "drafted" and
+      "accepted" (tokens, of drafts that workers have had verified).
   """
 
   def __init__(
@@ -180,6 +183,7 @@ class ClusterRollout:
     self._places: list[tuple[int, int]] = []  # By instance: worker, and which of its own.
     self._last_worker: dict[str, int] = {}  # By request.
     self._kv: dict[str, KVManifest] = {}  # By request: where its pages lie for other workers.
+    self._exporters: dict[str, set[int]] = {}  # By request: workers that have put pages there.
     # By group with requests that are not over: its answers so far, by request.
     self._texts: dict[str, dict[str, tuple[int, ...]]] = {}
     self._running: dict[str, _Running] = {}
@@ -197,8 +201,7 @@ class ClusterRollout:
     if self._journal is not None:
       self._so_far = divided.begun_in(self._journal, requests) | self._so_far
     self._workers.begin()
-    for event in self._workers.events(blocks=False):
-      self._take(event)
+    self._take_all(self._workers.events(blocks=False))
     while not self._members:
       self._wait()
     why = self._workers.check(next(iter(self._members)), requests)
@@ -209,8 +212,7 @@ class ClusterRollout:
       self._requests[request.request_id] = request
       divided.wait_in(self.buffer, request, begun)
     while self.buffer.num_unfinished:
-      for event in self._workers.events(blocks=False):
-        self._take(event)
+      self._take_all(self._workers.events(blocks=False))
       self._decide()
       self._send()
       if not self._unread:  # Else what came meanwhile may have been the last.
@@ -255,7 +257,7 @@ class ClusterRollout:
     if before != worker:
       self.counts["moved"] += 1
       if before in self._members:
-        self._members[before].forget[request_id] = None
+        self._members[before].forget[request_id] = False
     self._last_worker[request_id] = worker
     member.forget.pop(request_id, None)
     item = self.buffer[request_id]
@@ -270,6 +272,7 @@ class ClusterRollout:
         instance=instance,
         kv=None if before == worker else self._kv.get(request_id),
         texts=self._news(member, request_id),
+        exports=len(self._members) > 1,
       )
     )
     self._running[request_id] = _Running(
@@ -293,9 +296,9 @@ class ClusterRollout:
   def _send(self) -> None:
     """Sends every worker that has answered on, if there is anything for it to do."""
     for worker, member in self._members.items():
-      if member.is_away or not (member.orders or member.chunks):
+      if member.is_away or not (member.orders or member.chunks or any(member.forget.values())):
         continue
-      orders, forget = member.orders, tuple(member.forget)
+      orders, forget = member.orders, [Gone(*one) for one in member.forget.items()]
       member.orders, member.forget, member.is_away = [], {}, True
       member.chunks |= {order.request.request_id: order.chunk for order in orders}
       self._workers.send(worker, orders, forget)
@@ -310,8 +313,15 @@ class ClusterRollout:
         f"ClusterRollout: got no worker, expected one at least ({self._workers.waits_for()}); start"
         f" workers and resume, what was sampled is in the journal.{last}"
       )
-    for event in events:
-      self._take(event)
+    self._take_all(events)
+
+  def _take_all(self, events: Sequence[Event]) -> None:
+    """Takes events that came together; what the journal gets of them waits for the disk once."""
+    with contextlib.ExitStack() as stack:
+      if self._journal is not None and events:
+        stack.enter_context(self._journal.together())
+      for event in events:
+        self._take(event)
 
   def _take(self, event: Event) -> None:
     arrived = 0
@@ -323,6 +333,8 @@ class ClusterRollout:
       member = self._members[event.worker]
       member.is_away = False
       arrived = sum(self._end(event.worker, result) for result in event.results)
+      self.counts["drafted"] += sum(result.drafted_tokens for result in event.results)
+      self.counts["accepted"] += sum(result.accepted_tokens for result in event.results)
     else:
       for result in event.results:
         self._note("late", event.worker, result.completion.request_id, result.chunk)
@@ -405,14 +417,20 @@ class ClusterRollout:
     self._hear(member, completion, is_over)
     if result.kv is not None:
       self._kv[request_id] = result.kv
+      self._exporters.setdefault(request_id, set()).add(worker)
     if is_over:
       self._so_far.pop(request_id, None)
       self._kv.pop(request_id, None)
+      # The one that has ended it knows.
+      for other in self._exporters.pop(request_id, set()) & self._members.keys() - {worker}:
+        self._members[other].forget[request_id] = True
       self._unread.append(completion)
     else:
       self._so_far[request_id] = completion
       if self._journal is not None:
-        divided.keep_in(self._journal)(self._requests[request_id], completion)
+        divided.keep_in(self._journal)(
+          self._requests[request_id], completion, running.first_token
+        )
     return generated - running.first_token
 
   def _hear(self, member: _Member, completion: Completion, is_over: bool) -> None:

@@ -9,7 +9,16 @@ from __future__ import annotations
 import collections
 from collections.abc import Callable, Sequence
 
-from seerjax.cluster.records import Answered, ChunkOrder, Event, Joined, Lost, Piece, WeightsRef
+from seerjax.cluster.records import (
+  Answered,
+  ChunkOrder,
+  Event,
+  Gone,
+  Joined,
+  Lost,
+  Piece,
+  WeightsRef,
+)
 from seerjax.cluster.weights import Held
 from seerjax.cluster.worker import Worker
 from seerjax.types import Request
@@ -32,7 +41,7 @@ class LocalWorkers:
     """
     self._workers: dict[int, Worker] = dict(enumerate(workers))
     self._choose = choose
-    self._calls: dict[int, tuple[Sequence[ChunkOrder], Sequence[str]]] = {}
+    self._calls: dict[int, tuple[Sequence[ChunkOrder], Sequence[Gone]]] = {}
     self._events: collections.deque[Event] = collections.deque()
     self._num_ever = len(workers)
     self._published: tuple[WeightsRef, int] | None = None
@@ -75,7 +84,7 @@ class LocalWorkers:
     """Does `Workers.check`."""
     return self._workers[worker].check(requests)
 
-  def send(self, worker: int, orders: Sequence[ChunkOrder], forget: Sequence[str]) -> None:
+  def send(self, worker: int, orders: Sequence[ChunkOrder], forget: Sequence[Gone]) -> None:
     """Does `Workers.send`."""
     self._calls[worker] = orders, forget
 

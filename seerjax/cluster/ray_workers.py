@@ -30,6 +30,7 @@ from seerjax.cluster.records import (
   ChunkOrder,
   ChunkResult,
   Event,
+  Gone,
   Joined,
   Lost,
   Piece,
@@ -40,8 +41,12 @@ from seerjax.cluster.worker import Worker
 from seerjax.engine.kv.pool import Store
 from seerjax.types import Request
 
-# Seconds within which something has to listen at a Ray cluster's address.
+# Seconds within which something has to listen at a Ray cluster's address, and answer as Ray does.
 PATIENCE = 5.0
+# What a client of HTTP/2 says first (RFC 9113, 3.4), with settings of its own, which are none.
+# Ray's control service speaks gRPC, and so answers with settings of its own, a frame of this type.
+HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
+SETTINGS = 4
 
 
 class _Actor:
@@ -59,7 +64,7 @@ class _Actor:
     return self._worker.check(requests)
 
   def run(
-    self, orders: Sequence[ChunkOrder], forget: Sequence[str]
+    self, orders: Sequence[ChunkOrder], forget: Sequence[Gone]
   ) -> Sequence[ChunkResult]:
     return self._worker.run(orders, forget)
 
@@ -188,7 +193,7 @@ class RayWorkers:
     """Does `Workers.check`."""
     return self._ray.get(self._actors[worker].check.remote(list(requests)))
 
-  def send(self, worker: int, orders: Sequence[ChunkOrder], forget: Sequence[str]) -> None:
+  def send(self, worker: int, orders: Sequence[ChunkOrder], forget: Sequence[Gone]) -> None:
     """Does `Workers.send`."""
     self._await(worker, self._actors[worker].run.remote(list(orders), list(forget)), joins=False)
 
@@ -286,6 +291,24 @@ def _library() -> Any:
     ) from error
 
 
+def _check_answers(host: str, port: int) -> None:
+  """Refuses what listens somewhere and does not speak as Ray does.
+
+  Raises:
+    OSError: saying what came.
+  """
+  with socket.create_connection((host, port), timeout=PATIENCE) as connection:
+    if os.environ.get("RAY_USE_TLS", "0") != "0":
+      return  # It says nothing that we could read.
+    try:
+      connection.sendall(HTTP2_PREFACE)
+      found = connection.recv(9)  # The head of a frame: its length, then its type.
+    except TimeoutError:
+      raise OSError(f"no answer in {PATIENCE:g} s") from None
+  if len(found) < 4 or found[3] != SETTINGS:
+    raise OSError(f"an answer that begins with {found!r}")
+
+
 def _connect(ray: Any, address: str, count: int) -> None:
   if ray.is_initialized():
     return
@@ -293,7 +316,7 @@ def _connect(ray: Any, address: str, count: int) -> None:
   host, _, port = address.rpartition(":")
   try:
     if host and port.isdigit():  # Else Ray itself tries for minutes.
-      socket.create_connection((host, int(port)), timeout=PATIENCE).close()
+      _check_answers(host, int(port))
     if address:
       ray.init(address=address, **quiet)
     else:

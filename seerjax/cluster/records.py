@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import dataclasses
 import functools
 import hashlib
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from seerjax.engine.kv.manifest import KVManifest
 from seerjax.engine.kv.pool import Store
@@ -37,6 +37,19 @@ class TextDelta:
   tokens: tuple[int, ...]
 
 
+class Gone(NamedTuple):
+  """A request that a worker has known and need not any more.
+
+  Attributes:
+    request_id: of it.
+    is_over: whether its answer is whole; else another worker runs it, and may ask the store for its
+      pages.
+  """
+
+  request_id: str
+  is_over: bool
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ChunkOrder:
   """Run this chunk.
@@ -50,6 +63,8 @@ class ChunkOrder:
     kv: what the worker before it has exported of the request's pages, None if it exported nothing
       or is the same.
     texts: what its siblings have answered elsewhere, for drafts.
+    exports: whether its pages are put at the chunk's end where another worker finds them; not where
+      there is no other.
   """
 
   chunk: int
@@ -59,6 +74,7 @@ class ChunkOrder:
   instance: int = 0
   kv: KVManifest | None = None
   texts: tuple[TextDelta, ...] = ()
+  exports: bool = True
 
   @property
   def start(self) -> int:
@@ -76,12 +92,16 @@ class ChunkResult:
     busy_seconds: of the worker, from the moment it took the order.
     kv: where its pages lie in the store that workers share; None without one, and of an answer that
       is over.
+    drafted_tokens: that the worker has had verified since the result before, of any request.
+    accepted_tokens: of those.
   """
 
   chunk: int
   completion: Completion
   busy_seconds: float
   kv: KVManifest | None = None
+  drafted_tokens: int = 0
+  accepted_tokens: int = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

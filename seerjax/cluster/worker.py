@@ -19,7 +19,7 @@ import numpy as np
 
 from seerjax import numerics as numerics_lib
 from seerjax.cluster import weights as weights_lib
-from seerjax.cluster.records import ChunkOrder, ChunkResult, WeightsRef, WorkerReport
+from seerjax.cluster.records import ChunkOrder, ChunkResult, Gone, WeightsRef, WorkerReport
 from seerjax.engine.drafting import Hearer
 from seerjax.engine.engine import Engine
 from seerjax.engine.kv.manifest import KVManifest
@@ -47,13 +47,13 @@ class Worker(Protocol):
     ...
 
   def run(
-    self, orders: Sequence[ChunkOrder], forget: Sequence[str] = ()
+    self, orders: Sequence[ChunkOrder], forget: Sequence[Gone] = ()
   ) -> Sequence[ChunkResult]:
     """Takes orders, and works until a chunk ends, of these or of those before.
 
     Args:
       orders: of requests none of whose chunks run here.
-      forget: ids of requests that another worker runs, or that are over.
+      forget: requests that another worker runs, or that are over.
 
     Returns:
       The chunks that have ended; none if there is none to be run.
@@ -89,6 +89,8 @@ class EngineWorker:
     self.name = name
     self._running: dict[str, _Running] = {}
     self._held: set[str] = set()  # Requests that the engine knows, running ones included.
+    # Drafted tokens that results have told of, and accepted ones.
+    self._drafts = engine.counters.drafted_tokens, engine.counters.accepted_tokens
     # Digests of weights that were loaded, and of them in the engine; None while there are none.
     self._digests: tuple[str, str] | None = "", ""
 
@@ -162,11 +164,13 @@ class EngineWorker:
     )
 
   def run(
-    self, orders: Sequence[ChunkOrder], forget: Sequence[str] = ()
+    self, orders: Sequence[ChunkOrder], forget: Sequence[Gone] = ()
   ) -> Sequence[ChunkResult]:
     """Does `Worker.run`."""
-    for request_id in forget:
-      self._forget(request_id)
+    for gone in forget:
+      self._forget(gone.request_id)
+      if gone.is_over:
+        self.engine.forget_kv(gone.request_id)
     for order in orders:
       self._begin(order)
     ended: list[ChunkResult] = []
@@ -177,7 +181,8 @@ class EngineWorker:
         ended.append(self._result(completion.request_id, completion, None))
       for request_id in self.engine.poll_paused():
         if request_id in self._running:
-          kv = self.engine.export_kv(request_id)
+          exports = self._running[request_id].order.exports
+          kv = self.engine.export_kv(request_id) if exports else None
           ended.append(self._result(request_id, self.engine.progress(request_id), kv))
     return ended
 
@@ -185,11 +190,15 @@ class EngineWorker:
     self, request_id: str, completion: Completion, kv: KVManifest | None
   ) -> ChunkResult:
     running = self._running.pop(request_id)
+    counters, (drafted, accepted) = self.engine.counters, self._drafts
+    self._drafts = counters.drafted_tokens, counters.accepted_tokens
     return ChunkResult(
       chunk=running.order.chunk,
       completion=completion,
       busy_seconds=time.perf_counter() - running.begin,
       kv=kv,
+      drafted_tokens=counters.drafted_tokens - drafted,
+      accepted_tokens=counters.accepted_tokens - accepted,
     )
 
   def _begin(self, order: ChunkOrder) -> None:

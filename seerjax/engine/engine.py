@@ -525,6 +525,11 @@ class Engine:
     """Returns where a request runs, waits or lies; ValueError if there is no such request."""
     return self._requests.find(request_id, "instance_of").instance
 
+  def forget_kv(self, request_id: str) -> None:
+    """Removes what was exported of a request that has ended elsewhere; any other is no error."""
+    if request_id not in self._requests.live:
+      self.memory.kv_pool.end(request_id)
+
   def held_pages(self, request_id: str) -> int:
     """Returns the pages of its instance that a request holds; see `Chunks.held_pages`."""
     return self._chunks.held_pages(request_id)

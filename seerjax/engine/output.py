@@ -350,6 +350,7 @@ class Outputs:
     self, sequence: SequenceState, reason: str, policy_version: int, error: str = ""
   ) -> None:
     self._memory.release(sequence)
+    self._memory.kv_pool.end(sequence.request.request_id)
     self._requests.remove(sequence)
     self.finished.append(sequence.completion(reason, policy_version, error))
 

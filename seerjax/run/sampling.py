@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-import dataclasses
 import pathlib
 import time
+from typing import NamedTuple
 
 from seerjax.engine import engine as engine_lib
 from seerjax.rollout import groups as groups_lib, trace as trace_lib
@@ -13,6 +13,26 @@ from seerjax.run import progress as progress_lib
 from seerjax.run.drafter import RunDrafts
 from seerjax.speculation import statistics
 from seerjax.types import Completion, Request
+
+
+class Counted(NamedTuple):
+  """Tokens so far, of whatever samples.
+
+  Attributes:
+    sampled_tokens: all of them.
+    drafted_tokens: that drafts proposed and that were verified.
+    accepted_tokens: of those.
+  """
+
+  sampled_tokens: int
+  drafted_tokens: int
+  accepted_tokens: int
+
+
+def counted_by(engine: engine_lib.Engine) -> Counted:
+  """Returns what an engine has counted."""
+  counters = engine.counters
+  return Counted(counters.sampled_tokens, counters.drafted_tokens, counters.accepted_tokens)
 
 
 class Measure:
@@ -26,21 +46,20 @@ class Measure:
     self,
     engine: engine_lib.Engine,
     drafts: RunDrafts | None,
-    num_tokens: Callable[[], int] | None = None,
+    counted: Callable[[], Counted] | None = None,
   ):
     """Begins.
 
     Args:
       engine: that samples.
       drafts: of its drafter, None if it has none of a run's.
-      num_tokens: that were sampled so far, where it is not the engine that samples.
+      counted: so far, where it is not the engine that samples.
     """
-    self._num_tokens = num_tokens or (lambda: engine.counters.sampled_tokens)
-    self._begun_at = self._num_tokens()
+    self._counted = counted or (lambda: counted_by(engine))
+    self._begun_at = self._counted()
     self.traces: list[trace_lib.Trace] = []
-    self._engine, self._drafts = engine, drafts
+    self._drafts = drafts
     self._begin = time.monotonic()
-    self._counted = dataclasses.replace(engine.counters)
     if drafts is not None:
       drafts.take()  # Those of evaluations are not the step's.
 
@@ -56,13 +75,14 @@ class Measure:
     done = trace_lib.StepTrace(self.traces, drafts)
     trace_lib.append(directory / trace_lib.FILE_NAME, step, done)
     seconds = time.monotonic() - self._begin
-    counted, counters = self._counted, self._engine.counters
-    num_tokens = self._num_tokens() - self._begun_at
+    sampled, drafted, accepted = (
+      now - was for now, was in zip(self._counted(), self._begun_at, strict=True)
+    )
     return trace_lib.summarise(self.traces) | {
-      "schedule/drafted_tokens": float(counters.drafted_tokens - counted.drafted_tokens),
-      "schedule/accepted_tokens": float(counters.accepted_tokens - counted.accepted_tokens),
+      "schedule/drafted_tokens": float(drafted),
+      "schedule/accepted_tokens": float(accepted),
       "rollout/seconds": seconds,
-      "rollout/tokens_per_second": num_tokens / max(seconds, 1e-9),
+      "rollout/tokens_per_second": sampled / max(seconds, 1e-9),
       "rollout/old_tokens": float(num_old),
     }
 

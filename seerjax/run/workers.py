@@ -27,7 +27,12 @@ from seerjax.models import config as model_config, parameters
 from seerjax.models.loading import Model
 from seerjax.models.tokenizer import Tokenizer
 from seerjax.rollout.journal import Journal
-from seerjax.run import drafter as drafter_lib, policy as policy_lib, programs as programs_lib
+from seerjax.run import (
+  drafter as drafter_lib,
+  policy as policy_lib,
+  programs as programs_lib,
+  sampling,
+)
 from seerjax.run.config import RunConfig
 
 
@@ -81,11 +86,19 @@ class RunWorkers:
     """
     self._config, self._workers = config, workers
     self._engine = EngineWorker(engine, name="the run's own engine")
-    self._before, self._rollout = 0, None  # Tokens of the rollouts before; the one of now.
+    self._before = sampling.Counted(0, 0, 0)  # Of the rollouts before the one of now.
+    self._rollout: ClusterRollout | None = None
 
-  def num_tokens(self) -> int:
-    """Returns how many tokens came of the chunks of all rollouts so far."""
-    return self._before + (0 if self._rollout is None else sum(self._rollout.trace.rows))
+  def counted(self) -> sampling.Counted:
+    """Returns what the chunks of all rollouts so far have brought."""
+    if self._rollout is None:
+      return self._before
+    counts, before = self._rollout.counts, self._before
+    return sampling.Counted(
+      before.sampled_tokens + sum(self._rollout.trace.rows),
+      before.drafted_tokens + counts["drafted"],
+      before.accepted_tokens + counts["accepted"],
+    )
 
   def publish(self, weights: parameters.Params, policy_version: int) -> None:
     """Has the workers run the weights that the run's own engine runs; nothing waits for it."""
@@ -93,7 +106,7 @@ class RunWorkers:
 
   def rollout(self, journal: Journal) -> ClusterRollout:
     """Returns a rollout on the workers, which goes on from what the journal holds."""
-    self._before = self.num_tokens()
+    self._before = self.counted()
     self._rollout = ClusterRollout(
       self._workers, self._config.scheduler, journal, expected=self._engine.report()
     )

@@ -18,8 +18,9 @@ from seerjax.cluster.driver import ClusterRollout
 from seerjax.cluster.local_workers import LocalWorkers
 from seerjax.cluster.worker import EngineWorker
 from seerjax.numerics import NumericsConfig
+from seerjax.rollout.buffer import State
 from seerjax.rollout.journal import Journal
-from seerjax.rollout.policies import Divided, GroupFCFS
+from seerjax.rollout.policies import ByRoom, Divided, GroupFCFS
 from seerjax.speculation.suffix_drafter import SuffixDrafter
 from seerjax.types import Request
 
@@ -95,6 +96,30 @@ def test_pages_of_a_worker_that_died_are_taken_from_the_store(tmp_path):
   assert other.report().counters["imports.adopted"] == counters.imports.adopted
   # Nothing of what came was computed again.
   assert counters.imports.gone == counters.imports.stale == counters.imports.damaged == 0
+
+
+def test_pages_of_requests_that_are_over_are_in_no_store_and_one_worker_exports_none(tmp_path):
+  def workers(count: int) -> list[EngineWorker]:
+    pools = [on_store(tmp_path / str(count)) for _ in range(count)]
+    return [EngineWorker(make_engine(NATIVE, kv_pool=pool)) for pool in pools]
+
+  def after(rollout: ClusterRollout) -> int:
+    for completion in rollout.run(asked()):
+      found[completion.request_id] = completion
+      most.append(len([*tmp_path.glob("*/*/*.kv")]))
+      live = sum(item.state is not State.FINISHED for item in rollout.buffer)
+      assert most[-1] <= live + 3  # Those of this moment, whose owners are told with what comes.
+    return len([*tmp_path.glob("*/*/*.kv")])
+
+  found, most = {}, []
+  two = ClusterRollout(workers_of(*workers(2)), Divided(chunk_tokens=4, routing=ByRoom()))
+  left = after(two)
+  assert two.counts["moved"] > 0 and max(most) > 0 and left <= 1
+  assert_said(found)
+  alone, found, most = workers(1), {}, []
+  after(ClusterRollout(workers_of(*alone), Divided(chunk_tokens=4)))
+  assert_said(found)
+  assert alone[0].engine.counters.imports.exported == 0
 
 
 # Twins that must fail: each is a mistake that one of the rules keeps out.
@@ -345,4 +370,6 @@ def test_workers_draft_from_texts_of_siblings_elsewhere_and_lost_ones_cost_no_bi
   assert rollout.counts["told"] > 0 and not rollout._texts  # Forgotten with their groups.
   assert not any(member.known for member in rollout._members.values())
   assert all(worker.engine.drafter is not None for worker in workers)  # None of them failed.
-  assert sum(worker.engine.counters.accepted_tokens for worker in workers) > 0
+  for kind in ("drafted", "accepted"):
+    counted = [getattr(worker.engine.counters, f"{kind}_tokens") for worker in workers]
+    assert rollout.counts[kind] == sum(counted) > 0

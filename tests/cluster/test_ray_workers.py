@@ -8,8 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 
 import cluster_cases
@@ -106,3 +108,33 @@ def test_an_address_without_ray_is_named():
   pytest.importorskip("ray", reason="Ray is not installed")
   with pytest.raises(ConnectionError, match=r"from 127.0.0.1:9, expected Ray; start it with"):
     RayWorkers(make_worker, count=2, address="127.0.0.1:9")
+
+
+@pytest.mark.parametrize(
+  "says, message",
+  [
+    (b"HTTP/1.1 400 Bad Request\r\n", r"got an answer that begins with b'HTTP/1.1 ' from 127"),
+    (b"", "got no answer in 5 s from 127"),
+  ],
+)
+def test_an_address_at_which_something_else_listens_is_refused_soon(says, message):
+  pytest.importorskip("ray", reason="Ray is not installed")
+  with socket.create_server(("127.0.0.1", 0)) as listener:
+
+    def answer() -> None:
+      connection, _ = listener.accept()
+      if says:
+        connection.sendall(says)
+      done.wait()
+      connection.close()
+
+    done = threading.Event()
+    thread = threading.Thread(target=answer)
+    thread.start()
+    address = f"127.0.0.1:{listener.getsockname()[1]}"
+    try:
+      with pytest.raises(ConnectionError, match=message):
+        RayWorkers(make_worker, count=2, address=address)
+    finally:
+      done.set()
+      thread.join()

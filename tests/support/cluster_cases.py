@@ -16,7 +16,7 @@ import tiny_model
 
 from seerjax.cluster.driver import ClusterRollout
 from seerjax.cluster.local_workers import LocalWorkers
-from seerjax.cluster.records import Answered, ChunkOrder, ChunkResult, Event, Lost
+from seerjax.cluster.records import Answered, ChunkOrder, ChunkResult, Event, Gone, Lost
 from seerjax.cluster.worker import EngineWorker
 from seerjax.engine.engine import Engine, EngineConfig
 from seerjax.engine.kv.disk_store import DiskStore
@@ -96,7 +96,7 @@ class Mortal(EngineWorker):
   num_calls = 0
 
   def run(
-    self, orders: Sequence[ChunkOrder], forget: Sequence[str] = ()
+    self, orders: Sequence[ChunkOrder], forget: Sequence[Gone] = ()
   ) -> Sequence[ChunkResult]:
     self.num_calls += 1
     if self.dies_at is None or self.num_calls <= self.dies_at[0]:

@@ -4,8 +4,8 @@
 
 The engine spills a request between two of its chunks and brings it back before the next one. Here
 lie the requests that are off the devices, whole, each under its id. A request is dropped the moment
-it ends; one that lives is never dropped to make room: when a tier is full, `make_room` returns
-False, and the caller waits.
+it ends, and what this process put of it with it; one that lives is never dropped to make room: when
+a tier is full, `make_room` returns False, and the caller waits.
 
 In the store, values are named by their content (`values`), so that another process with the same
 weights finds them: `claim` asks for a request whose answer began elsewhere. `export` puts a value
@@ -156,6 +156,7 @@ class KVPool:
     # Keys that this process put and has not removed, and what lies there.
     self._own: dict[str, tuple[Part, ...]] = {}
     self._exported: dict[str, str] = {}  # Keys, by request that was exported last under them.
+    self._left: dict[str, str] = {}  # Keys of `_unneeded`, by request that may go on elsewhere.
     self._expected: dict[str, KVManifest] = {}  # By request that claimed what it says.
     # Keys of `_own` that no request needs, and the step from which on none did, oldest first.
     self._unneeded: collections.OrderedDict[str, int] = collections.OrderedDict()
@@ -194,6 +195,7 @@ class KVPool:
     self._step += 1
     while self._unneeded and next(iter(self._unneeded.values())) + PIN_STEPS <= self._step:
       self._remove(next(iter(self._unneeded)))
+      self._left = {name: key for name, key in self._left.items() if key in self._unneeded}
 
   def make_room(self, num_pages: int) -> bool:
     """Returns whether pinned host memory has room, after sending the oldest on to the store."""
@@ -292,8 +294,8 @@ class KVPool:
     self._exported[request_id] = key
     if before is not None:
       self._need_less(before)
-      if before in self._unneeded:  # It was replaced: nothing names it any more.
-        self._remove(before)
+      self._left[request_id] = before
+    self._remove_left(request_id)  # It was replaced: nothing names it any more.
     self.imports.exported += 1
     return key, self._own[key]
 
@@ -340,12 +342,19 @@ class KVPool:
       self._let_go(request_id)
     self._expected.pop(request_id, None)
     if request_id in self._exported:
-      self._need_less(self._exported.pop(request_id))
+      self._left[request_id] = self._exported.pop(request_id)
+      self._need_less(self._left[request_id])
+
+  def end(self, request_id: str) -> None:
+    """Forgets a request that is over, here or elsewhere, and removes what was put of it here."""
+    self.drop(request_id)
+    self._remove_left(request_id)
 
   def clear(self) -> None:
     """Forgets every request, and removes what this process put: the weights changed."""
     for request_id in [*self._held, *self._stored, *self._exported]:
       self.drop(request_id)
+    self._left.clear()
     for key in list(self._unneeded):
       self._remove(key)
 
@@ -363,6 +372,7 @@ class KVPool:
     """Forgets which key a request has; the value stays for a while, for other processes."""
     key, _ = self._stored.pop(request_id)
     self._need_less(key)
+    self._left.setdefault(request_id, key)
 
   def _need_less(self, key: str) -> None:
     self._needed[key] -= 1
@@ -370,6 +380,12 @@ class KVPool:
       del self._needed[key]
       if key in self._own:
         self._unneeded[key] = self._step
+
+  def _remove_left(self, request_id: str) -> None:
+    """Removes what is left of a request, unless another needs it."""
+    key = self._left.pop(request_id, None)
+    if key in self._unneeded:
+      self._remove(key)
 
   def _remove(self, key: str) -> None:
     """Removes a value of this process that no request needs."""

@@ -107,6 +107,43 @@ def test_values_stay_for_some_steps_and_make_room_before(tmp_path):
   assert not pool.make_room(4) and bits(pool.take("d")) == bits(rounds(4))
 
 
+def files_in(directory) -> list[str]:
+  return sorted(path.name for path in directory.glob("*/*.kv"))
+
+
+def test_what_was_put_of_a_request_goes_when_it_is_over(tmp_path):
+  pool = make_pool(tmp_path)
+  pool.export("here", [1], rounds(1))
+  pool.export("there", [2], rounds(2))
+  send_on(pool, "spilled", [3])
+  pool.take("spilled")
+  kept = files_in(tmp_path)
+  assert len(kept) == 3
+  pool.end("here")
+  pool.end("spilled")
+  pool.end("nowhere")
+  assert len(files_in(tmp_path)) == 1
+  # One that has gone on elsewhere may be asked for, until it is over there.
+  pool.drop("there")
+  assert len(files_in(tmp_path)) == 1
+  pool.end("there")
+  assert not files_in(tmp_path)
+
+
+def test_what_another_request_needs_stays_when_one_is_over(tmp_path):
+  pool = make_pool(tmp_path)
+  pool.export("a", [1], rounds(1))
+  pool.export("b", [1], rounds(1))
+  pool.end("a")
+  assert len(files_in(tmp_path)) == 1
+  pool.export("b", [1, 2], rounds(2))  # In the place of what was before.
+  assert len(files_in(tmp_path)) == 1
+  for _ in range(2 * PIN_STEPS):
+    pool.advance()
+  pool.end("b")
+  assert not files_in(tmp_path)
+
+
 def test_another_process_finds_values_by_tokens_and_weights_and_removes_none(tmp_path):
   first, second, other = make_pool(tmp_path), make_pool(tmp_path), make_pool(tmp_path, weights="v")
   send_on(first, "a", [1, 2, 3])
