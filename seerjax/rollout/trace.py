@@ -12,6 +12,7 @@ import os
 import pathlib
 from typing import Any, NamedTuple
 
+from seerjax import metrics
 from seerjax.speculation.statistics import Acceptance
 
 FILE_NAME = "traces.jsonl"
@@ -116,12 +117,16 @@ def append(path: str | os.PathLike, step: int, done: StepTrace) -> None:
     "drafts": dataclasses.asdict(done.drafts),
   }
   line = json.dumps(record, separators=(",", ":")).encode() + b"\n"
-  with pathlib.Path(path).open("a+b") as file:
-    if file.tell():
-      file.seek(-1, os.SEEK_END)
-      if file.read(1) != b"\n":  # A kill tore the last line; this one is not to go with it.
-        line = b"\n" + line
-    file.write(line)
+  path = pathlib.Path(path)
+  try:
+    with path.open("a+b") as file:
+      if file.tell():
+        file.seek(-1, os.SEEK_END)
+        if file.read(1) != b"\n":  # A kill tore the last line; this one is not to go with it.
+          line = b"\n" + line
+      file.write(line)
+  except OSError as error:
+    raise metrics.disk_error("traces", path, error) from error
 
 
 def read(path: str | os.PathLike) -> dict[int, StepTrace]:

@@ -1,0 +1,117 @@
+"""A rollout on workers whose store loses or changes what one of them put says what one engine says.
+
+At a drawn answer of a worker the fault befalls what lies in the store, and the worker is lost: what
+it ran goes on elsewhere, and asks the store. What an engine makes of every single damage is
+`tests/contract/test_exports.py`'s.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable, Sequence
+import pathlib
+
+import cluster_cases
+from cluster_cases import alone, asked, make_engine, on_store
+import faults
+import numpy as np
+import pytest
+import tiny_model
+
+from seerjax.cluster.driver import ClusterRollout
+from seerjax.cluster.local_workers import LocalWorkers
+from seerjax.cluster.records import Answered, Event, Lost
+from seerjax.cluster.worker import EngineWorker
+from seerjax.rollout.policies import ByRoom, Divided
+
+
+class Losing(LocalWorkers):
+  """Loses a worker behind one of its answers that tell of pages, when the store has its fault.
+
+  Attributes:
+    answers: that tell of pages, until then.
+    fault: of the store.
+    lost: workers that were.
+  """
+
+  answers = 0
+  lost: tuple[int, ...] = ()
+
+  def fault(self) -> None:
+    """Befalls the store."""
+
+  def events(self, *, blocks: bool) -> Sequence[Event]:
+    found = list(super().events(blocks=blocks))
+    for event in list(found):
+      if isinstance(event, Answered) and any(result.kv for result in event.results):
+        self.answers -= 1
+        if self.answers == 0:
+          self.fault()
+          self.lost += (event.worker,)
+          found.append(Lost(worker=event.worker, reason="lost on purpose"))
+    return found
+
+
+def forget_one(files: Sequence[pathlib.Path], moment: int) -> None:
+  files[moment % len(files)].unlink()
+
+
+def forget_all(files: Sequence[pathlib.Path], moment: int) -> None:
+  for file in files:
+    file.unlink()
+
+
+def flip_a_bit(files: Sequence[pathlib.Path], moment: int) -> None:
+  """Flips a bit of each."""
+  rng = np.random.default_rng(moment)
+  for file in files:
+    data = bytearray(file.read_bytes())
+    data[int(rng.integers(len(data)))] ^= 1 << int(rng.integers(8))
+    file.write_bytes(data)
+
+
+def do_nothing(files: Sequence[pathlib.Path], moment: int) -> None:
+  """The store of no fault, from which pages come."""
+
+
+@pytest.mark.parametrize(
+  "befall, counted",
+  [
+    (forget_one, ("gone", "adopted")),
+    (forget_all, ("gone",)),
+    (flip_a_bit, ("damaged",)),
+    (do_nothing, ("adopted",)),
+  ],
+)
+def test_a_store_that_loses_or_changes_pages_costs_no_bit(
+  befall: Callable[[Sequence[pathlib.Path], int], None],
+  counted: tuple[str, ...],
+  tmp_path,
+  seed,
+  tell_events,
+):
+  events = collections.Counter()
+  for moment in faults.moments(seed, 6):
+    directory = tmp_path / str(moment)
+    engines = [
+      make_engine(tiny_model.NATIVE, kv_pool=on_store(directory), num_pages=pages)
+      for pages, _ in cluster_cases.SIZES
+    ]
+    workers = Losing([EngineWorker(engine) for engine in engines])
+    workers.answers = moment
+    workers.fault = lambda moment=moment, directory=directory: befall(
+      sorted(directory.glob("*/*.kv")), moment
+    )  # type: ignore[method-assign]
+    rollout = ClusterRollout(workers, Divided(chunk_tokens=2, routing=ByRoom()))
+    found = list(rollout.run(asked()))
+    wanted = alone(tiny_model.NATIVE, 7)
+    assert len({one.request_id for one in found}) == len(found) == len(wanted)
+    assert all(one.has_bits_of(wanted[one.request_id]) for one in found)
+    assert len(workers.lost) == 1
+    events[befall.__name__] += 1
+    for engine in engines:
+      imports = engine.counters.imports
+      events += collections.Counter(
+        gone=imports.gone, damaged=imports.damaged, adopted=imports.adopted
+      )
+  tell_events("stores", events, (befall.__name__, *counted))
