@@ -10,12 +10,17 @@ source "$ROOT/launch/environment.sh"
 usage() {
   cat <<'EOF'
 usage: bash launch/cluster.sh --workers=N [--host=IP] [--port=N] [--num_cpus=N] [--logs=DIRECTORY]
-                              [--platform=cpu|cuda|tpu] [--dry-run] [experiments.NAME] [--flags]
+                              [--store_bytes=N] [--platform=cpu|cuda|tpu] [--dry-run]
+                              [experiments.NAME] [--flags]
 
 Starts the head of a Ray cluster here, runs `python -m experiments.NAME --flags` with N workers, and
 ends Ray when that has ended. Without a name it runs the main job, experiments.grpo. A worker that
 dies costs time and no bit: another one takes its place. Ctrl-C and SIGTERM stop the run after the
 step that it is in, once more stops it at once.
+
+Where Mooncake is in the environment (bash launch/mooncake_master.sh puts it there) and --host is left
+out, a master of it is started too, and keys and values of requests go from worker to worker through
+memory that each of them lends; else, or where the run's own flags name a store, none is.
 
 Other machines join with what the script prints first; each needs the same checkout at the same path
 and its environment. Such workers were never tried but on one machine.
@@ -24,43 +29,25 @@ and its environment. Such workers were never tried but on one machine.
   --host=IP          of this machine, as the others reach it (127.0.0.1: no other can)
   --port=N           where Ray listens (a free one)
   --num_cpus=N       most workers on this machine (as many as there are)
-  --logs=DIRECTORY   takes what Ray and the workers say (runs/cluster)
+  --logs=DIRECTORY   takes what Ray, the master and the workers say (runs/cluster)
+  --store_bytes=N    of memory that each worker lends (256 MiB); 0 starts no master
   --platform=P       instead of what is detected
   --dry-run          says what would be run, and does nothing
 EOF
 }
 
-name="" platform="" dry_run="" workers="" host=127.0.0.1 port="" num_cpus="" logs=runs/cluster
-flags=()
-for argument in "$@"; do
-  case $argument in
-    --workers=*) workers=${argument#*=} ;;
-    --host=*) host=${argument#*=} ;;
-    --port=*) port=${argument#*=} ;;
-    --num_cpus=*) num_cpus=${argument#*=} ;;
-    --logs=*) logs=${argument#*=} ;;
-    --platform=*) platform=${argument#*=} ;;
-    --dry-run) dry_run=yes ;;
-    --help | -h)
-      usage
-      exit 0
-      ;;
-    -*) flags+=("$argument") ;;
-    *)
-      if [ -z "$name" ] && [ ${#flags[@]} -eq 0 ]; then name=$argument; else flags+=("$argument"); fi
-      ;;
-  esac
-done
-case $workers in
-  '' | *[!0-9]* | 0) fail "--workers: got '$workers', expected a number from 1; write --workers=2." ;;
-esac
+platform="" workers="" host=127.0.0.1 port="" num_cpus="" logs=runs/cluster
+store_bytes=268435456
+take_arguments workers host port num_cpus logs platform store_bytes -- "$@"
+require_count workers "$workers" 2
 num_cpus=${num_cpus:-$workers}
 case $port$num_cpus in
   *[!0-9]*) fail "got --port='$port', --num_cpus='$num_cpus', expected numbers; leave them out." ;;
 esac
-name=${name:-experiments.grpo}
-[ -f "$ROOT/$(printf '%s' "$name" | tr . /).py" ] ||
-  fail "got the experiment '$name', expected one that exists; bash launch/local.sh --help lists them."
+case $store_bytes in
+  '' | *[!0-9]*) fail "--store_bytes: got '$store_bytes', expected bytes, or 0 for no store." ;;
+esac
+require_experiment "$name"
 
 platform=${platform:-$(detect_platform)}
 extra=$(platform_extra "$platform")
@@ -72,15 +59,32 @@ if [ -z "$dry_run" ]; then
   environment "$ROOT/.venv" "${found#* }" "$lock" "$ROOT/launch/locks/cluster-$minor.txt"
   install_platform "$ROOT/.venv" "$lock" "$extra"
   export_platform "$ROOT/.venv" "$platform"
-  [ -n "$port" ] || port=$("$python" -c \
-    'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')
+  [ -n "$port" ] || port=$(free_port "$python")
 fi
 address="$host:${port:-FREE}"
 head=(-P -m ray.scripts.scripts start --head --block --node-ip-address="$host" --port="${port:-FREE}"
   --num-cpus="$num_cpus" --include-dashboard=false --disable-usage-stats)
 run=(-P -m "$name" ${flags[@]+"${flags[@]}"} --config.cluster.workers="$workers"
   --config.cluster.address="$address")
+# Mooncake's own path of its master, nothing where it is not to be started.
+master=""
+case " ${flags[*]-}" in
+  *" --config.kv_pool.mooncake="* | *" --config.kv_pool.disk="*) store_bytes=0 ;;
+esac
+if [ "$host" = 127.0.0.1 ] && [ "$store_bytes" != 0 ] && [ -x "$python" ]; then
+  master=$("$python" -P -c '
+import importlib.util, pathlib
+import mooncake.store
+print(pathlib.Path(importlib.util.find_spec("mooncake").origin).with_name("mooncake_master"))
+' 2>/dev/null) || master=""
+fi
+store_port=FREE
+if [ -n "$master" ]; then
+  [ -n "$dry_run" ] || store_port=$(free_port "$python")
+  run+=(--config.kv_pool.mooncake="127.0.0.1:$store_port" --config.kv_pool.store_bytes="$store_bytes")
+fi
 if [ -n "$dry_run" ]; then
+  [ -z "$master" ] || printf 'mooncake_master --rpc_port %s\n' "$store_port"
   printf 'python %s\n' "${head[*]}" "${run[*]}"
   exit 0
 fi
@@ -101,7 +105,7 @@ export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH="$logs/ray_token"
 
 # Both have a process group of their own (`set -m`): what the terminal sends comes to this script
 # alone, which passes it on to the run; Ray ends when the run has.
-head_pid="" run_pid=""
+head_pid="" run_pid="" store_pid=""
 pass_on() { [ -z "$run_pid" ] || kill "-$1" "$run_pid" 2>/dev/null || :; }
 end_ray() {
   trap - EXIT
@@ -114,6 +118,7 @@ end_ray() {
     done
     kill -KILL -- "-$head_pid" 2>/dev/null || :
   fi
+  [ -z "$store_pid" ] || kill -TERM "$store_pid" 2>/dev/null || :
   cp "$ray_files"/session_latest/logs/worker-*.{out,err} "$logs" 2>/dev/null || :
   rm -rf "$ray_files" "$logs/ray_token"
 }
@@ -121,6 +126,11 @@ trap 'pass_on INT' INT
 trap 'pass_on TERM' TERM
 trap end_ray EXIT
 set -m
+if [ -n "$master" ]; then
+  "$master" --rpc_port "$store_port" --metrics_port "$(free_port "$python")" </dev/null \
+    >"$logs/mooncake.log" 2>&1 &
+  store_pid=$!
+fi
 "$python" "${head[@]}" --temp-dir="$ray_files" </dev/null >"$logs/ray.log" 2>&1 &
 head_pid=$!
 set +m
@@ -128,6 +138,8 @@ until grep -q "Ray runtime started" "$logs/ray.log"; do
   kill -0 "$head_pid" 2>/dev/null || fail "Ray has not started; $logs/ray.log says why."
   sleep 0.2 || :
 done
+[ -z "$store_pid" ] || kill -0 "$store_pid" 2>/dev/null ||
+  fail "Mooncake's master has ended; $logs/mooncake.log says why, --store_bytes=0 does without."
 say "Ray listens at $address; another machine joins, with a copy of $logs/ray_token, by" \
   "RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=COPY ray start --address=$address"
 set -m

@@ -1,5 +1,5 @@
-# Shell functions that launch/local.sh and launch/test.sh share: find a Python, make an environment
-# from the locked versions, choose a platform. To be sourced, with ROOT set to the checkout.
+# Shell functions that the scripts of launch/ share: find a Python, make an environment from the
+# locked versions, choose a platform, read the arguments of a run. To be sourced, with ROOT set to the checkout.
 #
 # Bash 3.2 suffices (macOS ships nothing newer). Messages go to stderr, so that the output of an
 # experiment may be piped. An environment holds its state in a folder `seerjax`: one stamp for each
@@ -120,6 +120,62 @@ pip_install() {
     say "pip could not install $what; the whole log is $log"
     return 1
   fi
+}
+
+# take_arguments OPTION... -- ARGUMENT...: reads the arguments of a script that runs an experiment.
+#
+# --OPTION=VALUE sets the variable OPTION, --dry-run `dry_run`, and --help prints `usage` and ends.
+# The first word that is no flag, before any of the experiment's own, is its `name` (the main job by
+# default); all others are the experiment's `flags`.
+take_arguments() {
+  local options=" " argument option
+  while [ "$1" != -- ]; do
+    options="$options$1 "
+    shift
+  done
+  shift
+  name="" dry_run=""
+  flags=()
+  for argument in "$@"; do
+    option=${argument%%=*}
+    option=${option#--}
+    case $argument in
+      --dry-run) dry_run=yes ;;
+      --help | -h)
+        usage
+        exit 0
+        ;;
+      -*)
+        case "$options|$argument" in
+          *" $option "*"|--$option="*) printf -v "$option" '%s' "${argument#*=}" ;;
+          *) flags+=("$argument") ;;
+        esac
+        ;;
+      *)
+        if [ -z "$name" ] && [ ${#flags[@]} -eq 0 ]; then name=$argument; else flags+=("$argument"); fi
+        ;;
+    esac
+  done
+  name=${name:-experiments.grpo}
+}
+
+# require_count OPTION VALUE EXAMPLE: refuses a value that is no whole number from 1.
+require_count() {
+  case $2 in
+    '' | *[!0-9]* | 0) fail "--$1: got '$2', expected a number from 1; write --$1=$3." ;;
+  esac
+}
+
+# require_experiment NAME: refuses one that there is not.
+require_experiment() {
+  [ -f "$ROOT/$(printf '%s' "$1" | tr . /).py" ] ||
+    fail "got the experiment '$1', expected one that exists; bash launch/local.sh --help lists them."
+}
+
+# free_port PYTHON: prints a port of 127.0.0.1 at which nothing listens now.
+free_port() {
+  "$1" -c \
+    'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])'
 }
 
 # detect_platform: prints cuda, tpu or cpu.

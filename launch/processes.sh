@@ -29,38 +29,16 @@ are ended, and --resume goes on from the last checkpoint.
 EOF
 }
 
-name="" platform="" dry_run="" count="" logs=runs/processes port="" patience=30
-flags=()
-for argument in "$@"; do
-  case $argument in
-    --num_processes=*) count=${argument#*=} ;;
-    --logs=*) logs=${argument#*=} ;;
-    --port=*) port=${argument#*=} ;;
-    --patience=*) patience=${argument#*=} ;;
-    --platform=*) platform=${argument#*=} ;;
-    --dry-run) dry_run=yes ;;
-    --help | -h)
-      usage
-      exit 0
-      ;;
-    -*) flags+=("$argument") ;;
-    *)
-      if [ -z "$name" ] && [ ${#flags[@]} -eq 0 ]; then name=$argument; else flags+=("$argument"); fi
-      ;;
-  esac
-done
-case $count in
-  '' | *[!0-9]* | 0) fail "--num_processes: got '$count', expected a number from 1; write --num_processes=2." ;;
-esac
+platform="" num_processes="" logs=runs/processes port="" patience=30
+take_arguments num_processes logs port patience platform -- "$@"
+require_count num_processes "$num_processes" 2
 case $port in
   *[!0-9]*) fail "--port: got '$port', expected a number; write --port=9123, or leave it out." ;;
 esac
 case $patience in
   '' | *[!0-9]*) fail "--patience: got '$patience', expected whole seconds; write --patience=30." ;;
 esac
-name=${name:-experiments.grpo}
-[ -f "$ROOT/$(printf '%s' "$name" | tr . /).py" ] ||
-  fail "got the experiment '$name', expected one that exists; bash launch/local.sh --help lists them."
+require_experiment "$name"
 
 platform=${platform:-$(detect_platform)}
 extra=$(platform_extra "$platform")
@@ -72,13 +50,12 @@ if [ -z "$dry_run" ]; then
   environment "$ROOT/.venv" "${found#* }" "$lock"
   install_platform "$ROOT/.venv" "$lock" "$extra"
   export_platform "$ROOT/.venv" "$platform"
-  [ -n "$port" ] || port=$("$python" -c \
-    'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')
+  [ -n "$port" ] || port=$(free_port "$python")
 fi
-slice=(--num_processes="$count" --coordinator="127.0.0.1:${port:-FREE}")
+slice=(--num_processes="$num_processes" --coordinator="127.0.0.1:${port:-FREE}")
 
 if [ -n "$dry_run" ]; then
-  for ((rank = 0; rank < count; rank++)); do
+  for ((rank = 0; rank < num_processes; rank++)); do
     printf 'run %s\n' "$name${flags[*]+ ${flags[*]}} ${slice[*]} --process_id=$rank"
   done
   exit 0
@@ -99,7 +76,7 @@ trap 'stopped=yes; pass_on INT' INT
 trap 'stopped=yes; pass_on TERM' TERM
 trap 'pass_on KILL' EXIT
 set -m
-for ((rank = 0; rank < count; rank++)); do
+for ((rank = 0; rank < num_processes; rank++)); do
   run=("$python" -P -m "$name" ${flags[@]+"${flags[@]}"} "${slice[@]}" --process_id="$rank")
   if [ "$rank" = 0 ]; then
     "${run[@]}" </dev/null &
@@ -109,7 +86,7 @@ for ((rank = 0; rank < count; rank++)); do
   pids+=($!)
 done
 set +m
-say "$count processes of $name; the others' lines: $logs/process_*.log"
+say "$num_processes processes of $name; the others' lines: $logs/process_*.log"
 
 rank_of() {
   local rank

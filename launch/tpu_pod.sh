@@ -25,33 +25,12 @@ goes on. It never ran on a TPU; what is tested is the command that it makes.
 EOF
 }
 
-name="" tpu="" zone="" hosts="" directory=seerjax dry_run=""
-flags=()
-for argument in "$@"; do
-  case $argument in
-    --tpu=*) tpu=${argument#*=} ;;
-    --zone=*) zone=${argument#*=} ;;
-    --hosts=*) hosts=${argument#*=} ;;
-    --directory=*) directory=${argument#*=} ;;
-    --dry-run) dry_run=yes ;;
-    --help | -h)
-      usage
-      exit 0
-      ;;
-    -*) flags+=("$argument") ;;
-    *)
-      if [ -z "$name" ] && [ ${#flags[@]} -eq 0 ]; then name=$argument; else flags+=("$argument"); fi
-      ;;
-  esac
-done
+tpu="" zone="" hosts="" directory=seerjax
+take_arguments tpu zone hosts directory -- "$@"
 [ -n "$tpu" ] && [ -n "$zone" ] ||
   fail "got --tpu='$tpu', --zone='$zone', expected both; write --tpu=NAME --zone=ZONE."
-case $hosts in
-  '' | *[!0-9]* | 0) fail "--hosts: got '$hosts', expected a number from 1; write --hosts=4." ;;
-esac
-name=${name:-experiments.grpo}
-[ -f "$ROOT/$(printf '%s' "$name" | tr . /).py" ] ||
-  fail "got the experiment '$name', expected one that exists; bash launch/local.sh --help lists them."
+require_count hosts "$hosts" 4
+require_experiment "$name"
 
 words=(bash launch/local.sh --platform=tpu "$name" ${flags[@]+"${flags[@]}"}
   --num_processes="$hosts" --launcher=gcetpu)

@@ -111,14 +111,14 @@ def test_where_one_dies_the_others_are_ended_with_a_message(checkout):
   ],
 )
 def test_wrong_arguments_are_refused_before_anything_runs(checkout, arguments, message):
-  script = start(checkout, *arguments)
-  text, _ = script.communicate(timeout=200)
-  assert script.returncode == 1 and message in text
+  status, text = launched.said(checkout, "processes", "--platform=cpu", *arguments)
+  assert status == 1 and message in text
 
 
 def test_a_dry_run_says_what_would_be_run(checkout):
-  script = start(checkout, "--num_processes=2", "--dry-run", "experiments.small")
-  text, _ = script.communicate(timeout=200)
+  _, text = launched.said(
+    checkout, "processes", "--platform=cpu", "--num_processes=2", "--dry-run", "experiments.small"
+  )
   assert text.splitlines() == [
     f"run experiments.small --num_processes=2 --coordinator=127.0.0.1:FREE --process_id={rank}"
     for rank in range(2)

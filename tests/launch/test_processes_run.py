@@ -12,45 +12,26 @@ import pathlib
 import re
 import signal
 import subprocess
-import sys
 import time
 
 import launched
 from launched import processes_of
 import pytest
-import small_run
 
 from seerjax import checkpoint
-from seerjax.models import huggingface
 
 NUM_STEPS = 6
-FLAGS = (
-  "--config.num_instances=2", f"--config.num_steps={NUM_STEPS}", "--config.checkpoint_every=1",
-  "--config.rollout.groups_per_step=2", "--config.rollout.group_size=2",
-  "--config.rollout.max_tokens=8", "--config.evaluation.num_problems=2",
-  "--config.engine.num_pages=64", "--config.engine.max_context=96", "--nobitwise",
-)  # fmt: skip
+FLAGS = ("--config.num_instances=2", f"--config.num_steps={NUM_STEPS}", *launched.RUN_FLAGS)
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> pathlib.Path:
   """The directory of a model of one layer that reads nano's words."""
-  directory = tmp_path_factory.mktemp("model")
-  policy = small_run.policy()
-  huggingface.save(directory, policy.params, policy.model, tokenizer=policy.tokenizer)
-  return directory
+  return launched.write_model(tmp_path_factory.mktemp("model"))
 
 
 def start(checkout: pathlib.Path, *arguments: str) -> subprocess.Popen:
   return launched.start(checkout, "processes", "--platform=cpu", *arguments)
-
-
-def wait_for(directory: pathlib.Path, step: int) -> None:
-  for _ in range(6000):  # Of a loaded machine.
-    if (checkpoint.latest_step(directory / "checkpoints") or 0) >= step:
-      return
-    time.sleep(0.1)
-  raise AssertionError(f"{directory} never had a checkpoint after step {step}")
 
 
 def learnt(directory: pathlib.Path) -> str:
@@ -71,7 +52,7 @@ def test_a_run_is_stopped_killed_and_resumed_and_learns_what_one_process_learns(
   of_run = f"--workdir={directory}"
 
   script = start(whole, *arguments, of_run)
-  wait_for(directory, 1)
+  launched.wait_for_step(directory, 1, script)
   script.send_signal(signal.SIGINT)
   text, _ = script.communicate(timeout=600)
   print(text)
@@ -80,7 +61,8 @@ def test_a_run_is_stopped_killed_and_resumed_and_learns_what_one_process_learns(
   assert processes_of(of_run) == []
 
   script = start(whole, *arguments, of_run, "--resume")
-  wait_for(directory, (checkpoint.latest_step(directory / "checkpoints") or 0) + 1)
+  done = checkpoint.latest_step(directory / "checkpoints") or 0
+  launched.wait_for_step(directory, done + 1, script)
   [victim] = [one for one in processes_of("--process_id=1") if one in processes_of(of_run)]
   os.kill(victim, signal.SIGKILL)
   begin = time.monotonic()
@@ -97,11 +79,5 @@ def test_a_run_is_stopped_killed_and_resumed_and_learns_what_one_process_learns(
   assert text.count("report   ") == 1
 
   # The same run as one process.
-  alone = tmp_path / "alone"
-  done = subprocess.run(
-    [sys.executable, "-m", "experiments.grpo", f"--config.model={model}", *FLAGS,
-     f"--workdir={alone}"],
-    cwd=launched.ROOT, capture_output=True, text=True,
-  )  # fmt: skip
-  assert done.returncode == 0, done.stderr
+  alone = launched.run_alone(tmp_path / "alone", f"--config.model={model}", *FLAGS)
   assert learnt(directory) == learnt(alone)

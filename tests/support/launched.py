@@ -7,7 +7,20 @@ import pathlib
 import shutil
 import subprocess
 import sys
+import time
 
+import small_run
+
+from seerjax import checkpoint
+from seerjax.models import huggingface
+
+# Of a run that takes a minute, most of which it compiles.
+RUN_FLAGS = (
+  "--config.checkpoint_every=1", "--config.rollout.groups_per_step=2",
+  "--config.rollout.group_size=2", "--config.rollout.max_tokens=8",
+  "--config.evaluation.num_problems=2", "--config.engine.num_pages=64",
+  "--config.engine.max_context=96", "--nobitwise",
+)  # fmt: skip
 ROOT = pathlib.Path(__file__).parents[2]
 MINOR = "{}.{}".format(*sys.version_info[:2])
 # A shell's background ignores Ctrl-C, and a script could not hear what it was begun to ignore.
@@ -55,6 +68,42 @@ def start(checkout: pathlib.Path, script: str, *arguments: str) -> subprocess.Po
     text=True,
     start_new_session=True,
   )
+
+
+def said(checkout: pathlib.Path, script: str, *arguments: str) -> tuple[int, str]:
+  """Runs a script of launch/ in a checkout to its end; returns its status, and what it said."""
+  process = start(checkout, script, *arguments)
+  text, _ = process.communicate(timeout=200)
+  return process.returncode, text
+
+
+def wait_for_step(directory: pathlib.Path, step: int, process: subprocess.Popen) -> None:
+  """Waits until a run that a script has started has a checkpoint after a step, or a later one."""
+  for _ in range(18_000):  # Of a loaded machine.
+    if (checkpoint.latest_step(directory / "checkpoints") or 0) >= step:
+      return
+    assert process.poll() is None, process.stdout and process.stdout.read()
+    time.sleep(0.1)
+  raise AssertionError(f"{directory} never had a checkpoint after step {step}")
+
+
+def write_model(directory: pathlib.Path) -> pathlib.Path:
+  """Writes a model of one layer that reads nano's words, for runs of `RUN_FLAGS`."""
+  policy = small_run.policy()
+  huggingface.save(directory, policy.params, policy.model, tokenizer=policy.tokenizer)
+  return directory
+
+
+def run_alone(directory: pathlib.Path, *arguments: str) -> pathlib.Path:
+  """Runs experiments.grpo in a process of its own, and returns its directory."""
+  done = subprocess.run(
+    [sys.executable, "-m", "experiments.grpo", *arguments, f"--workdir={directory}"],
+    cwd=ROOT,
+    capture_output=True,
+    text=True,
+  )
+  assert done.returncode == 0, done.stderr
+  return directory
 
 
 def is_alive(pid: int) -> bool:
