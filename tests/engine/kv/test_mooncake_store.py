@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 import os
-import pathlib
 import socket
 import subprocess
 import sys
 import time
 
+import mooncake_master
 from moving_requests import answers, asked, assert_same, make_engine, run
 import pytest
 import tiny_model
@@ -23,40 +23,12 @@ from seerjax.engine.kv.pool import KVPool, KVPoolConfig
 from seerjax.engine.kv.stores import open_store
 
 
-def skip_without_mooncake() -> None:
-  # Without libibverbs it is there and does not load, which pytest would not skip by itself.
-  reason = "Mooncake or libibverbs is not installed"
-  pytest.importorskip("mooncake.store", reason=reason, exc_type=ImportError)
-
-
-def free_port() -> int:
-  with socket.socket() as one:
-    one.bind(("127.0.0.1", 0))
-    return one.getsockname()[1]
-
-
 @pytest.fixture(scope="module")
 def master(tmp_path_factory) -> Iterator[str]:
   """The address of a master that lives as long as this file's tests."""
-  skip_without_mooncake()
-  port = free_port()
-  log = (tmp_path_factory.mktemp("mooncake") / "master.log").open("w")
-  program = pathlib.Path(sys.executable).with_name("mooncake_master")
-  process = subprocess.Popen(
-    [program, "--rpc_port", str(port), "--metrics_port", str(free_port())],
-    stdout=log,
-    stderr=subprocess.STDOUT,
-  )
-  for _ in range(100):
-    with socket.socket() as one:
-      if one.connect_ex(("127.0.0.1", port)) == 0:
-        break
-    assert process.poll() is None, pathlib.Path(log.name).read_text()
-    time.sleep(0.1)
-  yield f"127.0.0.1:{port}"
-  process.terminate()
-  process.wait()
-  log.close()
+  made = mooncake_master.start(tmp_path_factory.mktemp("mooncake") / "master.log")
+  yield made.address
+  made.end()
 
 
 @pytest.fixture(scope="module")
@@ -174,12 +146,12 @@ def test_what_is_no_address_is_refused(master):
 def test_a_master_that_does_not_listen_is_refused_soon():
   begin = time.monotonic()
   with pytest.raises(ConnectionError, match=r"expected a master that listens; start one with"):
-    MooncakeStore(f"127.0.0.1:{free_port()}", segment_bytes=BUFFER_BYTES)
+    MooncakeStore(f"127.0.0.1:{mooncake_master.free_port()}", segment_bytes=BUFFER_BYTES)
   assert time.monotonic() - begin < 2 * mooncake_store.PATIENCE
 
 
 def test_what_listens_and_is_no_master_is_refused():
-  skip_without_mooncake()
+  mooncake_master.skip_without_mooncake()
   with socket.create_server(("127.0.0.1", 0)) as listener:
     master = f"127.0.0.1:{listener.getsockname()[1]}"
     with pytest.raises(ValueError, match=r"got 'no answer in 2 s' .* give the master's RPC port"):

@@ -1,0 +1,153 @@
+"""Processes of a cluster that are killed or stopped at every point of their work, by Ray.
+
+`kill -9` before, in and after a chunk, in an export and in a load, of one or of two at once, and
+`SIGSTOP` for longer than the patience, each at three drawn moments. Every answer has the bits of
+one engine and comes once; every chunk ended once; who dies is replaced and joins in the middle.
+Needs the packages of launch/locks/cluster-*.txt; skips without.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Iterator
+import contextlib
+import itertools
+import os
+import pathlib
+import signal
+import time
+
+from cluster_cases import alone, asked, make_engine
+import faults
+import faulty_workers
+from faulty_workers import POINTS, STOP, MakeFaulty
+import pytest
+import tiny_model
+
+from seerjax.cluster import weights as weights_lib
+from seerjax.cluster.driver import ClusterRollout
+from seerjax.cluster.ray_workers import RayWorkers
+from seerjax.cluster.records import Answered, Event, Joined, Lost
+from seerjax.rollout.journal import Journal
+from seerjax.rollout.policies import ByRoom, Divided
+
+pytestmark = pytest.mark.long
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory) -> pathlib.Path:
+  return tmp_path_factory.mktemp("faults")
+
+
+@pytest.fixture(scope="module")
+def workers(directory) -> Iterator[RayWorkers]:
+  pytest.importorskip("ray", reason="Ray is not installed")
+  made = RayWorkers(MakeFaulty(directory), count=2, patience=300, max_replaced=100)
+  load(made)
+  yield made
+  made.close()
+
+
+VERSIONS = itertools.count()
+
+
+def load(workers: RayWorkers) -> None:
+  """Has all workers load the weights, as if they were others."""
+  weights = weights_lib.publish(
+    tiny_model.params(tiny_model.NATIVE), workers.put, publish_bytes=2**12
+  )
+  workers.load(weights, next(VERSIONS))
+
+
+class Watched(ClusterRollout):
+  """Notes when it hears of what, and lets those that were stopped go on when they are given up."""
+
+  def begin(self, directory: pathlib.Path) -> None:
+    self.directory = directory
+    self.noticed: list[float] = []
+    self.has_answered = False
+    self.joined_later = 0
+
+  def _take(self, event: Event) -> None:
+    if isinstance(event, Lost):
+      self.noticed.append(time.time())
+      for process, _ in faulty_workers.met(self.directory):
+        with contextlib.suppress(ProcessLookupError):
+          os.kill(process, signal.SIGCONT)
+    self.has_answered |= isinstance(event, Answered)
+    self.joined_later += isinstance(event, Joined) and self.has_answered
+    super()._take(event)
+
+
+def run(
+  workers: RayWorkers, directory: pathlib.Path, journal_at: pathlib.Path
+) -> tuple[Watched, collections.Counter]:
+  """Runs the requests, with a journal; checks bits and that nothing is lost or comes twice."""
+  with Journal(journal_at, fingerprint={}, settings={}) as journal:
+    rollout = Watched(workers, Divided(chunk_tokens=2, routing=ByRoom()), journal)
+    rollout.begin(directory)
+    found = list(rollout.run(asked()))
+    rollout.stop()  # Whoever still runs has come back then.
+    ended = [one for one in journal.events() if one["event"] == "ended"]
+  wanted = alone(tiny_model.NATIVE, 7)
+  assert len({one.request_id for one in found}) == len(found) == len(wanted)
+  assert all(one.has_bits_of(wanted[one.request_id]) for one in found)
+  chunks = [one["chunk"] for one in ended]
+  assert len({*chunks}) == len(chunks)
+  again = rollout.counts["again"]
+  assert len(rollout.trace.spans) == len(chunks) + again
+  return rollout, collections.Counter(again=again, joined_later=rollout.joined_later)
+
+
+def forget_met(directory: pathlib.Path) -> None:
+  for path in directory.glob("met *"):
+    path.unlink()
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("point", POINTS)
+def test_processes_that_are_killed_cost_time_and_no_bit(
+  point, count, workers, directory, tmp_path, seed, tell_events
+):
+  if count == 2 and point in ("in an export", "in a load"):
+    pytest.skip("the other one of two exports nothing alone, and has loaded")
+  events, seconds = collections.Counter(), []
+  for moment in faults.moments(seed + len(point), 4):
+    forget_met(directory)
+    for _ in range(count):
+      faulty_workers.ask(directory, point, moment)
+    if point == "in a load":
+      load(workers)
+    rollout, counted = run(workers, directory, tmp_path / f"{moment}.jsonl")
+    met = faulty_workers.met(directory)
+    assert len(met) == count, (point, moment, met)
+    events += counted
+    events[f"kill -9 {point}"] += count
+    if point != "in a load":  # That may come before the rollout listens.
+      assert rollout.counts["lost"] == count
+      seconds += [noticed - at for (_, at), noticed in zip(sorted(met), rollout.noticed)]
+  assert all(one < 10 for one in seconds), seconds
+  print(f"noticed after {max(seconds, default=0):.1f} s at most")
+  tell_events("killed", events, (f"kill -9 {point}",))
+
+
+def test_a_process_that_is_stopped_comes_back_and_its_late_answer_is_dropped(
+  workers, directory, tmp_path, seed, tell_events
+):
+  usual, workers._patience = workers._patience, 8.0
+  events = collections.Counter()
+  for moment in faults.moments(seed, 5):
+    forget_met(directory)
+    faulty_workers.ask(directory, STOP, moment)
+    rollout, counted = run(workers, directory, tmp_path / f"{moment}.jsonl")
+    assert len(faulty_workers.met(directory)) == 1 and rollout.counts["lost"] >= 1
+    events += counted + collections.Counter(late=rollout.counts["late"])
+    events["SIGSTOP"] += 1
+  workers._patience = usual
+  tell_events("stopped", events, ("SIGSTOP", "late", "again"))
+
+
+def test_a_twin_of_other_weights_has_other_bits():
+  wanted = alone(tiny_model.NATIVE, 7)
+  found = make_engine(tiny_model.NATIVE, weights_seed=1).generate(asked())
+  assert not all(one.has_bits_of(wanted[one.request_id]) for one in found)

@@ -1,0 +1,132 @@
+"""Workers that kill or stop their own process where a file in a directory asks for it.
+
+    directory/POINT.MOMENT.NUMBER          asks for a fault: when a worker has come there so often
+    directory/met POINT.MOMENT.NUMBER PID  it was met, by that process, at the file's time
+
+Of several workers the first to come there so often meets it; each file is met once.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Sequence
+import dataclasses
+import os
+import pathlib
+import signal
+import time
+
+import cluster_cases
+import tiny_model
+
+from seerjax.cluster.records import ChunkOrder, ChunkResult, Gone, WeightsRef
+from seerjax.cluster.worker import EngineWorker
+from seerjax.engine.kv.disk_store import DiskStore
+from seerjax.engine.kv.pool import KVPool, KVPoolConfig
+
+POINTS = ("before a chunk", "in a chunk", "after a chunk", "in an export", "in a load")
+STOP = "stop"
+
+
+class Faults:
+  """What a directory asks of this process."""
+
+  def __init__(self, directory: pathlib.Path):
+    self.directory = directory
+    self._came: collections.Counter[str] = collections.Counter()  # Since a file was seen.
+
+  def meet(self, point: str) -> None:
+    """Comes to a point; does not return where this process is to be killed there."""
+    for asked in sorted(self.directory.glob(f"{point}.*")):
+      self._came[asked.name] += 1
+      if self._came[asked.name] < int(asked.name.split(".")[1]):
+        continue
+      met = asked.with_name(f"met {asked.name} {os.getpid()}")
+      try:
+        asked.rename(met)
+      except FileNotFoundError:
+        continue  # Another was first.
+      os.utime(met)
+      os.kill(os.getpid(), signal.SIGSTOP if point == STOP else signal.SIGKILL)
+      time.sleep(0.01)  # The signal is there when this returns.
+
+
+def ask(directory: pathlib.Path, point: str, moment: int) -> None:
+  """Asks for a fault."""
+  (directory / f"{point}.{moment}.{time.monotonic_ns()}").touch()
+
+
+def met(directory: pathlib.Path) -> list[tuple[int, float]]:
+  """Returns process and second of every fault that was met."""
+  found = directory.glob("met *")
+  return [(int(one.name.rpartition(" ")[2]), one.stat().st_mtime) for one in found]
+
+
+class DyingStore(DiskStore):
+  """A disk whose process may die between two bytes of a file."""
+
+  def __init__(self, faults: Faults):
+    super().__init__(faults.directory / "store", max_bytes=10**8)
+    self.faults = faults
+
+  def put(self, key: str, data: bytes) -> bool:
+    unfinished = self._folder / "unfinished.tmp"
+    unfinished.write_bytes(data[: len(data) // 2])
+    self.faults.meet("in an export")
+    unfinished.unlink()
+    return super().put(key, data)
+
+
+class FaultyWorker(EngineWorker):
+  """Meets faults at every point of its work."""
+
+  def __init__(self, directory: pathlib.Path, *, name: str):
+    self.faults = Faults(directory)
+    pool = KVPool(KVPoolConfig(host_pages=64), DyingStore(self.faults))
+    engine = cluster_cases.make_engine(tiny_model.NATIVE, kv_pool=pool)
+    super().__init__(engine, name=name)
+    step = engine.step
+
+    def met_step():
+      self.faults.meet("in a chunk")
+      return step()
+
+    engine.step = met_step  # type: ignore[method-assign]
+
+  def load(self, weights: WeightsRef, policy_version: int) -> str:
+    pieces = tuple(
+      dataclasses.replace(one, pieces=tuple(_Met(piece, self.faults) for piece in one.pieces))
+      for one in weights.tensors
+    )
+    return super().load(dataclasses.replace(weights, tensors=pieces), policy_version)
+
+  def run(
+    self, orders: Sequence[ChunkOrder], forget: Sequence[Gone] = ()
+  ) -> Sequence[ChunkResult]:
+    self.faults.meet(STOP)
+    self.faults.meet("before a chunk")
+    results = super().run(orders, forget)
+    self.faults.meet("after a chunk")
+    return results
+
+
+@dataclasses.dataclass(frozen=True)
+class _Met:
+  """A piece of weights at which a process may die."""
+
+  piece: object
+  faults: Faults
+
+  def read(self, store):
+    self.faults.meet("in a load")
+    return self.piece.read(store)  # type: ignore[attr-defined]
+
+
+@dataclasses.dataclass(frozen=True)
+class MakeFaulty:
+  """Makes a worker of a process of its own."""
+
+  directory: pathlib.Path
+
+  def __call__(self, number: int) -> FaultyWorker:
+    return FaultyWorker(self.directory, name=f"actor {number}")
