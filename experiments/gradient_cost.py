@@ -49,12 +49,16 @@ MOST_OF_FORWARD, LEAST_OF_TILED = 4.0, 2.5
 Say = Callable[[str], None]
 
 
-def job(model: str, implementation: str) -> tuple[Any, run_config.RunConfig]:
-  """Returns a policy, and the main job on one device as the policy's model decides it."""
+def job(
+  model: str, implementation: str, model_shards: int = 1
+) -> tuple[Any, run_config.RunConfig]:
+  """Returns a policy, and the main job on one instance as the policy's model decides it."""
   policy, _ = generate.load(model)
   main = presets.main_job()
   numerics = dataclasses.replace(main.numerics, implementation=implementation)
-  config = dataclasses.replace(main, model=model, num_instances=1, numerics=numerics)
+  config = dataclasses.replace(
+    main, model=model, num_instances=1, model_shards=model_shards, numerics=numerics
+  )
   return policy, run_config.for_model(config, policy.model)
 
 
@@ -92,14 +96,14 @@ def answered(policy: Any, num_groups: int, longest: int) -> list[RolloutGroup]:
 
 
 def calls(
-  model: str, implementation: str, num_groups: int
+  model: str, implementation: str, num_groups: int, model_shards: int = 1
 ) -> tuple[TrainBatch, dict[str, Callable[[], Any]]]:
   """Returns a packed batch, and what is timed: "forward" and "gradient" of it.
 
   Raises:
     ValueError: if the groups fill more than one micro-batch.
   """
-  policy, config = job(model, implementation)
+  policy, config = job(model, implementation, model_shards)
   groups = answered(policy, num_groups, config.rollout.max_tokens // 4)
   values = np.tile(np.where(np.arange(MEMBERS) % 2, 1.0, -1.0).astype(np.float32), (num_groups, 1))
   batch = programs_lib.pack(config, groups, values)

@@ -72,7 +72,8 @@ class Workload:
     batches: requests at once.
     lengths: tokens ahead, 1 to 16, or "budget": at most 8, and none where that does not pay.
     widths: children of each place of a draft, the one that goes on included; of a budget, at most.
-    turns: of a cell; an interval needs two, and one to be quoted some twenty.
+    turns: of a cell; an interval needs two, and one to be quoted some twenty. A batch above 32 has
+      half as many, of so many more answers.
     temperature: of all answers.
     max_tokens: of an answer.
     max_context: positions of a request.
@@ -126,6 +127,10 @@ class Workload:
       zip(self.targets, self.drafts), self.tasks, self.batches, self.widths, self.lengths
     )
     return [Cell(*pair, task, batch, length, width) for pair, task, batch, width, length in grid]
+
+  def turns_of(self, batch: int) -> int:
+    """Returns how many turns a cell has."""
+    return self.turns if batch <= 32 else max(2, self.turns // 2)
 
   @property
   def settings(self) -> dict[str, Any]:
@@ -278,14 +283,17 @@ def load_task(name: str) -> Task:
 def requests_of(
   workload: Workload, task: Task, model: models.Model, batch: int, turn: int
 ) -> list[tuple[Problem, Request]]:
-  """Returns what a turn asks: half as many again as there are slots, of held-out problems."""
+  """Returns what a turn asks: half as many again as there are slots, of held-out problems.
+
+  At most 16 more, since a turn of 128 slots lasts long enough as it is.
+  """
   assert model.tokenizer is not None
   sampling = SamplingParams(
     temperature=workload.temperature,
     max_tokens=workload.max_tokens,
     stop_token_ids=model.tokenizer.eos_ids,
   )
-  count = max(LEAST_REQUESTS, batch + -(-batch // 2))
+  count = max(LEAST_REQUESTS, batch + min(-(-batch // 2), 16))
   found = []
   for place in range(count):
     index = groups_lib.problem_index(
@@ -321,7 +329,8 @@ def measured(workload: Workload, pair: Pair, task: Task, cell: Cell) -> dict[str
   shown: draft_report.Transcript | None = None
   timed.drafts = {}
   # The last turn's problems first, which no other turn asks: it compiles, and a budget learns.
-  for turn in (workload.turns, *range(workload.turns)):
+  num_turns = workload.turns_of(cell.batch)
+  for turn in (num_turns, *range(num_turns)):
     asked = requests_of(workload, task, pair.model, cell.batch, turn)
     requests = [request for _, request in asked]
     plain, drafted, *others = speculation_pays.answers(
@@ -333,7 +342,7 @@ def measured(workload: Workload, pair: Pair, task: Task, cell: Cell) -> dict[str
       raise ValueError(
         f"{what}: got a drafter that failed, expected one that drafts; what it failed by is logged."
       )
-    if turn == workload.turns:
+    if turn == num_turns:
       shown = transcript(pair, cell, asked[0], drafted.completions[0], timed.drafts or {})
       drafter.acceptance.take()
       timed.seconds, timed.drafts = 0.0, None

@@ -586,7 +586,9 @@ class Schedule:
     assert not self.engine.strangers, self.engine.strangers
     is_beside = any(update.request_id in self.live for update in updates)
     self.events["rows beside others"] += is_beside * (self.engine.counters.background_rows - rows)
-    self.off |= self._off() - spilled
+    taken = self._off() - spilled
+    self.events["pins taken off"] += len(taken)
+    self.off |= taken
     back = {pin.tokens for pin in self.engine.pins if pin.num_held} & self.off
     self.events["restored pins"] += len(back)
     self.off -= back
