@@ -37,6 +37,7 @@ from seerjax.cluster.records import ChunkOrder, ChunkResult, Event, Gone
 from seerjax.cluster.worker import EngineWorker
 from seerjax.engine.engine import Engine, EngineConfig
 from seerjax.models import loading as model_loading
+from seerjax.numerics import NumericsConfig
 from seerjax.reports import gantt, page
 from seerjax.rollout import groups, policies
 from seerjax.rollout.divided import DividedRollout
@@ -124,9 +125,11 @@ class MakeWorker:
     return EngineWorker(make_engine(self.config), name=f"process {number}")
 
 
-def make_engine(config: ClusterRolloutConfig) -> Engine:
+def make_engine(
+  config: ClusterRolloutConfig, numerics: NumericsConfig | None = None
+) -> Engine:
   return Engine(
-    model_loading.load_model("nano"),
+    model_loading.load_model("nano", numerics),
     config=EngineConfig(
       page_size=16,
       num_pages=config.num_pages,
