@@ -11,6 +11,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from seerjax import parallel
@@ -73,29 +74,43 @@ def export(function, platform, *args):
   # Where pages lie on a TPU (`ops.attention`) is said by a call that JAX may spell otherwise one
   # day; what is exported here is not kept.
   checks = [jax.export.DisabledSafetyCheck.custom_call("LayoutConstraint")]
-  exported = jax.export.export(jax.jit(function), platforms=[platform], disabled_checks=checks)(
-    *args
-  )
+  if not isinstance(function, jax.stages.Wrapped):
+    function = jax.jit(function)
+  exported = jax.export.export(function, platforms=[platform], disabled_checks=checks)(*args)
   assert exported.platforms == (platform,)
   assert len(exported.mlir_module_serialized) > 10_000
   return exported
 
 
+def models_of_a_mesh():
+  """As `models`, for eight devices that share each weight."""
+  whole = presets.get("qwen3-32b")
+  return [
+    pytest.param(presets.nano(), id="nano"),
+    pytest.param(dataclasses.replace(whole, num_layers=2), id="qwen3-32b-of-2-layers"),
+    pytest.param(whole, id="qwen3-32b", marks=pytest.mark.long),
+  ]
+
+
+def step_inputs(*lead, samples=128):
+  return runner.StepInputs(
+    batch=token_batch(*lead, rows=512, segments=256, width=64),
+    sample_rows=i32(*lead, samples),
+    sampling=sampling_rows(*lead, samples),
+    seeds=jax.ShapeDtypeStruct((*lead, samples), jnp.uint32),
+    positions=i32(*lead, samples),
+    num_samples=i32(*lead),
+    copies=i32(*lead, samples, 2),
+    num_copies=i32(*lead),
+    key_copies=KeyCopies(i32(*lead, 4 * samples), i32(*lead, 4 * samples), i32(*lead)),
+  )
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("model", models())
 def test_the_engine_step_exports(model):
-  samples, width = 128, 64
-  inputs = runner.StepInputs(
-    batch=token_batch(rows=512, segments=256, width=width),
-    sample_rows=i32(samples),
-    sampling=sampling_rows(samples),
-    seeds=jax.ShapeDtypeStruct((samples,), jnp.uint32),
-    positions=i32(samples),
-    num_samples=i32(),
-    copies=i32(samples, 2),
-    num_copies=i32(),
-    key_copies=KeyCopies(i32(4 * samples), i32(4 * samples), i32()),
-  )
+  samples = 128
+  inputs = step_inputs(samples=samples)
   pages = jax.eval_shape(
     lambda: kv_layout.empty_pages(model, NUMERICS, num_pages=1024, page_size=PAGE_SIZE)
   )
@@ -149,3 +164,18 @@ def test_the_train_step_exports(model):
   for platform in PLATFORMS:
     export(trainer._gradient, platform, params_like(model, NUMERICS.dtype), micro, counts, master)
     export(trainer._update, platform, state, master)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("model", models_of_a_mesh())
+def test_the_engine_step_exports_for_eight_devices_of_the_model_axis(model):
+  run = runner.Runner(model, NUMERICS, parallel.make_mesh(model_shards=8), 1)
+  inputs = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), step_inputs(1))
+  words, layout = runner.pack(inputs)
+  pages = jax.eval_shape(lambda: run.empty_pages(1024, PAGE_SIZE))
+  key = jax.eval_shape(lambda: jax.random.key(0))
+  params = params_like(model, run.numerics.dtype)
+  for platform in PLATFORMS:
+    exported = export(run._step_program, platform, params, pages, words, key, layout, False)
+    assert exported.nr_devices == 8
+    assert exported.out_avals[-1].shape == (1, 128)
