@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 import os
+import pathlib
 import signal
 import socket
 import subprocess
@@ -16,6 +17,7 @@ import time
 
 import cluster_cases
 from cluster_cases import alone, asked
+import faults
 import pytest
 import tiny_model
 
@@ -33,7 +35,9 @@ def make_worker(number: int) -> EngineWorker:
 @pytest.fixture
 def workers() -> Iterator[RayWorkers]:
   pytest.importorskip("ray", reason="Ray is not installed")
-  # Actors find this module and tests/support by the path of this process.
+  # Actors find this module and tests/support by the environment that they inherit.
+  paths = faults.environment()["PYTHONPATH"], str(pathlib.Path(__file__).parent)
+  os.environ["PYTHONPATH"] = os.pathsep.join(paths)
   module = sys.modules[__name__]
   sys.modules.setdefault("test_ray_workers", module)
   made = RayWorkers(make_worker, count=2, patience=120)

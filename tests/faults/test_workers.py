@@ -42,6 +42,7 @@ def directory(tmp_path_factory) -> pathlib.Path:
 @pytest.fixture(scope="module")
 def workers(directory) -> Iterator[RayWorkers]:
   pytest.importorskip("ray", reason="Ray is not installed")
+  os.environ.update(faults.environment(num_devices=1))  # Of Ray's processes, which inherit it.
   made = RayWorkers(MakeFaulty(directory), count=2, patience=300, max_replaced=100)
   load(made)
   yield made

@@ -38,10 +38,10 @@ def small_disk(directory: pathlib.Path, num_bytes: int) -> Iterator[pathlib.Path
     subprocess.run(["umount", "-l", str(directory)], check=True)
 
 
-def environment() -> dict[str, str]:
-  """Returns that of another process, which this one's programs serve."""
+def environment(num_devices: int = 0) -> dict[str, str]:
+  """Returns that of another process, which this one's programs serve; 0 devices are as many."""
   return os.environ | {
     "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "tests" / "support"))),
-    "JAX_NUM_CPU_DEVICES": str(jax.device_count()),
+    "JAX_NUM_CPU_DEVICES": str(num_devices or jax.device_count()),
     "JAX_COMPILATION_CACHE_DIR": str(jax.config.jax_compilation_cache_dir),
   }

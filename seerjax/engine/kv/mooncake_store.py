@@ -111,7 +111,10 @@ class MooncakeStore:
       status = self._client.put(name, part, self._pinned)
       if status != 0:
         self._num_parts[key] = index
-        self.remove(key)
+        if index:
+          self.remove(key)
+        else:  # Nothing was put, and a master that is gone takes seconds to say so again.
+          del self._num_parts[key]
         if status == NO_SPACE:
           return False
         raise ConnectionError(
@@ -129,8 +132,18 @@ class MooncakeStore:
     return b"".join(parts) if all(parts) else None
 
   def has(self, key: str) -> bool:
-    """Returns whether a value is there, whichever process put it."""
-    return bool(self._client.get(self._name(key)))
+    """Returns whether a value is there, whichever process put it.
+
+    Raises:
+      ConnectionError: if the cluster does not say so.
+    """
+    found = self._client.is_exist(self._name(key))
+    if found < 0:
+      raise ConnectionError(
+        f"MooncakeStore.has: got status {found} for {key!r}, expected 0 or 1; is the master still"
+        " there? Resume the run from its journal."
+      )
+    return found == 1
 
   def remove(self, key: str) -> None:
     """Forgets at once what this process put; any other key is no error and stays."""

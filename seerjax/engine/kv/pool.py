@@ -37,6 +37,10 @@ from seerjax.engine.kv.values import Identity
 # another process may read it: longer than a restart from a journal takes. Room that is needed
 # earlier is taken earlier.
 PIN_STEPS = 1024
+# A store that has failed so often in a row is not asked again for so many steps: a call that fails
+# may take seconds (a cluster's master that is gone), and what it has is computed again in less.
+MOST_FAILURES = 2
+PAUSE_STEPS = 1024
 
 
 @runtime_checkable
@@ -161,6 +165,8 @@ class KVPool:
     # Keys of `_own` that no request needs, and the step from which on none did, oldest first.
     self._unneeded: collections.OrderedDict[str, int] = collections.OrderedDict()
     self._step = 0
+    self._failures_in_a_row = 0
+    self._asks_from = 0  # Step from which on the store is asked.
     self._host_pages = 0
 
   def __contains__(self, request_id: str) -> bool:
@@ -396,14 +402,22 @@ class KVPool:
   def _asked(self, what: str, otherwise: Any, ask: Callable[[Store], Any]) -> Any:
     """Returns the store's answer; where it fails, `otherwise`, as one that lost what it had."""
     assert self._store is not None
+    if self._step < self._asks_from:
+      return otherwise
     try:
-      return ask(self._store)
+      found = ask(self._store)
+      self._failures_in_a_row = 0
+      return found
     except Exception as error:
       self.store.failures += 1
+      self._failures_in_a_row += 1
+      if self._failures_in_a_row >= MOST_FAILURES:
+        self._asks_from = self._step + PAUSE_STEPS
       if self.store.failures == 1:
         logging.warning(
           "KVPool.store: got %s (%s) from %s.%s, expected an answer; its keys are computed again,"
-          " to the same bits: mend the store, further failures are only counted.",
+          " to the same bits: mend the store, further failures are only counted, and after a few in"
+          " a row it is left alone for a while.",
           type(error).__name__, error, type(self._store).__name__, what,
         )  # fmt: skip
       return otherwise
@@ -425,15 +439,16 @@ class KVPool:
     begin = time.monotonic()
     arrays = jax.tree.map(np.asarray, rounds)
     data = values.packed(arrays, self.identity_of(owner))
-    is_there = self._asked("put", False, lambda store: store.put(key, data))
-    while not is_there and self._unneeded:
+    put = lambda store: store.put(key, data)
+    is_there = self._asked("put", None, put)  # None where it fails, and has no more room for that.
+    while is_there is False and self._unneeded:
       self._remove(next(iter(self._unneeded)))
-      is_there = self._asked("put", False, lambda store: store.put(key, data))
+      is_there = self._asked("put", None, put)
     if is_there:
       self._own[key] = values.parts_of(arrays)
       self.store.bytes_in += len(data)
     self.store.seconds_stalled += time.monotonic() - begin
-    return is_there
+    return bool(is_there)
 
   def _miss(self, manifest: KVManifest | None, how: str, request_id: str) -> None:
     """Counts pages that were exported and did not come."""

@@ -11,7 +11,13 @@ import pytest
 
 from seerjax.engine.kv import values
 from seerjax.engine.kv.disk_store import DiskStore
-from seerjax.engine.kv.pool import PIN_STEPS, KVPool, KVPoolConfig
+from seerjax.engine.kv.pool import (
+  MOST_FAILURES,
+  PAUSE_STEPS,
+  PIN_STEPS,
+  KVPool,
+  KVPoolConfig,
+)
 from seerjax.engine.kv.stores import open_store
 from seerjax.engine.kv.values import Identity
 
@@ -142,6 +148,38 @@ def test_what_another_request_needs_stays_when_one_is_over(tmp_path):
     pool.advance()
   pool.end("b")
   assert not files_in(tmp_path)
+
+
+class Failing(DiskStore):
+  """Fails as long as it is told to, and counts how often it is asked."""
+
+  fails = False
+  asked = 0
+
+  def put(self, key: str, data: bytes) -> bool:
+    self.asked += 1
+    if self.fails:
+      raise OSError("the cluster is gone")
+    return super().put(key, data)
+
+
+def test_a_store_that_fails_again_and_again_is_left_alone_for_a_while(tmp_path):
+  store = Failing(tmp_path, max_bytes=10**8)
+  pool = KVPool(KVPoolConfig(), store)
+  pool.identify(lambda owner: Identity("f", "w", 0))
+  assert pool.export("kept", [0], rounds(0)) is not None
+  pool.drop("kept")  # Room that could be made, which is none for a store that fails.
+  store.fails = True
+  for index in range(1, 9):
+    assert pool.export(f"r{index}", [index], rounds(index)) is None
+  assert store.asked == 1 + MOST_FAILURES and pool.store.failures == MOST_FAILURES
+  assert len(files_in(tmp_path)) == 1
+  store.fails = False
+  for _ in range(PAUSE_STEPS - 1):
+    pool.advance()
+  assert pool.export("a", [1], rounds(1)) is None
+  pool.advance()
+  assert pool.export("a", [1], rounds(1)) is not None and pool.export("b", [2], rounds(2))
 
 
 def test_another_process_finds_values_by_tokens_and_weights_and_removes_none(tmp_path):
