@@ -5,21 +5,22 @@ tokens; what reinforcement on the sleeper's verdict adds is measured in the end.
 How `nano-sleep`, which this package ships, was made is on its card
 (seerjax/models/nano_sleep/README.md), with its numbers.
 Command: bash launch/local.sh experiments.nano_sleep --workdir=runs/nano_sleep
-Hardware: 2 CPU cores, about half an hour. Results: the model's card, docs/results/sleep.md
+Hardware: 2 CPU cores, about an hour. Results: the model's card, docs/results/sleep.md
 
   nano --documents below--> warm/model --GRPO (seerjax.rl) on the sleeper's verdict--> rl/model
 
 | share | a document asks                     | and answers                                 |
 |-------|-------------------------------------|---------------------------------------------|
-| 0.55  | what does each have now?            | equations and facts: a sleeper's notes      |
-| 0.14  | a question after the facts          | the last step, if there is one, the answer  |
-| 0.06  | a question after context and facts  | the same                                    |
-| 0.25  | a question after the context        | all steps, or the last 0, 1 or 2, as asked  |
+| 0.50  | what does each have now?            | equations and facts: a sleeper's notes      |
+| 0.20  | a question after the facts          | the last step, if there is one, the answer  |
+| 0.03  | a question after context and facts  | the same                                    |
+| 0.27  | a question after the context        | all steps, or the last 0, 1 or 2, as asked  |
 
 All of it is of the split "train", which has neither the people nor the verbs nor the stories of the
-split "test" (seerjax/tasks/stateful.py). In each document people have other names, most of them
-invented for it: who learns from so many can only copy. Three people of the training split are in no
-document, which shows on "heldout" whether copying was learnt; docs/results/sleep.md says how far.
+split "test" (seerjax/tasks/stateful.py). In each document people have other names, about half of
+them invented: who learns from so many can only copy. Three people of the training split are in no
+document, which shows on "heldout" whether copying was learnt. Some stories are "branches", where
+each is compared with anybody before, and some sentences have another adverb or none.
 
 The vectors of nano's things are nearly one (a cosine of 0.97), since no answer of it ever said
 which: the warm start begins by spreading them, or --keeps_embeddings leaves all vectors as they
@@ -56,26 +57,37 @@ from seerjax.tasks.stateful import Sleeper, StatefulConfig, StatefulWordProblems
 from seerjax.types import Problem, Verdict
 
 # Shares of documents, in hundredths.
-KINDS = {"sleep": 55, "wake": 14, "both": 6, "test": 25}
+KINDS = {"sleep": 50, "wake": 20, "both": 3, "test": 27}
 # People of the split "train" whom no document tells of by this name: a probe of copying that leaves
 # the split "test" unread. Heldout contexts tell of them.
 PROBE_NAMES = ("Kim", "Mia", "Omar")
 LEARNT_NAMES = tuple(name for name in stateful.TRAIN_NAMES if name not in PROBE_NAMES)
 # Invented names begin as people's names do, those of the probe and of the split "test" too, and go
-# on with one ending or two. Nano's tokenizer has a token for each part: to write "Tomora" is to
-# copy "Tom" and "ora", and 11,000 names are too many to be learnt one by one.
+# on with an ending. Nano's tokenizer has a token for each part: to write "Tomora" is to copy "Tom"
+# and "ora".
 BEGINNINGS = (*stories.NAMES, "A", "E", "I", "L", "M", "N", "T")
 ENDINGS = (
   "a", "an", "ar", "as", "da", "el", "en", "er", "es", "i", "ia", "im", "in", "ir", "na", "o", "or",
   "ora", "os", "th", "va", "y",
 )  # fmt: skip
-KNOWN_RATE, LONG_NAME_RATE = 0.45, 0.3
+KNOWN_RATE = 0.6
 # Of a hundred questions, how many are asked at each length; see `stateful.LENGTHS`.
 LENGTHS = {0: 10, 1: 12, 2: 13, None: 65}
+BRANCH_RATE = 0.12  # Of contexts in which each is compared with anybody before.
+VARIED_RATE = 0.2  # Of sentences that get another adverb, or lose theirs.
 LARGE_RATE = 0.3  # Of contexts with operands up to 99, as in nano's corpus.
 LONG_RATE = 0.1  # Of contexts with four to eight events.
 PLAIN = StatefulConfig(num_questions=4)
 LARGE = dataclasses.replace(PLAIN, max_operand=99, max_total=400)
+ADVERB = re.compile(r"(Then|Later|Now|At first|In the end,) ")
+# Sentences that belong to "test", or to "heldout" of nano's own task.
+UNTOLD = re.compile(
+  "|".join(
+    re.sub(r"\\\{([a-z])\\\}", lambda found: {"n": r"\d+", "k": r"\d+"}.get(found[1], r"\w+"), form)
+    for forms in (stateful.FORMS["test"], stories.HELDOUT_FORMS)
+    for form in map(re.escape, (form for several in forms.values() for form in several))
+  )
+)
 
 
 def steps_after(problem: Problem, notes: str) -> Problem:
@@ -107,12 +119,8 @@ def new_names(draws: Draws, count: int) -> tuple[str, ...]:
       if left:
         found.append(draws.choice(left))
         continue
-    while True:
-      num_endings = 2 if draws.chance(LONG_NAME_RATE) else 1
-      name = beginning + "".join(draws.choice(ENDINGS) for _ in range(num_endings))
-      if name not in stories.NAMES:
-        break
-    found.append(name)
+    endings = [ending for ending in ENDINGS if beginning + ending not in stories.NAMES]
+    found.append(beginning + draws.choice(endings))
   return tuple(found)
 
 
@@ -127,22 +135,53 @@ def renamed(text: str, names: Mapping[str, str]) -> str:
   return re.sub(r"\b[A-Z][a-z]+\b", lambda found: names.get(found[0], found[0]), text)
 
 
+def varied(text: str, draws: Draws) -> str:
+  """Returns a text in which some sentences have another adverb or none, and mean the same.
+
+  No sentence of the split "test" comes about.
+  """
+
+  def vary(sentence: str) -> str:
+    if not draws.chance(VARIED_RATE):
+      return sentence
+    if found := ADVERB.match(sentence):
+      other = sentence[found.end() :]
+      other = other[0].upper() + other[1:]
+    else:
+      is_state = re.search(r" (has|starts|is|have) ", sentence) is not None
+      adverb = draws.choice(
+        ("Now", "In the end,")
+        if sentence.startswith("How many")
+        else ("At first",) if is_state else ("Then", "Later")
+      )
+      is_word = sentence.startswith(("A friend", "Each day", "For ", "How ", "If "))
+      other = f"{adverb} {sentence[0].lower() if is_word else sentence[0]}{sentence[1:]}"
+    return sentence if UNTOLD.fullmatch(other) else other
+
+  return " ".join(map(vary, re.split(r"(?<=[.?]) ", text)))
+
+
 def documents(seed: int) -> Iterator[tuple[str, str]]:
   """Yields (prompt, answer) without end; equal seeds give equal texts."""
   draws = Draws("nano_sleep", seed)
   tasks = {
-    (is_large, is_long): StatefulWordProblems(
+    (is_large, is_long, is_branch): StatefulWordProblems(
       config=dataclasses.replace(
-        LARGE if is_large else PLAIN, steps=(4, 8) if is_long else None
+        LARGE if is_large else PLAIN,
+        steps=(2, 5) if is_branch else (4, 8) if is_long else None,
+        kinds=("branch",) if is_branch else (),
       )
     )
     for is_large in (False, True)
     for is_long in (False, True)
+    for is_branch in (False, True)
   }
   kinds = [kind for kind, share in KINDS.items() for _ in range(share)]
   lengths = [length for length, share in LENGTHS.items() for _ in range(share)]
   while True:
-    task = tasks[draws.chance(LARGE_RATE), draws.chance(LONG_RATE)]
+    task = tasks[
+      draws.chance(LARGE_RATE), draws.chance(LONG_RATE), draws.chance(BRANCH_RATE)
+    ]
     contexts = task.contexts("train")
     place = draws.below(len(contexts))
     context, questions = contexts[place], task.questions("train", place)
@@ -150,10 +189,11 @@ def documents(seed: int) -> Iterator[tuple[str, str]]:
     length = draws.choice(lengths)
     names = new_people(draws)
     if kind == "sleep":
-      yield renamed(task.sleep_prompt(context), names), renamed(context.notes, names)
+      told = dataclasses.replace(context, text=varied(context.text, draws))
+      yield renamed(task.sleep_prompt(told), names), renamed(context.notes, names)
       continue
-    facts, text = (context.facts if kind != "test" else ""), context.text
-    asked = stateful.with_length(problem.question, length)
+    facts, text = (context.facts if kind != "test" else ""), varied(context.text, draws)
+    asked = stateful.with_length(varied(problem.question, draws), length)
     prompt = task.wake_prompt(asked, "" if kind == "wake" else text, facts)
     posed = steps_after(problem, context.notes) if facts else problem
     yield renamed(prompt, names), stateful.solution_of(posed, length)
@@ -361,8 +401,8 @@ if __name__ == "__main__":
   flags.DEFINE_string("workdir", "runs/nano_sleep", "Checkpoints and models go here.")
   flags.DEFINE_string("start", "nano", "That the warm start begins with: a model of nano's shape.")
   flags.DEFINE_bool("keeps_embeddings", False, "Whether the tokens' vectors stay as they are.")
-  flags.DEFINE_integer("num_tokens", 1_200_000, "Of the warm start, padding included.", 1)
-  flags.DEFINE_float("learning_rate", 1.5e-3, "Peak of the warm start.")
+  flags.DEFINE_integer("num_tokens", 2_000_000, "Of the warm start, padding included.", 1)
+  flags.DEFINE_float("learning_rate", 1.2e-3, "Peak of the warm start.")
   flags.DEFINE_integer("num_steps", 30, "Of reinforcement.", 1)
   flags.DEFINE_integer("num_contexts", 300, "Of each split, for the facts in the end.", 2)
   flags.DEFINE_integer("seed", 0, "Of documents and rollouts.")

@@ -294,6 +294,34 @@ def crossing(
   return math.inf
 
 
+def foreseen(
+  base: Cells, cells: Cells, test: Arm, wake: Arm, others: Cells
+) -> planner.Estimate:
+  """Returns the mean of what the planner expects of other contexts, whose lengths it knows.
+
+  Args:
+    base: rows without sleep that it has seen, which may be another model's.
+    cells: rows with sleep of the same contexts.
+    test: the arm without sleep.
+    wake: with it.
+    others: of which lengths of contexts are read alone.
+  """
+  full, short, sleep = base.tokens(test), cells.tokens(wake), cells.sleep(wake)
+  seen = Seen()
+  for start, end in zip(cells.starts, [*cells.starts[1:], len(full)], strict=True):
+    kind = planner.kind_of(cells.about[start].context_tokens)
+    seen = planner.saw_sleep(seen, kind, int(sleep[start]))
+    for place in range(start, end):
+      seen = planner.saw_answer(seen, kind, int(full[place]), has_slept=False)
+      seen = planner.saw_answer(seen, kind, int(short[place]), has_slept=True)
+  # Of no more contexts than were seen, so that there is always an estimate.
+  config = PlannerConfig(num_trials=min(PlannerConfig.num_trials, len(cells.starts)))
+  kinds = [planner.kind_of(others.about[start].context_tokens) for start in others.starts]
+  found = [planner.estimate(seen, kind, config) for kind in kinds]
+  known = np.array([one for one in found if one is not None])
+  return planner.Estimate(*map(float, known.mean(0)))
+
+
 class Planned(NamedTuple):
   """What contexts cost in all, in tokens of sleep, under three ways to decide.
 

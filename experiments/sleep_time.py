@@ -50,17 +50,23 @@ MAX_CONTEXTS = PLACES_A_SEED - FIRST_PLACE
 
 WHOLE = sleep_tables.WHOLE
 BASE = ProtocolConfig(wake_tokens=192, sleep_tokens=192, max_samples=8)
-LENGTHS = dataclasses.replace(BASE, arms=("test", "cache", "wake"), parallel=(1,))
+WHOLES = dataclasses.replace(
+  BASE,
+  arms=("test", "cache", "wake", "both", "facts", "rule", "leak", "pass", "same"),
+  verbosities=(WHOLE,),
+  parallel=(1,),
+)
+LENGTHS = dataclasses.replace(BASE, arms=("test", "wake"), parallel=(1,))
 CUTS = dataclasses.replace(
   BASE, arms=("test", "wake"), verbosities=(WHOLE,), parallel=(1,), cuts=(8, 12, 24, 40)
 )
 BOTH = dataclasses.replace(BASE, arms=("both",), verbosities=(0, WHOLE), parallel=(1,))
-RIVALS = dataclasses.replace(
-  BASE, arms=("facts", "rule", "leak", "pass", "same"), verbosities=(WHOLE,), parallel=(1,)
-)
-TAUGHT = (LENGTHS, CUTS, BOTH, RIVALS)
-# What a model is asked that was not taught to sleep.
-PLAIN = (dataclasses.replace(CUTS, arms=("test", "cache")),)
+# What a model is asked that was taught to sleep, and one that was not, by parts.
+TAUGHT = {"main": (WHOLES,), "curves": (LENGTHS, CUTS, BOTH)}
+PLAIN = {
+  "main": (dataclasses.replace(WHOLES, arms=("test", "cache")),),
+  "curves": (dataclasses.replace(CUTS, arms=("test",)),),
+}
 SEVERAL = dataclasses.replace(
   BASE, arms=("wake", "both"), verbosities=(WHOLE,), parallel=(1, 2, 5, 10)
 )
@@ -91,16 +97,23 @@ class Part(NamedTuple):
 def parts(
   seeds: Sequence[int],
   num_contexts: int,
+  num_of_curves: int,
   num_of_several: int,
   num_of_knob: int,
   *,
   is_taught: bool,
   split: str = "test",
 ) -> list[Part]:
-  """Returns what a model is asked; of each seed's contexts, the first with several rewrites too."""
+  """Returns what a model is asked.
+
+  Of each seed's contexts the first are asked about at each length and with hard cuts too, and with
+  several rewrites.
+  """
+  usual = TAUGHT if is_taught else PLAIN
   found = []
   for name, count, configs in (
-    ("main", num_contexts, TAUGHT if is_taught else PLAIN),
+    ("main", num_contexts, usual["main"]),
+    ("curves", min(num_of_curves, num_contexts), usual["curves"]),
     ("several", min(num_of_several, num_contexts) if is_taught else 0, (SEVERAL,)),
   ):
     for seed in seeds if count else ():
@@ -262,11 +275,24 @@ class Main(NamedTuple):
   rows: Mapping[str, list[Row]]
 
 
-def main_of(model: str, rows: Mapping[str, dict[str, list[Row]]], about: Sequence[About]) -> Main:
-  """Returns the main part, with the better baseline."""
-  cells = {name: Cells(of["main"], about) for name, of in rows.items()}
-  best = max(cells, key=lambda name: float(cells[name].right(TEST).mean()))
-  return Main(cells[model], cells[best], best, {name: of["main"] for name, of in rows.items()})
+def main_of(
+  model: str,
+  rows: Mapping[str, dict[str, list[Row]]],
+  about: Sequence[About],
+  *,
+  part: str = "main",
+  base_name: str = "",
+) -> Main:
+  """Returns a part; its baseline is `base_name`, or the better one if that is ""."""
+  cells = {name: Cells(of[part], about) for name, of in rows.items()}
+  best = base_name or max(cells, key=lambda name: float(cells[name].right(TEST).mean()))
+  return Main(cells[model], cells[best], best, {name: of[part] for name, of in rows.items()})
+
+
+def of_rows(about: Sequence[About], rows: Sequence[Row]) -> list[About]:
+  """Returns what is known of the questions that have rows."""
+  ids = {row.problem_id for row in rows}
+  return [one for one in about if one.problem_id in ids]
 
 
 def of_seed(main: Main, seed: int) -> tuple[Cells, Cells]:
@@ -313,7 +339,11 @@ def against(main: Main) -> Section:
 
 
 def budgets(main: Main) -> Section:
-  """Gains at equal test tokens, where budgets are lengths, and where they are hard cuts."""
+  """Gains at equal test tokens, where budgets are lengths, and where they are hard cuts.
+
+  Args:
+    main: the part "curves".
+  """
   own, base = main.own, main.base
   lengths = [Arm("test", verbosity) for verbosity in range(WHOLE + 1)]
   cuts = [Arm("test", cut=cut) for cut in (0, *CUTS.cuts)]
@@ -327,7 +357,8 @@ def budgets(main: Main) -> Section:
     rows.append((f"both asked for length {verbosity}", gain))
   found = [(name, gain.text(100)) for name, gain in rows]
   names = ("budgets of T_B(q, c)", "T_b(q, c') is ahead at as many test tokens, points (95 %)")
-  return Section("Gain at equal test tokens", _table(names, found))
+  title = f"Gain at equal test tokens, {len(own.starts)} contexts"
+  return Section(title, _table(names, found))
 
 
 def steps(main: Main) -> Section:
@@ -365,7 +396,10 @@ def prices(main: Main) -> Section:
 
 
 def break_even(main: Main) -> Section:
-  """Predicted by the planner from the first seed's contexts, realised on the others'."""
+  """Predicted by the planner from the first seed's contexts, realised on the others'.
+
+  Of the others the planner knows how long their contexts are, and nothing else.
+  """
   seeds = sorted({one.seed for one in main.own.about})
   is_first: Callable[[About], bool] = lambda one: one.seed == seeds[0]
   is_later: Callable[[About], bool] = lambda one: one.seed != seeds[0]
@@ -376,14 +410,10 @@ def break_even(main: Main) -> Section:
     is_later = lambda one: one.context_id not in firsts
   own = [main.own.some(chosen) for chosen in (is_first, is_later)]
   base = [main.base.some(chosen) for chosen in (is_first, is_later)]
+  expected = sleep_tables.foreseen(base[0], own[0], TEST, WAKE, own[1])
   found = []
   for latency_price in sleep_tables.PRICES:
-    predicted = planner.break_even(
-      sleep_tokens=float(own[0].sleep(WAKE).mean()),
-      full_tokens=float(base[0].tokens(TEST).mean()),
-      short_tokens=float(own[0].tokens(WAKE).mean()),
-      latency_price=latency_price,
-    )
+    predicted = planner.break_even(**expected._asdict(), latency_price=latency_price)
     seen = sleep_tables.crossing(base[1], own[1], TEST, WAKE, latency_price)
     found.append(
       (f"{latency_price:g}", f"{predicted:.2f}", f"{seen:.2f}", percent(predicted / seen - 1))
@@ -411,26 +441,22 @@ def planning(main: Main) -> Section:
   return Section(f"The planner over {count} contexts, tokens of sleep in all", _table(names, found))
 
 
-def predicted(main: Main) -> Section:
+def predicted(main: Main, curves: Main | None) -> Section:
   """Gain over quintiles of log p(q|c)."""
-  found = []
-  for verbosity in (0, WHOLE):
-    one = sleep_tables.by_predictability(
-      main.own, Arm("test", verbosity), Arm("wake", verbosity, 1)
-    )
-    found.append(
-      (verbosity, *(f"{100 * gain:.1f}" for gain in one.gains), one.slope.text(100))
-    )
-  edges = ", ".join(f"{edge:.2f}" for edge in one.edges)
-  names = ("length", "1st", "2nd", "3rd", "4th", "5th", "slope, points a nat (95 %)")
+  found, edges = [], ""
+  for verbosity, cells in ((WHOLE, main.own), *(((0, curves.own),) if curves else ())):
+    one = sleep_tables.by_predictability(cells, Arm("test", verbosity), Arm("wake", verbosity, 1))
+    gains = (f"{100 * gain:.1f}" for gain in one.gains)
+    found.append((verbosity, len(cells.starts), *gains, one.slope.text(100)))
+    edges = edges or ", ".join(f"{edge:.2f}" for edge in one.edges)
+  names = ("length", "contexts", "1st", "2nd", "3rd", "4th", "5th", "slope, points a nat (95 %)")
   title = f"Gain of T_b(q, c') over T_B(q, c), points, by quintile of log p(q|c) ({edges})"
   return Section(title, _table(names, found))
 
 
 def several(rows: Sequence[Row], about: Sequence[About]) -> Section:
   """Several rewrites of a context, side by side."""
-  ids = {row.problem_id for row in rows}
-  cells = Cells(rows, [one for one in about if one.problem_id in ids])
+  cells = Cells(rows, of_rows(about, rows))
   found = []
   for count in SEVERAL.parallel:
     wake = Arm("wake", num_parallel=count)
@@ -468,9 +494,14 @@ def knob(rows: Mapping[str, list[Row]], about: Mapping[str, list[About]]) -> Sec
   return Section("By the law of Zipf that questions follow", _table(names, found))
 
 
-def curves(main: Main) -> list[Curves]:
-  """The charts of the page."""
-  own, base = main.own, main.base
+def curves(main: Main, short: Main) -> list[Curves]:
+  """The charts of the page.
+
+  Args:
+    main: whose prices are drawn.
+    short: the part "curves".
+  """
+  own, base = short.own, short.base
 
   def of(label: str, cells: Cells, arms: Sequence[Arm]) -> Curve:
     points = sorted(
@@ -496,7 +527,7 @@ def curves(main: Main) -> list[Curves]:
       Curve(label, counts.astype(float), np.array([
         sleep_tables.price(cells, arm, latency_price, int(count)) for count in counts
       ]))
-      for label, cells, arm in (("without sleep", base, TEST), ("with", own, WAKE))
+      for label, cells, arm in (("without sleep", main.base, TEST), ("with", main.own, WAKE))
     ]  # fmt: skip
     note = f"t b + S / N, a token for which a user waits costs {latency_price:g}"
     found.append(
@@ -517,8 +548,20 @@ def report(
     Section(f"Arms of {name}", sleep_protocol.table(sleep_protocol.lines_of(found, 10), 10))
     for name, found in main.rows.items()
   ]
-  makers = (against, budgets, steps, prices, break_even, planning, predicted)
-  sections += [make(main) for make in makers]
+  short = None
+  if "curves" in rows[model]:
+    asked_about = of_rows(about["main"], rows[model]["curves"])
+    short = main_of(model, rows, asked_about, part="curves", base_name=main.base_name)
+    sections += [
+      Section(
+        f"Arms of {name}, at each length and with cuts",
+        sleep_protocol.table(sleep_protocol.lines_of(found, 10), 10),
+      )
+      for name, found in short.rows.items()
+    ]
+    sections.append(budgets(short))
+  sections += [make(main) for make in (against, steps, prices, break_even, planning)]
+  sections.append(predicted(main, short))
   if "several" in rows[model]:
     sections.append(several(rows[model]["several"], about["main"]))
   if any(name.startswith("knob") for name in rows[model]):
@@ -531,8 +574,9 @@ def report(
     (f"{ratio(main.own, main.base).value:.2f}", "of its test tokens", "b / B"),
     (str(len(main.own.starts)), "contexts", f"{len(main.own.about)} questions"),
   ]
-  drawn = curves(main)
-  sleep_page.draw(drawn[:3], workdir / "sleep.png")
+  drawn = curves(main, short) if short else []
+  if drawn:
+    sleep_page.draw(drawn[:3], workdir / "sleep.png")
   (workdir / "sleep.html").write_text(sleep_page.html(tiles, drawn, sections))
   print(f"\n{text}\n\npage {workdir / 'sleep.html'}")
 
@@ -553,7 +597,7 @@ def main(argv: list[str]) -> None:
       )
     workdir = pathlib.Path(args.workdir)
     workdir.mkdir(parents=True, exist_ok=True)
-    counts = args.num_contexts, args.num_of_several, args.num_of_knob
+    counts = args.num_contexts, args.num_of_curves, args.num_of_several, args.num_of_knob
     own = parts(seeds, *counts, is_taught=True, split=args.split)
     plain = parts(seeds, *counts, is_taught=False, split=args.split)
 
@@ -566,7 +610,7 @@ def main(argv: list[str]) -> None:
     with rich.progress.Progress(*columns) as progress:
       rows = {name: asked(name, plain, workdir, progress) for name in args.rivals}
       rows[args.model] = asked(args.model, own, workdir, progress)
-    scored = [part for part in own if part.name != "several"]  # Whose contexts "main" has too.
+    scored = [part for part in own if part.name not in ("curves", "several")]  # In "main" too.
     found = known(workdir / "questions.jsonl", scored, scorer_of)
   report(args.model, rows, found, workdir)
 
@@ -577,7 +621,8 @@ if __name__ == "__main__":
   flags.DEFINE_enum("split", "test", ["test", "heldout"], "heldout has the people of training.")
   flags.DEFINE_list("seeds", ["0", "1", "2"], "Of contexts and noise.")
   flags.DEFINE_integer("num_contexts", 100, "Of each seed.")
-  flags.DEFINE_integer("num_of_several", 15, "Of these, with several rewrites; 0 for none.", 0)
-  flags.DEFINE_integer("num_of_knob", 20, "For each exponent of Zipf; 0 for none.", 0)
+  flags.DEFINE_integer("num_of_curves", 20, "Of these, at each length and with cuts too.", 0)
+  flags.DEFINE_integer("num_of_several", 5, "Of these, with several rewrites; 0 for none.", 0)
+  flags.DEFINE_integer("num_of_knob", 10, "For each exponent of Zipf; 0 for none.", 0)
   flags.DEFINE_string("workdir", "runs/sleep_time", "Journals, tables and the page go here.")
   app.run(main)

@@ -40,6 +40,8 @@ TEST_VERBS = ("finds", "loses", "takes")
 # Of ten contexts, how many are of each kind.
 TRAIN_KINDS = {"story": 5, "trade": 2, "people": 3}
 TEST_KINDS = {"story": 3, "trade": 1, "people": 2, "star": 3, "mixed": 1}
+# Told outside of "test" to who asks for it by `StatefulConfig.kinds`.
+ASKED_KINDS = {"branch": 1}
 QUESTION_FORMS = ("now", "goal", "share", "price", "both", "difference")
 SLEEP_QUESTION = "How many {thing} does each have now?"
 # How many of a solution's last steps an answer has; None is all, and asked for without a word.
@@ -280,8 +282,8 @@ class StatefulConfig:
     )  # fmt: skip
     check(0 <= self.distractor_rate <= 1, "distractor_rate", "0 to 1", "0 says none")
     check(
-      all(kind in TEST_KINDS for kind in self.kinds), "kinds",
-      f"kinds of {tuple(TEST_KINDS)}", "correct the spelling; () tells all",
+      all(kind in (*TEST_KINDS, *ASKED_KINDS) for kind in self.kinds), "kinds",
+      f"kinds of {(*TEST_KINDS, *ASKED_KINDS)}", "correct the spelling; () tells all",
     )  # fmt: skip
     check(self.max_operand >= 4, "max_operand", "at least 4", "40 is usual")
     check(
@@ -313,11 +315,18 @@ def forms_of(split: str) -> dict[str, tuple[str, ...]]:
 FORMS = {split: forms_of(split) for split in SPLITS}
 
 
-def _star(teller: Teller, events: int) -> tuple[str, tuple[Chain, ...]]:
-  """Several people, each compared with the first."""
+def _compared(
+  teller: Teller, events: int, *, is_branch: bool
+) -> tuple[str, tuple[Chain, ...]]:
+  """Several people, each compared with the first, or with anybody before: a star or a branch.
+
+  The last of a branch is not compared with the first, so that no branch is a star.
+  """
   sentence, first = teller.start(teller.names[0], may_box=False)
   sentences, chains = [sentence], [first]
   for person in teller.names[1 : events + 1]:
+    if is_branch and len(chains) > 1:
+      first = teller.draws.choice(chains[1:] if len(chains) == events else chains)
     words = dict(p=person, q=first.person)
     chain = dataclasses.replace(first, person=person)
     times = teller.draws.between(2, 3)
@@ -506,11 +515,12 @@ class StatefulWordProblems:
     return answers.number_verdict(problem, text)
 
   def _kinds(self, split: str) -> dict[str, int]:
-    kinds = TEST_KINDS if split == "test" else TRAIN_KINDS
-    found = {kind: share for kind, share in kinds.items() if kind in (self.config.kinds or kinds)}
+    kinds = TEST_KINDS if split == "test" else {**TRAIN_KINDS, **ASKED_KINDS}
+    usual = TEST_KINDS if split == "test" else TRAIN_KINDS
+    found = {kind: share for kind, share in kinds.items() if kind in (self.config.kinds or usual)}
     if not found:
       raise ValueError(
-        f"StatefulConfig.kinds: got {self.config.kinds}, expected one at least of {tuple(kinds)},"
+        f"StatefulConfig.kinds: got {self.config.kinds}, expected one at least of {tuple(usual)},"
         f" which the split {split!r} tells; 'star' and 'mixed' are told in 'test'."
       )
     return found
@@ -540,7 +550,9 @@ class StatefulWordProblems:
       told = stories.story(teller, events, is_long)
     else:
       text, chains = (
-        _star(teller, num_compared) if kind == "star" else _mixed(teller, max(2, events))
+        _mixed(teller, max(2, events))
+        if kind == "mixed"
+        else _compared(teller, num_compared, is_branch=kind == "branch")
       )
       return _Told(kind, text, teller.things[0], chains, teller)
     return _Told(told.kind, told.text, told.thing, told.chains, teller)

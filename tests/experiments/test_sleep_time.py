@@ -83,6 +83,16 @@ def test_prices_cross_where_sleep_has_paid():
   assert sleep_tables.crossing(CELLS, CELLS, TEST, WAKE, 0.5) == math.inf
 
 
+def test_other_contexts_are_foreseen_by_their_lengths_alone():
+  known = [one._replace(context_tokens=40 if one.context_id == "a" else 400) for one in ABOUT]
+  cells = Cells(ROWS, known)
+  # Answers without sleep took 25 tokens in the short context, 35 in the long one.
+  for name, full in (("a", 25), ("b", 35)):
+    others = cells.some(lambda one, name=name: one.context_id == name)
+    assert sleep_tables.foreseen(cells, cells, TEST, WAKE, others) == (40, 10, full)
+  assert sleep_tables.foreseen(cells, cells, TEST, WAKE, cells) == (40, 10, 30)
+
+
 def test_steps_and_long_answers():
   one, two = sleep_tables.by_steps(CELLS, CELLS, lambda one: one.num_steps)
   assert (one.name, two.name, one.count) == ("1", "2", 2)
@@ -159,7 +169,7 @@ def test_a_report_of_all_arms_has_every_table(tmp_path: pathlib.Path):
   own = [
     part._replace(configs=tuple(dataclasses.replace(one, **names, cuts=(8,) if one.cuts else ())
                                 for one in part.configs))
-    for part in sleep_time.parts(seeds, small, 2, small, is_taught=True)
+    for part in sleep_time.parts(seeds, small, 2, 2, small, is_taught=True)
   ]  # fmt: skip
   monkey = pytest.MonkeyPatch()
   monkey.setattr(sleep_time, "CUTS", dataclasses.replace(sleep_time.CUTS, cuts=(8,)))
@@ -180,13 +190,17 @@ def test_a_report_of_all_arms_has_every_table(tmp_path: pathlib.Path):
           about(one.context_id, 0, problem_id=one.problem_id, seed=part.seed,
                 logprob=-rng.random())
         )  # fmt: skip
-    plain = {"main": [row for row in rows["main"] if row.verbosity == sleep_time.WHOLE]}
+    plain = {
+      name: [row for row in rows[name] if row.verbosity == sleep_time.WHOLE]
+      for name in ("main", "curves")
+    }
     sleep_time.report("reader", {"other": plain, "reader": rows}, known, tmp_path)
   finally:
     monkey.undo()
   text = (tmp_path / "tables.md").read_text()
   for title in (
-    "Arms of other", "Arms of reader", "T_b(q, c') against", "Gain at equal", "By the number",
+    "Arms of other", "Arms of reader", "Arms of reader, at each length", "T_b(q, c') against",
+    "Gain at equal test tokens, 4 contexts", "By the number",
     "Price of a question", "Break-even", "The planner", "quintile", "Several rewrites, 4 contexts",
     "law of Zipf",
   ):  # fmt: skip

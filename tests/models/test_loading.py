@@ -50,5 +50,6 @@ def test_the_sleeper_is_loaded_by_name_and_is_what_its_card_says():
   nano = loading.load_model("nano")
   assert model.config == nano.config and model.tokenizer is not None
   assert model.tokenizer.encode("Ana has 19 pens.") == nano.tokenizer.encode("Ana has 19 pens.")
-  for part in ("embed", "final_norm"):  # It is another model, not a copy.
-    assert (np.asarray(model.params[part]) != np.asarray(nano.params[part])).mean() > 0.5
+  # It is another model, not a copy; vectors of tokens that its documents lack stay as they are.
+  for part in ("embed", "final_norm"):
+    assert (np.asarray(model.params[part]) != np.asarray(nano.params[part])).mean() > 0.25

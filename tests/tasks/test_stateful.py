@@ -284,3 +284,24 @@ def write_golden() -> None:
 if __name__ == "__main__":
   write_golden()
   print(f"{GOLDEN}: written, {answers.ANSWER_MARK} ends every solution")
+
+
+def test_a_branch_is_told_to_who_asks_and_is_never_a_star():
+  task = StatefulWordProblems(config=StatefulConfig(kinds=("branch",), steps=(2, 5)))
+  num_compared_with_the_first = 0
+  for place in range(100):
+    context = task.contexts("train")[place]
+    assert context.kind == "branch"
+    compared = re.findall(r"([A-Z][a-z]+)(?: has)?\.", context.text)
+    first = context.text.replace("At first ", "").split()[0]
+    num_compared_with_the_first += compared.count(first)
+    names = [fact.split()[0] for fact in stateful.facts_in(context.facts)]
+    # The last one is compared with somebody but the first.
+    says = rf"{names[-1]} (?:has|gets) \d+ [^.]*?([A-Z][a-z]+)(?: has)?\."
+    (last,) = re.findall(says, context.text)
+    assert last in names[1:-1]
+    assert task.sleep_verdict(context, context.notes).reward == 1.0
+  assert num_compared_with_the_first > 100
+  assert all(one.kind != "branch" for one in StatefulWordProblems().contexts("train")[:100])
+  with pytest.raises(ValueError, match="which the split 'test' tells"):
+    task.contexts("test")
