@@ -131,11 +131,26 @@ if [ -n "$master" ]; then
     >"$logs/mooncake.log" 2>&1 &
   store_pid=$!
 fi
-"$python" "${head[@]}" --temp-dir="$ray_files" </dev/null >"$logs/ray.log" 2>&1 &
-head_pid=$!
 set +m
+# Ray gives its own start 30 s, which a loaded machine may not keep: then it is started once more.
+start_ray() {
+  set -m
+  "$python" "${head[@]}" --temp-dir="$ray_files" </dev/null >"$logs/ray.log" 2>&1 &
+  head_pid=$!
+  set +m
+}
+tries=3
+start_ray
 until grep -q "Ray runtime started" "$logs/ray.log"; do
-  kill -0 "$head_pid" 2>/dev/null || fail "Ray has not started; $logs/ray.log says why."
+  if ! kill -0 "$head_pid" 2>/dev/null; then
+    kill -KILL -- "-$head_pid" 2>/dev/null || :
+    tries=$((tries - 1))
+    if [ "$tries" = 0 ] || ! grep -q "timed out during startup" "$logs/ray.log"; then
+      fail "Ray has not started; $logs/ray.log says why."
+    fi
+    say "Ray has not started within 30 s; it is started again"
+    start_ray
+  fi
   sleep 0.2 || :
 done
 [ -z "$store_pid" ] || kill -0 "$store_pid" 2>/dev/null ||

@@ -321,7 +321,7 @@ def _connect(ray: Any, address: str, count: int) -> None:
       ray.init(address=address, **quiet)
     else:
       ray.init(num_cpus=count, include_dashboard=False, **quiet)
-  except (OSError, ValueError, RuntimeError) as error:
+  except Exception as error:  # What Ray raises where it does not come up in time is of no kind.
     raise ConnectionError(
       f"RayWorkers.address: got {error} from {address or 'a cluster of its own'}, expected Ray;"
       " start it with `ray start --head`, or leave the address out to use this machine alone."

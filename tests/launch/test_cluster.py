@@ -82,6 +82,18 @@ def test_where_ray_does_not_start_it_says_where_to_read(checkout):
   assert "no such module" in (checkout / "runs" / "cluster" / "ray.log").read_text()
 
 
+def test_ray_that_does_not_come_up_in_its_time_is_started_again(checkout):
+  python = checkout / ".venv" / "bin" / "python"
+  usual = python.read_text().partition("\n")[2]
+  python.write_text(
+    '#!/bin/sh\ncase "$*" in *ray.scripts*)'
+    " echo The current node timed out during startup; exit 1 ;; esac\n" + usual
+  )
+  status, text = said(checkout, "--workers=2", "--port=7000", "--store_bytes=0")
+  assert status == 1 and text.count("Ray has not started within 30 s; it is started again") == 2
+  assert re.search(r"Ray has not started; .*/runs/cluster/ray.log says why", text), text
+
+
 def learnt(directory: pathlib.Path) -> bytes:
   return (directory / "model" / "model.safetensors").read_bytes()
 
