@@ -12,10 +12,9 @@ import json
 import pathlib
 
 from absl import app, flags, logging
-import jax
 
 from experiments import replay
-from seerjax import checkpoint, numerics as numerics_lib
+from seerjax import checkpoint, numerics as numerics_lib, parallel
 from seerjax.models import huggingface, peft
 from seerjax.run import command_line, policy as policy_lib, programs as programs_lib
 
@@ -58,7 +57,7 @@ def export(
   policy = policy_lib.load_policy(config.model, config.numerics)
   restored = checkpoint.restore(
     run / "checkpoints",
-    jax.eval_shape(lambda: programs_lib.first_state(config, policy)),
+    programs_lib.abstract_state(config, policy, mesh=parallel.make_mesh()),
     fingerprint=numerics_lib.fingerprint(config.numerics, config.trainer.remat),
     step=step,
     accept_new_numerics=True,  # Weights are what they are.

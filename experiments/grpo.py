@@ -162,7 +162,7 @@ def check_model(
     ValueError: with `bitwise`, if they are not.
   """
   config = config_lib.for_model(config, policy.model)
-  params = programs_lib.first_state(config, policy).params
+  params = policy_lib.first_params(config.weights, policy)
   self_test.check_model(
     policy.model,
     policy_lib.running_weights(config.weights, params, programs_lib.base_weights(config, policy)),
@@ -261,12 +261,13 @@ def run(config: RunConfig, directory: pathlib.Path) -> None:
     log=say,
     programs=programs,
   )
+  learnt = policy_lib.exported_weights(config.weights, policy, result.state.params)
   if not agreement.is_first():
     return
   with progress_lib.Progress(say) as progress, progress.phase("writing the model and the report"):
     huggingface.save(
       directory / "model",
-      policy_lib.exported_weights(config.weights, policy, result.state.params),
+      learnt,
       policy.model,
       tokenizer=policy.tokenizer,
       overwrite=True,  # A resumed run's.

@@ -162,7 +162,7 @@ def find(directory: pathlib.Path, request: str) -> Recorded:
       " expected this one's; replay it where its values hold: bits of two numerics may not be"
       " compared."
     )
-  return Recorded(dataclasses.replace(config, num_instances=1), entry.rollout)
+  return Recorded(dataclasses.replace(config, num_instances=1, model_shards=1), entry.rollout)
 
 
 def _difference(recorded: Mapping[str, str], here: Mapping[str, str]) -> str:
@@ -194,7 +194,7 @@ def masters_of(
   if kept:
     restored = checkpoint.restore(
       directory / "checkpoints",
-      jax.eval_shape(lambda: programs_lib.first_state(config, policy)),
+      programs_lib.abstract_state(config, policy),
       fingerprint=here,
       step=start,
       # Weights are what they are; it is what follows them that these numerics must have computed.

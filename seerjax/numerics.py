@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import importlib.metadata
 import json
@@ -21,6 +22,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_kernels import device
 from seerjax import xla_flags
@@ -30,7 +32,7 @@ Implementation = Literal["auto", "tiled", "native", "pallas", "pallas_interprete
 IMPLEMENTATIONS = ("auto", "tiled", "native", "pallas", "pallas_interpreted", "untiled")
 DTYPES = ("float32", "bfloat16")
 # Raised with every change of ours that moves a bit; CHANGELOG.md names each.
-BITS_VERSION = 5
+BITS_VERSION = 6
 # Of the native implementation, likewise.
 NATIVE_BITS_VERSION = 1
 # Of the kernels' implementation, likewise.
@@ -171,11 +173,28 @@ def _is_finite(leaf: Array) -> Array:
   return jnp.all(jnp.isfinite(leaf))
 
 
+@functools.partial(jax.jit, static_argnums=(1,))
+def _are_parts_finite(leaf: Array, place: jax.sharding.NamedSharding) -> Array:
+  """Returns a flag of each device's part; no device waits for another."""
+  names = place.mesh.axis_names
+  local = lambda part: jnp.all(jnp.isfinite(part)).reshape((1,) * len(names))
+  return jax.shard_map(
+    local, mesh=place.mesh, in_specs=place.spec, out_specs=jax.P(*names), check_vma=False
+  )(leaf)
+
+
+def _flag(leaf: Any) -> Array:
+  place = leaf.sharding if isinstance(leaf, jax.Array) else None
+  is_shared = isinstance(place, jax.sharding.NamedSharding) and place.num_devices > 1
+  return _are_parts_finite(leaf, place) if is_shared else _is_finite(leaf)
+
+
 def require_finite(tree: Any, *, what: str, remedy: str) -> None:
   """Refuses numbers that are infinite or none; one check a leaf, read back together.
 
   Args:
-    tree: pytree of arrays; integers and keys pass.
+    tree: pytree of arrays; integers and keys pass. Of what several processes share, each checks its
+      own part.
     what: it is, for the message.
     remedy: what to change.
 
@@ -187,7 +206,8 @@ def require_finite(tree: Any, *, what: str, remedy: str) -> None:
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]
     if jnp.issubdtype(leaf.dtype, jnp.inexact)
   ]
-  flags = jax.device_get([_is_finite(leaf) for _, leaf in leaves])
+  found = [[part.data for part in _flag(leaf).addressable_shards] for _, leaf in leaves]
+  flags = [np.all(parts) for parts in jax.device_get(found)]
   checked = zip(leaves, flags, strict=True)
   bad = [jax.tree_util.keystr(path) for (path, _), is_finite in checked if not is_finite]
   if bad:

@@ -29,6 +29,7 @@ MAX_INSTANCES = 1024  # As many devices of a CPU take a second to make; the time
 MODEL_SHARDS = (1, 2, 4, 8)  # Devices of the model axis.
 INSTANCE_AXIS = "instance"
 MODEL_AXIS = "model"
+PIECE_BYTES = 2**26  # Of a piece of weights that is on its way, at most.
 # What may know of a slice's processes, by JAX's names.
 Launcher = Literal["", "slurm", "ompi", "k8s", "gcetpu", "gketpu"]
 LAUNCHERS = ("", "slurm", "ompi", "k8s", "gcetpu", "gketpu")
@@ -168,15 +169,112 @@ def spans_processes(mesh: jax.sharding.Mesh) -> bool:
   return any(device.process_index != jax.process_index() for device in mesh.devices.flat)
 
 
-def put(leaf: Any, sharding: jax.sharding.NamedSharding) -> Array:
-  """Returns an array, which every process has, on a mesh; each process places its own part."""
+def put(
+  leaf: Any, sharding: jax.sharding.NamedSharding, *, piece_bytes: int = PIECE_BYTES
+) -> Array:
+  """Returns an array on a mesh.
+
+  Args:
+    leaf: which every process has, to place its own part of; or one that is shared out over more
+      devices of the same mesh.
+    sharding: where it goes.
+    piece_bytes: of what is shared out, so many bytes a device come together at once.
+  """
   assert isinstance(sharding.mesh, jax.sharding.Mesh)  # One with devices.
+  before = leaf.sharding if isinstance(leaf, jax.Array) else None
+  if isinstance(before, jax.sharding.NamedSharding) and before.mesh == sharding.mesh:
+    if before.is_equivalent_to(sharding, leaf.ndim):
+      return leaf
+    old, new = (_names(leaf, place.spec) for place in (before, sharding))
+    others = [axis for axis in range(leaf.ndim) if old[axis] != new[axis]]
+    if len(others) == 1 and old[others[0]][: len(new[others[0]])] == new[others[0]]:
+      return _widened(leaf, sharding, others[0], piece_bytes)
   if not spans_processes(sharding.mesh):
     return jax.device_put(leaf, sharding)
   if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
     return leaf if leaf.sharding == sharding else jax.device_put(leaf, sharding)
   whole = np.asarray(leaf)
   return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
+
+
+def _names(leaf: Array, spec: jax.P) -> list[tuple[str, ...]]:
+  """Returns the mesh axes that share each dimension of an array, outermost first."""
+  entries = (*spec, *(None,) * (leaf.ndim - len(spec)))
+  return [names_of(entry) for entry in entries]
+
+
+def names_of(entry: Any) -> tuple[str, ...]:
+  """Returns the mesh axes that one entry of a `jax.P` names, outermost first."""
+  return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def _widened(
+  leaf: Array, sharding: jax.sharding.NamedSharding, axis: int, piece_bytes: int
+) -> Array:
+  """Returns an array whose dimension `axis` fewer devices share, put together piece by piece."""
+  mesh, before = sharding.mesh, leaf.sharding
+  assert isinstance(before, jax.sharding.NamedSharding)
+  names = _names(leaf, before.spec)[axis][len(_names(leaf, sharding.spec)[axis]) :]
+  count = int(np.prod([mesh.shape[name] for name in names]))
+  shard = before.shard_shape(leaf.shape)
+  bytes_of_row = int(np.prod(shard)) // shard[axis] * count * leaf.dtype.itemsize
+  length = min(shard[axis], max(1, piece_bytes // max(bytes_of_row, 1)))
+  whole = jnp.zeros(leaf.shape, leaf.dtype, device=sharding)
+  for start in range(0, shard[axis], length):
+    # The last one has some of the piece before again.
+    first = jnp.int32(min(start, shard[axis] - length))
+    whole = _with_piece(whole, leaf, first, before, sharding, axis, names, length)
+  return jax.block_until_ready(whole)  # Gatherings of two arrays would be in flight together.
+
+
+@functools.partial(jax.jit, static_argnums=(3, 4, 5, 6, 7), donate_argnums=(0,))
+def _with_piece(
+  whole: Array,
+  parts: Array,
+  start: Array,
+  before: jax.sharding.NamedSharding,
+  after: jax.sharding.NamedSharding,
+  axis: int,
+  names: tuple[str, ...],
+  length: int,
+) -> Array:
+  """Returns `whole` with rows `start` to `start + length` of each device's part of `parts`."""
+
+  def local(whole: Array, part: Array, start: Array) -> Array:
+    piece = lax.dynamic_slice_in_dim(part, start, length, axis)
+    piece = lax.all_gather(piece, names, axis=axis)
+    by_part = whole.reshape(*part.shape[:axis], -1, *part.shape[axis:])
+    starts = [start if place == axis + 1 else jnp.int32(0) for place in range(by_part.ndim)]
+    return lax.dynamic_update_slice(by_part, piece, starts).reshape(whole.shape)
+
+  specs = (after.spec, before.spec, jax.P())
+  spread = jax.shard_map(
+    local, mesh=after.mesh, in_specs=specs, out_specs=after.spec, check_vma=False
+  )
+  return spread(whole, parts, start)
+
+
+def bytes_a_device(tree: Any) -> int:
+  """Returns the bytes that one device has of a pytree's arrays, or of shapes with places."""
+
+  def one(leaf: Any) -> int:
+    shape = leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape)
+    return int(np.prod(shape)) * leaf.dtype.itemsize
+
+  return sum(map(one, jax.tree.leaves(tree)))
+
+
+def on_host(tree: Any) -> Any:
+  """Returns a pytree's arrays in host memory, in every process of the slice that calls this."""
+
+  def one(leaf: Any) -> np.ndarray:
+    if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+      assert isinstance(leaf.sharding, jax.sharding.NamedSharding)
+      everywhere = jax.sharding.NamedSharding(leaf.sharding.mesh, jax.P())
+      leaf = put(leaf, everywhere).addressable_data(0)
+    return np.asarray(leaf)
+
+  return jax.tree.map(one, tree)
 
 
 def spec_of_results(mesh: jax.sharding.Mesh) -> jax.P:

@@ -18,7 +18,7 @@ from seerjax import parallel
 from seerjax.engine import runner
 from seerjax.models import kv_layout, parameters, presets
 from seerjax.numerics import NumericsConfig
-from seerjax.trainer import losses, packing, step
+from seerjax.trainer import losses, packing, state as state_lib, step
 from seerjax.types import KeyCopies, SamplingRows, TokenBatch, TrainBatch, TrainState
 
 PLATFORMS = ("tpu", "cuda")
@@ -158,7 +158,7 @@ def test_the_train_step_exports(model):
   counts = losses.Denominators(f32(), f32())
   master = params_like(model, jnp.float32)
   state = jax.eval_shape(
-    functools.partial(step.first_state, optimizer=trainer.optimizer), master
+    functools.partial(state_lib.first_state, optimizer=trainer.optimizer, mesh=trainer.mesh), master
   )
   assert isinstance(state, TrainState)
   for platform in PLATFORMS:

@@ -8,6 +8,9 @@ import socket
 import subprocess
 import sys
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from seerjax import parallel
@@ -91,3 +94,26 @@ def test_another_number_of_processes_than_the_launcher_started_is_refused():
     SLURM_LOCALID="0", SLURM_STEP_NUM_NODES="1",
   )  # fmt: skip
   assert "got 1 processes from 'slurm', expected num_processes=2" in said
+
+
+@pytest.mark.parametrize("piece_bytes", [1, 100, 2**20])
+@pytest.mark.parametrize(
+  ("before", "after"),
+  [
+    (jax.P("model", None, "instance"), jax.P("model")),
+    (jax.P(None, ("model", "instance")), jax.P(None, "model")),
+    (jax.P(None, None, ("model", "instance")), jax.P()),
+  ],
+)
+def test_what_is_shared_out_comes_together_in_pieces_of_any_size(before, after, piece_bytes):
+  mesh = parallel.make_mesh(num_instances=3, model_shards=2)
+  place = lambda spec: jax.sharding.NamedSharding(mesh, spec)
+  whole = np.random.default_rng(1).standard_normal((4, 12, 18)).astype(jnp.bfloat16)
+  leaf = jax.device_put(whole, place(before))
+  found = parallel.put(leaf, place(after), piece_bytes=piece_bytes)
+  assert found.sharding == place(after)
+  for shard in found.addressable_shards:
+    assert np.asarray(shard.data).tobytes() == whole[shard.index].tobytes()
+  assert parallel.put(found, place(after)) is found
+  assert parallel.bytes_a_device(leaf) == whole.nbytes // 6
+  assert parallel.on_host({"w": leaf})["w"].tobytes() == whole.tobytes()

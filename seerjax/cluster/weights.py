@@ -20,11 +20,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from seerjax import parallel
 from seerjax.cluster.records import Path, Piece, TensorRef, WeightsRef
 from seerjax.engine.kv.pool import Store
 from seerjax.models import parameters
-
-PUBLISH_BYTES = 2**26  # Of a piece, at most.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +90,7 @@ def publish(
   params: parameters.Params,
   put: Callable[[bytes], Piece],
   *,
-  publish_bytes: int = PUBLISH_BYTES,
+  publish_bytes: int = parallel.PIECE_BYTES,
 ) -> WeightsRef:
   """Puts weights where workers can read them.
 

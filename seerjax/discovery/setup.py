@@ -117,8 +117,8 @@ def set_up(
     free=discovery_config.NOT_COMPARED,
     defaults=discovery_config.settings_of(DiscoverConfig()),
   )
-  like = dict(state=state, base=policy.params)
   fingerprint = numerics_lib.fingerprint(config.numerics, config.trainer.remat)
+  like = dict(state=state, base=policy.params)
   if restored := run.restore(lambda: like, fingerprint=fingerprint):
     state = restored.state["state"]
     policy = dataclasses.replace(policy, params=restored.state["base"])

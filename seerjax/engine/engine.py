@@ -688,13 +688,16 @@ class Engine:
     self.memory.give_back()
 
   def plan(self) -> str:
-    """Returns one line that says what was allocated."""
+    """Returns one line that says what was allocated, of several devices also on each."""
+    pages = self.memory.pages
     return sizes.described(
       self.config,
       self._runner.stages,
       num_instances=self.num_instances,
-      pages_bytes=sum(leaf.nbytes for leaf in jax.tree.leaves(self.memory.pages)),
-      weights_bytes=sum(leaf.nbytes for leaf in jax.tree.leaves(self._params)),
+      of_all=tuple(
+        sum(leaf.nbytes for leaf in jax.tree.leaves(tree)) for tree in (pages, self._params)
+      ),
+      of_device=tuple(parallel.bytes_a_device(tree) for tree in (pages, self._params)),
     )
 
 

@@ -309,16 +309,28 @@ def described(
   backend: Backend,
   *,
   num_instances: int,
-  pages_bytes: int,
-  weights_bytes: int,
+  of_all: tuple[int, ...],
+  of_device: tuple[int, ...],
 ) -> str:
-  """Returns one line that says what was allocated, over all instances."""
+  """Returns one line that says what was allocated.
+
+  Args:
+    config: sizes.
+    backend: that runs the steps.
+    num_instances: of the engine.
+    of_all: bytes of pages and of weights, over all devices, copies once.
+    of_device: the same of each.
+  """
+  of_each = ""
+  if of_all != of_device:
+    mib = [f"{count / 2**20:.1f}" for count in of_device]
+    of_each = f"; on each device {mib[0]} and {mib[1]} MiB"
   positions = (config.num_pages - 1) * config.page_size
   buckets = ", ".join(str(rows) for rows in config.row_buckets)
   arrays = ", ".join(str(backend.whole_rows(rows)) for rows in config.row_buckets)
   return (
     f"{num_instances} instance(s), each {config.num_pages} pages of {config.page_size} positions"
     f" ({positions:,} tokens of context) and {config.max_sequences} sequences; steps of {buckets}"
-    f" rows in arrays of {arrays}; {pages_bytes / 2**20:.1f} MiB of pages,"
-    f" {weights_bytes / 2**20:.1f} MiB of weights"
+    f" rows in arrays of {arrays}; {of_all[0] / 2**20:.1f} MiB of pages,"
+    f" {of_all[1] / 2**20:.1f} MiB of weights{of_each}"
   )

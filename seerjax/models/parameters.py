@@ -104,7 +104,7 @@ def compute_params(master: Params, numerics: numerics_lib.NumericsConfig) -> Par
 
 def is_stacked(params: Params) -> bool:
   """Whether the layers are one dict of `[l, ...]`, over which `forward` loops."""
-  return isinstance(params["layers"], dict)
+  return isinstance(params.get("layers"), dict)
 
 
 def stacked(params: Params) -> Params:
@@ -130,19 +130,18 @@ def partition_specs(config: TransformerConfig, reduction_shards: int) -> Params:
 
 
 def specs_of(params: Params) -> Params:
-  """As `partition_specs`, for weights that may be stacked, or have adapters beside them.
+  """As `partition_specs`, for weights, stacked or not, adapters, or weights with these beside them.
 
   Those that rows choose among are `params["adapters"]` (`models.adapters`).
   """
   slabs = ("qkv", "qkv_bias", "out", "gate_up", "down", "head")
   of_layers = (None,) if is_stacked(params) else ()
-  slabs_of_adapters = (
-    ("qkv_lora", "b"), ("gate_up_lora", "b"), ("out_lora", "a"), ("down_lora", "a")
-  )  # fmt: skip
+  slabs_of_adapters = (("qkv", "b"), ("gate_up", "b"), ("out", "a"), ("down", "a"))
 
   def spec(path, leaf):
     names = tuple(key.key for key in path if isinstance(key, jax.tree_util.DictKey))
-    is_slab = names[-1] in slabs or names[-2:] in slabs_of_adapters
+    of_adapter = tuple(name.removesuffix("_lora") for name in names[-2:])
+    is_slab = names[-1] in slabs or of_adapter in slabs_of_adapters
     before = of_layers if names[0] == "layers" else ()
     if names[0] == "adapters":  # Behind the layers, if stacked, and the adapters.
       before = (None,) * (leaf.ndim - 3)
@@ -151,10 +150,16 @@ def specs_of(params: Params) -> Params:
   return jax.tree_util.tree_map_with_path(spec, params)
 
 
-def placed(params: Params, mesh: jax.sharding.Mesh) -> Params:
-  """Returns weights on the mesh: slabs over `model`, copies for every instance."""
+def placed(
+  params: Params, mesh: jax.sharding.Mesh, piece_bytes: int = parallel.PIECE_BYTES
+) -> Params:
+  """Returns weights on the mesh: slabs over `model`, copies for every instance.
+
+  Those that are shared out over more of its devices come together in pieces of `piece_bytes`.
+  """
+  place = lambda spec: jax.sharding.NamedSharding(mesh, spec)
   return jax.tree.map(
-    lambda leaf, spec: parallel.put(leaf, jax.sharding.NamedSharding(mesh, spec)),
+    lambda leaf, spec: parallel.put(leaf, place(spec), piece_bytes=piece_bytes),
     params,
     specs_of(params),
     is_leaf=lambda leaf: isinstance(leaf, jax.Array | np.ndarray),

@@ -80,6 +80,8 @@ class RunConfig:
     num_instances: devices that sample and learn side by side; changes no bit.
     model_shards: devices that share the slabs of every instance's weights, 1, 2, 4 or 8 and no more
       than there are slabs (`NumericsConfig.reduction_shards`); changes no bit.
+    publish_bytes: most bytes of weights on their way at once: on a device, from what all devices
+      have of them to what runs, and to workers of a cluster; changes no bit.
     checkpoint_every: steps.
     lora_rank: columns of the low-rank adapters that learn in place of the weights; 0 is full
       fine-tuning.
@@ -106,6 +108,7 @@ class RunConfig:
   num_steps: int = 40
   num_instances: int = 1
   model_shards: int = 1
+  publish_bytes: int = parallel.PIECE_BYTES
   checkpoint_every: int = 10
   lora_rank: int = 0
   lora_alpha: float = 16.0
@@ -134,7 +137,8 @@ class RunConfig:
         f" {parallel.MAX_INSTANCES} (one a device); lower it."
       )
     for field, least in (
-      ("num_steps", 0), ("num_instances", 1), ("checkpoint_every", 1), ("lora_rank", 0)
+      ("num_steps", 0), ("num_instances", 1), ("publish_bytes", 1), ("checkpoint_every", 1),
+      ("lora_rank", 0),
     ):  # fmt: skip
       if vars(self)[field] < least:
         raise ValueError(
@@ -217,7 +221,11 @@ class RunConfig:
   def weights(self) -> WeightsConfig:
     """Which weights learn."""
     return WeightsConfig(
-      numerics=self.numerics, lora_rank=self.lora_rank, lora_alpha=self.lora_alpha, seed=self.seed
+      numerics=self.numerics,
+      lora_rank=self.lora_rank,
+      lora_alpha=self.lora_alpha,
+      seed=self.seed,
+      publish_bytes=self.publish_bytes,
     )
 
   @property

@@ -13,7 +13,7 @@ from seerjax.engine import engine as engine_lib, sizes
 from seerjax.models import config as model_config, parameters
 from seerjax.run import policy as policy_lib, programs as programs_lib
 from seerjax.run.config import RunConfig, for_model
-from seerjax.trainer import plan as plan_lib
+from seerjax.trainer import plan as plan_lib, shards
 
 
 class MemoryPlan(NamedTuple):
@@ -78,19 +78,18 @@ def memory_plan(
   dtype = config.numerics.dtype
   masters = parameters.shapes(model, config.numerics.reduction_shards)
   plain = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), masters)
-  whole_bytes = plan_lib.tree_bytes(plain)
   weights = policy_lib.running_shapes(config.weights, model)
   learning = trainer.plan(weights, programs_lib.layout(config), _most_micro_batches(config))
   # Under adapters the frozen weights are those that run.
   keeps_base = config.keeps_base if keeps_base is None else keeps_base
-  frozen = whole_bytes if keeps_base and not config.lora_rank else 0
+  is_beside = keeps_base and not config.lora_rank
+  frozen = shards.bytes_of(plain, parameters.specs_of(plain), mesh) if is_beside else 0
   num_devices, is_cpu = mesh.devices.size, jax.default_backend() == "cpu"
   free = sizes.free_bytes(mesh)
   others = 0
   if is_cpu:
     free *= num_devices
-    of_each = max(learning.weights, whole_bytes) + frozen + learning.activations + learning.scratch
-    others = (num_devices - 1) * (of_each + learning.masters)
+    others = (num_devices - 1) * (learning.kept + learning.learning + frozen)
   plan = MemoryPlan(
     learning, frozen, 0, config.engine.gives_back_pages,
     held=int(host_memory.resident_bytes()) if is_cpu else 0,
@@ -109,7 +108,7 @@ def memory_plan(
     left += learning.learning / sharers
   backend = choice.backend_of(config.numerics)
   engine = sizes.fitted(config.engine, model, backend, free_bytes=left)
-  page = sizes.page_bytes(model, backend, page_size=engine.page_size)
+  page = sizes.page_bytes(model, backend, page_size=engine.page_size) // config.model_shards
   return plan._replace(
     engine=engine,
     pages=engine.num_pages * page,

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from seerjax import numerics as numerics_lib
+from seerjax import numerics as numerics_lib, parallel
 from seerjax.models import (
   chat_template,
   config as model_config,
@@ -25,7 +25,7 @@ from seerjax.models import (
   tokenizer as tokenizer_lib,
 )
 from seerjax.rollout import groups as groups_lib
-from seerjax.trainer import step as step_lib
+from seerjax.trainer import state as state_lib
 from seerjax.types import TrainState
 
 
@@ -38,12 +38,14 @@ class WeightsConfig:
     lora_rank: columns of the adapters that learn; 0 where all weights learn.
     lora_alpha: adapters count alpha / rank times.
     seed: of fresh adapters.
+    publish_bytes: of weights on their way to where they run; see `RunConfig`.
   """
 
   numerics: numerics_lib.NumericsConfig
   lora_rank: int = 0
   lora_alpha: float = 16.0
   seed: int = 0
+  publish_bytes: int = parallel.PIECE_BYTES
 
   @property
   def scale(self) -> float:
@@ -100,10 +102,24 @@ def chatting(
 
 
 def initial_state(
-  weights: WeightsConfig, policy: Policy, optimizer: optax.GradientTransformation
+  weights: WeightsConfig,
+  policy: Policy,
+  optimizer: optax.GradientTransformation,
+  mesh: jax.sharding.Mesh,
 ) -> TrainState:
   """Returns the state of a run that has not learnt: of all weights, or of fresh adapters."""
-  return step_lib.first_state(first_params(weights, policy), optimizer)
+  return state_lib.first_state(first_params(weights, policy), optimizer, mesh)
+
+
+def abstract_state(
+  weights: WeightsConfig,
+  policy: Policy,
+  optimizer: optax.GradientTransformation,
+  mesh: jax.sharding.Mesh,
+) -> TrainState:
+  """Returns shapes, dtypes and places of `initial_state`; nothing is computed."""
+  params = jax.eval_shape(lambda: first_params(weights, policy))
+  return state_lib.abstract_state(params, optimizer, mesh)
 
 
 def first_params(weights: WeightsConfig, policy: Policy) -> Any:
@@ -137,9 +153,17 @@ def running_weights(
     base: of `frozen_weights`; needed under adapters alone.
   """
   if not weights.lora_rank:
-    return parameters.compute_params(params, weights.numerics)
-  assert base is not None
-  return lora.attach(base, params, weights.scale)
+    found = parameters.compute_params(params, weights.numerics)
+  else:
+    assert base is not None
+    found = lora.attach(base, params, weights.scale)
+  # Rounded where the masters lie, on all devices; then each instance gets its copy.
+  first = jax.tree.leaves(params)[0]
+  place = first.sharding if isinstance(first, jax.Array) else None
+  if not isinstance(place, jax.sharding.NamedSharding) or place.num_devices == 1:
+    return found
+  assert isinstance(place.mesh, jax.sharding.Mesh)  # One with devices.
+  return parameters.placed(found, place.mesh, weights.publish_bytes)
 
 
 def published_weights(
@@ -179,7 +203,12 @@ def reference_weights(
 
 
 def exported_weights(weights: WeightsConfig, policy: Policy, params: Any) -> parameters.Params:
-  """Returns plain f32 weights of what was learnt, adapters merged; for other programs to load."""
+  """Returns plain f32 weights of what was learnt, adapters merged; for other programs to load.
+
+  Where several processes share them, all ask for them together.
+  """
+  if jax.process_count() > 1:
+    params = parallel.on_host(params)
   if not weights.lora_rank:
     return params
   return lora.merge(policy.params, params, weights.scale)

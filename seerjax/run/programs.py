@@ -94,7 +94,27 @@ def first_state(
 ) -> TrainState:
   """Returns the state of a run that has not learnt; `optimizer` in the place of the config's."""
   optimizer = step_lib.make_optimizer(config.optimizer) if optimizer is None else optimizer
-  return policy_lib.initial_state(config.weights, policy, optimizer)
+  return policy_lib.initial_state(config.weights, policy, optimizer, meshes(config)[1])
+
+
+def abstract_state(
+  config: RunConfig,
+  policy: Policy,
+  optimizer: optax.GradientTransformation | None = None,
+  *,
+  mesh: jax.sharding.Mesh | None = None,
+) -> TrainState:
+  """Returns shapes, dtypes and places of `first_state`; nothing is computed.
+
+  Args:
+    config: the run.
+    policy: what learns.
+    optimizer: in the place of the config's.
+    mesh: whose devices share it; None is where the run learns.
+  """
+  optimizer = step_lib.make_optimizer(config.optimizer) if optimizer is None else optimizer
+  mesh = meshes(config)[1] if mesh is None else mesh
+  return policy_lib.abstract_state(config.weights, policy, optimizer, mesh)
 
 
 def base_weights(config: RunConfig, policy: Policy) -> parameters.Params | None:

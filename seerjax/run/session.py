@@ -37,9 +37,9 @@ from seerjax.run import (
   stops as stops_lib,
   summary,
 )
-from seerjax.trainer import step as step_lib
+from seerjax.trainer import state as state_lib
 
-# Of a checkpoint's parts, no one's.
+# Of a checkpoint's parts, none.
 NO_PARTS: Mapping[str, Any] = {}
 # Returns what a checkpoint holds besides arrays, as JSON; asked when one is due.
 HostState = Callable[[], Mapping[str, Any]]
@@ -139,7 +139,7 @@ class Session:
     """Returns what the latest checkpoint holds, None of a new run.
 
     Args:
-      like: returns a state of the run's shapes; it is traced, nothing is computed.
+      like: returns a state of the run's shapes, which lies where this one shall.
       fingerprint: of the run's numerics.
 
     Raises:
@@ -151,7 +151,7 @@ class Session:
       return None
     restored = checkpoint.restore(
       self.directory / "checkpoints",
-      jax.eval_shape(like),
+      jax.tree.map(_abstract, like()),
       fingerprint=fingerprint,
       accept_new_numerics=self._accept_new_numerics,
     )
@@ -290,11 +290,11 @@ class Session:
       checkpoint.save(
         directory,
         self.step,
-        # Each process of a slice has them whole; the first one's are written.
-        self._state if jax.process_count() == 1 else jax.device_get(self._state),
+        self._state,
         host_state={**self._host_state(), "clock": self.clock.read(), "sizes": self._sizes},
         fingerprint=self._fingerprint,
         accept_new_numerics=self._accept_new_numerics,
+        # Each process of a slice has them whole; the first one's are written.
         parts=self._parts if jax.process_count() == 1 else jax.device_get(self._parts),
         keep_latest=self._keep_checkpoints,
       )
@@ -304,10 +304,18 @@ class Session:
     del kind, trace
     if not isinstance(error, KeyboardInterrupt):
       return
-    if not step_lib.is_given_up(self._state):  # A second one, in the middle of an update.
+    if not state_lib.is_given_up(self._state):  # A second one, in the middle of an update.
       self.save()
     raise stops_lib.Interrupted(
       f"stopped by {stops_lib.name_of(error)} after step {self.step} of {self.num_steps}; --resume"
       " goes on",
       stops_lib.status_of(error),
     ) from None
+
+
+def _abstract(leaf: Any) -> jax.ShapeDtypeStruct:
+  """Returns shape, dtype and place of an array, or of its shape."""
+  is_placed = isinstance(leaf, jax.Array | jax.ShapeDtypeStruct)
+  return jax.ShapeDtypeStruct(
+    leaf.shape, leaf.dtype, sharding=leaf.sharding if is_placed else None
+  )

@@ -40,8 +40,8 @@ Publish = Callable[[parameters.Params, int], None]
 # Settings that a resumed run may change: the fingerprint speaks for the first, and the others move
 # no bit.
 FREE_SETTINGS = (
-  "numerics", "num_steps", "num_instances", "model_shards", "checkpoint_every", "scheduler",
-  "kv_pool", "speculation", "cluster",
+  "numerics", "num_steps", "num_instances", "model_shards", "publish_bytes", "checkpoint_every",
+  "scheduler", "kv_pool", "speculation", "cluster",
 )  # fmt: skip
 # What the progress bar shows.
 CONSOLE_DIGITS = {
@@ -124,14 +124,18 @@ def set_up(
     )
   drafts = drafter_lib.RunDrafts(config.speculation)
   memory = memory_lib.memory_plan(config, policy.model)
-  state, before = programs_lib.first_state(config, policy, optimizer), {}
+  before: dict[str, float] = {}
   base = programs_lib.base_weights(config, policy)
   run.hold_to(
     metrics.encode(dataclasses.asdict(config)),
     free=FREE_SETTINGS,
     defaults=metrics.encode(dataclasses.asdict(RunConfig())),
   )
-  if restored := run.restore(lambda: state, fingerprint=fingerprint):
+  like = lambda: programs_lib.abstract_state(config, policy, optimizer)
+  restored = run.restore(like, fingerprint=fingerprint)
+  if restored is None:
+    state = programs_lib.first_state(config, policy, optimizer)
+  else:
     state = restored.state
     before = restored.host_state["before"] or directory_lib.accuracy_at(run.directory, 0)
   published = policy_lib.published_weights(

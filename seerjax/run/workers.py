@@ -102,7 +102,10 @@ class RunWorkers:
 
   def publish(self, weights: parameters.Params, policy_version: int) -> None:
     """Has the workers run the weights that the run's own engine runs; nothing waits for it."""
-    self._workers.load(weights_lib.publish(weights, self._workers.put), policy_version)
+    published = weights_lib.publish(
+      weights, self._workers.put, publish_bytes=self._config.publish_bytes
+    )
+    self._workers.load(published, policy_version)
 
   def rollout(self, journal: Journal) -> ClusterRollout:
     """Returns a rollout on the workers, which goes on from what the journal holds."""

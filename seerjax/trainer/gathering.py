@@ -1,8 +1,9 @@
-"""Sums of gradients come to the device that updates, from all instances and processes."""
+"""Sums of gradients: from the instances that made them to the devices that update, and added."""
 
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 from jax import lax
@@ -10,53 +11,92 @@ import jax.numpy as jnp
 
 from seerjax import parallel
 from seerjax.array_typing import Array
+from seerjax.parallel import INSTANCE_AXIS as INSTANCE, MODEL_AXIS as MODEL
 
 
-def on_first(leaf: Array, index: int) -> Array:
-  """Returns the sum of instance `index` on the first device, its slabs together again.
-
-  Where several processes share a mesh, each has it on its own first device.
+def shared_out(leaf: Array, target: jax.P, count: int) -> list[Array]:
+  """Returns the sums of the first `count` instances, each shared out over all devices.
 
   Args:
-    leaf: f32[i, ...] on its mesh, of the instances' sums; f32[...] on a single device.
-    index: of the instance.
+    leaf: f32[i, ...] on its mesh, of the instances' sums, given up; f32[...] on a single device.
+    target: where each sum goes, of `shards.specs`.
+    count: of sums.
   """
-  first = jax.local_devices()[0]
   if leaf.sharding.num_devices == 1:
-    return jax.device_put(leaf, first)
+    return [jax.device_put(leaf, *leaf.sharding.device_set)]
   assert isinstance(leaf.sharding, jax.sharding.NamedSharding)
-  assert isinstance(leaf.sharding.mesh, jax.sharding.Mesh)  # One with devices.
-  if parallel.spans_processes(leaf.sharding.mesh):
-    # One leaf at a time: gatherings of several would be in flight together.
-    everywhere = jax.block_until_ready(_everywhere(leaf, index, leaf.sharding))
-    return jax.device_put(everywhere.addressable_data(0), first)
-  own = [s for s in leaf.addressable_shards if s.index[0].indices(leaf.shape[0])[0] == index]
-  # Each device of the model axis has what is no slab.
-  parts = {str(shard.index): shard.data for shard in own}
-  whole = [jax.device_put(part, first).reshape(part.shape[1:]) for part in parts.values()]
-  if len(whole) == 1:
-    return whole[0]
-  return jnp.concatenate(whole, axis=leaf.sharding.spec.index(parallel.MODEL_AXIS) - 1)
+  # One array at a time: collectives of several would be in flight together.
+  found = _shared_out(leaf, leaf.sharding.spec, target, leaf.sharding.mesh, count)
+  leaf.delete()
+  return jax.block_until_ready(found)
 
 
-@functools.partial(jax.jit, static_argnums=(2,))
-def _everywhere(leaf: Array, index: Array, sharding: jax.sharding.NamedSharding) -> Array:
-  """Returns f32[i, ...] of one instance, its slabs together again, on every device.
+@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
+def _shared_out(
+  leaf: Array, source: jax.P, target: jax.P, mesh: jax.sharding.Mesh, count: int
+) -> list[Array]:
+  """Does `shared_out` of one array on a mesh; each element goes from one device to another."""
 
-  It travels as words that are added to zeros, which keeps every bit in any order.
-  """
-  spec = sharding.spec
-
-  def local(leaf: Array, index: Array) -> Array:
-    words = lax.bitcast_convert_type(leaf[0], jnp.uint32)
-    is_here = lax.axis_index(parallel.INSTANCE_AXIS) == index
-    words = lax.psum(jnp.where(is_here, words, jnp.uint32(0)), parallel.INSTANCE_AXIS)
-    if parallel.MODEL_AXIS in spec:
-      axis = spec.index(parallel.MODEL_AXIS) - 1
-      words = lax.all_gather(words, parallel.MODEL_AXIS, axis=axis, tiled=True)
-    return lax.bitcast_convert_type(words, jnp.float32)
+  def local(own: Array) -> list[Array]:
+    own = own[0]
+    before = [parallel.names_of(entry) for entry in source[1:]]
+    before += [()] * (own.ndim - len(before))
+    split = None
+    for axis, entry in enumerate((*target, *(None,) * (own.ndim - len(target)))):
+      names = parallel.names_of(entry)
+      if MODEL in names and MODEL not in before[axis]:
+        size = own.shape[axis] // mesh.shape[MODEL]
+        start = lax.axis_index(MODEL) * jnp.int32(size)
+        own = lax.dynamic_slice_in_dim(own, start, size, axis)
+      elif MODEL in before[axis] and MODEL not in names:
+        own = lax.all_gather(own, MODEL, axis=axis, tiled=True)
+      if INSTANCE in names:
+        split = axis
+    if mesh.shape[INSTANCE] == 1:
+      sums = own[None]
+    elif split is None:
+      sums = lax.all_gather(own, INSTANCE)
+    else:
+      sums = lax.all_to_all(own[None], INSTANCE, split + 1, 0, tiled=True)
+    return [sums[index] for index in range(count)]
 
   spread = jax.shard_map(
-    local, mesh=sharding.mesh, in_specs=(spec, jax.P()), out_specs=jax.P(), check_vma=False
+    local, mesh=mesh, in_specs=(source,), out_specs=[target] * count, check_vma=False
   )
-  return spread(leaf, index)
+  return spread(leaf)
+
+
+# Both operands end here: the sum takes the place of the one, and `TreeSum` deletes the other.
+_add = jax.jit(lambda left, right: jax.tree.map(jnp.add, left, right), donate_argnums=(0,))
+
+
+class TreeSum:
+  """Adds pytrees that arrive one by one as `parallel.tree_sum_list` adds a list.
+
+  Works like a binary counter: two blocks of equal size become one at once, so that at most
+  log2(count) + 1 partial sums are alive. What is added is given up.
+  """
+
+  def __init__(self):
+    self._blocks: list[tuple[int, Any]] = []  # (number of values, sum), sizes descending.
+
+  def add(self, value: Any) -> None:
+    """Adds the next value."""
+    size = 1
+    while self._blocks and self._blocks[-1][0] == size:
+      value, size = self._joined(value), 2 * size
+    self._blocks.append((size, value))
+
+  def total(self) -> Any:
+    """Returns the sum of all values, of which there is at least one; then there are none."""
+    _, value = self._blocks.pop()
+    while self._blocks:
+      value = self._joined(value)
+    return value
+
+  def _joined(self, right: Any) -> Any:
+    _, left = self._blocks.pop()
+    total = _add(left, right)
+    for leaf in jax.tree.leaves(right):
+      leaf.delete()  # Once the addition has read it.
+    return total

@@ -91,10 +91,15 @@ def scratch_bytes(
   layout: packing.Layout,
   page_size: int,
   remat: transformer.Remat,
+  model_shards: int = 1,
 ) -> int:
-  """Returns the bytes of a micro-batch's pages: of all layers, or of one that is computed again."""
+  """Returns the bytes of a micro-batch's pages: of all layers, or of one that is computed again.
+
+  They are those of one of `model_shards` devices.
+  """
   positions = layout.num_pages * page_size
-  per_layer = 2 * positions * model.num_kv_heads * model.head_dim * numerics.dtype.itemsize
+  heads = model.num_kv_heads // model_shards
+  per_layer = 2 * positions * heads * model.head_dim * numerics.dtype.itemsize
   return per_layer * (model.num_layers if remat == "none" else 1)
 
 
@@ -104,14 +109,21 @@ def activation_bytes(
   layout: packing.Layout,
   page_size: int,
   remat: transformer.Remat,
+  model_shards: int = 1,
 ) -> int:
-  """Returns about how many bytes of temporaries a gradient takes beside its pages."""
+  """Returns about how many bytes of temporaries a gradient takes beside its pages.
+
+  They are those of one of `model_shards` devices, each of which has a part of the table, of the
+  heads and of each layer.
+  """
   rows, d = layout.num_rows, model.hidden_size
-  queries, keys = (heads * model.head_dim for heads in (model.num_heads, model.num_kv_heads))
+  queries, keys = (
+    heads * model.head_dim // model_shards for heads in (model.num_heads, model.num_kv_heads)
+  )
   item = numerics.dtype.itemsize
   positions = layout.num_pages * page_size
-  head = HEAD_TABLES * model.vocab_size * d * 4
-  weights = d * (2 * queries + 2 * keys) + 3 * d * model.intermediate_size
+  head = HEAD_TABLES * model.vocab_size * d * 4 / model_shards
+  weights = d * (2 * queries + 2 * keys) + 3 * d * model.intermediate_size // model_shards
   attention = positions * (QUERY_ARRAYS * queries + KEY_ARRAYS * keys) * 4
   layer = max(attention, LAYER_WEIGHTS * weights * 4)
   kept = KEPT_BYTES * d if remat == "layer" else KEPT_ARRAYS * item * (d + queries + keys)

@@ -11,6 +11,8 @@ whose program adds each gradient to the sum in place; the runs' sums are added a
 Which runs there are follows from the number of micro-batches alone, so the number of devices
 changes no bit, and of a large model only a few gradients are alive at once. What is no longer
 needed is given up: an optimiser step takes the place of the state that it began from.
+
+Of masters, moments and sums each device of the mesh has a part (`trainer.shards`), and updates it.
 """
 
 from __future__ import annotations
@@ -41,7 +43,14 @@ from seerjax.models import (
   weights,
 )
 from seerjax.ops import sampling
-from seerjax.trainer import gathering, losses, packing, plan as plan_lib
+from seerjax.trainer import (
+  gathering,
+  losses,
+  packing,
+  plan as plan_lib,
+  shards as shards_lib,
+  state as state_lib,
+)
 from seerjax.types import TokenScores, TrainBatch, TrainState
 
 
@@ -104,9 +113,27 @@ def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
 
   learning_rate = warming if config.warmup_steps else config.learning_rate
   return optax.chain(
-    optax.clip_by_global_norm(config.max_gradient_norm),
+    clip_by_norm(config.max_gradient_norm),
     optax.adamw(learning_rate, config.b1, config.b2, weight_decay=config.weight_decay),
   )
+
+
+def clip_by_norm(most: float) -> optax.GradientTransformationExtraArgs:
+  """Returns what scales a gradient down to a norm of at most `most`.
+
+  An update is told the norm as `gradient_norm`, for a device has a part of the gradient alone; else
+  the gradient is whole.
+  """
+
+  def update(
+    updates: Any, state: Any, params: Any = None, *, gradient_norm: Any = None, **others: Any
+  ) -> tuple[Any, Any]:
+    del params, others
+    found = shards_lib.norm(updates) if gradient_norm is None else gradient_norm
+    scaled = lambda leaf: jnp.where(found < most, leaf, leaf / found.astype(leaf.dtype) * most)
+    return jax.tree.map(scaled, updates), state
+
+  return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
 
 
 BY_INSTANCE = jax.P(parallel.INSTANCE_AXIS)
@@ -171,7 +198,8 @@ class Trainer:
     model: shape of the model.
     numerics: what decides bits; the engine's.
     loss: the objective.
-    optimizer: an optax chain.
+    optimizer: an optax chain. One that does not work element by element has masters and moments
+      whole on every device (`shards.is_elementwise`).
     mesh: micro-batches are spread over its instances, and slabs of each over its model axis.
     num_pages: scratch pages of one micro-batch (`packing.Layout.num_pages`).
     page_size: positions of one page.
@@ -222,7 +250,7 @@ class Trainer:
     numerics_lib.require_finite(
       params, what="Trainer.init: params", remedy="begin from weights that are whole"
     )
-    return first_state(params, self.optimizer)
+    return state_lib.first_state(params, self.optimizer, self.mesh)
 
   def _placed(self, params: parameters.Params, what: str) -> parameters.Params:
     """Returns weights on the whole mesh; refuses others than the fingerprint names."""
@@ -350,9 +378,9 @@ class Trainer:
     Of arguments that every instance has its own of, the leading axis is the instance's; so it is
     of all that comes out, which `results` takes as [1, ...].
     """
+    leaves_of = functools.partial(jax.tree.leaves, is_leaf=shards_lib.is_spec)
     is_own = [
-      any(parallel.INSTANCE_AXIS in spec for spec in jax.tree.leaves(specs, is_leaf=_is_spec))
-      for specs in in_specs
+      any(parallel.INSTANCE_AXIS in spec for spec in leaves_of(specs)) for specs in in_specs
     ]
 
     def local(*args: Any) -> Any:
@@ -375,7 +403,7 @@ class Trainer:
     """Returns where the sums of gradients lie: each instance's own, slabs over the model axis."""
     trained, _ = lora.partition(parameters.specs_of(params))
     by_instance = lambda spec: jax.P(parallel.INSTANCE_AXIS, *spec)
-    return jax.tree.map(by_instance, trained, is_leaf=_is_spec)
+    return jax.tree.map(by_instance, trained, is_leaf=shards_lib.is_spec)
 
   def _zeros(self, params: parameters.Params) -> Any:
     """Returns f32 sums of nothing, shaped as the gradient."""
@@ -412,14 +440,45 @@ class Trainer:
 
   @functools.cached_property
   def _update(self):
-    def update(state: TrainState, gradient):
-      gradient = parameters.unstacked(gradient)
-      updates, opt_state = self.optimizer.update(gradient, state.opt_state, state.params)
-      params = optax.apply_updates(state.params, updates)
-      norms = dict(grad_norm=optax.tree.norm(gradient), update_norm=optax.tree.norm(updates))
-      return TrainState(params, opt_state, state.step + 1), norms
+    optimizer = optax.with_extra_args_support(self.optimizer)
 
-    return jax.jit(update, donate_argnums=(0,))
+    def update(state: TrainState, gradient: Any, of_params: Any = None):
+      mesh = None if of_params is None else self.mesh
+      gradient = parameters.unstacked(gradient)
+      norm = shards_lib.norm(gradient, of_params, mesh)
+
+      def applied(gradient: Any, state: TrainState, norm: Array) -> Any:
+        updates, opt_state = optimizer.update(
+          gradient, state.opt_state, state.params, gradient_norm=norm
+        )
+        return updates, opt_state, optax.apply_updates(state.params, updates)
+
+      updates, opt_state, params = shards_lib.rounded_apart(applied)(gradient, state, norm)
+      of_update = shards_lib.norm(updates, of_params, mesh, behind=norm)
+      return TrainState(params, opt_state, state.step + 1), dict(
+        grad_norm=norm, update_norm=of_update
+      )
+
+    if self.mesh.size == 1:
+      return jax.jit(update, donate_argnums=(0,))
+
+    def spread(state: TrainState, gradient: Any):
+      specs = state_lib.state_specs(state, self.optimizer, self.mesh)
+      of_gradient = self._gradient_specs(gradient)
+      parts = jax.shard_map(
+        lambda state, gradient: update(state, gradient, specs.params),
+        mesh=self.mesh,
+        in_specs=(specs, of_gradient),
+        out_specs=(specs, jax.P()),
+        check_vma=False,
+      )
+      return parts(state, gradient)
+
+    return jax.jit(spread, donate_argnums=(0,))
+
+  def _gradient_specs(self, gradient: Any) -> Any:
+    """Returns where the gradient of what learns lies: as its masters, stacked or not."""
+    return state_lib.params_specs(gradient, self.optimizer, self.mesh)
 
   def gradient(
     self,
@@ -463,7 +522,7 @@ class Trainer:
       np.full(num_micro, old_logprobs is None),
       reference_logprobs,
     )
-    total, mismatches = TreeSum(), 0
+    total, mismatches, of_gradient = gathering.TreeSum(), 0, None
     values: list[Any] = [None] * num_micro
     metrics, scores = list(values), list(values)
     all_runs = runs(num_micro)
@@ -479,9 +538,16 @@ class Trainer:
         for row, index in enumerate(indices):
           values[index], metrics[index], tokens, scores[index] = self._of_instance(out, row)
           mismatches += int(np.sum(tokens != batch.targets[index]))
-      for place in range(len(wave)):
-        total.add(jax.tree.map(lambda leaf, place=place: gathering.on_first(leaf, place), sums))
+      if of_gradient is None:
+        of_gradient = self._gradient_specs(lora.partition(params)[0])
+      leaves, structure = jax.tree.flatten(sums)
       del sums
+      places = jax.tree.leaves(of_gradient, is_leaf=shards_lib.is_spec)
+      for index, place in enumerate(places):
+        leaves[index] = gathering.shared_out(leaves[index], place, len(wave))
+      for parts in zip(*leaves, strict=True):
+        total.add(structure.unflatten(parts))
+      del leaves
     assert mismatches == 0, f"head: {mismatches} forced tokens came out as others"
     loss_metrics = functools.reduce(losses.add_metrics, metrics)
     summary = {name: jnp.asarray(value) for name, value in losses.summarise(loss_metrics).items()}
@@ -492,7 +558,7 @@ class Trainer:
   def plan(
     self, params: parameters.Params, layout: packing.Layout, num_micro_batches: int
   ) -> plan_lib.Plan:
-    """Returns what learning takes of a device's memory, before anything is computed.
+    """Returns what learning takes of a device of the mesh, before anything is computed.
 
     Args:
       params: what `gradient` is handed, or its shapes.
@@ -501,18 +567,27 @@ class Trainer:
     """
     trained, frozen = lora.partition(params)
     masters = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32), trained)
-    of_masters = plan_lib.tree_bytes(masters)
+    mesh, of_params = self.mesh, state_lib.params_specs(masters, self.optimizer, self.mesh)
+    moments = jax.eval_shape(self.optimizer.init, masters)
+    of_moments = shards_lib.of_optimizer(self.optimizer, moments, of_params)
+    of_masters = shards_lib.bytes_of(masters, of_params, mesh)
+    # An instance's own sum, before it is shared out, lies as the weights do.
+    of_sum, _ = lora.partition(parameters.specs_of(params))
+    of_others = plan_lib.num_sums(len(runs(num_micro_batches))) - 1
     is_deep = self.model.num_layers > parameters.UNROLLED_LAYERS
-    is_apart = is_deep or self.numerics.dtype != jnp.float32
+    is_apart = is_deep or self.numerics.dtype != jnp.float32 or mesh.size > 1
     sizes = (self.model, self.numerics, layout, self.page_size, self.remat)
+    shards = mesh.shape[parallel.MODEL_AXIS]
+    weights = shards_lib.bytes_of(params, parameters.specs_of(params), mesh)
     return plan_lib.Plan(
       masters=of_masters,
-      moments=plan_lib.tree_bytes(jax.eval_shape(self.optimizer.init, masters)),
-      # Weights in float32 that learn are the masters themselves, unless they are stacked.
-      weights=plan_lib.tree_bytes(params) if is_apart or frozen is not None else 0,
-      sums=plan_lib.num_sums(len(runs(num_micro_batches))) * of_masters,
-      activations=plan_lib.activation_bytes(*sizes),
-      scratch=plan_lib.scratch_bytes(*sizes),
+      moments=shards_lib.bytes_of(moments, of_moments, mesh),
+      # Weights in float32 that learn are the masters themselves, unless they are stacked or masters
+      # are shared out.
+      weights=weights if is_apart or frozen is not None else 0,
+      sums=shards_lib.bytes_of(masters, of_sum, mesh) + of_others * of_masters,
+      activations=plan_lib.activation_bytes(*sizes, shards),
+      scratch=plan_lib.scratch_bytes(*sizes, shards),
       update=int(plan_lib.UPDATE_COPIES * of_masters),
     )
 
@@ -547,31 +622,18 @@ class Trainer:
       ValueError: if the new weights are not finite, so that they are never published or saved.
     """
     state, norms = self._update(state, gradient)
+    checked: Any = state.params
     if parallel.spans_processes(self.mesh):
       numbers = {name: float(value) for name, value in norms.items()}
       agreement.compare(f"optimiser step {int(state.step)}", numbers)
+      checked = (norms, state.params)  # A process has a part of the weights; norms are of all.
     numerics_lib.require_finite(
-      state.params,
+      checked,
       what=f"Trainer.update: weights after a gradient of norm {float(norms['grad_norm']):g}",
       remedy="go on from the last checkpoint with a lower OptimizerConfig.learning_rate or"
       " max_gradient_norm",
     )
     return state, norms
-
-
-def first_state(params: Any, optimizer: optax.GradientTransformation) -> TrainState:
-  """Returns the state of what has not learnt yet, with a copy of its f32 masters `params`.
-
-  It lies where `Trainer.update` leaves the states after it, so that one program serves them all.
-  """
-  params = jax.tree.map(jnp.copy, params)
-  state = TrainState(params, optimizer.init(params), jnp.int32(0))
-  return jax.device_put(state, jax.local_devices()[0])
-
-
-def is_given_up(state: Any) -> bool:
-  """Whether an update has taken the place of a state, or of one within a tree."""
-  return any(isinstance(x, jax.Array) and x.is_deleted() for x in jax.tree.leaves(state))
 
 
 def score(
@@ -631,43 +693,3 @@ def rollout_gap(scores: TokenScores, batch: TrainBatch) -> dict[str, float]:
     max_abs_logprob_gap=float(np.max(np.abs(gap))),
     max_abs_raw_logprob_gap=float(np.max(np.abs(raw_gap))),
   )
-
-
-def _is_spec(value: Any) -> bool:
-  return isinstance(value, jax.P)
-
-
-# Both operands end here: the sum takes the place of the one, and `TreeSum` deletes the other.
-_add = jax.jit(lambda left, right: jax.tree.map(jnp.add, left, right), donate_argnums=(0,))
-
-
-class TreeSum:
-  """Adds pytrees that arrive one by one as `parallel.tree_sum_list` adds a list.
-
-  Works like a binary counter: two blocks of equal size become one at once, so that at most
-  log2(count) + 1 partial sums are alive. What is added is given up.
-  """
-
-  def __init__(self):
-    self._blocks: list[tuple[int, Any]] = []  # (number of values, sum), sizes descending.
-
-  def add(self, value: Any) -> None:
-    """Adds the next value."""
-    size = 1
-    while self._blocks and self._blocks[-1][0] == size:
-      value, size = self._joined(value), 2 * size
-    self._blocks.append((size, value))
-
-  def total(self) -> Any:
-    """Returns the sum of all values, of which there is at least one; then there are none."""
-    _, value = self._blocks.pop()
-    while self._blocks:
-      value = self._joined(value)
-    return value
-
-  def _joined(self, right: Any) -> Any:
-    _, left = self._blocks.pop()
-    total = _add(left, right)
-    for leaf in jax.tree.leaves(right):
-      leaf.delete()  # Once the addition has read it.
-    return total

@@ -32,6 +32,7 @@ pytestmark = pytest.mark.usefixtures("programs_on_disk")
       dict(model_shards=8, numerics=numerics_lib.NumericsConfig(reduction_shards=4)),
       "RunConfig.model_shards: got 8, expected at most NumericsConfig.reduction_shards=4 .*lower",
     ),
+    (RunConfig, dict(publish_bytes=0), "RunConfig.publish_bytes: got 0, expected at least 1"),
     (RunConfig, dict(lora_rank=-1), "RunConfig.lora_rank: got -1, expected at least 0"),
     (RunConfig, dict(lora_alpha=0.0), "RunConfig.lora_alpha: got 0.0, expected a positive"),
     (RunConfig, dict(lora_alpha=math.inf), "RunConfig.lora_alpha: got inf, expected a positive"),

@@ -12,7 +12,6 @@ from typing import Any
 import jax
 import made_rollouts
 import numpy as np
-import optax
 
 from seerjax import numerics as numerics_lib, parallel, types
 from seerjax.models import config as model_config, lora, parameters
@@ -21,6 +20,8 @@ from seerjax.trainer import losses, packing, step
 
 MESHES = ((8, 1), (4, 2), (2, 4), (1, 8), (1, 2), (1, 4))
 NORMS = ("query_norm", "key_norm")
+# Every gradient is clipped, so that a bit of its norm is one of the weights.
+OPTIMIZER = step.OptimizerConfig(learning_rate=1e-2, weight_decay=0.1, max_gradient_norm=1e-3)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,7 +110,7 @@ def trainer_of(case: Case, mesh: tuple[int, int] = (1, 1)) -> step.Trainer:
     model=case.config,
     numerics=case.numerics,
     loss=losses.dapo(),
-    optimizer=optax.adam(1e-2),
+    optimizer=step.make_optimizer(OPTIMIZER),
     mesh=parallel.make_mesh(num_instances=mesh[0], model_shards=mesh[1]),
     num_pages=packing.layout(**case.layout).num_pages,
     page_size=4,
@@ -182,10 +183,9 @@ def learn(case: Case, mesh: tuple[int, int] = (1, 1), *, updates: bool = True) -
   )
   found = {"scores": scores, "loss": metrics["loss"], "gradient": gradient}
   if updates:
-    # The update's program is the first device's, whatever the mesh is: that of one trainer.
     with jax.numpy_dtype_promotion("standard"):  # Optax's own.
-      state, _ = trainer_of(case).update(trainer_of(case).init(master), gradient)
-    found["weights"] = state.params
+      state, norms = trainer.update(trainer.init(master), gradient)
+    found |= {"weights": state.params, "moments": state.opt_state, "norms": norms}
   leaves = jax.tree_util.tree_leaves_with_path(jax.device_get(found))
   assert all(np.isfinite(leaf).all() for _, leaf in leaves)
   return Learnt({jax.tree_util.keystr(path): np.asarray(leaf).tobytes() for path, leaf in leaves})

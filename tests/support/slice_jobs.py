@@ -98,10 +98,9 @@ def _answers(argument: str) -> dict[str, Any]:
 def trained(directory: pathlib.Path, *, num_instances: int) -> str:
   """Returns the digest of what a run of a one-layer model learns."""
   import jax
-  import numpy as np
   import small_run
 
-  from seerjax import rl
+  from seerjax import parallel, rl
   from seerjax.run import slices
 
   config = dataclasses.replace(
@@ -111,8 +110,8 @@ def trained(directory: pathlib.Path, *, num_instances: int) -> str:
   with slices.own_directory(directory) as own:
     result = rl.train(config, small_run.policy(), task, own, log=print)
   digest = hashlib.sha256()
-  for leaf in jax.tree.leaves(jax.device_get((result.state.params, result.state.opt_state))):
-    digest.update(np.asarray(leaf).tobytes())
+  for leaf in jax.tree.leaves(parallel.on_host((result.state.params, result.state.opt_state))):
+    digest.update(leaf.tobytes())
   return digest.hexdigest()
 
 

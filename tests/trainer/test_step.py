@@ -16,7 +16,7 @@ from seerjax import parallel, types
 from seerjax.models import flax_module, head, kv_layout, parameters, presets, transformer
 from seerjax.numerics import NumericsConfig
 from seerjax.ops import sampling
-from seerjax.trainer import losses, packing, step
+from seerjax.trainer import gathering, losses, packing, state as state_lib, step
 
 NUMERICS, MODEL = tiny_model.ONE_SLAB, tiny_model.SMALLEST
 SIZES = {
@@ -127,7 +127,7 @@ def test_values_one_by_one_are_added_as_a_list_of_them(count):
     for _ in range(count)
   ]
   expected = parallel.tree_sum_list([value["w"] for value in values])
-  total = step.TreeSum()
+  total = gathering.TreeSum()
   for value in values:
     total.add(value)
   np.testing.assert_array_equal(total.total()["w"], expected)
@@ -163,9 +163,9 @@ def test_an_update_takes_the_place_of_its_state_and_of_nothing_else():
   trainer, params = trainer_of(), jax.tree.map(jnp.copy, master_of())
   first = trainer.init(params)
   gradient, _, _ = gradient_of(packed(groups_of()), params=params)
-  assert not step.is_given_up(first)
+  assert not state_lib.is_given_up(first)
   second, _ = trainer.update(first, gradient)
-  assert step.is_given_up(first) and not step.is_given_up(second)
+  assert state_lib.is_given_up(first) and not state_lib.is_given_up(second)
   assert not any(leaf.is_deleted() for leaf in jax.tree.leaves((params, gradient)))
 
 
@@ -179,7 +179,7 @@ def test_one_program_serves_the_first_update_and_those_after_it():
 
 def test_few_sums_are_alive_at_once():
   before = {id(one) for one in jax.live_arrays()}
-  total, most = step.TreeSum(), 0
+  total, most = gathering.TreeSum(), 0
   for _ in range(16):
     total.add({"w": jnp.ones(3) + 1})
     most = max(most, sum(one.shape == (3,) and id(one) not in before for one in jax.live_arrays()))
