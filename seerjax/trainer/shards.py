@@ -236,7 +236,7 @@ def _run(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
 def _inner(equation: Any) -> Any:
   """Returns the closed jaxpr that an equation calls; None if it has none."""
   found = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
-  return found if isinstance(found, core.ClosedJaxpr) else None
+  return found if hasattr(found, "consts") else None
 
 
 def is_elementwise(optimizer: optax.GradientTransformationExtraArgs, params: Any) -> bool:
