@@ -689,16 +689,10 @@ class Engine:
 
   def plan(self) -> str:
     """Returns one line that says what was allocated, of several devices also on each."""
-    pages = self.memory.pages
     return sizes.described(
-      self.config,
-      self._runner.stages,
-      num_instances=self.num_instances,
-      of_all=tuple(
-        sum(leaf.nbytes for leaf in jax.tree.leaves(tree)) for tree in (pages, self._params)
-      ),
-      of_device=tuple(parallel.bytes_a_device(tree) for tree in (pages, self._params)),
-    )
+      self.config, self._runner.stages, num_instances=self.num_instances,
+      allocated=(self.memory.pages, self._params),
+    )  # fmt: skip
 
 
 __all__ = ["Counters", "Engine", "EngineConfig", "StepOutput"]

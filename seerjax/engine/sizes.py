@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import jax
 
-from seerjax import agreement, host_memory, numerics as numerics_lib
+from seerjax import agreement, host_memory, numerics as numerics_lib, parallel
 from seerjax.backends.protocol import Backend
 from seerjax.engine import checks
 from seerjax.models import config as model_config, kv_layout
@@ -309,8 +310,7 @@ def described(
   backend: Backend,
   *,
   num_instances: int,
-  of_all: tuple[int, ...],
-  of_device: tuple[int, ...],
+  allocated: tuple[Any, Any],
 ) -> str:
   """Returns one line that says what was allocated.
 
@@ -318,9 +318,10 @@ def described(
     config: sizes.
     backend: that runs the steps.
     num_instances: of the engine.
-    of_all: bytes of pages and of weights, over all devices, copies once.
-    of_device: the same of each.
+    allocated: pages and weights, pytrees of arrays; copies count once, but on each device.
   """
+  of_all = [sum(leaf.nbytes for leaf in jax.tree.leaves(tree)) for tree in allocated]
+  of_device = [parallel.bytes_a_device(tree) for tree in allocated]
   of_each = ""
   if of_all != of_device:
     mib = [f"{count / 2**20:.1f}" for count in of_device]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import pytest
 import tiny_model
 import word_engine
@@ -141,10 +142,15 @@ def test_the_plan_says_what_was_allocated():
     "1 instance(s), each 9 pages of 8 positions (64 tokens of context) and 4 sequences; steps of"
     " 4, 16 rows in arrays of 8, 16; 0.1 MiB of pages, 0.2 MiB of weights"
   )
+  place = jax.sharding.NamedSharding(parallel.make_mesh(model_shards=8), jax.P("model"))
   line = sizes.described(
-    word_engine.make_engine().config, BACKEND, num_instances=1, of_all=(2**20, 2**23),
-    of_device=(2**17, 2**20),
-  )  # fmt: skip
+    word_engine.make_engine().config,
+    BACKEND,
+    num_instances=1,
+    allocated=(
+      jnp.zeros(2**18, jnp.float32, device=place), jnp.zeros(2**21, jnp.float32, device=place),
+    ),
+  )
   assert line.endswith("; 1.0 MiB of pages, 8.0 MiB of weights; on each device 0.1 and 1.0 MiB")
 
 
