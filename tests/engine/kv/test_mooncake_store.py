@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 import os
+import pathlib
 import socket
 import subprocess
 import sys
