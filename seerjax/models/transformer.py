@@ -17,7 +17,7 @@ import functools
 from typing import Any, Literal
 
 import jax
-from jax import lax
+from jax import ad_checkpoint, lax
 import jax.numpy as jnp
 
 from seerjax import numerics as numerics_lib
@@ -37,8 +37,10 @@ from seerjax.ops import attention, tiles
 from seerjax.types import KeyCopies, TokenBatch
 
 # What a gradient keeps of the forward pass.
-Remat = Literal["none", "layer"]
-REMATS = ("none", "layer")
+Remat = Literal["none", "layer", "layer_offloaded"]
+REMATS = ("none", "layer", "layer_offloaded")
+# Where "layer_offloaded" keeps each layer's input, and what a program calls it.
+HOST_MEMORY, LAYER_INPUT = "pinned_host", "layer_input"
 
 # A layer's products over slabs, which are most of its weights.
 SLABS = ("qkv", "out", "gate_up", "down")
@@ -70,7 +72,8 @@ def forward(
     numerics: what decides bits.
     axis: mesh axis of the slabs, None on one device.
     remat: what a gradient keeps: "none" computes nothing again, "layer" keeps each layer's input
-      alone and computes the layer again as it goes back. The values are the same bits.
+      alone and computes the layer again as it goes back, "layer_offloaded" keeps it in the host's
+      memory. The values are the same bits.
     backend: what runs the stages; None is the one that the numerics name.
     key_copies: rows whose keys and values every layer writes to further slots too, before it
       attends: how a token tree computes what its paths share once. It changes no row's bits.
@@ -136,7 +139,7 @@ def forward(
   def again(x: Array, weights: Params, own: kv_layout.LayerPages, index: int):
     # Pages that are all zero, as a gradient's are, are not made before the layer is.
     zero = tiles.late_zeros((), own[0].dtype, lax.stop_gradient(x))
-    run = jax.checkpoint(functools.partial(layer, index=index))
+    run = _computed_again(functools.partial(layer, index=index), remat)
     return run(x, weights, tuple(leaf + zero for leaf in own))
 
   x = params["embed"][batch.tokens]
@@ -150,13 +153,30 @@ def forward(
       " of them all; take empty_pages of the same model, or unstacked weights."
     )
   else:
-    run_layer = again if remat == "layer" else layer
+    run_layer = layer if remat == "none" else again
     new_pages = []
     for index, (weights, own) in enumerate(zip(params["layers"], pages, strict=True)):
       x, own = run_layer(x, weights, own, index)
       new_pages.append(own)
     pages = tuple(new_pages)
   return x[:num_rows], pages
+
+
+def _computed_again(layer: Any, remat: Remat) -> Any:
+  """Returns a layer (input, ...) of which a gradient keeps the input alone, on device or host."""
+  if remat == "layer":
+    return jax.checkpoint(layer)
+
+  def named(x: Array, *rest: Any) -> Any:
+    return layer(ad_checkpoint.checkpoint_name(x, LAYER_INPUT), *rest)
+
+  policy = jax.checkpoint_policies.save_and_offload_only_these_names(
+    names_which_can_be_saved=[],
+    names_which_can_be_offloaded=[LAYER_INPUT],
+    offload_src="device",
+    offload_dst=HOST_MEMORY,
+  )
+  return jax.checkpoint(named, policy=policy)
 
 
 def _whole_tiles(batch: TokenBatch, backend: Backend) -> TokenBatch:
@@ -190,7 +210,7 @@ def _with_scratch(
   dtype = backend.numerics.dtype
 
   def zeros(shape: tuple[int, ...], x: Array) -> Array:
-    if remat == "layer":
+    if remat != "none":
       return tiles.late_zeros(shape, dtype, lax.stop_gradient(x))
     return jnp.zeros(shape, dtype)
 
@@ -198,7 +218,7 @@ def _with_scratch(
     fresh = {shape: zeros(shape, x) for shape in shapes}  # One for all arrays of a shape.
     return layer(x, weights, tuple(fresh[shape] for shape in shapes), 0)[0], None
 
-  body = jax.checkpoint(body) if remat == "layer" else body
+  body = body if remat == "none" else _computed_again(body, remat)
   if parameters.is_stacked(params):
     return lax.scan(body, x, params["layers"])[0]
   for weights in params["layers"]:

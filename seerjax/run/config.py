@@ -37,9 +37,9 @@ class TrainerConfig:
     overlong_buffer: DAPO's overlong shaping: answers within this many tokens of `max_tokens` lose
       reward linearly; 0 is off.
     remat: what a gradient keeps of the forward pass: "none" computes nothing again; "layer" keeps
-      each layer's input alone, which takes a third more time and far less memory. Scores have the
-      same bits; sums of a gradient may be rounded elsewhere (beyond eight layers they are), so that
-      the fingerprint names it.
+      each layer's input alone, which takes a third more time and far less memory;
+      "layer_offloaded" keeps it in the host's memory. Scores have the same bits; sums of a gradient
+      may be rounded elsewhere (beyond eight layers they are), so that the fingerprint names it.
   """
 
   rows_per_micro_batch: int = 0

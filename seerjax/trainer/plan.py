@@ -126,5 +126,7 @@ def activation_bytes(
   weights = d * (2 * queries + 2 * keys) + 3 * d * model.intermediate_size // model_shards
   attention = positions * (QUERY_ARRAYS * queries + KEY_ARRAYS * keys) * 4
   layer = max(attention, LAYER_WEIGHTS * weights * 4)
-  kept = KEPT_BYTES * d if remat == "layer" else KEPT_ARRAYS * item * (d + queries + keys)
-  return int(head + layer + model.num_layers * rows * kept)
+  kept = KEPT_ARRAYS * item * (d + queries + keys) if remat == "none" else KEPT_BYTES * d
+  # In the host's memory but for the layer that is at work.
+  num_kept = 1 if remat == "layer_offloaded" else model.num_layers
+  return int(head + layer + num_kept * rows * kept)

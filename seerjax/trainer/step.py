@@ -224,6 +224,13 @@ class Trainer:
     # With what they leave open decided, so that two of them compare.
     decided = model_config.numerics_for(self.model, self.numerics)
     object.__setattr__(self, "numerics", decided)
+    if self.remat == "layer_offloaded":
+      kinds = {memory.kind for memory in self.mesh.devices.flat[0].addressable_memories()}
+      if transformer.HOST_MEMORY not in kinds:
+        raise NotImplementedError(
+          f"Trainer.remat: got 'layer_offloaded' on a {jax.default_backend()} device whose memories"
+          f" are {sorted(kinds)}, expected {transformer.HOST_MEMORY!r} among them; set 'layer'."
+        )
     shards = self.mesh.shape[parallel.MODEL_AXIS]
     parallel.local_slabs(decided.reduction_shards, shards)
     if shards > 1 and decided.uses_kernels:

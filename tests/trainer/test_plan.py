@@ -79,6 +79,10 @@ def test_a_plan_counts_what_learns_and_what_runs():
   assert found.scratch == 2 * 2 * layout.num_pages * 8 * model.num_kv_heads * model.head_dim * 2
   again = dataclasses.replace(trainer, remat="layer").plan(weights, layout, 20)
   assert again.activations < found.activations and again.scratch * 2 == found.scratch
+  away = dataclasses.replace(trainer, remat="layer_offloaded").plan(weights, layout, 20)
+  kept = layout.num_rows * plan.KEPT_BYTES * model.hidden_size
+  assert again.activations - away.activations == (model.num_layers - 1) * kept
+  assert away.scratch == again.scratch
   float32 = dataclasses.replace(trainer, numerics=tiny_model.NUMERICS).plan(shapes, layout, 20)
   assert float32.weights == 0  # They are the masters.
   adapters = lora.shapes(model, numerics, 2)

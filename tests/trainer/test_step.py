@@ -186,18 +186,26 @@ def test_few_sums_are_alive_at_once():
   assert most <= 5 and float(total.total()["w"][0]) == 32.0
 
 
+def test_layers_inputs_go_where_the_device_has_a_place_for_them(monkeypatch):
+  monkeypatch.setattr(transformer, "HOST_MEMORY", "tape")
+  expected = r"Trainer.remat: got 'layer_offloaded' on a cpu device .* expected 'tape' among them"
+  with pytest.raises(NotImplementedError, match=expected):
+    trainer_of(remat="layer_offloaded")
+
+
 @pytest.mark.thorough
-def test_layers_that_are_computed_again_score_with_the_same_bits():
+@pytest.mark.parametrize("remat", ["layer", "layer_offloaded"])
+def test_layers_that_are_computed_again_score_with_the_same_bits(remat):
   batch = packed(groups_of())
   kept, _, kept_scores = gradient_of(batch)
-  again, _, again_scores = gradient_of(batch, remat="layer")
+  again, _, again_scores = gradient_of(batch, remat=remat)
   assert_equal_bits(again_scores, kept_scores)
   # Nor do the gradients differ, of layers in a row.
   assert_equal_bits(again, kept)
 
 
 def computed_once_and_again(model, numerics, **changes):
-  """(gradient, scores) where layers are kept, and where they are computed again."""
+  """(gradient, scores) where layers are kept, computed again, and their inputs offloaded."""
   sizes = SIZES | {"numerics": numerics, **changes}
   groups = groups_of()
   batch = packing.pack(groups, values_of(groups), **sizes)
@@ -221,9 +229,10 @@ BFLOAT16 = dataclasses.replace(NUMERICS, compute_dtype="bfloat16")
 @pytest.mark.parametrize("numerics", [NUMERICS, BFLOAT16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("config", [MODEL, tiny_model.CONFIG], ids=["smallest", "tiny"])
 def test_layers_in_a_row_that_are_computed_again_have_the_same_gradients(config, numerics):
-  (kept, kept_scores), (again, again_scores) = computed_once_and_again(config, numerics)
-  assert_equal_bits(again_scores, kept_scores)
-  assert_equal_bits(again, kept)
+  (kept, kept_scores), *others = computed_once_and_again(config, numerics)
+  for again, again_scores in others:
+    assert_equal_bits(again_scores, kept_scores)
+    assert_equal_bits(again, kept)
 
 
 @pytest.mark.long
@@ -233,10 +242,12 @@ def test_layers_in_a_loop_that_are_computed_again_score_with_the_same_bits(dtype
   numerics = NumericsConfig(
     query_tile=4, slot_tile=32, kv_split=64, compute_dtype=dtype
   )
-  (kept, kept_scores), (again, again_scores) = computed_once_and_again(
+  (kept, kept_scores), (again, again_scores), (away, away_scores) = computed_once_and_again(
     deep, numerics, page_size=8, rows_per_micro_batch=64
   )
   assert_equal_bits(again_scores, kept_scores)
+  assert_equal_bits(away_scores, kept_scores)
+  assert_equal_bits(away, again)
   # Gradients are rounded elsewhere (docs/results/memory.md): why the fingerprint names it.
   for one, other in zip(jax.tree.leaves(kept), jax.tree.leaves(again), strict=True):
     one, other = np.asarray(one, np.float32), np.asarray(other, np.float32)
