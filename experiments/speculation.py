@@ -72,7 +72,7 @@ class Workload:
     batches: requests at once.
     lengths: tokens ahead, 1 to 16, or "budget": at most 8, and none where that does not pay.
     widths: children of each place of a draft, the one that goes on included; of a budget, at most.
-    turns: of a cell; an interval needs two, and one to be quoted some twenty. A batch above 32 has
+    turns: of a cell; an interval needs two, and one to be quoted some twenty. A batch above 8 has
       half as many, of so many more answers.
     temperature: of all answers.
     max_tokens: of an answer.
@@ -130,7 +130,7 @@ class Workload:
 
   def turns_of(self, batch: int) -> int:
     """Returns how many turns a cell has."""
-    return self.turns if batch <= 32 else max(2, self.turns // 2)
+    return self.turns if batch <= 8 else max(2, self.turns // 2)
 
   @property
   def settings(self) -> dict[str, Any]:

@@ -69,7 +69,7 @@ def test_a_grid_by_hand():
 
 
 def test_a_large_batch_has_half_as_many_turns_and_two_at_least():
-  turns = [Workload(turns=9).turns_of(batch) for batch in (1, 32, 64, 128)]
+  turns = [Workload(turns=9).turns_of(batch) for batch in (1, 8, 16, 128)]
   assert turns == [9, 9, 4, 4]
   assert Workload(turns=2).turns_of(128) == 2
 
