@@ -194,6 +194,16 @@ def test_a_draft_model_moves_no_bit_in_many_schedules(implementation, dtype):
   run_schedules(numerics, range(1000, 1130), page_sizes=(2, 4, 8, 16))
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("mesh", [(2, 1), (1, 2), (2, 2)], ids=str)  # (instances, model shards)
+@pytest.mark.parametrize("implementation", ["tiled", "native"])
+def test_a_draft_model_moves_no_bit_on_several_devices(implementation, mesh):
+  numerics = dataclasses.replace(
+    drafting_models.ONE_SLAB, implementation=implementation, reduction_shards=2
+  )
+  run_schedules(numerics, range(2000, 2020), mesh)
+
+
 def digest(make_drafter) -> str:
   """Returns a digest of all drafts of a run of requests, in which the draft is not always right."""
   engine = drafting_models.make_engine()
