@@ -13,7 +13,8 @@ DRY_LIMIT=900
 
 usage() {
   cat <<'EOF'
-usage: bash launch/gpu_check.sh [--part=N,N] [--dry_run] [--out=DIR] [--wheels=DIR] [--seconds=N]
+usage: bash launch/gpu_check.sh [--part=N,N] [--together] [--dry_run] [--out=DIR] [--wheels=DIR]
+                                [--seconds=N]
 
 Runs on a machine with an NVIDIA H100 or H200, by a Python there that has JAX with CUDA, NumPy and
 absl-py. Nothing is installed, and nothing comes from a network. First it says what the machine is;
@@ -31,6 +32,8 @@ A part is several processes, each with a limit of its own: one that hangs costs 
 not present is named, and is no failure. The exit status is 1 if a process failed or ran out of time.
 
   --part=N,N    these parts alone
+  --together    processes that measure no time (all but those of parts 4 and 5) run at once: for a
+                machine of many cores, whose GPU is lent by the minute
   --dry_run     on a CPU, through all parts: small sizes, the interpreter in the GPU's place
   --out=DIR     gets summary.txt, and of each part N partN.log and partN.tar.gz, which grow after
                 every process (runs/gpu_check)
@@ -44,10 +47,11 @@ not present is named, and is no failure. The exit status is 1 if a process faile
 EOF
 }
 
-out="$ROOT/runs/gpu_check" parts="" seconds="" dry_run="" wheels="$ROOT/.whl"
+out="$ROOT/runs/gpu_check" parts="" seconds="" dry_run="" together="" wheels="$ROOT/.whl"
 for argument in "$@"; do
   case $argument in
     --dry_run) dry_run=yes ;;
+    --together) together=yes ;;
     --out=*) out=${argument#*=} ;;
     --part=*) parts=${argument#*=} ;;
     --wheels=*) wheels=${argument#*=} ;;
@@ -56,7 +60,8 @@ for argument in "$@"; do
       usage
       exit 0
       ;;
-    *) fail "got '$argument', expected --part=, --dry_run, --out=, --wheels=, --seconds= or --help." ;;
+    *) fail "got '$argument', expected --part=, --together, --dry_run, --out=, --wheels=," \
+      "--seconds= or --help." ;;
   esac
 done
 [ -n "$parts" ] || parts=$PARTS
@@ -166,7 +171,9 @@ import sys, jax
 print(sys.executable, "Python", sys.version.split()[0], "JAX", jax.__version__, *jax.devices())
 ')"
 
-failures=0 end=0 number=0
+wanted_together=$together
+failures=0 end=0 number=0 at_once=0
+parts_at_once=()
 
 # begin NUMBER: a part begins; its processes share its seconds.
 begin() {
@@ -177,17 +184,23 @@ begin() {
   [ -n "$seconds$dry_run" ] || end=$((SECONDS + limits[number - 1]))
   : >"$out/part$number.log"
   mkdir -p "$scratch/part$number"
+  case $number in
+    4 | 5) together="" ;;
+    *) together=$wanted_together ;;
+  esac
+  # Where time is measured, nothing else runs.
+  [ -n "$together" ] || join
   tell "part $number"
 }
 
 # process NAME LIMIT MODULES COMMAND...: one process of a part, within its limit and what is left.
 #
-# MODULES, with spaces between, have to be importable. Results are kept before the next one begins.
+# MODULES, with spaces between, have to be importable. Results are kept before the next one begins;
+# of processes that run at once, by `join`.
 process() {
-  local name=$1 limit=$2 modules missing started=$SECONDS left=$((end - SECONDS)) status verdict=ok
+  local name=$1 limit=$2 modules missing left=$((end - SECONDS))
   read -ra modules <<<"$3"
   shift 3
-  printf '\n== part %s: %s\n' "$number" "$name" | tee -a "$out/part$number.log"
   missing=$(missing_modules ${modules[@]+"${modules[@]}"})
   if [ -n "$missing" ]; then
     absent "$name" "this Python has no $missing, and no wheel of it lies in $wheels"
@@ -195,20 +208,59 @@ process() {
   fi
   [ -z "$dry_run" ] || limit=$left
   [ "$limit" -le "$left" ] || limit=$left
+  if [ -n "$together" ]; then
+    at_once=$((at_once + 1))
+    limited "$name" "$limit" "$scratch/$at_once.verdict" "$@" >"$scratch/$at_once.log" 2>&1 &
+    parts_at_once[at_once]=$number
+    return
+  fi
+  limited "$name" "$limit" "$scratch/verdict" "$@" 2>&1 | tee -a "$out/part$number.log"
+  tar -czf "$out/part$number.tar.gz" -C "$scratch" "part$number"
+  settle "$scratch/verdict"
+}
+
+# limited NAME LIMIT FILE COMMAND...: runs a command within LIMIT seconds; FILE gets a line of it.
+limited() {
+  local name=$1 limit=$2 file=$3 verdict=ok started=$SECONDS
+  shift 3
+  printf '\n== part %s: %s\n' "$number" "$name"
   if [ "$limit" -le 0 ]; then
     verdict="NO TIME"
   else
-    timeout --kill-after=10 "$limit" "$@" 2>&1 | tee -a "$out/part$number.log"
-    status=${PIPESTATUS[0]}
-    case $status in
+    timeout --kill-after=10 "$limit" "$@"
+    case $? in
       0) ;;
       124 | 137) verdict="NO TIME" ;;
       *) verdict=FAILED ;;
     esac
-    tar -czf "$out/part$number.tar.gz" -C "$scratch" "part$number"
   fi
-  [ "$verdict" = ok ] || failures=$((failures + 1))
-  tell "$(printf '  %-8s %5d s  %s' "$verdict" $((SECONDS - started)) "$name")"
+  printf '  %-8s %5d s  %s\n' "$verdict" $((SECONDS - started)) "$name" >"$file"
+}
+
+# settle FILE: tells the line of a process that ended, and counts it if it failed.
+settle() {
+  local line
+  line=$(cat "$1" 2>/dev/null) || line="  FAILED       ? s  a process that left no line"
+  case $line in
+    "  ok"*) ;;
+    *) failures=$((failures + 1)) ;;
+  esac
+  tell "$line"
+}
+
+# join: waits for the processes that run at once.
+join() {
+  local i
+  wait
+  for ((i = 1; i <= at_once; i++)); do
+    tee -a "$out/part${parts_at_once[i]}.log" <"$scratch/$i.log"
+  done
+  for ((i = 1; i <= at_once; i++)); do
+    [ "${parts_at_once[i]}" = "${parts_at_once[i - 1]:-}" ] || tell "part ${parts_at_once[i]}, at once"
+    tar -czf "$out/part${parts_at_once[i]}.tar.gz" -C "$scratch" "part${parts_at_once[i]}"
+    settle "$scratch/$i.verdict"
+  done
+  at_once=0
 }
 
 # absent NAME WHY: a process that cannot run here, which is no failure.
@@ -315,6 +367,7 @@ job() {
     process "the main job, $run" 180 "$LIBRARY ml_collections tensorboardX" \
       "$python" -m experiments.grpo --workdir="$scratch/part$number/$run" "${small[@]}"
   done
+  join
   sums=$(cd "$scratch/part$number" && sha256sum ./*/model/model.safetensors 2>/dev/null)
   [ -n "$sums" ] || return
   if [ "$(printf '%s\n' "$sums" | cut -d' ' -f1 | sort | uniq -c | sed 's/^ *//' | cut -d' ' -f1)" = 2 ]; then
@@ -358,6 +411,7 @@ for part in $parts; do
     7) memory ;;
   esac
 done
+join
 
 printf '\n== summary\n'
 cat "$out/summary.txt"

@@ -112,6 +112,22 @@ def test_a_process_that_fails_or_has_no_time_fails_the_whole(checkout: pathlib.P
   assert text.count("\n  NO TIME ") == 2 * 7
 
 
+def test_processes_that_measure_no_time_run_at_once(checkout: pathlib.Path):
+  (checkout / "pallas_kernels" / "bench" / "orders").write_text("1")
+  status, text = run(checkout, "--dry_run", "--part=1,2,4", "--together")
+  assert status == 0, text
+  assert "\npart 1, at once\n" in text
+  assert "\npart 2, at once\n" in text
+  # The timed part waits for the others, whose output is not mixed with its own.
+  assert text.index("\npart 4\n") > text.index("\npart 2, at once\n")
+  assert "only=attention" in (checkout / "runs" / "gpu_check" / "part1.log").read_text()
+  assert text.count("\n  ok ") == 2 * (5 + 7 + 6)
+  (checkout / "pallas_kernels" / "bench" / "status").write_text("")
+  status, text = run(checkout, "--dry_run", "--part=1", "--together")
+  assert status == 1
+  assert "gpu_check.sh: 5 process(es) FAILED" in text
+
+
 def test_what_this_python_lacks_is_named_or_taken_from_a_wheel(
   checkout: pathlib.Path, tmp_path: pathlib.Path
 ):
@@ -166,7 +182,7 @@ def test_a_machine_without_a_gpu_is_named(checkout: pathlib.Path):
 @pytest.mark.parametrize(
   "argument, message",
   [
-    ("--fast", "got '--fast', expected --part=, --dry_run, --out=, --wheels=, --seconds= or"),
+    ("--fast", "got '--fast', expected --part=, --together, --dry_run, --out=, --wheels="),
     ("--part=1,speed", "--part: got 'speed', expected some of: 1 2 3 4 5 6 7."),
     ("--seconds=soon", "--seconds: got 'soon', expected a number of seconds."),
   ],
