@@ -211,16 +211,19 @@ def gate_up(model: Model, num_rows: int) -> Case:
   inputs = (x, weight, weight)
   few = num_rows <= 64
 
+  def ours(name: str, config: matmul.Config) -> Contestant:
+    call = functools.partial(matmul.swiglu, config=config)
+    return Contestant(name, call, (x, struct(r, model.hidden, 2 * model.intermediate // r)))
+
   def of_torch(torch: Any, x: Any, gate: Any, up: Any) -> Any:
     return torch.nn.functional.silu(torch.mm(x, gate)) * torch.mm(x, up)
 
   return Case(
     "matmul",
     f"{model.name} gate_up, {rows_text(num_rows)}",
-    Contestant(
-      "swiglu", matmul.swiglu, (x, struct(r, model.hidden, 2 * model.intermediate // r))
-    ),
+    ours("swiglu", matmul.Config()),
     (
+      *((ours("swiglu, swapped_rows=64", matmul.Config(swapped_rows=64)),) if few else ()),
       Contestant(CUBLAS, lambda x, g, u: jax.nn.silu(jnp.dot(x, g)) * jnp.dot(x, u), inputs),
       Contestant("torch.mm", of_torch, inputs, is_torch=True),
     ),

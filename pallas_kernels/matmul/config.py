@@ -98,7 +98,8 @@ def plan(
   swapped = x_k_last and num_rows <= config.swapped_rows
   if swapped:
     block_m = next(size for size in (8, 16, 32, 64) if num_rows <= size)
-    block_n = config.swapped_block_n
+    # A tile's second 64 columns would be written over the first where there are no more than those.
+    block_n = config.swapped_block_n if columns is None else min(config.swapped_block_n, columns)
   else:
     block_m = config.block_m
     block_n = config.block_n // 2 if pair or shards > 1 else config.block_n

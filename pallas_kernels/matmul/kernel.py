@@ -276,7 +276,9 @@ def contract(
         row, column, first = tile.row, tile.column, warpgroup * WGMMA_ROWS
         row, column = (row, column + first) if tiles.swapped else (row + first, column)
         plane = () if planes is None else (tile.plane,)
-        num_pieces = 1 if tiles.swapped else tiles.block_n // SQUARE
+        # Of one square of columns Mosaic drops that axis, and with it a later square's place: what
+        # TMA should leave out for lying past n would be written over the first.
+        num_pieces = 1 if tiles.swapped else min(tiles.block_n, n) // SQUARE
         for piece in range(num_pieces):
           columns = pl.ds(column + piece * SQUARE, SQUARE)
           slot = piece % 2
