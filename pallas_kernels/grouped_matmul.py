@@ -73,7 +73,8 @@ class Config:
     """Returns that of `matmul`; where experts have few rows each, a tile has one warpgroup."""
     is_short = num_rows <= num_experts * WGMMA_ROWS
     block_m = min(self.block_m, WGMMA_ROWS) if is_short else self.block_m
-    fields: dict[str, Any] = dataclasses.asdict(self) | {"block_m": block_m}
+    # A tile of few rows, whose group ends in it, has no swapped program.
+    fields: dict[str, Any] = dataclasses.asdict(self) | {"block_m": block_m, "swapped_rows": 0}
     return matmul.Config(**fields)
 
   def shared_memory_bytes(self, num_rows: int, num_experts: int) -> int:

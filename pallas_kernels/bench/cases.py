@@ -194,7 +194,7 @@ def product(model: Model, layer: Layer, num_rows: int) -> Case:
     ours("matmul", matmul.Config()),
     (
       Contestant(CUBLAS, dot, inputs),
-      *((ours("matmul, swapped_rows=64", matmul.Config(swapped_rows=64)),) if few else ()),
+      *((ours("matmul, tall", matmul.Config(swapped_rows=0)),) if few else ()),
       # It has no stream to add to.
       Contestant("Pallas hopper_matmul_mgpu", stock.matmul, whole),
       Contestant("torch.mm", of_torch, inputs, is_torch=True),
@@ -223,7 +223,7 @@ def gate_up(model: Model, num_rows: int) -> Case:
     f"{model.name} gate_up, {rows_text(num_rows)}",
     ours("swiglu", matmul.Config()),
     (
-      *((ours("swiglu, swapped_rows=64", matmul.Config(swapped_rows=64)),) if few else ()),
+      *((ours("swiglu, tall", matmul.Config(swapped_rows=0)),) if few else ()),
       Contestant(CUBLAS, lambda x, g, u: jax.nn.silu(jnp.dot(x, g)) * jnp.dot(x, u), inputs),
       Contestant("torch.mm", of_torch, inputs, is_torch=True),
     ),

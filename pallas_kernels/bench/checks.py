@@ -66,7 +66,7 @@ class Sizes:
     rows: of agreement, of matmul and of norms.
     sweeps: numbers of rows that must not matter, by name.
     claim_rows: of matmul's claims.
-    swapped_rows: of the questions about its swapped orientation, one for each width of a tile.
+    swapped_rows: of its swapped orientation, one number for each width of a tile.
     features: of norms.
     layers: (key/value heads, group, head_dim, window) of attention; those with a window have sinks.
     context: positions of a sequence.
@@ -148,6 +148,13 @@ def normal(seed: int, *shape: int, dtype: Any = jnp.bfloat16) -> jax.Array:
     return jax.random.normal(jax.random.key(seed), shape, jnp.float32).astype(dtype)
   rng = np.random.default_rng(seed)
   return jnp.asarray(rng.standard_normal(shape, np.float32), dtype)
+
+
+def uneven(seed: int, *shape: int) -> jax.Array:
+  """Returns normal numbers times powers of two from 2^-8 to 2^8, which no two orders add alike."""
+  rng = np.random.default_rng(seed)
+  powers = np.exp2(rng.integers(-8, 9, shape)).astype(np.float32)
+  return jnp.asarray(rng.standard_normal(shape, np.float32) * powers, jnp.bfloat16)
 
 
 def as_float64(x: Any) -> np.ndarray:
@@ -334,19 +341,22 @@ def _matmul_claims(
     ("max_stages 2 == 8", most, {"max_stages": 2}, {}),
     ("snake_width 1 == 8", most, {"snake_width": 1}, {}),
   )
-  questions = (
+  tall, swapped = {"swapped_rows": 0}, {"swapped_rows": 64}
+  orientations = (
     *(
-      (f"swapped_rows 64 == 0 (swapped == tall), {rows} rows", rows, {"swapped_rows": 64}, {})
+      (f"swapped_rows 64 == 0 (swapped == tall), {rows} rows", rows, swapped, tall)
       for rows in sizes.swapped_rows
     ),
     (
       "swapped_block_n 64 == 128",
       sizes.swapped_rows[0],
-      {"swapped_rows": 64},
-      {"swapped_rows": 64, "swapped_block_n": 128},
+      swapped,
+      swapped | {"swapped_block_n": 128},
     ),
   )
-  kinds: tuple[tuple[Kind, Any], ...] = (("claim", claims), ("question", questions))
+  # The interpreter multiplies by numpy, whose bits follow the shape.
+  of_orientations: Kind = "question" if sizes.interpret else "claim"
+  kinds: tuple[tuple[Kind, Any], ...] = (("claim", claims), (of_orientations, orientations))
   for kind, asked in kinds:
     for what, rows, *settings in asked:
       left, right = (of(**{"shards": shards} | fields)(x[:rows], w) for fields in settings)

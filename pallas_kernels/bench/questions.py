@@ -67,7 +67,7 @@ def _count(pairs: list[tuple[str, Any, Any]]) -> tuple[str, bool]:
 def _products(setting: Setting, num_rows: int) -> tuple[Callable[..., Any], jax.Array, jax.Array]:
   """Returns f32 x @ w under fields of `matmul.Config`, with x and w."""
   k, n, _ = setting.sizes.weights[-1]
-  x, w = checks_lib.normal(0, num_rows, k), checks_lib.normal(1, k, n)
+  x, w = checks_lib.uneven(0, num_rows, k), checks_lib.uneven(1, k, n)
 
   def product(rows: jax.Array, **fields: Any) -> jax.Array:
     return matmul.matmul(
@@ -85,7 +85,8 @@ def wgmma_width(setting: Setting) -> Answer:
   product, x, _ = _products(setting, setting.sizes.claim_rows)
   rows = setting.sizes.swapped_rows
   narrow = product(x[: rows[0]], swapped_rows=64)
-  pairs = [("n = 128 against 256", product(x, block_n=128), product(x))]
+  tall = functools.partial(product, x, swapped_rows=0)
+  pairs = [("n = 128 against 256", tall(block_n=128), tall())]
   for width in rows[1:]:
     wide = product(x[:width], swapped_rows=64)[: rows[0]]
     pairs.append((f"n = {rows[0]} against {width}", narrow, wide))
@@ -93,14 +94,20 @@ def wgmma_width(setting: Setting) -> Answer:
   change = (
     "matmul.Config.block_n may follow the number of rows, and swapped tiles may have any width"
   )
-  other = "matmul.Config.block_n is contract: call it so, and leave swapped_rows at 0"
+  other = "matmul.Config.block_n is contract: call it so, and set swapped_rows to 0"
   return Answer("wgmma_width", "Does wgmma's n change bits?", seen, change if equal else other)
 
 
 def wgmma_height(setting: Setting) -> Answer:
   product, x, _ = _products(setting, setting.sizes.claim_rows)
   seen, equal = _count(
-    [("block_m = 64 against 128", product(x, block_m=64), product(x, block_m=128))]
+    [
+      (
+        "block_m = 64 against 128",
+        product(x, block_m=64, swapped_rows=0),
+        product(x, block_m=128, swapped_rows=0),
+      )
+    ]
   )
   change = "matmul.Config.block_m may follow the number of rows"
   other = "matmul.Config.block_m is contract: call it so"
@@ -113,12 +120,16 @@ def operand_order(setting: Setting) -> Answer:
   product, x, _ = _products(setting, max(setting.sizes.swapped_rows))
   seen, equal = _count(
     [
-      (f"{rows} rows, swapped against tall", product(x[:rows], swapped_rows=64), product(x[:rows]))
+      (
+        f"{rows} rows, swapped against tall",
+        product(x[:rows], swapped_rows=64),
+        product(x[:rows], swapped_rows=0),
+      )
       for rows in setting.sizes.swapped_rows
     ]
   )
-  change = "matmul.Config.swapped_rows may become 64"
-  other = "matmul.Config.swapped_rows stays 0"
+  change = "matmul.Config.swapped_rows is 64 by default"
+  other = "matmul.Config.swapped_rows has to be 0 here"
   return Answer(
     "operand_order", "Do swapped operands change bits?", seen, change if equal else other
   )

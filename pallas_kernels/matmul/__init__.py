@@ -25,9 +25,10 @@ with no product beside them, so that nothing can be fused into them. Of Qwen3-8B
 to 128 rows have 48 tiles for queries, keys and values, 96 for gate and up, and 256 for each of the
 two contractions, which would be 32 if they were sequential; an H200 has 132 multiprocessors.
 
-Two orientations share this order; by default all take the tall one. It lays tokens on wgmma's
-64-row axis; the swapped one, for few tokens, lays the weight's columns there and tokens on the axis
-that may be as short as 8:
+Two orientations share this order. The tall one lays tokens on wgmma's 64-row axis; the swapped one,
+for few tokens, lays the weight's columns there and tokens on the axis that may be as short as 8.
+That both give the same bits was seen on an H100 (docs/results/gpu.md), where few tokens are swapped
+by default; in the interpreter they would not, and none are:
 
             tall   tokens x columns, block_m x block_n, for more than `swapped_rows` tokens
          swapped   columns x tokens, written back transposed
@@ -168,6 +169,7 @@ def is_supported(
     w_k_last=transposed,
     out_dtype=out_dtype or x.dtype,
     residual_dtype=None if residual is None else residual.dtype,
+    interpret=interpret,
   )
   return gpu.shared_memory_reason(
     tiles.scratch(tiles.stages), "block_m, block_n or block_k"

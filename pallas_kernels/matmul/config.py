@@ -16,6 +16,8 @@ MULTIPLE = 64
 ROW_MULTIPLE = 8
 # A weight of at most so many columns has narrow tiles, so that its slabs fill more of the machine.
 NARROW_COLUMNS = 1024
+# By default no more tokens than these take the swapped orientation.
+MOST_SWAPPED_ROWS = 64
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -25,9 +27,10 @@ class Config:
   Attributes:
     block_k: contract. Elements of the contraction that are copied, then added, at once.
     shards: contract. Equal parts of the contraction, added as one tree: 1, 2, 4 or 8.
-    swapped_rows: contract, and tuning once a GPU has shown that both orientations, and every width
-      of the swapped one, give the same bits. Up to so many tokens take the swapped one; 0, the
-      default, for never: then no instruction follows m.
+    swapped_rows: tuning. Up to so many tokens take the swapped orientation, which reads a weight
+      faster where they are few; both, and every width of the swapped one, gave the same bits on an
+      H100 (docs/results/gpu.md). None is 64 on a GPU, and 0 in the interpreter, where each shape of
+      a product has bits of its own. Engines ask again at their start (`run.self_test`).
     block_m: tuning. Tokens of a tall tile: 64 for each of its warpgroups.
     block_n: tuning. Columns of a tall tile; halved for a pair and where parts are added, at most
       128 for a weight (or a slab) of at most 1,024 columns. It follows no number of rows.
@@ -41,7 +44,7 @@ class Config:
 
   block_k: int = 64
   shards: int = 1
-  swapped_rows: int = 0
+  swapped_rows: int | None = None
   block_m: int = 128
   block_n: int = 256
   swapped_block_n: int = 64
@@ -53,7 +56,7 @@ class Config:
     choices = {
       "block_k": (64, 128),
       "shards": (1, 2, 4, 8),
-      "swapped_rows": (0, 8, 16, 32, 64),
+      "swapped_rows": (None, 0, 8, 16, 32, 64),
       "block_m": (64, 128),
       "block_n": (128, 256),
       "swapped_block_n": (64, 128),
@@ -82,6 +85,7 @@ def plan(
   w_k_last: bool = False,
   out_dtype: Any = jnp.bfloat16,
   residual_dtype: Any = None,
+  interpret: bool = False,
 ) -> Plan:
   """Returns the tiles for that many tokens; the order of no sum depends on them.
 
@@ -92,10 +96,14 @@ def plan(
     pair, joined: of `swiglu`, whose weights may be one array.
     slabs: those that are added; None where they are not, and K is cut into the config's shards.
     x_k_last, w_k_last, out_dtype, residual_dtype: see `Plan`.
+    interpret: for a CPU.
   """
   shards = config.shards if slabs is None else slabs
+  swapped_rows = config.swapped_rows
+  if swapped_rows is None:
+    swapped_rows = 0 if interpret else MOST_SWAPPED_ROWS
   # Tokens that are contracted (dw) have no short side: they stay tall.
-  swapped = x_k_last and num_rows <= config.swapped_rows
+  swapped = x_k_last and num_rows <= swapped_rows
   if swapped:
     block_m = next(size for size in (8, 16, 32, 64) if num_rows <= size)
     # A tile's second 64 columns would be written over the first where there are no more than those.

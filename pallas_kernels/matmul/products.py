@@ -28,6 +28,7 @@ def matmul(x, w, bias, residual, transposed, out_dtype, config, interpret):
     w_k_last=transposed,
     out_dtype=jnp.dtype(out_dtype),
     residual_dtype=None if residual is None else residual.dtype,
+    interpret=interpret,
   )
   return _product(tiles, x, (w,), bias, residual, config, interpret)
 
@@ -56,7 +57,15 @@ matmul.defvjp(_matmul_forward, _matmul_backward)
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
 def swiglu(x, gate, up, transposed, config, interpret):
   n = gate.shape[-2 if transposed else -1] // (2 if up is None else 1)
-  tiles = plan(config, x.shape[0], columns=n, pair=True, joined=up is None, w_k_last=transposed)
+  tiles = plan(
+    config,
+    x.shape[0],
+    columns=n,
+    pair=True,
+    joined=up is None,
+    w_k_last=transposed,
+    interpret=interpret,
+  )
   return contract(tiles, x, (gate,) if up is None else (gate, up), None, None, interpret)
 
 
@@ -100,6 +109,7 @@ def contract_slabs(x, w, stream, transposed, out_dtype, config, interpret):
     w_k_last=transposed,
     out_dtype=jnp.dtype(out_dtype),
     residual_dtype=None if stream is None else stream.dtype,
+    interpret=interpret,
   )
   return _product(tiles, x, (w,), None, stream, config, interpret)
 
@@ -148,6 +158,7 @@ def _input_gradient(
       slabs=size,
       w_k_last=not transposed,
       out_dtype=out_dtype,
+      interpret=interpret,
     )
     some = slice(first, first + size)
     return _product(tiles, dy[some], (w[some],), None, None, whole, interpret)
@@ -166,7 +177,14 @@ def _slab_gradients(
   """Returns dy @ w^T, [m, k], or that of each slab, [r, m, k]."""
   whole = dataclasses.replace(config, shards=1)
   columns = w.shape[-1 if transposed else -2]
-  tiles = plan(whole, dy.shape[-2], columns=columns, w_k_last=not transposed, out_dtype=dtype)
+  tiles = plan(
+    whole,
+    dy.shape[-2],
+    columns=columns,
+    w_k_last=not transposed,
+    out_dtype=dtype,
+    interpret=interpret,
+  )
   return contract(tiles, dy, (w,), None, None, interpret)
 
 

@@ -359,14 +359,23 @@ def test_both_orientations_add_the_same_products(seed):
 
 
 @pytest.mark.parametrize("pair", [False, True])
-def test_by_default_no_tile_follows_the_number_of_rows(pair):
-  plans = {
-    matmul.plan(matmul.Config(), num_rows, columns=4096, pair=pair, slabs=None if pair else 8)
-    for num_rows in (1, 8, 64, 65, 4096)
-  }
-  assert len(plans) == 1
-  tuned = matmul.Config(swapped_rows=64)
-  assert {matmul.plan(tuned, num_rows).block_m for num_rows in (1, 9, 64, 65)} == {8, 16, 64, 128}
+def test_few_tokens_are_swapped_on_a_gpu_alone(pair):
+  def plans(interpret, **fields):
+    return {
+      matmul.plan(
+        matmul.Config(**fields),
+        num_rows,
+        columns=4096,
+        pair=pair,
+        slabs=None if pair else 8,
+        interpret=interpret,
+      )
+      for num_rows in (1, 9, 64, 65, 4096)
+    }
+
+  assert len(plans(True)) == 1 and plans(True) == plans(False, swapped_rows=0)
+  assert {tiles.block_m for tiles in plans(False)} == {8, 16, 64, 128}
+  assert plans(False) == plans(True, swapped_rows=64)
 
 
 @pytest.mark.few(4)
@@ -590,7 +599,7 @@ def test_a_cpu_is_refused():
   [
     ("block_k", 32, "got block_k=32; expected one of (64, 128)."),
     ("shards", 3, "got shards=3; expected one of (1, 2, 4, 8)."),
-    ("swapped_rows", 128, "got swapped_rows=128; expected one of (0, 8, 16, 32, 64)."),
+    ("swapped_rows", 128, "got swapped_rows=128; expected one of (None, 0, 8, 16, 32, 64)."),
     ("block_m", 256, "got block_m=256; expected one of (64, 128)."),
     ("block_n", 512, "got block_n=512; expected one of (128, 256)."),
     ("swapped_block_n", 32, "got swapped_block_n=32; expected one of (64, 128)."),

@@ -36,7 +36,7 @@ def walked_matmul(tiles: matmul.Config, x: jax.Array, w: jax.Array) -> jax.Array
     x: bf16[m, k].
     w: bf16[k, n].
   """
-  if x.shape[0] <= tiles.swapped_rows:
+  if x.shape[0] <= (tiles.swapped_rows or 0):
     # The few tokens lie along the width of a tile.
     swapped = dataclasses.replace(
       tiles, swapped_rows=0, block_m=tiles.swapped_block_n, block_n=128
