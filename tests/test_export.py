@@ -123,9 +123,8 @@ def test_the_engine_step_exports(model):
     assert exported.out_avals[-1].shape == (samples,)
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("model", models())
-def test_the_train_step_exports(model):
+def train_step(model, mesh):
+  """Returns a trainer on a mesh, and shapes of one micro-batch of an instance and of its state."""
   layout = packing.layout(
     numerics=NUMERICS, page_size=PAGE_SIZE, rows_per_micro_batch=1024, max_sequence_tokens=513
   )
@@ -134,36 +133,58 @@ def test_the_train_step_exports(model):
     NUMERICS,
     losses.dapo(),
     step.make_optimizer(step.OptimizerConfig(warmup_steps=2)),
-    parallel.make_mesh(),
+    mesh,
     layout.num_pages,
     PAGE_SIZE,
   )
-  rows = layout.num_rows
+  lead, rows = (1,) * (mesh.size > 1), layout.num_rows
   micro = step.MicroBatch(
     batch=TrainBatch(
       tokens=token_batch(
-        rows=rows, segments=layout.num_segments, width=layout.pages_per_sequence
+        *lead, rows=rows, segments=layout.num_segments, width=layout.pages_per_sequence
       ),
-      targets=i32(rows),
-      loss_mask=jax.ShapeDtypeStruct((rows,), jnp.bool),
-      sequence_index=i32(rows),
-      advantages=f32(rows),
+      targets=i32(*lead, rows),
+      loss_mask=jax.ShapeDtypeStruct((*lead, rows), jnp.bool),
+      sequence_index=i32(*lead, rows),
+      advantages=f32(*lead, rows),
       behaviour_logprobs=None,
       raw_logprobs=None,
-      sampling=sampling_rows(rows),
+      sampling=sampling_rows(*lead, rows),
     ),
-    old_logprobs=f32(rows),
-    is_first=jax.ShapeDtypeStruct((), jnp.bool),
+    old_logprobs=f32(*lead, rows),
+    is_first=jax.ShapeDtypeStruct(lead, jnp.bool),
   )
+  master = params_like(model, jnp.float32)
+  return trainer, micro, state_lib.abstract_state(master, trainer.optimizer, mesh)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("model", models())
+def test_the_train_step_exports(model):
+  trainer, micro, state = train_step(model, parallel.make_mesh())
   counts = losses.Denominators(f32(), f32())
   master = params_like(model, jnp.float32)
-  state = jax.eval_shape(
-    functools.partial(state_lib.first_state, optimizer=trainer.optimizer, mesh=trainer.mesh), master
-  )
   assert isinstance(state, TrainState)
   for platform in PLATFORMS:
     export(trainer._gradient, platform, params_like(model, NUMERICS.dtype), micro, counts, master)
     export(trainer._update, platform, state, master)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("model", models_of_a_mesh())
+def test_the_train_step_exports_for_eight_devices_of_the_model_axis(model):
+  trainer, micro, state = train_step(model, parallel.make_mesh(model_shards=8))
+  counts = losses.Denominators(f32(), f32())
+  params = params_like(model, trainer.numerics.dtype)
+  sums = jax.eval_shape(lambda: trainer._zeros(params))
+  for platform in PLATFORMS:
+    exported = export(trainer._gradient, platform, params, micro, counts, sums)
+    assert exported.nr_devices == 8
+    assert [leaf.shape for leaf in exported.out_avals[: len(jax.tree.leaves(sums))]] == [
+      leaf.shape for leaf in jax.tree.leaves(sums)
+    ]
+    exported = export(trainer._update, platform, state, state.params)
+    assert exported.nr_devices == 8
 
 
 @pytest.mark.thorough
