@@ -60,11 +60,21 @@ def load(workers: RayWorkers) -> None:
   workers.load(weights, next(VERSIONS))
 
 
+def wake(directory: pathlib.Path) -> None:
+  """Lets processes that were stopped go on."""
+  for process, _ in faulty_workers.met(directory):
+    with contextlib.suppress(ProcessLookupError):
+      os.kill(process, signal.SIGCONT)
+
+
 class Watched(ClusterRollout):
   """Notes when it hears of what, and lets those that were stopped go on when they are given up."""
 
-  def begin(self, directory: pathlib.Path) -> None:
+  def begin(self, directory: pathlib.Path, *, wakes: bool) -> None:
     self.directory = directory
+    self.wakes = wakes
+    self.ended: list[dict] = []  # Chunks, as the journal has them.
+    self.lost: list[int] = []  # Workers.
     self.noticed: list[float] = []
     self.has_answered = False
     self.joined_later = 0
@@ -72,37 +82,38 @@ class Watched(ClusterRollout):
   def _take(self, event: Event) -> None:
     if isinstance(event, Lost):
       self.noticed.append(time.time())
-      for process, _ in faulty_workers.met(self.directory):
-        with contextlib.suppress(ProcessLookupError):
-          os.kill(process, signal.SIGCONT)
+      self.lost.append(event.worker)
+      if self.wakes:
+        wake(self.directory)
     self.has_answered |= isinstance(event, Answered)
     self.joined_later += isinstance(event, Joined) and self.has_answered
     super()._take(event)
 
 
 def run(
-  workers: RayWorkers, directory: pathlib.Path, journal_at: pathlib.Path
+  workers: RayWorkers, directory: pathlib.Path, journal_at: pathlib.Path, *, wakes: bool = True
 ) -> tuple[Watched, collections.Counter]:
   """Runs the requests, with a journal; checks bits and that nothing is lost or comes twice."""
   with Journal(journal_at, fingerprint={}, settings={}) as journal:
     rollout = Watched(workers, Divided(chunk_tokens=2, routing=ByRoom()), journal)
-    rollout.begin(directory)
+    rollout.begin(directory, wakes=wakes)
     found = list(rollout.run(asked()))
     rollout.stop()  # Whoever still runs has come back then.
-    ended = [one for one in journal.events() if one["event"] == "ended"]
+    rollout.ended = [one for one in journal.events() if one["event"] == "ended"]
   wanted = alone(tiny_model.NATIVE, 7)
   assert len({one.request_id for one in found}) == len(found) == len(wanted)
   assert all(one.has_bits_of(wanted[one.request_id]) for one in found)
-  chunks = [one["chunk"] for one in ended]
+  chunks = [one["chunk"] for one in rollout.ended]
   assert len({*chunks}) == len(chunks)
   again = rollout.counts["again"]
   assert len(rollout.trace.spans) == len(chunks) + again
   return rollout, collections.Counter(again=again, joined_later=rollout.joined_later)
 
 
-def forget_met(directory: pathlib.Path) -> None:
-  for path in directory.glob("met *"):
-    path.unlink()
+def forget_faults(directory: pathlib.Path) -> None:
+  """Forgets what was met, and what was asked for and was not."""
+  for path in (*directory.glob("met *"), *directory.glob("*.*.*")):
+    path.unlink(missing_ok=True)
 
 
 @pytest.mark.parametrize("count", [1, 2])
@@ -114,7 +125,9 @@ def test_processes_that_are_killed_cost_time_and_no_bit(
     pytest.skip("the other one of two exports nothing alone, and has loaded")
   events, seconds = collections.Counter(), []
   for moment in faults.moments(seed + len(point), 4):
-    forget_met(directory)
+    forget_faults(directory)
+    if point == "in an export":
+      workers.process_ids()  # Waits for both; one that is alone exports nothing.
     for _ in range(count):
       faulty_workers.ask(directory, point, moment)
     if point == "in a load":
@@ -138,7 +151,7 @@ def test_a_process_that_is_stopped_comes_back_and_its_late_answer_is_dropped(
   usual, workers._patience = workers._patience, 8.0
   events = collections.Counter()
   for moment in faults.moments(seed, 5):
-    forget_met(directory)
+    forget_faults(directory)
     faulty_workers.ask(directory, STOP, moment)
     rollout, counted = run(workers, directory, tmp_path / f"{moment}.jsonl")
     assert len(faulty_workers.met(directory)) == 1 and rollout.counts["lost"] >= 1
@@ -146,6 +159,34 @@ def test_a_process_that_is_stopped_comes_back_and_its_late_answer_is_dropped(
     events["SIGSTOP"] += 1
   workers._patience = usual
   tell_events("stopped", events, ("SIGSTOP", "late", "again"))
+
+
+def test_a_process_that_is_stopped_for_half_a_minute_serves_again(
+  workers, directory, tmp_path, seed, tell_events
+):
+  usual, workers._patience = workers._patience, 8.0
+  events = collections.Counter()
+  for moment in faults.moments(seed + 1, 5):
+    forget_faults(directory)
+    faulty_workers.ask(directory, STOP, moment)
+    rollout, counted = run(workers, directory, tmp_path / f"{moment}.jsonl", wakes=False)
+    [(process, stopped_at)] = faulty_workers.met(directory)
+    assert rollout.counts["lost"] == 1 and rollout.noticed[0] - stopped_at < 10
+    events += counted + collections.Counter({"SIGSTOP of 30 s": 1})
+    [worker] = rollout.lost
+    # Another rollout has it away from beginning to end.
+    asleep, _ = run(workers, directory, tmp_path / f"{moment} asleep.jsonl", wakes=False)
+    assert worker not in {one["worker"] for one in asleep.ended}
+    events["chunks without it"] += len(asleep.ended)
+    time.sleep(max(0.0, stopped_at + 30 - time.time()))
+    os.kill(process, signal.SIGCONT)
+    assert process in workers.process_ids()  # It answers, and is who it was.
+    awake, _ = run(workers, directory, tmp_path / f"{moment} awake.jsonl")
+    events["chunks of it"] += sum(one["worker"] == worker for one in awake.ended)
+  workers._patience = usual
+  tell_events(
+    "stopped for long", events, ("SIGSTOP of 30 s", "again", "chunks without it", "chunks of it")
+  )
 
 
 def test_a_twin_of_other_weights_has_other_bits():
