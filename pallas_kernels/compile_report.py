@@ -11,7 +11,8 @@ What is refused:
   a case that does not compile;
   a warning that products of the tensor core wait for one another (C7510 to C7512);
   more bytes spilled than `ALLOWANCES` has for the kernel's file;
-  other floating-point opcodes, or another number of one, for another number of rows;
+  other floating-point opcodes, or another number of one, for another number of rows; of products,
+    whose tiles of few rows are swapped, another number for each element of a tile;
   a product that is rounded by chance in a kernel that merges or folds (`FOLDS`): two programs that
   must agree would agree by chance.
 
@@ -29,6 +30,7 @@ import json
 import multiprocessing
 import os
 import pathlib
+import re
 import sys
 from typing import Any, TypeAlias
 
@@ -52,7 +54,9 @@ FOLDS = {
 }
 
 # Opcodes and how often they stand in the code of a kernel.
-Arithmetic: TypeAlias = tuple[tuple[str, int], ...]
+Arithmetic: TypeAlias = tuple[tuple[str, float], ...]
+# Kernels whose tiles of few rows may be swapped.
+PRODUCTS = ("matmul", "matmul_parts")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,6 +179,23 @@ def kernel_complaints(kernel: Kernel, allowance: int) -> list[str]:
   return found
 
 
+def arithmetic_of_an_element(kernel: Kernel) -> Arithmetic:
+  """Returns a kernel's arithmetic; of a product, that of one column of its tile.
+
+  Tall and swapped tiles, and swapped ones of each width, are told apart by wgmma's n, and so is how
+  far the loop over the contraction is unrolled. A selection rounds nothing.
+  """
+  widths = {int(found[1]) for op in kernel.arithmetic if (found := re.match(r"HGMMA\.64x(\d+)x", op))}
+  if kernel.name not in PRODUCTS or len(widths) != 1:
+    return tuple(kernel.arithmetic.items())
+  (width,) = widths
+  return tuple(
+    (opcode, count / width)
+    for opcode, count in kernel.arithmetic.items()
+    if not opcode.startswith(("HGMMA", "FSEL"))
+  )
+
+
 def arithmetic_complaints(results: Iterable[Result]) -> list[str]:
   """Returns where arithmetic follows the number of rows; folds, of few rows alone, are left out."""
   first: dict[tuple[str, str], tuple[str, set[Arithmetic]]] = {}
@@ -183,7 +204,7 @@ def arithmetic_complaints(results: Iterable[Result]) -> list[str]:
     arithmetic: dict[str, set[Arithmetic]] = {}
     for kernel in result.kernels if result.family else ():
       if kernel.name not in FOLDS:
-        arithmetic.setdefault(kernel.name, set()).add(tuple(kernel.arithmetic.items()))
+        arithmetic.setdefault(kernel.name, set()).add(arithmetic_of_an_element(kernel))
     for name, own in arithmetic.items():
       case, other = first.setdefault((result.family, name), (result.name, own))
       if own != other:

@@ -116,6 +116,21 @@ def test_arithmetic_that_follows_the_number_of_rows_is_refused():
   assert compile_report.complaints([result(SOUND, family="out"), result(other, family="qkv")]) == []
 
 
+def test_a_swapped_tile_has_the_arithmetic_of_each_element():
+  def of(width: int, products: int, **counts: int) -> Result:
+    wgmma = {f"HGMMA.64x{width}x16.F32.BF16": products}
+    kernel = dataclasses.replace(SOUND, arithmetic={**counts, **wgmma})
+    return result(kernel, family="gate_up", name=f"gate_up, n={width}")
+
+  tall = of(128, 8, FADD=128, FFMA=64, FSEL=128)
+  assert compile_report.complaints([tall, of(8, 16, FADD=8, FFMA=4)]) == []
+  (sentence,) = compile_report.complaints([tall, of(8, 16, FADD=8, FFMA=8)])
+  assert sentence == (
+    "matmul: gate_up, n=8: matmul: got other numbers of FFMA than in 'gate_up, n=128', expected one"
+    " arithmetic for every number of rows"
+  )
+
+
 def test_a_fold_that_fuses_a_multiply_add_is_refused():
   plain = Kernel("attention", 256, 235, 0, 0, (), {"FMUL": 66}, 0)
   fused = Kernel("attention_merge", 128, 128, 0, 0, (), {"FFMA": 66}, 66)
