@@ -185,7 +185,8 @@ def arithmetic_of_an_element(kernel: Kernel) -> Arithmetic:
   Tall and swapped tiles, and swapped ones of each width, are told apart by wgmma's n, and so is how
   far the loop over the contraction is unrolled. A selection rounds nothing.
   """
-  widths = {int(found[1]) for op in kernel.arithmetic if (found := re.match(r"HGMMA\.64x(\d+)x", op))}
+  found = (re.match(r"HGMMA\.64x(\d+)x", opcode) for opcode in kernel.arithmetic)
+  widths = {int(match[1]) for match in found if match}
   if kernel.name not in PRODUCTS or len(widths) != 1:
     return tuple(kernel.arithmetic.items())
   (width,) = widths
