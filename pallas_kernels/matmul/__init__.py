@@ -21,9 +21,10 @@ as soon as both exist, so that of eight parts four sums are alive at most; one o
 shared memory. `parallel`, for products whose tiles would leave most multiprocessors without one:
 each part of a tile is a tile by itself and leaves its f32 sum in memory, and `matmul_parts` adds
 them. Instructions and their order are the same for each part, and sums are single IEEE additions
-with no product beside them, so that nothing can be fused into them. Of Qwen3-8B in eight slabs, up
+with no product beside them, so that nothing can be fused into them. Of Qwen3-8B in eight slabs, 65
 to 128 rows have 48 tiles for queries, keys and values, 96 for gate and up, and 256 for each of the
-two contractions, which would be 32 if they were sequential; an H200 has 132 multiprocessors.
+two contractions, which would be 32 if they were sequential; an H200 has 132 multiprocessors. Up to
+64 rows, swapped, have 64 sequential ones, which an H100 was faster at than at parts of their own.
 
 Two orientations share this order. The tall one lays tokens on wgmma's 64-row axis; the swapped one,
 for few tokens, lays the weight's columns there and tokens on the axis that may be as short as 8.

@@ -88,7 +88,10 @@ def _partials_forward(num_slabs: int, logits: Any, one: Array) -> Any:
 def _partials_backward(num_slabs: int, residuals: Any, cotangent: Any) -> tuple[Any, None]:
   """Each slab has columns of its own, so that no gradient of a whole row is ever added to one."""
   logits, one = residuals
-  by_slab = lambda z: jnp.swapaxes(z.reshape(z.shape[0], num_slabs, -1), 0, 1)
+  # Of no rows at all a size cannot be told from the others, so that each is given.
+  split = lambda z: z.reshape(z.shape[0], num_slabs, z.shape[1] // num_slabs)
+  by_slab = lambda z: jnp.swapaxes(split(z), 0, 1)
+  joined = lambda z: jnp.swapaxes(z, 0, 1).reshape(z.shape[1], z.shape[0] * z.shape[2])
 
   def slab(_, given: Any) -> Any:
     logits, wanted = given
@@ -97,7 +100,7 @@ def _partials_backward(num_slabs: int, residuals: Any, cotangent: Any) -> tuple[
 
   slabs = jax.tree.map(by_slab, logits), cotangent
   found = tiles.looped_slabs(slab, (), slabs, one, jax.tree.leaves(cotangent)[0])
-  return jax.tree.map(lambda z: jnp.swapaxes(z, 0, 1).reshape(z.shape[1], -1), found), None
+  return jax.tree.map(joined, found), None
 
 
 _partials_of.defvjp(_partials_forward, _partials_backward)

@@ -454,9 +454,9 @@ def test_few_rows_of_a_contraction_lie_apart():
     )
     return "add_parts" in module
 
-  # 32 tiles at up to 128 rows, of 132 multiprocessors; 64 at more.
-  assert [names(rows) for rows in (1, 128, 129)] == [True, True, False]
-  assert not names(1, mode="sequential")
+  # 32 tall tiles at up to 128 rows, of 132 multiprocessors; 64 at more, and 64 swapped ones.
+  assert [names(rows) for rows in (1, 64, 65, 128, 129)] == [False, False, True, True, False]
+  assert names(1, swapped_rows=0) and not names(65, mode="sequential")
 
 
 def test_layers_share_one_kernel():
