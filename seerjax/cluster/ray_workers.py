@@ -6,7 +6,8 @@
 Ray places the actors, carries records and says when one has died; what that means for a rollout is
 `driver.ClusterRollout`'s. A worker that is lost is replaced by a new actor, which joins when its
 engine stands. One that has not answered within the patience counts as lost; should it answer later,
-it joins again.
+it joins again. Where actors are lost one after another and no chunk ends between them, what kills
+them is what they are asked for, or where they are, and no more are started (`Losses`).
 
 Needs the extra `seerjax[cluster]`.
 """
@@ -94,6 +95,32 @@ class InRay:
       ) from error
 
 
+class Losses:
+  """Tells a long run, which loses a worker now and then, from one in which every worker dies.
+
+  Attributes:
+    in_a_row: losses since a chunk ended last.
+  """
+
+  def __init__(self, max_failures: int):
+    """Counts from nothing.
+
+    Args:
+      max_failures: losses in a row after which a lost worker is still replaced.
+    """
+    self._max_failures = max_failures
+    self.in_a_row = 0
+
+  def ended(self) -> None:
+    """A chunk has ended: workers do not only join, they work."""
+    self.in_a_row = 0
+
+  def lost(self) -> bool:
+    """A worker is lost; returns whether another one is to be started for it."""
+    self.in_a_row += 1
+    return self.in_a_row <= self._max_failures
+
+
 @dataclasses.dataclass
 class _Call:
   """A call that has not come back.
@@ -123,7 +150,7 @@ class RayWorkers:
     count: int,
     address: str = "",
     patience: float = 600.0,
-    max_replaced: int = 16,
+    max_failures: int = 16,
   ):
     """Starts the actors, which join when their engines stand.
 
@@ -133,11 +160,11 @@ class RayWorkers:
       count: of actors.
       address: of a Ray cluster, "auto" for the one of this machine; "" starts one for this process.
       patience: seconds within which a worker has to answer; a first chunk compiles its programs.
-      max_replaced: lost actors that are replaced.
+      max_failures: lost actors in a row, no chunk having ended between them, that are replaced.
 
     Raises:
       ImportError: if Ray is not installed.
-      ValueError: if there is to be no worker, or no patience.
+      ValueError: if there is to be no worker, or no patience, or a negative number of failures.
       ConnectionError: if there is no Ray cluster at the address.
     """
     if count < 1 or not patience > 0:
@@ -145,11 +172,16 @@ class RayWorkers:
         f"RayWorkers: got count={count}, patience={patience}, expected one worker at least and some"
         " seconds; say count=2."
       )
+    if max_failures < 0:
+      raise ValueError(
+        f"RayWorkers.max_failures: got {max_failures}, expected how many lost actors in a row are"
+        " replaced; say max_failures=16, or 0 to replace none."
+      )
     self._ray = _library()
     self._owns = not address and not self._ray.is_initialized()
     _connect(self._ray, address, count)
     self._make_worker, self._patience = make_worker, patience
-    self._left = max_replaced
+    self._losses = Losses(max_failures)
     self.replaced = 0
     self._actors: dict[int, Any] = {}
     self._calls: dict[Any, _Call] = {}  # By Ray's reference of the result.
@@ -213,7 +245,7 @@ class RayWorkers:
     """Does `Workers.waits_for`."""
     return (
       f"{len(self._actors)} of {self._num_ever} actors are left, of which none has answered in"
-      f" {self._patience:g} s"
+      f" {self._patience:g} s; {self._losses.in_a_row} were lost since a chunk ended last"
     )
 
   def close(self) -> None:
@@ -255,6 +287,8 @@ class RayWorkers:
     if call.joins:
       self._joins.discard(worker)
       return [Joined(worker=worker, report=found)]
+    if found:
+      self._losses.ended()
     return [Answered(worker=worker, results=tuple(found))]
 
   def _fail(self, worker: int, error: Exception) -> list[Event]:
@@ -263,8 +297,7 @@ class RayWorkers:
     self._joins.discard(worker)
     if actor is not None:
       self._ray.kill(actor)  # One that raised lives on, and has a place that the next one needs.
-      if self._left > 0:
-        self._left -= 1
+      if self._losses.lost():
         self.replaced += 1
         self._start()
     reason = str(error).strip().splitlines() or [""]

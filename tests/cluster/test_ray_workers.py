@@ -22,7 +22,7 @@ import pytest
 import tiny_model
 
 from seerjax.cluster.driver import ClusterRollout
-from seerjax.cluster.ray_workers import RayWorkers
+from seerjax.cluster.ray_workers import Losses, RayWorkers
 from seerjax.cluster.worker import EngineWorker
 from seerjax.rollout.policies import Divided
 
@@ -87,7 +87,25 @@ def test_a_stopped_process_is_waited_for_no_longer_than_the_patience(workers):
   assert rollout.counts["lost"] == 1 and workers.replaced == 0
 
 
-# Refusals, which need no Ray.
+# What needs no Ray.
+
+
+def test_losses_with_chunks_between_them_are_replaced_for_ever_and_those_in_a_row_are_not():
+  losses = Losses(max_failures=3)
+  for _ in range(50):  # A long run.
+    assert losses.lost() and losses.lost()
+    losses.ended()
+  # Every worker dies of what it is asked for.
+  assert [losses.lost() for _ in range(5)] == [True, True, True, False, False]
+  assert losses.in_a_row == 5
+  losses.ended()  # Of one that is left.
+  assert losses.lost()
+  assert not Losses(max_failures=0).lost()
+
+
+def test_a_negative_number_of_failures_is_refused():
+  with pytest.raises(ValueError, match=r"max_failures: got -1, expected how many lost actors in a"):
+    RayWorkers(make_worker, count=1, max_failures=-1)
 
 
 def test_without_ray_the_extra_is_named():

@@ -43,7 +43,7 @@ def directory(tmp_path_factory) -> pathlib.Path:
 def workers(directory) -> Iterator[RayWorkers]:
   pytest.importorskip("ray", reason="Ray is not installed")
   os.environ.update(faults.environment(num_devices=1))  # Of Ray's processes, which inherit it.
-  made = RayWorkers(MakeFaulty(directory), count=2, patience=300, max_replaced=100)
+  made = RayWorkers(MakeFaulty(directory), count=2, patience=300)
   load(made)
   yield made
   made.close()
