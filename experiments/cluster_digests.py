@@ -1,11 +1,14 @@
 r"""One run of learning on every mesh, in several processes and on workers of a cluster: one digest.
 
 Claim: weights, optimiser, tokens and both log-probabilities of a run of GRPO are the same, to the
-bit, on meshes of 1 and 8 devices, in 1, 2 and 4 processes, on clusters of 1, 2 and 3 workers, and
-of a run that began on a cluster and went on as a slice.
+bit, on meshes of 1 and 8 devices, in 1, 2 and 4 processes, on clusters of 1, 2 and 3 workers, of a
+run that began on a cluster and went on as a slice, and of one whose processes, workers and pages
+met 41 faults (experiments/outside_faults.py).
 Command: bash launch/local.sh experiments.cluster_digests --workdir=runs/cluster_digests
   some of them:          --cells=1x1,2x4
   workers by Ray:        --config.cluster.address= (needs the extra seerjax[cluster])
+  processes killed:      --cells=1x1,3_workers_with_faults (needs it too, or is left out)
+  other faults:          --fault_seed=2
   the portable path:     --config.numerics.implementation=tiled --workdir=runs/digests_tiled
 Hardware: 2 CPU cores, some minutes a cell. Numbers: docs/results/cluster.md
 
@@ -15,9 +18,10 @@ from its last checkpoint. What a process said is in the cell's directory.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 import dataclasses
 import hashlib
+import importlib.util
 import json
 import os
 import pathlib
@@ -31,18 +35,21 @@ from absl import app, flags, logging
 import jax
 import numpy as np
 
-from experiments import cells as cells_lib, configuration
+from experiments import cells as cells_lib, configuration, outside_faults
 from seerjax import agreement, checkpoint, metrics, parallel, rl
 from seerjax.array_typing import Array
 from seerjax.cluster import config as cluster_config
 from seerjax.engine import engine as engine_lib
-from seerjax.rollout import groups, journal as journal_lib
+from seerjax.rollout import groups, journal as journal_lib, record_lines
 from seerjax.run import command_line, policy as policy_lib, presets, slices
 from seerjax.run.config import RunConfig
 from seerjax.run.evaluation import EvaluationConfig
 from seerjax.tasks import loading
 
 DIGEST_FILE = "digest.json"
+PAGES = "pages"  # Directory of the store that workers share, in that of a cell with faults.
+# Where faults come: within so many seconds a worker has to answer, and a process stays stopped.
+PATIENCE_SECONDS, STOP_SECONDS = 90.0, 120.0
 
 
 class Phase(NamedTuple):
@@ -54,6 +61,7 @@ class Phase(NamedTuple):
     model_shards: of its mesh.
     workers: that sample in the place of its own engine.
     share: of all steps, after which it ends.
+    has_faults: whether its workers are processes of Ray, and meet `outside_faults`.
   """
 
   num_processes: int = 1
@@ -61,8 +69,10 @@ class Phase(NamedTuple):
   model_shards: int = 1
   workers: int = 0
   share: float = 1.0
+  has_faults: bool = False
 
 
+WITH_FAULTS = "3_workers_with_faults"
 PHASES: dict[str, tuple[Phase, ...]] = {
   "1x1": (Phase(),),
   "8x1": (Phase(num_instances=8),),
@@ -74,6 +84,7 @@ PHASES: dict[str, tuple[Phase, ...]] = {
   "1_worker": (Phase(workers=1),),
   "2_workers": (Phase(workers=2),),
   "3_workers": (Phase(workers=3),),
+  WITH_FAULTS: (Phase(workers=3, has_faults=True),),
   "2x4_resumed_on_8x1": (Phase(1, 2, 4, share=0.5), Phase(num_instances=8)),
   "2_workers_resumed_in_2_processes_2x4": (Phase(workers=2, share=0.5), Phase(2, 2, 4)),
 }  # fmt: skip
@@ -105,8 +116,17 @@ def default() -> RunConfig:
   )
 
 
-def config_of(config: RunConfig, phase: Phase) -> RunConfig:
-  """Returns the run of a phase."""
+def config_of(config: RunConfig, phase: Phase, directory: pathlib.Path) -> RunConfig:
+  """Returns the run of a phase in a cell's directory."""
+  if phase.has_faults:
+    config = dataclasses.replace(
+      config,
+      checkpoint_every=1,
+      cluster=cluster_config.ClusterConfig(patience_seconds=PATIENCE_SECONDS),
+      # Short chunks, whose pages go where a request continues.
+      scheduler=dataclasses.replace(config.scheduler, chunk_tokens=8),
+      kv_pool=dataclasses.replace(config.kv_pool, disk=str((directory / PAGES).resolve())),
+    )
   return dataclasses.replace(
     config,
     num_steps=max(round(config.num_steps * phase.share), 1),
@@ -171,23 +191,33 @@ def commands(name: str, index: int, phase: Phase, arguments: Sequence[str]) -> l
 
 
 def run_cell(
-  name: str, config: RunConfig, arguments: Sequence[str], directory: pathlib.Path
+  name: str,
+  config: RunConfig,
+  arguments: Sequence[str],
+  directory: pathlib.Path,
+  fault_seed: int = 0,
 ) -> dict[str, Any]:
   """Runs a cell in processes of its own, from where it was stopped.
 
   Raises:
     RuntimeError: if one of them fails, with the last of what it said.
+    AssertionError: if it ended before all its faults had come.
   """
   own = directory / name
   if own.is_dir() and checkpoint.latest_step(own / slices.CHECKPOINTS) is None:
     shutil.rmtree(own)  # It had not come to its first checkpoint.
   own.mkdir(parents=True, exist_ok=True)
+  faults: dict[str, int] = {}
   for index, phase in enumerate(PHASES[name]):
     done = checkpoint.latest_step(own / slices.CHECKPOINTS) or 0
     is_last = phase is PHASES[name][-1]
-    if not is_last and done >= config_of(config, phase).num_steps:
+    if not is_last and done >= config_of(config, phase, own).num_steps:
       continue
-    _run_phase(own, commands(name, index, phase, [*arguments, f"--workdir={own}"]))
+    runs = commands(name, index, phase, [*arguments, f"--workdir={own}"])
+    if phase.has_faults:
+      faults = _run_with_faults(own, runs[0], config, fault_seed)
+    else:
+      _run_phase(own, runs)
   rollouts, num_tokens = rollouts_digest(own / journal_lib.FILE_NAME)
   rows = [row for row in metrics.read(own / metrics.FILE_NAME) if "contract/kl" in row]
   return {
@@ -199,7 +229,52 @@ def run_cell(
     "steps": len(rows),
     "updates_with_gradient": sum(row["train/grad_norm"] > 0 for row in rows),
     "kl_max": max((abs(row["contract/kl"]) for row in rows), default=0.0),
+    "faults": faults,
   }
+
+
+def _run_with_faults(
+  own: pathlib.Path, command: list[str], config: RunConfig, fault_seed: int
+) -> dict[str, int]:
+  """Runs a phase again and again until it has ended by itself; returns the faults that it met.
+
+  They are drawn anew where a cell is continued, and counted from there.
+  """
+  rollouts = config.num_steps * config.rollout.groups_per_step * config.rollout.group_size
+  journal = own / journal_lib.FILE_NAME
+
+  def num_rollouts() -> int:
+    return journal.read_bytes().count(b'"kind":"rollout"') if journal.is_file() else 0
+
+  outsider = outside_faults.Outsider(
+    outside_faults.drawn(fault_seed, rollouts),
+    seed=fault_seed,
+    pages=own / PAGES,
+    stop_seconds=STOP_SECONDS,
+    num_rollouts=num_rollouts,
+    is_resumable=lambda: checkpoint.latest_step(own / slices.CHECKPOINTS) is not None,
+  )
+  log, status = own / "process_0.log", None
+  while status is None:
+    with log.open("ab") as file, subprocess.Popen(command, stdout=file, stderr=file) as process:
+      try:
+        status = outsider.accompany(process)
+      finally:
+        process.kill()
+  if status:
+    raise _failure(status, log)
+  assert not outsider.num_left, (
+    f"{own.name}: got an end before the last {outsider.num_left} faults, expected all to come; take"
+    " more steps."
+  )
+  kinds = [record["event"]["event"] for record in _events(journal)]
+  counted = {f"{kind} by the driver": kinds.count(kind) for kind in ("lost", "again", "late")}
+  return {**outsider.met, **counted}
+
+
+def _events(journal: pathlib.Path) -> Iterator[dict[str, Any]]:
+  """Yields the records of what a cluster's driver heard."""
+  return (record for _, _, record in record_lines.scan(journal) if record["kind"] == "event")
 
 
 def _run_phase(own: pathlib.Path, runs: list[list[str]]) -> None:
@@ -211,14 +286,18 @@ def _run_phase(own: pathlib.Path, runs: list[list[str]]) -> None:
         peers.append(subprocess.Popen(command, stdout=file, stderr=file))
     for peer, log in zip(peers, logs):
       if peer.wait():
-        raise RuntimeError(
-          f"cluster_digests: got status {peer.returncode} of a process, expected 0; {log} says why,"
-          f" and the same command goes on:\n{os.linesep.join(log.read_text().splitlines()[-15:])}"
-        )
+        raise _failure(peer.returncode, log)
   finally:
     for peer in peers:
       peer.kill()
       peer.wait()
+
+
+def _failure(status: int, log: pathlib.Path) -> RuntimeError:
+  return RuntimeError(
+    f"cluster_digests: got status {status} of a process, expected 0; {log} says why, and the same"
+    f" command goes on:\n{os.linesep.join(log.read_text().splitlines()[-15:])}"
+  )
 
 
 def settings_of(config: RunConfig) -> dict[str, Any]:
@@ -227,17 +306,25 @@ def settings_of(config: RunConfig) -> dict[str, Any]:
 
 
 def chosen(names: Sequence[str]) -> list[str]:
-  """Returns the cells that are asked for, in the table's order.
+  """Returns the cells that are asked for, in the table's order: all that can be run, by default.
 
   Raises:
     ValueError: naming one that there is not.
+    ImportError: if one is asked for that needs Ray, which is not installed.
   """
+  has_ray = importlib.util.find_spec("ray") is not None
+  if WITH_FAULTS in names and not has_ray:
+    raise ImportError(
+      f"--cells: got {WITH_FAULTS!r} without Ray, whose processes are killed there, expected it;"
+      " install seerjax[cluster], or leave that cell out."
+    )
   for name in names:
     if name not in PHASES:
       raise ValueError(
         f"--cells: got {name!r}, expected some of {[*PHASES]}; leave it out for all."
       )
-  return [name for name in PHASES if not names or name in names]
+  able = [name for name in PHASES if has_ray or name != WITH_FAULTS]
+  return [name for name in able if not names or name in names]
 
 
 def table(records: Sequence[dict[str, Any]]) -> str:
@@ -247,7 +334,8 @@ def table(records: Sequence[dict[str, Any]]) -> str:
     "|---|---|---|---:|---:|---:|",
   ]
   for one in records:
-    name = one["name"].replace("_", " ")
+    faults = sum(one.get("faults", {}).get(kind, 0) for kind in outside_faults.COUNTS)
+    name = one["name"].replace("_with_faults", f", {faults} faults").replace("_", " ")
     lines.append(
       f"| {name} | `{one['learnt'][:16]}` | `{one['rollouts'][:16]}` | {one['tokens']:,} |"
       f" {one['steps']} | {one['kl_max']} |"
@@ -256,7 +344,11 @@ def table(records: Sequence[dict[str, Any]]) -> str:
 
 
 def run(
-  config: RunConfig, names: Sequence[str], arguments: Sequence[str], directory: pathlib.Path
+  config: RunConfig,
+  names: Sequence[str],
+  arguments: Sequence[str],
+  directory: pathlib.Path,
+  fault_seed: int = 0,
 ) -> list[dict[str, Any]]:
   """Runs the cells that are missing; writes table.md.
 
@@ -265,16 +357,17 @@ def run(
     names: of the cells.
     arguments: that make this config of the default one.
     directory: takes all.
+    fault_seed: of the faults that a cell meets.
 
   Raises:
-    AssertionError: if a bit differs.
+    AssertionError: if a bit differs, or a fault never came.
     RuntimeError: if a process fails.
   """
   records = cells_lib.completed(
     [Cell(name) for name in names],
     directory,
     settings_of(config),
-    lambda cell, *_: run_cell(cell.name, config, arguments, directory),
+    lambda cell, *_: run_cell(cell.name, config, arguments, directory, fault_seed),
   )
   (directory / "table.md").write_text(table(records) + "\n")
   for part in ("learnt", "rollouts"):
@@ -292,14 +385,17 @@ def main(argv: list[str]) -> None:
     directory = pathlib.Path(args.workdir)
     if args.phase >= 0:
       phase = PHASES[args.cells[0]][args.phase]
-      config = config_of(config, phase)
+      config = config_of(config, phase, directory)
       num_devices = config.num_instances * config.model_shards
       parallel.start(configuration.slice_of_flags(), num_devices=num_devices)
       return learn(config, directory)
     names = chosen(args.cells)
     arguments = [one for one in sys.argv[1:] if one.lstrip("-").startswith("config.")]
-    records = run(config, names, arguments, directory)
+    records = run(config, names, arguments, directory, args.fault_seed)
   print(table(records))
+  for one in records:
+    if one.get("faults"):
+      print(f"{one['name']}: {', '.join(f'{n} {kind}' for kind, n in one['faults'].items())}")
   print(f"equal bits: {len(records)} systems learnt one thing from the same answers")
 
 
@@ -307,5 +403,6 @@ if __name__ == "__main__":
   configuration.define_flags(default(), "runs/cluster_digests")
   configuration.define_slice_flags()
   flags.DEFINE_list("cells", [], f"Lines of the table, all by default: {', '.join(PHASES)}.")
+  flags.DEFINE_integer("fault_seed", 0, "Of the moments and kinds of faults.")
   flags.DEFINE_integer("phase", -1, "Of a process that this starts itself.")
   app.run(main)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import os
 import pathlib
 import re
@@ -77,10 +78,39 @@ def test_a_digest_is_of_every_bit(tmp_path):
 
 
 def test_cells_come_in_the_order_of_the_table_and_another_is_refused():
-  assert cluster_digests.chosen([]) == [*cluster_digests.PHASES]
+  able = [*cluster_digests.PHASES]
+  if importlib.util.find_spec("ray") is None:
+    able.remove(cluster_digests.WITH_FAULTS)
+  assert cluster_digests.chosen([]) == able
   assert cluster_digests.chosen(["2_workers", "1x1"]) == ["1x1", "2_workers"]
   with pytest.raises(ValueError, match=r"--cells: got '3x3', expected some of \['1x1', '8x1'"):
     cluster_digests.chosen(["3x3"])
+
+
+def test_a_cell_whose_processes_are_killed_needs_ray():
+  if importlib.util.find_spec("ray") is not None:
+    assert cluster_digests.chosen([cluster_digests.WITH_FAULTS]) == [cluster_digests.WITH_FAULTS]
+    pytest.skip("Ray is installed")
+  with pytest.raises(ImportError, match="got '3_workers_with_faults' without Ray"):
+    cluster_digests.chosen([cluster_digests.WITH_FAULTS])
+
+
+def test_a_phase_with_faults_has_workers_in_processes_that_share_pages(tmp_path):
+  [phase] = cluster_digests.PHASES[cluster_digests.WITH_FAULTS]
+  config = cluster_digests.config_of(cluster_digests.default(), phase, tmp_path)
+  assert config.cluster.workers == 3 and not config.cluster.address
+  assert config.kv_pool.disk == str(tmp_path / "pages")
+  assert cluster_digests.STOP_SECONDS > config.cluster.patience_seconds
+
+
+def test_the_table_says_how_many_faults_a_system_met():
+  one = dict(learnt="1" * 64, rollouts="2" * 64, tokens=1234, steps=20, kl_max=0.0)
+  met = {"kill": 30, "driver": 11, "page sets damaged": 7, "lost by the driver": 9}
+  found = cluster_digests.table(
+    [{**one, "name": "1x1"}, {**one, "name": cluster_digests.WITH_FAULTS, "faults": met}]
+  )
+  assert found.splitlines()[2].startswith(f"| 1x1 | `{'1' * 16}` | `{'2' * 16}` | 1,234 | 20 |")
+  assert found.splitlines()[3].startswith("| 3 workers, 41 faults | `1111")
 
 
 def test_each_process_of_a_cell_is_told_who_it_is():
@@ -113,7 +143,7 @@ def test_all_systems_learn_one_thing_from_the_same_answers(tmp_path):
   done = command(tmp_path / "run", *arguments)
   print(done.stdout, done.stderr[-3000:])
   assert done.returncode == 0
-  systems = len(cluster_digests.PHASES)
+  systems = len(cluster_digests.chosen([]))
   assert f"equal bits: {systems} systems learnt one thing" in done.stdout
   # And a cell is not run twice.
   again = command(tmp_path / "run", *arguments)

@@ -1,0 +1,200 @@
+"""Faults that a run on a cluster meets from outside, while it runs.
+
+    kill      kill -9 of a worker's process
+    forget    the pages of all requests go from the store, and a worker with them (kill -9)
+    damage    a bit of every page set in the store flips, and a worker goes (kill -9)
+    stop      SIGSTOP of a worker's process, for longer than it is waited for; then it goes on
+    driver    kill -9 of the run itself, which the same command continues
+
+Each comes at a drawn number of finished rollouts, and some seconds of chance later: whatever the
+run does then, it does not expect it.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable, Sequence
+import contextlib
+import math
+import os
+import pathlib
+import signal
+import subprocess
+import time
+from typing import NamedTuple
+
+import numpy as np
+
+# How often each comes; what costs pages kills a worker too, so that another one asks for them.
+COUNTS = {"kill": 25, "forget": 5, "damage": 5, "stop": 2, "driver": 4}
+WORKER = "ray::_Actor"  # What Ray calls the processes of workers.
+POLL_SECONDS = 0.05
+
+
+class Fault(NamedTuple):
+  """A fault and its moment.
+
+  Attributes:
+    kind: one of `COUNTS`.
+    rollouts: finished ones of the run before it.
+    seconds: that it waits then.
+  """
+
+  kind: str
+  rollouts: int
+  seconds: float
+
+
+def drawn(seed: int, num_rollouts: int, counts: dict[str, int] = COUNTS) -> list[Fault]:
+  """Returns faults in the order of their moments.
+
+  Args:
+    seed: of the draw.
+    num_rollouts: of the run; the first tenth of them and the last meet none.
+    counts: how often each kind comes.
+  """
+  rng = np.random.default_rng((seed, 40))
+  kinds = rng.permutation([kind for kind, count in counts.items() for _ in range(count)])
+  margin = max(num_rollouts // 10, 1)
+  moments = np.sort(rng.integers(margin, max(num_rollouts - margin, margin + 1), len(kinds)))
+  return [
+    Fault(str(kind), int(moment), float(rng.uniform(0, 2)))
+    for kind, moment in zip(kinds, moments, strict=True)
+  ]
+
+
+def processes_below(pid: int, name: str) -> list[int]:
+  """Returns the ids of the processes that a process has started, through others too, by name."""
+  found = subprocess.run(
+    ["ps", "-eo", "pid=,ppid=,args="], capture_output=True, text=True, check=True
+  )
+  rows = [line.split(None, 2) for line in found.stdout.splitlines()]
+  children: dict[int, list[tuple[int, str]]] = collections.defaultdict(list)
+  for row in rows:
+    children[int(row[1])].append((int(row[0]), row[2] if len(row) > 2 else ""))
+  below, waiting = [], [pid]
+  while waiting:
+    for child, text in children[waiting.pop()]:
+      waiting.append(child)
+      below += [child] if text.startswith(name) else []
+  return sorted(below)
+
+
+def flip(path: pathlib.Path, rng: np.random.Generator) -> bool:
+  """Flips a bit of a file where it lies; False if it is no longer there."""
+  try:
+    with path.open("rb+") as file:
+      place = int(rng.integers(max(path.stat().st_size, 1)))
+      file.seek(place)
+      byte = file.read(1)
+      file.seek(place)
+      file.write(bytes([byte[0] ^ 1 << int(rng.integers(8))]))
+  except (FileNotFoundError, IndexError):
+    return False
+  return True
+
+
+class Outsider:
+  """Brings faults to a run, one after another.
+
+  Attributes:
+    met: what was brought, by kind; "page sets forgotten" and "page sets damaged" are of files.
+  """
+
+  def __init__(
+    self,
+    faults: Sequence[Fault],
+    *,
+    seed: int,
+    pages: pathlib.Path,
+    stop_seconds: float,
+    num_rollouts: Callable[[], int],
+    is_resumable: Callable[[], bool],
+  ):
+    """Takes faults.
+
+    Args:
+      faults: in their order.
+      seed: of which worker meets which.
+      pages: directory of the store that the workers share.
+      stop_seconds: that a stopped process stays so.
+      num_rollouts: returns how many the run has finished.
+      is_resumable: returns whether the run, killed now, could be continued.
+    """
+    self.met: collections.Counter[str] = collections.Counter()
+    self._faults = collections.deque(faults)
+    self._rng = np.random.default_rng((seed, 41))
+    self._pages, self._stop_seconds = pages, stop_seconds
+    self._num_rollouts, self._is_resumable = num_rollouts, is_resumable
+    self._due = math.inf  # When the next one comes, once its rollouts are there.
+    self._stopped: dict[int, float] = {}  # By process: when it goes on.
+
+  @property
+  def num_left(self) -> int:
+    """Faults that have not come yet."""
+    return len(self._faults)
+
+  def accompany(self, run: subprocess.Popen) -> int | None:
+    """Brings a run its faults until it ends; returns its status, None if it was killed here."""
+    try:
+      while (status := run.poll()) is None:
+        self._wake(time.monotonic())
+        if self._is_due() and self._bring(self._faults[0].kind, run):
+          kind = self._faults.popleft().kind
+          self.met[kind] += 1
+          self._due = math.inf
+          if kind == "driver":
+            run.wait()
+            return None
+        time.sleep(POLL_SECONDS)
+      return status
+    finally:
+      self._wake(math.inf)
+
+  def _is_due(self) -> bool:
+    if not self._faults or self._num_rollouts() < self._faults[0].rollouts:
+      return False
+    now = time.monotonic()
+    if self._due == math.inf:
+      self._due = now + self._faults[0].seconds
+    return now >= self._due
+
+  def _wake(self, now: float) -> None:
+    for process in [one for one, until in self._stopped.items() if until <= now]:
+      del self._stopped[process]
+      with contextlib.suppress(ProcessLookupError):
+        os.kill(process, signal.SIGCONT)
+
+  def _bring(self, kind: str, run: subprocess.Popen) -> bool:
+    """Brings a fault; False if there is nothing yet that it could befall."""
+    if kind == "driver":
+      if self._is_resumable():
+        run.kill()
+        return True
+      return False
+    awake = [one for one in processes_below(run.pid, WORKER) if one not in self._stopped]
+    if not awake:
+      return False
+    if kind in ("forget", "damage") and not self._spoil(kind):
+      return False
+    process = int(self._rng.choice(awake))
+    with contextlib.suppress(ProcessLookupError):
+      os.kill(process, signal.SIGSTOP if kind == "stop" else signal.SIGKILL)
+      if kind == "stop":
+        self._stopped[process] = time.monotonic() + self._stop_seconds
+      return True
+    return False
+
+  def _spoil(self, kind: str) -> bool:
+    """Removes or damages every page set that lies in the store now; False if there is none."""
+    count = 0
+    for path in sorted(self._pages.glob("*/*.kv")):
+      if kind == "damage":
+        count += flip(path, self._rng)
+      else:
+        with contextlib.suppress(FileNotFoundError):
+          path.unlink()
+          count += 1
+    name = "damaged" if kind == "damage" else "forgotten"
+    self.met[f"page sets {name}"] += count
+    return count > 0
