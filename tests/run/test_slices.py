@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import json
 import pathlib
+import re
 
 import pytest
 import slice_jobs
@@ -31,3 +32,10 @@ def test_two_processes_learn_the_bits_of_one_and_the_first_alone_writes(tmp_path
   assert records_of(tmp_path / "two") == records_of(tmp_path / "one")
   events["records"] += len(records_of(tmp_path / "two"))
   tell_events("run", events, ("processes", "records"))
+
+
+def test_verdicts_are_the_first_processs_and_twin_each_ones_own_end_both(tmp_path):
+  expected = slice_jobs.trained(tmp_path / "one", num_instances=1)
+  for status, found, text in slice_jobs.run("judged", str(tmp_path)):
+    assert status == 0 and found["digest"] == expected, text
+    assert re.match(r"micro-batches of a gradient: got \[0\].advantages that diff", found["differs"])

@@ -95,18 +95,36 @@ def _answers(argument: str) -> dict[str, Any]:
   return {argument: answers(tuple(json.loads(argument)))}
 
 
-def trained(directory: pathlib.Path, *, num_instances: int) -> str:
-  """Returns the digest of what a run of a one-layer model learns."""
+def trained(
+  directory: pathlib.Path, *, num_instances: int, judges_apart: bool | None = None
+) -> str:
+  """Returns the digest of what a run of a one-layer model learns.
+
+  Args:
+    directory: of the run.
+    num_instances: of its mesh.
+    judges_apart: with a judge that says other things in every process: whether each reads its own
+      verdicts, as no run does. None is a judge that says the same everywhere.
+  """
   import jax
   import small_run
 
   from seerjax import parallel, rl
   from seerjax.run import slices
 
+  class OfProcess(small_run.Vowels):
+    def verdict(self, problem, text):
+      found = super().verdict(problem, text)
+      # Spread within a group, or nothing would be learnt of it.
+      more = jax.process_index() * (1 + self.num_verdicts % 3)
+      return dataclasses.replace(found, reward=found.reward + more)
+
   config = dataclasses.replace(
     small_run.CONFIG, num_steps=2, checkpoint_every=1, num_instances=num_instances
   )
-  task = slices.shared_task(small_run.Vowels())
+  task = small_run.Vowels() if judges_apart is None else OfProcess()
+  if not judges_apart:
+    task = slices.shared_task(task)
   with slices.own_directory(directory) as own:
     result = rl.train(config, small_run.policy(), task, own, log=print)
   digest = hashlib.sha256()
@@ -117,6 +135,19 @@ def trained(directory: pathlib.Path, *, num_instances: int) -> str:
 
 def _trained(argument: str) -> dict[str, Any]:
   return {"digest": trained(pathlib.Path(argument), num_instances=NUM_DEVICES)}
+
+
+def _judged(argument: str) -> dict[str, Any]:
+  """Two runs with a judge of many minds: which the first process asks, and which each asks."""
+  from seerjax import agreement
+
+  directory = pathlib.Path(argument)
+  found = {"digest": trained(directory / "first", num_instances=NUM_DEVICES, judges_apart=False)}
+  try:
+    trained(directory / "each", num_instances=NUM_DEVICES, judges_apart=True)
+  except agreement.Disagreement as error:
+    found["differs"] = str(error)
+  return found
 
 
 def _agreement(argument: str) -> dict[str, Any]:
@@ -161,6 +192,7 @@ def _agreement(argument: str) -> dict[str, Any]:
 JOBS: Mapping[str, Callable[[str], dict[str, Any]]] = {
   "answers": _answers,
   "trained": _trained,
+  "judged": _judged,
   "agreement": _agreement,
 }
 
