@@ -3,7 +3,7 @@ r"""One run of learning on every mesh, in several processes and on workers of a 
 Claim: weights, optimiser, tokens and both log-probabilities of a run of GRPO are the same, to the
 bit, on meshes of 1 and 8 devices, in 1, 2 and 4 processes, on clusters of 1, 2 and 3 workers, of a
 run that began on a cluster and went on as a slice, and of one whose processes, workers and pages
-met 41 faults (experiments/outside_faults.py).
+met 40 faults and more (experiments/outside_faults.py).
 Command: bash launch/local.sh experiments.cluster_digests --workdir=runs/cluster_digests
   some of them:          --cells=1x1,2x4
   workers by Ray:        --config.cluster.address= (needs the extra seerjax[cluster])
@@ -201,7 +201,7 @@ def run_cell(
 
   Raises:
     RuntimeError: if one of them fails, with the last of what it said.
-    AssertionError: if it ended before all its faults had come.
+    AssertionError: if it ended before enough faults had come.
   """
   own = directory / name
   if own.is_dir() and checkpoint.latest_step(own / slices.CHECKPOINTS) is None:
@@ -243,8 +243,17 @@ def _run_with_faults(
   rollouts = config.num_steps * config.rollout.groups_per_step * config.rollout.group_size
   journal = own / journal_lib.FILE_NAME
 
+  read, found = 0, 0
+
   def num_rollouts() -> int:
-    return journal.read_bytes().count(b'"kind":"rollout"') if journal.is_file() else 0
+    nonlocal read, found
+    if journal.is_file():
+      with journal.open("rb") as file:
+        file.seek(read)
+        lines = file.read().rpartition(b"\n")[0]  # Whole ones.
+      found += lines.count(b'"kind":"rollout"')
+      read += len(lines)
+    return found
 
   outsider = outside_faults.Outsider(
     outside_faults.drawn(fault_seed, rollouts),
@@ -263,9 +272,10 @@ def _run_with_faults(
         process.kill()
   if status:
     raise _failure(status, log)
-  assert not outsider.num_left, (
-    f"{own.name}: got an end before the last {outsider.num_left} faults, expected all to come; take"
-    " more steps."
+  met = {kind: outsider.met[kind] for kind in outside_faults.COUNTS}
+  assert sum(met.values()) >= outside_faults.LEAST and all(met.values()), (
+    f"{own.name}: got the faults {met}, expected {outside_faults.LEAST} and some of each kind; take"
+    " more steps, or another --fault_seed, in another --workdir."
   )
   kinds = [record["event"]["event"] for record in _events(journal)]
   counted = {f"{kind} by the driver": kinds.count(kind) for kind in ("lost", "again", "late")}
@@ -360,7 +370,7 @@ def run(
     fault_seed: of the faults that a cell meets.
 
   Raises:
-    AssertionError: if a bit differs, or a fault never came.
+    AssertionError: if a bit differs, or too few faults came.
     RuntimeError: if a process fails.
   """
   records = cells_lib.completed(

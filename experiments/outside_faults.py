@@ -6,8 +6,8 @@
     stop      SIGSTOP of a worker's process, for longer than it is waited for; then it goes on
     driver    kill -9 of the run itself, which the same command continues
 
-Each comes at a drawn number of finished rollouts, and some seconds of chance later: whatever the
-run does then, it does not expect it.
+Each comes at a drawn number of finished rollouts, and a moment of chance later; one that could
+befall nothing then waits, and others come before it.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-# How often each comes; what costs pages kills a worker too, so that another one asks for them.
-COUNTS = {"kill": 25, "forget": 5, "damage": 5, "stop": 2, "driver": 4}
+# How often each is tried; what costs pages kills a worker too, so that another one asks for them.
+COUNTS = {"kill": 30, "forget": 5, "damage": 5, "stop": 2, "driver": 4}
+LEAST = 40  # Faults that have to come: there may be no page set in the store when it is tried.
 WORKER = "ray::_Actor"  # What Ray calls the processes of workers.
-POLL_SECONDS = 0.05
+POLL_SECONDS = 0.005  # Page sets of short answers lie in the store for tenths of a second.
 
 
 class Fault(NamedTuple):
@@ -54,13 +55,14 @@ def drawn(seed: int, num_rollouts: int, counts: dict[str, int] = COUNTS) -> list
     counts: how often each kind comes.
   """
   rng = np.random.default_rng((seed, 40))
-  kinds = rng.permutation([kind for kind, count in counts.items() for _ in range(count)])
   margin = max(num_rollouts // 10, 1)
-  moments = np.sort(rng.integers(margin, max(num_rollouts - margin, margin + 1), len(kinds)))
-  return [
-    Fault(str(kind), int(moment), float(rng.uniform(0, 2)))
-    for kind, moment in zip(kinds, moments, strict=True)
+  last = max(num_rollouts - margin, margin + 1)
+  faults = [
+    Fault(kind, int(rng.integers(margin, last)), float(rng.uniform(0, 0.5)))
+    for kind, count in counts.items()
+    for _ in range(count)
   ]
+  return sorted(faults, key=lambda one: one.rollouts)
 
 
 def processes_below(pid: int, name: str) -> list[int]:
@@ -98,7 +100,7 @@ class Outsider:
   """Brings faults to a run, one after another.
 
   Attributes:
-    met: what was brought, by kind; "page sets forgotten" and "page sets damaged" are of files.
+    met: what came, by kind; "page sets forgotten" and "page sets damaged" are of files.
   """
 
   def __init__(
@@ -122,42 +124,37 @@ class Outsider:
       is_resumable: returns whether the run, killed now, could be continued.
     """
     self.met: collections.Counter[str] = collections.Counter()
-    self._faults = collections.deque(faults)
+    self._faults = list(faults)
+    self._since: dict[int, float] = {}  # When rollouts were as many as a fault waits for.
     self._rng = np.random.default_rng((seed, 41))
     self._pages, self._stop_seconds = pages, stop_seconds
     self._num_rollouts, self._is_resumable = num_rollouts, is_resumable
-    self._due = math.inf  # When the next one comes, once its rollouts are there.
     self._stopped: dict[int, float] = {}  # By process: when it goes on.
-
-  @property
-  def num_left(self) -> int:
-    """Faults that have not come yet."""
-    return len(self._faults)
 
   def accompany(self, run: subprocess.Popen) -> int | None:
     """Brings a run its faults until it ends; returns its status, None if it was killed here."""
     try:
       while (status := run.poll()) is None:
         self._wake(time.monotonic())
-        if self._is_due() and self._bring(self._faults[0].kind, run):
-          kind = self._faults.popleft().kind
-          self.met[kind] += 1
-          self._due = math.inf
-          if kind == "driver":
-            run.wait()
-            return None
+        for fault in self._due():
+          if self._bring(fault.kind, run):
+            self._faults.remove(fault)
+            self.met[fault.kind] += 1
+            if fault.kind == "driver":
+              run.wait()
+              return None
+            break
         time.sleep(POLL_SECONDS)
       return status
     finally:
       self._wake(math.inf)
 
-  def _is_due(self) -> bool:
-    if not self._faults or self._num_rollouts() < self._faults[0].rollouts:
-      return False
-    now = time.monotonic()
-    if self._due == math.inf:
-      self._due = now + self._faults[0].seconds
-    return now >= self._due
+  def _due(self) -> list[Fault]:
+    now, count = time.monotonic(), self._num_rollouts()
+    early = [one for one in self._faults if one.rollouts <= count]
+    return [
+      one for one in early if now >= self._since.setdefault(one.rollouts, now) + one.seconds
+    ]
 
   def _wake(self, now: float) -> None:
     for process in [one for one, until in self._stopped.items() if until <= now]:
