@@ -21,7 +21,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 import dataclasses
 import hashlib
-import importlib.util
 import json
 import os
 import pathlib
@@ -38,7 +37,7 @@ import numpy as np
 from experiments import cells as cells_lib, configuration, outside_faults
 from seerjax import agreement, checkpoint, metrics, parallel, rl
 from seerjax.array_typing import Array
-from seerjax.cluster import config as cluster_config
+from seerjax.cluster import config as cluster_config, ray_workers
 from seerjax.engine import engine as engine_lib
 from seerjax.rollout import groups, journal as journal_lib, record_lines
 from seerjax.run import command_line, policy as policy_lib, presets, slices
@@ -322,7 +321,7 @@ def chosen(names: Sequence[str]) -> list[str]:
     ValueError: naming one that there is not.
     ImportError: if one is asked for that needs Ray, which is not installed.
   """
-  has_ray = importlib.util.find_spec("ray") is not None
+  has_ray = ray_workers.is_installed()
   if WITH_FAULTS in names and not has_ray:
     raise ImportError(
       f"--cells: got {WITH_FAULTS!r} without Ray, whose processes are killed there, expected it;"

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 import dataclasses
 import importlib
+import importlib.util
 import math
 import os
 import socket
@@ -312,6 +313,11 @@ class RayWorkers:
         call.deadline = math.inf
         found.append(Lost(worker=call.worker, reason=f"no answer in {self._patience:g} s"))
     return found
+
+
+def is_installed() -> bool:
+  """Whether the extra `seerjax[cluster]` is there."""
+  return importlib.util.find_spec("ray") is not None
 
 
 def _library() -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import os
 import pathlib
 import re
@@ -17,6 +16,7 @@ import small_run
 import tiny_model
 
 from experiments import cluster_digests
+from seerjax.cluster import ray_workers
 from seerjax.models import huggingface, parameters
 from seerjax.rollout import journal as journal_lib
 from seerjax.types import Completion, Request, Rollout, SamplingParams, Verdict
@@ -79,7 +79,7 @@ def test_a_digest_is_of_every_bit(tmp_path):
 
 def test_cells_come_in_the_order_of_the_table_and_another_is_refused():
   able = [*cluster_digests.PHASES]
-  if importlib.util.find_spec("ray") is None:
+  if not ray_workers.is_installed():
     able.remove(cluster_digests.WITH_FAULTS)
   assert cluster_digests.chosen([]) == able
   assert cluster_digests.chosen(["2_workers", "1x1"]) == ["1x1", "2_workers"]
@@ -88,7 +88,7 @@ def test_cells_come_in_the_order_of_the_table_and_another_is_refused():
 
 
 def test_a_cell_whose_processes_are_killed_needs_ray():
-  if importlib.util.find_spec("ray") is not None:
+  if ray_workers.is_installed():
     assert cluster_digests.chosen([cluster_digests.WITH_FAULTS]) == [cluster_digests.WITH_FAULTS]
     pytest.skip("Ray is installed")
   with pytest.raises(ImportError, match="got '3_workers_with_faults' without Ray"):
