@@ -187,8 +187,16 @@ def put(
       return leaf
     old, new = (_names(leaf, place.spec) for place in (before, sharding))
     others = [axis for axis in range(leaf.ndim) if old[axis] != new[axis]]
-    if len(others) == 1 and old[others[0]][: len(new[others[0]])] == new[others[0]]:
-      return _widened(leaf, sharding, others[0], piece_bytes)
+    for axis in others:
+      if old[axis][: len(new[axis])] != new[axis]:
+        continue
+      if len(others) == 1:
+        return _widened(leaf, sharding, axis, piece_bytes)
+      # A dimension at a time: what is together may then be cut along another one.
+      old[axis] = new[axis]
+      place = jax.sharding.NamedSharding(sharding.mesh, jax.P(*(some or None for some in old)))
+      leaf = _widened(leaf, place, axis, piece_bytes)
+      return put(leaf, sharding, piece_bytes=piece_bytes)
   if not spans_processes(sharding.mesh):
     return jax.device_put(leaf, sharding)
   if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
@@ -354,8 +362,8 @@ def gather_slabs(slabs: Any, axis: str | None) -> Any:
   """Returns all slabs in order, `[r, ...]` to `[r * devices, ...]`; the identity on one device.
 
   Of a pytree all leaves go in one collective: those that do not wait for each other would be in
-  flight together. The gradient is `local_part`: every device has the cotangents of all slabs, equal
-  to the others', and adding them would count each as often as there are devices.
+  flight together. The gradient is cut to this device's slabs: every device has the cotangents of
+  all, equal to the others', and adding them would count each as often as there are devices.
   """
   leaves, structure = jax.tree.flatten(slabs)
   if not leaves:
@@ -369,16 +377,9 @@ def gather_kept(slabs: Any, axis: str | None) -> Any:
   return structure.unflatten(_held(leaves) if axis is None else _gathered_first(axis, leaves))
 
 
-def local_part(whole: Shaped[Array, "R ..."], axis: str | None) -> Shaped[Array, "r ..."]:
-  """Returns this device's slabs of a replicated array; the gradient is `gather_slabs`."""
-  return whole if axis is None else _own_part(axis, whole)
-
-
-def local_part_of_stream(
-  whole: Shaped[Array, "R ..."], stream: Array, axis: str | None
-) -> tuple[Shaped[Array, "r ..."], Array]:
-  """As `local_part`, beside values whose gradient goes on: that waits for the gathering."""
-  return _own_part_of_stream(axis, whole, stream)
+def held(x: Array) -> Array:
+  """The identity, whose cotangent is held apart: what makes it is not fused with what reads it."""
+  return _held([x])[0]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -429,8 +430,11 @@ _held.defvjp(lambda leaves: (leaves, None), _held_backward)
 
 
 def _own_cotangent(axis: str, whole: Array) -> Array:
+  """Returns this device's slabs of cotangents that every device has."""
   # Held apart: what makes the cotangent would be fused with the cut, and compute one part of it.
-  return _own_part(axis, lax.optimization_barrier(whole))
+  whole = lax.optimization_barrier(whole)
+  size = whole.shape[0] // lax.axis_size(axis)
+  return lax.dynamic_slice_in_dim(whole, lax.axis_index(axis) * jnp.int32(size), size, 0)
 
 
 _gathered.defvjp(lambda axis, leaves: (_gathered(axis, leaves), None), _gathered_backward)
@@ -451,40 +455,6 @@ def _gathered_first_backward(axis: str, found: Array, cotangents: list[Array]) -
 
 
 _gathered_first.defvjp(_gathered_first_forward, _gathered_first_backward)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _own_part(axis: str, whole: Array) -> Array:
-  size = whole.shape[0] // lax.axis_size(axis)
-  return lax.dynamic_slice_in_dim(whole, lax.axis_index(axis) * jnp.int32(size), size, 0)
-
-
-_own_part.defvjp(
-  lambda axis, whole: (_own_part(axis, whole), None),
-  lambda axis, _, cotangent: tuple(_gathered(axis, [cotangent])),
-)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _own_part_of_stream(
-  axis: str | None, whole: Array, stream: Array
-) -> tuple[Array, Array]:
-  return local_part(whole, axis), stream
-
-
-def _own_part_backward(
-  axis: str | None, _: None, cotangents: tuple[Array, Array]
-) -> tuple[Array, Array]:
-  part, stream = cotangents
-  if axis is None:
-    return part, lax.optimization_barrier(stream)
-  (whole,) = _gathered(axis, [after(part, stream)])
-  return whole, after(stream, whole)
-
-
-_own_part_of_stream.defvjp(
-  lambda axis, whole, stream: (_own_part_of_stream(axis, whole, stream), None), _own_part_backward
-)
 
 
 def tree_sum(slabs: Shaped[Array, "r ..."]) -> Shaped[Array, "..."]:

@@ -103,6 +103,7 @@ def test_another_number_of_processes_than_the_launcher_started_is_refused():
     (jax.P("model", None, "instance"), jax.P("model")),
     (jax.P(None, ("model", "instance")), jax.P(None, "model")),
     (jax.P(None, None, ("model", "instance")), jax.P()),
+    (jax.P(None, None, ("model", "instance")), jax.P("model")),
   ],
 )
 def test_what_is_shared_out_comes_together_in_pieces_of_any_size(before, after, piece_bytes):

@@ -181,9 +181,7 @@ def logits_of_hidden(
   """Returns f32[n, v], logits of hidden rows before the final norm."""
   numerics = numerics_for(config, numerics)
   backend = choice.backend_of(numerics)
-  table = params.get("head")
-  if table is None:
-    table = params["embed"].reshape(numerics.reduction_shards, -1, config.hidden_size)
+  table = head.table_of(params, config, numerics)
   weights = {"final_norm": params["final_norm"], "head": table}
   rows = functools.partial(head.logits_rows, backend, config, None)
   return backend.map_rows(rows, weights, hidden, jnp.int32(hidden.shape[0]))

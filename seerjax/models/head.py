@@ -84,9 +84,9 @@ def sample_and_score(
     (tokens i32[n], their scores). A gradient is that of the scores of forced tokens.
   """
   numerics = numerics_for(config, numerics)
-  table = table_of(params, config, numerics, None)
+  table = table_of(params, config, numerics)
   if "head" not in params:
-    table, hidden = parallel.local_part_of_stream(table, hidden, axis)
+    hidden = parallel.held(hidden)
   weights = {"final_norm": params["final_norm"], "head": table, "key": jax.random.key_data(key)}
   count = forced.shape[0]
   backend = backend or choice.backend_of(numerics)
@@ -101,14 +101,17 @@ def sample_and_score(
 
 
 def table_of(
-  params: Params, config: TransformerConfig, numerics: numerics_lib.NumericsConfig, axis: str | None
+  params: Params, config: TransformerConfig, numerics: numerics_lib.NumericsConfig
 ) -> Array:
-  """Returns the slabs of the vocabulary's table, f[r, v / r, d], embeddings where they are tied."""
+  """Returns the slabs of the vocabulary's table, f[r, v / r, d], embeddings where they are tied.
+
+  Under `shard_map` they are this device's, as the weights are.
+  """
   table = params.get("head")
   if table is not None:
     return table
-  whole = params["embed"].reshape(numerics.reduction_shards, -1, config.hidden_size)
-  return parallel.local_part(whole, axis)
+  rows = config.vocab_size // numerics.reduction_shards
+  return params["embed"].reshape(-1, rows, config.hidden_size)
 
 
 def likeliest(
@@ -130,7 +133,7 @@ def likeliest(
   """
   numerics = numerics_for(config, numerics)
   tiled = Tiled(dataclasses.replace(numerics, implementation="tiled"))
-  table = table_of(params, config, numerics, axis)
+  table = table_of(params, config, numerics)
   weights = {"final_norm": params["final_norm"], "head": table}
   size = hidden.shape[0]
   whole = tiled.whole_rows(size)

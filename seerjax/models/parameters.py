@@ -1,7 +1,8 @@
 """Parameters: their layout, how they are drawn, rounded and stacked, and where they live on a mesh.
 
 They are a plain pytree. Every dimension that the `model` mesh axis may shard has its logical slabs
-in front (r = `reduction_shards`): one slab holds whole key/value heads with their queries.
+in front (r = `reduction_shards`): one slab holds whole key/value heads with their queries. The
+embedding's rows alone are cut as they lie, into as many slabs of the vocabulary.
 """
 
 from __future__ import annotations
@@ -125,7 +126,10 @@ def unstacked(params: Params) -> Params:
 
 
 def partition_specs(config: TransformerConfig, reduction_shards: int) -> Params:
-  """Returns where each parameter lives on the mesh: slabs over `model`, the rest everywhere."""
+  """Returns where each parameter lives on the mesh: slabs over `model`, the rest everywhere.
+
+  So do the embedding's rows, which are slabs of the vocabulary.
+  """
   return specs_of(shapes(config, reduction_shards))
 
 
@@ -134,26 +138,40 @@ def specs_of(params: Params) -> Params:
 
   Those that rows choose among are `params["adapters"]` (`models.adapters`).
   """
-  slabs = ("qkv", "qkv_bias", "out", "gate_up", "down", "head")
   of_layers = (None,) if is_stacked(params) else ()
-  slabs_of_adapters = (("qkv", "b"), ("gate_up", "b"), ("out", "a"), ("down", "a"))
 
-  def spec(path, leaf):
-    names = tuple(key.key for key in path if isinstance(key, jax.tree_util.DictKey))
-    of_adapter = tuple(name.removesuffix("_lora") for name in names[-2:])
-    is_slab = names[-1] in slabs or of_adapter in slabs_of_adapters
+  def spec(path, leaf, is_slab):
+    names = _names(path)
     before = of_layers if names[0] == "layers" else ()
     if names[0] == "adapters":  # Behind the layers, if stacked, and the adapters.
       before = (None,) * (leaf.ndim - 3)
-    return jax.P(*before, parallel.MODEL_AXIS) if is_slab else jax.P()
+    return jax.P(*before, parallel.MODEL_AXIS) if is_slab or names == ("embed",) else jax.P()
 
-  return jax.tree_util.tree_map_with_path(spec, params)
+  return jax.tree_util.tree_map_with_path(spec, params, have_slabs(params))
+
+
+def have_slabs(params: Params) -> Params:
+  """Returns of which arrays, those of `specs_of`, logical slabs are a dimension: bools."""
+  slabs = ("qkv", "qkv_bias", "out", "gate_up", "down", "head")
+  slabs_of_adapters = (("qkv", "b"), ("gate_up", "b"), ("out", "a"), ("down", "a"))
+
+  def is_slab(path, _):
+    names = _names(path)
+    of_adapter = tuple(name.removesuffix("_lora") for name in names[-2:])
+    return names[-1] in slabs or of_adapter in slabs_of_adapters
+
+  return jax.tree_util.tree_map_with_path(is_slab, params)
+
+
+def _names(path: Any) -> tuple[str, ...]:
+  """Returns the names on the way to an array, without numbers of layers."""
+  return tuple(key.key for key in path if isinstance(key, jax.tree_util.DictKey))
 
 
 def placed(
   params: Params, mesh: jax.sharding.Mesh, piece_bytes: int = parallel.PIECE_BYTES
 ) -> Params:
-  """Returns weights on the mesh: slabs over `model`, copies for every instance.
+  """Returns weights on the mesh: slabs and embedding over `model`, copies for every instance.
 
   Those that are shared out over more of its devices come together in pieces of `piece_bytes`.
   """

@@ -27,6 +27,7 @@ from seerjax.backends.protocol import Backend, Stage
 from seerjax.models import (
   adapters as adapters_lib,
   attention as model_attention,
+  embedding,
   kv_layout,
   mlp,
   parameters,
@@ -142,7 +143,7 @@ def forward(
     run = _computed_again(functools.partial(layer, index=index), remat)
     return run(x, weights, tuple(leaf + zero for leaf in own))
 
-  x = params["embed"][batch.tokens]
+  x = embedding.rows_of(params["embed"], batch.tokens, axis)
   if is_scratch:
     x, pages = _with_scratch(config, backend, axis, remat, pages, layer, x, params), ()
   elif is_pool:

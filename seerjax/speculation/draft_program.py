@@ -110,7 +110,7 @@ def noisy_top_k(
   tiled = Tiled(dataclasses.replace(numerics, implementation="tiled"))
   weights = {
     "final_norm": params["final_norm"],
-    "head": head.table_of(params, config, numerics, None),
+    "head": head.table_of(params, config, numerics),
     "key": jax.random.key_data(key),
   }
 

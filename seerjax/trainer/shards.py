@@ -3,6 +3,9 @@
     slab      f32[r, a, b]   r over `model`, the larger of a and b over `instance`
     no slab   f32[a, b]      the larger of a and b over both, `model` first
 
+The embedding is no slab here, though its rows run over `model`: the vocabulary is its larger
+dimension.
+
 A dimension that the devices do not divide stays whole on each of them. What a device has of an
 array is updated there, element by element; only a norm needs all parts. It is a tree that shapes
 alone decide, so that a mesh changes no bit of it:
@@ -44,11 +47,11 @@ def specs(params: Any, mesh: Mesh) -> Any:
   """Returns where the masters of weights or adapters lie, layer by layer or stacked."""
   of_layers = 1 if parameters.is_stacked(params) else 0
 
-  def spec(path: Any, leaf: Any, own: jax.P) -> jax.P:
+  def spec(path: Any, leaf: Any, is_slab: bool) -> jax.P:
     first = of_layers if path[0].key == "layers" else 0
-    return _spec(leaf.shape, first, MODEL in own, mesh)
+    return _spec(leaf.shape, first, is_slab, mesh)
 
-  return jax.tree_util.tree_map_with_path(spec, params, parameters.specs_of(params))
+  return jax.tree_util.tree_map_with_path(spec, params, parameters.have_slabs(params))
 
 
 def whole(params: Any) -> Any:
@@ -126,15 +129,15 @@ def norm(
     mesh: whose axes these name.
     behind: what the collective waits for, where another one may be under way.
   """
-  slabs = jax.tree.leaves(parameters.specs_of(tree), is_leaf=is_spec)
+  slabs = jax.tree.leaves(parameters.have_slabs(tree))
   leaves = jax.tree.leaves(tree)
   places = [()] * len(leaves) if of_tree is None else jax.tree.leaves(of_tree, is_leaf=is_spec)
   rows = []
-  for leaf, own, place in zip(leaves, slabs, places, strict=True):
+  for leaf, is_slab, place in zip(leaves, slabs, places, strict=True):
     names = [parallel.names_of(entry) for entry in (*place, *(None,) * (leaf.ndim - len(place)))]
     counts = [math.prod(mesh.shape[name] for name in some) if mesh else 1 for some in names]
     shape = [size * count for size, count in zip(leaf.shape, counts, strict=True)]
-    of_slabs = 1 if MODEL in own else 0
+    of_slabs = 1 if is_slab else 0
     split = _larger(tuple(shape), of_slabs)
     kept = [axis for axis in (0 if of_slabs else None, split) if axis is not None]
     squares = lax.optimization_barrier(lax.square(leaf))  # Else they are rounded with the sum.

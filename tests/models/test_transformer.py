@@ -314,6 +314,7 @@ def test_specs_have_the_tree_of_the_parameters():
       shapes,
       is_leaf=lambda leaf: isinstance(leaf, jax.P),
     )
+    assert by_leaf.pop("embed") == (jax.P("model"), (config.vocab_size, config.hidden_size))
     for spec, shape in jax.tree.leaves(by_leaf, is_leaf=lambda leaf: isinstance(leaf, tuple)):
       if spec == jax.P("model"):
         assert shape[0] == 8

@@ -1,0 +1,64 @@
+"""The embedding: each token's row of a table that may lie over the devices of the model axis.
+
+    table f[v, d]   device i of m has the rows i v / m to (i + 1) v / m
+
+A device looks up the tokens that are its own, and one collective puts the rows together, as words:
+of each but one device has a row that is not zero, so that every bit stays, also those of -0.0 and
+of a NaN, which a sum of floats would not keep. A gradient needs none: a device adds up the
+cotangents of its own tokens, in the order of the rows.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+
+from seerjax.array_typing import Array, Float, Int
+
+
+def rows_of(
+  table: Float[Array, "v d"], tokens: Int[Array, "n"], axis: str | None
+) -> Float[Array, "n d"]:
+  """Returns f[n, d], each token's row; the same bits on any number of devices.
+
+  Args:
+    table: f[v, d]; under `shard_map` this device's rows of it.
+    tokens: i32[n], ids below v.
+    axis: mesh axis of the table's rows, None on one device.
+  """
+  return table[tokens] if axis is None else _looked_up(axis, table.shape[0], table, tokens)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _looked_up(axis: str, count: int, table: Array, tokens: Array) -> Array:
+  return _of_all(axis, table, own_places(tokens, lax.axis_index(axis), count))
+
+
+def own_places(tokens: Int[Array, "n"], device: Array, count: int) -> Int[Array, "n"]:
+  """Returns i32[n], which of a device's `count` rows a token has; `count` where it has none."""
+  places = tokens - device * jnp.int32(count)
+  return jnp.where((places >= 0) & (places < count), places, jnp.int32(count))
+
+
+def _of_all(axis: str, table: Array, places: Array) -> Array:
+  """Returns the rows of all devices together; a place behind the table is another device's."""
+  word = jnp.uint16 if table.dtype.itemsize == 2 else jnp.uint32
+  own = lax.bitcast_convert_type(table.at[places].get(mode="fill", fill_value=0), word)
+  words = lax.psum(own.astype(jnp.uint32), axis)
+  return lax.bitcast_convert_type(words.astype(word), table.dtype)
+
+
+def _forward(axis: str, count: int, table: Array, tokens: Array) -> tuple[Array, Array]:
+  places = own_places(tokens, lax.axis_index(axis), count)
+  return _of_all(axis, table, places), places
+
+
+def _backward(axis: str, count: int, places: Array, cotangent: Array) -> tuple[Array, None]:
+  zeros = jnp.zeros((count, cotangent.shape[1]), cotangent.dtype)
+  return zeros.at[places].add(cotangent, mode="drop"), None
+
+
+_looked_up.defvjp(_forward, _backward)
