@@ -61,6 +61,7 @@ def on_devices(function, count: int, *arguments, out=WHOLE):
   return np.asarray(jax.jit(run)(*arguments))
 
 
+@pytest.mark.few(2)
 @DTYPES
 @DEVICES
 def test_every_token_has_its_row_with_all_its_bits(dtype, count):
@@ -110,6 +111,7 @@ def pulled(axis, table, tokens, cotangents):
   return jax.vjp(lambda t: embedding.rows_of(t, tokens, axis), table)[1](cotangents)[0]
 
 
+@pytest.mark.few(2)
 @DTYPES
 @DEVICES
 def test_the_gradient_adds_in_the_order_of_rows_as_on_one_device(dtype, count, seed):
@@ -122,8 +124,8 @@ def test_the_gradient_adds_in_the_order_of_rows_as_on_one_device(dtype, count, s
   assert found.dtype == dtype and found.tobytes() == one.tobytes()
   exact = np.zeros((VOCABULARY, FEATURES))
   np.add.at(exact, tokens, cotangents.astype(np.float64))
-  near = dict(rtol=2e-2, atol=60.0) if dtype == jnp.bfloat16 else dict(rtol=1e-5, atol=3e-3)
-  np.testing.assert_allclose(found.astype(np.float64), exact, **near)
+  rtol, atol = (2e-2, 60.0) if dtype == jnp.bfloat16 else (1e-5, 3e-3)
+  np.testing.assert_allclose(found.astype(np.float64), exact, rtol=rtol, atol=atol)
   # The twin: rows that are added in another order have other bits.
   other = on_devices(
     functools.partial(pulled, AXIS), count, table, tokens[::-1].copy(), cotangents[::-1].copy(),
@@ -132,6 +134,7 @@ def test_the_gradient_adds_in_the_order_of_rows_as_on_one_device(dtype, count, s
   assert other.tobytes() != one.tobytes()
 
 
+@pytest.mark.few(1)
 @DTYPES
 def test_twin_a_sum_of_floats_loses_bits(dtype):
   table, tokens = table_of(dtype), tokens_of()
@@ -146,6 +149,7 @@ def test_twin_a_sum_of_floats_loses_bits(dtype):
   assert (expected == minus_zero).any() and not (found == minus_zero).any()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("shift", [-1, 1])
 def test_twin_a_border_that_is_off_by_one_is_noticed(shift):
   table, tokens = table_of(jnp.float32), tokens_of()
