@@ -43,9 +43,9 @@ SMALLEST = model_config.TransformerConfig(
 )
 
 
-def smallest(implementation: str) -> mesh_cases.Case:
+def smallest(implementation: str, *, is_tied: bool = True) -> mesh_cases.Case:
   numerics = dataclasses.replace(tiny_model.NUMERICS, implementation=implementation)
-  return mesh_cases.Case(SMALLEST, numerics)
+  return mesh_cases.Case(dataclasses.replace(SMALLEST, is_tied=is_tied), numerics)
 
 
 # Two whole trainers are compiled.
@@ -53,7 +53,7 @@ def smallest(implementation: str) -> mesh_cases.Case:
 @IMPLEMENTATIONS
 def test_the_model_axis_learns_the_bits_of_one_device(implementation, seed, tell_events):
   events = collections.Counter()
-  case = smallest(implementation)
+  case = smallest(implementation, is_tied=bool(seed % 2))
   meshes = mesh_cases.meshes_of(case)
   mesh_cases.compare(case, [mesh for mesh in meshes if mesh[1] > 1][seed % 5], events)
   tell_events(f"smallest, {implementation}", events, ("comparisons",))
