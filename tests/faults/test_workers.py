@@ -23,13 +23,12 @@ import faulty_workers
 from faulty_workers import POINTS, STOP, MakeFaulty
 import pytest
 import tiny_model
+import watched_rollout
+from watched_rollout import Watched
 
 from seerjax.cluster import weights as weights_lib
-from seerjax.cluster.driver import ClusterRollout
 from seerjax.cluster.ray_workers import RayWorkers
-from seerjax.cluster.records import Answered, Event, Joined, Lost
-from seerjax.rollout.journal import Journal
-from seerjax.rollout.policies import ByRoom, Divided
+from seerjax.cluster.records import Event, Lost
 
 pytestmark = pytest.mark.long
 
@@ -67,47 +66,16 @@ def wake(directory: pathlib.Path) -> None:
       os.kill(process, signal.SIGCONT)
 
 
-class Watched(ClusterRollout):
-  """Notes when it hears of what, and lets those that were stopped go on when they are given up."""
-
-  def begin(self, directory: pathlib.Path, *, wakes: bool) -> None:
-    self.directory = directory
-    self.wakes = wakes
-    self.ended: list[dict] = []  # Chunks, as the journal has them.
-    self.lost: list[int] = []  # Workers.
-    self.noticed: list[float] = []
-    self.has_answered = False
-    self.joined_later = 0
-
-  def _take(self, event: Event) -> None:
-    if isinstance(event, Lost):
-      self.noticed.append(time.time())
-      self.lost.append(event.worker)
-      if self.wakes:
-        wake(self.directory)
-    self.has_answered |= isinstance(event, Answered)
-    self.joined_later += isinstance(event, Joined) and self.has_answered
-    super()._take(event)
-
-
 def run(
   workers: RayWorkers, directory: pathlib.Path, journal_at: pathlib.Path, *, wakes: bool = True
 ) -> tuple[Watched, collections.Counter]:
-  """Runs the requests, with a journal; checks bits and that nothing is lost or comes twice."""
-  with Journal(journal_at, fingerprint={}, settings={}) as journal:
-    rollout = Watched(workers, Divided(chunk_tokens=2, routing=ByRoom()), journal)
-    rollout.begin(directory, wakes=wakes)
-    found = list(rollout.run(asked()))
-    rollout.stop()  # Whoever still runs has come back then.
-    rollout.ended = [one for one in journal.events() if one["event"] == "ended"]
-  wanted = alone(tiny_model.NATIVE, 7)
-  assert len({one.request_id for one in found}) == len(found) == len(wanted)
-  assert all(one.has_bits_of(wanted[one.request_id]) for one in found)
-  chunks = [one["chunk"] for one in rollout.ended]
-  assert len({*chunks}) == len(chunks)
-  again = rollout.counts["again"]
-  assert len(rollout.trace.spans) == len(chunks) + again
-  return rollout, collections.Counter(again=again, joined_later=rollout.joined_later)
+  """Runs the requests; `wakes` lets those that were stopped go on when they are given up."""
+
+  def hears(rollout: Watched, event: Event) -> None:
+    if wakes and isinstance(event, Lost):
+      wake(directory)
+
+  return watched_rollout.run(workers, journal_at, hears)
 
 
 def forget_faults(directory: pathlib.Path) -> None:
