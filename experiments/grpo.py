@@ -201,10 +201,31 @@ def example(result: rl.Result) -> str:
   return "\n".join(lines)
 
 
+# What scripts of launch/ add to the arguments of a run, and its next run has no use for.
+OF_SLICE = ("num_processes", "process_id", "coordinator")
+OF_CLUSTER = (
+  "config.cluster.workers", "config.cluster.address", "config.kv_pool.mooncake",
+  "config.kv_pool.store_bytes",
+)  # fmt: skip
+
+
+def begun_with(arguments: Sequence[str]) -> tuple[str, list[str]]:
+  """Returns what started a run on one machine, script and options, and the run's own arguments."""
+  given = dict(one.lstrip("-").split("=", 1) for one in arguments if "=" in one)
+  own = lambda names: [one for one in arguments if one.lstrip("-").split("=")[0] not in names]
+  if given.get("coordinator", "").startswith("127.0.0.1:"):
+    return f"processes.sh --num_processes={given['num_processes']}", own(OF_SLICE)
+  if ":" in given.get("config.cluster.address", ""):
+    return f"cluster.sh --workers={given['config.cluster.workers']}", own(OF_CLUSTER)
+  return "local.sh", [*arguments]
+
+
 def next_commands(config: RunConfig, directory: pathlib.Path, arguments: Sequence[str]) -> str:
   """Returns three commands to try after a run that was begun with `arguments`."""
+  script, own = begun_with(arguments)
+  own = [one for one in own if one != "--resume"]
   # Of a flag that is given twice the last counts.
-  more = shlex.join([*arguments, "--resume", f"--config.num_steps={2 * config.num_steps}"])
+  more = shlex.join([*own, "--resume", f"--config.num_steps={2 * config.num_steps}"])
   question = "Tom has 3 apples and buys 4. How many?"
   return "\n".join(
     (
@@ -213,7 +234,7 @@ def next_commands(config: RunConfig, directory: pathlib.Path, arguments: Sequenc
       f" --prompt={shlex.quote(question)}",
       f"  bash launch/local.sh experiments.replay --run={shlex.quote(str(directory))}"
       " --request=0/0/0",
-      f"  bash launch/local.sh experiments.grpo {more}",
+      f"  bash launch/{script} experiments.grpo {more}",
     )
   )
 

@@ -111,6 +111,31 @@ def test_what_was_saved_is_the_sum_of_all_steps():
   assert "2 requests moved to another instance with their keys, 1 to the host" in text
 
 
+@pytest.mark.parametrize(
+  "added, script",
+  [
+    ((), "local.sh"),
+    (
+      ("--num_processes=2", "--coordinator=127.0.0.1:123", "--process_id=0"),
+      "processes.sh --num_processes=2",
+    ),
+    (
+      ("--config.cluster.workers=3", "--config.cluster.address=127.0.0.1:123",
+       "--config.kv_pool.mooncake=127.0.0.1:4", "--config.kv_pool.store_bytes=9"),
+      "cluster.sh --workers=3",
+    ),
+  ],
+)  # fmt: skip
+def test_what_to_try_next_begins_with_the_script_that_began_the_run(added, script):
+  config = run_presets.main_job()
+  arguments = ("--workdir=a run", "--resume", *added)
+  found = grpo.next_commands(config, pathlib.Path("a run"), arguments).splitlines()
+  assert found[-1] == (
+    f"  bash launch/{script} experiments.grpo '--workdir=a run' --resume"
+    f" --config.num_steps={2 * config.num_steps}"
+  )
+
+
 def test_a_misspelt_flag_is_refused_with_the_nearest_name():
   done = command("--config.optimizer.learning_rat=1")
   assert done.returncode == 2
