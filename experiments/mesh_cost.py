@@ -47,7 +47,7 @@ def sums(num_slabs: int, num_rows: int, width: int, devices: int) -> dict[str, C
   slabs = jax.device_put(jnp.asarray(drawn), spread)
 
   def tree(local: Array) -> Array:
-    return parallel.tree_sum(parallel.gather_slabs(local, parallel.MODEL_AXIS))
+    return parallel.sum_slabs(local, parallel.MODEL_AXIS)
 
   def psum(local: Array) -> Array:
     return lax.psum(jnp.sum(local, axis=0), parallel.MODEL_AXIS)

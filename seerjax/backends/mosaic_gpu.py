@@ -103,7 +103,7 @@ class MosaicGpu(Tiled):
 
   def contract(self, x: Array, w: Any, one: Array, axis: str | None) -> Array:
     partials = self.map_slabs(lambda _, slab: self.dot(*slab), (), (x, w), one, axis)
-    return parallel.tree_sum(parallel.gather_slabs(partials, axis)).astype(x.dtype)
+    return parallel.sum_slabs(partials, axis).astype(x.dtype)
 
   def rms_norm_rows(self, x: Array, scale: Array, eps: float) -> Array:
     """As the tiled one, but rounded once, at the end."""

@@ -75,4 +75,4 @@ def _mlp(
     return lora.adapted_sum(
       operations, partials[0], partials[1], weights["down_lora"], x.dtype, axis
     )
-  return parallel.tree_sum(parallel.gather_slabs(partials, axis)).astype(x.dtype)
+  return parallel.sum_slabs(partials, axis).astype(x.dtype)

@@ -568,9 +568,10 @@ def _map_slabs_backward(function, axis, residuals, cotangent):
   wanted = [leaf for leaf in jax.tree.leaves(cotangent) if leaf.dtype != jax.dtypes.float0]
   partials, slab_gradient = looped_slabs(gradient, shared, (slabs, wanted), one, wanted[0])
   # Held apart from what surrounds it: how a sum was gathered would be fused with what reads it.
-  partials = lax.optimization_barrier(parallel.gather_slabs(partials, axis))
+  partials = lax.optimization_barrier(partials)
+  sums = parallel.sum_slabs([part.astype(jnp.float32) for part in partials], axis)
   shared_gradient = lax.optimization_barrier(
-    [parallel.tree_sum(part.astype(jnp.float32)).astype(part.dtype) for part in partials]
+    [total.astype(part.dtype) for total, part in zip(sums, partials, strict=True)]
   )
   return _place(shared, shared_gradient), _place(slabs, slab_gradient), None
 

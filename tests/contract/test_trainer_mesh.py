@@ -69,6 +69,18 @@ def test_every_mesh_learns_the_bits_of_one_device(implementation, tell_events):
   tell_events(f"meshes, {implementation}", events, ("several instances", "one slab a device"))
 
 
+@pytest.mark.thorough
+def test_sums_whose_devices_add_a_share_each_learn_the_bits_of_one_device(
+  monkeypatch, seed, tell_events
+):
+  monkeypatch.setattr(parallel, "SHARED_OUT_BYTES", 0)  # Which no small model's sums reach.
+  events = collections.Counter()
+  case = dataclasses.replace(smallest("tiled"), seed=1)  # Whose programs no other test has.
+  meshes = [mesh for mesh in mesh_cases.meshes_of(case) if mesh[1] > 1]
+  mesh_cases.compare(case, meshes[seed % len(meshes)], events)
+  tell_events("sums in shares", events, ("comparisons",))
+
+
 @pytest.mark.long
 @IMPLEMENTATIONS
 @pytest.mark.parametrize("block", range(5))
