@@ -1,16 +1,16 @@
 """What equal bits cost on a mesh: a gradient over the model axis, and its sums as a tree.
 
-Claim: adding the partial sums of devices as one tree over logical slabs, gathered, takes at most
-10 % of a gradient more than `psum`, which would follow the number of devices.
+Claim: adding the partial sums of devices as one tree over logical slabs takes at most 10 % of a
+gradient more than `psum`, which would follow the number of devices.
 Command: bash launch/local.sh experiments.mesh_cost --workdir=runs/mesh_cost
   in a minute: --groups=1 --repetitions=1 --implementations=native
 Hardware: 2 CPU cores, some minutes; the devices are virtual ones of this CPU, which share its
 cores, so that no mesh is faster than one device here. Numbers: docs/results/cluster.md
 
 The micro-batch is that of `gradient_cost`, on 1, 2, 4 and 8 devices of the model axis, which take
-turns. What a layer adds over its slabs, f32[slabs, rows, hidden], is also timed alone: gathered and
-added as a tree, as the forward and the backward do twice a layer each, and added by `psum` of each
-device's own sum. Seconds are of the process's CPU, all threads.
+turns. What a layer adds over its slabs, f32[slabs, rows, hidden], is also timed alone: added as
+a tree (`parallel.sum_slabs`), as the forward and the backward do twice a layer each, and by `psum`
+of each device's own sum. Seconds are of the process's CPU, all threads.
 """
 
 from __future__ import annotations

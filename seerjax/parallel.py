@@ -2,8 +2,8 @@
 
 The mesh has two axes. `instance` replicates the weights and splits the requests: each instance has
 its own pages. `model` splits every slab dimension (`NumericsConfig.reduction_shards` logical slabs
-over 1, 2, 4 or 8 devices); partial sums are gathered and added locally in one order, so the number
-of devices changes no bit.
+over 1, 2, 4 or 8 devices); partial sums are added in one order, whichever device adds them, so the
+number of devices changes no bit.
 
 The devices of a mesh may be those of several processes, on one machine or on several: all run one
 program together, a *slice* (`start`). Each process then runs the same lines on the same numbers;
