@@ -79,8 +79,11 @@ def cluster(directory: pathlib.Path) -> Iterator[Cluster]:
 @pytest.fixture(scope="module")
 def patient_ray(tmp_path_factory) -> Iterator[Cluster]:
   """With Ray's own settings, which notice a node that is cut off later than the workers' do."""
-  with cluster(tmp_path_factory.mktemp("links")) as made:
+  directory = tmp_path_factory.mktemp("links")
+  with cluster(directory) as made:
     made.far_worker()
+    # First chunks compile, for which a worker has minutes.
+    watched_rollout.run(made.workers, directory / "first.jsonl")
     made.workers._patience = PATIENCE
     yield made
 
