@@ -32,6 +32,9 @@ MODEL_AXIS = "model"
 PIECE_BYTES = 2**26  # Of a piece of weights that is on its way, at most.
 # Of an array that devices add in shares, at least: a second collective takes its time, too.
 SHARED_OUT_BYTES = 2**18
+# Whether XLA:CPU keeps apart what `lax.optimization_barrier` holds apart: that of JAX 0.10.2 drops
+# barriers before it fuses, and rounds by what it fused; that of 0.12 does not.
+BARRIERS_HOLD = jax.__version_info__ >= (0, 12)
 # What may know of a slice's processes, by JAX's names.
 Launcher = Literal["", "slurm", "ompi", "k8s", "gcetpu", "gketpu"]
 LAUNCHERS = ("", "slurm", "ompi", "k8s", "gcetpu", "gketpu")
@@ -479,16 +482,30 @@ _tree_sum.defvjp(
 
 
 def sum_slabs(slabs: Any, axis: str | None) -> Any:
-  """Returns the sums of all slabs of all devices, `[r, ...]` to `[...]`, as `tree_sum` adds them.
+  """Returns the sums of all slabs of all devices, as `tree_sum` adds them in float32.
 
   The slabs of a device are a branch of the tree: it adds them first, and one partial of each device
   is gathered. Of a large array each device adds a share of the places alone, and these are
   gathered: a quarter of what goes from device to device, and an eighth of the additions, of eight
   devices. Every place is added in the same order either way.
+
+  Args:
+    slabs: pytree of `[r, ...]`, this device's.
+    axis: mesh axis of the slabs, None on one device.
+
+  Returns:
+    Pytree of f32[...].
   """
   leaves, structure = jax.tree.flatten(slabs)
+  if not leaves:
+    return slabs
+  if not BARRIERS_HOLD:
+    # The whole tree on every device: what reads a sum is fused with equal additions on any mesh.
+    whole = [leaf.astype(jnp.float32) for leaf in gather_slabs(leaves, axis)]
+    return structure.unflatten([tree_sum(leaf) for leaf in whole])
   counts = tuple(leaf.shape[0] for leaf in leaves)
-  return structure.unflatten(_sum_slabs(axis, counts, leaves)) if leaves else slabs
+  leaves = [leaf.astype(jnp.float32) for leaf in leaves]
+  return structure.unflatten(_sum_slabs(axis, counts, leaves))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -496,9 +513,8 @@ def _sum_slabs(axis: str | None, counts: tuple[int, ...], leaves: list[Array]) -
   own = [_tree_sum(count, leaf) for count, leaf in zip(counts, leaves, strict=True)]
   if axis is None:
     return own
-  devices = lax.axis_size(axis)
-  size, itemsize = own[0].size, own[0].dtype.itemsize
-  if len(own) == 1 and size % devices == 0 and size * itemsize >= SHARED_OUT_BYTES:
+  devices, size = lax.axis_size(axis), own[0].size
+  if len(own) == 1 and size % devices == 0 and size * own[0].dtype.itemsize >= SHARED_OUT_BYTES:
     shares = own[0].reshape(devices, -1)
     shares = lax.all_to_all(shares, axis, split_axis=0, concat_axis=0, tiled=True)
     share = lax.all_gather(_tree_sum(devices, shares), axis, tiled=True)

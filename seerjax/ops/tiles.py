@@ -569,7 +569,7 @@ def _map_slabs_backward(function, axis, residuals, cotangent):
   partials, slab_gradient = looped_slabs(gradient, shared, (slabs, wanted), one, wanted[0])
   # Held apart from what surrounds it: how a sum was gathered would be fused with what reads it.
   partials = lax.optimization_barrier(partials)
-  sums = parallel.sum_slabs([part.astype(jnp.float32) for part in partials], axis)
+  sums = parallel.sum_slabs(partials, axis)
   shared_gradient = lax.optimization_barrier(
     [total.astype(part.dtype) for total, part in zip(sums, partials, strict=True)]
   )
