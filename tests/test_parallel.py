@@ -15,6 +15,8 @@ import pytest
 
 from seerjax import parallel
 
+CPU_INFO = pathlib.Path("/proc/cpuinfo")
+MULTIPLIES_AND_ADDS = CPU_INFO.is_file() and " fma " in CPU_INFO.read_text()
 ROOT = pathlib.Path(__file__).parents[1]
 
 
@@ -118,3 +120,30 @@ def test_what_is_shared_out_comes_together_in_pieces_of_any_size(before, after, 
   assert parallel.put(found, place(after)) is found
   assert parallel.bytes_a_device(leaf) == whole.nbytes // 6
   assert parallel.on_host({"w": leaf})["w"].tobytes() == whole.tobytes()
+
+
+def test_rounded_values_keep_every_bit(seed):
+  words = np.random.default_rng(seed).integers(0, 2**32, 4096, dtype=np.uint32)
+  special = np.asarray([0.0, -0.0, np.inf, -np.inf, np.nan, 1e-45], np.float32).view(np.uint32)
+  words = np.concatenate([words, special, np.arange(16, dtype=np.uint32)])
+  tree = {"f32": words.view(np.float32), "i32": words.view(np.int32), "f16": words.view(np.float16)}
+  found = jax.jit(parallel.rounded)(tree)
+  for name, values in tree.items():
+    assert np.asarray(found[name]).tobytes() == values.tobytes()
+
+
+@pytest.mark.parametrize("shape", [(20,), (8, 20), (257, 3)])
+def test_a_rounded_product_is_not_one_operation_with_its_sum(shape, seed):
+  rng = np.random.default_rng(seed)
+  x, y, z = (rng.standard_normal(shape).astype(np.float32) for _ in range(3))
+  expected = (x * y + z).tobytes()  # NumPy rounds twice.
+  found = jax.jit(lambda x, y, z: parallel.rounded(x * y) + z)(x, y, z)
+  assert np.asarray(found).tobytes() == expected
+
+
+@pytest.mark.skipif(not MULTIPLIES_AND_ADDS, reason="the processor has no multiply-add")
+def test_twin_a_product_that_is_left_to_the_compiler_is_rounded_with_its_sum(seed):
+  rng = np.random.default_rng(seed)
+  x, y, z = (rng.standard_normal(4096).astype(np.float32) for _ in range(3))
+  found = np.asarray(jax.jit(lambda x, y, z: x * y + z)(x, y, z))
+  assert found.tobytes() != (x * y + z).tobytes()

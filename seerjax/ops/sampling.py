@@ -20,7 +20,7 @@ from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
-from seerjax import numerics as numerics_lib
+from seerjax import numerics as numerics_lib, parallel
 from seerjax.array_typing import Array, Float, Int, PRNGKeyArray
 from seerjax.types import SamplingParams, SamplingRows
 
@@ -183,7 +183,7 @@ def _tempered(logits: Float[Array, "n v"], temperature: Float[Array, "n"]) -> Ar
 
 def _tempered_backward(temperature: Array, cotangent: Array) -> tuple[Array, Array]:
   reciprocal = jnp.float32(1) / temperature
-  found = lax.optimization_barrier(cotangent * reciprocal[:, None])
+  found = parallel.rounded(cotangent * reciprocal[:, None])
   return found, jnp.zeros_like(temperature)
 
 

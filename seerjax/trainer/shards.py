@@ -140,7 +140,7 @@ def norm(
     of_slabs = 1 if is_slab else 0
     split = _larger(tuple(shape), of_slabs)
     kept = [axis for axis in (0 if of_slabs else None, split) if axis is not None]
-    squares = lax.optimization_barrier(lax.square(leaf))  # Else they are rounded with the sum.
+    squares = parallel.rounded(lax.square(leaf))  # Else they are rounded with the sum.
     for axis in reversed([axis for axis in range(leaf.ndim) if axis not in kept]):
       squares = _folded(squares, axis)
     sizes = [1] * (2 - len(kept)) + [shape[axis] for axis in kept]
@@ -231,7 +231,7 @@ def _run(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
       found = primitive.bind(*inputs, **equation.params)
       found = list(found) if primitive.multiple_results else [found]
     if primitive.name in PRODUCTS:
-      found = lax.optimization_barrier(found)
+      found = parallel.rounded(found)
     values.update(zip(equation.outvars, found, strict=True))
   return list(map(read, jaxpr.outvars))
 

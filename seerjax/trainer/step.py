@@ -319,7 +319,7 @@ class Trainer:
 
       def add(total: Array, part: Array) -> Array:
         # Held apart: fused with the addition, a gradient might be rounded in another place.
-        part = jax.lax.optimization_barrier(part.astype(jnp.float32))
+        part = parallel.rounded(part.astype(jnp.float32))
         return total + jnp.where(is_live, part, 0.0)
 
       return jax.tree.map(add, sums, gradient), aux
