@@ -21,6 +21,8 @@ from jax.experimental import multihost_utils
 import numpy as np
 
 T = TypeVar("T")
+# Of what the first process tells, so much goes at once with its length: a verdict, say, is less.
+FIRST_BYTES = 504
 # Of a value that differs, what a message tells.
 TEXT_BYTES = 256
 
@@ -55,23 +57,33 @@ def from_first(function: Callable[[], T]) -> T:
 
 def _tell(is_found: bool, value: Any) -> None:
   data = pickle.dumps(value)
-  _broadcast(np.asarray([len(data), is_found], np.uint32))
-  _broadcast(_words(data))
+  _broadcast(_words(np.asarray([len(data), is_found], np.uint32).tobytes() + data[:FIRST_BYTES]))
+  if len(data) > FIRST_BYTES:
+    _broadcast(_words(data[FIRST_BYTES:]))
 
 
 def _told() -> Any:
   # Of the first process, of this very program: what comes is as trusted as the program is.
-  length, is_found = _broadcast(np.zeros(2, np.uint32)).tolist()
-  value = pickle.loads(_broadcast(_words(b"", length)).tobytes()[:length])
+  first = _broadcast(_words(b"")).tobytes()
+  length, is_found = np.frombuffer(first[:8], np.uint32).tolist()
+  data = first[8:]
+  if length > FIRST_BYTES:
+    data += _broadcast(_words(b"", length - FIRST_BYTES)).tobytes()
+  value = pickle.loads(data[:length])
   if not is_found:
     raise Disagreement(f"process 0 ended with {value}; its own log says where.")
   return value
 
 
-def _words(data: bytes, length: int | None = None) -> np.ndarray:
-  """Returns bytes as words, as many as a power of two, so that few sizes are ever compiled."""
-  length = len(data) if length is None else length
-  count = 1 << max(-(-length // 4) - 1, 0).bit_length()
+def _words(data: bytes, length: int = 0) -> np.ndarray:
+  """Returns bytes as words, as many as a power of two, so that few sizes are ever compiled.
+
+  Args:
+    data: the bytes.
+    length: of bytes that only the first process has.
+  """
+  length = max(len(data), length, FIRST_BYTES + 8)
+  count = 1 << (-(-length // 4) - 1).bit_length()
   return np.frombuffer(data.ljust(4 * count, b"\0"), np.uint32)
 
 

@@ -29,6 +29,8 @@ def test_the_first_of_two_processes_tells_and_a_difference_ends_both():
   (_, first, _), (_, second, _) = found
   for one in (first, second):
     assert one["told"] == {"rank": 0, "data": list(range(3000))}
+    first_bytes = agreement.FIRST_BYTES
+    assert one["sizes"] == [0, *range(first_bytes - 24, first_bytes + 4), 2048]
     assert one["least"] == 4.5 and one["most"] == 4
     # Both name the step, the field, and who has which value.
     assert one["differs"].startswith("Disagreement: step 7: got pages that differs between")

@@ -163,6 +163,9 @@ def _agreement(argument: str) -> dict[str, Any]:
   del argument
   rank, found = jax.process_index(), {}
   found["told"] = agreement.from_first(lambda: {"rank": rank, "data": list(range(3000))})
+  # In one piece, in two, and where one ends.
+  sizes = [0, *range(agreement.FIRST_BYTES - 24, agreement.FIRST_BYTES + 4), 2048]
+  found["sizes"] = [len(agreement.from_first(lambda size=size: b"x" * size)) for size in sizes]
   found["least"], found["most"] = agreement.least(5.5 - rank), agreement.most(3 + rank)
   agreement.compare("a step", {"one": 1, "two": "same"})
 
