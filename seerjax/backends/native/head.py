@@ -36,11 +36,14 @@ def _head_forward(tiled: Backend, stage: Stage, weights: Any, rows: Any, num_row
   scored = head_forward.scored_rows(stage, weights, rows, num_rows)
   common = scored.tokens, scored.scores
   is_special = sampling.is_special(rows[2])
-  special = lax.cond(
-    jnp.any(is_special),
-    lambda: tiled.head(stage, weights, rows, num_rows),
-    lambda: jax.tree.map(jnp.zeros_like, common),
-  )
+
+  def by_tiles() -> tuple[Array, TokenScores]:
+    # What either gathers is on its way by itself.
+    own = rows[0] if stage.axis is None else parallel.after(rows[0], scored.scores.logprob)
+    return tiled.head(stage, weights, (own, *rows[1:]), num_rows)
+
+  nothing = lambda: jax.tree.map(jnp.zeros_like, common)
+  special = lax.cond(jnp.any(is_special), by_tiles, nothing)
   out = jax.tree.map(lambda a, b: jnp.where(is_special, a, b), special, common)
   return out, (weights, rows, num_rows, scored)
 
