@@ -350,7 +350,7 @@ def rounded(tree: Any) -> Any:
   A compiler would make one operation of a product and of the sum it goes into, or not, by the shape
   of an array.
   """
-  return lax.optimization_barrier(tree) if BARRIERS_HOLD else jax.tree.map(_as_its_bits, tree)
+  return lax.optimization_barrier(tree) if BARRIERS_HOLD else jax.tree.map(_apart, tree)
 
 
 def _as_its_bits(x: Array) -> Array:
@@ -362,6 +362,14 @@ def _as_its_bits(x: Array) -> Array:
   square = bits * bits
   none = (square >> 2) & square & jnp.uint32(1)
   return lax.bitcast_convert_type(bits ^ none, jnp.float32)
+
+
+@jax.custom_vjp
+def _apart(x: Array) -> Array:
+  return _as_its_bits(x)
+
+
+_apart.defvjp(lambda x: (_as_its_bits(x), None), lambda _, cotangent: (_as_its_bits(cotangent),))
 
 
 def after(tree: Any, anchor: Any) -> Any:

@@ -132,6 +132,12 @@ def test_rounded_values_keep_every_bit(seed):
     assert np.asarray(found[name]).tobytes() == values.tobytes()
 
 
+def test_rounded_values_have_a_gradient(seed):
+  x, weights = np.random.default_rng(seed).standard_normal((2, 33)).astype(np.float32)
+  found = jax.jit(jax.grad(lambda x: jnp.sum(parallel.rounded(x) * weights)))(x)
+  assert np.asarray(found).tobytes() == weights.tobytes()
+
+
 @pytest.mark.parametrize("shape", [(20,), (8, 20), (257, 3)])
 def test_a_rounded_product_is_not_one_operation_with_its_sum(shape, seed):
   rng = np.random.default_rng(seed)

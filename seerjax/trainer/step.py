@@ -299,6 +299,8 @@ class Trainer:
         backend=self.stages,
         is_plain=is_plain,
       )
+      if not parallel.BARRIERS_HOLD:
+        scores = parallel.rounded(scores)  # Else the loss is fused with what a mesh makes them of.
       current = jax.lax.stop_gradient(scores.logprob)
       old = jnp.where(micro.is_first, current, micro.old_logprobs)
       value, metrics = self.policy_loss(
