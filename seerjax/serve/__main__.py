@@ -30,7 +30,7 @@ from seerjax.run import command_line, policy as policy_lib
 from seerjax.serve import served as served_lib, server
 from seerjax.serve.config import ServeConfig
 from seerjax.serve.family import Family
-from seerjax.serve.routes import Service
+from seerjax.serve.service import Service
 from seerjax.serve.sleeping import Sleeping
 from seerjax.sleep import prompts
 from seerjax.sleep.runner import RunnerConfig

@@ -15,9 +15,9 @@ from starlette.types import Receive, Scope, Send
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from seerjax.serve import routes
+from seerjax.serve import routes, service as service_lib
 from seerjax.serve.refusals import Refusal
-from seerjax.serve.routes import Service
+from seerjax.serve.service import Service
 
 # Between the end of the grace period and the last answer that says so.
 LAST_SECONDS = 5
@@ -55,7 +55,7 @@ class Connection(H11Protocol):
       code="too_many_connections",
       retry_seconds=1,
     )
-    response = routes.refused(refusal)
+    response = service_lib.refused(refusal)
     response.headers["connection"] = "close"
     await response(scope, receive, send)
 
@@ -91,7 +91,7 @@ class Connection(H11Protocol):
       "the request: got what is no HTTP/1.1 (its first line, a header or a length), expected a"
       " request; use an HTTP client."
     )
-    response = routes.refused(refusal)
+    response = service_lib.refused(refusal)
     headers = [*response.raw_headers, (b"connection", b"close")]
     try:
       for event in (

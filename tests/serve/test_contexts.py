@@ -24,8 +24,8 @@ from seerjax.rollout import record_lines
 from seerjax.serve import __main__ as serve_main, protocol, served as served_lib, server
 from seerjax.serve.config import ServeConfig
 from seerjax.serve.refusals import Refusal
-from seerjax.serve.routes import Service
 from seerjax.serve.served import Served
+from seerjax.serve.service import Service
 from seerjax.serve.sleeping import Sleeping
 from seerjax.sleep import contexts as contexts_lib, prompts as prompts_lib, runner as runner_lib
 from seerjax.sleep.contexts import Contexts, Identity

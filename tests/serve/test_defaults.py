@@ -13,8 +13,8 @@ import word_engine
 from seerjax.models.loading import Model
 from seerjax.serve import identity, served as served_lib, server
 from seerjax.serve.config import ServeConfig
-from seerjax.serve.routes import Service
 from seerjax.serve.served import Defaults, Served, generation_defaults
+from seerjax.serve.service import Service
 
 EOS = word_engine.TOKENIZER.eos_ids
 WRITTEN = {

@@ -29,7 +29,7 @@ from seerjax.serve.__main__ import adapter_directories
 from seerjax.serve.config import ServeConfig
 from seerjax.serve.engine_thread import Begun, EngineThread, Job, Part
 from seerjax.serve.family import Family
-from seerjax.serve.routes import Service
+from seerjax.serve.service import Service
 from seerjax.types import Completion, Request, SamplingParams
 
 NUMERICS = dataclasses.replace(tiny_model.ONE_SLAB, implementation="native")

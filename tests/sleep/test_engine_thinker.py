@@ -14,9 +14,9 @@ from seerjax.engine.engine import Engine, EngineConfig
 from seerjax.models.loading import Model
 from seerjax.serve import server
 from seerjax.serve.config import ServeConfig
-from seerjax.serve.routes import Service
 from seerjax.serve.scoring import Scorer
 from seerjax.serve.served import Served
+from seerjax.serve.service import Service
 from seerjax.sleep import prompts as prompts_lib, protocol, thinkers
 from seerjax.sleep.endpoint import Endpoint, EndpointConfig
 from seerjax.sleep.engine_thinker import EngineThinker

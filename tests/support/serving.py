@@ -16,9 +16,9 @@ from seerjax.models.loading import Model
 from seerjax.models.tokenizer import Tokenizer
 from seerjax.serve import served as served_lib, server
 from seerjax.serve.config import ServeConfig
-from seerjax.serve.routes import Service
 from seerjax.serve.scoring import Scorer
 from seerjax.serve.served import Served
+from seerjax.serve.service import Service
 from seerjax.types import Completion, Request, SamplingParams
 
 ANY_PORT = ServeConfig(port=0)

@@ -32,9 +32,9 @@ from seerjax.engine.kv.pool import KVPool, KVPoolConfig
 from seerjax.models import adapters as adapters_lib, loading, lora
 from seerjax.serve import identity, served as served_lib, server
 from seerjax.serve.config import ServeConfig
-from seerjax.serve.routes import Service
 from seerjax.serve.scoring import Scorer
 from seerjax.serve.served import Served
+from seerjax.serve.service import Service
 
 CONTEXT = 128
 ADAPTERS = ("poet", "judge", "clerk")

@@ -1,0 +1,250 @@
+"""One request for answers, from its body to its last byte.
+
+    body --protocol--> Asked --served.plan--> requests --engine_thread--> parts --answers--> body
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+import contextlib
+import dataclasses
+import time
+from typing import Any
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
+
+from seerjax.serve import answers, auth, protocol, served as served_lib, service as service_lib
+from seerjax.serve.engine_thread import Begun, Event, Job, Part, PromptScores
+from seerjax.serve.protocol import Asked
+from seerjax.serve.refusals import Refusal
+from seerjax.serve.served import Plan
+from seerjax.serve.service import LOG, Entry, Service
+from seerjax.serve.sleeping import Reading
+
+# Of one body: a longer one is read on another thread, so that no other request waits for it.
+QUICK_BYTES = 1 << 14
+SLOW_FIELDS = (b"response_format", b"regex")  # Grammars are compiled.
+# Like nginx's: the client has left, and does not read the status.
+GONE = 499
+
+
+class Asking:
+  """One request for answers, from its body to its last byte: an ASGI response.
+
+  A client that leaves cancels its job, whether it reads a stream or waits for the whole.
+  """
+
+  def __init__(self, service: Service, request: Request, route: str):
+    self._service = service
+    self._request = request
+    self._is_chat = route == "/v1/chat/completions"
+    self._entry = Entry(service, route)
+    self._job: Job | None = None
+    self._has_begun = False
+
+  async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    entry = self._entry
+    try:
+      async with asyncio.timeout(self._service.config.timeout_seconds):
+        plan = await self._plan()
+        await self._until_gone(self._run(plan, send), receive)
+    except Refusal as refusal:
+      await self._refuse(refusal, send)
+    except TimeoutError:
+      seconds = self._service.config.timeout_seconds
+      await self._refuse(
+        Refusal(
+          f"the server: got no whole answer in {seconds:g} s, expected one; ask for fewer tokens,"
+          " or later.",
+          status=504,
+          kind="timeout_error",
+          code="timeout",
+        ),
+        send,
+      )
+    except (ClientDisconnect, OSError):
+      entry.status, entry.reason = GONE, "gone"
+    except asyncio.CancelledError:
+      entry.status, entry.reason = 503, "stopped"
+      raise
+    except Exception:
+      LOG.exception("%s: got an error of the server's own", entry.answer_id)
+      await self._refuse(
+        Refusal(
+          "the server: got an error of its own, expected none; look into its log.",
+          status=500,
+          kind="server_error",
+          code="internal_error",
+        ),
+        send,
+      )
+    finally:
+      if self._job is not None:
+        self._service.thread.cancel(self._job)
+      entry.finish()
+
+  async def _refuse(self, refusal: Refusal, send: Send) -> None:
+    self._entry.status, self._entry.reason = refusal.status, refusal.code or "refused"
+    with contextlib.suppress(OSError):
+      if not self._has_begun:
+        await _send_whole(send, service_lib.refused(refusal))
+      else:  # The status is out: a stream ends by what went wrong, and without [DONE].
+        await send(_body(answers.event(refusal.body), more=False))
+
+  async def _plan(self) -> Plan:
+    config = self._service.config
+    namespace = auth.namespace_of(self._request, config)
+    body = await service_lib.read_body(self._request, config)
+    if len(body) <= QUICK_BYTES and not any(word in body for word in SLOW_FIELDS):
+      return await self._planned(self._asked(body), namespace)
+    asked = await asyncio.to_thread(self._asked, body)
+    reading = await self._reading(asked, namespace)
+    return await asyncio.to_thread(self._plan_of, asked, namespace, reading)
+
+  def _asked(self, body: bytes) -> Asked:
+    read = protocol.chat if self._is_chat else protocol.completion
+    return read(protocol.parsed(body))
+
+  async def _planned(self, asked: Asked, namespace: str) -> Plan:
+    return self._plan_of(asked, namespace, await self._reading(asked, namespace))
+
+  async def _reading(self, asked: Asked, namespace: str) -> Reading | None:
+    """Returns the context that a question is about, as it is read now."""
+    if not asked.context:
+      return None
+    sleeping = self._service.sleeping_of(self._service.find(asked.model))
+    question = asked.messages[0]["content"]
+    return await self._service.call(lambda: sleeping.read(namespace, asked.context, question))
+
+  def _plan_of(self, asked: Asked, namespace: str, reading: Reading | None) -> Plan:
+    if reading is not None:
+      asked = dataclasses.replace(asked, messages=reading.messages)
+    return served_lib.plan(
+      asked,
+      self._service.find(asked.model),
+      job_id=self._entry.answer_id,
+      max_answer_tokens=self._service.config.max_answer_tokens,
+      seed_of=self._service.seed_of,
+      namespace=namespace,
+      reading=reading,
+    )
+
+  async def _until_gone(self, running: Any, receive: Receive) -> None:
+    """Runs it as long as the client is there."""
+    task = asyncio.ensure_future(running)
+    gone = asyncio.ensure_future(_disconnected(receive))
+    try:
+      await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+      if not task.done():
+        raise ClientDisconnect
+      task.result()
+    finally:
+      for one in (task, gone):
+        one.cancel()
+      await asyncio.gather(task, gone, return_exceptions=True)
+
+  async def _run(self, plan: Plan, send: Send) -> None:
+    asked, entry = plan.asked, self._entry
+    entry.num_prompt = sum(len(prompt) for prompt in plan.prompts)
+    prefix = "chatcmpl" if asked.is_chat else "cmpl"
+    answer = answers.Answer(
+      plan, answer_id=f"{prefix}-{entry.answer_id}", created=int(time.time())
+    )
+    if not asked.is_streamed:
+      parts = [part async for part in self._parts(plan, answer)]
+      body = answers.encoded(answer.whole(parts))
+      entry.status, self._has_begun = 200, True
+      await _send_whole(send, Response(body, media_type="application/json"))
+      return
+    async for part in self._parts(plan, answer):
+      if not self._has_begun:
+        self._has_begun, entry.status = True, 200
+        await send(_stream_head())
+      for piece in answer.piece(part):
+        await send(_body(answers.event(piece), more=True))
+    if asked.wants_usage:
+      await send(_body(answers.event(answer.last_piece()), more=True))
+    await send(_body(answers.DONE, more=False))
+
+  async def _parts(self, plan: Plan, answer: answers.Answer) -> AsyncIterator[Part]:
+    """Submits the job and yields its parts until every choice has ended."""
+    asked, entry = plan.asked, self._entry
+    loop, events = asyncio.get_running_loop(), asyncio.Queue[Event]()
+
+    def deliver(event: Event) -> None:
+      with contextlib.suppress(RuntimeError):  # The loop is over, and with it who would read.
+        loop.call_soon_threadsafe(events.put_nowait, event)
+
+    address = self._request.client.host if self._request.client else ""
+    self._job = job = Job(
+      job_id=entry.answer_id,
+      client=f"{address}/{asked.user}",
+      model=plan.served.base.name,
+      adapter=plan.served.adapter,
+      fingerprint=lambda: plan.served.fingerprint,
+      reading=plan.reading,
+      requests=plan.requests,
+      masks=plan.masks,
+      num_choices=asked.num_choices,
+      is_streamed=asked.is_streamed,
+      num_top=asked.num_top,
+      wants_prompt=asked.wants_prompt,
+      num_prompt_top=asked.num_prompt_top,
+      deliver=deliver,
+    )
+    self._service.thread.submit(job)
+    left, reasons = len(plan.requests), set()
+    while left:
+      found = await events.get()
+      if isinstance(found, Refusal):
+        raise found
+      if isinstance(found, Begun):
+        answer.begin(found.fingerprint)
+        continue
+      if isinstance(found, PromptScores):
+        answer.take_prompt(found)
+        continue
+      if found.finish_reason == "error":
+        raise Refusal(
+          f"the answer: got an error ({found.error}), expected none; ask again.",
+          status=500,
+          kind="server_error",
+          code="answer_failed",
+        )
+      entry.see_token()
+      entry.num_answer += len(found.tokens)
+      if found.finish_reason:
+        left -= 1
+        reasons.add(found.finish_reason)
+      yield found
+    self._job = None  # There is nothing left to cancel.
+    entry.reason = "+".join(sorted(reasons))
+
+
+async def _disconnected(receive: Receive) -> None:
+  while (await receive())["type"] != "http.disconnect":
+    pass
+
+
+def _stream_head() -> Message:
+  kind = b"text/event-stream; charset=utf-8"
+  headers = [(b"content-type", kind), (b"cache-control", b"no-store")]
+  return {"type": "http.response.start", "status": 200, "headers": headers}
+
+
+def _body(data: bytes, *, more: bool) -> Message:
+  return {"type": "http.response.body", "body": data, "more_body": more}
+
+
+async def _send_whole(send: Send, response: Response) -> None:
+  await send(
+    {
+      "type": "http.response.start",
+      "status": response.status_code,
+      "headers": response.raw_headers,
+    }
+  )
+  await send(_body(bytes(response.body), more=False))

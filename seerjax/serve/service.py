@@ -1,0 +1,210 @@
+"""What all routes share: models, the engine thread, counters, and how bodies are read and sent."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+import contextlib
+import json
+import logging
+import time
+from typing import Any
+import uuid
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from seerjax.serve import answers, served as served_lib
+from seerjax.serve.config import ServeConfig
+from seerjax.serve.engine_thread import EngineThread
+from seerjax.serve.family import Family
+from seerjax.serve.metrics import Metrics
+from seerjax.serve.refusals import Refusal, shown
+from seerjax.serve.served import Served
+from seerjax.serve.sleeping import Sleeping
+
+LOG = logging.getLogger("seerjax.serve")
+
+
+class Service:
+  """What the routes share.
+
+  Attributes:
+    models: by name; the first is what a request means that names none.
+    thread: that runs the engines.
+    config: bounds.
+    metrics: counters.
+    seed_of: `served.choice_seed`.
+    families: by the names of their bases, those whose weights may be replaced.
+    sleeping: contexts, by the names of the bases that sleep for them.
+    is_swapping: whether some are being replaced.
+  """
+
+  def __init__(
+    self,
+    models: Mapping[str, Served],
+    config: ServeConfig,
+    *,
+    seed_of: Callable[[int, int], int] = served_lib.choice_seed,
+    families: Mapping[str, Family] | None = None,
+    sleeping: Mapping[str, Sleeping] | None = None,
+  ):
+    self.models = dict(models)
+    self.families = dict(families or {})
+    self.sleeping = dict(sleeping or {})
+    self.is_swapping = False
+    self.config = config
+    self.seed_of = seed_of
+    self.thread = EngineThread(
+      {name: served.engine for name, served in models.items() if served.beside is None},
+      scorers={name: served.scorer for name, served in models.items()},
+      max_waiting=config.max_waiting,
+      max_waiting_of_client=config.max_waiting_of_client,
+      on_tokens=lambda name, count: self.metrics.sampled_tokens.labels(name).inc(count),
+      sleeping=self.sleeping,
+    )
+    self.metrics = Metrics(self.thread)
+
+  def find(self, name: str) -> Served:
+    """Returns a model by name.
+
+    Raises:
+      Refusal: if there is none (404).
+    """
+    if not name:
+      return next(iter(self.models.values()))
+    if name not in self.models:
+      raise Refusal(
+        f"model: got {shown(name)}, expected one of {', '.join(self.models)}; GET /v1/models lists"
+        " them.",
+        status=404,
+        param="model",
+        code="model_not_found",
+      )
+    return self.models[name]
+
+  async def call(self, run: Callable[[], Any]) -> Any:
+    """Returns what a short function returns that runs on the engine's thread.
+
+    Raises:
+      Refusal: that it raises, or if the server stops.
+    """
+    loop = asyncio.get_running_loop()
+    found: asyncio.Future[Any] = loop.create_future()
+
+    def done(result: Any) -> None:
+      def tell() -> None:
+        if not found.done():  # Who asked may have left.
+          found.set_result(result)
+
+      with contextlib.suppress(RuntimeError):  # The loop is over.
+        loop.call_soon_threadsafe(tell)
+
+    self.thread.call(run, done)
+    result = await found
+    if isinstance(result, Exception):
+      raise result
+    return result
+
+  def sleeping_of(self, served: Served) -> Sleeping:
+    """Returns the contexts of a model.
+
+    Raises:
+      Refusal: if it has none (404).
+    """
+    found = self.sleeping.get(served.name)
+    if found is None:
+      raise Refusal(
+        f"context: got one for {shown(served.name)}, which sleeps for none, expected one of"
+        f" {', '.join(self.sleeping) or 'none: this server sleeps for no model'}; start the server"
+        " with --contexts.",
+        status=404,
+        param="context",
+        code="no_contexts",
+      )
+    return found
+
+
+class Entry:
+  """One request's line in the log and its place in the counters."""
+
+  def __init__(self, service: Service, route: str):
+    self._service, self._route = service, route
+    self.begun = time.monotonic()
+    self.answer_id = uuid.uuid4().hex[:24]
+    self.status, self.reason = 500, "-"
+    self.num_prompt = self.num_answer = 0
+
+  def see_token(self) -> None:
+    if not self.num_answer:
+      self._service.metrics.first_token.observe(time.monotonic() - self.begun)
+
+  def finish(self) -> None:
+    seconds, metrics = time.monotonic() - self.begun, self._service.metrics
+    metrics.requests.labels(self._route, str(self.status)).inc()
+    metrics.duration.observe(seconds)
+    metrics.prompt_tokens.inc(self.num_prompt)
+    metrics.answer_tokens.inc(self.num_answer)
+    LOG.info(
+      "%s %s status=%d tokens=%d+%d seconds=%.3f finish=%s",
+      self.answer_id, self._route, self.status, self.num_prompt, self.num_answer, seconds,
+      self.reason,
+    )  # fmt: skip
+
+
+def refused(refusal: Refusal) -> Response:
+  """Returns a refusal as a response."""
+  return Response(
+    answers.encoded(refusal.body),
+    status_code=refusal.status,
+    media_type="application/json",
+    headers=dict(refusal.headers),
+  )
+
+
+def json_response(body: Mapping[str, Any], status: int = 200) -> Response:
+  """Returns an object as a response."""
+  return Response(
+    json.dumps(body, allow_nan=False), status_code=status, media_type="application/json"
+  )
+
+
+async def read_body(request: Request, config: ServeConfig) -> bytes:
+  """Returns a body within its bounds.
+
+  Raises:
+    Refusal: if it is no JSON by its type (415), too long (413), or takes too long (408).
+  """
+  kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+  if kind != "application/json":
+    raise Refusal(
+      f"content-type: got {shown(kind)}, expected application/json; send that header.", status=415
+    )
+  most = config.max_body_bytes
+  length = request.headers.get("content-length", "0")
+  if length.isdigit() and int(length) > most:
+    raise _too_large(f"{int(length)} bytes", most)
+  chunks: list[bytes] = []
+  size = 0
+  try:
+    async with asyncio.timeout(config.body_seconds):
+      async for chunk in request.stream():
+        size += len(chunk)
+        if size > most:
+          raise _too_large(f"more than {most} bytes", most)
+        chunks.append(chunk)
+  except TimeoutError as error:
+    raise Refusal(
+      f"the body: got {size} bytes in {config.body_seconds:g} s, expected all of it; send it"
+      " faster.",
+      status=408,
+    ) from error
+  return b"".join(chunks)
+
+
+def _too_large(got: str, most: int) -> Refusal:
+  return Refusal(
+    f"the body: got {got}, expected at most {most}; send less.",
+    status=413,
+    code="request_too_large",
+  )
