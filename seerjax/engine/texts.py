@@ -1,12 +1,31 @@
-"""Texts as requests: what an engine is asked for by a user who writes a question."""
+"""Builds requests from text prompts, and the seeds of prompts that are asked together."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 import dataclasses
+import hashlib
 
 from seerjax.models import tokenizer as tokenizer_lib
 from seerjax.types import Request, SamplingParams
+
+
+def seed_at(seed: int, prompt: int, choice: int = 0) -> int:
+  """Returns the seed of one answer among those that are asked together, in [0, 2**32).
+
+  The first answer of the first prompt has `seed` itself. Each other answer has a seed that follows
+  from `seed` and its position, so that equal prompts get different answers, and each answer can be
+  asked for alone by its own seed.
+
+  Args:
+    seed: of all of them.
+    prompt: index of the prompt.
+    choice: index among the answers to that prompt.
+  """
+  if not prompt and not choice:
+    return seed
+  digest = hashlib.blake2b(f"{seed}/{prompt}/{choice}".encode(), digest_size=4).digest()
+  return int.from_bytes(digest, "little")
 
 
 def as_requests(
@@ -16,6 +35,8 @@ def as_requests(
   context: int,
 ) -> list[Request]:
   """Returns requests in the order given; a text becomes one user's turn of the chat template.
+
+  A text's seed is `seed_at(0, place)`: equal texts in one list get different answers.
 
   Args:
     asked: a text, or texts and requests, which stay as they are.
@@ -53,5 +74,9 @@ def as_requests(
     )
     if not of_text.stop_token_ids:
       of_text = dataclasses.replace(of_text, stop_token_ids=tokenizer.eos_ids)
-    requests.append(Request(request_id=f"text {place}", prompt=prompt, sampling=of_text))
+    requests.append(
+      Request(
+        request_id=f"text {place}", prompt=prompt, sampling=of_text, seed=seed_at(0, place)
+      )
+    )
   return requests

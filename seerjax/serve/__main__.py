@@ -93,6 +93,7 @@ def serve_config() -> ServeConfig:
     max_waiting_of_client=args.max_waiting_of_client,
     timeout_seconds=args.timeout_seconds,
     grace_seconds=args.grace_seconds,
+    strict_fields=args.strict_fields,
   )
 
 
@@ -261,6 +262,7 @@ def define_flags() -> None:
   )
   flags.DEFINE_float("timeout_seconds", usual.timeout_seconds, "That an answer may take.")
   flags.DEFINE_float("grace_seconds", usual.grace_seconds, "After SIGTERM, for what runs.")
+  flags.DEFINE_bool("strict_fields", False, "Refuses fields that would have no effect.")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from typing import Any
 from seerjax.serve.engine_thread import Part, PromptScores
 from seerjax.serve.parts import Piece, Splitter
 from seerjax.serve.served import Plan
-from seerjax.serve.vocabulary import Vocabulary
+from seerjax.serve.vocabulary import Offsets, Vocabulary
 
 Body = dict[str, Any]
 DONE = b"data: [DONE]\n\n"
@@ -52,7 +52,7 @@ class Answer:
     self._splitters = [plan.splitter() for _ in range(count)] if plan.asked.is_chat else []
     self._has_begun = [False] * count
     self._num_calls = [0] * count
-    self._offsets = [0] * count
+    self._offsets: dict[int, Offsets] = {}
     self._prompts: dict[int, PromptScores] = {}
     self.num_answered = 0
 
@@ -214,16 +214,21 @@ class Answer:
       text = _prompt_text(self._plan, place) + text
     logprobs = None
     if asked.wants_logprobs:
-      rows = _Rows(self._vocabulary, self._offsets[part.choice], bool(asked.num_top))
+      rows = _Rows(self._vocabulary, bool(asked.num_top))
+      if is_first:
+        start = len(text) - len(part.text)
+        self._offsets[part.choice] = Offsets(self._vocabulary, start=start)
+      offsets = self._offsets[part.choice]
       scores = self._prompts.get(place)
       if asked.is_echoed and is_first and scores is not None:
-        tops = [None, *scores.tops]
+        tops, echoed = [None, *scores.tops], Offsets(self._vocabulary, skips_special=False)
         for token, logprob, top in zip(prompt, [None, *scores.logprobs], tops, strict=True):
-          rows.add(token, logprob, logprob, top)
+          rows.add(token, logprob, logprob, top, echoed.of(token))
       tops = part.tops or [()] * len(part.tokens)
-      for row in zip(part.tokens, part.logprobs, part.raw_logprobs, tops, strict=True):
-        rows.add(*row)
-      logprobs, self._offsets[part.choice] = rows.body, rows.offset
+      answered = zip(part.tokens, part.logprobs, part.raw_logprobs, tops, strict=True)
+      for token, logprob, raw, top in answered:
+        rows.add(token, logprob, raw, top, offsets.of(token))
+      logprobs = rows.body
     return self._choice(
       part, text=text, logprobs=logprobs, finish_reason=part.finish_reason or None
     )
@@ -232,8 +237,8 @@ class Answer:
 class _Rows:
   """The columns of a completion's log-probabilities."""
 
-  def __init__(self, vocabulary: Vocabulary, offset: int, has_tops: bool):
-    self._vocabulary, self.offset = vocabulary, offset
+  def __init__(self, vocabulary: Vocabulary, has_tops: bool):
+    self._vocabulary = vocabulary
     self.body: Body = dict(
       tokens=[], token_ids=[], token_logprobs=[], raw_logprobs=[], text_offset=[],
       top_logprobs=[] if has_tops else None,
@@ -245,14 +250,14 @@ class _Rows:
     logprob: float | None,
     raw: float | None,
     top: Sequence[tuple[int, float]] | None,
+    offset: int,
   ) -> None:
     body, text_of = self.body, self._vocabulary.text_of
     body["tokens"].append(text_of(token))
     body["token_ids"].append(token)
     body["token_logprobs"].append(logprob)
     body["raw_logprobs"].append(raw)
-    body["text_offset"].append(self.offset)
-    self.offset += len(self._vocabulary.bytes_of(token).decode(errors="ignore"))
+    body["text_offset"].append(offset)
     if body["top_logprobs"] is not None:
       named = None if top is None else {text_of(one): value for one, value in top}
       body["top_logprobs"].append(named)

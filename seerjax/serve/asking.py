@@ -106,7 +106,16 @@ class Asking:
 
   def _asked(self, body: bytes) -> Asked:
     read = protocol.chat if self._is_chat else protocol.completion
-    return read(protocol.parsed(body))
+    asked = read(protocol.parsed(body))
+    if asked.ignored and self._service.config.strict_fields:
+      name = asked.ignored[0]
+      raise Refusal(
+        f"{name}: got a field that has no effect here, expected none on a server with"
+        " --strict_fields; leave it out.",
+        param=name,
+        code="unsupported_parameter",
+      )
+    return asked
 
   async def _planned(self, asked: Asked, namespace: str) -> Plan:
     return self._plan_of(asked, namespace, await self._reading(asked, namespace))
@@ -157,12 +166,14 @@ class Asking:
       parts = [part async for part in self._parts(plan, answer)]
       body = answers.encoded(answer.whole(parts))
       entry.status, self._has_begun = 200, True
-      await _send_whole(send, Response(body, media_type="application/json"))
+      await _send_whole(
+        send, Response(body, media_type="application/json", headers=_ignored(asked))
+      )
       return
     async for part in self._parts(plan, answer):
       if not self._has_begun:
         self._has_begun, entry.status = True, 200
-        await send(_stream_head())
+        await send(_stream_head(asked))
       for piece in answer.piece(part):
         await send(_body(answers.event(piece), more=True))
     if asked.wants_usage:
@@ -229,9 +240,15 @@ async def _disconnected(receive: Receive) -> None:
     pass
 
 
-def _stream_head() -> Message:
+def _ignored(asked: Asked) -> dict[str, str]:
+  """Returns the header that lists fields which were accepted without effect."""
+  return {"x-ignored-fields": ", ".join(asked.ignored)} if asked.ignored else {}
+
+
+def _stream_head(asked: Asked) -> Message:
   kind = b"text/event-stream; charset=utf-8"
   headers = [(b"content-type", kind), (b"cache-control", b"no-store")]
+  headers += [(name.encode(), value.encode()) for name, value in _ignored(asked).items()]
   return {"type": "http.response.start", "status": 200, "headers": headers}
 
 

@@ -26,6 +26,7 @@ class ServeConfig:
     body_seconds: that a body may take to arrive.
     timeout_seconds: that an answer may take.
     grace_seconds: that what runs has once the server is told to stop.
+    strict_fields: whether fields that are accepted without effect are refused instead.
   """
 
   host: str = "127.0.0.1"
@@ -40,6 +41,7 @@ class ServeConfig:
   body_seconds: float = 30.0
   timeout_seconds: float = 600.0
   grace_seconds: float = 20.0
+  strict_fields: bool = False
 
   def __post_init__(self):
     for field, least in (

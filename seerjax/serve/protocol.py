@@ -2,7 +2,8 @@
 
     bytes --parsed--> object --chat | completion--> Asked
 
-A field that is not supported is refused, never ignored; null is as if a field were not there.
+A field is taken, or accepted without effect where none of its values could change an answer's text
+(`WITHOUT_EFFECT`), or refused by its name; null is as if a field were not there.
 """
 
 from __future__ import annotations
@@ -25,18 +26,39 @@ MAX_NAME = 200  # Characters of a context's.
 MAX_DEPTH = 64  # Of lists and objects within one another.
 # What OpenAI's protocol answers to a completion where neither it nor the model's files say more.
 COMPLETION_TOKENS = 16
-# Fields of the protocol that ask for nothing at one value, and are refused at every other.
+# Fields of OpenAI's and vLLM's protocols that concern an account, a cache, a queue or a family of
+# models, and could change no text here. They are listed in an answer's header, or refused by
+# `ServeConfig.strict_fields`.
+WITHOUT_EFFECT = frozenset({
+  "cache_salt", "kv_transfer_params", "metadata", "moderation", "prediction", "priority",
+  "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "reasoning",
+  "reasoning_effort", "request_id", "safety_identifier", "service_tier", "store",
+  "stream_options.include_obfuscation", "verbosity",
+})  # fmt: skip
+# Fields of the protocols that ask for nothing at one value, and are refused at every other.
 NEUTRAL = {
+  "add_generation_prompt": (True,),
+  "add_special_tokens": (False,),
   "best_of": (1,),
+  "continue_final_message": (False,),
   "frequency_penalty": (0,),
+  "function_call": ("auto", "none"),
+  "ignore_eos": (False,),
+  "include_reasoning": (True,),
+  "include_stop_str_in_output": (False,),
+  "length_penalty": (1,),
   "logprobs_mode": ("processed_logprobs",),
+  "min_tokens": (0,),
   "modalities": (["text"],),
   "parallel_tool_calls": (True,),
   "presence_penalty": (0,),
   "repetition_penalty": (1,),
-  "service_tier": ("auto", "default"),
-  "store": (False,),
+  "return_token_ids": (False,),
+  "return_tokens_as_token_ids": (False,),
+  "skip_special_tokens": (True,),
+  "spaces_between_special_tokens": (True,),
   "suffix": ("",),
+  "use_beam_search": (False,),
 }  # fmt: skip
 
 
@@ -81,6 +103,7 @@ class Asked:
     grammar: None where any text will do.
     context: name of the context that a chat's one message is a question about; "" is none.
     user: whom fairness between clients takes it for, beside the address.
+    ignored: names of the body's fields that were accepted without effect.
   """
 
   model: str = ""
@@ -104,6 +127,7 @@ class Asked:
   grammar: Grammar | None = None
   context: str = ""
   user: str = ""
+  ignored: tuple[str, ...] = ()
 
   @property
   def is_chat(self) -> bool:
@@ -157,11 +181,16 @@ def _depth(value: Any) -> int:
 
 
 class _Fields:
-  """The fields of one body, each of which is taken once; what is left over is refused."""
+  """The fields of one body, each of which is taken once.
+
+  Attributes:
+    ignored: names of the fields that `finish` accepted without effect.
+  """
 
   def __init__(self, body: Mapping[str, Any], where: str = ""):
     self._left = {name: value for name, value in body.items() if value is not None}
     self._where = f"{where}." if where else ""
+    self.ignored: list[str] = []
 
   def take(self, name: str, default: Any, check: Callable[[str, Any], Any]) -> Any:
     if name not in self._left:
@@ -174,8 +203,12 @@ class _Fields:
     return check(self._where + name, self._left.pop(name))
 
   def finish(self, supported: Sequence[str]) -> None:
+    """Refuses what is left over, but for fields that could change no text."""
     for name, value in self._left.items():
       where = self._where + name[:80]
+      if where in WITHOUT_EFFECT:
+        self.ignored.append(where)
+        continue
       if name in NEUTRAL and any(value == one for one in NEUTRAL[name]):
         continue
       if name in NEUTRAL:
@@ -279,10 +312,18 @@ def _logit_bias(name: str, value: Any) -> tuple[tuple[int, float], ...]:
   return tuple(found)
 
 
-def _stream_options(name: str, value: Any) -> bool:
-  fields = _Fields(_object(name, value), name)
-  wants_usage = fields.take("include_usage", False, _boolean)
-  fields.finish(("include_usage",))
+def _stream_options(fields: _Fields, *, is_streamed: bool) -> bool:
+  """Takes `stream_options`; returns whether a stream ends with a count of tokens."""
+  name = "stream_options"
+  value = fields.take(name, None, _object)
+  if value is None:
+    return False
+  if not is_streamed:
+    refuse(name, "it without stream", "stream to be true", "leave it out")
+  inner = _Fields(value, name)
+  wants_usage = inner.take("include_usage", False, _boolean)
+  inner.finish(("include_usage",))
+  fields.ignored += inner.ignored
   return wants_usage
 
 
@@ -369,9 +410,7 @@ def _shared(fields: _Fields) -> dict[str, Any]:
   """Returns the fields of `Asked` that both routes have."""
   sampling = _sampling(fields)
   is_streamed = fields.take("stream", False, _boolean)
-  wants_usage = fields.take("stream_options", None, _stream_options)
-  if wants_usage is not None and not is_streamed:
-    refuse("stream_options", "it without stream", "stream to be true", "leave it out")
+  wants_usage = _stream_options(fields, is_streamed=is_streamed)
   grammar = fields.take("response_format", None, _grammar_of)
   regex = fields.take("regex", None, _regex)
   if grammar and regex:
@@ -386,7 +425,7 @@ def _shared(fields: _Fields) -> dict[str, Any]:
     seed=fields.take("seed", None, _SEED),
     num_choices=fields.take("n", 1, _whole(1, MAX_CHOICES, "ask again for more")),
     is_streamed=is_streamed,
-    wants_usage=bool(wants_usage),
+    wants_usage=wants_usage,
     grammar=grammar or regex,
     wants_prompt=prompt_top is not None,
     num_prompt_top=prompt_top or 0,
@@ -430,6 +469,7 @@ def chat(body: Mapping[str, Any]) -> Asked:
     wants_logprobs=wants_logprobs,
     num_top=num_top,
     context=context,
+    ignored=tuple(fields.ignored),
   )
 
 
@@ -588,6 +628,7 @@ def completion(body: Mapping[str, Any]) -> Asked:
     wants_logprobs=num_top is not None,
     num_top=num_top or 0,
     is_echoed=is_echoed,
+    ignored=tuple(fields.ignored),
   )
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 import dataclasses
-import hashlib
 import pathlib
 import secrets
 from typing import Any
 
+from seerjax.engine import texts
 from seerjax.engine.engine import Engine
 from seerjax.models import tokenizer_files
 from seerjax.models.tokenizer import Tokenizer
@@ -164,22 +164,13 @@ class Plan:
     return choice // self.asked.num_choices
 
 
-def choice_seed(seed: int, choice: int) -> int:
-  """Returns the seed of a choice: the request's own for the first, and for the others one that
-  follows from it, so that no two siblings say the same, and each can be asked for alone."""
-  if not choice:
-    return seed
-  digest = hashlib.blake2b(f"{seed}/{choice}".encode(), digest_size=4).digest()
-  return int.from_bytes(digest, "little")
-
-
 def plan(
   asked: Asked,
   served: Served,
   *,
   job_id: str,
   max_answer_tokens: int,
-  seed_of: Callable[[int, int], int] = choice_seed,
+  seed_of: Callable[[int, int, int], int] = texts.seed_at,
   namespace: str = "",
   reading: Reading | None = None,
 ) -> Plan:
@@ -190,7 +181,7 @@ def plan(
     served: the model that it names.
     job_id: unique.
     max_answer_tokens: of one choice, at most.
-    seed_of: `choice_seed`.
+    seed_of: `texts.seed_at`.
     namespace: of who asks.
     reading: the context whose question `asked` has become.
 
@@ -213,7 +204,7 @@ def plan(
         request_id=f"{job_id}/{place}/{index}",
         prompt=prompt,
         sampling=sampling,
-        seed=seed_of(seed, index),
+        seed=seed_of(seed, place, index),
         group_id=group_id,
         adapter=served.adapter,
         namespace=namespace,
@@ -247,8 +238,8 @@ def _prompts(asked: Asked, served: Served) -> tuple[tuple[tuple[int, ...], ...],
   tokenizer = served.tokenizer
   try:
     if not asked.is_chat:
-      texts = [tokenizer.encode(p) if isinstance(p, str) else p for p in asked.prompts]
-      return tuple(map(tuple, texts)), False
+      encoded = [tokenizer.encode(p) if isinstance(p, str) else p for p in asked.prompts]
+      return tuple(map(tuple, encoded)), False
     variables = dict(asked.variables)
     for name in variables:
       if not name.isidentifier() or name in _OWN_VARIABLES:

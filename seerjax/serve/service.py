@@ -14,7 +14,8 @@ import uuid
 from starlette.requests import Request
 from starlette.responses import Response
 
-from seerjax.serve import answers, served as served_lib
+from seerjax.engine import texts
+from seerjax.serve import answers
 from seerjax.serve.config import ServeConfig
 from seerjax.serve.engine_thread import EngineThread
 from seerjax.serve.family import Family
@@ -34,7 +35,7 @@ class Service:
     thread: that runs the engines.
     config: bounds.
     metrics: counters.
-    seed_of: `served.choice_seed`.
+    seed_of: the seed of an answer from the request's seed and the answer's position.
     families: by the names of their bases, those whose weights may be replaced.
     sleeping: contexts, by the names of the bases that sleep for them.
     is_swapping: whether some are being replaced.
@@ -45,7 +46,7 @@ class Service:
     models: Mapping[str, Served],
     config: ServeConfig,
     *,
-    seed_of: Callable[[int, int], int] = served_lib.choice_seed,
+    seed_of: Callable[[int, int, int], int] = texts.seed_at,
     families: Mapping[str, Family] | None = None,
     sleeping: Mapping[str, Sleeping] | None = None,
   ):

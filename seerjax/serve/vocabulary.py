@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import functools
 import re
 
@@ -22,9 +23,15 @@ def _byte_letters() -> dict[str, int]:
 
 
 class Vocabulary:
-  """The tokens of one tokenizer."""
+  """The tokens of one tokenizer.
+
+  Attributes:
+    tokenizer: the tokenizer.
+    bytes_of: the bytes of a token.
+  """
 
   def __init__(self, tokenizer: Tokenizer):
+    self.tokenizer = tokenizer
     self._backend = tokenizer.backend
     self._added = tokenizer.backend.get_added_tokens_decoder()
     self._letters = _byte_letters() if "ByteLevel" in str(self._backend.decoder) else None
@@ -42,6 +49,10 @@ class Vocabulary:
     byte = _BYTE.fullmatch(piece)
     return bytes([int(byte[1], 16)]) if byte else piece.replace("\u2581", " ").encode()
 
+  def is_special(self, token: int) -> bool:
+    """Returns whether decoding leaves a token out where it leaves out special tokens."""
+    return token in self._added and self._added[token].special
+
   def text_of(self, token: int) -> str:
     """Returns a token's text; `bytes:` and its bytes where these are no whole characters."""
     found = self.bytes_of(token)
@@ -49,3 +60,49 @@ class Vocabulary:
       return found.decode()
     except UnicodeDecodeError:
       return "bytes:" + "".join(f"\\x{byte:02x}" for byte in found)
+
+
+class Offsets:
+  """Computes where each token of a text begins in it, in characters.
+
+  A token that continues a character of several bytes begins where that character does. Bytes that
+  are no characters count as decoding replaces them: one character for each longest part that could
+  have begun a character.
+  """
+
+  def __init__(self, vocabulary: Vocabulary, *, start: int = 0, skips_special: bool = True):
+    """Makes it.
+
+    Args:
+      vocabulary: of the tokens.
+      start: where the text begins.
+      skips_special: whether the text leaves special tokens out.
+    """
+    self._vocabulary = vocabulary
+    self._start = start
+    self._skips_special = skips_special
+    self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    self._place: int | None = None  # Characters that are complete; None before the first token.
+
+  def of(self, token: int) -> int:
+    """Returns where the next token begins."""
+    data = self._vocabulary.bytes_of(token)
+    if self._skips_special and self._vocabulary.is_special(token):
+      data = b""
+    if self._place is None:
+      # Decoders of the kind of Llama 2's take the first token's space away.
+      text = self._vocabulary.tokenizer.decode([token], skip_special_tokens=self._skips_special)
+      if data.startswith(b" ") and not text.startswith(" "):
+        data = data[1:]
+      self._place = self._start
+    first, rest = data[:1], data[1:]
+    begins = self._place + bool(self._pending)
+    before, text = self._place, self._decoder.decode(first)
+    if first and 0x80 <= first[0] <= 0xBF and len(text) <= 1:
+      begins = before  # It continues the character before it.
+    self._place += len(text) + len(self._decoder.decode(rest))
+    return begins
+
+  @property
+  def _pending(self) -> bytes:
+    return self._decoder.getstate()[0]

@@ -36,6 +36,22 @@ def test_sampling_is_taken_and_requests_stay():
   assert (second.request_id, second.sampling) == ("text 1", sampling)
 
 
+def test_equal_texts_have_seeds_of_their_own_and_the_first_has_the_usual_one():
+  seeds = [request.seed for request in asked(*[QUESTION] * 6)]
+  assert seeds[0] == Request(request_id="", prompt=(1,)).seed
+  assert len({*seeds}) == 6
+  assert seeds == [texts.seed_at(0, place) for place in range(6)]
+
+
+def test_a_position_has_one_seed_and_no_two_positions_share_one():
+  places = [(prompt, choice) for prompt in range(16) for choice in range(8)]
+  for seed in (0, 7, 2**32 - 1):
+    found = [texts.seed_at(seed, *place) for place in places]
+    assert found[0] == seed and len({*found}) == len(places)
+    assert all(0 <= one < 2**32 for one in found)
+  assert texts.seed_at(7, 1, 2) == 0x8A14404A  # Stored answers are asked for again by it.
+
+
 def test_a_text_that_says_nothing_is_refused():
   with pytest.raises(ValueError, match="got the text ' ', expected at least one character"):
     asked(" ")

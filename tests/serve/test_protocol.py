@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 from hypothesis import given, strategies as st
@@ -59,10 +60,38 @@ def test_null_is_as_if_a_field_were_not_there():
 
 
 def test_what_asks_for_nothing_is_taken_and_all_else_of_it_refused():
-  assert chat(frequency_penalty=0, presence_penalty=0.0, store=False) == chat()
-  found = refusal(chat, frequency_penalty=0.5)
-  assert found.param == "frequency_penalty"
-  assert "got 0.5, expected 0, for it is not supported; leave it out." in found.message
+  assert chat(min_tokens=0, length_penalty=1.0, ignore_eos=False) == chat()
+  found = refusal(chat, length_penalty=0.5)
+  assert found.param == "length_penalty"
+  assert "got 0.5, expected 1, for it is not supported; leave it out." in found.message
+
+
+WITHOUT_EFFECT = [
+  ("metadata", {"team": "a"}), ("store", True), ("reasoning_effort", "high"),
+  ("service_tier", "flex"), ("safety_identifier", "user-1"), ("prompt_cache_key", "k"),
+  ("prompt_cache_retention", "24h"), ("verbosity", "low"), ("prediction", {"type": "content"}),
+  ("priority", 3), ("request_id", "r"), ("cache_salt", "s"), ("kv_transfer_params", {}),
+  ("reasoning", {"effort": "low"}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name, value", WITHOUT_EFFECT)
+def test_a_field_that_could_change_no_text_is_accepted_and_named(name, value):
+  for ask in (chat, complete):
+    asked = ask(**{name: value})
+    assert asked.ignored == (name,)
+    assert dataclasses.replace(asked, ignored=()) == ask()
+    # The same name is no field elsewhere, nor is a misspelt one.
+    assert refusal(ask, **{name + "x": value}).param == name + "x"
+    form = {"type": "json_schema", "json_schema": {"schema": {}, name: value}}
+    assert refusal(ask, response_format=form).param == f"response_format.json_schema.{name}"
+
+
+def test_a_streams_padding_is_accepted_without_effect():
+  options = {"include_usage": True, "include_obfuscation": False}
+  asked = chat(stream=True, stream_options=options)
+  assert asked.wants_usage and asked.ignored == ("stream_options.include_obfuscation",)
+  assert refusal(chat, stream=True, stream_options={"pad": 1}).param == "stream_options.pad"
 
 
 def test_prompts_are_texts_or_token_ids():

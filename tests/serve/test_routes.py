@@ -15,6 +15,7 @@ import pytest
 import serving
 import word_engine
 
+from seerjax.engine import texts
 from seerjax.serve import server
 from seerjax.serve.config import ServeConfig
 from seerjax.types import SamplingParams
@@ -99,8 +100,48 @@ def test_prompts_side_by_side_keep_their_order(client):
   both = client.completions.create(prompt=[[5, 6, 7], [8, 9]], n=2, **fields).choices
   assert [choice.index for choice in both] == [0, 1, 2, 3]
   for place, prompt in ((0, [5, 6, 7]), (2, [8, 9])):
-    alone = client.completions.create(prompt=prompt, **fields).choices[0]
+    alone = client.completions.create(
+      prompt=prompt, **fields | {"seed": both[place].seed}
+    ).choices[0]
     assert alone.logprobs == both[place].logprobs
+
+
+@pytest.mark.parametrize("seed", [{}, {"seed": 11}])
+def test_equal_prompts_of_one_body_have_seeds_of_their_own(client, seed):
+  fields = dict(model="tiny", max_tokens=8, logprobs=0, temperature=1.5)
+  several = client.completions.create(prompt=[[5, 6, 7]] * 3, n=2, **fields, **seed).choices
+  assert len({choice.seed for choice in several}) == 6
+  assert len({tuple(choice.logprobs.token_ids) for choice in several}) == 6
+  # Each follows from the first one's, and answers alone what it answered beside the others.
+  first = several[0].seed
+  expected = [texts.seed_at(first, prompt, choice) for prompt in range(3) for choice in range(2)]
+  assert [choice.seed for choice in several] == expected
+  assert first == seed.get("seed", first)
+  for choice in (several[1], several[4]):
+    again = client.completions.create(prompt=[5, 6, 7], **fields, seed=choice.seed).choices[0]
+    assert again.logprobs == choice.logprobs
+
+
+def test_fields_without_effect_are_listed_in_a_header_and_change_no_bit(plain):
+  fields = dict(model="tiny", prompt=[5, 6, 7], max_tokens=5, seed=2, logprobs=0)
+  alone = plain.post("/v1/completions", json=fields)
+  more = dict(metadata={"a": "b"}, store=True)
+  beside = plain.post("/v1/completions", json=fields | more)
+  assert "x-ignored-fields" not in alone.headers
+  assert beside.headers["x-ignored-fields"] == "metadata, store"
+  assert beside.json()["choices"] == alone.json()["choices"]
+  streamed = plain.post("/v1/completions", json=fields | more | {"stream": True})
+  assert streamed.headers["x-ignored-fields"] == "metadata, store"
+
+
+def test_a_strict_server_refuses_fields_without_effect():
+  config = ServeConfig(port=0, strict_fields=True)
+  with serving.running(config) as (_, url), serving.client(url) as plain:
+    found = plain.post(
+      "/v1/completions", json={"prompt": [5, 6], "max_tokens": 1, "store": True}
+    )
+  assert (found.status_code, found.json()["error"]["param"]) == (400, "store")
+  assert "expected none on a server with --strict_fields" in found.json()["error"]["message"]
 
 
 def test_an_echo_begins_with_the_prompt(client):

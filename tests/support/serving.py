@@ -14,7 +14,7 @@ import word_engine
 from seerjax.engine.engine import Engine, EngineConfig
 from seerjax.models.loading import Model
 from seerjax.models.tokenizer import Tokenizer
-from seerjax.serve import served as served_lib, server
+from seerjax.serve import server
 from seerjax.serve.config import ServeConfig
 from seerjax.serve.scoring import Scorer
 from seerjax.serve.served import Served
@@ -81,7 +81,3 @@ def said_alone(
   """Returns what an engine says to one request that it has for itself."""
   request = Request(request_id="alone", prompt=prompt, sampling=sampling, seed=seed)
   return engine.generate([request])[0]
-
-
-def choice_seed(seed: int, choice: int) -> int:
-  return served_lib.choice_seed(seed, choice)

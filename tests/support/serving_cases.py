@@ -26,11 +26,11 @@ import openai
 import word_engine
 
 from seerjax import numerics as numerics_lib, parallel
-from seerjax.engine import runner as runner_lib
+from seerjax.engine import runner as runner_lib, texts
 from seerjax.engine.engine import Engine, EngineConfig
 from seerjax.engine.kv.pool import KVPool, KVPoolConfig
 from seerjax.models import adapters as adapters_lib, loading, lora
-from seerjax.serve import identity, served as served_lib, server
+from seerjax.serve import identity, server
 from seerjax.serve.config import ServeConfig
 from seerjax.serve.scoring import Scorer
 from seerjax.serve.served import Served
@@ -667,7 +667,7 @@ def _known(case: Case, ask: Ask, asked_alone: Alone) -> list[tuple[Any, Any]]:
   """(prompt, answer) of choices whose tokens are told, for the drafter."""
   tokenizer, found = case.subject.model.tokenizer, []
   for choice in range(ask.num_choices):
-    seed = served_lib.choice_seed(ask.body["seed"], choice % ask.body.get("n", 1))
+    seed = texts.seed_at(ask.body["seed"], *divmod(choice, ask.body.get("n", 1)))
     said = asked_alone.said(ask, choice, seed)
     answer = tuple(row[0] for row in said.rows)
     if ask.is_chat:
@@ -708,7 +708,7 @@ def _compare(
     assert sorted(choices) == [*range(ask.num_choices)], f"{case}: {ask}: got {sorted(choices)}"
   for choice, (seed, said) in choices.items():
     if "seed" in body:
-      assert seed == served_lib.choice_seed(body["seed"], choice % body.get("n", 1))
+      assert seed == texts.seed_at(body["seed"], *divmod(choice, body.get("n", 1)))
     wanted = asked_alone.said(ask, choice, seed)
     got = said
     if not is_whole:  # As far as it came.
