@@ -34,9 +34,9 @@ DTYPES = ("float32", "bfloat16")
 # Raised with every change of ours that moves a bit; CHANGELOG.md names each.
 BITS_VERSION = 6
 # Of the native implementation, likewise.
-NATIVE_BITS_VERSION = 1
+NATIVE_BITS_VERSION = 2
 # Of the kernels' implementation, likewise.
-PALLAS_BITS_VERSION = 2
+PALLAS_BITS_VERSION = 3
 # Of every key: with another ("rbg" is usual on TPUs) noise depends on the batch it is drawn in.
 KEY_IMPLEMENTATION = "threefry2x32"
 # Rows of the one compiled tile program where nothing is said: of a platform, and of all others. By

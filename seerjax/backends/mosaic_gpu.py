@@ -218,10 +218,31 @@ class MosaicGpu(Tiled):
   def head(
     self, stage: Stage, weights: Any, rows: Any, num_rows: Array
   ) -> tuple[Array, TokenScores]:
-    """One kernel, which holds no logits; a biased, filtered or restricted row is tiled.
+    """One kernel, which holds no logits.
 
-    Which of the two a row takes follows its own parameters, never its neighbours'.
+    The token of a biased, filtered or restricted row, its log-probability and its entropy are the
+    tiled program's. Raw log-probabilities are the kernel's for every row: a special row is forced
+    to its token there. Which of the two a row takes follows its own parameters, never its
+    neighbours'.
     """
+    hidden, forced, parameters, *_ = rows
+    if stage.is_plain:
+      return self._kernel_scores(stage, weights, rows)
+    is_special = sampling.is_special(parameters)
+    tiled = Tiled(dataclasses.replace(self.numerics, implementation="tiled"))
+    none = jnp.zeros(forced.shape, jnp.float32)
+    tokens, special = lax.cond(
+      jnp.any(is_special),
+      lambda: tiled.head(stage, weights, rows, num_rows),
+      lambda: (jnp.zeros_like(forced), TokenScores(none, none, none)),
+    )
+    own = (hidden, jnp.where(is_special, tokens, forced), *rows[2:])
+    tokens, scores = self._kernel_scores(stage, weights, own)
+    processed = jax.tree.map(lambda a, b: jnp.where(is_special, a, b), special, scores)
+    return tokens, processed._replace(raw_logprob=scores.raw_logprob)
+
+  def _kernel_scores(self, stage: Stage, weights: Any, rows: Any) -> tuple[Array, TokenScores]:
+    """Returns the kernel's tokens and scores, of all rows."""
     hidden, forced, parameters, seeds, positions, _ = rows
     key = numerics_lib.wrap_key(weights["key"])
     fold = lambda seed, position: jax.random.fold_in(jax.random.fold_in(key, seed), position)
@@ -236,17 +257,7 @@ class MosaicGpu(Tiled):
       config=token_logprobs.Config(shards=self.numerics.reduction_shards),
       interpret=self.numerics.is_interpreted,
     )
-    common = tokens, TokenScores(*scores)
-    if stage.is_plain:
-      return common
-    is_special = sampling.is_special(parameters)
-    tiled = Tiled(dataclasses.replace(self.numerics, implementation="tiled"))
-    special = lax.cond(
-      jnp.any(is_special),
-      lambda: tiled.head(stage, weights, rows, num_rows),
-      lambda: jax.tree.map(jnp.zeros_like, common),
-    )
-    return jax.tree.map(lambda a, b: jnp.where(is_special, a, b), special, common)
+    return tokens, TokenScores(*scores)
 
 
 def _in_few_launches(stage: Stage, weights: Any, rows: Definition) -> Stage:

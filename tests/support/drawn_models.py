@@ -309,7 +309,7 @@ def requests_of(case: Case) -> list[Request]:
         Request(
           request_id=f"{group}/{member}",
           prompt=prompt,
-          sampling=_sampling(rng, vocab_size),
+          sampling=draw_sampling(rng, vocab_size),
           seed=int(rng.integers(2**32)),
           group_id=f"group {group}" if case.group_size > 1 else "",
         )
@@ -317,7 +317,8 @@ def requests_of(case: Case) -> list[Request]:
   return found
 
 
-def _sampling(rng: np.random.Generator, vocab_size: int) -> SamplingParams:
+def draw_sampling(rng: np.random.Generator, vocab_size: int) -> SamplingParams:
+  """Returns sampling parameters: filters, a bias and a grammar, each now and then."""
   max_tokens = int(rng.integers(1, MAX_ANSWER + 1))
   biases = rng.choice(vocab_size, 3, replace=False).tolist() if rng.random() < 0.3 else []
   allowed: tuple[tuple[int, int], ...] = ()

@@ -20,9 +20,11 @@ from seerjax.types import TokenScores
 def head(
   tiled: Backend, stage: Stage, weights: Any, rows: Any, num_rows: Array
 ) -> tuple[Array, TokenScores]:
-  """See `protocol.Backend.head`; a biased, filtered or restricted row is `tiled`'s.
+  """See `protocol.Backend.head`.
 
-  Which of the two a row takes follows its own parameters, never its neighbours'.
+  The token of a biased, filtered or restricted row, its log-probability and its entropy are
+  `tiled`'s. Raw log-probabilities are the handlers' for every row: a special row is forced to its
+  token there. Which of the two a row takes follows its own parameters, never its neighbours'.
   """
   return _head(tiled, stage, weights, rows, num_rows)
 
@@ -33,19 +35,20 @@ def _head(tiled: Backend, stage: Stage, weights: Any, rows: Any, num_rows: Array
 
 
 def _head_forward(tiled: Backend, stage: Stage, weights: Any, rows: Any, num_rows: Array):
-  scored = head_forward.scored_rows(stage, weights, rows, num_rows)
-  common = scored.tokens, scored.scores
-  is_special = sampling.is_special(rows[2])
-
-  def by_tiles() -> tuple[Array, TokenScores]:
-    # What either gathers is on its way by itself.
-    own = rows[0] if stage.axis is None else parallel.after(rows[0], scored.scores.logprob)
-    return tiled.head(stage, weights, (own, *rows[1:]), num_rows)
-
-  nothing = lambda: jax.tree.map(jnp.zeros_like, common)
-  special = lax.cond(jnp.any(is_special), by_tiles, nothing)
-  out = jax.tree.map(lambda a, b: jnp.where(is_special, a, b), special, common)
-  return out, (weights, rows, num_rows, scored)
+  hidden, forced, parameters, *others = rows
+  is_special = sampling.is_special(parameters)
+  none = jnp.zeros(forced.shape, jnp.float32)
+  tokens, special = lax.cond(
+    jnp.any(is_special),
+    lambda: tiled.head(stage, weights, rows, num_rows),
+    lambda: (jnp.zeros_like(forced), TokenScores(none, none, none)),
+  )
+  # On a mesh this also orders what the two gather.
+  own = (hidden, jnp.where(is_special, tokens, forced), parameters, *others)
+  scored = head_forward.scored_rows(stage, weights, own, num_rows)
+  processed = jax.tree.map(lambda a, b: jnp.where(is_special, a, b), special, scored.scores)
+  scores = processed._replace(raw_logprob=scored.scores.raw_logprob)
+  return (scored.tokens, scores), (weights, rows, num_rows, scored)
 
 
 def _head_backward(tiled: Backend, stage: Stage, residuals: Any, cotangent: Any):
@@ -53,8 +56,9 @@ def _head_backward(tiled: Backend, stage: Stage, residuals: Any, cotangent: Any)
   weights, rows, num_rows, scored = residuals
   _, wanted = cotangent
   is_special = sampling.is_special(rows[2])
-  none = jnp.float32(0)
+  none = jnp.zeros_like(wanted.raw_logprob)
   common = jax.tree.map(lambda leaf: jnp.where(is_special, none, leaf), wanted)
+  common = common._replace(raw_logprob=wanted.raw_logprob)
 
   def of_common(hidden: Array) -> Any:
     own = (hidden, *rows[1:])
@@ -69,7 +73,8 @@ def _head_backward(tiled: Backend, stage: Stage, residuals: Any, cotangent: Any)
       return tiled.map_rows(given, these, (hidden, *rows[1:]), num_rows)
 
     _, pull = jax.vjp(scores, weights["final_norm"], weights["head"], rows[0])
-    special = pull(jax.tree.map(lambda leaf: jnp.where(is_special, leaf, none), wanted))
+    filtered = jax.tree.map(lambda leaf: jnp.where(is_special, leaf, none), wanted)
+    special = pull(filtered._replace(raw_logprob=none))
     # One after the other: the tiled one's float32 tables are gone before there is another's table,
     # and what it gathers is there.
     special, hidden = lax.optimization_barrier((special, rows[0]))
