@@ -13,6 +13,7 @@ from typing import Any
 
 from seerjax.serve.engine_thread import Part, PromptScores
 from seerjax.serve.parts import Piece, Splitter
+from seerjax.serve.refusals import Refusal
 from seerjax.serve.served import Plan
 from seerjax.serve.vocabulary import Offsets, Vocabulary
 
@@ -82,16 +83,22 @@ class Answer:
       choices.append(self._chat(part) if self._plan.asked.is_chat else self._completion(part))
     return {**self._head, "choices": choices, "usage": self.usage}
 
-  def piece(self, part: Part) -> list[Body]:
+  def chunks(self, part: Part) -> list[bytes]:
     """Returns the pieces of a stream that a part makes."""
     self.num_answered += len(part.tokens)
     if self._plan.asked.is_chat:
-      return self._chat_pieces(part)
-    return [{**self._head, "choices": [self._completion(part)]}]
+      return [event(piece) for piece in self._chat_pieces(part)]
+    return [event({**self._head, "choices": [self._completion(part)]})]
 
-  def last_piece(self) -> Body:
-    """Returns the piece that counts, where one was asked for."""
-    return {**self._head, "choices": [], "usage": self.usage}
+  def end(self) -> bytes:
+    """Returns the end of a stream: a count of tokens, where one was asked for, and a mark."""
+    if not self._plan.asked.wants_usage:
+      return DONE
+    return event({**self._head, "choices": [], "usage": self.usage}) + DONE
+
+  def failure(self, refusal: Refusal) -> bytes:
+    """Returns the end of a stream in which something went wrong, which has no mark."""
+    return event(refusal.body)
 
   # Chats.
 

@@ -6,17 +6,24 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Mapping
 import contextlib
 import dataclasses
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from seerjax.serve import answers, auth, protocol, served as served_lib, service as service_lib
+from seerjax.serve import (
+  answers,
+  auth,
+  protocol,
+  responses,
+  served as served_lib,
+  service as service_lib,
+)
 from seerjax.serve.engine_thread import Begun, Event, Job, Part, PromptScores
 from seerjax.serve.protocol import Asked
 from seerjax.serve.refusals import Refusal
@@ -31,6 +38,27 @@ SLOW_FIELDS = (b"response_format", b"regex")  # Grammars are compiled.
 GONE = 499
 
 
+class Kind(NamedTuple):
+  """How one route reads a request and writes its answer.
+
+  Attributes:
+    read: a body to what is asked for.
+    answer: writes the answer.
+    prefix: of the answer's id.
+  """
+
+  read: Callable[[Mapping[str, Any]], Asked]
+  answer: type[answers.Answer]
+  prefix: str
+
+
+KINDS = {
+  "/v1/chat/completions": Kind(protocol.chat, answers.Answer, "chatcmpl"),
+  "/v1/completions": Kind(protocol.completion, answers.Answer, "cmpl"),
+  "/v1/responses": Kind(responses.read, responses.ResponseAnswer, "resp"),
+}
+
+
 class Asking:
   """One request for answers, from its body to its last byte: an ASGI response.
 
@@ -40,7 +68,8 @@ class Asking:
   def __init__(self, service: Service, request: Request, route: str):
     self._service = service
     self._request = request
-    self._is_chat = route == "/v1/chat/completions"
+    self._kind = KINDS[route]
+    self._answer: answers.Answer | None = None
     self._entry = Entry(service, route)
     self._job: Job | None = None
     self._has_begun = False
@@ -91,8 +120,8 @@ class Asking:
     with contextlib.suppress(OSError):
       if not self._has_begun:
         await _send_whole(send, service_lib.refused(refusal))
-      else:  # The status is out: a stream ends by what went wrong, and without [DONE].
-        await send(_body(answers.event(refusal.body), more=False))
+      elif self._answer is not None:  # The status is out: a stream ends by what went wrong.
+        await send(_body(self._answer.failure(refusal), more=False))
 
   async def _plan(self) -> Plan:
     config = self._service.config
@@ -105,8 +134,7 @@ class Asking:
     return await asyncio.to_thread(self._plan_of, asked, namespace, reading)
 
   def _asked(self, body: bytes) -> Asked:
-    read = protocol.chat if self._is_chat else protocol.completion
-    asked = read(protocol.parsed(body))
+    asked = self._kind.read(protocol.parsed(body))
     if asked.ignored and self._service.config.strict_fields:
       name = asked.ignored[0]
       raise Refusal(
@@ -158,9 +186,8 @@ class Asking:
   async def _run(self, plan: Plan, send: Send) -> None:
     asked, entry = plan.asked, self._entry
     entry.num_prompt = sum(len(prompt) for prompt in plan.prompts)
-    prefix = "chatcmpl" if asked.is_chat else "cmpl"
-    answer = answers.Answer(
-      plan, answer_id=f"{prefix}-{entry.answer_id}", created=int(time.time())
+    self._answer = answer = self._kind.answer(
+      plan, answer_id=f"{self._kind.prefix}-{entry.answer_id}", created=int(time.time())
     )
     if not asked.is_streamed:
       parts = [part async for part in self._parts(plan, answer)]
@@ -174,11 +201,9 @@ class Asking:
       if not self._has_begun:
         self._has_begun, entry.status = True, 200
         await send(_stream_head(asked))
-      for piece in answer.piece(part):
-        await send(_body(answers.event(piece), more=True))
-    if asked.wants_usage:
-      await send(_body(answers.event(answer.last_piece()), more=True))
-    await send(_body(answers.DONE, more=False))
+      for chunk in answer.chunks(part):
+        await send(_body(chunk, more=True))
+    await send(_body(answer.end(), more=False))
 
   async def _parts(self, plan: Plan, answer: answers.Answer) -> AsyncIterator[Part]:
     """Submits the job and yields its parts until every choice has ended."""

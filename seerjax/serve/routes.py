@@ -12,8 +12,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from seerjax.serve import auth, protocol, service as service_lib
-from seerjax.serve.asking import Asking
+from seerjax.serve import auth, protocol, service as service_lib, tokens
+from seerjax.serve.asking import KINDS, Asking
 from seerjax.serve.refusals import Refusal, shown
 from seerjax.serve.served import Served
 from seerjax.serve.service import Service
@@ -56,6 +56,27 @@ def application(service: Service) -> Starlette:
   async def contexts(request: Request) -> Response:
     return await _contexts(service, request)
 
+  async def tokenize(request: Request) -> Response:
+    auth.namespace_of(request, config)
+    body = protocol.parsed(await service_lib.read_body(request, config))
+    return service_lib.json_response(await asyncio.to_thread(tokens.tokenize, body, service.find))
+
+  async def detokenize(request: Request) -> Response:
+    auth.namespace_of(request, config)
+    body = protocol.parsed(await service_lib.read_body(request, config))
+    return service_lib.json_response(
+      await asyncio.to_thread(tokens.detokenize, body, service.find)
+    )
+
+  async def embeddings(request: Request) -> Response:
+    auth.namespace_of(request, config)
+    # Not 501: clients ask again after a status of 500 or more.
+    raise Refusal(
+      "/v1/embeddings: got a request for embeddings, expected one for text: these models answer,"
+      " and were not trained to embed; ask a server of an embedding model.",
+      code="unsupported_route",
+    )
+
   async def on_refusal(request: Request, error: Exception) -> Response:
     assert isinstance(error, Refusal)
     return service_lib.refused(error)
@@ -63,8 +84,9 @@ def application(service: Service) -> Starlette:
   async def on_http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     routes = (
-      "POST /v1/chat/completions, /v1/completions, /v1/contexts, /v1/weights; GET /v1/models,"
-      " /v1/contexts, /health, /metrics; DELETE /v1/contexts/NAME"
+      "POST /v1/chat/completions, /v1/completions, /v1/responses, /v1/contexts, /v1/weights,"
+      " /tokenize, /detokenize; GET /v1/models, /v1/contexts, /health, /metrics; DELETE"
+      " /v1/contexts/NAME"
     )
     got = f"{request.method} {shown(request.url.path)}"
     return service_lib.refused(
@@ -77,8 +99,10 @@ def application(service: Service) -> Starlette:
 
   return Starlette(
     routes=[
-      asking("/v1/chat/completions"),
-      asking("/v1/completions"),
+      *map(asking, KINDS),
+      Route("/tokenize", tokenize, methods=["POST"]),
+      Route("/detokenize", detokenize, methods=["POST"]),
+      Route("/v1/embeddings", embeddings, methods=["GET", "POST"]),
       Route("/v1/contexts", contexts, methods=["GET", "POST"]),
       Route("/v1/contexts/{name:path}", contexts, methods=["GET", "DELETE"]),
       Route("/v1/weights", weights, methods=["POST"]),

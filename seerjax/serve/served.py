@@ -189,7 +189,7 @@ def plan(
     Refusal: if the template refuses the messages, a prompt is too long, an id is beyond the
       vocabulary, or the engine could never answer.
   """
-  prompts, is_thinking = _prompts(asked, served)
+  prompts, is_thinking = prompts_of(asked, served)
   seed = secrets.randbelow(2**32) if asked.seed is None else asked.seed
   requests: list[Request] = []
   if reading is not None:
@@ -234,7 +234,12 @@ def _masks(asked: Asked, served: Served, count: int) -> tuple[AnswerMask | None,
   return tuple(mask.copy() for _ in range(count))
 
 
-def _prompts(asked: Asked, served: Served) -> tuple[tuple[tuple[int, ...], ...], bool]:
+def prompts_of(asked: Asked, served: Served) -> tuple[tuple[tuple[int, ...], ...], bool]:
+  """Returns (token ids of each prompt, whether the template has begun the model's reasoning).
+
+  Raises:
+    Refusal: if the template refuses the messages, or a text cannot be encoded.
+  """
   tokenizer = served.tokenizer
   try:
     if not asked.is_chat:

@@ -1,0 +1,330 @@
+"""OpenAI's Responses protocol, for text: a request is read as a chat, and answered as a response.
+
+    input, instructions --> messages --protocol.chat--> Asked --> parts --> output items, events
+
+Nothing is stored, so a conversation goes on by sending its items again as `input`.
+Source: https://platform.openai.com/docs/api-reference/responses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+import dataclasses
+import json
+from typing import Any
+
+from seerjax.serve import answers, protocol
+from seerjax.serve.answers import Body
+from seerjax.serve.engine_thread import Part
+from seerjax.serve.parts import Piece
+from seerjax.serve.protocol import Asked
+from seerjax.serve.refusals import Refusal, refuse, shown
+
+LOGPROBS = "message.output_text.logprobs"
+# Fields that are a chat's own, under the same name.
+SAME = (
+  "model", "temperature", "top_p", "top_k", "min_p", "logit_bias", "seed", "stop",
+  "stop_token_ids", "stream", "stream_options", "regex", "user", "chat_template_kwargs", "context",
+)  # fmt: skip
+SUPPORTED = (*SAME, "input", "instructions", "max_output_tokens", "text", "top_logprobs", "include")
+# Fields that ask for nothing at one value; at another they would need what this server lacks.
+NEUTRAL: Mapping[str, tuple[tuple[Any, ...], str]] = {
+  "background": ((False,), "ask for a stream"),
+  "conversation": ((), "no conversation is stored: send its earlier items as input"),
+  "max_tool_calls": ((), "leave it out: there are no tools"),
+  "parallel_tool_calls": ((True, False), "leave it out: there are no tools"),
+  "previous_response_id": ((), "no response is stored: send the earlier items as input"),
+  "prompt": ((), "send the text itself as instructions and input"),
+  "tool_choice": (("auto", "none"), "leave it out: there are no tools"),
+  "tools": (([],), "ask /v1/chat/completions, which knows tools"),
+  "truncation": (("disabled",), "send less input"),
+}
+# The chat's names of fields, by which it refuses them, and the names that the client wrote.
+_WRITTEN = (
+  ("messages", "input"), ("max_completion_tokens", "max_output_tokens"),
+  ("response_format.json_schema", "text.format"), ("response_format", "text.format"),
+)  # fmt: skip
+
+
+def read(body: Mapping[str, Any]) -> Asked:
+  """Reads the body of /v1/responses.
+
+  Raises:
+    Refusal: naming the field that is unknown, unsupported or not what it should be.
+  """
+  left = {name: value for name, value in body.items() if value is not None}
+  chat: dict[str, Any] = {name: left.pop(name) for name in SAME if name in left}
+  for name in protocol.WITHOUT_EFFECT & left.keys():
+    chat[name] = left.pop(name)
+  messages = _messages(left.pop("input", None))
+  if "instructions" in left:
+    messages.insert(0, {"role": "system", "content": left.pop("instructions")})
+  chat["messages"] = messages
+  if "max_output_tokens" in left:
+    chat["max_completion_tokens"] = left.pop("max_output_tokens")
+  ignored = _format(left.pop("text", {}), chat)
+  _logprobs(left, chat)
+  for name, value in left.items():
+    if name not in NEUTRAL:
+      raise Refusal(
+        f"{name[:80]}: got a field that is not supported, expected one of {', '.join(SUPPORTED)};"
+        " leave it out.",
+        param=name[:80],
+        code="unsupported_parameter",
+      )
+    neutral, fix = NEUTRAL[name]
+    if value not in neutral:
+      only = " or ".join(json.dumps(one) for one in neutral) or "nothing"
+      refuse(name, shown(value), only, fix, code="unsupported_parameter")
+  try:
+    asked = protocol.chat(chat)
+  except Refusal as refusal:
+    raise _as_written(refusal) from refusal
+  return dataclasses.replace(asked, ignored=tuple(sorted({*asked.ignored, *ignored})))
+
+
+def _as_written(refusal: Refusal) -> Refusal:
+  """Returns a chat's refusal with the field's name as the client wrote it."""
+  for ours, written in _WRITTEN:
+    if refusal.param is not None and refusal.param.startswith(ours):
+      param = written + refusal.param.removeprefix(ours)
+      message = refusal.message.replace(refusal.param, param)
+      return Refusal(message, status=refusal.status, param=param, code=refusal.code)
+  return refusal
+
+
+def _messages(value: Any) -> list[dict[str, Any]]:
+  """Returns the messages of an `input`: a text, or items as they were sent and answered."""
+  if isinstance(value, str):
+    return [{"role": "user", "content": value}]
+  if not isinstance(value, list) or not value:
+    refuse("input", shown(value), "text, or a list of at least one item", "say something")
+  messages: list[dict[str, Any]] = []
+  thought = ""
+  for place, item in enumerate(value):
+    where = f"input[{place}]"
+    if not isinstance(item, dict):
+      refuse(where, shown(item), "an object", 'write {"role": "user", "content": "..."}')
+    kind = item.get("type", "message")
+    known = ("type", "id", "status", "content", "role", "phase")
+    if kind == "reasoning":
+      known = ("type", "id", "status", "content", "summary", "encrypted_content")
+    elif kind != "message":
+      refuse(f"{where}.type", shown(kind), '"message" or "reasoning"', "send text alone")
+    for name in item:
+      if name not in known:
+        refuse(f"{where}.{name[:80]}", "a field that is not supported", ", ".join(known),
+               "leave it out", code="unsupported_parameter")  # fmt: skip
+    text = _text_of(f"{where}.content", item.get("content") or "")
+    if kind == "reasoning":  # It belongs to the answer that follows.
+      thought += text
+      continue
+    messages.append({"role": item.get("role"), "content": text})
+    if thought and item.get("role") == "assistant":
+      messages[-1]["reasoning_content"] = thought
+    thought = ""
+  return messages
+
+
+def _text_of(where: str, content: Any) -> Any:
+  """Returns the text of an item's parts; what is no list is left for the chat to judge."""
+  if not isinstance(content, list):
+    return content
+  found = ""
+  for place, part in enumerate(content):
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind not in ("input_text", "output_text", "reasoning_text"):
+      refuse(
+        f"{where}[{place}].type", shown(kind), "input_text or output_text", "send text alone"
+      )
+    if not isinstance(part.get("text"), str):
+      refuse(f"{where}[{place}].text", shown(part.get("text")), "text", "write it in quotes")
+    found += part["text"]
+  return found
+
+
+def _format(value: Any, chat: dict[str, Any]) -> list[str]:
+  """Puts the format that `text` names into a chat; returns fields of it without effect."""
+  if not isinstance(value, dict):
+    refuse("text", shown(value), "an object", 'write {"format": {"type": "text"}}')
+  for name in value:
+    if name not in ("format", "verbosity"):
+      refuse(f"text.{name[:80]}", "a field that is not supported", "format", "leave it out",
+             code="unsupported_parameter")  # fmt: skip
+  form = value.get("format")
+  if isinstance(form, dict) and form.get("type") == "json_schema":
+    written = {name: one for name, one in form.items() if name != "type"}
+    form = {"type": "json_schema", "json_schema": written}
+  if form is not None:
+    chat["response_format"] = form
+  return ["text.verbosity"] if value.get("verbosity") is not None else []
+
+
+def _logprobs(left: dict[str, Any], chat: dict[str, Any]) -> None:
+  """Takes which log-probabilities are wanted out of a body, and puts that into a chat."""
+  include = left.pop("include", [])
+  if not isinstance(include, list):
+    refuse("include", shown(include), "a list", f'write ["{LOGPROBS}"]')
+  for one in include:
+    if one != LOGPROBS:
+      refuse("include", shown(one), f'"{LOGPROBS}" alone', "leave the others out")
+  num_top = left.pop("top_logprobs", None)
+  if num_top is not None:
+    chat["top_logprobs"] = num_top
+  if include or num_top:
+    chat["logprobs"] = True
+
+
+class ResponseAnswer(answers.Answer):
+  """One response while it comes: items of output, and the events by which they grow."""
+
+  def __init__(self, plan: Any, *, answer_id: str, created: int):
+    super().__init__(plan, answer_id=answer_id, created=created)
+    self._output: list[Body] = []
+    self._num_events = 0
+    self._rows: list[Body] = []  # Scores of tokens whose text has not come yet.
+    self._is_open = False  # Whether the last item may grow.
+    self._finish_reason = ""
+
+  def whole(self, parts: Sequence[Part]) -> Body:
+    """Returns the body of a response that is not streamed."""
+    (part,) = parts
+    for _ in self._grown(part):
+      pass
+    return self._response()
+
+  def chunks(self, part: Part) -> list[bytes]:
+    """Returns the events of a stream that a part makes."""
+    found = []
+    if not self._num_events:
+      found += [self._event(f"response.{kind}", response=self._response())
+                for kind in ("created", "in_progress")]  # fmt: skip
+    return found + [*self._grown(part)]
+
+  def end(self) -> bytes:
+    """Returns the event with the whole response, which ends a stream."""
+    body = self._response()
+    return self._event(f"response.{body['status']}", response=body)
+
+  def failure(self, refusal: Refusal) -> bytes:
+    """Returns the event that ends a stream in which something went wrong."""
+    error = refusal.body["error"]
+    return self._event(
+      "error", code=error["code"], message=error["message"], param=error["param"]
+    )
+
+  def _event(self, kind: str, **fields: Any) -> bytes:
+    body = {"type": kind, "sequence_number": self._num_events, **fields}
+    self._num_events += 1
+    return f"event: {kind}\n".encode() + answers.event(body)
+
+  def _response(self) -> Body:
+    asked, request = self._plan.asked, self._plan.requests[0]
+    status = {"": "in_progress", "length": "incomplete"}.get(self._finish_reason, "completed")
+    read = self.usage
+    usage = {
+      "input_tokens": read["prompt_tokens"],
+      "input_tokens_details": {"cached_tokens": 0},  # Neither of these is counted.
+      "output_tokens": read["completion_tokens"],
+      "output_tokens_details": {"reasoning_tokens": 0},
+      "total_tokens": read["total_tokens"],
+    }
+    head = dict(self._head)
+    return {
+      "id": head.pop("id"),
+      "object": "response",
+      "created_at": head.pop("created"),
+      **{name: value for name, value in head.items() if name != "object"},
+      "status": status,
+      "error": None,
+      "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+      "instructions": None,
+      "max_output_tokens": asked.max_tokens,
+      "metadata": {},
+      "output": self._output,
+      "parallel_tool_calls": True,
+      "previous_response_id": None,
+      "seed": request.seed,
+      "temperature": request.sampling.temperature,
+      "tool_choice": "auto",
+      "tools": [],
+      "top_p": request.sampling.top_p,
+      "truncation": "disabled",
+      "usage": None if status == "in_progress" else usage,
+    }
+
+  def _grown(self, part: Part) -> Iterator[bytes]:
+    """Adds a part to the output, and yields the events of that."""
+    self.num_answered += len(part.tokens)
+    splitter = self._splitters[0]
+    pieces = splitter.push(part.text)
+    if part.finish_reason:
+      pieces += splitter.finish()
+    said = [piece for piece in pieces if piece.kind != "mark"]
+    scores = self._chat_logprobs(part)
+    self._rows += [] if scores is None else scores["content"]
+    is_message = said[-1].kind == "content" if said else self._kind == "content"
+    if part.finish_reason and not said and is_message:
+      said = [Piece("content", "")]  # Tokens without a text have a place for their scores.
+    for piece in said:
+      if not self._is_open or piece.kind != self._kind:
+        yield from self._closed()
+        yield from self._opened(piece.kind)
+      content = self._output[-1]["content"][0]
+      content["text"] += piece.text
+      rows, self._rows = self._rows, []  # Those of reasoning have no place in the protocol.
+      fields: Body = {}
+      if piece.kind == "content":
+        content["logprobs"] += rows
+        fields["logprobs"] = rows
+      yield self._of_content("delta", delta=piece.text, **fields)
+    if part.finish_reason:
+      self._finish_reason = part.finish_reason
+      yield from self._closed()
+
+  @property
+  def _kind(self) -> str:
+    """The kind of the last item; an answer without an item becomes a message."""
+    is_message = not self._output or self._output[-1]["type"] == "message"
+    return "content" if is_message else "reasoning"
+
+  def _of_content(self, what: str, **fields: Any) -> bytes:
+    """Returns an event about the last item's text."""
+    name = "output_text" if self._kind == "content" else "reasoning_text"
+    return self._event(f"response.{name}.{what}", **self._place(), content_index=0, **fields)
+
+  def _place(self) -> Body:
+    return {"item_id": self._output[-1]["id"], "output_index": len(self._output) - 1}
+
+  def _opened(self, kind: str) -> Iterator[bytes]:
+    number = f"{self._head['id'].removeprefix('resp-')}_{len(self._output)}"
+    if kind == "content":
+      item: Body = {"id": f"msg_{number}", "type": "message", "role": "assistant"}
+      content = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+    else:
+      item = {"id": f"rs_{number}", "type": "reasoning", "summary": []}
+      content = {"type": "reasoning_text", "text": ""}
+    self._output.append({**item, "status": "in_progress", "content": []})
+    self._is_open = True
+    index = len(self._output) - 1
+    yield self._event("response.output_item.added", output_index=index, item=self._output[-1])
+    yield self._event(
+      "response.content_part.added", **self._place(), content_index=0, part=content
+    )
+    self._output[-1]["content"].append(content)
+
+  def _closed(self) -> Iterator[bytes]:
+    if not self._is_open:
+      return
+    self._is_open = False
+    item = self._output[-1]
+    content = item["content"][0]
+    fields = {"logprobs": content["logprobs"]} if self._kind == "content" else {}
+    item["status"] = "incomplete" if self._finish_reason == "length" else "completed"
+    yield self._of_content("done", text=content["text"], **fields)
+    yield self._event(
+      "response.content_part.done", **self._place(), content_index=0, part=content
+    )
+    yield self._event(
+      "response.output_item.done", output_index=self._place()["output_index"], item=item
+    )
