@@ -7,6 +7,9 @@ ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 source "$ROOT/launch/environment.sh"
 cd "$ROOT" || exit 1
 
+# Processes of tests start by the hundred. Without byte code a start takes 10 s of CPU time and not 3.
+unset PYTHONDONTWRITEBYTECODE
+
 # The oldest Python that we support, and what is tested on the newest alone: experiments, loops,
 # launchers, tasks and the simulator are the same lines on both, and cost minutes.
 OLDEST=3.11
@@ -18,24 +21,32 @@ usage() {
   cat <<'EOF'
 usage: bash launch/test.sh [--all | --changed[=REF] | --long] [pytest arguments]
 
-Without arguments, what one runs every day, on the newest Python that is found: ruff, pyright, the
-contract with its twins, and every room's everyday tests. Compiled programs are kept in .programs/
-for the next time. With pytest arguments: pytest with them, no more.
+Without arguments, what one runs every day, on the newest Python that is found: ruff, the contract
+with its twins, and every room's everyday tests, with pyright beside them. Compiled programs are
+kept in .programs/ for the next time. With pytest arguments: pytest with them, no more.
 
-  --changed    ruff, pyright, the contract, and the everyday tests of the rooms in which files differ
-               from REF (by default from where this branch left origin/main) and of the rooms above
-  --all        what CI runs, compiled anew: every day's tests and a fortieth of the thorough ones, drawn
-               by the run's seed; the built wheel with every example, and installed alone as a server
-               that answers curl; parity with Hugging Face where torch can be installed, and a
-               tenth of the contract's files with a twentieth of the others on Python 3.11 and with
-               AVX2 alone
-  --long       runs the tests marked `long`, for an hour or two. What passed is kept in .long/; when
-               started again at the same sources, only what is missing runs.
+  --changed    ruff, the contract, and the everyday tests of the rooms in which files differ from REF
+               (by default from where this branch left origin/main) and of the rooms above, with
+               pyright beside them
+  --all        what CI runs:
+                 every day's tests; of the thorough ones a fortieth, drawn by the run's seed, and up
+                 to twenty of the rooms in which the pushed commits change files
+                 the built wheel with every example, and installed alone as a server that answers
+                 curl
+                 parity with Hugging Face where torch can be installed
+                 on Python 3.11 a tenth of the contract's files, drawn; in a third of the runs a
+                 twentieth of the others too, in another third with AVX2 alone
+               Compiled programs are kept for the next run, which may be of another clone, by version
+               and kind of CPU, in $SEERJAX_PROGRAMS or the user's cache
+  --long       runs the tests marked `long`, and on Python 3.11 with AVX2 alone every day's tests of
+               the rooms that it has, for two hours or three; all is compiled anew. What passed is
+               kept in .long/; when started again at the same sources, only what is missing runs.
   --help       this text
 
   SEERJAX_TEST_SEED=N       repeats a run (each run prints its seed)
   SEERJAX_TEST_WORKERS=N    processes of pytest (2); 0 runs in one
   SEERJAX_PYTHON=/path      tests on that interpreter alone
+  SEERJAX_PROGRAMS=/path    where --all keeps compiled programs; empty: nowhere, all is compiled anew
 EOF
 }
 
@@ -65,21 +76,38 @@ export JAX_PLATFORMS=cpu
 # alone (Haswell, Zen) round a row by its place in the tile; these do not, and run everywhere. A
 # machine whose environment names others must not bring them back.
 export OPENBLAS_CORETYPE=Sandybridge
-unset JAX_COMPILATION_CACHE_DIR
-export JAX_COMPILATION_CACHE_MAX_SIZE=$((4 << 30)) # Old programs leave first.
+unset JAX_COMPILATION_CACHE_DIR JAX_COMPILATION_CACHE_MAX_SIZE # launch/programs.py has the bound.
 export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0.1
-case $tier in
-  everyday | changed)
-    # From the second time on, most of a test's time was compilation.
-    export JAX_COMPILATION_CACHE_DIR="$ROOT/.programs"
-    ;;
-  all)
-    # A program that an earlier run kept would hide one that no longer compiles; within a run all
-    # processes share what one of them compiled.
-    PROGRAMS=$(mktemp -d) || exit 1
-    export JAX_COMPILATION_CACHE_DIR=$PROGRAMS
-    ;;
-esac  # The long tests compile anew, each process by itself.
+
+# What runs beside the stages ends with this script, and its files go.
+beside=""
+scratch=$(mktemp -d) || exit 1
+trap 'kill $beside 2>/dev/null; rm -rf "$scratch"' EXIT
+
+# place_of_programs: prints the folder in which this tier keeps compiled programs; nothing if nowhere.
+place_of_programs() {
+  local cache=${XDG_CACHE_HOME:-${HOME:+$HOME/.cache}} place
+  case $tier in
+    everyday | changed) place="$ROOT/.programs" ;;
+    all) place=${SEERJAX_PROGRAMS-${cache:+$cache/seerjax/programs}} ;;
+    long) place="" ;; # These compile anew, each process by itself.
+  esac
+  [ -z "$place" ] || { mkdir -p "$place" 2>/dev/null && [ -w "$place" ] && printf '%s\n' "$place"; }
+}
+
+# share_programs PYTHON MINOR: has the processes of this run share what they compile, by way of a
+# folder of that interpreter's programs; without a place to keep them, a folder of this run.
+share_programs() {
+  [ "$tier" != long ] || return 0
+  if [ -z "$place" ] ||
+    ! JAX_COMPILATION_CACHE_DIR=$("$1" launch/programs.py "$place" "launch/locks/runtime-$2.txt"); then
+    JAX_COMPILATION_CACHE_DIR="$scratch/programs-$2"
+    mkdir -p "$JAX_COMPILATION_CACHE_DIR" || exit 1
+  fi
+  export JAX_COMPILATION_CACHE_DIR
+  say "compiled programs: $(find "$JAX_COMPILATION_CACHE_DIR" -name '*-cache' | wc -l | tr -d ' ') are" \
+    "kept in $JAX_COMPILATION_CACHE_DIR"
+}
 
 summary="" failures=0
 
@@ -143,7 +171,6 @@ settled() {
   local status=0
   wait "$1" || status=$?
   cat "$2"
-  rm -f "$2"
   return $status
 }
 
@@ -156,17 +183,35 @@ run_pytest() {
     -q -rs --durations=25 "$@"
 }
 
-# The contract holds on CPUs without AVX-512 too, for which XLA fuses and rounds differently: these
-# tests run as such a CPU would. (Another kind of CPU ignores the flag.) Of the contract's files a
-# tenth runs, each test with one of its parameters, and of the other files a twentieth, with what they
-# run every day, all drawn by the seed: all of them have run on the newest Python just before.
-run_oldest() {
-  local skip ignored=()
-  for skip in $NEWEST_ONLY; do ignored+=("--ignore=$skip"); done
-  # Programs for AVX2 lie apart from those of this CPU.
-  SEERJAX_TEST_SHARE=0.05 XLA_FLAGS="${XLA_FLAGS:-} --xla_cpu_max_isa=AVX2" \
-    JAX_COMPILATION_CACHE_DIR="$PROGRAMS/avx2" run_pytest "$1" --everyday "${ignored[@]}"
+# part_of_oldest: prints what is drawn for Python 3.11 beside its part of the contract: the other
+# rooms in a third of the runs, AVX2 alone in another, nothing in the rest.
+part_of_oldest() {
+  case $((SEERJAX_TEST_SEED % 3)) in
+    0) printf 'rooms\n' ;;
+    1) printf 'avx2\n' ;;
+    2) printf 'none\n' ;;
+  esac
 }
+
+# run_oldest DIR SHARE FLAGS ARGUMENT...: runs a share of the files on the oldest Python, and a tenth
+# of the contract's or more, each of their tests with one of its parameters, with what they run every
+# day, drawn by the seed: all of them have run on the newest Python just before.
+run_oldest() {
+  local dir=$1 share=$2 flags=$3 skip ignored=()
+  shift 3
+  for skip in $NEWEST_ONLY; do ignored+=("--ignore=$skip"); done
+  # In a shell of its own, whose flags and programs end with it.
+  (
+    export SEERJAX_TEST_SHARE=$share
+    [ -z "$flags" ] || export XLA_FLAGS="${XLA_FLAGS:-} $flags"
+    share_programs "$dir/bin/python" "$OLDEST"
+    run_pytest "$dir" --everyday "${ignored[@]}" "$@"
+  )
+}
+
+# The contract holds on CPUs without AVX-512 too, for which XLA fuses and rounds differently: tests run
+# as such a CPU would. (Another kind of CPU ignores the flag.)
+AVX2=--xla_cpu_max_isa=AVX2
 
 # build_wheel DIR WORK: builds the wheel of this checkout into WORK/dist.
 build_wheel() {
@@ -266,20 +311,24 @@ EOF
   return $status
 }
 
+# finished_long SUFFIX: prints the file that holds which long tests have passed at these sources.
+#
+# Uncommitted lines and new files count: a result belongs to the very sources that gave it. Prose and
+# results are no sources.
+finished_long() {
+  mkdir -p .long && printf '%s/.long/%s%s.txt\n' "$ROOT" "$(
+    git ls-files -coz --exclude-standard -- . ':!docs' ':!*.md' |
+      xargs -0 cksum 2>/dev/null | cksum | cut -d' ' -f1)" "$1"
+}
+
 # run_long DIR ARGUMENT...: runs each test marked `long` that has not passed yet at these sources.
 #
 # A file has a process of its own, so that its tests share programs; all in one would end at the
 # kernel's bound on maps (vm.max_map_count), of which each program takes some.
 run_long() {
-  local dir=$1 sources finished work tests status=0
+  local dir=$1 finished work tests status=0
   shift
-  # Uncommitted lines and new files count: a result belongs to the very sources that gave it. Prose
-  # and results are no sources.
-  sources=$(git ls-files -coz --exclude-standard -- . ':!docs' ':!*.md' |
-    xargs -0 cksum 2>/dev/null | cksum | cut -d' ' -f1)
-  mkdir -p .long && work=$(mktemp -d) || return 1
-  finished="$ROOT/.long/$sources.txt"
-  touch "$finished" || return 1
+  finished=$(finished_long "") && touch "$finished" && work=$(mktemp -d) || return 1
   tests=$("$dir/bin/python" -m pytest -m long --collect-only -q --finished="$finished" "$@" 2>&1)
   case $? in
     0 | 5) ;; # 5: nothing is left to run.
@@ -303,25 +352,14 @@ run_long() {
   grep '^#' "$finished"
   printf '%d of %d tests that were missing have passed now, %d at these sources: %s\n' \
     "$(printf '%s\n' "$tests" | grep '::' | grep -cxFf "$finished")" \
-    "$(printf '%s\n' "$tests" | grep -c '::')" "$(grep -vc '^#' "$finished")" ".long/$sources.txt"
+    "$(printf '%s\n' "$tests" | grep -c '::')" "$(grep -vc '^#' "$finished")" "$finished"
   return $status
 }
 
-found=$(find_python) || exit 1
-minor=${found%% *}
-python=${found#* }
-newest="$ROOT/.venv"
-
-stage "environment, Python $minor" environment_for "$minor" "$newest" "$python" || finish
-
-if [ "$tier" = long ]; then
-  stage "long tests" run_long "$newest" "$@"
-  finish
-fi
-if [ $# -gt 0 ]; then
-  stage "pytest $*, Python $minor" run_pytest "$newest" "$@"
-  finish
-fi
+# changed_since COMMIT: prints the files that differ from it, new ones too, one a line.
+changed_since() {
+  git diff --name-only "$1" && git ls-files -o --exclude-standard
+}
 
 # tests_of_changes: prints the tests that concern what differs from `reference`, one a line.
 tests_of_changes() {
@@ -330,9 +368,71 @@ tests_of_changes() {
     say "--changed: got '$base', expected a commit; name one with --changed=REF."
     return 1
   }
-  { git diff --name-only "${base:-HEAD}" && git ls-files -o --exclude-standard; } |
-    xargs "$newest/bin/python" tests/support/import_graph.py
+  changed_since "${base:-HEAD}" | xargs "$newest/bin/python" tests/support/import_graph.py
 }
+
+# base_of_push: prints the commit after which the pushed ones begin, nothing where it is not known.
+#
+# That is where HEAD left origin/main. Where a push to main is tested, that is HEAD itself: then it is
+# the commit whose run passed last on this machine, else HEAD's parent.
+base_of_push() {
+  local base head
+  head=$(git rev-parse HEAD 2>/dev/null) || return 0
+  base=$(git merge-base HEAD origin/main 2>/dev/null)
+  [ "$base" != "$head" ] || base=$([ -z "$place" ] || cat "$place/passed" 2>/dev/null)
+  if ! git merge-base --is-ancestor "${base:-none}" HEAD 2>/dev/null || [ "$base" = "$head" ]; then
+    base=$(git rev-parse --verify --quiet HEAD^)
+  fi
+  printf '%s' "$base"
+}
+
+# remember_pass: has the next run of another push know that HEAD passed.
+remember_pass() {
+  [ -z "$place" ] || [ "$failures" -gt 0 ] || git rev-parse HEAD >"$place/passed" 2>/dev/null || :
+}
+
+# begin_pyright: checks types beside what follows; what it says comes with `pyright_ended`.
+begin_pyright() {
+  typed="$scratch/pyright"
+  "$newest/bin/python" -m pyright --pythonpath "$newest/bin/python" >"$typed" 2>&1 &
+  typing=$!
+  beside="$beside $typing"
+}
+
+pyright_ended() {
+  stage "pyright (beside them)" settled "$typing" "$typed"
+}
+
+# tests/launch sources this file for its functions.
+[ "${BASH_SOURCE[0]}" = "$0" ] || return 0
+
+place=$(place_of_programs)
+found=$(find_python) || exit 1
+minor=${found%% *}
+python=${found#* }
+newest="$ROOT/.venv"
+
+stage "environment, Python $minor" environment_for "$minor" "$newest" "$python" || finish
+oldest="" oldest_python=""
+if [ "$minor" != "$OLDEST" ] && [ -z "${SEERJAX_PYTHON:-}" ] && found=$(find_python "$OLDEST" 2>/dev/null); then
+  oldest="$ROOT/.venv-$OLDEST" oldest_python=${found#* }
+fi
+
+if [ "$tier" = long ]; then
+  stage "long tests" run_long "$newest" "$@"
+  if [ -n "$oldest" ] && [ $# -eq 0 ]; then
+    stage "environment, Python $OLDEST" oldest_environment "$oldest" "$oldest_python" &&
+      stage "contract and unit tests with AVX2 alone, Python $OLDEST" \
+        run_oldest "$oldest" 1 "$AVX2" --finished="$(finished_long "-$OLDEST")"
+  fi
+  finish
+fi
+
+share_programs "$newest/bin/python" "$minor"
+if [ $# -gt 0 ]; then
+  stage "pytest $*, Python $minor" run_pytest "$newest" "$@"
+  finish
+fi
 
 if [ "$tier" != all ]; then
   paths=""
@@ -340,40 +440,53 @@ if [ "$tier" != all ]; then
     paths=$(tests_of_changes) || exit 1
     say "tests of what changed:" $paths
   fi
+  begin_pyright
   stage "ruff" "$newest/bin/python" -m ruff check .
-  stage "pyright" "$newest/bin/python" -m pyright --pythonpath "$newest/bin/python"
   # shellcheck disable=SC2086 # Paths of ours hold no spaces.
   stage "everyday tests, Python $minor" run_pytest "$newest" --everyday $paths
+  pyright_ended
   finish
 fi
 
 # What takes one core runs beside the examples: pyright, and making the oldest Python's environment.
-typed=$(mktemp) || exit 1
-"$newest/bin/python" -m pyright --pythonpath "$newest/bin/python" >"$typed" 2>&1 &
-typing=$!
-trap 'kill $typing ${preparing:-} 2>/dev/null; rm -rf "$PROGRAMS"' EXIT
-if [ "$minor" != "$OLDEST" ] && [ -z "${SEERJAX_PYTHON:-}" ] &&
-  found=$(find_python "$OLDEST" 2>/dev/null); then
-  oldest="$ROOT/.venv-$OLDEST"
-  said=$(mktemp) || exit 1
-  oldest_environment "$oldest" "${found#* }" >"$said" 2>&1 &
+begin_pyright
+drawn=$(part_of_oldest)
+if [ -n "$oldest" ]; then
+  said="$scratch/environment"
+  # Parity is the models' room's.
+  case $drawn in
+    rooms) oldest_environment "$oldest" "$oldest_python" ;;
+    *) environment_for "$OLDEST" "$oldest" "$oldest_python" ;;
+  esac >"$said" 2>&1 &
   preparing=$!
+  beside="$beside $preparing"
 fi
 
 stage "ruff" "$newest/bin/python" -m ruff check .
 stage "wheel and examples, Python $minor" built_wheel "$newest"
 stage "wheel alone answers a curl, Python $minor" served_wheel "$newest" "$minor"
 # Before torch comes: where it is, pyright reads its types.
-stage "pyright (beside them)" settled "$typing" "$typed"
+pyright_ended
 stage "parity packages, Python $minor" parity "$minor" "$newest" "$python"
 stage "Mooncake, Python $minor" mooncake "$minor" "$newest" "$python"
-SEERJAX_TEST_SHARE_OF_THOROUGH=0.025 stage "tests, Python $minor" run_pytest "$newest"
+base=$(base_of_push)
+concerned=$([ -z "$base" ] ||
+  changed_since "$base" | xargs "$newest/bin/python" tests/support/import_graph.py --rooms)
+say "thorough tests of what changed since ${base:-(no commit is known)}: ${concerned#*=}"
+# shellcheck disable=SC2086 # Empty, it is no argument.
+SEERJAX_TEST_SHARE_OF_THOROUGH=0.025 stage "tests, Python $minor" run_pytest "$newest" $concerned
 
-if [ -n "${preparing:-}" ]; then
-  stage "environment, Python $OLDEST (made beside the examples)" settled "$preparing" "$said" &&
-    stage "a part of the contract and of the unit tests, Python $OLDEST" run_oldest "$oldest"
+if [ -n "$oldest" ]; then
+  if stage "environment, Python $OLDEST (made beside the examples)" settled "$preparing" "$said"; then
+    case $drawn in
+      rooms) stage "part of the contract and of the rooms, Python $OLDEST" run_oldest "$oldest" 0.05 "" ;;
+      avx2) stage "part of the contract with AVX2 alone, Python $OLDEST" run_oldest "$oldest" 0 "$AVX2" ;;
+      none) stage "part of the contract, Python $OLDEST" run_oldest "$oldest" 0 "" ;;
+    esac
+  fi
 elif [ "$minor" != "$OLDEST" ]; then
   summary="$summary  $(printf '%-6s %5d s  %s' skipped 0 "Python $OLDEST: none found")
 "
 fi
+remember_pass
 finish

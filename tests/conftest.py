@@ -7,12 +7,13 @@ one). jaxtyping and beartype check every annotation of ours while it traces.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import functools
 import gc
 import os
 import pathlib
 import random
+import re
 import secrets
 import sys
 
@@ -42,6 +43,8 @@ IMPORT_HOOK = jaxtyping.install_import_hook(
 TESTS = pathlib.Path(__file__).parent
 # Folders whose tests are all `thorough`: whole runs of commands, and what launches them.
 THOROUGH = ("experiments", "launch")
+# Thorough tests of what changed that run with launch/test.sh --all, however much changed.
+MAX_OF_CHANGES = 20
 # Of the contract's files, where SEERJAX_TEST_SHARE draws less of the others.
 SHARE_OF_CONTRACT = 0.1
 STRICT = ("contract", "engine", "models", "ops", "pallas_kernels")
@@ -65,6 +68,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
   )
   parser.addoption(
     "--whole", metavar="FILE,...", help="with --everyday: the files that count as named"
+  )
+  parser.addoption(
+    "--concerned", metavar="PATH,...", help="files and folders whose thorough tests are drawn first"
   )
   parser.addoption(
     "--finished", type=pathlib.Path, help="run no test that it names; those that pass enter it"
@@ -124,24 +130,100 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log) -> ByFolder:
   return ByFolder(config, log)
 
 
+def name_of(item: pytest.Item) -> str:
+  """Returns a test's name without its parameters, with its file from the root of the repository."""
+  return item.nodeid.partition("[")[0]
+
+
 def is_thorough(item: pytest.Item) -> bool:
   """Returns whether a test runs with launch/test.sh --all alone."""
   folder = item.path.relative_to(TESTS).parts[0]
   return folder in THOROUGH or item.get_closest_marker("thorough") is not None
 
 
-def undrawn_thorough_tests(
-  items: Sequence[pytest.Item], share: float, seed: str
-) -> set[pytest.Item]:
-  """Returns the thorough tests that a session leaves out which runs a share of them, by its seed.
+def place_in_lottery(name: str, seed: str) -> float:
+  """Returns where a test's name lies in [0, 1) by a session's seed; a share takes the lowest."""
+  return random.Random(f"{seed} {name}").random()
 
-  A test runs with all its parameters, or not.
+
+def drawn_thorough_tests(
+  names: Iterable[str], share: float, seed: str, concerned: Sequence[pathlib.Path] = ()
+) -> dict[str, str]:
+  """Returns which thorough tests a session runs, and why: a share drawn by its seed, and others.
+
+  The others are of files and folders that a change concerns, at most `MAX_OF_CHANGES`, drawn
+  likewise, those of files that are named before those of folders.
+
+  Args:
+    names: of tests as nodeids without parameters; a test runs with all of them, or not.
+    concerned: files and folders of tests, from the root of the repository.
   """
-  drawable = {item for item in items if is_thorough(item)}
-  names = sorted({item.nodeid.partition("[")[0] for item in drawable})
-  draw = random.Random(f"{seed} thorough")
-  left_out = {*draw.sample(names, round((1 - share) * len(names)))}
-  return {item for item in drawable if item.nodeid.partition("[")[0] in left_out}
+  in_order = sorted(names, key=lambda name: place_in_lottery(name, seed))
+  drawn = {name: "lottery" for name in in_order if place_in_lottery(name, seed) < share}
+
+  def nearness(name: str) -> int:
+    file = pathlib.Path(name.partition("::")[0])
+    return (file in concerned) + bool({file, *file.parents} & {*concerned})
+
+  of_changes = [name for name in in_order if name not in drawn and nearness(name)]
+  of_changes.sort(key=nearness, reverse=True)  # Stable: by lottery among the equally near.
+  return drawn | dict.fromkeys(of_changes[:MAX_OF_CHANGES], "of what changed")
+
+
+def share_of_thorough() -> float:
+  """Returns which share of the thorough tests this session draws."""
+  return float(os.environ.get("SEERJAX_TEST_SHARE_OF_THOROUGH", "1"))
+
+
+def named_paths(config: pytest.Config) -> set[pathlib.Path]:
+  """Returns what counts as named with `--everyday`: all arguments, or those of `--whole`."""
+  whole = config.args if config.option.whole is None else config.option.whole.split(",")
+  return {(config.invocation_params.dir / name).resolve() for name in whole}
+
+
+def concerned_paths(config: pytest.Config) -> list[pathlib.Path]:
+  """Returns what `--concerned` names."""
+  return [pathlib.Path(name) for name in (config.option.concerned or "").split(",") if name]
+
+
+@functools.cache
+def files_of_share(share: float, seed: str, ignored: frozenset[pathlib.Path]) -> set[pathlib.Path]:
+  """Returns the files of tests that a session runs which draws a share of them, by its seed."""
+  everything = [
+    path for path in sorted(TESTS.rglob("test_*.py")) if not ignored & {path, *path.parents}
+  ]
+  draw = random.Random(f"{seed} files")
+  found = set()
+  for is_contract in (False, True):
+    files = [path for path in everything if is_of_contract(path) == is_contract]
+    drawn = max(share, SHARE_OF_CONTRACT) if is_contract else share
+    found |= {*draw.sample(files, round(drawn * len(files)))}
+  return found
+
+
+def pytest_ignore_collect(collection_path: pathlib.Path, config: pytest.Config) -> bool | None:
+  """Leaves out files of which nothing runs: to import all of them takes a minute.
+
+  Those are files that a share does not draw, and of the folders `THOROUGH` those of which no test
+  is drawn, every day those that are not named.
+  """
+  if collection_path.suffix != ".py" or not collection_path.name.startswith("test_"):
+    return None
+  seed = os.environ["SEERJAX_TEST_SEED"]
+  if share_of_files() < 1:
+    ignored = frozenset(pathlib.Path(name).resolve() for name in config.getoption("ignore") or ())
+    if collection_path not in files_of_share(share_of_files(), seed, ignored):
+      return True
+  if collection_path.relative_to(TESTS).parts[0] not in THOROUGH:
+    return None
+  if config.option.everyday:
+    return collection_path not in named_paths(config) or None
+  file = collection_path.relative_to(TESTS.parent)
+  if share_of_thorough() >= 1 or {*concerned_paths(config)} & {file, *file.parents}:
+    return None
+  names = re.findall(r"^def (test_\w+)", collection_path.read_text(), re.MULTILINE)
+  places = [place_in_lottery(f"{file.as_posix()}::{name}", seed) for name in names]
+  return min(places, default=1) >= share_of_thorough() or None
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -153,37 +235,40 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
   `--everyday` one parameter set of a test marked `few` runs, and of what is `thorough` the files
   that are named: all that are arguments, or those of `--whole`.
 
-  SEERJAX_TEST_SHARE below 1 draws that share of the files first, of the contract's files
-  `SHARE_OF_CONTRACT`, and of a test of the contract one of its parameters. A share of the thorough
-  tests may be drawn (`undrawn_thorough_tests`).
+  SEERJAX_TEST_SHARE below 1 draws that share of the files before they are imported, of the
+  contract's files `SHARE_OF_CONTRACT` or more, and of a test of the contract one of its parameters.
+  SEERJAX_TEST_SHARE_OF_THOROUGH below 1 draws thorough tests (`drawn_thorough_tests`).
   """
   if config.option.everyday:
-    whole = config.args if config.option.whole is None else config.option.whole.split(",")
-    named = {(config.invocation_params.dir / name).resolve() for name in whole}
+    named = named_paths(config)
     # Where a share of the files is drawn, the contract's are whole: its portable path is thorough.
     is_whole = lambda path: path in named or (share_of_files() < 1 and is_of_contract(path))
     dear = {item for item in items if is_thorough(item) and not is_whole(item.path)}
     config.hook.pytest_deselected(items=[*dear])
     items[:] = [item for item in items if item not in dear]
   share = share_of_files()
-  draw = random.Random(f"{os.environ['SEERJAX_TEST_SEED']} files")
-  paths = set()
-  for is_contract in (False, True):
-    files = {item.path for item in items if is_of_contract(item.path) == is_contract}
-    drawn = max(share, SHARE_OF_CONTRACT) if is_contract else share
-    paths |= {*draw.sample(sorted(files), round((1 - drawn) * len(files)))}
-  absent = {item for item in items if item.path in paths}
-  share_of_thorough = float(os.environ.get("SEERJAX_TEST_SHARE_OF_THOROUGH", "1"))
-  absent |= undrawn_thorough_tests(items, share_of_thorough, os.environ["SEERJAX_TEST_SEED"])
-  config.hook.pytest_deselected(items=[*absent])
-  items[:] = [item for item in items if item not in absent]
+  thorough = [
+    item for item in items if is_thorough(item) and item.get_closest_marker("long") is None
+  ]
+  drawn = drawn_thorough_tests(
+    {name_of(item) for item in thorough},
+    share_of_thorough(),
+    os.environ["SEERJAX_TEST_SEED"],
+    concerned_paths(config),
+  )
+  if share_of_thorough() < 1:
+    for item in thorough:
+      item.user_properties.append(("drawn", drawn.get(name_of(item))))
+    absent = {item for item in thorough if name_of(item) not in drawn}
+    config.hook.pytest_deselected(items=[*absent])
+    items[:] = [item for item in items if item not in absent]
   variants: dict[tuple[str, str], list[pytest.Item]] = {}
   for item in items:
     few = item.get_closest_marker("few")
     of_contract = share < 1 and is_of_contract(item.path)
     if (few or of_contract) and not item.get_closest_marker("long"):
       kind = few.kwargs.get("of", "") if few and not of_contract else ""
-      variants.setdefault((item.nodeid.partition("[")[0], kind), []).append(item)
+      variants.setdefault((name_of(item), kind), []).append(item)
   for (name, kind), several in variants.items():
     # Tests of a file that draw of one kind draw alike, and share what they compile.
     place = f"{several[0].path.name} {kind}" if kind else name
@@ -219,6 +304,7 @@ def pytest_report_header(config: pytest.Config) -> str:
 def pytest_terminal_summary(terminalreporter, exitstatus: int) -> None:
   """Prints what the fuzz tests met, seconds by file, and the seed again if something failed."""
   tell_seconds_by_file(terminalreporter)
+  tell_drawn(terminalreporter)
   for outcome in ("passed", "failed"):
     for report in terminalreporter.stats.get(outcome, []):
       for name, value in report.user_properties:
@@ -243,6 +329,21 @@ def tell_seconds_by_file(terminalreporter) -> None:
     terminalreporter.write_line(f"seconds by file, {sum(seconds.values()):.0f} in all:")
     for file, one in dear:
       terminalreporter.write_line(f"  {one:6.1f}  {file}")
+
+
+def tell_drawn(terminalreporter) -> None:
+  """Prints which thorough tests were drawn, and why."""
+  drawn: dict[str, set[str]] = {}
+  for reports in terminalreporter.stats.values():
+    for report in reports:
+      if isinstance(report, pytest.TestReport):
+        for name, why in report.user_properties:
+          if name == "drawn":
+            drawn.setdefault(why, set()).add(report.nodeid.partition("[")[0])
+  for why, names in sorted(drawn.items()):
+    terminalreporter.write_line(f"thorough tests drawn, {why}: {len(names)}")
+    for name in sorted(names):
+      terminalreporter.write_line(f"  {name}")
 
 
 @pytest.fixture(scope="session")

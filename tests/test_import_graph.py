@@ -113,3 +113,18 @@ def test_a_change_concerns_its_room_and_those_above(
   tree: pathlib.Path, changed: list[str], expected: list[str]
 ):
   assert import_graph.concerned(changed, tree) == expected
+
+
+@pytest.mark.parametrize(
+  "changed, expected",
+  [
+    (["README.md"], []),
+    (["seerjax/engine/pages.py"], ["tests/engine", "tests/engine/test_pages.py"]),
+    (["seerjax/rl.py", "seerjax/ops/tiles.py"], ["tests/test_rl.py"]),
+    (["experiments/grpo.py"], ["tests/experiments", "tests/experiments/test_grpo.py"]),
+    (["tests/trainer/test_step.py", "tests/support/small.py"], ["tests/trainer/test_step.py"]),
+    (["launch/local.sh"], ["tests/launch/test_local.py"]),
+  ],
+)
+def test_a_changed_file_has_a_room(tree: pathlib.Path, changed: list[str], expected: list[str]):
+  assert import_graph.of_rooms(changed, tree) == expected

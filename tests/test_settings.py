@@ -8,7 +8,6 @@ import os
 import pathlib
 import subprocess
 import sys
-from typing import NamedTuple
 import warnings
 
 from hypothesis import given, strategies as st
@@ -75,13 +74,16 @@ def test_warnings_from_our_packages_are_errors():
 # This session may have a share of the tests.
 ALL_FILES = {"SEERJAX_TEST_SHARE": "1", "SEERJAX_TEST_SHARE_OF_THOROUGH": "1"}
 LAUNCHER = "tests/launch/test_local.py"  # A thorough file, in a thorough folder.
-# Arguments of a session, and whether it runs that file.
+# Arguments of a session, the share of thorough tests that it draws, and whether it runs that file.
 SESSIONS = (
-  ([LAUNCHER], True),
-  (["--everyday", "tests/launch"], False),
-  (["--everyday", LAUNCHER], True),
-  (["--everyday", "--whole=", LAUNCHER], False),
-  (["--everyday", f"--whole=tests/x.py,{LAUNCHER}", "tests/launch"], True),
+  ([LAUNCHER], "1", True),
+  (["--everyday", "tests/launch"], "1", False),
+  (["--everyday", LAUNCHER], "1", True),
+  (["--everyday", "--whole=", LAUNCHER], "1", False),
+  (["--everyday", f"--whole=tests/x.py,{LAUNCHER}", "tests/launch"], "1", True),
+  (["tests/launch"], "1", True),
+  (["tests/launch"], "0", False),
+  ([f"--concerned={LAUNCHER}", "tests/launch"], "0", True),
 )
 
 
@@ -89,13 +91,14 @@ SESSIONS = (
 def collected() -> list[str]:
   """What each of `SESSIONS` says that it would run, all asked for in one process, of seed 7."""
   program = """
-import json, sys, pytest
-for arguments in json.loads(sys.argv[1]):
+import json, os, sys, pytest
+for arguments, share, _ in json.loads(sys.argv[1]):
+  os.environ["SEERJAX_TEST_SHARE_OF_THOROUGH"] = share
   pytest.main(["-p", "no:cacheprovider", "--co", *arguments])
   print("the next session", flush=True)
 """
   done = subprocess.run(
-    [sys.executable, "-c", program, json.dumps([arguments for arguments, _ in SESSIONS])],
+    [sys.executable, "-c", program, json.dumps(SESSIONS)],
     cwd=ROOT,
     env=os.environ | ALL_FILES | {"SEERJAX_TEST_SEED": "7"},
     capture_output=True,
@@ -112,45 +115,76 @@ def test_a_seed_repeats_a_session(collected: list[str]):
   assert all("SEERJAX_TEST_SEED=7" in said for said in collected), collected
 
 
-class Item(NamedTuple):
-  """What a draw reads of a test."""
-
-  nodeid: str
-  path: pathlib.Path
-  thorough: bool
-
-  def get_closest_marker(self, name: str) -> object | None:
-    return name if self.thorough and name == "thorough" else None
-
-
-def test_half_of_the_thorough_tests_are_drawn_with_all_their_parameters(request):
-  (conftest,) = (
+@pytest.fixture
+def conftest(request: pytest.FixtureRequest):
+  (found,) = (
     plugin
     for name, plugin in request.config.pluginmanager.list_name_plugin()
     if name.endswith("tests/conftest.py")
   )
-  items = [
-    Item(f"{file}::test_{number}[{part}]", ROOT / file, dear)
-    for file in ("tests/ops/test_x.py",)
-    for number in range(8)
-    for part in "ab"
-    for dear in [number < 6]
-  ]
-  left_out = {}
-  for seed in ("7", "7 again", "8"):
-    left_out[seed] = conftest.undrawn_thorough_tests(items, 0.5, seed.split()[0])
-    names = {item.nodeid.partition("[")[0] for item in left_out[seed]}
-    # Three of the six that are thorough, each with both parameters.
-    assert len(names) == 3 and len(left_out[seed]) == 6
-    assert all(item.thorough for item in left_out[seed])
-  assert left_out["7"] == left_out["7 again"] != left_out["8"]
-  assert not conftest.undrawn_thorough_tests(items, 1, "7")
+  return found
+
+
+NAMES = [
+  f"tests/{file}.py::test_{number}"
+  for file in ("ops/test_x", "ops/test_y", "run/test_z")
+  for number in range(200)
+]
+
+
+def test_a_share_of_the_thorough_tests_is_drawn_by_the_seed(conftest):
+  drawn = {seed: conftest.drawn_thorough_tests(NAMES, 0.5, str(seed)) for seed in (7, 8)}
+  assert all(250 < len(names) < 350 for names in drawn.values())
+  assert drawn[7].keys() != drawn[8].keys()
+  assert drawn[7] == conftest.drawn_thorough_tests(reversed(NAMES), 0.5, "7")
+  assert {*drawn[7].values()} == {"lottery"}
+  # Whether a test is drawn is its own affair: a file can be left out before it is imported.
+  few = conftest.drawn_thorough_tests(NAMES[:200], 0.5, "7")
+  assert few.keys() == {name for name in drawn[7] if name in NAMES[:200]}
+  assert conftest.drawn_thorough_tests(NAMES, 1, "7").keys() == {*NAMES}
+
+
+@pytest.mark.parametrize(
+  "concerned, files",
+  [
+    ((), set()),
+    (("tests/ops/test_x.py",), {"ops/test_x"}),
+    (("tests/run",), {"run/test_z"}),
+    # However much changed, there is a bound; what is named comes before the rest of its room.
+    (("tests/ops", "tests/ops/test_y.py", "tests/run"), {"ops/test_y"}),
+    (("tests/models",), set()),
+  ],
+)
+def test_thorough_tests_of_what_changed_are_drawn_beside_the_lottery(
+  conftest, concerned: tuple[str, ...], files: set[str]
+):
+  paths = [pathlib.Path(path) for path in concerned]
+  drawn = conftest.drawn_thorough_tests(NAMES, 0.025, "7", paths)
+  lottery = conftest.drawn_thorough_tests(NAMES, 0.025, "7")
+  assert drawn.items() >= lottery.items()
+  of_changes = {name for name, why in drawn.items() if why == "of what changed"}
+  assert len(of_changes) == (conftest.MAX_OF_CHANGES if files else 0)
+  assert {name[len("tests/") : name.index(".py")] for name in of_changes} == files
+  fewer = conftest.drawn_thorough_tests(NAMES[:5], 0, "7", [pathlib.Path("tests/ops")])
+  assert fewer == dict.fromkeys(NAMES[:5], "of what changed")
+
+
+def test_a_share_of_the_files_holds_more_of_the_contract(conftest):
+  everything = conftest.files_of_share(1.0, "7", frozenset())
+  contract = {path for path in everything if conftest.is_of_contract(path)}
+  none = conftest.files_of_share(0.0, "7", frozenset())
+  assert none < contract and len(none) == round(conftest.SHARE_OF_CONTRACT * len(contract))
+  half = conftest.files_of_share(0.5, "7", frozenset())
+  assert len(half & contract) == round(len(contract) / 2) and half != everything
+  assert half != conftest.files_of_share(0.5, "8", frozenset())
+  ignored = frozenset({conftest.TESTS / "run"})
+  assert not any(ignored & {*path.parents} for path in conftest.files_of_share(1.0, "7", ignored))
 
 
 @pytest.mark.thorough
-def test_every_day_what_is_thorough_runs_only_where_it_is_named(collected: list[str]):
-  for (arguments, found), said in zip(SESSIONS, collected, strict=True):
-    assert ("<Module test_local.py>" in said) == found, (arguments, said)
+def test_what_is_thorough_runs_where_it_is_named_drawn_or_changed(collected: list[str]):
+  for (arguments, share, found), said in zip(SESSIONS, collected, strict=True):
+    assert ("<Module test_local.py>" in said) == found, (arguments, share, said)
 
 
 @pytest.mark.long  # As the option itself, which is of `launch/test.sh --long`.

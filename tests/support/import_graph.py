@@ -1,6 +1,8 @@
 """Which module imports which, read from the source, and which tests a change concerns.
 
   python tests/support/import_graph.py FILE...    prints pytest's arguments for them, one a line
+  python tests/support/import_graph.py --rooms FILE...    prints the argument that names the tests
+                                                          of their rooms, for thorough tests
 
 Imports inside functions count as well, and those for type checkers.
 """
@@ -161,5 +163,17 @@ def concerned(changed: Iterable[str], root: pathlib.Path = ROOT) -> list[str]:
   return [path for path in there if not {*map(str, pathlib.PurePosixPath(path).parents)} & {*there}]
 
 
+def of_rooms(changed: Iterable[str], root: pathlib.Path = ROOT) -> list[str]:
+  """Returns `own_tests` of changed files, and the tests of their rooms, as files and folders."""
+  changed = {*changed}
+  known = {path: name for name, path in modules(root).items()}
+  rooms = {room_of(known[path]) for path in changed if path in known and path[:6] != "tests/"}
+  found = {f"tests/{room}" for room in rooms} | {f"tests/test_{room}.py" for room in rooms}
+  return sorted({*own_tests(changed, root)} | {path for path in found if (root / path).exists()})
+
+
 if __name__ == "__main__":
+  if sys.argv[1:2] == ["--rooms"]:
+    print(f"--concerned={','.join(of_rooms(sys.argv[2:]))}")
+    sys.exit()
   print(f"--whole={','.join(own_tests(sys.argv[1:]))}", *concerned(sys.argv[1:]), sep="\n")
