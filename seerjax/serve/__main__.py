@@ -1,6 +1,6 @@
 """Serves a model by OpenAI's protocol, from this machine alone unless a token is set.
 
-    python -m seerjax.serve [MODEL]      MODEL: nano, a Hugging Face directory, or a Hub id
+    python -m seerjax.serve [MODEL]      MODEL: nano, nano-sleep, a Hugging Face directory, a Hub id
       --adapter=NAME=DIR                 a low-rank adapter beside it, as PEFT writes it; any number
 
     curl http://127.0.0.1:8000/v1/chat/completions -H 'content-type: application/json' \\
@@ -9,7 +9,11 @@
 Equal `system_fingerprint`, question, parameters and seed mean equal bits, whatever else is asked.
 A token comes from the variable SEERJAX_SERVE_TOKEN, or from --token_file.
 
-      --contexts=DIR                     contexts are registered, and slept for while nobody waits
+      --contexts=DIR                     contexts are registered, and rewritten in spare rows
+
+nano was never trained to rewrite a context, and leaves nothing; the shipped model that was is
+
+    python -m seerjax.serve nano-sleep --is_taught --contexts=DIR
 """
 
 from __future__ import annotations
@@ -240,7 +244,7 @@ def define_flags() -> None:
   flags.DEFINE_string("token_file", "", "File with the token that clients have to send.")
   flags.DEFINE_string("tenants_file", "", "File with a client's NAME and TOKEN a line.")
   flags.DEFINE_string("contexts", "", "Directory of contexts, which are slept for; '' has none.")
-  flags.DEFINE_bool("is_taught", False, "The model was taught to sleep, as nano-sleep.")
+  flags.DEFINE_bool("is_taught", False, "The model was trained to rewrite contexts, as nano-sleep.")
   flags.DEFINE_integer("sleepers", 1, "Rewrites of a context.")
   flags.DEFINE_integer("rethinks", 3, "Calls of a sleeper, at most.")
   flags.DEFINE_integer("sleep_tokens", 256, "Of one call of a sleeper, at most.")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import prometheus_client as prometheus
 
 from seerjax.serve.engine_thread import EngineThread
+from seerjax.sleep import states
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
@@ -42,11 +43,20 @@ class Metrics:
     gauge("waiting", "Choices that wait for an engine.", lambda: thread.num_waiting)
     gauge("running", "Choices that an engine has.", lambda: thread.num_running)
     gauge("refused", "Requests refused because too many waited.", lambda: thread.refused)
+    contexts = prometheus.Gauge(
+      "seerjax_contexts", "Contexts by the state of their sleep.", ["state"], registry=registry
+    )
+    for state in states.STATES if thread.sleeping else ():
+      contexts.labels(state).set_function(lambda state=state: _contexts(thread, state))
     gauge("free_pages", "Pages that could be given out.", lambda: _free_pages(thread))
 
   def text(self) -> bytes:
     """Returns what Prometheus reads."""
     return prometheus.generate_latest(self._registry)
+
+
+def _contexts(thread: EngineThread, state: str) -> int:
+  return sum(sleeping.num_by_state[state] for sleeping in thread.sleeping.values())
 
 
 def _free_pages(thread: EngineThread) -> int:

@@ -20,7 +20,7 @@ from seerjax.engine.engine import Engine
 from seerjax.models.loading import Model
 from seerjax.serve import identity as identity_lib
 from seerjax.serve.refusals import Refusal, shown
-from seerjax.sleep import runner as runner_lib
+from seerjax.sleep import runner as runner_lib, states
 from seerjax.sleep.contexts import Context, Contexts, Dropped, Identity, Rewrite
 from seerjax.sleep.planner import PlannerConfig
 from seerjax.sleep.prompts import Prompts
@@ -93,6 +93,7 @@ class Sleeping:
   Attributes:
     contexts: the registry.
     runner: that sleeps for them.
+    num_by_state: contexts of all callers by `states.STATES`; other threads may read it.
   """
 
   def __init__(
@@ -137,6 +138,8 @@ class Sleeping:
     self._first_step = self.contexts.last_step - engine.counters.steps
     self._has_news = True  # Whether there may be something to begin.
     self._is_off = False
+    self.num_by_state: dict[str, int] = dict.fromkeys(states.STATES, 0)
+    self._states: dict[tuple[str, int], str] = {}  # By the context's id and version.
 
   def _dropped(self, dropped: Dropped) -> None:
     self.runner.dropped(dropped)
@@ -160,6 +163,31 @@ class Sleeping:
     if self._has_news and not self._is_off:
       self._has_news = False
       self.runner.advance(spaces, step=self.step)
+      self._look()
+
+  def _look(self) -> None:
+    """Counts contexts by their states, and logs each that has another one than before."""
+    step, found = self.step, dict[tuple[str, int], str]()
+    counts: dict[str, int] = dict.fromkeys(states.STATES, 0)
+    for space in self.contexts.namespaces(step=step):
+      for name in self.contexts.names(space, step=step):
+        context = self.contexts.get(space, name, step=step)
+        state, reason = self._state(context)
+        key = (context.context_id, context.version)
+        counts[state] += 1
+        found[key] = state
+        if self._states.get(key) != state:  # Without any text, names included.
+          LOG.info(
+            "context %s version=%d %s: %s", context.context_id[:12], context.version, state, reason
+          )
+    self._states, self.num_by_state = found, counts
+
+  def _state(self, context: Context) -> tuple[str, str]:
+    """Returns the state of a context's sleep, and a sentence about it."""
+    progress = self.runner.progress(context, step=self.step)
+    if self._is_off and progress.state in (states.QUEUED, states.RUNNING):
+      return states.SKIPPED, "this server sleeps no more: steps broke off; see its log"
+    return progress.state, progress.reason
 
   def take(self, completions: Iterable[Completion]) -> list[Completion]:
     """Takes what has finished of sleep; returns the others.
@@ -188,6 +216,7 @@ class Sleeping:
     """Sleeps no more; what was slept is read as before."""
     self.runner.stop()
     self._is_off = True
+    self._look()
 
   def close(self) -> None:
     """Stops, and lets another process have the registry."""
@@ -305,6 +334,7 @@ class Sleeping:
   def _described(self, context: Context) -> dict[str, Any]:
     step = self.step
     rewrites = self.contexts.rewrites(context.namespace, context.name, step=step)
+    state, reason = self._state(context)
     left = None if context.expires_step is None else context.expires_step - step
     fields = dataclasses.asdict(context)
     for hidden in ("namespace", "text", "registered_step", "expires_step"):
@@ -315,6 +345,8 @@ class Sleeping:
       **fields,
       "steps_left": left,
       "num_rewrites": len(rewrites),
+      "state": state,
+      "state_reason": reason,
     }
 
 

@@ -29,9 +29,9 @@ def tokenize(body: Mapping[str, Any], find: Find) -> dict[str, Any]:
   asked = read(sent)
   served = find(asked.model)
   prompts, _ = served_lib.prompts_of(asked, served)
-  if len(prompts) > 1:
+  if len(prompts) != 1:
     refuse("prompt", f"{len(prompts)} prompts", "one", "ask once for each")
-  ids = prompts[0]
+  (ids,) = prompts
   texts = [served.vocabulary.text_of(token) for token in ids] if wants_texts else None
   return {
     "count": len(ids), "max_model_len": served.context, "tokens": list(ids), "token_strs": texts,

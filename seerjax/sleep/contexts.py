@@ -84,6 +84,7 @@ class Rewrite:
     num_tokens: of sleep.
     text: the rewrite.
     false_equations: that it states; it is in quarantine if there are any.
+    is_truncated: whether the last of the sleeper's calls was cut at its limit of tokens.
   """
 
   context_id: str
@@ -94,6 +95,7 @@ class Rewrite:
   num_tokens: int
   text: str
   false_equations: tuple[str, ...] = ()
+  is_truncated: bool = False
 
 
 class Dropped(NamedTuple):
@@ -362,6 +364,16 @@ class Contexts:
     """
     found = self._all(namespace, name, step)
     return tuple(rewrite for rewrite in found if not rewrite.false_equations)
+
+  def provenance(self, namespace: str, name: str, *, step: int) -> tuple[Rewrite, ...]:
+    """Returns all rewrites of a context by job, without their texts: no file is read.
+
+    Raises:
+      ValueError: as `get`.
+    """
+    self.get(namespace, name, step=step)
+    found = sorted(self._kept[namespace, name].items())
+    return tuple(dataclasses.replace(kept.rewrite, text="") for _, kept in found)
 
   def quarantine(self, namespace: str, name: str, *, step: int) -> tuple[Rewrite, ...]:
     """Returns the rewrites that are not read, for people to look at; as `rewrites`."""

@@ -34,6 +34,7 @@ from seerjax.sleep.engine_thinker import EngineThinker
 from seerjax.sleep.planner import Decision, Kind, PlannerConfig, Realised, Seen
 from seerjax.sleep.prompts import Prompts
 from seerjax.sleep.protocol import MAX_RETHINKS
+from seerjax.sleep.states import Jobs, Progress
 from seerjax.sleep.thinkers import Call, NoAnswer
 from seerjax.speculation.suffix_drafter import SuffixDrafter
 from seerjax.tasks.stateful import StatefulContext
@@ -130,32 +131,6 @@ class Key(NamedTuple):
   version: int
 
 
-class Jobs(NamedTuple):
-  """What became of jobs since a runner began.
-
-  Attributes:
-    begun: also those that were begun again.
-    kept: rewrites.
-    empty: sleepers that left nothing.
-    failed: that got no answer.
-    stale: whose context was gone when they were done.
-    stopped: cut short, by `stop` or because their context was gone.
-    tokens: of sleep.
-    anticipated: answers to questions that did not come yet.
-    scored: questions whose predictability is known.
-  """
-
-  begun: int = 0
-  kept: int = 0
-  empty: int = 0
-  failed: int = 0
-  stale: int = 0
-  stopped: int = 0
-  tokens: int = 0
-  anticipated: int = 0
-  scored: int = 0
-
-
 class Start(NamedTuple):
   """A start of prompts that is pinned.
 
@@ -181,6 +156,7 @@ class _Job:
   seed: int
   calls: _Calls
   num_tokens: int = 0
+  is_truncated: bool = False  # Whether its last call was cut at its limit.
 
 
 @dataclasses.dataclass
@@ -194,6 +170,7 @@ class _Account:
   starts: list[Start] = dataclasses.field(default_factory=list)
   scores: list[float] = dataclasses.field(default_factory=list)
   prepared: tuple[str, ...] = ()
+  num_truncated: int = 0  # Sleepers without a rewrite whose last call was cut.
 
   @property
   def predicted(self) -> float | None:
@@ -267,6 +244,26 @@ class Runner:
   def num_working(self) -> int:
     """Jobs in work."""
     return len(self._working)
+
+  def progress(self, context: Context, *, step: int) -> Progress:
+    """Returns what became of a context's sleep so far.
+
+    Args:
+      context: of the version that is there now.
+      step: of the registry.
+    """
+    key = _key_of(context)
+    account = self._accounts.get(key, _Account())
+    kept = self._contexts.provenance(context.namespace, context.name, step=step)
+    return Progress(
+      num_jobs=self._config.num_jobs,
+      num_running=sum(_key_of(job.context) == key for job in self._working.values()),
+      num_read=sum(not one.false_equations for one in kept),
+      num_quarantined=sum(bool(one.false_equations) for one in kept),
+      num_empty=sum(over == key for over, _ in self._over),
+      num_truncated=account.num_truncated + sum(one.is_truncated for one in kept),
+      decision=account.decision,
+    )
 
   def advance(self, namespaces: Iterable[str], *, step: int) -> None:
     """Begins what is worth doing, as far as there is room for it among the jobs.
@@ -441,6 +438,7 @@ class Runner:
       self._count(failed=1)
       return
     job.num_tokens += len(completion.tokens)
+    job.is_truncated = completion.finish_reason == "length"
     self._count(tokens=len(completion.tokens))
     try:
       call = job.calls.send(completion.text)
@@ -455,6 +453,7 @@ class Runner:
     account.sleep_tokens += job.num_tokens
     if not notes.strip():
       self._over.add((key, job.job))
+      account.num_truncated += job.is_truncated
       self._count(empty=1)
       return
     rewrite = Rewrite(
@@ -465,6 +464,7 @@ class Runner:
       policy_version=self._engine.policy_version,
       num_tokens=job.num_tokens,
       text=notes,
+      is_truncated=job.is_truncated,
     )
     kept = self._contexts.keep(context.namespace, context.name, rewrite, step=step)
     if kept is None:

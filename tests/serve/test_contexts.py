@@ -6,6 +6,7 @@ import collections
 from collections.abc import Iterator
 import contextlib
 import dataclasses
+import logging
 import pathlib
 import random
 import signal
@@ -168,6 +169,42 @@ def test_a_context_is_asked_slept_for_and_asked_again(tmp_path):
   # What ended keeps what was registered, and nothing of what was forgotten.
   with Contexts(tmp_path / "served", identity=TINY) as registry:
     assert registry.namespaces(step=registry.last_step) == ()
+
+
+def test_a_context_says_what_became_of_its_sleep(tmp_path, caplog):
+  caplog.set_level(logging.INFO, "seerjax.serve")
+  with running(tmp_path) as (service, url), client(url) as asked:
+    gauge = lambda: [
+      line.partition("} ") for line in asked.get("/metrics").text.splitlines()
+      if line.startswith("seerjax_contexts{")
+    ]  # fmt: skip
+    assert [value for _, _, value in gauge()] == ["0.0"] * 5
+    registered = register(asked)
+    assert (registered["state"], registered["state_reason"][:22]) == (
+      "queued", "0 of 2 sleepers ended;",
+    )  # fmt: skip
+    slept(asked)
+    found = asked.get("/v1/contexts/c").json()
+    # Six tokens are too few for this model.
+    assert found["state"] == "truncated"
+    assert "2 cut at their limit of tokens (--sleep_tokens)" in found["state_reason"]
+    assert all(one["is_truncated"] for one in found["rewrites"])
+    listed = asked.get("/v1/contexts").json()["data"]
+    assert [one["state"] for one in listed] == ["truncated"]
+    counts = {head.split('"')[1]: float(value) for head, _, value in gauge()}
+    assert counts == {"queued": 0, "running": 0, "skipped": 0, "truncated": 1, "done": 0}
+    said = [r.getMessage() for r in caplog.records if r.getMessage().startswith("context ")]
+    name = f"context {registered['id'][:12]} version=1 "
+    assert [line.removeprefix(name).partition(":")[0] for line in said] == ["running", "truncated"]
+    # An edited context is another version, which begins anew; one that cannot be slept is skipped.
+    service.thread.call(service.sleeping["tiny"].give_up, lambda _: None)
+    edited = register(asked, text="Bo has 3 pens.")
+    assert (edited["state"], edited["version"]) == ("skipped", 2)
+    assert "this server sleeps no more" in edited["state_reason"]
+  # What was cut is known after a restart, too.
+  with running(tmp_path) as (_, url), client(url) as asked:
+    slept(asked)
+    assert asked.get("/v1/contexts/c").json()["state"] == "truncated"
 
 
 @pytest.mark.thorough

@@ -1,0 +1,53 @@
+"""The states of contexts' sleep, and the sentences about them."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from seerjax.sleep import states
+from seerjax.sleep.planner import Decision, Estimate
+from seerjax.sleep.states import Progress
+
+ESTIMATE = Estimate(sleep_tokens=100.0, short_tokens=5.0, full_tokens=20.0)
+
+
+def decision(should_sleep: bool, expected: Estimate | None = ESTIMATE, needed: float = 6.5):
+  return Decision(
+    should_sleep=should_sleep, why="", break_even=needed, expected_questions=2.0,
+    expected=expected,
+  )  # fmt: skip
+
+
+def progress(**fields) -> Progress:
+  usual = dict(num_running=0, num_read=0, num_quarantined=0, num_empty=0, num_truncated=0)
+  return Progress(**{"num_jobs": 2, "decision": decision(True), **usual, **fields})
+
+
+@pytest.mark.parametrize(
+  "fields, state, reason",
+  [
+    ({"decision": None}, "queued", "0 of 2 sleepers ended; the others wait for room"),
+    ({}, "queued", "0 of 2 sleepers ended; the others wait for room"),
+    ({"num_read": 1}, "queued", "1 of 2 sleepers ended"),
+    ({"num_running": 2}, "running", "0 of 2 sleepers ended; 2 in work"),
+    # What was begun is in work, whatever the planner would say now.
+    ({"num_running": 1, "num_read": 1, "decision": decision(False)}, "running", "1 in work; 1"),
+    ({"decision": decision(False, None, math.nan)}, "skipped",
+     "not worth it: questions are first answered without a rewrite"),
+    ({"decision": decision(False)}, "skipped",
+     "not worth it: 2.0 questions are expected, and sleep pays from 6.5 on"),
+    ({"decision": decision(False, needed=math.inf)}, "skipped", "take no fewer tokens"),
+    ({"num_read": 2}, "done", "2 of 2 sleepers ended; 2 with a rewrite that is read"),
+    ({"num_read": 1, "num_quarantined": 1}, "done", "1 with a false equation, which is not read"),
+    ({"num_empty": 2}, "done", "2 of 2 sleepers ended; 2 without a rewrite"),
+    ({"num_read": 1, "num_empty": 1, "num_truncated": 1}, "truncated",
+     "1 without a rewrite; 1 cut at their limit of tokens (--sleep_tokens)"),
+    ({"num_read": 2, "num_truncated": 2, "decision": None}, "truncated", "2 cut at their limit"),
+  ],
+)  # fmt: skip
+def test_a_state_says_what_sleepers_did_and_why_nothing_goes_on(fields, state, reason):
+  found = progress(**fields)
+  assert found.state == state and found.state in states.STATES
+  assert reason in found.reason
