@@ -339,7 +339,7 @@ def tell_drawn(terminalreporter) -> None:
       if isinstance(report, pytest.TestReport):
         for name, why in report.user_properties:
           if name == "drawn":
-            drawn.setdefault(why, set()).add(report.nodeid.partition("[")[0])
+            drawn.setdefault(str(why), set()).add(report.nodeid.partition("[")[0])
   for why, names in sorted(drawn.items()):
     terminalreporter.write_line(f"thorough tests drawn, {why}: {len(names)}")
     for name in sorted(names):

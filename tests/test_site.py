@@ -27,21 +27,82 @@ ASKED = re.compile(
 )
 
 
-@pytest.fixture(scope="module")
-def site(tmp_path_factory) -> pathlib.Path:
-  """Returns the built site; skips where launch/locks/docs-*.txt is not installed."""
+def build(source: pathlib.Path, folder: pathlib.Path) -> tuple[int, list[str]]:
+  """Builds the site whose mkdocs.yml lies in `source`; returns the exit code and all warnings.
+
+  Nothing more quiet than this: what mkdocs does not say it does not count, --strict or not. Skips
+  where launch/locks/docs-*.txt is not installed.
+  """
   if importlib.util.find_spec("mkdocs") is None:
     pytest.skip("mkdocs is not installed: pip install -r launch/locks/docs-3.13.txt")
+  command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
+  done = subprocess.run(command, cwd=source, capture_output=True, text=True, check=False)
+  said = (done.stdout + done.stderr).splitlines()
+  assert any("Building documentation" in line for line in said), said
+  return done.returncode, [line for line in said if not line.startswith("INFO")]
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory) -> pathlib.Path:
+  """Returns the built site."""
   folder = tmp_path_factory.mktemp("site")
-  done = subprocess.run(
-    [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)],
-    cwd=ROOT,
-    capture_output=True,
-    text=True,
-    check=False,
-  )
-  assert done.returncode == 0, done.stdout + done.stderr
+  status, warnings = build(ROOT, folder)
+  assert status == 0 and not warnings, "\n".join(warnings)
   return folder
+
+
+# Faults of a page, or of a docstring, and what is said of them.
+SOUND = "[a page](other.md#a-part), [a name][tiny.f]\n\n::: tiny\n"
+FAULTS = {
+  "nothing": ("", ""),
+  "a page that is not there": ("[a](missing.md)", "missing.md"),
+  "a part that is not there": ("[a](other.md#none)", "none"),
+  "a link to nothing": ("[a](x)", "unrecognized relative link 'x'"),
+  "a link to a place of a server": ("[a](/other.md)", "absolute link"),
+  "a name that is not there": ("[a][tiny.g]", "tiny.g"),
+  "an argument that is not there": ("::: wrong", "'y' does not appear"),
+  "an argument without a type": ("::: bare", "No type or annotation for parameter 'x'"),
+  "a module that is not there": ("::: tinier", "tinier"),
+  "a file that is not there": ('--8<-- "none.py"', "none.py"),
+}
+TINY = """'''A module.'''
+
+
+def f(x: int) -> int:
+  '''Returns it.
+
+  Args:
+    x: a number.
+  '''
+  return x
+"""
+WRONG = TINY.replace("    x: a", "    y: a").replace("def f", "def wrong")
+BARE = TINY.replace("x: int) -> int", "x)").replace("def f", "def bare")
+
+
+@pytest.mark.parametrize(
+  "fault",
+  [
+    pytest.param(fault, marks=[] if fault == "a link to nothing" else pytest.mark.thorough)
+    for fault in FAULTS
+  ],
+)
+def test_a_fault_of_a_page_ends_the_building(fault: str, tmp_path: pathlib.Path):
+  text, said = FAULTS[fault]
+  (tmp_path / "docs" / "reference").mkdir(parents=True)
+  (tmp_path / "docs" / "index.md").write_text(f"# A site\n\n{SOUND}\n{text}\n")
+  (tmp_path / "docs" / "other.md").write_text("# Another\n\n## A part\n")
+  extension = "reference/fields.py"
+  (tmp_path / "docs" / extension).write_text((DOCS / extension).read_text())
+  for name, source in (("tiny", TINY), ("wrong", WRONG), ("bare", BARE)):
+    (tmp_path / f"{name}.py").write_text(source)
+  ours = (ROOT / "mkdocs.yml").read_text()
+  own = re.sub(r"^nav:.*", "nav: [index.md, other.md]\n", ours, flags=re.MULTILINE | re.DOTALL)
+  (tmp_path / "mkdocs.yml").write_text(own.replace("extra_css: [site.css]\n", ""))
+  status, warnings = build(tmp_path, tmp_path / "built")
+  text = "\n".join(warnings)
+  assert (status == 0) == (not said), text
+  assert said in text
 
 
 def public_names(text: str) -> list[str]:

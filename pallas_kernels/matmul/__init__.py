@@ -101,10 +101,16 @@ def is_supported(
   """Returns None if the kernel can run on these arguments here, else the reason that it cannot.
 
   Args:
-    x, w, up: the operands; `up` alone makes it a swiglu, and a swiglu without it is of a joined w.
+    x: of the function that is asked about, as what follows.
+    w: the weights; joined, of a swiglu without `up`.
+    up: makes it a swiglu.
     kind: the function that is asked about.
-    transposed, bias, out_dtype, config, interpret: that function's.
+    transposed: whether w is w[n, k].
+    bias: added to each row.
     residual: that function's, or `contract_slabs`'s stream.
+    out_dtype: of the result.
+    config: of the tiles.
+    interpret: for a CPU.
   """
   pair = kind == "swiglu" or up is not None
   summed = kind == "contract_slabs"

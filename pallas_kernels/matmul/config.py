@@ -93,9 +93,13 @@ def plan(
     config: see `Config`.
     num_rows: m.
     columns: n, where it may make tiles narrow.
-    pair, joined: of `swiglu`, whose weights may be one array.
+    pair: whether it is a `swiglu`.
+    joined: whether its weights are one array.
     slabs: those that are added; None where they are not, and K is cut into the config's shards.
-    x_k_last, w_k_last, out_dtype, residual_dtype: see `Plan`.
+    x_k_last: see `Plan`.
+    w_k_last: see `Plan`.
+    out_dtype: see `Plan`.
+    residual_dtype: see `Plan`.
     interpret: for a CPU.
   """
   shards = config.shards if slabs is None else slabs

@@ -19,7 +19,7 @@ from seerjax.models import tokenizer as tokenizer_lib
 from seerjax.types import Completion, Request, SamplingRows
 
 Accept = Callable[[SequenceState, int, float, float], StepOutput]
-# Ids i32[i][n][k] and scores of the likeliest tokens.
+# Ids `i32[i][n][k]` and scores of the likeliest tokens.
 Top = tuple[list[list[list[int]]], list[list[list[float]]]]
 AskDrafter = Callable[[Callable[[Drafter], Any]], Any]
 

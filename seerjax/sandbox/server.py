@@ -72,6 +72,7 @@ MOUNT_ATTR_RDONLY, MOUNT_ATTR_NOSUID, MOUNT_ATTR_NODEV = 1, 2, 4
 # linux/prctl.h
 PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_CAPBSET_DROP, PR_SET_CHILD_SUBREAPER = 4, 22, 24, 36
 PR_SET_NO_NEW_PRIVS, PR_SET_PDEATHSIG, PR_SET_THP_DISABLE = 38, 1, 41
+PR_SET_VMA, PR_FUTEX_HASH = 0x53564D41, 78  # Names of mappings; a table of waiters.
 # linux/landlock.h: the rights of each version of the interface (bits), and those that files have.
 LANDLOCK_CREATE, LANDLOCK_ADD, LANDLOCK_RESTRICT = 444, 445, 446
 LANDLOCK_RIGHTS = {1: 2**13 - 1, 2: 2**14 - 1, 3: 2**15 - 1, 5: 2**16 - 1}
@@ -95,6 +96,13 @@ DENIED = {
   # Messages in flight count as no process's memory, and the pipes among them have no writer that
   # can die.
   "socketpair": (53, 199),
+  # What is added to a set of rules, a filter, a poll or a mapping counts as no process's memory,
+  # and no limit bounds it: sets of Landlock's rules took 105 MiB of the kernel's in 3 s.
+  "landlock_create_ruleset": (444, 444), "landlock_add_rule": (445, 445),
+  "landlock_restrict_self": (446, 446), "seccomp": (317, 277),
+  "epoll_create": (213, -1), "epoll_create1": (291, 20),
+  "mbind": (237, 235), "set_mempolicy": (238, 237), "set_mempolicy_home_node": (450, 450),
+  "setxattr": (188, 5), "lsetxattr": (189, 6), "fsetxattr": (190, 7), "setxattrat": (463, 463),
   # Without namespaces they reach other processes of the same user.
   "setpriority": (141, 140), "ioprio_set": (251, 30), "sched_setaffinity": (203, 122),
   "sched_setscheduler": (144, 119), "sched_setparam": (142, 118), "sched_setattr": (314, 274),
@@ -118,7 +126,18 @@ DENIED = {
 }  # fmt: skip
 CLONE, CLONE3, PRLIMIT, PRCTL = (56, 220), 435, (302, 261), (157, 167)
 MMAP, SIGACTION = (9, 222), (13, 134)
+FCNTL = (72, 25)
 SHARED, ANONYMOUS = 1, 32  # linux/mman.h
+# linux/fcntl.h: locks of ranges (no limit bounds their number), leases, watches of folders, and
+# larger pipes.
+DENIED_FCNTL = {
+  "F_SETLK": 6, "F_SETLKW": 7, "F_OFD_SETLK": 37, "F_OFD_SETLKW": 38, "F_SETLEASE": 1024,
+  "F_NOTIFY": 1026, "F_SETPIPE_SZ": 1031,
+}  # fmt: skip
+# What the kernel may hold for an open descriptor (a full pipe) and for a mapping, in bytes.
+BYTES_OF_DESCRIPTOR, BYTES_OF_MAPPING = 2**16, 256
+MAX_MAPPINGS = 65_530  # The kernel's usual bound in one process, vm.max_map_count.
+COUNTED_MAPPINGS = 8192  # A process with more is taken to have all that it may have.
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
@@ -603,7 +622,7 @@ def beyond_limits(plan: Plan, limits: Mapping[str, Any], processes: str) -> str:
   waited = resource.getrusage(resource.RUSAGE_CHILDREN)
   cpu_seconds = waited.ru_utime + waited.ru_stime
   num_tasks = 0
-  page_tables = 0  # Bytes, of all; they may be many where hardly a page is resident.
+  of_kernel = 0  # Bytes that the kernel holds for all; they may be many where few are resident.
   resident = {}  # Bytes of each process, by a task of it that lives.
   for pid in list_processes(plan, processes):
     with contextlib.suppress(OSError):  # It has ended.
@@ -618,16 +637,18 @@ def beyond_limits(plan: Plan, limits: Mapping[str, Any], processes: str) -> str:
             break
       resident[pid] = int(fields[21]) * page
       with open(f"{processes}/{pid}/status", "rb") as file:
-        page_tables += sum(int(line.split()[1]) * 1024 for line in file if line[:6] == b"VmPTE:")
+        of_kernel += sum(int(line.split()[1]) * 1024 for line in file if line[:6] == b"VmPTE:")
+      of_kernel += BYTES_OF_MAPPING * count_mappings(f"{processes}/{pid}/maps")
+      of_kernel += BYTES_OF_DESCRIPTOR * count_descriptors(f"{processes}/{pid}/task", limits)
   if cpu_seconds > limits["cpu_seconds"]:
     return "cpu"
   # Where the kernel does not count (root's, for one). Twice, because the sum is no snapshot.
   if num_tasks > 2 * limits["num_processes"]:
     return "killed"
-  if sum(resident.values()) + page_tables <= limits["memory_bytes"]:
+  if sum(resident.values()) + of_kernel <= limits["memory_bytes"]:
     return ""
   # Forks share pages; only now is it worth the time to share them out.
-  memory_bytes = page_tables
+  memory_bytes = of_kernel
   for pid, num_bytes in resident.items():
     try:
       with open(f"{processes}/{pid}/smaps_rollup", "rb") as file:
@@ -638,6 +659,31 @@ def beyond_limits(plan: Plan, limits: Mapping[str, Any], processes: str) -> str:
     except OSError:  # It has ended.
       pass
   return "memory" if memory_bytes > limits["memory_bytes"] else ""
+
+
+def count_mappings(path: str) -> int:
+  """Returns how many mappings a process has, `MAX_MAPPINGS` if that is not seen or takes long."""
+  count = 0
+  try:
+    with open(path, "rb", buffering=0) as file:
+      while part := file.read(2**16):
+        count += part.count(b"\n")
+        if count > COUNTED_MAPPINGS:
+          return MAX_MAPPINGS
+  except PermissionError:
+    return MAX_MAPPINGS
+  return count
+
+
+def count_descriptors(tasks: str, limits: Mapping[str, Any]) -> int:
+  """Returns how many files a process's tasks have open; each task may have its own, and counts."""
+  count = 0
+  for task in os.listdir(tasks):
+    try:
+      count += len(os.listdir(f"{tasks}/{task}/fd"))
+    except PermissionError:
+      count += limits["num_files"]
+  return count
 
 
 def read_stat(processes: str, pid: int) -> list[bytes]:
@@ -892,7 +938,8 @@ def filter_calls(
   machine: str,
   denied_calls: Mapping[str, tuple[int, int]] = DENIED,
   kept_signals: Sequence[int] = (signal.SIGCHLD,),
-  kept_options: Sequence[int] = (PR_SET_THP_DISABLE,),
+  kept_options: Sequence[int] = (PR_SET_THP_DISABLE, PR_SET_SECCOMP, PR_SET_VMA, PR_FUTEX_HASH),
+  denied_fcntl: Mapping[str, int] = DENIED_FCNTL,
 ) -> None:
   """Has the kernel refuse system calls to this process and to all that it starts.
 
@@ -904,6 +951,7 @@ def filter_calls(
     kept_signals: whose handling may be asked, but not changed. Children whose end is ignored leave
       no CPU seconds behind.
     kept_options: of prctl(2), that are not set again.
+    denied_fcntl: commands of fcntl(2).
   """
   place = {"x86_64": 0, "aarch64": 1}[machine]
   denied = [numbers[place] for numbers in denied_calls.values() if numbers[place] >= 0]
@@ -955,6 +1003,14 @@ def filter_calls(
       (JUMP_EQUAL, 0, 4, PRCTL[place]),
       first_argument,
       (JUMP_EQUAL, 0, 1, int(kept)),
+      refuse,
+      number,
+    ]
+  for command in denied_fcntl.values():
+    program += [
+      (JUMP_EQUAL, 0, 4, FCNTL[place]),
+      second_low,
+      (JUMP_EQUAL, 0, 1, command),
       refuse,
       number,
     ]

@@ -3,8 +3,8 @@
   p[i]  the target's law of the token after i drafted ones     q[i]  the draft's law of token i
 
   own_sample    y[i] = argmax(log p[i] + Gumbel); drafts hold as far as they equal y
-  rejection     u < p[i](x) / q[i](x), one by one; then max(p - q, 0), normalised
-  block         w[i] = min(w[i - 1] p[i](x) / q[i](x), 1), Z[i] = sum max(w[i] p - q, 0); what
+  rejection     u < p[i, x] / q[i, x], one by one; then max(p - q, 0), normalised
+  block         w[i] = min(w[i - 1] p[i, x] / q[i, x], 1), Z[i] = sum max(w[i] p - q, 0); what
                 counts is the *last* i with u < Z[i] / (Z[i] + 1 - w[i]); then max(w[i] p - q, 0)
   mss           children of one node in turn, as `rejection`; where one fails, p is what is left
   gumbel_top_k  children: the top k of log q + the very Gumbel of `own_sample`

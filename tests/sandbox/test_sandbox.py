@@ -520,6 +520,123 @@ def test_no_program_gets_out(box: sandbox.Sandbox, program: Program):
   assert settles(lambda: processes_below(os.getpid()) - before, set())
 
 
+# Ways to have the kernel hold more and more, each of which says how often that went well.
+HOLDS = {
+  "Landlock's rulesets": """
+    libc, size = ctypes.CDLL(None, use_errno=True), ctypes.c_size_t
+    rights = (ctypes.c_uint64 * 1)(4)
+    return libc.syscall(444, rights, size(8), 0) >= 0
+    """,
+  "filters of system calls": """
+    libc = ctypes.CDLL(None)
+    code = (ctypes.c_uint64 * 1)(6 | 0x7FFF0000 << 32)  # Allows everything.
+    header = (ctypes.c_uint64 * 2)(1, ctypes.addressof(code))
+    libc.prctl(38, 1, 0, 0, 0)
+    return libc.prctl(22, 2, ctypes.c_size_t(ctypes.addressof(header)), 0, 0) == 0
+    """,
+  "epoll": "return select.epoll().fileno() >= 0",
+  "locks of ranges": """
+    with open("locked", "w") as file:
+      return fcntl.lockf(file, fcntl.LOCK_EX, 1, 7) is None
+    """,
+  "locks of an open file": """
+    import struct
+    with open("locked", "w") as file:
+      return bool(fcntl.fcntl(file, 37, struct.pack("hhqqi4x", 1, 0, 0, 1, 0)))
+    """,
+  "leases": """
+    open("leased", "w").close()
+    return fcntl.fcntl(os.open("leased", os.O_RDONLY), fcntl.F_SETLEASE, fcntl.F_RDLCK) == 0
+    """,
+  "watches of folders": "return fcntl.fcntl(os.open('.', os.O_RDONLY), fcntl.F_NOTIFY, 4) == 0",
+  "larger pipes": "return fcntl.fcntl(os.pipe()[1], 1031, 2**19) > 2**16",
+  "sockets": "return all(socket.socketpair())",
+  "memory without a name": "return os.memfd_create('x') >= 0",
+  "inotify": "return ctypes.CDLL(None).inotify_init1(0) >= 0",
+  "names of mappings": """
+    pages = mmap.mmap(-1, 4096, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    place = ctypes.c_size_t(ctypes.addressof(ctypes.c_char.from_buffer(pages)))
+    prctl = ctypes.CDLL(None).prctl
+    return prctl(0x53564D41, ctypes.c_size_t(0), place, ctypes.c_size_t(4096), b"a name") == 0
+    """,
+  "policies of memory": "return ctypes.CDLL(None).syscall((238, 237)[PLACE], 0, None, 0) == 0",
+  "messages": "return ctypes.CDLL(None).msgget(0, 0o1600) >= 0",
+  "semaphores": "return ctypes.CDLL(None).semget(0, 9, 0o1600) >= 0",
+  "shared memory": "return ctypes.CDLL(None).shmget(0, 4096, 0o1600) >= 0",
+  "keys": """
+    libc = ctypes.CDLL(None)
+    return libc.syscall((248, 217)[PLACE], b"user", b"x", b"y", 1, -2) >= 0
+    """,
+}
+# Where a kernel, or a container around us, does not let anybody have it.
+OFTEN_ABSENT = {
+  "Landlock's rulesets", "names of mappings", "keys", "policies of memory", "leases", "messages",
+  "semaphores", "shared memory", "locks of an open file", "watches of folders", "larger pipes",
+}  # fmt: skip
+HOLD = """import ctypes, errno, fcntl, mmap, os, select, socket
+PLACE = os.uname().machine == "aarch64"
+def attempt():
+{body}
+def hold():
+  try:
+    return bool(attempt())
+  except OSError as error:
+    assert error.errno == errno.EPERM, error
+    return False
+"""
+
+
+@pytest.mark.parametrize("name", HOLDS)
+def test_what_no_limit_bounds_in_the_kernel_is_refused(
+  box: sandbox.Sandbox, name: str, tmp_path: pathlib.Path
+):
+  source = HOLD.format(body=textwrap.indent(textwrap.dedent(HOLDS[name]).strip(), "  "))
+  value, outcome = box.run_python(source, "hold", {}, limits=SMALL)
+  assert (outcome.status, value) == ("ok", False), outcome
+  # The twin: outside, the same program has it.
+  command = [sys.executable, "-c", f"{source}\nprint(hold())"]
+  done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+  if name not in OFTEN_ABSENT:
+    assert done.stdout == "True\n", done.stderr
+
+
+MANY = {
+  # Each mapping of a page that differs from its neighbour is a record of the kernel's.
+  "mappings": """
+    libc = ctypes.CDLL(None)
+    libc.mmap.argtypes = [ctypes.c_size_t] * 2 + [ctypes.c_int] * 4
+    for _ in range(processes - 1):
+      if os.fork() == 0: break
+    for number in range(20_000): libc.mmap(0, 4096, number % 2, 0x22, -1, 0)
+    """,
+  "full pipes": """
+    for _ in range(processes - 1):
+      if os.fork() == 0: break
+    for _ in range(28):
+      ends = os.pipe()
+      os.write(ends[1], bytes(2**16))
+    """,
+}
+
+
+@pytest.mark.parametrize(
+  "name, processes, megabytes", [("mappings", 6, 96), ("full pipes", 22, 72)]
+)
+def test_what_the_kernel_holds_for_a_program_counts_as_its_memory(
+  box: sandbox.Sandbox, name: str, processes: int, megabytes: int
+):
+  body = textwrap.indent(textwrap.dedent(MANY[name]), "  ")
+  end = "  time.sleep(2 * (processes > 1))\n  return 1"
+  source = f"import ctypes, os, time\ndef hold(processes):\n{body}\n{end}"
+  said = {}
+  for count in (1, processes):
+    limits = dataclasses.replace(
+      SMALL, memory_bytes=megabytes << 20, cpu_seconds=30.0, num_files=64, num_processes=24
+    )
+    said[count] = box.run_python(source, "hold", {"processes": count}, limits=limits)[1].status
+  assert said == {1: "ok", processes: "memory"}
+
+
 def test_the_parent_computes_as_before(box: sandbox.Sandbox):
   patched = "import numpy\ndef f():\n  numpy.sum = None\n  return 1e9"
   assert box.run_python(patched, "f", {})[0] == 1e9

@@ -105,9 +105,9 @@ def back_sum(arguments, a_operand, scale, rows, sums, lows, low, panel):
   """What all slabs' columns read: the slabs' sum + scale * lows @ A^T, rounded.
 
   Args:
-    sums: f32[rows, a], the slabs' sum of `back_slab`.
-    lows: f32[rows, rank], likewise.
-    low: f32[rows, rank], the cotangent of x @ A.
+    sums (address): f32[rows, a], the slabs' sum of `back_slab`.
+    lows (address): f32[rows, rank], likewise.
+    low (address): f32[rows, rank], the cotangent of x @ A.
   """
   is_bf16 = ffi.is_bfloat16(arguments, 0)
   d, rank = ffi.dimension(arguments, 0, 1), ffi.dimension(arguments, a_operand, 3)
@@ -241,11 +241,15 @@ def back_to_attended(
   """From the MLP's norm to the gradients of hidden rows and of what was attended, written.
 
   Args:
-    x: f32[rows, d], hidden rows after attention; sums: what comes back to their norm; dy: what
-      came to the layer.
-    scale: f32[d], of the norm.
-    dx, of_scale, of_out: written, the cotangents of the projection, scale and x @ A.
-    lows, mixed: scratch.
+    x (address): f32[rows, d], hidden rows after attention.
+    scale (address): f32[d], of the norm.
+    sums (address): what comes back to the norm of the rows.
+    dy (address): what came to the layer.
+    dx (address): written, the cotangent of the projection.
+    of_scale (address): written, the cotangent of scale.
+    lows (address): scratch.
+    of_out (address): written, the cotangent of x @ A.
+    mixed (address): scratch.
   """
   is_bf16, d = ffi.is_bfloat16(arguments, 0), ffi.dimension(arguments, 0, 1)
   out_rank, eps = ffi.dimension(arguments, OUT_A, 3), scalar(arguments, SCALARS_AFTER, 0)
@@ -375,10 +379,15 @@ def input_cotangents(
   """Some rows' norms and low rank again, and the cotangents of all slabs' columns before them.
 
   Args:
-    begin: the first row of the batch.
-    scales: of `input_scales`, and behind them scratch f32[c], f32[columns].
-    x, again: scratch, f32[rows, d] (the hidden rows, afterwards) and f32[rows, columns].
-    normed, low, of_qkv, of_query, of_key: written, of these rows.
+    begin (int): the first row of the batch.
+    scales (address): of `input_scales`, and behind them scratch f32[c], f32[columns].
+    x (address): scratch, f32[rows, d]: the hidden rows, afterwards.
+    again (address): scratch, f32[rows, columns].
+    normed (address): written, as the four that follow, of these rows.
+    low (address): x @ A.
+    of_qkv (address): the cotangents of the columns.
+    of_query (address): the cotangent of the scale of the queries' norm.
+    of_key (address): the cotangent of the scale of the keys' norm.
   """
   d, is_bf16 = ffi.dimension(arguments, 0, 1), ffi.is_bfloat16(arguments, 0)
   slabs, columns = ffi.dimension(arguments, QKV, 1), ffi.dimension(arguments, QKV, 3)

@@ -183,12 +183,12 @@ def product(a, a_row, a_step, rows, w, is_bf16, w_step, columns, k, c, c_row, is
   """c[rows, columns] (+)= a[rows, k] @ w[k, columns], all addresses of a first element.
 
   Args:
-    a: f32; `a_row` and `a_step` are the elements between two rows and between two steps of k.
-    rows: any number.
-    w: f32 or bf16 (`is_bf16`), rows of `w_step` elements.
-    k: 0 gives zeros.
-    c: f32, rows of `c_row` elements.
-    is_added: 1 continues the chains that c holds, 0 begins at zero.
+    a (address): f32; `a_row` and `a_step` are the elements between two rows and between two steps of k.
+    rows (int): any number.
+    w (address): f32 or bf16 (`is_bf16`), rows of `w_step` elements.
+    k (int): 0 gives zeros.
+    c (address): f32, rows of `c_row` elements.
+    is_added (int): 1 continues the chains that c holds, 0 begins at zero.
   """
   size = 2 if is_bf16 else 4
   if k == 0 and not is_added:

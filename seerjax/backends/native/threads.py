@@ -172,15 +172,15 @@ def ask(frame, task, limit, total, cost, process):
   """Asks for other threads if they pay; this one is counted as at work until `finish`.
 
   Args:
-    frame: of the call.
-    task: address of what a thread of the pool is to run.
-    limit: threads of this call at most.
-    total: items.
-    cost: multiply-adds of all of them.
-    process: address of `process`.
+    frame (address): of the call.
+    task (address): of what a thread of the pool is to run.
+    limit (int): threads of this call at most.
+    total (int): items.
+    cost (int): multiply-adds of all of them.
+    process (address): of `process`.
 
   Returns:
-    The address of what they share, 0 if this thread is alone.
+    address: what they share, 0 if this thread is alone.
   """
   at_work = _add(process, np.int64(1)) + 1
   pieces = min(min(total, cost // words(process)[_LEAST]), _PIECES * limit)
