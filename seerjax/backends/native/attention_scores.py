@@ -59,7 +59,8 @@ def scores_of(q, rows, keys, is_bf16, table, page_size, head_dim, count, scores,
     q (address): f32[rows, head_dim], up to four rows.
     keys (address): page 0 of the head.
     table (address): i32[p], the sequence's pages.
-    scores (address): f32[rows, width]; whole vectors are written, `count` in pages and vectors of 16.
+    scores (address): f32[rows, width]; whole vectors are written, `count` in pages and vectors
+      of 16.
   """
   if page_size % _LANES != 0:
     _narrow_scores(q, rows, keys, is_bf16, table, page_size, head_dim, count, scores, width)

@@ -183,7 +183,8 @@ def product(a, a_row, a_step, rows, w, is_bf16, w_step, columns, k, c, c_row, is
   """c[rows, columns] (+)= a[rows, k] @ w[k, columns], all addresses of a first element.
 
   Args:
-    a (address): f32; `a_row` and `a_step` are the elements between two rows and between two steps of k.
+    a (address): f32; `a_row` and `a_step` are the elements between two rows and between two steps
+      of k.
     rows (int): any number.
     w (address): f32 or bf16 (`is_bf16`), rows of `w_step` elements.
     k (int): 0 gives zeros.
