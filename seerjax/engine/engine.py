@@ -407,6 +407,11 @@ class Engine:
     self._planner.start_over()
     self.memory.start_over([*self._requests.live.values(), *self._pins.sequences])
 
+  def hold(self, request_ids: Iterable[str]) -> None:
+    """Names the requests whose answers do not grow until this is called again; no bit depends on
+    it. Their prompts are read meanwhile."""
+    self._requests.held = frozenset(request_ids)
+
   def poll(self) -> list[Completion]:
     """Returns the requests finished since the last call, in the order they finished."""
     return self._outputs.take_finished()

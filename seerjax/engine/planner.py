@@ -184,7 +184,7 @@ class Planner:
     return [self._schedule(running) for running in self._requests.running]
 
   def _schedule(self, running: Sequence[SequenceState]) -> list[ScheduledRows]:
-    pending = [(sequence, len(sequence.tokens) - sequence.num_written) for sequence in running]
+    pending = [(sequence, self._num_unwritten(sequence)) for sequence in running]
     spare = self._config.row_buckets[-1] - sum(1 for _, count in pending if count == 1)
     scheduled, row = [], 0
     for sequence, count in pending:
@@ -195,6 +195,11 @@ class Planner:
         scheduled.append(ScheduledRows(sequence, count, row))
         row += count
     return scheduled
+
+  def _num_unwritten(self, sequence: SequenceState) -> int:
+    """Returns how many rows bring a sequence to its end; without the last row while it is held."""
+    is_held = sequence.request.request_id in self._requests.held
+    return len(sequence.tokens) - sequence.num_written - is_held
 
   def with_background(
     self, scheduled: list[list[ScheduledRows]], num_steps: int, table: StepTable | None
@@ -217,7 +222,7 @@ class Planner:
       for sequence in self._background(instance, room):
         count = 0
         if not room.has_front or self._may_join(sequence):
-          wanted = len(sequence.tokens) - sequence.num_written
+          wanted = self._num_unwritten(sequence)
           count = room.take(instance, wanted, keeps_visit=_keeps_visit(sequence))
         if count:
           planned.append(ScheduledRows(sequence, count, row))

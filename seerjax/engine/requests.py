@@ -30,6 +30,7 @@ class Requests:
     background: and as `running`; each has the rows of a step that are left for it, or none.
     num_background: of `live`, those that nobody waits for.
     paused: ids, in the order in which their chunks ended.
+    held: ids of those whose answers are not to grow for now.
     busy: the request that a step is working on, and how many tokens it had before; None if what is
       being done belongs to no single request.
   """
@@ -46,6 +47,7 @@ class Requests:
     self.background: list[list[SequenceState]] = [[] for _ in range(num_instances)]
     self.num_background = 0
     self.paused: dict[str, None] = {}
+    self.held: frozenset[str] = frozenset()
     self.busy: tuple[SequenceState, int] | None = None
     # Of each group with unfinished requests: where it runs, and how many these are.
     self._group_instance: dict[str, int] = {}

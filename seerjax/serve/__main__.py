@@ -229,6 +229,7 @@ def main(argv: list[str]) -> None:
       families={family.base.name: family},
       sleeping=sleep(family),
     )
+    family.base.compiler.start()
     found = server.listening(service)
     for served in family.models.values():
       say(f"model {served.name}, {served.context} tokens of context, {served.fingerprint}")

@@ -33,7 +33,6 @@ from seerjax.serve.sleeping import Reading
 
 # Of one body: a longer one is read on another thread, so that no other request waits for it.
 QUICK_BYTES = 1 << 14
-SLOW_FIELDS = (b"response_format", b"regex")  # Grammars are compiled.
 # Like nginx's: the client has left, and does not read the status.
 GONE = 499
 
@@ -127,10 +126,11 @@ class Asking:
     config = self._service.config
     namespace = auth.namespace_of(self._request, config)
     body = await service_lib.read_body(self._request, config)
-    if len(body) <= QUICK_BYTES and not any(word in body for word in SLOW_FIELDS):
-      return await self._planned(self._asked(body), namespace)
-    asked = await asyncio.to_thread(self._asked, body)
+    is_quick = len(body) <= QUICK_BYTES
+    asked = self._asked(body) if is_quick else await asyncio.to_thread(self._asked, body)
     reading = await self._reading(asked, namespace)
+    if is_quick and asked.grammar is None:  # One that is new is compiled.
+      return self._plan_of(asked, namespace, reading)
     return await asyncio.to_thread(self._plan_of, asked, namespace, reading)
 
   def _asked(self, body: bytes) -> Asked:
@@ -144,9 +144,6 @@ class Asking:
         code="unsupported_parameter",
       )
     return asked
-
-  async def _planned(self, asked: Asked, namespace: str) -> Plan:
-    return self._plan_of(asked, namespace, await self._reading(asked, namespace))
 
   async def _reading(self, asked: Asked, namespace: str) -> Reading | None:
     """Returns the context that a question is about, as it is read now."""

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 from seerjax.engine.engine import Engine
 from seerjax.engine.sequence import StepOutput
 from seerjax.serve.grammar import AnswerMask
+from seerjax.serve.masking import Masking
 from seerjax.serve.refusals import Refusal, shown
 from seerjax.serve.scoring import Following, Scorer, Top
 from seerjax.serve.sleeping import Reading, Sleeping
@@ -126,16 +127,22 @@ class Job:
 
 @dataclasses.dataclass(eq=False)
 class _Choice:
-  """One choice of a job, how many of its tokens were delivered, and what names the others there."""
+  """One choice of a job, how many of its tokens were delivered, what names the others there, and,
+  where it has a mask, what it has said."""
 
   job: Job
   index: int
   sent: int = 0
   following: Following | None = None
+  said: list[int] = dataclasses.field(default_factory=list)
 
   @property
   def request(self) -> Request:
     return self.job.requests[self.index]
+
+  @property
+  def mask(self) -> AnswerMask | None:
+    return self.job.masks[self.index]
 
 
 class _Asked(NamedTuple):
@@ -193,6 +200,7 @@ class EngineThread:
     self._live: dict[str, dict[str, _Choice]] = {name: {} for name in engines}
     self._failures: dict[str, int] = dict.fromkeys(engines, 0)
     self._tokens_per_second = 0.0
+    self._masking = {name: Masking(engine) for name, engine in engines.items()}
     self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
   # Of any thread.
@@ -420,7 +428,7 @@ class EngineThread:
     if fingerprint is not None and not choice.index:
       choice.job.deliver(Begun(fingerprint()))
     try:
-      engine.submit(choice.request, mask=choice.job.masks[choice.index])
+      engine.submit(choice.request, mask=choice.mask)
     except ValueError as error:
       # Checked before it came: a swap of weights may have come between.
       self._give_up(choice.job, Refusal(str(error), status=409, kind="conflict_error"))
@@ -440,6 +448,8 @@ class EngineThread:
       choice.job.deliver(PromptScores(prompt, *scores))
 
   def _step(self, name: str, engine: Engine) -> None:
+    if not self._take_masks(name) and not engine.num_background:
+      return
     before, begun = engine.counters.sampled_tokens, time.monotonic()
     try:
       updates = engine.step()
@@ -455,11 +465,38 @@ class EngineThread:
           self.sleeping[name].give_up()
       return
     self._failures[name] = 0
+    self._ask_masks(name, updates)
+    self._masking[name].spent(time.monotonic() - begun)
     self._deliver(name, engine, updates)
     sampled = engine.counters.sampled_tokens - before
     self._on_tokens(name, sampled)
     rate = sampled / max(time.monotonic() - begun, 1e-9)
     self._tokens_per_second += 0.1 * (rate - self._tokens_per_second)
+
+  def _take_masks(self, name: str) -> bool:
+    """Ends answers whose grammars met a limit, and holds those whose masks are still to come;
+    returns whether a step has something to do."""
+    live = self._live[name]
+    masks = {own: choice.mask for own, choice in live.items() if choice.mask is not None}
+    has_work = self._masking[name].hold(masks, len(live) - len(masks))
+    for own, mask in masks.items():
+      if mask.failure and own in live:  # Not ended with another choice of its job.
+        refusal = Refusal(mask.failure, param=mask.grammar.param, code="grammar_limit")
+        self._give_up(live[own].job, refusal)
+    return has_work
+
+  def _ask_masks(self, name: str, updates: list[StepOutput]) -> None:
+    """Has the masks computed that answers need next, while what they said is delivered."""
+    compilers = {}
+    for update in updates:
+      choice = self._live[name].get(update.request_id)
+      mask = None if choice is None else choice.mask
+      if choice is not None and mask is not None and not update.finish_reason:
+        choice.said += update.tokens
+        mask.ask(choice.said)
+        compilers[mask.compiler] = None
+    for compiler in compilers:
+      compiler.gather(0)
 
   def _deliver(self, name: str, engine: Engine, updates: list[StepOutput]) -> None:
     live = self._live[name]
@@ -497,7 +534,7 @@ class EngineThread:
           request.prompt,
           request.sampling,
           job.num_top,
-          mask=job.masks[choice.index],
+          mask=choice.mask,
           keeps=job.is_streamed,
         )
       tops = choice.following.take(completion.tokens)

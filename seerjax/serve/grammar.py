@@ -1,101 +1,637 @@
 """Answers of a given form: a JSON schema or a regular expression as a mask for each token.
 
-    schema | expression --llguidance--> matcher --answer so far--> u32[w], a bit for each token
+    Compiler.mask(grammar) --trial--> worker                    before anything is sampled
+    AnswerMask.ask(answer) --quick or slow--> worker --> u32[w], a bit for each token
 
 The mask joins the processed distribution, so that log-probabilities are over what was allowed, and
-it is a pure function of the answer so far.
+it is a pure function of the answer so far: whichever worker computes it, the bits are the same.
+
+A grammar is a stranger's input to native code, so that none of it is read in this process: workers
+of `grammar_server`, with limits of time and memory, may die of it. Three kinds of them:
+
+- trial workers compile a grammar that comes, and look at its first masks, for as long as that may
+  take, beside all that is answered;
+- the quick worker answers the masks of all grammars that compiled and answered quickly;
+- the slow worker answers those of the others, which nobody but they waits for.
+
+When a worker dies, the grammar that it was reading ends its answer; the other answers are read
+again by a fresh worker. A grammar that killed two workers is refused from then on.
 """
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Sequence
+import dataclasses
+import hashlib
+import importlib.util
+import json
+import os
+import pathlib
+import queue
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from typing import IO, Any
+import weakref
 
-import llguidance
-import llguidance.numpy
 import numpy as np
 
 from seerjax.models.tokenizer import Tokenizer
+from seerjax.serve import grammar_server
 from seerjax.serve.protocol import Grammar
-from seerjax.serve.refusals import refuse
+from seerjax.serve.refusals import Refusal, refuse
 
 MAX_SOURCE = 1 << 18  # Characters.
+# Beyond, a grammar is slow: one mask of the quick worker delays those of all the others.
+QUICK_MASK_SECONDS = 0.005
+QUICK_COMPILE_SECONDS = 0.05
+NUM_TRIALS = 2
+TRIAL_NICE, QUICK_NICE, SLOW_NICE = 5, 0, 10
+MOST_REMEMBERED = 1024  # Grammars whose trial is not held again.
+MOST_DEATHS = 2
+MAX_REASON = 160  # Characters of the library's own words.
+# Of a worker that answers: beyond, a fresh one takes its place, so that no grammar is blamed for
+# what others have left there.
+MOST_COMPILED = 256
+MOST_MIB = 512
+MOST_LOST = 3  # Workers in a row that end without an answer, and by nothing that a grammar did.
+LOST = "it cannot be started, or is ended from outside"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Limits:
+  """What a grammar may cost.
+
+  Attributes:
+    compile_seconds: of CPU, to compile it and to compute the masks before its first choice.
+    mask_seconds: of CPU, for one mask.
+    wall_seconds: for either, however busy the machine is.
+    memory_bytes: of a worker, beside what it has at its start.
+    trial_seconds: that a request may wait for a worker that compiles.
+  """
+
+  compile_seconds: float = 0.6
+  mask_seconds: float = 0.4
+  wall_seconds: float = 10.0
+  memory_bytes: int = 1 << 30
+  trial_seconds: float = 5.0
+
+  def __post_init__(self):
+    for field, value in vars(self).items():
+      if not value > 0:
+        raise ValueError(f"grammar.Limits.{field}: got {value}, expected more than 0; raise it.")
+
+
+DEFAULT_LIMITS = Limits()
+
+
+class _Line:
+  """A worker's socket: what was asked by it, in order, and what came back."""
+
+  def __init__(self, channel: socket.socket):
+    channel.setblocking(False)
+    self.channel = channel
+    self.asked: collections.deque[tuple[AnswerMask, int]] = collections.deque()
+    self.digests: set[str] = set()
+    self.sessions: dict[int, list[int]] = {}
+    self.gone: list[int] = []
+    self.mib = 0
+    self.since = 0.0  # When the first of `asked` became that.
+    self._out, self._in = bytearray(), bytearray()
+
+  @property
+  def is_used_up(self) -> bool:
+    """Whether a fresh one should take its place."""
+    return len(self.digests) > MOST_COMPILED or self.mib > MOST_MIB
+
+  def put(self, asks: list[dict[str, Any]]) -> None:
+    """Sends what is asked as far as the socket takes it; see `flush`."""
+    text = json.dumps({"gone": self.gone, "asks": asks}).encode()
+    self.gone = []
+    self._out += grammar_server.LENGTH.pack(len(text)) + text
+    self.flush()
+
+  def flush(self) -> None:
+    """Sends what is left, as far as the socket takes it."""
+    try:
+      while self._out:
+        del self._out[: self.channel.send(self._out)]
+    except BlockingIOError:
+      pass
+    except OSError:  # It died; `take` will tell.
+      self._out.clear()
+
+  @property
+  def is_flushed(self) -> bool:
+    """Whether all is sent."""
+    return not self._out
+
+  def take(self) -> tuple[list[tuple[int, float, float, bytes]], str | None]:
+    """Returns the answers that are there, and how the worker ended, None if it did not.
+
+    An answer is (kind, seconds of compiling, seconds of masks, mask or text).
+    """
+    ending: str | None = None
+    try:
+      while part := self.channel.recv(1 << 18):
+        self._in += part
+      ending = ""
+    except BlockingIOError:
+      pass
+    except OSError:
+      ending = ""
+    found, head = [], grammar_server.HEAD
+    while len(self._in) >= head.size:
+      kind, _, compiling, masking, mib, length = head.unpack_from(self._in)
+      if len(self._in) < head.size + length:
+        break
+      text = bytes(self._in[head.size : head.size + length])
+      del self._in[: head.size + length]
+      if kind == grammar_server.DEAD:
+        ending = text.decode()
+        break
+      self.mib = mib
+      found.append((kind, compiling, masking, text))
+    return found, ending
+
+  def close(self) -> None:
+    """Lets the worker end."""
+    self.channel.close()
+
+
+def _wait(lines: Sequence[_Line], seconds: float) -> bool:
+  """Waits until a worker has said something or takes more; returns whether one has."""
+  poll = select.poll()  # A descriptor may be any number.
+  for line in lines:
+    poll.register(line.channel, select.POLLIN | (0 if line.is_flushed else select.POLLOUT))
+  found = poll.poll(max(1, round(1000 * seconds)))
+  for line in lines:
+    line.flush()
+  return bool(found)
 
 
 class AnswerMask:
-  """What may follow an answer so far. One belongs to one choice: it remembers what it has read."""
+  """What may follow an answer so far. One belongs to one choice, and to one thread."""
 
-  def __init__(self, matcher: llguidance.LLMatcher, vocab_size: int, eos_ids: Sequence[int]):
-    self._fresh = matcher
-    self._vocab_size = vocab_size
-    self._eos_ids = eos_ids
-    self._read: list[int] = []
-    self._matcher = matcher.deep_copy()
+  def __init__(self, compiler: Compiler, grammar: Grammar, digest: str, first: bytes):
+    self.grammar, self.digest = grammar, digest
+    self.session = compiler.next_session()
+    self.serial = 0  # Counts what was asked.
+    self.answer: list[int] = []
+    self.failure = ""
+    self.compiler = compiler
+    self._first = _words(first)
+    self._ready: np.ndarray | None = self._first
+    self._kept: list[np.ndarray] | None = None
+    weakref.finalize(self, compiler.gone.append, self.session)
 
-  def copy(self) -> AnswerMask:
-    """Returns one that has read nothing."""
-    return AnswerMask(self._fresh, self._vocab_size, self._eos_ids)
+  def copy(self, *, keeps: bool = False) -> AnswerMask:
+    """Returns one that has read nothing.
+
+    Args:
+      keeps: whether masks of an answer's beginnings stay at hand, for who scores it later.
+    """
+    found = AnswerMask(self.compiler, self.grammar, self.digest, self._first.tobytes())
+    if keeps:
+      found._kept = [found._first]
+    return found
+
+  @property
+  def is_ready(self) -> bool:
+    """Whether the mask that was asked for last is there."""
+    return self._ready is not None
+
+  @property
+  def is_awaited(self) -> bool:
+    """Whether it is still to come."""
+    return self._ready is None and not self.failure
+
+  def ask(self, answer: Sequence[int]) -> None:
+    """Has the mask behind an answer computed, which is not waited for."""
+    if self.answer == [*answer] or self.failure:
+      return
+    if self._kept is not None:  # A step may have broken off.
+      del self._kept[1 + _num_shared(self.answer, answer) :]
+    self.answer, self.serial, self._ready = [*answer], self.serial + 1, None
+    self.compiler.put(self)
+
+  def found(self, words: np.ndarray) -> None:
+    """Takes the mask that was asked for last."""
+    self._ready = words
+    if self._kept is not None and len(self._kept) == len(self.answer):
+      self._kept.append(words)
 
   def __call__(self, answer: Sequence[int]) -> np.ndarray:
-    """Returns u32[w], a bit for each token.
+    """Returns u32[w], a bit for each token; waits for it if it was not asked for before.
 
     Raises:
-      ValueError: if the answer is none of the grammar's, or the grammar became too large.
+      ValueError: if the answer is none of the grammar's, or met a limit.
     """
-    if [*answer[: len(self._read)]] != self._read:  # A step broke off: the answer is another.
-      self._matcher, self._read = self._fresh.deep_copy(), []
-    for token in answer[len(self._read) :]:
-      self._matcher.consume_token(token)
-      self._read.append(token)
-    words = np.zeros((1, -(-self._vocab_size // 32)), np.int32)
-    if self._matcher.is_stopped() and not self._matcher.is_error():
-      for token in self._eos_ids:
-        words.view(np.uint32)[0, token // 32] |= np.uint32(1 << token % 32)
-    else:
-      llguidance.numpy.fill_next_token_bitmask(self._matcher, words, 0)
-    if self._matcher.is_error() or not words.any():
-      raise ValueError(
-        f"grammar: got an answer of {len(answer)} tokens that it does not go on from"
-        f" ({self._matcher.get_error()}), expected one that it allows; simplify the grammar."
-      )
-    return words[0].view(np.uint32)
+    if self._kept is not None and len(answer) < len(self._kept):
+      if [*answer] == self.answer[: len(answer)]:
+        return self._kept[len(answer)]
+    self.ask(answer)
+    while self._ready is None and not self.failure:
+      self.compiler.gather(self.compiler.limits.wall_seconds)
+    if self._ready is None:
+      raise ValueError(self.failure)
+    return self._ready
 
 
 class Compiler:
-  """Compiles grammars for one tokenizer."""
+  """Compiles grammars for one tokenizer, and computes their masks, in processes of their own.
 
-  def __init__(self, tokenizer: Tokenizer, vocab_size: int):
-    self._vocab_size = vocab_size
-    self._eos_ids = [*tokenizer.eos_ids]
-    self._tokenizer = llguidance.LLTokenizer(
-      tokenizer.backend.to_str(), n_vocab=vocab_size, eos_token=self._eos_ids
-    )
+  `mask` is for any thread, `put` and `gather` are for the one that has the answers.
+  """
+
+  def __init__(
+    self, tokenizer: Tokenizer, vocab_size: int, *, limits: Limits = DEFAULT_LIMITS
+  ):
+    self.limits = limits
+    self.gone: collections.deque[int] = collections.deque()  # Sessions that ended.
+    self._tokenizer = tokenizer
+    self._settings = {
+      "vocab_size": vocab_size,
+      "eos_ids": [*tokenizer.eos_ids],
+      "packages": [_package_path()],
+      **dataclasses.asdict(limits),
+    }
+    self._lock = threading.Lock()
+    self._num_sessions = 0
+    self._server: _Server | None = None
+    self._trials: queue.LifoQueue[_Line | None] = queue.LifoQueue()
+    for _ in range(NUM_TRIALS):
+      self._trials.put(None)
+    # By digest; of those that were tried, the first mask or the reason why there is none.
+    self._tried: collections.OrderedDict[str, bytes | str] = collections.OrderedDict()
+    self._slow: collections.OrderedDict[str, None] = collections.OrderedDict()
+    self._deaths: collections.Counter[str] = collections.Counter()
+    self._lines: dict[bool, _Line | None] = {False: None, True: None}  # By whether it is slow.
+    self._unsent: list[AnswerMask] = []
+    self._num_lost = 0
+
+  def start(self) -> None:
+    """Starts the server of the workers, so that the first grammar need not wait for it."""
+    with self._lock:
+      self._started()
+
+  def close(self) -> None:
+    """Ends the server and the workers."""
+    with self._lock:
+      for line in self._lines.values():
+        if line is not None:
+          line.close()
+      self._lines = {False: None, True: None}
+      if self._server is not None:
+        self._server.close()
+      self._server = None
+
+  def next_session(self) -> int:
+    """Returns a number that no other answer has."""
+    with self._lock:
+      self._num_sessions += 1
+      return self._num_sessions
+
+  # Of any thread: before anything is sampled.
 
   def mask(self, grammar: Grammar) -> AnswerMask:
     """Returns the mask of a grammar, for one choice.
 
     Raises:
-      Refusal: if it cannot be compiled.
+      Refusal: if it cannot be compiled within the limits, or allows nothing; or if too many others
+        are being compiled (429).
     """
     if len(grammar.source) > MAX_SOURCE:
       refuse(
         grammar.param, f"a grammar of {len(grammar.source)} characters", f"at most {MAX_SOURCE}",
         "simplify it",
       )  # fmt: skip
-    try:
-      if grammar.kind == "regex":
-        source = llguidance.LLMatcher.grammar_from_regex(grammar.source)
-      else:
-        schema = grammar.source if grammar.kind == "json" else '{"type": "object"}'
-        source = llguidance.LLMatcher.grammar_from_json_schema(schema)
-      matcher = llguidance.LLMatcher(self._tokenizer, source, log_level=0)
-      problem = matcher.get_error() if matcher.is_error() else ""
-    except ValueError as error:
-      problem = str(error)
-    if problem:
-      reason = " ".join(problem.split())[:200]
+    digest = _digest(grammar)
+    with self._lock:
+      found = self._tried.get(digest)
+      if found is not None:
+        self._tried.move_to_end(digest)
+    if found is None:
+      found = self._try(grammar, digest)
+      with self._lock:
+        self._tried[digest] = found
+        while len(self._tried) > MOST_REMEMBERED:
+          self._tried.popitem(last=False)
+    if isinstance(found, str):
       refuse(
-        grammar.param, f"a grammar that cannot be compiled ({reason})",
-        "a JSON schema or a regular expression that llguidance reads", "correct or simplify it",
+        grammar.param, f"a grammar that cannot be used ({found})",
+        "one that llguidance reads, within the limits of a request", "correct or simplify it",
         code="invalid_grammar",
       )  # fmt: skip
-    return AnswerMask(matcher, self._vocab_size, self._eos_ids)
+    return AnswerMask(self, grammar, digest, found)
+
+  def _try(self, grammar: Grammar, digest: str) -> bytes | str:
+    """Returns a grammar's first mask, or why it has none.
+
+    Raises:
+      Refusal: if no worker is free in time.
+    """
+    try:
+      line = self._trials.get(timeout=self.limits.trial_seconds)
+    except queue.Empty:
+      raise Refusal(
+        f"{grammar.param}: got a grammar while {NUM_TRIALS} others are being compiled, expected"
+        " one of them to be done; ask again.",
+        status=429, kind="rate_limit_error", param=grammar.param, code="rate_limit_exceeded",
+        retry_seconds=1,
+      ) from None  # fmt: skip
+    try:
+      for is_last in (False, True):
+        if line is None or line.is_used_up:
+          if line is not None:
+            line.close()
+          with self._lock:
+            line = self._started().line(TRIAL_NICE)
+        line.put([{**_source(grammar), "session": 0, "is_new": True}])
+        answers, ending = self._await_trial(line)
+        if answers:
+          break
+        line.close()
+        line = None
+        if ending is None or ending or is_last:
+          break  # An ending that nobody told of is that of the server: once more.
+    finally:
+      self._trials.put(line)
+    if not answers and ending == "":
+      raise Refusal(
+        f"{grammar.param}: got a grammar, and no process that reads one ({LOST}), expected one; look"
+        " into the machine's memory and limits of processes.",
+        status=503, kind="server_error", param=grammar.param, code="no_grammars",
+      )  # fmt: skip
+    if not answers:
+      with self._lock:
+        self._deaths[digest] += 1
+      return self._name(ending)
+    kind, compiling, masking, text = answers[0]
+    if kind == grammar_server.REFUSED:
+      return _one_line(text.decode(errors="replace"))
+    if compiling > QUICK_COMPILE_SECONDS or masking > QUICK_MASK_SECONDS:
+      self._set_slow(digest)
+    return text
+
+  def _await_trial(
+    self, line: _Line
+  ) -> tuple[list[tuple[int, float, float, bytes]], str | None]:
+    deadline = time.monotonic() + 2 * self.limits.wall_seconds
+    while (left := deadline - time.monotonic()) > 0:
+      if _wait([line], left):
+        answers, ending = line.take()
+        if answers or ending is not None:
+          return answers, ending
+    return [], None
+
+  # Of the thread that has the answers.
+
+  def put(self, mask: AnswerMask) -> None:
+    """Has what a mask asks for sent with the next `gather`."""
+    self._unsent.append(mask)
+
+  def gather(self, seconds: float) -> bool:
+    """Sends what was put, and takes the masks that are there.
+
+    Args:
+      seconds: that are waited at most for one that is not there yet.
+
+    Returns:
+      Whether a mask came, or failed.
+    """
+    self._send()
+    found = self._take()
+    lines = [line for line in self._lines.values() if line is not None and line.asked]
+    if found or not lines or seconds <= 0:
+      return found
+    return self._take() if _wait(lines, seconds) else False
+
+  @property
+  def awaits_quick(self) -> bool:
+    """Whether the quick worker, or one that was not asked yet, owes masks."""
+    line = self._lines[False]
+    return bool(self._unsent) or (line is not None and bool(line.asked))
+
+  def _send(self) -> None:
+    unsent, self._unsent = dict.fromkeys(self._unsent), []
+    by_line: dict[bool, list[AnswerMask]] = {}
+    for mask in unsent:
+      if self._deaths[mask.digest] >= MOST_DEATHS:
+        mask.failure = _failure(mask, "it has ended others before")
+      else:
+        by_line.setdefault(mask.digest in self._slow, []).append(mask)
+    gone = []
+    while self.gone:
+      gone.append(self.gone.popleft())
+    for line in self._lines.values():
+      if line is not None:
+        line.gone += [one for one in gone if line.sessions.pop(one, None) is not None]
+    for is_slow, masks in by_line.items():
+      line = self._line(is_slow)
+      line.put([self._ask(line, mask) for mask in masks])
+
+  def _line(self, is_slow: bool) -> _Line:
+    line = self._lines[is_slow]
+    if line is not None and (not line.is_used_up or line.asked):
+      return line
+    if line is not None:
+      line.close()
+    with self._lock:
+      line = self._started().line(SLOW_NICE if is_slow else QUICK_NICE)
+    self._lines[is_slow] = line
+    return line
+
+  def _ask(self, line: _Line, mask: AnswerMask) -> dict[str, Any]:
+    """Returns what a worker is asked: what it knows already is not sent again."""
+    known, answer = line.sessions.get(mask.session, []), mask.answer
+    first = len(known) if answer[: len(known)] == known else 0
+    line.sessions[mask.session] = [*answer]
+    ask: dict[str, Any] = {"is_new": False, "session": mask.session, "digest": mask.digest}
+    if mask.digest not in line.digests:
+      ask |= _source(mask.grammar)
+      line.digests.add(mask.digest)
+    if not line.asked:
+      line.since = time.monotonic()
+    line.asked.append((mask, mask.serial))
+    return {**ask, "from": first, "tokens": [int(token) for token in answer[first:]]}
+
+  def _take(self) -> bool:
+    """Takes what has come from both workers; returns whether something did."""
+    has_found = False
+    for is_slow, line in self._lines.items():
+      if line is None:
+        continue
+      answers, ending = line.take()
+      for kind, _, masking, text in answers:
+        mask, serial = line.asked.popleft()
+        line.since, self._num_lost = time.monotonic(), 0
+        if masking > QUICK_MASK_SECONDS:
+          self._set_slow(mask.digest)
+        if serial != mask.serial:
+          continue  # Of an answer that nobody asks about any more.
+        has_found = True
+        if kind == grammar_server.MASK:
+          mask.found(_words(text))
+        else:
+          mask.failure = _failure(mask, text.decode(errors="replace"))
+      is_stuck = line.asked and time.monotonic() - line.since > 2 * self.limits.wall_seconds
+      if ending is not None or is_stuck:
+        self._bury(is_slow, line, ending)
+        has_found = True
+    return has_found
+
+  def _bury(self, is_slow: bool, line: _Line, ending: str | None) -> None:
+    """Ends the answer of which a worker died, and has the others asked of a fresh one."""
+    line.close()
+    self._lines[is_slow] = None
+    asked = [mask for mask, serial in line.asked if serial == mask.serial]
+    if ending == "":  # The server has died, which is no grammar's fault.
+      self._num_lost += 1
+      if self._num_lost > MOST_LOST:
+        for mask in asked:
+          mask.failure = _failure(mask, LOST)
+        return
+    elif line.asked:
+      culprit, serial = line.asked[0]
+      with self._lock:
+        self._deaths[culprit.digest] += 1
+        if self._deaths[culprit.digest] >= MOST_DEATHS:
+          self._tried[culprit.digest] = self._name(ending)
+      if serial == culprit.serial:
+        culprit.failure = _failure(culprit, self._name(ending))
+        asked = asked[1:]
+    self._unsent += asked
+
+  def _set_slow(self, digest: str) -> None:
+    with self._lock:
+      self._slow[digest] = None
+      while len(self._slow) > MOST_REMEMBERED:
+        self._slow.popitem(last=False)
+
+  def _name(self, ending: str | None) -> str:
+    """Returns how a worker ended, in words."""
+    limits = self.limits
+    if ending is None or ending == str(-signal.SIGALRM):
+      return f"it took more than {limits.wall_seconds:g} s"
+    if ending == str(-signal.SIGPROF):
+      return f"it took more than {limits.compile_seconds:g} s of CPU, or {limits.mask_seconds:g} s for a mask"  # noqa: E501
+    if ending in (str(grammar_server.NO_MEMORY), str(-signal.SIGABRT)):
+      return f"it took more than {limits.memory_bytes >> 20} MiB of memory"
+    try:
+      ending = signal.Signals(-int(ending)).name
+    except ValueError:
+      pass
+    return f"the library that reads it ended by {ending or 'an unknown cause'}"
+
+  def _started(self) -> _Server:
+    """Returns the server, which is started where there is none; the lock is held."""
+    if self._server is None or not self._server.is_alive:
+      if self._server is not None:
+        self._server.close()
+      self._server = _Server(self._tokenizer, self._settings)
+    return self._server
+
+
+class _Server:
+  """The process that forks workers."""
+
+  def __init__(self, tokenizer: Tokenizer, settings: dict[str, Any]):
+    file = tempfile.TemporaryFile()
+    file.write(tokenizer.backend.to_str().encode())
+    file.flush()
+    self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    # No interpreter's variable, no token and no path of ours is passed on.
+    environment = {"LANG": "C.UTF-8", "PATH": "/usr/local/bin:/usr/bin:/bin"}
+    if "LD_LIBRARY_PATH" in os.environ:  # Some interpreters do not start without.
+      environment["LD_LIBRARY_PATH"] = os.environ["LD_LIBRARY_PATH"]
+    passed = [theirs.fileno(), file.fileno()]
+    with theirs, file:
+      process = subprocess.Popen(
+        [sys.executable, "-P", "-s", grammar_server.__file__, *map(str, passed), json.dumps(settings)],
+        pass_fds=passed,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env=environment,
+        cwd="/",
+        start_new_session=True,  # An interrupt at the terminal is not for it.
+      )
+    self._process = process
+    self._finalizer = weakref.finalize(self, _end, self._control, process)
+
+  @property
+  def is_alive(self) -> bool:
+    """Whether it runs."""
+    return self._process.poll() is None
+
+  def line(self, nice: int) -> _Line:
+    """Returns a line to a fresh worker."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+      try:
+        socket.send_fds(self._control, [bytes([nice])], [theirs.fileno()])
+      except OSError:
+        pass  # It has just died: the line says so.
+    return _Line(ours)
+
+  def close(self) -> None:
+    """Ends it, and with it the workers that have nothing more to do."""
+    self._finalizer()
+
+
+def _end(control: socket.socket, process: subprocess.Popen[bytes]) -> None:
+  control.close()  # The server's sign to end.
+  try:
+    process.wait(timeout=10)
+  except subprocess.TimeoutExpired:
+    process.kill()
+    process.wait()
+
+
+def _package_path() -> str:
+  """Returns where llguidance was installed for this interpreter."""
+  spec = importlib.util.find_spec("llguidance")
+  if spec is None or not spec.origin:
+    raise ValueError("serve: got no llguidance, expected it; install the extra `serve`.")
+  return str(pathlib.Path(spec.origin).parents[1])
+
+
+def _source(grammar: Grammar) -> dict[str, Any]:
+  source = grammar.source if grammar.kind != "object" else '{"type": "object"}'
+  return {"kind": grammar.kind, "source": source, "is_spaced": grammar.is_spaced}
+
+
+def _digest(grammar: Grammar) -> str:
+  text = json.dumps(_source(grammar), sort_keys=True).encode()
+  return hashlib.blake2b(text, digest_size=16).hexdigest()
+
+
+def _words(text: bytes) -> np.ndarray:
+  return np.frombuffer(text, "<u4").astype(np.uint32, copy=False)
+
+
+def _num_shared(first: Sequence[int], second: Sequence[int]) -> int:
+  pairs = zip(first, second, strict=False)
+  return next((place for place, (one, other) in enumerate(pairs) if one != other),
+              min(len(first), len(second)))  # fmt: skip
+
+
+def _one_line(reason: str) -> str:
+  """Returns the library's words, in one short line of printable characters."""
+  text = " ".join("".join(c if c.isprintable() else " " for c in reason).split())
+  return text if len(text) <= MAX_REASON else f"{text[: MAX_REASON - 3]}..."
+
+
+def _failure(mask: AnswerMask, reason: str) -> str:
+  return (
+    f"{mask.grammar.param}: got an answer of {len(mask.answer)} tokens from which its grammar does"
+    f" not go on ({_one_line(reason)}), expected one that it allows, within the limits of a"
+    " request; simplify it."
+  )

@@ -20,12 +20,17 @@ THINK, END_THINK = "<think>", "</think>"
 CALL, END_CALL = "<tool_call>", "</tool_call>"
 _READS_TEXT = re.compile(r"arguments\s+is\s+(not\s+)?string")
 _SPACE = re.compile(r"[ \t\n\r]*")
+_QUOTE = re.compile(r'\\.|(")', re.DOTALL)  # Or what is escaped, which is none.
+
+
+def reads_tools(template: str) -> bool:
+  """Returns whether a chat template reads `tools`."""
+  return "tools" in chat_template.variables_read(template)
 
 
 def knows_tools(template: str) -> bool:
   """Returns whether a chat template reads `tools` and marks the calls of them."""
-  is_read = "tools" in chat_template.variables_read(template)
-  return is_read and CALL in template and END_CALL in template
+  return reads_tools(template) and CALL in template and END_CALL in template
 
 
 def as_template_reads(template: str, message: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -81,6 +86,7 @@ class Splitter:
     self._kind = "reasoning" if is_thinking and self._opening else "content"
     self._text = ""
     self._searched = 0  # Of `_text`: no mark begins there.
+    self._counted = self._num_quotes = 0  # Of `_text`, of a call.
 
   def push(self, text: str) -> list[Piece]:
     """Returns what is decided with this text; what may still become a mark is held back."""
@@ -88,13 +94,14 @@ class Splitter:
     found: list[Piece] = []
     while True:
       marks = [*self._opening] if self._kind == "content" else [self._closing[self._kind]]
-      places = {mark: self._text.find(mark, self._searched) for mark in marks}
+      find = self._find_end if self._kind == "call" else self._text.find
+      places = {mark: find(mark, self._searched) for mark in marks}
       places = {mark: place for mark, place in places.items() if place >= 0}
       if not places:
         break
       mark = min(places, key=lambda one: places[one])
       before, self._text = self._text[: places[mark]], self._text[places[mark] + len(mark) :]
-      self._searched = 0
+      self._searched = self._counted = self._num_quotes = 0
       if self._kind == "call":
         found.append(_call(before))
       else:
@@ -111,12 +118,30 @@ class Splitter:
       self._text = self._text[end:]
     return found
 
+  def _find_end(self, mark: str, begin: int) -> int:
+    """Returns where a call ends, -1 for nowhere yet: a mark inside its JSON's texts is none."""
+    while (place := self._text.find(mark, begin)) >= 0:
+      quotes = _QUOTE.finditer(self._text, self._counted, place)
+      self._num_quotes += sum(found[1] is not None for found in quotes)
+      self._counted = place
+      if self._num_quotes % 2 == 0:
+        break
+      begin = place + len(mark)
+    return place
+
   def finish(self) -> list[Piece]:
     """Returns what was held back; a call that was not closed is content, as it stands."""
+    found: list[Piece] = []
+    while self._kind == "call" and END_CALL in self._text:  # A text in it was never closed.
+      before, _, after = self._text.partition(END_CALL)
+      found.append(_call(before))
+      self._kind, self._text = "content", ""
+      self._searched = self._counted = self._num_quotes = 0
+      found += self.push(after)
     text, self._text = self._text, ""
     if self._kind == "call":
-      return _pieces("content", CALL + text)
-    return _pieces(self._kind, text)
+      return [*found, *_pieces("content", CALL + text)]
+    return [*found, *_pieces(self._kind, text)]
 
 
 def _overlap(text: str, mark: str) -> int:

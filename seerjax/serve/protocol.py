@@ -15,6 +15,7 @@ import math
 from typing import Any, NoReturn
 
 from seerjax.ops import sampling as sampling_lib
+from seerjax.serve import schemas
 from seerjax.serve.refusals import Refusal, refuse, shown
 from seerjax.types import TEMPERATURES, is_temperature
 
@@ -50,7 +51,6 @@ NEUTRAL = {
   "logprobs_mode": ("processed_logprobs",),
   "min_tokens": (0,),
   "modalities": (["text"],),
-  "parallel_tool_calls": (True,),
   "presence_penalty": (0,),
   "repetition_penalty": (1,),
   "return_token_ids": (False,),
@@ -67,14 +67,16 @@ class Grammar:
   """What an answer's text has to match.
 
   Attributes:
-    kind: "json" (a schema), "object" (any JSON object) or "regex".
-    source: the schema as JSON, or the expression; "" for "object".
+    kind: "json" (a schema), "object" (any JSON object), "regex", or "calls" (of tools).
+    source: the schema as JSON, the expression, or the grammar of calls; "" for "object".
     param: the field that asked for it.
+    is_spaced: whether JSON may have white space between its parts.
   """
 
   kind: str
   source: str
   param: str
+  is_spaced: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -155,7 +157,9 @@ def parsed(body: bytes) -> dict[str, Any]:
     refuse(None, word, "JSON, which has no such number", "send a finite number")
 
   try:
-    value = json.loads(body, object_pairs_hook=once, parse_constant=no_number)
+    value = json.loads(
+      body, object_pairs_hook=once, parse_constant=no_number, parse_float=schemas.number
+    )
   except RecursionError:
     refuse(None, "JSON nested too deeply", f"at most {MAX_DEPTH} levels", "flatten it")
   except (ValueError, UnicodeDecodeError) as error:
@@ -223,7 +227,10 @@ class _Fields:
 
 
 def _kind(value: Any) -> str:
-  names = {bool: "a boolean", int: "a whole number", float: "a number", str: "text"}
+  names = {
+    bool: "a boolean", int: "a whole number", float: "a number", schemas.Inexact: "a number",
+    str: "text",
+  }  # fmt: skip
   return names.get(type(value), "a list" if isinstance(value, list) else "an object")
 
 
@@ -345,7 +352,7 @@ def _grammar_of(name: str, value: Any) -> Grammar | None:
   fields.take("strict", True, _boolean)  # Every answer is strict.
   schema = fields.require("schema", _object, "a schema is an object")
   fields.finish(("name", "description", "strict", "schema"))
-  return Grammar(kind="json", source=json.dumps(schema), param=name)
+  return Grammar(kind="json", source=schemas.source(f"{where}.schema", schema), param=name)
 
 
 def _regex(name: str, value: Any) -> Grammar:
@@ -369,10 +376,10 @@ _TOP = _whole(0, MAX_TOP_LOGPROBS, "ask for fewer")
 _TOKENS = _whole(1, 2**31 - 1, "ask for one token at least")
 SHARED = (
   "model", *_SAMPLING, "max_tokens", "n", "seed", "stop", "stop_token_ids", "stream",
-  "stream_options", "response_format", "regex", "prompt_logprobs", "user",
+  "stream_options", "response_format", "regex", "json_whitespace", "prompt_logprobs", "user",
 )  # fmt: skip
 CHAT = (*SHARED, "messages", "max_completion_tokens", "logprobs", "top_logprobs", "tools",
-        "tool_choice", "chat_template_kwargs", "context")  # fmt: skip
+        "tool_choice", "parallel_tool_calls", "chat_template_kwargs", "context")  # fmt: skip
 COMPLETION = (*SHARED, "prompt", "logprobs", "echo")
 
 
@@ -415,6 +422,10 @@ def _shared(fields: _Fields) -> dict[str, Any]:
   regex = fields.take("regex", None, _regex)
   if grammar and regex:
     refuse("regex", "it beside response_format", "one of them", "leave one out")
+  if fields.take("json_whitespace", False, _boolean):
+    if grammar is None:
+      refuse("json_whitespace", "it without JSON", "a response_format of JSON", "leave it out")
+    grammar = dataclasses.replace(grammar, is_spaced=True)
   prompt_top = fields.take("prompt_logprobs", None, _TOP)
   return dict(
     model=fields.take("model", "", _text),
@@ -450,9 +461,10 @@ def chat(body: Mapping[str, Any]) -> Asked:
   if num_top and not wants_logprobs:
     refuse("top_logprobs", "it without logprobs", "logprobs to be true", "set it")
   tools = fields.take("tools", (), _tools)
-  choice = fields.take("tool_choice", "auto", lambda _, value: value)
-  if choice not in ("auto", "none"):
-    refuse("tool_choice", shown(choice), '"auto" or "none"', "constrain with response_format")
+  is_told, called = _tool_choice(fields, tools)
+  if called is not None and shared["grammar"] is not None:
+    param = shared["grammar"].param
+    refuse("tool_choice", f"calls beside {param}", "one of them", f"leave {param} out")
   variables = fields.take("chat_template_kwargs", {}, _object)
   context = fields.take("context", "", _text)
   if context and (len(messages) > 1 or messages[0]["role"] != "user" or tools):
@@ -462,15 +474,60 @@ def chat(body: Mapping[str, Any]) -> Asked:
     )  # fmt: skip
   fields.finish(CHAT)
   return Asked(
-    **{**shared, "max_tokens": shared["max_tokens"] if newer is None else newer},
+    **{
+      **shared,
+      "grammar": called or shared["grammar"],
+      "max_tokens": shared["max_tokens"] if newer is None else newer,
+    },
     messages=messages,
     variables=variables,
-    tools=() if choice == "none" else tools,
+    tools=tools if is_told else (),
     wants_logprobs=wants_logprobs,
     num_top=num_top,
     context=context,
     ignored=tuple(fields.ignored),
   )
+
+
+def _tool_choice(
+  fields: _Fields, tools: Sequence[Mapping[str, Any]]
+) -> tuple[bool, Grammar | None]:
+  """Returns whether a model is told of the tools, and the grammar of its calls where it has to."""
+  name = "tool_choice"
+  choice = fields.take(name, "auto", lambda _, value: value)
+  is_one = not fields.take("parallel_tool_calls", True, _boolean)
+  functions = [tool["function"] for tool in tools]
+  if isinstance(choice, dict) and choice.get("type") == "function":
+    inner = _Fields(choice, name)
+    inner.take("type", "", _text)
+    wanted = _object(f"{name}.function", inner.require("function", _object, "name a function"))
+    inner.finish(("type", "function"))
+    wanted = _text(f"{name}.function.name", wanted.get("name"))
+    known = [function["name"] for function in functions]
+    if wanted not in known:
+      refuse(
+        f"{name}.function.name", shown(wanted),
+        f"one of the {len(known)} of tools" + (f", such as {shown(known[0])}" if known else ""),
+        "name one of them",
+      )  # fmt: skip
+    functions, is_one = [functions[known.index(wanted)]], True
+  elif choice in ("auto", "none"):
+    if is_one and tools and choice == "auto":
+      refuse(
+        "parallel_tool_calls", "false where a model may call or not",
+        "it beside tool_choice \"required\" or a named function", "leave it out, or set those",
+      )  # fmt: skip
+    return choice == "auto", None
+  elif choice != "required":
+    refuse(
+      name, shown(choice),
+      '"none", "auto", "required" or {"type": "function", "function": {"name": ...}}',
+      "write one of them",
+    )  # fmt: skip
+  elif not tools:
+    refuse(name, '"required" without tools', "tools that may be called", "send them as tools")
+  source = schemas.calls("tools", functions, is_one=is_one)
+  return True, Grammar(kind="calls", source=source, param="tools")
 
 
 def _messages(name: str, value: Any) -> tuple[dict[str, Any], ...]:
@@ -554,7 +611,10 @@ def _tools(name: str, value: Any) -> tuple[dict[str, Any], ...]:
     if _object(where, tool).get("type") != "function":
       refuse(f"{where}.type", shown(tool.get("type")), '"function"', "describe a function")
     function = _object(f"{where}.function", tool.get("function"))
-    _text(f"{where}.function.name", function.get("name"))
+    if not _text(f"{where}.function.name", function.get("name")):
+      refuse(f"{where}.function.name", "nothing", "a name", "name the function")
+    if function.get("parameters") is not None:
+      _object(f"{where}.function.parameters", function["parameters"])
   return tuple(value)
 
 

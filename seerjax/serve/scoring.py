@@ -97,7 +97,7 @@ class Scorer:
       prompt: of the answer.
       params: of the request.
       num_top: at each place, at most: what filters leave out is not named.
-      mask: of the answer.
+      mask: of the answer; it keeps those of the answer's beginnings.
       keeps: whether the answer comes in pieces, so that its keys are kept between them.
     """
     return Following(self, prompt, params, num_top, mask=mask, keeps=keeps)
@@ -192,7 +192,7 @@ class Following:
     self._prompt = tuple(prompt)
     self._params = params
     self._num_top = num_top
-    self._mask = None if mask is None else mask.copy()
+    self._mask = mask
     self._keeps = keeps
     self._num_told = 0
     self.last_use = 0

@@ -156,8 +156,11 @@ class Plan:
 
   def splitter(self) -> Splitter:
     """Returns what splits one choice of a chat into its parts."""
-    template = self.served.tokenizer.chat_template
-    return Splitter(template, is_thinking=self.is_thinking, has_tools=bool(self.asked.tools))
+    template, grammar = self.served.tokenizer.chat_template, self.asked.grammar
+    if grammar is None:
+      return Splitter(template, is_thinking=self.is_thinking, has_tools=bool(self.asked.tools))
+    # Marks in a text of a given form are its own, but for those that the form of calls writes.
+    return Splitter(parts.CALL + parts.END_CALL, has_tools=grammar.kind == "calls")
 
   def prompt_of(self, choice: int) -> int:
     """Returns the index of a choice's prompt."""
@@ -231,7 +234,7 @@ def _masks(asked: Asked, served: Served, count: int) -> tuple[AnswerMask | None,
   if asked.grammar is None:
     return (None,) * count
   mask = served.compiler.mask(asked.grammar)
-  return tuple(mask.copy() for _ in range(count))
+  return tuple(mask.copy(keeps=bool(asked.num_top)) for _ in range(count))
 
 
 def prompts_of(asked: Asked, served: Served) -> tuple[tuple[tuple[int, ...], ...], bool]:
@@ -253,15 +256,18 @@ def prompts_of(asked: Asked, served: Served) -> tuple[tuple[tuple[int, ...], ...
           "leave it out",
         )  # fmt: skip
     template = tokenizer.chat_template
+    has_to_call = asked.grammar is not None and asked.grammar.kind == "calls"
     if asked.tools:
-      if not parts.knows_tools(template):
+      if not (has_to_call or parts.knows_tools(template)):
         refuse(
           "tools", f"{len(asked.tools)} tools",
           "none: this model's chat template knows no tools, or does not mark calls by"
           f" {parts.CALL}",
-          "leave it out, or serve a model that was trained with tools",
+          'leave it out, set tool_choice to "required" or a function, which needs no template, or'
+          " serve a model that was trained with tools",
         )  # fmt: skip
-      variables["tools"] = list(asked.tools)
+      if parts.reads_tools(template):
+        variables["tools"] = list(asked.tools)
     messages = [parts.as_template_reads(template, message) for message in asked.messages]
     ids = tokenizer.chat_ids(messages, **variables)
     is_thinking = False

@@ -175,6 +175,7 @@ def run(service: Service, sockets: list[socket.socket]) -> None:
   finally:
     service.thread.stop(0)
     service.thread.join()
+    service.close()
 
 
 @contextlib.contextmanager
@@ -193,4 +194,5 @@ def running(service: Service) -> Iterator[str]:
     server.stop()
     thread.join()
     service.thread.join()
+    service.close()
     found.close()

@@ -66,6 +66,11 @@ class Service:
     )
     self.metrics = Metrics(self.thread)
 
+  def close(self) -> None:
+    """Ends what was started for it, once its thread is over."""
+    for served in self.models.values():
+      served.compiler.close()
+
   def find(self, name: str) -> Served:
     """Returns a model by name.
 
