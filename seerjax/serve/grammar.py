@@ -22,28 +22,21 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Sequence
+import contextlib
 import dataclasses
 import hashlib
-import importlib.util
 import json
-import os
-import pathlib
 import queue
-import select
 import signal
-import socket
-import subprocess
-import sys
-import tempfile
 import threading
 import time
-from typing import IO, Any
+from typing import Any
 import weakref
 
 import numpy as np
 
 from seerjax.models.tokenizer import Tokenizer
-from seerjax.serve import grammar_server
+from seerjax.serve import grammar_server, grammar_workers as workers
 from seerjax.serve.protocol import Grammar
 from seerjax.serve.refusals import Refusal, refuse
 
@@ -56,10 +49,6 @@ TRIAL_NICE, QUICK_NICE, SLOW_NICE = 5, 0, 10
 MOST_REMEMBERED = 1024  # Grammars whose trial is not held again.
 MOST_DEATHS = 2
 MAX_REASON = 160  # Characters of the library's own words.
-# Of a worker that answers: beyond, a fresh one takes its place, so that no grammar is blamed for
-# what others have left there.
-MOST_COMPILED = 256
-MOST_MIB = 512
 MOST_LOST = 3  # Workers in a row that end without an answer, and by nothing that a grammar did.
 LOST = "it cannot be started, or is ended from outside"
 
@@ -89,91 +78,6 @@ class Limits:
 
 
 DEFAULT_LIMITS = Limits()
-
-
-class _Line:
-  """A worker's socket: what was asked by it, in order, and what came back."""
-
-  def __init__(self, channel: socket.socket):
-    channel.setblocking(False)
-    self.channel = channel
-    self.asked: collections.deque[tuple[AnswerMask, int]] = collections.deque()
-    self.digests: set[str] = set()
-    self.sessions: dict[int, list[int]] = {}
-    self.gone: list[int] = []
-    self.mib = 0
-    self.since = 0.0  # When the first of `asked` became that.
-    self._out, self._in = bytearray(), bytearray()
-
-  @property
-  def is_used_up(self) -> bool:
-    """Whether a fresh one should take its place."""
-    return len(self.digests) > MOST_COMPILED or self.mib > MOST_MIB
-
-  def put(self, asks: list[dict[str, Any]]) -> None:
-    """Sends what is asked as far as the socket takes it; see `flush`."""
-    text = json.dumps({"gone": self.gone, "asks": asks}).encode()
-    self.gone = []
-    self._out += grammar_server.LENGTH.pack(len(text)) + text
-    self.flush()
-
-  def flush(self) -> None:
-    """Sends what is left, as far as the socket takes it."""
-    try:
-      while self._out:
-        del self._out[: self.channel.send(self._out)]
-    except BlockingIOError:
-      pass
-    except OSError:  # It died; `take` will tell.
-      self._out.clear()
-
-  @property
-  def is_flushed(self) -> bool:
-    """Whether all is sent."""
-    return not self._out
-
-  def take(self) -> tuple[list[tuple[int, float, float, bytes]], str | None]:
-    """Returns the answers that are there, and how the worker ended, None if it did not.
-
-    An answer is (kind, seconds of compiling, seconds of masks, mask or text).
-    """
-    ending: str | None = None
-    try:
-      while part := self.channel.recv(1 << 18):
-        self._in += part
-      ending = ""
-    except BlockingIOError:
-      pass
-    except OSError:
-      ending = ""
-    found, head = [], grammar_server.HEAD
-    while len(self._in) >= head.size:
-      kind, _, compiling, masking, mib, length = head.unpack_from(self._in)
-      if len(self._in) < head.size + length:
-        break
-      text = bytes(self._in[head.size : head.size + length])
-      del self._in[: head.size + length]
-      if kind == grammar_server.DEAD:
-        ending = text.decode()
-        break
-      self.mib = mib
-      found.append((kind, compiling, masking, text))
-    return found, ending
-
-  def close(self) -> None:
-    """Lets the worker end."""
-    self.channel.close()
-
-
-def _wait(lines: Sequence[_Line], seconds: float) -> bool:
-  """Waits until a worker has said something or takes more; returns whether one has."""
-  poll = select.poll()  # A descriptor may be any number.
-  for line in lines:
-    poll.register(line.channel, select.POLLIN | (0 if line.is_flushed else select.POLLOUT))
-  found = poll.poll(max(1, round(1000 * seconds)))
-  for line in lines:
-    line.flush()
-  return bool(found)
 
 
 class AnswerMask:
@@ -255,24 +159,24 @@ class Compiler:
   ):
     self.limits = limits
     self.gone: collections.deque[int] = collections.deque()  # Sessions that ended.
-    self._tokenizer = tokenizer
+    self._tokenizer = tokenizer.backend.to_str()
     self._settings = {
       "vocab_size": vocab_size,
       "eos_ids": [*tokenizer.eos_ids],
-      "packages": [_package_path()],
       **dataclasses.asdict(limits),
     }
     self._lock = threading.Lock()
     self._num_sessions = 0
-    self._server: _Server | None = None
-    self._trials: queue.LifoQueue[_Line | None] = queue.LifoQueue()
+    self._server: workers.Server | None = None
+    self._trials: queue.LifoQueue[workers.Line[AnswerMask] | None] = queue.LifoQueue()
     for _ in range(NUM_TRIALS):
       self._trials.put(None)
     # By digest; of those that were tried, the first mask or the reason why there is none.
     self._tried: collections.OrderedDict[str, bytes | str] = collections.OrderedDict()
     self._slow: collections.OrderedDict[str, None] = collections.OrderedDict()
     self._deaths: collections.Counter[str] = collections.Counter()
-    self._lines: dict[bool, _Line | None] = {False: None, True: None}  # By whether it is slow.
+    # By whether it is slow.
+    self._lines: dict[bool, workers.Line[AnswerMask] | None] = {False: None, True: None}
     self._unsent: list[AnswerMask] = []
     self._num_lost = 0
 
@@ -288,6 +192,11 @@ class Compiler:
         if line is not None:
           line.close()
       self._lines = {False: None, True: None}
+      with contextlib.suppress(queue.Empty):
+        while True:
+          line = self._trials.get_nowait()
+          if line is not None:
+            line.close()
       if self._server is not None:
         self._server.close()
       self._server = None
@@ -365,8 +274,8 @@ class Compiler:
       self._trials.put(line)
     if not answers and ending == "":
       raise Refusal(
-        f"{grammar.param}: got a grammar, and no process that reads one ({LOST}), expected one; look"
-        " into the machine's memory and limits of processes.",
+        f"{grammar.param}: got a grammar, and no process that reads one ({LOST}), expected one;"
+        " look into the machine's memory and limits of processes.",
         status=503, kind="server_error", param=grammar.param, code="no_grammars",
       )  # fmt: skip
     if not answers:
@@ -381,11 +290,11 @@ class Compiler:
     return text
 
   def _await_trial(
-    self, line: _Line
-  ) -> tuple[list[tuple[int, float, float, bytes]], str | None]:
+    self, line: workers.Line
+  ) -> tuple[list[workers.Answer], str | None]:
     deadline = time.monotonic() + 2 * self.limits.wall_seconds
     while (left := deadline - time.monotonic()) > 0:
-      if _wait([line], left):
+      if workers.wait([line], left):
         answers, ending = line.take()
         if answers or ending is not None:
           return answers, ending
@@ -411,7 +320,7 @@ class Compiler:
     lines = [line for line in self._lines.values() if line is not None and line.asked]
     if found or not lines or seconds <= 0:
       return found
-    return self._take() if _wait(lines, seconds) else False
+    return self._take() if workers.wait(lines, seconds) else False
 
   @property
   def awaits_quick(self) -> bool:
@@ -437,7 +346,7 @@ class Compiler:
       line = self._line(is_slow)
       line.put([self._ask(line, mask) for mask in masks])
 
-  def _line(self, is_slow: bool) -> _Line:
+  def _line(self, is_slow: bool) -> workers.Line:
     line = self._lines[is_slow]
     if line is not None and (not line.is_used_up or line.asked):
       return line
@@ -448,7 +357,7 @@ class Compiler:
     self._lines[is_slow] = line
     return line
 
-  def _ask(self, line: _Line, mask: AnswerMask) -> dict[str, Any]:
+  def _ask(self, line: workers.Line, mask: AnswerMask) -> dict[str, Any]:
     """Returns what a worker is asked: what it knows already is not sent again."""
     known, answer = line.sessions.get(mask.session, []), mask.answer
     first = len(known) if answer[: len(known)] == known else 0
@@ -487,7 +396,7 @@ class Compiler:
         has_found = True
     return has_found
 
-  def _bury(self, is_slow: bool, line: _Line, ending: str | None) -> None:
+  def _bury(self, is_slow: bool, line: workers.Line, ending: str | None) -> None:
     """Ends the answer of which a worker died, and has the others asked of a fresh one."""
     line.close()
     self._lines[is_slow] = None
@@ -521,86 +430,23 @@ class Compiler:
     if ending is None or ending == str(-signal.SIGALRM):
       return f"it took more than {limits.wall_seconds:g} s"
     if ending == str(-signal.SIGPROF):
-      return f"it took more than {limits.compile_seconds:g} s of CPU, or {limits.mask_seconds:g} s for a mask"  # noqa: E501
+      return (
+        f"it took more than {limits.compile_seconds:g} s of CPU, or {limits.mask_seconds:g} s for a"
+        " mask"
+      )
     if ending in (str(grammar_server.NO_MEMORY), str(-signal.SIGABRT)):
       return f"it took more than {limits.memory_bytes >> 20} MiB of memory"
-    try:
+    with contextlib.suppress(ValueError):
       ending = signal.Signals(-int(ending)).name
-    except ValueError:
-      pass
     return f"the library that reads it ended by {ending or 'an unknown cause'}"
 
-  def _started(self) -> _Server:
+  def _started(self) -> workers.Server:
     """Returns the server, which is started where there is none; the lock is held."""
     if self._server is None or not self._server.is_alive:
       if self._server is not None:
         self._server.close()
-      self._server = _Server(self._tokenizer, self._settings)
+      self._server = workers.Server(self._tokenizer, self._settings)
     return self._server
-
-
-class _Server:
-  """The process that forks workers."""
-
-  def __init__(self, tokenizer: Tokenizer, settings: dict[str, Any]):
-    file = tempfile.TemporaryFile()
-    file.write(tokenizer.backend.to_str().encode())
-    file.flush()
-    self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    # No interpreter's variable, no token and no path of ours is passed on.
-    environment = {"LANG": "C.UTF-8", "PATH": "/usr/local/bin:/usr/bin:/bin"}
-    if "LD_LIBRARY_PATH" in os.environ:  # Some interpreters do not start without.
-      environment["LD_LIBRARY_PATH"] = os.environ["LD_LIBRARY_PATH"]
-    passed = [theirs.fileno(), file.fileno()]
-    with theirs, file:
-      process = subprocess.Popen(
-        [sys.executable, "-P", "-s", grammar_server.__file__, *map(str, passed), json.dumps(settings)],
-        pass_fds=passed,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        env=environment,
-        cwd="/",
-        start_new_session=True,  # An interrupt at the terminal is not for it.
-      )
-    self._process = process
-    self._finalizer = weakref.finalize(self, _end, self._control, process)
-
-  @property
-  def is_alive(self) -> bool:
-    """Whether it runs."""
-    return self._process.poll() is None
-
-  def line(self, nice: int) -> _Line:
-    """Returns a line to a fresh worker."""
-    ours, theirs = socket.socketpair()
-    with theirs:
-      try:
-        socket.send_fds(self._control, [bytes([nice])], [theirs.fileno()])
-      except OSError:
-        pass  # It has just died: the line says so.
-    return _Line(ours)
-
-  def close(self) -> None:
-    """Ends it, and with it the workers that have nothing more to do."""
-    self._finalizer()
-
-
-def _end(control: socket.socket, process: subprocess.Popen[bytes]) -> None:
-  control.close()  # The server's sign to end.
-  try:
-    process.wait(timeout=10)
-  except subprocess.TimeoutExpired:
-    process.kill()
-    process.wait()
-
-
-def _package_path() -> str:
-  """Returns where llguidance was installed for this interpreter."""
-  spec = importlib.util.find_spec("llguidance")
-  if spec is None or not spec.origin:
-    raise ValueError("serve: got no llguidance, expected it; install the extra `serve`.")
-  return str(pathlib.Path(spec.origin).parents[1])
 
 
 def _source(grammar: Grammar) -> dict[str, Any]:

@@ -111,3 +111,37 @@ def test_a_mask_that_raises_ends_its_own_request_alone():
     found |= {done.request_id: done for done in engine.poll()}
   assert found["0"].finish_reason == "error" and "no more" in found["0"].error
   assert found["1"].finish_reason == "length"
+
+
+@pytest.mark.thorough
+def test_held_answers_grow_by_no_token_and_change_by_no_bit(seed):
+  asked, rng = requests(6), np.random.default_rng(seed)
+  engine = tiny_model.make_engine(SIZES)
+  expected = together(engine, asked, {"0", "3"})
+  for request in asked:
+    engine.submit(request, mask=third if request.request_id in ("0", "3") else None)
+  found, lengths = {}, dict.fromkeys(expected, 0)
+  for visit in range(400):
+    if not engine.num_unfinished:
+      break
+    held = {name for name in expected if rng.random() < 0.5} if visit < 300 else set()
+    engine.hold(held)
+    for update in engine.step():
+      assert update.request_id not in held
+      lengths[update.request_id] += len(update.tokens)
+    found |= {done.request_id: done for done in engine.poll()}
+  assert [*lengths.values()] == [9] * 6
+  assert all(tiny_model.same(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.thorough
+def test_all_that_is_held_is_no_work():
+  engine = tiny_model.make_engine(SIZES)
+  engine.submit(requests(1)[0])
+  engine.hold({"0"})
+  for _ in range(3):
+    assert not engine.step()
+  engine.hold(())
+  while engine.num_unfinished:
+    engine.step()
+  assert engine.poll()[0].finish_reason == "length"

@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import os
+import pathlib
+import re
+import signal
+import time
+
 import numpy as np
 import pytest
 import word_engine
@@ -13,7 +20,9 @@ from seerjax.serve.refusals import Refusal
 
 @pytest.fixture(scope="module")
 def compiler():
-  return grammar.Compiler(word_engine.TOKENIZER, word_engine.CONFIG.vocab_size)
+  found = grammar.Compiler(word_engine.TOKENIZER, word_engine.CONFIG.vocab_size)
+  yield found
+  found.close()
 
 
 def ids_of(mask: np.ndarray) -> set[int]:
@@ -38,18 +47,188 @@ def test_a_mask_is_a_function_of_the_answer_alone(compiler):
 def test_an_answer_that_is_none_of_the_grammar_is_refused(compiler):
   mask = compiler.mask(Grammar(kind="regex", source="[0-9]{2}", param="regex"))
   outside = min(set(range(word_engine.CONFIG.vocab_size)) - ids_of(mask(())))
-  with pytest.raises(ValueError, match="grammar: got an answer of 1 tokens that it does not go on"):
+  with pytest.raises(ValueError, match="regex: got an answer of 1 tokens from which its grammar"):
     mask((outside,))
 
 
+def test_masks_of_beginnings_stay_at_hand_for_who_scores_them(compiler):
+  digits = Grammar(kind="regex", source="[0-9]{3}", param="regex")
+  mask, other = compiler.mask(digits).copy(keeps=True), compiler.mask(digits)
+  one = min(ids_of(mask(())))
+  answer = (one, one, one)
+  for count in range(4):
+    mask(answer[:count])
+  before = mask.serial
+  for count in range(4):
+    np.testing.assert_array_equal(mask(answer[:count]), other(answer[:count]))
+  assert mask.serial == before  # Nobody was asked again.
+  # A step broke off, and the answer goes on otherwise.
+  mask((one + 1,))
+  np.testing.assert_array_equal(mask((one + 1, one)), other((one + 1, one)))
+  np.testing.assert_array_equal(mask(()), other(()))
+
+
+# Of each kind of what a stranger may send, one; `test_hostile_grammars.py` has the others.
+REFUSED = {
+  "kills the library": ({"type": "integer", "minimum": -(2**63), "maximum": -(2**63)}, "SIGSEGV"),
+  "a reference to itself": ({"$ref": "#"}, "no text goes on"),
+  "a reference to nothing": ({"$ref": "#/$defs/a"}, ""),
+  "a reference elsewhere": ({"$ref": "http://example.com/a.json"}, ""),
+  "no value": ({"enum": []}, ""),
+  "a contradiction": ({"allOf": [{"type": "string"}, {"type": "integer"}]}, "Unsatisfiable"),
+  "no integer": ({"type": "integer", "minimum": 3, "maximum": 2}, ""),
+  "a type that is none": ({"type": "number of apples"}, ""),
+  "a keyword that is not supported": ({"not": {}}, "Unimplemented keys"),
+  "many optional fields": (
+    {"type": "object", "properties": {f"a{i}": {"type": "integer"} for i in range(2500)}}, "",
+  ),
+  "a pattern that is none": ({"type": "string", "pattern": "("}, ""),
+  "a lone surrogate": ({"const": "\ud800"}, ""),
+  "no text": (r"[^\s\S]", "no text goes on"),
+  "a million letters": ("a{1000000}", ""),
+  "a million million letters": ("(a{1000000}){1000000}", ""),
+  "no expression": ("(", "at 1(8): invalid regex"),
+  "a look back": (r"(?<=a)b", ""),
+  "its own group": (r"(a)\1", ""),
+  "a range that is none": ("[z-a]", ""),
+  "deep nesting": ("(" * 5000 + "a" + ")" * 5000, ""),
+  "a long source": ("a" * (grammar.MAX_SOURCE + 1), "expected at most 262144"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_a_grammar_that_cannot_be_used_is_refused_in_one_line(compiler, kind):
+  source, reason = REFUSED[kind]
+  asked = (
+    Grammar(kind="regex", source=source, param="regex")
+    if isinstance(source, str)
+    else Grammar(kind="json", source=json.dumps(source), param="response_format")
+  )
+  for _ in range(3):  # And one that killed a worker is known by then.
+    with pytest.raises(Refusal) as refused:
+      compiler.mask(asked)
+    message = refused.value.message
+    assert refused.value.status == 400 and refused.value.param == asked.param
+    assert len(message) <= 320 and message.isprintable(), message
+    assert "got a grammar" in message and reason in message, message
+
+
+# Workers that die.
+
+
+def workers_of(compiler: grammar.Compiler, nice: int) -> list[int]:
+  """Returns the processes of a compiler's workers of one kind."""
+  server = compiler._server._process.pid
+  children = pathlib.Path(f"/proc/{server}/task/{server}/children").read_text().split()
+  nice = min(nice + os.nice(0), 19)
+  stats = {int(one): pathlib.Path(f"/proc/{one}/stat").read_text() for one in children}
+  return [one for one, stat in stats.items() if int(stat.rsplit(")", 1)[1].split()[16]) == nice]
+
+
+def of_regex(source: str) -> Grammar:
+  return Grammar(kind="regex", source=source, param="regex")
+
+
+@pytest.fixture
+def fresh():
+  limits = grammar.Limits(mask_seconds=0.03, memory_bytes=1 << 28)
+  found = grammar.Compiler(word_engine.TOKENIZER, word_engine.CONFIG.vocab_size, limits=limits)
+  yield found
+  found.close()
+
+
+def test_a_worker_that_dies_ends_one_answer_and_the_others_go_on_by_the_same_masks(fresh, compiler):
+  first, second, third = (fresh.mask(of_regex(f"[0-9]{{{count}}}")) for count in (7, 8, 9))
+  digit = min(ids_of(first(())))
+  first((digit,))
+  (worker,) = workers_of(fresh, grammar.QUICK_NICE)
+  os.kill(worker, signal.SIGSTOP)
+  for mask in (first, second, third):
+    mask.ask((digit, digit))
+  fresh.gather(0)
+  os.kill(worker, signal.SIGKILL)
+  with pytest.raises(ValueError, match="regex: got an answer of 2 tokens.*SIGKILL"):
+    first((digit, digit))
+  for mask, count in ((second, 8), (third, 9)):
+    expected = compiler.mask(of_regex(f"[0-9]{{{count}}}"))
+    np.testing.assert_array_equal(mask((digit, digit)), expected((digit, digit)))
+    np.testing.assert_array_equal(mask((digit,) * 8), expected((digit,) * 8))
+  # One that killed a worker once may be asked for again, one that killed two may not.
+  again = fresh.mask(of_regex("[0-9]{7}"))
+  again((digit,))
+  (worker,) = workers_of(fresh, grammar.QUICK_NICE)
+  os.kill(worker, signal.SIGSTOP)
+  again.ask((digit, digit))
+  fresh.gather(0)
+  os.kill(worker, signal.SIGKILL)
+  with pytest.raises(ValueError, match="SIGKILL"):
+    again((digit, digit))
+  with pytest.raises(Refusal, match="SIGKILL"):
+    fresh.mask(of_regex("[0-9]{7}"))
+
+
 @pytest.mark.parametrize(
-  "source, message",
+  "source, reason",
   [
-    ("(", "got a grammar that cannot be compiled"),
-    ("a" * (grammar.MAX_SOURCE + 1), "got a grammar of 262145 characters, expected at most 262144"),
+    ("[xy][xy][xy]a{70000}", "it took more than"),  # The worker is ended,
+    ("[xy][xy](.{1,400}){1,400}[z]", "too many"),  # or the library stops.
   ],
 )
-def test_a_grammar_that_cannot_be_compiled_is_refused(compiler, source, message):
-  with pytest.raises(Refusal) as refused:
-    compiler.mask(Grammar(kind="regex", source=source, param="regex"))
-  assert message in refused.value.message and refused.value.param == "regex"
+def test_a_mask_that_takes_too_much_ends_its_answer(fresh, source, reason):
+  mask = fresh.mask(of_regex(source))
+  answer = word_engine.TOKENIZER.encode("xx")
+  assert answer[0] in ids_of(mask(())) and answer[0] in ids_of(mask(answer[:1]))
+
+  def go_on() -> None:
+    for _ in range(60):
+      allowed = ids_of(mask(answer))
+      answer.append(answer[0] if answer[0] in allowed else min(allowed))
+
+  with pytest.raises(ValueError, match=rf"regex: got an answer of \d+ tokens from .*{reason}"):
+    go_on()
+  np.testing.assert_array_equal(*(fresh.mask(of_regex("[0-9]"))(()) for _ in range(2)))
+
+
+def test_a_server_that_dies_is_started_again(fresh):
+  mask = fresh.mask(of_regex("[0-9]{9}"))
+  digit = min(ids_of(mask(())))
+  before = mask((digit,))
+  fresh._server._process.kill()
+  for worker in workers_of(fresh, grammar.QUICK_NICE):
+    os.kill(worker, signal.SIGKILL)
+  fresh._server._process.wait()
+  expected = ids_of(before)
+  assert ids_of(mask((digit, digit))) == expected
+  assert ids_of(fresh.mask(of_regex("[0-9]{10}"))(())) == expected
+
+
+def test_workers_end_with_the_compiler(fresh):
+  fresh.mask(of_regex("[0-9]"))((min(ids_of(fresh.mask(of_regex("[0-9]"))(()))),))
+  server = fresh._server._process.pid
+  workers = pathlib.Path(f"/proc/{server}/task/{server}/children").read_text().split()
+  assert len(workers) == 2
+  fresh.close()
+  deadline = time.monotonic() + 10
+  alive = [one for one in (str(server), *workers) if pathlib.Path(f"/proc/{one}").exists()]
+  while alive and time.monotonic() < deadline:
+    time.sleep(0.01)
+    alive = [one for one in alive if pathlib.Path(f"/proc/{one}").exists()]
+  assert not alive
+
+
+def test_a_worker_opens_no_file_and_is_told_no_variable_of_ours(fresh):
+  fresh.mask(of_regex("[0-9]"))
+  (worker,) = workers_of(fresh, grammar.TRIAL_NICE)
+  limits = pathlib.Path(f"/proc/{worker}/limits").read_text()
+  assert re.search(r"Max open files +5 +5 ", limits) and re.search(r"Max file size +0 ", limits)
+  assert not re.search(r"Max address space +unlimited", limits)
+  told = pathlib.Path(f"/proc/{worker}/environ").read_text()
+  names = {one.split("=")[0] for one in told.split("\0")}
+  assert names <= {"LANG", "PATH", "LD_LIBRARY_PATH", "LC_CTYPE", ""}
+  assert len([*pathlib.Path(f"/proc/{worker}/fd").iterdir()]) == 5
+
+
+@pytest.mark.parametrize("field", ["compile_seconds", "memory_bytes"])
+def test_a_limit_that_is_none_is_refused(field):
+  with pytest.raises(ValueError, match=f"grammar.Limits.{field}: got 0, expected more than 0"):
+    grammar.Limits(**{field: 0})

@@ -114,6 +114,27 @@ def test_a_call_that_is_not_closed_is_content():
   assert joined(split(text, has_tools=True)) == [Piece("content", text, raw=text)]
 
 
+@pytest.mark.parametrize(
+  "value",
+  ["</tool_call>", "<tool_call>", "a </tool_call> b </tool_call>", 'a\\"</tool_call>', "<think>"],
+)
+def test_a_mark_inside_an_arguments_text_is_text(value: str):
+  arguments = json.dumps({"a": value})
+  text = f'<tool_call>\n{{"name": "f", "arguments": {arguments}}}\n</tool_call>'
+  expected = [Piece("call", arguments, "f", text)]
+  assert split([text], has_tools=True) == split(text, has_tools=True) == expected
+  assert split([text, text], has_tools=True) == expected * 2
+
+
+def test_what_follows_a_call_whose_text_is_never_closed_has_its_parts():
+  broken = '<tool_call>{"name": "f}</tool_call>'
+  good = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+  found = joined(split(f"{broken}<think>a</think>{good}b", has_tools=True))
+  kinds = ["content", "mark", "reasoning", "mark", "call", "content"]
+  assert [piece.kind for piece in found] == kinds
+  assert found[0].text == broken and found[4].raw == good
+
+
 def test_marks_that_the_template_does_not_write_are_content():
   splitter = Splitter(chat_forms.QWEN25, has_tools=False)
   text = "<think>a</think><tool_call>{}</tool_call>"

@@ -206,7 +206,7 @@ def test_a_wrong_field_of_either_route_is_named(fields, param: str, expected: st
     ({"top_logprobs": 2}, "top_logprobs", "expected logprobs to be true"),
     ({"logprobs": True, "top_logprobs": 17}, "top_logprobs", "got 17, expected 0 to 16"),
     ({"tools": [{"type": "x"}]}, "tools[0].type", "describe a function"),
-    ({"tool_choice": "required"}, "tool_choice", "constrain with response_format"),
+    ({"tool_choice": "required"}, "tool_choice", "send them as tools"),
     ({"prompt": "x"}, "prompt", "got a field that is not supported"),
   ],
 )

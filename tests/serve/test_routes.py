@@ -16,7 +16,8 @@ import serving
 import word_engine
 
 from seerjax.engine import texts
-from seerjax.serve import server
+from seerjax.engine.engine import Engine
+from seerjax.serve import grammar, protocol, server
 from seerjax.serve.config import ServeConfig
 from seerjax.types import SamplingParams
 
@@ -237,17 +238,28 @@ CALLING = (
 )
 
 
+class Saying(Engine):
+  """An engine whose model says nothing but what a test is about, which no request asks for."""
+
+  compiler: grammar.Compiler
+  form = r'<think>[a-c]</think>[a-c]<tool_call>\{"name":"f","arguments":\{\}\}</tool_call>'
+
+  def submit(self, request, *, mask=None, **others):
+    if mask is None:
+      mask = self.compiler.mask(protocol.Grammar(kind="regex", source=self.form, param="regex"))
+    super().submit(request, mask=mask, **others)
+
+
 @pytest.mark.thorough
 def test_calls_and_reasoning_are_split_as_the_template_marks_them():
   tokenizer = dataclasses.replace(word_engine.TOKENIZER, chat_template=CALLING)
-  service = serving.make_service(tokenizer=tokenizer)
+  service = serving.make_service(tokenizer=tokenizer, engine_kind=Saying)
+  tiny = service.models["tiny"]
+  tiny.engine.compiler = tiny.compiler
   tools = [{"type": "function", "function": {"name": "f"}}]
-  form = (
-    r'<think>[a-c]</think>[a-c]<tool_call>\{"name":"f","arguments":\{\}\}</tool_call>'
-  )
   fields = dict(
     model="tiny", messages=[{"role": "user", "content": "Hi"}], tools=tools, logprobs=True,
-    max_tokens=60, extra_body={"regex": form},
+    max_tokens=60,
   )  # fmt: skip
   with (
     server.running(service) as url,
@@ -259,7 +271,7 @@ def test_calls_and_reasoning_are_split_as_the_template_marks_them():
       pieces = [*client.chat.completions.create(**fields, seed=seed, stream=True)]
       assert said == again and said.finish_reason == "tool_calls"
       text = "".join(row.token for row in said.logprobs.content if row.token_id not in EOS)
-      assert re.fullmatch(form, text)
+      assert re.fullmatch(Saying.form, text)
       message = said.message
       assert f"<think>{message.reasoning_content}</think>{message.content}<tool" in text
       (call,) = message.tool_calls
@@ -367,7 +379,7 @@ def test_health_and_metrics(plain):
       {"messages": serving.HELLO, "regex": "("},
       400,
       "regex",
-      "got a grammar that cannot be compiled",
+      "got a grammar that cannot be used",
     ),
     ({"messages": [{"role": "user", "content": "\ud800"}]}, 400, "messages", "lone surrogate"),
   ],

@@ -31,11 +31,12 @@ def make_service(
   *,
   sizes: EngineConfig = word_engine.SIZES,
   kind: type[Service] = Service,
+  engine_kind: type[Engine] = Engine,
   tokenizer: Tokenizer = word_engine.TOKENIZER,
   **others: Any,
 ) -> Service:
   """Returns a service of one small model, whose programs all tests of a process share."""
-  engine = word_engine.make_engine(sizes, tokenizer=tokenizer)
+  engine = word_engine.make_engine(sizes, tokenizer=tokenizer, kind=engine_kind)
   tiny = Served(name="tiny", engine=engine, scorer=scorer(), fingerprint="fp_test")
   return kind({"tiny": tiny}, config, **others)
 
