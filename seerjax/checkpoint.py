@@ -19,7 +19,7 @@ alike.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 import contextlib
 import hashlib
 import json
@@ -145,6 +145,7 @@ def save(
   parts: Mapping[str, Any] | None = None,
   keep_latest: int = 3,
   keep_every: int = 0,
+  keep_steps: Collection[int] = (),
 ) -> pathlib.Path:
   """Publishes a checkpoint, then removes those that are no longer kept.
 
@@ -158,6 +159,7 @@ def save(
     parts: by name, further pytrees of arrays, which `restore` leaves alone; see `restore_part`.
     keep_latest: how many of the newest are kept, at least 1.
     keep_every: steps that are multiples of it are kept as well; 0 for none.
+    keep_steps: further steps that are kept, such as that of the best evaluation.
 
   Returns:
     The published directory.
@@ -202,7 +204,8 @@ def save(
 
   incoming = directory / f".incoming_{step:08d}"
   with _interrupts_put_off():
-    _publish(directory, step, trees, host_state, epochs, incoming, keep_latest, keep_every)
+    is_kept = lambda one: one in keep_steps or bool(keep_every and one % keep_every == 0)
+    _publish(directory, step, trees, host_state, epochs, incoming, keep_latest, is_kept)
   return target
 
 
@@ -214,7 +217,7 @@ def _publish(
   epochs: tuple[Epoch, ...],
   incoming: pathlib.Path,
   keep_latest: int,
-  keep_every: int,
+  is_kept: Callable[[int], bool],
 ) -> None:
   """Fills `incoming`, gives it its name, and removes what is no longer kept; see `save`."""
   target = _path(directory, step)
@@ -250,7 +253,7 @@ def _publish(
       _to_disk(incoming)
       os.rename(incoming, target)
       _sync(directory)
-      _remove_old(directory, keep_latest, keep_every)
+      _remove_old(directory, keep_latest, is_kept)
   except BaseException as error:
     if jax.process_index() == 0:
       shutil.rmtree(incoming, ignore_errors=True)
@@ -590,9 +593,11 @@ def _sync(path: pathlib.Path) -> None:
     os.close(descriptor)
 
 
-def _remove_old(directory: pathlib.Path, keep_latest: int, keep_every: int) -> None:
+def _remove_old(
+  directory: pathlib.Path, keep_latest: int, is_kept: Callable[[int], bool]
+) -> None:
   for step in steps(directory)[:-keep_latest]:
-    if not keep_every or step % keep_every:
+    if not is_kept(step):
       # Out of sight in one rename: half a checkpoint is never seen, not even while it goes.
       removed = directory / f".removed_{step:08d}"
       os.rename(_path(directory, step), removed)

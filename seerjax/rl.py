@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 import dataclasses
 import functools
+import os
 import pathlib
 import time
 from typing import Any
@@ -29,6 +30,7 @@ import optax
 from seerjax import agreement, metrics
 from seerjax.engine import engine as engine_lib
 from seerjax.models import parameters
+from seerjax.models.loading import Model
 from seerjax.rollout import divided, journal as journal_lib
 from seerjax.run import (
   drafter as drafter_lib,
@@ -62,24 +64,36 @@ class Result:
     summary: the numbers of summary.json.
     before: the first held-out problem, answered by the first weights.
     after: the same, answered by the last weights.
+    policy: the first weights, and the tokenizer.
+    weights: which of them learnt.
   """
 
   state: TrainState
   summary: dict[str, Any]
   before: evaluation.Answer
   after: evaluation.Answer
+  policy: Policy
+  weights: policy_lib.WeightsConfig
+
+  def trained_model(self) -> Model:
+    """Returns the trained model, adapters merged, for `Engine` or `models.huggingface.save`."""
+    learnt = policy_lib.exported_weights(self.weights, self.policy, self.state.params)
+    numerics = self.weights.numerics
+    params = parameters.compute_params(learnt, numerics)
+    return Model(self.policy.model, params, numerics, self.policy.tokenizer)
 
 
 def train(
   config: RunConfig,
-  policy: Policy,
+  model: str | os.PathLike[str] | Model | Policy,
   task: Task,
-  directory: pathlib.Path,
+  directory: str | os.PathLike[str],
   *,
   resume: bool = False,
   accept_new_numerics: bool = False,
   log: Callable[[str], None] = print,
   programs: Programs | None = None,
+  evaluation_sets: Mapping[str, Task] | None = None,
   loss: step_lib.PolicyLoss = losses.policy_loss,
   advantages: Advantages | None = None,
   optimizer: optax.GradientTransformation | None = None,
@@ -89,7 +103,11 @@ def train(
 
   Args:
     config: the run.
-    policy: what learns; its params are the start of a new run.
+    model: the model to train, whose weights are the start of a new run: what
+      `seerjax.load_model` returns, or its argument (a name, a directory or a Hub id). A name is
+      recorded as `config.model`. A loaded model's numerics are the run's where `config.numerics`
+      is left at its default; of weights that were rounded to bfloat16 the masters begin rounded.
+      A `run.policy.Policy` holds weights that were made elsewhere.
     task: where problems come from.
     directory: takes config.json, status.json, metrics.jsonl, journal.jsonl, traces.jsonl,
       checkpoints/ and summary.json.
@@ -98,11 +116,13 @@ def train(
     log: takes lines for people: what is found, and at least every ten seconds what it is at.
     programs: of `make_programs` for an equal config and model, and the same `loss` and `optimizer`;
       its own if None.
+    evaluation_sets: further tasks by name that evaluations ask, besides those of
+      `config.evaluation.sets`. Like the four below no setting: a resume has to be given the same
+      ones again.
     loss: of one micro-batch, in the place of `losses.policy_loss`.
     advantages: of rewards f32[b, g] of groups, in the place of those of `config.loss.algorithm`.
     optimizer: an optax chain in the place of `config.optimizer`.
-    on_step: called after each whole step with its number from 1, its state and its numbers. Like
-      the three above no setting: a resume has to be given the same ones again.
+    on_step: called after each whole step with its number from 1, its state and its numbers.
 
   Raises:
     stops.Interrupted: on Ctrl-C or SIGTERM, when the last whole step has been saved.
@@ -115,6 +135,7 @@ def train(
       f"train.task: got {type(task).__name__}, expected a task with name, num_problems, problem and"
       " verdict; pass tasks.load(...), or see seerjax.types.Task."
     )
+  sets = evaluation.load_sets(config.evaluation) | dict(evaluation_sets or {})
   with session_lib.Session(
     pathlib.Path(directory),
     num_steps=config.num_steps,
@@ -122,7 +143,11 @@ def train(
     accept_new_numerics=accept_new_numerics,
     log=log,
   ) as run:
-    ready = setup_lib.set_up(run, config, policy, task, programs, loss, optimizer, resume=resume)
+    with run.progress.phase("reading the model"):
+      config, policy = setup_lib.opened(config, model)
+    ready = setup_lib.set_up(
+      run, config, policy, task, programs, loss, optimizer, sets=sets, resume=resume
+    )
     config, engine, base, state = ready.config, ready.engine, ready.base, ready.state
     usual = functools.partial(
       sample, config, engine, task, ready.journal, progress=run.progress, drafts=ready.drafts,
@@ -130,7 +155,11 @@ def train(
     )  # fmt: skip
     sample_step, publish = setup_lib.ends(ready, run, task, usual)
     run.begin(state, lambda: {"before": ready.before}, ready.drafts.parts())
-    before = ready.before or setup_lib.accuracy_after(0, run, ready.asked)
+    before = ready.before
+    if not run.step:
+      before = setup_lib.accuracy_after(0, run, ready.asked)
+    elif _evaluates_after(run.step, config):  # A stop may have come before it was finished.
+      setup_lib.accuracy_after(run.step, run, ready.asked)
     while run.step < config.num_steps:
       joules = run.clock.joules
       with run.next_step() as put_off_stops:
@@ -144,8 +173,7 @@ def train(
         run.finish_step(state, lambda: {"before": before}, numbers, ready.drafts.parts())
       on_step(run.step, state, numbers)
       run.save_if_due(every=config.checkpoint_every)
-      every = config.evaluation.every
-      if every and run.step % every == 0 and run.step < config.num_steps:
+      if _evaluates_after(run.step, config):
         setup_lib.accuracy_after(run.step, run, ready.asked)
     run.progress.end_steps()
     after = setup_lib.accuracy_after(run.step, run, ready.asked)
@@ -157,9 +185,17 @@ def train(
       then = ready.asked.answer()
     rows = agreement.from_first(lambda: metrics.read(run.directory / metrics.FILE_NAME))
     numbers = summary.of_run(before, after, [row for row in rows if "contract/kl" in row])
+    if sets:
+      numbers["sets"] = setup_lib.sets_gained(run, ready.asked)
     numbers |= run.clock.read() | dict(optimizer_steps=int(state.step), numerics=ready.fingerprint)
     metrics.write_summary(run.directory / "summary.json", numbers)
-    return Result(state, numbers, then, now)
+    return Result(state, numbers, then, now, ready.policy, config.weights)
+
+
+def _evaluates_after(step: int, config: RunConfig) -> bool:
+  """Returns whether a step is followed by an evaluation that is neither the first nor the last."""
+  every = config.evaluation.every
+  return bool(every) and step % every == 0 and 0 < step < config.num_steps
 
 
 def train_step(

@@ -273,16 +273,50 @@ class Verdict:
   """A task's judgement of one text.
 
   Attributes:
-    reward: what the trainer maximises.
+    reward: what the trainer maximises; the weighted sum of `parts`, if there are any.
     correct: the answer is right.
     well_formed: an answer could be read from the text at all.
     answer: the answer as read, "" if none.
+    parts: the reward's named parts, such as {"format": 1.0, "correct": 0.0}; make a verdict of them
+      by `of_parts`. Empty if the reward has no parts.
   """
 
   reward: float
   correct: bool
   well_formed: bool
   answer: str = ""
+  parts: Mapping[str, float] = dataclasses.field(default_factory=dict, hash=False)
+
+  @classmethod
+  def of_parts(
+    cls, parts: Mapping[str, float], *, correct: bool, well_formed: bool, answer: str = ""
+  ) -> Verdict:
+    """Returns a verdict whose reward is the plain sum of its parts; a run applies its weights.
+
+    Args:
+      parts: finite numbers by name; a name is lower-case letters, digits and underscores.
+      correct: the answer is right.
+      well_formed: an answer could be read from the text at all.
+      answer: the answer as read, "" if none.
+    """
+    return cls(
+      reward=weighted_sum(parts, {}),
+      correct=correct,
+      well_formed=well_formed,
+      answer=answer,
+      parts=dict(parts),
+    )
+
+
+def weighted_sum(parts: Mapping[str, float], weights: Mapping[str, float]) -> float:
+  """Returns the sum of weight x part over all parts, in float64 and in the order of their names.
+
+  A part without a weight counts once. Nothing is normalised: weights need not sum to 1.
+  """
+  total = 0.0
+  for name in sorted(parts):
+    total += float(weights.get(name, 1.0)) * float(parts[name])
+  return total
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -400,3 +400,10 @@ def test_a_save_that_fails_leaves_nothing_behind(tmp_path, num, said):
   assert "Traceback" not in err + out
   assert os.listdir(tmp_path) == ["step_00000000"]
   restore(tmp_path, {"w": jnp.zeros(num, jnp.int32)}, fingerprint={"a": "b"})
+
+
+def test_steps_that_are_named_are_kept_besides_the_latest(tmp_path):
+  for step in range(6):
+    kept = (1,) if step < 4 else (3,)
+    save(tmp_path, step, {"w": jnp.full(2, step)}, keep_latest=2, keep_steps=kept)
+  assert checkpoint.steps(tmp_path) == (3, 4, 5)

@@ -46,8 +46,8 @@ def whole(programs_on_disk):
 def test_a_run_writes_its_files_and_keeps_its_promise(whole):
   directory, result, task = whole
   assert {path.name for path in directory.iterdir()} == {
-    "checkpoints", "config.json", "journal.jsonl", "metrics.jsonl", "status.json", "summary.json",
-    "tensorboard", "traces.jsonl",
+    "best_checkpoint.json", "checkpoints", "config.json", "journal.jsonl", "metrics.jsonl",
+    "status.json", "summary.json", "tensorboard", "traces.jsonl",
   }  # fmt: skip
   assert checkpoint.latest_step(directory / "checkpoints") == 4
   rows = rows_of(directory)

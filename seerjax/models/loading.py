@@ -44,12 +44,14 @@ class Model:
     params: weights in compute dtype, as `parameters.compute_params` lays them out.
     numerics: what decides bits, with the slabs that the model asks for.
     tokenizer: between text and tokens; None for an engine that is given tokens alone.
+    name: what `load_model` was given; "" of weights that were made elsewhere.
   """
 
   config: model_config.TransformerConfig
   params: parameters.Params
   numerics: numerics_lib.NumericsConfig
   tokenizer: tokenizer_lib.Tokenizer | None = None
+  name: str = ""
 
 
 def directory_of(name_or_path: str | os.PathLike[str]) -> pathlib.Path:
@@ -99,4 +101,5 @@ def load_model(
     params=parameters.compute_params(masters, numerics),
     numerics=numerics,
     tokenizer=tokenizer_lib.load(directory),
+    name=str(name_or_path),
   )

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import dataclasses
 import hashlib
 import math
 import numbers
+import re
+from typing import Any
 
+from seerjax import types
 from seerjax.models import tokenizer as tokenizer_lib
 from seerjax.types import (
   Completion,
@@ -24,6 +27,8 @@ from seerjax.types import (
 Known = Callable[[int, int], Rollout | None]
 # Sums of squares over a batch have to stay finite in float32 too.
 MAX_REWARD = 1e15
+# Names of a reward's parts: each is a metric and a flag, too.
+PART_NAME = re.compile(r"[a-z][a-z0-9_]*")
 Generate = Callable[[Sequence[Request]], Iterable[Completion]]
 
 
@@ -40,6 +45,8 @@ class RolloutConfig:
     min_p: 0 drops none.
     max_tokens: most generated tokens of a rollout.
     stop_strings: a rollout's text ends before the first of these.
+    reward_weights: by name, how many times a part of a verdict counts in its reward
+      (`types.weighted_sum`); a part that is not named counts once.
   """
 
   groups_per_step: int = 32
@@ -50,6 +57,7 @@ class RolloutConfig:
   min_p: float = 0.0
   max_tokens: int = 256
   stop_strings: tuple[str, ...] = ()
+  reward_weights: Mapping[str, float] = dataclasses.field(default_factory=dict, hash=False)
 
   def __post_init__(self):
     if self.groups_per_step < 1 or self.group_size < 2:
@@ -58,6 +66,7 @@ class RolloutConfig:
         " expected at least 1 and 2 (a group's advantages compare its members); 32 and 8 are usual."
       )
     self.sampling(())  # Refuses, field by field, what no request may ask for.
+    check_weights(self.reward_weights)
 
   def sampling(self, stop_token_ids: Sequence[int]) -> SamplingParams:
     """Returns the parameters of every request."""
@@ -70,6 +79,35 @@ class RolloutConfig:
       stop_token_ids=tuple(stop_token_ids),
       stop_strings=self.stop_strings,
     )
+
+
+def check_weights(weights: Mapping[str, float]) -> None:
+  """Refuses weights that no part of a verdict can have.
+
+  Raises:
+    ValueError: naming the part, its weight and what is expected.
+  """
+  if not isinstance(weights, Mapping):
+    raise ValueError(
+      f"RolloutConfig.reward_weights: got {weights!r} ({type(weights).__name__}), expected a"
+      ' mapping of names to numbers; write {"format": 0.2}.'
+    )
+  for name, weight in weights.items():
+    if not isinstance(name, str) or not PART_NAME.fullmatch(name):
+      raise ValueError(
+        f"RolloutConfig.reward_weights: got the name {name!r}, expected lower-case letters, digits"
+        " and underscores, a letter first; name a part of the task's verdicts."
+      )
+    if not _is_finite(weight):
+      raise ValueError(
+        f"RolloutConfig.reward_weights: got {weight!r} for {name!r}, expected a finite number below"
+        f" {MAX_REWARD:g} in size; 1 counts the part once, 0 logs it alone."
+      )
+
+
+def _is_finite(value: Any) -> bool:
+  is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+  return is_number and abs(float(value)) < MAX_REWARD  # Of NaN this is false too.
 
 
 def request_seed(*numbers: int) -> int:
@@ -240,12 +278,21 @@ def problem_of(task: Task, split: str, index: int) -> Problem:
   return problem
 
 
-def judge(task: Task, problem: Problem, text: str) -> Verdict:
-  """Returns the task's verdict.
+def judge(
+  task: Task, problem: Problem, text: str, weights: Mapping[str, float] | None = None
+) -> Verdict:
+  """Returns the task's verdict; the reward of one with parts is their weighted sum.
+
+  Args:
+    task: judges.
+    problem: that was posed.
+    text: its answer.
+    weights: of parts, as in `RolloutConfig.reward_weights`; every part counts once if None.
 
   Raises:
     ValueError: if the text is none, or the task raises, exits, gives no `Verdict`, or rewards with
-      anything but a finite number below `MAX_REWARD`; names the problem.
+      anything but a finite number below `MAX_REWARD`; names the problem. If parts are no finite
+      numbers by name, their sum is another than the task's reward, or a weight names none of them.
   """
   if not isinstance(text, str):
     raise ValueError(
@@ -266,6 +313,9 @@ def judge(task: Task, problem: Problem, text: str) -> Verdict:
       f" text {text[:80]!r}, expected a Verdict; mend the task and resume: what was judged before"
       " is kept."
     )
+  if verdict.parts or weights:
+    where = f"{task.name}, problem {problem.problem_id!r}, text {text[:80]!r}"
+    verdict = _weighted(verdict, weights or {}, where)
   reward = verdict.reward
   # Of NaN this is false too.
   if not isinstance(reward, numbers.Real) or not abs(reward) < MAX_REWARD:
@@ -276,6 +326,36 @@ def judge(task: Task, problem: Problem, text: str) -> Verdict:
       " and resume: what was judged before is kept."
     )
   return verdict
+
+
+def _weighted(verdict: Verdict, weights: Mapping[str, float], where: str) -> Verdict:
+  """Returns a verdict with the weighted sum of its parts as its reward; see `judge`."""
+  parts = verdict.parts
+  if not isinstance(parts, Mapping) or not all(
+    isinstance(name, str) and PART_NAME.fullmatch(name) and _is_finite(value)
+    for name, value in parts.items()
+  ):
+    raise ValueError(
+      f"{where}: got the parts {parts!r}, expected finite numbers below {MAX_REWARD:g} in size by"
+      " names of lower-case letters, digits and underscores; mend the task and resume: what was"
+      " judged before is kept."
+    )
+  if unknown := sorted(set(weights) - set(parts)):
+    raise ValueError(
+      f"RolloutConfig.reward_weights: got weights of {unknown} for a verdict with the parts"
+      f" {sorted(parts)} ({where}), expected every weighted part in every verdict; correct the"
+      " name, or drop the weight."
+    )
+  plain = types.weighted_sum(parts, {})
+  if not math.isclose(verdict.reward, plain, rel_tol=1e-6, abs_tol=1e-9):
+    raise ValueError(
+      f"{where}: got reward {verdict.reward!r} beside parts that sum to {plain!r}, expected that"
+      " sum (a run weights parts by RolloutConfig.reward_weights); write Verdict.of_parts(parts,"
+      " ...), which sums them."
+    )
+  reward = types.weighted_sum(parts, weights)
+  plain_parts = {name: float(parts[name]) for name in sorted(parts)}
+  return dataclasses.replace(verdict, reward=reward, parts=plain_parts)
 
 
 def sample_groups(
@@ -326,7 +406,7 @@ def sample_groups(
         finished[group, member] = rollout
   for completion in whole(generate([request for *_, request in places.values()])):
     group, member, problem, request = places[completion.request_id]
-    verdict = judge(task, problem, completion.text)
+    verdict = judge(task, problem, completion.text, config.reward_weights)
     rollout = Rollout(request=request, completion=completion, verdict=verdict)
     finished[group, member] = rollout
     on_rollout(group, member, problem, rollout)

@@ -118,7 +118,8 @@ def to_record(rollout: Rollout) -> dict[str, Any]:
       "correct": bool(verdict.correct),
       "well_formed": bool(verdict.well_formed),
       "answer": verdict.answer,
-    },
+    }
+    | ({"parts": {k: _number(v) for k, v in verdict.parts.items()}} if verdict.parts else {}),
   }
 
 
@@ -141,6 +142,7 @@ def from_record(record: Mapping[str, Any]) -> Rollout:
       correct=verdict["correct"],
       well_formed=verdict["well_formed"],
       answer=verdict["answer"],
+      parts={name: float(value) for name, value in verdict.get("parts", {}).items()},
     ),
   )
 

@@ -11,7 +11,7 @@ from absl import logging
 
 from seerjax import agreement, checkpoint, metrics
 from seerjax.rollout import journal as journal_lib, trace as trace_lib
-from seerjax.run import stored_settings
+from seerjax.run import evaluation, stored_settings
 from seerjax.run.config import RunConfig
 
 
@@ -143,9 +143,52 @@ def missing_records(
   return sentences
 
 
-def accuracy_at(directory: pathlib.Path, step: int) -> dict[str, float]:
-  """Reads the evaluation after a step back; empty if there was none or it was not finished."""
-  path = directory / metrics.FILE_NAME
+def accuracy_at(
+  directory: pathlib.Path, step: int, room: str = evaluation.ROOM
+) -> dict[str, float]:
+  """Reads the evaluation after a step back; empty if there was none or it was not finished.
+
+  Args:
+    directory: of the run.
+    step: after which it was made.
+    room: of its metrics; see `evaluation.tasks_by_room`.
+  """
+  path, start = directory / metrics.FILE_NAME, f"{room}/"
   rows = [row for row in metrics.read(path) if row["step"] == step] if path.is_file() else []
   named = [(name, value) for row in rows for name, value in row.items()]
-  return {name.removeprefix("heldout/"): v for name, v in named if name.startswith("heldout/")}
+  return {name.removeprefix(start): value for name, value in named if name.startswith(start)}
+
+
+def best_step(directory: pathlib.Path, metric: str, step: int) -> tuple[int, float] | None:
+  """Returns the step whose evaluation has the highest `metric`, and that; of equals the earliest.
+
+  A step counts if its checkpoint is there, or if it is `step`, the run's last whole one.
+
+  Args:
+    directory: of the run.
+    metric: its name in metrics.jsonl.
+    step: whose evaluation was made last, if it was.
+
+  Returns:
+    (step, value); None if no such step was evaluated.
+
+  Raises:
+    ValueError: if the evaluation after `step` has no such metric, naming those that it has.
+  """
+  path = directory / metrics.FILE_NAME
+  rows = metrics.read(path) if path.is_file() else []
+  found = {row["step"]: float(row[metric]) for row in rows if metric in row}
+  evaluated = sorted(
+    name for row in rows if row["step"] == step for name in row if evaluation.METRIC.fullmatch(name)
+  )
+  if evaluated and step not in found:
+    raise ValueError(
+      f"EvaluationConfig.best: got {metric!r}, expected a metric of the evaluation after step"
+      f" {step}: {', '.join(evaluated)}; name one of them."
+    )
+  saved = {*checkpoint.steps(directory / "checkpoints"), step}
+  return max(
+    ((one, value) for one, value in found.items() if one in saved),
+    key=lambda entry: (entry[1], -entry[0]),
+    default=None,
+  )

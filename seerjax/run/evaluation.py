@@ -1,16 +1,21 @@
-"""Held-out accuracy: each problem answered once, by any sampler of completions.
+"""Held-out evaluation: each problem answered by any sampler of completions, and what came of it.
 
-    held-out problems -> one request each -> completions -> verdicts -> fractions
+    held-out problems -> n requests each -> completions -> verdicts -> means with standard errors
 
 Which problems, and which seeds, follow from the run's seed alone, so that evaluations before and
 after learning answer the same ones.
+
+    pass@k of one problem with c of n answers right: 1 - C(n - c, k) / C(n, k)
+
+Source of pass@k: Chen et al. 2021, https://arxiv.org/abs/2107.03374, the unbiased estimator.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 import dataclasses
 import functools
+import re
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,8 +24,13 @@ from seerjax import types
 from seerjax.engine import engine as engine_lib
 from seerjax.models import tokenizer as tokenizer_lib
 from seerjax.rollout import divided, groups, policies
-from seerjax.run import progress as progress_lib, sampling
+from seerjax.run import progress as progress_lib, sampling, summary
+from seerjax.tasks import loading
 from seerjax.types import Completion, Problem, Task, Verdict
+
+# Numbers of the run's own task are metrics of this room; those of a set NAME of `heldout_NAME`.
+ROOM = "heldout"
+METRIC = re.compile(rf"{ROOM}(_[a-z][a-z0-9_]*)?/[a-z0-9_./]+")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,14 +38,24 @@ class EvaluationConfig:
   """What is measured before and after.
 
   Attributes:
-    num_problems: of the held-out split, each answered once.
+    num_problems: of the held-out split, each answered `num_samples` times.
     temperature: 0 is greedy.
     every: steps between two evaluations besides the first and the last; 0 for none.
+    num_samples: answers of each problem; fractions and rewards are means over all of them.
+    pass_at: each k of which pass@k is reported, the chance that one of k answers is right.
+    sets: further tasks that are asked besides the run's own, by name: "TASK" or "TASK=PATH", in the
+      words of `RunConfig.task` and `task_path`. Each has its numbers as `heldout_NAME/...`.
+    best: the metric by which the best checkpoint is kept, of equals the earliest; "" keeps the
+      latest checkpoints alone.
   """
 
   num_problems: int = 1024
   temperature: float = 0.0
   every: int = 0
+  num_samples: int = 1
+  pass_at: tuple[int, ...] = ()
+  sets: Mapping[str, str] = dataclasses.field(default_factory=dict, hash=False)
+  best: str = f"{ROOM}/reward"
 
   def __post_init__(self):
     if self.num_problems < 1 or self.every < 0:
@@ -48,6 +68,34 @@ class EvaluationConfig:
         f"EvaluationConfig.temperature: got {self.temperature}, expected 0 or {types.TEMPERATURES};"
         " 0 is greedy, 1 samples as it is trained."
       )
+    if self.num_samples < 1:
+      raise ValueError(
+        f"EvaluationConfig.num_samples: got {self.num_samples}, expected at least 1; 1 is usual, 16"
+        " for pass@8."
+      )
+    if self.num_samples > 1 and self.temperature == 0:
+      raise ValueError(
+        f"EvaluationConfig.num_samples: got {self.num_samples} with temperature=0, expected 1 (all"
+        " greedy answers to a problem are equal); set EvaluationConfig.temperature, 1 for example."
+      )
+    for k in self.pass_at:
+      if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= self.num_samples:
+        raise ValueError(
+          f"EvaluationConfig.pass_at: got k={k!r} with num_samples={self.num_samples}, expected"
+          " whole numbers from 1 to num_samples; raise num_samples, twice the largest k is usual."
+        )
+    for name, task in self.sets.items():
+      if not groups.PART_NAME.fullmatch(name) or not isinstance(task, str) or not task:
+        raise ValueError(
+          f"EvaluationConfig.sets: got {name!r}: {task!r}, expected a name of lower-case letters,"
+          " digits and underscores, and the text TASK or TASK=PATH; write"
+          " --config.evaluation.sets.math=math=DIRECTORY."
+        )
+    if self.best and not METRIC.fullmatch(self.best):
+      raise ValueError(
+        f"EvaluationConfig.best: got {self.best!r}, expected a metric of an evaluation, such as"
+        f" {ROOM}/reward, {ROOM}/accuracy or {ROOM}_NAME/pass_at_4, or ''; name one."
+      )
 
 
 class Answer(NamedTuple):
@@ -56,6 +104,23 @@ class Answer(NamedTuple):
   problem: Problem
   completion: Completion
   verdict: Verdict
+
+
+def load_sets(config: EvaluationConfig) -> dict[str, Task]:
+  """Returns the tasks of `EvaluationConfig.sets`, by name.
+
+  Raises:
+    ValueError: naming the set whose task cannot be loaded.
+    FileNotFoundError: if a task's file is not there.
+  """
+  found: dict[str, Task] = {}
+  for name, text in config.sets.items():
+    task, _, path = text.partition("=")
+    try:
+      found[name] = loading.load(task, path=path or None)
+    except ValueError as error:
+      raise ValueError(f"EvaluationConfig.sets.{name}: {error}") from error
+  return found
 
 
 def evaluate(
@@ -67,43 +132,73 @@ def evaluate(
   max_tokens: int,
   seed: int,
   stop_strings: tuple[str, ...] = (),
+  reward_weights: Mapping[str, float] | None = None,
 ) -> dict[str, float]:
-  """Returns held-out accuracy: fractions of problems, and the accuracy's standard error.
+  """Returns held-out accuracy and mean reward, with standard errors.
 
   Args:
-    config: how many problems, at which temperature.
+    config: how many problems, how many answers of each, at which temperature.
     generate: requests to completions, in any order.
     task: poses and judges.
     tokenizer: of the policy.
     max_tokens: most generated tokens of an answer.
     seed: of the run.
     stop_strings: an answer ends before the first of these.
+    reward_weights: as in `RolloutConfig`.
 
   Returns:
-    accuracy, standard_error, well_formed (an answer could be read), ended (by itself),
-    accuracy_well_formed (correct among well-formed), length (mean tokens).
+    accuracy, standard_error, reward, reward_standard_error, well_formed (an answer could be read),
+    ended (by itself), accuracy_well_formed (correct among well-formed), length (mean tokens);
+    pass_at_K and pass_at_K_standard_error; part/NAME, the mean of a part of the reward. Problems
+    are independent, the answers to one are not: errors are those of the problems' means.
 
   Raises:
     ValueError: if the task has no held-out problem or cannot judge, or an error ended a request.
   """
-  answers = list(
-    _answers(
-      config, config.num_problems, generate=generate, task=task, tokenizer=tokenizer,
-      max_tokens=max_tokens, seed=seed, stop_strings=stop_strings,
-    )
+  found = _answers(
+    config, config.num_problems, config.num_samples, generate=generate, task=task,
+    tokenizer=tokenizer, max_tokens=max_tokens, seed=seed, stop_strings=stop_strings,
+    reward_weights=reward_weights,
   )  # fmt: skip
-  correct = np.asarray([one.verdict.correct for one in answers], np.float64)
-  formed = np.asarray([one.verdict.well_formed for one in answers], np.float64)
-  ended = [one.completion.finish_reason == "stop" for one in answers]
-  lengths = [len(one.completion.tokens) for one in answers]
-  return dict(
-    accuracy=float(correct.mean()),
-    standard_error=float(correct.std() / np.sqrt(len(answers))),
+  # In the order of the problems, so that no sum depends on who finishes first.
+  answers = [answer for _, answer in sorted(found, key=lambda placed: placed[0])]
+  verdicts = [one.verdict for one in answers]
+  by_problem = lambda values: np.asarray(values, np.float64).reshape(-1, config.num_samples)
+  correct = by_problem([verdict.correct for verdict in verdicts])
+  formed = by_problem([verdict.well_formed for verdict in verdicts])
+  accuracy, error = _mean(correct.mean(axis=1))
+  reward, reward_error = _mean(by_problem([one.reward for one in verdicts]).mean(axis=1))
+  numbers = dict(
+    accuracy=accuracy,
+    standard_error=error,
+    reward=reward,
+    reward_standard_error=reward_error,
     well_formed=float(formed.mean()),
-    ended=float(np.mean(ended)),
+    ended=float(np.mean([one.completion.finish_reason == "stop" for one in answers])),
     accuracy_well_formed=float(correct.sum() / max(formed.sum(), 1.0)),
-    length=float(np.mean(lengths)),
+    length=float(np.mean([len(one.completion.tokens) for one in answers])),
   )
+  num_correct = correct.sum(axis=1).astype(int).tolist()
+  for k in config.pass_at:
+    chances = [pass_at(k, config.num_samples, count) for count in num_correct]
+    numbers[f"pass_at_{k}"], numbers[f"pass_at_{k}_standard_error"] = _mean(np.asarray(chances))
+  return numbers | summary.part_means(verdicts)
+
+
+def pass_at(k: int, num_samples: int, num_correct: int) -> float:
+  """Returns the unbiased estimate that one of k answers is right, of so many samples of a problem.
+
+  It is 1 - C(n - c, k) / C(n, k), as a product of k factors at most, so that nothing overflows.
+  """
+  failing = 1.0
+  for place in range(num_samples - num_correct + 1, num_samples + 1):
+    failing *= max(1.0 - k / place, 0.0)
+  return 1.0 - failing
+
+
+def _mean(values: np.ndarray) -> tuple[float, float]:
+  """Returns the mean of f64[n] and its standard error."""
+  return float(values.mean()), float(values.std() / np.sqrt(len(values)))
 
 
 def first_answer(
@@ -115,11 +210,12 @@ def first_answer(
   max_tokens: int,
   seed: int,
   stop_strings: tuple[str, ...] = (),
+  reward_weights: Mapping[str, float] | None = None,
 ) -> Answer:
-  """Returns the answer to the first problem that `evaluate` asks, to the same bits; see there."""
-  (answer,) = _answers(
-    config, 1, generate=generate, task=task, tokenizer=tokenizer,
-    max_tokens=max_tokens, seed=seed, stop_strings=stop_strings,
+  """Returns the first answer to the first problem of `evaluate`, to the same bits; see there."""
+  ((_, answer),) = _answers(
+    config, 1, 1, generate=generate, task=task, tokenizer=tokenizer, max_tokens=max_tokens,
+    seed=seed, stop_strings=stop_strings, reward_weights=reward_weights,
   )  # fmt: skip
   return answer
 
@@ -127,6 +223,7 @@ def first_answer(
 def _answers(
   config: EvaluationConfig,
   most: int,
+  num_samples: int,
   *,
   generate: groups.Generate,
   task: Task,
@@ -134,33 +231,56 @@ def _answers(
   max_tokens: int,
   seed: int,
   stop_strings: tuple[str, ...],
-) -> Iterator[Answer]:
-  """Yields answers to the first problems of the seed's order, as they finish."""
+  reward_weights: Mapping[str, float] | None,
+) -> Iterator[tuple[tuple[int, int], Answer]]:
+  """Yields ((place, sample), answer) of the first problems of the seed's order, as they finish."""
   num_problems = groups.num_problems(task, "heldout")
   count = min(most, num_problems)
   one = groups.RolloutConfig(
-    temperature=config.temperature, max_tokens=max_tokens, stop_strings=stop_strings
+    group_size=max(num_samples, 2),
+    temperature=config.temperature,
+    max_tokens=max_tokens,
+    stop_strings=stop_strings,
   )
   problems, requests = {}, []
   for place in range(count):
     index = groups.problem_index(place, num_problems, seed)
     problem = groups.problem_of(task, "heldout", index)
-    request = groups.group_requests(
+    asked = groups.group_requests(
       problem, group=place, step=-1, config=one, tokenizer=tokenizer, seed=seed
-    )[0]
-    problems[request.request_id] = problem
-    requests.append(request)
+    )[:num_samples]
+    problems |= {request.request_id: problem for request in asked}
+    requests += asked
   for completion in groups.whole(generate(requests)):
     problem = problems[completion.request_id]
-    yield Answer(problem, completion, groups.judge(task, problem, completion.text))
+    _, place, sample = groups.place_of(completion.request_id)
+    verdict = groups.judge(task, problem, completion.text, reward_weights)
+    yield (place, sample), Answer(problem, completion, verdict)
 
 
-def describe(accuracy: dict[str, float]) -> str:
+def describe(numbers: Mapping[str, float]) -> str:
   """Returns one line for people."""
-  return (
-    f"{accuracy['accuracy']:.1%} correct (standard error {accuracy['standard_error']:.1%}),"
-    f" {accuracy['accuracy_well_formed']:.1%} of the well-formed {accuracy['well_formed']:.1%},"
-    f" {accuracy['ended']:.1%} ended by themselves, {accuracy['length']:.1f} tokens on average"
+  reward, half = numbers["reward"], 1.96 * numbers["reward_standard_error"]
+  passes = [
+    f"{value:.1%} pass@{name.removeprefix('pass_at_')}"
+    for name, value in numbers.items()
+    if re.fullmatch(r"pass_at_\d+", name)
+  ]
+  parts = [
+    f"{name.removeprefix('part/')} {value:.3g}"
+    for name, value in numbers.items()
+    if name.startswith("part/")
+  ]
+  return ", ".join(
+    (
+      f"mean reward {reward:.4g} (95 % interval {reward - half:.4g} to {reward + half:.4g})",
+      *([f"parts {' and '.join(parts)}"] if parts else []),
+      f"{numbers['accuracy']:.1%} correct (standard error {numbers['standard_error']:.1%})",
+      *passes,
+      f"{numbers['accuracy_well_formed']:.1%} of the well-formed {numbers['well_formed']:.1%}",
+      f"{numbers['ended']:.1%} ended by themselves",
+      f"{numbers['length']:.1f} tokens on average",
+    )
   )
 
 
@@ -171,7 +291,7 @@ class Evaluator:
   Attributes:
     config: how many problems, at which temperature.
     engine: with its tokenizer.
-    task: poses and judges.
+    tasks: that pose and judge, by the room of their metrics: the run's own is `ROOM`'s.
     rollout: what an answer may be.
     policy: of scheduling.
     seed: of the run.
@@ -180,30 +300,36 @@ class Evaluator:
 
   config: EvaluationConfig
   engine: engine_lib.Engine
-  task: Task
+  tasks: Mapping[str, Task]
   rollout: groups.RolloutConfig
   policy: policies.SchedulerConfig
   seed: int
   progress: progress_lib.Progress
 
-  def accuracy(self) -> dict[str, float]:
-    """Returns held-out accuracy; see `evaluate`."""
+  def accuracy(self, room: str = ROOM) -> dict[str, float]:
+    """Returns what `evaluate` says of a room's task."""
     run = divided.DividedRollout(self.engine, self.policy).run
     num_tokens = lambda: self.engine.counters.sampled_tokens
     watched = functools.partial(sampling.watched, self.progress, "evaluating", num_tokens, run)
-    return evaluate(self.config, generate=watched, **self._asked())
+    return evaluate(self.config, generate=watched, **self._asked(room))
 
   def answer(self) -> Answer:
     """Returns the answer to the first held-out problem; see `first_answer`."""
     run = divided.DividedRollout(self.engine, self.policy).run
-    return first_answer(self.config, generate=run, **self._asked())
+    return first_answer(self.config, generate=run, **self._asked(ROOM))
 
-  def _asked(self) -> dict[str, Any]:
+  def _asked(self, room: str) -> dict[str, Any]:
     assert self.engine.tokenizer is not None
     return dict(
-      task=self.task,
+      task=self.tasks[room],
       tokenizer=self.engine.tokenizer,
       max_tokens=self.rollout.max_tokens,
       seed=self.seed,
       stop_strings=self.rollout.stop_strings,
+      reward_weights=self.rollout.reward_weights,
     )
+
+
+def tasks_by_room(task: Task, sets: Mapping[str, Task]) -> dict[str, Task]:
+  """Returns the tasks of an evaluation by the rooms of their metrics, the run's own first."""
+  return {ROOM: task} | {f"{ROOM}_{name}": one for name, one in sets.items()}

@@ -221,6 +221,12 @@ def load_policy(name: str, numerics: numerics_lib.NumericsConfig) -> Policy:
   return Policy(model, params, tokenizer_lib.load(directory))
 
 
+def policy_of(model: loading.Model) -> Policy:
+  """Returns a loaded model as what learns: its weights in f32, with a list of layers."""
+  params = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), parameters.unstacked(model.params))
+  return Policy(model.config, params, model.tokenizer)
+
+
 def ignored_settings(tokenizer: tokenizer_lib.Tokenizer) -> str:
   """Returns one line on what a model's directory asks for in vain."""
   return (

@@ -39,6 +39,8 @@ from seerjax.run import (
 )
 from seerjax.trainer import state as state_lib
 
+# Names the step of the best checkpoint, by which metric it is, and the metric's value.
+BEST_FILE_NAME = "best_checkpoint.json"
 # Of a checkpoint's parts, none.
 NO_PARTS: Mapping[str, Any] = {}
 # Returns what a checkpoint holds besides arrays, as JSON; asked when one is due.
@@ -93,6 +95,7 @@ class Session:
     self._parts: Mapping[str, Any] = NO_PARTS
     self._host_state: HostState = dict
     self._saved_at = 0.0
+    self._best: int | None = None  # The step of the best checkpoint, which is kept.
 
   def __enter__(self) -> Session:
     with contextlib.ExitStack() as stack:
@@ -281,6 +284,32 @@ class Session:
       self.save()
       self._saved_at = time.monotonic()
 
+  def keep_best(self, metric: str) -> None:
+    """Keeps the checkpoint of the best evaluation so far, and saves it if it is the last step's.
+
+    Which one that is follows from metrics.jsonl alone (`directory.best_step`), so that a resumed
+    run keeps the same one. `best_checkpoint.json` names it.
+
+    Args:
+      metric: by which evaluations are compared, the higher the better; "" keeps none.
+
+    Raises:
+      ValueError: if the last evaluation has no such metric.
+    """
+    if not metric:
+      return
+    found = agreement.from_first(
+      lambda: directory_lib.best_step(self.directory, metric, self.step)
+    )
+    if found is None:
+      return
+    self._best, value = found
+    if self._best == self.step:
+      self.save()
+    metrics.write_summary(
+      self.directory / BEST_FILE_NAME, {"step": self._best, "metric": metric, "value": value}
+    )
+
   def save(self) -> None:
     """Saves the last whole step, if it is not saved yet."""
     directory = self.directory / "checkpoints"
@@ -297,6 +326,7 @@ class Session:
         # Each process of a slice has them whole; the first one's are written.
         parts=self._parts if jax.process_count() == 1 else jax.device_get(self._parts),
         keep_latest=self._keep_checkpoints,
+        keep_steps=() if self._best is None else (self._best,),
       )
 
   def _stopped(self, kind: Any, error: BaseException | None, trace: Any) -> None:

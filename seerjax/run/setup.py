@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 import contextlib
 import dataclasses
+import os
+from typing import Any
 
 import optax
 
 from seerjax import metrics, numerics as numerics_lib
 from seerjax.engine import engine as engine_lib
 from seerjax.engine.kv import pool as kv_pool_lib, stores
-from seerjax.models import parameters
+from seerjax.models import config as model_config, parameters
 from seerjax.models.loading import Model
 from seerjax.rollout import groups as groups_lib, journal as journal_lib
 from seerjax.run import (
@@ -25,6 +27,7 @@ from seerjax.run import (
   programs as programs_lib,
   session as session_lib,
   slices,
+  summary,
   workers as workers_lib,
 )
 from seerjax.run.config import RunConfig
@@ -65,7 +68,7 @@ class Setup:
     journal: open.
     drafts: of the engine's drafter.
     workers: that sample the steps in the engine's place; None if it does.
-    asked: asks the engine held-out problems.
+    asked: asks the engine held-out problems, of the run's task and of other sets.
     state: of a new run or of the latest checkpoint.
     base: of `programs.base_weights`.
     before: held-out accuracy before the first step, empty if it was not measured yet.
@@ -85,6 +88,45 @@ class Setup:
   before: dict[str, float]
 
 
+def opened(
+  config: RunConfig, model: str | os.PathLike[str] | Model | Policy
+) -> tuple[RunConfig, Policy]:
+  """Returns the config with what a model decides of it, and the model as what learns.
+
+  Raises:
+    ValueError: if config and model name two models, or two kinds of numerics; for what is no model.
+    FileNotFoundError: if there is no such directory, or the Hub does not give it.
+    ImportError: if a Hub id is given and `huggingface_hub` is not installed.
+  """
+  if isinstance(model, Policy):
+    return config, model
+  if not isinstance(model, str | os.PathLike | Model):
+    raise ValueError(
+      f"train.model: got {type(model).__name__}, expected what seerjax.load_model returns, a name,"
+      " a directory or a Hub id; pass 'nano', for example."
+    )
+  name = model.name if isinstance(model, Model) else os.fspath(model)
+  if name and config.model not in (RunConfig().model, name):
+    raise ValueError(
+      f"RunConfig.model: got {config.model!r} and the model {name!r}, expected one of them; leave"
+      " RunConfig.model out."
+    )
+  config = dataclasses.replace(config, model=name or config.model)
+  if not isinstance(model, Model):
+    return config, policy_lib.load_policy(name, config.numerics)
+  if config.numerics == RunConfig().numerics:
+    config = dataclasses.replace(config, numerics=model.numerics)
+  wanted = dataclasses.asdict(model_config.numerics_for(model.config, config.numerics))
+  found = dataclasses.asdict(model.numerics)
+  if differing := [field for field in wanted if wanted[field] != found[field]]:
+    both = [f"{field}={wanted[field]!r} (the model: {found[field]!r})" for field in differing]
+    raise ValueError(
+      f"RunConfig.numerics: got {', '.join(both)}, expected those of the loaded model; write"
+      " load_model(name, config.numerics), or leave RunConfig.numerics out."
+    )
+  return config, policy_lib.policy_of(model)
+
+
 def set_up(
   run: session_lib.Session,
   config: RunConfig,
@@ -94,9 +136,12 @@ def set_up(
   loss: step_lib.PolicyLoss,
   optimizer: optax.GradientTransformation | None,
   *,
+  sets: Mapping[str, Task],
   resume: bool,
 ) -> Setup:
   """Returns what the loop begins with; the arguments are those of `rl.train`.
+
+  `sets` are all further tasks of evaluations, by name.
 
   Raises:
     ValueError: for settings, programs or a task that cannot work, before the journal is begun.
@@ -114,6 +159,8 @@ def set_up(
     )
   for split in ("train", "heldout"):
     groups_lib.num_problems(task, split)  # Refuses none.
+  for one in sets.values():
+    groups_lib.num_problems(one, "heldout")
   fingerprint = numerics_lib.fingerprint(config.numerics, config.trainer.remat)
   if programs is None:
     programs = programs_lib.make_programs(config, policy.model, loss=loss, optimizer=optimizer)
@@ -160,8 +207,9 @@ def set_up(
   if line := drafts.restore(run.restored_part):
     progress.say(line)
   asked = evaluation.Evaluator(
-    config.evaluation, engine, task, config.rollout, config.scheduler, config.seed, progress
-  )
+    config.evaluation, engine, evaluation.tasks_by_room(task, sets), config.rollout,
+    config.scheduler, config.seed, progress,
+  )  # fmt: skip
   assert run.journal is not None
   workers = workers_lib.opened(
     dataclasses.replace(config, engine=engine.config), policy.model, policy.require_tokenizer(),
@@ -205,12 +253,41 @@ def ends(
 def accuracy_after(
   step: int, run: session_lib.Session, asked: evaluation.Evaluator
 ) -> dict[str, float]:
-  """Returns held-out accuracy after a step; what a run that was stopped since found is read."""
-  if found := directory_lib.accuracy_at(run.directory, step):
+  """Returns held-out accuracy after a step, and keeps the best checkpoint of all evaluations.
+
+  Every set is asked, the run's own task first, whose numbers are returned. What a run that was
+  stopped since had found is read.
+  """
+  numbers = [_asked_in(room, step, run, asked) for room in asked.tasks]
+  run.keep_best(asked.config.best)
+  return numbers[0]
+
+
+def _asked_in(
+  room: str, step: int, run: session_lib.Session, asked: evaluation.Evaluator
+) -> dict[str, float]:
+  """Returns the numbers of one set's evaluation after a step, read if they are there."""
+  if found := directory_lib.accuracy_at(run.directory, step, room):
     return found
   when = {run.num_steps: "after", 0: "before"}.get(step, f"after step {step}")
-  run.progress.say(f"held-out accuracy on {asked.config.num_problems} problems, {when}:")
-  found = asked.accuracy()
-  run.writer.write(step, {f"heldout/{name}": value for name, value in found.items()})
+  of_set = "" if room == evaluation.ROOM else f" of {room.removeprefix(f'{evaluation.ROOM}_')}"
+  run.progress.say(
+    f"held-out accuracy on {asked.config.num_problems} problems{of_set}, {when}:"
+  )
+  found = asked.accuracy(room)
+  run.writer.write(step, {f"{room}/{name}": value for name, value in found.items()})
   run.progress.say(f"  {evaluation.describe(found)}")
   return found
+
+
+def sets_gained(
+  run: session_lib.Session, asked: evaluation.Evaluator
+) -> dict[str, dict[str, Any]]:
+  """Returns what accuracy and reward of each further set were before and are after the run."""
+  return {
+    room.removeprefix(f"{evaluation.ROOM}_"): summary.gains(before, after)
+    for room in asked.tasks
+    if room != evaluation.ROOM
+    if (before := directory_lib.accuracy_at(run.directory, 0, room))
+    and (after := directory_lib.accuracy_at(run.directory, run.step, room))
+  }

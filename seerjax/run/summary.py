@@ -12,7 +12,7 @@ import numpy as np
 
 from seerjax import metrics
 from seerjax.run import energy
-from seerjax.types import RolloutGroup
+from seerjax.types import RolloutGroup, Verdict
 
 
 def of_rollouts(groups: Sequence[RolloutGroup]) -> dict[str, float]:
@@ -28,6 +28,19 @@ def of_rollouts(groups: Sequence[RolloutGroup]) -> dict[str, float]:
     "rollout/informative_groups": float(np.mean(spread)),
     "rollout/length_mean": float(lengths.mean()),
     "rollout/length_p99": float(np.quantile(lengths, 0.99)),
+  } | {
+    f"rollout/{name}": mean for name, mean in part_means([r.verdict for r in rollouts]).items()
+  }
+
+
+def part_means(verdicts: Sequence[Verdict]) -> dict[str, float]:
+  """Returns "part/NAME" -> the mean of a part over the verdicts that have it, unweighted."""
+  names = sorted({name for verdict in verdicts for name in verdict.parts})
+  return {
+    f"part/{name}": float(
+      np.mean([one.parts[name] for one in verdicts if name in one.parts], dtype=np.float64)
+    )
+    for name in names
   }
 
 
@@ -35,9 +48,6 @@ def of_run(
   before: dict[str, float], after: dict[str, float], rows: Sequence[dict[str, Any]]
 ) -> dict[str, Any]:
   """Returns the numbers of summary.json that come from accuracies and metrics."""
-  gain = after["accuracy"] - before["accuracy"]
-  # The two evaluations answer the same problems; unpaired errors are the wider interval.
-  error = float(np.hypot(after["standard_error"], before["standard_error"]))
 
   def highest(name: str) -> float:
     return max((abs(metrics.decode_number(row[name])) for row in rows), default=0.0)
@@ -50,10 +60,7 @@ def of_run(
   seconds = sum(row["rollout/seconds"] for row in rows)
   sampled = sum(row["rollout/seconds"] * row["rollout/tokens_per_second"] for row in rows)
   return dict(
-    accuracy_before=before["accuracy"],
-    accuracy_after=after["accuracy"],
-    gain=gain,
-    gain_interval_95=[gain - 1.96 * error, gain + 1.96 * error],
+    **gains(before, after),
     well_formed_before=before["well_formed"],
     well_formed_after=after["well_formed"],
     accuracy_well_formed_before=before["accuracy_well_formed"],
@@ -68,6 +75,33 @@ def of_run(
     length_mean=mean("rollout/length_mean"),
     length_p99=max((row["rollout/length_p99"] for row in rows), default=0.0),
   )
+
+
+def gains(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, Any]:
+  """Returns accuracy and mean reward before and after, and what they gained, with intervals."""
+
+  def gain(name: str, error_name: str) -> tuple[float, list[float]]:
+    gained = after[name] - before[name]
+    # The two evaluations answer the same problems; unpaired errors are the wider interval.
+    error = float(np.hypot(after[error_name], before[error_name]))
+    return gained, [gained - 1.96 * error, gained + 1.96 * error]
+
+  gained, interval = gain("accuracy", "standard_error")
+  found: dict[str, Any] = dict(
+    accuracy_before=before["accuracy"],
+    accuracy_after=after["accuracy"],
+    gain=gained,
+    gain_interval_95=interval,
+  )
+  if "reward" in before and "reward" in after:  # A run that was begun earlier measured none.
+    gained, interval = gain("reward", "reward_standard_error")
+    found |= dict(
+      reward_before=before["reward"],
+      reward_after=after["reward"],
+      reward_gain=gained,
+      reward_gain_interval_95=interval,
+    )
+  return found
 
 
 class RunClock:

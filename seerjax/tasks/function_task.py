@@ -13,8 +13,10 @@ from typing import Any
 from seerjax.tasks import jsonl, splits
 from seerjax.types import Problem, Verdict
 
+# One number, or the reward's parts by name.
+Judged = float | Mapping[str, float]
 # (prompt, text), or (prompt, text, row) with the prompt's whole row of the file.
-Reward = Callable[[str, str], float] | Callable[[str, str, Mapping[str, Any]], float]
+Reward = Callable[[str, str], Judged] | Callable[[str, str, Mapping[str, Any]], Judged]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -23,8 +25,10 @@ class FunctionTask(splits.Splits):
 
   Attributes:
     name, train, heldout: see `Splits`.
-    reward: (prompt, text) or (prompt, text, row) -> finite float; a completion counts as correct
-      from 1.0 on.
+    reward: (prompt, text) or (prompt, text, row) -> finite float, or a mapping of named parts to
+      finite floats. A completion counts as correct if the reward is 1.0 or more; of parts, if the
+      part "correct" is, and without a part of that name if all of them are. It counts as
+      well-formed unless it has a part "format" below 1.0.
     rows: the whole row of the file, by problem id; read if the reward takes three arguments.
   """
 
@@ -35,22 +39,35 @@ class FunctionTask(splits.Splits):
     """Judges by the reward function.
 
     Raises:
-      ValueError: if the function returns anything but a finite number, naming the prompt. What the
+      ValueError: if the function returns anything but finite numbers, naming the prompt. What the
         function itself raises is passed on: it is the caller's own error.
     """
     row = (self.rows[problem.problem_id],) if takes_row(self.reward) else ()
     reward = self.reward(problem.prompt, text, *row)
-    try:
-      value = math.nan if isinstance(reward, (str, bytes)) else float(reward)
-    except (TypeError, ValueError, OverflowError):
-      value = math.nan
-    if not math.isfinite(value):
+    parts = reward if isinstance(reward, Mapping) else {"": reward}
+    values = {name: _finite(value) for name, value in parts.items()}
+    if not values or None in values.values():
       raise ValueError(
         f"{self.name}: got reward {reward!r} ({type(reward).__name__}) for the prompt"
-        f" {problem.prompt[:200]!r}, expected a finite float; return 0.0 for a text that cannot be"
-        " judged."
+        f" {problem.prompt[:200]!r}, expected a finite float, or a mapping of names to finite"
+        " floats; return 0.0 for a text that cannot be judged."
       )
-    return Verdict(reward=value, correct=value >= 1.0, well_formed=True)
+    found = {name: value for name, value in values.items() if value is not None}
+    if not isinstance(reward, Mapping):
+      return Verdict(reward=found[""], correct=found[""] >= 1.0, well_formed=True)
+    is_correct = min([found["correct"]] if "correct" in found else found.values()) >= 1.0
+    return Verdict.of_parts(
+      found, correct=is_correct, well_formed=found.get("format", 1.0) >= 1.0
+    )
+
+
+def _finite(value: Any) -> float | None:
+  """Returns a number as a float, None if it is no finite number."""
+  try:
+    number = math.nan if isinstance(value, (str, bytes)) else float(value)
+  except (TypeError, ValueError, OverflowError):
+    return None
+  return number if math.isfinite(number) else None
 
 
 def takes_row(reward: Reward) -> bool:
@@ -75,8 +92,9 @@ def function_task(name: str, path: str | os.PathLike[str], reward: Reward) -> Fu
     name: for logs and messages.
     path: JSON lines with "prompt" or "messages" (a conversation, [{"role", "content"}, ...]) and,
       optionally, "answer".
-    reward: (prompt, text) -> finite float; of a conversation, the prompt is the last message of a
-      user. With a third argument it is given the whole row, other columns included.
+    reward: (prompt, text) -> finite float, or named parts; of a conversation, the prompt is the
+      last message of a user. With a third argument it is given the whole row, other columns
+      included.
 
   Raises:
     FileNotFoundError: if there is no such file.

@@ -340,3 +340,63 @@ def test_a_task_without_problems_is_refused():
     groups_lib.num_problems(Answered(), "train")
   with pytest.raises(ValueError, match=r"problem_index: got num_problems=0, expected at least 1"):
     groups_lib.problem_index(0, 0, 0)
+
+
+def of_parts(**parts) -> Verdict:
+  return Verdict.of_parts(parts, correct=False, well_formed=True)
+
+
+@pytest.mark.parametrize(
+  ("parts", "weights", "expected"),
+  [
+    (dict(format=1.0, correct=0.0), {}, 1.0),
+    (dict(format=1.0, correct=1.0), dict(format=0.2), 1.2),
+    (dict(format=1.0, correct=1.0), dict(format=0.2, correct=3), 3.2),
+    (dict(format=1.0, correct=1.0), dict(format=0), 1.0),
+    (dict(length=0.5), dict(length=-2.0), -1.0),
+    # In the order of the names: in that of the mapping, 1.0 would be lost in 1e16.
+    (dict(b=1.0, c=1e14, a=-1e14), {}, (-1e14 + 1.0) + 1e14),
+    (dict(c=0.1, b=0.2, a=0.3), {}, (0.3 + 0.2) + 0.1),
+  ],
+)
+def test_the_reward_is_the_weighted_sum_of_the_parts_in_the_order_of_their_names(
+  parts, weights, expected
+):
+  verdict = groups_lib.judge(Answered(of_parts(**parts)), PROBLEMS[0], "x", weights)
+  assert verdict.reward == expected  # To the bit.
+  assert dict(verdict.parts) == parts and list(verdict.parts) == sorted(parts)
+
+
+@pytest.mark.parametrize(
+  ("reward", "parts", "weights", "message"),
+  [
+    (1.0, {"format": 1.0}, {"fromat": 2}, r"reward_weights: got weights of \['fromat'\] for a ver"),
+    (1.0, {}, {"format": 0.2}, r"got weights of \['format'\] for a verdict with the parts \[\]"),
+    (1.0, {"a": 0.5}, {}, "got reward 1.0 beside parts that sum to 0.5, expected that sum"),
+    *(
+      (1.0, parts, {}, "got the parts .*, expected finite numbers")
+      for parts in [
+        {"Format": 1.0}, {"a b": 1.0}, {"": 1.0}, {1: 1.0}, {"a": "1"}, {"a": float("nan")},
+        {"a": float("-inf")}, {"a": 1e15}, {"a": True}, {"a": None}, [("a", 1.0)], ("a",),
+      ]
+    ),
+  ],
+)
+def test_parts_and_weights_that_cannot_be_are_named(
+  reward, parts, weights, message, unchecked_annotations
+):
+  verdict = Verdict(reward=reward, correct=True, well_formed=True, parts=parts)
+  with pytest.raises(ValueError, match=message):
+    groups_lib.judge(Answered(verdict), PROBLEMS[0], "x", weights)
+
+
+@pytest.mark.parametrize(
+  "weights",
+  [
+    {"Format": 1.0}, {"a b": 1.0}, {"": 1.0}, {"a": float("nan")}, {"a": float("inf")},
+    {"a": "1"}, {"a": None}, {"a": True}, [("a", 1.0)],
+  ],
+)  # fmt: skip
+def test_weights_that_no_part_can_have_are_refused(weights, unchecked_annotations):
+  with pytest.raises(ValueError, match=r"RolloutConfig.reward_weights: got .*, expected "):
+    groups_lib.RolloutConfig(reward_weights=weights)

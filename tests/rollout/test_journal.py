@@ -449,3 +449,14 @@ def test_kill_minus_nine_leaves_every_acknowledged_record(tmp_path):
   with open_journal(tmp_path / "j") as book:
     assert book.keys()[: last + 1] == tuple((0, 0, member) for member in range(last + 1))
     assert_equal(book.lookup(0, 0, last).rollout, make_rollout(length=20000))
+
+
+def test_the_parts_of_a_reward_come_back_and_older_records_have_none():
+  parts = {"correct": 0.1 + 0.2, "format": -0.0}
+  rollout = make_rollout(parts=parts)
+  record = json.loads(json.dumps(journal.to_record(rollout)))
+  assert_equal(journal.from_record(record), rollout)
+  assert record["verdict"]["parts"] == parts
+  del record["verdict"]["parts"]
+  assert not journal.from_record(record).verdict.parts
+  assert "parts" not in journal.to_record(make_rollout())["verdict"]

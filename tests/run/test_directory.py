@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from small_run import assert_equal_bits, rows_of, train
 
-from seerjax import numerics
+from seerjax import checkpoint, metrics, numerics
 from seerjax.reports import run_directory, run_report
 from seerjax.rollout import journal
 from seerjax.run import directory
@@ -97,3 +97,35 @@ def test_records_that_are_gone_are_named_and_end_no_run(whole, stopped_copy, how
   said.clear()
   train(stopped_copy, resume=True, say=said.append, num_steps=5)
   assert sum("expected those of all" in line for line in said) == 2  # Until they are restored.
+
+
+@pytest.mark.parametrize(
+  ("values", "saved", "step", "expected"),
+  [
+    ({0: 0.1, 2: 0.5, 4: 0.3}, (0, 2, 4), 4, (2, 0.5)),
+    ({0: 0.5, 2: 0.5, 4: 0.5}, (0, 2, 4), 4, (0, 0.5)),  # Of equals the earliest.
+    ({0: 0.1, 2: 0.5, 4: 0.5}, (0, 2, 4), 4, (2, 0.5)),
+    ({0: 0.1, 2: 0.5}, (0,), 2, (2, 0.5)),  # The last one is not saved yet.
+    ({0: 0.1, 2: 0.5, 4: 0.3}, (0, 4), 4, (4, 0.3)),  # The best was deleted by hand.
+    ({0: -3.0, 2: -1.5}, (0, 2), 3, (2, -1.5)),
+    ({}, (0,), 0, None),
+  ],
+)
+def test_the_best_step_is_the_highest_of_those_that_are_there(
+  tmp_path, values, saved, step, expected
+):
+  with metrics.Writer(tmp_path, console="off", tensorboard=False) as writer:
+    for at, value in values.items():
+      writer.write(at, {"rollout/reward_mean": 9.0})
+      writer.write(at, {"heldout/reward": value})
+  for at in saved:
+    (tmp_path / "checkpoints" / f"step_{at:08d}").mkdir(parents=True)
+  assert checkpoint.steps(tmp_path / "checkpoints") == saved
+  assert directory.best_step(tmp_path, "heldout/reward", step) == expected
+
+
+def test_a_metric_that_evaluations_do_not_have_is_named(tmp_path):
+  with metrics.Writer(tmp_path, console="off", tensorboard=False) as writer:
+    writer.write(0, {"heldout/reward": 1.0, "heldout_hard/accuracy": 0.5})
+  with pytest.raises(ValueError, match=r"best: got 'heldout/acuracy', expected a metric of the ev"):
+    directory.best_step(tmp_path, "heldout/acuracy", 0)

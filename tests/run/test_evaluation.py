@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import pathlib
 
 import numpy as np
@@ -21,8 +22,9 @@ class Letters:
 
   name = "letters"
 
-  def __init__(self, num_heldout: int = 4):
+  def __init__(self, num_heldout: int = 4, has_parts: bool = False):
     self.num_heldout = num_heldout
+    self.has_parts = has_parts
 
   def num_problems(self, split: str) -> int:
     return {"train": 0, "heldout": self.num_heldout}[split]
@@ -32,12 +34,17 @@ class Letters:
     return Problem(problem_id=str(index), prompt=f"{index}?")
 
   def verdict(self, problem: Problem, text: str) -> Verdict:
-    return Verdict(reward=0.0, correct="a" in text, well_formed=len(text) % 2 == 0)
+    if self.has_parts:
+      parts = {"short": float(len(text) < 3), "letters": float(len(text))}
+      return Verdict.of_parts(parts, correct="a" in text, well_formed=True)
+    reward = 0.5 * ("b" in text and "c" not in text)
+    return Verdict(reward=reward, correct="a" in text, well_formed=len(text) % 2 == 0)
 
 
 def evaluate(
-  seen=None, *, is_reversed=False, seed=0, num_heldout=4, by=evaluation.evaluate, **changes
-):
+  seen=None, *, is_reversed=False, seed=0, num_heldout=4, by=evaluation.evaluate,
+  has_parts=False, reward_weights=None, **changes,
+):  # fmt: skip
   def generate(requests):
     if seen is not None:
       seen.extend(requests)
@@ -58,10 +65,11 @@ def evaluate(
   return by(
     evaluation.EvaluationConfig(**changes),
     generate=generate,
-    task=Letters(num_heldout),
+    task=Letters(num_heldout, has_parts),
     tokenizer=TOKENIZER,
     max_tokens=6,
     seed=seed,
+    reward_weights=reward_weights,
   )
 
 
@@ -79,6 +87,8 @@ def test_fractions_by_hand_whoever_finishes_first(is_reversed):
   assert evaluate(is_reversed=is_reversed) == dict(
     accuracy=0.5,
     standard_error=0.25,  # A fair coin deviates by a half; four throws by a quarter.
+    reward=0.25,  # Of 0, 0.5, 0 and 0.5.
+    reward_standard_error=0.125,
     well_formed=0.75,
     ended=0.75,
     accuracy_well_formed=2 / 3,
@@ -109,6 +119,7 @@ def test_fewer_problems_are_the_first_of_all():
 
 def test_the_line_for_people_says_every_number():
   assert evaluation.describe(evaluate()) == (
+    "mean reward 0.25 (95 % interval 0.005 to 0.495), "
     "50.0% correct (standard error 25.0%), 66.7% of the well-formed 75.0%, 75.0% ended by"
     " themselves, 3.0 tokens on average"
   )
@@ -129,3 +140,78 @@ def test_a_temperature_that_cannot_be_is_refused(temperature):
 def test_a_task_with_nothing_to_measure_on_is_refused():
   with pytest.raises(ValueError, match=r"letters: got 0 problems in split 'heldout', expected at"):
     evaluate(num_heldout=0)
+
+
+@pytest.mark.parametrize("num_samples", [1, 2, 5, 8])
+def test_pass_at_k_is_the_share_of_subsets_with_a_right_answer(num_samples):
+  for num_correct in range(num_samples + 1):
+    answers = [place < num_correct for place in range(num_samples)]
+    for k in range(1, num_samples + 1):
+      subsets = [any(one) for one in itertools.combinations(answers, k)]
+      found = evaluation.pass_at(k, num_samples, num_correct)
+      assert found == pytest.approx(np.mean(subsets), abs=1e-12)
+  # Sums of binomials would overflow.
+  assert evaluation.pass_at(1000, 20_000, 1) == pytest.approx(0.05)
+
+
+def test_several_samples_of_a_problem_are_one_problem_to_the_errors():
+  seen, reversed_too = [], []
+  how = dict(num_problems=2, num_samples=2, pass_at=(1, 2), temperature=1.0)
+  found = evaluate(seen, **how)
+  assert evaluate(reversed_too, is_reversed=True, **how) == found
+  assert [request.request_id for request in seen] == ["-1/0/0", "-1/0/1", "-1/1/0", "-1/1/1"]
+  assert len({request.seed for request in seen}) == 4
+  # The first samples are those of an evaluation with one.
+  alone = []
+  evaluate(alone, num_problems=2, temperature=1.0)
+  assert alone == seen[::2]
+  assert found["accuracy"] == found["pass_at_1"] == 0.5 and found["pass_at_2"] == 1.0
+  assert found["standard_error"] == found["pass_at_2_standard_error"] == 0.0
+  assert found["reward"] == 0.25 and found["reward_standard_error"] == 0.0
+  line = evaluation.describe(found)
+  assert "mean reward 0.25 (95 % interval 0.25 to 0.25), 50.0% correct" in line
+  assert "50.0% pass@1, 100.0% pass@2, " in line
+
+
+def test_parts_are_means_and_weighted_in_the_reward():
+  found = evaluate(has_parts=True, reward_weights={"letters": 0.5})
+  assert found["part/letters"] == 2.25 and found["part/short"] == 0.75
+  assert found["reward"] == 0.5 * 2.25 + 0.75
+  assert "(95 % interval" in evaluation.describe(found)
+  assert "parts letters 2.25 and short 0.75, " in evaluation.describe(found)
+
+
+@pytest.mark.parametrize(
+  ("changes", "message"),
+  [
+    (dict(num_samples=0), r"num_samples: got 0, expected at least 1"),
+    (dict(num_samples=4), r"num_samples: got 4 with temperature=0, expected 1"),
+    (dict(pass_at=(2,)), r"pass_at: got k=2 with num_samples=1, expected whole"),
+    (dict(pass_at=(0,)), r"pass_at: got k=0 with num_samples=1"),
+    (dict(pass_at=(1.0,)), r"pass_at: got k=1.0 with num_samples=1"),
+    (dict(pass_at=(True,)), r"pass_at: got k=True with num_samples=1"),
+    (dict(sets={"Hard": "math"}), r"sets: got 'Hard': 'math', expected a name"),
+    (dict(sets={"hard": ""}), r"sets: got 'hard': '', expected a name"),
+    (dict(sets={"hard": 5}), r"sets: got 'hard': 5, expected a name"),
+    (dict(best="accuracy"), r"best: got 'accuracy', expected a metric of an evaluation"),
+    (dict(best="rollout/reward_mean"), r"best: got 'rollout/reward_mean', expected a metric"),
+  ],
+)
+def test_samples_sets_and_metrics_that_cannot_be_are_refused(
+  changes, message, unchecked_annotations
+):
+  with pytest.raises(ValueError, match=rf"EvaluationConfig.{message}"):
+    evaluation.EvaluationConfig(**changes)
+
+
+def test_sets_are_tasks_by_name_with_their_paths(tmp_path):
+  config = evaluation.EvaluationConfig(sets={"easy": "countdown", "hard": f"gsm8k={tmp_path}"})
+  with pytest.raises((ValueError, FileNotFoundError)):
+    evaluation.load_sets(config)
+  (tmp_path / "test.jsonl").write_text('{"question": "1+1?", "answer": "#### 2"}\n')
+  (tmp_path / "train.jsonl").write_text('{"question": "1+2?", "answer": "#### 3"}\n')
+  found = evaluation.load_sets(config)
+  assert [found["easy"].name, found["hard"].num_problems("heldout")] == ["countdown", 1]
+  unknown = evaluation.EvaluationConfig(sets={"easy": "countdwon"})
+  with pytest.raises(ValueError, match=r"EvaluationConfig.sets.easy: tasks.load: got name 'cou"):
+    evaluation.load_sets(unknown)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 
 from seerjax import tasks
 from seerjax.tasks.function_task import function_task
+from seerjax.types import Verdict
 
 
 def test_a_row_may_be_a_conversation(tmp_path):
@@ -87,3 +89,46 @@ def test_an_unknown_split_or_index_is_refused(outside):
     task.num_problems("test")
   with pytest.raises(ValueError, match="got problem index 2 of split 'train', expected 0 <= index"):
     task.problem("train", 2)
+
+
+def task_of(tmp_path, reward):
+  path = tmp_path / "rows.jsonl"
+  path.write_text(json.dumps(dict(prompt="a?")))
+  return function_task("mine", path, reward)
+
+
+@pytest.mark.parametrize(
+  ("parts", "reward", "correct", "well_formed"),
+  [
+    ({"format": 1.0, "correct": 0.0}, 1.0, False, True),
+    ({"format": 0.0, "correct": 1.0}, 1.0, True, False),
+    ({"correct": 1, "brevity": -0.5}, 0.5, True, True),
+    ({"brevity": 0.5}, 0.5, False, True),
+    ({"brevity": 1.0, "style": 1.0}, 2.0, True, True),
+    ({"brevity": 1.0, "style": 0.9}, 1.9, False, True),
+    ({"correct": np.float32(1)}, 1.0, True, True),
+    ({"correct": np.bool_(True)}, 1.0, True, True),
+  ],
+)
+def test_a_reward_may_have_named_parts(tmp_path, parts, reward, correct, well_formed):
+  task = task_of(tmp_path, lambda prompt, text: parts)
+  verdict = task.verdict(task.problem("train", 0), "x")
+  assert verdict == Verdict.of_parts(
+    {name: float(value) for name, value in parts.items()},
+    correct=correct,
+    well_formed=well_formed,
+  )
+  assert verdict.reward == pytest.approx(reward) and list(verdict.parts) == list(parts)
+
+
+@pytest.mark.parametrize(
+  "said",
+  [
+    {}, {"a": "1"}, {"a": float("nan")}, {"a": float("inf")}, {"a": None}, {"a": [1.0]},
+    {"a": {"b": 1.0}}, {"a": 1.0, "b": b"1"}, None, "1", [1.0],
+  ],
+)  # fmt: skip
+def test_a_reward_that_is_no_number_and_no_numbers_by_name_is_refused(tmp_path, said):
+  task = task_of(tmp_path, lambda prompt, text: said)
+  with pytest.raises(ValueError, match=r"mine: got reward .* for the prompt 'a\?', expected a f"):
+    task.verdict(task.problem("train", 0), "x")

@@ -1,0 +1,40 @@
+"""Evaluates a model directory on a task: accuracy, mean reward, pass@k, with their errors.
+
+Claim: none; a run's own evaluations give the same numbers for the same weights.
+Command: bash launch/local.sh experiments.evaluate --config.model=runs/grpo/model
+  another task:    --config.task=gsm8k --config.task_path=DIRECTORY
+  pass@k:          --config.evaluation.num_samples=8 --config.evaluation.pass_at="(1, 4)" \
+                     --config.evaluation.temperature=1
+  further sets:    --config.evaluation.sets.math=math=DIRECTORY
+Hardware: 2 CPU cores, a minute for nano. The numbers are in --workdir/evaluation.json too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import pathlib
+
+from absl import app, flags, logging
+
+from experiments import configuration
+from seerjax import metrics
+from seerjax.run import command_line, evaluating
+from seerjax.run.evaluating import EvaluateConfig
+
+
+def main(argv: list[str]) -> None:
+  logging.set_verbosity(logging.WARNING)
+  args = flags.FLAGS
+  with command_line.refusals():
+    command_line.check_arguments(argv)
+    config = configuration.from_flags(EvaluateConfig, args.config)
+    found = evaluating.evaluate_model(config, log=functools.partial(print, flush=True))
+    path = pathlib.Path(args.workdir) / "evaluation.json"
+    metrics.write_summary(path, {"config": dataclasses.asdict(config), **found})
+  print(f"numbers  {path}")
+
+
+if __name__ == "__main__":
+  configuration.define_flags(EvaluateConfig(), "runs/evaluate")
+  app.run(main)

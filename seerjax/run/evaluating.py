@@ -1,0 +1,140 @@
+"""Evaluation of any model on any task, without a run: held-out problems, answered and judged.
+
+    model directory --Engine--> answers --task--> numbers of `evaluation.evaluate`, room by room
+
+A run's own evaluations ask the same problems with the same seeds, so that a model which a run wrote
+in float32 gets the numbers that the run found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+import dataclasses
+
+from seerjax import numerics as numerics_lib
+from seerjax.engine import engine as engine_lib
+from seerjax.models import chat_template, loading as model_loading
+from seerjax.models.loading import Model
+from seerjax.rollout import groups, policies
+from seerjax.run import evaluation, policy as policy_lib, progress as progress_lib
+from seerjax.tasks import loading
+from seerjax.types import Task
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EvaluateConfig:
+  """One evaluation. Every field can be set as `--config.field`, nested ones by dots.
+
+  Attributes:
+    model: "nano", a Hugging Face directory (a run's is RUN/model), or a Hub id.
+    task: as in `RunConfig`.
+    task_path: what the task reads, if it reads anything.
+    seed: decides problems and samples.
+    max_tokens: most generated tokens of an answer.
+    stop_strings: an answer ends before the first of these.
+    reward_weights: as in `RolloutConfig`.
+    numerics: what decides bits.
+    engine: sizes of the engine.
+    chat: what every prompt says besides its problem.
+    evaluation: how many problems and answers, and further sets.
+  """
+
+  model: str = "nano"
+  task: str = "word_problems"
+  task_path: str = ""
+  seed: int = 0
+  max_tokens: int = 256
+  stop_strings: tuple[str, ...] = ()
+  reward_weights: Mapping[str, float] = dataclasses.field(default_factory=dict, hash=False)
+  numerics: numerics_lib.NumericsConfig = numerics_lib.NumericsConfig(reduction_shards=0)
+  engine: engine_lib.EngineConfig = engine_lib.EngineConfig()
+  chat: chat_template.ChatConfig = chat_template.ChatConfig()
+  evaluation: evaluation.EvaluationConfig = evaluation.EvaluationConfig()
+
+  def __post_init__(self):
+    if not 0 <= self.seed < 2**63:
+      raise ValueError(
+        f"EvaluateConfig.seed: got {self.seed}, expected 0 <= seed < 2**63; choose a smaller one."
+      )
+    if self.max_tokens > self.engine.max_context - 1:
+      raise ValueError(
+        f"EvaluateConfig.max_tokens: got {self.max_tokens}, expected at most"
+        f" {self.engine.max_context - 1}, because prompt and answer have to fit"
+        f" EngineConfig.max_context={self.engine.max_context}; lower it, or raise that."
+      )
+    self.answers()  # Refuses, field by field, what no answer can be.
+
+  def answers(self) -> groups.RolloutConfig:
+    """Returns what an answer may be, as a run's config has it."""
+    return groups.RolloutConfig(
+      max_tokens=self.max_tokens,
+      stop_strings=self.stop_strings,
+      reward_weights=self.reward_weights,
+    )
+
+
+def evaluate_model(
+  config: EvaluateConfig,
+  *,
+  model: Model | None = None,
+  task: Task | None = None,
+  sets: Mapping[str, Task] | None = None,
+  log: Callable[[str], None] = print,
+) -> dict[str, dict[str, float]]:
+  """Returns a model's numbers on a task and on further sets.
+
+  Args:
+    config: the evaluation.
+    model: in the place of the one that the config names; what `seerjax.load_model` returns.
+    task: in the place of the one that the config names.
+    sets: further tasks by name, besides those of `config.evaluation.sets`.
+    log: receives progress lines, at least one every ten seconds.
+
+  Returns:
+    The numbers of `evaluation.evaluate`: of the task as "heldout", of a set NAME as
+    "heldout_NAME".
+
+  Raises:
+    ValueError: for a model, a task or prompts that will not do, before anything is sampled; for a
+      text that a task cannot judge.
+    FileNotFoundError: if there is no such model or task's file.
+  """
+  if task is None:
+    task = loading.load(config.task, path=config.task_path or None)
+  further = evaluation.load_sets(config.evaluation) | dict(sets or {})
+  with progress_lib.Progress(log) as progress:
+    with progress.phase("reading the model"):
+      model = model_loading.load_model(config.model, config.numerics) if model is None else model
+    if model.tokenizer is None:
+      raise ValueError(
+        "evaluate_model.model: got one without a tokenizer, expected its own, for prompts and"
+        " answers are text; load it with seerjax.load_model."
+      )
+    tokenizer = policy_lib.chatting(model.tokenizer, config.chat)
+    tasks = evaluation.tasks_by_room(task, further)
+    for one in tasks.values():
+      groups.check_prompts(
+        one,
+        "heldout",
+        config.evaluation.num_problems,
+        tokenizer=tokenizer,
+        max_tokens=config.max_tokens,
+        context=min(config.engine.max_context, model.config.max_context),
+        context_name="EngineConfig.max_context, or the model's max_position_embeddings",
+        seed=config.seed,
+      )
+    engine = engine_lib.Engine(
+      dataclasses.replace(model, tokenizer=tokenizer),
+      config=config.engine,
+      key=numerics_lib.key(config.seed),
+    )
+    asked = evaluation.Evaluator(
+      config.evaluation, engine, tasks, config.answers(),
+      policies.LongestGroupFirst(chunk_tokens=128), config.seed, progress,
+    )  # fmt: skip
+    found: dict[str, dict[str, float]] = {}
+    for room, one in tasks.items():
+      found[room] = asked.accuracy(room)
+      progress.say(f"{room} ({one.name}): {evaluation.describe(found[room])}")
+  return found
+
