@@ -93,6 +93,16 @@ def name_entries(values: ml_collections.ConfigDict, config: Any, arguments: Sequ
       inner[parts[-1]] = value
 
 
+def given(arguments: Sequence[str], name: str, default: str) -> str:
+  """Returns the text that a command line gives a flag, the last of several; else the default."""
+  found = default
+  for place, argument in enumerate(arguments):
+    flag, has_value, value = argument.partition("=")
+    if argument.startswith("-") and flag.lstrip("-") == name:
+      found = value if has_value else next(iter(arguments[place + 1 :]), default)
+  return found
+
+
 def define_presets(presets: Mapping[str, Any], workdir: str) -> None:
   """Defines `--preset`, whose values `--config` begins with, the first by default; and the others.
 

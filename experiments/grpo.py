@@ -309,7 +309,9 @@ def run(config: RunConfig, directory: pathlib.Path) -> None:
 
 
 if __name__ == "__main__":
-  configuration.define_flags(run_presets.main_job(), "runs/grpo")
+  # nano's sizes and learning rate are its own: another model begins with others.
+  model = configuration.given(sys.argv[1:], "config.model", RunConfig().model)
+  configuration.define_flags(run_presets.of_model(model), "runs/grpo")
   configuration.define_slice_flags()
   flags.DEFINE_bool("resume", False, "Carry on from the latest checkpoint in --workdir.")
   flags.DEFINE_bool("accept_new_numerics", False, "Resume under another fingerprint.")

@@ -256,7 +256,7 @@ def lowered_gradient(case: Case, mesh: jax.sharding.Mesh) -> Any:
     shape,
     numerics,
     losses.dapo(),
-    step_lib.make_optimizer(step_lib.OptimizerConfig()),
+    step_lib.make_optimizer(step_lib.OptimizerConfig(learning_rate=1e-4)),
     mesh,
     layout.num_pages,
     PAGE,

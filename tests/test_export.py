@@ -132,7 +132,7 @@ def train_step(model, mesh):
     model,
     NUMERICS,
     losses.dapo(),
-    step.make_optimizer(step.OptimizerConfig(warmup_steps=2)),
+    step.make_optimizer(step.OptimizerConfig(learning_rate=1e-4, warmup_steps=2)),
     mesh,
     layout.num_pages,
     PAGE_SIZE,

@@ -26,6 +26,8 @@ from seerjax.trainer import entropic, losses, step as step_lib
 FREE_SETTINGS = ("num_steps", "num_workers", "num_instances", "checkpoint_every", "scheduler")
 # Numerics do change bits; but for them the fingerprint speaks, with a flag of its own.
 NOT_COMPARED = (*FREE_SETTINGS, "numerics")
+# Learning rate of the tiny policy, which is trained from nothing.
+TINY_RATE = 3e-3
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -126,7 +128,8 @@ class DiscoverConfig:
     engine: sizes of the engine.
     scheduler: which request's next chunk runs, and where; changes no bit.
     trainer: sizes of the gradient's program.
-    optimizer: the optax chain.
+    optimizer: the optax chain; a learning rate of 0 is `TINY_RATE` of the tiny policy, and the
+      usual one for its size of a language model (`run.learning_rates.usual`).
   """
 
   problem: str = ""
@@ -158,9 +161,7 @@ class DiscoverConfig:
   trainer: TrainerConfig = TrainerConfig(
     rows_per_micro_batch=4096, sequences_per_micro_batch=64
   )
-  optimizer: step_lib.OptimizerConfig = step_lib.OptimizerConfig(
-    learning_rate=3e-3, b2=0.95, max_gradient_norm=1.0
-  )
+  optimizer: step_lib.OptimizerConfig = step_lib.OptimizerConfig(b2=0.95, max_gradient_norm=1.0)
 
   def __post_init__(self):
     least = {
@@ -200,8 +201,12 @@ class DiscoverConfig:
   def run(self, environment: Environment) -> RunConfig:
     """Returns what the parts that this loop shares with `rl` go by."""
     max_tokens = max(self.programs.thinking_tokens, self.programs.answer_tokens)
+    optimizer = self.optimizer
     if self.model == "tiny":
       max_tokens = len(environment_lib.language_of(environment).allowed)
+      optimizer = dataclasses.replace(
+        optimizer, learning_rate=optimizer.learning_rate or TINY_RATE
+      )
     return RunConfig(
       seed=self.seed,
       num_steps=self.num_steps,
@@ -223,7 +228,7 @@ class DiscoverConfig:
       loss=losses.LossConfig(
         algorithm="rloo", clip_low=1.0, clip_high=math.inf, aggregation="sequence_sum"
       ),
-      optimizer=self.optimizer,
+      optimizer=optimizer,
     )
 
 

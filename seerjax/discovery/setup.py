@@ -28,6 +28,7 @@ from seerjax.models.loading import Model
 from seerjax.run import (
   config as config_lib,
   directory as directory_lib,
+  learning_rates,
   memory as memory_lib,
   policy as policy_lib,
   programs as programs_lib,
@@ -97,8 +98,9 @@ def set_up(
     given = directory_lib.as_begun(given, run.directory)
   run_config = config_lib.for_model(given, policy.model)
   config = dataclasses.replace(
-    config, numerics=run_config.numerics, engine=run_config.engine, trainer=run_config.trainer
-  )
+    config, numerics=run_config.numerics, engine=run_config.engine, trainer=run_config.trainer,
+    optimizer=run_config.optimizer,
+  )  # fmt: skip
   if programs is None:
     programs = programs_lib.make_programs(run_config, policy.model)
   elif programs.made_for != programs_lib.key_of(run_config, policy.model):
@@ -162,6 +164,11 @@ def set_up(
   )
   if line := config_lib.chosen(given, run_config):
     run.progress.say(line)
+  warned = learning_rates.warning(
+    run_config.optimizer.learning_rate, policy.model, is_lora=run_config.lora_rank > 0
+  )
+  if warned and config.train:
+    run.progress.say(warned)
   run.progress.say(memory.describe())
   run.progress.say(engine.plan())
   return Setup(

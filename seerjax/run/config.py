@@ -16,7 +16,7 @@ from seerjax.engine import engine as engine_lib, sizes
 from seerjax.engine.kv import pool as kv_pool_lib
 from seerjax.models import chat_template, config as model_config, transformer
 from seerjax.rollout import groups as groups_lib, policies
-from seerjax.run import off_policy
+from seerjax.run import learning_rates, off_policy
 from seerjax.run.evaluation import EvaluationConfig
 from seerjax.run.policy import WeightsConfig
 from seerjax.speculation.config import SpeculationConfig
@@ -185,15 +185,14 @@ class RunConfig:
       )
     most = self.rollout.max_tokens
     # A prompt has one token at least, and the last token of an answer needs no row.
-    room = min(
-      self.engine.max_context - 1, self.trainer.rows_per_micro_batch or self.engine.max_context
-    )
+    rows = self.trainer.rows_per_micro_batch
+    room = min(self.engine.max_context - 1, rows or self.engine.max_context)
     if most > room:
+      and_rows = f" and TrainerConfig.rows_per_micro_batch={rows}" if rows else ""
       raise ValueError(
         f"RolloutConfig.max_tokens: got {most}, expected at most {room}, because prompt and answer"
-        f" have to fit EngineConfig.max_context={self.engine.max_context} and"
-        f" TrainerConfig.rows_per_micro_batch={self.trainer.rows_per_micro_batch}; lower it, or"
-        " raise those."
+        f" have to fit EngineConfig.max_context={self.engine.max_context}{and_rows}; lower it, or"
+        f" raise {'those' if rows else 'that'}."
       )
     if not 0 <= self.trainer.overlong_buffer <= most:
       raise ValueError(
@@ -235,8 +234,25 @@ class RunConfig:
 
 
 def for_model(config: RunConfig, model: model_config.TransformerConfig) -> RunConfig:
-  """Returns the config with what it leaves to the model as the model decides it."""
-  trainer = config.trainer
+  """Returns the config with what it leaves to the model as the model decides it.
+
+  Raises:
+    ValueError: if answers are longer than the model's own context.
+  """
+  if config.rollout.max_tokens >= model.max_context:
+    raise ValueError(
+      f"RolloutConfig.max_tokens: got {config.rollout.max_tokens}, expected at most"
+      f" {model.max_context - 1}, because prompt and answer have to fit the model's own context of"
+      f" {model.max_context} positions (max_position_embeddings in its config.json); lower it (in"
+      " discovery the larger of ProgramConfig.thinking_tokens and answer_tokens), or take a model"
+      " of a longer context."
+    )
+  trainer, optimizer = config.trainer, config.optimizer
+  if not optimizer.learning_rate:
+    rate = learning_rates.usual(
+      learning_rates.num_parameters(model), is_lora=config.lora_rank > 0
+    )
+    optimizer = dataclasses.replace(optimizer, learning_rate=rate)
   rows, sequences = packing.derived_sizes(
     context=min(config.engine.max_context, model.max_context),
     bytes_per_position=2 * model.num_layers * model.num_kv_heads * model.head_dim * 4,
@@ -251,6 +267,7 @@ def for_model(config: RunConfig, model: model_config.TransformerConfig) -> RunCo
     trainer=dataclasses.replace(
       trainer, rows_per_micro_batch=rows, sequences_per_micro_batch=sequences
     ),
+    optimizer=optimizer,
   )
 
 
@@ -265,6 +282,7 @@ def chosen(config: RunConfig, of_model: RunConfig) -> str:
       ("engine.row_buckets", config.engine, of_model.engine),
       ("trainer.rows_per_micro_batch", config.trainer, of_model.trainer),
       ("trainer.sequences_per_micro_batch", config.trainer, of_model.trainer),
+      ("optimizer.learning_rate", config.optimizer, of_model.optimizer),
     )
     for old, new in [(vars(part)[field.partition(".")[2]] for part in (old, new))]
     if old != new
@@ -281,4 +299,5 @@ def chosen_sizes(config: RunConfig) -> dict[str, Any]:
     "row_buckets": list(config.engine.row_buckets),
     "rows_per_micro_batch": config.trainer.rows_per_micro_batch,
     "sequences_per_micro_batch": config.trainer.sequences_per_micro_batch,
+    "learning_rate": config.optimizer.learning_rate,
   }

@@ -51,9 +51,11 @@ def check_directory(directory: pathlib.Path, *, resume: bool) -> None:
 def as_begun(config: RunConfig, directory: pathlib.Path) -> RunConfig:
   """Returns the config of a resume, with what it leaves open as the run's checkpoint has it."""
   begun = checkpoint.read_host_state(directory / "checkpoints").get("sizes", {})
-  # JSON has lists. A run that does not tell its implementation began when "tiled" was the default.
+  # JSON has lists. A run that does not tell its implementation began when "tiled" was the default,
+  # and one that does not tell its learning rate when that was 1e-4.
   begun = {name: tuple(size) if isinstance(size, list) else size for name, size in begun.items()}
   begun.setdefault("implementation", "tiled")
+  begun.setdefault("learning_rate", 1e-4)
 
   def filled(part: Any) -> Any:
     open_fields = {name: begun[name] for name in begun if vars(part).get(name) in (0, (), "auto")}
@@ -64,6 +66,7 @@ def as_begun(config: RunConfig, directory: pathlib.Path) -> RunConfig:
     numerics=filled(config.numerics),
     engine=filled(config.engine),
     trainer=filled(config.trainer),
+    optimizer=filled(config.optimizer),
   )
 
 

@@ -1,11 +1,12 @@
-"""Whole runs by name, whose settings were tried together."""
+"""Whole runs, whose settings go together: nano's, and that of any other model."""
 
 from __future__ import annotations
 
 from seerjax import numerics as numerics_lib
 from seerjax.engine import engine as engine_lib
+from seerjax.models import loading
 from seerjax.rollout import groups
-from seerjax.run.config import RunConfig
+from seerjax.run.config import RunConfig, TrainerConfig
 from seerjax.run.evaluation import EvaluationConfig
 from seerjax.trainer import losses, step as step_lib
 
@@ -28,3 +29,26 @@ def main_job() -> RunConfig:
     # Asked as it is trained: sampled, at the temperature of the rollouts.
     evaluation=EvaluationConfig(num_problems=2048, temperature=1.0),
   )
+
+
+def named_model() -> RunConfig:
+  """Returns what a run of a pretrained model begins with: one device, 128 answers a step.
+
+  The learning rate follows from the model's size and from what learns (`learning_rates.usual`), the
+  tiles from the platform. Nothing of it was tuned.
+  """
+  return RunConfig(
+    num_steps=20,
+    checkpoint_every=10,
+    engine=engine_lib.EngineConfig(max_context=1024),
+    rollout=groups.RolloutConfig(groups_per_step=16, group_size=8, max_tokens=640),
+    trainer=TrainerConfig(remat="layer"),
+    loss=losses.dapo(),
+    optimizer=step_lib.OptimizerConfig(warmup_steps=2),
+    evaluation=EvaluationConfig(num_problems=256, temperature=1.0),
+  )
+
+
+def of_model(name: str) -> RunConfig:
+  """Returns what a run of a model by name begins with: the main job if it is in the package."""
+  return main_job() if name in loading.SHIPPED else named_model()

@@ -21,6 +21,7 @@ from seerjax.run import (
   directory as directory_lib,
   drafter as drafter_lib,
   evaluation,
+  learning_rates,
   memory as memory_lib,
   off_policy,
   policy as policy_lib,
@@ -199,7 +200,12 @@ def set_up(
     kv_pool=kv_pool_lib.KVPool(tiers, stores.open_store(tiers)),
   )
   run.open(sizes=config_lib.chosen_sizes(config), console_digits=CONSOLE_DIGITS)
-  for line in (config_lib.chosen(given, config), memory.describe(), engine.plan()):
+  warned = learning_rates.warning(
+    config.optimizer.learning_rate, policy.model, is_lora=config.lora_rank > 0
+  )
+  if optimizer is not None:
+    warned = ""  # Its rates are its own.
+  for line in (config_lib.chosen(given, config), memory.describe(), engine.plan(), warned):
     if line:
       progress.say(line)
   with progress.phase("measuring the engine's steps"):

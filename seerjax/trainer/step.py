@@ -59,7 +59,8 @@ class OptimizerConfig:
   """Adam with a warm-up and a clipped global norm.
 
   Attributes:
-    learning_rate: after the warm-up.
+    learning_rate: after the warm-up; 0 lets a run take the usual one for its model's size and for
+      what of it learns (`run.learning_rates.usual`).
     warmup_steps: in n of them the rate rises by n equal parts; the first step has the first part,
       the n-th all of it. 0 and 1 are none.
     b1: decay of the mean.
@@ -68,7 +69,7 @@ class OptimizerConfig:
     max_gradient_norm: global norm above which the gradient is scaled down.
   """
 
-  learning_rate: float = 1e-4
+  learning_rate: float = 0.0
   warmup_steps: int = 0
   b1: float = 0.9
   b2: float = 0.95
@@ -76,10 +77,10 @@ class OptimizerConfig:
   max_gradient_norm: float = 1.0
 
   def __post_init__(self):
-    if not 0 < self.learning_rate < math.inf:
+    if not 0 <= self.learning_rate < math.inf:
       raise ValueError(
-        f"OptimizerConfig.learning_rate: got {self.learning_rate}, expected a positive number;"
-        " 1e-4 is usual for small models."
+        f"OptimizerConfig.learning_rate: got {self.learning_rate}, expected a positive number, or"
+        " 0, which lets a run's model decide; 1e-6 is usual for all weights of a large one."
       )
     if self.warmup_steps < 0:
       raise ValueError(
@@ -105,7 +106,16 @@ class OptimizerConfig:
 
 
 def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
-  """Returns the optax chain: clip, Adam, decay, learning rate."""
+  """Returns the optax chain: clip, Adam, decay, learning rate.
+
+  Raises:
+    ValueError: if the learning rate is left to a run's model, which is not known here.
+  """
+  if not config.learning_rate:
+    raise ValueError(
+      "OptimizerConfig.learning_rate: got 0, which a run replaces by the usual one for its model,"
+      " expected a positive number; set it, to 1e-4 for a small model."
+    )
 
   def warming(count: jax.typing.ArrayLike) -> Array:
     # Optax counts from 0. From zero, the first batch would teach nothing.

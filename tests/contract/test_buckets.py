@@ -110,7 +110,8 @@ def gap_of(completion, row_tile: int) -> dict[str, float]:
   layout = packing.layout(**sizes)
   batch = packing.pack([group], np.zeros((1, 1)), **sizes)
   trainer = step_lib.Trainer(
-    MODEL, numerics, losses.dapo(), step_lib.make_optimizer(step_lib.OptimizerConfig()),
+    MODEL, numerics, losses.dapo(),
+    step_lib.make_optimizer(step_lib.OptimizerConfig(learning_rate=1e-4)),
     parallel.make_mesh(), layout.num_pages, PAGE_SIZE,
   )  # fmt: skip
   return step_lib.rollout_gap(trainer.scores(weights(), batch), batch)

@@ -93,7 +93,7 @@ def engine_of(params):
 
 def trainer_of():
   layout = packing.layout(numerics=NUMERICS, page_size=8, rows_per_micro_batch=16)
-  optimizer = step_lib.make_optimizer(step_lib.OptimizerConfig())
+  optimizer = step_lib.make_optimizer(step_lib.OptimizerConfig(learning_rate=1e-4))
   return step_lib.Trainer(
     MODEL, NUMERICS, losses.dapo(), optimizer, parallel.make_mesh(), layout.num_pages, 8
   )

@@ -169,7 +169,8 @@ def test_the_trainer_is_asked_what_the_model_at_hand_said():
   layout = packing.layout(**sizes)
   trainer = step_lib.Trainer(
     tiny_model.SMALLEST, tiny_model.ONE_SLAB, losses.dapo(),
-    step_lib.make_optimizer(step_lib.OptimizerConfig()), parallel.make_mesh(), layout.num_pages, 8,
+    step_lib.make_optimizer(step_lib.OptimizerConfig(learning_rate=1e-4)),
+    parallel.make_mesh(), layout.num_pages, 8,
   )  # fmt: skip
   pack = functools.partial(packing.pack, **sizes)
   assert of_model(runner(), trainer=trainer, pack=pack).by_comparison[-1] == ("trainer", 0, 32)

@@ -64,7 +64,7 @@ def test_a_plan_counts_what_learns_and_what_runs():
     model,
     numerics,
     losses.grpo(),
-    step.make_optimizer(step.OptimizerConfig()),
+    step.make_optimizer(step.OptimizerConfig(learning_rate=1e-4)),
     parallel.make_mesh(),
     layout.num_pages,
     8,

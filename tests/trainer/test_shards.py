@@ -78,7 +78,7 @@ def test_a_norm_is_that_of_all_elements():
 @pytest.mark.parametrize(
   ("make", "expected"),
   [
-    (lambda: step.make_optimizer(step.OptimizerConfig(warmup_steps=3, weight_decay=0.1)), True),
+    (lambda: step.make_optimizer(WARMED_UP), True),
     (lambda: optax.sgd(0.1, momentum=0.9), True),
     (lambda: optax.lion(0.1), True),
     # A norm of its own, over what it is handed; factored moments.
@@ -232,7 +232,7 @@ def of_device(name: str, mesh: shards.Mesh) -> tuple[float, float, float]:
   """Returns bytes a device of (masters and moments, running weights, 14 bytes a parameter)."""
   model, numerics = presets.get(name), numerics_lib.NumericsConfig(compute_dtype="bfloat16")
   masters = parameters.shapes(model, 8)
-  optimizer = step.make_optimizer(step.OptimizerConfig())
+  optimizer = step.make_optimizer(step.OptimizerConfig(learning_rate=1e-4))
   specs = shards.specs(masters, mesh)
   moments = jax.eval_shape(optimizer.init, masters)
   of_moments = shards.of_optimizer(optimizer, moments, specs)

@@ -213,7 +213,7 @@ def computed_once_and_again(model, numerics, **changes):
   found = []
   for remat in transformer.REMATS:
     trainer = step.Trainer(
-      model, numerics, losses.dapo(), step.make_optimizer(step.OptimizerConfig()),
+      model, numerics, losses.dapo(), step.make_optimizer(step.OptimizerConfig(learning_rate=1e-4)),
       parallel.make_mesh(), packing.layout(**sizes).num_pages, sizes["page_size"], remat,
     )  # fmt: skip
     params = parameters.compute_params(master, numerics)
