@@ -22,7 +22,7 @@ in `output`, what a scheduler may do between chunks in `chunks`, and where keys 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 
@@ -421,20 +421,23 @@ class Engine:
     requests: str | Iterable[Request | str],
     *,
     sampling: SamplingParams | None = None,
+    seed: int | None = None,
     on_step: Callable[[list[StepOutput]], None] | None = None,
+    **fields: Unpack[texts.SamplingFields],
   ) -> list[Completion]:
     """Runs requests to their ends and returns them in the order given.
 
     Args:
       requests: submitted at once, all or none; a text is one user's turn, and may stand alone.
       sampling: of texts (`texts.as_requests` says what None is); requests have their own.
-      on_step: called with each visit's updates, for streaming and progress. It may cancel requests;
-        they are left out of what is returned.
+      seed: of texts, 0 if None: the n-th in the list gets `texts.seed_at(seed, n)`.
+      on_step: called with each visit's updates. It may cancel requests; these are not returned.
+      **fields: of `SamplingParams`, such as temperature=0.0; in the place of `sampling`.
 
     Raises:
-      ValueError: as `submit`; for a text without a tokenizer, or one that says nothing.
+      ValueError: as `submit`, and as `texts.as_requests`.
     """
-    requests = texts.as_requests(requests, sampling, self.tokenizer, self._context)
+    requests = texts.as_requests(requests, sampling, self.tokenizer, self._context, seed, fields)
     return generation.to_ends(
       self, requests, live=self._requests.live, keep=self._outputs.put_back, on_step=on_step
     )

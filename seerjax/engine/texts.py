@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 import dataclasses
+import difflib
 import hashlib
+from typing import Any, TypedDict
 
 from seerjax.models import tokenizer as tokenizer_lib
 from seerjax.types import Request, SamplingParams
+
+
+class SamplingFields(TypedDict, total=False):
+  """Fields of `SamplingParams` that `Engine.generate` takes one by one."""
+
+  temperature: float
+  top_k: int
+  top_p: float
+  min_p: float
+  logit_bias: tuple[tuple[int, float], ...]
+  allowed: tuple[tuple[int, int], ...]
+  max_tokens: int
+  stop_token_ids: tuple[int, ...]
+  stop_strings: tuple[str, ...]
 
 
 def seed_at(seed: int, prompt: int, choice: int = 0) -> int:
@@ -33,10 +49,12 @@ def as_requests(
   sampling: SamplingParams | None,
   tokenizer: tokenizer_lib.Tokenizer | None,
   context: int,
+  seed: int | None = None,
+  fields: Mapping[str, Any] | None = None,
 ) -> list[Request]:
   """Returns requests in the order given; a text becomes one user's turn of the chat template.
 
-  A text's seed is `seed_at(0, place)`: equal texts in one list get different answers.
+  A text's seed is `seed_at(seed, place)`: equal texts in one list get different answers.
 
   Args:
     asked: a text, or texts and requests, which stay as they are.
@@ -44,16 +62,24 @@ def as_requests(
       1 and 256 tokens, or as many as the context leaves.
     tokenizer: needed for texts.
     context: most positions of a prompt and its answer.
+    seed: of the texts; 0 if None.
+    fields: of the texts' `SamplingParams`, in the place of `sampling`; those left out are as where
+      `sampling` is None.
 
   Raises:
-    ValueError: for one request alone, a text without a tokenizer, or one that says nothing.
+    ValueError: for one request alone, a text without a tokenizer, or one that says nothing; for
+      `sampling` and `fields` together, for either or a seed without a text, or a field that
+      `SamplingParams` does not have.
   """
   if isinstance(asked, Request):
     raise ValueError(
       "Engine.generate: got one Request, expected several of them; write generate([request])."
     )
+  asked = [asked] if isinstance(asked, str) else list(asked)
+  fields = {} if fields is None else fields
+  _check_how(asked, sampling, seed, fields)
   requests: list[Request] = []
-  for place, one in enumerate([asked] if isinstance(asked, str) else asked):
+  for place, one in enumerate(asked):
     if not isinstance(one, str):
       requests.append(one)
       continue
@@ -69,14 +95,43 @@ def as_requests(
       )
     prompt = tuple(tokenizer.chat_ids(one))
     usual = SamplingParams()
-    of_text = sampling or dataclasses.replace(
-      usual, max_tokens=max(1, min(usual.max_tokens, context - len(prompt)))
-    )
+    room = max(1, min(usual.max_tokens, context - len(prompt)))
+    of_text = sampling or SamplingParams(**{"max_tokens": room, **fields})
     if not of_text.stop_token_ids:
       of_text = dataclasses.replace(of_text, stop_token_ids=tokenizer.eos_ids)
     requests.append(
       Request(
-        request_id=f"text {place}", prompt=prompt, sampling=of_text, seed=seed_at(0, place)
+        request_id=f"text {place}", prompt=prompt, sampling=of_text, seed=seed_at(seed or 0, place)
       )
     )
   return requests
+
+
+def _check_how(
+  asked: list[Request | str],
+  sampling: SamplingParams | None,
+  seed: int | None,
+  fields: Mapping[str, Any],
+) -> None:
+  """Refuses what contradicts itself, or would have no effect; see `as_requests`."""
+  names = [one.name for one in dataclasses.fields(SamplingParams)]
+  for name in fields:
+    if name not in names:
+      near = difflib.get_close_matches(name, names, n=1)
+      fix = f"did you mean {near[0]!r}?" if near else "correct the spelling."
+      raise ValueError(f"Engine.generate: got {name!r}, expected one of {names}; {fix}")
+  if sampling is not None and fields:
+    raise ValueError(
+      f"Engine.generate: got sampling and {', '.join(fields)}, expected one of the two; leave out"
+      " sampling, or write sampling=dataclasses.replace(sampling, ...)."
+    )
+  given = [
+    *(["sampling"] if sampling is not None else []),
+    *fields,
+    *(["seed"] if seed is not None else []),
+  ]
+  if given and not any(isinstance(one, str) for one in asked):
+    raise ValueError(
+      f"Engine.generate: got {', '.join(given)} and no text, expected a text that they apply to; a"
+      " Request has its own: write Request(sampling=SamplingParams(...), seed=...)."
+    )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from seerjax import Engine, EngineConfig, Request, SamplingParams, load_model
@@ -10,9 +12,9 @@ from seerjax.engine import texts
 QUESTION = "Tom has 3 apples and buys 4. How many apples has Tom?"
 
 
-def asked(*questions, sampling=None, context=64):
+def asked(*questions, sampling=None, context=64, seed=None, **fields):
   tokenizer = load_model().tokenizer
-  return texts.as_requests(questions, sampling, tokenizer, context)
+  return texts.as_requests(questions, sampling, tokenizer, context, seed, fields)
 
 
 def test_a_text_is_one_turn_of_a_user_and_ends_where_the_model_ends():
@@ -52,6 +54,51 @@ def test_a_position_has_one_seed_and_no_two_positions_share_one():
   assert texts.seed_at(7, 1, 2) == 0x8A14404A  # Stored answers are asked for again by it.
 
 
+def test_fields_of_sampling_may_be_given_one_by_one():
+  fields = dict(temperature=0.5, top_k=3, max_tokens=7, stop_strings=("x",))
+  found, usual = asked(QUESTION, **fields)[0], asked(QUESTION)[0]
+  assert found.sampling == dataclasses.replace(usual.sampling, **fields)
+  # What is left out is as without any: as many tokens as the context leaves, the model's ends.
+  (greedy,) = asked(QUESTION, temperature=0.0)
+  assert greedy.sampling == dataclasses.replace(usual.sampling, temperature=0.0)
+  assert {*texts.SamplingFields.__annotations__} == {
+    field.name for field in dataclasses.fields(SamplingParams)
+  }
+
+
+def test_one_seed_gives_each_text_its_own_and_leaves_requests_alone():
+  request = Request(request_id="mine", prompt=(5, 6), seed=3)
+  found = asked(QUESTION, request, QUESTION, seed=7, temperature=0.5)
+  assert [one.seed for one in found] == [texts.seed_at(7, 0), 3, texts.seed_at(7, 2)]
+  assert found[1] is request
+
+
+REQUEST = Request(request_id="mine", prompt=(5, 6))
+
+
+@pytest.mark.parametrize(
+  ("questions", "how", "message"),
+  [
+    (
+      [QUESTION], dict(sampling=SamplingParams(), temperature=0.0),
+      r"got sampling and temperature, expected one of the two; leave out sampling",
+    ),
+    ([QUESTION], dict(sampling=SamplingParams(), top_k=2, min_p=0.1), "sampling and top_k, min_p"),
+    ([REQUEST], dict(temperature=0.0), "got temperature and no text, expected a text that they ap"),
+    ([REQUEST], dict(seed=0), "got seed and no text, expected a text"),
+    ([REQUEST], dict(sampling=SamplingParams()), "got sampling and no text, expected a text"),
+    ([], dict(max_tokens=5, seed=1), "got max_tokens, seed and no text, expected a text"),
+    ([QUESTION], dict(max_token=5), r"got 'max_token', expected one of .*mean 'max_tokens'"),
+    ([QUESTION], dict(n=2), r"got 'n', expected one of .*; correct the spelling"),
+    ([QUESTION], dict(max_tokens=0), r"SamplingParams.max_tokens: got 0"),
+    ([QUESTION], dict(temperature=-1.0), r"SamplingParams.temperature: got -1.0"),
+  ],
+)  # fmt: skip
+def test_what_contradicts_itself_or_has_no_effect_is_refused(questions, how, message):
+  with pytest.raises(ValueError, match=message):
+    asked(*questions, **how)
+
+
 def test_a_text_that_says_nothing_is_refused():
   with pytest.raises(ValueError, match="got the text ' ', expected at least one character"):
     asked(" ")
@@ -69,4 +116,8 @@ def test_a_model_by_name_answers_a_text_with_the_bits_of_a_list_of_texts():
   (alone,) = engine.generate(QUESTION, sampling=sampling)
   both = engine.generate([QUESTION, "How many?"], sampling=sampling)
   assert alone.text and alone.has_bits_of(both[0])
+  (by_name,) = engine.generate(QUESTION, max_tokens=8, temperature=1.0, seed=0)
+  assert by_name.has_bits_of(alone)
+  hot = [engine.generate(QUESTION, max_tokens=8, temperature=9.0, seed=n)[0] for n in (1, 2)]
+  assert not hot[0].has_bits_of(hot[1])
   assert [one.request_id for one in both] == ["text 0", "text 1"]

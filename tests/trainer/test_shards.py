@@ -20,6 +20,7 @@ from seerjax.run import policy as policy_lib
 from seerjax.trainer import losses, shards, state as state_lib, step
 
 MESHES = ((8, 1), (4, 2), (2, 4), (1, 8), (3, 2), (7, 1), (2, 1))
+WARMED_UP = step.OptimizerConfig(learning_rate=1e-4, warmup_steps=3, weight_decay=0.1)
 
 
 def mesh_of(instances: int, model: int) -> jax.sharding.Mesh:
