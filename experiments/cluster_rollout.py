@@ -246,7 +246,7 @@ def _drafted(
   first = 0.0
   for count, kind in ((1, EngineWorker), (2, EngineWorker), (3, EngineWorker), (2, Deaf)):
     for engine in engines:
-      engine.drafter = SuffixDrafter()
+      engine.drafter = SuffixDrafter(budget=None)
     begun = [dataclasses.replace(engine.counters) for engine in engines[:count]]
     workers = Timed([kind(engine) for engine in engines[:count]])
     begin, rollout = time.process_time(), ClusterRollout(workers, policy)

@@ -272,7 +272,7 @@ def run(workload: Workload, directory: pathlib.Path) -> dict[str, dict[str, Any]
   timing.step_seconds(make_engine(), [(1, 1)])
   results, rollouts, first = {}, {}, {}
   for name, (policy_of_system, drafts) in systems(workload).items():
-    drafter = SuffixDrafter(SpeculationArgs(top_k=workload.paths)) if drafts else None
+    drafter = SuffixDrafter(SpeculationArgs(top_k=workload.paths), budget=None) if drafts else None
     numbers, rollout, found = run_system(make_engine, policy_of_system, drafter, asked)
     first = first or found
     for request_id, completion in found.items():

@@ -96,7 +96,7 @@ def ask(
   has_rewrites, num_anticipated = ARMS[arm]
   task = StatefulWordProblems()
   asked = prompts_lib.taught(task)
-  engine = Engine(model, config=config, drafter=SuffixDrafter())
+  engine = Engine(model, config=config, drafter=SuffixDrafter(budget=None))
   identity = Identity(weights="w", tokenizer="t", template="c")
   totals, answers = [0] * 5, []
   with (

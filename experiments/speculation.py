@@ -224,7 +224,7 @@ class Pair:
     )
     self.times = step_times.measure(self.plain)
     # The kernels of suffix trees are compiled when first called, which is in no turn then.
-    SuffixDrafter().draft([DraftQuery("warm", "", [1, 2, 1, 2, 1], 3, 4)])
+    SuffixDrafter(budget=None).draft([DraftQuery("warm", "", [1, 2, 1, 2, 1], 3, 4)])
     self._programs: dict[int, Any] = {}
     self._costs: dict[int, DraftTimes] = {}
 
@@ -271,7 +271,7 @@ class Pair:
       model=self.costs(width),
       config=sources.SourceConfig(max_length=MAX_LENGTH, max_width=width),
     )
-    return HybridDrafter(SuffixDrafter(), model, budget)
+    return HybridDrafter(SuffixDrafter(budget=None), model, budget)
 
 
 def load_task(name: str) -> Task:

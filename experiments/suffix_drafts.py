@@ -321,7 +321,7 @@ def sample(workload: Workload) -> list[Sampled]:
 
 def replay(group: Sampled, target: int, num_references: int, args: SpeculationArgs) -> int:
   """Returns the steps in which an answer is sampled, some whole answers of its siblings known."""
-  drafter = suffix_drafter.SuffixDrafter(args)
+  drafter = suffix_drafter.SuffixDrafter(args, budget=None)
   num_prompt = len(group.prompt)
   for place in range(1, num_references + 1):
     sibling = (target + place) % len(group.answers)

@@ -250,6 +250,6 @@ def of_run(
     ),
   )
   suffix = SuffixDrafter(
-    is_probe=run.is_probe, history=history_lib.History(config.history)
+    budget=None, is_probe=run.is_probe, history=history_lib.History(config.history)
   )
   return HybridDrafter(suffix, model, budget, acceptance=run.acceptance)

@@ -22,6 +22,7 @@ from seerjax.speculation import (
   statistics,
   step_times,
   suffix_tree,
+  times as times_lib,
 )
 
 # Tokens of the prompt with which the text of every answer begins, so that the first tokens of the
@@ -34,6 +35,9 @@ PAST = "\0past "
 # While nothing is drafted, trees learn the new tokens in every so many steps only: a step then
 # costs next to nothing, and drafting can begin without a long silence.
 STEPS_PER_UPDATE = 256
+
+# Of a drafter that is given none: drafts where they pay by `times.PRIOR`.
+DEFAULT_BUDGET = budget_lib.BudgetConfig()
 
 # Of one query: alternative continuations, the main one first, each as its tokens.
 Paths = Sequence[tuple[int, ...]]
@@ -76,7 +80,7 @@ class SuffixDrafter:
     self,
     args: suffix_tree.SpeculationArgs = suffix_tree.DEFAULT_ARGS,
     *,
-    budget: budget_lib.Budget | None = None,
+    budget: budget_lib.Budget | budget_lib.BudgetConfig | None = DEFAULT_BUDGET,
     is_probe: Callable[[str], bool] | None = None,
     acceptance: statistics.Acceptance | None = None,
     history: history_lib.History | None = None,
@@ -86,7 +90,9 @@ class SuffixDrafter:
 
     Args:
       args: how drafts are made; `max_spec_tokens` bounds every path.
-      budget: plans each step's lengths; without one, as much is drafted as queries allow.
+      budget: plans each step's lengths. A config alone plans by `times.PRIOR`, which knows nothing
+        of the machine: `Budget(step_times.measure(engine))` plans better. None drafts as much as
+        queries allow, which takes more than twice the work where few drafts hold.
       is_probe: whether a request is of the high class; none is if None.
       acceptance: takes what comes of drafts; a record of its own if None.
       history: of answers, which this drafter adds to; nothing is remembered if None.
@@ -97,6 +103,8 @@ class SuffixDrafter:
     """
     suffix_tree.check_args(args)
     self.args = args
+    if isinstance(budget, budget_lib.BudgetConfig):
+      budget = budget_lib.Budget(times_lib.PRIOR, budget)
     self.budget = budget
     self.acceptance = statistics.Acceptance() if acceptance is None else acceptance
     self._is_probe = is_probe

@@ -344,7 +344,7 @@ def test_records_hold_no_array_of_jax_and_may_be_sent():
 
 
 def drafting(kind: type[EngineWorker] = EngineWorker, name: str = "w") -> EngineWorker:
-  return kind(make_engine(NATIVE, drafter=SuffixDrafter()), name=name)
+  return kind(make_engine(NATIVE, drafter=SuffixDrafter(budget=None)), name=name)
 
 
 class Deaf(EngineWorker):

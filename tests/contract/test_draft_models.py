@@ -144,7 +144,7 @@ class Merged(HybridDrafter):
   @classmethod
   def of(cls, kind, numerics, config, seed: int, events: collections.Counter) -> Merged:
     model = drafting_models.drafter(kind, numerics, config)
-    suffix = SuffixDrafter(history=History())
+    suffix = SuffixDrafter(history=History(), budget=None)
     merged = cls(suffix, model, DrawnSources(seed, max_width=config.width))
     merged.events = events
     return merged

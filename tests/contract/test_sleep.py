@@ -346,7 +346,7 @@ class Schedule:
       config=SIZES if is_shared or not self.plan.is_small else SMALL,
       kind=engine_kind,
       policy_version=self.policy_version,
-      drafter=SuffixDrafter() if self.plan.has_drafts else None,
+      drafter=SuffixDrafter(budget=None) if self.plan.has_drafts else None,
       kv_pool=KVPool(KVPoolConfig(host_pages=self.plan.host_pages)),
       step_times=TABLES[self.plan.table],
     )

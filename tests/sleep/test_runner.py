@@ -187,7 +187,7 @@ def test_an_edit_cuts_its_jobs_short_and_what_comes_late_is_not_taken(tmp_path):
 
 
 def test_rewrites_are_drafts_of_their_contexts_questions_and_of_no_others(tmp_path):
-  drafter = SuffixDrafter()
+  drafter = SuffixDrafter(budget=None)
   case = Sleeping(tmp_path, drafter=drafter, texts={"a": TEXTS["a"], "b": TEXTS["b"]})
   case.sleep()
   contexts = {name: case.registry.get("mine", name, step=STEPS) for name in ("a", "b")}
@@ -215,7 +215,8 @@ def test_rewrites_are_drafts_of_their_contexts_questions_and_of_no_others(tmp_pa
 def test_anticipated_answers_are_drafts_of_the_questions_that_come(tmp_path):
   expected = {}
   for number in (1, 0):
-    case = Sleeping(tmp_path / str(number), drafter=SuffixDrafter(), texts={"a": TEXTS["a"]})
+    drafter = SuffixDrafter(budget=None)
+    case = Sleeping(tmp_path / str(number), drafter=drafter, texts={"a": TEXTS["a"]})
     case.runner._prompts = dataclasses.replace(PROMPTS, anticipated=lambda notes: ("Who?", "Now?"))
     case.runner._config = dataclasses.replace(CONFIG, num_anticipated=number, answer_tokens=12)
     case.sleep()
@@ -269,11 +270,11 @@ def test_a_question_whose_context_goes_meanwhile_counts_without_its_score(tmp_pa
 
 
 def test_a_restart_prepares_what_was_kept(tmp_path):
-  case = Sleeping(tmp_path, drafter=SuffixDrafter(), texts={"a": TEXTS["a"]})
+  case = Sleeping(tmp_path, drafter=SuffixDrafter(budget=None), texts={"a": TEXTS["a"]})
   case.sleep()
   groups, (pin,) = case.engine.drafter.group_ids, case.engine.pins
   case.registry.close()
-  case = Sleeping(tmp_path, drafter=SuffixDrafter(), texts={})
+  case = Sleeping(tmp_path, drafter=SuffixDrafter(budget=None), texts={})
   case.sleep()
   assert case.runner.jobs.begun == 0 and case.engine.drafter.group_ids == groups
   assert case.engine.pins == (pin,)

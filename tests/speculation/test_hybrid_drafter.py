@@ -86,7 +86,7 @@ def test_a_drafter_that_drafts_nothing_leaves_visits_as_long_as_they_are(plain):
   for drafter in (
     None,
     HybridDrafter(
-      SuffixDrafter(),
+      SuffixDrafter(budget=None),
       drafting_models.drafter("same", NATIVE),
       SourceBudget(dear, suffix=costs, model=costs, config=SourceConfig(max_width=1)),
     ),

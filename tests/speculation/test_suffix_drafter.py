@@ -82,7 +82,7 @@ def requests_of(*texts, group="g"):
 
 def test_a_sibling_that_says_the_same_takes_few_steps():
   text = list(range(40))
-  drafter = SuffixDrafter()
+  drafter = SuffixDrafter(budget=None)
   answers, steps = run(drafter, requests_of(text, text), batch=1)
   assert answers == {"g/0": text, "g/1": text}
   # Forty alone; then nine tokens a step, from the prompt's end on.
@@ -94,16 +94,16 @@ def test_a_sibling_that_says_the_same_takes_few_steps():
 def test_groups_and_requests_without_one_do_not_see_each_other():
   text = list(range(40))
   strangers = [*requests_of(text, group="g"), *requests_of(text, group="h")]
-  assert run(SuffixDrafter(), strangers, batch=1)[1] == 80
+  assert run(SuffixDrafter(budget=None), strangers, batch=1)[1] == 80
   alone = [Request("a", "", PROMPT, text), Request("b", "", PROMPT, text)]
-  drafter = SuffixDrafter()
+  drafter = SuffixDrafter(budget=None)
   assert run(drafter, alone, batch=1)[1] == 80
   assert drafter.group_ids == ()
 
 
 def test_what_the_prompt_says_is_drafted():
   text = [*PROMPT[2:9], 1, *PROMPT[2:9]]
-  answers, steps = run(SuffixDrafter(), requests_of(text))
+  answers, steps = run(SuffixDrafter(budget=None), requests_of(text))
   assert answers["g/0"] == text and steps < len(text) - 4
 
 
@@ -126,10 +126,10 @@ def test_no_drafter_changes_what_is_said(seed):
   plain = sum(map(len, expected.values()))
   config = budget.BudgetConfig(policy=rng.choice(budget.POLICIES))
   for drafter in (
-    SuffixDrafter(),
-    SuffixDrafter(SpeculationArgs(top_k=3, max_spec_tokens=5)),
+    SuffixDrafter(budget=None),
+    SuffixDrafter(SpeculationArgs(top_k=3, max_spec_tokens=5), budget=None),
     SuffixDrafter(budget=budget.Budget(TIMES, config), is_probe=lambda name: name < "r3"),
-    SuffixDrafter(max_bytes=1),
+    SuffixDrafter(max_bytes=1, budget=None),
     JunkDrafter(seed, vocab_size=6, max_paths=3),
     OracleDrafter(expected, vocab_size=6),
     OracleDrafter(expected, vocab_size=6, error_rate=0.4, seed=seed),
@@ -169,7 +169,7 @@ def test_junk_is_the_same_for_the_same_seed():
 
 
 def test_it_goes_on_from_whatever_it_was_told():
-  drafter = SuffixDrafter()
+  drafter = SuffixDrafter(budget=None)
   # Told of a request that it was never asked about, and asked about one in the midst of its text.
   drafter.finish("a", "g", [*PROMPT, 1, 2, 3, 4, 5], 10)
   assert drafter.draft([DraftQuery("b", "g", [*PROMPT, 1, 2], 10, 8)]) == [[(3, 4, 5)]]
@@ -204,7 +204,7 @@ def test_the_budget_rules_each_class():
 
 @pytest.mark.thorough
 def test_old_groups_are_forgotten_first():
-  drafter = SuffixDrafter(max_bytes=400_000)
+  drafter = SuffixDrafter(max_bytes=400_000, budget=None)
   rng = random.Random(1)
   for number in range(12):
     texts = [[rng.randrange(50) for _ in range(400)] for _ in range(2)]
@@ -219,8 +219,8 @@ def test_old_groups_are_forgotten_first():
 @pytest.mark.parametrize(
   "call, message",
   [
-    (lambda: SuffixDrafter(SpeculationArgs(top_k=0)), "SpeculationArgs.top_k: got 0"),
-    (lambda: SuffixDrafter().drop_group("g"), "group 'g': got a group that is not here"),
+    (lambda: SuffixDrafter(SpeculationArgs(top_k=0), budget=None), "SpeculationArgs.top_k: got 0"),
+    (lambda: SuffixDrafter(budget=None).drop_group("g"), "group 'g': got a group that is not here"),
   ],
 )
 def test_refusals(call, message):
@@ -242,9 +242,9 @@ def steps_of_groups(drafter: SuffixDrafter, texts, num_steps: int = 3) -> list[i
 def test_a_prompt_that_comes_again_is_drafted_from_its_answers():
   rng = random.Random(1)
   texts = [[rng.randrange(50) for _ in range(40)] for _ in range(2)]
-  with_history = SuffixDrafter(history=History())
+  with_history = SuffixDrafter(history=History(), budget=None)
   first, *again = steps_of_groups(with_history, texts)
-  without = steps_of_groups(SuffixDrafter(), texts)
+  without = steps_of_groups(SuffixDrafter(budget=None), texts)
   assert without == [first] * 3 and max(again) < first / 2
   # Siblings alone are counted as such.
   assert set(with_history.acceptance.by_references) == {1}
@@ -258,7 +258,7 @@ def test_a_prompt_that_comes_again_is_drafted_from_its_answers():
 
 def test_what_is_remembered_is_the_answer_and_what_leads_to_it():
   history = History()
-  drafter = SuffixDrafter(history=history)
+  drafter = SuffixDrafter(history=history, budget=None)
   drafter.finish("a", "g", [*PROMPT, 1, 2], len(PROMPT))
   drafter.finish("b", "g", PROMPT, len(PROMPT))  # It said nothing.
   (text,) = history.texts(PROMPT)
@@ -271,7 +271,7 @@ def test_what_a_sibling_says_elsewhere_is_drafted_from_as_far_as_it_was_heard():
   def query(tokens):
     return DraftQuery("here", "g", PROMPT + tokens, len(PROMPT), 4)
 
-  drafter = SuffixDrafter()
+  drafter = SuffixDrafter(budget=None)
   assert not drafter.hear("there", "g", PROMPT, 3, [4])  # What came before it was lost.
   assert drafter.hear("there", "g", PROMPT, 0, [1, 2, 3, 4])
   assert drafter.draft([query([1, 2])])[0][0] == (3, 4)
@@ -288,3 +288,38 @@ def test_what_a_sibling_says_elsewhere_is_drafted_from_as_far_as_it_was_heard():
   assert drafter.draft([query([6, 7, 8])])[0][0] == (9, 11)
   drafter.finish("there", "g", [*PROMPT, 1, 2, 3, 4, 5, 6, 7, 8, 9, 11], len(PROMPT))
   assert drafter.draft([query([6, 7, 8])])[0][0] == (9, 11)
+
+
+def rows_of(drafter, texts) -> int:
+  """Returns how many rows 32 requests at a time take to say `texts`, drafts included."""
+  drafted = [0]
+
+  class Counted:
+    """Counts what is drafted."""
+
+    def draft(self, queries):
+      paths = drafter.draft(queries)
+      drafted[0] += sum(len(path) for one in paths for path in one)
+      return paths
+
+    observe, finish = drafter.observe, drafter.finish
+
+  run(Counted(), requests_of(*texts), batch=32)
+  return sum(map(len, texts)) + drafted[0]
+
+
+def test_without_a_table_drafts_that_rarely_hold_cost_next_to_nothing():
+  rng = random.Random(0)
+  # Pairs of tokens come again, and what follows them is another token nearly always.
+  texts = [[rng.randrange(12) for _ in range(80)] for _ in range(32)]
+  plain = sum(map(len, texts))
+  assert rows_of(SuffixDrafter(budget=None), texts) > 2 * plain
+  assert rows_of(SuffixDrafter(), texts) < 1.02 * plain
+
+
+def test_without_a_table_drafts_that_hold_are_made():
+  text = list(range(200))
+  for drafter in (SuffixDrafter(), SuffixDrafter(budget=budget.BudgetConfig(gamma_max=4))):
+    answers, steps = run(drafter, requests_of(text, text, text), batch=1)
+    assert answers == {f"g/{n}": text for n in range(3)}
+    assert steps < 200 + 2 * 200 / 2

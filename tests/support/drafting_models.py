@@ -133,7 +133,7 @@ def hybrid(
 ) -> HybridDrafter:
   """A suffix tree and a draft model of a kind, planned by the times above."""
   budget = source_budget(max_width=min(config.width, 4))
-  return HybridDrafter(SuffixDrafter(), drafter(kind, numerics, config), budget)
+  return HybridDrafter(SuffixDrafter(budget=None), drafter(kind, numerics, config), budget)
 
 
 def make_word_engine() -> Engine:

@@ -269,7 +269,7 @@ class MergedDrafter(HybridDrafter):
       config=DRAFT,
       program=program,
     )
-    suffix = SuffixDrafter(history=History())
+    suffix = SuffixDrafter(history=History(), budget=None)
     merged = cls(suffix, drafter, DrawnSources(seed, max_width=DRAFT.width))
     merged.kinds = collections.Counter()
     return merged

@@ -108,7 +108,7 @@ class Chains:
 
 def of_texts(steps) -> None:
   for name in ("with what the first half said", "without"):
-    drafter = SuffixDrafter(history=History())
+    drafter = SuffixDrafter(history=History(), budget=None)
     for step in steps:
       for index, group in enumerate(step):
         prompt, half = list(group.rollouts[0].request.prompt), len(group.rollouts) // 2

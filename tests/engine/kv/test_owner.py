@@ -98,7 +98,7 @@ def test_pages_in_a_store_are_read_by_their_namespace_alone(tmp_path, space, num
 
 
 def test_answers_to_a_prompt_are_drafts_of_their_namespace_alone():
-  drafter = SuffixDrafter(history=History())
+  drafter = SuffixDrafter(history=History(), budget=None)
   prompt, answer = [5, 6, 7, 8], [10, 11, 12, 13, 14]
   drafts = {}
   for number, space in enumerate(("mine", "theirs", "", "mine")):
