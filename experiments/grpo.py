@@ -295,11 +295,13 @@ def run(config: RunConfig, directory: pathlib.Path) -> None:
     )
     page = run_report.render(directory)
   for name in (
-    "accuracy_before", "accuracy_after", "gain_interval_95", "max_abs_logprob_gap", "kl_max",
+    "accuracy_before", "accuracy_after", "gain_interval_95", "reward_before", "reward_after",
+    "reward_gain_interval_95", "max_abs_logprob_gap", "kl_max",
     "tokens_per_second", "length_mean", "length_p99", "seconds", "compile_seconds",
     "peak_memory_gib", "optimizer_steps",
   ):  # fmt: skip
-    print(f"{name:24s} {result.summary[name]}")
+    if name in result.summary:  # An older run, resumed, had no mean reward at its beginning.
+      print(f"{name:24s} {result.summary[name]}")
   if "joules" in result.summary:
     print(f"{'joules':24s} {result.summary['joules']:.0f}")
   print(f"rollouts {saved(metrics.read(directory / 'metrics.jsonl'))}")

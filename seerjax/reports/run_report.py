@@ -24,6 +24,7 @@ from seerjax.reports.run_directory import Points, Run, load
 from seerjax.rollout import journal
 from seerjax.speculation import statistics
 
+SERIES = 2  # Curves of one chart.
 NUM_TRANSCRIPTS = 4  # Of the first step, and as many of the last.
 
 CONTRACT_CHARTS = (
@@ -41,7 +42,12 @@ CONTRACT_CHARTS = (
   ),
 )
 CHARTS = (
-  Chart(title="Reward", names=("rollout/reward_mean",), note="mean over the step's rollouts"),
+  Chart(
+    title="Reward",
+    names=("rollout/reward_mean", "heldout/reward"),
+    note="mean over the step's rollouts, and over held-out answers",
+    labels=("training problems", "held-out"),
+  ),
   Chart(
     title="Accuracy",
     names=("rollout/accuracy", "heldout/accuracy"),
@@ -73,6 +79,16 @@ def headline(run: Run) -> str:
         f"{100 * before:.1f} → {100 * after:.1f} %",
         "held-out accuracy",
         f"{100 * (after - before):+.1f} points",
+      )
+    )
+  if {"reward_before", "reward_after", "reward_gain_interval_95"} <= summary.keys():
+    before, after = float(summary["reward_before"]), float(summary["reward_after"])
+    low, high = map(float, summary["reward_gain_interval_95"])
+    tiles.append(
+      (
+        f"{number(before)} → {number(after)}",
+        "held-out mean reward",
+        f"gain {number(low)} to {number(high)} (95 %)",
       )
     )
   if "rollout/reward_mean" in run.curves:
@@ -134,8 +150,38 @@ def contract_section(run: Run) -> str:
 
 def curves_section(run: Run) -> str:
   """How the run went, step by step."""
-  charts = "".join(line_chart(chart, run) for chart in CHARTS)
+  charts = "".join(line_chart(chart, run) for chart in (*CHARTS, *charts_of(run)))
   return f'<h2>Learning</h2><div class="grid3">{charts}</div>' if charts else ""
+
+
+def charts_of(run: Run) -> tuple[Chart, ...]:
+  """Returns charts of what only some runs have: parts of rewards, and further evaluation sets."""
+  charts = []
+  parts = sorted(name for name in run.curves if name.startswith("rollout/part/"))
+  for start in range(0, len(parts), SERIES):
+    names = parts[start : start + SERIES]
+    charts.append(
+      Chart(
+        title="Parts of the reward",
+        names=tuple(names),
+        note="means over the step's rollouts, unweighted",
+        labels=tuple(name.removeprefix("rollout/part/") for name in names),
+      )
+    )
+  for name in sorted(run.curves):
+    room, _, metric = name.partition("/")
+    if room.startswith("heldout_") and metric == "reward":
+      of_set = room.removeprefix("heldout_")
+      names = (name, f"{room}/accuracy")
+      charts.append(
+        Chart(
+          title=f"Held-out: {of_set}",
+          names=names,
+          note="mean reward, and share of right answers",
+          labels=("mean reward", "accuracy"),
+        )
+      )
+  return tuple(charts)
 
 
 def lengths_section(run: Run) -> str:
@@ -224,6 +270,8 @@ def transcript(entry: journal.Entry) -> str:
   if not verdict.well_formed:
     word += ", no answer found"
   facts = [f"reward {number(float(verdict.reward))}", f"{len(completion.tokens)} tokens"]
+  if verdict.parts:
+    facts.insert(1, ", ".join(f"{name} {number(float(x))}" for name, x in verdict.parts.items()))
   if completion.finish_reason == "length":
     facts.append("cut off")
   if len(completion.behaviour_logprobs):
@@ -239,7 +287,8 @@ def transcript(entry: journal.Entry) -> str:
 
 def details_section(run: Run, charts: Sequence[Chart] = CHARTS) -> str:
   """The summary, the settings, the numerics, and every metric that none of the charts shows."""
-  drawn = {name for chart in (*CONTRACT_CHARTS, *charts) for name in chart.names}
+  shown = (*CONTRACT_CHARTS, *charts, *charts_of(run))
+  drawn = {name for chart in shown for name in chart.names}
   others = {
     name: f"{number(float(v[0]))} → {number(float(v[-1]))}  (min {number(float(np.nanmin(v)))},"
     f" max {number(float(np.nanmax(v)))})"
