@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import pathlib
+from typing import Any
 
 import numpy as np
 import pytest
@@ -156,7 +157,7 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_right_answer(num_samples):
 
 def test_several_samples_of_a_problem_are_one_problem_to_the_errors():
   seen, reversed_too = [], []
-  how = dict(num_problems=2, num_samples=2, pass_at=(1, 2), temperature=1.0)
+  how: dict[str, Any] = dict(num_problems=2, num_samples=2, pass_at=(1, 2), temperature=1.0)
   found = evaluate(seen, **how)
   assert evaluate(reversed_too, is_reversed=True, **how) == found
   assert [request.request_id for request in seen] == ["-1/0/0", "-1/0/1", "-1/1/0", "-1/1/1"]
