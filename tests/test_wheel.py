@@ -64,6 +64,10 @@ def test_the_wheel_holds_the_models(wheel_names, source):
     assert expected and expected <= wheel_names
 
 
+def test_the_wheel_holds_the_servers_page(wheel_names: set[str]):
+  assert "seerjax/serve/page.html" in wheel_names
+
+
 def test_the_wheel_holds_the_licences(wheel_names: set[str]):
   names = {name.split("/")[-1] for name in wheel_names if ".dist-info/licenses/" in name}
   assert {"LICENSE", "THIRD_PARTY.md"} <= names

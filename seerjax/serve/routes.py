@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from seerjax.serve import auth, protocol, service as service_lib, tokens
+from seerjax.serve import auth, page, protocol, service as service_lib, tokens
 from seerjax.serve.asking import KINDS, Asking
 from seerjax.serve.refusals import Refusal, shown
 from seerjax.serve.served import Served
@@ -28,6 +28,12 @@ def application(service: Service) -> Starlette:
       return Asking(service, request, route)
 
     return Route(route, endpoint, methods=["POST"])
+
+  shown_page = page.response()
+
+  async def front(request: Request) -> Response:
+    del request  # Open to all that can reach the port: it holds no data.
+    return shown_page
 
   async def models(request: Request) -> Response:
     auth.namespace_of(request, config)
@@ -85,7 +91,7 @@ def application(service: Service) -> Starlette:
     assert isinstance(error, HTTPException)
     routes = (
       "POST /v1/chat/completions, /v1/completions, /v1/responses, /v1/contexts, /v1/weights,"
-      " /tokenize, /detokenize; GET /v1/models, /v1/contexts, /health, /metrics; DELETE"
+      " /tokenize, /detokenize; GET /, /v1/models, /v1/contexts, /health, /metrics; DELETE"
       " /v1/contexts/NAME"
     )
     got = f"{request.method} {shown(request.url.path)}"
@@ -99,6 +105,7 @@ def application(service: Service) -> Starlette:
 
   return Starlette(
     routes=[
+      Route("/", front),
       *map(asking, KINDS),
       Route("/tokenize", tokenize, methods=["POST"]),
       Route("/detokenize", detokenize, methods=["POST"]),

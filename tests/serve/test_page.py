@@ -1,0 +1,146 @@
+"""The page at "/": what it may do, and what it shows in a real browser."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+import struct
+
+import chromium
+import pytest
+import serving
+
+from seerjax.serve import page
+from seerjax.serve.config import ServeConfig
+
+TEXT = page.FILE.read_text()
+SECRET = ServeConfig(port=0, token="tok-server", tenants={"tok-a": "ana"})
+# 64 others beside it, in a context of 64 tokens.
+QUESTION = "How many?"
+HOSTILE = "<img src=x onerror=document.title='gone'><script>document.title='gone'</script>"
+
+
+def test_the_page_is_served_to_all_and_holds_no_data():
+  with serving.running(SECRET) as (_, url), serving.client(url) as plain:
+    found = plain.get("/")
+    assert (found.status_code, found.text) == (200, TEXT)
+    assert found.headers["content-type"].startswith("text/html")
+    assert "tiny" not in found.text and "fp_test" not in found.text
+    assert plain.get("/v1/models").status_code == plain.get("/metrics").status_code == 401
+    policy = found.headers["content-security-policy"]
+  assert policy.startswith("default-src 'none'; ") and "unsafe" not in policy
+  for kind in ("script", "style"):
+    (part,) = re.findall(f"<{kind}>(.*?)</{kind}>", TEXT, re.DOTALL)
+    digest = base64.b64encode(hashlib.sha256(part.encode()).digest()).decode()
+    assert f"{kind}-src 'sha256-{digest}';" in policy
+
+
+def test_the_page_asks_the_network_for_nothing_and_makes_no_markup_of_text():
+  names = [*re.findall(r"https?://[^\s\"'`)]+", TEXT)]
+  assert {*names} <= {"http://www.w3.org/2000/svg"}  # A name, which nobody asks.
+  for way in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "@import",
+              "Function(", "src=", "style=", "onclick="):  # fmt: skip
+    assert way not in TEXT, way
+  assert len(TEXT.encode()) < 64 << 10
+
+
+def test_every_input_has_a_label():
+  inputs = re.findall(r"<(?:input|select|textarea) id=\"(\w+)\"", TEXT)
+  assert len(inputs) >= 9
+  assert {*inputs} == {*re.findall(r"<label [^>]*for=\"(\w+)\"", TEXT)}
+
+
+def test_another_script_would_have_another_digest():
+  # The twin: a policy says nothing about a script that it was not made for.
+  assert page.policy(TEXT) != page.policy(TEXT.replace('"use strict";', '"use strict"; alert(1);'))
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+  if not chromium.found():
+    pytest.skip("got no Chromium, expected one: apt-get install chromium")
+  with chromium.tab(tmp_path_factory.mktemp("browser")) as tab:
+    yield tab
+
+
+def ask(tab: chromium.Tab, question: str) -> None:
+  tab.run(f"$('question').value = {question!r}; $('ask').requestSubmit()")
+  tab.wait("!running && $('log').lastChild.querySelector('.proof, .note')")
+
+
+def digest(choice: dict) -> str:
+  """Returns what the guide says a digest is made of."""
+  data = choice["message"]["content"].encode()
+  for row in choice["logprobs"]["content"]:
+    data += struct.pack("<Iff", row["token_id"], row["logprob"], row["raw_logprob"])
+  return hashlib.sha256(data).hexdigest()
+
+
+def test_an_answer_has_one_digest_alone_and_beside_64_others(browser):
+  tab = browser
+  with serving.running() as (service, url), serving.client(url) as plain:
+    tab.size(1280, 800)
+    tab.go(f"{url}/")
+    tab.wait("$('models').children.length")
+    tab.run("$('seed').value = '7'; $('most').value = '24'")
+    ask(tab, QUESTION)
+    body = {"messages": serving.HELLO, "seed": 7, "max_tokens": 24, "logprobs": True}
+    (expected,) = plain.post("/v1/chat/completions", json=body).json()["choices"]
+    assert tab.run("$('log').querySelector('article .text').textContent") == (
+      expected["message"]["content"]
+    )
+    shown = "[...document.querySelectorAll('[data-digest]')].map(one => one.dataset.digest)"
+    assert tab.run(shown) == [digest(expected)]
+    before = service.thread.engines["tiny"].counters.sampled_tokens
+    tab.run("document.querySelector('.again').click()")
+    tab.wait("document.querySelector('.verdict.same, .verdict.bad')")
+    assert tab.run("document.querySelector('.verdict').textContent") == (
+      "Same digest: equal to the last bit"
+    )
+    assert tab.run(shown) == [digest(expected)] * 2
+    # There were others: more was sampled than the answer, in more places than one.
+    tokens = len(expected["logprobs"]["content"])
+    assert service.thread.engines["tiny"].counters.sampled_tokens - before > tokens
+    (beside,) = map(int, re.findall(r"with (\d+)", tab.run("$('log').innerText")))
+    assert beside >= 32
+    tab.wait("$('flight').textContent === '0'")  # The others were let go.
+    # The twin: another seed has another digest.
+    tab.run("$('fresh').click(); $('seed').value = '8'")
+    ask(tab, QUESTION)
+    assert tab.run(shown) != [digest(expected)]
+    # What a stranger wrote is text, and no answer is made of it.
+    tab.run("$('fresh').click()")
+    ask(tab, HOSTILE)
+    assert tab.run("$('log').querySelector('.user .text').textContent") == HOSTILE
+    assert tab.run("$('log').querySelectorAll('img, script').length") == 0
+    assert tab.run("document.title") == "SeerJAX"
+    tab.run("$('heat').value = '-1'")
+    ask(tab, QUESTION)
+    assert "temperature: got -1" in tab.run("$('log').lastChild.innerText")
+    for width in (375, 1280):
+      for is_dark in (False, True):
+        tab.size(width, 700, is_dark=is_dark)
+        assert tab.run("document.documentElement.scrollWidth") <= width
+        ground = tab.run("getComputedStyle(document.body).backgroundColor")
+        assert is_dark == (sum(map(int, re.findall(r"\d+", ground))) < 380)
+  assert tab.errors == []
+
+
+@pytest.mark.thorough
+def test_a_server_with_a_token_is_entered_by_it(browser):
+  tab = browser
+  tab.size(1280, 800)
+  with serving.running(SECRET) as (_, url):
+    tab.go(f"{url}/")
+    tab.wait("!$('door').hidden")
+    assert tab.run("$('rooms').hidden && $('refused').hidden && !$('models').children.length")
+    for token, is_right in (("wrong", False), ("tok-a", True)):
+      tab.run(f"$('token').value = '{token}'; $('door').requestSubmit()")
+      tab.wait("!$('refused').hidden" if not is_right else "!$('rooms').hidden")
+    assert tab.run("$('models').innerText").startswith("tiny")
+    tab.run("$('most').value = '4'")
+    ask(tab, QUESTION)
+    assert tab.run("document.querySelectorAll('[data-digest]').length") == 1
+    assert tab.run("$('gauges').hidden")  # A tenant may not read the metrics.
+    tab.run("sessionStorage.clear()")
