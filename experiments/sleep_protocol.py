@@ -23,7 +23,7 @@ from absl import app, flags
 import numpy as np
 
 import seerjax
-from seerjax.run import command_line
+from seerjax.run import command_line, placement
 from seerjax.serve import identity
 from seerjax.sleep import prompts as prompts_lib, protocol, thinkers
 from seerjax.sleep.call_journal import CallJournal
@@ -161,8 +161,16 @@ def thinker_of(args: flags.FlagValues) -> tuple[Ask, dict[str, str]]:
     config = EndpointConfig(url=args.endpoint, model=args.model, key_variable=args.key_variable)
     ask = thinkers.asking(Endpoint(config), num_threads=args.num_threads)
     return ask, {"endpoint": config.url, "model": config.model}
-  model = seerjax.load_model(args.model)
-  engine = seerjax.Engine(model)
+  usual = seerjax.NumericsConfig(reduction_shards=0)
+  placed = placement.of_flags(args.model, usual)
+  print(placed.describe())
+  model = seerjax.load_model(args.model, placed.numerics)
+  config = seerjax.EngineConfig(
+    max_context=args.max_context or seerjax.EngineConfig().max_context,
+    max_sequences=args.max_sequences,
+  )
+  engine = seerjax.Engine(model, config=config, mesh=placed.mesh)
+  print(engine.plan())
   key = seerjax.numerics.key(0)
   return EngineThinker(engine).ask, {"fingerprint": identity.fingerprint(model, key)}
 
@@ -231,6 +239,9 @@ def define_flags() -> None:
   flags.DEFINE_integer("sleep_tokens", 256, "Most tokens of a sleeper's call.")
   flags.DEFINE_float("latency_price", 10.0, "t, of a token for which a user waits.")
   flags.DEFINE_integer("seed", 0, "Of the run.")
+  flags.DEFINE_integer("max_context", 0, "Positions of a prompt and its answer; 0 takes 1,024.")
+  flags.DEFINE_integer("max_sequences", 0, "Answers at once; 0 asks model and memory.")
+  placement.define_flags()
   flags.DEFINE_string("journal", "", "File of calls; '' keeps none.")
 
 

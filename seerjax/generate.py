@@ -30,7 +30,13 @@ from seerjax import numerics as numerics_lib
 from seerjax.engine import engine as engine_lib
 from seerjax.models import chat_template, config as model_config, parameters
 from seerjax.models.loading import Model
-from seerjax.run import command_line, policy as policy_lib, presets as run_presets, stops
+from seerjax.run import (
+  command_line,
+  placement,
+  policy as policy_lib,
+  presets as run_presets,
+  stops,
+)
 from seerjax.run.policy import Policy
 from seerjax.speculation import draft_loading
 from seerjax.speculation.draft_model import DraftModelConfig, ModelDrafter
@@ -48,9 +54,11 @@ Ctrl-D  ends the chat, as Ctrl-C does, also within an answer"""
 Answer = Callable[[Sequence[chat_template.Message]], str]
 
 
-def load(name: str) -> tuple[Policy, numerics_lib.NumericsConfig]:
-  """Returns a model by name and the main job's numerics, as the model decides them."""
-  numerics = run_presets.main_job().numerics
+def load(
+  name: str, numerics: numerics_lib.NumericsConfig | None = None
+) -> tuple[Policy, numerics_lib.NumericsConfig]:
+  """Returns a model by name and its numerics, those of the main job if None, as it decides them."""
+  numerics = run_presets.main_job().numerics if numerics is None else numerics
   policy = policy_lib.load_policy(name, numerics)
   return policy, model_config.numerics_for(policy.model, numerics)
 
@@ -76,6 +84,7 @@ def engine_for(
   *,
   num_tokens: int,
   key: jax.Array,
+  mesh: jax.sharding.Mesh | None = None,
   draft: str = "",
   draft_tokens: int = DRAFT_TOKENS,
 ) -> engine_lib.Engine:
@@ -86,6 +95,7 @@ def engine_for(
     numerics: of it.
     num_tokens: positions.
     key: of the sampling.
+    mesh: devices that share the model; one if None.
     draft: a smaller model of the same words, which guesses tokens ahead; "" guesses nothing.
     draft_tokens: that it guesses in each step.
 
@@ -113,6 +123,7 @@ def engine_for(
     Model(policy.model, params, numerics, policy.require_tokenizer()),
     config=config,
     key=key,
+    mesh=mesh,
   )
   if draft:
     how = DraftModelConfig(length=draft_tokens, num_slots=1, row_buckets=(8, PREFILL_ROWS))
@@ -216,15 +227,16 @@ def converse(answer: Answer, read: Callable[[], str], tell: Callable[[str], None
 
 
 def chat(
-  policy: Policy, numerics: numerics_lib.NumericsConfig, sampling: SamplingParams
+  policy: Policy, placed: placement.Placement, sampling: SamplingParams
 ) -> None:
   """Chats in the terminal; Ctrl-D and Ctrl-C end it."""
-  context = min(policy.model.max_context, CHAT_CONTEXT)
+  context = min(policy.model.max_context, flags.FLAGS.max_context or CHAT_CONTEXT)
   engine = engine_for(
     policy,
-    numerics,
+    placed.numerics,
     num_tokens=context,
-    key=jax.random.key(0),
+    key=numerics_lib.key(0),
+    mesh=placed.mesh,
     draft=flags.FLAGS.draft,
     draft_tokens=flags.FLAGS.draft_tokens,
   )
@@ -285,7 +297,9 @@ def main(argv: list[str]) -> None:
       system=args.system, variables=variables_of(args.variable)
     )
     prompt = sys.stdin.read() if args.prompt == "-" else args.prompt or ""
-    policy, numerics = load(args.model)
+    placed = placement.of_flags(args.model, run_presets.main_job().numerics)
+    print(placed.describe(), file=sys.stderr)
+    policy, numerics = load(args.model, placed.numerics)
     tokenizer = policy_lib.chatting(policy.require_tokenizer(), chat_config)
     policy = dataclasses.replace(policy, tokenizer=tokenizer)
     if tokenizer.ignored_generation:
@@ -299,14 +313,22 @@ def main(argv: list[str]) -> None:
       stop_strings=tuple(args.stop),
     )
     if is_chat:
-      chat(policy, numerics, sampling)
+      chat(policy, placed, sampling)
       return
     tokens = prompt_tokens(policy, prompt, is_raw=args.raw)
+    most = args.max_context or policy.model.max_context
+    if len(tokens) + args.max_tokens > most:
+      raise ValueError(
+        f"--max_context: got {len(tokens)} prompt tokens and --max_tokens={args.max_tokens},"
+        f" expected at most {most} together; lower --max_tokens, or raise --max_context up to the"
+        f" model's {policy.model.max_context}."
+      )
     engine = engine_for(
       policy,
       numerics,
       num_tokens=len(tokens) + args.max_tokens,
       key=numerics_lib.key(0),
+      mesh=placed.mesh,
       draft=args.draft,
       draft_tokens=args.draft_tokens,
     )
@@ -341,6 +363,8 @@ def define_flags() -> None:
   flags.DEFINE_integer("max_tokens", 256, "Most tokens generated.")
   flags.DEFINE_integer("seed", 0, "Of the request; the same seed gives the same text.")
   flags.DEFINE_multi_string("stop", [], "Ends the text before this string; may be repeated.")
+  flags.DEFINE_integer("max_context", 0, "Positions of prompt and answer; 0 asks the model.")
+  placement.define_flags()
   flags.DEFINE_bool("raw", False, "Sends the prompt as it stands, without the chat template.")
 
 

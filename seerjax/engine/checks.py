@@ -100,9 +100,7 @@ def request(
   context: int,
   model_context: int,
   vocab_size: int,
-  needed_pages: int,
-  num_pages: int,
-  page_size: int,
+  held_by_pages: str,
   has_tokenizer: bool,
   adapters: Collection[str] = (),
 ) -> None:
@@ -113,15 +111,12 @@ def request(
     context: most positions of a sequence.
     model_context: those of the model.
     vocab_size: of the model.
-    needed_pages: of its prompt and longest answer (`sizes.pages_for`).
-    num_pages: of one instance, the reserved one included.
-    page_size: positions of a page.
+    held_by_pages: what to say of the pages, where they and not the config bound the context.
     has_tokenizer: whether text can be read for stop strings.
     adapters: names of those that the engine has.
 
   Raises:
-    ValueError: if it is empty, too long, can never fit in memory, or asks for what this engine or
-      model does not have.
+    ValueError: if it is empty, too long, or asks for what this engine or model does not have.
   """
   what = f"request {request.request_id!r}"
   if not request.prompt:
@@ -136,23 +131,17 @@ def request(
     )
   if not 0 <= request.seed < 2**32:
     raise ValueError(f"{what}: got seed {request.seed}, expected 0 <= seed < 2**32; fold it.")
+  raise_it = held_by_pages or "raise EngineConfig.max_context"
   if len(request.prompt) + 1 > context:
     raise ValueError(
       f"{what}: got a prompt of {len(request.prompt)} tokens, expected fewer than the context of"
-      f" {context}; shorten it or raise EngineConfig.max_context (the model's is"
-      f" {model_context})."
+      f" {context}; shorten it or {raise_it} (the model's is {model_context})."
     )
   if len(request.prompt) + request.sampling.max_tokens > context:
     raise ValueError(
       f"{what}: got {len(request.prompt)} prompt tokens and max_tokens"
       f" {request.sampling.max_tokens}, expected a sum of at most the context of {context}; lower"
-      " SamplingParams.max_tokens or raise EngineConfig.max_context."
-    )
-  if needed_pages > num_pages - 1:
-    raise ValueError(
-      f"{what}: got a need of {needed_pages} pages of {page_size} positions, expected"
-      f" at most {num_pages - 1}; it can never fit: raise EngineConfig.num_pages or lower"
-      " max_tokens."
+      f" SamplingParams.max_tokens or {raise_it}."
     )
   if request.sampling.stop_strings and not has_tokenizer:
     raise ValueError(

@@ -73,7 +73,7 @@ class Chunks:
         if sequence.pages:
           self._memory.release(sequence)
         sequence.instance = instance
-    sequence.extend(chunk_tokens)
+    sequence.extend(chunk_tokens, self._config.reserved_tokens)
     self._requests.resume(sequence)
 
   def migrate(self, request_id: str, instance: int) -> bool:
@@ -164,14 +164,25 @@ class Chunks:
     return sum(pool.num_holders(page) == count for page, count in held.items())
 
   def awaited_pages(self, instance: int) -> int:
-    """Returns how many pages the requests that wait on an instance are going to take at most.
+    """Returns how many pages the requests of an instance are expected to take, as admission counts.
+
+    Those that wait or run without chunks have `EngineConfig.reserved_tokens` ahead of them.
 
     Raises:
       ValueError: if there is no such instance.
     """
     self._requests.check_instance("Engine.awaited_pages", instance)
-    waiting = self._requests.waiting[instance]
-    return sum(self.pages_for(sequence.limit) - len(sequence.pages) for sequence in waiting)
+    sequences = (*self._requests.waiting[instance], *self._requests.running[instance])
+    return sum(max(0, one.expected_pages(self._config) - len(one.pages)) for one in sequences)
+
+  def expected_pages(self, num_prompt: int, max_tokens: int) -> int:
+    """Returns the pages that admission counts for a new request without chunks.
+
+    Raises:
+      ValueError: if there is no token.
+    """
+    limit = num_prompt + max_tokens
+    return self.pages_for(sizes.expected_tokens(self._config, num_prompt, limit))
 
   def pages_for(self, num_tokens: int) -> int:
     """Returns the pages that tokens of prompt and answer need.

@@ -59,7 +59,8 @@ class Counters:
     reused_tokens: positions found in memory instead of computed.
     page_copies: partial pages copied before they were written.
     preemptions: sequences that lost their pages.
-    waits: times in which a request waited for pages at the beginning of a visit.
+    displaced: times a running request gave its pages to an older one and waited again.
+    waits: times a request, waiting or running, lacked pages at the beginning of a visit.
     drafted_tokens: drafted tokens verified, one row each; what paths share is counted once.
     accepted_tokens: drafted tokens that were sampled too.
     side_paths: times a path that was not the first was the longest.
@@ -91,6 +92,7 @@ class Counters:
   reused_tokens: int = 0
   page_copies: int = 0
   preemptions: int = 0
+  displaced: int = 0
   waits: int = 0
   drafted_tokens: int = 0
   accepted_tokens: int = 0

@@ -105,8 +105,8 @@ class Engine:
     Raises:
       ValueError: if slabs do not divide the model, weights are not laid out for it in the compute
         dtype or not finite, the key is not of `numerics.key`'s kind, pages do not fill splits
-        exactly, `runner` was made for something else, or free memory does not hold one context;
-        for adapters, as `set_adapters`.
+        exactly, `runner` was made for something else, or free memory does not hold one page; for
+        adapters, as `set_adapters`.
     """
     shape, numerics = model.config, model_config.numerics_for(model.config, model.numerics)
     key = numerics_lib.key(0) if key is None else key
@@ -122,9 +122,11 @@ class Engine:
     self._runner, self._key = runner, key
     self._params = runner.place_params(model.params, what="Engine.params")
     self._set_adapters({} if adapters is None else adapters, "Engine.adapters")
+    asked = min(config.max_context, shape.max_context)
     config = sizes.fitted(config, shape, runner.stages, free_bytes=sizes.free_bytes(runner.mesh))
     # Positions of one sequence at most: beyond its model's, none is ever asked for.
     self._context = min(config.max_context, shape.max_context)
+    self._held_by_pages = sizes.held_by_pages(config) if self._context < asked else ""
     table_width = sizes.table_width(config, context=self._context, kv_split=numerics.kv_split)
     kv_pool = pool_lib.usual(runner.mesh) if kv_pool is None else kv_pool
     counters = Counters(host=kv_pool.host, store=kv_pool.store, imports=kv_pool.imports)
@@ -231,8 +233,8 @@ class Engine:
         bits (`Counters.imports`).
 
     Raises:
-      ValueError: if it is empty, already here, too long for the context, can never fit in memory,
-        or asks for what this engine or model does not have; if `resume_from` is of another
+      ValueError: if it is empty, already here, too long for the context or for all pages, or asks
+        for what this engine or model does not have; if `resume_from` is of another
         policy, or over already; if `kv` is of another policy, model or page size.
     """
     what = f"request {request.request_id!r}"
@@ -260,7 +262,7 @@ class Engine:
       self.memory.claim(sequence, kv)
     sequence.mask, sequence.is_background = mask, is_background
     sequence.adapter = self._index_of[request.adapter]
-    sequence.extend(chunk_tokens)
+    sequence.extend(chunk_tokens, self.config.reserved_tokens)
     self.memory.take_again()
     self._requests.add(sequence)
 
@@ -270,15 +272,12 @@ class Engine:
     Raises:
       ValueError: as `submit`, of the request itself.
     """
-    page_size = self.config.page_size
     checks.request(
       request,
       context=self._context,
       model_context=self.model.max_context,
       vocab_size=self.model.vocab_size,
-      needed_pages=sizes.pages_for(len(request.prompt) + request.sampling.max_tokens, page_size),
-      num_pages=self.config.num_pages,
-      page_size=page_size,
+      held_by_pages=self._held_by_pages,
       has_tokenizer=self.tokenizer is not None,
       adapters=self._adapters,
     )
@@ -308,6 +307,7 @@ class Engine:
     return self._outputs.take_updates()
 
   def _step(self) -> None:
+    self._planner.grow()
     self._planner.admit()
     scheduled = self._planner.schedule()
     if not any(scheduled) and not any(self._requests.waiting):
@@ -551,8 +551,12 @@ class Engine:
     return self._chunks.yielding_pages(instance)
 
   def awaited_pages(self, instance: int) -> int:
-    """Returns how many pages those that wait will take at most; see `Chunks.awaited_pages`."""
+    """Returns how many more pages its requests are expected to take; see `Chunks.awaited_pages`."""
     return self._chunks.awaited_pages(instance)
+
+  def expected_pages(self, num_prompt: int, max_tokens: int) -> int:
+    """Returns the pages that admission counts for a request; see `Chunks.expected_pages`."""
+    return self._chunks.expected_pages(num_prompt, max_tokens)
 
   def pages_for(self, num_tokens: int) -> int:
     """Returns the pages that tokens of prompt and answer need; see `Chunks.pages_for`."""
@@ -697,10 +701,13 @@ class Engine:
 
   def plan(self) -> str:
     """Returns one line that says what was allocated, of several devices also on each."""
-    return sizes.described(
+    line = sizes.described(
       self.config, self._runner.stages, num_instances=self.num_instances,
       allocated=(self.memory.pages, self._params),
     )  # fmt: skip
+    if not self._held_by_pages:
+      return line
+    return f"{line}; requests of at most {self._context:,} tokens: {self._held_by_pages} for more"
 
 
 __all__ = ["Counters", "Engine", "EngineConfig", "StepOutput"]

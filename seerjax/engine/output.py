@@ -227,7 +227,7 @@ class Outputs:
     """Appends what was sampled to a request's answer; what it meets then ends this request.
 
     Returns:
-      Whether its chunk goes on.
+      Whether the request can have another token in this visit: its chunk goes on, within its pages.
     """
     self._requests.busy = before = (piece.sequence, len(piece.sequence.tokens))
     try:
@@ -236,7 +236,7 @@ class Outputs:
       self.fail(*before, error, policy_version=policy_version)
       return False
     self.updates.append(update)
-    return not update.finish_reason and len(piece.sequence.tokens) < piece.sequence.limit
+    return not update.finish_reason and len(piece.sequence.tokens) < piece.sequence.end
 
   def _add(
     self,

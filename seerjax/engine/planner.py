@@ -85,15 +85,82 @@ class Planner:
 
   # Pages.
 
-  def admit(self) -> None:
-    """Gives pages to waiting sequences, first come first served, all they can ever need.
+  def grow(self) -> None:
+    """Gives running sequences the pages of their next tokens, the oldest first.
 
-    What those hold that nobody waits for is taken from them for that.
+    Where none are left, the youngest sequence gives up its pages and waits again. So the oldest one
+    always gets what it needs, and since its whole answer fits into memory, it finishes.
+    """
+    for instance, pool in enumerate(self._memory.pools):
+      running = self._requests.running[instance]
+      # Preemption shortens the list at its end.
+      for place in itertools.count():
+        if place >= len(running):
+          break
+        sequence = running[place]
+        size, count = self._config.page_size, len(sequence.tokens)
+        steps = 1 if _is_asked_between(sequence) else self._config.steps_per_visit
+        if sequence.reach >= min(sequence.limit, count + steps):
+          continue
+        held = len(sequence.pages)
+        missing = sequence.wanted_pages(self._config) - held
+        least = pages_for(count + 1, size) - held
+        while pool.num_available < least:
+          if not self._make_way(instance) and not self._displace(sequence):
+            break
+        missing = min(missing, pool.num_available)
+        if missing >= max(least, 1):
+          self._memory.hold(sequence, [*sequence.pages, *pool.take(missing)])
+
+  def _displace(self, sequence: SequenceState) -> bool:
+    """Takes the pages of the youngest sequence for an older one; False if there is none.
+
+    They leave the device, or are dropped and computed again where the pool is full, too. No
+    sequence has rows of the step yet.
+    """
+    victim = self._requests.youngest_holder(sequence)
+    if victim is None:
+      return False
+    self._counters.displaced += 1
+    if not self._take_off(victim):
+      self._counters.preemptions += 1
+    if self._requests.is_running(victim):
+      self._requests.preempt(victim)
+    return True
+
+  def _take_off(self, victim: SequenceState) -> bool:
+    """Takes a sequence's pages off the device; False if they are dropped.
+
+    They are if the pool is full, or if its first page was never copied, since it has had no row.
+    """
+    copies, pages = self._copies[victim.instance], set(victim.pages)
+    kept = [(source, target) for source, target in copies if target not in pages]
+    if len(kept) == len(copies):
+      self._memory.settle()  # What it was to get back, too.
+      if self._memory.spill([victim]):
+        return True
+    self._copies[victim.instance] = kept
+    self._memory.release(victim)
+    return False
+
+  def promised_pages(self, instance: int) -> int:
+    """Returns the pages that running sequences of an instance are expected to take soon."""
+    return sum(
+      max(0, sequence.expected_pages(self._config) - len(sequence.pages))
+      for sequence in self._requests.running[instance]
+    )
+
+  def admit(self) -> None:
+    """Gives pages to waiting sequences, first come first served, as many as they are expected to
+    need: so many that each running sequence, too, can go on for `EngineConfig.reserved_tokens`.
+
+    Background requests are preempted to make room.
     """
     for instance, pool in enumerate(self._memory.pools):
       waiting, running = self._requests.waiting[instance], self._requests.running[instance]
       prefilling = {_sharing(s) for s in running if s.is_prefilling and s.request.group_id}
       held_back: list[SequenceState] = []
+      promised = self.promised_pages(instance) if waiting else 0
       while waiting and len(running) < self._config.max_sequences:
         sequence = waiting[0]
         self._requests.busy = (sequence, len(sequence.tokens))
@@ -102,67 +169,87 @@ class Planner:
         if is_fresh and self._config.reuse_prefixes and _sharing(sequence) in prefilling:
           held_back.append(waiting.popleft())  # A sibling is writing the prompt they share.
           continue
-        has_pages = self._give_pages(sequence, pool)
+        # Where nothing runs, one always begins: its whole answer fits, if need be page by page.
+        most = promised if running else None
+        has_pages = self._give_pages(sequence, pool, most)
         while not has_pages and self._make_way(instance):
-          has_pages = self._give_pages(sequence, pool)
+          has_pages = self._give_pages(sequence, pool, most)
         if not has_pages:
           self._counters.waits += 1
           break
         waiting.popleft()
         running.append(sequence)
+        promised += max(0, sequence.expected_pages(self._config) - len(sequence.pages))
         if is_fresh and sequence.is_prefilling and group:
           prefilling.add(_sharing(sequence))
       waiting.extendleft(reversed(held_back))
     self._requests.busy = None
 
-  def _give_pages(self, sequence: SequenceState, pool: pages_lib.PagePool) -> bool:
-    """Gives a sequence all pages that it needs; False if there are too few."""
+  def _give_pages(
+    self, sequence: SequenceState, pool: pages_lib.PagePool, promised: int | None = None
+  ) -> bool:
+    """Gives a sequence the pages to run with; False if there are too few.
+
+    Args:
+      sequence: that waits.
+      pool: of its instance.
+      promised: pages that others are expected to take; None where those that the sequence itself is
+        expected to take do not count, either.
+    """
+    # Pages to be left when it has what it takes now, of which its own next ones are a part.
+    left = 0
+    if promised is not None:
+      more = sequence.expected_pages(self._config) - sequence.wanted_pages(self._config)
+      left = promised + more
     if sequence.pages:
-      return self._extend(sequence, pool)
+      return self._extend(sequence, pool, left)
     if sequence.num_written:  # Spilled: it comes back before the step.
-      num_pages = pages_for(sequence.limit, self._config.page_size)
+      num_pages = sequence.wanted_pages(self._config)
+      if left and num_pages + left > pool.num_available:
+        return False
       return self._memory.begin_restore(sequence, num_pages)
-    return self._begin(sequence, pool)
+    return self._begin(sequence, pool, left)
 
   def _make_way(self, instance: int) -> bool:
     """Takes the pages of one sequence that nobody waits for, or of a pin; False if none holds any.
 
     They leave the device, or are dropped where the pool is full, too. None of these sequences has
-    rows of the step yet, nor pages that are still to be copied.
+    rows of the step yet.
     """
     for sequence in self._requests.holders_in_background(instance):
-      if self._memory.spill([sequence]):
+      if self._take_off(sequence):
         self._counters.background_spilled += 1
       else:
-        self._memory.release(sequence)
         self._counters.background_preempted += 1
       if self._requests.is_running(sequence):
         self._requests.preempt(sequence)
       return True
     return self._pins.take_off(instance)
 
-  def _extend(self, sequence: SequenceState, pool: pages_lib.PagePool) -> bool:
-    """Gives a sequence that holds its past the pages of its next chunk; False if there are none."""
-    needed = pages_for(sequence.limit, self._config.page_size) - len(sequence.pages)
-    if needed > pool.num_available:
+  def _extend(self, sequence: SequenceState, pool: pages_lib.PagePool, left: int) -> bool:
+    """Gives a sequence that holds its past the pages of its next chunk; False if there are none,
+    or fewer than `left` would be left."""
+    needed = sequence.wanted_pages(self._config) - len(sequence.pages)
+    if needed + left > pool.num_available:
       return False
     self._memory.hold(sequence, [*sequence.pages, *pool.take(max(needed, 0))])
     return True
 
-  def _begin(self, sequence: SequenceState, pool: pages_lib.PagePool) -> bool:
-    """Gives a sequence its first pages, shared ones among them; False if there are too few."""
+  def _begin(self, sequence: SequenceState, pool: pages_lib.PagePool, left: int) -> bool:
+    """Gives a sequence its first pages, shared ones among them; False if there are too few, or
+    fewer than `left` would be left."""
     hit = self._memory.find(sequence, sequence.tokens[:-1])
     for page in hit.pages:
       pool.hold(page)
     if hit.copy_from is not None:
       pool.hold(hit.copy_from)
-    needed = pages_for(sequence.limit, self._config.page_size) - len(hit.pages)
-    if needed > pool.num_available and hit.copy_from is not None:
+    needed = sequence.wanted_pages(self._config) - len(hit.pages)
+    if needed + left > pool.num_available and hit.copy_from is not None:
       # The page to copy may be the very one that is missing: where nothing runs, waiting for
       # another would be forever.
       pool.release(hit.copy_from)
       hit = prefix_index.PrefixHit(hit.pages, None, len(hit.pages) * self._config.page_size)
-    if needed > pool.num_available:
+    if needed + left > pool.num_available:
       for page in hit.pages:
         pool.release(page)
       return False
@@ -184,7 +271,12 @@ class Planner:
     return [self._schedule(running) for running in self._requests.running]
 
   def _schedule(self, running: Sequence[SequenceState]) -> list[ScheduledRows]:
-    pending = [(sequence, self._num_unwritten(sequence)) for sequence in running]
+    pending = []
+    for sequence in running:
+      if sequence.reach > len(sequence.tokens):
+        pending.append((sequence, self._num_unwritten(sequence)))
+      else:
+        self._counters.waits += 1  # Older ones have the pages of its next token.
     spare = self._config.row_buckets[-1] - sum(1 for _, count in pending if count == 1)
     scheduled, row = [], 0
     for sequence, count in pending:
@@ -270,7 +362,7 @@ class Planner:
       sequence = piece.sequence
       if piece.num_rows > 1 or not piece.is_sampled or _is_asked_between(sequence):
         return 1
-      most = max(most, sequence.limit - len(sequence.tokens))
+      most = max(most, sequence.end - len(sequence.tokens))
     return min(most, self._config.steps_per_visit)
 
   def remember_prompts(self, scheduled: list[list[ScheduledRows]]) -> None:
@@ -329,7 +421,7 @@ class Planner:
       for index, piece in enumerate(scheduled[instance]):
         sequence = piece.sequence
         # The token sampled after the last draft is part of the answer, too.
-        most = min(sequence.limit - len(sequence.tokens) - 1, spare)
+        most = min(sequence.end - len(sequence.tokens) - 1, spare)
         is_answered = sequence.mask is None and sequence.reading is None
         if piece.is_sampled and most > 0 and is_answered:
           request = sequence.request
@@ -384,7 +476,7 @@ class Planner:
     """Returns the tree of a drafter's paths, less the leaves that there is no room for."""
     sequence, pool = piece.sequence, self._memory.pools[piece.sequence.instance]
     size, end = self._config.page_size, len(sequence.tokens)
-    nodes = token_tree.merge(drafts, sequence.limit - end - 1)
+    nodes = token_tree.merge(drafts, sequence.end - end - 1)
     if not nodes:
       return ()
     nodes = nodes[: self._num_fitting(piece, nodes, rows_left, copies_left)]
@@ -506,7 +598,7 @@ class Planner:
         steps[instance] = 1
       for row, piece in enumerate(pieces):
         sequence = piece.sequence
-        remaining[instance, row] = sequence.limit - len(sequence.tokens)
+        remaining[instance, row] = sequence.end - len(sequence.tokens)
         ids = sequence.request.sampling.stop_token_ids[:MAX_STOP_IDS]
         stops[instance, row, : len(ids)] = ids
     # Any: the record is typed as device arrays, and this one is made on the host.
@@ -562,7 +654,7 @@ class Planner:
     for count in shares:
       limit = position + 1 + needed
       sequence = SequenceState(request, list(request.prompt), 0, None, row, limit=limit)
-      sequence.hold([0], self._table_width)
+      sequence.hold([0], self._table_width, limit)  # Page 0 takes all that padding writes.
       sequence.num_written = position
       path = DraftPath((0,) * (count - 1), sequence.page_row, tuple(range(1, count)))
       paths = (path,) if count > 1 else ()

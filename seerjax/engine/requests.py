@@ -150,6 +150,19 @@ class Requests:
     """Returns whether a request has its pages to run in."""
     return sequence in self._running(sequence)
 
+  def youngest_holder(self, sequence: SequenceState) -> SequenceState | None:
+    """Returns the foreground request that gives up its pages for an older one, if there is any.
+
+    That is the last of those that were admitted after `sequence`. Below the oldest of all, waiting
+    requests that still hold pages come first.
+    """
+    running = self.running[sequence.instance]
+    if running[0] is sequence:
+      for waiting in reversed(self.waiting[sequence.instance]):
+        if waiting.pages:
+          return waiting
+    return running[-1] if running[-1] is not sequence else None
+
   def holders_in_background(self, instance: int) -> list[SequenceState]:
     """Returns those that nobody waits for and that hold pages of an instance.
 

@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from seerjax.engine import sizes
+from seerjax.engine.sizes import EngineConfig
 from seerjax.models import tokenizer as tokenizer_lib
 from seerjax.types import Completion, Request, SamplingRows
 
@@ -44,8 +46,11 @@ class SequenceState:
     instance: where its pages are, or will be.
     stream: of its text, None without a tokenizer.
     sampling: its parameters as one row.
-    limit: most tokens, prompt included, before it pauses or ends; its pages reach this far.
+    limit: most tokens, prompt included, before it pauses or ends.
+    reserves: whether it runs only with pages for all tokens up to `limit`; else its pages grow with
+      its answer.
     pages: in order of position; none while it waits for memory.
+    reach: most tokens, prompt included, that `pages` hold.
     page_row: i32[p], `pages` as a row of the page table.
     num_written: positions whose keys are written.
     logprobs: of the answer's tokens, processed distribution.
@@ -64,8 +69,10 @@ class SequenceState:
   stream: tokenizer_lib.TextStream | None
   sampling: SamplingRows
   limit: int
+  reserves: bool = True
   pages: list[int] = dataclasses.field(default_factory=list)
   page_row: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.int32))
+  reach: int = 0
   num_written: int = 0
   logprobs: list[float] = dataclasses.field(default_factory=list)
   raw_logprobs: list[float] = dataclasses.field(default_factory=list)
@@ -91,14 +98,40 @@ class SequenceState:
     """Whether positions of the prompt are still unwritten."""
     return self.num_written < self.num_prompt - 1 or not self.pages
 
-  def extend(self, chunk_tokens: int | None) -> None:
-    """Sets the limit to `chunk_tokens` more tokens of answer; None is all that was asked for."""
+  @property
+  def end(self) -> int:
+    """Most tokens, prompt included, that it can have before it needs more pages or ends."""
+    return min(self.limit, self.reach)
+
+  def extend(self, chunk_tokens: int | None, reserved_tokens: int = 0) -> None:
+    """Sets the limit to `chunk_tokens` more tokens of answer; None is all that was asked for.
+
+    A foreground request without chunks takes its pages as its answer grows, unless
+    `reserved_tokens` is 0.
+    """
     most = self.num_prompt + self.request.sampling.max_tokens
     self.limit = most if chunk_tokens is None else min(most, len(self.tokens) + chunk_tokens)
+    self.reserves = chunk_tokens is not None or self.is_background or not reserved_tokens
 
-  def hold(self, pages: list[int], table_width: int) -> None:
+  def wanted_pages(self, config: EngineConfig) -> int:
+    """Returns the pages, those that it holds included, that it takes when it gets some."""
+    tokens = self.limit
+    if not self.reserves:
+      tokens = sizes.next_tokens(config, len(self.tokens), self.limit)
+    return sizes.pages_for(tokens, config.page_size)
+
+  def expected_pages(self, config: EngineConfig) -> int:
+    """Returns the pages, those that it holds included, that admission counts for it."""
+    tokens = self.limit
+    if not self.reserves:
+      tokens = sizes.expected_tokens(config, len(self.tokens), self.limit)
+    return sizes.pages_for(tokens, config.page_size)
+
+  def hold(self, pages: list[int], table_width: int, page_size: int) -> None:
     """Takes `pages` (all of them, in order) as its memory."""
     self.pages = pages
+    # The last token is never read back, so it needs no position.
+    self.reach = len(pages) * page_size + 1
     self.page_row = np.zeros(table_width, np.int32)
     self.page_row[: len(pages)] = pages
 

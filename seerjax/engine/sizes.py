@@ -38,10 +38,15 @@ class EngineConfig:
   Attributes:
     page_size: positions of one page; divides `NumericsConfig.kv_split`.
     num_pages: pages of one instance, the reserved one included; 0 takes what `max_sequences` whole
-      contexts need, within the memory that is free.
-    max_sequences: sequences that run at once on one instance; 0 takes as many whole contexts as
-      the pages hold, at most the first row bucket.
-    max_context: most positions of one sequence, prompt and answer.
+      contexts need, within a share of the memory that is free.
+    max_sequences: sequences that run at once on one instance; 0 takes the first row bucket, or as
+      many as there are pages (whole contexts, where `reserved_tokens` is 0).
+    max_context: most positions of one sequence, prompt and answer; less where the pages hold less.
+    reserved_tokens: tokens of its answer, beyond those that it has, for which admission counts the
+      memory of each request that runs without chunks. Few let more requests run at once. Where
+      answers become longer and memory runs short, the requests that began last give up their pages
+      and go on later, to the same bits; the oldest one always goes on. 0 reserves whole answers, as
+      long as `max_tokens` allows, so that none ever gives up its pages.
     row_buckets: most rows of one step, per instance; one compiled program each; () lets model and
       context decide (`derived_buckets`), never the memory that is free. A step that only decodes
       uses the smallest that fits. Its arrays are whole tiles, two at least, of
@@ -65,6 +70,7 @@ class EngineConfig:
   num_pages: int = 0
   max_sequences: int = 0
   max_context: int = 1024
+  reserved_tokens: int = 128
   row_buckets: tuple[int, ...] = ()
   steps_per_visit: int = 0
   reuse_prefixes: bool = True
@@ -79,6 +85,7 @@ class EngineConfig:
       ("num_pages", 0, "0 asks the free memory"),
       ("max_sequences", 0, "0 asks the free memory"),
       ("max_context", 2, "a prompt and an answer have a token each; 1024 is usual"),
+      ("reserved_tokens", 0, "128 is usual, 0 reserves whole answers"),
       ("background_rows", 0, "0 takes the first row bucket"),
       ("pinned_pages", 0, "0 takes a quarter of the pages"),
     ):
@@ -128,6 +135,35 @@ def pages_for(num_tokens: int, page_size: int) -> int:
   """Returns the pages that `num_tokens` (at least 1) of prompt and answer need."""
   # The last token sampled is never read back, so it needs no position.
   return -(-(num_tokens - 1) // page_size)
+
+
+def most_tokens(num_pages: int, page_size: int) -> int:
+  """Returns the tokens of the longest prompt and answer that `num_pages` hold, one reserved."""
+  return max(2, (num_pages - 1) * page_size + 1)
+
+
+def held_by_pages(config: EngineConfig) -> str:
+  """Returns what to do where the pages hold less than the context that was asked for."""
+  return (
+    f"raise EngineConfig.num_pages or free memory, as {config.num_pages - 1} pages of"
+    f" {config.page_size} positions hold no more"
+  )
+
+
+def next_tokens(config: EngineConfig, num_tokens: int, limit: int) -> int:
+  """Returns the tokens, prompt included, that a request of `num_tokens` takes pages for.
+
+  They last for a visit at least. `limit` is the most that the request can have.
+  """
+  return min(limit, num_tokens + max(config.steps_per_visit, config.page_size))
+
+
+def expected_tokens(config: EngineConfig, num_tokens: int, limit: int) -> int:
+  """Returns the tokens, prompt included, that admission counts for a request of `num_tokens`."""
+  if not config.reserved_tokens:
+    return limit
+  ahead = min(limit, num_tokens + config.reserved_tokens)
+  return max(next_tokens(config, num_tokens, limit), ahead)
 
 
 def table_width(config: EngineConfig, *, context: int, kv_split: int) -> int:
@@ -244,8 +280,7 @@ def fitted(
     free_bytes: memory of one instance.
 
   Raises:
-    ValueError: if the pages that fit do not hold one context, or memory does not hold the pages or
-      the rows that it names.
+    ValueError: if no page fits, or memory does not hold the pages or the rows that it names.
   """
   config = with_buckets(config, model, backend.numerics)
   per_context = -(-config.max_context // config.page_size)
@@ -279,15 +314,15 @@ def fitted(
           model, backend, page_size=config.page_size, memory_bytes=PAGES_SHARE * free_bytes
         ),
       )
-    if num_pages <= per_context:
+    if num_pages < 2:
       free = f"{free_bytes / 2**20:.0f} MiB"
       raise ValueError(
         f"EngineConfig.num_pages: got free memory of {free}, {PAGES_SHARE:.0%} of which holds"
-        f" {num_pages} pages, expected at least {per_context + 1} for one context of"
-        f" {config.max_context} positions; lower EngineConfig.max_context, free memory, or set"
-        " EngineConfig.num_pages."
+        f" {num_pages} pages, expected at least 2 of {config.page_size} positions; free memory,"
+        " lower EngineConfig.page_size, or set EngineConfig.num_pages."
       )
-  max_sequences = config.max_sequences or max(1, min(most, (num_pages - 1) // per_context))
+  fitting = (num_pages - 1) // (1 if config.reserved_tokens else per_context)
+  max_sequences = config.max_sequences or max(1, min(most, fitting))
   background_rows = config.background_rows or config.row_buckets[0]
   if background_rows > config.row_buckets[-1]:
     raise ValueError(
@@ -299,6 +334,7 @@ def fitted(
     config,
     num_pages=num_pages,
     max_sequences=max_sequences,
+    max_context=min(config.max_context, most_tokens(num_pages, config.page_size)),
     steps_per_visit=config.steps_per_visit or backend.steps_per_visit,
     background_rows=background_rows,
     pinned_pages=config.pinned_pages or num_pages // 4,

@@ -1,4 +1,4 @@
-"""How long a step of so many requests and rows takes, measured before the first request comes."""
+"""Measures the seconds of steps before the first request comes, all of them or within a budget."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import jax
 from jax.experimental import multihost_utils
 import numpy as np
 
+from seerjax import agreement
 from seerjax.engine import checks
 from seerjax.engine.engine import Engine
 
@@ -58,6 +59,63 @@ def step_seconds(
 
   calls = [functools.partial(ready, size) for size in sizes]
   return dict(zip(sizes, least_seconds(calls, repeats=repeats, clock=clock), strict=True))
+
+
+def seconds_within(
+  ready: Sequence[Callable[[], Callable[[], object]]],
+  work: Sequence[float],
+  seconds: float,
+  *,
+  repeats: int = 6,
+  clock: Callable[[], float] = WALL,
+) -> list[float]:
+  """Returns the seconds of the first calls of a list, as many as a budget allows.
+
+  The calls that matter most stand first. The first one is always measured. Another one is measured
+  if it fits what is left of the budget, by its work and the seconds that the others took for
+  theirs; then all that were measured are measured again, in turns, while that fits. Process 0
+  measures and decides for all processes.
+
+  Args:
+    ready: as of `least_seconds`.
+    work: of each call, in any unit: a call of more work takes longer, at most in proportion.
+    seconds: that all calls together may take, those that compile not counted.
+    repeats: turns at most.
+    clock: in seconds.
+
+  Returns:
+    The least seconds of each call; infinity for those that were not measured.
+  """
+  found, spent = [math.inf] * len(ready), 0.0
+
+  def measure(place: int) -> None:
+    nonlocal spent
+    run = ready[place]()
+    if found[place] == math.inf:
+      run()  # It may compile.
+    begin = clock()
+    run()
+    took = agreement.from_first(lambda: clock() - begin)
+    # A call that compiles is run as well, so that it counts twice.
+    spent += took * (1 + (found[place] == math.inf))
+    found[place] = min(found[place], took)
+
+  def expected(place: int) -> float:
+    if found[place] < math.inf:
+      return found[place]
+    known = [(work[at], took) for at, took in enumerate(found) if took < math.inf]
+    return 2 * max(took * max(1.0, work[place] / done) for done, took in known)
+
+  if ready:
+    measure(0)
+  for place in range(1, len(ready)):
+    if spent + expected(place) <= seconds:
+      measure(place)
+  for _ in range(repeats - 1):
+    for place, took in enumerate(found):
+      if took < math.inf and spent + took <= seconds:
+        measure(place)
+  return found
 
 
 def least_seconds(

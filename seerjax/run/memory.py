@@ -108,6 +108,13 @@ def memory_plan(
     left += learning.learning / sharers
   backend = choice.backend_of(config.numerics)
   engine = sizes.fitted(config.engine, model, backend, free_bytes=left)
+  context = min(config.engine.max_context, model.max_context)
+  if engine.max_context < context:
+    raise ValueError(
+      f"RunConfig: got pages for requests of at most {engine.max_context} tokens"
+      f" ({plan.describe()}), expected room for a context of {context};"
+      f" {sizes.held_by_pages(engine)}, or lower EngineConfig.max_context."
+    )
   page = sizes.page_bytes(model, backend, page_size=engine.page_size) // config.model_shards
   return plan._replace(
     engine=engine,

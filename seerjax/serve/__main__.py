@@ -30,7 +30,7 @@ from absl import app, flags
 from seerjax import numerics as numerics_lib
 from seerjax.engine.engine import Engine, EngineConfig
 from seerjax.models import chat_template, loading, peft
-from seerjax.run import command_line, policy as policy_lib
+from seerjax.run import command_line, placement, policy as policy_lib
 from seerjax.serve import served as served_lib, server
 from seerjax.serve.config import ServeConfig
 from seerjax.serve.family import Family
@@ -132,7 +132,18 @@ def adapter_directories(flags: Sequence[str], model: str) -> dict[str, str]:
 def load(name: str) -> Family:
   """Returns what is served."""
   args = flags.FLAGS
-  model = loading.load_model(name)
+  placed = placement.of_flags(name, numerics_lib.NumericsConfig(reduction_shards=0))
+  say(placed.describe())
+  most = placed.shape.max_context
+  config = EngineConfig(
+    max_context=min(args.max_context or most, most),
+    max_sequences=args.max_sequences,
+    reserved_tokens=args.reserved_tokens,
+    num_pages=args.num_pages,
+    pinned_pages=args.pinned_pages,
+  )
+  say(f"loading {name}")
+  model = loading.load_model(name, placed.numerics)
   if model.tokenizer is None:
     raise ValueError(f"MODEL: got {name!r} without a tokenizer, expected one; add tokenizer.json.")
   chat = chat_template.ChatConfig(system=args.system)
@@ -152,16 +163,13 @@ def load(name: str) -> Family:
   model = loading.Model(model.config, model.params, model.numerics, tokenizer)
   engine = Engine(
     model,
-    config=EngineConfig(
-      max_context=min(args.max_context or model.config.max_context, model.config.max_context),
-      max_sequences=args.max_sequences,
-      num_pages=args.num_pages,
-      pinned_pages=args.pinned_pages,
-    ),
+    config=config,
     key=key,
+    mesh=placed.mesh,
     adapters=adapters,
   )
   say(engine.plan())
+  say("compiling its steps, or reading them from JAX's cache")
   warm(engine)
   return Family(
     served_name,
@@ -191,6 +199,7 @@ def sleep(family: Family) -> dict[str, Sleeping]:
   found = Sleeping(
     args.contexts, engine, asked, identity=family.identity, config=config
   )
+  say(f"measuring its steps, for {step_times.SECONDS:g} s")
   engine.step_times = step_times.measure(engine)
   if args.anticipated or args.drafts:
     engine.drafter = SuffixDrafter(budget=Budget(engine.step_times, BudgetConfig()))
@@ -230,11 +239,10 @@ def main(argv: list[str]) -> None:
       sleeping=sleep(family),
     )
     family.base.compiler.start()
-    found = server.listening(service)
+    found = server.bound(service)
     for served in family.models.values():
       say(f"model {served.name}, {served.context} tokens of context, {served.fingerprint}")
-    say(f"serving at {server.address(found)}/v1")
-    server.run(service, [found])
+    server.run(service, [found], lambda: say(f"serving at {server.address(found)}/v1"))
 
 
 def define_flags() -> None:
@@ -256,7 +264,12 @@ def define_flags() -> None:
   flags.DEFINE_multi_string("adapter", [], "NAME=DIR: an adapter beside the model, as PEFT writes.")
   flags.DEFINE_string("system", "", "Begins a conversation that has no system message.")
   flags.DEFINE_integer("max_context", 0, "Positions of a prompt and its answer; 0: the model's.")
-  flags.DEFINE_integer("max_sequences", 0, "Answers at once; 0 asks the free memory.")
+  flags.DEFINE_integer("max_sequences", 0, "Answers at once; 0 asks model and memory.")
+  flags.DEFINE_integer(
+    "reserved_tokens", EngineConfig().reserved_tokens,
+    "Of each answer, ahead of what it has, for which memory is counted; 0 counts whole answers.",
+  )  # fmt: skip
+  placement.define_flags()
   flags.DEFINE_integer("num_pages", 0, "Pages of keys and values; 0 asks the free memory.")
   flags.DEFINE_integer("key_seed", 0, "Of the sampling key, which is a part of the fingerprint.")
   flags.DEFINE_integer("max_body_bytes", usual.max_body_bytes, "Of one request.")

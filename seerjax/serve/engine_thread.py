@@ -589,7 +589,7 @@ def has_room(engine: Engine, request: Request) -> bool:
     return True  # It was checked: alone it fits.
   if num_front >= engine.config.max_sequences * engine.num_instances:
     return False
-  needed = engine.pages_for(len(request.prompt) + request.sampling.max_tokens)
+  needed = engine.expected_pages(len(request.prompt), request.sampling.max_tokens)
   return any(
     engine.free_pages(place) + engine.yielding_pages(place) - engine.awaited_pages(place) >= needed
     for place in range(engine.num_instances)

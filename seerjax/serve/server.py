@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 import contextlib
 import socket
 import threading
@@ -109,7 +109,8 @@ class Connection(H11Protocol):
 class Server(uvicorn.Server):
   """Serves a service; the first signal stops admission, and what runs has its grace period."""
 
-  def __init__(self, service: Service):
+  def __init__(self, service: Service, on_start: Callable[[], object] = lambda: None):
+    """Makes a server; `on_start` is called once its sockets take connections."""
     config = service.config
     bounds = dict(patience=config.body_seconds, most=config.max_connections)
     super().__init__(
@@ -128,6 +129,13 @@ class Server(uvicorn.Server):
       )
     )
     self._service = service
+    self._on_start = on_start
+
+  async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+    """Listens, and says so."""
+    await super().startup(sockets)
+    if self.started:
+      self._on_start()
 
   def handle_exit(self, sig: int, frame: FrameType | None) -> None:
     """Takes a signal."""
@@ -140,8 +148,8 @@ class Server(uvicorn.Server):
     self.should_exit = True
 
 
-def listening(service: Service) -> socket.socket:
-  """Returns a socket that listens where the service's config says.
+def bound(service: Service) -> socket.socket:
+  """Returns a socket at the address of the service's config; it takes connections once it runs.
 
   Raises:
     OSError: if it cannot.
@@ -161,17 +169,27 @@ def listening(service: Service) -> socket.socket:
   return found
 
 
-def address(listening: socket.socket) -> str:
+def address(bound: socket.socket) -> str:
   """Returns the URL that clients ask."""
-  host, port = listening.getsockname()[:2]
+  host, port = bound.getsockname()[:2]
   return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def run(service: Service, sockets: list[socket.socket]) -> None:
-  """Serves until a signal comes, and until what ran then has ended."""
+def run(
+  service: Service,
+  sockets: list[socket.socket],
+  on_start: Callable[[], object] = lambda: None,
+) -> None:
+  """Serves until a signal comes, and until what ran then has ended.
+
+  Args:
+    service: what is served.
+    sockets: of `bound`.
+    on_start: called once they take connections.
+  """
   service.thread.start()
   try:
-    Server(service).run(sockets=sockets)
+    Server(service, on_start).run(sockets=sockets)
   finally:
     service.thread.stop(0)
     service.thread.join()
@@ -181,7 +199,7 @@ def run(service: Service, sockets: list[socket.socket]) -> None:
 @contextlib.contextmanager
 def running(service: Service) -> Iterator[str]:
   """Serves on a thread of its own, and yields the URL."""
-  found = listening(service)
+  found = bound(service)
   server = Server(service)
   thread = threading.Thread(target=lambda: server.run(sockets=[found]), name="http", daemon=True)
   service.thread.start()

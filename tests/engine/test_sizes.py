@@ -43,7 +43,10 @@ def test_zeros_are_filled_from_free_memory():
   plenty = fitted(OPEN, 1000)
   assert (plenty.num_pages, plenty.max_sequences) == (17, 4)
   scarce = fitted(OPEN, 10)
-  assert (scarce.num_pages, scarce.max_sequences) == (10, 2)
+  assert (scarce.num_pages, scarce.max_sequences, scarce.max_context) == (10, 4, 32)
+  # Whole answers, where they are reserved.
+  whole = fitted(dataclasses.replace(OPEN, reserved_tokens=0), 10)
+  assert (whole.num_pages, whole.max_sequences) == (10, 2)
   unknown = sizes.fitted(OPEN, MODEL, BACKEND, free_bytes=float("inf"))
   assert unknown == plenty
 
@@ -113,9 +116,35 @@ def test_what_is_named_is_taken_as_it_is():
   assert fitted(named, 5) == named == sizes.with_buckets(named, MODEL, NUMERICS)
 
 
-def test_memory_that_holds_no_context_is_refused():
-  with pytest.raises(ValueError, match=r"holds 4 pages, expected at least 5 for one context of 32"):
-    fitted(OPEN, 4)
+def test_memory_that_holds_no_context_holds_shorter_requests():
+  # Three pages of eight positions; the last token sampled needs none.
+  short = fitted(OPEN, 4)
+  assert (short.num_pages, short.max_sequences, short.max_context) == (4, 3, 25)
+  with pytest.raises(ValueError, match=r"holds 1 pages, expected at least 2 of 8 positions; free"):
+    fitted(OPEN, 1)
+
+
+def test_a_real_model_answers_many_at_once():
+  # Qwen3-8B on 45 GiB: 0.4 of them are one whole context of 40,960 positions and a half.
+  model = presets.get("qwen3-8b")
+  numerics = dataclasses.replace(NUMERICS, kv_split=256)
+  for dtype, whole in (("float32", 1), ("bfloat16", 3)):
+    backend = choice.backend_of(dataclasses.replace(numerics, compute_dtype=dtype))
+    config = sizes.EngineConfig(max_context=40_960)
+    found = sizes.fitted(config, model, backend, free_bytes=45 * 2**30)
+    assert (found.max_sequences, found.max_context) == (64, 40_960)
+    config = dataclasses.replace(config, reserved_tokens=0)
+    assert sizes.fitted(config, model, backend, free_bytes=45 * 2**30).max_sequences == whole
+
+
+@pytest.mark.thorough
+def test_requests_beyond_what_the_pages_hold_are_refused_by_that():
+  config = dataclasses.replace(word_engine.SIZES, num_pages=4)
+  engine = word_engine.make_engine(config)
+  assert engine.plan().endswith(
+    "; requests of at most 25 tokens: raise EngineConfig.num_pages or free memory, as 3 pages of 8"
+    " positions hold no more for more"
+  )
 
 
 def test_free_memory_is_shared_by_the_devices_of_a_cpu():

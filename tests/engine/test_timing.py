@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import math
+
 from moving_requests import asked, make_engine
 import pytest
 import tiny_model
@@ -23,6 +26,37 @@ def test_step_times_disturb_nothing():
   engine.submit(one)
   with pytest.raises(ValueError, match=r"Engine.idle_step: got 1 unfinished requests, expected"):
     timing.step_seconds(engine, [(1, 1)])
+
+
+@pytest.mark.parametrize(
+  ("budget", "num_runs"),
+  [
+    # The first is measured in any case, twice: it may compile.
+    (0.0, (2, 0, 0)),
+    # The second is expected to take 2 s twice; the third, of twice its work, 4 s twice.
+    (6.0, (2, 2, 0)),
+    (14.0, (2, 2, 2)),
+    # What is left goes to turns of all.
+    (22.0, (4, 4, 3)),
+    (1e9, (4, 4, 4)),
+  ],
+)
+def test_a_budget_is_kept_by_what_is_measured(budget, num_runs):
+  now, runs = 0.0, [0, 0, 0]
+
+  def ready(place: int):
+    def run() -> None:
+      nonlocal now
+      runs[place] += 1
+      now += 2.0**place
+
+    return run
+
+  calls = [functools.partial(ready, place) for place in range(3)]
+  found = timing.seconds_within(calls, [1, 2, 4], budget, repeats=3, clock=lambda: now)
+  assert tuple(runs) == num_runs
+  assert found == [2.0**n if count else math.inf for n, count in enumerate(num_runs)]
+  assert now <= max(budget, 2.0)
 
 
 def test_times_are_those_of_the_clock():

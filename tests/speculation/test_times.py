@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 from moving_requests import make_engine
 import pytest
@@ -59,9 +60,18 @@ def test_drafting_costs_once_and_for_each_request_and_position():
   assert times.draft(4, 8) == 1.0 + 4.0 + 1.0 + 4.0
 
 
+def test_a_table_of_little_time_is_whole():
+  # One step is measured; the others cost in proportion to their rows.
+  times = step_times.measure(make_engine((1, 1)), seconds=0.0)
+  assert times.rows == (1,) and not times.paths and not times.visits
+  assert times.step(2, 8) == pytest.approx(8 * times.step(1, 1)) == pytest.approx(times.decode(8))
+
+
 @pytest.mark.thorough
 def test_an_engine_s_table():
-  times = step_times.measure(make_engine((1, 1)))
+  engine = make_engine((1, 1))
+  few, times = step_times.measure(engine), step_times.measure(engine, seconds=math.inf)
+  assert set(few.rows) <= set(times.rows) and len(times.rows) == 8
   assert times.rows[0] == 1 and list(times.seconds) == sorted(times.seconds)
   assert times.paths and all(rows > requests for requests, rows, _ in times.paths)
   for requests, rows, seconds in times.paths:

@@ -75,7 +75,7 @@ class Memory:
 
   def hold(self, sequence: SequenceState, pages: list[int]) -> None:
     """Gives a sequence `pages`, all that it has from now on."""
-    sequence.hold(pages, self._table_width)
+    sequence.hold(pages, self._table_width, self._page_size)
 
   def find(self, sequence: SequenceState, tokens: Sequence[int]) -> prefix_index.PrefixHit:
     """Returns what of `tokens`, a sequence's start, its instance has, if prefixes are reused."""

@@ -1,0 +1,109 @@
+"""Flags for how a command runs its model: dtype, implementation, and the devices that share it.
+
+They have the names, defaults and checks of `RunConfig`. What cannot be is refused before any weight
+is read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+from absl import flags
+import jax
+
+from seerjax import numerics as numerics_lib, parallel
+from seerjax.models import config as model_config, huggingface, loading
+from seerjax.run.config import RunConfig
+
+
+class Placement(NamedTuple):
+  """How a model runs.
+
+  Attributes:
+    shape: of the model.
+    numerics: with what the model and this machine decide.
+    mesh: the devices; several instances have a copy of the weights each, and the devices of one
+      share them.
+  """
+
+  shape: model_config.TransformerConfig
+  numerics: numerics_lib.NumericsConfig
+  mesh: jax.sharding.Mesh
+
+  def describe(self) -> str:
+    """Returns one line that says what was decided."""
+    numerics, shape = self.numerics, self.mesh.shape
+    return (
+      f"runs in {numerics.compute_dtype} by {numerics.implementation!r},"
+      f" {numerics.reduction_shards} slabs, {shape[parallel.INSTANCE_AXIS]} instance(s) of"
+      f" {shape[parallel.MODEL_AXIS]} {self.mesh.devices.flat[0].device_kind} device(s)"
+    )
+
+
+def define_flags() -> None:
+  """Defines the flags."""
+  usual = RunConfig()
+  flags.DEFINE_string(
+    "compute_dtype", usual.numerics.compute_dtype, "Of weights and activations: float32, bfloat16."
+  )
+  flags.DEFINE_string(
+    "implementation", usual.numerics.implementation,
+    "What computes: auto, native (CPU), pallas (GPU, in bfloat16), tiled or untiled.",
+  )  # fmt: skip
+  flags.DEFINE_integer(
+    "reduction_shards", usual.numerics.reduction_shards, "Slabs of sums; 0 asks the model."
+  )
+  flags.DEFINE_integer(
+    "num_instances", usual.num_instances, "Copies of the model, a share of the answers each."
+  )
+  flags.DEFINE_integer(
+    "model_shards", usual.model_shards, "Devices that share the weights of a copy: 1, 2, 4 or 8."
+  )
+
+
+def of_flags(model: str, numerics: numerics_lib.NumericsConfig) -> Placement:
+  """Returns what the flags say, for a model; on a CPU it makes the devices.
+
+  To be called before the first use of a device.
+
+  Args:
+    model: shipped, a directory, or a Hub id; only its shape is read.
+    numerics: what the flags leave as it is.
+
+  Raises:
+    FileNotFoundError: if there is no such model.
+    ValueError: if a flag cannot be, for itself, for this model or for this machine.
+  """
+  args = flags.FLAGS
+  numerics = dataclasses.replace(
+    numerics,
+    compute_dtype=args.compute_dtype,
+    implementation=args.implementation,
+    reduction_shards=args.reduction_shards,
+  )
+  config = RunConfig(
+    model=model,
+    numerics=numerics,
+    num_instances=args.num_instances,
+    model_shards=args.model_shards,
+  )
+  num_devices = config.num_instances * config.model_shards
+  parallel.start(parallel.SliceConfig(), num_devices=num_devices)
+  return placed(config)
+
+
+def placed(config: RunConfig) -> Placement:
+  """Returns how a config's model runs on the devices that are there.
+
+  Raises:
+    FileNotFoundError: if there is no such model.
+    ValueError: if its numerics or shards cannot be for this model or this machine.
+  """
+  shape = huggingface.load_config(loading.directory_of(config.model))
+  numerics = model_config.numerics_for(shape, config.numerics)
+  parallel.local_slabs(numerics.reduction_shards, config.model_shards)
+  mesh = parallel.make_mesh(
+    num_instances=config.num_instances, model_shards=config.model_shards
+  )
+  return Placement(shape, numerics, mesh)

@@ -1,0 +1,56 @@
+"""Flags for how a model runs: what is decided, and what is refused before weights are read."""
+
+from __future__ import annotations
+
+import jax
+import pytest
+
+from seerjax.models import loading
+from seerjax.numerics import NumericsConfig
+from seerjax.run import placement
+from seerjax.run.config import RunConfig
+
+
+def placed(num_instances=1, model_shards=1, model="nano", **numerics) -> placement.Placement:
+  found = NumericsConfig(**{"reduction_shards": 0, **numerics})
+  return placement.placed(
+    RunConfig(
+      model=model, numerics=found, num_instances=num_instances, model_shards=model_shards
+    )
+  )
+
+
+def test_what_is_decided_is_said():
+  found = placed(2, 2, compute_dtype="bfloat16", implementation="tiled")
+  assert found.mesh.shape == {"instance": 2, "model": 2}
+  assert (found.numerics.compute_dtype, found.numerics.reduction_shards) == ("bfloat16", 8)
+  kind = jax.devices()[0].device_kind
+  assert found.describe() == (
+    f"runs in bfloat16 by 'tiled', 8 slabs, 2 instance(s) of 2 {kind} device(s)"
+  )
+  assert placed().numerics.implementation in ("native", "tiled")
+
+
+@pytest.mark.parametrize(
+  ("fields", "message"),
+  [
+    (dict(compute_dtype="float16"), "compute_dtype: got 'float16', expected one of .*float32' is"),
+    (dict(implementation="cuda"), "implementation: got 'cuda', expected one of .*; 'tiled' runs"),
+    (dict(implementation="pallas"), "got implementation='pallas' in float32, expected compute_dt"),
+    (
+      dict(implementation="pallas", compute_dtype="bfloat16"),
+      "implementation: got 'pallas', and .* expected a machine, a model",
+    ),
+    (dict(model_shards=3), "RunConfig.model_shards: got 3, expected one of .*; 1 is usual"),
+    (dict(model_shards=0), "RunConfig.model_shards: got 0, expected one of"),
+    (dict(model_shards=2, reduction_shards=1), "model_shards: got 2, expected at most .*=1"),
+    (dict(num_instances=0), "RunConfig.num_instances: got 0, expected at least 1; raise it"),
+    (dict(num_instances=8, model_shards=4), "= 32 devices, expected at most the 8 there are"),
+    (dict(reduction_shards=16), "reduction_shards: got 16, expected a divisor of num_kv_heads=8"),
+  ],
+)
+def test_what_cannot_be_is_refused_before_weights_are_read(fields, message, tmp_path):
+  # A directory with a shape and no weights.
+  (tmp_path / "config.json").write_bytes((loading.NANO / "config.json").read_bytes())
+  with pytest.raises(ValueError, match=message):
+    placed(model=str(tmp_path), **fields)

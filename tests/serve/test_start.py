@@ -1,0 +1,36 @@
+"""A server says where it serves once it takes connections, and not before."""
+
+from __future__ import annotations
+
+import socket
+import threading
+
+import pytest
+import serving
+
+from seerjax.serve import server
+
+
+def test_connections_are_taken_as_soon_as_a_server_says_so():
+  for _ in range(20):
+    service = serving.make_service()
+    found, taken = server.bound(service), []
+    # What the address alone is worth: this is when the line used to be printed.
+    with pytest.raises(ConnectionRefusedError):
+      socket.create_connection(found.getsockname(), timeout=10)
+
+    def connect(found=found, taken=taken) -> None:
+      with socket.create_connection(found.getsockname(), timeout=10):
+        taken.append(True)
+
+    served = server.Server(service, connect)
+    thread = threading.Thread(target=lambda served=served, found=found: served.run([found]))
+    service.thread.start()
+    thread.start()
+    while not taken and thread.is_alive():
+      thread.join(0.001)
+    served.stop()
+    thread.join()
+    service.thread.join()
+    found.close()
+    assert taken == [True]
