@@ -471,7 +471,7 @@ def main(argv: list[str]) -> None:
       given = {int(rows): float(seconds) for rows, seconds in json.loads(args.step_seconds).items()}
       times = StepTimes(rows=tuple(sorted(given)), seconds=tuple(given[n] for n in sorted(given)))
     else:
-      times = step_times.measure(engine, clock=CLOCKS[args.clock])
+      times = step_times.measure(engine, seconds=math.inf, clock=CLOCKS[args.clock])
     engine.step_times = times
     print(f"seconds by rows: {dict(zip(times.rows, times.seconds))}")
     if args.num_turns:
