@@ -7,10 +7,11 @@ Command: bash launch/local.sh experiments.admission
   in a minute: --num_requests=16 --repetitions=1
 Hardware: 2 CPU cores, a few minutes. Numbers: docs/results/serving.md
 
-Answers end where the model ends them, so that their lengths are mixed. Sides take turns in one
-process: ample pages, whole answers reserved on few pages (`EngineConfig.reserved_tokens=0`), and
-few tokens reserved ahead on the same pages. Below stands what a model of real size is given: the
-sizes that an engine would take, from its shape alone.
+Lengths are log-normal: each request has a stop id that its answer meets first at about the length
+that was drawn for it, which the engine cannot know. Sides take turns in one process: ample pages,
+whole answers reserved on few pages (`EngineConfig.reserved_tokens=0`), and tokens reserved ahead on
+the same pages. Below stands what a model of real size is given: the sizes that an engine would
+take, from its shape alone.
 """
 
 from __future__ import annotations
@@ -68,17 +69,24 @@ class Outcome(NamedTuple):
 
 
 def questions(model: Model, num_requests: int, context: int) -> list[Request]:
-  """Returns word problems whose answers may fill the context; the model ends them."""
+  """Returns word problems whose answers fill the context."""
   assert model.tokenizer is not None
   task = tasks.load("word_problems")
   found = []
   for place in range(num_requests):
     prompt = tuple(model.tokenizer.chat_ids(task.problem("train", place).prompt))
-    sampling = SamplingParams(
-      max_tokens=context - len(prompt), stop_token_ids=model.tokenizer.eos_ids
-    )
+    sampling = SamplingParams(max_tokens=context - len(prompt))
     found.append(Request(request_id=str(place), prompt=prompt, sampling=sampling, seed=place))
   return found
+
+
+def ended(request: Request, tokens: Sequence[int], length: int) -> Request:
+  """Returns a request that ends where its answer first says something new, from a length on."""
+  seen = set(tokens[:length])
+  new = next((token for token in tokens[length:] if token not in seen), None)
+  stops = () if new is None else (new,)
+  sampling = dataclasses.replace(request.sampling, stop_token_ids=stops)
+  return dataclasses.replace(request, sampling=sampling)
 
 
 def run(engine: Engine, requests: Sequence[Request]) -> tuple[dict[str, Completion], Outcome]:
@@ -161,6 +169,12 @@ def main(argv: list[str]) -> None:
       for name, (count, reserved) in settings.items()
     }
     outcomes: dict[str, list[Outcome]] = {name: [] for name in engines}
+    drawn = np.random.default_rng(0).lognormal(np.log(args.tokens) - 0.5, 1.0, len(requests))
+    whole, _ = run(engines["ample"], requests)
+    requests = [
+      ended(one, whole[one.request_id].tokens, int(length))
+      for one, length in zip(requests, drawn, strict=True)
+    ]
     alone: dict[str, Completion] = {}
     for one in requests:
       alone |= run(engines["ample"], [one])[0]
@@ -206,6 +220,7 @@ def define_flags() -> None:
   flags.DEFINE_integer("num_requests", 64, "Submitted at once.", 1)
   flags.DEFINE_integer("contexts", 8, "Whole contexts that the few pages hold.", 1)
   flags.DEFINE_integer("context", 512, "Positions of prompt and answer.", 2)
+  flags.DEFINE_integer("tokens", 98, "Of an answer, on average.", 1)
   flags.DEFINE_integer("repetitions", 5, "Rounds, after one that compiles.", 1)
   flags.DEFINE_string("workdir", "", "Takes admission.json; '' keeps nothing.")
 

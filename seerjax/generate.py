@@ -370,4 +370,5 @@ def define_flags() -> None:
 
 if __name__ == "__main__":
   define_flags()
+  command_line.keep_programs()
   app.run(main)

@@ -219,8 +219,8 @@ class Engine:
       resume_from: the beginning of its answer, of the same request by the same weights; the answer
         continues behind it, and its keys come from the store or are computed again.
       instance: where it runs; None keeps groups together, else takes the emptiest.
-      chunk_tokens: pause after this many tokens, which is all that memory is reserved for; None
-        answers to the end.
+      chunk_tokens: pause after this many tokens, for all of which memory is reserved; None answers
+        to the end, and memory is taken as the answer grows (`EngineConfig.reserved_tokens`).
       mask: of the answer so far, which ids may follow it, u32[w] with a bit for each id of the
         vocabulary; a pure function, and a part of the question like its sampling parameters: it is
         applied where `SamplingParams.allowed` is.

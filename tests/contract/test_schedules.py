@@ -433,10 +433,13 @@ class Schedule:
         is_left = update.request_id in self.sleepers and not update.finish_reason
         if is_left and update.request_id not in paused:
           self.events["left off by a visit"] += 1
-        else:
+        elif update.finish_reason or update.request_id in paused:
           why = VISIT_ENDS[update.finish_reason]
-          assert update.finish_reason or update.request_id in paused
           self.events[f"ended {why} within a visit"] += 1
+        else:  # Older requests have the pages of its next token.
+          sequence = self.engine._requests.live[update.request_id]
+          assert sequence.end == len(sequence.tokens) < sequence.limit
+          self.events["out of pages within a visit"] += 1
       self.said[update.request_id].extend(update.tokens)
       self.streamed[update.request_id] += update.text
     for update in updates:
