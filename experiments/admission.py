@@ -39,7 +39,7 @@ from seerjax.numerics import NumericsConfig
 from seerjax.run import command_line
 from seerjax.types import Completion, Request, SamplingParams
 
-RESERVED = (0, 32, 128, 512)
+RESERVED = (0, 1, 32, 128)
 PLANNED = ("qwen3-8b", 45, 40_960)  # A preset, GiB that are free, and a context.
 
 

@@ -199,7 +199,9 @@ def test_an_engine_that_lets_them_keep_what_they_have_is_found_out(what):
 def test_pages_that_another_needs_are_taken_and_come_back(host_pages, event):
   requests = asked(4, max_tokens=30)
   expected = {one.request_id: make_engine().generate([one])[0] for one in requests}
-  engine = make_engine(kv_pool=KVPool(KVPoolConfig(host_pages=host_pages)))
+  # The one in front takes the pages of its whole answer at once.
+  config = dataclasses.replace(SIZES, reserved_tokens=0)
+  engine = make_engine(config, kv_pool=KVPool(KVPoolConfig(host_pages=host_pages)))
   submit(engine, requests[1:])
   for _ in range(5):
     engine.step()

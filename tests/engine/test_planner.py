@@ -48,8 +48,41 @@ def test_when_pages_run_out_requests_wait_and_all_finish():
     assert tiny_model.same(completion, make_engine().generate([one])[0])
 
 
+WHOLE = dataclasses.replace(SIZES, reserved_tokens=0)
+
+
+@pytest.mark.parametrize("reserved_tokens", [1, 0])
+def test_answers_grow_and_the_last_one_gives_up_its_pages(reserved_tokens):
+  # Of eight pages each answer needs five in the end, and three at first.
+  requests = [
+    request(str(index), tokens_from(index, 10), seed=index, max_tokens=30) for index in range(3)
+  ]
+  engine = make_engine(dataclasses.replace(SIZES, reserved_tokens=reserved_tokens))
+  for one in requests:
+    engine.submit(one)
+  finished, at_once = [], 0
+  while engine.num_unfinished:
+    at_once = max(at_once, len(engine.step()))
+    finished += engine.poll()
+  # The oldest never waits, and all come in their order.
+  assert [completion.request_id for completion in finished] == ["0", "1", "2"]
+  assert (at_once, engine.counters.displaced > 0) == ((2, True) if reserved_tokens else (1, False))
+  for one, completion in zip(requests, finished, strict=True):
+    assert tiny_model.same(completion, make_engine().generate([one])[0])
+
+
+def test_what_is_expected_is_counted_once_by_those_that_wait_and_run():
+  engine = make_engine(dataclasses.replace(SIZES, reserved_tokens=16))
+  # 10 and 16 tokens need four pages; a page of the next tokens is taken at first.
+  assert engine.expected_pages(10, 30) == 4 and engine.expected_pages(10, 3) == 2
+  engine.submit(request("a", tokens_from(1, 10), max_tokens=30))
+  assert engine.awaited_pages(0) == 4
+  engine.step()
+  assert engine.held_pages("a") + engine.awaited_pages(0) == 4 and engine.held_pages("a") == 3
+
+
 def test_a_request_that_needs_the_page_it_would_copy_gets_it():
-  engine = make_engine()
+  engine = make_engine(WHOLE)
   engine.generate([request("a", tokens_from(1, 30), max_tokens=34)])
   # All 8 pages are idle now. "b" needs all 8, and the first of them starts as its own does.
   prompt = tokens_from(1, 3) + tokens_from(200, 30)
@@ -59,7 +92,7 @@ def test_a_request_that_needs_the_page_it_would_copy_gets_it():
 
 
 def test_a_request_that_shares_full_pages_and_needs_all_the_rest_gets_them():
-  engine = make_engine()
+  engine = make_engine(WHOLE)
   engine.generate([request("a", tokens_from(1, 30), max_tokens=34)])
   prompt = tokens_from(1, 20) + tokens_from(200, 12)
   engine.submit(request("b", prompt, max_tokens=32))

@@ -37,7 +37,7 @@ def test_step_times_disturb_nothing():
     (6.0, (2, 2, 0)),
     (14.0, (2, 2, 2)),
     # What is left goes to turns of all.
-    (22.0, (4, 4, 3)),
+    (22.0, (4, 3, 3)),
     (1e9, (4, 4, 4)),
   ],
 )
