@@ -48,7 +48,7 @@ from seerjax.models import (
   parameters,
   transformer,
 )
-from seerjax.ops import sampling
+from seerjax.ops import penalties, sampling
 from seerjax.rollout import journal as journal_lib
 from seerjax.run import (
   policy as policy_lib,
@@ -400,7 +400,12 @@ def sample_again(
   hidden = in_one_piece(model, numerics, params, whole[: start + positions[-1]])
   rows = start - 1 + np.asarray(positions)
   count = len(rows)
-  drawn_by = sampling.sampling_rows([request.sampling] * count, positions)
+  drawn_by = penalties.with_penalties(
+    sampling.sampling_rows([request.sampling] * count, positions),
+    request.sampling,
+    request.prompt,
+    [recorded.rollout.completion.tokens[:place] for place in positions],
+  )
 
   score = jax.jit(functools.partial(head.sample_and_score, config=model, numerics=numerics))
   tokens, scores = score(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 import dataclasses
+import types
 from typing import Any, NamedTuple, NoReturn, Protocol, runtime_checkable
 
 import numpy as np
@@ -61,6 +62,11 @@ class Problem:
 # logits of usual size that differ are further apart than any noise, so that 0 says the same.
 MIN_TEMPERATURE = 1e-4
 MAX_TEMPERATURE = 1e4
+# Of penalties: the lowest, the highest, and what is none.
+PENALTIES: Mapping[str, tuple[float, float, float]] = types.MappingProxyType({
+  "presence_penalty": (-2.0, 2.0, 0), "frequency_penalty": (-2.0, 2.0, 0),
+  "repetition_penalty": (1e-4, 1e4, 1),
+})  # fmt: skip
 TEMPERATURES = f"{MIN_TEMPERATURE:g} <= temperature <= {MAX_TEMPERATURE:g}"
 
 
@@ -73,7 +79,8 @@ def is_temperature(value: float) -> bool:
 class SamplingParams:
   """How one request is sampled. With its seed and its prompt, this decides the text.
 
-  They apply in this order: `logit_bias`, `temperature`, `allowed`, `top_k`, `top_p`, `min_p`.
+  They apply in this order: penalties (`repetition_penalty`, then the others), `logit_bias`,
+  `temperature`, `allowed`, `top_k`, `top_p`, `min_p`. A raw log-probability is of none of them.
 
   Attributes:
     temperature: 0 is greedy (the argmax of the biased logits); else logits are divided by it, and
@@ -81,6 +88,11 @@ class SamplingParams:
     top_k: keep the k most likely tokens; 0 keeps all. Ties at the border are kept.
     top_p: keep the smallest set of most likely tokens whose probability reaches it; 1 keeps all.
     min_p: drop tokens less likely than `min_p` times the most likely one; 0 drops none.
+    presence_penalty: subtracted from the logits of tokens that the answer so far has, -2 to 2;
+      of a drafted position, the earlier tokens of the draft are part of the answer.
+    frequency_penalty: subtracted from these once for each time that the token was said, -2 to 2.
+    repetition_penalty: divides positive logits of tokens of the prompt and the answer so far, and
+      multiplies the others; 1 is none, 1e-4 to 1e4.
     logit_bias: pairs (token id, bias) added to the logits.
     allowed: a grammar: pairs (low, high) by place in the answer, of which ids low <= id < high may
       stand there; empty allows all everywhere.
@@ -93,6 +105,9 @@ class SamplingParams:
   top_k: int = 0
   top_p: float = 1.0
   min_p: float = 0.0
+  presence_penalty: float = 0.0
+  frequency_penalty: float = 0.0
+  repetition_penalty: float = 1.0
   logit_bias: tuple[tuple[int, float], ...] = ()
   allowed: tuple[tuple[int, int], ...] = ()
   max_tokens: int = 256
@@ -119,6 +134,10 @@ class SamplingParams:
       refuse("top_p", self.top_p, "0 < top_p <= 1 (1e-37 at the least)", "1 keeps every token")
     if not (0.0 <= self.min_p <= 1.0):
       refuse("min_p", self.min_p, "0 <= min_p <= 1", "0 drops no token")
+    for field, (low, high, none) in PENALTIES.items():
+      value = vars(self)[field]
+      if not _is_number(value) or not low <= value <= high:
+        refuse(field, repr(value), f"{low:g} <= {field} <= {high:g}", f"{none} penalises no token")
     if self.max_tokens < 1:
       refuse("max_tokens", self.max_tokens, "max_tokens >= 1", "raise it")
     if self.allowed and self.max_tokens > len(self.allowed):
@@ -136,6 +155,12 @@ class SamplingParams:
     for text in self.stop_strings:
       if not isinstance(text, str) or not text:
         refuse("stop_strings", repr(text), "strings of at least one character", "drop it")
+
+  @property
+  def has_penalties(self) -> bool:
+    """Whether a token's logit follows what was said before it."""
+    is_repeated = self.repetition_penalty != 1
+    return bool(self.presence_penalty or self.frequency_penalty or is_repeated)
 
   @staticmethod
   def _refuse(field: str, got: object, expected: str, fix: str) -> NoReturn:
@@ -438,6 +463,10 @@ class SamplingRows(NamedTuple):
     high: i32[n], nor those from here on.
     mask: u32[n, w], a bit for each id, the lowest bit first: those that are 0 are not allowed, in
       rows whose `high` is below `sampling.NO_LIMIT`; None where no row has such a mask.
+    penalty_ids: i32[n, e], tokens that penalties change, each once, -1 for unused entries; None
+      where no row is penalised, as the next two.
+    penalty_values: f32[n, e], what is subtracted.
+    repetition: f32[n], the repetition penalty.
   """
 
   temperature: Float[Array, "n"]
@@ -449,6 +478,9 @@ class SamplingRows(NamedTuple):
   low: Int[Array, "n"]
   high: Int[Array, "n"]
   mask: Any = None
+  penalty_ids: Any = None
+  penalty_values: Any = None
+  repetition: Any = None
 
 
 class TokenScores(NamedTuple):

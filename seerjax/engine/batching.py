@@ -15,13 +15,15 @@ import numpy as np
 
 from seerjax.engine import runner as runner_lib
 from seerjax.engine.sequence import ScheduledRows, SequenceState
-from seerjax.ops import sampling
+from seerjax.ops import penalties, sampling
 from seerjax.types import KeyCopies, SamplingParams, SamplingRows, TokenBatch
 
 # Greedy and unfiltered: a tile is spared the noise and the sort if all its rows are.
 _UNUSED = sampling.sampling_rows([SamplingParams(temperature=0.0)])
 # Any: the records are typed as device arrays, and these are filled in on the host first.
 _ZEROS: Any = np.zeros
+# Fields that a request has as one row; the others follow its answer.
+_OF_REQUEST = SamplingRows._fields.index("mask")
 _INT32: Any = np.int32
 
 
@@ -37,6 +39,7 @@ def instance_inputs(
   page_size: int,
   table_width: int,
   mask_words: int = 0,
+  num_penalties: int = 0,
   has_adapters: bool = False,
 ) -> runner_lib.StepInputs:
   """Returns one instance's inputs (no instance axis).
@@ -54,11 +57,13 @@ def instance_inputs(
     page_size: positions of a page.
     table_width: pages of a row of the page table.
     mask_words: of each sample's mask; 0 if none has one.
+    num_penalties: entries of each sample's penalties; 0 if none has any.
     has_adapters: whether rows choose among adapters.
   """
   rows = _Rows(
-    num_rows, num_segments, max_key_copies, table_width, query_tile, page_size, mask_words
-  )
+    num_rows, num_segments, max_key_copies, table_width, query_tile, page_size, mask_words,
+    num_penalties,
+  )  # fmt: skip
   for one in work:
     sequence, end = one.sequence, len(one.sequence.tokens)
     assert rows.row == one.first_row, f"work: got row {one.first_row}, expected {rows.row}"
@@ -68,12 +73,12 @@ def instance_inputs(
     begin = rows.row
     rows.put([*settled, *main] if main else settled, first, sequence.page_row)
     if one.is_sampled:
-      rows.sample(1 + len(main), end, sequence)
+      rows.sample(1 + len(main), end, sequence, main)
     last = one.first_row + one.count - 1
     for path in one.paths[1:]:
       own, first = path.tokens[path.num_shared :], end + path.num_shared
       rows.put(own, first, path.page_row)
-      rows.sample(len(own), first + 1, sequence)
+      rows.sample(len(own), first + 1, sequence, path.tokens)
       rows.copy(last + np.asarray(path.copied, np.int32), first, path.page_row)
     rows.adapters[begin : rows.row] = sequence.adapter
 
@@ -93,7 +98,7 @@ def instance_inputs(
     batch=batch,
     sample_rows=rows.sample_rows,
     sampling=_sampling_rows(work, num_rows)._replace(
-      low=rows.low, high=rows.high, mask=rows.masks
+      low=rows.low, high=rows.high, mask=rows.masks, **rows.penalties
     ),
     seeds=rows.seeds,
     positions=rows.sample_positions,
@@ -117,6 +122,7 @@ class _Rows:
     query_tile: int,
     page_size: int,
     mask_words: int,
+    num_penalties: int,
   ):
     self.query_tile, self.page_size = query_tile, page_size
     self.tokens, self.positions, self.slots, self.adapters = (
@@ -131,6 +137,7 @@ class _Rows:
     self.masks: Any = None
     if mask_words:
       self.masks = np.full((num_rows, mask_words), sampling.ALL_ALLOWED, np.uint32)
+    self.penalties = penalties.empty((num_rows,), num_penalties) if num_penalties else {}
     self.copied, self.copy_slots = (_ZEROS(max_key_copies, np.int32) for _ in range(2))
     self.row = self.num_segments = self.num_samples = self.num_copies = 0
 
@@ -168,8 +175,11 @@ class _Rows:
     size = self.page_size
     return page_row[positions // size] * size + positions % size
 
-  def sample(self, count: int, position: int, sequence: SequenceState) -> None:
-    """Samples the last `count` rows; the first of these tokens will stand at `position`."""
+  def sample(
+    self, count: int, position: int, sequence: SequenceState, drafted: Sequence[int]
+  ) -> None:
+    """Samples the last `count` rows; the first of these tokens will stand at `position`, and those
+    before them are `drafted` behind the sequence."""
     places = slice(self.num_samples, self.num_samples + count)
     self.sample_rows[places] = np.arange(self.row - count, self.row, dtype=np.int32)
     self.sample_positions[places] = np.arange(position, position + count, dtype=np.int32)
@@ -178,6 +188,14 @@ class _Rows:
     if allowed:
       first = position - sequence.num_prompt
       self.low[places], self.high[places] = np.asarray(allowed[first : first + count]).T
+    params = sequence.request.sampling
+    if params.has_penalties:
+      prompt, answer = sequence.request.prompt, sequence.tokens[sequence.num_prompt :]
+      known = position - len(sequence.tokens)
+      for row in range(count):
+        so_far = [*answer, *drafted[: known + row]]
+        found = penalties.entries(params, prompt, so_far)
+        penalties.write(self.penalties, (self.num_samples + row,), params, found)
     if sequence.mask is not None:
       assert count == 1, f"got {count} samples of a request with a mask, expected no draft of it"
       self.masks[places] = sequence.mask(sequence.tokens[sequence.num_prompt :])
@@ -189,7 +207,7 @@ class _Rows:
 def _sampling_rows(work: Sequence[ScheduledRows], size: int) -> SamplingRows:
   """Returns every sample's parameters, and unused rows up to `size`."""
   counts = [one.num_samples for one in work]
-  rows = [one[:-1] for one in (*(one.sequence.sampling for one in work), _UNUSED)]  # No mask yet.
+  rows = [one[:_OF_REQUEST] for one in (*(one.sequence.sampling for one in work), _UNUSED)]
   counts.append(size - sum(counts))
   columns: Any = (
     np.repeat(np.concatenate(column), counts, axis=0) for column in zip(*rows, strict=True)

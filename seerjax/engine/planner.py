@@ -27,7 +27,7 @@ from seerjax.engine.requests import Requests
 from seerjax.engine.runner import MAX_STOP_IDS, StepInputs, VisitInputs
 from seerjax.engine.sequence import DraftPath, ScheduledRows, SequenceState
 from seerjax.engine.sizes import EngineConfig, pages_for
-from seerjax.ops import sampling
+from seerjax.ops import penalties, sampling
 from seerjax.types import Request
 
 Place = tuple[int, int]  # Of scheduled rows: instance, and index among the instance's.
@@ -42,7 +42,17 @@ def _is_asked_between(sequence: SequenceState) -> bool:
   """Returns whether the host is asked something between two tokens of an answer."""
   sampling = sequence.request.sampling
   is_held = sequence.mask is not None or sequence.reading is not None
-  return bool(is_held or sampling.stop_strings or sampling.allowed)
+  return bool(is_held or sampling.stop_strings or sampling.allowed or sampling.has_penalties)
+
+
+def _num_penalties(scheduled: Iterable[ScheduledRows]) -> int:
+  """Returns the entries of the penalties of a step's samples; 0 if none has any."""
+  most = 0
+  for piece in scheduled:
+    if piece.is_sampled and piece.sequence.request.sampling.has_penalties:
+      drafted = max((len(path.tokens) for path in piece.paths), default=0)
+      most = max(most, penalties.width_for(len(piece.sequence.tokens) + drafted))
+  return most
 
 
 def _keeps_visit(sequence: SequenceState) -> bool:
@@ -349,7 +359,7 @@ class Planner:
 
   def _may_join(self, sequence: SequenceState) -> bool:
     """Returns whether a sequence's row leaves the others' compiled program as it is."""
-    if sequence.mask is not None:
+    if sequence.mask is not None or sequence.request.sampling.has_penalties:
       return False
     waits = self._backend.waits_for_predicates
     return not (waits and np.any(sampling.is_special(sequence.sampling)))
@@ -568,8 +578,9 @@ class Planner:
       for piece in itertools.chain(*scheduled)
     )
     words = self._mask_words if is_masked else 0
+    width = _num_penalties(itertools.chain(*scheduled))
     parts = [
-      self._instance_inputs(pieces, copies, bucket, words)
+      self._instance_inputs(pieces, copies, bucket, words, width)
       for pieces, copies in zip(scheduled, self._copies, strict=True)
     ]
     self._copies = [[] for _ in self._memory.pools]
@@ -613,7 +624,8 @@ class Planner:
     for piece in itertools.chain(*scheduled):
       try:
         alone = [piece._replace(first_row=0)]
-        self._instance_inputs(alone, [], self._bucket(alone), self._mask_words)
+        width = _num_penalties(alone)
+        self._instance_inputs(alone, [], self._bucket(alone), self._mask_words, width)
       except Exception:
         return piece.sequence, len(piece.sequence.tokens)
     return None
@@ -675,6 +687,7 @@ class Planner:
     copies: list[tuple[int, int]],
     bucket: int,
     mask_words: int,
+    num_penalties: int,
   ) -> StepInputs:
     return batching.instance_inputs(
       scheduled,
@@ -688,5 +701,6 @@ class Planner:
       page_size=self._config.page_size,
       table_width=self._table_width,
       mask_words=mask_words,
+      num_penalties=num_penalties,
       has_adapters=self._has_adapters(),
     )

@@ -140,6 +140,12 @@ def unpack(words: Int[Array, "w"], layout: _Layout) -> Any:
   return jax.tree.unflatten(layout.tree, leaves)
 
 
+def _num_penalties(inputs: StepInputs) -> int:
+  """Returns the entries of each sample's penalties; 0 if none has any."""
+  ids = inputs.sampling.penalty_ids
+  return 0 if ids is None else ids.shape[-1]
+
+
 def instance_step(
   params: parameters.Params,
   pages: kv_layout.Pages,
@@ -460,8 +466,14 @@ class Runner:
     return self._compiled(instance_step)
 
   @functools.cached_property
-  def _reading_programs(self) -> dict[int, Any]:
-    # Of steps in which some row is read, by the number of tokens that are told: as for masks.
+  def _penalised_step_programs(self) -> dict[int, Any]:
+    # Of steps in which some row is penalised, by the entries of penalties: as for masks.
+    return {}
+
+  @functools.cached_property
+  def _reading_programs(self) -> dict[tuple[int, int], Any]:
+    # Of steps in which some row is read, by the number of tokens that are told and the entries of
+    # penalties: as for masks.
     return {}
 
   @functools.cached_property
@@ -528,6 +540,10 @@ class Runner:
     words, layout = self._packed(inputs)
     is_masked = inputs.sampling.mask is not None
     program = self._masked_step_program if is_masked else self._step_program
+    if width := _num_penalties(inputs):
+      program = self._penalised_step_programs.get(width)
+      if program is None:
+        program = self._penalised_step_programs[width] = self._compiled(instance_step)
     return program(params, pages, words, key, layout, is_plain)
 
   def read(
@@ -546,10 +562,11 @@ class Runner:
     pages, inputs, is_plain = self._decided(pages, inputs)
     words, layout = self._packed(inputs)
     num_top = min(num_top, self.config.vocab_size)
-    program = self._reading_programs.get(num_top)
+    kind = num_top, _num_penalties(inputs)
+    program = self._reading_programs.get(kind)
     if program is None:
       program = self._compiled(functools.partial(instance_reading, num_top=num_top))
-      self._reading_programs[num_top] = program
+      self._reading_programs[kind] = program
     return program(params, pages, words, key, layout, is_plain)
 
   @functools.cached_property

@@ -1,6 +1,6 @@
 """The next token of a row: a pure function of (logits, sampling parameters, seed, position).
 
-  z     = (logits + bias) / temperature, entries outside the grammar and the filters dropped
+  z     = (penalised logits + bias) / temperature, what grammar and filters leave out dropped
   token = argmax(z + gumbel(key, seed, position))
 
 The noise is counter-based, so no schedule can shift it; the argmax runs on z itself, never on
@@ -22,6 +22,7 @@ import numpy as np
 
 from seerjax import numerics as numerics_lib, parallel
 from seerjax.array_typing import Array, Float, Int, PRNGKeyArray
+from seerjax.ops import penalties
 from seerjax.types import SamplingParams, SamplingRows
 
 # Fixed, because the width of an array may decide how XLA lays out the sums behind it.
@@ -37,7 +38,8 @@ ALL_ALLOWED = 2**32 - 1
 def sampling_rows(
   params: Sequence[SamplingParams], places: Sequence[int] | None = None
 ) -> SamplingRows:
-  """Returns sampling parameters as arrays, one row each (numpy).
+  """Returns sampling parameters as arrays, one row each (numpy); penalties are
+  `penalties.with_penalties`'.
 
   Args:
     params: of each row.
@@ -86,10 +88,14 @@ def padded(sampling: SamplingRows, count: int) -> SamplingRows:
     return sampling
   off = dict(
     temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, bias_ids=-1, bias_values=0.0, low=0,
-    high=NO_LIMIT, mask=ALL_ALLOWED,
+    high=NO_LIMIT, mask=ALL_ALLOWED, penalty_ids=-1, penalty_values=0.0, repetition=1.0,
   )  # fmt: skip
   padded = {
-    name: jnp.pad(leaf, ((0, missing), *((0, 0),) * (leaf.ndim - 1)), constant_values=off[name])
+    name: jnp.pad(
+      leaf,
+      ((0, missing), *((0, 0),) * (leaf.ndim - 1)),
+      constant_values=np.asarray(off[name], leaf.dtype),
+    )
     for name, leaf in sampling._asdict().items()
     if leaf is not None
   }
@@ -107,8 +113,10 @@ def is_restricted(sampling: SamplingRows) -> Array | np.ndarray:
 
 
 def is_special(sampling: SamplingRows) -> Array | np.ndarray:
-  """Returns bool[n]: whether a row is filtered, restricted or biased; numpy of numpy."""
+  """Returns bool[n]: whether a row is filtered, restricted, biased or penalised; numpy of numpy."""
   is_special = is_filtered(sampling) | is_restricted(sampling)
+  if sampling.penalty_ids is not None:
+    is_special |= (sampling.penalty_ids >= 0).any(axis=-1)
   return is_special | (sampling.bias_ids >= 0).any(axis=-1)
 
 
@@ -150,12 +158,19 @@ def _kept_rows(scaled: Array, sampling: SamplingRows) -> Array:
 def scaled_rows(
   logits: Float[Array, "n v"], sampling: SamplingRows, first: Array
 ) -> Float[Array, "n v"]:
-  """Returns biased and tempered logits, of a whole row or of a slab that begins at id `first`;
-  what the row's grammar does not allow is `DROPPED`.
+  """Returns penalised, biased and tempered logits, of a whole row or of a slab that begins at id
+  `first`; what the row's grammar does not allow is `DROPPED`.
 
   Rows at temperature 0 are left at temperature 1: their token is the argmax and their
   log-probability is that of the biased softmax.
   """
+  if sampling.penalty_ids is not None:
+    logits = lax.cond(
+      jnp.any(sampling.penalty_ids >= 0),
+      penalties.penalised_rows,
+      lambda logits, *_: logits,
+      logits, sampling, first,
+    )  # fmt: skip
   biased = lax.cond(
     jnp.any(sampling.bias_ids >= 0),
     _biased_rows,
@@ -193,7 +208,7 @@ _tempered.defvjp(
 
 
 def processed_rows(logits: Float[Array, "n v"], sampling: SamplingRows) -> Float[Array, "n v"]:
-  """Returns z: biased, tempered, `DROPPED` outside grammar and filters.
+  """Returns z: penalised, biased, tempered, `DROPPED` outside grammar and filters.
 
   For use on the rows of one tile. The rare paths stand behind `cond`s, so a row's common path has
   one program, whatever else is in its tile.

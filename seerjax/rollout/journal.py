@@ -34,7 +34,7 @@ import numpy as np
 
 from seerjax import numerics
 from seerjax.rollout import record_lines
-from seerjax.types import Completion, Request, Rollout, SamplingParams, Verdict
+from seerjax.types import PENALTIES, Completion, Request, Rollout, SamplingParams, Verdict
 
 FILE_NAME = "journal.jsonl"
 FORMAT = 1
@@ -159,6 +159,7 @@ def _request_record(request: Request) -> dict[str, Any]:
       "top_k": int(sampling.top_k),
       "top_p": _number(sampling.top_p),
       "min_p": _number(sampling.min_p),
+      **{name: _number(vars(sampling)[name]) for name in PENALTIES if sampling.has_penalties},
       "logit_bias": [[int(token), _number(bias)] for token, bias in sampling.logit_bias],
       "allowed": [[int(low), int(high)] for low, high in sampling.allowed],
       "max_tokens": int(sampling.max_tokens),
@@ -180,6 +181,7 @@ def _request(record: Mapping[str, Any]) -> Request:
       top_k=sampling["top_k"],
       top_p=float(sampling["top_p"]),
       min_p=float(sampling["min_p"]),
+      **{name: float(sampling[name]) for name in PENALTIES if name in sampling},
       logit_bias=tuple((token, float(bias)) for token, bias in sampling["logit_bias"]),
       allowed=tuple((low, high) for low, high in sampling["allowed"]),
       max_tokens=sampling["max_tokens"],

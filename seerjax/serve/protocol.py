@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 from seerjax.ops import sampling as sampling_lib
 from seerjax.serve import schemas
 from seerjax.serve.refusals import Refusal, refuse, shown
-from seerjax.types import TEMPERATURES, is_temperature
+from seerjax.types import PENALTIES, TEMPERATURES, is_temperature
 
 MAX_TOP_LOGPROBS = 16
 MAX_CHOICES = 128
@@ -42,7 +42,6 @@ NEUTRAL = {
   "add_special_tokens": (False,),
   "best_of": (1,),
   "continue_final_message": (False,),
-  "frequency_penalty": (0,),
   "function_call": ("auto", "none"),
   "ignore_eos": (False,),
   "include_reasoning": (True,),
@@ -51,8 +50,6 @@ NEUTRAL = {
   "logprobs_mode": ("processed_logprobs",),
   "min_tokens": (0,),
   "modalities": (["text"],),
-  "presence_penalty": (0,),
-  "repetition_penalty": (1,),
   "return_token_ids": (False,),
   "return_tokens_as_token_ids": (False,),
   "skip_special_tokens": (True,),
@@ -274,6 +271,12 @@ def _number(
   return check
 
 
+def _penalty(name: str) -> Callable[[str, Any], float]:
+  low, high, none = PENALTIES[name]
+  expected = f"{low:g} <= {name} <= {high:g}"
+  return _number(lambda x: low <= x <= high, expected, f"{none} penalises no token")
+
+
 def _object(name: str, value: Any) -> dict[str, Any]:
   if not isinstance(value, dict):
     refuse(name, f"{shown(value)} ({_kind(value)})", "an object", "write {...}")
@@ -369,6 +372,7 @@ _SAMPLING: dict[str, Callable[[str, Any], Any]] = {
   "top_p": _number(lambda x: 1e-37 <= x <= 1, "0 < top_p <= 1", "1 keeps every token"),
   "top_k": _whole(-1, 2**31 - 1, "0 or -1 keeps every token"),
   "min_p": _number(lambda x: 0 <= x <= 1, "0 <= min_p <= 1", "0 drops no token"),
+  **{name: _penalty(name) for name in PENALTIES},
   "logit_bias": _logit_bias,
 }
 _SEED = _whole(0, 2**32 - 1, "0 <= seed < 2**32, or leave it out for a fresh one")
@@ -384,7 +388,9 @@ COMPLETION = (*SHARED, "prompt", "logprobs", "echo")
 
 
 # Fields of a model's generation_config.json that are a request's where it names none.
-GENERATION = ("temperature", "top_p", "top_k", "min_p", "max_new_tokens")
+GENERATION = (
+  "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens"
+)  # fmt: skip
 
 
 def generation_fields(written: Mapping[str, Any]) -> tuple[dict[str, Any], int | None]:
@@ -397,7 +403,8 @@ def generation_fields(written: Mapping[str, Any]) -> tuple[dict[str, Any], int |
   max_tokens = fields.take("max_new_tokens", None, _TOKENS)
   sampling = _sampling(fields)
   if written.get("do_sample") is False:
-    sampling = {"temperature": 0.0}
+    repetition = {name: x for name, x in sampling.items() if name == "repetition_penalty"}
+    sampling = {"temperature": 0.0, **repetition}
   return sampling, max_tokens
 
 

@@ -23,7 +23,8 @@ from seerjax.serve.refusals import Refusal, refuse, shown
 LOGPROBS = "message.output_text.logprobs"
 # Fields that are a chat's own, under the same name.
 SAME = (
-  "model", "temperature", "top_p", "top_k", "min_p", "logit_bias", "seed", "stop",
+  "model", "temperature", "top_p", "top_k", "min_p", "presence_penalty",
+  "frequency_penalty", "repetition_penalty", "logit_bias", "seed", "stop",
   "stop_token_ids", "stream", "stream_options", "regex", "user", "chat_template_kwargs", "context",
 )  # fmt: skip
 SUPPORTED = (*SAME, "input", "instructions", "max_output_tokens", "text", "top_logprobs", "include")

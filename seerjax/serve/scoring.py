@@ -21,7 +21,7 @@ import numpy as np
 from seerjax import numerics as numerics_lib
 from seerjax.models import config as model_config, head, kv_layout, parameters, transformer
 from seerjax.models.loading import Model
-from seerjax.ops import sampling
+from seerjax.ops import penalties, sampling
 from seerjax.serve.grammar import AnswerMask
 from seerjax.types import SamplingParams, SamplingRows, TokenBatch, TokenScores
 
@@ -215,8 +215,10 @@ class Following:
     self._num_told = len(answer)
     hidden = self._hidden([*self._prompt, *answer][:-1])[-len(places) :]
     rows = sampling.sampling_rows([self._params] * len(places), [*places])
+    before = [answer[:place] for place in places]
+    rows = penalties.with_penalties(rows, self._params, self._prompt, before)
     if self._mask is not None:
-      masks: Any = np.stack([self._mask(answer[:place]) for place in places])
+      masks: Any = np.stack([self._mask(one) for one in before])
       highest: Any = np.minimum(rows.high, sampling.NO_LIMIT - 1)
       rows = rows._replace(mask=masks, high=highest)
     return self._scorer._tops(hidden, rows, self._num_top)

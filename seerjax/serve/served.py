@@ -25,7 +25,7 @@ from seerjax.types import Request, SamplingParams
 GENERATION_FILE = "generation_config.json"
 # Of its fields, those that ask for nothing at one value. What else it asks for cannot be had.
 _NEUTRAL = {
-  "do_sample": (True, False), "repetition_penalty": (1,), "num_beams": (1,), "use_cache": (True,),
+  "do_sample": (True, False), "num_beams": (1,), "use_cache": (True,),
   "num_return_sequences": (1,),
 }  # fmt: skip
 # Of a chat template's variables, those that `chat_template_kwargs` may not name.
@@ -39,7 +39,7 @@ class Defaults:
   Attributes:
     sampling: fields of `SamplingParams`.
     max_tokens: of an answer; None if the file says nothing.
-    not_taken: what the file asks for in vain, such as "repetition_penalty=1.1".
+    not_taken: what the file asks for in vain, such as "num_beams=4".
   """
 
   sampling: Mapping[str, float] = dataclasses.field(default_factory=dict)

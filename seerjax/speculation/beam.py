@@ -26,7 +26,7 @@ from seerjax.engine import checks, drafting
 from seerjax.engine.drafting import Drafter, DraftQuery
 from seerjax.engine.engine import Engine
 from seerjax.engine.sequence import Likeliest, StepOutput
-from seerjax.types import Request, SamplingParams
+from seerjax.types import PENALTIES, Request, SamplingParams
 
 MAX_WIDTH = 16
 # What a drafter is asked for: the likeliest continuations, without noise.
@@ -250,6 +250,8 @@ def _check(request: Any, width: Any, drafter: Any) -> None:
     ("top_k", not params.top_k, "0", "the width says how many tokens are looked at"),
     ("top_p", params.top_p == 1, "1", "hypotheses rank by the whole distribution"),
     ("min_p", not params.min_p, "0", "hypotheses rank by the whole distribution"),
+    *((field, vars(params)[field] == none, f"{none}", "sample the request instead")
+      for field, (_, _, none) in PENALTIES.items()),
     ("logit_bias", not params.logit_bias, "none", "sample the request instead"),
     ("allowed", not params.allowed, "no form", "sample the request instead"),
     ("stop_strings", not params.stop_strings, "none", "use stop_token_ids"),

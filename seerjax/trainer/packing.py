@@ -46,7 +46,7 @@ from seerjax import numerics as numerics_lib
 from seerjax.backends import choice
 from seerjax.backends.protocol import Backend
 from seerjax.numerics import NumericsConfig
-from seerjax.ops import sampling as sampling_ops
+from seerjax.ops import penalties as penalties_ops, sampling as sampling_ops
 from seerjax.types import Rollout, RolloutGroup, SamplingRows, TokenBatch, TrainBatch
 
 
@@ -243,7 +243,8 @@ def pack(
       f" num_micro_batches={num_micro_batches}; raise num_micro_batches, rows_per_micro_batch"
       f"={rows_per_micro_batch} or max_sequences={shapes.max_sequences}."
     )
-  batch = _empty(num_micro_batches or num_needed, shapes, num_biases)
+  num_penalties = max((_num_penalties(rollout) for _, rollout, _ in ordered), default=0)
+  batch = _empty(num_micro_batches or num_needed, shapes, num_biases, num_penalties)
   for m, members in enumerate(micro_batches):
     row, segment, width = 0, 0, shapes.pages_per_sequence
     for place, (index, owner, num_shared) in enumerate(members):
@@ -456,12 +457,24 @@ def _write_sequence(
   if sampling.allowed:
     ranges = np.asarray(sampling.allowed[: len(completion.tokens)], np.int32)
     batch.sampling.low[generated], batch.sampling.high[generated] = ranges.T
+  if sampling.has_penalties:
+    fields = batch.sampling._asdict()
+    for place in range(len(completion.tokens)):
+      before = penalties_ops.entries(sampling, request.prompt, completion.tokens[:place])
+      penalties_ops.write(fields, (m, generated[1].start + place), sampling, before)
   for e, (token, bias) in enumerate(sampling.logit_bias):
     batch.sampling.bias_ids[*generated, e] = token
     batch.sampling.bias_values[*generated, e] = bias
 
 
-def _empty(m: int, shapes: Layout, num_biases: int) -> TrainBatch:
+def _num_penalties(rollout: Rollout) -> int:
+  """Returns the entries of the penalties of a rollout's rows; 0 if it has none."""
+  if not rollout.request.sampling.has_penalties:
+    return 0
+  return penalties_ops.width_for(_num_rows(rollout))
+
+
+def _empty(m: int, shapes: Layout, num_biases: int, num_penalties: int) -> TrainBatch:
   """Returns m micro-batches of padding."""
   n, s, p = shapes.num_rows, shapes.num_segments, shapes.pages_per_sequence
 
@@ -495,6 +508,7 @@ def _empty(m: int, shapes: Layout, num_biases: int) -> TrainBatch:
       bias_values=full(0, n, num_biases, dtype=np.float32),
       low=full(0, n),
       high=full(sampling_ops.NO_LIMIT, n),
+      **(penalties_ops.empty((m, n), num_penalties) if num_penalties else {}),
     ),
   )
 

@@ -48,6 +48,7 @@ EVENTS = (
   "filtered",
   "biased",
   "grammars",
+  "penalised",
 )
 OF_DRAFTS = ("drafted tokens", "accepted tokens")
 

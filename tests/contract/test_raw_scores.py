@@ -23,12 +23,12 @@ import pytest
 import tiny_model
 
 from pallas_kernels import gpu
-from seerjax import numerics as numerics_lib
+from seerjax import numerics as numerics_lib, parallel
 from seerjax.backends.numba_cpu import NumbaCpu
 from seerjax.engine.engine import EngineConfig
 from seerjax.models import config as model_config, head
 from seerjax.models.loading import Model
-from seerjax.ops import rotary, sampling
+from seerjax.ops import penalties, rotary, sampling
 from seerjax.serve import scoring
 from seerjax.trainer import losses, packing, step
 from seerjax.types import Request, Rollout, SamplingParams
@@ -45,7 +45,7 @@ KINDS = (
 BOTH = [tiny_model.NATIVE, tiny_model.NATIVE_BFLOAT16]
 ALL = [*BOTH, tiny_model.NUMERICS, tiny_model.BFLOAT16]
 NAMES = ["native f32", "native bf16", "tiled f32", "tiled bf16"]
-EVENTS = ("rows", "special", "filtered", "biased", "grammars", "masks", "greedy")
+EVENTS = ("rows", "special", "filtered", "biased", "grammars", "masks", "penalised", "greedy")
 
 
 class Drawn(NamedTuple):
@@ -64,7 +64,7 @@ class Drawn(NamedTuple):
   config: model_config.TransformerConfig
   numerics: numerics_lib.NumericsConfig
   params: dict[str, jax.Array]
-  hidden: np.ndarray
+  hidden: jax.Array
   parameters: sampling.SamplingRows
   seeds: np.ndarray
   positions: np.ndarray
@@ -77,7 +77,7 @@ def of_any_size(implementation, dtype, rng):
   if implementation != "pallas_interpreted":
     return model.config, dataclasses.replace(model.numerics, **others)
   config = dataclasses.replace(
-    model.config, vocab_size=256, hidden_size=64, head_dim=64,
+    model.config, vocab_size=256, hidden_size=64, num_heads=2, num_kv_heads=2, head_dim=64,
     rotary=rotary.RotaryConfig(head_dim=64),
   )  # fmt: skip
   return config, dataclasses.replace(model.numerics, reduction_shards=2, **others)
@@ -107,6 +107,13 @@ def draw_parameters(rng, vocab_size, events) -> sampling.SamplingRows:
   """Returns parameters of rows, every other one of a grammar's with a mask of its own."""
   params = [drawn_models.draw_sampling(rng, vocab_size) for _ in range(ROWS)]
   rows = sampling.sampling_rows(params, [0] * ROWS)
+  fields = penalties.empty((ROWS,), penalties.SHORTEST)
+  for row, one in enumerate(params):
+    prompt, answer = (rng.integers(0, vocab_size, 20).tolist() for _ in range(2))
+    if one.has_penalties:
+      penalties.write(fields, (row,), one, penalties.entries(one, prompt, answer))
+      events["penalised"] += 1
+  rows = rows._replace(**fields)
   mask = np.full((ROWS, -(-vocab_size // 32)), sampling.ALL_ALLOWED, np.uint32)
   for row, one in enumerate(params):
     is_masked = bool(one.allowed) and rng.random() < 0.5
@@ -155,7 +162,11 @@ def differing_rows(drawn: Drawn, backend=None, *, trains=False) -> int:
     )  # fmt: skip
 
   plain = sampling.sampling_rows([SamplingParams()] * ROWS)
-  plain = plain._replace(mask=np.full_like(drawn.parameters.mask, sampling.ALL_ALLOWED))
+  # Their arrays have the shapes of the others', so that both are one program.
+  plain = plain._replace(
+    mask=np.full_like(drawn.parameters.mask, sampling.ALL_ALLOWED),
+    **penalties.empty((ROWS,), penalties.SHORTEST),
+  )
   tokens, scores = scored(np.full(ROWS, -1, np.int32), drawn.parameters)
   _, of_plain_rows = scored(tokens, plain)
   _, forced = scored(tokens, drawn.parameters)
@@ -219,6 +230,7 @@ def trainer(numerics) -> step.Trainer:
     numerics=numerics,
     loss=losses.grpo(),
     optimizer=optax.sgd(1e-3),
+    mesh=parallel.make_mesh(num_instances=1),
     num_pages=packing.layout(numerics=numerics, **LAYOUT).num_pages,
     page_size=LAYOUT["page_size"],
   )

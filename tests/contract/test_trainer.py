@@ -58,6 +58,9 @@ SAMPLING = (
   SamplingParams(max_tokens=20, top_p=0.8, stop_token_ids=(3, 4)),
   SamplingParams(max_tokens=12, temperature=1.2, allowed=((3, 9), (40, 41), (0, 64)) * 4),
   SamplingParams(max_tokens=16, temperature=1.5, min_p=0.05, logit_bias=((7, 2.5), (9, -4.0))),
+  SamplingParams(
+    max_tokens=14, presence_penalty=0.7, frequency_penalty=0.3, repetition_penalty=1.3
+  ),
 )
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from seerjax import types
-from seerjax.ops import sampling
+from seerjax.ops import penalties, sampling
 from seerjax.types import SamplingParams
 
 VOCABULARY = 23
@@ -278,3 +278,14 @@ def test_too_many_biases_are_refused():
 def test_parameters_out_of_range_are_refused(changes, message):
   with pytest.raises(ValueError, match=message):
     SamplingParams(**changes)
+
+
+def test_rows_of_every_kind_are_padded_with_rows_that_do_nothing():
+  rows = sampling.sampling_rows([SamplingParams(temperature=0.5, top_k=3)])
+  mask = np.full((1, 2), 5, np.uint32)
+  fields = penalties.empty((1,), 4)
+  found = sampling.padded(rows._replace(mask=mask, **fields), 3)
+  assert all(leaf.shape[0] == 3 for leaf in found)
+  assert np.asarray(found.mask).tolist() == [[5, 5], *[[sampling.ALL_ALLOWED] * 2] * 2]
+  assert np.asarray(sampling.is_special(found)).tolist() == [True, False, False]
+  assert np.asarray(found.repetition).tolist() == [1, 1, 1]

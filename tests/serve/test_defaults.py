@@ -31,21 +31,24 @@ def defaults_of(written) -> Defaults:
 
 def test_a_file_gives_defaults():
   found = defaults_of(WRITTEN)
-  assert found.sampling == dict(temperature=0.6, top_p=0.95, top_k=20)
+  assert found.sampling == dict(temperature=0.6, top_p=0.95, top_k=20, repetition_penalty=1.0)
   assert (found.max_tokens, found.not_taken) == (5, ())
-  assert found.in_force == dict(temperature=0.6, top_p=0.95, top_k=20, max_new_tokens=5)
+  assert found.in_force == {**found.sampling, "max_new_tokens": 5}
 
 
 def test_what_is_not_supported_is_named_and_what_asks_for_nothing_is_not():
   found = defaults_of(
-    dict(repetition_penalty=1.1, num_beams=1, use_cache=True, temperature=None, min_p=0.1)
+    dict(repetition_penalty=1.1, num_beams=4, use_cache=True, temperature=None, min_p=0.1)
   )
-  assert found.sampling == dict(min_p=0.1)
-  assert found.not_taken == ("repetition_penalty=1.1",)
+  assert found.sampling == dict(min_p=0.1, repetition_penalty=1.1)
+  assert found.not_taken == ("num_beams=4",)
 
 
 def test_without_sampling_answers_are_greedy():
   assert defaults_of(dict(do_sample=False, top_p=0.5)).sampling == {"temperature": 0.0}
+  # A penalty is none of what greedy answers leave out.
+  found = defaults_of(dict(do_sample=False, repetition_penalty=1.1)).sampling
+  assert found == {"temperature": 0.0, "repetition_penalty": 1.1}
 
 
 def test_without_a_file_there_are_none():

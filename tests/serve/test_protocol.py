@@ -40,12 +40,14 @@ def test_what_is_not_named_is_left_open():
 def test_fields_become_a_record():
   asked = chat(
     model="nano", temperature=0.5, top_k=-1, top_p=1, min_p=0.1, logit_bias={"5": -1},
+    presence_penalty=1, frequency_penalty=-0.5, repetition_penalty=1.2,
     max_completion_tokens=7, n=3, seed=9, stop="x", stop_token_ids=[4], stream=True,
     stream_options={"include_usage": True}, logprobs=True, top_logprobs=2, user="ana",
     prompt_logprobs=1, regex="[a-z]+", chat_template_kwargs={"enable_thinking": False},
   )  # fmt: skip
   assert asked.sampling == dict(
-    temperature=0.5, top_k=0, top_p=1.0, min_p=0.1, logit_bias=((5, -1.0),)
+    temperature=0.5, top_k=0, top_p=1.0, min_p=0.1, logit_bias=((5, -1.0),), presence_penalty=1.0,
+    frequency_penalty=-0.5, repetition_penalty=1.2,
   )
   assert (asked.max_tokens, asked.num_choices, asked.seed) == (7, 3, 9)
   assert (asked.stop, asked.stop_token_ids) == (("x",), (4,))
@@ -138,6 +140,10 @@ def test_response_formats_are_grammars():
     ({"top_p": 0}, "top_p", "got 0, expected 0 < top_p <= 1; 1 keeps every token."),
     ({"top_k": 1.5}, "top_k", "got 1.5 (a number), expected a whole number"),
     ({"min_p": 2}, "min_p", "got 2, expected 0 <= min_p <= 1"),
+    ({"presence_penalty": 2.1}, "presence_penalty", "got 2.1, expected -2 <= presence_penalty"),
+    ({"frequency_penalty": -3}, "frequency_penalty", "got -3, expected -2 <= frequency_penalty"),
+    ({"frequency_penalty": "1"}, "frequency_penalty", "(text), expected a number, -2 <="),
+    ({"repetition_penalty": 0}, "repetition_penalty", "got 0, expected 0.0001 <= repetition_pen"),
     ({"logit_bias": [1]}, "logit_bias", "got [1] (a list), expected an object"),
     ({"logit_bias": {"a": 1}}, "logit_bias", "got the key 'a', expected a token id"),
     ({"logit_bias": {"1": 1e9}}, "logit_bias.1", "expected from -1e+06 to 1e+06"),

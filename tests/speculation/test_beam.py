@@ -296,6 +296,8 @@ def test_a_width_is_one_to_sixteen(engine, width):
     (dict(top_k=3), "top_k=3, expected 0"),
     (dict(top_p=0.5), "top_p=0.5, expected 1"),
     (dict(min_p=0.1), "min_p=0.1, expected 0"),
+    (dict(repetition_penalty=1.1), "repetition_penalty=1.1, expected 1"),
+    (dict(presence_penalty=0.1), "presence_penalty=0.1, expected 0"),
     (dict(logit_bias=((3, 1.0),)), "logit_bias=.*, expected none"),
     (dict(allowed=((0, 9),) * 4), "allowed=.*, expected no form"),
     (dict(stop_strings=("end",)), "stop_strings=.*, expected none.*use stop_token_ids"),

@@ -326,6 +326,15 @@ def draw_sampling(rng: np.random.Generator, vocab_size: int) -> SamplingParams:
     lows = rng.integers(0, vocab_size, max_tokens).tolist()
     allowed = tuple((low, int(rng.integers(low + 1, vocab_size + 1))) for low in lows)
   is_filtered = rng.random() < 0.4
+  # From numbers of their own, so that what else is drawn does not follow.
+  own = rng.spawn(1)[0]
+  penalties = {}
+  if own.random() < 0.3:
+    penalties = dict(
+      presence_penalty=_pick(own, 0.0, 0.7, 2.0),
+      frequency_penalty=_pick(own, 0.0, 0.3, -0.4),
+      repetition_penalty=_pick(own, 1.0, 1.3, 0.8),
+    )
   return SamplingParams(
     temperature=_pick(rng, 1.0, 1.0, 0.0, 0.6, 1.7),
     top_k=_pick(rng, 0, 1, 7) if is_filtered else 0,
@@ -333,6 +342,7 @@ def draw_sampling(rng: np.random.Generator, vocab_size: int) -> SamplingParams:
     min_p=_pick(rng, 0.0, 0.05, 0.3) if is_filtered else 0.0,
     logit_bias=tuple((token, float(rng.uniform(-6, 6))) for token in biases),
     allowed=allowed,
+    **penalties,
     max_tokens=max_tokens,
     stop_token_ids=(int(rng.integers(vocab_size)),) if rng.random() < 0.3 else (),
   )

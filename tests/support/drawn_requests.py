@@ -43,6 +43,9 @@ SAMPLING = st.fixed_dictionaries(
     top_k=st.sampled_from([0, 0, 0, 1, 7]),
     top_p=st.sampled_from([1.0, 1.0, 0.9, 0.5]),
     min_p=st.sampled_from([0.0, 0.0, 0.05, 0.3]),
+    presence_penalty=st.sampled_from([0.0, 0.0, 0.0, 1.5]),
+    frequency_penalty=st.sampled_from([0.0, 0.0, 0.0, 0.4]),
+    repetition_penalty=st.sampled_from([1.0, 1.0, 1.0, 1.3]),
     logit_bias=sometimes(st.tuples(TOKEN, st.floats(-6.0, 6.0, width=32)), 1, 3),
     allowed=st.booleans().flatmap(
       lambda is_it: st.lists(RANGE, min_size=20, max_size=20).map(tuple) if is_it else st.just(())

@@ -279,6 +279,7 @@ def count_request(request: Request, events: collections.Counter[str]) -> None:
   events["filtered"] += bool(sampling.top_k) or sampling.top_p < 1 or sampling.min_p > 0
   events["biased"] += bool(sampling.logit_bias)
   events["grammars"] += bool(sampling.allowed)
+  events["penalised"] += sampling.has_penalties
 
 
 def count_case(case: Case, events: collections.Counter[str]) -> None:

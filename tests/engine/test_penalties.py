@@ -1,0 +1,127 @@
+"""Requests with penalties: drafts, chunks, preemption, company and visits change no bit of them."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from guessing import Guesser
+import numpy as np
+import pytest
+import tiny_model
+
+from seerjax import numerics as numerics_lib, parallel
+from seerjax.engine import engine as engine_lib, runner as runner_lib
+from seerjax.engine.engine import EngineConfig
+from seerjax.models.loading import Model
+from seerjax.types import Request, SamplingParams
+
+SIZES = EngineConfig(
+  page_size=8, num_pages=60, max_sequences=4, max_context=64, row_buckets=(24,), steps_per_visit=4
+)
+PENALISED = SamplingParams(
+  presence_penalty=0.8, frequency_penalty=0.5, repetition_penalty=1.3, max_tokens=12
+)
+REQUESTS = [
+  Request(request_id=name, prompt=prompt, sampling=sampling, seed=seed)
+  for seed, (name, prompt, sampling) in enumerate([
+    ("all", (5, 9, 9, 31, 7), PENALISED),
+    ("greedy", (40, 2, 2), dataclasses.replace(PENALISED, temperature=0.0, presence_penalty=0.0)),
+    ("filtered", (1, 2, 3, 4), dataclasses.replace(PENALISED, top_k=9, logit_bias=((7, 2.0),))),
+    ("plain", (8, 8, 8), SamplingParams(max_tokens=12)),
+  ])
+]  # fmt: skip
+
+
+def engine(drafter=None, runner=None):
+  return engine_lib.Engine(
+    Model(tiny_model.CONFIG, tiny_model.params(tiny_model.NATIVE), tiny_model.NATIVE),
+    config=SIZES,
+    key=numerics_lib.key(11),
+    runner=runner or tiny_model.runner(tiny_model.NATIVE),
+    drafter=drafter,
+  )
+
+
+def alone(request):
+  return tiny_model.alone(tiny_model.NATIVE, request.prompt, request.sampling, request.seed)
+
+
+def test_penalties_change_an_answer():
+  for request in REQUESTS[:3]:
+    neutral = dataclasses.replace(
+      request.sampling, presence_penalty=0.0, frequency_penalty=0.0, repetition_penalty=1.0
+    )
+    free = tiny_model.alone(tiny_model.NATIVE, request.prompt, neutral, request.seed)
+    assert alone(request).tokens != free.tokens
+
+
+def drafted(runner=None):
+  """Returns what the requests say together, in chunks, with drafts, one of them preempted."""
+  guesser = Guesser({one.request_id: alone(one).tokens for one in REQUESTS}, 3, right=0.9)
+  running = engine(guesser, runner)
+  for request in REQUESTS:
+    running.submit(request, chunk_tokens=8)
+  found, steps = {}, 0
+  while running.num_unfinished:
+    running.step()
+    steps += 1
+    if steps == 3:
+      running.preempt("all")
+    for name in running.poll_paused():
+      running.resume(name, chunk_tokens=8)
+    found |= {one.request_id: one for one in running.poll()}
+  assert running.counters.accepted_tokens
+  return found
+
+
+def test_company_drafts_and_preemption_change_no_bit():
+  found = drafted()
+  for request in REQUESTS:
+    assert tiny_model.same(found[request.request_id], alone(request)), request
+
+
+def test_an_answer_that_goes_on_elsewhere_has_its_bits():
+  request = REQUESTS[0]
+  whole = alone(request)
+  begun = dataclasses.replace(
+    whole, request_id="all", tokens=whole.tokens[:5], finish_reason="",
+    behaviour_logprobs=whole.behaviour_logprobs[:5], raw_logprobs=whole.raw_logprobs[:5],
+  )  # fmt: skip
+  running = engine()
+  running.submit(request, resume_from=begun)
+  while running.num_unfinished:
+    running.step()
+  (found,) = running.poll()
+  assert tiny_model.same(found, whole)
+
+
+def test_a_request_without_penalties_keeps_several_steps_a_visit():
+  running = engine()
+  running.submit(REQUESTS[3])
+  visits = 0
+  while running.num_unfinished:
+    running.step()
+    visits += 1
+  assert visits < REQUESTS[3].sampling.max_tokens
+
+
+class ForgetsDrafts(runner_lib.Runner):
+  """Each place of a draft has the penalties of the place before the draft."""
+
+  def step(self, params, pages, inputs, key):
+    rows = inputs.sampling
+    if rows.penalty_ids is not None:
+      _, first, same = np.unique(inputs.seeds[0], return_index=True, return_inverse=True)
+      names = ("penalty_ids", "penalty_values", "repetition")
+      forgets = {name: rows._asdict()[name][:, first[same]] for name in names}
+      inputs = inputs._replace(sampling=rows._replace(**forgets))
+    return super().step(params, pages, inputs, key)
+
+
+@pytest.mark.thorough
+def test_a_draft_whose_earlier_tokens_do_not_count_is_noticed():
+  mesh = parallel.make_mesh(num_instances=1)
+  twin = ForgetsDrafts(tiny_model.CONFIG, tiny_model.NATIVE, mesh, max_programs=64)
+  found = drafted(twin)
+  assert any(not tiny_model.same(found[one.request_id], alone(one)) for one in REQUESTS[:3])
+  assert tiny_model.same(found["plain"], alone(REQUESTS[3]))
