@@ -8,7 +8,8 @@ import re
 from seerjax.types import Problem, Verdict
 
 ANSWER_MARK = "####"  # GSM8K's mark of the final answer; ours too.
-_BOXED = "\\boxed{"
+_BOX = re.compile(r"\\(?:boxed|fbox)(?![a-zA-Z])[^\S\n]*")
+_FORMULA_END = re.compile(r"\$|\\[)\]]|\n")
 MAX_NUMBER_DIGITS = 40  # Longer runs of digits are no answer; Python refuses past 4,300 anyway.
 _NUMBER = re.compile(r"([+-]?)([0-9]+)(?:\.([0-9]+)|/([0-9]+))?", re.ASCII)
 
@@ -50,16 +51,23 @@ def marked_answer(text: str) -> str | None:
 
 
 def last_boxed(text: str) -> str | None:
-  """Returns what the last \\boxed{...} holds, braces balanced; None without one."""
-  start = text.rfind(_BOXED)
-  if start < 0:
+  r"""Returns what the last \boxed or \fbox of a text holds; None without one.
+
+  It holds a group, braces balanced, or without one what follows up to the end of the formula or of
+  the line, as published graders read "$\boxed 9$".
+  """
+  boxes = list(_BOX.finditer(text))
+  if not boxes:
     return None
-  start += len(_BOXED)
-  depth = 1
+  start = boxes[-1].end()
+  if text[start : start + 1] != "{":
+    end = _FORMULA_END.search(text, start)
+    return text[start : end.start() if end else len(text)].strip().rstrip(".,;")
+  depth = 0
   for end in range(start, len(text)):
     depth += {"{": 1, "}": -1}.get(text[end], 0)
     if depth == 0:
-      return text[start:end]
+      return text[start + 1 : end]
   return None
 
 

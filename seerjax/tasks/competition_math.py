@@ -4,10 +4,11 @@ r"""MATH: problems of mathematics competitions, answers in \boxed{...}, from fil
 
 A directory is read as it is published, train/<subject>/<number>.json and test likewise, or holds
 train.jsonl and test.jsonl (which is "heldout"); of one file of JSON lines every tenth problem is
-held out. A row's "answer", where it has one, is the reference, else its solution's last box. The
-data are not part of this package.
+held out. A row's "answer", where it has one, is the reference, else its solution's last box; a row
+without either is left out, and named. The data are not part of this package.
 
-A text's answer is its last box. It is right if it is written like the reference or has its value:
+A text's answer is its last box: \boxed{9}, \fbox{9}, or \boxed 9 up to the end of the formula. It
+is right if it is written like the reference or has its value:
 
 | is put aside                          | for example                                              |
 |---------------------------------------|----------------------------------------------------------|
@@ -28,12 +29,15 @@ Source: Hendrycks et al. 2021, https://arxiv.org/abs/2103.03874; data under the 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from fractions import Fraction
 import json
 import os
 import pathlib
 import re
 from typing import Any
+
+from absl import logging
 
 from seerjax.tasks import answers, jsonl, splits
 from seerjax.tasks.file_task import FileTask
@@ -42,6 +46,7 @@ from seerjax.types import Problem, Verdict
 INSTRUCTION = "Think step by step, and put the final answer into \\boxed{}."
 MAX_READ = 20_000  # Characters of a text's end that are searched for an answer.
 MAX_ANSWER = 1_000  # Of an answer that is compared; a longer one is wrong.
+MAX_NAMED = 5  # Rows without an answer whose names are logged.
 _DROPPED = re.compile(
   r"\\(?:left|right|displaystyle)(?![a-zA-Z])|(?<!\\)\\[!,;: ]|\\?\$|~|\s+|\^\{?\\circ\}?|\\?%"
 )
@@ -206,14 +211,35 @@ def _read_split(directory: pathlib.Path, name: str, instruction: str) -> list[Pr
       f"{folder}: got no <subject>/<number>.json, expected the published folders; set"
       " --config.task_path to the folder that holds train/ and test/."
     )
-  problems = []
-  for file in files:
-    (found,) = _single(file, instruction)
-    problems.append(found)
+  return _with_answers(
+    folder,
+    {f"{file.parent.name}/{file.name}": _single(file, instruction) for file in files},
+  )
+
+
+def _with_answers(
+  path: pathlib.Path, found: Mapping[str, Problem | None]
+) -> list[Problem]:
+  """Returns the problems, and logs the names of the rows that have none.
+
+  Raises:
+    ValueError: if none has.
+  """
+  problems = [problem for problem in found.values() if problem is not None]
+  missing = [name for name, problem in found.items() if problem is None]
+  if missing:
+    more = f" and {len(missing) - MAX_NAMED} more" if len(missing) > MAX_NAMED else ""
+    line = (
+      f"{path}: got {len(missing)} of {len(found)} rows without an answer ('answer', or a solution"
+      f" with \\boxed{{...}}): {', '.join(missing[:MAX_NAMED])}{more}"
+    )
+    if not problems:
+      raise ValueError(f"{line}, expected one at least; use the original files.")
+    logging.warning("%s. They are left out.", line)
   return problems
 
 
-def _single(path: pathlib.Path, instruction: str) -> list[Problem]:
+def _single(path: pathlib.Path, instruction: str) -> Problem | None:
   """Reads a file that is one JSON object, over as many lines as it likes."""
   try:
     row = json.loads(path.read_bytes())
@@ -227,33 +253,42 @@ def _single(path: pathlib.Path, instruction: str) -> list[Problem]:
       f"{path}: got a JSON {type(row).__name__}, expected an object with 'problem' and 'solution';"
       " repair or remove that file."
     )
-  return [_problem(str(path), f"math-{path.parent.name}-{path.stem}", row, instruction)]
+  return _problem(str(path), f"math-{path.parent.name}-{path.stem}", row, instruction)
 
 
 def _read_lines(path: pathlib.Path, instruction: str) -> list[Problem]:
   """Reads a file of JSON lines."""
-  return [
-    _problem(f"{path}, line {number}", f"math-{path.stem}-{number}", row, instruction)
-    for number, row in jsonl.numbered_rows(path, ("problem",))
-  ]
+  return _with_answers(
+    path,
+    {
+      f"line {number}": _problem(
+        f"{path}, line {number}", f"math-{path.stem}-{number}", row, instruction
+      )
+      for number, row in jsonl.numbered_rows(path, ("problem",))
+    },
+  )
 
 
-def _problem(where: str, name: str, row: dict[str, Any], instruction: str) -> Problem:
-  """Returns the problem of a row, or refuses it."""
+def _problem(where: str, name: str, row: dict[str, Any], instruction: str) -> Problem | None:
+  """Returns the problem of a row, None if it has no answer; refuses what is no text."""
   asked, solution, answer = (row.get(key, "") for key in ("problem", "solution", "answer"))
+  if isinstance(answer, int) and not isinstance(answer, bool):
+    answer = str(answer)  # As of the AIME.
   is_text = all(isinstance(value, str) for value in (asked, solution, answer))
-  reference = (answer.strip() or answers.last_boxed(solution)) if is_text else None
-  if not is_text or not asked.strip() or not reference or not reference.strip():
+  if not is_text or not asked.strip():
     raise ValueError(
       f"{where}: got problem={str(asked)[:40]!r}, the answer {str(answer)[:40]!r} and a solution"
       f" that ends with {str(solution)[-40:]!r}, expected a text and an answer, or a solution with"
       " \\boxed{...}; use the original files, or repair that row."
     )
+  reference = answer.strip() or (answers.last_boxed(solution) or "").strip()
+  if not reference:
+    return None
   question = asked.strip()
   return Problem(
     problem_id=name,
     prompt=f"{question}\n{instruction}" if instruction else question,
     question=question,
-    answer=reference.strip(),
+    answer=reference,
     solution=solution,
   )

@@ -18,15 +18,22 @@ these rules, the first that applies; a box is \boxed{...}:
 | a number may be               | for example                                                      |
 | digits, or in groups of three | 1234, 1,234 and 1{,}234; but 12,5 and 1,00,000 cannot be read    |
 | with decimals                 | 12.50, .5 and "12." at a sentence's end; 1.2.3 cannot be read    |
-| a fraction                    | 3/4, \frac{3}{4}; 5/0 is 5, 1/2/3 cannot be read                 |
+| a fraction                    | 3/4, \frac{3}{4}; 5/0 and 1/2/3 cannot be read                   |
 | with a power of ten           | 12e3 is 12000                                                    |
 | negative                      | -3, -$3.50 and $-3.50, also with a minus sign or a dash; but not |
 |                               | after a letter, a digit or a bracket (12-7), or a space (- 7)    |
-| with a unit                   | $, euro or pound before it, anything behind: 20% is 20           |
-| not                           | raised to a power or with a sign of a fraction behind it, or     |
-|                               | longer than 40 digits                                            |
+| with a unit                   | $, euro or pound or USD before it, a word or a unit behind:      |
+|                               | 20%, 12 apples, 12eggs, 12cm, a 12-year-old                      |
+| not                           | longer than 40 digits                                            |
+|  part of another number       | 12^2, 12!, \sqrt{12}, 12\pi, 12x, x12, 12k, 12 million,          |
+|                               | 12 dozen, 12th, 12_8, 12'000, 12-, twice 12, minus 12            |
+|  bounded, about or denied     | >12, at least 12, 12+, ~12, about 12, \approx 12, not 12, 12?    |
+|  one of several               | 12 or 13, 12 and 13, 12 to 13, 12 minutes and 30 seconds         |
 
 What looks like a number and cannot be read is an unknown number: it is never cut to what can.
+Published graders take the digits alone: the data set's own (an equal text behind "#### ", commas
+aside) and the last number of a text (lm-evaluation-harness, "flexible-extract", which scores 12k
+and "not 12" as 12). What is a plain number to them is one here: $1,234.00, "12." and units.
 
 Source: Cobbe et al. 2021, https://arxiv.org/abs/2110.14168; data under the MIT licence.
 """
@@ -54,12 +61,49 @@ _NUMBER = re.compile(
 )
 _PLAIN = re.compile(r"([0-9]+|[0-9]{1,3}(?:,[0-9]{3})+)?(?:\.([0-9]+))?", re.ASCII)
 _LATEX_FRACTION = re.compile(
-  r"(-?)\s*\\[dt]?frac\s*\{\s*(-?[0-9]+)\s*\}\s*\{\s*([0-9]+)\s*\}", re.ASCII
+  r"(-\s*)?\\[dt]?frac\s*\{\s*(-?[0-9]+)\s*\}\s*\{\s*([0-9]+)\s*\}", re.ASCII
 )
+_DEGREES = re.compile(r"\^\s*\{?\s*\\circ\s*\}?|\u00b0")
 # Hyphens, dashes and the minus sign.
 _DASHES = re.compile("[\u2010-\u2015\u2212\ufe58\ufe63\uff0d]")
 # All that stands between two numbers which together are no answer.
-_JOINED = re.compile(r"[\s,;:/+*^\u00d7\u00f7-]*|\s*\\(?:times|cdot|div)\s*")
+_JOINED = re.compile(
+  r"[\s,;:/+*^&|\u00d7\u00f7\u2026-]*|\s*\\(?:times|cdot|div)\s*"
+  r"|\s*(?:to|x|times|over|mod|through|divided\s+by|multiplied\s+by|vs\.?)\s+"
+  r"|\s*(?:[a-z]+\s+)?(?:or|and|plus|minus)\s+",
+  re.IGNORECASE,
+)
+_HEDGED = re.compile(r"\s*(?:[a-z]+\s+)?or\s+", re.IGNORECASE)
+# What stands before a number that is not the answer, or that is a part of another.
+_BEFORE = re.compile(
+  r"(?:[~\u2248\u2243\u2245\u00b1<\u2264\u2265\u2260^\u221a\u221b]|!(?==)|(?<![-=])>|(?<=[a-z}])_"
+  r"|\\(?:approx|sim|pm|mp|neq?|not|geq?|leq?|gt|lt|sqrt|log|ln)(?![a-z])"
+  r"|(?:\b(?:not|never|no|neither|nor|except|about|approximately|approx\.?|around|roughly"
+  r"|nearly|almost|at\s+least|at\s+most|(?:more|less|fewer|greater|smaller)\s+than|over|under"
+  r"|above|below|up\s+to|negative|minus|half|twice|double|triple|square\s+root|sqrt|log|ln)"
+  r"|n['\u2019]t)(?:\s+(?:equal|equals|to|exactly|of|than|the|a|an|just|simply))*)[\s=$*({\[]*$",
+  re.IGNORECASE,
+)
+# What stands behind such a number.
+_BEHIND = re.compile(
+  r"[!?^]|_(?=[0-9{])|[\s-]?(?:st|nd|rd|th)(?![a-z])|[-+](?![a-z-])|\s*[-+]\s*$|['\u2019][0-9]"
+  r"|\s*(?:\\pi(?![a-z])|\\sqrt|\u03c0|\u221a|\u221b)"
+  r"|\s*(?:k|thousand|hundred|mn|mio|mln|million|bn|billion|trillion|dozens?|score|squared|cubed"
+  r"|factorial|pi|and\s+a\s+(?:half|third|quarter)|thirds|fifths|sixths|eighths|tenths|hundredths)"
+  r"(?![a-z])",
+  re.IGNORECASE,
+)
+_TAG = re.compile(r"<[^<>]{1,40}>")
+# Letters at a number are a variable's name before it, but for a currency's code, and a unit behind
+# it: a word, or one of these. 12k, 12x and 12th are no units.
+_CURRENCY = re.compile(r"(?<![a-zA-Z])(?:[A-Z]{2,3}|Rs)$")
+_LETTERS = re.compile(r"[a-zA-Z]+")
+_UNITS = frozenset(
+  (
+    "m", "cm", "mm", "km", "in", "ft", "yd", "mi", "g", "kg", "mg", "lb", "oz", "l", "L", "ml",
+    "mL", "cl", "s", "h", "hr", "am", "pm", "c", "C", "F", "W", "kW", "V", "A", "J", "N", "Pa",
+  )
+)  # fmt: skip
 
 
 def _value(match: re.Match[str]) -> Fraction | None:
@@ -71,13 +115,15 @@ def _value(match: re.Match[str]) -> Fraction | None:
   behind = text[match.end() : match.end() + 1]
   if parts is None or len(denominators) > 1 or abs(power) > answers.MAX_NUMBER_DIGITS:
     return None
-  if behind == "^" or behind.isnumeric():
+  if behind.isnumeric() or _is_altered(match):
     return None
   whole, decimals = (parts[1] or "0").replace(",", ""), parts[2] or ""
   if max(map(len, (whole, decimals, *denominators))) > answers.MAX_NUMBER_DIGITS:
     return None
   value = Fraction(int(whole + decimals), 10 ** len(decimals)) * Fraction(10) ** power
-  if denominators and int(denominators[0]):  # A slash may be punctuation.
+  if denominators:
+    if not int(denominators[0]):
+      return None
     value /= int(denominators[0])
   # In "12-7" or "x-7" the sign is an operation, in "- 7" a bullet; neither is the number's own.
   before = text[max(0, match.start() - 1) : match.start()]
@@ -85,16 +131,36 @@ def _value(match: re.Match[str]) -> Fraction | None:
   return -value if is_negative else value
 
 
+def _is_altered(match: re.Match[str]) -> bool:
+  """Returns whether what stands around a number makes another one of it, bounds or denies it."""
+  text, has_currency = match.string, (match["sign"] or "-") != "-"
+  before = _TAG.sub(" ", text[max(0, match.start() - 60) : match.start()]).rpartition("\n")[2]
+  behind = text[match.end() : match.end() + 40].partition("\n")[0]
+  if _BEFORE.search(before) or _BEHIND.match(behind):
+    return True
+  if before[-1:].isalpha() and not has_currency and not _CURRENCY.search(before):
+    return True
+  letters = _LETTERS.match(behind)
+  return letters is not None and len(letters[0]) < 3 and (
+    letters[0] not in _UNITS or has_currency
+  )
+
+
 def _plain(text: str) -> str:
   """Returns a text with one kind of dash, and without the dress of LaTeX around numbers."""
   text = _DASHES.sub("-", text).replace("\\$", "$").replace("\\%", "%")
-  text = text.replace("{,}", ",").replace("\\!", "").replace("\\,", "")
-  return _LATEX_FRACTION.sub(lambda m: f"{m[1]}{m[2]}/{m[3]}".replace("--", ""), text)
+  text = _DEGREES.sub("", text).replace("{,}", ",").replace("\\!", "").replace("\\,", "")
+  return _LATEX_FRACTION.sub(
+    lambda m: f"{(m[1] or '').strip()}{m[2]}/{m[3]}".replace("--", ""), text
+  )
 
 
 def _answer(text: str, *, is_boxed: bool) -> Fraction | None:
   """Returns the one number of a text that is all answer."""
-  text = text.rpartition("=")[2]
+  head, mark, text = text.rpartition("=")
+  if head.endswith(("<", ">", "!", "~")):  # Of two signs, such as >= and !=.
+    return None
+  text = text.removeprefix(">") if mark else text  # An arrow.
   found = list(_NUMBER.finditer(text))
   if not found or (is_boxed and len(found) > 1):
     return None
@@ -116,6 +182,8 @@ def extract(text: str) -> Fraction | None:
   if boxed is not None and boxed.strip():
     return _answer(boxed, is_boxed=True)
   found = list(_NUMBER.finditer(text))
+  if len(found) > 1 and _HEDGED.fullmatch(text, found[-2].end(), found[-1].start()):
+    return None
   return _value(found[-1]) if found else None
 
 

@@ -171,9 +171,9 @@ def test_lines_are_read_and_an_answer_of_their_own_counts(tmp_path):
 @pytest.mark.parametrize(
   ("row", "message"),
   [
-    ({"solution": "No box."}, "line 2: got problem='What is half.*that ends with 'No box.'"),
     ({"solution": 5}, "line 2: got problem=.* that ends with '5', expected a text and an answer"),
-    ({"solution": "\\boxed{ }"}, "line 2: got problem="),
+    ({"answer": ["1"]}, "line 2: got problem=.* the answer \"\\['1'\\]\" and a solution"),
+    ({"answer": True}, "line 2: got problem=.* the answer 'True' and a solution"),
     ({"problem": ""}, "line 2: got problem='', expected a string that is not empty"),
   ],
 )
@@ -198,6 +198,59 @@ def test_files_of_a_folder_that_cannot_be_used_are_refused(tmp_path, content, me
   (tmp_path / "train" / "algebra" / "1.json").write_bytes(content)
   with pytest.raises(ValueError, match=message):
     competition_math.load(tmp_path)
+
+
+WITHOUT = (
+  "No box.", "\\boxed{ }", "\\boxed{}", "\\boxed{1", "\\boxed", "\\fbox{}", "\\boxedtext{1}", "",
+)  # fmt: skip
+
+
+def test_rows_without_an_answer_are_left_out_by_name(tmp_path, caplog):
+  path = tmp_path / "math.jsonl"
+  rows = [ROW, *(ROW | {"solution": solution} for solution in WITHOUT), ROW]
+  path.write_text("\n".join(map(json.dumps, rows)))
+  with caplog.at_level("WARNING"):
+    task = competition_math.load(path)
+  assert [problem.problem_id for problem in task.train] == ["math-math-1", "math-math-10"]
+  (line,) = caplog.messages
+  assert "math.jsonl: got 8 of 10 rows without an answer" in line
+  assert "line 2, line 3, line 4, line 5, line 6 and 3 more. They are left out." in line
+  path.write_text(json.dumps(ROW | {"solution": "No box."}))
+  message = r"got 1 of 1 rows without .*: line 1, expected one at least"
+  with pytest.raises(ValueError, match=message):
+    competition_math.load(path)
+
+
+@pytest.mark.parametrize(
+  ("solution", "answer"),
+  [
+    ("so $\\boxed 9$.", "9"),
+    ("so $x = \\boxed 2$ and $y=3$", "2"),
+    ("$$\\boxed  49.$$", "49"),
+    ("\\[ \\boxed 7 \\]", "7"),
+    ("\\(\\boxed -3\\)", "-3"),
+    ("thus \\boxed 12\nand no more", "12"),
+    ("$\\boxed\\frac{1}{2}$", "\\frac{1}{2}"),
+    ("$\\boxed {5}$", "5"),
+    ("$\\fbox{8}$", "8"),
+    ("$\\fbox 6$", "6"),
+    ("\\boxed{1}, no: $\\fbox{2}$", "2"),
+    ("$\\fbox{1}$, no: \\boxed{\\{1, 2\\}}", "\\{1, 2\\}"),
+  ],
+)
+def test_boxes_are_read_as_they_are_published(tmp_path, solution: str, answer: str):
+  path = tmp_path / "math.jsonl"
+  path.write_text(json.dumps(ROW | {"solution": solution}))
+  task = competition_math.load(path)
+  assert task.train[0].answer == answer
+  # A text's box is read alike.
+  assert task.verdict(task.train[0], solution).correct
+
+
+def test_an_answer_may_be_a_number(tmp_path):
+  path = tmp_path / "aime.jsonl"
+  path.write_text(json.dumps({"problem": "?", "answer": 204}))
+  assert competition_math.load(path).train[0].answer == "204"
 
 
 def test_folders_and_files_that_are_missing_are_refused(tmp_path):

@@ -100,8 +100,9 @@ def write(path, rows):
     ("between 3 and 1,000,000", 1_000_000),
     ("1,2,3", None),
     ("1, 2, 3", 3),
-    ("5/0", 5),
-    ("about 12.5% of it", Fraction(25, 2)),
+    ("5/0", None),
+    ("about 12.5% of it", None),
+    ("so 12.5% of it", Fraction(25, 2)),
     ("no number", None),
     ("", None),
     ("٣", None),
@@ -112,6 +113,49 @@ def write(path, rows):
 )
 def test_extract_by_hand(text, value):
   assert gsm8k.extract(text) == value
+
+
+# Each is another number than 12, or none.
+NOT_TWELVE = (
+  "12k", "12K", "12M", "$12m", "12 thousand", "12 million", "12 dozen", "12 hundred",
+  "12!", "12 squared", "12^2", "2^{12}", "\\sqrt{12}", "\u221a12", "12\\sqrt{2}",
+  "square root of 12",
+  "12\\pi", "12\u03c0", "12i", "12e", "12x", "x12", "0x12", "12_8", "12_{8}", "log 12",
+  "12th", "12 th", "12-th", "12 thirds", "12 and a half", "12'000", "12_000", "12 000", "12,5",
+  "$12.5.3", "12/0", "12-", "12 -", "12+", "12?", "-12", "\u00b112", "minus 12", "negative 12",
+  "not 12", "isn't 12", "never 12", "!= 12", "\\neq 12",
+  ">12", "> 12", "x >= 12", "<12", "\u226412", "at least 12", "more than 12", "fewer than 12",
+  "~12", "\u224812", "\\approx 12", "about 12", "approximately 12", "nearly 12",
+  "twice 12", "half of 12", "12 x 2", "12 times 2", "12 plus 7", "12 over 3", "12 mod 5",
+  "12 or 13", "12 and 13", "12 to 13", "12..15", "12\u202615", "12 minutes and 30 seconds",
+)  # fmt: skip
+TWELVE = (
+  "12", "12.", "12.0", "012", "+12", "$12", "$12.00", "\\$12", "\u20ac12", "US$12", "USD 12",
+  "USD12",
+  "Rs12", "12 USD", "12 apples", "12eggs", "12cm", "12 cm", "12m", "12\\text{ cm}", "12 km/h",
+  "12am", "12-year-old", "12%", "12\\%", "12 percent", "12\u00b0", "12^\\circ", "**12**", "_12_",
+  "<b>12</b>", "<answer>12</answer>", "(12)", "$12$", '"12"', "x = 12", "5 + 7 = 12", "=> 12",
+  "-> 12", "the answer is 12", "12 (twelve)", "12/1", "24/2", "1.2e1", "12:", "12,",
+)  # fmt: skip
+PLACES = (
+  "so.\n#### {}", "so \\boxed{{{}}}", "so \\boxed {}", "#### \\boxed{{{}}}", "The answer is {}"
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("form", PLACES)
+def test_what_is_another_number_is_not_taken_for_the_one_in_it(form: str):
+  problem = gsm8k.Problem(problem_id="p", prompt="?", answer="12")
+  task = gsm8k.Gsm8k(train=(problem,), heldout=())
+  taken = [text for text in NOT_TWELVE if task.verdict(problem, form.format(text)).reward]
+  assert not taken
+
+
+@pytest.mark.parametrize("form", PLACES)
+def test_what_published_graders_take_in_another_dress_is_taken(form: str):
+  # Without braces a box ends where its formula does.
+  dresses = [text for text in TWELVE if not (form == PLACES[2] and "$1" in text)]
+  missed = [text for text in dresses if gsm8k.extract(form.format(text)) != 12]
+  assert not missed
 
 
 @hypothesis.given(st.text(max_size=300), st.text("0123456789,.$%/-#{}\\boxedfrac \n", max_size=300))
@@ -133,7 +177,7 @@ def test_the_table_of_rules_is_true_of_its_examples():
   for example, value in (
     ("1234", 1234), ("1,234", 1234), ("1{,}234", 1234), ("12,5", None), ("1,00,000", None),
     ("12.50", Fraction(25, 2)), (".5", Fraction(1, 2)), ("12.", 12), ("1.2.3", None),
-    ("3/4", Fraction(3, 4)), ("\\frac{3}{4}", Fraction(3, 4)), ("5/0", 5), ("1/2/3", None),
+    ("3/4", Fraction(3, 4)), ("\\frac{3}{4}", Fraction(3, 4)), ("5/0", None), ("1/2/3", None),
     ("12e3", 12000), ("-3", -3), ("-$3.50", Fraction(-7, 2)), ("$-3.50", Fraction(-7, 2)),
     ("20%", 20), ("15 apples", 15), ("$1,234.50", Fraction(2469, 2)),
   ):  # fmt: skip
