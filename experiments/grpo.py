@@ -130,8 +130,8 @@ def prepare(
   policy = policy_lib.load_policy(config.model, config.numerics)
   if policy.require_tokenizer().ignored_generation:
     print(policy_lib.ignored_settings(policy.require_tokenizer()), flush=True)
-  policy = policy.with_chat(config.chat)
-  check_prompts(config, task, policy)
+  chat = (directory_lib.as_begun(config, directory) if resume else config).chat
+  check_prompts(config, task, policy.with_chat(chat))
   numerics = config_lib.for_model(config, policy.model).numerics
   print(self_test.describe(numerics), flush=True)
   if bitwise:
@@ -279,6 +279,7 @@ def run(config: RunConfig, directory: pathlib.Path) -> None:
     directory,
     resume=args.resume,
     accept_new_numerics=args.accept_new_numerics,
+    accept_new_data=args.accept_new_data,
     log=say,
     programs=programs,
   )
@@ -317,5 +318,6 @@ if __name__ == "__main__":
   configuration.define_slice_flags()
   flags.DEFINE_bool("resume", False, "Carry on from the latest checkpoint in --workdir.")
   flags.DEFINE_bool("accept_new_numerics", False, "Resume under another fingerprint.")
+  flags.DEFINE_bool("accept_new_data", False, "Resume with other problems than the run's.")
   flags.DEFINE_bool("bitwise", True, "Refuse to start where rows are not invariant.")
   app.run(main)

@@ -292,6 +292,7 @@ def discover(argv: list[str]) -> None:
       policy=policy,
       resume=args.resume,
       accept_new_numerics=args.accept_new_numerics,
+      accept_new_data=args.accept_new_data,
       log=say,
       programs=programs,
     )
@@ -340,6 +341,7 @@ if __name__ == "__main__":
   configuration.define_presets(PRESETS, "runs/ttt_discover")
   flags.DEFINE_bool("resume", False, "Carry on from the latest checkpoint in --workdir.")
   flags.DEFINE_bool("accept_new_numerics", False, "Resume under another fingerprint.")
+  flags.DEFINE_bool("accept_new_data", False, "Resume with a problem file that was changed.")
   flags.DEFINE_bool("bitwise", True, "Refuse to start where rows are not invariant.")
   flags.DEFINE_bool("check_problem", False, "Only look for mistakes in the problem.")
   flags.DEFINE_float("check_seconds", 600.0, "That --check_problem may take.", lower_bound=1.0)

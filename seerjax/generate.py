@@ -294,7 +294,7 @@ def main(argv: list[str]) -> None:
         "--raw: got no --prompt, expected one (a chat needs its template); write --prompt='...'."
       )
     chat_config = chat_template.ChatConfig(
-      system=args.system, variables=variables_of(args.variable)
+      system=args.system, variables=variables_of(args.variable), now=args.now
     )
     prompt = sys.stdin.read() if args.prompt == "-" else args.prompt or ""
     placed = placement.of_flags(args.model, run_presets.main_job().numerics)
@@ -302,6 +302,8 @@ def main(argv: list[str]) -> None:
     policy, numerics = load(args.model, placed.numerics)
     tokenizer = policy_lib.chatting(policy.require_tokenizer(), chat_config)
     policy = dataclasses.replace(policy, tokenizer=tokenizer)
+    if now := tokenizer.chat_config.now:
+      print(f"the chat template reads the clock: it is {now} (--now={now})", file=sys.stderr)
     if tokenizer.ignored_generation:
       print(policy_lib.ignored_settings(tokenizer), file=sys.stderr)
     sampling = SamplingParams(
@@ -354,6 +356,9 @@ def define_flags() -> None:
   flags.DEFINE_string("prompt", None, "What is asked; - reads it from stdin. None is a chat.")
   flags.DEFINE_string("system", "", "Begins a conversation, where the model has such a turn.")
   flags.DEFINE_multi_string("variable", [], "NAME=VALUE for the chat template; may be repeated.")
+  flags.DEFINE_string(
+    "now", "", "2026-11-27T12:00:00+01:00, for a template that reads the clock; '': now."
+  )
   flags.DEFINE_string("model", "nano", "nano, a Hugging Face directory, or a Hub id.")
   flags.DEFINE_string("draft", "", "A smaller model of the same words, which guesses ahead.")
   flags.DEFINE_integer("draft_tokens", DRAFT_TOKENS, "Guessed in each step.", 1, MAX_STEPS)

@@ -43,6 +43,21 @@ KEY_IMPLEMENTATION = "threefry2x32"
 # the TPU compiler's estimates (docs/results/tpu_compile.md) fewer take nearly as long there.
 ROW_TILES: Mapping[str, int] = types.MappingProxyType({"tpu": 128})
 ROW_TILE = 16
+# Settings of JAX that a process may change and that move bits, with the usual value of each. A
+# fingerprint names those that have another.
+JAX_SETTINGS: Mapping[str, Any] = types.MappingProxyType({
+  # The noise that tokens are drawn by.
+  "jax_threefry_partitionable": True, "jax_threefry_gpu_kernel_lowering": False,
+  "jax_random_seed_offset": 0, "jax_high_dynamic_range_gumbel": False,
+  # How functions and their gradients are computed.
+  "jax_accurate_erf_inv": False, "jax_softmax_custom_jvp": False,
+  "jax_use_hlo_logistic_lowering": None, "jax_allow_f16_reductions": True,
+  # How programs are compiled.
+  "jax_disable_most_optimizations": False, "jax_optimization_level": "UNKNOWN",
+  "jax_compiler_enable_remat_pass": True, "jax_enable_pgle": False,
+})  # fmt: skip
+# Variables of the environment that other libraries read, and that move bits where they are set.
+VARIABLES = ("LIBTPU_INIT_ARGS", "NVIDIA_TF32_OVERRIDE")
 CPUINFO = pathlib.Path("/proc/cpuinfo")
 
 
@@ -256,11 +271,17 @@ def fingerprint(numerics: NumericsConfig, remat: str = "none") -> dict[str, str]
     values["pallas_bits_version"] = str(PALLAS_BITS_VERSION)
   values["jax_version"] = jax.__version__
   values["jaxlib_version"] = importlib.metadata.version("jaxlib")
-  values["xla_flags"] = os.environ.get("XLA_FLAGS", "")
+  values["xla_flags"] = xla_flags.given()
   # What JAX lets a process set and we do not: sums of gradients follow the second.
   values["x64"] = str(jax.config.jax_enable_x64)
   values["matmul_precision"] = str(jax.config.jax_default_matmul_precision)
   values["disable_jit"] = str(jax.config.jax_disable_jit)
+  values |= {
+    name: str(jax.config.values[name])
+    for name, usual in JAX_SETTINGS.items()
+    if name in jax.config.values and jax.config.values[name] != usual
+  }
+  values |= {name: os.environ[name] for name in VARIABLES if os.environ.get(name)}
   values["device_kind"] = _device_kind()
   if jax.default_backend() == "gpu":
     xla_flags.require_gpu_flags(values["xla_flags"])

@@ -24,6 +24,7 @@ import pathlib
 import time
 from typing import Any
 
+import jax
 import numpy as np
 import optax
 
@@ -91,6 +92,7 @@ def train(
   *,
   resume: bool = False,
   accept_new_numerics: bool = False,
+  accept_new_data: bool = False,
   log: Callable[[str], None] = print,
   programs: Programs | None = None,
   evaluation_sets: Mapping[str, Task] | None = None,
@@ -113,6 +115,8 @@ def train(
       checkpoints/ and summary.json.
     resume: carry on from the latest checkpoint; finished rollouts are read from the journal.
     accept_new_numerics: resume under another fingerprint, as a new epoch.
+    accept_new_data: resume with other problems than the run began with (`tasks.digests`), as a new
+      epoch.
     log: takes lines for people: what is found, and at least every ten seconds what it is at.
     programs: of `make_programs` for an equal config and model, and the same `loss` and `optimizer`;
       its own if None.
@@ -141,6 +145,7 @@ def train(
     num_steps=config.num_steps,
     resume=resume,
     accept_new_numerics=accept_new_numerics,
+    accept_new_data=accept_new_data,
     log=log,
   ) as run:
     with run.progress.phase("reading the model"):
@@ -171,7 +176,8 @@ def train(
         if joules is not None:
           numbers["circle/joules"] = (run.clock.joules or 0.0) - joules
         run.finish_step(state, lambda: {"before": before}, numbers, ready.drafts.parts())
-      on_step(run.step, state, numbers)
+      # Its own tree and dict, of the same arrays, so that it can change neither of the run's.
+      on_step(run.step, jax.tree.map(lambda leaf: leaf, state), dict(numbers))
       run.save_if_due(every=config.checkpoint_every)
       if _evaluates_after(run.step, config):
         setup_lib.accuracy_after(run.step, run, ready.asked)
@@ -188,6 +194,7 @@ def train(
     if sets:
       numbers["sets"] = setup_lib.sets_gained(run, ready.asked)
     numbers |= run.clock.read() | dict(optimizer_steps=int(state.step), numerics=ready.fingerprint)
+    numbers |= dict(data=run.data_epochs)
     metrics.write_summary(run.directory / "summary.json", numbers)
     return Result(state, numbers, then, now, ready.policy, config.weights)
 
@@ -274,8 +281,8 @@ def sample(
     counted = workers.counted
   measure = sampling.Measure(engine, drafts, counted)
 
-  def known(group: int, member: int) -> Rollout | None:
-    entry = journal.lookup(step, group, member)
+  def known(group: int, member: int, problem: Problem) -> Rollout | None:
+    entry = journal.lookup(step, group, member, problem_id=problem.problem_id)
     return None if entry is None else entry.rollout
 
   def keep(group: int, member: int, problem: Problem, rollout: Rollout) -> None:

@@ -99,6 +99,7 @@ def discover(
   policy: Policy | None = None,
   resume: bool = False,
   accept_new_numerics: bool = False,
+  accept_new_data: bool = False,
   log: Callable[[str], None] = print,
   programs: Programs | None = None,
 ) -> Discovery:
@@ -114,6 +115,7 @@ def discover(
     policy: what writes; `tiny_policy` if None, which goes with `model="tiny"` alone.
     resume: carry on from the latest checkpoint.
     accept_new_numerics: resume under another fingerprint, as a new epoch.
+    accept_new_data: resume with a problem file that was changed, as a new epoch.
     log: takes lines for people: what is found, and at least every ten seconds what it is at.
     programs: of `run.programs.make_programs`, to share between runs of one shape; its own if None.
 
@@ -136,6 +138,7 @@ def discover(
     num_steps=config.num_steps,
     resume=resume,
     accept_new_numerics=accept_new_numerics,
+    accept_new_data=accept_new_data,
     log=log,
     keep_checkpoints=2,
   ) as run:
@@ -203,6 +206,7 @@ def _discover(
   numbers = run.clock.read()
   numbers |= numbers_lib.of_run(config, environment, best, score, totals, run.step)
   numbers |= dict(optimizer_steps=int(state.step), numerics=ready.fingerprint)
+  numbers |= dict(data=run.data_epochs)
   metrics.write_summary(run.directory / "summary.json", numbers)
   return Discovery(best["artefact"], score, archive, state, numbers)
 

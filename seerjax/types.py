@@ -7,6 +7,7 @@ problem -> prompt -> request -> TokenBatch (rows and segments) -> completion -> 
 from __future__ import annotations
 
 from collections.abc import Mapping
+import copy
 import dataclasses
 import types
 from typing import Any, NamedTuple, NoReturn, Protocol, runtime_checkable
@@ -54,6 +55,34 @@ class Problem:
         f"Problem.num_steps: got {self.num_steps!r}, expected a whole number of at least 0; 0 if it"
         " is not known."
       )
+
+
+def copied(value: Any) -> Any:
+  """Returns a copy for a user's function, which may change it: no list, dict or object is shared.
+
+  Rewards, verdicts and verifiers get such copies, so that none changes the next prompt or verdict.
+  Data of JSON's kinds are copied several times faster than `copy.deepcopy` does.
+
+  Raises:
+    RecursionError: for lists within themselves, or too deep ones.
+  """
+  kind = type(value)
+  if kind in _ATOMS:
+    return value
+  if kind is dict:
+    return {key: copied(item) for key, item in value.items()}
+  if kind is list:
+    return [copied(item) for item in value]
+  if kind is tuple:
+    return tuple([copied(item) for item in value])
+  if kind is Problem:
+    if not value.messages:
+      return value
+    return dataclasses.replace(value, messages=copied(value.messages))
+  return copy.deepcopy(value)
+
+
+_ATOMS = frozenset((str, int, float, bool, type(None), bytes))
 
 
 # What float32 noise handles right. Gumbel noise spans 21 nats: above the highest temperature a bias

@@ -54,6 +54,13 @@ def require_gpu_flags(flags: str) -> None:
     )
 
 
+def given() -> str:
+  """Returns the flags that XLA reads of `XLA_FLAGS`: its text, or that of the file it names."""
+  flags = os.environ.get(VARIABLE, "").strip()
+  is_file = bool(flags) and not flags.startswith("-") and pathlib.Path(flags).is_file()
+  return pathlib.Path(flags).read_text() if is_file else os.environ.get(VARIABLE, "")
+
+
 def takes_gpu(platforms: str, has_plugin: bool, has_device: bool) -> bool:
   """Returns whether JAX will run on an NVIDIA GPU.
 

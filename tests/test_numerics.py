@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import os
+from typing import Any
 
 import jax
 import pytest
@@ -119,3 +121,51 @@ def test_on_a_cpu_a_fingerprint_has_the_digest_of_its_own_fields_alone():
     del fixed["digest"]
     text = json.dumps(fixed, sort_keys=True).encode()
     assert hashlib.sha256(text).hexdigest()[:16] == RECORDED[implementation]
+
+
+@pytest.mark.parametrize(
+  ("setting", "value"),
+  [
+    ("jax_random_seed_offset", 7),
+    ("jax_high_dynamic_range_gumbel", True),
+    ("jax_threefry_partitionable", False),
+    ("jax_accurate_erf_inv", True),
+    ("jax_softmax_custom_jvp", True),
+    ("jax_allow_f16_reductions", False),
+    ("jax_disable_most_optimizations", True),
+    ("jax_optimization_level", "O1"),
+    ("jax_compiler_enable_remat_pass", False),
+  ],
+)
+def test_settings_of_jax_that_move_bits_stand_in_the_fingerprint(setting: str, value: Any):
+  config = numerics.NumericsConfig(reduction_shards=1, implementation="tiled", row_tile=8)
+  usual = numerics.fingerprint(config)
+  assert not set(usual) & set(numerics.JAX_SETTINGS)
+  before = jax.config.values[setting]
+  jax.config.update(setting, value)
+  try:
+    found = numerics.fingerprint(config)
+  finally:
+    jax.config.update(setting, before)
+  assert found[setting] == str(value) and found["digest"] != usual["digest"]
+  with pytest.raises(ValueError, match=f"{setting} was None and is '{value}'"):
+    numerics.require_same(usual, found, what="a run")
+
+
+@pytest.mark.parametrize("variable", [*numerics.VARIABLES, "XLA_FLAGS"])
+def test_variables_that_move_bits_stand_in_the_fingerprint(variable: str, tmp_path):
+  config = numerics.NumericsConfig(reduction_shards=1, implementation="tiled", row_tile=8)
+  usual = numerics.fingerprint(config)
+  before = os.environ.get(variable)
+  (tmp_path / "flags").write_text("--xla_cpu_enable_fast_math=true")
+  try:
+    os.environ[variable] = str(tmp_path / "flags")  # XLA reads its flags of such a file.
+    found = numerics.fingerprint(config)
+  finally:
+    del os.environ[variable]
+    os.environ |= {} if before is None else {variable: before}
+  if variable == "XLA_FLAGS":
+    assert found["xla_flags"] == "--xla_cpu_enable_fast_math=true"
+  else:
+    assert found[variable] == str(tmp_path / "flags")
+  assert found["digest"] != usual["digest"]

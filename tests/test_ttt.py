@@ -93,13 +93,20 @@ def programs(num_instances: int) -> Programs:
   return programs_lib.make_programs(config.run(tiny_problem.Row()), model())
 
 
-def discover(directory, environment=None, *, config=CONFIG, resume=False, say=None, **changes):
+TWO_STEPS = dict(num_steps=2)
+
+
+def discover(
+  directory, environment=None, *, config=CONFIG, resume=False, accept_new_data=False, say=None,
+  **changes,
+):  # fmt: skip
   config = dataclasses.replace(config, **changes)
   return ttt.discover(
     config,
     tiny_problem.Row() if environment is None else environment,
     pathlib.Path(directory),
     resume=resume,
+    accept_new_data=accept_new_data,
     log=(lambda line: None) if say is None else say,
     programs=programs(config.num_instances),
   )
@@ -1170,13 +1177,22 @@ def test_a_verdict_that_is_taken_back_is_refused_and_writes_no_best(tmp_path):
   assert not (tmp_path / "run" / "best.json").exists()
 
 
-def test_another_text_of_the_problem_is_another_run(tmp_path):
+def test_another_text_of_the_problem_is_refused_or_recorded(tmp_path):
   problem = pathlib.Path(shutil.copy(tiny_problem.PATH, tmp_path / "mine.py"))
   config = dict(problem=str(problem), num_steps=1, tiny=NO_WARM_START)
   discover(tmp_path / "run", **config)
   problem.write_text(problem.read_text() + "\n# Changed.\n")
-  with pytest.raises(ValueError, match=r"other settings \(problem_sha256 was '\w{64}' and is '"):
+  message = r"got other data than the run's \(problem was '\w{16}' and is '.*--accept_new_data"
+  with pytest.raises(ValueError, match=message):
     discover(tmp_path / "run", resume=True, **config)
+  heard: list[str] = []
+  found = discover(
+    tmp_path / "run", resume=True, accept_new_data=True, say=heard.append, **(config | TWO_STEPS)
+  )
+  assert any("OTHER DATA OR CODE from step 2 on: problem was" in line for line in heard)
+  first, second = found.summary["data"]
+  assert (first["step"], second["step"]) == (0, 1) and first["digests"] != second["digests"]
+  discover(tmp_path / "run", resume=True, **(config | TWO_STEPS))
 
 
 @pytest.mark.thorough

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import math
 import pathlib
 from typing import Any
@@ -19,13 +18,15 @@ from seerjax.engine import engine as engine_lib
 from seerjax.models import chat_template
 from seerjax.rollout import groups, policies
 from seerjax.run.config import RunConfig, TrainerConfig
+from seerjax.tasks import digests
 from seerjax.trainer import entropic, losses, step as step_lib
 
 # Settings that change no bit, so that a run may be resumed with others. Not the engine: its context
 # is the tiny policy's own, and what a program's thinking has to fit.
 FREE_SETTINGS = ("num_steps", "num_workers", "num_instances", "checkpoint_every", "scheduler")
-# Numerics do change bits; but for them the fingerprint speaks, with a flag of its own.
-NOT_COMPARED = (*FREE_SETTINGS, "numerics")
+# Numerics do change bits, and so does the problem's file, of which earlier runs have a digest here;
+# but the fingerprint and the digests of data are compared by themselves, with flags of their own.
+NOT_COMPARED = (*FREE_SETTINGS, "numerics", "problem_sha256")
 # Learning rate of the tiny policy, which is trained from nothing.
 TINY_RATE = 3e-3
 
@@ -214,6 +215,7 @@ class DiscoverConfig:
       checkpoint_every=self.checkpoint_every,
       lora_rank=0 if self.model == "tiny" else self.lora_rank,
       lora_alpha=self.lora_alpha,
+      chat=self.chat,
       numerics=self.numerics,
       engine=self.engine,
       scheduler=self.scheduler,
@@ -233,14 +235,13 @@ class DiscoverConfig:
 
 
 def settings_of(config: DiscoverConfig) -> dict[str, Any]:
-  """Returns what a run is held to on a resume, as JSON: its config and its problem's own file."""
-  return metrics.encode(
-    dataclasses.asdict(config) | {"problem_sha256": problem_sha256(config)}
-  )
+  """Returns what a run is held to on a resume, as JSON."""
+  return metrics.encode(dataclasses.asdict(config))
 
 
-def problem_sha256(config: DiscoverConfig) -> str:
-  """Returns the digest of a problem's own file; "" of a problem of this library."""
+def data_of(config: DiscoverConfig, environment: Environment) -> dict[str, str]:
+  """Returns the digest of a problem's own file, or that of the source of its class."""
   path = pathlib.Path(config.problem)
-  is_file = path.suffix == ".py" and path.is_file()
-  return hashlib.sha256(path.read_bytes()).hexdigest() if is_file else ""
+  if path.suffix == ".py" and path.is_file():
+    return {"problem": digests.of_files(path)}
+  return digests.of_source(type(environment))

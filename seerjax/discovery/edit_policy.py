@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from seerjax import types
 from seerjax.discovery import (
   attempts as attempts_lib,
   edits,
@@ -42,7 +43,7 @@ class EditPolicy:
 
   def check(self, artefact: Artefact) -> None:
     """See `Writer`; a start has to be read whole."""
-    num = len(self._language.prompt(artefact))
+    num = len(self._language.prompt(types.copied(artefact)))
     if num > self._max_prompt:
       raise ValueError(
         f"EditLanguage: got a prompt of {num} ids and sentences of {len(self._language.allowed)},"
@@ -59,7 +60,7 @@ class EditPolicy:
 
   def request(self, artefact: Artefact, step: int, group: int, member: int) -> Request:
     """Returns the request of one member."""
-    prompt = tuple(self._language.prompt(artefact))[: self._max_prompt]
+    prompt = tuple(self._language.prompt(types.copied(artefact)))[: self._max_prompt]
     return self._group.request(prompt, self._sampling, step, group, member)
 
   def answers(

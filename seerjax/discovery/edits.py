@@ -46,13 +46,15 @@ def attempt(environment: Environment, job: Job) -> Attempt:
   """Returns what a sentence makes of an artefact."""
   assert environment.language is not None
   try:
-    artefact = environment.language.apply(job.artefact, job.tokens, job.seed)
+    artefact = environment_lib.applied(
+      environment.language, job.artefact, job.tokens, job.seed
+    )
   except ValueError as error:
     return _failed("malformed", str(error))
   # A mistake of the language: what was found is not to be lost by it.
   except (Exception, SystemExit) as error:
     return _failed("failed", f"apply raised {type(error).__name__}: {str(error)[:200]}")
-  score = environment.verify(artefact)
+  score = environment_lib.verified(environment, artefact)
   if not score.is_valid:
     return _failed("invalid", score.reason)
   return Attempt(artefact=artefact, score=score, status="ok")

@@ -24,6 +24,8 @@ import dataclasses
 import math
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+from seerjax import types
+
 MAX_VALUE = 1e300  # Of a score, in size: the archive takes differences of two.
 
 # JSON: None, bool, int, float (finite), str, list and dict of these.
@@ -211,6 +213,36 @@ class Helped(Protocol):
     ...
 
 
+# An environment is its user's code. It gets copies and gives some, so that what it changes in an
+# artefact, or keeps of one, changes nothing in the archive, in the prompts or in other verdicts.
+
+
+def started(environment: Environment, seed: int) -> Artefact:
+  """Returns a copy of the artefact that `Environment.start` gives."""
+  return types.copied(environment.start(seed))
+
+
+def verified(environment: Environment, artefact: Artefact) -> Score:
+  """Returns the environment's verdict on a copy of an artefact; never raises."""
+  try:
+    own = types.copied(artefact)
+  except Exception as error:  # Lists within themselves, or an object that no one can copy.
+    return invalid(f"artefact: got what cannot be copied ({type(error).__name__}), expected JSON")
+  return environment.verify(own)
+
+
+def described(environment: Environment, artefact: Artefact) -> str:
+  """Returns the environment's description of a copy of an artefact, with its verdict."""
+  return environment.describe(types.copied(artefact), verified(environment, artefact))
+
+
+def applied(
+  language: EditLanguage, artefact: Artefact, tokens: Sequence[int], seed: int
+) -> Artefact:
+  """Returns a copy of what a sentence makes of a copy of an artefact; see `EditLanguage.apply`."""
+  return types.copied(language.apply(types.copied(artefact), tokens, seed))
+
+
 def helper_seconds(environment: Environment) -> float:
   """Returns the CPU seconds of other processes that an environment's verdicts have taken so far."""
   return environment.helper_cpu_seconds if isinstance(environment, Helped) else 0.0
@@ -219,8 +251,8 @@ def helper_seconds(environment: Environment) -> float:
 def record_score(environment: Environment, artefact: Artefact) -> Score:
   """Returns what an artefact counts as a record: its verdict; if that is timed, a longer one."""
   if isinstance(environment, Timed):
-    return environment.confirm(artefact)
-  return environment.verify(artefact)
+    return environment.confirm(types.copied(artefact))
+  return verified(environment, artefact)
 
 
 def is_better(environment: Environment, value: float, than: float) -> bool:

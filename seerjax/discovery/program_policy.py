@@ -11,6 +11,7 @@ import threading
 
 from seerjax.discovery import (
   attempts as attempts_lib,
+  environment as environment_lib,
   programs,
 )
 from seerjax.discovery.attempts import Attempt, Generate, SampledSequence
@@ -67,7 +68,7 @@ class ProgramPolicy:
 
   def check(self, artefact: Artefact) -> None:
     """See `Writer`; there has to be room for `MIN_DESCRIPTION` characters, however few it has."""
-    text = self._environment.describe(artefact, self._environment.verify(artefact))
+    text = environment_lib.described(self._environment, artefact)
     text = programs.shortened(text * (1 + MIN_DESCRIPTION // max(len(text), 1)), MIN_DESCRIPTION)
     num = len(self._question(text))
     if num + self._reserved > self._max_context:
@@ -83,7 +84,7 @@ class ProgramPolicy:
     self, artefact: Artefact, step: int, group: int, *, printed: str = ""
   ) -> list[Request]:
     """See `Writer`; of an artefact that is too long for the context a part is left out."""
-    text = self._environment.describe(artefact, self._environment.verify(artefact))
+    text = environment_lib.described(self._environment, artefact)
     if printed:
       text += f"\n\nThe end of what the program that made it printed:\n\n{printed}"
     kept, most = len(text), self._max_context - self._reserved

@@ -168,7 +168,7 @@ def attempt(
   printed = printed[-MAX_MESSAGE:]
   status = outcome.status
   if status == "ok":
-    score = environment.verify(result)
+    score = environment_lib.verified(environment, result)
     status = "ok" if score.is_valid else "invalid"
   else:
     last = (printed.splitlines() or ["it printed nothing"])[-1][:300]

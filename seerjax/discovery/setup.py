@@ -97,9 +97,12 @@ def set_up(
   if resume:
     given = directory_lib.as_begun(given, run.directory)
   run_config = config_lib.for_model(given, policy.model)
+  if policy.tokenizer is not None:
+    policy = policy.with_chat(given.chat)
+    run_config = dataclasses.replace(run_config, chat=policy.require_tokenizer().chat_config)
   config = dataclasses.replace(
-    config, numerics=run_config.numerics, engine=run_config.engine, trainer=run_config.trainer,
-    optimizer=run_config.optimizer,
+    config, chat=run_config.chat, numerics=run_config.numerics, engine=run_config.engine,
+    trainer=run_config.trainer, optimizer=run_config.optimizer,
   )  # fmt: skip
   if programs is None:
     programs = programs_lib.make_programs(run_config, policy.model)
@@ -118,6 +121,7 @@ def set_up(
     settings,
     free=discovery_config.NOT_COMPARED,
     defaults=discovery_config.settings_of(DiscoverConfig()),
+    data=discovery_config.data_of(config, environment),
   )
   fingerprint = numerics_lib.fingerprint(config.numerics, config.trainer.remat)
   like = dict(state=state, base=policy.params)

@@ -45,8 +45,10 @@ def seed_of(
   Raises:
     ValueError: if it is not valid: the environment's own mistake.
   """
-  artefact = environment.start(groups.request_seed(config.seed, -3, place, step))
-  score = environment.verify(artefact)
+  artefact = environment_lib.started(
+    environment, groups.request_seed(config.seed, -3, place, step)
+  )
+  score = environment_lib.verified(environment, artefact)
   if not score.is_valid:
     raise ValueError(
       f"{environment.name}: got an invalid start ({score.reason}), expected a valid one; mend its"

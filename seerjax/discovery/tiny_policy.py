@@ -65,7 +65,7 @@ def warm_start(
   """
   language = environment_lib.language_of(environment)
   random = np.random.default_rng([config.seed, 1])
-  artefacts = [environment.start(groups.request_seed(config.seed, -3, 0))]
+  artefacts = [environment_lib.started(environment, groups.request_seed(config.seed, -3, 0))]
   examples: list[SampledSequence] = []
   num_tried = 0
   while len(examples) < config.tiny.warm_sentences and num_tried < 8 * config.tiny.warm_sentences:

@@ -4,10 +4,15 @@ A template is a program from a stranger: it runs in jinja2's immutable sandbox. 
 strangers' words as well: a user who writes `<|im_end|>` must not end a turn. So special tokens in
 the template's own text are lone surrogates while it runs, characters that no message can hold
 (`Rendered.marks`), and `models.tokenizer` makes their ids of them alone.
+
+What a template renders is a function of the template, the messages and `ChatConfig`. So a template
+gets no clock (`strftime_now` formats one fixed moment, in English wherever the process runs), no
+random choice, and no address of an object.
 """
 
 from __future__ import annotations
 
+import calendar
 from collections.abc import Iterable, Mapping, Sequence
 import dataclasses
 import datetime
@@ -21,11 +26,15 @@ import jinja2.ext
 import jinja2.meta
 import jinja2.nodes
 import jinja2.sandbox
+import jinja2.utils
 import jinja2.visitor
 
 # A mark of the template stands as one lone surrogate in what it renders.
 FIRST_SURROGATE, LAST_SURROGATE = 0xD800, 0xDFFF
 SURROGATE = re.compile("[\ud800-\udfff]")
+
+# The one function by which templates read the clock, as Hugging Face names it.
+CLOCK = "strftime_now"
 
 Message = Mapping[str, Any]
 
@@ -38,12 +47,17 @@ class ChatConfig:
     system: what the system says before a conversation that has no system message; "" is nothing.
     variables: of the chat template, such as `enable_thinking=False` for Qwen3; text, numbers,
       booleans, None, and lists and mappings of these.
+    now: the moment that a template's `strftime_now` formats, with its zone, such as
+      "2026-11-27T12:00:00+01:00". "" takes the moment at which a run or a server starts, if the
+      template reads the clock; a resumed run keeps the moment of its start.
   """
 
   system: str = ""
   variables: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  now: str = ""
 
   def __post_init__(self):
+    self.moment()  # Refuses what is none.
     for name in self.variables:
       if not name.isidentifier() or name in ("messages", "add_generation_prompt", "now"):
         raise ValueError(
@@ -54,7 +68,40 @@ class ChatConfig:
     plain_data(dict(self.variables), "ChatConfig.variables")
 
   def __hash__(self) -> int:
-    return hash((self.system, json.dumps(plain_data(self.variables, "ChatConfig.variables"))))
+    variables = json.dumps(plain_data(self.variables, "ChatConfig.variables"))
+    return hash((self.system, variables, self.now))
+
+  def moment(self) -> datetime.datetime | None:
+    """Returns `now` as a date and time with a zone; None if it is "".
+
+    Raises:
+      ValueError: if it is no ISO 8601 text with a zone.
+    """
+    if not self.now and isinstance(self.now, str):
+      return None
+    try:
+      moment = datetime.datetime.fromisoformat(self.now)
+    except (TypeError, ValueError):
+      moment = None
+    if moment is None or moment.tzinfo is None:
+      raise ValueError(
+        f"ChatConfig.now: got {self.now!r}, expected an ISO 8601 date and time with its zone, or"
+        ' ""; write --config.chat.now=2026-11-27T12:00:00+01:00.'
+      )
+    return moment
+
+
+def current_moment() -> str:
+  """Returns this moment in the zone of this machine, as `ChatConfig.now` has it.
+
+  It is read once, where a tokenizer is loaded: what renders a chat has no clock.
+  """
+  return datetime.datetime.now().astimezone().isoformat(timespec="seconds")
+
+
+def reads_clock(template: str) -> bool:
+  """Returns whether a template reads the clock: its program does, whatever its text mentions."""
+  return CLOCK in variables_read(template)
 
 
 class Rendered(NamedTuple):
@@ -91,7 +138,7 @@ def rendered(
     roles: special tokens by role, which are variables of the template.
     config: what every chat says besides its messages.
     add_generation_prompt: whether to end where the assistant begins to speak.
-    now: what `strftime_now` sees; the clock if None.
+    now: what `strftime_now` formats; that of `config` if None.
     variables: further ones of the template, before those of `config`.
 
   Raises:
@@ -127,7 +174,16 @@ def rendered(
   plain = [{k: v for k, v in message.items() if v is not None} for message in messages]
   plain = plain_data(plain, "Tokenizer.chat: messages", outside)
   given = plain_data(given, "Tokenizer.chat: variables", outside)
-  functions = {"strftime_now": lambda form: (now or datetime.datetime.now()).strftime(form)}
+  moment = config.moment() if now is None else now
+
+  def strftime_now(form: str) -> str:
+    if moment is None:
+      raise jinja2.exceptions.TemplateError(
+        "it reads the clock, and no moment is set: set ChatConfig.now, or load the tokenizer with"
+        " models.tokenizer.load, which fixes one"
+      )
+    return formatted(moment, form)
+
   marks: dict[str, str] = {}
   try:
     compiled = _compiled(template, tuple(special), tuple(roles.items()))
@@ -135,7 +191,7 @@ def rendered(
     text = compiled.template.render(
       messages=plain,
       add_generation_prompt=add_generation_prompt,
-      **{**functions, **compiled.special_tokens, **given},
+      **{CLOCK: strftime_now, **compiled.special_tokens, **given},
     )
   except jinja2.exceptions.SecurityError as error:
     raise ValueError(
@@ -155,6 +211,38 @@ def rendered(
       " that this template reads."
     ) from error
   return Rendered(text, marks, outside)
+
+
+# What `strftime` takes from the process's locale or zone, as the C locale has it in English.
+_COMPOSITES = {
+  "c": "%a %b %e %H:%M:%S %Y", "x": "%m/%d/%y", "X": "%H:%M:%S", "r": "%I:%M:%S %p",
+  "+": "%a %b %e %H:%M:%S %Z %Y",
+}  # fmt: skip
+_DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
+_MONTHS = (
+  "January", "February", "March", "April", "May", "June", "July", "August", "September", "October",
+  "November", "December",
+)  # fmt: skip
+# A directive, with the flags of glibc.
+_DIRECTIVE = re.compile(r"%([-_0^#]*)[EO]?([a-zA-Z%+])")
+
+
+def formatted(moment: datetime.datetime, form: str) -> str:
+  """Returns a moment as `strftime` writes it in English, whatever the process's locale and zone."""
+  form = _DIRECTIVE.sub(lambda match: _COMPOSITES.get(match[2], f"%{match[1]}{match[2]}"), form)
+  day, month = _DAYS[moment.weekday()], _MONTHS[moment.month - 1]
+  half = "AM" if moment.hour < 12 else "PM"
+  words = {
+    "a": day[:3], "A": day, "b": month[:3], "h": month[:3], "B": month, "p": half,
+    "P": half.lower(), "s": str(calendar.timegm(moment.utctimetuple())),
+  }  # fmt: skip
+
+  def word(match: re.Match[str]) -> str:
+    if match[2] not in words:
+      return match[0]
+    return words[match[2]].upper() if "^" in match[1] else words[match[2]]
+
+  return moment.strftime(_DIRECTIVE.sub(word, form))
 
 
 def unmarked(text: str, marks: Mapping[str, str]) -> str:
@@ -235,6 +323,17 @@ def _to_json(
   )
 
 
+def _printable(value: Any) -> Any:
+  """Returns what a template prints; refuses what prints as its address in this process."""
+  is_object = callable(value) or isinstance(value, (jinja2.utils.Cycler, jinja2.utils.Joiner))
+  if is_object and not isinstance(value, jinja2.Undefined):
+    raise jinja2.exceptions.TemplateError(
+      f"it prints an object of type {type(value).__name__}, whose text is its address in memory:"
+      " call it, or print a value"
+    )
+  return value
+
+
 class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
   """Raises where jinja2 hands out an undefined value, which prints as nothing."""
 
@@ -273,7 +372,10 @@ def _environment() -> _Sandbox:
     trim_blocks=True,
     lstrip_blocks=True,
     extensions=[_Generation, "jinja2.ext.loopcontrols"],
+    finalize=_printable,
   )
+  # Both draw at random, so that equal messages would be other prompts.
+  del environment.filters["random"], environment.globals["lipsum"]
   environment.filters["tojson"] = _to_json
   environment.globals["raise_exception"] = _raise_exception
   return environment

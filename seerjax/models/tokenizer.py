@@ -68,7 +68,7 @@ class Tokenizer:
     special_tokens: by role (`tokenizer_files.SPECIAL_TOKENS`), those that exist.
     eos_ids: ids that end a generation, `generation_config.json`'s first.
     files: what was read, byte for byte, by file name.
-    chat_config: what every chat says besides its messages.
+    chat_config: what every chat says besides its messages, and the moment of its dates.
   """
 
   backend: tokenizers.Tokenizer
@@ -201,8 +201,7 @@ class Tokenizer:
       messages: {"role": ..., "content": ...} each, or one string, which is a user's message. Fields
         that are None are left out.
       add_generation_prompt: whether to end where the assistant begins to speak.
-      now: what the template's `strftime_now` sees; the clock if None. Give one where prompts must
-        stay equal from day to day.
+      now: what the template's `strftime_now` formats; the moment of `chat_config` if None.
       **variables: further template variables, such as `enable_thinking=False`; before those of
         `chat_config`. `tools` and `documents` are None where they are not given.
 
@@ -286,8 +285,14 @@ class Tokenizer:
 def load(directory: str | os.PathLike[str]) -> Tokenizer:
   """Reads a tokenizer from a model directory.
 
+  If its chat template reads the clock, `chat_config.now` is the moment of this call: all chats of
+  the tokenizer, however long it lives, have the same date.
+
   Raises:
     FileNotFoundError: if the directory or its tokenizer.json is missing.
     ValueError: naming the file that is corrupt, and what is wrong in it.
   """
-  return Tokenizer(**tokenizer_files.read(pathlib.Path(directory))._asdict())
+  found = tokenizer_files.read(pathlib.Path(directory))
+  reads_clock = chat_template_lib.reads_clock(found.chat_template)
+  chat_config = ChatConfig(now=chat_template_lib.current_moment() if reads_clock else "")
+  return Tokenizer(**found._asdict(), chat_config=chat_config)

@@ -30,7 +30,7 @@ import xml.etree.ElementTree as xml
 
 import numpy as np
 
-from seerjax import metrics
+from seerjax import metrics, types
 from seerjax.discovery.environment import Artefact, Environment
 from seerjax.reports import charts, page, run_directory, run_report
 from seerjax.reports.charts import Chart, Frame
@@ -573,7 +573,7 @@ def artefact_picture(found: Found) -> str:
   from matplotlib import figure
 
   try:
-    drawing = found.environment.picture(found.artefact)
+    drawing = found.environment.picture(types.copied(found.artefact))
     if not isinstance(drawing, figure.Figure):
       raise TypeError(f"got {type(drawing).__name__}, expected a matplotlib.figure.Figure")
     text = io.StringIO()

@@ -334,8 +334,12 @@ def wait_in(buffer: Buffer, request: Request, begun: Completion | None) -> None:
 
 def begun_in(journal: Journal, requests: Sequence[Request]) -> dict[str, Completion]:
   """Returns, by request id, what a journal holds of those of the requests that have begun."""
-  names = [request.request_id for request in requests]
-  begun = {name: journal.begun(*groups.place_of(name)) for name in names}
+  begun = {
+    request.request_id: journal.begun(
+      *groups.place_of(request.request_id), prompt=request.prompt
+    )
+    for request in requests
+  }
   return {name: known for name, known in begun.items() if known is not None}
 
 

@@ -23,8 +23,8 @@ from seerjax.types import (
   Verdict,
 )
 
-# (group, member) -> the rollout if it is known already (from a journal), else None.
-Known = Callable[[int, int], Rollout | None]
+# (group, member, problem) -> the rollout if it is known already (from a journal), else None.
+Known = Callable[[int, int, Problem], Rollout | None]
 # Sums of squares over a batch have to stay finite in float32 too.
 MAX_REWARD = 1e15
 # Names of a reward's parts: each is a metric and a flag, too.
@@ -165,6 +165,24 @@ def group_requests(
   ]
 
 
+def require_prompt(
+  request: Request, known: Sequence[int], tokenizer: tokenizer_lib.Tokenizer
+) -> None:
+  """Refuses a journal's answer to another prompt than the one that is asked now.
+
+  Raises:
+    ValueError: with the ends of both.
+  """
+  if request.prompt == tuple(known):
+    return
+  was, now = (repr(tokenizer.decode(prompt)[-80:]) for prompt in (known, request.prompt))
+  raise ValueError(
+    f"journal: got an answer {request.request_id} to a prompt that ends with {was}, expected one to"
+    f" the prompt of now, which ends with {now}: problems or chat are other ones; restore the run's"
+    " files, or choose another directory."
+  )
+
+
 def place_of(request_id: str) -> tuple[int, int, int]:
   """Returns (step, group, member) of a name that `group_requests` gave."""
   step, group, member = map(int, request_id.split("/"))
@@ -264,7 +282,8 @@ def problem_of(task: Task, split: str, index: int) -> Problem:
     ValueError: if the task raises, exits, or gives no `Problem`; names the place.
   """
   try:
-    problem = task.problem(split, index)
+    # What the task keeps, and may change, is not what is asked and judged.
+    problem = types.copied(task.problem(split, index))
   except (Exception, SystemExit) as error:
     raise ValueError(
       f"{task.name}: got {type(error).__name__} ({error}) from problem({split!r}, {index}),"
@@ -300,7 +319,8 @@ def judge(
       " expected a string; pass Completion.text."
     )
   try:
-    verdict = task.verdict(problem, text)
+    # A task may change what it is given: the next answer is judged by the same problem.
+    verdict = task.verdict(types.copied(problem), text)
   except (Exception, SystemExit) as error:
     raise ValueError(
       f"{task.name}: got {type(error).__name__} ({error}) while judging problem"
@@ -390,7 +410,7 @@ def sample_groups(
 
   Raises:
     ValueError: if the task cannot judge a text; see `judge`. If an error ended a request; see
-      `whole`.
+      `whole`. If a known rollout answers another prompt; see `require_prompt`.
   """
   places: dict[str, tuple[int, int, Problem, Request]] = {}
   finished: dict[tuple[int, int], Rollout] = {}
@@ -399,10 +419,11 @@ def sample_groups(
       problem, group=group, step=step, config=config, tokenizer=tokenizer, seed=seed
     )
     for member, request in enumerate(requests):
-      rollout = known(group, member)
+      rollout = known(group, member, problem)
       if rollout is None:
         places[request.request_id] = (group, member, problem, request)
       else:
+        require_prompt(request, rollout.request.prompt, tokenizer)
         finished[group, member] = rollout
   for completion in whole(generate([request for *_, request in places.values()])):
     group, member, problem, request = places[completion.request_id]

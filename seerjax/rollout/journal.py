@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import base64
 import collections
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 import contextlib
 import dataclasses
 import json
@@ -34,6 +34,7 @@ import numpy as np
 
 from seerjax import numerics
 from seerjax.rollout import record_lines
+from seerjax.tasks import digests
 from seerjax.types import PENALTIES, Completion, Request, Rollout, SamplingParams, Verdict
 
 FILE_NAME = "journal.jsonl"
@@ -312,6 +313,8 @@ class Journal:
     fingerprint: Mapping[str, str],
     settings: Mapping[str, Any],
     accept_new_numerics: bool = False,
+    data: Mapping[str, str] | None = None,
+    accept_new_data: bool = False,
     resume_step: int = -1,
     as_today: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict,
   ):
@@ -323,13 +326,15 @@ class Journal:
       settings: of this run, JSON: all that must stay the same for its journal to be continued.
       accept_new_numerics: on another fingerprint, start a new epoch and keep both. Rollouts of
         steps after `resume_step` then no longer count: they are sampled again, to other bits.
+      data: digests of the problems (`tasks.digests`); None for those of no file.
+      accept_new_data: on other data, start a new epoch likewise.
       resume_step: the last step that the run had finished.
       as_today: returns the settings that the journal began with as `settings` would have them.
 
     Raises:
       ValueError: if another writer has it open, if the file is damaged before its end or no
-        journal, if a setting or the fingerprint differs (both values are named), or if the settings
-        are not JSON.
+        journal, if a setting, the fingerprint or the data differ (both values are named), or if the
+        settings are not JSON.
       OSError: if the file cannot be written.
     """
     self.path = pathlib.Path(path)
@@ -342,7 +347,7 @@ class Journal:
     self._end = 0
     self.truncated_bytes = 0
     settings = _plain_settings(settings)
-    fingerprint = dict(fingerprint)
+    fingerprint, data = dict(fingerprint), dict(data or {})
     if self.path.is_dir():
       raise ValueError(
         f"{self.path}: got a directory, expected the journal's file, or none yet; add a name"
@@ -357,9 +362,12 @@ class Journal:
       if self._end == 0:
         # A kill while the header was written leaves a torn header alone, never one with rollouts.
         self._write(
-          {"kind": "header", "format": FORMAT, "settings": settings, "fingerprint": fingerprint}
-        )
-        self.fingerprints = [fingerprint]
+          {
+            "kind": "header", "format": FORMAT, "settings": settings, "fingerprint": fingerprint,
+            "data": data,
+          }
+        )  # fmt: skip
+        self.fingerprints, self.data = [fingerprint], data
       else:
         header = _header(self.path)
         if differing := settings_differences(as_today(header["settings"]), settings):
@@ -367,10 +375,15 @@ class Journal:
             f"{self.path}: got other run settings ({'; '.join(differing)}), expected those the"
             " journal began with; restore them, or start a new run directory."
           )
-        if self.fingerprints[-1] != fingerprint:
+        self.data = data if self.data is None else self.data
+        if self.fingerprints[-1] != fingerprint or self.data != data:
           if not accept_new_numerics:
             numerics.require_same(self.fingerprints[-1], fingerprint, what=str(self.path))
-          epoch = {"kind": "epoch", "step": int(resume_step), "fingerprint": fingerprint}
+          if not accept_new_data:
+            digests.require_same(self.data, data, what=str(self.path))
+          epoch = {
+            "kind": "epoch", "step": int(resume_step), "fingerprint": fingerprint, "data": data
+          }  # fmt: skip
           self._write(epoch)
           self._begin_epoch(epoch)
     except BaseException:
@@ -550,23 +563,48 @@ class Journal:
     offset = self._attempts.get((step, group, member))
     return None if offset is None else self._read(offset)["attempt"]
 
-  def lookup(self, step: int, group: int, member: int) -> Entry | None:
-    """Returns the finished rollout of these three numbers, None if there is none."""
+  def lookup(
+    self, step: int, group: int, member: int, *, problem_id: str = ""
+  ) -> Entry | None:
+    """Returns the finished rollout of these three numbers, None if there is none.
+
+    Raises:
+      ValueError: if it is of another problem than `problem_id`, where both are given.
+    """
     if (step, group, member) not in self._index:
       return None
     offset, epoch = self._index[step, group, member]
-    return _entry(self._read(offset), epoch)
+    entry = _entry(self._read(offset), epoch)
+    if problem_id and entry.problem_id not in ("", problem_id):
+      raise ValueError(
+        f"{self.path}: got a rollout of problem {entry.problem_id!r} for step {step}, group"
+        f" {group}, member {member}, expected one of problem {problem_id!r}, which is asked there"
+        f" now; the task's problems are others: restore them, or resume with {digests.ACCEPT}."
+      )
+    return entry
 
   def chunks(self, step: int, group: int, member: int) -> tuple[Chunk, ...]:
     """Returns the journalled chunks of a rollout, in order, without gaps."""
     offsets = self._chunks.get((step, group, member), ())
     return tuple(_chunk(self._read(offset)["chunk"]) for offset in offsets)
 
-  def begun(self, step: int, group: int, member: int) -> Completion | None:
-    """Returns the completion so far of an unfinished rollout, None if no chunk is here."""
+  def begun(
+    self, step: int, group: int, member: int, *, prompt: Sequence[int] = ()
+  ) -> Completion | None:
+    """Returns the completion so far of an unfinished rollout, None if no chunk is here.
+
+    Raises:
+      ValueError: if it answers another prompt than `prompt`, where that is given.
+    """
     chunks = self.chunks(step, group, member)
     if not chunks or (step, group, member) in self._index:
       return None
+    if prompt and chunks[0].request.prompt != tuple(prompt):
+      raise ValueError(
+        f"{self.path}: got the beginning of an answer to another prompt for step {step}, group"
+        f" {group}, member {member}, expected one to the prompt of now; problems or chat are"
+        f" others: restore them, or resume with {digests.ACCEPT}."
+      )
     return Completion(
       request_id=chunks[0].request.request_id,
       tokens=tuple(token for chunk in chunks for token in chunk.tokens),
@@ -595,10 +633,14 @@ class Journal:
 
   def _load(self) -> None:
     self.fingerprints: list[dict[str, str]] = []
+    # Of a journal from before they were recorded, None.
+    self.data: dict[str, str] | None = None
     for start, end, record in record_lines.scan(self.path):
       kind = record.get("kind")
       if not self.fingerprints:
-        self.fingerprints.append(_header(self.path)["fingerprint"])
+        header = _header(self.path)
+        self.fingerprints.append(header["fingerprint"])
+        self.data = header.get("data")
       elif kind == "epoch":
         self._begin_epoch(record)
       elif kind == "event":
@@ -621,6 +663,7 @@ class Journal:
 
   def _begin_epoch(self, record: Mapping[str, Any]) -> None:
     self.fingerprints.append(record["fingerprint"])
+    self.data = record.get("data", self.data)
     self._index = {key: at for key, at in self._index.items() if key[0] <= record["step"]}
     self._chunks = {key: at for key, at in self._chunks.items() if key[0] <= record["step"]}
     self._attempts = {key: at for key, at in self._attempts.items() if key[0] <= record["step"]}

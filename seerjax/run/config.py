@@ -1,7 +1,7 @@
 """What one training run is told: `RunConfig`, its part on learning, and what is left to the model.
 
-A field of 0 or () that a model decides is filled by `for_model`; a resume takes it from the run's
-checkpoint (`directory.as_begun`).
+A field of 0 or () that a model decides is filled by `for_model`, and `chat.now` by
+`policy.chatting`; a resume takes both from the run's checkpoint (`directory.as_begun`).
 """
 
 from __future__ import annotations
@@ -276,6 +276,7 @@ def chosen(config: RunConfig, of_model: RunConfig) -> str:
   names = [
     f"{field}={new}"
     for field, old, new in (
+      ("chat.now", config.chat, of_model.chat),
       ("numerics.implementation", config.numerics, of_model.numerics),
       ("numerics.row_tile", config.numerics, of_model.numerics),
       ("numerics.reduction_shards", config.numerics, of_model.numerics),
@@ -293,6 +294,7 @@ def chosen(config: RunConfig, of_model: RunConfig) -> str:
 def chosen_sizes(config: RunConfig) -> dict[str, Any]:
   """Returns what the model decided, where the config left it open, for a resume."""
   return {
+    "now": config.chat.now,
     "implementation": config.numerics.implementation,
     "row_tile": config.numerics.row_tile,
     "reduction_shards": config.numerics.reduction_shards,

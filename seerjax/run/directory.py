@@ -58,11 +58,13 @@ def as_begun(config: RunConfig, directory: pathlib.Path) -> RunConfig:
   begun.setdefault("learning_rate", 1e-4)
 
   def filled(part: Any) -> Any:
-    open_fields = {name: begun[name] for name in begun if vars(part).get(name) in (0, (), "auto")}
+    is_open = lambda name: vars(part).get(name) in (0, (), "", "auto")
+    open_fields = {name: begun[name] for name in begun if is_open(name)}
     return dataclasses.replace(part, **open_fields)
 
   return dataclasses.replace(
     config,
+    chat=filled(config.chat),
     numerics=filled(config.numerics),
     engine=filled(config.engine),
     trainer=filled(config.trainer),

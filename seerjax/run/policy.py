@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from seerjax import numerics as numerics_lib, parallel
+from seerjax import agreement, numerics as numerics_lib, parallel
 from seerjax.models import (
   chat_template,
   config as model_config,
@@ -81,24 +81,39 @@ class Policy:
     return self.tokenizer
 
   def with_chat(self, config: chat_template.ChatConfig) -> Policy:
-    """Returns the policy with a tokenizer that is `chatting`."""
+    """Returns the policy with the tokenizer of `chatting`."""
     return dataclasses.replace(self, tokenizer=chatting(self.require_tokenizer(), config))
 
 
 def chatting(
   tokenizer: tokenizer_lib.Tokenizer, config: chat_template.ChatConfig
 ) -> tokenizer_lib.Tokenizer:
-  """Returns a tokenizer whose every chat says what a run's config has it say.
+  """Returns the tokenizer with a run's chat settings; its `chat_config` is what they come to.
+
+  If the chat template reads the clock, the moment is that of `config`, else that at which the
+  tokenizer was loaded, by the first process's clock where several share a run.
 
   Raises:
-    ValueError: if the tokenizer says other things of its own, which no journal would know of.
+    ValueError: if the tokenizer has other settings of its own, which no journal would know of; or
+      if `config` sets a moment that the template does not read.
   """
-  if tokenizer.chat_config not in (config, chat_template.ChatConfig()):
+  own = tokenizer.chat_config
+  if dataclasses.replace(own, now=config.now) not in (
+    config, chat_template.ChatConfig(now=config.now)
+  ):  # fmt: skip
     raise ValueError(
-      f"RunConfig.chat: got {config} and a tokenizer with {tokenizer.chat_config}, expected one of"
-      " them to be empty; set --config.chat alone."
+      f"RunConfig.chat: got {config} and a tokenizer with {own}, expected one of them to be empty;"
+      " set --config.chat alone."
     )
-  return dataclasses.replace(tokenizer, chat_config=config)
+  if not chat_template.reads_clock(tokenizer.chat_template):
+    if config.now:
+      raise ValueError(
+        f"ChatConfig.now: got {config.now!r} and a chat template that does not read the clock"
+        f" ({chat_template.CLOCK}), expected none; leave it out."
+      )
+    return dataclasses.replace(tokenizer, chat_config=config)
+  now = config.now or agreement.from_first(lambda: own.now or chat_template.current_moment())
+  return dataclasses.replace(tokenizer, chat_config=dataclasses.replace(config, now=now))
 
 
 def initial_state(

@@ -69,7 +69,7 @@ def learn_again(
       seed=config.seed,
       step=step,
       generate=functools.partial(refuse, step),
-      known=functools.partial(known, step),
+      known=lambda group, member, problem, step=step: known(step, group, member),
       on_rollout=lambda *_: None,
     )
     for step in steps

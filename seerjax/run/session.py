@@ -37,6 +37,7 @@ from seerjax.run import (
   stops as stops_lib,
   summary,
 )
+from seerjax.tasks import digests
 from seerjax.trainer import state as state_lib
 
 # Names the step of the best checkpoint, by which metric it is, and the metric's value.
@@ -56,6 +57,7 @@ class Session:
     step: whole steps so far.
     progress: what people are told, and what the run is at.
     clock: of all processes of the run.
+    data_epochs: digests of the data (`tasks.digests`), each with the step from which on they hold.
     journal: finished rollouts, once open; None of a run without one.
     writer: of metrics.jsonl, once open.
   """
@@ -67,6 +69,7 @@ class Session:
     num_steps: int,
     resume: bool = False,
     accept_new_numerics: bool = False,
+    accept_new_data: bool = False,
     log: Callable[[str], None] = print,
     keep_checkpoints: int = 3,
   ):
@@ -77,6 +80,7 @@ class Session:
       num_steps: that the run is going to have.
       resume: carry on from the latest checkpoint.
       accept_new_numerics: resume under another fingerprint, as a new epoch.
+      accept_new_data: resume with other data, as a new epoch.
       log: takes lines for people.
       keep_checkpoints: how many of the newest are kept.
     """
@@ -84,7 +88,9 @@ class Session:
     self.num_steps = num_steps
     self.step = 0
     self.journal: journal_lib.Journal | None = None
+    self.data_epochs: list[dict[str, Any]] = []
     self._resume, self._accept_new_numerics = resume, accept_new_numerics
+    self._accept_new_data = accept_new_data
     self._log, self._keep_checkpoints = log, keep_checkpoints
     self._fingerprint: dict[str, str] = {}
     self._settings: Mapping[str, Any] = {}
@@ -117,7 +123,12 @@ class Session:
     return self._stack.enter_context(part)
 
   def hold_to(
-    self, settings: Mapping[str, Any], *, free: Sequence[str], defaults: Mapping[str, Any]
+    self,
+    settings: Mapping[str, Any],
+    *,
+    free: Sequence[str],
+    defaults: Mapping[str, Any],
+    data: Mapping[str, str],
   ) -> None:
     """Takes the run's settings; a checkpoint that tells its own must have the same ones.
 
@@ -125,16 +136,40 @@ class Session:
       settings: of the run, JSON, with what was left to the model decided.
       free: names of settings that a resume may change.
       defaults: of these settings, JSON: what a directory has that does not know of one yet.
+      data: digests of what is read besides (`tasks.digests`).
 
     Raises:
       ValueError: naming those that differ with both values.
     """
     agreement.compare("settings of the run", settings)
+    agreement.compare("data of the run", dict(data))
     self._settings, self._free, self._defaults = settings, free, defaults
     if self._resume:
-      stored = checkpoint.read_host_state(self.directory / "checkpoints").get("config")
+      host_state = checkpoint.read_host_state(self.directory / "checkpoints")
+      stored = host_state.get("config")
       if stored is not None:  # Else the journal tells.
         directory_lib.check_settings(stored, settings, free=free, defaults=defaults)
+      # A run that does not tell its data began before they were recorded.
+      self.data_epochs = host_state.get("data", [])
+    self._hold_to_data(dict(data))
+
+  def _hold_to_data(self, data: dict[str, str]) -> None:
+    """Takes the digests of the data; a checkpoint that tells its own must have the same ones.
+
+    Raises:
+      ValueError: naming those that differ with both values, unless new data are accepted.
+    """
+    step = checkpoint.latest_step(self.directory / "checkpoints") or 0
+    stored = self.data_epochs[-1]["digests"] if self.data_epochs else data
+    if not self._accept_new_data:
+      digests.require_same(stored, data, what="--resume")
+    if changed := digests.differences(stored, data):
+      self.progress.say(
+        f"OTHER DATA OR CODE from step {step + 1} on: {'; '.join(changed)}. Rewards and accuracies"
+        " before and after may be of unlike problems or judges."
+      )
+    if changed or not self.data_epochs:
+      self.data_epochs = [*self.data_epochs, {"step": step, "digests": data}]
 
   def restore(
     self, like: Callable[[], Any], *, fingerprint: Mapping[str, str]
@@ -199,6 +234,7 @@ class Session:
     self._sizes = sizes
     self._status = self.enter(status_lib.kept(self.directory, step=self.step))
     self.enter(self.progress.beaten(self._status.beat))
+    data = self.data_epochs[-1]["digests"]
     if has_journal:
       self.journal = self.enter(
         journal_lib.Journal(
@@ -211,6 +247,8 @@ class Session:
             directory_lib.held_settings, free=self._free, defaults=self._defaults
           ),
           accept_new_numerics=self._accept_new_numerics,
+          data=digests.data_of(data),
+          accept_new_data=self._accept_new_data,
           # It counts steps from 0: what step `step` sampled is not of a whole step yet.
           resume_step=self.step - 1,
         )
@@ -218,7 +256,8 @@ class Session:
     for sentence in directory_lib.missing_records(self.directory, self.step, self.journal):
       self.progress.say(sentence)
     metrics.write_summary(
-      self.directory / "config.json", {**self._settings, "fingerprint": self._fingerprint}
+      self.directory / "config.json",
+      {**self._settings, "fingerprint": self._fingerprint, "data": data},
     )
     self.writer = self.enter(
       metrics.Writer(
@@ -320,7 +359,12 @@ class Session:
         directory,
         self.step,
         self._state,
-        host_state={**self._host_state(), "clock": self.clock.read(), "sizes": self._sizes},
+        host_state={
+          **self._host_state(),
+          "clock": self.clock.read(),
+          "sizes": self._sizes,
+          "data": self.data_epochs,
+        },
         fingerprint=self._fingerprint,
         accept_new_numerics=self._accept_new_numerics,
         # Each process of a slice has them whole; the first one's are written.

@@ -34,6 +34,7 @@ from seerjax.run import (
 from seerjax.run.config import RunConfig
 from seerjax.run.policy import Policy
 from seerjax.run.programs import Programs
+from seerjax.tasks import digests
 from seerjax.trainer import step as step_lib
 from seerjax.types import RolloutGroup, Task, TrainState
 
@@ -153,6 +154,7 @@ def set_up(
     config = directory_lib.as_begun(config, run.directory)
   config = config_lib.for_model(config, policy.model)
   policy = policy.with_chat(config.chat)
+  config = dataclasses.replace(config, chat=policy.require_tokenizer().chat_config)
   if resume and config.stale != off_policy.StaleConfig():
     raise ValueError(
       f"RunConfig.stale: got {config.stale} and a run to resume, expected a new one (what is under"
@@ -178,6 +180,7 @@ def set_up(
     metrics.encode(dataclasses.asdict(config)),
     free=FREE_SETTINGS,
     defaults=metrics.encode(dataclasses.asdict(RunConfig())),
+    data=digests.of_task(slices.own_task(task), config.task_path or None),
   )
   like = lambda: programs_lib.abstract_state(config, policy, optimizer)
   restored = run.restore(like, fingerprint=fingerprint)

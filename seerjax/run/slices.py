@@ -55,23 +55,29 @@ class JudgedByFirst:
 
   Attributes:
     name: of the task.
+    task: itself.
   """
 
   def __init__(self, task: Task):
     self.name = task.name
-    self._task = task
+    self.task = task
 
   def num_problems(self, split: str) -> int:
     """Returns what the task does."""
-    return self._task.num_problems(split)
+    return self.task.num_problems(split)
 
   def problem(self, split: str, index: int) -> Problem:
     """Returns what the task does: equal arguments give equal problems in every process."""
-    return self._task.problem(split, index)
+    return self.task.problem(split, index)
 
   def verdict(self, problem: Problem, text: str) -> Verdict:
     """Returns the verdict of the first process, which all of them ask for together."""
-    return agreement.from_first(lambda: self._task.verdict(problem, text))
+    return agreement.from_first(lambda: self.task.verdict(problem, text))
+
+
+def own_task(task: Task) -> Task:
+  """Returns the task itself, of one that `shared_task` gave."""
+  return task.task if isinstance(task, JudgedByFirst) else task
 
 
 def require_supported(config: RunConfig) -> None:

@@ -146,8 +146,10 @@ def load(name: str) -> Family:
   model = loading.load_model(name, placed.numerics)
   if model.tokenizer is None:
     raise ValueError(f"MODEL: got {name!r} without a tokenizer, expected one; add tokenizer.json.")
-  chat = chat_template.ChatConfig(system=args.system)
+  chat = chat_template.ChatConfig(system=args.system, now=args.now)
   tokenizer = policy_lib.chatting(model.tokenizer, chat)
+  if now := tokenizer.chat_config.now:
+    say(f"the chat template reads the clock: until this server ends it is {now} (--now={now})")
   defaults = served_lib.generation_defaults(tokenizer)
   if defaults.in_force:
     say(f"generation_config.json: where a request says nothing else, {defaults.in_force}")
@@ -263,6 +265,9 @@ def define_flags() -> None:
   flags.DEFINE_integer("pinned_pages", 0, "Pages that starts of contexts' questions may keep.")
   flags.DEFINE_multi_string("adapter", [], "NAME=DIR: an adapter beside the model, as PEFT writes.")
   flags.DEFINE_string("system", "", "Begins a conversation that has no system message.")
+  flags.DEFINE_string(
+    "now", "", "2026-11-27T12:00:00+01:00, for a template that reads the clock; '': the start."
+  )
   flags.DEFINE_integer("max_context", 0, "Positions of a prompt and its answer; 0: the model's.")
   flags.DEFINE_integer("max_sequences", 0, "Answers at once; 0 asks model and memory.")
   flags.DEFINE_integer(

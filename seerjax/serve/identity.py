@@ -49,10 +49,12 @@ def fingerprint(
 def tokenizer_parts(tokenizer: Tokenizer) -> dict[str, Any]:
   """Returns what text becomes tokens and tokens become text by."""
   backend = tokenizer.backend.to_str().encode()
+  chat = tokenizer.chat_config
   return {
     "backend": hashlib.sha256(backend).hexdigest(),
     "template": tokenizer.chat_template,
     "special": dict(tokenizer.special_tokens),
     "ends": list(tokenizer.eos_ids),
-    "chat": [tokenizer.chat_config.system, dict(tokenizer.chat_config.variables)],
+    # The moment of a template that reads the clock; others have none.
+    "chat": [chat.system, dict(chat.variables), *([chat.now] if chat.now else [])],
   }

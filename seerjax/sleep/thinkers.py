@@ -13,6 +13,8 @@ import hashlib
 import json
 from typing import Protocol, runtime_checkable
 
+from seerjax import types
+
 Message = Mapping[str, str]
 
 
@@ -106,7 +108,10 @@ def answer_of(thinker: Thinker, call: Call) -> Answer:
   """Returns the answer to one call, or why there is none."""
   try:
     return thinker.complete(
-      call.messages, max_tokens=call.max_tokens, temperature=call.temperature, seed=call.seed
+      types.copied(call.messages),
+      max_tokens=call.max_tokens,
+      temperature=call.temperature,
+      seed=call.seed,
     )
   except NoAnswer as error:
     return error

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 import dataclasses
 
+from seerjax import types
 from seerjax.tasks import splits
 from seerjax.types import Problem, Verdict
 
@@ -21,5 +22,5 @@ class FileTask(splits.Splits):
   judge: Callable[[Problem, str], Verdict]
 
   def verdict(self, problem: Problem, text: str) -> Verdict:
-    """Returns what `judge` says."""
-    return self.judge(problem, text)
+    """Returns what `judge` returns for a copy of the problem."""
+    return self.judge(types.copied(problem), text)

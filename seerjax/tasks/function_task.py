@@ -10,6 +10,7 @@ import math
 import os
 from typing import Any
 
+from seerjax import types
 from seerjax.tasks import jsonl, splits
 from seerjax.types import Problem, Verdict
 
@@ -28,7 +29,7 @@ class FunctionTask(splits.Splits):
     reward: (prompt, text) or (prompt, text, row) -> finite float, or a mapping of named parts to
       finite floats. A completion counts as correct if the reward is 1.0 or more; of parts, if the
       part "correct" is, and without a part of that name if all of them are. It counts as
-      well-formed unless it has a part "format" below 1.0.
+      well-formed unless it has a part "format" below 1.0. The row is a copy, which it may change.
     rows: the whole row of the file, by problem id; read if the reward takes three arguments.
   """
 
@@ -42,7 +43,8 @@ class FunctionTask(splits.Splits):
       ValueError: if the function returns anything but finite numbers, naming the prompt. What the
         function itself raises is passed on: it is the caller's own error.
     """
-    row = (self.rows[problem.problem_id],) if takes_row(self.reward) else ()
+    # The function may change its row: the next answer to the prompt is judged by the file's.
+    row = (types.copied(self.rows[problem.problem_id]),) if takes_row(self.reward) else ()
     reward = self.reward(problem.prompt, text, *row)
     parts = reward if isinstance(reward, Mapping) else {"": reward}
     values = {name: _finite(value) for name, value in parts.items()}

@@ -9,6 +9,9 @@ import dataclasses
 import datetime
 import functools
 import itertools
+import locale
+import os
+import time
 
 import hypothesis
 from hypothesis import strategies as st
@@ -283,7 +286,119 @@ def test_templates_have_the_helpers_they_count_on():
   )
   text = tokenizer.chat("<é>", now=datetime.datetime(1999, 1, 2), thinking="no")
   assert text == '{"role": "user", "content": "<é>"}1999no'
-  assert int(with_template("{{ strftime_now('%Y') }}").chat("a")) >= 2024
+
+
+@pytest.mark.parametrize(
+  ("template", "reads"),
+  [
+    ("{{ strftime_now('%Y') }}", True),
+    ("{% set f = strftime_now %}{{ f('%Y') }}", True),
+    ("{% if strftime_now is defined %}{{ strftime_now('%Y') }}{% endif %}", True),
+    ("{% macro today() %}{{ strftime_now('%Y') }}{% endmacro %}{{ today() }}", True),
+    ("{% set ns = namespace(f=strftime_now) %}{{ ns.f('%Y') }}", True),
+    ("{{ [strftime_now] | map('string') | join }}", True),
+    ("strftime_now('%Y') {# strftime_now #}{{ 'strftime_now' }}", False),
+    ("{% set strftime_now = 'never' %}{{ strftime_now }}", False),
+    ("{{ messages[0].content }}", False),
+    ("{{ now() }}{{ datetime.now() }}", False),  # No such names: refused when it is rendered.
+    ("{% for %}", False),
+  ],
+)
+def test_what_reads_the_clock_is_found_by_its_program(tmp_path, template: str, reads: bool):
+  assert chat_template.reads_clock(template) == reads
+  assert bool(written(tmp_path, template).chat_config.now) == reads
+
+
+def written(directory, template: str) -> tokenizer_lib.Tokenizer:
+  (directory / "tokenizer.json").write_text(with_template("").backend.to_str())
+  (directory / "chat_template.jinja").write_text(template)
+  return tokenizer_lib.load(directory)
+
+
+def test_a_tokenizer_has_the_moment_of_its_loading_or_the_one_that_is_set(tmp_path):
+  begin = datetime.datetime.now().astimezone().replace(microsecond=0)
+  tokenizer = written(tmp_path, "{{ strftime_now('%Y-%m-%d %H:%M:%S %z') }}")
+  moment = tokenizer.chat_config.moment()
+  assert moment is not None and begin <= moment <= datetime.datetime.now().astimezone()
+  assert tokenizer.chat("a") == f"{moment:%Y-%m-%d %H:%M:%S %z}"
+  config = chat_template.ChatConfig(now="2026-11-27T12:00:00+01:00")
+  assert dataclasses.replace(tokenizer, chat_config=config).chat("a") == (
+    "2026-11-27 12:00:00 +0100"
+  )
+  bare = dataclasses.replace(tokenizer, chat_config=chat_template.ChatConfig())
+  with pytest.raises(ValueError, match="reads the clock, and no moment is set: set ChatConfig.now"):
+    bare.chat("a")
+  assert bare.chat("a", now=datetime.datetime(1999, 1, 2)) == "1999-01-02 00:00:00 "
+
+
+@pytest.mark.parametrize(
+  ("form", "text"),
+  [
+    ("%d %b %Y", "07 Mar 2027"),  # Llama 3.2.
+    ("%B %d, %Y", "March 07, 2027"),  # Granite 3.
+    ("%A, %-d %B", "Sunday, 7 March"),
+    ("%a %^b %h", "Sun MAR Mar"),
+    ("%I:%M %p %P", "11:05 PM pm"),
+    ("%c|%x|%X|%r", "Sun Mar  7 23:05:09 2027|03/07/27|23:05:09|11:05:09 PM"),
+    ("%s %z %Z", "1804478709 -0500 UTC-05:00"),
+    ("%%A %F %T", "%A 2027-03-07 23:05:09"),
+  ],
+)
+def test_dates_are_english_in_every_zone_and_locale(form: str, text: str):
+  moment = datetime.datetime.fromisoformat("2027-03-07T23:05:09-05:00")
+  zone, words = os.environ.get("TZ"), locale.setlocale(locale.LC_TIME)
+  foreign = [name for name in ("de_DE.UTF-8", "fr_FR.UTF-8", "C.UTF-8", "C") if is_locale(name)]
+  try:
+    for name, place in itertools.product(foreign[:2], ("UTC", "Asia/Tokyo", "EST5EDT")):
+      os.environ["TZ"] = place
+      time.tzset()
+      locale.setlocale(locale.LC_TIME, name)
+      assert chat_template.formatted(moment, form) == text, (name, place)
+  finally:
+    locale.setlocale(locale.LC_TIME, words)
+    del os.environ["TZ"]
+    os.environ |= {} if zone is None else {"TZ": zone}
+    time.tzset()
+
+
+def is_locale(name: str) -> bool:
+  before = locale.setlocale(locale.LC_TIME)
+  try:
+    locale.setlocale(locale.LC_TIME, name)
+  except locale.Error:
+    return False
+  locale.setlocale(locale.LC_TIME, before)
+  return True
+
+
+@pytest.mark.parametrize(
+  ("template", "message"),
+  [
+    ("{{ [1, 2, 3] | random }}", "No filter named 'random'"),
+    ("{{ lipsum() }}", "'lipsum' is undefined"),
+    ("{{ strftime_now }}", "prints an object of type function, whose text is its address"),
+    ("{{ raise_exception }}", "prints an object of type function, whose text is its address"),
+    ("{{ messages[0].items }}", "object of type builtin_function_or_method, whose text is its"),
+    ("{{ joiner }}", "prints an object of type type, whose text is its address"),
+    ("{{ cycler(1, 2) }}", "prints an object of type Cycler, whose text is its address"),
+    ("{{ namespace }}", "prints an object of type type, whose text is its address"),
+    ("{{ now() }}", "'now' is undefined"),
+    ("{{ datetime.now() }}", "'datetime' is undefined"),
+  ],
+)
+def test_what_another_process_would_render_otherwise_is_refused(template: str, message: str):
+  with pytest.raises(ValueError, match=message):
+    with_template(template).chat("a", now=NOW)
+
+
+@pytest.mark.parametrize(
+  "now", ["tomorrow", "2026-11-27", "2026-11-27T12:00:00", "2026-13-01T00:00:00Z", 7, None]
+)
+@pytest.mark.usefixtures("unchecked_annotations")
+def test_a_moment_without_a_zone_is_refused(now):
+  message = "ChatConfig.now: got .*, expected an ISO 8601 date and time with its zone, or"
+  with pytest.raises(ValueError, match=message):
+    chat_template.ChatConfig(now=now)
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,7 @@ def completion(request, text="x"):
   )
 
 
-def sample(generate, *, known=lambda group, member: None, on_rollout=lambda *_: None):
+def sample(generate, *, known=lambda *_: None, on_rollout=lambda *_: None):
   return groups_lib.sample_groups(
     PROBLEMS,
     first_group=4,
@@ -170,7 +170,7 @@ def test_what_is_known_is_not_sampled_again(places):
 
   groups = sample(
     generate,
-    known=lambda group, member: whole[group, member] if (group, member) in places else None,
+    known=lambda group, member, _: whole[group, member] if (group, member) in places else None,
     on_rollout=lambda group, member, problem, each: kept.append((group, member)),
   )
   assert contents(groups) == contents(sample(answers))

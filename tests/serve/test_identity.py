@@ -12,7 +12,8 @@ import word_engine
 from seerjax import numerics as numerics_lib
 from seerjax.models.loading import Model
 from seerjax.models.tokenizer import ChatConfig
-from seerjax.serve import identity
+from seerjax.run import policy as policy_lib
+from seerjax.serve import identity, sleeping
 
 KEY = numerics_lib.key(3)
 TOKENIZER = word_engine.TOKENIZER
@@ -58,6 +59,18 @@ CHANGES = {
 @pytest.mark.parametrize("part", CHANGES)
 def test_a_fingerprint_moves_with_each_part(part: str):
   assert identity.fingerprint(CHANGES[part](), KEY) != identity.fingerprint(model(), KEY)
+
+
+def test_a_fingerprint_moves_with_the_moment_of_a_template_that_reads_the_clock():
+  # In the words of a server's start: its own moment, another day's, and another zone's.
+  moments = ("2026-11-27T12:00:00+00:00", "2026-11-28T12:00:00+00:00", "2026-11-27T12:00:00+05:00")
+  clock = dataclasses.replace(TOKENIZER, chat_template="{{ strftime_now('%d %b %Y') }}")
+  served = [policy_lib.chatting(clock, ChatConfig(now=now)) for now in (*moments, moments[0])]
+  found = [identity.fingerprint(model(tokenizer=tokenizer), KEY) for tokenizer in served]
+  assert len(set(found)) == 3 and found[0] == found[3]
+  # Contexts that a server has slept on outlive its restart.
+  contexts = {sleeping.identity_of(model(tokenizer=one), "w") for one in served}
+  assert len(contexts) == 1
 
 
 def test_a_fingerprint_moves_with_the_key_and_defaults_alone():

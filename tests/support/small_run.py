@@ -144,6 +144,7 @@ def train(
   config=CONFIG,
   resume=False,
   accept_new_numerics=False,
+  accept_new_data=False,
   say=lambda line: None,
   **changes,
 ):
@@ -155,6 +156,7 @@ def train(
     pathlib.Path(directory),
     resume=resume,
     accept_new_numerics=accept_new_numerics,
+    accept_new_data=accept_new_data,
     log=say,
     programs=programs_of(config),
   )
@@ -210,7 +212,7 @@ def groups_of(*, count=2, is_shuffled=False):
     config=CONFIG.rollout,
     tokenizer=policy().require_tokenizer(),
     seed=0,
-    known=lambda group, member: None,
+    known=lambda group, member, problem: None,
     on_rollout=lambda *_: None,
   )
 
