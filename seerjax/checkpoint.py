@@ -12,7 +12,12 @@ A save fills `.incoming_*`, waits for the disk, and gives the directory its name
 that a reader sees a whole checkpoint or none. A restore checks, before any array is read, the
 fingerprint, the checksum of every file, and every leaf's shape and dtype.
 
-The directory is on a local or shared POSIX file system and has one run at a time writing to it.
+The directory is on a local or shared POSIX file system, or in an object store (gs://, s3://), and
+has one run at a time writing to it. It may also be a file that names such a place: a run whose
+`checkpoints` is such a file keeps them there. In a store a checkpoint is published by its
+`checkpoint.json`, which is written last (`object_store`); on its way there and back it lies in the
+directory for temporary files.
+
 Only the write itself is collective: on several hosts every process calls `save` and `restore`
 alike.
 """
@@ -29,21 +34,24 @@ import pathlib
 import re
 import shutil
 import signal
+import tempfile
 import threading
 from typing import Any, NamedTuple
 
+from etils import epath
 import jax
 from jax.experimental import multihost_utils
 import jax.numpy as jnp
 import numpy as np
 from orbax.checkpoint import v1 as ocp
 
-from seerjax import metrics, numerics
+from seerjax import metrics, numerics, object_store
 
 FORMAT = 1
 DESCRIPTION = "checkpoint.json"
 ARRAYS = "state"
 
+Place = pathlib.Path | epath.Path
 _PUBLISHED = re.compile(r"step_(\d{8,})")
 _HIDDEN = (".incoming_", ".removed_")
 
@@ -82,11 +90,11 @@ class Restored(NamedTuple):
 
 def steps(directory: str | os.PathLike) -> tuple[int, ...]:
   """Returns the steps that have a published checkpoint, ascending; empty without a directory."""
-  directory = pathlib.Path(directory)
-  if not directory.is_dir():
+  place = _open(directory)
+  if not place.is_dir():
     return ()
-  names = (_PUBLISHED.fullmatch(path.name) for path in directory.iterdir())
-  return tuple(sorted(int(match[1]) for match in names if match))
+  found = [(_PUBLISHED.fullmatch(path.name), path) for path in place.iterdir()]
+  return tuple(sorted(int(match[1]) for match, path in found if match and _is_published(path)))
 
 
 def latest_step(directory: str | os.PathLike) -> int | None:
@@ -106,12 +114,14 @@ def set_aside_damaged(directory: str | os.PathLike) -> list[str]:
   Returns:
     A sentence for each.
   """
-  directory = pathlib.Path(directory).resolve()
+  place = _open(directory)
   said = []
   for step in reversed(steps(directory)[1:]):
-    path = _path(directory, step)
+    path = _path(place, step)
     try:
-      _require_whole(path, _describe(path)["files"])
+      files = _describe(path)["files"]
+      with _local_copy(path) as copy:
+        _require_whole(copy, files)
       break
     except Damage as error:
       aside = _set_aside(path)
@@ -123,8 +133,10 @@ def set_aside_damaged(directory: str | os.PathLike) -> list[str]:
   return said
 
 
-def _set_aside(path: pathlib.Path) -> pathlib.Path:
-  """Gives a checkpoint a name that is none of a step's, and returns it."""
+def _set_aside(path: Place) -> Place:
+  """Gives a checkpoint a name that is none of a step's, and returns it; in a store, its marker."""
+  if isinstance(path, epath.Path):
+    return object_store.unpublish(path, DESCRIPTION)
   for number in range(1, 10**6):
     aside = path.with_name(f"damaged_{path.name}" + (f"_{number}" if number > 1 else ""))
     if not aside.exists():
@@ -146,7 +158,7 @@ def save(
   keep_latest: int = 3,
   keep_every: int = 0,
   keep_steps: Collection[int] = (),
-) -> pathlib.Path:
+) -> Place:
   """Publishes a checkpoint, then removes those that are no longer kept.
 
   Args:
@@ -162,7 +174,7 @@ def save(
     keep_steps: further steps that are kept, such as that of the best evaluation.
 
   Returns:
-    The published directory.
+    The published directory, or where it is in a store.
 
   Raises:
     ValueError: if the step is there already, the host state would not survive JSON, a leaf is no
@@ -171,7 +183,7 @@ def save(
     OSError: if the disk is full; earlier checkpoints are untouched.
     KeyboardInterrupt: on Ctrl-C, when the checkpoint is whole; on a second one at once.
   """
-  directory = pathlib.Path(directory).resolve()
+  place = _open(directory)
   if keep_latest < 1 or keep_every < 0:
     raise ValueError(
       f"checkpoint.save: got keep_latest={keep_latest} and keep_every={keep_every}, expected at"
@@ -179,8 +191,8 @@ def save(
     )
   if step < 0:
     raise ValueError(f"checkpoint.save: got step {step}, expected at least 0; count steps from 0.")
-  target = _path(directory, step)
-  if target.exists():
+  target = _path(place, step)
+  if _is_published(target):
     raise ValueError(
       f"checkpoint.save: got step {step}, which {target} holds already, expected a new step; resume"
       " from the latest one, or choose another directory."
@@ -200,12 +212,26 @@ def save(
       what=f"checkpoint.save: {name} of step {step}",
       remedy="go on from the last checkpoint, with a lower learning rate where training diverged",
     )
-  epochs = _continue_epochs(directory, step, dict(fingerprint), accept_new_numerics)
+  epochs = _continue_epochs(place, step, dict(fingerprint), accept_new_numerics)
 
-  incoming = directory / f".incoming_{step:08d}"
+  is_kept = lambda one: one in keep_steps or bool(keep_every and one % keep_every == 0)
   with _interrupts_put_off():
-    is_kept = lambda one: one in keep_steps or bool(keep_every and one % keep_every == 0)
-    _publish(directory, step, trees, host_state, epochs, incoming, keep_latest, is_kept)
+    if not isinstance(place, epath.Path):
+      incoming = place / f".incoming_{step:08d}"
+      _publish(place, step, trees, host_state, epochs, incoming, keep_latest, is_kept)
+      return target
+    if jax.process_count() > 1:
+      raise NotImplementedError(
+        f"checkpoint.save: got {place} from {jax.process_count()} processes, expected one: they"
+        " have no directory in common to fill first; keep checkpoints on a shared disk, and copy"
+        " them from there."
+      )
+    with tempfile.TemporaryDirectory(prefix="checkpoint-") as name:
+      here = pathlib.Path(name)
+      incoming = here / f".incoming_{step:08d}"
+      _publish(here, step, trees, host_state, epochs, incoming, 1, lambda one: True)
+      object_store.publish(_path(here, step), target, DESCRIPTION)
+    _remove_old(place, keep_latest, is_kept)
   return target
 
 
@@ -273,7 +299,7 @@ def read_host_state(directory: str | os.PathLike, step: int | None = None) -> di
   Raises:
     ValueError: as `restore`, if it is not there, or its description is damaged.
   """
-  return _describe(_find(pathlib.Path(directory).resolve(), step))["host_state"]
+  return _describe(_find(_open(directory), step))["host_state"]
 
 
 def restore(
@@ -303,7 +329,7 @@ def restore(
       numerics (both values are named), of other leaves, shapes or dtypes (each leaf is named), or
       not finite.
   """
-  path = _find(pathlib.Path(directory).resolve(), step)
+  path = _find(_open(directory), step)
   description = _describe(path)
   epochs = tuple(Epoch(**epoch) for epoch in description["epochs"])
   if epochs[-1].fingerprint != dict(fingerprint):
@@ -328,7 +354,7 @@ def restore_part(
   Raises:
     ValueError: as `restore`, but for the numerics.
   """
-  path = _find(pathlib.Path(directory).resolve(), step)
+  path = _find(_open(directory), step)
   description = _describe(path)
   if name not in description.get("parts", {}):
     return None
@@ -336,7 +362,7 @@ def restore_part(
 
 
 def _arrays(
-  path: pathlib.Path,
+  path: Place,
   tree: str,
   stored: Mapping[str, str],
   files: Mapping[str, Mapping[str, Any]],
@@ -345,9 +371,12 @@ def _arrays(
   """Returns the arrays of a tree of a checkpoint, all checked before any is read."""
   wanted = _leaves(abstract_tree, f"checkpoint.restore: {tree}")
   _require_equal_leaves(path, stored, wanted)
-  _require_whole(path, files)
+  if isinstance(path, epath.Path):  # A tree of it is fetched, and no more.
+    files = {name: file for name, file in files.items() if name.startswith(f"{tree}/")}
   abstract = {name: _placed(leaf) for name, leaf in wanted.items() if np.prod(leaf.shape)}
-  arrays = ocp.load(str(path / tree), abstract)
+  with _local_copy(path, tree) as copy:
+    _require_whole(copy, files)
+    arrays = jax.block_until_ready(ocp.load(str(copy / tree), abstract))
   for name, leaf in wanted.items():
     if name not in arrays:
       arrays[name] = (np if isinstance(leaf, np.ndarray) else jnp).zeros(leaf.shape, leaf.dtype)
@@ -355,11 +384,11 @@ def _arrays(
   return jax.tree.unflatten(jax.tree.structure(abstract_tree), [arrays[name] for name in wanted])
 
 
-def _find(directory: pathlib.Path, step: int | None) -> pathlib.Path:
+def _find(directory: Place, step: int | None) -> Place:
   """Returns where a step's checkpoint is, the latest one's by default, or refuses."""
   if step is None:
     step = latest_step(directory)
-  if step is None or not _path(directory, step).is_dir():
+  if step is None or not _is_published(_path(directory, step)):
     raise ValueError(
       f"checkpoint.restore: got step {step} of {directory}, expected one of {steps(directory)};"
       " choose another step or directory, or start a new run."
@@ -416,8 +445,42 @@ def _is_not_of_a_thread(record: logging.LogRecord) -> bool:
   return "_SignalingThread.run() raised" not in str(record.msg)
 
 
-def _path(directory: pathlib.Path, step: int) -> pathlib.Path:
+def _path(directory: Any, step: int) -> Any:
   return directory / f"step_{step:08d}"
+
+
+def _open(directory: str | os.PathLike) -> Place:
+  """Returns where checkpoints lie: the directory, or the place that a file in its stead names."""
+  if object_store.is_remote(directory):
+    return object_store.open_place(os.fspath(directory))
+  object_store.require_two_slashes(directory)
+  path = pathlib.Path(directory).resolve()
+  if path.is_file():
+    named = path.read_text().strip()
+    if not object_store.is_remote(named):
+      raise ValueError(
+        f"{path}: got a file that says {named[:80]!r}, expected a directory, or a file with a place"
+        " such as gs://bucket/run; write that, or remove the file."
+      )
+    return object_store.open_place(named)
+  return path
+
+
+def _is_published(path: Place) -> bool:
+  """Returns whether a checkpoint is there: a directory of its name, in a store its marker."""
+  return (path / DESCRIPTION).exists() if isinstance(path, epath.Path) else path.is_dir()
+
+
+@contextlib.contextmanager
+def _local_copy(path: Place, tree: str = "") -> Iterator[pathlib.Path]:
+  """Yields a directory with a tree of a checkpoint, all by default: itself where it is one."""
+  if not isinstance(path, epath.Path):
+    yield path
+    return
+  with tempfile.TemporaryDirectory(prefix="checkpoint-") as name:
+    copy = pathlib.Path(name) / path.name
+    object_store.fetch(path, copy, tree)
+    yield copy
 
 
 def _leaves(tree: Any, what: str) -> dict[str, Any]:
@@ -441,9 +504,7 @@ def _leaves(tree: Any, what: str) -> dict[str, Any]:
 
 
 def _shape_words(leaves: Mapping[str, Any]) -> dict[str, str]:
-  return {
-    name: f"{leaf.dtype}[{', '.join(map(str, leaf.shape))}]" for name, leaf in leaves.items()
-  }
+  return {name: f"{leaf.dtype}[{', '.join(map(str, leaf.shape))}]" for name, leaf in leaves.items()}
 
 
 def _placed(leaf: Any) -> Any:
@@ -454,7 +515,7 @@ def _placed(leaf: Any) -> Any:
 
 
 def _continue_epochs(
-  directory: pathlib.Path, step: int, fingerprint: dict[str, str], accept_new_numerics: bool
+  directory: Place, step: int, fingerprint: dict[str, str], accept_new_numerics: bool
 ) -> tuple[Epoch, ...]:
   """Returns the epochs of the checkpoint before `step`, with this one's if it is another."""
   before = max((other for other in steps(directory) if other < step), default=None)
@@ -497,7 +558,7 @@ def _require_json(value: Any, where: str) -> None:
 
 
 def _require_equal_leaves(
-  path: pathlib.Path, stored: Mapping[str, str], wanted: Mapping[str, Any]
+  path: Place, stored: Mapping[str, str], wanted: Mapping[str, Any]
 ) -> None:
   current = _shape_words(wanted)
   differing = [
@@ -513,7 +574,7 @@ def _require_equal_leaves(
     )
 
 
-def _describe(path: pathlib.Path) -> dict[str, Any]:
+def _describe(path: Place) -> dict[str, Any]:
   file = path / DESCRIPTION
   try:
     description = json.loads(file.read_text())
@@ -537,7 +598,7 @@ def _describe(path: pathlib.Path) -> dict[str, Any]:
   return description
 
 
-def _remedy(path: pathlib.Path) -> str:
+def _remedy(path: Place) -> str:
   """Returns what to do about a damaged checkpoint."""
   others = [step for step in steps(path.parent) if _path(path.parent, step) != path]
   if not others:
@@ -593,11 +654,12 @@ def _sync(path: pathlib.Path) -> None:
     os.close(descriptor)
 
 
-def _remove_old(
-  directory: pathlib.Path, keep_latest: int, is_kept: Callable[[int], bool]
-) -> None:
+def _remove_old(directory: Place, keep_latest: int, is_kept: Callable[[int], bool]) -> None:
   for step in steps(directory)[:-keep_latest]:
     if not is_kept(step):
+      if isinstance(directory, epath.Path):
+        object_store.remove(_path(directory, step), DESCRIPTION)
+        continue
       # Out of sight in one rename: half a checkpoint is never seen, not even while it goes.
       removed = directory / f".removed_{step:08d}"
       os.rename(_path(directory, step), removed)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 import dataclasses
 import pathlib
+import re
 from typing import Any
 
 from absl import logging
@@ -24,6 +25,12 @@ def check_directory(directory: pathlib.Path, *, resume: bool) -> None:
   Raises:
     ValueError: if a new run would meet another one, or there is nothing to resume.
   """
+  if re.match("[a-z][a-z0-9]+:/", str(directory)):
+    raise ValueError(
+      f"--workdir: got {str(directory)!r}, expected a directory, since a run's journal and numbers"
+      " grow by lines; keep its checkpoints in a store: write their place (gs://bucket/run) into a"
+      " file 'checkpoints' in the run's directory before the run begins."
+    )
   if directory.exists() and not directory.is_dir():
     raise ValueError(
       f"{directory}: got a file, expected a run's directory or nothing yet; choose another"
