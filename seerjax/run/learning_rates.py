@@ -51,12 +51,13 @@ def warning(rate: float, model: model_config.TransformerConfig, *, is_lora: bool
   """Returns one line on a learning rate far above the usual one; "" if it is not."""
   count = num_parameters(model)
   found = usual(count, is_lora=is_lora)
-  if count < WARNED or rate <= MOST_TIMES * found:
+  most = float(f"{MOST_TIMES * found:.0e}")
+  if count < WARNED or rate <= most:
     return ""
   what = "adapters beside" if is_lora else "all of"
   return (
     f"WARNING: OptimizerConfig.learning_rate: got {rate:g} for {what} {count / 1e6:,.0f} M"
-    f" parameters, expected about {found:g} and at most {MOST_TIMES * found:g}; one step at too"
+    f" parameters, expected about {found:g} and at most {most:g}; one step at too"
     " high a rate can undo what a model knows: set"
     f" --config.optimizer.learning_rate={found:g}, or 0, which takes that"
   )

@@ -263,3 +263,21 @@ class Either:
 def test_a_field_of_two_kinds_keeps_the_kind_that_it_has():
   for value in (Either(), Either(Left(3))):
     assert configuration.from_flags(Either, configuration.to_flags(value)) == value
+
+
+@pytest.mark.parametrize(
+  ("arguments", "expected"),
+  [
+    ([], "nano"),
+    (["--config.model=a/b"], "a/b"),
+    (["-config.model=a"], "a"),
+    (["--config.model", "a"], "a"),
+    (["--config.model=a", "--config.model=b"], "b"),
+    (["--config.model_shards=2", "--workdir=config.model=c"], "nano"),
+    (["config.model=a"], "nano"),
+    (["--config.model"], "nano"),
+    (["--config.model=x=y"], "x=y"),
+  ],
+)
+def test_what_a_command_line_gives_a_flag_is_read_before_flags_are_defined(arguments, expected):
+  assert configuration.given(arguments, "config.model", "nano") == expected

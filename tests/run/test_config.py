@@ -12,6 +12,7 @@ from small_run import CONFIG, NUMERICS
 from seerjax import checkpoint, numerics as numerics_lib
 from seerjax.engine import engine as engine_lib
 from seerjax.models import presets
+from seerjax.rollout import groups
 from seerjax.run import config as config_lib, directory as directory_lib, off_policy
 from seerjax.run.config import RunConfig, TrainerConfig
 
@@ -45,7 +46,7 @@ pytestmark = pytest.mark.usefixtures("programs_on_disk")
       RunConfig,
       dict(engine=engine_lib.EngineConfig(max_context=256)),
       "RolloutConfig.max_tokens: got 256, expected at most 255, because prompt and answer have to"
-      " fit EngineConfig.max_context=256 and",
+      " fit EngineConfig.max_context=256; lower it, or raise that",  # Nothing that was not set.
     ),
     (
       RunConfig,
@@ -98,7 +99,8 @@ def test_what_a_config_leaves_open_is_the_models_and_a_resume_keeps_it(tmp_path)
   assert config_lib.chosen(open_config, found) == (
     "chosen for this model and context: numerics.implementation=native,"
     " numerics.row_tile=16, numerics.reduction_shards=8, engine.row_buckets=(64, 512),"
-    " trainer.rows_per_micro_batch=2048, trainer.sequences_per_micro_batch=32"
+    " trainer.rows_per_micro_batch=2048, trainer.sequences_per_micro_batch=32,"
+    " optimizer.learning_rate=0.0001"
   )
   assert config_lib.for_model(found, nano) == found and config_lib.chosen(found, found) == ""
   chosen = config_lib.chosen_sizes(found)
@@ -113,6 +115,7 @@ def test_what_a_config_leaves_open_is_the_models_and_a_resume_keeps_it(tmp_path)
   resumed = config_lib.for_model(directory_lib.as_begun(open_config, tmp_path), nano)
   assert resumed.trainer.sequences_per_micro_batch == 16
   assert resumed.engine.row_buckets == (32, 256)
+  assert resumed.optimizer.learning_rate == 1e-4
   named = dataclasses.replace(
     open_config,
     engine=dataclasses.replace(open_config.engine, row_buckets=(16,)),
@@ -133,3 +136,47 @@ def test_what_a_config_leaves_open_is_the_models_and_a_resume_keeps_it(tmp_path)
   )
   older = config_lib.for_model(directory_lib.as_begun(open_config, tmp_path), nano)
   assert older.numerics.implementation == "tiled"
+  # Nor was its learning rate a choice.
+  adapters = dataclasses.replace(open_config, lora_rank=4)
+  assert config_lib.for_model(adapters, nano).optimizer.learning_rate == 2e-4
+  del sizes["learning_rate"]
+  checkpoint.save(
+    tmp_path / "checkpoints",
+    2,
+    {"w": jnp.zeros(1)},
+    host_state={"sizes": sizes},
+    fingerprint=numerics_lib.fingerprint(NUMERICS),
+  )
+  older = config_lib.for_model(directory_lib.as_begun(adapters, tmp_path), nano)
+  assert older.optimizer.learning_rate == 1e-4
+
+
+def with_context(model, positions):
+  return dataclasses.replace(model, max_context=positions)
+
+
+@pytest.mark.parametrize(
+  ("name", "positions", "max_tokens"),
+  [
+    ("nano", 1024, 1024), ("nano", 64, 256), ("qwen3-0.6b", 8192, 20_000),
+    ("qwen3-8b", 8192, 8192), ("qwen2.5-0.5b", 2048, 4000), ("llama-3.2-1b", 512, 600),
+    ("llama-3.1-8b", 131_072, 131_072), ("nano-10m", 2, 2),
+  ],
+)  # fmt: skip
+def test_answers_beyond_the_models_context_name_it_and_nothing_that_nobody_set(
+  name, positions, max_tokens
+):
+  config = RunConfig(
+    engine=engine_lib.EngineConfig(max_context=200_000),
+    rollout=groups.RolloutConfig(max_tokens=max_tokens),
+  )
+  model = with_context(presets.get(name), positions)
+  with pytest.raises(ValueError, match=rf"max_tokens: got {max_tokens}, expected at most") as found:
+    config_lib.for_model(config, model)
+  said = str(found.value)
+  assert f"at most {positions - 1}, " in said
+  assert f"own context of {positions} positions (max_position_embeddings in" in said
+  assert "rows_per_micro_batch" not in said and "EngineConfig" not in said
+  if positions > 2:
+    fitting = groups.RolloutConfig(max_tokens=positions - 1)
+    config_lib.for_model(dataclasses.replace(config, rollout=fitting), model)

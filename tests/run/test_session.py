@@ -314,3 +314,60 @@ def test_what_never_clips_is_written_as_json(tmp_path):
   assert config["loss"]["clip_high"] == config["optimizer"]["max_gradient_norm"] == "Infinity"
   header, _ = journal_lib.read(tmp_path / "run" / "journal.jsonl")
   assert header.settings["loss"] == config["loss"]
+
+
+class Graded(Vowels):
+  """Rewards parts, by which the plain rewards of `Vowels` are a half."""
+
+  def verdict(self, problem, text):
+    plain = super().verdict(problem, text)
+    parts = {"vowels": plain.reward, "even": float(plain.well_formed)}
+    return Verdict.of_parts(parts, correct=plain.correct, well_formed=plain.well_formed)
+
+
+def test_parts_sets_and_the_best_checkpoint_outlive_a_stop(tmp_path):
+  evaluation = dataclasses.replace(
+    CONFIG.evaluation, num_problems=2, every=1, temperature=1.0, num_samples=2, pass_at=(1, 2),
+    sets={"sums": "countdown"}, best="heldout/part/vowels",
+  )  # fmt: skip
+  rollout = dataclasses.replace(CONFIG.rollout, reward_weights={"even": 0.25})
+  how = dict(evaluation=evaluation, rollout=rollout, checkpoint_every=99, num_steps=5)
+  task = Graded()
+  whole = train(tmp_path / "whole", task, **how)
+  rows = rows_of(tmp_path / "whole")
+  rollouts = [row for row in rows if "rollout/reward_mean" in row]
+  for row in rollouts:
+    weighted = row["rollout/part/vowels"] + 0.25 * row["rollout/part/even"]
+    assert row["rollout/reward_mean"] == pytest.approx(weighted)
+  # The journal has each answer's parts, and the weighted reward.
+  verdicts = [one["rollout"]["verdict"] for one in records_of(tmp_path / "whole") if "rollout" in one]
+  assert len(verdicts) == 5 * PER_STEP
+  for verdict in verdicts:
+    parts = verdict["parts"]
+    assert verdict["reward"] == 0.25 * parts["even"] + parts["vowels"]
+  # Every set is asked as often as the run's own task, at the same steps.
+  steps = {
+    room: [row["step"] for row in rows if f"{room}/pass_at_2" in row]
+    for room in ("heldout", "heldout_sums")
+  }
+  assert steps == {"heldout": [0, 1, 2, 3, 4, 5], "heldout_sums": [0, 1, 2, 3, 4, 5]}
+  assert whole.summary["sets"]["sums"]["accuracy_after"] == 0.0
+  assert whole.summary["reward_after"] == rows[-2]["heldout/reward"]
+  # The best is the highest of all, the earliest of equals, and is there beside the newest.
+  values = [row["heldout/part/vowels"] for row in rows if "heldout/part/vowels" in row]
+  best = values.index(max(values))
+  found = json.loads((tmp_path / "whole" / "best_checkpoint.json").read_text())
+  assert found == {"step": best, "metric": "heldout/part/vowels", "value": max(values)}
+  saved = checkpoint.steps(tmp_path / "whole" / "checkpoints")
+  assert best in saved and saved[-1] == 5
+  # A stop within an evaluation: it is made after the resume, and the same step is the best.
+  stop_at = 2 * (2 * evaluation.num_problems) + PER_STEP + 2
+  with pytest.raises(stops.Interrupted):
+    train(tmp_path / "run", Graded(stop_at=stop_at, stop=interrupt), **how)
+  assert rows_of(tmp_path / "run")[-1]["step"] >= 1
+  resumed = train(tmp_path / "run", Graded(), resume=True, **how)
+  assert_equal_bits(resumed.state, whole.state)
+  assert rows_of(tmp_path / "run") == rows
+  again = json.loads((tmp_path / "run" / "best_checkpoint.json").read_text())
+  assert again == found
+  assert best in checkpoint.steps(tmp_path / "run" / "checkpoints")

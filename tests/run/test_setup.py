@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax
+import numpy as np
 import pytest
 from small_run import CONFIG, MODEL, NUMERICS, Vowels, policy, programs_of, train
 
-from seerjax import rl
-from seerjax.run import off_policy
-from seerjax.run.config import TrainerConfig
+from seerjax import load_model, numerics as numerics_lib, rl
+from seerjax.models import parameters
+from seerjax.run import off_policy, setup
+from seerjax.run.config import RunConfig, TrainerConfig
 from seerjax.trainer import losses, step as step_lib
 
+MODEL_OF_NANO = object()  # Stands for what `load_model("nano")` returns.
 pytestmark = pytest.mark.usefixtures("programs_on_disk")
 
 
@@ -80,3 +84,52 @@ def test_what_cannot_work_is_refused_before_the_journal_begins(tmp_path, task, c
 def test_a_rival_is_not_resumed(stopped_copy):
   with pytest.raises(ValueError, match=r"RunConfig.stale: got .* and a run to resume, expected"):
     train(stopped_copy, resume=True, stale=off_policy.StaleConfig(begun=2.0))
+
+
+def test_a_loaded_model_is_what_learns_and_names_the_run():
+  (config, by_name), (same, loaded) = (
+    setup.opened(RunConfig(), one) for one in ("nano", load_model("nano"))
+  )
+  assert config.model == same.model == "nano"
+  assert jax.tree.all(jax.tree.map(np.array_equal, by_name.params, loaded.params))
+  assert by_name.model == loaded.model and loaded.tokenizer is not None
+  # What the config leaves open is the loaded model's.
+  numerics = numerics_lib.NumericsConfig(reduction_shards=0, compute_dtype="bfloat16")
+  rounded = load_model("nano", numerics)
+  config, policy = setup.opened(RunConfig(), rounded)
+  assert config.numerics == rounded.numerics
+  leaves = jax.tree.leaves(policy.params)
+  assert {leaf.dtype for leaf in leaves} == {np.dtype(np.float32)}
+  again = parameters.compute_params(policy.params, rounded.numerics)
+  assert jax.tree.all(jax.tree.map(np.array_equal, again, rounded.params))
+  # Equal ones may be said, too.
+  assert setup.opened(RunConfig(numerics=numerics), rounded)[0].numerics == numerics
+
+
+@pytest.mark.parametrize(
+  ("config", "model", "message"),
+  [
+    (RunConfig(model="a/b"), "nano", r"RunConfig.model: got 'a/b' and the model 'nano', expected one"),
+    (RunConfig(model="a/b"), MODEL_OF_NANO, r"RunConfig.model: got 'a/b' and the model 'nano'"),
+    (
+      RunConfig(numerics=numerics_lib.NumericsConfig(compute_dtype="bfloat16")),
+      MODEL_OF_NANO,
+      r"RunConfig.numerics: got compute_dtype='bfloat16' \(the model: 'float32'\), expected those",
+    ),
+    (
+      RunConfig(numerics=numerics_lib.NumericsConfig(kv_split=64, reduction_shards=4)),
+      MODEL_OF_NANO,
+      r"numerics: got kv_split=64 \(the model: 256\), reduction_shards=4 \(the model: 8\), expect",
+    ),
+    (RunConfig(), None, r"train.model: got NoneType, expected what seerjax.load_model returns, a na"),
+    (RunConfig(), 5, r"train.model: got int, expected what"),
+    (RunConfig(), MODEL, r"train.model: got TransformerConfig, expected what"),
+    (RunConfig(), {}, r"train.model: got dict, expected what"),
+  ],
+)
+def test_what_is_no_model_or_contradicts_the_config_is_refused(
+  config, model, message, unchecked_annotations
+):
+  model = load_model("nano") if model is MODEL_OF_NANO else model
+  with pytest.raises(ValueError, match=message):
+    setup.opened(config, model)
