@@ -159,13 +159,14 @@ def charts_of(run: Run) -> tuple[Chart, ...]:
   charts = []
   parts = sorted(name for name in run.curves if name.startswith("rollout/part/"))
   for start in range(0, len(parts), SERIES):
-    names = parts[start : start + SERIES]
+    names = tuple(parts[start : start + SERIES])
+    labels = tuple(name.removeprefix("rollout/part/") for name in names)
     charts.append(
       Chart(
-        title="Parts of the reward",
-        names=tuple(names),
+        title=f"Parts of the reward: {', '.join(labels)}",
+        names=names,
         note="means over the step's rollouts, unweighted",
-        labels=tuple(name.removeprefix("rollout/part/") for name in names),
+        labels=labels,
       )
     )
   for name in sorted(run.curves):

@@ -45,7 +45,7 @@ class RolloutConfig:
     min_p: 0 drops none.
     max_tokens: most generated tokens of a rollout.
     stop_strings: a rollout's text ends before the first of these.
-    reward_weights: by name, how many times a part of a verdict counts in its reward
+    reward_weights: by name, how many times a part of the task's verdicts counts in the reward
       (`types.weighted_sum`); a part that is not named counts once.
   """
 

@@ -44,7 +44,8 @@ class EvaluationConfig:
     num_samples: answers of each problem; fractions and rewards are means over all of them.
     pass_at: each k of which pass@k is reported, the chance that one of k answers is right.
     sets: further tasks that are asked besides the run's own, by name: "TASK" or "TASK=PATH", in the
-      words of `RunConfig.task` and `task_path`. Each has its numbers as `heldout_NAME/...`.
+      words of `RunConfig.task` and `task_path`. Each has its numbers as `heldout_NAME/...`, and the
+      parts of its reward count once each.
     best: the metric by which the best checkpoint is kept, of equals the earliest; "" keeps the
       latest checkpoints alone.
   """
@@ -307,7 +308,10 @@ class Evaluator:
   progress: progress_lib.Progress
 
   def accuracy(self, room: str = ROOM) -> dict[str, float]:
-    """Returns what `evaluate` says of a room's task."""
+    """Returns what `evaluate` says of a room's task.
+
+    Weights are of the run's own task: another set's parts, which may be others, count once each.
+    """
     run = divided.DividedRollout(self.engine, self.policy).run
     num_tokens = lambda: self.engine.counters.sampled_tokens
     watched = functools.partial(sampling.watched, self.progress, "evaluating", num_tokens, run)
@@ -326,7 +330,7 @@ class Evaluator:
       max_tokens=self.rollout.max_tokens,
       seed=self.seed,
       stop_strings=self.rollout.stop_strings,
-      reward_weights=self.rollout.reward_weights,
+      reward_weights=self.rollout.reward_weights if room == ROOM else {},
     )
 
 

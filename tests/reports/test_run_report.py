@@ -275,3 +275,20 @@ def test_on_a_small_screen_nothing_leaves_its_card(page, tmp_path):
       capture_output=True, text=True, check=True, timeout=120,
     )  # fmt: skip
     assert ("<pre>0 found</pre>" in done.stdout) == is_good, done.stdout[-2000:]
+
+
+def test_parts_of_the_reward_and_further_sets_are_drawn(tmp_path):
+  with metrics.Writer(tmp_path, console="off", tensorboard=False) as writer:
+    for step in range(4):
+      parts = {f"rollout/part/{name}": 0.1 * step for name in ("correct", "format", "length")}
+      sets = {"heldout_hard/reward": 0.5, "heldout_hard/accuracy": 0.25, "heldout/reward": 0.3}
+      writer.write(step, parts | sets | {"rollout/reward_mean": 0.2})
+  summary = dict(reward_before=0.125, reward_after=0.25, reward_gain_interval_95=[0.05, 0.2])
+  (tmp_path / "summary.json").write_text(json.dumps(summary))
+  text = run_report.render(tmp_path).read_text()
+  for title in ("Parts of the reward: correct, format", "Parts of the reward: length"):
+    assert f"{title}<" in text
+  assert "Held-out: hard" in text
+  assert "0.125 → 0.25" in text and "gain 0.05 to 0.2 (95 %)" in text
+  others = text.partition("Other metrics")[2]
+  assert "rollout/part/" not in others and "heldout_hard/" not in others

@@ -109,7 +109,7 @@ def test_a_loaded_model_is_what_learns_and_names_the_run():
 @pytest.mark.parametrize(
   ("config", "model", "message"),
   [
-    (RunConfig(model="a/b"), "nano", r"RunConfig.model: got 'a/b' and the model 'nano', expected one"),
+    (RunConfig(model="a/b"), "nano", r"RunConfig.model: got 'a/b' and the model 'nano', exp"),
     (RunConfig(model="a/b"), MODEL_OF_NANO, r"RunConfig.model: got 'a/b' and the model 'nano'"),
     (
       RunConfig(numerics=numerics_lib.NumericsConfig(compute_dtype="bfloat16")),
@@ -121,7 +121,7 @@ def test_a_loaded_model_is_what_learns_and_names_the_run():
       MODEL_OF_NANO,
       r"numerics: got kv_split=64 \(the model: 256\), reduction_shards=4 \(the model: 8\), expect",
     ),
-    (RunConfig(), None, r"train.model: got NoneType, expected what seerjax.load_model returns, a na"),
+    (RunConfig(), None, r"train.model: got NoneType, expected what seerjax.load_model retur"),
     (RunConfig(), 5, r"train.model: got int, expected what"),
     (RunConfig(), MODEL, r"train.model: got TransformerConfig, expected what"),
     (RunConfig(), {}, r"train.model: got dict, expected what"),
