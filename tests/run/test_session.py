@@ -325,6 +325,7 @@ class Graded(Vowels):
     return Verdict.of_parts(parts, correct=plain.correct, well_formed=plain.well_formed)
 
 
+@pytest.mark.thorough
 def test_parts_sets_and_the_best_checkpoint_outlive_a_stop(tmp_path):
   evaluation = dataclasses.replace(
     CONFIG.evaluation, num_problems=2, every=1, temperature=1.0, num_samples=2, pass_at=(1, 2),
