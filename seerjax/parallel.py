@@ -330,6 +330,39 @@ def make_mesh(
   return jax.sharding.Mesh(grid, (INSTANCE_AXIS, MODEL_AXIS))
 
 
+def require_sizes(
+  num_instances: int, model_shards: int, reduction_shards: int, *, what: str
+) -> None:
+  """Refuses sizes of a mesh that cannot be, whatever devices there are.
+
+  Args:
+    num_instances: copies of the model.
+    model_shards: devices of each.
+    reduction_shards: slabs that these share; 0 if the model decides.
+    what: stands before the field's name in a message.
+
+  Raises:
+    ValueError: naming the field.
+  """
+  if not 1 <= num_instances <= MAX_INSTANCES:
+    bound, fix = ("at least 1", "raise") if num_instances < 1 else (
+      f"at most {MAX_INSTANCES} (one a device)", "lower"
+    )
+    raise ValueError(
+      f"{what}num_instances: got {num_instances}, expected {bound}; {fix} it."
+    )
+  if model_shards not in MODEL_SHARDS:
+    raise ValueError(
+      f"{what}model_shards: got {model_shards}, expected one of {MODEL_SHARDS};"
+      " 1 is usual for a model that fits one device."
+    )
+  if reduction_shards and model_shards > reduction_shards:
+    raise ValueError(
+      f"{what}model_shards: got {model_shards}, expected at most NumericsConfig.reduction_shards="
+      f"{reduction_shards} (a device has a slab at least); lower it."
+    )
+
+
 def local_slabs(reduction_shards: int, model_shards: int) -> int:
   """Returns how many logical slabs one device of the model axis holds.
 

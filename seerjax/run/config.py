@@ -131,30 +131,17 @@ class RunConfig:
       raise ValueError(
         f"RunConfig.seed: got {self.seed}, expected 0 <= seed < 2**63; choose a smaller one."
       )
-    if self.num_instances > parallel.MAX_INSTANCES:
-      raise ValueError(
-        f"RunConfig.num_instances: got {self.num_instances}, expected at most"
-        f" {parallel.MAX_INSTANCES} (one a device); lower it."
-      )
+    parallel.require_sizes(
+      self.num_instances, self.model_shards, self.numerics.reduction_shards, what="RunConfig."
+    )
     for field, least in (
-      ("num_steps", 0), ("num_instances", 1), ("publish_bytes", 1), ("checkpoint_every", 1),
+      ("num_steps", 0), ("publish_bytes", 1), ("checkpoint_every", 1),
       ("lora_rank", 0),
     ):  # fmt: skip
       if vars(self)[field] < least:
         raise ValueError(
           f"RunConfig.{field}: got {vars(self)[field]}, expected at least {least}; raise it."
         )
-    if self.model_shards not in parallel.MODEL_SHARDS:
-      raise ValueError(
-        f"RunConfig.model_shards: got {self.model_shards}, expected one of {parallel.MODEL_SHARDS};"
-        " 1 is usual for a model that fits one device."
-      )
-    slabs = self.numerics.reduction_shards
-    if slabs and self.model_shards > slabs:
-      raise ValueError(
-        f"RunConfig.model_shards: got {self.model_shards}, expected at most"
-        f" NumericsConfig.reduction_shards={slabs} (a device has a slab at least); lower it."
-      )
     if not 0 < self.lora_alpha < math.inf:
       raise ValueError(
         f"RunConfig.lora_alpha: got {self.lora_alpha}, expected a positive number; 16 is usual."

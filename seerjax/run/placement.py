@@ -1,7 +1,6 @@
 """Flags for how a command runs its model: dtype, implementation, and the devices that share it.
 
-They have the names, defaults and checks of `RunConfig`. What cannot be is refused before any weight
-is read.
+They have the names and checks of `RunConfig`. What cannot be is refused before any weight is read.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ import jax
 
 from seerjax import numerics as numerics_lib, parallel
 from seerjax.models import config as model_config, huggingface, loading
-from seerjax.run.config import RunConfig
 
 
 class Placement(NamedTuple):
@@ -43,23 +41,17 @@ class Placement(NamedTuple):
 
 def define_flags() -> None:
   """Defines the flags."""
-  usual = RunConfig()
+  usual = numerics_lib.NumericsConfig()
   flags.DEFINE_string(
-    "compute_dtype", usual.numerics.compute_dtype, "Of weights and activations: float32, bfloat16."
+    "compute_dtype", usual.compute_dtype, "Of weights and activations: float32 or bfloat16."
   )
   flags.DEFINE_string(
-    "implementation", usual.numerics.implementation,
+    "implementation", usual.implementation,
     "What computes: auto, native (CPU), pallas (GPU, in bfloat16), tiled or untiled.",
   )  # fmt: skip
-  flags.DEFINE_integer(
-    "reduction_shards", usual.numerics.reduction_shards, "Slabs of sums; 0 asks the model."
-  )
-  flags.DEFINE_integer(
-    "num_instances", usual.num_instances, "Copies of the model, a share of the answers each."
-  )
-  flags.DEFINE_integer(
-    "model_shards", usual.model_shards, "Devices that share the weights of a copy: 1, 2, 4 or 8."
-  )
+  flags.DEFINE_integer("reduction_shards", 0, "Slabs of sums; 0 asks the model.")
+  flags.DEFINE_integer("num_instances", 1, "Copies of the model, a share of the answers each.")
+  flags.DEFINE_integer("model_shards", 1, "Devices that share the weights of a copy: 1, 2, 4 or 8.")
 
 
 def of_flags(model: str, numerics: numerics_lib.NumericsConfig) -> Placement:
@@ -82,28 +74,24 @@ def of_flags(model: str, numerics: numerics_lib.NumericsConfig) -> Placement:
     implementation=args.implementation,
     reduction_shards=args.reduction_shards,
   )
-  config = RunConfig(
-    model=model,
-    numerics=numerics,
-    num_instances=args.num_instances,
-    model_shards=args.model_shards,
-  )
-  num_devices = config.num_instances * config.model_shards
-  parallel.start(parallel.SliceConfig(), num_devices=num_devices)
-  return placed(config)
+  sizes = (args.num_instances, args.model_shards)
+  parallel.require_sizes(*sizes, numerics.reduction_shards, what="--")
+  parallel.start(parallel.SliceConfig(), num_devices=sizes[0] * sizes[1])
+  return placed(model, numerics, num_instances=sizes[0], model_shards=sizes[1])
 
 
-def placed(config: RunConfig) -> Placement:
-  """Returns how a config's model runs on the devices that are there.
+def placed(
+  model: str, numerics: numerics_lib.NumericsConfig, *, num_instances: int, model_shards: int
+) -> Placement:
+  """Returns how a model runs on the devices that are there.
 
   Raises:
     FileNotFoundError: if there is no such model.
     ValueError: if its numerics or shards cannot be for this model or this machine.
   """
-  shape = huggingface.load_config(loading.directory_of(config.model))
-  numerics = model_config.numerics_for(shape, config.numerics)
-  parallel.local_slabs(numerics.reduction_shards, config.model_shards)
-  mesh = parallel.make_mesh(
-    num_instances=config.num_instances, model_shards=config.model_shards
-  )
+  parallel.require_sizes(num_instances, model_shards, numerics.reduction_shards, what="--")
+  shape = huggingface.load_config(loading.directory_of(model))
+  numerics = model_config.numerics_for(shape, numerics)
+  parallel.local_slabs(numerics.reduction_shards, model_shards)
+  mesh = parallel.make_mesh(num_instances=num_instances, model_shards=model_shards)
   return Placement(shape, numerics, mesh)

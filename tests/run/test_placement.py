@@ -8,15 +8,12 @@ import pytest
 from seerjax.models import loading
 from seerjax.numerics import NumericsConfig
 from seerjax.run import placement
-from seerjax.run.config import RunConfig
 
 
 def placed(num_instances=1, model_shards=1, model="nano", **numerics) -> placement.Placement:
   found = NumericsConfig(**{"reduction_shards": 0, **numerics})
   return placement.placed(
-    RunConfig(
-      model=model, numerics=found, num_instances=num_instances, model_shards=model_shards
-    )
+    model, found, num_instances=num_instances, model_shards=model_shards
   )
 
 
@@ -41,10 +38,10 @@ def test_what_is_decided_is_said():
       dict(implementation="pallas", compute_dtype="bfloat16"),
       "implementation: got 'pallas', and .* expected a machine, a model",
     ),
-    (dict(model_shards=3), "RunConfig.model_shards: got 3, expected one of .*; 1 is usual"),
-    (dict(model_shards=0), "RunConfig.model_shards: got 0, expected one of"),
+    (dict(model_shards=3), "--model_shards: got 3, expected one of .*; 1 is usual"),
+    (dict(model_shards=0), "--model_shards: got 0, expected one of"),
     (dict(model_shards=2, reduction_shards=1), "model_shards: got 2, expected at most .*=1"),
-    (dict(num_instances=0), "RunConfig.num_instances: got 0, expected at least 1; raise it"),
+    (dict(num_instances=0), "--num_instances: got 0, expected at least 1; raise it"),
     (dict(num_instances=8, model_shards=4), "= 32 devices, expected at most the 8 there are"),
     (dict(reduction_shards=16), "reduction_shards: got 16, expected a divisor of num_kv_heads=8"),
   ],

@@ -48,7 +48,7 @@ def test_bfloat16_has_equal_bits_alone_in_company_and_on_two_devices(tmp_path):
   ("command", "flag", "message"),
   [
     ("serve", "--compute_dtype=half", "NumericsConfig.compute_dtype: got 'half', expected one of"),
-    ("serve", "--model_shards=3", "RunConfig.model_shards: got 3, expected one of"),
+    ("serve", "--model_shards=3", "--model_shards: got 3, expected one of"),
     ("serve", "--max_context=1", "EngineConfig.max_context: got 1, expected at least 2"),
     ("serve", "--max_sequences=-1", "EngineConfig.max_sequences: got -1, expected at least 0"),
     ("generate", "--implementation=gpu", "implementation: got 'gpu', expected one of"),
