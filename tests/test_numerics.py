@@ -139,6 +139,8 @@ def test_on_a_cpu_a_fingerprint_has_the_digest_of_its_own_fields_alone():
 )
 def test_settings_of_jax_that_move_bits_stand_in_the_fingerprint(setting: str, value: Any):
   config = numerics.NumericsConfig(reduction_shards=1, implementation="tiled", row_tile=8)
+  if setting not in jax.config.values:
+    pytest.skip(f"JAX {jax.__version__} has no setting {setting}")
   usual = numerics.fingerprint(config)
   assert not set(usual) & set(numerics.JAX_SETTINGS)
   before = jax.config.values[setting]

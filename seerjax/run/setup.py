@@ -176,11 +176,15 @@ def set_up(
   memory = memory_lib.memory_plan(config, policy.model)
   before: dict[str, float] = {}
   base = programs_lib.base_weights(config, policy)
+  data = digests.of_task(slices.own_task(task), config.task_path or None)
+  for name, one in sets.items():
+    path = config.evaluation.sets.get(name, "").partition("=")[2]
+    data |= digests.of_set(name, slices.own_task(one), path or None)
   run.hold_to(
     metrics.encode(dataclasses.asdict(config)),
     free=FREE_SETTINGS,
     defaults=metrics.encode(dataclasses.asdict(RunConfig())),
-    data=digests.of_task(slices.own_task(task), config.task_path or None),
+    data=data,
   )
   like = lambda: programs_lib.abstract_state(config, policy, optimizer)
   restored = run.restore(like, fingerprint=fingerprint)

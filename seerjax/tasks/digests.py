@@ -54,6 +54,14 @@ def of_task(task: Task, path: str | os.PathLike[str] | None = None) -> dict[str,
   return found | of_source(code)
 
 
+def of_set(
+  name: str, task: Task, path: str | os.PathLike[str] | None = None
+) -> dict[str, str]:
+  """Returns the digests of what an evaluation set asks, each by the set's name and its own."""
+  found = of_task(task, path)
+  return {f"{name}.{part}": digest for part, digest in found.items() if part != "train"}
+
+
 def of_source(code: Any) -> dict[str, str]:
   """Returns the digest of the file in which a function or a class is written.
 
@@ -83,8 +91,10 @@ def of_files(path: pathlib.Path) -> str:
 
 
 def data_of(digests: Mapping[str, str]) -> dict[str, str]:
-  """Returns the digests without that of a source."""
-  return {name: digest for name, digest in digests.items() if name != SOURCE}
+  """Returns the digests without those of sources."""
+  return {
+    name: digest for name, digest in digests.items() if name.rpartition(".")[2] != SOURCE
+  }
 
 
 def differences(stored: Mapping[str, str], current: Mapping[str, str]) -> list[str]:

@@ -98,6 +98,17 @@ def test_every_task_of_files_has_digests_of_both_splits(tmp_path, name: str):
   assert found[0] == found[1] and not {*found[0].values()} & {*found[2].values()}
 
 
+def test_a_set_of_an_evaluation_has_the_digest_of_what_it_asks(tmp_path):
+  task = function_task("own", write(tmp_path / "a.jsonl", ROWS), two_arguments)
+  found = digests.of_set("more", task)
+  assert set(found) == {"more.heldout", "more.source"}
+  assert found["more.heldout"] == digests.of_task(task)["heldout"]
+  assert set(digests.data_of(found)) == {"more.heldout"}
+  message = r"got other data than the run's \(more.heldout was '\w{16}' and is None"
+  with pytest.raises(ValueError, match=message):
+    digests.require_same(found, {}, what="--resume")
+
+
 def test_drawn_tasks_have_none():
   for name in ("word_problems", "countdown", "sudoku", "puzzles"):
     assert digests.of_task(tasks.load(name)) == {}
