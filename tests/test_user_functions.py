@@ -349,6 +349,7 @@ def test_what_cannot_be_copied_is_no_artefact():
   assert not score.is_valid and "got what cannot be copied (RecursionError)" in score.reason
 
 
+@pytest.mark.thorough  # Every day, tests/run/test_hidden_inputs.py has such a function too.
 @pytest.mark.usefixtures("programs_on_disk")
 def test_what_hears_of_each_step_cannot_change_the_run(tmp_path):
   numbers_seen = []

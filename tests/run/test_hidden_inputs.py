@@ -83,6 +83,7 @@ def test_prompts_in_another_order_are_refused_before_any_work(copied, tmp_path):
   assert files == {path: path.read_bytes() for path in copied.rglob("*") if path.is_file()}
 
 
+@pytest.mark.thorough
 def test_other_data_are_accepted_by_name_and_both_are_recorded(copied, tmp_path):
   heard: list[str] = []
   other = task_of(tmp_path / "rows.jsonl", ROWS[::-1])
@@ -184,6 +185,15 @@ def test_a_run_keeps_the_moment_at_which_it_began(tmp_path):
   given = chat_template.ChatConfig(now="2027-01-02T03:04:05+00:00")
   with pytest.raises(ValueError, match=rf"chat.now was '{now[:10]}.*' and is '2027-01-02T03:04:05"):
     train_by_clock(directory, task_of(path, ROWS), "UTC", resume=True, settings=dict(chat=given))
-  train_by_clock(directory, task_of(path, ROWS), "America/New_York", resume=True)
+
+
+  def ruin(step: int, state: Any, numbers: dict[str, float]) -> None:
+    state.params.clear()
+    numbers.clear()
+
+  result = train_by_clock(
+    directory, task_of(path, ROWS), "America/New_York", resume=True, on_step=ruin
+  )
+  assert result.state.params  # What hears of a step has its own.
   assert json.loads((directory / "config.json").read_text())["chat"]["now"] == now
   assert prompts_of(directory) == before
