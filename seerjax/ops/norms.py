@@ -25,7 +25,10 @@ def rms_norm_rows(
   x32 = x.astype(jnp.float32)
   variance = jnp.mean(x32 * x32, axis=-1, keepdims=True)
   normed = (x32 * lax.rsqrt(variance + jnp.float32(eps))).astype(x.dtype)
-  return normed * scale.reshape((1,) * (x.ndim - 1) + scale.shape)
+  # Of one dtype in every model here; of another, the product is rounded to x's.
+  wider = x.dtype if x.dtype == scale.dtype else jnp.float32
+  scale = scale.astype(wider).reshape((1,) * (x.ndim - 1) + scale.shape)
+  return (normed.astype(wider) * scale).astype(x.dtype)
 
 
 def rms_norm(

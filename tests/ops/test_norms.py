@@ -50,6 +50,19 @@ def test_values_and_gradients_are_the_definitions(num_rows):
     np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("of_x, of_scale", [("bfloat16", "float32"), ("float32", "bfloat16")])
+def test_rows_keep_their_dtype_beside_a_scale_of_another(of_x, of_scale):
+  (x, _), (_, scale) = inputs(5, dtype=of_x), inputs(5, dtype=of_scale)
+  found = norm(x, scale)
+  assert found.dtype == of_x
+  unit = norms.rms_norm_reference(x, jnp.ones(13), eps=1e-3).astype(of_x).astype(jnp.float32)
+  expected = unit * scale.astype(jnp.float32)[None]
+  tolerance = 2**-7 if of_x == "bfloat16" else 1e-6
+  np.testing.assert_allclose(found.astype(jnp.float32), expected, rtol=tolerance)
+  of_sum = jax.grad(lambda *both: norm(*both).astype(jnp.float32).sum(), argnums=(0, 1))
+  assert [one.dtype for one in of_sum(x, scale)] == [of_x, of_scale]
+
+
 def test_bfloat16_rounds_before_the_scale():
   x, scale = inputs(5, dtype=jnp.bfloat16)
   found = norm(x, scale)
