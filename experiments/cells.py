@@ -21,7 +21,7 @@ from seerjax import metrics, ttt
 from seerjax.discovery import tiny_policy as tiny_policy_lib
 from seerjax.discovery.config import DiscoverConfig
 from seerjax.discovery.environment import Environment
-from seerjax.run import programs as programs_lib
+from seerjax.run import programs as programs_lib, stops
 from seerjax.run.programs import Programs
 
 FILE_NAME = "cells.jsonl"
@@ -101,6 +101,7 @@ def completed(
 
   Raises:
     ValueError: if the file holds cells of other settings, or a cell is asked for twice.
+    stops.Interrupted: on Ctrl-C or SIGTERM, with how many cells are kept.
   """
   if len({*cells}) < len(cells):
     twice = next(cell for cell in cells if cells.count(cell) > 1)
@@ -111,9 +112,20 @@ def completed(
   found = {tuple(record[name] for name in names): record for record in read(path, settings)}
   missing = [cell for cell in cells if cell not in found]
   programs: dict[Any, Programs] = {}
-  for cell in rich.progress.track(missing, f"cells, {len(cells) - len(missing)} were finished"):
-    found[cell] = measure(cell, found, programs)
-    append(path, found[cell])
+  try:
+    for cell in rich.progress.track(missing, f"cells, {len(cells) - len(missing)} were finished"):
+      found[cell] = measure(cell, found, programs)
+      append(path, found[cell])
+  except (KeyboardInterrupt, stops.Interrupted) as stop:
+    # What a cell's own run says of `--resume` is not true of a table.
+    count = len(read(path, settings))
+    kept = (
+      f"with {count} of {len(cells)} cells finished, which {path} keeps; the same command goes on"
+      if count
+      else f"before the first of {len(cells)} cells was finished; nothing is kept"
+    )
+    status = stop.status if isinstance(stop, stops.Interrupted) else stops.status_of(stop)
+    raise stops.Interrupted(f"stopped {kept}", status) from None
   return [found[cell] for cell in cells]
 
 

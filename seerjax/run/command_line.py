@@ -73,5 +73,6 @@ def refusals() -> Iterator[None]:
     print(stopped)
     sys.exit(stopped.status)
   except KeyboardInterrupt as stop:
-    print(f"stopped by {stops.name_of(stop)}; what was finished is kept", file=sys.stderr)
+    # What a command keeps it says itself (`stops.Interrupted`); most keep nothing on the way.
+    print(f"stopped by {stops.name_of(stop)} before the end", file=sys.stderr)
     sys.exit(stops.status_of(stop))

@@ -31,7 +31,7 @@ class Terminated(KeyboardInterrupt):
 
 
 class Interrupted(Exception):
-  """A run was stopped by Ctrl-C or SIGTERM after its last whole step was saved.
+  """A command was stopped by Ctrl-C or SIGTERM, and its message says what it keeps.
 
   Attributes:
     status: that the program should end with: 130 or 143, as a shell says it.

@@ -17,6 +17,7 @@ import tiny_problem
 
 from experiments import cells
 from experiments.problems import names
+from seerjax.run import stops
 
 
 class Cell(NamedTuple):
@@ -64,6 +65,29 @@ def test_a_cell_that_is_asked_for_twice_is_refused_before_any_is_run(tmp_path: p
   with pytest.raises(ValueError, match=r"got \('a', 1\) twice, expected each cell once; name no p"):
     cells.completed([*CELLS, CELLS[1]], tmp_path, SETTINGS, measured)
   assert not (tmp_path / cells.FILE_NAME).exists()
+
+
+@pytest.mark.parametrize(
+  "stop", [KeyboardInterrupt, stops.Terminated, lambda: stops.Interrupted("--resume goes on", 130)]
+)
+@pytest.mark.parametrize(
+  "num_finished, said",
+  [
+    (0, "stopped before the first of 3 cells was finished; nothing is kept"),
+    (2, "stopped with 2 of 3 cells finished, which "),
+  ],
+)
+def test_a_table_that_is_stopped_says_what_it_keeps(stop, num_finished, said, tmp_path):
+  def measure(cell, found, programs):
+    if len(found) == num_finished:
+      raise stop()
+    return measured(cell, found, programs)
+
+  with pytest.raises(stops.Interrupted) as stopped:
+    cells.completed(CELLS, tmp_path, SETTINGS, measure)
+  assert str(stopped.value).startswith(said) and stopped.value.status in (130, 143)
+  assert len(cells.read(tmp_path / cells.FILE_NAME, SETTINGS)) == num_finished
+  assert len(cells.completed(CELLS, tmp_path, SETTINGS, measured)) == 3
 
 
 def test_a_full_disk_is_said_and_costs_no_finished_cell(tmp_path: pathlib.Path):

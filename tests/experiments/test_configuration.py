@@ -185,14 +185,14 @@ def test_ctrl_c_ends_with_one_line(capsys):
   with pytest.raises(SystemExit) as stopped, command_line.refusals():
     raise KeyboardInterrupt
   assert stopped.value.code == 130
-  assert capsys.readouterr().err == "stopped by Ctrl-C; what was finished is kept\n"
+  assert capsys.readouterr().err == "stopped by Ctrl-C before the end\n"
 
 
 def test_sigterm_ends_with_one_line_and_its_status(capsys):
   with pytest.raises(SystemExit) as stopped, command_line.refusals():
     os.kill(os.getpid(), signal.SIGTERM)
   assert stopped.value.code == 143
-  assert capsys.readouterr().err == "stopped by SIGTERM; what was finished is kept\n"
+  assert capsys.readouterr().err == "stopped by SIGTERM before the end\n"
 
 
 def test_a_run_that_was_stopped_says_after_which_step(capsys):
