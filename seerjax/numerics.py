@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import device
-from seerjax import xla_flags
+from seerjax import fields, xla_flags
 from seerjax.array_typing import Array, PRNGKeyArray
 
 Implementation = Literal["auto", "tiled", "native", "pallas", "pallas_interpreted", "untiled"]
@@ -98,6 +98,7 @@ class NumericsConfig:
         f"NumericsConfig.implementation: got {self.implementation!r}, expected one of"
         f" {IMPLEMENTATIONS}; 'tiled' runs everywhere."
       )
+    fields.check(self)
     if self.compute_dtype not in DTYPES:
       raise ValueError(
         f"NumericsConfig.compute_dtype: got {self.compute_dtype!r}, expected one of {DTYPES};"
@@ -111,9 +112,9 @@ class NumericsConfig:
       )
     for field in ("row_tile", "query_tile", "slot_tile", "kv_split", "reduction_shards"):
       value = getattr(self, field)
-      if field in ("row_tile", "reduction_shards") and isinstance(value, int) and value == 0:
+      if field in ("row_tile", "reduction_shards") and value == 0:
         continue
-      if not isinstance(value, int) or value < 1 or value & (value - 1):
+      if value < 1 or value & (value - 1):
         raise ValueError(
           f"NumericsConfig.{field}: got {value}, expected a power of two; the defaults are"
           " row_tile=0 (which leaves it to the platform), query_tile=8, slot_tile=8, kv_split=256,"

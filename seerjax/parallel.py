@@ -23,6 +23,7 @@ from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
+from seerjax import fields
 from seerjax.array_typing import Array, Shaped
 
 MAX_INSTANCES = 1024  # As many devices of a CPU take a second to make; the time grows squared.
@@ -64,6 +65,7 @@ class SliceConfig:
   heartbeat_seconds: int = 30
 
   def __post_init__(self):
+    fields.check(self)
     if self.launcher not in LAUNCHERS:
       raise ValueError(
         f"SliceConfig.launcher: got {self.launcher!r}, expected one of {LAUNCHERS}; leave it empty"

@@ -28,7 +28,7 @@ import jax
 import numpy as np
 import optax
 
-from seerjax import agreement, metrics
+from seerjax import agreement, fields, metrics
 from seerjax.engine import engine as engine_lib
 from seerjax.models import parameters
 from seerjax.models.loading import Model
@@ -84,6 +84,7 @@ class Result:
     return Model(self.policy.model, params, numerics, self.policy.tokenizer)
 
 
+@fields.checked
 def train(
   config: RunConfig,
   model: str | os.PathLike[str] | Model | Policy,
@@ -134,11 +135,6 @@ def train(
       sampled or the journal begun. Later only for what one problem shows: a prompt that leaves no
       room for its answer, or a text that the task cannot judge (the run can be resumed).
   """
-  if not isinstance(task, Task):
-    raise ValueError(
-      f"train.task: got {type(task).__name__}, expected a task with name, num_problems, problem and"
-      " verdict; pass tasks.load(...), or see seerjax.types.Task."
-    )
   sets = evaluation.load_sets(config.evaluation) | dict(evaluation_sets or {})
   with session_lib.Session(
     pathlib.Path(directory),

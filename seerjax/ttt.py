@@ -33,7 +33,7 @@ from typing import Any
 
 import numpy as np
 
-from seerjax import metrics
+from seerjax import fields, metrics
 from seerjax.discovery import (
   archive as archive_lib,
   attempts as attempts_lib,
@@ -90,6 +90,7 @@ class Discovery:
 SAVE_SECONDS = 60.0
 
 
+@fields.checked
 def discover(
   config: DiscoverConfig,
   environment: Environment,
@@ -123,12 +124,6 @@ def discover(
     stops.Interrupted: on Ctrl-C or SIGTERM; what was found is saved.
     ValueError: for settings, a directory or a problem that cannot work, before anything is sampled.
   """
-  if not isinstance(environment, Environment):
-    raise ValueError(
-      f"discover.environment: got {type(environment).__name__}, expected a problem; pass"
-      " loading.load(config.problem), or what has the attributes of discovery.environment."
-      "Environment."
-    )
   if factory is None:
     factory = functools.partial(loading.load, config.problem)
     if config.num_workers:

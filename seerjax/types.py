@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, NoReturn, Protocol, runtime_checkable
 
 import numpy as np
 
+from seerjax import fields
 from seerjax.array_typing import Array, Float, Int
 
 
@@ -44,13 +45,8 @@ class Problem:
   messages: tuple[Mapping[str, Any], ...] = ()
 
   def __post_init__(self):
-    for field in ("problem_id", "prompt", "context", "question", "answer", "solution"):
-      value = vars(self)[field]
-      if not isinstance(value, str):
-        raise ValueError(
-          f"Problem.{field}: got {value!r} ({type(value).__name__}), expected text; write str(...)."
-        )
-    if not _is_whole(self.num_steps) or self.num_steps < 0:
+    fields.check(self)
+    if self.num_steps < 0:
       raise ValueError(
         f"Problem.num_steps: got {self.num_steps!r}, expected a whole number of at least 0; 0 if it"
         " is not known."
@@ -144,17 +140,9 @@ class SamplingParams:
   stop_strings: tuple[str, ...] = ()
 
   def __post_init__(self):
+    # How far a bias may go is decided by the engine that runs the request.
+    fields.check(self, unbounded=("logit_bias",))
     refuse = self._refuse
-    for field in ("top_k", "max_tokens"):
-      if not _is_whole(vars(self)[field]):
-        refuse(field, repr(vars(self)[field]), "a whole number", "round it")
-    for field, of_what in (
-      ("logit_bias", "pairs (token id, bias)"), ("allowed", "pairs of ids (low, high)"),
-      ("stop_token_ids", "token ids"), ("stop_strings", "strings"),
-    ):  # fmt: skip
-      value = vars(self)[field]
-      if not isinstance(value, tuple | list):
-        refuse(field, f"{value!r} ({type(value).__name__})", f"a tuple of {of_what}", "write (x,)")
     if self.temperature != 0 and not is_temperature(self.temperature):
       refuse("temperature", self.temperature, f"0 or {TEMPERATURES}", "0 is greedy, 1 is usual")
     if not 0 <= self.top_k < 2**31:
@@ -165,7 +153,7 @@ class SamplingParams:
       refuse("min_p", self.min_p, "0 <= min_p <= 1", "0 drops no token")
     for field, (low, high, none) in PENALTIES.items():
       value = vars(self)[field]
-      if not _is_number(value) or not low <= value <= high:
+      if not low <= value <= high:
         refuse(field, repr(value), f"{low:g} <= {field} <= {high:g}", f"{none} penalises no token")
     if self.max_tokens < 1:
       refuse("max_tokens", self.max_tokens, "max_tokens >= 1", "raise it")
@@ -173,16 +161,13 @@ class SamplingParams:
       places = f"{self.max_tokens} with {len(self.allowed)} places in `allowed`"
       refuse("max_tokens", places, "no more tokens than places", "lower it")
     for pair in self.allowed:
-      if not _is_pair(pair) or not all(map(_is_whole, pair)) or not 0 <= pair[0] < pair[1] < 2**31:
+      if not 0 <= pair[0] < pair[1] < 2**31:
         refuse("allowed", pair, "pairs 0 <= low < high < 2**31", "name one id at least everywhere")
-    for pair in self.logit_bias:
-      if not _is_pair(pair) or not _is_whole(pair[0]) or not _is_number(pair[1]):
-        refuse("logit_bias", repr(pair), "pairs (token id, bias)", "write ((5, -1.0),)")
     for token in self.stop_token_ids:
-      if not _is_whole(token) or not 0 <= token < 2**31:
+      if not 0 <= token < 2**31:
         refuse("stop_token_ids", repr(token), "token ids from 0 on", "encode with the tokenizer")
     for text in self.stop_strings:
-      if not isinstance(text, str) or not text:
+      if not text:
         refuse("stop_strings", repr(text), "strings of at least one character", "drop it")
 
   @property
@@ -196,17 +181,9 @@ class SamplingParams:
     raise ValueError(f"SamplingParams.{field}: got {got}, expected {expected}; {fix}.")
 
 
-def _is_whole(value: Any) -> bool:
-  return isinstance(value, int | np.integer)
-
-
-def _is_number(value: Any) -> bool:
-  # Infinity and NaN too: the engine that runs the request decides how far a bias may go.
-  return isinstance(value, int | float | np.integer | np.floating)
-
-
-def _is_pair(value: Any) -> bool:
-  return isinstance(value, tuple | list) and len(value) == 2
+_FIXES = {
+  "prompt": "encode text with the tokenizer, and write tuple(ids.tolist()) of an array"
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -234,32 +211,13 @@ class Request:
   namespace: str = ""
 
   def __post_init__(self):
-    for field in ("request_id", "group_id", "adapter", "namespace"):
-      value = vars(self)[field]
-      if not isinstance(value, str):
-        raise ValueError(
-          f"Request.{field}: got {value!r} ({type(value).__name__}), expected text; write str(...)."
-        )
+    fields.check(self, fixes=_FIXES)
     for field in ("group_id", "namespace"):
       if "\0" in vars(self)[field]:
         raise ValueError(
           f"Request.{field}: got {vars(self)[field]!r}, expected text without the character NUL,"
           " which parts the two where texts are shared; leave it out."
         )
-    if not isinstance(self.prompt, tuple | list):
-      raise ValueError(
-        f"Request.prompt: got {type(self.prompt).__name__}, expected a tuple of token ids; encode"
-        " text with the tokenizer, and write tuple(ids.tolist()) of an array."
-      )
-    if not isinstance(self.sampling, SamplingParams):
-      raise ValueError(
-        f"Request.sampling: got {type(self.sampling).__name__}, expected SamplingParams; write"
-        " SamplingParams(max_tokens=...)."
-      )
-    if not _is_whole(self.seed):
-      raise ValueError(
-        f"Request.seed: got {self.seed!r}, expected a whole number, 0 <= seed < 2**32; round it."
-      )
 
 
 # Why a completion ended; "" while it runs.

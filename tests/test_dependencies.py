@@ -21,8 +21,8 @@ PACKAGES = ("seerjax", "pallas_kernels")
 # Each step may import the steps before it.
 STEPS: tuple[tuple[str, ...], ...] = (
   (
-    "array_typing", "agreement", "compiled", "host_memory", "object_store", "pallas_kernels",
-    "xla_flags",
+    "array_typing", "agreement", "compiled", "fields", "host_memory", "object_store",
+    "pallas_kernels", "xla_flags",
   ),
   ("numerics", "types"),
   ("parallel", "metrics", "ops", "checkpoint", "tasks", "sandbox"),
@@ -69,7 +69,7 @@ HOST_ONLY = (
   "speculation/verification.py",
 )
 HOST_ONLY_IMPORTS = {"numpy", "numba", "seerjax"}
-HOST_ONLY_ROOMS = {"compiled", "types", "rollout", "sleep", "speculation"}
+HOST_ONLY_ROOMS = {"compiled", "fields", "types", "rollout", "sleep", "speculation"}
 CLOCKS = {"time", "datetime"}
 # No clock decides in these rooms; waiting between two tries of a call over HTTP decides nothing.
 CLOCKLESS = ("rollout", "sleep", "speculation")

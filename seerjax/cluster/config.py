@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+from seerjax import fields
+
 # The address of workers that are engines of the run's own process.
 LOCAL = "local"
 
@@ -25,6 +27,7 @@ class ClusterConfig:
   patience_seconds: float = 600.0
 
   def __post_init__(self):
+    fields.check(self)
     if self.workers < 0 or not self.patience_seconds > 0:
       raise ValueError(
         f"ClusterConfig: got workers={self.workers}, patience_seconds={self.patience_seconds},"

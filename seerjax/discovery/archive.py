@@ -37,6 +37,8 @@ import json
 import math
 from typing import Any
 
+from seerjax import fields
+
 # JSON: None, bool, int, float (finite), str, list and dict of these.
 Artefact = Any
 
@@ -63,6 +65,7 @@ class Child:
   printed: str = ""
 
   def __post_init__(self):
+    fields.check(self, unbounded=("value", "reward"))
     for field, number in (("value", self.value), ("reward", self.reward)):
       if not -MAX_VALUE <= number <= MAX_VALUE:
         raise ValueError(

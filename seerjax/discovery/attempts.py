@@ -13,6 +13,7 @@ import dataclasses
 import math
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+from seerjax import fields
 from seerjax.discovery.environment import Artefact, Score
 from seerjax.rollout import groups
 from seerjax.rollout.journal import Journal
@@ -52,6 +53,7 @@ class Attempt:
   cpu_seconds: float = 0.0
 
   def __post_init__(self):
+    fields.check(self)
     if len({self.status == "ok", self.score.is_valid, self.artefact is not None}) > 1:
       raise ValueError(
         f"Attempt: got status={self.status!r}, is_valid={self.score.is_valid} and"

@@ -7,7 +7,7 @@ import math
 import pathlib
 from typing import Any
 
-from seerjax import metrics, numerics as numerics_lib, parallel, types
+from seerjax import fields, metrics, numerics as numerics_lib, parallel, types
 from seerjax.discovery import (
   environment as environment_lib,
   puct,
@@ -51,6 +51,7 @@ class TinyConfig:
   warm_passes: int = 2
 
   def __post_init__(self):
+    fields.check(self)
     if self.num_heads < 1 or self.num_heads % 8 or self.hidden_size < 1 or self.num_layers < 1 or (
       self.hidden_size % self.num_heads
     ):
@@ -90,6 +91,7 @@ class ProgramConfig:
   allow_weak_sandbox: bool = False
 
   def __post_init__(self):
+    fields.check(self)
     for field in ("thinking_tokens", "answer_tokens", "memory_mib", "num_workers"):
       if vars(self)[field] < 1:
         raise ValueError(
@@ -165,6 +167,7 @@ class DiscoverConfig:
   optimizer: step_lib.OptimizerConfig = step_lib.OptimizerConfig(b2=0.95, max_gradient_norm=1.0)
 
   def __post_init__(self):
+    fields.check(self)
     least = {
       "seed": 0, "num_steps": 1, "groups_per_step": 1, "group_size": entropic.MIN_GROUP,
       "num_instances": 1, "checkpoint_every": 1, "lora_rank": 0, "num_workers": 0,

@@ -24,7 +24,7 @@ import dataclasses
 import math
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-from seerjax import types
+from seerjax import fields, types
 
 MAX_VALUE = 1e300  # Of a score, in size: the archive takes differences of two.
 
@@ -72,6 +72,7 @@ class Score:
   certificate: str = ""
 
   def __post_init__(self):
+    fields.check(self, unbounded=("value", "reward"))
     if self.is_valid and not (abs(self.value) <= MAX_VALUE and 0 < self.reward <= MAX_VALUE):
       raise ValueError(
         f"Score: got value={self.value}, reward={self.reward} of a valid artefact, expected a"

@@ -7,6 +7,7 @@ import math
 
 import numpy as np
 
+from seerjax import fields
 from seerjax.discovery.attempts import Sampled
 from seerjax.trainer import advantages, entropic
 
@@ -39,6 +40,7 @@ class ObjectiveConfig:
   kl_coefficient: float = 0.1
 
   def __post_init__(self):
+    fields.check(self)
     if self.kind not in OBJECTIVES:
       raise ValueError(
         f"ObjectiveConfig.kind: got {self.kind!r}, expected one of {OBJECTIVES}; choose one."

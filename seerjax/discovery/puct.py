@@ -30,6 +30,7 @@ import math
 
 import numpy as np
 
+from seerjax import fields
 from seerjax.array_typing import Float
 from seerjax.discovery import archive as archives
 from seerjax.discovery.archive import Archive, State
@@ -72,6 +73,7 @@ class SearchConfig:
   patience: int = 0
 
   def __post_init__(self):
+    fields.check(self)
     if self.reuse not in REUSE:
       raise ValueError(
         f"SearchConfig.reuse: got {self.reuse!r}, expected one of {REUSE}; choose one."

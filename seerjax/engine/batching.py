@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from seerjax import fields
 from seerjax.engine import runner as runner_lib
 from seerjax.engine.sequence import ScheduledRows, SequenceState
 from seerjax.ops import penalties, sampling
@@ -38,7 +39,7 @@ def instance_inputs(
   query_tile: int,
   page_size: int,
   table_width: int,
-  mask_words: int = 0,
+  masked_ids: int = 0,
   num_penalties: int = 0,
   has_adapters: bool = False,
 ) -> runner_lib.StepInputs:
@@ -56,12 +57,12 @@ def instance_inputs(
     query_tile: most positions of a segment.
     page_size: positions of a page.
     table_width: pages of a row of the page table.
-    mask_words: of each sample's mask; 0 if none has one.
+    masked_ids: size of the vocabulary that masks speak of; 0 if no sample has a mask.
     num_penalties: entries of each sample's penalties; 0 if none has any.
     has_adapters: whether rows choose among adapters.
   """
   rows = _Rows(
-    num_rows, num_segments, max_key_copies, table_width, query_tile, page_size, mask_words,
+    num_rows, num_segments, max_key_copies, table_width, query_tile, page_size, masked_ids,
     num_penalties,
   )  # fmt: skip
   for one in work:
@@ -121,7 +122,7 @@ class _Rows:
     table_width: int,
     query_tile: int,
     page_size: int,
-    mask_words: int,
+    masked_ids: int,
     num_penalties: int,
   ):
     self.query_tile, self.page_size = query_tile, page_size
@@ -135,8 +136,10 @@ class _Rows:
     self.seeds = _ZEROS(num_rows, np.uint32)
     self.low, self.high = _ZEROS(num_rows, np.int32), np.full(num_rows, sampling.NO_LIMIT, np.int32)
     self.masks: Any = None
-    if mask_words:
-      self.masks = np.full((num_rows, mask_words), sampling.ALL_ALLOWED, np.uint32)
+    self.masked_ids = masked_ids
+    if masked_ids:
+      words = -(-masked_ids // 32)
+      self.masks = np.full((num_rows, words), sampling.ALL_ALLOWED, np.uint32)
     self.penalties = penalties.empty((num_rows,), num_penalties) if num_penalties else {}
     self.copied, self.copy_slots = (_ZEROS(max_key_copies, np.int32) for _ in range(2))
     self.row = self.num_segments = self.num_samples = self.num_copies = 0
@@ -198,10 +201,39 @@ class _Rows:
         penalties.write(self.penalties, (self.num_samples + row,), params, found)
     if sequence.mask is not None:
       assert count == 1, f"got {count} samples of a request with a mask, expected no draft of it"
-      self.masks[places] = sequence.mask(sequence.tokens[sequence.num_prompt :])
+      mask = sequence.mask(sequence.tokens[sequence.num_prompt :])
+      low, high = int(self.low[places.start]), int(self.high[places.start])
+      self.masks[places] = _allowing(mask, self.masked_ids, low, high)
       # Restricted rows are those that end somewhere.
       self.high[places] = np.minimum(self.high[places], sampling.NO_LIMIT - 1)
     self.num_samples += count
+
+
+def _allowing(mask: Any, vocab_size: int, low: int, high: int) -> np.ndarray:
+  """Returns a mask, which allows at least one of the ids from `low` to below `high`.
+
+  Raises:
+    ValueError: if it is no u32[w], or allows no id there: nothing could be sampled.
+  """
+  num_words = -(-vocab_size // 32)
+  if not isinstance(mask, np.ndarray) or mask.dtype != np.uint32 or mask.shape != (num_words,):
+    is_array = isinstance(mask, np.ndarray)
+    got = f"{mask.dtype}{list(mask.shape)}" if is_array else fields.shown(mask)
+    raise ValueError(
+      f"mask: got {got}, expected uint32[{num_words}], a bit for each of {vocab_size} ids; return"
+      " np.packbits(allowed, bitorder='little').view(np.uint32) of whole words."
+    )
+  high = min(high, vocab_size)
+  # Little-endian bytes, so that bits stand in the order of ids on every machine.
+  bits = np.unpackbits(mask.astype("<u4", copy=False).view(np.uint8), bitorder="little")
+  if not bits[low:high].any():
+    is_whole = (low, high) == (0, vocab_size)
+    among = "" if is_whole else f" of {low} to {high - 1}, which SamplingParams.allowed leaves"
+    raise ValueError(
+      f"mask: got one that allows no id{among}, expected at least one at every place of the answer;"
+      " end the answer before, with a stop id that the mask allows."
+    )
+  return mask
 
 
 def _sampling_rows(work: Sequence[ScheduledRows], size: int) -> SamplingRows:

@@ -5,11 +5,12 @@ Each refusal says what was got, what was expected and what to change; see `Engin
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from seerjax import fields
 from seerjax.engine.kv.manifest import KVManifest
 from seerjax.models import tokenizer as tokenizer_lib
 from seerjax.ops import sampling
@@ -20,24 +21,19 @@ MAX_ABS_BIAS = 1e6
 MAX_INT32 = 2**31 - 1  # Positions, pages and rows are counted in it on the devices.
 
 
-def is_whole(value: Any) -> bool:
-  """Returns whether a value is an integer, of Python or numpy."""
-  return isinstance(value, int | np.integer)
-
-
 def whole(what: str, value: Any, least: int, most: int | None, fix: str) -> None:
   """Refuses what is no whole number from `least` to `most` (None: without an end).
 
   Raises:
     ValueError: with `what` at its beginning and `fix` at its end.
   """
-  if is_whole(value) and value >= least and (most is None or value <= most):
+  if fields.is_whole(value) and value >= least and (most is None or value <= most):
     return
   expected = f"{least} to {most}"
   if most in (None, MAX_INT32):
-    is_above = is_whole(value) and value > least
+    is_above = fields.is_whole(value) and value > least
     expected = f"at most {most}" if is_above else f"at least {least}"
-  kind = "" if is_whole(value) else "a whole number, "
+  kind = "" if fields.is_whole(value) else "a whole number, "
   raise ValueError(f"{what}: got {value!r}, expected {kind}{expected}; {fix}.")
 
 
@@ -47,7 +43,7 @@ def tokens_of(what: str, tokens: Any, vocab_size: int) -> None:
   Raises:
     ValueError: naming the first of another type, or the lowest and the highest.
   """
-  strange = next((token for token in tokens if not is_whole(token)), None)
+  strange = next((token for token in tokens if not fields.is_whole(token)), None)
   if strange is not None:
     raise ValueError(
       f"{what}: got {strange!r} ({type(strange).__name__}) among the token ids, expected whole"
@@ -71,17 +67,26 @@ def chunk(what: str, chunk_tokens: int | None) -> None:
     whole(f"{what}: chunk_tokens", chunk_tokens, 1, None, "None answers to the end")
 
 
-def pin(reuses_prefixes: bool, adapter: str, adapters: Collection[str]) -> None:
+def pin(
+  tokens: Sequence[int],
+  reuses_prefixes: bool,
+  adapter: str,
+  adapters: Collection[str],
+  vocab_size: int,
+) -> None:
   """Refuses a pin that no request could find.
 
   Args:
+    tokens: the start of prompts.
     reuses_prefixes: whether the engine does.
     adapter: by which it is written.
     adapters: that the engine has, "" among them.
+    vocab_size: of the model.
 
   Raises:
-    ValueError: if the engine reuses nothing, or has no such adapter.
+    ValueError: if the engine reuses nothing, or has no such adapter or token.
   """
+  tokens_of("Engine.pin: tokens", tokens, vocab_size)
   if not reuses_prefixes:
     raise ValueError(
       "Engine.pin: got a pin for an engine with EngineConfig.reuse_prefixes=False, expected one"
@@ -91,6 +96,23 @@ def pin(reuses_prefixes: bool, adapter: str, adapters: Collection[str]) -> None:
     raise ValueError(
       f"Engine.pin: got adapter {adapter!r}, expected one of {sorted(adapters)}; see"
       " Engine.set_adapters."
+    )
+
+
+def weights(params: Mapping[str, Any], what: str) -> None:
+  """Refuses a question to an engine whose weights were dropped.
+
+  Args:
+    params: of the engine.
+    what: the question, for the message.
+
+  Raises:
+    ValueError: if there are none.
+  """
+  if "layers" not in params:
+    raise ValueError(
+      f"{what}: got an engine without weights (Engine.drop_params freed them), expected one"
+      " that has some; call Engine.set_params first."
     )
 
 

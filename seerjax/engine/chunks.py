@@ -110,10 +110,6 @@ class Chunks:
     Raises:
       ValueError: if there is no such request, or it is not paused.
     """
-    if isinstance(request_ids, str):
-      raise ValueError(
-        f"Engine.spill: got the text {request_ids!r}, expected several ids; write spill([...])."
-      )
     # A name that comes twice is one request.
     sequences = [self._requests.find_paused(name, "spill") for name in dict.fromkeys(request_ids)]
     left = self._memory.spill([sequence for sequence in sequences if sequence.pages])

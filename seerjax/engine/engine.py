@@ -26,7 +26,7 @@ from typing import Any, Unpack
 
 import jax
 
-from seerjax import numerics as numerics_lib, parallel
+from seerjax import fields, numerics as numerics_lib, parallel
 from seerjax.array_typing import PRNGKeyArray
 from seerjax.engine import (
   checks,
@@ -58,6 +58,7 @@ from seerjax.ops import sampling
 from seerjax.types import Completion, Request, SamplingParams
 
 
+@fields.checked_methods
 class Engine:
   """Continuous batching of requests over one mesh.
 
@@ -109,6 +110,7 @@ class Engine:
         adapters, as `set_adapters`.
     """
     shape, numerics = model.config, model_config.numerics_for(model.config, model.numerics)
+    checks.whole("Engine.policy_version", policy_version, 0, None, "count updates")
     key = numerics_lib.key(0) if key is None else key
     numerics_lib.require_key(key, what="Engine.key")
     sizes.require_whole_splits(config, numerics)
@@ -155,7 +157,7 @@ class Engine:
       config=config,
       backend=runner.stages,
       table_width=table_width,
-      mask_words=-(-shape.vocab_size // 32),
+      masked_ids=shape.vocab_size,
       has_adapters=lambda: bool(self._adapters),
     )
     self._outputs = output.Outputs(
@@ -272,6 +274,7 @@ class Engine:
     Raises:
       ValueError: as `submit`, of the request itself.
     """
+    checks.weights(self._params, f"request {request.request_id!r}")
     checks.request(
       request,
       context=self._context,
@@ -581,7 +584,8 @@ class Engine:
       ValueError: for less than a page, more than `EngineConfig.pinned_pages` in all, an adapter
         that the engine does not have, or an engine that reuses no prefixes.
     """
-    checks.pin(self.config.reuse_prefixes, adapter, self._index_of)
+    reuses, vocab_size = self.config.reuse_prefixes, self.model.vocab_size
+    checks.pin(tokens, reuses, adapter, self._index_of, vocab_size)
     self.memory.take_again()
     return self._pins.pin(tokens, Owner(adapter, namespace))
 
@@ -641,6 +645,7 @@ class Engine:
       ValueError: if requests are running, weights have an adapter already (`lora.attach`), or an
         adapter is not of these weights, or not finite; the old ones stay.
     """
+    checks.weights(self._params, "Engine.set_adapters")
     self._requests.require_none("set_adapters", "finish or cancel them")
     self._set_adapters(adapters, "Engine.set_adapters")
     self._forget_pages()
@@ -680,6 +685,7 @@ class Engine:
     self, num_requests: int, num_rows: int, num_steps: int = 1
   ) -> Callable[[], None]:
     """Returns a function that runs a step of rows of no request; see `Planner.idle_rows`."""
+    checks.weights(self._params, "Engine.idle_step")
     self._requests.require_none("idle_step", "measure before they come")
     self.memory.take_again()
     scheduled = self._planner.idle_rows(num_requests, num_rows, num_steps, self._context)

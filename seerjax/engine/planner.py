@@ -73,7 +73,7 @@ class Planner:
     config: EngineConfig,
     backend: Backend,
     table_width: int,
-    mask_words: int = 0,
+    masked_ids: int = 0,
     has_adapters: Callable[[], bool] = lambda: False,
   ):
     self._requests = requests
@@ -83,7 +83,7 @@ class Planner:
     self._config = config
     self._backend = backend
     self._table_width = table_width
-    self._mask_words = mask_words
+    self._masked_ids = masked_ids
     self._has_adapters = has_adapters
     self.start_over()
 
@@ -577,10 +577,10 @@ class Planner:
       piece.is_sampled and piece.sequence.mask is not None
       for piece in itertools.chain(*scheduled)
     )
-    words = self._mask_words if is_masked else 0
+    masked_ids = self._masked_ids if is_masked else 0
     width = _num_penalties(itertools.chain(*scheduled))
     parts = [
-      self._instance_inputs(pieces, copies, bucket, words, width)
+      self._instance_inputs(pieces, copies, bucket, masked_ids, width)
       for pieces, copies in zip(scheduled, self._copies, strict=True)
     ]
     self._copies = [[] for _ in self._memory.pools]
@@ -625,7 +625,7 @@ class Planner:
       try:
         alone = [piece._replace(first_row=0)]
         width = _num_penalties(alone)
-        self._instance_inputs(alone, [], self._bucket(alone), self._mask_words, width)
+        self._instance_inputs(alone, [], self._bucket(alone), self._masked_ids, width)
       except Exception:
         return piece.sequence, len(piece.sequence.tokens)
     return None
@@ -686,7 +686,7 @@ class Planner:
     scheduled: list[ScheduledRows],
     copies: list[tuple[int, int]],
     bucket: int,
-    mask_words: int,
+    masked_ids: int,
     num_penalties: int,
   ) -> StepInputs:
     return batching.instance_inputs(
@@ -700,7 +700,7 @@ class Planner:
       query_tile=self._backend.numerics.query_tile,
       page_size=self._config.page_size,
       table_width=self._table_width,
-      mask_words=mask_words,
+      masked_ids=masked_ids,
       num_penalties=num_penalties,
       has_adapters=self._has_adapters(),
     )

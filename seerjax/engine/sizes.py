@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any
 
 import jax
 
-from seerjax import agreement, host_memory, numerics as numerics_lib, parallel
+from seerjax import agreement, fields, host_memory, numerics as numerics_lib, parallel
 from seerjax.backends.protocol import Backend
 from seerjax.engine import checks
 from seerjax.models import config as model_config, kv_layout
@@ -80,6 +79,7 @@ class EngineConfig:
   gives_back_pages: bool = False
 
   def __post_init__(self):
+    fields.check(self)
     for field, least, fix in (
       ("page_size", 1, "32 is usual"),
       ("num_pages", 0, "0 asks the free memory"),
@@ -97,14 +97,13 @@ class EngineConfig:
       MAX_STEPS_PER_VISIT,
       "0 lets the backend decide, 1 looks after every step",
     )
-    if not 0 <= self.background_slack < math.inf:
+    if self.background_slack < 0:
       raise ValueError(
         f"EngineConfig.background_slack: got {self.background_slack}, expected a share of at least"
         " 0; 0.05 lets a step take a twentieth longer for requests that nobody waits for."
       )
     buckets = self.row_buckets
-    is_list = isinstance(buckets, tuple | list) and all(map(checks.is_whole, buckets))
-    if not is_list or list(buckets) != sorted(set(buckets)) or (
+    if list(buckets) != sorted(set(buckets)) or (
       buckets and not 0 < buckets[0] <= buckets[-1] < checks.MAX_INT32
     ):
       raise ValueError(

@@ -67,14 +67,10 @@ def as_requests(
       `sampling` is None.
 
   Raises:
-    ValueError: for one request alone, a text without a tokenizer, or one that says nothing; for
+    ValueError: for a text without a tokenizer, or one that says nothing; for
       `sampling` and `fields` together, for either or a seed without a text, or a field that
       `SamplingParams` does not have.
   """
-  if isinstance(asked, Request):
-    raise ValueError(
-      "Engine.generate: got one Request, expected several of them; write generate([request])."
-    )
   asked = [asked] if isinstance(asked, str) else list(asked)
   fields = {} if fields is None else fields
   _check_how(asked, sampling, seed, fields)

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from seerjax import numerics as numerics_lib, parallel
+from seerjax import fields, numerics as numerics_lib, parallel
 from seerjax.array_typing import Array
 from seerjax.backends.adapters import Form, RowAdapters
 from seerjax.backends.protocol import Backend
@@ -78,6 +78,8 @@ def check(params: Params, named: Mapping[str, Any], *, what: str) -> None:
         f"{own}: got {type(adapter).__name__}, expected {{'layers': [...]}} of one dict a layer;"
         " take what lora.init or peft.load returns."
       )
+    for index, layer in enumerate(adapter["layers"]):
+      _check_layer(f"{own}: layers[{index}]", layer)
     kinds = [sorted(layer) for layer in adapter["layers"]]
     unknown = sorted({target for kind in kinds for target in kind} - set(lora.TARGETS))
     if unknown or not kinds or not kinds[0] or any(kind != kinds[0] for kind in kinds):
@@ -92,6 +94,32 @@ def check(params: Params, named: Mapping[str, Any], *, what: str) -> None:
       )
     except ValueError as error:
       raise ValueError(f"{own}: {error}") from error
+
+
+def _check_layer(what: str, layer: Any) -> None:
+  """Refuses what is no dict of pairs of matrices of floats.
+
+  Raises:
+    ValueError: with `what` at its beginning.
+  """
+  if not isinstance(layer, dict):
+    raise ValueError(
+      f"{what}: got {fields.shown(layer)}, expected a dict by target; take what peft.load returns."
+    )
+  for target, pair in layer.items():
+    own = f"{what}[{target!r}]"
+    if not isinstance(pair, dict) or set(pair) != {"a", "b"}:
+      raise ValueError(
+        f"{own}: got {fields.shown(pair)}, expected {{'a': ..., 'b': ...}}; save it again."
+      )
+    for name, leaf in pair.items():
+      is_array = isinstance(leaf, np.ndarray | jax.Array)
+      if not is_array or not jnp.issubdtype(leaf.dtype, jnp.floating) or leaf.ndim not in (2, 3):
+        got = f"{leaf.dtype}{list(leaf.shape)}" if is_array else fields.shown(leaf)
+        raise ValueError(
+          f"{own}[{name!r}]: got {got}, expected float32 of 2 or 3 axes; convert it, or take what"
+          " peft.load returns."
+        )
 
 
 def stacked(params: Params, named: Mapping[str, Scaled], *, pads: bool) -> Chosen:

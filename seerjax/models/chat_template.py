@@ -29,6 +29,8 @@ import jinja2.sandbox
 import jinja2.utils
 import jinja2.visitor
 
+from seerjax import fields
+
 # A mark of the template stands as one lone surrogate in what it renders.
 FIRST_SURROGATE, LAST_SURROGATE = 0xD800, 0xDFFF
 SURROGATE = re.compile("[\ud800-\udfff]")
@@ -57,6 +59,7 @@ class ChatConfig:
   now: str = ""
 
   def __post_init__(self):
+    fields.check(self)
     self.moment()  # Refuses what is none.
     for name in self.variables:
       if not name.isidentifier() or name in ("messages", "add_generation_prompt", "now"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from seerjax import numerics as numerics_lib
+from seerjax import fields, numerics as numerics_lib
 from seerjax.backends import choice
 from seerjax.ops import rotary
 
@@ -44,6 +44,7 @@ class TransformerConfig:
   max_context: int = 4096
 
   def __post_init__(self):
+    fields.check(self)
     for field in (
       "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads",
       "max_context",

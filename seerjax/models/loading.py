@@ -10,7 +10,7 @@ import os
 import pathlib
 import types
 
-from seerjax import numerics as numerics_lib
+from seerjax import fields, numerics as numerics_lib
 from seerjax.models import (
   config as model_config,
   huggingface,
@@ -74,6 +74,7 @@ def directory_of(name_or_path: str | os.PathLike[str]) -> pathlib.Path:
   return huggingface.resolve(name_or_path)
 
 
+@fields.checked
 def load_model(
   name_or_path: str | os.PathLike[str] = "nano",
   numerics: numerics_lib.NumericsConfig | None = None,

@@ -30,7 +30,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from seerjax import numerics as numerics_lib, parallel
+from seerjax import fields, numerics as numerics_lib, parallel
 from seerjax.array_typing import Array, PRNGKeyArray
 from seerjax.backends.protocol import Operations
 from seerjax.models import config as model_config, parameters
@@ -206,9 +206,9 @@ def check(params: Params, adapter: Adapter, scale: float) -> None:
 
 
 def _check_scale(scale: float) -> None:
-  if not abs(scale) < math.inf:
+  if not fields.is_number(scale) or not abs(scale) < math.inf:
     raise ValueError(
-      f"lora scale: got {scale}, expected a finite number; alpha / rank is usual."
+      f"lora scale: got {fields.shown(scale)}, expected a finite number; alpha / rank is usual."
     )
 
 
@@ -265,6 +265,12 @@ def _check(params: Params, adapter: Adapter) -> None:
     layers = [jax.eval_shape(lambda: jax.tree.map(lambda leaf: leaf[0], layers))] * expected
   for index, (weights, adapters) in enumerate(zip(layers, adapter["layers"], strict=True)):
     for name, pair in adapters.items():
+      if pair["a"].ndim + pair["b"].ndim != 5 or name not in weights:
+        raise ValueError(
+          f"lora adapter: got layers[{index}][{name!r}] with a {pair['a'].shape} and b"
+          f" {pair['b'].shape}, expected a matrix beside one matrix a slab, of one of"
+          f" {sorted(weights)}; make it with the same model."
+        )
       a, b = _by_slab(name, pair)
       slabs, rows, columns = weights[name].shape
       wide = 1 if name in COLUMN_TARGETS else slabs

@@ -16,10 +16,10 @@ from typing import Literal
 import jax.numpy as jnp
 import numpy as np
 
+from seerjax import fields
 from seerjax.array_typing import Array, Float, Int
 
 Scaling = Literal["none", "linear", "llama3", "yarn"]
-SCALINGS = ("none", "linear", "llama3", "yarn")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,15 +51,11 @@ class RotaryConfig:
   attention_factor: float | None = None
 
   def __post_init__(self):
+    fields.check(self)
     if self.head_dim < 2 or self.head_dim % 2:
       raise ValueError(
         f"RotaryConfig.head_dim: got {self.head_dim}, expected an even number (features turn in"
         " pairs); check head_dim in config.json."
-      )
-    if self.scaling not in SCALINGS:
-      raise ValueError(
-        f"RotaryConfig.scaling: got {self.scaling!r}, expected one of {SCALINGS};"
-        " other rope_scaling types are not supported."
       )
     for field in ("base", "factor", "original_context"):
       if not 0 < vars(self)[field] < math.inf:

@@ -17,6 +17,7 @@ import collections
 from collections.abc import Callable, Iterator, Mapping, Sequence
 import dataclasses
 
+from seerjax import fields
 from seerjax.engine.engine import Engine
 from seerjax.rollout import groups
 from seerjax.rollout.buffer import NOWHERE, Buffer, State
@@ -49,6 +50,7 @@ class DividedRollout:
     buffer: the global view.
   """
 
+  @fields.checked
   def __init__(
     self,
     engine: Engine,

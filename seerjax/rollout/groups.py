@@ -10,7 +10,7 @@ import numbers
 import re
 from typing import Any
 
-from seerjax import types
+from seerjax import fields, types
 from seerjax.models import tokenizer as tokenizer_lib
 from seerjax.types import (
   Completion,
@@ -60,6 +60,7 @@ class RolloutConfig:
   reward_weights: Mapping[str, float] = dataclasses.field(default_factory=dict, hash=False)
 
   def __post_init__(self):
+    fields.check(self)
     if self.groups_per_step < 1 or self.group_size < 2:
       raise ValueError(
         f"RolloutConfig: got groups_per_step={self.groups_per_step}, group_size={self.group_size},"

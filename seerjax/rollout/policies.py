@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 import dataclasses
 
+from seerjax import fields
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GroupFCFS:
@@ -39,6 +41,7 @@ class ByPrefix:
   max_spread: int = 32
 
   def __post_init__(self):
+    fields.check(self)
     if self.max_spread < 0:
       raise ValueError(f"ByPrefix: got max_spread={self.max_spread}, expected at least 0; say 32.")
 
@@ -68,6 +71,7 @@ class Divided:
   min_pull_tokens: int = 512
 
   def __post_init__(self):
+    fields.check(self)
     if self.chunk_tokens < 1 or self.min_pull_tokens < 0:
       raise ValueError(
         f"{type(self).__name__}: got chunk_tokens={self.chunk_tokens},"

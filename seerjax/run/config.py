@@ -10,7 +10,7 @@ import dataclasses
 import math
 from typing import Any
 
-from seerjax import numerics as numerics_lib, parallel
+from seerjax import fields, numerics as numerics_lib, parallel
 from seerjax.cluster.config import ClusterConfig
 from seerjax.engine import engine as engine_lib, sizes
 from seerjax.engine.kv import pool as kv_pool_lib
@@ -50,6 +50,7 @@ class TrainerConfig:
   remat: transformer.Remat = "none"
 
   def __post_init__(self):
+    fields.check(self)
     if self.remat not in transformer.REMATS:
       raise ValueError(
         f"TrainerConfig.remat: got {self.remat!r}, expected one of {transformer.REMATS}; 'layer'"
@@ -127,6 +128,7 @@ class RunConfig:
   evaluation: EvaluationConfig = EvaluationConfig()
 
   def __post_init__(self):
+    fields.check(self)
     if not 0 <= self.seed < 2**63:
       raise ValueError(
         f"RunConfig.seed: got {self.seed}, expected 0 <= seed < 2**63; choose a smaller one."

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 import dataclasses
 
-from seerjax import numerics as numerics_lib
+from seerjax import fields, numerics as numerics_lib
 from seerjax.engine import engine as engine_lib
 from seerjax.models import chat_template, loading as model_loading
 from seerjax.models.loading import Model
@@ -52,6 +52,7 @@ class EvaluateConfig:
   evaluation: evaluation.EvaluationConfig = evaluation.EvaluationConfig()
 
   def __post_init__(self):
+    fields.check(self)
     if not 0 <= self.seed < 2**63:
       raise ValueError(
         f"EvaluateConfig.seed: got {self.seed}, expected 0 <= seed < 2**63; choose a smaller one."

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from seerjax import types
+from seerjax import fields, types
 from seerjax.engine import engine as engine_lib
 from seerjax.models import tokenizer as tokenizer_lib
 from seerjax.rollout import divided, groups, policies
@@ -59,6 +59,7 @@ class EvaluationConfig:
   best: str = f"{ROOM}/reward"
 
   def __post_init__(self):
+    fields.check(self)
     if self.num_problems < 1 or self.every < 0:
       raise ValueError(
         f"EvaluationConfig: got num_problems={self.num_problems}, every={self.every}, expected at"

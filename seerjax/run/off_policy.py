@@ -22,6 +22,7 @@ from typing import Any, Generic, TypeVar
 import jax
 import jax.numpy as jnp
 
+from seerjax import fields
 from seerjax.engine import engine as engine_lib
 from seerjax.models import tokenizer as tokenizer_lib
 from seerjax.rollout import groups as groups_lib, journal as journal_lib, policies
@@ -47,6 +48,7 @@ class StaleConfig:
   begun: float = 1.0
 
   def __post_init__(self):
+    fields.check(self)
     if self.steps_ahead not in (0, 1) or not 1 <= self.begun <= 16:
       raise ValueError(
         f"StaleConfig: got steps_ahead={self.steps_ahead}, begun={self.begun}, expected 0 or 1, and"

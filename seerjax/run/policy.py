@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from seerjax import agreement, numerics as numerics_lib, parallel
+from seerjax import agreement, fields, numerics as numerics_lib, parallel
 from seerjax.models import (
   chat_template,
   config as model_config,
@@ -46,6 +46,9 @@ class WeightsConfig:
   lora_alpha: float = 16.0
   seed: int = 0
   publish_bytes: int = parallel.PIECE_BYTES
+
+  def __post_init__(self):
+    fields.check(self)
 
   @property
   def scale(self) -> float:

@@ -33,6 +33,7 @@ import types
 from typing import Any, NamedTuple
 import weakref
 
+from seerjax import fields
 from seerjax.sandbox import server
 
 NO_FILES: Mapping[str, bytes] = types.MappingProxyType({})
@@ -65,6 +66,7 @@ class Limits:
   num_files: int = 64
 
   def __post_init__(self):
+    fields.check(self)
     for field, value in dataclasses.asdict(self).items():
       if not 0 < value < math.inf:
         raise ValueError(

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 import dataclasses
 
+from seerjax import fields
+
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
@@ -44,6 +46,7 @@ class ServeConfig:
   strict_fields: bool = False
 
   def __post_init__(self):
+    fields.check(self)
     for field, least in (
       ("port", 0), ("max_body_bytes", 1), ("max_answer_tokens", 1), ("max_waiting", 1),
       ("max_waiting_of_client", 1), ("max_connections", 1),

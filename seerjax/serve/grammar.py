@@ -35,6 +35,7 @@ import weakref
 
 import numpy as np
 
+from seerjax import fields
 from seerjax.models.tokenizer import Tokenizer
 from seerjax.serve import grammar_server, grammar_workers as workers
 from seerjax.serve.protocol import Grammar
@@ -72,6 +73,7 @@ class Limits:
   trial_seconds: float = 5.0
 
   def __post_init__(self):
+    fields.check(self)
     for field, value in vars(self).items():
       if not value > 0:
         raise ValueError(f"grammar.Limits.{field}: got {value}, expected more than 0; raise it.")

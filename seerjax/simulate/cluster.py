@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from seerjax import fields
 from seerjax.rollout import (
   buffer as buffer_lib,
   instances as instances_lib,
@@ -51,6 +52,7 @@ class ClusterConfig:
   prompt_tokens: int = 512
 
   def __post_init__(self):
+    fields.check(self)
     if min(self.num_instances, self.max_running, self.page_size, self.prompt_tokens) < 1:
       raise ValueError(
         f"ClusterConfig: got num_instances={self.num_instances}, max_running={self.max_running},"

@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import dataclasses
 
+from seerjax import fields
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CostModel:
@@ -54,6 +56,7 @@ class CostModel:
   peer_bandwidth: float
 
   def __post_init__(self):
+    fields.check(self)
     for name, value in dataclasses.asdict(self).items():
       if value < 0 or (value == 0 and name not in ("fixed_seconds", "draft_overhead")):
         raise ValueError(

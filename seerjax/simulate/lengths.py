@@ -19,6 +19,8 @@ import statistics
 
 import numpy as np
 
+from seerjax import fields
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LengthsConfig:
@@ -41,6 +43,7 @@ class LengthsConfig:
   rho: float
 
   def __post_init__(self):
+    fields.check(self)
     if self.num_groups < 1 or self.group_size < 1 or self.sigma <= 0 or not 0 <= self.rho <= 1:
       raise ValueError(
         f"LengthsConfig: got num_groups={self.num_groups}, group_size={self.group_size},"

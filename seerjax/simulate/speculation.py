@@ -29,6 +29,7 @@ import dataclasses
 
 import numpy as np
 
+from seerjax import fields
 from seerjax.simulate.costs import CostModel
 
 # Tokens a step, the own one included, by number of references of the group, at 8 draft tokens.
@@ -49,6 +50,7 @@ class SpeculationConfig:
   published: tuple[tuple[int, float], ...] = PUBLISHED
 
   def __post_init__(self):
+    fields.check(self)
     counts = [count for count, _ in self.published]
     if self.max_draft_tokens < 1 or not counts or counts != sorted(set(counts)):
       raise ValueError(

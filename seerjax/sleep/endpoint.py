@@ -24,6 +24,7 @@ import time
 from typing import Any, NoReturn, TypeGuard
 import urllib.parse
 
+from seerjax import fields
 from seerjax.sleep.thinkers import Completed, Message, NoAnswer
 
 PATH = "/v1/chat/completions"
@@ -59,6 +60,7 @@ class EndpointConfig:
   pause_seconds: float = 1.0
 
   def __post_init__(self):
+    fields.check(self)
     parts = urllib.parse.urlsplit(self.url)
     try:
       port_is_right = parts.port is None or parts.port > 0

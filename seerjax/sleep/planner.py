@@ -23,6 +23,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from seerjax import fields
+
 MAX_SIGHTS = 1024  # Contexts whose numbers of questions are remembered.
 # Edges between bins of predictability, nats a token; a question of -1 is likelier than one of -3.
 PREDICTABILITY_EDGES = (-3.0, -2.0, -1.5, -1.0)
@@ -181,6 +183,7 @@ class PlannerConfig:
   prior_weight: float = 4.0
 
   def __post_init__(self):
+    fields.check(self)
     if not 0 < self.latency_price < math.inf:
       raise ValueError(
         f"PlannerConfig.latency_price: got {self.latency_price}, expected more than 0 and finite;"

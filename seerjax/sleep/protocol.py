@@ -36,6 +36,7 @@ import itertools
 import math
 from typing import NamedTuple
 
+from seerjax import fields
 from seerjax.rollout import groups
 from seerjax.sleep import thinkers
 from seerjax.sleep.prompts import Prompts
@@ -86,6 +87,7 @@ class ProtocolConfig:
   num_at_once: int = 16
 
   def __post_init__(self):
+    fields.check(self)
     def refuse(field: str, expected: str, fix: str) -> None:
       raise ValueError(
         f"ProtocolConfig.{field}: got {vars(self)[field]!r}, expected {expected}; {fix}."
@@ -119,6 +121,7 @@ class Item:
   questions: tuple[Problem, ...]
 
   def __post_init__(self):
+    fields.check(self)
     if not self.questions:
       raise ValueError(
         f"Item {self.context.context_id!r}: got a context without questions, expected one at least;"

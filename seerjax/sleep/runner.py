@@ -25,6 +25,7 @@ import hashlib
 import math
 from typing import Any, NamedTuple
 
+from seerjax import fields
 from seerjax.engine import drafting
 from seerjax.engine.engine import Engine
 from seerjax.rollout import groups
@@ -77,6 +78,7 @@ class RunnerConfig:
   seed: int = 0
 
   def __post_init__(self):
+    fields.check(self)
     for field, least, most in (
       ("num_jobs", 1, None),
       ("max_rethinks", 1, MAX_RETHINKS),

@@ -22,6 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 import math
 from typing import Any, NamedTuple
 
+from seerjax import fields
 from seerjax.engine import checks, drafting
 from seerjax.engine.drafting import Drafter, DraftQuery
 from seerjax.engine.engine import Engine
@@ -52,6 +53,7 @@ class Hypothesis(NamedTuple):
   text: str = ""
 
 
+@fields.checked
 def beam_search(
   engine: Engine,
   request: Request,

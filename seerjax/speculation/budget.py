@@ -34,6 +34,7 @@ import itertools
 import operator
 from typing import NamedTuple
 
+from seerjax import fields
 from seerjax.speculation.times import StepTimes
 
 POLICIES = ("mba", "mba_paper")
@@ -81,6 +82,7 @@ class BudgetConfig:
   priority: float = 2.0
 
   def __post_init__(self):
+    fields.check(self)
     if self.policy not in POLICIES:
       raise ValueError(
         f"BudgetConfig.policy: got {self.policy!r}, expected one of {POLICIES}; choose one."

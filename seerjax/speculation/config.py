@@ -18,6 +18,7 @@ from collections.abc import Callable
 import dataclasses
 from typing import NamedTuple, cast
 
+from seerjax import fields
 from seerjax.engine.drafting import Drafter
 from seerjax.engine.engine import Engine
 from seerjax.speculation.budget import BudgetConfig
@@ -49,6 +50,7 @@ class SpeculationConfig:
   draft: DraftModelConfig = DraftModelConfig()
 
   def __post_init__(self):
+    fields.check(self)
     module, _, function = self.drafter.partition(":")
     if not module or not function.isidentifier():
       raise ValueError(

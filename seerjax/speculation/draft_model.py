@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from absl import logging
 import numpy as np
 
-from seerjax import numerics as numerics_lib
+from seerjax import fields, numerics as numerics_lib
 from seerjax.array_typing import PRNGKeyArray
 from seerjax.engine.drafting import DraftQuery
 from seerjax.models import parameters
@@ -76,6 +76,7 @@ class DraftModelConfig:
   learning_rate: float = 1e-4
 
   def __post_init__(self):
+    fields.check(self)
     for field, most, usual in (
       ("length", MAX_STEPS, "4 is usual"),
       ("width", MAX_WIDTH, "1 drafts a chain"),

@@ -20,6 +20,8 @@ import hashlib
 
 import numpy as np
 
+from seerjax import fields
+
 # Of one prompt, the newest ones: as many as a group has siblings.
 TEXTS_PER_PROMPT = 16
 
@@ -37,6 +39,7 @@ class HistoryConfig:
   max_age: int = 2**16
 
   def __post_init__(self):
+    fields.check(self)
     if self.max_bytes < 0 or self.max_age < 1:
       raise ValueError(
         f"HistoryConfig: got max_bytes={self.max_bytes}, max_age={self.max_age}, expected at least"

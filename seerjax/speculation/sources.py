@@ -28,6 +28,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from seerjax import fields
 from seerjax.speculation.budget import OFF_GAIN, ON_GAIN, PROBE_COST
 from seerjax.speculation.times import DraftTimes, StepTimes
 
@@ -91,6 +92,7 @@ class SourceConfig:
   max_width: int = 4
 
   def __post_init__(self):
+    fields.check(self)
     if not 1 <= self.max_length <= LENGTHS[-1] or not 1 <= self.max_width <= WIDTHS[-1]:
       raise ValueError(
         f"SourceConfig: got max_length={self.max_length}, max_width={self.max_width}, expected 1 to"

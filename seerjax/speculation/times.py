@@ -16,6 +16,8 @@ import dataclasses
 import functools
 import math
 
+from seerjax import fields
+
 # Of an interpolated line: ascending places, and a value at each.
 _Line = tuple[tuple[float, ...], tuple[float, ...]]
 
@@ -37,6 +39,7 @@ class DraftTimes:
   token: float = 0.0
 
   def __post_init__(self):
+    fields.check(self)
     values = dataclasses.astuple(self)
     if min(values) < 0 or not all(map(math.isfinite, values)):
       raise ValueError(
@@ -78,6 +81,7 @@ class StepTimes:
   token_seconds: float = 0.0
 
   def __post_init__(self):
+    fields.check(self)
     is_ascending = all(a < b for a, b in zip(self.rows, self.rows[1:]))
     if not self.rows or len(self.rows) != len(self.seconds) or not is_ascending or self.rows[0] < 1:
       raise ValueError(

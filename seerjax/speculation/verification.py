@@ -31,6 +31,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from seerjax import fields
+
 GATES = ("truncate", "block", "fuzzy")
 DRAWN = ("iid", "without_replacement")
 RULES = ("own_sample", "rejection", "block")
@@ -209,6 +211,7 @@ class KlGate:
   learns: bool = False
 
   def __post_init__(self):
+    fields.check(self)
     if self.kind not in GATES or self.rule not in RULES:
       raise ValueError(
         f"KlGate: got kind={self.kind!r} and rule={self.rule!r}, expected one of {GATES} and one of"

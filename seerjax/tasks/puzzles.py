@@ -21,6 +21,7 @@ import dataclasses
 import itertools
 import re
 
+from seerjax import fields
 from seerjax.tasks import answers, splits
 from seerjax.tasks.draws import Draws
 from seerjax.types import Problem, Verdict
@@ -54,6 +55,7 @@ class PuzzlesConfig:
   max_people: int = NUM_PEOPLE[1]
 
   def __post_init__(self):
+    fields.check(self)
     if not NUM_PEOPLE[0] <= self.max_people <= len(NAMES):
       raise ValueError(
         f"PuzzlesConfig.max_people: got {self.max_people}, expected {NUM_PEOPLE[0]} to"

@@ -25,6 +25,7 @@ from fractions import Fraction
 import re
 from typing import NamedTuple, Protocol, overload, runtime_checkable
 
+from seerjax import fields
 from seerjax.tasks import answers, equations, splits, stories
 from seerjax.tasks.draws import Draws
 from seerjax.tasks.stories import Chain, Teller
@@ -73,6 +74,7 @@ class StatefulContext:
   notes: str = ""
 
   def __post_init__(self):
+    fields.check(self)
     if not self.text.strip():
       raise ValueError(
         f"StatefulContext {self.context_id!r}: got an empty context, expected at least one"
@@ -265,6 +267,7 @@ class StatefulConfig:
   max_total: int = 150
 
   def __post_init__(self):
+    fields.check(self)
     def check(is_right: bool, field: str, expected: str, fix: str) -> None:
       if not is_right:
         raise ValueError(

@@ -15,6 +15,7 @@ import dataclasses
 import functools
 import re
 
+from seerjax import fields
 from seerjax.tasks import answers, splits
 from seerjax.tasks.draws import Draws
 from seerjax.types import Problem, Verdict
@@ -43,6 +44,7 @@ class SudokuConfig:
   max_empty: float = 0.6
 
   def __post_init__(self):
+    fields.check(self)
     if self.size not in BOXES:
       raise ValueError(
         f"SudokuConfig.size: got {self.size}, expected one of {tuple(BOXES)}; 4 is what a small"

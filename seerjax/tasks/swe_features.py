@@ -22,6 +22,7 @@ import tempfile
 import threading
 from typing import NamedTuple
 
+from seerjax import fields
 from seerjax.tasks import answers, splits, stateful
 from seerjax.tasks.stateful import StatefulContext
 from seerjax.types import Problem, Verdict
@@ -72,6 +73,7 @@ class SWEConfig:
   timeout_seconds: float = 60.0
 
   def __post_init__(self):
+    fields.check(self)
     for field in ("min_files", "num_questions", "max_commits", "max_tree"):
       if vars(self)[field] < 1:
         raise ValueError(

@@ -17,6 +17,7 @@ from __future__ import annotations
 import dataclasses
 from fractions import Fraction
 
+from seerjax import fields
 from seerjax.tasks import answers, splits, stories
 from seerjax.tasks.draws import Draws
 from seerjax.tasks.stories import Chain, Context, Teller
@@ -47,6 +48,7 @@ class WordProblemsConfig:
   max_total: int = 150
 
   def __post_init__(self):
+    fields.check(self)
     if self.max_operand < 4:
       raise ValueError(
         f"WordProblemsConfig.max_operand: got {self.max_operand}, expected at least 4; 40 is usual."

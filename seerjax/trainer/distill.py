@@ -29,7 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from seerjax import numerics as numerics_lib
+from seerjax import fields, numerics as numerics_lib
 from seerjax.array_typing import Array, Float, Int
 from seerjax.models import config as model_config, flax_module, parameters
 
@@ -129,6 +129,7 @@ class DistillConfig:
   seed: int = 0
 
   def __post_init__(self):
+    fields.check(self)
     lengths = self.lengths
     if not lengths or list(lengths) != sorted(set(lengths)) or lengths[0] < 2:
       raise ValueError(

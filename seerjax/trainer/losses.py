@@ -36,6 +36,7 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
+from seerjax import fields
 from seerjax.array_typing import Array, Float, TokenLogprobs
 from seerjax.types import TrainBatch
 
@@ -81,6 +82,7 @@ class LossConfig:
   tis_cap: float | None = None
 
   def __post_init__(self):
+    fields.check(self, unbounded=("clip_low", "clip_high", "tis_cap"))
     def refuse(field: str, got: object, expected: str, fix: str):
       raise ValueError(f"LossConfig.{field}: got {got!r}, expected {expected}; {fix}.")
 

@@ -29,7 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from seerjax import agreement, numerics as numerics_lib, parallel
+from seerjax import agreement, fields, numerics as numerics_lib, parallel
 from seerjax.array_typing import Array
 from seerjax.backends import choice
 from seerjax.backends.protocol import Backend
@@ -77,6 +77,7 @@ class OptimizerConfig:
   max_gradient_norm: float = 1.0
 
   def __post_init__(self):
+    fields.check(self, unbounded=("max_gradient_norm",))
     if not 0 <= self.learning_rate < math.inf:
       raise ValueError(
         f"OptimizerConfig.learning_rate: got {self.learning_rate}, expected a positive number, or"
@@ -232,6 +233,7 @@ class Trainer:
 
   def __post_init__(self):
     # With what they leave open decided, so that two of them compare.
+    fields.check(self)
     decided = model_config.numerics_for(self.model, self.numerics)
     object.__setattr__(self, "numerics", decided)
     if self.remat == "layer_offloaded":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -145,3 +146,66 @@ def test_all_that_is_held_is_no_work():
   while engine.num_unfinished:
     engine.step()
   assert engine.poll()[0].finish_reason == "length"
+
+
+def bits(allowed) -> np.ndarray:
+  """Returns a mask that allows these ids."""
+  flags = np.zeros(-(-VOCABULARY // 32) * 32, np.uint8)
+  flags[list(allowed)] = 1
+  return np.packbits(flags, bitorder="little").view(np.uint32)
+
+
+WORDS = -(-VOCABULARY // 32)
+# What a mask returns after two tokens, what else its request says, and what its end says.
+WRONG_MASKS: list[tuple[Any, dict[str, Any], str]] = [
+  (bits(()), {}, "mask: got one that allows no id, expected at"),
+  (bits((5,)), {"allowed": ((6, 9),) * 9}, "no id of 6 to 8, which SamplingParams.allowed"),
+  (bits((5, 9)), {"allowed": ((6, 9),) * 9}, "no id of 6 to 8, which"),
+  (bits((0,)), {"allowed": ((1, VOCABULARY),) * 9}, "no id of 1 to 63, which"),
+  (bits(()), {"stop_token_ids": (3,)}, "a stop id that the mask allows"),
+  (np.ones(WORDS, np.int32), {}, f"got int32[{WORDS}], expected uint32[{WORDS}]"),
+  (np.ones(WORDS, bool), {}, f"got bool[{WORDS}], expected uint32"),
+  (np.ones(VOCABULARY, bool), {}, f"got bool[{VOCABULARY}]"),
+  (np.ones(WORDS, np.float32), {}, "got float32["),
+  (np.ones(WORDS, np.uint64), {}, "got uint64["),
+  (np.uint32(7), {}, "(7), expected uint32["),
+  (np.ones(1, np.uint32), {}, "got uint32[1], expected"),
+  (np.ones(WORDS + 1, np.uint32), {}, f"got uint32[{WORDS + 1}]"),
+  (np.ones((1, WORDS), np.uint32), {}, "got uint32[1, "),
+  ([2**32 - 1] * WORDS, {}, "got [4294967295, "),
+  (None, {}, "got None, expected uint32["),
+]
+
+
+@pytest.mark.parametrize("numerics", BACKENDS)
+def test_a_mask_that_cannot_be_ends_its_own_request_by_name(numerics):
+  engine = tiny_model.make_engine(SIZES, numerics)
+  beside, _ = requests(2)
+  expected = together(engine, [beside], set())["0"]
+  for number, (wrong, changes, message) in enumerate(WRONG_MASKS):
+    sampling = SamplingParams(max_tokens=9, **changes)
+    name = f"wrong {number}"
+
+    def mask(answer: Sequence[int], wrong=wrong) -> np.ndarray:
+      return wrong if len(answer) == 2 else bits(range(VOCABULARY))
+
+    engine.submit(Request(request_id=name, prompt=(7, 8), sampling=sampling), mask=mask)
+    engine.submit(beside)
+    found = {}
+    while engine.num_unfinished:
+      engine.step()
+      found |= {done.request_id: done for done in engine.poll()}
+    assert found[name].finish_reason == "error" and message in found[name].error, found[name].error
+    assert len(found[name].tokens) == 2
+    assert tiny_model.same(found["0"], expected)
+
+
+def test_a_mask_and_allowed_leave_what_both_allow():
+  engine = tiny_model.make_engine(SIZES)
+  sampling = SamplingParams(max_tokens=9, allowed=((4, 8),) * 9)
+  request = Request(request_id="a", prompt=(7, 8), sampling=sampling)
+  engine.submit(request, mask=lambda answer: bits((2, 7, 9)))
+  while engine.num_unfinished:
+    engine.step()
+  [done] = engine.poll()
+  assert done.tokens == (7,) * 9 and done.finish_reason == "length"

@@ -238,7 +238,7 @@ def test_a_config_that_cannot_be_is_refused(changes):
   ("changes", "message"),
   [
     (dict(temperature=-0.5), r"SamplingParams.temperature: got -0.5, expected 0 or 0.0001 <="),
-    (dict(temperature=float("nan")), r"SamplingParams.temperature: got nan, expected 0 or 0.0"),
+    (dict(temperature=float("nan")), r"RolloutConfig.temperature: got nan, expected a finite"),
     (dict(top_k=-1), r"SamplingParams.top_k: got -1, expected 0 <= top_k < 2"),
     (dict(top_p=0.0), r"SamplingParams.top_p: got 0.0, expected 0 < top_p <= 1"),
     (dict(min_p=1.5), r"SamplingParams.min_p: got 1.5, expected 0 <= min_p <= 1"),

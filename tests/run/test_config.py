@@ -36,7 +36,7 @@ pytestmark = pytest.mark.usefixtures("programs_on_disk")
     (RunConfig, dict(publish_bytes=0), "RunConfig.publish_bytes: got 0, expected at least 1"),
     (RunConfig, dict(lora_rank=-1), "RunConfig.lora_rank: got -1, expected at least 0"),
     (RunConfig, dict(lora_alpha=0.0), "RunConfig.lora_alpha: got 0.0, expected a positive"),
-    (RunConfig, dict(lora_alpha=math.inf), "RunConfig.lora_alpha: got inf, expected a positive"),
+    (RunConfig, dict(lora_alpha=math.inf), "RunConfig.lora_alpha: got inf, expected a finite"),
     (
       RunConfig,
       dict(trainer=TrainerConfig(num_mini_batches=33)),

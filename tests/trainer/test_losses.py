@@ -329,7 +329,7 @@ def test_expected_gradients_of_the_estimators_are_as_documented():
     ({"clip_high": math.nan}, r"clip_high: got nan"),
     ({"aggregation": "constant_length"}, r"max_tokens: got 0, expected max_tokens >= 1"),
     ({"kl_coefficient": -1.0}, r"kl_coefficient: got -1.0, expected 0 <= kl_coefficient < inf"),
-    ({"entropy_bonus": math.inf}, r"entropy_bonus: got inf, expected 0 <= entropy_bonus < inf"),
+    ({"entropy_bonus": math.inf}, r"entropy_bonus: got inf, expected a finite number; its"),
     ({"tis_cap": 0.0}, r"tis_cap: got 0.0, expected tis_cap > 0 or None"),
     ({"tis_cap": 2.0, "algorithm": "gspo"}, r"tis_cap: got 2.0, expected None with algorithm='gsp"),
   ],

@@ -25,7 +25,7 @@ from absl import logging
 import jax
 import numpy as np
 
-from seerjax import parallel
+from seerjax import fields, parallel
 from seerjax.array_typing import Array
 from seerjax.engine.counters import ImportCounters, TierCounters
 from seerjax.engine.kv import values
@@ -90,6 +90,7 @@ class KVPoolConfig:
   mooncake_replicas: int = 1
 
   def __post_init__(self):
+    fields.check(self)
     if self.host_pages < 0:
       raise ValueError(
         f"KVPoolConfig: got host_pages={self.host_pages}, expected at least 0; 0 leaves the peers'"
@@ -146,6 +147,7 @@ def config_of(config: KVPoolConfig, mesh: jax.sharding.Mesh) -> KVPoolConfig:
 class KVPool:
   """Requests off the devices. Pages are counted, because pages are what instances run out of."""
 
+  @fields.checked
   def __init__(self, config: KVPoolConfig = KVPoolConfig(), store: Store | None = None):
     self.config = config
     self.host = TierCounters()
