@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping
 import contextlib
 import itertools
 import json
+import math
 import os
 import pathlib
 import re
@@ -29,7 +30,7 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
-from seerjax import numerics as numerics_lib
+from seerjax import host_memory, numerics as numerics_lib
 from seerjax.models import (
   config as model_config,
   huggingface_config,
@@ -162,13 +163,16 @@ def load(
   directory = pathlib.Path(directory)
   config = load_config(directory)
   numerics = model_config.numerics_for(config, numerics)
-  layout = parameters.shapes(config, numerics.reduction_shards)
-  plan = _plan(config)
-  expected = {name: shape for _, leaf in plan for name, shape in leaf.tensors}
-  params: parameters.Params = {"layers": [{} for _ in range(config.num_layers)]}
   with contextlib.ExitStack() as stack:
     checkpoint = _Checkpoint(directory, stack)
     found = {name for name in checkpoint.file_of if not IGNORED.fullmatch(name)}
+    if config.num_layers > len(found):  # Before a plan of so many layers is made.
+      raise ValueError(
+        f"{directory / CONFIG_FILE}: num_hidden_layers: got {config.num_layers}, expected at most"
+        f" {len(found)}, the tensors that there are; the files do not belong together."
+      )
+    plan = _plan(config)
+    expected = {name: shape for _, leaf in plan for name, shape in leaf.tensors}
     scales = {name + SCALE for name in expected} & found
     if scales and not allow_int8:
       raise ValueError(
@@ -190,6 +194,11 @@ def load(
         f" family {huggingface_config.family_of(config)!r} with {config.num_layers} layers; check"
         f" {CONFIG_FILE}."
       )
+    for name, shape in expected.items():
+      checkpoint.check_shape(name, shape)
+    _require_memory(directory, expected, dtype)
+    layout = parameters.shapes(config, numerics.reduction_shards)
+    params: parameters.Params = {"layers": [{} for _ in range(config.num_layers)]}
     for leaf_path, leaf in plan:
       owner: Any = params
       shape: Any = layout
@@ -242,6 +251,19 @@ class _Checkpoint:
         )
     self.directory = directory
 
+  def check_shape(self, name: str, shape: tuple[int, ...]) -> None:
+    """Refuses a tensor whose header names another shape; nothing of it is read.
+
+    Raises:
+      ValueError: by the tensor's name.
+    """
+    found = tuple(self._files[self.file_of[name]].get_slice(name).get_shape())
+    if found != shape:
+      raise ValueError(
+        f"{self.directory / self.file_of[name]}: {name}: got shape {found}, expected {shape} by"
+        f" {CONFIG_FILE}; the two files do not belong together."
+      )
+
   def read(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
     """Returns one tensor as finite f32.
 
@@ -251,11 +273,7 @@ class _Checkpoint:
     file = self._files[self.file_of[name]]
     where = f"{self.directory / self.file_of[name]}: {name}"
     part = file.get_slice(name)
-    if tuple(part.get_shape()) != shape:
-      raise ValueError(
-        f"{where}: got shape {tuple(part.get_shape())}, expected {shape} by {CONFIG_FILE}; the two"
-        " files do not belong together."
-      )
+    self.check_shape(name, shape)
     if part.get_dtype() == "I8" and name + SCALE in self.file_of:
       scale = self.read(name + SCALE, (shape[0], 1))
       return file.get_tensor(name).astype(np.float32) * scale
@@ -272,6 +290,28 @@ class _Checkpoint:
         " is corrupt, or its training diverged."
       )
     return tensor
+
+
+def _require_memory(
+  directory: pathlib.Path, shapes: Mapping[str, tuple[int, ...]], dtype: Any
+) -> None:
+  """Refuses weights that the free memory does not hold, before any of them is read.
+
+  Raises:
+    ValueError: with both sizes.
+  """
+  sizes = [math.prod(shape) for shape in shapes.values()]
+  # The largest is in memory as float32, too, while it is laid out.
+  needed = sum(sizes) * np.dtype(dtype).itemsize + max(sizes) * 4
+  if jax.devices()[0].platform != "cpu":  # What a device holds is planned by the engine.
+    return
+  free = host_memory.free_bytes()
+  if needed > free:
+    raise ValueError(
+      f"{directory}: got weights of {sum(sizes):,} numbers, which take {needed / 2**20:,.0f} MiB as"
+      f" {np.dtype(dtype).name}, expected at most the {free / 2**20:,.0f} MiB that are free; choose"
+      " a smaller model, or free some memory."
+    )
 
 
 def _weight_map(directory: pathlib.Path) -> dict[str, str]:

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 import pathlib
 from typing import Any, NamedTuple
 
+from seerjax import fields as fields_lib
 from seerjax.models import config as model_config, tokenizer_files
 from seerjax.ops import rotary
 
@@ -35,6 +36,10 @@ FAMILIES = {
   "qwen2": Family("Qwen2ForCausalLM", has_qk_norms=False, has_qkv_biases=True),
   "llama": Family("LlamaForCausalLM", has_qk_norms=False, has_qkv_biases=False),
 }
+
+# Beyond any size of a published model, vocabularies and contexts included; products of two of them
+# stay within 64 bits.
+MAX_SIZE = 2**30
 
 # What each kind of scaling may say. None: any value; else the values that change nothing.
 _ROPE_COMMON = {
@@ -196,7 +201,7 @@ def _family(fields: _Fields) -> str:
         "other architectures are not built yet",
       )
     family = by_architecture[architectures[0]] if family is None else family
-  if family not in FAMILIES:
+  if not isinstance(family, str) or family not in FAMILIES:
     raise fields.refuse(
       "model_type", f"one of {tuple(FAMILIES)}", "other families are not built yet"
     )
@@ -316,7 +321,7 @@ class _Fields:
     self.path, self.values, self.prefix = path, values, prefix
 
   def refuse(self, field: str, expected: str, fix: str) -> ValueError:
-    got = repr(self.values[field]) if field in self.values else "nothing"
+    got = fields_lib.shown(self.values[field]) if field in self.values else "nothing"
     return ValueError(f"{self.path}: {self.prefix}{field}: got {got}, expected {expected}; {fix}.")
 
   def get(self, field: str) -> Any:
@@ -329,6 +334,8 @@ class _Fields:
       return default
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
       raise self.refuse(field, "a whole number of at least 1", "correct the file")
+    if value > MAX_SIZE:
+      raise self.refuse(field, f"at most {MAX_SIZE}", "correct the file")
     return value
 
   def number(self, field: str, default: float | None = None) -> float:
