@@ -19,6 +19,7 @@ import collections
 import math
 import os
 import pathlib
+import re
 from typing import Any
 
 import jax
@@ -27,7 +28,7 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
-from seerjax import numerics as numerics_lib
+from seerjax import fields, numerics as numerics_lib
 from seerjax.models import config as model_config, huggingface, huggingface_config, lora, parameters
 
 CONFIG_FILE = "adapter_config.json"
@@ -40,21 +41,47 @@ MODULES = {
   "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
   "down": ("mlp.down_proj",),
 }
-# Fields of theirs that change what is computed, with the values under which it is x A B.
-PLAIN = {
+# Fields of PEFT 0.18, by what they mean here. One that is in no list, of a later PEFT, is refused
+# where it is set.
+# What `load` reads.
+READ = ("r", "lora_alpha", "rank_pattern", "alpha_pattern", "target_modules", "exclude_modules")
+# What decides nothing of x A B, or only beside a field of `PLAIN` that is set.
+WITHOUT_EFFECT = (
+  "auto_mapping", "base_model_name_or_path", "inference_mode", "layers_pattern", "lora_dropout",
+  "megatron_core", "peft_version", "qalora_group_size", "revision", "runtime_config", "task_type",
+  # How A and B began. What they became is in the file, and the base stayed as it was.
+  "eva_config",
+)  # fmt: skip
+# What changes what is computed, with the values beside null, false and nothing under which it is
+# x A B on the base that the file names.
+PLAIN: dict[str, tuple[Any, ...]] = {
   "peft_type": ("LORA",),
   "bias": ("none",),
-  "fan_in_fan_out": (False,),
-  "use_dora": (False,),
-  "modules_to_save": (None, []),
-  "layers_to_transform": (None, []),
-  "layer_replication": (None,),
-  "trainable_token_indices": (None, []),
-  "lora_bias": (False,),
-  "alora_invocation_tokens": (None,),
+  "use_rslora": (True,),
+  # Of the others (pissa, olora, corda, loftq, lora_ga), the base was changed when it began.
+  "init_lora_weights": (True, "gaussian", "orthogonal", "eva"),
+  "alora_invocation_tokens": (),
+  "arrow_config": (),
+  "corda_config": (),
+  "ensure_weight_tying": (),
+  "fan_in_fan_out": (),
+  "layer_replication": (),
+  "layers_to_transform": (),
+  "loftq_config": (),
+  "lora_bias": (),
+  "lora_ga_config": (),
+  "megatron_config": (),
+  "modules_to_save": (),
+  "target_parameters": (),
+  "trainable_token_indices": (),
+  "use_bdlora": (),
+  "use_dora": (),
+  "use_qalora": (),
 }
+NOTHING = (None, False, "", [], {})
 
 
+@fields.checked
 def save(
   directory: str | os.PathLike[str],
   adapter: lora.Adapter,
@@ -129,6 +156,7 @@ def save(
     huggingface.write_json(partial / CONFIG_FILE, settings)
 
 
+@fields.checked
 def load(
   directory: str | os.PathLike[str],
   config: model_config.TransformerConfig,
@@ -161,6 +189,7 @@ def load(
   tensors = _tensors(path)
   adapter: lora.Adapter = {"layers": [{} for _ in range(config.num_layers)]}
   scales: dict[str, float] = {}
+  adapted: set[str] = set()
   for index, layer in enumerate(adapter["layers"]):
     for target in MODULES:
       parts = []
@@ -168,6 +197,7 @@ def load(
         pair = _pair(path, tensors, f"{PREFIX}.{index}.{module}", _inputs(target, config), width)
         parts.append(pair)
         if pair is not None:
+          adapted.add(f"model.layers.{index}.{module}")
           scales[module] = _scale(directory / CONFIG_FILE, settings, module, pair[0].shape[0])
       if any(part is not None for part in parts):
         layer[target] = _ours(target, parts, list(_widths(target, config).values()), shards)
@@ -183,6 +213,7 @@ def load(
       f"{path}: got adapters of {sorted(kinds[0])} in layer 0 and of others elsewhere, expected the"
       " same in every layer; adapt all layers alike."
     )
+  _check_targets(directory / CONFIG_FILE, settings, config, adapted)
   if len(set(scales.values())) != 1:
     raise ValueError(
       f"{directory / CONFIG_FILE}: alpha_pattern: got scales {scales}, expected one for all"
@@ -276,14 +307,91 @@ def _ours(
 
 
 def _check_plain(path: pathlib.Path, settings: dict[str, Any]) -> None:
-  for field, allowed in PLAIN.items():
-    if field in settings and settings[field] not in allowed:
-      raise ValueError(
-        f"{path}: {field}: got {settings[field]!r}, expected {allowed[0]!r}; other adapters than"
-        " plain low-rank ones are not built yet."
-      )
+  """Refuses settings under which an adapter is more or other than x A B.
+
+  Raises:
+    ValueError: naming the field.
+  """
   if "peft_type" not in settings:
     raise ValueError(f"{path}: peft_type: got nothing, expected 'LORA'; is it PEFT's file?")
+  for field, value in settings.items():
+    if field in READ or field in WITHOUT_EFFECT:
+      continue
+    allowed = PLAIN.get(field, ())
+    right = allowed if field == "peft_type" else (*allowed, *NOTHING)
+    if any(type(value) is type(one) and value == one for one in right):  # 0 is not False.
+      continue
+    expected = " or ".join(map(repr, allowed or (None,)))
+    raise ValueError(
+      f"{path}: {field}: got {fields.shown(value)}, expected {expected}; other adapters than plain"
+      " low-rank ones are not built yet."
+    )
+
+
+def _check_targets(
+  path: pathlib.Path, settings: dict[str, Any], config: model_config.TransformerConfig,
+  adapted: set[str],
+) -> None:
+  """Refuses targets that are not what the weights adapt.
+
+  Args:
+    path: of the settings.
+    settings: "target_modules" and "exclude_modules" are read, as PEFT reads them.
+    config: of the model.
+    adapted: modules that have tensors, such as "model.layers.0.mlp.up_proj".
+
+  Raises:
+    ValueError: naming the field, and a name that fits nothing.
+  """
+  targets, excluded = settings.get("target_modules"), settings.get("exclude_modules")
+  if targets is None:
+    return
+  modules = [
+    f"model.layers.{index}.{module}"
+    for index in range(config.num_layers)
+    for names in MODULES.values()
+    for module in names
+  ]
+  chosen: set[str] = set()
+  for name in [targets] if isinstance(targets, str) else _names(path, "target_modules", targets):
+    found = {module for module in modules if _fits(path, module, name, isinstance(targets, str))}
+    if not found:
+      raise ValueError(
+        f"{path}: target_modules: got {name!r}, which names no tensor that we adapt, expected some"
+        f" of {sorted({module.rpartition('.')[2] for module in modules})}; it was made for another"
+        " model, or remove it."
+      )
+    chosen |= found
+  is_text = isinstance(excluded, str)
+  for name in [excluded] if is_text else _names(path, "exclude_modules", excluded or []):
+    chosen = {module for module in chosen if not _fits(path, module, name, is_text)}
+  if chosen != adapted:
+    odd = min(chosen ^ adapted)
+    has = "no tensors" if odd in chosen else "tensors"
+    raise ValueError(
+      f"{path}: target_modules: got {fields.shown(targets)} beside {has} of {odd}, expected targets"
+      " that are those of the weights; the two files do not belong together."
+    )
+
+
+def _names(path: pathlib.Path, field: str, names: Any) -> list[str]:
+  if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
+    raise ValueError(
+      f"{path}: {field}: got {fields.shown(names)}, expected text or a list of it; save it again."
+    )
+  return names
+
+
+def _fits(path: pathlib.Path, module: str, name: str, is_pattern: bool) -> bool:
+  """Returns whether PEFT takes a module for one of this name, or of this regular expression."""
+  if not is_pattern:
+    return module == name or module.endswith(f".{name}")
+  try:
+    return name == "all-linear" or bool(re.fullmatch(name, module))
+  except re.error as error:
+    raise ValueError(
+      f"{path}: target_modules: got {name!r}, expected a regular expression ({error}); correct it."
+    ) from error
 
 
 def _scale(path: pathlib.Path, settings: dict[str, Any], module: str, rank: int) -> float:
@@ -292,6 +400,11 @@ def _scale(path: pathlib.Path, settings: dict[str, Any], module: str, rank: int)
   found: dict[str, Any] = {}
   for field, pattern in (("r", "rank_pattern"), ("lora_alpha", "alpha_pattern")):
     by_module = settings.get(pattern) or {}
+    if not isinstance(by_module, dict):
+      raise ValueError(
+        f"{path}: {pattern}: got {fields.shown(by_module)}, expected an object by module; save it"
+        " again."
+      )
     names = [name.rpartition(".")[2] for names in MODULES.values() for name in names]
     if unknown := sorted(set(by_module) - set(names)):
       raise ValueError(
@@ -304,7 +417,7 @@ def _scale(path: pathlib.Path, settings: dict[str, Any], module: str, rank: int)
       " files do not belong together."
     )
   alpha = found["lora_alpha"]
-  if not isinstance(alpha, int | float) or not 0 < alpha < math.inf:
+  if not fields.is_number(alpha) or not 0 < alpha < math.inf:
     raise ValueError(
       f"{path}: lora_alpha: got {alpha!r}, expected a positive number; save it again."
     )

@@ -88,6 +88,9 @@ def test_unlike_a_stand_side_by_side_and_what_is_missing_is_zero(saved):
       tensors[name] = rng.standard_normal(tensors[name].shape).astype(np.float32)
 
   edit(saved, change)
+  with pytest.raises(ValueError, match="target_modules: got .* beside no tensors of"):
+    peft.load(saved, QWEN3, NUMERICS)
+  configure(saved, exclude_modules=["k_proj"])
   tensors = safetensors.numpy.load_file(saved / "adapter_model.safetensors")
   found, _ = peft.load(saved, QWEN3, NUMERICS)
   pair = jax.tree.map(np.asarray, found["layers"][0]["qkv"])
@@ -122,12 +125,76 @@ def test_a_rank_stabilised_scale_is_read(saved):
 
 
 @pytest.mark.parametrize(
+  "changes",
+  [
+    dict(use_dora=False, use_qalora=False, use_rslora=False, lora_bias=None, fan_in_fan_out=None),
+    dict(modules_to_save=[], layers_to_transform=[], loftq_config={}, trainable_token_indices=None),
+    dict(init_lora_weights=True), dict(init_lora_weights=False), dict(init_lora_weights=None),
+    dict(init_lora_weights="gaussian"), dict(init_lora_weights="eva", eva_config={"rho": 2.0}),
+    dict(init_lora_weights="orthogonal"),
+    dict(megatron_core="megatron.core", qalora_group_size=16, layers_pattern="layers"),
+    dict(peft_version="0.18.0", task_type="CAUSAL_LM", auto_mapping={"a": "b"}, lora_dropout=0.1),
+    dict(later=None, later_flag=False, later_text="", later_list=[], later_config={}),
+    dict(target_modules="all-linear"), dict(target_modules=r".*\.(self_attn|mlp)\.\w+_proj"),
+    dict(target_modules=None), dict(exclude_modules=["lm_head"]), dict(exclude_modules="lm_head"),
+  ],
+)  # fmt: skip
+def test_settings_that_change_nothing_are_let_in(saved, changes):
+  before, scale = peft.load(saved, QWEN3, NUMERICS)
+  configure(saved, **changes)
+  found, again = peft.load(saved, QWEN3, NUMERICS)
+  equal(found, before)
+  assert again == scale
+
+
+@pytest.mark.parametrize(
   ("changes", "message"),
   [
     (dict(peft_type="LOHA"), "peft_type: got 'LOHA', expected 'LORA'; other adapters"),
-    (dict(use_dora=True), "use_dora: got True, expected False; other adapters"),
+    (dict(peft_type=None), "peft_type: got None, expected 'LORA'"),
+    (dict(use_dora=True), "use_dora: got True, expected None; other adapters"),
+    (dict(use_qalora=True), "use_qalora: got True, expected None"),
+    (dict(use_bdlora=True), "use_bdlora: got True, expected None"),
+    (dict(use_rslora="yes"), "use_rslora: got 'yes', expected True"),
     (dict(bias="all"), "bias: got 'all', expected 'none'"),
+    (dict(bias="lora_only"), "bias: got 'lora_only', expected 'none'"),
+    (dict(lora_bias=True), "lora_bias: got True, expected None"),
+    (dict(fan_in_fan_out=True), "fan_in_fan_out: got True, expected None"),
     (dict(modules_to_save=["lm_head"]), "modules_to_save: got .'lm_head'., expected None"),
+    (dict(init_lora_weights="pissa"), "init_lora_weights: got 'pissa', expected True or"),
+    (dict(init_lora_weights="pissa_niter_16"), "init_lora_weights: got 'pissa_niter_16', expected"),
+    (dict(init_lora_weights="olora"), "init_lora_weights: got 'olora', expected True or"),
+    (dict(init_lora_weights="corda"), "init_lora_weights: got 'corda', expected True or"),
+    (dict(init_lora_weights="loftq"), "init_lora_weights: got 'loftq', expected True or"),
+    (dict(init_lora_weights="lora_ga"), "init_lora_weights: got 'lora_ga', expected True"),
+    (dict(init_lora_weights="PISSA"), "init_lora_weights: got 'PISSA', expected True"),
+    (dict(init_lora_weights=3), "init_lora_weights: got 3, expected True"),
+    (dict(loftq_config={"loftq_bits": 4}), "loftq_config: got .'loftq_bits': 4., expected None"),
+    (dict(corda_config={"corda_method": "kpm"}), "corda_config: got .*, expected None"),
+    (dict(lora_ga_config={"a": 1}), "lora_ga_config: got .*, expected None"),
+    (dict(arrow_config={"top_k": 2}), "arrow_config: got .*, expected None"),
+    (dict(megatron_config={"a": 1}), "megatron_config: got .*, expected None"),
+    (dict(layer_replication=[[0, 2]]), r"layer_replication: got \[\[0, 2\]\], expected None"),
+    (dict(layers_to_transform=[0]), r"layers_to_transform: got \[0\], expected None"),
+    (dict(layers_to_transform=0), "layers_to_transform: got 0, expected None"),
+    (dict(trainable_token_indices=[5]), r"trainable_token_indices: got \[5\], expected None"),
+    (dict(target_parameters=["mlp.w"]), "target_parameters: got .*, expected None"),
+    (dict(alora_invocation_tokens=[1]), "alora_invocation_tokens: got .*, expected None"),
+    (dict(ensure_weight_tying=True), "ensure_weight_tying: got True, expected None"),
+    (dict(use_a_later_method=True), "use_a_later_method: got True, expected None; other"),
+    (dict(later_scale=0.5), "later_scale: got 0.5, expected None; other"),
+    (dict(later_config={"a": None}), "later_config: got .*, expected None; other"),
+    (dict(target_modules=["q_proj", "wte"]), "target_modules: got 'wte', which names no tensor"),
+    (dict(target_modules=["proj"]), "target_modules: got 'proj', which names no tensor"),
+    (dict(target_modules=["q_proj"]), "target_modules: got .'q_proj'. beside tensors of"),
+    (dict(target_modules="all_linear"), "target_modules: got 'all_linear', which names no tensor"),
+    (dict(target_modules="(q"), "target_modules: got '.q', expected a regular expression"),
+    (dict(target_modules=[3]), "target_modules: got .3., expected text or a list of it"),
+    (dict(target_modules=5), "target_modules: got 5, expected text or a list of it"),
+    (dict(exclude_modules=["q_proj"]), "target_modules: got .* beside tensors of .*q_proj"),
+    (dict(exclude_modules=3), "exclude_modules: got 3, expected text or a list of it"),
+    (dict(rank_pattern=[1]), "rank_pattern: got .1., expected an object by module"),
+    (dict(lora_alpha=True), "lora_alpha: got True, expected a positive number"),
     (dict(r=4), "r: got 4 for self_attn.q_proj, expected the 3 rows of its lora_A; the two files"),
     (dict(lora_alpha="much"), "lora_alpha: got 'much', expected a positive number"),
     (dict(alpha_pattern={"o_proj": 9.0}), "alpha_pattern: got scales .* expected one for all"),
