@@ -43,7 +43,7 @@ class Kind(NamedTuple):
   Attributes:
     read: a body to what is asked for.
     answer: writes the answer.
-    prefix: of the answer's id.
+    prefix: begins the answer's id.
   """
 
   read: Callable[[Mapping[str, Any]], Asked]
@@ -52,9 +52,9 @@ class Kind(NamedTuple):
 
 
 KINDS = {
-  "/v1/chat/completions": Kind(protocol.chat, answers.Answer, "chatcmpl"),
-  "/v1/completions": Kind(protocol.completion, answers.Answer, "cmpl"),
-  "/v1/responses": Kind(responses.read, responses.ResponseAnswer, "resp"),
+  "/v1/chat/completions": Kind(protocol.chat, answers.Answer, "chatcmpl-"),
+  "/v1/completions": Kind(protocol.completion, answers.Answer, "cmpl-"),
+  "/v1/responses": Kind(responses.read, responses.ResponseAnswer, "resp_"),
 }
 
 
@@ -184,7 +184,7 @@ class Asking:
     asked, entry = plan.asked, self._entry
     entry.num_prompt = sum(len(prompt) for prompt in plan.prompts)
     self._answer = answer = self._kind.answer(
-      plan, answer_id=f"{self._kind.prefix}-{entry.answer_id}", created=int(time.time())
+      plan, answer_id=self._kind.prefix + entry.answer_id, created=int(time.time())
     )
     if not asked.is_streamed:
       parts = [part async for part in self._parts(plan, answer)]

@@ -298,7 +298,7 @@ class ResponseAnswer(answers.Answer):
     return {"item_id": self._output[-1]["id"], "output_index": len(self._output) - 1}
 
   def _opened(self, kind: str) -> Iterator[bytes]:
-    number = f"{self._head['id'].removeprefix('resp-')}_{len(self._output)}"
+    number = f"{self._head['id'].removeprefix('resp_')}_{len(self._output)}"
     if kind == "content":
       item: Body = {"id": f"msg_{number}", "type": "message", "role": "assistant"}
       content = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}

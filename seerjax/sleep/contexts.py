@@ -200,6 +200,7 @@ class Contexts:
     self.directory = pathlib.Path(directory)
     self.path = self.directory / EVENTS
     self.last_step = 0
+    self._checked_step = -1  # For contexts whose time is over: one registered there has time left.
     self.said: list[str] = []
     self.counts = Counts()
     self._on_drop = on_drop
@@ -410,6 +411,9 @@ class Contexts:
         " Contexts.last_step after a restart."
       )
     self.last_step = step
+    if step == self._checked_step:
+      return
+    self._checked_step = step
     over = [c for c in self._contexts.values() if c.expires_step is not None]
     for context in over:
       if context.expires_step is not None and context.expires_step <= step:

@@ -151,6 +151,28 @@ def test_an_echo_begins_with_the_prompt(client):
   assert client.completions.create(**fields, echo=True).choices[0].text == "How many?" + text
 
 
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_offsets_are_places_in_the_decoded_text_also_behind_an_echo(plain, is_streamed):
+  text = "na\u00efve \u20ac\U0001f600?"
+  fields = dict(prompt=text, echo=True, logprobs=0, max_tokens=6, seed=3, stream=is_streamed)
+  answer = plain.post("/v1/completions", json=fields)
+  bodies = serving.pieces(answer.text) if is_streamed else [answer.json()]
+  choices = [choice for body in bodies for choice in body["choices"]]
+  said = "".join(choice["text"] for choice in choices)
+  rows = [choice["logprobs"] for choice in choices]
+  tokens = [token for row in rows for token in row["token_ids"]]
+  found = [offset for row in rows for offset in row["text_offset"]]
+  prompt = word_engine.TOKENIZER.encode(text)
+  assert tokens[: len(prompt)] == prompt and said.startswith(text)
+  # Where the first byte of each of the prompt's tokens lies, and where the answer begins.
+  sizes = [len(serving.make_vocabulary().bytes_of(token)) for token in prompt]
+  first = [sum(sizes[:place]) for place in range(len(prompt))]
+  ends = [len(text[:end].encode()) for end in range(1, len(text) + 1)]
+  assert found[: len(prompt)] == [sum(end <= begin for end in ends) for begin in first]
+  assert found[len(prompt)] == len(text)
+  assert found == sorted(found) and found[-1] <= len(said)
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("sampling", [{"temperature": 0.8}, {"temperature": 1.2, "top_p": 0.6}])
 def test_other_tokens_are_scored_as_the_engine_scores_its_own(client, sampling):

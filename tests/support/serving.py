@@ -19,6 +19,7 @@ from seerjax.serve.config import ServeConfig
 from seerjax.serve.scoring import Scorer
 from seerjax.serve.served import Served
 from seerjax.serve.service import Service
+from seerjax.serve.vocabulary import Vocabulary
 from seerjax.types import Completion, Request, SamplingParams
 
 ANY_PORT = ServeConfig(port=0)
@@ -39,6 +40,11 @@ def make_service(
   engine = word_engine.make_engine(sizes, tokenizer=tokenizer, kind=engine_kind)
   tiny = Served(name="tiny", engine=engine, scorer=scorer(), fingerprint="fp_test")
   return kind({"tiny": tiny}, config, **others)
+
+
+@functools.cache
+def make_vocabulary() -> Vocabulary:
+  return Vocabulary(word_engine.TOKENIZER)
 
 
 @functools.cache
