@@ -293,7 +293,8 @@ def sample(
       rollout = divided.resumed(engine, config.scheduler, journal, requests)
     measure.traces.append(rollout.trace)
     num_tokens = lambda: counted().sampled_tokens
-    yield from sampling.watched(watched, "sampling", num_tokens, rollout.run, requests)
+    details = str if workers is None else workers.text
+    yield from sampling.watched(watched, "sampling", num_tokens, rollout.run, requests, details)
 
   groups = rounds.step_groups(
     config.rollout,

@@ -49,6 +49,8 @@ from seerjax.rollout.scheduler import Scheduler
 from seerjax.rollout.trace import Span, Trace
 from seerjax.types import Completion, Request
 
+MOST_NAMED = 4  # Workers that a line names.
+
 
 @runtime_checkable
 class Workers(Protocol):
@@ -190,6 +192,25 @@ class ClusterRollout:
     self._unread: collections.deque[Completion] = collections.deque()
     self._num_chunks = 0
     self._reasons: list[str] = []
+
+  def text(self, expected: int) -> str:
+    """Returns how many workers are up, of how many that are expected, and what each does.
+
+    For people: another thread may ask while the rollout goes on.
+    """
+    members = list(self._members.items())
+    does = [
+      f"{worker} ({member.report.name}) "
+      + (f"runs {len(member.chunks)} chunks" if member.is_away else "waits")
+      for worker, member in members[:MOST_NAMED]
+    ]
+    if len(members) > MOST_NAMED:
+      others = members[MOST_NAMED:]
+      does.append(f"{sum(one.is_away for _, one in others)} of {len(others)} others run")
+    parts = [f"{len(members)} of {expected} workers up", *does]
+    if lost := self.counts["lost"]:
+      parts.append(f"{lost} lost so far")
+    return ", ".join(parts)
 
   def run(self, requests: Sequence[Request]) -> Iterator[Completion]:
     """Yields completions as they finish.

@@ -261,7 +261,9 @@ class RayWorkers:
   def _start(self) -> None:
     number = self._num_ever
     self._num_ever += 1
-    remote = self._ray.remote(num_cpus=1, max_restarts=0)(_Actor)
+    # To an actor that asks for no GPU, Ray shows none.
+    num_gpus = min(1.0, self._ray.cluster_resources().get("GPU", 0.0))
+    remote = self._ray.remote(num_cpus=1, num_gpus=num_gpus, max_restarts=0)(_Actor)
     self._actors[number] = remote.remote(self._make_worker, number)
     self.join(number)
 

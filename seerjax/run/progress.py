@@ -41,6 +41,7 @@ class Phase:
     total: requests of it, 0 if it has none.
     num_tokens: returns those sampled so far, from any beginning.
     began: seconds, by the clock of `Progress`.
+    details: returns what more there is to say; "" if nothing.
     num_finished: requests.
     seen: (seconds, tokens), of the last while.
   """
@@ -49,6 +50,7 @@ class Phase:
   total: int
   num_tokens: Callable[[], int] | None
   began: float
+  details: Callable[[], str] = str
   num_finished: int = 0
   seen: list[tuple[float, int]] = dataclasses.field(default_factory=list)
 
@@ -107,7 +109,12 @@ class Progress:
 
   @contextlib.contextmanager
   def phase(
-    self, name: str, *, total: int = 0, num_tokens: Callable[[], int] | None = None
+    self,
+    name: str,
+    *,
+    total: int = 0,
+    num_tokens: Callable[[], int] | None = None,
+    details: Callable[[], str] = str,
   ) -> Iterator[Phase]:
     """Within, the run is at `name`.
 
@@ -115,8 +122,9 @@ class Progress:
       name: such as "sampling".
       total: requests of it, 0 if it has none.
       num_tokens: those sampled so far, from any beginning.
+      details: returns what more there is to say; "" if nothing.
     """
-    phase = Phase(name, total, num_tokens, self._clock())
+    phase = Phase(name, total, num_tokens, self._clock(), details)
     self._phases.append(phase)
     try:
       yield phase
@@ -153,6 +161,8 @@ class Progress:
       rest = (self._num_steps - self._step) * mean + max(0.0, mean - (now - self._step_began))
       left.append(f"{duration(rest)} left in all")
     text = ": ".join(part for part in (head, ", ".join(parts + left)) if part)
+    for details in filter(None, (phase.details() for phase in [*self._phases])):
+      text += f"; {details}"
     compiling = self._compiling[:1]  # The outermost; another thread may end it meanwhile.
     if compiling and now - compiling[0][1] >= COMPILES_LONG:
       name, began = compiling[0]

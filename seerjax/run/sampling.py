@@ -93,10 +93,12 @@ def watched(
   num_tokens: Callable[[], int],
   run: groups_lib.Generate,
   requests: Sequence[Request],
+  details: Callable[[], str] = str,
 ) -> Iterator[Completion]:
   """Yields what `run` does, a phase of that name; who takes one is judging it.
 
-  `num_tokens` returns how many were sampled so far.
+  `num_tokens` returns how many were sampled so far, `details` what more a line has to say.
   """
-  with progress.phase(name, total=len(requests), num_tokens=num_tokens) as phase:
+  count = len(requests)
+  with progress.phase(name, total=count, num_tokens=num_tokens, details=details) as phase:
     yield from progress.judged(run(requests), phase)

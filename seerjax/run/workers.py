@@ -100,6 +100,10 @@ class RunWorkers:
       before.accepted_tokens + counts["accepted"],
     )
 
+  def text(self) -> str:
+    """Returns how many workers are up and what they do, for people; "" between two rollouts."""
+    return "" if self._rollout is None else self._rollout.text(self._config.cluster.workers)
+
   def publish(self, weights: parameters.Params, policy_version: int) -> None:
     """Has the workers run the weights that the run's own engine runs; nothing waits for it."""
     published = weights_lib.publish(

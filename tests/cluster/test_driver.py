@@ -373,3 +373,27 @@ def test_workers_draft_from_texts_of_siblings_elsewhere_and_lost_ones_cost_no_bi
   for kind in ("drafted", "accepted"):
     counted = [getattr(worker.engine.counters, f"{kind}_tokens") for worker in workers]
     assert rollout.counts[kind] == sum(counted) > 0
+
+
+def test_it_says_how_many_workers_are_up_and_what_they_do():
+  rollout = ClusterRollout(workers_of(made("a"), doomed(2), made("c")), Divided(chunk_tokens=4))
+  assert rollout.text(3) == "0 of 3 workers up"
+  said = []
+  for completion in rollout.run(asked()):
+    said.append(rollout.text(3))
+    assert completion.tokens
+  assert re.fullmatch(
+    r"3 of 3 workers up(, \d \((a|doomed|c)\) (runs \d+ chunks|waits)){3}", said[0]
+  ) or said[0].endswith(", 1 lost so far"), said[0]
+  assert said[-1].startswith("2 of 3 workers up, 0 (a) ") and said[-1].endswith(", 1 lost so far")
+  assert "doomed" not in said[-1] and any("runs" in line for line in said)
+
+
+@pytest.mark.thorough
+def test_of_many_workers_some_are_named():
+  workers = workers_of(*(made(f"w{number}") for number in range(6)))
+  rollout = ClusterRollout(workers, Divided(chunk_tokens=4))
+  assert run(rollout, asked())
+  text = rollout.text(8)
+  assert text.startswith("6 of 8 workers up, 0 (w0) ") and "(w4)" not in text
+  assert re.search(r", [012] of 2 others run$", text)

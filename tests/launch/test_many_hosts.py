@@ -10,6 +10,7 @@ import pathlib
 import re
 import subprocess
 import sys
+import time
 from typing import Any
 
 import launched
@@ -50,13 +51,17 @@ def test_every_script_is_bash(path):
   assert done.returncode == 0, done.stderr
 
 
-def slurm(root: pathlib.Path, *arguments: str) -> subprocess.CompletedProcess:
+def slurm(root: pathlib.Path, *arguments: str, **others: str) -> subprocess.CompletedProcess:
   tool(root / "tools" / "srun", SRUN)
+  tool(root / "tools" / "scontrol", f'#!/bin/sh\necho "$*" >"{root}/scontrol"\n')
+  if not (root / "launch").exists():
+    (root / "launch").symlink_to(LAUNCH)
   return subprocess.run(
     ["bash", str(LAUNCH / "slurm" / "run.sbatch"), *arguments],
     cwd=root,
     env=os.environ
-    | {"PATH": f"{root / 'tools'}:{os.environ['PATH']}", "SLURM_JOB_ID": "31", "SLURM_NTASKS": "2"},
+    | {"PATH": f"{root / 'tools'}:{os.environ['PATH']}", "SLURM_JOB_ID": "31", "SLURM_NTASKS": "2"}
+    | others,
     capture_output=True,
     text=True,
   )
@@ -77,6 +82,90 @@ def test_slurm_begins_a_process_a_task_and_resumes_what_has_begun(tmp_path):
     "process 1 of 2: -P -m experiments.grpo --workdir=mine --workdir=mine --resume"
     " --num_processes=2 --launcher=slurm\n"
   )
+
+
+def test_a_job_that_hangs_is_begun_again_and_one_that_fails_is_not(tmp_path):
+  limits = {"SEERJAX_HANGS_AFTER": "1", "SEERJAX_LOOKS_EVERY": "0.1"}
+  python = tmp_path / ".venv" / "bin" / "python"
+  tool(python, "#!/bin/sh\nexit 3\n")
+  slurm(tmp_path, **limits)
+  assert not (tmp_path / "scontrol").exists()
+  hangs = (
+    "#!/bin/sh\nfor word; do case $word in --workdir=*) place=${word#*=} ;; esac; done\n"
+    'mkdir -p "$place"; sleep 0.3; echo {} >"$place/status.json"; exec sleep 60\n'
+  )
+  tool(python, hangs)
+  done = slurm(tmp_path, **limits)
+  assert done.returncode == 75, done.stderr
+  assert "got no status of runs/slurm-31 for 1 s, expected one every ten" in done.stderr
+  assert (tmp_path / "scontrol").read_text() == "requeue 31\n"
+
+
+@pytest.mark.parametrize(
+  "command, status",
+  [
+    ("exit 3", 3),
+    ("exit 0", 0),
+    # It was long ago that the run before said something: nothing of this one yet.
+    ("sleep 1", 0),
+    ('for i in 1 2 3 4 5 6; do echo {} >"$0/status.json"; sleep 0.3; done', 0),
+    ('echo {} >"$0/status.json"; sleep 60', 75),
+    ('trap "" TERM; kill -9 $$', 137),
+  ],
+)
+def test_a_watched_run_ends_as_it_ends_or_when_it_hangs(tmp_path, command: str, status: int):
+  (tmp_path / "status.json").write_text("{}")
+  os.utime(tmp_path / "status.json", (0, 0))
+  done = subprocess.run(
+    ["bash", str(LAUNCH / "watched.sh"), str(tmp_path), "bash", "-c", f"sleep 0.1; {command}",
+     str(tmp_path)],
+    env=os.environ | {"SEERJAX_HANGS_AFTER": "1", "SEERJAX_LOOKS_EVERY": "0.1"},
+    capture_output=True,
+    text=True,
+  )  # fmt: skip
+  assert done.returncode == status, done.stderr
+
+
+def test_a_run_is_alive_while_its_status_is_young(tmp_path):
+  alive = lambda *seconds: subprocess.run(
+    ["bash", str(LAUNCH / "alive.sh"), str(tmp_path), *seconds], capture_output=True, text=True
+  )
+  assert "got none that is younger than 120 s" in alive().stderr
+  (tmp_path / "status.json").write_text("{}")
+  assert alive().returncode == 0
+  ago = time.time() - 200
+  os.utime(tmp_path / "status.json", (ago, ago))
+  assert alive().returncode == 1 and alive("300").returncode == 0
+
+
+def asks_for_an_accelerator(pod: dict[str, Any]) -> bool:
+  [container] = pod["containers"]
+  resources = container["resources"]
+  assert resources["requests"]["memory"] == resources["limits"]["memory"]
+  assert "cloud.google.com/gke-accelerator" in pod["nodeSelector"]
+  return int(resources["limits"]["nvidia.com/gpu"]) == 1
+
+
+def test_pods_ask_for_accelerators_and_their_life_is_the_runs_status(tmp_path):
+  [part] = read("gke/jobset.yaml")["spec"]["replicatedJobs"]
+  pod = part["template"]["spec"]["template"]["spec"]
+  assert asks_for_an_accelerator(pod)
+  [container] = pod["containers"]
+  (tmp_path / "launch").symlink_to(LAUNCH)
+  workdir = next(one["value"] for one in container["env"] if one["name"] == "WORKDIR")
+  for name in ("startupProbe", "livenessProbe"):
+    command = container[name]["exec"]["command"]
+    assert workdir in command
+    (tmp_path / "status.json").unlink(missing_ok=True)
+    words = [str(tmp_path) if word == workdir else word for word in command]
+    assert subprocess.run(words, cwd=tmp_path, capture_output=True).returncode == 1
+    (tmp_path / "status.json").write_text("{}")
+    assert subprocess.run(words, cwd=tmp_path, capture_output=True).returncode == 0
+  cluster = read("gke/rayjob.yaml")["spec"]["rayClusterSpec"]
+  for one in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+    assert asks_for_an_accelerator(one["template"]["spec"])
+  slurm_lines = (LAUNCH / "slurm" / "run.sbatch").read_text().splitlines()
+  assert "#SBATCH --gpus-per-node=1" in slurm_lines
 
 
 @pytest.mark.thorough
@@ -143,6 +232,7 @@ def test_a_rayjobs_workers_are_those_of_the_run(tmp_path):
     assert {"name": "PYTHONPATH", "value": "/seerjax"} in container["env"]
 
   tool(tmp_path / ".venv" / "bin" / "python", '#!/bin/sh\necho "$*"\n')
+  (tmp_path / "launch").symlink_to(LAUNCH)
   entrypoint = job["spec"]["entrypoint"].replace("/seerjax", str(tmp_path))
   given = os.environ | {"WORKDIR": str(tmp_path / "run")}
   run = dict(shell=True, env=given, capture_output=True, text=True)

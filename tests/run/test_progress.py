@@ -179,3 +179,12 @@ def test_what_numba_compiles_is_named_too():
 )
 def test_durations_are_short(seconds, text):
   assert progress_lib.duration(seconds) == text
+
+
+def test_details_stand_behind_what_a_run_is_at(clock):
+  progress = progress_lib.Progress(print, clock=clock)
+  said = ["2 of 3 workers up"]
+  with progress.phase("sampling", total=4, details=lambda: said[0]):
+    assert progress.text == "sampling, 0 of 4 requests; 2 of 3 workers up"
+    said[0] = ""
+    assert progress.text == "sampling, 0 of 4 requests"

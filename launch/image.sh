@@ -1,0 +1,54 @@
+#!/usr/bin/env bash
+# Makes the environment of a container's image, in a checkout that was copied there.
+set -euo pipefail
+
+ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+# shellcheck source=launch/environment.sh
+source "$ROOT/launch/environment.sh"
+
+usage() {
+  cat <<'EOT'
+usage: bash launch/image.sh [--platform=cpu|cuda12|cuda13|tpu] [--cluster]
+
+Makes .venv in the checkout with the newest Python that is found and the locked versions, checks that
+the library runs there, and leaves nothing that a container does not need. All that launch/Dockerfile
+does; no device has to be there.
+
+  --platform=P   what the image's containers run on (cpu)
+  --cluster      with Ray, for launch/gke/rayjob.yaml
+  --help         this text
+EOT
+}
+
+platform=cpu cluster=""
+for argument in "$@"; do
+  case $argument in
+    --platform=cpu | --platform=cuda12 | --platform=cuda13 | --platform=tpu)
+      platform=${argument#*=}
+      ;;
+    --platform=*) fail "--platform: got '${argument#*=}', expected cpu, cuda12, cuda13 or tpu." ;;
+    --cluster) cluster=yes ;;
+    --help | -h)
+      usage
+      exit 0
+      ;;
+    *) fail "got '$argument', expected --platform=P or --cluster; --help says what they are." ;;
+  esac
+done
+
+cd "$ROOT"
+found=$(find_python)
+minor=${found%% *}
+python="$ROOT/.venv/bin/python"
+lock="launch/locks/runtime-$minor.txt"
+locks=("$lock")
+[ -z "$cluster" ] || locks+=("launch/locks/cluster-$minor.txt")
+environment "$ROOT/.venv" "${found#* }" "${locks[@]}"
+[ "$platform" = cpu ] || install_platform "$ROOT/.venv" "$lock" "$platform"
+# A container's layer is read, not written: byte code comes now, of what a run imports.
+unset PYTHONDONTWRITEBYTECODE
+JAX_PLATFORMS=cpu "$python" -P -c '
+import jax, seerjax
+for name in seerjax.__all__:
+  getattr(seerjax, name)
+print(f"image: seerjax {seerjax.__version__}, JAX {jax.__version__}")'

@@ -1,0 +1,44 @@
+#!/usr/bin/env bash
+# Runs a command that is a run, and ends it when it hangs: when its status.json, which a run writes every
+# ten seconds, was written since it began but not for a while. Returns 75 then, else its status.
+#
+#   bash launch/watched.sh WORKDIR COMMAND...
+#
+#   SEERJAX_HANGS_AFTER=N    seconds (600)
+#   SEERJAX_LOOKS_EVERY=N    seconds (30)
+set -uo pipefail
+here=$(dirname "${BASH_SOURCE[0]}")
+workdir=${1:?WORKDIR: got nothing, expected the directory of a run}
+shift
+after=${SEERJAX_HANGS_AFTER:-600}
+
+began=$(mktemp) || exit 1
+"$@" &
+run=$!
+trap 'kill -TERM "$run" 2>/dev/null' TERM
+trap 'kill -INT "$run" 2>/dev/null' INT
+(
+  while sleep "${SEERJAX_LOOKS_EVERY:-30}"; do
+    # A status of the run before this one says nothing.
+    [ "$workdir/status.json" -nt "$began" ] || continue
+    if ! bash "$here/alive.sh" "$workdir" "$after"; then
+      echo hung >"$began"
+      kill -TERM "$run"
+      sleep 20
+      kill -KILL "$run"
+    fi
+  done
+) >/dev/null 2>&1 &
+watching=$!
+status=0
+while kill -0 "$run" 2>/dev/null; do
+  wait "$run" # Until it has ended, or a signal was heard.
+  status=$?
+done
+kill "$watching" 2>/dev/null
+if [ -s "$began" ]; then
+  echo "watched: got no status of $workdir for $after s, expected one every ten: it was ended" >&2
+  status=75
+fi
+rm -f "$began"
+exit "$status"
