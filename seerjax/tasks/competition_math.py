@@ -281,7 +281,7 @@ def _problem(where: str, name: str, row: dict[str, Any], instruction: str) -> Pr
       f" that ends with {str(solution)[-40:]!r}, expected a text and an answer, or a solution with"
       " \\boxed{...}; use the original files, or repair that row."
     )
-  reference = answer.strip() or (answers.last_boxed(solution) or "").strip()
+  reference = str(answer).strip() or (answers.last_boxed(solution) or "").strip()
   if not reference:
     return None
   question = asked.strip()
