@@ -17,6 +17,7 @@ Of masters, moments and sums each device of the mesh has a part (`trainer.shards
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Callable, Sequence
 import dataclasses
 import functools
@@ -169,13 +170,19 @@ def runs(num_micro_batches: int) -> list[range]:
 
 
 def _traced_once(function: Any) -> Any:
-  """A trainer has one layout: a second trace means that an input changed its shape or type."""
-  num_traces = 0
+  """A trainer has one layout: a second trace means that an input changed its shape or type.
+
+  Batches with penalties are programs of their own, one for each length of their lists.
+  """
+  num_traces = collections.Counter()
 
   def counted(*args: Any) -> Any:
-    nonlocal num_traces
-    num_traces += 1
-    assert num_traces == 1, f"trainer: got trace {num_traces}, expected one for each program"
+    leaves = jax.tree_util.tree_leaves_with_path(args)
+    named = ((jax.tree_util.keystr(path), leaf) for path, leaf in leaves)
+    kind = next((leaf.shape[-1] for name, leaf in named if name.endswith(".penalty_ids")), 0)
+    num_traces[kind] += 1
+    count = num_traces[kind]
+    assert count == 1, f"trainer: got trace {count}, expected one for each program"
     return function(*args)
 
   return counted
