@@ -19,6 +19,9 @@ class SamplingFields(TypedDict, total=False):
   top_k: int
   top_p: float
   min_p: float
+  presence_penalty: float
+  frequency_penalty: float
+  repetition_penalty: float
   logit_bias: tuple[tuple[int, float], ...]
   allowed: tuple[tuple[int, int], ...]
   max_tokens: int
