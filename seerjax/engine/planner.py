@@ -50,8 +50,12 @@ def _num_penalties(scheduled: Iterable[ScheduledRows]) -> int:
   most = 0
   for piece in scheduled:
     if piece.is_sampled and piece.sequence.request.sampling.has_penalties:
+      sequence = piece.sequence
       drafted = max((len(path.tokens) for path in piece.paths), default=0)
-      most = max(most, penalties.width_for(len(piece.sequence.tokens) + drafted))
+      count = penalties.most_entries(
+        sequence.request.sampling, sequence.num_prompt, sequence.num_generated + drafted
+      )
+      most = max(most, penalties.width_for(count))
   return most
 
 

@@ -56,6 +56,11 @@ def entries(params: SamplingParams, prompt: Sequence[int], answer: Sequence[int]
   return Entries(ids, found)
 
 
+def most_entries(params: SamplingParams, num_prompt: int, num_answer: int) -> int:
+  """Returns how many entries the penalties behind so many tokens have at most."""
+  return num_answer if params.repetition_penalty == 1 else num_prompt + num_answer
+
+
 def width_for(count: int) -> int:
   """Returns the entries of a list that holds `count`: one of few, each of which is a program."""
   width = SHORTEST

@@ -469,9 +469,13 @@ def _write_sequence(
 
 def _num_penalties(rollout: Rollout) -> int:
   """Returns the entries of the penalties of a rollout's rows; 0 if it has none."""
-  if not rollout.request.sampling.has_penalties:
+  request = rollout.request
+  if not request.sampling.has_penalties:
     return 0
-  return penalties_ops.width_for(_num_rows(rollout))
+  count = penalties_ops.most_entries(
+    request.sampling, len(request.prompt), len(rollout.completion.tokens)
+  )
+  return penalties_ops.width_for(count)
 
 
 def _empty(m: int, shapes: Layout, num_biases: int, num_penalties: int) -> TrainBatch:

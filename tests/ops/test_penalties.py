@@ -103,3 +103,11 @@ def test_widths_are_few():
 def test_a_penalty_out_of_its_range_is_refused(field, value, fragment):
   with pytest.raises(ValueError, match=f"SamplingParams.{field}: {fragment}"):
     SamplingParams(**{field: value})
+
+
+def test_a_long_prompt_is_counted_where_its_tokens_are_penalised():
+  for params in PARAMS:
+    most = penalties.most_entries(params, len(PROMPT), len(ANSWER))
+    assert len(penalties.entries(params, PROMPT, ANSWER).ids) <= most
+  said = SamplingParams(presence_penalty=1.0)
+  assert penalties.most_entries(said, 30000, 100) == 100
