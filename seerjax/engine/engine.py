@@ -323,6 +323,7 @@ class Engine:
     if self._requests.num_background and not num_top:
       scheduled, num_steps = self._with_background(scheduled, num_steps)
     if not any(scheduled):
+      self._planner.settle()
       return
     self.memory.restore()
     try:

@@ -143,17 +143,9 @@ class Planner:
     return True
 
   def _take_off(self, victim: SequenceState) -> bool:
-    """Takes a sequence's pages off the device; False if they are dropped.
-
-    They are if the pool is full, or if its first page was never copied, since it has had no row.
-    """
-    copies, pages = self._copies[victim.instance], set(victim.pages)
-    kept = [(source, target) for source, target in copies if target not in pages]
-    if len(kept) == len(copies):
-      self._memory.settle()  # What it was to get back, too.
-      if self._memory.spill([victim]):
-        return True
-    self._copies[victim.instance] = kept
+    """Takes a sequence's pages off the device; False if they are dropped, as the pool is full."""
+    if self._memory.spill([victim]):
+      return True
     self._memory.release(victim)
     return False
 
@@ -218,17 +210,14 @@ class Planner:
     if sequence.pages:
       return self._extend(sequence, pool, left)
     if sequence.num_written:  # Spilled: it comes back before the step.
-      num_pages = sequence.wanted_pages(self._config)
-      if left and num_pages + left > pool.num_available:
-        return False
-      return self._memory.begin_restore(sequence, num_pages)
+      return self._memory.begin_restore(sequence, sequence.wanted_pages(self._config), left)
     return self._begin(sequence, pool, left)
 
   def _make_way(self, instance: int) -> bool:
     """Takes the pages of one sequence that nobody waits for, or of a pin; False if none holds any.
 
     They leave the device, or are dropped where the pool is full, too. None of these sequences has
-    rows of the step yet.
+    rows of the step yet, nor pages that are still to be copied.
     """
     for sequence in self._requests.holders_in_background(instance):
       if self._take_off(sequence):
@@ -587,11 +576,24 @@ class Planner:
       self._instance_inputs(pieces, copies, bucket, masked_ids, width)
       for pieces, copies in zip(scheduled, self._copies, strict=True)
     ]
+    self._forget_copies()
+    return jax.tree.map(lambda *leaves: np.stack(leaves), *parts)
+
+  def settle(self) -> None:
+    """Writes the pages that a step without rows would have restored and copied.
+
+    A request that is held may have been given such pages. Between two steps it can be cancelled or
+    moved, so that they have to be written by then.
+    """
+    self._memory.settle()
+    self._memory.copy(self._copies)
+    self._forget_copies()
+
+  def _forget_copies(self) -> None:
     self._copies = [[] for _ in self._memory.pools]
     for pool, sources in zip(self._memory.pools, self._sources, strict=True):
       while sources:
         pool.release(sources.pop())
-    return jax.tree.map(lambda *leaves: np.stack(leaves), *parts)
 
   def visit_inputs(
     self, scheduled: list[list[ScheduledRows]], inputs: StepInputs, num_steps: int

@@ -100,6 +100,38 @@ def test_a_request_that_shares_full_pages_and_needs_all_the_rest_gets_them():
   assert engine.counters.reused_tokens == 16
 
 
+def test_a_held_request_can_be_moved_before_any_step_has_copied_its_page():
+  prompt = tokens_from(1, 13)
+  engine = make_engine()
+  engine.generate([request("a", prompt, max_tokens=3)])
+  held = request("b", prompt, seed=1, max_tokens=12)
+  engine.hold({"b"})
+  engine.submit(held)
+  assert not engine.step() and engine.counters.page_copies == 1
+  engine.pause("b")
+  assert engine.spill(["b"]) == ["b"]
+  engine.hold(())
+  engine.resume("b")
+  assert tiny_model.same(run(engine)["b"], make_engine().generate([held])[0])
+
+
+def test_pages_that_a_spilled_request_shares_are_not_counted_twice():
+  prompt = tokens_from(3, 33)
+  engine = make_engine(dataclasses.replace(SIZES, reserved_tokens=16, steps_per_visit=1))
+  engine.submit(request("a", prompt, max_tokens=24))
+  while not any(update.tokens for update in engine.step()):
+    pass
+  engine.submit(request("b", prompt, seed=1, max_tokens=8), chunk_tokens=1)
+  while not engine.poll_paused():
+    engine.step()
+  engine.spill(["b"])
+  assert engine.awaited_pages(0) > 0  # "a" is expected to take more.
+  engine.resume("b", chunk_tokens=4)
+  engine.step()
+  # Four of its five pages are those of "a".
+  assert engine.held_pages("b") > 0
+
+
 @pytest.mark.parametrize("what", ["cancel", "preempt"])
 def test_siblings_held_back_go_on_without_the_one_they_waited_for(what):
   engine = make_engine()

@@ -277,15 +277,16 @@ class Memory:
       parts=found[1],
     )
 
-  def begin_restore(self, sequence: SequenceState, num_pages: int) -> bool:
-    """Gives a spilled sequence `num_pages` pages; False if there is no room, nothing done.
+  def begin_restore(self, sequence: SequenceState, num_pages: int, left: int = 0) -> bool:
+    """Gives a spilled sequence `num_pages` pages; False, and nothing done, if there is no room for
+    them and `left` more.
 
     Its keys are on their way: `restore` writes them. Where the store has lost them, it is as if the
     sequence had never run, and False too: they are computed again, to the same bits.
     """
     pool = self.pools[sequence.instance]
     shared = self._hold_start(pool, sequence)
-    if num_pages - len(shared) > pool.num_available:
+    if num_pages - len(shared) + left > pool.num_available:
       for page in shared:
         pool.release(page)
       return False
@@ -337,6 +338,15 @@ class Memory:
       ids = self._page_ids({instance: part for instance, (part, _) in turn.items()})
       self.pages = self._moves.insert(self.pages, ids, arrived)
       self.counters.restored_pages += int(np.count_nonzero(ids))
+
+  def copy(self, copies: Sequence[Sequence[tuple[int, int]]]) -> None:
+    """Copies pages (from, to) within each instance, in order."""
+    counts = np.asarray([len(own) for own in copies], np.int32)
+    table = np.zeros((len(copies), counts.max(), 2), np.int32)
+    for instance, own in enumerate(copies):
+      table[instance, : len(own)] = np.asarray(own, np.int32).reshape(-1, 2)
+    for part in page_moves.copy_rounds(table, counts):
+      self.pages = self._moves.copy(self.pages, part)
 
   def _num_pages(self, positions: int) -> int:
     return -(-positions // self._page_size)
