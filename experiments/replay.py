@@ -235,7 +235,7 @@ def masters_of(
     learn,
     config,
     loading.load(config.task, path=config.task_path or None),
-    policy.require_tokenizer(),
+    policy.with_chat(config.chat).require_tokenizer(),  # Prompts have to be the journal's.
     state,
     steps,
     rollout_of,

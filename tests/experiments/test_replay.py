@@ -20,6 +20,7 @@ from experiments import replay
 from seerjax import checkpoint, numerics as numerics_lib, rl
 from seerjax.backends import choice
 from seerjax.models import (
+  chat_template,
   huggingface,
 )
 from seerjax.rollout import groups, journal as journal_lib
@@ -87,8 +88,11 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def letters(small: str, tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-  """A run on two instances."""
-  directory = run_letters(small, tmp_path_factory.mktemp("letters") / "run", num_instances=2)
+  """A run on two instances, whose chats have a system message."""
+  chat = chat_template.ChatConfig(system="Hi.")
+  directory = run_letters(
+    small, tmp_path_factory.mktemp("letters") / "run", num_instances=2, chat=chat
+  )
   assert checkpoint.steps(directory / "checkpoints") == (0, 3, 5)
   return directory
 
