@@ -240,8 +240,15 @@ def test_a_rayjobs_workers_are_those_of_the_run(tmp_path):
     f"-P -m experiments.grpo --workdir={tmp_path}/run --config.cluster.workers=2"
     " --config.cluster.address=auto\n"
   )
-  (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+  checkpoints = tmp_path / "run" / "checkpoints"
+  checkpoints.mkdir(parents=True)
   assert f"--workdir={tmp_path}/run --resume" in subprocess.run(entrypoint, **run).stdout
+  # Checkpoints in a store: the numbers that follow the first one tell of them.
+  checkpoints.rmdir()
+  checkpoints.write_text("gs://bucket/run\n")
+  assert "--resume" not in subprocess.run(entrypoint, **run).stdout
+  (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 0}\n')
+  assert "--resume" in subprocess.run(entrypoint, **run).stdout
 
 
 def tpu(*arguments: str, **environment: str) -> tuple[int, str]:
