@@ -193,7 +193,8 @@ def best_step(directory: pathlib.Path, metric: str, step: int) -> tuple[int, flo
   evaluated = sorted(
     name for row in rows if row["step"] == step for name in row if evaluation.METRIC.fullmatch(name)
   )
-  if evaluated and step not in found:
+  # An evaluation of an earlier version has no reward, however `metric` is written.
+  if f"{evaluation.ROOM}/reward" in evaluated and step not in found:
     raise ValueError(
       f"EvaluationConfig.best: got {metric!r}, expected a metric of the evaluation after step"
       f" {step}: {', '.join(evaluated)}; name one of them."

@@ -129,3 +129,9 @@ def test_a_metric_that_evaluations_do_not_have_is_named(tmp_path):
     writer.write(0, {"heldout/reward": 1.0, "heldout_hard/accuracy": 0.5})
   with pytest.raises(ValueError, match=r"best: got 'heldout/acuracy', expected a metric of the ev"):
     directory.best_step(tmp_path, "heldout/acuracy", 0)
+
+
+def test_an_evaluation_of_an_earlier_version_has_no_reward_to_be_the_best_by(tmp_path):
+  with metrics.Writer(tmp_path, console="off", tensorboard=False) as writer:
+    writer.write(0, {"heldout/accuracy": 0.5})
+  assert directory.best_step(tmp_path, "heldout/reward", 0) is None
