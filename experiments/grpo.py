@@ -36,6 +36,7 @@ from seerjax.run import (
   command_line,
   config as config_lib,
   directory as directory_lib,
+  evaluation,
   memory as memory_lib,
   policy as policy_lib,
   presets as run_presets,
@@ -96,13 +97,14 @@ def check_prompts(config: RunConfig, task: Task, policy: Policy) -> None:
   model = (policy.model.max_context, "the model's max_context")
   of_model = config_lib.for_model(config, policy.model).trainer
   rows = (of_model.rows_per_micro_batch + 1, "TrainerConfig.rows_per_micro_batch + 1")
-  for split, count, limits in (
-    ("heldout", config.evaluation.num_problems, (engine, model)),
-    ("train", min(asked, MOST_CHECKED), (engine, model, rows)),
+  heldout = [task, *evaluation.load_sets(config.evaluation).values()]
+  for one, split, count, limits in (
+    *((one, "heldout", config.evaluation.num_problems, (engine, model)) for one in heldout),
+    (task, "train", min(asked, MOST_CHECKED), (engine, model, rows)),
   ):
     context, context_name = min(limits)
     groups.check_prompts(
-      task,
+      one,
       split,
       count,
       tokenizer=policy.require_tokenizer(),

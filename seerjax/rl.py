@@ -132,10 +132,11 @@ def train(
   Raises:
     stops.Interrupted: on Ctrl-C or SIGTERM, when the last whole step has been saved.
     ValueError: for settings, a directory, programs or a task that cannot work, before anything is
-      sampled or the journal begun. Later only for what one problem shows: a prompt that leaves no
-      room for its answer, or a text that the task cannot judge (the run can be resumed).
+      sampled or the journal begun. Later only for what one problem shows: a prompt of
+      `task` that leaves no room for its answer, or a text that a task cannot judge (the run can be
+      resumed).
   """
-  sets = evaluation.load_sets(config.evaluation) | dict(evaluation_sets or {})
+  sets = evaluation.load_sets(config.evaluation, evaluation_sets)
   with session_lib.Session(
     pathlib.Path(directory),
     num_steps=config.num_steps,
@@ -161,6 +162,8 @@ def train(
       before = setup_lib.accuracy_after(0, run, ready.asked)
     elif _evaluates_after(run.step, config):  # A stop may have come before it was finished.
       setup_lib.accuracy_after(run.step, run, ready.asked)
+    else:
+      run.keep_best(config.evaluation.best)  # Else the next save removes it.
     while run.step < config.num_steps:
       joules = run.clock.joules
       with run.next_step() as put_off_stops:

@@ -102,7 +102,7 @@ def evaluate_model(
   """
   if task is None:
     task = loading.load(config.task, path=config.task_path or None)
-  further = evaluation.load_sets(config.evaluation) | dict(sets or {})
+  further = evaluation.load_sets(config.evaluation, sets)
   with progress_lib.Progress(log) as progress:
     with progress.phase("reading the model"):
       model = model_loading.load_model(config.model, config.numerics) if model is None else model
@@ -113,17 +113,10 @@ def evaluate_model(
       )
     tokenizer = policy_lib.chatting(model.tokenizer, config.chat)
     tasks = evaluation.tasks_by_room(task, further)
-    for one in tasks.values():
-      groups.check_prompts(
-        one,
-        "heldout",
-        config.evaluation.num_problems,
-        tokenizer=tokenizer,
-        max_tokens=config.max_tokens,
-        context=min(config.engine.max_context, model.config.max_context),
-        context_name="EngineConfig.max_context, or the model's max_position_embeddings",
-        seed=config.seed,
-      )
+    evaluation.check_prompts(
+      config.evaluation, tasks.values(), tokenizer=tokenizer, max_tokens=config.max_tokens,
+      context=min(config.engine.max_context, model.config.max_context), seed=config.seed,
+    )  # fmt: skip
     engine = engine_lib.Engine(
       dataclasses.replace(model, tokenizer=tokenizer),
       config=config.engine,

@@ -12,7 +12,7 @@ Source of pass@k: Chen et al. 2021, https://arxiv.org/abs/2107.03374, the unbias
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 import dataclasses
 import functools
 import re
@@ -108,14 +108,24 @@ class Answer(NamedTuple):
   verdict: Verdict
 
 
-def load_sets(config: EvaluationConfig) -> dict[str, Task]:
-  """Returns the tasks of `EvaluationConfig.sets`, by name.
+def load_sets(
+  config: EvaluationConfig, further: Mapping[str, Task] | None = None
+) -> dict[str, Task]:
+  """Returns the tasks of `EvaluationConfig.sets` and further ones, by name.
 
   Raises:
-    ValueError: naming the set whose task cannot be loaded.
+    ValueError: naming the set whose task cannot be loaded, or whose name cannot be or is given
+      twice.
     FileNotFoundError: if a task's file is not there.
   """
-  found: dict[str, Task] = {}
+  found: dict[str, Task] = dict(further or {})
+  for name in found:
+    if not groups.PART_NAME.fullmatch(name) or name in config.sets:
+      raise ValueError(
+        f"evaluation sets: got a task by the name {name!r}, expected lower-case letters, digits and"
+        f" underscores, a letter first, and none of EvaluationConfig.sets ({sorted(config.sets)});"
+        " rename it."
+      )
   for name, text in config.sets.items():
     task, _, path = text.partition("=")
     try:
@@ -123,6 +133,41 @@ def load_sets(config: EvaluationConfig) -> dict[str, Task]:
     except ValueError as error:
       raise ValueError(f"EvaluationConfig.sets.{name}: {error}") from error
   return found
+
+
+def check_prompts(
+  config: EvaluationConfig,
+  tasks: Iterable[Task],
+  *,
+  tokenizer: tokenizer_lib.Tokenizer,
+  max_tokens: int,
+  context: int,
+  seed: int,
+) -> None:
+  """Refuses held-out prompts that leave no room for an answer, before anything is computed.
+
+  Args:
+    config: how many problems are asked.
+    tasks: that pose them.
+    tokenizer: of the policy.
+    max_tokens: most generated tokens of an answer.
+    context: most tokens of prompt and answer together, the lower of the engine's and the model's.
+    seed: of the run.
+
+  Raises:
+    ValueError: as `groups.check_prompts`.
+  """
+  for task in tasks:
+    groups.check_prompts(
+      task,
+      "heldout",
+      config.num_problems,
+      tokenizer=tokenizer,
+      max_tokens=max_tokens,
+      context=context,
+      context_name="EngineConfig.max_context, or the model's max_position_embeddings",
+      seed=seed,
+    )
 
 
 def evaluate(

@@ -162,8 +162,11 @@ def set_up(
     )
   for split in ("train", "heldout"):
     groups_lib.num_problems(task, split)  # Refuses none.
-  for one in sets.values():
-    groups_lib.num_problems(one, "heldout")
+  evaluation.check_prompts(
+    config.evaluation, sets.values(), tokenizer=policy.require_tokenizer(),
+    max_tokens=config.rollout.max_tokens,
+    context=min(config.engine.max_context, policy.model.max_context), seed=config.seed,
+  )  # fmt: skip
   fingerprint = numerics_lib.fingerprint(config.numerics, config.trainer.remat)
   if programs is None:
     programs = programs_lib.make_programs(config, policy.model, loss=loss, optimizer=optimizer)

@@ -213,6 +213,11 @@ def test_sets_are_tasks_by_name_with_their_paths(tmp_path):
   (tmp_path / "train.jsonl").write_text('{"question": "1+2?", "answer": "#### 3"}\n')
   found = evaluation.load_sets(config)
   assert [found["easy"].name, found["hard"].num_problems("heldout")] == ["countdown", 1]
+  further = {"own": found["easy"]}
+  assert evaluation.load_sets(evaluation.EvaluationConfig(), further) == further
+  for name in ("My Set", "easy"):
+    with pytest.raises(ValueError, match=rf"evaluation sets: got a task by the name '{name}', exp"):
+      evaluation.load_sets(config, {name: found["hard"]})
   unknown = evaluation.EvaluationConfig(sets={"easy": "countdwon"})
   with pytest.raises(ValueError, match=r"EvaluationConfig.sets.easy: tasks.load: got name 'cou"):
     evaluation.load_sets(unknown)

@@ -375,3 +375,23 @@ def test_parts_sets_and_the_best_checkpoint_outlive_a_stop(tmp_path):
   again = json.loads((tmp_path / "run" / "best_checkpoint.json").read_text())
   assert again == found
   assert best in checkpoint.steps(tmp_path / "run" / "checkpoints")
+
+
+class Constant(Vowels):
+  """Gives every answer the same part beside one by its vowels."""
+
+  def verdict(self, problem, text):
+    plain = super().verdict(problem, text)
+    parts = {"one": 1.0, "vowels": plain.reward}
+    return Verdict.of_parts(parts, correct=plain.correct, well_formed=plain.well_formed)
+
+
+@pytest.mark.thorough
+def test_the_best_checkpoint_outlives_steps_that_are_not_evaluated_after_a_resume(tmp_path):
+  # All evaluations have one value: the first is the best.
+  evaluation = dataclasses.replace(CONFIG.evaluation, best="heldout/part/one", num_problems=1)
+  how: dict[str, Any] = dict(evaluation=evaluation, checkpoint_every=1)
+  train(tmp_path, Constant(), num_steps=1, **how)
+  train(tmp_path, Constant(), resume=True, num_steps=5, **how)
+  assert checkpoint.steps(tmp_path / "checkpoints") == (0, 3, 4, 5)
+  assert json.loads((tmp_path / "best_checkpoint.json").read_text())["step"] == 0

@@ -14,6 +14,7 @@ from seerjax.models import parameters
 from seerjax.run import off_policy, setup
 from seerjax.run.config import RunConfig, TrainerConfig
 from seerjax.trainer import losses, step as step_lib
+from seerjax.types import Problem
 
 MODEL_OF_NANO = object()  # Stands for what `load_model("nano")` returns.
 pytestmark = pytest.mark.usefixtures("programs_on_disk")
@@ -78,6 +79,23 @@ class Empty(Vowels):
 def test_what_cannot_work_is_refused_before_the_journal_begins(tmp_path, task, changes, message):
   with pytest.raises(ValueError, match=message):
     rl.train(dataclasses.replace(CONFIG, **changes), policy(), task, tmp_path / "run")
+  assert task.num_verdicts == 0 and not (tmp_path / "run").exists()
+
+
+class Wordy(Vowels):
+  """Asks more than the context holds."""
+
+  name = "wordy"
+
+  def problem(self, split, index):
+    return Problem(problem_id=f"{split}-{index}", prompt="1 " * 60)
+
+
+def test_a_further_set_of_long_prompts_is_refused_before_the_journal_begins(tmp_path):
+  task, sets = Vowels(), {"long": Wordy()}
+  message = r"wordy: got a prompt of \d+ tokens .* and max_tokens 6, expected a sum of at most 48"
+  with pytest.raises(ValueError, match=message):
+    rl.train(CONFIG, policy(), task, tmp_path / "run", evaluation_sets=sets)
   assert task.num_verdicts == 0 and not (tmp_path / "run").exists()
 
 
