@@ -369,11 +369,15 @@ class Planner:
     return min(most, self._config.steps_per_visit)
 
   def remember_prompts(self, scheduled: list[list[ScheduledRows]]) -> None:
-    """Makes the prompts findable whose last position is written in this step."""
+    """Makes the prompts findable that are written in this step, up to their last position at least.
+
+    That one is not written while a request is held, and no other request of the prompt needs it.
+    """
     for piece in itertools.chain(*scheduled):
       sequence = piece.sequence
-      if sequence.num_written < sequence.num_prompt <= sequence.num_written + piece.count:
-        self._memory.remember(sequence, sequence.request.prompt)
+      written = sequence.num_written + piece.count
+      if sequence.num_written < sequence.num_prompt <= written + 1:
+        self._memory.remember(sequence, sequence.request.prompt[:written])
 
   # Texts that are read.
 

@@ -27,6 +27,25 @@ def test_members_of_a_group_share_the_pages_of_their_prompt():
   assert plain.counters.rows == 4 * 19 + 4 * 4
 
 
+def test_members_of_a_group_that_are_held_share_the_pages_of_their_prompt():
+  members = [
+    request(str(index), tokens_from(3, 19), seed=index, group="g", max_tokens=5)
+    for index in range(4)
+  ]
+  engine = make_engine()
+  engine.hold({one.request_id for one in members})
+  for one in members:
+    engine.submit(one)
+  for _ in range(8):
+    assert not engine.step()
+  assert engine.counters.rows == 18 and engine.counters.reused_tokens == 3 * 18
+  engine.hold(())
+  completions = run(engine)
+  assert engine.counters.rows == 18 + 4 + 4 * 4
+  for one in members:
+    assert tiny_model.same(completions[one.request_id], make_engine().generate([one])[0])
+
+
 def test_the_next_turn_finds_the_last():
   engine = make_engine()
   [first] = engine.generate([request("a", tokens_from(1, 10), max_tokens=10)])
