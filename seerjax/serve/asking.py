@@ -19,6 +19,7 @@ from starlette.types import Message, Receive, Scope, Send
 from seerjax.serve import (
   answers,
   auth,
+  bodies,
   protocol,
   responses,
   served as served_lib,
@@ -134,7 +135,7 @@ class Asking:
     return await asyncio.to_thread(self._plan_of, asked, namespace, reading)
 
   def _asked(self, body: bytes) -> Asked:
-    asked = self._kind.read(protocol.parsed(body))
+    asked = self._kind.read(bodies.parsed(body))
     if asked.ignored and self._service.config.strict_fields:
       name = asked.ignored[0]
       raise Refusal(

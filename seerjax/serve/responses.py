@@ -13,7 +13,7 @@ import dataclasses
 import json
 from typing import Any
 
-from seerjax.serve import answers, protocol
+from seerjax.serve import answers, bodies, protocol
 from seerjax.serve.answers import Body
 from seerjax.serve.engine_thread import Part
 from seerjax.serve.parts import Piece
@@ -55,7 +55,7 @@ def read(body: Mapping[str, Any]) -> Asked:
   """
   left = {name: value for name, value in body.items() if value is not None}
   chat: dict[str, Any] = {name: left.pop(name) for name in SAME if name in left}
-  for name in protocol.WITHOUT_EFFECT & left.keys():
+  for name in bodies.WITHOUT_EFFECT & left.keys():
     chat[name] = left.pop(name)
   messages = _messages(left.pop("input", None))
   if "instructions" in left:

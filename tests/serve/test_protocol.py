@@ -241,23 +241,6 @@ def test_a_wrong_field_of_a_completion_is_named(fields, param: str, expected: st
   assert expected in found.message
 
 
-@pytest.mark.parametrize(
-  "body, expected",
-  [
-    (b"{", "the body: got what is no JSON"),
-    (b"\xff\xfe\x00", "the body: got what is no JSON"),
-    (b"[]", "got a JSON list, expected one JSON object"),
-    (b'{"a": NaN}', "got NaN, expected JSON, which has no such number"),
-    (b'{"a": 1, "a": 2}', "got the name 'a' twice in one object"),
-    (b'{"a": ' + b"[" * 100 + b"]" * 100 + b"}", "got JSON nested too deeply"),
-    (b"[" * 100_000, "got JSON nested too deeply"),
-    (b'{"a": ' + b"1" * 10_000 + b"}", "the body: got what is no JSON"),
-  ],
-)
-def test_what_is_no_json_object_is_refused(body: bytes, expected: str):
-  assert expected in refusal(protocol.parsed, body).message
-
-
 def test_a_message_quotes_little_of_what_it_got():
   assert len(shown("x" * 10_000)) == 80
   assert len(refusal(chat, **{"y" * 10_000: 1}).param) == 80

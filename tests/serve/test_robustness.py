@@ -25,11 +25,11 @@ from served_process import Process
 import serving
 import word_engine
 
-from seerjax.serve import protocol
+from seerjax.serve import bodies, protocol
 from seerjax.serve.config import ServeConfig
 
 GOOD = {"prompt": "How many?", "max_tokens": 6, "seed": 3, "logprobs": 2}
-NAMES = sorted({*protocol.CHAT, *protocol.COMPLETION, *protocol.NEUTRAL, "audio", "", "self"})
+NAMES = sorted({*protocol.CHAT, *protocol.COMPLETION, *bodies.NEUTRAL, "audio", "", "self"})
 KINDS = (
   "cut", "bytes", "types", "unknown", "deep", "huge numbers", "no UTF-8", "long", "too long",
   "short of its length", "no length", "no HTTP", "other methods", "in pieces",

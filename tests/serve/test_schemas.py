@@ -7,7 +7,7 @@ import json
 import pytest
 import word_engine
 
-from seerjax.serve import grammar, protocol, schemas
+from seerjax.serve import bodies, grammar, protocol, schemas
 from seerjax.serve.protocol import Grammar
 from seerjax.serve.refusals import Refusal
 
@@ -17,7 +17,7 @@ MESSAGES = [{"role": "user", "content": "Hi"}]
 def asked(schema: str, **fields) -> protocol.Asked:
   form = f'{{"type": "json_schema", "json_schema": {{"name": "a", "schema": {schema}}}}}'
   body = json.dumps({"messages": MESSAGES, **fields})[:-1] + f', "response_format": {form}}}'
-  return protocol.chat(protocol.parsed(body.encode()))
+  return protocol.chat(bodies.parsed(body.encode()))
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_a_number_that_stays_what_it_is_is_taken(number: str):
 
 def test_a_number_beyond_a_float_is_a_number_elsewhere():
   body = b'{"messages": [{"role": "user", "content": "a"}], "temperature": 0.70000000000000000001}'
-  assert protocol.chat(protocol.parsed(body)).sampling["temperature"] == 0.7
+  assert protocol.chat(bodies.parsed(body)).sampling["temperature"] == 0.7
   assert isinstance(schemas.number("0.70000000000000000001"), schemas.Inexact)
 
 

@@ -1,0 +1,27 @@
+"""Bodies of requests: what is no JSON object is refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from seerjax.serve import bodies
+from seerjax.serve.refusals import Refusal
+
+
+@pytest.mark.parametrize(
+  "body, expected",
+  [
+    (b"{", "the body: got what is no JSON"),
+    (b"\xff\xfe\x00", "the body: got what is no JSON"),
+    (b"[]", "got a JSON list, expected one JSON object"),
+    (b'{"a": NaN}', "got NaN, expected JSON, which has no such number"),
+    (b'{"a": 1, "a": 2}', "got the name 'a' twice in one object"),
+    (b'{"a": ' + b"[" * 100 + b"]" * 100 + b"}", "got JSON nested too deeply"),
+    (b"[" * 100_000, "got JSON nested too deeply"),
+    (b'{"a": ' + b"1" * 10_000 + b"}", "the body: got what is no JSON"),
+  ],
+)
+def test_what_is_no_json_object_is_refused(body: bytes, expected: str):
+  with pytest.raises(Refusal) as refused:
+    bodies.parsed(body)
+  assert expected in refused.value.message
