@@ -59,8 +59,9 @@ def read(body: Mapping[str, Any]) -> Asked:
     chat[name] = left.pop(name)
   messages = _messages(left.pop("input", None))
   if "instructions" in left:
-    messages.insert(0, {"role": "system", "content": left.pop("instructions")})
-  chat["messages"] = messages
+    first = {"role": "system", "content": left.pop("instructions")}
+    messages = {"instructions": first, **messages}
+  chat["messages"] = [*messages.values()]
   if "max_output_tokens" in left:
     chat["max_completion_tokens"] = left.pop("max_output_tokens")
   ignored = _format(left.pop("text", {}), chat)
@@ -80,13 +81,26 @@ def read(body: Mapping[str, Any]) -> Asked:
   try:
     asked = protocol.chat(chat)
   except Refusal as refusal:
-    raise _as_written(refusal) from refusal
+    raise _as_written(refusal, [*messages]) from refusal
+  if asked.grammar is not None and asked.grammar.param == "response_format":
+    asked = dataclasses.replace(
+      asked, grammar=dataclasses.replace(asked.grammar, param="text.format")
+    )
   return dataclasses.replace(asked, ignored=tuple(sorted({*asked.ignored, *ignored})))
 
 
-def _as_written(refusal: Refusal) -> Refusal:
-  """Returns a chat's refusal with the field's name as the client wrote it."""
-  for ours, written in _WRITTEN:
+def _as_written(refusal: Refusal, messages: Sequence[str]) -> Refusal:
+  """Returns a chat's refusal with the field's name as the client wrote it.
+
+  Args:
+    refusal: of the chat.
+    messages: what each of its messages is in the body; a text has no fields of its own.
+  """
+  of_messages = []
+  for place, name in enumerate(messages):
+    ours = f"messages[{place}]"
+    of_messages += [(ours, name)] if "[" in name else [(f"{ours}.content", name), (ours, name)]
+  for ours, written in (*of_messages, *_WRITTEN):
     if refusal.param is not None and refusal.param.startswith(ours):
       param = written + refusal.param.removeprefix(ours)
       message = refusal.message.replace(refusal.param, param)
@@ -94,13 +108,14 @@ def _as_written(refusal: Refusal) -> Refusal:
   return refusal
 
 
-def _messages(value: Any) -> list[dict[str, Any]]:
-  """Returns the messages of an `input`: a text, or items as they were sent and answered."""
+def _messages(value: Any) -> dict[str, dict[str, Any]]:
+  """Returns the messages of an `input`, a text or items as they were sent and answered, by what
+  they are called in the body."""
   if isinstance(value, str):
-    return [{"role": "user", "content": value}]
+    return {"input": {"role": "user", "content": value}}
   if not isinstance(value, list) or not value:
     refuse("input", shown(value), "text, or a list of at least one item", "say something")
-  messages: list[dict[str, Any]] = []
+  messages: dict[str, dict[str, Any]] = {}
   thought = ""
   for place, item in enumerate(value):
     where = f"input[{place}]"
@@ -120,9 +135,9 @@ def _messages(value: Any) -> list[dict[str, Any]]:
     if kind == "reasoning":  # It belongs to the answer that follows.
       thought += text
       continue
-    messages.append({"role": item.get("role"), "content": text})
+    messages[where] = {"role": item.get("role"), "content": text}
     if thought and item.get("role") == "assistant":
-      messages[-1]["reasoning_content"] = thought
+      messages[where]["reasoning_content"] = thought
     thought = ""
   return messages
 

@@ -27,6 +27,9 @@ def tokenize(body: Mapping[str, Any], find: Find) -> dict[str, Any]:
     refuse("return_token_strs", shown(wants_texts), "true or false", "write one of them")
   read = protocol.chat if "messages" in sent else protocol.completion
   asked = read(sent)
+  if asked.context:
+    refuse("context", shown(asked.context), "none: its text and rewrites change as it is slept for",
+           "ask for an answer, whose usage counts them")  # fmt: skip
   served = find(asked.model)
   prompts, _ = served_lib.prompts_of(asked, served)
   if len(prompts) != 1:
