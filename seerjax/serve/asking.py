@@ -129,8 +129,9 @@ class Asking:
     body = await service_lib.read_body(self._request, config)
     is_quick = len(body) <= QUICK_BYTES
     asked = self._asked(body) if is_quick else await asyncio.to_thread(self._asked, body)
+    await self._service.try_grammar(asked, namespace)
     reading = await self._reading(asked, namespace)
-    if is_quick and asked.grammar is None:  # One that is new is compiled.
+    if is_quick and asked.grammar is None:  # One that was forgotten is compiled again.
       return self._plan_of(asked, namespace, reading)
     return await asyncio.to_thread(self._plan_of, asked, namespace, reading)
 

@@ -211,8 +211,17 @@ class Compiler:
 
   # Of any thread: before anything is sampled.
 
-  def mask(self, grammar: Grammar) -> AnswerMask:
+  def is_tried(self, grammar: Grammar, namespace: str = "") -> bool:
+    """Returns whether `mask` compiles nothing, so that it does not wait."""
+    with self._lock:
+      return _digest(grammar, namespace) in self._tried
+
+  def mask(self, grammar: Grammar, namespace: str = "") -> AnswerMask:
     """Returns the mask of a grammar, for one choice.
+
+    Args:
+      grammar: that is asked for.
+      namespace: of who asks, to whom it is new if others alone have asked for it.
 
     Raises:
       Refusal: if it cannot be compiled within the limits, or allows nothing; or if too many others
@@ -223,7 +232,7 @@ class Compiler:
         grammar.param, f"a grammar of {len(grammar.source)} characters", f"at most {MAX_SOURCE}",
         "simplify it",
       )  # fmt: skip
-    digest = _digest(grammar)
+    digest = _digest(grammar, namespace)
     with self._lock:
       found = self._tried.get(digest)
       if found is not None:
@@ -259,9 +268,10 @@ class Compiler:
       ) from None  # fmt: skip
     try:
       for is_last in (False, True):
-        if line is None or line.is_used_up:
-          if line is not None:
-            line.close()
+        if line is not None and line.is_used_up:
+          line.close()
+          line = None  # Where no other can be had, this one is not used again.
+        if line is None:
           with self._lock:
             line = self._started().line(TRIAL_NICE)
         line.put([{**_source(grammar), "session": 0, "is_new": True}])
@@ -456,8 +466,8 @@ def _source(grammar: Grammar) -> dict[str, Any]:
   return {"kind": grammar.kind, "source": source, "is_spaced": grammar.is_spaced}
 
 
-def _digest(grammar: Grammar) -> str:
-  text = json.dumps(_source(grammar), sort_keys=True).encode()
+def _digest(grammar: Grammar, namespace: str) -> str:
+  text = json.dumps([namespace, _source(grammar)], sort_keys=True).encode()
   return hashlib.blake2b(text, digest_size=16).hexdigest()
 
 

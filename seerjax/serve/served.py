@@ -193,6 +193,7 @@ def plan(
       vocabulary, or the engine could never answer.
   """
   prompts, is_thinking = prompts_of(asked, served)
+  masks = _masks(asked, served, len(prompts) * asked.num_choices, namespace)
   seed = secrets.randbelow(2**32) if asked.seed is None else asked.seed
   requests: list[Request] = []
   if reading is not None:
@@ -224,16 +225,18 @@ def plan(
     fingerprint=served.fingerprint,
     prompts=prompts,
     requests=tuple(requests),
-    masks=_masks(asked, served, len(requests)),
+    masks=masks,
     is_thinking=is_thinking,
     reading=reading,
   )
 
 
-def _masks(asked: Asked, served: Served, count: int) -> tuple[AnswerMask | None, ...]:
+def _masks(
+  asked: Asked, served: Served, count: int, namespace: str
+) -> tuple[AnswerMask | None, ...]:
   if asked.grammar is None:
     return (None,) * count
-  mask = served.compiler.mask(asked.grammar)
+  mask = served.compiler.mask(asked.grammar, namespace)
   return tuple(mask.copy(keeps=bool(asked.num_top)) for _ in range(count))
 
 

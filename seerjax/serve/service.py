@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
+import concurrent.futures
 import contextlib
 import json
 import logging
@@ -20,11 +21,15 @@ from seerjax.serve.config import ServeConfig
 from seerjax.serve.engine_thread import EngineThread
 from seerjax.serve.family import Family
 from seerjax.serve.metrics import Metrics
+from seerjax.serve.protocol import Asked
 from seerjax.serve.refusals import Refusal, shown
 from seerjax.serve.served import Served
 from seerjax.serve.sleeping import Sleeping
 
 LOG = logging.getLogger("seerjax.serve")
+# Threads that wait for new grammars, and requests that wait for these threads.
+GRAMMAR_THREADS = 16
+MOST_NEW_GRAMMARS = 512
 
 
 class Service:
@@ -65,9 +70,12 @@ class Service:
       sleeping=self.sleeping,
     )
     self.metrics = Metrics(self.thread)
+    self._num_new_grammars = 0
+    self._grammar_threads = concurrent.futures.ThreadPoolExecutor(GRAMMAR_THREADS, "grammar")
 
   def close(self) -> None:
     """Ends what was started for it, once its thread is over."""
+    self._grammar_threads.shutdown(cancel_futures=True)
     for served in self.models.values():
       served.compiler.close()
 
@@ -111,6 +119,30 @@ class Service:
     if isinstance(result, Exception):
       raise result
     return result
+
+  async def try_grammar(self, asked: Asked, namespace: str) -> None:
+    """Has a grammar compiled that is new, while nothing but other new ones waits for it.
+
+    Raises:
+      Refusal: if it cannot be used, or too many others are new (429).
+    """
+    grammar, served = asked.grammar, self.find(asked.model)
+    if grammar is None or served.compiler.is_tried(grammar, namespace):
+      return
+    if self._num_new_grammars >= MOST_NEW_GRAMMARS:
+      raise Refusal(
+        f"{grammar.param}: got a grammar while {MOST_NEW_GRAMMARS} others wait to be compiled,"
+        " expected fewer; ask again.",
+        status=429, kind="rate_limit_error", param=grammar.param, code="rate_limit_exceeded",
+        retry_seconds=1,
+      )  # fmt: skip
+    self._num_new_grammars += 1
+    try:
+      await asyncio.get_running_loop().run_in_executor(
+        self._grammar_threads, served.compiler.mask, grammar, namespace
+      )
+    finally:
+      self._num_new_grammars -= 1
 
   def sleeping_of(self, served: Served) -> Sleeping:
     """Returns the contexts of a model.

@@ -202,6 +202,14 @@ def test_a_server_that_dies_is_started_again(fresh):
   assert ids_of(fresh.mask(of_regex("[0-9]{10}"))(())) == expected
 
 
+def test_a_tenants_grammars_are_new_to_all_others(fresh):
+  asked = of_regex("[0-9]")
+  first = fresh.mask(asked, "ana")
+  assert fresh.is_tried(asked, "ana")
+  assert not fresh.is_tried(asked, "ben") and not fresh.is_tried(asked)
+  np.testing.assert_array_equal(first(()), fresh.mask(asked, "ben")(()))
+
+
 def test_workers_end_with_the_compiler(fresh):
   fresh.mask(of_regex("[0-9]"))((min(ids_of(fresh.mask(of_regex("[0-9]"))(()))),))
   server = fresh._server._process.pid

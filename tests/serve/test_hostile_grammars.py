@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import dataclasses
 import json
 import threading
 import time
@@ -15,6 +16,8 @@ from typing import Any
 import numpy as np
 import pytest
 import serving
+
+from seerjax.serve import grammar
 
 Case = dict[str, Any]  # Fields of a body.
 FULL = 2**63
@@ -198,6 +201,28 @@ def test_hostile_grammars_harm_nobody(seed, tell_events):
   some = [drawn[place] for place in rng.choice(len(drawn), 12, replace=False)]
   deadly = schema({"type": "integer", "minimum": -FULL, "maximum": -FULL})
   tell_events("hostile grammars", run([deadly, *some])["statuses"], ["refused"])
+
+
+def test_new_grammars_that_wait_delay_nothing_but_new_grammars():
+  with serving.running() as (service, url), serving.client(url) as client:
+    compiler = service.find("").compiler
+    compiler.limits = dataclasses.replace(compiler.limits, trial_seconds=60.0)
+    assert ask(client, {"regex": "[0-9]"})[0] == 200
+    held = [compiler._trials.get() for _ in range(grammar.NUM_TRIALS)]  # As if they took long.
+    with concurrent.futures.ThreadPoolExecutor(40) as pool:  # More than asyncio's threads.
+      new = [pool.submit(ask, client, {"regex": f"[0-9]{{{n}}}"}, 1) for n in range(2, 42)]
+      deadline = time.monotonic() + 60
+      while service._num_new_grammars < len(new) and time.monotonic() < deadline:
+        time.sleep(0.01)
+      try:
+        long = client.post("/tokenize", json={"prompt": "How many? " * 3000})
+        known, _, _ = ask(client, {"regex": "[0-9]"})
+        assert (long.status_code, known) == (200, 200)
+        assert not any(one.done() for one in new)
+      finally:
+        for line in held:
+          compiler._trials.put(line)
+      assert {one.result()[0] for one in new} == {200}
 
 
 @pytest.mark.thorough
