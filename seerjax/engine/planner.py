@@ -186,7 +186,7 @@ class Planner:
         waiting.popleft()
         running.append(sequence)
         promised += max(0, sequence.expected_pages(self._config) - len(sequence.pages))
-        if is_fresh and sequence.is_prefilling and group:
+        if sequence.is_prefilling and group:
           prefilling.add(_sharing(sequence))
       waiting.extendleft(reversed(held_back))
     self._requests.busy = None

@@ -1,6 +1,8 @@
 """The unfinished requests of an engine: which of them wait, run, or are paused.
 
     waiting -> running -> (end of a chunk) paused -> waiting again, or (end of the answer) gone
+                  |
+                  +-> (its pages are taken for others) waiting again
 
 Requests that nobody waits for have queues of their own, so that none of them is ever in another's
 way.

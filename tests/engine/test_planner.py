@@ -46,6 +46,22 @@ def test_members_of_a_group_that_are_held_share_the_pages_of_their_prompt():
     assert tiny_model.same(completions[one.request_id], make_engine().generate([one])[0])
 
 
+def test_siblings_wait_for_one_that_comes_back_in_the_middle_of_their_prompt():
+  first, second = (
+    request(name, tokens_from(3, 19), seed=seed, group="g", max_tokens=5)
+    for seed, name in enumerate("ab")
+  )
+  engine = make_engine()
+  engine.submit(first)
+  engine.step()  # 16 of 19 positions.
+  engine.pause("a")
+  engine.spill(["a"])
+  engine.resume("a")
+  engine.submit(second)
+  assert tiny_model.same(run(engine)["b"], make_engine().generate([second])[0])
+  assert engine.counters.reused_tokens == 18
+
+
 def test_the_next_turn_finds_the_last():
   engine = make_engine()
   [first] = engine.generate([request("a", tokens_from(1, 10), max_tokens=10)])

@@ -2,8 +2,8 @@
 
     pages of an instance <-migrate-> of another <-spill, restore-> `KVPool` (pinned host, store)
 
-Only requests between two chunks are moved, whole. Everything is dispatched in program order: pages
-may be given out again as soon as the copy that reads them was dispatched.
+Requests are moved whole, and only those that have no rows in a step. Everything is dispatched in
+program order: pages may be given out again as soon as the copy that reads them was dispatched.
 """
 
 from __future__ import annotations
