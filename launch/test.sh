@@ -180,7 +180,7 @@ run_pytest() {
   shift
   # Tests that share programs stay in one process (ByFolder in tests/conftest.py).
   "$dir/bin/python" -m pytest -n "$WORKERS" --dist loadscope --hypothesis-seed="$SEERJAX_TEST_SEED" \
-    -q -rs --durations=25 "$@"
+    -q --durations=25 "$@"
 }
 
 # part_of_oldest: prints what is drawn for Python 3.11 beside its part of the contract: the other
@@ -342,7 +342,7 @@ run_long() {
   )
   # --timeout=0: how long a long test may take is its own affair.
   find "$work" -type f -print0 | sort -z | xargs -0 -r -n 1 -P "$((WORKERS > 1 ? WORKERS : 1))" bash -c '
-    said=$("$0" -m pytest -m long -q -rs --timeout=0 --hypothesis-profile=long \
+    said=$("$0" -m pytest -m long -q --timeout=0 --hypothesis-profile=long \
       --hypothesis-seed="$SEERJAX_TEST_SEED" --finished="$1" "@$2" 2>&1 </dev/null)
     status=$?
     printf "%s\n" "-- $(basename "$2")" "$said"

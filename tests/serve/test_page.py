@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import os
 import re
 import struct
+import subprocess
+import sys
 
 import chromium
 import pytest
@@ -62,6 +65,17 @@ def browser(tmp_path_factory):
     pytest.skip("got no Chromium, expected one: apt-get install chromium")
   with chromium.tab(tmp_path_factory.mktemp("browser")) as tab:
     yield tab
+
+
+@pytest.mark.thorough
+def test_without_a_browser_a_session_ends_by_saying_what_it_did_not_run():
+  name = test_an_answer_has_one_digest_alone_and_beside_64_others.__name__
+  done = subprocess.run(
+    [sys.executable, "-m", "pytest", "-q", "-n0", "-pno:cacheprovider", f"{__file__}::{name}"],
+    env={**os.environ, "PATH": ""}, capture_output=True, text=True, timeout=300,
+  )  # fmt: skip
+  assert re.search(r"^SKIPPED \[1\] .*: got no Chromium, expected one", done.stdout, re.MULTILINE)
+  assert done.returncode == 0 and "1 skipped" in done.stdout, done.stdout
 
 
 def ask(tab: chromium.Tab, question: str) -> None:
