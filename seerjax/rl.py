@@ -43,6 +43,7 @@ from seerjax.run import (
   sampling,
   session as session_lib,
   setup as setup_lib,
+  slices,
   summary,
   workers as workers_lib,
 )
@@ -136,7 +137,8 @@ def train(
       `task` that leaves no room for its answer, or a text that a task cannot judge (the run can be
       resumed).
   """
-  sets = evaluation.load_sets(config.evaluation, evaluation_sets)
+  further = evaluation.load_sets(config.evaluation, evaluation_sets)
+  sets = {name: slices.shared_task(one) for name, one in further.items()}
   with session_lib.Session(
     pathlib.Path(directory),
     num_steps=config.num_steps,

@@ -30,7 +30,8 @@ from seerjax.types import Completion, Problem, Task, Verdict
 
 # Numbers of the run's own task are metrics of this room; those of a set NAME of `heldout_NAME`.
 ROOM = "heldout"
-METRIC = re.compile(rf"{ROOM}(_[a-z][a-z0-9_]*)?/[a-z0-9_./]+")
+METRIC = re.compile(rf"({ROOM}(?:_[a-z][a-z0-9_]*)?)/([a-z0-9_./]+)")
+MEANS = ("reward", "accuracy", "well_formed", "ended", "accuracy_well_formed", "length")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -81,22 +82,24 @@ class EvaluationConfig:
         " greedy answers to a problem are equal); set EvaluationConfig.temperature, 1 for example."
       )
     for k in self.pass_at:
-      if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= self.num_samples:
+      if not 1 <= k <= self.num_samples:
         raise ValueError(
           f"EvaluationConfig.pass_at: got k={k!r} with num_samples={self.num_samples}, expected"
           " whole numbers from 1 to num_samples; raise num_samples, twice the largest k is usual."
         )
     for name, task in self.sets.items():
-      if not groups.PART_NAME.fullmatch(name) or not isinstance(task, str) or not task:
+      if not groups.PART_NAME.fullmatch(name) or not task:
         raise ValueError(
           f"EvaluationConfig.sets: got {name!r}: {task!r}, expected a name of lower-case letters,"
           " digits and underscores, and the text TASK or TASK=PATH; write"
           " --config.evaluation.sets.math=math=DIRECTORY."
         )
-    if self.best and not METRIC.fullmatch(self.best):
+    found = METRIC.fullmatch(self.best)
+    known = (*MEANS, *(f"pass_at_{k}" for k in self.pass_at))
+    if self.best and not (found and (found[2] in known or found[2].startswith("part/"))):
       raise ValueError(
-        f"EvaluationConfig.best: got {self.best!r}, expected a metric of an evaluation, such as"
-        f" {ROOM}/reward, {ROOM}/accuracy or {ROOM}_NAME/pass_at_4, or ''; name one."
+        f"EvaluationConfig.best: got {self.best!r}, expected a metric of an evaluation, {ROOM}/ or"
+        f" {ROOM}_SET/ and one of {', '.join(known)} or part/PART, or ''; name one."
       )
 
 
@@ -115,7 +118,7 @@ def load_sets(
 
   Raises:
     ValueError: naming the set whose task cannot be loaded, or whose name cannot be or is given
-      twice.
+      twice; or if `EvaluationConfig.best` is of none.
     FileNotFoundError: if a task's file is not there.
   """
   found: dict[str, Task] = dict(further or {})
@@ -132,6 +135,12 @@ def load_sets(
       found[name] = loading.load(task, path=path or None)
     except ValueError as error:
       raise ValueError(f"EvaluationConfig.sets.{name}: {error}") from error
+  rooms = (ROOM, *(f"{ROOM}_{name}" for name in found))
+  if config.best and config.best.partition("/")[0] not in rooms:
+    raise ValueError(
+      f"EvaluationConfig.best: got {config.best!r}, expected a metric of one of {', '.join(rooms)};"
+      " name one, or add the set to EvaluationConfig.sets."
+    )
   return found
 
 

@@ -100,5 +100,6 @@ def require_supported(config: RunConfig) -> None:
 
 
 def shared_task(task: Task) -> Task:
-  """Returns the task of a run, as the processes of a slice judge together."""
-  return task if jax.process_count() == 1 else JudgedByFirst(task)
+  """Returns a task, as the processes of a slice judge together."""
+  is_shared = jax.process_count() == 1 or isinstance(task, JudgedByFirst)
+  return task if is_shared else JudgedByFirst(task)
