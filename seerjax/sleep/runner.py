@@ -262,7 +262,7 @@ class Runner:
       num_running=sum(_key_of(job.context) == key for job in self._working.values()),
       num_read=sum(not one.false_equations for one in kept),
       num_quarantined=sum(bool(one.false_equations) for one in kept),
-      num_empty=sum(over == key for over, _ in self._over),
+      num_empty=sum((key, job) in self._over for job in range(self._config.num_jobs)),
       num_truncated=account.num_truncated + sum(one.is_truncated for one in kept),
       decision=account.decision,
     )

@@ -215,7 +215,7 @@ def test_new_grammars_that_wait_delay_nothing_but_new_grammars():
       while service._num_new_grammars < len(new) and time.monotonic() < deadline:
         time.sleep(0.01)
       try:
-        long = client.post("/tokenize", json={"prompt": "How many? " * 3000})
+        long = client.post("/tokenize", json={"prompt": "How many? " * 3000}, timeout=30)
         known, _, _ = ask(client, {"regex": "[0-9]"})
         assert (long.status_code, known) == (200, 200)
         assert not any(one.done() for one in new)
