@@ -193,7 +193,7 @@ class _Rows:
       self.low[places], self.high[places] = np.asarray(allowed[first : first + count]).T
     params = sequence.request.sampling
     if params.has_penalties:
-      prompt, answer = sequence.request.prompt, sequence.tokens[sequence.num_prompt :]
+      prompt, answer = sequence.prompt_ids, sequence.tokens[sequence.num_prompt :]
       known = position - len(sequence.tokens)
       for row in range(count):
         so_far = [*answer, *drafted[: known + row]]

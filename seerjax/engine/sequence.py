@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 import dataclasses
+import functools
 from typing import NamedTuple
 
 import numpy as np
@@ -11,6 +12,7 @@ import numpy as np
 from seerjax.engine import sizes
 from seerjax.engine.sizes import EngineConfig
 from seerjax.models import tokenizer as tokenizer_lib
+from seerjax.ops import penalties
 from seerjax.types import Completion, Request, SamplingRows
 
 # An answer so far to the ids that may follow it, u32[w] as of `SamplingRows.mask`: a pure function.
@@ -97,6 +99,11 @@ class SequenceState:
   def is_prefilling(self) -> bool:
     """Whether positions of the prompt are still unwritten."""
     return self.num_written < self.num_prompt - 1 or not self.pages
+
+  @functools.cached_property
+  def prompt_ids(self) -> np.ndarray:
+    """The prompt's tokens, each once, which penalties ask for at every step."""
+    return penalties.distinct(self.request.prompt)
 
   @property
   def end(self) -> int:

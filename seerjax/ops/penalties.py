@@ -17,7 +17,7 @@ Face and vLLM do.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -44,16 +44,44 @@ class Entries(NamedTuple):
   values: np.ndarray
 
 
-def entries(params: SamplingParams, prompt: Sequence[int], answer: Sequence[int]) -> Entries:
-  """Returns the penalties of the token that follows an answer so far."""
+def entries(
+  params: SamplingParams, prompt: Sequence[int] | np.ndarray, answer: Sequence[int]
+) -> Entries:
+  """Returns the penalties of the token that follows an answer so far.
+
+  Only which tokens the prompt has counts, not how often (`distinct`).
+  """
   said, counts = np.unique(np.asarray(answer, np.int32), return_counts=True)
   values = params.frequency_penalty * counts + params.presence_penalty
   if params.repetition_penalty == 1:
     return Entries(said, values.astype(np.float32))
-  ids = np.unique(np.asarray((*prompt, *answer), np.int32))
+  ids = np.unique(np.concatenate((np.asarray(prompt, np.int32), said)))
   found = np.zeros(len(ids), np.float32)
   found[np.searchsorted(ids, said)] = values
   return Entries(ids, found)
+
+
+def entries_along(
+  params: SamplingParams, prompt: Sequence[int], answer: Sequence[int]
+) -> Iterator[Entries]:
+  """Yields the penalties of each token of an answer, as `entries` of what stands before it."""
+  before = prompt if params.repetition_penalty != 1 else ()
+  tokens = np.asarray((*before, *answer), np.int32)
+  ids, places = np.unique(tokens, return_inverse=True)
+  counts = np.zeros(len(ids), np.int64)
+  is_there = np.zeros(len(ids), bool)
+  is_there[places[: len(before)]] = True
+  for place in places[len(before) :].tolist():
+    values = params.frequency_penalty * counts + params.presence_penalty
+    values = np.where(counts > 0, values, 0).astype(np.float32)
+    yield Entries(ids[is_there], values[is_there])
+    counts[place] += 1
+    is_there[place] = True
+
+
+def distinct(tokens: Sequence[int]) -> np.ndarray:
+  """Returns i32[u], the tokens that there are, each once."""
+  return np.unique(np.asarray(tokens, np.int32))
 
 
 def most_entries(params: SamplingParams, num_prompt: int, num_answer: int) -> int:

@@ -459,9 +459,9 @@ def _write_sequence(
     batch.sampling.low[generated], batch.sampling.high[generated] = ranges.T
   if sampling.has_penalties:
     fields = batch.sampling._asdict()
-    for place in range(len(completion.tokens)):
-      before = penalties_ops.entries(sampling, request.prompt, completion.tokens[:place])
-      penalties_ops.write(fields, (m, generated[1].start + place), sampling, before)
+    along = penalties_ops.entries_along(sampling, request.prompt, completion.tokens)
+    for row, found in enumerate(along, generated[1].start):
+      penalties_ops.write(fields, (m, row), sampling, found)
   for e, (token, bias) in enumerate(sampling.logit_bias):
     batch.sampling.bias_ids[*generated, e] = token
     batch.sampling.bias_values[*generated, e] = bias

@@ -111,3 +111,14 @@ def test_a_long_prompt_is_counted_where_its_tokens_are_penalised():
     assert len(penalties.entries(params, PROMPT, ANSWER).ids) <= most
   said = SamplingParams(presence_penalty=1.0)
   assert penalties.most_entries(said, 30000, 100) == 100
+
+
+def test_penalties_along_an_answer_are_those_of_each_place():
+  for params in PARAMS[1:]:
+    found = list(penalties.entries_along(params, PROMPT, ANSWER))
+    assert len(found) == len(ANSWER)
+    for place, one in enumerate(found):
+      for prompt in (PROMPT, penalties.distinct(PROMPT)):
+        expected = penalties.entries(params, prompt, ANSWER[:place])
+        for left, right in zip(one, expected, strict=True):
+          assert left.dtype == right.dtype and left.tobytes() == right.tobytes()

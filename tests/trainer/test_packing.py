@@ -169,6 +169,24 @@ def test_every_generated_token_is_a_target_once_with_its_logprobs(case):
   )  # fmt: skip
 
 
+def test_each_place_has_the_penalties_of_what_stands_before_it():
+  how = types.SamplingParams(presence_penalty=0.5, frequency_penalty=0.25, repetition_penalty=2.0)
+  penalised = rollout([10, 11, 12], [13, 13, 11], name="a", sampling=how)
+  plain = rollout([10, 11, 12], [20], name="b")
+  batch = packing.pack([group(0, penalised, plain)], np.zeros((1, 2), np.float32), **SIZES)
+  found = []
+  for row in range(6):
+    is_used = batch.sampling.penalty_ids[0, row] >= 0
+    ids, values = batch.sampling.penalty_ids[0, row], batch.sampling.penalty_values[0, row]
+    found.append(dict(zip(ids[is_used].tolist(), values[is_used].tolist(), strict=True)))
+  prompt = {10: 0.0, 11: 0.0, 12: 0.0}
+  # Two rows of the prompt have no loss; the last row is that of the other answer.
+  assert found == [{}, {}, prompt, {**prompt, 13: 0.75}, {**prompt, 13: 1.0}, {}]
+  np.testing.assert_array_equal(batch.sampling.repetition[0, :6], [1, 1, 2, 2, 2, 1])
+  without = packing.pack([group(0, plain)], np.zeros((1, 1), np.float32), **SIZES)
+  assert without.sampling.penalty_ids is None
+
+
 @settings(max_examples=60, deadline=None)
 @given(cases())
 def test_sequences_segments_and_pages_are_laid_out_as_promised(case):
