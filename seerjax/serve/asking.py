@@ -32,8 +32,6 @@ from seerjax.serve.served import Plan
 from seerjax.serve.service import LOG, Entry, Service
 from seerjax.serve.sleeping import Reading
 
-# Of one body: a longer one is read on another thread, so that no other request waits for it.
-QUICK_BYTES = 1 << 14
 # Like nginx's: the client has left, and does not read the status.
 GONE = 499
 
@@ -127,7 +125,7 @@ class Asking:
     config = self._service.config
     namespace = auth.namespace_of(self._request, config)
     body = await service_lib.read_body(self._request, config)
-    is_quick = len(body) <= QUICK_BYTES
+    is_quick = len(body) <= service_lib.QUICK_BYTES
     asked = self._asked(body) if is_quick else await asyncio.to_thread(self._asked, body)
     await self._service.try_grammar(asked, namespace)
     reading = await self._reading(asked, namespace)

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from seerjax.serve import auth, bodies, page, protocol, service as service_lib, tokens
+from seerjax.serve import auth, page, protocol, service as service_lib, tokens
 from seerjax.serve.asking import KINDS, Asking
 from seerjax.serve.refusals import Refusal, shown
 from seerjax.serve.served import Served
@@ -64,12 +64,12 @@ def application(service: Service) -> Starlette:
 
   async def tokenize(request: Request) -> Response:
     auth.namespace_of(request, config)
-    body = bodies.parsed(await service_lib.read_body(request, config))
+    body = await service_lib.read_object(request, config)
     return service_lib.json_response(await asyncio.to_thread(tokens.tokenize, body, service.find))
 
   async def detokenize(request: Request) -> Response:
     auth.namespace_of(request, config)
-    body = bodies.parsed(await service_lib.read_body(request, config))
+    body = await service_lib.read_object(request, config)
     return service_lib.json_response(
       await asyncio.to_thread(tokens.detokenize, body, service.find)
     )
@@ -134,7 +134,7 @@ async def _contexts(service: Service, request: Request) -> Response:
     sleeping = service.sleeping_of(service.find(request.query_params.get("model", "")))
     name = request.path_params.get("name", "")
     if request.method == "POST":
-      sent = protocol.context(bodies.parsed(await service_lib.read_body(request, service.config)))
+      sent = protocol.context(await service_lib.read_object(request, service.config))
       run = lambda: sleeping.register(namespace, sent.name, sent.text, sent.ttl_steps)
     elif request.method == "DELETE":
       run = lambda: sleeping.forget(namespace, name)
@@ -179,9 +179,7 @@ async def _replaced(service: Service, request: Request) -> Served:
       code="token_required",
     )
   auth.require_token(request, service.config)
-  name, directory = protocol.weights(
-    bodies.parsed(await service_lib.read_body(request, service.config))
-  )
+  name, directory = protocol.weights(await service_lib.read_object(request, service.config))
   served = service.find(name)
   family = service.families.get(served.base.name)
   if family is None:

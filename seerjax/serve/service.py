@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from seerjax.engine import texts
-from seerjax.serve import answers
+from seerjax.serve import answers, bodies
 from seerjax.serve.config import ServeConfig
 from seerjax.serve.engine_thread import EngineThread
 from seerjax.serve.family import Family
@@ -27,6 +27,8 @@ from seerjax.serve.served import Served
 from seerjax.serve.sleeping import Sleeping
 
 LOG = logging.getLogger("seerjax.serve")
+# Of one body: a longer one is read on another thread, so that no other request waits for it.
+QUICK_BYTES = 1 << 14
 # Threads that wait for new grammars, and requests that wait for these threads.
 GRAMMAR_THREADS = 16
 MOST_NEW_GRAMMARS = 512
@@ -238,6 +240,18 @@ async def read_body(request: Request, config: ServeConfig) -> bytes:
       status=408,
     ) from error
   return b"".join(chunks)
+
+
+async def read_object(request: Request, config: ServeConfig) -> dict[str, Any]:
+  """Returns the object that a body is.
+
+  Raises:
+    Refusal: as `read_body` and `bodies.parsed`.
+  """
+  body = await read_body(request, config)
+  if len(body) <= QUICK_BYTES:
+    return bodies.parsed(body)
+  return await asyncio.to_thread(bodies.parsed, body)
 
 
 def _too_large(got: str, most: int) -> Refusal:
