@@ -356,12 +356,19 @@ class Compiler:
         line.gone += [one for one in gone if line.sessions.pop(one, None) is not None]
     for is_slow, masks in by_line.items():
       line = self._line(is_slow)
+      if line is None:
+        self._unsent += masks
+        continue
       line.put([self._ask(line, mask) for mask in masks])
 
-  def _line(self, is_slow: bool) -> workers.Line:
+  def _line(self, is_slow: bool) -> workers.Line | None:
+    """Returns the line of a kind; None while one that is used up owes masks: it gets no more to do,
+    else it would never be replaced where some are always owed."""
     line = self._lines[is_slow]
-    if line is not None and (not line.is_used_up or line.asked):
+    if line is not None and not line.is_used_up:
       return line
+    if line is not None and line.asked:
+      return None
     if line is not None:
       line.close()
     with self._lock:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import word_engine
 
-from seerjax.serve import grammar
+from seerjax.serve import grammar, grammar_workers
 from seerjax.serve.protocol import Grammar
 from seerjax.serve.refusals import Refusal
 
@@ -208,6 +208,27 @@ def test_a_tenants_grammars_are_new_to_all_others(fresh):
   assert fresh.is_tried(asked, "ana")
   assert not fresh.is_tried(asked, "ben") and not fresh.is_tried(asked)
   np.testing.assert_array_equal(first(()), fresh.mask(asked, "ben")(()))
+
+
+def test_a_worker_that_is_used_up_is_replaced_though_masks_are_always_asked_for(fresh, compiler):
+  asked = of_regex("[0-9]{9}")
+  first, second = fresh.mask(asked), fresh.mask(asked)
+  digit = min(ids_of(first(())))
+  first((digit,))
+  (worker,) = workers_of(fresh, grammar.QUICK_NICE)
+  os.kill(worker, signal.SIGSTOP)
+  first.ask((digit, digit))
+  fresh.gather(0)
+  line = fresh._lines[False]
+  line.digests |= {str(one) for one in range(grammar_workers.MOST_COMPILED)}  # As if it had them.
+  second.ask((digit,))
+  fresh.gather(0)
+  assert len(line.asked) == 1  # The second waits for a fresh one.
+  os.kill(worker, signal.SIGCONT)
+  expected = compiler.mask(asked)
+  np.testing.assert_array_equal(second((digit,)), expected((digit,)))
+  np.testing.assert_array_equal(first((digit, digit)), expected((digit, digit)))
+  assert fresh._lines[False] is not line
 
 
 def test_workers_end_with_the_compiler(fresh):
