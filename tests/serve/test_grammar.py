@@ -180,7 +180,7 @@ def test_a_mask_that_takes_too_much_ends_its_answer(fresh, source, reason):
   assert answer[0] in ids_of(mask(())) and answer[0] in ids_of(mask(answer[:1]))
 
   def go_on() -> None:
-    for _ in range(60):
+    for _ in range(400):
       allowed = ids_of(mask(answer))
       answer.append(answer[0] if answer[0] in allowed else min(allowed))
 
