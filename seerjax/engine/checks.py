@@ -206,11 +206,6 @@ def manifest(
     ValueError: if it is of another policy, page size or model.
   """
   what = f"request {request.request_id!r}"
-  if not isinstance(kv, KVManifest):
-    raise ValueError(
-      f"{what}: got kv of type {type(kv).__name__}, expected a KVManifest; pass what"
-      " Engine.export_kv returned."
-    )
   if kv.policy_version != policy_version:
     raise ValueError(
       f"{what}: got pages of policy_version {kv.policy_version}, expected {policy_version}, the"
@@ -244,11 +239,6 @@ def resume_from(
       log-probabilities that are none, tokens that it may not say.
   """
   what = f"request {request.request_id!r}"
-  if not isinstance(begun, Completion):
-    raise ValueError(
-      f"{what}: got resume_from of type {type(begun).__name__}, expected a Completion; pass what"
-      " Engine.progress returned."
-    )
   params, count = request.sampling, len(begun.tokens)
   if begun.request_id != request.request_id:
     raise ValueError(

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from seerjax import fields
 from seerjax.engine import checks, drafting
@@ -81,7 +81,7 @@ def beam_search(
       by the policy's own log-probabilities cannot follow, or the engine refuses it.
     RuntimeError: if a step fails a hypothesis, or the model's log-probabilities are not numbers.
   """
-  _check(request, width, drafter)
+  _check(request, width)
   drafts = _Drafts(engine, request, drafter)
   kept: list[Hypothesis] = [Hypothesis((), 0.0)]
   known: dict[Answer, Likeliest] = {}
@@ -232,20 +232,10 @@ def _num_shared(left: Answer, right: Answer) -> int:
   return count
 
 
-def _check(request: Any, width: Any, drafter: Any) -> None:
+def _check(request: Request, width: int) -> None:
   """Refuses what is no beam search, before anything is read."""
   fix = "1 is the greedy answer, 4 is usual"
   checks.whole("beam_search: width", width, 1, MAX_WIDTH, fix)
-  if not isinstance(request, Request):
-    raise ValueError(
-      f"beam_search: got a request of type {type(request).__name__}, expected one Request; search"
-      " for the answers of several one after the other."
-    )
-  if drafter is not None and not isinstance(drafter, Drafter):
-    raise ValueError(
-      f"beam_search: got a drafter of type {type(drafter).__name__}, expected a Drafter or None;"
-      " draft_loading.drafter_for makes one of a small model."
-    )
   params = request.sampling
   for field, is_plain, expected, fix in (
     ("temperature", params.temperature in (0, 1), "0 or 1", "nothing is sampled"),

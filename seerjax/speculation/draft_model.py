@@ -83,7 +83,7 @@ class DraftModelConfig:
       ("num_slots", MAX_SLOTS, "as many as requests run at once are usual"),
     ):
       value = vars(self)[field]
-      if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+      if not 1 <= value <= most:
         raise ValueError(
           f"DraftModelConfig.{field}: got {value!r}, expected a whole number from 1 to {most};"
           f" {usual}."

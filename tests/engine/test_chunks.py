@@ -193,7 +193,7 @@ def test_pages_of_another_engine_are_refused_where_they_can_be_nothing_of_it(
 
 @pytest.mark.usefixtures("unchecked_annotations")
 def test_what_is_no_manifest_is_refused():
-  with pytest.raises(ValueError, match=r"got kv of type str, expected a KVManifest; pass what"):
+  with pytest.raises(ValueError, match=r"Engine.submit: kv: got 'a key', expected a KVManifest or"):
     make_engine().submit(request(), kv="a key")
 
 

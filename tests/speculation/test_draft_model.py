@@ -136,7 +136,7 @@ def test_a_greedy_request_teaches_nothing_of_temperatures():
     (lambda: DraftModelConfig(length=17), "length: got 17, expected a whole number from 1 to 16"),
     (lambda: DraftModelConfig(length=0), "length: got 0, expected a whole number from 1 to 16"),
     (lambda: DraftModelConfig(width=9), "width: got 9, expected a whole number from 1 to 8"),
-    (lambda: DraftModelConfig(width=True), "width: got True, expected a whole number from 1 to 8"),
+    (lambda: DraftModelConfig(width=True), "width: got True, expected a whole number; write 1"),
     (lambda: DraftModelConfig(num_slots=0), "num_slots: got 0, expected a whole number from 1"),
     (
       lambda: DraftModelConfig(row_buckets=(8, 4)),
