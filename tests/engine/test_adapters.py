@@ -65,7 +65,7 @@ def renamed(new: str) -> dict:
     ),
     (
       {"a": (with_leaf("down", "a", jnp.zeros(3)), 1.0)},
-      r"\['a'\]: got none, or others in other layers, expected some of .* the same in every layer",
+      r"\['a'\]: layers\[1\]\['down'\]: got a dict, expected \{'a': ..., 'b': ...\}; save it again",
     ),
     (
       {"a": (with_leaf("out", "a", jnp.zeros((8, 15, 2))), 1.0)},

@@ -93,7 +93,7 @@ def test_an_engine_s_table():
     ),
     (
       lambda: StepTimes(rows=(1,), seconds=(1.0,), visits=((1, 8, float("nan")),)),
-      r"visits=\(\(1, 8, nan\),\), .* expected positive times; measure again",
+      r"StepTimes.visits: got nan in \(\(1, 8, nan\),\), expected .*a finite number",
     ),
     (
       lambda: StepTimes(rows=(1,), seconds=(1.0,), paths=((2, 1, 1.0),)),

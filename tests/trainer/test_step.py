@@ -331,7 +331,7 @@ def test_the_gap_to_the_engine_is_zero_where_bits_are_equal_and_seen_where_one_i
 @pytest.mark.parametrize(
   ("changes", "message"),
   [
-    (dict(learning_rate=0.0), "OptimizerConfig.learning_rate: got 0.0, expected a positive number"),
+    (dict(learning_rate=-1.0), "OptimizerConfig.learning_rate: got -1.0, expected a positive numb"),
     (dict(warmup_steps=-1), "OptimizerConfig.warmup_steps: got -1, expected at least 0; 0 is none"),
     (dict(max_gradient_norm=-1.0), "OptimizerConfig.max_gradient_norm: got -1.0, expected a pos"),
   ],
