@@ -120,6 +120,7 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
   The wrapper raises ValueError with the function and the argument at its beginning.
   """
   what = function.__qualname__
+  call: Callable[..., R] = function
   prefix = f"{what.removesuffix('__init__')}" if what.endswith(".__init__") else f"{what}: "
 
   @functools.cache
@@ -143,7 +144,7 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
     names = kinds()[0]
     positional: list[Any] = [settled(name, value) for name, value in zip(names, args)]
     named: dict[str, Any] = {name: settled(name, value) for name, value in kwargs.items()}
-    return function(*positional, *args[len(names) :], **named)
+    return call(*positional, *args[len(names) :], **named)
 
   return wrapper
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 import dataclasses
 import difflib
 import hashlib
@@ -107,7 +107,7 @@ def as_requests(
 
 
 def _check_how(
-  asked: list[Request | str],
+  asked: Sequence[Request | str],
   sampling: SamplingParams | None,
   seed: int | None,
   fields: Mapping[str, Any],
