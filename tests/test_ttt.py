@@ -980,10 +980,10 @@ def test_a_tiny_policy_that_cannot_be_is_refused(changes, message):
   [
     (dict(kind="best"), r"ObjectiveConfig.kind: got 'best', expected one of \('adaptive', 'const"),
     (dict(kl_coefficient=-0.1), "ObjectiveConfig: got kl_coefficient=-0.1, max_advantage=0.0, exp"),
-    (dict(kl_coefficient=math.nan), "ObjectiveConfig: got kl_coefficient=nan"),
+    (dict(kl_coefficient=math.nan), "kl_coefficient: got nan, expected a finite number"),
     (dict(max_advantage=-1.0), "max_advantage=-1.0, expected numbers of at least 0; 0 is off"),
     (dict(kind="mean", max_advantage=2.0), "got kind='mean' with .*expected neither: they belong"),
-    (dict(max_advantage=math.inf), "max_advantage=inf, expected numbers of at least 0"),
+    (dict(max_advantage=math.inf), "max_advantage: got inf, expected a finite number"),
     (dict(divergence=0.0), "ObjectiveConfig: got divergence=0.0, beta=2.0, expected"),
     (dict(beta=-1.0), "ObjectiveConfig: got divergence=0.69.*, beta=-1.0, expected"),
   ],
@@ -1008,7 +1008,7 @@ def test_an_objective_that_cannot_be_is_refused(changes, message):
       "got search.islands=3 and groups_per_step=2, expected a group for each island; raise groups",
     ),
     (dict(temperature=0.0), r"temperature: got 0.0, expected 0.0001 <= .* \(attempts of a gr"),
-    (dict(temperature=math.inf), "DiscoverConfig.temperature: got inf, expected 0.0001 <= temp"),
+    (dict(temperature=math.inf), "DiscoverConfig.temperature: got inf, expected a finite"),
   ],
 )
 def test_a_run_that_cannot_be_is_refused(changes, message):

@@ -392,7 +392,7 @@ def test_what_another_process_would_render_otherwise_is_refused(template: str, m
 
 
 @pytest.mark.parametrize(
-  "now", ["tomorrow", "2026-11-27", "2026-11-27T12:00:00", "2026-13-01T00:00:00Z", 7, None]
+  "now", ["tomorrow", "2026-11-27", "2026-11-27T12:00:00", "2026-13-01T00:00:00Z"]
 )
 @pytest.mark.usefixtures("unchecked_annotations")
 def test_a_moment_without_a_zone_is_refused(now):

@@ -46,6 +46,7 @@ def test_what_is_decided_is_said():
     (dict(reduction_shards=16), "reduction_shards: got 16, expected a divisor of num_kv_heads=8"),
   ],
 )
+@pytest.mark.usefixtures("unchecked_annotations")
 def test_what_cannot_be_is_refused_before_weights_are_read(fields, message, tmp_path):
   # A directory with a shape and no weights.
   (tmp_path / "config.json").write_bytes((loading.NANO / "config.json").read_bytes())
