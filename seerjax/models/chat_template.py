@@ -80,11 +80,11 @@ class ChatConfig:
     Raises:
       ValueError: if it is no ISO 8601 text with a zone.
     """
-    if not self.now and isinstance(self.now, str):
+    if not self.now:
       return None
     try:
       moment = datetime.datetime.fromisoformat(self.now)
-    except (TypeError, ValueError):
+    except ValueError:
       moment = None
     if moment is None or moment.tzinfo is None:
       raise ValueError(
