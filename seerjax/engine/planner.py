@@ -103,7 +103,8 @@ class Planner:
     """Gives running sequences the pages of their next tokens, the oldest first.
 
     Where none are left, the youngest sequence gives up its pages and waits again. So the oldest one
-    always gets what it needs, and since its whole answer fits into memory, it finishes.
+    always gets what it needs, and since its whole answer fits into memory, it finishes. Pages that
+    are free after that go to drafts: without them a draft ends where a sequence's last page does.
     """
     for instance, pool in enumerate(self._memory.pools):
       running = self._requests.running[instance]
@@ -112,19 +113,24 @@ class Planner:
         if place >= len(running):
           break
         sequence = running[place]
-        size, count = self._config.page_size, len(sequence.tokens)
+        count = len(sequence.tokens)
         steps = 1 if _is_asked_between(sequence) else self._config.steps_per_visit
         if sequence.reach >= min(sequence.limit, count + steps):
           continue
-        held = len(sequence.pages)
-        missing = sequence.wanted_pages(self._config) - held
-        least = pages_for(count + 1, size) - held
+        least = pages_for(count + 1, self._config.page_size) - len(sequence.pages)
         while pool.num_available < least:
           if not self._make_way(instance) and not self._displace(sequence):
             break
-        missing = min(missing, pool.num_available)
-        if missing >= max(least, 1):
-          self._memory.hold(sequence, [*sequence.pages, *pool.take(missing)])
+        self._lengthen(sequence, pool, max(least, 1))
+      for sequence in running:
+        self._lengthen(sequence, pool, 1)
+
+  def _lengthen(self, sequence: SequenceState, pool: pages_lib.PagePool, least: int) -> None:
+    """Gives a running sequence its next pages, as many as are free, if these are `least`."""
+    missing = sequence.wanted_pages(self._config) - len(sequence.pages)
+    missing = min(missing, pool.num_available)
+    if missing >= least:
+      self._memory.hold(sequence, [*sequence.pages, *pool.take(missing)])
 
   def _displace(self, sequence: SequenceState) -> bool:
     """Takes the pages of the youngest sequence for an older one; False if there is none.

@@ -231,7 +231,7 @@ def config_of(plan: Plan) -> RunnerConfig:
     temperature=0.9,
     parallel_temperature=0.7,
     seed=4,
-    num_anticipated=plan.has_drafts,
+    num_anticipated=int(plan.has_drafts),
     answer_tokens=6,
   )
 

@@ -58,7 +58,8 @@ DAILY_EVENTS = (
 
 def daily_engine(kind: type[CountedEngine] = CountedEngine) -> CountedEngine:
   # Single steps: visits of several would be a program more.
-  sizes = dataclasses.replace(tree_cases.SMALL, steps_per_visit=1)
+  # Pages of whole answers, so that a draft may reach to its end.
+  sizes = dataclasses.replace(tree_cases.SMALL, steps_per_visit=1, reserved_tokens=0)
   engine = tiny_model.make_engine(sizes, tiny_model.NATIVE, kind=kind)
   assert isinstance(engine, CountedEngine)
   engine.events = collections.Counter()

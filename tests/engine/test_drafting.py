@@ -156,7 +156,8 @@ def test_few_pages_leave_the_first_path_only():
   """Eight pages: a request that may need all of them has none left for a second path."""
   one = request(max_tokens=61)
   [plain] = make_engine().generate([one])
-  engine = make_engine(drafter=Guesser({"a": plain.tokens}, 0, right=1.0))
+  whole = dataclasses.replace(SIZES, reserved_tokens=0)  # It takes all of them at once.
+  engine = make_engine(whole, drafter=Guesser({"a": plain.tokens}, 0, right=1.0))
   [found] = engine.generate([one])
   assert same(found, plain)
   assert engine.counters.side_paths == 0 < engine.counters.accepted_tokens

@@ -234,7 +234,7 @@ def refusals():
   task = TASK
   bad = lambda **fields: lambda: StatefulConfig(**fields)
   yield bad(predictability=3.5), "StatefulConfig.predictability: got 3.5, expected 0 to 3; 0 asks"
-  yield bad(predictability=float("nan")), "predictability: got nan, expected 0 to 3"
+  yield bad(predictability=float("nan")), "predictability: got nan, expected a finite number"
   yield bad(num_questions=0), "StatefulConfig.num_questions: got 0, expected 1 to 100; 10 is usual"
   yield bad(steps=(3, 2)), r"StatefulConfig.steps: got (3, 2), expected (least, most) with"
   yield bad(distractor_rate=1.5), "distractor_rate: got 1.5, expected 0 to 1; 0 says none"

@@ -11,7 +11,8 @@ from seerjax.engine.engine import Engine
 from seerjax.engine.kv.pool import KVPool, KVPoolConfig
 
 START = tokens_from(1, 27)  # Three whole pages, and a bit of a fourth.
-PINNING = dataclasses.replace(SIZES, pinned_pages=4)
+# Requests take the pages of whole answers, so that it is known how many.
+PINNING = dataclasses.replace(SIZES, pinned_pages=4, reserved_tokens=0)
 
 
 def asked(name="a", question=(3, 4), **sampling):
