@@ -90,13 +90,13 @@ def test_widths_are_few():
   "field, value, fragment",
   [
     ("presence_penalty", 2.5, "got 2.5, expected -2 <= presence_penalty <= 2; 0 penalises"),
-    ("presence_penalty", float("nan"), "got nan, expected -2 <= presence_penalty"),
+    ("presence_penalty", float("nan"), "got nan, expected a finite number"),
     ("frequency_penalty", -2.01, "got -2.01, expected -2 <= frequency_penalty <= 2"),
-    ("frequency_penalty", [1], "got .1., expected -2 <= frequency_penalty"),
+    ("frequency_penalty", [1], "got .1., expected a finite number"),
     ("repetition_penalty", 0.0, "got 0.0, expected 0.0001 <= repetition_penalty <= 10000; 1 penal"),
     ("repetition_penalty", -1, "got -1, expected 0.0001 <= repetition_penalty"),
-    ("repetition_penalty", float("inf"), "got inf, expected 0.0001 <= repetition_penalty"),
-    ("repetition_penalty", None, "got None, expected 0.0001 <= repetition_penalty"),
+    ("repetition_penalty", float("inf"), "got inf, expected a finite number"),
+    ("repetition_penalty", None, "got None, expected a finite number"),
   ],
 )
 @pytest.mark.usefixtures("unchecked_annotations")
