@@ -335,7 +335,7 @@ def _compared(
     times = teller.draws.between(2, 3)
     if teller.draws.chance(0.15) and first.value * times <= teller.max_total:
       sentence, chain = teller.say("as_many", k=times, **words), chain.then("*", times)
-    elif first.value < 6 or teller.draws.below(2):
+    elif (first.value < 6 or teller.draws.below(2)) and first.value + 2 <= teller.max_total:
       number = teller.draws.between(2, min(teller.max_operand, teller.max_total - first.value))
       sentence, chain = teller.say("more", n=number, **words), chain.then("+", number)
     else:
