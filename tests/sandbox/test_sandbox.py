@@ -620,7 +620,7 @@ MANY = {
 
 
 @pytest.mark.parametrize(
-  "name, processes, megabytes", [("mappings", 6, 96), ("full pipes", 22, 72)]
+  "name, processes, megabytes", [("mappings", 6, 96), ("full pipes", 22, 112)]
 )
 def test_what_the_kernel_holds_for_a_program_counts_as_its_memory(
   box: sandbox.Sandbox, name: str, processes: int, megabytes: int
