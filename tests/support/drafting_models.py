@@ -26,8 +26,14 @@ from seerjax.speculation.times import DraftTimes, StepTimes
 
 ONE_SLAB = dataclasses.replace(tiny_model.NUMERICS, reduction_shards=1)
 CONTEXT = 64
+# Pages of whole answers: a draft ends where its sequence's last page does, and these are small.
 SIZES = EngineConfig(
-  page_size=4, num_pages=65, max_sequences=4, max_context=CONTEXT, row_buckets=(32,)
+  page_size=4,
+  num_pages=65,
+  max_sequences=4,
+  max_context=CONTEXT,
+  row_buckets=(32,),
+  reserved_tokens=0,
 )
 KEY = 11
 # One program, into which most of the tests' prompts do not fit whole.
