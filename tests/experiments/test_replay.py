@@ -283,7 +283,7 @@ def test_a_checkpoint_of_other_numerics_carries_what_was_sampled_after_it(
   policy = policy_lib.load_policy(config.model, config.numerics)
   restored = checkpoint.restore(
     run / "checkpoints",
-    jax.eval_shape(lambda: programs_lib.first_state(config, policy)),
+    programs_lib.abstract_state(config, policy),
     fingerprint=numerics_lib.fingerprint(config.numerics),
     step=3,
   )
