@@ -1,45 +1,114 @@
-"""Writes a saved step of a run as a model directory, or its adapters as PEFT reads them.
+"""Writes a saved step of a run, or a model, as a model directory, a GGUF file or adapters.
 
 Claim: none; the latest step's directory has the bytes that the run itself exported.
 Command: bash launch/local.sh experiments.export --run=runs/grpo --step=10 --out=runs/step-10
-  adapters alone:  --adapter (of a run with --config.lora_rank)
-Hardware: 2 CPU cores, seconds for nano; memory as for the run's masters and moments.
+  adapters alone:  --adapter (of a run with --config.lora_rank), as PEFT reads them
+  for llama.cpp:   --gguf=Q8_0 --out=step-10.gguf, with tokenizer and chat template
+  another model:   --model=MODEL.gguf --dtype=float32 --out=DIR (or a directory and --gguf)
+Hardware: 2 CPU cores, seconds for nano; memory as for the run's masters and moments, or the model.
 """
 
 from __future__ import annotations
 
 import json
 import pathlib
+from typing import NamedTuple
 
 from absl import app, flags, logging
 
 from experiments import replay
 from seerjax import checkpoint, numerics as numerics_lib, parallel
-from seerjax.models import huggingface, peft
+from seerjax.models import (
+  config as model_config,
+  gguf_tokenizer,
+  gguf_write,
+  huggingface,
+  loading,
+  parameters,
+  peft,
+  tokenizer as tokenizer_lib,
+)
 from seerjax.run import command_line, policy as policy_lib, programs as programs_lib
 
 
+class Target(NamedTuple):
+  """What is written, and how.
+
+  Attributes:
+    out: is made: a directory, or a GGUF file if `gguf` is given.
+    dtype: of a directory's tensors, "bfloat16" or "float32".
+    gguf: kind of a GGUF file's matrices, of `gguf_write.KINDS`; "" for a directory.
+    pre: the pre-tokenizer that llama.cpp is to use, where it has none that cuts as the tokenizer.
+    overwrite: replace what an export wrote there before.
+  """
+
+  out: pathlib.Path
+  dtype: str = "bfloat16"
+  gguf: str = ""
+  pre: str = ""
+  overwrite: bool = False
+
+
+def write(
+  target: Target,
+  params: parameters.Params,
+  config: model_config.TransformerConfig,
+  tokenizer: tokenizer_lib.Tokenizer | None,
+) -> str:
+  """Writes a model; returns what was written, for people.
+
+  Raises:
+    FileExistsError: if `target.out` holds something.
+    ValueError: naming what the format does not hold.
+  """
+  if not target.gguf:
+    huggingface.save(
+      target.out,
+      params,
+      config,
+      dtype=target.dtype,
+      tokenizer=tokenizer,
+      overwrite=target.overwrite,
+    )
+    return f"tensors in {target.dtype}"
+  written = gguf_write.save(
+    target.out,
+    params,
+    config,
+    kind=target.gguf,
+    tokenizer=tokenizer,
+    pre=target.pre,
+    overwrite=target.overwrite,
+  )
+  return gguf_write.summary(written)
+
+
+def export_model(model: str, target: Target) -> str:
+  """Writes a model by its name, directory or GGUF file; returns what was written, for people.
+
+  Raises:
+    FileExistsError: if `target.out` holds something.
+    FileNotFoundError: if there is no such model.
+    ValueError: naming what is wrong in the model's files, or what the format does not hold.
+  """
+  source = loading.directory_of(model)
+  params, config = huggingface.load(source, numerics_lib.NumericsConfig(reduction_shards=0))
+  return write(target, params, config, tokenizer_lib.load(source))
+
+
 def export(
-  run: pathlib.Path,
-  step: int | None,
-  out: pathlib.Path,
-  *,
-  is_adapter: bool = False,
-  dtype: str = "bfloat16",
-  overwrite: bool = False,
-) -> int:
-  """Writes a step that a run saved; returns which.
+  run: pathlib.Path, step: int | None, target: Target, *, is_adapter: bool = False
+) -> tuple[int, str]:
+  """Writes a step that a run saved; returns which, and what was written, for people.
 
   Args:
     run: the run's directory.
     step: one that is saved; None is the latest.
-    out: is made. A model directory with the run's tokenizer, adapters merged.
+    target: takes the model, with the run's tokenizer and its adapters merged.
     is_adapter: write the adapters instead, in float32.
-    dtype: of a model's tensors, "bfloat16" or "float32".
-    overwrite: replace what an export wrote there before.
 
   Raises:
-    FileExistsError: if `out` holds something.
+    FileExistsError: if `target.out` holds something.
     ValueError: if there is no such run or step, or it has no adapters.
   """
   path = run / "config.json"
@@ -64,23 +133,16 @@ def export(
   )
   if is_adapter:
     peft.save(
-      out,
+      target.out,
       restored.state.params,
       policy.model,
       scale=config.lora_alpha / config.lora_rank,
       base=config.model,
-      overwrite=overwrite,
+      overwrite=target.overwrite,
     )
-  else:
-    huggingface.save(
-      out,
-      policy_lib.exported_weights(config.weights, policy, restored.state.params),
-      policy.model,
-      dtype=dtype,
-      tokenizer=policy.tokenizer,
-      overwrite=overwrite,
-    )
-  return restored.step
+    return restored.step, "adapters in float32"
+  weights = policy_lib.exported_weights(config.weights, policy, restored.state.params)
+  return restored.step, write(target, weights, policy.model, policy.tokenizer)
 
 
 def main(argv: list[str]) -> None:
@@ -89,23 +151,36 @@ def main(argv: list[str]) -> None:
   with command_line.refusals():
     command_line.check_arguments(argv)
     if not args.out:
-      raise ValueError("--out: got no path, expected a directory to make; name one.")
-    step = export(
-      pathlib.Path(args.run),
-      args.step,
-      pathlib.Path(args.out),
-      is_adapter=args.adapter,
-      dtype=args.dtype,
-      overwrite=args.overwrite,
-    )
-  print(f"step {step} of {args.run} is in {args.out}")
+      raise ValueError("--out: got no path, expected a directory or GGUF file to make; name one.")
+    target = Target(pathlib.Path(args.out), args.dtype, args.gguf, args.gguf_pre, args.overwrite)
+    if args.adapter and (args.gguf or args.model):
+      raise ValueError(
+        "--adapter: got --gguf or --model beside it, expected a run's adapters as PEFT reads them;"
+        " leave one out."
+      )
+    if args.model:
+      what, written = args.model, export_model(args.model, target)
+    else:
+      step, written = export(pathlib.Path(args.run), args.step, target, is_adapter=args.adapter)
+      what = f"step {step} of {args.run}"
+  print(f"{what} is in {args.out}\n{written}")
 
 
 if __name__ == "__main__":
   flags.DEFINE_string("run", "runs/grpo", "A run's directory.")
   flags.DEFINE_integer("step", None, "One that was saved; the latest if not given.")
-  flags.DEFINE_string("out", "", "The directory that is made.")
+  flags.DEFINE_string("model", "", "A model's name, directory or GGUF file, in place of a run.")
+  flags.DEFINE_string("out", "", "The directory, or with --gguf the file, that is made.")
   flags.DEFINE_bool("adapter", False, "Write the adapters alone, as PEFT reads them.")
-  flags.DEFINE_enum("dtype", "bfloat16", ["bfloat16", "float32"], "Of the model's tensors.")
+  flags.DEFINE_enum("dtype", "bfloat16", ["bfloat16", "float32"], "Of a directory's tensors.")
+  flags.DEFINE_enum(
+    "gguf", "", ["", *gguf_write.KINDS], "Write a GGUF file whose matrices are of this kind."
+  )
+  flags.DEFINE_enum(
+    "gguf_pre",
+    "",
+    ["", *gguf_tokenizer.PRE_TOKENIZERS],
+    "The pre-tokenizer for llama.cpp, where it has none that cuts texts as the model's own.",
+  )
   flags.DEFINE_bool("overwrite", False, "Replace what an export wrote there before.")
   app.run(main)

@@ -1,18 +1,12 @@
 """Hugging Face model directories in and out: config.json (`huggingface_config`) and safetensors.
 
-    q_proj [h c, d], k_proj, v_proj  <->  qkv      f32[r, d, queries | keys | values of the slab]
-    o_proj [d, h c]                  <->  out      f32[r, h c / r, d]
-    gate_proj, up_proj               <->  gate_up  f32[r, d, gate | up of the slab]
-    down_proj                        <->  down     f32[r, e / r, d]
-    lm_head [v, d]                   <->  head     f32[r, v / r, d]
-
 A directory comes from strangers: whatever its files claim is checked before it is used, and refused
 by the name of the file, field or tensor that is wrong. Nothing is ever unpickled.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 import contextlib
 import itertools
 import json
@@ -21,7 +15,7 @@ import os
 import pathlib
 import re
 import shutil
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +27,11 @@ import safetensors.numpy
 from seerjax import host_memory, numerics as numerics_lib
 from seerjax.models import (
   config as model_config,
+  gguf_config,
+  gguf_file,
+  gguf_tensors,
   huggingface_config,
+  huggingface_layout,
   parameters,
   tokenizer as tokenizer_lib,
 )
@@ -53,101 +51,35 @@ IGNORED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
-def load_config(directory: str | os.PathLike[str]) -> model_config.TransformerConfig:
-  """Reads config.json, in the spellings of transformers 4 and 5.
+def load_config(path: str | os.PathLike[str]) -> model_config.TransformerConfig:
+  """Returns the shape of the model in a directory or GGUF file.
+
+  config.json is read in the spellings of transformers 4 and 5.
 
   Raises:
-    FileNotFoundError: if there is no config.json.
+    FileNotFoundError: if there is no config.json, or no such file.
+    NotImplementedError: for a GGUF file of an architecture or kind that is not read.
     ValueError: naming the field that is missing, malformed, or asks for what we do not compute.
   """
-  return huggingface_config.read(pathlib.Path(directory) / CONFIG_FILE)
-
-
-# Where each parameter lies.
-
-
-class _Leaf(NamedTuple):
-  """Where one parameter lies in a checkpoint.
-
-  Attributes:
-    kind: "plain", "columns" (output features in slabs), "bias", "rows" (input features in slabs)
-      or "table" (rows of the vocabulary in slabs).
-    tensors: (name, shape) of the checkpoint's tensors, side by side in the slab's last axis.
-  """
-
-  kind: Literal["plain", "columns", "bias", "rows", "table"]
-  tensors: tuple[tuple[str, tuple[int, ...]], ...]
-
-
-def _plan(config: model_config.TransformerConfig) -> list[tuple[tuple[Any, ...], _Leaf]]:
-  """Returns (path in `Params`, where it lies) of every parameter, in the checkpoint's order."""
-  d, c, inner = config.hidden_size, config.head_dim, config.intermediate_size
-  q_size, kv_size = config.num_heads * c, config.num_kv_heads * c
-  plan: list[tuple[tuple[Any, ...], _Leaf]] = [
-    (("embed",), _Leaf("plain", (("model.embed_tokens.weight", (config.vocab_size, d)),)))
-  ]
-  for index in range(config.num_layers):
-    prefix = f"model.layers.{index}."
-    attention, mlp = prefix + "self_attn.", prefix + "mlp."
-    heads = (("q_proj", q_size), ("k_proj", kv_size), ("v_proj", kv_size))
-    leaves = {
-      "attention_norm": _Leaf("plain", ((prefix + "input_layernorm.weight", (d,)),)),
-      "qkv": _Leaf("columns", tuple((f"{attention}{n}.weight", (size, d)) for n, size in heads)),
-      "out": _Leaf("rows", ((attention + "o_proj.weight", (d, q_size)),)),
-      "mlp_norm": _Leaf("plain", ((prefix + "post_attention_layernorm.weight", (d,)),)),
-      "gate_up": _Leaf(
-        "columns", ((mlp + "gate_proj.weight", (inner, d)), (mlp + "up_proj.weight", (inner, d)))
-      ),
-      "down": _Leaf("rows", ((mlp + "down_proj.weight", (d, inner)),)),
-    }
-    if config.has_qkv_biases:
-      leaves["qkv_bias"] = _Leaf(
-        "bias", tuple((f"{attention}{name}.bias", (size,)) for name, size in heads)
-      )
-    if config.has_qk_norms:
-      leaves["query_norm"] = _Leaf("plain", ((attention + "q_norm.weight", (c,)),))
-      leaves["key_norm"] = _Leaf("plain", ((attention + "k_norm.weight", (c,)),))
-    plan.extend((("layers", index, name), leaf) for name, leaf in leaves.items())
-  plan.append((("final_norm",), _Leaf("plain", (("model.norm.weight", (d,)),))))
-  if not config.is_tied:
-    plan.append((("head",), _Leaf("table", (("lm_head.weight", (config.vocab_size, d)),))))
-  return plan
-
-
-def _to_slabs(kind: str, tensor: np.ndarray, shards: int) -> np.ndarray:
-  """Returns a view of one checkpoint tensor in our layout."""
-  if kind == "columns":  # [r e, d] -> [r, d, e]
-    return np.swapaxes(tensor.reshape(shards, -1, tensor.shape[1]), 1, 2)
-  if kind == "rows":  # [d, r e] -> [r, e, d]
-    return tensor.T.reshape(shards, -1, tensor.shape[0])
-  if kind == "plain":
-    return tensor
-  return tensor.reshape(shards, -1, *tensor.shape[1:])  # "bias" and "table".
-
-
-def _from_slabs(kind: str, part: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-  """The inverse of `_to_slabs`."""
-  if kind == "columns":
-    return np.swapaxes(part, 1, 2).reshape(shape)
-  if kind == "rows":
-    return part.reshape(shape[1], shape[0]).T
-  return part.reshape(shape)
+  if gguf_file.is_named(path):
+    return gguf_config.read(gguf_file.File(path))
+  return huggingface_config.read(pathlib.Path(path) / CONFIG_FILE)
 
 
 # Weights, in.
 
 
 def load(
-  directory: str | os.PathLike[str],
+  path: str | os.PathLike[str],
   numerics: numerics_lib.NumericsConfig,
   dtype: Any = jnp.float32,
   *,
   allow_int8: bool = False,
 ) -> tuple[parameters.Params, model_config.TransformerConfig]:
-  """Reads a model directory into our layout, tensor by tensor from mapped files.
+  """Reads a model directory or GGUF file into our layout, tensor by tensor from mapped files.
 
   Args:
-    directory: holds config.json and safetensors.
+    path: of a directory with config.json and safetensors, or of a GGUF file.
     numerics: `reduction_shards` decides the layout.
     dtype: of the parameters; bfloat16 and float16 checkpoints reach float32 without loss.
     allow_int8: whether weights may be those of `save` in "int8"; a draft's may, since no bit of an
@@ -158,45 +90,50 @@ def load(
 
   Raises:
     FileNotFoundError: if config.json or the weights are missing.
+    NotImplementedError: for a GGUF file of an architecture or kind that is not read.
     ValueError: naming the file, field or tensor that is wrong.
   """
-  directory = pathlib.Path(directory)
-  config = load_config(directory)
-  numerics = model_config.numerics_for(config, numerics)
+  path = pathlib.Path(path)
   with contextlib.ExitStack() as stack:
-    checkpoint = _Checkpoint(directory, stack)
-    found = {name for name in checkpoint.file_of if not IGNORED.fullmatch(name)}
+    if gguf_file.is_named(path):
+      checkpoint = gguf_tensors.Checkpoint(path)
+    else:
+      checkpoint = _Checkpoint(path, stack)
+    config = checkpoint.config
+    numerics = model_config.numerics_for(config, numerics)
+    found = {name for name in checkpoint.names if not IGNORED.fullmatch(name)}
     if config.num_layers > len(found):  # Before a plan of so many layers is made.
       raise ValueError(
-        f"{directory / CONFIG_FILE}: num_hidden_layers: got {config.num_layers}, expected at most"
-        f" {len(found)}, the tensors that there are; the files do not belong together."
+        f"{checkpoint.layers_field}: got {config.num_layers}, expected at most {len(found)}, the"
+        " tensors that there are; the files do not belong together."
       )
-    plan = _plan(config)
+    plan = huggingface_layout.plan(config)
     expected = {name: shape for _, leaf in plan for name, shape in leaf.tensors}
     scales = {name + SCALE for name in expected} & found
     if scales and not allow_int8:
       raise ValueError(
-        f"{directory}: got INT8 weights, expected one of {READABLE_DTYPES}; a draft's alone may be"
+        f"{path}: got INT8 weights, expected one of {READABLE_DTYPES}; a draft's alone may be"
         " rounded so: name it as the draft, or use an unquantised checkpoint."
       )
     found -= scales
     if missing := set(expected) - found:
       raise ValueError(
-        f"{directory}: got no tensor {_names(missing)}, expected all {len(expected)} of"
-        f" {CONFIG_FILE}; download it again, or check num_hidden_layers and tie_word_embeddings."
+        f"{path}: got no tensor {_names(map(checkpoint.shown, missing))}, expected all"
+        f" {len(expected)} of {checkpoint.described_by}; download it again, or check the number of"
+        " layers there and whether the head is the embedding."
       )
     if config.is_tied and "lm_head.weight" in found:
       _require_tied(checkpoint, expected["model.embed_tokens.weight"])
       found -= {"lm_head.weight"}
     if unexpected := found - set(expected):
       raise ValueError(
-        f"{directory}: got the tensors {_names(unexpected)}, expected none of them in a model of"
-        f" family {huggingface_config.family_of(config)!r} with {config.num_layers} layers; check"
-        f" {CONFIG_FILE}."
+        f"{path}: got the tensors {_names(map(checkpoint.shown, unexpected))}, expected none of"
+        f" them in a model of family {huggingface_config.family_of(config)!r} with"
+        f" {config.num_layers} layers; check {checkpoint.described_by}."
       )
     for name, shape in expected.items():
       checkpoint.check_shape(name, shape)
-    _require_memory(directory, expected, dtype)
+    _require_memory(path, expected, dtype)
     layout = parameters.shapes(config, numerics.reduction_shards)
     params: parameters.Params = {"layers": [{} for _ in range(config.num_layers)]}
     for leaf_path, leaf in plan:
@@ -208,7 +145,7 @@ def load(
       whole, first = np.empty(shape, np.float32), 0
       for name, tensor_shape in leaf.tensors:
         tensor = checkpoint.read(name, tensor_shape)
-        part = _to_slabs(leaf.kind, tensor, numerics.reduction_shards)
+        part = huggingface_layout.to_slabs(leaf.kind, tensor, numerics.reduction_shards)
         whole[..., first : first + part.shape[-1]] = part
         first += part.shape[-1]
       owner[leaf_path[-1]] = jnp.asarray(whole.astype(dtype))
@@ -218,7 +155,11 @@ def load(
 class _Checkpoint:
   """Open safetensors files of one directory: a tensor's place, dtype and shape by its name."""
 
+  described_by = CONFIG_FILE
+
   def __init__(self, directory: pathlib.Path, stack: contextlib.ExitStack):
+    self.config = load_config(directory)
+    self.layers_field = f"{directory / CONFIG_FILE}: num_hidden_layers"
     self.file_of: dict[str, str] = {}
     self._files: dict[str, Any] = {}
     index = _weight_map(directory)
@@ -249,7 +190,12 @@ class _Checkpoint:
           f"{directory / name}: got no tensor {tensor!r}, expected it by {INDEX_FILE}; the files do"
           " not belong together."
         )
-    self.directory = directory
+    self.path = directory
+    self.names = self.file_of.keys()
+
+  def shown(self, name: str) -> str:
+    """Returns the files' own name of a tensor."""
+    return name
 
   def check_shape(self, name: str, shape: tuple[int, ...]) -> None:
     """Refuses a tensor whose header names another shape; nothing of it is read.
@@ -260,7 +206,7 @@ class _Checkpoint:
     found = tuple(self._files[self.file_of[name]].get_slice(name).get_shape())
     if found != shape:
       raise ValueError(
-        f"{self.directory / self.file_of[name]}: {name}: got shape {found}, expected {shape} by"
+        f"{self.path / self.file_of[name]}: {name}: got shape {found}, expected {shape} by"
         f" {CONFIG_FILE}; the two files do not belong together."
       )
 
@@ -271,7 +217,7 @@ class _Checkpoint:
       ValueError: by the tensor's name, on another shape or dtype, or on NaN and infinities.
     """
     file = self._files[self.file_of[name]]
-    where = f"{self.directory / self.file_of[name]}: {name}"
+    where = f"{self.path / self.file_of[name]}: {name}"
     part = file.get_slice(name)
     self.check_shape(name, shape)
     if part.get_dtype() == "I8" and name + SCALE in self.file_of:
@@ -293,7 +239,7 @@ class _Checkpoint:
 
 
 def _require_memory(
-  directory: pathlib.Path, shapes: Mapping[str, tuple[int, ...]], dtype: Any
+  path: pathlib.Path, shapes: Mapping[str, tuple[int, ...]], dtype: Any
 ) -> None:
   """Refuses weights that the free memory does not hold, before any of them is read.
 
@@ -308,7 +254,7 @@ def _require_memory(
   free = host_memory.free_bytes()
   if needed > free:
     raise ValueError(
-      f"{directory}: got weights of {sum(sizes):,} numbers, which take {needed / 2**20:,.0f} MiB as"
+      f"{path}: got weights of {sum(sizes):,} numbers, which take {needed / 2**20:,.0f} MiB as"
       f" {np.dtype(dtype).name}, expected at most the {free / 2**20:,.0f} MiB that are free; choose"
       " a smaller model, or free some memory."
     )
@@ -346,16 +292,18 @@ def _weight_map(directory: pathlib.Path) -> dict[str, str]:
   return weight_map
 
 
-def _names(names: set[str]) -> str:
-  listed = ", ".join(sorted(names)[:5])
-  return listed + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+def _names(names: Iterable[str]) -> str:
+  names = sorted(names)
+  return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
-def _require_tied(checkpoint: _Checkpoint, shape: tuple[int, ...]) -> None:
+def _require_tied(
+  checkpoint: _Checkpoint | gguf_tensors.Checkpoint, shape: tuple[int, ...]
+) -> None:
   head = checkpoint.read("lm_head.weight", shape)
   if not np.array_equal(head, checkpoint.read("model.embed_tokens.weight", shape)):
     raise ValueError(
-      f"{checkpoint.directory}: lm_head.weight: got other values than model.embed_tokens.weight,"
+      f"{checkpoint.path}: lm_head.weight: got other values than model.embed_tokens.weight,"
       " expected equal ones with tie_word_embeddings=true; set it to false, or remove the tensor."
     )
 
@@ -400,7 +348,7 @@ def save(
       f"save: got dtype={dtype!r}, expected one of {(*numerics_lib.DTYPES, INT8)}; 'bfloat16' is"
       " usual."
     )
-  _check_layout(params, config)
+  huggingface_layout.check_layout(params, config)
   check_target(directory, overwrite, CONFIG_FILE)
   if max_shard_bytes < 1:
     raise ValueError(
@@ -410,7 +358,7 @@ def save(
   # What INT8 is read as: no other program takes these files for what they are not.
   described = huggingface_config.to_object(config, "float32" if dtype == INT8 else dtype, eos_ids)
   directory.parent.mkdir(parents=True, exist_ok=True)
-  plan = _plan(config)
+  plan = huggingface_layout.plan(config)
   sizes = {
     name: size
     for _, leaf in plan
@@ -420,7 +368,7 @@ def save(
   token_files = {} if tokenizer is None else tokenizer.files
   # Headers and JSON files: far below 1 KiB a tensor.
   others = 2**16 + 1024 * len(sizes) + sum(len(content) for content in token_files.values())
-  _require_space(directory.parent, sum(sizes.values()) + others)
+  require_space(directory.parent, sum(sizes.values()) + others)
   numerics_lib.require_finite(
     params, what="save: params", remedy="export an earlier step, whose weights are whole"
   )
@@ -447,28 +395,11 @@ def whole_directory(directory: pathlib.Path) -> Iterator[pathlib.Path]:
     yield partial
     for path in partial.iterdir():
       path.chmod(0o666 & ~_umask())  # safetensors makes its files for their owner alone.
-      _flush(path)
-    _flush(partial)
+      flush(path)
+    flush(partial)
     _place(partial, directory)
   finally:
     shutil.rmtree(partial, ignore_errors=True)
-
-
-def _check_layout(params: parameters.Params, config: model_config.TransformerConfig) -> None:
-  layers = params.get("layers", [])
-  shards = layers[0]["down"].shape[0] if layers and "down" in layers[0] else 1
-  flat_expected = jax.tree_util.tree_flatten_with_path(parameters.shapes(config, shards))[0]
-  flat_found = jax.tree_util.tree_flatten_with_path(params)[0]
-  expected = {jax.tree_util.keystr(path): leaf.shape for path, leaf in flat_expected}
-  found = {jax.tree_util.keystr(path): leaf.shape for path, leaf in flat_found}
-  for path in sorted(set(expected) | set(found)):
-    if path not in expected or path not in found or expected[path] != found[path]:
-      got = found.get(path, "nothing")
-      wanted = expected.get(path, "nothing")
-      raise ValueError(
-        f"save: params{path}: got {got}, expected {wanted} with {shards} slabs; pass the"
-        " configuration that the parameters were made for."
-      )
 
 
 def check_target(directory: pathlib.Path, overwrite: bool, marker: str) -> None:
@@ -496,7 +427,12 @@ def check_target(directory: pathlib.Path, overwrite: bool, marker: str) -> None:
     )
 
 
-def _require_space(parent: pathlib.Path, needed_bytes: int) -> None:
+def require_space(parent: pathlib.Path, needed_bytes: int) -> None:
+  """Refuses to write on a disk that is too full.
+
+  Raises:
+    OSError: with both numbers.
+  """
   free_bytes = shutil.disk_usage(parent).free
   if free_bytes < needed_bytes:
     raise OSError(
@@ -516,22 +452,6 @@ def _shards_of(sizes: Mapping[str, int], max_shard_bytes: int) -> list[list[str]
     shards[-1].append(name)
     total += size
   return shards
-
-
-def _tensors(
-  params: parameters.Params, plan: list[tuple[tuple[Any, ...], _Leaf]], dtype: np.dtype
-) -> Iterator[tuple[str, np.ndarray]]:
-  """Yields every tensor of the checkpoint, in the plan's order."""
-  for path, leaf in plan:
-    whole: Any = params
-    for key in path:
-      whole = whole[key]
-    whole, first = np.asarray(whole), 0
-    widths = _widths(leaf, whole)
-    for (name, shape), width in zip(leaf.tensors, widths, strict=True):
-      part = whole[..., first : first + width]
-      first += width
-      yield name, np.ascontiguousarray(_from_slabs(leaf.kind, part, shape).astype(dtype))
 
 
 def _sizes(name: str, shape: tuple[int, ...], dtype: str) -> dict[str, int]:
@@ -557,24 +477,17 @@ def _with_scales(
     yield name + SCALE, scale
 
 
-def _widths(leaf: _Leaf, whole: np.ndarray) -> list[int]:
-  """Returns how many of the last axis each tensor of a leaf fills."""
-  if leaf.kind in ("columns", "bias"):
-    return [shape[0] // whole.shape[0] for _, shape in leaf.tensors]
-  return [whole.shape[-1]]
-
-
 def _write_weights(
   directory: pathlib.Path,
   params: parameters.Params,
-  plan: list[tuple[tuple[Any, ...], _Leaf]],
+  plan: list[tuple[tuple[Any, ...], huggingface_layout.Leaf]],
   sizes: Mapping[str, int],
   dtype: str,
   max_shard_bytes: int,
 ) -> None:
   shards = _shards_of(sizes, max_shard_bytes)
   numpy_dtype = np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else np.float32)
-  tensors = _tensors(params, plan, numpy_dtype)
+  tensors = huggingface_layout.tensors(params, plan, numpy_dtype)
   if dtype == INT8:
     tensors = _with_scales(tensors)
   weight_map = {}
@@ -601,7 +514,8 @@ def _umask() -> int:
   return mask
 
 
-def _flush(path: pathlib.Path) -> None:
+def flush(path: pathlib.Path) -> None:
+  """Waits until a file or directory is on the disk."""
   descriptor = os.open(path, os.O_RDONLY)
   try:
     os.fsync(descriptor)
@@ -616,7 +530,7 @@ def _place(partial: pathlib.Path, directory: pathlib.Path) -> None:
   if directory.exists():
     directory.rename(old)
   partial.rename(directory)
-  _flush(directory.parent)
+  flush(directory.parent)
   shutil.rmtree(old, ignore_errors=True)
 
 
@@ -624,23 +538,27 @@ def _place(partial: pathlib.Path, directory: pathlib.Path) -> None:
 
 
 def resolve(name_or_path: str | os.PathLike[str]) -> pathlib.Path:
-  """Returns the directory of a model: a local one, or a Hub id's, downloaded into the Hub's cache.
+  """Returns the directory or GGUF file of a model, or a Hub id's directory in the Hub's cache.
 
   Args:
-    name_or_path: a directory (which wins), or an id such as "Qwen/Qwen3-0.6B".
+    name_or_path: a directory or GGUF file (which win), or an id such as "Qwen/Qwen3-0.6B".
 
   Raises:
-    FileNotFoundError: if there is no such directory, or the Hub cannot be asked or refuses.
+    FileNotFoundError: if there is no such directory or file, or the Hub cannot be asked or refuses.
     ImportError: if a Hub id is given and `huggingface_hub` is not installed.
   """
   path = pathlib.Path(name_or_path).expanduser()
   if path.is_dir() and str(name_or_path):  # The empty path is not the current directory.
     return path
   name = str(name_or_path)
+  if gguf_file.is_named(path):
+    if not path.is_file():
+      raise FileNotFoundError(f"resolve: got {name!r}, expected a GGUF file; there is none.")
+    return path
   if not HUB_ID.fullmatch(name):
     raise FileNotFoundError(
-      f"resolve: got {name!r}, which is no directory, expected a model directory or a Hub id such"
-      " as 'Qwen/Qwen3-0.6B'; check the path."
+      f"resolve: got {name!r}, which is no directory, expected a model directory, a GGUF file"
+      " or a Hub id such as 'Qwen/Qwen3-0.6B'; check the path."
     )
   try:
     import huggingface_hub  # Lazy: only Hub ids need it, and importing it takes long.

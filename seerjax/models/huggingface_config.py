@@ -77,7 +77,7 @@ def read(path: pathlib.Path) -> model_config.TransformerConfig:
     FileNotFoundError: if there is no such file.
     ValueError: naming the field that is missing, malformed, or asks for what we do not compute.
   """
-  fields = _Fields(path, read_object(path))
+  fields = Fields(path, read_object(path))
   family = _family(fields)
   _refuse_unsupported(fields, family)
   hidden_size, num_heads = fields.whole("hidden_size"), fields.whole("num_attention_heads")
@@ -189,7 +189,7 @@ def read_object(path: pathlib.Path) -> dict[str, Any]:
   return tokenizer_files.json_object(path, content)
 
 
-def _family(fields: _Fields) -> str:
+def _family(fields: Fields) -> str:
   family, architectures = fields.get("model_type"), fields.get("architectures")
   by_architecture = {family.architecture: name for name, family in FAMILIES.items()}
   if architectures is not None:
@@ -214,7 +214,7 @@ def _family(fields: _Fields) -> str:
   return family
 
 
-def _refuse_unsupported(fields: _Fields, family: str) -> None:
+def _refuse_unsupported(fields: Fields, family: str) -> None:
   fix = "this release does not compute it; choose another checkpoint"
   if fields.get("hidden_act") not in (None, "silu"):
     raise fields.refuse("hidden_act", "'silu'", fix)
@@ -241,7 +241,7 @@ def _refuse_unsupported(fields: _Fields, family: str) -> None:
       raise fields.refuse("use_sliding_window", "false", fix)
 
 
-def _rotary(fields: _Fields, head_dim: int, max_context: int) -> rotary.RotaryConfig:
+def _rotary(fields: Fields, head_dim: int, max_context: int) -> rotary.RotaryConfig:
   """Reads rope_parameters (transformers 5) or rope_theta and rope_scaling (transformers 4)."""
   found = []
   for name in ("rope_parameters", "rope_scaling"):
@@ -250,7 +250,7 @@ def _rotary(fields: _Fields, head_dim: int, max_context: int) -> rotary.RotaryCo
       continue
     if not isinstance(value, dict):
       raise fields.refuse(name, "an object", "correct the file")
-    rope = _Fields(fields.path, value, f"{name}.")
+    rope = Fields(fields.path, value, f"{name}.")
     found.append((name, _scaled_rotary(fields, rope, head_dim, max_context)))
   if not found:
     return rotary.RotaryConfig(head_dim=head_dim, base=fields.number("rope_theta", 10_000.0))
@@ -262,7 +262,7 @@ def _rotary(fields: _Fields, head_dim: int, max_context: int) -> rotary.RotaryCo
 
 
 def _scaled_rotary(
-  fields: _Fields, rope: _Fields, head_dim: int, max_context: int
+  fields: Fields, rope: Fields, head_dim: int, max_context: int
 ) -> rotary.RotaryConfig:
   kind_field = "rope_type" if "rope_type" in rope.values else "type"
   kind = rope.get(kind_field)
@@ -314,7 +314,7 @@ def _scaled_rotary(
   )
 
 
-class _Fields:
+class Fields:
   """One JSON object whose fields are read, checked and refused by name."""
 
   def __init__(self, path: pathlib.Path, values: Mapping[str, Any], prefix: str = ""):

@@ -1,6 +1,6 @@
 """A model by name, ready to sample: shape, weights in compute dtype, numerics and tokenizer.
 
-    a name in `SHIPPED` | directory | Hub id -- load_model --> Model -- Engine(model) --> answers
+    a name in `SHIPPED` | directory | GGUF file | Hub id -- load_model --> Model -- Engine(model)
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ class Model:
 
 
 def directory_of(name_or_path: str | os.PathLike[str]) -> pathlib.Path:
-  """Returns the directory of a model: those of `SHIPPED` are in the package.
+  """Returns the directory or GGUF file of a model: those of `SHIPPED` are in the package.
 
   Raises:
-    FileNotFoundError: if there is no such directory, the Hub does not give it, or a shape of ours
+    FileNotFoundError: if there is no such directory or file, the Hub does not give it, or a shape of ours
       is named whose weights are not shipped; then with their recipe.
     ImportError: if a Hub id is given and `huggingface_hub` is not installed.
   """
@@ -82,15 +82,19 @@ def load_model(
   """Returns a model with its weights, tokenizer and numerics.
 
   Args:
-    name_or_path: "nano" or "nano-sleep" (in the package), a Hugging Face directory, or a Hub id
-      such as "Qwen/Qwen3-0.6B", which is downloaded into the Hub's cache.
+    name_or_path: "nano" or "nano-sleep" (in the package), a Hugging Face directory, a GGUF file
+      (of several the first one), or a Hub id such as "Qwen/Qwen3-0.6B", which is downloaded into
+      the Hub's cache.
     numerics: what decides bits; None is float32 by what runs here ("auto"), with as many slabs as
       the model allows.
 
   Raises:
-    FileNotFoundError: if there is no such directory, or the Hub does not give it.
-    ImportError: if a Hub id is given and `huggingface_hub` is not installed.
-    ValueError: if the directory holds no model that we read, or slabs do not divide it.
+    FileNotFoundError: if there is no such directory or file, or the Hub does not give it.
+    ImportError: if a Hub id is given and `huggingface_hub` is not installed, or a GGUF file and
+      `gguf` is not.
+    NotImplementedError: for a GGUF file of an architecture, kind or pre-tokenizer that we do not
+      read.
+    ValueError: if the directory or file holds no model that we read, or slabs do not divide it.
   """
   if numerics is None:
     numerics = numerics_lib.NumericsConfig(reduction_shards=0)

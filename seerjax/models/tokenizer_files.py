@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 
 import tokenizers
 
+from seerjax.models import gguf_file, gguf_tokenizer
+
 FILES = (
   "tokenizer.json",
   "tokenizer_config.json",
@@ -45,24 +47,30 @@ class Found(NamedTuple):
   files: Mapping[str, bytes]
 
 
-def read(directory: pathlib.Path) -> Found:
-  """Reads the files of a model directory.
+def read(path: pathlib.Path) -> Found:
+  """Reads the files of a model directory, or those that a GGUF file describes.
 
   Raises:
     FileNotFoundError: if the directory or its tokenizer.json is missing.
+    NotImplementedError: for a GGUF file of a tokenizer that is not read.
     ValueError: naming the file that is corrupt, and what is wrong in it.
   """
-  if not (directory / "tokenizer.json").is_file():
+  if gguf_file.is_named(path):
+    files = gguf_tokenizer.files(path)
+  elif (path / "tokenizer.json").is_file():
+    files = {
+      name: (path / name).read_bytes() for name in FILES if (path / name).is_file()
+    }
+  else:
     raise FileNotFoundError(
-      f"{directory / 'tokenizer.json'}: got no such file, expected a Hugging Face model directory"
+      f"{path / 'tokenizer.json'}: got no such file, expected a Hugging Face model directory"
       " with a fast tokenizer; check the path, or convert the tokenizer first."
     )
-  files = {name: (directory / name).read_bytes() for name in FILES if (directory / name).is_file()}
   try:
     backend = tokenizers.Tokenizer.from_buffer(files["tokenizer.json"])
   except Exception as error:  # `tokenizers` raises bare Exception, and nothing narrower.
     raise ValueError(
-      f"{directory / 'tokenizer.json'}: got a file that `tokenizers` cannot read ({error}),"
+      f"{path / 'tokenizer.json'}: got a file that `tokenizers` cannot read ({error}),"
       " expected its JSON; download it again."
     ) from error
   # A file may ask for truncation or padding, which would change prompts in silence.
@@ -70,22 +78,22 @@ def read(directory: pathlib.Path) -> Found:
   backend.no_padding()
 
   def object_of(name: str) -> dict[str, Any]:
-    return json_object(directory / name, files[name]) if name in files else {}
+    return json_object(path / name, files[name]) if name in files else {}
 
   config = object_of("tokenizer_config.json")
   special_tokens = _special_tokens(config)
   older = _special_tokens(object_of("special_tokens_map.json"))
   if "chat_template.jinja" in files:
-    chat_template = _text(directory / "chat_template.jinja", files["chat_template.jinja"])
+    chat_template = _text(path / "chat_template.jinja", files["chat_template.jinja"])
   else:
-    chat_template = _configured_template(directory, config)
+    chat_template = _configured_template(path, config)
   generation = object_of("generation_config.json")
   return Found(
     backend=backend,
     chat_template=chat_template,
     special_tokens={**older, **special_tokens},
     eos_ids=_eos_ids(
-      directory,
+      path,
       backend,
       {"tokenizer_config.json": special_tokens, "special_tokens_map.json": older},
       generation,

@@ -67,14 +67,14 @@ def test_a_small_run_of_the_command_with_adapters(tiny: str, tmp_path: pathlib.P
   assert (tmp_path / "run" / "report.html").stat().st_size > 1000
   # So does any step that was saved, in a command of its own, and its adapters by themselves.
   run = tmp_path / "run"
-  assert export.export(run, None, tmp_path / "last") == 1
+  assert export.export(run, None, export.Target(tmp_path / "last"))[0] == 1
   for file in ("model.safetensors", "config.json", "tokenizer.json"):
     assert (tmp_path / "last" / file).read_bytes() == (run / "model" / file).read_bytes()
-  assert export.export(run, 0, tmp_path / "adapter", is_adapter=True) == 0
+  assert export.export(run, 0, export.Target(tmp_path / "adapter"), is_adapter=True)[0] == 0
   first, scale = peft.load(tmp_path / "adapter", *settled(tiny))
   assert scale == 4.0 and all(not pair["b"].any() for pair in first["layers"][0].values())
   with pytest.raises(ValueError, match=r"got step 7 of .*, expected one of \(0, 1\)"):
-    export.export(run, 7, tmp_path / "seventh")
+    export.export(run, 7, export.Target(tmp_path / "seventh"))
   # What is exported is a plain model, adapters merged.
   params, model = huggingface.load(tmp_path / "run" / "model", run_presets.main_job().numerics)
   assert model.num_layers == len(params["layers"]) == 2
@@ -91,10 +91,10 @@ def test_a_run_without_adapters_or_of_discovery_is_refused(tmp_path: pathlib.Pat
   config = metrics.encode(dataclasses.asdict(run_presets.main_job()))
   metrics.write_summary(tmp_path / "config.json", config)
   with pytest.raises(ValueError, match="--adapter: got .*, which trained all weights"):
-    export.export(tmp_path, None, tmp_path / "out", is_adapter=True)
+    export.export(tmp_path, None, export.Target(tmp_path / "out"), is_adapter=True)
   metrics.write_summary(tmp_path / "config.json", {"problem": "denoising"})
   with pytest.raises(ValueError, match="a run of discovery, expected one of experiments.grpo"):
-    export.export(tmp_path, None, tmp_path / "out")
+    export.export(tmp_path, None, export.Target(tmp_path / "out"))
 
 
 def test_what_was_saved_is_the_sum_of_all_steps():

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import tiny_model
 
-from seerjax.models import huggingface
+from seerjax.models import huggingface, huggingface_layout
 from seerjax.models.loading import NANO
 
 NUMERICS = tiny_model.ONE_SLAB
@@ -120,7 +120,8 @@ def holes(directory: pathlib.Path, shapes: dict[str, tuple[int, ...]]) -> None:
 def test_weights_beyond_the_free_memory_are_refused_with_both_sizes(exported, tmp_path):
   directory = changed(exported, tmp_path / "model", vocab_size=2**30)
   _, config = huggingface.load(exported, NUMERICS)
-  shapes = {name: shape for _, leaf in huggingface._plan(config) for name, shape in leaf.tensors}
+  leaves = [leaf for _, leaf in huggingface_layout.plan(config)]
+  shapes = {name: shape for leaf in leaves for name, shape in leaf.tensors}
   shapes["model.embed_tokens.weight"] = (2**30, 16)
   holes(directory, shapes)
   with pytest.raises(ValueError, match=r"take 131,\d+ MiB as float32, expected at most the [\d,]+"):

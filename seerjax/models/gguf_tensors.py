@@ -1,0 +1,177 @@
+"""Where a model's tensors lie in a GGUF file: names of Hugging Face's and of GGUF's, and rows.
+
+    model.layers.3.self_attn.q_proj.weight  <->  blk.3.attn_q.weight
+
+llama.cpp turns neighbouring features of a Llama's queries and keys, (0, 1), (2, 3), ..., where we
+turn feature j with j + c / 2, so that the rows of its two matrices lie in another order.
+"""
+
+from __future__ import annotations
+
+import pathlib
+import re
+
+from absl import logging
+import numpy as np
+
+from seerjax.models import config as model_config, gguf_config, gguf_file, huggingface_config
+
+WHOLE = {
+  "model.embed_tokens": "token_embd",
+  "model.norm": "output_norm",
+  "lm_head": "output",
+}
+LAYER = {
+  "input_layernorm": "attn_norm",
+  "self_attn.q_proj": "attn_q",
+  "self_attn.k_proj": "attn_k",
+  "self_attn.v_proj": "attn_v",
+  "self_attn.o_proj": "attn_output",
+  "self_attn.q_norm": "attn_q_norm",
+  "self_attn.k_norm": "attn_k_norm",
+  "post_attention_layernorm": "ffn_norm",
+  "mlp.gate_proj": "ffn_gate",
+  "mlp.up_proj": "ffn_up",
+  "mlp.down_proj": "ffn_down",
+}
+# What decides the shape of a tensor, of the architecture's keys.
+WIDTH, INNER = "embedding_length", "feed_forward_length"
+QUERIES, KEYS = "attention.head_count", "attention.head_count_kv"
+HEAD_WIDTH = "attention.key_length"
+SHAPED_BY = {
+  "token_embd": ("vocab_size", WIDTH),
+  "output": ("vocab_size", WIDTH),
+  "attn_q": (QUERIES, HEAD_WIDTH, WIDTH),
+  "attn_k": (KEYS, HEAD_WIDTH, WIDTH),
+  "attn_v": (KEYS, HEAD_WIDTH, WIDTH),
+  "attn_output": (WIDTH, QUERIES, HEAD_WIDTH),
+  "attn_q_norm": (HEAD_WIDTH,),
+  "attn_k_norm": (HEAD_WIDTH,),
+  "ffn_gate": (INNER, WIDTH),
+  "ffn_up": (INNER, WIDTH),
+  "ffn_down": (WIDTH, INNER),
+}
+_HUGGING_FACE = re.compile(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)")
+_GGUF = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+_HUGGING_FACE_NAMES = {theirs: ours for ours, theirs in (WHOLE | LAYER).items()}
+
+
+def gguf_name(name: str) -> str:
+  """Returns GGUF's name of a tensor of Hugging Face's; a name it does not know as it is."""
+  if found := _HUGGING_FACE.fullmatch(name):
+    number, middle, kind = found.groups()
+    return f"blk.{number}.{LAYER[middle]}.{kind}" if middle in LAYER else name
+  start, _, kind = name.rpartition(".")
+  return f"{WHOLE[start]}.{kind}" if start in WHOLE else name
+
+
+def hugging_face_name(name: str) -> str:
+  """Returns Hugging Face's name of a tensor of GGUF's; a name it does not know as it is."""
+  if found := _GGUF.fullmatch(name):
+    number, middle, kind = found.groups()
+    ours = _HUGGING_FACE_NAMES.get(middle)
+    return f"model.layers.{number}.{ours}.{kind}" if ours in LAYER else name
+  start, _, kind = name.rpartition(".")
+  ours = _HUGGING_FACE_NAMES.get(start)
+  return f"{ours}.{kind}" if ours in WHOLE else name
+
+
+def turned_heads(name: str, config: model_config.TransformerConfig) -> int:
+  """Returns of how many heads the rows of a tensor of Hugging Face's lie in another order, or 0."""
+  if huggingface_config.family_of(config) != "llama":
+    return 0
+  if name.endswith("self_attn.q_proj.weight"):
+    return config.num_heads
+  return config.num_kv_heads if name.endswith("self_attn.k_proj.weight") else 0
+
+
+def interleave(rows: np.ndarray, heads: int) -> np.ndarray:
+  """Returns rows whose halves of a head alternate: 0, c / 2, 1, c / 2 + 1, ..."""
+  return rows.reshape(heads, 2, -1, rows.shape[1]).swapaxes(1, 2).reshape(rows.shape)
+
+
+def put_back(rows: np.ndarray, heads: int) -> np.ndarray:
+  """The inverse of `interleave`."""
+  return rows.reshape(heads, -1, 2, rows.shape[1]).swapaxes(1, 2).reshape(rows.shape)
+
+
+class Checkpoint:
+  """The tensors of a GGUF file by the names of Hugging Face's, for `huggingface.load`.
+
+  Attributes:
+    path: of the file.
+    config: of its model.
+    names: of its tensors, those that follow from the configuration left out.
+    described_by: what says which tensors and shapes there are.
+    layers_field: the key that says how many layers there are.
+  """
+
+  described_by = "its metadata"
+
+  def __init__(self, path: pathlib.Path):
+    """Reads the file's head.
+
+    Raises:
+      FileNotFoundError: if the file, or another one of a split model, is missing.
+      ImportError: if the `gguf` package is not installed.
+      NotImplementedError: for a file of an architecture or kind that is not read.
+      ValueError: naming the file and what is wrong in it.
+    """
+    self._file = gguf_file.File(path)
+    self.path = path
+    self.config = gguf_config.read(self._file)
+    tensors = self._file.tensors
+    self.names = {hugging_face_name(name) for name in tensors} - {gguf_config.ROPE_FACTORS}
+    self.layers_field = f"{path}: {self._key('block_count')}"
+    head, table = (tensors.get(name) for name in (gguf_config.HEAD, gguf_config.EMBEDDING))
+    if head is not None and table is not None and head.kind != table.kind:
+      logging.warning(
+        "%s: %s is %s and %s is %s: they are loaded as two matrices, which takes %s numbers more"
+        " than a model whose head is its embedding.",
+        path, gguf_config.EMBEDDING, table.kind, gguf_config.HEAD, head.kind,
+        f"{head.shape[0] * head.shape[-1]:,}",
+      )  # fmt: skip
+
+  def shown(self, name: str) -> str:
+    """Returns the file's own name of a tensor."""
+    return gguf_name(name)
+
+  def check_shape(self, name: str, shape: tuple[int, ...]) -> None:
+    """Refuses a tensor whose record names another shape; nothing of it is read.
+
+    Raises:
+      ValueError: by the tensor's name and the keys that its shape follows from.
+    """
+    theirs = gguf_name(name)
+    found = self._file.tensors[theirs].shape
+    if found != shape:
+      part = theirs.rsplit(".", 2)[-2]
+      keys = SHAPED_BY.get(part, (WIDTH,))
+      if theirs.endswith(".bias"):
+        keys = keys[:2]
+      named = ", ".join(map(self._key, keys))
+      raise ValueError(
+        f"{self._file.file_of(theirs)}: {theirs}: got shape {found}, expected {shape} by {named};"
+        " the metadata and the tensors do not belong together, download it again."
+      )
+
+  def read(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
+    """Returns one tensor as f32, dequantised, its rows in our order.
+
+    Raises:
+      ValueError: by the tensor's name, on another shape, or on NaN and infinities.
+    """
+    self.check_shape(name, shape)
+    theirs = gguf_name(name)
+    tensor = self._file.read(theirs)
+    if not np.isfinite(tensor).all():
+      count = int(tensor.size - np.isfinite(tensor).sum())
+      raise ValueError(
+        f"{self._file.file_of(theirs)}: {theirs}: got {count} entries that are NaN or infinite,"
+        " expected finite weights; the file is corrupt, download it again."
+      )
+    heads = turned_heads(name, self.config)
+    return put_back(tensor, heads) if heads else tensor
+
+  def _key(self, key: str) -> str:
+    return f"{huggingface_config.family_of(self.config)}.{key}"

@@ -1,0 +1,457 @@
+"""The tokenizer of a GGUF file as the files of a Hugging Face directory, and back.
+
+    tokenizer.ggml.*, tokenizer.chat_template  -- files -->  tokenizer.json, tokenizer_config.json,
+                                                             generation_config.json
+    a tokenizer  -- metadata -->  tokenizer.ggml.*, tokenizer.chat_template
+
+Byte-level byte-pair encoding alone. How a text is cut before it is encoded stands in the file as
+the name of a pre-tokenizer of llama.cpp's; each name here is the one of Hugging Face tokenizers
+that llama.cpp was given for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+import json
+import pathlib
+from typing import Any, NamedTuple
+
+import numpy as np
+import tokenizers
+import tokenizers.decoders
+import tokenizers.models
+import tokenizers.normalizers
+import tokenizers.pre_tokenizers
+import tokenizers.processors
+
+from seerjax import fields as fields_lib
+from seerjax.models import gguf_file
+
+PREFIX = "tokenizer.ggml."
+MODEL, PRE = PREFIX + "model", PREFIX + "pre"
+TOKENS, TYPES, MERGES = PREFIX + "tokens", PREFIX + "token_type", PREFIX + "merges"
+ADD_BOS, ADD_EOS = PREFIX + "add_bos_token", PREFIX + "add_eos_token"
+TEMPLATE = "tokenizer.chat_template"
+WHOLE = "tokenizer.huggingface.json"
+BYTE_PAIRS = "gpt2"
+# Kinds of tokens.
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 1, 2, 3, 4, 5
+ROLES = {
+  "bos_token": PREFIX + "bos_token_id",
+  "eos_token": PREFIX + "eos_token_id",
+  "unk_token": PREFIX + "unknown_token_id",
+  "pad_token": PREFIX + "padding_token_id",
+}
+# Tokens that end a generation: of a text, of a turn, of a message.
+EOT = PREFIX + "eot_token_id"
+ENDS = (ROLES["eos_token"], EOT, PREFIX + "eom_token_id")
+# Control tokens that end one in a file without `EOT`, as llama.cpp takes them, too.
+END_TEXTS = (
+  "<|endoftext|>", "<|end_of_text|>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>",
+  "<｜end▁of▁sentence｜>",
+)  # fmt: skip
+
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
+_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+
+
+class Cut(NamedTuple):
+  """How texts are cut before they are encoded.
+
+  Attributes:
+    patterns: regular expressions, one after the other; each match is a piece.
+    digits: whether each digit is a piece before that.
+    by_words: whether GPT-2's pattern cuts the pieces at last.
+    composes: whether characters are composed first (NFC).
+    ignores_merges: whether a piece that is a token is that token, whatever the merges say.
+    adds_bos: whether a text begins with the bos token where the file does not say.
+  """
+
+  patterns: tuple[str, ...] = ()
+  digits: bool = False
+  by_words: bool = False
+  composes: bool = False
+  ignores_merges: bool = False
+  adds_bos: bool = False
+
+
+_GPT2 = Cut(by_words=True)
+_SMOLLM = Cut(digits=True, by_words=True)
+_QWEN2 = Cut(patterns=(rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}|{_REST}",), composes=True)
+_LLAMA3 = Cut(
+  patterns=(rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}{{1,3}}|{_REST}",),
+  ignores_merges=True,
+  adds_bos=True,
+)
+_DEEPSEEK_CODER = Cut(
+  patterns=("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+"), digits=True
+)
+PRE_TOKENIZERS: Mapping[str, Cut] = {
+  "gpt-2": _GPT2,
+  "smollm": _SMOLLM,
+  "qwen2": _QWEN2,
+  "deepseek-r1-qwen": _QWEN2,
+  "llama-bpe": _LLAMA3,
+  "llama3": _LLAMA3,
+  "llama-v3": _LLAMA3,
+}
+
+
+def files(path: pathlib.Path) -> dict[str, bytes]:
+  """Returns the tokenizer's files of a directory, by name, as a GGUF file describes them.
+
+  Raises:
+    FileNotFoundError: if there is no such file.
+    ImportError: if the `gguf` package is not installed.
+    NotImplementedError: for a tokenizer or pre-tokenizer that is not read.
+    ValueError: naming the key that is missing or wrong.
+  """
+  found = _Metadata(path, gguf_file.File(path).metadata)
+  tokens, kinds = _tokens(found)
+  roles = {
+    role: tokens[token_id]
+    for role, key in ROLES.items()
+    if (token_id := found.token(key, tokens)) is not None
+  }
+  ends = [found.token(key, tokens) for key in ENDS]
+  if EOT not in found.values:
+    ends += [i for i, t in enumerate(tokens) if kinds[i] == CONTROL and t in END_TEXTS]
+  eos_ids = list(dict.fromkeys(i for i in ends if i is not None))
+  backend = _backend(found, tokens, kinds, roles)
+  config = {
+    **roles,
+    "clean_up_tokenization_spaces": False,
+    "tokenizer_class": "PreTrainedTokenizerFast",
+  }
+  if (template := found.text(TEMPLATE)) is not None:
+    config["chat_template"] = template
+  generation: dict[str, Any] = {"eos_token_id": eos_ids} if eos_ids else {}
+  return {
+    "tokenizer.json": backend.to_str(pretty=True).encode(),
+    "tokenizer_config.json": _json(config),
+    "generation_config.json": _json(generation),
+  }
+
+
+def metadata(
+  backend: tokenizers.Tokenizer,
+  *,
+  vocab_size: int,
+  chat_template: str,
+  special_tokens: Mapping[str, str],
+  eos_ids: tuple[int, ...],
+  pre: str = "",
+) -> dict[str, Any]:
+  """Returns a tokenizer as the metadata of a GGUF file.
+
+  Args:
+    backend: the `tokenizers` object.
+    vocab_size: rows of the model's embedding; ids that no token has are unused ones.
+    chat_template: "" for none.
+    special_tokens: by role.
+    eos_ids: that end a generation.
+    pre: the pre-tokenizer by which llama.cpp is to cut texts, of `PRE_TOKENIZERS`; "" is the one
+      that cuts as this tokenizer does. The file of a tokenizer that cuts otherwise holds its
+      tokenizer.json, too.
+
+  Raises:
+    NotImplementedError: for a tokenizer that GGUF has no words for, or that llama.cpp has no
+      pre-tokenizer for while none is named.
+    ValueError: for a pre-tokenizer that is not known, or more tokens than the model has rows.
+  """
+  written = json.loads(backend.to_str())
+  _refuse_other_kinds(written)
+  cut = _cut(written)
+  same = [name for name, known in PRE_TOKENIZERS.items() if known._replace(adds_bos=False) == cut]
+  if pre and pre not in PRE_TOKENIZERS:
+    raise ValueError(
+      f"GGUF: pre: got {pre!r}, expected one of {tuple(PRE_TOKENIZERS)}; name the nearest."
+    )
+  if not pre and not same:
+    raise NotImplementedError(
+      f"GGUF: pre_tokenizer of tokenizer.json: got {fields_lib.shown(written['pre_tokenizer'])},"
+      f" expected one that llama.cpp has, of {tuple(PRE_TOKENIZERS)}; name the nearest one (pre=),"
+      " by which llama.cpp then cuts texts, or write the model without a tokenizer."
+    )
+  texts = {token_id: text for text, token_id in backend.get_vocab(with_added_tokens=True).items()}
+  if texts and max(texts) >= vocab_size:
+    raise ValueError(
+      f"GGUF: tokenizer.json: got tokens up to id {max(texts)}, expected ids below the"
+      f" {vocab_size} rows of the embedding; the tokenizer is another model's."
+    )
+  kinds = dict.fromkeys(range(vocab_size), UNUSED) | dict.fromkeys(texts, NORMAL)
+  for token_id, token in backend.get_added_tokens_decoder().items():
+    if token.lstrip or token.rstrip or token.single_word:
+      raise NotImplementedError(
+        f"GGUF: added_tokens of tokenizer.json: got {token.content!r} with lstrip, rstrip or"
+        " single_word, expected none of them; GGUF does not say them."
+      )
+    kinds[token_id] = CONTROL if token.special else USER_DEFINED
+  around = _around(backend, special_tokens)
+  roles = {role: backend.token_to_id(text) for role, text in special_tokens.items()} | around
+  ends = list(dict.fromkeys(i for i in (roles.get("eos_token"), *eos_ids) if i is not None))
+  if len(ends) > len(ENDS):
+    raise NotImplementedError(
+      f"GGUF: eos_token_id: got {ends}, expected at most {len(ENDS)} that end a generation; leave"
+      " out some in generation_config.json."
+    )
+  # Every place has one: a file without some of them ends at tokens by their texts.
+  ends += ends[:1] * (len(ENDS) - len(ends))
+  name = pre or same[0]
+  merges = written["model"]["merges"]
+  return {
+    MODEL: BYTE_PAIRS,
+    PRE: name,
+    TOKENS: [texts.get(i, f"[PAD{i}]") for i in range(vocab_size)],
+    TYPES: [kinds[i] for i in range(vocab_size)],
+    MERGES: [merge if isinstance(merge, str) else " ".join(merge) for merge in merges],
+    **{key: roles[role] for role, key in ROLES.items() if roles.get(role) is not None},
+    **dict(zip(ENDS, ends)),
+    ADD_BOS: "bos_token" in around,
+    ADD_EOS: "eos_token" in around,
+    **({TEMPLATE: chat_template} if chat_template else {}),
+    **({} if name in same else {WHOLE: json.dumps(written, ensure_ascii=False)}),
+  }
+
+
+def _cut(written: Mapping[str, Any]) -> Cut | None:
+  """Returns how a tokenizer.json has texts cut (`adds_bos` aside), None for what `Cut` lacks."""
+  steps = _flat(written["pre_tokenizer"], "pretokenizers")
+  normalizers = _flat(written["normalizer"], "normalizers")
+  if not steps or normalizers not in ([], [{"type": "NFC"}]):
+    return None
+  level = steps.pop()
+  if level["type"] != "ByteLevel" or level["add_prefix_space"]:
+    return None
+  patterns, digits = [], False
+  for step in steps:
+    if step["type"] == "Digits" and step["individual_digits"] and not digits:
+      digits = True
+    elif (
+      step["type"] == "Split"
+      and step["behavior"] == "Isolated"
+      and not step["invert"]
+      and not digits
+      and "Regex" in step["pattern"]
+    ):
+      patterns.append(step["pattern"]["Regex"])
+    else:
+      return None
+  return Cut(
+    patterns=tuple(patterns),
+    digits=digits,
+    by_words=level["use_regex"],
+    composes=bool(normalizers),
+    ignores_merges=bool(written["model"].get("ignore_merges")),
+  )
+
+
+def _refuse_other_kinds(written: Mapping[str, Any]) -> None:
+  """Refuses a tokenizer.json that is no byte-level byte-pair encoding, by the field."""
+  model, decoder = written["model"], (written.get("decoder") or {}).get("type")
+  odd = ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback")
+  for field, got, expected in (
+    ("model.type", model["type"], "BPE"),
+    ("decoder.type", decoder, "ByteLevel"),
+    *((f"model.{field}", model.get(field) or None, None) for field in odd),
+  ):
+    if got != expected:
+      raise NotImplementedError(
+        f"GGUF: {field} of tokenizer.json: got {got!r}, expected {expected!r}; write the model"
+        " without a tokenizer, others than byte-level byte-pair encoding are not built yet."
+      )
+
+
+def _around(backend: tokenizers.Tokenizer, special_tokens: Mapping[str, str]) -> dict[str, int]:
+  """Returns the tokens that a tokenizer adds before and behind a text, by role."""
+  plain = backend.encode("a", add_special_tokens=False).ids
+  whole = backend.encode("a", add_special_tokens=True).ids
+  start = next((i for i in range(len(whole)) if whole[i : i + len(plain)] == plain), 0)
+  before, behind = whole[:start], whole[start + len(plain) :]
+  if len(before) > 1 or len(behind) > 1 or before + plain + behind != whole:
+    raise NotImplementedError(
+      f"GGUF: post_processor of tokenizer.json: got {whole} for a text whose ids are {plain},"
+      " expected at most a bos token before it and an eos token behind it; write the model without"
+      " a tokenizer."
+    )
+  return dict(zip(("bos_token",), before)) | dict(zip(("eos_token",), behind))
+
+
+class _Metadata:
+  """The metadata of a file whose values are read, checked and refused by their keys."""
+
+  def __init__(self, path: pathlib.Path, values: Mapping[str, Any]):
+    self.path, self.values = path, values
+
+  def refuse(self, key: str, expected: str, fix: str, kind: type = ValueError) -> Exception:
+    got = fields_lib.shown(self.values[key]) if key in self.values else "nothing"
+    return kind(f"{self.path}: {key}: got {got}, expected {expected}; {fix}.")
+
+  def text(self, key: str) -> str | None:
+    value = self.values.get(key)
+    if value is not None and not isinstance(value, str):
+      raise self.refuse(key, "text", "download it again")
+    return value
+
+  def flag(self, key: str, default: bool) -> bool:
+    value = self.values.get(key, default)
+    if not isinstance(value, bool):
+      raise self.refuse(key, "true or false", "download it again")
+    return value
+
+  def token(self, key: str, tokens: list[str]) -> int | None:
+    """Returns the id at a key, None where it is missing."""
+    value = self.values.get(key)
+    if value is None:
+      return None
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < len(tokens):
+      raise self.refuse(key, f"the id of one of {len(tokens)} tokens", "download it again")
+    return value
+
+  def texts(self, key: str) -> list[str]:
+    value = self.values.get(key)
+    if not isinstance(value, list):
+      raise self.refuse(key, "a list of texts", "choose a file with a tokenizer")
+    return value
+
+
+def _tokens(found: _Metadata) -> tuple[list[str], list[int]]:
+  """Returns texts and kinds of all tokens."""
+  model = found.text(MODEL)
+  if model != BYTE_PAIRS:
+    raise found.refuse(
+      MODEL,
+      f"{BYTE_PAIRS!r}, byte-level byte-pair encoding",
+      "other tokenizers are not built yet",
+      NotImplementedError,
+    )
+  tokens = found.texts(TOKENS)
+  kinds = found.values.get(TYPES, np.full(len(tokens), NORMAL))
+  if not isinstance(kinds, np.ndarray) or kinds.shape != (len(tokens),):
+    raise found.refuse(TYPES, f"{len(tokens)} numbers, one a token", "download it again")
+  if odd := set(kinds.tolist()) - {NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED}:
+    raise ValueError(
+      f"{found.path}: {TYPES}: got the kinds {sorted(odd)}, expected 1 to 5; download it again."
+    )
+  return tokens, kinds.tolist()
+
+
+def _backend(
+  found: _Metadata, tokens: list[str], kinds: list[int], roles: Mapping[str, str]
+) -> tokenizers.Tokenizer:
+  # What is unused pads the embedding, and no text becomes it.
+  used = [(text, i) for i, (text, kind) in enumerate(zip(tokens, kinds)) if kind != UNUSED]
+  vocab = dict(used)
+  if len(vocab) < len(used):
+    again = next(text for text, token_id in used if vocab[text] != token_id)
+    raise ValueError(
+      f"{found.path}: {TOKENS}: got {again!r} twice, expected each token once; download it again."
+    )
+  if (whole := found.text(WHOLE)) is not None:
+    return _whole(found, whole, vocab)
+  name = found.text(PRE)
+  if name not in PRE_TOKENIZERS:
+    raise found.refuse(
+      PRE,
+      f"one of {tuple(PRE_TOKENIZERS)}",
+      "how other ones cut texts is not built yet: choose another file of this model",
+      NotImplementedError,
+    )
+  cut = PRE_TOKENIZERS[name]
+  merges = _merges(found, vocab)
+  backend = tokenizers.Tokenizer(
+    tokenizers.models.BPE(vocab=vocab, merges=merges, ignore_merges=cut.ignores_merges)
+  )
+  if cut.composes:
+    backend.normalizer = tokenizers.normalizers.NFC()
+  backend.pre_tokenizer = _pre_tokenizer(cut)
+  backend.decoder = tokenizers.decoders.ByteLevel()
+  for kind, add in (
+    (CONTROL, backend.add_special_tokens),
+    (USER_DEFINED, backend.add_tokens),
+  ):
+    chosen = [text for text, token_id in used if kinds[token_id] == kind]
+    add([tokenizers.AddedToken(t, special=kind == CONTROL, normalized=False) for t in chosen])
+  backend.post_processor = _post_processor(found, cut, vocab, roles)
+  return backend
+
+
+def _whole(found: _Metadata, whole: str, vocab: Mapping[str, int]) -> tokenizers.Tokenizer:
+  """Returns the tokenizer that a file holds as Hugging Face has it, besides as llama.cpp has it."""
+  try:
+    backend = tokenizers.Tokenizer.from_str(whole)
+  except Exception as error:  # `tokenizers` raises bare Exception, and nothing narrower.
+    raise ValueError(
+      f"{found.path}: {WHOLE}: got text that `tokenizers` cannot read ({error}), expected the JSON"
+      " of a tokenizer; download it again."
+    ) from error
+  if backend.get_vocab(with_added_tokens=True) != vocab:
+    raise ValueError(
+      f"{found.path}: {WHOLE}: got other tokens than {TOKENS} has, expected the same; download it"
+      " again."
+    )
+  return backend
+
+
+def _merges(found: _Metadata, vocab: Mapping[str, int]) -> list[tuple[str, str]]:
+  merges = []
+  for number, merge in enumerate(found.texts(MERGES)):
+    first, space, second = merge.partition(" ")
+    if not space or first not in vocab or second not in vocab or first + second not in vocab:
+      raise ValueError(
+        f"{found.path}: {MERGES}[{number}]: got {merge!r}, expected two tokens, apart by a space,"
+        " which make a third one; download it again."
+      )
+    merges.append((first, second))
+  return merges
+
+
+def _pre_tokenizer(cut: Cut) -> Any:
+  steps: list[Any] = [
+    tokenizers.pre_tokenizers.Split(tokenizers.Regex(pattern), behavior="isolated")
+    for pattern in cut.patterns
+  ]
+  if cut.digits:
+    steps.append(tokenizers.pre_tokenizers.Digits(individual_digits=True))
+  steps.append(tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=cut.by_words))
+  return tokenizers.pre_tokenizers.Sequence(steps)
+
+
+def _post_processor(
+  found: _Metadata, cut: Cut, vocab: Mapping[str, int], roles: Mapping[str, str]
+) -> Any:
+  """Returns what adds bos and eos tokens around a text where the file asks for them."""
+  around = {
+    "bos_token": found.flag(ADD_BOS, cut.adds_bos and "bos_token" in roles),
+    "eos_token": found.flag(ADD_EOS, False),
+  }
+  for role, key in (("bos_token", ADD_BOS), ("eos_token", ADD_EOS)):
+    if around[role] and role not in roles:
+      raise found.refuse(key, f"false without {ROLES[role]}", "download it again")
+  added = {role: roles[role] for role, is_added in around.items() if is_added}
+  level = tokenizers.processors.ByteLevel(trim_offsets=False)
+  if not added:
+    return level
+  template = [added.get("bos_token"), "$A", added.get("eos_token")]
+  return tokenizers.processors.Sequence(
+    [
+      level,
+      tokenizers.processors.TemplateProcessing(
+        single=[part for part in template if part],
+        pair=None,
+        special_tokens=[(token, vocab[token]) for token in dict.fromkeys(added.values())],
+      ),
+    ]
+  )
+
+
+def _flat(step: dict[str, Any] | None, inner: str) -> list[dict[str, Any]]:
+  """Returns the steps of a part of tokenizer.json, a sequence or a single one."""
+  if step is None:
+    return []
+  return list(step[inner]) if step["type"] == "Sequence" else [step]
+
+
+def _json(value: Mapping[str, Any]) -> bytes:
+  return (json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()
