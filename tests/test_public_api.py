@@ -19,6 +19,7 @@ SETTLED = (
   "engine.sequence",
   "models.chat_template",
   "models.config",
+  "models.gguf_write",
   "models.head",
   "models.huggingface",
   "models.kv_layout",
