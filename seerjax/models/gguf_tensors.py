@@ -86,12 +86,12 @@ def turned_heads(name: str, config: model_config.TransformerConfig) -> int:
 
 
 def interleave(rows: np.ndarray, heads: int) -> np.ndarray:
-  """Returns rows whose halves of a head alternate: 0, c / 2, 1, c / 2 + 1, ..."""
+  """Returns rows f32[h c, d] whose halves of a head alternate: 0, c / 2, 1, c / 2 + 1, ..."""
   return rows.reshape(heads, 2, -1, rows.shape[1]).swapaxes(1, 2).reshape(rows.shape)
 
 
 def put_back(rows: np.ndarray, heads: int) -> np.ndarray:
-  """The inverse of `interleave`."""
+  """The inverse of `interleave`, of f32[h c, d]."""
   return rows.reshape(heads, -1, 2, rows.shape[1]).swapaxes(1, 2).reshape(rows.shape)
 
 

@@ -321,6 +321,7 @@ class Fields:
     self.path, self.values, self.prefix = path, values, prefix
 
   def refuse(self, field: str, expected: str, fix: str) -> ValueError:
+    """Returns an error that says what the field holds, and what it should."""
     got = fields_lib.shown(self.values[field]) if field in self.values else "nothing"
     return ValueError(f"{self.path}: {self.prefix}{field}: got {got}, expected {expected}; {fix}.")
 
@@ -329,6 +330,11 @@ class Fields:
     return self.values.get(field)
 
   def whole(self, field: str, default: int | None = None) -> int:
+    """Returns a number from 1 to `MAX_SIZE`.
+
+    Raises:
+      ValueError: for anything else.
+    """
     value = self.get(field)
     if value is None and default is not None:
       return default
@@ -339,6 +345,11 @@ class Fields:
     return value
 
   def number(self, field: str, default: float | None = None) -> float:
+    """Returns a positive number.
+
+    Raises:
+      ValueError: for anything else.
+    """
     value = self.get(field)
     if value is None and default is not None:
       return default
@@ -349,6 +360,11 @@ class Fields:
     return float(value)
 
   def flag(self, field: str) -> bool:
+    """Returns a truth value, False where it is missing.
+
+    Raises:
+      ValueError: for anything else.
+    """
     value = self.get(field)
     if value is not None and not isinstance(value, bool):
       raise self.refuse(field, "true or false", "correct the file")

@@ -67,7 +67,7 @@ def plan(config: model_config.TransformerConfig) -> list[tuple[tuple[Any, ...], 
 
 
 def to_slabs(kind: str, tensor: np.ndarray, shards: int) -> np.ndarray:
-  """Returns a view of one checkpoint tensor in our layout."""
+  """Returns a view of one of the checkpoint's tensors, f32[e, d] or f32[e], in our layout."""
   if kind == "columns":  # [r e, d] -> [r, d, e]
     return np.swapaxes(tensor.reshape(shards, -1, tensor.shape[1]), 1, 2)
   if kind == "rows":  # [d, r e] -> [r, e, d]
@@ -78,7 +78,7 @@ def to_slabs(kind: str, tensor: np.ndarray, shards: int) -> np.ndarray:
 
 
 def from_slabs(kind: str, part: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-  """The inverse of `to_slabs`."""
+  """The inverse of `to_slabs`: of f32[r, ...] a tensor of `shape`."""
   if kind == "columns":
     return np.swapaxes(part, 1, 2).reshape(shape)
   if kind == "rows":

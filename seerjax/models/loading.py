@@ -58,8 +58,8 @@ def directory_of(name_or_path: str | os.PathLike[str]) -> pathlib.Path:
   """Returns the directory or GGUF file of a model: those of `SHIPPED` are in the package.
 
   Raises:
-    FileNotFoundError: if there is no such directory or file, the Hub does not give it, or a shape of ours
-      is named whose weights are not shipped; then with their recipe.
+    FileNotFoundError: if there is no such directory or file, the Hub does not give it, or a shape
+      of ours is named whose weights are not shipped; then with their recipe.
     ImportError: if a Hub id is given and `huggingface_hub` is not installed.
   """
   name = str(name_or_path)
