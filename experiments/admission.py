@@ -216,7 +216,7 @@ def main(argv: list[str]) -> None:
 
 def define_flags() -> None:
   """Defines the flags of the command."""
-  flags.DEFINE_string("model", "nano", "Shipped, a directory, or a Hub id.")
+  flags.DEFINE_string("model", "nano", "Shipped, a directory, a GGUF file, or a Hub id.")
   flags.DEFINE_integer("num_requests", 64, "Submitted at once.", 1)
   flags.DEFINE_integer("contexts", 8, "Whole contexts that the few pages hold.", 1)
   flags.DEFINE_integer("context", 512, "Positions of prompt and answer.", 2)

@@ -29,10 +29,9 @@ import time
 from typing import Any, NamedTuple
 
 from absl import app, flags
-import ml_dtypes
 import numpy as np
 
-from experiments import engine_throughput, gguf, llama_cpp
+from experiments import engine_throughput, llama_cpp, peer_models
 from seerjax.run import command_line
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -182,9 +181,7 @@ def llama_answer(directory: pathlib.Path, config: Config, name: str) -> Answer:
   del name
   file = gguf_file(directory)
   if not file.exists():
-    partial = file.with_name(f"{file.name}.partial")
-    gguf.write(directory, partial, np.dtype(ml_dtypes.bfloat16))
-    partial.replace(file)
+    peer_models.write_gguf(directory, file, "BF16")
   models = {
     batch: llama_cpp.Model(
       file,
@@ -405,7 +402,9 @@ def main(argv: list[str]) -> None:
   with command_line.refusals():
     command_line.check_arguments(argv)
     directory = pathlib.Path(args.workdir)
-    model = pathlib.Path(args.model) if args.model else directory / "qwen3-0.6b"
+    model = directory / "qwen3-0.6b"
+    if args.model:
+      model = pathlib.Path(peer_models.as_directory(args.model, directory))
     if not args.model and not (model / "config.json").exists():
       from seerjax.models import presets
 
@@ -422,7 +421,7 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-  flags.DEFINE_string("model", "", "A Qwen3 directory; if empty, random weights of Qwen3-0.6B.")
+  flags.DEFINE_string("model", "", "A directory or GGUF file; '' is a random Qwen3-0.6B.")
   flags.DEFINE_list("peers", list(DEFAULT_PEERS), f"Some of {', '.join(PEERS)}.")
   flags.DEFINE_list("batches", ["1", "8", "32"], "Sequences that decode together.")
   flags.DEFINE_integer("decode_steps", 32, "Tokens of each that are timed.", 1)

@@ -174,7 +174,7 @@ def main(argv: list[str]) -> None:
 
 if __name__ == "__main__":
   flags.DEFINE_string("workdir", "runs/distill_draft", "Answers, checkpoints and the draft.")
-  flags.DEFINE_string("target", "nano", "nano, a Hugging Face directory, or a Hub id.")
+  flags.DEFINE_string("target", "nano", "nano, a Hugging Face directory, a GGUF file, or a Hub id.")
   flags.DEFINE_string("draft", "nano-draft", "Preset of the draft's shape.")
   flags.DEFINE_integer("num_problems", 18_432, "That the target answers.", lower_bound=1)
   flags.DEFINE_integer("likely", 16, "Tokens of forward KL; 0 learns what was sampled.", 0)

@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 from absl import app, flags
 import numpy as np
 
-from experiments import gguf, llama_cpp
+from experiments import llama_cpp, peer_models
 from seerjax.run import command_line, policy as policy_lib, presets as run_presets
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -292,11 +292,9 @@ def llama_answer(
   workload: Workload, texts: list[tuple[int, ...]], lengths: np.ndarray, peer: Peer
 ) -> Answer:
   """Returns a peer that is llama.cpp, on a GGUF of the same weights in float32."""
-  from seerjax.models import loading
-
   with tempfile.TemporaryDirectory() as directory:
     file = pathlib.Path(directory, "model.gguf")
-    gguf.write(loading.directory_of(workload.model), file, np.dtype(np.float32))
+    peer_models.write_gguf(workload.model, file)
     model = llama_cpp.Model(
       file,
       num_sequences=lengths.size,
@@ -635,7 +633,9 @@ def main(argv: list[str]) -> None:
   with command_line.refusals():
     command_line.check_arguments(argv)
     workload = Workload(
-      model=args.model, max_tokens=args.max_tokens, num_prompts=args.num_prompts
+      model=peer_models.as_directory(args.model, pathlib.Path(args.workdir)),
+      max_tokens=args.max_tokens,
+      num_prompts=args.num_prompts,
     )
     run(
       workload,
@@ -648,7 +648,7 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-  flags.DEFINE_string("model", "nano", "nano or a Hugging Face directory.")
+  flags.DEFINE_string("model", "nano", "nano, a Hugging Face directory or a GGUF file.")
   flags.DEFINE_list("peers", [], f"Some of {', '.join(PEERS)}; all by default.")
   flags.DEFINE_integer("repetitions", 3, "How often each peer answers after its warm-up.", 1)
   flags.DEFINE_integer("num_prompts", 16, "Groups of 8.", 1)

@@ -209,7 +209,7 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-  flags.DEFINE_string("model", "nano", "nano, a Hugging Face directory, or a Hub id.")
+  flags.DEFINE_string("model", "nano", "nano, a Hugging Face directory, a GGUF file, or a Hub id.")
   flags.DEFINE_integer("groups", 4, f"Of {MEMBERS} answers each, in one micro-batch.", 1)
   flags.DEFINE_integer("repetitions", 5, "After one that compiles.", 1)
   flags.DEFINE_string("workdir", "runs/gradient_cost", "Takes numbers and table.")

@@ -27,6 +27,7 @@ import jax
 from experiments import configuration
 from seerjax import agreement, metrics, parallel, rl
 from seerjax.models import (
+  gguf_file,
   huggingface,
   presets,
 )
@@ -62,7 +63,7 @@ def say_memory(config: RunConfig, name: str) -> None:
     ValueError: with the figures, if that does not fit.
   """
   directory, published = pathlib.Path(name).expanduser(), name.rpartition("/")[2].lower()
-  if (directory / "config.json").is_file():
+  if gguf_file.is_named(directory) or (directory / "config.json").is_file():
     model = huggingface.load_config(directory)
   elif published in presets.CONFIGS:
     model = presets.get(published)

@@ -66,7 +66,7 @@ class InvarianceConfig:
   """Sizes of the experiments.
 
   Attributes:
-    model: "nano", a Hugging Face directory, or a Hub id.
+    model: "nano", a Hugging Face directory, a GGUF file, or a Hub id.
     prompt: of (a) and (b); if empty, the word problem that `longest_answered` chooses.
     completions: of the one prompt, for each path and part.
     max_tokens: longest completion in (a) and (b).
@@ -633,7 +633,7 @@ def main(argv: list[str]) -> None:
 
 if __name__ == "__main__":
   flags.DEFINE_list("part", list(PARTS), "Which experiments: a, b, c, d.")
-  flags.DEFINE_string("model", "nano", "nano, a Hugging Face directory, or a Hub id.")
+  flags.DEFINE_string("model", "nano", "nano, a Hugging Face directory, a GGUF file, or a Hub id.")
   flags.DEFINE_string("prompt", "", f"Of a and b; a word problem if empty, or {FEYNMAN!r}.")
   flags.DEFINE_integer("completions", 1000, "Of the one prompt, in each of a and b.", 2)
   flags.DEFINE_integer("max_tokens", 128, "Longest completion.", 1)

@@ -84,6 +84,10 @@ def _library() -> ctypes.CDLL:
     "llama_init_from_model": (pointer, [pointer, _Parameters]),
     "llama_model_get_vocab": (pointer, [pointer]),
     "llama_vocab_n_tokens": (ctypes.c_int32, [pointer]),
+    "llama_tokenize": (
+      ctypes.c_int32,
+      [pointer, ctypes.c_char_p, ctypes.c_int32, pointer, ctypes.c_int32, *2 * [ctypes.c_bool]],
+    ),
     "llama_get_memory": (pointer, [pointer]),
     "llama_memory_clear": (None, [pointer, ctypes.c_bool]),
     "llama_memory_seq_cp": (None, [pointer, *4 * [ctypes.c_int32]]),
@@ -158,8 +162,8 @@ class Model:
     self._model = self._library.llama_model_load_from_file(str(path).encode(), model_parameters)
     if not self._model:
       raise ValueError(
-        f"{path}: got a file that llama.cpp does not load, expected a GGUF of Qwen3; write it anew"
-        " with experiments/gguf.py."
+        f"{path}: got a file that llama.cpp does not load, expected a GGUF; write it anew with"
+        " experiments/export.py."
       )
     self._context = self._library.llama_init_from_model(self._model, parameters)
     if not self._context:
@@ -167,9 +171,18 @@ class Model:
         f"llama.cpp: got no context of {num_sequences} sequences of {context} positions; ask for"
         " fewer."
       )
-    vocab = self._library.llama_model_get_vocab(self._model)
-    self.vocab_size: int = self._library.llama_vocab_n_tokens(vocab)
+    self._vocab = self._library.llama_model_get_vocab(self._model)
+    self.vocab_size: int = self._library.llama_vocab_n_tokens(self._vocab)
     self._memory = self._library.llama_get_memory(self._context)
+
+  def encode(self, text: str) -> list[int]:
+    """Returns the ids of a text, in which special tokens are themselves; nothing is added."""
+    content = text.encode()
+    ids = np.empty(len(content) + 8, np.int32)
+    count = self._library.llama_tokenize(
+      self._vocab, content, len(content), ids.ctypes.data, len(ids), False, True
+    )
+    return ids[:count].tolist()
 
   def forget(self) -> None:
     """Empties every stream."""

@@ -166,7 +166,7 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-  flags.DEFINE_string("model", "nano", "nano, a Hugging Face directory, or a Hub id.")
+  flags.DEFINE_string("model", "nano", "nano, a Hugging Face directory, a GGUF file, or a Hub id.")
   flags.DEFINE_list("implementations", list(gradient_cost.IMPLEMENTATIONS), "tiled, native.")
   flags.DEFINE_integer("groups", 4, f"Of {gradient_cost.MEMBERS} answers each.", 1)
   flags.DEFINE_integer("repetitions", 7, "After one that compiles.", 1)

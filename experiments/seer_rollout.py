@@ -51,7 +51,7 @@ class Workload:
   """What is asked, and of how much memory.
 
   Attributes:
-    model: "nano", a Hugging Face directory, or a Hub id.
+    model: "nano", a Hugging Face directory, a GGUF file, or a Hub id.
     num_groups: word problems.
     group_size: answers to each.
     mean_tokens: of the log-normal, before it is clipped.

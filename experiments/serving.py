@@ -35,7 +35,13 @@ from typing import Any
 from absl import app, flags
 import rich.progress
 
-from experiments import cells as cells_lib, engine_throughput, http_load, serving_peers
+from experiments import (
+  cells as cells_lib,
+  engine_throughput,
+  http_load,
+  peer_models,
+  serving_peers,
+)
 from experiments.serving_peers import PACKAGES, PEERS, EngineAlone, Peer, Server, quantiles
 from experiments.serving_questions import (
   CONTEXT,
@@ -351,7 +357,7 @@ def main(argv: list[str]) -> None:
     command_line.check_arguments(argv)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # Servers end with who started them.
     settings = Settings(
-      model=args.model,
+      model=peer_models.as_directory(args.model, pathlib.Path(args.workdir)),
       askings=args.askings,
       requests_per_client=args.requests_per_client,
       max_tokens=args.max_tokens,
@@ -369,7 +375,7 @@ def main(argv: list[str]) -> None:
 
 if __name__ == "__main__":
   usual = Settings()
-  flags.DEFINE_string("model", usual.model, "nano or a Hugging Face directory.")
+  flags.DEFINE_string("model", usual.model, "nano, a Hugging Face directory or a GGUF file.")
   flags.DEFINE_list("peers", [], f"Some of {', '.join(PEERS)}; all by default.")
   flags.DEFINE_integer("askings", usual.askings, "How often the one question is asked.", 1)
   flags.DEFINE_integer("repetitions", 3, "How often each number of clients asks each peer.", 1)

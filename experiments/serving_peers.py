@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from experiments import gguf, llama_cpp
+from experiments import llama_cpp, peer_models
 from experiments.serving_questions import (
   CONTEXT,
   NO_END,
@@ -175,8 +175,7 @@ def serve_llama(settings: Settings, slots: int) -> None:
   library: Any = importlib.import_module(llama_cpp.PACKAGE)
   with tempfile.TemporaryDirectory() as directory:
     file = pathlib.Path(directory, "model.gguf")
-    source = pathlib.Path(directory_of(settings.model))
-    gguf.write(source, file, np.dtype(np.float32), has_tokenizer=True)
+    peer_models.write_gguf(settings.model, file)
     parameters = library.CommonParams()
     parameters.model.path = str(file)
     parameters.port, parameters.verbosity = 0, -1

@@ -195,7 +195,7 @@ def main(argv: list[str]) -> None:
 
 def define_flags() -> None:
   """Defines the flags of the command."""
-  flags.DEFINE_string("model", "nano-sleep", "nano-sleep, a directory or a Hub id.")
+  flags.DEFINE_string("model", "nano-sleep", "nano-sleep, a directory, a GGUF file or a Hub id.")
   flags.DEFINE_integer("num_contexts", 20, "Contexts that are slept for.")
   flags.DEFINE_integer("num_questions", 10, "Questions of each context, up to ten.")
   flags.DEFINE_integer("answer_length", 1, "Of answers, 0 the shortest to 3.")

@@ -513,7 +513,7 @@ def main(argv: list[str]) -> None:
 
 def define_flags() -> None:
   """Defines the flags of the command."""
-  flags.DEFINE_string("model", "nano", "nano, a directory or a Hub id.")
+  flags.DEFINE_string("model", "nano", "nano, a directory, a GGUF file or a Hub id.")
   flags.DEFINE_string("step_seconds", "", 'A table {"rows": seconds} in place of measuring one.')
   flags.DEFINE_list("crowds", [str(crowd) for crowd in CROWDS], "Requests in front, line by line.")
   flags.DEFINE_integer("num_requests", 200, "In the virtual clock, at each crowd.")

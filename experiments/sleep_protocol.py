@@ -222,7 +222,9 @@ def main(argv: list[str]) -> None:
 def define_flags() -> None:
   """Defines the flags of the command."""
   flags.DEFINE_string("endpoint", "", "URL of an OpenAI-style endpoint; '' asks the engine.")
-  flags.DEFINE_string("model", "nano", "Shipped, a directory, a Hub id, or the endpoint's.")
+  flags.DEFINE_string(
+    "model", "nano", "Shipped, a directory, a GGUF file, a Hub id, or the endpoint's."
+  )
   flags.DEFINE_string("key_variable", "", "Environment variable that holds the endpoint's key.")
   flags.DEFINE_integer("num_threads", 8, "Calls to an endpoint at once.")
   flags.DEFINE_string("task", STORIES, "Our stories, or a path; see the top of this file.")

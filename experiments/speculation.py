@@ -66,7 +66,7 @@ class Workload:
   """What is asked.
 
   Attributes:
-    targets: "nano", a Hugging Face directory, or a Hub id each.
+    targets: "nano", a Hugging Face directory, a GGUF file, or a Hub id each.
     drafts: of each target in turn, likewise.
     tasks: names, as the main job's: "word_problems", "countdown", "sudoku", "puzzles"; and what
       reads a file or directory: "gsm8k=PATH", "code=", "math=", "mmlu=", "commonsense_qa=".

@@ -65,7 +65,7 @@ class Workload:
   """What is asked.
 
   Attributes:
-    model: "nano", a Hugging Face directory, or a Hub id.
+    model: "nano", a Hugging Face directory, a GGUF file, or a Hub id.
     implementation: of ours: "auto" (native where it runs), "native" or "tiled".
     clock: "wall", or "cpu": seconds of the process, on a machine that has other work; held to one
       core (taskset) these are what the wall would say.

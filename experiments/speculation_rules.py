@@ -76,7 +76,7 @@ class Workload:
   """What is recorded.
 
   Attributes:
-    model: the target: "nano", a Hugging Face directory, or a Hub id.
+    model: the target: "nano", a Hugging Face directory, a GGUF file, or a Hub id.
     drafts: more drafts, likewise, of the same tokenizer.
     noise: standard deviation on the logits of the noisy draft.
     num_prompts: word problems.

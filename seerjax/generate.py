@@ -359,7 +359,7 @@ def define_flags() -> None:
   flags.DEFINE_string(
     "now", "", "2026-11-27T12:00:00+01:00, for a template that reads the clock; '': now."
   )
-  flags.DEFINE_string("model", "nano", "nano, a Hugging Face directory, or a Hub id.")
+  flags.DEFINE_string("model", "nano", "nano, a Hugging Face directory, a GGUF file, or a Hub id.")
   flags.DEFINE_string("draft", "", "A smaller model of the same words, which guesses ahead.")
   flags.DEFINE_integer("draft_tokens", DRAFT_TOKENS, "Guessed in each step.", 1, MAX_STEPS)
   flags.DEFINE_float("temperature", 1.0, "0 is greedy.")

@@ -108,10 +108,10 @@ def train(
   Args:
     config: the run.
     model: the model to train, whose weights are the start of a new run: what
-      `seerjax.load_model` returns, or its argument (a name, a directory or a Hub id). A name is
-      recorded as `config.model`. A loaded model's numerics are the run's where `config.numerics`
-      is left at its default; of weights that were rounded to bfloat16 the masters begin rounded.
-      A `run.policy.Policy` holds weights that were made elsewhere.
+      `seerjax.load_model` returns, or its argument (a name, a directory, a GGUF file or a Hub id).
+      A name is recorded as `config.model`. A loaded model's numerics are the run's where
+      `config.numerics` is left at its default; of weights that were rounded to bfloat16 the masters
+      begin rounded. A `run.policy.Policy` holds weights that were made elsewhere.
     task: where problems come from.
     directory: takes config.json, status.json, metrics.jsonl, journal.jsonl, traces.jsonl,
       checkpoints/ and summary.json.

@@ -109,8 +109,8 @@ class DiscoverConfig:
 
   Attributes:
     problem: its name, by which the run is known; see `discovery.loading.load`.
-    model: "tiny" writes edits and is trained from nothing; a Hugging Face directory, or a Hub id,
-      writes programs.
+    model: "tiny" writes edits and is trained from nothing; a Hugging Face directory, a GGUF
+      file, or a Hub id, writes programs.
     seed: decides starts and samples; below 2**63.
     num_steps: steps of the loop; 50 is published.
     groups_per_step: starts of a step; 8 is published.

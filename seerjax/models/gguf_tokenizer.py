@@ -92,6 +92,7 @@ PRE_TOKENIZERS: Mapping[str, Cut] = {
   "smollm": _SMOLLM,
   "qwen2": _QWEN2,
   "deepseek-r1-qwen": _QWEN2,
+  "deepseek-coder": _DEEPSEEK_CODER,
   "llama-bpe": _LLAMA3,
   "llama3": _LLAMA3,
   "llama-v3": _LLAMA3,
@@ -151,9 +152,8 @@ def metadata(
     chat_template: "" for none.
     special_tokens: by role.
     eos_ids: that end a generation.
-    pre: the pre-tokenizer by which llama.cpp is to cut texts, of `PRE_TOKENIZERS`; "" is the one
-      that cuts as this tokenizer does. The file of a tokenizer that cuts otherwise holds its
-      tokenizer.json, too.
+    pre: the pre-tokenizer, of `PRE_TOKENIZERS`, by which llama.cpp is to cut texts where none of
+      its own cuts as this tokenizer does. Such a file holds the tokenizer.json, too.
 
   Raises:
     NotImplementedError: for a tokenizer that GGUF has no words for, or that llama.cpp has no
@@ -198,7 +198,7 @@ def metadata(
     )
   # Every place has one: a file without some of them ends at tokens by their texts.
   ends += ends[:1] * (len(ENDS) - len(ends))
-  name = pre or same[0]
+  name = same[0] if same else pre
   merges = written["model"]["merges"]
   return {
     MODEL: BYTE_PAIRS,

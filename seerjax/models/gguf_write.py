@@ -31,6 +31,7 @@ KINDS = {"F32": 0, "F16": 1, "BF16": 32, "Q8_0": 7, "Q4_0": 2, "Q4_1": 3}
 WITHOUT_BLOCKS = "F16"  # Of rows that do not divide into blocks of the kind that is asked for.
 NUMBERS_AT_ONCE = 2**20  # Are rounded together.
 QUANTIZATION_VERSION = 2
+MAX_HALF = float(np.finfo(np.float16).max)
 
 
 class Written(NamedTuple):
@@ -69,7 +70,8 @@ def save(
       whose rows do not divide into blocks F16.
     tokenizer: is written too, with its chat template and the tokens that end a generation; without
       one the file takes token ids alone.
-    pre: the pre-tokenizer that llama.cpp is to use, where it has none that cuts as this one.
+    pre: the pre-tokenizer, of `gguf_tokenizer.PRE_TOKENIZERS`, that llama.cpp is to use where it
+      has none that cuts as this one.
     overwrite: replace a file that is there.
 
   Returns:
@@ -204,10 +206,10 @@ def _rounded(tensor: Written, data: np.ndarray, gguf: Any) -> np.ndarray:
   step = max(1, NUMBERS_AT_ONCE // data.shape[1])
   # The scales of blocks are float16, too: what they do not hold would be infinite.
   most = float(np.abs(data).max()) if tensor.kind != "BF16" else 0.0
-  if most > np.finfo(np.float16).max:
+  if most > MAX_HALF:
     raise ValueError(
       f"GGUF: {tensor.name}: got numbers up to {most}, expected at most"
-      f" {np.finfo(np.float16).max} in {tensor.kind}; write F32 or BF16."
+      f" {MAX_HALF} in {tensor.kind}; write F32 or BF16."
     )
   blocks = [
     gguf.quantize(np.ascontiguousarray(data[first : first + step]), kind)

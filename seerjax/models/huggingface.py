@@ -142,14 +142,27 @@ def load(
       for key in leaf_path[:-1]:
         owner, shape = owner[key], shape[key]
       shape = shape[leaf_path[-1]].shape
-      whole, first = np.empty(shape, np.float32), 0
-      for name, tensor_shape in leaf.tensors:
-        tensor = checkpoint.read(name, tensor_shape)
-        part = huggingface_layout.to_slabs(leaf.kind, tensor, numerics.reduction_shards)
-        whole[..., first : first + part.shape[-1]] = part
-        first += part.shape[-1]
-      owner[leaf_path[-1]] = jnp.asarray(whole.astype(dtype))
+      parts = (
+        huggingface_layout.to_slabs(
+          leaf.kind, checkpoint.read(name, tensor_shape), numerics.reduction_shards
+        )
+        for name, tensor_shape in leaf.tensors
+      )
+      owner[leaf_path[-1]] = jnp.asarray(_side_by_side(parts, len(leaf.tensors), shape, dtype))
   return params, config
+
+
+def _side_by_side(
+  parts: Iterator[np.ndarray], count: int, shape: tuple[int, ...], dtype: Any
+) -> np.ndarray:
+  """Returns one array of parts along the last axis; of a single one no copy more than it needs."""
+  if count == 1:
+    return np.ascontiguousarray(next(parts).astype(dtype, copy=False))
+  whole, first = np.empty(shape, dtype), 0
+  for part in parts:
+    whole[..., first : first + part.shape[-1]] = part
+    first += part.shape[-1]
+  return whole
 
 
 class _Checkpoint:

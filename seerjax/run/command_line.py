@@ -66,7 +66,7 @@ def refusals() -> Iterator[None]:
     with stops.heard():
       xla_flags.pin(print)
       yield
-  except (ValueError, OSError, ImportError) as error:
+  except (ValueError, OSError, ImportError, NotImplementedError) as error:
     print(error, file=sys.stderr)
     sys.exit(2)
   except stops.Interrupted as stopped:

@@ -72,7 +72,7 @@ class RunConfig:
   """One run, whole. Every field can be set as `--config.field`, nested ones by dots.
 
   Attributes:
-    model: "nano", a Hugging Face directory, or a Hub id.
+    model: "nano", a Hugging Face directory, a GGUF file, or a Hub id.
     task: of this library ("word_problems", "countdown", "gsm8k", ...; see `tasks.load`),
       "module:Task" or "module:reward_function".
     task_path: what the task reads, if it reads anything.

@@ -26,7 +26,7 @@ class EvaluateConfig:
   """One evaluation. Every field can be set as `--config.field`, nested ones by dots.
 
   Attributes:
-    model: "nano", a Hugging Face directory (a run's is RUN/model), or a Hub id.
+    model: "nano", a Hugging Face directory (a run's is RUN/model), a GGUF file, or a Hub id.
     task: as in `RunConfig`.
     task_path: what the task reads, if it reads anything.
     seed: decides problems and samples.

@@ -60,7 +60,7 @@ def of_flags(model: str, numerics: numerics_lib.NumericsConfig) -> Placement:
   To be called before the first use of a device.
 
   Args:
-    model: shipped, a directory, or a Hub id; only its shape is read.
+    model: shipped, a directory, a GGUF file, or a Hub id; only its shape is read.
     numerics: what the flags leave as it is.
 
   Raises:

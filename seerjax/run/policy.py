@@ -233,7 +233,7 @@ def exported_weights(weights: WeightsConfig, policy: Policy, params: Any) -> par
 
 
 def load_policy(name: str, numerics: numerics_lib.NumericsConfig) -> Policy:
-  """Returns a model by name: "nano", a Hugging Face directory, or a Hub id."""
+  """Returns a model by name: "nano", a Hugging Face directory, a GGUF file, or a Hub id."""
   directory = loading.directory_of(name)
   params, model = huggingface.load(directory, numerics)
   return Policy(model, params, tokenizer_lib.load(directory))

@@ -105,7 +105,7 @@ def opened(
   if not isinstance(model, str | os.PathLike | Model):
     raise ValueError(
       f"train.model: got {type(model).__name__}, expected what seerjax.load_model returns, a name,"
-      " a directory or a Hub id; pass 'nano', for example."
+      " a directory, a GGUF file or a Hub id; pass 'nano', for example."
     )
   name = model.name if isinstance(model, Model) else os.fspath(model)
   if name and config.model not in (RunConfig().model, name):

@@ -1,6 +1,7 @@
 """Serves a model by OpenAI's protocol, from this machine alone unless a token is set.
 
-    python -m seerjax.serve [MODEL]      MODEL: nano, nano-sleep, a Hugging Face directory, a Hub id
+    python -m seerjax.serve [MODEL]      MODEL: nano, nano-sleep, a Hugging Face directory, a GGUF
+                                         file, a Hub id
       --adapter=NAME=DIR                 a low-rank adapter beside it, as PEFT writes it; any number
 
     curl http://127.0.0.1:8000/v1/chat/completions -H 'content-type: application/json' \\
@@ -29,7 +30,7 @@ from absl import app, flags
 
 from seerjax import numerics as numerics_lib
 from seerjax.engine.engine import Engine, EngineConfig
-from seerjax.models import chat_template, loading, peft
+from seerjax.models import chat_template, gguf_file, loading, peft
 from seerjax.run import command_line, placement, policy as policy_lib
 from seerjax.serve import served as served_lib, server
 from seerjax.serve.config import ServeConfig
@@ -129,6 +130,14 @@ def adapter_directories(flags: Sequence[str], model: str) -> dict[str, str]:
   return found
 
 
+def name_of(name: str) -> str:
+  """Returns the name under which a model is served: of a directory or GGUF file its own."""
+  path = pathlib.PurePath(name)
+  if gguf_file.is_named(path):
+    return path.stem
+  return path.name if pathlib.Path(name).is_dir() else name
+
+
 def load(name: str) -> Family:
   """Returns what is served."""
   args = flags.FLAGS
@@ -155,7 +164,7 @@ def load(name: str) -> Family:
     say(f"generation_config.json: where a request says nothing else, {defaults.in_force}")
   if defaults.not_taken:
     say(f"generation_config.json: {', '.join(defaults.not_taken)} not taken: not supported")
-  served_name = pathlib.PurePath(name).name if pathlib.Path(name).is_dir() else name
+  served_name = name_of(name)
   directories = adapter_directories(args.adapter, served_name)
   adapters = {
     own: peft.load(directory, model.config, model.numerics)

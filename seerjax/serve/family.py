@@ -18,6 +18,7 @@ from seerjax.engine.engine import Engine
 from seerjax.engine.kv import values
 from seerjax.models import (
   adapters as adapters_lib,
+  gguf_file,
   huggingface,
   loading,
   lora,
@@ -121,7 +122,7 @@ class Family:
     return sleeping.identity_of(self._model, self._digest)
 
   def read(self, name: str, directory: str) -> Loaded:
-    """Reads the weights of a directory, to take the place of a model's.
+    """Reads the weights of a directory or GGUF file, to take the place of a model's.
 
     Args:
       name: whose place; an adapter's is taken by an adapter as PEFT writes it.
@@ -129,17 +130,20 @@ class Family:
 
     Raises:
       FileNotFoundError: if a file is missing.
+      ImportError: for a GGUF file, if the `gguf` package is not installed.
+      NotImplementedError: for a GGUF file of a kind that is not read.
       ValueError: if they are not this family's, naming what differs.
     """
     path = pathlib.Path(directory)
-    if not path.is_dir():
+    is_file = gguf_file.is_named(path) and path.is_file()
+    if not path.is_dir() and not is_file:
       raise FileNotFoundError(
         f"got {directory!r}, which is no directory, expected one on the server's machine; write its"
         " whole path."
       )
     is_adapter = (path / peft.CONFIG_FILE).is_file()
     if name != self.base.name:
-      if not is_adapter and (path / huggingface.CONFIG_FILE).is_file():
+      if is_file or (not is_adapter and (path / huggingface.CONFIG_FILE).is_file()):
         raise ValueError(
           f"got the model {directory!r} for the adapter {name!r}, expected an adapter; name the"
           f" model {self.base.name!r}, or a directory with {peft.CONFIG_FILE}."
@@ -161,7 +165,7 @@ class Family:
 
   def _check_tokenizer(self, path: pathlib.Path) -> None:
     """Refuses words that are not those by which prompts were encoded."""
-    if not (path / "tokenizer.json").is_file():  # Weights alone.
+    if path.is_dir() and not (path / "tokenizer.json").is_file():  # Weights alone.
       return
     new, old = (
       identity.tokenizer_parts(one) for one in (tokenizer_lib.load(path), self.base.tokenizer)

@@ -215,7 +215,7 @@ async def _replaced(service: Service, request: Request) -> Served:
     service.thread.swap(lambda: family.put(loaded), done)
   except BaseException as error:
     service.is_swapping = False
-    if isinstance(error, ValueError | OSError):
+    if isinstance(error, ValueError | OSError | ImportError | NotImplementedError):
       raise _unfit(error) from error
     raise
   result = await found

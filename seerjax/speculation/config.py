@@ -38,7 +38,7 @@ class SpeculationConfig:
       model, by that too: each request from the source of the most expected tokens a second.
     budget: how much is drafted where it pays.
     history: of answers to prompts that come again. A resumed run begins without.
-    draft_name: of a draft model: "nano", a directory, or a Hub id; "" is none.
+    draft_name: of a draft model: "nano", a directory, a GGUF file, or a Hub id; "" is none.
     draft: how it drafts. Its length is planned (`budget.gamma_max` at most) by the default drafter,
       and taken as it is by "seerjax.speculation.draft_loading:of_run".
   """

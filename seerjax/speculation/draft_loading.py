@@ -30,7 +30,7 @@ def load_draft(name_or_path: str | os.PathLike[str], engine: Engine) -> Model:
   """Returns a draft model for an engine, in the engine's numerics and one slab.
 
   Args:
-    name_or_path: "nano" (in the package), a Hugging Face directory, or a Hub id.
+    name_or_path: "nano" (in the package), a Hugging Face directory, a GGUF file, or a Hub id.
     engine: that it will draft for.
 
   Raises:

@@ -7,10 +7,10 @@ import pathlib
 import numpy as np
 import pytest
 
-from experiments import gguf, llama_cpp
+from experiments import llama_cpp, peer_models
 from seerjax import generate, numerics as numerics_lib
 from seerjax.engine import engine as engine_lib
-from seerjax.models import loading, parameters
+from seerjax.models import parameters
 from seerjax.models.loading import Model
 from seerjax.types import Request, SamplingParams
 
@@ -110,7 +110,7 @@ def test_it_computes_the_model_that_we_compute(tmp_path: pathlib.Path):
     [Request(request_id=str(i), prompt=p, sampling=sampling) for i, p in enumerate(prompts)]
   )
   ours = sorted(ours, key=lambda completion: completion.request_id)
-  gguf.write(loading.NANO, tmp_path / "nano.gguf", np.dtype(np.float32))
+  peer_models.write_gguf("nano", tmp_path / "nano.gguf")
   model = llama_cpp.Model(
     tmp_path / "nano.gguf", num_sequences=3, context=256, num_threads=1, flash=False, kv="f32"
   )

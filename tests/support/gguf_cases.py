@@ -146,6 +146,16 @@ FORMS: dict[str, dict[str, Any]] = {
   "smollm": {
     "pre_tokenizer": _sequence({"type": "Digits", "individual_digits": True}, _level(True))
   },
+  "deepseek-coder": {
+    "pre_tokenizer": _sequence(
+      _split("[\r\n]"),
+      _split(r"\s?\p{L}+"),
+      _split(r"\s?\p{P}+"),
+      _split("[一-龥ࠀ-一가-\ud7ff]+"),
+      {"type": "Digits", "individual_digits": True},
+      _level(False),
+    )
+  },
   "qwen2": {
     "normalizer": {"type": "NFC"},
     "pre_tokenizer": _sequence(_split(_QWEN2_CUT), _level(False, trim_offsets=False)),
