@@ -64,8 +64,12 @@ def is_installed() -> bool:
   return importlib.util.find_spec(PACKAGE) is not None
 
 
-def _library() -> ctypes.CDLL:
-  """Returns llama.cpp with the types of what is called."""
+def library() -> ctypes.CDLL:
+  """Returns llama.cpp with the types of what is called.
+
+  Raises:
+    ModuleNotFoundError: if it is not installed.
+  """
   spec = importlib.util.find_spec(PACKAGE)
   if spec is None or spec.origin is None:
     raise ModuleNotFoundError(
@@ -138,7 +142,7 @@ class Model:
     flash: bool | None = None,
     kv: str = "f16",
   ):
-    self._library = _library()
+    self._library = library()
     silent = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)
     self._log = silent(lambda level, text, data: None)
     self._library.llama_log_set(self._log, None)

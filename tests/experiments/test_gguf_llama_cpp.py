@@ -1,0 +1,113 @@
+"""GGUF files and llama.cpp: equal numbers of every kind, equal ids, equal answers.
+
+Where llama.cpp is not installed (launch/peers.sh), these are skipped.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import gguf_cases
+from gguf_cases import Record, raw
+import numpy as np
+import pytest
+
+from experiments import llama_cpp
+from seerjax import numerics as numerics_lib
+from seerjax.engine import engine as engine_lib
+from seerjax.models import gguf_file, gguf_write, loading, tokenizer as tokenizer_lib
+from seerjax.types import Request, SamplingParams
+
+pytestmark = pytest.mark.skipif(
+  not llama_cpp.is_installed(), reason="llama.cpp is not installed (launch/peers.sh)"
+)
+# llama.cpp's functions that turn rows of a kind into float32, and a block's (numbers, bytes).
+TO_FLOAT = {
+  "F16": ("ggml_fp16_to_fp32_row", 1, 2),
+  "BF16": ("ggml_bf16_to_fp32_row", 1, 2),
+  "Q4_0": ("dequantize_row_q4_0", 32, 18),
+  "Q4_1": ("dequantize_row_q4_1", 32, 20),
+  "Q5_0": ("dequantize_row_q5_0", 32, 22),
+  "Q8_0": ("dequantize_row_q8_0", 32, 34),
+  "Q4_K": ("dequantize_row_q4_K", 256, 144),
+  "Q5_K": ("dequantize_row_q5_K", 256, 176),
+  "Q6_K": ("dequantize_row_q6_K", 256, 210),
+}
+LENGTH = 24
+
+
+@pytest.mark.parametrize("kind", TO_FLOAT)
+def test_a_tensor_of_every_kind_is_llama_cpps_to_the_bit(kind, tmp_path, seed):
+  function, length, size = TO_FLOAT[kind]
+  blocks = np.random.default_rng(seed).integers(0, 256, (64, 8 * size), np.uint8)
+  record = Record((64, 8 * length), kind, blocks.tobytes())
+  (tmp_path / "m.gguf").write_bytes(raw({}, {"x": record}))
+  ours = gguf_file.File(tmp_path / "m.gguf").read("x")
+  theirs = np.empty((64, 8 * length), np.float32)
+  convert = getattr(llama_cpp.library(), function)
+  convert.restype = None
+  convert.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
+  convert(blocks.ctypes.data, theirs.ctypes.data, theirs.size)
+  numbers = np.isfinite(theirs)
+  assert numbers.mean() > 0.5 and np.array_equal(np.isfinite(ours), numbers)
+  assert np.array_equal(ours[numbers].view(np.uint32), theirs[numbers].view(np.uint32))
+
+
+@pytest.mark.parametrize("form", gguf_cases.FORMS)
+def test_texts_have_the_ids_that_llama_cpp_gives_them(form, tmp_path):
+  config = gguf_cases.LLAMA
+  tokenizer = gguf_cases.tokenizer(form)
+  gguf_write.save(tmp_path / "m.gguf", gguf_cases.weights(config), config, tokenizer=tokenizer)
+  model = llama_cpp.Model(tmp_path / "m.gguf", num_sequences=1, context=64, num_threads=1)
+  ours = tokenizer_lib.load(tmp_path / "m.gguf")
+  differing = [text for text in gguf_cases.TEXTS if model.encode(text) != ours.encode(text)]
+  model.close()
+  # It composes no characters, which Qwen's own tokenizer does before anything else.
+  assert differing == ([gguf_cases.TEXTS[2]] if form == "qwen2" else [])
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("case", gguf_cases.CONFIGS)
+def test_llama_cpp_answers_as_we_do_from_what_we_wrote(case, tmp_path, seed):
+  """Ten prompts; each answer's tokens, and what we say of them, by its logits."""
+  config = gguf_cases.CONFIGS[case]
+  gguf_write.save(
+    tmp_path / "m.gguf",
+    gguf_cases.weights(config),
+    config,
+    tokenizer=gguf_cases.tokenizer("qwen2"),
+  )
+  loaded = loading.load_model(
+    tmp_path / "m.gguf", numerics_lib.NumericsConfig(reduction_shards=0, implementation="native")
+  )
+  engine = engine_lib.Engine(
+    loaded,
+    config=engine_lib.EngineConfig(max_sequences=16, max_context=128),
+    key=numerics_lib.key(0),
+  )
+  rng = np.random.default_rng(seed)
+  prompts = [tuple(rng.integers(0, 390, 7 + 5 * i).tolist()) for i in range(10)]
+  sampling = SamplingParams(temperature=0.0, max_tokens=LENGTH)
+  ours = engine.generate(
+    [
+      Request(request_id=f"{i}", prompt=prompt, sampling=sampling)
+      for i, prompt in enumerate(prompts)
+    ]
+  )
+  by_id = {completion.request_id: completion for completion in ours}
+  model = llama_cpp.Model(
+    tmp_path / "m.gguf", num_sequences=10, context=128, num_threads=1, flash=False, kv="f32"
+  )
+  for place, prompt in enumerate(prompts):
+    completion = by_id[f"{place}"]
+    tokens = [*prompt, *completion.tokens]
+    rows = np.arange(len(tokens))
+    logits = model.forward(
+      np.asarray(tokens), rows, np.full(len(tokens), place), rows >= len(prompt) - 1
+    ).astype(np.float64)[:-1]
+    logprobs = logits - np.logaddexp.reduce(logits, axis=1, keepdims=True)
+    said = logprobs[np.arange(LENGTH), completion.tokens]
+    np.testing.assert_allclose(said, completion.raw_logprobs, atol=2e-4)
+    # Greedy tokens, but where two are as likely to the last digits.
+    assert (logprobs.max(axis=1) - said < 2e-4).all()
+  model.close()
