@@ -1088,9 +1088,9 @@ ROWS = [
       "got a file", "expected no file there", "choose another path", FileExistsError),
   Row("no name of a model", lambda d: huggingface.resolve(""),
       "got '', which is no directory",
-      "expected a model directory or a Hub id", "check the path", FileNotFoundError),
+      "expected a model directory, a GGUF", "check the path", FileNotFoundError),
   Row("a file as a model", lambda d: huggingface.resolve(d.file("")),
-      "got '", "expected a model directory or a Hub id", "check the path", FileNotFoundError),
+      "got '", "expected a model directory, a GGUF", "check the path", FileNotFoundError),
   # Runs.
   Row("a run without a task", lambda d: d.train("vowels"),
       "got 'vowels'", "expected a Task", "it needs name, num_problems, problem"),
