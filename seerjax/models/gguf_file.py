@@ -30,6 +30,7 @@ DEFAULT_ALIGNMENT = 32
 MAX_ALIGNMENT = 2**20
 MAX_DIMENSIONS = 4
 MAX_STRINGS = 2**22  # In all lists of a file: far more than any vocabulary and its merges.
+MAX_ENTRIES, MAX_TENSORS = 2**16, 2**20  # Of a file.
 # Least bytes of an entry of the metadata (key length, kind, value) and of a tensor's record.
 MIN_ENTRY, MIN_RECORD = 8 + 4 + 1, 8 + 4 + 8 + 4 + 8
 NUMBERS_AT_ONCE = 2**20  # Are turned into float32 together.
@@ -182,12 +183,12 @@ class _Head:
       self._number("Q", name) for name in ("number of tensors", "number of metadata entries")
     )
     rest = len(self.data) - self._at
-    for name, count, least in (
-      ("number of metadata entries", num_entries, MIN_ENTRY),
-      ("number of tensors", num_tensors, MIN_RECORD),
+    for name, count, least, most in (
+      ("number of metadata entries", num_entries, MIN_ENTRY, MAX_ENTRIES),
+      ("number of tensors", num_tensors, MIN_RECORD, MAX_TENSORS),
     ):
-      if count * least > rest:
-        raise self._too_long(name, f"{count}", f"{rest // least}")
+      if count > min(rest // least, most):
+        raise self._too_long(name, f"{count}", f"{min(rest // least, most)}")
     return num_tensors, num_entries
 
   def _read_records(self, count: int, gguf: Any, part: int) -> None:

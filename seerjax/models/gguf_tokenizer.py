@@ -13,7 +13,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 import json
+import math
 import pathlib
+import types
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -45,6 +47,14 @@ ROLES = {
 # Tokens that end a generation: of a text, of a turn, of a message.
 EOT = PREFIX + "eot_token_id"
 ENDS = (ROLES["eos_token"], EOT, PREFIX + "eom_token_id")
+# How answers are sampled unless a request says otherwise: generation_config.json's field, and type.
+SAMPLING: Mapping[str, tuple[str, type]] = {
+  "temperature": ("general.sampling.temp", float),
+  "top_k": ("general.sampling.top_k", int),
+  "top_p": ("general.sampling.top_p", float),
+  "min_p": ("general.sampling.min_p", float),
+  "repetition_penalty": ("general.sampling.penalty_repeat", float),
+}
 # Control tokens that end one in a file without `EOT`, as llama.cpp takes them, too.
 END_TEXTS = (
   "<|endoftext|>", "<|end_of_text|>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>",
@@ -128,6 +138,11 @@ def files(path: pathlib.Path) -> dict[str, bytes]:
   if (template := found.text(TEMPLATE)) is not None:
     config["chat_template"] = template
   generation: dict[str, Any] = {"eos_token_id": eos_ids} if eos_ids else {}
+  generation |= {
+    field: kind(value)
+    for field, (key, kind) in SAMPLING.items()
+    if (value := found.number(key)) is not None
+  }
   return {
     "tokenizer.json": backend.to_str(pretty=True).encode(),
     "tokenizer_config.json": _json(config),
@@ -142,6 +157,7 @@ def metadata(
   chat_template: str,
   special_tokens: Mapping[str, str],
   eos_ids: tuple[int, ...],
+  generation: Mapping[str, Any] = types.MappingProxyType({}),
   pre: str = "",
 ) -> dict[str, Any]:
   """Returns a tokenizer as the metadata of a GGUF file.
@@ -152,6 +168,7 @@ def metadata(
     chat_template: "" for none.
     special_tokens: by role.
     eos_ids: that end a generation.
+    generation: generation_config.json, which says how answers are sampled.
     pre: the pre-tokenizer, of `PRE_TOKENIZERS`, by which llama.cpp is to cut texts where none of
       its own cuts as this tokenizer does. Such a file holds the tokenizer.json, too.
 
@@ -198,6 +215,8 @@ def metadata(
     )
   # Every place has one: a file without some of them ends at tokens by their texts.
   ends += ends[:1] * (len(ENDS) - len(ends))
+  if generation.get("do_sample") is False:
+    generation = {**generation, "temperature": 0.0}
   name = same[0] if same else pre
   merges = written["model"]["merges"]
   return {
@@ -210,6 +229,11 @@ def metadata(
     **dict(zip(ENDS, ends)),
     ADD_BOS: "bos_token" in around,
     ADD_EOS: "eos_token" in around,
+    **{
+      key: kind(generation[field])
+      for field, (key, kind) in SAMPLING.items()
+      if generation.get(field) is not None
+    },
     **({TEMPLATE: chat_template} if chat_template else {}),
     **({} if name in same else {WHOLE: json.dumps(written, ensure_ascii=False)}),
   }
@@ -298,6 +322,13 @@ class _Metadata:
     value = self.values.get(key, default)
     if not isinstance(value, bool):
       raise self.refuse(key, "true or false", "download it again")
+    return value
+
+  def number(self, key: str) -> float | None:
+    value = self.values.get(key)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if value is not None and not (is_number and math.isfinite(value)):
+      raise self.refuse(key, "a number", "download it again")
     return value
 
   def token(self, key: str, tokens: list[str]) -> int | None:

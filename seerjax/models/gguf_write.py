@@ -107,6 +107,7 @@ def save(
       chat_template=tokenizer.chat_template,
       special_tokens=tokenizer.special_tokens,
       eos_ids=tokenizer.eos_ids,
+      generation=tokenizer.generation,
       pre=pre,
     )
   numerics_lib.require_finite(

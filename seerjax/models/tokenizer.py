@@ -91,18 +91,22 @@ class Tokenizer:
     return self.backend.token_to_id(self.special_tokens["pad_token"])
 
   @property
+  def generation(self) -> Mapping[str, Any]:
+    """What generation_config.json holds, {} if there is none."""
+    name = pathlib.Path("generation_config.json")
+    if name.name not in self.files:
+      return {}
+    return tokenizer_files.json_object(name, self.files[name.name])
+
+  @property
   def ignored_generation(self) -> tuple[str, ...]:
     """What generation_config.json asks for in vain, such as ("temperature=0.6",).
 
     How a request is sampled is decided by its `SamplingParams` alone.
     """
-    if "generation_config.json" not in self.files:
-      return ()
-    name = pathlib.Path("generation_config.json")
-    generation = tokenizer_files.json_object(name, self.files[name.name])
     return tuple(
       f"{field}={value!r}"
-      for field, value in sorted(generation.items())
+      for field, value in sorted(self.generation.items())
       if field not in NOT_SAMPLING and not field.startswith("_") and value is not None
     )
 

@@ -235,6 +235,19 @@ def test_a_split_model_is_named_by_its_first_file(tmp_path):
   )
 
 
+@pytest.mark.parametrize("name, place", [("MAX_ENTRIES", 1), ("MAX_TENSORS", 0)])
+def test_a_long_file_promises_no_more_entries_than_there_ever_are(name, place, tmp_path):
+  """Its bytes would do for them, and Python's objects take many times as much."""
+  most = vars(gguf_file)[name]
+  counts = [(0, most + 1), (most + 1, 0)][1 - place]
+  content = raw({}, {}, counts=counts)
+  path = tmp_path / "m.gguf"
+  with path.open("wb") as out:
+    out.write(content)
+    out.truncate(40 * most + 2**20)  # A hole, which takes no disk.
+  refused(lambda: gguf_file.File(path), ValueError, [f"got {most + 1}", f"at most the {most}"])
+
+
 def refused(call: Any, error: type[Exception], fragments: list[str]) -> None:
   with pytest.raises(error) as found:
     call()
@@ -556,6 +569,9 @@ DAMAGE: dict[str, tuple[Any, type[Exception], list[str]]] = {
     ),
     ValueError,
     ["tokenizer.ggml.add_bos_token: got True"],
+  ),
+  "a temperature that is none": (
+    entry("general.sampling.temp", "str", "warm"), ValueError, ["general.sampling.temp: got 'warm'"]
   ),
   "a template that is none": (
     entry("tokenizer.chat_template", "u32", 1), ValueError, ["tokenizer.chat_template: got 1"]

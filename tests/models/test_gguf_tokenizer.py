@@ -114,6 +114,23 @@ def test_ends_come_back(ends, tmp_path):
   assert through(tmp_path / "m.gguf", tokenizer).eos_ids == ends
 
 
+def test_how_answers_are_sampled_comes_back(tmp_path):
+  generation = {
+    "temperature": 0.7, "top_k": 20, "top_p": 0.8, "repetition_penalty": 1.05,
+    "eos_token_id": [2, 0], "do_sample": True, "bos_token_id": 0,
+  }  # fmt: skip
+  tokenizer = gguf_cases.tokenizer("qwen2")
+  files = {**tokenizer.files, "generation_config.json": json.dumps(generation).encode()}
+  tokenizer = dataclasses.replace(tokenizer, files=files)
+  found = through(tmp_path / "m.gguf", tokenizer)
+  kept = {name: value for name, value in generation.items() if name in gguf_tokenizer.SAMPLING}
+  assert found.generation == {**kept, "eos_token_id": [2, 0]}
+  # An answer without samples is one of no temperature.
+  files["generation_config.json"] = json.dumps(generation | {"do_sample": False}).encode()
+  greedy = through(tmp_path / "m.gguf", dataclasses.replace(tokenizer, files=files))
+  assert greedy.generation["temperature"] == 0.0
+
+
 def test_unused_ids_have_no_text(tmp_path):
   found = through(tmp_path / "m.gguf", gguf_cases.tokenizer("qwen2"))
   assert found.decode([395]) == "" and found.backend.token_to_id("[PAD395]") is None
