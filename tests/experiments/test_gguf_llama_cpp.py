@@ -12,7 +12,7 @@ from gguf_cases import Record, raw
 import numpy as np
 import pytest
 
-from experiments import llama_cpp
+from experiments import decode_speed, engine_throughput, llama_cpp
 from seerjax import numerics as numerics_lib
 from seerjax.engine import engine as engine_lib
 from seerjax.models import gguf_file, gguf_write, loading, tokenizer as tokenizer_lib
@@ -111,3 +111,18 @@ def test_llama_cpp_answers_as_we_do_from_what_we_wrote(case, tmp_path, seed):
     # Greedy tokens, but where two are as likely to the last digits.
     assert (logprobs.max(axis=1) - said < 2e-4).all()
   model.close()
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_experiments_give_llama_cpp_any_family(family, tmp_path):
+  directory = gguf_cases.saved(tmp_path / "model", gguf_cases.CONFIGS[family])
+  workload = engine_throughput.Workload(model=str(directory), num_prompts=2, num_threads=1)
+  lengths = np.array([[1, 4], [3, 2]])
+  answer = engine_throughput.llama_answer(
+    workload, [(5, 6, 7), (9, 8)], lengths, engine_throughput.PEERS["llama-cpp"]
+  )
+  assert answer() == lengths.sum()
+  config = decode_speed.Config(batches=(2,), decode_steps=3, num_threads=1)
+  decode_speed.llama_answer(directory, config, "llama-cpp")(2, 3)
+  assert gguf_file.File(tmp_path / "model.gguf").tensors["blk.1.ffn_up.weight"].kind == "BF16"
