@@ -562,6 +562,12 @@ def resolve(name_or_path: str | os.PathLike[str]) -> pathlib.Path:
   """
   path = pathlib.Path(name_or_path).expanduser()
   if path.is_dir() and str(name_or_path):  # The empty path is not the current directory.
+    files = sorted(path.glob(f"*{gguf_file.SUFFIX}"))
+    if files and not (path / CONFIG_FILE).is_file():
+      raise FileNotFoundError(
+        f"resolve: got {str(path)!r}, a directory with {files[0].name} and without {CONFIG_FILE},"
+        f" expected a model directory or a GGUF file; name {files[0]}."
+      )
     return path
   name = str(name_or_path)
   if gguf_file.is_named(path):
