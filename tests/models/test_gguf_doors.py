@@ -143,6 +143,7 @@ def run(*flags: str) -> subprocess.CompletedProcess:
   )  # fmt: skip
 
 
+@pytest.mark.thorough
 def test_the_command_lists_what_it_writes_and_refuses_in_one_line(tmp_path):
   done = run("--model=nano", "--gguf=Q4_0", f"--out={tmp_path / 'nano.gguf'}")
   assert done.returncode == 2 and "name the nearest one" in done.stderr
@@ -156,6 +157,7 @@ def test_the_command_lists_what_it_writes_and_refuses_in_one_line(tmp_path):
   ]
 
 
+@pytest.mark.thorough
 def test_peers_that_read_no_files_are_given_a_directory(file, tmp_path):
   found = peer_models.as_directory(str(file), tmp_path)
   assert found == str(tmp_path / "small.Q8_0")
