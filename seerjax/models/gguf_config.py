@@ -71,7 +71,7 @@ def read(file: gguf_file.File) -> model_config.TransformerConfig:
     ValueError: naming the key that is missing, malformed, or contradicts another one.
   """
   architecture = file.metadata.get("general.architecture")
-  if architecture not in ARCHITECTURES:
+  if not isinstance(architecture, str) or architecture not in ARCHITECTURES:
     raise NotImplementedError(
       f"{file.path}: general.architecture: got {fields_lib.shown(architecture)}, expected one of"
       f" {ARCHITECTURES}; other architectures are not built yet."
@@ -206,7 +206,7 @@ def _rotary(
 ) -> rotary.RotaryConfig:
   base = fields.number("rope.freq_base", 10_000.0)
   kind = fields.get("rope.scaling.type")
-  if kind not in (None, "none", "linear", "yarn"):
+  if kind is not None and (not isinstance(kind, str) or kind not in ("none", "linear", "yarn")):
     raise NotImplementedError(
       f"{file.path}: {fields.prefix}rope.scaling.type: got {fields_lib.shown(kind)}, expected"
       " 'none', 'linear' or 'yarn'; other kinds of scaling are not built yet."

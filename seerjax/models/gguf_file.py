@@ -22,6 +22,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from seerjax import fields as fields_lib
+
 SUFFIX = ".gguf"
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -85,7 +87,7 @@ class File:
     self.metadata: Mapping[str, Any] = head.metadata
     self.tensors: dict[str, Tensor] = dict(head.tensors)
     self._parts = [head]
-    for number, part in enumerate(_other_parts(self.path, head.metadata), start=1):
+    for number, part in enumerate(_other_parts(head), start=1):
       other = _Head(part, self._gguf, number)
       _require_part(other, number, head)
       for name, tensor in other.tensors.items():
@@ -93,7 +95,7 @@ class File:
           raise _twice(part, name)
         self.tensors[name] = tensor
       self._parts.append(other)
-    expected = self.metadata.get("split.tensors.count", len(self.tensors))
+    expected = head.whole("split.tensors.count", len(self.tensors))
     if expected != len(self.tensors):
       raise ValueError(
         f"{self.path}: split.tensors.count: got {expected}, expected the {len(self.tensors)}"
@@ -163,6 +165,19 @@ class _Head:
       self.metadata[key] = self._value(key)
     self.tensors: dict[str, Tensor] = {}
     self._read_records(num_tensors, gguf, part)
+
+  def whole(self, key: str, default: int) -> int:
+    """Returns a whole number of the metadata.
+
+    Raises:
+      ValueError: for anything else.
+    """
+    value = self.metadata.get(key, default)
+    if not isinstance(value, int) or isinstance(value, bool):
+      raise ValueError(
+        f"{self.path}: {key}: got {fields_lib.shown(value)}, expected a whole number; {AGAIN}."
+      )
+    return value
 
   def _counts(self) -> tuple[int, int]:
     magic = self._bytes(4, "magic")
@@ -234,15 +249,10 @@ class _Head:
       self.tensors[name] = Tensor(shape, kind, part, offset, size)
 
   def _alignment(self) -> int:
-    alignment = self.metadata.get("general.alignment", DEFAULT_ALIGNMENT)
-    is_power = (
-      type(alignment) is int
-      and 1 <= alignment <= MAX_ALIGNMENT
-      and alignment & (alignment - 1) == 0
-    )
-    if not is_power:
+    alignment = self.whole("general.alignment", DEFAULT_ALIGNMENT)
+    if not 1 <= alignment <= MAX_ALIGNMENT or alignment & (alignment - 1):
       raise ValueError(
-        f"{self.path}: general.alignment: got {alignment!r}, expected a power of two of at most"
+        f"{self.path}: general.alignment: got {alignment}, expected a power of two of at most"
         f" {MAX_ALIGNMENT}; {AGAIN}."
       )
     return alignment
@@ -349,19 +359,15 @@ def _twice(path: pathlib.Path, name: str) -> ValueError:
   return ValueError(f"{path}: {name}: got the tensor twice, expected it once; {AGAIN}.")
 
 
-def _other_parts(path: pathlib.Path, metadata: Mapping[str, Any]) -> list[pathlib.Path]:
+def _other_parts(first: _Head) -> list[pathlib.Path]:
   """Returns the other files of a split model, by the first one.
 
   Raises:
     FileNotFoundError: naming the file that is missing.
     ValueError: if this is not the first file, or is not named as one of several.
   """
-  count = metadata.get("split.count", 1)
+  path, count, place = first.path, first.whole("split.count", 1), first.whole("split.no", 0)
   named = SPLIT_NAME.fullmatch(path.name)
-  if not isinstance(count, int) or isinstance(count, bool) or not 0 <= count < 10**5:
-    raise ValueError(
-      f"{path}: split.count: got {count!r}, expected a number of files; download it again."
-    )
   if count <= 1 and named is None:
     return []
   if named is None or int(named["count"]) != count:
@@ -369,10 +375,10 @@ def _other_parts(path: pathlib.Path, metadata: Mapping[str, Any]) -> list[pathli
       f"{path}: split.count: got {count}, expected what the name says, such as"
       f" '{path.stem}-00001-of-{max(count, 2):05d}.gguf'; give the files the names that they had."
     )
-  if int(named["number"]) != 1 or metadata.get("split.no", 0) != 0:
+  if int(named["number"]) != 1 or place != 0:
     raise ValueError(
-      f"{path}: split.no: got {metadata.get('split.no')} in file {int(named['number'])} of {count},"
-      " expected the first file; name that one, the others are found beside it."
+      f"{path}: split.no: got {place} in file {int(named['number'])} of {count}, expected the first"
+      " file; name that one, the others are found beside it."
     )
   parts = [
     path.with_name(f"{named['start']}-{number:05d}-of-{count:05d}.gguf")
@@ -388,9 +394,9 @@ def _other_parts(path: pathlib.Path, metadata: Mapping[str, Any]) -> list[pathli
 
 
 def _require_part(part: _Head, number: int, first: _Head) -> None:
-  for key, expected in (("split.no", number), ("split.count", first.metadata["split.count"])):
-    if part.metadata.get(key) != expected:
+  for key, expected in (("split.no", number), ("split.count", first.whole("split.count", 1))):
+    if (found := part.whole(key, -1)) != expected:
       raise ValueError(
-        f"{part.path}: {key}: got {part.metadata.get(key)!r}, expected {expected} by its name and"
+        f"{part.path}: {key}: got {found}, expected {expected} by its name and"
         f" {first.path.name}; the files do not belong together."
       )

@@ -415,6 +415,21 @@ DAMAGE: dict[str, tuple[Any, type[Exception], list[str]]] = {
   "an architecture that is no text": (
     entry("general.architecture", "u32", 3), NotImplementedError, ["general.architecture: got 3"]
   ),
+  "architectures": (
+    entry("general.architecture", "list u32", [1, 2]), NotImplementedError, ["general.architecture"]
+  ),
+  "scalings": (
+    entry("llama.rope.scaling.type", "list i32", [1, 2]), NotImplementedError, ["rope.scaling.type"]
+  ),
+  "numbers of experts": (
+    entry("llama.expert_count", "list u32", [0, 0]), NotImplementedError, ["llama.expert_count"]
+  ),
+  "a number of files that is none": (
+    entry("split.count", "list u32", [1, 2]), ValueError, ["split.count: got", "a whole number"]
+  ),
+  "a number of tensors that is none": (
+    entry("split.tensors.count", "str", "20"), ValueError, ["split.tensors.count: got '20'"]
+  ),
   "experts": (
     entry("llama.expert_count", "u32", 8), NotImplementedError, ["llama.expert_count: got 8"]
   ),
