@@ -146,7 +146,7 @@ def main(argv: list[str]) -> None:
       num_tokens=args.num_tokens, learning_rate=args.learning_rate, seed=args.seed
     )
     draft, numerics = presets.get(args.draft), distill.numerics_for(config.lengths[0])
-    target = loading.directory_of(args.target)
+    target = loading.path_of(args.target)
     answers = kept(
       directory / "answers.npz",
       distill.Answers,

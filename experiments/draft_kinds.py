@@ -176,7 +176,7 @@ def main(argv: list[str]) -> None:
     config = distill.DistillConfig(
       num_tokens=args.num_tokens, lengths=(80, PADDED), seed=args.seed
     )
-    path = loading.directory_of("nano")
+    path = loading.path_of("nano")
 
     @functools.cache
     def engine_target() -> loading.Model:

@@ -143,7 +143,7 @@ def prompts(workload: Workload) -> list[tuple[int, ...]]:
   from seerjax.rollout import groups
   from seerjax.tasks import loading
 
-  directory = model_loading.directory_of(workload.model)
+  directory = model_loading.path_of(workload.model)
   tokenizer = tokenizer_lib.load(directory)
   task = loading.load("word_problems", path=None)
   count = task.num_problems("train")

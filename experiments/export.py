@@ -91,7 +91,7 @@ def export_model(model: str, target: Target) -> str:
     FileNotFoundError: if there is no such model.
     ValueError: naming what is wrong in the model's files, or what the format does not hold.
   """
-  source = loading.directory_of(model)
+  source = loading.path_of(model)
   params, config = huggingface.load(source, numerics_lib.NumericsConfig(reduction_shards=0))
   return write(target, params, config, tokenizer_lib.load(source))
 

@@ -207,7 +207,7 @@ def spread(start: str, directory: pathlib.Path, seed: int) -> None:
   """
   numerics = pretrain_nano.numerics_for(pretrain_nano.LENGTHS[0])
   params, model = huggingface.load(start, numerics)
-  words = tokenizer_lib.load(loading.directory_of("nano"))
+  words = tokenizer_lib.load(loading.path_of("nano"))
   tokens = {
     token
     for word in (*(f" {thing}" for thing in stories.OBJECTS), *ENDINGS, *BEGINNINGS[-7:])
@@ -225,7 +225,7 @@ def spread(start: str, directory: pathlib.Path, seed: int) -> None:
 
 def warm_start(start: str, directory: pathlib.Path, config: pretrain_nano.PretrainConfig) -> None:
   """Trains a model on `documents`, and writes `directory`/model; resumes what is there."""
-  start = str(loading.directory_of(start))
+  start = str(loading.path_of(start))
   if not config.keeps_embeddings:
     if not (directory / "spread").exists():
       spread(start, directory / "spread", config.seed)

@@ -226,7 +226,7 @@ def pretrain(
   if start:
     params, model = huggingface.load(start, numerics)
   elif grow_from:
-    params, small = huggingface.load(loading.directory_of(grow_from), numerics)
+    params, small = huggingface.load(loading.path_of(grow_from), numerics)
     params = growth.grow(params, small, model, seed=config.seed)
   else:
     params = parameters.init(numerics_lib.key(config.seed), model, numerics)

@@ -177,7 +177,7 @@ class Fleet:
     self._is_warm: set[tuple[str, int]] = set()
     from seerjax.models import loading, tokenizer as tokenizer_lib
 
-    tokenizer = tokenizer_lib.load(loading.directory_of(settings.model))
+    tokenizer = tokenizer_lib.load(loading.path_of(settings.model))
     self.ends = tokenizer.eos_ids
 
   def server(self, name: str, slots: int) -> Server:

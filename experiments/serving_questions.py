@@ -62,7 +62,7 @@ def prompts(settings: Settings, count: int) -> list[tuple[tuple[int, ...], str]]
   workload = engine_throughput.Workload(
     model=settings.model, num_prompts=count, seed=settings.seed
   )
-  tokenizer = tokenizer_lib.load(loading.directory_of(settings.model))
+  tokenizer = tokenizer_lib.load(loading.path_of(settings.model))
   found = [tuple(ids) for ids in engine_throughput.prompts(workload)]
   return [(ids, tokenizer.decode(ids, skip_special_tokens=False)) for ids in found]
 
@@ -136,7 +136,7 @@ def directory_of(model: str) -> str:
   """Returns the directory of a model."""
   from seerjax.models import loading
 
-  return str(loading.directory_of(model))
+  return str(loading.path_of(model))
 
 
 def same_questions(settings: Settings, temperature: float) -> tuple[Question, list[Question]]:

@@ -218,7 +218,7 @@ def recorded(workload: Workload) -> tuple[Record, Record]:
     "INT8": Logits(policy.model, rounded(policy.params), job.numerics),
   }
   for name in workload.drafts:
-    directory = models.directory_of(name)
+    directory = models.path_of(name)
     shape = huggingface.load_config(directory)
     numerics = model_config.numerics_for(shape, job.numerics)
     params, shape = huggingface.load(directory, numerics, allow_int8=True)

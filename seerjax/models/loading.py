@@ -54,7 +54,7 @@ class Model:
   name: str = ""
 
 
-def directory_of(name_or_path: str | os.PathLike[str]) -> pathlib.Path:
+def path_of(name_or_path: str | os.PathLike[str]) -> pathlib.Path:
   """Returns the directory or GGUF file of a model: those of `SHIPPED` are in the package.
 
   Raises:
@@ -98,13 +98,13 @@ def load_model(
   """
   if numerics is None:
     numerics = numerics_lib.NumericsConfig(reduction_shards=0)
-  directory = directory_of(name_or_path)
-  masters, config = huggingface.load(directory, numerics)
+  path = path_of(name_or_path)
+  masters, config = huggingface.load(path, numerics)
   numerics = model_config.numerics_for(config, numerics)
   return Model(
     config=config,
     params=parameters.compute_params(masters, numerics),
     numerics=numerics,
-    tokenizer=tokenizer_lib.load(directory),
+    tokenizer=tokenizer_lib.load(path),
     name=str(name_or_path),
   )

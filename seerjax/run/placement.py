@@ -90,7 +90,7 @@ def placed(
     ValueError: if its numerics or shards cannot be for this model or this machine.
   """
   parallel.require_sizes(num_instances, model_shards, numerics.reduction_shards, what="--")
-  shape = huggingface.load_config(loading.directory_of(model))
+  shape = huggingface.load_config(loading.path_of(model))
   numerics = model_config.numerics_for(shape, numerics)
   parallel.local_slabs(numerics.reduction_shards, model_shards)
   mesh = parallel.make_mesh(num_instances=num_instances, model_shards=model_shards)

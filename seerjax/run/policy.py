@@ -234,9 +234,9 @@ def exported_weights(weights: WeightsConfig, policy: Policy, params: Any) -> par
 
 def load_policy(name: str, numerics: numerics_lib.NumericsConfig) -> Policy:
   """Returns a model by name: "nano", a Hugging Face directory, a GGUF file, or a Hub id."""
-  directory = loading.directory_of(name)
-  params, model = huggingface.load(directory, numerics)
-  return Policy(model, params, tokenizer_lib.load(directory))
+  path = loading.path_of(name)
+  params, model = huggingface.load(path, numerics)
+  return Policy(model, params, tokenizer_lib.load(path))
 
 
 def policy_of(model: loading.Model) -> Policy:

@@ -39,12 +39,12 @@ def load_draft(name_or_path: str | os.PathLike[str], engine: Engine) -> Model:
     ValueError: if the directory holds no model that we read, or its ids or context are not the
       engine's.
   """
-  directory = loading.directory_of(name_or_path)
-  config = huggingface.load_config(directory)
+  path = loading.path_of(name_or_path)
+  config = huggingface.load_config(path)
   context = context_of(engine)
   numerics = numerics_of(engine.numerics, config, context)
-  masters, config = huggingface.load(directory, numerics, allow_int8=True)
-  tokenizer = tokenizer_lib.load(directory)
+  masters, config = huggingface.load(path, numerics, allow_int8=True)
+  tokenizer = tokenizer_lib.load(path)
   draft = Model(config, parameters.compute_params(masters, numerics), numerics, tokenizer)
   return fitted(draft, engine, name=str(name_or_path))
 

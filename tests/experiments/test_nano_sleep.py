@@ -90,7 +90,7 @@ def test_vectors_of_things_and_of_endings_are_spread(tmp_path):
     rows = rows / np.linalg.norm(rows, axis=1, keepdims=True)
     return float((rows @ rows.T)[np.triu_indices(len(rows), 1)].mean())
 
-  start = str(loading.directory_of("nano"))
+  start = str(loading.path_of("nano"))
   nano_sleep.spread(start, tmp_path, 0)
   (before, _), (after, _) = (huggingface.load(name, numerics) for name in (start, tmp_path))
   first, last = (np.asarray(one["embed"], np.float32) for one in (before, after))

@@ -103,12 +103,12 @@ def test_a_file_is_served_under_its_own_name(file, tmp_path):
 
 def test_a_path_that_is_no_file_is_named(tmp_path):
   with pytest.raises(FileNotFoundError, match=r"got '.*none\.gguf', expected a GGUF file"):
-    loading.directory_of(tmp_path / "none.gguf")
+    loading.path_of(tmp_path / "none.gguf")
 
 
 def test_the_folder_of_a_file_says_to_name_the_file(file):
   with pytest.raises(FileNotFoundError, match=r"got .* with small\.Q8_0\.gguf and .*; name .*gguf"):
-    loading.directory_of(file.parent)
+    loading.path_of(file.parent)
 
 
 def test_what_is_not_read_ends_a_command_with_its_message_alone(unread, capsys):

@@ -42,7 +42,7 @@ def test_a_shape_without_weights_names_their_recipe():
 
 
 def test_the_sleeper_is_loaded_by_name_and_is_what_its_card_says():
-  directory = loading.directory_of("nano-sleep")
+  directory = loading.path_of("nano-sleep")
   weights = (directory / "model.safetensors").read_bytes()
   assert len(weights) <= 2_500_000
   assert f"SHA-256 `{hashlib.sha256(weights).hexdigest()}`" in (directory / "README.md").read_text()
