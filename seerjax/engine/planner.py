@@ -119,7 +119,8 @@ class Planner:
           continue
         least = pages_for(count + 1, self._config.page_size) - len(sequence.pages)
         while pool.num_available < least:
-          if not self._make_way(instance) and not self._displace(sequence):
+          victim = self._requests.youngest_holder(sequence)
+          if not self._make_way(instance) and not self._displace(victim):
             break
         self._lengthen(sequence, pool, max(least, 1))
       for sequence in running:
@@ -132,13 +133,12 @@ class Planner:
     if missing >= least:
       self._memory.hold(sequence, [*sequence.pages, *pool.take(missing)])
 
-  def _displace(self, sequence: SequenceState) -> bool:
-    """Takes the pages of the youngest sequence for an older one; False if there is none.
+  def _displace(self, victim: SequenceState | None) -> bool:
+    """Takes a sequence's pages for another one in front; False if there is no such sequence.
 
     They leave the device, or are dropped and computed again where the pool is full, too. No
     sequence has rows of the step yet.
     """
-    victim = self._requests.youngest_holder(sequence)
     if victim is None:
       return False
     self._counters.displaced += 1
@@ -184,7 +184,10 @@ class Planner:
         # Where nothing runs, one always begins: its whole answer fits, if need be page by page.
         most = promised if running else None
         has_pages = self._give_pages(sequence, pool, most)
-        while not has_pages and self._make_way(instance):
+        while not has_pages and (
+          self._make_way(instance)
+          or (not running and self._displace(self._requests.paused_holder(instance)))
+        ):
           has_pages = self._give_pages(sequence, pool, most)
         if not has_pages:
           self._counters.waits += 1

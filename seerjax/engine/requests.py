@@ -156,14 +156,28 @@ class Requests:
     """Returns the foreground request that gives up its pages for an older one, if there is any.
 
     That is the last of those that were admitted after `sequence`. Below the oldest of all, waiting
-    requests that still hold pages come first.
+    requests that still hold pages come first, and paused ones last (`paused_holder`).
     """
     running = self.running[sequence.instance]
     if running[0] is sequence:
       for waiting in reversed(self.waiting[sequence.instance]):
         if waiting.pages:
           return waiting
-    return running[-1] if running[-1] is not sequence else None
+    if running[-1] is not sequence:
+      return running[-1]
+    return self.paused_holder(sequence.instance) if running[0] is sequence else None
+
+  def paused_holder(self, instance: int) -> SequenceState | None:
+    """Returns the foreground request paused last that holds pages of an instance, if there is any.
+
+    A scheduler decides about paused requests; their pages are taken from them only where an
+    instance could compute nothing at all otherwise.
+    """
+    for name in reversed(self.paused):
+      sequence = self.live[name]
+      if sequence.instance == instance and sequence.pages and not sequence.is_background:
+        return sequence
+    return None
 
   def holders_in_background(self, instance: int) -> list[SequenceState]:
     """Returns those that nobody waits for and that hold pages of an instance.

@@ -61,6 +61,28 @@ def test_a_paused_request_may_lose_its_pages():
   assert engine.counters.preemptions == 4
 
 
+@pytest.mark.parametrize("num_prompt, max_tokens", [(40, 24), (3, 61)], ids=["first", "next"])
+def test_paused_requests_give_their_pages_up_where_nothing_could_run_otherwise(
+  num_prompt, max_tokens
+):
+  """The other needs all eight pages: at once for its prompt, or one by one for its answer."""
+  paused = request("a", tokens_from(3, 20), max_tokens=30)
+  other = request("b", tokens_from(9, num_prompt), max_tokens=max_tokens, seed=1)
+  plain, expected = make_engine().generate([paused])[0], make_engine().generate([other])[0]
+  engine = make_engine()
+  engine.submit(paused, chunk_tokens=2)
+  while not engine.poll_paused():
+    engine.step()
+  assert engine.held_pages("a")
+  [found] = engine.generate([other])
+  assert same(found, expected) and engine.counters.displaced == 1
+  assert engine.poll_paused() == ["a"] and not engine.held_pages("a")
+  engine.resume("a")
+  while engine.num_unfinished:
+    engine.step()
+  assert same(engine.poll()[0], plain)
+
+
 def test_a_paused_request_may_be_cancelled():
   engine = make_engine()
   engine.submit(request(max_tokens=30), chunk_tokens=2)
