@@ -54,7 +54,6 @@ from seerjax.run import (
   policy as policy_lib,
   programs as programs_lib,
   replay as replay_lib,
-  stored_settings,
 )
 from seerjax.run.config import RunConfig
 from seerjax.run.policy import Policy
@@ -103,7 +102,7 @@ def read_config(directory: pathlib.Path) -> RunConfig:
     raise ValueError(
       f"--run: got {directory}, which has no config.json, expected a run's directory; correct it."
     )
-  stored = stored_settings.as_today(json.loads(path.read_text()))
+  stored = json.loads(path.read_text())
   fields = [field.name for field in dataclasses.fields(RunConfig) if field.name in stored]
   values = {name: _frozen(stored[name]) for name in fields}
   return configuration.from_flags(RunConfig, ml_collections.ConfigDict(values))

@@ -120,7 +120,6 @@ def set_up(
   run.hold_to(
     settings,
     free=discovery_config.NOT_COMPARED,
-    defaults=discovery_config.settings_of(DiscoverConfig()),
     data=discovery_config.data_of(config, environment),
   )
   fingerprint = numerics_lib.fingerprint(config.numerics, config.trainer.remat)

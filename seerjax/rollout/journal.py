@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import base64
 import collections
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 import contextlib
 import dataclasses
 import json
@@ -316,7 +316,6 @@ class Journal:
     data: Mapping[str, str] | None = None,
     accept_new_data: bool = False,
     resume_step: int = -1,
-    as_today: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict,
   ):
     """Opens a journal, or starts one.
 
@@ -329,7 +328,6 @@ class Journal:
       data: digests of the problems (`tasks.digests`); None for those of no file.
       accept_new_data: on other data, start a new epoch likewise.
       resume_step: the last step that the run had finished.
-      as_today: returns the settings that the journal began with as `settings` would have them.
 
     Raises:
       ValueError: if another writer has it open, if the file is damaged before its end or no
@@ -370,7 +368,7 @@ class Journal:
         self.fingerprints, self.data = [fingerprint], data
       else:
         header = _header(self.path)
-        if differing := settings_differences(as_today(header["settings"]), settings):
+        if differing := settings_differences(header["settings"], settings):
           raise ValueError(
             f"{self.path}: got other run settings ({'; '.join(differing)}), expected those the"
             " journal began with; restore them, or start a new run directory."

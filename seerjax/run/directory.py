@@ -12,7 +12,7 @@ from absl import logging
 
 from seerjax import agreement, checkpoint, metrics
 from seerjax.rollout import journal as journal_lib, trace as trace_lib
-from seerjax.run import evaluation, stored_settings
+from seerjax.run import evaluation
 from seerjax.run.config import RunConfig
 
 
@@ -84,34 +84,26 @@ def check_settings(
   current: Mapping[str, Any],
   *,
   free: Sequence[str],
-  defaults: Mapping[str, Any],
 ) -> None:
   """Refuses to resume a run with settings that would make it another one.
 
   Args:
-    stored: that the run began with, in the names of its release.
+    stored: that the run began with.
     current: of today, JSON.
     free: names of settings that may be others.
-    defaults: of today's settings, for those that the run's release did not have.
 
   Raises:
     ValueError: naming them with both values.
   """
-  before = held_settings(stored, free=free, defaults=defaults)
-  now = {name: value for name, value in current.items() if name not in free}
+  before, now = (
+    {name: value for name, value in settings.items() if name not in free}
+    for settings in (stored, current)
+  )
   if changed := journal_lib.settings_differences(before, now):
     raise ValueError(
       f"--resume: got other settings ({'; '.join(changed)}), expected those of the run; set them as"
       " in its config.json, or choose another --workdir."
     )
-
-
-def held_settings(
-  stored: Mapping[str, Any], *, free: Sequence[str], defaults: Mapping[str, Any]
-) -> dict[str, Any]:
-  """Returns stored settings as today's would be, without those that may be others on a resume."""
-  found = stored_settings.completed(stored, defaults)
-  return {name: value for name, value in found.items() if name not in free}
 
 
 def missing_records(

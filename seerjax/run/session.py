@@ -94,7 +94,6 @@ class Session:
     self._log, self._keep_checkpoints = log, keep_checkpoints
     self._fingerprint: dict[str, str] = {}
     self._settings: Mapping[str, Any] = {}
-    self._defaults: Mapping[str, Any] = {}
     self._free: Sequence[str] = ()
     self._sizes: Mapping[str, Any] = {}
     self._state: Any = None
@@ -127,7 +126,6 @@ class Session:
     settings: Mapping[str, Any],
     *,
     free: Sequence[str],
-    defaults: Mapping[str, Any],
     data: Mapping[str, str],
   ) -> None:
     """Takes the run's settings; a checkpoint that tells its own must have the same ones.
@@ -135,7 +133,6 @@ class Session:
     Args:
       settings: of the run, JSON, with what was left to the model decided.
       free: names of settings that a resume may change.
-      defaults: of these settings, JSON: what a directory has that does not know of one yet.
       data: digests of what is read besides (`tasks.digests`).
 
     Raises:
@@ -143,12 +140,12 @@ class Session:
     """
     agreement.compare("settings of the run", settings)
     agreement.compare("data of the run", dict(data))
-    self._settings, self._free, self._defaults = settings, free, defaults
+    self._settings, self._free = settings, free
     if self._resume:
       host_state = checkpoint.read_host_state(self.directory / "checkpoints")
       stored = host_state.get("config")
       if stored is not None:  # Else the journal tells.
-        directory_lib.check_settings(stored, settings, free=free, defaults=defaults)
+        directory_lib.check_settings(stored, settings, free=free)
       # A run that does not tell its data began before they were recorded.
       self.data_epochs = host_state.get("data", [])
     self._hold_to_data(dict(data))
@@ -243,9 +240,6 @@ class Session:
           settings={
             name: value for name, value in self._settings.items() if name not in self._free
           },
-          as_today=functools.partial(
-            directory_lib.held_settings, free=self._free, defaults=self._defaults
-          ),
           accept_new_numerics=self._accept_new_numerics,
           data=digests.data_of(data),
           accept_new_data=self._accept_new_data,

@@ -186,7 +186,6 @@ def set_up(
   run.hold_to(
     metrics.encode(dataclasses.asdict(config)),
     free=FREE_SETTINGS,
-    defaults=metrics.encode(dataclasses.asdict(RunConfig())),
     data=data,
   )
   like = lambda: programs_lib.abstract_state(config, policy, optimizer)

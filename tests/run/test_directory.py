@@ -1,65 +1,36 @@
-"""A directory of the release before is resumed with today's settings, and with no others."""
+"""A directory is resumed with the settings that it began with, and with no others."""
 
 from __future__ import annotations
 
 import pytest
 from small_run import assert_equal_bits, rows_of, train
 
-from seerjax import checkpoint, metrics, numerics
+from seerjax import checkpoint, metrics
 from seerjax.reports import run_directory, run_report
-from seerjax.rollout import journal
 from seerjax.run import directory
 
 FREE = ("scheduler", "speculation")
-DEFAULTS = {"seed": 0, "engine": {"page_size": 16, "shine": 1.5}, "scheduler": {}}
-# The header of a journal of the release before, as it was written.
 BEFORE = {"seed": 3, "engine": {"page_size": 16}}
 
 
 def check(current, stored=BEFORE):
-  directory.check_settings(stored, current, free=FREE, defaults=DEFAULTS)
-
-
-def test_a_setting_that_the_directory_does_not_know_has_to_have_its_default():
-  check({"seed": 3, "engine": {"page_size": 16, "shine": 1.5}})
-  with pytest.raises(ValueError, match=r"other settings \(engine.shine was 1.5 and is 2.0\)"):
-    check({"seed": 3, "engine": {"page_size": 16, "shine": 2.0}})
+  directory.check_settings(stored, current, free=FREE)
 
 
 def test_every_setting_that_differs_is_named_with_both_values():
   expected = r"\(engine.page_size was 16 and is 32; seed was 3 and is 4\)"
   with pytest.raises(ValueError, match=expected):
-    check({"seed": 4, "engine": {"page_size": 32, "shine": 1.5}})
+    check({"seed": 4, "engine": {"page_size": 32}})
 
 
 def test_what_today_does_not_know_at_all_is_refused():
   with pytest.raises(ValueError, match=r"\(gone was 7 and is None\)"):
-    check({"seed": 3, "engine": {"page_size": 16, "shine": 1.5}}, BEFORE | {"gone": 7})
+    check(BEFORE, BEFORE | {"gone": 7})
 
 
-def test_free_settings_may_be_others_under_the_name_of_before():
-  budget = {"policy": "mba", "memory": 512.0}
-  now = {"seed": 3, "engine": {"page_size": 16, "shine": 1.5}, "speculation": {"drafter": "a:b"}}
-  check(now, BEFORE | {"scheduler": {"chunk_tokens": 8}, "budget": budget})
-
-
-def test_a_journal_of_the_release_before_is_continued(tmp_path):
-  path = tmp_path / journal.FILE_NAME
-  fingerprint = numerics.fingerprint(numerics.NumericsConfig(implementation="tiled", row_tile=16))
-  with journal.Journal(path, fingerprint=fingerprint, settings=BEFORE):
-    pass
-
-  def as_today(stored):
-    return directory.held_settings(stored, free=FREE, defaults=DEFAULTS)
-
-  today = {"seed": 3, "engine": {"page_size": 16, "shine": 1.5}}
-  with journal.Journal(path, fingerprint=fingerprint, settings=today, as_today=as_today):
-    pass
-  with pytest.raises(ValueError, match=r"other run settings \(engine.shine was 1.5 and is 2.0\)"):
-    journal.Journal(
-      path, fingerprint=fingerprint, settings=today | {"engine": {"page_size": 16, "shine": 2.0}},
-      as_today=as_today,
-    )  # fmt: skip
+def test_free_settings_may_be_others():
+  now = BEFORE | {"speculation": {"drafter": "a:b"}}
+  check(now, BEFORE | {"scheduler": {"chunk_tokens": 8}})
 
 
 def test_numbers_without_a_checkpoint_are_another_run_too(tmp_path):
