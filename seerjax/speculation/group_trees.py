@@ -1,18 +1,12 @@
-"""The suffix trees of many groups, and what a replica of a group lacks.
+"""The suffix trees of many groups; drafts come from a group's own texts.
 
-A process that has a group's texts appends to them and tells what a replica elsewhere lacks
-(`delta`); the replica registers the group, takes that (`apply`) and drafts (`batch_speculate`). In
-one process one object does all of it.
-
-Source: Seer (arXiv 2511.14617, table 5) for groups and their deltas; replicas that need no order
-are ours. No clock, no JAX.
+Source: Seer (arXiv 2511.14617, table 5). No clock, no JAX.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 import itertools
-from typing import NamedTuple
 
 import numpy as np
 
@@ -28,41 +22,12 @@ from seerjax.speculation.suffix_tree import (
 
 _INT32, _INT64 = np.dtype(np.int32), np.dtype(np.int64)
 
-# What a replica holds of one group: request -> (birth, number of tokens).
-Holdings = Mapping[str, tuple[int, int]]
-
-
-class TextUpdate(NamedTuple):
-  """Tokens of one request from position `prev_token_count` on.
-
-  Attributes:
-    request_id: of the request.
-    birth: counts the requests that a group ever had; tells two of one name apart.
-    prev_token_count: tokens before these.
-    new_tokens: i32[n].
-  """
-
-  request_id: str
-  birth: int
-  prev_token_count: int
-  new_tokens: np.ndarray
-
-
-class GroupDelta(NamedTuple):
-  """What a replica of a group lacks: `removed` first, then `updates`, in the order of birth."""
-
-  group_id: str
-  removed: tuple[str, ...]
-  updates: tuple[TextUpdate, ...]
-
 
 class GroupTrees:
   """The trees of many groups."""
 
   def __init__(self):
     self._trees: dict[str, SuffixTree] = {}
-    self._births: dict[str, dict[str, int]] = {}
-    self._num_births: dict[str, int] = {}
     # Bytes are counted as they change: a drafter that keeps within bounds asks often, and there may
     # be thousands of groups.
     self._bytes: dict[str, int] = {}
@@ -95,8 +60,6 @@ class GroupTrees:
     """Makes a group known; nothing happens where it is known already."""
     if group_id not in self._trees:
       self._trees[group_id] = SuffixTree()
-      self._births[group_id] = {}
-      self._num_births[group_id] = 0
       self._weigh(group_id)
 
   def drop_group(self, group_id: str) -> None:
@@ -107,16 +70,11 @@ class GroupTrees:
     """
     self.tree(group_id)
     self._num_bytes -= self._bytes.pop(group_id)
-    del self._trees[group_id], self._births[group_id], self._num_births[group_id]
+    del self._trees[group_id]
 
   def append(self, group_id: str, updates: Sequence[Update]) -> int:
     """Does `SuffixTree.append_many` for a group; returns how many tokens were new."""
     added = self.tree(group_id).append_many(updates)
-    births = self._births[group_id]
-    for request_id, _, _ in updates:
-      if request_id not in births:
-        births[request_id] = self._num_births[group_id]
-        self._num_births[group_id] += 1
     self._weigh(group_id)
     return added
 
@@ -124,46 +82,6 @@ class GroupTrees:
     """Does `SuffixTree.remove` for a request of a group."""
     self.tree(group_id).remove(request_id)
     self._weigh(group_id)
-    del self._births[group_id][request_id]
-
-  def holdings(self, group_id: str) -> Holdings:
-    """Returns what is here of a group, for `delta` of another."""
-    lengths = self.tree(group_id).lengths
-    return {name: (birth, lengths[name]) for name, birth in self._births[group_id].items()}
-
-  def delta(self, group_id: str, holdings: Holdings) -> GroupDelta:
-    """Returns what a replica of a group lacks; a lost or repeated answer does no harm.
-
-    Args:
-      group_id: that is here.
-      holdings: what the replica has: its own `holdings`.
-
-    Raises:
-      ValueError: for a group that is not here.
-    """
-    tree, births = self.tree(group_id), self._births[group_id]
-    removed = tuple(name for name, (birth, _) in holdings.items() if births.get(name) != birth)
-    updates = []
-    for name, birth in births.items():
-      is_new = name in removed or name not in holdings
-      known = 0 if is_new else holdings[name][1]
-      if is_new or known < tree.lengths[name]:
-        updates.append(TextUpdate(name, birth, known, tree.tokens(name, known)))
-    return GroupDelta(group_id, removed, tuple(updates))
-
-  def apply(self, delta: GroupDelta) -> None:
-    """Takes what another's `delta` gave; the group is registered here.
-
-    Raises:
-      ValueError: for a group that is not, or where tokens before those given are missing.
-    """
-    tree, births = self.tree(delta.group_id), self._births[delta.group_id]
-    for name in delta.removed:
-      if name in births:
-        self.remove_request(delta.group_id, name)
-    tree.append_many([(u.request_id, u.prev_token_count, u.new_tokens) for u in delta.updates])
-    births.update({u.request_id: u.birth for u in delta.updates})
-    self._weigh(delta.group_id)
 
   def batch_speculate(
     self,

@@ -11,15 +11,14 @@ A path-compressed trie of all strings of up to `DEPTH` tokens that start anywher
 texts. Its nodes are the root, the strings after which texts differ, and the ends: the last strings
 of each text, which are still growing. All tokens of an edge have equal counts, and the tree is a
 function of {request: tokens}: the order in which requests grew, how their tokens were cut into
-calls, which requests came and went in between leave no trace. So drafts are equal on every machine
-and in every replica that was fed by deltas. Ties: more requests, more occurrences, the smaller
-token.
+calls, which requests came and went in between leave no trace. So drafts are equal on every machine.
+Ties: more requests, more occurrences, the smaller token.
 
 Why a trie on flat arrays, and not a suffix automaton or a table of n-grams: it counts occurrences
 *and* distinct requests while it grows (a request that loops must not outvote its siblings), forgets
 a request again, and bounds its depth. An automaton has none of the three without a walk over its
 links; a table has one length of match. How it is stored, and what makes it fast: `suffix_kernels`.
-Many groups and their replicas: `group_trees`.
+Many groups: `group_trees`.
 
 Source: SuffixDecoding (arXiv 2411.04975; ArcticInference) for drafts scored by expected accepted
 tokens; Seer (arXiv 2511.14617, table 5) for the settings of a draft. Counts by request and
