@@ -175,7 +175,7 @@ def train(
           before_update=put_off_stops, drafts=ready.drafts,
         )  # fmt: skip
         if joules is not None:
-          numbers["circle/joules"] = (run.clock.joules or 0.0) - joules
+          numbers["step/joules"] = (run.clock.joules or 0.0) - joules
         run.finish_step(state, lambda: {"before": before}, numbers, ready.drafts.parts())
       # Its own tree and dict, of the same arrays, so that it can change neither of the run's.
       on_step(run.step, jax.tree.map(lambda leaf: leaf, state), dict(numbers))
@@ -245,7 +245,7 @@ def train_step(
       of_draft = drafts.learn(groups, step)
   return state, summary.of_rollouts(groups) | sampled | learned | of_draft | {
     "train/seconds": learned_at - sampled_at,
-    "circle/seconds": time.monotonic() - begin,
+    "step/seconds": time.monotonic() - begin,
   }
 
 

@@ -1,4 +1,4 @@
-"""The circle: what a run writes, and that nothing that stops or reshapes it changes a bit of it."""
+"""What a run writes, and that nothing that stops or reshapes it changes a bit of it."""
 
 from __future__ import annotations
 

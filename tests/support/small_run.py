@@ -58,7 +58,7 @@ SHOWN = 2  # Verdicts of the problem that a run's end shows, before and after.
 # Numbers that clocks decide.
 # What follows the schedule: an interrupted step does less of its work after the interruption.
 TIMES = (
-  "rollout/seconds", "rollout/tokens_per_second", "train/seconds", "circle/seconds",
+  "rollout/seconds", "rollout/tokens_per_second", "train/seconds", "step/seconds",
   "schedule/steps", "schedule/tail_steps", "schedule/chunks", "schedule/migrations",
   "schedule/spills", "schedule/drafted_tokens", "schedule/accepted_tokens",
 )  # fmt: skip
