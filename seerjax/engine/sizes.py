@@ -69,7 +69,7 @@ class EngineConfig:
   num_pages: int = 0
   max_sequences: int = 0
   max_context: int = 1024
-  reserved_tokens: int = 128
+  reserved_tokens: int = 32
   row_buckets: tuple[int, ...] = ()
   steps_per_visit: int = 0
   reuse_prefixes: bool = True
@@ -85,7 +85,7 @@ class EngineConfig:
       ("num_pages", 0, "0 asks the free memory"),
       ("max_sequences", 0, "0 asks the free memory"),
       ("max_context", 2, "a prompt and an answer have a token each; 1024 is usual"),
-      ("reserved_tokens", 0, "128 is usual, 0 reserves whole answers"),
+      ("reserved_tokens", 0, "32 is usual, 0 reserves whole answers"),
       ("background_rows", 0, "0 takes the first row bucket"),
       ("pinned_pages", 0, "0 takes a quarter of the pages"),
     ):
