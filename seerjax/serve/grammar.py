@@ -292,7 +292,7 @@ class Compiler:
       )  # fmt: skip
     if not answers:
       with self._lock:
-        self._deaths[digest] += 1
+        self._count_death(digest)
       return self._name(ending)
     kind, compiling, masking, text = answers[0]
     if kind == grammar_server.REFUSED:
@@ -429,13 +429,22 @@ class Compiler:
     elif line.asked:
       culprit, serial = line.asked[0]
       with self._lock:
-        self._deaths[culprit.digest] += 1
-        if self._deaths[culprit.digest] >= MOST_DEATHS:
+        if self._count_death(culprit.digest) >= MOST_DEATHS:
           self._tried[culprit.digest] = self._name(ending)
       if serial == culprit.serial:
         culprit.failure = _failure(culprit, self._name(ending))
         asked = asked[1:]
     self._unsent += asked
+
+  def _count_death(self, digest: str) -> int:
+    """Returns how many workers a grammar has ended, this one too.
+
+    As many grammars are remembered as are tried. The caller holds the lock.
+    """
+    self._deaths[digest] += 1
+    while len(self._deaths) > MOST_REMEMBERED:
+      del self._deaths[next(iter(self._deaths))]
+    return self._deaths[digest]
 
   def _set_slow(self, digest: str) -> None:
     with self._lock:

@@ -68,6 +68,7 @@ class Asked:
     context: name of the context that a chat's one message is a question about; "" is none.
     user: whom fairness between clients takes it for, beside the address.
     ignored: names of the body's fields that were accepted without effect.
+    names: of `messages` and `max_tokens`, where the body has other names for them.
   """
 
   model: str = ""
@@ -92,6 +93,7 @@ class Asked:
   context: str = ""
   user: str = ""
   ignored: tuple[str, ...] = ()
+  names: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
   @property
   def is_chat(self) -> bool:
@@ -304,6 +306,7 @@ def chat(body: Mapping[str, Any]) -> Asked:
       "grammar": called or shared["grammar"],
       "max_tokens": shared["max_tokens"] if newer is None else newer,
     },
+    names={} if newer is None else {"max_tokens": "max_completion_tokens"},
     messages=messages,
     variables=variables,
     tools=tools if is_told else (),

@@ -86,7 +86,11 @@ def read(body: Mapping[str, Any]) -> Asked:
     asked = dataclasses.replace(
       asked, grammar=dataclasses.replace(asked.grammar, param="text.format")
     )
-  return dataclasses.replace(asked, ignored=tuple(sorted({*asked.ignored, *ignored})))
+  return dataclasses.replace(
+    asked,
+    ignored=tuple(sorted({*asked.ignored, *ignored})),
+    names={"messages": "input", "max_tokens": "max_output_tokens"},
+  )
 
 
 def _as_written(refusal: Refusal, messages: Sequence[str]) -> Refusal:

@@ -217,7 +217,7 @@ def plan(
         try:
           served.engine.check(request)
         except ValueError as error:
-          raise Refusal(str(error), param="messages" if asked.is_chat else "prompt") from error
+          raise Refusal(str(error), param=_text_field(asked)) from error
       requests.append(request)
   return Plan(
     asked=asked,
@@ -279,13 +279,19 @@ def prompts_of(asked: Asked, served: Served) -> tuple[tuple[tuple[int, ...], ...
       is_thinking = tail.endswith(parts.THINK)
     return (tuple(ids),), is_thinking
   except ValueError as error:
-    raise Refusal(str(error), param="messages" if asked.is_chat else "prompt") from error
+    raise Refusal(str(error), param=_text_field(asked)) from error
+
+
+def _text_field(asked: Asked) -> str:
+  """Returns the field of the body that has the text, as the client wrote it."""
+  return asked.names.get("messages", "messages") if asked.is_chat else "prompt"
 
 
 def _sampling(
   asked: Asked, served: Served, num_prompt: int, max_answer_tokens: int
 ) -> SamplingParams:
-  where, context = "messages" if asked.is_chat else "prompt", served.context
+  where, context = _text_field(asked), served.context
+  length = asked.names.get("max_tokens", "max_tokens")
   room = context - num_prompt
   if room < 1:
     refuse(
@@ -297,10 +303,10 @@ def _sampling(
     usual = max_answer_tokens if asked.is_chat else protocol.COMPLETION_TOKENS
     most = min(room, max_answer_tokens, served.defaults.max_tokens or usual)
   elif most > max_answer_tokens:
-    refuse("max_tokens", most, f"at most {max_answer_tokens}, this server's bound", "lower it")
+    refuse(length, most, f"at most {max_answer_tokens}, this server's bound", "lower it")
   elif most > room:
     refuse(
-      "max_tokens", f"{most} beside a prompt of {num_prompt} tokens",
+      length, f"{most} beside a prompt of {num_prompt} tokens",
       f"a sum of at most the context of {context}", f"lower it to {room}",
       code="context_length_exceeded",
     )  # fmt: skip

@@ -223,6 +223,11 @@ def test_reasoning_is_an_item_of_its_own():
   [
     ("/v1/embeddings", {"input": "a"}, "/v1/embeddings: got a request for embeddings, expected"),
     ("/v1/responses/resp_1", {}, "the route: got POST '/v1/responses/resp_1'"),
+    (
+      "/v1/responses", {"input": "a", "max_output_tokens": 60},
+      "max_output_tokens: got 60 beside a prompt",
+    ),
+    ("/v1/responses", {"input": "a" * 70}, "input: got"),
     ("/tokenize", {"prompt": "a", "promt": 1}, "promt: got a field that is not supported"),
     ("/tokenize", {}, "prompt: got nothing, expected a value"),
     ("/tokenize", {"prompt": ["a", "b"]}, "prompt: got 2 prompts, expected one"),

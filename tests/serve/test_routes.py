@@ -374,6 +374,12 @@ def test_health_and_metrics(plain):
       "expected a sum of at most the context of 64; lower it to",
     ),
     (
+      {"messages": serving.HELLO, "max_completion_tokens": 60},
+      400,
+      "max_completion_tokens",
+      "expected a sum of at most the context of 64; lower it to",
+    ),
+    (
       {"messages": serving.HELLO, "max_tokens": 5000},
       400,
       "max_tokens",
