@@ -64,6 +64,10 @@ class MosaicGpu(Tiled):
     return False
 
   @property
+  def reads_layers(self) -> bool:
+    return False
+
+  @property
   def shares_pages_under_gradient(self) -> bool:
     return False
 

@@ -50,6 +50,10 @@ class NumbaCpu(Tiled):
     return False
 
   @property
+  def reads_layers(self) -> bool:
+    return True
+
+  @property
   def holds_logits(self) -> bool:
     return False
 

@@ -43,6 +43,10 @@ class Plain(Tiled):
   def shares_out_rows(self) -> bool:
     return False
 
+  @property
+  def reads_layers(self) -> bool:
+    return False
+
   def _adapted(
     self, stage: Stage, weights: Any, rows: Any, num_rows: Array, adapters: RowAdapters | None
   ) -> Any:

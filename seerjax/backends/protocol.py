@@ -172,6 +172,14 @@ class Backend(Operations, Protocol):
     """Whether `RowAdapters.shares` is read."""
     ...
 
+  @property
+  def reads_layers(self) -> bool:
+    """Whether a layer's weights are read where they lie among those of all layers.
+
+    Elsewhere a layer's single slab is cut out before it is multiplied: a copy of the weights.
+    """
+    ...
+
   def whole_rows(self, count: int) -> int:
     """Returns the rows that arrays of `count` rows are allocated for."""
     ...

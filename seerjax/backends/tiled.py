@@ -58,6 +58,10 @@ class Tiled:
   def shares_out_rows(self) -> bool:
     return True
 
+  @property
+  def reads_layers(self) -> bool:
+    return False
+
   def whole_rows(self, count: int) -> int:
     return tiles.whole(count, tiles.tile_rows(self.numerics))
 

@@ -147,7 +147,7 @@ def forward(
   if is_scratch:
     x, pages = _with_scratch(config, backend, axis, remat, pages, layer, x, params), ()
   elif is_pool:
-    x, pages = _with_pool(config, layer, x, params, pages[0])
+    x, pages = _with_pool(config, backend, layer, x, params, pages[0])
   elif parameters.is_stacked(params):
     raise ValueError(
       f"forward: got stacked layers and a pair of pages for each of {len(pages)}, expected one pool"
@@ -228,7 +228,12 @@ def _with_scratch(
 
 
 def _with_pool(
-  config: TransformerConfig, layer: Any, x: Array, params: Params, pool: kv_layout.LayerPages
+  config: TransformerConfig,
+  backend: Backend,
+  layer: Any,
+  x: Array,
+  params: Params,
+  pool: kv_layout.LayerPages,
 ) -> tuple[Array, kv_layout.Pages]:
   """Runs `layer` after layer on one pool of pages f[k, m, l, ...], written in place."""
   shapes = [leaf.shape for leaf in pool]
@@ -238,7 +243,8 @@ def _with_pool(
   if parameters.is_stacked(params):
     # Slabs are read one by one where they are multiplied: a layer's slice would be a copy of it.
     layers = params["layers"]
-    names = [n for n in SLABS if n in layers and layers[n].shape[1] > 1]
+    is_read = lambda leaf: backend.reads_layers or leaf.shape[1] > 1
+    names = [name for name in SLABS if name in layers and is_read(layers[name])]
     rest = {name: leaf for name, leaf in layers.items() if name not in names}
 
     def body(carry: Any, turn: Any) -> tuple[Any, None]:

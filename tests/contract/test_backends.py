@@ -80,6 +80,10 @@ class Wrapping:
     return self._inner.shares_out_rows
 
   @property
+  def reads_layers(self):
+    return self._inner.reads_layers
+
+  @property
   def page_axes(self):
     return "cz", "zc"
 

@@ -98,6 +98,11 @@ def _processor() -> tuple[str, str, str]:
   return llvm.get_default_triple(), cpu, features
 
 
+def has_wide_vectors() -> bool:
+  """Returns whether code is made for registers of 16 floats."""
+  return "+avx512f" in _processor()[2].split(",")
+
+
 @functools.cache
 def _machine() -> Any:
   llvm.initialize_native_target()

@@ -51,6 +51,22 @@ def address_of(typing_context, pointer):
   return types.int64(pointer), codegen
 
 
+def stack_floats(count: int) -> Any:
+  """Returns an intrinsic: the address of `count` floats on the stack of its caller."""
+
+  @intrinsic
+  def at(typing_context):
+    def codegen(context, builder, signature, arguments):
+      with builder.goto_entry_block():  # numba's own would fill it with zeros.
+        slot = builder.alloca(ir.ArrayType(ir.FloatType(), count))
+      slot.align = 64  # A line of the cache.
+      return builder.ptrtoint(slot, ir.IntType(64))
+
+    return types.int64(), codegen
+
+  return at
+
+
 @intrinsic
 def fma(typing_context, a, b, c):
   """a * b + c, rounded once."""

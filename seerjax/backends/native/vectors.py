@@ -201,6 +201,37 @@ def product_block(num_rows: int, num_vectors: int, is_bf16: bool, is_partial: bo
   return block
 
 
+def pack_block(num_vectors: int, is_bf16: bool) -> Any:
+  """Returns an intrinsic: panel f32[vectors, k, 16] = w[k, 16 * vectors].
+
+  Its arguments are int64s: `w, w_step, k` as of `product_block`, and `panel`, an address.
+  """
+
+  @intrinsic
+  def pack(typing_context, w, w_step, k, panel):
+    def codegen(context, builder, signature, arguments):
+      w, w_step, k, panel = arguments
+      w = builder.inttoptr(w, _element(is_bf16).as_pointer())
+      panel = builder.inttoptr(panel, _FLOAT.as_pointer())
+      before, body, after = _loop(builder, "pack")
+      step = builder.phi(_WORD)
+      step.add_incoming(_word(0), before)
+      row = _at(builder, w, builder.mul(step, w_step))
+      for vector in range(num_vectors):
+        value = _load(builder, _at(builder, row, _word(vector * LANES)), is_bf16)
+        place = builder.add(builder.mul(k, _word(vector)), step)
+        _store(builder, value, _at(builder, panel, builder.mul(place, _word(LANES))))
+      following = builder.add(step, _word(1))
+      step.add_incoming(following, body)
+      builder.cbranch(builder.icmp_signed("<", following, k), body, after)
+      builder.position_at_end(after)
+      return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 4), codegen
+
+  return pack
+
+
 def score_block(num_rows: int, num_vectors: int, is_bf16: bool) -> Any:
   """Returns an intrinsic: scores[rows, 16 * vectors] = q[rows, c] @ keys, 16 slots a vector.
 
