@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from numba import types
 
 from seerjax.array_typing import Array, Float
-from seerjax.backends.native import ffi, pages as native_pages, threads, vectors
+from seerjax.backends.native import ffi, objects, pages as native_pages, threads, vectors
 from seerjax.backends.native.attention_backward import attend_backward
 from seerjax.backends.native.attention_scores import (
   BLOCK_ROWS,
@@ -35,14 +35,17 @@ from seerjax.types import TokenBatch
 
 _LANES, _CHAINS = vectors.LANES, vectors.CHAINS
 
-_values_1_4 = vectors.value_block(1, 4, False)
-_values_1_1 = vectors.value_block(1, 1, False)
-_values_2_2 = vectors.value_block(2, 2, False)
-_values_4_1 = vectors.value_block(4, 1, False)
-_values_bf16_1_4 = vectors.value_block(1, 4, True)
-_values_bf16_1_1 = vectors.value_block(1, 1, True)
-_values_bf16_2_2 = vectors.value_block(2, 2, True)
-_values_bf16_4_1 = vectors.value_block(4, 1, True)
+# Where registers hold no more, a block of several rows has one chain at a time.
+_IS_WIDE = objects.has_wide_vectors()
+_AT_ONCE = _CHAINS if _IS_WIDE else 1
+_values_1_4, _values_bf16_1_4 = (vectors.value_block(1, 4, is_bf16) for is_bf16 in (False, True))
+_values_1_1, _values_bf16_1_1 = (vectors.value_block(1, 1, is_bf16) for is_bf16 in (False, True))
+_values_2_2, _values_bf16_2_2 = (
+  vectors.value_block(2, 2, is_bf16, _AT_ONCE) for is_bf16 in (False, True)
+)
+_values_4_1, _values_bf16_4_1 = (
+  vectors.value_block(4, 1, is_bf16, _AT_ONCE) for is_bf16 in (False, True)
+)
 
 
 @jit
@@ -57,7 +60,7 @@ def _wide_chains(weights, width, rows, values, is_bf16, table, page_size, head_d
   while first + _LANES <= head_dim:
     left = (head_dim - first) // _LANES
     at, to = values + size * first, chains + 4 * first
-    if rows == 1 and left >= 4:
+    if _IS_WIDE and rows == 1 and left >= 4:
       if is_bf16:
         _values_bf16_1_4(
           weights, width, rows, at, head_dim, table, page_size, count, to, row, chain
@@ -65,7 +68,7 @@ def _wide_chains(weights, width, rows, values, is_bf16, table, page_size, head_d
       else:
         _values_1_4(weights, width, rows, at, head_dim, table, page_size, count, to, row, chain)
       first += 4 * _LANES
-    elif rows <= 2 and left >= 2:
+    elif left >= 2 and (rows == 2 or (_IS_WIDE and rows == 1)):
       if is_bf16:
         _values_bf16_2_2(
           weights, width, rows, at, head_dim, table, page_size, count, to, row, chain

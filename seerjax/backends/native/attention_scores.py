@@ -6,7 +6,7 @@ import math
 
 from numba import types
 
-from seerjax.backends.native import vectors
+from seerjax.backends.native import objects, vectors
 from seerjax.backends.native.numbers import f32, float_of_half, inlined, jit, read_row, round_row
 from seerjax.backends.native.pointers import floats, fma, halves, integers
 
@@ -14,6 +14,8 @@ from seerjax.backends.native.pointers import floats, fma, halves, integers
 BLOCK_ROWS = 4
 _LANES = vectors.LANES
 
+# Where registers hold no more, a block of several rows has one vector of positions.
+_IS_WIDE = objects.has_wide_vectors()
 _scores_1_4 = vectors.score_block(1, 4, False)
 _scores_2_4 = vectors.score_block(2, 4, False)
 _scores_4_4 = vectors.score_block(4, 4, False)
@@ -69,7 +71,7 @@ def scores_of(q, rows, keys, is_bf16, table, page_size, head_dim, count, scores,
   elements = page_size * head_dim
   last = (count - 1) // _LANES
   chunk = 0
-  while chunk + 3 <= last:
+  while chunk + 3 <= last and (_IS_WIDE or rows == 1):
     k0 = _slots_at(keys, size, table, page_size, elements, chunk)
     k1 = _slots_at(keys, size, table, page_size, elements, chunk + 1)
     k2 = _slots_at(keys, size, table, page_size, elements, chunk + 2)

@@ -77,12 +77,15 @@ class Handler:
       is this call's own.
     cost: jitted, `cost(arguments)`: how many multiply-adds all items are about, for a call whose
       items are shared out among up to `w` threads (`threads.number`); None for one thread.
+    is_staged: whether it is `work(arguments, results, team, worker)`, which every thread calls once
+      and which goes through stages (`threads.claim`). `count` is not called.
   """
 
   name: str
   count: Callable[[Any], Any]
   work: Any
   cost: Callable[[Any], Any] | None = None
+  is_staged: bool = False
 
   def __call__(
     self,
@@ -127,7 +130,10 @@ def _is_question(frame):
 def _compiled(handler: Handler) -> Any:
   """Returns the module of a handler, as `objects` takes it."""
   cost = handler.cost
-  python = _alone(handler) if cost is None else _shared(handler, cost)
+  if cost is None:
+    python = _alone(handler)
+  else:
+    python = _staged(handler, cost) if handler.is_staged else _shared(handler, cost)
   word = types.int64
   return front.module_of(front.jit(python), word(types.CPointer(word), word, word))
 
@@ -175,6 +181,37 @@ def _shared(handler: Handler, cost: Callable[[Any], Any]) -> Callable[..., Any]:
       end = last if team == 0 else threads.end_of(team, first)
       work(arguments, results, first, end, worker)
       first = last if team == 0 else threads.take(team)
+    restore_denormals(before)
+    if task != 0:
+      threads.finish(team, process)
+    else:
+      threads.leave(team)
+    return 0
+
+  return handler_entry
+
+
+def _staged(handler: Handler, cost: Callable[[Any], Any]) -> Callable[..., Any]:
+  """A handler whose threads go through its stages side by side; `task` is 0 as of `_shared`."""
+  work = handler.work
+
+  def handler_entry(data, task, process):
+    worker = types.int64(0)
+    if task != 0:
+      if _is_question(data):
+        return 0
+      arguments, results = words(data[9]), words(data[14])
+      threads_at_most = dimension(results, data[12] - 1, 0)
+      most = types.int64(1) << 62  # Pieces are worth their cost, however many items there are.
+      team = threads.ask(data, task, threads_at_most, most, cost(arguments), process)
+    else:
+      team = address_of(data)
+      worker = threads.join(team)
+      if worker == 0:
+        return 0
+      arguments, results = threads.arguments_of(team), threads.results_of(team)
+    before = flush_denormals()
+    work(arguments, results, team, worker)
     restore_denormals(before)
     if task != 0:
       threads.finish(team, process)

@@ -148,11 +148,23 @@ def rotate(head, cos, sin, features):
 @jit
 def product(arguments, operand, layer, slab, x, x_row, rows, out, is_added):
   """out[rows, b] (+)= x[rows, a] @ a slab f[a, b] of weights f[l, r, a, b]."""
-  k, columns = ffi.dimension(arguments, operand, 2), ffi.dimension(arguments, operand, 3)
+  columns = ffi.dimension(arguments, operand, 3)
+  product_of_columns(
+    arguments, operand, layer, slab, x, x_row, rows, ZERO, columns, out, columns, is_added
+  )
+
+
+@jit
+def product_of_columns(
+  arguments, operand, layer, slab, x, x_row, rows, first, columns, out, out_row, is_added
+):
+  """As `product`, of `columns` of the slab from `first` on; `out` has rows of `out_row` floats."""
+  k, width = ffi.dimension(arguments, operand, 2), ffi.dimension(arguments, operand, 3)
+  is_bf16 = ffi.is_bfloat16(arguments, operand)
+  weights = slab_of(arguments, operand, layer, slab) + (2 if is_bf16 else 4) * first
   products.product(
-    x, x_row, ONE, rows, slab_of(arguments, operand, layer, slab),
-    ffi.is_bfloat16(arguments, operand), columns, columns, k, out, columns, is_added,
-  )  # fmt: skip
+    x, x_row, ONE, rows, weights, is_bf16, width, columns, k, out, out_row, is_added
+  )
 
 
 # Places in the sizes, where they tell rows' adapters apart; behind them one for each row.
@@ -245,7 +257,18 @@ def scale_low(arguments, sizes, scalars, target, begin, rank, rows, low):
 @jit
 def add_low(arguments, sizes, operand, target, slab, begin, low, rows, out):
   """out[rows, b] goes on with low[rows, rank] @ a slab of B, each row's own."""
-  rank, columns = ffi.dimension(arguments, operand, 2), ffi.dimension(arguments, operand, 3)
+  columns = ffi.dimension(arguments, operand, 3)
+  add_low_to_columns(
+    arguments, sizes, operand, target, slab, begin, low, rows, ZERO, columns, out, columns
+  )
+
+
+@jit
+def add_low_to_columns(
+  arguments, sizes, operand, target, slab, begin, low, rows, first, columns, out, out_row
+):
+  """As `add_low`, of `columns` of the slab from `first` on; `out` has rows of `out_row` floats."""
+  rank, width = ffi.dimension(arguments, operand, 2), ffi.dimension(arguments, operand, 3)
   is_bf16 = ffi.is_bfloat16(arguments, operand)
   row = ZERO
   while row < rows:
@@ -255,8 +278,8 @@ def add_low(arguments, sizes, operand, target, slab, begin, low, rows, out):
       weights = slab_of(arguments, operand, adapter_slab(arguments, sizes, own), slab)
       k = rank_at(arguments, sizes, operand, target, own)
       products.product(
-        low + 4 * row * rank, rank, ONE, count, weights, is_bf16, columns, columns, k,
-        out + 4 * row * columns, columns, ONE,
+        low + 4 * row * rank, rank, ONE, count, weights + (2 if is_bf16 else 4) * first, is_bf16,
+        width, columns, k, out + 4 * row * out_row, out_row, ONE,
       )  # fmt: skip
     row += count
 
@@ -328,6 +351,15 @@ def mlp_inputs(arguments, begin, rows, x, scale, normed, low):
 
 
 @jit
+def gate(gates, ups, is_bf16, count, out):
+  """out = silu(gate) * up of `count` floats at addresses, rounded; `out` may be `gates`."""
+  x, y, to = floats(gates), floats(ups), floats(out)
+  for i in range(count):
+    to[i] = x[i] / (f32(1.0) + exp(-x[i])) * y[i]
+  round_row(out, is_bf16, count)
+
+
+@jit
 def mlp(arguments, slab, begin, rows, normed, low, inner, sums, lows):
   """A slab's part of the MLP, and of its last adapter's x @ A; `inner` is f32[rows, 2 i]."""
   is_bf16, layer = ffi.is_bfloat16(arguments, 0), ffi.integer(arguments, SIZES_AFTER, 1)
@@ -336,10 +368,7 @@ def mlp(arguments, slab, begin, rows, normed, low, inner, sums, lows):
   add_low(arguments, SIZES_AFTER, GATE_UP_B, ONE, slab, begin, low, rows, inner)
   for row in range(rows):
     at = inner + 8 * row * features
-    gate, up = floats(at), floats(at + 4 * features)
-    for i in range(features):
-      gate[i] = gate[i] / (f32(1.0) + exp(-gate[i])) * up[i]
-    round_row(at, is_bf16, features)
+    gate(at, at + 4 * features, is_bf16, features, at)
   product(arguments, DOWN, layer, slab, inner, 2 * features, rows, sums, ZERO)
   low_product(arguments, SIZES_AFTER, DOWN_A, slab, begin, inner, 2 * features, rows, lows)
 

@@ -23,7 +23,7 @@ import jax
 from seerjax import parallel
 from seerjax.array_typing import Array
 from seerjax.backends.adapters import RowAdapters
-from seerjax.backends.native import ffi, layers_gradient, norms, products
+from seerjax.backends.native import ffi, layers_few, layers_gradient, norms, products
 from seerjax.backends.native.layer_parts import (
   BIAS,
   COS,
@@ -318,9 +318,11 @@ def adapted_attention_inputs(
   rank = operands[QKV_A].shape[3]
   heads = slabs * (columns // (c * (group + 2)))
   of = lambda *shape: jax.ShapeDtypeStruct(shape, x.dtype)
+  results = of(n, heads, group, c), of(n, heads, c), of(n, heads, c)
+  if n <= layers_few.MOST_ROWS:
+    return layers_few.attention_inputs(results, operands)
   own = scratch((min(n, CHUNK_ROWS), d + columns + rank), (d + columns + 2 * c,))
-  results = (of(n, heads, group, c), of(n, heads, c), of(n, heads, c), own)
-  return _INPUTS(results, *operands)[:3]
+  return _INPUTS((*results, own), *operands)[:3]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -349,6 +351,8 @@ def adapted_after_attention(
   hidden = jax.ShapeDtypeStruct(x.shape, x.dtype)
   sums = WAITING * (d + max(out_rank, down_rank))
   mlp = d + rank + 2 * features
+  if stage.axis is None and n <= layers_few.MOST_ROWS:
+    return layers_few.after_attention(hidden, operands)
   if stage.axis is None:
     own = scratch((d,), (size, d + slabs * inputs + mlp + sums))
     return _AFTER((hidden, own), *operands)[0]

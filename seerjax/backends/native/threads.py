@@ -6,6 +6,9 @@ XLA calls is always one of the workers, and the others are tasks of the pool of 
 finds the call closed and leaves, so that a call waits only for those that have begun. What they
 share therefore outlives the call: the last thread that lets go of it gives it back.
 
+A call may also go through stages, each of which waits for the one before it: its pieces are claimed
+by number, and a thread that comes late finds them claimed and goes on to the present stage.
+
 Several programs may run at once, one a virtual device. Threads at work are counted over the whole
 process, and a call asks for no more than the processors that are left.
 """
@@ -38,7 +41,10 @@ _PIECES = np.int64(4)
 
 # Words of what the threads of a call share; those that are written have a cache line each.
 _NEXT, _JOINED, _FINISHED, _HELD, _RECORD = map(np.int64, (0, 8, 16, 24, 32))
-_ARGUMENTS, _RESULTS, _TOTAL, _PIECE, _PROCESS, _SIZE = map(np.int64, (40, 41, 42, 43, 44, 48))
+_ARGUMENTS, _RESULTS, _TOTAL, _PIECE, _PROCESS = map(np.int64, (40, 41, 42, 43, 44))
+# Of each stage the pieces that are claimed and those that are done, in a cache line.
+_STAGES, _STAGE_SIZE, STAGES = np.int64(48), np.int64(8), 5
+_SIZE = _STAGES + STAGES * _STAGE_SIZE
 # Added to the number of those that joined once no other thread may.
 _CLOSED = np.int64(1 << 32)
 # Words of XLA's list of functions.
@@ -191,6 +197,8 @@ def ask(frame, task, limit, total, cost, process):
   shared = words(team)
   shared[_NEXT], shared[_JOINED], shared[_FINISHED], shared[_HELD] = 0, 0, 0, 1 + helpers
   shared[_ARGUMENTS], shared[_RESULTS] = frame[9], frame[14]
+  for place in range(_STAGES, _SIZE):
+    shared[place] = 0
   shared[_TOTAL], shared[_PIECE] = total, (total + pieces - 1) // pieces
   shared[_PROCESS] = process
   functions, record = words(frame[2]), words(team + 8 * _RECORD)
@@ -233,6 +241,34 @@ def end_of(team, first):
 def last_of(team):
   """The number of items."""
   return words(team)[_TOTAL]
+
+
+@jit
+def claim(team, stage, before):
+  """The number of a stage's next piece; `before` is what this thread claimed last, or -1."""
+  if team == 0:
+    return before + 1
+  return _add(team + 8 * (_STAGES + stage * _STAGE_SIZE), np.int64(1))
+
+
+@jit
+def settle(team, stage):
+  """Says that a claimed piece is done, and what it wrote is there."""
+  if team != 0:
+    _add(team + 8 * (_STAGES + stage * _STAGE_SIZE + 1), np.int64(1))
+
+
+@jit
+def wait(team, stage, pieces):
+  """Returns when all pieces of a stage are done; they are claimed already."""
+  if team == 0:
+    return
+  looks = np.int64(0)
+  while _look(team + 8 * (_STAGES + stage * _STAGE_SIZE + 1)) < pieces:
+    looks += 1
+    _pause()
+    if looks > _LOOKS:  # The other may be waiting for this processor.
+      _sched_yield(looks)
 
 
 @jit

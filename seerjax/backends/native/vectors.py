@@ -283,8 +283,11 @@ def score_block(num_rows: int, num_vectors: int, is_bf16: bool) -> Any:
 CHAINS = 4
 
 
-def value_block(num_rows: int, num_vectors: int, is_bf16: bool) -> Any:
+def value_block(num_rows: int, num_vectors: int, is_bf16: bool, num_chains: int = CHAINS) -> Any:
   """Returns an intrinsic: chains[rows, 4, 16 * vectors] = weights[rows, x] @ values, x by mod 4.
+
+  `num_chains` of the four are computed together: fewer need fewer registers, and read each position
+  once as well.
 
   Its arguments are int64s: `weights, weights_row, rows` as of `product_block`; `values, value_row`,
   the address of the columns in page 0 and the features of a slot; `table`, the address of the
@@ -308,56 +311,58 @@ def value_block(num_rows: int, num_vectors: int, is_bf16: bool) -> Any:
       table = builder.inttoptr(table, _INT.as_pointer())
       starts = _row_starts(builder, num_rows, rows, (weights, weights_row), (chains, chains_row))
       weight_rows, chain_rows = starts
-      cells = [
-        (row, part, vector)
-        for row in range(num_rows)
-        for part in range(CHAINS)
-        for vector in range(num_vectors)
-      ]
       page_elements = builder.mul(page_size, value_row)
-      before, each_page, after = _loop(builder, "pages")
-      page = builder.phi(_WORD)
-      page.add_incoming(_word(0), before)
-      held = {cell: builder.phi(_VECTOR) for cell in cells}
-      next_page = builder.add(page, _word(1))
-      number = builder.sext(builder.load(_at(builder, table, page)), _WORD)
-      start = _at(builder, values, builder.mul(number, page_elements))
-      first = builder.mul(page, page_size)
-      left = builder.sub(count, first)
-      more = builder.icmp_signed(">", left, page_size)
-      slots = builder.select(more, page_size, left)
-      _, body, page_end = _loop(builder, "slots")
-      slot = builder.phi(_WORD)
-      slot.add_incoming(_word(0), each_page)
-      sums = {cell: builder.phi(_VECTOR) for cell in cells}
-      new = {}
-      for part in range(CHAINS):
-        offset = builder.mul(builder.add(slot, _word(part)), value_row)
-        columns = []
-        for vector in range(num_vectors):
-          place = builder.add(offset, _word(vector * LANES))
-          columns.append(_load(builder, _at(builder, start, place), is_bf16))
-        position = builder.add(builder.add(first, slot), _word(part))
-        for row in range(num_rows):
-          scalar = _splat(builder, builder.load(_at(builder, weight_rows[row], position)))
+      for begin in range(0, CHAINS, num_chains):
+        parts = range(begin, begin + num_chains)
+        cells = [
+          (row, part, vector)
+          for row in range(num_rows)
+          for part in parts
+          for vector in range(num_vectors)
+        ]
+        before, each_page, after = _loop(builder, "pages")
+        page = builder.phi(_WORD)
+        page.add_incoming(_word(0), before)
+        held = {cell: builder.phi(_VECTOR) for cell in cells}
+        next_page = builder.add(page, _word(1))
+        number = builder.sext(builder.load(_at(builder, table, page)), _WORD)
+        start = _at(builder, values, builder.mul(number, page_elements))
+        first = builder.mul(page, page_size)
+        left = builder.sub(count, first)
+        more = builder.icmp_signed(">", left, page_size)
+        slots = builder.select(more, page_size, left)
+        _, body, page_end = _loop(builder, "slots")
+        slot = builder.phi(_WORD)
+        slot.add_incoming(_word(0), each_page)
+        sums = {cell: builder.phi(_VECTOR) for cell in cells}
+        new = {}
+        for part in parts:
+          offset = builder.mul(builder.add(slot, _word(part)), value_row)
+          columns = []
           for vector in range(num_vectors):
-            cell = row, part, vector
-            new[cell] = _fma(builder, scalar, columns[vector], sums[cell])
-      for cell in cells:
-        held[cell].add_incoming(_ZERO, before)
-        held[cell].add_incoming(new[cell], page_end)
-        sums[cell].add_incoming(held[cell], each_page)
-        sums[cell].add_incoming(new[cell], body)
-      next_slot = builder.add(slot, _word(CHAINS))
-      slot.add_incoming(next_slot, body)
-      builder.cbranch(builder.icmp_signed("<", next_slot, slots), body, page_end)
-      builder.position_at_end(page_end)
-      page.add_incoming(next_page, page_end)
-      builder.cbranch(more, each_page, after)
-      builder.position_at_end(after)
-      for row, part, vector in cells:
-        place = builder.add(builder.mul(chain, _word(part)), _word(vector * LANES))
-        _store(builder, new[row, part, vector], _at(builder, chain_rows[row], place))
+            place = builder.add(offset, _word(vector * LANES))
+            columns.append(_load(builder, _at(builder, start, place), is_bf16))
+          position = builder.add(builder.add(first, slot), _word(part))
+          for row in range(num_rows):
+            scalar = _splat(builder, builder.load(_at(builder, weight_rows[row], position)))
+            for vector in range(num_vectors):
+              cell = row, part, vector
+              new[cell] = _fma(builder, scalar, columns[vector], sums[cell])
+        for cell in cells:
+          held[cell].add_incoming(_ZERO, before)
+          held[cell].add_incoming(new[cell], page_end)
+          sums[cell].add_incoming(held[cell], each_page)
+          sums[cell].add_incoming(new[cell], body)
+        next_slot = builder.add(slot, _word(CHAINS))
+        slot.add_incoming(next_slot, body)
+        builder.cbranch(builder.icmp_signed("<", next_slot, slots), body, page_end)
+        builder.position_at_end(page_end)
+        page.add_incoming(next_page, page_end)
+        builder.cbranch(more, each_page, after)
+        builder.position_at_end(after)
+        for row, part, vector in cells:
+          place = builder.add(builder.mul(chain, _word(part)), _word(vector * LANES))
+          _store(builder, new[row, part, vector], _at(builder, chain_rows[row], place))
       return context.get_dummy_value()
 
     return types.void(*[types.int64] * 11), codegen

@@ -14,7 +14,7 @@ import pytest
 import tiny_model
 
 from seerjax import numerics as numerics_lib, parallel
-from seerjax.backends.native import layers
+from seerjax.backends.native import layers, layers_few, threads
 from seerjax.backends.protocol import Stage
 from seerjax.backends.tiled import Tiled
 from seerjax.models import attention, lora, mlp, parameters
@@ -207,25 +207,32 @@ def test_rows_behind_the_last_leave_no_trace_in_a_gradient():
 
 
 @pytest.mark.thorough
+@pytest.mark.parametrize("least_cost", [threads.LEAST_COST, 1], ids=("alone", "threads"))
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_row_has_its_bits_among_any_others(dtype):
+def test_a_row_has_its_bits_among_any_others(dtype, least_cost):
+  """Few rows share out columns, and many are shared out themselves."""
   numerics = numerics_of(dtype, 2)
   weights = params_of(ADAPTED, numerics, lora.TARGETS)["layers"][0]
   inputs, outputs = stages_of(ADAPTED)
-  rows = rows_of(ADAPTED, numerics, 70)
+  most = layers_few.MOST_ROWS + 12
+  rows = rows_of(ADAPTED, numerics, most)
 
   def run(count):
-    first, second = jax.tree.map(lambda leaf: leaf[70 - count :], rows)
+    first, second = jax.tree.map(lambda leaf: leaf[most - count :], rows)
     found = (
       program(layers.attention_inputs, inputs)(weights, first, jnp.int32(count)),
       program(layers.after_attention, outputs)(weights, second, jnp.int32(count)),
     )
     return jax.tree.leaves(wide(found))
 
-  whole = run(70)
-  for count in (1, 3, 4, 7, 64):
-    for some, every in zip(run(count), whole, strict=True):
-      np.testing.assert_array_equal(some.view(np.int32), every[70 - count :].view(np.int32))
+  whole, before = run(most), threads.process[1]
+  threads.process[1] = least_cost
+  try:
+    for count in (1, 3, 4, 7, 64, layers_few.MOST_ROWS):
+      for some, every in zip(run(count), whole, strict=True):
+        np.testing.assert_array_equal(some.view(np.int32), every[most - count :].view(np.int32))
+  finally:
+    threads.process[1] = before
 
 
 @pytest.mark.thorough

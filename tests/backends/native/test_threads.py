@@ -78,6 +78,58 @@ def test_work_that_pays_is_shared_and_the_rest_stays_with_the_thread_that_is_cal
   assert threads.process[0] == 0
 
 
+@numbers.jit
+def _work_in_stages(arguments, results, team, worker):
+  """Each item of a stage is the sum of all items of the stage before, and a chain."""
+  items, turns = ffi.dimension(arguments, 0, 0), ffi.integer(arguments, 1, 1)
+  before, who = ffi.address(arguments, 0), pointers.integers(ffi.address(results, 1))
+  for stage in range(threads.STAGES):
+    given = pointers.floats(before)
+    before = ffi.address(results, 0) + 4 * stage * items
+    out = pointers.floats(before)
+    item = threads.claim(team, stage, np.int64(-1))
+    while item < items:
+      total = numbers.f32(item)
+      for place in range(items):
+        total += given[place]
+      for _ in range(turns):
+        total = pointers.fma(total, numbers.f32(0.5), numbers.f32(1.0))
+      out[item] = total
+      who[stage * items + item] = worker
+      threads.settle(team, stage)
+      item = threads.claim(team, stage, item)
+    threads.wait(team, stage, items)
+
+
+_STAGES = ffi.Handler("seerjax_test_stages", _count, _work_in_stages, _cost, is_staged=True)
+
+
+def stages(x, num_threads, cost, turns):
+  shapes = [
+    jax.ShapeDtypeStruct((threads.STAGES, *x.shape), jnp.float32),
+    jax.ShapeDtypeStruct((threads.STAGES, *x.shape), jnp.int32),
+    jax.ShapeDtypeStruct((num_threads, 0), jnp.float32),
+  ]
+  run = jax.jit(lambda *operands: _STAGES(shapes, *operands)[:2])
+  return [np.asarray(part) for part in run(x, np.array([cost, turns], np.int32))]
+
+
+def test_a_stage_reads_what_all_threads_wrote_in_the_one_before():
+  x = np.linspace(0.1, 0.9, 64, dtype=np.float32)
+  alone, who = stages(x, 1, 0, 10)
+  assert not who.any()
+  shared = 0
+  for turns in [10] * 50 + [100_000] * 20:  # On a busy machine the others come late.
+    found, who = stages(x, 4, 100 * threads.LEAST_COST, turns)
+    np.testing.assert_array_equal(found, alone if turns == 10 else found)
+    shared += who.any()
+    if turns > 10 and who.any():
+      np.testing.assert_array_equal(found, stages(x, 1, 0, turns)[0])
+      break
+  assert shared
+  assert threads.process[0] == 0
+
+
 def test_a_call_leaves_processors_to_others_at_work():
   x = np.linspace(0.1, 0.9, 64, dtype=np.float32)
   threads.process[0] += 3
