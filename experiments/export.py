@@ -153,11 +153,14 @@ def main(argv: list[str]) -> None:
     if not args.out:
       raise ValueError("--out: got no path, expected a directory or GGUF file to make; name one.")
     target = Target(pathlib.Path(args.out), args.dtype, args.gguf, args.gguf_pre, args.overwrite)
-    if args.adapter and (args.gguf or args.model):
-      raise ValueError(
-        "--adapter: got --gguf or --model beside it, expected a run's adapters as PEFT reads them;"
-        " leave one out."
-      )
+    for flag, is_beside, other in (
+      ("--adapter", args.adapter and args.gguf, "--gguf"),
+      ("--adapter", args.adapter and args.model, "--model"),
+      ("--step", args.step is not None and args.model, "--model"),
+      ("--gguf_pre", args.gguf_pre and not args.gguf, "no --gguf"),
+    ):
+      if is_beside:
+        raise ValueError(f"{flag}: got it with {other}, where it means nothing; leave one out.")
     if args.model:
       what, written = args.model, export_model(args.model, target)
     else:
