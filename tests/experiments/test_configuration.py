@@ -173,7 +173,7 @@ def test_words_that_belong_to_no_flag_are_refused():
     command_line.check_arguments(["/experiments/grpo.py", "seed", "3"])
 
 
-@pytest.mark.parametrize("kind", [ValueError, OSError, ImportError, NotImplementedError])
+@pytest.mark.parametrize("kind", [ValueError, FileNotFoundError, ImportError, NotImplementedError])
 def test_a_refusal_is_its_message_alone(kind, capsys):
   with pytest.raises(SystemExit) as stopped, command_line.refusals():
     raise kind("--part: got e, expected a; correct it.")
@@ -221,7 +221,7 @@ REFUSED = [
     for case in (
       ("grpo", ["seed=3"], "grpo: got ['seed=3'], expected flags alone; write --name=value."),
       ("export", [], "--out: got no path, expected a directory or GGUF file to make; name one."),
-      ("export", ["--out=x.gguf", "--model=nano", "--gguf_pre=qwen2"], "--gguf_pre: got it with no"),
+      ("export", ["--out=x", "--model=nano", "--gguf_pre=qwen2"], "--gguf_pre: got it with no"),
       ("export", ["--out=x", "--model=nano", "--step=3"], "--step: got it with --model, where it"),
       ("export", ["--out=x", "--adapter", "--gguf=F32"], "--adapter: got it with --gguf, where it"),
       ("invariance", ["--part=c", "--model=/nowhere"], "resolve: got '/nowhere', which is no dir"),
