@@ -296,6 +296,6 @@ def _bounds(
     return
   low, high = -start / slope, (1 - start) / slope
   for digits in (2, 4, 7):
-    bounds = tuple(float(f"{value:.{digits}g}") for value in (low, high))
-    if 0 < bounds[0] < bounds[1]:
-      yield bounds
+    first, last = (float(f"{value:.{digits}g}") for value in (low, high))
+    if 0 < first < last:
+      yield first, last

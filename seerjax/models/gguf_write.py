@@ -6,6 +6,7 @@ params -- Hugging Face's tensors -- names and rows of GGUF -- rounded to a kind 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+import contextlib
 import math
 import os
 import pathlib
@@ -126,17 +127,16 @@ def save(
   huggingface.require_space(path.parent, sum(tensor.size for tensor in written) + 2**25)
   partial = path.with_name(f".{path.name}.partial.{os.getpid()}")
   try:
-    writer = gguf.GGUFWriter(partial, values["general.architecture"])
-    _add_values(writer, values)
-    for tensor in written:
-      number = gguf.GGMLQuantizationType[tensor.kind]
-      writer.add_tensor_info(tensor.name, tensor.shape, np.float32, tensor.size, number)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_ti_data_to_file()
-    for tensor, data in zip(written, _data(params, plan, config, factors), strict=True):
-      writer.write_tensor_data(_rounded(tensor, data, gguf))
-    writer.close()
+    with contextlib.closing(gguf.GGUFWriter(partial, values["general.architecture"])) as writer:
+      _add_values(writer, values)
+      for tensor in written:
+        number = gguf.GGMLQuantizationType[tensor.kind]
+        writer.add_tensor_info(tensor.name, tensor.shape, np.float32, tensor.size, number)
+      writer.write_header_to_file()
+      writer.write_kv_data_to_file()
+      writer.write_ti_data_to_file()
+      for tensor, data in zip(written, _data(params, plan, config, factors), strict=True):
+        writer.write_tensor_data(_rounded(tensor, data, gguf))
     huggingface.flush(partial)
     partial.replace(path)
   finally:
