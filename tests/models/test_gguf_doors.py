@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import pathlib
 import subprocess
@@ -25,6 +26,7 @@ from seerjax.models import (
   parameters,
   tokenizer as tokenizer_lib,
 )
+from seerjax.rollout import groups
 from seerjax.run import command_line, placement, policy as policy_lib, presets
 from seerjax.serve import __main__ as serve
 from seerjax.speculation import draft_loading
@@ -90,7 +92,10 @@ def test_every_door_refuses_what_is_not_read_by_file_and_field(door, unread):
 
 
 def test_a_run_of_a_file_says_its_memory_before_weights_are_read(file, capsys):
-  config = presets.named_model()
+  config = dataclasses.replace(
+    presets.named_model(), rollout=groups.RolloutConfig(max_tokens=32),
+    engine=engine_lib.EngineConfig(max_context=96),
+  )  # fmt: skip
   grpo.say_memory(config, str(file))
   assert "MiB" in capsys.readouterr().out
 

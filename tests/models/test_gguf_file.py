@@ -619,7 +619,7 @@ HEAD = SMALL.index(b"output_norm.weight") + 60  # Behind the last record.
 
 
 @hypothesis.given(st.lists(st.tuples(st.integers(0, HEAD), st.integers(0, 255)), max_size=4))
-@hypothesis.settings(deadline=5000, max_examples=60)
+@hypothesis.settings(deadline=5000, max_examples=40)
 def test_any_bytes_in_the_head_are_read_or_refused_by_the_file(tmp_path_factory, changes):
   check(tmp_path_factory, changes, None)
 
