@@ -31,32 +31,6 @@ from seerjax.engine import runner as runner_lib
 BLOCKS = 26  # Models of the long run.
 # Beyond the long run's numbers.
 FRESH, ENVIRONMENT, TWINS = ((BLOCKS + place) * OF_A_MODEL for place in range(3))
-EVENTS = (
-  "chunks",
-  "paused",
-  "preempted",
-  "spilled",
-  "came from the host",
-  "came from the disk",
-  "files damaged",
-  "damage noticed",
-  "killed",
-  "resumed in the middle",
-  "drafted tokens",
-  "accepted tokens",
-  "greedy",
-  "filtered",
-  "biased",
-  "grammars",
-  "penalised",
-)
-OF_DRAFTS = ("drafted tokens", "accepted tokens")
-
-
-def expected_of(cases: list[drawn_models.Case], expected: tuple[str, ...]) -> list[str]:
-  """The events that these cases have to meet: steps of a few rows have no room for drafts."""
-  has_room = any(case.machine.sizes.row_buckets[-1] > 4 for case in cases)
-  return [event for event in expected if has_room or event not in OF_DRAFTS]
 
 
 @pytest.mark.few(1)
@@ -68,7 +42,7 @@ def test_no_model_of_this_session_changes_a_bit(implementation, seed, tell_event
   cases = [drawn_models.draw(seed, FRESH + place) for place in range(OF_A_MACHINE)]
   for case in cases:
     model_cases.run_case(drawn_models.implemented(case, implementation), events, trains=False)
-  expected = expected_of(cases, ("chunks", "spilled", "drafted tokens", "comparisons"))
+  expected = model_cases.expected_of(cases, ("chunks", "spilled", "drafted tokens", "comparisons"))
   tell_events(f"a fresh model, {implementation}", events, expected)
 
 
@@ -82,7 +56,8 @@ def test_no_model_of_three_hundred_cases_changes_a_bit(block, implementation, se
   for case in cases:
     model_cases.run_case(drawn_models.implemented(case, implementation), events)
   assert events["cases"] == OF_A_MODEL
-  tell_events(f"block {block}, {implementation}", events, expected_of(cases, EVENTS))
+  expected = model_cases.expected_of(cases, model_cases.EVENTS)
+  tell_events(f"block {block}, {implementation}", events, expected)
 
 
 @pytest.mark.long
@@ -150,26 +125,14 @@ class ReadsTheBucket(runner_lib.Runner):
     return self._by_tile[tile].step(params, pages, inputs, key)
 
 
-def _is_noticed(cases, **others) -> bool:
-  """Whether some case of them differs."""
-  for case in cases:
-    try:
-      model_cases.run_case(case, collections.Counter(), trains=False, **others)
-    except AssertionError as error:
-      if "requests differ" not in str(error):
-        raise
-      return True
-  return False
-
-
 @pytest.mark.long
 def test_a_bucket_that_is_read_as_a_tile_is_noticed(seed):
   numbers = range(TWINS, TWINS + 2 * OF_A_MODEL, OF_A_MACHINE)
-  assert _is_noticed((drawn_models.draw(seed, n) for n in numbers), kind=ReadsTheBucket)
+  assert model_cases.is_noticed((drawn_models.draw(seed, n) for n in numbers), kind=ReadsTheBucket)
 
 
 @pytest.mark.long
 def test_the_untiled_path_is_noticed(seed):
   numbers = range(TWINS, TWINS + 2 * OF_A_MODEL, OF_A_MACHINE)
   cases = (drawn_models.draw(seed, n) for n in numbers)
-  assert _is_noticed(drawn_models.implemented(case, "untiled") for case in cases)
+  assert model_cases.is_noticed(drawn_models.implemented(case, "untiled") for case in cases)

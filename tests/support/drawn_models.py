@@ -5,7 +5,8 @@
     number 0           requests, tiers, drafts and a schedule of its own
 
 So what takes long to compile serves several cases: the reference and the trainer `OF_A_MODEL`, an
-engine's programs `OF_A_MACHINE`.
+engine's programs `OF_A_MACHINE`. With a pretrained model (`pretrained`, `draw_of`) all cases are of
+that model, and prompts are texts.
 """
 
 from __future__ import annotations
@@ -22,8 +23,17 @@ from seerjax import numerics as numerics_lib, parallel
 from seerjax.engine import engine as engine_lib, runner as runner_lib
 from seerjax.engine.engine import EngineConfig
 from seerjax.engine.kv import page_moves
-from seerjax.models import config as model_config, huggingface_config, loading, lora, parameters
+from seerjax.models import (
+  config as model_config,
+  huggingface,
+  huggingface_config,
+  loading,
+  lora,
+  parameters,
+  tokenizer as tokenizer_lib,
+)
 from seerjax.ops import rotary
+from seerjax.tasks import word_problems
 from seerjax.types import Completion, Request, SamplingParams
 
 OF_A_MODEL, OF_A_MACHINE = 12, 6  # Cases.
@@ -44,6 +54,7 @@ class Model:
     train_rows: rows of a micro-batch, in row tiles.
     train_page_size: positions of one page of the trainer.
     train_instances: instances of the trainer's mesh.
+    directory: of pretrained weights, which take the place of drawn ones; "" has none.
   """
 
   config: model_config.TransformerConfig
@@ -56,6 +67,7 @@ class Model:
   train_rows: int
   train_page_size: int
   train_instances: int
+  directory: str = ""
 
   def __str__(self) -> str:
     c, n = self.config, self.numerics
@@ -65,7 +77,8 @@ class Model:
       f"{huggingface_config.family_of(c)} of vocabulary {c.vocab_size}, hidden {c.hidden_size}, MLP"
       f" {c.intermediate_size}, {c.num_layers} layer(s), {c.num_heads}/{c.num_kv_heads} heads of"
       f" {c.head_dim}{scaling}, {'tied' if c.is_tied else 'with a head'}, deviation"
-      f" {self.deviation}, weights {self.weights_seed}{adapter}; {n.compute_dtype}, tiles"
+      f" {self.deviation}, weights {self.directory or self.weights_seed}{adapter};"
+      f" {n.implementation} {n.compute_dtype}, tiles"
       f" {n.row_tile} {n.query_tile} {n.slot_tile}, split {n.kv_split}, {n.reduction_shards}"
       f" slab(s); trainer of {self.train_rows} rows, pages of {self.train_page_size},"
       f" {self.train_instances} instance(s)"
@@ -111,6 +124,7 @@ class Case:
     chunk_tokens: of a chunk; 0 answers to the end.
     right: share of drafted tokens that are right; negative drafts nothing.
     rates: how likely each kind of disturbance is in a step.
+    suffix_paths: most paths of a draft from the group's texts; 0 drafts from the known answers.
   """
 
   seed: int
@@ -123,6 +137,7 @@ class Case:
   chunk_tokens: int
   right: float
   rates: dict[str, float]
+  suffix_paths: int = 0
 
   @property
   def model(self) -> Model:
@@ -133,6 +148,8 @@ class Case:
     tier = f"{self.host_pages} host pages{' and a disk' if self.has_disk else ''}"
     rates = ", ".join(f"{name} {rate:g}" for name, rate in self.rates.items() if rate)
     drafts = f"drafts {self.right:g} right" if self.right >= 0 else "no drafts"
+    if self.suffix_paths:
+      drafts = f"suffix drafts of {self.suffix_paths} path(s)"
     return (
       f"case {self.number} of seed {self.seed}: {self.machine}, {self.groups} groups of"
       f" {self.group_size}, chunks of {self.chunk_tokens}, {drafts}, {tier},"
@@ -235,10 +252,11 @@ def draw_machine(rng: np.random.Generator, model: Model) -> Machine:
   )
 
 
-def draw(seed: int, number: int) -> Case:
-  """Returns the case of a number."""
-  model = draw_model(np.random.default_rng((seed, number // OF_A_MODEL, 0)))
-  machine = draw_machine(np.random.default_rng((seed, number // OF_A_MACHINE, 1)), model)
+def draw(seed: int, number: int, machine: Machine | None = None) -> Case:
+  """Returns the case of a number, on a machine of its own or on one that is given."""
+  if machine is None:
+    model = draw_model(np.random.default_rng((seed, number // OF_A_MODEL, 0)))
+    machine = draw_machine(np.random.default_rng((seed, number // OF_A_MACHINE, 1)), model)
   rng = np.random.default_rng((seed, number, 2))
   # What a case is about, besides what else it draws: the tiers, kills, drafts, or anything.
   about = number % OF_A_MACHINE % 4
@@ -280,6 +298,57 @@ def draw(seed: int, number: int) -> Case:
   return drawn
 
 
+def pretrained(
+  directory: str, compute_dtype: str, implementation: numerics_lib.Implementation = "native"
+) -> Model:
+  """Returns a pretrained model with the numerics that it has by default, but for two fields."""
+  config = huggingface.load_config(directory)
+  asked = numerics_lib.NumericsConfig(
+    compute_dtype=compute_dtype, implementation=implementation, reduction_shards=0
+  )
+  numerics = model_config.numerics_for(config, asked)
+  return Model(
+    config=config,
+    numerics=numerics,
+    weights_seed=0,
+    deviation=0.0,
+    rank=0,
+    alpha=1.0,
+    targets=lora.TARGETS,
+    train_rows=-(-2 * MAX_TOKENS // numerics.row_tile) * numerics.row_tile,
+    train_page_size=min(numerics.kv_split, 16),
+    train_instances=1,
+    directory=directory,
+  )
+
+
+def draw_of(model: Model, seed: int, number: int) -> Case:
+  """Returns the case of a number of a pretrained model, whose steps are dear: few of them.
+
+  Every other machine has two instances. Two of three cases that draft do so from the texts of a
+  group.
+  """
+  rng = np.random.default_rng((seed, number // OF_A_MACHINE, 1))
+  page_size = _pick(rng, 8, 16, 32)
+  sizes = EngineConfig(
+    page_size=page_size,
+    num_pages=1 + int(-(-MAX_TOKENS // page_size) * _pick(rng, 1.0, 1.5, 3.0)),
+    max_sequences=int(rng.integers(2, 7)),
+    max_context=_pick(rng, MAX_TOKENS, 80),
+    row_buckets=_pick(rng, (8,), (15,), (6, 32), (64,)),
+    reuse_prefixes=rng.random() < 0.8,
+  )
+  mesh = (1 + number // OF_A_MACHINE % 2, 1)
+  case = draw(seed, number, Machine(model=model, sizes=sizes, mesh=mesh))
+  rng = case.rng(4)
+  return dataclasses.replace(
+    case,
+    rates=case.rates | dict(resume=max(0.6, case.rates["resume"])),
+    chunk_tokens=2 * case.chunk_tokens,
+    suffix_paths=_pick(rng, 0, 1, 3) if case.right >= 0 else 0,
+  )
+
+
 def implemented(case: Case, implementation: numerics_lib.Implementation) -> Case:
   """Returns the case with another implementation in the place of tiles."""
   model = case.model
@@ -294,23 +363,42 @@ def _room(sizes: EngineConfig) -> int:
   return sum(page_moves.bucket_for(len(part)) for part in pages)
 
 
+@functools.lru_cache(maxsize=4)
+def _tokenizer(directory: str) -> tokenizer_lib.Tokenizer:
+  return tokenizer_lib.load(directory)
+
+
+def _text_tokens(rng: np.random.Generator, directory: str) -> list[int]:
+  """Returns the tokens of a word problem."""
+  problem = word_problems.WordProblems().problem("train", int(rng.integers(1000)))
+  return _tokenizer(directory).encode(problem.question)
+
+
 def requests_of(case: Case) -> list[Request]:
-  """Returns groups that ask alike, each member with sampling of its own; some start alike."""
+  """Returns groups that ask alike, each member with sampling of its own; some start alike.
+
+  Where texts draft, members of a group are asked the same with one seed, so that drafts hold.
+  """
   rng, vocab_size = case.rng(1), case.model.config.vocab_size
   start = tuple(rng.integers(0, vocab_size, 12).tolist())
   found = []
   for group in range(case.groups):
     length = int(rng.integers(1, MAX_PROMPT + 1))
     prompt = tuple(rng.integers(0, vocab_size, length).tolist())
+    if case.model.directory:
+      prompt = tuple(_text_tokens(rng, case.model.directory)[:length])
     if rng.random() < 0.5:
       prompt = (start + prompt)[:MAX_PROMPT]
     for member in range(case.group_size):
+      drawn = draw_sampling(rng, vocab_size), int(rng.integers(2**32))
+      if case.suffix_paths and member:
+        drawn = found[-1].sampling, found[-1].seed
       found.append(
         Request(
           request_id=f"{group}/{member}",
           prompt=prompt,
-          sampling=draw_sampling(rng, vocab_size),
-          seed=int(rng.integers(2**32)),
+          sampling=drawn[0],
+          seed=drawn[1],
           group_id=f"group {group}" if case.group_size > 1 else "",
         )
       )
@@ -351,6 +439,8 @@ def draw_sampling(rng: np.random.Generator, vocab_size: int) -> SamplingParams:
 @functools.lru_cache(maxsize=4)
 def params_of(model: Model) -> parameters.Params:
   """Returns weights in the compute dtype, an adapter with a B that is not zero beside them."""
+  if model.directory:
+    return loading.load_model(model.directory, model.numerics).params
   rng = np.random.default_rng(model.weights_seed)
 
   def leaf(path, shape):
