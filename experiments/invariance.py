@@ -16,7 +16,7 @@ Source: He et al. 2025, Defeating Nondeterminism in LLM Inference (Thinking Mach
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 import dataclasses
 import json
 import math
@@ -206,13 +206,8 @@ def random_batches(
   name: str,
   say: Say,
 ) -> list[Completion]:
-  """Returns the one prompt's completions, each sampled while random others were running.
-
-  An engine, the number of probes, the others' prompts, lengths and parameters, and the steps at
-  which everything arrives are drawn anew for each batch.
-  """
+  """Returns the one prompt's completions, each sampled while random others were running."""
   policy = policy_lib.load_policy(config.model, numerics)
-  rng = np.random.default_rng(config.seed)
   engines = [
     engine_of(
       config,
@@ -224,25 +219,51 @@ def random_batches(
     )
     for most, buckets in ENGINES
   ]
+  asked = lambda name: probe(config, policy, prompt, temperature=temperature, name=name)
+  rng = np.random.default_rng(config.seed)
+  return in_company(asked, engines, config.completions, rng=rng, name=name, say=say)
+
+
+def in_company(
+  asked: Callable[[str], Request],
+  engines: Sequence[engine_lib.Engine],
+  count: int,
+  *,
+  rng: np.random.Generator,
+  name: str,
+  say: Say,
+) -> list[Completion]:
+  """Returns `count` completions of one request, each sampled while random others were running.
+
+  An engine, the number of probes, the others' prompts, lengths and parameters, and the steps at
+  which everything arrives are drawn anew for each batch.
+
+  Args:
+    asked: makes the request of a name; only the name differs.
+    engines: to choose from, with a tokenizer; nothing may run in them.
+    count: of completions.
+    rng: draws the batches.
+    name: of the path, for people.
+    say: takes a line at least every ten seconds or batch.
+  """
+  first, tokenizer = asked("probe"), engines[0].tokenizer
+  assert tokenizer is not None
   completions: list[Completion] = []
   batch, told = 0, time.monotonic()
-  while len(completions) < config.completions:
+  while len(completions) < count:
     engine = engines[int(rng.integers(len(engines)))]
     most = engine.config.max_sequences
     num_probes = int(rng.integers(1, most + 1))
-    num_probes = min(num_probes, config.completions - len(completions))
+    num_probes = min(num_probes, count - len(completions))
     num_others = int(rng.integers(0, most - num_probes + 1))
-    requests = [
-      probe(config, policy, prompt, temperature=temperature, name=f"probe/{batch}/{i}")
-      for i in range(num_probes)
-    ]
+    requests = [asked(f"probe/{batch}/{i}") for i in range(num_probes)]
     for i in range(num_others):
-      length = int(rng.integers(1, len(prompt) + 1))
+      length = int(rng.integers(1, len(first.prompt) + 1))
       other = SamplingParams(
         temperature=float(rng.choice([0.0, 0.7, 1.0])),
-        max_tokens=int(rng.integers(1, config.max_tokens + 1)),
+        max_tokens=int(rng.integers(1, first.sampling.max_tokens + 1)),
       )
-      tokens = tuple(int(t) for t in rng.integers(0, policy.require_tokenizer().vocab_size, length))
+      tokens = tuple(int(t) for t in rng.integers(0, tokenizer.vocab_size, length))
       requests.append(
         Request(request_id=f"other/{batch}/{i}", prompt=tokens, sampling=other, seed=i)
       )
@@ -252,11 +273,14 @@ def random_batches(
         if order:
           engine.submit(order.pop())
       engine.step()
+      if time.monotonic() - told > 10:
+        told = time.monotonic()
+        say(
+          f"  {name}: {len(completions)} of {count} completions, {batch} batches and"
+          f" {engine.num_unfinished} running"
+        )
     completions += [c for c in engine.poll() if c.request_id.startswith("probe/")]
     batch += 1
-    if time.monotonic() - told > 10:
-      told = time.monotonic()
-      say(f"  {name}: {len(completions)} of {config.completions} completions, {batch} batches")
   return completions
 
 

@@ -14,8 +14,9 @@ case ${1:-} in
 usage: bash launch/peers.sh
 
 Adds llama.cpp to .venv, and makes .venv-3.11 with transformers on a CPU build of torch where this
-machine has Python 3.11, with what its server needs. experiments.engine_throughput,
-experiments.decode_speed and experiments.serving find both.
+machine has Python 3.11, with what its server needs and with TRL. experiments.engine_throughput,
+experiments.decode_speed and experiments.serving find both; experiments.real_invariance and
+experiments.real_step take --python=.venv-3.11/bin/python.
 EOF
     exit 0
     ;;
@@ -29,7 +30,7 @@ environment "$ROOT/.venv" "${found#* }" \
 if found=$(find_python 3.11); then
   environment "$ROOT/.venv-3.11" "${found#* }" \
     "$ROOT/launch/locks/runtime-3.11.txt" "$ROOT/launch/locks/parity-3.11.txt" \
-    "$ROOT/launch/locks/transformers-serve-3.11.txt" ||
+    "$ROOT/launch/locks/transformers-serve-3.11.txt" "$ROOT/launch/locks/trl-3.11.txt" ||
     say "transformers is left out: no CPU build of torch could be installed"
 else
   say "transformers is left out: a CPU build of torch is locked for Python 3.11 alone"

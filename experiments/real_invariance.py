@@ -1,0 +1,403 @@
+"""Does a batch change what a pretrained model answers? One question in company, on real weights.
+
+Claim: natively every completion of "Tell me about Richard Feynman" that arrives among random other
+requests is one text and one pattern of bits, greedy or sampled, in float32 and bfloat16; plain XLA
+(untiled) in bfloat16 answers with several texts. `transformers` and llama.cpp's server are asked
+beside them.
+Command: bash launch/local.sh experiments.real_invariance --model=models/smollm2-135m-instruct \
+           --workdir=runs/real_invariance
+  one path:       --paths=native,untiled --dtypes=bfloat16 --temperatures=0
+  a quick look:   --completions=20 --max_tokens=100
+  the peers:      --paths=transformers --python=.venv-3.11/bin/python (see launch/peers.sh)
+                  --paths=llama.cpp --gguf=FILE
+  carry on after a kill: the same command; a finished cell is not run again
+Hardware: 2 CPU cores. Numbers: docs/results/real/invariance.md
+
+A cell is `BLOCK` completions of one path, dtype, temperature and seed; its batches are drawn by its
+number alone. The table compares all completions of a path, dtype and temperature that were asked
+with the same seed.
+
+Source: He et al. 2025, Defeating Nondeterminism in LLM Inference (Thinking Machines).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+import dataclasses
+import functools
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import time
+from typing import Any, NamedTuple
+
+from absl import app, flags, logging
+import numpy as np
+
+from experiments import cells as cells_lib, invariance
+from seerjax import generate, numerics as numerics_lib
+from seerjax.engine import engine as engine_lib
+from seerjax.run import command_line, policy as policy_lib
+from seerjax.types import Completion
+
+OURS = ("native", "untiled")
+PEERS = ("transformers", "llama.cpp")
+DTYPES = ("bfloat16", "float32")
+BLOCK = 20  # Completions of a cell.
+SEEDS = 5  # Of sampled completions, asked in turn.
+# (most sequences, row buckets), one drawn for each batch: quiet company and a crowd.
+ENGINES = ((4, (1, 4, 64)), (16, (1, 4, 16, 64)))
+ROOT = pathlib.Path(__file__).parents[1]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+  """What all cells have in common.
+
+  Attributes:
+    model: a Hugging Face directory, or another name of a model.
+    prompt: the one question.
+    max_tokens: longest completion.
+  """
+
+  model: str
+  prompt: str = invariance.FEYNMAN
+  max_tokens: int = 300
+
+
+class Cell(NamedTuple):
+  """Completions that are asked together.
+
+  Attributes:
+    path: one of `OURS` or `PEERS`.
+    dtype: of weights and activations.
+    temperature: 0 is greedy.
+    seed: of the question.
+    block: which of the blocks with these; draws the company.
+  """
+
+  path: str
+  dtype: str
+  temperature: float
+  seed: int
+  block: int
+
+
+class Peers(NamedTuple):
+  """Where the peers are.
+
+  Attributes:
+    python: that has `transformers`.
+    gguf: a file with the model's weights, for llama.cpp.
+  """
+
+  python: str = ""
+  gguf: str = ""
+
+
+def cells_of(
+  paths: Sequence[str], dtypes: Sequence[str], temperatures: Sequence[float], completions: int
+) -> list[Cell]:
+  """Returns the cells of a table, block by block, so that all paths grow together."""
+  found = []
+  for block in range(-(-completions // BLOCK)):
+    for temperature in temperatures:
+      seed = block % SEEDS if temperature else 0
+      of_seed = block // SEEDS if temperature else block
+      found += [Cell(path, dtype, temperature, seed, of_seed) for dtype in dtypes for path in paths]
+  return found
+
+
+@functools.cache
+def _engines(
+  settings: Settings, path: str, dtype: str
+) -> tuple[policy_lib.Policy, list[engine_lib.Engine]]:
+  """Returns the policy and the engines of one of our paths, which its cells share."""
+  asked = numerics_lib.NumericsConfig(
+    implementation="untiled" if path == "untiled" else "native",
+    compute_dtype=dtype,
+    reduction_shards=0,
+  )
+  policy, numerics = generate.load(settings.model, asked)
+  config = invariance.InvarianceConfig(model=settings.model, max_tokens=settings.max_tokens)
+  length = len(generate.prompt_tokens(policy, settings.prompt))
+  engines = [
+    invariance.engine_of(
+      config,
+      policy,
+      numerics,
+      max_sequences=most,
+      max_context=length + settings.max_tokens,
+      row_buckets=buckets,
+    )
+    for most, buckets in ENGINES
+  ]
+  return policy, engines
+
+
+def ours(settings: Settings, cell: Cell, say: invariance.Say) -> list[Completion]:
+  """Returns the completions of a cell of one of our paths."""
+  policy, engines = _engines(settings, cell.path, cell.dtype)
+  config = invariance.InvarianceConfig(
+    model=settings.model, max_tokens=settings.max_tokens, seed=cell.seed
+  )
+  prompt = generate.prompt_tokens(policy, settings.prompt)
+
+  def asked(name: str):
+    return invariance.probe(config, policy, prompt, temperature=cell.temperature, name=name)
+
+  return invariance.in_company(
+    asked, engines, BLOCK, rng=rng_of(cell), name=f"{cell.path} {cell.dtype}", say=say
+  )
+
+
+def rng_of(cell: Cell) -> np.random.Generator:
+  """Returns what draws a cell's company: the same on every path."""
+  return np.random.default_rng((cell.seed, cell.block, int(1000 * cell.temperature)))
+
+
+def of_peer(settings: Settings, cell: Cell, peers: Peers) -> list[Completion]:
+  """Returns the completions of a peer, which runs in a process of its own.
+
+  Raises:
+    ValueError: if it is not said where the peer is.
+    RuntimeError: with the end of what it printed, if it fails.
+  """
+  needed, flag = (peers.python, "python") if cell.path == "transformers" else (peers.gguf, "gguf")
+  if not needed:
+    raise ValueError(
+      f"--{flag}: got none with --paths={cell.path}, expected where it is; see launch/peers.sh."
+    )
+  policy, _ = generate.load(settings.model)
+  rng = rng_of(cell)
+  question = list(generate.prompt_tokens(policy, settings.prompt))
+  request = dict(
+    path=cell.path,
+    model=settings.model if cell.path == "transformers" else peers.gguf,
+    dtype=cell.dtype,
+    prompt=question,
+    eos_ids=list(policy.require_tokenizer().eos_ids),
+    max_tokens=settings.max_tokens,
+    temperature=cell.temperature,
+    seed=cell.seed,
+    # Batches of up to 8: which of them are the question, and what the others ask.
+    batches=peer_batches(rng, question, policy.require_tokenizer().vocab_size),
+  )
+  python = peers.python if cell.path == "transformers" else sys.executable
+  done = subprocess.run(
+    [python, "-P", str(ROOT / "experiments" / "invariance_peers.py")],
+    input=json.dumps(request), capture_output=True, text=True, check=False,
+    env=os.environ | {"PYTHONPATH": str(ROOT)},
+  )  # fmt: skip
+  if done.returncode:
+    raise RuntimeError(f"{cell.path}: got status {done.returncode}: {done.stderr[-2000:]}")
+  return [
+    Completion(
+      request_id=f"probe/{place}",
+      tokens=tuple(one["tokens"]),
+      behaviour_logprobs=np.asarray(one["logprobs"], np.float32),
+      raw_logprobs=np.asarray(one["logprobs"], np.float32),
+      text="",
+      finish_reason="stop",
+      policy_version=0,
+    )
+    for place, one in enumerate(json.loads(done.stdout.splitlines()[-1]))
+  ]
+
+
+def peer_batches(
+  rng: np.random.Generator, question: list[int], vocab_size: int, count: int = BLOCK
+) -> list[list[list[int]]]:
+  """Returns prompts by batch of 1 to 8, `count` of which in all are the question."""
+  batches: list[list[list[int]]] = []
+  left = count
+  while left:
+    num_probes = min(left, int(rng.integers(1, 9)))
+    batch = [question] * num_probes
+    for _ in range(int(rng.integers(0, 9 - num_probes))):
+      length = int(rng.integers(1, len(question) + 1))
+      batch.append(rng.integers(0, vocab_size, length).tolist())
+    batches.append([batch[place] for place in rng.permutation(len(batch))])
+    left -= num_probes
+  return batches
+
+
+def patterns(completions: Sequence[Completion]) -> list[dict[str, Any]]:
+  """Returns each distinct completion once, with how often it came: JSON that keeps all bits."""
+  found: dict[str, dict[str, Any]] = {}
+  for one in completions:
+    record = dict(
+      tokens=list(one.tokens),
+      behaviour=np.asarray(one.behaviour_logprobs, np.float32).tobytes().hex(),
+      raw=np.asarray(one.raw_logprobs, np.float32).tobytes().hex(),
+    )
+    found.setdefault(json.dumps(record), record | dict(count=0))["count"] += 1
+  return list(found.values())
+
+
+def completions_of(records: Sequence[dict[str, Any]]) -> list[Completion]:
+  """Returns what `patterns` was given, but for names and order."""
+  return [
+    Completion(
+      request_id="probe",
+      tokens=tuple(one["tokens"]),
+      behaviour_logprobs=np.frombuffer(bytes.fromhex(one["behaviour"]), np.float32),
+      raw_logprobs=np.frombuffer(bytes.fromhex(one["raw"]), np.float32),
+      text="",
+      finish_reason="stop",
+      policy_version=0,
+    )
+    for one in records
+    for _ in range(one["count"])
+  ]
+
+
+def measure(
+  settings: Settings,
+  peers: Peers,
+  say: invariance.Say,
+  cell: Cell,
+  finished: Any,
+  programs: Any,
+) -> dict[str, Any]:
+  """Runs a cell; returns its record."""
+  del finished, programs
+  begin, cpu = time.monotonic(), time.process_time()
+  if cell.path in PEERS:
+    completions = of_peer(settings, cell, peers)
+  else:
+    completions = ours(settings, cell, say)
+  record = cell._asdict() | dict(
+    settings=dataclasses.asdict(settings),
+    patterns=patterns(completions),
+    seconds=time.monotonic() - begin,
+    cpu_seconds=time.process_time() - cpu,
+  )
+  found = invariance.differences(completions)
+  say(
+    f"{cell.path}, {cell.dtype}, temperature {cell.temperature:g}, seed {cell.seed}, block"
+    f" {cell.block}: {found['completions']} completions of {found['length']:.0f} tokens,"
+    f" {found['distinct_tokens']} distinct texts, {found['distinct_bits']} patterns of bits"
+    f" ({record['seconds']:.0f} s)"
+  )
+  return record
+
+
+def rows_of(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+  """Returns one row for each path, dtype and temperature, over all its seeds and blocks.
+
+  Distinct texts and patterns are added over seeds, and the least place of a difference is taken.
+  """
+  groups: dict[tuple[str, str, float], dict[int, list[Completion]]] = {}
+  seconds: dict[tuple[str, str, float], float] = {}
+  for record in records:
+    key = record["path"], record["dtype"], record["temperature"]
+    by_seed = groups.setdefault(key, {})
+    by_seed.setdefault(record["seed"], []).extend(completions_of(record["patterns"]))
+    seconds[key] = seconds.get(key, 0.0) + record["seconds"]
+  rows = []
+  for key, by_seed in groups.items():
+    found = [invariance.differences(completions) for completions in by_seed.values()]
+    total = lambda name, found=found: sum(one[name] for one in found)
+    least = lambda name, found=found: min(
+      (one[name] for one in found if one[name] is not None), default=None
+    )
+    rows.append(
+      dict(
+        zip(("path", "dtype", "temperature"), key, strict=True),
+        seeds=len(by_seed),
+        completions=total("completions"),
+        distinct_tokens=total("distinct_tokens"),
+        distinct_bits=total("distinct_bits"),
+        most_common=total("most_common"),
+        first_divergence=least("first_divergence"),
+        first_bit_divergence=least("first_bit_divergence"),
+        length=float(np.mean([one["length"] for one in found])),
+        seconds=seconds[key],
+      )
+    )
+  return rows
+
+
+def table(records: Sequence[dict[str, Any]]) -> str:
+  """Returns all rows as Markdown."""
+  lines = [
+    "| path | dtype | temperature | questions x seeds | completions | tokens each | distinct texts"
+    " | first token that differs | distinct patterns of bits | first bits that differ at token |"
+    " seconds |",
+    "|---|---|---|---|---|---|---|---|---|---|---|",
+  ]
+  place = lambda index: "none" if index is None else str(index)
+  lines += [
+    f"| {row['path']} | {row['dtype']} | {row['temperature']:g} | {row['seeds']} |"
+    f" {row['completions']:,} | {row['length']:.0f} | {row['distinct_tokens']:,} |"
+    f" {place(row['first_divergence'])} | {row['distinct_bits']:,} |"
+    f" {place(row['first_bit_divergence'])} | {row['seconds']:,.0f} |"
+    for row in rows_of(records)
+  ]
+  return "\n".join(lines) + "\n"
+
+
+def run(
+  settings: Settings,
+  wanted: Sequence[Cell],
+  directory: pathlib.Path,
+  *,
+  peers: Peers,
+  say: invariance.Say = print,
+) -> str:
+  """Runs the cells that are missing; returns the table of all that are finished, wanted or not."""
+  kept = dataclasses.asdict(settings)
+  measuring: Callable[..., dict[str, Any]] = functools.partial(measure, settings, peers, say)
+  try:
+    cells_lib.completed(list(wanted), directory, kept, measuring)
+  finally:
+    found = cells_lib.read(directory / cells_lib.FILE_NAME, kept)
+    if found:
+      (directory / "table.md").write_text(table(found))
+  return table(found)
+
+
+def check(paths: Sequence[str], dtypes: Sequence[str]) -> None:
+  """Refuses paths and dtypes that there are not.
+
+  Raises:
+    ValueError: naming the flag.
+  """
+  for flag, given, known in (("paths", paths, (*OURS, *PEERS)), ("dtypes", dtypes, DTYPES)):
+    unknown = [one for one in given if one not in known]
+    if unknown or not given:
+      raise ValueError(
+        f"--{flag}: got {', '.join(unknown) or 'none'}, expected some of {', '.join(known)};"
+        f" --{flag}={known[0]} runs one."
+      )
+
+
+def main(argv: list[str]) -> None:
+  args = flags.FLAGS
+  logging.set_verbosity(logging.WARNING)
+  with command_line.refusals():
+    command_line.check_arguments(argv)
+    check(args.paths, args.dtypes)
+    temperatures = tuple(map(float, args.temperatures))
+    wanted = cells_of(args.paths, args.dtypes, temperatures, args.completions)
+    say = lambda line: print(line, flush=True)
+    settings = Settings(model=args.model, prompt=args.prompt, max_tokens=args.max_tokens)
+    peers = Peers(args.python, args.gguf)
+    say("\n" + run(settings, wanted, pathlib.Path(args.workdir), peers=peers, say=say))
+
+
+if __name__ == "__main__":
+  flags.DEFINE_string("model", "models/smollm2-135m-instruct", "A directory, or a Hub id.")
+  flags.DEFINE_string("prompt", invariance.FEYNMAN, "The one question.")
+  flags.DEFINE_integer("completions", 1000, "Of each path, dtype and temperature.", 2)
+  flags.DEFINE_integer("max_tokens", 300, "Longest completion.", 1)
+  flags.DEFINE_list("paths", list(OURS), "Some of native, untiled, transformers, llama.cpp.")
+  flags.DEFINE_list("dtypes", list(DTYPES), "Some of bfloat16, float32.")
+  flags.DEFINE_list("temperatures", ["0", "1"], "0 is greedy.")
+  flags.DEFINE_string("python", "", "A Python that has transformers and torch.")
+  flags.DEFINE_string("gguf", "", "The model for llama.cpp.")
+  flags.DEFINE_string("workdir", "runs/real_invariance", "Where cells and the table are kept.")
+  app.run(main)

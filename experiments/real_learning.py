@@ -1,0 +1,303 @@
+"""Does a reward rise on real weights? GRPO of a pretrained model on one task of reasoning-gym.
+
+Claim: in 40 steps of 8 x 8 answers SmolLM2-135M-Instruct learns sums of two numbers, with all its
+weights and with adapters, beyond the interval of its held-out accuracy before; KL and gap of engine
+and trainer are exactly 0.0 in every step.
+Command: bash launch/local.sh experiments.real_learning --model=models/smollm2-135m-instruct
+  one arm, one seed:     --arms=full --seeds=0
+  carry on after a kill: the same command; a cell that was begun goes on from its last checkpoint
+  the table alone:       --nosteps
+Hardware: 2 CPU cores, 6 GiB. Numbers: none yet; the claim is what the runs are to show.
+
+A cell is one run, an arm and a seed; it has a directory of its own in --workdir.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+import dataclasses
+import functools
+import importlib
+import json
+import math
+import pathlib
+import re
+from typing import Any, NamedTuple
+
+from absl import app, flags, logging
+import numpy as np
+
+from experiments import cells as cells_lib, grpo
+from seerjax import checkpoint, metrics, numerics as numerics_lib, rl
+from seerjax.engine import engine as engine_lib
+from seerjax.rollout import groups
+from seerjax.run import command_line, policy as policy_lib, programs as programs_lib
+from seerjax.run.config import RunConfig, TrainerConfig
+from seerjax.run.evaluation import EvaluationConfig
+from seerjax.tasks import loading
+from seerjax.trainer import losses, step as step_lib
+from seerjax.types import Task
+
+# Learning rate and rank of the adapters, 0 where all weights learn, by arm.
+ARMS = {"full": (1e-5, 0), "lora": (5e-4, 8)}
+# Of the generator: sums and differences of two numbers of one or two digits.
+GENERATOR = "chain_sum"
+OPTIONS = dict(min_terms=2, max_terms=2, min_digits=1, max_digits=2)
+NUM_PROBLEMS = 4000  # Drawn; what is drawn twice counts once, and every tenth is held out.
+NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+Z = 1.96
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+  """What all cells have in common.
+
+  Attributes:
+    model: a Hugging Face directory.
+    num_steps: of a run.
+    groups_per_step: problems of a step.
+    group_size: answers of each.
+    max_tokens: longest answer.
+    heldout: problems of an evaluation, each answered once at temperature 1.
+    every: steps between evaluations.
+    compute_dtype: of engine and trainer.
+  """
+
+  model: str
+  num_steps: int = 40
+  groups_per_step: int = 8
+  group_size: int = 8
+  max_tokens: int = 16
+  heldout: int = 200
+  every: int = 20
+  compute_dtype: str = "float32"
+
+
+class Cell(NamedTuple):
+  """One run: what learns, and the seed."""
+
+  arm: str
+  seed: int
+
+
+def reward(prompt: str, text: str, row: dict[str, Any]) -> float:
+  """Returns 1.0 if the last number of a text is the row's answer, else 0.0."""
+  del prompt
+  found = NUMBER.findall(text)
+  return float(bool(found) and float(found[-1].replace(",", "")) == float(row["answer"]))
+
+
+def write_problems(path: pathlib.Path) -> None:
+  """Writes the task's distinct problems as JSON lines, unless they are there.
+
+  Raises:
+    ModuleNotFoundError: without reasoning-gym.
+  """
+  if path.is_file():
+    return
+  gym: Any = importlib.import_module("reasoning_gym")
+  drawn = gym.create_dataset(GENERATOR, seed=0, size=NUM_PROBLEMS, **OPTIONS)
+  rows = {one["question"]: one["answer"] for one in drawn}
+  path.parent.mkdir(parents=True, exist_ok=True)
+  path.write_text(
+    "".join(
+      json.dumps(dict(prompt=question, answer=answer)) + "\n" for question, answer in rows.items()
+    )
+  )
+
+
+def config_of(settings: Settings, cell: Cell) -> RunConfig:
+  """Returns the run of a cell."""
+  rate, rank = ARMS[cell.arm]
+  return RunConfig(
+    model=settings.model,
+    task=f"reasoning_gym {GENERATOR}",
+    seed=cell.seed,
+    num_steps=settings.num_steps,
+    checkpoint_every=5,
+    lora_rank=rank,
+    numerics=numerics_lib.NumericsConfig(compute_dtype=settings.compute_dtype, reduction_shards=0),
+    engine=engine_lib.EngineConfig(max_context=128, max_sequences=64, row_buckets=(64, 256)),
+    rollout=groups.RolloutConfig(
+      groups_per_step=settings.groups_per_step,
+      group_size=settings.group_size,
+      max_tokens=settings.max_tokens,
+    ),
+    trainer=TrainerConfig(remat="layer"),
+    loss=losses.dapo(),
+    optimizer=step_lib.OptimizerConfig(learning_rate=rate, warmup_steps=2),
+    evaluation=EvaluationConfig(
+      num_problems=settings.heldout, temperature=1.0, every=settings.every
+    ),
+  )
+
+
+def measure(
+  settings: Settings,
+  task: Task,
+  directory: pathlib.Path,
+  cell: Cell,
+  finished: Any,
+  programs: dict[Any, Any],
+) -> dict[str, Any]:
+  """Runs a cell to its end, from its last checkpoint if there is one; returns its record."""
+  del finished
+  config, place = config_of(settings, cell), directory / f"{cell.arm}-{cell.seed}"
+  say = functools.partial(print, flush=True)
+  say(f"{cell.arm}, seed {cell.seed}: {place}")
+  policy = policy_lib.load_policy(config.model, config.numerics)
+  if cell.arm not in programs:
+    programs[cell.arm] = programs_lib.make_programs(config, policy.model)
+    grpo.check_model(config, policy, programs[cell.arm], say=say)
+  rl.train(
+    config, policy, task, place, log=say, programs=programs[cell.arm],
+    resume=checkpoint.latest_step(place / "checkpoints") is not None,
+  )  # fmt: skip
+  return cell._asdict() | dict(settings=dataclasses.asdict(settings), **found_in(place))
+
+
+def found_in(place: pathlib.Path) -> dict[str, Any]:
+  """Returns what a run's metrics.jsonl holds, whether it has ended or not."""
+  path = place / metrics.FILE_NAME
+  rows = metrics.read(path) if path.is_file() else []
+  number = lambda row, name: float(metrics.decode_number(row[name]))
+  steps = [row for row in rows if "contract/kl" in row]
+  asked = [row for row in rows if "heldout/accuracy" in row]
+  return dict(
+    steps=[int(row["step"]) for row in steps],
+    rewards=[number(row, "rollout/reward_mean") for row in steps],
+    kl=[number(row, "contract/kl") for row in steps],
+    gap=[number(row, "contract/max_abs_logprob_gap") for row in steps],
+    heldout=[(int(row["step"]), number(row, "heldout/accuracy")) for row in asked],
+  )
+
+
+def wilson(share: float, count: int) -> tuple[float, float]:
+  """Returns the 95 % interval of Wilson for a share of `count`."""
+  centre = (share + Z**2 / (2 * count)) / (1 + Z**2 / count)
+  half = Z * math.sqrt(share * (1 - share) / count + Z**2 / (4 * count**2)) / (1 + Z**2 / count)
+  return centre - half, centre + half
+
+
+def table(records: Sequence[dict[str, Any]]) -> str:
+  """Returns runs as Markdown, those that have not ended too."""
+  lines = [
+    "| what learns | seed | steps | held-out before | after | mean reward of the first and last 5"
+    " steps | largest KL | largest gap |",
+    "|---|---|---|---|---|---|---|---|",
+  ]
+  for record in records:
+    count = record["settings"]["heldout"]
+
+    def share(place: int, record=record, count=count) -> str:
+      step, value = record["heldout"][place]
+      low, high = wilson(value, count)
+      return f"{value:.1%} ({low:.1%} to {high:.1%}), step {step}"
+
+    rewards = record["rewards"]
+    lines.append(
+      f"| {record['arm']} | {record['seed']} | {len(record['steps'])} | {share(0)} | {share(-1)} |"
+      f" {np.mean(rewards[:5]):.2f}, {np.mean(rewards[-5:]):.2f} | {max(record['kl'])} |"
+      f" {max(record['gap'])} |"
+    )
+  return "\n".join(lines) + "\n"
+
+
+def picture(records: Sequence[dict[str, Any]], path: pathlib.Path) -> None:
+  """Draws rewards by step and held-out accuracy with its intervals, a panel for each arm."""
+  import matplotlib
+
+  matplotlib.use("Agg")
+  from matplotlib import pyplot
+
+  arms = [arm for arm in ARMS if any(record["arm"] == arm for record in records)]
+  figure, row = pyplot.subplots(
+    1, len(arms), figsize=(5 * len(arms), 3.4), squeeze=False, layout="constrained", sharey=True
+  )
+  for axes, arm in zip(row[0], arms, strict=True):
+    for place, record in enumerate(one for one in records if one["arm"] == arm):
+      colour = f"C{place}"
+      axes.plot(record["steps"], record["rewards"], color=colour, alpha=0.35)
+      steps, values = zip(*record["heldout"], strict=True)
+      bounds = [wilson(value, record["settings"]["heldout"]) for value in values]
+      errors = [
+        [value - low for value, (low, _) in zip(values, bounds, strict=True)],
+        [high - value for value, (_, high) in zip(values, bounds, strict=True)],
+      ]
+      axes.errorbar(
+        steps, values, yerr=errors, color=colour, marker="o", capsize=3,
+        label=f"seed {record['seed']}, held out",
+      )  # fmt: skip
+    axes.set_title(f"{arm}: mean reward of a step (pale), held-out accuracy", fontsize=9)
+    axes.set_xlabel("step")
+    axes.set_ylim(0, 1)
+    axes.legend(fontsize=7)
+  figure.savefig(path, dpi=80)
+  pyplot.close(figure)
+
+
+def records_of(settings: Settings, directory: pathlib.Path) -> list[dict[str, Any]]:
+  """Returns what all runs in a directory have so far, those that were evaluated once at least."""
+  found = []
+  for arm in ARMS:
+    for place in sorted(directory.glob(f"{arm}-*")):
+      one = found_in(place)
+      if one["heldout"] and one["steps"]:
+        seed = int(place.name.rpartition("-")[2])
+        found.append(dict(arm=arm, seed=seed, settings=dataclasses.asdict(settings), **one))
+  return found
+
+
+def write(settings: Settings, directory: pathlib.Path) -> str:
+  """Writes table.md and learning.png of all runs so far; returns the table."""
+  records = records_of(settings, directory)
+  if not records:
+    return "no step is finished\n"
+  text = table(records)
+  (directory / "table.md").write_text(text)
+  picture(records, directory / "learning.png")
+  return text
+
+
+def main(argv: list[str]) -> None:
+  args = flags.FLAGS
+  logging.set_verbosity(logging.WARNING)
+  with command_line.refusals():
+    command_line.check_arguments(argv)
+    unknown = [arm for arm in args.arms if arm not in ARMS]
+    if unknown or not args.arms:
+      raise ValueError(
+        f"--arms: got {', '.join(unknown) or 'none'}, expected some of {', '.join(ARMS)};"
+        " --arms=full runs one."
+      )
+    directory = pathlib.Path(args.workdir)
+    settings = Settings(
+      model=args.model, num_steps=args.num_steps, max_tokens=args.max_tokens,
+      heldout=args.heldout, every=args.every, compute_dtype=args.dtype,
+    )  # fmt: skip
+    if args.steps:
+      problems = directory / "problems.jsonl"
+      write_problems(problems)
+      task = loading.load(GENERATOR, path=problems, reward=reward)
+      wanted = [Cell(arm, int(seed)) for seed in args.seeds for arm in args.arms]
+      run = functools.partial(measure, settings, task, directory)
+      try:
+        cells_lib.completed(wanted, directory, dataclasses.asdict(settings), run)
+      finally:
+        write(settings, directory)
+    print(write(settings, directory))
+
+
+if __name__ == "__main__":
+  usual = Settings(model="models/smollm2-135m-instruct")
+  flags.DEFINE_string("model", usual.model, "A Hugging Face directory, or a Hub id.")
+  flags.DEFINE_list("arms", list(ARMS), "Some of full, lora.")
+  flags.DEFINE_list("seeds", ["0", "1", "2"], "Of the runs.")
+  flags.DEFINE_integer("num_steps", usual.num_steps, "Of a run.", 1)
+  flags.DEFINE_integer("max_tokens", usual.max_tokens, "Longest answer.", 1)
+  flags.DEFINE_integer("heldout", usual.heldout, "Problems of an evaluation.", 1)
+  flags.DEFINE_integer("every", usual.every, "Steps between evaluations.", 1)
+  flags.DEFINE_string("dtype", usual.compute_dtype, "float32 or bfloat16.")
+  flags.DEFINE_bool("steps", True, "Whether to run; else the table is written of what there is.")
+  flags.DEFINE_string("workdir", "runs/real_learning", "Where cells, table and curves are kept.")
+  app.run(main)

@@ -1,0 +1,184 @@
+"""What does a step of GRPO cost on real weights, beside TRL's GRPOTrainer? Seconds of each phase.
+
+Claim: a step of ours takes at most 1 / 1.5 of the seconds of TRL's at equal lengths, and the
+log-probabilities of its sampler and trainer are equal where TRL's are not.
+Command: bash launch/local.sh experiments.real_step --model=models/smollm2-135m-instruct \
+           --python=.venv-3.11/bin/python   (`bash launch/peers.sh` makes it)
+  ours alone:             --sides=ours
+  carry on after a kill:  the same command; a finished side is not run again
+Hardware: 2 CPU cores, 8 GiB, nothing else running. Numbers: none yet; the claim is an aim.
+
+Both sides have the same model, problems, reward, batch, loss (DAPO's) and Adam; they sample with
+noise of their own, so that lengths are equal on average alone, and seconds are told by token too.
+The first step compiles on our side and is left out of the means on both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+import dataclasses
+import functools
+import json
+import os
+import pathlib
+import resource
+import subprocess
+from typing import Any, NamedTuple
+
+from absl import app, flags, logging
+import numpy as np
+
+from experiments import cells as cells_lib, real_learning
+from seerjax import metrics, rl
+from seerjax.run import command_line
+from seerjax.tasks import jsonl, loading
+
+SIDES = ("ours", "trl")
+ROOT = pathlib.Path(__file__).parents[1]
+
+
+class Cell(NamedTuple):
+  """One side, and its repetition."""
+
+  side: str
+  round: int
+
+
+def ours(
+  settings: real_learning.Settings, problems: pathlib.Path, place: pathlib.Path
+) -> dict[str, Any]:
+  """Returns the numbers of our steps, and the peak of this process's memory."""
+  config = real_learning.config_of(settings, real_learning.Cell("full", 0))
+  config = dataclasses.replace(
+    config,
+    checkpoint_every=settings.num_steps,
+    trainer=dataclasses.replace(config.trainer, remat="none"),
+    evaluation=dataclasses.replace(config.evaluation, num_problems=1),
+  )
+  task = loading.load("sums", path=problems, reward=real_learning.reward)
+  rl.train(config, settings.model, task, place, log=lambda line: print(line, flush=True))
+  steps = []
+  for row in metrics.read(place / metrics.FILE_NAME):
+    if "contract/kl" in row:
+      number = lambda name, row=row: float(metrics.decode_number(row[name]))
+      seconds = number("rollout/seconds")
+      steps.append(
+        dict(
+          generate=seconds,
+          learn=number("train/seconds"),
+          seconds=number("circle/seconds"),
+          tokens=seconds * number("rollout/tokens_per_second"),
+          max_gap=number("contract/max_abs_logprob_gap"),
+        )
+      )
+  return dict(steps=steps, peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+
+
+def of_trl(settings: real_learning.Settings, problems: pathlib.Path, python: str) -> dict[str, Any]:
+  """Returns the numbers of TRL's steps.
+
+  Raises:
+    ValueError: without a Python that has TRL.
+    RuntimeError: with the end of what it printed, if it fails.
+  """
+  if not python:
+    raise ValueError(
+      "--python: got none with --sides=trl, expected a Python that has TRL; see launch/peers.sh."
+    )
+  rate, _ = real_learning.ARMS["full"]
+  request = dataclasses.asdict(settings) | dict(
+    dtype=settings.compute_dtype, learning_rate=rate, seed=0, rows=jsonl.read_rows(problems, ())
+  )
+  done = subprocess.run(
+    [python, "-P", str(ROOT / "experiments" / "trl_peer.py")],
+    input=json.dumps(request), capture_output=True, text=True, check=False,
+    env=os.environ | {"HF_HUB_OFFLINE": "1"},
+  )  # fmt: skip
+  if done.returncode:
+    raise RuntimeError(f"trl: got status {done.returncode}: {done.stderr[-2000:]}")
+  return json.loads(done.stdout.splitlines()[-1])
+
+
+def measure(
+  settings: real_learning.Settings,
+  problems: pathlib.Path,
+  python: str,
+  cell: Cell,
+  finished: Any,
+  programs: Any,
+) -> dict[str, Any]:
+  """Runs a side; returns its record."""
+  del finished, programs
+  place = problems.parent / f"ours-{cell.round}"
+  found = (
+    ours(settings, problems, place) if cell.side == "ours" else of_trl(settings, problems, python)
+  )
+  return cell._asdict() | dict(settings=dataclasses.asdict(settings), **found)
+
+
+def table(records: Sequence[dict[str, Any]]) -> str:
+  """Returns medians over all steps but the first of each record, by side, as Markdown."""
+  lines = [
+    "| side | steps | seconds a step, median (range) | sampling | learning | tokens a step |"
+    " ms a sampled token | largest gap of a log-probability | peak GiB |",
+    "|---|---|---|---|---|---|---|---|---|",
+  ]
+  medians = {}
+  for side in SIDES:
+    mine = [record for record in records if record["side"] == side]
+    steps = [step for record in mine for step in record["steps"][1:]]
+    if not steps:
+      continue
+    median = lambda name, steps=steps: float(np.median([step[name] for step in steps]))
+    whole = [step["seconds"] - step.get("recording", 0.0) for step in steps]
+    medians[side] = float(np.median(whole)) / median("tokens")
+    lines.append(
+      f"| {side} | {len(steps)} | {np.median(whole):.1f} ({min(whole):.1f} to {max(whole):.1f}) |"
+      f" {median('generate'):.1f} | {median('learn'):.1f} | {median('tokens'):.0f} |"
+      f" {1000 * medians[side]:.1f} | {max(step['max_gap'] for step in steps):.3g} |"
+      f" {max(record['peak_bytes'] for record in mine) / 2**30:.2f} |"
+    )
+  if len(medians) == len(SIDES):
+    lines.append(f"\nSeconds by sampled token, TRL / ours: {medians['trl'] / medians['ours']:.2f}")
+  return "\n".join(lines) + "\n"
+
+
+def main(argv: list[str]) -> None:
+  args = flags.FLAGS
+  logging.set_verbosity(logging.WARNING)
+  with command_line.refusals():
+    command_line.check_arguments(argv)
+    unknown = [side for side in args.sides if side not in SIDES]
+    if unknown or not args.sides:
+      raise ValueError(
+        f"--sides: got {', '.join(unknown) or 'none'}, expected some of {', '.join(SIDES)}."
+      )
+    directory = pathlib.Path(args.workdir)
+    settings = real_learning.Settings(
+      model=args.model, num_steps=args.num_steps, max_tokens=args.max_tokens,
+      compute_dtype=args.dtype, every=0,
+    )  # fmt: skip
+    problems = directory / "problems.jsonl"
+    real_learning.write_problems(problems)
+    wanted = [Cell(side, place) for place in range(args.rounds) for side in args.sides]
+    run = functools.partial(measure, settings, problems, args.python)
+    kept = dataclasses.asdict(settings)
+    try:
+      cells_lib.completed(wanted, directory, kept, run)
+    finally:
+      text = table(cells_lib.read(directory / cells_lib.FILE_NAME, kept))
+      (directory / "table.md").write_text(text)
+    print(text)
+
+
+if __name__ == "__main__":
+  usual = real_learning.Settings(model="models/smollm2-135m-instruct", num_steps=10)
+  flags.DEFINE_string("model", usual.model, "A Hugging Face directory.")
+  flags.DEFINE_list("sides", list(SIDES), "Some of ours, trl.")
+  flags.DEFINE_integer("rounds", 1, "Of each side.", 1)
+  flags.DEFINE_integer("num_steps", usual.num_steps, "Of a side's run.", 2)
+  flags.DEFINE_integer("max_tokens", usual.max_tokens, "Longest answer.", 1)
+  flags.DEFINE_string("dtype", usual.compute_dtype, "float32 or bfloat16.")
+  flags.DEFINE_string("python", "", "A Python that has TRL.")
+  flags.DEFINE_string("workdir", "runs/real_step", "Where cells and the table are kept.")
+  app.run(main)
