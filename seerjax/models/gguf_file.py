@@ -154,7 +154,7 @@ class _Head:
         f"{path}: got {path.stat().st_size} bytes, expected at least the 24 of a GGUF file's head;"
         f" {AGAIN}."
       )
-    self.data = memoryview(np.memmap(path, np.uint8, mode="r"))
+    self.data = np.memmap(path, np.uint8, mode="r").data
     self._at, self._num_strings = 0, 0
     num_tensors, num_entries = self._counts()
     self.metadata: dict[str, Any] = {}

@@ -299,7 +299,8 @@ def _around(backend: tokenizers.Tokenizer, special_tokens: Mapping[str, str]) ->
       " expected at most a bos token before it and an eos token behind it; write the model without"
       " a tokenizer."
     )
-  return dict(zip(("bos_token",), before)) | dict(zip(("eos_token",), behind))
+  around: dict[str, int] = dict(zip(("bos_token",), before))
+  return around | dict(zip(("eos_token",), behind))
 
 
 class _Metadata:
@@ -382,7 +383,7 @@ def _backend(
   if (whole := found.text(WHOLE)) is not None:
     return _whole(found, whole, vocab)
   name = found.text(PRE)
-  if name not in PRE_TOKENIZERS:
+  if name is None or name not in PRE_TOKENIZERS:
     raise found.refuse(
       PRE,
       f"one of {tuple(PRE_TOKENIZERS)}",
