@@ -1,4 +1,4 @@
-"""The gradient of given tokens' scores, by the chunks of `head_forward`.
+"""The gradient of given tokens' scores.
 
 With p and q the processed and raw softmax, H the entropy, t what logits are divided by, and a, b, c
 the cotangents of logprob, raw_logprob and entropy, a logit's is
@@ -6,7 +6,9 @@ the cotangents of logprob, raw_logprob and entropy, a logit's is
   -p * (a + c * (log p + H)) / t - b * q        at the token (a / t + b) is added
 
 The table's gradient is one chain over rows, in their order; a normed row's one chain a slab, over
-its ids, and slabs are added in the tree. Logits are computed again, chunk by chunk.
+its ids, and slabs are added in the tree. Logits are computed again, a span of ids at a time: their
+cotangents are in memory between the table's gradient, whose items are ids, and the rows', whose
+items are rows. Rows to which nothing comes back add zeros, and are passed over.
 """
 
 from __future__ import annotations
@@ -14,29 +16,27 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
 from seerjax import parallel
 from seerjax.array_typing import Array
-from seerjax.backends.native import ffi, norms, products, threads, vectors
+from seerjax.backends.native import ffi, norms, products, products_over_rows, threads, vectors
 from seerjax.backends.native.head_forward import (
-  CHUNK,
   ROWS,
   Scored,
-  chunk_logits,
   divisor_of,
   eps_bits,
   first_slab,
-  floats_of_panels,
   floats_shape,
-  panels_size,
   prepared_rows,
   sizes_of,
 )
 from seerjax.backends.native.numbers import (
   exp,
   f32,
+  inlined,
   jit,
   read_row,
   round_row,
@@ -45,13 +45,18 @@ from seerjax.backends.native.numbers import (
 )
 from seerjax.backends.native.pointers import float_of, floats, fma, integers
 from seerjax.backends.protocol import Stage
+from seerjax.ops import tiles
 from seerjax.types import TokenScores
 
 # Columns of a tensor f32[n, 6]: cotangents, then what the forward found.
 _LOGPROB, _RAW, _ENTROPY, _NORMALISER, _RAW_NORMALISER, _OWN_ENTROPY = range(6)
 _COLUMNS = 6
+# Ids of a slab whose cotangents are in memory together.
+_SPAN = np.int64(32 * products.PANEL)
+# Rows without a loss, as prompts have, that are passed over: fewer are not worth a product's end.
+_GAP = 32
 # Numbers that numba does not take for literals, for which it would compile a product anew.
-_ONE, _NARROW = np.int64(1), np.bool_(False)
+_ZERO, _ONE, _NARROW, _PANEL = np.int64(0), np.int64(1), np.bool_(False), np.int64(products.PANEL)
 
 
 @jit
@@ -74,68 +79,154 @@ def _cotangents(z, count, place, divisor, row):
     values[place] = values[place] + (logprob / divisor + raw)
 
 
+@inlined
+def _is_wanted(given, row):
+  """Whether anything comes back to a row's scores."""
+  own = floats(given + 4 * _COLUMNS * row)
+  return own[_LOGPROB] != f32(0.0) or own[_RAW] != f32(0.0) or own[_ENTROPY] != f32(0.0)
+
+
 @jit
-def _count_slabs(arguments):
-  return ffi.dimension(arguments, 1, 0)
+def _first_wanted(given, row, last):
+  """The first row from `row` on that is wanted; `last` if there is none before it."""
+  while row < last and not _is_wanted(given, row):
+    row += 1
+  return row
+
+
+@jit
+def _end_of_run(given, row, last):
+  """The end of the rows from `row` on in which fewer than `_GAP` in succession are not wanted."""
+  end = row + 1
+  while row < last and row - end < _GAP:
+    if _is_wanted(given, row):
+      end = row + 1
+    row += 1
+  return end
+
+
+@inlined
+def _span_of(arguments, place):
+  """How many ids of each slab a call is about, from the first on that its sizes name."""
+  begin = ffi.integer(arguments, place, 2)
+  return min(_SPAN, ffi.dimension(arguments, 1, 1) - begin)
+
+
+@jit
+def _count_panels(arguments):
+  panels = (_span_of(arguments, 5) + products.PANEL - 1) // products.PANEL
+  return ffi.dimension(arguments, 1, 0) * panels
 
 
 # Operands: 0 normed f32[n, d], 1 table f[r, w, d], 2 temperature f32[n], 3 tokens i32[n], 4 what is
-# given f32[n, 6], 5 sizes i32[2]: valid rows, the table's first slab. Results: the normed rows' by
-# slab f32[r, n, d], the table's f[r, w, d], scratch.
+# given f32[n, 6], 5 sizes i32[3]: valid rows, the table's first slab, the first id of each slab, 6
+# what result 1 is written over. Results: the logits' cotangents f32[r, n, s], the table's gradient
+# f[r, w, d], scratch.
 @jit
 def _differentiate(arguments, results, first, last, worker):
-  """Items are slabs."""
-  num_rows = ffi.integer(arguments, 5, 0)
+  """Items are panels of ids, of the span of every slab."""
+  num_rows, span_begin = ffi.integer(arguments, 5, 0), ffi.integer(arguments, 5, 2)
   n, d = ffi.dimension(arguments, 0, 0), ffi.dimension(arguments, 0, 1)
-  width = ffi.dimension(arguments, 1, 1)
+  width, step = ffi.dimension(arguments, 1, 1), ffi.dimension(results, 0, 2)
   is_bf16 = ffi.is_bfloat16(arguments, 1)
   size = 2 if is_bf16 else 4
   temperature, tokens = floats(ffi.address(arguments, 2)), integers(ffi.address(arguments, 3))
-  chunk = min(CHUNK, width)
-  panels = ffi.address(results, 2) + 4 * worker * ffi.dimension(results, 2, 1)
-  logits = panels + 4 * floats_of_panels(n, d, chunk)
-  sums = logits + 4 * min(n, ROWS) * chunk
-  for slab in range(first, last):
-    for begin in range(0, width, CHUNK):
-      columns = min(CHUNK, width - begin)
-      offset = size * (slab * width + begin) * d
-      source, target = ffi.address(arguments, 1) + offset, ffi.address(results, 1) + offset
-      first_id = (ffi.integer(arguments, 5, 1) + slab) * width + begin
-      total = sums if is_bf16 else target
-      if num_rows <= 0:
-        zero_row(total, False, columns * d)
-      for row in range(0, num_rows, ROWS):
-        rows = min(ROWS, num_rows - row)
+  given, span = ffi.address(arguments, 4), _span_of(arguments, 5)
+  panels = (span + products.PANEL - 1) // products.PANEL
+  panel = ffi.address(results, 2) + 4 * worker * ffi.dimension(results, 2, 1)
+  turned = panel + 4 * products.PANEL * d
+  sums = turned + 4 * products.PANEL * products_over_rows.TURNED
+  for item in range(first, last):
+    slab, column = item // panels, item % panels * products.PANEL
+    columns, place = min(products.PANEL, span - column), slab * width + span_begin + column
+    source, target = (
+      ffi.address(arguments, 1) + size * place * d, ffi.address(results, 1) + size * place * d
+    )  # fmt: skip
+    first_id = ffi.integer(arguments, 5, 1) * width + place
+    total = sums if is_bf16 else target
+    products.pack_transposed(source, is_bf16, d, columns, d, panel)
+    goes_on, begin = 0, _first_wanted(given, _ZERO, num_rows)
+    if begin >= num_rows:
+      zero_row(total, False, columns * d)
+    while begin < num_rows:
+      end = _end_of_run(given, begin, num_rows)
+      for row in range(begin, end, products_over_rows.TURNED):
+        rows = min(products_over_rows.TURNED, end - row)
         normed = ffi.address(arguments, 0) + 4 * row * d
-        chunk_logits(
-          normed, rows, d, source, is_bf16, columns, row > 0, n <= ROWS, panels, logits, chunk
-        )  # fmt: skip
+        logits = ffi.address(results, 0) + 4 * ((slab * n + row) * step + column)
+        products.product(
+          normed, d, _ONE, rows, panel, _NARROW, _PANEL, columns, d, logits, step, _ZERO
+        )
         for i in range(row, row + rows):
           _cotangents(
-            logits + 4 * (i - row) * chunk, columns, tokens[i] - first_id,
-            divisor_of(temperature[i]), ffi.address(arguments, 4) + 4 * _COLUMNS * i,
+            logits + 4 * (i - row) * step, columns, tokens[i] - first_id,
+            divisor_of(temperature[i]), given + 4 * _COLUMNS * i,
           )  # fmt: skip
-        goes_on = 1 if row > 0 else 0
-        products.product(
-          logits, _ONE, chunk, columns, normed, _NARROW, d, d, rows, total, d, goes_on
-        )  # fmt: skip
-        goes_on = 1 if begin > 0 else 0
-        products.product(
-          logits, chunk, _ONE, rows, source, is_bf16, d, d, columns,
-          ffi.address(results, 0) + 4 * (slab * n + row) * d, d, goes_on,
-        )  # fmt: skip
-      if is_bf16:
-        write_row(sums, target, True, columns * d)
+        products_over_rows.add_product(
+          logits, step, rows, columns, normed, d, d, total, d, goes_on, turned
+        )
+        goes_on = 1
+      begin = _first_wanted(given, end, num_rows)
+    if is_bf16:
+      write_row(sums, target, True, columns * d)
 
 
 @jit
 def _cost(arguments):
-  """Three products of every row with the table."""
-  ids = ffi.dimension(arguments, 1, 0) * ffi.dimension(arguments, 1, 1)
-  return 3 * ffi.integer(arguments, 5, 0) * ids * ffi.dimension(arguments, 0, 1)
+  """Two products of every row with the span."""
+  ids = ffi.dimension(arguments, 1, 0) * _span_of(arguments, 5)
+  return 2 * ffi.integer(arguments, 5, 0) * ids * ffi.dimension(arguments, 0, 1)
 
 
-_GRADIENT = ffi.Handler("seerjax_head_gradient", _count_slabs, _differentiate, _cost)
+_GRADIENT = ffi.Handler("seerjax_head_gradient", _count_panels, _differentiate, _cost)
+
+
+@jit
+def _count_row_blocks(arguments):
+  n = ffi.dimension(arguments, 0, 1)
+  return ffi.dimension(arguments, 1, 0) * ((n + ROWS - 1) // ROWS)
+
+
+# Operands: 0 the logits' cotangents f32[r, n, s], 1 table f[r, w, d], 2 sizes as `_differentiate`
+# has them, 3 what the result is written over, 4 what is given f32[n, 6]. Results: the normed rows'
+# by slab f32[r, n, d], scratch.
+@jit
+def _differentiate_rows(arguments, results, first, last, worker):
+  """Items are blocks of rows of a slab."""
+  num_rows, begin = ffi.integer(arguments, 2, 0), ffi.integer(arguments, 2, 2)
+  n, step = ffi.dimension(arguments, 0, 1), ffi.dimension(arguments, 0, 2)
+  width, d = ffi.dimension(arguments, 1, 1), ffi.dimension(arguments, 1, 2)
+  is_bf16, given = ffi.is_bfloat16(arguments, 1), ffi.address(arguments, 4)
+  size, blocks = 2 if is_bf16 else 4, (n + ROWS - 1) // ROWS
+  goes_on, item = 1 if begin > 0 else 0, first
+  while item < last:
+    slab, done = item // blocks, item % blocks * ROWS
+    item = min(last, (slab + 1) * blocks)
+    end = min((item - slab * blocks) * ROWS, num_rows)
+    to = ffi.address(results, 0) + 4 * slab * n * d
+    while done < end:
+      row = _first_wanted(given, done, end)
+      if begin == 0:
+        zero_row(to + 4 * done * d, False, (row - done) * d)
+      done = row
+      if row < end:
+        done = _end_of_run(given, row, end)
+        products.product(
+          ffi.address(arguments, 0) + 4 * (slab * n + row) * step, step, _ONE, done - row,
+          ffi.address(arguments, 1) + size * (slab * width + begin) * d, is_bf16, d, d,
+          _span_of(arguments, 2), to + 4 * row * d, d, goes_on,
+        )  # fmt: skip
+
+
+@jit
+def _cost_of_rows(arguments):
+  ids = ffi.dimension(arguments, 1, 0) * _span_of(arguments, 2)
+  return ffi.integer(arguments, 2, 0) * ids * ffi.dimension(arguments, 1, 2)
+
+
+_ROWS_GRADIENT = ffi.Handler(
+  "seerjax_head_rows_gradient", _count_row_blocks, _differentiate_rows, _cost_of_rows
+)
 
 
 @jit
@@ -221,23 +312,46 @@ def gradient(
   hidden, _, parameters, *_ = rows
   table, norm = weights["head"], weights["final_norm"]
   slabs, width, d = table.shape
-  count, chunk = hidden.shape[0], min(CHUNK, width)
+  count, span = hidden.shape[0], min(width, int(_SPAN))
   normed, _ = prepared_rows(stage, weights, rows, num_rows)
   found = (scored.normaliser, scored.raw_normaliser, scored.scores.entropy)
-  scratch = panels_size(count, d, chunk) + min(count, ROWS) * chunk + chunk * d
-  by_slab, table_gradient, _ = _GRADIENT(
-    [
-      floats_shape(slabs, count, d),
-      jax.ShapeDtypeStruct(table.shape, table.dtype),
-      floats_shape(threads.number(), scratch),
-    ],
-    normed,
-    table,
-    parameters.temperature,
-    scored.tokens,
-    jnp.stack([*cotangent, *found], axis=1),
-    sizes_of(num_rows, first_slab(stage, table)),
+  given = jnp.stack([*cotangent, *found], axis=1)
+  own = floats_shape(threads.number(), products.PANEL * (2 * d + products_over_rows.TURNED))
+
+  def body(index: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+    by_slab, table_gradient = carry
+    sizes = (num_rows, first_slab(stage, table), index * span)
+    sizes = jnp.stack([jnp.asarray(value, jnp.int32) for value in sizes])
+    cotangents, table_gradient, _ = _GRADIENT(
+      [floats_shape(slabs, count, span), jax.ShapeDtypeStruct(table.shape, table.dtype), own],
+      normed,
+      table,
+      parameters.temperature,
+      scored.tokens,
+      given,
+      sizes,
+      table_gradient,
+      aliases={6: 1},
+    )
+    by_slab, _ = _ROWS_GRADIENT(
+      [floats_shape(slabs, count, d), floats_shape(threads.number(), 0)],
+      cotangents,
+      table,
+      sizes,
+      by_slab,
+      given,
+      aliases={3: 0},
+    )
+    return by_slab, table_gradient
+
+  carry = tiles.late_zeros((slabs, count, d), jnp.float32, given), tiles.late_zeros(
+    table.shape, table.dtype, given
   )
+  spans = -(-width // span)
+  if spans > 1:
+    by_slab, table_gradient = lax.fori_loop(jnp.int32(0), jnp.int32(spans), body, carry)
+  else:
+    by_slab, table_gradient = body(jnp.int32(0), carry)
   by_slab = parallel.gather_slabs(by_slab, stage.axis)
   hidden_gradient, norm_gradient, _ = _THROUGH_NORM(
     [

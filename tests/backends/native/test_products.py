@@ -7,7 +7,7 @@ import native_reference as reference
 import numpy as np
 import pytest
 
-from seerjax.backends.native import ffi, products
+from seerjax.backends.native import ffi, products, products_over_rows
 from seerjax.backends.native.numbers import jit
 
 # (rows, k, columns): one row, a block and a rest, columns that no vector or panel divides; the last
@@ -56,6 +56,17 @@ def multiply_few(arguments, results, first, last, worker):
   )  # fmt: skip
 
 
+@jit
+def multiply_over_rows(arguments, results, first, last, worker):
+  n, k = ffi.dimension(arguments, 0, 0), ffi.dimension(arguments, 0, 1)
+  e = ffi.dimension(arguments, 1, 1)
+  products_over_rows.add_product(
+    ffi.address(arguments, 0), k, n, k, ffi.address(arguments, 1), e, e, ffi.address(results, 0), e,
+    0, ffi.address(results, 1),
+  )  # fmt: skip
+
+
+OVER_ROWS = ffi.Handler("test_multiply_over_rows", one, multiply_over_rows)
 MULTIPLY = ffi.Handler("test_multiply", one, multiply)
 TRANSPOSED = ffi.Handler("test_multiply_transposed", one, multiply_transposed)
 FEW = ffi.Handler("test_multiply_few", one, multiply_few)
@@ -80,6 +91,21 @@ def test_a_product_is_one_chain_an_output_whatever_its_blocks(shape, dtype):
   if n <= products.FEW_ROWS:
     few, _ = jax.jit(lambda x, w: FEW([out, panel], x, w))(x, transposed)
     np.testing.assert_array_equal(np.asarray(few).view(np.int32), expected.view(np.int32))
+
+
+# (rows, columns of x, of w): none, a few, and more than are transposed at once.
+@pytest.mark.parametrize("shape", [(0, 3, 5), (3, 5, 17), (530, 70, 33)], ids=str)
+def test_a_product_over_rows_is_one_chain_in_their_order(shape):
+  n, k, e = shape
+  generator = np.random.default_rng(n)
+  x = generator.standard_normal((n, k)).astype(np.float32)
+  w = generator.standard_normal((n, e)).astype(np.float32)
+  results = [
+    jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((k, e), (k, products_over_rows.TURNED))
+  ]
+  got, _ = jax.jit(lambda x, w: OVER_ROWS(results, x, w))(x, w)
+  expected = reference.product(np.ascontiguousarray(x.T), w)
+  np.testing.assert_array_equal(np.asarray(got).view(np.int32), expected.view(np.int32))
 
 
 def test_a_chain_that_begins_elsewhere_has_other_bits():
