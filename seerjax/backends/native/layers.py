@@ -23,7 +23,14 @@ import jax
 from seerjax import parallel
 from seerjax.array_typing import Array
 from seerjax.backends.adapters import RowAdapters
-from seerjax.backends.native import ffi, layers_few, layers_gradient, norms, products
+from seerjax.backends.native import (
+  ffi,
+  layers_few,
+  layers_gradient,
+  layers_kept,
+  norms,
+  products,
+)
 from seerjax.backends.native.layer_parts import (
   BIAS,
   COS,
@@ -375,8 +382,8 @@ def _projection(stage: Stage, operands: list[Array]) -> tuple[Array, Array]:
   return parallel.gather_slabs((parts, lows), stage.axis)
 
 
-def _with_residuals(function: Any, stage: Stage, weights: Params, rows: Any, num_rows: Array):
-  return function(stage, weights, rows, num_rows), (weights, rows, num_rows)
+def _inputs_forward(stage: Stage, weights: Params, rows: Any, num_rows: Array) -> Any:
+  return attention_inputs(stage, weights, rows, num_rows), (weights, rows, num_rows)
 
 
 def _inputs_backward(stage: Stage, residuals: Any, cotangent: Any) -> Any:
@@ -385,19 +392,24 @@ def _inputs_backward(stage: Stage, residuals: Any, cotangent: Any) -> Any:
   return *gradient, None
 
 
+def _after_forward(stage: Stage, weights: Params, rows: Any, num_rows: Array) -> Any:
+  if stage.axis is not None:
+    return after_attention(stage, weights, rows, num_rows), (weights, rows, num_rows, None)
+  x, kept = layers_kept.after_attention(after_operands(stage, weights, rows, num_rows))
+  return x, (weights, rows, num_rows, kept)
+
+
 def _after_backward(stage: Stage, residuals: Any, cotangent: Array) -> Any:
-  (weights, rows, num_rows), projection = residuals, None
+  weights, rows, num_rows, found = residuals
   if stage.axis is not None:
     operands = after_operands(stage, weights, rows, num_rows)
     operands[0] = parallel.after(operands[0], cotangent)
-    projection = _projection(stage, operands)
+    found = _projection(stage, operands)
   gradient = layers_gradient.after_attention_gradient(
-    stage, weights, rows, num_rows, cotangent, projection
+    stage, weights, rows, num_rows, cotangent, found
   )
   return *gradient, None
 
 
-attention_inputs.defvjp(
-  functools.partial(_with_residuals, attention_inputs), _inputs_backward
-)
-after_attention.defvjp(functools.partial(_with_residuals, after_attention), _after_backward)
+attention_inputs.defvjp(_inputs_forward, _inputs_backward)
+after_attention.defvjp(_after_forward, _after_backward)

@@ -1,6 +1,6 @@
-"""Gradients of what surrounds attention in a layer, natively; nothing of the forward pass is kept.
+"""Gradients of what surrounds attention in a layer, natively.
 
-Rows go in chunks of `tiles.BACKWARD_ROWS`. One handler computes a chunk again from the layer's
+Rows go in chunks of `ROWS`. One handler computes a chunk again from the layer's
 inputs, and goes back through it; what gradients of weights are made of, x and the cotangent of
 x @ W, leaves it. Another adds x^T @ cotangent to a weight's gradient: one chain over all rows, in
 the order of the batch. Where a mesh may shard the contraction of a row's gradient it is one chain a
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from seerjax.backends.native import ffi, norms, products
+from seerjax.backends.native import ffi, norms, products, products_over_rows
 from seerjax.backends.native.layer_parts import (
   BIAS,
   COS,
@@ -45,13 +45,13 @@ from seerjax.backends.native.layer_parts import (
   WAITING,
   ZERO,
   add_row,
-  add_sum,
+  low_product,
   merge,
   mlp_inputs,
   product,
-  projected,
   read_rows,
   scalar,
+  scale_low,
   scale_row,
   scratch_of,
   slab_of,
@@ -69,14 +69,16 @@ from seerjax.backends.native.numbers import (
   zero_row,
 )
 from seerjax.backends.native.pointers import floats
-from seerjax.ops import tiles
 
 # Rows that go back together: a transposed panel of weights serves as many.
-CHUNK_ROWS = 128
-# Rows of a chunk of the batch, whose computing again is in memory as a whole.
-_ROWS = np.int64(tiles.BACKWARD_ROWS)
-# Rows of a weight's gradient that one item of work computes.
-_GRADIENT_ROWS = 64
+CHUNK_ROWS = 256
+# Rows of a chunk of the batch, whose computing again is in memory as a whole: as often as there are
+# chunks, the gradients of all weights are read and written.
+ROWS = 2048
+_ROWS = np.int64(ROWS)
+# Rows of a weight's gradient that one item of work computes, of half of its columns: as often as
+# there are items in a column, the cotangents are read.
+_GRADIENT_ROWS = products_over_rows.COLUMNS
 _SCRATCH_INPUTS, _SCRATCH_AFTER = np.int64(8), np.int64(15)
 
 
@@ -183,17 +185,26 @@ def _back_swiglu(values, other, features, is_bf16, inner, of_gate_up):
 
 
 @jit
-def of_mlp_slab(
-  arguments, slab, rows, normed, low, dy, of_down, of_gate_up, inner, to, gate_up, panel
-):
-  """A slab's inner features again, the cotangents of its gate and up, and its part of inner @ A."""
-  is_bf16, layer = ffi.is_bfloat16(arguments, 0), ffi.integer(arguments, SIZES_AFTER, 1)
-  d, rank = ffi.dimension(arguments, 0, 1), ffi.dimension(arguments, GATE_UP_A, 3)
-  slabs, features = ffi.dimension(arguments, DOWN, 1), ffi.dimension(arguments, DOWN, 2)
-  down_rank, width = ffi.dimension(arguments, DOWN_A, 3), slabs * features
-  given = gate_up + 8 * rows * features
+def gate_up_again(arguments, slab, rows, normed, low, gate_up):
+  """A slab's gate and up, f32[rows, 2 i]."""
+  layer, d = ffi.integer(arguments, SIZES_AFTER, 1), ffi.dimension(arguments, 0, 1)
+  rank = ffi.dimension(arguments, GATE_UP_A, 3)
   product(arguments, GATE_UP, layer, slab, normed, d, rows, gate_up, ZERO)
   product(arguments, GATE_UP_B, ZERO, slab, low, rank, rows, gate_up, ONE)
+
+
+@jit
+def of_mlp_slab(arguments, slab, rows, gate_up, dy, of_down, of_gate_up, inner, to, given, panel):
+  """A slab's inner features again, the cotangents of its gate and up, and its part of inner @ A.
+
+  Args:
+    gate_up (address): f32[rows, 2 i].
+    given (address): scratch, f32[rows, i].
+  """
+  is_bf16, layer = ffi.is_bfloat16(arguments, 0), ffi.integer(arguments, SIZES_AFTER, 1)
+  d, down_rank = ffi.dimension(arguments, 0, 1), ffi.dimension(arguments, DOWN_A, 3)
+  slabs, features = ffi.dimension(arguments, DOWN, 1), ffi.dimension(arguments, DOWN, 2)
+  width = slabs * features
   back(arguments, DOWN, layer, slab, dy, d, rows, given, features, ZERO, panel)
   back(arguments, DOWN_A, ZERO, slab, of_down, down_rank, rows, given, features, ONE, panel)
   round_row(given, is_bf16, rows * features)
@@ -204,18 +215,6 @@ def of_mlp_slab(
       inner + 4 * at, of_gate_up + 8 * at,
     )  # fmt: skip
   product(arguments, DOWN_A, ZERO, slab, inner + 4 * slab * features, width, rows, to, ZERO)
-
-
-@jit
-def _of_mlp(arguments, rows, normed, low, dy, of_down, of_gate_up, inner, lows, gate_up, panel):
-  """All slabs' inner features again, the cotangents of gate and up, and the sum of inner @ A."""
-  slabs, down_rank = ffi.dimension(arguments, DOWN, 1), ffi.dimension(arguments, DOWN_A, 3)
-  for slab in range(slabs):
-    to = lows + 4 * waiting(slab) * rows * down_rank
-    of_mlp_slab(
-      arguments, slab, rows, normed, low, dy, of_down, of_gate_up, inner, to, gate_up, panel
-    )
-    merge(lows, slab, rows * down_rank)
 
 
 @jit
@@ -266,10 +265,12 @@ def back_to_attended(
 
 
 # Operands: those of `after_attention`, whose sizes end with the chunk's first row; the cotangent
-# f[n, d]; what results 0 and 1 are written over. Results: gradients f[n, d] and f[n, k, g, c]; of
-# the chunk's rows, as f32, what was attended, the projection's low rank and its cotangent, the
-# cotangent of the projection, the norm's scale; the norm, its low rank and cotangent, the cotangent
-# of gate and up; the inner features, their low rank and cotangent, the given cotangent.
+# f[n, d]; what `layers_kept` kept, hidden rows after attention f32[n, d] and gate and up
+# f32[r, n, 2 i]; what results 0 and 1 are written over. Results: gradients f[n, d] and
+# f[n, k, g, c]; of the chunk's rows, as f32, what was attended, the projection's low rank and its
+# cotangent, the cotangent of the projection, the norm's scale; the norm, its low rank and
+# cotangent, the cotangent of gate and up; the inner features, their low rank and cotangent, the
+# given cotangent.
 @jit
 def _after_attention(arguments, results, first, last, worker):
   n, d = ffi.dimension(arguments, 0, 0), ffi.dimension(arguments, 0, 1)
@@ -282,9 +283,8 @@ def _after_attention(arguments, results, first, last, worker):
   )  # fmt: skip
   down_scale, size = scalar(arguments, SCALARS_AFTER, 3), min(n, CHUNK_ROWS)
   scale = scratch_of(results, _SCRATCH_AFTER, worker)
-  x = scale + 4 * d
-  gate_up = x + 4 * size * d
-  sums = gate_up + 4 * size * max(3 * features, inputs)
+  mixed_back = scale + 4 * d
+  sums = mixed_back + 4 * size * max(features, inputs)
   lows = sums + 4 * WAITING * size * d
   panel = lows + 4 * WAITING * size * max(out_rank, rank, down_rank)
   width = 2 if is_bf16 else 4
@@ -309,20 +309,27 @@ def _after_attention(arguments, results, first, last, worker):
     down_low = ffi.address(results, 12) + 4 * begin * down_rank
     of_down = ffi.address(results, 13) + 4 * begin * down_rank
     dy = ffi.address(results, 14) + 4 * begin * d
-    read_rows(arguments, ZERO, base + begin, rows, d, x)
+    x = ffi.address(arguments, 15) + 4 * (base + begin) * d
     read_rows(arguments, MIXED, base + begin, rows, slabs * inputs, mixed)
     read_row(ffi.address(arguments, 14) + width * (base + begin) * d, is_bf16, dy, rows * d)
     for slab in range(slabs):
-      place = 4 * waiting(slab) * rows
-      projected(arguments, slab, ZERO, rows, mixed, sums + place * d, lows + place * out_rank)
-      merge(sums, slab, rows * d)
+      low_product(
+        arguments, SIZES_AFTER, OUT_A, slab, ZERO, mixed + 4 * slab * inputs, slabs * inputs, rows,
+        lows + 4 * waiting(slab) * rows * out_rank,
+      )  # fmt: skip
       merge(lows, slab, rows * out_rank)
-    add_sum(arguments, OUT_B, ZERO, ZERO, rows, x, sums, lows)
+    scale_low(arguments, SIZES_AFTER, SCALARS_AFTER, ZERO, ZERO, out_rank, rows, lows)
     read_row(lows, NO, out_low, rows * out_rank)
     mlp_inputs(arguments, ZERO, rows, x, scale, normed, low)
     back(arguments, DOWN_B, ZERO, ZERO, dy, d, rows, lows, down_rank, ZERO, panel)
     back_low(lows, down_scale, is_bf16, rows * down_rank, of_down)
-    _of_mlp(arguments, rows, normed, low, dy, of_down, of_gate_up, inner, lows, gate_up, panel)
+    for slab in range(slabs):
+      gate_up = ffi.address(arguments, 16) + 8 * (slab * n + base + begin) * features
+      of_mlp_slab(
+        arguments, slab, rows, gate_up, dy, of_down, of_gate_up, inner,
+        lows + 4 * waiting(slab) * rows * down_rank, mixed_back, panel,
+      )  # fmt: skip
+      merge(lows, slab, rows * down_rank)
     scale_row(lows, down_scale, is_bf16, rows * down_rank)
     read_row(lows, NO, down_low, rows * down_rank)
     _back_columns(
@@ -331,7 +338,7 @@ def _after_attention(arguments, results, first, last, worker):
     )  # fmt: skip
     back_to_attended(
       arguments, results, base + begin, rows, x, scale, sums, dy, dx, of_scale, lows, of_out,
-      gate_up, panel,
+      mixed_back, panel,
     )  # fmt: skip
 
 
@@ -491,27 +498,40 @@ def _attention_inputs(arguments, results, first, last, worker):
     back_through_norm(arguments, results, base + begin, rows, x, scales, sums, of_scale)
 
 
+@inlined
+def _slabs_of_gradient(arguments):
+  return max(ffi.dimension(arguments, 1, 1), ffi.dimension(arguments, 2, 1))
+
+
 @jit
 def _count_gradient(arguments):
-  rows = ffi.dimension(arguments, 3, 1)
-  return ffi.dimension(arguments, 3, 0) * ((rows + _GRADIENT_ROWS - 1) // _GRADIENT_ROWS)
+  rows = (ffi.dimension(arguments, 1, 2) + _GRADIENT_ROWS - 1) // _GRADIENT_ROWS
+  return 2 * _slabs_of_gradient(arguments) * rows
 
 
-# Operands: sizes; x f32[m, 1 or r, a]; cotangents f32[m, 1 or r, b]; f32[r, a, b], which the result
-# is written over: each slab's x^T @ cotangents is added to it.
+# Operands: sizes; x f32[m, 1 or r, a]; cotangents f32[m, 1 or r, b]; behind a first chunk of rows
+# f32[r, a, b], which the result is written over: each slab's x^T @ cotangents is added to it.
+# Scratch: the transpose of x.
 @jit
 def _add_gradient(arguments, results, first, last, worker):
-  a, b = ffi.dimension(arguments, 3, 1), ffi.dimension(arguments, 3, 2)
+  a, b = ffi.dimension(arguments, 1, 2), ffi.dimension(arguments, 2, 2)
   x_slabs, slabs = ffi.dimension(arguments, 1, 1), ffi.dimension(arguments, 2, 1)
+  goes_on = 1 if ffi.integer(arguments, ZERO, 2) > 0 else 0
   rows = live_of_chunk(arguments, ZERO, ZERO, ffi.dimension(arguments, 1, 0))
   groups = (a + _GRADIENT_ROWS - 1) // _GRADIENT_ROWS
+  half = (b // 2 + products.PANEL - 1) // products.PANEL * products.PANEL
   for item in range(first, last):
-    slab, row = item // groups, item % groups * _GRADIENT_ROWS
+    slab, row = item // (2 * groups), item // 2 % groups * _GRADIENT_ROWS
+    column = item % 2 * half
+    columns = b - column if column > 0 else min(half, b)
+    if columns <= 0:
+      continue
     x = ffi.address(arguments, 1) + 4 * (min(slab, x_slabs - 1) * a + row)
-    given = ffi.address(arguments, 2) + 4 * min(slab, slabs - 1) * b
-    to = ffi.address(results, 0) + 4 * (slab * a + row) * b
-    products.product(
-      x, ONE, x_slabs * a, min(_GRADIENT_ROWS, a - row), given, NO, slabs * b, b, rows, to, b, ONE
+    given = ffi.address(arguments, 2) + 4 * (min(slab, slabs - 1) * b + column)
+    to = ffi.address(results, 0) + 4 * ((slab * a + row) * b + column)
+    products_over_rows.add_product(
+      x, x_slabs * a, rows, min(_GRADIENT_ROWS, a - row), given, slabs * b, columns, to, b, goes_on,
+      scratch_of(results, ONE, worker),
     )  # fmt: skip
 
 
@@ -531,9 +551,9 @@ def _cost_of_inputs(arguments):
 
 @jit
 def _cost_of_gradient(arguments):
-  a, b = ffi.dimension(arguments, 3, 1), ffi.dimension(arguments, 3, 2)
+  a, b = ffi.dimension(arguments, 1, 2), ffi.dimension(arguments, 2, 2)
   rows = live_of_chunk(arguments, ZERO, ZERO, ffi.dimension(arguments, 1, 0))
-  return rows * ffi.dimension(arguments, 3, 0) * a * b
+  return rows * _slabs_of_gradient(arguments) * a * b
 
 
 AFTER = ffi.Handler(

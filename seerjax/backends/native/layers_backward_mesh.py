@@ -63,6 +63,7 @@ from seerjax.backends.native.layers_backward import (
   back_through_norm,
   back_to_attended,
   blocks_of_chunk,
+  gate_up_again,
   input_cotangents,
   input_scales,
   live_of_chunk,
@@ -192,9 +193,11 @@ def _after(arguments, results, first, last, worker):
     for slab in range(slabs):
       place = 4 * (slab * m + begin)
       to = ffi.address(results, 11) + place * down_rank
+      gate_up_again(arguments, slab, rows, normed, low, gate_up)
       of_mlp_slab(
-        arguments, slab, rows, normed, low, dy, of_down, of_gate_up, inner, to, gate_up, panel
-      )
+        arguments, slab, rows, gate_up, dy, of_down, of_gate_up, inner, to,
+        gate_up + 8 * rows * features, panel,
+      )  # fmt: skip
       back_slab(
         arguments, GATE_UP, GATE_UP_B, layer, slab, rows, of_gate_up + 8 * slab * features,
         2 * slabs * features, ffi.address(results, 9) + place * d,

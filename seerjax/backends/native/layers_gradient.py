@@ -18,6 +18,7 @@ from seerjax.backends.native import (
   layers_backward,
   layers_backward_mesh as mesh_backward,
   products,
+  products_over_rows,
 )
 from seerjax.backends.native.layer_parts import (
   DOWN,
@@ -54,7 +55,7 @@ def attention_inputs_gradient(
   operands = input_operands(stage, weights, rows, num_rows)
   (n, d), (_, slabs, _, columns) = x.shape, operands[QKV].shape
   rank, size = operands[QKV_A].shape[3], min(n, CHUNK_ROWS)
-  features, m = c if "query_norm" in weights else 0, min(n, tiles.BACKWARD_ROWS)
+  features, m = c if "query_norm" in weights else 0, min(n, layers_backward.ROWS)
   own = scratch(
     (d + 3 * c + columns,),
     (size, d + columns + WAITING * (d + rank)),
@@ -114,22 +115,22 @@ def after_attention_gradient(
   rows: Any,
   num_rows: Array,
   cotangent: Array,
-  projection: tuple[Array, Array] | None,
+  found: tuple[Array, Array],
 ) -> tuple[Params, Any]:
   """Returns the gradients of `layers.after_attention` to the weights and the rows.
 
-  `projection` is, with a mesh axis, all slabs' partial sums of the projection, f32[r, n, d], and of
-  its adapter's x @ A, f32[r, n, rank].
+  `found` is what `layers_kept.after_attention` kept; with a mesh axis it is all slabs' partial sums
+  of the projection, f32[r, n, d], and of its adapter's x @ A, f32[r, n, rank].
   """
   x, mixed = rows
   operands = after_operands(stage, weights, rows, num_rows)
   (n, d), (_, slabs, inputs, _) = x.shape, operands[OUT].shape
-  features, size, m = operands[DOWN].shape[2], min(n, CHUNK_ROWS), min(n, tiles.BACKWARD_ROWS)
+  features, size, m = operands[DOWN].shape[2], min(n, CHUNK_ROWS), min(n, layers_backward.ROWS)
   ranks = tuple(operands[place].shape[3] for place in (OUT_A, GATE_UP_A, DOWN_A))
   out_rank, rank, down_rank = ranks
   own = scratch(
     (d,),
-    (size, d + max(3 * features, inputs) + WAITING * (d + max(ranks))),
+    (size, max(features, inputs) + WAITING * (d + max(ranks))),
     (max(2 * features, d, *ranks), products.PANEL),
   )
   widths = (
@@ -142,13 +143,13 @@ def after_attention_gradient(
   def chunk(sizes: Array, into: tuple[Array, ...]) -> tuple[tuple[Array, ...], Terms]:
     here = [sizes if place == SIZES_AFTER else operand for place, operand in enumerate(operands)]
     if stage.axis is None:
-      place = len(here) + 1
+      place = len(here) + 3
       aliases = {place: 0, place + 1: 1}
-      out = layers_backward.AFTER(results, *here, cotangent, *into, aliases=aliases)
+      out = layers_backward.AFTER(results, *here, cotangent, *found, *into, aliases=aliases)
       dx, d_mixed, attended, out_low, of_out, of_x, of_scale, normed, low, of_low, *more, _ = out
       of_gate_up, inner, down_low, of_down, dy = more
     else:
-      of_rows, partials = mesh_backward.after(here, cotangent, projection, m)
+      of_rows, partials = mesh_backward.after(here, cotangent, found, m)
       attended, after, out_low, normed, low, of_gate_up, inner, of_down, dy = of_rows
       partials = parallel.gather_slabs(partials, stage.axis)
       out = mesh_backward.after_end(here, partials, after, dy, into, m)
@@ -209,27 +210,28 @@ def _by_chunks(
   names = [name for name in shapes if name.partition(".")[0] in weights]
   zeros = lambda shape, dtype: tiles.late_zeros(shape, dtype, anchor)
   begin = tuple(zeros(leaf.shape, leaf.dtype) for leaf in rows)
-  totals = {name: zeros(shapes[name], jnp.float32) for name in names}
+  turned = scratch((products_over_rows.COLUMNS, products_over_rows.TURNED))
 
   def body(index: Array, carry: Any) -> Any:
     into, totals = carry
-    here = jnp.append(sizes, index * tiles.BACKWARD_ROWS)
+    here = jnp.append(sizes, index * layers_backward.ROWS)
     into, terms = chunk(here, into)
     new = {}
-    for name, total in totals.items():
-      x, given = terms[name]
-      r, a, b = total.shape
-      m = x.shape[0]
-      operands = here, x.reshape(m, -1, a), given.reshape(m, -1, b), total
-      results = [f32_of(r, a, b), scratch()]
-      new[name], _ = layers_backward.ADD_GRADIENT(results, *operands, aliases={3: 0})
+    for name in names:
+      (x, given), (r, a, b) = terms[name], shapes[name]
+      m, total = x.shape[0], totals.get(name)
+      operands = here, x.reshape(m, -1, a), given.reshape(m, -1, b)
+      operands, aliases = (operands, None) if total is None else ((*operands, total), {3: 0})
+      results = [f32_of(r, a, b), turned]
+      new[name], _ = layers_backward.ADD_GRADIENT(results, *operands, aliases=aliases)
     return into, new
 
   count = rows[0].shape[0]
-  if count <= tiles.BACKWARD_ROWS:
-    of_rows, totals = body(jnp.int32(0), (begin, totals))
+  if count <= layers_backward.ROWS:
+    of_rows, totals = body(jnp.int32(0), (begin, {}))
   else:
-    trips = (sizes[0] + tiles.BACKWARD_ROWS - 1) // tiles.BACKWARD_ROWS
+    totals = {name: zeros(shapes[name], jnp.float32) for name in names}
+    trips = (sizes[0] + layers_backward.ROWS - 1) // layers_backward.ROWS
     of_rows, totals = lax.fori_loop(jnp.int32(0), trips, body, (begin, totals))
   # What all slabs share is a leaf of one slab: a partial of each is added.
   shared = {name: totals[name] for name in names if name in HEAD_NORMS}
