@@ -93,14 +93,16 @@ def scratch_bytes(
   remat: transformer.Remat,
   model_shards: int = 1,
 ) -> int:
-  """Returns the bytes of a micro-batch's pages: of all layers, or of one that is computed again.
+  """Returns the bytes of a micro-batch's pages: of all layers, or of one.
 
-  They are those of one of `model_shards` devices.
+  A layer's are made again where the layer is computed again, and natively in any case. They are
+  those of one of `model_shards` devices.
   """
   positions = layout.num_pages * page_size
   heads = model.num_kv_heads // model_shards
   per_layer = 2 * positions * heads * model.head_dim * numerics.dtype.itemsize
-  return per_layer * (model.num_layers if remat == "none" else 1)
+  is_kept = remat == "none" and numerics.implementation != "native"
+  return per_layer * (model.num_layers if is_kept else 1)
 
 
 def activation_bytes(

@@ -309,16 +309,22 @@ def _attended_own(shapes, dtype, q, keys, values, batch):
   return _attended_own_forward(shapes, dtype, q, keys, values, batch)[0]
 
 
-def _attended_own_forward(shapes, dtype, q, keys, values, batch):
-  keys_shape, values_shape = (jax.ShapeDtypeStruct(shape, dtype) for shape in shapes)
-  pages = native_pages.written_anew(
-    (keys_shape, values_shape), (keys, values), batch.slots, batch.num_rows
+def _pages_of(shapes, dtype, keys, values, batch):
+  key_shape, value_shape = (jax.ShapeDtypeStruct(shape, dtype) for shape in shapes)
+  return native_pages.written_anew(
+    (key_shape, value_shape), (keys, values), batch.slots, batch.num_rows
   )
-  return _attended(q, *pages, batch), (q, *pages, batch)
+
+
+def _attended_own_forward(shapes, dtype, q, keys, values, batch):
+  # Rows are kept: pages have room for whole contexts, and are written again in no time.
+  pages = _pages_of(shapes, dtype, keys, values, batch)
+  return _attended(q, *pages, batch), (q, keys, values, batch)
 
 
 def _attended_own_backward(shapes, dtype, residuals, gradient):
-  q, key_pages, value_pages, batch = residuals
+  q, keys, values, batch = residuals
+  key_pages, value_pages = _pages_of(shapes, dtype, keys, values, batch)
   grad_q, *grad_pages = attend_backward(q, key_pages, value_pages, batch, gradient, is_whole=False)
   num_rows, heads, _, features = q.shape
   grad_keys, grad_values = native_pages.taken(

@@ -13,7 +13,8 @@ batch's, so that a page may be seen by any number of sequences. All of it is flo
 gradients are zeroed where a segment first names it; the pages that none names, which are most of a
 nearly empty batch's, only for those who read them (`is_whole`).
 
-An item of work is a head. Rows that follow one another in a sequence go in blocks of 32, each page
+An item of work is half of a head's segments, if no page is seen by both halves, or else the head.
+Rows that follow one another in a sequence go in blocks of 32, each page
 of their keys and values is transposed once a block.
 """
 
@@ -191,8 +192,41 @@ def _same_pages(table, pages_of_segment, one, other):
 
 
 @jit
-def _heads(arguments):
-  return dimension(arguments, _Q, _ONE)
+def _pages_to(arguments, segment):
+  """How many pages the rows of a segment see."""
+  starts, lengths = integers(address(arguments, _STARTS)), integers(address(arguments, _LENGTHS))
+  position = integers(address(arguments, _POSITIONS))[starts[segment]]
+  end, page_size = types.int64(position) + lengths[segment], dimension(arguments, _KEYS, 3)
+  return (end + page_size - 1) // page_size
+
+
+@jit
+def _cut(arguments, last_of):
+  """The first segment of the second half: none before it has a page of one from there on.
+
+  It is the one whose first row is nearest to the middle of all; 0 if there is none, as where all
+  segments share a page. `last_of` is scratch, i32[m]: the last segment that names each page.
+  """
+  num_segments, live = integer(arguments, _SEGMENTS, 0), integer(arguments, _LIVE, 0)
+  pages_of_segment = dimension(arguments, _TABLE, _ONE)
+  table, starts = integers(address(arguments, _TABLE)), integers(address(arguments, _STARTS))
+  last = integers(last_of)
+  for segment in range(num_segments):
+    for place in range(_pages_to(arguments, segment)):
+      last[table[segment * pages_of_segment + place]] = segment
+  cut, reach, nearest = 0, 0, live
+  for segment in range(num_segments):
+    away = abs(2 * types.int64(starts[segment]) - live)
+    if segment > reach and away < nearest:
+      cut, nearest = segment, away
+    for place in range(_pages_to(arguments, segment)):
+      reach = max(reach, types.int64(last[table[segment * pages_of_segment + place]]))
+  return cut
+
+
+@jit
+def _halves_of_heads(arguments):
+  return 2 * dimension(arguments, _Q, _ONE)
 
 
 @jit
@@ -224,20 +258,25 @@ def _attend_backward(arguments, results, first, last, worker):
   is_whole = integer(arguments, _WHOLE, 0)
   scale = f32(1.0 / np.sqrt(types.float64(head_dim)))
   head_elements = num_pages * elements
-  for head in range(first, last):
+  cut = 0 if is_whole else _cut(arguments, turned + 4 * elements)
+  for item in range(first, last):
+    head, half = item // 2, item % 2
+    if half == 1 and cut == 0:
+      continue
     keys = address(arguments, _KEYS) + size * head * head_elements
     values = address(arguments, 2) + size * head * head_elements
     grad_keys = address(results, 1) + 4 * head * head_elements
     grad_values = address(results, 2) + 4 * head * head_elements
     for page in range(num_pages):
       is_named[page] = 0
-    for row in range(live, num_rows):
+    for row in range(live if half == 0 else num_rows, num_rows):
       place = row_size * (row * num_heads + head) * group * head_dim
       bits = halves(address(results, 0) + place)
-      for half in range(group * head_dim * row_size // 2):
-        bits[half] = 0
-    segment = 0
-    while segment < num_segments:
+      for half_word in range(group * head_dim * row_size // 2):
+        bits[half_word] = 0
+    segment = cut if half == 1 else 0
+    end = cut if half == 0 and cut > 0 else num_segments
+    while segment < end:
       # Segments that go on with the one before are one piece.
       piece = segment
       start = types.int64(starts[piece])
@@ -245,7 +284,7 @@ def _attend_backward(arguments, results, first, last, worker):
       count = types.int64(lengths[piece])
       segment += 1
       while (
-        segment < num_segments
+        segment < end
         and starts[segment] == start + count
         and positions[start + count] == position + count
         and _same_pages(tables, pages_of_segment, piece, segment)
@@ -295,7 +334,7 @@ def _cost(arguments):
   return 5 * keys * heads * dimension(arguments, _Q, 3)
 
 
-_BACKWARD = ffi.Handler("seerjax_attend_backward", _heads, _attend_backward, _cost)
+_BACKWARD = ffi.Handler("seerjax_attend_backward", _halves_of_heads, _attend_backward, _cost)
 
 
 def attend_backward(
