@@ -18,7 +18,7 @@ Of masters, moments and sums each device of the mesh has a part (`trainer.shards
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 import dataclasses
 import functools
 import itertools
@@ -208,6 +208,19 @@ class MicroBatch(NamedTuple):
 PolicyLoss = Callable[..., tuple[Array, losses.LossMetrics]]
 
 
+def check_remat(remat: transformer.Remat, memories: Collection[str]) -> None:
+  """Refuses to keep layers' inputs in a kind of memory that is not among those of a device.
+
+  Raises:
+    NotImplementedError: naming the kinds.
+  """
+  if remat == "layer_offloaded" and transformer.HOST_MEMORY not in memories:
+    raise NotImplementedError(
+      f"Trainer.remat: got 'layer_offloaded' on a {jax.default_backend()} device whose memories"
+      f" are {sorted(memories)}, expected {transformer.HOST_MEMORY!r} among them; set 'layer'."
+    )
+
+
 @dataclasses.dataclass(frozen=True)
 class Trainer:
   """Gradient and update programs of one model.
@@ -243,13 +256,9 @@ class Trainer:
     fields.check(self)
     decided = model_config.numerics_for(self.model, self.numerics)
     object.__setattr__(self, "numerics", decided)
-    if self.remat == "layer_offloaded":
-      kinds = {memory.kind for memory in self.mesh.devices.flat[0].addressable_memories()}
-      if transformer.HOST_MEMORY not in kinds:
-        raise NotImplementedError(
-          f"Trainer.remat: got 'layer_offloaded' on a {jax.default_backend()} device whose memories"
-          f" are {sorted(kinds)}, expected {transformer.HOST_MEMORY!r} among them; set 'layer'."
-        )
+    check_remat(
+      self.remat, {memory.kind for memory in self.mesh.devices.flat[0].addressable_memories()}
+    )
     shards = self.mesh.shape[parallel.MODEL_AXIS]
     parallel.local_slabs(decided.reduction_shards, shards)
     if shards > 1 and decided.uses_kernels:

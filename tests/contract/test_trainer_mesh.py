@@ -72,12 +72,14 @@ def test_every_mesh_learns_the_bits_of_one_device(implementation, tell_events):
 
 @pytest.mark.thorough
 @pytest.mark.skipif(not parallel.BARRIERS_HOLD, reason="every device adds the whole tree here")
-def test_sums_whose_devices_add_a_share_each_learn_the_bits_of_one_device(
-  monkeypatch, seed, tell_events
-):
-  monkeypatch.setattr(parallel, "SHARED_OUT_BYTES", 0)  # Which no small model's sums reach.
+def test_sums_whose_devices_add_a_share_each_learn_the_bits_of_one_device(seed, tell_events):
   events = collections.Counter()
-  case = dataclasses.replace(smallest("tiled"), seed=1)  # Whose programs no other test has.
+  case = smallest("tiled")
+  # So wide that the sum of a tile of rows is shared out.
+  config = dataclasses.replace(case.config, hidden_size=1024)
+  numerics = dataclasses.replace(case.numerics, row_tile=64)
+  assert numerics.row_tile * config.hidden_size * 4 >= parallel.SHARED_OUT_BYTES
+  case = dataclasses.replace(case, config=config, numerics=numerics, rows=64)
   meshes = [mesh for mesh in mesh_cases.meshes_of(case) if mesh[1] > 1]
   mesh_cases.compare(case, meshes[seed % len(meshes)], events)
   tell_events("sums in shares", events, ("comparisons",))

@@ -186,11 +186,16 @@ def test_few_sums_are_alive_at_once():
   assert most <= 5 and float(total.total()["w"][0]) == 32.0
 
 
-def test_layers_inputs_go_where_the_device_has_a_place_for_them(monkeypatch):
-  monkeypatch.setattr(transformer, "HOST_MEMORY", "tape")
-  expected = r"Trainer.remat: got 'layer_offloaded' on a cpu device .* expected 'tape' among them"
+def test_layers_inputs_go_where_the_device_has_a_place_for_them():
+  memories = {"device", "unpinned_host"}
+  step.check_remat("layer", memories)
+  step.check_remat("layer_offloaded", memories | {"pinned_host"})
+  expected = (
+    r"Trainer.remat: got 'layer_offloaded' on a cpu device whose memories are \['device',"
+    r" 'unpinned_host'\], expected 'pinned_host' among them"
+  )
   with pytest.raises(NotImplementedError, match=expected):
-    trainer_of(remat="layer_offloaded")
+    step.check_remat("layer_offloaded", memories)
 
 
 @pytest.mark.thorough
