@@ -33,6 +33,7 @@ from seerjax.backends.native.layer_parts import (
   add_sum,
   blocks,
   f32_of,
+  gate,
   live_rows,
   low_product,
   merge,
@@ -46,8 +47,7 @@ from seerjax.backends.native.layer_parts import (
   weights_of,
   write_rows,
 )
-from seerjax.backends.native.numbers import exp, f32, jit, read_row, round_row
-from seerjax.backends.native.pointers import floats
+from seerjax.backends.native.numbers import jit, read_row
 
 # Rows that go through a layer together.
 CHUNK_ROWS = layers_backward.CHUNK_ROWS
@@ -62,10 +62,7 @@ def _mlp(arguments, slab, begin, rows, normed, low, gate_up, inner, sums, lows):
   add_low(arguments, SIZES_AFTER, GATE_UP_B, ONE, slab, begin, low, rows, gate_up)
   for row in range(rows):
     at = gate_up + 8 * row * features
-    gate, up, out = floats(at), floats(at + 4 * features), floats(inner + 4 * row * features)
-    for i in range(features):
-      out[i] = gate[i] / (f32(1.0) + exp(-gate[i])) * up[i]
-  round_row(inner, is_bf16, rows * features)
+    gate(at, at + 4 * features, is_bf16, features, inner + 4 * row * features)
   product(arguments, DOWN, layer, slab, inner, features, rows, sums, ZERO)
   low_product(arguments, SIZES_AFTER, DOWN_A, slab, begin, inner, features, rows, lows)
 
