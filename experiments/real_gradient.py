@@ -1,0 +1,392 @@
+"""A gradient of a model of real size: ours beside torch's, on the same micro-batch.
+
+Claim: natively, on a CPU, a gradient of a 135M model takes at least 1.3 times as many rows a second
+as torch's, in float32 and in bfloat16, within the memory that the trainer plans.
+Command: bash launch/local.sh experiments.real_gradient --model=DIR --workdir=runs/real_gradient
+  torch and transformers need packages of their own (`bash launch/peers.sh`); where they lie
+  elsewhere, --torch_python names their Python
+  --seconds=200 ends after the cell that is being measured then; the same command goes on
+  in a minute, to see that everything runs: --model=nano-directory --rounds=1 --lengths=64
+Hardware: 2 CPU cores, 14 GiB; about 40 minutes. Numbers: docs/results/real/gradient.md
+
+The micro-batch: sequences of random tokens and of one length, the first quarter of each a prompt
+that has no loss; so neither side pads. The loss is that of a first optimiser step on answers with
+advantages of 1 and -1 by turns: the sum over the answers' tokens of -advantage * ratio, divided by
+their number, where the ratio of probabilities is 1 and its gradient is the log-probability's. Each
+side is a process of its own; sides take turns within a round, and the first gradient of a process,
+which compiles, is not counted. Loss and norm of the gradients are compared. Peak memory is the most
+that the process holds while it computes further ones, less what it holds between two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+import dataclasses
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import time
+from typing import Any, NamedTuple
+
+from absl import app, flags
+import numpy as np
+
+from experiments import cells as cells_lib, engine_throughput
+from seerjax import host_memory
+from seerjax.run import command_line
+
+DTYPES = ("float32", "bfloat16")
+# Aimed at: our rows a second over torch's, each at the better of its settings.
+LEAST_OF_TORCH = 1.3
+# Two sides compute one gradient: their losses and norms differ by rounding alone.
+NEAR = {"float32": 1e-3, "bfloat16": 0.05}
+
+Say = Callable[[str], None]
+# What computes a gradient once, its loss and its leaves; and what lets go of what it left.
+Gradient = Callable[[], tuple[float, list[Any]]]
+Forget = Callable[[], None]
+
+
+class Side(NamedTuple):
+  """A label for people, what builds it, and whether layers are computed again."""
+
+  label: str
+  kind: str
+  is_again: bool
+
+
+SIDES = {
+  "ours": Side("SeerJAX, remat=none", "ours", False),
+  "ours-again": Side("SeerJAX, remat=layer", "ours", True),
+  "torch": Side("torch", "transformers", False),
+  "torch-again": Side("torch, gradient checkpointing", "transformers", True),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+  """What is timed.
+
+  Attributes:
+    model: a Hugging Face directory.
+    lengths: rows of a sequence, by dtype.
+    sequences: of a micro-batch, by dtype.
+    num_threads: of torch.
+  """
+
+  model: str
+  lengths: dict[str, int]
+  sequences: dict[str, int]
+  num_threads: int = 2
+
+  def rows(self, dtype: str) -> int:
+    return self.lengths[dtype] * self.sequences[dtype]
+
+  def num_prompt(self, dtype: str) -> int:
+    """Tokens of a sequence that have no loss."""
+    return self.lengths[dtype] // 4
+
+
+class Cell(NamedTuple):
+  """One gradient."""
+
+  dtype: str
+  side: str
+  round: int
+
+
+def tokens_of(config: Config, dtype: str, vocab_size: int) -> np.ndarray:
+  """Returns i64[sequences, length + 1]: what is read, and behind it the last target."""
+  random = np.random.default_rng(0)
+  return random.integers(3, vocab_size, (config.sequences[dtype], config.lengths[dtype] + 1))
+
+
+def advantages(count: int) -> np.ndarray:
+  return np.where(np.arange(count) % 2, 1.0, -1.0).astype(np.float32)
+
+
+def our_gradient(config: Config, dtype: str, is_again: bool) -> tuple[Gradient, Forget, int]:
+  """Returns the trainer's gradient, as a run of the model has it, and the bytes that it plans."""
+  import jax
+
+  from seerjax.models import parameters
+  from seerjax.run import config as run_config, policy as policy_lib, presets, programs
+  from seerjax.trainer import losses
+  from seerjax.types import Completion, Request, Rollout, RolloutGroup, SamplingParams, Verdict
+
+  run = presets.named_model()
+  run = dataclasses.replace(
+    run,
+    model=config.model,
+    numerics=dataclasses.replace(run.numerics, implementation="native", compute_dtype=dtype),
+    rollout=dataclasses.replace(run.rollout, max_tokens=config.lengths[dtype]),
+    trainer=dataclasses.replace(run.trainer, remat="layer" if is_again else "none"),
+  )
+  policy = policy_lib.load_policy(config.model, run.numerics)
+  run = run_config.for_model(run, policy.model)
+  groups, num_prompt = [], config.num_prompt(dtype)
+  for index, row in enumerate(tokens_of(config, dtype, policy.model.vocab_size).tolist()):
+    prompt, answer = tuple(row[:num_prompt]), tuple(row[num_prompt:])
+    zeros, sampling = np.zeros(len(answer), np.float32), SamplingParams(max_tokens=len(answer))
+    request = Request(request_id=str(index), prompt=prompt, sampling=sampling)
+    completion = Completion(
+      request_id=str(index), tokens=answer, behaviour_logprobs=zeros, raw_logprobs=zeros, text="",
+      finish_reason="length", policy_version=0,
+    )  # fmt: skip
+    verdict = Verdict(reward=1.0, correct=True, well_formed=True)
+    rollout = Rollout(request=request, completion=completion, verdict=verdict)
+    problem: Any = None
+    groups.append(RolloutGroup(group_index=index, problem=problem, rollouts=(rollout,)))
+  batch = programs.pack(run, groups, advantages(len(groups))[:, None])
+  if batch.targets.shape[0] > 1 or int(np.sum(batch.tokens.num_rows)) != config.rows(dtype):
+    raise ValueError(
+      f"--rows: got {config.rows(dtype)}, which do not fit a micro-batch of"
+      f" {batch.targets.shape[1]} rows; ask for fewer."
+    )
+  trainer = programs.make_programs(run, policy.model).trainer
+  params = parameters.compute_params(policy.params, run.numerics)
+  denominators = losses.denominators(batch)
+
+  def gradient() -> tuple[float, list[Any]]:
+    total, metrics, _ = trainer.gradient(params, batch, denominators, None)
+    return float(metrics["loss"]), jax.block_until_ready(jax.tree.leaves(total))
+
+  return gradient, lambda: None, trainer.plan(params, programs.layout(run), 1).learning
+
+
+def their_gradient(config: Config, dtype: str, is_again: bool) -> tuple[Gradient, Forget, int]:
+  """Returns torch's gradient of transformers' model; it plans nothing."""
+  import torch  # pyright: ignore[reportMissingImports]
+  import transformers  # pyright: ignore[reportMissingImports]
+
+  torch.set_num_threads(config.num_threads)
+  transformers.logging.set_verbosity_error()
+  model = transformers.AutoModelForCausalLM.from_pretrained(
+    config.model, dtype=getattr(torch, dtype)
+  ).train()
+  if is_again:
+    model.gradient_checkpointing_enable()
+  tokens = torch.tensor(tokens_of(config, dtype, model.config.vocab_size))
+  ids, targets = tokens[:, :-1], tokens[:, 1:]
+  weights = torch.tensor(advantages(len(tokens)))[:, None].repeat(1, ids.shape[1])
+  weights[:, : config.num_prompt(dtype) - 1] = 0.0
+  weights /= (weights != 0).sum()
+
+  def gradient() -> tuple[float, list[Any]]:
+    model.zero_grad(set_to_none=True)
+    logits = model(input_ids=ids, use_cache=False).logits.float()
+    logprobs = -torch.nn.functional.cross_entropy(
+      logits.flatten(0, 1), targets.flatten(), reduction="none"
+    )
+    loss = -(torch.exp(logprobs - logprobs.detach()) * weights.flatten()).sum()
+    loss.backward()
+    return loss.item(), [leaf.grad.float().numpy() for leaf in model.parameters()]
+
+  return gradient, model.zero_grad, 0
+
+
+BUILDERS = {"ours": our_gradient, "transformers": their_gradient}
+
+
+def serve(side: str, dtype: str, config: Config) -> None:
+  """A side's process: one line of JSON when it is ready, and one for each line that it is sent."""
+  reply = os.fdopen(os.dup(1), "w")
+  os.dup2(2, 1)  # What libraries print must not look like the reply.
+  try:
+    gradient, forget, plan = BUILDERS[SIDES[side].kind](config, dtype, SIDES[side].is_again)
+    loss, leaves = gradient()
+    norm = float(np.sqrt(sum(float(np.vdot(leaf, leaf)) for leaf in map(np.asarray, leaves))))
+    del leaves
+    forget()
+    held = int(host_memory.resident_bytes())
+    # What compilers took is no part of the peak from here on.
+    pathlib.Path("/proc/self/clear_refs").write_text("5")
+    print(json.dumps(dict(loss=loss, norm=norm, held=held, plan=plan)), file=reply, flush=True)
+    for _ in sys.stdin:
+      begin, cpu_begin = time.perf_counter(), time.process_time()
+      gradient()
+      seconds, cpu = time.perf_counter() - begin, time.process_time() - cpu_begin
+      record = dict(seconds=seconds, cpu=cpu, peak=engine_throughput.peak_memory())
+      print(json.dumps(record), file=reply, flush=True)
+  except Exception as error:  # Another library's failure is a finding, to be told with its name.
+    print(json.dumps(dict(error=f"{type(error).__name__}: {error}")), file=reply, flush=True)
+    raise
+
+
+class Process:
+  """A side in a process of its own, which is ready when this returns."""
+
+  def __init__(self, side: str, dtype: str, config: Config, python: str):
+    path = os.pathsep.join([str(engine_throughput.ROOT), os.environ.get("PYTHONPATH", "")])
+    command = [python, "-P", "-m", "experiments.real_gradient", "--serve"]
+    self._process = subprocess.Popen(
+      command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+      env={**os.environ, "PYTHONPATH": path, "JAX_PLATFORMS": "cpu"},
+    )  # fmt: skip
+    self.ready = self.ask(json.dumps([side, dtype, dataclasses.asdict(config)]))
+
+  def ask(self, line: str = "go") -> dict[str, Any]:
+    """Returns the reply to a line.
+
+    Raises:
+      RuntimeError: if the side says an error, or its process ended.
+    """
+    assert self._process.stdin is not None and self._process.stdout is not None
+    print(line, file=self._process.stdin, flush=True)
+    text = self._process.stdout.readline()
+    found = json.loads(text) if text else dict(error="its process ended")
+    if "error" in found:
+      raise RuntimeError(f"a side does not run here: {found['error']}")
+    return found
+
+  def close(self) -> None:
+    """Ends the process."""
+    self._process.kill()
+    self._process.communicate()
+
+
+def table(records: Sequence[dict[str, Any]], config: Config) -> str:
+  """Returns medians by dtype and side, and the aims, as Markdown."""
+  lines = [
+    "| dtype | side | rounds | seconds (range) | CPU seconds | rows/s | peak, MiB | planned, MiB |",
+    "|---|---|---|---|---|---|---|---|",
+  ]
+  best: dict[tuple[str, str], float] = {}
+  within = []
+  for dtype in DTYPES:
+    for name, side in SIDES.items():
+      own = [r for r in records if (r["dtype"], r["side"]) == (dtype, name)]
+      if not own:
+        continue
+      seconds = [record["seconds"] for record in own]
+      rate = config.rows(dtype) / float(np.median(seconds))
+      key = dtype, side.kind
+      best[key] = max(best.get(key, 0.0), rate)
+      peak, plan = max(record["peak"] - record["held"] for record in own), own[0]["plan"]
+      if plan:
+        within.append(f"{peak / plan:.2f}")
+      lines.append(
+        f"| {dtype}, {config.rows(dtype):,} rows | {side.label} | {len(own)} |"
+        f" {np.median(seconds):.2f} ({min(seconds):.2f} to {max(seconds):.2f}) |"
+        f" {np.median([record['cpu'] for record in own]):.2f} | {rate:.1f} | {peak / 2**20:,.0f} |"
+        f" {f'{plan / 2**20:,.0f}' if plan else '-'} |"
+      )
+  lines += ["\n| aim | measured | holds |", "|---|---|---|"]
+  for dtype in DTYPES:
+    if (dtype, "ours") in best and (dtype, "transformers") in best:
+      ratio = best[dtype, "ours"] / best[dtype, "transformers"]
+      holds = "yes" if ratio >= LEAST_OF_TORCH else "**no**"
+      lines.append(
+        f"| {dtype}: at least {LEAST_OF_TORCH:g} of torch's rows/s, each at its best |"
+        f" {ratio:.2f} | {holds} |"
+      )
+  if within:
+    holds = "yes" if max(map(float, within)) <= 1 else "**no**"
+    lines.append(f"| peak at most what is planned | {', '.join(within)} of it | {holds} |")
+  return "\n".join(lines) + "\n"
+
+
+def differing(ready: dict[tuple[str, str], dict[str, Any]]) -> str:
+  """Returns how far losses and norms of the sides are apart; "" if they agree."""
+  found = []
+  for dtype in DTYPES:
+    for what in ("loss", "norm"):
+      values = [one[what] for key, one in ready.items() if key[0] == dtype]
+      # A loss of advantages of either sign may be zero, but for rounding.
+      near = NEAR[dtype] * max([1.0, *map(abs, values)])
+      if values and max(values) - min(values) > near:
+        found.append(f"{dtype} {what}: {values}")
+  return "; ".join(found)
+
+
+def run(
+  config: Config,
+  sides: Sequence[str],
+  dtypes: Sequence[str],
+  rounds: int,
+  directory: pathlib.Path,
+  say: Say,
+  *,
+  torch_python: str = "",
+  seconds: float = np.inf,
+) -> list[dict[str, Any]]:
+  """Measures what is missing, prints, and writes table.md; the cells are kept one by one.
+
+  Raises:
+    ValueError: if a name is not known, or two sides compute different gradients.
+  """
+  for flag, names, known in (("--sides", sides, tuple(SIDES)), ("--dtypes", dtypes, DTYPES)):
+    if unknown := [name for name in names if name not in known]:
+      raise ValueError(
+        f"{flag}: got {', '.join(unknown)}, expected some of {', '.join(known)}; correct the name."
+      )
+  interpreters = engine_throughput.pythons(torch_python)
+  path, settings = directory / cells_lib.FILE_NAME, dataclasses.asdict(config)
+  settings.pop("model")
+  begin = time.monotonic()
+  for dtype in dtypes:
+    done = {(r["dtype"], r["side"], r["round"]) for r in cells_lib.read(path, settings)}
+    missing = [Cell(dtype, side, r) for r in range(rounds) for side in sides]
+    missing = [cell for cell in missing if cell not in done]
+    if not missing or time.monotonic() - begin > seconds:
+      continue
+    processes: dict[str, Process] = {}
+    try:
+      for cell in missing:
+        if time.monotonic() - begin > seconds:
+          break
+        if cell.side not in processes:
+          python = interpreters[SIDES[cell.side].kind]
+          processes[cell.side] = Process(cell.side, dtype, config, python)
+        process = processes[cell.side]
+        record = cell._asdict() | process.ready | process.ask() | dict(settings=settings)
+        cells_lib.append(path, record)
+        say(f"{dtype}, round {cell.round}, {cell.side}: {record['seconds']:.2f} s")
+    finally:
+      for process in processes.values():
+        process.close()
+  records = cells_lib.read(path, settings)
+  apart = differing({(r["dtype"], r["side"]): r for r in records})
+  if apart:
+    raise ValueError(
+      f"{path}: got gradients that differ ({apart}), expected one; look at the sides."
+    )
+  text = table(records, config)
+  (directory / "table.md").write_text(text)
+  say(f"\n{text}\nwritten to {directory}")
+  return records
+
+
+def main(argv: list[str]) -> None:
+  args = flags.FLAGS
+  if args.serve:
+    side, dtype, config = json.loads(sys.stdin.readline())
+    serve(side, dtype, Config(**config))
+    return
+  with command_line.refusals():
+    command_line.check_arguments(argv)
+    config = Config(
+      model=args.model,
+      lengths=dict(zip(DTYPES, map(int, args.lengths), strict=True)),
+      sequences=dict(zip(DTYPES, map(int, args.sequences), strict=True)),
+    )
+    run(
+      config, args.sides, args.dtypes, args.rounds, pathlib.Path(args.workdir),
+      lambda line: print(line, flush=True), torch_python=args.torch_python, seconds=args.seconds,
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+  flags.DEFINE_string("model", "models/smollm2-135m-instruct", "A Hugging Face directory.")
+  flags.DEFINE_list("sides", list(SIDES), f"Some of {', '.join(SIDES)}.")
+  flags.DEFINE_list("dtypes", list(DTYPES), f"Some of {', '.join(DTYPES)}.")
+  flags.DEFINE_list("lengths", ["256", "128"], "Rows of a sequence, in float32 and in bfloat16.")
+  flags.DEFINE_list("sequences", ["8", "2"], "Of a micro-batch, in float32 and in bfloat16.")
+  flags.DEFINE_integer("rounds", 5, "Gradients of each side, behind one that compiles.", 1)
+  flags.DEFINE_float("seconds", 1e9, "Begins no gradient after so many.", 0)
+  flags.DEFINE_string("torch_python", "", "Of torch; this one, or .venv-3.11's.")
+  flags.DEFINE_string("workdir", "runs/real_gradient", "Takes numbers and table.")
+  flags.DEFINE_bool("serve", False, "Internal: be the side that stdin names.")
+  app.run(main)
