@@ -55,10 +55,8 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
       add("generate_and_score", time.perf_counter() - begin)
       return found
 
-    def _get_per_token_logps_and_entropies(
-      self, model: Any, ids: Any, mask: Any, keep: int, **more
-    ):
-      found = super()._get_per_token_logps_and_entropies(model, ids, mask, keep, **more)
+    def _get_per_token_logps_and_entropies(self, model: Any, ids: Any, mask: Any, *more, **named):
+      found = super()._get_per_token_logps_and_entropies(model, ids, mask, *more, **named)
       for row, whole, logprobs in zip(mask.tolist(), ids.tolist(), found[0].tolist()):
         key = tuple(token for token, is_one in zip(whole, row) if is_one)
         ours = sampled.get(key)
