@@ -141,7 +141,9 @@ def config_of(config: RunConfig, phase: Phase, directory: pathlib.Path) -> RunCo
 def learn(config: RunConfig, directory: pathlib.Path) -> None:
   """Learns as one process of a phase; the first one leaves the weights' digest."""
   resume = checkpoint.latest_step(directory / slices.CHECKPOINTS) is not None
-  task = loading.load(config.task, path=config.task_path or None)
+  task = loading.load(
+    config.task, path=config.task_path or None, options=config.task_options
+  )
   policy = policy_lib.load_policy(config.model, config.numerics)
   with slices.own_directory(directory) as own:
     result = rl.train(config, policy, slices.shared_task(task), own, resume=resume)

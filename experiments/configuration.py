@@ -71,7 +71,7 @@ def name_entries(values: ml_collections.ConfigDict, config: Any, arguments: Sequ
   """Gives flags for the entries that a command line names in fields that are mappings.
 
   Raises:
-    ValueError: for a value that is no text, number or truth value.
+    ValueError: for a value that is no text, number or truth value, and no tuple of these.
   """
   for argument in arguments:
     name, _, text = argument.lstrip("-").partition("=")
@@ -85,9 +85,11 @@ def name_entries(values: ml_collections.ConfigDict, config: Any, arguments: Sequ
     if not isinstance(at, Mapping):
       continue
     value = command_line.literal(text)
-    if not isinstance(value, (str, bool, int, float)):
+    several = value if isinstance(value, tuple) else (value,)
+    if not all(isinstance(one, (str, bool, int, float)) for one in several):
       raise ValueError(
-        f"--{name}: got {text!r}, expected text, a number, True or False; write --{name}=False."
+        f"--{name}: got {text!r}, expected text, a number, True or False, or a tuple of these;"
+        f" write --{name}=False."
       )
     with inner.unlocked():
       inner[parts[-1]] = value

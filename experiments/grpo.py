@@ -127,7 +127,9 @@ def prepare(
     FileNotFoundError: if the task's file is not there.
   """
   directory_lib.check_directory(directory, resume=resume)
-  task = loading.load(config.task, path=config.task_path or None)
+  task = loading.load(
+    config.task, path=config.task_path or None, options=config.task_options
+  )
   if config.model != "nano":
     say_memory(config, config.model)  # Before gigabytes are read.
   policy = policy_lib.load_policy(config.model, config.numerics)

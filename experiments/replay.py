@@ -233,7 +233,7 @@ def masters_of(
   state = replay_lib.learn_again(
     learn,
     config,
-    loading.load(config.task, path=config.task_path or None),
+    loading.load(config.task, path=config.task_path or None, options=config.task_options),
     policy.with_chat(config.chat).require_tokenizer(),  # Prompts have to be the journal's.
     state,
     steps,

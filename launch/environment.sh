@@ -105,6 +105,15 @@ EOF
   done
 }
 
+# environment_of_generators DIR PYTHON MINOR: adds reasoning-gym to DIR, and returns 1 where it cannot.
+environment_of_generators() {
+  environment "$1" "$2" "$ROOT/launch/locks/environments-$3.txt" &&
+    "$1/bin/python" -c 'import pycosat, reasoning_gym.factory' && return 0
+  say "reasoning-gym cannot be used: its dependency pycosat is built from C source, which needs a C" \
+    "compiler and Python's headers (apt install gcc python3-dev)"
+  return 1
+}
+
 # pip_install DIR WHAT PIP_ARGUMENT...: runs pip quietly; shows its last lines if it fails.
 pip_install() {
   local dir=$1 what=$2 started=$SECONDS log

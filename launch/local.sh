@@ -14,6 +14,8 @@ Makes .venv in the checkout with the newest Python it can find (3.13, 3.12 or 3.
 locked versions, and runs `python -m experiments.NAME --flags`. Without a name it runs the main job,
 experiments.grpo; seerjax.serve [MODEL] serves a model. The second time, nothing is installed.
 
+Where a flag names a task reasoning_gym.GENERATOR, that package is installed too.
+
   --platform=P   instead of what is detected (an NVIDIA GPU, a TPU, else the CPU)
   --dry-run      says what would be done, and does nothing
   --help         this text; after a name, the experiment's own
@@ -74,14 +76,18 @@ found=$(find_python)
 minor=${found%% *}
 python=${found#* }
 lock="$ROOT/launch/locks/runtime-$minor.txt"
+generators=""
+case " ${flags[*]-}" in *[\ =]reasoning_gym.*) generators=yes ;; esac
 
 if [ -n "$dry_run" ]; then
+  [ -z "$generators" ] || printf 'lock %s\n' "$ROOT/launch/locks/environments-$minor.txt"
   printf 'python %s\nlock %s\nplatform %s\nextra %s\nrun %s\n' \
     "$python" "$lock" "$platform" "${extra:-none}" "$name${flags[*]+ ${flags[*]}}"
   exit 0
 fi
 
 environment "$ROOT/.venv" "$python" "$lock"
+[ -z "$generators" ] || environment_of_generators "$ROOT/.venv" "$python" "$minor" || exit 1
 install_platform "$ROOT/.venv" "$lock" "$extra"
 export_platform "$ROOT/.venv" "$platform"
 say "Python $minor, JAX $(sed -n 's/^jax==//p' "$lock"), $platform; environment ready after $SECONDS s"

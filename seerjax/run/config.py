@@ -6,6 +6,7 @@ A field of 0 or () that a model decides is filled by `for_model`, and `chat.now`
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 import dataclasses
 import math
 from typing import Any
@@ -73,9 +74,10 @@ class RunConfig:
 
   Attributes:
     model: "nano", a Hugging Face directory, a GGUF file, or a Hub id.
-    task: of this library ("word_problems", "countdown", "gsm8k", ...; see `tasks.load`),
-      "module:Task" or "module:reward_function".
+    task: of this library ("word_problems", "reasoning_gym.chain_sum", "gsm8k", ...; see
+      `tasks.load`), "module:Task" or "module:reward_function".
     task_path: what the task reads, if it reads anything.
+    task_options: parameters of a generator of reasoning-gym, by name.
     seed: decides problems and samples.
     num_steps: rounds of sample, judge, learn, publish.
     num_instances: devices that sample and learn side by side; changes no bit.
@@ -105,6 +107,7 @@ class RunConfig:
   model: str = "nano"
   task: str = "word_problems"
   task_path: str = ""
+  task_options: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False)
   seed: int = 0
   num_steps: int = 40
   num_instances: int = 1

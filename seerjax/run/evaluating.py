@@ -29,6 +29,7 @@ class EvaluateConfig:
     model: "nano", a Hugging Face directory (a run's is RUN/model), a GGUF file, or a Hub id.
     task: as in `RunConfig`.
     task_path: what the task reads, if it reads anything.
+    task_options: as in `RunConfig`.
     seed: decides problems and samples.
     max_tokens: most generated tokens of an answer.
     stop_strings: an answer ends before the first of these.
@@ -42,6 +43,7 @@ class EvaluateConfig:
   model: str = "nano"
   task: str = "word_problems"
   task_path: str = ""
+  task_options: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False)
   seed: int = 0
   max_tokens: int = 256
   stop_strings: tuple[str, ...] = ()
@@ -101,7 +103,9 @@ def evaluate_model(
     FileNotFoundError: if there is no such model or task's file.
   """
   if task is None:
-    task = loading.load(config.task, path=config.task_path or None)
+    task = loading.load(
+      config.task, path=config.task_path or None, options=config.task_options
+    )
   further = evaluation.load_sets(config.evaluation, sets)
   with progress_lib.Progress(log) as progress:
     with progress.phase("reading the model"):

@@ -45,7 +45,8 @@ class EvaluationConfig:
     num_samples: answers of each problem; fractions and rewards are means over all of them.
     pass_at: each k of which pass@k is reported, the chance that one of k answers is right.
     sets: further tasks that are asked besides the run's own, by name: "TASK" or "TASK=PATH", in the
-      words of `RunConfig.task` and `task_path`. Each has its numbers as `heldout_NAME/...`, and the
+      words of `RunConfig.task` and `task_path`, or "TASK=OPTIONS" as `loading.load_set` says. Each
+      has its numbers as `heldout_NAME/...`, and the
       parts of its reward count once each.
     best: the metric by which the best checkpoint is kept, of equals the earliest; "" keeps the
       latest checkpoints alone.
@@ -130,9 +131,8 @@ def load_sets(
         " rename it."
       )
   for name, text in config.sets.items():
-    task, _, path = text.partition("=")
     try:
-      found[name] = loading.load(task, path=path or None)
+      found[name] = loading.load_set(text)
     except ValueError as error:
       raise ValueError(f"EvaluationConfig.sets.{name}: {error}") from error
   rooms = (ROOM, *(f"{ROOM}_{name}" for name in found))

@@ -115,17 +115,20 @@ class Sandbox:
   or use it as a context manager.
   """
 
-  def __init__(self, *, allow_weak: bool = False):
+  def __init__(self, *, allow_weak: bool = False, preloaded: Sequence[str] = ()):
     """Finds out what can be enforced here.
 
     Args:
       allow_weak: also run where programs could reach files, the network or other processes.
+      preloaded: modules that every call of a function finds imported, besides numpy and scipy, from
+        where those of this interpreter are.
 
     Raises:
       ValueError: if they could, and `allow_weak` was not set.
     """
     self._lock = threading.Lock()
     self._is_closed = False
+    self._preloaded = tuple(preloaded)
     self._start()
     plan = self._plan
     missing = [] if plan.namespaces or plan.landlock else ["file-system isolation"]
@@ -264,7 +267,13 @@ class Sandbox:
   def _start(self) -> None:
     """Starts the server and waits until it has reported what it can enforce."""
     control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    settings = json.dumps({"readable": readable_paths(), "packages": package_paths()})
+    settings = json.dumps(
+      {
+        "readable": readable_paths(),
+        "packages": package_paths(),
+        "preloaded": self._preloaded,
+      }
+    )
     # No interpreter's variable, no credential and no path of the caller's is passed on.
     environment = {**server.ENVIRONMENT, "HOME": "/", "PATH": "/usr/local/bin:/usr/bin:/bin"}
     if "LD_LIBRARY_PATH" in os.environ:  # Some interpreters do not start without.

@@ -208,7 +208,7 @@ def main(control: socket.socket, settings: Mapping[str, Any]) -> None:
   wait_for_supervisors()
   control.send(json.dumps(dataclasses.asdict(plan)).encode())
   sys.path.extend(path for path in settings["packages"] if path not in sys.path)
-  for name in PRELOADED:
+  for name in (*PRELOADED, *settings["preloaded"]):
     with contextlib.suppress(BlockingIOError):
       if not control.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):
         return  # Closed already: the rest is not awaited.

@@ -1,6 +1,7 @@
 """Digests of what a run reads and its settings do not name: problems of files, and users' code.
 
-  data     the problems of both splits, with all that a prompt or a verdict reads of them
+  data     the problems of both splits, with all that a prompt or a verdict reads of them; of a
+           generator from a package its version and its first problems
   source   the file of a reward, a judge or a task of one's own
 
 Problems that were reordered under a run would be learnt again, or held-out ones be learnt: that is
@@ -19,7 +20,7 @@ import pathlib
 import sys
 from typing import Any
 
-from seerjax.tasks import splits
+from seerjax.tasks import reasoning_gym, splits
 from seerjax.tasks.file_task import FileTask
 from seerjax.tasks.function_task import FunctionTask, takes_row
 from seerjax.types import Problem, Task
@@ -31,7 +32,8 @@ ACCEPT = "--accept_new_data"
 def of_task(task: Task, path: str | os.PathLike[str] | None = None) -> dict[str, str]:
   """Returns the digests of a task by name: of its splits, or of what `path` holds, and its source.
 
-  A task of generated problems has none of data: its settings decide them.
+  A task of generated problems has none of data, because its settings decide them, unless another
+  package generates them.
 
   Args:
     task: any.
@@ -49,6 +51,9 @@ def of_task(task: Task, path: str | os.PathLike[str] | None = None) -> dict[str,
   found: dict[str, str] = {}
   if isinstance(one, splits.Splits):
     found = {split: _of_problems(one.problems(split), rows) for split in ("train", "heldout")}
+  elif isinstance(one, reasoning_gym.ReasoningGym):
+    shown = [one.problem(split, index) for split in reasoning_gym.SIZES for index in range(2)]
+    found = {"package": one.package, "problems": _of_problems(shown, rows)}
   elif path:
     found = {"task_path": of_files(pathlib.Path(path))}
   return found | of_source(code)

@@ -5,7 +5,9 @@ A task is anything that satisfies `seerjax.types.Task`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 import importlib
+import json
 import os
 import sys
 from typing import Any, cast
@@ -17,6 +19,7 @@ from seerjax.tasks import (
   gsm8k,
   multiple_choice,
   puzzles,
+  reasoning_gym,
   sudoku,
   word_problems,
 )
@@ -25,23 +28,36 @@ from seerjax.types import Task
 
 
 def load(
-  name: str, *, path: str | os.PathLike[str] | None = None, reward: Reward | None = None
+  name: str,
+  *,
+  path: str | os.PathLike[str] | None = None,
+  options: Mapping[str, Any] | None = None,
+  reward: Reward | None = None,
 ) -> Task:
   """Returns a task by name.
 
   Args:
-    name: 'word_problems', 'countdown', 'sudoku' or 'puzzles', whose problems are drawn; 'gsm8k',
-      'math', 'mmlu', 'commonsense_qa' or 'code', which need `path`; or 'my_module:attribute',
-      imported from the Python path and then from the current directory (which is appended to
-      `sys.path`). The attribute is a task, a class of tasks (called with `path` if one is given,
-      else with nothing), or a bare function reward(prompt, text) or reward(prompt, text, row) ->
-      float, which needs `path`.
+    name: 'word_problems', 'countdown', 'sudoku' or 'puzzles', whose problems are drawn;
+      'reasoning_gym.GENERATOR', which draws them by the package reasoning-gym; 'gsm8k', 'math',
+      'mmlu', 'commonsense_qa' or 'code', which need `path`; or 'my_module:attribute', imported from
+      the Python path and then from the current directory (which is appended to `sys.path`). The
+      attribute is a task, a class of tasks (called with `path` if one is given, else with nothing),
+      or a bare function reward(prompt, text) or reward(prompt, text, row) -> float, which needs
+      `path`.
     path: a data file or directory; for a bare reward, JSON lines with "prompt" or "messages".
+    options: parameters of a generator of reasoning-gym, by name; other tasks have none.
     reward: a reward function given directly; then `name` is only a label and `path` is needed.
 
   Raises:
     ValueError: naming what could not be found and what was expected.
   """
+  if name.startswith(reasoning_gym.PREFIX) and ":" not in name:
+    return _drawn(name, path, reasoning_gym.load(name, options))
+  if options:
+    raise ValueError(
+      f"{name}: got the options {dict(options)}, expected none, because only generators of"
+      " reasoning_gym have some; drop --config.task_options or choose another task."
+    )
   if reward is not None:
     return _with_prompts(name, path, reward)
   if ":" in name:
@@ -67,9 +83,35 @@ def load(
       return code_tests.load(_needed(name, path, 'JSON lines with "prompt" and "tests"'))
   raise ValueError(
     f"tasks.load: got name {name!r}, expected 'word_problems', 'countdown', 'sudoku', 'puzzles',"
-    " 'gsm8k', 'math', 'mmlu', 'commonsense_qa', 'code' or 'my_module:MyTask'; check the spelling"
-    " of --config.task."
+    " 'reasoning_gym.GENERATOR', 'gsm8k', 'math', 'mmlu', 'commonsense_qa', 'code' or"
+    " 'my_module:MyTask'; check the spelling of --config.task."
   )
+
+
+def load_set(text: str) -> Task:
+  """Returns the task of an evaluation set.
+
+  Args:
+    text: "TASK" or "TASK=PATH"; of a generator of reasoning-gym "TASK" or "TASK=OPTIONS" with a
+      JSON object, such as {"min_terms": 4}.
+
+  Raises:
+    ValueError: as `load`, and for options that are no JSON object.
+    FileNotFoundError: if a task's file is not there.
+  """
+  name, _, rest = text.partition("=")
+  if not name.startswith(reasoning_gym.PREFIX) or ":" in name or not rest:
+    return load(name, path=rest or None)
+  try:
+    options = json.loads(rest)
+  except ValueError:
+    options = None
+  if not isinstance(options, dict):
+    raise ValueError(
+      f"{name}: got {rest[:80]!r} as its options, expected a JSON object; write"
+      f' {name}={{"seed": 1}}.'
+    )
+  return load(name, options=options)
 
 
 def _drawn(name: str, path: str | os.PathLike[str] | None, task: Task) -> Task:

@@ -76,13 +76,13 @@ def unknown_split(task: str, split: str, splits: Sequence[str]) -> ValueError:
   )
 
 
-def is_heldout(core: str) -> bool:
+def is_heldout(core: str, share: int = HELDOUT_SHARE) -> bool:
   """Returns whether a drawn problem is of "heldout": what it is at heart decides, not its index.
 
-  So no held-out problem is one of another split in other clothes. About one core in
-  `HELDOUT_SHARE` is held out, by SHA-256, on every machine the same.
+  So no held-out problem is one of another split in other clothes. About one core in `share` is held
+  out, by SHA-256, on every machine the same.
   """
-  return hashlib.sha256(core.encode()).digest()[0] % HELDOUT_SHARE == 0
+  return hashlib.sha256(core.encode()).digest()[0] % share == 0
 
 
 def split_rows(rows: Sequence[T]) -> tuple[list[T], list[T]]:

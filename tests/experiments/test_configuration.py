@@ -91,6 +91,12 @@ def test_entries_of_a_mapping_are_named_on_the_command_line():
   assert job.chat.system == "Be brief."
   assert job.chat.variables == dict(enable_thinking=False, style="plain", depth=3)
   assert hash(job) != hash(run_presets.main_job())
+  job = parsed(
+    run_presets.main_job(),
+    "--config.task_options.max_terms=3",
+    "--config.task_options.operators=('+', '-')",
+  )
+  assert job.task_options == dict(max_terms=3, operators=("+", "-"))
   # As config.json keeps it.
   stored = ml_collections.ConfigDict(dict(system="", variables=dict(enable_thinking=True)))
   found = configuration.from_flags(chat_template.ChatConfig, stored)

@@ -94,6 +94,18 @@ def test_a_platform_without_a_name_is_refused(checkout: pathlib.Path):
   assert "--platform: got nothing, expected cpu, cuda or tpu" in text
 
 
+def test_a_task_of_reasoning_gym_brings_its_package(checkout: pathlib.Path):
+  lock = f"lock {checkout}/launch/locks/environments-{MINOR}.txt\n"
+  for flags, is_there in (
+    (("--config.task=reasoning_gym.chain_sum",), True),
+    (("--config.task", "reasoning_gym.chain_sum"), True),
+    (("--config.evaluation.sets.sums=reasoning_gym.chain_sum",), True),
+    (("--config.task=my_reasoning_gym:Task",), False),
+    ((), False),
+  ):
+    assert (lock in run(checkout, "--dry-run", *flags)[1]) == is_there, flags
+
+
 def test_an_unknown_experiment_is_refused_before_anything_is_installed(checkout: pathlib.Path):
   status, text = run(checkout, "experiments.grop")
   assert status == 1
@@ -160,6 +172,8 @@ def test_locks_hold_what_the_project_asks_for(minor: str):
   assert names(project["optional-dependencies"]["problems"]) <= set(runtime)
   assert names(project["optional-dependencies"]["mooncake"]) == set(read("mooncake"))
   assert names(project["optional-dependencies"]["cluster"]) <= set(read("cluster"))
+  assert names(project["optional-dependencies"]["environments"]) <= set(read("environments"))
+  assert not set(read("environments")) & (set(runtime) | set(dev))
   assert not set(read("cluster")) & set(runtime)
   assert names(project["optional-dependencies"]["dev"]) <= set(runtime) | set(dev)
   assert runtime["jax"].startswith("0.10." if minor == "3.11" else "0.12.")
