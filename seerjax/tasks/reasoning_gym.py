@@ -133,7 +133,7 @@ class ReasoningGym:
       problem_id=f"{self.name}-{split}-{index}",
       prompt=f"{question}\n{INSTRUCTION}",
       question=question,
-      answer=str(entry["answer"]),
+      answer="" if entry["answer"] is None else str(entry["answer"]),
     )
 
   def verdict(self, problem: Problem, text: str) -> Verdict:
