@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+from typing import Any
 
 import pytest
 
@@ -14,9 +15,9 @@ CONFIG = real_gradient.Config(
 MIB = 2**20
 
 
-def record(dtype: str, side: str, seconds: float, **changes: float) -> dict:
-  own = dict(loss=0.5, norm=2.0, held=100 * MIB, plan=0, cpu=2 * seconds, peak=180 * MIB)
-  return dict(dtype=dtype, side=side, round=0, seconds=seconds) | own | changes
+def record(dtype: str, side: str, seconds: float, **changes: float) -> dict[str, Any]:
+  cell: dict[str, Any] = dict(dtype=dtype, side=side, round=0, seconds=seconds, cpu=2 * seconds)
+  return cell | dict(loss=0.5, norm=2.0, held=100 * MIB, plan=0, peak=180 * MIB) | changes
 
 
 def test_ratios_and_memory_by_hand():
@@ -47,16 +48,16 @@ def test_gradients_that_differ_are_named(change):
 
 @pytest.mark.parametrize("changes", [dict(sides=["our"]), dict(dtypes=["float16"])])
 def test_a_name_that_is_not_known_is_refused(changes, tmp_path: pathlib.Path):
-  arguments = dict(sides=["ours"], dtypes=["float32"]) | changes
+  names: dict[str, Any] = dict(sides=["ours"], dtypes=["float32"]) | changes
   with pytest.raises(ValueError, match=r"--(sides|dtypes): got (our|float16), expected some of"):
-    real_gradient.run(CONFIG, rounds=1, directory=tmp_path, say=print, **arguments)
+    real_gradient.run(CONFIG, rounds=1, directory=tmp_path, say=print, **names)
 
 
 @pytest.mark.long
 def test_a_cell_is_kept_and_not_measured_again(tiny: str, tmp_path: pathlib.Path):
   config = real_gradient.Config(model=tiny, lengths=CONFIG.lengths, sequences=CONFIG.sequences)
   lines: list[str] = []
-  arguments = dict(rounds=1, directory=tmp_path, say=lines.append)
+  arguments: dict[str, Any] = dict(rounds=1, directory=tmp_path, say=lines.append)
   first = real_gradient.run(config, ["ours"], ["float32"], **arguments)
   assert first[0]["peak"] > 0 and first[0]["plan"] > 0 and first[0]["norm"] > 0
   again = real_gradient.run(config, ["ours"], ["float32"], **arguments)
