@@ -4,6 +4,7 @@ Claim: in 40 steps of 8 x 8 answers SmolLM2-135M-Instruct learns sums of two num
 weights and with adapters, beyond the interval of its held-out accuracy before; KL and gap of engine
 and trainer are exactly 0.0 in every step.
 Command: bash launch/local.sh experiments.real_learning --model=models/smollm2-135m-instruct
+  what draws the sums:   pip install reasoning-gym in .venv (launch/locks/environments-*.txt)
   one arm, one seed:     --arms=full --seeds=0
   carry on after a kill: the same command; a cell that was begun goes on from its last checkpoint
   the table alone:       --nosteps

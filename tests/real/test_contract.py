@@ -1,17 +1,16 @@
 """No schedule changes a bit of what a pretrained model says, nor does its trainer.
 
-`test_models.py` draws small models of random weights; these are real weights, and prompts that are
-texts, in both dtypes: batches, chunks, few pages, spills to host memory and to a disk whose bytes
-are damaged, drafts of known answers, of a group's suffixes and of trees of these, one instance and
-two with migration, kills. Each request is compared with itself alone, and then with the trainer's
-forward under `value_and_grad`, by bit; a process of its own says the same.
+`tests/contract/test_models.py` draws small models of random weights; these are real weights, and
+prompts that are texts, in both dtypes: batches, chunks, few pages, spills to host memory and to a
+disk whose bytes are damaged, drafts of known answers, of a group's suffixes and of trees of these,
+one instance and two with migration, kills. Each request is compared with itself alone, and then
+with the trainer's forward under `value_and_grad`, by bit; a process of its own says the same.
 """
 
 from __future__ import annotations
 
 import collections
 import os
-import pathlib
 import subprocess
 import sys
 
@@ -37,20 +36,10 @@ EVENTS = (
 )
 
 
-@pytest.fixture(scope="module")
-def pretrained() -> str:
-  """The directory of a pretrained model; skips where there is none."""
-  usual = pathlib.Path(__file__).parents[2] / "models" / "smollm2-135m-instruct"
-  directory = os.environ.get("SEERJAX_PRETRAINED", str(usual))
-  if not pathlib.Path(directory, "config.json").is_file():
-    pytest.skip(f"no model in {directory}: bash launch/models.sh smollm2 makes one")
-  return directory
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("block", range(BLOCKS))
-def test_no_schedule_changes_a_bit_of_a_pretrained_model(block, pretrained, seed, tell_events):
-  model = drawn_models.pretrained(pretrained, DTYPES[block // 2 % 2])
+def test_no_schedule_changes_a_bit_of_a_pretrained_model(block, smollm2, seed, tell_events):
+  model = drawn_models.pretrained(str(smollm2), DTYPES[block // 2 % 2])
   events = collections.Counter()
   for number in range(OF_A_BLOCK * block, OF_A_BLOCK * (block + 1)):
     model_cases.run_case(drawn_models.draw_of(model, seed, number), events)
@@ -61,11 +50,11 @@ def test_no_schedule_changes_a_bit_of_a_pretrained_model(block, pretrained, seed
 
 @pytest.mark.long
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_another_process_says_the_same(dtype, pretrained, seed):
-  case = drawn_models.draw_of(drawn_models.pretrained(pretrained, dtype), seed, ANOTHER_PROCESS)
+def test_another_process_says_the_same(dtype, smollm2, seed):
+  case = drawn_models.draw_of(drawn_models.pretrained(str(smollm2), dtype), seed, ANOTHER_PROCESS)
   ours = model_cases.digest_of(case, collections.Counter())
   done = subprocess.run(
-    [sys.executable, model_cases.__file__, pretrained, dtype, str(seed), str(ANOTHER_PROCESS)],
+    [sys.executable, model_cases.__file__, str(smollm2), dtype, str(seed), str(ANOTHER_PROCESS)],
     env=os.environ,
     capture_output=True,
     text=True,
@@ -76,7 +65,7 @@ def test_another_process_says_the_same(dtype, pretrained, seed):
 
 
 @pytest.mark.long
-def test_the_untiled_path_is_noticed_on_a_pretrained_model(pretrained, seed):
-  model = drawn_models.pretrained(pretrained, "bfloat16", "untiled")
+def test_the_untiled_path_is_noticed_on_a_pretrained_model(smollm2, seed):
+  model = drawn_models.pretrained(str(smollm2), "bfloat16", "untiled")
   numbers = range(TWIN, TWIN + OF_A_BLOCK)
   assert model_cases.is_noticed(drawn_models.draw_of(model, seed, number) for number in numbers)
