@@ -33,10 +33,10 @@ def test_decoding_is_what_longer_answers_take_more_and_prefill_is_one_answer():
 
   def answer(batch: int, length: int, count: int) -> None:
     asked.append((batch, length, count))
-    time.sleep(0.002 * count)
+    time.sleep(0.01 * count)
 
-  assert real_speed.seconds_of(answer, "decode 8") > 0.002 * 15
-  assert real_speed.seconds_of(answer, "prefill") < 0.03
+  assert real_speed.seconds_of(answer, "decode 8") > 0.05
+  assert real_speed.seconds_of(answer, "prefill") >= 0.01
   assert asked == [(8, 16, 1), (8, 16, 1 + real_speed.DECODED[8]), (1, 512, 1)]
   assert real_speed.tokens_of("decode 8") == 8 * real_speed.DECODED[8]
   assert real_speed.tokens_of("prefill") == 512
