@@ -330,7 +330,8 @@ bits() {
 
 speed() {
   # cuBLAS chooses by what is fast: no bits are compared here.
-  local -x XLA_FLAGS=${XLA_FLAGS/--xla_gpu_autotune_level=0/}
+  local -x XLA_FLAGS=${XLA_FLAGS:-}
+  XLA_FLAGS=${XLA_FLAGS/--xla_gpu_autotune_level=0/}
   bench "speed of matmul" 180 --only=matmul --models=Qwen3-8B --tiny_checks --seconds=160
   bench "speed of attention" 150 --only=attention --models=Qwen3-8B --tiny_checks --seconds=130
   bench "speed of token_logprobs" 70 --only=token_logprobs --models=Qwen3-8B --tiny_checks \

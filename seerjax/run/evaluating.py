@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 import dataclasses
+from typing import Any
 
 from seerjax import fields, numerics as numerics_lib
 from seerjax.engine import engine as engine_lib

@@ -244,5 +244,5 @@ def test_the_help_names_every_tier_and_every_variable_that_is_a_users():
   assert len(read) >= 4
   assert read <= {*re.findall(r"SEERJAX_\w+", said)}
   tiers = {*re.findall(r"--\w+", "".join(re.findall(r"^  (--.*)\)$", text, re.MULTILINE)))}
-  assert tiers == {"--help", "--all", "--long", "--changed"}
+  assert tiers == {"--help", "--all", "--long", "--changed", "--real"}
   assert tiers == {*re.findall(r"^  (--\w+)", said, re.MULTILINE)}
