@@ -612,7 +612,7 @@ MANY = {
   "full pipes": """
     for _ in range(processes - 1):
       if os.fork() == 0: break
-    for _ in range(28):
+    for _ in range(44):
       ends = os.pipe()
       os.write(ends[1], bytes(2**16))
     """,
@@ -620,7 +620,7 @@ MANY = {
 
 
 @pytest.mark.parametrize(
-  "name, processes, megabytes", [("mappings", 6, 96), ("full pipes", 22, 112)]
+  "name, processes, megabytes", [("mappings", 6, 96), ("full pipes", 22, 128)]
 )
 def test_what_the_kernel_holds_for_a_program_counts_as_its_memory(
   box: sandbox.Sandbox, name: str, processes: int, megabytes: int
@@ -631,7 +631,7 @@ def test_what_the_kernel_holds_for_a_program_counts_as_its_memory(
   said = {}
   for count in (1, processes):
     limits = dataclasses.replace(
-      SMALL, memory_bytes=megabytes << 20, cpu_seconds=30.0, num_files=64, num_processes=24
+      SMALL, memory_bytes=megabytes << 20, cpu_seconds=30.0, num_files=128, num_processes=24
     )
     said[count] = box.run_python(source, "hold", {"processes": count}, limits=limits)[1].status
   assert said == {1: "ok", processes: "memory"}
