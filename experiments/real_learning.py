@@ -15,7 +15,7 @@ A cell is one run, an arm and a seed; it has a directory of its own in --workdir
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import dataclasses
 import functools
 import importlib
@@ -81,7 +81,7 @@ class Cell(NamedTuple):
   seed: int
 
 
-def reward(prompt: str, text: str, row: dict[str, Any]) -> float:
+def reward(prompt: str, text: str, row: Mapping[str, Any]) -> float:
   """Returns 1.0 if the last number of a text is the row's answer, else 0.0."""
   del prompt
   found = NUMBER.findall(text)
