@@ -15,12 +15,13 @@ The first step compiles on our side and is left out of the means on both.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import dataclasses
 import functools
 import json
 import os
 import pathlib
+import re
 import resource
 import subprocess
 from typing import Any, NamedTuple
@@ -34,6 +35,9 @@ from seerjax.run import command_line
 from seerjax.tasks import jsonl, loading
 
 SIDES = ("ours", "trl")
+GENERATOR = "basic_arithmetic"
+NUM_PROBLEMS = 1000
+NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 ROOT = pathlib.Path(__file__).parents[1]
 
 
@@ -44,18 +48,42 @@ class Cell(NamedTuple):
   round: int
 
 
+def reward(prompt: str, text: str, row: Mapping[str, Any]) -> float:
+  """Returns 1.0 if the last number of a text is the row's answer, else 0.0; as in `trl_peer`."""
+  del prompt
+  found = NUMBER.findall(text)
+  return float(bool(found) and float(found[-1].replace(",", "")) == float(row["answer"]))
+
+
+def write_problems(path: pathlib.Path) -> None:
+  """Writes problems as JSON lines, which both sides read, unless they are there."""
+  if path.is_file():
+    return
+  task = real_learning.load_task(GENERATOR)
+  drawn = [task.problem("train", index) for index in range(NUM_PROBLEMS)]
+  rows = {one.prompt: one.answer for one in drawn}
+  path.parent.mkdir(parents=True, exist_ok=True)
+  path.write_text(
+    "".join(
+      json.dumps(dict(prompt=prompt, answer=answer)) + "\n" for prompt, answer in rows.items()
+    )
+  )
+
+
 def ours(
   settings: real_learning.Settings, problems: pathlib.Path, place: pathlib.Path
 ) -> dict[str, Any]:
   """Returns the numbers of our steps, and the peak of this process's memory."""
-  config = real_learning.config_of(settings, real_learning.Cell("full", 0))
+  config = real_learning.config_of(settings, real_learning.Cell(GENERATOR, "full", 0))
   config = dataclasses.replace(
     config,
+    task="sums",
+    task_options={},
     checkpoint_every=settings.num_steps,
     trainer=dataclasses.replace(config.trainer, remat="none"),
     evaluation=dataclasses.replace(config.evaluation, num_problems=1),
   )
-  task = loading.load("sums", path=problems, reward=real_learning.reward)
+  task = loading.load("sums", path=problems, reward=reward)
   rl.train(config, settings.model, task, place, log=lambda line: print(line, flush=True))
   steps = []
   for row in metrics.read(place / metrics.FILE_NAME):
@@ -66,7 +94,7 @@ def ours(
         dict(
           generate=seconds,
           learn=number("train/seconds"),
-          seconds=number("circle/seconds"),
+          seconds=number("step/seconds"),
           tokens=seconds * number("rollout/tokens_per_second"),
           max_gap=number("contract/max_abs_logprob_gap"),
         )
@@ -159,7 +187,7 @@ def main(argv: list[str]) -> None:
       compute_dtype=args.dtype, every=0,
     )  # fmt: skip
     problems = directory / "problems.jsonl"
-    real_learning.write_problems(problems)
+    write_problems(problems)
     wanted = [Cell(side, place) for place in range(args.rounds) for side in args.sides]
     run = functools.partial(measure, settings, problems, args.python)
     kept = dataclasses.asdict(settings)

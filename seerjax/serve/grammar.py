@@ -10,7 +10,7 @@ A grammar is a stranger's input to native code, so that none of it is read in th
 of `grammar_server`, with limits of time and memory, may die of it. Three kinds of them:
 
 - trial workers compile a grammar that comes, and look at its first masks, for as long as that may
-  take, beside all that is answered;
+  take, beside all that is answered; one that takes long gives way to the engine's threads;
 - the quick worker answers the masks of all grammars that compiled and answered quickly;
 - the slow worker answers those of the others, which nobody but they waits for.
 
@@ -26,6 +26,7 @@ import contextlib
 import dataclasses
 import hashlib
 import json
+import math
 import queue
 import signal
 import threading
@@ -47,6 +48,8 @@ QUICK_MASK_SECONDS = 0.005
 QUICK_COMPILE_SECONDS = 0.05
 NUM_TRIALS = 2
 TRIAL_NICE, QUICK_NICE, SLOW_NICE = 5, 0, 10
+# What most grammars take, compiled on a busy machine; a trial that takes longer yields.
+TRIAL_PATIENCE_SECONDS, YIELDING_NICE = 0.1, 15
 MOST_REMEMBERED = 1024  # Grammars whose trial is not held again.
 MOST_DEATHS = 2
 MAX_REASON = 160  # Characters of the library's own words.
@@ -304,9 +307,13 @@ class Compiler:
   def _await_trial(
     self, line: workers.Line
   ) -> tuple[list[workers.Answer], str | None]:
-    deadline = time.monotonic() + 2 * self.limits.wall_seconds
-    while (left := deadline - time.monotonic()) > 0:
-      if workers.wait([line], left):
+    deadline, patience = time.monotonic() + 2 * self.limits.wall_seconds, math.inf
+    while (now := time.monotonic()) < deadline:
+      if line.process and patience == math.inf:  # Until it runs, it takes no time.
+        patience = now + TRIAL_PATIENCE_SECONDS
+      if now >= patience and not line.is_yielding:
+        line.yield_to(YIELDING_NICE)
+      if workers.wait([line], (deadline if line.is_yielding else min(deadline, patience)) - now):
         answers, ending = line.take()
         if answers or ending is not None:
           return answers, ending

@@ -8,7 +8,7 @@ how the worker ended. A worker opens no file and no connection, has limits of me
 of time for each thing that it is asked.
 
     asks     u32 length, JSON {"gone": [session], "asks": [{...}]}
-    answers  `HEAD`, then a mask or a text
+    answers  `HEAD`, then a mask or a text; the first of them tells the worker's process
 
 Run by path, never imported by what it runs; it knows the standard library and llguidance alone.
 Source: man pages getrlimit(2), setitimer(2).
@@ -32,7 +32,7 @@ from typing import Any, NoReturn
 
 # Kind, session, seconds of CPU for compiling and for masks, MiB in memory, length of what follows.
 HEAD = struct.Struct("<BQffII")
-MASK, REFUSED, DEAD = range(3)
+MASK, REFUSED, DEAD, BORN = range(4)
 LENGTH = struct.Struct("<I")
 NO_MEMORY = 70  # Exit code of a worker whose Python has found no memory.
 # Tokens that follow without a choice: so far a grammar is looked at before it is taken.
@@ -114,7 +114,9 @@ def _become_worker(
       (resource.RLIMIT_CORE, 0),
     ):
       resource.setrlimit(limit, (value, value))
-    Worker(socket.socket(fileno=kept), statm, tokenizer, settings).run()
+    ours = socket.socket(fileno=kept)
+    ours.sendall(HEAD.pack(BORN, os.getpid(), 0.0, 0.0, 0, 0))
+    Worker(ours, statm, tokenizer, settings).run()
     code = 0
   except MemoryError:
     code = NO_MEMORY

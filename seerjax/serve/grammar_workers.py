@@ -43,13 +43,22 @@ class Line(Generic[Asker]):
     self.sessions: dict[int, list[int]] = {}
     self.gone: list[int] = []
     self.mib = 0
+    self.process = 0  # Until it has told.
+    self.is_yielding = False
     self.since = 0.0  # When the first of `asked` became that.
     self._out, self._in = bytearray(), bytearray()
 
   @property
   def is_used_up(self) -> bool:
     """Whether a fresh one should take its place."""
-    return len(self.digests) > MOST_COMPILED or self.mib > MOST_MIB
+    return self.is_yielding or len(self.digests) > MOST_COMPILED or self.mib > MOST_MIB
+
+  def yield_to(self, nice: int) -> None:
+    """Has the worker leave the cores to others, for good: no process may take that back."""
+    self.is_yielding = True
+    with contextlib.suppress(OSError):  # It may have just ended.
+      if self.process:
+        os.setpriority(os.PRIO_PROCESS, self.process, nice)
 
   def put(self, asks: list[dict[str, Any]]) -> None:
     """Sends what is asked as far as the socket takes it; see `flush`."""
@@ -87,7 +96,7 @@ class Line(Generic[Asker]):
       ending = ""
     found, head = [], grammar_server.HEAD
     while len(self._in) >= head.size:
-      kind, _, compiling, masking, mib, length = head.unpack_from(self._in)
+      kind, session, compiling, masking, mib, length = head.unpack_from(self._in)
       if len(self._in) < head.size + length:
         break
       text = bytes(self._in[head.size : head.size + length])
@@ -95,6 +104,9 @@ class Line(Generic[Asker]):
       if kind == grammar_server.DEAD:
         ending = text.decode()
         break
+      if kind == grammar_server.BORN:
+        self.process = session
+        continue
       self.mib = mib
       found.append((kind, compiling, masking, text))
     return found, ending
@@ -132,7 +144,9 @@ class Server:
         stderr=subprocess.DEVNULL,
         env=environment,
         cwd="/",
-        start_new_session=True,  # An interrupt at the terminal is not for it.
+        # An interrupt at the terminal is not for it. A session of its own would keep that away as well,
+        # but Linux shares the cores between sessions first, whatever is nice in one of them.
+        process_group=0,
       )
     self._process = process
     self._finalizer = weakref.finalize(self, _end, self._control, process)

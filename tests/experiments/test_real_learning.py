@@ -1,33 +1,15 @@
-"""Learning on real weights: its reward, intervals and table by hand, and a run that goes on."""
+"""Learning on real weights: intervals and table by hand, and a run that is measured."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
+import functools
 import pathlib
 
 import pytest
 
 from experiments import cells as cells_lib, real_learning
 from experiments.real_learning import Cell, Settings
-from seerjax.tasks import loading
-
-
-@pytest.mark.parametrize(
-  "text, right",
-  [
-    ("4 - 1 = 3", 1.0),
-    ("3", 1.0),
-    ("The answer is 3.", 1.0),
-    ("3 is 4 less 1", 0.0),
-    ("-3", 0.0),
-    ("", 0.0),
-    ("three", 0.0),
-    ("1,003", 0.0),
-  ],
-)
-def test_the_last_number_of_a_text_is_its_answer(text, right):
-  assert real_learning.reward("4 - 1 =", text, {"answer": "3"}) == right
 
 
 def test_intervals_by_hand():
@@ -39,19 +21,23 @@ def test_intervals_by_hand():
 
 def test_arms_differ_in_what_learns():
   settings = Settings(model="nano")
-  full, lora = (real_learning.config_of(settings, Cell(arm, 3)) for arm in real_learning.ARMS)
+  full, lora = (
+    real_learning.config_of(settings, Cell("products", arm, 3)) for arm in real_learning.ARMS
+  )
   assert (full.lora_rank, lora.lora_rank, lora.seed) == (0, 8, 3)
   assert lora.optimizer.learning_rate > full.optimizer.learning_rate
 
 
 def test_the_table_has_runs_that_have_not_ended():
   record = dict(
-    arm="full", seed=1, settings=dataclasses.asdict(Settings(model="nano", heldout=100)),
+    generator="products", arm="full", seed=1,
+    settings=dataclasses.asdict(Settings(model="nano", heldout=100)),
     steps=[1, 2], rewards=[0.25, 0.75], kl=[0.0, 0.0], gap=[0.0, 0.0],
     heldout=[(0, 0.2), (2, 0.5)],
   )  # fmt: skip
   text = real_learning.table([record])
-  assert "| full | 1 | 2 | 20.0% (13.3% to 28.9%), step 0 | 50.0% (40.4% to 59.6%), step 2" in text
+  assert "| products | full | 1 | 2 | 20.0% (13.3% to 28.9%), step 0 |" in text
+  assert "| 50.0% (40.4% to 59.6%), step 2 |" in text
   assert "| 0.50, 0.50 | 0.0 | 0.0 |" in text
 
 
@@ -60,18 +46,11 @@ def test_a_cell_leaves_its_rewards_and_a_picture(tiny: str, tmp_path: pathlib.Pa
   settings = Settings(
     model=tiny, num_steps=2, groups_per_step=2, group_size=2, max_tokens=4, heldout=4, every=1
   )
-  problems = tmp_path / "problems.jsonl"
-  rows = [dict(prompt=f"{place} + 1 =", answer=str(place + 1)) for place in range(40)]
-  problems.write_text("".join(json.dumps(row) + "\n" for row in rows))
-  real_learning.write_problems(problems)  # They are there.
-  task = loading.load("sums", path=problems, reward=real_learning.reward)
   (record,) = cells_lib.completed(
-    [Cell("lora", 0)], tmp_path, dataclasses.asdict(settings),
-    lambda cell, found, programs: real_learning.measure(
-      settings, task, tmp_path, cell, found, programs
-    ),
+    [Cell("products", "lora", 0)], tmp_path, dataclasses.asdict(settings),
+    functools.partial(real_learning.measure, settings, tmp_path),
   )  # fmt: skip
   assert record["kl"] == record["gap"] == [0.0, 0.0] and len(record["rewards"]) == 2
   assert [step for step, _ in record["heldout"]] == [0, 1, 2]
-  assert "| lora | 0 | 2 |" in real_learning.write(settings, tmp_path)
+  assert "| products | lora | 0 | 2 |" in real_learning.write(settings, tmp_path)
   assert (tmp_path / "learning.png").stat().st_size > 1000

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import json
 import os
 import pathlib
@@ -243,6 +244,25 @@ def test_workers_end_with_the_compiler(fresh):
     time.sleep(0.01)
     alive = [one for one in alive if pathlib.Path(f"/proc/{one}").exists()]
   assert not alive
+
+
+def test_a_trial_that_takes_long_leaves_the_cores_to_others(fresh, compiler):
+  fresh.mask(of_regex("[0-9]"))
+  (worker,) = workers_of(fresh, grammar.TRIAL_NICE)
+  os.kill(worker, signal.SIGSTOP)
+  with concurrent.futures.ThreadPoolExecutor() as pool:
+    waiting = pool.submit(fresh.mask, of_regex("[0-9]{2}"))
+    deadline = time.monotonic() + 10
+    while workers_of(fresh, grammar.YIELDING_NICE) != [worker] and time.monotonic() < deadline:
+      time.sleep(0.01)
+    assert workers_of(fresh, grammar.YIELDING_NICE) == [worker]
+    os.kill(worker, signal.SIGCONT)
+    expected = compiler.mask(of_regex("[0-9]{2}"))
+    np.testing.assert_array_equal(waiting.result()(()), expected(()))
+  fresh.mask(of_regex("[0-9]{3}"))
+  assert len(workers_of(fresh, grammar.TRIAL_NICE)) == 1  # Another, which has not yielded.
+  # Linux shares the cores between sessions first: in one of their own workers would not be nice.
+  assert os.getsid(fresh._server._process.pid) == os.getsid(0)
 
 
 def test_a_worker_opens_no_file_and_is_told_no_variable_of_ours(fresh):
