@@ -24,9 +24,9 @@ import pytest
 import tiny_model
 import tree_cases
 from tree_cases import CountedEngine
+import tree_drafts as tree_lib
 
 from seerjax.engine import runner as runner_lib
-from seerjax.speculation import tree as tree_lib
 from seerjax.types import Request, SamplingParams
 
 BLOCKS = 21  # Of twelve cases, each asked by two sets of weights: more than 500 of each backend.

@@ -22,13 +22,13 @@ from made_drafters import Observed
 import model_cases
 import numpy as np
 import tiny_model
+import tree_drafts as tree_lib
 
 from seerjax import numerics as numerics_lib
 from seerjax.engine import engine as engine_lib, runner as runner_lib
 from seerjax.engine.drafting import DraftQuery
 from seerjax.engine.engine import EngineConfig
 from seerjax.models import loading
-from seerjax.speculation import tree as tree_lib
 from seerjax.speculation.draft_model import DraftModelConfig, ModelDrafter
 from seerjax.speculation.draft_program import DraftProgram, numerics_of
 from seerjax.speculation.history import History
