@@ -144,8 +144,8 @@ class Server:
         stderr=subprocess.DEVNULL,
         env=environment,
         cwd="/",
-        # An interrupt at the terminal is not for it. A session of its own would keep that away as well,
-        # but Linux shares the cores between sessions first, whatever is nice in one of them.
+        # An interrupt at the terminal is not for it. A session of its own would do the same, but
+        # Linux shares the cores between sessions first, and then by niceness inside each.
         process_group=0,
       )
     self._process = process
