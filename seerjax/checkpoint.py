@@ -1,25 +1,25 @@
-"""Everything a run is, on disk: arrays through Orbax, the rest as one JSON file beside them.
+"""Saves and restores checkpoints: arrays through Orbax, all other state in one JSON file.
 
   checkpoints/
     step_00000012/          published: complete, on disk, never changed again
       checkpoint.json       format, step, host state, numerics fingerprints, leaves, checksums
       state/                Orbax: every array, named by its path in the tree
-      PART/                 as `state`, of a part that another run may do without (`parts`)
-    .incoming_00000016/     a save that is going on, or was killed; never read
-    damaged_step_00000016/  what `set_aside_damaged` has found; never read
+      PART/                 like `state`; an optional part (`parts`)
+    .incoming_00000016/     a save in progress, or one that was killed; never read
+    damaged_step_00000016/  renamed by `set_aside_damaged`; never read
 
-A save fills `.incoming_*`, waits for the disk, and gives the directory its name in one rename, so
-that a reader sees a whole checkpoint or none. A restore checks, before any array is read, the
-fingerprint, the checksum of every file, and every leaf's shape and dtype.
+A save fills `.incoming_*`, flushes it to disk, and publishes it with one rename, so that a reader
+sees a complete checkpoint or none. Before a restore reads any array, it checks the fingerprint, the
+checksum of every file, and the shape and dtype of every leaf.
 
-The directory is on a local or shared POSIX file system, or in an object store (gs://, s3://), and
-has one run at a time writing to it. It may also be a file that names such a place: a run whose
-`checkpoints` is such a file keeps them there. In a store a checkpoint is published by its
-`checkpoint.json`, which is written last (`object_store`); on its way there and back it lies in the
-directory for temporary files.
+The directory is on a local or shared POSIX file system or in an object store (gs://, s3://); only
+one run at a time may write to it. It may also be a text file that contains such a location: if a
+run's `checkpoints` is that file, its checkpoints are stored there. In an object store, a checkpoint
+is published by `checkpoint.json`, which is written last (`object_store`); uploads and downloads are
+staged in the directory for temporary files.
 
-Only the write itself is collective: on several hosts every process calls `save` and `restore`
-alike.
+On several hosts every process must call `save` and `restore`, although only the write is
+collective.
 """
 
 from __future__ import annotations
@@ -57,14 +57,14 @@ _HIDDEN = (".incoming_", ".removed_")
 
 
 class Damage(ValueError):
-  """Files of a checkpoint are not what was saved."""
+  """Raised when files of a checkpoint differ from what was saved."""
 
 
 class Epoch(NamedTuple):
-  """A stretch of a run under one numerics fingerprint.
+  """Part of a run under one numerics fingerprint.
 
   Attributes:
-    step: the step after which it began.
+    step: the step after which the epoch starts.
     fingerprint: see `numerics.fingerprint`.
   """
 
@@ -73,13 +73,13 @@ class Epoch(NamedTuple):
 
 
 class Restored(NamedTuple):
-  """What a checkpoint holds.
+  """A restored checkpoint.
 
   Attributes:
-    step: it was saved at.
+    step: step at which it was saved.
     state: pytree of arrays, bit for bit.
-    host_state: JSON, as it was given.
-    epochs: all numerics of the run so far, the one of this checkpoint last.
+    host_state: JSON, as passed to `save`.
+    epochs: all numerics epochs of the run so far, ending with this checkpoint's.
   """
 
   step: int
@@ -89,7 +89,7 @@ class Restored(NamedTuple):
 
 
 def steps(directory: str | os.PathLike) -> tuple[int, ...]:
-  """Returns the steps that have a published checkpoint, ascending; empty without a directory."""
+  """Returns the steps with a published checkpoint, ascending; empty if there is no directory."""
   place = _open(directory)
   if not place.is_dir():
     return ()
@@ -103,16 +103,15 @@ def latest_step(directory: str | os.PathLike) -> int | None:
 
 
 def set_aside_damaged(directory: str | os.PathLike) -> list[str]:
-  """Takes damaged checkpoints out of a restore's way, newest first, while there is one before.
+  """Renames damaged checkpoints, newest first, so that a restore uses the newest intact one.
 
-  A damaged one gets another name, under which people find it; the last one left is not touched,
-  whatever it is.
+  The oldest checkpoint is never renamed, even if it is damaged.
 
   Args:
-    directory: of all the run's checkpoints; one process alone may do so.
+    directory: directory of all checkpoints of the run; call from one process only.
 
   Returns:
-    A sentence for each.
+    One sentence for each renamed checkpoint.
   """
   place = _open(directory)
   said = []
@@ -134,7 +133,10 @@ def set_aside_damaged(directory: str | os.PathLike) -> list[str]:
 
 
 def _set_aside(path: Place) -> Place:
-  """Gives a checkpoint a name that is none of a step's, and returns it; in a store, its marker."""
+  """Renames a checkpoint so that it no longer counts as one; returns the new path.
+
+  In an object store, the marker file is renamed instead.
+  """
   if isinstance(path, epath.Path):
     return object_store.unpublish(path, DESCRIPTION)
   for number in range(1, 10**6):
@@ -159,29 +161,31 @@ def save(
   keep_every: int = 0,
   keep_steps: Collection[int] = (),
 ) -> Place:
-  """Publishes a checkpoint, then removes those that are no longer kept.
+  """Publishes a checkpoint, then removes checkpoints that are no longer kept.
 
   Args:
-    directory: of all the run's checkpoints.
-    step: of this one.
+    directory: directory of all checkpoints of the run.
+    step: step of this checkpoint.
     state: pytree of arrays: parameters, optax state, typed PRNG keys.
-    host_state: what is no array (data position, counters, metrics offset, config), as JSON.
-    fingerprint: of the run's numerics.
-    accept_new_numerics: if the checkpoint before has another fingerprint, keep both.
-    parts: by name, further pytrees of arrays, which `restore` leaves alone; see `restore_part`.
-    keep_latest: how many of the newest are kept, at least 1.
-    keep_every: steps that are multiples of it are kept as well; 0 for none.
-    keep_steps: further steps that are kept, such as that of the best evaluation.
+    host_state: all other state (data position, counters, metrics offset, config), as JSON.
+    fingerprint: the run's numerics fingerprint.
+    accept_new_numerics: allow a fingerprint that differs from the previous checkpoint's; both are
+      recorded.
+    parts: further pytrees of arrays by name, which `restore` ignores; see `restore_part`.
+    keep_latest: number of newest checkpoints to keep, at least 1.
+    keep_every: also keep steps that are multiples of this; 0 for none.
+    keep_steps: further steps to keep, such as that of the best evaluation.
 
   Returns:
-    The published directory, or where it is in a store.
+    The published directory, or its location in an object store.
 
   Raises:
-    ValueError: if the step is there already, the host state would not survive JSON, a leaf is no
-      array or not finite, or the fingerprint differs from the checkpoint's before (both values are
-      named).
+    ValueError: if the step exists already, `host_state` would not survive JSON, a leaf is not an
+      array or not finite, or the fingerprint differs from the previous checkpoint's (the message
+      names both values).
     OSError: if the disk is full; earlier checkpoints are untouched.
-    KeyboardInterrupt: on Ctrl-C, when the checkpoint is whole; on a second one at once.
+    NotImplementedError: for an object store with more than one process.
+    KeyboardInterrupt: on Ctrl-C, after the checkpoint is complete; on a second one immediately.
   """
   place = _open(directory)
   if keep_latest < 1 or keep_every < 0:
@@ -245,7 +249,7 @@ def _publish(
   keep_latest: int,
   is_kept: Callable[[int], bool],
 ) -> None:
-  """Fills `incoming`, gives it its name, and removes what is no longer kept; see `save`."""
+  """Fills `incoming`, publishes it, and removes old checkpoints; see `save`."""
   target = _path(directory, step)
   try:
     if jax.process_index() == 0:
@@ -255,8 +259,8 @@ def _publish(
           shutil.rmtree(path)
       incoming.mkdir()
     _barrier("checkpoint_directory")
-    # A flat dict: what is on disk does not depend on how containers are spelled. Orbax takes no
-    # arrays without elements; for those the description is enough.
+    # A flat dict, so that the files do not depend on how containers are spelled. Orbax rejects
+    # empty arrays; the description suffices to restore them.
     with _orbax_errors(directory, step):
       for tree, leaves in trees.items():
         ocp.save(str(incoming / tree), {name: leaf for name, leaf in leaves.items() if leaf.size})
@@ -290,14 +294,14 @@ def _publish(
 
 
 def read_host_state(directory: str | os.PathLike, step: int | None = None) -> dict[str, Any]:
-  """Returns a checkpoint's host state, of whatever shapes its arrays are.
+  """Returns a checkpoint's host state without reading its arrays.
 
   Args:
-    directory: of all the run's checkpoints.
-    step: which one; the latest by default.
+    directory: directory of all checkpoints of the run.
+    step: step to read; the latest by default.
 
   Raises:
-    ValueError: as `restore`, if it is not there, or its description is damaged.
+    ValueError: if the checkpoint is missing or its description is damaged.
   """
   return _describe(_find(_open(directory), step))["host_state"]
 
@@ -310,24 +314,25 @@ def restore(
   step: int | None = None,
   accept_new_numerics: bool = False,
 ) -> Restored:
-  """Reads a checkpoint back, bit for bit.
+  """Restores a checkpoint, bit for bit.
 
   Args:
-    directory: of all the run's checkpoints.
-    abstract_state: pytree of arrays or `jax.ShapeDtypeStruct`; where a leaf has a sharding, the
-      array is placed by it, else on the first device. numpy leaves come back as numpy arrays.
-    fingerprint: of this run's numerics.
-    step: which one; the latest by default.
-    accept_new_numerics: take the checkpoint under another fingerprint; the result's epochs end with
-      this run's, and so do those of later saves that accept it too.
+    directory: directory of all checkpoints of the run.
+    abstract_state: pytree of arrays or `jax.ShapeDtypeStruct`. A leaf with a sharding determines
+      the placement of its array; others go to the first device. numpy leaves are restored as numpy
+      arrays.
+    fingerprint: this run's numerics fingerprint.
+    step: step to restore; the latest by default.
+    accept_new_numerics: accept a checkpoint with another fingerprint; this run's is then appended
+      to the epochs, as in later saves that also accept it.
 
   Returns:
     See `Restored`.
 
   Raises:
-    ValueError: if the checkpoint is not there, truncated or altered (the file is named), of other
-      numerics (both values are named), of other leaves, shapes or dtypes (each leaf is named), or
-      not finite.
+    ValueError: if the checkpoint is missing, truncated or altered (the message names the file), has
+      another fingerprint (it names both), has other leaves, shapes or dtypes (it names each leaf),
+      or is not finite.
   """
   path = _find(_open(directory), step)
   description = _describe(path)
@@ -343,16 +348,16 @@ def restore(
 def restore_part(
   directory: str | os.PathLike, name: str, abstract: Any, *, step: int | None = None
 ) -> Any:
-  """Reads a part of a checkpoint back, bit for bit; None if it was saved without.
+  """Restores one part of a checkpoint, bit for bit; None if it was saved without that part.
 
   Args:
-    directory: of all the run's checkpoints.
-    name: of the part.
-    abstract: as `restore` takes a state.
-    step: which one; the latest by default.
+    directory: directory of all checkpoints of the run.
+    name: name of the part.
+    abstract: pytree, like `abstract_state` of `restore`.
+    step: step to restore; the latest by default.
 
   Raises:
-    ValueError: as `restore`, but for the numerics.
+    ValueError: as `restore`, except that numerics are not checked.
   """
   path = _find(_open(directory), step)
   description = _describe(path)
@@ -368,10 +373,10 @@ def _arrays(
   files: Mapping[str, Mapping[str, Any]],
   abstract_tree: Any,
 ) -> Any:
-  """Returns the arrays of a tree of a checkpoint, all checked before any is read."""
+  """Returns the arrays of one tree of a checkpoint; all files are checked before any is read."""
   wanted = _leaves(abstract_tree, f"checkpoint.restore: {tree}")
   _require_equal_leaves(path, stored, wanted)
-  if isinstance(path, epath.Path):  # A tree of it is fetched, and no more.
+  if isinstance(path, epath.Path):  # Only this tree is downloaded.
     files = {name: file for name, file in files.items() if name.startswith(f"{tree}/")}
   abstract = {name: _placed(leaf) for name, leaf in wanted.items() if np.prod(leaf.shape)}
   with _local_copy(path, tree) as copy:
@@ -385,7 +390,7 @@ def _arrays(
 
 
 def _find(directory: Place, step: int | None) -> Place:
-  """Returns where a step's checkpoint is, the latest one's by default, or refuses."""
+  """Returns the path of a step's checkpoint (default: the latest); raises if there is none."""
   if step is None:
     step = latest_step(directory)
   if step is None or not _is_published(_path(directory, step)):
@@ -398,8 +403,11 @@ def _find(directory: Place, step: int | None) -> Place:
 
 @contextlib.contextmanager
 def _interrupts_put_off() -> Iterator[None]:
-  """Within, a first Ctrl-C waits for the end: Orbax's threads would outlive the loop they talk to,
-  and say so at length. A second one, and handlers of the caller's own, are as ever."""
+  """Defers a first Ctrl-C until the block ends.
+
+  Otherwise Orbax's threads outlive their event loop and log long tracebacks. A second Ctrl-C acts
+  at once, and a caller's own signal handler is not replaced.
+  """
   handler, waiting = signal.getsignal(signal.SIGINT), []
   is_main = threading.current_thread() is threading.main_thread()
   if handler is not signal.default_int_handler or not is_main:
@@ -422,8 +430,9 @@ def _interrupts_put_off() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _orbax_errors(directory: pathlib.Path, step: int) -> Iterator[None]:
-  """Raises what Orbax says of a disk as OSError, without the tracebacks of its threads."""
-  # Of all loggers only this one's filters see what it is given; adding it twice is adding it once.
+  """Raises Orbax's disk errors as OSError, and hides the tracebacks of Orbax's threads."""
+  # Filters apply only to the logger that a record is logged to, hence "absl". Adding the same
+  # filter twice has no effect.
   logging.getLogger("absl").addFilter(_is_not_of_a_thread)
   try:
     yield
@@ -438,9 +447,9 @@ def _orbax_errors(directory: pathlib.Path, step: int) -> Iterator[None]:
 
 
 def _is_not_of_a_thread(record: logging.LogRecord) -> bool:
-  """Drops what Orbax's threads log of an exception: the same one is raised where they are awaited.
+  """Drops thread exceptions that Orbax logs; the awaiting caller raises the same exception.
 
-  It stays for good, because a save that was given up leaves threads behind.
+  The filter is never removed, because an abandoned save leaves threads behind.
   """
   return "_SignalingThread.run() raised" not in str(record.msg)
 
@@ -450,7 +459,7 @@ def _path(directory: Any, step: int) -> Any:
 
 
 def _open(directory: str | os.PathLike) -> Place:
-  """Returns where checkpoints lie: the directory, or the place that a file in its stead names."""
+  """Resolves the checkpoint location: the directory itself, or the location named in a file."""
   if object_store.is_remote(directory):
     return object_store.open_place(os.fspath(directory))
   object_store.require_two_slashes(directory)
@@ -467,13 +476,14 @@ def _open(directory: str | os.PathLike) -> Place:
 
 
 def _is_published(path: Place) -> bool:
-  """Returns whether a checkpoint is there: a directory of its name, in a store its marker."""
+  """Returns whether a checkpoint exists: its directory, or its marker in an object store."""
   return (path / DESCRIPTION).exists() if isinstance(path, epath.Path) else path.is_dir()
 
 
 @contextlib.contextmanager
 def _local_copy(path: Place, tree: str = "") -> Iterator[pathlib.Path]:
-  """Yields a directory with a tree of a checkpoint, all by default: itself where it is one."""
+  """Yields a local directory with one tree of a checkpoint (default: all); remote ones are copied.
+  """
   if not isinstance(path, epath.Path):
     yield path
     return
@@ -484,7 +494,7 @@ def _local_copy(path: Place, tree: str = "") -> Iterator[pathlib.Path]:
 
 
 def _leaves(tree: Any, what: str) -> dict[str, Any]:
-  """Returns the leaves by their path, "params/layers/0/weight"."""
+  """Returns a tree's leaves by path, such as "params/layers/0/weight"."""
   result = {}
   for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
     name = jax.tree_util.keystr(path, simple=True, separator="/")
@@ -517,7 +527,7 @@ def _placed(leaf: Any) -> Any:
 def _continue_epochs(
   directory: Place, step: int, fingerprint: dict[str, str], accept_new_numerics: bool
 ) -> tuple[Epoch, ...]:
-  """Returns the epochs of the checkpoint before `step`, with this one's if it is another."""
+  """Returns the previous checkpoint's epochs, plus a new one if the fingerprint differs."""
   before = max((other for other in steps(directory) if other < step), default=None)
   if before is None:
     return (Epoch(0, fingerprint),)
@@ -531,7 +541,7 @@ def _continue_epochs(
 
 
 def _require_json(value: Any, where: str) -> None:
-  """Refuses what would come back from JSON as something else: tuples, int keys, NaN, arrays."""
+  """Raises for values that JSON does not restore exactly: tuples, int keys, NaN, arrays."""
   if value is None or isinstance(value, (str, bool, int)):
     if type(value) in (str, bool, int, type(None)):
       return
@@ -599,7 +609,7 @@ def _describe(path: Place) -> dict[str, Any]:
 
 
 def _remedy(path: Place) -> str:
-  """Returns what to do about a damaged checkpoint."""
+  """Returns advice for a damaged checkpoint."""
   others = [step for step in steps(path.parent) if _path(path.parent, step) != path]
   if not others:
     return "there is no other; take it from a copy, or start a new run."
@@ -660,7 +670,7 @@ def _remove_old(directory: Place, keep_latest: int, is_kept: Callable[[int], boo
       if isinstance(directory, epath.Path):
         object_store.remove(_path(directory, step), DESCRIPTION)
         continue
-      # Out of sight in one rename: half a checkpoint is never seen, not even while it goes.
+      # Hidden by one rename first, so that a half-deleted checkpoint is never seen.
       removed = directory / f".removed_{step:08d}"
       os.rename(_path(directory, step), removed)
       shutil.rmtree(removed)

@@ -1,19 +1,19 @@
-"""One writer for a run's numbers, and the masked means they are made of.
+"""Writes a run's metrics, and masked reductions to compute them.
 
-A step's numbers are one flat dict of scalars named `room/thing` ("train/loss",
-"rollout/reward_mean"). The writer puts each dict into three places:
+The metrics of a step are one flat dict of scalars named `room/thing` ("train/loss",
+"rollout/reward_mean"). The writer sends each dict to three places:
 
-  metrics.jsonl   one JSON object a line, the record that everything else (report, resume) reads
-  the console     one line a step, or a progress bar on a terminal
+  metrics.jsonl   one JSON object per line; reports and resumes read this file
+  the console     one line per step, or a progress bar on a terminal
   tensorboard/    TensorBoard events
 
-Only process 0 writes; on the others the same calls do nothing, so that callers need no condition.
+Only process 0 writes. On other processes the same calls do nothing, so callers need no condition.
 
 metrics.jsonl is strict JSON (RFC 8259, https://www.rfc-editor.org/rfc/rfc8259), which has no NaN:
-non-finite values are the strings "NaN", "Infinity" and "-Infinity", and `read` turns them back.
+non-finite values are the strings "NaN", "Infinity" and "-Infinity", which `read` converts back.
 """
 
-# Classes of protocol buffers are made at run time, where a type checker cannot see them.
+# Protocol buffer classes are created at run time, where a type checker cannot see them.
 # pyright: reportAttributeAccessIssue=false
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ def masked_sum(
 ) -> Array:
   """Returns the sum of `values` where `mask` is True, in f32; 0.0 where the mask is empty.
 
-  These three are for numbers that people read. Losses and norms, whose bits decide the weights, are
-  summed by the fixed tree of the trainer.
+  The masked reductions are for reported metrics. Losses and norms, whose bits affect the weights,
+  use the trainer's fixed summation tree.
 
   Args:
-    values: [...], any real dtype; what stands at masked-out positions, NaN included, has no effect.
-    mask: bool[...], of the same shape.
+    values: [...], any real dtype; masked-out values have no effect, NaN included.
+    mask: bool[...], same shape.
     axis: reduced axis, or None for all.
 
   Returns:
@@ -80,7 +80,7 @@ def masked_mean(
 ) -> Array:
   """Returns the mean of `values` where `mask` is True, in f32; 0.0 where the mask is empty.
 
-  Arguments, result and refusals as in `masked_sum`.
+  Arguments, result and errors as in `masked_sum`.
   """
   _check_mask("masked_mean", values, mask)
   count = jnp.sum(mask, axis=axis, dtype=jnp.int32).astype(jnp.float32)
@@ -187,7 +187,7 @@ def write_summary(path: str | os.PathLike, summary: Mapping[str, Any]) -> None:
 
 
 def disk_error(what: str, path: pathlib.Path, error: OSError) -> OSError:
-  """Returns `error` again, with the path, the free space and what to do added."""
+  """Returns `error`; a full-disk error gets the path, the free space and the remedy added."""
   if error.errno not in FULL_DISK:
     return error
   free = shutil.disk_usage(path.parent).free
@@ -202,7 +202,7 @@ def disk_error(what: str, path: pathlib.Path, error: OSError) -> OSError:
 
 
 def read(path: str | os.PathLike) -> list[dict[str, Any]]:
-  """Returns the lines of a metrics file, each a dict with "step"; a torn last line is left out.
+  """Returns the lines of a metrics file, each a dict with "step"; skips a torn last line.
 
   Raises:
     ValueError: if a line before the last is not a JSON object with a step.
@@ -233,11 +233,11 @@ def _lines(path: pathlib.Path, data: bytes) -> list[tuple[dict[str, Any], int]]:
 
 
 class Writer:
-  """Appends a run's numbers to its directory. Use as a context manager, or call `close`.
+  """Appends metrics to a run's directory. Use as a context manager, or call `close`.
 
-  After a kill, `Writer(directory, resume_step=k)` leaves metrics.jsonl as it was when step `k`
-  ended: a torn last line and every line of a later step are dropped, so that the resumed run's file
-  is that of a run which was never interrupted. Write all of a step's numbers before its checkpoint.
+  After a kill, `Writer(directory, resume_step=k)` restores metrics.jsonl to its state after step
+  `k`: a torn last line and all lines of later steps are dropped, so the resumed file equals that of
+  an uninterrupted run. Write all metrics of a step before its checkpoint.
   """
 
   def __init__(
@@ -254,19 +254,20 @@ class Writer:
     """Opens the run's files.
 
     Args:
-      directory: of the run; made if it is not there.
-      resume_step: the last step whose numbers are kept, None for a new run.
-      console: "line" prints one line a `write`, "progress" draws a bar, "auto" draws it on a
+      directory: the run's directory; created if missing.
+      resume_step: last step whose metrics are kept; None for a new run.
+      console: "line" prints one line per `write`, "progress" draws a bar, "auto" draws a bar on a
         terminal and prints lines elsewhere.
-      console_digits: what the console shows, in this order, with how many significant digits;
-        everything with four, if left out.
-      total_steps: the end of the progress bar.
+      console_digits: metrics shown on the console, in order, with their significant digits; all
+        metrics with four digits if None.
+      total_steps: end of the progress bar.
       tensorboard: whether to write TensorBoard events.
-      stream: where the console writes; standard output by default.
+      stream: console to write to; standard output by default.
 
     Raises:
-      ValueError: if a new run finds numbers of another one, or the file is broken before its end.
-      OSError: if the directory cannot be written.
+      ValueError: if a new run finds an existing metrics file, or the file is corrupt before its
+        last line.
+      OSError: if the directory is not writable.
     """
     self.path = pathlib.Path(directory) / FILE_NAME
     self._is_writer = jax.process_index() == 0
@@ -329,9 +330,9 @@ class Writer:
       scalars: values by `room/thing`, each a number or an array of shape ().
 
     Raises:
-      ValueError: for a step that goes back, a name of another form, or a value that is no scalar.
-      OSError: if the disk is full; the file then ends with the last whole line, and the same step
-        may be written again.
+      ValueError: for a decreasing step, a malformed name, or a value that is not a scalar.
+      OSError: if the disk is full; the file then ends with its last complete line, and the same
+        step may be written again.
     """
     if step < self._last_step:
       raise ValueError(
@@ -378,7 +379,7 @@ class Writer:
       self._console.print(text, markup=False)
 
   def note(self, text: str) -> bool:
-    """Shows beside the progress bar what goes on; returns False where there is no bar."""
+    """Shows the current activity next to the progress bar; returns False if there is no bar."""
     progress = self._progress  # Another thread may close it.
     if progress is None:
       return False
@@ -386,7 +387,7 @@ class Writer:
     return True
 
   def close(self) -> None:
-    """Ends the files and the progress bar; may be called twice."""
+    """Closes the files and the progress bar; may be called twice."""
     if self._progress is not None:
       self._progress.stop()
       self._progress = None

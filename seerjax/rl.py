@@ -1,17 +1,16 @@
-"""Reinforcement learning, the loop: sample, judge, learn, publish.
+"""The training loop for reinforcement learning: sample, judge, learn, publish.
 
     problems -> task's prompts -> engine samples -> verdicts -> advantages
        ^                                                           |
        +---- engine.set_params <- weights <- optimiser <- loss <---+
 
-Everything a step does is a function of (config, step): which problems, which seeds, which tokens,
-which gradient. That is why a killed run resumes to the same bits, and why the log-probabilities
-that sampled are, to the bit, those that learn.
+Problems, seeds, tokens and gradients of a step are a pure function of (config, step). A killed run
+therefore resumes to the same bits, and the sampler's log-probabilities equal the trainer's exactly.
 
-`train` is the loop, and `train_step` one round of it: `sample` asks the engine for tokens and the
-task for a verdict on each answer, `judge` makes advantages of their rewards, `learn` takes the loss
-and its gradient, and what was learnt is published to the engine. What every run has besides (its
-directory, checkpoints, Ctrl-C) is `run.session`.
+`train` runs the loop and `train_step` one step of it: `sample` generates completions and gets the
+task's verdicts, `judge` turns rewards into advantages, `learn` computes the loss, its gradient and
+the update, and the new weights are published to the engine. `run.session` handles what all runs
+share: the directory, checkpoints and Ctrl-C.
 """
 
 from __future__ import annotations
@@ -53,21 +52,21 @@ from seerjax.run.programs import Programs
 from seerjax.trainer import advantages as advantages_lib, losses, step as step_lib
 from seerjax.types import Completion, Problem, Request, Rollout, RolloutGroup, Task, TrainState
 
-# Rewards f32[b, g] of a step's groups to advantages [b, g].
+# Maps the rewards of a step's groups, f32[b, g], to advantages of the same shape.
 Advantages = Callable[[np.ndarray], Any]
 
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-  """What a run leaves behind.
+  """Result of a training run.
 
   Attributes:
-    state: weights and optimiser at the end.
-    summary: the numbers of summary.json.
-    before: the first held-out problem, answered by the first weights.
-    after: the same, answered by the last weights.
-    policy: the first weights, and the tokenizer.
-    weights: which of them learnt.
+    state: final weights and optimiser state.
+    summary: contents of summary.json.
+    before: completion of the first held-out problem under the initial weights.
+    after: completion of the same problem under the final weights.
+    policy: initial weights and the tokenizer.
+    weights: which weights were trained.
   """
 
   state: TrainState
@@ -103,38 +102,40 @@ def train(
   optimizer: optax.GradientTransformation | None = None,
   on_step: Callable[[int, TrainState, Mapping[str, float]], object] = lambda *_: None,
 ) -> Result:
-  """Runs the loop.
+  """Trains a model on a task by reinforcement learning.
 
   Args:
-    config: the run.
-    model: the model to train, whose weights are the start of a new run: what
-      `seerjax.load_model` returns, or its argument (a name, a directory, a GGUF file or a Hub id).
-      A name is recorded as `config.model`. A loaded model's numerics are the run's where
-      `config.numerics` is left at its default; of weights that were rounded to bfloat16 the masters
-      begin rounded. A `run.policy.Policy` holds weights that were made elsewhere.
-    task: where problems come from.
-    directory: takes config.json, status.json, metrics.jsonl, journal.jsonl, traces.jsonl,
+    config: configuration of the run.
+    model: the model to train; its weights initialise a new run. A `Model` from
+      `seerjax.load_model`, or that function's argument (a name, a directory, a GGUF file or a Hub
+      id); a name is recorded as `config.model`. If `config.numerics` is left at its default, a
+      loaded model's numerics are used. If its weights were already rounded to bfloat16, the master
+      weights start from the rounded values. A `run.policy.Policy` passes weights from elsewhere.
+    task: source of problems and verdicts.
+    directory: receives config.json, status.json, metrics.jsonl, journal.jsonl, traces.jsonl,
       checkpoints/ and summary.json.
-    resume: carry on from the latest checkpoint; finished rollouts are read from the journal.
-    accept_new_numerics: resume under another fingerprint, as a new epoch.
-    accept_new_data: resume with other problems than the run began with (`tasks.digests`), as a new
-      epoch.
-    log: takes lines for people: what is found, and at least every ten seconds what it is at.
-    programs: of `make_programs` for an equal config and model, and the same `loss` and `optimizer`;
-      its own if None.
-    evaluation_sets: further tasks by name that evaluations ask, besides those of
-      `config.evaluation.sets`. Like the four below no setting: a resume has to be given the same
-      ones again.
-    loss: of one micro-batch, in the place of `losses.policy_loss`.
-    advantages: of rewards f32[b, g] of groups, in the place of those of `config.loss.algorithm`.
-    optimizer: an optax chain in the place of `config.optimizer`.
-    on_step: called after each whole step with its number from 1, its state and its numbers.
+    resume: resume from the latest checkpoint; finished rollouts are read from the journal.
+    accept_new_numerics: resume under a different numerics fingerprint, as a new epoch.
+    accept_new_data: resume with problems that differ from the original ones (`tasks.digests`), as a
+      new epoch.
+    log: receives progress lines, at least one every ten seconds.
+    programs: compiled programs from `make_programs` for an equal config and model and the same
+      `loss` and `optimizer`; compiled here if None.
+    evaluation_sets: further evaluation tasks by name, in addition to `config.evaluation.sets`. Like
+      the next four arguments it is not stored in the config, so a resume must pass it again.
+    loss: loss of one micro-batch; replaces `losses.policy_loss`.
+    advantages: maps group rewards f32[b, g] to advantages; overrides `config.loss.algorithm`.
+    optimizer: optax chain; replaces `config.optimizer`.
+    on_step: called after each completed step with the step number (from 1), state and metrics.
+
+  Returns:
+    See `Result`.
 
   Raises:
-    stops.Interrupted: on Ctrl-C or SIGTERM, when the last whole step has been saved.
-    ValueError: for settings, a directory, programs or a task that cannot work, before anything is
-      sampled or the journal begun. Later only for what one problem shows: a prompt of
-      `task` that leaves no room for its answer, or a text that a task cannot judge (the run can be
+    stops.Interrupted: on Ctrl-C or SIGTERM, after the last completed step is saved.
+    ValueError: for an invalid setting, directory, task or `programs`, before sampling starts and
+      before the journal is created. Later only for a fault of a single problem: a prompt that
+      leaves no room for a completion, or a text that the task cannot judge (the run can be
       resumed).
   """
   further = evaluation.load_sets(config.evaluation, evaluation_sets)
@@ -162,10 +163,10 @@ def train(
     before = ready.before
     if not run.step:
       before = setup_lib.accuracy_after(0, run, ready.asked)
-    elif _evaluates_after(run.step, config):  # A stop may have come before it was finished.
+    elif _evaluates_after(run.step, config):  # The run may have stopped during this evaluation.
       setup_lib.accuracy_after(run.step, run, ready.asked)
     else:
-      run.keep_best(config.evaluation.best)  # Else the next save removes it.
+      run.keep_best(config.evaluation.best)  # Otherwise the next save removes the best checkpoint.
     while run.step < config.num_steps:
       joules = run.clock.joules
       with run.next_step() as put_off_stops:
@@ -177,7 +178,7 @@ def train(
         if joules is not None:
           numbers["step/joules"] = (run.clock.joules or 0.0) - joules
         run.finish_step(state, lambda: {"before": before}, numbers, ready.drafts.parts())
-      # Its own tree and dict, of the same arrays, so that it can change neither of the run's.
+      # A copied tree and dict, so that `on_step` cannot change the run's own.
       on_step(run.step, jax.tree.map(lambda leaf: leaf, state), dict(numbers))
       run.save_if_due(every=config.checkpoint_every)
       if _evaluates_after(run.step, config):
@@ -201,7 +202,7 @@ def train(
 
 
 def _evaluates_after(step: int, config: RunConfig) -> bool:
-  """Returns whether a step is followed by an evaluation that is neither the first nor the last."""
+  """Returns whether `step` is followed by an evaluation other than the first or the last."""
   every = config.evaluation.every
   return bool(every) and step % every == 0 and 0 < step < config.num_steps
 
@@ -221,10 +222,10 @@ def train_step(
   before_update: Callable[[], object],
   drafts: drafter_lib.RunDrafts | None = None,
 ) -> tuple[TrainState, dict[str, float]]:
-  """Takes one step: sample, judge, learn, publish; returns the new state and the step's numbers.
+  """Runs one step (sample, judge, learn, publish); returns the new state and the step's metrics.
 
-  `sample` returns the step's groups and their numbers, `publish` hands the new weights over. A
-  draft model that learns does so last, from the same groups.
+  `sample` returns the step's groups and sampling metrics; `publish` sends the new weights to the
+  engine. A trainable draft model is updated last, from the same groups.
   """
   begin = time.monotonic()
   groups, sampled = sample(step)
@@ -260,20 +261,20 @@ def sample(
   drafts: drafter_lib.RunDrafts | None = None,
   workers: workers_lib.RunWorkers | None = None,
 ) -> tuple[list[RolloutGroup], dict[str, float]]:
-  """Samples a step's groups, with a verdict on each answer as it is whole.
+  """Samples a step's groups; each completion gets its verdict as soon as it is finished.
 
   Args:
-    config: the run.
-    engine: with the weights that sample.
-    task: poses, and gives verdicts.
-    journal: of the run; what it holds is not sampled again.
-    step: from 0.
-    progress: is told.
-    drafts: of the engine's drafter.
-    workers: that sample in the engine's place, if any.
+    config: configuration of the run.
+    engine: holds the weights to sample from.
+    task: supplies problems and verdicts.
+    journal: the run's journal; rollouts that it contains are not sampled again.
+    step: step number, from 0.
+    progress: receives progress updates.
+    drafts: state of the engine's drafter.
+    workers: remote workers that sample instead of `engine`, if any.
 
   Returns:
-    The groups, and the numbers of how they were sampled.
+    The groups and the sampling metrics.
   """
   assert engine.tokenizer is not None
   watched = progress or progress_lib.silent()
@@ -319,12 +320,12 @@ def sample(
 def judge(
   config: RunConfig, groups: Sequence[RolloutGroup], advantages: Advantages | None = None
 ) -> np.ndarray:
-  """Returns advantages [b, g] of a step's answers: their verdicts' rewards, compared within groups.
+  """Returns advantages f32[b, g] of a step's groups.
 
   Args:
-    config: the run: its overlong shaping, and the algorithm of its loss.
-    groups: with their verdicts.
-    advantages: of rewards, in the place of the algorithm's.
+    config: supplies the overlong penalty and the loss algorithm.
+    groups: groups with verdicts.
+    advantages: maps rewards to advantages; overrides the algorithm's.
   """
   rewards = np.stack([group.rewards for group in groups])
   if config.trainer.overlong_buffer:
@@ -347,18 +348,19 @@ def learn(
   *,
   before_update: Callable[[], object] = lambda: None,
 ) -> tuple[TrainState, dict[str, float]]:
-  """Takes the optimiser steps of one batch of groups; returns the new state and its numbers.
+  """Runs the optimiser steps of one batch of groups; returns the new state and metrics.
 
-  Where an answer is of older weights than those of `state`, ratios are to what sampled it.
+  If any completion was sampled from weights older than `state`, importance ratios are taken
+  relative to the sampler's log-probabilities.
 
   Args:
-    config: the run.
-    trainer: its programs, the loss among them.
-    state: with the weights that sampled.
-    groups: with their verdicts.
-    values: f32[b, g], their advantages, of `judge`.
-    base: of `programs.base_weights`.
-    before_update: called before the first update, from which on `state` may be used up.
+    config: configuration of the run.
+    trainer: compiled programs, including the loss.
+    state: holds the weights that sampled.
+    groups: groups with verdicts.
+    values: f32[b, g], advantages from `judge`.
+    base: frozen base weights from `programs.base_weights`.
+    before_update: called before the first update; `state` may be donated from then on.
   """
   version = int(state.step) // config.trainer.num_mini_batches
   is_old = any(one.policy_version < version for one in _completions(groups))
@@ -373,7 +375,7 @@ def learn(
     reference = policy_lib.reference_weights(config.weights, state.params, base)
     references = [trainer.scores(reference, batch).logprob for batch in batches]
 
-  # With the weights that sampled, over the whole batch, before any update.
+  # Old log-probabilities under the sampling weights, for the whole batch, before any update.
   olds: list[Any] = [batch.behaviour_logprobs if is_old else None for batch in batches]
   first_scores = []
   first_gradient, numbers = None, {}

@@ -1,22 +1,22 @@
-"""The loop for one problem: keep training until it gives way.
+"""Test-time training: trains on a single problem and searches for its best solution.
 
     archive --PUCT--> starts -> prompts -> engine samples -> attempts -> verdicts -> archive
        ^                                                                    |
        +---- engine.set_params <- params <- optimiser <- entropic advantages
 
-One problem is the whole world. A step starts groups of attempts from states that were found before;
-an exact verifier scores what they make of them; the best enter the archive, and the weights move
-towards what the best of each group did. What the user keeps is the best artefact ever found: it is
-on disk (best.json) as soon as it is known. The weights may go.
+A step selects start states from the archive and samples a group of attempts from each. An exact
+verifier scores the resulting artefacts, the best ones enter the archive, and the weights are
+updated towards the best attempts of each group. The result is the best artefact found, which is
+written to best.json as soon as it is known. The weights need not be kept.
 
-Everything a step does is a function of (config, step): which starts, which seeds, which tokens,
-which gradient. Archive and weights are published as one checkpoint, so that a killed run resumes to
-the same bits and the same archive. Steps since then are taken again; of a language model, whose
-tokens and programs are dear, a journal holds every chunk and every verdict.
+Starts, seeds, tokens and gradients of a step are a pure function of (config, step). Archive and
+weights are saved in one checkpoint, so a killed run resumes to the same bits and the same archive.
+Steps after the last checkpoint are repeated. For a language model, where tokens and verifier
+programs are expensive, a journal records every chunk and every verdict.
 
-`discover` is the loop: `sample` chooses starts and samples a group from each, `judge` makes the
-attempts and scores them, `learn` takes one optimiser step, and `publish` gives the engine what was
-learnt.
+`discover` runs the loop: `sample` selects starts and samples a group from each, `judge` builds and
+scores the attempts, `learn` takes one optimiser step, and `publish` sends the weights to the
+engine.
 
 Source: Yuksekgonul et al. 2026 (TTT-Discover), https://arxiv.org/abs/2601.16175. Formulas:
 `trainer.entropic`, `discovery.puct`.
@@ -69,14 +69,14 @@ from seerjax.types import TrainState
 
 @dataclasses.dataclass(frozen=True)
 class Discovery:
-  """What a run leaves behind.
+  """Result of a discovery run.
 
   Attributes:
-    artefact: the best ever found.
-    score: its.
-    archive: all that was kept.
-    state: the weights, which may go.
-    summary: the numbers of summary.json.
+    artefact: the best artefact found.
+    score: score of `artefact`.
+    archive: final archive of states.
+    state: final training state; safe to discard.
+    summary: contents of summary.json.
   """
 
   artefact: Artefact
@@ -86,7 +86,7 @@ class Discovery:
   summary: dict[str, Any]
 
 
-# A checkpoint is also due when the last one is so old: what a kill makes us compute again.
+# A checkpoint is also due when the last one is this old; bounds the work lost to a kill.
 SAVE_SECONDS = 60.0
 
 
@@ -104,25 +104,30 @@ def discover(
   log: Callable[[str], None] = print,
   programs: Programs | None = None,
 ) -> Discovery:
-  """Keeps training on one problem, and keeps the best that was ever found.
+  """Trains on one problem and keeps the best artefact found.
 
   Args:
-    config: the run.
-    environment: the problem, such as `discovery.loading.load(config.problem)`.
-    directory: takes config.json, status.json, metrics.jsonl, best.json, checkpoints/ and
-      summary.json; of a language model also journal.jsonl.
-    factory: makes the environment once more in each of `config.num_workers` processes, to which it
-      is pickled; `loading.load(config.problem)` if None.
-    policy: what writes; `tiny_policy` if None, which goes with `model="tiny"` alone.
-    resume: carry on from the latest checkpoint.
-    accept_new_numerics: resume under another fingerprint, as a new epoch.
-    accept_new_data: resume with a problem file that was changed, as a new epoch.
-    log: takes lines for people: what is found, and at least every ten seconds what it is at.
-    programs: of `run.programs.make_programs`, to share between runs of one shape; its own if None.
+    config: configuration of the run.
+    environment: the problem, for example `discovery.loading.load(config.problem)`.
+    directory: receives config.json, status.json, metrics.jsonl, best.json, checkpoints/ and
+      summary.json; for a language model also journal.jsonl.
+    factory: picklable function that builds the environment in each of `config.num_workers`
+      processes; `loading.load(config.problem)` if None.
+    policy: the model that writes attempts; None is valid only with `model="tiny"` and means
+      `tiny_policy`.
+    resume: resume from the latest checkpoint.
+    accept_new_numerics: resume under a different numerics fingerprint, as a new epoch.
+    accept_new_data: resume with a changed problem file, as a new epoch.
+    log: receives progress lines, at least one every ten seconds.
+    programs: compiled programs from `run.programs.make_programs`, shared between runs of equal
+      shapes; compiled here if None.
+
+  Returns:
+    See `Discovery`.
 
   Raises:
-    stops.Interrupted: on Ctrl-C or SIGTERM; what was found is saved.
-    ValueError: for settings, a directory or a problem that cannot work, before anything is sampled.
+    stops.Interrupted: on Ctrl-C or SIGTERM, after the results so far are saved.
+    ValueError: for an invalid setting, directory or problem, before sampling starts.
   """
   if factory is None:
     factory = functools.partial(loading.load, config.problem)
@@ -150,7 +155,7 @@ def _discover(
   policy: Policy | None,
   programs: Programs | None,
 ) -> Discovery:
-  """See `discover`."""
+  """Implements `discover` within an open session."""
   ready = setup_lib.set_up(run, config, environment, factory, policy, programs, resume=resume)
   config, engine, writer, trainer = ready.config, ready.engine, ready.writer, ready.trainer
   state, archive, totals = ready.state, ready.archive, ready.totals
@@ -164,13 +169,13 @@ def _discover(
   remarked = ""
   try:
     while run.step < config.num_steps:
-      # From the first update on, a stop waits until the step is whole, its numbers included.
+      # Once the update starts, a stop is deferred until the step and its metrics are complete.
       with run.next_step() as put_off_stops:
         sampled = sample(
           config, engine, writer, archive, run.step, run.journal, progress=run.progress
         )
         sampled = judge(writer, archive, sampled, run.journal, progress=run.progress)
-        if not remarked and (remarked := numbers_lib.remark_on(writer, sampled)):  # Once is enough.
+        if not remarked and (remarked := numbers_lib.remark_on(writer, sampled)):  # Only once.
           run.progress.say(f"step {run.step + 1}: {remarked}")
         found = starts_lib.archived(environment, archive, sampled, run.step)
         if archive_lib.best(found).value > totals["best"]:
@@ -216,7 +221,7 @@ def sample(
   *,
   progress: progress_lib.Progress | None = None,
 ) -> Sampled:
-  """Chooses a step's starts and samples a group from each; attempts are made by `judge`."""
+  """Selects a step's starts and samples a group from each; `judge` builds the attempts."""
   starts = puct.select(archive, config.groups_per_step, config.search, config.seed)
   by_id = {state.state_id: state for state in archive.states}
   asked = [
@@ -244,7 +249,7 @@ def judge(
   *,
   progress: progress_lib.Progress | None = None,
 ) -> Sampled:
-  """Returns what was sampled with the attempts that come of it, each with its score."""
+  """Returns `sampled` with the attempts built from the samples, each with its score."""
   artefacts = {state.state_id: state.artefact for state in archive.states}
   jobs = [
     attempts_lib.Job(artefacts[start], sequences)
@@ -266,20 +271,20 @@ def learn(
   *,
   before_update: Callable[[], object] = lambda: None,
 ) -> tuple[TrainState, dict[str, float]]:
-  """Takes one optimiser step on a step's attempts; returns the new state and its numbers.
+  """Takes one optimiser step on a step's attempts; returns the new state and metrics.
 
-  `before_update` is called when the gradient is there; from then on `state` may be used up.
+  `before_update` is called once the gradient is computed; `state` may be donated from then on.
   """
   begin = time.monotonic()
   values, numbers = objective_lib.objective_of(config.objective, sampled)
-  # Each sequence of an attempt has its advantage.
+  # An attempt's advantage applies to each of its sequences.
   counts = [len(sequences) for group in sampled.sequences for sequences in group]
   each = np.repeat(values.ravel(), counts)[:, None]
   batch = programs_lib.pack(run, attempts_lib.as_groups(attempts_lib.sequences(sampled)), each)
   if base is not None:
     reference_weights = policy_lib.reference_weights(run.weights, state.params, base)
     reference = trainer.scores(reference_weights, batch).logprob
-    # What sampled is, to the bit, what the trainer scores: the first is at hand.
+    # Sampler and trainer log-probabilities are equal to the bit, so the sampler's are used.
     chosen = (batch.behaviour_logprobs, reference, batch.loss_mask)
     numbers["objective/kl_to_base"] = entropic.kl_to_base(*chosen)
     if config.objective.kl_coefficient:
@@ -310,6 +315,6 @@ def publish(
   *,
   policy_version: int,
 ) -> None:
-  """Gives the engine the weights that sample the next step."""
+  """Sends the engine the weights for the next step's sampling."""
   weights = policy_lib.running_weights(run.weights, state.params, base)
   engine.set_params(weights, policy_version=policy_version)

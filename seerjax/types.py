@@ -1,7 +1,7 @@
-"""Records that cross rooms, in the order of the data.
+"""Records shared between packages, in the order of the data flow.
 
 problem -> prompt -> request -> TokenBatch (rows and segments) -> completion -> verdict -> rollout
--> group -> train batch -> params, policy_version -> the engine again.
+-> group -> train batch -> params, policy_version -> engine.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from seerjax.array_typing import Array, Float, Int
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Problem:
-  """One thing to solve.
+  """One problem of a task.
 
   Attributes:
-    problem_id: unique within its task and split; equal ids mean equal problems.
-    prompt: the whole user text, `context` and `question` included; what people and rewards read.
+    problem_id: unique within a task and split; equal ids mean equal problems.
+    prompt: the whole user text, including `context` and `question`; for display and rewards.
     context: the part that may be read before the question is known (may be empty).
     question: the part that asks.
     answer: the reference answer as text (an exact rational such as "7/2", a target, ...).
-    num_steps: reasoning steps of the reference solution, a proxy of the answer's length; 0 if
+    num_steps: reasoning steps of the reference solution, a proxy for the response length; 0 if
       unknown.
-    solution: a worked reference solution (pretraining reads it; no verdict does); may be empty.
-    messages: the conversation that is continued, {"role": ..., "content": ...} each; empty where it
-      is `prompt` as one user's message.
+    solution: a worked reference solution, used for pretraining but not by verdicts; may be empty.
+    messages: the conversation to continue, each {"role": ..., "content": ...}; empty if it is
+      just `prompt` as one user message.
   """
 
   problem_id: str
@@ -54,13 +54,13 @@ class Problem:
 
 
 def copied(value: Any) -> Any:
-  """Returns a copy for a user's function, which may change it: no list, dict or object is shared.
+  """Returns a deep copy for a user's function, which may modify it.
 
-  Rewards, verdicts and verifiers get such copies, so that none changes the next prompt or verdict.
-  Data of JSON's kinds are copied several times faster than `copy.deepcopy` does.
+  Rewards, verdicts and verifiers receive such copies, so that none can change later prompts or
+  verdicts. JSON-like data is copied several times faster than by `copy.deepcopy`.
 
   Raises:
-    RecursionError: for lists within themselves, or too deep ones.
+    RecursionError: for lists that contain themselves or are nested too deeply.
   """
   kind = type(value)
   if kind in _ATOMS:
@@ -81,13 +81,13 @@ def copied(value: Any) -> Any:
 _ATOMS = frozenset((str, int, float, bool, type(None), bytes))
 
 
-# What float32 noise handles right. Gumbel noise spans 21 nats: above the highest temperature a bias
-# of -1e6 (an engine takes no more) would forbid no token for sure. Divided by 1e-24 such a bias
-# passes what stands for minus infinity, and by 1e-33 it overflows; long before, at the lowest,
-# logits of usual size that differ are further apart than any noise, so that 0 says the same.
+# Range in which float32 noise behaves correctly. Gumbel noise spans 21 nats: above the maximum, a
+# bias of -1e6 (the engine's limit) would no longer reliably forbid a token. Below the minimum,
+# logits of usual size differ by more than any noise, so the result equals temperature 0. (Divided
+# by 1e-24 such a bias passes the value used for minus infinity; by 1e-33 it overflows.)
 MIN_TEMPERATURE = 1e-4
 MAX_TEMPERATURE = 1e4
-# Of penalties: the lowest, the highest, and what is none.
+# (lowest, highest, neutral) value of each penalty.
 PENALTIES: Mapping[str, tuple[float, float, float]] = types.MappingProxyType({
   "presence_penalty": (-2.0, 2.0, 0), "frequency_penalty": (-2.0, 2.0, 0),
   "repetition_penalty": (1e-4, 1e4, 1),
@@ -96,32 +96,32 @@ TEMPERATURES = f"{MIN_TEMPERATURE:g} <= temperature <= {MAX_TEMPERATURE:g}"
 
 
 def is_temperature(value: float) -> bool:
-  """Returns whether logits may be divided by it; 0, which is greedy, is none."""
+  """Returns whether `value` is a valid divisor of logits; 0 (greedy) is not."""
   return MIN_TEMPERATURE <= value <= MAX_TEMPERATURE
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-  """How one request is sampled. With its seed and its prompt, this decides the text.
+  """Sampling parameters of one request. With prompt and seed they determine the completion.
 
   They apply in this order: penalties (`repetition_penalty`, then the others), `logit_bias`,
-  `temperature`, `allowed`, `top_k`, `top_p`, `min_p`. A raw log-probability is of none of them.
+  `temperature`, `allowed`, `top_k`, `top_p`, `min_p`. Raw log-probabilities ignore all of them.
 
   Attributes:
-    temperature: 0 is greedy (the argmax of the biased logits); else logits are divided by it, and
-      it is from `MIN_TEMPERATURE` to `MAX_TEMPERATURE`.
+    temperature: 0 is greedy (the argmax of the biased logits); otherwise logits are divided by
+      it, and it must lie between `MIN_TEMPERATURE` and `MAX_TEMPERATURE`.
     top_k: keep the k most likely tokens; 0 keeps all. Ties at the border are kept.
     top_p: keep the smallest set of most likely tokens whose probability reaches it; 1 keeps all.
     min_p: drop tokens less likely than `min_p` times the most likely one; 0 drops none.
-    presence_penalty: subtracted from the logits of tokens that the answer so far has, -2 to 2;
-      of a drafted position, the earlier tokens of the draft are part of the answer.
-    frequency_penalty: subtracted from these once for each time that the token was said, -2 to 2.
-    repetition_penalty: divides positive logits of tokens of the prompt and the answer so far, and
-      multiplies the others; 1 is none, 1e-4 to 1e4.
+    presence_penalty: subtracted from the logits of tokens that occur in the completion so far, -2
+      to 2. At a drafted position, earlier draft tokens count as part of the completion.
+    frequency_penalty: subtracted from the same logits once per occurrence, -2 to 2.
+    repetition_penalty: divides positive logits and multiplies the others of tokens that occur in
+      the prompt or the completion so far; 1 is neutral, 1e-4 to 1e4.
     logit_bias: pairs (token id, bias) added to the logits.
-    allowed: a grammar: pairs (low, high) by place in the answer, of which ids low <= id < high may
-      stand there; empty allows all everywhere.
-    max_tokens: most tokens generated; no more than places in `allowed`, if there are any.
+    allowed: a grammar: for each position of the completion a pair (low, high); only ids with low
+      <= id < high may be sampled there. Empty allows all ids everywhere.
+    max_tokens: maximum number of generated tokens; at most `len(allowed)` if that is set.
     stop_token_ids: generation ends with the first of these; it is kept as the last token.
     stop_strings: generation ends once the decoded text contains one of these.
   """
@@ -140,14 +140,14 @@ class SamplingParams:
   stop_strings: tuple[str, ...] = ()
 
   def __post_init__(self):
-    # How far a bias may go is decided by the engine that runs the request.
+    # The engine that runs the request limits the bias.
     fields.check(self, unbounded=("logit_bias",))
     refuse = self._refuse
     if self.temperature != 0 and not is_temperature(self.temperature):
       refuse("temperature", self.temperature, f"0 or {TEMPERATURES}", "0 is greedy, 1 is usual")
     if not 0 <= self.top_k < 2**31:
       refuse("top_k", self.top_k, "0 <= top_k < 2**31", "0 keeps every token")
-    if not (1e-37 <= self.top_p <= 1.0):  # In float32, less is zero, which keeps nothing.
+    if not (1e-37 <= self.top_p <= 1.0):  # Smaller values are 0 in float32 and keep no token.
       refuse("top_p", self.top_p, "0 < top_p <= 1 (1e-37 at the least)", "1 keeps every token")
     if not (0.0 <= self.min_p <= 1.0):
       refuse("min_p", self.min_p, "0 <= min_p <= 1", "0 drops no token")
@@ -172,7 +172,7 @@ class SamplingParams:
 
   @property
   def has_penalties(self) -> bool:
-    """Whether a token's logit follows what was said before it."""
+    """Whether a token's logit depends on earlier tokens."""
     is_repeated = self.repetition_penalty != 1
     return bool(self.presence_penalty or self.frequency_penalty or is_repeated)
 
@@ -188,18 +188,17 @@ _FIXES = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Request:
-  """What the engine is asked for.
+  """One generation request.
 
   Attributes:
     request_id: unique among the engine's live requests.
     prompt: token ids, at least one.
     sampling: see `SamplingParams`.
-    seed: the request's own seed; together with the engine's key and a position it fixes the noise.
-    group_id: requests of one group share a prompt and are placed on one instance.
-    adapter: name of the adapter that answers beside the base (`Engine.set_adapters`); "" is the
-      base alone.
-    namespace: whose it is, "" for all that name none. What was kept for one namespace, keys and
-      values or drafts, is found by no other; it decides no bit of an answer.
+    seed: the request's seed; the engine's key, this seed and the position determine the noise.
+    group_id: requests of a group share a prompt and run on the same instance.
+    adapter: name of the adapter to apply (`Engine.set_adapters`); "" is the base model.
+    namespace: isolates cached data: KV pages and drafts stored under one namespace are invisible
+      to every other. It never affects the output. "" is the default namespace.
   """
 
   request_id: str
@@ -220,26 +219,25 @@ class Request:
         )
 
 
-# Why a completion ended; "" while it runs.
+# Why a completion ended; "" while it is running.
 FINISH_REASONS = ("", "stop", "length", "error")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Completion:
-  """What the engine answers.
+  """Completion of one request.
 
   Attributes:
-    request_id: of the request.
-    tokens: generated ids, a stop id included.
-    behaviour_logprobs: f32[t], of each token under the processed distribution (bias, temperature,
-      filters), in nats.
-    raw_logprobs: f32[t], of each token under softmax(logits).
-    text: decoded tokens, special tokens dropped and cut before a stop string; "" without a
-      tokenizer.
-    finish_reason: "stop" (a stop id or string), "length" (max_tokens), "error" (what it met in a
-      step ended it: it is no sample of anything, and nothing learns from it), or "" while it runs.
-    policy_version: of the weights that sampled every token.
-    error: what it met, where `finish_reason` is "error"; else "".
+    request_id: id of the request.
+    tokens: generated ids, including a stop id.
+    behaviour_logprobs: f32[t], log-probability of each token under the processed distribution
+      (bias, temperature, filters), in nats.
+    raw_logprobs: f32[t], log-probability of each token under softmax(logits).
+    text: decoded text without special tokens, cut before a stop string; "" without a tokenizer.
+    finish_reason: "stop" (a stop id or string), "length" (max_tokens), "error" (a step failed; the
+      completion is not a valid sample and is never trained on), or "" while it is running.
+    policy_version: version of the weights that sampled every token.
+    error: the error message if `finish_reason` is "error", else "".
   """
 
   request_id: str
@@ -270,7 +268,7 @@ class Completion:
       )
 
   def has_bits_of(self, other: Completion) -> bool:
-    """Returns whether tokens and log-probabilities are those of another, to the bit."""
+    """Returns whether tokens and log-probabilities are equal to the bit."""
     return self.tokens == other.tokens and all(
       np.array_equal(mine.view(np.uint32), theirs.view(np.uint32))
       for mine, theirs in (
@@ -285,12 +283,12 @@ class Verdict:
   """A task's judgement of one text.
 
   Attributes:
-    reward: what the trainer maximises; the weighted sum of `parts`, if there are any.
-    correct: the answer is right.
-    well_formed: an answer could be read from the text at all.
-    answer: the answer as read, "" if none.
-    parts: the reward's named parts, such as {"format": 1.0, "correct": 0.0}; make a verdict of them
-      by `of_parts`. Empty if the reward has no parts.
+    reward: quantity that the trainer maximises; the weighted sum of `parts`, if there are any.
+    correct: whether the answer is right.
+    well_formed: whether an answer could be parsed from the text.
+    answer: the parsed answer, "" if none.
+    parts: named parts of the reward, such as {"format": 1.0, "correct": 0.0}; use `of_parts` to
+      build such a verdict. Empty if the reward has no parts.
   """
 
   reward: float
@@ -303,13 +301,13 @@ class Verdict:
   def of_parts(
     cls, parts: Mapping[str, float], *, correct: bool, well_formed: bool, answer: str = ""
   ) -> Verdict:
-    """Returns a verdict whose reward is the plain sum of its parts; a run applies its weights.
+    """Returns a verdict whose reward is the unweighted sum of `parts`; a run applies its weights.
 
     Args:
-      parts: finite numbers by name; a name is lower-case letters, digits and underscores.
-      correct: the answer is right.
-      well_formed: an answer could be read from the text at all.
-      answer: the answer as read, "" if none.
+      parts: finite numbers by name (lower-case letters, digits and underscores).
+      correct: whether the answer is right.
+      well_formed: whether an answer could be parsed from the text.
+      answer: the parsed answer, "" if none.
     """
     return cls(
       reward=weighted_sum(parts, {}),
@@ -321,9 +319,9 @@ class Verdict:
 
 
 def weighted_sum(parts: Mapping[str, float], weights: Mapping[str, float]) -> float:
-  """Returns the sum of weight x part over all parts, in float64 and in the order of their names.
+  """Returns the sum of weight x part over all parts, in float64, in alphabetical order of names.
 
-  A part without a weight counts once. Nothing is normalised: weights need not sum to 1.
+  A missing weight is 1. Nothing is normalised: weights need not sum to 1.
   """
   total = 0.0
   for name in sorted(parts):
@@ -333,13 +331,7 @@ def weighted_sum(parts: Mapping[str, float], weights: Mapping[str, float]) -> fl
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rollout:
-  """One request's whole life.
-
-  Attributes:
-    request: what was asked.
-    completion: what was answered.
-    verdict: how that was judged.
-  """
+  """A request with its completion and verdict."""
 
   request: Request
   completion: Completion
@@ -351,9 +343,9 @@ class RolloutGroup:
   """All rollouts of one problem, ordered by member.
 
   Attributes:
-    group_index: the group's place in its step; the training batch is sorted by it.
-    problem: what was asked.
-    rollouts: by member index, never by completion time.
+    group_index: index of the group in its step; the training batch is sorted by it.
+    problem: the problem that all requests pose.
+    rollouts: ordered by member index, independent of completion time.
   """
 
   group_index: int
@@ -362,51 +354,51 @@ class RolloutGroup:
 
   @property
   def rewards(self) -> np.ndarray:
-    """f32[g]."""
+    """Rewards of the rollouts, f32[g]."""
     return np.asarray([r.verdict.reward for r in self.rollouts], np.float32)
 
 
 @runtime_checkable
 class Task(Protocol):
-  """Where prompts come from and what a good answer is.
+  """Source of problems and judge of answers.
 
   Problems are a pure function of (split, index).
   """
 
   @property
   def name(self) -> str:
-    """For logs and messages; a plain attribute will do."""
+    """Name for logs and messages; a plain attribute is enough."""
     ...
 
   def num_problems(self, split: str) -> int:
-    """Returns how many problems `split` ("train" or "heldout") has."""
+    """Returns the number of problems in `split` ("train" or "heldout")."""
     ...
 
   def problem(self, split: str, index: int) -> Problem:
-    """Returns problem `index`; equal arguments give equal problems on every machine."""
+    """Returns problem `index`; equal arguments must give equal problems on every machine."""
     ...
 
   def verdict(self, problem: Problem, text: str) -> Verdict:
-    """Judges a completion's text. Never raises on any text."""
+    """Judges a completion's text. Must not raise, whatever the text."""
     ...
 
 
 class TokenBatch(NamedTuple):
-  """Flat token rows and the segments that attention sees: the input of the one forward.
+  """Flat token rows and their attention segments: the input of the model's forward pass.
 
   A segment is up to `query_tile` consecutive positions of one sequence. Rows beyond `num_rows` and
-  segments beyond `num_segments` are padding: they are never computed, and what they hold is zero.
-  Every array lives on one instance; the engine stacks instances in front.
+  segments beyond `num_segments` are padding: they are never computed and contain zeros. Every array
+  belongs to one instance; the engine stacks instances along a new leading axis.
 
   Attributes:
     tokens: i32[n].
-    positions: i32[n], absolute position of each row in its sequence.
+    positions: i32[n], position of each row in its sequence.
     slots: i32[n], flat index `page * page_size + offset` where the row's key and value are written.
-    num_rows: i32[], valid rows.
+    num_rows: i32[], number of valid rows.
     segment_start: i32[s], first row of the segment.
     segment_length: i32[s], valid rows of the segment, 0 for padding.
     page_table: i32[s, p], pages of the segment's sequence by position // page_size.
-    num_segments: i32[], valid segments.
+    num_segments: i32[], number of valid segments.
   """
 
   tokens: Int[Array, "n"]
@@ -420,15 +412,15 @@ class TokenBatch(NamedTuple):
 
 
 class KeyCopies(NamedTuple):
-  """Rows whose keys and values are written to further slots, in every layer, before attention.
+  """Extra slots to which rows' keys and values are written, in every layer, before attention.
 
-  So a position of a token tree that is computed once stands in the pages of every path through it.
-  What lies beyond `count` is padding, and never read.
+  A token-tree position is thus computed once and stored in the pages of every path through it.
+  Entries beyond `count` are padding and never read.
 
   Attributes:
-    rows: i32[c], of the batch, below its `num_rows`.
-    slots: i32[c], as `TokenBatch.slots`; no two are equal, nor equal to a row's own.
-    count: i32[], valid copies.
+    rows: i32[c], row indices of the batch, below `num_rows`.
+    slots: i32[c], as `TokenBatch.slots`; distinct from each other and from all rows' own slots.
+    count: i32[], number of valid copies.
   """
 
   rows: Int[Array, "c"]
@@ -437,7 +429,7 @@ class KeyCopies(NamedTuple):
 
 
 class SamplingRows(NamedTuple):
-  """Sampling parameters of rows, as arrays (see `SamplingParams`).
+  """Sampling parameters per row, as arrays (see `SamplingParams`).
 
   Attributes:
     temperature: f32[n], 0 is greedy.
@@ -446,13 +438,13 @@ class SamplingRows(NamedTuple):
     min_p: f32[n].
     bias_ids: i32[n, e], -1 for unused entries.
     bias_values: f32[n, e].
-    low: i32[n], ids below are not allowed.
-    high: i32[n], nor those from here on.
-    mask: u32[n, w], a bit for each id, the lowest bit first: those that are 0 are not allowed, in
-      rows whose `high` is below `sampling.NO_LIMIT`; None where no row has such a mask.
-    penalty_ids: i32[n, e], tokens that penalties change, each once, -1 for unused entries; None
-      where no row is penalised, as the next two.
-    penalty_values: f32[n, e], what is subtracted.
+    low: i32[n], lowest allowed id.
+    high: i32[n], end (exclusive) of the allowed ids.
+    mask: u32[n, w], one bit per id, lowest bit first; ids whose bit is 0 are forbidden in rows with
+      `high` below `sampling.NO_LIMIT`. None if no row has a mask.
+    penalty_ids: i32[n, e], distinct tokens that penalties affect, -1 for unused entries. This and
+      the next two fields are None if no row has penalties.
+    penalty_values: f32[n, e], amount subtracted from each logit.
     repetition: f32[n], the repetition penalty.
   """
 
@@ -471,7 +463,7 @@ class SamplingRows(NamedTuple):
 
 
 class TokenScores(NamedTuple):
-  """What the head says of one given token a row; nats.
+  """The head's scores of one given token per row, in nats.
 
   Attributes:
     logprob: f32[n], under the processed distribution.
@@ -485,20 +477,21 @@ class TokenScores(NamedTuple):
 
 
 class TrainBatch(NamedTuple):
-  """Packed micro-batches: leading axis m is the micro-batch, in an order fixed by (group, member).
+  """Packed micro-batches, stacked on the leading axis m, in an order fixed by (group, member).
 
   A row is an input token; its target is the next token of the same sequence. `loss_mask` is True
-  where the target was generated by the policy.
+  where the policy generated the target.
 
   Attributes:
-    tokens: TokenBatch with leading m on every field; its pages are scratch, written by the forward.
+    tokens: TokenBatch with a leading m on every field; its pages are scratch space of the forward.
     targets: i32[m, n].
     loss_mask: bool[m, n].
     sequence_index: i32[m, n], index of the row's rollout in (group, member) order; -1 on padding.
-    advantages: f32[m, n], the rollout's advantage on every row of it (0 on padding).
-    behaviour_logprobs: f32[m, n], the engine's, at loss rows; 0 elsewhere.
-    raw_logprobs: f32[m, n], the engine's raw ones, at loss rows; 0 elsewhere.
-    sampling: SamplingRows with leading m.
+    advantages: f32[m, n], the rollout's advantage, repeated on its rows (0 on padding).
+    behaviour_logprobs: f32[m, n], the engine's processed log-probabilities at loss rows; 0
+      elsewhere.
+    raw_logprobs: f32[m, n], the engine's raw log-probabilities at loss rows; 0 elsewhere.
+    sampling: SamplingRows with a leading m.
   """
 
   tokens: TokenBatch
@@ -512,12 +505,12 @@ class TrainBatch(NamedTuple):
 
 
 class TrainState(NamedTuple):
-  """Everything the optimiser owns.
+  """Training state: weights and optimiser.
 
   Attributes:
-    params: master weights, f32, as `models.parameters.init` lays them out.
+    params: master weights, f32, in the layout of `models.parameters.init`.
     opt_state: optax state.
-    step: i32[], optimiser steps taken.
+    step: i32[], number of optimiser steps taken.
   """
 
   params: Any
